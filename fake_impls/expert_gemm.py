@@ -1,0 +1,42 @@
+"""Outputs of the expert GEMMs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from moe_ops.activation import formula
+
+
+def expert_gemm(
+    a: Tensor,
+    w: Tensor,
+    bias: Tensor | None,
+    input_weights: Tensor | None,
+    output_weights: Tensor | None,
+    sorted_token_ids: Tensor,
+    expert_ids: Tensor,
+    num_tokens_post_padded: Tensor,
+    row_tiles: Sequence[int],
+    top_k: int,
+) -> Tensor:
+    """One row of ``N`` for each slot, in slot order."""
+    return a.new_empty((a.shape[0] * top_k, w.shape[1]))
+
+
+def expert_gemm_act(
+    a: Tensor,
+    w: Tensor,
+    bias: Tensor | None,
+    input_weights: Tensor | None,
+    sorted_token_ids: Tensor,
+    expert_ids: Tensor,
+    num_tokens_post_padded: Tensor,
+    row_tiles: Sequence[int],
+    top_k: int,
+    activation: str,
+) -> Tensor:
+    """One row of ``I`` for each slot, in slot order."""
+    width = w.shape[1] // 2 if formula(activation).gated else w.shape[1]
+    return a.new_empty((a.shape[0] * top_k, width))

@@ -1,0 +1,31 @@
+"""Output of the weighted sum."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+
+def moe_fused_mul_sum(
+    inputs: Tensor,
+    topk_weights: Tensor | None,
+    topk_ids: Tensor | None,
+    expert_map: Tensor | None,
+    num_valid_tokens: Tensor | None,
+    num_local_experts: int,
+) -> Tensor:
+    """``(T, H)`` for ``(T, k, H)``, same dtype."""
+    return inputs.new_empty((inputs.shape[0], inputs.shape[2]))
+
+
+def moe_fused_mul_sum_out(
+    inputs: Tensor,
+    topk_weights: Tensor | None,
+    topk_ids: Tensor | None,
+    expert_map: Tensor | None,
+    num_valid_tokens: Tensor | None,
+    num_local_experts: int,
+    *,
+    out: Tensor,
+) -> Tensor:
+    """The tensor that was written."""
+    return out

@@ -1,0 +1,48 @@
+"""moe_ops: fused Mixture-of-Experts as `torch.library` operators.
+
+Legend of shapes, used everywhere: ``T`` tokens, ``H`` hidden size, ``I`` intermediate size, ``E``
+global experts, ``El`` local experts, ``k`` experts of a token; slot ``t * k + j`` is the j-th
+choice of token t. In GEMM kernels ``M`` counts rows, ``N`` weight rows, ``K`` the contraction.
+``num_*`` is a count, ``*_ids`` are indices, ``*_offset`` an exclusive prefix sum with its total
+last, and -1 means "no expert here".
+"""
+
+from moe_ops import ops as _ops  # noqa: F401  (registers the operators)
+from moe_ops.activation import Activation, MoEActivation
+from moe_ops.alignment import (
+    apply_moe_activation,
+    count_expert_num_tokens,
+    moe_align_block_size,
+    moe_fused_mul_sum,
+    moe_permute,
+    moe_unpermute,
+)
+from moe_ops.layer import FusedMoE
+from moe_ops.pipeline.fused_experts import fused_experts, fused_moe
+from moe_ops.pipeline.workspace import workspace_nbytes
+from moe_ops.routing import fused_topk
+from moe_ops.scheme import SCHEMES, get_scheme
+from moe_ops.tensors import Permutation, Routing, TilePlan
+from moe_ops.version import __version__
+
+__all__ = [
+    "SCHEMES",
+    "Activation",
+    "FusedMoE",
+    "MoEActivation",
+    "Permutation",
+    "Routing",
+    "TilePlan",
+    "__version__",
+    "apply_moe_activation",
+    "count_expert_num_tokens",
+    "fused_experts",
+    "fused_moe",
+    "fused_topk",
+    "get_scheme",
+    "moe_align_block_size",
+    "moe_fused_mul_sum",
+    "moe_permute",
+    "moe_unpermute",
+    "workspace_nbytes",
+]

@@ -1,0 +1,208 @@
+"""The activations of a Mixture-of-Experts layer, as values with names.
+
+``g`` is the gate half of a row, ``u`` the up half, ``d`` the width of the output. Kernels and
+references never see these names: they get a :class:`Formula`, the resolved function and numbers.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from enum import Enum
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+
+class MoEActivation(Enum):
+    """Names of the field (vLLM's ``MoEActivation``); ``*_no_mul`` have no gate."""
+
+    SILU = "silu"
+    GELU = "gelu"
+    GELU_TANH = "gelu_tanh"
+    RELU2 = "relu2"
+    SWIGLUOAI = "swigluoai"
+    SWIGLUOAI_UNINTERLEAVE = "swigluoai_uninterleave"
+    SWIGLUSTEP = "swiglustep"
+    SITU = "situ"
+    SILU_NO_MUL = "silu_no_mul"
+    GELU_NO_MUL = "gelu_no_mul"
+    GELU_TANH_NO_MUL = "gelu_tanh_no_mul"
+    RELU2_NO_MUL = "relu2_no_mul"
+
+    @classmethod
+    def from_str(cls, name: str) -> MoEActivation:
+        """The activation called ``name``, aliases included; ValueError for an unknown one."""
+        found = _BY_NAME.get(name)
+        if found is None:
+            raise ValueError(f"activation must be one of {sorted(_BY_NAME)}, got {name!r}")
+        return found
+
+    @property
+    def is_gated(self) -> bool:
+        """Whether the input holds gate and up: ``(.., 2d)`` rather than ``(.., d)``."""
+        return not self.value.endswith("_no_mul")
+
+    @property
+    def is_interleaved(self) -> bool:
+        """Whether gate and up alternate (even and odd columns) instead of being two halves."""
+        return self is MoEActivation.SWIGLUOAI
+
+    def without_mul(self) -> MoEActivation:
+        """The same function without a gate; ValueError where there is none."""
+        name = self.value if not self.is_gated else f"{self.value}_no_mul"
+        return MoEActivation.from_str(name)
+
+
+_ALIASES = {"gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh", "swish": "silu"}
+_BY_NAME = {a.value: a for a in MoEActivation}
+_BY_NAME.update({alias: _BY_NAME[name] for alias, name in _ALIASES.items()})
+
+
+class Formula(NamedTuple):
+    """What a kernel computes: one of five functions and its numbers (``None``: not applied).
+
+    * ``swiglu``: ``g = min(g, limit); u = clamp(u, -limit, limit)``;
+      ``g * sigmoid(alpha * g) * (u + beta)``
+    * ``swiglustep``: ``min(silu(g), limit) * clamp(u, -limit, limit)``
+    * ``situ``: ``beta * tanh(g / beta) * sigmoid(g) * U``, with ``U = linear_beta * tanh(u /
+      linear_beta)`` where ``linear_beta`` is set and ``u`` elsewhere
+    * ``gelu``, ``gelu_tanh``, ``relu2``: the function of ``g``, times ``u``
+
+    Without a gate ``u`` is absent: ``swiglu`` is then ``silu(g)``.
+    """
+
+    function: str
+    gated: bool
+    interleaved: bool
+    limit: float | None
+    alpha: float
+    beta: float
+    linear_beta: float | None
+
+
+class _Rule(NamedTuple):
+    """The function behind a name, the settings it takes (with defaults), and those it needs."""
+
+    function: str
+    defaults: dict[str, float | None]
+    required: tuple[str, ...] = ()
+
+
+_SWIGLU: dict[str, float | None] = {"clamp_limit": None, "alpha": 1.0, "beta": 0.0}
+_RULES = {
+    MoEActivation.SILU: _Rule("swiglu", _SWIGLU),
+    MoEActivation.SWIGLUOAI: _Rule("swiglu", {"clamp_limit": 7.0, "alpha": 1.702, "beta": 1.0}),
+    MoEActivation.SWIGLUOAI_UNINTERLEAVE: _Rule("swiglu", _SWIGLU, ("clamp_limit",)),
+    MoEActivation.SWIGLUSTEP: _Rule("swiglustep", {"clamp_limit": 7.0}),
+    MoEActivation.SITU: _Rule("situ", {"beta": None, "linear_beta": None}, ("beta",)),
+    MoEActivation.GELU: _Rule("gelu", {}),
+    MoEActivation.GELU_TANH: _Rule("gelu_tanh", {}),
+    MoEActivation.RELU2: _Rule("relu2", {}),
+    MoEActivation.SILU_NO_MUL: _Rule("swiglu", {}),
+    MoEActivation.GELU_NO_MUL: _Rule("gelu", {}),
+    MoEActivation.GELU_TANH_NO_MUL: _Rule("gelu_tanh", {}),
+    MoEActivation.RELU2_NO_MUL: _Rule("relu2", {}),
+}
+_SETTINGS = ("clamp_limit", "alpha", "beta", "linear_beta")
+
+
+@dataclass(frozen=True)
+class Activation:
+    """An activation with its numbers; ``None`` means the default of its kind.
+
+    Args:
+        kind: a :class:`MoEActivation` or its name.
+        clamp_limit: bound L of the swiglu family (silu: none; swigluoai and swiglustep: 7).
+        alpha: factor inside the sigmoid (silu: 1, swigluoai: 1.702).
+        beta: added to ``u`` (silu: 0, swigluoai: 1); for situ the scale of the gate's tanh.
+        linear_beta: situ only, the scale of the tanh of ``u``.
+
+    Raises:
+        ValueError: unknown kind, a setting that the kind does not take, a missing required one, or
+            a ``clamp_limit`` or situ scale that is not positive.
+    """
+
+    kind: MoEActivation
+    clamp_limit: float | None = None
+    alpha: float | None = None
+    beta: float | None = None
+    linear_beta: float | None = None
+
+    def __post_init__(self) -> None:
+        if isinstance(self.kind, str):
+            object.__setattr__(self, "kind", MoEActivation.from_str(self.kind))
+        rule = _RULES[self.kind]
+        for name in _SETTINGS:
+            value = getattr(self, name)
+            if value is None and name in rule.required:
+                raise ValueError(f"activation {self.kind.value} needs {name}, got None")
+            if value is not None and name not in rule.defaults:
+                raise ValueError(f"activation {self.kind.value} takes no {name}, got {value}")
+        for name in ("clamp_limit", "linear_beta", *(("beta",) if rule.function == "situ" else ())):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise ValueError(f"activation {name} must be positive, got {value}")
+
+    @property
+    def key(self) -> str:
+        """The one string that stands for this value in an operator's schema."""
+        given = [(n, getattr(self, n)) for n in _SETTINGS if getattr(self, n) is not None]
+        text = ",".join(f"{name}={float(value)!r}" for name, value in given)
+        return f"{self.kind.value}({text})" if text else self.kind.value
+
+    @classmethod
+    def parse(cls, key: str) -> Activation:
+        """The inverse of :attr:`key`; a bare name or alias is a key too."""
+        match = re.fullmatch(r"(\w+)(?:\((.*)\))?", key)
+        if match is None:
+            raise ValueError(f"activation must look like name or name(setting=number), got {key!r}")
+        settings: dict[str, Any] = {}
+        for item in filter(None, (match[2] or "").split(",")):
+            name, _, number = item.partition("=")
+            if name not in _SETTINGS:
+                raise ValueError(f"activation settings are {_SETTINGS}, got {item!r}")
+            settings[name] = float(number)
+        return cls(MoEActivation.from_str(match[1]), **settings)
+
+    def formula(self) -> Formula:
+        """Name and settings resolved to what is computed."""
+        rule = _RULES[self.kind]
+        numbers = {n: _either(getattr(self, n), rule.defaults.get(n)) for n in _SETTINGS}
+        return Formula(
+            function=rule.function,
+            gated=self.kind.is_gated,
+            interleaved=self.kind.is_interleaved,
+            limit=numbers["clamp_limit"],
+            alpha=_either(numbers["alpha"], 1.0),
+            beta=_either(numbers["beta"], 0.0),
+            linear_beta=numbers["linear_beta"],
+        )
+
+
+def _either(value: Any, default: Any) -> Any:
+    return default if value is None else float(value)
+
+
+@lru_cache(maxsize=256)
+def formula(key: str) -> Formula:
+    """What an operator computes for its ``activation`` argument."""
+    return Activation.parse(key).formula()
+
+
+def kind_and_key(activation: MoEActivation | Activation | str) -> tuple[MoEActivation, str]:
+    """The kind and the schema string of whatever a caller may pass as ``activation``.
+
+    Simple enough for Dynamo to trace; TypeError for anything else.
+    """
+    if isinstance(activation, str):
+        if "(" in activation:
+            parsed = Activation.parse(activation)
+            return parsed.kind, parsed.key
+        activation = MoEActivation.from_str(activation)
+    if isinstance(activation, MoEActivation):
+        if _RULES[activation].required:
+            Activation(activation)  # names what is missing
+        return activation, activation.value
+    if isinstance(activation, Activation):
+        return activation.kind, activation.key
+    raise TypeError(f"activation must be a MoEActivation, Activation or str, got {type(activation)}")

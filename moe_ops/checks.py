@@ -1,0 +1,104 @@
+"""Argument validation: one error format, ``<argument> must <rule>, got <value>``.
+
+Wrong types and dtypes raise TypeError, wrong shapes, values and devices ValueError, and what the
+library does not do NotImplementedError. Everything here reads shapes, dtypes and devices only, so
+no check waits for the device; ids out of range are skipped by the kernels instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+FLOATS = (torch.bfloat16, torch.float16, torch.float32)
+INDICES = (torch.int32, torch.int64)
+MAX_EXPERTS = 4096
+
+
+def tensor(name: str, x: Tensor, ndim: int, dtypes: Sequence[torch.dtype]) -> None:
+    """``x`` is a tensor with ``ndim`` axes and one of ``dtypes``."""
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{name} must be a Tensor, got {type(x).__name__}")
+    if x.dim() != ndim:
+        raise ValueError(f"{name} must have {ndim} axes, got shape {tuple(x.shape)}")
+    if x.dtype not in dtypes:
+        raise TypeError(f"{name} must have a dtype of {list(dtypes)}, got {x.dtype}")
+
+
+def same_device(name: str, x: Tensor, other_name: str, other: Tensor) -> None:
+    """``x`` is where ``other`` is."""
+    if x.device != other.device:
+        raise ValueError(f"{name} must be on the device of {other_name}, {other.device}, got {x.device}")
+
+
+def same_dtype(name: str, x: Tensor, other_name: str, other: Tensor) -> None:
+    """``x`` has the dtype of ``other``."""
+    if x.dtype != other.dtype:
+        raise TypeError(f"{name} must have the dtype of {other_name}, {other.dtype}, got {x.dtype}")
+
+
+def size(name: str, actual: int, rule: str, expected: int) -> None:
+    """A static size equals what another argument asks for."""
+    if actual != expected:
+        raise ValueError(f"{name} must be {rule} = {expected}, got {actual}")
+
+
+def same_tokens(name: str, x: Tensor, other_name: str, other: Tensor) -> None:
+    """``x`` and ``other`` have the same number of tokens, also where that number is symbolic."""
+    if torch.compiler.is_compiling():
+        torch._check(x.shape[0] == other.shape[0])
+    elif x.shape[0] != other.shape[0]:
+        raise ValueError(
+            f"{name} must have the {other.shape[0]} tokens of {other_name}, got {x.shape[0]}"
+        )
+
+
+def inference_only(**tensors: Tensor | None) -> None:
+    """Nothing that is differentiated comes in."""
+    if not torch.is_grad_enabled():
+        return
+    for name, x in tensors.items():
+        if x is not None and x.requires_grad:
+            raise NotImplementedError(
+                f"{name} must not require grad (training is not supported: call under "
+                f"torch.no_grad() or torch.inference_mode()), got requires_grad=True"
+            )
+
+
+def topk_pair(topk_weights: Tensor, ids: Tensor, name: str = "topk_ids") -> None:
+    """``(T, k)`` weights and ids (or rows) that belong together."""
+    tensor(name, ids, 2, INDICES)
+    tensor("topk_weights", topk_weights, 2, FLOATS)
+    size("topk_weights.shape[1]", topk_weights.shape[1], f"{name}.shape[1]", ids.shape[1])
+    same_tokens("topk_weights", topk_weights, name, ids)
+    same_device("topk_weights", topk_weights, name, ids)
+
+
+def expert_map(expert_map: Tensor | None, like: Tensor, num_experts: int | None = None) -> None:
+    """``expert_map`` is an integer vector over the global experts, or None."""
+    if expert_map is None:
+        return
+    tensor("expert_map", expert_map, 1, INDICES)
+    same_device("expert_map", expert_map, "topk_ids", like)
+    if num_experts is not None:
+        size("expert_map.shape[0]", expert_map.shape[0], "the number of experts", num_experts)
+
+
+def one_unit_stride(name: str, w: Tensor) -> None:
+    """A weight ``(El, N, K)`` is contiguous along one of its last two axes."""
+    if w.stride(-1) != 1 and w.stride(-2) != 1:
+        raise ValueError(f"{name} must have stride 1 on one of its last two axes, got {w.stride()}")
+
+
+def topk(name: str, k: int, num_experts: int) -> None:
+    """A token has at least one expert and no more than there are."""
+    if not 1 <= k <= num_experts:
+        raise ValueError(f"{name} must be between 1 and the {num_experts} experts, got {k}")
+
+
+def one_of(name: str, value: str, known: Sequence[str]) -> None:
+    """A name that is known."""
+    if value not in known:
+        raise ValueError(f"{name} must be one of {list(known)}, got {value!r}")

@@ -1,0 +1,117 @@
+"""Triton kernel of the activations, and the formulas that GEMM epilogues share."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from moe_ops.activation import Formula, formula
+from moe_ops.fake_impls.activation import activation as empty_output
+from moe_ops.kernels.slots import next_power_of_2
+
+
+def constants(rule: Formula) -> dict:
+    """The constexpr arguments of a kernel that ends in an activation."""
+    return {
+        "FUNCTION": rule.function,
+        "LIMIT": rule.limit,
+        "ALPHA": rule.alpha,
+        "BETA": rule.beta,
+        "LINEAR_BETA": rule.linear_beta,
+    }
+
+
+@triton.jit
+def tanh(x):
+    """tanh without libdevice (which the interpreter lacks): a series where exp would cancel."""
+    e = tl.exp(-2.0 * tl.abs(x))
+    large = (1.0 - e) / (1.0 + e)
+    large = tl.where(x < 0, -large, large)
+    s = x * x
+    small = x * (1.0 + s * (-0.3333333333333333 + s * (0.13333333333333333 - s * 0.053968253968)))
+    return tl.where(tl.abs(x) < 0.1, small, large)
+
+
+@triton.jit
+def gate(g, FUNCTION: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.constexpr, BETA: tl.constexpr):
+    """The factor that the gate contributes, in float32."""
+    if FUNCTION == "swiglu":
+        if LIMIT is not None:
+            g = tl.where(g > LIMIT, LIMIT, g)
+        value = g * tl.sigmoid(ALPHA * g)
+    elif FUNCTION == "swiglustep":
+        value = g * tl.sigmoid(g)
+        value = tl.where(value > LIMIT, LIMIT, value)
+    elif FUNCTION == "situ":
+        value = BETA * tanh(g / BETA) * tl.sigmoid(g)
+    elif FUNCTION == "relu2":
+        value = tl.where(g < 0, 0.0, g)
+        value = value * value
+    elif FUNCTION == "gelu_tanh":
+        value = 0.5 * g * (1.0 + tanh(0.7978845608028654 * (g + 0.044715 * g * g * g)))
+    else:
+        tl.static_assert(FUNCTION == "gelu")
+        value = 0.5 * g * (1.0 + tl.erf(g * 0.7071067811865476))
+    return value
+
+
+@triton.jit
+def gate_up(
+    g, u, FUNCTION: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.constexpr, BETA: tl.constexpr,
+    LINEAR_BETA: tl.constexpr,
+):  # fmt: skip
+    """The whole formula, in float32. Comparisons, not min/max: a NaN stays a NaN."""
+    if LIMIT is not None:
+        u = tl.where(u > LIMIT, LIMIT, tl.where(u < -LIMIT, -LIMIT, u))
+    if FUNCTION == "swiglu":
+        u = u + BETA
+    if LINEAR_BETA is not None:
+        u = LINEAR_BETA * tanh(u / LINEAR_BETA)
+    return gate(g, FUNCTION, LIMIT, ALPHA, BETA) * u
+
+
+@triton.jit
+def _activation_kernel(
+    x, out, stride_row, WIDTH, GATED: tl.constexpr, INTERLEAVED: tl.constexpr,
+    FUNCTION: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.constexpr, BETA: tl.constexpr,
+    LINEAR_BETA: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One program computes a piece of one row."""
+    row = tl.program_id(0).to(tl.int64)
+    col = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = col < WIDTH
+    source = x + row * stride_row
+    if GATED:
+        if INTERLEAVED:
+            g = tl.load(source + 2 * col, mask=inside, other=0.0).to(tl.float32)
+            u = tl.load(source + 2 * col + 1, mask=inside, other=0.0).to(tl.float32)
+        else:
+            g = tl.load(source + col, mask=inside, other=0.0).to(tl.float32)
+            u = tl.load(source + WIDTH + col, mask=inside, other=0.0).to(tl.float32)
+        value = gate_up(g, u, FUNCTION, LIMIT, ALPHA, BETA, LINEAR_BETA)
+    else:
+        g = tl.load(source + col, mask=inside, other=0.0).to(tl.float32)
+        value = gate(g, FUNCTION, LIMIT, ALPHA, BETA)
+    tl.store(out + row * WIDTH + col, value.to(out.dtype.element_ty), mask=inside)
+
+
+def activation(x: Tensor, activation: str) -> Tensor:
+    """Launch one program for each piece of a row."""
+    out = empty_output(x, activation)
+    rows, width = out.shape
+    if out.numel():
+        rule = formula(activation)
+        x = x if x.stride(1) == 1 else x.contiguous()
+        block = min(1024, next_power_of_2(width))
+        _activation_kernel[(rows, triton.cdiv(width, block))](
+            x,
+            out,
+            x.stride(0),
+            width,
+            GATED=rule.gated,
+            INTERLEAVED=rule.interleaved,
+            **constants(rule),
+            BLOCK=block,
+        )
+    return out

@@ -1,0 +1,149 @@
+"""Triton kernels of the alignment stage: a stable counting sort, one program an expert.
+
+Every program scans all slots (they fit the L2 cache many times over) and places those of its own
+expert, so no two programs write the same entry and the order never depends on timing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from moe_ops.fake_impls.align import count_expert_num_tokens as empty_counts
+from moe_ops.fake_impls.align import moe_align_block_size as empty_plan
+from moe_ops.kernels.slots import local_experts, map_size, next_power_of_2
+from moe_ops.tiles import pick_row_tile
+
+SINGLE_LAUNCH_SLOTS = 1024
+"""Up to here each program counts all experts itself, which saves the counting kernel's launch."""
+
+
+@triton.jit(do_not_specialize=["num_slots"])
+def _count_kernel(
+    topk_ids, expert_map, counts, num_slots, num_experts, num_local_experts, CHUNK: tl.constexpr
+):
+    """One program counts the slots of one expert."""
+    expert = tl.program_id(0)
+    hits = tl.zeros((CHUNK,), dtype=tl.int32)
+    for start in range(0, num_slots, CHUNK):
+        slot = start + tl.arange(0, CHUNK)
+        found = local_experts(
+            topk_ids, expert_map, slot, slot < num_slots, num_experts, num_local_experts
+        )
+        hits += (found == expert).to(tl.int32)
+    tl.store(counts + expert, tl.sum(hits))
+
+
+def count_expert_num_tokens(
+    topk_ids: Tensor, expert_map: Tensor | None, num_local_experts: int
+) -> Tensor:
+    """Launch one program an expert."""
+    counts = empty_counts(topk_ids, expert_map, num_local_experts)
+    num_slots = topk_ids.numel()
+    _count_kernel[(num_local_experts,)](
+        topk_ids.contiguous(),
+        expert_map,
+        counts,
+        num_slots,
+        map_size(expert_map, num_local_experts),
+        num_local_experts,
+        CHUNK=min(2048, max(128, next_power_of_2(num_slots))),
+    )
+    return counts
+
+
+@triton.jit
+def _fill(out, start, stop, first, step, value, CHUNK: tl.constexpr):
+    """``out[start:stop] = value``, the chunks ``first, first + step, ...`` of it."""
+    for at in range(start + first * CHUNK, stop, step * CHUNK):
+        index = at + tl.arange(0, CHUNK)
+        tl.store(out + index, tl.zeros((CHUNK,), dtype=tl.int32) + value, mask=index < stop)
+
+
+@triton.jit(do_not_specialize=["num_slots", "num_rows", "num_tiles"])
+def _align_kernel(
+    topk_ids, expert_map, names, counts, sorted_token_ids, expert_ids, num_tokens_post_padded,
+    num_slots, num_rows, num_tiles, num_experts, num_buckets,
+    TILE: tl.constexpr, BUCKETS: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    """One program places the slots of one bucket, and fills its share of what no bucket uses."""
+    bucket = tl.program_id(0)
+    buckets = tl.arange(0, BUCKETS)
+    if counts is None:
+        slot = tl.arange(0, CHUNK)
+        found = local_experts(
+            topk_ids, expert_map, slot, slot < num_slots, num_experts, num_buckets
+        )
+        count = tl.histogram(tl.maximum(found, 0), BUCKETS, mask=found >= 0)
+    else:
+        count = tl.load(counts + buckets, mask=buckets < num_buckets, other=0)
+    tiles = (count + TILE - 1) // TILE
+    first_tile = tl.sum(tl.where(buckets < bucket, tiles, 0))
+    my_tiles = tl.sum(tl.where(buckets == bucket, tiles, 0))
+    my_count = tl.sum(tl.where(buckets == bucket, count, 0))
+    used_tiles = tl.sum(tiles)
+
+    first_row = first_tile * TILE
+    row = first_row
+    if my_count > 0:
+        for start in range(0, num_slots, CHUNK):
+            slot = start + tl.arange(0, CHUNK)
+            found = local_experts(
+                topk_ids, expert_map, slot, slot < num_slots, num_experts, num_buckets
+            )
+            mine = (found == bucket).to(tl.int32)
+            rank = tl.cumsum(mine, 0) - mine
+            tl.store(sorted_token_ids + row + rank, slot, mask=mine > 0)
+            row += tl.sum(mine)
+        name = bucket
+        if names is not None:
+            name = tl.load(names + bucket).to(tl.int32)
+        _fill(sorted_token_ids, row, first_row + my_tiles * TILE, 0, 1, num_slots, TILE)
+        _fill(expert_ids, first_tile, first_tile + my_tiles, 0, 1, name, 128)
+
+    _fill(sorted_token_ids, used_tiles * TILE, num_rows, bucket, num_buckets, num_slots, 128)
+    _fill(expert_ids, used_tiles, num_tiles, bucket, num_buckets, -1, 128)
+    if bucket == 0:
+        tl.store(num_tokens_post_padded, used_tiles * TILE)
+
+
+def moe_align_block_size(
+    topk_ids: Tensor,
+    expert_map: Tensor | None,
+    row_tiles: Sequence[int],
+    num_experts: int,
+    pad_sorted_ids: bool,
+    ignore_invalid_experts: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """One launch for few slots; a counting launch before it for many."""
+    plan = empty_plan(
+        topk_ids, expert_map, row_tiles, num_experts, pad_sorted_ids, ignore_invalid_experts
+    )
+    sorted_token_ids, expert_ids, num_tokens_post_padded = plan
+    topk_ids = topk_ids.contiguous()
+    num_slots = topk_ids.numel()
+    bucket_map = expert_map if ignore_invalid_experts else None
+    counts = None
+    if num_slots > SINGLE_LAUNCH_SLOTS:
+        counts = count_expert_num_tokens(topk_ids, bucket_map, num_experts)
+    _align_kernel[(num_experts,)](
+        topk_ids,
+        bucket_map,
+        None if ignore_invalid_experts else expert_map,
+        counts,
+        sorted_token_ids,
+        expert_ids,
+        num_tokens_post_padded,
+        num_slots,
+        sorted_token_ids.shape[0],
+        expert_ids.shape[0],
+        map_size(bucket_map, num_experts),
+        num_experts,
+        TILE=pick_row_tile(row_tiles, num_slots, num_experts),
+        BUCKETS=next_power_of_2(max(num_experts, 2)),
+        CHUNK=1024 if num_slots > 256 else 256,
+    )
+    return plan

@@ -1,0 +1,285 @@
+"""Triton kernels of the expert GEMMs: pointer loads, rows gathered by slot, float32 accumulation.
+
+``M`` counts slots, ``N`` weight rows of one expert, ``K`` is the contraction. GEMM 1: ``N = 2I``
+(or ``I``), ``K = H``; GEMM 2: ``N = H``, ``K = I``. One program computes one tile of one expert.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from moe_ops.activation import formula
+from moe_ops.fake_impls.expert_gemm import expert_gemm as empty_rows
+from moe_ops.fake_impls.expert_gemm import expert_gemm_act as empty_activated_rows
+from moe_ops.kernels.activation import constants, gate, gate_up
+from moe_ops.tiles import TileConfig, cdiv, gemm_tiles, num_tiles, pick_row_tile
+
+
+@triton.jit
+def _map_tile(pid, num_pid_m, num_pid_n, GROUP_M: tl.constexpr):
+    """Tiles in bands of GROUP_M rows, down each band first: its weights stay in the L2 cache."""
+    band = pid // (GROUP_M * num_pid_n)
+    first = band * GROUP_M
+    height = tl.minimum(num_pid_m - first, GROUP_M)
+    inside = pid % (GROUP_M * num_pid_n)
+    return first + inside % height, inside // height
+
+
+@triton.jit
+def _load_slots(sorted_token_ids, pid_m, num_slots, BLOCK_M: tl.constexpr):
+    """The slots of a tile (0 for padding, so that addresses stay inside) and which are real."""
+    slot = tl.load(sorted_token_ids + pid_m * BLOCK_M + tl.arange(0, BLOCK_M))
+    real = slot < num_slots
+    return tl.where(real, slot, 0).to(tl.int64), real
+
+
+@triton.jit
+def _load_tile(pointers, k, rows_inside, K: tl.constexpr, BLOCK_K: tl.constexpr, K_AXIS: tl.constexpr):
+    """A tile of an operand, zero past K and outside (rows_inside None: all inside)."""
+    if K % BLOCK_K == 0:
+        if rows_inside is None:
+            tile = tl.load(pointers)
+        else:
+            tile = tl.load(pointers, mask=tl.expand_dims(rows_inside, K_AXIS), other=0.0)
+    else:
+        mask = tl.expand_dims(k < K, 1 - K_AXIS)
+        if rows_inside is not None:
+            mask = mask & tl.expand_dims(rows_inside, K_AXIS)
+        tile = tl.load(pointers, mask=mask, other=0.0)
+    return tile
+
+
+@triton.jit
+def _scale_rows(acc, weights, slot, real):
+    """Each row times its router weight, in float32."""
+    if weights is not None:
+        scale = tl.load(weights + slot, mask=real, other=0.0).to(tl.float32)
+        acc = acc * scale[:, None]
+    return acc
+
+
+@triton.jit
+def _add_bias(acc, bias, expert, n, inside, ROWS):
+    """The bias of each weight row, in float32."""
+    if bias is not None:
+        acc += tl.load(bias + expert * ROWS + n, mask=inside, other=0.0).to(tl.float32)[None, :]
+    return acc
+
+
+@triton.jit(do_not_specialize=["num_slots"])
+def _expert_gemm_kernel(
+    a, w, bias, input_weights, output_weights, out,
+    sorted_token_ids, expert_ids, num_tokens_post_padded, num_slots,
+    stride_am, stride_we, stride_wn, stride_wk,
+    N: tl.constexpr, K: tl.constexpr, TOP_K: tl.constexpr,
+    FUNCTION: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.constexpr, BETA: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
+):  # fmt: skip
+    """``out[s] = f(input_weights[s] * a[s // TOP_K] @ w[e].T + bias[e]) * output_weights[s]``."""
+    pid = tl.program_id(0)
+    num_pid_m = tl.load(num_tokens_post_padded) // BLOCK_M
+    num_pid_n: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
+    if pid >= num_pid_m * num_pid_n:
+        return
+    pid_m, pid_n = _map_tile(pid, num_pid_m, num_pid_n, GROUP_M)
+    expert = tl.load(expert_ids + pid_m).to(tl.int64)
+    if expert < 0:
+        return
+    slot, real = _load_slots(sorted_token_ids, pid_m, num_slots, BLOCK_M)
+    n = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
+    inside = n < N
+    n_inside = None if N % BLOCK_N == 0 else inside
+    k = tl.arange(0, BLOCK_K)
+    a_tile = a + (slot // TOP_K)[:, None] * stride_am + k[None, :]
+    w_tile = w + expert * stride_we + n[None, :] * stride_wn + k[:, None] * stride_wk
+
+    acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+    for start in range(0, K, BLOCK_K):
+        x = _load_tile(a_tile + start, k + start, real, K, BLOCK_K, 1)
+        y = _load_tile(w_tile + start * stride_wk, k + start, n_inside, K, BLOCK_K, 0)
+        acc = tl.dot(x, y, acc, input_precision="ieee")
+
+    acc = _scale_rows(acc, input_weights, slot, real)
+    acc = _add_bias(acc, bias, expert, n, inside, N)
+    if FUNCTION is not None:
+        acc = gate(acc, FUNCTION, LIMIT, ALPHA, BETA)
+    acc = _scale_rows(acc, output_weights, slot, real)
+    at = out + slot[:, None] * N + n[None, :]
+    tl.store(at, acc.to(out.dtype.element_ty), mask=real[:, None] & inside[None, :])
+
+
+@triton.jit(do_not_specialize=["num_slots"])
+def _expert_gemm_gated_kernel(
+    a, w, bias, input_weights, out,
+    sorted_token_ids, expert_ids, num_tokens_post_padded, num_slots,
+    stride_am, stride_we, stride_wn, stride_wk,
+    N: tl.constexpr, K: tl.constexpr, TOP_K: tl.constexpr, INTERLEAVED: tl.constexpr,
+    FUNCTION: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.constexpr, BETA: tl.constexpr,
+    LINEAR_BETA: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
+):  # fmt: skip
+    """As above with gate and up side by side: ``out[s] = f(gate, up)``; N counts output columns."""
+    pid = tl.program_id(0)
+    num_pid_m = tl.load(num_tokens_post_padded) // BLOCK_M
+    num_pid_n: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
+    if pid >= num_pid_m * num_pid_n:
+        return
+    pid_m, pid_n = _map_tile(pid, num_pid_m, num_pid_n, GROUP_M)
+    expert = tl.load(expert_ids + pid_m).to(tl.int64)
+    if expert < 0:
+        return
+    slot, real = _load_slots(sorted_token_ids, pid_m, num_slots, BLOCK_M)
+    n = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
+    inside = n < N
+    n_inside = None if N % BLOCK_N == 0 else inside
+    gate_row = 2 * n if INTERLEAVED else n
+    UP: tl.constexpr = 1 if INTERLEAVED else N
+    k = tl.arange(0, BLOCK_K)
+    a_tile = a + (slot // TOP_K)[:, None] * stride_am + k[None, :]
+    g_tile = w + expert * stride_we + gate_row[None, :] * stride_wn + k[:, None] * stride_wk
+    u_tile = g_tile + UP * stride_wn
+
+    g = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+    u = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+    for start in range(0, K, BLOCK_K):
+        x = _load_tile(a_tile + start, k + start, real, K, BLOCK_K, 1)
+        y = _load_tile(g_tile + start * stride_wk, k + start, n_inside, K, BLOCK_K, 0)
+        z = _load_tile(u_tile + start * stride_wk, k + start, n_inside, K, BLOCK_K, 0)
+        g = tl.dot(x, y, g, input_precision="ieee")
+        u = tl.dot(x, z, u, input_precision="ieee")
+
+    g = _add_bias(_scale_rows(g, input_weights, slot, real), bias, expert, gate_row, inside, 2 * N)
+    u = _scale_rows(u, input_weights, slot, real)
+    u = _add_bias(u, bias, expert, gate_row + UP, inside, 2 * N)
+    value = gate_up(g, u, FUNCTION, LIMIT, ALPHA, BETA, LINEAR_BETA)
+    at = out + slot[:, None] * N + n[None, :]
+    tl.store(at, value.to(out.dtype.element_ty), mask=real[:, None] & inside[None, :])
+
+
+@cache
+def shared_memory(device: torch.device) -> int:
+    """Shared memory of a block, in bytes (that of sm_90 where there is no device to ask)."""
+    if device.type != "cuda":
+        return 232448
+    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin
+
+
+def _tiles(out: Tensor, w: Tensor, row_tiles: Sequence[int], halves: int) -> tuple[TileConfig, int]:
+    """The tiles of this product, and how many programs may be needed."""
+    num_slots, n = out.shape
+    num_experts, _, k = w.shape
+    tile = pick_row_tile(row_tiles, num_slots, num_experts)
+    config = gemm_tiles(tile, n, k, w.element_size(), halves, shared_memory(w.device))
+    return config, num_tiles(num_slots, num_experts, (tile,)) * cdiv(n, config.block_n)
+
+
+def _blocks(config: TileConfig) -> dict:
+    return {
+        "BLOCK_M": config.block_m,
+        "BLOCK_N": config.block_n,
+        "BLOCK_K": config.block_k,
+        "GROUP_M": config.group_m,
+        "num_warps": config.num_warps,
+        "num_stages": config.num_stages,
+    }
+
+
+def _flat(weights: Tensor | None) -> Tensor | None:
+    return None if weights is None else weights.contiguous()
+
+
+def expert_gemm(
+    a: Tensor,
+    w: Tensor,
+    bias: Tensor | None,
+    input_weights: Tensor | None,
+    output_weights: Tensor | None,
+    sorted_token_ids: Tensor,
+    expert_ids: Tensor,
+    num_tokens_post_padded: Tensor,
+    row_tiles: Sequence[int],
+    top_k: int,
+) -> Tensor:
+    """Launch one program for each tile that the plan may hold."""
+    plan = (sorted_token_ids, expert_ids, num_tokens_post_padded)
+    out = empty_rows(a, w, bias, input_weights, output_weights, *plan, row_tiles, top_k)
+    return _launch_plain(
+        out, a, w, bias, input_weights, output_weights, plan, row_tiles, top_k, function=None
+    )
+
+
+def _launch_plain(
+    out, a, w, bias, input_weights, output_weights, plan, row_tiles, top_k, function
+) -> Tensor:
+    """One accumulator a tile; ``function`` is a formula without a gate, or None."""
+    if out.numel():
+        config, programs = _tiles(out, w, row_tiles, halves=1)
+        a = a if a.stride(1) == 1 else a.contiguous()
+        _expert_gemm_kernel[(programs,)](
+            a,
+            w,
+            _flat(bias),
+            _flat(input_weights),
+            _flat(output_weights),
+            out,
+            *plan,
+            out.shape[0],
+            a.stride(0),
+            *w.stride(),
+            N=w.shape[1],
+            K=w.shape[2],
+            TOP_K=top_k,
+            FUNCTION=function and function.function,
+            LIMIT=function and function.limit,
+            ALPHA=function and function.alpha,
+            BETA=function and function.beta,
+            **_blocks(config),
+        )
+    return out
+
+
+def expert_gemm_act(
+    a: Tensor,
+    w: Tensor,
+    bias: Tensor | None,
+    input_weights: Tensor | None,
+    sorted_token_ids: Tensor,
+    expert_ids: Tensor,
+    num_tokens_post_padded: Tensor,
+    row_tiles: Sequence[int],
+    top_k: int,
+    activation: str,
+) -> Tensor:
+    """Launch one program for each tile that the plan may hold."""
+    plan = (sorted_token_ids, expert_ids, num_tokens_post_padded)
+    out = empty_activated_rows(a, w, bias, input_weights, *plan, row_tiles, top_k, activation)
+    rule = formula(activation)
+    if not rule.gated:
+        return _launch_plain(out, a, w, bias, input_weights, None, plan, row_tiles, top_k, rule)
+    if out.numel():
+        config, programs = _tiles(out, w, row_tiles, halves=2)
+        a = a if a.stride(1) == 1 else a.contiguous()
+        _expert_gemm_gated_kernel[(programs,)](
+            a,
+            w,
+            _flat(bias),
+            _flat(input_weights),
+            out,
+            *plan,
+            out.shape[0],
+            a.stride(0),
+            *w.stride(),
+            N=out.shape[1],
+            K=w.shape[2],
+            TOP_K=top_k,
+            INTERLEAVED=rule.interleaved,
+            **constants(rule),
+            **_blocks(config),
+        )
+    return out

@@ -1,0 +1,147 @@
+"""Triton kernels of the permutation stage."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from moe_ops.fake_impls.permute import gather_rows as empty_rows
+from moe_ops.fake_impls.permute import moe_permutation as empty_permutation
+from moe_ops.fake_impls.permute import moe_unpermute as empty_tokens
+from moe_ops.kernels.align import count_expert_num_tokens
+from moe_ops.kernels.slots import local_experts, map_size, next_power_of_2
+
+
+@triton.jit(do_not_specialize=["num_slots"])
+def _permutation_kernel(
+    topk_ids, expert_map, counts, offset, inv_permuted_idx, permuted_idx,
+    num_slots, num_experts, num_local_experts, BUCKETS: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    """One program places the slots of one expert; the last program those that are skipped."""
+    bucket = tl.program_id(0)
+    buckets = tl.arange(0, BUCKETS)
+    count = tl.load(counts + buckets, mask=buckets < num_local_experts, other=0)
+    row = tl.sum(tl.where(buckets < bucket, count, 0))
+    tl.store(offset + bucket, row.to(tl.int64))
+    for start in range(0, num_slots, CHUNK):
+        slot = start + tl.arange(0, CHUNK)
+        found = local_experts(
+            topk_ids, expert_map, slot, slot < num_slots, num_experts, num_local_experts
+        )
+        found = tl.where(found < 0, num_local_experts, found)
+        mine = ((found == bucket) & (slot < num_slots)).to(tl.int32)
+        rank = tl.cumsum(mine, 0) - mine
+        tl.store(permuted_idx + row + rank, slot, mask=mine > 0)
+        tl.store(inv_permuted_idx + slot, row + rank, mask=mine > 0)
+        row += tl.sum(mine)
+
+
+def moe_permutation(
+    topk_ids: Tensor, expert_map: Tensor | None, num_local_experts: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Count, then place."""
+    result = empty_permutation(topk_ids, expert_map, num_local_experts)
+    topk_ids = topk_ids.contiguous()
+    num_slots = topk_ids.numel()
+    _permutation_kernel[(num_local_experts + 1,)](
+        topk_ids,
+        expert_map,
+        count_expert_num_tokens(topk_ids, expert_map, num_local_experts),
+        *result,
+        num_slots,
+        map_size(expert_map, num_local_experts),
+        num_local_experts,
+        BUCKETS=next_power_of_2(max(num_local_experts, 2)),
+        CHUNK=1024 if num_slots > 256 else 256,
+    )
+    return result
+
+
+@triton.jit(do_not_specialize=["num_experts"])
+def _gather_rows_kernel(
+    x, permuted_idx, offset, out, num_experts, stride_x, WIDTH, TOP_K: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One program copies a piece of one row, or writes zeros past the last expert's rows."""
+    row = tl.program_id(0)
+    col = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    used = row < tl.load(offset + num_experts)
+    source = tl.load(permuted_idx + row) // TOP_K
+    value = tl.load(x + source.to(tl.int64) * stride_x + col, mask=used & (col < WIDTH), other=0.0)
+    tl.store(out + row.to(tl.int64) * WIDTH + col, value, mask=col < WIDTH)
+
+
+def gather_rows(
+    x: Tensor, permuted_idx: Tensor, expert_first_token_offset: Tensor, top_k: int
+) -> Tensor:
+    """Launch one program for each piece of a row."""
+    out = empty_rows(x, permuted_idx, expert_first_token_offset, top_k)
+    x = x if x.stride(1) == 1 else x.contiguous()
+    rows, width = out.shape
+    if out.numel():
+        block = min(2048, next_power_of_2(width))
+        _gather_rows_kernel[(rows, triton.cdiv(width, block))](
+            x,
+            permuted_idx,
+            expert_first_token_offset,
+            out,
+            expert_first_token_offset.shape[0] - 1,
+            x.stride(0),
+            width,
+            TOP_K=top_k,
+            BLOCK=block,
+        )
+    return out
+
+
+@triton.jit(do_not_specialize=["num_rows", "num_experts"])
+def _unpermute_kernel(
+    rows, topk_weights, inv_permuted_idx, offset, out, num_rows, num_experts, WIDTH,
+    TOP_K: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One program sums a piece of one token's rows."""
+    token = tl.program_id(0).to(tl.int64)
+    col = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    used = num_rows
+    if offset is not None:
+        used = tl.load(offset + num_experts).to(tl.int32)
+    total = tl.zeros((BLOCK,), dtype=tl.float32)
+    for j in tl.static_range(TOP_K):
+        row = tl.load(inv_permuted_idx + token * TOP_K + j)
+        valid = (row >= 0) & (row < used)
+        value = tl.load(rows + row.to(tl.int64) * WIDTH + col, mask=valid & (col < WIDTH), other=0.0)
+        value = value.to(tl.float32)
+        if topk_weights is not None:
+            value *= tl.load(topk_weights + token * TOP_K + j, mask=valid, other=0.0).to(tl.float32)
+        total += value
+    tl.store(out + token * WIDTH + col, total.to(out.dtype.element_ty), mask=col < WIDTH)
+
+
+def moe_unpermute(
+    permuted_hidden_states: Tensor,
+    topk_weights: Tensor | None,
+    inv_permuted_idx: Tensor,
+    expert_first_token_offset: Tensor | None,
+) -> Tensor:
+    """Launch one program for each piece of a token's row."""
+    out = empty_tokens(
+        permuted_hidden_states, topk_weights, inv_permuted_idx, expert_first_token_offset
+    )
+    tokens, width = out.shape
+    if out.numel():
+        offset = expert_first_token_offset
+        block = min(1024, next_power_of_2(width))
+        _unpermute_kernel[(tokens, triton.cdiv(width, block))](
+            permuted_hidden_states.contiguous(),
+            None if topk_weights is None else topk_weights.contiguous(),
+            inv_permuted_idx.contiguous(),
+            offset,
+            out,
+            permuted_hidden_states.shape[0],
+            0 if offset is None else offset.shape[0] - 1,
+            width,
+            TOP_K=inv_permuted_idx.shape[1],
+            BLOCK=block,
+        )
+    return out

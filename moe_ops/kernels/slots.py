@@ -1,0 +1,32 @@
+"""Which expert each slot goes to, inside a kernel: the rule of `reference/slots.py`."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def local_experts(topk_ids, expert_map, slot, mask, num_experts, num_local_experts):
+    """The local expert of each slot as int32, -1 where it is skipped or masked.
+
+    Ids are compared in their own width before they are narrowed: 2**32 is not expert 0.
+    """
+    ids = tl.load(topk_ids + slot, mask=mask, other=-1)
+    valid = (ids >= 0) & (ids < num_experts)
+    expert = tl.where(valid, ids, 0).to(tl.int32)
+    if expert_map is not None:
+        mapped = tl.load(expert_map + expert, mask=valid, other=-1)
+        valid = valid & (mapped >= 0) & (mapped < num_local_experts)
+        expert = mapped.to(tl.int32)
+    return tl.where(valid, expert, -1)
+
+
+def next_power_of_2(n: int) -> int:
+    """The smallest power of two that is at least ``n``."""
+    return 1 << max(n - 1, 0).bit_length()
+
+
+def map_size(expert_map, num_local_experts: int) -> int:
+    """How many ids there are."""
+    return num_local_experts if expert_map is None else expert_map.shape[0]

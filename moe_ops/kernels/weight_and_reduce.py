@@ -1,0 +1,80 @@
+"""Triton kernel of the weighted sum."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from moe_ops.fake_impls.weight_and_reduce import moe_fused_mul_sum as empty_output
+from moe_ops.kernels.slots import local_experts, map_size, next_power_of_2
+
+
+@triton.jit
+def _mul_sum_kernel(
+    inputs, topk_weights, topk_ids, expert_map, num_valid_tokens, out, num_experts,
+    num_local_experts, WIDTH, stride_out, TOP_K: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One program sums a piece of one token's rows; skipped rows are not read."""
+    token = tl.program_id(0).to(tl.int64)
+    col = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    counted = True
+    if num_valid_tokens is not None:
+        counted = token < tl.load(num_valid_tokens)
+    total = tl.zeros((BLOCK,), dtype=tl.float32)
+    for j in tl.static_range(TOP_K):
+        slot = token * TOP_K + j
+        keep = counted
+        if topk_ids is not None:
+            found = local_experts(topk_ids, expert_map, slot, True, num_experts, num_local_experts)
+            keep = keep & (found >= 0)
+        value = tl.load(inputs + slot * WIDTH + col, mask=keep & (col < WIDTH), other=0.0)
+        value = value.to(tl.float32)
+        if topk_weights is not None:
+            value *= tl.load(topk_weights + slot, mask=keep, other=0.0).to(tl.float32)
+        total += value
+    tl.store(out + token * stride_out + col, total.to(out.dtype.element_ty), mask=col < WIDTH)
+
+
+def moe_fused_mul_sum_out(
+    inputs: Tensor,
+    topk_weights: Tensor | None,
+    topk_ids: Tensor | None,
+    expert_map: Tensor | None,
+    num_valid_tokens: Tensor | None,
+    num_local_experts: int,
+    *,
+    out: Tensor,
+) -> Tensor:
+    """Launch one program for each piece of a token's row."""
+    tokens, k, width = inputs.shape
+    if out.numel():
+        block = min(1024, next_power_of_2(width))
+        _mul_sum_kernel[(tokens, triton.cdiv(width, block))](
+            inputs.contiguous(),
+            None if topk_weights is None else topk_weights.contiguous(),
+            None if topk_ids is None else topk_ids.contiguous(),
+            expert_map,
+            num_valid_tokens,
+            out,
+            map_size(expert_map, num_local_experts),
+            num_local_experts,
+            width,
+            out.stride(0),
+            TOP_K=k,
+            BLOCK=block,
+        )
+    return out
+
+
+def moe_fused_mul_sum(
+    inputs: Tensor,
+    topk_weights: Tensor | None,
+    topk_ids: Tensor | None,
+    expert_map: Tensor | None,
+    num_valid_tokens: Tensor | None,
+    num_local_experts: int,
+) -> Tensor:
+    """The same into a fresh tensor."""
+    arguments = (inputs, topk_weights, topk_ids, expert_map, num_valid_tokens, num_local_experts)
+    return moe_fused_mul_sum_out(*arguments, out=empty_output(*arguments))

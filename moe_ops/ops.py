@@ -1,0 +1,122 @@
+"""Every operator of this library, one line each. Nothing is registered anywhere else.
+
+An operator ``moe_ops::name`` of a stage has three legs, found by the stage's file name:
+
+* CUDA: ``kernels/<stage>.py``, a Triton launcher, imported when a CUDA operator first runs;
+* every other device: ``reference/<stage>.py``, eager PyTorch;
+* tracing: ``fake_impls/<stage>.py``, what the operator returns without computing it. The launchers
+  allocate with these same functions, so the two cannot drift.
+
+All operators are functional: fresh contiguous outputs, no aliasing, no mutation, except for the
+``.out`` overloads, whose schemas say so. An output whose shape, stride or dtype rule changes gets a
+new operator name: compiler caches know operators by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from importlib import import_module
+from typing import Any
+
+import torch
+
+NAMESPACE = "moe_ops"
+_library = torch.library.Library(NAMESPACE, "FRAGMENT")
+STAGES: dict[str, str] = {}
+"""Operator (or ``name.overload``) -> stage."""
+
+
+@cache
+def _leg(package: str, stage: str, name: str) -> Callable[..., Any]:
+    return getattr(import_module(f"moe_ops.{package}.{stage}"), name)
+
+
+def _on_its_device(stage: str, name: str) -> Callable[..., Any]:
+    """The CUDA leg, run on the first tensor's device also when that is not the current one."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        launch = _leg("kernels", stage, name)
+        device = args[0].device
+        if device.index == torch.cuda.current_device():
+            return launch(*args, **kwargs)
+        with torch.cuda.device(device):
+            return launch(*args, **kwargs)
+
+    return call
+
+
+def _op(stage: str, schema: str) -> Any:
+    """Define one operator with its three legs; returns the overload, bound once."""
+    qualified = schema.split("(")[0]
+    name, _, overload = qualified.partition(".")
+    function = f"{name}_{overload}" if overload else name
+    tags = (torch.Tag.out,) if overload == "out" and hasattr(torch.Tag, "out") else ()
+
+    def leg(package: str) -> Callable[..., Any]:
+        return lambda *args, **kwargs: _leg(package, stage, function)(*args, **kwargs)
+
+    _library.define(schema, tags=tags)
+    _library.impl(qualified, leg("reference"), "CompositeExplicitAutograd")
+    _library.impl(qualified, _on_its_device(stage, function), "CUDA")
+    torch.library.register_fake(f"{NAMESPACE}::{qualified}", leg("fake_impls"), lib=_library)
+    STAGES[qualified] = stage
+    return getattr(getattr(torch.ops.moe_ops, name), overload or "default")
+
+
+fused_topk = _op(
+    "routing",
+    "fused_topk(Tensor gating_output, Tensor? e_score_correction_bias, SymInt topk,"
+    " bool renormalize, str scoring_func, float routed_scaling_factor)"
+    " -> (Tensor topk_weights, Tensor topk_ids)",
+)
+moe_align_block_size = _op(
+    "align",
+    "moe_align_block_size(Tensor topk_ids, Tensor? expert_map, int[] row_tiles, SymInt num_experts,"
+    " bool pad_sorted_ids, bool ignore_invalid_experts)"
+    " -> (Tensor sorted_token_ids, Tensor expert_ids, Tensor num_tokens_post_padded)",
+)
+count_expert_num_tokens = _op(
+    "align",
+    "count_expert_num_tokens(Tensor topk_ids, Tensor? expert_map, SymInt num_local_experts)"
+    " -> Tensor",
+)
+moe_permutation = _op(
+    "permute",
+    "moe_permutation(Tensor topk_ids, Tensor? expert_map, SymInt num_local_experts)"
+    " -> (Tensor expert_first_token_offset, Tensor inv_permuted_idx, Tensor permuted_idx)",
+)
+gather_rows = _op(
+    "permute",
+    "gather_rows(Tensor x, Tensor permuted_idx, Tensor expert_first_token_offset, SymInt top_k)"
+    " -> Tensor",
+)
+moe_unpermute = _op(
+    "permute",
+    "moe_unpermute(Tensor permuted_hidden_states, Tensor? topk_weights, Tensor inv_permuted_idx,"
+    " Tensor? expert_first_token_offset) -> Tensor",
+)
+expert_gemm = _op(
+    "expert_gemm",
+    "expert_gemm(Tensor a, Tensor w, Tensor? bias, Tensor? input_weights, Tensor? output_weights,"
+    " Tensor sorted_token_ids, Tensor expert_ids, Tensor num_tokens_post_padded, int[] row_tiles,"
+    " SymInt top_k) -> Tensor",
+)
+expert_gemm_act = _op(
+    "expert_gemm",
+    "expert_gemm_act(Tensor a, Tensor w, Tensor? bias, Tensor? input_weights,"
+    " Tensor sorted_token_ids, Tensor expert_ids, Tensor num_tokens_post_padded, int[] row_tiles,"
+    " SymInt top_k, str activation) -> Tensor",
+)
+activation = _op("activation", "activation(Tensor x, str activation) -> Tensor")
+moe_fused_mul_sum = _op(
+    "weight_and_reduce",
+    "moe_fused_mul_sum(Tensor inputs, Tensor? topk_weights, Tensor? topk_ids, Tensor? expert_map,"
+    " Tensor? num_valid_tokens, SymInt num_local_experts) -> Tensor",
+)
+moe_fused_mul_sum_out = _op(
+    "weight_and_reduce",
+    "moe_fused_mul_sum.out(Tensor inputs, Tensor? topk_weights, Tensor? topk_ids,"
+    " Tensor? expert_map, Tensor? num_valid_tokens, SymInt num_local_experts, *, Tensor(a!) out)"
+    " -> Tensor(a!)",
+)

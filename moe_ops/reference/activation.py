@@ -1,0 +1,46 @@
+"""Reference of the activations, in float32 (or float64, for the oracle)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F  # noqa: N812
+
+from moe_ops.activation import Formula, formula
+
+
+def split(x: Tensor, rule: Formula) -> tuple[Tensor, Tensor | None]:
+    """Gate and up along the last axis; the gate alone where there is no up."""
+    if not rule.gated:
+        return x, None
+    if rule.interleaved:
+        return x[..., 0::2], x[..., 1::2]
+    return x.chunk(2, dim=-1)  # type: ignore[return-value]
+
+
+def apply(g: Tensor, u: Tensor | None, rule: Formula) -> Tensor:
+    """The formula on gate and up, in their dtype."""
+    if rule.limit is not None:
+        if rule.function == "swiglu":
+            g = g.clamp(max=rule.limit)
+        u = None if u is None else u.clamp(-rule.limit, rule.limit)
+    if rule.function == "swiglu":
+        value = g * torch.sigmoid(rule.alpha * g)
+        return value if u is None else value * (u + rule.beta)
+    if rule.function == "swiglustep":
+        value = (g * torch.sigmoid(g)).clamp(max=rule.limit)
+    elif rule.function == "situ":
+        value = rule.beta * torch.tanh(g / rule.beta) * torch.sigmoid(g)
+        if u is not None and rule.linear_beta is not None:
+            u = rule.linear_beta * torch.tanh(u / rule.linear_beta)
+    elif rule.function == "relu2":
+        value = F.relu(g).square()
+    else:
+        value = F.gelu(g, approximate="tanh" if rule.function == "gelu_tanh" else "none")
+    return value if u is None else value * u
+
+
+def activation(x: Tensor, activation: str) -> Tensor:
+    """``(R, 2d)`` or ``(R, d)`` -> ``(R, d)``: in float32, rounded once."""
+    rule = formula(activation)
+    return apply(*split(x.float(), rule), rule).to(x.dtype).contiguous()

@@ -1,0 +1,101 @@
+"""Reference of the expert GEMMs: one matrix product for each expert that has rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from moe_ops.activation import formula
+from moe_ops.fake_impls.expert_gemm import expert_gemm as empty_rows
+from moe_ops.fake_impls.expert_gemm import expert_gemm_act as empty_activated_rows
+from moe_ops.reference.activation import apply, split
+from moe_ops.tiles import pick_row_tile
+
+
+def _groups(
+    sorted_token_ids: Tensor, expert_ids: Tensor, used: Tensor, tile: int, num_slots: int
+) -> list[tuple[int, Tensor]]:
+    """The experts of a plan with their slots."""
+    used = int(used)
+    slots = sorted_token_ids[:used].long()
+    experts = expert_ids[: used // tile].long().repeat_interleave(tile)
+    keep = (slots < num_slots) & (experts >= 0)
+    slots, experts = slots[keep], experts[keep]
+    present, counts = torch.unique_consecutive(experts, return_counts=True)
+    return list(zip(present.tolist(), slots.split(counts.tolist()), strict=True))
+
+
+def _grouped(
+    out: Tensor,
+    a: Tensor,
+    w: Tensor,
+    bias: Tensor | None,
+    input_weights: Tensor | None,
+    plan: tuple[Tensor, Tensor, Tensor],
+    row_tiles: Sequence[int],
+    top_k: int,
+    finish: Callable[[Tensor, Tensor], Tensor],
+) -> Tensor:
+    """``out[slot] = finish(rows @ w[e].T, slots)`` in float32, with zeros in skipped slots."""
+    out.zero_()
+    num_slots = out.shape[0]
+    if num_slots == 0:
+        return out
+    tile = pick_row_tile(row_tiles, num_slots, w.shape[0])
+    for expert, slots in _groups(*plan, tile, num_slots):
+        rows = a[slots // top_k].float() @ w[expert].float().t()
+        if input_weights is not None:
+            rows *= input_weights.flatten()[slots, None].float()
+        if bias is not None:
+            rows += bias[expert].float()
+        out[slots] = finish(rows, slots).to(out.dtype)
+    return out
+
+
+def expert_gemm(
+    a: Tensor,
+    w: Tensor,
+    bias: Tensor | None,
+    input_weights: Tensor | None,
+    output_weights: Tensor | None,
+    sorted_token_ids: Tensor,
+    expert_ids: Tensor,
+    num_tokens_post_padded: Tensor,
+    row_tiles: Sequence[int],
+    top_k: int,
+) -> Tensor:
+    """``out[s] = (input_weights[s] * a[s // top_k] @ w[e].T + bias[e]) * output_weights[s]``."""
+    plan = (sorted_token_ids, expert_ids, num_tokens_post_padded)
+    out = empty_rows(a, w, bias, input_weights, output_weights, *plan, row_tiles, top_k)
+
+    def finish(rows: Tensor, slots: Tensor) -> Tensor:
+        if output_weights is None:
+            return rows
+        return rows * output_weights.flatten()[slots, None].float()
+
+    return _grouped(out, a, w, bias, input_weights, plan, row_tiles, top_k, finish)
+
+
+def expert_gemm_act(
+    a: Tensor,
+    w: Tensor,
+    bias: Tensor | None,
+    input_weights: Tensor | None,
+    sorted_token_ids: Tensor,
+    expert_ids: Tensor,
+    num_tokens_post_padded: Tensor,
+    row_tiles: Sequence[int],
+    top_k: int,
+    activation: str,
+) -> Tensor:
+    """``out[s] = act(input_weights[s] * a[s // top_k] @ w[e].T + bias[e])``."""
+    plan = (sorted_token_ids, expert_ids, num_tokens_post_padded)
+    out = empty_activated_rows(a, w, bias, input_weights, *plan, row_tiles, top_k, activation)
+    rule = formula(activation)
+
+    def finish(rows: Tensor, slots: Tensor) -> Tensor:
+        return apply(*split(rows, rule), rule)
+
+    return _grouped(out, a, w, bias, input_weights, plan, row_tiles, top_k, finish)

@@ -1,0 +1,52 @@
+"""Reference of the permutation operators."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from moe_ops.reference.slots import local_experts
+
+
+def moe_permutation(
+    topk_ids: Tensor, expert_map: Tensor | None, num_local_experts: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """A stable sort of the slots by expert, skipped slots last."""
+    bucket = local_experts(topk_ids, expert_map, num_local_experts)
+    bucket = torch.where(bucket < 0, num_local_experts, bucket)
+    slots = torch.argsort(bucket, stable=True)
+    rows = torch.empty_like(slots)
+    rows[slots] = torch.arange(len(slots), device=slots.device)
+    counts = torch.bincount(bucket, minlength=num_local_experts + 1)
+    offset = counts.cumsum(0) - counts
+    return offset, rows.view(topk_ids.shape).to(torch.int32), slots.to(torch.int32)
+
+
+def gather_rows(
+    x: Tensor, permuted_idx: Tensor, expert_first_token_offset: Tensor, top_k: int
+) -> Tensor:
+    """``out[r] = x[permuted_idx[r] // top_k]``, zeros past the last expert's rows."""
+    rows = x[permuted_idx.long() // top_k]
+    used = torch.arange(len(rows), device=x.device) < expert_first_token_offset[-1]
+    return torch.where(used[:, None], rows, torch.zeros((), dtype=x.dtype, device=x.device))
+
+
+def moe_unpermute(
+    permuted_hidden_states: Tensor,
+    topk_weights: Tensor | None,
+    inv_permuted_idx: Tensor,
+    expert_first_token_offset: Tensor | None,
+) -> Tensor:
+    """``out[t] = sum_j w[t, j] * rows[inv[t, j]]`` in float32, slot by slot, rounded once."""
+    tokens, k = inv_permuted_idx.shape
+    num_rows, hidden_size = permuted_hidden_states.shape
+    used = num_rows if expert_first_token_offset is None else expert_first_token_offset[-1]
+    total = permuted_hidden_states.new_zeros((tokens, hidden_size), dtype=torch.float32)
+    for j in range(k):
+        row = inv_permuted_idx[:, j].long()
+        valid = (row >= 0) & (row < used)
+        value = permuted_hidden_states[torch.where(valid, row, 0)].float() if num_rows else total
+        if topk_weights is not None:
+            value = value * topk_weights[:, j, None].float()
+        total = torch.where(valid[:, None], total + value, total)
+    return total.to(permuted_hidden_states.dtype)

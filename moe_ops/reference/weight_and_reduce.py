@@ -1,0 +1,50 @@
+"""Reference of the weighted sum."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from moe_ops.reference.slots import local_experts
+
+
+def moe_fused_mul_sum(
+    inputs: Tensor,
+    topk_weights: Tensor | None,
+    topk_ids: Tensor | None,
+    expert_map: Tensor | None,
+    num_valid_tokens: Tensor | None,
+    num_local_experts: int,
+) -> Tensor:
+    """``out[t] = sum_j w[t, j] * x[t, j]`` in float32, slot by slot, rounded once."""
+    tokens, k, hidden_size = inputs.shape
+    keep = torch.ones((tokens, k), dtype=torch.bool, device=inputs.device)
+    if topk_ids is not None:
+        keep = local_experts(topk_ids, expert_map, num_local_experts).view(tokens, k) >= 0
+    if num_valid_tokens is not None:
+        keep &= (torch.arange(tokens, device=inputs.device) < num_valid_tokens)[:, None]
+    total = inputs.new_zeros((tokens, hidden_size), dtype=torch.float32)
+    for j in range(k):
+        value = inputs[:, j].float()
+        if topk_weights is not None:
+            value = value * topk_weights[:, j, None].float()
+        total = torch.where(keep[:, j, None], total + value, total)
+    return total.to(inputs.dtype)
+
+
+def moe_fused_mul_sum_out(
+    inputs: Tensor,
+    topk_weights: Tensor | None,
+    topk_ids: Tensor | None,
+    expert_map: Tensor | None,
+    num_valid_tokens: Tensor | None,
+    num_local_experts: int,
+    *,
+    out: Tensor,
+) -> Tensor:
+    """The same, written to ``out``."""
+    return out.copy_(
+        moe_fused_mul_sum(
+            inputs, topk_weights, topk_ids, expert_map, num_valid_tokens, num_local_experts
+        )
+    )

@@ -1,0 +1,45 @@
+"""Tensors that travel together, as NamedTuples: no settings in them, and no callee changes them."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+
+class Routing(NamedTuple):
+    """Which experts each token goes to."""
+
+    topk_weights: Tensor
+    """``(T, k)`` floating point; need not sum to one."""
+    topk_ids: Tensor
+    """``(T, k)`` int32 or int64; an id < 0 or >= the number of experts skips its slot."""
+
+
+class TilePlan(NamedTuple):
+    """Which tile of rows belongs to which expert.
+
+    Slot ``t * k + j`` is the j-th choice of token t. For ids ``[[2,3,4],[1,2,4],[1,3,4],[1,2,3]]``
+    (12 slots), 5 experts and tiles of 4 rows, ``sorted_token_ids`` begins
+    ``[3,6,9,12, 0,4,10,12, 1,7,11,12, 2,5,8,12]``, ``expert_ids`` is ``[1,2,3,4,-1,..]`` and
+    ``num_tokens_post_padded`` is ``[16]``.
+    """
+
+    sorted_token_ids: Tensor
+    """int32: slots grouped by expert, in slot order; each group padded with ``T * k`` up to a
+    multiple of the tile, and everything past the last group is ``T * k``."""
+    expert_ids: Tensor
+    """int32: the expert of each tile; -1 where it is not local, and past the last tile."""
+    num_tokens_post_padded: Tensor
+    """int32 ``[1]``: rows in use, a multiple of the tile."""
+
+
+class Permutation(NamedTuple):
+    """Slots in the order of their experts; skipped slots come last."""
+
+    expert_first_token_offset: Tensor
+    """int64 ``(El + 1,)``: first row of each expert; the last entry is the number of rows in use."""
+    inv_permuted_idx: Tensor
+    """int32 ``(T, k)``: the row of each slot."""
+    permuted_idx: Tensor
+    """int32 ``(T * k,)``: the slot of each row."""
