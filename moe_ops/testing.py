@@ -1,0 +1,195 @@
+"""Problems, oracles and comparison, for whoever writes kernels against these operators.
+
+The oracle is the computation in float64 on unrounded intermediates. A float result is right when
+the error of each output row is within a budget that the error of a same-dtype reference sets; index
+results and layouts are compared bit by bit.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from moe_ops.activation import formula, kind_and_key
+from moe_ops.reference import activation as activations
+from moe_ops.reference import align, expert_gemm, weight_and_reduce
+from moe_ops.reference.slots import local_experts
+from moe_ops.tiles import ROW_TILES
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Sizes and settings of one call; ``num_local_experts`` below E makes an expert_map."""
+
+    num_tokens: int = 33
+    num_experts: int = 8
+    top_k: int = 2
+    hidden_size: int = 64
+    intermediate_size: int = 48
+    dtype: torch.dtype = torch.float32
+    activation: str = "silu"
+    has_bias: bool = False
+    on_input: bool = False
+    num_local_experts: int | None = None
+    routing: str = "uniform"
+
+    def with_(self, **changes: object) -> Problem:
+        """The same problem with some fields changed."""
+        return replace(self, **changes)  # type: ignore[arg-type]
+
+
+class Inputs(NamedTuple):
+    """The arguments of `moe_ops.fused_experts` for a problem."""
+
+    hidden_states: Tensor
+    w1: Tensor
+    w2: Tensor
+    topk_weights: Tensor
+    topk_ids: Tensor
+    expert_map: Tensor | None
+    w1_bias: Tensor | None
+    w2_bias: Tensor | None
+
+
+ROUTINGS = ("uniform", "skewed", "one_expert", "duplicates", "holes")
+"""How tokens choose: evenly; half of the experts empty; all on expert 0 (then 1, ..); the same
+expert k times; with ids that are negative or too large."""
+
+
+def make_routing(problem: Problem, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Weights ``(T, k)`` float32 and ids ``(T, k)`` int32, on the CPU."""
+    T, E, k = problem.num_tokens, problem.num_experts, problem.top_k
+    score = torch.rand(T, E, generator=generator)
+    if problem.routing == "skewed":
+        score[:, : E // 2] += 1
+    ids = score.topk(k, dim=-1).indices if k <= E else torch.zeros(T, k, dtype=torch.int64)
+    if problem.routing == "one_expert":
+        ids = torch.arange(k).expand(T, k).clone()
+    if problem.routing == "duplicates" and T:
+        ids[:, 1:] = ids[:, :1]
+    if problem.routing == "holes":
+        hole = torch.rand(T, k, generator=generator)
+        ids[hole < 0.2] = -1
+        ids[(hole >= 0.2) & (hole < 0.3)] = E
+        ids[(hole >= 0.3) & (hole < 0.35)] = 2**31 - 1
+        if T:
+            ids[0] = -1  # a token without any expert
+    return torch.rand(T, k, generator=generator) + 0.1, ids.to(torch.int32)
+
+
+def make_inputs(problem: Problem, device: str = "cpu", seed: int = 0) -> Inputs:
+    """Random normal tokens and weights (scaled by the square root of the fan-in) and a routing."""
+    g = torch.Generator().manual_seed(seed)
+    kind, _ = kind_and_key(problem.activation)
+    E, H, I = problem.num_experts, problem.hidden_size, problem.intermediate_size  # noqa: E741
+    local = E if problem.num_local_experts is None else problem.num_local_experts
+    rows = 2 * I if kind.is_gated else I
+
+    def normal(*shape: int, fan_in: int = 1) -> Tensor:
+        x = torch.randn(*shape, generator=g) / max(fan_in, 1) ** 0.5
+        return x.to(problem.dtype).to(device)
+
+    expert_map = None
+    if problem.num_local_experts is not None:
+        expert_map = torch.full((E,), -1, dtype=torch.int32)
+        chosen = torch.randperm(E, generator=g)[:local]
+        expert_map[chosen] = torch.arange(local, dtype=torch.int32)
+        expert_map = expert_map.to(device)
+    weights, ids = make_routing(problem, g)
+    return Inputs(
+        hidden_states=normal(problem.num_tokens, H),
+        w1=normal(local, rows, H, fan_in=H),
+        w2=normal(local, H, I, fan_in=I),
+        topk_weights=weights.to(device),
+        topk_ids=ids.to(device),
+        expert_map=expert_map,
+        w1_bias=normal(local, rows) if problem.has_bias else None,
+        w2_bias=normal(local, H) if problem.has_bias else None,
+    )
+
+
+def call(function, problem: Problem, inputs: Inputs, **more):
+    """``function`` called as `moe_ops.fused_experts` is."""
+    return function(
+        inputs.hidden_states,
+        inputs.w1,
+        inputs.w2,
+        inputs.topk_weights,
+        inputs.topk_ids,
+        activation=problem.activation,
+        expert_map=inputs.expert_map,
+        apply_router_weight_on_input=problem.on_input,
+        w1_bias=inputs.w1_bias,
+        w2_bias=inputs.w2_bias,
+        **more,
+    )
+
+
+def oracle(problem: Problem, inputs: Inputs) -> Tensor:
+    """The layer in float64, expert by expert, on the CPU."""
+    x, w1, w2, weights, ids, expert_map, b1, b2 = (
+        None if t is None else t.detach().cpu() for t in inputs
+    )
+    rule = formula(problem.activation)
+    expert = local_experts(ids, expert_map, w1.shape[0]).view(ids.shape)
+    out = x.new_zeros(x.shape, dtype=torch.float64)
+    for e in range(w1.shape[0]):
+        token, slot = (expert == e).nonzero(as_tuple=True)
+        weight = weights[token, slot, None].double()
+        rows = x[token].double() * (weight if problem.on_input else 1)
+        rows = rows @ w1[e].double().t()
+        rows = rows if b1 is None else rows + b1[e].double()
+        rows = activations.apply(*activations.split(rows, rule), rule) @ w2[e].double().t()
+        rows = rows if b2 is None else rows + b2[e].double()
+        out.index_add_(0, token, rows if problem.on_input else rows * weight)
+    return out
+
+
+def reference_experts(problem: Problem, inputs: Inputs) -> Tensor:
+    """The layer through the references, with the dtypes and roundings of the kernels; on the CPU."""
+    x, w1, w2, weights, ids, expert_map, b1, b2 = (
+        None if t is None else t.detach().cpu() for t in inputs
+    )
+    (T, k), local = ids.shape, w1.shape[0]
+    plan = align.moe_align_block_size(ids, expert_map, ROW_TILES, local, False, True)
+    on_input, on_output = (weights, None) if problem.on_input else (None, weights)
+    h = expert_gemm.expert_gemm_act(x, w1, b1, on_input, *plan, ROW_TILES, k, problem.activation)
+    y = expert_gemm.expert_gemm(h, w2, b2, None, None, *plan, ROW_TILES, 1)
+    y = y.view(T, k, x.shape[1])
+    return weight_and_reduce.moe_fused_mul_sum(y, on_output, ids, expert_map, None, local)
+
+
+def assert_matches_reference(actual: Tensor, exact: Tensor, reference: Tensor) -> None:
+    """Every row of ``actual`` is as close to ``exact`` as the reference's own error allows.
+
+    The budget of a row is ``2 * (largest error of the reference in it + eps * largest |exact|)``;
+    shape, dtype and contiguity are those of the reference.
+
+    Raises:
+        AssertionError: naming the row that is furthest over its budget.
+    """
+    if actual.shape != reference.shape or actual.dtype != reference.dtype:
+        raise AssertionError(
+            f"result must be {tuple(reference.shape)} {reference.dtype}, "
+            f"got {tuple(actual.shape)} {actual.dtype}"
+        )
+    if not actual.is_contiguous():
+        raise AssertionError(f"result must be contiguous, got strides {actual.stride()}")
+    if actual.numel() == 0:
+        return
+    eps = torch.finfo(actual.dtype).eps
+    rows = (-1, actual.shape[-1])
+    exact = exact.detach().cpu().double().reshape(rows)
+    error = (actual.detach().cpu().double().reshape(rows) - exact).abs().amax(-1)
+    allowed = (reference.detach().cpu().double().reshape(rows) - exact).abs().amax(-1)
+    budget = 2 * (allowed + eps * exact.abs().amax(-1))
+    over = torch.where(error <= budget, 0.0, 1.0)  # a NaN is over
+    if over.any():
+        worst = int(torch.where(error <= budget, -1.0, (error - budget).nan_to_num(torch.inf)).argmax())
+        raise AssertionError(
+            f"{int(over.sum())} of {len(over)} rows are over budget; row {worst}: error "
+            f"{error[worst]:.3e}, budget {budget[worst]:.3e}"
+        )

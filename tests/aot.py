@@ -1,0 +1,97 @@
+"""Compile what a launcher would launch, for any GPU architecture, without a GPU.
+
+The launcher runs on fake CUDA tensors against a driver that only names its target, so heuristics,
+specialisation and tile choice are the real ones; nothing is launched.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import triton
+from torch._subclasses.fake_tensor import FakeTensorMode
+from triton.backends.compiler import GPUTarget
+from triton.runtime.jit import JITFunction
+
+from moe_ops.kernels import expert_gemm
+
+SHARED_MEMORY = {80: 166912, 90: 232448, 100: 232448, 120: 101376}
+"""Shared memory of a block, in bytes, by architecture."""
+
+
+class TargetOnly:
+    """A driver that knows an architecture and has no device."""
+
+    utils = None
+    launcher_cls = None
+
+    def __init__(self, arch: int) -> None:
+        self.target = GPUTarget("cuda", arch, 32)
+
+    def get_current_target(self) -> GPUTarget:
+        return self.target
+
+    def get_current_device(self) -> int:
+        return self.target.arch
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+@contextmanager
+def compiling(arch: int) -> Iterator[list[Any]]:
+    """Every launch inside compiles for ``arch`` and lands in the list."""
+    compiled: list[Any] = []
+    run = JITFunction.run
+
+    def compile_only(self: JITFunction, *args: Any, **kwargs: Any) -> Any:
+        kwargs["warmup"] = True
+        compiled.append(run(self, *args, **kwargs))
+        return compiled[-1]
+
+    previous = triton.runtime.driver._active
+    triton.runtime.driver.set_active(TargetOnly(arch))
+    shared_memory = mock.patch.object(expert_gemm, "shared_memory", lambda d: SHARED_MEMORY[arch])
+    try:
+        with mock.patch.object(JITFunction, "run", compile_only), shared_memory:
+            yield compiled
+    finally:
+        triton.runtime.driver._active = previous
+
+
+def compile_launch(arch: int, launch: Callable[[Callable[..., torch.Tensor]], Any]) -> list[Any]:
+    """The kernels of ``launch(empty)``; ``empty(*shape, dtype=..)`` makes a fake CUDA tensor."""
+
+    def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device="cuda")
+
+    with compiling(arch) as compiled, FakeTensorMode(allow_non_fake_inputs=True):
+        launch(empty)
+    return compiled
+
+
+def resources(kernel: Any, arch: int) -> dict[str, int]:
+    """Registers, spilled bytes and serialised-wgmma warnings, as ptxas reports them."""
+    binaries = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+    ptxas = binaries / ("ptxas-blackwell" if arch >= 100 else "ptxas")
+    suffix = "a" if arch >= 90 else ""
+    command = [str(ptxas), "-v", f"--gpu-name=sm_{arch}{suffix}", "/dev/stdin", "-o", "/dev/null"]
+    done = subprocess.run(command, input=kernel.asm["ptx"], text=True, capture_output=True)
+    report = done.stdout + done.stderr
+    spills = [int(n) for n in re.findall(r"(\d+) bytes spill", report)]
+    registers = re.search(r"Used (\d+) registers", report)
+    if registers is None:
+        raise RuntimeError(f"ptxas says nothing of registers: {report}")
+    return {
+        "registers": int(registers[1]),
+        "spilled": sum(spills),
+        "serialized": report.count("C75"),
+        "shared": kernel.metadata.shared,
+    }

@@ -1,0 +1,56 @@
+"""Where tests run, and what fresh memory holds.
+
+The same tests run three ways: on the CPU an operator is its reference; with TRITON_INTERPRET=1 it
+is its Triton kernel in the interpreter (tests marked ``kernel``); on a GPU it is the real kernel.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+
+import pytest
+import torch
+from hypothesis import HealthCheck, settings
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+HAS_CUDA = torch.cuda.is_available() and not INTERPRETED
+
+# Fresh memory is NaN (or the largest integer): rows that a kernel forgets are seen.
+torch.use_deterministic_algorithms(True, warn_only=True)
+torch.utils.deterministic.fill_uninitialized_memory = True
+warnings.filterwarnings("ignore", message=".*deterministic.*")
+
+common = {
+    "deadline": None,
+    "suppress_health_check": [HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
+    "print_blob": True,
+}
+settings.register_profile("ci", max_examples=25, derandomize=True, **common)
+settings.register_profile("dev", max_examples=100, **common)
+settings.register_profile("nightly", max_examples=1000, **common)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
+
+if INTERPRETED:
+    import interpreter
+
+    _library = interpreter.install()
+
+
+@pytest.fixture(scope="session")
+def device() -> str:
+    return "cuda" if HAS_CUDA else "cpu"
+
+
+def pytest_collection_modifyitems(config, items):
+    for item in items:
+        if "gpu" in item.keywords and not HAS_CUDA:
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+        if INTERPRETED and "kernel" not in item.keywords:
+            item.add_marker(pytest.mark.skip(reason="runs no kernel"))
+
+
+def pytest_report_header(config):
+    leg = "interpreter" if INTERPRETED else "cuda" if HAS_CUDA else "cpu reference"
+    examples = settings().max_examples
+    return f"moe_ops: operators run on {leg}; hypothesis: at most {examples} examples a test"

@@ -1,0 +1,133 @@
+"""Triton's interpreter, mended: bf16 and fp8 values behave as on the GPU.
+
+The interpreter keeps bf16 as uint16 and fp8 as uint8 bit patterns. It multiplies those patterns in
+`tl.dot`, truncates float32 -> bf16, and rounds float32 -> fp8 wrongly. Here conversions go through
+torch (round to nearest even; fp8 saturates, as the hardware's satfinite conversions do), and
+arithmetic on bf16 runs in float32 and is rounded back.
+
+Only for processes started with TRITON_INTERPRET=1: `install` also registers the Triton launchers
+for CPU tensors, so that every operator runs its kernel.
+"""
+
+from __future__ import annotations
+
+import importlib
+
+import numpy as np
+import torch
+import triton.language as tl
+from triton.runtime import interpreter
+
+BITS = {
+    tl.bfloat16: (torch.bfloat16, torch.int16, np.uint16),
+    tl.float8e4nv: (torch.float8_e4m3fn, torch.uint8, np.uint8),
+    tl.float8e5: (torch.float8_e5m2, torch.uint8, np.uint8),
+}
+PLAIN = {tl.float16: torch.float16, tl.float32: torch.float32, tl.float64: torch.float64}
+LARGEST = {tl.float8e4nv: 448.0, tl.float8e5: 57344.0}
+
+
+def _to_float(data: np.ndarray, dtype: tl.dtype) -> torch.Tensor:
+    if dtype in BITS:
+        real, bits, _ = BITS[dtype]
+        signed = np.int16 if bits is torch.int16 else np.uint8
+        return torch.from_numpy(np.ascontiguousarray(data).view(signed)).view(real).float()
+    return torch.from_numpy(np.ascontiguousarray(data))
+
+
+def _from_float(value: torch.Tensor, dtype: tl.dtype) -> np.ndarray:
+    if dtype in BITS:
+        real, bits, stored = BITS[dtype]
+        if dtype in LARGEST:
+            value = value.float().clamp(-LARGEST[dtype], LARGEST[dtype])
+        return value.to(real).view(bits).numpy().view(stored)
+    return value.to(PLAIN[dtype]).numpy()
+
+
+def _patch_casts(builder: type) -> None:
+    cast, fp_to_fp = builder.cast_impl, builder.create_fp_to_fp
+
+    def convert(src, dst_type, otherwise):
+        source, target = src.dtype.scalar, dst_type.scalar
+        if source in BITS or target in BITS:
+            value = _to_float(src.data, source)
+            if target in BITS or target in PLAIN:
+                return interpreter.TensorHandle(_from_float(value, target), target)
+            as_float = interpreter.TensorHandle(value.numpy(), tl.float32)  # bf16 -> an integer
+            return cast(builder_of[0], as_float, dst_type)
+        return otherwise()
+
+    builder_of = [None]
+
+    def cast_impl(self, src, dst_type):
+        builder_of[0] = self
+        return convert(src, dst_type, lambda: cast(self, src, dst_type))
+
+    def create_fp_to_fp(self, src, dst_type, rounding_mode):
+        builder_of[0] = self
+        return convert(src, dst_type, lambda: fp_to_fp(self, src, dst_type, rounding_mode))
+
+    builder.cast_impl, builder.create_fp_to_fp = cast_impl, create_fp_to_fp
+
+
+def _float32(handle):
+    if handle.dtype.scalar not in BITS:
+        return handle
+    return interpreter.TensorHandle(_to_float(handle.data, handle.dtype.scalar).numpy(), tl.float32)
+
+
+def _patch_arithmetic(builder: type) -> None:
+    dot, binary, unary = builder.create_dot, builder.binary_op, builder.unary_op
+
+    def create_dot(self, a, b, d, *rest):
+        return dot(self, _float32(a), _float32(b), d, *rest)
+
+    def rounded(result, operand):
+        if operand.dtype.scalar not in BITS or result.data.dtype == np.bool_:
+            return result
+        narrow = operand.dtype.scalar
+        value = torch.from_numpy(np.asarray(result.data, dtype=np.float32))
+        return interpreter.TensorHandle(_from_float(value, narrow), narrow)
+
+    def binary_op(self, lhs, rhs, op):
+        return rounded(binary(self, _float32(lhs), _float32(rhs), op), lhs)
+
+    def unary_op(self, arg, op):
+        return rounded(unary(self, _float32(arg), op), arg)
+
+    builder.create_dot, builder.binary_op, builder.unary_op = create_dot, binary_op, unary_op
+
+
+def _patch_loop_bounds() -> None:
+    """Run-time loop bounds under numpy >= 2.4 (fixed in Triton 3.7)."""
+    patch = interpreter._patch_lang_tensor
+
+    def patched(tensor, scope):
+        patch(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.squeeze()))
+
+    interpreter._patch_lang_tensor = patched
+
+
+def install() -> torch.library.Library:
+    """Mend the interpreter and run every operator's Triton launcher on CPU tensors.
+
+    The reference is back once the returned library is destroyed.
+    """
+    from moe_ops.ops import STAGES
+
+    _patch_casts(interpreter.InterpreterBuilder)
+    _patch_arithmetic(interpreter.InterpreterBuilder)
+    if tuple(int(part) for part in _triton_version()[:2]) < (3, 7):
+        _patch_loop_bounds()
+    library = torch.library.Library("moe_ops", "IMPL")
+    for qualified, stage in STAGES.items():
+        module = importlib.import_module(f"moe_ops.kernels.{stage}")
+        library.impl(qualified, getattr(module, qualified.replace(".", "_")), "CPU")
+    return library
+
+
+def _triton_version() -> list[str]:
+    import triton
+
+    return triton.__version__.split(".")

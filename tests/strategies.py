@@ -1,0 +1,53 @@
+"""Hypothesis strategies: sizes, routings and settings of the layer."""
+
+from __future__ import annotations
+
+import torch
+from conftest import INTERPRETED
+from hypothesis import strategies as st
+
+from moe_ops.activation import MoEActivation
+from moe_ops.testing import ROUTINGS, Problem
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+ACTIVATIONS = tuple(
+    {"swigluoai_uninterleave": "swigluoai_uninterleave(clamp_limit=7.0,alpha=1.702,beta=1.0)",
+     "situ": "situ(beta=1.5,linear_beta=2.0)"}.get(a.value, a.value)
+    for a in MoEActivation
+)  # fmt: skip
+"""Every activation, with the settings that it needs."""
+
+LARGE = 24 if INTERPRETED else 200
+
+
+@st.composite
+def problems(draw) -> Problem:
+    """Problems of the Standard format, small enough for the interpreter where that runs."""
+    num_experts = draw(st.sampled_from((1, 2, 3, 8, 17, 60)))
+    local = draw(st.none() | st.integers(1, num_experts))
+    return Problem(
+        num_tokens=draw(st.integers(0, LARGE) | st.sampled_from((0, 1, 2, 16, 17))),
+        num_experts=num_experts,
+        top_k=draw(st.integers(1, min(num_experts, 10))),
+        hidden_size=draw(st.sampled_from((16, 24, 40, 72, 130))),
+        intermediate_size=draw(st.sampled_from((8, 16, 44, 70))),
+        dtype=draw(st.sampled_from(DTYPES)),
+        activation=draw(st.sampled_from(ACTIVATIONS)),
+        has_bias=draw(st.booleans()),
+        on_input=draw(st.booleans()),
+        num_local_experts=local,
+        routing=draw(st.sampled_from(ROUTINGS)),
+    )
+
+
+@st.composite
+def topk_ids(draw, max_tokens: int = 60) -> tuple[torch.Tensor, int]:
+    """Ids ``(T, k)`` with repeats, negative and too large ones, and the number of experts."""
+    num_experts = draw(st.sampled_from((1, 2, 5, 8, 33, 64, 257)))
+    tokens = draw(st.integers(0, max_tokens))
+    k = draw(st.integers(1, 6))
+    low, high = draw(st.sampled_from(((0, num_experts), (-2, num_experts + 3))))
+    seed = draw(st.integers(0, 2**16))
+    generator = torch.Generator().manual_seed(seed)
+    dtype = draw(st.sampled_from((torch.int32, torch.int64)))
+    return torch.randint(low, high, (tokens, k), generator=generator, dtype=dtype), num_experts

@@ -1,0 +1,151 @@
+"""Alignment and counting: bit by bit against a loop."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from strategies import topk_ids
+
+import moe_ops
+from moe_ops import ops
+from moe_ops.tiles import ROW_TILES, pick_row_tile
+
+pytestmark = pytest.mark.kernel
+
+
+def cdiv(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+def looped(ids, block, num_experts, expert_map=None, ignore=False):
+    """The plan, one slot after another."""
+    groups = {e: [] for e in range(num_experts)}
+    for slot, expert in enumerate(ids.flatten().tolist()):
+        if not 0 <= expert < (num_experts if expert_map is None else len(expert_map)):
+            continue
+        if expert_map is not None and ignore:
+            expert = expert_map[expert]
+        if expert >= 0:
+            groups[expert].append(slot)
+    numel = ids.numel()
+    length = min(numel * block, numel + num_experts * (block - 1))
+    rows, experts = [], []
+    for expert, slots in groups.items():
+        tiles = cdiv(len(slots), block)
+        rows += slots + [numel] * (tiles * block - len(slots))
+        name = expert if expert_map is None or ignore else expert_map[expert]
+        experts += [name] * tiles
+    used = len(rows)
+    rows += [numel] * (length - used)
+    experts += [-1] * (cdiv(length, block) - len(experts))
+    return rows, experts, [used]
+
+
+def assert_plan(plan, expected):
+    for actual, wanted in zip(plan, expected, strict=True):
+        assert actual.dtype == torch.int32 and actual.is_contiguous()
+        assert actual.tolist() == wanted
+
+
+def test_worked_example(device):
+    ids = torch.tensor([[2, 3, 4], [1, 2, 4], [1, 3, 4], [1, 2, 3]], device=device)
+    plan = moe_ops.moe_align_block_size(ids, 4, 5)
+    assert plan.sorted_token_ids.shape == (27,)
+    first = [3, 6, 9, 12, 0, 4, 10, 12, 1, 7, 11, 12, 2, 5, 8, 12]
+    assert plan.sorted_token_ids[:16].tolist() == first
+    assert_plan(plan, looped(ids, 4, 5))
+
+
+@given(case=topk_ids(), block=st.sampled_from((1, 4, 16, 64)))
+def test_any_ids(case, block, device):
+    ids, num_experts = case
+    plan = moe_ops.moe_align_block_size(ids.to(device), block, num_experts)
+    assert_plan(plan, looped(ids, block, num_experts))
+
+
+@given(case=topk_ids(), ignore=st.booleans(), seed=st.integers(0, 99))
+def test_expert_map(case, ignore, seed, device):
+    ids, num_experts = case
+    g = torch.Generator().manual_seed(seed)
+    local = int(torch.randint(0, num_experts + 1, (), generator=g))
+    expert_map = torch.full((num_experts,), -1, dtype=torch.int32)
+    expert_map[torch.randperm(num_experts, generator=g)[:local]] = torch.arange(
+        local, dtype=torch.int32
+    )
+    plan = moe_ops.moe_align_block_size(
+        ids.to(device), 16, num_experts, expert_map.to(device), ignore_invalid_experts=ignore
+    )
+    assert_plan(plan, looped(ids, 16, num_experts, expert_map.tolist(), ignore))
+
+
+@pytest.mark.parametrize("num_experts", [4096, 1025, 513])
+def test_many_experts(num_experts, device):
+    g = torch.Generator().manual_seed(0)
+    ids = torch.randint(0, num_experts, (4, 8), generator=g, dtype=torch.int32)
+    plan = moe_ops.moe_align_block_size(ids.to(device), 8, num_experts)
+    assert_plan(plan, looped(ids, 8, num_experts))
+
+
+@pytest.mark.parametrize("num_tokens", [128, 129, 500])
+def test_both_sides_of_the_single_launch(num_tokens, device):
+    """1024 slots are the last that one launch sorts."""
+    g = torch.Generator().manual_seed(0)
+    ids = torch.randint(-1, 7, (num_tokens, 8), generator=g, dtype=torch.int32)
+    assert_plan(moe_ops.moe_align_block_size(ids.to(device), 16, 6), looped(ids, 16, 6))
+
+
+def test_ids_wider_than_int32_are_no_expert(device):
+    ids = torch.tensor([[2**32, 1], [0, -(2**40)]], device=device)
+    plan = moe_ops.moe_align_block_size(ids, 2, 3)
+    assert_plan(plan, looped(ids, 2, 3))
+    assert moe_ops.count_expert_num_tokens(ids, 3).tolist() == [1, 1, 0]
+
+
+def test_pad_sorted_ids_rounds_the_length(device):
+    ids = torch.tensor([[0, 1, 2]], device=device)
+    plan = moe_ops.moe_align_block_size(ids, 4, 2, pad_sorted_ids=True)
+    assert plan.sorted_token_ids.shape == (12,)
+    assert moe_ops.moe_align_block_size(ids, 4, 2).sorted_token_ids.shape == (9,)
+
+
+@pytest.mark.parametrize("num_tokens", [0, 1, 7, 64, 300])
+def test_several_row_tiles_make_the_plan_of_the_one_picked(num_tokens, device):
+    """The plan is as long as the largest tile may need, and filled for the tile that is used."""
+    g = torch.Generator().manual_seed(0)
+    ids = torch.randint(0, 4, (num_tokens, 2), generator=g, dtype=torch.int32)
+    plan = ops.moe_align_block_size(ids.to(device), None, ROW_TILES, 4, False, True)
+    tile = pick_row_tile(ROW_TILES, ids.numel(), 4)
+    rows, experts, used = looped(ids, tile, 4)
+    assert plan[2].tolist() == used
+    assert plan[0][: used[0]].tolist() == rows[: used[0]]
+    assert plan[1][: used[0] // tile].tolist() == experts[: used[0] // tile]
+    assert (plan[0][used[0] :] == ids.numel()).all()
+    assert (plan[1][used[0] // tile :] == -1).all()
+
+
+@given(case=topk_ids())
+def test_counts(case, device):
+    ids, num_experts = case
+    counts = moe_ops.count_expert_num_tokens(ids.to(device), num_experts)
+    wanted = [int((ids == e).sum()) for e in range(num_experts)]
+    assert counts.dtype == torch.int32 and counts.tolist() == wanted
+
+
+def test_counts_by_local_expert(device):
+    ids = torch.tensor([[0, 1], [2, 3], [3, 9]], device=device)
+    expert_map = torch.tensor([-1, 1, -1, 0], dtype=torch.int32, device=device)
+    assert moe_ops.count_expert_num_tokens(ids, 2, expert_map).tolist() == [2, 1]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ((torch.zeros(3, 2), 4, 4), TypeError, "topk_ids must have a dtype"),
+        ((torch.zeros(3, dtype=torch.int32), 4, 4), ValueError, "topk_ids must have 2 axes"),
+        ((torch.zeros(3, 2, dtype=torch.int32), 3, 4), ValueError, "block_size must be a power"),
+        ((torch.zeros(3, 2, dtype=torch.int32), 4, 5000), ValueError, "num_experts must be in"),
+    ],
+)
+def test_errors(arguments, error, message):
+    with pytest.raises(error, match=message):
+        moe_ops.moe_align_block_size(*arguments)
