@@ -205,4 +205,6 @@ def kind_and_key(activation: MoEActivation | Activation | str) -> tuple[MoEActiv
         return activation, activation.value
     if isinstance(activation, Activation):
         return activation.kind, activation.key
-    raise TypeError(f"activation must be a MoEActivation, Activation or str, got {type(activation)}")
+    raise TypeError(
+        f"activation must be a MoEActivation, Activation or str, got {type(activation)}"
+    )

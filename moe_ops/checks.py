@@ -30,7 +30,9 @@ def tensor(name: str, x: Tensor, ndim: int, dtypes: Sequence[torch.dtype]) -> No
 def same_device(name: str, x: Tensor, other_name: str, other: Tensor) -> None:
     """``x`` is where ``other`` is."""
     if x.device != other.device:
-        raise ValueError(f"{name} must be on the device of {other_name}, {other.device}, got {x.device}")
+        raise ValueError(
+            f"{name} must be on the device of {other_name}, {other.device}, got {x.device}"
+        )
 
 
 def same_dtype(name: str, x: Tensor, other_name: str, other: Tensor) -> None:

@@ -43,6 +43,12 @@ class FusedMoE(nn.Module):
         ValueError: k not in 1..E, an unknown name.
     """
 
+    w13_weight: Tensor
+    w2_weight: Tensor
+    w13_bias: Tensor | None
+    w2_bias: Tensor | None
+    e_score_correction_bias: Tensor | None
+
     def __init__(
         self,
         num_experts: int,

@@ -38,7 +38,7 @@ class Permutation(NamedTuple):
     """Slots in the order of their experts; skipped slots come last."""
 
     expert_first_token_offset: Tensor
-    """int64 ``(El + 1,)``: first row of each expert; the last entry is the number of rows in use."""
+    """int64 ``(El + 1,)``: first row of each expert; the last entry counts the rows in use."""
     inv_permuted_idx: Tensor
     """int32 ``(T, k)``: the row of each slot."""
     permuted_idx: Tensor

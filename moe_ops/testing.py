@@ -53,6 +53,10 @@ class Inputs(NamedTuple):
     w1_bias: Tensor | None
     w2_bias: Tensor | None
 
+    def cpu(self) -> Inputs:
+        """The same on the CPU."""
+        return Inputs(*(None if t is None else t.detach().cpu() for t in self))  # type: ignore[arg-type]
+
 
 ROUTINGS = ("uniform", "skewed", "one_expert", "duplicates", "holes")
 """How tokens choose: evenly; half of the experts empty; all on expert 0 (then 1, ..); the same
@@ -130,9 +134,7 @@ def call(function, problem: Problem, inputs: Inputs, **more):
 
 def oracle(problem: Problem, inputs: Inputs) -> Tensor:
     """The layer in float64, expert by expert, on the CPU."""
-    x, w1, w2, weights, ids, expert_map, b1, b2 = (
-        None if t is None else t.detach().cpu() for t in inputs
-    )
+    x, w1, w2, weights, ids, expert_map, b1, b2 = inputs.cpu()
     rule = formula(problem.activation)
     expert = local_experts(ids, expert_map, w1.shape[0]).view(ids.shape)
     out = x.new_zeros(x.shape, dtype=torch.float64)
@@ -149,10 +151,8 @@ def oracle(problem: Problem, inputs: Inputs) -> Tensor:
 
 
 def reference_experts(problem: Problem, inputs: Inputs) -> Tensor:
-    """The layer through the references, with the dtypes and roundings of the kernels; on the CPU."""
-    x, w1, w2, weights, ids, expert_map, b1, b2 = (
-        None if t is None else t.detach().cpu() for t in inputs
-    )
+    """The layer through the references, with the roundings of the kernels; on the CPU."""
+    x, w1, w2, weights, ids, expert_map, b1, b2 = inputs.cpu()
     (T, k), local = ids.shape, w1.shape[0]
     plan = align.moe_align_block_size(ids, expert_map, ROW_TILES, local, False, True)
     on_input, on_output = (weights, None) if problem.on_input else (None, weights)
@@ -188,7 +188,8 @@ def assert_matches_reference(actual: Tensor, exact: Tensor, reference: Tensor) -
     budget = 2 * (allowed + eps * exact.abs().amax(-1))
     over = torch.where(error <= budget, 0.0, 1.0)  # a NaN is over
     if over.any():
-        worst = int(torch.where(error <= budget, -1.0, (error - budget).nan_to_num(torch.inf)).argmax())
+        excess = torch.where(error <= budget, -1.0, (error - budget).nan_to_num(torch.inf))
+        worst = int(excess.argmax())
         raise AssertionError(
             f"{int(over.sum())} of {len(over)} rows are over budget; row {worst}: error "
             f"{error[worst]:.3e}, budget {budget[worst]:.3e}"

@@ -26,7 +26,8 @@ common = {
     "suppress_health_check": [HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
     "print_blob": True,
 }
-settings.register_profile("ci", max_examples=25, derandomize=True, **common)
+# The interpreter takes about a second for what a GPU does in a millisecond.
+settings.register_profile("ci", max_examples=6 if INTERPRETED else 25, derandomize=True, **common)
 settings.register_profile("dev", max_examples=100, **common)
 settings.register_profile("nightly", max_examples=1000, **common)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
@@ -35,6 +36,9 @@ if INTERPRETED:
     import interpreter
 
     _library = interpreter.install()
+
+
+pytest_plugins = ["record"]
 
 
 @pytest.fixture(scope="session")

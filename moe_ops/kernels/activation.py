@@ -24,7 +24,7 @@ def constants(rule: Formula) -> dict:
 
 @triton.jit
 def tanh(x):
-    """tanh without libdevice (which the interpreter lacks): a series where exp would cancel."""
+    """Tanh without libdevice (which the interpreter lacks): a series where exp would cancel."""
     e = tl.exp(-2.0 * tl.abs(x))
     large = (1.0 - e) / (1.0 + e)
     large = tl.where(x < 0, -large, large)

@@ -40,7 +40,9 @@ def _load_slots(sorted_token_ids, pid_m, num_slots, BLOCK_M: tl.constexpr):
 
 
 @triton.jit
-def _load_tile(pointers, k, rows_inside, K: tl.constexpr, BLOCK_K: tl.constexpr, K_AXIS: tl.constexpr):
+def _load_tile(
+    pointers, k, rows_inside, K: tl.constexpr, BLOCK_K: tl.constexpr, K_AXIS: tl.constexpr
+):
     """A tile of an operand, zero past K and outside (rows_inside None: all inside)."""
     if K % BLOCK_K == 0:
         if rows_inside is None:

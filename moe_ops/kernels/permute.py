@@ -110,7 +110,9 @@ def _unpermute_kernel(
     for j in tl.static_range(TOP_K):
         row = tl.load(inv_permuted_idx + token * TOP_K + j)
         valid = (row >= 0) & (row < used)
-        value = tl.load(rows + row.to(tl.int64) * WIDTH + col, mask=valid & (col < WIDTH), other=0.0)
+        value = tl.load(
+            rows + row.to(tl.int64) * WIDTH + col, mask=valid & (col < WIDTH), other=0.0
+        )
         value = value.to(tl.float32)
         if topk_weights is not None:
             value *= tl.load(topk_weights + token * TOP_K + j, mask=valid, other=0.0).to(tl.float32)

@@ -74,7 +74,12 @@ def fused_topk(
 ) -> tuple[Tensor, Tensor]:
     """Launch one program a token."""
     topk_weights, topk_ids = empty_topk(
-        gating_output, e_score_correction_bias, topk, renormalize, scoring_func, routed_scaling_factor
+        gating_output,
+        e_score_correction_bias,
+        topk,
+        renormalize,
+        scoring_func,
+        routed_scaling_factor,
     )
     tokens, num_experts = gating_output.shape
     if tokens:

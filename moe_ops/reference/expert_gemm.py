@@ -18,9 +18,9 @@ def _groups(
     sorted_token_ids: Tensor, expert_ids: Tensor, used: Tensor, tile: int, num_slots: int
 ) -> list[tuple[int, Tensor]]:
     """The experts of a plan with their slots."""
-    used = int(used)
-    slots = sorted_token_ids[:used].long()
-    experts = expert_ids[: used // tile].long().repeat_interleave(tile)
+    rows = int(used)
+    slots = sorted_token_ids[:rows].long()
+    experts = expert_ids[: rows // tile].long().repeat_interleave(tile)
     keep = (slots < num_slots) & (experts >= 0)
     slots, experts = slots[keep], experts[keep]
     present, counts = torch.unique_consecutive(experts, return_counts=True)

@@ -1,0 +1,62 @@
+# Everything sets itself up. Where python3 already has a torch with CUDA, that Python is used as it
+# is; elsewhere a virtual environment in the checkout. TORCH is installed first: the default is a
+# plain release, `make test TORCH=torch==2.11.0` takes another. TRITON only where torch brings none.
+PYTHON ?= python3
+TORCH ?= torch==2.13.0
+TRITON ?= triton==3.6.0
+VENV := .venv
+WORKERS ?= 2
+RESULTS ?= benchmarks/results
+
+HAS_GPU := $(shell $(PYTHON) -c "import torch; print(int(torch.cuda.is_available()))" 2>/dev/null)
+ifeq ($(HAS_GPU),1)
+  PY := $(PYTHON)
+  READY :=
+else
+  PY := $(VENV)/bin/python
+  READY := $(VENV)/ready
+endif
+export PYTHONPATH := $(CURDIR):$(PYTHONPATH)
+export TOKENIZERS_PARALLELISM := false
+
+.PHONY: demo test test-reference test-interpreter gpu-test bench lint clean
+
+$(VENV)/ready: pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(VENV)/bin/python -m pip install --quiet --upgrade pip setuptools
+	$(VENV)/bin/python -m pip install --quiet "$(TORCH)"
+	$(VENV)/bin/python -c "import triton" 2>/dev/null || $(VENV)/bin/python -m pip install --quiet "$(TRITON)"
+	$(VENV)/bin/python -m pip install --quiet --editable ".[test]"
+	touch $@
+
+demo: $(READY)
+	$(PY) examples/demo.py
+
+test: test-reference test-interpreter
+
+# The references, fakes and compiled graphs; and every kernel compiled for every architecture.
+test-reference: $(READY)
+	$(PY) -m pytest tests -n $(WORKERS)
+
+# Every Triton kernel, in the interpreter.
+test-interpreter: $(READY)
+	TRITON_INTERPRET=1 $(PY) -m pytest tests -n $(WORKERS) -m kernel
+
+# The same tests on the real kernels. PART="tests/test_align.py ..." runs some of them; parts of the
+# same commit merge into one record.
+PART ?= tests
+gpu-test: $(READY)
+	MOE_OPS_RECORD=$(RESULTS)/$$($(PY) -c "import torch; print(torch.cuda.get_device_name().lower().replace(' ', '-'))")/gpu_tests.json \
+	  $(PY) -m pytest $(PART) -n $(WORKERS)
+
+bench: $(READY)
+	$(PY) benchmarks/bench_layer.py --output $(RESULTS)
+
+lint: $(READY)
+	$(PY) -m pip install --quiet --editable ".[dev]"
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	$(PY) -m mypy
+
+clean:
+	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

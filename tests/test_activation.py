@@ -1,0 +1,139 @@
+"""Every activation against formulas written out once more, in float64."""
+
+import math
+
+import pytest
+import torch
+from strategies import ACTIVATIONS, DTYPES
+
+import moe_ops
+from moe_ops.activation import Activation, MoEActivation, formula
+from moe_ops.reference.activation import activation as reference
+from moe_ops.testing import assert_matches_reference
+
+
+def sigmoid(x):
+    return 1 / (1 + torch.exp(-x))
+
+
+def gelu(x):
+    return 0.5 * x * (1 + torch.erf(x / math.sqrt(2)))
+
+
+def gelu_tanh(x):
+    return 0.5 * x * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
+
+
+def swiglu(g, u, limit=math.inf, alpha=1.0, beta=0.0):
+    g, u = g.clamp(max=limit), u.clamp(-limit, limit)
+    return g * sigmoid(alpha * g) * (u + beta)
+
+
+def situ(g, u, beta, linear_beta=None):
+    up = u if linear_beta is None else linear_beta * torch.tanh(u / linear_beta)
+    return beta * torch.tanh(g / beta) * sigmoid(g) * up
+
+
+FORMULAS = {
+    "silu": swiglu,
+    "silu(clamp_limit=2.0)": lambda g, u: swiglu(g, u, 2.0),
+    "silu(alpha=1.702,beta=1.0)": lambda g, u: swiglu(g, u, alpha=1.702, beta=1.0),
+    "gelu": lambda g, u: gelu(g) * u,
+    "gelu_tanh": lambda g, u: gelu_tanh(g) * u,
+    "relu2": lambda g, u: g.clamp(min=0) ** 2 * u,
+    "swigluoai": lambda g, u: swiglu(g, u, 7.0, 1.702, 1.0),
+    "swigluoai(clamp_limit=1.5,alpha=1.1,beta=0.5)": lambda g, u: swiglu(g, u, 1.5, 1.1, 0.5),
+    "swigluoai_uninterleave(clamp_limit=7.0,alpha=1.702,beta=1.0)": lambda g, u: swiglu(
+        g, u, 7.0, 1.702, 1.0
+    ),
+    "swigluoai_uninterleave(clamp_limit=2.0)": lambda g, u: swiglu(g, u, 2.0),
+    "swiglustep": lambda g, u: (g * sigmoid(g)).clamp(max=7.0) * u.clamp(-7.0, 7.0),
+    "swiglustep(clamp_limit=0.5)": lambda g, u: (
+        (g * sigmoid(g)).clamp(max=0.5) * u.clamp(-0.5, 0.5)
+    ),
+    "situ(beta=1.5,linear_beta=2.0)": lambda g, u: situ(g, u, 1.5, 2.0),
+    "situ(beta=3.0)": lambda g, u: situ(g, u, 3.0),
+    "silu_no_mul": lambda g: g * sigmoid(g),
+    "gelu_no_mul": gelu,
+    "gelu_tanh_no_mul": gelu_tanh,
+    "relu2_no_mul": lambda g: g.clamp(min=0) ** 2,
+}
+
+
+def halves(x, key):
+    if key.split("(")[0].endswith("_no_mul"):
+        return (x,)
+    if key.startswith("swigluoai") and "uninterleave" not in key:
+        return x[:, 0::2], x[:, 1::2]
+    return x[:, : x.shape[1] // 2], x[:, x.shape[1] // 2 :]
+
+
+def test_every_activation_has_a_formula_here():
+    assert {key.split("(")[0] for key in FORMULAS} == {a.value for a in MoEActivation}
+
+
+@pytest.mark.kernel
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("key", FORMULAS)
+def test_formula(key, dtype, device):
+    g = torch.Generator().manual_seed(0)
+    x = (torch.randn(9, 140, generator=g) * 4).to(dtype)
+    x[0, :4] = torch.tensor([0.0, 1e-3, -30.0, 30.0])
+    actual = moe_ops.apply_moe_activation(key, x.to(device))
+    exact = FORMULAS[key](*halves(x.double(), key))
+    assert_matches_reference(actual.cpu(), exact, reference(x, key))
+
+
+@pytest.mark.kernel
+def test_small_arguments_keep_their_relative_precision(device):
+    """tanh near zero is a series in the kernel: no cancellation."""
+    x = torch.cat([torch.logspace(-6, 0, 64), torch.ones(64)])[None].to(device)
+    actual = moe_ops.apply_moe_activation("situ(beta=1.0)", x).double().cpu()
+    exact = situ(*halves(x.cpu().double(), "situ"), 1.0)
+    assert ((actual - exact).abs() <= 1e-6 * exact.abs()).all()
+
+
+@pytest.mark.kernel
+def test_strided_rows_and_no_rows(device):
+    wide = torch.randn(6, 64, device=device)
+    strided = moe_ops.apply_moe_activation("silu", wide[:, :32])
+    assert torch.equal(strided, moe_ops.apply_moe_activation("silu", wide[:, :32].contiguous()))
+    assert moe_ops.apply_moe_activation("silu", wide[:0]).shape == (0, 32)
+
+
+@pytest.mark.parametrize("key", ACTIVATIONS)
+def test_key_round_trips(key):
+    assert Activation.parse(key).key == key
+    assert formula(key) == Activation.parse(key).formula()
+    assert hash(Activation.parse(key)) == hash(Activation.parse(key))
+
+
+def test_names_and_aliases():
+    assert MoEActivation.from_str("gelu_pytorch_tanh") is MoEActivation.GELU_TANH
+    assert MoEActivation.SILU.without_mul() is MoEActivation.SILU_NO_MUL
+    assert not MoEActivation.RELU2_NO_MUL.is_gated
+    assert Activation("silu", clamp_limit=7).key == "silu(clamp_limit=7.0)"
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: MoEActivation.from_str("swooosh"), "activation must be one of .* got 'swooosh'"),
+        (lambda: Activation("gelu", alpha=1.0), "gelu takes no alpha"),
+        (lambda: Activation("swigluoai_uninterleave"), "needs clamp_limit"),
+        (lambda: Activation("situ"), "needs beta"),
+        (lambda: Activation("silu", clamp_limit=-1.0), "clamp_limit must be positive"),
+        (lambda: Activation.parse("silu(gamma=1)"), "activation settings are"),
+        (lambda: MoEActivation.SITU.without_mul(), "activation must be one of"),
+        (lambda: moe_ops.apply_moe_activation("silu", torch.zeros(2, 3)), "even width"),
+        (lambda: moe_ops.apply_moe_activation("situ", torch.zeros(2, 4)), "needs beta"),
+    ],
+)
+def test_errors(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+def test_wrong_type():
+    with pytest.raises(TypeError, match="activation must be a MoEActivation"):
+        moe_ops.apply_moe_activation(3, torch.zeros(2, 4))

@@ -1,0 +1,115 @@
+"""The expert GEMMs by themselves: plans, biases, router weights, and the fused activation."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from strategies import ACTIVATIONS, DTYPES
+
+from moe_ops import ops
+from moe_ops.activation import formula
+from moe_ops.reference import activation as activations
+from moe_ops.reference import expert_gemm as reference
+from moe_ops.reference.slots import local_experts
+from moe_ops.testing import Problem, assert_matches_reference, make_inputs
+from moe_ops.tiles import ROW_TILES
+
+pytestmark = pytest.mark.kernel
+
+
+def exact_rows(x, w, bias, scale, ids, k):
+    """``scale * x @ w[e].T + bias`` in float64 for each slot; zeros where it is skipped."""
+    expert = local_experts(ids, None, w.shape[0])
+    rows = x.double().repeat_interleave(k, 0)
+    out = torch.zeros(len(rows), w.shape[1], dtype=torch.float64)
+    for e in range(w.shape[0]):
+        mine = expert == e
+        out[mine] = rows[mine] @ w[e].double().t()
+        if scale is not None:
+            out[mine] *= scale.flatten()[mine, None].double()
+        if bias is not None:
+            out[mine] += bias[e].double()
+    return out
+
+
+def compare(actual, exact, expected, ids, num_experts):
+    """Rows of skipped slots are unspecified: left out."""
+    mine = local_experts(ids, None, num_experts) >= 0
+    assert_matches_reference(actual.cpu()[mine], exact[mine], expected[mine])
+
+
+@given(
+    tokens=st.sampled_from((0, 1, 5, 40)),
+    k=st.integers(1, 3),
+    n=st.sampled_from((8, 48, 130)),
+    kk=st.sampled_from((16, 40, 130)),
+    dtype=st.sampled_from(DTYPES),
+    tile=st.sampled_from(ROW_TILES),
+    has_bias=st.booleans(),
+    scaled=st.sampled_from(("none", "input", "output")),
+    routing=st.sampled_from(("uniform", "skewed", "holes")),
+)
+def test_gemm(tokens, k, n, kk, dtype, tile, has_bias, scaled, routing, device):
+    problem = Problem(tokens, 5, k, kk, n, dtype, "silu_no_mul", has_bias, routing=routing)
+    x, w, _, weights, ids, _, bias, _ = make_inputs(problem)
+    inputs = weights if scaled == "input" else None
+    outputs = weights if scaled == "output" else None
+
+    def on(t):
+        return None if t is None else t.to(device)
+
+    plan = ops.moe_align_block_size(on(ids), None, [tile], 5, False, True)
+    actual = ops.expert_gemm(on(x), on(w), on(bias), on(inputs), on(outputs), *plan, [tile], k)
+    assert actual.shape == (tokens * k, n) and actual.dtype == dtype
+    exact = exact_rows(x, w, bias, inputs, ids, k)
+    if outputs is not None:
+        exact *= outputs.flatten()[:, None].double()
+    cpu_plan = [t.cpu() for t in plan]
+    expected = reference.expert_gemm(x, w, bias, inputs, outputs, *cpu_plan, [tile], k)
+    compare(actual, exact, expected, ids, 5)
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_fused_activation(activation, dtype, device):
+    """Within the budget of the oracle, and never less accurate than the unfused pair."""
+    problem = Problem(40, 4, 2, 72, 70, dtype, activation, has_bias=True)
+    x, w, _, weights, ids, _, bias, _ = make_inputs(problem)
+    on = [t.to(device) for t in (x, w, bias, weights, ids)]
+    plan = ops.moe_align_block_size(on[4], None, ROW_TILES, 4, False, True)
+    fused = ops.expert_gemm_act(*on[:4], *plan, ROW_TILES, 2, activation)
+    rule = formula(activation)
+    rows = exact_rows(x, w, bias, weights, ids, 2)
+    exact = activations.apply(*activations.split(rows, rule), rule)
+    cpu_plan = [t.cpu() for t in plan]
+    expected = reference.expert_gemm_act(x, w, bias, weights, *cpu_plan, ROW_TILES, 2, activation)
+    compare(fused, exact, expected, ids, 4)
+    pair = ops.activation(ops.expert_gemm(*on[:4], None, *plan, ROW_TILES, 2), activation)
+    error, unfused = ((t.cpu().double() - exact).norm() for t in (fused, pair))
+    assert error <= unfused * 1.01
+
+
+@pytest.mark.parametrize("shape", [(2880, 1408), (704, 352), (257, 129)])
+def test_shapes_that_no_tile_divides(shape, device):
+    if device == "cpu" and shape[0] > 2000:
+        shape = (300, 150)
+    hidden, width = shape
+    problem = Problem(3, 3, 2, hidden, width, torch.bfloat16)
+    x, w, _, _, ids, *_ = make_inputs(problem)
+    on = [t.to(device) for t in (x, w, ids)]
+    plan = ops.moe_align_block_size(on[2], None, ROW_TILES, 3, False, True)
+    actual = ops.expert_gemm_act(*on[:2], None, None, *plan, ROW_TILES, 2, "silu")
+    rows = exact_rows(x, w, None, None, ids, 2)
+    exact = activations.apply(*activations.split(rows, formula("silu")), formula("silu"))
+    cpu_plan = [t.cpu() for t in plan]
+    expected = reference.expert_gemm_act(x, w, None, None, *cpu_plan, ROW_TILES, 2, "silu")
+    compare(actual, exact, expected, ids, 3)
+
+
+def test_bias_may_have_another_dtype(device):
+    problem = Problem(5, 3, 2, 32, 32, torch.bfloat16, "silu_no_mul", has_bias=True)
+    x, w, _, _, ids, _, bias, _ = make_inputs(problem, device)
+    plan = ops.moe_align_block_size(ids, None, ROW_TILES, 3, False, True)
+    narrow = ops.expert_gemm(x, w, bias, None, None, *plan, ROW_TILES, 2)
+    wide = ops.expert_gemm(x, w, bias.float(), None, None, *plan, ROW_TILES, 2)
+    assert torch.equal(narrow, wide)

@@ -1,0 +1,108 @@
+"""Permutation: a bijection in the order of the experts, and its inverse."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from strategies import topk_ids
+
+import moe_ops
+from moe_ops.reference import permute
+from moe_ops.testing import assert_matches_reference
+
+pytestmark = pytest.mark.kernel
+
+
+def sorted_slots(ids, num_experts, expert_map=None):
+    """Slots by local expert, skipped ones last."""
+
+    def key(slot_and_id):
+        expert = slot_and_id[1]
+        if not 0 <= expert < num_experts:
+            return num_experts
+        local = expert if expert_map is None else expert_map[expert]
+        return num_experts if local < 0 else local
+
+    return [slot for slot, _ in sorted(enumerate(ids.flatten().tolist()), key=key)], key
+
+
+@given(case=topk_ids(max_tokens=40), mapped=st.booleans())
+def test_any_ids(case, mapped, device):
+    ids, num_experts = case
+    tokens, k = ids.shape
+    expert_map = torch.arange(num_experts, dtype=torch.int32).flip(0) if mapped else None
+    x = torch.randn(tokens, 24, generator=torch.Generator().manual_seed(0)).to(device)
+    rows, scale, offset, inverse, slots = moe_ops.moe_permute(
+        x, None, ids.to(device), num_experts,
+        expert_map=None if expert_map is None else expert_map.to(device),
+    )  # fmt: skip
+    order, key = sorted_slots(ids, num_experts, None if not mapped else expert_map.tolist())
+    assert scale is None
+    assert (offset.dtype, inverse.dtype, slots.dtype) == (torch.int64, torch.int32, torch.int32)
+    assert slots.tolist() == order
+    assert inverse.shape == ids.shape
+    assert [order[r] for r in inverse.flatten().tolist()] == list(range(ids.numel()))
+    group = [key((0, i)) for i in ids.flatten().tolist()]
+    assert offset.tolist() == [sum(g < e for g in group) for e in range(num_experts + 1)]
+    used = offset[-1].item()
+    token = slots[:used].long() // k
+    assert torch.equal(rows[:used], x[token])
+    assert (rows[used:] == 0).all()
+
+
+def test_scales_move_with_their_rows(device):
+    ids = torch.tensor([[1, 0], [0, 9]], device=device)
+    x = torch.arange(8.0, device=device).view(2, 4)
+    scale = torch.tensor([[1.0, 10.0], [2.0, 20.0]], device=device)
+    _, moved, *_ = moe_ops.moe_permute(x, scale, ids, 2)
+    assert moved.tolist() == [[1.0, 10.0], [2.0, 20.0], [1.0, 10.0], [0.0, 0.0]]
+    one = torch.tensor(3.0, device=device)
+    assert moe_ops.moe_permute(x, one, ids, 2)[1] is one
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn, torch.int8])
+def test_rows_of_any_dtype(dtype, device):
+    ids = torch.tensor([[1], [0]], device=device)
+    x = torch.tensor([[1.0] * 16, [2.0] * 16], device=device).to(dtype)
+    rows, *_ = moe_ops.moe_permute(x, None, ids, 2)
+    assert rows.dtype == dtype
+    assert torch.equal(rows.float(), x.float().flip(0))
+
+
+@given(case=topk_ids(max_tokens=30), dtype=st.sampled_from((torch.float32, torch.bfloat16)))
+def test_unpermute(case, dtype, device):
+    ids, num_experts = case
+    tokens, k = ids.shape
+    g = torch.Generator().manual_seed(0)
+    x = torch.randn(tokens, 40, generator=g).to(dtype)
+    weights = torch.rand(tokens, k, generator=g)
+    rows, _, offset, inverse, _ = moe_ops.moe_permute(
+        x.to(device), None, ids.to(device), num_experts
+    )
+    rows[int(offset[-1]) :] = torch.nan  # of skipped slots
+    actual = moe_ops.moe_unpermute(rows, weights.to(device), inverse, offset)
+    valid = ((ids >= 0) & (ids < num_experts)).double()
+    exact = x.double() * (weights.double() * valid).sum(-1, keepdim=True)
+    reference = permute.moe_unpermute(rows.cpu(), weights, inverse.cpu(), offset.cpu())
+    assert_matches_reference(actual.cpu(), exact, reference)
+    assert (actual.cpu()[valid.sum(-1) == 0] == 0).all()
+
+
+def test_unpermute_without_weights_or_offsets(device):
+    rows = torch.arange(8.0, device=device).view(4, 2)
+    inverse = torch.tensor([[3, 0], [1, -1]], dtype=torch.int32, device=device)
+    assert moe_ops.moe_unpermute(rows, None, inverse).tolist() == [[6.0, 8.0], [2.0, 3.0]]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ((torch.zeros(3, 4), None, torch.zeros(2, 2).int(), 4), ValueError, "3 tokens|2 tokens"),
+        ((torch.zeros(3), None, torch.zeros(3, 2).int(), 4), ValueError, "must have 2 axes"),
+        ((torch.zeros(3, 4), None, torch.zeros(3, 2), 4), TypeError, "topk_ids must have a dtype"),
+        ((torch.zeros(3, 4), None, torch.zeros(3, 2).int(), 0), ValueError, "num_local_experts"),
+    ],
+)
+def test_errors(arguments, error, message):
+    with pytest.raises(error, match=message):
+        moe_ops.moe_permute(*arguments)
