@@ -1,0 +1,30 @@
+"""Time the activation by itself: gate and up to one half, row by row."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from problems import Inputs, Problem
+from stages import Case, main, nbytes
+from torch import Tensor
+
+from moe_ops import ops
+
+
+def cases(problem: Problem, inputs: Inputs) -> Iterator[Case]:
+    slots, width = inputs.topk_ids.numel(), problem.intermediate_size
+    like = {"dtype": inputs.x.dtype, "device": inputs.x.device}
+    gate_up = torch.randn((slots, 2 * width), **like)
+    gate = gate_up[:, :width].contiguous()
+
+    def case(kind: str, x: Tensor) -> Case:
+        return Case(f"activation:{kind}", lambda: ops.activation(x, kind), nbytes(x, gate))
+
+    yield case("silu", gate_up)
+    yield case("swigluoai", gate_up)
+    yield case("relu2_no_mul", gate)
+
+
+if __name__ == "__main__":
+    main("activation", cases)

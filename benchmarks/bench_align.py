@@ -1,0 +1,28 @@
+"""Time the alignment operators: slots sorted by expert and padded to tiles, and counted."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from problems import Inputs, Problem
+from stages import Case, main, nbytes
+
+from moe_ops import ops
+from moe_ops.tiles import ROW_TILES
+
+
+def cases(problem: Problem, inputs: Inputs) -> Iterator[Case]:
+    ids, num_experts = inputs.topk_ids, problem.num_experts
+
+    def align() -> tuple:
+        return ops.moe_align_block_size(ids, None, ROW_TILES, num_experts, False, True)
+
+    def count() -> object:
+        return ops.count_expert_num_tokens(ids, None, num_experts)
+
+    yield Case("moe_align_block_size", align, nbytes(ids, *align()))
+    yield Case("count_expert_num_tokens", count, nbytes(ids, count()))
+
+
+if __name__ == "__main__":
+    main("align", cases)

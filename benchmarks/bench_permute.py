@@ -1,0 +1,33 @@
+"""Time the permutation operators: rows copied into the order of the experts, and back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from problems import Inputs, Problem
+from stages import Case, main, nbytes
+
+from moe_ops import ops
+
+
+def cases(problem: Problem, inputs: Inputs) -> Iterator[Case]:
+    x, weights, ids, _ = inputs
+    k = problem.top_k
+
+    def permutation() -> tuple:
+        return ops.moe_permutation(ids, None, problem.num_experts)
+
+    offset, inverse, order = permutation()
+    rows = ops.gather_rows(x, order, offset, k)
+
+    yield Case("moe_permutation", permutation, nbytes(ids, offset, inverse, order))
+    yield Case("gather_rows", lambda: ops.gather_rows(x, order, offset, k), nbytes(x, order, rows))
+    yield Case(
+        "moe_unpermute",
+        lambda: ops.moe_unpermute(rows, weights, inverse, offset),
+        nbytes(rows, weights, inverse, x),
+    )
+
+
+if __name__ == "__main__":
+    main("permute", cases)

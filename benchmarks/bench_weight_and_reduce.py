@@ -1,0 +1,28 @@
+"""Time the weighted sum of each token's expert rows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from problems import Inputs, Problem
+from stages import Case, main, nbytes
+
+from moe_ops import ops
+
+
+def cases(problem: Problem, inputs: Inputs) -> Iterator[Case]:
+    x, weights, ids, _ = inputs
+    rows = torch.randn((*ids.shape, x.shape[1]), dtype=x.dtype, device=x.device)
+    out = torch.empty_like(x)
+    arguments = (rows, weights, ids, None, None, problem.num_experts)
+    moved = nbytes(rows, weights, ids, out)
+
+    yield Case("moe_fused_mul_sum", lambda: ops.moe_fused_mul_sum(*arguments), moved)
+    yield Case(
+        "moe_fused_mul_sum.out", lambda: ops.moe_fused_mul_sum_out(*arguments, out=out), moved
+    )
+
+
+if __name__ == "__main__":
+    main("weight_and_reduce", cases)

@@ -1,0 +1,277 @@
+"""How everything here is timed, bounded, recorded and printed."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shlex
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from datetime import datetime, timezone
+from functools import cache
+from importlib import metadata
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from problems import ROUTINGS, load_problems
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """What one GPU was measured to do at best: a long read, and large dense products."""
+
+    read_bytes_per_s: float
+    flops: dict[str, float]
+
+
+HARDWARE = {"NVIDIA H200": Hardware(4.67e12, {"bf16": 758e12, "fp8": 1490e12})}
+"""By `torch.cuda.get_device_name`; there is no floor on other machines."""
+
+KEY = ("scheme", "shape", "M", "impl", "routing")
+_FLUSH_BYTES = 512 * 10**6
+_WARM_UPS = 3
+
+
+def default_device() -> torch.device:
+    """The current CUDA device, or the CPU."""
+    if torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
+def gpu_name() -> str:
+    """The name of the GPU, or ``CPU``."""
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
+
+
+def floor_us(nbytes: int, flops: int = 0, math: str = "bf16") -> float | None:
+    """The time that reading ``nbytes`` or doing ``flops`` takes at best, whichever is longer."""
+    hardware = HARDWARE.get(gpu_name())
+    if hardware is None:
+        return None
+    return 1e6 * max(nbytes / hardware.read_bytes_per_s, flops / hardware.flops[math])
+
+
+# Timing
+
+
+class Timing(NamedTuple):
+    """Times of one call in microseconds, and what the last timed call returned."""
+
+    time_us: float
+    p10_us: float
+    p90_us: float
+    runs: int
+    output: Any
+
+
+def measure(call: Callable[[], Any], device: torch.device, budget_s: float = 1.0) -> Timing:
+    """Median, 10th and 90th percentile over 20 to 100 calls; nothing is subtracted.
+
+    On CUDA a call is one replay of a graph between two events, after a large read has evicted the
+    L2 cache. (A large write would leave dirty lines, whose write-back lands in the timed region.)
+    On the CPU it is one eager call by the wall clock.
+
+    Args:
+        call: runs on static inputs; the first calls, which compile, are not timed.
+        device: where it runs.
+        budget_s: seconds that the timed calls should take, within the limits of their number.
+    """
+    time_calls, output = _on_cuda(call, device) if device.type == "cuda" else _on_cpu(call)
+    estimate = statistics.median(time_calls(_WARM_UPS))
+    fewest = 20 if estimate > 5000 else 40
+    runs = min(100, max(fewest, int(budget_s * 1e6 / max(estimate, 1e-3))))
+    times = time_calls(runs)
+    deciles = statistics.quantiles(times, n=10, method="inclusive")
+    return Timing(statistics.median(times), deciles[0], deciles[-1], runs, output)
+
+
+_Timer = Callable[[int], list[float]]
+
+
+def _on_cuda(call: Callable[[], Any], device: torch.device) -> tuple[_Timer, Any]:
+    stream = torch.cuda.Stream(device)
+    stream.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(stream):
+        for _ in range(_WARM_UPS):
+            call()
+    torch.cuda.current_stream(device).wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        output = call()
+    if isinstance(output, Tensor) and output.is_floating_point():
+        output.fill_(torch.nan)  # what a replay does not write is seen in the error
+    flush = _flush_buffer(device)
+
+    def time_calls(count: int) -> list[float]:
+        events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(count)]
+        for start, end in events:
+            flush.sum()
+            start.record()
+            graph.replay()
+            end.record()
+        torch.cuda.synchronize(device)
+        return [1e3 * start.elapsed_time(end) for start, end in events]
+
+    return time_calls, output
+
+
+@cache
+def _flush_buffer(device: torch.device) -> Tensor:
+    return torch.ones(_FLUSH_BYTES // 4, dtype=torch.float32, device=device)
+
+
+def _on_cpu(call: Callable[[], Any]) -> tuple[_Timer, Any]:
+    output = call()
+
+    def time_calls(count: int) -> list[float]:
+        stamps = [time.perf_counter()]
+        for _ in range(count):
+            call()
+            stamps.append(time.perf_counter())
+        return [1e6 * (b - a) for a, b in zip(stamps, stamps[1:], strict=False)]
+
+    return time_calls, output
+
+
+def relative_error(actual: Tensor, reference: Tensor) -> float:
+    """``||actual - reference|| / ||reference||``; NaN where anything is not finite."""
+    difference = torch.linalg.vector_norm(actual.float() - reference)
+    return (difference / torch.linalg.vector_norm(reference)).item()
+
+
+# Records
+
+
+@dataclass(frozen=True)
+class Row:
+    """One measured combination."""
+
+    scheme: str
+    shape: str
+    M: int
+    impl: str
+    routing: str
+    time_us: float
+    p10_us: float
+    p90_us: float
+    runs: int
+    rel_err: float | None
+    floor_us: float | None
+    config: dict[str, Any]
+
+
+def write_rows(path: Path, rows: Sequence[Row]) -> None:
+    """Put ``rows`` into the record at ``path``, in place of those with the same `KEY`.
+
+    The header tells of the latest run; ``parts`` lists every run that added to the record.
+    """
+    header = _header()
+    old = json.loads(path.read_text()) if path.exists() else {"rows": [], "parts": []}
+    part = {name: header[name] for name in ("commit", "date", "command")}
+    merged = {tuple(row[name] for name in KEY): row for row in old["rows"]}
+    for row in map(asdict, rows):
+        merged[tuple(row[name] for name in KEY)] = row
+    # A run writes after every case: its own entry is replaced, not repeated.
+    parts = [p for p in old["parts"] if p["date"] != part["date"]] + [part]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    draft = path.with_suffix(".tmp")
+    ordered = [merged[key] for key in sorted(merged)]
+    draft.write_text(json.dumps({**header, "parts": parts, "rows": ordered}, indent=1) + "\n")
+    os.replace(draft, path)
+
+
+@cache
+def _header() -> dict[str, str]:
+    return {
+        "gpu": gpu_name(),
+        "driver": _output_of("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
+        "torch": torch.__version__,
+        "triton": _version("triton"),
+        "commit": os.environ.get("MOE_OPS_COMMIT")
+        or _output_of("git", "describe", "--always", "--dirty", "--exclude=*"),
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "command": shlex.join(["python", *sys.argv]),
+    }
+
+
+def _output_of(*command: str) -> str:
+    """The first line that a command prints, or ``unknown``."""
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, check=True, cwd=Path(__file__).parent
+        )
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+    return (done.stdout.splitlines() or ["unknown"])[0]
+
+
+def _version(distribution: str) -> str:
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return "none"
+
+
+# The command line and the table
+
+
+def parser(description: str, tokens: str, cpu_tokens: str = "1,8") -> argparse.ArgumentParser:
+    """The options that all benchmarks share; without a GPU the defaults are a tiny problem."""
+    cuda = torch.cuda.is_available()
+    timed = ",".join(p.name for p in load_problems().values() if p.timed)
+    result = argparse.ArgumentParser(description=description)
+    add = result.add_argument
+    add("--shapes", type=names, default=timed if cuda else "tiny", help="default: %(default)s")
+    add("--tokens", type=_counts, default=tokens if cuda else cpu_tokens, metavar="M,M,..")
+    add("--routing", type=_routings, default="uniform", help="uniform, zipf, or both with a comma")
+    add(
+        "--output",
+        type=Path,
+        default=Path(__file__).with_name("results") if cuda else None,
+        help="folder of the records (default: benchmarks/results; none without a GPU)",
+    )
+    add("--time-budget-s", type=float, default=float("inf"), help="start no case after this long")
+    return result
+
+
+def record_path(output: Path | None, name: str) -> Path | None:
+    """``<output>/<gpu>/<name>``, or None without an output folder."""
+    return output and output / gpu_name().lower().replace(" ", "-") / name
+
+
+def names(text: str) -> list[str]:
+    """The names in a list with commas."""
+    return [name for name in text.split(",") if name]
+
+
+def _counts(text: str) -> list[int]:
+    return [int(count) for count in names(text)]
+
+
+def _routings(text: str) -> list[str]:
+    routings = names(text)
+    if not set(routings) <= set(ROUTINGS):
+        raise argparse.ArgumentTypeError(f"must be among {', '.join(ROUTINGS)}; got {text}")
+    return routings
+
+
+def print_row(cells: dict[str, Any], widths: dict[str, int], *, head: bool = False) -> None:
+    """One aligned line (two with the ``head``): text to the left, numbers to the right."""
+    if head:
+        print("  ".join(f"{name:>{width}}" for name, width in widths.items()))
+    texts = {name: _text(cells.get(name)) for name in widths}
+    print("  ".join(f"{texts[name]:>{width}}" for name, width in widths.items()), flush=True)
+
+
+def _text(value: Any) -> str:
+    if value is None:
+        return "-"
+    return f"{value:.4g}" if isinstance(value, float) else str(value)

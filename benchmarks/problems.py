@@ -1,0 +1,188 @@
+"""The named problems: their sizes, and seeded inputs made on the device."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+import moe_ops
+from moe_ops import scheme as schemes
+
+ROUTINGS = ("uniform", "zipf")
+SEED = 2026
+ACTIVE_EXPERTS = {
+    "qwen3-30b": {8: 51, 64: 126},
+    "deepseek-v3": {8: 58, 64: 218},
+    "qwen3-next": {8: 74, 64: 369},
+    "gpt-oss-120b": {8: 27, 64: 109},
+    "llama4-scout": {8: 8, 64: 16},
+    "mixtral": {8: 8},
+}
+"""Experts hit by a uniform draw, by shape and number of tokens, where draws differ. The time of a
+small batch is that of the weights it reads, so two records compare only if they hit as many."""
+
+_MAX_DRAWS = 2000
+_EXPERTS_AT_ONCE = 16
+
+
+@dataclass(frozen=True)
+class Problem:
+    """The sizes of one model's MoE layer; every problem is timed as gated SiLU."""
+
+    name: str
+    num_experts: int
+    top_k: int
+    hidden_size: int
+    intermediate_size: int
+    timed: bool
+
+
+TINY = Problem("tiny", num_experts=8, top_k=2, hidden_size=64, intermediate_size=32, timed=False)
+
+
+def load_problems() -> dict[str, Problem]:
+    """Every named problem, `TINY` included."""
+    shapes = json.loads(Path(__file__).with_name("shapes.json").read_text())
+    known = [
+        Problem(name, **{field: value for field, value in sizes.items() if field != "model"})
+        for name, sizes in shapes.items()
+    ]
+    return {problem.name: problem for problem in [*known, TINY]}
+
+
+class Inputs(NamedTuple):
+    """What one call of the layer gets besides the weights."""
+
+    x: Tensor
+    """``(T, H)`` bf16."""
+    topk_weights: Tensor
+    """``(T, k)`` float32, each row summing to one."""
+    topk_ids: Tensor
+    """``(T, k)`` int32."""
+    num_active: int
+    """Experts with at least one token."""
+
+
+@dataclass(frozen=True)
+class Experts:
+    """The weights of one layer, as `moe_ops.fused_experts` takes them.
+
+    ``stored`` holds them as `moe_ops.scheme.QTensor` where the scheme quantizes them.
+    """
+
+    scheme: schemes.Scheme
+    w1: Tensor
+    w2: Tensor
+    stored: tuple[Any, Any] | None = None
+    quant_config: Any = None
+
+    @property
+    def bytes_per_expert(self) -> int:
+        """Bytes that one active expert makes a layer read, scales included."""
+        if self.stored is None:
+            return self.w1[0].nbytes + self.w2[0].nbytes
+        tensors = [t for weight in self.stored for t in weight if t is not None]
+        return sum(t.nbytes for t in tensors) // self.w1.shape[0]
+
+    def dense(self, expert: int) -> tuple[Tensor, Tensor]:
+        """The (dequantized) float32 weights of one expert."""
+        if self.stored is None:
+            return self.w1[expert].float(), self.w2[expert].float()
+        parts = [
+            type(weight)(*(None if t is None else t[expert : expert + 1] for t in weight))
+            for weight in self.stored
+        ]
+        w1, w2 = (schemes.dequantize_weight(part, self.scheme)[0] for part in parts)
+        return w1, w2
+
+
+def make_experts(problem: Problem, scheme_name: str, device: torch.device) -> Experts:
+    """Weights ~ N(0, 1) / sqrt(fan_in), the same for every scheme before they are quantized.
+
+    Args:
+        problem: the sizes.
+        scheme_name: a name in `moe_ops.SCHEMES`, or ``bf16`` for unquantized bf16.
+        device: where they are made; a quantized scheme needs room for one weight in bf16 as well.
+
+    Raises:
+        ValueError: an unknown scheme.
+    """
+    scheme = moe_ops.get_scheme("unquantized" if scheme_name == "bf16" else scheme_name)
+    experts, hidden, inner = problem.num_experts, problem.hidden_size, problem.intermediate_size
+    generator = torch.Generator(device).manual_seed(SEED)
+    w1 = _random_weight((experts, 2 * inner, hidden), generator, scheme)
+    w2 = _random_weight((experts, hidden, inner), generator, scheme)
+    if scheme.weight is None:
+        return Experts(scheme, w1, w2)
+    config = moe_ops.FusedMoEQuantConfig.from_weights(scheme, w1, w2)
+    return Experts(scheme, w1.data, w2.data, (w1, w2), config)
+
+
+def _random_weight(
+    shape: tuple[int, int, int], generator: torch.Generator, scheme: schemes.Scheme
+) -> Any:
+    """A bf16 tensor, or a `QTensor` of it, quantized a few experts at a time to bound memory."""
+    w = torch.empty(shape, dtype=torch.bfloat16, device=generator.device)
+    for expert in w:
+        expert.normal_(0.0, shape[2] ** -0.5, generator=generator)
+    if scheme.weight is None:
+        return w
+    parts = [schemes.quantize_weight(part, scheme) for part in w.split(_EXPERTS_AT_ONCE)]
+    fields = zip(*parts, strict=True)
+    return type(parts[0])(*(None if field[0] is None else torch.cat(field) for field in fields))
+
+
+def make_inputs(problem: Problem, tokens: int, routing: str, device: torch.device) -> Inputs:
+    """Tokens ~ N(0, 1), and their routing: the renormalized top-k of a softmax of random logits.
+
+    The routing is drawn on the CPU, so that it is the same on every device.
+    """
+    generator = torch.Generator(device).manual_seed(SEED + 1)
+    x = torch.empty((tokens, problem.hidden_size), dtype=torch.bfloat16, device=device)
+    x.normal_(generator=generator)
+    wanted = ACTIVE_EXPERTS.get(problem.name, {}).get(tokens) if routing == "uniform" else None
+    for draw in range(_MAX_DRAWS if wanted else 1):
+        weights, ids = _draw_routing(problem, tokens, routing, SEED + draw)
+        active = ids.unique().numel()
+        if active == wanted:
+            break
+    return Inputs(x, weights.to(device), ids.to(device), active)
+
+
+def _draw_routing(problem: Problem, tokens: int, routing: str, seed: int) -> tuple[Tensor, Tensor]:
+    """One draw: ``topk_weights`` float32 and ``topk_ids`` int32, on the CPU."""
+    generator = torch.Generator().manual_seed(seed)
+    logits = torch.randn((tokens, problem.num_experts), generator=generator)
+    if routing == "zipf":
+        # The odds of the r-th favourite are 1/r of the first's; favourites are anywhere.
+        rank = torch.randperm(problem.num_experts, generator=generator) + 1
+        logits -= rank.log()
+    weights, ids = logits.softmax(-1).topk(problem.top_k, dim=-1)
+    return weights / weights.sum(-1, keepdim=True), ids.to(torch.int32)
+
+
+def reference_rows(experts: Experts, inputs: Inputs, rows: Tensor) -> Tensor:
+    """The layer in float32 on the dequantized weights, for the tokens ``rows`` only."""
+    x, weights, ids = (t[rows] for t in inputs[:3])
+    out = torch.zeros_like(x, dtype=torch.float32)
+    for expert in ids.unique().tolist():
+        w1, w2 = experts.dense(expert)
+        token, slot = (ids == expert).nonzero(as_tuple=True)
+        gate, up = (x[token].float() @ w1.t()).chunk(2, dim=-1)
+        y = (torch.nn.functional.silu(gate) * up) @ w2.t()
+        out.index_add_(0, token, y * weights[token, slot, None])
+    return out
+
+
+def pick(known: dict[str, Problem], names: Sequence[str]) -> list[Problem]:
+    """The problems called ``names``; exits with the known names for an unknown one."""
+    unknown = [name for name in names if name not in known]
+    if unknown:
+        raise SystemExit(f"--shapes must be among {', '.join(known)}; got {', '.join(unknown)}")
+    return [known[name] for name in names]
