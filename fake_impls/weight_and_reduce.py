@@ -26,6 +26,5 @@ def moe_fused_mul_sum_out(
     num_local_experts: int,
     *,
     out: Tensor,
-) -> Tensor:
-    """The tensor that was written."""
-    return out
+) -> None:
+    """Nothing: ``out`` is written."""

@@ -7,7 +7,7 @@ references never see these names: they get a :class:`Formula`, the resolved func
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -127,6 +127,9 @@ class Activation:
     alpha: float | None = None
     beta: float | None = None
     linear_beta: float | None = None
+    key: str = field(init=False, repr=False, compare=False)
+    """The one string that stands for this value in an operator's schema. Made here, once: Dynamo
+    would turn floats that it reads from an object into inputs of the graph."""
 
     def __post_init__(self) -> None:
         if isinstance(self.kind, str):
@@ -142,13 +145,10 @@ class Activation:
             value = getattr(self, name)
             if value is not None and not value > 0:
                 raise ValueError(f"activation {name} must be positive, got {value}")
-
-    @property
-    def key(self) -> str:
-        """The one string that stands for this value in an operator's schema."""
         given = [(n, getattr(self, n)) for n in _SETTINGS if getattr(self, n) is not None]
         text = ",".join(f"{name}={float(value)!r}" for name, value in given)
-        return f"{self.kind.value}({text})" if text else self.kind.value
+        key = f"{self.kind.value}({text})" if text else self.kind.value
+        object.__setattr__(self, "key", key)
 
     @classmethod
     def parse(cls, key: str) -> Activation:

@@ -236,7 +236,8 @@ def moe_fused_mul_sum(
     checks.size("outputs.shape[1]", outputs.shape[1], "inputs.shape[2]", inputs.shape[2])
     if outputs.stride(1) != 1:
         raise ValueError(f"outputs must have contiguous rows, got strides {outputs.stride()}")
-    return ops.moe_fused_mul_sum_out(*arguments, out=outputs)
+    ops.moe_fused_mul_sum_out(*arguments, out=outputs)
+    return outputs
 
 
 def apply_moe_activation(activation: MoEActivation | Activation | str, x: Tensor) -> Tensor:

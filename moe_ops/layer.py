@@ -59,7 +59,7 @@ class FusedMoE(nn.Module):
         params_dtype: torch.dtype | None = None,
         renormalize: bool = True,
         scoring_func: str = "softmax",
-        routed_scaling_factor: float = 1.0,
+        routed_scaling_factor: float = 1,
         e_score_correction_bias: Tensor | None = None,
         custom_routing_function: CustomRouting | None = None,
         apply_router_weight_on_input: bool = False,

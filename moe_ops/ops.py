@@ -8,7 +8,8 @@ An operator ``moe_ops::name`` of a stage has three legs, found by the stage's fi
   allocate with these same functions, so the two cannot drift.
 
 All operators are functional: fresh contiguous outputs, no aliasing, no mutation, except for the
-``.out`` overloads, whose schemas say so. An output whose shape, stride or dtype rule changes gets a
+``.out`` overloads, whose schemas say so. (They do not carry ``torch.Tag.out``: Inductor would then
+call them for the functional ones, and in torch 2.13 fails to when a size is dynamic.) An output whose shape, stride or dtype rule changes gets a
 new operator name: compiler caches know operators by name.
 """
 
@@ -51,12 +52,11 @@ def _op(stage: str, schema: str) -> Any:
     qualified = schema.split("(")[0]
     name, _, overload = qualified.partition(".")
     function = f"{name}_{overload}" if overload else name
-    tags = (torch.Tag.out,) if overload == "out" and hasattr(torch.Tag, "out") else ()
 
     def leg(package: str) -> Callable[..., Any]:
         return lambda *args, **kwargs: _leg(package, stage, function)(*args, **kwargs)
 
-    _library.define(schema, tags=tags)
+    _library.define(schema)
     _library.impl(qualified, leg("reference"), "CompositeExplicitAutograd")
     _library.impl(qualified, _on_its_device(stage, function), "CUDA")
     torch.library.register_fake(f"{NAMESPACE}::{qualified}", leg("fake_impls"), lib=_library)
@@ -118,5 +118,5 @@ moe_fused_mul_sum_out = _op(
     "weight_and_reduce",
     "moe_fused_mul_sum.out(Tensor inputs, Tensor? topk_weights, Tensor? topk_ids,"
     " Tensor? expert_map, Tensor? num_valid_tokens, SymInt num_local_experts, *, Tensor(a!) out)"
-    " -> Tensor(a!)",
+    " -> ()",
 )

@@ -31,7 +31,7 @@ def pytest_runtest_makereport(item, call):
     report = (yield).get_result()
     text = getattr(item, "hypothesis_statistics", None)
     if call.when == "teardown" and text:
-        examples = sum(int(n) for n in re.findall(r"(\d+) passing examples", text))
+        examples = sum(int(n) for n in re.findall(r"(\d+) passing", text))
         report.user_properties.append((EXAMPLES, examples))
 
 

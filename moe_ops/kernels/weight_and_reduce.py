@@ -45,7 +45,7 @@ def moe_fused_mul_sum_out(
     num_local_experts: int,
     *,
     out: Tensor,
-) -> Tensor:
+) -> None:
     """Launch one program for each piece of a token's row."""
     tokens, k, width = inputs.shape
     if out.numel():
@@ -64,7 +64,6 @@ def moe_fused_mul_sum_out(
             TOP_K=k,
             BLOCK=block,
         )
-    return out
 
 
 def moe_fused_mul_sum(
@@ -77,4 +76,6 @@ def moe_fused_mul_sum(
 ) -> Tensor:
     """The same into a fresh tensor."""
     arguments = (inputs, topk_weights, topk_ids, expert_map, num_valid_tokens, num_local_experts)
-    return moe_fused_mul_sum_out(*arguments, out=empty_output(*arguments))
+    out = empty_output(*arguments)
+    moe_fused_mul_sum_out(*arguments, out=out)
+    return out

@@ -41,9 +41,9 @@ def moe_fused_mul_sum_out(
     num_local_experts: int,
     *,
     out: Tensor,
-) -> Tensor:
+) -> None:
     """The same, written to ``out``."""
-    return out.copy_(
+    out.copy_(
         moe_fused_mul_sum(
             inputs, topk_weights, topk_ids, expert_map, num_valid_tokens, num_local_experts
         )

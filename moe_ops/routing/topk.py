@@ -18,7 +18,7 @@ def fused_topk(
     indices_type: torch.dtype | None = None,
     scoring_func: str = "softmax",
     e_score_correction_bias: Tensor | None = None,
-    routed_scaling_factor: float = 1.0,
+    routed_scaling_factor: float = 1,  # no 1.0: Dynamo makes inputs of the graph of float defaults
 ) -> tuple[Tensor, Tensor]:
     """Choose each token's ``topk`` experts by score.
 

@@ -1,0 +1,1 @@
+"""Adapters to other libraries; each module registers itself when it is imported."""

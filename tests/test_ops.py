@@ -1,0 +1,177 @@
+"""Every operator: opcheck, and fakes that allocate what kernels return without asking sizes."""
+
+import pytest
+import torch
+from conftest import HAS_CUDA
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import (
+    DimDynamic,
+    ShapeEnv,
+    StatelessSymbolicContext,
+)
+
+from moe_ops import ops
+from moe_ops.ops import STAGES
+from moe_ops.testing import Problem, make_inputs
+from moe_ops.tiles import ROW_TILES
+
+I32 = torch.int32
+K, E, H, I = 2, 4, 32, 16  # noqa: E741
+MAP = torch.tensor([1, 0, -1, 2], dtype=I32)
+
+
+def samples(device):
+    """Calls of every operator on which all of the output is specified."""
+    inputs = make_inputs(Problem(5, E, K, H, I, torch.float32, has_bias=True), device)
+    x, w1, w2, weights, ids, _, b1, b2 = inputs
+    plan = ops.moe_align_block_size(ids, None, ROW_TILES, E, False, True)
+    order = ops.moe_permutation(ids, None, E)
+    h = ops.expert_gemm_act(x, w1, b1, None, *plan, ROW_TILES, K, "silu")
+    rows = ops.gather_rows(x, order[2], order[0], K)
+    y = ops.expert_gemm(h, w2, b2, None, None, *plan, ROW_TILES, 1).view(5, K, H)
+    logits = torch.linspace(-2, 2, 5 * E, device=device).view(5, E)
+    expert_map = MAP.to(device)
+    valid = torch.tensor([4], dtype=I32, device=device)
+    bias = torch.zeros(E, device=device)
+    return {
+        "fused_topk": [(logits, None, K, True, "softmax", 1.0), (logits, bias, K, False, "sigmoid", 2.0)],
+        "moe_align_block_size": [
+            (ids, None, [8], E, True, False),
+            (ids, expert_map, [16], E, False, False),
+            (ids.long(), expert_map, list(ROW_TILES), 3, False, True),
+        ],
+        "count_expert_num_tokens": [(ids, None, E), (ids, expert_map, 3)],
+        "moe_permutation": [(ids, None, E), (ids.long(), expert_map, 3)],
+        "gather_rows": [(x, order[2], order[0], K), (x.t().contiguous().t(), order[2], order[0], K)],
+        "moe_unpermute": [(rows, weights, order[1], order[0]), (rows, None, order[1], None)],
+        "expert_gemm": [
+            (h, w2, b2, None, None, *plan, ROW_TILES, 1),
+            (x, w1, None, weights, weights, *plan, ROW_TILES, K),
+            (x.t().contiguous().t(), w1, None, None, None, *plan, ROW_TILES, K),
+        ],
+        "expert_gemm_act": [
+            (x, w1, b1, weights, *plan, ROW_TILES, K, "silu"),
+            (x, w1, None, None, *plan, ROW_TILES, K, "swigluoai"),
+            (x, w1, None, None, *plan, ROW_TILES, K, "gelu_no_mul"),
+        ],
+        "activation": [(x, "silu"), (x.t().contiguous().t(), "gelu_tanh_no_mul")],
+        "moe_fused_mul_sum": [
+            (y, weights, None, None, None, E),
+            (y, None, ids, expert_map, valid, 3),
+        ],
+        "moe_fused_mul_sum.out": [(y, weights, None, None, None, E)],
+    }  # fmt: skip
+
+
+def overload(qualified):
+    name, _, which = qualified.partition(".")
+    return getattr(getattr(torch.ops.moe_ops, name), which or "default")
+
+
+def keywords(qualified, arguments):
+    if not qualified.endswith(".out"):
+        return {}
+    inputs = arguments[0]
+    return {"out": torch.empty(inputs.shape[0], inputs.shape[2], device=inputs.device)}
+
+
+def outputs(result):
+    """The tensors that an operator returned."""
+    return result if isinstance(result, tuple) else () if result is None else (result,)
+
+
+def test_every_operator_has_samples(device):
+    assert set(samples(device)) == set(STAGES)
+
+
+@pytest.mark.kernel
+@pytest.mark.parametrize("qualified", STAGES)
+def test_opcheck(qualified, device):
+    tests = ["test_schema", "test_autograd_registration", "test_faketensor"]
+    for number, arguments in enumerate(samples(device)[qualified]):
+        torch.library.opcheck(
+            overload(qualified),
+            arguments,
+            keywords(qualified, arguments),
+            test_utils=tests + (["test_aot_dispatch_dynamic"] if number == 0 else []),
+        )
+
+
+@pytest.mark.kernel
+@pytest.mark.parametrize("qualified", STAGES)
+def test_fakes_return_what_runs_return(qualified, device):
+    """Shape, stride and dtype, on fake tensors of the device."""
+    for arguments in samples(device)[qualified]:
+        real = overload(qualified)(*arguments, **keywords(qualified, arguments))
+        with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+            faked = [mode.from_tensor(a) if torch.is_tensor(a) else a for a in arguments]
+            extra = {k: mode.from_tensor(v) for k, v in keywords(qualified, arguments).items()}
+            fake = overload(qualified)(*faked, **extra)
+        for a, b in zip(outputs(real), outputs(fake), strict=True):
+            assert a.shape == b.shape and a.stride() == b.stride()
+            assert a.dtype == b.dtype and a.device == b.device
+            assert a.is_contiguous()
+
+
+def symbolic_tokens(mode, env, unbacked):
+    if unbacked:
+        return env.create_unbacked_symint()
+    context = StatelessSymbolicContext(dynamic_sizes=[DimDynamic.DYNAMIC, DimDynamic.STATIC])
+    return mode.from_tensor(torch.empty(37, 1, device="meta"), symbolic_context=context).shape[0]
+
+
+@pytest.mark.parametrize("fake_device", ["cpu", "cuda"])
+@pytest.mark.parametrize("unbacked", [False, True])
+def test_fakes_add_no_guard_on_the_tokens(fake_device, unbacked):
+    """The stages one after another, with a number of tokens that nobody may ask for."""
+    env = ShapeEnv()
+    mode = FakeTensorMode(shape_env=env)
+    tokens = symbolic_tokens(mode, env, unbacked)
+    with mode:
+
+        def empty(*shape, dtype=torch.bfloat16):
+            return torch.empty(shape, dtype=dtype, device=fake_device)
+
+        x, w1, w2 = empty(tokens, H), empty(E, 2 * I, H), empty(E, H, I)
+        weights, ids = ops.fused_topk(empty(tokens, E), None, K, True, "softmax", 1.0)
+        plan = ops.moe_align_block_size(ids, empty(E, dtype=I32), ROW_TILES, E, True, True)
+        h = ops.expert_gemm_act(x, w1, None, None, *plan, ROW_TILES, K, "silu")
+        y = ops.expert_gemm(h, w2, None, None, weights, *plan, ROW_TILES, 1)
+        out = ops.moe_fused_mul_sum(y.view(tokens, K, H), weights, ids, None, None, E)
+        order = ops.moe_permutation(ids, None, E)
+        rows = ops.gather_rows(x, order[2], order[0], K)
+        back = ops.moe_unpermute(ops.activation(rows, "silu_no_mul"), weights, order[1], order[0])
+        ops.count_expert_num_tokens(ids, None, E)
+    assert not env.guards
+    assert out.shape[0] is tokens or str(out.shape[0]) == str(tokens)
+    assert back.shape == out.shape
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("qualified", STAGES)
+def test_tensors_of_another_device_than_the_current_one(qualified):
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two CUDA devices")
+    for arguments in samples("cuda:1")[qualified]:
+        there = overload(qualified)(*arguments, **keywords(qualified, arguments))
+        moved = [a.to("cuda:0") if torch.is_tensor(a) else a for a in arguments]
+        here = overload(qualified)(*moved, **keywords(qualified, moved))
+        for a, b in zip(outputs(there), outputs(here), strict=True):
+            assert a.device.index == 1 and torch.equal(a.to("cuda:0"), b)
+
+
+@pytest.mark.skipif(not HAS_CUDA, reason="compares kernels with references on the GPU")
+@pytest.mark.parametrize("qualified", [q for q in STAGES if "gemm" not in q])
+def test_kernels_equal_references_in_layout(qualified, device):
+    import importlib
+
+    module = importlib.import_module(f"moe_ops.reference.{STAGES[qualified]}")
+    for arguments in samples(device)[qualified]:
+        kernel = overload(qualified)(*arguments, **keywords(qualified, arguments))
+        reference = getattr(module, qualified.replace(".", "_"))(
+            *arguments, **keywords(qualified, arguments)
+        )
+        for a, b in zip(outputs(kernel), outputs(reference), strict=True):
+            assert a.dtype == b.dtype and a.stride() == b.stride()
+            if not a.dtype.is_floating_point:
+                assert torch.equal(a, b)

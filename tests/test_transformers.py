@@ -1,0 +1,183 @@
+"""Transformers models through "moe_ops": equal to eager, compiled whole, clear about the rest."""
+
+import pytest
+import torch
+from torch._dynamo.testing import CompileCounterWithBackend
+
+transformers = pytest.importorskip("transformers")
+
+import moe_ops.integrations.transformers as integration  # noqa: E402
+
+SIZES = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "intermediate_size": 64,
+    "moe_intermediate_size": 24,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "max_position_embeddings": 128,
+}
+
+
+@pytest.fixture(autouse=True)
+def fresh_dynamo():
+    torch._dynamo.reset()
+
+
+def tiny_model(device, **changes):
+    torch.manual_seed(0)
+    config = transformers.Qwen3MoeConfig(**{**SIZES, **changes})
+    return transformers.Qwen3MoeForCausalLM(config).to(device).eval()
+
+
+def tokens(device, length=13, batch=2):
+    g = torch.Generator().manual_seed(length)
+    return torch.randint(0, 64, (batch, length), generator=g).to(device)
+
+
+@torch.no_grad()
+def logits(model, implementation, ids):
+    model.set_experts_implementation(implementation)
+    return model(ids).logits
+
+
+@pytest.mark.parametrize("hidden_act", ["silu", "gelu", "gelu_pytorch_tanh", "relu2"])
+def test_logits_equal_eager(hidden_act, device):
+    model = tiny_model(device, hidden_act=hidden_act)
+    ids = tokens(device)
+    difference = logits(model, "moe_ops", ids) - logits(model, "eager", ids)
+    assert difference.abs().max() <= 1e-5
+
+
+def test_our_function_really_ran(device, monkeypatch):
+    model, calls = tiny_model(device), []
+    original = integration.fused_experts
+
+    def counted(*args, **kwargs):
+        calls.append(1)
+        return original(*args, **kwargs)
+
+    monkeypatch.setattr(integration, "fused_experts", counted)
+    logits(model, "eager", tokens(device))
+    assert not calls
+    logits(model, "moe_ops", tokens(device))
+    assert len(calls) == SIZES["num_hidden_layers"]
+
+
+def test_generate_writes_what_eager_writes(device):
+    model, ids = tiny_model(device), tokens(device, 6)
+    texts = []
+    for implementation in ("eager", "moe_ops"):
+        model.set_experts_implementation(implementation)
+        texts.append(model.generate(ids, max_new_tokens=12, do_sample=False, pad_token_id=0))
+    assert torch.equal(*texts)
+
+
+@torch.no_grad()
+def compilations(model, implementation, lengths, device):
+    """Frames compiled after each length, and the logits."""
+    torch._dynamo.reset()
+    model.set_experts_implementation(implementation)
+    backend = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(model, fullgraph=True, dynamic=True, backend=backend)
+    frames, results = [], []
+    for length in lengths:
+        ids = tokens(device, length)
+        torch._dynamo.mark_dynamic(ids, 1)
+        results.append(compiled(input_ids=ids, use_cache=False).logits)
+        frames.append(backend.frame_count)
+    return frames, results
+
+
+@pytest.mark.slow
+def test_model_compiles_whole_for_every_length(device):
+    """fullgraph and dynamic: no compilation beyond transformers' own, equal to eager to 1e-5."""
+    model, lengths = tiny_model(device), (7, 5, 64, 2, 33)
+    theirs, _ = compilations(model, "grouped_mm", lengths, device)
+    ours, results = compilations(model, "moe_ops", lengths, device)
+    assert ours == theirs
+    assert ours == ours[:1] * len(lengths)
+    for length, actual in zip(lengths, results, strict=True):
+        expected = logits(model, "eager", tokens(device, length))
+        assert (actual - expected).abs().max() <= 1e-5
+
+
+@pytest.mark.slow
+@torch.no_grad()
+def test_decoder_layer_compiles_with_inductor(device):
+    model = tiny_model(device)
+    model.set_experts_implementation("moe_ops")
+    layer = model.model.layers[0]
+    compiled = torch.compile(layer, fullgraph=True, dynamic=True)
+    for length in (7, 5, 20):
+        x = torch.randn(1, length, 32, device=device)
+        torch._dynamo.mark_dynamic(x, 1)
+        position = model.model.rotary_emb(x, torch.arange(length, device=device)[None])
+        for part in position:
+            torch._dynamo.mark_dynamic(part, 1)
+        actual = compiled(x, position_embeddings=position)
+        expected = layer(x, position_embeddings=position)
+        torch.testing.assert_close(actual, expected, rtol=0, atol=1e-5)
+
+
+class Experts(torch.nn.Module):
+    """What transformers' decorator leaves on an experts class."""
+
+    has_gate, has_bias, is_transposed, is_concatenated = True, False, False, True
+    _apply_gate = integration._default_apply_gate
+
+    def __init__(self, **changes):
+        super().__init__()
+        self.act_fn = torch.nn.SiLU()
+        for name, value in changes.items():
+            setattr(self, name, value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"is_transposed": True}, "transposed weights.*Experts with is_transposed=True"),
+        ({"has_bias": True}, "biases"),
+        ({"has_gate": False}, "without a gate"),
+        ({"is_concatenated": False}, "interleaved"),
+        ({"has_post_expert_norm": True}, "a norm after"),
+        ({"act_fn": torch.nn.ReLU()}, "got ReLU in Experts"),
+    ],
+)
+def test_other_layouts_are_named(changes, message):
+    with pytest.raises(NotImplementedError, match=message):
+        integration.moe_ops_experts(Experts(**changes), None, None, None)
+
+
+def test_other_gates_and_fp8_are_named():
+    class Limited(Experts):
+        def _apply_gate(self, x):
+            return x
+
+    with pytest.raises(NotImplementedError, match="Limited with an _apply_gate of its own"):
+        integration.moe_ops_experts(Limited(), None, None, None)
+    fp8 = integration.ALL_FP8_EXPERTS_FUNCTIONS["moe_ops"]
+    with pytest.raises(NotImplementedError, match="unquantized experts"):
+        fp8(Experts(), None, None, None)
+
+
+def test_sentinel_ids_of_expert_parallelism_are_skipped(device):
+    experts = tiny_model(device).model.layers[0].mlp.experts
+    x = torch.randn(3, 32, device=device)
+    ids = torch.tensor([[0, 8], [8, 8], [1, 2]], device=device)
+    weights = torch.tensor([[0.5, torch.nan], [0.0, 0.0], [0.1, 0.9]], device=device)
+    with torch.no_grad():
+        out = integration.moe_ops_experts(experts, x, ids, weights)
+    assert out.isfinite().all()
+    assert (out[1] == 0).all()
+
+
+def test_grad_mode_says_what_to_do(device):
+    model = tiny_model(device)
+    model.set_experts_implementation("moe_ops")
+    with pytest.raises(NotImplementedError, match="training is not supported: call under torch.no"):
+        model(tokens(device))
