@@ -81,11 +81,10 @@ def config_of(impl: str, problem: Problem, experts: Experts, inputs: Inputs) -> 
     config: dict[str, Any] = {"active_experts": inputs.num_active}
     if impl == "moe_ops" and inputs.x.is_cuda:
         h, i, itemsize = problem.hidden_size, problem.intermediate_size, experts.w1.itemsize
-        smem = torch.cuda.get_device_properties(inputs.x.device).shared_memory_per_block_optin
-        rows = inputs.topk_ids.numel()
-        block_m = tiles.pick_row_tile(tiles.ROW_TILES, rows, problem.num_experts)
-        config["gemm1"] = asdict(tiles.gemm_tiles(block_m, i, h, itemsize, 2, smem))
-        config["gemm2"] = asdict(tiles.gemm_tiles(block_m, h, i, itemsize, 1, smem))
+        facts, rows = tiles.device_facts(inputs.x.device), inputs.topk_ids.numel()
+        for name, n, k, halves in (("gemm1", i, h, 2), ("gemm2", h, i, 1)):
+            gemm = tiles.Gemm(rows, problem.num_experts, n, k, itemsize, halves, tiles.ROW_TILES)
+            config[name] = asdict(tiles.gemm_tiles(gemm, facts))
     return config
 
 

@@ -166,8 +166,8 @@ def moe_unpermute(
     Source:
         vLLM ``moe_unpermute``.
     """
-    checks.inference_only(permuted_hidden_states=permuted_hidden_states, topk_weights=topk_weights)
     checks.tensor("permuted_hidden_states", permuted_hidden_states, 2, checks.FLOATS)
+    checks.inference_only(permuted_hidden_states=permuted_hidden_states, topk_weights=topk_weights)
     checks.tensor("inv_permuted_idx", inv_permuted_idx, 2, (torch.int32,))
     if topk_weights is not None:
         checks.topk_pair(topk_weights, inv_permuted_idx, "inv_permuted_idx")
@@ -210,9 +210,9 @@ def moe_fused_mul_sum(
         vLLM ``moe_fused_mul_sum``, which leaves rows without slots untouched and whose output
         offset overflows past 2**31 elements.
     """
-    checks.inference_only(inputs=inputs, topk_weights=topk_weights)
     checks.tensor("inputs", inputs, 3, checks.FLOATS)
     checks.tensor("topk_weights", topk_weights, 2, checks.FLOATS)
+    checks.inference_only(inputs=inputs, topk_weights=topk_weights)
     checks.same_tokens("topk_weights", topk_weights, "inputs", inputs)
     checks.size("topk_weights.shape[1]", topk_weights.shape[1], "inputs.shape[1]", inputs.shape[1])
     checks.same_device("topk_weights", topk_weights, "inputs", inputs)
@@ -250,8 +250,8 @@ def apply_moe_activation(activation: MoEActivation | Activation | str, x: Tensor
         ValueError: not 2-D, an odd width with a gate, an unknown activation.
     """
     kind, key = kind_and_key(activation)
-    checks.inference_only(x=x)
     checks.tensor("x", x, 2, checks.FLOATS)
+    checks.inference_only(x=x)
     if kind.is_gated and x.shape[1] % 2:
         raise ValueError(f"x must have an even width for activation {kind.value}, got {x.shape[1]}")
     return ops.activation(x, key)

@@ -9,8 +9,10 @@ An operator ``moe_ops::name`` of a stage has three legs, found by the stage's fi
 
 All operators are functional: fresh contiguous outputs, no aliasing, no mutation, except for the
 ``.out`` overloads, whose schemas say so. (They do not carry ``torch.Tag.out``: Inductor would then
-call them for the functional ones, and in torch 2.13 fails to when a size is dynamic.) An output whose shape, stride or dtype rule changes gets a
-new operator name: compiler caches know operators by name.
+call them for the functional ones, and in torch 2.13 fails to when a size is dynamic.)
+
+An output whose shape, stride or dtype rule changes gets a new operator name: compiler caches know
+operators by name.
 """
 
 from __future__ import annotations

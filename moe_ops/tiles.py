@@ -1,14 +1,16 @@
 """Tile sizes: how many rows a tile has, how large plans get, and which tiles a GEMM uses.
 
 All of it is host arithmetic on sizes. Sizes of tensors (`padded_slots`, `num_tiles`) also run on
-symbolic integers, and then add no guards; the choices (`pick_row_tile`, `gemm_tiles`) run inside
-an operator, where sizes are numbers.
+symbolic integers, and then add no guards; the choices (`pick_row_tile`, `gemm_tiles`) run inside an
+operator, where sizes are numbers.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
+from typing import NamedTuple
 
 import torch
 
@@ -26,6 +28,46 @@ class TileConfig:
     group_m: int
     num_warps: int
     num_stages: int
+
+
+class Device(NamedTuple):
+    """What the choice of tiles asks of a GPU."""
+
+    arch: int
+    """Compute capability times ten: 90 is Hopper."""
+    shared_memory: int
+    """Of a block, in bytes."""
+
+
+@cache
+def device_facts(device: torch.device) -> Device:
+    """The facts of the GPU; those of an H200 where there is none (the interpreter)."""
+    if device.type != "cuda":
+        return Device(90, 232448)
+    major, minor = torch.cuda.get_device_capability(device)
+    properties = torch.cuda.get_device_properties(device)
+    return Device(10 * major + minor, properties.shared_memory_per_block_optin)
+
+
+ACCUMULATES_WIDE = (90, 100, 103)
+"""Architectures whose matrix instructions read operands from shared memory: the registers are left
+for two accumulators of 128 x 128."""
+
+
+class Gemm(NamedTuple):
+    """One expert GEMM: what the choice of tiles asks of it."""
+
+    num_slots: int
+    num_experts: int
+    n: int
+    """Output columns."""
+    k: int
+    """Contraction."""
+    itemsize: int
+    """Bytes of a weight."""
+    halves: int
+    """Weight tiles for each output tile: 2 where gate and up are computed together."""
+    row_tiles: Sequence[int]
 
 
 def cdiv(a, b):
@@ -58,24 +100,32 @@ def pick_row_tile(row_tiles: Sequence[int], num_slots: int, num_experts: int) ->
     return next((tile for tile in row_tiles if tile >= wanted), row_tiles[-1])
 
 
-def gemm_tiles(block_m: int, n: int, k: int, itemsize: int, halves: int, smem: int) -> TileConfig:
-    """Tiles for rows of ``block_m`` against weights ``(n output columns, k)``.
+def gemm_tiles(gemm: Gemm, device: Device) -> TileConfig:
+    """The tiles of one expert GEMM on a device.
 
-    Args:
-        block_m: rows of a tile.
-        n: output columns.
-        k: contraction length.
-        itemsize: bytes of an element.
-        halves: weight tiles per output tile: 2 where gate and up are computed together.
-        smem: shared memory of a block, in bytes; stages are taken away until the tile fits.
+    Few rows: the weights' bandwidth counts, so long rows of K and many blocks at once. Many rows:
+    the largest output tile whose accumulators stay in registers. float32 products run on the
+    ordinary cores, whose unrolled loops fit the registers with small tiles only.
     """
-    small = block_m <= 32
-    block_n = (128 if not small else 64) if halves == 2 else 128
-    block_k = (128 if small else 64) * 2 // itemsize
-    num_warps = 4 if small or block_m == 64 and halves == 1 else 8
-    block_n = min(block_n, max(16, 1 << (n - 1).bit_length()))
-    block_k = min(block_k, max(16, 1 << (k - 1).bit_length()))
-    stage = (block_m + halves * block_n) * block_k * itemsize
-    num_stages = max(1, min(4, smem // stage))
-    group_m = 1 if small else 8
-    return TileConfig(block_m, block_n, block_k, group_m, num_warps, num_stages)
+    block_m = pick_row_tile(gemm.row_tiles, gemm.num_slots, gemm.num_experts)
+    small, gated = block_m <= 32, gemm.halves == 2
+    block_n, block_k, num_warps = 128, 64, 8
+    if gemm.itemsize == 4:
+        block_n, block_k = 64, 16
+    elif small:
+        # No masks where a shorter step divides K (2880 = 45 * 64).
+        block_k = 64 if gemm.k % 128 == 64 else 128
+        block_n, num_warps = 64 if gated else 128, 4
+    elif gated and block_m == 128 and device.arch not in ACCUMULATES_WIDE:
+        block_n, block_k = 64, 32
+    elif block_m == 64 and not gated:
+        num_warps = 4
+    stage = (block_m + gemm.halves * block_n) * block_k * gemm.itemsize
+    num_stages = max(1, min(4, device.shared_memory // stage))
+    return TileConfig(block_m, block_n, block_k, 1 if small else 8, num_warps, num_stages)
+
+
+def max_programs(gemm: Gemm, config: TileConfig) -> int:
+    """Upper bound of the programs that a plan may need."""
+    tiles = num_tiles(gemm.num_slots, gemm.num_experts, (config.block_m,))
+    return tiles * cdiv(gemm.n, config.block_n)

@@ -21,6 +21,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
 from moe_ops.kernels import expert_gemm
+from moe_ops.tiles import Device
 
 SHARED_MEMORY = {80: 166912, 90: 232448, 100: 232448, 120: 101376}
 """Shared memory of a block, in bytes, by architecture."""
@@ -58,9 +59,10 @@ def compiling(arch: int) -> Iterator[list[Any]]:
 
     previous = triton.runtime.driver._active
     triton.runtime.driver.set_active(TargetOnly(arch))
-    shared_memory = mock.patch.object(expert_gemm, "shared_memory", lambda d: SHARED_MEMORY[arch])
+    facts = Device(arch, SHARED_MEMORY[arch])
+    device_facts = mock.patch.object(expert_gemm, "device_facts", lambda device: facts)
     try:
-        with mock.patch.object(JITFunction, "run", compile_only), shared_memory:
+        with mock.patch.object(JITFunction, "run", compile_only), device_facts:
             yield compiled
     finally:
         triton.runtime.driver._active = previous

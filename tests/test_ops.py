@@ -34,7 +34,10 @@ def samples(device):
     valid = torch.tensor([4], dtype=I32, device=device)
     bias = torch.zeros(E, device=device)
     return {
-        "fused_topk": [(logits, None, K, True, "softmax", 1.0), (logits, bias, K, False, "sigmoid", 2.0)],
+        "fused_topk": [
+            (logits, None, K, True, "softmax", 1.0),
+            (logits, bias, K, False, "sigmoid", 2.0),
+        ],
         "moe_align_block_size": [
             (ids, None, [8], E, True, False),
             (ids, expert_map, [16], E, False, False),
@@ -42,7 +45,10 @@ def samples(device):
         ],
         "count_expert_num_tokens": [(ids, None, E), (ids, expert_map, 3)],
         "moe_permutation": [(ids, None, E), (ids.long(), expert_map, 3)],
-        "gather_rows": [(x, order[2], order[0], K), (x.t().contiguous().t(), order[2], order[0], K)],
+        "gather_rows": [
+            (x, order[2], order[0], K),
+            (x.t().contiguous().t(), order[2], order[0], K),
+        ],
         "moe_unpermute": [(rows, weights, order[1], order[0]), (rows, None, order[1], None)],
         "expert_gemm": [
             (h, w2, b2, None, None, *plan, ROW_TILES, 1),

@@ -7,9 +7,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -18,7 +16,7 @@ from moe_ops.activation import formula
 from moe_ops.fake_impls.expert_gemm import expert_gemm as empty_rows
 from moe_ops.fake_impls.expert_gemm import expert_gemm_act as empty_activated_rows
 from moe_ops.kernels.activation import constants, gate, gate_up
-from moe_ops.tiles import TileConfig, cdiv, gemm_tiles, num_tiles, pick_row_tile
+from moe_ops.tiles import Gemm, TileConfig, device_facts, gemm_tiles, max_programs
 
 
 @triton.jit
@@ -164,21 +162,12 @@ def _expert_gemm_gated_kernel(
     tl.store(at, value.to(out.dtype.element_ty), mask=real[:, None] & inside[None, :])
 
 
-@cache
-def shared_memory(device: torch.device) -> int:
-    """Shared memory of a block, in bytes (that of sm_90 where there is no device to ask)."""
-    if device.type != "cuda":
-        return 232448
-    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin
-
-
 def _tiles(out: Tensor, w: Tensor, row_tiles: Sequence[int], halves: int) -> tuple[TileConfig, int]:
     """The tiles of this product, and how many programs may be needed."""
-    num_slots, n = out.shape
-    num_experts, _, k = w.shape
-    tile = pick_row_tile(row_tiles, num_slots, num_experts)
-    config = gemm_tiles(tile, n, k, w.element_size(), halves, shared_memory(w.device))
-    return config, num_tiles(num_slots, num_experts, (tile,)) * cdiv(n, config.block_n)
+    (num_slots, n), (num_experts, _, k) = out.shape, w.shape
+    gemm = Gemm(num_slots, num_experts, n, k, w.element_size(), halves, row_tiles)
+    config = gemm_tiles(gemm, device_facts(w.device))
+    return config, max_programs(gemm, config)
 
 
 def _blocks(config: TileConfig) -> dict:

@@ -71,12 +71,12 @@ def fused_experts(
     if quant_config is not None:
         raise NotImplementedError(f"quant_config must be None in this version, got {quant_config}")
     kind, key = kind_and_key(activation)
+    check_weights(hidden_states, w1, w2, w1_bias, w2_bias, kind)
+    check_routing(hidden_states, w1, topk_weights, topk_ids, global_num_experts, expert_map)
     checks.inference_only(
         hidden_states=hidden_states, w1=w1, w2=w2, topk_weights=topk_weights,
         w1_bias=w1_bias, w2_bias=w2_bias,
     )  # fmt: skip
-    check_weights(hidden_states, w1, w2, w1_bias, w2_bias, kind)
-    check_routing(hidden_states, w1, topk_weights, topk_ids, global_num_experts, expert_map)
 
     num_local_experts = w1.shape[0]
     tokens, k = topk_ids.shape

@@ -49,8 +49,8 @@ def fused_topk(
         vLLM ``FusedTopKRouter`` and ``FusedTopKBiasRouter``; upstream leaves
         ``routed_scaling_factor`` out of the former.
     """
-    checks.inference_only(gating_output=gating_output)
     checks.tensor("gating_output", gating_output, 2, checks.FLOATS)
+    checks.inference_only(gating_output=gating_output)
     checks.same_tokens("gating_output", gating_output, "hidden_states", hidden_states)
     num_experts = gating_output.shape[1]
     checks.topk("topk", topk, num_experts)

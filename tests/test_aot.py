@@ -1,0 +1,116 @@
+"""Every kernel compiled for every architecture that the support table names, without a GPU."""
+
+import pytest
+import torch
+from conftest import INTERPRETED
+
+if INTERPRETED:
+    pytest.skip("compiles kernels: not in the interpreter", allow_module_level=True)
+pytest.importorskip("triton")
+
+import aot  # noqa: E402
+
+from moe_ops.kernels import (  # noqa: E402
+    activation,
+    align,
+    expert_gemm,
+    permute,
+    routing,
+    weight_and_reduce,
+)
+from moe_ops.ops import STAGES  # noqa: E402
+from moe_ops.support import SUPPORT  # noqa: E402
+from moe_ops.tiles import ROW_TILES  # noqa: E402
+
+pytestmark = [pytest.mark.aot, pytest.mark.filterwarnings("ignore")]
+ARCHITECTURES = sorted({arch for row in SUPPORT for arch in row.architectures})
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+@pytest.fixture(autouse=True)
+def no_other_driver(monkeypatch):
+    """Kernels cached for one architecture must not serve the next."""
+    for module in (activation, align, expert_gemm, permute, routing, weight_and_reduce):
+        for value in vars(module).values():
+            if hasattr(value, "device_caches"):
+                value.device_caches.clear()
+
+
+def launch_gemms(tile, dtype, activation_key, hidden=2048, width=768, has_bias=False):
+    def launch(empty):
+        slots, experts = tile * 4, 4
+        plan = align.moe_align_block_size(
+            empty(slots, 1, dtype=torch.int32), None, [tile], experts, False, True
+        )
+        bias = empty(experts, 2 * width, dtype=dtype) if has_bias else None
+        x, w1 = empty(slots, hidden, dtype=dtype), empty(experts, 2 * width, hidden, dtype=dtype)
+        h = expert_gemm.expert_gemm_act(x, w1, bias, None, *plan, [tile], 1, activation_key)
+        w2 = empty(experts, hidden, h.shape[1], dtype=dtype)
+        expert_gemm.expert_gemm(h, w2, None, None, None, *plan, [tile], 1)
+
+    return launch
+
+
+def check(kernels, arch):
+    assert kernels
+    for kernel in kernels:
+        used = aot.resources(kernel, arch)
+        assert used["shared"] <= aot.SHARED_MEMORY[arch], (kernel.metadata.name, used)
+        # ptxas may spill a word that lives across a small kernel; in a product's loop none.
+        allowed = 0 if "gemm" in kernel.metadata.name else 8
+        assert used["spilled"] <= allowed, (kernel.metadata.name, used)
+        assert used["serialized"] == 0, (kernel.metadata.name, used)
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("tile", ROW_TILES)
+def test_expert_gemms(arch, dtype, tile):
+    kernels = aot.compile_launch(arch, launch_gemms(tile, dtype, "silu"))
+    check(kernels, arch)
+    if arch == 90 and dtype != torch.float32 and tile >= 64:
+        products = [k for k in kernels if "gemm" in k.metadata.name]
+        assert len(products) == 2
+        assert all("wgmma.mma_async" in k.asm["ptx"] for k in products)
+
+
+@pytest.mark.parametrize("activation_key", ["swigluoai", "situ(beta=1.0)", "gelu_no_mul"])
+def test_epilogues_and_tails(activation_key):
+    """H 2880 and I 1408 / 2: no tile divides them."""
+    launch = launch_gemms(64, torch.bfloat16, activation_key, 2880, 704, has_bias=True)
+    check(aot.compile_launch(90, launch), 90)
+
+
+def launch_rest(tokens, experts=257, k=8):
+    def launch(empty):
+        ids = empty(tokens, k, dtype=torch.int32)
+        weights, expert_map = (
+            empty(tokens, k, dtype=torch.float32),
+            empty(experts, dtype=torch.int32),
+        )
+        for scoring in ("softmax", "sigmoid"):
+            logits, bias = (
+                empty(tokens, experts, dtype=torch.float32),
+                empty(experts, dtype=torch.float32),
+            )
+            routing.fused_topk(logits, bias, k, True, scoring, 1.0)
+        align.moe_align_block_size(ids, expert_map, ROW_TILES, experts, False, True)
+        align.count_expert_num_tokens(ids, None, experts)
+        order = permute.moe_permutation(ids, None, experts)
+        rows = permute.gather_rows(empty(tokens, 2880), order[2], order[0], k)
+        permute.moe_unpermute(rows, weights, order[1], order[0])
+        activation.activation(empty(tokens * k, 1408), "silu")
+        weight_and_reduce.moe_fused_mul_sum(
+            empty(tokens, k, 2880), weights, ids, expert_map, None, experts
+        )
+
+    return launch
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize("tokens", [1, 4096])
+def test_other_stages(arch, tokens):
+    kernels = aot.compile_launch(arch, launch_rest(tokens))
+    check(kernels, arch)
+    stages = {stage for stage in STAGES.values() if stage != "expert_gemm"}
+    assert len({k.metadata.name for k in kernels}) >= len(stages)

@@ -1,0 +1,116 @@
+"""Bad input to the layer: the argument, the rule and the value are named, before anything runs."""
+
+import pytest
+import torch
+
+import moe_ops
+
+T, H, I, E, K = 6, 16, 12, 4, 2  # noqa: E741
+
+
+def arguments(**changes):
+    good = {
+        "hidden_states": torch.zeros(T, H),
+        "w1": torch.zeros(E, 2 * I, H),
+        "w2": torch.zeros(E, H, I),
+        "topk_weights": torch.zeros(T, K),
+        "topk_ids": torch.zeros(T, K, dtype=torch.int32),
+    }
+    return {**good, **changes}
+
+
+BAD = [
+    ({"hidden_states": [1.0]}, TypeError, "hidden_states must be a Tensor, got list"),
+    ({"hidden_states": torch.zeros(T)}, ValueError, r"hidden_states must have 2 axes.*\(6,\)"),
+    ({"hidden_states": torch.zeros(T, H).double()}, TypeError, "hidden_states must have a dtype"),
+    ({"hidden_states": torch.zeros(T, H, device="meta")}, ValueError, "must be on the device of"),
+    ({"w1": torch.zeros(2 * I, H)}, ValueError, "w1 must have 3 axes"),
+    ({"w1": torch.zeros(E, 2 * I, H).half()}, TypeError, "w1 must have the dtype of hidden_states"),
+    ({"w2": torch.zeros(E, H, I).bfloat16()}, TypeError, "w2 must have the dtype of hidden_states"),
+    ({"w1": torch.zeros(E, 2 * I, H + 1)}, ValueError, r"w1.shape\[2\] must be .* 16, got 17"),
+    ({"w2": torch.zeros(E, H + 1, I)}, ValueError, r"w2.shape\[1\] must be .* 16, got 17"),
+    ({"w2": torch.zeros(E + 1, H, I)}, ValueError, r"w2.shape\[0\] must be .* 4, got 5"),
+    (
+        {"w2": torch.zeros(E, H, I + 1)},
+        ValueError,
+        r"w1.shape\[1\] must be 2 \* w2.shape\[2\] = 26",
+    ),
+    ({"w1": torch.zeros(E, 2 * I + 1, H)}, ValueError, "w1 must have an even number of rows"),
+    ({"activation": "relu2_no_mul"}, ValueError, r"w1.shape\[1\] must be w2.shape\[2\] = 12"),
+    (
+        {"w1": torch.zeros(E, 2 * I, 2 * H)[..., ::2].transpose(1, 2).transpose(1, 2)},
+        ValueError,
+        "w1 must have stride 1 on one of its last two axes",
+    ),
+    (
+        {"w1": torch.zeros(0, 2 * I, H), "w2": torch.zeros(0, H, I)},
+        ValueError,
+        "at least one expert",
+    ),
+    ({"topk_ids": torch.zeros(T, K)}, TypeError, "topk_ids must have a dtype"),
+    ({"topk_ids": torch.zeros(T).int()}, ValueError, "topk_ids must have 2 axes"),
+    ({"topk_weights": torch.zeros(T, K + 1)}, ValueError, r"topk_weights.shape\[1\] must be"),
+    ({"topk_weights": torch.zeros(T + 1, K)}, ValueError, "topk_weights must have the 6 tokens"),
+    ({"topk_weights": torch.zeros(T, K).int()}, TypeError, "topk_weights must have a dtype"),
+    (
+        {"topk_ids": torch.zeros(T + 1, K).int(), "topk_weights": torch.zeros(T + 1, K)},
+        ValueError,
+        "topk_ids must have the 6 tokens of hidden_states, got 7",
+    ),
+    (
+        {"topk_ids": torch.zeros(T, 5).int(), "topk_weights": torch.zeros(T, 5)},
+        ValueError,
+        r"topk_ids.shape\[1\] must be between 1 and the 4 experts, got 5",
+    ),
+    ({"expert_map": torch.zeros(8)}, TypeError, "expert_map must have a dtype"),
+    ({"expert_map": torch.zeros(2, 4).int()}, ValueError, "expert_map must have 1 axes"),
+    (
+        {"expert_map": torch.zeros(8).int(), "global_num_experts": 9},
+        ValueError,
+        r"expert_map.shape\[0\] must be the number of experts = 9, got 8",
+    ),
+    ({"global_num_experts": 9}, ValueError, "global_num_experts must be w1.shape.* = 4 .* got 9"),
+    ({"w1_bias": torch.zeros(E, I)}, ValueError, r"w1_bias.shape\[1\] must be"),
+    ({"w2_bias": torch.zeros(E + 1, H)}, ValueError, r"w2_bias.shape\[0\] must be"),
+    ({"w2_bias": torch.zeros(E, H).int()}, TypeError, "w2_bias must have a dtype"),
+    ({"activation": "swish2"}, ValueError, "activation must be one of .*'swish2'"),
+    ({"activation": None}, TypeError, "activation must be a MoEActivation"),
+    ({"quant_config": "fp8"}, NotImplementedError, "quant_config must be None"),
+    (
+        {"topk_weights": torch.zeros(T, K, requires_grad=True)},
+        NotImplementedError,
+        "topk_weights must not require grad.*training is not supported",
+    ),
+]
+
+
+@pytest.mark.parametrize(("changes", "error", "message"), BAD, ids=lambda v: str(v)[:40])
+def test_fused_experts(changes, error, message):
+    with pytest.raises(error, match=message):
+        moe_ops.fused_experts(**arguments(**changes))
+
+
+def test_good_arguments_are_good():
+    assert moe_ops.fused_experts(**arguments()).shape == (T, H)
+
+
+def test_fused_moe_names_logits_of_other_experts():
+    x, w1, w2 = (arguments()[name] for name in ("hidden_states", "w1", "w2"))
+    with pytest.raises(ValueError, match=r"gating_output.shape\[1\] must be .* = 4, got 5"):
+        moe_ops.fused_moe(x, w1, w2, torch.zeros(T, 5), 2)
+
+
+def test_scheme_names():
+    assert moe_ops.get_scheme("unquantized") is moe_ops.SCHEMES["unquantized"]
+    with pytest.raises(ValueError, match="scheme must be one of .* got 'fp3'"):
+        moe_ops.get_scheme("fp3")
+
+
+def test_workspace_errors():
+    sizes = (4, 16, 8, 4, 2, torch.float32)
+    with pytest.raises(ValueError, match="format must be one of"):
+        moe_ops.workspace_nbytes(*sizes, format="batches")
+    with pytest.raises(ValueError, match="sizes must not be negative"):
+        moe_ops.workspace_nbytes(-1, *sizes[1:])
+    with pytest.raises(NotImplementedError, match="chunk_size must be None"):
+        moe_ops.workspace_nbytes(*sizes, chunk_size=2)

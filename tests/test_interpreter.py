@@ -1,0 +1,86 @@
+"""The mended interpreter converts and multiplies as the GPU does; on a GPU the same must hold."""
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+
+pytestmark = pytest.mark.kernel
+
+
+@triton.jit
+def _convert(x, out, N: tl.constexpr):
+    i = tl.arange(0, N)
+    tl.store(out + i, tl.load(x + i).to(out.dtype.element_ty))
+
+
+@triton.jit
+def _dot(a, b, out, N: tl.constexpr):
+    i = tl.arange(0, N)
+    at = i[:, None] * N + i[None, :]
+    tl.store(out + at, tl.dot(tl.load(a + at), tl.load(b + at)))
+
+
+@triton.jit
+def _arithmetic(a, b, out, N: tl.constexpr):
+    i = tl.arange(0, N)
+    x, y = tl.load(a + i), tl.load(b + i)
+    tl.store(out + i, x * y + x)
+    tl.store(out + N + i, tl.where(x > y, x, y))
+
+
+def numbers(n=1024):
+    """Both signs, subnormals of fp8, halfway cases and values past its largest."""
+    g = torch.Generator().manual_seed(0)
+    spread = torch.exp2(torch.rand(n, generator=g) * 20 - 10)
+    value = torch.where(torch.rand(n, generator=g) < 0.5, -spread, spread)
+    value[:8] = torch.tensor([0.0, 448.0, 464.0, 500.0, -1e4, 1.9993, 2.0**-9, 1.00390625])
+    return value
+
+
+@pytest.fixture
+def run_device(device):
+    if device == "cpu" and not triton.knobs.runtime.interpret:
+        pytest.skip("runs kernels: on a GPU or in the interpreter")
+    return device
+
+
+@pytest.mark.parametrize(
+    ("dtype", "largest"),
+    [
+        (torch.bfloat16, None),
+        (torch.float16, None),
+        (torch.float8_e4m3fn, 448),
+        (torch.float8_e5m2, 57344),
+    ],
+)
+def test_conversions(dtype, largest, run_device):
+    x = numbers()
+    expected = (x if largest is None else x.clamp(-largest, largest)).to(dtype)
+    out = torch.empty(1024, dtype=dtype, device=run_device)
+    _convert[(1,)](x.to(run_device), out, N=1024)
+    assert torch.equal(out.cpu().float(), expected.float())
+    back = torch.empty(1024, device=run_device)
+    _convert[(1,)](out, back, N=1024)
+    assert torch.equal(back.cpu(), expected.float())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_dot(dtype, run_device):
+    a, b = (
+        torch.randn(32, 32, generator=torch.Generator().manual_seed(s)).to(dtype) for s in (0, 1)
+    )
+    out = torch.empty(32, 32, device=run_device)
+    _dot[(1,)](a.to(run_device), b.to(run_device), out, N=32)
+    torch.testing.assert_close(out.cpu(), a.float() @ b.float(), rtol=1e-5, atol=1e-5)
+
+
+def test_bf16_arithmetic_and_comparison(run_device):
+    a, b = numbers().to(torch.bfloat16), numbers().flip(0).to(torch.bfloat16)
+    out = torch.empty(2, 1024, dtype=torch.bfloat16, device=run_device)
+    _arithmetic[(1,)](a.to(run_device), b.to(run_device), out, N=1024)
+    rounded_once = (a.double() * b.double() + a.double()).to(torch.bfloat16)
+    rounded_twice = a * b + a
+    result = out.cpu()
+    assert ((result[0] == rounded_once) | (result[0] == rounded_twice)).all()
+    assert torch.equal(result[1], torch.maximum(a, b))
