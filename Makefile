@@ -18,6 +18,8 @@ else
 endif
 export PYTHONPATH := $(CURDIR):$(PYTHONPATH)
 export TOKENIZERS_PARALLELISM := false
+# Workers share the cores: threads of their own would only spin against each other.
+TEST_ENV := OMP_NUM_THREADS=1
 
 .PHONY: demo test test-reference test-interpreter gpu-test bench lint clean
 
@@ -36,11 +38,11 @@ test: test-reference test-interpreter
 
 # The references, fakes and compiled graphs; and every kernel compiled for every architecture.
 test-reference: $(READY)
-	$(PY) -m pytest tests -n $(WORKERS)
+	$(TEST_ENV) $(PY) -m pytest tests -n $(WORKERS)
 
 # Every Triton kernel, in the interpreter.
 test-interpreter: $(READY)
-	TRITON_INTERPRET=1 $(PY) -m pytest tests -n $(WORKERS) -m kernel
+	$(TEST_ENV) TRITON_INTERPRET=1 $(PY) -m pytest tests -n $(WORKERS) -m kernel
 
 # The same tests on the real kernels. PART="tests/test_align.py ..." runs some of them; parts of the
 # same commit merge into one record.

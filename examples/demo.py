@@ -11,16 +11,12 @@ from __future__ import annotations
 
 import argparse
 import math
-import os
 import sys
 import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
-
-# Two programs whose idle threads spin on the same cores slow each other down many times over.
-os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import torch
 from torch._dynamo.utils import counters

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -45,7 +45,7 @@ def device_facts(device: torch.device) -> Device:
     if device.type != "cuda":
         return Device(90, 232448)
     major, minor = torch.cuda.get_device_capability(device)
-    properties = torch.cuda.get_device_properties(device)
+    properties: Any = torch.cuda.get_device_properties(device)
     return Device(10 * major + minor, properties.shared_memory_per_block_optin)
 
 

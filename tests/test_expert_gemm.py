@@ -72,7 +72,10 @@ def test_gemm(tokens, k, n, kk, dtype, tile, has_bias, scaled, routing, device):
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_fused_activation(activation, dtype, device):
-    """Within the budget of the oracle, and never less accurate than the unfused pair."""
+    """Within the budget of the oracle, and never less accurate than the unfused pair.
+
+    In float32 the two round alike: they may differ by what one rounding of all values makes.
+    """
     problem = Problem(40, 4, 2, 72, 70, dtype, activation, has_bias=True)
     x, w, _, weights, ids, _, bias, _ = make_inputs(problem)
     on = [t.to(device) for t in (x, w, bias, weights, ids)]
@@ -86,7 +89,7 @@ def test_fused_activation(activation, dtype, device):
     compare(fused, exact, expected, ids, 4)
     pair = ops.activation(ops.expert_gemm(*on[:4], None, *plan, ROW_TILES, 2), activation)
     error, unfused = ((t.cpu().double() - exact).norm() for t in (fused, pair))
-    assert error <= unfused * 1.01
+    assert error <= unfused + torch.finfo(torch.float32).eps * exact.norm()
 
 
 @pytest.mark.parametrize("shape", [(2880, 1408), (704, 352), (257, 129)])

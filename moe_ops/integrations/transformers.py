@@ -42,7 +42,7 @@ _UNSUPPORTED = {
 """Attributes that transformers sets on an experts module: the value not supported, and its name."""
 
 
-def activation_of(experts: nn.Module) -> MoEActivation:
+def activation_of(experts: Any) -> MoEActivation:
     """The activation of an experts module.
 
     Raises:
@@ -71,7 +71,7 @@ def activation_of(experts: nn.Module) -> MoEActivation:
 
 
 def moe_ops_experts(
-    self: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
+    self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
 ) -> Tensor:
     """The experts forward of transformers, by `moe_ops.fused_experts`.
 

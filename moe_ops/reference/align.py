@@ -28,24 +28,25 @@ def moe_align_block_size(
     num_slots = topk_ids.numel()
     tile = pick_row_tile(row_tiles, num_slots, num_experts)
     bucket = local_experts(topk_ids, expert_map if ignore_invalid_experts else None, num_experts)
-    order = torch.argsort(torch.where(bucket < 0, num_experts, bucket), stable=True)
-    counts = torch.bincount(bucket[bucket >= 0], minlength=num_experts)
-    slots = order[: int(counts.sum())]
+    bucket = torch.where(bucket < 0, num_experts, bucket)
+    order = torch.argsort(bucket, stable=True)
+    counts = torch.bincount(bucket, minlength=num_experts + 1)[:num_experts]
     tiles = cdiv(counts, tile)
+    used_slots, used_tiles = torch.stack((counts.sum(), tiles.sum())).tolist()
 
-    row_of_group = (tiles.cumsum(0) - tiles) * tile
-    slot_of_group = counts.cumsum(0) - counts
-    expert = bucket[slots]
-    rank = torch.arange(len(slots), device=slots.device) - slot_of_group[expert]
+    # A slot moves down by the padding of the groups before its own.
+    padding = tiles * tile - counts
+    moved = (padding.cumsum(0) - padding).repeat_interleave(counts, output_size=used_slots)
+    row = torch.arange(used_slots, device=topk_ids.device) + moved
     sorted_token_ids.fill_(num_slots)
-    sorted_token_ids[row_of_group[expert] + rank] = slots.to(torch.int32)
+    sorted_token_ids[row] = order[:used_slots].to(torch.int32)
 
     names = torch.arange(num_experts, device=topk_ids.device)
     if expert_map is not None and not ignore_invalid_experts:
         names = expert_map.long()
     expert_ids.fill_(-1)
-    expert_ids[: int(tiles.sum())] = names.repeat_interleave(tiles).to(torch.int32)
-    num_tokens_post_padded.fill_(int(tiles.sum()) * tile)
+    expert_ids[:used_tiles] = names.repeat_interleave(tiles, output_size=used_tiles)
+    num_tokens_post_padded.fill_(used_tiles * tile)
     return plan
 
 

@@ -14,19 +14,6 @@ from moe_ops.reference.activation import apply, split
 from moe_ops.tiles import pick_row_tile
 
 
-def _groups(
-    sorted_token_ids: Tensor, expert_ids: Tensor, used: Tensor, tile: int, num_slots: int
-) -> list[tuple[int, Tensor]]:
-    """The experts of a plan with their slots."""
-    rows = int(used)
-    slots = sorted_token_ids[:rows].long()
-    experts = expert_ids[: rows // tile].long().repeat_interleave(tile)
-    keep = (slots < num_slots) & (experts >= 0)
-    slots, experts = slots[keep], experts[keep]
-    present, counts = torch.unique_consecutive(experts, return_counts=True)
-    return list(zip(present.tolist(), slots.split(counts.tolist()), strict=True))
-
-
 def _grouped(
     out: Tensor,
     a: Tensor,
@@ -39,19 +26,36 @@ def _grouped(
     finish: Callable[[Tensor, Tensor], Tensor],
 ) -> Tensor:
     """``out[slot] = finish(rows @ w[e].T, slots)`` in float32, with zeros in skipped slots."""
+    sorted_token_ids, expert_ids, num_tokens_post_padded = plan
     out.zero_()
     num_slots = out.shape[0]
     if num_slots == 0:
         return out
     tile = pick_row_tile(row_tiles, num_slots, w.shape[0])
-    for expert, slots in _groups(*plan, tile, num_slots):
-        rows = a[slots // top_k].float() @ w[expert].float().t()
-        if input_weights is not None:
-            rows *= input_weights.flatten()[slots, None].float()
-        if bias is not None:
-            rows += bias[expert].float()
-        out[slots] = finish(rows, slots).to(out.dtype)
+    used = int(num_tokens_post_padded)
+    slots = sorted_token_ids[:used].long()
+    experts = expert_ids[: used // tile].long().repeat_interleave(tile)
+    keep = (slots < num_slots) & (experts >= 0)
+    slots, experts = slots[keep], experts[keep]
+
+    x = a[slots // top_k].float()
+    rows = x.new_empty((len(slots), w.shape[1]))
+    first = 0
+    for expert, count in zip(*_runs(experts), strict=True):
+        torch.mm(x[first : first + count], w[expert].float().t(), out=rows[first : first + count])
+        first += count
+    if input_weights is not None:
+        rows *= input_weights.flatten()[slots, None].float()
+    if bias is not None:
+        rows += bias[experts].float()
+    out[slots] = finish(rows, slots).to(out.dtype)
     return out
+
+
+def _runs(experts: Tensor) -> tuple[list[int], list[int]]:
+    """The experts that have rows, and how many each has."""
+    present, counts = torch.unique_consecutive(experts, return_counts=True)
+    return present.tolist(), counts.tolist()
 
 
 def expert_gemm(

@@ -18,17 +18,22 @@ def moe_fused_mul_sum(
 ) -> Tensor:
     """``out[t] = sum_j w[t, j] * x[t, j]`` in float32, slot by slot, rounded once."""
     tokens, k, hidden_size = inputs.shape
-    keep = torch.ones((tokens, k), dtype=torch.bool, device=inputs.device)
+    weights = inputs.new_ones((tokens, k), dtype=torch.float32)
+    if topk_weights is not None:
+        weights = topk_weights.float()
+    keep = None
     if topk_ids is not None:
         keep = local_experts(topk_ids, expert_map, num_local_experts).view(tokens, k) >= 0
     if num_valid_tokens is not None:
-        keep &= (torch.arange(tokens, device=inputs.device) < num_valid_tokens)[:, None]
-    total = inputs.new_zeros((tokens, hidden_size), dtype=torch.float32)
+        valid = (torch.arange(tokens, device=inputs.device) < num_valid_tokens)[:, None]
+        keep = valid if keep is None else keep & valid
+    rows = inputs.float()
+    if keep is not None:  # what is skipped may be NaN
+        weights = torch.where(keep, weights, 0.0)
+        rows = torch.where(keep[..., None], rows, 0.0)
+    total = rows.new_zeros((tokens, hidden_size))
     for j in range(k):
-        value = inputs[:, j].float()
-        if topk_weights is not None:
-            value = value * topk_weights[:, j, None].float()
-        total = torch.where(keep[:, j, None], total + value, total)
+        total.addcmul_(rows[:, j], weights[:, j, None])
     return total.to(inputs.dtype)
 
 
