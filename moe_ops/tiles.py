@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -37,16 +37,22 @@ class Device(NamedTuple):
     """Compute capability times ten: 90 is Hopper."""
     shared_memory: int
     """Of a block, in bytes."""
+    processors: int
+    """Streaming multiprocessors."""
 
 
 @cache
 def device_facts(device: torch.device) -> Device:
     """The facts of the GPU; those of an H200 where there is none (the interpreter)."""
     if device.type != "cuda":
-        return Device(90, 232448)
+        return Device(90, 232448, 132)
     major, minor = torch.cuda.get_device_capability(device)
     properties: Any = torch.cuda.get_device_properties(device)
-    return Device(10 * major + minor, properties.shared_memory_per_block_optin)
+    return Device(
+        10 * major + minor,
+        properties.shared_memory_per_block_optin,
+        properties.multi_processor_count,
+    )
 
 
 ACCUMULATES_WIDE = (90, 100, 103)
@@ -67,7 +73,7 @@ class Gemm(NamedTuple):
     """Bytes of a weight."""
     halves: int
     """Weight tiles for each output tile: 2 where gate and up are computed together."""
-    row_tiles: Sequence[int]
+    row_tiles: tuple[int, ...]
 
 
 def cdiv(a, b):
@@ -81,7 +87,9 @@ def padded_slots(num_slots, num_experts, row_tiles: Sequence[int]):
     No expert is padded by more than ``tile - 1`` rows, and no slot to more than ``tile`` rows.
     """
     tile = max(row_tiles)
-    return torch.sym_min(num_slots * tile, num_slots + num_experts * (tile - 1))
+    bounds = num_slots * tile, num_slots + num_experts * (tile - 1)
+    # torch.sym_min costs a microsecond on numbers, and adds no guard on symbols.
+    return min(bounds) if isinstance(bounds[0], int) else torch.sym_min(*bounds)
 
 
 def num_tiles(num_slots, num_experts, row_tiles: Sequence[int]):
@@ -100,6 +108,7 @@ def pick_row_tile(row_tiles: Sequence[int], num_slots: int, num_experts: int) ->
     return next((tile for tile in row_tiles if tile >= wanted), row_tiles[-1])
 
 
+@lru_cache(maxsize=4096)
 def gemm_tiles(gemm: Gemm, device: Device) -> TileConfig:
     """The tiles of one expert GEMM on a device.
 
@@ -109,20 +118,25 @@ def gemm_tiles(gemm: Gemm, device: Device) -> TileConfig:
     """
     block_m = pick_row_tile(gemm.row_tiles, gemm.num_slots, gemm.num_experts)
     small, gated = block_m <= 32, gemm.halves == 2
-    block_n, block_k, num_warps = 128, 64, 8
+    hopper = device.arch in ACCUMULATES_WIDE
+    block_n, block_k, num_warps, group_m = 128, 64, 8, 8 if block_m == 128 else 16
     if gemm.itemsize == 4:
         block_n, block_k = 64, 16
     elif small:
-        # No masks where a shorter step divides K (2880 = 45 * 64).
-        block_k = 64 if gemm.k % 128 == 64 else 128
-        block_n, num_warps = 64 if gated else 128, 4
-    elif gated and block_m == 128 and device.arch not in ACCUMULATES_WIDE:
-        block_n, block_k = 64, 32
-    elif block_m == 64 and not gated:
+        block_n, block_k, num_warps, group_m = 32 if gated and hopper else 64, 128, 4, 1
+        # One token of a layer with few, large experts: more and smaller blocks to load with.
+        active = min(gemm.num_slots, gemm.num_experts)
+        while block_n > 32 and active * cdiv(gemm.n, block_n) < device.processors:
+            block_n //= 2
+    elif gated:
+        block_n, block_k = (128, 64) if hopper or block_m == 64 else (64, 32)
+    elif block_m == 128 and hopper:
+        block_n = 256
+    elif block_m == 64:
         num_warps = 4
     stage = (block_m + gemm.halves * block_n) * block_k * gemm.itemsize
     num_stages = max(1, min(4, device.shared_memory // stage))
-    return TileConfig(block_m, block_n, block_k, 1 if small else 8, num_warps, num_stages)
+    return TileConfig(block_m, block_n, block_k, group_m, num_warps, num_stages)
 
 
 def max_programs(gemm: Gemm, config: TileConfig) -> int:

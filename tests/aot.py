@@ -20,7 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
-from moe_ops.kernels import expert_gemm
+from moe_ops.kernels import expert_gemm, launch
 from moe_ops.tiles import Device
 
 SHARED_MEMORY = {80: 166912, 90: 232448, 100: 232448, 120: 101376}
@@ -46,6 +46,13 @@ class TargetOnly:
         return 0
 
 
+class Forgetful(dict):
+    """No launch finds its binary, so that every one compiles."""
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        """Forget."""
+
+
 @contextmanager
 def compiling(arch: int) -> Iterator[list[Any]]:
     """Every launch inside compiles for ``arch`` and lands in the list."""
@@ -59,10 +66,11 @@ def compiling(arch: int) -> Iterator[list[Any]]:
 
     previous = triton.runtime.driver._active
     triton.runtime.driver.set_active(TargetOnly(arch))
-    facts = Device(arch, SHARED_MEMORY[arch])
+    facts = Device(arch, SHARED_MEMORY[arch], 132)
     device_facts = mock.patch.object(expert_gemm, "device_facts", lambda device: facts)
     try:
-        with mock.patch.object(JITFunction, "run", compile_only), device_facts:
+        launches = mock.patch.object(launch, "COMPILED", Forgetful())
+        with mock.patch.object(JITFunction, "run", compile_only), device_facts, launches:
             yield compiled
     finally:
         triton.runtime.driver._active = previous

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from moe_ops.activation import Formula, formula
 from moe_ops.fake_impls.activation import activation as empty_output
+from moe_ops.kernels.launch import launch
 from moe_ops.kernels.slots import next_power_of_2
 
 
@@ -104,7 +105,9 @@ def activation(x: Tensor, activation: str) -> Tensor:
         rule = formula(activation)
         x = x if x.stride(1) == 1 else x.contiguous()
         block = min(1024, next_power_of_2(width))
-        _activation_kernel[(rows, triton.cdiv(width, block))](
+        launch(
+            _activation_kernel,
+            (rows, triton.cdiv(width, block)),
             x,
             out,
             x.stride(0),

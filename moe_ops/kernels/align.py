@@ -14,6 +14,7 @@ from torch import Tensor
 
 from moe_ops.fake_impls.align import count_expert_num_tokens as empty_counts
 from moe_ops.fake_impls.align import moe_align_block_size as empty_plan
+from moe_ops.kernels.launch import launch
 from moe_ops.kernels.slots import local_experts, map_size, next_power_of_2
 from moe_ops.tiles import pick_row_tile
 
@@ -43,16 +44,25 @@ def count_expert_num_tokens(
     """Launch one program an expert."""
     counts = empty_counts(topk_ids, expert_map, num_local_experts)
     num_slots = topk_ids.numel()
-    _count_kernel[(num_local_experts,)](
+    launch(
+        _count_kernel,
+        (num_local_experts,),
         topk_ids.contiguous(),
         expert_map,
         counts,
         num_slots,
         map_size(expert_map, num_local_experts),
         num_local_experts,
-        CHUNK=min(2048, max(128, next_power_of_2(num_slots))),
+        CHUNK=min(4096, max(128, next_power_of_2(num_slots))),
     )
     return counts
+
+
+def scan_sizes(num_slots: int) -> dict[str, int]:
+    """Slots that a program looks at in a step: many at once for many, since steps wait for sums."""
+    if num_slots > SINGLE_LAUNCH_SLOTS:
+        return {"CHUNK": 4096, "num_warps": 16}
+    return {"CHUNK": 1024 if num_slots > 256 else 256, "num_warps": 4}
 
 
 @triton.jit
@@ -129,7 +139,9 @@ def moe_align_block_size(
     counts = None
     if num_slots > SINGLE_LAUNCH_SLOTS:
         counts = count_expert_num_tokens(topk_ids, bucket_map, num_experts)
-    _align_kernel[(num_experts,)](
+    launch(
+        _align_kernel,
+        (num_experts,),
         topk_ids,
         bucket_map,
         None if ignore_invalid_experts else expert_map,
@@ -144,6 +156,6 @@ def moe_align_block_size(
         num_experts,
         TILE=pick_row_tile(row_tiles, num_slots, num_experts),
         BUCKETS=next_power_of_2(max(num_experts, 2)),
-        CHUNK=1024 if num_slots > 256 else 256,
+        **scan_sizes(num_slots),
     )
     return plan

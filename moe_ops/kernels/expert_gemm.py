@@ -16,6 +16,7 @@ from moe_ops.activation import formula
 from moe_ops.fake_impls.expert_gemm import expert_gemm as empty_rows
 from moe_ops.fake_impls.expert_gemm import expert_gemm_act as empty_activated_rows
 from moe_ops.kernels.activation import constants, gate, gate_up
+from moe_ops.kernels.launch import launch
 from moe_ops.tiles import Gemm, TileConfig, device_facts, gemm_tiles, max_programs
 
 
@@ -165,7 +166,7 @@ def _expert_gemm_gated_kernel(
 def _tiles(out: Tensor, w: Tensor, row_tiles: Sequence[int], halves: int) -> tuple[TileConfig, int]:
     """The tiles of this product, and how many programs may be needed."""
     (num_slots, n), (num_experts, _, k) = out.shape, w.shape
-    gemm = Gemm(num_slots, num_experts, n, k, w.element_size(), halves, row_tiles)
+    gemm = Gemm(num_slots, num_experts, n, k, w.element_size(), halves, tuple(row_tiles))
     config = gemm_tiles(gemm, device_facts(w.device))
     return config, max_programs(gemm, config)
 
@@ -212,7 +213,9 @@ def _launch_plain(
     if out.numel():
         config, programs = _tiles(out, w, row_tiles, halves=1)
         a = a if a.stride(1) == 1 else a.contiguous()
-        _expert_gemm_kernel[(programs,)](
+        launch(
+            _expert_gemm_kernel,
+            (programs,),
             a,
             w,
             _flat(bias),
@@ -256,7 +259,9 @@ def expert_gemm_act(
     if out.numel():
         config, programs = _tiles(out, w, row_tiles, halves=2)
         a = a if a.stride(1) == 1 else a.contiguous()
-        _expert_gemm_gated_kernel[(programs,)](
+        launch(
+            _expert_gemm_gated_kernel,
+            (programs,),
             a,
             w,
             _flat(bias),

@@ -9,7 +9,8 @@ from torch import Tensor
 from moe_ops.fake_impls.permute import gather_rows as empty_rows
 from moe_ops.fake_impls.permute import moe_permutation as empty_permutation
 from moe_ops.fake_impls.permute import moe_unpermute as empty_tokens
-from moe_ops.kernels.align import count_expert_num_tokens
+from moe_ops.kernels.align import count_expert_num_tokens, scan_sizes
+from moe_ops.kernels.launch import launch
 from moe_ops.kernels.slots import local_experts, map_size, next_power_of_2
 
 
@@ -44,7 +45,9 @@ def moe_permutation(
     result = empty_permutation(topk_ids, expert_map, num_local_experts)
     topk_ids = topk_ids.contiguous()
     num_slots = topk_ids.numel()
-    _permutation_kernel[(num_local_experts + 1,)](
+    launch(
+        _permutation_kernel,
+        (num_local_experts + 1,),
         topk_ids,
         expert_map,
         count_expert_num_tokens(topk_ids, expert_map, num_local_experts),
@@ -53,7 +56,7 @@ def moe_permutation(
         map_size(expert_map, num_local_experts),
         num_local_experts,
         BUCKETS=next_power_of_2(max(num_local_experts, 2)),
-        CHUNK=1024 if num_slots > 256 else 256,
+        **scan_sizes(num_slots),
     )
     return result
 
@@ -81,7 +84,9 @@ def gather_rows(
     rows, width = out.shape
     if out.numel():
         block = min(2048, next_power_of_2(width))
-        _gather_rows_kernel[(rows, triton.cdiv(width, block))](
+        launch(
+            _gather_rows_kernel,
+            (rows, triton.cdiv(width, block)),
             x,
             permuted_idx,
             expert_first_token_offset,
@@ -134,7 +139,9 @@ def moe_unpermute(
     if out.numel():
         offset = expert_first_token_offset
         block = min(1024, next_power_of_2(width))
-        _unpermute_kernel[(tokens, triton.cdiv(width, block))](
+        launch(
+            _unpermute_kernel,
+            (tokens, triton.cdiv(width, block)),
             permuted_hidden_states.contiguous(),
             None if topk_weights is None else topk_weights.contiguous(),
             inv_permuted_idx.contiguous(),

@@ -7,6 +7,7 @@ import triton.language as tl
 from torch import Tensor
 
 from moe_ops.fake_impls.routing import fused_topk as empty_topk
+from moe_ops.kernels.launch import launch
 from moe_ops.kernels.slots import next_power_of_2
 
 _LOWEST = tl.constexpr(-3.4028234663852886e38)
@@ -86,7 +87,9 @@ def fused_topk(
         if gating_output.stride(1) != 1:
             gating_output = gating_output.contiguous()
         experts = next_power_of_2(max(num_experts, 2))
-        _fused_topk_kernel[(tokens,)](
+        launch(
+            _fused_topk_kernel,
+            (tokens,),
             gating_output,
             e_score_correction_bias,
             topk_weights,

@@ -7,6 +7,7 @@ import triton.language as tl
 from torch import Tensor
 
 from moe_ops.fake_impls.weight_and_reduce import moe_fused_mul_sum as empty_output
+from moe_ops.kernels.launch import launch
 from moe_ops.kernels.slots import local_experts, map_size, next_power_of_2
 
 
@@ -50,7 +51,9 @@ def moe_fused_mul_sum_out(
     tokens, k, width = inputs.shape
     if out.numel():
         block = min(1024, next_power_of_2(width))
-        _mul_sum_kernel[(tokens, triton.cdiv(width, block))](
+        launch(
+            _mul_sum_kernel,
+            (tokens, triton.cdiv(width, block)),
             inputs.contiguous(),
             None if topk_weights is None else topk_weights.contiguous(),
             None if topk_ids is None else topk_ids.contiguous(),
