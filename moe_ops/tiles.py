@@ -123,10 +123,11 @@ def gemm_tiles(gemm: Gemm, device: Device) -> TileConfig:
     if gemm.itemsize == 4:
         block_n, block_k = 64, 16
     elif small:
-        block_n, block_k, num_warps, group_m = 32 if gated and hopper else 64, 128, 4, 1
+        smallest = 32 if hopper else 64
+        block_n, block_k, num_warps, group_m = smallest if gated else 64, 128, 4, 1
         # One token of a layer with few, large experts: more and smaller blocks to load with.
         active = min(gemm.num_slots, gemm.num_experts)
-        while block_n > 32 and active * cdiv(gemm.n, block_n) < device.processors:
+        while block_n > smallest and active * cdiv(gemm.n, block_n) < device.processors:
             block_n //= 2
     elif gated:
         block_n, block_k = (128, 64) if hopper or block_m == 64 else (64, 32)
