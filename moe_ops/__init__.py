@@ -19,6 +19,7 @@ from moe_ops.alignment import (
 )
 from moe_ops.layer import FusedMoE
 from moe_ops.pipeline.fused_experts import fused_experts, fused_moe
+from moe_ops.pipeline.warmup import warmup
 from moe_ops.pipeline.workspace import workspace_nbytes
 from moe_ops.routing import fused_topk
 from moe_ops.scheme import SCHEMES, get_scheme
@@ -44,5 +45,6 @@ __all__ = [
     "moe_fused_mul_sum",
     "moe_permute",
     "moe_unpermute",
+    "warmup",
     "workspace_nbytes",
 ]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 from moe_ops import checks
 from moe_ops.activation import Activation, MoEActivation, kind_and_key
 from moe_ops.pipeline.fused_experts import fused_experts
+from moe_ops.pipeline.warmup import run_variants
 from moe_ops.routing import fused_topk
 
 CustomRouting = Callable[[Tensor, Tensor, int, bool], tuple[Tensor, Tensor]]
@@ -121,6 +123,22 @@ class FusedMoE(nn.Module):
             w2_bias=self.w2_bias,
         )
         return out.view(hidden_states.shape)
+
+    def warmup(self, num_tokens: int | Iterable[int], router_logits_dtype: Any = None) -> list[int]:
+        """Run the layer with every kernel that ``num_tokens`` tokens need; see `moe_ops.warmup`.
+
+        Args:
+            num_tokens: the token counts to come, or one number for all up to it.
+            router_logits_dtype: dtype of the logits; None means that of the weights.
+        """
+        w1, w2 = self.w13_weight, self.w2_weight
+
+        def run(tokens: int) -> None:
+            x = torch.randn(tokens, self.hidden_size, device=w1.device, dtype=w1.dtype)
+            logits = torch.randn(tokens, self.num_experts, device=w1.device)
+            self(x, logits.to(router_logits_dtype or w1.dtype))
+
+        return run_variants(run, num_tokens, w1, w2, self.top_k)
 
     def extra_repr(self) -> str:
         """Sizes and routing."""

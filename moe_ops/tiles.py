@@ -13,6 +13,7 @@ from functools import cache, lru_cache
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 ROW_TILES = (16, 32, 64, 128)
 """The row tiles the expert GEMMs choose from, by the number of rows an expert gets."""
@@ -39,6 +40,10 @@ class Device(NamedTuple):
     """Of a block, in bytes."""
     processors: int
     """Streaming multiprocessors."""
+
+
+SINGLE_LAUNCH_SLOTS = 1024
+"""Up to here one launch aligns: each of its programs counts all experts itself."""
 
 
 @cache
@@ -144,3 +149,23 @@ def max_programs(gemm: Gemm, config: TileConfig) -> int:
     """Upper bound of the programs that a plan may need."""
     tiles = num_tiles(gemm.num_slots, gemm.num_experts, (config.block_m,))
     return tiles * cdiv(gemm.n, config.block_n)
+
+
+def scan_sizes(num_slots: int) -> dict[str, int]:
+    """Slots that a sorting program looks at in a step: many at once for many, since steps wait."""
+    if num_slots > SINGLE_LAUNCH_SLOTS:
+        return {"CHUNK": 4096, "num_warps": 16}
+    return {"CHUNK": 1024 if num_slots > 256 else 256, "num_warps": 4}
+
+
+def plan_variant(num_slots: int, w1: Tensor, w2: Tensor) -> tuple:
+    """What kernels depend on of a number of slots: equal variants run the same binaries."""
+    (num_experts, n1, hidden), intermediate = w1.shape, w2.shape[2]
+    halves = 2 if n1 == 2 * intermediate else 1
+    sizes = ((intermediate, hidden, halves), (hidden, intermediate, 1))
+    gemms = [
+        Gemm(num_slots, num_experts, n, k, w1.element_size(), h, ROW_TILES) for n, k, h in sizes
+    ]
+    device = device_facts(w1.device)
+    tiles = tuple(gemm_tiles(gemm, device) for gemm in gemms)
+    return (*tiles, *scan_sizes(num_slots).values())

@@ -16,10 +16,7 @@ from moe_ops.fake_impls.align import count_expert_num_tokens as empty_counts
 from moe_ops.fake_impls.align import moe_align_block_size as empty_plan
 from moe_ops.kernels.launch import launch
 from moe_ops.kernels.slots import local_experts, map_size, next_power_of_2
-from moe_ops.tiles import pick_row_tile
-
-SINGLE_LAUNCH_SLOTS = 1024
-"""Up to here each program counts all experts itself, which saves the counting kernel's launch."""
+from moe_ops.tiles import SINGLE_LAUNCH_SLOTS, pick_row_tile, scan_sizes
 
 
 @triton.jit(do_not_specialize=["num_slots"])
@@ -53,16 +50,9 @@ def count_expert_num_tokens(
         num_slots,
         map_size(expert_map, num_local_experts),
         num_local_experts,
-        CHUNK=min(4096, max(128, next_power_of_2(num_slots))),
+        **scan_sizes(num_slots),
     )
     return counts
-
-
-def scan_sizes(num_slots: int) -> dict[str, int]:
-    """Slots that a program looks at in a step: many at once for many, since steps wait for sums."""
-    if num_slots > SINGLE_LAUNCH_SLOTS:
-        return {"CHUNK": 4096, "num_warps": 16}
-    return {"CHUNK": 1024 if num_slots > 256 else 256, "num_warps": 4}
 
 
 @triton.jit

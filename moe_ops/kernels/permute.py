@@ -9,9 +9,10 @@ from torch import Tensor
 from moe_ops.fake_impls.permute import gather_rows as empty_rows
 from moe_ops.fake_impls.permute import moe_permutation as empty_permutation
 from moe_ops.fake_impls.permute import moe_unpermute as empty_tokens
-from moe_ops.kernels.align import count_expert_num_tokens, scan_sizes
+from moe_ops.kernels.align import count_expert_num_tokens
 from moe_ops.kernels.launch import launch
 from moe_ops.kernels.slots import local_experts, map_size, next_power_of_2
+from moe_ops.tiles import scan_sizes
 
 
 @triton.jit(do_not_specialize=["num_slots"])
