@@ -140,22 +140,3 @@ def test_layer_module_compiles(num_tokens, device):
     x, logits = batch(num_tokens, torch.float32, device)
     compiled = torch.compile(layer, fullgraph=True, dynamic=True, backend="aot_eager")
     assert torch.equal(compiled(x, logits), layer(x, logits))
-
-
-@pytest.mark.gpu
-def test_graph_replay_with_changed_routing():
-    """Captured once; new tokens and routing are replayed bitwise as eager computes them."""
-    _, inputs = weights(torch.bfloat16, "cuda")
-    layer = pipeline(inputs.w1, inputs.w2)
-    x, logits = batch(64, torch.bfloat16, "cuda")
-    layer(x, logits)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = layer(x, logits)
-    for seed in range(5):
-        g = torch.Generator().manual_seed(seed)
-        x.copy_(torch.randn(x.shape, generator=g))
-        logits.copy_(torch.randn(logits.shape, generator=g) * (1 + 10 * (seed == 3)))
-        graph.replay()
-        assert torch.equal(out, layer(x, logits))
