@@ -51,8 +51,18 @@ gpu-test: $(READY)
 	MOE_OPS_RECORD=$(RESULTS)/$$($(PY) -c "import torch; print(torch.cuda.get_device_name().lower().replace(' ', '-'))")/gpu_tests.json \
 	  $(PY) -m pytest $(PART) -n $(WORKERS)
 
+# ARGS="--model qwen3-30b --tokens 1,64" times some of it: parts merge into the records row by row.
+# Without a GPU: a tiny problem on the CPU, nothing written. STAGES= leaves the single stages out.
+ARGS ?=
+STAGES ?= routing align permute expert_gemm activation weight_and_reduce
+TO_RESULTS := $(if $(filter 1,$(HAS_GPU)),--output $(RESULTS))
 bench: $(READY)
-	$(PY) benchmarks/bench_layer.py --output $(RESULTS)
+	$(PY) -m moe_ops bench $(TO_RESULTS) $(ARGS)
+	set -e; for stage in $(STAGES); do $(PY) benchmarks/bench_$$stage.py $(TO_RESULTS); done
+ifeq ($(HAS_GPU),1)
+	if $(PY) -c "import matplotlib" 2>/dev/null; then $(PY) benchmarks/plot.py $(TO_RESULTS); \
+	  else echo "no plots: matplotlib is not installed"; fi
+endif
 
 lint: $(READY)
 	$(PY) -m pip install --quiet --editable ".[dev]"

@@ -3,39 +3,32 @@
 from __future__ import annotations
 
 import argparse
+import json
+import sys
 import time
 import traceback
-from collections.abc import Callable
-from dataclasses import asdict
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext, redirect_stdout
+from dataclasses import asdict, dataclass
 from itertools import product
-from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from command import one_of, one_or_more, parser, print_row
 from harness import (
     Row,
     Timing,
     default_device,
     floor_us,
     measure,
-    names,
-    parser,
-    print_row,
     record_path,
     relative_error,
+    run_header,
     write_rows,
 )
 from peers import PEERS, Call, available
-from problems import (
-    Experts,
-    Inputs,
-    Problem,
-    load_problems,
-    make_experts,
-    make_inputs,
-    pick,
-    reference_rows,
-)
+from problems import Experts, Inputs, Problem, make_experts, make_inputs, reference_rows
+from stage_profile import ProfileRow, print_profile, profile_row
 
 import moe_ops
 from moe_ops import tiles
@@ -88,39 +81,52 @@ def config_of(impl: str, problem: Problem, experts: Experts, inputs: Inputs) -> 
     return config
 
 
-def bench_case(
-    impls: list[str], key: dict[str, Any], problem: Problem, experts: Experts, inputs: Inputs
-) -> tuple[list[Row], list[str]]:
-    """The rows of one (scheme, shape, M, routing), and the implementations that failed."""
+@dataclass(frozen=True)
+class Case:
+    """One (scheme, shape, M, routing), for every implementation."""
+
+    key: dict[str, Any]
+    problem: Problem
+    experts: Experts
+    inputs: Inputs
+
+
+def time_case(case: Case, impl: str) -> Row:
+    """The row of one implementation.
+
+    Raises:
+        ArithmeticError: what it computes is wrong.
+    """
+    experts, inputs = case.experts, case.inputs
     device = inputs.x.device
     chosen = torch.randperm(len(inputs.x), generator=torch.Generator().manual_seed(0))
     chosen = chosen[:SAMPLED_TOKENS].to(device)
-    reference = reference_rows(experts, inputs, chosen)
+    timing = measure(IMPLS[impl](experts, inputs), device)
+    error = relative_error(timing.output[chosen], reference_rows(experts, inputs, chosen))
     limit = MAX_REL_ERR[math_of(experts)]
-    floor = layer_floor_us(problem, experts, inputs)
-    rows, failed = [], []
-    for impl in impls:
-        try:
-            timing = measure(IMPLS[impl](experts, inputs), device)
-            error = relative_error(timing.output[chosen], reference)
-            if not (error < limit and timing.output.isfinite().all()):
-                raise ArithmeticError(f"relative error {error:.3g}, must be below {limit}")
-        except Exception:  # one implementation's failure must not cost the others their rows
-            traceback.print_exc()
-            failed.append(" ".join(map(str, (impl, *key.values()))))
-            continue
-        config = config_of(impl, problem, experts, inputs)
-        rows.append(
-            Row(**key, impl=impl, **_times(timing), rel_err=error, floor_us=floor, config=config)
-        )
-    return rows, failed
+    if not (error < limit and timing.output.isfinite().all()):
+        raise ArithmeticError(f"relative error {error:.3g}, must be below {limit}")
+    return Row(
+        **case.key,
+        impl=impl,
+        **_times(timing),
+        rel_err=error,
+        floor_us=layer_floor_us(case.problem, experts, inputs),
+        config=config_of(impl, case.problem, experts, inputs),
+    )
+
+
+def profile_case(case: Case, impl: str) -> ProfileRow:
+    """The parts of one implementation's call."""
+    call = IMPLS[impl](case.experts, case.inputs)
+    return profile_row({**case.key, "impl": impl}, call, case.inputs.x.device)
 
 
 def _times(timing: Timing) -> dict[str, Any]:
     return {name: value for name, value in timing._asdict().items() if name != "output"}
 
 
-def print_case(rows: list[Row], *, head: bool) -> None:
+def print_times(rows: list[Row], *, head: bool) -> None:
     """One line a row, with its ratios to the floor and to the best peer of this run."""
     best_peer = min((row.time_us for row in rows if row.impl != "moe_ops"), default=None)
     for number, row in enumerate(rows):
@@ -131,60 +137,106 @@ def print_case(rows: list[Row], *, head: bool) -> None:
         print_row({**asdict(row), **ratios}, WIDTHS, head=head and number == 0)
 
 
-def options() -> argparse.Namespace:
-    """The command line."""
-    command = parser(__doc__ or "", tokens="1,8,64,512,4096,16384")
-    default = ["moe_ops", *available()]
-    command.add_argument("--schemes", type=names, default=["bf16"], help="default: bf16")
-    command.add_argument("--impls", type=names, default=default, help=f"among {', '.join(IMPLS)}")
-    args = command.parse_args()
-    unknown = set(args.schemes) - {"bf16", *moe_ops.SCHEMES}
-    if unknown:
-        command.error(f"--schemes must be bf16 or in moe_ops.SCHEMES; got {', '.join(unknown)}")
+def print_profiles(rows: list[ProfileRow], *, head: bool) -> None:
+    """One table a row."""
+    for row in rows:
+        print_profile(row)
+
+
+class Work(NamedTuple):
+    """What is done with every case: it is timed, or profiled."""
+
+    file: str
+    run: Callable[[Case, str], Any]
+    show: Callable[..., None]
+
+
+TIME = Work("layer.json", time_case, print_times)
+PROFILE = Work("profile.json", profile_case, print_profiles)
+
+
+def options(arguments: Sequence[str] | None, prog: str | None) -> argparse.Namespace:
+    """The command line; exits with 2 and the known names where it names something unknown."""
+    command = parser(__doc__ or "", tokens="1,8,64,512,4096,16384", prog=prog)
+    schemes = {"bf16": "bf16", **{name: name for name in moe_ops.SCHEMES}, "unquantized": "bf16"}
+    impls = {impl: impl for impl in IMPLS}
+    installed = ["moe_ops", *available()]
+    add = command.add_argument
+    add(
+        *("--scheme", "--schemes"),
+        dest="schemes",
+        type=one_or_more(one_of("scheme", schemes)),
+        default="bf16",
+        metavar="NAME,..",
+        help="bf16 (unquantized) or names in moe_ops.SCHEMES (default: %(default)s)",
+    )
+    add(
+        "--impls",
+        type=one_or_more(one_of("implementation", impls)),
+        default=",".join(installed),
+        metavar="NAME,..",
+        help=f"among {', '.join(IMPLS)} (default: those that are installed)",
+    )
+    add("--json", action="store_true", help="the record on stdout, the table on stderr")
+    add("--profile", action="store_true", help="profile the stages of one call instead of timing")
+    args = command.parse_args(arguments)
     for impl in args.impls:
-        if impl not in IMPLS:
-            command.error(f"--impls must be among {', '.join(IMPLS)}; got {impl}")
-        if impl not in ("moe_ops", *available()):
+        if impl not in installed:
             command.error(f"--impls {impl} needs the package {PEERS[impl][0]}")
     return args
 
 
-def main() -> None:
-    """Run every case asked for, within the time budget."""
-    args = options()
+@torch.no_grad()
+def run(args: argparse.Namespace, work: Work) -> tuple[list[Any], list[str]]:
+    """Every case asked for, within the time budget: the rows, and what failed."""
     device, started = default_device(), time.monotonic()
-    path = record_path(args.output, "layer.json")
-    done: list[Row] = []
+    path = record_path(args.output, work.file)
+    done: list[Any] = []
     failed: list[str] = []
     skipped = 0
-    for scheme in args.schemes:
+    for scheme, problem in product(args.schemes, args.problems):
         impls = [impl for impl in args.impls if impl == "moe_ops" or scheme == "bf16"]
-        for problem in pick(load_problems(), args.shapes):
-            experts = None
-            for routing, tokens in product(args.routing, args.tokens):
-                if time.monotonic() - started > args.time_budget_s:
-                    skipped += 1
-                    continue
-                if experts is None:
-                    experts = make_experts(problem, scheme, device)
-                key = {"scheme": scheme, "shape": problem.name, "M": tokens, "routing": routing}
-                inputs = make_inputs(problem, tokens, routing, device)
-                rows, errors = bench_case(impls, key, problem, experts, inputs)
-                print_case(rows, head=not done)
-                done += rows
-                failed += errors
-                if path and rows:
-                    write_rows(path, rows)
-    finish(path, len(done), skipped, failed)
+        experts = case = None  # before the next weights are made
+        for routing, tokens in product(args.routing, args.tokens):
+            if time.monotonic() - started > args.time_budget_s:
+                skipped += 1
+                continue
+            if experts is None:
+                experts = make_experts(problem, scheme, device)
+            key = {"scheme": scheme, "shape": problem.name, "M": tokens, "routing": routing}
+            case = Case(key, problem, experts, make_inputs(problem, tokens, routing, device))
+            rows = []
+            for impl in impls:
+                try:
+                    rows.append(work.run(case, impl))
+                except Exception:  # one failure must not cost the others their rows
+                    traceback.print_exc()
+                    failed.append(" ".join(map(str, (impl, *key.values()))))
+            work.show(rows, head=not done)
+            done += rows
+            if path and rows:
+                write_rows(path, rows)
+    place = f" in {path}" if path else ""
+    print(f"\n{len(done)} rows{place}; {skipped} cases skipped for lack of time")
+    return done, failed
 
 
-def finish(path: Path | None, done: int, skipped: int, failed: list[str]) -> None:
-    """Say what came of it; exit status 1 after a failure."""
-    print(f"{done} rows{f' in {path}' if path else ''}; {skipped} cases skipped for lack of time")
+def main(arguments: Sequence[str] | None = None, prog: str | None = None) -> int:
+    """The exit status: 1 after a failure.
+
+    Args:
+        arguments: those of the command line by default.
+        prog: how the command is called in its help.
+    """
+    args = options(arguments, prog)
+    with redirect_stdout(sys.stderr) if args.json else nullcontext():
+        rows, failed = run(args, PROFILE if args.profile else TIME)
+    if args.json:
+        print(json.dumps({**run_header(), "rows": [asdict(row) for row in rows]}, indent=1))
     if failed:
-        raise SystemExit("failed: " + "; ".join(failed))
+        print("failed: " + "; ".join(failed), file=sys.stderr)
+    return 1 if failed else 0
 
 
 if __name__ == "__main__":
-    with torch.no_grad():
-        main()
+    sys.exit(main())

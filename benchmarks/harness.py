@@ -1,8 +1,7 @@
-"""How everything here is timed, bounded, recorded and printed."""
+"""How everything here is timed, bounded and recorded."""
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import shlex
@@ -19,7 +18,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from problems import ROUTINGS, load_problems
 from torch import Tensor
 
 
@@ -75,9 +73,8 @@ class Timing(NamedTuple):
 def measure(call: Callable[[], Any], device: torch.device, budget_s: float = 1.0) -> Timing:
     """Median, 10th and 90th percentile over 20 to 100 calls; nothing is subtracted.
 
-    On CUDA a call is one replay of a graph between two events, after a large read has evicted the
-    L2 cache. (A large write would leave dirty lines, whose write-back lands in the timed region.)
-    On the CPU it is one eager call by the wall clock.
+    On CUDA a call is one replay of a graph between two events, after `evict_cache`. On the CPU it
+    is one eager call by the wall clock.
 
     Args:
         call: runs on static inputs; the first calls, which compile, are not timed.
@@ -108,12 +105,11 @@ def _on_cuda(call: Callable[[], Any], device: torch.device) -> tuple[_Timer, Any
         output = call()
     if isinstance(output, Tensor) and output.is_floating_point():
         output.fill_(torch.nan)  # what a replay does not write is seen in the error
-    flush = _flush_buffer(device)
 
     def time_calls(count: int) -> list[float]:
         events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(count)]
         for start, end in events:
-            flush.sum()
+            evict_cache(device)
             start.record()
             graph.replay()
             end.record()
@@ -121,6 +117,15 @@ def _on_cuda(call: Callable[[], Any], device: torch.device) -> tuple[_Timer, Any
         return [1e3 * start.elapsed_time(end) for start, end in events]
 
     return time_calls, output
+
+
+def evict_cache(device: torch.device) -> None:
+    """Read so much that nothing of use is left in the GPU's L2 cache; enqueued, not waited for.
+
+    (A large write would leave dirty lines, whose write-back lands in the timed region.)
+    """
+    if device.type == "cuda":
+        _flush_buffer(device).sum()
 
 
 @cache
@@ -168,17 +173,18 @@ class Row:
     config: dict[str, Any]
 
 
-def write_rows(path: Path, rows: Sequence[Row]) -> None:
-    """Put ``rows`` into the record at ``path``, in place of those with the same `KEY`.
+def write_rows(path: Path, rows: Sequence[Any]) -> None:
+    """Put ``rows`` (dataclasses) into the record at ``path``, in place of those of equal `KEY`.
 
-    The header tells of the latest run; ``parts`` lists every run that added to the record.
+    The header tells of the latest run; ``parts`` lists every run that added to the record, and each
+    row has the commit of its own.
     """
-    header = _header()
+    header = run_header()
     old = json.loads(path.read_text()) if path.exists() else {"rows": [], "parts": []}
     part = {name: header[name] for name in ("commit", "date", "command")}
     merged = {tuple(row[name] for name in KEY): row for row in old["rows"]}
     for row in map(asdict, rows):
-        merged[tuple(row[name] for name in KEY)] = row
+        merged[tuple(row[name] for name in KEY)] = {**row, "commit": header["commit"]}
     # A run writes after every case: its own entry is replaced, not repeated.
     parts = [p for p in old["parts"] if p["date"] != part["date"]] + [part]
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -189,7 +195,8 @@ def write_rows(path: Path, rows: Sequence[Row]) -> None:
 
 
 @cache
-def _header() -> dict[str, str]:
+def run_header() -> dict[str, str]:
+    """Which GPU, driver, versions, commit, date and command this run is."""
     return {
         "gpu": gpu_name(),
         "driver": _output_of("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
@@ -198,8 +205,18 @@ def _header() -> dict[str, str]:
         "commit": os.environ.get("MOE_OPS_COMMIT")
         or _output_of("git", "describe", "--always", "--dirty", "--exclude=*"),
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "command": shlex.join(["python", *sys.argv]),
+        "command": _command(),
     }
+
+
+def _command() -> str:
+    """The command as it is typed in the root of the checkout."""
+    program = Path(sys.argv[0])
+    if program.name == "__main__.py":
+        typed = ["-m", program.parent.name]
+    else:
+        typed = [str(Path(*program.absolute().parts[-2:]))]
+    return shlex.join(["python", *typed, *sys.argv[1:]])
 
 
 def _output_of(*command: str) -> str:
@@ -220,58 +237,6 @@ def _version(distribution: str) -> str:
         return "none"
 
 
-# The command line and the table
-
-
-def parser(description: str, tokens: str, cpu_tokens: str = "1,8") -> argparse.ArgumentParser:
-    """The options that all benchmarks share; without a GPU the defaults are a tiny problem."""
-    cuda = torch.cuda.is_available()
-    timed = ",".join(p.name for p in load_problems().values() if p.timed)
-    result = argparse.ArgumentParser(description=description)
-    add = result.add_argument
-    add("--shapes", type=names, default=timed if cuda else "tiny", help="default: %(default)s")
-    add("--tokens", type=_counts, default=tokens if cuda else cpu_tokens, metavar="M,M,..")
-    add("--routing", type=_routings, default="uniform", help="uniform, zipf, or both with a comma")
-    add(
-        "--output",
-        type=Path,
-        default=Path(__file__).with_name("results") if cuda else None,
-        help="folder of the records (default: benchmarks/results; none without a GPU)",
-    )
-    add("--time-budget-s", type=float, default=float("inf"), help="start no case after this long")
-    return result
-
-
 def record_path(output: Path | None, name: str) -> Path | None:
     """``<output>/<gpu>/<name>``, or None without an output folder."""
     return output and output / gpu_name().lower().replace(" ", "-") / name
-
-
-def names(text: str) -> list[str]:
-    """The names in a list with commas."""
-    return [name for name in text.split(",") if name]
-
-
-def _counts(text: str) -> list[int]:
-    return [int(count) for count in names(text)]
-
-
-def _routings(text: str) -> list[str]:
-    routings = names(text)
-    if not set(routings) <= set(ROUTINGS):
-        raise argparse.ArgumentTypeError(f"must be among {', '.join(ROUTINGS)}; got {text}")
-    return routings
-
-
-def print_row(cells: dict[str, Any], widths: dict[str, int], *, head: bool = False) -> None:
-    """One aligned line (two with the ``head``): text to the left, numbers to the right."""
-    if head:
-        print("  ".join(f"{name:>{width}}" for name, width in widths.items()))
-    texts = {name: _text(cells.get(name)) for name in widths}
-    print("  ".join(f"{texts[name]:>{width}}" for name, width in widths.items()), flush=True)
-
-
-def _text(value: Any) -> str:
-    if value is None:
-        return "-"
-    return f"{value:.4g}" if isinstance(value, float) else str(value)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -49,11 +50,11 @@ def _panel(axis: Any, rows: list[dict[str, Any]], impls: list[str]) -> None:
     axis.legend(fontsize="small")
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     """Plot every scheme and routing of every record under the output folder."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--output", type=Path, default=Path(__file__).with_name("results"))
-    records = sorted(parser.parse_args().output.glob("*/layer.json"))
+    records = sorted(parser.parse_args(arguments).output.glob("*/layer.json"))
     if not records:
         raise SystemExit("no layer.json found: run bench_layer.py first")
     for path in records:

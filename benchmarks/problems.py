@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -48,12 +47,34 @@ TINY = Problem("tiny", num_experts=8, top_k=2, hidden_size=64, intermediate_size
 
 def load_problems() -> dict[str, Problem]:
     """Every named problem, `TINY` included."""
-    shapes = json.loads(Path(__file__).with_name("shapes.json").read_text())
-    known = [
-        Problem(name, **{field: value for field, value in sizes.items() if field != "model"})
-        for name, sizes in shapes.items()
-    ]
+    sizes = [field.name for field in fields(Problem)[1:]]
+    known = [Problem(name, *(shape[size] for size in sizes)) for name, shape in _shapes().items()]
     return {problem.name: problem for problem in [*known, TINY]}
+
+
+def _shapes() -> dict[str, dict[str, Any]]:
+    return json.loads(Path(__file__).with_name("shapes.json").read_text())
+
+
+def known_names() -> dict[str, str]:
+    """The name of every problem, and the names of the models with these sizes -> the problem."""
+    names = {name: name for name in load_problems()}
+    for name, shape in _shapes().items():
+        names.update(dict.fromkeys(shape["aliases"], name))
+    return names
+
+
+def find_problem(name: str) -> Problem:
+    """The problem called ``name``, which may be a model's name, organization and capitals included.
+
+    Raises:
+        ValueError: an unknown name; the message has the known ones.
+    """
+    known = known_names()
+    plain = name.rpartition("/")[2].lower().replace("_", "-")
+    if plain not in known:
+        raise ValueError(f"unknown model {name!r}; known: {', '.join(known)}")
+    return load_problems()[known[plain]]
 
 
 class Inputs(NamedTuple):
@@ -178,11 +199,3 @@ def reference_rows(experts: Experts, inputs: Inputs, rows: Tensor) -> Tensor:
         y = (torch.nn.functional.silu(gate) * up) @ w2.t()
         out.index_add_(0, token, y * weights[token, slot, None])
     return out
-
-
-def pick(known: dict[str, Problem], names: Sequence[str]) -> list[Problem]:
-    """The problems called ``names``; exits with the known names for an unknown one."""
-    unknown = [name for name in names if name not in known]
-    if unknown:
-        raise SystemExit(f"--shapes must be among {', '.join(known)}; got {', '.join(unknown)}")
-    return [known[name] for name in names]

@@ -9,17 +9,9 @@ from itertools import product
 from typing import Any, NamedTuple
 
 import torch
-from harness import (
-    Row,
-    default_device,
-    floor_us,
-    measure,
-    parser,
-    print_row,
-    record_path,
-    write_rows,
-)
-from problems import Inputs, Problem, load_problems, make_inputs, pick
+from command import parser, print_row
+from harness import Row, default_device, floor_us, measure, record_path, write_rows
+from problems import Inputs, Problem, make_inputs
 from torch import Tensor
 
 from moe_ops import ops
@@ -67,7 +59,7 @@ def main(stage: str, make_cases: MakeCases) -> None:
     device, started = default_device(), time.monotonic()
     path = record_path(args.output, "stages.json")
     seen: set[str] = set()
-    for problem in pick(load_problems(), args.shapes):
+    for problem in args.problems:
         for routing, tokens in product(args.routing, args.tokens):
             if time.monotonic() - started > args.time_budget_s:
                 print(f"no time left for {problem.name} with {tokens} tokens, and what follows")

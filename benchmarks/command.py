@@ -1,0 +1,121 @@
+"""The command line and the printed table of every benchmark."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from problems import ROUTINGS, find_problem, load_problems
+
+Value = TypeVar("Value")
+
+
+def device_name() -> str:
+    """What ``--device`` calls the device of this machine, such as ``sm_90``; or ``cpu``."""
+    if not torch.cuda.is_available():
+        return "cpu"
+    major, minor = torch.cuda.get_device_capability()
+    return f"sm_{major}{minor}"
+
+
+def parser(
+    description: str, tokens: str, *, cpu_tokens: str = "1,8", prog: str | None = None
+) -> argparse.ArgumentParser:
+    """The options that all benchmarks share; without a GPU the defaults are a tiny problem."""
+    cuda = torch.cuda.is_available()
+    timed = ",".join(p.name for p in load_problems().values() if p.timed)
+    result = argparse.ArgumentParser(prog=prog, description=description, allow_abbrev=False)
+    add = result.add_argument
+    add(
+        *("--model", "--shapes"),
+        dest="problems",
+        type=one_or_more(find_problem),
+        default=timed if cuda else "tiny",
+        metavar="NAME,..",
+        help="keys of shapes.json or names of models (default: %(default)s)",
+    )
+    add(
+        "--tokens",
+        type=one_or_more(_count),
+        default=tokens if cuda else cpu_tokens,
+        metavar="M,..",
+        help="(default: %(default)s)",
+    )
+    add(
+        "--routing",
+        type=one_or_more(_routing),
+        default="uniform",
+        metavar="NAME,..",
+        help=f"among {', '.join(ROUTINGS)} (default: %(default)s)",
+    )
+    add(
+        "--device",
+        choices=[device_name()],
+        help="the device meant: anything but what this machine has is an error",
+    )
+    add(
+        "--output",
+        type=Path,
+        default=Path(__file__).with_name("results") if cuda else None,
+        help="folder of the records (default: benchmarks/results; none without a GPU)",
+    )
+    add(
+        "--time-budget-s",
+        type=float,
+        default=float("inf"),
+        metavar="S",
+        help="start no case after this long",
+    )
+    return result
+
+
+def one_or_more(read: Callable[[str], Value]) -> Callable[[str], list[Value]]:
+    """Reads a list with commas; an error says what was read and what is known."""
+
+    def read_all(text: str) -> list[Value]:
+        try:
+            values = [read(part.strip()) for part in text.split(",") if part.strip()]
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+        if not values:
+            raise argparse.ArgumentTypeError("nothing given")
+        return list(dict.fromkeys(values))
+
+    return read_all
+
+
+def one_of(what: str, known: dict[str, Value]) -> Callable[[str], Value]:
+    """Reads one of the names in ``known``."""
+
+    def read(text: str) -> Value:
+        if text not in known:
+            raise ValueError(f"unknown {what} {text!r}; known: {', '.join(known)}")
+        return known[text]
+
+    return read
+
+
+_routing = one_of("routing", {name: name for name in ROUTINGS})
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise ValueError(f"a number of tokens must be a positive integer; got {text!r}")
+    return int(text)
+
+
+def print_row(cells: dict[str, Any], widths: dict[str, int], *, head: bool = False) -> None:
+    """One aligned line, two with the ``head``."""
+    if head:
+        print("  ".join(f"{name:>{width}}" for name, width in widths.items()))
+    texts = {name: _text(cells.get(name)) for name in widths}
+    print("  ".join(f"{texts[name]:>{width}}" for name, width in widths.items()), flush=True)
+
+
+def _text(value: Any) -> str:
+    if value is None:
+        return "-"
+    return f"{value:.4g}" if isinstance(value, float) else str(value)

@@ -1,0 +1,116 @@
+"""The command line: exit codes, names, and output that programs can read."""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from moe_ops import cli
+
+ROOT = Path(__file__).parent.parent
+TINY = ["bench", "--model", "tiny", "--impls", "moe_ops"]
+
+
+def exit_code(arguments):
+    try:
+        return cli.main(arguments)
+    except SystemExit as left:
+        return left.code
+
+
+def test_module_runs_and_help_lists_what_there_is():
+    run = subprocess.run(
+        [sys.executable, "-m", "moe_ops", "--help"], capture_output=True, text=True, cwd=ROOT
+    )
+    assert run.returncode == 0, run.stderr
+    listed = re.findall(r"^    (\w+) ", run.stdout, re.MULTILINE)
+    assert listed == list(cli.COMMANDS) and "bench" in listed
+
+
+@pytest.mark.parametrize("arguments", [[], ["train"], ["--json"]])
+def test_no_such_command(arguments, capsys):
+    assert exit_code(arguments) == 2
+    error = capsys.readouterr().err
+    assert arguments != ["train"] or all(f"'{name}'" in error for name in cli.COMMANDS)
+
+
+@pytest.mark.parametrize("command", cli.COMMANDS)
+def test_every_command_has_help(command, capsys):
+    if command == "demo":
+        pytest.importorskip("transformers")
+    assert exit_code([command, "--help"]) == 0
+    assert "usage:" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "option, value, known",
+    [
+        ("--model", "qwen4-1b", ["tiny", "mixtral", "qwen3-30b-a3b", "kimi-k2"]),
+        ("--model", "tiny,qwen4-1b", ["qwen4-1b", "deepseek-r1"]),
+        ("--scheme", "fp7", ["bf16", "unquantized"]),
+        ("--impls", "mine", ["moe_ops", "hf-grouped_mm", "vllm-triton"]),
+        ("--routing", "even", ["uniform", "zipf"]),
+        ("--device", "sm_10", ["choose from"]),
+        ("--tokens", "1,many", ["positive integer"]),
+        ("--tokens", "0", ["positive integer"]),
+        ("--tokens", "", ["nothing given"]),
+    ],
+)
+def test_unknown_values(option, value, known, capsys):
+    assert exit_code(["bench", option, value]) == 2
+    error = capsys.readouterr().err
+    assert option in error
+    for name in known:
+        assert name in error
+
+
+def test_json(capsys, tmp_path):
+    arguments = ["--tokens", "1,3", "--scheme", "unquantized", "--json", "--output", str(tmp_path)]
+    assert exit_code([*TINY, *arguments]) == 0
+    captured = capsys.readouterr()
+    record = json.loads(captured.out)
+    keys = [(r["scheme"], r["shape"], r["M"], r["impl"], r["routing"]) for r in record["rows"]]
+    assert keys == [("bf16", "tiny", m, "moe_ops", "uniform") for m in (1, 3)]
+    assert all(0 < r["p10_us"] <= r["time_us"] <= r["p90_us"] for r in record["rows"])
+    assert "time_us" in captured.err, "the table goes to stderr"
+    (written,) = tmp_path.glob("*/layer.json")
+    assert [row["M"] for row in json.loads(written.read_text())["rows"]] == [1, 3]
+
+
+def test_profile_json(capsys, tmp_path):
+    arguments = ["--tokens", "2", "--profile", "--json", "--output", str(tmp_path)]
+    assert exit_code([*TINY, *arguments]) == 0
+    (row,) = json.loads(capsys.readouterr().out)["rows"]
+    assert {"align", "expert_gemm", "weight_and_reduce"} <= {s["stage"] for s in row["stages"]}
+    assert [path.name for path in tmp_path.glob("*/*.json")] == ["profile.json"]
+
+
+def test_a_wrong_result_fails_and_is_not_recorded(capsys, monkeypatch, tmp_path):
+    exit_code(["bench", "--help"])  # its modules can be imported from here on
+    layer = sys.modules["bench_layer"]
+    wrong = {"moe_ops": lambda experts, inputs: lambda: inputs.x + 1}
+    monkeypatch.setattr(layer, "IMPLS", wrong)
+    assert exit_code([*TINY, "--tokens", "2", "--output", str(tmp_path)]) == 1
+    assert "failed: moe_ops bf16 tiny 2 uniform" in capsys.readouterr().err
+    assert not list(tmp_path.rglob("*.json"))
+
+
+def test_without_the_repository(capsys, monkeypatch, tmp_path):
+    monkeypatch.setattr(cli, "CHECKOUT", tmp_path)
+    for command in ("bench", "demo"):
+        assert exit_code([command]) == 2
+        assert "checkout" in capsys.readouterr().err
+
+
+def test_demo_gets_its_arguments_and_gives_its_exit_status(monkeypatch, tmp_path):
+    pytest.importorskip("transformers")
+    (tmp_path / "examples").mkdir()
+    script = tmp_path / "examples" / "demo.py"
+    script.write_text("import sys\nsys.exit(len(sys.argv))\n")
+    monkeypatch.setattr(cli, "CHECKOUT", tmp_path)
+    before = sys.argv
+    assert exit_code(["demo", "--prompt", "x"]) == 3
+    assert sys.argv is before
