@@ -37,9 +37,12 @@ def _leg(package: str, stage: str, name: str) -> Callable[..., Any]:
 
 def _on_its_device(stage: str, name: str) -> Callable[..., Any]:
     """The CUDA leg, run on the first tensor's device also when that is not the current one."""
+    launch: Callable[..., Any] | None = None
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        launch = _leg("kernels", stage, name)
+        nonlocal launch
+        if launch is None:
+            launch = _leg("kernels", stage, name)
         device = args[0].device
         if device.index == torch.cuda.current_device():
             return launch(*args, **kwargs)

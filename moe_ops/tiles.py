@@ -128,11 +128,10 @@ def gemm_tiles(gemm: Gemm, device: Device) -> TileConfig:
     if gemm.itemsize == 4:
         block_n, block_k = 64, 16
     elif small:
-        smallest = 32 if hopper else 64
-        block_n, block_k, num_warps, group_m = smallest if gated else 64, 128, 4, 1
+        block_n, block_k, num_warps, group_m = 64 if gated else 128, 128, 4, 1
         # One token of a layer with few, large experts: more and smaller blocks to load with.
         active = min(gemm.num_slots, gemm.num_experts)
-        while block_n > smallest and active * cdiv(gemm.n, block_n) < device.processors:
+        while block_n > 64 and 2 * active * cdiv(gemm.n, block_n) < device.processors:
             block_n //= 2
     elif gated:
         block_n, block_k = (128, 64) if hopper or block_m == 64 else (64, 32)
@@ -151,11 +150,19 @@ def max_programs(gemm: Gemm, config: TileConfig) -> int:
     return tiles * cdiv(gemm.n, config.block_n)
 
 
-def scan_sizes(num_slots: int) -> dict[str, int]:
-    """Slots that a sorting program looks at in a step: many at once for many, since steps wait."""
+class Scan(NamedTuple):
+    """How the programs of a counting sort walk over the slots."""
+
+    chunk: int
+    """Slots in a step."""
+    num_warps: int
+
+
+def scan_sizes(num_slots: int) -> Scan:
+    """Many slots in a step where there are many, since every step waits for a sum."""
     if num_slots > SINGLE_LAUNCH_SLOTS:
-        return {"CHUNK": 4096, "num_warps": 16}
-    return {"CHUNK": 1024 if num_slots > 256 else 256, "num_warps": 4}
+        return Scan(4096, 16)
+    return Scan(1024 if num_slots > 256 else 256, 4)
 
 
 def plan_variant(num_slots: int, w1: Tensor, w2: Tensor) -> tuple:
@@ -168,4 +175,4 @@ def plan_variant(num_slots: int, w1: Tensor, w2: Tensor) -> tuple:
     ]
     device = device_facts(w1.device)
     tiles = tuple(gemm_tiles(gemm, device) for gemm in gemms)
-    return (*tiles, *scan_sizes(num_slots).values())
+    return (*tiles, scan_sizes(num_slots))

@@ -178,7 +178,7 @@ def test_decode_loop_of_a_model_in_a_graph():
         num_experts=8, num_experts_per_tok=2, max_position_embeddings=128,
     )  # fmt: skip
     model = transformers.Qwen3MoeForCausalLM(config).cuda().eval()
-    prompt = torch.arange(6, device="cuda")[None]
+    prompt = torch.arange(1, 7, device="cuda")[None]  # no padding token among them
     model.set_experts_implementation("eager")
     expected = model.generate(prompt, max_new_tokens=20, do_sample=False, pad_token_id=0)
     model.set_experts_implementation("moe_ops")

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from moe_ops.activation import Formula, formula
 from moe_ops.fake_impls.activation import activation as empty_output
-from moe_ops.kernels.launch import launch
+from moe_ops.kernels.launch import Launch
 from moe_ops.kernels.slots import next_power_of_2
 
 
@@ -97,24 +99,26 @@ def _activation_kernel(
     tl.store(out + row * WIDTH + col, value.to(out.dtype.element_ty), mask=inside)
 
 
+@lru_cache
+def _launch(activation: str, width: int) -> tuple[Launch, int]:
+    """The kernel, and the programs along a row."""
+    rule, block = formula(activation), min(1024, next_power_of_2(width))
+    kernel = Launch(
+        _activation_kernel,
+        GATED=rule.gated,
+        INTERLEAVED=rule.interleaved,
+        **constants(rule),
+        BLOCK=block,
+    )
+    return kernel, triton.cdiv(width, block)
+
+
 def activation(x: Tensor, activation: str) -> Tensor:
     """Launch one program for each piece of a row."""
     out = empty_output(x, activation)
     rows, width = out.shape
     if out.numel():
-        rule = formula(activation)
         x = x if x.stride(1) == 1 else x.contiguous()
-        block = min(1024, next_power_of_2(width))
-        launch(
-            _activation_kernel,
-            (rows, triton.cdiv(width, block)),
-            x,
-            out,
-            x.stride(0),
-            width,
-            GATED=rule.gated,
-            INTERLEAVED=rule.interleaved,
-            **constants(rule),
-            BLOCK=block,
-        )
+        kernel, pieces = _launch(activation, width)
+        kernel((rows, pieces), x, out, x.stride(0), width)
     return out

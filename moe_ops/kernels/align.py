@@ -7,6 +7,7 @@ expert, so no two programs write the same entry and the order never depends on t
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 import triton
 import triton.language as tl
@@ -14,9 +15,9 @@ from torch import Tensor
 
 from moe_ops.fake_impls.align import count_expert_num_tokens as empty_counts
 from moe_ops.fake_impls.align import moe_align_block_size as empty_plan
-from moe_ops.kernels.launch import launch
+from moe_ops.kernels.launch import Launch
 from moe_ops.kernels.slots import local_experts, map_size, next_power_of_2
-from moe_ops.tiles import SINGLE_LAUNCH_SLOTS, pick_row_tile, scan_sizes
+from moe_ops.tiles import SINGLE_LAUNCH_SLOTS, Scan, pick_row_tile, scan_sizes
 
 
 @triton.jit(do_not_specialize=["num_slots"])
@@ -35,14 +36,18 @@ def _count_kernel(
     tl.store(counts + expert, tl.sum(hits))
 
 
+@lru_cache
+def _count_launch(scan: Scan) -> Launch:
+    return Launch(_count_kernel, CHUNK=scan.chunk, num_warps=scan.num_warps)
+
+
 def count_expert_num_tokens(
     topk_ids: Tensor, expert_map: Tensor | None, num_local_experts: int
 ) -> Tensor:
     """Launch one program an expert."""
     counts = empty_counts(topk_ids, expert_map, num_local_experts)
     num_slots = topk_ids.numel()
-    launch(
-        _count_kernel,
+    _count_launch(scan_sizes(num_slots))(
         (num_local_experts,),
         topk_ids.contiguous(),
         expert_map,
@@ -50,7 +55,6 @@ def count_expert_num_tokens(
         num_slots,
         map_size(expert_map, num_local_experts),
         num_local_experts,
-        **scan_sizes(num_slots),
     )
     return counts
 
@@ -110,6 +114,14 @@ def _align_kernel(
         tl.store(num_tokens_post_padded, used_tiles * TILE)
 
 
+@lru_cache
+def _align_launch(scan: Scan, tile: int, num_experts: int) -> Launch:
+    buckets = next_power_of_2(max(num_experts, 2))
+    return Launch(
+        _align_kernel, TILE=tile, BUCKETS=buckets, CHUNK=scan.chunk, num_warps=scan.num_warps
+    )
+
+
 def moe_align_block_size(
     topk_ids: Tensor,
     expert_map: Tensor | None,
@@ -129,8 +141,8 @@ def moe_align_block_size(
     counts = None
     if num_slots > SINGLE_LAUNCH_SLOTS:
         counts = count_expert_num_tokens(topk_ids, bucket_map, num_experts)
-    launch(
-        _align_kernel,
+    tile = pick_row_tile(row_tiles, num_slots, num_experts)
+    _align_launch(scan_sizes(num_slots), tile, num_experts)(
         (num_experts,),
         topk_ids,
         bucket_map,
@@ -144,8 +156,5 @@ def moe_align_block_size(
         expert_ids.shape[0],
         map_size(bucket_map, num_experts),
         num_experts,
-        TILE=pick_row_tile(row_tiles, num_slots, num_experts),
-        BUCKETS=next_power_of_2(max(num_experts, 2)),
-        **scan_sizes(num_slots),
     )
     return plan

@@ -7,7 +7,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
+from typing import NamedTuple
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -16,7 +19,7 @@ from moe_ops.activation import formula
 from moe_ops.fake_impls.expert_gemm import expert_gemm as empty_rows
 from moe_ops.fake_impls.expert_gemm import expert_gemm_act as empty_activated_rows
 from moe_ops.kernels.activation import constants, gate, gate_up
-from moe_ops.kernels.launch import launch
+from moe_ops.kernels.launch import Launch
 from moe_ops.tiles import Gemm, TileConfig, device_facts, gemm_tiles, max_programs
 
 
@@ -163,15 +166,55 @@ def _expert_gemm_gated_kernel(
     tl.store(at, value.to(out.dtype.element_ty), mask=real[:, None] & inside[None, :])
 
 
-def _tiles(out: Tensor, w: Tensor, row_tiles: Sequence[int], halves: int) -> tuple[TileConfig, int]:
-    """The tiles of this product, and how many programs may be needed."""
-    (num_slots, n), (num_experts, _, k) = out.shape, w.shape
-    gemm = Gemm(num_slots, num_experts, n, k, w.element_size(), halves, tuple(row_tiles))
-    config = gemm_tiles(gemm, device_facts(w.device))
-    return config, max_programs(gemm, config)
+class Shape(NamedTuple):
+    """What a launch is made for, beyond the device and the activation."""
+
+    num_slots: int
+    weight: tuple[int, int, int]
+    itemsize: int
+    row_tiles: tuple[int, ...]
+    top_k: int
 
 
-def _blocks(config: TileConfig) -> dict:
+@lru_cache(maxsize=4096)
+def _plain_launch(shape: Shape, activation: str | None, device: torch.device) -> tuple[Launch, int]:
+    """The kernel with one accumulator a tile, and how many programs the plan may need."""
+    (num_experts, n, k), rule = shape.weight, activation and formula(activation)
+    gemm = Gemm(shape.num_slots, num_experts, n, k, shape.itemsize, 1, shape.row_tiles)
+    tiles = gemm_tiles(gemm, device_facts(device))
+    kernel = Launch(
+        _expert_gemm_kernel,
+        N=n,
+        K=k,
+        TOP_K=shape.top_k,
+        FUNCTION=rule and rule.function,
+        LIMIT=rule and rule.limit,
+        ALPHA=rule and rule.alpha,
+        BETA=rule and rule.beta,
+        **_blocks(tiles),
+    )
+    return kernel, max_programs(gemm, tiles)
+
+
+@lru_cache(maxsize=4096)
+def _gated_launch(shape: Shape, activation: str, device: torch.device) -> tuple[Launch, int]:
+    """The kernel with gate and up accumulators, and how many programs the plan may need."""
+    (num_experts, rows, k), rule = shape.weight, formula(activation)
+    gemm = Gemm(shape.num_slots, num_experts, rows // 2, k, shape.itemsize, 2, shape.row_tiles)
+    tiles = gemm_tiles(gemm, device_facts(device))
+    kernel = Launch(
+        _expert_gemm_gated_kernel,
+        N=rows // 2,
+        K=k,
+        TOP_K=shape.top_k,
+        INTERLEAVED=rule.interleaved,
+        **constants(rule),
+        **_blocks(tiles),
+    )
+    return kernel, max_programs(gemm, tiles)
+
+
+def _blocks(config: TileConfig) -> dict[str, int]:
     return {
         "BLOCK_M": config.block_m,
         "BLOCK_N": config.block_n,
@@ -201,20 +244,28 @@ def expert_gemm(
     """Launch one program for each tile that the plan may hold."""
     plan = (sorted_token_ids, expert_ids, num_tokens_post_padded)
     out = empty_rows(a, w, bias, input_weights, output_weights, *plan, row_tiles, top_k)
-    return _launch_plain(
-        out, a, w, bias, input_weights, output_weights, plan, row_tiles, top_k, function=None
-    )
+    return _run_plain(out, a, w, bias, input_weights, output_weights, plan, row_tiles, top_k, None)
 
 
-def _launch_plain(
-    out, a, w, bias, input_weights, output_weights, plan, row_tiles, top_k, function
+def _run_plain(
+    out: Tensor,
+    a: Tensor,
+    w: Tensor,
+    bias: Tensor | None,
+    input_weights: Tensor | None,
+    output_weights: Tensor | None,
+    plan: tuple[Tensor, Tensor, Tensor],
+    row_tiles: Sequence[int],
+    top_k: int,
+    activation: str | None,
 ) -> Tensor:
-    """One accumulator a tile; ``function`` is a formula without a gate, or None."""
-    if out.numel():
-        config, programs = _tiles(out, w, row_tiles, halves=1)
+    """One accumulator a tile; ``activation`` has no gate, or is None."""
+    num_slots = out.shape[0]
+    if num_slots:
         a = a if a.stride(1) == 1 else a.contiguous()
-        launch(
-            _expert_gemm_kernel,
+        shape = Shape(num_slots, w.shape, w.itemsize, tuple(row_tiles), top_k)
+        kernel, programs = _plain_launch(shape, activation, w.device)
+        kernel(
             (programs,),
             a,
             w,
@@ -223,17 +274,9 @@ def _launch_plain(
             _flat(output_weights),
             out,
             *plan,
-            out.shape[0],
+            num_slots,
             a.stride(0),
             *w.stride(),
-            N=w.shape[1],
-            K=w.shape[2],
-            TOP_K=top_k,
-            FUNCTION=function and function.function,
-            LIMIT=function and function.limit,
-            ALPHA=function and function.alpha,
-            BETA=function and function.beta,
-            **_blocks(config),
         )
     return out
 
@@ -253,14 +296,14 @@ def expert_gemm_act(
     """Launch one program for each tile that the plan may hold."""
     plan = (sorted_token_ids, expert_ids, num_tokens_post_padded)
     out = empty_activated_rows(a, w, bias, input_weights, *plan, row_tiles, top_k, activation)
-    rule = formula(activation)
-    if not rule.gated:
-        return _launch_plain(out, a, w, bias, input_weights, None, plan, row_tiles, top_k, rule)
-    if out.numel():
-        config, programs = _tiles(out, w, row_tiles, halves=2)
+    if not formula(activation).gated:
+        return _run_plain(out, a, w, bias, input_weights, None, plan, row_tiles, top_k, activation)
+    num_slots = out.shape[0]
+    if num_slots:
         a = a if a.stride(1) == 1 else a.contiguous()
-        launch(
-            _expert_gemm_gated_kernel,
+        shape = Shape(num_slots, w.shape, w.itemsize, tuple(row_tiles), top_k)
+        kernel, programs = _gated_launch(shape, activation, w.device)
+        kernel(
             (programs,),
             a,
             w,
@@ -268,14 +311,8 @@ def expert_gemm_act(
             _flat(input_weights),
             out,
             *plan,
-            out.shape[0],
+            num_slots,
             a.stride(0),
             *w.stride(),
-            N=out.shape[1],
-            K=w.shape[2],
-            TOP_K=top_k,
-            INTERLEAVED=rule.interleaved,
-            **constants(rule),
-            **_blocks(config),
         )
     return out

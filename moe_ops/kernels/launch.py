@@ -1,18 +1,16 @@
 """Launching without Triton's per-call argument analysis.
 
-Triton inspects every argument of every launch (about 20 microseconds for a GEMM kernel) to find the
-binary that fits. Here the binary is remembered under what that inspection looks at: dtypes, 16-byte
-alignment, the values of specialised integers and constants. Only the first launch of a combination
+Triton inspects every argument of every launch (about 20 microseconds for a GEMM kernel) to find
+the binary that fits. Here the binary is remembered under what that inspection looks at: dtypes,
+16-byte alignment and the values of specialised integers. Only the first launch of a combination
 goes through Triton; later ones hand the same arguments to its binary.
 """
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any
 
 import triton
-from torch import Tensor
 
 COMPILED: dict[tuple, Any] = {}
 """The binary of each combination. Kept for good: CUDA graphs hold its code."""
@@ -20,37 +18,41 @@ COMPILED: dict[tuple, Any] = {}
 _INT32 = 2**31 - 1
 
 
-@cache
-def _parameters(kernel: Any) -> tuple[frozenset[int], tuple[str, ...]]:
-    """Which arguments are not specialised on, and the names of the constants."""
-    free = frozenset(p.num for p in kernel.params if p.do_not_specialize)
-    return free, tuple(p.name for p in kernel.params if p.is_constexpr)
+class Launch:
+    """A kernel with its constants: call it with a grid and the other arguments.
 
-
-def _seen_as(number: int, argument: Any, free: frozenset[int]) -> Any:
-    if isinstance(argument, Tensor):
-        return argument.dtype, argument.data_ptr() % 16 == 0
-    return argument > _INT32 if number in free else argument
-
-
-def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
-    """``kernel[grid](*arguments, **constants)``; the first tensor names the device.
+    Made once for each set of constants (by a cached function), called often.
 
     Args:
         kernel: a ``triton.jit`` function whose constexpr parameters come last.
-        grid: programs along up to three axes.
-        *arguments: tensors, integers or None, in the kernel's order.
         **constants: every constexpr parameter, and Triton's launch options.
     """
-    if not isinstance(kernel, triton.runtime.JITFunction):  # the interpreter
-        kernel[grid](*arguments, **constants)
-        return
-    free, names = _parameters(kernel)
-    seen = tuple([_seen_as(n, argument, free) for n, argument in enumerate(arguments)])
-    key = (kernel.fn, arguments[0].device.index, seen, *constants.values())
-    compiled = COMPILED.get(key)
-    if compiled is None:
-        COMPILED[key] = kernel[grid](*arguments, **constants)
-    else:
-        # As Triton's launchers take them: constants stand in the places of their parameters.
-        compiled[(*grid, 1, 1)[:3]](*arguments, *[constants[name] for name in names])
+
+    def __init__(self, kernel: Any, **constants: Any) -> None:
+        self.kernel, self.constants = kernel, constants
+        self.interpreted = not isinstance(kernel, triton.runtime.JITFunction)
+        if not self.interpreted:
+            self.counted = [p.do_not_specialize for p in kernel.params if not p.is_constexpr]
+            # In a binary's argument list constants stand in the places of their parameters.
+            self.tail = [constants[p.name] for p in kernel.params if p.is_constexpr]
+
+    def __call__(self, grid: tuple[int, ...], *arguments: Any) -> None:
+        """Launch; tensors, integers or None in the kernel's order, the first one a tensor."""
+        if self.interpreted:
+            self.kernel[grid](*arguments, **self.constants)
+            return
+        seen: list[Any] = [self, arguments[0].device.index]
+        for argument, counted in zip(arguments, self.counted, strict=True):
+            if argument is None:
+                seen.append(None)
+            elif type(argument) is int:
+                seen.append(argument > _INT32 if counted else argument)
+            else:
+                seen.append(argument.dtype)
+                seen.append(argument.data_ptr() & 15)
+        key = tuple(seen)
+        compiled = COMPILED.get(key)
+        if compiled is None:
+            COMPILED[key] = self.kernel[grid](*arguments, **self.constants)
+        else:
+            compiled[(*grid, 1, 1)[:3]](*arguments, *self.tail)

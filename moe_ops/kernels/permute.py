@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+from typing import Any
+
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -10,9 +13,9 @@ from moe_ops.fake_impls.permute import gather_rows as empty_rows
 from moe_ops.fake_impls.permute import moe_permutation as empty_permutation
 from moe_ops.fake_impls.permute import moe_unpermute as empty_tokens
 from moe_ops.kernels.align import count_expert_num_tokens
-from moe_ops.kernels.launch import launch
+from moe_ops.kernels.launch import Launch
 from moe_ops.kernels.slots import local_experts, map_size, next_power_of_2
-from moe_ops.tiles import scan_sizes
+from moe_ops.tiles import Scan, scan_sizes
 
 
 @triton.jit(do_not_specialize=["num_slots"])
@@ -39,6 +42,19 @@ def _permutation_kernel(
         row += tl.sum(mine)
 
 
+@lru_cache
+def _permutation_launch(scan: Scan, num_local_experts: int) -> Launch:
+    buckets = next_power_of_2(max(num_local_experts, 2))
+    return Launch(_permutation_kernel, BUCKETS=buckets, CHUNK=scan.chunk, num_warps=scan.num_warps)
+
+
+@lru_cache
+def _row_launch(kernel: Any, top_k: int, width: int, widest: int) -> tuple[Launch, int]:
+    """The kernel, and the programs along a row."""
+    block = min(widest, next_power_of_2(width))
+    return Launch(kernel, TOP_K=top_k, BLOCK=block), triton.cdiv(width, block)
+
+
 def moe_permutation(
     topk_ids: Tensor, expert_map: Tensor | None, num_local_experts: int
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -46,8 +62,7 @@ def moe_permutation(
     result = empty_permutation(topk_ids, expert_map, num_local_experts)
     topk_ids = topk_ids.contiguous()
     num_slots = topk_ids.numel()
-    launch(
-        _permutation_kernel,
+    _permutation_launch(scan_sizes(num_slots), num_local_experts)(
         (num_local_experts + 1,),
         topk_ids,
         expert_map,
@@ -56,8 +71,6 @@ def moe_permutation(
         num_slots,
         map_size(expert_map, num_local_experts),
         num_local_experts,
-        BUCKETS=next_power_of_2(max(num_local_experts, 2)),
-        **scan_sizes(num_slots),
     )
     return result
 
@@ -84,10 +97,9 @@ def gather_rows(
     x = x if x.stride(1) == 1 else x.contiguous()
     rows, width = out.shape
     if out.numel():
-        block = min(2048, next_power_of_2(width))
-        launch(
-            _gather_rows_kernel,
-            (rows, triton.cdiv(width, block)),
+        kernel, pieces = _row_launch(_gather_rows_kernel, top_k, width, 2048)
+        kernel(
+            (rows, pieces),
             x,
             permuted_idx,
             expert_first_token_offset,
@@ -95,8 +107,6 @@ def gather_rows(
             expert_first_token_offset.shape[0] - 1,
             x.stride(0),
             width,
-            TOP_K=top_k,
-            BLOCK=block,
         )
     return out
 
@@ -139,10 +149,10 @@ def moe_unpermute(
     tokens, width = out.shape
     if out.numel():
         offset = expert_first_token_offset
-        block = min(1024, next_power_of_2(width))
-        launch(
-            _unpermute_kernel,
-            (tokens, triton.cdiv(width, block)),
+        top_k = inv_permuted_idx.shape[1]
+        kernel, pieces = _row_launch(_unpermute_kernel, top_k, width, 1024)
+        kernel(
+            (tokens, pieces),
             permuted_hidden_states.contiguous(),
             None if topk_weights is None else topk_weights.contiguous(),
             inv_permuted_idx.contiguous(),
@@ -151,7 +161,5 @@ def moe_unpermute(
             permuted_hidden_states.shape[0],
             0 if offset is None else offset.shape[0] - 1,
             width,
-            TOP_K=inv_permuted_idx.shape[1],
-            BLOCK=block,
         )
     return out

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from moe_ops.fake_impls.routing import fused_topk as empty_topk
-from moe_ops.kernels.launch import launch
+from moe_ops.kernels.launch import Launch
 from moe_ops.kernels.slots import next_power_of_2
 
 _LOWEST = tl.constexpr(-3.4028234663852886e38)
@@ -65,6 +67,23 @@ def _fused_topk_kernel(
     tl.store(topk_ids + at, ids, mask=slot < TOPK)
 
 
+@lru_cache
+def _launch(
+    num_experts: int, topk: int, renormalize: bool, scoring_func: str, scale: float
+) -> Launch:
+    experts = next_power_of_2(max(num_experts, 2))
+    return Launch(
+        _fused_topk_kernel,
+        SCALE=scale,
+        TOPK=topk,
+        RENORMALIZE=renormalize,
+        SCORING=scoring_func,
+        EXPERTS=experts,
+        SLOTS=next_power_of_2(max(topk, 2)),
+        num_warps=1 if experts <= 512 else 4,
+    )
+
+
 def fused_topk(
     gating_output: Tensor,
     e_score_correction_bias: Tensor | None,
@@ -86,9 +105,7 @@ def fused_topk(
     if tokens:
         if gating_output.stride(1) != 1:
             gating_output = gating_output.contiguous()
-        experts = next_power_of_2(max(num_experts, 2))
-        launch(
-            _fused_topk_kernel,
+        _launch(num_experts, topk, renormalize, scoring_func, routed_scaling_factor)(
             (tokens,),
             gating_output,
             e_score_correction_bias,
@@ -96,12 +113,5 @@ def fused_topk(
             topk_ids,
             gating_output.stride(0),
             num_experts,
-            SCALE=routed_scaling_factor,
-            TOPK=topk,
-            RENORMALIZE=renormalize,
-            SCORING=scoring_func,
-            EXPERTS=experts,
-            SLOTS=next_power_of_2(max(topk, 2)),
-            num_warps=1 if experts <= 512 else 4,
         )
     return topk_weights, topk_ids

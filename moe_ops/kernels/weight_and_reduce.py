@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from moe_ops.fake_impls.weight_and_reduce import moe_fused_mul_sum as empty_output
-from moe_ops.kernels.launch import launch
+from moe_ops.kernels.launch import Launch
 from moe_ops.kernels.slots import local_experts, map_size, next_power_of_2
 
 
@@ -37,6 +39,13 @@ def _mul_sum_kernel(
     tl.store(out + token * stride_out + col, total.to(out.dtype.element_ty), mask=col < WIDTH)
 
 
+@lru_cache
+def _launch(k: int, width: int) -> tuple[Launch, int]:
+    """The kernel, and the programs along a row."""
+    block = min(1024, next_power_of_2(width))
+    return Launch(_mul_sum_kernel, TOP_K=k, BLOCK=block), triton.cdiv(width, block)
+
+
 def moe_fused_mul_sum_out(
     inputs: Tensor,
     topk_weights: Tensor | None,
@@ -50,10 +59,9 @@ def moe_fused_mul_sum_out(
     """Launch one program for each piece of a token's row."""
     tokens, k, width = inputs.shape
     if out.numel():
-        block = min(1024, next_power_of_2(width))
-        launch(
-            _mul_sum_kernel,
-            (tokens, triton.cdiv(width, block)),
+        kernel, pieces = _launch(k, width)
+        kernel(
+            (tokens, pieces),
             inputs.contiguous(),
             None if topk_weights is None else topk_weights.contiguous(),
             None if topk_ids is None else topk_ids.contiguous(),
@@ -64,8 +72,6 @@ def moe_fused_mul_sum_out(
             num_local_experts,
             width,
             out.stride(0),
-            TOP_K=k,
-            BLOCK=block,
         )
 
 

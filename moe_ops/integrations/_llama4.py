@@ -1,0 +1,71 @@
+"""Llama 4, whose experts transformers does not dispatch: its MoE block is adapted as a whole.
+
+Upstream runs every expert on every token, with the token scaled by the router's score first (0 for
+experts that were not chosen). Here the chosen experts run, and the first GEMM applies the scale.
+"""
+
+from __future__ import annotations
+
+from types import MethodType
+from typing import Any
+
+from torch import Tensor, nn
+
+from moe_ops.integrations._gates import kind_of
+from moe_ops.pipeline.fused_experts import fused_experts
+
+BLOCK = "Llama4TextMoe"
+
+
+def is_block(module: nn.Module) -> bool:
+    """Whether a module is transformers' MoE block of Llama 4 (not one that only has its name)."""
+    return any(
+        c.__name__ == BLOCK and c.__module__.startswith("transformers.models.llama4.")
+        for c in type(module).__mro__
+    )
+
+
+def is_adapted(module: nn.Module) -> bool:
+    """Whether `adapt_block` was here."""
+    forward = module.__dict__.get("forward")
+    return getattr(forward, "__func__", None) is block_forward
+
+
+def block_forward(self: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
+    """``Llama4TextMoe.forward``: the tokens' rows and the router's logits."""
+    hidden_states = hidden_states.reshape(-1, self.hidden_dim)
+    router_scores, router_logits = self.router(hidden_states)
+    # A chosen expert whose score is 0 may lose to another 0: neither adds anything.
+    topk_weights, topk_ids = router_scores.topk(self.top_k, dim=1)
+    activation: Any = kind_of(self.experts.act_fn)
+    routed = fused_experts(
+        hidden_states,
+        self.experts.gate_up_proj.transpose(1, 2),
+        self.experts.down_proj.transpose(1, 2),
+        topk_weights,
+        topk_ids,
+        activation=activation,
+        apply_router_weight_on_input=True,
+    )
+    return self.shared_expert(hidden_states) + routed, router_logits
+
+
+def adapt_block(name: str, block: nn.Module) -> None:
+    """Give one block `block_forward`; ``del block.forward`` takes it back.
+
+    Raises:
+        NotImplementedError: an activation that this library does not have.
+        ValueError: the block has a forward of its own already, such as a hook of accelerate.
+    """
+    experts: Any = block.experts
+    if kind_of(experts.act_fn) is None:
+        raise NotImplementedError(
+            f"{name} must have an activation of this library, "
+            f"got {type(experts.act_fn).__name__} in {type(experts).__name__}"
+        )
+    if "forward" in block.__dict__:
+        raise ValueError(
+            f"{name} must not have a forward of its own (adapt a model before accelerate's hooks "
+            f"are added), got {block.__dict__['forward']}"
+        )
+    block.forward = MethodType(block_forward, block)

@@ -1,0 +1,85 @@
+"""Which expert modules of a model do not run this library's function, and why."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from moe_ops import checks
+from moe_ops.integrations import _llama4
+
+
+class Unreached(NamedTuple):
+    """An expert module that runs transformers' code."""
+
+    name: str
+    """Its path in the model, as in ``named_modules``."""
+    class_name: str
+    reason: str
+
+
+def unreached(model: nn.Module, implementation: str) -> Iterator[Unreached]:
+    """Expert modules that ``implementation`` does not reach, outermost first."""
+    for name, module in _expert_modules(model, ""):
+        reason = _reason(module, implementation)
+        if reason:
+            yield Unreached(name, type(module).__name__, reason)
+
+
+def _is_decorated(module: Any) -> bool:
+    """Whether ``use_experts_implementation`` of transformers left its attributes there."""
+    return all(hasattr(module, name) for name in ("has_gate", "has_bias", "is_transposed"))
+
+
+def _expert_modules(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
+    if _is_expert_module(module, name):
+        yield name, module
+        return
+    inner = [
+        found
+        for child_name, child in module.named_children()
+        for found in _expert_modules(child, f"{name}.{child_name}".lstrip("."))
+    ]
+    yield from inner
+    # A block whose experts look like nothing known (Doge's are embeddings).
+    if not inner and type(module).__name__.endswith("MoE") and not _is_model(module):
+        yield name, module
+
+
+def _is_expert_module(module: nn.Module, name: str) -> bool:
+    class_name = type(module).__name__
+    if _is_decorated(module) or _llama4.is_adapted(module):
+        return True
+    if _is_model(module) or "Shared" in class_name:  # every token runs through shared experts
+        return False
+    named = "expert" in class_name.lower() or "moe" in class_name.lower()
+    if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
+        return len(module) > 1 and (named or name.rsplit(".", 1)[-1] == "experts")
+    stacked = any(p.dim() == 3 and p.shape[0] > 1 for p in module.parameters(recurse=False))
+    return "Experts" in class_name or (named and stacked)
+
+
+def _is_model(module: nn.Module) -> bool:
+    return isinstance(module, PreTrainedModel)
+
+
+def _reason(module: Any, implementation: str) -> str:
+    """Empty for a module that is reached."""
+    if _llama4.is_adapted(module):
+        return ""
+    if not _is_decorated(module):
+        if type(module).__name__ == "Llama4TextExperts":
+            return "Llama 4 is not dispatched by transformers: adapt(model) reaches it"
+        return "its class is not dispatched by transformers (no @use_experts_implementation)"
+    if getattr(module, "has_post_expert_norm", False):
+        return "a norm after each expert (has_post_expert_norm) is not supported"
+    dtypes = {p.dtype for p in module.parameters(recurse=False)} - set(checks.FLOATS)
+    if dtypes:
+        return f"weights of {', '.join(sorted(map(str, dtypes)))} are not supported"
+    chosen = getattr(module.config, "_experts_implementation", None)
+    if chosen != implementation:
+        return f"its experts_implementation is {chosen!r}, not {implementation!r}"
+    return ""
