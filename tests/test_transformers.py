@@ -124,45 +124,10 @@ def test_decoder_layer_compiles_with_inductor(device):
         torch.testing.assert_close(actual, expected, rtol=0, atol=1e-5)
 
 
-class Experts(torch.nn.Module):
-    """What transformers' decorator leaves on an experts class."""
-
-    has_gate, has_bias, is_transposed, is_concatenated = True, False, False, True
-    _apply_gate = integration._default_apply_gate
-
-    def __init__(self, **changes):
-        super().__init__()
-        self.act_fn = torch.nn.SiLU()
-        for name, value in changes.items():
-            setattr(self, name, value)
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"is_transposed": True}, "transposed weights.*Experts with is_transposed=True"),
-        ({"has_bias": True}, "biases"),
-        ({"has_gate": False}, "without a gate"),
-        ({"is_concatenated": False}, "interleaved"),
-        ({"has_post_expert_norm": True}, "a norm after"),
-        ({"act_fn": torch.nn.ReLU()}, "got ReLU in Experts"),
-    ],
-)
-def test_other_layouts_are_named(changes, message):
-    with pytest.raises(NotImplementedError, match=message):
-        integration.moe_ops_experts(Experts(**changes), None, None, None)
-
-
-def test_other_gates_and_fp8_are_named():
-    class Limited(Experts):
-        def _apply_gate(self, x):
-            return x
-
-    with pytest.raises(NotImplementedError, match="Limited with an _apply_gate of its own"):
-        integration.moe_ops_experts(Limited(), None, None, None)
+def test_fp8_is_named(device):
     fp8 = integration.ALL_FP8_EXPERTS_FUNCTIONS["moe_ops"]
-    with pytest.raises(NotImplementedError, match="unquantized experts"):
-        fp8(Experts(), None, None, None)
+    with pytest.raises(NotImplementedError, match="unquantized experts.*got SiLU"):
+        fp8(torch.nn.SiLU(), None, None, None)
 
 
 def test_sentinel_ids_of_expert_parallelism_are_skipped(device):
@@ -174,6 +139,23 @@ def test_sentinel_ids_of_expert_parallelism_are_skipped(device):
         out = integration.moe_ops_experts(experts, x, ids, weights)
     assert out.isfinite().all()
     assert (out[1] == 0).all()
+
+
+@pytest.mark.parametrize("act_fn", [torch.nn.SiLU(), torch.nn.Mish()], ids=["fused", "unfused"])
+@torch.no_grad()
+def test_a_rank_with_fewer_experts_than_slots(act_fn, device):
+    """What expert parallelism leaves of a layer: one expert here, and sentinels for the rest."""
+    experts = tiny_model(device, num_experts=1, num_experts_per_tok=1).model.layers[0].mlp.experts
+    experts.act_fn = act_fn
+    x = torch.randn(4, 32, device=device)
+    ids = torch.tensor([[1, 0], [0, 1], [1, 1], [2, 7]], device=device)
+    weights = torch.rand(4, 2, device=device)
+    out = integration.moe_ops_experts(experts, x, ids, weights)
+    alone = integration.moe_ops_experts(
+        experts, x[:2], ids.new_zeros(2, 1), weights[[0, 1], [1, 0]][:, None]
+    )
+    torch.testing.assert_close(out[:2], alone, rtol=0, atol=0)
+    assert (out[2:] == 0).all()
 
 
 def test_grad_mode_says_what_to_do(device):

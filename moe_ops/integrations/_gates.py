@@ -39,10 +39,10 @@ _FUNCTIONS: dict[MoEActivation, Callable[[Tensor], Tensor]] = {
     MoEActivation.GELU_TANH: partial(functional.gelu, approximate="tanh"),
     MoEActivation.RELU2: lambda x: functional.relu(x).square(),
 }
-_NO_MUL = {kind: kind.without_mul() for kind in _FUNCTIONS}
+_NO_MUL = {kind: Activation(kind.without_mul()) for kind in _FUNCTIONS}
 
 
-def activation_of(experts: Any) -> MoEActivation | Activation | None:
+def activation_of(experts: Any) -> Activation | None:
     """What `fused_experts` computes instead of the gate of an experts module, if it can.
 
     Dynamo traces this: what it must not look into are the two functions below that return
@@ -85,7 +85,7 @@ def attributes_read(gate: Callable[..., Tensor]) -> tuple[str, ...] | None:
 @torch.compiler.assume_constant_result
 def recognised(
     gate: Callable[..., Tensor], kind: MoEActivation | None, *values: str
-) -> MoEActivation | Activation | None:
+) -> Activation | None:
     """The activation that a gate function is, for an ``act_fn`` and the numbers it reads."""
     return _recognised(gate, kind, values)
 
@@ -124,7 +124,7 @@ def _attributes_read(gate: Callable[..., Tensor]) -> tuple[str, ...] | None:
 @lru_cache(maxsize=256)
 def _recognised(
     gate: Callable[..., Tensor], kind: MoEActivation | None, values: tuple[str, ...]
-) -> MoEActivation | Activation | None:
+) -> Activation | None:
     numbers = [float.fromhex(value) for value in values]
     stand_in = SimpleNamespace(**dict(zip(_attributes_read(gate) or (), numbers, strict=True)))
     if kind is not None:
@@ -136,8 +136,8 @@ def _recognised(
         if not isinstance(expected, Tensor) or expected.shape != (x.shape[0], x.shape[1] // 2):
             return None
         for candidate in _candidates(kind, limits):
-            key = candidate.key if isinstance(candidate, Activation) else candidate.value
-            if torch.allclose(ops.activation(x, key), expected.float(), rtol=1e-5, atol=1e-5):
+            actual = ops.activation(x, candidate.key)
+            if torch.allclose(actual, expected.float(), rtol=1e-5, atol=1e-5):
                 return candidate
     return None
 
@@ -151,12 +151,10 @@ def _probe(numbers: list[float]) -> Tensor:
     return torch.stack((torch.cat((gate, up)), torch.stack((gate, up), dim=1).flatten()))
 
 
-def _candidates(
-    kind: MoEActivation | None, numbers: list[float]
-) -> Iterator[MoEActivation | Activation]:
+def _candidates(kind: MoEActivation | None, numbers: list[float]) -> Iterator[Activation]:
     """Activations that a gate with these numbers may be, the plain one first."""
     if kind is not None:
-        yield kind
+        yield Activation(kind)
     if kind not in (None, MoEActivation.SILU):
         return
     for limit in (None, *numbers):

@@ -1,0 +1,155 @@
+"""A tiny random model for every experts class that the installed transformers dispatches."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import inspect
+import math
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+from transformers import PreTrainedModel
+
+DECORATOR = "use_experts_implementation"
+HIDDEN, EXPERTS, LENGTH = 32, 8, 11
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 64, "hidden_size": HIDDEN, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 4, "head_dim": 8, "intermediate_size": 24, "moe_intermediate_size": 24,
+    "num_experts": EXPERTS, "num_local_experts": EXPERTS, "n_routed_experts": EXPERTS,
+    "moe_num_experts": EXPERTS, "num_experts_per_tok": 2, "moe_topk": 2, "moe_k": 2,
+    "max_position_embeddings": 128, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+    "q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8,
+    "v_head_dim": 8, "qk_head_dim": 16, "n_group": 2, "topk_group": 2, "sliding_window": 8,
+    "first_k_dense_replace": 0, "num_dense_layers": 0, "mlp_only_layers": [],
+    "n_shared_experts": 1, "shared_expert_intermediate_size": 16, "swiglu_limit": 3.0,
+    "linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8, "index_topk": 4, "index_n_heads": 2, "index_head_dim": 16,
+    "mamba_num_heads": 4, "mamba_head_dim": 16, "ssm_state_size": 8, "mamba_n_heads": 4,
+    "mamba_d_head": 16, "mamba_n_groups": 1, "n_groups": 1,
+}  # fmt: skip
+"""Set where a configuration has the attribute."""
+
+_SPARSE = {"mlp_layer_types": ["sparse"] * 2}
+_ROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}
+CHANGES: dict[str, dict[str, Any]] = {
+    "BeamExperts": _SPARSE,
+    "DeepseekOcr2TextExperts": _SPARSE,
+    "DiffusionGemmaTextExperts": {"top_k_experts": 2, "global_head_dim": 8},
+    "Ernie4_5_VLMoeMoeExperts": {
+        **_SPARSE, "moe_intermediate_size": [24, 16], "rope_parameters": _ROPE,
+    },
+    "Gemma4TextExperts": {
+        "enable_moe_block": True, "top_k_experts": 2, "vocab_size_per_layer_input": 64,
+        "hidden_size_per_layer_input": 8, "global_head_dim": 8,
+    },
+    "Glm4vMoeTextExperts": {"rope_parameters": {**_ROPE, "partial_rotary_factor": 1.0}},
+    "Glm5NextTextExperts": {
+        **_SPARSE, "index_topk": 16, "qk_rope_head_dim": 0, "head_dim": 0,
+        "layer_types": ["linear_attention", "deepseek_sparse_attention"], "linear_head_dim": 8,
+        "linear_num_heads": 4,
+    },
+    "KimiLinearExperts": {"linear_attn_config": {"head_dim": 8, "num_heads": 4}},
+    "Lfm2MoeExperts": {"layer_types": ["conv", "full_attention"]},
+    "MiMoV2FlashExperts": {
+        **_SPARSE, "num_key_value_heads": 2,
+        "layer_types": ["full_attention", "sliding_attention"],
+    },
+    "Mistral4Experts": {"head_dim": 16},
+    "Qwen3OmniMoeTalkerTextExperts": {"shared_expert_intermediate_size": 16},
+    "ZayaExperts": {"num_experts_per_tok": 1},
+}  # fmt: skip
+"""What one architecture needs besides."""
+
+NO_TOKEN_EMBEDDING = {"Qwen3OmniMoeTalkerTextExperts"}
+"""Models that are called with embeddings."""
+
+
+def decorated_classes() -> list[tuple[str, str]]:
+    """(module, class) of every experts class in the sources of the installed transformers."""
+    found = []
+    root = Path(transformers.__file__).parent
+    for path in sorted(root.glob("models/*/modeling_*.py")):
+        source = path.read_text()
+        if f"@{DECORATOR}" not in source:
+            continue
+        module = f"transformers.models.{path.parent.name}.{path.stem}"
+        for node in ast.parse(source).body:
+            if isinstance(node, ast.ClassDef):
+                decorators = [ast.unparse(d) for d in node.decorator_list]
+                if any(d.startswith(DECORATOR) for d in decorators):
+                    found.append((module, node.name))
+    return found
+
+
+def _has(config: Any, name: str) -> bool:
+    try:
+        return hasattr(config, name)
+    except Exception:  # Gemma 4: an attribute that differs from layer to layer
+        return True
+
+
+def _model_classes(module: Any) -> list[type[PreTrainedModel]]:
+    """Text models, those with a head first."""
+    models = [
+        m
+        for m in vars(module).values()
+        if inspect.isclass(m)
+        and issubclass(m, PreTrainedModel)
+        and m.__module__ == module.__name__
+        and inspect.isclass(m.config_class)
+        and not m.config_class.sub_configs
+        and not any(word in m.__name__ for word in ("Vision", "Audio", "PreTrained"))
+    ]
+    endings = ("ForCausalLM", "ForTokenClassification", "Model")
+    return [m for e in endings for m in models if m.__name__.endswith(e)]
+
+
+def build(module_name: str, class_name: str) -> tuple[PreTrainedModel, dict[str, Any]]:
+    """A model on the CPU in float32 that has the class in it, and arguments to call it with."""
+    module = importlib.import_module(module_name)
+    experts_class = getattr(module, class_name)
+    for model_class in _model_classes(module):
+        config_class = model_class.config_class
+        default = config_class()
+        sizes = {name: value for name, value in SIZES.items() if _has(default, name)}
+        if "sparse" in (getattr(default, "mlp_layer_types", None) or ()):
+            sizes |= _SPARSE
+        torch.manual_seed(0)
+        model = model_class(config_class(**sizes | CHANGES.get(class_name, {}))).eval()
+        if any(isinstance(m, experts_class) for m in model.modules()):
+            fill(model)
+            return model, arguments(class_name)
+    raise LookupError(f"no text model of {module_name} has {class_name}")
+
+
+def arguments(class_name: str) -> dict[str, Any]:
+    g = torch.Generator().manual_seed(1)
+    if class_name in NO_TOKEN_EMBEDDING:
+        return {"inputs_embeds": torch.randn(2, LENGTH, HIDDEN, generator=g), "use_cache": False}
+    return {"input_ids": torch.randint(3, 60, (2, LENGTH), generator=g), "use_cache": False}
+
+
+@torch.no_grad()
+def fill(model: nn.Module) -> None:
+    """Parameters that were left as they were found; experts whose gates reach their limits."""
+    g = torch.Generator().manual_seed(2)
+    for parameter in model.parameters():
+        if not parameter.isfinite().all():
+            parameter.normal_(std=0.02, generator=g)
+    for experts in experts_of(model):
+        for name, parameter in experts.named_parameters(recurse=False):
+            if parameter.dim() == 3:
+                rows = parameter.shape[1 if experts.is_transposed else 2]
+                gain = 1.0 if name == "down_proj" else 4.0
+                parameter.normal_(std=gain / math.sqrt(rows), generator=g)
+            else:
+                parameter.normal_(generator=g)
+
+
+def experts_of(model: nn.Module) -> list[Any]:
+    return [m for m in model.modules() if hasattr(m, "is_concatenated")]
