@@ -64,8 +64,7 @@ def compiling(arch: int) -> Iterator[list[Any]]:
         compiled.append(run(self, *args, **kwargs))
         return compiled[-1]
 
-    for launches_of in (expert_gemm._plain_launch, expert_gemm._gated_launch):
-        launches_of.cache_clear()  # their tiles are those of another device
+    expert_gemm._launch.cache_clear()  # its tiles are those of another device
     previous = triton.runtime.driver._active
     triton.runtime.driver.set_active(TargetOnly(arch))
     facts = Device(arch, SHARED_MEMORY[arch], 132)

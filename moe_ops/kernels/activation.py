@@ -99,7 +99,7 @@ def _activation_kernel(
     tl.store(out + row * WIDTH + col, value.to(out.dtype.element_ty), mask=inside)
 
 
-@lru_cache
+@lru_cache(maxsize=1024)
 def _launch(activation: str, width: int) -> tuple[Launch, int]:
     """The kernel, and the programs along a row."""
     rule, block = formula(activation), min(1024, next_power_of_2(width))

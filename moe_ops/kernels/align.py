@@ -36,7 +36,7 @@ def _count_kernel(
     tl.store(counts + expert, tl.sum(hits))
 
 
-@lru_cache
+@lru_cache(maxsize=1024)
 def _count_launch(scan: Scan) -> Launch:
     return Launch(_count_kernel, CHUNK=scan.chunk, num_warps=scan.num_warps)
 
@@ -114,7 +114,7 @@ def _align_kernel(
         tl.store(num_tokens_post_padded, used_tiles * TILE)
 
 
-@lru_cache
+@lru_cache(maxsize=1024)
 def _align_launch(scan: Scan, tile: int, num_experts: int) -> Launch:
     buckets = next_power_of_2(max(num_experts, 2))
     return Launch(

@@ -167,51 +167,59 @@ def _expert_gemm_gated_kernel(
 
 
 class Shape(NamedTuple):
-    """What a launch is made for, beyond the device and the activation."""
+    """What a launch is made for, beyond the activation."""
 
     num_slots: int
     weight: tuple[int, int, int]
     itemsize: int
     row_tiles: tuple[int, ...]
     top_k: int
+    device: torch.device
 
 
 @lru_cache(maxsize=4096)
-def _plain_launch(shape: Shape, activation: str | None, device: torch.device) -> tuple[Launch, int]:
-    """The kernel with one accumulator a tile, and how many programs the plan may need."""
-    (num_experts, n, k), rule = shape.weight, activation and formula(activation)
-    gemm = Gemm(shape.num_slots, num_experts, n, k, shape.itemsize, 1, shape.row_tiles)
-    tiles = gemm_tiles(gemm, device_facts(device))
-    kernel = Launch(
+def _launch(shape: Shape, activation: str | None) -> tuple[Launch, int]:
+    """The kernel for an activation (or none), and how many programs the plan may need."""
+    num_experts, rows, k = shape.weight
+    halves = 2 if activation and formula(activation).gated else 1
+    gemm = Gemm(
+        shape.num_slots, num_experts, rows // halves, k, shape.itemsize, halves, shape.row_tiles
+    )
+    tiles = gemm_tiles(gemm, device_facts(shape.device))
+    make = _gated if halves == 2 else _plain
+    return make(gemm.n, k, shape.top_k, activation, tiles), max_programs(gemm, tiles)
+
+
+@lru_cache(maxsize=1024)
+def _plain(n: int, k: int, top_k: int, activation: str | None, tiles: TileConfig) -> Launch:
+    """One accumulator a tile."""
+    rule = activation and formula(activation)
+    return Launch(
         _expert_gemm_kernel,
         N=n,
         K=k,
-        TOP_K=shape.top_k,
+        TOP_K=top_k,
         FUNCTION=rule and rule.function,
         LIMIT=rule and rule.limit,
         ALPHA=rule and rule.alpha,
         BETA=rule and rule.beta,
         **_blocks(tiles),
     )
-    return kernel, max_programs(gemm, tiles)
 
 
-@lru_cache(maxsize=4096)
-def _gated_launch(shape: Shape, activation: str, device: torch.device) -> tuple[Launch, int]:
-    """The kernel with gate and up accumulators, and how many programs the plan may need."""
-    (num_experts, rows, k), rule = shape.weight, formula(activation)
-    gemm = Gemm(shape.num_slots, num_experts, rows // 2, k, shape.itemsize, 2, shape.row_tiles)
-    tiles = gemm_tiles(gemm, device_facts(device))
-    kernel = Launch(
+@lru_cache(maxsize=1024)
+def _gated(n: int, k: int, top_k: int, activation: str, tiles: TileConfig) -> Launch:
+    """Gate and up accumulators."""
+    rule = formula(activation)
+    return Launch(
         _expert_gemm_gated_kernel,
-        N=rows // 2,
+        N=n,
         K=k,
-        TOP_K=shape.top_k,
+        TOP_K=top_k,
         INTERLEAVED=rule.interleaved,
         **constants(rule),
         **_blocks(tiles),
     )
-    return kernel, max_programs(gemm, tiles)
 
 
 def _blocks(config: TileConfig) -> dict[str, int]:
@@ -263,8 +271,8 @@ def _run_plain(
     num_slots = out.shape[0]
     if num_slots:
         a = a if a.stride(1) == 1 else a.contiguous()
-        shape = Shape(num_slots, w.shape, w.itemsize, tuple(row_tiles), top_k)
-        kernel, programs = _plain_launch(shape, activation, w.device)
+        shape = Shape(num_slots, w.shape, w.itemsize, tuple(row_tiles), top_k, w.device)
+        kernel, programs = _launch(shape, activation)
         kernel(
             (programs,),
             a,
@@ -301,8 +309,8 @@ def expert_gemm_act(
     num_slots = out.shape[0]
     if num_slots:
         a = a if a.stride(1) == 1 else a.contiguous()
-        shape = Shape(num_slots, w.shape, w.itemsize, tuple(row_tiles), top_k)
-        kernel, programs = _gated_launch(shape, activation, w.device)
+        shape = Shape(num_slots, w.shape, w.itemsize, tuple(row_tiles), top_k, w.device)
+        kernel, programs = _launch(shape, activation)
         kernel(
             (programs,),
             a,

@@ -42,13 +42,13 @@ def _permutation_kernel(
         row += tl.sum(mine)
 
 
-@lru_cache
+@lru_cache(maxsize=1024)
 def _permutation_launch(scan: Scan, num_local_experts: int) -> Launch:
     buckets = next_power_of_2(max(num_local_experts, 2))
     return Launch(_permutation_kernel, BUCKETS=buckets, CHUNK=scan.chunk, num_warps=scan.num_warps)
 
 
-@lru_cache
+@lru_cache(maxsize=1024)
 def _row_launch(kernel: Any, top_k: int, width: int, widest: int) -> tuple[Launch, int]:
     """The kernel, and the programs along a row."""
     block = min(widest, next_power_of_2(width))

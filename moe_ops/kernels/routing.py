@@ -67,7 +67,7 @@ def _fused_topk_kernel(
     tl.store(topk_ids + at, ids, mask=slot < TOPK)
 
 
-@lru_cache
+@lru_cache(maxsize=1024)
 def _launch(
     num_experts: int, topk: int, renormalize: bool, scoring_func: str, scale: float
 ) -> Launch:

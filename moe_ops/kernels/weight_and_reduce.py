@@ -39,7 +39,7 @@ def _mul_sum_kernel(
     tl.store(out + token * stride_out + col, total.to(out.dtype.element_ty), mask=col < WIDTH)
 
 
-@lru_cache
+@lru_cache(maxsize=1024)
 def _launch(k: int, width: int) -> tuple[Launch, int]:
     """The kernel, and the programs along a row."""
     block = min(1024, next_power_of_2(width))
