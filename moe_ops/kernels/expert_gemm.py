@@ -19,61 +19,9 @@ from moe_ops.activation import formula
 from moe_ops.fake_impls.expert_gemm import expert_gemm as empty_rows
 from moe_ops.fake_impls.expert_gemm import expert_gemm_act as empty_activated_rows
 from moe_ops.kernels.activation import constants, gate, gate_up
+from moe_ops.kernels.gemm_tile import add_bias, load_slots, load_tile, map_tile, scale_rows
 from moe_ops.kernels.launch import Launch
 from moe_ops.tiles import Gemm, TileConfig, device_facts, gemm_tiles, max_programs
-
-
-@triton.jit
-def _map_tile(pid, num_pid_m, num_pid_n, GROUP_M: tl.constexpr):
-    """Tiles in bands of GROUP_M rows, down each band first: its weights stay in the L2 cache."""
-    band = pid // (GROUP_M * num_pid_n)
-    first = band * GROUP_M
-    height = tl.minimum(num_pid_m - first, GROUP_M)
-    inside = pid % (GROUP_M * num_pid_n)
-    return first + inside % height, inside // height
-
-
-@triton.jit
-def _load_slots(sorted_token_ids, pid_m, num_slots, BLOCK_M: tl.constexpr):
-    """The slots of a tile (0 for padding, so that addresses stay inside) and which are real."""
-    slot = tl.load(sorted_token_ids + pid_m * BLOCK_M + tl.arange(0, BLOCK_M))
-    real = slot < num_slots
-    return tl.where(real, slot, 0).to(tl.int64), real
-
-
-@triton.jit
-def _load_tile(
-    pointers, k, rows_inside, K: tl.constexpr, BLOCK_K: tl.constexpr, K_AXIS: tl.constexpr
-):
-    """A tile of an operand, zero past K and outside (rows_inside None: all inside)."""
-    if K % BLOCK_K == 0:
-        if rows_inside is None:
-            tile = tl.load(pointers)
-        else:
-            tile = tl.load(pointers, mask=tl.expand_dims(rows_inside, K_AXIS), other=0.0)
-    else:
-        mask = tl.expand_dims(k < K, 1 - K_AXIS)
-        if rows_inside is not None:
-            mask = mask & tl.expand_dims(rows_inside, K_AXIS)
-        tile = tl.load(pointers, mask=mask, other=0.0)
-    return tile
-
-
-@triton.jit
-def _scale_rows(acc, weights, slot, real):
-    """Each row times its router weight, in float32."""
-    if weights is not None:
-        scale = tl.load(weights + slot, mask=real, other=0.0).to(tl.float32)
-        acc = acc * scale[:, None]
-    return acc
-
-
-@triton.jit
-def _add_bias(acc, bias, expert, n, inside, ROWS):
-    """The bias of each weight row, in float32."""
-    if bias is not None:
-        acc += tl.load(bias + expert * ROWS + n, mask=inside, other=0.0).to(tl.float32)[None, :]
-    return acc
 
 
 @triton.jit(do_not_specialize=["num_slots"])
@@ -91,11 +39,11 @@ def _expert_gemm_kernel(
     num_pid_n: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
     if pid >= num_pid_m * num_pid_n:
         return
-    pid_m, pid_n = _map_tile(pid, num_pid_m, num_pid_n, GROUP_M)
+    pid_m, pid_n = map_tile(pid, num_pid_m, num_pid_n, GROUP_M)
     expert = tl.load(expert_ids + pid_m).to(tl.int64)
     if expert < 0:
         return
-    slot, real = _load_slots(sorted_token_ids, pid_m, num_slots, BLOCK_M)
+    slot, real = load_slots(sorted_token_ids, pid_m, num_slots, BLOCK_M)
     n = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
     inside = n < N
     n_inside = None if N % BLOCK_N == 0 else inside
@@ -105,15 +53,15 @@ def _expert_gemm_kernel(
 
     acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
     for start in range(0, K, BLOCK_K):
-        x = _load_tile(a_tile + start, k + start, real, K, BLOCK_K, 1)
-        y = _load_tile(w_tile + start * stride_wk, k + start, n_inside, K, BLOCK_K, 0)
+        x = load_tile(a_tile + start, k + start, real, K, BLOCK_K, 1)
+        y = load_tile(w_tile + start * stride_wk, k + start, n_inside, K, BLOCK_K, 0)
         acc = tl.dot(x, y, acc, input_precision="ieee")
 
-    acc = _scale_rows(acc, input_weights, slot, real)
-    acc = _add_bias(acc, bias, expert, n, inside, N)
+    acc = scale_rows(acc, input_weights, slot, real)
+    acc = add_bias(acc, bias, expert, n, inside, N)
     if FUNCTION is not None:
         acc = gate(acc, FUNCTION, LIMIT, ALPHA, BETA)
-    acc = _scale_rows(acc, output_weights, slot, real)
+    acc = scale_rows(acc, output_weights, slot, real)
     at = out + slot[:, None] * N + n[None, :]
     tl.store(at, acc.to(out.dtype.element_ty), mask=real[:, None] & inside[None, :])
 
@@ -134,11 +82,11 @@ def _expert_gemm_gated_kernel(
     num_pid_n: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
     if pid >= num_pid_m * num_pid_n:
         return
-    pid_m, pid_n = _map_tile(pid, num_pid_m, num_pid_n, GROUP_M)
+    pid_m, pid_n = map_tile(pid, num_pid_m, num_pid_n, GROUP_M)
     expert = tl.load(expert_ids + pid_m).to(tl.int64)
     if expert < 0:
         return
-    slot, real = _load_slots(sorted_token_ids, pid_m, num_slots, BLOCK_M)
+    slot, real = load_slots(sorted_token_ids, pid_m, num_slots, BLOCK_M)
     n = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
     inside = n < N
     n_inside = None if N % BLOCK_N == 0 else inside
@@ -152,15 +100,15 @@ def _expert_gemm_gated_kernel(
     g = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
     u = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
     for start in range(0, K, BLOCK_K):
-        x = _load_tile(a_tile + start, k + start, real, K, BLOCK_K, 1)
-        y = _load_tile(g_tile + start * stride_wk, k + start, n_inside, K, BLOCK_K, 0)
-        z = _load_tile(u_tile + start * stride_wk, k + start, n_inside, K, BLOCK_K, 0)
+        x = load_tile(a_tile + start, k + start, real, K, BLOCK_K, 1)
+        y = load_tile(g_tile + start * stride_wk, k + start, n_inside, K, BLOCK_K, 0)
+        z = load_tile(u_tile + start * stride_wk, k + start, n_inside, K, BLOCK_K, 0)
         g = tl.dot(x, y, g, input_precision="ieee")
         u = tl.dot(x, z, u, input_precision="ieee")
 
-    g = _add_bias(_scale_rows(g, input_weights, slot, real), bias, expert, gate_row, inside, 2 * N)
-    u = _scale_rows(u, input_weights, slot, real)
-    u = _add_bias(u, bias, expert, gate_row + UP, inside, 2 * N)
+    g = add_bias(scale_rows(g, input_weights, slot, real), bias, expert, gate_row, inside, 2 * N)
+    u = scale_rows(u, input_weights, slot, real)
+    u = add_bias(u, bias, expert, gate_row + UP, inside, 2 * N)
     value = gate_up(g, u, FUNCTION, LIMIT, ALPHA, BETA, LINEAR_BETA)
     at = out + slot[:, None] * N + n[None, :]
     tl.store(at, value.to(out.dtype.element_ty), mask=real[:, None] & inside[None, :])
