@@ -93,10 +93,18 @@ def compilations(model, implementation, lengths, device):
     return frames, results
 
 
+def tiny_gpt_oss(device):
+    """Interleaved, transposed, with biases and a gate of its own."""
+    torch.manual_seed(0)
+    sizes = {**SIZES, "num_local_experts": SIZES["num_experts"]}
+    return transformers.GptOssForCausalLM(transformers.GptOssConfig(**sizes)).to(device).eval()
+
+
 @pytest.mark.slow
-def test_model_compiles_whole_for_every_length(device):
+@pytest.mark.parametrize("make", [tiny_model, tiny_gpt_oss], ids=["qwen3_moe", "gpt_oss"])
+def test_model_compiles_whole_for_every_length(make, device):
     """fullgraph and dynamic: no compilation beyond transformers' own, equal to eager to 1e-5."""
-    model, lengths = tiny_model(device), (7, 5, 64, 2, 33)
+    model, lengths = make(device), (7, 5, 64, 2, 33)
     theirs, _ = compilations(model, "grouped_mm", lengths, device)
     ours, results = compilations(model, "moe_ops", lengths, device)
     assert ours == theirs

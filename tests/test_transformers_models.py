@@ -23,6 +23,11 @@ FLOAT32 = {"Inkling2TopKRouter"}
 """Modules that cast what comes in to float32, so that their weights must stay it."""
 
 
+def test_the_classes_were_found():
+    assert len(CLASSES) >= 54
+    assert {"Qwen3MoeExperts", "GptOssExperts", "NemotronHExperts"} <= set(NAMES)
+
+
 @pytest.fixture
 def paths(monkeypatch):
     """Counts of the pipeline functions that ran; ``mute`` makes them return zeros."""
@@ -70,9 +75,9 @@ def calls_of_experts(model):
 
 
 @pytest.mark.parametrize(("module", "name"), CLASSES, ids=NAMES)
-def test_logits_equal_eager(module, name, paths):
+def test_logits_equal_eager(module, name, paths, device):
     """Four times eager's own error against float64, once for each experts module called."""
-    model, arguments = tiny.build(module, name)
+    model, arguments = tiny.build(module, name, device)
     if name in UNSUPPORTED:
         with pytest.raises(NotImplementedError, match=UNSUPPORTED[name]):
             output(model, "moe_ops", arguments)

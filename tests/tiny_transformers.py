@@ -1,4 +1,4 @@
-"""A tiny random model for every experts class that the installed transformers dispatches."""
+"""A tiny random model of every experts class that transformers dispatches, and a class of ours."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import torch
 import transformers
 from torch import nn
 from transformers import PreTrainedModel
+from transformers.integrations.moe import use_experts_implementation
 
 DECORATOR = "use_experts_implementation"
 HIDDEN, EXPERTS, LENGTH = 32, 8, 11
@@ -109,8 +110,10 @@ def _model_classes(module: Any) -> list[type[PreTrainedModel]]:
     return [m for e in endings for m in models if m.__name__.endswith(e)]
 
 
-def build(module_name: str, class_name: str) -> tuple[PreTrainedModel, dict[str, Any]]:
-    """A model on the CPU in float32 that has the class in it, and arguments to call it with."""
+def build(
+    module_name: str, class_name: str, device: str = "cpu"
+) -> tuple[PreTrainedModel, dict[str, Any]]:
+    """A float32 model that has the class in it, and arguments to call it with."""
     module = importlib.import_module(module_name)
     experts_class = getattr(module, class_name)
     for model_class in _model_classes(module):
@@ -123,15 +126,17 @@ def build(module_name: str, class_name: str) -> tuple[PreTrainedModel, dict[str,
         model = model_class(config_class(**sizes | CHANGES.get(class_name, {}))).eval()
         if any(isinstance(m, experts_class) for m in model.modules()):
             fill(model)
-            return model, arguments(class_name)
+            return model.to(device), arguments(class_name, device)
     raise LookupError(f"no text model of {module_name} has {class_name}")
 
 
-def arguments(class_name: str) -> dict[str, Any]:
+def arguments(class_name: str, device: str) -> dict[str, Any]:
     g = torch.Generator().manual_seed(1)
     if class_name in NO_TOKEN_EMBEDDING:
-        return {"inputs_embeds": torch.randn(2, LENGTH, HIDDEN, generator=g), "use_cache": False}
-    return {"input_ids": torch.randint(3, 60, (2, LENGTH), generator=g), "use_cache": False}
+        embeddings = torch.randn(2, LENGTH, HIDDEN, generator=g)
+        return {"inputs_embeds": embeddings.to(device), "use_cache": False}
+    ids = torch.randint(3, 60, (2, LENGTH), generator=g)
+    return {"input_ids": ids.to(device), "use_cache": False}
 
 
 @torch.no_grad()
@@ -153,3 +158,40 @@ def fill(model: nn.Module) -> None:
 
 def experts_of(model: nn.Module) -> list[Any]:
     return [m for m in model.modules() if hasattr(m, "is_concatenated")]
+
+
+E, K, H, I = 4, 2, 16, 24  # noqa: E741
+
+
+class Config:
+    _experts_implementation = "moe_ops"
+
+
+@use_experts_implementation
+class Experts(nn.Module):
+    """An experts module with whatever gate is asked for."""
+
+    def __init__(self, config, **attributes):
+        super().__init__()
+        g = torch.Generator().manual_seed(0)
+        self.num_experts = E
+        self.gate_up_proj = nn.Parameter(torch.randn(E, 2 * I, H, generator=g))
+        self.down_proj = nn.Parameter(torch.randn(E, H, I, generator=g))
+        self.act_fn = nn.SiLU()
+        for name, value in attributes.items():
+            setattr(self, name, value)
+
+    def forward(self, hidden_states, top_k_index, top_k_weights):
+        raise AssertionError("eager")
+
+
+def with_gate(gate, **attributes):
+    """An experts module whose class has the gate."""
+    return type("Gated", (Experts,), {"_apply_gate": gate})(Config, **attributes)
+
+
+def routed(tokens, device="cpu"):
+    g = torch.Generator().manual_seed(tokens)
+    x = torch.randn(tokens, H, generator=g)
+    ids = torch.rand(tokens, E, generator=g).topk(K).indices
+    return x.to(device), ids.to(device), torch.rand(tokens, K, generator=g).to(device)

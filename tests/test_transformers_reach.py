@@ -1,0 +1,275 @@
+"""check() names what "moe_ops" does not reach; adapt() brings in Llama 4."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch._dynamo.testing import CompileCounterWithBackend
+
+transformers = pytest.importorskip("transformers")
+
+import tiny_transformers as tiny  # noqa: E402
+from transformers.models.step3p7 import configuration_step3p7, modeling_step3p7  # noqa: E402
+
+import moe_ops.integrations.transformers as integration  # noqa: E402
+from moe_ops.integrations import _llama4  # noqa: E402
+
+SMALL = {
+    "vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 4, "intermediate_size": 24, "pad_token_id": 0,
+}  # fmt: skip
+ENCODER_DECODER = {"vocab_size": 64, "d_model": 32, "num_experts": 4, "pad_token_id": 0}
+UNDISPATCHED = "not dispatched by transformers"
+
+
+@pytest.fixture(autouse=True)
+def fresh_dynamo():
+    torch._dynamo.reset()
+
+
+def tiny_qwen():
+    return tiny.build("transformers.models.qwen3_moe.modeling_qwen3_moe", "Qwen3MoeExperts")[0]
+
+
+def of(model, config, **sizes):
+    """``transformers.<model>`` made from ``transformers.<config>``."""
+    return getattr(transformers, model)(getattr(transformers, config)(**sizes)).eval()
+
+
+def jetmoe():
+    return of("JetMoeModel", "JetMoeConfig", **SMALL, kv_channels=8, num_local_experts=4)
+
+
+def dbrx():
+    ffn = {"ffn_hidden_size": 24, "moe_num_experts": 4, "moe_top_k": 2}
+    attention = transformers.models.dbrx.configuration_dbrx.DbrxAttentionConfig(kv_n_heads=4)
+    attention.rope_theta = 1e4
+    config = transformers.DbrxConfig(
+        vocab_size=64, d_model=32, n_heads=4, n_layers=1, max_seq_len=64, ffn_config=ffn,
+        attn_config=attention,
+    )  # fmt: skip
+    return transformers.DbrxModel(config)
+
+
+def longcat():
+    return of(
+        "LongcatFlashModel", "LongcatFlashConfig", **SMALL, ffn_hidden_size=24,
+        expert_ffn_hidden_size=24, n_routed_experts=4, zero_expert_num=2, moe_topk=2,
+        kv_lora_rank=8, q_lora_rank=8, num_layers=1,
+    )  # fmt: skip
+
+
+def doge():
+    return of("DogeModel", "DogeConfig", **SMALL, is_moe=True, num_experts=16)
+
+
+def nllb():
+    return of(
+        "NllbMoeModel", "NllbMoeConfig", **ENCODER_DECODER, encoder_layers=2, decoder_layers=2,
+        encoder_sparse_step=2, decoder_sparse_step=2, encoder_attention_heads=4,
+        decoder_attention_heads=4, encoder_ffn_dim=24, decoder_ffn_dim=24,
+    )  # fmt: skip
+
+
+def switch():
+    return of(
+        "SwitchTransformersModel", "SwitchTransformersConfig", **ENCODER_DECODER, num_layers=2,
+        num_decoder_layers=2, num_heads=4, d_kv=8, d_ff=24, num_sparse_encoder_layers=1,
+        num_sparse_decoder_layers=1,
+    )  # fmt: skip
+
+
+def vitpose():
+    return of(
+        "VitPoseBackbone", "VitPoseBackboneConfig", hidden_size=32, num_hidden_layers=1,
+        num_attention_heads=4, num_experts=4, part_features=8, image_size=(32, 32),
+        patch_size=(16, 16), mlp_ratio=1,
+    )  # fmt: skip
+
+
+def step3p7():
+    config = configuration_step3p7.Step3p7TextConfig(
+        **SMALL, mlp_layer_types=["sparse"] * 2, num_local_experts=4, moe_intermediate_size=24,
+        num_experts_per_tok=2, layer_types=["full_attention"] * 2,
+    )  # fmt: skip
+    return modeling_step3p7.Step3p7TextModel(config)
+
+
+def list_of_mlps():
+    """What remote code made of Mixtral."""
+    model = nn.Module()
+    model.experts = nn.ModuleList([nn.Linear(4, 4) for _ in range(3)])
+    return model
+
+
+def llama4(**changes):
+    sizes = {
+        **SMALL, "head_dim": 8, "intermediate_size_mlp": 24, "num_local_experts": 8,
+        "num_experts_per_tok": 2, "interleave_moe_layer_step": 1,
+    }  # fmt: skip
+    torch.manual_seed(0)
+    model = of("Llama4ForCausalLM", "Llama4TextConfig", **sizes | changes)
+    g = torch.Generator().manual_seed(1)
+    for block in blocks(model):
+        for weight in block.experts.parameters():
+            weight.data.normal_(std=2 / weight.shape[1] ** 0.5, generator=g)
+    return model
+
+
+def blocks(model):
+    return [m for m in model.modules() if type(m).__name__ == _llama4.BLOCK]
+
+
+@pytest.mark.parametrize(
+    ("make", "class_name", "count"),
+    [
+        (dbrx, "DbrxExperts", 1),
+        (doge, "DogeCDMoE", 2),
+        (jetmoe, "JetMoeParallelExperts", 8),
+        (list_of_mlps, "ModuleList", 1),
+        (llama4, "Llama4TextExperts", 2),
+        (longcat, "LongcatFlashExperts", 1),
+        (nllb, "NllbMoeExperts", 2),
+        (step3p7, "Step3p7Experts", 2),
+        (switch, "SwitchTransformersExperts", 2),
+        (vitpose, "VitPoseNaiveMoe", 1),
+    ],
+    ids=lambda x: getattr(x, "__name__", None),
+)
+def test_experts_that_are_not_dispatched_are_named(make, class_name, count):
+    model = make()
+    found = integration.check(model)
+    assert {f.class_name for f in found} == {class_name}
+    assert len(found) == count
+    for name, _, reason in found:
+        assert type(model.get_submodule(name)).__name__ == class_name
+        assert UNDISPATCHED in reason
+
+
+@pytest.mark.parametrize("name", ["Llama", "Bert", "Gemma2"])
+def test_dense_models_have_nothing_to_name(name):
+    assert integration.check(of(f"{name}Model", f"{name}Config", **SMALL)) == []
+
+
+def test_shared_experts_are_not_experts():
+    """Every token runs through Inkling's, which are 3-D parameters too."""
+    module = "transformers.models.inkling.modeling_inkling"
+    model, _ = tiny.build(module, "InklingExperts")
+    model.set_experts_implementation("moe_ops")
+    assert any("SharedExperts" in type(m).__name__ for m in model.modules())
+    assert integration.check(model) == []
+
+
+def test_dispatched_modules_say_what_keeps_them():
+    model = tiny_qwen()
+    model.set_experts_implementation("eager")
+    found = integration.check(model)
+    assert [f.name for f in found] == [f"model.layers.{i}.mlp.experts" for i in range(2)]
+    assert {f.reason for f in found} == {"its experts_implementation is 'eager', not 'moe_ops'"}
+
+    model.set_experts_implementation("moe_ops")
+    assert integration.check(model) == []
+    experts = model.model.layers[1].mlp.experts
+    experts.has_post_expert_norm = True
+    assert [f.reason for f in integration.check(model)] == [
+        "a norm after each expert (has_post_expert_norm) is not supported"
+    ]
+    experts.has_post_expert_norm = False
+    experts.down_proj = nn.Parameter(experts.down_proj.to(torch.float8_e4m3fn), False)
+    assert [f.reason for f in integration.check(model)] == [
+        "weights of torch.float8_e4m3fn are not supported"
+    ]
+
+
+@torch.no_grad()
+def test_llama4_equals_its_own_code(monkeypatch):
+    """Four times its own error against float64, with one call of ours a layer."""
+    model, calls = llama4(), []
+    ids = torch.randint(3, 60, (2, 9), generator=torch.Generator().manual_seed(1))
+    eager = model(ids).logits
+    oracle = copy.deepcopy(model).double()(ids).logits
+    budget = 4 * (eager - oracle).abs().max()
+    assert 0 < budget < 1e-4
+
+    original = _llama4.fused_experts
+
+    def counted(*args, **kwargs):
+        calls.append(1)
+        return original(*args, **kwargs)
+
+    monkeypatch.setattr(_llama4, "fused_experts", counted)
+    names = integration.adapt(model)
+    assert names == ["model.layers.0.feed_forward", "model.layers.1.feed_forward"]
+    assert integration.adapt(model) == []
+    assert integration.check(model) == []
+    assert (model(ids).logits - oracle).abs().max() <= budget
+    assert len(calls) == 2
+
+    monkeypatch.setattr(_llama4, "fused_experts", lambda x, *_, **__: torch.zeros_like(x))
+    assert (model(ids).logits - oracle).abs().max() > 100 * budget
+    for block in blocks(model):
+        del block.forward
+    assert torch.equal(model(ids).logits, eager)
+    assert len(integration.check(model)) == 2
+
+
+@torch.no_grad()
+def test_llama4_scores_that_vanish():
+    """A chosen expert whose score rounds to 0 ties with those not chosen; neither adds anything."""
+    model = llama4()
+    block = blocks(model)[0]
+    block.router.weight.data.fill_(-100.0)
+    x = torch.rand(5, 32) + 1
+    expected = block(x)
+    integration.adapt(model)
+    torch.testing.assert_close(block(x), expected, rtol=0, atol=0)
+
+
+@torch.no_grad()
+def test_llama4_bfloat16_is_no_further_from_float64():
+    model = llama4()
+    block = copy.deepcopy(blocks(model)[0]).bfloat16()
+    x = torch.randn(64, 32, generator=torch.Generator().manual_seed(3)).bfloat16()
+    oracle = copy.deepcopy(block).double()(x.double())[0]
+    theirs = (block(x)[0] - oracle).norm()
+    integration.adapt(block)
+    assert (block(x)[0] - oracle).norm() <= 1.1 * theirs
+
+
+@torch.no_grad()
+def test_llama4_block_compiles_whole():
+    block = blocks(llama4())[0]
+    expected = {tokens: block(torch.ones(tokens, 32)) for tokens in (7, 5, 64)}
+    integration.adapt(block)
+    backend = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(block, fullgraph=True, dynamic=True, backend=backend)
+    for tokens, outputs in expected.items():
+        for actual, wanted in zip(compiled(torch.ones(tokens, 32)), outputs, strict=True):
+            torch.testing.assert_close(actual, wanted, rtol=1e-5, atol=1e-5)
+    assert backend.frame_count == 1
+
+
+def test_llama4_is_left_alone_when_it_cannot_be_adapted():
+    model = llama4(hidden_act="mish")
+    with pytest.raises(NotImplementedError, match="model.layers.0.feed_forward.*got Mish"):
+        integration.adapt(model)
+    model = llama4()
+    blocks(model)[0].forward = lambda x: x
+    with pytest.raises(ValueError, match="model.layers.0.feed_forward must not have a forward"):
+        integration.adapt(model)
+
+
+def test_a_class_that_only_has_the_name():
+    namesake = type("Llama4TextMoe", (nn.Module,), {})()
+    assert integration.adapt(namesake) == []
+
+
+def test_a_copy_of_an_adapted_model_runs_its_own_weights():
+    block = blocks(llama4())[0]
+    integration.adapt(block)
+    twin = copy.deepcopy(block)
+    with torch.no_grad():
+        twin.experts.down_proj.zero_()
+        twin.shared_expert.down_proj.weight.zero_()
+        assert (twin(torch.ones(3, 32))[0] == 0).all()
