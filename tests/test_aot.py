@@ -36,9 +36,9 @@ def no_other_driver(monkeypatch):
                 value.device_caches.clear()
 
 
-def launch_gemms(tile, dtype, activation_key, hidden=2048, width=768, has_bias=False):
+def launch_gemms(tile, dtype, activation_key, hidden=2048, width=768, has_bias=False, experts=4):
     def launch(empty):
-        slots, experts = tile * 4, 4
+        slots = tile * experts
         plan = align.moe_align_block_size(
             empty(slots, 1, dtype=torch.int32), None, [tile], experts, False, True
         )
@@ -64,9 +64,10 @@ def check(kernels, arch):
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("tile", ROW_TILES)
-def test_expert_gemms(arch, dtype, tile):
-    kernels = aot.compile_launch(arch, launch_gemms(tile, dtype, "silu"))
+@pytest.mark.parametrize(("tile", "experts"), [*((t, 4) for t in ROW_TILES), (16, 256), (32, 256)])
+def test_expert_gemms(arch, dtype, tile, experts):
+    """Every row tile; the two of decoding also for many experts, where their tiles are wider."""
+    kernels = aot.compile_launch(arch, launch_gemms(tile, dtype, "silu", experts=experts))
     check(kernels, arch)
     if arch == 90 and dtype != torch.float32 and tile >= 64:
         products = [k for k in kernels if "gemm" in k.metadata.name]
