@@ -82,14 +82,19 @@ def fused_experts(
     tokens, k = topk_ids.shape
     on_input = topk_weights if apply_router_weight_on_input else None
     on_output = None if apply_router_weight_on_input else topk_weights
-    plan = TilePlan(
-        *ops.moe_align_block_size(topk_ids, expert_map, ROW_TILES, num_local_experts, False, True)
-    )
+    plan = plan_tiles(topk_ids, expert_map, num_local_experts)
     h = ops.expert_gemm_act(hidden_states, w1, w1_bias, on_input, *plan, ROW_TILES, k, key)
     y = ops.expert_gemm(h, w2, w2_bias, None, None, *plan, ROW_TILES, 1)
     del h  # gone before the output is allocated: `workspace_nbytes` counts on it
     y = y.view(tokens, k, hidden_states.shape[1])
     return ops.moe_fused_mul_sum(y, on_output, topk_ids, expert_map, None, num_local_experts)
+
+
+def plan_tiles(topk_ids: Tensor, expert_map: Tensor | None, num_local_experts: int) -> TilePlan:
+    """The plan that both GEMMs of a layer follow: local experts only, tiles picked by the op."""
+    return TilePlan(
+        *ops.moe_align_block_size(topk_ids, expert_map, ROW_TILES, num_local_experts, False, True)
+    )
 
 
 def check_weights(

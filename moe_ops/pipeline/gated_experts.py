@@ -8,8 +8,7 @@ from torch import Tensor
 
 from moe_ops import checks, ops
 from moe_ops.activation import MoEActivation
-from moe_ops.pipeline.fused_experts import check_routing, check_weights
-from moe_ops.tensors import TilePlan
+from moe_ops.pipeline.fused_experts import check_routing, check_weights, plan_tiles
 from moe_ops.tiles import ROW_TILES
 
 
@@ -63,9 +62,7 @@ def gated_experts(
 
     num_local_experts = w1.shape[0]
     tokens, k = topk_ids.shape
-    plan = TilePlan(
-        *ops.moe_align_block_size(topk_ids, expert_map, ROW_TILES, num_local_experts, False, True)
-    )
+    plan = plan_tiles(topk_ids, expert_map, num_local_experts)
     h = gate(ops.expert_gemm(hidden_states, w1, w1_bias, None, None, *plan, ROW_TILES, k))
     checks.tensor("gate(rows)", h, 2, checks.FLOATS)
     checks.size("gate(rows).shape[1]", h.shape[1], "w2.shape[2]", w2.shape[2])
