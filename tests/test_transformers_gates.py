@@ -159,6 +159,7 @@ IDS = [f"{g.__name__}-{'-'.join(map(str, a.values()))}".replace(" ", "") for g, 
 def test_a_gate_is_fused_only_when_it_is_ours(gate, attributes, key, monkeypatch, device):
     """And either way the module computes what its gate says."""
     monkeypatch.setattr(Config, "alpha", 1.5, raising=False)
+    attributes = {k: v.to(device) if torch.is_tensor(v) else v for k, v in attributes.items()}
     experts = with_gate(gate, **attributes).to(device)
     found = _gates.activation_of(experts)
     assert (found and found.key) == key
