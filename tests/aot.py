@@ -10,7 +10,6 @@ import re
 import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -18,6 +17,7 @@ import torch
 import triton
 from torch._subclasses.fake_tensor import FakeTensorMode
 from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.compiler import get_ptxas
 from triton.runtime.jit import JITFunction
 
 from moe_ops.kernels import expert_gemm, launch
@@ -90,10 +90,9 @@ def compile_launch(arch: int, launch: Callable[[Callable[..., torch.Tensor]], An
 
 def resources(kernel: Any, arch: int) -> dict[str, int]:
     """Registers, spilled bytes and serialised-wgmma warnings, as ptxas reports them."""
-    binaries = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
-    ptxas = binaries / ("ptxas-blackwell" if arch >= 100 else "ptxas")
     suffix = "a" if arch >= 90 else ""
-    command = [str(ptxas), "-v", f"--gpu-name=sm_{arch}{suffix}", "/dev/stdin", "-o", "/dev/null"]
+    ptxas = get_ptxas(arch).path
+    command = [ptxas, "-v", f"--gpu-name=sm_{arch}{suffix}", "/dev/stdin", "-o", "/dev/null"]
     done = subprocess.run(command, input=kernel.asm["ptx"], text=True, capture_output=True)
     report = done.stdout + done.stderr
     spills = [int(n) for n in re.findall(r"(\d+) bytes spill", report)]

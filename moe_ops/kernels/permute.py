@@ -83,9 +83,9 @@ def _gather_rows_kernel(
     """One program copies a piece of one row, or writes zeros past the last expert's rows."""
     row = tl.program_id(0)
     col = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    used = row < tl.load(offset + num_experts)
+    readable = tl.where(row < tl.load(offset + num_experts), WIDTH, 0)
     source = tl.load(permuted_idx + row) // TOP_K
-    value = tl.load(x + source.to(tl.int64) * stride_x + col, mask=used & (col < WIDTH), other=0.0)
+    value = tl.load(x + source.to(tl.int64) * stride_x + col, mask=col < readable, other=0.0)
     tl.store(out + row.to(tl.int64) * WIDTH + col, value, mask=col < WIDTH)
 
 
@@ -125,13 +125,12 @@ def _unpermute_kernel(
     total = tl.zeros((BLOCK,), dtype=tl.float32)
     for j in tl.static_range(TOP_K):
         row = tl.load(inv_permuted_idx + token * TOP_K + j)
-        valid = (row >= 0) & (row < used)
-        value = tl.load(
-            rows + row.to(tl.int64) * WIDTH + col, mask=valid & (col < WIDTH), other=0.0
-        )
-        value = value.to(tl.float32)
+        readable = tl.where((row >= 0) & (row < used), WIDTH, 0)
+        at = rows + row.to(tl.int64) * WIDTH + col
+        value = tl.load(at, mask=col < readable, other=0.0).to(tl.float32)
         if topk_weights is not None:
-            value *= tl.load(topk_weights + token * TOP_K + j, mask=valid, other=0.0).to(tl.float32)
+            weight = tl.load(topk_weights + token * TOP_K + j).to(tl.float32)
+            value *= tl.where(readable > 0, weight, 0.0)
         total += value
     tl.store(out + token * WIDTH + col, total.to(out.dtype.element_ty), mask=col < WIDTH)
 

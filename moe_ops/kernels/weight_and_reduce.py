@@ -21,20 +21,22 @@ def _mul_sum_kernel(
     """One program sums a piece of one token's rows; skipped rows are not read."""
     token = tl.program_id(0).to(tl.int64)
     col = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    counted = True
+    width = WIDTH
     if num_valid_tokens is not None:
-        counted = token < tl.load(num_valid_tokens)
+        width = tl.where(token < tl.load(num_valid_tokens), WIDTH, 0)
     total = tl.zeros((BLOCK,), dtype=tl.float32)
     for j in tl.static_range(TOP_K):
         slot = token * TOP_K + j
-        keep = counted
+        readable = width
         if topk_ids is not None:
             found = local_experts(topk_ids, expert_map, slot, True, num_experts, num_local_experts)
-            keep = keep & (found >= 0)
-        value = tl.load(inputs + slot * WIDTH + col, mask=keep & (col < WIDTH), other=0.0)
+            readable = tl.where(found >= 0, width, 0)
+        value = tl.load(inputs + slot * WIDTH + col, mask=col < readable, other=0.0)
         value = value.to(tl.float32)
         if topk_weights is not None:
-            value *= tl.load(topk_weights + slot, mask=keep, other=0.0).to(tl.float32)
+            # The weight of a slot that is not read may be NaN.
+            weight = tl.load(topk_weights + slot).to(tl.float32)
+            value *= tl.where(readable > 0, weight, 0.0)
         total += value
     tl.store(out + token * stride_out + col, total.to(out.dtype.element_ty), mask=col < WIDTH)
 
