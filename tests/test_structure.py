@@ -158,3 +158,13 @@ def test_import_is_light():
     for run in runs:
         assert run.returncode == 0 and not run.stderr, run.stderr
     assert min(float(run.stdout) for run in runs) < 0.05
+
+
+def test_runs_without_triton():
+    code = (
+        "import sys; sys.modules['triton'] = None; import torch, moe_ops;"
+        "w1, w2 = torch.ones(4, 6, 8), torch.ones(4, 8, 3);"
+        "print(moe_ops.fused_moe(torch.ones(2, 8), w1, w2, torch.rand(2, 4), 2).shape)"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert run.returncode == 0, run.stderr
