@@ -43,6 +43,11 @@ BAD = [
         "w1 must have stride 1 on one of its last two axes",
     ),
     (
+        {"w2": torch.zeros(2**16).as_strided((E, 2**15, 2**16), (0, 0, 1))},
+        NotImplementedError,
+        r"w2 must have fewer than 2\*\*31 elements an expert",
+    ),
+    (
         {"w1": torch.zeros(0, 2 * I, H), "w2": torch.zeros(0, H, I)},
         ValueError,
         "at least one expert",

@@ -112,6 +112,10 @@ def check_weights(
         checks.same_dtype(name, w, "hidden_states", hidden_states)
         checks.same_device(name, w, "hidden_states", hidden_states)
         checks.one_unit_stride(name, w)
+        if w.shape[1] * w.shape[2] >= 2**31:  # kernels count within one expert in 32 bits
+            raise NotImplementedError(
+                f"{name} must have fewer than 2**31 elements an expert, got {tuple(w.shape)}"
+            )
     hidden_size, intermediate_size = hidden_states.shape[1], w2.shape[2]
     checks.size("w2.shape[0]", w2.shape[0], "w1.shape[0]", w1.shape[0])
     checks.size("w1.shape[2]", w1.shape[2], "hidden_states.shape[1]", hidden_size)
