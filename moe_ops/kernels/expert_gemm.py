@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import NamedTuple
 
 import torch
 import triton
@@ -114,28 +113,23 @@ def _expert_gemm_gated_kernel(
     tl.store(at, value.to(out.dtype.element_ty), mask=real[:, None] & inside[None, :])
 
 
-class Shape(NamedTuple):
-    """What a launch is made for, beyond the activation."""
-
-    num_slots: int
-    weight: tuple[int, int, int]
-    itemsize: int
-    row_tiles: tuple[int, ...]
-    top_k: int
-    device: torch.device
-
-
 @lru_cache(maxsize=4096)
-def _launch(shape: Shape, activation: str | None) -> tuple[Launch, int]:
+def _launch(
+    num_slots: int,
+    weight: tuple[int, int, int],
+    itemsize: int,
+    row_tiles: tuple[int, ...],
+    top_k: int,
+    device: torch.device,
+    activation: str | None,
+) -> tuple[Launch, int]:
     """The kernel for an activation (or none), and how many programs the plan may need."""
-    num_experts, rows, k = shape.weight
+    num_experts, rows, k = weight
     halves = 2 if activation and formula(activation).gated else 1
-    gemm = Gemm(
-        shape.num_slots, num_experts, rows // halves, k, shape.itemsize, halves, shape.row_tiles
-    )
-    tiles = gemm_tiles(gemm, device_facts(shape.device))
+    gemm = Gemm(num_slots, num_experts, rows // halves, k, itemsize, halves, row_tiles)
+    tiles = gemm_tiles(gemm, device_facts(device))
     make = _gated if halves == 2 else _plain
-    return make(gemm.n, k, shape.top_k, activation, tiles), max_programs(gemm, tiles)
+    return make(gemm.n, k, top_k, activation, tiles), max_programs(gemm, tiles)
 
 
 @lru_cache(maxsize=1024)
@@ -219,8 +213,10 @@ def _run_plain(
     num_slots = out.shape[0]
     if num_slots:
         a = a if a.stride(1) == 1 else a.contiguous()
-        shape = Shape(num_slots, w.shape, w.itemsize, tuple(row_tiles), top_k, w.device)
-        kernel, programs = _launch(shape, activation)
+        tiles = tuple(row_tiles)
+        kernel, programs = _launch(
+            num_slots, w.shape, w.itemsize, tiles, top_k, w.device, activation
+        )
         kernel(
             (programs,),
             a,
@@ -257,8 +253,10 @@ def expert_gemm_act(
     num_slots = out.shape[0]
     if num_slots:
         a = a if a.stride(1) == 1 else a.contiguous()
-        shape = Shape(num_slots, w.shape, w.itemsize, tuple(row_tiles), top_k, w.device)
-        kernel, programs = _launch(shape, activation)
+        tiles = tuple(row_tiles)
+        kernel, programs = _launch(
+            num_slots, w.shape, w.itemsize, tiles, top_k, w.device, activation
+        )
         kernel(
             (programs,),
             a,

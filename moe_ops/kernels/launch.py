@@ -3,7 +3,8 @@
 Triton inspects every argument of every launch (about 20 microseconds for a GEMM kernel) to find
 the binary that fits. Here the binary is remembered under what that inspection looks at: dtypes,
 16-byte alignment and the values of specialised integers. Only the first launch of a combination
-goes through Triton; later ones hand the same arguments to its binary.
+goes through Triton; later ones hand the same arguments to its binary, past the launch hooks where
+nobody (a profiler) has added one.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import triton
 COMPILED: dict[tuple, Any] = {}
 """The binary of each combination. Kept for good: CUDA graphs hold its code."""
 
+RUNTIME, DRIVER = triton.knobs.runtime, triton.runtime.driver
 _INT32 = 2**31 - 1
 
 
@@ -54,5 +56,14 @@ class Launch:
         compiled = COMPILED.get(key)
         if compiled is None:
             COMPILED[key] = self.kernel[grid](*arguments, **self.constants)
-        else:
-            compiled[(*grid, 1, 1)[:3]](*arguments, *self.tail)
+            return
+        x, y, z = (*grid, 1, 1)[:3]
+        if RUNTIME.launch_enter_hook.calls or RUNTIME.launch_exit_hook.calls:
+            compiled[(x, y, z)](*arguments, *self.tail)
+            return
+        stream = DRIVER.active.get_current_stream(seen[1])
+        metadata, no_hook = compiled.packed_metadata, None
+        compiled.run(
+            x, y, z, stream, compiled.function, metadata, None, no_hook, no_hook,
+            *arguments, *self.tail,
+        )  # fmt: skip
