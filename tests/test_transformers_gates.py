@@ -4,11 +4,22 @@ import pytest
 import torch
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
-from torch.nn import functional
 
 transformers = pytest.importorskip("transformers")
 
 import tiny_transformers as tiny  # noqa: E402
+from sample_gates import (  # noqa: E402
+    above_a_thousand,
+    default,
+    half_more,
+    interleaved,
+    limited,
+    limited_below_too,
+    of_a_buffer,
+    of_the_config,
+    step,
+    swapped,
+)
 from tiny_transformers import Config, E, Experts, H, I, routed, with_gate  # noqa: E402
 from transformers.activations import ACT2FN  # noqa: E402
 
@@ -79,57 +90,6 @@ def expected_of(experts, x, ids, weights):
             out[t] += weights[t, j].double() * (experts.down_proj[e] @ h)
     experts.float()
     return out
-
-
-def limited(self, rows):
-    gate, up = rows.chunk(2, dim=-1)
-    gate = gate.clamp(max=self.limit)
-    return functional.silu(gate) * up.clamp(-self.limit, self.limit)
-
-
-def limited_below_too(self, rows):
-    gate, up = rows.chunk(2, dim=-1)
-    gate = gate.clamp(-self.limit, self.limit)
-    return functional.silu(gate) * up.clamp(-self.limit, self.limit)
-
-
-def half_more(self, rows):
-    gate, up = rows.chunk(2, dim=-1)
-    return functional.silu(gate) * (up + 0.5)
-
-
-def swapped(self, rows):
-    up, gate = rows.chunk(2, dim=-1)
-    return functional.silu(gate) * up
-
-
-def interleaved(self, rows):
-    return self.act_fn(rows[..., ::2]) * rows[..., 1::2]
-
-
-def step(self, rows):
-    gate, up = rows.chunk(2, dim=-1)
-    return self.act_fn(gate).clamp(max=self.limit) * up.clamp(-self.limit, self.limit)
-
-
-def above_a_thousand(self, rows):
-    gate, up = rows.chunk(2, dim=-1)
-    return functional.silu(gate) * up.clamp(max=1000 * self.limit) * (1 if self.limit < 5 else 2)
-
-
-def of_the_config(self, rows):
-    gate, up = rows.chunk(2, dim=-1)
-    return functional.silu(gate * self.config.alpha) * up
-
-
-def of_a_buffer(self, rows):
-    gate, up = rows.chunk(2, dim=-1)
-    return functional.silu(gate) * up * self.scale
-
-
-def default(self, rows):
-    gate, up = rows.chunk(2, dim=-1)
-    return self.act_fn(gate) * up
 
 
 GATES = [

@@ -1,0 +1,54 @@
+"""Gate functions as transformers' experts classes define them, and some that only look like one."""
+
+from torch.nn import functional
+
+
+def limited(self, rows):
+    gate, up = rows.chunk(2, dim=-1)
+    gate = gate.clamp(max=self.limit)
+    return functional.silu(gate) * up.clamp(-self.limit, self.limit)
+
+
+def limited_below_too(self, rows):
+    gate, up = rows.chunk(2, dim=-1)
+    gate = gate.clamp(-self.limit, self.limit)
+    return functional.silu(gate) * up.clamp(-self.limit, self.limit)
+
+
+def half_more(self, rows):
+    gate, up = rows.chunk(2, dim=-1)
+    return functional.silu(gate) * (up + 0.5)
+
+
+def swapped(self, rows):
+    up, gate = rows.chunk(2, dim=-1)
+    return functional.silu(gate) * up
+
+
+def interleaved(self, rows):
+    return self.act_fn(rows[..., ::2]) * rows[..., 1::2]
+
+
+def step(self, rows):
+    gate, up = rows.chunk(2, dim=-1)
+    return self.act_fn(gate).clamp(max=self.limit) * up.clamp(-self.limit, self.limit)
+
+
+def above_a_thousand(self, rows):
+    gate, up = rows.chunk(2, dim=-1)
+    return functional.silu(gate) * up.clamp(max=1000 * self.limit) * (1 if self.limit < 5 else 2)
+
+
+def of_the_config(self, rows):
+    gate, up = rows.chunk(2, dim=-1)
+    return functional.silu(gate * self.config.alpha) * up
+
+
+def of_a_buffer(self, rows):
+    gate, up = rows.chunk(2, dim=-1)
+    return functional.silu(gate) * up * self.scale
+
+
+def default(self, rows):
+    gate, up = rows.chunk(2, dim=-1)
+    return self.act_fn(gate) * up
