@@ -23,7 +23,7 @@ from moe_ops.pipeline.warmup import warmup
 from moe_ops.pipeline.workspace import workspace_nbytes
 from moe_ops.routing import fused_topk
 from moe_ops.scheme import SCHEMES, get_scheme
-from moe_ops.tensors import Permutation, Routing, TilePlan
+from moe_ops.tensors import Permutation, TilePlan
 from moe_ops.version import __version__
 
 __all__ = [
@@ -32,7 +32,6 @@ __all__ = [
     "FusedMoE",
     "MoEActivation",
     "Permutation",
-    "Routing",
     "TilePlan",
     "__version__",
     "apply_moe_activation",

@@ -136,6 +136,7 @@ def moe_permute(
     if scale is not None and scale.numel() > 1:
         checks.tensor("a1q_scale", scale, 2, (scale.dtype,))
         checks.same_tokens("a1q_scale", scale, "hidden_states", hidden_states)
+        checks.same_device("a1q_scale", scale, "hidden_states", hidden_states)
         scale = permute(scale)
     return permute(hidden_states), scale, *order
 
@@ -169,10 +170,13 @@ def moe_unpermute(
     checks.tensor("permuted_hidden_states", permuted_hidden_states, 2, checks.FLOATS)
     checks.inference_only(permuted_hidden_states=permuted_hidden_states, topk_weights=topk_weights)
     checks.tensor("inv_permuted_idx", inv_permuted_idx, 2, (torch.int32,))
+    rows = ("permuted_hidden_states", permuted_hidden_states)
+    checks.same_device("inv_permuted_idx", inv_permuted_idx, *rows)
     if topk_weights is not None:
         checks.topk_pair(topk_weights, inv_permuted_idx, "inv_permuted_idx")
     if expert_first_token_offset is not None:
         checks.tensor("expert_first_token_offset", expert_first_token_offset, 1, (torch.int64,))
+        checks.same_device("expert_first_token_offset", expert_first_token_offset, *rows)
     return ops.moe_unpermute(
         permuted_hidden_states, topk_weights, inv_permuted_idx, expert_first_token_offset
     )
@@ -227,6 +231,7 @@ def moe_fused_mul_sum(
     if num_valid_tokens is not None:
         checks.tensor("num_valid_tokens", num_valid_tokens, num_valid_tokens.dim(), checks.INDICES)
         checks.size("num_valid_tokens.numel()", num_valid_tokens.numel(), "one number", 1)
+        checks.same_device("num_valid_tokens", num_valid_tokens, "inputs", inputs)
     arguments = (inputs, topk_weights, topk_ids, expert_map, num_valid_tokens, _ANY_NUMBER)
     if outputs is None:
         return ops.moe_fused_mul_sum(*arguments)

@@ -12,7 +12,7 @@ from moe_ops import checks
 from moe_ops.activation import Activation, MoEActivation, kind_and_key
 from moe_ops.pipeline.fused_experts import fused_experts
 from moe_ops.pipeline.warmup import run_variants
-from moe_ops.routing import fused_topk
+from moe_ops.routing import SCORING_FUNCS, fused_topk
 
 CustomRouting = Callable[[Tensor, Tensor, int, bool], tuple[Tensor, Tensor]]
 
@@ -71,7 +71,7 @@ class FusedMoE(nn.Module):
     ) -> None:
         super().__init__()
         checks.topk("top_k", top_k, num_experts)
-        checks.one_of("scoring_func", scoring_func, ("softmax", "sigmoid"))
+        checks.one_of("scoring_func", scoring_func, SCORING_FUNCS)
         kind, self.activation = kind_and_key(activation)
         self.num_experts, self.top_k = num_experts, top_k
         self.hidden_size, self.intermediate_size = hidden_size, intermediate_size
@@ -89,6 +89,15 @@ class FusedMoE(nn.Module):
         for name, shape in shapes.items():
             self.register_parameter(name, _parameter(shape, params_dtype, device))
         self.register_buffer("e_score_correction_bias", e_score_correction_bias)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> FusedMoE:  # noqa: FBT001 (torch's signature)
+        """As in `nn.Module`, but the correction bias stays float32: rounding it changes experts."""
+        bias = self.e_score_correction_bias
+        super()._apply(fn, recurse)
+        if bias is not None and self.e_score_correction_bias is not None:
+            moved = self.e_score_correction_bias
+            self.e_score_correction_bias = moved.float() if bias.is_meta else bias.to(moved.device)
+        return self
 
     def route(self, hidden_states: Tensor, router_logits: Tensor) -> tuple[Tensor, Tensor]:
         """``(topk_weights, topk_ids)``, each ``(T, k)``."""

@@ -7,15 +7,6 @@ from typing import NamedTuple
 from torch import Tensor
 
 
-class Routing(NamedTuple):
-    """Which experts each token goes to."""
-
-    topk_weights: Tensor
-    """``(T, k)`` floating point; need not sum to one."""
-    topk_ids: Tensor
-    """``(T, k)`` int32 or int64; an id < 0 or >= the number of experts skips its slot."""
-
-
 class TilePlan(NamedTuple):
     """Which tile of rows belongs to which expert.
 

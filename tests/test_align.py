@@ -131,6 +131,21 @@ def test_counts(case, device):
     assert counts.dtype == torch.int32 and counts.tolist() == wanted
 
 
+def test_a_strided_expert_map(device):
+    """Every second entry of a wider vector: kernels must not read the ones between."""
+    ids = torch.tensor([[0, 1], [2, 3]], device=device)
+    wide = torch.full((8,), -1, dtype=torch.int32, device=device)
+    wide[::2] = torch.tensor([1, -1, 0, 2], dtype=torch.int32, device=device)
+    assert moe_ops.count_expert_num_tokens(ids, 3, wide[::2]).tolist() == [1, 1, 1]
+    plan = moe_ops.moe_align_block_size(ids, 2, 4, wide[::2], ignore_invalid_experts=True)
+    assert plan.expert_ids.tolist()[:3] == [0, 1, 2]
+    _, _, offset, _, _ = moe_ops.moe_permute(ids.float(), None, ids, 4, 3, wide[::2])
+    assert offset.tolist() == [0, 1, 2, 3]
+    rows, ones = torch.ones(2, 2, 4, device=device), torch.ones(2, 2, device=device)
+    summed = moe_ops.moe_fused_mul_sum(rows, ones, None, ids, wide[::2])
+    assert summed[:, 0].tolist() == [1.0, 2.0]
+
+
 def test_counts_by_local_expert(device):
     ids = torch.tensor([[0, 1], [2, 3], [3, 9]], device=device)
     expert_map = torch.tensor([-1, 1, -1, 0], dtype=torch.int32, device=device)

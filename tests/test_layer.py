@@ -62,6 +62,15 @@ def test_custom_routing_and_correction_bias(device):
     assert custom(x, logits).shape == x.shape
 
 
+def test_the_correction_bias_stays_float32(device):
+    bias = torch.linspace(0, 1e-3, E)
+    layer = make_layer("cpu", e_score_correction_bias=bias).to(device).to(torch.bfloat16)
+    assert layer.w13_weight.dtype == torch.bfloat16
+    assert torch.equal(layer.e_score_correction_bias.cpu(), bias)
+    x, logits = batch(device)
+    assert layer(x.bfloat16(), logits).dtype == torch.bfloat16
+
+
 def test_copies_pickles_and_state(device):
     layer = make_layer(device, has_bias=True)
     x, logits = batch(device)

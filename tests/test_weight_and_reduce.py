@@ -74,6 +74,11 @@ def test_outputs_is_written_and_returned(dtype, device):
         ({"topk_weights": torch.zeros(3, 2)}, ValueError, "must have the 4 tokens of inputs"),
         ({"outputs": torch.zeros(4, 7)}, ValueError, r"outputs.shape\[1\] must be"),
         ({"expert_map": torch.zeros(3).int()}, ValueError, "topk_ids must be given"),
+        (
+            {"num_valid_tokens": torch.zeros(1, dtype=torch.int32, device="meta")},
+            ValueError,
+            "num_valid_tokens must be on the device of inputs",
+        ),
         ({"topk_ids": torch.zeros(4, 2)}, TypeError, "topk_ids must have a dtype"),
         (
             {"topk_ids": torch.zeros(4, 2).int(), "expert_map": torch.zeros(3)},

@@ -16,7 +16,7 @@ from torch import Tensor
 from moe_ops.fake_impls.align import count_expert_num_tokens as empty_counts
 from moe_ops.fake_impls.align import moe_align_block_size as empty_plan
 from moe_ops.kernels.launch import Launch
-from moe_ops.kernels.slots import local_experts, map_size, next_power_of_2
+from moe_ops.kernels.slots import dense, local_experts, map_size, next_power_of_2
 from moe_ops.tiles import SINGLE_LAUNCH_SLOTS, Scan, pick_row_tile, scan_sizes
 
 
@@ -50,7 +50,7 @@ def count_expert_num_tokens(
     _count_launch(scan_sizes(num_slots))(
         (num_local_experts,),
         topk_ids.contiguous(),
-        expert_map,
+        dense(expert_map),
         counts,
         num_slots,
         map_size(expert_map, num_local_experts),
@@ -135,7 +135,7 @@ def moe_align_block_size(
         topk_ids, expert_map, row_tiles, num_experts, pad_sorted_ids, ignore_invalid_experts
     )
     sorted_token_ids, expert_ids, num_tokens_post_padded = plan
-    topk_ids = topk_ids.contiguous()
+    topk_ids, expert_map = topk_ids.contiguous(), dense(expert_map)
     num_slots = topk_ids.numel()
     bucket_map = expert_map if ignore_invalid_experts else None
     counts = None

@@ -20,6 +20,7 @@ from moe_ops.fake_impls.expert_gemm import expert_gemm_act as empty_activated_ro
 from moe_ops.kernels.activation import constants, gate, gate_up
 from moe_ops.kernels.gemm_tile import add_bias, load_slots, load_tile, map_tile, scale_rows
 from moe_ops.kernels.launch import Launch
+from moe_ops.kernels.slots import dense
 from moe_ops.tiles import Gemm, TileConfig, device_facts, gemm_tiles, max_programs
 
 
@@ -175,10 +176,6 @@ def _blocks(config: TileConfig) -> dict[str, int]:
     }
 
 
-def _flat(weights: Tensor | None) -> Tensor | None:
-    return None if weights is None else weights.contiguous()
-
-
 def expert_gemm(
     a: Tensor,
     w: Tensor,
@@ -221,9 +218,9 @@ def _run_plain(
             (programs,),
             a,
             w,
-            _flat(bias),
-            _flat(input_weights),
-            _flat(output_weights),
+            dense(bias),
+            dense(input_weights),
+            dense(output_weights),
             out,
             *plan,
             num_slots,
@@ -261,8 +258,8 @@ def expert_gemm_act(
             (programs,),
             a,
             w,
-            _flat(bias),
-            _flat(input_weights),
+            dense(bias),
+            dense(input_weights),
             out,
             *plan,
             num_slots,

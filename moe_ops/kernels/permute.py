@@ -14,7 +14,7 @@ from moe_ops.fake_impls.permute import moe_permutation as empty_permutation
 from moe_ops.fake_impls.permute import moe_unpermute as empty_tokens
 from moe_ops.kernels.align import count_expert_num_tokens
 from moe_ops.kernels.launch import Launch
-from moe_ops.kernels.slots import local_experts, map_size, next_power_of_2
+from moe_ops.kernels.slots import dense, local_experts, map_size, next_power_of_2
 from moe_ops.tiles import Scan, scan_sizes
 
 
@@ -60,7 +60,7 @@ def moe_permutation(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Count, then place."""
     result = empty_permutation(topk_ids, expert_map, num_local_experts)
-    topk_ids = topk_ids.contiguous()
+    topk_ids, expert_map = topk_ids.contiguous(), dense(expert_map)
     num_slots = topk_ids.numel()
     _permutation_launch(scan_sizes(num_slots), num_local_experts)(
         (num_local_experts + 1,),
@@ -101,8 +101,8 @@ def gather_rows(
         kernel(
             (rows, pieces),
             x,
-            permuted_idx,
-            expert_first_token_offset,
+            permuted_idx.contiguous(),
+            dense(expert_first_token_offset),
             out,
             expert_first_token_offset.shape[0] - 1,
             x.stride(0),
@@ -147,13 +147,13 @@ def moe_unpermute(
     )
     tokens, width = out.shape
     if out.numel():
-        offset = expert_first_token_offset
+        offset = dense(expert_first_token_offset)
         top_k = inv_permuted_idx.shape[1]
         kernel, pieces = _row_launch(_unpermute_kernel, top_k, width, 1024)
         kernel(
             (tokens, pieces),
             permuted_hidden_states.contiguous(),
-            None if topk_weights is None else topk_weights.contiguous(),
+            dense(topk_weights),
             inv_permuted_idx.contiguous(),
             offset,
             out,

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from moe_ops.fake_impls.routing import fused_topk as empty_topk
 from moe_ops.kernels.launch import Launch
-from moe_ops.kernels.slots import next_power_of_2
+from moe_ops.kernels.slots import dense, next_power_of_2
 
 _LOWEST = tl.constexpr(-3.4028234663852886e38)
 
@@ -108,7 +108,7 @@ def fused_topk(
         _launch(num_experts, topk, renormalize, scoring_func, routed_scaling_factor)(
             (tokens,),
             gating_output,
-            e_score_correction_bias,
+            dense(e_score_correction_bias),
             topk_weights,
             topk_ids,
             gating_output.stride(0),

@@ -27,6 +27,11 @@ def next_power_of_2(n: int) -> int:
     return 1 << max(n - 1, 0).bit_length()
 
 
+def dense(vector):
+    """A vector as kernels read it: entries side by side; None stays None."""
+    return None if vector is None else vector.contiguous()
+
+
 def map_size(expert_map, num_local_experts: int) -> int:
     """How many ids there are."""
     return num_local_experts if expert_map is None else expert_map.shape[0]

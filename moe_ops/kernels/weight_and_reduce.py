@@ -10,7 +10,7 @@ from torch import Tensor
 
 from moe_ops.fake_impls.weight_and_reduce import moe_fused_mul_sum as empty_output
 from moe_ops.kernels.launch import Launch
-from moe_ops.kernels.slots import local_experts, map_size, next_power_of_2
+from moe_ops.kernels.slots import dense, local_experts, map_size, next_power_of_2
 
 
 @triton.jit
@@ -65,9 +65,9 @@ def moe_fused_mul_sum_out(
         kernel(
             (tokens, pieces),
             inputs.contiguous(),
-            None if topk_weights is None else topk_weights.contiguous(),
-            None if topk_ids is None else topk_ids.contiguous(),
-            expert_map,
+            dense(topk_weights),
+            dense(topk_ids),
+            dense(expert_map),
             num_valid_tokens,
             out,
             map_size(expert_map, num_local_experts),

@@ -73,10 +73,6 @@ def fused_experts(
     kind, key = kind_and_key(activation)
     check_weights(hidden_states, w1, w2, w1_bias, w2_bias, kind)
     check_routing(hidden_states, w1, topk_weights, topk_ids, global_num_experts, expert_map)
-    checks.inference_only(
-        hidden_states=hidden_states, w1=w1, w2=w2, topk_weights=topk_weights,
-        w1_bias=w1_bias, w2_bias=w2_bias,
-    )  # fmt: skip
 
     num_local_experts = w1.shape[0]
     tokens, k = topk_ids.shape
@@ -105,16 +101,18 @@ def check_weights(
     w2_bias: Tensor | None,
     kind: MoEActivation,
 ) -> None:
-    """Shapes, dtypes, devices and strides of the weights fit the tokens and the activation."""
+    """The weights fit the tokens and the activation, and none of them wants a gradient."""
     checks.tensor("hidden_states", hidden_states, 2, checks.FLOATS)
     for name, w in (("w1", w1), ("w2", w2)):
         checks.tensor(name, w, 3, checks.FLOATS)
         checks.same_dtype(name, w, "hidden_states", hidden_states)
         checks.same_device(name, w, "hidden_states", hidden_states)
         checks.one_unit_stride(name, w)
-        if w.shape[1] * w.shape[2] >= 2**31:  # kernels count within one expert in 32 bits
+        reach = (w.shape[1] - 1) * w.stride(1) + (w.shape[2] - 1) * w.stride(2)
+        if reach >= 2**31:  # kernels count within one expert in 32 bits
             raise NotImplementedError(
-                f"{name} must have fewer than 2**31 elements an expert, got {tuple(w.shape)}"
+                f"{name} must reach over fewer than 2**31 elements an expert, got shape "
+                f"{tuple(w.shape)} with strides {w.stride()}"
             )
     hidden_size, intermediate_size = hidden_states.shape[1], w2.shape[2]
     checks.size("w2.shape[0]", w2.shape[0], "w1.shape[0]", w1.shape[0])
@@ -135,6 +133,9 @@ def check_weights(
             checks.same_device(name, bias, "hidden_states", hidden_states)
             checks.size(f"{name}.shape[0]", bias.shape[0], "the number of experts", w.shape[0])
             checks.size(f"{name}.shape[1]", bias.shape[1], "the weight's rows", w.shape[1])
+    checks.inference_only(
+        hidden_states=hidden_states, w1=w1, w2=w2, w1_bias=w1_bias, w2_bias=w2_bias
+    )
 
 
 def check_routing(
@@ -145,7 +146,7 @@ def check_routing(
     global_num_experts: int,
     expert_map: Tensor | None,
 ) -> None:
-    """The routing fits the tokens and the experts."""
+    """The routing fits the tokens and the experts, and wants no gradient."""
     checks.topk_pair(topk_weights, topk_ids)
     checks.same_device("topk_ids", topk_ids, "hidden_states", hidden_states)
     checks.same_tokens("topk_ids", topk_ids, "hidden_states", hidden_states)
@@ -160,6 +161,7 @@ def check_routing(
             f"got {given}"
         )
     checks.topk("topk_ids.shape[1]", topk_ids.shape[1], num_experts)
+    checks.inference_only(topk_weights=topk_weights)
 
 
 def fused_moe(

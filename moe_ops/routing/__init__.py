@@ -1,5 +1,5 @@
 """Routers: which experts a token goes to, and with what weight."""
 
-from moe_ops.routing.topk import fused_topk
+from moe_ops.routing.topk import SCORING_FUNCS, fused_topk
 
-__all__ = ["fused_topk"]
+__all__ = ["SCORING_FUNCS", "fused_topk"]
