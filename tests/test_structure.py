@@ -56,6 +56,7 @@ def test_stages_are_files_everywhere():
 LAYERS = {
     "moe_ops.layer": 5, "moe_ops.integrations": 5, "moe_ops": 6, "moe_ops.testing": 6,
     "moe_ops.pipeline": 4, "moe_ops.alignment": 4, "moe_ops.routing": 3, "moe_ops.ops": 2,
+    "moe_ops.parallel": 3,
     "moe_ops.kernels": 1, "moe_ops.reference": 1, "moe_ops.fake_impls": 1, "moe_ops.support": 1,
     "moe_ops.checks": 0, "moe_ops.tensors": 0, "moe_ops.scheme": 0, "moe_ops.tiles": 0,
     "moe_ops.activation": 0, "moe_ops.version": 0,

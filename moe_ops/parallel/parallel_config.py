@@ -1,0 +1,144 @@
+"""How a layer is spread over ranks: sizes, this process's place in them, and the exchange."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from moe_ops import checks
+
+ALL2ALL_BACKENDS = (
+    "allgather_reducescatter",
+    "naive",
+    "deepep_high_throughput",
+    "deepep_low_latency",
+    "pplx",
+    "mori",
+    "nixl_ep",
+    "flashinfer_nvlink_one_sided",
+    "flashinfer_nvlink_two_sided",
+)
+"""The field's names of the ways in which ranks exchange tokens."""
+
+
+@dataclass(frozen=True)
+class FusedMoEParallelConfig:
+    """Sizes of the parallel groups and this process's ranks in them; hashable, no tensors.
+
+    Without expert parallelism every expert is cut along I over ``tp_size`` ranks; with it
+    (``use_ep``) every rank holds whole experts, a share of them.
+
+    Raises:
+        ValueError: a size below 1, a rank outside its group, ``ep_size > 1`` without ``use_ep``, an
+            unknown ``all2all_backend``.
+
+    Source:
+        vLLM ``FusedMoEParallelConfig``.
+    """
+
+    tp_size: int = 1
+    tp_rank: int = 0
+    dp_size: int = 1
+    dp_rank: int = 0
+    ep_size: int = 1
+    ep_rank: int = 0
+    sp_size: int = 1
+    """Ranks over which tokens are cut before the layer."""
+    use_ep: bool = False
+    all2all_backend: str = "allgather_reducescatter"
+    enable_eplb: bool = False
+    """Router ids are physical, and the load of every physical expert is recorded."""
+
+    def __post_init__(self) -> None:
+        for group in ("tp", "dp", "ep"):
+            _check_group(group, getattr(self, f"{group}_size"), getattr(self, f"{group}_rank"))
+        _check_size("sp_size", self.sp_size)
+        if self.ep_size > 1 and not self.use_ep:
+            raise ValueError(f"ep_size must be 1 without use_ep, got {self.ep_size}")
+        checks.one_of("all2all_backend", self.all2all_backend, ALL2ALL_BACKENDS)
+
+    @classmethod
+    def make(
+        cls,
+        tp_size: int = 1,
+        tp_rank: int = 0,
+        dp_size: int = 1,
+        dp_rank: int = 0,
+        pcp_size: int = 1,
+        pcp_rank: int = 0,
+        *,
+        sp_size: int = 1,
+        enable_expert_parallel: bool = False,
+        all2all_backend: str = "allgather_reducescatter",
+        enable_eplb: bool = False,
+    ) -> FusedMoEParallelConfig:
+        """The layer's groups, from those of the model around it.
+
+        The ranks of all tensor-, data- and prefill-context-parallel groups form one group of
+        ``n = tp * dp * pcp`` with rank ``(dp_rank * pcp + pcp_rank) * tp + tp_rank``. With
+        ``enable_expert_parallel`` (and ``n > 1``) it is the layer's expert-parallel group, and no
+        expert is cut; otherwise it is its tensor-parallel group.
+
+        Args:
+            tp_size: ranks of a tensor-parallel group of the model.
+            tp_rank: this process's rank in it.
+            dp_size: data-parallel replicas.
+            dp_rank: the replica of this process.
+            pcp_size: ranks that share the tokens of a prefill.
+            pcp_rank: this process's rank among them.
+            sp_size: ranks over which tokens are cut before the layer.
+            enable_expert_parallel: hold whole experts where there is more than one rank.
+            all2all_backend: one of `ALL2ALL_BACKENDS`.
+            enable_eplb: ids of the router are physical and load is recorded.
+
+        Raises:
+            ValueError: a size below 1, or a rank outside its group.
+        """
+        for group in (("tp", tp_size, tp_rank), ("dp", dp_size, dp_rank)):
+            _check_group(*group)
+        _check_group("pcp", pcp_size, pcp_rank)
+        size = tp_size * dp_size * pcp_size
+        rank = (dp_rank * pcp_size + pcp_rank) * tp_size + tp_rank
+        use_ep = enable_expert_parallel and size > 1
+        kind = "ep" if use_ep else "tp"
+        spread: dict[str, Any] = {f"{kind}_size": size, f"{kind}_rank": rank}
+        return cls(
+            **spread,
+            dp_size=dp_size,
+            dp_rank=dp_rank,
+            sp_size=sp_size,
+            use_ep=use_ep,
+            all2all_backend=all2all_backend,
+            enable_eplb=enable_eplb,
+        )
+
+    @property
+    def is_sequence_parallel(self) -> bool:
+        """Tokens are cut over ranks before the layer."""
+        return self.sp_size > 1
+
+    @property
+    def use_all2all_kernels(self) -> bool:
+        """Tokens travel to the ranks of their experts."""
+        return self.use_ep and self.dp_size > 1
+
+    @property
+    def use_deepep_ht_kernels(self) -> bool:
+        """They travel through DeepEP's high-throughput kernels."""
+        return self.use_all2all_kernels and self.all2all_backend == "deepep_high_throughput"
+
+    @property
+    def use_deepep_ll_kernels(self) -> bool:
+        """They travel through DeepEP's low-latency kernels."""
+        return self.use_all2all_kernels and self.all2all_backend == "deepep_low_latency"
+
+
+def _check_size(name: str, size: int) -> None:
+    if size < 1:
+        raise ValueError(f"{name} must be at least 1, got {size}")
+
+
+def _check_group(group: str, size: int, rank: int) -> None:
+    _check_size(f"{group}_size", size)
+    if not 0 <= rank < size:
+        raise ValueError(f"{group}_rank must be in 0..{size - 1}, got {rank}")
