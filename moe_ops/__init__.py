@@ -23,21 +23,38 @@ from moe_ops.pipeline.fused_experts import fused_experts, fused_moe
 from moe_ops.pipeline.warmup import warmup
 from moe_ops.pipeline.workspace import workspace_nbytes
 from moe_ops.routing import fused_topk
-from moe_ops.scheme import SCHEMES, get_scheme
-from moe_ops.tensors import Permutation, TilePlan
+from moe_ops.scheme import (
+    FLOAT4_E2M1_MAX,
+    FLOAT8_E4M3_MAX,
+    SCHEMES,
+    FusedMoEQuantConfig,
+    Quant,
+    Scheme,
+    dequantize_weight,
+    get_scheme,
+    quantize_weight,
+)
+from moe_ops.tensors import Permutation, QTensor, TilePlan
 from moe_ops.version import __version__
 
 __all__ = [
+    "FLOAT4_E2M1_MAX",
+    "FLOAT8_E4M3_MAX",
     "SCHEMES",
     "Activation",
     "FusedMoE",
     "FusedMoEParallelConfig",
+    "FusedMoEQuantConfig",
     "MoEActivation",
     "Permutation",
+    "QTensor",
+    "Quant",
+    "Scheme",
     "TilePlan",
     "__version__",
     "apply_moe_activation",
     "count_expert_num_tokens",
+    "dequantize_weight",
     "fused_experts",
     "fused_moe",
     "fused_topk",
@@ -46,6 +63,7 @@ __all__ = [
     "moe_fused_mul_sum",
     "moe_permute",
     "moe_unpermute",
+    "quantize_weight",
     "warmup",
     "workspace_nbytes",
 ]

@@ -34,3 +34,15 @@ class Permutation(NamedTuple):
     """int32 ``(T, k)``: the row of each slot."""
     permuted_idx: Tensor
     """int32 ``(T * k,)``: the slot of each row."""
+
+
+class QTensor(NamedTuple):
+    """A quantized weight, as `moe_ops.quantize_weight` makes it."""
+
+    data: Tensor
+    """``(E, N, K)`` stored values; 4-bit ones two to a byte, ``(E, N, K / 2)`` uint8."""
+    scale: Tensor | None = None
+    """Shaped as the scheme says; None where the scheme has none."""
+    zero_point: Tensor | None = None
+    global_scale: Tensor | None = None
+    """float32 ``(E,)``: a factor on top of the scales."""

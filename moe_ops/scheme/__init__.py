@@ -1,0 +1,34 @@
+"""Quantization schemes: values with names, and how weights are stored in them."""
+
+from moe_ops.scheme.quant_config import FusedMoEQuantConfig
+from moe_ops.scheme.values import (
+    FLOAT4_E2M1_MAX,
+    FLOAT8_E4M3_MAX,
+    SCHEMES,
+    UNQUANTIZED,
+    WHOLE,
+    Element,
+    Group,
+    Quant,
+    Scheme,
+    get_scheme,
+    parse_quant,
+)
+from moe_ops.scheme.weights import dequantize_weight, quantize_weight
+
+__all__ = [
+    "FLOAT4_E2M1_MAX",
+    "FLOAT8_E4M3_MAX",
+    "SCHEMES",
+    "UNQUANTIZED",
+    "WHOLE",
+    "Element",
+    "FusedMoEQuantConfig",
+    "Group",
+    "Quant",
+    "Scheme",
+    "dequantize_weight",
+    "get_scheme",
+    "parse_quant",
+    "quantize_weight",
+]

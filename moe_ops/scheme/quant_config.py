@@ -1,0 +1,164 @@
+"""A scheme together with the tensors that belong to it: what a quantized layer is called with."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree
+
+from moe_ops.scheme.values import WHOLE, Scheme
+from moe_ops.scheme.weights import as_scheme
+from moe_ops.tensors import QTensor
+
+
+@dataclass(frozen=True, eq=False)
+class FusedMoEQuantConfig:
+    """How a layer is quantized: its scheme and, for each GEMM, scales, zero points and biases.
+
+    Frozen, and a pytree whose leaves are the tensors: it can be an argument of a compiled or
+    exported function. ``1`` belongs to ``w1`` and its input, ``2`` to ``w2`` and its input.
+
+    Args:
+        scheme: a name in `SCHEMES` (or one that `get_scheme` makes), or a `Scheme`.
+        w1_scale: scales of ``w1``, shaped as `Quant.weight_scale_shape` says; one a tensor may be
+            ``(El,)`` or ``(El, 2)`` (gate, up).
+        w2_scale: scales of ``w2``.
+        a1_scale: static scale of the input of GEMM 1, one element, for static schemes only.
+        a2_scale: static scale of the input of GEMM 2.
+        w1_zp: zero points of ``w1``, for schemes that have them.
+        w2_zp: zero points of ``w2``.
+        a1_gscale: global scale of the input of GEMM 1 (NVFP4).
+        a2_gscale: global scale of the input of GEMM 2.
+        w1_gscale: global scales of ``w1``, ``(El,)`` or ``(El, 2)``.
+        w2_gscale: global scales of ``w2``, ``(El,)``.
+        g1_alphas: factor on the result of GEMM 1, for schemes that have one.
+        g2_alphas: factor on the result of GEMM 2.
+        w1_bias: ``(El, 2I)`` or ``(El, I)``, added in float32 after the scales.
+        w2_bias: ``(El, H)``.
+
+    Raises:
+        ValueError: an unknown scheme; a tensor that the scheme needs and is missing, or that it
+            does not take.
+    """
+
+    scheme: Scheme
+    w1_scale: Tensor | None = None
+    w2_scale: Tensor | None = None
+    a1_scale: Tensor | None = None
+    a2_scale: Tensor | None = None
+    w1_zp: Tensor | None = None
+    w2_zp: Tensor | None = None
+    a1_gscale: Tensor | None = None
+    a2_gscale: Tensor | None = None
+    w1_gscale: Tensor | None = None
+    w2_gscale: Tensor | None = None
+    g1_alphas: Tensor | None = None
+    g2_alphas: Tensor | None = None
+    w1_bias: Tensor | None = None
+    w2_bias: Tensor | None = None
+
+    def __init__(self, scheme: str | Scheme, **tensors: Tensor | None) -> None:
+        object.__setattr__(self, "scheme", as_scheme(scheme))
+        unknown = set(tensors) - set(TENSORS)
+        if unknown:
+            raise TypeError(f"FusedMoEQuantConfig takes {list(TENSORS)}, got {sorted(unknown)}")
+        for name in TENSORS:
+            object.__setattr__(self, name, tensors.get(name))
+        _check(self)
+
+    @classmethod
+    def from_weights(
+        cls, scheme: str | Scheme, w1: QTensor, w2: QTensor, **rest: Tensor | None
+    ) -> FusedMoEQuantConfig:
+        """The configuration of two quantized weights (whose ``data`` is passed to the layer)."""
+        return cls(
+            scheme,
+            w1_scale=w1.scale,
+            w2_scale=w2.scale,
+            w1_zp=w1.zero_point,
+            w2_zp=w2.zero_point,
+            w1_gscale=w1.global_scale,
+            w2_gscale=w2.global_scale,
+            **rest,
+        )
+
+    @property
+    def quant_dtype(self) -> torch.dtype | None:
+        """Of quantized activations; None where they stay as they are."""
+        return None if self.scheme.activation is None else self.scheme.activation.dtype
+
+    @property
+    def weight_quant_dtype(self) -> torch.dtype | None:
+        """Of stored weights; None where they are not quantized."""
+        return None if self.scheme.weight is None else self.scheme.weight.dtype
+
+    @property
+    def block_shape(self) -> list[int] | None:
+        """``[rows, cols]`` of a weight's block, or None."""
+        return self.scheme.block_shape
+
+    @property
+    def per_act_token_quant(self) -> bool:
+        """Whether every row of the activations has one scale."""
+        quant = self.scheme.activation
+        return quant is not None and quant.group == (1, WHOLE)
+
+    @property
+    def per_out_ch_quant(self) -> bool:
+        """Whether every row of a weight has one scale."""
+        quant = self.scheme.weight
+        return quant is not None and quant.group == (1, WHOLE)
+
+
+TENSORS = tuple(f.name for f in fields(FusedMoEQuantConfig) if f.name != "scheme")
+
+
+def _check(config: FusedMoEQuantConfig) -> None:
+    """Every tensor that the scheme needs is there, and none that it does not take."""
+    scheme = config.scheme
+    quantized, static = (
+        scheme.weight is not None,
+        bool(scheme.activation is not None and scheme.activation.static),
+    )
+    rules = {"w1_scale": quantized, "w2_scale": quantized, "a1_scale": static, "a2_scale": static}
+    for name in TENSORS:
+        value, needed = getattr(config, name), rules.get(name, False)
+        if value is None and needed:
+            raise ValueError(f"{name} must be a Tensor for scheme {scheme.name}, got None")
+        if value is not None and not needed and name not in ("w1_bias", "w2_bias"):
+            raise ValueError(f"{name} must be None for scheme {scheme.name}, got a Tensor")
+
+
+def _flatten(config: FusedMoEQuantConfig) -> tuple[list[Any], Any]:
+    present = [name for name in TENSORS if getattr(config, name) is not None]
+    return [getattr(config, name) for name in present], (config.scheme.name, tuple(present))
+
+
+def _flatten_with_keys(config: FusedMoEQuantConfig) -> tuple[list[Any], Any]:
+    leaves, context = _flatten(config)
+    keys = [_pytree.GetAttrKey(name) for name in context[1]]
+    return list(zip(keys, leaves, strict=True)), context
+
+
+def _unflatten(leaves: Any, context: Any) -> FusedMoEQuantConfig:
+    """Without checks: a pytree's leaves need not be tensors."""
+    config = object.__new__(FusedMoEQuantConfig)
+    object.__setattr__(config, "scheme", as_scheme(context[0]))
+    given = dict(zip(context[1], leaves, strict=True))
+    for name in TENSORS:
+        object.__setattr__(config, name, given.get(name))
+    return config
+
+
+_pytree.register_pytree_node(
+    FusedMoEQuantConfig,
+    _flatten,
+    _unflatten,
+    serialized_type_name="moe_ops.FusedMoEQuantConfig",
+    flatten_with_keys_fn=_flatten_with_keys,
+    to_dumpable_context=lambda context: [context[0], list(context[1])],
+    from_dumpable_context=lambda context: (context[0], tuple(context[1])),
+)
