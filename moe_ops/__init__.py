@@ -22,7 +22,7 @@ from moe_ops.parallel import FusedMoEParallelConfig
 from moe_ops.pipeline.fused_experts import fused_experts, fused_moe
 from moe_ops.pipeline.warmup import warmup
 from moe_ops.pipeline.workspace import workspace_nbytes
-from moe_ops.routing import fused_topk
+from moe_ops.routing import RoutingMethodType, fused_topk, get_routing_method_type
 from moe_ops.scheme import (
     FLOAT4_E2M1_MAX,
     FLOAT8_E4M3_MAX,
@@ -49,6 +49,7 @@ __all__ = [
     "Permutation",
     "QTensor",
     "Quant",
+    "RoutingMethodType",
     "Scheme",
     "TilePlan",
     "__version__",
@@ -58,6 +59,7 @@ __all__ = [
     "fused_experts",
     "fused_moe",
     "fused_topk",
+    "get_routing_method_type",
     "get_scheme",
     "moe_align_block_size",
     "moe_fused_mul_sum",

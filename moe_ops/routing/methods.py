@@ -1,0 +1,84 @@
+"""The name of a routing method, for kernels that are chosen by it."""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+from moe_ops import checks
+
+SCORING_FUNCS = ("softmax", "sigmoid", "sqrtsoftplus")
+"""``f`` of ``s = f(logits)``, in float32: softmax over all experts, the logistic function,
+``sqrt(softplus(x))``."""
+
+
+class RoutingMethodType(IntEnum):
+    """How ids and weights come from logits; the values are those of the field's kernels.
+
+    Source:
+        vLLM ``RoutingMethodType``; below 100 the values of FlashInfer's TensorRT-LLM kernels.
+    """
+
+    Default = 0
+    """softmax, then top-k."""
+    Renormalize = 1
+    """top-k, then softmax of the chosen logits."""
+    DeepSeekV3 = 2
+    """sigmoid plus a correction bias, top-k within the best groups, renormalized."""
+    Llama4 = 3
+    """top-1, then sigmoid."""
+    RenormalizeNaive = 4
+    """softmax, then top-k, then renormalized: equal to ``Renormalize`` in exact arithmetic."""
+    TopK = 5
+    """top-k of the logits, which are the weights."""
+    SigmoidRenorm = 6
+    """sigmoid, then top-k, then renormalized."""
+    MiniMax2 = 7
+    """sigmoid plus a correction bias, top-k without groups, renormalized."""
+    Sigmoid = 8
+    """sigmoid, then top-k."""
+    Unspecified = 9
+    """None of the others."""
+    DeepseekV4 = 100
+    """sqrt(softplus), plus a correction bias, top-k, renormalized."""
+    Custom = 101
+    """A function of the caller."""
+    Simulated = 102
+    """Ids that do not depend on the logits, for benchmarks."""
+
+
+def get_routing_method_type(
+    scoring_func: str,
+    top_k: int,
+    renormalize: bool,
+    num_expert_group: int | None,
+    has_e_score_bias: bool,
+) -> RoutingMethodType:
+    """Name the method that :func:`moe_ops.select_experts` uses for these settings.
+
+    Args:
+        scoring_func: ``softmax``, ``sigmoid`` or ``sqrtsoftplus``.
+        top_k: k; no method depends on it, the interface of the field has it.
+        renormalize: whether a token's weights are divided by their sum.
+        num_expert_group: the number of groups of grouped top-k, None or 0 without.
+        has_e_score_bias: whether a correction bias takes part in the choice.
+
+    Returns:
+        ``Unspecified`` where none of the named methods does exactly this.
+
+    Raises:
+        ValueError: an unknown ``scoring_func``.
+
+    Source:
+        vLLM 0.33 ``get_routing_method_type``.
+    """
+    checks.one_of("scoring_func", scoring_func, SCORING_FUNCS)
+    method = RoutingMethodType
+    if scoring_func == "sqrtsoftplus":
+        return method.DeepseekV4 if renormalize else method.Unspecified
+    if has_e_score_bias:
+        if scoring_func != "sigmoid" or not renormalize:
+            return method.Unspecified
+        return method.DeepSeekV3 if num_expert_group else method.MiniMax2
+    if scoring_func == "sigmoid":
+        return method.SigmoidRenorm if renormalize else method.Sigmoid
+    return method.RenormalizeNaive if renormalize else method.Default
