@@ -18,7 +18,7 @@ from moe_ops.alignment import (
     moe_unpermute,
 )
 from moe_ops.layer import FusedMoE
-from moe_ops.parallel import FusedMoEParallelConfig
+from moe_ops.parallel import FusedMoEParallelConfig, eplb_map_to_physical_and_record
 from moe_ops.pipeline.fused_experts import fused_experts, fused_moe
 from moe_ops.pipeline.warmup import warmup
 from moe_ops.pipeline.workspace import workspace_nbytes

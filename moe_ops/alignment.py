@@ -228,10 +228,7 @@ def moe_fused_mul_sum(
     elif expert_map is not None:
         raise ValueError("topk_ids must be given to interpret expert_map, got None")
     checks.expert_map(expert_map, inputs)
-    if num_valid_tokens is not None:
-        checks.tensor("num_valid_tokens", num_valid_tokens, num_valid_tokens.dim(), checks.INDICES)
-        checks.size("num_valid_tokens.numel()", num_valid_tokens.numel(), "one number", 1)
-        checks.same_device("num_valid_tokens", num_valid_tokens, "inputs", inputs)
+    checks.device_scalar("num_valid_tokens", num_valid_tokens, checks.INDICES, "inputs", inputs)
     arguments = (inputs, topk_weights, topk_ids, expert_map, num_valid_tokens, _ANY_NUMBER)
     if outputs is None:
         return ops.moe_fused_mul_sum(*arguments)

@@ -57,6 +57,17 @@ def same_tokens(name: str, x: Tensor, other_name: str, other: Tensor) -> None:
         )
 
 
+def device_scalar(
+    name: str, x: Tensor | None, dtypes: Sequence[torch.dtype], other_name: str, other: Tensor
+) -> None:
+    """``x`` is one number where ``other`` is, which only the device reads; or None."""
+    if x is None:
+        return
+    tensor(name, x, x.dim() if isinstance(x, Tensor) else 1, dtypes)
+    size(f"{name}.numel()", x.numel(), "one number", 1)
+    same_device(name, x, other_name, other)
+
+
 def inference_only(**tensors: Tensor | None) -> None:
     """Nothing that is differentiated comes in."""
     if not torch.is_grad_enabled():

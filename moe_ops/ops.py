@@ -8,7 +8,8 @@ An operator ``moe_ops::name`` of a stage has three legs, found by the stage's fi
   allocate with these same functions, so the two cannot drift.
 
 All operators are functional: fresh contiguous outputs, no aliasing, no mutation, except for the
-``.out`` overloads, whose schemas say so. (They do not carry ``torch.Tag.out``: Inductor would then
+``.out`` overloads and ``eplb_map_to_physical_and_record``, which counts into a buffer of its
+caller: their schemas say so. (The overloads do not carry ``torch.Tag.out``: Inductor would then
 call them for the functional ones, and in torch 2.13 fails to when a size is dynamic.)
 
 An output whose shape, stride or dtype rule changes gets a new operator name: compiler caches know
@@ -124,4 +125,10 @@ moe_fused_mul_sum_out = _op(
     "moe_fused_mul_sum.out(Tensor inputs, Tensor? topk_weights, Tensor? topk_ids,"
     " Tensor? expert_map, Tensor? num_valid_tokens, SymInt num_local_experts, *, Tensor(a!) out)"
     " -> ()",
+)
+eplb_map_to_physical_and_record = _op(
+    "eplb",
+    "eplb_map_to_physical_and_record(Tensor topk_ids, Tensor(a!) expert_load_view,"
+    " Tensor logical_to_physical_map, Tensor logical_replica_count, Tensor? record_enabled,"
+    " Tensor? num_unpadded_tokens, ScalarType indices_type, SymInt seed) -> Tensor",
 )

@@ -33,6 +33,8 @@ def samples(device):
     expert_map = MAP.to(device)
     valid = torch.tensor([4], dtype=I32, device=device)
     bias = torch.zeros(E, device=device)
+    load = torch.zeros(6, dtype=I32, device=device)
+    replicas = torch.tensor([[0, 4], [1, -1], [2, 5], [3, -1]], device=device)
     return {
         "fused_topk": [
             (logits, None, K, True, "softmax", 1.0),
@@ -66,6 +68,11 @@ def samples(device):
             (y, None, ids, expert_map, valid, 3),
         ],
         "moe_fused_mul_sum.out": [(y, weights, None, None, None, E)],
+        "eplb_map_to_physical_and_record": [
+            (ids, load, replicas, replicas.ne(-1).sum(1), None, None, I32, 0),
+            (ids.long(), load.long(), replicas, replicas.ne(-1).sum(1).int(),
+             torch.tensor(True, device=device), valid, torch.int64, 3),
+        ],
     }  # fmt: skip
 
 

@@ -1,0 +1,33 @@
+"""Time the mapping to physical experts, with and without counting their load."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from problems import Inputs, Problem
+from stages import Case, main, nbytes
+
+from moe_ops import ops
+from moe_ops.parallel import compute_logical_maps, initial_physical_to_logical_map
+
+REDUNDANT_EXPERTS = 32
+
+
+def cases(problem: Problem, inputs: Inputs) -> Iterator[Case]:
+    ids = inputs.topk_ids
+    placement = initial_physical_to_logical_map(problem.num_experts, REDUNDANT_EXPERTS)
+    maps = compute_logical_maps(placement.to(ids.device), problem.num_experts)
+    load = torch.zeros(placement.shape, dtype=torch.int32, device=ids.device)
+    for name, enabled in (("", None), (":not_recorded", load.new_zeros(1))):
+        yield Case(
+            f"eplb_map_to_physical_and_record{name}",
+            lambda enabled=enabled: ops.eplb_map_to_physical_and_record(
+                ids, load, *maps, enabled, None, ids.dtype, 0
+            ),
+            nbytes(ids, ids, load, *maps),
+        )
+
+
+if __name__ == "__main__":
+    main("eplb", cases)

@@ -1,0 +1,91 @@
+"""Triton kernel of the expert-parallel load balancing operator."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from moe_ops.fake_impls.eplb import eplb_map_to_physical_and_record as empty_ids
+from moe_ops.kernels.launch import Launch
+from moe_ops.kernels.slots import dense
+
+BLOCK = 256
+"""Slots of a program. No slot waits for another, so many small programs finish first."""
+
+
+@triton.jit(do_not_specialize=["num_slots", "seed"])
+def _eplb_map_kernel(
+    topk_ids, expert_load, logical_to_physical, replica_count, record_enabled, num_unpadded_tokens,
+    out, num_slots, seed, num_experts, max_replicas, num_physical, stride_load,
+    TOP_K: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Map a block of slots to replicas and count them: the rule of `reference/eplb.py`."""
+    slot = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    token = slot // TOP_K
+    ids = tl.load(topk_ids + slot, mask=slot < num_slots, other=-1)
+    # Compared in their own width before they are narrowed: 2**32 is not expert 0.
+    valid = (ids >= 0) & (ids < num_experts)
+    expert = tl.where(valid, ids, 0).to(tl.int32)
+    count = tl.load(replica_count + expert, mask=valid, other=1).to(tl.int32)
+    count = tl.minimum(tl.maximum(count, 1), max_replicas)
+    hashed = (token.to(tl.int64) + seed) * 2654435769 & 0xFFFFFFFF
+    replica = (hashed.to(tl.uint32) % count.to(tl.uint32)).to(tl.int32)
+    entry = logical_to_physical + expert * max_replicas + replica
+    physical = tl.load(entry, mask=valid, other=-1)
+    tl.store(out + slot, physical.to(out.dtype.element_ty), mask=slot < num_slots)
+
+    limit = num_slots
+    if num_unpadded_tokens is not None:
+        limit = tl.load(num_unpadded_tokens)
+    if record_enabled is not None:
+        limit = tl.where(tl.load(record_enabled) != 0, limit, 0)
+    counted = (physical >= 0) & (physical < num_physical) & (token < limit)
+    at = tl.where(counted, physical, 0).to(tl.int64) * stride_load
+    one = tl.full((BLOCK,), 1, expert_load.dtype.element_ty)
+    tl.atomic_add(expert_load + at, one, mask=counted, sem="relaxed")
+
+
+@lru_cache(maxsize=1024)
+def _launch(top_k: int) -> Launch:
+    return Launch(_eplb_map_kernel, TOP_K=top_k, BLOCK=BLOCK, num_warps=4)
+
+
+def eplb_map_to_physical_and_record(
+    topk_ids: Tensor,
+    expert_load_view: Tensor,
+    logical_to_physical_map: Tensor,
+    logical_replica_count: Tensor,
+    record_enabled: Tensor | None,
+    num_unpadded_tokens: Tensor | None,
+    indices_type: torch.dtype,
+    seed: int,
+) -> Tensor:
+    """Launch one program for each block of slots."""
+    out = empty_ids(
+        topk_ids, expert_load_view, logical_to_physical_map, logical_replica_count,
+        record_enabled, num_unpadded_tokens, indices_type, seed,
+    )  # fmt: skip
+    num_slots = topk_ids.numel()
+    if num_slots:
+        num_experts, max_replicas = logical_to_physical_map.shape
+        _launch(topk_ids.shape[1])(
+            (triton.cdiv(num_slots, BLOCK),),
+            topk_ids.contiguous(),
+            expert_load_view,
+            logical_to_physical_map.contiguous(),
+            dense(logical_replica_count),
+            record_enabled,
+            num_unpadded_tokens,
+            out,
+            num_slots,
+            seed,
+            num_experts,
+            max_replicas,
+            expert_load_view.shape[0],
+            expert_load_view.stride(0),
+        )
+    return out

@@ -1,0 +1,80 @@
+"""Expert-parallel load balancing in the forward pass: replicas are chosen and counted."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from moe_ops import checks, ops
+
+
+def eplb_map_to_physical_and_record(
+    topk_ids: Tensor,
+    expert_load_view: Tensor,
+    logical_to_physical_map: Tensor,
+    logical_replica_count: Tensor,
+    indices_type: torch.dtype | None = None,
+    *,
+    record_enabled: Tensor | None = None,
+    num_unpadded_tokens: Tensor | None = None,
+    seed: int = 0,
+) -> Tensor:
+    """Send each slot to one replica of its expert, and count it there.
+
+    Token t goes to replica ``((t + seed) * 2654435769 mod 2**32) mod count[id]`` of each of its
+    experts: all replicas of an expert get their share, whatever k is. An id outside ``[0, E)``
+    becomes -1. ``expert_load_view[p]`` grows by one for every slot sent to p, with integer atomics,
+    so that the counts do not depend on the order of the slots.
+
+    The two scalars are read on the device: a captured graph sees what they hold at replay.
+
+    Args:
+        topk_ids: ``(T, k)`` int32 or int64, logical experts.
+        expert_load_view: ``(P,)`` int32 or int64, one layer's load of every physical expert:
+            **mutated**. For Inductor's CUDA graphs make it a buffer, or mark its address static.
+        logical_to_physical_map: ``(E, R)`` int32 or int64, the replicas of each expert, then -1.
+        logical_replica_count: ``(E,)`` int32 or int64; taken as within 1..R.
+        indices_type: dtype of the result, int32 or int64; None: that of ``topk_ids``.
+        record_enabled: one bool or integer; 0 counts nothing. None counts.
+        num_unpadded_tokens: one integer; tokens from it on are padding, and not counted.
+        seed: moves the hash along: ranks that each hold few tokens need different ones, since
+            token 0 of all of them would otherwise pick the same replica.
+
+    Returns:
+        ``(T, k)`` ids of physical experts, contiguous. An entry of the map that is no physical
+        expert is returned as it is, and counted nowhere.
+
+    Raises:
+        TypeError, ValueError: a wrong dtype, shape or device.
+
+    Source:
+        vLLM's EPLB router (``eplb_map_to_physical_and_record``), which has no ``seed``.
+    """
+    checks.tensor("topk_ids", topk_ids, 2, checks.INDICES)
+    like = ("topk_ids", topk_ids)
+    for name, x, ndim in (
+        ("expert_load_view", expert_load_view, 1),
+        ("logical_to_physical_map", logical_to_physical_map, 2),
+        ("logical_replica_count", logical_replica_count, 1),
+    ):
+        checks.tensor(name, x, ndim, checks.INDICES)
+        checks.same_device(name, x, *like)
+        if 0 in x.shape:
+            raise ValueError(f"{name} must have at least one entry, got shape {tuple(x.shape)}")
+    num_experts = logical_to_physical_map.shape[0]
+    count = logical_replica_count.shape[0]
+    checks.size("logical_replica_count.shape[0]", count, "the number of experts", num_experts)
+    checks.device_scalar("record_enabled", record_enabled, (torch.bool, *checks.INDICES), *like)
+    checks.device_scalar("num_unpadded_tokens", num_unpadded_tokens, checks.INDICES, *like)
+    if indices_type not in (None, *checks.INDICES):
+        raise TypeError(f"indices_type must be one of {list(checks.INDICES)}, got {indices_type}")
+    return ops.eplb_map_to_physical_and_record(
+        topk_ids,
+        expert_load_view,
+        logical_to_physical_map,
+        logical_replica_count,
+        record_enabled,
+        num_unpadded_tokens,
+        topk_ids.dtype if indices_type is None else indices_type,
+        seed,
+    )

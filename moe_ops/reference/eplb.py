@@ -1,0 +1,40 @@
+"""Reference of the expert-parallel load balancing operator."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+HASH = 2654435769
+"""2**32 divided by the golden ratio: consecutive tokens land far apart."""
+
+
+def eplb_map_to_physical_and_record(
+    topk_ids: Tensor,
+    expert_load_view: Tensor,
+    logical_to_physical_map: Tensor,
+    logical_replica_count: Tensor,
+    record_enabled: Tensor | None,
+    num_unpadded_tokens: Tensor | None,
+    indices_type: torch.dtype,
+    seed: int,
+) -> Tensor:
+    """Each slot's replica, chosen by a hash of its token, and counted in ``expert_load_view``."""
+    num_experts, max_replicas = logical_to_physical_map.shape
+    num_physical = expert_load_view.shape[0]
+    valid = (topk_ids >= 0) & (topk_ids < num_experts)
+    expert = torch.where(valid, topk_ids, 0).long()
+    token = torch.arange(topk_ids.shape[0], device=topk_ids.device)[:, None]
+    replicas = logical_replica_count.long()[expert].clamp(1, max_replicas)
+    replica = ((token + seed) * HASH & 0xFFFFFFFF) % replicas
+    physical = torch.where(valid, logical_to_physical_map.long()[expert, replica], -1)
+
+    counted = (physical >= 0) & (physical < num_physical)
+    if num_unpadded_tokens is not None:
+        counted &= token < num_unpadded_tokens
+    if record_enabled is not None:
+        counted &= record_enabled != 0
+    expert_load_view.scatter_add_(
+        0, torch.where(counted, physical, 0).flatten(), counted.flatten().to(expert_load_view.dtype)
+    )
+    return physical.to(indices_type)
