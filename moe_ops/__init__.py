@@ -56,6 +56,7 @@ __all__ = [
     "apply_moe_activation",
     "count_expert_num_tokens",
     "dequantize_weight",
+    "eplb_map_to_physical_and_record",
     "fused_experts",
     "fused_moe",
     "fused_topk",

@@ -38,14 +38,14 @@ def eplb_map_to_physical_and_record(
         record_enabled: one bool or integer; 0 counts nothing. None counts.
         num_unpadded_tokens: one integer; tokens from it on are padding, and not counted.
         seed: moves the hash along: ranks that each hold few tokens need different ones, since
-            token 0 of all of them would otherwise pick the same replica.
+            token 0 of all of them would otherwise pick the same replica. In 0..2**31 - 1.
 
     Returns:
         ``(T, k)`` ids of physical experts, contiguous. An entry of the map that is no physical
         expert is returned as it is, and counted nowhere.
 
     Raises:
-        TypeError, ValueError: a wrong dtype, shape or device.
+        TypeError, ValueError: a wrong dtype, shape, device or seed.
 
     Source:
         vLLM's EPLB router (``eplb_map_to_physical_and_record``), which has no ``seed``.
@@ -68,6 +68,8 @@ def eplb_map_to_physical_and_record(
     checks.device_scalar("num_unpadded_tokens", num_unpadded_tokens, checks.INDICES, *like)
     if indices_type not in (None, *checks.INDICES):
         raise TypeError(f"indices_type must be one of {list(checks.INDICES)}, got {indices_type}")
+    if not 0 <= seed < 2**31:
+        raise ValueError(f"seed must be in 0..{2**31 - 1}, got {seed}")
     return ops.eplb_map_to_physical_and_record(
         topk_ids,
         expert_load_view,
