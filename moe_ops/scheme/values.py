@@ -1,7 +1,8 @@
 """Schemes as small frozen values.
 
 Whatever follows from one (scale shapes, bytes per weight, the constants of a kernel) is derived
-here and nowhere else. A new scheme is a line in `SCHEMES`; a kernel never hears its name, only what is derived from it.
+here and nowhere else. A new scheme is a line in `SCHEMES`; a kernel never hears its name, only what
+is derived from it.
 """
 
 from __future__ import annotations
