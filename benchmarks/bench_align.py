@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from problems import Inputs, Problem
 from stages import Case, main, nbytes
+from torch import Tensor
 
 from moe_ops import ops
 from moe_ops.tiles import ROW_TILES
@@ -17,11 +18,24 @@ def cases(problem: Problem, inputs: Inputs) -> Iterator[Case]:
     def align() -> tuple:
         return ops.moe_align_block_size(ids, None, ROW_TILES, num_experts, False, True)
 
-    def count() -> object:
+    def count() -> Tensor:
         return ops.count_expert_num_tokens(ids, None, num_experts)
 
+    counts = count()
+    room = inputs.x.shape[0]
+
+    def batched() -> tuple:
+        return ops.align_batched(counts, room, ROW_TILES)
+
+    offset = ops.moe_permutation(ids, None, num_experts)[0]
+
+    def permuted() -> tuple:
+        return ops.align_permuted(offset, ids.numel(), ROW_TILES)
+
     yield Case("moe_align_block_size", align, nbytes(ids, *align()))
-    yield Case("count_expert_num_tokens", count, nbytes(ids, count()))
+    yield Case("count_expert_num_tokens", count, nbytes(ids, counts))
+    yield Case("align_batched", batched, nbytes(counts, *batched()))
+    yield Case("align_permuted", permuted, nbytes(offset, *permuted()))
 
 
 if __name__ == "__main__":

@@ -20,15 +20,8 @@ def moe_align_block_size(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The three int32 vectors of a plan, as long as any of ``row_tiles`` may need."""
     num_slots = topk_ids.shape[0] * topk_ids.shape[1]
-    rows = padded_slots(num_slots, num_experts, row_tiles)
-    tiles = num_tiles(num_slots, num_experts, row_tiles)
-    if pad_sorted_ids:
-        rows = cdiv(rows, max(row_tiles)) * max(row_tiles)
-    return (
-        topk_ids.new_empty(rows, dtype=torch.int32),
-        topk_ids.new_empty(tiles, dtype=torch.int32),
-        topk_ids.new_empty(1, dtype=torch.int32),
-    )
+    pad_to = max(row_tiles) if pad_sorted_ids else 1
+    return _plan(topk_ids, num_slots, num_experts, row_tiles, pad_to)
 
 
 def count_expert_num_tokens(
@@ -36,3 +29,31 @@ def count_expert_num_tokens(
 ) -> Tensor:
     """``(El,)`` int32."""
     return topk_ids.new_empty(num_local_experts, dtype=torch.int32)
+
+
+def align_batched(
+    expert_num_tokens: Tensor, max_num_tokens: int, row_tiles: Sequence[int]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """A plan for ``El * max_num_tokens`` rows."""
+    num_experts = expert_num_tokens.shape[0]
+    return _plan(expert_num_tokens, num_experts * max_num_tokens, num_experts, row_tiles)
+
+
+def align_permuted(
+    expert_first_token_offset: Tensor, num_rows: int, row_tiles: Sequence[int]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """A plan for ``num_rows`` rows."""
+    num_experts = expert_first_token_offset.shape[0] - 1
+    return _plan(expert_first_token_offset, num_rows, num_experts, row_tiles)
+
+
+def _plan(
+    like: Tensor, num_slots: int, num_experts: int, row_tiles: Sequence[int], pad_to: int = 1
+) -> tuple[Tensor, Tensor, Tensor]:
+    rows = cdiv(padded_slots(num_slots, num_experts, row_tiles), pad_to) * pad_to
+    tiles = num_tiles(num_slots, num_experts, row_tiles)
+    return (
+        like.new_empty(rows, dtype=torch.int32),
+        like.new_empty(tiles, dtype=torch.int32),
+        like.new_empty(1, dtype=torch.int32),
+    )

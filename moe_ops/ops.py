@@ -87,6 +87,16 @@ count_expert_num_tokens = _op(
     "count_expert_num_tokens(Tensor topk_ids, Tensor? expert_map, SymInt num_local_experts)"
     " -> Tensor",
 )
+align_batched = _op(
+    "align",
+    "align_batched(Tensor expert_num_tokens, SymInt max_num_tokens, int[] row_tiles)"
+    " -> (Tensor sorted_token_ids, Tensor expert_ids, Tensor num_tokens_post_padded)",
+)
+align_permuted = _op(
+    "align",
+    "align_permuted(Tensor expert_first_token_offset, SymInt num_rows, int[] row_tiles)"
+    " -> (Tensor sorted_token_ids, Tensor expert_ids, Tensor num_tokens_post_padded)",
+)
 moe_permutation = _op(
     "permute",
     "moe_permutation(Tensor topk_ids, Tensor? expert_map, SymInt num_local_experts)"

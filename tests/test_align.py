@@ -8,7 +8,7 @@ from strategies import topk_ids
 
 import moe_ops
 from moe_ops import ops
-from moe_ops.tiles import ROW_TILES, pick_row_tile
+from moe_ops.tiles import ROW_TILES, num_tiles, padded_slots, pick_row_tile
 
 pytestmark = pytest.mark.kernel
 
@@ -164,3 +164,67 @@ def test_counts_by_local_expert(device):
 def test_errors(arguments, error, message):
     with pytest.raises(error, match=message):
         moe_ops.moe_align_block_size(*arguments)
+
+
+def spans_plan(starts, counts, num_rows, tile):
+    """The plan of experts whose rows lie side by side, in use only."""
+    rows, experts = [], []
+    for expert, (start, count) in enumerate(zip(starts, counts, strict=True)):
+        tiles = cdiv(count, tile)
+        rows += [*range(start, start + count)] + [num_rows] * (tiles * tile - count)
+        experts += [expert] * tiles
+    return rows, experts
+
+
+def assert_spans(plan, starts, counts, num_rows, row_tiles):
+    tile = pick_row_tile(row_tiles, num_rows, len(counts))
+    rows, experts = spans_plan(starts, counts, num_rows, tile)
+    length = padded_slots(num_rows, len(counts), row_tiles)
+    tiles = num_tiles(num_rows, len(counts), row_tiles)
+    rows_and_padding = rows + [num_rows] * (length - len(rows))
+    assert_plan(plan, (rows_and_padding, experts + [-1] * (tiles - len(experts)), [len(rows)]))
+
+
+@given(
+    counts=st.lists(st.integers(0, 40), min_size=1, max_size=9),
+    max_num_tokens=st.sampled_from((1, 7, 16, 40, 300)),
+    row_tiles=st.sampled_from(((16,), ROW_TILES)),
+)
+def test_batched_rows(counts, max_num_tokens, row_tiles, device):
+    counts = [min(count, max_num_tokens) for count in counts]
+    vector = torch.tensor(counts, dtype=torch.int32, device=device)
+    plan = ops.align_batched(vector, max_num_tokens, row_tiles)
+    starts = [e * max_num_tokens for e in range(len(counts))]
+    assert_spans(plan, starts, counts, len(counts) * max_num_tokens, row_tiles)
+
+
+@given(
+    counts=st.lists(st.integers(0, 70), min_size=1, max_size=9),
+    skipped=st.integers(0, 9),
+    row_tiles=st.sampled_from(((32,), ROW_TILES)),
+)
+def test_permuted_rows(counts, skipped, row_tiles, device):
+    """Rows past the last expert's belong to skipped slots: no tile has them."""
+    starts = [sum(counts[:e]) for e in range(len(counts))]
+    num_rows = sum(counts) + skipped
+    offset = torch.tensor([*starts, sum(counts)], device=device)
+    plan = ops.align_permuted(offset, num_rows, row_tiles)
+    assert_spans(plan, starts, counts, num_rows, row_tiles)
+
+
+def test_the_permuted_plan_is_that_of_its_slots(device):
+    """The tiles of permuted rows hold the slots that the Standard plan has there."""
+    ids = torch.randint(-1, 6, (37, 3), generator=torch.Generator().manual_seed(0)).to(device)
+    standard = ops.moe_align_block_size(ids, None, ROW_TILES, 5, False, True)
+    offset, _, slots = ops.moe_permutation(ids, None, 5)
+    permuted = ops.align_permuted(offset, ids.numel(), ROW_TILES)
+    padded = torch.cat((slots, slots.new_tensor([ids.numel()])))
+    assert torch.equal(padded[permuted[0].long()], standard[0])
+    assert torch.equal(permuted[1], standard[1]) and torch.equal(permuted[2], standard[2])
+
+
+def test_more_tokens_than_fit_are_cut(device):
+    """Counts past the capacity (before anyone clamped them) reach no other expert's rows."""
+    counts = torch.tensor([9, 2], dtype=torch.int32, device=device)
+    plan = ops.align_batched(counts, 4, [2])
+    assert_spans(plan, [0, 4], [4, 2], 8, [2])

@@ -31,6 +31,7 @@ def samples(device):
     y = ops.expert_gemm(h, w2, b2, None, None, *plan, ROW_TILES, 1).view(5, K, H)
     logits = torch.linspace(-2, 2, 5 * E, device=device).view(5, E)
     expert_map = MAP.to(device)
+    counts = torch.tensor([3, 0, 6], dtype=I32, device=device)
     valid = torch.tensor([4], dtype=I32, device=device)
     bias = torch.zeros(E, device=device)
     load = torch.zeros(6, dtype=I32, device=device)
@@ -45,6 +46,8 @@ def samples(device):
             (ids, expert_map, [16], E, False, False),
             (ids.long(), expert_map, list(ROW_TILES), 3, False, True),
         ],
+        "align_batched": [(counts, 6, [16]), (counts, 6, list(ROW_TILES))],
+        "align_permuted": [(order[0], 5 * K, [16]), (order[0], 5 * K, list(ROW_TILES))],
         "count_expert_num_tokens": [(ids, None, E), (ids, expert_map, 3)],
         "moe_permutation": [(ids, None, E), (ids.long(), expert_map, 3)],
         "gather_rows": [

@@ -13,6 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from moe_ops.fake_impls.align import align_batched as empty_batched
+from moe_ops.fake_impls.align import align_permuted as empty_permuted
 from moe_ops.fake_impls.align import count_expert_num_tokens as empty_counts
 from moe_ops.fake_impls.align import moe_align_block_size as empty_plan
 from moe_ops.kernels.launch import Launch
@@ -157,4 +159,83 @@ def moe_align_block_size(
         map_size(bucket_map, num_experts),
         num_experts,
     )
+    return plan
+
+
+@triton.jit(do_not_specialize=["max_rows", "pad", "num_rows", "num_tiles"])
+def _spans_kernel(
+    sorted_token_ids, expert_ids, num_tokens_post_padded, counts, offset,
+    max_rows, pad, num_rows, num_tiles, num_experts, TILE: tl.constexpr, BUCKETS: tl.constexpr,
+):  # fmt: skip
+    """One program lists the rows of one expert, which lie side by side; and its share of the rest.
+
+    With ``counts``: expert e's rows begin at ``e * max_rows``; with ``offset``: at ``offset[e]``.
+    """
+    expert = tl.program_id(0)
+    experts = tl.arange(0, BUCKETS)
+    inside = experts < num_experts
+    if counts is not None:
+        count = tl.load(counts + experts, mask=inside, other=0).to(tl.int32)
+        count = tl.minimum(tl.maximum(count, 0), max_rows)
+        start = expert * max_rows
+    else:
+        first = tl.load(offset + experts, mask=inside, other=0)
+        count = (tl.load(offset + experts + 1, mask=inside, other=0) - first).to(tl.int32)
+        start = tl.load(offset + expert).to(tl.int32)
+    tiles = (count + TILE - 1) // TILE
+    first_tile = tl.sum(tl.where(experts < expert, tiles, 0))
+    my_tiles = tl.sum(tl.where(experts == expert, tiles, 0))
+    my_count = tl.sum(tl.where(experts == expert, count, 0))
+    used_tiles = tl.sum(tiles)
+
+    for at in range(0, my_tiles * TILE, 256):
+        rank = at + tl.arange(0, 256)
+        row = tl.where(rank < my_count, start + rank, pad)
+        tl.store(sorted_token_ids + first_tile * TILE + rank, row, mask=rank < my_tiles * TILE)
+    _fill(expert_ids, first_tile, first_tile + my_tiles, 0, 1, expert, 128)
+    _fill(sorted_token_ids, used_tiles * TILE, num_rows, expert, num_experts, pad, 256)
+    _fill(expert_ids, used_tiles, num_tiles, expert, num_experts, -1, 128)
+    if expert == 0:
+        tl.store(num_tokens_post_padded, used_tiles * TILE)
+
+
+@lru_cache(maxsize=1024)
+def _spans_launch(tile: int, num_experts: int) -> Launch:
+    return Launch(_spans_kernel, TILE=tile, BUCKETS=next_power_of_2(max(num_experts, 2)))
+
+
+def align_batched(
+    expert_num_tokens: Tensor, max_num_tokens: int, row_tiles: Sequence[int]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Launch one program an expert."""
+    plan = empty_batched(expert_num_tokens, max_num_tokens, row_tiles)
+    num_experts = expert_num_tokens.shape[0]
+    num_rows = num_experts * max_num_tokens
+    spans = (expert_num_tokens.contiguous(), None)
+    return _run_spans(plan, spans, max_num_tokens, num_rows, num_experts, row_tiles)
+
+
+def align_permuted(
+    expert_first_token_offset: Tensor, num_rows: int, row_tiles: Sequence[int]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Launch one program an expert."""
+    plan = empty_permuted(expert_first_token_offset, num_rows, row_tiles)
+    num_experts = expert_first_token_offset.shape[0] - 1
+    spans = (None, expert_first_token_offset.contiguous())
+    return _run_spans(plan, spans, 0, num_rows, num_experts, row_tiles)
+
+
+def _run_spans(
+    plan: tuple[Tensor, Tensor, Tensor],
+    spans: tuple[Tensor | None, Tensor | None],
+    max_rows: int,
+    num_rows: int,
+    num_experts: int,
+    row_tiles: Sequence[int],
+) -> tuple[Tensor, Tensor, Tensor]:
+    tile = pick_row_tile(row_tiles, num_rows, num_experts)
+    _spans_launch(tile, num_experts)(
+        (num_experts,), *plan, *spans, max_rows, num_rows,
+        plan[0].shape[0], plan[1].shape[0], num_experts,
+    )  # fmt: skip
     return plan

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from moe_ops.fake_impls.align import align_batched as empty_batched
+from moe_ops.fake_impls.align import align_permuted as empty_permuted
 from moe_ops.fake_impls.align import moe_align_block_size as empty_plan
 from moe_ops.reference.slots import local_experts
 from moe_ops.tiles import cdiv, pick_row_tile
@@ -24,30 +26,16 @@ def moe_align_block_size(
     plan = empty_plan(
         topk_ids, expert_map, row_tiles, num_experts, pad_sorted_ids, ignore_invalid_experts
     )
-    sorted_token_ids, expert_ids, num_tokens_post_padded = plan
     num_slots = topk_ids.numel()
     tile = pick_row_tile(row_tiles, num_slots, num_experts)
     bucket = local_experts(topk_ids, expert_map if ignore_invalid_experts else None, num_experts)
     bucket = torch.where(bucket < 0, num_experts, bucket)
     order = torch.argsort(bucket, stable=True)
     counts = torch.bincount(bucket, minlength=num_experts + 1)[:num_experts]
-    tiles = cdiv(counts, tile)
-    used_slots, used_tiles = torch.stack((counts.sum(), tiles.sum())).tolist()
-
-    # A slot moves down by the padding of the groups before its own.
-    padding = tiles * tile - counts
-    moved = (padding.cumsum(0) - padding).repeat_interleave(counts, output_size=used_slots)
-    row = torch.arange(used_slots, device=topk_ids.device) + moved
-    sorted_token_ids.fill_(num_slots)
-    sorted_token_ids[row] = order[:used_slots].to(torch.int32)
-
     names = torch.arange(num_experts, device=topk_ids.device)
     if expert_map is not None and not ignore_invalid_experts:
         names = expert_map.long()
-    expert_ids.fill_(-1)
-    expert_ids[:used_tiles] = names.repeat_interleave(tiles, output_size=used_tiles)
-    num_tokens_post_padded.fill_(used_tiles * tile)
-    return plan
+    return _fill(plan, tile, order, counts, names, num_slots)
 
 
 def count_expert_num_tokens(
@@ -56,3 +44,61 @@ def count_expert_num_tokens(
     """How many slots each local expert has."""
     bucket = local_experts(topk_ids, expert_map, num_local_experts)
     return torch.bincount(bucket[bucket >= 0], minlength=num_local_experts).to(torch.int32)
+
+
+def align_batched(
+    expert_num_tokens: Tensor, max_num_tokens: int, row_tiles: Sequence[int]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Expert e's rows are ``e * max_num_tokens`` and what follows, as many as it has."""
+    plan = empty_batched(expert_num_tokens, max_num_tokens, row_tiles)
+    counts = expert_num_tokens.long().clamp(0, max_num_tokens)
+    starts = torch.arange(len(counts), device=counts.device) * max_num_tokens
+    return _spans(plan, starts, counts, len(counts) * max_num_tokens, row_tiles)
+
+
+def align_permuted(
+    expert_first_token_offset: Tensor, num_rows: int, row_tiles: Sequence[int]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Expert e's rows are ``offset[e]`` to ``offset[e + 1] - 1``."""
+    plan = empty_permuted(expert_first_token_offset, num_rows, row_tiles)
+    offset = expert_first_token_offset.long()
+    return _spans(plan, offset[:-1], offset.diff(), num_rows, row_tiles)
+
+
+def _spans(
+    plan: tuple[Tensor, Tensor, Tensor],
+    starts: Tensor,
+    counts: Tensor,
+    num_rows: int,
+    row_tiles: Sequence[int],
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The plan of experts whose rows lie side by side."""
+    gaps = starts - (counts.cumsum(0) - counts)
+    rows = torch.arange(int(counts.sum()), device=counts.device) + gaps.repeat_interleave(counts)
+    tile = pick_row_tile(row_tiles, num_rows, len(counts))
+    names = torch.arange(len(counts), device=counts.device)
+    return _fill(plan, tile, rows, counts, names, num_rows)
+
+
+def _fill(
+    plan: tuple[Tensor, Tensor, Tensor],
+    tile: int,
+    order: Tensor,
+    counts: Tensor,
+    names: Tensor,
+    pad: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Write ``order``, in groups of ``counts``, each padded to the tile and named."""
+    sorted_token_ids, expert_ids, num_tokens_post_padded = plan
+    tiles = cdiv(counts, tile)
+    used_rows, used_tiles = torch.stack((counts.sum(), tiles.sum())).tolist()
+    # A row moves down by the padding of the groups before its own.
+    padding = tiles * tile - counts
+    moved = (padding.cumsum(0) - padding).repeat_interleave(counts, output_size=used_rows)
+    row = torch.arange(used_rows, device=order.device) + moved
+    sorted_token_ids.fill_(pad)
+    sorted_token_ids[row] = order[:used_rows].to(torch.int32)
+    expert_ids.fill_(-1)
+    expert_ids[:used_tiles] = names.repeat_interleave(tiles, output_size=used_tiles).to(torch.int32)
+    num_tokens_post_padded.fill_(used_tiles * tile)
+    return plan
