@@ -19,12 +19,13 @@ def scale_of(amax: Tensor, quant: Quant) -> Tensor:
     """The scale of groups with largest magnitude ``amax`` (float32): ``max(amax, 1e-10) / L``.
 
     ``pow2`` rounds it up to a power of two by its bits: adding all ones below the exponent carries
-    into the exponent exactly when the mantissa is not zero.
+    into the exponent exactly when the mantissa is not zero. A NaN stays one.
     """
     scale = amax.float().clamp(min=SMALLEST_AMAX) / quant.element.largest
     if quant.scale == "pow2":
         bits = scale.view(torch.int32)
-        scale = ((bits + 0x7FFFFF) & 0x7F800000).view(torch.float32)
+        rounded = ((bits + 0x7FFFFF) & 0x7F800000).view(torch.float32)
+        scale = torch.where(scale.isnan(), scale, rounded)
     return scale
 
 
