@@ -11,7 +11,7 @@ from moe_ops.activation import formula
 from moe_ops.fake_impls.expert_gemm import expert_gemm as empty_rows
 from moe_ops.fake_impls.expert_gemm import expert_gemm_act as empty_activated_rows
 from moe_ops.reference.activation import apply, split
-from moe_ops.tiles import pick_row_tile
+from moe_ops.reference.slots import planned_slots, runs
 
 
 def _grouped(
@@ -26,36 +26,21 @@ def _grouped(
     finish: Callable[[Tensor, Tensor], Tensor],
 ) -> Tensor:
     """``out[slot] = finish(rows @ w[e].T, slots)`` in float32, with zeros in skipped slots."""
-    sorted_token_ids, expert_ids, num_tokens_post_padded = plan
     out.zero_()
     num_slots = out.shape[0]
     if num_slots == 0:
         return out
-    tile = pick_row_tile(row_tiles, num_slots, w.shape[0])
-    used = int(num_tokens_post_padded)
-    slots = sorted_token_ids[:used].long()
-    experts = expert_ids[: used // tile].long().repeat_interleave(tile)
-    keep = (slots < num_slots) & (experts >= 0)
-    slots, experts = slots[keep], experts[keep]
-
+    slots, experts = planned_slots(plan, row_tiles, num_slots, w.shape[0])
     x = a[slots // top_k].float()
     rows = x.new_empty((len(slots), w.shape[1]))
-    first = 0
-    for expert, count in zip(*_runs(experts), strict=True):
-        torch.mm(x[first : first + count], w[expert].float().t(), out=rows[first : first + count])
-        first += count
+    for expert, mine in runs(experts):
+        torch.mm(x[mine], w[expert].float().t(), out=rows[mine])
     if input_weights is not None:
         rows *= input_weights.flatten()[slots, None].float()
     if bias is not None:
         rows += bias[experts].float()
     out[slots] = finish(rows, slots).to(out.dtype)
     return out
-
-
-def _runs(experts: Tensor) -> tuple[list[int], list[int]]:
-    """The experts that have rows, and how many each has."""
-    present, counts = torch.unique_consecutive(experts, return_counts=True)
-    return present.tolist(), counts.tolist()
 
 
 def expert_gemm(

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+
 import torch
 from torch import Tensor
+
+from moe_ops.tiles import pick_row_tile
 
 
 def local_experts(topk_ids: Tensor, expert_map: Tensor | None, num_local_experts: int) -> Tensor:
@@ -19,3 +23,28 @@ def local_experts(topk_ids: Tensor, expert_map: Tensor | None, num_local_experts
         ids = expert_map.long()[torch.where(valid, ids, 0)]
         valid &= (ids >= 0) & (ids < num_local_experts)
     return torch.where(valid, ids, -1)
+
+
+def planned_slots(
+    plan: tuple[Tensor, Tensor, Tensor], row_tiles: Sequence[int], num_slots: int, num_experts: int
+) -> tuple[Tensor, Tensor]:
+    """The slots of a plan in its order, padding and other ranks' tiles left out, and their experts.
+
+    Both int64, so that slots of an expert lie together.
+    """
+    sorted_token_ids, expert_ids, num_tokens_post_padded = plan
+    tile = pick_row_tile(row_tiles, num_slots, num_experts)
+    used = int(num_tokens_post_padded)
+    slots = sorted_token_ids[:used].long()
+    experts = expert_ids[: used // tile].long().repeat_interleave(tile)
+    keep = (slots < num_slots) & (experts >= 0)
+    return slots[keep], experts[keep]
+
+
+def runs(experts: Tensor) -> Iterator[tuple[int, slice]]:
+    """Each expert that has rows, and where they are."""
+    present, counts = torch.unique_consecutive(experts, return_counts=True)
+    first = 0
+    for expert, count in zip(present.tolist(), counts.tolist(), strict=True):
+        yield expert, slice(first, first + count)
+        first += count
