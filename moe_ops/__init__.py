@@ -18,7 +18,20 @@ from moe_ops.alignment import (
     moe_unpermute,
 )
 from moe_ops.layer import FusedMoE
-from moe_ops.parallel import FusedMoEParallelConfig, eplb_map_to_physical_and_record
+from moe_ops.parallel import (
+    EplbState,
+    FusedMoEParallelConfig,
+    compute_logical_maps,
+    determine_expert_map,
+    eplb_map_to_physical_and_record,
+    get_compressed_expert_map,
+    initial_physical_to_logical_map,
+    make_expert_params_mapping,
+    maybe_roundup_hidden_size,
+    move_experts,
+    rebalance_experts,
+    remap_topk_to_local,
+)
 from moe_ops.pipeline.fused_experts import fused_experts, fused_moe
 from moe_ops.pipeline.warmup import warmup
 from moe_ops.pipeline.workspace import workspace_nbytes
@@ -42,6 +55,7 @@ __all__ = [
     "FLOAT8_E4M3_MAX",
     "SCHEMES",
     "Activation",
+    "EplbState",
     "FusedMoE",
     "FusedMoEParallelConfig",
     "FusedMoEQuantConfig",
@@ -54,19 +68,28 @@ __all__ = [
     "TilePlan",
     "__version__",
     "apply_moe_activation",
+    "compute_logical_maps",
     "count_expert_num_tokens",
     "dequantize_weight",
+    "determine_expert_map",
     "eplb_map_to_physical_and_record",
     "fused_experts",
     "fused_moe",
     "fused_topk",
+    "get_compressed_expert_map",
     "get_routing_method_type",
     "get_scheme",
+    "initial_physical_to_logical_map",
+    "make_expert_params_mapping",
+    "maybe_roundup_hidden_size",
     "moe_align_block_size",
     "moe_fused_mul_sum",
     "moe_permute",
     "moe_unpermute",
+    "move_experts",
     "quantize_weight",
+    "rebalance_experts",
+    "remap_topk_to_local",
     "warmup",
     "workspace_nbytes",
 ]

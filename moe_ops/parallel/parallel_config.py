@@ -120,17 +120,17 @@ class FusedMoEParallelConfig:
     @property
     def use_all2all_kernels(self) -> bool:
         """Tokens travel to the ranks of their experts."""
-        return self.use_ep and self.dp_size > 1
+        return self.use_ep and (self.dp_size > 1 or self.is_sequence_parallel)
 
     @property
     def use_deepep_ht_kernels(self) -> bool:
-        """They travel through DeepEP's high-throughput kernels."""
-        return self.use_all2all_kernels and self.all2all_backend == "deepep_high_throughput"
+        """Buffers are those of DeepEP's high-throughput kernels."""
+        return self.use_ep and self.all2all_backend == "deepep_high_throughput"
 
     @property
     def use_deepep_ll_kernels(self) -> bool:
-        """They travel through DeepEP's low-latency kernels."""
-        return self.use_all2all_kernels and self.all2all_backend == "deepep_low_latency"
+        """Buffers are those of DeepEP's low-latency kernels."""
+        return self.use_ep and self.all2all_backend == "deepep_low_latency"
 
 
 def _check_size(name: str, size: int) -> None:

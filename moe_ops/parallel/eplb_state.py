@@ -1,0 +1,86 @@
+"""The tensors of expert-parallel load balancing: what a model with many layers keeps of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from moe_ops import checks
+from moe_ops.parallel.moves import move_experts
+from moe_ops.parallel.placement import initial_physical_to_logical_map
+from moe_ops.parallel.rebalance import compute_logical_maps, rebalance_experts
+
+
+class EplbState(NamedTuple):
+    """Placement and load of every layer; the tensors keep their addresses for good."""
+
+    physical_to_logical_map: Tensor
+    """int64 ``(L, P)``."""
+    expert_load: Tensor
+    """int32 ``(L, P)``: slots sent to each physical expert since the last `rebalance_`."""
+    logical_to_physical_map: Tensor
+    """int64 ``(L, E, R)``, padded with -1; R is one more than there are redundant experts."""
+    logical_replica_count: Tensor
+    """int64 ``(L, E)``."""
+
+    @classmethod
+    def make(
+        cls,
+        num_layers: int,
+        num_experts: int,
+        num_redundant_experts: int,
+        ep_size: int = 1,
+        device: torch.device | str | None = None,
+    ) -> EplbState:
+        """The state before any load is known.
+
+        Raises:
+            ValueError: ``num_experts + num_redundant_experts`` is no multiple of ``ep_size``.
+        """
+        placement = initial_physical_to_logical_map(num_experts, num_redundant_experts, ep_size)
+        placement = placement.to(device).repeat(num_layers, 1)
+        maps = compute_logical_maps(placement, num_experts, num_redundant_experts + 1)
+        return cls(placement, torch.zeros_like(placement, dtype=torch.int32), *maps)
+
+    def logical_load(self) -> Tensor:
+        """The load of every logical expert, all replicas together: int64 ``(L, E)``."""
+        load = torch.zeros_like(self.logical_replica_count)
+        return load.scatter_add_(1, self.physical_to_logical_map, self.expert_load.long())
+
+    def rebalance_(
+        self,
+        weights: Sequence[Sequence[Tensor]],
+        num_groups: int,
+        num_nodes: int,
+        num_gpus: int,
+    ) -> None:
+        """Place the experts by the load recorded, move their weights, and count from 0 again.
+
+        Everything is overwritten in place, between two forward passes: captured graphs go on with
+        the new placement. All physical experts are in this process.
+
+        Args:
+            weights: for every layer its tensors ``(P, ...)``: weights, scales, biases.
+            num_groups: see `rebalance_experts`.
+            num_nodes: likewise.
+            num_gpus: likewise.
+
+        Raises:
+            TypeError, ValueError: as `rebalance_experts` and `move_experts`.
+        """
+        num_layers, num_physical = self.physical_to_logical_map.shape
+        checks.size("len(weights)", len(weights), "the number of layers", num_layers)
+        placement, _, _ = rebalance_experts(
+            self.logical_load(), num_physical, num_groups, num_nodes, num_gpus
+        )
+        _, num_experts, max_replicas = self.logical_to_physical_map.shape
+        maps = compute_logical_maps(placement, num_experts, max_replicas)
+        for layer, tensors in enumerate(weights):
+            move_experts(tensors, self.physical_to_logical_map[layer], placement[layer])
+        self.physical_to_logical_map.copy_(placement)
+        self.logical_to_physical_map.copy_(maps.logical_to_physical_map)
+        self.logical_replica_count.copy_(maps.logical_replica_count)
+        self.expert_load.zero_()

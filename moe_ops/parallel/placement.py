@@ -1,0 +1,200 @@
+"""Which rank holds which expert, and under which names a checkpoint has it."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from moe_ops import checks
+from moe_ops.parallel.parallel_config import FusedMoEParallelConfig
+from moe_ops.scheme import FusedMoEQuantConfig
+from moe_ops.tiles import cdiv
+
+PLACEMENT_STRATEGIES = ("linear", "round_robin")
+DEEPEP_LL_HIDDEN_SIZES = (2048, 2560, 3072, 4096, 5120, 6144, 7168, 8192)
+"""The hidden sizes that DeepEP's low-latency kernels are compiled for."""
+DEEPEP_HT_BYTES = 512
+"""DeepEP's high-throughput kernels move rows of whole multiples of this."""
+
+
+def determine_expert_map(
+    ep_size: int,
+    ep_rank: int,
+    global_num_experts: int,
+    expert_placement_strategy: str = "linear",
+    num_fused_shared_experts: int = 0,
+) -> tuple[int, Tensor | None, Tensor | None]:
+    """Which of the E experts rank ``ep_rank`` holds, and where.
+
+    The first ``E % ep_size`` ranks hold one expert more than the others.
+
+    Args:
+        ep_size: ranks that share the experts.
+        ep_rank: the rank asked for.
+        global_num_experts: E; with redundant experts that of the physical ones.
+        expert_placement_strategy: ``linear`` (a range of experts each) or ``round_robin`` (experts
+            ``ep_rank``, ``ep_rank + ep_size``, ...).
+        num_fused_shared_experts: shared experts with ids from E on, which every rank has.
+
+    Returns:
+        ``(local_num_experts, expert_map, expert_mask)``. ``expert_map`` int32 ``(E,)`` is the local
+        expert of each global one, or -1. ``expert_mask`` int32 ``(E + shared + 1,)`` is 1 for each
+        expert of this rank and each shared one, and ends with a 0. Both are None with one rank.
+
+    Raises:
+        ValueError: a size below 1, a rank outside 0..ep_size-1, an unknown strategy.
+
+    Source:
+        vLLM ``determine_expert_map``.
+    """
+    for name, value in (("ep_size", ep_size), ("global_num_experts", global_num_experts)):
+        if value < 1:
+            raise ValueError(f"{name} must be at least 1, got {value}")
+    if not 0 <= ep_rank < ep_size:
+        raise ValueError(f"ep_rank must be in 0..{ep_size - 1}, got {ep_rank}")
+    if num_fused_shared_experts < 0:
+        raise ValueError(
+            f"num_fused_shared_experts must not be negative, got {num_fused_shared_experts}"
+        )
+    checks.one_of("expert_placement_strategy", expert_placement_strategy, PLACEMENT_STRATEGIES)
+    if ep_size == 1:
+        return global_num_experts, None, None
+    base, remainder = divmod(global_num_experts, ep_size)
+    local_num_experts = base + (ep_rank < remainder)
+    local = torch.arange(local_num_experts, dtype=torch.int32)
+    if expert_placement_strategy == "linear":
+        held = local + ep_rank * base + min(ep_rank, remainder)
+    else:
+        held = local * ep_size + ep_rank
+    expert_map = torch.full((global_num_experts,), -1, dtype=torch.int32)
+    expert_map[held.long()] = local
+    shared = expert_map.new_ones(num_fused_shared_experts)
+    mask = torch.cat(((expert_map >= 0).to(torch.int32), shared, shared.new_zeros(1)))
+    return local_num_experts, expert_map, mask
+
+
+def get_compressed_expert_map(expert_map: Tensor) -> str:
+    """The experts of this rank for a log line: ``"0->4, 1->5"`` is ``local->global``."""
+    return ", ".join(
+        f"{local}->{expert}" for expert, local in enumerate(expert_map.tolist()) if local != -1
+    )
+
+
+def remap_topk_to_local(topk_ids: Tensor, expert_map: Tensor, dtype: torch.dtype) -> Tensor:
+    """Global ids as local ones; -1 for an id that is out of range or of another rank.
+
+    Args:
+        topk_ids: ``(T, k)`` int32 or int64.
+        expert_map: ``(E,)``, the local expert of each global one, or -1.
+        dtype: of the result, int32 or int64.
+
+    Raises:
+        TypeError, ValueError: a wrong dtype, shape or device.
+
+    Source:
+        vLLM ``remap_topk_to_local``.
+    """
+    checks.tensor("topk_ids", topk_ids, 2, checks.INDICES)
+    checks.expert_map(expert_map, topk_ids)
+    if dtype not in checks.INDICES:
+        raise ValueError(f"dtype must be one of {list(checks.INDICES)}, got {dtype}")
+    valid = (topk_ids >= 0) & (topk_ids < expert_map.shape[0])
+    local = expert_map[torch.where(valid, topk_ids, 0).long()]
+    return torch.where(valid, local, -1).to(dtype)
+
+
+def initial_physical_to_logical_map(
+    num_experts: int, num_redundant_experts: int = 0, ep_size: int = 1
+) -> Tensor:
+    """Which logical expert each physical one holds before any load is known: int64 ``(P,)``.
+
+    First every expert once, then experts 0, 1, 2, ... again until the redundant ones are filled.
+
+    Raises:
+        ValueError: ``P = num_experts + num_redundant_experts`` is no multiple of ``ep_size``.
+
+    Source:
+        vLLM's initial EPLB map.
+    """
+    num_physical = num_experts + num_redundant_experts
+    if num_physical % ep_size:
+        raise ValueError(
+            "num_experts + num_redundant_experts must be a multiple of ep_size = "
+            f"{ep_size}, got {num_physical}"
+        )
+    return torch.arange(num_physical) % num_experts
+
+
+def make_expert_params_mapping(
+    ckpt_gate_proj_name: str,
+    ckpt_down_proj_name: str,
+    ckpt_up_proj_name: str,
+    num_experts: int,
+    num_redundant_experts: int = 0,
+) -> list[tuple[str, str, int, str]]:
+    """Which tensor of a checkpoint goes to which part of which physical expert.
+
+    Returns:
+        ``(param_name, weight_name, expert_id, shard_id)`` for the gate (``w1``), down (``w2``) and
+        up (``w3``) projection of every physical expert in order. ``weight_name`` names the logical
+        expert that it starts with (see `initial_physical_to_logical_map`).
+
+    Source:
+        vLLM ``FusedMoE.make_expert_params_mapping``.
+    """
+    logical = initial_physical_to_logical_map(num_experts, num_redundant_experts).tolist()
+    shards = (
+        ("w1", "experts.w13_", ckpt_gate_proj_name),
+        ("w2", "experts.w2_", ckpt_down_proj_name),
+        ("w3", "experts.w13_", ckpt_up_proj_name),
+    )
+    return [
+        (param_name, f"experts.{logical_id}.{weight_name}.", expert_id, shard_id)
+        for expert_id, logical_id in enumerate(logical)
+        for shard_id, param_name, weight_name in shards
+    ]
+
+
+def maybe_roundup_hidden_size(
+    hidden_size: int,
+    act_dtype: torch.dtype,
+    quant_config: FusedMoEQuantConfig | None,
+    moe_parallel_config: FusedMoEParallelConfig,
+) -> int:
+    """The hidden size that a layer's buffers need where other libraries' kernels use them.
+
+    DeepEP high-throughput: rows of whole multiples of 512 bytes. DeepEP low-latency: the next size
+    that its kernels are compiled for. mxfp4 weights: the next multiple of 128, with quantized
+    activations of 256. The kernels of this library take any hidden size.
+
+    Args:
+        hidden_size: H of the model.
+        act_dtype: dtype of the activations that are exchanged.
+        quant_config: the layer's quantization, or None.
+        moe_parallel_config: how the layer is spread.
+
+    Raises:
+        ValueError: a hidden size past DeepEP's largest.
+
+    Source:
+        vLLM ``maybe_roundup_hidden_size``.
+    """
+    if moe_parallel_config.use_deepep_ht_kernels:
+        elements = DEEPEP_HT_BYTES // act_dtype.itemsize
+        hidden_size = cdiv(hidden_size, elements) * elements
+    if moe_parallel_config.use_deepep_ll_kernels:
+        hidden_size = _next_deepep_ll_size(hidden_size)
+    if quant_config is not None and quant_config.scheme.name.startswith("mxfp4"):
+        multiple = 128 if quant_config.scheme.activation is None else 256
+        hidden_size = cdiv(hidden_size, multiple) * multiple
+    return hidden_size
+
+
+def _next_deepep_ll_size(hidden_size: int) -> int:
+    for size in DEEPEP_LL_HIDDEN_SIZES:
+        if hidden_size <= size:
+            return size
+    raise ValueError(
+        f"hidden_size must be at most {DEEPEP_LL_HIDDEN_SIZES[-1]} with deepep_low_latency, "
+        f"got {hidden_size}"
+    )
