@@ -124,6 +124,17 @@ expert_gemm_act = _op(
     " Tensor sorted_token_ids, Tensor expert_ids, Tensor num_tokens_post_padded, int[] row_tiles,"
     " SymInt top_k, str activation) -> Tensor",
 )
+_SCALED = (
+    "(Tensor a, Tensor? a_scale, Tensor w, Tensor w_scale, Tensor? bias, Tensor sorted_token_ids,"
+    " Tensor expert_ids, Tensor num_tokens_post_padded, int[] row_tiles, SymInt top_k, str scheme,"
+    " ScalarType out_dtype"
+)
+scaled_gemm = _op("scaled_gemm", f"scaled_gemm{_SCALED}) -> Tensor")
+scaled_gemm_act = _op("scaled_gemm", f"scaled_gemm_act{_SCALED}, str activation) -> Tensor")
+scaled_gemm_act_quantize = _op(
+    "scaled_gemm",
+    f"scaled_gemm_act_quantize{_SCALED}, str activation) -> (Tensor q, Tensor scale)",
+)
 activation = _op("activation", "activation(Tensor x, str activation) -> Tensor")
 moe_fused_mul_sum = _op(
     "weight_and_reduce",

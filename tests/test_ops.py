@@ -12,6 +12,7 @@ from torch.fx.experimental.symbolic_shapes import (
 
 from moe_ops import ops
 from moe_ops.ops import STAGES
+from moe_ops.scheme import quantize_weight
 from moe_ops.testing import Problem, make_inputs
 from moe_ops.tiles import ROW_TILES
 
@@ -65,6 +66,7 @@ def samples(device):
             (x, w1, None, None, *plan, ROW_TILES, K, "swigluoai"),
             (x, w1, None, None, *plan, ROW_TILES, K, "gelu_no_mul"),
         ],
+        **scaled_samples(x, w1, b1, plan),
         "activation": [(x, "silu"), (x.t().contiguous().t(), "gelu_tanh_no_mul")],
         "moe_fused_mul_sum": [
             (y, weights, None, None, None, E),
@@ -77,6 +79,24 @@ def samples(device):
              torch.tensor(True, device=device), valid, torch.int64, 3),
         ],
     }  # fmt: skip
+
+
+def scaled_samples(x, w1, b1, plan):
+    """Rows with scales, and rows that are quantized inside; three activations.
+
+    In int8: opcheck cannot compare fp8 inputs with what they were.
+    """
+    channel, block = (quantize_weight(w1, f"int8_{groups}") for groups in ("channel", "block16x32"))
+    rows = (x * 8).round().clamp(-127, 127).to(torch.int8)
+    scale, sizes = torch.full((len(x), 1), 0.125, device=x.device), (*plan, ROW_TILES, K)
+    whole = (rows, scale, channel.data, channel.scale, b1, *sizes, "int8_channel", torch.float32)
+    blocks = (x, None, block.data, block.scale, None, *sizes, "int8_block16x32", torch.float32)
+    names = ("silu", "swigluoai", "gelu_no_mul")
+    return {
+        "scaled_gemm": [whole, blocks],
+        "scaled_gemm_act": [(*call, name) for call in (whole, blocks) for name in names],
+        "scaled_gemm_act_quantize": [(*blocks, name) for name in names],
+    }
 
 
 def overload(qualified):

@@ -73,6 +73,13 @@ def spread(scale: Tensor, quant: Quant, n: int, k: int) -> Tensor:
     return scale
 
 
+def rows_per_scale(scale: Tensor, quant: Quant, n: int) -> int:
+    """How many of a weight's ``n`` rows share a scale: all, a half (w1), one or a block's."""
+    if quant.per_tensor:
+        return n // (scale.numel() // scale.shape[0])
+    return n if quant.group.rows == WHOLE else quant.group.rows
+
+
 def _group_amax(magnitude: Tensor, quant: Quant) -> Tensor:
     """The largest of each group, as `Quant.weight_scale_shape` says."""
     experts, n, k = magnitude.shape

@@ -1,0 +1,182 @@
+"""Reference of the expert GEMMs of which both operands are quantized.
+
+One matrix product for each expert that has rows and each group of columns that shares scales.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from moe_ops.activation import formula
+from moe_ops.fake_impls.scaled_gemm import scaled_gemm as empty_rows
+from moe_ops.fake_impls.scaled_gemm import scaled_gemm_act as empty_activated_rows
+from moe_ops.reference.activation import apply, split
+from moe_ops.reference.slots import planned_slots, runs
+from moe_ops.scheme import WHOLE, Element, Quant, get_scheme
+from moe_ops.scheme.rounding import decode, encode, scale_of
+from moe_ops.scheme.weights import rows_per_scale
+
+
+class _Operands(NamedTuple):
+    """What is multiplied: stored values and their scales."""
+
+    a: Tensor
+    a_scale: Tensor
+    w: Tensor
+    w_scale: Tensor
+    bias: Tensor | None
+    scheme: str
+
+
+def scaled_gemm(
+    a: Tensor,
+    a_scale: Tensor | None,
+    w: Tensor,
+    w_scale: Tensor,
+    bias: Tensor | None,
+    sorted_token_ids: Tensor,
+    expert_ids: Tensor,
+    num_tokens_post_padded: Tensor,
+    row_tiles: Sequence[int],
+    top_k: int,
+    scheme: str,
+    out_dtype: torch.dtype,
+) -> Tensor:
+    """``out[s] = a_scale * w_scale * (a[s // top_k] @ w[e].T) + bias[e]``, rounded once.
+
+    The products of a group of columns that shares scales are summed first (exactly for int8), then
+    scaled, then added up, all in float32.
+    """
+    plan = (sorted_token_ids, expert_ids, num_tokens_post_padded)
+    out = empty_rows(a, a_scale, w, w_scale, bias, *plan, row_tiles, top_k, scheme, out_dtype)
+    operands = _operands(a, a_scale, w, w_scale, bias, scheme)
+    return _grouped(out, operands, plan, row_tiles, top_k, lambda rows: rows)
+
+
+def scaled_gemm_act(
+    a: Tensor,
+    a_scale: Tensor | None,
+    w: Tensor,
+    w_scale: Tensor,
+    bias: Tensor | None,
+    sorted_token_ids: Tensor,
+    expert_ids: Tensor,
+    num_tokens_post_padded: Tensor,
+    row_tiles: Sequence[int],
+    top_k: int,
+    scheme: str,
+    out_dtype: torch.dtype,
+    activation: str,
+) -> Tensor:
+    """The activation of the same rows, in float32, rounded once."""
+    plan = (sorted_token_ids, expert_ids, num_tokens_post_padded)
+    operands = (a, a_scale, w, w_scale, bias)
+    out = empty_activated_rows(*operands, *plan, row_tiles, top_k, scheme, out_dtype, activation)
+    rule = formula(activation)
+
+    def finish(rows: Tensor) -> Tensor:
+        return apply(*split(rows, rule), rule)
+
+    return _grouped(out, _operands(*operands, scheme), plan, row_tiles, top_k, finish)
+
+
+def scaled_gemm_act_quantize(
+    a: Tensor,
+    a_scale: Tensor | None,
+    w: Tensor,
+    w_scale: Tensor,
+    bias: Tensor | None,
+    sorted_token_ids: Tensor,
+    expert_ids: Tensor,
+    num_tokens_post_padded: Tensor,
+    row_tiles: Sequence[int],
+    top_k: int,
+    scheme: str,
+    out_dtype: torch.dtype,
+    activation: str,
+) -> tuple[Tensor, Tensor]:
+    """The same, rounded to ``out_dtype`` and then quantized as the scheme says of activations."""
+    plan = (sorted_token_ids, expert_ids, num_tokens_post_padded)
+    operands = (a, a_scale, w, w_scale, bias)
+    rows = scaled_gemm_act(*operands, *plan, row_tiles, top_k, scheme, out_dtype, activation)
+    return _quantize_rows(rows, _activation_quant(scheme))
+
+
+def _operands(
+    a: Tensor, a_scale: Tensor | None, w: Tensor, w_scale: Tensor, bias: Tensor | None, scheme: str
+) -> _Operands:
+    """Rows that come without scales are quantized here."""
+    if a_scale is None:
+        a, a_scale = _quantize_rows(a, _activation_quant(scheme))
+    return _Operands(a, a_scale, w, w_scale, bias, scheme)
+
+
+def _quantize_rows(x: Tensor, quant: Quant) -> tuple[Tensor, Tensor]:
+    """Rows ``(R, K)`` and the scale of each group of columns."""
+    groups = torch.nn.functional.pad(x.float(), (0, -x.shape[1] % quant.group.cols))
+    groups = groups.view(x.shape[0], -1, quant.group.cols)
+    scale = scale_of(groups.abs().amax(2), quant)
+    q = encode(groups / scale[:, :, None], quant.element).flatten(1)[:, : x.shape[1]]
+    return q.contiguous(), scale
+
+
+def _activation_quant(scheme: str) -> Quant:
+    quant = get_scheme(scheme).activation
+    if quant is None:
+        raise ValueError(f"scheme must quantize activations, got {scheme!r}")
+    return quant
+
+
+def _grouped(
+    out: Tensor,
+    operands: _Operands,
+    plan: tuple[Tensor, Tensor, Tensor],
+    row_tiles: Sequence[int],
+    top_k: int,
+    finish: Callable[[Tensor], Tensor],
+) -> Tensor:
+    """``out[slot] = finish(product of the slot's row)``, with zeros in skipped slots."""
+    a, a_scale, w, w_scale, bias, scheme = operands
+    out.zero_()
+    num_experts, n, _ = w.shape
+    quant = get_scheme(scheme).weight
+    if out.shape[0] == 0 or quant is None:
+        return out
+    slots, experts = planned_slots(plan, row_tiles, out.shape[0], num_experts)
+    x = a[slots // top_k]
+    if not _activation_quant(scheme).per_tensor:
+        x_scale = a_scale.view(a.shape[0], -1)[slots // top_k].float()
+    else:  # one, or one for each expert
+        x_scale = a_scale.flatten().expand(num_experts)[experts, None].float()
+    groups = w_scale.view(num_experts, -1, 1 if quant.group.cols == WHOLE else x_scale.shape[1])
+    w_row = torch.arange(n, device=w.device) // rows_per_scale(w_scale, quant, n)
+    rows = torch.empty((len(slots), n), device=w.device)
+    for expert, mine in runs(experts):
+        scales = groups[expert, w_row].float()
+        rows[mine] = _product(x[mine], x_scale[mine], w[expert], scales, quant)
+    if bias is not None:
+        rows += bias[experts].float()
+    out[slots] = finish(rows).to(out.dtype)
+    return out
+
+
+def _product(x: Tensor, x_scale: Tensor, w: Tensor, w_scale: Tensor, quant: Quant) -> Tensor:
+    """``(R, K) @ (N, K).T`` with scales ``(R, groups)`` and ``(N, groups)``, in float32."""
+    size = x.shape[1] if quant.group.cols == WHOLE else quant.group.cols
+    acc = torch.zeros((x.shape[0], w.shape[0]), device=x.device)
+    pieces = zip(x.split(size, 1), w.split(size, 1), strict=True)
+    for group, (x_piece, w_piece) in enumerate(pieces):
+        exact = _exact(x_piece, quant.element) @ _exact(w_piece, quant.element).t()
+        acc += exact.float() * x_scale[:, group, None] * w_scale[:, group]
+    return acc
+
+
+def _exact(data: Tensor, element: Element) -> Tensor:
+    """Stored values in a dtype that sums their products: those of int8 exactly."""
+    value = decode(data, element)
+    largest_sum = element.largest**2 * data.shape[1]
+    return value.double() if element.name == "int8" and largest_sum > 2**24 else value
