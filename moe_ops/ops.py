@@ -112,6 +112,41 @@ moe_unpermute = _op(
     "moe_unpermute(Tensor permuted_hidden_states, Tensor? topk_weights, Tensor inv_permuted_idx,"
     " Tensor? expert_first_token_offset) -> Tensor",
 )
+moe_quantize = _op(
+    "quantize",
+    "moe_quantize(Tensor x, Tensor? scale, Tensor? topk_weights, Tensor? topk_ids,"
+    " Tensor? expert_map, SymInt num_local_experts, str quant) -> (Tensor q, Tensor q_scale)",
+)
+activation_quantize = _op(
+    "quantize",
+    "activation_quantize(Tensor x, Tensor? scale, Tensor? topk_ids, Tensor? expert_map,"
+    " SymInt num_local_experts, str activation, str quant) -> (Tensor q, Tensor q_scale)",
+)
+batched_dispatch = _op(
+    "batched",
+    "batched_dispatch(Tensor x, Tensor? scale, Tensor? topk_weights, Tensor topk_ids,"
+    " SymInt first_expert, SymInt num_local_experts, SymInt max_num_tokens, str quant)"
+    " -> (Tensor rows, Tensor row_scale, Tensor expert_num_tokens, Tensor num_dropped)",
+)
+batched_rows = _op(
+    "batched",
+    "batched_rows(Tensor topk_ids, SymInt first_expert, SymInt num_local_experts,"
+    " SymInt max_num_tokens) -> Tensor",
+)
+batched_activation = _op(
+    "batched",
+    "batched_activation(Tensor x, Tensor expert_num_tokens, str activation) -> Tensor",
+)
+batched_quantize = _op(
+    "batched",
+    "batched_quantize(Tensor x, Tensor? scale, Tensor expert_num_tokens, str quant)"
+    " -> (Tensor q, Tensor q_scale)",
+)
+batched_activation_quantize = _op(
+    "batched",
+    "batched_activation_quantize(Tensor x, Tensor? scale, Tensor expert_num_tokens,"
+    " str activation, str quant) -> (Tensor q, Tensor q_scale)",
+)
 expert_gemm = _op(
     "expert_gemm",
     "expert_gemm(Tensor a, Tensor w, Tensor? bias, Tensor? input_weights, Tensor? output_weights,"

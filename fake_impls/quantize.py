@@ -1,0 +1,45 @@
+"""Outputs of the quantization operators."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from moe_ops.activation import formula
+from moe_ops.scheme import parse_quant
+
+
+def moe_quantize(
+    x: Tensor,
+    scale: Tensor | None,
+    topk_weights: Tensor | None,
+    topk_ids: Tensor | None,
+    expert_map: Tensor | None,
+    num_local_experts: int,
+    quant: str,
+) -> tuple[Tensor, Tensor]:
+    """A row for each row of ``x``; with weights on the input, for each slot."""
+    rows, width = x.shape
+    if topk_weights is not None:
+        rows = topk_weights.shape[0] * topk_weights.shape[1]
+    return _rows(x, rows, width, quant)
+
+
+def activation_quantize(
+    x: Tensor,
+    scale: Tensor | None,
+    topk_ids: Tensor | None,
+    expert_map: Tensor | None,
+    num_local_experts: int,
+    activation: str,
+    quant: str,
+) -> tuple[Tensor, Tensor]:
+    """A row of the activation's width for each row of ``x``."""
+    rows, width = x.shape
+    return _rows(x, rows, width // 2 if formula(activation).gated else width, quant)
+
+
+def _rows(x: Tensor, rows: int, width: int, quant: str) -> tuple[Tensor, Tensor]:
+    rule = parse_quant(quant)
+    scale = x.new_empty(rule.row_scale_shape(rows, width), dtype=torch.float32)
+    return x.new_empty((rows, width), dtype=rule.dtype), scale

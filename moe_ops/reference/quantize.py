@@ -1,0 +1,102 @@
+"""Reference of the quantization operators."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from moe_ops.reference import activation as activations
+from moe_ops.reference.slots import local_experts
+from moe_ops.scheme import WHOLE, Quant, parse_quant
+from moe_ops.scheme.rounding import encode, scale_of
+
+
+def moe_quantize(
+    x: Tensor,
+    scale: Tensor | None,
+    topk_weights: Tensor | None,
+    topk_ids: Tensor | None,
+    expert_map: Tensor | None,
+    num_local_experts: int,
+    quant: str,
+) -> tuple[Tensor, Tensor]:
+    """Rows of ``x``, or of each slot times its router weight, quantized; skipped rows are zeros.
+
+    A row of ``x`` that several slots share is skipped when all of them are.
+    """
+    rows, rule = x.float(), parse_quant(quant)
+    if topk_weights is not None:
+        k = topk_weights.shape[1]
+        rows = rows.repeat_interleave(k, 0) * topk_weights.reshape(-1, 1).float()
+        if scale is not None and scale.numel() > 1:
+            scale = scale.reshape(-1).repeat_interleave(k)
+    used = _used_rows(len(rows), topk_ids, expert_map, num_local_experts, x.device)
+    q, row_scale = quantize_rows(rows[None], scale, used[None], rule)
+    return q[0], row_scale.view(rule.row_scale_shape(*rows.shape))
+
+
+def activation_quantize(
+    x: Tensor,
+    scale: Tensor | None,
+    topk_ids: Tensor | None,
+    expert_map: Tensor | None,
+    num_local_experts: int,
+    activation: str,
+    quant: str,
+) -> tuple[Tensor, Tensor]:
+    """The activation, rounded to the dtype of ``x``, then `moe_quantize`."""
+    h = activations.activation(x, activation)
+    return moe_quantize(h, scale, None, topk_ids, expert_map, num_local_experts, quant)
+
+
+def _used_rows(
+    rows: int,
+    topk_ids: Tensor | None,
+    expert_map: Tensor | None,
+    num_local_experts: int,
+    device: torch.device,
+) -> Tensor:
+    """Which rows have a slot that is not skipped."""
+    if topk_ids is None or rows == 0:
+        return torch.ones(rows, dtype=torch.bool, device=device)
+    return (local_experts(topk_ids, expert_map, num_local_experts).view(rows, -1) >= 0).any(1)
+
+
+def quantize_rows(
+    x: Tensor, scale: Tensor | None, used: Tensor, rule: Quant
+) -> tuple[Tensor, Tensor]:
+    """Rows ``(E, M, K)`` in float32, of which those ``used`` ``(E, M)`` count; others are zeros.
+
+    ``scale``: given ones, for all rows, for each expert or for each row; None: from the data.
+    """
+    x = torch.where(used[..., None], x, 0.0)
+    shape = rule.batched_scale_shape(*x.shape)
+    if scale is None:
+        scale = scale_of(_group_amax(x, rule), rule)
+    else:
+        experts, rows, _ = x.shape
+        per_expert = scale.float().reshape((1, 1, 1) if scale.numel() == 1 else (experts, -1, 1))
+        scale = per_expert.expand(shape).clone()
+    if not rule.per_tensor:
+        scale = torch.where(used[..., None], scale, 0.0)
+    ratio = torch.where(used[..., None], x / _spread(scale, rule, x.shape[2]), 0.0)
+    return encode(ratio, rule.element), scale
+
+
+def _group_amax(x: Tensor, rule: Quant) -> Tensor:
+    """The largest magnitude of each group: of each expert, row, or piece of a row."""
+    experts, rows, width = x.shape
+    if x.numel() == 0:
+        return x.new_zeros(rule.batched_scale_shape(*x.shape))
+    if rule.per_tensor:
+        return x.abs().amax((1, 2), keepdim=True)
+    cols = width if rule.group.cols == WHOLE else rule.group.cols
+    groups = torch.nn.functional.pad(x.abs(), (0, -width % cols)).view(experts, rows, -1, cols)
+    return groups.amax(3)
+
+
+def _spread(scale: Tensor, rule: Quant, width: int) -> Tensor:
+    """Scales, broadcastable to the rows."""
+    if rule.group.cols == WHOLE:
+        return scale
+    return scale.repeat_interleave(rule.group.cols, 2)[..., :width]
