@@ -176,7 +176,7 @@ def compute_logical_maps(
     expert = torch.where(placed < 0, num_logical_experts, placed)
     counts = placed.new_zeros((len(placed), num_logical_experts + 1))
     counts.scatter_add_(1, expert, torch.ones_like(expert))
-    replica_count = counts[:, :-1]
+    replica_count = counts[:, :-1].contiguous()
     most = int(replica_count.max()) if replica_count.numel() else 0
     width = most if max_replicas is None else max_replicas
     if width < most:
@@ -191,5 +191,5 @@ def compute_logical_maps(
     replicas[layer[held], sorted_expert[held], rank[held]] = order[held]
     return LogicalMaps(
         replicas.view(*leading, num_logical_experts, width),
-        replica_count.reshape(*leading, num_logical_experts),
+        replica_count.view(*leading, num_logical_experts),
     )
