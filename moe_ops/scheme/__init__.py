@@ -1,6 +1,6 @@
 """Quantization schemes: values with names, and how weights are stored in them."""
 
-from moe_ops.scheme.quant_config import FusedMoEQuantConfig
+from moe_ops.scheme.quant_config import TENSORS, FusedMoEQuantConfig
 from moe_ops.scheme.values import (
     FLOAT4_E2M1_MAX,
     FLOAT8_E4M3_MAX,
@@ -20,6 +20,7 @@ __all__ = [
     "FLOAT4_E2M1_MAX",
     "FLOAT8_E4M3_MAX",
     "SCHEMES",
+    "TENSORS",
     "UNQUANTIZED",
     "WHOLE",
     "Element",

@@ -40,8 +40,8 @@ class FusedMoEQuantConfig:
         w2_bias: ``(El, H)``.
 
     Raises:
-        ValueError: an unknown scheme; a tensor that the scheme needs and is missing, or that it
-            does not take.
+        ValueError: an unknown scheme; a tensor that the scheme does not take. (One that is missing
+            raises when a layer runs: a configuration may exist before its weights.)
     """
 
     scheme: Scheme
@@ -67,7 +67,17 @@ class FusedMoEQuantConfig:
             raise TypeError(f"FusedMoEQuantConfig takes {list(TENSORS)}, got {sorted(unknown)}")
         for name in TENSORS:
             object.__setattr__(self, name, tensors.get(name))
-        _check(self)
+        needed = _needed(self.scheme)
+        for name in TENSORS:
+            taken = needed.get(name, name in ("w1_bias", "w2_bias"))
+            if getattr(self, name) is not None and not taken:
+                raise ValueError(f"{name} must be None for scheme {self.scheme.name}, got a Tensor")
+
+    def check_complete(self) -> None:
+        """ValueError for a tensor that the scheme needs and that is None."""
+        for name, needed in _needed(self.scheme).items():
+            if needed and getattr(self, name) is None:
+                raise ValueError(f"{name} must be a Tensor for scheme {self.scheme.name}, got None")
 
     @classmethod
     def from_weights(
@@ -84,6 +94,11 @@ class FusedMoEQuantConfig:
             w2_gscale=w2.global_scale,
             **rest,
         )
+
+    @property
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        """All of them, in the order of the fields."""
+        return tuple(getattr(self, name) for name in TENSORS)
 
     @property
     def quant_dtype(self) -> torch.dtype | None:
@@ -116,20 +131,17 @@ class FusedMoEQuantConfig:
 TENSORS = tuple(f.name for f in fields(FusedMoEQuantConfig) if f.name != "scheme")
 
 
-def _check(config: FusedMoEQuantConfig) -> None:
-    """Every tensor that the scheme needs is there, and none that it does not take."""
-    scheme = config.scheme
-    quantized, static = (
-        scheme.weight is not None,
-        bool(scheme.activation is not None and scheme.activation.static),
-    )
-    rules = {"w1_scale": quantized, "w2_scale": quantized, "a1_scale": static, "a2_scale": static}
-    for name in TENSORS:
-        value, needed = getattr(config, name), rules.get(name, False)
-        if value is None and needed:
-            raise ValueError(f"{name} must be a Tensor for scheme {scheme.name}, got None")
-        if value is not None and not needed and name not in ("w1_bias", "w2_bias"):
-            raise ValueError(f"{name} must be None for scheme {scheme.name}, got a Tensor")
+def _needed(scheme: Scheme) -> dict[str, bool]:
+    """Which tensors a scheme takes; all of those are needed."""
+    weight, activation = scheme.weight, scheme.activation
+    rules = {
+        "scale": weight is not None,
+        "zp": weight is not None and weight.zero_point,
+        "gscale": weight is not None and weight.global_scale,
+    }
+    static = activation is not None and activation.static
+    needed = {f"{w}_{name}": rule for name, rule in rules.items() for w in ("w1", "w2")}
+    return {**needed, "a1_scale": static, "a2_scale": static}
 
 
 def _flatten(config: FusedMoEQuantConfig) -> tuple[list[Any], Any]:

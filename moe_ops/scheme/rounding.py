@@ -1,7 +1,8 @@
 """The arithmetic of quantization, to the bit: one definition, in plain PyTorch.
 
 References and the offline quantizer of weights use these functions; kernels repeat them and are
-compared with them bit by bit. ``q = round(x / s)`` with a true division, in float32.
+compared with them bit by bit. ``q = round(x / s)`` with a true division, in float32. Numbers of
+fewer than 8 bits are in `formats.py`.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from moe_ops.scheme import formats
 from moe_ops.scheme.values import Element, Quant
 
 SMALLEST_AMAX = 1e-10
@@ -29,21 +31,64 @@ def scale_of(amax: Tensor, quant: Quant) -> Tensor:
     return scale
 
 
-def encode(ratio: Tensor, element: Element) -> Tensor:
-    """``x / s`` (float32) as stored values.
+def range_scale(
+    low: Tensor, high: Tensor, quant: Quant, dtype: torch.dtype
+) -> tuple[Tensor, Tensor | None]:
+    """Scales in their stored form, and zero points where there are any, of groups of a weight.
 
-    fp8: nearest, ties to even, saturated at 448. int8: nearest, ties away from zero, saturated at
-    127.
+    Args:
+        low: float32, the lowest number of each group, at most 0.
+        high: the highest, at least 0.
+        quant: how the weight is quantized.
+        dtype: of scales whose form is ``input``.
     """
+    amax = torch.maximum(-low, high)
+    if quant.scale == "e8m0":
+        return formats.e8m0_of(amax, quant.element), None
+    if quant.scale == "e4m3":
+        return (amax / quant.element.largest).clamp(max=448.0).to(torch.float8_e4m3fn), None
+    stored = dtype if quant.scale == "input" else torch.float32
+    if quant.zero_point:
+        steps = 2**quant.element.bits - 1
+        scale = ((high - low).clamp(min=1e-5) / steps).to(stored)
+        zero_point = (-low / scale.float()).round().clamp(0, steps)
+        return scale, torch.where(scale == 0, 0, zero_point).to(torch.uint8)
+    if quant.element.name == "int4":
+        scale = torch.maximum(high / 7, -low / 8).clamp(min=SMALLEST_AMAX / 7)
+        return scale.to(stored), None
+    return scale_of(amax, quant).to(stored), None
+
+
+def scale_value(scale: Tensor) -> Tensor:
+    """Stored scales as float32."""
+    return formats.e8m0_value(scale) if scale.dtype == torch.uint8 else scale.float()
+
+
+def encode_above(ratio: Tensor, zero_point: Tensor, element: Element) -> Tensor:
+    """``round(x / s) + zero_point``, ties to even, saturated at the stored integer's range."""
+    return (ratio.round() + zero_point).clamp(0, 2**element.bits - 1).to(element.storage)
+
+
+def encode(ratio: Tensor, element: Element) -> Tensor:
+    """``x / s`` (float32) as stored values, one to an entry.
+
+    Floats: nearest, ties to even, saturated at the largest. 8-bit integers: nearest, ties away from
+    zero, saturated at +-127. int4: nearest, ties to even, saturated at -8 and 7.
+    """
+    if element.bits == 4 and element.offset:
+        return (ratio.round().clamp(-8, 7) + element.offset).to(element.storage)
     bounded = ratio.clamp(-element.largest, element.largest)
+    if element.exponent:
+        return formats.encode(bounded, element)
     if element.name == "fp8":
         return bounded.to(element.storage)
     whole = bounded.trunc()
-    return (whole + torch.where((bounded - whole).abs() >= 0.5, bounded.sign(), 0.0)).to(
-        element.storage
-    )
+    whole += torch.where((bounded - whole).abs() >= 0.5, bounded.sign(), 0.0)
+    return (whole + element.offset).to(element.storage)
 
 
 def decode(data: Tensor, element: Element) -> Tensor:
-    """Stored values as float32."""
-    return data.float()
+    """Stored values, one to an entry, as float32."""
+    if element.exponent:
+        return formats.decode(data, element)
+    return data.float() - element.offset

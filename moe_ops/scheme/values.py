@@ -39,6 +39,20 @@ class Element(NamedTuple):
     largest: float
     """The largest magnitude that a quantized value takes."""
     storage: torch.dtype
+    offset: int = 0
+    """What is added to an integer to store it."""
+    exponent: int = 0
+    """Bits of the exponent of a float narrower than a byte, stored as sign, exponent, mantissa."""
+
+    @property
+    def packed(self) -> bool:
+        """Whether two numbers share a byte: even k in the low nibble."""
+        return self.bits == 4
+
+    @property
+    def stored_bits(self) -> int:
+        """Bits of memory: numbers of 6 bits take a byte each."""
+        return 4 if self.packed else 8
 
 
 ELEMENTS = {
@@ -46,8 +60,15 @@ ELEMENTS = {
     for e in (
         Element("fp8", 8, FLOAT8_E4M3_MAX, torch.float8_e4m3fn),
         Element("int8", 8, 127.0, torch.int8),
+        Element("uint8", 8, 127.0, torch.uint8, offset=128),
+        Element("int4", 4, 7.0, torch.uint8, offset=8),
+        Element("fp4", 4, FLOAT4_E2M1_MAX, torch.uint8, exponent=2),
+        Element("fp6_e2m3", 6, 7.5, torch.uint8, exponent=2),
+        Element("fp6_e3m2", 6, 28.0, torch.uint8, exponent=3),
     )
 }
+SCALE_BITS = {"float32": 32, "pow2": 32, "vector": 32, "input": 16, "e8m0": 8, "e4m3": 8}
+"""The forms of a scale, and what one takes of memory."""
 
 
 @dataclass(frozen=True)
@@ -57,21 +78,27 @@ class Quant:
     Args:
         element: how a number is stored.
         group: the elements that share a scale.
-        scale: ``float32``, or ``pow2`` (float32 too, but a power of two, rounded up: ue8m0).
+        scale: ``float32``; ``pow2`` (float32 too, but a power of two, rounded up: ue8m0);
+            ``vector`` (float32, one a row, without an axis for groups); ``input`` (the dtype of the
+            weight before it was quantized); ``e8m0`` (uint8 s for ``2**(s - 127)``); ``e4m3``.
         static: whether the scale is given (calibrated) instead of computed from the data.
+        zero_point: whether groups have a zero point, an integer that is stored as the numbers are.
+        global_scale: whether there is a float32 factor on top of the scales.
     """
 
     element: Element
     group: Group
     scale: str = "float32"
     static: bool = False
+    zero_point: bool = False
+    global_scale: bool = False
 
     @cached_property
     def key(self) -> str:
         """The one string that stands for this value in an operator's schema."""
         rows, cols = ("*" if n == WHOLE else n for n in self.group)
-        rest = (self.scale, "static") if self.static else (self.scale,)
-        return ":".join((self.element.name, f"{rows}x{cols}", *rest))
+        more = [name for name in _SWITCHES if getattr(self, name)]
+        return ":".join((self.element.name, f"{rows}x{cols}", self.scale, *more))
 
     @property
     def dtype(self) -> torch.dtype:
@@ -91,12 +118,14 @@ class Quant:
     def weight_scale_shape(self, num_experts: int, n: int, k: int) -> tuple[int, ...]:
         """Of a weight ``(E, N, K)``: ``(E,)`` a tensor, else ``(E, ceil(N/rows), ceil(K/cols))``.
 
-        Groups count from row 0 of the weight (in ``w1`` a group may hold the last gate rows and the
-        first up rows); the last group of an axis may be partial.
+        A ``vector`` is ``(E, N)``. Groups count from row 0 of the weight (in ``w1`` a group may
+        hold the last gate rows and the first up rows); the last group of an axis may be partial.
         """
         if self.per_tensor:
             return (num_experts,)
         rows, cols = self.group
+        if self.scale == "vector":
+            return (num_experts, _groups(n, rows))
         return (num_experts, _groups(n, rows), _groups(k, cols))
 
     def row_scale_shape(self, rows, k: int) -> tuple:
@@ -110,6 +139,9 @@ class Quant:
         return (num_experts, rows, _groups(k, self.group.cols))
 
 
+_SWITCHES = ("static", "zero_point", "global_scale")
+
+
 def _groups(length: int, group: int) -> int:
     return 1 if group == WHOLE else -(-length // group)
 
@@ -117,9 +149,9 @@ def _groups(length: int, group: int) -> int:
 @lru_cache(maxsize=256)
 def parse_quant(key: str) -> Quant:
     """The inverse of :attr:`Quant.key`."""
-    name, group, scale, *static = key.split(":")
+    name, group, scale, *more = key.split(":")
     rows, cols = (WHOLE if n == "*" else int(n) for n in group.split("x"))
-    return Quant(ELEMENTS[name], Group(rows, cols), scale, bool(static))
+    return Quant(ELEMENTS[name], Group(rows, cols), scale, *(n in more for n in _SWITCHES))
 
 
 @dataclass(frozen=True)
@@ -141,10 +173,11 @@ class Scheme:
         """Bits of memory a weight of an ``(N, K)`` expert takes, its share of scales included."""
         if self.weight is None:
             return 16.0
-        scales = 1
-        for length in self.weight.weight_scale_shape(1, n, k):
+        quant, scales = self.weight, 1
+        for length in quant.weight_scale_shape(1, n, k):
             scales *= length
-        return self.weight.element.bits + 32.0 * scales / (n * k)
+        each = SCALE_BITS[quant.scale] + quant.element.stored_bits * quant.zero_point
+        return quant.element.stored_bits + each * scales / (n * k)
 
 
 def _w8a8(name: str, element: str, activation: Group, weight: Group, **more) -> Scheme:
@@ -152,6 +185,10 @@ def _w8a8(name: str, element: str, activation: Group, weight: Group, **more) -> 
     return Scheme(
         name, Quant(e, activation, **more), Quant(e, weight, more.get("scale", "float32"))
     )
+
+
+def _weight_only(name: str, element: str, group: Group, scale: str, **more) -> Scheme:
+    return Scheme(name, None, Quant(ELEMENTS[element], group, scale, **more))
 
 
 TENSOR, ROW = Group(WHOLE, WHOLE), Group(1, WHOLE)
@@ -168,30 +205,53 @@ SCHEMES: dict[str, Scheme] = {
         _w8a8("int8_tensor", "int8", TENSOR, TENSOR),
         _w8a8("int8_channel", "int8", ROW, ROW),
         _w8a8("int8_block128", "int8", Group(1, 128), Group(128, 128)),
+        _weight_only("fp8_w8a16", "fp8", ROW, "float32"),
+        _weight_only("fp8_w8a16_block128", "fp8", Group(128, 128), "float32"),
+        _weight_only("int8_w8a16", "int8", ROW, "vector"),
+        _weight_only("int8_w8a16_g128", "uint8", Group(1, 128), "input"),
+        _weight_only("int4_w4a16_g32", "int4", Group(1, 32), "input"),
+        _weight_only("int4_w4a16_g128", "int4", Group(1, 128), "input"),
+        _weight_only("int4_w4a16_g128_zp", "int4", Group(1, 128), "input", zero_point=True),
+        _weight_only("int4_w4a16_channel", "int4", ROW, "input"),
+        _weight_only("nvfp4_w4a16", "fp4", Group(1, 16), "e4m3", global_scale=True),
+        _weight_only("mxfp4_w4a16", "fp4", Group(1, 32), "e8m0"),
+        _weight_only("mxfp6_e2m3", "fp6_e2m3", Group(1, 32), "e8m0"),
+        _weight_only("mxfp6_e3m2", "fp6_e3m2", Group(1, 32), "e8m0"),
     )
 }
 """Every scheme that has a name of its own."""
 
-_BLOCKS = re.compile(r"(fp8|int8)_block(\d+)(?:x(\d+))?(_ue8m0)?")
+_BLOCKS = re.compile(r"(fp8|int8)(_w8a16)?_block(\d+)(?:x(\d+))?(_ue8m0)?")
+_GROUPS = re.compile(r"(int4_w4a16|int8_w8a16)_g(\d+)(_zp)?")
 
 
 @lru_cache(maxsize=256)
 def get_scheme(name: str) -> Scheme:
     """The scheme called ``name``, also one that differs only in its group sizes.
 
-    ``fp8_block64x128`` has weight blocks of 64 rows x 128 columns and activation groups of 128.
+    ``fp8_block64x128`` has weight blocks of 64 rows x 128 columns and activation groups of 128;
+    ``int4_w4a16_g64_zp`` groups of 64 along K.
 
     Raises:
         ValueError: an unknown name, or a group that is not a power of two of at least 16.
     """
     if name in SCHEMES:
         return SCHEMES[name]
-    match = _BLOCKS.fullmatch(name)
-    if match is None:
-        raise ValueError(f"scheme must be one of {sorted(SCHEMES)}, got {name!r}")
-    element, rows, cols = match[1], int(match[2]), int(match[3] or match[2])
-    for size in (rows, cols):
+    if match := _GROUPS.fullmatch(name):
+        element = {"int4_w4a16": "int4", "int8_w8a16": "uint8"}[match[1]]
+        (cols,) = _group_sizes(name, match[2])
+        return _weight_only(name, element, Group(1, cols), "input", zero_point=bool(match[3]))
+    if match := _BLOCKS.fullmatch(name):
+        rows, cols = _group_sizes(name, match[3], match[4] or match[3])
+        scale = "pow2" if match[5] else "float32"
+        if match[2]:
+            return _weight_only(name, match[1], Group(rows, cols), scale)
+        return _w8a8(name, match[1], Group(1, cols), Group(rows, cols), scale=scale)
+    raise ValueError(f"scheme must be one of {sorted(SCHEMES)}, got {name!r}")
+
+
+def _group_sizes(name: str, *sizes: str) -> tuple[int, ...]:
+    for size in map(int, sizes):
         if size < 16 or size & (size - 1):
             raise ValueError(f"scheme groups must be powers of two >= 16, got {size} in {name!r}")
-    scale = "pow2" if match[4] else "float32"
-    return _w8a8(name, element, Group(1, cols), Group(rows, cols), scale=scale)
+    return tuple(map(int, sizes))

@@ -6,32 +6,81 @@ import torch
 from torch import Tensor
 
 from moe_ops import checks
-from moe_ops.scheme.rounding import decode, encode, scale_of
-from moe_ops.scheme.values import WHOLE, Quant, Scheme, get_scheme
+from moe_ops.scheme.formats import pack, unpack
+from moe_ops.scheme.rounding import (
+    SMALLEST_AMAX,
+    decode,
+    encode,
+    encode_above,
+    range_scale,
+    scale_value,
+)
+from moe_ops.scheme.values import (
+    FLOAT4_E2M1_MAX,
+    FLOAT8_E4M3_MAX,
+    WHOLE,
+    Quant,
+    Scheme,
+    get_scheme,
+)
 from moe_ops.tensors import QTensor
 
 
 def quantize_weight(w: Tensor, scheme: str | Scheme) -> QTensor:
     """A weight as ``scheme`` stores it, every scale from the data of its group.
 
+    Scales are rounded to their stored form first, and values are divided by what is stored; a group
+    whose stored scale is 0 becomes zeros.
+
+    * fp8, int8: ``s = max(amax, 1e-10) / L``.
+    * int4: ``s = max(max / 7, -min / 8)``. With zero points: ``s = max(max - min, 1e-5) / 15``,
+      ``zp = round(-min / s)``, where the range always includes 0.
+    * mxfp4, mxfp6: a power of two, from the exponent bits of amax rounded to the element's
+      precision.
+    * nvfp4: ``g = 448 * 6 / amax`` of an expert, ``s = e4m3(g * amax / 6)`` of a block,
+      ``q = e2m1(x * g / s)``; ``global_scale`` is ``1 / g``.
+
     Args:
         w: ``(E, N, K)`` bf16, fp16 or fp32.
         scheme: a name or value.
 
     Returns:
-        A `QTensor`; ``data`` ``(E, N, K)`` for 8-bit elements, the scale as
-        `Quant.weight_scale_shape` says, float32. Unquantized: ``data`` is ``w``.
+        A `QTensor`. ``data`` ``(E, N, K)``, or ``(E, N, K / 2)`` uint8 for 4-bit elements, even k
+        in the low nibble. The scale as `Quant.weight_scale_shape` says. Zero points ``(E, N, G)``
+        uint8, packed to ``(E, ceil(N / 2), G)`` with even n in the low nibble for 4-bit elements.
+        Unquantized: ``data`` is ``w``.
 
     Raises:
-        TypeError, ValueError: not a 3-D float weight; an unknown scheme.
+        TypeError, ValueError: not a 3-D float weight; an odd K of 4-bit elements; an unknown
+            scheme.
+
+    Source:
+        OCP MX v1.0 elements; vLLM ``quantize_weights`` (int4), whose zero points miss groups
+        of one sign.
     """
     checks.tensor("w", w, 3, checks.FLOATS)
     quant = as_scheme(scheme).weight
     if quant is None:
         return QTensor(w)
-    scale = scale_of(_group_amax(w.float().abs(), quant), quant)
-    ratio = w.float() / spread(scale, quant, w.shape[1], w.shape[2])
-    return QTensor(encode(ratio, quant.element), scale)
+    (_, n, k), packed = w.shape, quant.element.packed
+    if packed and k % 2:
+        raise ValueError(f"w.shape[2] must be even for 4-bit elements, got {k}")
+    x, global_scale = w.float(), None
+    if quant.global_scale:
+        amax = x.abs().amax((1, 2), keepdim=True).clamp(min=SMALLEST_AMAX)
+        factor = FLOAT8_E4M3_MAX * FLOAT4_E2M1_MAX / amax
+        x, global_scale = x * factor, (1 / factor).flatten()
+    low, high = _group_range(x, quant)
+    scale, zero_point = range_scale(low, high, quant, w.dtype)
+    divisor = spread(scale_value(scale), quant, n, k)
+    ratio = torch.where(divisor == 0, 0, x / divisor)
+    if zero_point is None:
+        codes = encode(ratio, quant.element)
+    else:
+        codes = encode_above(ratio, spread(zero_point, quant, n, k), quant.element)
+        if packed:
+            zero_point = pack(torch.nn.functional.pad(zero_point, (0, 0, 0, n % 2)), 1)
+    return QTensor(pack(codes, 2) if packed else codes, scale, zero_point, global_scale)
 
 
 def dequantize_weight(
@@ -39,19 +88,35 @@ def dequantize_weight(
 ) -> Tensor:
     """The numbers that a quantized weight stands for: ``(E, N, K)``, product in float32.
 
+    ``(q - zero_point) * scale * global_scale``, in that order.
+
     Args:
-        q: as `quantize_weight` returns it; a per-tensor scale may also be ``(E, 2)``, one for the
-            first and one for the second half of the rows, and a scale of channels ``(E, N)``.
+        q: as `quantize_weight` returns it; a scale of tensors or channels may also be ``(E,)``,
+            ``(E, 2)`` (one for the first and one for the second half of the rows) or ``(E, N)``,
+            and a global scale ``(E, 2)``.
         scheme: a name or value.
         dtype: of the result, rounded once.
     """
-    quant = as_scheme(scheme).weight
+    scheme = as_scheme(scheme)
+    quant = scheme.weight
     if quant is None:
         return q.data.to(dtype)
-    data = decode(q.data, quant.element)
-    if q.scale is None:
-        raise ValueError(f"q.scale must be a Tensor for scheme {as_scheme(scheme).name}, got None")
-    return (data * spread(q.scale.float(), quant, data.shape[1], data.shape[2])).to(dtype)
+    data = decode(unpack(q.data, 2) if quant.element.packed else q.data, quant.element)
+    _, n, k = data.shape
+    if quant.zero_point:
+        zero_point = zero_point_value(_field(q, "zero_point", scheme), quant, n)
+        data -= spread(zero_point, quant, n, k)
+    data *= spread(scale_value(_field(q, "scale", scheme)), quant, n, k)
+    if quant.global_scale:
+        data *= halves(_field(q, "global_scale", scheme).float(), n)
+    return data.to(dtype)
+
+
+def _field(q: QTensor, name: str, scheme: Scheme) -> Tensor:
+    value = getattr(q, name)
+    if value is None:
+        raise ValueError(f"q.{name} must be a Tensor for scheme {scheme.name}, got None")
+    return value
 
 
 def as_scheme(scheme: str | Scheme) -> Scheme:
@@ -61,30 +126,41 @@ def as_scheme(scheme: str | Scheme) -> Scheme:
 
 def spread(scale: Tensor, quant: Quant, n: int, k: int) -> Tensor:
     """A weight's scales, broadcastable to ``(E, N, K)``."""
-    if quant.per_tensor:
-        scale = scale.view(len(scale), -1, 1)
-        return scale.repeat_interleave(n // scale.shape[1], 1)
     rows, cols = quant.group
-    scale = scale.view(*scale.shape[:2], -1)
+    if cols == WHOLE:
+        return halves(scale, n)
     if rows != 1:
         scale = scale.repeat_interleave(rows, 1)[:, :n]
-    if cols != WHOLE:
-        scale = scale.repeat_interleave(cols, 2)[:, :, :k]
-    return scale
+    return scale.repeat_interleave(cols, 2)[:, :, :k]
+
+
+def halves(scale: Tensor, n: int) -> Tensor:
+    """Scales of whole rows as ``(E, N, 1)``: one a tensor, one a half or one a row."""
+    scale = scale.reshape(len(scale), -1, 1)
+    return scale.repeat_interleave(n // scale.shape[1], 1)
 
 
 def rows_per_scale(scale: Tensor, quant: Quant, n: int) -> int:
     """How many of a weight's ``n`` rows share a scale: all, a half (w1), one or a block's."""
-    if quant.per_tensor:
+    if quant.group.cols == WHOLE:
         return n // (scale.numel() // scale.shape[0])
-    return n if quant.group.rows == WHOLE else quant.group.rows
+    return quant.group.rows
 
 
-def _group_amax(magnitude: Tensor, quant: Quant) -> Tensor:
-    """The largest of each group, as `Quant.weight_scale_shape` says."""
-    experts, n, k = magnitude.shape
+def zero_point_value(zero_point: Tensor, quant: Quant, n: int) -> Tensor:
+    """Zero points ``(E, N, G)`` in float32, as they are subtracted from decoded values."""
+    if quant.element.packed:
+        zero_point = unpack(zero_point, 1)[:, :n]
+    return zero_point.float() - quant.element.offset
+
+
+def _group_range(x: Tensor, quant: Quant) -> tuple[Tensor, Tensor]:
+    """The lowest and highest number of each group, zero included, in the shape of its scales."""
+    experts, n, k = x.shape
     rows = n if quant.group.rows == WHOLE else quant.group.rows
     cols = k if quant.group.cols == WHOLE else quant.group.cols
-    padded = torch.nn.functional.pad(magnitude, (0, -k % cols, 0, -n % rows))
+    padded = torch.nn.functional.pad(x, (0, -k % cols, 0, -n % rows))
     tiles = padded.view(experts, -(-n // rows), rows, -(-k // cols), cols)
-    return tiles.amax((2, 4)).view(quant.weight_scale_shape(experts, n, k))
+    low, high = tiles.amin((2, 4)).clamp(max=0), tiles.amax((2, 4)).clamp(min=0)
+    shape = quant.weight_scale_shape(experts, n, k)
+    return low.view(shape), high.view(shape)
