@@ -44,8 +44,8 @@ def _on_its_device(stage: str, name: str) -> Callable[..., Any]:
         nonlocal launch
         if launch is None:
             launch = _leg("kernels", stage, name)
-        device = args[0].device
-        if device.index == torch.cuda.current_device():
+        device = args[0].get_device()
+        if device == torch._C._cuda_getDevice():  # `torch.cuda.current_device` without its checks
             return launch(*args, **kwargs)
         with torch.cuda.device(device):
             return launch(*args, **kwargs)
@@ -75,6 +75,33 @@ fused_topk = _op(
     "fused_topk(Tensor gating_output, Tensor? e_score_correction_bias, SymInt topk,"
     " bool renormalize, str scoring_func, float routed_scaling_factor)"
     " -> (Tensor topk_weights, Tensor topk_ids)",
+)
+grouped_topk = _op(
+    "routing",
+    "grouped_topk(Tensor gating_output, Tensor? e_score_correction_bias, SymInt topk,"
+    " bool renormalize, str scoring_func, float routed_scaling_factor, int num_expert_group,"
+    " int topk_group) -> (Tensor topk_weights, Tensor topk_ids)",
+)
+hash_topk = _op(
+    "routing",
+    "hash_topk(Tensor gating_output, Tensor input_ids, Tensor table, bool renormalize,"
+    " str scoring_func, float routed_scaling_factor) -> (Tensor topk_weights, Tensor topk_ids)",
+)
+sparsemixer = _op(
+    "routing",
+    "sparsemixer(Tensor gating_output, float jitter_eps)"
+    " -> (Tensor topk_weights, Tensor topk_ids)",
+)
+adjust_routing = _op(
+    "routing_adjust",
+    "adjust_routing(Tensor topk_weights, Tensor topk_ids, Tensor? per_expert_scale,"
+    " Tensor? is_padding, SymInt num_experts, SymInt num_shared_experts,"
+    " float shared_expert_weight) -> (Tensor topk_weights, Tensor topk_ids)",
+)
+zero_experts = _op(
+    "routing_adjust",
+    "zero_experts(Tensor hidden_states, Tensor topk_weights, Tensor topk_ids, SymInt num_experts,"
+    " int skipped_id) -> (Tensor topk_weights, Tensor topk_ids, Tensor result)",
 )
 moe_align_block_size = _op(
     "align",

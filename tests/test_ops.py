@@ -35,6 +35,8 @@ def samples(device):
     counts = torch.tensor([3, 0, 6], dtype=I32, device=device)
     valid = torch.tensor([4], dtype=I32, device=device)
     bias = torch.zeros(E, device=device)
+    words = torch.arange(5, device=device)
+    table = words[:, None] % torch.tensor([E, E - 1], device=device)
     load = torch.zeros(6, dtype=I32, device=device)
     replicas = torch.tensor([[0, 4], [1, -1], [2, 5], [3, -1]], device=device)
     return {
@@ -42,6 +44,17 @@ def samples(device):
             (logits, None, K, True, "softmax", 1.0),
             (logits, bias, K, False, "sigmoid", 2.0),
         ],
+        "grouped_topk": [
+            (logits, bias, K, True, "sqrtsoftplus", 2.5, 2, 1),
+            (logits, None, K, False, "softmax", 1.0, 2, 2),
+        ],
+        "hash_topk": [(logits, words, table, True, "softmax", 1.0)],
+        "sparsemixer": [(logits, 0.01)],
+        "adjust_routing": [
+            (weights, ids, bias, words > 2, E, 2, 0.5),
+            (weights, ids.long(), None, None, E, 0, 1.0),
+        ],
+        "zero_experts": [(x, weights, ids, 2, 0), (x, weights, ids.long(), 1, -1)],
         "moe_align_block_size": [
             (ids, None, [8], E, True, False),
             (ids, expert_map, [16], E, False, False),

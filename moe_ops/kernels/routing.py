@@ -1,33 +1,29 @@
-"""Triton kernels of the routing stage."""
+"""Triton kernels of the routing stage: one program routes one token."""
 
 from __future__ import annotations
 
 from functools import lru_cache
+from typing import Any
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from moe_ops.fake_impls.routing import fused_topk as empty_topk
+from moe_ops.fake_impls.routing import grouped_topk as empty_grouped
+from moe_ops.fake_impls.routing import hash_topk as empty_hashed
+from moe_ops.fake_impls.routing import sparsemixer as empty_pair
 from moe_ops.kernels.launch import Launch
+from moe_ops.kernels.routing_scores import (
+    LOWEST,
+    best_positions,
+    final_weights,
+    is_finite,
+    scores,
+    scores_and_choice,
+    softmax_terms,
+)
 from moe_ops.kernels.slots import dense, next_power_of_2
-
-_LOWEST = tl.constexpr(-3.4028234663852886e38)
-
-
-@triton.jit
-def _scores(logits, valid, SCORING: tl.constexpr):
-    """float32 scores of one row; what is not finite (or no expert) scores 0."""
-    finite = valid & (logits == logits) & (tl.abs(logits) != float("inf"))
-    if SCORING == "sigmoid":
-        score = tl.where(finite, tl.sigmoid(logits), 0.0)
-    else:
-        tl.static_assert(SCORING == "softmax")
-        peak = tl.max(tl.where(finite, logits, _LOWEST), 0)
-        weight = tl.where(finite, tl.exp(tl.where(finite, logits - peak, 0.0)), 0.0)
-        total = tl.sum(weight, 0)
-        score = tl.div_rn(weight, tl.where(total > 0, total, 1.0))
-    return score
 
 
 @triton.jit
@@ -36,51 +32,153 @@ def _fused_topk_kernel(
     SCALE: tl.constexpr, TOPK: tl.constexpr, RENORMALIZE: tl.constexpr, SCORING: tl.constexpr,
     EXPERTS: tl.constexpr, SLOTS: tl.constexpr,
 ):  # fmt: skip
-    """One program routes one token: k rounds of argmax, ties to the lowest index."""
+    """All experts compete."""
+    token = tl.program_id(0).to(tl.int64)
+    expert = tl.arange(0, EXPERTS)
+    score, choice = scores_and_choice(
+        gating_output + token * stride_row, bias, expert, expert < NUM_EXPERTS, SCORING
+    )
+    weights, ids = best_positions(choice, score, TOPK, EXPERTS, SLOTS)
+    slot = tl.arange(0, SLOTS)
+    at = token * TOPK + slot
+    tl.store(topk_weights + at, final_weights(weights, RENORMALIZE, SCALE), mask=slot < TOPK)
+    tl.store(topk_ids + at, ids, mask=slot < TOPK)
+
+
+@triton.jit
+def _in_best_groups(
+    choice, NUM_GROUPS: tl.constexpr, TOPK_GROUP: tl.constexpr, BEST: tl.constexpr,
+    GROUPS: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """``choice`` with -inf outside of the groups whose BEST (one or two) largest sum is best."""
+    members = tl.reshape(choice, (GROUPS, WIDTH))
+    group_score = tl.max(members, 1)
+    if BEST == 2:
+        first = tl.argmax(members, 1, tie_break_left=True)
+        others = tl.where(tl.arange(0, WIDTH)[None, :] == first[:, None], float("-inf"), members)
+        group_score = group_score + tl.max(others, 1)
+    group = tl.arange(0, GROUPS)
+    group_score = tl.where(group < NUM_GROUPS, tl.maximum(group_score, LOWEST), float("-inf"))
+    kept = tl.zeros((GROUPS,), dtype=tl.int32)
+    for _ in range(TOPK_GROUP):
+        best = tl.argmax(group_score, 0, tie_break_left=True)
+        kept = tl.where(group == best, 1, kept)
+        group_score = tl.where(group == best, float("-inf"), group_score)
+    return tl.reshape(tl.where(kept[:, None] > 0, members, float("-inf")), (GROUPS * WIDTH,))
+
+
+@triton.jit
+def _grouped_topk_kernel(
+    gating_output, bias, topk_weights, topk_ids, stride_row,
+    SCALE: tl.constexpr, TOPK: tl.constexpr, RENORMALIZE: tl.constexpr, SCORING: tl.constexpr,
+    NUM_GROUPS: tl.constexpr, GROUP_SIZE: tl.constexpr, TOPK_GROUP: tl.constexpr,
+    BEST: tl.constexpr, GROUPS: tl.constexpr, WIDTH: tl.constexpr, SLOTS: tl.constexpr,
+):  # fmt: skip
+    """Experts of the best groups compete. Each group is padded to WIDTH positions."""
+    token = tl.program_id(0).to(tl.int64)
+    position = tl.arange(0, GROUPS * WIDTH)
+    group, member = position // WIDTH, position % WIDTH
+    valid = (group < NUM_GROUPS) & (member < GROUP_SIZE)
+    score, choice = scores_and_choice(
+        gating_output + token * stride_row, bias, group * GROUP_SIZE + member, valid, SCORING
+    )
+    choice = _in_best_groups(choice, NUM_GROUPS, TOPK_GROUP, BEST, GROUPS, WIDTH)
+    weights, chosen = best_positions(choice, score, TOPK, GROUPS * WIDTH, SLOTS)
+    ids = chosen // WIDTH * GROUP_SIZE + chosen % WIDTH
+    slot = tl.arange(0, SLOTS)
+    at = token * TOPK + slot
+    tl.store(topk_weights + at, final_weights(weights, RENORMALIZE, SCALE), mask=slot < TOPK)
+    tl.store(topk_ids + at, ids, mask=slot < TOPK)
+
+
+@triton.jit
+def _hash_topk_kernel(
+    gating_output, input_ids, table, topk_weights, topk_ids, stride_row, NUM_EXPERTS, VOCABULARY,
+    SCALE: tl.constexpr, TOPK: tl.constexpr, RENORMALIZE: tl.constexpr, SCORING: tl.constexpr,
+    EXPERTS: tl.constexpr, SLOTS: tl.constexpr,
+):  # fmt: skip
+    """The table chooses; only a softmax needs the logits of experts that are not chosen."""
+    token = tl.program_id(0).to(tl.int64)
+    row = gating_output + token * stride_row
+    slot = tl.arange(0, SLOTS)
+    word = tl.load(input_ids + token).to(tl.int64)
+    known = slot < tl.where((word >= 0) & (word < VOCABULARY), TOPK, 0)
+    ids = tl.load(table + word * TOPK + slot, mask=known, other=-1)
+    known = known & (ids >= 0) & (ids < NUM_EXPERTS)
+    peak, inverse = 0.0, 0.0
+    if SCORING == "softmax":
+        expert = tl.arange(0, EXPERTS)
+        valid = expert < NUM_EXPERTS
+        logits = tl.load(row + expert, mask=valid, other=0.0).to(tl.float32)
+        peak, inverse = softmax_terms(logits, valid & is_finite(logits))
+    logits = tl.load(row + ids, mask=known, other=0.0).to(tl.float32)
+    weights = scores(logits, known & is_finite(logits), peak, inverse, SCORING)
+    at = token * TOPK + slot
+    tl.store(topk_weights + at, final_weights(weights, RENORMALIZE, SCALE), mask=slot < TOPK)
+    tl.store(topk_ids + at, tl.where(known, ids, -1).to(tl.int32), mask=slot < TOPK)
+
+
+@triton.jit
+def _sparsemixer_kernel(
+    gating_output, topk_weights, topk_ids, stride_row, NUM_EXPERTS, THRESHOLD: tl.constexpr,
+    EXPERTS: tl.constexpr,
+):  # fmt: skip
+    """Twice the largest logit, weighed by a softmax of it and the close ones below it."""
     token = tl.program_id(0).to(tl.int64)
     expert = tl.arange(0, EXPERTS)
     valid = expert < NUM_EXPERTS
     logits = tl.load(gating_output + token * stride_row + expert, mask=valid, other=0.0)
-    score = _scores(logits.to(tl.float32), valid, SCORING)
-    choice = score
-    if bias is not None:
-        choice = choice + tl.load(bias + expert, mask=valid, other=0.0).to(tl.float32)
-        finite = (choice == choice) & (tl.abs(choice) != float("inf"))
-        choice = tl.where(finite, choice, _LOWEST)
-    choice = tl.where(valid, choice, float("-inf"))
-
-    slot = tl.arange(0, SLOTS)
-    weights = tl.zeros((SLOTS,), dtype=tl.float32)
-    ids = tl.zeros((SLOTS,), dtype=tl.int32)
-    total = 0.0
-    for j in tl.static_range(TOPK):
+    logits = logits.to(tl.float32)
+    left = valid & is_finite(logits)
+    logits = tl.where(left, logits, 0.0)
+    choice = tl.where(valid, tl.where(left, logits, LOWEST), float("-inf"))
+    for j in tl.static_range(2):
         best = tl.argmax(choice, 0, tie_break_left=True)
-        weight = tl.sum(tl.where(expert == best, score, 0.0), 0)
-        weights = tl.where(slot == j, weight, weights)
-        ids = tl.where(slot == j, best, ids)
-        total += weight
+        peak = tl.max(choice, 0)
+        far = tl.div_rn(peak - logits, tl.maximum(tl.abs(logits), peak)) > THRESHOLD
+        close = left & (far == 0)
+        below = tl.where(close, logits.to(tl.float64) - peak.to(tl.float64), 0.0)
+        total = tl.sum(tl.where(close, tl.exp(below), 0.0), 0)
+        weight = tl.where(total > 0, 1.0 / tl.where(total > 0, total, 1.0), 0.0)
+        tl.store(topk_weights + token * 2 + j, weight.to(tl.float32))
+        tl.store(topk_ids + token * 2 + j, best)
         choice = tl.where(expert == best, float("-inf"), choice)
-    if RENORMALIZE:
-        weights = tl.div_rn(weights, tl.where(total > 0, total, 1.0))
-    at = token * TOPK + slot
-    tl.store(topk_weights + at, weights * SCALE, mask=slot < TOPK)
-    tl.store(topk_ids + at, ids, mask=slot < TOPK)
+        left = left & (expert != best)
+
+
+def _block(count: int) -> int:
+    """Lanes for ``count`` entries; a reduction wants two at least."""
+    return next_power_of_2(max(count, 2))
+
+
+def _num_warps(lanes: int) -> int:
+    return 1 if lanes <= 512 else 4 if lanes <= 2048 else 8
+
+
+def _meaning(topk: int, renormalize: bool, scoring_func: str, scale: float) -> dict[str, Any]:
+    """Constants that every top-k has."""
+    return {
+        "SCALE": scale,
+        "TOPK": topk,
+        "RENORMALIZE": renormalize,
+        "SCORING": scoring_func,
+        "SLOTS": _block(topk),
+    }
+
+
+def _by_rows(gating_output: Tensor) -> Tensor:
+    return gating_output if gating_output.stride(1) == 1 else gating_output.contiguous()
 
 
 @lru_cache(maxsize=1024)
-def _launch(
+def _topk_launch(
     num_experts: int, topk: int, renormalize: bool, scoring_func: str, scale: float
 ) -> Launch:
-    experts = next_power_of_2(max(num_experts, 2))
     return Launch(
         _fused_topk_kernel,
-        SCALE=scale,
-        TOPK=topk,
-        RENORMALIZE=renormalize,
-        SCORING=scoring_func,
-        EXPERTS=experts,
-        SLOTS=next_power_of_2(max(topk, 2)),
-        num_warps=1 if experts <= 512 else 4,
+        **_meaning(topk, renormalize, scoring_func, scale),
+        EXPERTS=_block(num_experts),
+        num_warps=_num_warps(num_experts),
     )
 
 
@@ -93,25 +191,110 @@ def fused_topk(
     routed_scaling_factor: float,
 ) -> tuple[Tensor, Tensor]:
     """Launch one program a token."""
-    topk_weights, topk_ids = empty_topk(
-        gating_output,
-        e_score_correction_bias,
-        topk,
-        renormalize,
-        scoring_func,
-        routed_scaling_factor,
-    )
+    bias, how = e_score_correction_bias, (topk, renormalize, scoring_func, routed_scaling_factor)
+    result = empty_topk(gating_output, bias, *how)
     tokens, num_experts = gating_output.shape
     if tokens:
-        if gating_output.stride(1) != 1:
-            gating_output = gating_output.contiguous()
-        _launch(num_experts, topk, renormalize, scoring_func, routed_scaling_factor)(
-            (tokens,),
-            gating_output,
-            dense(e_score_correction_bias),
-            topk_weights,
-            topk_ids,
-            gating_output.stride(0),
-            num_experts,
+        logits = _by_rows(gating_output)
+        _topk_launch(num_experts, *how)(
+            (tokens,), logits, dense(bias), *result, logits.stride(0), num_experts
         )
-    return topk_weights, topk_ids
+    return result
+
+
+@lru_cache(maxsize=1024)
+def _grouped_launch(
+    num_experts: int, topk: int, renormalize: bool, scoring_func: str, scale: float,
+    num_groups: int, topk_group: int, has_bias: bool,
+) -> Launch:  # fmt: skip
+    size = num_experts // num_groups
+    groups, width = _block(num_groups), _block(size)
+    return Launch(
+        _grouped_topk_kernel,
+        **_meaning(topk, renormalize, scoring_func, scale),
+        NUM_GROUPS=num_groups,
+        GROUP_SIZE=size,
+        TOPK_GROUP=topk_group,
+        BEST=2 if has_bias and size > 1 else 1,
+        GROUPS=groups,
+        WIDTH=width,
+        num_warps=_num_warps(groups * width),
+    )
+
+
+def grouped_topk(
+    gating_output: Tensor,
+    e_score_correction_bias: Tensor | None,
+    topk: int,
+    renormalize: bool,
+    scoring_func: str,
+    routed_scaling_factor: float,
+    num_expert_group: int,
+    topk_group: int,
+) -> tuple[Tensor, Tensor]:
+    """Launch one program a token."""
+    bias, how = e_score_correction_bias, (topk, renormalize, scoring_func, routed_scaling_factor)
+    result = empty_grouped(gating_output, bias, *how, num_expert_group, topk_group)
+    tokens, num_experts = gating_output.shape
+    if tokens:
+        logits = _by_rows(gating_output)
+        _grouped_launch(num_experts, *how, num_expert_group, topk_group, bias is not None)(
+            (tokens,), logits, dense(bias), *result, logits.stride(0)
+        )
+    return result
+
+
+@lru_cache(maxsize=1024)
+def _hash_launch(
+    num_experts: int, topk: int, renormalize: bool, scoring_func: str, scale: float
+) -> Launch:
+    return Launch(
+        _hash_topk_kernel,
+        **_meaning(topk, renormalize, scoring_func, scale),
+        EXPERTS=_block(num_experts),
+        num_warps=_num_warps(num_experts) if scoring_func == "softmax" else 1,
+    )
+
+
+def hash_topk(
+    gating_output: Tensor,
+    input_ids: Tensor,
+    table: Tensor,
+    renormalize: bool,
+    scoring_func: str,
+    routed_scaling_factor: float,
+) -> tuple[Tensor, Tensor]:
+    """Launch one program a token."""
+    how = (renormalize, scoring_func, routed_scaling_factor)
+    result = empty_hashed(gating_output, input_ids, table, *how)
+    tokens, num_experts = gating_output.shape
+    if tokens:
+        logits, table = _by_rows(gating_output), dense(table)
+        vocabulary, topk = table.shape
+        _hash_launch(num_experts, topk, *how)(
+            (tokens,), logits, dense(input_ids), table, *result, logits.stride(0), num_experts,
+            vocabulary,
+        )  # fmt: skip
+    return result
+
+
+@lru_cache(maxsize=1024)
+def _sparsemixer_launch(num_experts: int, jitter_eps: float) -> Launch:
+    return Launch(
+        _sparsemixer_kernel,
+        THRESHOLD=2 * jitter_eps,
+        EXPERTS=_block(num_experts),
+        num_warps=_num_warps(num_experts),
+    )
+
+
+def sparsemixer(gating_output: Tensor, jitter_eps: float) -> tuple[Tensor, Tensor]:
+    """Launch one program a token."""
+    result = empty_pair(gating_output, jitter_eps)
+    tokens, num_experts = gating_output.shape
+    if tokens:
+        logits = _by_rows(gating_output)
+        _sparsemixer_launch(num_experts, jitter_eps)(
+            (tokens,), logits, *result, logits.stride(0), num_experts
+        )
+    return result

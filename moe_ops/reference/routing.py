@@ -1,25 +1,50 @@
-"""Reference of the routing operators."""
+"""Reference of the routing operators.
+
+Scores are computed in float64 and rounded once to float32. So the kernels' exponentials, which are
+not those of the CPU, lead to the same scores, and thereby to the same experts.
+"""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 LOWEST = torch.finfo(torch.float32).min
 
 
 def scores(logits: Tensor, scoring_func: str) -> Tensor:
     """``(T, E)`` float32 scores; a logit that is not finite scores 0."""
-    logits = logits.float()
+    logits = logits.double()
     finite = logits.isfinite()
     if scoring_func == "sigmoid":
-        return torch.where(finite, logits.sigmoid(), 0.0)
-    shifted = logits.masked_fill(~finite, -torch.inf)
-    peak = shifted.amax(-1, keepdim=True)
-    peak = torch.where(peak.isfinite(), peak, 0.0)
-    weight = torch.where(finite, (shifted - peak).exp(), 0.0)
-    total = weight.sum(-1, keepdim=True)
-    return weight / torch.where(total > 0, total, 1.0)
+        score = logits.sigmoid()
+    elif scoring_func == "sqrtsoftplus":
+        score = functional.softplus(logits).sqrt()  # linear above 20
+    else:
+        score = logits.masked_fill(~finite, -torch.inf).softmax(-1)
+    return torch.where(finite, score, 0.0).float()
+
+
+def biased(score: Tensor, bias: Tensor | None) -> Tensor:
+    """What experts are chosen by; what is not finite is chosen last."""
+    if bias is None:
+        return score
+    choice = score + bias.float()
+    return torch.where(choice.isfinite(), choice, LOWEST)
+
+
+def largest(choice: Tensor, count: int) -> Tensor:
+    """Positions of the ``count`` largest of each row, ties to the lowest position."""
+    return torch.sort(choice, dim=-1, descending=True, stable=True).indices[:, :count]
+
+
+def weigh(weights: Tensor, renormalize: bool, factor: float) -> Tensor:
+    """Divide by the sum (summed in float64, rounded to float32), then multiply."""
+    if renormalize:
+        total = weights.double().sum(-1, keepdim=True).float()
+        weights = weights / torch.where(total > 0, total, 1.0)
+    return (weights * factor).contiguous()
 
 
 def fused_topk(
@@ -30,13 +55,68 @@ def fused_topk(
     scoring_func: str,
     routed_scaling_factor: float,
 ) -> tuple[Tensor, Tensor]:
-    """Select on score (plus bias), ties to the lowest index; weights are the unbiased scores."""
+    """Select on score (plus bias); weights are the unbiased scores."""
     score = scores(gating_output, scoring_func)
-    choice = score if e_score_correction_bias is None else score + e_score_correction_bias.float()
-    choice = torch.where(choice.isfinite(), choice, LOWEST)
-    ids = torch.sort(choice, dim=-1, descending=True, stable=True).indices[:, :topk]
-    weights = score.gather(-1, ids)
-    if renormalize:
-        total = weights.sum(-1, keepdim=True)
-        weights = weights / torch.where(total > 0, total, 1.0)
-    return (weights * routed_scaling_factor).contiguous(), ids.to(torch.int32).contiguous()
+    ids = largest(biased(score, e_score_correction_bias), topk)
+    weights = weigh(score.gather(-1, ids), renormalize, routed_scaling_factor)
+    return weights, ids.to(torch.int32).contiguous()
+
+
+def grouped_topk(
+    gating_output: Tensor,
+    e_score_correction_bias: Tensor | None,
+    topk: int,
+    renormalize: bool,
+    scoring_func: str,
+    routed_scaling_factor: float,
+    num_expert_group: int,
+    topk_group: int,
+) -> tuple[Tensor, Tensor]:
+    """As `fused_topk`, of the experts in the best groups."""
+    score = scores(gating_output, scoring_func)
+    choice = biased(score, e_score_correction_bias)
+    members = choice.unflatten(-1, (num_expert_group, -1))
+    best = 1 if e_score_correction_bias is None else min(2, members.shape[-1])
+    group_score = members.topk(best, dim=-1).values.sum(-1).clamp(min=LOWEST)
+    kept = torch.zeros_like(group_score, dtype=torch.bool)
+    kept = kept.scatter(-1, largest(group_score, topk_group), value=True)
+    ids = largest(members.masked_fill(~kept[..., None], -torch.inf).flatten(-2), topk)
+    weights = weigh(score.gather(-1, ids), renormalize, routed_scaling_factor)
+    return weights, ids.to(torch.int32).contiguous()
+
+
+def hash_topk(
+    gating_output: Tensor,
+    input_ids: Tensor,
+    table: Tensor,
+    renormalize: bool,
+    scoring_func: str,
+    routed_scaling_factor: float,
+) -> tuple[Tensor, Tensor]:
+    """The table chooses, the scores weigh."""
+    known = (input_ids >= 0) & (input_ids < table.shape[0])
+    ids = table[torch.where(known, input_ids, 0)].long()
+    known = known[:, None] & (ids >= 0) & (ids < gating_output.shape[1])
+    weights = scores(gating_output, scoring_func).gather(-1, torch.where(known, ids, 0))
+    weights = weigh(torch.where(known, weights, 0.0), renormalize, routed_scaling_factor)
+    return weights, torch.where(known, ids, -1).to(torch.int32).contiguous()
+
+
+def sparsemixer(gating_output: Tensor, jitter_eps: float) -> tuple[Tensor, Tensor]:
+    """The two largest, each weighed by a softmax of itself and the close ones below it."""
+    logits = gating_output.float()
+    finite = logits.isfinite()
+    choice = torch.where(finite, logits, LOWEST)
+    left = finite  # experts that may still share in the softmax
+    weights, ids = [], []
+    for _ in range(2):
+        chosen = largest(choice, 1)
+        peak = choice.gather(-1, chosen)
+        far = (peak - logits) / logits.abs().clamp(min=peak) > 2 * jitter_eps
+        share = (logits.double() - peak.double()).exp()
+        total = torch.where(left & ~far, share, 0.0).sum(-1, keepdim=True)
+        weights.append(torch.where(total > 0, 1 / total, 0.0))
+        ids.append(chosen)
+        choice = choice.scatter(-1, chosen, -torch.inf)
+        left = left.scatter(-1, chosen, value=False)
+    return torch.cat(weights, -1).float(), torch.cat(ids, -1).to(torch.int32)

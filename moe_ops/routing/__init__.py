@@ -1,6 +1,27 @@
 """Routers: which experts a token goes to, and with what weight."""
 
-from moe_ops.routing.methods import RoutingMethodType, get_routing_method_type
-from moe_ops.routing.topk import SCORING_FUNCS, fused_topk
+from moe_ops.routing import simulate
+from moe_ops.routing.adjust import adjust_routing, zero_experts
+from moe_ops.routing.methods import SCORING_FUNCS, RoutingMethodType, get_routing_method_type
+from moe_ops.routing.models import gemma4_routing, llama4_routing, sparsemixer, topk_softmax
+from moe_ops.routing.select import CustomRouting, SelectedExperts, select_experts
+from moe_ops.routing.topk import fused_topk, grouped_topk, hash_topk
 
-__all__ = ["SCORING_FUNCS", "RoutingMethodType", "fused_topk", "get_routing_method_type"]
+__all__ = [
+    "SCORING_FUNCS",
+    "CustomRouting",
+    "RoutingMethodType",
+    "SelectedExperts",
+    "adjust_routing",
+    "fused_topk",
+    "gemma4_routing",
+    "get_routing_method_type",
+    "grouped_topk",
+    "hash_topk",
+    "llama4_routing",
+    "select_experts",
+    "simulate",
+    "sparsemixer",
+    "topk_softmax",
+    "zero_experts",
+]

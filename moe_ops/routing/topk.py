@@ -1,4 +1,4 @@
-"""Top-k of softmax or sigmoid scores."""
+"""Top-k of scores: of all experts, of those in the best groups, or of those that a table names."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ import torch
 from torch import Tensor
 
 from moe_ops import checks, ops
-
-SCORING_FUNCS = ("softmax", "sigmoid")
+from moe_ops.routing.arguments import check_indices_type, check_logits, check_scoring
 
 
 def fused_topk(
@@ -22,10 +21,11 @@ def fused_topk(
 ) -> tuple[Tensor, Tensor]:
     """Choose each token's ``topk`` experts by score.
 
-    ``s = f(logits)`` in float32 over all E experts; the ``topk`` largest ``s + bias`` are chosen,
-    ties to the lowest index; weights are ``s`` of the chosen, in descending order of ``s + bias``,
-    divided by their sum with ``renormalize`` (a sum of 0 divides by 1), then multiplied by
-    ``routed_scaling_factor``. A logit that is not finite scores 0. Ids of a token are distinct.
+    ``s = f(logits)`` over all E experts, computed in float64 and rounded once to float32; the
+    ``topk`` largest ``s + bias`` (a float32 sum) are chosen, ties to the lowest index; weights are
+    ``s`` of the chosen, in descending order of ``s + bias``, divided by their sum with
+    ``renormalize`` (a sum of 0 divides by 1), then multiplied by ``routed_scaling_factor``. A logit
+    that is not finite scores 0. Ids of a token are distinct.
 
     Args:
         hidden_states: ``(T, H)``; only its number of tokens matters.
@@ -33,7 +33,8 @@ def fused_topk(
         topk: k, between 1 and E.
         renormalize: see above.
         indices_type: dtype of the ids, int32 (the default) or int64.
-        scoring_func: ``softmax`` or ``sigmoid``.
+        scoring_func: ``softmax``, ``sigmoid`` or ``sqrtsoftplus`` (``sqrt(log(1 + exp(x)))``, with
+            ``sqrt(x)`` above 20).
         e_score_correction_bias: ``(E,)`` float32, used in the choice only.
         routed_scaling_factor: multiplier of the weights.
 
@@ -49,25 +50,9 @@ def fused_topk(
         vLLM ``FusedTopKRouter`` and ``FusedTopKBiasRouter``; upstream leaves
         ``routed_scaling_factor`` out of the former.
     """
-    checks.tensor("gating_output", gating_output, 2, checks.FLOATS)
-    checks.inference_only(gating_output=gating_output)
-    checks.same_tokens("gating_output", gating_output, "hidden_states", hidden_states)
-    num_experts = gating_output.shape[1]
-    checks.topk("topk", topk, num_experts)
-    if num_experts > checks.MAX_EXPERTS:
-        raise NotImplementedError(
-            f"gating_output must have at most {checks.MAX_EXPERTS} experts, got {num_experts}"
-        )
-    checks.one_of("scoring_func", scoring_func, SCORING_FUNCS)
-    if indices_type not in (None, *checks.INDICES):
-        raise TypeError(f"indices_type must be one of {list(checks.INDICES)}, got {indices_type}")
-    if e_score_correction_bias is not None:
-        checks.tensor("e_score_correction_bias", e_score_correction_bias, 1, (torch.float32,))
-        checks.same_device(
-            "e_score_correction_bias", e_score_correction_bias, "gating_output", gating_output
-        )
-        rows = e_score_correction_bias.shape[0]
-        checks.size("e_score_correction_bias.shape[0]", rows, "the number of experts", num_experts)
+    check_logits(hidden_states, gating_output, topk)
+    check_scoring(gating_output, scoring_func, e_score_correction_bias)
+    check_indices_type(indices_type)
     weights, ids = ops.fused_topk(
         gating_output,
         e_score_correction_bias,
@@ -77,3 +62,118 @@ def fused_topk(
         routed_scaling_factor,
     )
     return weights, ids if indices_type is None else ids.to(indices_type)
+
+
+def grouped_topk(
+    hidden_states: Tensor,
+    gating_output: Tensor,
+    topk: int,
+    renormalize: bool,
+    num_expert_group: int | None,
+    topk_group: int | None,
+    scoring_func: str = "softmax",
+    routed_scaling_factor: float = 1,
+    e_score_correction_bias: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Choose each token's best groups of experts, then ``topk`` experts in them.
+
+    The E experts are ``num_expert_group`` runs of equal length. A group's score is the largest
+    ``s`` of its experts or, with a bias, the float32 sum of its two largest ``s + bias``. The
+    ``topk_group`` best groups stay, ties to the lowest index; the rest is `fused_topk` of their
+    experts. With one group this is `fused_topk`.
+
+    Args:
+        hidden_states: as in `fused_topk`, like every argument not named here.
+        gating_output: see `fused_topk`.
+        topk: k; no more than the experts of ``topk_group`` groups.
+        renormalize: see `fused_topk`.
+        num_expert_group: the number of groups; it divides E.
+        topk_group: how many of them stay.
+        scoring_func: see `fused_topk`.
+        routed_scaling_factor: see `fused_topk`.
+        e_score_correction_bias: see `fused_topk`.
+
+    Returns:
+        ``topk_weights (T, k)`` float32 and ``topk_ids (T, k)`` int32.
+
+    Raises:
+        TypeError: a wrong dtype.
+        ValueError: groups that are None, do not divide E or hold too few experts; and as
+            `fused_topk`.
+        NotImplementedError: as `fused_topk`.
+
+    Source:
+        vLLM ``GroupedTopKRouter``, whose fused kernel has at most 32 groups and k <= 32.
+    """
+    num_experts = check_logits(hidden_states, gating_output, topk)
+    check_scoring(gating_output, scoring_func, e_score_correction_bias)
+    if num_expert_group is None or num_expert_group < 1 or num_experts % num_expert_group:
+        raise ValueError(
+            f"num_expert_group must divide the {num_experts} experts, got {num_expert_group}"
+        )
+    if topk_group is None or not 1 <= topk_group <= num_expert_group:
+        raise ValueError(
+            f"topk_group must be between 1 and num_expert_group = {num_expert_group}, "
+            f"got {topk_group}"
+        )
+    checks.topk("topk", topk, num_experts // num_expert_group * topk_group)
+    how = (topk, renormalize, scoring_func, routed_scaling_factor)
+    if num_expert_group == 1:
+        return ops.fused_topk(gating_output, e_score_correction_bias, *how)
+    return ops.grouped_topk(
+        gating_output, e_score_correction_bias, *how, num_expert_group, topk_group
+    )
+
+
+def hash_topk(
+    hidden_states: Tensor,
+    gating_output: Tensor,
+    input_ids: Tensor,
+    hash_indices_table: Tensor,
+    renormalize: bool,
+    scoring_func: str = "sqrtsoftplus",
+    routed_scaling_factor: float = 1,
+) -> tuple[Tensor, Tensor]:
+    """Let a table choose experts by the token's word; the logits only weigh them.
+
+    ``ids = table[input_ids]``; weights are ``s`` of these (see `fused_topk`), renormalized and
+    scaled as there. A word outside of the table, and an entry that is no expert, gives a skipped
+    slot: id -1, weight 0.
+
+    Args:
+        hidden_states: ``(T, H)``; only its number of tokens matters.
+        gating_output: ``(T, E)`` logits, bf16, fp16 or fp32. E up to 4096.
+        input_ids: ``(T,)`` int32 or int64.
+        hash_indices_table: ``(vocabulary, k)`` int32 or int64; the experts of a row are distinct.
+        renormalize: whether a token's weights are divided by their sum.
+        scoring_func: as in `fused_topk`.
+        routed_scaling_factor: multiplier of the weights.
+
+    Returns:
+        ``topk_weights (T, k)`` float32 and ``topk_ids (T, k)`` int32, in the table's order.
+
+    Raises:
+        TypeError: a wrong dtype.
+        ValueError: an empty table, an unknown ``scoring_func``, shapes or devices that disagree.
+        NotImplementedError: logits that require grad while grad mode is on.
+
+    Source:
+        DeepSeek-V4's first ``num_hash_layers`` layers; vLLM ``FusedTopKBiasRouter``.
+    """
+    checks.tensor("hash_indices_table", hash_indices_table, 2, checks.INDICES)
+    check_logits(hidden_states, gating_output, hash_indices_table.shape[1])
+    check_scoring(gating_output, scoring_func, None)
+    checks.tensor("input_ids", input_ids, 1, checks.INDICES)
+    checks.same_tokens("input_ids", input_ids, "gating_output", gating_output)
+    for name, x in (("input_ids", input_ids), ("hash_indices_table", hash_indices_table)):
+        checks.same_device(name, x, "gating_output", gating_output)
+    if hash_indices_table.shape[0] == 0:
+        raise ValueError("hash_indices_table must have a row for each word, got none")
+    return ops.hash_topk(
+        gating_output,
+        input_ids,
+        hash_indices_table,
+        renormalize,
+        scoring_func,
+        routed_scaling_factor,
+    )

@@ -1,0 +1,115 @@
+"""What is done to a routing after the choice, whatever router made it. Nothing is mutated."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from moe_ops import checks, ops
+
+
+def adjust_routing(
+    topk_weights: Tensor,
+    topk_ids: Tensor,
+    num_experts: int,
+    *,
+    per_expert_scale: Tensor | None = None,
+    num_shared_experts: int = 0,
+    shared_expert_weight: float = 1,
+    is_padding: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Scale weights by expert, append shared experts, skip padding tokens; one launch for all.
+
+    In this order: ``weights *= per_expert_scale[ids]`` in float32; the ids ``E .. E + n - 1``
+    behind every token's, with ``shared_expert_weight``; every id of a padding token becomes -1 and
+    its weight 0, so that nothing of it is computed. The mask is read when the kernel runs, also in
+    the replay of a CUDA graph.
+
+    Args:
+        topk_weights: ``(T, k)`` fp32, bf16 or fp16.
+        topk_ids: ``(T, k)`` int32 or int64; ids outside of ``0 .. E - 1`` are not scaled.
+        num_experts: E, without the shared ones.
+        per_expert_scale: ``(E,)`` fp32, bf16 or fp16.
+        num_shared_experts: n.
+        shared_expert_weight: 1, or 1 / scale where the output is scaled instead of the weights.
+        is_padding: ``(T,)`` bool, on the device of the ids.
+
+    Returns:
+        ``(T, k + n)`` float32 weights and ids in their dtype.
+
+    Raises:
+        TypeError: a wrong dtype.
+        ValueError: shapes or devices that disagree; a negative number of experts.
+        NotImplementedError: a tensor that requires grad while grad mode is on.
+
+    Source:
+        Gemma-4's ``per_expert_scale``; vLLM's fused shared experts and ``VLLM_MOE_SKIP_PADDING``.
+    """
+    checks.topk_pair(topk_weights, topk_ids)
+    checks.inference_only(topk_weights=topk_weights, per_expert_scale=per_expert_scale)
+    for name, count in (("num_experts", num_experts), ("num_shared_experts", num_shared_experts)):
+        if count < 0:
+            raise ValueError(f"{name} must be at least 0, got {count}")
+    if per_expert_scale is not None:
+        checks.tensor("per_expert_scale", per_expert_scale, 1, checks.FLOATS)
+        checks.same_device("per_expert_scale", per_expert_scale, "topk_ids", topk_ids)
+        checks.size(
+            "per_expert_scale.shape[0]", per_expert_scale.shape[0], "num_experts", num_experts
+        )
+    if is_padding is not None:
+        checks.tensor("is_padding", is_padding, 1, (torch.bool,))
+        checks.same_device("is_padding", is_padding, "topk_ids", topk_ids)
+        checks.same_tokens("is_padding", is_padding, "topk_ids", topk_ids)
+    return ops.adjust_routing(
+        topk_weights,
+        topk_ids,
+        per_expert_scale,
+        is_padding,
+        num_experts,
+        num_shared_experts,
+        shared_expert_weight,
+    )
+
+
+def zero_experts(
+    hidden_states: Tensor,
+    topk_weights: Tensor,
+    topk_ids: Tensor,
+    num_experts: int,
+    *,
+    skipped_id: int = 0,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Take identity experts out of a routing, and compute what they return.
+
+    Ids from ``num_experts`` on are experts that return their input:
+    ``result[t] = sum_j w[t, j] * hidden_states[t]`` over their slots, the sum in float32 for
+    j = 0..k-1 in that order, the product rounded once. A token without such a slot gets zeros, and
+    its data is not read. In the routing their weight becomes 0 and their id ``skipped_id``.
+
+    Args:
+        hidden_states: ``(T, H)`` bf16, fp16 or fp32; any H.
+        topk_weights: ``(T, k)`` fp32, bf16 or fp16, scaled already.
+        topk_ids: ``(T, k)`` int32 or int64.
+        num_experts: of the experts that compute something.
+        skipped_id: 0 as in the field, where these slots make expert 0 compute rows of weight 0; -1
+            where they are to be skipped.
+
+    Returns:
+        ``(T, k)`` float32 weights, ids in their dtype, and ``result (T, H)`` in the dtype of
+        ``hidden_states``.
+
+    Raises:
+        TypeError: a wrong dtype.
+        ValueError: shapes or devices that disagree.
+        NotImplementedError: a tensor that requires grad while grad mode is on.
+
+    Source:
+        vLLM ``ZeroExpertRouter`` for LongCat-Flash, which mutates ids and weights, and drops the
+        tail of an H that 256 does not divide.
+    """
+    checks.topk_pair(topk_weights, topk_ids)
+    checks.tensor("hidden_states", hidden_states, 2, checks.FLOATS)
+    checks.same_device("topk_ids", topk_ids, "hidden_states", hidden_states)
+    checks.same_tokens("topk_ids", topk_ids, "hidden_states", hidden_states)
+    checks.inference_only(hidden_states=hidden_states, topk_weights=topk_weights)
+    return ops.zero_experts(hidden_states, topk_weights, topk_ids, num_experts, skipped_id)

@@ -1,0 +1,111 @@
+"""Routers of single models, each usable as a ``custom_routing_function``."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from moe_ops import ops
+from moe_ops.routing.adjust import adjust_routing
+from moe_ops.routing.arguments import check_logits
+from moe_ops.routing.topk import fused_topk
+
+
+def topk_softmax(
+    hidden_states: Tensor, gating_output: Tensor, topk: int, renormalize: bool
+) -> tuple[Tensor, Tensor]:
+    """Softmax of the ``topk`` largest logits: Mixtral, gpt-oss.
+
+    That is the renormalized top-k of a softmax over all experts, and computed so; ``renormalize``
+    changes nothing. Arguments, results and errors as `fused_topk`.
+
+    Source:
+        ``RoutingMethodType.Renormalize``; transformers ``GptOssTopKRouter``.
+    """
+    return fused_topk(hidden_states, gating_output, topk, renormalize=True)
+
+
+def llama4_routing(
+    hidden_states: Tensor, gating_output: Tensor, topk: int, renormalize: bool
+) -> tuple[Tensor, Tensor]:
+    """The logistic function of the largest logits: Llama 4, with k = 1 and ``renormalize`` False.
+
+    The layer applies these weights on its input (``apply_router_weight_on_input``). Arguments,
+    results and errors as `fused_topk`.
+
+    Source:
+        ``RoutingMethodType.Llama4``; vLLM ``Llama4MoE.custom_routing_function``, transformers
+        ``Llama4Router``. These choose by logits: experts whose scores are equal in float32 (above
+        17, where they are 1) go by index here.
+    """
+    return fused_topk(hidden_states, gating_output, topk, renormalize, scoring_func="sigmoid")
+
+
+def gemma4_routing(
+    hidden_states: Tensor,
+    gating_output: Tensor,
+    topk: int,
+    renormalize: bool,
+    per_expert_scale: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """Top-k of a softmax, renormalized, times a scale of each expert: Gemma 4.
+
+    Args:
+        hidden_states: as in `fused_topk`, like every argument not named here.
+        gating_output: see `fused_topk`.
+        topk: see `fused_topk`.
+        renormalize: True in the model.
+        per_expert_scale: ``(E,)``; bind it with `functools.partial`.
+
+    Returns:
+        ``topk_weights (T, k)`` float32 and ``topk_ids (T, k)`` int32.
+
+    Raises:
+        TypeError, ValueError, NotImplementedError: as `fused_topk` and `adjust_routing`.
+
+    Source:
+        transformers ``Gemma4TextRouter``; vLLM ``gemma4`` routing function.
+    """
+    weights, ids = fused_topk(hidden_states, gating_output, topk, renormalize)
+    num_experts = gating_output.shape[1]
+    return adjust_routing(weights, ids, num_experts, per_expert_scale=per_expert_scale)
+
+
+def sparsemixer(
+    hidden_states: Tensor,
+    gating_output: Tensor,
+    topk: int = 2,
+    renormalize: bool = False,
+    jitter_eps: float = 0.01,
+) -> tuple[Tensor, Tensor]:
+    """Two experts, each weighed by a softmax over the experts that come close to it: Phi-3.5-MoE.
+
+    For the largest logit ``m`` (ties to the lowest index), experts with
+    ``(m - s) / max(|s|, m) > 2 * jitter_eps`` in float32 are left out, and the weight is the
+    softmax of ``m`` among the rest, in float64, rounded once. Then the same without the winner. A
+    logit that is not finite is chosen last and weighs 0.
+
+    Args:
+        hidden_states: ``(T, H)``; only its number of tokens matters.
+        gating_output: ``(T, E)`` logits, bf16, fp16 or fp32. E up to 4096.
+        topk: 2; the method has no other.
+        renormalize: False; the method does not.
+        jitter_eps: see above.
+
+    Returns:
+        ``topk_weights (T, 2)`` float32 and ``topk_ids (T, 2)`` int32.
+
+    Raises:
+        TypeError: a wrong dtype.
+        ValueError: another ``topk`` or ``renormalize``, fewer than two experts, shapes that
+            disagree.
+        NotImplementedError: logits that require grad while grad mode is on.
+
+    Source:
+        vLLM ``phimoe_routing_function``, transformers ``sparsemixer`` in evaluation.
+    """
+    if topk != 2:
+        raise ValueError(f"topk must be 2, got {topk}")
+    if renormalize:
+        raise ValueError(f"renormalize must be False, got {renormalize}")
+    check_logits(hidden_states, gating_output, topk)
+    return ops.sparsemixer(gating_output, jitter_eps)

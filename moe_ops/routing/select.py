@@ -1,0 +1,172 @@
+"""One entry to every router, as a layer calls it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from moe_ops import checks
+from moe_ops.parallel.eplb import eplb_map_to_physical_and_record
+from moe_ops.routing.adjust import adjust_routing, zero_experts
+from moe_ops.routing.arguments import check_indices_type
+from moe_ops.routing.topk import fused_topk, grouped_topk
+
+CustomRouting = Callable[[Tensor, Tensor, int, bool], tuple[Tensor, Tensor]]
+"""``f(hidden_states, gating_output, topk, renormalize) -> (topk_weights, topk_ids)``."""
+
+
+class SelectedExperts(NamedTuple):
+    """What `select_experts` returns."""
+
+    topk_weights: Tensor
+    """``(T, k)`` float32, scaled: whoever uses them does not scale again."""
+    topk_ids: Tensor
+    """``(T, k)`` int32 or ``indices_type``: logical experts; physical ones with EPLB."""
+    zero_expert_result: Tensor | None
+    """``(T, H)`` what the identity experts return, to be added to the output; None without any."""
+
+
+def select_experts(
+    hidden_states: Tensor,
+    router_logits: Tensor,
+    top_k: int,
+    use_grouped_topk: bool,
+    renormalize: bool,
+    topk_group: int | None = None,
+    num_expert_group: int | None = None,
+    custom_routing_function: CustomRouting | None = None,
+    scoring_func: str = "softmax",
+    routed_scaling_factor: float = 1,  # no 1.0: Dynamo makes inputs of the graph of float defaults
+    e_score_correction_bias: Tensor | None = None,
+    indices_type: torch.dtype | None = None,
+    enable_eplb: bool = False,
+    expert_map: Tensor | None = None,
+    expert_load_view: Tensor | None = None,
+    logical_to_physical_map: Tensor | None = None,
+    logical_replica_count: Tensor | None = None,
+    global_num_experts: int | None = None,
+    zero_expert_num: int | None = None,
+    zero_expert_type: str | None = None,
+    num_fused_shared_experts: int = 0,
+) -> SelectedExperts:
+    """Route with the method that the arguments name, then do what follows the choice.
+
+    The method is `grouped_topk` with ``use_grouped_topk``, else ``custom_routing_function``, else
+    `fused_topk`. ``routed_scaling_factor`` multiplies the weights once, whichever it is. Then, in
+    this order: `zero_experts`; `eplb_map_to_physical_and_record`; shared experts, behind every
+    token's experts with weight 1.
+
+    Args:
+        hidden_states: ``(T, H)``.
+        router_logits: ``(T, E + zero_expert_num)``, bf16, fp16 or fp32.
+        top_k: k.
+        use_grouped_topk: see above.
+        renormalize: see `fused_topk`.
+        topk_group: see `grouped_topk`.
+        num_expert_group: see `grouped_topk`.
+        custom_routing_function: ``f(hidden_states, router_logits, top_k, renormalize) ->
+            (weights, ids)``, each ``(T, k)``.
+        scoring_func: see `fused_topk`.
+        routed_scaling_factor: see above.
+        e_score_correction_bias: see `fused_topk`.
+        indices_type: dtype of the ids, int32 (the default) or int64.
+        enable_eplb: whether ids become physical; needs the three tensors that follow. The load is
+            mutated.
+        expert_map: not used: ids are global, and the experts' kernels map them.
+        expert_load_view: see `eplb_map_to_physical_and_record`.
+        logical_to_physical_map: see `eplb_map_to_physical_and_record`.
+        logical_replica_count: see `eplb_map_to_physical_and_record`.
+        global_num_experts: the number of experts that compute something, redundant ones included.
+        zero_expert_num: how many of the logits, the last ones, belong to identity experts.
+        zero_expert_type: ``identity``, the only one.
+        num_fused_shared_experts: n experts ``E .. E + n - 1`` that every token goes to.
+
+    Returns:
+        A `SelectedExperts`. k grows by ``num_fused_shared_experts``.
+
+    Raises:
+        TypeError: a wrong dtype.
+        ValueError: as the routers; tensors that EPLB lacks; a ``zero_expert_num`` that does not fit
+            the logits, or another ``zero_expert_type``.
+        NotImplementedError: shared experts together with EPLB, which has no replicas of them; and
+            as the routers.
+
+    Source:
+        vLLM ``FusedMoE.select_experts`` and the routers of 0.33; upstream applies
+        ``routed_scaling_factor`` in some of them only.
+    """
+    checks.tensor("router_logits", router_logits, 2, checks.FLOATS)
+    check_indices_type(indices_type)
+    if enable_eplb and num_fused_shared_experts:
+        raise NotImplementedError(
+            f"num_fused_shared_experts must be 0 with enable_eplb, got {num_fused_shared_experts}"
+        )
+    logits = (hidden_states, router_logits, top_k, renormalize)
+    scoring = {
+        "scoring_func": scoring_func,
+        "e_score_correction_bias": e_score_correction_bias,
+        "routed_scaling_factor": routed_scaling_factor,
+    }
+    if use_grouped_topk:
+        weights, ids = grouped_topk(*logits, num_expert_group, topk_group, **scoring)
+    elif custom_routing_function is not None:
+        weights, ids = _custom(custom_routing_function, *logits, routed_scaling_factor)
+    else:
+        weights, ids = fused_topk(*logits, **scoring)
+
+    num_experts = router_logits.shape[1] - (zero_expert_num or 0)
+    result = None
+    if zero_expert_num:
+        _check_zero_experts(num_experts, global_num_experts, enable_eplb, zero_expert_type)
+        weights, ids, result = zero_experts(hidden_states, weights, ids, num_experts)
+    if enable_eplb:
+        state = _eplb_state(expert_load_view, logical_to_physical_map, logical_replica_count)
+        ids = eplb_map_to_physical_and_record(ids, *state, indices_type)
+    if num_fused_shared_experts:
+        weights, ids = adjust_routing(
+            weights, ids, num_experts, num_shared_experts=num_fused_shared_experts
+        )
+    return SelectedExperts(weights, ids.to(indices_type or torch.int32), result)
+
+
+def _custom(
+    function: CustomRouting,
+    hidden_states: Tensor,
+    router_logits: Tensor,
+    top_k: int,
+    renormalize: bool,
+    routed_scaling_factor: float,
+) -> tuple[Tensor, Tensor]:
+    """What the caller's function returns, in float32, scaled, checked."""
+    weights, ids = function(hidden_states, router_logits, top_k, renormalize)
+    checks.topk_pair(weights, ids)
+    checks.size("custom_routing_function's k", ids.shape[1], "top_k", top_k)
+    checks.same_tokens("custom_routing_function's ids", ids, "hidden_states", hidden_states)
+    weights = weights.float()
+    return weights if routed_scaling_factor == 1 else weights * routed_scaling_factor, ids
+
+
+def _check_zero_experts(
+    num_experts: int, global_num_experts: int | None, enable_eplb: bool, kind: str | None
+) -> None:
+    """Identity experts come behind all others."""
+    checks.one_of("zero_expert_type", str(kind), ("identity",))
+    if num_experts < 1:
+        raise ValueError(
+            f"zero_expert_num must leave an expert that computes something, got {num_experts} left"
+        )
+    if global_num_experts is not None and not enable_eplb:
+        rule = "router_logits.shape[1] - zero_expert_num"
+        checks.size("global_num_experts", global_num_experts, rule, num_experts)
+
+
+def _eplb_state(*state: Tensor | None) -> list[Tensor]:
+    """The three tensors of EPLB, none of them missing."""
+    names = ("expert_load_view", "logical_to_physical_map", "logical_replica_count")
+    for name, x in zip(names, state, strict=True):
+        if x is None:
+            raise ValueError(f"{name} must be a Tensor with enable_eplb, got None")
+    return list(state)  # type: ignore[arg-type]
