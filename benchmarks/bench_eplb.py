@@ -19,13 +19,15 @@ def cases(problem: Problem, inputs: Inputs) -> Iterator[Case]:
     placement = initial_physical_to_logical_map(problem.num_experts, REDUNDANT_EXPERTS)
     maps = compute_logical_maps(placement.to(ids.device), problem.num_experts)
     load = torch.zeros(placement.shape, dtype=torch.int32, device=ids.device)
+    # Of each expert with tokens: its count, a replica, and a load that is read and written.
+    touched = inputs.num_active * (8 + 8 + 2 * load.element_size())
     for name, enabled in (("", None), (":not_recorded", load.new_zeros(1))):
         yield Case(
             f"eplb_map_to_physical_and_record{name}",
             lambda enabled=enabled: ops.eplb_map_to_physical_and_record(
                 ids, load, *maps, enabled, None, ids.dtype, 0
             ),
-            nbytes(ids, ids, load, *maps),
+            nbytes(ids, ids) + touched,
         )
 
 

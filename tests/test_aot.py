@@ -13,6 +13,7 @@ import aot  # noqa: E402
 from moe_ops.kernels import (  # noqa: E402
     activation,
     align,
+    eplb,
     expert_gemm,
     permute,
     routing,
@@ -30,7 +31,7 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 @pytest.fixture(autouse=True)
 def no_other_driver(monkeypatch):
     """Kernels cached for one architecture must not serve the next."""
-    for module in (activation, align, expert_gemm, permute, routing, weight_and_reduce):
+    for module in (activation, align, eplb, expert_gemm, permute, routing, weight_and_reduce):
         for value in vars(module).values():
             if hasattr(value, "device_caches"):
                 value.device_caches.clear()
@@ -105,6 +106,11 @@ def launch_rest(tokens, experts=257, k=8):
         activation.activation(empty(tokens * k, 1408), "silu")
         weight_and_reduce.moe_fused_mul_sum(
             empty(tokens, k, 2880), weights, ids, expert_map, None, experts
+        )
+        replicas, enabled = empty(experts, 33, dtype=torch.int64), empty(1, dtype=torch.bool)
+        unpadded = empty(1, dtype=torch.int32)
+        eplb.eplb_map_to_physical_and_record(
+            ids, expert_map, replicas, expert_map, enabled, unpadded, torch.int64, 0
         )
 
     return launch
