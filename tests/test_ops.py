@@ -191,6 +191,9 @@ def test_fakes_add_no_guard_on_the_tokens(fake_device, unbacked):
         rows = ops.gather_rows(x, order[2], order[0], K)
         back = ops.moe_unpermute(ops.activation(rows, "silu_no_mul"), weights, order[1], order[0])
         ops.count_expert_num_tokens(ids, None, E)
+        load, count = empty(E + 2, dtype=I32), empty(E, dtype=I32)
+        replicas = empty(E, 3, dtype=I32)
+        ops.eplb_map_to_physical_and_record(ids, load, replicas, count, None, None, I32, 0)
     assert not env.guards
     assert out.shape[0] is tokens or str(out.shape[0]) == str(tokens)
     assert back.shape == out.shape
