@@ -32,8 +32,48 @@ from moe_ops.parallel import (
     rebalance_experts,
     remap_topk_to_local,
 )
+from moe_ops.pipeline.async_prepare import AsyncPrepareAndFinalize
+from moe_ops.pipeline.batched_prepare import BatchedPrepareAndFinalize
+from moe_ops.pipeline.calls import Call
+from moe_ops.pipeline.checking import checking
+from moe_ops.pipeline.config import FusedMoEConfig
+from moe_ops.pipeline.experts import (
+    BatchedGroupedGemmExperts,
+    BatchedTritonExperts,
+    FusedMoEExperts,
+    FusedMoEExpertsModular,
+    FusedMoEExpertsMonolithic,
+    GroupedGemmExperts,
+    MonolithicExperts,
+    NaiveBatchedExperts,
+    Supports,
+    TritonExperts,
+)
+from moe_ops.pipeline.formats import (
+    ExpertTokensMetadata,
+    FusedMoEActivationFormat,
+    PrepareResult,
+)
 from moe_ops.pipeline.fused_experts import fused_experts, fused_moe
+from moe_ops.pipeline.micro_batches import run_micro_batches
+from moe_ops.pipeline.modular_kernel import FusedMoEKernel
+from moe_ops.pipeline.no_ep import (
+    MoEPrepareAndFinalizeNoEP,
+    MoEPrepareAndFinalizeNoEPMonolithic,
+)
+from moe_ops.pipeline.prepare_finalize import (
+    FusedMoEPrepareAndFinalize,
+    FusedMoEPrepareAndFinalizeModular,
+    FusedMoEPrepareAndFinalizeMonolithic,
+)
 from moe_ops.pipeline.warmup import warmup
+from moe_ops.pipeline.weight_and_reduce import (
+    TopKWeightAndReduce,
+    TopKWeightAndReduceContiguous,
+    TopKWeightAndReduceDelegate,
+    TopKWeightAndReduceNaiveBatched,
+    TopKWeightAndReduceNoOP,
+)
 from moe_ops.pipeline.workspace import workspace_nbytes
 from moe_ops.routing import RoutingMethodType, fused_topk, get_routing_method_type
 from moe_ops.scheme import (
@@ -55,19 +95,48 @@ __all__ = [
     "FLOAT8_E4M3_MAX",
     "SCHEMES",
     "Activation",
+    "AsyncPrepareAndFinalize",
+    "BatchedGroupedGemmExperts",
+    "BatchedPrepareAndFinalize",
+    "BatchedTritonExperts",
+    "Call",
     "EplbState",
+    "ExpertTokensMetadata",
     "FusedMoE",
+    "FusedMoEActivationFormat",
+    "FusedMoEConfig",
+    "FusedMoEExperts",
+    "FusedMoEExpertsModular",
+    "FusedMoEExpertsMonolithic",
+    "FusedMoEKernel",
     "FusedMoEParallelConfig",
+    "FusedMoEPrepareAndFinalize",
+    "FusedMoEPrepareAndFinalizeModular",
+    "FusedMoEPrepareAndFinalizeMonolithic",
     "FusedMoEQuantConfig",
+    "GroupedGemmExperts",
     "MoEActivation",
+    "MoEPrepareAndFinalizeNoEP",
+    "MoEPrepareAndFinalizeNoEPMonolithic",
+    "MonolithicExperts",
+    "NaiveBatchedExperts",
     "Permutation",
+    "PrepareResult",
     "QTensor",
     "Quant",
     "RoutingMethodType",
     "Scheme",
+    "Supports",
     "TilePlan",
+    "TopKWeightAndReduce",
+    "TopKWeightAndReduceContiguous",
+    "TopKWeightAndReduceDelegate",
+    "TopKWeightAndReduceNaiveBatched",
+    "TopKWeightAndReduceNoOP",
+    "TritonExperts",
     "__version__",
     "apply_moe_activation",
+    "checking",
     "compute_logical_maps",
     "count_expert_num_tokens",
     "dequantize_weight",
@@ -90,6 +159,7 @@ __all__ = [
     "quantize_weight",
     "rebalance_experts",
     "remap_topk_to_local",
+    "run_micro_batches",
     "warmup",
     "workspace_nbytes",
 ]

@@ -7,7 +7,9 @@ no check waits for the device; ids out of range are skipped by the kernels inste
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import wraps
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,6 +17,44 @@ from torch import Tensor
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 INDICES = (torch.int32, torch.int64)
 MAX_EXPERTS = 4096
+_REMEMBERED = 4096
+
+
+def remembered(check: Callable[..., None]) -> Callable[..., None]:
+    """``check``, skipped where it passed before for tensors like these and the same other values.
+
+    For checks that read nothing of a tensor but its shape, strides, dtype, device and
+    ``requires_grad``. What does not pass is checked, and raises, every time; so are symbolic
+    sizes. A compiler traces the check itself.
+    """
+    passed: set[tuple[Any, ...]] = set()
+
+    @wraps(check)
+    def checked(*arguments: Any) -> None:
+        if torch.compiler.is_compiling():
+            check(*arguments)
+            return
+        key = (
+            torch.is_grad_enabled(),
+            *[
+                (x.shape, x.stride(), x.dtype, x.device, x.requires_grad)
+                if isinstance(x, Tensor)
+                else x
+                for x in arguments
+            ],
+        )
+        try:
+            known = key in passed
+        except TypeError:  # a value without a hash: a symbolic size, or one that is about to raise
+            check(*arguments)
+            return
+        if not known:
+            check(*arguments)
+            if len(passed) >= _REMEMBERED:  # token counts are part of the key
+                passed.clear()
+            passed.add(key)
+
+    return checked
 
 
 def tensor(name: str, x: Tensor, ndim: int, dtypes: Sequence[torch.dtype]) -> None:

@@ -46,3 +46,41 @@ class QTensor(NamedTuple):
     zero_point: Tensor | None = None
     global_scale: Tensor | None = None
     """float32 ``(E,)``: a factor on top of the scales."""
+
+
+class Rows(NamedTuple):
+    """Activations as a GEMM takes them."""
+
+    data: Tensor
+    """``(R, K)``: quantized where ``scale`` is given."""
+    scale: Tensor | None = None
+
+
+class ExpertWeight(NamedTuple):
+    """One weight of a layer with what belongs to it."""
+
+    data: Tensor
+    """``(El, N, K)``, or as its scheme packs it."""
+    bias: Tensor | None = None
+    scale: Tensor | None = None
+    zero_point: Tensor | None = None
+    global_scale: Tensor | None = None
+
+
+class ExpertWeights(NamedTuple):
+    """Both weights of a layer, and the scale of the intermediate where that is static."""
+
+    w1: ExpertWeight
+    w2: ExpertWeight
+    a2_scale: Tensor | None = None
+
+
+class Routing(NamedTuple):
+    """Where each token goes."""
+
+    topk_weights: Tensor
+    """``(T, k)``."""
+    topk_ids: Tensor
+    """``(T, k)``, global experts; any other number skips the slot."""
+    expert_map: Tensor | None = None
+    """``(E,)``: the local expert of each global one, -1 where it is elsewhere."""

@@ -75,7 +75,7 @@ BAD = [
     ({"w2_bias": torch.zeros(E, H).int()}, TypeError, "w2_bias must have a dtype"),
     ({"activation": "swish2"}, ValueError, "activation must be one of .*'swish2'"),
     ({"activation": None}, TypeError, "activation must be a MoEActivation"),
-    ({"quant_config": "fp8"}, NotImplementedError, "quant_config must be None"),
+    ({"quant_config": "fp8"}, TypeError, "quant_config must be a FusedMoEQuantConfig"),
     (
         {"topk_weights": torch.zeros(T, K, requires_grad=True)},
         NotImplementedError,

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import Tensor
 
-from moe_ops import checks, ops
+from moe_ops import checks
 from moe_ops.activation import Activation, MoEActivation, kind_and_key
+from moe_ops.pipeline.experts.standard import slot_experts
+from moe_ops.pipeline.gemms import expert_weights
+from moe_ops.pipeline.layer_checks import check_layer
+from moe_ops.pipeline.no_ep import quantize_tokens
 from moe_ops.routing.topk import fused_topk
-from moe_ops.tensors import TilePlan
-from moe_ops.tiles import ROW_TILES
+from moe_ops.scheme import FusedMoEQuantConfig
+from moe_ops.tensors import Routing, Rows
+
+NOT_QUANTIZED = FusedMoEQuantConfig("unquantized")
 
 
 def fused_experts(
@@ -26,7 +30,7 @@ def fused_experts(
     apply_router_weight_on_input: bool = False,
     w1_bias: Tensor | None = None,
     w2_bias: Tensor | None = None,
-    quant_config: Any = None,
+    quant_config: FusedMoEQuantConfig | None = None,
 ) -> Tensor:
     """Run every token through its experts and sum what they return.
 
@@ -37,6 +41,10 @@ def fused_experts(
     With ``apply_router_weight_on_input`` the token's row is scaled by ``w[t, j]`` (in float32)
     before the first product instead, for any k, and the sum has weight 1.
 
+    Quantized: rows are quantized before each product (the intermediate after its rounding to the
+    dtype of ``hidden_states``), products of stored values are exact, scales and biases are applied
+    in float32.
+
     A slot is skipped when its id is negative, not less than the number of experts, or mapped to -1
     by ``expert_map``: nothing of it is read, and a token whose slots are all skipped gets zeros.
 
@@ -44,7 +52,7 @@ def fused_experts(
         hidden_states: ``(T, H)`` bf16, fp16 or fp32. ``T == 0`` is allowed.
         w1: ``(El, 2I, H)``, gate rows then up rows (alternating for ``swigluoai``); ``(El, I, H)``
             for an activation without a gate. Dtype of ``hidden_states``; contiguous along one of
-            its last two axes, as is ``w2``.
+            its last two axes, as is ``w2``. Stored as the scheme of ``quant_config`` says.
         w2: ``(El, H, I)``.
         topk_weights: ``(T, k)`` fp32, bf16 or fp16; need not sum to one.
         topk_ids: ``(T, k)`` int32 or int64, ids of global experts.
@@ -54,7 +62,8 @@ def fused_experts(
         apply_router_weight_on_input: see above.
         w1_bias: ``(El, 2I)`` (or ``(El, I)``), any of the three float dtypes.
         w2_bias: ``(El, H)``.
-        quant_config: not supported yet.
+        quant_config: the weights' scheme and scales, and how activations are quantized; None: not
+            quantized. Biases may be here or in their own arguments (which win).
 
     Returns:
         ``(T, H)``, contiguous, dtype of ``hidden_states``.
@@ -62,106 +71,29 @@ def fused_experts(
     Raises:
         TypeError: a wrong dtype.
         ValueError: shapes, devices or strides that do not fit; an unknown activation.
-        NotImplementedError: an input that requires grad while grad mode is on; ``quant_config``.
+        NotImplementedError: an input that requires grad while grad mode is on.
 
     Source:
         vLLM ``fused_experts`` and ``TritonExperts``; there the router weight is rounded into the
         rows of GEMM 2 and k > 1 is rejected with ``apply_router_weight_on_input``.
     """
-    if quant_config is not None:
-        raise NotImplementedError(f"quant_config must be None in this version, got {quant_config}")
     kind, key = kind_and_key(activation)
-    check_weights(hidden_states, w1, w2, w1_bias, w2_bias, kind)
-    check_routing(hidden_states, w1, topk_weights, topk_ids, global_num_experts, expert_map)
-
-    num_local_experts = w1.shape[0]
-    tokens, k = topk_ids.shape
-    on_input = topk_weights if apply_router_weight_on_input else None
-    on_output = None if apply_router_weight_on_input else topk_weights
-    plan = plan_tiles(topk_ids, expert_map, num_local_experts)
-    h = ops.expert_gemm_act(hidden_states, w1, w1_bias, on_input, *plan, ROW_TILES, k, key)
-    y = ops.expert_gemm(h, w2, w2_bias, None, None, *plan, ROW_TILES, 1)
-    del h  # gone before the output is allocated: `workspace_nbytes` counts on it
-    y = y.view(tokens, k, hidden_states.shape[1])
-    return ops.moe_fused_mul_sum(y, on_output, topk_ids, expert_map, None, num_local_experts)
-
-
-def plan_tiles(topk_ids: Tensor, expert_map: Tensor | None, num_local_experts: int) -> TilePlan:
-    """The plan that both GEMMs of a layer follow: local experts only, tiles picked by the op."""
-    return TilePlan(
-        *ops.moe_align_block_size(topk_ids, expert_map, ROW_TILES, num_local_experts, False, True)
-    )
-
-
-def check_weights(
-    hidden_states: Tensor,
-    w1: Tensor,
-    w2: Tensor,
-    w1_bias: Tensor | None,
-    w2_bias: Tensor | None,
-    kind: MoEActivation,
-) -> None:
-    """The weights fit the tokens and the activation, and none of them wants a gradient."""
-    checks.tensor("hidden_states", hidden_states, 2, checks.FLOATS)
-    for name, w in (("w1", w1), ("w2", w2)):
-        checks.tensor(name, w, 3, checks.FLOATS)
-        checks.same_dtype(name, w, "hidden_states", hidden_states)
-        checks.same_device(name, w, "hidden_states", hidden_states)
-        checks.one_unit_stride(name, w)
-        reach = (w.shape[1] - 1) * w.stride(1) + (w.shape[2] - 1) * w.stride(2)
-        if reach >= 2**31:  # kernels count within one expert in 32 bits
-            raise NotImplementedError(
-                f"{name} must reach over fewer than 2**31 elements an expert, got shape "
-                f"{tuple(w.shape)} with strides {w.stride()}"
-            )
-    hidden_size, intermediate_size = hidden_states.shape[1], w2.shape[2]
-    checks.size("w2.shape[0]", w2.shape[0], "w1.shape[0]", w1.shape[0])
-    checks.size("w1.shape[2]", w1.shape[2], "hidden_states.shape[1]", hidden_size)
-    checks.size("w2.shape[1]", w2.shape[1], "hidden_states.shape[1]", hidden_size)
-    if kind.is_gated:
-        if w1.shape[1] % 2:
-            raise ValueError(
-                f"w1 must have an even number of rows (gate and up) for activation {kind.value}, "
-                f"got w1.shape[1] = {w1.shape[1]}"
-            )
-        checks.size("w1.shape[1]", w1.shape[1], "2 * w2.shape[2]", 2 * intermediate_size)
-    else:
-        checks.size("w1.shape[1]", w1.shape[1], "w2.shape[2]", intermediate_size)
-    for name, bias, w in (("w1_bias", w1_bias, w1), ("w2_bias", w2_bias, w2)):
-        if bias is not None:
-            checks.tensor(name, bias, 2, checks.FLOATS)
-            checks.same_device(name, bias, "hidden_states", hidden_states)
-            checks.size(f"{name}.shape[0]", bias.shape[0], "the number of experts", w.shape[0])
-            checks.size(f"{name}.shape[1]", bias.shape[1], "the weight's rows", w.shape[1])
-    checks.inference_only(
-        hidden_states=hidden_states, w1=w1, w2=w2, w1_bias=w1_bias, w2_bias=w2_bias
-    )
-
-
-def check_routing(
-    hidden_states: Tensor,
-    w1: Tensor,
-    topk_weights: Tensor,
-    topk_ids: Tensor,
-    global_num_experts: int,
-    expert_map: Tensor | None,
-) -> None:
-    """The routing fits the tokens and the experts, and wants no gradient."""
-    checks.topk_pair(topk_weights, topk_ids)
-    checks.same_device("topk_ids", topk_ids, "hidden_states", hidden_states)
-    checks.same_tokens("topk_ids", topk_ids, "hidden_states", hidden_states)
-    given = None if global_num_experts == -1 else global_num_experts
-    checks.expert_map(expert_map, topk_ids, given)
-    num_experts = w1.shape[0] if expert_map is None else expert_map.shape[0]
-    if num_experts == 0:
-        raise ValueError(f"w1 must hold at least one expert, got shape {tuple(w1.shape)}")
-    if given is not None and given != num_experts:
-        raise ValueError(
-            f"global_num_experts must be w1.shape[0] = {num_experts} without an expert_map, "
-            f"got {given}"
-        )
-    checks.topk("topk_ids.shape[1]", topk_ids.shape[1], num_experts)
-    checks.inference_only(topk_weights=topk_weights)
+    config = NOT_QUANTIZED if quant_config is None else quant_config
+    if not isinstance(config, FusedMoEQuantConfig):
+        raise TypeError(f"quant_config must be a FusedMoEQuantConfig, got {type(config).__name__}")
+    scheme = config.scheme
+    weights = expert_weights(w1, w2, config, w1_bias, w2_bias)
+    check_layer(
+        hidden_states, w1, w2, weights.w1.bias, weights.w2.bias, kind,
+        topk_weights, topk_ids, global_num_experts, expert_map, scheme, *config.tensors,
+    )  # fmt: skip
+    rows = Rows(hidden_states)
+    if scheme.activation is not None:
+        on_input = topk_weights if apply_router_weight_on_input else None
+        rows = Rows(*quantize_tokens(hidden_states, config, on_input))
+    routing = Routing(topk_weights, topk_ids, expert_map)
+    dtype = hidden_states.dtype
+    return slot_experts(rows, weights, scheme, routing, key, dtype, apply_router_weight_on_input)
 
 
 def fused_moe(
@@ -179,7 +111,7 @@ def fused_moe(
     apply_router_weight_on_input: bool = False,
     w1_bias: Tensor | None = None,
     w2_bias: Tensor | None = None,
-    quant_config: Any = None,
+    quant_config: FusedMoEQuantConfig | None = None,
 ) -> Tensor:
     """Route with `fused_topk`, then `fused_experts`.
 

@@ -8,7 +8,8 @@ from torch import Tensor
 
 from moe_ops import checks, ops
 from moe_ops.activation import MoEActivation
-from moe_ops.pipeline.fused_experts import check_routing, check_weights, plan_tiles
+from moe_ops.pipeline.layer_checks import check_layer
+from moe_ops.pipeline.row_spaces import SlotRows
 from moe_ops.tiles import ROW_TILES
 
 
@@ -53,12 +54,13 @@ def gated_experts(
             returns another shape.
     """
     kind = MoEActivation.SILU if is_gated else MoEActivation.SILU_NO_MUL
-    check_weights(hidden_states, w1, w2, w1_bias, w2_bias, kind)
-    check_routing(hidden_states, w1, topk_weights, topk_ids, -1, expert_map)
+    check_layer(
+        hidden_states, w1, w2, w1_bias, w2_bias, kind, topk_weights, topk_ids, -1, expert_map
+    )
 
     num_local_experts = w1.shape[0]
     tokens, k = topk_ids.shape
-    plan = plan_tiles(topk_ids, expert_map, num_local_experts)
+    plan = SlotRows.of(topk_ids, expert_map, num_local_experts).plan
     h = gate(ops.expert_gemm(hidden_states, w1, w1_bias, None, None, *plan, ROW_TILES, k))
     checks.tensor("gate(rows)", h, 2, checks.FLOATS)
     checks.size("gate(rows).shape[1]", h.shape[1], "w2.shape[2]", w2.shape[2])

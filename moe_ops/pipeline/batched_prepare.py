@@ -1,0 +1,133 @@
+"""Batched format on one rank: each local expert's rows, padded to a fixed number."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from moe_ops import checks, ops
+from moe_ops.pipeline.checking import check_none_dropped
+from moe_ops.pipeline.formats import (
+    ExpertTokensMetadata,
+    FusedMoEActivationFormat,
+    PrepareResult,
+)
+from moe_ops.pipeline.prepare_finalize import FusedMoEPrepareAndFinalizeModular
+from moe_ops.pipeline.weight_and_reduce import (
+    TopKWeightAndReduce,
+    TopKWeightAndReduceDelegate,
+    TopKWeightAndReduceNaiveBatched,
+)
+from moe_ops.scheme import FusedMoEQuantConfig
+
+
+class BatchedPrepareAndFinalize(FusedMoEPrepareAndFinalizeModular):
+    """Rows of the experts ``[El * rank, El * (rank + 1))``, one for each slot, in slot order.
+
+    Without an ``expert_map`` those are the ids of this rank's experts; with one, the map says which
+    global expert is which of them. Rows that do not fit are dropped and counted on the device in
+    ``num_dropped`` (an error within `moe_ops.checking`); nothing here waits for the device.
+
+    Args:
+        max_num_tokens: rows for each expert.
+        num_local_experts: El.
+        num_dispatchers: how many ranks send tokens.
+        rank: which experts are local.
+
+    Raises:
+        ValueError: a number that is not positive, or a negative rank.
+
+    Source:
+        vLLM ``BatchedPrepareAndFinalize``, which waits for the device, ignores ``expert_map``,
+        changes its arguments, and takes router weights on the input for k = 1 only.
+    """
+
+    def __init__(
+        self, max_num_tokens: int, num_local_experts: int, num_dispatchers: int, rank: int
+    ) -> None:
+        for name, value in (
+            ("max_num_tokens", max_num_tokens),
+            ("num_local_experts", num_local_experts),
+            ("num_dispatchers", num_dispatchers),
+            ("rank + 1", rank + 1),
+        ):
+            if value < 1:
+                raise ValueError(f"{name} must be at least 1, got {value}")
+        self.max_num_tokens, self.num_local_experts = max_num_tokens, num_local_experts
+        self.dispatchers, self.rank = num_dispatchers, rank
+
+    @property
+    def activation_format(self) -> FusedMoEActivationFormat:
+        """BatchedExperts."""
+        return FusedMoEActivationFormat.BatchedExperts
+
+    def max_num_tokens_per_rank(self) -> int | None:
+        """As given."""
+        return self.max_num_tokens
+
+    def num_dispatchers(self) -> int:
+        """As given."""
+        return self.dispatchers
+
+    def prepare(
+        self,
+        a1: Tensor,
+        topk_weights: Tensor,
+        topk_ids: Tensor,
+        num_experts: int,
+        expert_map: Tensor | None,
+        apply_router_weight_on_input: bool,
+        quant_config: FusedMoEQuantConfig,
+        defer_input_quant: bool = False,
+    ) -> PrepareResult:
+        """Dispatch, count and quantize in one operator; padding is zeros."""
+        checks.tensor("a1", a1, 2, checks.FLOATS)
+        checks.topk_pair(topk_weights, topk_ids)
+        checks.same_tokens("topk_ids", topk_ids, "a1", a1)
+        first, local = self.num_local_experts * self.rank, self.num_local_experts
+        ids = topk_ids if expert_map is None else mapped_ids(topk_ids, expert_map, first, local)
+        quant = None if defer_input_quant else quant_config.scheme.activation
+        rows, scale, counts, dropped = ops.batched_dispatch(
+            a1,
+            None if quant is None else quant_config.a1_scale,
+            topk_weights if apply_router_weight_on_input else None,
+            ids,
+            first,
+            local,
+            self.max_num_tokens,
+            "" if quant is None else quant.key,
+        )
+        check_none_dropped(dropped, self.max_num_tokens)
+        return PrepareResult(
+            rows,
+            None if quant is None else scale,
+            ExpertTokensMetadata(counts, None, dropped),
+            None if expert_map is None else ids,
+            None,
+        )
+
+    def finalize(
+        self,
+        fused_expert_output: Tensor,
+        topk_weights: Tensor,
+        topk_ids: Tensor,
+        apply_router_weight_on_input: bool,
+        weight_and_reduce_impl: TopKWeightAndReduce,
+    ) -> Tensor:
+        """Sum as the experts ask; each slot's row where they leave it open."""
+        reduce = weight_and_reduce_impl
+        if isinstance(reduce, TopKWeightAndReduceDelegate):
+            reduce = TopKWeightAndReduceNaiveBatched(self.rank)
+        return reduce.apply(
+            None, fused_expert_output, topk_weights, topk_ids, apply_router_weight_on_input
+        )
+
+
+def mapped_ids(
+    topk_ids: Tensor, expert_map: Tensor, first_expert: int, num_local_experts: int
+) -> Tensor:
+    """Ids as if the local experts were ``first_expert`` and on; -1 where a slot is skipped."""
+    valid = (topk_ids >= 0) & (topk_ids < expert_map.shape[0])
+    local = expert_map.to(topk_ids.dtype)[torch.where(valid, topk_ids, 0).long()]
+    valid = valid & (local >= 0) & (local < num_local_experts)
+    return torch.where(valid, local + first_expert, -1)

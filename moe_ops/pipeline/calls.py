@@ -1,0 +1,84 @@
+"""One call of the modular kernel on its way: arguments, steps that have been started, chunks."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from moe_ops.activation import Activation, MoEActivation
+from moe_ops.alignment import count_expert_num_tokens
+from moe_ops.pipeline.formats import ExpertTokensMetadata, PrepareResult
+from moe_ops.pipeline.prepare_finalize import Hook, Receiver
+
+
+class Call(NamedTuple):
+    """The arguments of one `FusedMoEKernel.apply`."""
+
+    hidden_states: Tensor
+    w1: Tensor
+    w2: Tensor
+    topk_weights: Tensor
+    topk_ids: Tensor
+    activation: MoEActivation | Activation | str = MoEActivation.SILU
+    global_num_experts: int = -1
+    expert_map: Tensor | None = None
+    apply_router_weight_on_input: bool = False
+    shared_experts_input: Tensor | None = None
+
+
+class Pending(NamedTuple):
+    """A step that has been started."""
+
+    hook: Hook | None
+    receiver: Receiver
+
+    @staticmethod
+    def of(started: Receiver | tuple[Hook, Receiver]) -> Pending:
+        """From what an asynchronous method returned."""
+        return Pending(*started) if isinstance(started, tuple) else Pending(None, started)
+
+    def wait(self) -> Any:
+        """The result."""
+        if self.hook is not None:
+            self.hook()
+        return self.receiver()
+
+
+def routing_of(call: Call, prepared: PrepareResult) -> tuple[Tensor, Tensor]:
+    """The weights and ids that hold after prepare."""
+    weights, ids = prepared.topk_weights, prepared.topk_ids
+    return (
+        call.topk_weights if weights is None else weights,
+        call.topk_ids if ids is None else ids,
+    )
+
+
+def num_experts_of(call: Call) -> int:
+    """E."""
+    if call.global_num_experts != -1:
+        return call.global_num_experts
+    return call.w1.shape[0] if call.expert_map is None else call.expert_map.shape[0]
+
+
+def chunk_of(
+    call: Call,
+    prepared: PrepareResult,
+    tokens: slice,
+    rows_per_token: int,
+    scales_have_rows: bool,
+) -> tuple[Call, PrepareResult]:
+    """The part of a call that belongs to some tokens; rows of experts are counted anew."""
+    weights, ids = routing_of(call, prepared)
+    ids = ids[tokens]
+    part = slice(tokens.start * rows_per_token, tokens.stop * rows_per_token)
+    scale, meta = prepared.a1q_scale, prepared.expert_tokens_meta
+    if scale is not None and scales_have_rows:
+        scale = scale[part]
+    if meta is not None:
+        counts = count_expert_num_tokens(ids, call.w1.shape[0], call.expert_map)
+        meta = ExpertTokensMetadata(counts)
+    return (
+        call._replace(topk_ids=ids, topk_weights=weights[tokens]),
+        PrepareResult(prepared.a1q[part], scale, meta, None, None),
+    )

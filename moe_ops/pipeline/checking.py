@@ -1,0 +1,39 @@
+"""Checking mode: errors that only the device knows of, at the price of waiting for it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+_enabled: list[bool] = []
+
+
+@contextmanager
+def checking() -> Iterator[None]:
+    """Within this context eager calls wait for the device and raise for what went wrong there.
+
+    Today: rows dropped by `BatchedPrepareAndFinalize` because they did not fit. Compiled and
+    captured calls are not affected (they must not wait): read ``num_dropped`` instead.
+    """
+    _enabled.append(True)
+    try:
+        yield
+    finally:
+        _enabled.pop()
+
+
+def check_none_dropped(num_dropped: Tensor, max_num_tokens: int) -> None:
+    """ValueError in checking mode when rows did not fit."""
+    if torch.compiler.is_compiling() or not _enabled:
+        return
+    if num_dropped.is_cuda and torch.cuda.is_current_stream_capturing():
+        return
+    dropped = int(num_dropped)
+    if dropped:
+        raise ValueError(
+            f"max_num_tokens must be at least the rows of the busiest expert, got {max_num_tokens}"
+            f": {dropped} rows did not fit"
+        )

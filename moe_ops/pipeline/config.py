@@ -1,0 +1,84 @@
+"""What a layer is, as a value: sizes, routing, parallelism. No tensors."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+
+from moe_ops import checks
+from moe_ops.activation import Activation, MoEActivation, kind_and_key
+from moe_ops.parallel import FusedMoEParallelConfig
+from moe_ops.routing import RoutingMethodType
+
+
+@dataclass(frozen=True)
+class FusedMoEConfig:
+    """A Mixture-of-Experts layer, as far as the choice of its implementation needs it.
+
+    Args:
+        num_experts: E, global.
+        experts_per_token: k.
+        hidden_dim: H.
+        intermediate_size: I, per partition.
+        num_local_experts: El.
+        activation: a `MoEActivation`, its name, or an `Activation`.
+        device: where the layer runs.
+        routing_method: a `RoutingMethodType`.
+        moe_parallel_config: how the layer is spread over ranks.
+        in_dtype: of the activations.
+        renormalize: whether a token's router weights are divided by their sum.
+        scoring_func: of the router.
+        router_logits_dtype: None: ``in_dtype``.
+        has_bias: whether the experts have biases.
+        is_act_and_mul: whether the activation is gated.
+        max_num_tokens: rows of an expert in the Batched format; None: the Standard format.
+
+    Raises:
+        ValueError: sizes that do not fit each other, an unknown activation.
+        TypeError: ``in_dtype`` is no float dtype of this library.
+    """
+
+    num_experts: int
+    experts_per_token: int
+    hidden_dim: int
+    intermediate_size: int
+    num_local_experts: int
+    activation: MoEActivation | Activation | str
+    device: torch.device | str
+    routing_method: RoutingMethodType
+    moe_parallel_config: FusedMoEParallelConfig = field(default_factory=FusedMoEParallelConfig)
+    in_dtype: torch.dtype = torch.bfloat16
+    renormalize: bool = True
+    scoring_func: str = "softmax"
+    router_logits_dtype: torch.dtype | None = None
+    has_bias: bool = False
+    is_act_and_mul: bool = True
+    max_num_tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "device", torch.device(self.device))
+        for name in ("num_experts", "hidden_dim", "intermediate_size", "num_local_experts"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.max_num_tokens is not None and self.max_num_tokens < 1:
+            raise ValueError(f"max_num_tokens must be at least 1, got {self.max_num_tokens}")
+        checks.topk("experts_per_token", self.experts_per_token, self.num_experts)
+        if self.num_local_experts > self.num_experts:
+            raise ValueError(
+                f"num_local_experts must be at most num_experts = {self.num_experts}, "
+                f"got {self.num_local_experts}"
+            )
+        if self.in_dtype not in checks.FLOATS:
+            raise TypeError(f"in_dtype must be one of {list(checks.FLOATS)}, got {self.in_dtype}")
+        kind, _ = kind_and_key(self.activation)
+        if kind.is_gated != self.is_act_and_mul:
+            raise ValueError(
+                f"is_act_and_mul must be {kind.is_gated} for activation {kind.value}, "
+                f"got {self.is_act_and_mul}"
+            )
+
+    @property
+    def activation_kind(self) -> MoEActivation:
+        """The activation without its numbers."""
+        return kind_and_key(self.activation)[0]

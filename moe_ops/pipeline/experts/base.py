@@ -1,0 +1,248 @@
+"""What computes the experts: the interfaces, and what every implementation shares.
+
+An implementation declares what it supports (``SUPPORTS``), its format, how its rows are summed,
+and ``apply``, which returns a fresh tensor.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from moe_ops import checks
+from moe_ops.activation import Activation, MoEActivation
+from moe_ops.pipeline.config import FusedMoEConfig
+from moe_ops.pipeline.experts.supports import Supports
+from moe_ops.pipeline.formats import ExpertTokensMetadata, FusedMoEActivationFormat
+from moe_ops.pipeline.weight_and_reduce import TopKWeightAndReduce
+from moe_ops.scheme import FusedMoEQuantConfig, Quant
+
+
+class FusedMoEExperts(ABC):
+    """Experts of a layer.
+
+    Args:
+        moe_config: the layer.
+        quant_config: its scheme and scales.
+        max_num_tokens: rows of an expert for each dispatcher; Batched format only.
+        num_dispatchers: ranks that send tokens; Batched format only.
+
+    Raises:
+        ValueError: the last two given in the Standard format, or missing in the Batched one.
+
+    Source:
+        vLLM ``FusedMoEExperts``.
+    """
+
+    SUPPORTS: ClassVar[Supports] = Supports()
+
+    def __init__(
+        self,
+        moe_config: FusedMoEConfig,
+        quant_config: FusedMoEQuantConfig,
+        max_num_tokens: int | None = None,
+        num_dispatchers: int | None = None,
+    ) -> None:
+        numbers = "max_num_tokens and num_dispatchers"
+        if self.activation_format() is FusedMoEActivationFormat.Standard:
+            if max_num_tokens is not None or num_dispatchers is not None:
+                raise ValueError(
+                    f"{numbers} should only be set for BatchedExperts activation format."
+                )
+        elif max_num_tokens is None or num_dispatchers is None:
+            raise ValueError(f"{numbers} must be set for BatchedExperts activation format.")
+        self.moe_config, self.quant_config = moe_config, quant_config
+        self.max_num_tokens, self.num_dispatchers = max_num_tokens, num_dispatchers
+
+    @staticmethod
+    def is_monolithic() -> bool:
+        """Whether the router is part of the experts."""
+        raise NotImplementedError
+
+    @property
+    def expects_unquantized_inputs(self) -> bool:
+        """Whether prepare must leave the rows as they are."""
+        return False
+
+    @property
+    def applies_router_weight_on_input(self) -> bool:
+        """Whether the experts scale rows by a router weight on the input; else prepare does."""
+        return False
+
+    @staticmethod
+    @abstractmethod
+    def activation_format() -> FusedMoEActivationFormat:
+        """The format that the experts take and return."""
+
+    @staticmethod
+    def is_supported_config(
+        cls: type[FusedMoEExperts],
+        moe_config: FusedMoEConfig,
+        weight_key: Quant | None,
+        activation_key: Quant | None,
+        activation_format: FusedMoEActivationFormat,
+    ) -> tuple[bool, str | None]:
+        """Whether ``cls`` serves a configuration, and if not, the first reason.
+
+        Args:
+            cls: the experts class (passed by hand, as in vLLM).
+            moe_config: the layer.
+            weight_key: the scheme's ``weight``.
+            activation_key: the scheme's ``activation``.
+            activation_format: what prepare-finalize produces.
+        """
+        reason = cls.SUPPORTS.reason_against(
+            moe_config, (weight_key, activation_key), cls.activation_format(), activation_format
+        )
+        return reason is None, reason
+
+    def supports_expert_map(self) -> bool:
+        """Whether ``apply`` takes an ``expert_map``."""
+        return True
+
+    def supports_chunking(self) -> bool:
+        """Whether tokens may be passed in several calls."""
+        return self.activation_format() is FusedMoEActivationFormat.Standard
+
+    def __getattr__(self, name: str) -> Any:
+        """The tensors and dtypes of ``quant_config``, under their own names."""
+        config = self.__dict__.get("quant_config")
+        if config is not None and not name.startswith("_") and hasattr(config, name):
+            return getattr(config, name)
+        raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
+
+
+class FusedMoEExpertsModular(FusedMoEExperts):
+    """Experts that are told their tokens' routing."""
+
+    @staticmethod
+    def is_monolithic() -> bool:
+        """False."""
+        return False
+
+    def moe_problem_size(
+        self, a1: Tensor, w1: Tensor, w2: Tensor, topk_ids: Tensor
+    ) -> tuple[int, int, int, int, int]:
+        """``(E, M, N, K, topk)``: local experts, tokens (or rows an expert), ``w1.shape[1]``, H, k.
+
+        Raises:
+            ValueError: tensors whose axes do not fit.
+        """
+        checks.tensor("w1", w1, 3, (w1.dtype,))
+        checks.tensor("w2", w2, 3, (w2.dtype,))
+        checks.tensor("topk_ids", topk_ids, 2, checks.INDICES)
+        num_experts, n = w1.shape[:2]
+        if a1.dim() == 2:
+            rows = a1.shape[0]
+            if not torch.compiler.is_compiling() and rows not in (
+                topk_ids.shape[0],
+                topk_ids.numel(),
+            ):
+                raise ValueError(
+                    f"a1 must have a row for each of {topk_ids.shape[0]} tokens (or for each of "
+                    f"their slots), got {rows}"
+                )
+            return num_experts, topk_ids.shape[0], n, a1.shape[1], topk_ids.shape[1]
+        checks.tensor("a1", a1, 3, (a1.dtype,))
+        checks.size("a1.shape[0]", a1.shape[0], "w1.shape[0]", num_experts)
+        return num_experts, a1.shape[1], n, a1.shape[2], topk_ids.shape[1]
+
+    def workspace_dtype(self, act_dtype: torch.dtype) -> torch.dtype:
+        """Of the intermediates that are not quantized."""
+        return act_dtype
+
+    @abstractmethod
+    def workspace_shapes(
+        self,
+        M: int,
+        N: int,
+        K: int,
+        topk: int,
+        global_num_experts: int,
+        local_num_experts: int,
+        expert_tokens_meta: ExpertTokensMetadata | None,
+        activation: MoEActivation,
+    ) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
+        """What ``apply`` allocates: ``(workspace13, workspace2, output)``.
+
+        The first holds a GEMM's output (the larger one), the second the activation's, the third is
+        what ``apply`` returns. N is ``w1.shape[1]``.
+        """
+
+    @staticmethod
+    def adjust_N_for_activation(N: int, activation: MoEActivation) -> int:  # noqa: N802
+        """The width of the activation's output."""
+        return N // 2 if activation.is_gated else N
+
+    @abstractmethod
+    def finalize_weight_and_reduce_impl(self) -> TopKWeightAndReduce:
+        """How the rows that ``apply`` returns become tokens."""
+
+    @abstractmethod
+    def apply(
+        self,
+        hidden_states: Tensor,
+        w1: Tensor,
+        w2: Tensor,
+        topk_weights: Tensor,
+        topk_ids: Tensor,
+        activation: MoEActivation | Activation | str,
+        global_num_experts: int,
+        expert_map: Tensor | None,
+        a1q_scale: Tensor | None,
+        expert_tokens_meta: ExpertTokensMetadata | None,
+        apply_router_weight_on_input: bool,
+    ) -> Tensor:
+        """Run the experts on what prepare returned.
+
+        Args:
+            hidden_states: rows in the format of these experts, quantized where ``a1q_scale`` is
+                given. Standard: one a token, or one a slot (``T * k``) when prepare has put the
+                router weights in.
+            w1: ``(El, 2I, H)`` or ``(El, I, H)``.
+            w2: ``(El, H, I)``.
+            topk_weights: ``(T, k)``.
+            topk_ids: ``(T, k)``.
+            activation: kind, name or `Activation`.
+            global_num_experts: E.
+            expert_map: ``(E,)`` or None.
+            a1q_scale: scales of the rows.
+            expert_tokens_meta: rows of each expert; needed in the Batched format.
+            apply_router_weight_on_input: whether the weights belong on the input. Unless
+                ``applies_router_weight_on_input`` they are in the rows already. Weights are to be
+                applied to the output only by experts whose reduction is a NoOP.
+
+        Returns:
+            A fresh tensor, as ``workspace_shapes`` says.
+        """
+
+
+class FusedMoEExpertsMonolithic(FusedMoEExperts):
+    """Experts that route their tokens themselves."""
+
+    @staticmethod
+    def is_monolithic() -> bool:
+        """True."""
+        return True
+
+    @abstractmethod
+    def apply(
+        self,
+        hidden_states: Tensor,
+        w1: Tensor,
+        w2: Tensor,
+        router_logits: Tensor,
+        activation: MoEActivation | Activation | str,
+        global_num_experts: int,
+        expert_map: Tensor | None,
+        a1q_scale: Tensor | None,
+        apply_router_weight_on_input: bool,
+        num_expert_group: int | None = None,
+        e_score_correction_bias: Tensor | None = None,
+        routed_scaling_factor: float | None = None,
+        topk_group: int | None = None,
+    ) -> Tensor:
+        """Route, then run the experts: ``(T, H)``."""

@@ -1,0 +1,101 @@
+"""Experts of the Batched format on fused kernels."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from torch import Tensor
+
+from moe_ops import checks
+from moe_ops.activation import Activation, MoEActivation, kind_and_key
+from moe_ops.pipeline.experts.base import FusedMoEExpertsModular
+from moe_ops.pipeline.experts.supports import EVERY_SCHEME, Supports
+from moe_ops.pipeline.formats import ExpertTokensMetadata, FusedMoEActivationFormat
+from moe_ops.pipeline.gemms import expert_weights, gemm, gemm_act
+from moe_ops.pipeline.row_spaces import BatchedRows
+from moe_ops.pipeline.weight_and_reduce import TopKWeightAndReduce, TopKWeightAndReduceDelegate
+from moe_ops.tensors import Rows
+
+
+def batched_input(
+    hidden_states: Tensor, a1q_scale: Tensor | None, meta: ExpertTokensMetadata | None
+) -> tuple[Rows, BatchedRows]:
+    """Rows ``(El, M, H)`` as GEMMs take them, and the space they lie in.
+
+    Raises:
+        ValueError: no ``expert_tokens_meta``, or not three axes.
+    """
+    if meta is None:
+        raise ValueError("expert_tokens_meta must be given in the Batched format, got None")
+    checks.tensor("hidden_states", hidden_states, 3, (hidden_states.dtype,))
+    space = BatchedRows.of(meta.expert_num_tokens, hidden_states.shape[1])
+    scale = None if a1q_scale is None else a1q_scale.flatten(0, 1)
+    return Rows(hidden_states.flatten(0, 1), scale), space
+
+
+class BatchedExperts(FusedMoEExpertsModular):
+    """What the implementations of the Batched format share."""
+
+    @staticmethod
+    def activation_format() -> FusedMoEActivationFormat:
+        """BatchedExperts."""
+        return FusedMoEActivationFormat.BatchedExperts
+
+    def supports_expert_map(self) -> bool:
+        """False: prepare has sorted the rows by local expert."""
+        return False
+
+    def finalize_weight_and_reduce_impl(self) -> TopKWeightAndReduce:
+        """Left to prepare-finalize, which knows where the rows came from."""
+        return TopKWeightAndReduceDelegate()
+
+    def workspace_shapes(
+        self,
+        M: int,
+        N: int,
+        K: int,
+        topk: int,
+        global_num_experts: int,
+        local_num_experts: int,
+        expert_tokens_meta: ExpertTokensMetadata | None,
+        activation: MoEActivation,
+    ) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
+        """All of the padded rows; M is their number for each expert."""
+        width, rows = self.adjust_N_for_activation(N, activation), (local_num_experts, M)
+        return (*rows, max(width, K)), (*rows, width), (*rows, K)
+
+
+class BatchedTritonExperts(BatchedExperts):
+    """The kernels of `TritonExperts`, over the rows that each expert has.
+
+    Tiles of rows that an expert does not have are never started: the plan is made from the counts
+    on the device.
+
+    Source:
+        vLLM ``BatchedTritonExperts``, where the int8 and int4 schemes and zero points are missing.
+    """
+
+    SUPPORTS: ClassVar[Supports] = Supports(schemes=EVERY_SCHEME)
+
+    def apply(
+        self,
+        hidden_states: Tensor,
+        w1: Tensor,
+        w2: Tensor,
+        topk_weights: Tensor,
+        topk_ids: Tensor,
+        activation: MoEActivation | Activation | str,
+        global_num_experts: int,
+        expert_map: Tensor | None,
+        a1q_scale: Tensor | None,
+        expert_tokens_meta: ExpertTokensMetadata | None,
+        apply_router_weight_on_input: bool,
+    ) -> Tensor:
+        """``(El, M, H)``; rows past an expert's count hold anything."""
+        rows, space = batched_input(hidden_states, a1q_scale, expert_tokens_meta)
+        weights = expert_weights(w1, w2, self.quant_config)
+        scheme, dtype = self.quant_config.scheme, self.moe_config.in_dtype
+        key = kind_and_key(activation)[1]
+        h = gemm_act(rows, weights, space, 1, scheme, dtype, key)
+        y = gemm(h, weights.w2, space.plan, 1, scheme, dtype)
+        return y.view(*hidden_states.shape[:2], y.shape[1])

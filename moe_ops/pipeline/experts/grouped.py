@@ -1,0 +1,149 @@
+"""Experts over rows that lie side by side by expert, in separate steps.
+
+The counterpart of vLLM's CUTLASS experts: permute, GEMM 1, activation (with quantization), GEMM 2,
+unpermute with weights. Each step is an operator of its own, so any of them can be exchanged.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from moe_ops import ops
+from moe_ops.activation import Activation, MoEActivation, kind_and_key
+from moe_ops.pipeline.experts.base import FusedMoEExpertsModular
+from moe_ops.pipeline.experts.batched import BatchedExperts, batched_input
+from moe_ops.pipeline.experts.supports import EVERY_SCHEME, Supports
+from moe_ops.pipeline.formats import ExpertTokensMetadata, FusedMoEActivationFormat
+from moe_ops.pipeline.gemms import expert_weights, gemm, gemm_then_act
+from moe_ops.pipeline.row_spaces import permuted_rows
+from moe_ops.pipeline.weight_and_reduce import TopKWeightAndReduce, TopKWeightAndReduceNoOP
+from moe_ops.tensors import Permutation, Rows
+
+
+class GroupedGemmExperts(FusedMoEExpertsModular):
+    """Rows permuted by expert, then back with their weights.
+
+    Source:
+        vLLM ``CutlassExpertsFp8``.
+    """
+
+    SUPPORTS: ClassVar[Supports] = Supports(schemes=EVERY_SCHEME)
+
+    @staticmethod
+    def activation_format() -> FusedMoEActivationFormat:
+        """Standard."""
+        return FusedMoEActivationFormat.Standard
+
+    def workspace_shapes(
+        self,
+        M: int,
+        N: int,
+        K: int,
+        topk: int,
+        global_num_experts: int,
+        local_num_experts: int,
+        expert_tokens_meta: ExpertTokensMetadata | None,
+        activation: MoEActivation,
+    ) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
+        """The outputs of both GEMMs, the permuted input and the activated intermediate, tokens."""
+        width = self.adjust_N_for_activation(N, activation)
+        return (M * topk, max(N, K)), (M * topk, max(width, K)), (M, K)
+
+    def finalize_weight_and_reduce_impl(self) -> TopKWeightAndReduce:
+        """Done by unpermuting."""
+        return TopKWeightAndReduceNoOP()
+
+    def apply(
+        self,
+        hidden_states: Tensor,
+        w1: Tensor,
+        w2: Tensor,
+        topk_weights: Tensor,
+        topk_ids: Tensor,
+        activation: MoEActivation | Activation | str,
+        global_num_experts: int,
+        expert_map: Tensor | None,
+        a1q_scale: Tensor | None,
+        expert_tokens_meta: ExpertTokensMetadata | None,
+        apply_router_weight_on_input: bool,
+    ) -> Tensor:
+        """``(T, H)``: weighted and summed."""
+        weights = expert_weights(w1, w2, self.quant_config)
+        scheme, dtype = self.quant_config.scheme, self.moe_config.in_dtype
+        k = topk_ids.shape[1]
+        order = Permutation(*ops.moe_permutation(topk_ids, expert_map, w1.shape[0]))
+        rows = _permuted(hidden_states, a1q_scale, order, 1 if apply_router_weight_on_input else k)
+        space = permuted_rows(order.expert_first_token_offset, topk_ids.numel())
+        h = gemm_then_act(rows, weights, space, scheme, dtype, kind_and_key(activation)[1])
+        del rows
+        y = gemm(h, weights.w2, space.plan, 1, scheme, dtype)
+        del h
+        return ops.moe_unpermute(
+            y,
+            None if apply_router_weight_on_input else topk_weights,
+            order.inv_permuted_idx,
+            order.expert_first_token_offset,
+        )
+
+
+def _permuted(x: Tensor, scale: Tensor | None, order: Permutation, top_k: int) -> Rows:
+    """Each slot's row (of token ``slot // top_k``) in the order of the experts."""
+
+    def gather(rows: Tensor) -> Tensor:
+        moved = rows.view(torch.uint8) if rows.element_size() == 1 else rows
+        moved = ops.gather_rows(moved, order.permuted_idx, order.expert_first_token_offset, top_k)
+        return moved.view(rows.dtype)
+
+    if scale is not None and scale.numel() > 1:
+        scale = gather(scale)
+    return Rows(gather(x), scale)
+
+
+class BatchedGroupedGemmExperts(BatchedExperts):
+    """The same steps over the padded rows of each expert.
+
+    Source:
+        vLLM ``CutlassBatchedExpertsFp8``.
+    """
+
+    SUPPORTS: ClassVar[Supports] = Supports(schemes=EVERY_SCHEME)
+
+    def workspace_shapes(
+        self,
+        M: int,
+        N: int,
+        K: int,
+        topk: int,
+        global_num_experts: int,
+        local_num_experts: int,
+        expert_tokens_meta: ExpertTokensMetadata | None,
+        activation: MoEActivation,
+    ) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
+        """All of the padded rows; GEMM 1's product is kept unactivated."""
+        width, rows = self.adjust_N_for_activation(N, activation), (local_num_experts, M)
+        return (*rows, max(N, K)), (*rows, max(width, K)), (*rows, K)
+
+    def apply(
+        self,
+        hidden_states: Tensor,
+        w1: Tensor,
+        w2: Tensor,
+        topk_weights: Tensor,
+        topk_ids: Tensor,
+        activation: MoEActivation | Activation | str,
+        global_num_experts: int,
+        expert_map: Tensor | None,
+        a1q_scale: Tensor | None,
+        expert_tokens_meta: ExpertTokensMetadata | None,
+        apply_router_weight_on_input: bool,
+    ) -> Tensor:
+        """``(El, M, H)``; rows past an expert's count hold anything."""
+        rows, space = batched_input(hidden_states, a1q_scale, expert_tokens_meta)
+        weights = expert_weights(w1, w2, self.quant_config)
+        scheme, dtype = self.quant_config.scheme, self.moe_config.in_dtype
+        h = gemm_then_act(rows, weights, space, scheme, dtype, kind_and_key(activation)[1])
+        y = gemm(h, weights.w2, space.plan, 1, scheme, dtype)
+        return y.view(*hidden_states.shape[:2], y.shape[1])

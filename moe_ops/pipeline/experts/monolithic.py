@@ -1,0 +1,78 @@
+"""Experts that take router logits."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from torch import Tensor
+
+from moe_ops.activation import Activation, MoEActivation, kind_and_key
+from moe_ops.pipeline.experts.base import FusedMoEExpertsMonolithic
+from moe_ops.pipeline.experts.standard import slot_experts
+from moe_ops.pipeline.experts.supports import EVERY_SCHEME, Supports
+from moe_ops.pipeline.formats import FusedMoEActivationFormat
+from moe_ops.pipeline.gemms import expert_weights
+from moe_ops.pipeline.no_ep import quantize_tokens
+from moe_ops.routing import fused_topk
+from moe_ops.tensors import Routing, Rows
+
+
+class MonolithicExperts(FusedMoEExpertsMonolithic):
+    """Router and experts in one call: the operators of `fused_moe` behind one interface.
+
+    Source:
+        vLLM ``FusedMoEExpertsMonolithic``.
+    """
+
+    SUPPORTS: ClassVar[Supports] = Supports(schemes=EVERY_SCHEME)
+
+    @property
+    def expects_unquantized_inputs(self) -> bool:
+        """Router weights may have to go in before rows are quantized."""
+        return True
+
+    @staticmethod
+    def activation_format() -> FusedMoEActivationFormat:
+        """Standard."""
+        return FusedMoEActivationFormat.Standard
+
+    def apply(
+        self,
+        hidden_states: Tensor,
+        w1: Tensor,
+        w2: Tensor,
+        router_logits: Tensor,
+        activation: MoEActivation | Activation | str,
+        global_num_experts: int,
+        expert_map: Tensor | None,
+        a1q_scale: Tensor | None,
+        apply_router_weight_on_input: bool,
+        num_expert_group: int | None = None,
+        e_score_correction_bias: Tensor | None = None,
+        routed_scaling_factor: float | None = None,
+        topk_group: int | None = None,
+    ) -> Tensor:
+        """Route as ``moe_config`` says (within groups where they are given), then the experts."""
+        config, scheme = self.moe_config, self.quant_config.scheme
+        topk_weights, topk_ids = fused_topk(
+            hidden_states,
+            router_logits,
+            config.experts_per_token,
+            config.renormalize,
+            scoring_func=config.scoring_func,
+            e_score_correction_bias=e_score_correction_bias,
+            routed_scaling_factor=1 if routed_scaling_factor is None else routed_scaling_factor,
+        )
+        on_input = topk_weights if apply_router_weight_on_input else None
+        rows = Rows(hidden_states)
+        if scheme.activation is not None:
+            rows = Rows(*quantize_tokens(hidden_states, self.quant_config, on_input))
+        return slot_experts(
+            rows,
+            expert_weights(w1, w2, self.quant_config),
+            scheme,
+            Routing(topk_weights, topk_ids, expert_map),
+            kind_and_key(activation)[1],
+            config.in_dtype,
+            apply_router_weight_on_input,
+        )

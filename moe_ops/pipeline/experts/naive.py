@@ -1,0 +1,84 @@
+"""Experts of the Batched format as plain PyTorch: the text to read, and to compare with."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from moe_ops import ops
+from moe_ops.activation import Activation, MoEActivation, kind_and_key
+from moe_ops.pipeline.experts.batched import BatchedExperts
+from moe_ops.pipeline.experts.supports import EVERY_SCHEME, Supports
+from moe_ops.pipeline.formats import ExpertTokensMetadata
+from moe_ops.pipeline.gemms import expert_weights
+from moe_ops.scheme import Quant, Scheme, dequantize_weight
+from moe_ops.tensors import ExpertWeight, QTensor
+
+
+class NaiveBatchedExperts(BatchedExperts):
+    """Expert by expert over all padded rows: dequantize, multiply in float32, activate.
+
+    The product of GEMM 1 is rounded to the activations' dtype, and the intermediate is quantized
+    again, as in the other implementations.
+
+    Source:
+        vLLM ``NaiveBatchedExperts``, which does not quantize the intermediate.
+    """
+
+    SUPPORTS: ClassVar[Supports] = Supports(schemes=EVERY_SCHEME)
+
+    def apply(
+        self,
+        hidden_states: Tensor,
+        w1: Tensor,
+        w2: Tensor,
+        topk_weights: Tensor,
+        topk_ids: Tensor,
+        activation: MoEActivation | Activation | str,
+        global_num_experts: int,
+        expert_map: Tensor | None,
+        a1q_scale: Tensor | None,
+        expert_tokens_meta: ExpertTokensMetadata | None,
+        apply_router_weight_on_input: bool,
+    ) -> Tensor:
+        """``(El, M, H)``; rows past an expert's count are zeros."""
+        if expert_tokens_meta is None:
+            raise ValueError("expert_tokens_meta must be given in the Batched format, got None")
+        counts = expert_tokens_meta.expert_num_tokens
+        scheme, dtype = self.quant_config.scheme, self.moe_config.in_dtype
+        weights = expert_weights(w1, w2, self.quant_config)
+        used = _rows_in_use(counts, hidden_states.shape[1])
+        quant = scheme.activation
+
+        x = _dequantized(hidden_states, a1q_scale, quant)
+        product = _products(x, weights.w1, scheme).to(dtype)
+        h = ops.batched_activation(product, counts, kind_and_key(activation)[1])
+        h_scale = None
+        if quant is not None:
+            h, h_scale = ops.batched_quantize(h, weights.a2_scale, counts, quant.key)
+        y = _products(_dequantized(h, h_scale, quant), weights.w2, scheme)
+        return torch.where(used, y, 0.0).to(dtype)
+
+
+def _rows_in_use(counts: Tensor, rows: int) -> Tensor:
+    """``(El, M, 1)``: whether a row belongs to its expert."""
+    return (torch.arange(rows, device=counts.device) < counts[:, None])[..., None]
+
+
+def _products(x: Tensor, weight: ExpertWeight, scheme: Scheme) -> Tensor:
+    """``x[e] @ w[e].T + bias[e]`` in float32, one expert after the other."""
+    stored = QTensor(weight.data, weight.scale, weight.zero_point, weight.global_scale)
+    w = dequantize_weight(stored, scheme)
+    y = torch.stack([x[e] @ w[e].t() for e in range(len(w))])
+    return y if weight.bias is None else y + weight.bias[:, None].float()
+
+
+def _dequantized(x: Tensor, scale: Tensor | None, quant: Quant | None) -> Tensor:
+    """Rows as float32."""
+    if scale is None or quant is None:
+        return x.float()
+    if quant.local:
+        scale = scale.repeat_interleave(quant.group.cols, -1)[..., : x.shape[-1]]
+    return x.float() * scale

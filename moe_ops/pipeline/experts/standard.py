@@ -1,0 +1,112 @@
+"""Experts of the Standard format on fused kernels: rows gathered by slot inside the GEMMs."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from moe_ops import ops
+from moe_ops.activation import Activation, MoEActivation, kind_and_key
+from moe_ops.pipeline.experts.base import FusedMoEExpertsModular
+from moe_ops.pipeline.experts.supports import EVERY_SCHEME, Supports
+from moe_ops.pipeline.formats import ExpertTokensMetadata, FusedMoEActivationFormat
+from moe_ops.pipeline.gemms import expert_weights, gemm, gemm_act
+from moe_ops.pipeline.row_spaces import SlotRows
+from moe_ops.pipeline.weight_and_reduce import TopKWeightAndReduce, TopKWeightAndReduceNoOP
+from moe_ops.scheme import Scheme
+from moe_ops.tensors import ExpertWeights, Routing, Rows
+
+
+def slot_experts(
+    rows: Rows,
+    weights: ExpertWeights,
+    scheme: Scheme,
+    routing: Routing,
+    activation: str,
+    dtype: torch.dtype,
+    weight_on_input: bool = False,
+) -> Tensor:
+    """The Standard pipeline after prepare: align, GEMM 1 with activation, GEMM 2, weighted sum.
+
+    Router weights on the input are in quantized rows already (one row a slot); rows that are not
+    quantized are tokens, and GEMM 1 scales its product instead.
+    """
+    topk_weights, topk_ids, expert_map = routing
+    num_local_experts = weights.w1.data.shape[0]
+    tokens, k = topk_ids.shape
+    weighted = weight_on_input and scheme.activation is not None
+    on_input = topk_weights if weight_on_input and not weighted else None
+    space = SlotRows.of(topk_ids, expert_map, num_local_experts)
+    top_k = 1 if weighted else k
+    h = gemm_act(rows, weights, space, top_k, scheme, dtype, activation, on_input)
+    y = gemm(h, weights.w2, space.plan, 1, scheme, dtype)
+    del h  # gone before the output is allocated: `workspace_nbytes` counts on it
+    y = y.view(tokens, k, y.shape[1])
+    on_output = None if weight_on_input else topk_weights
+    return ops.moe_fused_mul_sum(y, on_output, topk_ids, expert_map, None, num_local_experts)
+
+
+class TritonExperts(FusedMoEExpertsModular):
+    """The fused kernels of `fused_experts`: activation and block quantization inside GEMM 1.
+
+    Source:
+        vLLM ``TritonExperts``.
+    """
+
+    SUPPORTS: ClassVar[Supports] = Supports(schemes=EVERY_SCHEME)
+
+    @property
+    def applies_router_weight_on_input(self) -> bool:
+        """Where rows are not quantized, GEMM 1 does it in float32."""
+        return self.quant_config.scheme.activation is None
+
+    @staticmethod
+    def activation_format() -> FusedMoEActivationFormat:
+        """Standard."""
+        return FusedMoEActivationFormat.Standard
+
+    def workspace_shapes(
+        self,
+        M: int,
+        N: int,
+        K: int,
+        topk: int,
+        global_num_experts: int,
+        local_num_experts: int,
+        expert_tokens_meta: ExpertTokensMetadata | None,
+        activation: MoEActivation,
+    ) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
+        """Rows of experts, the activated intermediate (GEMM 1's only output), tokens."""
+        width = self.adjust_N_for_activation(N, activation)
+        return (M * topk, max(width, K)), (M * topk, width), (M, K)
+
+    def finalize_weight_and_reduce_impl(self) -> TopKWeightAndReduce:
+        """Done inside."""
+        return TopKWeightAndReduceNoOP()
+
+    def apply(
+        self,
+        hidden_states: Tensor,
+        w1: Tensor,
+        w2: Tensor,
+        topk_weights: Tensor,
+        topk_ids: Tensor,
+        activation: MoEActivation | Activation | str,
+        global_num_experts: int,
+        expert_map: Tensor | None,
+        a1q_scale: Tensor | None,
+        expert_tokens_meta: ExpertTokensMetadata | None,
+        apply_router_weight_on_input: bool,
+    ) -> Tensor:
+        """``(T, H)``: weighted and summed."""
+        return slot_experts(
+            Rows(hidden_states, a1q_scale),
+            expert_weights(w1, w2, self.quant_config),
+            self.quant_config.scheme,
+            Routing(topk_weights, topk_ids, expert_map),
+            kind_and_key(activation)[1],
+            self.moe_config.in_dtype,
+            apply_router_weight_on_input,
+        )

@@ -1,0 +1,148 @@
+"""The two expert GEMMs of a layer in any scheme, over rows that lie in any space."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from moe_ops import ops
+from moe_ops.pipeline.row_spaces import BatchedRows, SlotRows
+from moe_ops.scheme import FusedMoEQuantConfig, Scheme
+from moe_ops.tensors import ExpertWeight, ExpertWeights, Rows, TilePlan
+from moe_ops.tiles import ROW_TILES
+
+
+def expert_weights(
+    w1: Tensor,
+    w2: Tensor,
+    config: FusedMoEQuantConfig,
+    w1_bias: Tensor | None = None,
+    w2_bias: Tensor | None = None,
+) -> ExpertWeights:
+    """Weights together with what a configuration says of them."""
+    first = ExpertWeight(
+        w1,
+        config.w1_bias if w1_bias is None else w1_bias,
+        config.w1_scale,
+        config.w1_zp,
+        config.w1_gscale,
+    )
+    second = ExpertWeight(
+        w2,
+        config.w2_bias if w2_bias is None else w2_bias,
+        config.w2_scale,
+        config.w2_zp,
+        config.w2_gscale,
+    )
+    return ExpertWeights(first, second, config.a2_scale)
+
+
+def gemm(
+    rows: Rows, weight: ExpertWeight, plan: TilePlan, top_k: int, scheme: Scheme, dtype: torch.dtype
+) -> Tensor:
+    """``rows[s // top_k] @ w[e].T + bias[e]`` for every row s of the plan, in ``dtype``."""
+    if scheme.weight is None:
+        return ops.expert_gemm(
+            rows.data, weight.data, weight.bias, None, None, *plan, ROW_TILES, top_k
+        )
+    if scheme.activation is None:
+        return ops.weight_only_gemm(
+            rows.data,
+            weight.data,
+            weight.scale,
+            weight.zero_point,
+            weight.global_scale,
+            weight.bias,
+            None,
+            *plan,
+            ROW_TILES,
+            top_k,
+            scheme.name,
+        )
+    return ops.scaled_gemm(*_scaled(rows, weight, plan, top_k, scheme, dtype))
+
+
+def gemm_act(
+    rows: Rows,
+    weights: ExpertWeights,
+    space: SlotRows | BatchedRows,
+    top_k: int,
+    scheme: Scheme,
+    dtype: torch.dtype,
+    activation: str,
+    input_weights: Tensor | None = None,
+) -> Rows:
+    """The first GEMM with its activation, as the second GEMM takes it.
+
+    ``input_weights`` (one a slot, of unquantized activations only) scale the product's rows in
+    float32.
+    """
+    weight, plan = weights.w1, space.plan
+    if scheme.weight is None:
+        return Rows(
+            ops.expert_gemm_act(
+                rows.data,
+                weight.data,
+                weight.bias,
+                input_weights,
+                *plan,
+                ROW_TILES,
+                top_k,
+                activation,
+            )
+        )
+    if scheme.activation is None:
+        return Rows(
+            ops.weight_only_gemm_act(
+                rows.data,
+                weight.data,
+                weight.scale,
+                weight.zero_point,
+                weight.global_scale,
+                weight.bias,
+                input_weights,
+                *plan,
+                ROW_TILES,
+                top_k,
+                scheme.name,
+                activation,
+            )
+        )
+    arguments = _scaled(rows, weight, plan, top_k, scheme, dtype)
+    if scheme.activation.local:
+        return Rows(*ops.scaled_gemm_act_quantize(*arguments, activation))
+    h = ops.scaled_gemm_act(*arguments, activation)
+    return space.quantize(h, weights.a2_scale, scheme.activation)
+
+
+def gemm_then_act(
+    rows: Rows,
+    weights: ExpertWeights,
+    space: SlotRows | BatchedRows,
+    scheme: Scheme,
+    dtype: torch.dtype,
+    activation: str,
+) -> Rows:
+    """The same in two steps: the product is rounded to ``dtype`` before it is activated."""
+    product = gemm(rows, weights.w1, space.plan, 1, scheme, dtype)
+    if scheme.activation is None:
+        return Rows(space.activate(product, activation))
+    return space.activate_quantize(product, weights.a2_scale, activation, scheme.activation)
+
+
+def _scaled(
+    rows: Rows, weight: ExpertWeight, plan: TilePlan, top_k: int, scheme: Scheme, dtype: torch.dtype
+) -> tuple:
+    """The arguments that the operators of quantized operands share."""
+    return (
+        rows.data,
+        rows.scale,
+        weight.data,
+        weight.scale,
+        weight.bias,
+        *plan,
+        ROW_TILES,
+        top_k,
+        scheme.name,
+        dtype,
+    )

@@ -1,0 +1,121 @@
+"""Whether the arguments of a layer fit each other: every rule of `fused_experts`, in one place."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from moe_ops import checks
+from moe_ops.activation import MoEActivation
+from moe_ops.pipeline.quant_checks import check_quantized
+from moe_ops.scheme import TENSORS, UNQUANTIZED, FusedMoEQuantConfig, Scheme
+
+
+@checks.remembered
+def check_layer(
+    hidden_states: Tensor,
+    w1: Tensor,
+    w2: Tensor,
+    w1_bias: Tensor | None,
+    w2_bias: Tensor | None,
+    kind: MoEActivation,
+    topk_weights: Tensor | None,
+    topk_ids: Tensor | None,
+    global_num_experts: int,
+    expert_map: Tensor | None,
+    scheme: Scheme = UNQUANTIZED,
+    *quant_tensors: Tensor | None,
+) -> None:
+    """Weights, quantization, and (where it is known already) routing.
+
+    ``quant_tensors`` are those of a `FusedMoEQuantConfig`, one by one: what is checked is
+    remembered by what tensors look like, and must not keep them alive.
+    """
+    if scheme.weight is not None:
+        config = FusedMoEQuantConfig(scheme, **dict(zip(TENSORS, quant_tensors, strict=True)))
+        check_quantized(hidden_states, w1, w2, kind, config)
+        check_biases(hidden_states, w1, w2, w1_bias, w2_bias)
+        checks.inference_only(
+            hidden_states=hidden_states, w1=w1, w2=w2, w1_bias=w1_bias, w2_bias=w2_bias
+        )
+    else:
+        check_weights(hidden_states, w1, w2, w1_bias, w2_bias, kind)
+    if topk_ids is not None and topk_weights is not None:
+        check_routing(hidden_states, w1, topk_weights, topk_ids, global_num_experts, expert_map)
+
+
+def check_weights(
+    hidden_states: Tensor,
+    w1: Tensor,
+    w2: Tensor,
+    w1_bias: Tensor | None,
+    w2_bias: Tensor | None,
+    kind: MoEActivation,
+) -> None:
+    """The weights fit the tokens and the activation, and none of them wants a gradient."""
+    checks.tensor("hidden_states", hidden_states, 2, checks.FLOATS)
+    for name, w in (("w1", w1), ("w2", w2)):
+        checks.tensor(name, w, 3, checks.FLOATS)
+        checks.same_dtype(name, w, "hidden_states", hidden_states)
+        checks.same_device(name, w, "hidden_states", hidden_states)
+        checks.one_unit_stride(name, w)
+        reach = (w.shape[1] - 1) * w.stride(1) + (w.shape[2] - 1) * w.stride(2)
+        if reach >= 2**31:  # kernels count within one expert in 32 bits
+            raise NotImplementedError(
+                f"{name} must reach over fewer than 2**31 elements an expert, got shape "
+                f"{tuple(w.shape)} with strides {w.stride()}"
+            )
+    hidden_size, intermediate_size = hidden_states.shape[1], w2.shape[2]
+    checks.size("w2.shape[0]", w2.shape[0], "w1.shape[0]", w1.shape[0])
+    checks.size("w1.shape[2]", w1.shape[2], "hidden_states.shape[1]", hidden_size)
+    checks.size("w2.shape[1]", w2.shape[1], "hidden_states.shape[1]", hidden_size)
+    if kind.is_gated:
+        if w1.shape[1] % 2:
+            raise ValueError(
+                f"w1 must have an even number of rows (gate and up) for activation {kind.value}, "
+                f"got w1.shape[1] = {w1.shape[1]}"
+            )
+        checks.size("w1.shape[1]", w1.shape[1], "2 * w2.shape[2]", 2 * intermediate_size)
+    else:
+        checks.size("w1.shape[1]", w1.shape[1], "w2.shape[2]", intermediate_size)
+    check_biases(hidden_states, w1, w2, w1_bias, w2_bias)
+    checks.inference_only(
+        hidden_states=hidden_states, w1=w1, w2=w2, w1_bias=w1_bias, w2_bias=w2_bias
+    )
+
+
+def check_routing(
+    hidden_states: Tensor,
+    w1: Tensor,
+    topk_weights: Tensor,
+    topk_ids: Tensor,
+    global_num_experts: int,
+    expert_map: Tensor | None,
+) -> None:
+    """The routing fits the tokens and the experts, and wants no gradient."""
+    checks.topk_pair(topk_weights, topk_ids)
+    checks.same_device("topk_ids", topk_ids, "hidden_states", hidden_states)
+    checks.same_tokens("topk_ids", topk_ids, "hidden_states", hidden_states)
+    given = None if global_num_experts == -1 else global_num_experts
+    checks.expert_map(expert_map, topk_ids, given)
+    num_experts = w1.shape[0] if expert_map is None else expert_map.shape[0]
+    if num_experts == 0:
+        raise ValueError(f"w1 must hold at least one expert, got shape {tuple(w1.shape)}")
+    if given is not None and given != num_experts:
+        raise ValueError(
+            f"global_num_experts must be w1.shape[0] = {num_experts} without an expert_map, "
+            f"got {given}"
+        )
+    checks.topk("topk_ids.shape[1]", topk_ids.shape[1], num_experts)
+    checks.inference_only(topk_weights=topk_weights)
+
+
+def check_biases(
+    hidden_states: Tensor, w1: Tensor, w2: Tensor, w1_bias: Tensor | None, w2_bias: Tensor | None
+) -> None:
+    """One number for each row of each expert's weight."""
+    for name, bias, w in (("w1_bias", w1_bias, w1), ("w2_bias", w2_bias, w2)):
+        if bias is not None:
+            checks.tensor(name, bias, 2, checks.FLOATS)
+            checks.same_device(name, bias, "hidden_states", hidden_states)
+            checks.size(f"{name}.shape[0]", bias.shape[0], "the number of experts", w.shape[0])
+            checks.size(f"{name}.shape[1]", bias.shape[1], "the weight's rows", w.shape[1])

@@ -1,0 +1,300 @@
+"""The modular kernel: any prepare-finalize with any experts of the same format.
+
+``prepare -> experts -> finalize``, with shared experts beside them. Every step is made of
+functional operators, so the whole traces, exports and replays.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moe_ops import checks
+from moe_ops.activation import Activation, MoEActivation, kind_and_key
+from moe_ops.parallel import FusedMoEParallelConfig
+from moe_ops.pipeline.calls import Call, Pending, chunk_of, num_experts_of, routing_of
+from moe_ops.pipeline.experts import FusedMoEExperts
+from moe_ops.pipeline.formats import FusedMoEActivationFormat, PrepareResult
+from moe_ops.pipeline.layer_checks import check_layer
+from moe_ops.pipeline.prepare_finalize import (
+    FusedMoEPrepareAndFinalize,
+    FusedMoEPrepareAndFinalizeModular,
+)
+from moe_ops.tiles import cdiv
+
+
+class FusedMoEKernel:
+    """Prepare, experts and finalize as one layer.
+
+    Args:
+        prepare_finalize: brings tokens to experts and results back.
+        fused_experts: computes the experts; of the same format, and monolithic if and only if
+            ``prepare_finalize`` is.
+        shared_experts: a callable on tokens whose result is returned beside the routed one.
+        moe_parallel_config: how the layer is spread over ranks; kept for the caller.
+        inplace: write the result into ``hidden_states`` and return that.
+        chunk_size: run the experts on so many tokens at a time, which bounds the memory between
+            the GEMMs (Standard format); compiled, there is one graph for each number of chunks.
+
+    Raises:
+        ValueError: parts that do not fit each other; ``inplace`` with shared experts or monolithic
+            parts; a ``chunk_size`` that is not positive or cannot be used.
+
+    Source:
+        vLLM ``FusedMoEModularKernel`` / ``FusedMoEKernel``.
+    """
+
+    def __init__(
+        self,
+        prepare_finalize: FusedMoEPrepareAndFinalize,
+        fused_experts: FusedMoEExperts,
+        shared_experts: Callable[[Tensor], Tensor] | None = None,
+        moe_parallel_config: FusedMoEParallelConfig | None = None,
+        inplace: bool = False,
+        *,
+        chunk_size: int | None = None,
+    ) -> None:
+        self.prepare_finalize, self.fused_experts = prepare_finalize, fused_experts
+        self.shared_experts, self.moe_parallel_config = shared_experts, moe_parallel_config
+        self.inplace, self.chunk_size = inplace, chunk_size
+        monolithic = fused_experts.is_monolithic()
+        if isinstance(prepare_finalize, FusedMoEPrepareAndFinalizeModular) is monolithic:
+            raise ValueError(
+                "prepare_finalize and fused_experts must both be either monolithic or "
+                f"non-monolithic but got {type(prepare_finalize).__name__} and "
+                f"{type(fused_experts).__name__}"
+            )
+        if inplace and shared_experts is not None:
+            raise ValueError("inplace must be False with shared_experts, which read the tokens too")
+        if monolithic and (inplace or shared_experts is not None):
+            raise ValueError(
+                "inplace must be False and shared_experts None with monolithic experts, got "
+                f"inplace={inplace} and {shared_experts}"
+            )
+        if chunk_size is not None:
+            self._check_chunk_size(chunk_size)
+        prepare_finalize.post_init_setup(fused_experts)
+        ours, theirs = fused_experts.activation_format(), prepare_finalize.activation_format
+        if ours is not theirs:
+            raise ValueError(
+                f"fused_experts must take the format of prepare_finalize, {theirs.value[0]} "
+                f"({type(prepare_finalize).__name__}), got {ours.value[0]} "
+                f"({type(fused_experts).__name__})"
+            )
+
+    def _check_chunk_size(self, chunk_size: int) -> None:
+        if chunk_size < 1:
+            raise ValueError(f"chunk_size must be at least 1, got {chunk_size}")
+        if self.is_monolithic or not self.fused_experts.supports_chunking():
+            raise ValueError(
+                f"chunk_size must be None for {type(self.fused_experts).__name__}, which takes "
+                f"all tokens at once, got {chunk_size}"
+            )
+
+    @property
+    def is_monolithic(self) -> bool:
+        """Whether the experts route themselves: `apply_monolithic` instead of `apply`."""
+        return self.fused_experts.is_monolithic()
+
+    def supports_expert_map(self) -> bool:
+        """Whether the experts take an ``expert_map``; in the Batched format prepare does."""
+        return self.fused_experts.supports_expert_map()
+
+    def output_is_reduced(self) -> bool:
+        """Whether ranks' results have been summed already, so that no all-reduce is due."""
+        return self.prepare_finalize.output_is_reduced()
+
+    def apply(
+        self,
+        hidden_states: Tensor,
+        w1: Tensor,
+        w2: Tensor,
+        topk_weights: Tensor,
+        topk_ids: Tensor,
+        activation: MoEActivation | Activation | str = MoEActivation.SILU,
+        global_num_experts: int = -1,
+        expert_map: Tensor | None = None,
+        apply_router_weight_on_input: bool = False,
+        shared_experts_input: Tensor | None = None,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """Run the layer on tokens whose routing is known.
+
+        Args:
+            hidden_states: ``(T, H)`` bf16, fp16 or fp32; also T = 0.
+            w1: ``(El, 2I, H)`` or ``(El, I, H)``, stored as the experts' scheme says.
+            w2: ``(El, H, I)``.
+            topk_weights: ``(T, k)``.
+            topk_ids: ``(T, k)`` int32 or int64, global experts.
+            activation: kind, name or `Activation`.
+            global_num_experts: E; -1: the length of ``expert_map``, or El without one.
+            expert_map: ``(E,)`` or None.
+            apply_router_weight_on_input: scale each slot's row before the first GEMM, for any k.
+            shared_experts_input: what the shared experts get instead of ``hidden_states``.
+
+        Returns:
+            ``(T, H)``, or ``(shared experts' result, (T, H))`` where there are shared experts.
+
+        Raises:
+            TypeError, ValueError, NotImplementedError: as `fused_experts`; ValueError when the
+                kernel is monolithic.
+        """
+        call = Call(
+            hidden_states, w1, w2, topk_weights, topk_ids, activation, global_num_experts,
+            expert_map, apply_router_weight_on_input, shared_experts_input,
+        )  # fmt: skip
+        prepared = self.start_prepare(call).wait()
+        rows = self.run_experts(call, prepared)
+        finalized = self.start_finalize(call, prepared, rows)
+        return self.finish(call, finalized)
+
+    def start_prepare(self, call: Call) -> Pending:
+        """Check the arguments and send tokens on their way: a `PrepareResult` to wait for."""
+        part: Any = self.prepare_finalize
+        experts = self.fused_experts
+        if self.is_monolithic:
+            raise ValueError("apply needs modular parts: call apply_monolithic with router_logits")
+        config = experts.quant_config
+        check_layer(
+            call.hidden_states, call.w1, call.w2, config.w1_bias, config.w2_bias,
+            kind_and_key(call.activation)[0], call.topk_weights, call.topk_ids,
+            call.global_num_experts, call.expert_map, config.scheme, *config.tensors,
+        )  # fmt: skip
+        wanted = part.topk_indices_dtype()
+        if wanted is not None and call.topk_ids.dtype != wanted:
+            raise TypeError(f"topk_ids must have dtype {wanted}, got {call.topk_ids.dtype}")
+        arguments = (
+            call.hidden_states,
+            call.topk_weights,
+            call.topk_ids,
+            num_experts_of(call),
+            call.expert_map,
+            self._weighted_by_prepare(call),
+            config,
+            experts.expects_unquantized_inputs,
+        )
+        if part.supports_async():
+            return Pending.of(part.prepare_async(*arguments))
+        prepared = part.prepare(*arguments)
+        return Pending(None, lambda: prepared)
+
+    def run_experts(self, call: Call, prepared: PrepareResult) -> Tensor:
+        """The experts on what prepare returned, in chunks where asked."""
+        num_tokens, size = call.topk_ids.shape[0], self.chunk_size
+        chunks = 1 if size is None else cdiv(num_tokens, size)
+        if size is None or chunks <= 1:
+            return self._experts(call, prepared)
+        rows_per_token = call.topk_ids.shape[1] if self._weighted_by_prepare(call) else 1
+        quant = self.fused_experts.quant_config.scheme.activation
+        scales_have_rows = quant is not None and not quant.per_tensor
+        parts = []
+        for i in range(chunks):
+            tokens = slice(i * size, (i + 1) * size)
+            part = chunk_of(call, prepared, tokens, rows_per_token, scales_have_rows)
+            parts.append(self._experts(*part))
+        return torch.cat(parts)
+
+    def _weighted_by_prepare(self, call: Call) -> bool:
+        experts = self.fused_experts
+        return call.apply_router_weight_on_input and not experts.applies_router_weight_on_input
+
+    def _experts(self, call: Call, prepared: PrepareResult) -> Tensor:
+        topk_weights, topk_ids = routing_of(call, prepared)
+        batched = self.fused_experts.activation_format() is FusedMoEActivationFormat.BatchedExperts
+        experts: Any = self.fused_experts
+        return experts.apply(
+            prepared.a1q, call.w1, call.w2, topk_weights, topk_ids, call.activation,
+            num_experts_of(call), None if batched else call.expert_map, prepared.a1q_scale,
+            prepared.expert_tokens_meta, call.apply_router_weight_on_input,
+        )  # fmt: skip
+
+    def start_finalize(self, call: Call, prepared: PrepareResult, rows: Tensor) -> Pending:
+        """Bring the experts' rows back on their way: ``(T, H)`` to wait for."""
+        part: Any = self.prepare_finalize
+        experts: Any = self.fused_experts
+        arguments = (
+            rows,
+            *routing_of(call, prepared),
+            call.apply_router_weight_on_input,
+            experts.finalize_weight_and_reduce_impl(),
+        )
+        if part.supports_async():
+            return Pending.of(part.finalize_async(*arguments))
+        output = part.finalize(*arguments)
+        return Pending(None, lambda: output)
+
+    def finish(self, call: Call, finalized: Pending) -> Tensor | tuple[Tensor, Tensor]:
+        """Run the shared experts while rows come back, then wait for those."""
+        shared = None
+        if self.shared_experts is not None:
+            given = call.shared_experts_input
+            shared = self.shared_experts(call.hidden_states if given is None else given)
+            if shared is None:
+                raise ValueError("shared_experts must return a Tensor, got None")
+        output = finalized.wait()
+        if self.inplace:
+            output = call.hidden_states.copy_(output)
+        return output if shared is None else (shared, output)
+
+    def apply_monolithic(
+        self,
+        hidden_states: Tensor,
+        w1: Tensor,
+        w2: Tensor,
+        router_logits: Tensor,
+        activation: MoEActivation | Activation | str,
+        global_num_experts: int,
+        expert_map: Tensor | None,
+        apply_router_weight_on_input: bool,
+        num_expert_group: int | None = None,
+        e_score_correction_bias: Tensor | None = None,
+        routed_scaling_factor: float | None = None,
+        topk_group: int | None = None,
+    ) -> Tensor:
+        """Route by ``router_logits`` ``(T, E)`` and run the experts: ``(T, H)``.
+
+        Args (those not named as in `apply`):
+            router_logits: ``(T, E)`` bf16, fp16 or fp32.
+            num_expert_group: groups of experts; None: no groups.
+            e_score_correction_bias: float32 ``(E,)``, added to scores for the choice only.
+            routed_scaling_factor: on the weights; None: 1.
+            topk_group: groups that a token may choose from.
+
+        Raises:
+            TypeError, ValueError, NotImplementedError: as `apply`; ValueError when the kernel is
+                modular.
+        """
+        if not self.is_monolithic:
+            raise ValueError("apply_monolithic needs monolithic parts: route, then call apply")
+        experts: Any = self.fused_experts
+        part: Any = self.prepare_finalize
+        kind = kind_and_key(activation)[0]
+        config = experts.quant_config
+        check_layer(
+            hidden_states, w1, w2, config.w1_bias, config.w2_bias, kind, None, None,
+            global_num_experts, expert_map, config.scheme, *config.tensors,
+        )  # fmt: skip
+        checks.tensor("router_logits", router_logits, 2, checks.FLOATS)
+        rows, scale, logits = part.prepare(
+            hidden_states, router_logits, config, experts.expects_unquantized_inputs
+        )
+        num_experts = router_logits.shape[1] if global_num_experts == -1 else global_num_experts
+        return part.finalize(
+            experts.apply(
+                rows,
+                w1,
+                w2,
+                logits,
+                activation,
+                num_experts,
+                expert_map,
+                scale,
+                apply_router_weight_on_input,
+                num_expert_group,
+                e_score_correction_bias,
+                routed_scaling_factor,
+                topk_group,
+            )  # fmt: skip
+        )

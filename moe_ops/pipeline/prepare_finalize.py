@@ -1,0 +1,158 @@
+"""Bringing tokens to experts and results back: the interfaces.
+
+A communication backend implements `FusedMoEPrepareAndFinalizeModular`: ``prepare`` sends tokens to
+the ranks of their experts in one of the formats, ``finalize`` brings the rows back and sums them.
+Everything here returns fresh tensors; nothing is written into a caller's.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from moe_ops.pipeline.formats import FusedMoEActivationFormat, PrepareResult
+from moe_ops.pipeline.weight_and_reduce import TopKWeightAndReduce
+from moe_ops.scheme import FusedMoEQuantConfig
+
+if TYPE_CHECKING:
+    from moe_ops.pipeline.experts import FusedMoEExperts
+
+Receiver = Callable[[], Any]
+"""Waits for what was launched, and returns it."""
+Hook = Callable[[], None]
+"""Lets the communication finish; called before the receiver, whenever a scheduler likes."""
+
+
+class FusedMoEPrepareAndFinalize(ABC):
+    """What both kinds share.
+
+    Source:
+        vLLM ``FusedMoEPrepareAndFinalize``.
+    """
+
+    def post_init_setup(self, fused_experts: FusedMoEExperts) -> None:  # noqa: B027 (a default)
+        """Called once with the experts that this will serve; does nothing unless overridden."""
+
+    @property
+    @abstractmethod
+    def activation_format(self) -> FusedMoEActivationFormat:
+        """The format that ``prepare`` produces and ``finalize`` takes."""
+
+    def topk_indices_dtype(self) -> torch.dtype | None:
+        """The dtype that ids must have; None: any."""
+        return None
+
+    def max_num_tokens_per_rank(self) -> int | None:
+        """Tokens that one rank may send; None: any number."""
+        return None
+
+    def num_dispatchers(self) -> int:
+        """How many ranks send tokens."""
+        return 1
+
+    def output_is_reduced(self) -> bool:
+        """Whether ``finalize`` has summed over ranks, so that no all-reduce is due."""
+        return False
+
+
+class FusedMoEPrepareAndFinalizeModular(FusedMoEPrepareAndFinalize):
+    """For experts that are told their tokens' routing."""
+
+    @abstractmethod
+    def prepare(
+        self,
+        a1: Tensor,
+        topk_weights: Tensor,
+        topk_ids: Tensor,
+        num_experts: int,
+        expert_map: Tensor | None,
+        apply_router_weight_on_input: bool,
+        quant_config: FusedMoEQuantConfig,
+        defer_input_quant: bool = False,
+    ) -> PrepareResult:
+        """Send tokens to their experts.
+
+        Args:
+            a1: ``(T, H)`` tokens of this rank.
+            topk_weights: ``(T, k)``.
+            topk_ids: ``(T, k)``, global experts.
+            num_experts: E.
+            expert_map: ``(E,)`` or None.
+            apply_router_weight_on_input: whether each slot's row is to be scaled by its weight, in
+                float32 and before it is quantized. The Standard format then has a row for each
+                slot, ``(T * k, H)``.
+            quant_config: how rows are quantized.
+            defer_input_quant: leave them as they are; the experts quantize.
+        """
+
+    @abstractmethod
+    def finalize(
+        self,
+        fused_expert_output: Tensor,
+        topk_weights: Tensor,
+        topk_ids: Tensor,
+        apply_router_weight_on_input: bool,
+        weight_and_reduce_impl: TopKWeightAndReduce,
+    ) -> Tensor:
+        """Bring rows back and sum them: ``(T, H)``.
+
+        Args:
+            fused_expert_output: unweighted and not summed, unless ``weight_and_reduce_impl`` is
+                `TopKWeightAndReduceNoOP`.
+            topk_weights: ``(T, k)``.
+            topk_ids: ``(T, k)``, those that ``prepare`` returned where it did.
+            apply_router_weight_on_input: whether the weights are in the rows already.
+            weight_and_reduce_impl: how rows are summed; `TopKWeightAndReduceDelegate` leaves the
+                choice to this class.
+        """
+
+    def supports_async(self) -> bool:
+        """Whether the two methods below may be used."""
+        return False
+
+    def prepare_async(
+        self,
+        a1: Tensor,
+        topk_weights: Tensor,
+        topk_ids: Tensor,
+        num_experts: int,
+        expert_map: Tensor | None,
+        apply_router_weight_on_input: bool,
+        quant_config: FusedMoEQuantConfig,
+        defer_input_quant: bool = False,
+    ) -> Receiver | tuple[Hook, Receiver]:
+        """Start `prepare`; the receiver returns its result."""
+        raise NotImplementedError(f"{type(self).__name__} does not prepare asynchronously")
+
+    def finalize_async(
+        self,
+        fused_expert_output: Tensor,
+        topk_weights: Tensor,
+        topk_ids: Tensor,
+        apply_router_weight_on_input: bool,
+        weight_and_reduce_impl: TopKWeightAndReduce,
+    ) -> Receiver | tuple[Hook, Receiver]:
+        """Start `finalize`; the receiver returns its result."""
+        raise NotImplementedError(f"{type(self).__name__} does not finalize asynchronously")
+
+
+class FusedMoEPrepareAndFinalizeMonolithic(FusedMoEPrepareAndFinalize):
+    """For experts that route themselves."""
+
+    @abstractmethod
+    def prepare(
+        self,
+        a1: Tensor,
+        router_logits: Tensor,
+        quant_config: FusedMoEQuantConfig,
+        defer_input_quant: bool = False,
+    ) -> tuple[Tensor, Tensor | None, Tensor]:
+        """``(a1q, its scale or None, router_logits)``."""
+
+    @abstractmethod
+    def finalize(self, fused_expert_output: Tensor) -> Tensor:
+        """Tokens from what the experts returned."""

@@ -1,0 +1,98 @@
+"""Where the rows between two GEMMs lie, and how they are activated and quantized there.
+
+The expert GEMMs follow a tile plan and know nothing of formats: slots in token order, the padded
+rows of each expert, and permuted rows differ in the plan, and in which rows hold anything.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from moe_ops import ops
+from moe_ops.scheme import Quant
+from moe_ops.tensors import Rows, TilePlan
+from moe_ops.tiles import ROW_TILES
+
+
+class SlotRows(NamedTuple):
+    """Row ``t * k + j`` is slot j of token t; the rows of skipped slots hold anything."""
+
+    plan: TilePlan
+    topk_ids: Tensor
+    expert_map: Tensor | None
+    num_local_experts: int
+
+    @staticmethod
+    def of(topk_ids: Tensor, expert_map: Tensor | None, num_local_experts: int) -> SlotRows:
+        """The space of a routing, with its plan: local experts only, tiles picked by the op."""
+        plan = ops.moe_align_block_size(
+            topk_ids, expert_map, ROW_TILES, num_local_experts, False, True
+        )
+        return SlotRows(TilePlan(*plan), topk_ids, expert_map, num_local_experts)
+
+    def quantize(self, x: Tensor, scale: Tensor | None, quant: Quant) -> Rows:
+        """The rows of slots that are not skipped; the others become zeros."""
+        slots = (self.topk_ids, self.expert_map, self.num_local_experts)
+        return Rows(*ops.moe_quantize(x, scale, None, *slots, quant.key))
+
+    def activate(self, x: Tensor, activation: str) -> Tensor:
+        """Every row."""
+        return ops.activation(x, activation)
+
+    def activate_quantize(
+        self, x: Tensor, scale: Tensor | None, activation: str, quant: Quant
+    ) -> Rows:
+        """Activated, rounded to the dtype of ``x``, quantized."""
+        slots = (self.topk_ids, self.expert_map, self.num_local_experts)
+        return Rows(*ops.activation_quantize(x, scale, *slots, activation, quant.key))
+
+
+class BatchedRows(NamedTuple):
+    """Row ``e * M + i`` is the i-th of expert e; those past its count hold anything."""
+
+    plan: TilePlan
+    expert_num_tokens: Tensor
+    max_num_tokens: int
+
+    @staticmethod
+    def of(expert_num_tokens: Tensor, max_num_tokens: int) -> BatchedRows:
+        """The space of ``(El, M, ..)`` tensors, with its plan."""
+        plan = ops.align_batched(expert_num_tokens, max_num_tokens, ROW_TILES)
+        return BatchedRows(TilePlan(*plan), expert_num_tokens, max_num_tokens)
+
+    def _batched(self, x: Tensor) -> Tensor:
+        return x.view(self.expert_num_tokens.shape[0], self.max_num_tokens, x.shape[-1])
+
+    def quantize(self, x: Tensor, scale: Tensor | None, quant: Quant) -> Rows:
+        """The rows in use; padding becomes zeros."""
+        count = self.expert_num_tokens
+        return _flat(ops.batched_quantize(self._batched(x), scale, count, quant.key))
+
+    def activate(self, x: Tensor, activation: str) -> Tensor:
+        """The rows in use; padding becomes zeros."""
+        return ops.batched_activation(self._batched(x), self.expert_num_tokens, activation).flatten(
+            0, 1
+        )
+
+    def activate_quantize(
+        self, x: Tensor, scale: Tensor | None, activation: str, quant: Quant
+    ) -> Rows:
+        """Activated, rounded to the dtype of ``x``, quantized."""
+        count, x = self.expert_num_tokens, self._batched(x)
+        return _flat(ops.batched_activation_quantize(x, scale, count, activation, quant.key))
+
+
+def permuted_rows(expert_first_token_offset: Tensor, num_rows: int) -> BatchedRows:
+    """The space of permuted rows: those in use come first, so it is one expert's to quantize."""
+    plan = ops.align_permuted(expert_first_token_offset, num_rows, ROW_TILES)
+    used = expert_first_token_offset[-1:].to(torch.int32)
+    return BatchedRows(TilePlan(*plan), used, num_rows)
+
+
+def _flat(quantized: tuple[Tensor, Tensor]) -> Rows:
+    """``(E, M, ..)`` as rows; one scale an expert stays ``(E, 1)``."""
+    data, scale = quantized
+    return Rows(data.flatten(0, 1), scale.flatten(0, 1))

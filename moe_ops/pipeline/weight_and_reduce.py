@@ -1,0 +1,145 @@
+"""How the rows that experts return become tokens: the choices of weighting and summing.
+
+An experts implementation names one of these; prepare-finalize applies it. All of them weight and
+sum in float32 in slot order and round once.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from moe_ops import checks, ops
+from moe_ops.alignment import moe_fused_mul_sum
+
+
+class TopKWeightAndReduce(ABC):
+    """Rows of experts, ``(T, k, H)`` or another layout, to tokens ``(T, H)``."""
+
+    @abstractmethod
+    def apply(
+        self,
+        output: Tensor | None,
+        fused_expert_output: Tensor,
+        topk_weights: Tensor,
+        topk_ids: Tensor,
+        apply_router_weight_on_input: bool,
+    ) -> Tensor:
+        """Weight and sum.
+
+        Args:
+            output: ``(T, H)`` to write to; None: a fresh tensor. Nothing else is written.
+            fused_expert_output: what the experts returned; not changed.
+            topk_weights: ``(T, k)``.
+            topk_ids: ``(T, k)``.
+            apply_router_weight_on_input: whether rows have their weight in them already: the sum
+                then has weight 1.
+
+        Returns:
+            ``(T, H)``: ``output`` where it was given.
+        """
+
+
+def _into(output: Tensor | None, result: Tensor) -> Tensor:
+    """``result``, in ``output`` where there is one."""
+    if output is None or output is result:
+        return result
+    if output.shape != result.shape:
+        raise ValueError(
+            f"output must have the shape of the result, {tuple(result.shape)}, "
+            f"got {tuple(output.shape)}"
+        )
+    output.copy_(result)
+    return output
+
+
+@dataclass(frozen=True)
+class TopKWeightAndReduceDelegate(TopKWeightAndReduce):
+    """No choice: prepare-finalize takes the one that fits its format."""
+
+    def apply(
+        self,
+        output: Tensor | None,
+        fused_expert_output: Tensor,
+        topk_weights: Tensor,
+        topk_ids: Tensor,
+        apply_router_weight_on_input: bool,
+    ) -> Tensor:
+        """RuntimeError."""
+        raise RuntimeError(
+            "TopKWeightAndReduceDelegate does not sum: the caller is expected to choose the "
+            "appropriate TopKWeightAndReduce"
+        )
+
+
+@dataclass(frozen=True)
+class TopKWeightAndReduceNoOP(TopKWeightAndReduce):
+    """The experts have weighted and summed."""
+
+    def apply(
+        self,
+        output: Tensor | None,
+        fused_expert_output: Tensor,
+        topk_weights: Tensor,
+        topk_ids: Tensor,
+        apply_router_weight_on_input: bool,
+    ) -> Tensor:
+        """``fused_expert_output`` itself, or copied to ``output``."""
+        return _into(output, fused_expert_output)
+
+
+@dataclass(frozen=True)
+class TopKWeightAndReduceContiguous(TopKWeightAndReduce):
+    """Rows in slot order, ``(T * k, H)`` or ``(T, k, H)``, every one of them written."""
+
+    def apply(
+        self,
+        output: Tensor | None,
+        fused_expert_output: Tensor,
+        topk_weights: Tensor,
+        topk_ids: Tensor,
+        apply_router_weight_on_input: bool,
+    ) -> Tensor:
+        """Slots whose id is negative are skipped, and not read."""
+        tokens, k = topk_ids.shape
+        checks.topk_pair(topk_weights, topk_ids)
+        if fused_expert_output.dim() not in (2, 3):
+            raise ValueError(
+                "fused_expert_output must be (T * k, H) or (T, k, H), got shape "
+                f"{tuple(fused_expert_output.shape)}"
+            )
+        rows = fused_expert_output.reshape(tokens, k, fused_expert_output.shape[-1])
+        weights = topk_weights
+        if apply_router_weight_on_input:
+            weights = topk_weights.new_ones(topk_weights.shape)
+        return moe_fused_mul_sum(rows.contiguous(), weights, output, topk_ids)
+
+
+@dataclass(frozen=True)
+class TopKWeightAndReduceNaiveBatched(TopKWeightAndReduce):
+    """Rows in the Batched format, ``(El, M, H)``, of the experts ``[El * rank, El * (rank + 1))``.
+
+    Args:
+        rank: which experts these are.
+    """
+
+    rank: int
+
+    def apply(
+        self,
+        output: Tensor | None,
+        fused_expert_output: Tensor,
+        topk_weights: Tensor,
+        topk_ids: Tensor,
+        apply_router_weight_on_input: bool,
+    ) -> Tensor:
+        """Slots of other experts, and those that did not fit, add nothing."""
+        checks.tensor("fused_expert_output", fused_expert_output, 3, checks.FLOATS)
+        checks.topk_pair(topk_weights, topk_ids)
+        experts, rows, _ = fused_expert_output.shape
+        row_of_slot = ops.batched_rows(topk_ids, experts * self.rank, experts, rows)
+        weights = None if apply_router_weight_on_input else topk_weights
+        flat = fused_expert_output.flatten(0, 1)
+        return _into(output, ops.moe_unpermute(flat, weights, row_of_slot, None))
