@@ -75,6 +75,10 @@ from moe_ops.pipeline.weight_and_reduce import (
     TopKWeightAndReduceNoOP,
 )
 from moe_ops.pipeline.workspace import workspace_nbytes
+from moe_ops.quantization import (
+    batched_moe_kernel_quantize_input,
+    moe_kernel_quantize_input,
+)
 from moe_ops.routing import RoutingMethodType, fused_topk, get_routing_method_type
 from moe_ops.scheme import (
     FLOAT4_E2M1_MAX,
@@ -136,6 +140,7 @@ __all__ = [
     "TritonExperts",
     "__version__",
     "apply_moe_activation",
+    "batched_moe_kernel_quantize_input",
     "checking",
     "compute_logical_maps",
     "count_expert_num_tokens",
@@ -153,6 +158,7 @@ __all__ = [
     "maybe_roundup_hidden_size",
     "moe_align_block_size",
     "moe_fused_mul_sum",
+    "moe_kernel_quantize_input",
     "moe_permute",
     "moe_unpermute",
     "move_experts",

@@ -48,15 +48,15 @@ def test_every_operator_has_all_its_parts(qualified):
 
 
 def test_stages_are_files_everywhere():
-    shared = {"__init__", "slots", "launch", "gemm_tile", "rounding", "routing_scores"}
+    shared = set("__init__ slots launch gemm_tile scaled_tile rounding routing_scores rows".split())
     for folder in ("moe_ops/kernels", "moe_ops/reference", "fake_impls"):
         assert {p.stem for p in (ROOT / folder).glob("*.py")} - shared == set(STAGE_FILES)
 
 
 LAYERS = {
     "moe_ops.layer": 5, "moe_ops.integrations": 5, "moe_ops": 6, "moe_ops.testing": 6,
-    "moe_ops.pipeline": 4, "moe_ops.alignment": 4, "moe_ops.routing": 3, "moe_ops.ops": 2,
-    "moe_ops.parallel": 3,
+    "moe_ops.pipeline": 4, "moe_ops.alignment": 4, "moe_ops.quantization": 4,
+    "moe_ops.routing": 3, "moe_ops.parallel": 3, "moe_ops.ops": 2,
     "moe_ops.kernels": 1, "moe_ops.reference": 1, "moe_ops.fake_impls": 1, "moe_ops.support": 1,
     "moe_ops.checks": 0, "moe_ops.tensors": 0, "moe_ops.scheme": 0, "moe_ops.tiles": 0,
     "moe_ops.activation": 0, "moe_ops.version": 0,

@@ -75,16 +75,12 @@ def gate_up(
 
 
 @triton.jit
-def _activation_kernel(
-    x, out, stride_row, WIDTH, GATED: tl.constexpr, INTERLEAVED: tl.constexpr,
+def load_activated(
+    source, col, inside, WIDTH, GATED: tl.constexpr, INTERLEAVED: tl.constexpr,
     FUNCTION: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.constexpr, BETA: tl.constexpr,
-    LINEAR_BETA: tl.constexpr, BLOCK: tl.constexpr,
+    LINEAR_BETA: tl.constexpr,
 ):  # fmt: skip
-    """One program computes a piece of one row."""
-    row = tl.program_id(0).to(tl.int64)
-    col = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = col < WIDTH
-    source = x + row * stride_row
+    """Columns of the activation of the row at ``source``, in float32; zeros outside."""
     if GATED:
         if INTERLEAVED:
             g = tl.load(source + 2 * col, mask=inside, other=0.0).to(tl.float32)
@@ -96,6 +92,23 @@ def _activation_kernel(
     else:
         g = tl.load(source + col, mask=inside, other=0.0).to(tl.float32)
         value = gate(g, FUNCTION, LIMIT, ALPHA, BETA)
+    return value
+
+
+@triton.jit
+def _activation_kernel(
+    x, out, stride_row, WIDTH, GATED: tl.constexpr, INTERLEAVED: tl.constexpr,
+    FUNCTION: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.constexpr, BETA: tl.constexpr,
+    LINEAR_BETA: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One program computes a piece of one row."""
+    row = tl.program_id(0).to(tl.int64)
+    col = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = col < WIDTH
+    value = load_activated(
+        x + row * stride_row, col, inside, WIDTH, GATED, INTERLEAVED,
+        FUNCTION, LIMIT, ALPHA, BETA, LINEAR_BETA,
+    )  # fmt: skip
     tl.store(out + row * WIDTH + col, value.to(out.dtype.element_ty), mask=inside)
 
 

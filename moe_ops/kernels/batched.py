@@ -1,28 +1,191 @@
-"""Triton kernels of the stage (being written)."""
+"""Triton kernels of the batched format: each slot's row placed with its expert, in slot order.
 
-from typing import Any
+Two launches: a counting sort finds the slot of each row, then rows are copied, activated or
+quantized by programs of their own. Rows past an expert's count are zeros.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from moe_ops.fake_impls.batched import batched_activation as empty_activated
+from moe_ops.fake_impls.batched import batched_activation_quantize as empty_activated_quantized
+from moe_ops.fake_impls.batched import batched_dispatch as empty_dispatched
+from moe_ops.fake_impls.batched import batched_quantize as empty_quantized
+from moe_ops.fake_impls.batched import batched_rows as empty_places
+from moe_ops.kernels.launch import Launch
+from moe_ops.kernels.quantize import quantize_rows, warps
+from moe_ops.kernels.rows import Rows, load_values, readable, row_constants
+from moe_ops.kernels.slots import local_experts, next_power_of_2
+from moe_ops.scheme import parse_quant
+from moe_ops.tiles import Scan, scan_sizes
 
 
-def batched_dispatch(*args: Any) -> Any:
-    """Not yet."""
-    raise NotImplementedError("batched_dispatch must run on the CPU, got CUDA")
+@triton.jit
+def _experts_here(topk_ids, slot, num_slots, first_expert, num_experts):
+    """The expert of each slot, counted from ``first_expert``, and -1 past the last slot.
+
+    Slots of no expert here get ``num_experts``.
+    """
+    inside = slot < num_slots
+    last = first_expert + num_experts
+    expert = local_experts(topk_ids, None, slot, inside, last, last) - first_expert
+    return tl.where(inside, tl.where(expert < 0, num_experts, expert), -1)
 
 
-def batched_rows(*args: Any) -> Any:
-    """Not yet."""
-    raise NotImplementedError("batched_rows must run on the CPU, got CUDA")
+@triton.jit(do_not_specialize=["num_slots", "first_expert"])
+def _places_kernel(
+    topk_ids, slots, rows, counts, num_dropped, num_slots, first_expert, num_experts, max_rows,
+    BUCKETS: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    """One program places the slots of one expert; the last one those of no expert here."""
+    expert = tl.program_id(0)
+    taken = expert * 0
+    for start in range(0, num_slots, CHUNK):
+        slot = start + tl.arange(0, CHUNK)
+        mine = (_experts_here(topk_ids, slot, num_slots, first_expert, num_experts) == expert).to(
+            tl.int32
+        )
+        rank = taken + tl.cumsum(mine, 0) - mine
+        room = tl.where(expert < num_experts, max_rows, 0)
+        row = tl.where(rank < room, expert * max_rows + rank, -1)
+        if slots is not None:
+            tl.store(slots + row, slot, mask=(mine > 0) & (row >= 0))
+        if rows is not None:
+            tl.store(rows + slot, row, mask=mine > 0)
+        taken += tl.sum(mine)
+    if counts is not None:
+        tl.store(counts + expert, tl.minimum(taken, max_rows), mask=expert < num_experts)
+        if expert == num_experts:
+            total = tl.zeros((BUCKETS,), dtype=tl.int32)
+            for start in range(0, num_slots, CHUNK):
+                slot = start + tl.arange(0, CHUNK)
+                found = _experts_here(topk_ids, slot, num_slots, first_expert, num_experts)
+                valid = (found >= 0) & (found < num_experts)
+                total += tl.histogram(tl.where(valid, found, 0), BUCKETS, mask=valid)
+            tl.store(num_dropped, tl.sum(tl.maximum(total - max_rows, 0)))
 
 
-def batched_activation(*args: Any) -> Any:
-    """Not yet."""
-    raise NotImplementedError("batched_activation must run on the CPU, got CUDA")
+@lru_cache(maxsize=1024)
+def _places_launch(scan: Scan, num_experts: int) -> Launch:
+    buckets = next_power_of_2(max(num_experts, 2))
+    return Launch(_places_kernel, BUCKETS=buckets, CHUNK=scan.chunk, num_warps=scan.num_warps)
 
 
-def batched_quantize(*args: Any) -> Any:
-    """Not yet."""
-    raise NotImplementedError("batched_quantize must run on the CPU, got CUDA")
+def _find_places(
+    topk_ids: Tensor, first_expert: int, num_experts: int, max_rows: int, *out: Tensor | None
+) -> None:
+    num_slots = topk_ids.numel()
+    _places_launch(scan_sizes(num_slots), num_experts)(
+        (num_experts + 1,), topk_ids.contiguous(), *out,
+        num_slots, first_expert, num_experts, max_rows,
+    )  # fmt: skip
 
 
-def batched_activation_quantize(*args: Any) -> Any:
-    """Not yet."""
-    raise NotImplementedError("batched_activation_quantize must run on the CPU, got CUDA")
+def batched_rows(
+    topk_ids: Tensor, first_expert: int, num_local_experts: int, max_num_tokens: int
+) -> Tensor:
+    """Launch one program an expert, and one more."""
+    rows = empty_places(topk_ids, first_expert, num_local_experts, max_num_tokens)
+    out = (None, rows, None, None)
+    _find_places(topk_ids, first_expert, num_local_experts, max_num_tokens, *out)
+    return rows
+
+
+@triton.jit(do_not_specialize=["num_experts", "num_local_experts"])
+def _copy_kernel(
+    x, slots, topk_weights, topk_ids, expert_map, counts, num_experts, num_local_experts,
+    stride_expert, stride_row, WIDTH, out, TOP_K: tl.constexpr, SLOTS: tl.constexpr,
+    GATED: tl.constexpr, INTERLEAVED: tl.constexpr, FUNCTION: tl.constexpr, LIMIT: tl.constexpr,
+    ALPHA: tl.constexpr, BETA: tl.constexpr, LINEAR_BETA: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One program writes a piece of one row in the dtype of ``x``."""
+    rank, piece, expert = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    row = expert.to(tl.int64) * tl.num_programs(0) + rank
+    col = piece * BLOCK + tl.arange(0, BLOCK)
+    width = readable(
+        topk_ids, expert_map, counts, num_experts, num_local_experts, WIDTH, expert, rank, SLOTS
+    )
+    value = load_values(
+        x, slots, topk_weights, stride_expert, stride_row, WIDTH, expert, rank, row, col, width,
+        TOP_K, GATED, INTERLEAVED, FUNCTION, LIMIT, ALPHA, BETA, LINEAR_BETA,
+    )  # fmt: skip
+    tl.store(out + row * WIDTH + col, value.to(out.dtype.element_ty), mask=col < WIDTH)
+
+
+@lru_cache(maxsize=1024)
+def _copy_launch(source: tuple, width: int) -> tuple[Launch, int]:
+    """The kernel, and the programs along a row."""
+    block = min(1024, next_power_of_2(width))
+    kernel = Launch(_copy_kernel, **row_constants(*source), BLOCK=block, num_warps=warps(block))
+    return kernel, triton.cdiv(width, block)
+
+
+def _copy_rows(rows: Rows, out: Tensor) -> None:
+    experts, count, width = rows.shape
+    if out.numel():
+        kernel, pieces = _copy_launch(rows.constants(), width)
+        kernel((count, pieces, experts), *rows.arguments(), out)
+
+
+def batched_dispatch(
+    x: Tensor,
+    scale: Tensor | None,
+    topk_weights: Tensor | None,
+    topk_ids: Tensor,
+    first_expert: int,
+    num_local_experts: int,
+    max_num_tokens: int,
+    quant: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Place, then copy or quantize."""
+    places = (topk_ids, first_expert, num_local_experts, max_num_tokens)
+    result = empty_dispatched(x, scale, topk_weights, *places, quant)
+    out, row_scale, counts, num_dropped = result
+    slots = topk_ids.new_empty(num_local_experts * max_num_tokens, dtype=torch.int32)
+    _find_places(*places, slots, None, counts, num_dropped)
+    rows = Rows(
+        x,
+        out.shape,
+        slots=slots,
+        topk_weights=topk_weights,
+        top_k=topk_ids.shape[1],
+        counts=counts,
+    )
+    if quant:
+        quantize_rows(rows, scale, parse_quant(quant), (out, row_scale))
+    else:
+        _copy_rows(rows, out)
+    return result
+
+
+def batched_activation(x: Tensor, expert_num_tokens: Tensor, activation: str) -> Tensor:
+    """Launch one program for each piece of a row."""
+    out = empty_activated(x, expert_num_tokens, activation)
+    _copy_rows(Rows(x, out.shape, activation, counts=expert_num_tokens), out)
+    return out
+
+
+def batched_quantize(
+    x: Tensor, scale: Tensor | None, expert_num_tokens: Tensor, quant: str
+) -> tuple[Tensor, Tensor]:
+    """One launch; two where an expert's rows share a scale that comes from the data."""
+    out = empty_quantized(x, scale, expert_num_tokens, quant)
+    rows = Rows(x, out[0].shape, counts=expert_num_tokens)
+    quantize_rows(rows, scale, parse_quant(quant), out)
+    return out
+
+
+def batched_activation_quantize(
+    x: Tensor, scale: Tensor | None, expert_num_tokens: Tensor, activation: str, quant: str
+) -> tuple[Tensor, Tensor]:
+    """One launch; two where an expert's rows share a scale that comes from the data."""
+    out = empty_activated_quantized(x, scale, expert_num_tokens, activation, quant)
+    rows = Rows(x, out[0].shape, activation, counts=expert_num_tokens)
+    quantize_rows(rows, scale, parse_quant(quant), out)
+    return out
