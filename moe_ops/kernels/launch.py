@@ -11,12 +11,15 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 import triton
 
 COMPILED: dict[tuple, Any] = {}
 """The binary of each combination. Kept for good: CUDA graphs hold its code."""
 
-RUNTIME, DRIVER = triton.knobs.runtime, triton.runtime.driver
+RUNTIME = triton.knobs.runtime
+_current_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+"""What Triton's driver asks too. A build without CUDA has none, and only compiles."""
 _INT32 = 2**31 - 1
 
 
@@ -43,12 +46,13 @@ class Launch:
         if self.interpreted:
             self.kernel[grid](*arguments, **self.constants)
             return
-        seen: list[Any] = [self, arguments[0].device.index]
-        for argument, counted in zip(arguments, self.counted, strict=True):
-            if argument is None:
-                seen.append(None)
-            elif type(argument) is int:
+        device = arguments[0].get_device()
+        seen: list[Any] = [self, device]
+        for argument, counted in zip(arguments, self.counted):  # noqa: B905 (strict is slower)
+            if type(argument) is int:
                 seen.append(argument > _INT32 if counted else argument)
+            elif argument is None:
+                seen.append(None)
             else:
                 seen.append(argument.dtype)
                 seen.append(argument.data_ptr() & 15)
@@ -61,9 +65,8 @@ class Launch:
         if RUNTIME.launch_enter_hook.calls or RUNTIME.launch_exit_hook.calls:
             compiled[(x, y, z)](*arguments, *self.tail)
             return
-        stream = DRIVER.active.get_current_stream(seen[1])
-        metadata, no_hook = compiled.packed_metadata, None
+        no_hook = None
         compiled.run(
-            x, y, z, stream, compiled.function, metadata, None, no_hook, no_hook,
-            *arguments, *self.tail,
+            x, y, z, _current_stream(device), compiled.function, compiled.packed_metadata,
+            None, no_hook, no_hook, *arguments, *self.tail,
         )  # fmt: skip
