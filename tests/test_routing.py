@@ -1,72 +1,70 @@
-"""Top-k routing against float64 scores, with ties, infinities and biases."""
+"""Top-k routing against Python in float64, with ties, infinities, biases and groups."""
 
 import pytest
 import torch
+from conftest import HAS_CUDA
 from hypothesis import given
-from hypothesis import strategies as st
+from routing_oracle import (
+    KINDS,
+    SCORING,
+    Call,
+    assert_routed,
+    grouped_calls,
+    make_logits,
+    topk_calls,
+)
 
 import moe_ops
-from moe_ops.reference import routing
-from moe_ops.testing import assert_matches_reference
+from moe_ops import ops
+from moe_ops.reference import routing as reference
 
 pytestmark = pytest.mark.kernel
 
 
-def logits_on_a_grid(tokens: int, experts: int, seed: int) -> torch.Tensor:
-    """Multiples of 1/16: equal logits are exact ties, others are far apart in float32."""
-    g = torch.Generator().manual_seed(seed)
-    return torch.randint(-64, 64, (tokens, experts), generator=g) / 16.0
+def no_hidden(tokens, device="cpu"):
+    """Routers read nothing of the tokens but their number."""
+    return torch.empty(tokens, 1, device=device)
 
 
-def exact_scores(logits: torch.Tensor, scoring_func: str) -> torch.Tensor:
-    logits = logits.double()
-    return logits.softmax(-1) if scoring_func == "softmax" else logits.sigmoid()
-
-
-def by_sorting(score: torch.Tensor, bias: torch.Tensor | None, k: int) -> list[list[int]]:
-    """Python's sort is stable: ties go to the lowest index."""
-    choice = (score if bias is None else score + bias).tolist()
-    return [sorted(range(len(row)), key=lambda e: -row[e])[:k] for row in choice]
-
-
-@given(
-    tokens=st.integers(0, 20),
-    experts=st.sampled_from((1, 2, 8, 60, 257)),
-    scoring_func=st.sampled_from(("softmax", "sigmoid")),
-    renormalize=st.booleans(),
-    dtype=st.sampled_from((torch.float32, torch.bfloat16)),
-    data=st.data(),
-)
-def test_any_logits(tokens, experts, scoring_func, renormalize, dtype, data, device):
-    k = data.draw(st.integers(1, min(experts, 8)))
-    logits = logits_on_a_grid(tokens, experts, data.draw(st.integers(0, 999))).to(dtype)
-    weights, ids = moe_ops.fused_topk(
-        torch.empty(tokens, 1, device=device), logits.to(device), k, renormalize,
-        scoring_func=scoring_func,
+@given(sample=topk_calls())
+def test_any_logits(sample, device):
+    logits, call = sample
+    result = moe_ops.fused_topk(
+        no_hidden(len(logits), device), logits.to(device), call.k, call.renormalize,
+        scoring_func=call.scoring, routed_scaling_factor=call.scale,
+        e_score_correction_bias=None if call.bias is None else call.bias.to(device),
     )  # fmt: skip
-    assert ids.dtype == torch.int32 and ids.shape == (tokens, k) and ids.is_contiguous()
-    assert ids.tolist() == by_sorting(logits.float(), None, k)
-    exact = exact_scores(logits, scoring_func).gather(-1, ids.cpu().long())
-    if renormalize:
-        exact = exact / exact.sum(-1, keepdim=True)
-    reference, _ = routing.fused_topk(logits, None, k, renormalize, scoring_func, 1.0)
-    assert_matches_reference(weights.cpu(), exact, reference)
+    assert_routed(logits, call, *result)
 
 
-@pytest.mark.parametrize("scoring_func", ["softmax", "sigmoid"])
-def test_bias_chooses_and_does_not_weigh(scoring_func, device):
-    logits = logits_on_a_grid(16, 12, 0)
-    bias = torch.linspace(-0.3, 0.3, 12)
-    weights, ids = moe_ops.fused_topk(
-        torch.empty(16, 1, device=device), logits.to(device), 3, True, scoring_func=scoring_func,
-        e_score_correction_bias=bias.to(device), routed_scaling_factor=2.5,
+@given(sample=grouped_calls())
+def test_any_groups(sample, device):
+    logits, call = sample
+    result = moe_ops.routing.grouped_topk(
+        no_hidden(len(logits), device), logits.to(device), call.k, call.renormalize, call.groups,
+        call.topk_group, scoring_func=call.scoring, routed_scaling_factor=call.scale,
+        e_score_correction_bias=None if call.bias is None else call.bias.to(device),
     )  # fmt: skip
-    score = exact_scores(logits, scoring_func)
-    assert ids.tolist() == by_sorting(score, bias.double(), 3)
-    exact = score.gather(-1, ids.cpu().long())
-    exact = 2.5 * exact / exact.sum(-1, keepdim=True)
-    reference, _ = routing.fused_topk(logits, bias, 3, True, scoring_func, 2.5)
-    assert_matches_reference(weights.cpu(), exact, reference)
+    assert_routed(logits, call, *result)
+
+
+@pytest.mark.parametrize("scoring", SCORING)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("experts", "k"), [(256, 8), (257, 10)])
+def test_kernels_choose_as_references(scoring, kind, experts, k, device):
+    """Also where scores plus bias nearly tie: thousands of tokens on a GPU."""
+    logits = make_logits(kind, 4096 if HAS_CUDA else 4, experts, 1)
+    bias = torch.linspace(-0.1, 0.1, experts)
+    for call in (Call(k, True, scoring, bias, 2.5), Call(k, False, scoring, None, 1.0)):
+        weights, ids = ops.fused_topk(logits.to(device), *call.arguments(device))
+        expected_weights, expected_ids = reference.fused_topk(logits, *call.arguments("cpu"))
+        assert torch.equal(ids.cpu(), expected_ids)
+        assert torch.equal(weights.cpu(), expected_weights)
+        if experts % 8 == 0:
+            weights, ids = ops.grouped_topk(logits.to(device), *call.arguments(device), 8, 4)
+            expected = reference.grouped_topk(logits, *call.arguments("cpu"), 8, 4)
+            assert torch.equal(ids.cpu(), expected[1])
+            assert torch.equal(weights.cpu(), expected[0])
 
 
 @pytest.mark.parametrize("scoring_func", ["softmax", "sigmoid"])
@@ -82,7 +80,7 @@ def test_logits_that_are_not_finite_score_zero(scoring_func, device):
         device=device,
     )
     weights, ids = moe_ops.fused_topk(
-        torch.empty(4, 1, device=device), logits, 3, True, scoring_func=scoring_func
+        no_hidden(4, device), logits, 3, True, scoring_func=scoring_func
     )
     assert ids.tolist() == [[2, 1, 0], [0, 1, 2], [1, 0, 2], [2, 0, 1]]
     assert weights.isfinite().all()
@@ -99,22 +97,60 @@ def test_a_bias_that_is_not_finite_is_chosen_last(device):
     assert ids.tolist() == [[3, 1, 0, 2]]
 
 
+def test_the_two_best_of_a_group_count_with_a_bias(device):
+    """Group 0 has the best expert, group 1 the best pair."""
+    logits = torch.tensor([[3.0, -9.0, 2.0, 2.0]], device=device)
+    zero = torch.zeros(4, device=device)
+    for bias, expected in ((None, [[0]]), (zero, [[2]])):
+        _, ids = moe_ops.routing.grouped_topk(
+            logits, logits, 1, True, 2, 1, scoring_func="sigmoid", e_score_correction_bias=bias
+        )
+        assert ids.tolist() == expected
+
+
+def test_one_group_is_no_group(device):
+    logits = make_logits("grid", 5, 12, 0).to(device)
+    for a, b in zip(
+        moe_ops.routing.grouped_topk(logits, logits, 3, True, 1, 1),
+        moe_ops.fused_topk(logits, logits, 3, True),
+        strict=True,
+    ):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("scoring", SCORING)
+def test_far_tails_keep_their_scores(scoring, device):
+    """No score is lost to cancellation: sqrt(softplus(-60)) is 9.4e-14, not 0."""
+    logits = torch.tensor([[-60.0, -40.0, 19.999, 20.001]], device=device)
+    call = Call(4, False, scoring, None, 1.0)
+    assert_routed(logits.cpu(), call, *ops.fused_topk(logits, *call.arguments(device)))
+    if scoring != "softmax":
+        for e in range(4):
+            one = logits[:, e : e + 1]
+            call = Call(1, False, scoring, None, 1.0)
+            assert_routed(one.cpu(), call, *ops.fused_topk(one, *call.arguments(device)))
+
+
 def test_indices_type_and_strided_logits(device):
-    logits = logits_on_a_grid(5, 16, 0).to(device)
+    logits = make_logits("grid", 5, 16, 0)
     wide = torch.full((5, 40), torch.nan, device=device)
     wide[:, :16] = logits
-    _, ids = moe_ops.fused_topk(logits, wide[:, :16], 2, True, indices_type=torch.int64)
+    call = Call(2, True, "softmax", None, 1.0)
+    weights, ids = moe_ops.fused_topk(logits, wide[:, :16], 2, True, indices_type=torch.int64)
     assert ids.dtype == torch.int64
-    assert ids.tolist() == by_sorting(logits, None, 2)
-    _, ids = moe_ops.fused_topk(logits, logits.t().contiguous().t(), 2, True)
-    assert ids.tolist() == by_sorting(logits, None, 2)
+    assert_routed(logits, call, weights, ids.int())
+    turned = logits.to(device).t().contiguous().t()
+    assert_routed(logits, call, *moe_ops.fused_topk(logits, turned, 2, True))
 
 
-@pytest.mark.parametrize("experts", [4096, 513])
-def test_many_experts(experts, device):
+@pytest.mark.parametrize(("experts", "k"), [(4096, 22), (513, 22), (40, 40)])
+def test_many_experts(experts, k, device):
     logits = torch.arange(experts).flip(0).float()[None].to(device) / 64
-    _, ids = moe_ops.fused_topk(logits, logits, 22, True)
-    assert ids.tolist() == [list(range(22))]
+    _, ids = moe_ops.fused_topk(logits, logits, k, True)
+    assert ids.tolist() == [list(range(k))]
+
+
+LOGITS = {"gating_output": torch.zeros(4, 8), "topk": 2, "renormalize": True}
 
 
 @pytest.mark.parametrize(
@@ -137,6 +173,23 @@ def test_many_experts(experts, device):
     ],
 )
 def test_errors(changes, error, message):
-    arguments = {"gating_output": torch.zeros(4, 8), "topk": 2, "renormalize": True, **changes}
     with pytest.raises(error, match=message):
-        moe_ops.fused_topk(torch.zeros(4, 1), **arguments)
+        moe_ops.fused_topk(no_hidden(4), **{**LOGITS, **changes})
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_expert_group": None}, "num_expert_group must divide the 8 experts, got None"),
+        ({"num_expert_group": 3}, "num_expert_group must divide the 8 experts, got 3"),
+        ({"num_expert_group": 0}, "num_expert_group must divide"),
+        ({"topk_group": None}, "topk_group must be between 1 and num_expert_group = 4, got None"),
+        ({"topk_group": 5}, "topk_group must be between"),
+        ({"topk": 5}, "topk must be between 1 and the 4 experts, got 5"),
+        ({"scoring_func": "tanh"}, "scoring_func must be one of"),
+    ],
+)
+def test_errors_of_groups(changes, message):
+    arguments = {**LOGITS, "num_expert_group": 4, "topk_group": 2, **changes}
+    with pytest.raises(ValueError, match=message):
+        moe_ops.routing.grouped_topk(no_hidden(4), **arguments)
