@@ -72,10 +72,18 @@ def scaled_gemm_act_quantize(
     return a.new_empty((slots, width), dtype=quant.dtype), scale
 
 
+def quants(scheme: str) -> tuple[Quant, Quant]:
+    """How a scheme quantizes activations and weights; ValueError where it leaves either."""
+    found = get_scheme(scheme)
+    if found.activation is None or found.weight is None:
+        raise ValueError(f"scheme must quantize activations and weights, got {scheme!r}")
+    return found.activation, found.weight
+
+
 def _local(scheme: str) -> Quant:
     """How a scheme quantizes activations piece by piece; ValueError where it does not."""
-    quant = get_scheme(scheme).activation
-    if quant is None or not quant.local:
+    quant, _ = quants(scheme)
+    if not quant.local:
         raise ValueError(f"scheme must quantize activations in groups along a row, got {scheme!r}")
     return quant
 

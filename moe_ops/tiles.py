@@ -144,6 +144,28 @@ def gemm_tiles(gemm: Gemm, device: Device) -> TileConfig:
     return TileConfig(block_m, block_n, block_k, group_m, num_warps, num_stages)
 
 
+@lru_cache(maxsize=4096)
+def scaled_gemm_tiles(gemm: Gemm, group: int | None, min_n: int, device: Device) -> TileConfig:
+    """The tiles of an expert GEMM of two 8-bit operands on a device.
+
+    Args:
+        gemm: its sizes.
+        group: elements along K that share a scale, which a K block does not cross; None: all.
+        min_n: the fewest columns of an output tile.
+        device: the GPU.
+    """
+    block_m = pick_row_tile(gemm.row_tiles, gemm.num_slots, gemm.num_experts)
+    small, gated = block_m <= 32, gemm.halves == 2
+    block_k = min(128, group or 128)
+    block_n, num_warps, group_m = 128, 8 if block_m >= 64 else 4, 8 if block_m == 128 else 16
+    if small:
+        block_n, group_m = 64 if gated else 128, 1
+    block_n = max(block_n, min_n)
+    stage = (block_m + gemm.halves * block_n) * block_k
+    num_stages = max(1, min(4, device.shared_memory // stage))
+    return TileConfig(block_m, block_n, block_k, group_m, num_warps, num_stages)
+
+
 def max_programs(gemm: Gemm, config: TileConfig) -> int:
     """Upper bound of the programs that a plan may need."""
     tiles = num_tiles(gemm.num_slots, gemm.num_experts, (config.block_m,))

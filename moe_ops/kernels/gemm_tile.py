@@ -5,6 +5,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from moe_ops.kernels.activation import gate, gate_up
+
 
 @triton.jit
 def map_tile(pid, num_pid_m, num_pid_n, GROUP_M: tl.constexpr):
@@ -14,6 +16,20 @@ def map_tile(pid, num_pid_m, num_pid_n, GROUP_M: tl.constexpr):
     height = tl.minimum(num_pid_m - first, GROUP_M)
     inside = pid % (GROUP_M * num_pid_n)
     return first + inside % height, inside // height
+
+
+@triton.jit
+def find_tile(
+    expert_ids, num_tokens_post_padded, N: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP_M: tl.constexpr,
+):  # fmt: skip
+    """This program's tile (row and column) and its expert, -1 where there is nothing to do."""
+    num_pid_m = tl.load(num_tokens_post_padded) // BLOCK_M
+    num_pid_n: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
+    used = tl.program_id(0) < num_pid_m * num_pid_n
+    pid = tl.where(used, tl.program_id(0), 0)
+    pid_m, pid_n = map_tile(pid, tl.maximum(num_pid_m, 1), num_pid_n, GROUP_M)
+    return pid_m, pid_n, tl.load(expert_ids + pid_m, mask=used, other=-1).to(tl.int64)
 
 
 @triton.jit
@@ -57,3 +73,18 @@ def add_bias(acc, bias, expert, n, inside, ROWS):
     if bias is not None:
         acc += tl.load(bias + expert * ROWS + n, mask=inside, other=0.0).to(tl.float32)[None, :]
     return acc
+
+
+@triton.jit
+def activate(g, u, RULE: tl.constexpr):
+    """A `Formula` of gate and up, in float32; of the gate alone where the formula has no gate."""
+    FUNCTION: tl.constexpr = RULE.function
+    LIMIT: tl.constexpr = RULE.limit
+    ALPHA: tl.constexpr = RULE.alpha
+    BETA: tl.constexpr = RULE.beta
+    LINEAR_BETA: tl.constexpr = RULE.linear_beta
+    if RULE.gated:
+        value = gate_up(g, u, FUNCTION, LIMIT, ALPHA, BETA, LINEAR_BETA)
+    else:
+        value = gate(g, FUNCTION, LIMIT, ALPHA, BETA)
+    return value

@@ -12,12 +12,14 @@ import torch
 from torch import Tensor
 
 from moe_ops.activation import formula
+from moe_ops.fake_impls.scaled_gemm import quants
 from moe_ops.fake_impls.scaled_gemm import scaled_gemm as empty_rows
 from moe_ops.fake_impls.scaled_gemm import scaled_gemm_act as empty_activated_rows
 from moe_ops.reference.activation import apply, split
+from moe_ops.reference.quantize import moe_quantize
 from moe_ops.reference.slots import planned_slots, runs
-from moe_ops.scheme import WHOLE, Element, Quant, get_scheme
-from moe_ops.scheme.rounding import decode, encode, scale_of
+from moe_ops.scheme import WHOLE, Element, Quant
+from moe_ops.scheme.rounding import decode
 from moe_ops.scheme.weights import rows_per_scale
 
 
@@ -103,7 +105,7 @@ def scaled_gemm_act_quantize(
     plan = (sorted_token_ids, expert_ids, num_tokens_post_padded)
     operands = (a, a_scale, w, w_scale, bias)
     rows = scaled_gemm_act(*operands, *plan, row_tiles, top_k, scheme, out_dtype, activation)
-    return _quantize_rows(rows, _activation_quant(scheme))
+    return moe_quantize(rows, None, None, None, None, w.shape[0], quants(scheme)[0].key)
 
 
 def _operands(
@@ -111,24 +113,8 @@ def _operands(
 ) -> _Operands:
     """Rows that come without scales are quantized here."""
     if a_scale is None:
-        a, a_scale = _quantize_rows(a, _activation_quant(scheme))
+        a, a_scale = moe_quantize(a, None, None, None, None, w.shape[0], quants(scheme)[0].key)
     return _Operands(a, a_scale, w, w_scale, bias, scheme)
-
-
-def _quantize_rows(x: Tensor, quant: Quant) -> tuple[Tensor, Tensor]:
-    """Rows ``(R, K)`` and the scale of each group of columns."""
-    groups = torch.nn.functional.pad(x.float(), (0, -x.shape[1] % quant.group.cols))
-    groups = groups.view(x.shape[0], -1, quant.group.cols)
-    scale = scale_of(groups.abs().amax(2), quant)
-    q = encode(groups / scale[:, :, None], quant.element).flatten(1)[:, : x.shape[1]]
-    return q.contiguous(), scale
-
-
-def _activation_quant(scheme: str) -> Quant:
-    quant = get_scheme(scheme).activation
-    if quant is None:
-        raise ValueError(f"scheme must quantize activations, got {scheme!r}")
-    return quant
 
 
 def _grouped(
@@ -143,12 +129,12 @@ def _grouped(
     a, a_scale, w, w_scale, bias, scheme = operands
     out.zero_()
     num_experts, n, _ = w.shape
-    quant = get_scheme(scheme).weight
-    if out.shape[0] == 0 or quant is None:
+    a_quant, quant = quants(scheme)
+    if out.shape[0] == 0:
         return out
     slots, experts = planned_slots(plan, row_tiles, out.shape[0], num_experts)
     x = a[slots // top_k]
-    if not _activation_quant(scheme).per_tensor:
+    if not a_quant.per_tensor:
         x_scale = a_scale.view(a.shape[0], -1)[slots // top_k].float()
     else:  # one, or one for each expert
         x_scale = a_scale.flatten().expand(num_experts)[experts, None].float()

@@ -1,0 +1,182 @@
+"""Triton kernel of the expert GEMMs of which both operands are quantized, and its steps.
+
+``M`` counts slots, ``N`` output columns, ``K`` is the contraction. Scales that belong to a piece of
+K multiply the product of that piece before it is added up in float32; scales that span K multiply
+the sum.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+
+from moe_ops.kernels.gemm_tile import activate, add_bias, find_tile, load_slots, load_tile
+from moe_ops.kernels.rounding import quantize_groups
+
+
+class Layout(NamedTuple):
+    """How a weight's rows and the scales lie: constants of the kernel."""
+
+    step: int
+    """From the weight row of an output column to that of the next one."""
+    up: int
+    """From a gate row to its up row; 0 where there is no gate."""
+    weight_rows: int
+    """Of an expert."""
+    rows: int
+    """Weight rows that share a scale."""
+    cols: int | None
+    """Elements along K that share one, of both operands; None: all."""
+    uniform: bool
+    """Whether the rows of every weight tile share one."""
+    largest: float
+    integer: bool
+    pow2: bool
+
+
+@triton.jit
+def weight_scales(w_scale, expert, row, K: tl.constexpr, LAYOUT: tl.constexpr):
+    """Where the scales of weight rows begin (of one row, where a tile shares its scales)."""
+    GROUPS: tl.constexpr = 1 if LAYOUT.cols is None else (K + LAYOUT.cols - 1) // LAYOUT.cols
+    PER_EXPERT: tl.constexpr = (LAYOUT.weight_rows + LAYOUT.rows - 1) // LAYOUT.rows * GROUPS
+    return w_scale + expert * PER_EXPERT + row // LAYOUT.rows * GROUPS
+
+
+@triton.jit
+def zero_sums(ROWS: tl.constexpr, COLS: tl.constexpr, LAYOUT: tl.constexpr):
+    """Sums: exact ones of int8 over all of K, else float32."""
+    if LAYOUT.integer and LAYOUT.cols is None:
+        acc = tl.zeros((ROWS, COLS), dtype=tl.int32)
+    else:
+        acc = tl.zeros((ROWS, COLS), dtype=tl.float32)
+    return acc
+
+
+@triton.jit
+def apply_scales(product, x_scale, w_scales, inside, LAYOUT: tl.constexpr):
+    """``product`` in float32 times the scales of its rows and of its columns."""
+    value = product.to(tl.float32)
+    if LAYOUT.uniform:
+        value *= (x_scale * tl.load(w_scales).to(tl.float32))[:, None]
+    else:
+        w_scale = tl.load(w_scales, mask=inside, other=0.0).to(tl.float32)
+        value *= x_scale[:, None] * w_scale[None, :]
+    return value
+
+
+@triton.jit
+def add_product(acc, x, y, x_scale, w_scales, inside, LAYOUT: tl.constexpr):
+    """``acc`` plus the product of two tiles, scaled where scales belong to a piece of K.
+
+    Hopper's fp8 units add in fewer bits than float32 has: each product starts from zero.
+    """
+    if LAYOUT.integer and LAYOUT.cols is None:
+        acc = tl.dot(x, y, acc, out_dtype=tl.int32)
+    elif LAYOUT.cols is None:
+        acc += tl.dot(x, y)
+    else:
+        if LAYOUT.cols < 32:  # fewer than 8-bit units take at once; exact in fp16
+            x, y = x.to(tl.float16), y.to(tl.float16)
+        acc += apply_scales(tl.dot(x, y), x_scale, w_scales, inside, LAYOUT)
+    return acc
+
+
+@triton.jit
+def finish_sums(acc, x_scale, w_scales, bias, expert, row, inside, LAYOUT: tl.constexpr):
+    """Scales that span K, and the bias of each weight row."""
+    if LAYOUT.cols is None:
+        acc = apply_scales(acc, x_scale, w_scales, inside, LAYOUT)
+    return add_bias(acc, bias, expert, row, inside, LAYOUT.weight_rows)
+
+
+@triton.jit
+def quantize_tile(x, w, LAYOUT: tl.constexpr):
+    """A tile of rows, one group wide, as the weights are stored; and the rows' scales."""
+    COLS: tl.constexpr = LAYOUT.cols
+    LARGEST: tl.constexpr = LAYOUT.largest
+    INTEGER: tl.constexpr = LAYOUT.integer
+    POW2: tl.constexpr = LAYOUT.pow2
+    q, scale = quantize_groups(x.to(tl.float32), COLS, LARGEST, INTEGER, POW2)
+    return q.to(w.dtype.element_ty), tl.reshape(scale, (x.shape[0],))
+
+
+@triton.jit
+def store_tile(
+    value, out, out_scale, slot, real, n,
+    N: tl.constexpr, ROUND: tl.constexpr, LAYOUT: tl.constexpr,
+):  # fmt: skip
+    """Values (float32, zero past N) as they are, or quantized group by group.
+
+    With ``out_scale`` they are rounded to ROUND and then quantized as the next product takes them.
+    """
+    if out_scale is not None:
+        COLS: tl.constexpr = LAYOUT.cols
+        LARGEST: tl.constexpr = LAYOUT.largest
+        INTEGER: tl.constexpr = LAYOUT.integer
+        POW2: tl.constexpr = LAYOUT.pow2
+        GROUPS: tl.constexpr = (N + COLS - 1) // COLS
+        rounded = value.to(ROUND).to(tl.float32)
+        value, scale = quantize_groups(rounded, COLS, LARGEST, INTEGER, POW2)
+        group = tl.min(n, 0) // COLS + tl.arange(0, rounded.shape[1] // COLS)
+        at = out_scale + slot[:, None] * GROUPS + group[None, :]
+        tl.store(at, scale, mask=real[:, None] & (group < GROUPS)[None, :])
+    at = out + slot[:, None] * N + n[None, :]
+    tl.store(at, value.to(out.dtype.element_ty), mask=real[:, None] & (n < N)[None, :])
+
+
+@triton.jit(do_not_specialize=["num_slots"])
+def scaled_gemm_kernel(
+    a, a_scale, w, w_scale, bias, out, out_scale,
+    sorted_token_ids, expert_ids, num_tokens_post_padded, num_slots,
+    stride_am, stride_sm, stride_se, stride_we, stride_wn, stride_wk,
+    N: tl.constexpr, K: tl.constexpr, TOP_K: tl.constexpr,
+    RULE: tl.constexpr, LAYOUT: tl.constexpr, ROUND: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
+):  # fmt: skip
+    """``out[s] = f(a_scale * w_scale * a[s // TOP_K] @ w[e].T + bias[e])``, f a `Formula` or None.
+
+    RULE and LAYOUT are NamedTuples: a `Formula` (or None) and a `Layout`.
+    """
+    pid_m, pid_n, expert = find_tile(
+        expert_ids, num_tokens_post_padded, N, BLOCK_M, BLOCK_N, GROUP_M
+    )
+    if expert < 0:
+        return
+    slot, real = load_slots(sorted_token_ids, pid_m, num_slots, BLOCK_M)
+    n = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
+    inside = n < N
+    n_inside = None if N % BLOCK_N == 0 else inside
+    k = tl.arange(0, BLOCK_K)
+    row = LAYOUT.step * n
+    w_tile = w + expert * stride_we + row[None, :] * stride_wn + k[:, None] * stride_wk
+    first = LAYOUT.step * pid_n * BLOCK_N if LAYOUT.uniform else row
+    w_scales = weight_scales(w_scale, expert, first, K, LAYOUT)
+    u_scales = weight_scales(w_scale, expert, first + LAYOUT.up, K, LAYOUT)
+    a_tile = a + (slot // TOP_K)[:, None] * stride_am + k[None, :]
+    x_scale = tl.zeros((BLOCK_M,), dtype=tl.float32)
+    if a_scale is not None:
+        a_scale += slot // TOP_K * stride_sm + expert * stride_se
+        x_scale = tl.load(a_scale, mask=real, other=0.0).to(tl.float32)
+    acc, up = zero_sums(BLOCK_M, BLOCK_N, LAYOUT), zero_sums(BLOCK_M, BLOCK_N, LAYOUT)
+    for start in range(0, K, BLOCK_K):
+        group = 0 if LAYOUT.cols is None else start // LAYOUT.cols
+        x = load_tile(a_tile + start, k + start, real, K, BLOCK_K, 1)
+        if a_scale is None:
+            x, x_scale = quantize_tile(x, w, LAYOUT)
+        elif LAYOUT.cols is not None:
+            x_scale = tl.load(a_scale + group, mask=real, other=0.0).to(tl.float32)
+        y_tile = w_tile + start * stride_wk
+        y = load_tile(y_tile, k + start, n_inside, K, BLOCK_K, 0)
+        acc = add_product(acc, x, y, x_scale, w_scales + group, inside, LAYOUT)
+        if LAYOUT.up > 0:
+            z = load_tile(y_tile + LAYOUT.up * stride_wn, k + start, n_inside, K, BLOCK_K, 0)
+            up = add_product(up, x, z, x_scale, u_scales + group, inside, LAYOUT)
+
+    acc = finish_sums(acc, x_scale, w_scales, bias, expert, row, inside, LAYOUT)
+    if LAYOUT.up > 0:
+        up = finish_sums(up, x_scale, u_scales, bias, expert, row + LAYOUT.up, inside, LAYOUT)
+    if RULE is not None:
+        acc = activate(acc, up, RULE)
+    store_tile(acc, out, out_scale, slot, real, n, N, ROUND, LAYOUT)
