@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -50,10 +51,20 @@ def align_permuted(
 def _plan(
     like: Tensor, num_slots: int, num_experts: int, row_tiles: Sequence[int], pad_to: int = 1
 ) -> tuple[Tensor, Tensor, Tensor]:
-    rows = cdiv(padded_slots(num_slots, num_experts, row_tiles), pad_to) * pad_to
-    tiles = num_tiles(num_slots, num_experts, row_tiles)
+    known = isinstance(num_slots, int) and isinstance(num_experts, int)
+    sizes = _sizes if known else _sizes.__wrapped__  # symbolic sizes cannot be looked up
+    rows, tiles = sizes(num_slots, num_experts, tuple(row_tiles), pad_to)
     return (
         like.new_empty(rows, dtype=torch.int32),
         like.new_empty(tiles, dtype=torch.int32),
         like.new_empty(1, dtype=torch.int32),
     )
+
+
+@lru_cache(maxsize=4096)
+def _sizes(
+    num_slots: int, num_experts: int, row_tiles: tuple[int, ...], pad_to: int
+) -> tuple[int, int]:
+    """Rows and tiles of a plan."""
+    rows = cdiv(padded_slots(num_slots, num_experts, row_tiles), pad_to) * pad_to
+    return rows, num_tiles(num_slots, num_experts, row_tiles)

@@ -116,6 +116,13 @@ def _align_kernel(
         tl.store(num_tokens_post_padded, used_tiles * TILE)
 
 
+@lru_cache(maxsize=4096)
+def _launch(num_slots: int, row_tiles: tuple[int, ...], num_experts: int) -> Launch:
+    """The kernel for a number of slots."""
+    tile = pick_row_tile(row_tiles, num_slots, num_experts)
+    return _align_launch(scan_sizes(num_slots), tile, num_experts)
+
+
 @lru_cache(maxsize=1024)
 def _align_launch(scan: Scan, tile: int, num_experts: int) -> Launch:
     buckets = next_power_of_2(max(num_experts, 2))
@@ -143,8 +150,7 @@ def moe_align_block_size(
     counts = None
     if num_slots > SINGLE_LAUNCH_SLOTS:
         counts = count_expert_num_tokens(topk_ids, bucket_map, num_experts)
-    tile = pick_row_tile(row_tiles, num_slots, num_experts)
-    _align_launch(scan_sizes(num_slots), tile, num_experts)(
+    _launch(num_slots, tuple(row_tiles), num_experts)(
         (num_experts,),
         topk_ids,
         bucket_map,

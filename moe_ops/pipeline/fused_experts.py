@@ -83,9 +83,10 @@ def fused_experts(
         raise TypeError(f"quant_config must be a FusedMoEQuantConfig, got {type(config).__name__}")
     scheme = config.scheme
     weights = expert_weights(w1, w2, config, w1_bias, w2_bias)
+    quantization = () if scheme.weight is None else config.tensors
     check_layer(
         hidden_states, w1, w2, weights.w1.bias, weights.w2.bias, kind,
-        topk_weights, topk_ids, global_num_experts, expert_map, scheme, *config.tensors,
+        topk_weights, topk_ids, global_num_experts, expert_map, scheme, *quantization,
     )  # fmt: skip
     rows = Rows(hidden_states)
     if scheme.activation is not None:
