@@ -13,9 +13,11 @@ import aot  # noqa: E402
 from moe_ops.kernels import (  # noqa: E402
     activation,
     align,
+    batched,
     eplb,
     expert_gemm,
     permute,
+    quantize,
     routing,
     weight_and_reduce,
 )
@@ -31,7 +33,10 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 @pytest.fixture(autouse=True)
 def no_other_driver(monkeypatch):
     """Kernels cached for one architecture must not serve the next."""
-    for module in (activation, align, eplb, expert_gemm, permute, routing, weight_and_reduce):
+    for module in (
+        activation, align, batched, eplb, expert_gemm, permute, quantize, routing,
+        weight_and_reduce,
+    ):  # fmt: skip
         for value in vars(module).values():
             if hasattr(value, "device_caches"):
                 value.device_caches.clear()
@@ -123,3 +128,45 @@ def test_other_stages(arch, tokens):
     check(kernels, arch)
     stages = {stage for stage in STAGES.values() if stage != "expert_gemm"}
     assert len({k.metadata.name for k in kernels}) >= len(stages)
+
+
+QUANTS = tuple(
+    f"{element}:{group}"
+    for element in ("int8", "fp8")
+    for group in ("*x*:float32", "1x*:float32", "1x128:float32", "1x16:pow2")
+)
+
+
+def launch_quantization(tokens, quant, width, experts=257, k=8):
+    """Every way to a quantized row: of x, of slots, of an activation, in both formats."""
+
+    def launch(empty):
+        x, ids = empty(tokens, width), empty(tokens, k, dtype=torch.int32)
+        weights = empty(tokens, k, dtype=torch.float32)
+        h = empty(tokens * k, 2 * width)
+        quantize.moe_quantize(x, None, None, None, None, experts, quant)
+        quantize.moe_quantize(x, None, weights, ids, None, experts, quant)
+        quantize.activation_quantize(h, None, ids, None, experts, "silu", quant)
+        dispatch = (x, None, weights, ids, 0, experts, tokens)
+        rows, _, counts, _ = batched.batched_dispatch(*dispatch, quant)
+        batched.batched_quantize(empty(*rows.shape), None, counts, quant)
+        h = empty(experts, tokens, 2 * width)
+        batched.batched_activation_quantize(h, None, counts, "swigluoai", quant)
+        if quant.startswith("int8:*x*"):
+            one = empty(1, dtype=torch.float32)
+            quantize.moe_quantize(x, one, None, None, None, experts, f"{quant}:static")
+            batched.batched_dispatch(*dispatch, "")
+            batched.batched_activation(h, counts, "silu")
+            batched.batched_rows(ids, 0, experts, tokens)
+
+    return launch
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize("quant", QUANTS)
+def test_quantization(arch, quant):
+    """A row of up to 16384 columns stays in registers. e4m3 begins with sm_89."""
+    if quant.startswith("fp8") and arch < 89:
+        pytest.skip("e4m3 does not exist on this architecture")
+    for tokens, width in ((1, 2880), (4096, 16384)):
+        check(aot.compile_launch(arch, launch_quantization(tokens, quant, width)), arch)

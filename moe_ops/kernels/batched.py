@@ -63,11 +63,12 @@ def _places_kernel(
         tl.store(counts + expert, tl.minimum(taken, max_rows), mask=expert < num_experts)
         if expert == num_experts:
             total = tl.zeros((BUCKETS,), dtype=tl.int32)
-            for start in range(0, num_slots, CHUNK):
-                slot = start + tl.arange(0, CHUNK)
+            # Half a chunk at a time: a histogram takes registers.
+            for start in range(0, num_slots, CHUNK // 2):
+                slot = start + tl.arange(0, CHUNK // 2)
                 found = _experts_here(topk_ids, slot, num_slots, first_expert, num_experts)
                 valid = (found >= 0) & (found < num_experts)
-                total += tl.histogram(tl.where(valid, found, 0), BUCKETS, mask=valid)
+                total += tl.histogram(tl.maximum(found, 0), BUCKETS, mask=valid)
             tl.store(num_dropped, tl.sum(tl.maximum(total - max_rows, 0)))
 
 
