@@ -89,8 +89,7 @@ hash_topk = _op(
 )
 sparsemixer = _op(
     "routing",
-    "sparsemixer(Tensor gating_output, float jitter_eps)"
-    " -> (Tensor topk_weights, Tensor topk_ids)",
+    "sparsemixer(Tensor gating_output, float jitter_eps) -> (Tensor topk_weights, Tensor topk_ids)",
 )
 adjust_routing = _op(
     "routing_adjust",
@@ -196,6 +195,15 @@ scaled_gemm_act = _op("scaled_gemm", f"scaled_gemm_act{_SCALED}, str activation)
 scaled_gemm_act_quantize = _op(
     "scaled_gemm",
     f"scaled_gemm_act_quantize{_SCALED}, str activation) -> (Tensor q, Tensor scale)",
+)
+_WEIGHT_ONLY = (
+    "(Tensor a, Tensor w, Tensor? w_scale, Tensor? w_zero_point, Tensor? w_global_scale,"
+    " Tensor? bias, Tensor? input_weights, Tensor sorted_token_ids, Tensor expert_ids,"
+    " Tensor num_tokens_post_padded, int[] row_tiles, SymInt top_k, str scheme"
+)
+weight_only_gemm = _op("weight_only_gemm", f"weight_only_gemm{_WEIGHT_ONLY}) -> Tensor")
+weight_only_gemm_act = _op(
+    "weight_only_gemm", f"weight_only_gemm_act{_WEIGHT_ONLY}, str activation) -> Tensor"
 )
 activation = _op("activation", "activation(Tensor x, str activation) -> Tensor")
 moe_fused_mul_sum = _op(

@@ -80,6 +80,7 @@ def samples(device):
             (x, w1, None, None, *plan, ROW_TILES, K, "gelu_no_mul"),
         ],
         **scaled_samples(x, w1, b1, plan),
+        **weight_only_samples(x, w1, b1, weights, plan),
         "activation": [(x, "silu"), (x.t().contiguous().t(), "gelu_tanh_no_mul")],
         "moe_fused_mul_sum": [
             (y, weights, None, None, None, E),
@@ -109,6 +110,19 @@ def scaled_samples(x, w1, b1, plan):
         "scaled_gemm": [whole, blocks],
         "scaled_gemm_act": [(*call, name) for call in (whole, blocks) for name in names],
         "scaled_gemm_act_quantize": [(*blocks, name) for name in names],
+    }
+
+
+def weight_only_samples(x, w1, b1, weights, plan):
+    """A scale a row, and groups with zero points; with and without a gate."""
+    channel, groups = (quantize_weight(w1, s) for s in ("int8_w8a16", "int4_w4a16_g16_zp"))
+    sizes = (*plan, ROW_TILES, K)
+    whole = (x, *channel, b1, weights, *sizes, "int8_w8a16")
+    pieces = (x, *groups, None, None, *sizes, "int4_w4a16_g16_zp")
+    names = ("silu", "swigluoai", "gelu_no_mul")
+    return {
+        "weight_only_gemm": [whole, pieces],
+        "weight_only_gemm_act": [(*call, name) for call in (whole, pieces) for name in names],
     }
 
 

@@ -1,0 +1,106 @@
+"""Reference of the expert GEMMs of which only the weights are quantized.
+
+The weight of each expert that has rows is dequantized and rounded to the rows' dtype, as upstream
+does; products are summed in float32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from moe_ops.activation import formula
+from moe_ops.fake_impls.weight_only_gemm import weight_only_gemm as empty_rows
+from moe_ops.fake_impls.weight_only_gemm import weight_only_gemm_act as empty_activated_rows
+from moe_ops.reference.activation import apply, split
+from moe_ops.reference.slots import planned_slots, runs
+from moe_ops.scheme import dequantize_weight
+from moe_ops.tensors import QTensor
+
+
+def weight_only_gemm(
+    a: Tensor,
+    w: Tensor,
+    w_scale: Tensor | None,
+    w_zero_point: Tensor | None,
+    w_global_scale: Tensor | None,
+    bias: Tensor | None,
+    input_weights: Tensor | None,
+    sorted_token_ids: Tensor,
+    expert_ids: Tensor,
+    num_tokens_post_padded: Tensor,
+    row_tiles: Sequence[int],
+    top_k: int,
+    scheme: str,
+) -> Tensor:
+    """``out[s] = input_weights[s] * a[s // top_k] @ dequantized(w[e]).T + bias[e]``."""
+    plan = (sorted_token_ids, expert_ids, num_tokens_post_padded)
+    stored = QTensor(w, w_scale, w_zero_point, w_global_scale)
+    out = empty_rows(a, *stored, bias, input_weights, *plan, row_tiles, top_k, scheme)
+
+    def finish(rows: Tensor) -> Tensor:
+        return rows
+
+    return _grouped(out, a, stored, bias, input_weights, plan, row_tiles, top_k, scheme, finish)
+
+
+def weight_only_gemm_act(
+    a: Tensor,
+    w: Tensor,
+    w_scale: Tensor | None,
+    w_zero_point: Tensor | None,
+    w_global_scale: Tensor | None,
+    bias: Tensor | None,
+    input_weights: Tensor | None,
+    sorted_token_ids: Tensor,
+    expert_ids: Tensor,
+    num_tokens_post_padded: Tensor,
+    row_tiles: Sequence[int],
+    top_k: int,
+    scheme: str,
+    activation: str,
+) -> Tensor:
+    """The activation of the same rows, in float32, rounded once."""
+    plan = (sorted_token_ids, expert_ids, num_tokens_post_padded)
+    stored = QTensor(w, w_scale, w_zero_point, w_global_scale)
+    more = (bias, input_weights, *plan, row_tiles, top_k, scheme)
+    out, rule = empty_activated_rows(a, *stored, *more, activation), formula(activation)
+
+    def finish(rows: Tensor) -> Tensor:
+        return apply(*split(rows, rule), rule)
+
+    return _grouped(out, a, stored, bias, input_weights, plan, row_tiles, top_k, scheme, finish)
+
+
+def _grouped(
+    out: Tensor,
+    a: Tensor,
+    stored: QTensor,
+    bias: Tensor | None,
+    input_weights: Tensor | None,
+    plan: tuple[Tensor, Tensor, Tensor],
+    row_tiles: Sequence[int],
+    top_k: int,
+    scheme: str,
+    finish: Callable[[Tensor], Tensor],
+) -> Tensor:
+    """``out[slot] = finish(product of the slot's row)``, with zeros in skipped slots."""
+    out.zero_()
+    if out.shape[0] == 0:
+        return out
+    num_experts, n, _ = stored.data.shape
+    slots, experts = planned_slots(plan, row_tiles, out.shape[0], num_experts)
+    x = a[slots // top_k].float()
+    rows = x.new_empty((len(slots), n))
+    for expert, mine in runs(experts):
+        one = QTensor(*(None if t is None else t[expert : expert + 1] for t in stored))
+        weight = dequantize_weight(one, scheme, a.dtype)[0].float()
+        torch.mm(x[mine], weight.t(), out=rows[mine])
+    if input_weights is not None:
+        rows *= input_weights.flatten()[slots, None].float()
+    if bias is not None:
+        rows += bias[experts].float()
+    out[slots] = finish(rows).to(out.dtype)
+    return out
