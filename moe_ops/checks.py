@@ -17,7 +17,8 @@ from torch import Tensor
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 INDICES = (torch.int32, torch.int64)
 MAX_EXPERTS = 4096
-_REMEMBERED = 4096
+REMEMBERED = 4096
+"""Sets of arguments that one check remembers: token counts are part of them."""
 
 
 def remembered(check: Callable[..., None]) -> Callable[..., None]:
@@ -50,7 +51,7 @@ def remembered(check: Callable[..., None]) -> Callable[..., None]:
             return
         if not known:
             check(*arguments)
-            if len(passed) >= _REMEMBERED:  # token counts are part of the key
+            if len(passed) >= REMEMBERED:
                 passed.clear()
             passed.add(key)
 

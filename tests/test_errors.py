@@ -2,8 +2,10 @@
 
 import pytest
 import torch
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import moe_ops
+from moe_ops import checks
 
 T, H, I, E, K = 6, 16, 12, 4, 2  # noqa: E741
 
@@ -86,6 +88,7 @@ BAD = [
 
 @pytest.mark.parametrize(("changes", "error", "message"), BAD, ids=lambda v: str(v)[:40])
 def test_fused_experts(changes, error, message):
+    moe_ops.fused_experts(**arguments())  # what passed is remembered, and excuses nothing else
     with pytest.raises(error, match=message):
         moe_ops.fused_experts(**arguments(**changes))
 
@@ -104,6 +107,71 @@ def test_an_expert_past_32_bit_offsets():
 
 def test_good_arguments_are_good():
     assert moe_ops.fused_experts(**arguments()).shape == (T, H)
+
+
+def test_gradients_are_refused_of_weights_that_passed_without():
+    weights = {name: torch.nn.Parameter(arguments()[name]) for name in ("w1", "w2")}
+    with torch.no_grad():
+        moe_ops.fused_experts(**arguments(**weights))
+    with pytest.raises(NotImplementedError, match="w1 must not require grad"):
+        moe_ops.fused_experts(**arguments(**weights))
+
+
+def counting_check():
+    calls = []
+
+    @checks.remembered
+    def check(x, name):
+        calls.append(name)
+        checks.tensor(name, x, 2, checks.FLOATS)
+
+    return check, calls
+
+
+def test_a_check_runs_once_for_what_looks_the_same():
+    check, calls = counting_check()
+    x = torch.zeros(4, 4)
+    different = (x[:2], x.t()[:, :2], x.half(), x.to("meta"), x.clone().requires_grad_())
+    for _ in range(2):
+        check(x, "x")
+        check(torch.ones(4, 4), "x")
+        for other in different:
+            check(other, "x")
+        check(x, "y")
+    assert len(calls) == 1 + len(different) + 1
+    with torch.no_grad():
+        check(x, "x")
+    assert len(calls) == 1 + len(different) + 2
+
+
+@pytest.mark.parametrize("bad", [torch.zeros(3), torch.zeros(3, 3).int(), [1.0], None])
+def test_a_check_that_raised_raises_again(bad):
+    check, calls = counting_check()
+    for _ in range(2):
+        with pytest.raises((TypeError, ValueError), match="x must"):
+            check(bad, "x")
+    assert len(calls) == 2
+
+
+def test_symbolic_sizes_are_checked_every_time():
+    check, calls = counting_check()
+
+    def run(x):
+        check(x, "x")
+        check(x, "x")
+        return x + 1
+
+    make_fx(run, tracing_mode="symbolic")(torch.zeros(5, 7))
+    assert len(calls) == 2
+
+
+def test_what_is_remembered_is_bounded(monkeypatch):
+    monkeypatch.setattr(checks, "REMEMBERED", 3)
+    check, calls = counting_check()
+    for _ in range(2):
+        for tokens in range(4):
+            check(torch.zeros(tokens, 2), "x")
+    assert len(calls) == 8  # the fourth count forgets the first three
 
 
 def test_fused_moe_names_logits_of_other_experts():
