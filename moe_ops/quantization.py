@@ -141,7 +141,7 @@ def _quant(
         raise NotImplementedError(f"quant_dtype must be one of {list(_ELEMENTS)}, got {dtype}")
     group = "1x*" if per_row else "*x*"
     if block_shape is not None:
-        cols = block_shape[1]
+        cols = int(block_shape[1])  # a number, also where Dynamo made it a symbol
         if per_row:
             raise ValueError("per_act_token_quant must be False with block_shape, got True")
         if given is not None:

@@ -69,7 +69,7 @@ def quantize_rows(
 
     ``scale``: given ones, for all rows, for each expert or for each row; None: from the data.
     """
-    x = torch.where(used[..., None], x, 0.0)
+    x = torch.where(used[..., None], x, 0.0).contiguous()
     shape = rule.batched_scale_shape(*x.shape)
     if scale is None:
         scale = scale_of(_group_amax(x, rule), rule)
