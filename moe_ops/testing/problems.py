@@ -1,9 +1,4 @@
-"""Problems, oracles and comparison, for whoever writes kernels against these operators.
-
-The oracle is the computation in float64 on unrounded intermediates. A float result is right when
-the error of each output row is within a budget that the error of a same-dtype reference sets; index
-results and layouts are compared bit by bit.
-"""
+"""Problems: sizes and settings, and random inputs for them."""
 
 from __future__ import annotations
 
@@ -13,11 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from moe_ops.activation import formula, kind_and_key
-from moe_ops.reference import activation as activations
-from moe_ops.reference import align, expert_gemm, weight_and_reduce
-from moe_ops.reference.slots import local_experts
-from moe_ops.tiles import ROW_TILES
+from moe_ops.activation import kind_and_key
 
 
 @dataclass(frozen=True)
@@ -35,6 +26,7 @@ class Problem:
     on_input: bool = False
     num_local_experts: int | None = None
     routing: str = "uniform"
+    scheme: str = "unquantized"
 
     def with_(self, **changes: object) -> Problem:
         """The same problem with some fields changed."""
@@ -130,70 +122,3 @@ def call(function, problem: Problem, inputs: Inputs, **more):
         w2_bias=inputs.w2_bias,
         **more,
     )
-
-
-def oracle(problem: Problem, inputs: Inputs) -> Tensor:
-    """The layer in float64, expert by expert, on the CPU."""
-    x, w1, w2, weights, ids, expert_map, b1, b2 = inputs.cpu()
-    rule = formula(problem.activation)
-    expert = local_experts(ids, expert_map, w1.shape[0]).view(ids.shape)
-    out = x.new_zeros(x.shape, dtype=torch.float64)
-    for e in range(w1.shape[0]):
-        token, slot = (expert == e).nonzero(as_tuple=True)
-        weight = weights[token, slot, None].double()
-        rows = x[token].double() * (weight if problem.on_input else 1)
-        rows = rows @ w1[e].double().t()
-        rows = rows if b1 is None else rows + b1[e].double()
-        rows = activations.apply(*activations.split(rows, rule), rule) @ w2[e].double().t()
-        rows = rows if b2 is None else rows + b2[e].double()
-        out.index_add_(0, token, rows if problem.on_input else rows * weight)
-    return out
-
-
-def reference_experts(problem: Problem, inputs: Inputs) -> Tensor:
-    """The layer through the references, with the roundings of the kernels.
-
-    Runs where the inputs are, so that its float32 sums are ordered as that device orders them.
-    """
-    x, w1, w2, weights, ids, expert_map, b1, b2 = inputs
-    (T, k), local = ids.shape, w1.shape[0]
-    plan = align.moe_align_block_size(ids, expert_map, ROW_TILES, local, False, True)
-    on_input, on_output = (weights, None) if problem.on_input else (None, weights)
-    h = expert_gemm.expert_gemm_act(x, w1, b1, on_input, *plan, ROW_TILES, k, problem.activation)
-    y = expert_gemm.expert_gemm(h, w2, b2, None, None, *plan, ROW_TILES, 1)
-    y = y.view(T, k, x.shape[1])
-    return weight_and_reduce.moe_fused_mul_sum(y, on_output, ids, expert_map, None, local)
-
-
-def assert_matches_reference(actual: Tensor, exact: Tensor, reference: Tensor) -> None:
-    """Every row of ``actual`` is as close to ``exact`` as the reference's own error allows.
-
-    The budget of a row is ``2 * (largest error of the reference in it + eps * largest |exact|)``;
-    shape, dtype and contiguity are those of the reference.
-
-    Raises:
-        AssertionError: naming the row that is furthest over its budget.
-    """
-    if actual.shape != reference.shape or actual.dtype != reference.dtype:
-        raise AssertionError(
-            f"result must be {tuple(reference.shape)} {reference.dtype}, "
-            f"got {tuple(actual.shape)} {actual.dtype}"
-        )
-    if not actual.is_contiguous():
-        raise AssertionError(f"result must be contiguous, got strides {actual.stride()}")
-    if actual.numel() == 0:
-        return
-    eps = torch.finfo(actual.dtype).eps
-    rows = (-1, actual.shape[-1])
-    exact = exact.detach().cpu().double().reshape(rows)
-    error = (actual.detach().cpu().double().reshape(rows) - exact).abs().amax(-1)
-    allowed = (reference.detach().cpu().double().reshape(rows) - exact).abs().amax(-1)
-    budget = 2 * (allowed + eps * exact.abs().amax(-1))
-    over = torch.where(error <= budget, 0.0, 1.0)  # a NaN is over
-    if over.any():
-        excess = torch.where(error <= budget, -1.0, (error - budget).nan_to_num(torch.inf))
-        worst = int(excess.argmax())
-        raise AssertionError(
-            f"{int(over.sum())} of {len(over)} rows are over budget; row {worst}: error "
-            f"{error[worst]:.3e}, budget {budget[worst]:.3e}"
-        )

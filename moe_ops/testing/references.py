@@ -1,0 +1,128 @@
+"""The layer in float32 with the roundings of an implementation."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from moe_ops.activation import Formula, formula
+from moe_ops.reference import activation as activations
+from moe_ops.reference import weight_and_reduce
+from moe_ops.reference.quantize import quantize_rows
+from moe_ops.reference.slots import local_experts
+from moe_ops.scheme import FusedMoEQuantConfig, Quant, dequantize_weight, get_scheme
+from moe_ops.scheme.rounding import decode
+from moe_ops.tensors import QTensor
+from moe_ops.testing.problems import Inputs, Problem
+
+
+class Roundings(NamedTuple):
+    """Where an implementation rounds, and which rows share a dynamic per-tensor scale.
+
+    The defaults are those of `moe_ops.fused_experts`.
+    """
+
+    before_activation: bool = False
+    """GEMM 1's product is rounded before it is activated."""
+    weighted_rows: bool = False
+    """Rows times their router weights are rounded, also where they are not quantized."""
+    per_expert: bool = False
+    """Each expert has scales of its own (the Batched format); else there is one for all rows."""
+    chunk_size: int | None = None
+    """So many tokens at a time share the scale of the intermediate."""
+
+
+def reference_experts(
+    problem: Problem,
+    inputs: Inputs,
+    config: FusedMoEQuantConfig | None = None,
+    roundings: Roundings = Roundings(),  # noqa: B008 (immutable)
+) -> Tensor:
+    """The layer in float32 with the roundings of an implementation, row by row.
+
+    It shares no step with the pipelines: rows are quantized and turned back into numbers, and each
+    expert's product is one `matmul`. Runs where the inputs are, so that its sums are ordered as
+    that device orders them.
+
+    Args:
+        problem: what the inputs belong to.
+        inputs: as the layer gets them; those of `Quantized` with their ``config``.
+        config: of a quantized problem.
+        roundings: of the implementation.
+    """
+    scheme = get_scheme(problem.scheme)
+    config = FusedMoEQuantConfig(scheme) if config is None else config
+    quant, rule = scheme.activation, formula(problem.activation)
+    x, _, _, weights, ids, expert_map, b1, b2 = inputs
+    w1, w2 = _numbers(inputs, config)
+    b1, b2 = (config.w1_bias if b1 is None else b1), (config.w2_bias if b2 is None else b2)
+    (tokens, k), dtype = ids.shape, x.dtype
+    expert = local_experts(ids, expert_map, w1.shape[0])
+    token = torch.arange(tokens, device=x.device).repeat_interleave(k)
+    used = expert >= 0
+    weight = weights.flatten()[:, None].float()
+    sharing = expert if roundings.per_expert else torch.zeros_like(expert)
+    rows = torch.where(used[:, None], x[token].float(), 0)
+    late = problem.on_input and quant is None and not roundings.weighted_rows
+    if problem.on_input and not late:
+        rows = torch.where(used[:, None], rows * weight, 0)
+        rows = rows.to(dtype).float() if quant is None else rows
+    rows = _as_stored(rows, config.a1_scale, quant, sharing, used)
+    product = _products(rows, w1, expert)
+    product = product * weight if late else product
+    product = product if b1 is None else product + b1.float()[expert]
+    if roundings.before_activation:
+        product = product.to(dtype).float()
+    h = _activated(product, rule).to(dtype).float()
+    if roundings.chunk_size is not None:
+        sharing = token // roundings.chunk_size
+    h = _as_stored(h, config.a2_scale, quant, sharing, used)
+    y = _products(h, w2, expert)
+    y = (y if b2 is None else y + b2.float()[expert]).to(dtype).view(tokens, k, x.shape[1])
+    on_output = None if problem.on_input else weights
+    arguments = (y, on_output, ids, expert_map, None, w1.shape[0])
+    return weight_and_reduce.moe_fused_mul_sum(*arguments)
+
+
+def _numbers(inputs: Inputs, config: FusedMoEQuantConfig) -> tuple[Tensor, Tensor]:
+    """The weights in float32, as the products take them."""
+    first = QTensor(inputs.w1, config.w1_scale, config.w1_zp, config.w1_gscale)
+    second = QTensor(inputs.w2, config.w2_scale, config.w2_zp, config.w2_gscale)
+    scheme = config.scheme
+    # Rows that are quantized take the stored values themselves, others weights of their own dtype.
+    dtype = torch.float32 if scheme.activation is not None else inputs.hidden_states.dtype
+    w1, w2 = (dequantize_weight(q, scheme, dtype).float() for q in (first, second))
+    return w1, w2
+
+
+def _activated(product: Tensor, rule: Formula) -> Tensor:
+    return activations.apply(*activations.split(product, rule), rule)
+
+
+def _products(rows: Tensor, w: Tensor, expert: Tensor) -> Tensor:
+    """Each row times the weight of its expert; zeros where there is none."""
+    out = rows.new_zeros(len(rows), w.shape[1])
+    for e in range(w.shape[0]):
+        mine = expert == e
+        out[mine] = rows[mine] @ w[e].t()
+    return out
+
+
+def _as_stored(
+    rows: Tensor, scale: Tensor | None, quant: Quant | None, sharing: Tensor, used: Tensor
+) -> Tensor:
+    """Rows quantized, as the numbers that they then are."""
+    if quant is None:
+        return rows
+    out = torch.zeros_like(rows)
+    shares = sharing if quant.per_tensor and scale is None else torch.zeros_like(sharing)
+    for share in shares[used].unique():
+        mine = used & (shares == share)
+        part = rows[mine][None]
+        q, each = quantize_rows(part, scale, used[mine][None], quant)
+        if quant.local:
+            each = each.repeat_interleave(quant.group.cols, -1)[..., : rows.shape[1]]
+        out[mine] = (decode(q, quant.element) * each)[0]
+    return out
