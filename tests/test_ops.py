@@ -33,6 +33,7 @@ def samples(device):
     logits = torch.linspace(-2, 2, 5 * E, device=device).view(5, E)
     expert_map = MAP.to(device)
     counts = torch.tensor([3, 0, 6], dtype=I32, device=device)
+    batch, one = x.view(5, 1, H).expand(5, 6, H)[:3].contiguous(), x.new_full((1,), 0.02)
     valid = torch.tensor([4], dtype=I32, device=device)
     bias = torch.zeros(E, device=device)
     words = torch.arange(5, device=device)
@@ -81,6 +82,30 @@ def samples(device):
         ],
         **scaled_samples(x, w1, b1, plan),
         **weight_only_samples(x, w1, b1, weights, plan),
+        "moe_quantize": [
+            (x, None, weights, ids, expert_map, 3, "int8:1x16:float32"),
+            (x, None, None, ids, None, E, "fp8:*x*:float32"),
+            (x.t().contiguous().t(), one, None, None, None, E, "fp8:1x*:float32:static"),
+        ],
+        "activation_quantize": [
+            (h, None, ids, None, E, "silu", "fp8:1x*:float32"),
+            (h, None, None, None, E, "gelu_no_mul", "fp8:1x16:pow2"),
+        ],
+        "batched_dispatch": [
+            (x, None, weights, ids, 1, 3, 4, "int8:1x*:float32"),
+            (x, None, None, ids, 0, E, 2, "fp8:*x*:float32"),
+            (x.t().contiguous().t(), None, weights, ids, 0, 2, 5, ""),
+        ],
+        "batched_rows": [(ids, 0, E, 2), (ids.long(), 1, 2, 5)],
+        "batched_activation": [(batch, counts, "silu"), (batch, counts, "gelu_no_mul")],
+        "batched_quantize": [
+            (batch, None, counts, "fp8:1x16:float32"), (batch, one, counts, "int8:*x*:float32"),
+        ],
+        "batched_activation_quantize": [
+            (batch, None, counts, "silu", "fp8:1x*:float32"),
+            (batch.transpose(1, 2).contiguous().transpose(1, 2), None, counts, "relu2",
+             "int8:*x*:float32"),
+        ],
         "activation": [(x, "silu"), (x.t().contiguous().t(), "gelu_tanh_no_mul")],
         "moe_fused_mul_sum": [
             (y, weights, None, None, None, E),
