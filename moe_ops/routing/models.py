@@ -75,7 +75,7 @@ def sparsemixer(
     gating_output: Tensor,
     topk: int = 2,
     renormalize: bool = False,
-    jitter_eps: float = 0.01,
+    jitter_eps: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Two experts, each weighed by a softmax over the experts that come close to it: Phi-3.5-MoE.
 
@@ -89,7 +89,7 @@ def sparsemixer(
         gating_output: ``(T, E)`` logits, bf16, fp16 or fp32. E up to 4096.
         topk: 2; the method has no other.
         renormalize: False; the method does not.
-        jitter_eps: see above.
+        jitter_eps: see above; None is 0.01, the model's.
 
     Returns:
         ``topk_weights (T, 2)`` float32 and ``topk_ids (T, 2)`` int32.
@@ -108,4 +108,5 @@ def sparsemixer(
     if renormalize:
         raise ValueError(f"renormalize must be False, got {renormalize}")
     check_logits(hidden_states, gating_output, topk)
-    return ops.sparsemixer(gating_output, jitter_eps)
+    # Not 0.01 as a default: Dynamo makes inputs of the graph of float defaults.
+    return ops.sparsemixer(gating_output, 0.01 if jitter_eps is None else jitter_eps)
