@@ -21,11 +21,16 @@ from moe_ops.kernels.scaled_tile import Layout, scaled_gemm_kernel
 from moe_ops.kernels.slots import dense
 from moe_ops.scheme import WHOLE, Quant
 from moe_ops.scheme.weights import rows_per_scale
-from moe_ops.tiles import Gemm, TileConfig, device_facts, max_programs, scaled_gemm_tiles
+from moe_ops.tiles import (
+    Gemm,
+    TileConfig,
+    device_facts,
+    max_programs,
+    scaled_gemm_tiles,
+    tile_holds_groups,
+)
 
 _TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
-_WIDEST = 128
-"""The widest group that a tile holds; rows in wider ones are quantized by a launch of their own."""
 
 
 class _Variant(NamedTuple):
@@ -49,14 +54,36 @@ def _launch(
     variant: _Variant,
 ) -> tuple[Launch, int, TileConfig]:
     """The kernel, how many programs the plan may need, and the tiles."""
-    num_experts, rows, k = weight
-    rule = variant.activation and formula(variant.activation)
-    halves = 2 if rule and rule.gated else 1
-    gemm = Gemm(num_slots, num_experts, rows // halves, k, 1, halves, row_tiles)
+    gemm = _gemm(num_slots, weight, row_tiles, variant.activation)
     cols = _cols(quants(variant.scheme)[0])
     min_n = 1 if variant.rounded is None or cols is None else cols
     tiles = scaled_gemm_tiles(gemm, cols, min_n, device_facts(device))
-    return _make(gemm.n, k, top_k, tiles, variant), max_programs(gemm, tiles), tiles
+    return _make(gemm.n, gemm.k, top_k, tiles, variant), max_programs(gemm, tiles), tiles
+
+
+def _gemm(
+    num_slots: int,
+    weight: tuple[int, int, int],
+    row_tiles: tuple[int, ...],
+    activation: str | None,
+) -> Gemm:
+    num_experts, rows, k = weight
+    halves = 2 if activation and formula(activation).gated else 1
+    return Gemm(num_slots, num_experts, rows // halves, k, 1, halves, row_tiles)
+
+
+@lru_cache(maxsize=4096)
+def _quantizes(
+    num_slots: int,
+    weight: tuple[int, int, int],
+    row_tiles: tuple[int, ...],
+    device: torch.device,
+    scheme: str,
+    activation: str,
+) -> bool:
+    """Whether results are quantized in their tiles, not by a launch of their own."""
+    gemm = _gemm(num_slots, weight, row_tiles, activation)
+    return tile_holds_groups(gemm, quants(scheme)[0].group.cols, device_facts(device))
 
 
 @lru_cache(maxsize=1024)
@@ -136,8 +163,8 @@ def _run(
     kernel, programs, tiles = _launch(
         num_slots, w.shape, tuple(row_tiles), top_k, w.device, variant
     )
-    if a_scale is None and (tiles.block_m > 32 or quant.group.cols > _WIDEST):
-        # Every tile would quantize its rows again.
+    if a_scale is None and (tiles.block_m > 32 or tiles.block_k != quant.group.cols):
+        # Each tile of a row of them would quantize the same rows, in pieces of its K block.
         a, a_scale = moe_quantize(a, None, None, None, None, w.shape[0], quant.key)
     a = a if a.stride(1) == 1 else a.contiguous()
     kernel(
@@ -229,10 +256,10 @@ def scaled_gemm_act_quantize(
     """The same, quantized in its tile; groups wider than a tile by a launch of their own."""
     operands = _Operands(a, a_scale, w, w_scale, bias)
     plan = (sorted_token_ids, expert_ids, num_tokens_post_padded)
-    quant, _ = quants(scheme)
-    if quant.group.cols > _WIDEST:
+    slots = a.shape[0] * top_k
+    if not _quantizes(slots, w.shape, tuple(row_tiles), w.device, scheme, activation):
         h = scaled_gemm_act(*operands, *plan, row_tiles, top_k, scheme, out_dtype, activation)
-        return moe_quantize(h, None, None, None, None, w.shape[0], quant.key)
+        return moe_quantize(h, None, None, None, None, w.shape[0], quants(scheme)[0].key)
     out, out_scale = empty_quantized_rows(
         *operands, *plan, row_tiles, top_k, scheme, out_dtype, activation
     )

@@ -37,11 +37,33 @@ class Layout(NamedTuple):
 
 
 @triton.jit
-def weight_scales(w_scale, expert, row, K: tl.constexpr, LAYOUT: tl.constexpr):
-    """Where the scales of weight rows begin (of one row, where a tile shares its scales)."""
+def find_scales(w_scale, expert, first, row, K: tl.constexpr, LAYOUT: tl.constexpr):
+    """Where the scales of a tile's weight rows begin, and those of its up rows."""
     GROUPS: tl.constexpr = 1 if LAYOUT.cols is None else (K + LAYOUT.cols - 1) // LAYOUT.cols
     PER_EXPERT: tl.constexpr = (LAYOUT.weight_rows + LAYOUT.rows - 1) // LAYOUT.rows * GROUPS
-    return w_scale + expert * PER_EXPERT + row // LAYOUT.rows * GROUPS
+    w_scale += expert * PER_EXPERT
+    at = first if LAYOUT.uniform else row
+    up = at + LAYOUT.up
+    return w_scale + at // LAYOUT.rows * GROUPS, w_scale + up // LAYOUT.rows * GROUPS
+
+
+@triton.jit
+def load_scales(a_scale, y_scales, z_scales, group, real, inside, LAYOUT: tl.constexpr):
+    """The scales of a group along K: of rows (if they have any), weight rows and up rows."""
+    x_scale = tl.zeros(real.shape, dtype=tl.float32)
+    if a_scale is not None:
+        x_scale = tl.load(a_scale + group, mask=real, other=0.0).to(tl.float32)
+    if LAYOUT.uniform:
+        y_scale = tl.load(y_scales + group).to(tl.float32)
+    else:
+        y_scale = tl.load(y_scales + group, mask=inside, other=0.0).to(tl.float32)
+    z_scale = y_scale
+    if LAYOUT.up > 0:
+        if LAYOUT.uniform:
+            z_scale = tl.load(z_scales + group).to(tl.float32)
+        else:
+            z_scale = tl.load(z_scales + group, mask=inside, other=0.0).to(tl.float32)
+    return x_scale, y_scale, z_scale
 
 
 @triton.jit
@@ -55,19 +77,18 @@ def zero_sums(ROWS: tl.constexpr, COLS: tl.constexpr, LAYOUT: tl.constexpr):
 
 
 @triton.jit
-def apply_scales(product, x_scale, w_scales, inside, LAYOUT: tl.constexpr):
+def apply_scales(product, x_scale, w_scale, LAYOUT: tl.constexpr):
     """``product`` in float32 times the scales of its rows and of its columns."""
     value = product.to(tl.float32)
     if LAYOUT.uniform:
-        value *= (x_scale * tl.load(w_scales).to(tl.float32))[:, None]
+        value *= (x_scale * w_scale)[:, None]
     else:
-        w_scale = tl.load(w_scales, mask=inside, other=0.0).to(tl.float32)
         value *= x_scale[:, None] * w_scale[None, :]
     return value
 
 
 @triton.jit
-def add_product(acc, x, y, x_scale, w_scales, inside, LAYOUT: tl.constexpr):
+def add_product(acc, x, y, x_scale, w_scale, LAYOUT: tl.constexpr):
     """``acc`` plus the product of two tiles, scaled where scales belong to a piece of K.
 
     Hopper's fp8 units add in fewer bits than float32 has: each product starts from zero.
@@ -79,15 +100,15 @@ def add_product(acc, x, y, x_scale, w_scales, inside, LAYOUT: tl.constexpr):
     else:
         if LAYOUT.cols < 32:  # fewer than 8-bit units take at once; exact in fp16
             x, y = x.to(tl.float16), y.to(tl.float16)
-        acc += apply_scales(tl.dot(x, y), x_scale, w_scales, inside, LAYOUT)
+        acc += apply_scales(tl.dot(x, y), x_scale, w_scale, LAYOUT)
     return acc
 
 
 @triton.jit
-def finish_sums(acc, x_scale, w_scales, bias, expert, row, inside, LAYOUT: tl.constexpr):
+def finish_sums(acc, x_scale, w_scale, bias, expert, row, inside, LAYOUT: tl.constexpr):
     """Scales that span K, and the bias of each weight row."""
     if LAYOUT.cols is None:
-        acc = apply_scales(acc, x_scale, w_scales, inside, LAYOUT)
+        acc = apply_scales(acc, x_scale, w_scale, LAYOUT)
     return add_bias(acc, bias, expert, row, inside, LAYOUT.weight_rows)
 
 
@@ -151,32 +172,32 @@ def scaled_gemm_kernel(
     k = tl.arange(0, BLOCK_K)
     row = LAYOUT.step * n
     w_tile = w + expert * stride_we + row[None, :] * stride_wn + k[:, None] * stride_wk
-    first = LAYOUT.step * pid_n * BLOCK_N if LAYOUT.uniform else row
-    w_scales = weight_scales(w_scale, expert, first, K, LAYOUT)
-    u_scales = weight_scales(w_scale, expert, first + LAYOUT.up, K, LAYOUT)
+    first = LAYOUT.step * pid_n * BLOCK_N
+    y_scales, z_scales = find_scales(w_scale, expert, first, row, K, LAYOUT)
     a_tile = a + (slot // TOP_K)[:, None] * stride_am + k[None, :]
-    x_scale = tl.zeros((BLOCK_M,), dtype=tl.float32)
     if a_scale is not None:
         a_scale += slot // TOP_K * stride_sm + expert * stride_se
-        x_scale = tl.load(a_scale, mask=real, other=0.0).to(tl.float32)
+    scales = load_scales(a_scale, y_scales, z_scales, 0, real, inside, LAYOUT)
     acc, up = zero_sums(BLOCK_M, BLOCK_N, LAYOUT), zero_sums(BLOCK_M, BLOCK_N, LAYOUT)
     for start in range(0, K, BLOCK_K):
-        group = 0 if LAYOUT.cols is None else start // LAYOUT.cols
+        x_scale, y_scale, z_scale = scales
+        if LAYOUT.cols is not None:  # those of the next step are loaded a step ahead
+            group = tl.minimum(start + BLOCK_K, K - 1) // LAYOUT.cols
+            scales = load_scales(a_scale, y_scales, z_scales, group, real, inside, LAYOUT)
         x = load_tile(a_tile + start, k + start, real, K, BLOCK_K, 1)
         if a_scale is None:
             x, x_scale = quantize_tile(x, w, LAYOUT)
-        elif LAYOUT.cols is not None:
-            x_scale = tl.load(a_scale + group, mask=real, other=0.0).to(tl.float32)
         y_tile = w_tile + start * stride_wk
         y = load_tile(y_tile, k + start, n_inside, K, BLOCK_K, 0)
-        acc = add_product(acc, x, y, x_scale, w_scales + group, inside, LAYOUT)
+        acc = add_product(acc, x, y, x_scale, y_scale, LAYOUT)
         if LAYOUT.up > 0:
             z = load_tile(y_tile + LAYOUT.up * stride_wn, k + start, n_inside, K, BLOCK_K, 0)
-            up = add_product(up, x, z, x_scale, u_scales + group, inside, LAYOUT)
-
-    acc = finish_sums(acc, x_scale, w_scales, bias, expert, row, inside, LAYOUT)
+            up = add_product(up, x, z, x_scale, z_scale, LAYOUT)
+    if LAYOUT.cols is None:  # loaded only now: they would hold registers in the loop
+        scales = load_scales(a_scale, y_scales, z_scales, 0, real, inside, LAYOUT)
+    acc = finish_sums(acc, scales[0], scales[1], bias, expert, row, inside, LAYOUT)
     if LAYOUT.up > 0:
-        up = finish_sums(up, x_scale, u_scales, bias, expert, row + LAYOUT.up, inside, LAYOUT)
+        up = finish_sums(up, scales[0], scales[2], bias, expert, row + LAYOUT.up, inside, LAYOUT)
     if RULE is not None:
         acc = activate(acc, up, RULE)
     store_tile(acc, out, out_scale, slot, real, n, N, ROUND, LAYOUT)
