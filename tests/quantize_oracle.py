@@ -107,3 +107,8 @@ def assert_bits(actual: torch.Tensor, expected: torch.Tensor) -> None:
         assert (either & (sign | actual.isnan())).all()
     else:
         assert torch.equal(actual, expected)
+
+
+def to(device: str, *values):
+    """The same values, tensors among them on the device."""
+    return [v.to(device) if torch.is_tensor(v) else v for v in values]

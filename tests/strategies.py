@@ -51,3 +51,12 @@ def topk_ids(draw, max_tokens: int = 60) -> tuple[torch.Tensor, int]:
     generator = torch.Generator().manual_seed(seed)
     dtype = draw(st.sampled_from((torch.int32, torch.int64)))
     return torch.randint(low, high, (tokens, k), generator=generator, dtype=dtype), num_experts
+
+
+@st.composite
+def placements(draw) -> tuple[torch.Tensor, int, int, int]:
+    """Ids, the first expert here and how many there are, and the room of each."""
+    ids, num_experts = draw(topk_ids(max_tokens=12))
+    first = draw(st.integers(0, num_experts - 1))
+    here = draw(st.integers(1, num_experts - first))
+    return ids, first, here, draw(st.sampled_from((1, 2, 5, 40)))

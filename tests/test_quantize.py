@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from quantize_oracle import QUANTS, assert_bits, quantize, quants, random_rows
+from quantize_oracle import QUANTS, assert_bits, quantize, quants, random_rows, to
 from strategies import ACTIVATIONS, DTYPES, topk_ids
 
 import moe_ops
@@ -177,8 +177,8 @@ def test_equals_the_reference(case, quant, dtype, device):
         (x, None, None, None, None, num_experts, quant.key),
         (x, None, weights, ids, None, num_experts, quant.key),
     ):
-        there = [a.to(device) if torch.is_tensor(a) else a for a in arguments]
-        for a, b in zip(ops.moe_quantize(*there), reference.moe_quantize(*arguments), strict=True):
+        actual = ops.moe_quantize(*to(device, *arguments))
+        for a, b in zip(actual, reference.moe_quantize(*arguments), strict=True):
             assert_bits(a, b)
 
 
