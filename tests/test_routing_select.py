@@ -83,7 +83,7 @@ def test_groups_come_before_a_custom_function(device):
 def test_indices_type(dtype, device):
     x, logits = sample(3, device)
     for options in ({}, {"custom_routing_function": last_experts}, METHODS["groups"][0]):
-        assert select(x, logits, indices_type=dtype, **options)[1].dtype == dtype or torch.int32
+        assert select(x, logits, indices_type=dtype, **options)[1].dtype == (dtype or torch.int32)
 
 
 def test_identity_experts(device):
