@@ -1,0 +1,180 @@
+"""Every modular kernel that can be put together, found by what its parts declare."""
+
+from __future__ import annotations
+
+import inspect
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+import moe_ops
+from moe_ops import FusedMoEActivationFormat, FusedMoEConfig, FusedMoEKernel
+from moe_ops.testing import Inputs, Problem, Roundings, make_inputs, quantize_inputs
+
+BATCHED = FusedMoEActivationFormat.BatchedExperts
+PUBLIC = [getattr(moe_ops, name) for name in moe_ops.__all__]
+
+
+def concrete(base: type) -> tuple[type, ...]:
+    """The public classes of a kind that can be built."""
+    kinds = [c for c in PUBLIC if inspect.isclass(c) and issubclass(c, base)]
+    return tuple(c for c in kinds if not inspect.isabstract(c))
+
+
+EXPERTS = concrete(moe_ops.FusedMoEExperts)
+SIZES = {"max_num_tokens", "num_local_experts", "num_dispatchers", "rank"}
+PREPARES = tuple(
+    c
+    for c in concrete(moe_ops.FusedMoEPrepareAndFinalize)
+    if set(inspect.signature(c).parameters) <= SIZES
+)
+"""Those that run on one rank by themselves; others wrap one, or need a process group."""
+SEPARATE = (
+    moe_ops.GroupedGemmExperts,
+    moe_ops.BatchedGroupedGemmExperts,
+    moe_ops.NaiveBatchedExperts,
+)
+"""Experts whose documentation says that GEMM 1's product is rounded before the activation."""
+
+
+def layer_config(problem: Problem, device: Any = "cpu") -> FusedMoEConfig:
+    """A problem as the value that experts are built with."""
+    local = problem.num_local_experts or problem.num_experts
+    gated = moe_ops.MoEActivation.from_str(problem.activation.split("(")[0]).is_gated
+    return FusedMoEConfig(
+        problem.num_experts, problem.top_k, problem.hidden_size, problem.intermediate_size, local,
+        problem.activation, device, moe_ops.RoutingMethodType.Renormalize,
+        in_dtype=problem.dtype, has_bias=problem.has_bias, is_act_and_mul=gated,
+        max_num_tokens=capacity(problem),
+    )  # fmt: skip
+
+
+def capacity(problem: Problem) -> int:
+    """Rows for each expert: no routing drops any."""
+    return max(1, problem.num_tokens * problem.top_k)
+
+
+def build_prepare(kind: type, problem: Problem, asynchronous: bool = False) -> Any:
+    """A prepare-finalize for a problem, on a stream of its own where asked."""
+    local = problem.num_local_experts or problem.num_experts
+    sizes = dict(
+        max_num_tokens=capacity(problem), num_local_experts=local, num_dispatchers=1, rank=0
+    )
+    part = kind(**{n: sizes[n] for n in inspect.signature(kind).parameters})
+    return moe_ops.AsyncPrepareAndFinalize(part) if asynchronous else part
+
+
+def build_experts(kind: type, problem: Problem, quant_config: Any, device: Any = "cpu") -> Any:
+    """Experts for a problem."""
+    numbers = (capacity(problem), 1) if kind.activation_format() is BATCHED else ()
+    return kind(layer_config(problem, device), quant_config, *numbers)
+
+
+@cache
+def example(kind: type) -> Any:
+    """Some experts of a class, to ask what they support."""
+    return build_experts(kind, Problem(), moe_ops.FusedMoEQuantConfig("unquantized"))
+
+
+@cache
+def example_prepare(kind: type) -> Any:
+    """Some prepare-finalize of a class."""
+    return build_prepare(kind, Problem())
+
+
+def fit(experts: type, prepare: type) -> bool:
+    """Whether both route or both are told, and they speak of the same rows."""
+    modular = issubclass(prepare, moe_ops.FusedMoEPrepareAndFinalizeModular)
+    same = example_prepare(prepare).activation_format is experts.activation_format()
+    return experts.is_monolithic() is not modular and same
+
+
+def supported(experts: type, scheme: str, activation: str) -> bool:
+    """What the class says of a scheme with an activation."""
+    rule = moe_ops.get_scheme(scheme)
+    config = layer_config(Problem(activation=activation))
+    form = experts.activation_format()
+    holds, reason = experts.is_supported_config(experts, config, rule.weight, rule.activation, form)
+    assert holds is (reason is None)
+    return holds
+
+
+RULES = (
+    (("experts", "prepare"), fit),
+    (("experts", "scheme", "activation"), supported),
+    (
+        ("experts", "chunked"),
+        lambda e, chunked: (
+            not chunked or (not e.is_monolithic() and example(e).supports_chunking())
+        ),
+    ),
+    (("experts", "asynchronous"), lambda e, wanted: not (wanted and e.is_monolithic())),
+    (("experts", "shared"), lambda e, wanted: not (wanted and e.is_monolithic())),
+    (("experts", "inplace"), lambda e, wanted: not (wanted and e.is_monolithic())),
+    (("shared", "inplace"), lambda shared, inplace: not (shared and inplace)),
+)
+"""Which values of factors go together, by what the classes declare."""
+
+
+def roundings(experts: type, problem: Problem, chunk_size: int | None = None) -> Roundings:
+    """Where an implementation rounds."""
+    batched, separate = experts.activation_format() is BATCHED, experts in SEPARATE
+    return Roundings(separate, batched or separate, batched, chunk_size)
+
+
+class Setup(NamedTuple):
+    """A problem, and a kernel with the arguments of its ``apply``."""
+
+    problem: Problem
+    kernel: FusedMoEKernel
+    inputs: Inputs
+    config: moe_ops.FusedMoEQuantConfig
+    exact: Inputs
+    """What the oracle is given."""
+
+    def arguments(self, **changes: Any) -> dict[str, Any]:
+        """Of ``apply``, by name."""
+        x, w1, w2, weights, ids, expert_map, _, _ = self.inputs
+        given = dict(
+            hidden_states=x, w1=w1, w2=w2, topk_weights=weights, topk_ids=ids,
+            activation=self.problem.activation, global_num_experts=self.problem.num_experts,
+            expert_map=expert_map, apply_router_weight_on_input=self.problem.on_input,
+        )  # fmt: skip
+        return {**given, **changes}
+
+    def apply(self, **changes: Any) -> Any:
+        """Run the kernel."""
+        return self.kernel.apply(**self.arguments(**changes))
+
+
+def setup(
+    problem: Problem,
+    experts: type,
+    device: Any = "cpu",
+    prepare: type | None = None,
+    asynchronous: bool = False,
+    seed: int = 0,
+    **kernel: Any,
+) -> Setup:
+    """A kernel of one class of experts, with the prepare-finalize that fits unless one is given."""
+    if prepare is None:
+        prepare = next(p for p in PREPARES if fit(experts, p))
+    quantized = quantize_inputs(problem, make_inputs(problem, device, seed))
+    parts = (
+        build_prepare(prepare, problem, asynchronous),
+        build_experts(experts, problem, quantized.config, device),
+    )
+    return Setup(problem, FusedMoEKernel(*parts, **kernel), *quantized)
+
+
+def twice(x: Tensor) -> Tensor:
+    """Stands for shared experts."""
+    return 2 * x
+
+
+def router_logits(problem: Problem, device: Any) -> Tensor:
+    """Of experts that route themselves."""
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(problem.num_tokens, problem.num_experts, generator=generator).to(device)
