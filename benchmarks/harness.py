@@ -20,17 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-
-@dataclass(frozen=True)
-class Hardware:
-    """What one GPU was measured to do at best: a long read, and large dense products."""
-
-    read_bytes_per_s: float
-    flops: dict[str, float]
-
-
-HARDWARE = {"NVIDIA H200": Hardware(4.67e12, {"bf16": 758e12, "fp8": 1490e12})}
-"""By `torch.cuda.get_device_name`; there is no floor on other machines."""
+from moe_ops.pipeline.devices import MEASURED as HARDWARE
 
 KEY = ("scheme", "shape", "M", "impl", "routing")
 _FLUSH_BYTES = 512 * 10**6

@@ -49,6 +49,7 @@ from moe_ops.pipeline.experts import (
     Supports,
     TritonExperts,
 )
+from moe_ops.pipeline.explanation import Explanation, explain
 from moe_ops.pipeline.formats import (
     ExpertTokensMetadata,
     FusedMoEActivationFormat,
@@ -66,6 +67,7 @@ from moe_ops.pipeline.prepare_finalize import (
     FusedMoEPrepareAndFinalizeModular,
     FusedMoEPrepareAndFinalizeMonolithic,
 )
+from moe_ops.pipeline.selection import select_kernel
 from moe_ops.pipeline.warmup import warmup
 from moe_ops.pipeline.weight_and_reduce import (
     TopKWeightAndReduce,
@@ -79,7 +81,17 @@ from moe_ops.quantization import (
     batched_moe_kernel_quantize_input,
     moe_kernel_quantize_input,
 )
-from moe_ops.routing import RoutingMethodType, fused_topk, get_routing_method_type
+from moe_ops.routing import (
+    RoutingMethodType,
+    SelectedExperts,
+    adjust_routing,
+    fused_topk,
+    get_routing_method_type,
+    grouped_topk,
+    hash_topk,
+    select_experts,
+    zero_experts,
+)
 from moe_ops.scheme import (
     FLOAT4_E2M1_MAX,
     FLOAT8_E4M3_MAX,
@@ -106,6 +118,7 @@ __all__ = [
     "Call",
     "EplbState",
     "ExpertTokensMetadata",
+    "Explanation",
     "FusedMoE",
     "FusedMoEActivationFormat",
     "FusedMoEConfig",
@@ -130,6 +143,7 @@ __all__ = [
     "Quant",
     "RoutingMethodType",
     "Scheme",
+    "SelectedExperts",
     "Supports",
     "TilePlan",
     "TopKWeightAndReduce",
@@ -139,6 +153,7 @@ __all__ = [
     "TopKWeightAndReduceNoOP",
     "TritonExperts",
     "__version__",
+    "adjust_routing",
     "apply_moe_activation",
     "batched_moe_kernel_quantize_input",
     "checking",
@@ -147,12 +162,15 @@ __all__ = [
     "dequantize_weight",
     "determine_expert_map",
     "eplb_map_to_physical_and_record",
+    "explain",
     "fused_experts",
     "fused_moe",
     "fused_topk",
     "get_compressed_expert_map",
     "get_routing_method_type",
     "get_scheme",
+    "grouped_topk",
+    "hash_topk",
     "initial_physical_to_logical_map",
     "make_expert_params_mapping",
     "maybe_roundup_hidden_size",
@@ -166,6 +184,8 @@ __all__ = [
     "rebalance_experts",
     "remap_topk_to_local",
     "run_micro_batches",
+    "select_experts",
     "warmup",
     "workspace_nbytes",
+    "zero_experts",
 ]

@@ -13,7 +13,16 @@ from collections.abc import Callable, Sequence
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import torch
+
+from moe_ops.activation import MoEActivation
+from moe_ops.pipeline.config import FusedMoEConfig
+from moe_ops.pipeline.devices import TARGETS
+from moe_ops.pipeline.explanation import explain
+from moe_ops.routing import RoutingMethodType
+from moe_ops.scheme import Scheme, get_scheme
 
 CHECKOUT = Path(__file__).resolve().parent.parent
 PROGRAM = "python -m moe_ops"
@@ -38,11 +47,85 @@ def _script(path: str) -> Path:
     return script
 
 
-def _bench(arguments: Sequence[str]) -> int:
-    folder = str(_script("benchmarks/bench_layer.py").parent)
+def _benchmark_module(name: str) -> Any:
+    """A module of ``benchmarks/``, which import each other by their plain names."""
+    folder = str(_script(f"benchmarks/{name}.py").parent)
     if folder not in sys.path:
-        sys.path.insert(0, folder)  # its modules import each other by their plain names
-    return import_module("bench_layer").main(arguments, prog=f"{PROGRAM} bench")
+        sys.path.insert(0, folder)
+    return import_module(name)
+
+
+def _bench(arguments: Sequence[str]) -> int:
+    return _benchmark_module("bench_layer").main(arguments, prog=f"{PROGRAM} bench")
+
+
+def _explain(arguments: Sequence[str]) -> int:
+    """Print an `Explanation`; the exit status is 1 where nothing serves the configuration."""
+    problems = _benchmark_module("problems")
+    parser = _explain_parser(problems.find_problem)
+    chosen = parser.parse_args(arguments)
+    if (chosen.format == "batched") is (chosen.max_num_tokens is None):
+        parser.error("--format batched and --max-num-tokens go together")
+    problem, activation = chosen.model, chosen.activation
+    config = FusedMoEConfig(
+        num_experts=problem.num_experts,
+        experts_per_token=problem.top_k,
+        hidden_dim=problem.hidden_size,
+        intermediate_size=problem.intermediate_size,
+        num_local_experts=problem.num_experts,
+        activation=activation,
+        device="cuda" if torch.cuda.is_available() else "cpu",
+        routing_method=RoutingMethodType.Renormalize,
+        is_act_and_mul=activation.is_gated,
+        max_num_tokens=chosen.max_num_tokens,
+    )
+    found = explain(config, chosen.scheme, num_tokens=chosen.tokens, device=chosen.device)
+    print(found.to_json() if chosen.json else found)
+    return 0 if found.choice else 1
+
+
+def _explain_parser(find_problem: Callable[[str], Any]) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog=f"{PROGRAM} explain", allow_abbrev=False)
+    add = parser.add_argument
+    model_help = "a key of shapes.json or the name of a model"
+    add("--model", type=_reads(find_problem), required=True, help=model_help)
+    add("--scheme", type=_reads(_scheme), default="unquantized", help="(default: %(default)s)")
+    add("--device", choices=TARGETS, help="need not be in this machine (default: what is)")
+    add("--tokens", type=_reads(_counts), default="1,64", help="(default: %(default)s)")
+    add("--format", choices=("standard", "batched"), default="standard", help="(default: standard)")
+    rows_help = "rows of each expert in the batched format"
+    add("--max-num-tokens", type=_reads(_count), metavar="N", help=rows_help)
+    activation = _reads(MoEActivation.from_str)
+    add("--activation", type=activation, default="silu", help="(default: %(default)s)")
+    add("--json", action="store_true", help="print JSON instead of tables")
+    return parser
+
+
+def _reads(read: Callable[[str], Any]) -> Callable[[str], Any]:
+    """The function, its ValueError's text for argparse to print."""
+
+    def checked(text: str) -> Any:
+        try:
+            return read(text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+
+    return checked
+
+
+def _scheme(name: str) -> Scheme:
+    """A scheme; ``bf16`` is what records call unquantized bf16."""
+    return get_scheme("unquantized" if name == "bf16" else name)
+
+
+def _counts(text: str) -> list[int]:
+    return [_count(part) for part in text.split(",")]
+
+
+def _count(text: str) -> int:
+    if not text.strip().isdecimal() or int(text) < 1:
+        raise ValueError(f"a number of tokens must be a positive integer, got {text!r}")
+    return int(text)
 
 
 def _demo(arguments: Sequence[str]) -> int:
@@ -68,6 +151,7 @@ class Command(NamedTuple):
 
 COMMANDS = {
     "bench": Command("time or profile whole layers, next to other implementations", _bench),
+    "explain": Command("say which kernels a layer runs on, why, and what it costs", _explain),
     "demo": Command("read and write text with a small MoE language model", _demo),
 }
 

@@ -7,7 +7,19 @@ from typing import NamedTuple
 import torch
 
 from moe_ops.activation import MoEActivation
-from moe_ops.scheme import SCHEMES
+from moe_ops.scheme import SCHEMES, Quant
+
+ARCHITECTURES = (80, 90, 100, 120)
+"""CUDA compute capabilities (times ten) that the tests compile kernels for."""
+
+
+def min_capability(activation: Quant | None) -> int:
+    """The lowest compute capability times ten at which kernels with such activations compile.
+
+    Triton's matrix products want 80, and those of e4m3 numbers 89. Stored weights do not matter:
+    where only those are quantized, their bits become numbers by integer operations.
+    """
+    return 89 if activation is not None and activation.dtype == torch.float8_e4m3fn else 80
 
 
 class Support(NamedTuple):
@@ -24,34 +36,43 @@ class Support(NamedTuple):
     """GPUs that the kernels have run on."""
 
 
-SUPPORT = (
+MEASURED = {("unquantized", "standard"): ("H200",)}
+"""GPUs that the kernels of a scheme have run on, by scheme and format; nowhere: no entry."""
+
+SUPPORT = tuple(
     Support(
-        scheme=SCHEMES["unquantized"].name,
-        format="standard",
+        scheme=scheme.name,
+        format=layout,
         dtypes=(torch.bfloat16, torch.float16, torch.float32),
         activations=tuple(MoEActivation),
-        architectures=(80, 90, 100, 120),
-        measured=("H200",),
-    ),
+        architectures=tuple(a for a in ARCHITECTURES if a >= min_capability(scheme.activation)),
+        measured=MEASURED.get((scheme.name, layout), ()),
+    )
+    for scheme in SCHEMES.values()
+    for layout in ("standard", "batched")
 )
 
 
 def support_table() -> str:
-    """The table of the README, as Markdown."""
+    """The table of the README, as Markdown; formats that agree in the rest share a line."""
     lines = [
         "| scheme | format | dtypes | activations | CPU | GPU kernels compiled for | run on |",
         "|---|---|---|---|---|---|---|",
     ]
+    formats: dict[Support, list[str]] = {}
     for row in SUPPORT:
+        formats.setdefault(row._replace(format=""), []).append(row.format)
+    for row, layouts in formats.items():
         dtypes = ", ".join(str(d).removeprefix("torch.") for d in row.dtypes)
         every = len(row.activations) == len(MoEActivation)
         names = (
             f"all {len(MoEActivation)}" if every else ", ".join(a.value for a in row.activations)
         )
         architectures = ", ".join(f"sm_{a}" for a in row.architectures)
+        measured = ", ".join(row.measured) or "-"
         lines.append(
-            f"| {row.scheme} | {row.format} | {dtypes} | {names} | yes | {architectures} "
-            f"| {', '.join(row.measured)} |"
+            f"| {row.scheme} | {', '.join(layouts)} | {dtypes} | {names} | yes | {architectures} "
+            f"| {measured} |"
         )
     return "\n".join(lines)
 

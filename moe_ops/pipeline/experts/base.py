@@ -38,6 +38,9 @@ class FusedMoEExperts(ABC):
     """
 
     SUPPORTS: ClassVar[Supports] = Supports()
+    """What a class serves; unless it says so, unquantized experts only."""
+    ACTIVATES_IN_GEMM1: ClassVar[bool | None] = None
+    """Whether GEMM 1 activates its product; None: neither GEMM is one of this library's."""
 
     def __init__(
         self,
@@ -84,6 +87,7 @@ class FusedMoEExperts(ABC):
         weight_key: Quant | None,
         activation_key: Quant | None,
         activation_format: FusedMoEActivationFormat,
+        capability: int | None = None,
     ) -> tuple[bool, str | None]:
         """Whether ``cls`` serves a configuration, and if not, the first reason.
 
@@ -93,9 +97,15 @@ class FusedMoEExperts(ABC):
             weight_key: the scheme's ``weight``.
             activation_key: the scheme's ``activation``.
             activation_format: what prepare-finalize produces.
+            capability: compute capability times ten of a GPU that is not in this machine; None:
+                that of ``moe_config.device``.
         """
         reason = cls.SUPPORTS.reason_against(
-            moe_config, (weight_key, activation_key), cls.activation_format(), activation_format
+            moe_config,
+            (weight_key, activation_key),
+            cls.activation_format(),
+            activation_format,
+            capability,
         )
         return reason is None, reason
 

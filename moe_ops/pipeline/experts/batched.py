@@ -76,6 +76,7 @@ class BatchedTritonExperts(BatchedExperts):
     """
 
     SUPPORTS: ClassVar[Supports] = Supports(schemes=EVERY_SCHEME)
+    ACTIVATES_IN_GEMM1: ClassVar[bool | None] = True
 
     def apply(
         self,

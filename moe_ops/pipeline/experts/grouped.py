@@ -31,6 +31,7 @@ class GroupedGemmExperts(FusedMoEExpertsModular):
     """
 
     SUPPORTS: ClassVar[Supports] = Supports(schemes=EVERY_SCHEME)
+    ACTIVATES_IN_GEMM1: ClassVar[bool | None] = False
 
     @staticmethod
     def activation_format() -> FusedMoEActivationFormat:
@@ -110,6 +111,7 @@ class BatchedGroupedGemmExperts(BatchedExperts):
     """
 
     SUPPORTS: ClassVar[Supports] = Supports(schemes=EVERY_SCHEME)
+    ACTIVATES_IN_GEMM1: ClassVar[bool | None] = False
 
     def workspace_shapes(
         self,

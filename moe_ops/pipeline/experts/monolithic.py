@@ -25,6 +25,7 @@ class MonolithicExperts(FusedMoEExpertsMonolithic):
     """
 
     SUPPORTS: ClassVar[Supports] = Supports(schemes=EVERY_SCHEME)
+    ACTIVATES_IN_GEMM1: ClassVar[bool | None] = True
 
     @property
     def expects_unquantized_inputs(self) -> bool:

@@ -56,6 +56,7 @@ class TritonExperts(FusedMoEExpertsModular):
     """
 
     SUPPORTS: ClassVar[Supports] = Supports(schemes=EVERY_SCHEME)
+    ACTIVATES_IN_GEMM1: ClassVar[bool | None] = True
 
     @property
     def applies_router_weight_on_input(self) -> bool:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Container
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -11,7 +12,8 @@ from moe_ops.activation import MoEActivation
 from moe_ops.pipeline.config import FusedMoEConfig
 from moe_ops.pipeline.formats import FusedMoEActivationFormat
 from moe_ops.routing import RoutingMethodType
-from moe_ops.scheme import SCHEMES, Quant
+from moe_ops.scheme import SCHEMES, Quant, get_scheme
+from moe_ops.support import min_capability
 
 if TYPE_CHECKING:
     from moe_ops.parallel import FusedMoEParallelConfig
@@ -20,18 +22,49 @@ SchemeKey = tuple[Quant | None, Quant | None]
 """``(weight, activation)``: what a kernel sees of a scheme."""
 
 
-EVERY_SCHEME = frozenset((s.weight, s.activation) for s in SCHEMES.values())
-"""The keys of all named schemes."""
+@dataclass(frozen=True)
+class AnyGroupSize:
+    """Scheme keys, and with each of them those that differ only in the sizes of their groups."""
+
+    families: frozenset
+
+    @classmethod
+    def of(cls, *schemes: str) -> AnyGroupSize:
+        """From names."""
+        found = map(get_scheme, schemes)
+        return cls(frozenset(_family((s.weight, s.activation)) for s in found))
+
+    def __contains__(self, key: Any) -> bool:
+        return _family(key) in self.families
+
+
+def _family(key: SchemeKey) -> tuple:
+    """The key with True for every size of a group above 1."""
+
+    def kind(quant: Quant | None) -> tuple | None:
+        if quant is None:
+            return None
+        sizes = tuple(size if size <= 1 else True for size in quant.group)
+        rest = (quant.scale, quant.static, quant.zero_point, quant.global_scale)
+        return quant.element, sizes, *rest
+
+    return tuple(map(kind, key))
+
+
+EVERY_SCHEME = AnyGroupSize.of(*SCHEMES, "int8_w8a16_g128_zp", "int8_block128_ue8m0")
+"""What `get_scheme` makes."""
+UNQUANTIZED_ONLY = frozenset({(None, None)})
 
 
 @dataclass(frozen=True)
 class Supports:
     """One class's declaration. ``None`` in a field: everything.
 
+    On a GPU, a scheme also needs a compute capability of `moe_ops.support.min_capability`.
+
     Args:
-        devices: device types, and for GPUs the lowest compute capability times ten by scheme key's
-            element (``min_capability``).
-        schemes: the scheme keys.
+        devices: device types.
+        schemes: the scheme keys; by default weights and activations as they are.
         activations: kinds of activation.
         gateless: whether activations without a gate work (``is_act_and_mul = False``).
         parallel: the modes of a `FusedMoEParallelConfig` that work: ``tp``, ``dp``, ``ep``, ``sp``.
@@ -41,12 +74,12 @@ class Supports:
     """
 
     devices: tuple[str, ...] = ("cpu", "cuda")
-    schemes: frozenset[SchemeKey] | None = None
-    activations: frozenset[MoEActivation] | None = None
+    schemes: Container[SchemeKey] | None = UNQUANTIZED_ONLY
+    activations: Container[MoEActivation] | None = None
     gateless: bool = True
     parallel: frozenset[str] = frozenset({"tp", "dp", "ep", "sp"})
-    routing_methods: frozenset[RoutingMethodType] | None = None
-    router_logits_dtypes: frozenset[torch.dtype] | None = None
+    routing_methods: Container[RoutingMethodType] | None = None
+    router_logits_dtypes: Container[torch.dtype] | None = None
     hidden_multiple: int = 1
 
     def reason_against(
@@ -55,14 +88,27 @@ class Supports:
         key: SchemeKey,
         own_format: FusedMoEActivationFormat,
         activation_format: FusedMoEActivationFormat,
+        capability: int | None = None,
     ) -> str | None:
-        """The first rule that fails, in the order of the interface; None where all hold."""
+        """The first rule that fails, in the order of the interface; None where all hold.
+
+        Args:
+            config: the layer.
+            key: of its scheme.
+            own_format: what the experts take.
+            activation_format: what prepare-finalize produces.
+            capability: times ten, of a GPU that is not in this machine; None: that of
+                ``config.device``.
+        """
         weight, activation = key
         kind, logits = config.activation_kind, config.router_logits_dtype or config.in_dtype
-        parallel = config.moe_parallel_config
+        parallel, method = config.moe_parallel_config, config.routing_method
         device = torch.device(config.device)
         rules = (
-            (self._device_works(device, key), f"current device {_name(device)}"),
+            (
+                self._device_works(device, key, capability),
+                f"current device {_name(device, capability)}",
+            ),
             (config.is_act_and_mul or self.gateless, "no act_and_mul MLP layer"),
             (_among(kind, self.activations), f"{kind.value} activation"),
             (
@@ -70,10 +116,7 @@ class Supports:
                 f"quantization scheme {_key_name(weight)}x{_key_name(activation)}",
             ),
             (_modes(parallel) <= self.parallel, f"parallel config {parallel}"),
-            (
-                _among(config.routing_method, self.routing_methods),
-                f"routing method {config.routing_method!r}",
-            ),
+            (_among(method, self.routing_methods), f"routing method {method!r}"),
             (_among(logits, self.router_logits_dtypes), f"router logits dtype {logits}"),
             (config.hidden_dim % self.hidden_multiple == 0, f"hidden size {config.hidden_dim}"),
             (
@@ -83,38 +126,36 @@ class Supports:
         )
         return next((f"kernel does not support {text}" for holds, text in rules if not holds), None)
 
-    def _device_works(self, device: torch.device, key: SchemeKey) -> bool:
+    def _device_works(self, device: torch.device, key: SchemeKey, capability: int | None) -> bool:
         if device.type not in self.devices:
             return False
-        return device.type != "cuda" or capability(device) >= min_capability(key)
+        if device.type != "cuda":
+            return True
+        return (capability or capability_of(device)) >= min_capability(key[1])
 
 
-def _among(value: object, known: frozenset | None) -> bool:
+def _among(value: Any, known: Container | None) -> bool:
     return known is None or value in known
 
 
-def _name(device: torch.device) -> str:
-    if device.type == "cuda" and torch.cuda.is_available():
+def _name(device: torch.device, capability: int | None) -> str:
+    if device.type != "cuda":
+        return str(device)
+    if capability is None and torch.cuda.is_available():
         return torch.cuda.get_device_name(device)
-    return str(device)
+    return f"sm_{capability or capability_of(device)}"
 
 
 def _key_name(quant: Quant | None) -> str:
     return "None" if quant is None else quant.key
 
 
-def capability(device: torch.device) -> int:
+def capability_of(device: torch.device) -> int:
     """Compute capability times ten; that of an H200 on a machine without a GPU."""
     if not torch.cuda.is_available():
         return 90
     major, minor = torch.cuda.get_device_capability(device)
     return 10 * major + minor
-
-
-def min_capability(key: SchemeKey) -> int:
-    """Where Triton's kernels for a scheme compile: e4m3 numbers exist from sm_89 on."""
-    fp8 = any(q is not None and q.dtype == torch.float8_e4m3fn for q in key)
-    return 89 if fp8 else 80
 
 
 def _modes(parallel: FusedMoEParallelConfig) -> frozenset[str]:

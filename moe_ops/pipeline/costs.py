@@ -1,0 +1,155 @@
+"""What one call of a layer costs: tiles, bytes, operations, and the time that they take at best."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+
+from moe_ops.pipeline.config import FusedMoEConfig
+from moe_ops.pipeline.devices import Target
+from moe_ops.pipeline.experts import FusedMoEExperts, FusedMoEExpertsModular
+from moe_ops.scheme import WHOLE, Scheme
+from moe_ops.tiles import ROW_TILES, Device, Gemm, TileConfig, gemm_tiles, scaled_gemm_tiles
+
+WIDEST_QUANTIZED_TILE = 128
+"""The widest group that GEMM 1 quantizes in its tile."""
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Of one call with ``num_tokens`` tokens, on this rank, under a uniform routing."""
+
+    num_tokens: int
+    gemm1: TileConfig | None
+    """None where GEMMs have no tiles, or none that are known here."""
+    gemm2: TileConfig | None
+    active_experts: float
+    """Local experts that have a token, on average."""
+    weight_bytes: int
+    """Of the active experts, scales and biases included, read once."""
+    activation_bytes: int
+    """Tokens in and out."""
+    intermediate_bytes: int
+    """Activated rows and experts' rows between the GEMMs, each written and read once."""
+    flops: int
+    """Of both GEMMs; a multiplication and an addition are two."""
+    floor_us: float | None
+    """The longer of moving weights and tokens (no intermediates) at the bandwidth that a read was
+    measured to reach, and of the products at the rate of dense ones."""
+    workspace_bytes: int | None
+    """Of what the experts' ``workspace_shapes`` names, the output included."""
+
+
+def cost_of(
+    config: FusedMoEConfig,
+    scheme: Scheme,
+    experts: FusedMoEExperts,
+    num_tokens: int,
+    target: Target,
+) -> Cost:
+    """The cost of a layer on a device, with the experts that were chosen."""
+    width, gates = config.intermediate_size, 2 if config.is_act_and_mul else 1
+    hidden, itemsize = config.hidden_dim, config.in_dtype.itemsize
+    shapes = ((gates * width, hidden), (hidden, width))
+    slots = num_tokens * config.experts_per_token * config.num_local_experts / config.num_experts
+    active = _active_experts(config, num_tokens)
+    weight_bytes = round(active * sum(_weight_bytes(config, scheme, n, k) for n, k in shapes))
+    activation_bytes = 2 * num_tokens * hidden * itemsize
+    h_itemsize = itemsize if scheme.activation is None else scheme.activation.dtype.itemsize
+    flops = round(2 * slots * sum(n * k for n, k in shapes))
+    tiles = _tiles(config, scheme, experts, num_tokens, target.facts)
+    return Cost(
+        num_tokens=num_tokens,
+        gemm1=tiles and tiles[0],
+        gemm2=tiles and tiles[1],
+        active_experts=active,
+        weight_bytes=weight_bytes,
+        activation_bytes=activation_bytes,
+        intermediate_bytes=round(2 * slots * (width * h_itemsize + hidden * itemsize)),
+        flops=flops,
+        floor_us=_floor_us(weight_bytes + activation_bytes, flops, math_of(config, scheme), target),
+        workspace_bytes=_workspace_bytes(config, experts, num_tokens),
+    )
+
+
+def math_of(config: FusedMoEConfig, scheme: Scheme) -> str:
+    """The dtype of the products, as `devices.MEASURED` names it; int8 is as fast on paper."""
+    if scheme.activation is not None:
+        return "fp8"
+    return "bf16" if config.in_dtype.itemsize == 2 else "fp32"
+
+
+def _active_experts(config: FusedMoEConfig, num_tokens: int) -> float:
+    missed = (1 - config.experts_per_token / config.num_experts) ** num_tokens
+    return config.num_local_experts * (1 - missed)
+
+
+def _weight_bytes(config: FusedMoEConfig, scheme: Scheme, n: int, k: int) -> float:
+    """Of one expert's ``(N, K)``."""
+    itemsize = config.in_dtype.itemsize
+    each = itemsize if scheme.weight is None else scheme.weight_bits(n, k) / 8
+    return n * k * each + n * itemsize * config.has_bias
+
+
+def _floor_us(nbytes: int, flops: int, math: str, target: Target) -> float | None:
+    speed = target.speed
+    if speed is None:
+        return None
+    # Products whose rate was not measured take no time: the floor stays a lower bound.
+    products = flops / speed.flops[math] if math in speed.flops else 0.0
+    return 1e6 * max(nbytes / speed.read_bytes_per_s, products)
+
+
+def _workspace_bytes(
+    config: FusedMoEConfig, experts: FusedMoEExperts, num_tokens: int
+) -> int | None:
+    if not isinstance(experts, FusedMoEExpertsModular):
+        return None
+    shapes = experts.workspace_shapes(
+        config.max_num_tokens or num_tokens,
+        config.intermediate_size * (2 if config.is_act_and_mul else 1),
+        config.hidden_dim,
+        config.experts_per_token,
+        config.num_experts,
+        config.num_local_experts,
+        None,
+        config.activation_kind,
+    )
+    return sum(map(prod, shapes)) * config.in_dtype.itemsize
+
+
+def _tiles(
+    config: FusedMoEConfig,
+    scheme: Scheme,
+    experts: FusedMoEExperts,
+    num_tokens: int,
+    device: Device | None,
+) -> tuple[TileConfig, TileConfig] | None:
+    """Of both GEMMs, as their launchers choose them."""
+    fused = experts.ACTIVATES_IN_GEMM1
+    if device is None or fused is None:
+        return None
+    hidden, width, num_experts = (
+        config.hidden_dim,
+        config.intermediate_size,
+        config.num_local_experts,
+    )
+    rows = num_tokens * config.experts_per_token
+    if config.max_num_tokens is not None:
+        rows = num_experts * config.max_num_tokens
+    halves = 2 if fused and config.is_act_and_mul else 1
+    first = width * (1 if fused or not config.is_act_and_mul else 2)
+    itemsize = config.in_dtype.itemsize
+    gemm1 = Gemm(rows, num_experts, first, hidden, itemsize, halves, ROW_TILES)
+    gemm2 = Gemm(rows, num_experts, hidden, width, itemsize, 1, ROW_TILES)
+    return _gemm_tiles(gemm1, scheme, fused, device), _gemm_tiles(gemm2, scheme, False, device)
+
+
+def _gemm_tiles(gemm: Gemm, scheme: Scheme, quantizes: bool, device: Device) -> TileConfig:
+    """Of one; ``quantizes``: whether its result is activated, and quantized where it can be."""
+    if scheme.activation is None:
+        return gemm_tiles(gemm, device)
+    cols = scheme.activation.group.cols
+    group = None if cols == WHOLE else cols
+    in_tile = quantizes and group is not None and group <= WIDEST_QUANTIZED_TILE
+    return scaled_gemm_tiles(gemm._replace(itemsize=1), group, group if in_tile else 1, device)

@@ -1,0 +1,66 @@
+"""Known GPUs, so that a layer can be explained on a machine that has none of them."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from moe_ops.tiles import Device, device_facts
+
+
+class Speed(NamedTuple):
+    """What a GPU was measured to do at best: a long read, and large dense products."""
+
+    read_bytes_per_s: float
+    flops: dict[str, float]
+    """By the dtype of the products."""
+
+
+MEASURED = {"NVIDIA H200": Speed(4.67e12, {"bf16": 758e12, "fp8": 1490e12})}
+"""By `torch.cuda.get_device_name`; there is no floor on other GPUs."""
+
+
+class Target(NamedTuple):
+    """A device to explain a layer for."""
+
+    name: str
+    """``cpu``, or ``sm_90`` and the like."""
+    gpu: str | None
+    """The GPU whose numbers these are."""
+    facts: Device | None
+    """What the choice of tiles asks of it; None: references run, which have no tiles."""
+
+    @property
+    def speed(self) -> Speed | None:
+        """Where it was measured."""
+        return None if self.gpu is None else MEASURED.get(self.gpu)
+
+    def torch_device(self) -> torch.device:
+        """Its type."""
+        return torch.device("cpu" if self.facts is None else "cuda")
+
+
+TARGETS = {
+    target.name: target
+    for target in (
+        Target("cpu", None, None),
+        Target("sm_80", "NVIDIA A100", Device(80, 166912, 108)),
+        Target("sm_86", "NVIDIA RTX A6000", Device(86, 101376, 84)),
+        Target("sm_89", "NVIDIA L40S", Device(89, 101376, 142)),
+        Target("sm_90", "NVIDIA H200", Device(90, 232448, 132)),
+        Target("sm_100", "NVIDIA B200", Device(100, 232448, 148)),
+        Target("sm_120", "NVIDIA RTX PRO 6000", Device(120, 101376, 188)),
+    )
+}
+"""By name, each architecture with the numbers of one GPU."""
+
+
+def target_of(device: torch.device) -> Target:
+    """The target that a device is; an H200 for a GPU that this machine lacks."""
+    if device.type != "cuda":
+        return TARGETS["cpu"]
+    if not torch.cuda.is_available():
+        return TARGETS["sm_90"]
+    facts = device_facts(device)
+    return Target(f"sm_{facts.arch}", torch.cuda.get_device_name(device), facts)

@@ -1,0 +1,225 @@
+"""Why a layer runs the way it does, as a value to print, to compare and to write down."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, replace
+
+import torch
+
+from moe_ops.activation import kind_and_key
+from moe_ops.pipeline.config import FusedMoEConfig
+from moe_ops.pipeline.costs import Cost, cost_of
+from moe_ops.pipeline.devices import TARGETS, Target, target_of
+from moe_ops.pipeline.selection import (
+    CANDIDATES,
+    Candidate,
+    Experts,
+    as_quant_config,
+    build,
+    chosen,
+    format_of,
+    judge,
+)
+from moe_ops.scheme import FusedMoEQuantConfig, Scheme
+from moe_ops.support import min_capability
+from moe_ops.tiles import TileConfig
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """What `select_kernel` would do, and what the result costs.
+
+    ``str`` of it is a table; `to_json` has the same and more.
+    """
+
+    config: FusedMoEConfig
+    scheme: Scheme
+    target: Target
+    rows: tuple[Candidate, ...]
+    """Every implementation, in order of preference."""
+    choice: str | None
+    """Its name; None: nothing serves this configuration."""
+    prepare_finalize: str | None
+    activation_format: str
+    costs: tuple[Cost, ...]
+    """One for each number of tokens; none without a choice."""
+    tiles_from: str = "analytic default"
+    """Where tile sizes come from."""
+
+    def to_json(self) -> str:
+        """As a JSON object."""
+        config = {name: _plain(value) for name, value in vars(self.config).items()}
+        config["activation"] = kind_and_key(self.config.activation)[1]
+        config["moe_parallel_config"] = asdict(self.config.moe_parallel_config)
+        parts = {
+            "scheme": self.scheme.name,
+            "device": self.target.name,
+            "gpu": self.target.gpu,
+            "config": config,
+            "activation_format": self.activation_format,
+            "choice": self.choice,
+            "prepare_finalize": self.prepare_finalize,
+            "implementations": [asdict(row) for row in self.rows],
+            "tiles_from": self.tiles_from,
+            "costs": [asdict(cost) for cost in self.costs],
+        }
+        return json.dumps(parts, indent=1)
+
+    def __str__(self) -> str:
+        return "\n\n".join(filter(None, (self._head(), self._why(), self._table(), self._notes())))
+
+    def _head(self) -> str:
+        c, target = self.config, self.target
+        device = target.name if target.gpu is None else f"{target.name} ({target.gpu})"
+        local = "" if c.num_local_experts == c.num_experts else f" ({c.num_local_experts} here)"
+        sizes = (
+            f"{c.num_experts} experts{local}, {c.experts_per_token} a token, hidden "
+            f"{c.hidden_dim}, intermediate {c.intermediate_size}, {c.activation_kind.value}, "
+            f"{_plain(c.in_dtype)}"
+        )
+        chosen = (
+            "nothing serves this" if self.choice is None
+            else f"{self.choice} behind {self.prepare_finalize}"
+        )  # fmt: skip
+        return f"{self.scheme.name} on {device}, {self.activation_format} format: {chosen}\n{sizes}"
+
+    def _why(self) -> str:
+        names = [["implementation", "serves", "why not"]]
+        for row in self.rows:
+            text = "chosen" if row.implementation == self.choice else row.reason
+            text = text or "comes after the choice"
+            names.append([row.implementation, "yes" if row.supported else "no", text])
+        return _aligned(names, left=3)
+
+    def _table(self) -> str:
+        if not self.costs:
+            return ""
+        head = ["tokens", "GEMM 1", "GEMM 2", "experts", "weights", "in + out", "between"]
+        lines = [[*head, "GFLOP", "floor us", "workspace"]]
+        for cost in self.costs:
+            moved = (cost.weight_bytes, cost.activation_bytes, cost.intermediate_bytes)
+            lines.append(
+                [
+                    str(cost.num_tokens),
+                    _tile(cost.gemm1),
+                    _tile(cost.gemm2),
+                    f"{cost.active_experts:.1f}",
+                    *map(_bytes, moved),
+                    f"{cost.flops / 1e9:.4g}",
+                    "-" if cost.floor_us is None else f"{cost.floor_us:.1f}",
+                    _bytes(cost.workspace_bytes),
+                ]
+            )
+        return _aligned(lines)
+
+    def _notes(self) -> str:
+        facts, lowest = self.target.facts, min_capability(self.scheme.activation)
+        if facts is not None and facts.arch < lowest:
+            return f"kernels of {self.scheme.name} compile from sm_{lowest} on"
+        if not self.costs:
+            return ""
+        notes = ["experts: those with a token on average, under a uniform routing"]
+        if self.costs[0].gemm1 is not None:
+            notes.append(f"tiles: rows x columns x K / warps / stages; {self.tiles_from}")
+        elif facts is None:
+            notes.append("tiles: none, the CPU runs the references")
+        speed = self.target.speed
+        if speed is None:
+            notes.append(f"floor: left out, nothing was measured on {self.target.gpu or 'a CPU'}")
+        else:
+            rates = ", ".join(f"{rate / 1e12:.0f} {name}" for name, rate in speed.flops.items())
+            notes.append(
+                f"floor: weights and tokens at {speed.read_bytes_per_s / 1e12:.2f} TB/s or the "
+                f"products at {rates} TFLOP/s, as measured on an {self.target.gpu}"
+            )
+        return "\n".join(notes)
+
+
+def explain(
+    config: FusedMoEConfig,
+    scheme: str | Scheme | FusedMoEQuantConfig,
+    *,
+    num_tokens: Sequence[int] = (1, 64),
+    device: str | None = None,
+    candidates: Sequence[Experts] = CANDIDATES,
+) -> Explanation:
+    """Say what `select_kernel` chooses and why, and what the layer costs; runs nothing.
+
+    Args:
+        config: the layer.
+        scheme: a name, a `Scheme` or a `FusedMoEQuantConfig`.
+        num_tokens: batches whose tiles, bytes and times are wanted.
+        device: a name such as ``sm_90`` (see `moe_ops.pipeline.devices.TARGETS`) in place of
+            ``config.device``; it need not be in this machine.
+        candidates: as for `select_kernel`.
+
+    Raises:
+        ValueError: an unknown scheme or device, a number of tokens that is not positive.
+    """
+    for number in num_tokens:
+        if number < 1:
+            raise ValueError(f"num_tokens must be at least 1, got {number}")
+    if device is not None and device not in TARGETS:
+        raise ValueError(f"device must be one of {list(TARGETS)}, got {device!r}")
+    quant = as_quant_config(scheme)
+    if device is None:
+        target = target_of(torch.device(config.device))
+    else:
+        target = TARGETS[device]
+        config = replace(config, device=target.torch_device())
+    capability = None if device is None or target.facts is None else target.facts.arch
+    rows = judge(config, quant.scheme, candidates, capability)
+    choice = chosen(rows, candidates)
+    kernel = None if choice is None else build(choice, config, quant)
+    costs = []
+    if kernel is not None:
+        experts = kernel.fused_experts
+        costs = [cost_of(config, quant.scheme, experts, number, target) for number in num_tokens]
+    return Explanation(
+        config=config,
+        scheme=quant.scheme,
+        target=target,
+        rows=rows,
+        choice=None if choice is None else choice.__name__,
+        prepare_finalize=None if kernel is None else type(kernel.prepare_finalize).__name__,
+        activation_format=format_of(config).value[0],
+        costs=tuple(costs),
+    )
+
+
+def _plain(value: object) -> object:
+    """Numbers and texts as they are, names of what has one, texts of the rest."""
+    if value is None or type(value) in (int, bool, str):
+        return value
+    return str(getattr(value, "name", value)).removeprefix("torch.")
+
+
+def _tile(tiles: TileConfig | None) -> str:
+    if tiles is None:
+        return "-"
+    sizes = f"{tiles.block_m}x{tiles.block_n}x{tiles.block_k}"
+    return f"{sizes} /{tiles.num_warps} /{tiles.num_stages}"
+
+
+def _bytes(number: int | None) -> str:
+    if number is None:
+        return "-"
+    size, units = float(number), ["B", "kB", "MB", "GB", "TB"]
+    while size >= 1000 and len(units) > 1:
+        size, units = size / 1000, units[1:]
+    return f"{size:.4g} {units[0]}"
+
+
+def _aligned(lines: Iterable[Sequence[str]], left: int = 0) -> str:
+    """Columns under each other, the first ``left`` of them on their left edge."""
+    lines = list(lines)
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return "\n".join(
+        "  ".join(
+            cell.ljust(width) if place < left else cell.rjust(width)
+            for place, (cell, width) in enumerate(zip(line, widths, strict=True))
+        ).rstrip()
+        for line in lines
+    )
