@@ -185,6 +185,7 @@ __all__ = [
     "remap_topk_to_local",
     "run_micro_batches",
     "select_experts",
+    "select_kernel",
     "warmup",
     "workspace_nbytes",
     "zero_experts",
