@@ -88,11 +88,10 @@ def fused_experts(
         hidden_states, w1, w2, weights.w1.bias, weights.w2.bias, kind,
         topk_weights, topk_ids, global_num_experts, expert_map, scheme, *quantization,
     )  # fmt: skip
-    rows = Rows(hidden_states)
+    rows, routing = Rows(hidden_states), Routing(topk_weights, topk_ids, expert_map)
     if scheme.activation is not None:
-        on_input = topk_weights if apply_router_weight_on_input else None
-        rows = Rows(*quantize_tokens(hidden_states, config, on_input))
-    routing = Routing(topk_weights, topk_ids, expert_map)
+        on_input = apply_router_weight_on_input
+        rows = Rows(*quantize_tokens(hidden_states, config, routing, w1.shape[0], on_input))
     dtype = hidden_states.dtype
     return slot_experts(rows, weights, scheme, routing, key, dtype, apply_router_weight_on_input)
 

@@ -16,16 +16,35 @@ from moe_ops.pipeline.weight_and_reduce import (
     TopKWeightAndReduceDelegate,
 )
 from moe_ops.scheme import FusedMoEQuantConfig
+from moe_ops.tensors import Routing
 
 
 def quantize_tokens(
-    a1: Tensor, quant_config: FusedMoEQuantConfig, topk_weights: Tensor | None
+    a1: Tensor,
+    quant_config: FusedMoEQuantConfig,
+    routing: Routing,
+    num_experts: int,
+    weight_on_input: bool,
 ) -> tuple[Tensor, Tensor | None]:
-    """Rows as the scheme takes them: of tokens, or of slots where weights are given."""
+    """Rows as the scheme takes them: of tokens, or of slots with their router weights in them.
+
+    Rows that no expert will read are not read here either: they may hold anything, and a
+    per-tensor scale must not depend on them.
+
+    Args:
+        a1: ``(T, H)``.
+        quant_config: the scheme, and the scale where that is static.
+        routing: of the tokens.
+        num_experts: El, or any larger number: ``expert_map`` tells what is local.
+        weight_on_input: whether to scale rows, in float32 before they are quantized.
+    """
+    topk_weights, topk_ids, expert_map = routing
+    weights = topk_weights if weight_on_input else None
     quant = quant_config.scheme.activation
     if quant is not None:
-        return ops.moe_quantize(a1, quant_config.a1_scale, topk_weights, None, None, 0, quant.key)
-    return (a1 if topk_weights is None else weighted_rows(a1, topk_weights)), None
+        slots = (topk_ids, expert_map, num_experts)
+        return ops.moe_quantize(a1, quant_config.a1_scale, weights, *slots, quant.key)
+    return (a1 if weights is None else weighted_rows(a1, weights)), None
 
 
 def weighted_rows(a1: Tensor, topk_weights: Tensor) -> Tensor:
@@ -58,11 +77,13 @@ class MoEPrepareAndFinalizeNoEP(FusedMoEPrepareAndFinalizeModular):
         defer_input_quant: bool = False,
     ) -> PrepareResult:
         """Scale by the router weight, then quantize, as far as asked."""
-        weights = topk_weights if apply_router_weight_on_input else None
+        on_input = apply_router_weight_on_input
         if defer_input_quant:
-            rows = a1 if weights is None else weighted_rows(a1, weights)
+            rows = weighted_rows(a1, topk_weights) if on_input else a1
             return PrepareResult(rows, None, None, None, None)
-        return PrepareResult(*quantize_tokens(a1, quant_config, weights), None, None, None)
+        routing = Routing(topk_weights, topk_ids, expert_map)
+        rows, scale = quantize_tokens(a1, quant_config, routing, num_experts, on_input)
+        return PrepareResult(rows, scale, None, None, None)
 
     def finalize(
         self,
@@ -97,9 +118,12 @@ class MoEPrepareAndFinalizeNoEPMonolithic(FusedMoEPrepareAndFinalizeMonolithic):
         defer_input_quant: bool = False,
     ) -> tuple[Tensor, Tensor | None, Tensor]:
         """Quantize, unless the experts do."""
-        if defer_input_quant:
+        quant = quant_config.scheme.activation
+        if defer_input_quant or quant is None:
             return a1, None, router_logits
-        return *quantize_tokens(a1, quant_config, None), router_logits
+        # Nobody knows yet which tokens have experts: all of them count.
+        rows = ops.moe_quantize(a1, quant_config.a1_scale, None, None, None, 0, quant.key)
+        return *rows, router_logits
 
     def finalize(self, fused_expert_output: Tensor) -> Tensor:
         """Nothing is left to do."""

@@ -64,16 +64,17 @@ class MonolithicExperts(FusedMoEExpertsMonolithic):
             e_score_correction_bias=e_score_correction_bias,
             routed_scaling_factor=1 if routed_scaling_factor is None else routed_scaling_factor,
         )
-        on_input = topk_weights if apply_router_weight_on_input else None
+        routing, on_input = Routing(topk_weights, topk_ids, expert_map), apply_router_weight_on_input
         rows = Rows(hidden_states)
         if scheme.activation is not None:
-            rows = Rows(*quantize_tokens(hidden_states, self.quant_config, on_input))
+            arguments = (self.quant_config, routing, w1.shape[0], on_input)
+            rows = Rows(*quantize_tokens(hidden_states, *arguments))
         return slot_experts(
             rows,
             expert_weights(w1, w2, self.quant_config),
             scheme,
-            Routing(topk_weights, topk_ids, expert_map),
+            routing,
             kind_and_key(activation)[1],
             config.in_dtype,
-            apply_router_weight_on_input,
+            on_input,
         )
