@@ -13,7 +13,7 @@ from moe_ops.pipeline.experts.supports import EVERY_SCHEME, Supports
 from moe_ops.pipeline.formats import FusedMoEActivationFormat
 from moe_ops.pipeline.gemms import expert_weights
 from moe_ops.pipeline.no_ep import quantize_tokens
-from moe_ops.routing import fused_topk
+from moe_ops.routing import select_experts
 from moe_ops.tensors import Routing, Rows
 
 
@@ -55,16 +55,20 @@ class MonolithicExperts(FusedMoEExpertsMonolithic):
     ) -> Tensor:
         """Route as ``moe_config`` says (within groups where they are given), then the experts."""
         config, scheme = self.moe_config, self.quant_config.scheme
-        topk_weights, topk_ids = fused_topk(
+        topk_weights, topk_ids, _ = select_experts(
             hidden_states,
             router_logits,
             config.experts_per_token,
+            num_expert_group is not None,
             config.renormalize,
+            topk_group,
+            num_expert_group,
             scoring_func=config.scoring_func,
             e_score_correction_bias=e_score_correction_bias,
             routed_scaling_factor=1 if routed_scaling_factor is None else routed_scaling_factor,
         )
-        routing, on_input = Routing(topk_weights, topk_ids, expert_map), apply_router_weight_on_input
+        routing = Routing(topk_weights, topk_ids, expert_map)
+        on_input = apply_router_weight_on_input
         rows = Rows(hidden_states)
         if scheme.activation is not None:
             arguments = (self.quant_config, routing, w1.shape[0], on_input)
