@@ -17,13 +17,18 @@ SMALLEST_AMAX = 1e-10
 """Groups of zeros get this as their largest magnitude, so that no scale is zero."""
 
 
+def over(x: Tensor, number: float) -> Tensor:
+    """``x / number``, truly divided: over a Python number CUDA multiplies by the reciprocal."""
+    return x / torch.full((), number, dtype=x.dtype, device=x.device)
+
+
 def scale_of(amax: Tensor, quant: Quant) -> Tensor:
     """The scale of groups with largest magnitude ``amax`` (float32): ``max(amax, 1e-10) / L``.
 
     ``pow2`` rounds it up to a power of two by its bits: adding all ones below the exponent carries
     into the exponent exactly when the mantissa is not zero. A NaN stays one.
     """
-    scale = amax.float().clamp(min=SMALLEST_AMAX) / quant.element.largest
+    scale = over(amax.float().clamp(min=SMALLEST_AMAX), quant.element.largest)
     if quant.scale == "pow2":
         bits = scale.view(torch.int32)
         rounded = ((bits + 0x7FFFFF) & 0x7F800000).view(torch.float32)
@@ -46,15 +51,15 @@ def range_scale(
     if quant.scale == "e8m0":
         return formats.e8m0_of(amax, quant.element), None
     if quant.scale == "e4m3":
-        return (amax / quant.element.largest).clamp(max=448.0).to(torch.float8_e4m3fn), None
+        return over(amax, quant.element.largest).clamp(max=448.0).to(torch.float8_e4m3fn), None
     stored = dtype if quant.scale == "input" else torch.float32
     if quant.zero_point:
         steps = 2**quant.element.bits - 1
-        scale = ((high - low).clamp(min=1e-5) / steps).to(stored)
+        scale = over((high - low).clamp(min=1e-5), steps).to(stored)
         zero_point = (-low / scale.float()).round().clamp(0, steps)
         return scale, torch.where(scale == 0, 0, zero_point).to(torch.uint8)
     if quant.element.name == "int4":
-        scale = torch.maximum(high / 7, -low / 8).clamp(min=SMALLEST_AMAX / 7)
+        scale = torch.maximum(over(high, 7), over(-low, 8)).clamp(min=SMALLEST_AMAX / 7)
         return scale.to(stored), None
     return scale_of(amax, quant).to(stored), None
 
