@@ -1,4 +1,4 @@
-"""Time the routing operators: top-k of the scores of router logits."""
+"""Time the routing operators: experts and weights out of router logits."""
 
 from __future__ import annotations
 
@@ -12,17 +12,37 @@ from moe_ops import ops
 
 
 def cases(problem: Problem, inputs: Inputs) -> Iterator[Case]:
-    tokens, k = inputs.topk_ids.shape
-    x = inputs.x
-    logits = torch.randn((tokens, problem.num_experts), dtype=x.dtype, device=x.device)
-    bias = torch.randn(problem.num_experts, dtype=torch.float32, device=x.device)
-    moved = nbytes(logits, inputs.topk_weights, inputs.topk_ids)
+    (tokens, k), x, experts = inputs.topk_ids.shape, inputs.x, problem.num_experts
+    logits = torch.randn((tokens, experts), dtype=x.dtype, device=x.device)
+    bias = torch.randn(experts, dtype=torch.float32, device=x.device)
+    table = torch.randint(experts, (1000, k), device=x.device)
+    words = torch.randint(1000, (tokens,), device=x.device)
+    written = nbytes(inputs.topk_weights, inputs.topk_ids)
+    moved = nbytes(logits) + written
 
     def route(scoring: str, correction: torch.Tensor | None) -> object:
         return ops.fused_topk(logits, correction, k, True, scoring, 1.0)
 
     yield Case("fused_topk", lambda: route("softmax", None), moved)
-    yield Case("fused_topk:sigmoid+bias", lambda: route("sigmoid", bias), moved + nbytes(bias))
+    for scoring in ("sigmoid", "sqrtsoftplus"):
+        yield Case(
+            f"fused_topk:{scoring}+bias",
+            lambda scoring=scoring: route(scoring, bias),
+            moved + nbytes(bias),
+        )
+    if experts % 8 == 0 and k <= experts // 2:
+        yield Case(
+            "grouped_topk:8/4+bias",
+            lambda: ops.grouped_topk(logits, bias, k, True, "sigmoid", 2.5, 8, 4),
+            moved + nbytes(bias),
+        )
+    # Of the logits only the chosen are read, and of the table one row a token.
+    yield Case(
+        "hash_topk",
+        lambda: ops.hash_topk(logits, words, table, True, "sqrtsoftplus", 1.5),
+        nbytes(words) + tokens * k * (logits.element_size() + table.element_size()) + written,
+    )
+    yield Case("sparsemixer", lambda: ops.sparsemixer(logits, 0.01), nbytes(logits) + 16 * tokens)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,53 @@
+"""Routing kernels compiled for every architecture, without a GPU: many experts, every method."""
+
+import pytest
+import torch
+from conftest import INTERPRETED
+
+if INTERPRETED:
+    pytest.skip("compiles kernels: not in the interpreter", allow_module_level=True)
+pytest.importorskip("triton")
+
+import aot  # noqa: E402
+import test_aot  # noqa: E402
+
+from moe_ops.kernels import routing, routing_adjust  # noqa: E402
+from moe_ops.routing import SCORING_FUNCS  # noqa: E402
+
+pytestmark = [pytest.mark.aot, pytest.mark.filterwarnings("ignore")]
+
+
+@pytest.fixture(autouse=True)
+def no_other_driver():
+    """Kernels cached for one architecture must not serve the next."""
+    for module in (routing, routing_adjust):
+        for value in vars(module).values():
+            if hasattr(value, "device_caches"):
+                value.device_caches.clear()
+
+
+def launch_all(experts, k, groups):
+    def launch(empty):
+        logits, bias = empty(3, experts), empty(experts, dtype=torch.float32)
+        words, table = empty(3, dtype=torch.int64), empty(9, k, dtype=torch.int64)
+        for scoring in SCORING_FUNCS:
+            routing.hash_topk(logits, words, table, True, scoring, 1.0)
+            for b in (bias, None):
+                how = (b, k, True, scoring, 2.5)
+                routing.fused_topk(logits, *how)
+                routing.grouped_topk(logits, *how, groups, groups // 2)
+        routing.sparsemixer(logits, 0.01)
+        weights, ids = empty(3, k, dtype=torch.float32), empty(3, k, dtype=torch.int32)
+        padding = empty(3, dtype=torch.bool)
+        routing_adjust.adjust_routing(weights, ids, bias, padding, experts, 1, 1.0)
+        routing_adjust.zero_experts(empty(3, 2880), weights, ids, experts, 0)
+
+    return launch
+
+
+@pytest.mark.parametrize("arch", test_aot.ARCHITECTURES)
+@pytest.mark.parametrize(("experts", "k", "groups"), [(160, 6, 8), (4096, 22, 64)])
+def test_routing_kernels(arch, experts, k, groups):
+    kernels = aot.compile_launch(arch, launch_all(experts, k, groups))
+    test_aot.check(kernels, arch)
+    assert len({kernel.metadata.name for kernel in kernels}) == 6
