@@ -185,6 +185,31 @@ def tile_holds_groups(gemm: Gemm, group: int, device: Device) -> bool:
     return group <= 128 and (few or device.arch == 90)
 
 
+@lru_cache(maxsize=4096)
+def weight_only_tiles(gemm: Gemm, bits: int, device: Device) -> TileConfig:
+    """The tiles of an expert GEMM whose weights take ``bits`` each and become what rows are.
+
+    Few rows: as many blocks as fit at once, since each waits for memory and dequantizes in turn.
+    Many rows: large tiles, which dequantize a weight for as many rows as possible.
+
+    Args:
+        gemm: its sizes; ``itemsize`` is that of activations.
+        bits: of a stored weight.
+        device: the GPU.
+    """
+    block_m = pick_row_tile(gemm.row_tiles, gemm.num_slots, gemm.num_experts)
+    block_n, block_k, num_warps, group_m = 128, 64, 8, 8 if block_m == 128 else 16
+    if gemm.itemsize == 4:
+        block_n, block_k = 64, 32
+    elif block_m <= 32:
+        block_n, block_k, num_warps, group_m = 128 // gemm.halves, 128, 4, 1
+    elif gemm.halves == 2:
+        block_n = 64
+    stage = (block_m * gemm.itemsize + gemm.halves * block_n * bits / 8) * block_k
+    num_stages = max(1, min(4, int(device.shared_memory // stage)))
+    return TileConfig(block_m, block_n, block_k, group_m, num_warps, num_stages)
+
+
 def max_programs(gemm: Gemm, config: TileConfig) -> int:
     """Upper bound of the programs that a plan may need."""
     tiles = num_tiles(gemm.num_slots, gemm.num_experts, (config.block_m,))

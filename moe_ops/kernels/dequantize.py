@@ -1,0 +1,217 @@
+"""Stored weights to numbers inside a kernel: `scheme/rounding.py::decode` in few instructions.
+
+For 16-bit activations two neighbours along K are handled at once, in the 16-bit lanes of one word:
+
+* Integers are put into the mantissa of a float whose last bit counts ones; what that float stands
+  for with a zero there is subtracted.
+* Small floats are moved to where the wider float has its sign, exponent and mantissa. That is the
+  number (a subnormal one, too) times a power of two, which the next product takes away.
+
+Both are exact. Scales that span a whole step of K multiply the step's product in float32; smaller
+groups multiply the weights, rounded once.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+
+
+class Format(NamedTuple):
+    """How a weight and its scales are stored: constants of a kernel."""
+
+    step: int
+    """From the weight row of an output column to that of the next one."""
+    up: int
+    """From a gate row to its up row; 0 where there is no gate."""
+    weight_rows: int
+    """Of an expert."""
+    bits: int
+    """4 (two to a byte), 6 or 8."""
+    exponent: int
+    """Bits of a float's exponent; 0: an integer."""
+    offset: int
+    """What is added to an integer to store it; 0: two's complement."""
+    scale: str
+    """``float``; or bytes: ``e8m0``, ``e4m3``."""
+    cols: int | None
+    """Elements along K that share a scale; None: all."""
+    rows: int
+    """Weight rows that share a scale."""
+    global_rows: int
+    """Weight rows that share a global scale."""
+
+
+LEFT_OVER = tl.constexpr(2.0**32)
+"""Scaled small floats come out too small by this, lest their factor pass the largest bf16."""
+
+
+@triton.jit
+def scales_in_tile(BLOCK_K: tl.constexpr, FORMAT: tl.constexpr):
+    """Whether a step of BLOCK_K meets several groups, so that scales multiply the weights."""
+    return FORMAT.cols is not None and FORMAT.cols < BLOCK_K
+
+
+@triton.jit
+def constant(VALUE: tl.constexpr, DTYPE: tl.constexpr):
+    """A number in DTYPE, through float32: the interpreter has no bf16 constants."""
+    return tl.full((1, 1), VALUE, tl.float32).to(DTYPE)
+
+
+@triton.jit
+def pairs(stored, FORMAT: tl.constexpr):
+    """Neighbours along K in one int32 each: stored (K, N), or (K / 2, N) where packed.
+
+    Integers at the bottom of the 16-bit lanes. Floats at the top; below them may be anything.
+    """
+    ROWS: tl.constexpr = stored.shape[0]
+    COLS: tl.constexpr = stored.shape[1]
+    if FORMAT.bits == 4:
+        both = stored.to(tl.int32)
+        word = both | (both << 12)
+        word = word << 12 if FORMAT.exponent > 0 else word & 0x000F000F
+    else:
+        both = tl.reshape(stored.to(tl.uint8, bitcast=True), (ROWS // 2, 2, COLS))
+        even, odd = tl.split(tl.permute(both, (0, 2, 1)))
+        LIFT: tl.constexpr = 16 - FORMAT.bits if FORMAT.exponent > 0 else 0
+        word = (even.to(tl.int32) << LIFT) | (odd.to(tl.int32) << (16 + LIFT))
+    return word
+
+
+@triton.jit
+def lanes(word, DTYPE: tl.constexpr):
+    """The two 16-bit floats of each word as neighbours along K: (K / 2, N) to (K, N)."""
+    low = word.to(tl.int16).to(DTYPE, bitcast=True)
+    high = (word >> 16).to(tl.int16).to(DTYPE, bitcast=True)
+    both = tl.permute(tl.join(low, high), (0, 2, 1))
+    return tl.reshape(both, (2 * word.shape[0], word.shape[1]))
+
+
+@triton.jit
+def integers(stored, DTYPE: tl.constexpr, FORMAT: tl.constexpr):
+    """Integers less their offset, exactly, as 16-bit floats."""
+    OFFSET: tl.constexpr = 1 << (FORMAT.bits - 1)
+    word = pairs(stored, FORMAT)
+    if FORMAT.offset == 0:
+        word ^= OFFSET * 0x00010001
+    if tl.float16 == DTYPE:  # 1024 and ones
+        value = lanes(word | 0x64006400, DTYPE) - constant(1024 + OFFSET, DTYPE)
+    elif FORMAT.bits == 4:  # 128 and ones
+        value = lanes(word | 0x43004300, DTYPE) - constant(128 + OFFSET, DTYPE)
+    else:  # the mantissa has seven bits: without the eighth, 256 is subtracted instead of 128
+        value = lanes((word & 0x007F007F) | 0x43004300, DTYPE)
+        value -= lanes((~word & 0x00800080) | 0x43004300, DTYPE)
+    return value
+
+
+@triton.jit
+def floats(stored, DTYPE: tl.constexpr, FORMAT: tl.constexpr):
+    """Small floats as 16-bit floats, too small by 2 to the power of `missing`."""
+    EXPONENT: tl.constexpr = 5 if tl.float16 == DTYPE else 8
+    MAGNITUDE: tl.constexpr = (1 << (15 - EXPONENT + FORMAT.exponent)) - (
+        1 << (16 - EXPONENT + FORMAT.exponent - FORMAT.bits)
+    )
+    word = pairs(stored, FORMAT)
+    moved = (word >> (EXPONENT - FORMAT.exponent)) & (MAGNITUDE * 0x00010001)
+    return lanes((word & -0x7FFF8000) | moved, DTYPE)
+
+
+@triton.jit
+def wide(stored, FORMAT: tl.constexpr):
+    """Integers less their offset, or small floats too small by `missing`, as float32."""
+    code = stored.to(tl.int32)
+    if FORMAT.bits == 4:
+        both = tl.permute(tl.join(code & 15, code >> 4), (0, 2, 1))
+        code = tl.reshape(both, (2 * stored.shape[0], stored.shape[1]))
+    if FORMAT.exponent == 0:
+        value = code.to(tl.float32) - FORMAT.offset
+    else:
+        SIGN: tl.constexpr = 1 << (FORMAT.bits - 1)
+        magnitude = (code & (SIGN - 1)) << (24 + FORMAT.exponent - FORMAT.bits)
+        value = (((code & SIGN) << (32 - FORMAT.bits)) | magnitude).to(tl.float32, bitcast=True)
+    return value
+
+
+@triton.jit
+def missing(DTYPE: tl.constexpr, FORMAT: tl.constexpr):
+    """The power of two by which small floats are too small: the difference of the biases."""
+    BIAS: tl.constexpr = 15 if tl.float16 == DTYPE else 127
+    return BIAS + 1 - (1 << (FORMAT.exponent - 1))
+
+
+@triton.jit
+def numbers(stored, DTYPE: tl.constexpr, FORMAT: tl.constexpr):
+    """What is stored, (K, N), in DTYPE."""
+    if tl.float32 == DTYPE:
+        value = wide(stored, FORMAT)
+    elif FORMAT.exponent == 0:
+        value = integers(stored, DTYPE, FORMAT)
+    else:
+        value = floats(stored, DTYPE, FORMAT)
+    return value
+
+
+@triton.jit
+def spread(groups, BLOCK_K: tl.constexpr):
+    """A row (or the one row) for each group of columns, (G, N), as (BLOCK_K, N)."""
+    GROUPS: tl.constexpr = groups.shape[0]
+    COLS: tl.constexpr = groups.shape[1]
+    shape: tl.constexpr = (GROUPS, BLOCK_K // GROUPS, COLS)
+    return tl.reshape(tl.broadcast_to(tl.expand_dims(groups, 1), shape), (BLOCK_K, COLS))
+
+
+@triton.jit
+def load_groups(base, start, inside, K: tl.constexpr, BLOCK_K: tl.constexpr, FORMAT: tl.constexpr):
+    """What belongs to the groups of columns that a step meets, (G, N); ``base``: of each row."""
+    if FORMAT.cols is None:
+        value = tl.load(base, mask=inside, other=0)[None, :]
+    else:
+        COUNT: tl.constexpr = max(1, BLOCK_K // FORMAT.cols)
+        group = start // FORMAT.cols + tl.arange(0, COUNT)
+        mask = (group < (K + FORMAT.cols - 1) // FORMAT.cols)[:, None] & inside[None, :]
+        value = tl.load(base[None, :] + group[:, None], mask=mask, other=0)
+    return value
+
+
+@triton.jit
+def scale_value(stored, FORMAT: tl.constexpr):
+    """Scales in float32; a 0 of e8m0 stands for 2**-127 and becomes 0."""
+    if FORMAT.scale == "e8m0":
+        value = (stored.to(tl.int32) << 23).to(tl.float32, bitcast=True)
+    elif FORMAT.scale == "e4m3":
+        value = (stored.to(tl.int32) << 20).to(tl.float32, bitcast=True) * 2.0**120
+    else:
+        value = stored.to(tl.float32)
+    return value
+
+
+@triton.jit
+def dequantize(
+    stored, scale, zero_point, DTYPE: tl.constexpr, BLOCK_K: tl.constexpr, FORMAT: tl.constexpr
+):
+    """A tile of weights (BLOCK_K, N) in DTYPE.
+
+    Without its scales, or, where there are several groups, times ``scale`` (G, N), less `LEFT_OVER`
+    for small floats.
+    """
+    IN_TILE: tl.constexpr = scales_in_tile(BLOCK_K, FORMAT)
+    # A product of a scale that bf16 holds and a number is rounded once, there as in float32.
+    EXACT: tl.constexpr = tl.bfloat16 == DTYPE and (
+        FORMAT.scale != "float" or scale.dtype == tl.bfloat16
+    )
+    COMPUTE: tl.constexpr = tl.bfloat16 if EXACT else tl.float32
+    value = numbers(stored, DTYPE, FORMAT)
+    factor = scale_value(scale, FORMAT)
+    if FORMAT.exponent > 0:
+        MISSING: tl.constexpr = missing(DTYPE, FORMAT)
+        if IN_TILE and tl.float16 != DTYPE:
+            factor *= 2.0**MISSING / LEFT_OVER
+        else:
+            value *= constant(2.0**MISSING, DTYPE)
+    if zero_point is not None:
+        value -= spread(zero_point, BLOCK_K).to(DTYPE)
+    if IN_TILE:
+        value = (value.to(COMPUTE) * spread(factor.to(COMPUTE), BLOCK_K)).to(DTYPE)
+    return value

@@ -1,0 +1,143 @@
+"""Triton kernel of the expert GEMMs of which only the weights are quantized, and its steps.
+
+``M`` counts slots, ``N`` output columns, ``K`` is the contraction. Weights are the second operand
+of each product: matrix units that read registers take what was dequantized there, those that read
+shared memory get it written there first.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from moe_ops.kernels.dequantize import (
+    LEFT_OVER,
+    dequantize,
+    load_groups,
+    scale_value,
+    scales_in_tile,
+)
+from moe_ops.kernels.gemm_tile import (
+    activate,
+    add_bias,
+    find_tile,
+    load_slots,
+    load_tile,
+    scale_rows,
+)
+
+
+@triton.jit
+def per_row(vector, expert, row, SHARE: tl.constexpr, COLS: tl.constexpr, FORMAT: tl.constexpr):
+    """Where what belongs to weight rows begins, SHARE rows sharing COLS entries."""
+    PER_EXPERT: tl.constexpr = (FORMAT.weight_rows + SHARE - 1) // SHARE * COLS
+    return vector + expert * PER_EXPERT + row // SHARE * COLS
+
+
+@triton.jit
+def load_zero_points(
+    zero_points, row, start, inside, K: tl.constexpr, BLOCK_K: tl.constexpr, FORMAT: tl.constexpr
+):
+    """Those of the groups that a step meets, less the offset of numbers; None without any."""
+    value = None
+    if zero_points is not None:
+        value = load_groups(zero_points, start, inside, K, BLOCK_K, FORMAT).to(tl.int32)
+        if FORMAT.bits == 4:
+            value = (value >> (4 * (row % 2)[None, :])) & 15
+        value = value - FORMAT.offset
+    return value
+
+
+@triton.jit
+def add_product(
+    acc, x, stored, scales, zero_points, row, start, inside,
+    K: tl.constexpr, BLOCK_K: tl.constexpr, FORMAT: tl.constexpr,
+):  # fmt: skip
+    """``acc`` plus the product of two tiles; scales and zero points lie at the rows' pointers."""
+    scale = load_groups(scales, start, inside, K, BLOCK_K, FORMAT)
+    zero_point = load_zero_points(zero_points, row, start, inside, K, BLOCK_K, FORMAT)
+    y = dequantize(stored, scale, zero_point, x.dtype, BLOCK_K, FORMAT)
+    if FORMAT.cols is None or scales_in_tile(BLOCK_K, FORMAT):
+        acc = tl.dot(x, y, acc, input_precision="ieee")
+    else:
+        acc += tl.dot(x, y, input_precision="ieee") * scale_value(scale, FORMAT)
+    return acc
+
+
+@triton.jit
+def finish_sums(
+    acc, scales, global_scale, bias, input_weights, expert, row, slot, real, inside,
+    BLOCK_K: tl.constexpr, DTYPE: tl.constexpr, FORMAT: tl.constexpr,
+):  # fmt: skip
+    """Scales that span K, router weights and the bias of each weight row."""
+    if FORMAT.cols is None:
+        acc *= scale_value(tl.load(scales, mask=inside, other=0), FORMAT)[None, :]
+    elif FORMAT.exponent > 0 and scales_in_tile(BLOCK_K, FORMAT) and tl.float16 != DTYPE:
+        acc *= LEFT_OVER
+    if global_scale is not None:
+        at = per_row(global_scale, expert, row, FORMAT.global_rows, 1, FORMAT)
+        acc *= tl.load(at, mask=inside, other=0.0)[None, :]
+    acc = scale_rows(acc, input_weights, slot, real)
+    return add_bias(acc, bias, expert, row, inside, FORMAT.weight_rows)
+
+
+@triton.jit(do_not_specialize=["num_slots"])
+def weight_only_kernel(
+    a, w, w_scale, w_zero_point, w_global_scale, bias, input_weights, out,
+    sorted_token_ids, expert_ids, num_tokens_post_padded, num_slots,
+    stride_am, stride_we, stride_wn, stride_wk,
+    N: tl.constexpr, K: tl.constexpr, TOP_K: tl.constexpr,
+    RULE: tl.constexpr, FORMAT: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
+):  # fmt: skip
+    """``out[s] = f(input_weights[s] * a[s // TOP_K] @ dequantized(w[e]).T + bias[e])``.
+
+    RULE (a `Formula` or None) and FORMAT (a `Format`) are NamedTuples.
+    """
+    pid_m, pid_n, expert = find_tile(
+        expert_ids, num_tokens_post_padded, N, BLOCK_M, BLOCK_N, GROUP_M
+    )
+    if expert < 0:
+        return
+    PACK: tl.constexpr = 2 if FORMAT.bits == 4 else 1
+    GROUPS: tl.constexpr = 1 if FORMAT.cols is None else (K + FORMAT.cols - 1) // FORMAT.cols
+    slot, real = load_slots(sorted_token_ids, pid_m, num_slots, BLOCK_M)
+    n = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
+    inside = n < N
+    n_inside = None if N % BLOCK_N == 0 else inside
+    row = FORMAT.step * n
+    k, packed = tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_K // PACK)
+    a_tile = a + (slot // TOP_K)[:, None] * stride_am + k[None, :]
+    w_tile = w + expert * stride_we + row[None, :] * stride_wn + packed[:, None] * stride_wk
+    scales = per_row(w_scale, expert, row, FORMAT.rows, GROUPS, FORMAT)
+    u_scales = per_row(w_scale, expert, row + FORMAT.up, FORMAT.rows, GROUPS, FORMAT)
+    zeros = None
+    u_zeros = None
+    if w_zero_point is not None:
+        zeros = per_row(w_zero_point, expert, row, PACK, GROUPS, FORMAT)
+        u_zeros = per_row(w_zero_point, expert, row + FORMAT.up, PACK, GROUPS, FORMAT)
+
+    g = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+    u = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+    for start in range(0, K, BLOCK_K):
+        x = load_tile(a_tile + start, k + start, real, K, BLOCK_K, 1)
+        at, behind = start // PACK, packed + start // PACK
+        y_tile = w_tile + at * stride_wk
+        y = load_tile(y_tile, behind, n_inside, K // PACK, BLOCK_K // PACK, 0)
+        g = add_product(g, x, y, scales, zeros, row, start, inside, K, BLOCK_K, FORMAT)
+        if FORMAT.up > 0:
+            u_row = row + FORMAT.up
+            z_tile = y_tile + FORMAT.up * stride_wn
+            z = load_tile(z_tile, behind, n_inside, K // PACK, BLOCK_K // PACK, 0)
+            u = add_product(u, x, z, u_scales, u_zeros, u_row, start, inside, K, BLOCK_K, FORMAT)
+
+    DTYPE: tl.constexpr = a.dtype.element_ty
+    more = (w_global_scale, bias, input_weights, expert)
+    g = finish_sums(g, scales, *more, row, slot, real, inside, BLOCK_K, DTYPE, FORMAT)
+    if FORMAT.up > 0:
+        u_row = row + FORMAT.up
+        u = finish_sums(u, u_scales, *more, u_row, slot, real, inside, BLOCK_K, DTYPE, FORMAT)
+    if RULE is not None:
+        g = activate(g, u, RULE)
+    at = out + slot[:, None] * N + n[None, :]
+    tl.store(at, g.to(out.dtype.element_ty), mask=real[:, None] & inside[None, :])
