@@ -30,38 +30,15 @@ def samples(device):
     h = ops.expert_gemm_act(x, w1, b1, None, *plan, ROW_TILES, K, "silu")
     rows = ops.gather_rows(x, order[2], order[0], K)
     y = ops.expert_gemm(h, w2, b2, None, None, *plan, ROW_TILES, 1).view(5, K, H)
-    logits = torch.linspace(-2, 2, 5 * E, device=device).view(5, E)
     expert_map = MAP.to(device)
-    counts = torch.tensor([3, 0, 6], dtype=I32, device=device)
-    batch, one = x.view(5, 1, H).expand(5, 6, H)[:3].contiguous(), x.new_full((1,), 0.02)
     valid = torch.tensor([4], dtype=I32, device=device)
-    bias = torch.zeros(E, device=device)
-    words = torch.arange(5, device=device)
-    table = words[:, None] % torch.tensor([E, E - 1], device=device)
-    load = torch.zeros(6, dtype=I32, device=device)
-    replicas = torch.tensor([[0, 4], [1, -1], [2, 5], [3, -1]], device=device)
     return {
-        "fused_topk": [
-            (logits, None, K, True, "softmax", 1.0),
-            (logits, bias, K, False, "sigmoid", 2.0),
-        ],
-        "grouped_topk": [
-            (logits, bias, K, True, "sqrtsoftplus", 2.5, 2, 1),
-            (logits, None, K, False, "softmax", 1.0, 2, 2),
-        ],
-        "hash_topk": [(logits, words, table, True, "softmax", 1.0)],
-        "sparsemixer": [(logits, 0.01)],
-        "adjust_routing": [
-            (weights, ids, bias, words > 2, E, 2, 0.5),
-            (weights, ids.long(), None, None, E, 0, 1.0),
-        ],
-        "zero_experts": [(x, weights, ids, 2, 0), (x, weights, ids.long(), 1, -1)],
+        **routing_samples(x, weights, ids),
         "moe_align_block_size": [
             (ids, None, [8], E, True, False),
             (ids, expert_map, [16], E, False, False),
             (ids.long(), expert_map, list(ROW_TILES), 3, False, True),
         ],
-        "align_batched": [(counts, 6, [16]), (counts, 6, list(ROW_TILES))],
         "align_permuted": [(order[0], 5 * K, [16]), (order[0], 5 * K, list(ROW_TILES))],
         "count_expert_num_tokens": [(ids, None, E), (ids, expert_map, 3)],
         "moe_permutation": [(ids, None, E), (ids.long(), expert_map, 3)],
@@ -82,36 +59,42 @@ def samples(device):
         ],
         **scaled_samples(x, w1, b1, plan),
         **weight_only_samples(x, w1, b1, weights, plan),
-        "moe_quantize": [
-            (x, None, weights, ids, expert_map, 3, "int8:1x16:float32"),
-            (x, None, None, ids, None, E, "fp8:*x*:float32"),
-            (x.t().contiguous().t(), one, None, None, None, E, "fp8:1x*:float32:static"),
-        ],
-        "activation_quantize": [
-            (h, None, ids, None, E, "silu", "fp8:1x*:float32"),
-            (h, None, None, None, E, "gelu_no_mul", "fp8:1x16:pow2"),
-        ],
-        "batched_dispatch": [
-            (x, None, weights, ids, 1, 3, 4, "int8:1x*:float32"),
-            (x, None, None, ids, 0, E, 2, "fp8:*x*:float32"),
-            (x.t().contiguous().t(), None, weights, ids, 0, 2, 5, ""),
-        ],
-        "batched_rows": [(ids, 0, E, 2), (ids.long(), 1, 2, 5)],
-        "batched_activation": [(batch, counts, "silu"), (batch, counts, "gelu_no_mul")],
-        "batched_quantize": [
-            (batch, None, counts, "fp8:1x16:float32"), (batch, one, counts, "int8:*x*:float32"),
-        ],
-        "batched_activation_quantize": [
-            (batch, None, counts, "silu", "fp8:1x*:float32"),
-            (batch.transpose(1, 2).contiguous().transpose(1, 2), None, counts, "relu2",
-             "int8:*x*:float32"),
-        ],
+        **quantized_samples(x, h, weights, ids),
+        **batched_samples(x, weights, ids),
         "activation": [(x, "silu"), (x.t().contiguous().t(), "gelu_tanh_no_mul")],
         "moe_fused_mul_sum": [
             (y, weights, None, None, None, E),
             (y, None, ids, expert_map, valid, 3),
         ],
         "moe_fused_mul_sum.out": [(y, weights, None, None, None, E)],
+    }  # fmt: skip
+
+
+def routing_samples(x, weights, ids):
+    """Routers, what adjusts their choice, and the choice among replicas."""
+    device = x.device
+    logits = torch.linspace(-2, 2, 5 * E, device=device).view(5, E)
+    valid, bias = torch.tensor([4], dtype=I32, device=device), torch.zeros(E, device=device)
+    words = torch.arange(5, device=device)
+    table = words[:, None] % torch.tensor([E, E - 1], device=device)
+    load = torch.zeros(6, dtype=I32, device=device)
+    replicas = torch.tensor([[0, 4], [1, -1], [2, 5], [3, -1]], device=device)
+    return {
+        "fused_topk": [
+            (logits, None, K, True, "softmax", 1.0),
+            (logits, bias, K, False, "sigmoid", 2.0),
+        ],
+        "grouped_topk": [
+            (logits, bias, K, True, "sqrtsoftplus", 2.5, 2, 1),
+            (logits, None, K, False, "softmax", 1.0, 2, 2),
+        ],
+        "hash_topk": [(logits, words, table, True, "softmax", 1.0)],
+        "sparsemixer": [(logits, 0.01)],
+        "adjust_routing": [
+            (weights, ids, bias, words > 2, E, 2, 0.5),
+            (weights, ids.long(), None, None, E, 0, 1.0),
+        ],
+        "zero_experts": [(x, weights, ids, 2, 0), (x, weights, ids.long(), 1, -1)],
         "eplb_map_to_physical_and_record": [
             (ids, load, replicas, replicas.ne(-1).sum(1), None, None, I32, 0),
             (ids.long(), load.long(), replicas, replicas.ne(-1).sum(1).int(),
@@ -135,6 +118,47 @@ def scaled_samples(x, w1, b1, plan):
         "scaled_gemm": [whole, blocks],
         "scaled_gemm_act": [(*call, name) for call in (whole, blocks) for name in names],
         "scaled_gemm_act_quantize": [(*blocks, name) for name in names],
+    }
+
+
+def quantized_samples(x, h, weights, ids):
+    """Rows of tokens, of slots and of activations; computed and given scales."""
+    one, expert_map = x.new_full((1,), 0.02), MAP.to(x.device)
+    return {
+        "moe_quantize": [
+            (x, None, weights, ids, expert_map, 3, "int8:1x16:float32"),
+            (x, None, None, ids, None, E, "fp8:*x*:float32"),
+            (x.t().contiguous().t(), one, None, None, None, E, "fp8:1x*:float32:static"),
+        ],
+        "activation_quantize": [
+            (h, None, ids, None, E, "silu", "fp8:1x*:float32"),
+            (h, None, None, None, E, "gelu_no_mul", "fp8:1x16:pow2"),
+        ],
+    }
+
+
+def batched_samples(x, weights, ids):
+    """Three experts with room for six rows."""
+    counts, one = torch.tensor([3, 0, 6], dtype=I32, device=x.device), x.new_full((1,), 0.02)
+    batch = x.view(5, 1, H).repeat(1, 6, 1)[:3].contiguous()
+    turned = batch.transpose(1, 2).contiguous().transpose(1, 2)
+    return {
+        "align_batched": [(counts, 6, [16]), (counts, 6, list(ROW_TILES))],
+        "batched_dispatch": [
+            (x, None, weights, ids, 1, 3, 4, "int8:1x*:float32"),
+            (x, None, None, ids, 0, E, 2, "fp8:*x*:float32"),
+            (x.t().contiguous().t(), None, weights, ids, 0, 2, 5, ""),
+        ],
+        "batched_rows": [(ids, 0, E, 2), (ids.long(), 1, 2, 5)],
+        "batched_activation": [(batch, counts, "silu"), (turned, counts, "gelu_no_mul")],
+        "batched_quantize": [
+            (batch, None, counts, "fp8:1x16:float32"),
+            (batch, one, counts, "int8:*x*:float32"),
+        ],
+        "batched_activation_quantize": [
+            (batch, None, counts, "silu", "fp8:1x*:float32"),
+            (turned, None, counts, "relu2", "int8:*x*:float32"),
+        ],
     }
 
 

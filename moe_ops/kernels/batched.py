@@ -102,7 +102,7 @@ def batched_rows(
 def _copy_kernel(
     x, slots, topk_weights, topk_ids, expert_map, counts, num_experts, num_local_experts,
     stride_expert, stride_row, WIDTH, out, TOP_K: tl.constexpr, SLOTS: tl.constexpr,
-    GATED: tl.constexpr, INTERLEAVED: tl.constexpr, FUNCTION: tl.constexpr, LIMIT: tl.constexpr,
+    UP: tl.constexpr, FUNCTION: tl.constexpr, LIMIT: tl.constexpr,
     ALPHA: tl.constexpr, BETA: tl.constexpr, LINEAR_BETA: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One program writes a piece of one row in the dtype of ``x``."""
@@ -114,7 +114,7 @@ def _copy_kernel(
     )
     value = load_values(
         x, slots, topk_weights, stride_expert, stride_row, WIDTH, expert, rank, row, col, width,
-        TOP_K, GATED, INTERLEAVED, FUNCTION, LIMIT, ALPHA, BETA, LINEAR_BETA,
+        TOP_K, UP, FUNCTION, LIMIT, ALPHA, BETA, LINEAR_BETA,
     )  # fmt: skip
     tl.store(out + row * WIDTH + col, value.to(out.dtype.element_ty), mask=col < WIDTH)
 

@@ -36,7 +36,7 @@ PARTIALS, FEWEST_PARTIALS = 512, 8
 def _quantize_kernel(
     x, slots, topk_weights, topk_ids, expert_map, counts, num_experts, num_local_experts,
     stride_expert, stride_row, WIDTH, q, scale, TOP_K: tl.constexpr, SLOTS: tl.constexpr,
-    GATED: tl.constexpr, INTERLEAVED: tl.constexpr, FUNCTION: tl.constexpr, LIMIT: tl.constexpr,
+    UP: tl.constexpr, FUNCTION: tl.constexpr, LIMIT: tl.constexpr,
     ALPHA: tl.constexpr, BETA: tl.constexpr, LINEAR_BETA: tl.constexpr, GROUP: tl.constexpr,
     LARGEST: tl.constexpr, INTEGER: tl.constexpr, POW2: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -49,7 +49,7 @@ def _quantize_kernel(
     )
     value = load_values(
         x, slots, topk_weights, stride_expert, stride_row, WIDTH, expert, rank, row, col, width,
-        TOP_K, GATED, INTERLEAVED, FUNCTION, LIMIT, ALPHA, BETA, LINEAR_BETA,
+        TOP_K, UP, FUNCTION, LIMIT, ALPHA, BETA, LINEAR_BETA,
     )  # fmt: skip
     GROUPS: tl.constexpr = BLOCK // GROUP
     stored, scales = quantize_groups(tl.reshape(value, (1, BLOCK)), GROUP, LARGEST, INTEGER, POW2)
@@ -64,7 +64,7 @@ def _quantize_kernel(
 def _amax_kernel(
     x, slots, topk_weights, topk_ids, expert_map, counts, num_experts, num_local_experts,
     stride_expert, stride_row, WIDTH, partials, max_rows, TOP_K: tl.constexpr, SLOTS: tl.constexpr,
-    GATED: tl.constexpr, INTERLEAVED: tl.constexpr, FUNCTION: tl.constexpr, LIMIT: tl.constexpr,
+    UP: tl.constexpr, FUNCTION: tl.constexpr, LIMIT: tl.constexpr,
     ALPHA: tl.constexpr, BETA: tl.constexpr, LINEAR_BETA: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One program finds the largest magnitude of its share of one expert's rows."""
@@ -83,7 +83,7 @@ def _amax_kernel(
             value = load_values(
                 x, slots, topk_weights, stride_expert, stride_row, WIDTH, expert, rank, row,
                 at + tl.arange(0, BLOCK), width,
-                TOP_K, GATED, INTERLEAVED, FUNCTION, LIMIT, ALPHA, BETA, LINEAR_BETA,
+                TOP_K, UP, FUNCTION, LIMIT, ALPHA, BETA, LINEAR_BETA,
             )  # fmt: skip
             most = tl.maximum(most, magnitude(value))
     tl.store(partials + expert * step + first, tl.max(most, 0))
@@ -93,7 +93,7 @@ def _amax_kernel(
 def _scaled_kernel(
     x, slots, topk_weights, topk_ids, expert_map, counts, num_experts, num_local_experts,
     stride_expert, stride_row, WIDTH, given, given_expert, given_row, q, scale,
-    TOP_K: tl.constexpr, SLOTS: tl.constexpr, GATED: tl.constexpr, INTERLEAVED: tl.constexpr,
+    TOP_K: tl.constexpr, SLOTS: tl.constexpr, UP: tl.constexpr,
     FUNCTION: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.constexpr, BETA: tl.constexpr,
     LINEAR_BETA: tl.constexpr, PARTIALS: tl.constexpr, PER_ROW: tl.constexpr,
     LARGEST: tl.constexpr, INTEGER: tl.constexpr, POW2: tl.constexpr, BLOCK: tl.constexpr,
@@ -110,7 +110,7 @@ def _scaled_kernel(
     )
     value = load_values(
         x, slots, topk_weights, stride_expert, stride_row, WIDTH, expert, rank, row, col, width,
-        TOP_K, GATED, INTERLEAVED, FUNCTION, LIMIT, ALPHA, BETA, LINEAR_BETA,
+        TOP_K, UP, FUNCTION, LIMIT, ALPHA, BETA, LINEAR_BETA,
     )  # fmt: skip
     if PARTIALS is None:
         own = tl.load(given + expert * given_expert + (rank // TOP_K) * given_row).to(tl.float32)

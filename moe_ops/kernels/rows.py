@@ -66,8 +66,7 @@ def row_constants(activation: str | None, top_k: int, slots: int) -> dict:
     return {
         "TOP_K": top_k,
         "SLOTS": slots,
-        "GATED": rule.gated,
-        "INTERLEAVED": rule.interleaved,
+        "UP": None if not rule.gated else "next" if rule.interleaved else "half",
         **constants(rule),
         **({} if activation else {"FUNCTION": None}),
     }
@@ -95,7 +94,7 @@ def readable(
 @triton.jit
 def load_values(
     x, slots, topk_weights, stride_expert, stride_row, WIDTH, expert, rank, row, col, width,
-    TOP_K: tl.constexpr, GATED: tl.constexpr, INTERLEAVED: tl.constexpr, FUNCTION: tl.constexpr,
+    TOP_K: tl.constexpr, UP: tl.constexpr, FUNCTION: tl.constexpr,
     LIMIT: tl.constexpr, ALPHA: tl.constexpr, BETA: tl.constexpr, LINEAR_BETA: tl.constexpr,
 ):  # fmt: skip
     """Columns of a row in float32 (an activation rounded to the dtype of x first), zeros outside.
@@ -111,7 +110,7 @@ def load_values(
         value = tl.load(source + col, mask=inside, other=0.0).to(tl.float32)
     else:
         value = load_activated(
-            source, col, inside, WIDTH, GATED, INTERLEAVED,
+            source, col, inside, WIDTH, UP is not None, UP == "next",
             FUNCTION, LIMIT, ALPHA, BETA, LINEAR_BETA,
         ).to(x.dtype.element_ty).to(tl.float32)  # fmt: skip
     if topk_weights is not None:
