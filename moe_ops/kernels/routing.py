@@ -59,12 +59,14 @@ def _in_best_groups(
         group_score = group_score + tl.max(others, 1)
     group = tl.arange(0, GROUPS)
     group_score = tl.where(group < NUM_GROUPS, tl.maximum(group_score, LOWEST), float("-inf"))
-    kept = tl.zeros((GROUPS,), dtype=tl.int32)
+    # No reshape back: Triton 3.6 reorders one that only an argmax reads, and so its positions.
+    own_group = tl.arange(0, GROUPS * WIDTH) // WIDTH
+    kept = tl.zeros((GROUPS * WIDTH,), dtype=tl.int32)
     for _ in range(TOPK_GROUP):
         best = tl.argmax(group_score, 0, tie_break_left=True)
-        kept = tl.where(group == best, 1, kept)
+        kept = tl.where(own_group == best, 1, kept)
         group_score = tl.where(group == best, float("-inf"), group_score)
-    return tl.reshape(tl.where(kept[:, None] > 0, members, float("-inf")), (GROUPS * WIDTH,))
+    return tl.where(kept > 0, choice, float("-inf"))
 
 
 @triton.jit
