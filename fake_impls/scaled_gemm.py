@@ -66,7 +66,7 @@ def scaled_gemm_act_quantize(
     activation: str,
 ) -> tuple[Tensor, Tensor]:
     """One quantized row of ``I`` for each slot, and the scales of its groups."""
-    quant, width = _local(scheme), _width(w, activation)
+    quant, width = local_quant(scheme), _width(w, activation)
     slots = a.shape[0] * top_k
     scale = a.new_empty(quant.row_scale_shape(slots, width), dtype=torch.float32)
     return a.new_empty((slots, width), dtype=quant.dtype), scale
@@ -80,7 +80,7 @@ def quants(scheme: str) -> tuple[Quant, Quant]:
     return found.activation, found.weight
 
 
-def _local(scheme: str) -> Quant:
+def local_quant(scheme: str) -> Quant:
     """How a scheme quantizes activations piece by piece; ValueError where it does not."""
     quant, _ = quants(scheme)
     if not quant.local:
@@ -91,7 +91,7 @@ def _local(scheme: str) -> Quant:
 def _check(a_scale: Tensor | None, scheme: str) -> None:
     """Rows without scales are quantized inside the product."""
     if a_scale is None:
-        _local(scheme)
+        local_quant(scheme)
 
 
 def _width(w: Tensor, activation: str) -> int:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from moe_ops.activation import formula
-from moe_ops.fake_impls.scaled_gemm import quants
+from moe_ops.fake_impls.scaled_gemm import local_quant, quants
 from moe_ops.fake_impls.scaled_gemm import scaled_gemm as empty_rows
 from moe_ops.fake_impls.scaled_gemm import scaled_gemm_act as empty_activated_rows
 from moe_ops.reference.activation import apply, split
@@ -105,7 +105,7 @@ def scaled_gemm_act_quantize(
     plan = (sorted_token_ids, expert_ids, num_tokens_post_padded)
     operands = (a, a_scale, w, w_scale, bias)
     rows = scaled_gemm_act(*operands, *plan, row_tiles, top_k, scheme, out_dtype, activation)
-    return moe_quantize(rows, None, None, None, None, w.shape[0], quants(scheme)[0].key)
+    return moe_quantize(rows, None, None, None, None, w.shape[0], local_quant(scheme).key)
 
 
 def _operands(

@@ -1,0 +1,226 @@
+"""The expert GEMMs of two quantized operands: every group of scales, forms of scales, epilogues."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from strategies import ACTIVATIONS
+
+from moe_ops import ops
+from moe_ops.activation import formula
+from moe_ops.reference import activation as activations
+from moe_ops.reference import quantize
+from moe_ops.reference import scaled_gemm as reference
+from moe_ops.reference.slots import local_experts
+from moe_ops.scheme import SCHEMES, get_scheme, quantize_weight
+from moe_ops.scheme.weights import spread
+from moe_ops.testing import Problem, assert_matches_reference, make_inputs
+from moe_ops.tiles import ROW_TILES
+
+pytestmark = pytest.mark.kernel
+NAMED = tuple(s.name for s in SCHEMES.values() if s.activation and s.weight)
+GROUPED = (
+    "fp8_block128",
+    "fp8_block16x64_ue8m0",
+    "fp8_block32x16",
+    "int8_block128",
+    "int8_block16",
+)
+WIDE = ("fp8_block64x256", "int8_block256")
+"""Groups that span several K blocks, and more columns than a tile has."""
+
+
+def rows_in(scheme, x):
+    """Rows as a scheme stores them, and their scales."""
+    quant = get_scheme(scheme).activation
+    given = torch.tensor([0.02]) if quant.static else None
+    return quantize.moe_quantize(x, given, None, None, None, 1, quant.key)
+
+
+def numbers(q, scale, scheme, top_k):
+    """What quantized rows stand for, in float64, one for each slot."""
+    quant, scale = get_scheme(scheme).activation, scale.double()
+    if not quant.per_tensor:
+        width = q.shape[1] if quant.group.cols < 0 else quant.group.cols
+        scale = scale.repeat_interleave(width, 1)[:, : q.shape[1]]
+    return (q.double() * scale).repeat_interleave(top_k, 0)
+
+
+def exact_rows(rows, w, w_scale, bias, expert, scheme):
+    """``rows @ w[e].T + bias`` in float64; zeros where a slot is skipped."""
+    weight = w.double() * spread(w_scale.double(), get_scheme(scheme).weight, *w.shape[1:])
+    out = torch.zeros(len(rows), w.shape[1], dtype=torch.float64)
+    for e in range(len(w)):
+        mine = expert == e
+        out[mine] = rows[mine] @ weight[e].t()
+        if bias is not None:
+            out[mine] += bias[e].double()
+    return out
+
+
+def activated(rows, activation):
+    rule = formula(activation)
+    return activations.apply(*activations.split(rows, rule), rule)
+
+
+class Case:
+    """Operands of one call, on the CPU and where the operators run."""
+
+    def __init__(self, scheme, device, tile=None, transposed=False, **sizes):
+        defaults = {"activation": "silu_no_mul", "dtype": torch.bfloat16}
+        self.problem = Problem(**(defaults | sizes))
+        x, w, _, _, self.ids, _, self.bias, _ = make_inputs(self.problem)
+        self.x, self.scheme, self.top_k = x, scheme, self.problem.top_k
+        self.w, self.w_scale, *_ = quantize_weight(w, scheme)
+        if transposed:
+            self.w = self.w.transpose(1, 2).contiguous().transpose(1, 2)
+        self.q, self.scale = rows_in(scheme, x)
+        self.expert = local_experts(self.ids, None, len(w))
+        self.mine = self.expert >= 0
+        self.device, self.row_tiles = device, [tile] if tile else ROW_TILES
+        plan = ops.moe_align_block_size(
+            self.ids.to(device), None, self.row_tiles, len(w), False, True
+        )
+        self.plan = tuple(plan)
+
+    def run(self, op, *more, dtype=torch.bfloat16, **changes):
+        """An operator where it runs, with operands changed by name."""
+        return op(*self.arguments(self.device, dtype, changes), *more)
+
+    def expected(self, name, *more, dtype=torch.bfloat16, **changes):
+        """The reference on the CPU."""
+        return getattr(reference, name)(*self.arguments("cpu", dtype, changes), *more)
+
+    def arguments(self, device, dtype, changes):
+        operands = {"a": self.q, "a_scale": self.scale, "w": self.w, "w_scale": self.w_scale}
+        operands = operands | {"bias": self.bias} | changes
+        tensors = (*operands.values(), *self.plan)
+        moved = (None if t is None else t.to(device) for t in tensors)
+        return (*moved, self.row_tiles, self.top_k, self.scheme, dtype)
+
+    def exact(self):
+        rows = numbers(self.q, self.scale, self.scheme, self.top_k)
+        return exact_rows(rows, self.w, self.w_scale, self.bias, self.expert, self.scheme)
+
+    def compare(self, actual, exact, expected):
+        """Rows of skipped slots are unspecified: left out."""
+        assert_matches_reference(actual.cpu()[self.mine], exact[self.mine], expected[self.mine])
+
+
+@given(
+    scheme=st.sampled_from(NAMED + GROUPED + WIDE),
+    tokens=st.sampled_from((0, 1, 5, 40)),
+    k=st.integers(1, 3),
+    n=st.sampled_from((8, 48, 130)),
+    kk=st.sampled_from((16, 40, 130, 520)),
+    tile=st.sampled_from(ROW_TILES),
+    has_bias=st.booleans(),
+    transposed=st.booleans(),
+    routing=st.sampled_from(("uniform", "skewed", "holes")),
+)
+def test_gemm(scheme, tokens, k, n, kk, tile, has_bias, transposed, routing, device):
+    sizes = {"num_tokens": tokens, "num_experts": 5, "top_k": k, "hidden_size": kk}
+    sizes |= {"intermediate_size": n, "has_bias": has_bias, "routing": routing}
+    case = Case(scheme, device, tile, transposed, **sizes)
+    exact = case.exact()
+    if not get_scheme(scheme).activation.per_tensor:  # rows of tokens without experts are not read
+        alone = ~case.mine.view(tokens, k).any(1)
+        case.scale = torch.where(alone[:, None], torch.nan, case.scale)
+    actual = case.run(ops.scaled_gemm)
+    assert actual.shape == (tokens * k, n)
+    case.compare(actual, exact, case.expected("scaled_gemm"))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+@pytest.mark.parametrize("scheme", ["int8_tensor", "int8_channel", "int8_block16"])
+def test_sums_of_integers_are_exact(scheme, dtype, device):
+    """What float32 output shows: int8 products lose nothing before their scales."""
+    case = Case(scheme, device, num_tokens=9, num_experts=3, hidden_size=300)
+    expected = case.expected("scaled_gemm", dtype=dtype)
+    case.compare(case.run(ops.scaled_gemm, dtype=dtype), case.exact(), expected)
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("scheme", ["fp8_tensor", "int8_channel", "fp8_block32", "fp8_block128"])
+def test_fused_activation(activation, scheme, device):
+    """Rows of w1 whose halves share blocks, or none; 70 columns a half."""
+    sizes = {"num_experts": 4, "hidden_size": 72, "intermediate_size": 70, "has_bias": True}
+    case = Case(scheme, device, activation=activation, **sizes)
+    fused = case.run(ops.scaled_gemm_act, activation)
+    expected = case.expected("scaled_gemm_act", activation)
+    case.compare(fused, activated(case.exact(), activation), expected)
+
+
+@pytest.mark.parametrize("activation", ["silu", "swigluoai", "silu_no_mul"])
+@pytest.mark.parametrize("scheme", ["fp8_tensor", "int8_tensor", "fp8_channel"])
+def test_other_forms_of_scales(activation, scheme, device):
+    """One scale for each half of w1; scales of channels without the axis of groups."""
+    case = Case(scheme, device, num_experts=4, activation=activation, intermediate_size=136)
+    if scheme.endswith("tensor"):
+        case.w_scale = torch.stack((case.w_scale, 2.5 * case.w_scale), 1)
+    else:
+        case.w_scale = case.w_scale.flatten(1)
+    expected = case.expected("scaled_gemm_act", activation)
+    actual = case.run(ops.scaled_gemm_act, activation)
+    case.compare(actual, activated(case.exact(), activation), expected)
+
+
+@pytest.mark.parametrize("scheme", ["fp8_tensor", "int8_tensor"])
+def test_one_row_scale_for_each_expert(scheme, device):
+    """As batched rows have it."""
+    case = Case(scheme, device, num_experts=4, num_tokens=12)
+    scales = case.scale * torch.tensor([0.5, 1.0, 2.0, 3.0])
+    factor = scales[case.expert.clamp(min=0)] / case.scale
+    exact = case.exact() * factor[:, None].double()
+    per_expert = scales.view(4, 1, 1)
+    expected = case.expected("scaled_gemm", a_scale=per_expert)
+    case.compare(case.run(ops.scaled_gemm, a_scale=per_expert), exact, expected)
+
+
+@given(
+    scheme=st.sampled_from(GROUPED + WIDE),
+    activation=st.sampled_from(("silu", "swigluoai", "gelu_no_mul")),
+    width=st.sampled_from((40, 128, 200)),
+    tile=st.sampled_from(ROW_TILES),
+    dtype=st.sampled_from((torch.bfloat16, torch.float32)),
+)
+def test_quantized_output_is_that_of_two_steps(scheme, activation, width, tile, dtype, device):
+    """Bit by bit; the last group of a row may be a piece."""
+    case = Case(scheme, device, tile, activation=activation, intermediate_size=width, num_tokens=9)
+    q, scale = case.run(ops.scaled_gemm_act_quantize, activation, dtype=dtype)
+    h = case.run(ops.scaled_gemm_act, activation, dtype=dtype)
+    key = get_scheme(scheme).activation.key
+    two = quantize.moe_quantize(h.cpu(), None, None, None, None, 1, key)
+    assert q.dtype == two[0].dtype and scale.shape == two[1].shape
+    assert torch.equal(scale.cpu()[case.mine], two[1][case.mine])
+    assert torch.equal(q.cpu().float()[case.mine], two[0].float()[case.mine])
+
+
+@given(
+    scheme=st.sampled_from(GROUPED + WIDE),
+    tile=st.sampled_from(ROW_TILES),
+    kk=st.sampled_from((40, 256, 300)),
+    dtype=st.sampled_from((torch.bfloat16, torch.float16, torch.float32)),
+)
+def test_rows_quantized_inside(scheme, tile, kk, dtype, device):
+    """Bit by bit what rows quantized beforehand give."""
+    case = Case(scheme, device, tile, num_tokens=9, hidden_size=kk, dtype=dtype)
+    inside = case.run(ops.scaled_gemm, a=case.x, a_scale=None)
+    before = case.run(ops.scaled_gemm)
+    assert torch.equal(inside.cpu()[case.mine], before.cpu()[case.mine])
+
+
+@pytest.mark.parametrize("scheme", ["fp8_channel", "int8_tensor"])
+def test_scales_that_no_tile_can_make(scheme, device):
+    case = Case(scheme, device)
+    with pytest.raises(ValueError, match="groups along a row"):
+        case.run(ops.scaled_gemm, a=case.x, a_scale=None)
+    with pytest.raises(ValueError, match="groups along a row"):
+        case.run(ops.scaled_gemm_act_quantize, "silu_no_mul")
+
+
+def test_a_scheme_without_scales(device):
+    case = Case("fp8_channel", device)
+    case.scheme = "unquantized"
+    with pytest.raises(ValueError, match="quantize activations and weights"):
+        case.run(ops.scaled_gemm, a_scale=None)
