@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import subprocess
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest import mock
 
@@ -20,11 +20,14 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import get_ptxas
 from triton.runtime.jit import JITFunction
 
-from moe_ops.kernels import expert_gemm, launch
+from moe_ops.kernels import expert_gemm, launch, scaled_gemm, weight_only_gemm
 from moe_ops.tiles import Device
 
 SHARED_MEMORY = {80: 166912, 90: 232448, 100: 232448, 120: 101376}
 """Shared memory of a block, in bytes, by architecture."""
+
+CHOOSING_TILES = (expert_gemm, scaled_gemm, weight_only_gemm)
+"""The launchers that ask for a device's facts."""
 
 
 class TargetOnly:
@@ -53,6 +56,13 @@ class Forgetful(dict):
         """Forget."""
 
 
+def forget_tiles(module: Any) -> None:
+    """Choices that were made for another device."""
+    for value in vars(module).values():
+        if hasattr(value, "cache_clear"):
+            value.cache_clear()
+
+
 @contextmanager
 def compiling(arch: int) -> Iterator[list[Any]]:
     """Every launch inside compiles for ``arch`` and lands in the list."""
@@ -64,14 +74,18 @@ def compiling(arch: int) -> Iterator[list[Any]]:
         compiled.append(run(self, *args, **kwargs))
         return compiled[-1]
 
-    expert_gemm._launch.cache_clear()  # its tiles are those of another device
     previous = triton.runtime.driver._active
     triton.runtime.driver.set_active(TargetOnly(arch))
     facts = Device(arch, SHARED_MEMORY[arch], 132)
-    device_facts = mock.patch.object(expert_gemm, "device_facts", lambda device: facts)
     try:
-        launches = mock.patch.object(launch, "COMPILED", Forgetful())
-        with mock.patch.object(JITFunction, "run", compile_only), device_facts, launches:
+        with ExitStack() as patches:
+            for module in CHOOSING_TILES:
+                forget_tiles(module)
+                patches.enter_context(
+                    mock.patch.object(module, "device_facts", lambda device: facts)
+                )
+            patches.enter_context(mock.patch.object(launch, "COMPILED", Forgetful()))
+            patches.enter_context(mock.patch.object(JITFunction, "run", compile_only))
             yield compiled
     finally:
         triton.runtime.driver._active = previous
@@ -86,6 +100,18 @@ def compile_launch(arch: int, launch: Callable[[Callable[..., torch.Tensor]], An
     with compiling(arch) as compiled, FakeTensorMode(allow_non_fake_inputs=True):
         launch(empty)
     return compiled
+
+
+def rewrites_operands(kernel: Any) -> bool:
+    """Whether registers that a matrix instruction still reads may be written again.
+
+    So it is in Triton 3.6 on Hopper where a product's first operand was computed in registers and
+    more products than none are under way when it is next computed.
+    """
+    code = kernel.asm["ttgir"]
+    from_registers = re.search(r"warp_group_dot %.*? : tensor<", code)
+    waits = re.findall(r"warp_group_dot_wait.*?pendings = (\d+)", code)
+    return bool(from_registers) and any(pending != "0" for pending in waits)
 
 
 def resources(kernel: Any, arch: int) -> dict[str, int]:
