@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import operator
+
 from torch import Tensor
 
 from moe_ops import checks
@@ -58,7 +60,10 @@ def _check_scale(
         allowed.append((*shape, 2))
     if shape[-1] == 1:
         allowed.append(shape[:-1])
-    if tuple(scale.shape) not in allowed:
+    # Size by size: `in` on tuples of symbolic sizes is False where they are equal.
+    if not any(
+        len(shape) == scale.dim() and all(map(operator.eq, scale.shape, shape)) for shape in allowed
+    ):
         raise ValueError(
             f"{name} must have a shape of {allowed} for this scheme, got {tuple(scale.shape)}"
         )
