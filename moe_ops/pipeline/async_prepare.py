@@ -168,7 +168,10 @@ class AsyncPrepareAndFinalize(FusedMoEPrepareAndFinalizeModular):
         def hook() -> None:
             torch.cuda.current_stream(first.device).wait_stream(side)
 
-        return hook, lambda: result
+        def receiver(_inputs: tuple[Any, ...] = (first, *rest)) -> Any:
+            return result
+
+        return hook, receiver
 
 
 def _nothing() -> None:

@@ -45,12 +45,12 @@ class Pending(NamedTuple):
         return self.receiver()
 
 
-def routing_of(call: Call, prepared: PrepareResult) -> tuple[Tensor, Tensor]:
-    """The weights and ids that hold after prepare."""
+def routed(call: Call, prepared: PrepareResult) -> Call:
+    """The call with the weights and ids that hold after prepare."""
     weights, ids = prepared.topk_weights, prepared.topk_ids
-    return (
-        call.topk_weights if weights is None else weights,
-        call.topk_ids if ids is None else ids,
+    return call._replace(
+        topk_weights=call.topk_weights if weights is None else weights,
+        topk_ids=call.topk_ids if ids is None else ids,
     )
 
 
@@ -68,9 +68,8 @@ def chunk_of(
     rows_per_token: int,
     scales_have_rows: bool,
 ) -> tuple[Call, PrepareResult]:
-    """The part of a call that belongs to some tokens; rows of experts are counted anew."""
-    weights, ids = routing_of(call, prepared)
-    ids = ids[tokens]
+    """The part of a routed call that belongs to some tokens; rows of experts are counted anew."""
+    ids = call.topk_ids[tokens]
     part = slice(tokens.start * rows_per_token, tokens.stop * rows_per_token)
     scale, meta = prepared.a1q_scale, prepared.expert_tokens_meta
     if scale is not None and scales_have_rows:
@@ -79,6 +78,6 @@ def chunk_of(
         counts = count_expert_num_tokens(ids, call.w1.shape[0], call.expert_map)
         meta = ExpertTokensMetadata(counts)
     return (
-        call._replace(topk_ids=ids, topk_weights=weights[tokens]),
+        call._replace(topk_ids=ids, topk_weights=call.topk_weights[tokens]),
         PrepareResult(prepared.a1q[part], scale, meta, None, None),
     )

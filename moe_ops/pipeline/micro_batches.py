@@ -30,16 +30,15 @@ def run_micro_batches(
         The results, in order.
     """
     results: list[Tensor | tuple[Tensor, Tensor]] = []
-    travelling: Pending | None = None
-    prepares = [kernel.start_prepare(calls[0])] if calls else []
-    for i, call in enumerate(calls):
-        prepared = prepares[i].wait()
-        if i + 1 < len(calls):
-            prepares.append(kernel.start_prepare(calls[i + 1]))
-        rows = kernel.run_experts(call, prepared)
-        if travelling is not None:
-            results.append(kernel.finish(calls[i - 1], travelling))
-        travelling = kernel.start_finalize(call, prepared, rows)
-    if travelling is not None:
-        results.append(kernel.finish(calls[-1], travelling))
-    return results
+    waiting = [(call, kernel.start_prepare(call)) for call in calls[:1]]
+    travelling: list[tuple[Call, Pending]] = []
+    for following in (*calls[1:], None):
+        if not waiting:
+            break
+        call, prepared = waiting.pop()
+        if following is not None:
+            waiting.append((following, kernel.start_prepare(following)))
+        call, rows = kernel.run_experts(call, prepared)
+        results += [kernel.finish(*step) for step in travelling]
+        travelling = [(call, kernel.start_finalize(call, rows))]
+    return results + [kernel.finish(*step) for step in travelling]

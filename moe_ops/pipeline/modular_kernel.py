@@ -12,16 +12,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_ops import checks
-from moe_ops.activation import Activation, MoEActivation, kind_and_key
+from moe_ops.activation import Activation, MoEActivation
 from moe_ops.parallel import FusedMoEParallelConfig
-from moe_ops.pipeline.calls import Call, Pending, chunk_of, num_experts_of, routing_of
+from moe_ops.pipeline.calls import Call, Pending, chunk_of, num_experts_of, routed
 from moe_ops.pipeline.experts import FusedMoEExperts
 from moe_ops.pipeline.formats import FusedMoEActivationFormat, PrepareResult
-from moe_ops.pipeline.layer_checks import check_layer
+from moe_ops.pipeline.kernel_checks import (
+    check_call,
+    check_formats,
+    check_logits,
+    check_options,
+    check_parts,
+)
 from moe_ops.pipeline.prepare_finalize import (
     FusedMoEPrepareAndFinalize,
-    FusedMoEPrepareAndFinalizeModular,
 )
 from moe_ops.tiles import cdiv
 
@@ -40,6 +44,7 @@ class FusedMoEKernel:
             the GEMMs (Standard format); compiled, there is one graph for each number of chunks.
 
     Raises:
+        TypeError: parts of another kind.
         ValueError: parts that do not fit each other; ``inplace`` with shared experts or monolithic
             parts; a ``chunk_size`` that is not positive or cannot be used.
 
@@ -57,42 +62,13 @@ class FusedMoEKernel:
         *,
         chunk_size: int | None = None,
     ) -> None:
+        check_parts(prepare_finalize, fused_experts)
+        check_options(fused_experts, shared_experts, inplace, chunk_size)
+        prepare_finalize.post_init_setup(fused_experts)
+        check_formats(prepare_finalize, fused_experts)
         self.prepare_finalize, self.fused_experts = prepare_finalize, fused_experts
         self.shared_experts, self.moe_parallel_config = shared_experts, moe_parallel_config
         self.inplace, self.chunk_size = inplace, chunk_size
-        monolithic = fused_experts.is_monolithic()
-        if isinstance(prepare_finalize, FusedMoEPrepareAndFinalizeModular) is monolithic:
-            raise ValueError(
-                "prepare_finalize and fused_experts must both be either monolithic or "
-                f"non-monolithic but got {type(prepare_finalize).__name__} and "
-                f"{type(fused_experts).__name__}"
-            )
-        if inplace and shared_experts is not None:
-            raise ValueError("inplace must be False with shared_experts, which read the tokens too")
-        if monolithic and (inplace or shared_experts is not None):
-            raise ValueError(
-                "inplace must be False and shared_experts None with monolithic experts, got "
-                f"inplace={inplace} and {shared_experts}"
-            )
-        if chunk_size is not None:
-            self._check_chunk_size(chunk_size)
-        prepare_finalize.post_init_setup(fused_experts)
-        ours, theirs = fused_experts.activation_format(), prepare_finalize.activation_format
-        if ours is not theirs:
-            raise ValueError(
-                f"fused_experts must take the format of prepare_finalize, {theirs.value[0]} "
-                f"({type(prepare_finalize).__name__}), got {ours.value[0]} "
-                f"({type(fused_experts).__name__})"
-            )
-
-    def _check_chunk_size(self, chunk_size: int) -> None:
-        if chunk_size < 1:
-            raise ValueError(f"chunk_size must be at least 1, got {chunk_size}")
-        if self.is_monolithic or not self.fused_experts.supports_chunking():
-            raise ValueError(
-                f"chunk_size must be None for {type(self.fused_experts).__name__}, which takes "
-                f"all tokens at once, got {chunk_size}"
-            )
 
     @property
     def is_monolithic(self) -> bool:
@@ -145,10 +121,8 @@ class FusedMoEKernel:
             hidden_states, w1, w2, topk_weights, topk_ids, activation, global_num_experts,
             expert_map, apply_router_weight_on_input, shared_experts_input,
         )  # fmt: skip
-        prepared = self.start_prepare(call).wait()
-        rows = self.run_experts(call, prepared)
-        finalized = self.start_finalize(call, prepared, rows)
-        return self.finish(call, finalized)
+        call, rows = self.run_experts(call, self.start_prepare(call))
+        return self.finish(call, self.start_finalize(call, rows))
 
     def start_prepare(self, call: Call) -> Pending:
         """Check the arguments and send tokens on their way: a `PrepareResult` to wait for."""
@@ -156,12 +130,7 @@ class FusedMoEKernel:
         experts = self.fused_experts
         if self.is_monolithic:
             raise ValueError("apply needs modular parts: call apply_monolithic with router_logits")
-        config = experts.quant_config
-        check_layer(
-            call.hidden_states, call.w1, call.w2, config.w1_bias, config.w2_bias,
-            kind_and_key(call.activation)[0], call.topk_weights, call.topk_ids,
-            call.global_num_experts, call.expert_map, config.scheme, *config.tensors,
-        )  # fmt: skip
+        check_call(experts, call)
         wanted = part.topk_indices_dtype()
         if wanted is not None and call.topk_ids.dtype != wanted:
             raise TypeError(f"topk_ids must have dtype {wanted}, got {call.topk_ids.dtype}")
@@ -172,7 +141,7 @@ class FusedMoEKernel:
             num_experts_of(call),
             call.expert_map,
             self._weighted_by_prepare(call),
-            config,
+            experts.quant_config,
             experts.expects_unquantized_inputs,
         )
         if part.supports_async():
@@ -180,43 +149,56 @@ class FusedMoEKernel:
         prepared = part.prepare(*arguments)
         return Pending(None, lambda: prepared)
 
-    def run_experts(self, call: Call, prepared: PrepareResult) -> Tensor:
-        """The experts on what prepare returned, in chunks where asked."""
+    def run_experts(self, call: Call, pending: Pending) -> tuple[Call, Tensor]:
+        """The experts on what prepare returns, in chunks where asked.
+
+        Returns:
+            The call with the routing that holds from here on, and the experts' rows.
+        """
+        prepared = pending.wait()
+        del pending
+        call = routed(call, prepared)
         num_tokens, size = call.topk_ids.shape[0], self.chunk_size
         chunks = 1 if size is None else cdiv(num_tokens, size)
         if size is None or chunks <= 1:
-            return self._experts(call, prepared)
+            given = [prepared]
+            del prepared  # the experts take it: rows are freed after the first GEMM
+            return call, self._experts(call, given)
         rows_per_token = call.topk_ids.shape[1] if self._weighted_by_prepare(call) else 1
         quant = self.fused_experts.quant_config.scheme.activation
         scales_have_rows = quant is not None and not quant.per_tensor
         parts = []
         for i in range(chunks):
             tokens = slice(i * size, (i + 1) * size)
-            part = chunk_of(call, prepared, tokens, rows_per_token, scales_have_rows)
-            parts.append(self._experts(*part))
-        return torch.cat(parts)
+            chunk, rows = chunk_of(call, prepared, tokens, rows_per_token, scales_have_rows)
+            parts.append(self._experts(chunk, [rows]))
+        return call, torch.cat(parts)
 
     def _weighted_by_prepare(self, call: Call) -> bool:
         experts = self.fused_experts
         return call.apply_router_weight_on_input and not experts.applies_router_weight_on_input
 
-    def _experts(self, call: Call, prepared: PrepareResult) -> Tensor:
-        topk_weights, topk_ids = routing_of(call, prepared)
+    def _experts(self, call: Call, given: list[PrepareResult]) -> Tensor:
+        """``given`` holds one result and nobody else does, so that the experts can let it go."""
+        a1q, scale, meta, _, _ = given.pop()
+        rows = [a1q]
+        del a1q
         batched = self.fused_experts.activation_format() is FusedMoEActivationFormat.BatchedExperts
         experts: Any = self.fused_experts
         return experts.apply(
-            prepared.a1q, call.w1, call.w2, topk_weights, topk_ids, call.activation,
-            num_experts_of(call), None if batched else call.expert_map, prepared.a1q_scale,
-            prepared.expert_tokens_meta, call.apply_router_weight_on_input,
+            rows.pop(), call.w1, call.w2, call.topk_weights, call.topk_ids, call.activation,
+            num_experts_of(call), None if batched else call.expert_map, scale, meta,
+            call.apply_router_weight_on_input,
         )  # fmt: skip
 
-    def start_finalize(self, call: Call, prepared: PrepareResult, rows: Tensor) -> Pending:
+    def start_finalize(self, call: Call, rows: Tensor) -> Pending:
         """Bring the experts' rows back on their way: ``(T, H)`` to wait for."""
         part: Any = self.prepare_finalize
         experts: Any = self.fused_experts
         arguments = (
             rows,
-            *routing_of(call, prepared),
+            call.topk_weights,
+            call.topk_ids,
             call.apply_router_weight_on_input,
             experts.finalize_weight_and_reduce_impl(),
         )
@@ -270,31 +252,17 @@ class FusedMoEKernel:
             raise ValueError("apply_monolithic needs monolithic parts: route, then call apply")
         experts: Any = self.fused_experts
         part: Any = self.prepare_finalize
-        kind = kind_and_key(activation)[0]
-        config = experts.quant_config
-        check_layer(
-            hidden_states, w1, w2, config.w1_bias, config.w2_bias, kind, None, None,
-            global_num_experts, expert_map, config.scheme, *config.tensors,
+        check_logits(
+            experts, hidden_states, w1, w2, router_logits, activation, global_num_experts,
+            expert_map,
         )  # fmt: skip
-        checks.tensor("router_logits", router_logits, 2, checks.FLOATS)
         rows, scale, logits = part.prepare(
-            hidden_states, router_logits, config, experts.expects_unquantized_inputs
+            hidden_states, router_logits, experts.quant_config, experts.expects_unquantized_inputs
         )
         num_experts = router_logits.shape[1] if global_num_experts == -1 else global_num_experts
-        return part.finalize(
-            experts.apply(
-                rows,
-                w1,
-                w2,
-                logits,
-                activation,
-                num_experts,
-                expert_map,
-                scale,
-                apply_router_weight_on_input,
-                num_expert_group,
-                e_score_correction_bias,
-                routed_scaling_factor,
-                topk_group,
-            )  # fmt: skip
-        )
+        tokens = experts.apply(
+            rows, w1, w2, logits, activation, num_experts, expert_map, scale,
+            apply_router_weight_on_input, num_expert_group, e_score_correction_bias,
+            routed_scaling_factor, topk_group,
+        )  # fmt: skip
+        return part.finalize(tokens)

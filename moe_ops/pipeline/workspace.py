@@ -2,15 +2,61 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils import _pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from moe_ops import checks
 from moe_ops.activation import Activation, MoEActivation, kind_and_key
-from moe_ops.scheme import get_scheme
-from moe_ops.tiles import ROW_TILES, num_tiles, padded_slots
+from moe_ops.pipeline.batched_prepare import BatchedPrepareAndFinalize
+from moe_ops.pipeline.config import FusedMoEConfig
+from moe_ops.pipeline.experts import BatchedTritonExperts, TritonExperts
+from moe_ops.pipeline.modular_kernel import FusedMoEKernel
+from moe_ops.pipeline.no_ep import MoEPrepareAndFinalizeNoEP
+from moe_ops.routing import RoutingMethodType
+from moe_ops.scheme import FusedMoEQuantConfig, Scheme, get_scheme, quantize_weight
 
 ALLOCATION = 512
 """The caching allocator's unit, in bytes."""
+FORMATS = ("standard", "batched")
+
+
+class PeakMemory(TorchDispatchMode):
+    """Counts the bytes of what operators return for as long as somebody holds it.
+
+    Within this context ``peak`` is the largest sum so far, every tensor rounded up to the
+    allocator's 512 bytes. Tensors from outside are not counted, and what an operator frees again
+    before it returns is not seen.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.peak = 0
+        self._held: dict[int, tuple[StorageWeakRef, int]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run the operator, then count."""
+        self._held = {key: held for key, held in self._held.items() if not held[0].expired()}
+        for storage in _storages((args, kwargs)):  # what is not known comes from outside
+            self._hold(storage, 0)
+        out = func(*args, **(kwargs or {}))
+        for storage in _storages(out):
+            self._hold(storage, -(-storage.nbytes() // ALLOCATION) * ALLOCATION)
+        self.peak = max(self.peak, sum(nbytes for _, nbytes in self._held.values()))
+        return out
+
+    def _hold(self, storage: torch.UntypedStorage, nbytes: int) -> None:
+        ref = StorageWeakRef(storage)
+        self._held.setdefault(ref.cdata, (ref, nbytes))
+
+
+def _storages(values: Any) -> list[torch.UntypedStorage]:
+    leaves = _pytree.tree_leaves(values)
+    return [x.untyped_storage() for x in leaves if isinstance(x, Tensor)]
 
 
 def workspace_nbytes(
@@ -26,47 +72,75 @@ def workspace_nbytes(
     format: str = "standard",
     chunk_size: int | None = None,
 ) -> int:
-    """Bytes that `fused_experts` has allocated at its peak, its output included.
+    """Bytes that a layer has allocated at its peak, its output included.
 
-    A pure function of sizes: the plan, plus the larger of (intermediate and expert rows) and
-    (expert rows and output), every tensor rounded up to the allocator's 512 bytes. The
-    intermediate is as wide as the activation's output, ``I``, for every activation.
+    Of `fused_experts` and of `FusedMoEKernel.apply` with `TritonExperts` (``standard``) or
+    `BatchedTritonExperts` (``batched``): tile plans, rows and their scales in every form that they
+    pass through, each for as long as it is held; every tensor rounded up to the allocator's 512
+    bytes. Found by running the layer on tensors without data, so by sizes alone. Compiled, a layer
+    holds no more than this. Rows that prepare made are held until the experts return.
 
     Args:
-        num_tokens: T.
+        num_tokens: T; in the Batched format also the rows of each expert.
         hidden_size: H.
         intermediate_size: I, per partition.
         num_experts: El, local experts.
         top_k: k.
         dtype: of the activations.
-        scheme: a name in `SCHEMES`.
-        activation: checked; it does not change the size.
-        format: ``standard``.
-        chunk_size: not supported yet.
+        scheme: a name in `SCHEMES`, or one that `get_scheme` makes.
+        activation: with a gate or without does not change the size.
+        format: ``standard`` or ``batched``.
+        chunk_size: of `FusedMoEKernel`, in the Standard format.
 
     Raises:
-        ValueError: an unknown scheme, activation or format; a negative size.
-        NotImplementedError: ``chunk_size``.
+        ValueError: an unknown scheme, activation or format; a negative size; a ``chunk_size`` that
+            is not positive, or that is given in the Batched format.
     """
-    get_scheme(scheme)
-    kind_and_key(activation)
-    checks.one_of("format", format, ("standard",))
-    if chunk_size is not None:
-        raise NotImplementedError(f"chunk_size must be None in this version, got {chunk_size}")
+    kind, _ = kind_and_key(activation)
+    checks.one_of("format", format, FORMATS)
     sizes = (num_tokens, hidden_size, intermediate_size, num_experts, top_k)
     if min(sizes) < 0:
         raise ValueError(f"sizes must not be negative, got (T, H, I, El, k) = {sizes}")
-    slots = num_tokens * top_k
-    plan = (
-        padded_slots(slots, num_experts, ROW_TILES) * 4,
-        num_tiles(slots, num_experts, ROW_TILES) * 4,
-        4,
+    config = FusedMoEConfig(
+        num_experts, top_k, hidden_size, intermediate_size, num_experts, activation, "meta",
+        RoutingMethodType.Default, in_dtype=dtype, is_act_and_mul=kind.is_gated,
+        max_num_tokens=max(1, num_tokens),
+    )  # fmt: skip
+    x = torch.empty(num_tokens, hidden_size, dtype=dtype, device="meta")
+    w1, w2, quant_config = _weights(config, get_scheme(scheme))
+    topk_weights = x.new_empty(num_tokens, top_k, dtype=torch.float32)
+    topk_ids = x.new_empty(num_tokens, top_k, dtype=torch.int32)
+    kernel = _kernel(config, quant_config, format, chunk_size)
+    with PeakMemory() as memory:
+        kernel.apply(x, w1, w2, topk_weights, topk_ids, activation)
+    return memory.peak
+
+
+def _weights(config: FusedMoEConfig, scheme: Scheme) -> tuple[Tensor, Tensor, FusedMoEQuantConfig]:
+    """Weights without data, as they are stored."""
+    hidden, intermediate = config.hidden_dim, config.intermediate_size
+    rows = 2 * intermediate if config.is_act_and_mul else intermediate
+    shapes = ((rows, hidden), (hidden, intermediate))
+    w1, w2 = (
+        quantize_weight(
+            torch.empty(config.num_local_experts, *shape, dtype=config.in_dtype, device="meta"),
+            scheme,
+        )
+        for shape in shapes
     )
-    h = _rounded(slots * intermediate_size * dtype.itemsize)
-    y = _rounded(slots * hidden_size * dtype.itemsize)
-    out = _rounded(num_tokens * hidden_size * dtype.itemsize)
-    return sum(_rounded(n) for n in plan) + y + max(h, out)
+    static = scheme.activation is not None and scheme.activation.static
+    one = torch.empty(1, device="meta") if static else None
+    quant_config = FusedMoEQuantConfig.from_weights(scheme, w1, w2, a1_scale=one, a2_scale=one)
+    return w1.data, w2.data, quant_config
 
 
-def _rounded(nbytes: int) -> int:
-    return -(-nbytes // ALLOCATION) * ALLOCATION
+def _kernel(
+    config: FusedMoEConfig, quant_config: FusedMoEQuantConfig, format: str, chunk_size: int | None
+) -> FusedMoEKernel:
+    if format == "standard":
+        parts: Any = (MoEPrepareAndFinalizeNoEP(), TritonExperts(config, quant_config))
+    else:
+        rows: Any = config.max_num_tokens
+        prepare = BatchedPrepareAndFinalize(rows, config.num_local_experts, 1, 0)
+        parts = (prepare, BatchedTritonExperts(config, quant_config, rows, 1))
+    return FusedMoEKernel(*parts, chunk_size=chunk_size)

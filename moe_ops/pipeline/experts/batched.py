@@ -18,16 +18,22 @@ from moe_ops.tensors import Rows
 
 
 def batched_input(
-    hidden_states: Tensor, a1q_scale: Tensor | None, meta: ExpertTokensMetadata | None
+    hidden_states: Tensor,
+    a1q_scale: Tensor | None,
+    meta: ExpertTokensMetadata | None,
+    num_local_experts: int,
 ) -> tuple[Rows, BatchedRows]:
     """Rows ``(El, M, H)`` as GEMMs take them, and the space they lie in.
 
     Raises:
-        ValueError: no ``expert_tokens_meta``, or not three axes.
+        ValueError: no ``expert_tokens_meta``, not three axes, or rows of other experts.
     """
     if meta is None:
         raise ValueError("expert_tokens_meta must be given in the Batched format, got None")
     checks.tensor("hidden_states", hidden_states, 3, (hidden_states.dtype,))
+    checks.size("hidden_states.shape[0]", hidden_states.shape[0], "w1.shape[0]", num_local_experts)
+    counted = meta.expert_num_tokens.shape[0]
+    checks.size("expert_num_tokens.shape[0]", counted, "w1.shape[0]", num_local_experts)
     space = BatchedRows.of(meta.expert_num_tokens, hidden_states.shape[1])
     scale = None if a1q_scale is None else a1q_scale.flatten(0, 1)
     return Rows(hidden_states.flatten(0, 1), scale), space
@@ -93,10 +99,12 @@ class BatchedTritonExperts(BatchedExperts):
         apply_router_weight_on_input: bool,
     ) -> Tensor:
         """``(El, M, H)``; rows past an expert's count hold anything."""
-        rows, space = batched_input(hidden_states, a1q_scale, expert_tokens_meta)
+        rows, space = batched_input(hidden_states, a1q_scale, expert_tokens_meta, w1.shape[0])
+        shape = hidden_states.shape[:2]
         weights = expert_weights(w1, w2, self.quant_config)
         scheme, dtype = self.quant_config.scheme, self.moe_config.in_dtype
         key = kind_and_key(activation)[1]
         h = gemm_act(rows, weights, space, 1, scheme, dtype, key)
+        del hidden_states, a1q_scale, rows  # as large as what the second GEMM returns
         y = gemm(h, weights.w2, space.plan, 1, scheme, dtype)
-        return y.view(*hidden_states.shape[:2], y.shape[1])
+        return y.view(*shape, y.shape[1])

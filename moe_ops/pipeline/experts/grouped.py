@@ -143,9 +143,11 @@ class BatchedGroupedGemmExperts(BatchedExperts):
         apply_router_weight_on_input: bool,
     ) -> Tensor:
         """``(El, M, H)``; rows past an expert's count hold anything."""
-        rows, space = batched_input(hidden_states, a1q_scale, expert_tokens_meta)
+        rows, space = batched_input(hidden_states, a1q_scale, expert_tokens_meta, w1.shape[0])
+        shape = hidden_states.shape[:2]
         weights = expert_weights(w1, w2, self.quant_config)
         scheme, dtype = self.quant_config.scheme, self.moe_config.in_dtype
         h = gemm_then_act(rows, weights, space, scheme, dtype, kind_and_key(activation)[1])
+        del hidden_states, a1q_scale, rows
         y = gemm(h, weights.w2, space.plan, 1, scheme, dtype)
-        return y.view(*hidden_states.shape[:2], y.shape[1])
+        return y.view(*shape, y.shape[1])

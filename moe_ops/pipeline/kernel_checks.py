@@ -1,0 +1,139 @@
+"""Whether the parts of a modular kernel fit each other, and a call fits the kernel."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from moe_ops import checks
+from moe_ops.activation import kind_and_key
+from moe_ops.pipeline.calls import Call
+from moe_ops.pipeline.experts import FusedMoEExperts
+from moe_ops.pipeline.layer_checks import check_layer
+from moe_ops.pipeline.prepare_finalize import (
+    FusedMoEPrepareAndFinalize,
+    FusedMoEPrepareAndFinalizeModular,
+)
+
+
+def check_parts(prepare_finalize: Any, fused_experts: Any) -> None:
+    """Instances of the two interfaces, both of which route or are told the routing.
+
+    Raises:
+        TypeError: something else, such as a class.
+        ValueError: one of each kind.
+    """
+    for name, part, kind in (
+        ("prepare_finalize", prepare_finalize, FusedMoEPrepareAndFinalize),
+        ("fused_experts", fused_experts, FusedMoEExperts),
+    ):
+        if not isinstance(part, kind):
+            what = part.__name__ if isinstance(part, type) else type(part).__name__
+            raise TypeError(f"{name} must be an instance of {kind.__name__}, got {what}")
+    modular = isinstance(prepare_finalize, FusedMoEPrepareAndFinalizeModular)
+    if modular is fused_experts.is_monolithic():
+        raise ValueError(
+            "prepare_finalize and fused_experts must both be either monolithic or "
+            f"non-monolithic but got {type(prepare_finalize).__name__} and "
+            f"{type(fused_experts).__name__}"
+        )
+
+
+def check_options(
+    fused_experts: FusedMoEExperts, shared_experts: Any, inplace: bool, chunk_size: int | None
+) -> None:
+    """What the experts and the options allow of each other.
+
+    Raises:
+        TypeError: shared experts that cannot be called.
+        ValueError: ``inplace`` with shared experts; either with monolithic experts; a chunk size
+            that is not positive, or for experts that take all tokens at once.
+    """
+    if shared_experts is not None and not callable(shared_experts):
+        raise TypeError(f"shared_experts must be callable, got {type(shared_experts).__name__}")
+    if inplace and shared_experts is not None:
+        raise ValueError("inplace must be False with shared_experts, which read the tokens too")
+    monolithic = fused_experts.is_monolithic()
+    if monolithic and (inplace or shared_experts is not None):
+        raise ValueError(
+            "inplace must be False and shared_experts None with monolithic experts, got "
+            f"inplace={inplace} and {shared_experts}"
+        )
+    if chunk_size is None:
+        return
+    if chunk_size < 1:
+        raise ValueError(f"chunk_size must be at least 1, got {chunk_size}")
+    if monolithic or not fused_experts.supports_chunking():
+        raise ValueError(
+            f"chunk_size must be None for {type(fused_experts).__name__}, which takes "
+            f"all tokens at once, got {chunk_size}"
+        )
+
+
+def check_formats(
+    prepare_finalize: FusedMoEPrepareAndFinalize, fused_experts: FusedMoEExperts
+) -> None:
+    """ValueError unless one produces what the other takes."""
+    ours, theirs = fused_experts.activation_format(), prepare_finalize.activation_format
+    if ours is not theirs:
+        raise ValueError(
+            f"fused_experts must take the format of prepare_finalize, {theirs.value[0]} "
+            f"({type(prepare_finalize).__name__}), got {ours.value[0]} "
+            f"({type(fused_experts).__name__})"
+        )
+
+
+def check_call(fused_experts: FusedMoEExperts, call: Call) -> None:
+    """The arguments fit each other and what the experts were built for.
+
+    Raises:
+        TypeError, ValueError, NotImplementedError: naming the argument, the rule and what came.
+    """
+    _check_tensors(
+        fused_experts, call.hidden_states, call.w1, call.w2, call.activation, call.topk_weights,
+        call.topk_ids, call.global_num_experts, call.expert_map,
+    )  # fmt: skip
+
+
+def check_logits(
+    fused_experts: FusedMoEExperts,
+    hidden_states: Tensor,
+    w1: Tensor,
+    w2: Tensor,
+    router_logits: Tensor,
+    activation: Any,
+    global_num_experts: int,
+    expert_map: Tensor | None,
+) -> None:
+    """The same for experts that route themselves."""
+    tensors = (hidden_states, w1, w2)
+    _check_tensors(fused_experts, *tensors, activation, None, None, global_num_experts, expert_map)
+    checks.tensor("router_logits", router_logits, 2, checks.FLOATS)
+    checks.same_tokens("router_logits", router_logits, "hidden_states", hidden_states)
+    checks.expert_map(expert_map, router_logits)
+    num_experts = w1.shape[0] if expert_map is None else expert_map.shape[0]
+    checks.size("router_logits.shape[1]", router_logits.shape[1], "E", num_experts)
+    if global_num_experts != -1:
+        checks.size("global_num_experts", global_num_experts, "E", num_experts)
+
+
+def _check_tensors(
+    fused_experts: FusedMoEExperts,
+    hidden_states: Tensor,
+    w1: Tensor,
+    w2: Tensor,
+    activation: Any,
+    *routing: Any,
+) -> None:
+    config = fused_experts.quant_config
+    check_layer(
+        hidden_states, w1, w2, config.w1_bias, config.w2_bias, kind_and_key(activation)[0],
+        *routing, config.scheme, *config.tensors,
+    )  # fmt: skip
+    wanted = fused_experts.moe_config.in_dtype
+    if hidden_states.dtype != wanted:
+        raise TypeError(
+            f"hidden_states must have the in_dtype of moe_config, {wanted}, "
+            f"got {hidden_states.dtype}"
+        )
