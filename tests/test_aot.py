@@ -126,7 +126,8 @@ def launch_rest(tokens, experts=257, k=8):
 def test_other_stages(arch, tokens):
     kernels = aot.compile_launch(arch, launch_rest(tokens))
     check(kernels, arch)
-    stages = {stage for stage in STAGES.values() if stage != "expert_gemm"}
+    tested_alone = ("gemm", "quantize", "batched")
+    stages = {stage for stage in STAGES.values() if not stage.endswith(tested_alone)}
     assert len({k.metadata.name for k in kernels}) >= len(stages)
 
 

@@ -22,7 +22,6 @@ from moe_ops.kernels.launch import Launch
 from moe_ops.kernels.quantize import quantize_rows, warps
 from moe_ops.kernels.rows import Rows, load_values, readable, row_constants
 from moe_ops.kernels.slots import local_experts, next_power_of_2
-from moe_ops.scheme import parse_quant
 from moe_ops.tiles import Scan, scan_sizes
 
 
@@ -38,7 +37,7 @@ def _experts_here(topk_ids, slot, num_slots, first_expert, num_experts):
     return tl.where(inside, tl.where(expert < 0, num_experts, expert), -1)
 
 
-@triton.jit(do_not_specialize=["num_slots", "first_expert"])
+@triton.jit(do_not_specialize=["num_slots", "first_expert", "max_rows"])
 def _places_kernel(
     topk_ids, slots, rows, counts, num_dropped, num_slots, first_expert, num_experts, max_rows,
     BUCKETS: tl.constexpr, CHUNK: tl.constexpr,
@@ -159,7 +158,7 @@ def batched_dispatch(
         counts=counts,
     )
     if quant:
-        quantize_rows(rows, scale, parse_quant(quant), (out, row_scale))
+        quantize_rows(rows, scale, quant, (out, row_scale))
     else:
         _copy_rows(rows, out)
     return result
@@ -178,7 +177,7 @@ def batched_quantize(
     """One launch; two where an expert's rows share a scale that comes from the data."""
     out = empty_quantized(x, scale, expert_num_tokens, quant)
     rows = Rows(x, out[0].shape, counts=expert_num_tokens)
-    quantize_rows(rows, scale, parse_quant(quant), out)
+    quantize_rows(rows, scale, quant, out)
     return out
 
 
@@ -188,5 +187,5 @@ def batched_activation_quantize(
     """One launch; two where an expert's rows share a scale that comes from the data."""
     out = empty_activated_quantized(x, scale, expert_num_tokens, activation, quant)
     rows = Rows(x, out[0].shape, activation, counts=expert_num_tokens)
-    quantize_rows(rows, scale, parse_quant(quant), out)
+    quantize_rows(rows, scale, quant, out)
     return out

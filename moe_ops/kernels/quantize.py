@@ -128,9 +128,9 @@ def _scaled_kernel(
 
 
 @lru_cache(maxsize=1024)
-def _quantize_launch(source: tuple, quant: Quant, width: int) -> tuple[Launch, int]:
+def _quantize_launch(source: tuple, quant: str, width: int) -> tuple[Launch, int]:
     """The kernel, and the programs along a row."""
-    given = quant_constants(quant)
+    given = quant_constants(parse_quant(quant))
     whole = next_power_of_2(width)
     block = whole if given["GROUP"] is None else max(given["GROUP"], min(1024, whole))
     given["GROUP"] = given["GROUP"] or block
@@ -148,17 +148,17 @@ def _amax_launch(source: tuple, width: int) -> Launch:
 
 @lru_cache(maxsize=1024)
 def _scaled_launch(
-    source: tuple, quant: Quant, width: int, partials: int | None
+    source: tuple, quant: str, width: int, partials: int | None
 ) -> tuple[Launch, int]:
     """The kernel, and the programs along a row; ``partials``: as many as an expert may have."""
-    given = quant_constants(quant)
+    given = quant_constants(parse_quant(quant))
     del given["GROUP"]
     block = min(1024, next_power_of_2(width))
     kernel = Launch(
         _scaled_kernel,
         **row_constants(*source),
         PARTIALS=partials,
-        PER_ROW=not quant.per_tensor,
+        PER_ROW=not parse_quant(quant).per_tensor,
         **given,
         BLOCK=block,
         num_warps=warps(block),
@@ -171,14 +171,14 @@ def warps(block: int) -> int:
     return max(1, min(16, block // 256))
 
 
-def quantize_rows(rows: Rows, scale: Tensor | None, quant: Quant, out: tuple[Tensor, ...]) -> None:
+def quantize_rows(rows: Rows, scale: Tensor | None, quant: str, out: tuple[Tensor, ...]) -> None:
     """Write the quantized rows and their scales."""
     experts, count, width = rows.shape
     q, row_scale = out
     if q.numel() == 0:
-        _scale_nothing(scale, quant, row_scale)
+        _scale_nothing(scale, parse_quant(quant), row_scale)
         return
-    if scale is None and not quant.per_tensor:
+    if scale is None and not parse_quant(quant).per_tensor:
         kernel, pieces = _quantize_launch(rows.constants(), quant, width)
         kernel((count, pieces, experts), *rows.arguments(), q, row_scale)
         return
@@ -235,7 +235,7 @@ def moe_quantize(
         expert_map=expert_map,
         num_local_experts=num_local_experts,
     )
-    quantize_rows(rows, scale, parse_quant(quant), out)
+    quantize_rows(rows, scale, quant, out)
     return out
 
 
@@ -258,5 +258,5 @@ def activation_quantize(
         expert_map=expert_map,
         num_local_experts=num_local_experts,
     )
-    quantize_rows(rows, scale, parse_quant(quant), out)
+    quantize_rows(rows, scale, quant, out)
     return out
