@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from moe_ops.activation import MoEActivation
+from moe_ops.activation import kind_and_key
 from moe_ops.pipeline.config import FusedMoEConfig
 from moe_ops.pipeline.devices import TARGETS
 from moe_ops.pipeline.explanation import explain
@@ -66,17 +66,17 @@ def _explain(arguments: Sequence[str]) -> int:
     chosen = parser.parse_args(arguments)
     if (chosen.format == "batched") is (chosen.max_num_tokens is None):
         parser.error("--format batched and --max-num-tokens go together")
-    problem, activation = chosen.model, chosen.activation
+    problem = chosen.model
     config = FusedMoEConfig(
         num_experts=problem.num_experts,
         experts_per_token=problem.top_k,
         hidden_dim=problem.hidden_size,
         intermediate_size=problem.intermediate_size,
         num_local_experts=problem.num_experts,
-        activation=activation,
+        activation=chosen.activation,
         device="cuda" if torch.cuda.is_available() else "cpu",
         routing_method=RoutingMethodType.Renormalize,
-        is_act_and_mul=activation.is_gated,
+        is_act_and_mul=kind_and_key(chosen.activation)[0].is_gated,
         max_num_tokens=chosen.max_num_tokens,
     )
     found = explain(config, chosen.scheme, num_tokens=chosen.tokens, device=chosen.device)
@@ -95,8 +95,8 @@ def _explain_parser(find_problem: Callable[[str], Any]) -> argparse.ArgumentPars
     add("--format", choices=("standard", "batched"), default="standard", help="(default: standard)")
     rows_help = "rows of each expert in the batched format"
     add("--max-num-tokens", type=_reads(_count), metavar="N", help=rows_help)
-    activation = _reads(MoEActivation.from_str)
-    add("--activation", type=activation, default="silu", help="(default: %(default)s)")
+    activation_help = "such as gelu_tanh (default: %(default)s)"
+    add("--activation", type=_reads(_activation), default="silu", help=activation_help)
     add("--json", action="store_true", help="print JSON instead of tables")
     return parser
 
@@ -116,6 +116,11 @@ def _reads(read: Callable[[str], Any]) -> Callable[[str], Any]:
 def _scheme(name: str) -> Scheme:
     """A scheme; ``bf16`` is what records call unquantized bf16."""
     return get_scheme("unquantized" if name == "bf16" else name)
+
+
+def _activation(name: str) -> str:
+    kind_and_key(name)
+    return name
 
 
 def _counts(text: str) -> list[int]:

@@ -9,10 +9,16 @@ from moe_ops.pipeline.config import FusedMoEConfig
 from moe_ops.pipeline.devices import Target
 from moe_ops.pipeline.experts import FusedMoEExperts, FusedMoEExpertsModular
 from moe_ops.scheme import WHOLE, Scheme
-from moe_ops.tiles import ROW_TILES, Device, Gemm, TileConfig, gemm_tiles, scaled_gemm_tiles
-
-WIDEST_QUANTIZED_TILE = 128
-"""The widest group that GEMM 1 quantizes in its tile."""
+from moe_ops.tiles import (
+    ROW_TILES,
+    Device,
+    Gemm,
+    TileConfig,
+    gemm_tiles,
+    scaled_gemm_tiles,
+    tile_holds_groups,
+    weight_only_tiles,
+)
 
 
 @dataclass(frozen=True)
@@ -129,11 +135,8 @@ def _tiles(
     fused = experts.ACTIVATES_IN_GEMM1
     if device is None or fused is None:
         return None
-    hidden, width, num_experts = (
-        config.hidden_dim,
-        config.intermediate_size,
-        config.num_local_experts,
-    )
+    hidden, width = config.hidden_dim, config.intermediate_size
+    num_experts = config.num_local_experts
     rows = num_tokens * config.experts_per_token
     if config.max_num_tokens is not None:
         rows = num_experts * config.max_num_tokens
@@ -145,11 +148,15 @@ def _tiles(
     return _gemm_tiles(gemm1, scheme, fused, device), _gemm_tiles(gemm2, scheme, False, device)
 
 
-def _gemm_tiles(gemm: Gemm, scheme: Scheme, quantizes: bool, device: Device) -> TileConfig:
-    """Of one; ``quantizes``: whether its result is activated, and quantized where it can be."""
-    if scheme.activation is None:
+def _gemm_tiles(gemm: Gemm, scheme: Scheme, activates: bool, device: Device) -> TileConfig:
+    """Of one; ``activates``: whether what it stores is what the next one reads."""
+    if scheme.weight is None:
         return gemm_tiles(gemm, device)
+    if scheme.activation is None:
+        return weight_only_tiles(gemm, scheme.weight.element.stored_bits, device)
+    gemm = gemm._replace(itemsize=1)
     cols = scheme.activation.group.cols
-    group = None if cols == WHOLE else cols
-    in_tile = quantizes and group is not None and group <= WIDEST_QUANTIZED_TILE
-    return scaled_gemm_tiles(gemm._replace(itemsize=1), group, group if in_tile else 1, device)
+    if cols == WHOLE:
+        return scaled_gemm_tiles(gemm, None, 1, device)
+    in_tile = activates and tile_holds_groups(gemm, cols, device)
+    return scaled_gemm_tiles(gemm, cols, cols if in_tile else 1, device)

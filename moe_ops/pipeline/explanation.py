@@ -120,7 +120,10 @@ class Explanation:
             return f"kernels of {self.scheme.name} compile from sm_{lowest} on"
         if not self.costs:
             return ""
-        notes = ["experts: those with a token on average, under a uniform routing"]
+        notes = [
+            "experts: those with a token on average, under a uniform routing",
+            "between: rows between the GEMMs, written once and read once (not in the floor)",
+        ]
         if self.costs[0].gemm1 is not None:
             notes.append(f"tiles: rows x columns x K / warps / stages; {self.tiles_from}")
         elif facts is None:

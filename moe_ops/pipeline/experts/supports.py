@@ -39,12 +39,12 @@ class AnyGroupSize:
 
 
 def _family(key: SchemeKey) -> tuple:
-    """The key with True for every size of a group above 1."""
+    """The key with 2 for every size of a group above 1."""
 
     def kind(quant: Quant | None) -> tuple | None:
         if quant is None:
             return None
-        sizes = tuple(size if size <= 1 else True for size in quant.group)
+        sizes = tuple(min(size, 2) for size in quant.group)
         rest = (quant.scale, quant.static, quant.zero_point, quant.global_scale)
         return quant.element, sizes, *rest
 

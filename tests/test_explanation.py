@@ -1,0 +1,166 @@
+"""Explanations: what `select_kernel` chooses, and numbers that are those of the kernels."""
+
+import json
+from dataclasses import FrozenInstanceError, asdict, replace
+
+import pytest
+from conftest import HAS_CUDA, INTERPRETED
+from hypothesis import given
+from hypothesis import strategies as st
+from strategies import ACTIVATIONS
+from test_selection import FP8, STANDARD, layer_inputs, reason
+
+import moe_ops
+from moe_ops import FusedMoEConfig, FusedMoEParallelConfig, RoutingMethodType
+from moe_ops.activation import kind_and_key
+from moe_ops.pipeline.devices import TARGETS
+from moe_ops.pipeline.selection import CANDIDATES, format_of
+
+QWEN = FusedMoEConfig(128, 8, 2048, 768, 128, "silu", "cuda", RoutingMethodType.Renormalize)
+
+
+def test_explanation_of_the_choice():
+    found = moe_ops.explain(QWEN, FP8, device="sm_90", num_tokens=(1, 64, 4096))
+    assert (found.choice, found.prepare_finalize) == ("TritonExperts", "MoEPrepareAndFinalizeNoEP")
+    assert [(row.supported, row.reason is None) for row in found.rows[:3]] == [
+        (True, True),
+        (True, True),
+        (True, False),
+    ]
+    assert all(row.reason.endswith("standard activation format") for row in found.rows[3:])
+    text = str(found)
+    assert "fp8_block128 on sm_90 (NVIDIA H200), standard format: TritonExperts" in text
+    assert "analytic default" in text and "4.67 TB/s" in text
+    with pytest.raises(FrozenInstanceError):
+        found.choice = "GroupedGemmExperts"
+
+
+def test_capabilities():
+    """8-bit floats want sm_89 where they are multiplied; stored ones become other numbers."""
+    for name, scheme in moe_ops.SCHEMES.items():
+        for device, target in TARGETS.items():
+            found = moe_ops.explain(QWEN, scheme, device=device)
+            multiplied = name in ("fp8_tensor", "fp8_tensor_static", "fp8_channel") or (
+                name.startswith("fp8_block")
+            )
+            lacks = multiplied and target.facts is not None and target.facts.arch < 89
+            assert (found.choice is None) == lacks, (name, device)
+            if lacks:
+                text = f"kernel does not support current device {device}"
+                assert {row.reason for row in found.rows} == {text}
+                assert found.costs == () and found.prepare_finalize is None
+                assert f"kernels of {name} compile from sm_89 on" in str(found)
+
+
+@pytest.mark.parametrize(
+    "scheme, tokens, nbytes, flops, floor",
+    [
+        # 8 of 128 experts of 3 * 2048 * 768 bf16 weights; a row in and out.
+        ("unquantized", 1, 75497472, 75497472, 16.168236),
+        # One byte each, with 12 x 16 + 16 x 6 float32 scales; the same row.
+        ("fp8_block128", 1, 37757952, 75497472, 8.086969),
+        # Everything active; 4096 * 8 rows of 3 * 2048 * 768 products at 758 TFLOP/s.
+        ("unquantized", 4096, 1207959552, 309237645312, 407.965231),
+    ],
+)
+def test_costs(scheme, tokens, nbytes, flops, floor):
+    (cost,) = moe_ops.explain(QWEN, scheme, device="sm_90", num_tokens=(tokens,)).costs
+    assert cost.weight_bytes == nbytes and cost.flops == flops
+    assert cost.activation_bytes == 2 * tokens * 2048 * 2
+    assert cost.floor_us == pytest.approx(floor, rel=1e-6)
+
+
+def test_costs_of_one_rank():
+    """Half of the experts: half of the weights and products, as many tokens in and out."""
+    split = FusedMoEParallelConfig(ep_size=2, use_ep=True)
+    rank = replace(QWEN, num_local_experts=64, moe_parallel_config=split)
+    whole, half = (
+        moe_ops.explain(c, "int8_channel", device="sm_90").costs[1] for c in (QWEN, rank)
+    )
+    for name in ("active_experts", "weight_bytes", "flops", "intermediate_bytes"):
+        assert 2 * getattr(half, name) == pytest.approx(getattr(whole, name), abs=2)
+    assert half.activation_bytes == whole.activation_bytes
+
+
+def test_floors_only_where_something_was_measured():
+    for name, target in TARGETS.items():
+        found = moe_ops.explain(QWEN, "int4_w4a16_g128", device=name)
+        assert all((cost.floor_us is None) == (name != "sm_90") for cost in found.costs)
+        assert ("left out" in str(found)) == (name != "sm_90")
+        assert all((cost.gemm1 is None) == (target.facts is None) for cost in found.costs)
+
+
+def test_bad_arguments():
+    with pytest.raises(ValueError, match=r"device must be one of \['cpu', .*got 'sm_10'"):
+        moe_ops.explain(QWEN, FP8, device="sm_10")
+    with pytest.raises(ValueError, match="num_tokens must be at least 1, got 0"):
+        moe_ops.explain(QWEN, FP8, num_tokens=(1, 0))
+    with pytest.raises(ValueError, match="scheme must be one of"):
+        moe_ops.explain(QWEN, "fp7")
+
+
+@given(
+    scheme=st.sampled_from(sorted(moe_ops.SCHEMES)),
+    device=st.sampled_from([None, *TARGETS]),
+    rows=st.sampled_from([None, 1, 100]),
+    activation=st.sampled_from(ACTIVATIONS),
+    tokens=st.lists(st.integers(1, 10**6), max_size=3),
+)
+def test_any_explanation_prints_and_is_json(scheme, device, rows, activation, tokens):
+    kind, key = kind_and_key(activation)
+    gated = kind.is_gated
+    config = replace(STANDARD, activation=activation, is_act_and_mul=gated, max_num_tokens=rows)
+    found = moe_ops.explain(config, scheme, device=device, num_tokens=tokens)
+    record = json.loads(found.to_json())
+    assert record["choice"] == found.choice and record["scheme"] == scheme
+    assert record["config"]["activation"] == key
+    assert [row["implementation"] for row in record["implementations"]] == [
+        cls.__name__ for cls in CANDIDATES
+    ]
+    assert [cost["num_tokens"] for cost in record["costs"]] == (tokens if found.choice else [])
+    lines = str(found).splitlines()
+    assert all(any(line.split()[:1] == [str(n)] for line in lines) for n in tokens if found.choice)
+
+
+@pytest.mark.kernel
+@pytest.mark.skipif(not (HAS_CUDA or INTERPRETED), reason="no kernel runs")
+@pytest.mark.parametrize("scheme", ["unquantized", "fp8_block128", "int8_channel", "mxfp4_w4a16"])
+@pytest.mark.parametrize("tokens, experts", [(6, 8), (40, 2)])
+@pytest.mark.parametrize("rows", [None, 80], ids=["standard", "batched"])
+def test_explained_tiles_are_those_that_run(scheme, tokens, experts, rows, device, monkeypatch):
+    """The constants of the launches, for every class that multiplies with the library's kernels."""
+    from moe_ops.kernels.launch import Launch
+
+    launch, seen = Launch.__call__, []
+
+    def record(self, *arguments):
+        if "GROUP_M" in self.constants:
+            seen.append(self.constants)
+        launch(self, *arguments)
+
+    monkeypatch.setattr(Launch, "__call__", record)
+    config = replace(
+        STANDARD, device=device, num_experts=experts, num_local_experts=experts, max_num_tokens=rows
+    )
+    arguments, quant = layer_inputs(config, scheme, device, tokens)
+    target = None if HAS_CUDA else "sm_90"
+    for cls in CANDIDATES:
+        serves = reason(cls, config, quant.scheme, format_of(config)) is None
+        if cls.ACTIVATES_IN_GEMM1 is None or cls.is_monolithic() or not serves:
+            continue
+        seen.clear()
+        moe_ops.select_kernel(config, quant, experts=cls).apply(*arguments)
+        (cost,) = moe_ops.explain(
+            config, quant, device=target, num_tokens=(tokens,), candidates=(cls,)
+        ).costs
+        assert [blocks(tiles) for tiles in (cost.gemm1, cost.gemm2)] == [
+            {name: constants[name] for name in blocks(cost.gemm1)} for constants in seen
+        ]
+
+
+def blocks(tiles):
+    """As the kernels call them."""
+    return {
+        name.upper() if name.startswith(("block", "group")) else name: value
+        for name, value in asdict(tiles).items()
+    }
