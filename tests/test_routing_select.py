@@ -249,3 +249,28 @@ def test_what_was_chosen_does_not_depend_on_the_batch(device):
 def test_errors(changes, error, message):
     with pytest.raises(error, match=message):
         select(torch.zeros(4, H), torch.zeros(4, E), **changes)
+
+
+class Router(torch.nn.Module):
+    """As a layer holds it."""
+
+    def __init__(self, device):
+        super().__init__()
+        self.register_buffer("bias", BIAS.to(device))
+
+    def forward(self, x, logits):
+        options = dict(METHODS["groups"][0], e_score_correction_bias=self.bias)
+        return tuple(select(x, logits, num_fused_shared_experts=1, **options)[:2])
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_export(strict, device):
+    router, tokens = Router(device), torch.export.Dim.AUTO
+    program = torch.export.export(
+        router, sample(7, device), dynamic_shapes=({0: tokens}, {0: tokens}), strict=strict
+    )
+    for count in (7, 30, 2):
+        for a, b in zip(
+            program.module()(*sample(count, device)), router(*sample(count, device)), strict=True
+        ):
+            assert torch.equal(a, b)

@@ -17,11 +17,11 @@ from moe_ops.kernels.launch import Launch
 from moe_ops.kernels.routing_scores import (
     LOWEST,
     best_positions,
-    final_weights,
     is_finite,
     scores,
     scores_and_choice,
     softmax_terms,
+    store_routing,
 )
 from moe_ops.kernels.slots import dense, next_power_of_2
 
@@ -39,10 +39,8 @@ def _fused_topk_kernel(
         gating_output + token * stride_row, bias, expert, expert < NUM_EXPERTS, SCORING
     )
     weights, ids = best_positions(choice, score, TOPK, EXPERTS, SLOTS)
-    slot = tl.arange(0, SLOTS)
-    at = token * TOPK + slot
-    tl.store(topk_weights + at, final_weights(weights, RENORMALIZE, SCALE), mask=slot < TOPK)
-    tl.store(topk_ids + at, ids, mask=slot < TOPK)
+    at = token * TOPK
+    store_routing(topk_weights + at, topk_ids + at, weights, ids, TOPK, RENORMALIZE, SCALE, SLOTS)
 
 
 @triton.jit
@@ -87,10 +85,8 @@ def _grouped_topk_kernel(
     choice = _in_best_groups(choice, NUM_GROUPS, TOPK_GROUP, BEST, GROUPS, WIDTH)
     weights, chosen = best_positions(choice, score, TOPK, GROUPS * WIDTH, SLOTS)
     ids = chosen // WIDTH * GROUP_SIZE + chosen % WIDTH
-    slot = tl.arange(0, SLOTS)
-    at = token * TOPK + slot
-    tl.store(topk_weights + at, final_weights(weights, RENORMALIZE, SCALE), mask=slot < TOPK)
-    tl.store(topk_ids + at, ids, mask=slot < TOPK)
+    at = token * TOPK
+    store_routing(topk_weights + at, topk_ids + at, weights, ids, TOPK, RENORMALIZE, SCALE, SLOTS)
 
 
 @triton.jit
@@ -115,9 +111,9 @@ def _hash_topk_kernel(
         peak, inverse = softmax_terms(logits, valid & is_finite(logits))
     logits = tl.load(row + ids, mask=known, other=0.0).to(tl.float32)
     weights = scores(logits, known & is_finite(logits), peak, inverse, SCORING)
-    at = token * TOPK + slot
-    tl.store(topk_weights + at, final_weights(weights, RENORMALIZE, SCALE), mask=slot < TOPK)
-    tl.store(topk_ids + at, tl.where(known, ids, -1).to(tl.int32), mask=slot < TOPK)
+    ids = tl.where(known, ids, -1).to(tl.int32)
+    at = token * TOPK
+    store_routing(topk_weights + at, topk_ids + at, weights, ids, TOPK, RENORMALIZE, SCALE, SLOTS)
 
 
 @triton.jit

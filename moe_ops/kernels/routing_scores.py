@@ -83,9 +83,14 @@ def best_positions(choice, score, TOPK: tl.constexpr, COUNT: tl.constexpr, SLOTS
 
 
 @triton.jit
-def final_weights(weights, RENORMALIZE: tl.constexpr, SCALE: tl.constexpr):
-    """Divide by the sum (in float64, rounded to float32), then multiply."""
+def store_routing(
+    topk_weights, topk_ids, weights, ids, TOPK: tl.constexpr, RENORMALIZE: tl.constexpr,
+    SCALE: tl.constexpr, SLOTS: tl.constexpr,
+):  # fmt: skip
+    """Divide by the sum (in float64, rounded to float32), multiply, and write a token's slots."""
     if RENORMALIZE:
         total = tl.sum(weights.to(tl.float64), 0).to(tl.float32)
         weights = tl.div_rn(weights, tl.where(total > 0, total, 1.0))
-    return weights * SCALE
+    slot = tl.arange(0, SLOTS)
+    tl.store(topk_weights + slot, weights * SCALE, mask=slot < TOPK)
+    tl.store(topk_ids + slot, ids, mask=slot < TOPK)

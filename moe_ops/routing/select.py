@@ -100,35 +100,29 @@ def select_experts(
     """
     checks.tensor("router_logits", router_logits, 2, checks.FLOATS)
     check_indices_type(indices_type)
-    if enable_eplb and num_fused_shared_experts:
-        raise NotImplementedError(
-            f"num_fused_shared_experts must be 0 with enable_eplb, got {num_fused_shared_experts}"
-        )
     logits = (hidden_states, router_logits, top_k, renormalize)
-    scoring = {
-        "scoring_func": scoring_func,
-        "e_score_correction_bias": e_score_correction_bias,
-        "routed_scaling_factor": routed_scaling_factor,
-    }
+    bias, scale = e_score_correction_bias, routed_scaling_factor
     if use_grouped_topk:
-        weights, ids = grouped_topk(*logits, num_expert_group, topk_group, **scoring)
+        groups = (num_expert_group, topk_group)
+        weights, ids = grouped_topk(*logits, *groups, scoring_func, scale, bias)
     elif custom_routing_function is not None:
-        weights, ids = _custom(custom_routing_function, *logits, routed_scaling_factor)
+        weights, ids = _custom(custom_routing_function, *logits, scale)
     else:
-        weights, ids = fused_topk(*logits, **scoring)
+        weights, ids = fused_topk(*logits, None, scoring_func, bias, scale)
 
     num_experts = router_logits.shape[1] - (zero_expert_num or 0)
     result = None
     if zero_expert_num:
-        _check_zero_experts(num_experts, global_num_experts, enable_eplb, zero_expert_type)
+        given = None if enable_eplb else global_num_experts
+        _check_zero_experts(num_experts, given, zero_expert_type)
         weights, ids, result = zero_experts(hidden_states, weights, ids, num_experts)
     if enable_eplb:
-        state = _eplb_state(expert_load_view, logical_to_physical_map, logical_replica_count)
-        ids = eplb_map_to_physical_and_record(ids, *state, indices_type)
-    if num_fused_shared_experts:
-        weights, ids = adjust_routing(
-            weights, ids, num_experts, num_shared_experts=num_fused_shared_experts
-        )
+        _check_no_shared_experts(num_fused_shared_experts)
+        replicas = (logical_to_physical_map, logical_replica_count)
+        ids = _physical(ids, expert_load_view, *replicas, indices_type)
+    shared = num_fused_shared_experts
+    if shared:
+        weights, ids = adjust_routing(weights, ids, num_experts, num_shared_experts=shared)
     return SelectedExperts(weights, ids.to(indices_type or torch.int32), result)
 
 
@@ -145,28 +139,49 @@ def _custom(
     checks.topk_pair(weights, ids)
     checks.size("custom_routing_function's k", ids.shape[1], "top_k", top_k)
     checks.same_tokens("custom_routing_function's ids", ids, "hidden_states", hidden_states)
-    weights = weights.float()
-    return weights if routed_scaling_factor == 1 else weights * routed_scaling_factor, ids
+    return weights.float() * routed_scaling_factor, ids
 
 
 def _check_zero_experts(
-    num_experts: int, global_num_experts: int | None, enable_eplb: bool, kind: str | None
+    num_experts: int, global_num_experts: int | None, zero_expert_type: str | None
 ) -> None:
     """Identity experts come behind all others."""
-    checks.one_of("zero_expert_type", str(kind), ("identity",))
+    checks.one_of("zero_expert_type", str(zero_expert_type), ("identity",))
     if num_experts < 1:
         raise ValueError(
             f"zero_expert_num must leave an expert that computes something, got {num_experts} left"
         )
-    if global_num_experts is not None and not enable_eplb:
+    if global_num_experts is not None:
         rule = "router_logits.shape[1] - zero_expert_num"
         checks.size("global_num_experts", global_num_experts, rule, num_experts)
 
 
-def _eplb_state(*state: Tensor | None) -> list[Tensor]:
-    """The three tensors of EPLB, none of them missing."""
-    names = ("expert_load_view", "logical_to_physical_map", "logical_replica_count")
-    for name, x in zip(names, state, strict=True):
-        if x is None:
-            raise ValueError(f"{name} must be a Tensor with enable_eplb, got None")
-    return list(state)  # type: ignore[arg-type]
+def _check_no_shared_experts(count: int) -> None:
+    """EPLB has no replicas of them."""
+    if count:
+        raise NotImplementedError(
+            f"num_fused_shared_experts must be 0 with enable_eplb, got {count}"
+        )
+
+
+def _physical(
+    ids: Tensor,
+    expert_load_view: Tensor | None,
+    logical_to_physical_map: Tensor | None,
+    logical_replica_count: Tensor | None,
+    indices_type: torch.dtype | None,
+) -> Tensor:
+    """Ids of replicas, counted; the three tensors are not missing."""
+    return eplb_map_to_physical_and_record(
+        ids,
+        _given("expert_load_view", expert_load_view),
+        _given("logical_to_physical_map", logical_to_physical_map),
+        _given("logical_replica_count", logical_replica_count),
+        indices_type,
+    )
+
+
+def _given(name: str, x: Tensor | None) -> Tensor:
+    if x is None:
+        raise ValueError(f"{name} must be a Tensor with enable_eplb, got None")
+    return x
