@@ -133,7 +133,8 @@ def _sparsemixer_kernel(
     for j in tl.static_range(2):
         best = tl.argmax(choice, 0, tie_break_left=True)
         peak = tl.max(choice, 0)
-        far = tl.div_rn(peak - logits, tl.maximum(tl.abs(logits), peak)) > THRESHOLD
+        factor = tl.maximum(tl.abs(logits), peak)
+        far = tl.div_rn(peak - logits, tl.where(factor == 0, 1.0, factor)) > THRESHOLD
         close = left & (far == 0)
         below = tl.where(close, logits.to(tl.float64) - peak.to(tl.float64), 0.0)
         total = tl.sum(tl.where(close, tl.exp(below), 0.0), 0)
