@@ -67,6 +67,70 @@ def test_unknown_values(option, value, known, capsys):
         assert name in error
 
 
+@pytest.mark.parametrize(
+    "option, value, known",
+    [
+        ("--model", "qwen4-1b", ["tiny", "mixtral", "qwen3-30b-a3b", "kimi-k2"]),
+        ("--scheme", "fp7", ["unquantized", "fp8_block128", "int4_w4a16_g128"]),
+        ("--device", "sm_10", ["cpu", "sm_80", "sm_90", "sm_120"]),
+        ("--tokens", "1,many", ["positive integer"]),
+        ("--tokens", "0", ["positive integer"]),
+        ("--format", "sparse", ["standard", "batched"]),
+        ("--format", "batched", ["--max-num-tokens"]),
+        ("--max-num-tokens", "8", ["--format batched"]),
+        ("--max-num-tokens", "0", ["positive integer"]),
+        ("--activation", "selu", ["silu", "relu2_no_mul"]),
+        ("--activation", "situ", ["needs beta"]),
+    ],
+)
+def test_explain_unknown_values(option, value, known, capsys):
+    assert exit_code(["explain", "--model", "tiny", option, value]) == 2
+    error = capsys.readouterr().err
+    assert option in error
+    for name in known:
+        assert name in error
+
+
+def test_explain_prints_a_table(capsys):
+    arguments = "--model qwen3-30b-a3b --scheme fp8_block128 --device sm_90 --tokens 1,64"
+    assert exit_code(["explain", *arguments.split()]) == 0
+    printed = capsys.readouterr().out
+    for part in ("TritonExperts", "chosen", "MoEPrepareAndFinalizeNoEP", "analytic default"):
+        assert part in printed
+    lines = [line.split() for line in printed.splitlines()]
+    assert [line[0] for line in lines if line and line[0] in ("1", "64")] == ["1", "64"]
+
+
+def test_explain_json(capsys):
+    arguments = "--model nemotron-3-nano --scheme bf16 --device sm_100 --tokens 8 --json"
+    batched = "--format batched --max-num-tokens 256 --activation relu2_no_mul"
+    assert exit_code(["explain", *arguments.split(), *batched.split()]) == 0
+    record = json.loads(capsys.readouterr().out)
+    assert (record["scheme"], record["device"]) == ("unquantized", "sm_100")
+    assert record["choice"] == "BatchedTritonExperts"
+    assert record["config"]["max_num_tokens"] == 256 and not record["config"]["is_act_and_mul"]
+    (cost,) = record["costs"]
+    assert cost["num_tokens"] == 8 and cost["gemm1"]["block_m"] == 128
+
+
+def test_explain_where_nothing_serves(capsys):
+    arguments = "--model tiny --scheme fp8_channel --device sm_80"
+    assert exit_code(["explain", *arguments.split()]) == 1
+    printed = capsys.readouterr().out
+    assert "nothing serves this" in printed
+    assert "TritonExperts" in printed and "current device sm_80" in printed
+
+
+def test_explain_needs_no_triton():
+    code = (
+        "import sys; sys.modules['triton'] = None; from moe_ops.cli import main;"
+        "sys.exit(main('explain --model tiny --scheme mxfp4_w4a16 --device sm_90'.split()))"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert run.returncode == 0, run.stderr
+    assert "mxfp4_w4a16 on sm_90" in run.stdout
+
+
 def test_json(capsys, tmp_path):
     arguments = ["--tokens", "1,3", "--scheme", "unquantized", "--json", "--output", str(tmp_path)]
     assert exit_code([*TINY, *arguments]) == 0
@@ -100,7 +164,7 @@ def test_a_wrong_result_fails_and_is_not_recorded(capsys, monkeypatch, tmp_path)
 
 def test_without_the_repository(capsys, monkeypatch, tmp_path):
     monkeypatch.setattr(cli, "CHECKOUT", tmp_path)
-    for command in ("bench", "demo"):
+    for command in ("bench", "demo", "explain"):
         assert exit_code([command]) == 2
         assert "checkout" in capsys.readouterr().err
 
