@@ -29,7 +29,9 @@ class Format(NamedTuple):
     weight_rows: int
     """Of an expert."""
     bits: int
-    """4 (two to a byte), 6 or 8."""
+    """4, 6 or 8."""
+    packed: bool
+    """Whether an entry holds two neighbours along K: bytes two of 4 bits, words two bytes."""
     exponent: int
     """Bits of a float's exponent; 0: an integer."""
     offset: int
@@ -44,14 +46,16 @@ class Format(NamedTuple):
     """Weight rows that share a global scale."""
 
 
-LEFT_OVER = tl.constexpr(2.0**32)
-"""Scaled small floats come out too small by this, lest their factor pass the largest bf16."""
-
-
-@triton.jit
-def scales_in_tile(BLOCK_K: tl.constexpr, FORMAT: tl.constexpr):
+@triton.constexpr_function
+def scales_in_tile(BLOCK_K, cols):
     """Whether a step of BLOCK_K meets several groups, so that scales multiply the weights."""
-    return FORMAT.cols is not None and FORMAT.cols < BLOCK_K
+    return cols is not None and cols < BLOCK_K
+
+
+@triton.constexpr_function
+def missing(DTYPE, exponent):
+    """By what small floats are too small in DTYPE: two to the difference of the biases."""
+    return 2.0 ** ((16 if tl.float16 == DTYPE else 128) - 2 ** (exponent - 1))
 
 
 @triton.jit
@@ -62,21 +66,22 @@ def constant(VALUE: tl.constexpr, DTYPE: tl.constexpr):
 
 @triton.jit
 def pairs(stored, FORMAT: tl.constexpr):
-    """Neighbours along K in one int32 each: stored (K, N), or (K / 2, N) where packed.
+    """Neighbours along K in one int32 each: stored (K, N), or (K / 2, N) where an entry holds two.
 
     Integers at the bottom of the 16-bit lanes. Floats at the top; below them may be anything.
     """
-    ROWS: tl.constexpr = stored.shape[0]
-    COLS: tl.constexpr = stored.shape[1]
-    if FORMAT.bits == 4:
+    LIFT: tl.constexpr = 16 - FORMAT.bits if FORMAT.exponent > 0 else 0
+    if FORMAT.packed:
+        APART: tl.constexpr = 4 if FORMAT.bits == 4 else 8  # from one number to the next
+        ONES: tl.constexpr = (1 << FORMAT.bits) - 1
         both = stored.to(tl.int32)
-        word = both | (both << 12)
-        word = word << 12 if FORMAT.exponent > 0 else word & 0x000F000F
+        word = (both | (both << (16 - APART))) << LIFT
+        if FORMAT.exponent == 0:
+            word &= ONES * 0x00010001
     else:
-        both = tl.reshape(stored.to(tl.uint8, bitcast=True), (ROWS // 2, 2, COLS))
+        both = tl.reshape(stored, (stored.shape[0] // 2, 2, stored.shape[1]))
         even, odd = tl.split(tl.permute(both, (0, 2, 1)))
-        LIFT: tl.constexpr = 16 - FORMAT.bits if FORMAT.exponent > 0 else 0
-        word = (even.to(tl.int32) << LIFT) | (odd.to(tl.int32) << (16 + LIFT))
+        word = (even.to(tl.int32) | (odd.to(tl.int32) << 16)) << LIFT
     return word
 
 
@@ -108,7 +113,7 @@ def integers(stored, DTYPE: tl.constexpr, FORMAT: tl.constexpr):
 
 @triton.jit
 def floats(stored, DTYPE: tl.constexpr, FORMAT: tl.constexpr):
-    """Small floats as 16-bit floats, too small by 2 to the power of `missing`."""
+    """Small floats as 16-bit floats, too small by `missing`."""
     EXPONENT: tl.constexpr = 5 if tl.float16 == DTYPE else 8
     MAGNITUDE: tl.constexpr = (1 << (15 - EXPONENT + FORMAT.exponent)) - (
         1 << (16 - EXPONENT + FORMAT.exponent - FORMAT.bits)
@@ -122,23 +127,20 @@ def floats(stored, DTYPE: tl.constexpr, FORMAT: tl.constexpr):
 def wide(stored, FORMAT: tl.constexpr):
     """Integers less their offset, or small floats too small by `missing`, as float32."""
     code = stored.to(tl.int32)
-    if FORMAT.bits == 4:
-        both = tl.permute(tl.join(code & 15, code >> 4), (0, 2, 1))
+    if FORMAT.packed:
+        APART: tl.constexpr = 4 if FORMAT.bits == 4 else 8
+        low, high = code & ((1 << APART) - 1), code >> APART
+        both = tl.permute(tl.join(low, high), (0, 2, 1))
         code = tl.reshape(both, (2 * stored.shape[0], stored.shape[1]))
     if FORMAT.exponent == 0:
+        if FORMAT.offset == 0:
+            code = (code ^ 128) - 128  # the sign of two's complement
         value = code.to(tl.float32) - FORMAT.offset
     else:
         SIGN: tl.constexpr = 1 << (FORMAT.bits - 1)
         magnitude = (code & (SIGN - 1)) << (24 + FORMAT.exponent - FORMAT.bits)
         value = (((code & SIGN) << (32 - FORMAT.bits)) | magnitude).to(tl.float32, bitcast=True)
     return value
-
-
-@triton.jit
-def missing(DTYPE: tl.constexpr, FORMAT: tl.constexpr):
-    """The power of two by which small floats are too small: the difference of the biases."""
-    BIAS: tl.constexpr = 15 if tl.float16 == DTYPE else 127
-    return BIAS + 1 - (1 << (FORMAT.exponent - 1))
 
 
 @triton.jit
@@ -191,27 +193,19 @@ def scale_value(stored, FORMAT: tl.constexpr):
 def dequantize(
     stored, scale, zero_point, DTYPE: tl.constexpr, BLOCK_K: tl.constexpr, FORMAT: tl.constexpr
 ):
-    """A tile of weights (BLOCK_K, N) in DTYPE.
-
-    Without its scales, or, where there are several groups, times ``scale`` (G, N), less `LEFT_OVER`
-    for small floats.
-    """
-    IN_TILE: tl.constexpr = scales_in_tile(BLOCK_K, FORMAT)
-    # A product of a scale that bf16 holds and a number is rounded once, there as in float32.
-    EXACT: tl.constexpr = tl.bfloat16 == DTYPE and (
-        FORMAT.scale != "float" or scale.dtype == tl.bfloat16
-    )
-    COMPUTE: tl.constexpr = tl.bfloat16 if EXACT else tl.float32
+    """A tile of weights (BLOCK_K, N) in DTYPE, times ``scale`` (G, N) where G > 1."""
     value = numbers(stored, DTYPE, FORMAT)
-    factor = scale_value(scale, FORMAT)
     if FORMAT.exponent > 0:
-        MISSING: tl.constexpr = missing(DTYPE, FORMAT)
-        if IN_TILE and tl.float16 != DTYPE:
-            factor *= 2.0**MISSING / LEFT_OVER
-        else:
-            value *= constant(2.0**MISSING, DTYPE)
+        MISSING: tl.constexpr = missing(DTYPE, FORMAT.exponent)
+        value *= constant(MISSING, DTYPE)
     if zero_point is not None:
         value -= spread(zero_point, BLOCK_K).to(DTYPE)
-    if IN_TILE:
-        value = (value.to(COMPUTE) * spread(factor.to(COMPUTE), BLOCK_K)).to(DTYPE)
+    if scales_in_tile(BLOCK_K, FORMAT.cols):
+        # Rounded once: in bf16 as in float32, where bf16 holds the scale.
+        IN_BF16: tl.constexpr = tl.bfloat16 == DTYPE and (
+            FORMAT.scale != "float" or scale.dtype == tl.bfloat16
+        )
+        COMPUTE: tl.constexpr = tl.bfloat16 if IN_BF16 else tl.float32
+        factor = spread(scale_value(scale, FORMAT).to(COMPUTE), BLOCK_K)
+        value = (value.to(COMPUTE) * factor).to(DTYPE)
     return value

@@ -15,7 +15,7 @@ from moe_ops.fake_impls.weight_only_gemm import weight_only_gemm_act as empty_ac
 from moe_ops.kernels.dequantize import Format
 from moe_ops.kernels.launch import Launch
 from moe_ops.kernels.slots import dense
-from moe_ops.kernels.weight_only_tile import weight_only_kernel
+from moe_ops.kernels.weight_only_tile import weight_only_gemm_kernel
 from moe_ops.scheme import WHOLE, get_scheme
 from moe_ops.scheme.weights import rows_per_scale
 from moe_ops.tensors import QTensor
@@ -27,6 +27,8 @@ class _Variant(NamedTuple):
 
     scheme: str
     activation: str | None
+    packed: bool
+    """Whether an entry of the weight holds two numbers."""
     rows: int
     """Weight rows that share a scale."""
     global_rows: int
@@ -56,7 +58,7 @@ def _launch(
 @lru_cache(maxsize=1024)
 def _make(n: int, k: int, top_k: int, tiles: TileConfig, variant: _Variant) -> Launch:
     return Launch(
-        weight_only_kernel,
+        weight_only_gemm_kernel,
         N=n,
         K=k,
         TOP_K=top_k,
@@ -81,6 +83,7 @@ def _format(n: int, variant: _Variant) -> Format:
         up=(1 if interleaved else n) if gated else 0,
         weight_rows=2 * n if gated else n,
         bits=quant.element.bits,
+        packed=variant.packed,
         exponent=4 if quant.element.name == "fp8" else quant.element.exponent,
         offset=quant.element.offset,
         scale=quant.scale if quant.scale in ("e8m0", "e4m3") else "float",
@@ -156,13 +159,16 @@ def _run(
     num_experts, n, _ = w.shape
     quant = get_scheme(scheme).weight
     halves = 1 if global_scale is None else global_scale.numel() // num_experts
-    variant = _Variant(scheme, activation, rows_per_scale(scale, quant, n), n // halves)
+    w = _entries(w, quant.element.packed)
+    packed = quant.element.packed or w.dtype == torch.uint16
+    rows, global_rows = rows_per_scale(scale, quant, n), n // halves
+    variant = _Variant(scheme, activation, packed, rows, global_rows)
     weight, tiles = (num_experts, n, a.shape[1]), tuple(row_tiles)
     kernel, programs = _launch(num_slots, weight, a.itemsize, tiles, top_k, w.device, variant)
     kernel(
         (programs,),
         a,
-        _bytes(w),
+        w,
         _bytes(dense(scale)),
         dense(zero_point),
         dense(global_scale),
@@ -175,6 +181,14 @@ def _run(
         *w.stride(),
     )
     return out
+
+
+def _entries(w: Tensor, packed: bool) -> Tensor:
+    """What a kernel loads: bytes, or words of two neighbours along K where the layout has them."""
+    if packed:
+        return w
+    sizes = w.shape[2] | w.stride(1) | w.stride(0) | w.storage_offset()
+    return w.view(torch.uint16 if w.stride(2) == 1 and sizes % 2 == 0 else torch.uint8)
 
 
 def _bytes(x: Tensor) -> Tensor:

@@ -11,7 +11,6 @@ import triton
 import triton.language as tl
 
 from moe_ops.kernels.dequantize import (
-    LEFT_OVER,
     dequantize,
     load_groups,
     scale_value,
@@ -57,7 +56,7 @@ def add_product(
     scale = load_groups(scales, start, inside, K, BLOCK_K, FORMAT)
     zero_point = load_zero_points(zero_points, row, start, inside, K, BLOCK_K, FORMAT)
     y = dequantize(stored, scale, zero_point, x.dtype, BLOCK_K, FORMAT)
-    if FORMAT.cols is None or scales_in_tile(BLOCK_K, FORMAT):
+    if FORMAT.cols is None or scales_in_tile(BLOCK_K, FORMAT.cols):
         acc = tl.dot(x, y, acc, input_precision="ieee")
     else:
         acc += tl.dot(x, y, input_precision="ieee") * scale_value(scale, FORMAT)
@@ -67,13 +66,11 @@ def add_product(
 @triton.jit
 def finish_sums(
     acc, scales, global_scale, bias, input_weights, expert, row, slot, real, inside,
-    BLOCK_K: tl.constexpr, DTYPE: tl.constexpr, FORMAT: tl.constexpr,
+    FORMAT: tl.constexpr,
 ):  # fmt: skip
     """Scales that span K, router weights and the bias of each weight row."""
     if FORMAT.cols is None:
         acc *= scale_value(tl.load(scales, mask=inside, other=0), FORMAT)[None, :]
-    elif FORMAT.exponent > 0 and scales_in_tile(BLOCK_K, FORMAT) and tl.float16 != DTYPE:
-        acc *= LEFT_OVER
     if global_scale is not None:
         at = per_row(global_scale, expert, row, FORMAT.global_rows, 1, FORMAT)
         acc *= tl.load(at, mask=inside, other=0.0)[None, :]
@@ -82,7 +79,7 @@ def finish_sums(
 
 
 @triton.jit(do_not_specialize=["num_slots"])
-def weight_only_kernel(
+def weight_only_gemm_kernel(
     a, w, w_scale, w_zero_point, w_global_scale, bias, input_weights, out,
     sorted_token_ids, expert_ids, num_tokens_post_padded, num_slots,
     stride_am, stride_we, stride_wn, stride_wk,
@@ -99,7 +96,7 @@ def weight_only_kernel(
     )
     if expert < 0:
         return
-    PACK: tl.constexpr = 2 if FORMAT.bits == 4 else 1
+    PACK: tl.constexpr = 2 if FORMAT.packed else 1
     GROUPS: tl.constexpr = 1 if FORMAT.cols is None else (K + FORMAT.cols - 1) // FORMAT.cols
     slot, real = load_slots(sorted_token_ids, pid_m, num_slots, BLOCK_M)
     n = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -114,8 +111,9 @@ def weight_only_kernel(
     zeros = None
     u_zeros = None
     if w_zero_point is not None:
-        zeros = per_row(w_zero_point, expert, row, PACK, GROUPS, FORMAT)
-        u_zeros = per_row(w_zero_point, expert, row + FORMAT.up, PACK, GROUPS, FORMAT)
+        SHARE: tl.constexpr = 2 if FORMAT.bits == 4 else 1
+        zeros = per_row(w_zero_point, expert, row, SHARE, GROUPS, FORMAT)
+        u_zeros = per_row(w_zero_point, expert, row + FORMAT.up, SHARE, GROUPS, FORMAT)
 
     g = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
     u = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
@@ -131,12 +129,11 @@ def weight_only_kernel(
             z = load_tile(z_tile, behind, n_inside, K // PACK, BLOCK_K // PACK, 0)
             u = add_product(u, x, z, u_scales, u_zeros, u_row, start, inside, K, BLOCK_K, FORMAT)
 
-    DTYPE: tl.constexpr = a.dtype.element_ty
     more = (w_global_scale, bias, input_weights, expert)
-    g = finish_sums(g, scales, *more, row, slot, real, inside, BLOCK_K, DTYPE, FORMAT)
+    g = finish_sums(g, scales, *more, row, slot, real, inside, FORMAT)
     if FORMAT.up > 0:
         u_row = row + FORMAT.up
-        u = finish_sums(u, u_scales, *more, u_row, slot, real, inside, BLOCK_K, DTYPE, FORMAT)
+        u = finish_sums(u, u_scales, *more, u_row, slot, real, inside, FORMAT)
     if RULE is not None:
         g = activate(g, u, RULE)
     at = out + slot[:, None] * N + n[None, :]
