@@ -164,9 +164,10 @@ class AsyncPrepareAndFinalize(FusedMoEPrepareAndFinalizeModular):
         side.wait_stream(current)
         with torch.cuda.stream(side):
             result = function(first, *rest)
+            done = side.record_event()
 
-        def hook() -> None:
-            torch.cuda.current_stream(first.device).wait_stream(side)
+        def hook() -> None:  # an event: whatever was started later is not waited for
+            torch.cuda.current_stream(first.device).wait_event(done)
 
         def receiver(_inputs: tuple[Any, ...] = (first, *rest)) -> Any:
             return result

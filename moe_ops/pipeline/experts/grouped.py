@@ -76,7 +76,11 @@ class GroupedGemmExperts(FusedMoEExpertsModular):
         scheme, dtype = self.quant_config.scheme, self.moe_config.in_dtype
         k = topk_ids.shape[1]
         order = Permutation(*ops.moe_permutation(topk_ids, expert_map, w1.shape[0]))
-        rows = _permuted(hidden_states, a1q_scale, order, 1 if apply_router_weight_on_input else k)
+        top_k = 1 if apply_router_weight_on_input else k
+        per_tensor = scheme.activation is not None and scheme.activation.per_tensor
+        rows = Rows(_permuted(hidden_states, order, top_k), a1q_scale)
+        if a1q_scale is not None and not per_tensor:
+            rows = rows._replace(scale=_permuted(a1q_scale, order, top_k))
         space = permuted_rows(order.expert_first_token_offset, topk_ids.numel())
         h = gemm_then_act(rows, weights, space, scheme, dtype, kind_and_key(activation)[1])
         del rows
@@ -90,17 +94,11 @@ class GroupedGemmExperts(FusedMoEExpertsModular):
         )
 
 
-def _permuted(x: Tensor, scale: Tensor | None, order: Permutation, top_k: int) -> Rows:
+def _permuted(x: Tensor, order: Permutation, top_k: int) -> Tensor:
     """Each slot's row (of token ``slot // top_k``) in the order of the experts."""
-
-    def gather(rows: Tensor) -> Tensor:
-        moved = rows.view(torch.uint8) if rows.element_size() == 1 else rows
-        moved = ops.gather_rows(moved, order.permuted_idx, order.expert_first_token_offset, top_k)
-        return moved.view(rows.dtype)
-
-    if scale is not None and scale.numel() > 1:
-        scale = gather(scale)
-    return Rows(gather(x), scale)
+    rows = x.view(torch.uint8) if x.element_size() == 1 else x
+    rows = ops.gather_rows(rows, order.permuted_idx, order.expert_first_token_offset, top_k)
+    return rows.view(x.dtype)
 
 
 class BatchedGroupedGemmExperts(BatchedExperts):

@@ -1,0 +1,260 @@
+"""The modular kernel: what equals what, and the order of its steps."""
+
+import pytest
+import torch
+from conftest import HAS_CUDA, INTERPRETED
+from modular import BATCHED, EXPERTS, SEPARATE, roundings, setup, twice
+
+import moe_ops
+from moe_ops import Call, FusedMoEKernel, PrepareResult
+from moe_ops.testing import Problem, assert_layer_matches, oracle, reference_experts
+
+kernel = pytest.mark.kernel
+MODULAR = tuple(e for e in EXPERTS if not e.is_monolithic())
+SCHEMES = tuple(moe_ops.SCHEMES)
+LOCAL = tuple(  # schemes whose result for a row does not depend on the other rows
+    name
+    for name, s in moe_ops.SCHEMES.items()
+    if s.activation is None or s.activation.static or not s.activation.per_tensor
+)
+SOME = ("unquantized", "fp8_tensor", "fp8_block128", "int4_w4a16_g32")
+ON_REFERENCES = not (HAS_CUDA or INTERPRETED)
+"""Here an expert's product is one `mm` of its rows, in slot order, whatever the format."""
+
+
+def problem(scheme, **changes):
+    sizes = (5, 4, 2, 32, 24) if INTERPRETED else (13, 6, 3, 160, 136)
+    return Problem(*sizes, torch.bfloat16, scheme=scheme).with_(has_bias=True, **changes)
+
+
+@kernel
+@pytest.mark.parametrize("on_input", [False, True])
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_fused_experts_is_the_kernel_with_triton_experts(scheme, on_input, device):
+    """The same operators with the same arguments."""
+    p = problem(scheme, on_input=on_input, num_local_experts=3)
+    s = setup(p, moe_ops.TritonExperts, device)
+    x, w1, w2, weights, ids, expert_map, _, _ = s.inputs
+    actual = moe_ops.fused_experts(
+        x, w1, w2, weights, ids, activation=p.activation, expert_map=expert_map,
+        apply_router_weight_on_input=on_input, quant_config=s.config,
+    )  # fmt: skip
+    assert torch.equal(actual, s.apply())
+
+
+@kernel
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize(
+    ("standard", "batched"),
+    [
+        (moe_ops.TritonExperts, moe_ops.BatchedTritonExperts),
+        (moe_ops.GroupedGemmExperts, moe_ops.BatchedGroupedGemmExperts),
+    ],
+)
+def test_standard_is_batched(standard, batched, scheme, device):
+    """Rows are the same. On references also their products, and so bit by bit where no scale
+    spans rows; kernels may cut the two formats into other tiles."""
+    p = problem(scheme)
+    one, other = setup(p, standard, device), setup(p, batched, device)
+    first, second = one.apply(), other.apply()
+    if ON_REFERENCES and scheme in LOCAL:
+        assert torch.equal(first, second)
+    for s, actual in ((one, first), (other, second)):
+        expected = reference_experts(
+            p, s.inputs, s.config, roundings(type(s.kernel.fused_experts), p)
+        )
+        assert_layer_matches(actual.cpu(), oracle(p, s.exact), expected.cpu())
+
+
+@kernel
+@pytest.mark.parametrize("experts", [e for e in MODULAR if e.activation_format() is not BATCHED])
+@pytest.mark.parametrize("scheme", LOCAL)
+def test_chunked_is_whole(experts, scheme, device):
+    """Chunks of other sizes are other products on the CPU, so within the budget of the whole."""
+    p = problem(scheme)
+    whole = setup(p, experts, device)
+    expected, exact = whole.apply().cpu(), oracle(p, whole.exact)
+    for size in (1, 4, p.num_tokens - 1):
+        assert_layer_matches(
+            setup(p, experts, device, chunk_size=size).apply().cpu(), exact, expected
+        )
+    for size in (p.num_tokens, 1000):
+        assert torch.equal(setup(p, experts, device, chunk_size=size).apply().cpu(), expected)
+
+
+@kernel
+@pytest.mark.parametrize("experts", MODULAR)
+@pytest.mark.parametrize("scheme", SOME)
+def test_inplace_and_async_are_plain(experts, scheme, device):
+    p = problem(scheme)
+    expected = setup(p, experts, device).apply()
+    again = setup(p, experts, device, asynchronous=True)
+    assert torch.equal(again.apply(), expected)
+    tokens = again.inputs.hidden_states.clone()
+    inplace = setup(p, experts, device, asynchronous=True, inplace=True)
+    result = inplace.apply(hidden_states=tokens)
+    assert result is tokens and torch.equal(tokens, expected)
+
+
+@kernel
+@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize("number", [0, 1, 3])
+@pytest.mark.parametrize("experts", MODULAR[:2])
+def test_micro_batches_are_separate_calls(experts, number, asynchronous, device):
+    """Of different token counts, one of them 0, with shared experts."""
+    base = setup(
+        problem("fp8_channel"), experts, device, asynchronous=asynchronous, shared_experts=twice
+    )
+    calls = []
+    for tokens in (13, 0, 5)[:number]:
+        x, w1, w2, weights, ids, *_ = base.inputs
+        calls.append(Call(x[:tokens], w1, w2, weights[:tokens], ids[:tokens]))
+    results = moe_ops.run_micro_batches(base.kernel, calls)
+    assert len(results) == number
+    for call, (shared, routed) in zip(calls, results, strict=True):
+        expected = base.kernel.apply(*call)
+        assert torch.equal(shared, expected[0]) and torch.equal(routed, expected[1])
+
+
+@kernel
+@pytest.mark.parametrize("experts", EXPERTS)
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_no_tokens(experts, scheme, device):
+    p = problem(scheme, num_tokens=0)
+    s = setup(p, experts, device)
+    if experts.is_monolithic():
+        logits = torch.zeros(0, p.num_experts, device=device)
+        out = s.kernel.apply_monolithic(
+            *s.inputs[:3], logits, p.activation, -1, s.inputs.expert_map, False
+        )
+    else:
+        out = s.apply()
+    assert out.shape == (0, p.hidden_size) and out.dtype == p.dtype
+
+
+@kernel
+@pytest.mark.parametrize("on_input", [False, True])
+@pytest.mark.parametrize("experts", EXPERTS)
+@pytest.mark.parametrize("scheme", ("unquantized", "fp8_tensor", "int8_block128", "mxfp4_w4a16"))
+def test_what_is_skipped_is_not_read(experts, scheme, on_input, device):
+    """Tokens and router weights without an expert may be NaN; scales do not see them."""
+    if experts.is_monolithic():
+        pytest.skip("its router reads every token")
+    p = problem(scheme, routing="holes", num_experts=6, num_local_experts=3, on_input=on_input)
+    s = setup(p, experts, device)
+    ids, expert_map = s.inputs.topk_ids, s.inputs.expert_map
+    known = (ids >= 0) & (ids < p.num_experts)
+    used = known & (expert_map[torch.where(known, ids, 0).long()] >= 0)
+    assert (~used).all(1).any() and used.any()
+    x = torch.where(used.any(1, keepdim=True), s.inputs.hidden_states, torch.nan)
+    weights = torch.where(used, s.inputs.topk_weights, torch.nan)
+    expected = s.apply()
+    actual = s.apply(hidden_states=x.to(p.dtype), topk_weights=weights)
+    assert torch.equal(actual, expected)
+    assert (actual[~used.any(1)] == 0).all() and actual.isfinite().all()
+
+
+class Recorder(moe_ops.AsyncPrepareAndFinalize):
+    """Notes what is started, and when hooks and receivers run."""
+
+    def __init__(self, inner, events):
+        super().__init__(inner)
+        self.events, self.count = events, {"prepare": 0, "finalize": 0}
+
+    def _noted(self, what, started):
+        number = self.count[what]
+        self.count[what] += 1
+        hook, receiver = started
+        self.events.append(f"start {what} {number}")
+        return (
+            lambda: (self.events.append(f"hook {what} {number}"), hook()),
+            lambda: (self.events.append(f"receive {what} {number}"), receiver())[1],
+        )
+
+    def prepare_async(self, *arguments):
+        return self._noted("prepare", super().prepare_async(*arguments))
+
+    def finalize_async(self, *arguments):
+        return self._noted("finalize", super().finalize_async(*arguments))
+
+
+def recorded(**options):
+    s = setup(problem("unquantized"), moe_ops.TritonExperts)
+    events = []
+    part = Recorder(moe_ops.MoEPrepareAndFinalizeNoEP(), events)
+
+    def shared(x):
+        events.append("shared")
+        return x
+
+    experts = s.kernel.fused_experts
+    compute = experts.apply
+
+    def noted(*arguments):
+        events.append("experts")
+        return compute(*arguments)
+
+    experts.apply = noted
+    return s, FusedMoEKernel(part, experts, shared_experts=shared, **options), events
+
+
+def test_shared_experts_run_while_rows_come_back():
+    s, kernel, events = recorded()
+    kernel.apply(**s.arguments())
+    assert events == [
+        "start prepare 0", "hook prepare 0", "receive prepare 0", "experts",
+        "start finalize 0", "shared", "hook finalize 0", "receive finalize 0",
+    ]  # fmt: skip
+
+
+def test_micro_batches_overlap():
+    """Call 1 is on its way before call 0 computes; rows of 0 come back while 1 computes."""
+    s, kernel, events = recorded()
+    call = Call(*s.inputs[:5])
+    moe_ops.run_micro_batches(kernel, [call, call])
+    steps = [e for e in events if not e.startswith("hook") and e != "shared"]
+    assert steps == [
+        "start prepare 0", "start prepare 1", "receive prepare 0", "experts", "start finalize 0",
+        "receive prepare 1", "experts", "receive finalize 0", "start finalize 1",
+        "receive finalize 1",
+    ]  # fmt: skip
+
+
+def test_shared_experts_get_their_own_input():
+    s = setup(problem("unquantized"), moe_ops.TritonExperts, shared_experts=twice)
+    latent = torch.ones(3, 4)
+    shared, routed = s.apply(shared_experts_input=latent)
+    assert torch.equal(shared, 2 * latent) and routed.shape == s.inputs.hidden_states.shape
+
+
+class Rerouting(moe_ops.MoEPrepareAndFinalizeNoEP):
+    """Sends every token to other experts, with other weights."""
+
+    def prepare(self, a1, topk_weights, topk_ids, *rest):
+        result = super().prepare(a1, topk_weights, topk_ids, *rest)
+        return PrepareResult(*result[:3], topk_ids.flip(0), topk_weights + 1)
+
+
+@pytest.mark.parametrize("chunk_size", [None, 4])
+@pytest.mark.parametrize("experts", [e for e in MODULAR if e.activation_format() is not BATCHED])
+def test_prepare_may_replace_the_routing(experts, chunk_size):
+    """And finalize is told of it: it sees what the experts saw."""
+    p = problem("int8_channel")
+    s = setup(p, experts, chunk_size=chunk_size)
+    kernel = FusedMoEKernel(Rerouting(), s.kernel.fused_experts, chunk_size=chunk_size)
+    changes = {
+        "topk_ids": s.inputs.topk_ids.flip(0), "topk_weights": s.inputs.topk_weights + 1
+    }  # fmt: skip
+    assert torch.equal(kernel.apply(**s.arguments()), s.apply(**changes))
+
+
+def test_delegation():
+    s = setup(problem("unquantized"), moe_ops.BatchedTritonExperts, shared_experts=None)
+    k = s.kernel
+    assert not k.is_monolithic and not k.supports_expert_map() and not k.output_is_reduced()
+    assert setup(problem("unquantized"), moe_ops.TritonExperts).kernel.supports_expert_map()
+    assert k.moe_parallel_config is None
+    assert k.prepare_finalize.num_dispatchers() == 1
+    assert k.fused_experts.w1_bias is s.config.w1_bias  # the pass-through of the interface
+    assert k.fused_experts.quant_dtype is None and k.fused_experts.block_shape is None
+    assert SEPARATE[0] in MODULAR
