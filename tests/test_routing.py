@@ -40,7 +40,7 @@ def test_any_logits(sample, device):
 @given(sample=grouped_calls())
 def test_any_groups(sample, device):
     logits, call = sample
-    result = moe_ops.routing.grouped_topk(
+    result = moe_ops.grouped_topk(
         no_hidden(len(logits), device), logits.to(device), call.k, call.renormalize, call.groups,
         call.topk_group, scoring_func=call.scoring, routed_scaling_factor=call.scale,
         e_score_correction_bias=None if call.bias is None else call.bias.to(device),
@@ -102,7 +102,7 @@ def test_the_two_best_of_a_group_count_with_a_bias(device):
     logits = torch.tensor([[3.0, -9.0, 2.0, 2.0]], device=device)
     zero = torch.zeros(4, device=device)
     for bias, expected in ((None, [[0]]), (zero, [[2]])):
-        _, ids = moe_ops.routing.grouped_topk(
+        _, ids = moe_ops.grouped_topk(
             logits, logits, 1, True, 2, 1, scoring_func="sigmoid", e_score_correction_bias=bias
         )
         assert ids.tolist() == expected
@@ -110,12 +110,10 @@ def test_the_two_best_of_a_group_count_with_a_bias(device):
 
 def test_one_group_is_no_group(device):
     logits = make_logits("grid", 5, 12, 0).to(device)
-    for a, b in zip(
-        moe_ops.routing.grouped_topk(logits, logits, 3, True, 1, 1),
-        moe_ops.fused_topk(logits, logits, 3, True),
-        strict=True,
-    ):
-        assert torch.equal(a, b)
+    plain = moe_ops.fused_topk(logits, logits, 3, True)
+    for groups in ((1, 1), (0, 0), (1, 0)):
+        grouped = moe_ops.grouped_topk(logits, logits, 3, True, *groups)
+        assert all(torch.equal(a, b) for a, b in zip(grouped, plain, strict=True))
 
 
 @pytest.mark.parametrize("scoring", SCORING)
@@ -180,11 +178,12 @@ def test_errors(changes, error, message):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"num_expert_group": None}, "num_expert_group must divide the 8 experts, got None"),
+        ({"num_expert_group": None}, "and topk_group must be numbers, got None and 2"),
         ({"num_expert_group": 3}, "num_expert_group must divide the 8 experts, got 3"),
         ({"num_expert_group": 0}, "num_expert_group must divide"),
-        ({"topk_group": None}, "topk_group must be between 1 and num_expert_group = 4, got None"),
-        ({"topk_group": 5}, "topk_group must be between"),
+        ({"topk_group": None}, "and topk_group must be numbers, got 4 and None"),
+        ({"topk_group": 5}, "topk_group must be between 1 and num_expert_group = 4, got 5"),
+        ({"topk_group": 0}, "topk_group must be between"),
         ({"topk": 5}, "topk must be between 1 and the 4 experts, got 5"),
         ({"scoring_func": "tanh"}, "scoring_func must be one of"),
     ],
@@ -192,4 +191,4 @@ def test_errors(changes, error, message):
 def test_errors_of_groups(changes, message):
     arguments = {**LOGITS, "num_expert_group": 4, "topk_group": 2, **changes}
     with pytest.raises(ValueError, match=message):
-        moe_ops.routing.grouped_topk(no_hidden(4), **arguments)
+        moe_ops.grouped_topk(no_hidden(4), **arguments)

@@ -219,8 +219,8 @@ def test_what_was_chosen_does_not_depend_on_the_batch(device):
 @pytest.mark.parametrize(
     ("changes", "error", "message"),
     [
-        ({"use_grouped_topk": True}, ValueError, "num_expert_group must divide"),
-        ({"use_grouped_topk": True, "num_expert_group": 4}, ValueError, "topk_group must be"),
+        ({"use_grouped_topk": True}, ValueError, "num_expert_group and topk_group must be"),
+        ({"use_grouped_topk": True, "num_expert_group": 4}, ValueError, "got 4 and None"),
         ({"indices_type": torch.int16}, TypeError, "indices_type must be one of"),
         ({"enable_eplb": True}, ValueError, "expert_load_view must be a Tensor"),
         ({"zero_expert_num": 4}, ValueError, "zero_expert_type must be one of .*got 'None'"),

@@ -80,7 +80,7 @@ def grouped_topk(
     The E experts are ``num_expert_group`` runs of equal length. A group's score is the largest
     ``s`` of its experts or, with a bias, the float32 sum of its two largest ``s + bias``. The
     ``topk_group`` best groups stay, ties to the lowest index; the rest is `fused_topk` of their
-    experts. With one group this is `fused_topk`.
+    experts. With one group (or 0, and ``topk_group`` 1 or 0) this is `fused_topk`.
 
     Args:
         hidden_states: as in `fused_topk`, like every argument not named here.
@@ -107,19 +107,24 @@ def grouped_topk(
     """
     num_experts = check_logits(hidden_states, gating_output, topk)
     check_scoring(gating_output, scoring_func, e_score_correction_bias)
-    if num_expert_group is None or num_expert_group < 1 or num_experts % num_expert_group:
+    how = (topk, renormalize, scoring_func, routed_scaling_factor)
+    if num_expert_group is None or topk_group is None:
+        raise ValueError(
+            f"num_expert_group and topk_group must be numbers, got {num_expert_group} and "
+            f"{topk_group}"
+        )
+    if num_expert_group in (0, 1) and topk_group in (0, 1):
+        return ops.fused_topk(gating_output, e_score_correction_bias, *how)
+    if num_expert_group < 1 or num_experts % num_expert_group:
         raise ValueError(
             f"num_expert_group must divide the {num_experts} experts, got {num_expert_group}"
         )
-    if topk_group is None or not 1 <= topk_group <= num_expert_group:
+    if not 1 <= topk_group <= num_expert_group:
         raise ValueError(
             f"topk_group must be between 1 and num_expert_group = {num_expert_group}, "
             f"got {topk_group}"
         )
     checks.topk("topk", topk, num_experts // num_expert_group * topk_group)
-    how = (topk, renormalize, scoring_func, routed_scaling_factor)
-    if num_expert_group == 1:
-        return ops.fused_topk(gating_output, e_score_correction_bias, *how)
     return ops.grouped_topk(
         gating_output, e_score_correction_bias, *how, num_expert_group, topk_group
     )
