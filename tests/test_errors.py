@@ -184,13 +184,3 @@ def test_scheme_names():
     assert moe_ops.get_scheme("unquantized") is moe_ops.SCHEMES["unquantized"]
     with pytest.raises(ValueError, match="scheme must be one of .* got 'fp3'"):
         moe_ops.get_scheme("fp3")
-
-
-def test_workspace_errors():
-    sizes = (4, 16, 8, 4, 2, torch.float32)
-    with pytest.raises(ValueError, match="format must be one of"):
-        moe_ops.workspace_nbytes(*sizes, format="batches")
-    with pytest.raises(ValueError, match="sizes must not be negative"):
-        moe_ops.workspace_nbytes(-1, *sizes[1:])
-    with pytest.raises(NotImplementedError, match="chunk_size must be None"):
-        moe_ops.workspace_nbytes(*sizes, chunk_size=2)

@@ -115,16 +115,14 @@ def gemm_act(
     return space.quantize(h, weights.a2_scale, scheme.activation)
 
 
-def gemm_then_act(
-    rows: Rows,
+def activated(
+    product: Tensor,
     weights: ExpertWeights,
     space: SlotRows | BatchedRows,
     scheme: Scheme,
-    dtype: torch.dtype,
     activation: str,
 ) -> Rows:
-    """The same in two steps: the product is rounded to ``dtype`` before it is activated."""
-    product = gemm(rows, weights.w1, space.plan, 1, scheme, dtype)
+    """The activation as a step of its own, on the rounded product of the first GEMM."""
     if scheme.activation is None:
         return Rows(space.activate(product, activation))
     return space.activate_quantize(product, weights.a2_scale, activation, scheme.activation)

@@ -1,0 +1,168 @@
+"""What a call allocates: `workspace_nbytes` against sums by hand, and against calls that run."""
+
+import pytest
+import torch
+from modular import SEPARATE, setup
+
+import moe_ops
+from moe_ops.pipeline.workspace import PeakMemory
+from moe_ops.testing import Problem
+from moe_ops.tiles import ROW_TILES, num_tiles, padded_slots
+
+BF16 = torch.bfloat16
+T, H, I, E, K = 64, 256, 192, 8, 4  # noqa: E741
+EXPERTS = {"standard": moe_ops.TritonExperts, "batched": moe_ops.BatchedTritonExperts}
+CALLS = [("standard", None), ("standard", 16), ("batched", None)]
+
+
+def nbytes(*sizes):
+    """Of tensors, each rounded up to the allocator's unit."""
+    return sum(-(-n // 512) * 512 for n in sizes)
+
+
+def plan(rows):
+    return nbytes(
+        4 * padded_slots(rows, E, ROW_TILES), 4 * num_tiles(rows, E, ROW_TILES), 4
+    )  # fmt: skip
+
+
+def test_standard_by_hand():
+    """The plan, and either both intermediates or the last of them with the output."""
+    h, y, out = 2 * T * K * I, 2 * T * K * H, 2 * T * H
+    expected = plan(T * K) + max(nbytes(h, y), nbytes(y, out))
+    assert moe_ops.workspace_nbytes(T, H, I, E, K, BF16) == expected
+
+
+def test_quantized_by_hand():
+    """Rows of tokens with their scales are held throughout; the intermediate is in bytes."""
+    rows = nbytes(T * H, 4 * T * (H // 128))
+    h, y, out = nbytes(T * K * I, 4 * T * K * 2), nbytes(2 * T * K * H), nbytes(2 * T * H)
+    expected = rows + plan(T * K) + max(h + y, y + out)
+    assert moe_ops.workspace_nbytes(T, H, I, E, K, BF16, scheme="fp8_block128") == expected
+    # A scale of all rows is known after the last of them: the intermediate exists twice.
+    rows, h = nbytes(T * H, 4), nbytes(T * K * I, 4)
+    expected = rows + plan(T * K) + max(nbytes(2 * T * K * I) + h, h + y, y + out)
+    assert moe_ops.workspace_nbytes(T, H, I, E, K, BF16, scheme="fp8_tensor") == expected
+
+
+def test_batched_by_hand():
+    """Dispatched rows are gone when the second GEMM returns as many."""
+    counts = nbytes(4 * E, 4)
+    rows, h, y = (nbytes(2 * E * T * n) for n in (H, I, H))
+    expected = counts + plan(E * T) + max(rows + h, h + y)
+    # What dispatching also returns, an empty scale, takes no memory.
+    assert moe_ops.workspace_nbytes(T, H, I, E, K, BF16, format="batched") == expected
+
+
+def test_chunks_by_hand():
+    """The experts' memory is that of a chunk; results of chunks are put together at the end."""
+    size = 16
+    y, h, out = nbytes(2 * size * K * H), nbytes(2 * size * K * I), nbytes(2 * size * H)
+    last = plan(size * K) + max(h + y, y + out) + 3 * out
+    expected = max(last, 4 * out + nbytes(2 * T * H))
+    assert moe_ops.workspace_nbytes(T, H, I, E, K, BF16, chunk_size=size) == expected
+    whole = moe_ops.workspace_nbytes(T, H, I, E, K, BF16)
+    assert moe_ops.workspace_nbytes(T, H, I, E, K, BF16, chunk_size=T) == whole > expected
+
+
+@pytest.mark.parametrize(("form", "chunk_size"), CALLS)
+@pytest.mark.parametrize("scheme", moe_ops.SCHEMES)
+def test_a_call_holds_just_that(form, scheme, chunk_size):
+    """Counted while the references run: data changes nothing, nor do another caller's tensors."""
+    problem = Problem(T, E, K, H, I, BF16, scheme=scheme)
+    s = setup(problem, EXPERTS[form], chunk_size=chunk_size)
+    if form == "batched":
+        part = moe_ops.BatchedPrepareAndFinalize(T, E, 1, 0)
+        s.kernel.prepare_finalize = part
+    arguments = s.arguments()
+    with PeakMemory() as memory:
+        s.kernel.apply(**arguments)
+    wanted = moe_ops.workspace_nbytes(
+        T, H, I, E, K, BF16, scheme=scheme, format=form, chunk_size=chunk_size
+    )
+    assert memory.peak == wanted
+
+
+def test_fused_experts_holds_no_more():
+    s = setup(Problem(T, E, K, H, I, BF16, scheme="fp8_block128"), moe_ops.TritonExperts)
+    with PeakMemory() as memory:
+        moe_ops.fused_experts(*s.inputs[:5], quant_config=s.config)
+    wanted = moe_ops.workspace_nbytes(T, H, I, E, K, BF16, scheme="fp8_block128")
+    assert memory.peak == wanted
+
+
+@pytest.mark.parametrize("experts", SEPARATE[:2])
+def test_workspace_shapes_say_what_experts_hold(experts):
+    """The first holds either GEMM's product, the second what goes into a GEMM."""
+    s = setup(Problem(T, E, K, H, I, BF16), experts)
+    part = s.kernel.fused_experts
+    rows = T if experts is moe_ops.GroupedGemmExperts else s.kernel.prepare_finalize.max_num_tokens
+    kind = moe_ops.MoEActivation.SILU
+    first, second, out = part.workspace_shapes(rows, 2 * I, H, K, E, E, None, kind)
+    assert part.workspace_dtype(BF16) is BF16
+    with PeakMemory() as memory:
+        result = part.apply(*_prepared(s))
+    total = sum(nbytes(2 * torch.Size(shape).numel()) for shape in (first, second, out))
+    assert result.shape == out
+    assert memory.peak <= total + nbytes(4 * 10**4)  # and the plan
+
+
+def _prepared(s):
+    call = s.arguments()
+    prepared = s.kernel.prepare_finalize.prepare(
+        call["hidden_states"], call["topk_weights"], call["topk_ids"], E, None, False, s.config
+    )
+    return (
+        prepared.a1q, call["w1"], call["w2"], call["topk_weights"], call["topk_ids"], "silu", E,
+        None, prepared.a1q_scale, prepared.expert_tokens_meta, False,
+    )  # fmt: skip
+
+
+def test_the_counter_sees_lifetimes():
+    x = torch.zeros(1000)
+    with PeakMemory() as memory:
+        y = x + 1
+        z = y[1:] + 1  # a view is nothing new
+        assert memory.peak == 2 * 4096
+        del y, z
+        y = x.view(10, 100).add_(1)  # writes to memory of somebody else
+        z = y + 1
+    del z
+    assert memory.peak == 2 * 4096
+
+
+def test_errors():
+    sizes = (4, 16, 8, 4, 2, torch.float32)
+    with pytest.raises(ValueError, match="format must be one of"):
+        moe_ops.workspace_nbytes(*sizes, format="batches")
+    with pytest.raises(ValueError, match="sizes must not be negative"):
+        moe_ops.workspace_nbytes(-1, *sizes[1:])
+    with pytest.raises(ValueError, match="chunk_size must be at least 1, got 0"):
+        moe_ops.workspace_nbytes(*sizes, chunk_size=0)
+    with pytest.raises(ValueError, match="chunk_size must be None for BatchedTritonExperts"):
+        moe_ops.workspace_nbytes(*sizes, chunk_size=2, format="batched")
+    with pytest.raises(ValueError, match="scheme must be one of"):
+        moe_ops.workspace_nbytes(*sizes, scheme="fp3")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [1, 64, 1500])
+@pytest.mark.parametrize("form", EXPERTS)
+@pytest.mark.parametrize("scheme", moe_ops.SCHEMES)
+def test_the_allocator_sees_the_same(form, scheme, tokens):
+    """Within 2 %: kernels may use a little scratch memory of their own."""
+    problem = Problem(tokens, 16, 4, 1024, 768, BF16, scheme=scheme)
+    s = setup(problem, EXPERTS[form], "cuda")
+    if form == "batched":
+        s.kernel.prepare_finalize = moe_ops.BatchedPrepareAndFinalize(tokens, 16, 1, 0)
+    arguments = s.arguments()
+    s.kernel.apply(**arguments)
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    s.kernel.apply(**arguments)
+    peak = torch.cuda.max_memory_allocated() - before
+    wanted = moe_ops.workspace_nbytes(
+        tokens, 1024, 768, 16, 4, BF16, scheme=scheme, format=form
+    )  # fmt: skip
+    assert abs(peak - wanted) <= 0.02 * wanted
