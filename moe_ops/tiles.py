@@ -144,17 +144,26 @@ def gemm_tiles(gemm: Gemm, device: Device) -> TileConfig:
     return TileConfig(block_m, block_n, block_k, group_m, num_warps, num_stages)
 
 
+class ScaleGroups(NamedTuple):
+    """How the scales of a GEMM of two 8-bit operands lie, where tiles depend on it."""
+
+    k: int | None
+    """Elements along K that share one, which a K block does not cross; None: all."""
+    n: int
+    """Output columns whose weight rows (and up rows) share one, a power of two."""
+
+
 @lru_cache(maxsize=4096)
-def scaled_gemm_tiles(gemm: Gemm, group: int | None, min_n: int, device: Device) -> TileConfig:
+def scaled_gemm_tiles(gemm: Gemm, groups: ScaleGroups, min_n: int, device: Device) -> TileConfig:
     """The tiles of an expert GEMM of two 8-bit operands on a device.
 
     Products are added up in registers that the matrix instructions do not use, so accumulators take
-    twice the room. Where those instructions also read their operands from registers (everywhere but
-    on Hopper) tiles are small.
+    twice the room. Tiles are small where those instructions also read their operands from registers
+    (everywhere but on Hopper), and where every column has scales of its own to hold.
 
     Args:
         gemm: its sizes.
-        group: elements along K that share a scale, which a K block does not cross; None: all.
+        groups: its scales.
         min_n: the fewest columns of an output tile.
         device: the GPU.
     """
@@ -163,26 +172,29 @@ def scaled_gemm_tiles(gemm: Gemm, group: int | None, min_n: int, device: Device)
     block_n, num_warps, group_m = 128, 4, 8 if block_m == 128 else 16
     if small:
         block_n, group_m = 64 if gated else 128, 1
-    elif device.arch != 90:
+    elif device.arch != 90 or (groups.k is not None and groups.n < 64):
         block_n, num_warps = 64 // gemm.halves, 8 if block_m == 128 else 4
     elif gated or block_m == 128:
         block_n, num_warps = 64 if gated and block_m == 128 else 128, 8
+    if groups.k is not None and not small:
+        block_n = min(block_n, max(64, groups.n))
     if block_n < min_n:
         block_n, num_warps = min_n, 2 * num_warps
-    block_k = min(128, group or 128)
+    block_k = min(128, groups.k or 128)
     # Few rows may come as float32, to be quantized on the way.
     stage = (block_m * (4 if small else 1) + gemm.halves * block_n) * block_k
     num_stages = max(1, min(4, device.shared_memory // stage))
     return TileConfig(block_m, block_n, block_k, group_m, num_warps, num_stages)
 
 
-def tile_holds_groups(gemm: Gemm, group: int, device: Device) -> bool:
+def tile_holds_groups(gemm: Gemm, groups: ScaleGroups, device: Device) -> bool:
     """Whether an output tile has room for whole groups of columns, to be quantized as it is stored.
 
-    With many rows only where the matrix instructions leave the registers to accumulators.
+    With many rows only where tiles need not be small.
     """
     few = pick_row_tile(gemm.row_tiles, gemm.num_slots, gemm.num_experts) <= 32
-    return group <= 128 and (few or device.arch == 90)
+    columns = groups.k or 0
+    return 0 < columns <= 128 and (few or (device.arch == 90 and columns <= groups.n))
 
 
 @lru_cache(maxsize=4096)

@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from moe_ops.activation import Formula, formula
-from moe_ops.fake_impls.scaled_gemm import quants
+from moe_ops.fake_impls.scaled_gemm import local_quant, quants
 from moe_ops.fake_impls.scaled_gemm import scaled_gemm as empty_rows
 from moe_ops.fake_impls.scaled_gemm import scaled_gemm_act as empty_activated_rows
 from moe_ops.fake_impls.scaled_gemm import scaled_gemm_act_quantize as empty_quantized_rows
@@ -23,6 +23,7 @@ from moe_ops.scheme import WHOLE, Quant
 from moe_ops.scheme.weights import rows_per_scale
 from moe_ops.tiles import (
     Gemm,
+    ScaleGroups,
     TileConfig,
     device_facts,
     max_programs,
@@ -30,6 +31,8 @@ from moe_ops.tiles import (
     tile_holds_groups,
 )
 
+_EVERY = 2**30
+"""More columns than any weight has rows, a power of two."""
 _TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 
 
@@ -55,9 +58,9 @@ def _launch(
 ) -> tuple[Launch, int, TileConfig]:
     """The kernel, how many programs the plan may need, and the tiles."""
     gemm = _gemm(num_slots, weight, row_tiles, variant.activation)
-    cols = _cols(quants(variant.scheme)[0])
-    min_n = 1 if variant.rounded is None or cols is None else cols
-    tiles = scaled_gemm_tiles(gemm, cols, min_n, device_facts(device))
+    groups = _groups(gemm.n, variant.scheme, variant.activation, variant.weight_rows)
+    min_n = 1 if variant.rounded is None or groups.k is None else groups.k
+    tiles = scaled_gemm_tiles(gemm, groups, min_n, device_facts(device))
     return _make(gemm.n, gemm.k, top_k, tiles, variant), max_programs(gemm, tiles), tiles
 
 
@@ -72,6 +75,19 @@ def _gemm(
     return Gemm(num_slots, num_experts, rows // halves, k, 1, halves, row_tiles)
 
 
+def _groups(n: int, scheme: str, activation: str | None, weight_rows: int) -> ScaleGroups:
+    """How scales lie for ``n`` output columns."""
+    rule = formula(activation) if activation else None
+    gated, interleaved = rule is not None and rule.gated, rule is not None and rule.interleaved
+    if weight_rows >= (2 * n if gated else n) or (weight_rows == n and not interleaved):
+        columns = _EVERY
+    elif gated and not interleaved and n % weight_rows:
+        columns = 1  # up rows begin inside a group
+    else:
+        columns = max(1, (weight_rows & -weight_rows) // (2 if interleaved else 1))
+    return ScaleGroups(_cols(quants(scheme)[0]), columns)
+
+
 @lru_cache(maxsize=4096)
 def _quantizes(
     num_slots: int,
@@ -83,7 +99,9 @@ def _quantizes(
 ) -> bool:
     """Whether results are quantized in their tiles, not by a launch of their own."""
     gemm = _gemm(num_slots, weight, row_tiles, activation)
-    return tile_holds_groups(gemm, quants(scheme)[0].group.cols, device_facts(device))
+    rows = quants(scheme)[1].group.rows
+    groups = _groups(gemm.n, scheme, activation, weight[1] if rows == WHOLE else rows)
+    return tile_holds_groups(gemm, groups, device_facts(device))
 
 
 @lru_cache(maxsize=1024)
@@ -109,20 +127,15 @@ def _make(n: int, k: int, top_k: int, tiles: TileConfig, variant: _Variant) -> L
 def _layout(n: int, variant: _Variant, rule: Formula | None, block_n: int) -> Layout:
     """How rows and scales lie for ``n`` output columns in tiles of ``block_n``."""
     quant, _ = quants(variant.scheme)
+    groups = _groups(n, variant.scheme, variant.activation, variant.weight_rows)
     gated, interleaved = rule is not None and rule.gated, rule is not None and rule.interleaved
-    step = 2 if interleaved else 1
-    up = (1 if interleaved else n) if gated else 0
-    weight_rows, rows = (2 * n if gated else n), variant.weight_rows
-    # Gate rows of a tile lie in one group, and so do its up rows.
-    whole_tiles = rows % (step * block_n) == 0 or (rows == n and not interleaved)
-    aligned = interleaved or not gated or n % rows == 0
     return Layout(
-        step=step,
-        up=up,
-        weight_rows=weight_rows,
-        rows=rows,
-        cols=_cols(quant),
-        uniform=rows >= weight_rows or (whole_tiles and aligned),
+        step=2 if interleaved else 1,
+        up=(1 if interleaved else n) if gated else 0,
+        weight_rows=2 * n if gated else n,
+        rows=variant.weight_rows,
+        cols=groups.k,
+        uniform=block_n <= groups.n,
         largest=quant.element.largest,
         integer=not quant.dtype.is_floating_point,
         pow2=quant.scale == "pow2",
@@ -256,10 +269,10 @@ def scaled_gemm_act_quantize(
     """The same, quantized in its tile; groups wider than a tile by a launch of their own."""
     operands = _Operands(a, a_scale, w, w_scale, bias)
     plan = (sorted_token_ids, expert_ids, num_tokens_post_padded)
-    slots = a.shape[0] * top_k
+    quant, slots = local_quant(scheme), a.shape[0] * top_k
     if not _quantizes(slots, w.shape, tuple(row_tiles), w.device, scheme, activation):
         h = scaled_gemm_act(*operands, *plan, row_tiles, top_k, scheme, out_dtype, activation)
-        return moe_quantize(h, None, None, None, None, w.shape[0], quants(scheme)[0].key)
+        return moe_quantize(h, None, None, None, None, w.shape[0], quant.key)
     out, out_scale = empty_quantized_rows(
         *operands, *plan, row_tiles, top_k, scheme, out_dtype, activation
     )

@@ -1,0 +1,104 @@
+"""The GEMMs of two quantized operands compiled for every architecture, without a GPU."""
+
+import pytest
+import torch
+from conftest import INTERPRETED
+
+if INTERPRETED:
+    pytest.skip("compiles kernels: not in the interpreter", allow_module_level=True)
+pytest.importorskip("triton")
+
+import aot  # noqa: E402
+import test_aot  # noqa: E402
+
+from moe_ops.kernels import align, quantize, scaled_gemm, scaled_tile  # noqa: E402
+from moe_ops.scheme import get_scheme  # noqa: E402
+from moe_ops.support import ARCHITECTURES, min_capability  # noqa: E402
+from moe_ops.tiles import ROW_TILES  # noqa: E402
+
+pytestmark = [pytest.mark.aot, pytest.mark.filterwarnings("ignore")]
+SCHEMES = ("fp8_tensor", "fp8_channel", "fp8_block128", "int8_channel", "int8_block128")
+
+
+@pytest.fixture(autouse=True)
+def no_other_driver():
+    """Kernels cached for one architecture must not serve the next."""
+    for module in (align, quantize, scaled_gemm, scaled_tile):
+        for value in vars(module).values():
+            if hasattr(value, "device_caches"):
+                value.device_caches.clear()
+
+
+def launch_layer(
+    scheme, tile, activation="silu", hidden=2048, width=768, floats=False, has_bias=False
+):
+    """Both GEMMs of a layer, the first with every epilogue that the scheme allows."""
+    quant, weight, experts = get_scheme(scheme).activation, get_scheme(scheme).weight, 4
+
+    def launch(empty):
+        slots = tile * experts
+        ids = empty(slots, 1, dtype=torch.int32)
+        plan = align.moe_align_block_size(ids, None, [tile], experts, False, True)
+
+        def operands(n, k):
+            scale = empty(*quant.row_scale_shape(slots, k), dtype=torch.float32)
+            a = empty(slots, k) if floats else empty(slots, k, dtype=quant.dtype)
+            w_scale = empty(*weight.weight_scale_shape(experts, n, k), dtype=torch.float32)
+            w = empty(experts, n, k, dtype=weight.dtype)
+            bias = empty(experts, n) if has_bias else None
+            sizes = (*plan, [tile], 1, scheme, torch.bfloat16)
+            return (a, None if floats else scale, w, w_scale, bias, *sizes)
+
+        first = operands(2 * width, hidden)
+        if quant.local:
+            scaled_gemm.scaled_gemm_act_quantize(*first, activation)
+        scaled_gemm.scaled_gemm_act(*first, activation)
+        scaled_gemm.scaled_gemm(*operands(hidden, width))
+
+    return launch
+
+
+def check(kernels, arch):
+    test_aot.check(kernels, arch)
+    products = [k for k in kernels if "gemm" in k.metadata.name]
+    assert products and not any(aot.rewrites_operands(k) for k in products)
+    return products
+
+
+CASES = [
+    (arch, scheme)
+    for arch in ARCHITECTURES
+    for scheme in SCHEMES
+    if arch >= min_capability(get_scheme(scheme).activation)
+]
+
+
+@pytest.mark.parametrize(("arch", "scheme"), CASES)
+@pytest.mark.parametrize("tile", ROW_TILES)
+def test_scaled_gemms(arch, scheme, tile):
+    products = check(aot.compile_launch(arch, launch_layer(scheme, tile)), arch)
+    if arch == 90 and tile >= 64:
+        assert len(products) == 3 if get_scheme(scheme).activation.local else 2
+        assert all("wgmma.mma_async" in k.asm["ptx"] for k in products)
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize("tile", ROW_TILES)
+def test_rows_quantized_inside(arch, tile):
+    scheme = "fp8_block128" if arch >= 89 else "int8_block128"
+    check(aot.compile_launch(arch, launch_layer(scheme, tile, floats=True)), arch)
+
+
+@pytest.mark.parametrize("scheme", ["fp8_block64x16", "int8_block32", "fp8_block16x256_ue8m0"])
+@pytest.mark.parametrize("tile", ROW_TILES)
+@pytest.mark.parametrize("activation", ["swigluoai", "gelu_no_mul"])
+def test_other_blocks_and_tails(scheme, tile, activation):
+    """H 2880 and I 704: no tile divides them; blocks of gate and up rows overlap."""
+    check(aot.compile_launch(90, launch_layer(scheme, tile, activation, 2880, 704)), 90)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("tile", ROW_TILES)
+def test_unquantized_operands_are_not_rewritten(tile, dtype):
+    kernels = aot.compile_launch(90, test_aot.launch_gemms(tile, dtype, "silu"))
+    assert not any(aot.rewrites_operands(k) for k in kernels)
