@@ -15,6 +15,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from moe_ops.activation import Formula
+
 ROW_TILES = (16, 32, 64, 128)
 """The row tiles the expert GEMMs choose from, by the number of rows an expert gets."""
 
@@ -144,6 +146,10 @@ def gemm_tiles(gemm: Gemm, device: Device) -> TileConfig:
     return TileConfig(block_m, block_n, block_k, group_m, num_warps, num_stages)
 
 
+EVERY_COLUMN = 2**30
+"""More columns than any weight has rows, a power of two."""
+
+
 class ScaleGroups(NamedTuple):
     """How the scales of a GEMM of two 8-bit operands lie, where tiles depend on it."""
 
@@ -151,6 +157,23 @@ class ScaleGroups(NamedTuple):
     """Elements along K that share one, which a K block does not cross; None: all."""
     n: int
     """Output columns whose weight rows (and up rows) share one, a power of two."""
+
+
+def scale_groups(n: int, k: int | None, weight_rows: int, rule: Formula | None) -> ScaleGroups:
+    """How scales lie for ``n`` output columns.
+
+    Args:
+        n: output columns.
+        k: elements along K that share a scale; None: all.
+        weight_rows: rows of the weight that share one.
+        rule: the activation of the product, where the GEMM has one.
+    """
+    gated, interleaved = rule is not None and rule.gated, rule is not None and rule.interleaved
+    if weight_rows >= (2 * n if gated else n) or (weight_rows == n and not interleaved):
+        return ScaleGroups(k, EVERY_COLUMN)
+    if gated and not interleaved and n % weight_rows:
+        return ScaleGroups(k, 1)  # up rows begin inside a group
+    return ScaleGroups(k, max(1, (weight_rows & -weight_rows) // (2 if interleaved else 1)))
 
 
 @lru_cache(maxsize=4096)

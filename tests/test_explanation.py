@@ -15,6 +15,7 @@ from moe_ops import FusedMoEConfig, FusedMoEParallelConfig, RoutingMethodType
 from moe_ops.activation import kind_and_key
 from moe_ops.pipeline.devices import TARGETS
 from moe_ops.pipeline.selection import CANDIDATES, format_of
+from moe_ops.support import ARCHITECTURES, SUPPORT
 
 QWEN = FusedMoEConfig(128, 8, 2048, 768, 128, "silu", "cuda", RoutingMethodType.Renormalize)
 
@@ -50,6 +51,18 @@ def test_capabilities():
                 assert {row.reason for row in found.rows} == {text}
                 assert found.costs == () and found.prepare_finalize is None
                 assert f"kernels of {name} compile from sm_89 on" in str(found)
+
+
+def test_the_support_table_says_the_same():
+    for row in SUPPORT:
+        config = replace(QWEN, max_num_tokens=64 if row.format == "batched" else None)
+        served = tuple(
+            arch
+            for arch in ARCHITECTURES
+            if moe_ops.explain(config, row.scheme, device=f"sm_{arch}").choice
+        )
+        assert served == row.architectures, row
+    assert {row.scheme for row in SUPPORT} == set(moe_ops.SCHEMES)
 
 
 @pytest.mark.parametrize(
@@ -125,8 +138,9 @@ def test_any_explanation_prints_and_is_json(scheme, device, rows, activation, to
 @pytest.mark.kernel
 @pytest.mark.skipif(not (HAS_CUDA or INTERPRETED), reason="no kernel runs")
 @pytest.mark.parametrize("scheme", ["unquantized", "fp8_block128", "int8_channel", "mxfp4_w4a16"])
-@pytest.mark.parametrize("tokens, experts", [(6, 8), (40, 2)])
-@pytest.mark.parametrize("rows", [None, 80], ids=["standard", "batched"])
+@pytest.mark.parametrize(
+    "tokens, experts, rows", [(6, 8, None), (40, 2, None), (6, 8, 8), (20, 2, 20)]
+)
 def test_explained_tiles_are_those_that_run(scheme, tokens, experts, rows, device, monkeypatch):
     """The constants of the launches, for every class that multiplies with the library's kernels."""
     from moe_ops.kernels.launch import Launch

@@ -27,12 +27,11 @@ from moe_ops.tiles import (
     TileConfig,
     device_facts,
     max_programs,
+    scale_groups,
     scaled_gemm_tiles,
     tile_holds_groups,
 )
 
-_EVERY = 2**30
-"""More columns than any weight has rows, a power of two."""
 _TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 
 
@@ -78,14 +77,7 @@ def _gemm(
 def _groups(n: int, scheme: str, activation: str | None, weight_rows: int) -> ScaleGroups:
     """How scales lie for ``n`` output columns."""
     rule = formula(activation) if activation else None
-    gated, interleaved = rule is not None and rule.gated, rule is not None and rule.interleaved
-    if weight_rows >= (2 * n if gated else n) or (weight_rows == n and not interleaved):
-        columns = _EVERY
-    elif gated and not interleaved and n % weight_rows:
-        columns = 1  # up rows begin inside a group
-    else:
-        columns = max(1, (weight_rows & -weight_rows) // (2 if interleaved else 1))
-    return ScaleGroups(_cols(quants(scheme)[0]), columns)
+    return scale_groups(n, _cols(quants(scheme)[0]), weight_rows, rule)
 
 
 @lru_cache(maxsize=4096)

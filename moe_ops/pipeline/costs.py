@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import prod
 
+from moe_ops.activation import Formula, formula, kind_and_key
 from moe_ops.pipeline.config import FusedMoEConfig
 from moe_ops.pipeline.devices import Target
 from moe_ops.pipeline.experts import FusedMoEExperts, FusedMoEExpertsModular
@@ -15,6 +16,7 @@ from moe_ops.tiles import (
     Gemm,
     TileConfig,
     gemm_tiles,
+    scale_groups,
     scaled_gemm_tiles,
     tile_holds_groups,
     weight_only_tiles,
@@ -43,7 +45,8 @@ class Cost:
     """The longer of moving weights and tokens (no intermediates) at the bandwidth that a read was
     measured to reach, and of the products at the rate of dense ones."""
     workspace_bytes: int | None
-    """Of what the experts' ``workspace_shapes`` names, the output included."""
+    """Of all that the experts' ``workspace_shapes`` names, the output included; what a whole layer
+    holds at its peak is for `moe_ops.workspace_nbytes` to say."""
 
 
 def cost_of(
@@ -136,27 +139,27 @@ def _tiles(
     if device is None or fused is None:
         return None
     hidden, width = config.hidden_dim, config.intermediate_size
-    num_experts = config.num_local_experts
+    num_experts, itemsize = config.num_local_experts, config.in_dtype.itemsize
     rows = num_tokens * config.experts_per_token
     if config.max_num_tokens is not None:
         rows = num_experts * config.max_num_tokens
-    halves = 2 if fused and config.is_act_and_mul else 1
-    first = width * (1 if fused or not config.is_act_and_mul else 2)
-    itemsize = config.in_dtype.itemsize
-    gemm1 = Gemm(rows, num_experts, first, hidden, itemsize, halves, ROW_TILES)
+    gates = 2 if config.is_act_and_mul else 1
+    rule = formula(kind_and_key(config.activation)[1]) if fused else None
+    halves, columns = (gates, width) if fused else (1, gates * width)
+    gemm1 = Gemm(rows, num_experts, columns, hidden, itemsize, halves, ROW_TILES)
     gemm2 = Gemm(rows, num_experts, hidden, width, itemsize, 1, ROW_TILES)
-    return _gemm_tiles(gemm1, scheme, fused, device), _gemm_tiles(gemm2, scheme, False, device)
+    return _gemm_tiles(gemm1, scheme, rule, device), _gemm_tiles(gemm2, scheme, None, device)
 
 
-def _gemm_tiles(gemm: Gemm, scheme: Scheme, activates: bool, device: Device) -> TileConfig:
-    """Of one; ``activates``: whether what it stores is what the next one reads."""
+def _gemm_tiles(gemm: Gemm, scheme: Scheme, rule: Formula | None, device: Device) -> TileConfig:
+    """Of one, with the activation of its product, where it has one."""
     if scheme.weight is None:
         return gemm_tiles(gemm, device)
     if scheme.activation is None:
         return weight_only_tiles(gemm, scheme.weight.element.stored_bits, device)
     gemm = gemm._replace(itemsize=1)
-    cols = scheme.activation.group.cols
-    if cols == WHOLE:
-        return scaled_gemm_tiles(gemm, None, 1, device)
-    in_tile = activates and tile_holds_groups(gemm, cols, device)
-    return scaled_gemm_tiles(gemm, cols, cols if in_tile else 1, device)
+    cols, rows = scheme.activation.group.cols, scheme.weight.group.rows
+    weight_rows = gemm.halves * gemm.n if rows == WHOLE else rows
+    groups = scale_groups(gemm.n, None if cols == WHOLE else cols, weight_rows, rule)
+    in_tile = rule is not None and tile_holds_groups(gemm, groups, device)
+    return scaled_gemm_tiles(gemm, groups, cols if in_tile else 1, device)
