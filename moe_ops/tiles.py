@@ -196,7 +196,7 @@ def scaled_gemm_tiles(gemm: Gemm, groups: ScaleGroups, min_n: int, device: Devic
     if small:
         block_n, group_m = 64 if gated else 128, 1
     elif device.arch != 90 or (groups.k is not None and groups.n < 64):
-        block_n, num_warps = 64 // gemm.halves, 8 if block_m == 128 else 4
+        block_n, num_warps = 64 // gemm.halves, 8
     elif gated or block_m == 128:
         block_n, num_warps = 64 if gated and block_m == 128 else 128, 8
     if groups.k is not None and not small:
@@ -235,7 +235,7 @@ def weight_only_tiles(gemm: Gemm, bits: int, device: Device) -> TileConfig:
     block_m = pick_row_tile(gemm.row_tiles, gemm.num_slots, gemm.num_experts)
     block_n, block_k, num_warps, group_m = 128, 64, 8, 8 if block_m == 128 else 16
     if gemm.itemsize == 4:
-        block_n, block_k = 64, 32
+        block_n, block_k = 64, 16
     elif block_m <= 32:
         block_n, block_k, num_warps, group_m = 128 // gemm.halves, 128, 4, 1
     elif gemm.halves == 2:
