@@ -18,6 +18,14 @@ from moe_ops.alignment import (
     moe_unpermute,
 )
 from moe_ops.layer import FusedMoE
+from moe_ops.layers import (
+    FusedMoEMethodBase,
+    FusedMoEOptions,
+    FusedMoeWeightScaleSupported,
+    QuantizedFusedMoEMethod,
+    UnquantizedFusedMoEMethod,
+)
+from moe_ops.loading import CheckpointLayout, LoadReport, load_checkpoint
 from moe_ops.parallel import (
     EplbState,
     FusedMoEParallelConfig,
@@ -116,6 +124,7 @@ __all__ = [
     "BatchedPrepareAndFinalize",
     "BatchedTritonExperts",
     "Call",
+    "CheckpointLayout",
     "EplbState",
     "ExpertTokensMetadata",
     "Explanation",
@@ -126,12 +135,16 @@ __all__ = [
     "FusedMoEExpertsModular",
     "FusedMoEExpertsMonolithic",
     "FusedMoEKernel",
+    "FusedMoEMethodBase",
+    "FusedMoEOptions",
     "FusedMoEParallelConfig",
     "FusedMoEPrepareAndFinalize",
     "FusedMoEPrepareAndFinalizeModular",
     "FusedMoEPrepareAndFinalizeMonolithic",
     "FusedMoEQuantConfig",
+    "FusedMoeWeightScaleSupported",
     "GroupedGemmExperts",
+    "LoadReport",
     "MoEActivation",
     "MoEPrepareAndFinalizeNoEP",
     "MoEPrepareAndFinalizeNoEPMonolithic",
@@ -141,6 +154,7 @@ __all__ = [
     "PrepareResult",
     "QTensor",
     "Quant",
+    "QuantizedFusedMoEMethod",
     "RoutingMethodType",
     "Scheme",
     "SelectedExperts",
@@ -152,6 +166,7 @@ __all__ = [
     "TopKWeightAndReduceNaiveBatched",
     "TopKWeightAndReduceNoOP",
     "TritonExperts",
+    "UnquantizedFusedMoEMethod",
     "__version__",
     "adjust_routing",
     "apply_moe_activation",
@@ -172,6 +187,7 @@ __all__ = [
     "grouped_topk",
     "hash_topk",
     "initial_physical_to_logical_map",
+    "load_checkpoint",
     "make_expert_params_mapping",
     "maybe_roundup_hidden_size",
     "moe_align_block_size",

@@ -2,47 +2,67 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import pad
 
-from moe_ops import checks
-from moe_ops.activation import Activation, MoEActivation, kind_and_key
-from moe_ops.pipeline.fused_experts import fused_experts
+from moe_ops.activation import kind_and_key
+from moe_ops.layers import (
+    FusedMoEMethodBase,
+    FusedMoEOptions,
+    LayerSizes,
+    QuantizedFusedMoEMethod,
+    RankGroup,
+    UnquantizedFusedMoEMethod,
+    aligned_sizes,
+    apply_keeping,
+    moe_config,
+    summary,
+    takes_options,
+)
+from moe_ops.loading.weight_loader import WeightLoading
+from moe_ops.parallel import make_expert_params_mapping, maybe_roundup_hidden_size
+from moe_ops.pipeline.config import FusedMoEConfig
+from moe_ops.pipeline.modular_kernel import FusedMoEKernel
 from moe_ops.pipeline.warmup import run_variants
-from moe_ops.routing import SCORING_FUNCS, fused_topk
+from moe_ops.routing import SelectedExperts, select_experts
+from moe_ops.scheme import UNQUANTIZED, get_scheme
+from moe_ops.tiles import cdiv
 
-CustomRouting = Callable[[Tensor, Tensor, int, bool], tuple[Tensor, Tensor]]
 
-
-class FusedMoE(nn.Module):
+@takes_options
+class FusedMoE(WeightLoading, nn.Module):
     """Routed experts of one layer; the router's linear layer stays the caller's.
 
-    Parameters: ``w13_weight (E, 2I, H)`` (gate rows, then up rows; ``(E, I, H)`` without a gate),
-    ``w2_weight (E, H, I)`` and, with ``has_bias``, ``w13_bias`` and ``w2_bias``. They are created
-    empty and without grad: load them with ``load_state_dict``.
+    Parameters: ``w13_weight (El, 2I, H)`` (gate rows, then up rows; alternating for an interleaved
+    activation; ``(El, I, H)`` without a gate) and ``w2_weight (El, H, I)``, stored as the scheme
+    says; with a scheme ``w13_weight_scale``, ``w2_weight_scale`` and where it has them
+    ``*_weight_zero_point``, ``*_weight_scale_2`` (global scales, factors) and ``*_input_scale``;
+    with biases ``w13_bias``, ``w2_bias``. They need no grad and hold zeros until they are loaded,
+    by `load_checkpoint`, `load_state_dict` or `weight_loader`.
+
+    Spread over ranks, a rank's result is its part of a sum: ``reduce_results`` sums it, or the
+    caller does. Experts are cut along I (``tp_size``), so that each rank has whole scales (blocks
+    are refined or I is padded where they would not fit: see `aligned_sizes`), or each rank holds
+    some of them (``ep_size``).
 
     Args:
         num_experts: E.
         top_k: k, experts of a token.
         hidden_size: H.
-        intermediate_size: I, of one expert.
-        params_dtype: of the parameters; default: torch's default dtype.
-        renormalize: whether a token's weights are divided by their sum.
-        scoring_func: ``softmax`` or ``sigmoid``.
-        routed_scaling_factor: multiplier of the weights, applied by the router, once.
-        e_score_correction_bias: ``(E,)`` float32, added to the scores for the choice only.
-        custom_routing_function: ``f(hidden_states, router_logits, k, renormalize) ->
-            (weights, ids)``, used instead of all of these.
-        apply_router_weight_on_input: scale the tokens instead of the experts' rows, for any k.
-        activation: a `MoEActivation`, its name, or an `Activation` with numbers.
-        has_bias: whether both products have a bias.
-        device: of the parameters.
+        intermediate_size: I, of one expert, of all ranks together.
+        **options: see `FusedMoEOptions`.
 
     Raises:
-        ValueError: k not in 1..E, an unknown name.
+        TypeError: an unknown keyword.
+        ValueError: k not in 1..E, an unknown name, settings that do not fit each other.
+
+    Source:
+        vLLM ``FusedMoE``. There prefixes must differ between layers, because they name the layer in
+        the graph; here they are names for loading only, and no graph has them.
     """
 
     w13_weight: Tensor
@@ -50,6 +70,10 @@ class FusedMoE(nn.Module):
     w13_bias: Tensor | None
     w2_bias: Tensor | None
     e_score_correction_bias: Tensor | None
+    expert_map: Tensor | None
+
+    select_experts = staticmethod(select_experts)
+    make_expert_params_mapping = staticmethod(make_expert_params_mapping)
 
     def __init__(
         self,
@@ -57,110 +81,219 @@ class FusedMoE(nn.Module):
         top_k: int,
         hidden_size: int,
         intermediate_size: int,
-        *,
-        params_dtype: torch.dtype | None = None,
-        renormalize: bool = True,
-        scoring_func: str = "softmax",
-        routed_scaling_factor: float = 1,
-        e_score_correction_bias: Tensor | None = None,
-        custom_routing_function: CustomRouting | None = None,
-        apply_router_weight_on_input: bool = False,
-        activation: MoEActivation | Activation | str = "silu",
-        has_bias: bool = False,
-        device: torch.device | str | None = None,
+        **options: Any,
     ) -> None:
         super().__init__()
-        checks.topk("top_k", top_k, num_experts)
-        checks.one_of("scoring_func", scoring_func, SCORING_FUNCS)
-        kind, self.activation = kind_and_key(activation)
+        given = FusedMoEOptions(**options)
+        given.check(num_experts, top_k)
+        kind, self.activation = kind_and_key(given.activation)
         self.num_experts, self.top_k = num_experts, top_k
-        self.hidden_size, self.intermediate_size = hidden_size, intermediate_size
-        self.renormalize, self.scoring_func = renormalize, scoring_func
-        self.routed_scaling_factor = routed_scaling_factor
-        self.custom_routing_function = custom_routing_function
-        self.apply_router_weight_on_input = apply_router_weight_on_input
-        rows = intermediate_size * (2 if kind.is_gated else 1)
-        shapes = {
-            "w13_weight": (num_experts, rows, hidden_size),
-            "w2_weight": (num_experts, hidden_size, intermediate_size),
-            "w13_bias": (num_experts, rows) if has_bias else None,
-            "w2_bias": (num_experts, hidden_size) if has_bias else None,
-        }
-        for name, shape in shapes.items():
-            self.register_parameter(name, _parameter(shape, params_dtype, device))
-        self.register_buffer("e_score_correction_bias", e_score_correction_bias)
+        self.intermediate_size, self.model_hidden_size = intermediate_size, hidden_size
+        self.renormalize, self.scoring_func = given.renormalize, given.scoring_func
+        self.apply_router_weight_on_input = given.apply_router_weight_on_input
+        self.reduce_results, self.enable_eplb = given.reduce_results, given.enable_eplb
+        self.chunk_size, self.prefix = given.chunk_size, given.prefix
+        self.expert_mapping = given.expert_mapping
+
+        self.moe_parallel_config = parallel = given.parallel_config()
+        self.placement = given.placement(parallel, num_experts)
+        self.global_num_experts = len(self.placement.row)
+        self.rank_group = RankGroup.of(parallel.tp_size * parallel.ep_size, given.tp_group)
+        dtype = given.params_dtype or torch.get_default_dtype()
+        scheme = given.quant_config or UNQUANTIZED
+        # What checkpoints are stored in; a rank's own scheme may have smaller blocks.
+        self.checkpoint_scheme = get_scheme(scheme) if isinstance(scheme, str) else scheme
+        self.hidden_size = maybe_roundup_hidden_size(hidden_size, dtype, None, parallel)
+        self.sizes = LayerSizes(
+            self.placement.num_local_experts, self.hidden_size, intermediate_size,
+            self.checkpoint_scheme, kind.is_gated, kind.is_interleaved, given.has_bias, dtype,
+        )  # fmt: skip
+        if parallel.tp_size > 1:
+            self.sizes = self.aligned_sizes()
+        self.quant_method: FusedMoEMethodBase = (
+            UnquantizedFusedMoEMethod()
+            if self.checkpoint_scheme.weight is None
+            else QuantizedFusedMoEMethod()
+        )
+        self.quant_method.create_weights(self, self.sizes, given.device)
+        self.register_buffer("e_score_correction_bias", given.e_score_correction_bias)
+        expert_map = self.placement.expert_map(given.device)
+        self.register_buffer("expert_map", expert_map, persistent=False)
+        self.shared_experts = given.shared_experts
+        self.kernel: FusedMoEKernel | None = None
+        self.routing = given.routing(self.global_num_experts)
+        self.eplb_state: tuple[Tensor, Tensor, Tensor] | None = None
+
+    @property
+    def scheme(self) -> Any:
+        """That of the parameters."""
+        return self.sizes.scheme
+
+    @property
+    def moe_config(self) -> FusedMoEConfig:
+        """The layer as a value, for the choice of a kernel."""
+        return moe_config(self)
+
+    def aligned_sizes(self) -> LayerSizes:
+        """Sizes with which a rank's scales are its own, and gate and up have scales of their own.
+
+        Those of the parameters with several ranks; with one, those that `load_checkpoint` gives
+        them where a block of the scheme would reach from the gate rows into the up rows.
+        """
+        parallel = self.moe_parallel_config
+        return aligned_sizes(self.sizes, self.intermediate_size, parallel.tp_size)
 
     def _apply(self, fn: Any, recurse: bool = True) -> FusedMoE:  # noqa: FBT001 (torch's signature)
-        """As in `nn.Module`, but the correction bias stays float32: rounding it changes experts."""
-        bias = self.e_score_correction_bias
-        super()._apply(fn, recurse)
-        if bias is not None and self.e_score_correction_bias is not None:
-            moved = self.e_score_correction_bias
-            self.e_score_correction_bias = moved.float() if bias.is_meta else bias.to(moved.device)
+        """As in `nn.Module`, but of what is stored in a scheme, and of the router, no bit changes.
+
+        Only unquantized weights and biases take another dtype.
+        """
+        if recurse:
+            for module in self.children():
+                module._apply(fn)
+        cast = {"w13_bias", "w2_bias"}
+        if self.scheme.weight is None:
+            cast |= {"w13_weight", "w2_weight"}
+        super()._apply(apply_keeping(self, fn, cast), recurse=False)
+        self.sizes = self.sizes.with_dtype(self.w13_weight.dtype)
         return self
 
-    def route(self, hidden_states: Tensor, router_logits: Tensor) -> tuple[Tensor, Tensor]:
-        """``(topk_weights, topk_ids)``, each ``(T, k)``."""
-        if self.custom_routing_function is not None:
-            weights, ids = self.custom_routing_function(
-                hidden_states, router_logits, self.top_k, self.renormalize
-            )
-            return weights.float(), ids
-        return fused_topk(
+    def set_eplb_state(
+        self,
+        moe_layer_idx: int,
+        expert_load_view: Tensor,
+        logical_to_physical_map: Tensor,
+        logical_replica_count: Tensor,
+    ) -> None:
+        """Take row ``moe_layer_idx`` of each tensor of an `EplbState`, as views."""
+        state = (expert_load_view, logical_to_physical_map, logical_replica_count)
+        load, to_physical, count = (x[moe_layer_idx] for x in state)
+        self.eplb_state = load, to_physical, count
+
+    def route(self, hidden_states: Tensor, router_logits: Tensor) -> SelectedExperts:
+        """``(T, H)`` tokens and ``(T, E)`` logits to weights and ids, each ``(T, k)``."""
+        load, to_physical, count = self.eplb_state or (None, None, None)
+        return select_experts(
             hidden_states,
             router_logits,
             self.top_k,
-            self.renormalize,
+            renormalize=self.renormalize,
             scoring_func=self.scoring_func,
             e_score_correction_bias=self.e_score_correction_bias,
-            routed_scaling_factor=self.routed_scaling_factor,
+            enable_eplb=self.enable_eplb,
+            expert_load_view=load,
+            logical_to_physical_map=to_physical,
+            logical_replica_count=count,
+            **self.routing,
         )
 
-    def forward(self, hidden_states: Tensor, router_logits: Tensor) -> Tensor:
-        """``(T, H)`` tokens and ``(T, E)`` logits to ``(T, H)``; leading axes may be more."""
-        tokens = hidden_states.reshape(-1, self.hidden_size)
-        weights, ids = self.route(tokens, router_logits.reshape(-1, self.num_experts))
-        out = fused_experts(
-            tokens,
-            self.w13_weight,
-            self.w2_weight,
-            weights,
-            ids,
-            activation=self.activation,
-            apply_router_weight_on_input=self.apply_router_weight_on_input,
-            w1_bias=self.w13_bias,
-            w2_bias=self.w2_bias,
-        )
-        return out.view(hidden_states.shape)
+    def forward(
+        self,
+        hidden_states: Tensor,
+        router_logits: Tensor,
+        shared_experts_input: Tensor | None = None,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """Route the tokens and run their experts; leading axes may be more than one.
+
+        Args:
+            hidden_states: ``(T, H)``.
+            router_logits: ``(T, E)``, and behind them those of the zero experts.
+            shared_experts_input: what the shared experts get instead of ``hidden_states``, such as
+                tokens before they were projected to the experts' latent space.
+
+        Returns:
+            ``(T, H)``, with shared experts ``(their result, (T, H))``. Their result is theirs: it
+            is not summed over ranks here.
+        """
+        tokens = hidden_states.reshape(-1, hidden_states.shape[-1])
+        logits = router_logits.reshape(-1, router_logits.shape[-1])
+        gathered = self.moe_parallel_config.is_sequence_parallel and self.kernel is None
+        if gathered:
+            tokens, logits = map(self.rank_group.all_gather, (tokens, logits))
+        if self.chunk_size is None:
+            out = self.forward_impl(tokens, logits)
+        else:
+            out = self.forward_impl_chunked(tokens, logits)
+        if gathered:
+            out = self.rank_group.reduce_scatter(out)
+        elif self.reduce_results:
+            out = self.maybe_all_reduce_tensor_model_parallel(out)
+        out = out.view(hidden_states.shape)
+        if self.shared_experts is None:
+            return out
+        given = hidden_states if shared_experts_input is None else shared_experts_input
+        return self.shared_experts(given), out
+
+    def forward_impl(self, hidden_states: Tensor, router_logits: Tensor) -> Tensor:
+        """``(T, H)``: what this rank adds to the result. Tokens are padded to the layer's H."""
+        weights, ids, zero = self.route(hidden_states, router_logits)
+        width = hidden_states.shape[1]
+        tokens = hidden_states
+        if width < self.hidden_size:
+            tokens = pad(tokens, (0, self.hidden_size - width))
+        out = self.quant_method.apply(self, tokens, weights, ids)
+        if width < self.hidden_size:
+            out = out[:, :width].contiguous()
+        parallel = self.moe_parallel_config
+        if zero is not None and parallel.tp_rank == 0 and parallel.ep_rank == 0:
+            out = out + zero
+        return out
+
+    def forward_impl_chunked(
+        self,
+        full_hidden_states: Tensor,
+        full_router_logits: Tensor,
+        max_tokens_across_ranks: int | None = None,
+    ) -> Tensor:
+        """The same, ``chunk_size`` tokens at a time.
+
+        Args:
+            full_hidden_states: ``(T, H)``.
+            full_router_logits: ``(T, E)``.
+            max_tokens_across_ranks: the largest T of the ranks that exchange tokens: all of them
+                run as many chunks. A rank that has none left runs a row of zeros.
+        """
+        size, num_tokens = self.chunk_size, full_hidden_states.shape[0]
+        if size is None:
+            raise ValueError("chunk_size must be given to run chunks, got None")
+        parts = []
+        for i in range(max(1, cdiv(max_tokens_across_ranks or num_tokens, size))):
+            tokens = full_hidden_states[i * size : (i + 1) * size]
+            logits = full_router_logits[i * size : (i + 1) * size]
+            if i * size < num_tokens:
+                parts.append(self.forward_impl(tokens, logits))
+            else:
+                row = (x.new_zeros(1, x.shape[1]) for x in (tokens, logits))
+                self.forward_impl(*row)
+        return torch.cat(parts) if parts else torch.empty_like(full_hidden_states)
+
+    def must_reduce_shared_expert_outputs(self) -> bool:
+        """Whether the routed result is summed over ranks already, and the shared one is not."""
+        return self.kernel is not None and self.kernel.output_is_reduced()
+
+    def maybe_all_reduce_tensor_model_parallel(self, final_hidden_states: Tensor) -> Tensor:
+        """The sum over the layer's ranks, unless the kernel has summed already."""
+        if self.must_reduce_shared_expert_outputs():
+            return final_hidden_states
+        return self.rank_group.all_reduce(final_hidden_states)
 
     def warmup(self, num_tokens: int | Iterable[int], router_logits_dtype: Any = None) -> list[int]:
         """Run the layer with every kernel that ``num_tokens`` tokens need; see `moe_ops.warmup`.
 
         Args:
             num_tokens: the token counts to come, or one number for all up to it.
-            router_logits_dtype: dtype of the logits; None means that of the weights.
+            router_logits_dtype: dtype of the logits; None means that of the tokens.
         """
-        w1, w2 = self.w13_weight, self.w2_weight
+        w1, w2, dtype = self.w13_weight, self.w2_weight, self.sizes.dtype
+        num_logits = self.num_experts + (self.routing["zero_expert_num"] or 0)
 
         def run(tokens: int) -> None:
-            x = torch.randn(tokens, self.hidden_size, device=w1.device, dtype=w1.dtype)
-            logits = torch.randn(tokens, self.num_experts, device=w1.device)
-            self(x, logits.to(router_logits_dtype or w1.dtype))
+            x = torch.randn(tokens, self.hidden_size, device=w1.device, dtype=dtype)
+            logits = torch.randn(tokens, num_logits, device=w1.device)
+            self.forward_impl(x, logits.to(router_logits_dtype or dtype))
 
         return run_variants(run, num_tokens, w1, w2, self.top_k)
 
     def extra_repr(self) -> str:
-        """Sizes and routing."""
-        return (
-            f"num_experts={self.num_experts}, top_k={self.top_k}, hidden_size={self.hidden_size}, "
-            f"intermediate_size={self.intermediate_size}, activation={self.activation}, "
-            f"scoring_func={self.scoring_func}, renormalize={self.renormalize}"
-        )
-
-
-def _parameter(
-    shape: tuple[int, ...] | None, dtype: torch.dtype | None, device: torch.device | str | None
-) -> nn.Parameter | None:
-    if shape is None:
-        return None
-    return nn.Parameter(torch.empty(shape, dtype=dtype, device=device), requires_grad=False)
+        """Sizes, scheme, ranks and routing."""
+        return summary(self)

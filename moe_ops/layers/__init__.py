@@ -1,0 +1,34 @@
+"""What a layer is made of: its parameters in every scheme, and how they are used."""
+
+from moe_ops.layers.collectives import RankGroup
+from moe_ops.layers.describe import moe_config, summary
+from moe_ops.layers.methods import (
+    FusedMoEMethodBase,
+    QuantizedFusedMoEMethod,
+    UnquantizedFusedMoEMethod,
+)
+from moe_ops.layers.moving import apply_keeping
+from moe_ops.layers.options import FusedMoEOptions, takes_options
+from moe_ops.layers.parameters import (
+    FusedMoeWeightScaleSupported,
+    ParameterSpec,
+    parameter_specs,
+)
+from moe_ops.layers.partition import LayerSizes, aligned_sizes
+
+__all__ = [
+    "FusedMoEMethodBase",
+    "FusedMoEOptions",
+    "FusedMoeWeightScaleSupported",
+    "LayerSizes",
+    "ParameterSpec",
+    "QuantizedFusedMoEMethod",
+    "RankGroup",
+    "UnquantizedFusedMoEMethod",
+    "aligned_sizes",
+    "apply_keeping",
+    "moe_config",
+    "parameter_specs",
+    "summary",
+    "takes_options",
+]

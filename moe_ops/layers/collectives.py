@@ -1,0 +1,56 @@
+"""What the ranks of a layer do together: functional collectives, which trace and capture."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+class RankGroup(NamedTuple):
+    """The ranks that share a layer's experts or their rows: a value, which can be pickled."""
+
+    size: int = 1
+    """With one rank nothing is communicated."""
+    name: str | None = None
+    """Of a process group; None: all processes."""
+
+    @classmethod
+    def of(cls, size: int, group: Any = None) -> RankGroup:
+        """From a `torch.distributed` process group, or None for all processes."""
+        return cls(size, None if group is None else group.group_name)
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """The sum over ranks, as a fresh tensor."""
+        if self.size == 1:
+            return x
+        functional = torch.ops._c10d_functional
+        return functional.wait_tensor(functional.all_reduce(x, "sum", self._name()))
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        """``(T, ..)`` of every rank, one after another: ``(size * T, ..)``."""
+        if self.size == 1:
+            return x
+        functional = torch.ops._c10d_functional
+        gathered = functional.all_gather_into_tensor(x, self.size, self._name())
+        return functional.wait_tensor(gathered)
+
+    def reduce_scatter(self, x: Tensor) -> Tensor:
+        """This rank's ``T`` of the sum of ``(size * T, ..)`` over ranks."""
+        if self.size == 1:
+            return x
+        functional = torch.ops._c10d_functional
+        summed = functional.reduce_scatter_tensor(x, "sum", self.size, self._name())
+        return functional.wait_tensor(summed)
+
+    def _name(self) -> str:
+        if self.name is not None:
+            return self.name
+        if dist.group.WORLD is None:
+            raise ValueError(
+                f"tp_group must be given or torch.distributed initialized to sum over {self.size} "
+                "ranks, got neither"
+            )
+        return dist.group.WORLD.group_name

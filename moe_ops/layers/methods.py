@@ -1,0 +1,190 @@
+"""How the weights of a layer are stored and multiplied: one method class for each way."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from operator import is_
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from moe_ops.layers.parameters import SUFFIX, parameter_specs
+from moe_ops.layers.partition import LayerSizes
+from moe_ops.pipeline.experts import BatchedTritonExperts, FusedMoEExperts, TritonExperts
+from moe_ops.pipeline.formats import FusedMoEActivationFormat
+from moe_ops.pipeline.fused_experts import fused_experts
+from moe_ops.pipeline.modular_kernel import FusedMoEKernel
+from moe_ops.pipeline.prepare_finalize import FusedMoEPrepareAndFinalize
+from moe_ops.scheme import FusedMoEQuantConfig
+
+if TYPE_CHECKING:
+    from moe_ops.layer import FusedMoE
+
+
+class FusedMoEMethodBase(ABC):
+    """Creates a layer's parameters, finishes them after loading, and runs the experts.
+
+    Holds settings and what is derived from parameters, never parameters themselves: those belong to
+    the layer.
+
+    Source:
+        vLLM ``FusedMoEMethodBase``.
+    """
+
+    def create_weights(
+        self, layer: nn.Module, sizes: LayerSizes, device: torch.device | str | None = None
+    ) -> None:
+        """Register the parameters that `parameter_specs` lists, in place of those that are there.
+
+        They do not require grad, and hold zeros (static scales: NaN) until they are loaded.
+        """
+        specs = parameter_specs(sizes)
+        for name in [f"{w}_{suffix}" for w in ("w13", "w2") for suffix in SUFFIX.values()]:
+            spec, value = specs.get(name), None
+            if spec is not None:
+                filled = torch.zeros(spec.shape, dtype=spec.dtype, device=device)
+                value = nn.Parameter(filled + spec.fill if spec.fill else filled, False)
+            layer.register_parameter(name, value)
+
+    def process_weights_after_loading(self, layer: FusedMoE) -> None:  # noqa: B027 (a default)
+        """Called when the parameters have been filled, however that was done; may be called again.
+
+        Raises:
+            ValueError: a number that cannot be used, with its expert.
+        """
+
+    @abstractmethod
+    def get_fused_moe_quant_config(self, layer: FusedMoE) -> FusedMoEQuantConfig | None:
+        """The layer's parameters as kernels take them; None: not quantized."""
+
+    def apply(self, layer: FusedMoE, x: Tensor, topk_weights: Tensor, topk_ids: Tensor) -> Tensor:
+        """``(T, H)`` of this rank's experts for ``(T, H)`` tokens and their routing."""
+        if layer.kernel is not None:
+            out = layer.kernel.apply(
+                x, layer.w13_weight, layer.w2_weight, topk_weights, topk_ids, layer.activation,
+                layer.global_num_experts, layer.expert_map, layer.apply_router_weight_on_input,
+            )  # fmt: skip
+            return out[1] if isinstance(out, tuple) else out
+        return fused_experts(
+            x,
+            layer.w13_weight,
+            layer.w2_weight,
+            topk_weights,
+            topk_ids,
+            activation=layer.activation,
+            expert_map=layer.expert_map,
+            apply_router_weight_on_input=layer.apply_router_weight_on_input,
+            w1_bias=layer.w13_bias,
+            w2_bias=layer.w2_bias,
+            quant_config=self.get_fused_moe_quant_config(layer),
+        )
+
+    def uses_weight_scale_2_pattern(self) -> bool:
+        """Whether checkpoints keep a global scale as ``weight_scale_2``."""
+        return False
+
+    def maybe_make_prepare_finalize(self) -> FusedMoEPrepareAndFinalize | None:
+        """What brings tokens to other ranks' experts; None: nothing does."""
+        return None
+
+    def init_prepare_finalize(self, layer: FusedMoE) -> None:
+        """Give the layer a kernel with what `maybe_make_prepare_finalize` makes, if anything."""
+        prepare_finalize = self.maybe_make_prepare_finalize()
+        if prepare_finalize is not None:
+            experts = self.select_gemm_impl(prepare_finalize, layer)
+            layer.kernel = FusedMoEKernel(prepare_finalize, experts)
+
+    def select_gemm_impl(
+        self, prepare_finalize: FusedMoEPrepareAndFinalize, layer: FusedMoE
+    ) -> FusedMoEExperts:
+        """Experts of the format that ``prepare_finalize`` produces.
+
+        They hold the parameters that the layer has now: call this after loading and moving.
+        """
+        config = self.get_fused_moe_quant_config(layer)
+        config = _unquantized_config(layer) if config is None else config
+        if prepare_finalize.activation_format is FusedMoEActivationFormat.Standard:
+            return TritonExperts(layer.moe_config, config)
+        max_num_tokens = prepare_finalize.max_num_tokens_per_rank()
+        return BatchedTritonExperts(
+            layer.moe_config, config, max_num_tokens, prepare_finalize.num_dispatchers()
+        )
+
+
+class UnquantizedFusedMoEMethod(FusedMoEMethodBase):
+    """Weights ``(El, 2I, H)`` and ``(El, H, I)`` in the dtype of the tokens, and biases."""
+
+    def get_fused_moe_quant_config(self, layer: FusedMoE) -> None:
+        """None."""
+
+
+class QuantizedFusedMoEMethod(FusedMoEMethodBase):
+    """Any scheme: weights as it stores them, and its scales, zero points and global scales."""
+
+    def __init__(self) -> None:
+        self._config: FusedMoEQuantConfig | None = None
+        self._made_of: list[Tensor | None] = []
+
+    def process_weights_after_loading(self, layer: FusedMoE) -> None:
+        """Global and static scales are positive and finite; one static scale for all experts.
+
+        A static scale is one number for the input of all experts of a rank: their largest.
+        """
+        for name, spec in parameter_specs(layer.sizes).items():
+            if spec.kind not in ("global_scale", "input_scale"):
+                continue
+            scale = getattr(layer, name).data
+            good = (scale.isfinite() & (scale > 0)).view(len(scale), -1).all(1)
+            if not good.all():
+                expert = int((~good).nonzero()[0])
+                raise ValueError(
+                    f"{name} must be positive and finite, got {scale[expert].tolist()} for local "
+                    f"expert {expert}"
+                )
+            if spec.kind == "input_scale":
+                scale.fill_(scale.amax())
+
+    def get_fused_moe_quant_config(self, layer: FusedMoE) -> FusedMoEQuantConfig:
+        """The same object for as long as the layer has the same parameters."""
+        own = layer._parameters
+        tensors = [own[name] for name in _CONFIG_PARAMETERS]
+        if torch.compiler.is_compiling():  # a compiler traces the making
+            return _config(layer, tensors)
+        if self._config is None or not all(map(is_, tensors, self._made_of)):
+            self._config, self._made_of = _config(layer, tensors), tensors
+        return self._config
+
+    def uses_weight_scale_2_pattern(self) -> bool:
+        """True: a scheme's global scale is a factor."""
+        return True
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without what is derived from parameters: a copy makes it from its own."""
+        return {"_config": None, "_made_of": []}
+
+
+_CONFIG_PARAMETERS = tuple(
+    f"{w}_{SUFFIX[kind]}"
+    for kind in ("scale", "zero_point", "global_scale", "input_scale")
+    for w in ("w13", "w2")
+)
+
+
+def _config(layer: FusedMoE, tensors: list[Any]) -> FusedMoEQuantConfig:
+    w1, w2, w1_zp, w2_zp, w1_gscale, w2_gscale, a1, a2 = tensors
+    return FusedMoEQuantConfig(
+        layer.scheme,
+        w1_scale=w1,
+        w2_scale=w2,
+        w1_zp=w1_zp,
+        w2_zp=w2_zp,
+        w1_gscale=w1_gscale,
+        w2_gscale=w2_gscale,
+        a1_scale=None if a1 is None else a1[:1],
+        a2_scale=None if a2 is None else a2[:1],
+    )
+
+
+def _unquantized_config(layer: FusedMoE) -> FusedMoEQuantConfig:
+    return FusedMoEQuantConfig("unquantized", w1_bias=layer.w13_bias, w2_bias=layer.w2_bias)

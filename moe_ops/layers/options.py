@@ -1,0 +1,192 @@
+"""The keywords of a layer: one documented list instead of a signature of forty lines."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from moe_ops import checks
+from moe_ops.activation import Activation, MoEActivation
+from moe_ops.parallel import FusedMoEParallelConfig, determine_expert_map
+from moe_ops.parallel.placement import initial_physical_to_logical_map
+from moe_ops.routing import SCORING_FUNCS, CustomRouting
+from moe_ops.scheme import Scheme
+
+
+@dataclass(frozen=True, eq=False)
+class FusedMoEOptions:
+    """What a layer is besides its four sizes."""
+
+    params_dtype: torch.dtype | None = None
+    """Of what is not quantized; None: torch's default dtype."""
+    reduce_results: bool = False
+    """Sum the result over the ranks that share the layer."""
+    renormalize: bool = True
+    """Divide a token's weights by their sum."""
+    use_grouped_topk: bool = False
+    """Choose within the best groups of experts."""
+    num_expert_group: int | None = None
+    topk_group: int | None = None
+    """Groups that a token may choose from."""
+    quant_config: str | Scheme | None = None
+    """A scheme or its name; None: not quantized."""
+    tp_size: int = 1
+    ep_size: int = 1
+    """Ranks that share the experts; more than one is expert parallelism: no expert is cut."""
+    dp_size: int = 1
+    """Replicas of the tokens. Who calls the layer (or its kernel's prepare) gathers them."""
+    tp_rank: int = 0
+    ep_rank: int = 0
+    dp_rank: int = 0
+    moe_parallel_config: FusedMoEParallelConfig | None = None
+    """Instead of the six numbers above."""
+    tp_group: Any = None
+    """The process group of the ranks that share the layer; None: all processes."""
+    prefix: str = ""
+    """The layer's name in a checkpoint, where loading is not told another."""
+    custom_routing_function: CustomRouting | None = None
+    """``f(hidden_states, router_logits, k, renormalize) -> (weights, ids)``."""
+    scoring_func: str = "softmax"
+    """``softmax``, ``sigmoid`` or ``sqrtsoftplus``."""
+    routed_scaling_factor: float = 1
+    """Multiplier of the weights, applied by the router, once."""
+    e_score_correction_bias: Tensor | None = None
+    """``(E,)`` float32, added to the scores for the choice only."""
+    apply_router_weight_on_input: bool = False
+    """Scale the tokens instead of the experts' rows, for any k."""
+    activation: MoEActivation | Activation | str = "silu"
+    enable_eplb: bool = False
+    """Ids become those of physical experts, whose load is recorded; see `set_eplb_state`."""
+    num_redundant_experts: int = 0
+    """Physical experts beyond E, which hold copies."""
+    has_bias: bool = False
+    """Whether both products have a bias."""
+    is_sequence_parallel: bool = False
+    """Every rank has some of the tokens: they are gathered first, and results are scattered."""
+    zero_expert_num: int = 0
+    """How many of the router's logits, the last ones, belong to experts that return their input."""
+    zero_expert_type: str | None = None
+    """``identity``."""
+    expert_mapping: Sequence[tuple[str, str, int, str]] | None = None
+    """For `load_weights`, as `make_expert_params_mapping` returns it."""
+    n_shared_experts: int = 0
+    """Experts behind the E routed ones that every token goes to, with weight 1."""
+    shared_experts: nn.Module | None = None
+    """A module on tokens whose result is returned beside the routed one."""
+    expert_placement_strategy: str = "linear"
+    """Which experts a rank holds: see `determine_expert_map`."""
+    chunk_size: int | None = None
+    """Run so many tokens at a time."""
+    device: torch.device | str | None = None
+    """Of the parameters."""
+
+    def check(self, num_experts: int, top_k: int) -> None:
+        """ValueError for settings that do not fit each other."""
+        checks.topk("top_k", top_k, num_experts + self.zero_expert_num)
+        checks.one_of("scoring_func", self.scoring_func, SCORING_FUNCS)
+        for name in ("num_redundant_experts", "n_shared_experts", "zero_expert_num"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} must not be negative, got {getattr(self, name)}")
+        if self.num_redundant_experts and not self.enable_eplb:
+            raise ValueError(
+                "num_redundant_experts must be 0 without enable_eplb, "
+                f"got {self.num_redundant_experts}"
+            )
+        if self.chunk_size is not None and self.chunk_size < 1:
+            raise ValueError(f"chunk_size must be at least 1, got {self.chunk_size}")
+        if self.zero_expert_num:
+            checks.one_of("zero_expert_type", str(self.zero_expert_type), ("identity",))
+
+    def parallel_config(self) -> FusedMoEParallelConfig:
+        """The groups of this layer: given, or made of the numbers."""
+        if self.moe_parallel_config is not None:
+            return self.moe_parallel_config
+        if self.ep_size > 1:
+            return FusedMoEParallelConfig(
+                ep_size=self.ep_size,
+                ep_rank=self.ep_rank,
+                dp_size=self.dp_size,
+                dp_rank=self.dp_rank,
+                sp_size=self.ep_size if self.is_sequence_parallel else 1,
+                use_ep=True,
+                enable_eplb=self.enable_eplb,
+            )
+        # Without expert parallelism the rows are cut over all replicas' ranks.
+        return FusedMoEParallelConfig.make(
+            self.tp_size,
+            self.tp_rank,
+            self.dp_size,
+            self.dp_rank,
+            sp_size=self.tp_size if self.is_sequence_parallel else 1,
+            enable_eplb=self.enable_eplb,
+        )
+
+    def routing(self, global_num_experts: int) -> dict[str, Any]:
+        """Those arguments of `select_experts` that are the same in every call."""
+        return {
+            "use_grouped_topk": self.use_grouped_topk,
+            "topk_group": self.topk_group,
+            "num_expert_group": self.num_expert_group,
+            "custom_routing_function": self.custom_routing_function,
+            "routed_scaling_factor": self.routed_scaling_factor,
+            "global_num_experts": global_num_experts - self.n_shared_experts,
+            "zero_expert_num": self.zero_expert_num or None,
+            "zero_expert_type": self.zero_expert_type,
+            "num_fused_shared_experts": self.n_shared_experts,
+        }
+
+    def placement(self, parallel: FusedMoEParallelConfig, num_experts: int) -> ExpertPlacement:
+        """Which rows of the parameters hold which experts.
+
+        Shared experts are on the first rank: each is computed once.
+        """
+        ep_size, rank = parallel.ep_size, parallel.ep_rank
+        logical = initial_physical_to_logical_map(num_experts, self.num_redundant_experts, ep_size)
+        _, expert_map, _ = determine_expert_map(
+            ep_size, rank, len(logical), self.expert_placement_strategy
+        )
+        rows = list(range(len(logical))) if expert_map is None else expert_map.tolist()
+        local = sum(row >= 0 for row in rows)
+        for i in range(self.n_shared_experts):
+            rows.append(local + i if rank == 0 else -1)
+        shared = range(num_experts, num_experts + self.n_shared_experts)
+        return ExpertPlacement((*logical.tolist(), *shared), tuple(rows), ep_size > 1)
+
+
+@dataclass(frozen=True)
+class ExpertPlacement:
+    """Where experts are; physical ones are those that ids of the experts' kernels name."""
+
+    logical: tuple[int, ...]
+    """The logical expert that each physical one starts with; shared ones come after E."""
+    row: tuple[int, ...]
+    """The row of each physical expert in this rank's parameters; -1: another rank has it."""
+    is_shared_out: bool
+    """Whether there are ranks that hold other experts."""
+
+    @property
+    def num_local_experts(self) -> int:
+        """Rows of the parameters."""
+        return sum(row >= 0 for row in self.row)
+
+    def expert_map(self, device: torch.device | str | None) -> Tensor | None:
+        """int32 ``(physical,)``, or None where this rank has all of them."""
+        if not self.is_shared_out:
+            return None
+        return torch.tensor(self.row, dtype=torch.int32, device=device)
+
+
+def takes_options(cls: type) -> type:
+    """Give a class whose ``__init__`` ends with ``**options`` the signature that it has."""
+    own = list(inspect.signature(cls.__init__).parameters.values())[1:-1]  # type: ignore[misc]
+    keywords = [
+        inspect.Parameter(f.name, inspect.Parameter.KEYWORD_ONLY, default=f.default)
+        for f in fields(FusedMoEOptions)
+    ]
+    cls.__signature__ = inspect.Signature([*own, *keywords])  # type: ignore[attr-defined]
+    return cls

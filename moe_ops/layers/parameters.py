@@ -1,0 +1,111 @@
+"""The parameters of a layer: names, shapes and dtypes, derived from its scheme."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from enum import Enum
+from functools import lru_cache
+from types import MappingProxyType
+from typing import NamedTuple
+
+import torch
+
+from moe_ops.layers.partition import LayerSizes
+from moe_ops.scheme import WHOLE, Quant
+
+
+class FusedMoeWeightScaleSupported(Enum):
+    """What shares a scale, as loaders of weights call it."""
+
+    TENSOR = "tensor"
+    CHANNEL = "channel"
+    GROUP = "group"
+    BLOCK = "block"
+
+    @classmethod
+    def of(cls, quant: Quant) -> FusedMoeWeightScaleSupported:
+        """That of a weight."""
+        if quant.per_tensor:
+            return cls.TENSOR
+        if quant.group.cols == WHOLE:
+            return cls.CHANNEL
+        return cls.GROUP if quant.group.rows == 1 else cls.BLOCK
+
+
+class ParameterSpec(NamedTuple):
+    """One parameter."""
+
+    name: str
+    kind: str
+    """``weight``, ``scale``, ``zero_point``, ``global_scale``, ``input_scale`` or ``bias``."""
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    fill: float = 0
+    """What it holds before it is loaded. Nothing is left undefined; a NaN is never overlooked."""
+
+    @property
+    def is_w13(self) -> bool:
+        """Whether it belongs to the first product."""
+        return self.name.startswith("w13")
+
+
+SUFFIX = {
+    "weight": "weight",
+    "scale": "weight_scale",
+    "zero_point": "weight_zero_point",
+    "global_scale": "weight_scale_2",
+    "input_scale": "input_scale",
+    "bias": "bias",
+}
+"""Kinds, and how the names of their parameters end."""
+
+_SCALE_DTYPES = {"e8m0": torch.uint8, "e4m3": torch.float8_e4m3fn}
+
+
+@lru_cache(maxsize=64)
+def parameter_specs(sizes: LayerSizes) -> Mapping[str, ParameterSpec]:
+    """By name: ``w13_weight``, ``w2_weight``, then what else the scheme and the biases need.
+
+    ``w13`` has gate rows, then up rows (alternating for an interleaved activation). Scales are
+    shaped as `Quant.weight_scale_shape` says; those of whole tensors and global scales of ``w13``
+    are ``(El, 2)`` (gate, up), and ``(El,)`` without a gate and where rows alternate.
+    """
+    hidden, width = sizes.hidden_size, sizes.intermediate_size
+    weights = {"w13": (sizes.rows, hidden), "w2": (hidden, width)}
+    found = (spec for w, (n, k) in weights.items() for spec in _of_weight(w, n, k, sizes))
+    by_name = {spec.name: spec for spec in found}
+    return MappingProxyType({name: by_name[name] for name in sorted(by_name, key=_order)})
+
+
+def _order(name: str) -> tuple[int, bool]:
+    prefix, suffix = name.split("_", 1)
+    return list(SUFFIX.values()).index(suffix), prefix == "w2"
+
+
+def _of_weight(which: str, n: int, k: int, sizes: LayerSizes) -> Iterator[ParameterSpec]:
+    experts, quant = sizes.num_experts, sizes.scheme.weight
+
+    def spec(
+        kind: str, shape: tuple[int, ...], dtype: torch.dtype, fill: float = 0
+    ) -> ParameterSpec:
+        return ParameterSpec(f"{which}_{SUFFIX[kind]}", kind, (experts, *shape), dtype, fill)
+
+    if sizes.has_bias:
+        yield spec("bias", (n,), sizes.dtype)
+    if quant is None:
+        yield spec("weight", (n, k), sizes.dtype)
+        return
+    packed = 2 if quant.element.packed else 1
+    yield spec("weight", (n, k // packed), quant.dtype)
+    halves = (2,) if which == "w13" and sizes.gated and not sizes.interleaved else ()
+    shape = halves if quant.per_tensor else quant.weight_scale_shape(experts, n, k)[1:]
+    dtype = sizes.dtype if quant.scale == "input" else _SCALE_DTYPES.get(quant.scale, torch.float32)
+    yield spec("scale", shape, dtype)
+    if quant.zero_point:
+        groups = quant.weight_scale_shape(experts, n, k)[2]
+        yield spec("zero_point", (-(-n // packed), groups), torch.uint8)
+    if quant.global_scale:
+        yield spec("global_scale", halves, torch.float32)
+    activation = sizes.scheme.activation
+    if activation is not None and activation.static:
+        yield spec("input_scale", (), torch.float32, torch.nan)

@@ -1,0 +1,171 @@
+"""Loading a checkpoint into a layer: all of it, or nothing."""
+
+from __future__ import annotations
+
+import copy
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import nn
+
+from moe_ops import checks
+from moe_ops.layers.parameters import parameter_specs
+from moe_ops.loading.names import LAYOUTS, CheckpointLayout, prefixes_of
+from moe_ops.loading.placing import Placing
+from moe_ops.loading.sources import Source, entries
+
+if TYPE_CHECKING:
+    from moe_ops.layer import FusedMoE
+
+SHOWN = 4
+"""Names of each list that an error quotes."""
+
+
+class LoadReport(NamedTuple):
+    """What became of the tensors of a checkpoint."""
+
+    loaded: tuple[str, ...]
+    """Names of tensors of which this rank took something."""
+    missing: tuple[str, ...]
+    """Parts of parameters that nothing was loaded for: ``w13_weight[5].w1`` is the gate projection
+    of expert 5."""
+    duplicated: tuple[str, ...]
+    """Names of tensors for parts that had been loaded before; the first one counts."""
+    unexpected: tuple[str, ...]
+    """Names under the prefix that mean nothing to this layer."""
+    mismatched: tuple[str, ...]
+    """Names of tensors that do not fit, and why."""
+
+    @property
+    def is_complete(self) -> bool:
+        """Everything was there, and nothing else."""
+        return not (self.missing or self.duplicated or self.unexpected or self.mismatched)
+
+
+@torch.no_grad()
+def load_checkpoint(
+    layer: FusedMoE,
+    source: Source,
+    *,
+    prefix: str = "",
+    strict: bool = True,
+    progress: bool = True,
+    layout: CheckpointLayout | str = "auto",
+) -> LoadReport:
+    """Load this rank's part of a layer from a checkpoint.
+
+    Tensors are read one by one, from one file at a time, and experts of other ranks are not read.
+    They go into new tensors, which are copied into the parameters when everything is there: a load
+    that fails leaves the layer as it was.
+
+    Known are tensors of one expert (``experts.3.gate_proj.weight``, ``experts.3.w1.weight``) and of
+    all of them (``experts.gate_up_proj``, ``experts.down_proj_blocks``, ``w13_weight``), with the
+    scales and zero points of fine-grained fp8, compressed-tensors, ModelOpt, AWQ, GPTQ and gpt-oss.
+    A scheme's blocks are refined where they would not fit a rank's part of I: `aligned_sizes`.
+
+    Args:
+        layer: its parameters hold real memory (not ``meta``).
+        source: a safetensors file, several of them, a folder, an index, a mapping of names to
+            tensors, or an iterable of ``(name, tensor)``.
+        prefix: what the names of this layer begin with, up to or including ``experts.``; empty:
+            the layer's own. The router's and shared experts' tensors under it are left alone, but
+            for the correction bias of a layer that has one.
+        strict: raise for anything that is missing, twice there, unknown or does not fit. Otherwise
+            what fits is loaded, and the rest stays as it is: complete the layer, then call its
+            ``process_weights_after_loading``.
+        progress: show a bar, where tqdm is installed.
+        layout: a name of `LAYOUTS`, or a `CheckpointLayout`, for what shapes do not say.
+
+    Returns:
+        A `LoadReport`.
+
+    Raises:
+        ValueError: not complete and ``strict``; a broken file; a layer on ``meta``.
+        FileNotFoundError: a file that is not there.
+        TypeError: no such kind of source.
+        NotImplementedError: blocks of several rows in a layer whose gate and up rows alternate.
+
+    Source:
+        The loading of vLLM's and transformers' models; there parts that are missing are left
+        undefined.
+    """
+    if isinstance(layout, str):
+        checks.one_of("layout", layout, list(LAYOUTS))
+        layout = LAYOUTS[layout]
+    if layer.w13_weight.is_meta:
+        raise ValueError("layer must have memory (call to_empty first), got parameters on meta")
+    prefix = prefix or layer.prefix
+    stage = _staged(layer)
+    placing = Placing(stage, layout)
+    ignored: list[str] = []
+    for entry in entries(source, prefix, progress=progress):
+        if entry.name.startswith(prefix):
+            placing.take(entry, entry.name[len(prefix) :])
+        else:
+            ignored.append(entry.name)
+    placing.finish()
+    report = LoadReport(*map(tuple, placing.report()))
+    if strict and not report.is_complete:
+        raise ValueError(_message(report, prefix, ignored))
+    if not strict:
+        _keep_missing(layer, stage, placing)
+    if not report.missing:
+        stage.quant_method.process_weights_after_loading(stage)
+    _commit(layer, stage, placing)
+    return report
+
+
+def _staged(layer: FusedMoE) -> FusedMoE:
+    """The same layer with parameters of its own, in the sizes that a checkpoint needs."""
+    stage = copy.copy(layer)
+    stage._parameters = {}
+    stage.sizes = layer.aligned_sizes()
+    stage.quant_method.create_weights(stage, stage.sizes, layer.w13_weight.device)
+    return stage
+
+
+def _keep_missing(layer: FusedMoE, stage: FusedMoE, placing: Placing) -> None:
+    """Parts that were not loaded are what they were; zeros where the sizes have changed."""
+    if layer.sizes != stage.sizes:
+        return
+    for missing in placing.missing():
+        for row in stage.rows_of(missing.expert):
+            old, new = (getattr(x, missing.spec.name).data[row] for x in (layer, stage))
+            stage.part(new, missing.spec, missing.shard).copy_(
+                stage.part(old, missing.spec, missing.shard)
+            )
+
+
+def _commit(layer: FusedMoE, stage: FusedMoE, placing: Placing) -> None:
+    """Overwrite the parameters where they are, so that captured graphs see them."""
+    if layer.sizes != stage.sizes and layer.kernel is not None:
+        raise ValueError(
+            f"layer must get its kernel after loading, which makes its scheme "
+            f"{stage.sizes.scheme.name}, got a kernel for {layer.sizes.scheme.name}"
+        )
+    for name in parameter_specs(stage.sizes):
+        old: Any = getattr(layer, name)
+        new: nn.Parameter = getattr(stage, name)
+        if old.shape == new.shape:
+            old.data.copy_(new)
+        else:
+            layer.register_parameter(name, new)
+    layer.sizes = stage.sizes
+    if placing.correction_bias is not None and layer.e_score_correction_bias is not None:
+        layer.e_score_correction_bias.copy_(placing.correction_bias)
+
+
+def _message(report: LoadReport, prefix: str, ignored: list[str]) -> str:
+    """What is wrong, with some names of each kind."""
+    parts = []
+    for kind in ("missing", "duplicated", "unexpected", "mismatched"):
+        names = getattr(report, kind)
+        if names:
+            more = ", ..." if len(names) > SHOWN else ""
+            parts.append(f"{len(names)} {kind} ({', '.join(names[:SHOWN])}{more})")
+    message = f"source must hold this layer exactly, got {'; '.join(parts)}"
+    if not report.loaded:
+        known = prefixes_of([*ignored, *(prefix + name for name in report.unexpected)])
+        if known:
+            message += f". Nothing was loaded with prefix {prefix!r}: names begin with {known}"
+    return message

@@ -1,0 +1,127 @@
+"""What the name of a tensor in a checkpoint says: which weight, which expert, and what of it."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import NamedTuple
+
+SHARDS = ("w1", "w2", "w3")
+"""Gate, down and up projection, as checkpoints of Mixtral call them."""
+
+PROJECTIONS = {
+    "w1": "w1", "gate_proj": "w1", "linear_1": "w1",
+    "w3": "w3", "up_proj": "w3", "linear_v": "w3",
+    "w2": "w2", "down_proj": "w2", "output_linear": "w2",
+    "w13": "w13", "gate_up_proj": "w13", "input_linear": "w13",
+}  # fmt: skip
+"""``w13`` is gate and up in one tensor."""
+
+KINDS = {
+    "weight": "weight", "weight_packed": "weight", "qweight": "weight", "blocks": "weight",
+    "weight_scale": "scale", "weight_scale_inv": "scale", "scale": "scale", "scales": "scale",
+    "scale_inv": "scale", "qscale_weight": "scale",
+    "weight_scale_2": "global_scale", "weight_global_scale": "global_scale",
+    "weight_zero_point": "zero_point", "qzeros": "zero_point",
+    "input_scale": "input_scale", "activation_scale": "input_scale",
+    "qscale_act": "input_scale", "input_global_scale": "input_global_scale",
+    "bias": "bias", "weight_g_idx": "g_idx", "g_idx": "g_idx", "weight_shape": "shape",
+}  # fmt: skip
+"""The last part of a name, and what it is. Scales multiply, except those in `DIVISORS`."""
+
+DIVISORS = ("weight_global_scale", "input_global_scale")
+UNUSED_WHERE_ABSENT = ("input_scale", "input_global_scale", "shape")
+"""Kinds that a layer without such a parameter does not need."""
+
+
+class Piece(NamedTuple):
+    """What one tensor is."""
+
+    shard: str
+    """``w1``, ``w2``, ``w3``, or ``w13`` for gate and up together."""
+    kind: str
+    suffix: str
+    expert: int | None = None
+    """None: all experts, along the first axis."""
+    is_shared: bool = False
+    """Of the shared experts, which are side by side along I."""
+
+
+@dataclass(frozen=True)
+class CheckpointLayout:
+    """What the shapes of a checkpoint do not say. ``None``: found out.
+
+    Args:
+        transposed: tensors of all experts are ``(E, H, 2I)`` and ``(E, I, H)`` instead of
+            ``(E, 2I, H)`` and ``(E, H, I)``. Found out unless both tensors are square.
+        interleaved: gate and up rows alternate in tensors of both. None: if and only if the layer's
+            activation takes them so.
+        awq: 4-bit ``qweight`` is packed as AWQ does. None: by its shape.
+        zeros_plus_one: GPTQ's ``qzeros`` are one less than the zero points (version 1 of it).
+    """
+
+    transposed: bool | None = None
+    interleaved: bool | None = None
+    awq: bool | None = None
+    zeros_plus_one: bool = True
+
+
+LAYOUTS = {
+    "auto": CheckpointLayout(),
+    "fused": CheckpointLayout(transposed=False, interleaved=False),
+    "llama4": CheckpointLayout(transposed=True, interleaved=False),
+    "gpt_oss": CheckpointLayout(transposed=True, interleaved=True),
+    "awq": CheckpointLayout(awq=True),
+    "gptq": CheckpointLayout(awq=False),
+    "gptq_v2": CheckpointLayout(awq=False, zeros_plus_one=False),
+}
+"""By name."""
+
+_PROJECTION = "|".join(sorted(PROJECTIONS, key=len, reverse=True))
+_SUFFIX = "|".join(sorted(KINDS, key=len, reverse=True))
+_ONE = re.compile(rf"(?:experts\.)?(\d+)\.({_PROJECTION})\.({_SUFFIX})")
+_ALL = re.compile(rf"(?:experts\.)?({_PROJECTION})(?:[._]({_SUFFIX}))?")
+_SHARED = re.compile(rf"shared_experts?\.({_PROJECTION})\.({_SUFFIX})")
+_OTHERS = re.compile(
+    r"(gate|router|wg|shared_experts?|shared_mlp|shared_expert_gate|shared_experts_gate|"
+    r"e_score_correction_bias)(\.|$)"
+)
+_BIAS = re.compile(r"(?:(?:gate|router)\.)?e_score_correction_bias")
+
+
+def parse(name: str) -> Piece | None:
+    """What a tensor is by its name behind the prefix; None: nothing of the experts.
+
+    ``experts.3.gate_proj.weight_scale_inv``, ``3.w1.weight``, ``experts.gate_up_proj``,
+    ``experts.down_proj_bias``, ``w13_weight``, ``shared_experts.up_proj.weight``.
+    """
+    if match := _ONE.fullmatch(name):
+        return Piece(PROJECTIONS[match[2]], KINDS[match[3]], match[3], int(match[1]))
+    if match := _SHARED.fullmatch(name):
+        return Piece(PROJECTIONS[match[1]], KINDS[match[2]], match[2], is_shared=True)
+    if match := _ALL.fullmatch(name):
+        suffix = match[2] or "weight"
+        return Piece(PROJECTIONS[match[1]], KINDS[suffix], suffix)
+    return None
+
+
+def is_correction_bias(name: str) -> bool:
+    """The router's bias, which the layer may hold."""
+    return _BIAS.fullmatch(name) is not None
+
+
+def is_beside_experts(name: str) -> bool:
+    """A tensor of the same block that is not of the routed experts: the caller's business."""
+    return _OTHERS.match(name) is not None
+
+
+def suffix_of(weight_name: str) -> str:
+    """The last part of a name that is in `KINDS`, or ``""``."""
+    match = re.search(rf"(?:^|[._])({_SUFFIX})$", weight_name)
+    return match[1] if match else ""
+
+
+def prefixes_of(names: list[str]) -> list[str]:
+    """With what ``names`` of experts begin: what a caller may have meant."""
+    found = dict.fromkeys(name.split("experts.")[0] for name in names if "experts." in name)
+    return list(found)[:5]

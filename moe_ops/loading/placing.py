@@ -1,0 +1,241 @@
+"""Tensors of a checkpoint, one after another, into the experts of a layer; and what was wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+
+from moe_ops.layers.parameters import SUFFIX, ParameterSpec, parameter_specs
+from moe_ops.loading import names
+from moe_ops.loading.names import CheckpointLayout, Piece
+from moe_ops.loading.sources import Entry
+from moe_ops.loading.split import halves
+from moe_ops.loading.stored import Form, canonical
+
+if TYPE_CHECKING:
+    from moe_ops.layer import FusedMoE
+
+
+class Part(NamedTuple):
+    """One expert's projection in one parameter."""
+
+    spec: ParameterSpec
+    expert: int
+    shard: str
+
+    def __str__(self) -> str:
+        return f"{self.spec.name}[{self.expert}].{self.shard}"
+
+
+class Placing:
+    """Puts tensors into a layer that is being filled, and keeps account.
+
+    Args:
+        layer: is overwritten.
+        layout: what shapes do not say.
+    """
+
+    def __init__(self, layer: FusedMoE, layout: CheckpointLayout) -> None:
+        self.layer, self.layout = layer, layout
+        self.specs = parameter_specs(layer.sizes)
+        self.correction_bias: Tensor | None = None
+        self.loaded: list[str] = []
+        self.duplicated: list[str] = []
+        self.unexpected: list[str] = []
+        self.mismatched: list[str] = []
+        self._taken: set[tuple[str, int, str]] = set()
+        self._later: list[tuple[Entry, Piece]] = []
+
+    def take(self, entry: Entry, relative: str) -> None:
+        """One tensor, by its name behind the prefix."""
+        piece = names.parse(relative)
+        has_shared = len(self.layer.placement.logical) > self._shared_from()
+        if names.is_correction_bias(relative):
+            self._take_correction_bias(entry)
+        elif piece is None or (piece.is_shared and not has_shared):
+            if not names.is_beside_experts(relative):
+                self.unexpected.append(entry.name)
+        else:
+            self._guarded(self._take, entry, self._own_shard(piece))
+
+    def finish(self) -> None:
+        """What had to wait for other tensors."""
+        later, self._later = self._later, []
+        for entry, piece in later:
+            if self._waits(entry, piece):
+                field = "awq" if piece.suffix == "qzeros" else "transposed"
+                self.mismatched.append(f"{entry.name}: layout must say {field}: no shape does")
+            else:
+                self._guarded(self._place, entry, piece)
+
+    def missing(self) -> Iterator[Part]:
+        """What this rank needs and did not get."""
+        gate_and_up = ("w1", "w3") if self.layer.sizes.gated else ("w1",)
+        experts = [e for e in dict.fromkeys(self.layer.placement.logical) if self.layer.rows_of(e)]
+        for spec in self.specs.values():
+            for expert in experts:
+                shards = gate_and_up if spec.is_w13 else ("w2",)
+                absent = [s for s in shards if (spec.name, expert, s) not in self._taken]
+                if spec.kind == "input_scale" and len(absent) < len(shards):
+                    continue  # gate and up have the same input
+                yield from (Part(spec, expert, shard) for shard in absent)
+
+    def report(self) -> tuple[list[str], ...]:
+        """The lists of a `LoadReport`."""
+        missing = list(map(str, self.missing()))
+        return self.loaded, missing, self.duplicated, self.unexpected, self.mismatched
+
+    def _guarded(self, step: Callable[[Entry, Piece], None], entry: Entry, piece: Piece) -> None:
+        try:
+            step(entry, piece)
+        except (TypeError, ValueError) as error:
+            self.mismatched.append(f"{entry.name}: {error}")
+
+    def _take(self, entry: Entry, piece: Piece) -> None:
+        if self._spec(piece) is None:
+            self._without_parameter(entry, piece)
+        elif self._claim(entry, piece):
+            if self._waits(entry, piece):
+                self._later.append((entry, piece))
+            else:
+                self._place(entry, piece)
+
+    def _spec(self, piece: Piece) -> ParameterSpec | None:
+        which = "w2" if piece.shard == "w2" else "w13"
+        return self.specs.get(f"{which}_{SUFFIX.get(piece.kind)}")
+
+    def _own_shard(self, piece: Piece) -> Piece:
+        """Without a gate, the projection up is the whole first weight."""
+        if self.layer.sizes.gated or piece.shard == "w2":
+            return piece
+        return piece._replace(shard="w1")
+
+    def _shared_from(self) -> int:
+        return len(self.layer.placement.logical) - self.layer.routing["num_fused_shared_experts"]
+
+    def _experts(self, piece: Piece) -> list[int]:
+        """The logical experts that a tensor is of."""
+        if piece.is_shared:
+            first = self.layer.num_experts
+            return [*range(first, first + self.layer.routing["num_fused_shared_experts"])]
+        return [piece.expert] if piece.expert is not None else [*range(self.layer.num_experts)]
+
+    def _claim(self, entry: Entry, piece: Piece) -> bool:
+        """Note what a tensor is for; whether this rank is to read it."""
+        spec, experts = self._spec(piece), self._experts(piece)
+        if spec is None or experts[-1] >= len(set(self.layer.placement.logical)):
+            self.unexpected.append(entry.name)
+            return False
+        shards = ("w1", "w3") if piece.shard == "w13" else (piece.shard,)
+        parts = {(spec.name, expert, shard) for expert in experts for shard in shards}
+        if parts & self._taken:
+            self.duplicated.append(entry.name)
+            return False
+        self._taken |= parts
+        return any(map(self.layer.rows_of, experts))
+
+    def _waits(self, entry: Entry, piece: Piece) -> bool:
+        """Whether its layout is not known yet; tensors that show it are looked at."""
+        layout = self.layout
+        if piece.suffix in ("qweight", "qzeros") and layout.awq is None:
+            if piece.suffix == "qzeros":
+                return True
+            rows = entry.read().shape[0]
+            self.layout = replace(layout, awq=rows == self._form(piece).k)
+        if self._may_be_transposed(piece) and layout.transposed is None:
+            form, shape = self._form(piece), tuple(entry.read().shape[1:])
+            if form.n == form.k:
+                return True
+            self.layout = replace(layout, transposed=shape == (form.k, form.n))
+        return False
+
+    def _may_be_transposed(self, piece: Piece) -> bool:
+        one_or_packed = piece.expert is not None or piece.is_shared
+        unquantized = self.layer.sizes.scheme.weight is None
+        return piece.kind == "weight" and unquantized and not one_or_packed
+
+    def _form(self, piece: Piece) -> Form:
+        spec = self._spec(piece)
+        if spec is None:
+            raise ValueError("no parameter takes it")
+        form = self.layer.form(spec, piece.shard, self.layout)
+        if not piece.is_shared:
+            return form
+        count = self.layer.routing["num_fused_shared_experts"]
+        return (
+            form._replace(k=form.k * count)
+            if piece.shard == "w2"
+            else (form._replace(n=form.n * count))
+        )
+
+    def _place(self, entry: Entry, piece: Piece) -> None:
+        """Read a tensor and copy it to the rows of its experts."""
+        x, layer = entry.read(), self.layer
+        experts, form = self._experts(piece), self._form(piece)
+        if piece.expert is None and not piece.is_shared and x.shape[:1] != (len(experts),):
+            raise ValueError(f"shape must begin with {len(experts)} experts, got {tuple(x.shape)}")
+        if self._may_be_transposed(piece) and self.layout.transposed:
+            x = x.transpose(-1, -2)
+        for i, expert in enumerate(experts):
+            rows = layer.rows_of(expert)
+            if not rows:
+                continue
+            one = x[i] if piece.expert is None and not piece.is_shared else x
+            for shard, part in self._canonical(one.to(layer.w13_weight.device), piece, form):
+                if piece.is_shared and len(experts) > 1 and part.dim():
+                    axis = min(int(shard == "w2"), part.dim() - 1)
+                    part = part.chunk(len(experts), axis)[i]
+                self._copy(piece, shard, part, rows)
+        self.loaded.append(entry.name)
+
+    def _canonical(self, x: Tensor, piece: Piece, form: Form) -> Iterator[tuple[str, Tensor]]:
+        if piece.shard != "w13":
+            yield piece.shard, canonical(piece.kind, x, piece.suffix, form)
+            return
+        interleaved = self.layout.interleaved
+        if interleaved is None:
+            interleaved = self.layer.sizes.interleaved
+        yield from zip(("w1", "w3"), halves(piece, x, form, interleaved), strict=True)
+
+    def _copy(self, piece: Piece, shard: str, x: Tensor, rows: list[int]) -> None:
+        spec = self._spec(piece)
+        if spec is None:
+            return
+        for row in rows:
+            self.layer.place(getattr(self.layer, spec.name), spec, x, shard, row)
+
+    def _take_correction_bias(self, entry: Entry) -> None:
+        if self.layer.e_score_correction_bias is None:
+            return
+        x, shape = entry.read(), tuple(self.layer.e_score_correction_bias.shape)
+        if tuple(x.shape) != shape:
+            self.mismatched.append(f"{entry.name}: shape must be {shape}, got {tuple(x.shape)}")
+            return
+        self.correction_bias = x
+        self.loaded.append(entry.name)
+
+    def _without_parameter(self, entry: Entry, piece: Piece) -> None:
+        """Tensors that a layer of this scheme may lack: such that say nothing new."""
+        if piece.kind in names.UNUSED_WHERE_ABSENT:
+            return
+        quant = self.layer.checkpoint_scheme.weight
+        if piece.kind == "g_idx" and quant is not None and quant.group.cols > 0:
+            groups = entry.read()
+            plain = torch.arange(groups.numel(), device=groups.device) // quant.group.cols
+            if not torch.equal(groups.flatten().long(), plain):
+                raise ValueError("columns must be in the order of their groups (no act-order)")
+        elif piece.suffix == "qzeros" and quant is not None and quant.element.offset:
+            self._check_symmetric(entry.read(), quant.element.offset)
+        else:
+            self.unexpected.append(entry.name)
+
+    def _check_symmetric(self, words: Tensor, offset: int) -> None:
+        """Zero points of a scheme without any are all the offset; GPTQ's may be one less."""
+        values = words.contiguous().view(torch.uint8)
+        codes = torch.stack((values & 15, values >> 4)) if offset == 8 else values
+        if not any(bool((codes == offset - less).all()) for less in (0, 1)):
+            raise ValueError(f"zero points must all be {offset} for a scheme without them")

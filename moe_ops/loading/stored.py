@@ -1,0 +1,230 @@
+"""Tensors of checkpoints as this library stores them, before they are cut over ranks.
+
+The canonical form of one expert's projection of N rows and K columns: weights ``(N, K)`` or packed
+``(N, K / 2)``; scales ``(N, 1)``, ``(N,)``, blocks of the layer's own size or, of a whole tensor,
+``()``; zero points one to an entry ``(N, G)``; biases ``(N,)``; single numbers ``()``.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from moe_ops import checks
+from moe_ops.loading.names import DIVISORS, CheckpointLayout
+from moe_ops.scheme import WHOLE, Quant
+from moe_ops.scheme.formats import e8m0_value, pack
+from moe_ops.tiles import cdiv
+
+AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
+"""Where in an AWQ word the columns 0, 1, 2, ... are."""
+_BYTES = (torch.uint8, torch.int8)
+_FLOATS = (*checks.FLOATS, torch.float64)
+
+
+class Form(NamedTuple):
+    """How a projection is to be stored."""
+
+    n: int
+    k: int
+    dtype: torch.dtype
+    """Of the parameter that takes it."""
+    quant: Quant | None
+    """As checkpoints of the layer's scheme have it."""
+    own: Quant | None
+    """As the layer has it: the same, or smaller blocks."""
+    layout: CheckpointLayout
+
+
+def canonical(kind: str, x: Tensor, suffix: str, form: Form) -> Tensor:
+    """``x`` in the canonical form.
+
+    Args:
+        kind: a kind of `ParameterSpec`.
+        x: a tensor of a checkpoint, without an axis for experts.
+        suffix: the end of its name.
+        form: what is wanted.
+
+    Raises:
+        ValueError: another shape, or numbers that are not finite.
+        TypeError: another dtype.
+    """
+    return _RULES[kind](x, suffix, form)
+
+
+def _expect(x: Tensor, *shapes: tuple[int, ...]) -> None:
+    if tuple(x.shape) not in shapes:
+        names = " or ".join(map(str, dict.fromkeys(shapes)))
+        raise ValueError(f"shape must be {names}, got {tuple(x.shape)}")
+
+
+def _expect_dtype(x: Tensor, *dtypes: torch.dtype) -> None:
+    if x.dtype not in dtypes:
+        raise TypeError(f"dtype must be one of {list(dtypes)}, got {x.dtype}")
+
+
+def _weight(x: Tensor, suffix: str, form: Form) -> Tensor:
+    n, k, quant = form.n, form.k, form.quant
+    if quant is None:
+        _expect_dtype(x, *_FLOATS)
+        _expect(x, (n, k))
+        return x
+    bits = quant.element.stored_bits
+    per_word = 32 // bits
+    if suffix == "qweight":
+        return _qweight(x, bits, form)
+    if suffix == "blocks":  # (N, K / 32, 16)
+        x = x.flatten(-2)
+    if x.dtype == torch.int32 and quant.dtype == torch.uint8:
+        _expect(x, (n, k // per_word))
+        return x.contiguous().view(torch.uint8)
+    _expect(x, (n, k * bits // 8))
+    if quant.element.offset == 128 and x.dtype == torch.int8:
+        return x.view(torch.uint8) ^ 128
+    if quant.element.packed:
+        _expect_dtype(x, *_BYTES)
+        return x.view(torch.uint8)
+    _expect_dtype(x, quant.dtype)
+    return x
+
+
+def _qweight(x: Tensor, bits: int, form: Form) -> Tensor:
+    """AWQ ``(K, N / 8)`` or GPTQ ``(K / 8, N)``, int32."""
+    per_word = 32 // bits
+    _expect_dtype(x, torch.int32)
+    _expect(x, (form.k, form.n // per_word), (form.k // per_word, form.n))
+    codes = _awq(x, bits).t() if is_awq(x, form) else _words(x.t(), bits)
+    return pack(codes, 1) if bits == 4 else codes.contiguous()
+
+
+def is_awq(qweight: Tensor, form: Form) -> bool:
+    """By its shape, unless the layout says it."""
+    if form.layout.awq is not None:
+        return form.layout.awq
+    return qweight.shape[0] == form.k
+
+
+def _words(x: Tensor, bits: int) -> Tensor:
+    """int32 words as their numbers, the lowest bits first, along the last axis; uint8."""
+    shift = torch.arange(0, 32, bits, device=x.device)
+    return (x[..., None] >> shift & (2**bits - 1)).flatten(-2).to(torch.uint8)
+
+
+def _awq(x: Tensor, bits: int) -> Tensor:
+    """``(rows, words)`` as ``(rows, columns)``."""
+    words = _words(x, bits).unflatten(1, (-1, 32 // bits))
+    order = AWQ_ORDER if bits == 4 else range(32 // bits)
+    return words[..., list(order)].flatten(1)
+
+
+def _scale(x: Tensor, suffix: str, form: Form) -> Tensor:
+    n, k, quant, own = form.n, form.k, form.quant, form.own
+    if quant is None or own is None:
+        raise TypeError(f"no scale belongs to a layer without a scheme, got {x.dtype}")
+    x = _scale_numbers(x, quant, form.dtype)
+    if quant.per_tensor:
+        return _single(x)
+    shape = quant.weight_scale_shape(1, n, k)[1:]
+    if suffix == "scales" and x.dim() == 2 and tuple(x.shape) == shape[::-1] != shape:
+        x = x.t()  # AWQ and GPTQ: (G, N)
+    if len(shape) == 1:
+        _expect(x, (n,), (n, 1))
+        return x.reshape(n)
+    _expect(x, shape, *([shape[:1]] if shape[1] == 1 else []))
+    x = x.reshape(shape)
+    for axis, length in ((0, n), (1, k)):
+        x = _finer(x, axis, length, quant, own)
+    return x
+
+
+def _scale_numbers(x: Tensor, quant: Quant, dtype: torch.dtype) -> Tensor:
+    """In the dtype of the parameter; no NaN, no infinity."""
+    is_e8m0 = x.dtype in (torch.float8_e8m0fnu, torch.uint8)
+    if quant.scale == "e8m0":
+        _expect_dtype(x, torch.uint8, torch.float8_e8m0fnu)
+        x = x.view(torch.uint8)
+        good = x != 255
+    elif quant.scale == "e4m3":
+        _expect_dtype(x, torch.float8_e4m3fn)
+        good = x.float().isfinite()
+    else:
+        _expect_dtype(x, *_FLOATS, torch.uint8, torch.float8_e8m0fnu)
+        x = e8m0_value(x) if is_e8m0 else x
+        good = x.isfinite()
+        x = x.to(dtype)
+    if not good.all():
+        raise ValueError(f"scales must be finite, got {int((~good).sum())} that are not")
+    return x
+
+
+def _finer(x: Tensor, axis: int, length: int, quant: Quant, own: Quant) -> Tensor:
+    """Repeated where the layer's blocks are smaller."""
+    old, new = quant.group[axis], own.group[axis]
+    if old == new or WHOLE in (old, new):
+        return x
+    return x.repeat_interleave(old // new, axis).narrow(axis, 0, cdiv(length, new))
+
+
+def _zero_point(x: Tensor, suffix: str, form: Form) -> Tensor:
+    n, quant, own = form.n, form.quant, form.own
+    if quant is None or own is None:
+        raise TypeError(f"no zero point belongs to a layer without a scheme, got {x.dtype}")
+    bits, groups = quant.element.stored_bits, quant.weight_scale_shape(1, n, form.k)[2]
+    per_word = 32 // bits
+    if suffix == "qzeros":
+        _expect_dtype(x, torch.int32)
+        _expect(x, (groups, n // per_word))
+        if form.layout.awq:
+            x = _awq(x, bits).t()
+        else:
+            x = _words(x, bits).t() + int(form.layout.zeros_plus_one)
+    elif x.dtype == torch.int32:
+        _expect(x, (n // per_word, groups))
+        x = _words(x.t(), bits).t()
+    elif x.dtype == torch.int8:  # one to an entry, with a sign
+        _expect(x, (n, groups))
+        x = (x.int() + quant.element.offset).to(torch.uint8)
+    else:
+        _expect_dtype(x, torch.uint8)
+        packed = [(cdiv(n, 2), groups)] if bits == 4 else []
+        _expect(x, (n, groups), *packed)
+        if tuple(x.shape) != (n, groups):
+            x = torch.stack((x & 15, x >> 4), 1).flatten(0, 1)[:n]
+    return _finer(x, 1, form.k, quant, own)
+
+
+def _global_scale(x: Tensor, suffix: str, form: Form) -> Tensor:
+    value = _input_scale(x, suffix, form)
+    return 1 / value if suffix in DIVISORS else value
+
+
+def _input_scale(x: Tensor, suffix: str, form: Form) -> Tensor:
+    _expect_dtype(x, *_FLOATS)
+    value = _single(x).to(form.dtype)
+    if not (value.isfinite() and value > 0):
+        raise ValueError(f"the scale must be positive and finite, got {value.item()}")
+    return value
+
+
+def _single(x: Tensor) -> Tensor:
+    if x.numel() != 1:
+        raise ValueError(f"shape must be that of one number, got {tuple(x.shape)}")
+    return x.reshape(())
+
+
+def _bias(x: Tensor, suffix: str, form: Form) -> Tensor:
+    _expect_dtype(x, *_FLOATS)
+    _expect(x, (form.n,))
+    return x
+
+
+_RULES = {
+    "weight": _weight,
+    "scale": _scale,
+    "zero_point": _zero_point,
+    "global_scale": _global_scale,
+    "input_scale": _input_scale,
+    "bias": _bias,
+}

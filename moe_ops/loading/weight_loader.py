@@ -1,0 +1,242 @@
+"""Loading one tensor of a checkpoint into a layer: its part of this rank, at its place.
+
+A mixin of `moe_ops.FusedMoE`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+from torch.nn.functional import pad
+
+from moe_ops.layers.parameters import (
+    SUFFIX,
+    FusedMoeWeightScaleSupported,
+    ParameterSpec,
+    parameter_specs,
+)
+from moe_ops.loading.names import KINDS, SHARDS, CheckpointLayout, suffix_of
+from moe_ops.loading.steps import LoadSteps, copy_front
+from moe_ops.loading.stored import Form, canonical
+from moe_ops.parallel import make_expert_params_mapping
+from moe_ops.scheme.formats import pack
+
+if TYPE_CHECKING:
+    from moe_ops.layers import LayerSizes
+    from moe_ops.layers.options import ExpertPlacement
+
+SHARD_DIMS = {"w1": 0, "w2": 1, "w3": 0}
+"""The axis of one expert's projection that ranks share."""
+QUANT_METHODS = [method.value for method in FusedMoeWeightScaleSupported]
+
+
+class WeightLoading(LoadSteps):
+    """`weight_loader`, and what it is made of."""
+
+    if TYPE_CHECKING:
+        _parameters: dict[str, Any]
+        sizes: LayerSizes
+        placement: ExpertPlacement
+        moe_parallel_config: Any
+        checkpoint_scheme: Any
+        intermediate_size: int
+        model_hidden_size: int
+        num_experts: int
+        prefix: str
+        expert_mapping: Any
+
+        def aligned_sizes(self) -> LayerSizes: ...
+
+    def weight_loader(
+        self,
+        param: Tensor,
+        loaded_weight: Tensor,
+        weight_name: str,
+        shard_id: str,
+        expert_id: int,
+        return_success: bool = False,
+    ) -> bool | None:
+        """Copy one tensor of a checkpoint to its place in a parameter.
+
+        Args:
+            param: a parameter of this layer; its ``is_transposed``, where set, says that its last
+                two axes are swapped. (Or a tensor of the caller's, with a ``quant_method``.)
+            loaded_weight: one expert's projection, whole; 3-D: that of all experts, ``(E, N, K)``.
+            weight_name: its name, whose end says how it is stored.
+            shard_id: ``w1`` (gate), ``w2`` (down) or ``w3`` (up).
+            expert_id: the physical expert.
+            return_success: whether to return anything.
+
+        Returns:
+            With ``return_success``, whether something was copied: not for an expert that is not on
+            this rank, nor for a tensor that belongs to no parameter.
+
+        Raises:
+            ValueError: another ``shard_id`` or shape; input scales of gate and up that differ.
+            TypeError: another dtype.
+
+        Source:
+            vLLM ``FusedMoE.weight_loader``.
+        """
+        if shard_id not in SHARDS:
+            raise ValueError(f"shard_id must be ['w1','w2','w3'] but got {shard_id}.")
+        spec = self._spec_of(param)
+        if loaded_weight.dim() == 3 and spec is not None:
+            rows = [
+                (row, loaded_weight[expert])
+                for expert in range(loaded_weight.shape[0])
+                for row in self.rows_of(expert)
+            ]
+        else:
+            row = self._map_global_expert_id_to_local_expert_id(expert_id)
+            rows = [] if row == -1 else [(row, loaded_weight)]
+        done = False
+        for row, x in rows:
+            if spec is None:
+                done = self._load_by_name(param, x, weight_name, shard_id, row)
+            else:
+                self._load_stored(param, spec, x, weight_name, shard_id, row)
+                done = True
+        return done if return_success else None
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[str]:
+        """Load tensors by the names of ``expert_mapping``; yields those that were loaded.
+
+        `moe_ops.load_checkpoint` also checks that all are there.
+        """
+        mapping = self.expert_mapping or make_expert_params_mapping(
+            "gate_proj", "down_proj", "up_proj", self.num_experts,
+            len(self.placement.row) - self.num_experts,
+        )  # fmt: skip
+        for name, x in weights:
+            qualified = name if name.startswith("experts.") else f"experts.{name}"
+            done = False
+            for param_name, weight_name, expert, shard in mapping:
+                start = qualified.find(weight_name)
+                kind = KINDS.get(qualified[start + len(weight_name) :])
+                if start < 0 or kind not in SUFFIX:
+                    continue
+                which = "w13" if "w13" in param_name else "w2"
+                param = self._parameters.get(f"{which}_{SUFFIX[kind]}")
+                if param is not None:
+                    done |= bool(self.weight_loader(param, x, name, shard, expert, True))
+            if done:
+                yield name
+
+    def rows_of(self, logical: int) -> list[int]:
+        """Where this rank holds an expert: nowhere, or in one row or (with copies) several."""
+        place = self.placement
+        return [
+            row
+            for e, row in zip(place.logical, place.row, strict=True)
+            if e == logical and row >= 0
+        ]
+
+    def form(self, spec: ParameterSpec, shard_id: str, layout: CheckpointLayout) -> Form:
+        """How a projection is stored: ``w13`` as both halves of the first one."""
+        hidden, width = self.model_hidden_size, self.intermediate_size
+        n, k = {"w2": (hidden, width), "w13": (2 * width, hidden)}.get(shard_id, (width, hidden))
+        quant, own = self.checkpoint_scheme.weight, self.sizes.scheme.weight
+        return Form(n, k, spec.dtype, quant, own, layout)
+
+    def part(self, expert_data: Tensor, spec: ParameterSpec, shard_id: str) -> Tensor:
+        """What of one expert's row of a parameter is a shard's; a view."""
+        if shard_id == "w2" or not self.sizes.gated or expert_data.dim() == 0:
+            return expert_data
+        if self.sizes.interleaved:
+            return expert_data[int(shard_id == "w3") :: 2]
+        return expert_data.chunk(2)[int(shard_id == "w3")]
+
+    def place(self, param: Tensor, spec: ParameterSpec, x: Tensor, shard_id: str, row: int) -> None:
+        """Copy this rank's part of a tensor in its canonical form to row ``row`` of ``param``."""
+        expert_data = param.data[row]
+        if getattr(param, "is_transposed", False):
+            expert_data = expert_data.transpose(-1, -2)
+        shard_dim, tp_rank = SHARD_DIMS[shard_id], self.moe_parallel_config.tp_rank
+        if spec.kind == "bias" and shard_id == "w2":
+            expert_data.zero_()  # ranks are summed: one of them has the bias
+            if tp_rank == 0:
+                copy_front(expert_data, x)
+        elif spec.kind == "input_scale":
+            self._load_input_scale(param, x, row)
+        elif x.dim() == 0:
+            self._load_per_tensor_weight_scale(shard_id, param, x, row)
+        elif spec.kind == "scale" and (x.dim() == 1 or x.shape[1] == 1 and self._is_channel()):
+            self._load_per_channel_weight_scale(expert_data, shard_dim, shard_id, x, tp_rank)
+        else:
+            if spec.kind == "zero_point" and self._packs():
+                x = pack(pad(x, (0, 0, 0, x.shape[0] % 2)), 0)
+            part = (shard_dim, expert_data, shard_id, x, tp_rank)
+            self._load_model_weight_or_group_weight_scale(*part)
+
+    def _load_stored(
+        self, param: Tensor, spec: ParameterSpec, x: Tensor, name: str, shard_id: str, row: int
+    ) -> None:
+        """A tensor of a checkpoint, in whatever form."""
+        in_halves = spec.kind in ("scale", "zero_point") and self.sizes != self.aligned_sizes()
+        if in_halves and shard_id != "w2" and not self._is_channel():
+            raise ValueError(
+                f"quant_config must have blocks that divide the intermediate size "
+                f"{self.intermediate_size} (as {self.aligned_sizes().scheme.name}), so that gate "
+                f"and up have scales of their own, got {self.sizes.scheme.name}"
+            )
+        form = self.form(spec, shard_id, CheckpointLayout())
+        try:
+            x = canonical(spec.kind, x.to(param.device), suffix_of(name), form)
+        except (TypeError, ValueError) as error:
+            raise type(error)(f"{name} ({spec.name}): {error}") from None
+        self.place(param, spec, x, shard_id, row)
+
+    def _load_by_name(self, param: Tensor, x: Tensor, name: str, shard_id: str, row: int) -> bool:
+        """Into a tensor that is no parameter of this layer, by its name and ``quant_method``."""
+        shard_dim, tp_rank = SHARD_DIMS[shard_id], self.moe_parallel_config.tp_rank
+        expert_data = param.data[row] if param.dim() > 1 else param.data
+        if "g_idx" in name:
+            self._load_g_idx(shard_id, expert_data, 0, x, tp_rank)
+        elif any(word in name for word in ("scale", "zero", "offset")):
+            method = getattr(param, "quant_method", None)
+            if method not in QUANT_METHODS:
+                raise ValueError(f"quant method must be one of {QUANT_METHODS}, got {method}")
+            if method == "tensor":
+                self._load_per_tensor_weight_scale(shard_id, param, x, row)
+            elif method == "channel":
+                arguments = (expert_data, shard_dim, shard_id, x, tp_rank)
+                self._load_per_channel_weight_scale(*arguments)
+            else:
+                full = bool(getattr(param, "load_full_w2", False))
+                part = (shard_dim, expert_data, shard_id, x, tp_rank, full)
+                self._load_model_weight_or_group_weight_scale(*part)
+        elif "weight_shape" in name:
+            self._load_single_value(param, x, row)
+        elif "weight" in name:
+            part = (shard_dim, expert_data, shard_id, x, tp_rank)
+            self._load_model_weight_or_group_weight_scale(*part)
+        else:
+            return False
+        return True
+
+    def _map_global_expert_id_to_local_expert_id(self, expert_id: int) -> int:
+        """The row of a physical expert; -1: another rank's."""
+        known = 0 <= expert_id < len(self.placement.row)
+        if not known:
+            raise ValueError(
+                f"expert_id must be in 0..{len(self.placement.row) - 1}, got {expert_id}"
+            )
+        return self.placement.row[expert_id]
+
+    def _spec_of(self, param: Tensor) -> ParameterSpec | None:
+        specs: Mapping[str, ParameterSpec] = parameter_specs(self.sizes)
+        for name, spec in specs.items():
+            if self._parameters.get(name) is param:
+                return spec
+        return None
+
+    def _is_channel(self) -> bool:
+        quant = self.sizes.scheme.weight
+        return quant is not None and quant.group.cols == -1
+
+    def _packs(self) -> bool:
+        quant = self.sizes.scheme.weight
+        return quant is not None and quant.element.packed
