@@ -137,11 +137,22 @@ def test_any_explanation_prints_and_is_json(scheme, device, rows, activation, to
 
 @pytest.mark.kernel
 @pytest.mark.skipif(not (HAS_CUDA or INTERPRETED), reason="no kernel runs")
-@pytest.mark.parametrize("scheme", ["unquantized", "fp8_block128", "int8_channel", "mxfp4_w4a16"])
+@pytest.mark.parametrize(
+    "scheme, activation",
+    [
+        ("unquantized", "silu"),
+        ("fp8_block128", "silu"),
+        ("fp8_block64x32", "swigluoai"),
+        ("int8_channel", "silu"),
+        ("mxfp4_w4a16", "silu"),
+    ],
+)
 @pytest.mark.parametrize(
     "tokens, experts, rows", [(6, 8, None), (40, 2, None), (6, 8, 8), (20, 2, 20)]
 )
-def test_explained_tiles_are_those_that_run(scheme, tokens, experts, rows, device, monkeypatch):
+def test_explained_tiles_are_those_that_run(
+    scheme, activation, tokens, experts, rows, device, monkeypatch
+):
     """The constants of the launches, for every class that multiplies with the library's kernels."""
     from moe_ops.kernels.launch import Launch
 
@@ -154,8 +165,9 @@ def test_explained_tiles_are_those_that_run(scheme, tokens, experts, rows, devic
 
     monkeypatch.setattr(Launch, "__call__", record)
     config = replace(
-        STANDARD, device=device, num_experts=experts, num_local_experts=experts, max_num_tokens=rows
-    )
+        STANDARD, device=device, num_experts=experts, num_local_experts=experts,
+        max_num_tokens=rows, activation=activation,
+    )  # fmt: skip
     arguments, quant = layer_inputs(config, scheme, device, tokens)
     target = None if HAS_CUDA else "sm_90"
     for cls in CANDIDATES:
@@ -163,7 +175,7 @@ def test_explained_tiles_are_those_that_run(scheme, tokens, experts, rows, devic
         if cls.ACTIVATES_IN_GEMM1 is None or cls.is_monolithic() or not serves:
             continue
         seen.clear()
-        moe_ops.select_kernel(config, quant, experts=cls).apply(*arguments)
+        moe_ops.select_kernel(config, quant, experts=cls).apply(*arguments, activation)
         (cost,) = moe_ops.explain(
             config, quant, device=target, num_tokens=(tokens,), candidates=(cls,)
         ).costs
