@@ -9,7 +9,7 @@ from moe_ops.loading.names import Piece
 from moe_ops.loading.stored import Form, canonical
 
 
-def halves(piece: Piece, x: Tensor, form: Form, interleaved: bool) -> tuple[Tensor, Tensor]:  # noqa: FBT001
+def halves(piece: Piece, x: Tensor, form: Form, interleaved: bool) -> tuple[Tensor, Tensor]:
     """One expert's gate and up projection, canonical, from a tensor of both.
 
     Args:

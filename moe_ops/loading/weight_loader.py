@@ -47,7 +47,9 @@ class WeightLoading(LoadSteps):
         prefix: str
         expert_mapping: Any
 
-        def aligned_sizes(self) -> LayerSizes: ...
+        def aligned_sizes(self) -> LayerSizes:
+            """See `moe_ops.FusedMoE`."""
+            ...
 
     def weight_loader(
         self,
@@ -127,12 +129,8 @@ class WeightLoading(LoadSteps):
 
     def rows_of(self, logical: int) -> list[int]:
         """Where this rank holds an expert: nowhere, or in one row or (with copies) several."""
-        place = self.placement
-        return [
-            row
-            for e, row in zip(place.logical, place.row, strict=True)
-            if e == logical and row >= 0
-        ]
+        pairs = zip(self.placement.logical, self.placement.row, strict=True)
+        return [row for expert, row in pairs if expert == logical and row >= 0]
 
     def form(self, spec: ParameterSpec, shard_id: str, layout: CheckpointLayout) -> Form:
         """How a projection is stored: ``w13`` as both halves of the first one."""
@@ -206,8 +204,9 @@ class WeightLoading(LoadSteps):
                 self._load_per_channel_weight_scale(*arguments)
             else:
                 full = bool(getattr(param, "load_full_w2", False))
-                part = (shard_dim, expert_data, shard_id, x, tp_rank, full)
-                self._load_model_weight_or_group_weight_scale(*part)
+                self._load_model_weight_or_group_weight_scale(
+                    shard_dim, expert_data, shard_id, x, tp_rank, full
+                )
         elif "weight_shape" in name:
             self._load_single_value(param, x, row)
         elif "weight" in name:
