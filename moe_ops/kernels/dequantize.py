@@ -7,8 +7,8 @@ For 16-bit activations two neighbours along K are handled at once, in the 16-bit
 * Small floats are moved to where the wider float has its sign, exponent and mantissa. That is the
   number (a subnormal one, too) times a power of two, which the next product takes away.
 
-Both are exact. Scales that span a whole step of K multiply the step's product in float32; smaller
-groups multiply the weights, rounded once.
+Both are exact. Scales of groups that a step of K does not leave multiply the step's product in
+float32, if the tile has few rows; else scales multiply the weights, rounded once.
 """
 
 from __future__ import annotations
@@ -40,16 +40,12 @@ class Format(NamedTuple):
     """``float``; or bytes: ``e8m0``, ``e4m3``."""
     cols: int | None
     """Elements along K that share a scale; None: all."""
+    in_tile: bool
+    """Whether scales multiply the weights instead of a step's product."""
     rows: int
     """Weight rows that share a scale."""
     global_rows: int
     """Weight rows that share a global scale."""
-
-
-@triton.constexpr_function
-def scales_in_tile(BLOCK_K, cols):
-    """Whether a step of BLOCK_K meets several groups, so that scales multiply the weights."""
-    return cols is not None and cols < BLOCK_K
 
 
 @triton.constexpr_function
@@ -193,19 +189,21 @@ def scale_value(stored, FORMAT: tl.constexpr):
 def dequantize(
     stored, scale, zero_point, DTYPE: tl.constexpr, BLOCK_K: tl.constexpr, FORMAT: tl.constexpr
 ):
-    """A tile of weights (BLOCK_K, N) in DTYPE, times ``scale`` (G, N) where G > 1."""
+    """A tile of weights (BLOCK_K, N) in DTYPE, times ``scale`` (G, N) if that is to be here."""
+    # A product with a scale is rounded once, in DTYPE as in float32, where DTYPE holds the scale.
+    HOLDS: tl.constexpr = (
+        scale.dtype == DTYPE
+        or FORMAT.scale == "e4m3"
+        or (FORMAT.scale == "e8m0" and tl.bfloat16 == DTYPE)
+    )
+    COMPUTE: tl.constexpr = DTYPE if HOLDS else tl.float32
     value = numbers(stored, DTYPE, FORMAT)
     if FORMAT.exponent > 0:
         MISSING: tl.constexpr = missing(DTYPE, FORMAT.exponent)
         value *= constant(MISSING, DTYPE)
     if zero_point is not None:
         value -= spread(zero_point, BLOCK_K).to(DTYPE)
-    if scales_in_tile(BLOCK_K, FORMAT.cols):
-        # Rounded once: in bf16 as in float32, where bf16 holds the scale.
-        IN_BF16: tl.constexpr = tl.bfloat16 == DTYPE and (
-            FORMAT.scale != "float" or scale.dtype == tl.bfloat16
-        )
-        COMPUTE: tl.constexpr = tl.bfloat16 if IN_BF16 else tl.float32
+    if FORMAT.in_tile:
         factor = spread(scale_value(scale, FORMAT).to(COMPUTE), BLOCK_K)
         value = (value.to(COMPUTE) * factor).to(DTYPE)
     return value

@@ -63,7 +63,7 @@ def _make(n: int, k: int, top_k: int, tiles: TileConfig, variant: _Variant) -> L
         K=k,
         TOP_K=top_k,
         RULE=formula(variant.activation) if variant.activation else None,
-        FORMAT=_format(n, variant),
+        FORMAT=_format(n, tiles, variant),
         BLOCK_M=tiles.block_m,
         BLOCK_N=tiles.block_n,
         BLOCK_K=tiles.block_k,
@@ -73,9 +73,10 @@ def _make(n: int, k: int, top_k: int, tiles: TileConfig, variant: _Variant) -> L
     )
 
 
-def _format(n: int, variant: _Variant) -> Format:
-    """How weights lie for ``n`` output columns."""
+def _format(n: int, tiles: TileConfig, variant: _Variant) -> Format:
+    """How weights lie for ``n`` output columns in these tiles."""
     quant = get_scheme(variant.scheme).weight
+    cols = None if quant.group.cols == WHOLE else quant.group.cols
     rule = formula(variant.activation) if variant.activation else None
     gated, interleaved = rule is not None and rule.gated, rule is not None and rule.interleaved
     return Format(
@@ -87,7 +88,8 @@ def _format(n: int, variant: _Variant) -> Format:
         exponent=4 if quant.element.name == "fp8" else quant.element.exponent,
         offset=quant.element.offset,
         scale=quant.scale if quant.scale in ("e8m0", "e4m3") else "float",
-        cols=None if quant.group.cols == WHOLE else quant.group.cols,
+        cols=cols,
+        in_tile=cols is not None and (cols < tiles.block_k or tiles.block_m > 32),
         rows=variant.rows,
         global_rows=variant.global_rows,
     )

@@ -14,7 +14,6 @@ from moe_ops.kernels.dequantize import (
     dequantize,
     load_groups,
     scale_value,
-    scales_in_tile,
 )
 from moe_ops.kernels.gemm_tile import (
     activate,
@@ -56,7 +55,7 @@ def add_product(
     scale = load_groups(scales, start, inside, K, BLOCK_K, FORMAT)
     zero_point = load_zero_points(zero_points, row, start, inside, K, BLOCK_K, FORMAT)
     y = dequantize(stored, scale, zero_point, x.dtype, BLOCK_K, FORMAT)
-    if FORMAT.cols is None or scales_in_tile(BLOCK_K, FORMAT.cols):
+    if FORMAT.cols is None or FORMAT.in_tile:
         acc = tl.dot(x, y, acc, input_precision="ieee")
     else:
         acc += tl.dot(x, y, input_precision="ieee") * scale_value(scale, FORMAT)
