@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import moe_ops
+from moe_ops import ops
 from moe_ops.testing import assert_matches_reference
 
 pytestmark = pytest.mark.gpu
@@ -83,3 +84,29 @@ def test_tokens_of_every_elementwise_stage():
     assert torch.equal(rows[tail], x[tail])
     back = moe_ops.moe_unpermute(rows, weights, inverse, offset)
     assert torch.equal(back[tail], 2 * x[tail])
+
+
+def scaled(x, w, ids):
+    """The product of int8 rows and weights with scales of one."""
+    plan = ops.moe_align_block_size(ids, None, [16], len(w), False, True)
+    scales = torch.ones(len(x), 1, device=x.device), torch.ones(w.shape[:2], device=x.device)
+    sizes = ([16], ids.shape[1], "int8_channel", BF16)
+    return ops.scaled_gemm(x, scales[0], w, scales[1], None, *plan, *sizes)
+
+
+def integers(*shape):
+    return torch.randint(-127, 128, shape, device="cuda", dtype=torch.int8)
+
+
+def test_two_quantized_operands():
+    """The last experts, and the last slots, give what they give alone."""
+    E, N, K = 34, 16384, 8192
+    w, x = integers(E, N, K), integers(5, K)
+    assert w.numel() > 2**31
+    ids = torch.randint(E - 4, E, (5, 2), device="cuda", dtype=torch.int32)
+    assert torch.equal(scaled(x, w, ids), scaled(x, w[-4:].clone(), ids - (E - 4)))
+    T, k, N, K = 280_000, 8, 1024, 128
+    w, x = integers(16, N, K), integers(T, K)
+    assert T * k * N > 2**31
+    ids = torch.rand(T, 16, device="cuda").topk(k).indices.int()
+    assert torch.equal(scaled(x, w, ids)[-3 * k :], scaled(x[-3:], w, ids[-3:]))
