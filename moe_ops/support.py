@@ -7,19 +7,10 @@ from typing import NamedTuple
 import torch
 
 from moe_ops.activation import MoEActivation
-from moe_ops.scheme import SCHEMES, Quant
+from moe_ops.scheme import SCHEMES, min_capability
 
 ARCHITECTURES = (80, 90, 100, 120)
 """CUDA compute capabilities (times ten) that the tests compile kernels for."""
-
-
-def min_capability(activation: Quant | None) -> int:
-    """The lowest compute capability times ten at which kernels with such activations compile.
-
-    Triton's matrix products want 80, and those of e4m3 numbers 89. Stored weights do not matter:
-    where only those are quantized, their bits become numbers by integer operations.
-    """
-    return 89 if activation is not None and activation.dtype == torch.float8_e4m3fn else 80
 
 
 class Support(NamedTuple):

@@ -92,9 +92,19 @@ def test_modes_of_parallelism():
         assert "parallel config FusedMoEParallelConfig(" in text(**sizes)
 
 
-@pytest.mark.parametrize(
-    "name", [*moe_ops.SCHEMES, "fp8_block64x128", "int8_w8a16_g64_zp", "int4_w4a16_g64_zp"]
+OTHER_SIZES = (
+    *(
+        f"{e}{a}_block64x32{s}"
+        for e in ("fp8", "int8")
+        for a in ("", "_w8a16")
+        for s in ("", "_ue8m0")
+    ),
+    *(f"{name}_g64{zp}" for name in ("int4_w4a16", "int8_w8a16") for zp in ("", "_zp")),
 )
+"""All that `get_scheme` makes besides those that have names of their own."""
+
+
+@pytest.mark.parametrize("name", [*moe_ops.SCHEMES, *OTHER_SIZES])
 def test_every_scheme_has_experts_in_both_formats(name):
     scheme = moe_ops.get_scheme(name)
     for cls in CANDIDATES:

@@ -22,8 +22,7 @@ from moe_ops.pipeline.selection import (
     format_of,
     judge,
 )
-from moe_ops.scheme import FusedMoEQuantConfig, Scheme
-from moe_ops.support import min_capability
+from moe_ops.scheme import FusedMoEQuantConfig, Scheme, min_capability
 from moe_ops.tiles import TileConfig
 
 

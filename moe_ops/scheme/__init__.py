@@ -12,6 +12,7 @@ from moe_ops.scheme.values import (
     Quant,
     Scheme,
     get_scheme,
+    min_capability,
     parse_quant,
 )
 from moe_ops.scheme.weights import dequantize_weight, quantize_weight
@@ -30,6 +31,7 @@ __all__ = [
     "Scheme",
     "dequantize_weight",
     "get_scheme",
+    "min_capability",
     "parse_quant",
     "quantize_weight",
 ]

@@ -154,6 +154,15 @@ def parse_quant(key: str) -> Quant:
     return Quant(ELEMENTS[name], Group(rows, cols), scale, *(n in more for n in _SWITCHES))
 
 
+def min_capability(activation: Quant | None) -> int:
+    """The lowest compute capability times ten at which kernels with such activations compile.
+
+    Triton's matrix products want 80, and those of e4m3 numbers 89. Stored weights do not matter:
+    where only those are quantized, their bits become numbers by integer operations.
+    """
+    return 89 if activation is not None and activation.dtype == torch.float8_e4m3fn else 80
+
+
 @dataclass(frozen=True)
 class Scheme:
     """A named quantization scheme; ``None`` means the operand is not quantized."""

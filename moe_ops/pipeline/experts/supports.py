@@ -12,8 +12,7 @@ from moe_ops.activation import MoEActivation
 from moe_ops.pipeline.config import FusedMoEConfig
 from moe_ops.pipeline.formats import FusedMoEActivationFormat
 from moe_ops.routing import RoutingMethodType
-from moe_ops.scheme import SCHEMES, Quant, get_scheme
-from moe_ops.support import min_capability
+from moe_ops.scheme import SCHEMES, Quant, get_scheme, min_capability
 
 if TYPE_CHECKING:
     from moe_ops.parallel import FusedMoEParallelConfig
@@ -51,7 +50,10 @@ def _family(key: SchemeKey) -> tuple:
     return tuple(map(kind, key))
 
 
-EVERY_SCHEME = AnyGroupSize.of(*SCHEMES, "int8_w8a16_g128_zp", "int8_block128_ue8m0")
+EVERY_SCHEME = AnyGroupSize.of(
+    *SCHEMES, "int8_block128_ue8m0", "int8_w8a16_g128_zp", "int8_w8a16_block128",
+    "int8_w8a16_block128_ue8m0", "fp8_w8a16_block128_ue8m0",
+)  # fmt: skip
 """What `get_scheme` makes."""
 UNQUANTIZED_ONLY = frozenset({(None, None)})
 
@@ -60,7 +62,7 @@ UNQUANTIZED_ONLY = frozenset({(None, None)})
 class Supports:
     """One class's declaration. ``None`` in a field: everything.
 
-    On a GPU, a scheme also needs a compute capability of `moe_ops.support.min_capability`.
+    On a GPU, a scheme also needs a compute capability of `moe_ops.scheme.min_capability`.
 
     Args:
         devices: device types.
