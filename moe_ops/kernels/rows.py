@@ -115,5 +115,5 @@ def load_values(
         ).to(x.dtype.element_ty).to(tl.float32)  # fmt: skip
     if topk_weights is not None:
         weight = tl.load(topk_weights + slot, mask=width > 0, other=0.0).to(tl.float32)
-        value = tl.where(inside, value * weight, 0.0)
+        value *= weight
     return value
