@@ -8,8 +8,8 @@ is derived from it.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -93,12 +93,15 @@ class Quant:
     zero_point: bool = False
     global_scale: bool = False
 
-    @cached_property
-    def key(self) -> str:
-        """The one string that stands for this value in an operator's schema."""
+    key: str = field(init=False, repr=False, compare=False)
+    """The one string that stands for this value in an operator's schema."""
+
+    def __post_init__(self) -> None:
+        # Not a cached property: before Python 3.12 that takes a lock, which Dynamo cannot trace.
         rows, cols = ("*" if n == WHOLE else n for n in self.group)
         more = [name for name in _SWITCHES if getattr(self, name)]
-        return ":".join((self.element.name, f"{rows}x{cols}", self.scale, *more))
+        key = ":".join((self.element.name, f"{rows}x{cols}", self.scale, *more))
+        object.__setattr__(self, "key", key)
 
     @property
     def dtype(self) -> torch.dtype:
