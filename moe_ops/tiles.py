@@ -238,6 +238,9 @@ def weight_only_tiles(gemm: Gemm, bits: int, device: Device) -> TileConfig:
         block_n, block_k = 64, 16
     elif block_m <= 32:
         block_n, block_k, num_warps, group_m = 128 // gemm.halves, 128, 4, 1
+        active = min(gemm.num_slots, gemm.num_experts)
+        while block_n > 32 and active * cdiv(gemm.n, block_n) < device.processors:
+            block_n //= 2
     elif gemm.halves == 2:
         block_n = 64
     stage = (block_m * gemm.itemsize + gemm.halves * block_n * bits / 8) * block_k
