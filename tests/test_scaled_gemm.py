@@ -5,6 +5,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from strategies import ACTIVATIONS
+from test_ops import symbolic_tokens
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from moe_ops import ops
 from moe_ops.activation import formula
@@ -224,3 +227,23 @@ def test_a_scheme_without_scales(device):
     case.scheme = "unquantized"
     with pytest.raises(ValueError, match="quantize activations and weights"):
         case.run(ops.scaled_gemm, a_scale=None)
+
+
+@pytest.mark.parametrize("unbacked", [False, True])
+def test_fakes_add_no_guard_on_the_tokens(unbacked):
+    env = ShapeEnv()
+    mode = FakeTensorMode(shape_env=env)
+    tokens = symbolic_tokens(mode, env, unbacked)
+    with mode:
+        x, scale = torch.empty(tokens, 64, dtype=torch.int8), torch.empty(tokens, 2)
+        w1, w2 = torch.empty(4, 96, 64, dtype=torch.int8), torch.empty(4, 64, 48, dtype=torch.int8)
+        ids = torch.empty(tokens, 3, dtype=torch.int32)
+        plan = ops.moe_align_block_size(ids, None, ROW_TILES, 4, False, True)
+        first, second = ((*plan, ROW_TILES, k, "int8_block32", torch.float16) for k in (3, 1))
+        rows = (x, scale, w1, torch.empty(4, 3, 2), None, *first)
+        h = ops.scaled_gemm_act(*rows, "silu")
+        q, q_scale = ops.scaled_gemm_act_quantize(*rows, "silu")
+        y = ops.scaled_gemm(q, q_scale, w2, torch.empty(4, 2, 2), None, *second)
+    assert not env.guards
+    assert h.shape[1:] == q.shape[1:] == (48,) and q_scale.shape[1:] == (2,)
+    assert y.view(tokens, 3, 64).dtype == h.dtype == torch.float16
