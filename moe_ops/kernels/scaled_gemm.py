@@ -169,7 +169,7 @@ def _run(
         num_slots, w.shape, tuple(row_tiles), top_k, w.device, variant
     )
     if a_scale is None and (tiles.block_m > 32 or tiles.block_k != quant.group.cols):
-        # Each tile of a row of them would quantize the same rows, in pieces of its K block.
+        # Inside, every tile would quantize its rows again; and it holds groups of its K block only.
         a, a_scale = moe_quantize(a, None, None, None, None, w.shape[0], quant.key)
     a = a if a.stride(1) == 1 else a.contiguous()
     kernel(
