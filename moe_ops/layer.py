@@ -6,19 +6,19 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.functional import pad
 
 from moe_ops.activation import kind_and_key
 from moe_ops.layers import (
     FusedMoEMethodBase,
     FusedMoEOptions,
+    KeepsBits,
     LayerSizes,
     QuantizedFusedMoEMethod,
     RankGroup,
     UnquantizedFusedMoEMethod,
     aligned_sizes,
-    apply_keeping,
     moe_config,
     summary,
     takes_options,
@@ -34,7 +34,7 @@ from moe_ops.tiles import cdiv
 
 
 @takes_options
-class FusedMoE(WeightLoading, nn.Module):
+class FusedMoE(WeightLoading, KeepsBits):
     """Routed experts of one layer; the router's linear layer stays the caller's.
 
     Parameters: ``w13_weight (El, 2I, H)`` (gate rows, then up rows; alternating for an interleaved
@@ -142,21 +142,6 @@ class FusedMoE(WeightLoading, nn.Module):
         """
         parallel = self.moe_parallel_config
         return aligned_sizes(self.sizes, self.intermediate_size, parallel.tp_size)
-
-    def _apply(self, fn: Any, recurse: bool = True) -> FusedMoE:  # noqa: FBT001 (torch's signature)
-        """As in `nn.Module`, but of what is stored in a scheme, and of the router, no bit changes.
-
-        Only unquantized weights and biases take another dtype.
-        """
-        if recurse:
-            for module in self.children():
-                module._apply(fn)
-        cast = {"w13_bias", "w2_bias"}
-        if self.scheme.weight is None:
-            cast |= {"w13_weight", "w2_weight"}
-        super()._apply(apply_keeping(self, fn, cast), recurse=False)
-        self.sizes = self.sizes.with_dtype(self.w13_weight.dtype)
-        return self
 
     def set_eplb_state(
         self,

@@ -7,7 +7,7 @@ from moe_ops.layers.methods import (
     QuantizedFusedMoEMethod,
     UnquantizedFusedMoEMethod,
 )
-from moe_ops.layers.moving import apply_keeping
+from moe_ops.layers.moving import KeepsBits
 from moe_ops.layers.options import FusedMoEOptions, takes_options
 from moe_ops.layers.parameters import (
     FusedMoeWeightScaleSupported,
@@ -20,13 +20,13 @@ __all__ = [
     "FusedMoEMethodBase",
     "FusedMoEOptions",
     "FusedMoeWeightScaleSupported",
+    "KeepsBits",
     "LayerSizes",
     "ParameterSpec",
     "QuantizedFusedMoEMethod",
     "RankGroup",
     "UnquantizedFusedMoEMethod",
     "aligned_sizes",
-    "apply_keeping",
     "moe_config",
     "parameter_specs",
     "summary",
