@@ -27,9 +27,12 @@ from moe_ops.kernels.gemm_tile import (
 
 @triton.jit
 def per_row(vector, expert, row, SHARE: tl.constexpr, COLS: tl.constexpr, FORMAT: tl.constexpr):
-    """Where what belongs to weight rows begins, SHARE rows sharing COLS entries."""
-    PER_EXPERT: tl.constexpr = (FORMAT.weight_rows + SHARE - 1) // SHARE * COLS
-    return vector + expert * PER_EXPERT + row // SHARE * COLS
+    """Where what belongs to weight rows begins, SHARE rows sharing COLS entries; None of None."""
+    at = None
+    if vector is not None:
+        PER_EXPERT: tl.constexpr = (FORMAT.weight_rows + SHARE - 1) // SHARE * COLS
+        at = vector + expert * PER_EXPERT + row // SHARE * COLS
+    return at
 
 
 @triton.jit
@@ -96,42 +99,37 @@ def weight_only_gemm_kernel(
     if expert < 0:
         return
     PACK: tl.constexpr = 2 if FORMAT.packed else 1
+    SHARE: tl.constexpr = 2 if FORMAT.bits == 4 else 1  # rows whose zero points share a byte
     GROUPS: tl.constexpr = 1 if FORMAT.cols is None else (K + FORMAT.cols - 1) // FORMAT.cols
     slot, real = load_slots(sorted_token_ids, pid_m, num_slots, BLOCK_M)
     n = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
     inside = n < N
     n_inside = None if N % BLOCK_N == 0 else inside
     row = FORMAT.step * n
+    u_row = row + FORMAT.up
     k, packed = tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_K // PACK)
     a_tile = a + (slot // TOP_K)[:, None] * stride_am + k[None, :]
     w_tile = w + expert * stride_we + row[None, :] * stride_wn + packed[:, None] * stride_wk
     scales = per_row(w_scale, expert, row, FORMAT.rows, GROUPS, FORMAT)
-    u_scales = per_row(w_scale, expert, row + FORMAT.up, FORMAT.rows, GROUPS, FORMAT)
-    zeros = None
-    u_zeros = None
-    if w_zero_point is not None:
-        SHARE: tl.constexpr = 2 if FORMAT.bits == 4 else 1
-        zeros = per_row(w_zero_point, expert, row, SHARE, GROUPS, FORMAT)
-        u_zeros = per_row(w_zero_point, expert, row + FORMAT.up, SHARE, GROUPS, FORMAT)
+    u_scales = per_row(w_scale, expert, u_row, FORMAT.rows, GROUPS, FORMAT)
+    zeros = per_row(w_zero_point, expert, row, SHARE, GROUPS, FORMAT)
+    u_zeros = per_row(w_zero_point, expert, u_row, SHARE, GROUPS, FORMAT)
 
     g = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
     u = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
     for start in range(0, K, BLOCK_K):
         x = load_tile(a_tile + start, k + start, real, K, BLOCK_K, 1)
-        at, behind = start // PACK, packed + start // PACK
-        y_tile = w_tile + at * stride_wk
-        y = load_tile(y_tile, behind, n_inside, K // PACK, BLOCK_K // PACK, 0)
+        y_tile, p = w_tile + start // PACK * stride_wk, packed + start // PACK
+        y = load_tile(y_tile, p, n_inside, K // PACK, BLOCK_K // PACK, 0)
         g = add_product(g, x, y, scales, zeros, row, start, inside, K, BLOCK_K, FORMAT)
         if FORMAT.up > 0:
-            u_row = row + FORMAT.up
             z_tile = y_tile + FORMAT.up * stride_wn
-            z = load_tile(z_tile, behind, n_inside, K // PACK, BLOCK_K // PACK, 0)
+            z = load_tile(z_tile, p, n_inside, K // PACK, BLOCK_K // PACK, 0)
             u = add_product(u, x, z, u_scales, u_zeros, u_row, start, inside, K, BLOCK_K, FORMAT)
 
     more = (w_global_scale, bias, input_weights, expert)
     g = finish_sums(g, scales, *more, row, slot, real, inside, FORMAT)
     if FORMAT.up > 0:
-        u_row = row + FORMAT.up
         u = finish_sums(u, u_scales, *more, u_row, slot, real, inside, FORMAT)
     if RULE is not None:
         g = activate(g, u, RULE)

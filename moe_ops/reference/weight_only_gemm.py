@@ -65,8 +65,10 @@ def weight_only_gemm_act(
     """The activation of the same rows, in float32, rounded once."""
     plan = (sorted_token_ids, expert_ids, num_tokens_post_padded)
     stored = QTensor(w, w_scale, w_zero_point, w_global_scale)
-    more = (bias, input_weights, *plan, row_tiles, top_k, scheme)
-    out, rule = empty_activated_rows(a, *stored, *more, activation), formula(activation)
+    out = empty_activated_rows(
+        a, *stored, bias, input_weights, *plan, row_tiles, top_k, scheme, activation
+    )
+    rule = formula(activation)
 
     def finish(rows: Tensor) -> Tensor:
         return apply(*split(rows, rule), rule)
@@ -95,8 +97,7 @@ def _grouped(
     x = a[slots // top_k].float()
     rows = x.new_empty((len(slots), n))
     for expert, mine in runs(experts):
-        one = QTensor(*(None if t is None else t[expert : expert + 1] for t in stored))
-        weight = dequantize_weight(one, scheme, a.dtype)[0].float()
+        weight = dequantize_weight(_one(stored, expert), scheme, a.dtype)[0].float()
         torch.mm(x[mine], weight.t(), out=rows[mine])
     if input_weights is not None:
         rows *= input_weights.flatten()[slots, None].float()
@@ -104,3 +105,10 @@ def _grouped(
         rows += bias[experts].float()
     out[slots] = finish(rows).to(out.dtype)
     return out
+
+
+def _one(stored: QTensor, expert: int) -> QTensor:
+    """The weight of one expert."""
+    only = slice(expert, expert + 1)
+    rest = (None if t is None else t[only] for t in stored[1:])
+    return QTensor(stored.data[only], *rest)
