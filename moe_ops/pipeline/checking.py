@@ -27,7 +27,7 @@ def checking() -> Iterator[None]:
 
 def check_none_dropped(num_dropped: Tensor, max_num_tokens: int) -> None:
     """ValueError in checking mode when rows did not fit."""
-    if torch.compiler.is_compiling() or not _enabled:
+    if torch.compiler.is_compiling() or not _enabled or num_dropped.is_meta:
         return
     if num_dropped.is_cuda and torch.cuda.is_current_stream_capturing():
         return

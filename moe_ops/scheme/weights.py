@@ -69,7 +69,7 @@ def quantize_weight(w: Tensor, scheme: str | Scheme) -> QTensor:
     if quant.global_scale:
         amax = x.abs().amax((1, 2), keepdim=True).clamp(min=SMALLEST_AMAX)
         factor = FLOAT8_E4M3_MAX * FLOAT4_E2M1_MAX / amax
-        x, global_scale = x * factor, (1 / factor).flatten()
+        x, global_scale = x * factor, 1 / factor.flatten()  # no view: Dynamo guards on those
     low, high = _group_range(x, quant)
     scale, zero_point = range_scale(low, high, quant, w.dtype)
     divisor = spread(scale_value(scale), quant, n, k)

@@ -1,0 +1,206 @@
+"""The modular kernel compiled, exported and captured: whole, once, bit by bit."""
+
+import pytest
+import torch
+from modular import EXPERTS, SEPARATE, router_logits, setup, twice
+from torch import nn
+from torch._dynamo.testing import CompileCounterWithBackend
+
+import moe_ops
+from moe_ops import checks
+from moe_ops.testing import Problem
+
+TOKENS = (7, 64, 1, 2, 0, 300)  # 7: no other size, or Dynamo takes them for one
+E, K, H, I = 6, 2, 160, 136  # noqa: E741
+MODULAR = tuple(e for e in EXPERTS if not e.is_monolithic())
+SCHEMES = ("unquantized", "fp8_tensor_static", "int8_channel", "fp8_block128", "int4_w4a16_g32")
+SETTINGS = (
+    {},
+    {"num_local_experts": 4, "on_input": True, "has_bias": True},
+    {"activation": "relu2_no_mul", "top_k": 1},
+)
+
+
+@pytest.fixture(autouse=True)
+def fresh_dynamo():
+    torch._dynamo.reset()
+
+
+def kernel_of(experts, scheme, device, options=None, **changes):
+    """A kernel whose Batched format has room for every token count."""
+    problem = Problem(max(TOKENS), E, K, H, I, torch.bfloat16, scheme=scheme).with_(**changes)
+    return setup(problem, experts, device, **(options or {}))
+
+
+def batch(s, tokens):
+    x, _, _, weights, ids, *_ = s.inputs
+    return x[:tokens].clone(), weights[:tokens].clone(), ids[:tokens].clone()
+
+
+def layer_of(s):
+    """``(x, weights, ids) -> tokens``."""
+    constant = s.arguments()
+    for name in ("hidden_states", "topk_weights", "topk_ids"):
+        del constant[name]
+
+    def layer(x, weights, ids):
+        return s.kernel.apply(x, topk_weights=weights, topk_ids=ids, **constant)
+
+    return layer
+
+
+def same(actual, expected):
+    actual, expected = (t if isinstance(t, tuple) else (t,) for t in (actual, expected))
+    return all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
+
+
+def check_one_compilation(layer, batches, backend="aot_eager"):
+    """The first batch compiles, and no other does."""
+    counter = CompileCounterWithBackend(backend)
+    with torch.fx.experimental._config.patch(backed_size_oblivious=True):
+        compiled = torch.compile(layer, fullgraph=True, dynamic=True, backend=counter)
+        assert same(compiled(*batches[0]), layer(*batches[0]))
+        with torch.compiler.set_stance("fail_on_recompile"):
+            for arguments in batches[1:]:
+                assert same(compiled(*arguments), layer(*arguments))
+    assert counter.frame_count == 1
+
+
+@pytest.mark.kernel
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("experts", MODULAR)
+def test_one_compilation_for_every_token_count(experts, scheme, device):
+    changes = SETTINGS[(MODULAR.index(experts) + SCHEMES.index(scheme)) % len(SETTINGS)]
+    s = kernel_of(experts, scheme, device, **changes)
+    check_one_compilation(layer_of(s), [batch(s, t) for t in TOKENS])
+
+
+@pytest.mark.parametrize("experts", MODULAR)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"asynchronous": True},
+        {"shared_experts": twice},
+        {"shared_experts": twice, "asynchronous": True},
+    ],
+    ids=lambda o: "-".join(o),
+)
+def test_every_option_compiles_once(experts, options, device):
+    s = kernel_of(experts, "fp8_channel", device, options)
+    check_one_compilation(layer_of(s), [batch(s, t) for t in TOKENS])
+
+
+@pytest.mark.parametrize("experts", MODULAR)
+def test_inplace_compiles_once(experts, device):
+    s = kernel_of(experts, "int8_channel", device, {"inplace": True})
+    layer = layer_of(s)
+
+    def on_a_copy(x, weights, ids):
+        mine = x.clone()
+        result = layer(mine, weights, ids)
+        return result, mine
+
+    check_one_compilation(on_a_copy, [batch(s, t) for t in TOKENS])
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_monolithic_compiles_once(scheme, device):
+    s = kernel_of(moe_ops.MonolithicExperts, scheme, device)
+    logits = router_logits(s.problem, device)
+    _, w1, w2, *_ = s.inputs
+
+    def layer(x, logits):
+        return s.kernel.apply_monolithic(x, w1, w2, logits, "silu", -1, None, False)
+
+    x = s.inputs.hidden_states
+    check_one_compilation(layer, [(x[:t].clone(), logits[:t].clone()) for t in TOKENS])
+
+
+@pytest.mark.parametrize("experts", MODULAR[:2])
+def test_chunks_compile_once_for_each_number_of_chunks(experts, device):
+    if not setup(Problem(), experts).kernel.fused_experts.supports_chunking():
+        return
+    s = kernel_of(experts, "fp8_block128", device, {"chunk_size": 32})
+    layer, counter = layer_of(s), CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(layer, fullgraph=True, dynamic=True, backend=counter)
+    for tokens, compilations in ((20, 1), (31, 1), (32, 1), (40, 2), (63, 2), (70, 3), (95, 3)):
+        arguments = batch(s, tokens)
+        assert same(compiled(*arguments), layer(*arguments))
+        assert counter.frame_count == compilations, tokens
+    assert same(compiled(*batch(s, 25)), layer(*batch(s, 25))) and counter.frame_count == 3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("scheme", ("fp8_block128", "int4_w4a16_g32"))
+@pytest.mark.parametrize(
+    "experts", (moe_ops.TritonExperts, moe_ops.BatchedTritonExperts, SEPARATE[0])
+)
+def test_inductor_compiles_once(experts, scheme, device):
+    s = kernel_of(experts, scheme, device)
+    layer = layer_of(s)
+    check_one_compilation(layer, [batch(s, t) for t in TOKENS[:3]], "inductor")
+
+
+@pytest.mark.parametrize("scheme", moe_ops.SCHEMES)
+def test_the_configuration_is_an_input(scheme, device):
+    """Other scales of the same scheme compile nothing new; another scheme does."""
+    s = kernel_of(moe_ops.TritonExperts, scheme, device, has_bias=True)
+    _, w1, w2, *_ = s.inputs
+
+    def layer(x, weights, ids, config):
+        return moe_ops.fused_experts(x, w1, w2, weights, ids, quant_config=config)
+
+    other = kernel_of(moe_ops.TritonExperts, scheme, device, has_bias=True).config
+    scaled = torch.utils._pytree.tree_map(lambda t: t + t if t.dtype in checks.FLOATS else t, other)
+    batches = [(*batch(s, t), c) for t in TOKENS[:4] for c in (s.config, scaled)]
+    check_one_compilation(layer, batches)
+
+
+class Experts(nn.Module):
+    """A kernel with its weights as buffers."""
+
+    def __init__(self, s):
+        super().__init__()
+        self.s = s
+        self.register_buffer("w1", s.inputs.w1)
+        self.register_buffer("w2", s.inputs.w2)
+
+    def forward(self, x, weights, ids):
+        return self.s.kernel.apply(x, self.w1, self.w2, weights, ids)
+
+
+@pytest.mark.parametrize("experts", MODULAR)
+@pytest.mark.parametrize("scheme", ("fp8_block128", "int4_w4a16_g128_zp"))
+def test_export_with_the_configuration_closed_over(experts, scheme, device):
+    s = kernel_of(experts, scheme, device)
+    tokens = torch.export.Dim("tokens", min=1, max=4096)
+    module = Experts(s)
+    shapes = ({0: tokens}, {0: tokens}, {0: tokens})
+    program = torch.export.export(module, batch(s, 7), dynamic_shapes=shapes).module()
+    for count in TOKENS[:4]:
+        assert same(program(*batch(s, count)), module(*batch(s, count)))
+
+
+class WithConfig(nn.Module):
+    def forward(self, x, w1, w2, weights, ids, config):
+        return moe_ops.fused_experts(x, w1, w2, weights, ids, quant_config=config)
+
+
+@pytest.mark.parametrize("scheme", moe_ops.SCHEMES)
+def test_export_with_the_configuration_as_input(scheme, device, tmp_path):
+    """Saved and loaded: the configuration is a pytree with a name."""
+    s = kernel_of(moe_ops.TritonExperts, scheme, device, has_bias=True)
+    _, w1, w2, *_ = s.inputs
+    tokens = torch.export.Dim("tokens", min=1, max=4096)
+
+    def arguments(count):
+        x, weights, ids = batch(s, count)
+        return x, w1, w2, weights, ids, s.config
+
+    leaves, _ = torch.utils._pytree.tree_flatten(s.config)
+    shapes = ({0: tokens}, None, None, {0: tokens}, {0: tokens}, [None] * len(leaves))
+    program = torch.export.export(WithConfig(), arguments(7), dynamic_shapes=shapes)
+    torch.export.save(program, tmp_path / "layer.pt2")
+    loaded = torch.export.load(tmp_path / "layer.pt2").module()
+    for count in TOKENS[:4]:
+        assert same(loaded(*arguments(count)), WithConfig()(*arguments(count)))

@@ -1,0 +1,213 @@
+"""What the modular kernel refuses: parts, calls, configurations; and what it reports when asked."""
+
+import pytest
+import torch
+from modular import BATCHED, EXPERTS, build_experts, layer_config, setup, twice
+
+import moe_ops
+from moe_ops import FusedMoEKernel, FusedMoEQuantConfig
+from moe_ops.testing import Problem, make_inputs
+
+PLAIN = FusedMoEQuantConfig("unquantized")
+STANDARD = tuple(e for e in EXPERTS if e.activation_format() is not BATCHED)
+BATCH = tuple(e for e in EXPERTS if e.activation_format() is BATCHED)
+NO_EP = moe_ops.MoEPrepareAndFinalizeNoEP
+MONOLITHIC = moe_ops.MoEPrepareAndFinalizeNoEPMonolithic
+
+
+@pytest.mark.parametrize("experts", STANDARD)
+@pytest.mark.parametrize("numbers", [(4, None), (None, 1), (4, 1)])
+def test_standard_experts_take_no_capacity(experts, numbers):
+    rule = "max_num_tokens and num_dispatchers should only be set for BatchedExperts activation"
+    with pytest.raises(ValueError, match=rule):
+        experts(layer_config(Problem()), PLAIN, *numbers)
+
+
+@pytest.mark.parametrize("experts", BATCH)
+@pytest.mark.parametrize("numbers", [(4, None), (None, 1), ()])
+def test_batched_experts_need_a_capacity(experts, numbers):
+    rule = "max_num_tokens and num_dispatchers must be set for BatchedExperts activation format"
+    with pytest.raises(ValueError, match=rule):
+        experts(layer_config(Problem()), PLAIN, *numbers)
+
+
+def parts(experts=moe_ops.TritonExperts, prepare=NO_EP):
+    return prepare(), build_experts(experts, Problem(), PLAIN)
+
+
+def batched_parts(**sizes):
+    sizes = dict(max_num_tokens=80, num_local_experts=8, num_dispatchers=1, rank=0) | sizes
+    experts = build_experts(moe_ops.BatchedTritonExperts, Problem(), PLAIN)
+    return moe_ops.BatchedPrepareAndFinalize(**sizes), experts
+
+
+BAD_PARTS = [
+    (
+        lambda: parts(moe_ops.TritonExperts, MONOLITHIC), {}, ValueError,
+        "must both be either monolithic or non-monolithic but got "
+        "MoEPrepareAndFinalizeNoEPMonolithic and TritonExperts",
+    ),
+    (
+        lambda: parts(moe_ops.MonolithicExperts), {}, ValueError,
+        "but got MoEPrepareAndFinalizeNoEP and MonolithicExperts",
+    ),
+    (
+        lambda: parts(moe_ops.BatchedTritonExperts), {}, ValueError,
+        r"fused_experts must take the format of prepare_finalize, standard \(MoEPrepare.*NoEP\), "
+        r"got batched_experts \(BatchedTritonExperts\)",
+    ),
+    (
+        lambda: (batched_parts()[0], parts()[1]), {}, ValueError,
+        r"must take the format of prepare_finalize, batched_experts .* got standard",
+    ),
+    (
+        lambda: (NO_EP(), moe_ops.TritonExperts), {}, TypeError,
+        "fused_experts must be an instance of FusedMoEExperts, got TritonExperts",
+    ),
+    (
+        lambda: parts()[::-1], {}, TypeError,
+        "prepare_finalize must be an instance of FusedMoEPrepareAndFinalize, got TritonExperts",
+    ),
+    (parts, {"inplace": True, "shared_experts": twice}, ValueError, "inplace must be False with"),
+    (parts, {"shared_experts": 3}, TypeError, "shared_experts must be callable, got int"),
+    (parts, {"chunk_size": 0}, ValueError, "chunk_size must be at least 1, got 0"),
+    (batched_parts, {"chunk_size": 4}, ValueError, "chunk_size must be None for BatchedTriton"),
+    (
+        lambda: parts(moe_ops.MonolithicExperts, MONOLITHIC), {"inplace": True}, ValueError,
+        "inplace must be False and shared_experts None with monolithic experts",
+    ),
+    (
+        lambda: parts(moe_ops.MonolithicExperts, MONOLITHIC), {"chunk_size": 4}, ValueError,
+        "chunk_size must be None for MonolithicExperts",
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("make", "options", "error", "message"), BAD_PARTS)
+def test_parts_that_do_not_fit(make, options, error, message):
+    with pytest.raises(error, match=message):
+        FusedMoEKernel(*make(), **options)
+
+
+@pytest.mark.parametrize("name", ["max_num_tokens", "num_local_experts", "num_dispatchers", "rank"])
+def test_batched_prepare_needs_sizes(name):
+    with pytest.raises(ValueError, match=f"{name}.* must be at least 1, got"):
+        batched_parts(**{name: -1})
+
+
+X = torch.zeros(33, 64)
+BAD_CALLS = [
+    ({"hidden_states": X.half()}, TypeError, "w1 must have the dtype of hidden_states"),
+    (
+        {n: make_inputs(Problem(dtype=torch.float16))._asdict()[n]
+         for n in ("hidden_states", "w1", "w2")},
+        TypeError, "hidden_states must have the in_dtype of moe_config, torch.float32, got .*16",
+    ),
+    ({"topk_ids": torch.zeros(33, 2)}, TypeError, "topk_ids must have a dtype"),
+    ({"topk_weights": torch.zeros(32, 2)}, ValueError, "topk_weights must have the 33 tokens"),
+    ({"global_num_experts": 9}, ValueError, "global_num_experts must be w1.shape"),
+    ({"activation": "swish2"}, ValueError, "activation must be one of"),
+    ({"activation": "relu2_no_mul"}, ValueError, r"w1.shape\[1\] must be w2.shape\[2\] = 48"),
+    ({"w1": torch.zeros(8, 96, 63)}, ValueError, r"w1.shape\[2\] must be hidden_states.shape"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("experts", [e for e in EXPERTS if not e.is_monolithic()])
+@pytest.mark.parametrize(("changes", "error", "message"), BAD_CALLS)
+def test_calls_that_do_not_fit(experts, changes, error, message):
+    with pytest.raises(error, match=message):
+        setup(Problem(), experts).apply(**changes)
+
+
+def test_calls_of_the_other_kind():
+    with pytest.raises(ValueError, match="apply_monolithic needs monolithic parts"):
+        setup(Problem(), moe_ops.TritonExperts).kernel.apply_monolithic(
+            *make_inputs(Problem())[:3], torch.zeros(33, 8), "silu", -1, None, False
+        )
+    with pytest.raises(ValueError, match="apply needs modular parts: call apply_monolithic"):
+        setup(Problem(), moe_ops.MonolithicExperts).apply()
+
+
+@pytest.mark.parametrize(
+    ("logits", "num_experts", "message"),
+    [
+        (torch.zeros(33, 9), -1, r"router_logits.shape\[1\] must be E = 8, got 9"),
+        (torch.zeros(32, 8), -1, "router_logits must have the 33 tokens of hidden_states, got 32"),
+        (torch.zeros(33, 8), 9, "global_num_experts must be E = 8, got 9"),
+    ],
+)
+def test_logits_that_do_not_fit(logits, num_experts, message):
+    s = setup(Problem(), moe_ops.MonolithicExperts)
+    with pytest.raises(ValueError, match=message):
+        s.kernel.apply_monolithic(*s.inputs[:3], logits, "silu", num_experts, None, False)
+
+
+@pytest.mark.parametrize("local", [4, 16])
+def test_prepare_for_another_number_of_experts(local):
+    """Rows of experts that are not there would be read past the weights' end."""
+    s = setup(Problem(), moe_ops.BatchedTritonExperts)
+    part, _ = batched_parts(num_local_experts=local)
+    kernel = FusedMoEKernel(part, s.kernel.fused_experts)
+    with pytest.raises(ValueError, match=rf"hidden_states.shape\[0\] .* = 8, got {local}"):
+        kernel.apply(**s.arguments())
+
+
+def test_shared_experts_must_return():
+    s = setup(Problem(), moe_ops.TritonExperts, shared_experts=lambda x: None)
+    with pytest.raises(ValueError, match="shared_experts must return a Tensor, got None"):
+        s.apply()
+
+
+class Int64Only(NO_EP):
+    def topk_indices_dtype(self):
+        return torch.int64
+
+
+def test_prepare_may_ask_for_a_dtype_of_ids():
+    s = setup(Problem(), moe_ops.TritonExperts)
+    kernel = FusedMoEKernel(Int64Only(), s.kernel.fused_experts)
+    with pytest.raises(TypeError, match="topk_ids must have dtype torch.int64, got torch.int32"):
+        kernel.apply(**s.arguments())
+    changes = {"topk_ids": s.inputs.topk_ids.long()}
+    assert torch.equal(kernel.apply(**s.arguments(**changes)), s.apply())
+
+
+def test_parts_that_are_not_asynchronous_say_so():
+    inputs = make_inputs(Problem())
+    with pytest.raises(NotImplementedError, match="NoEP does not prepare asynchronously"):
+        NO_EP().prepare_async(*inputs[:1], *inputs[3:5], 8, None, False, PLAIN)
+    with pytest.raises(NotImplementedError, match="NoEP does not finalize asynchronously"):
+        NO_EP().finalize_async(X, X, X, False, moe_ops.TopKWeightAndReduceNoOP())
+
+
+def test_rows_that_do_not_fit_raise_in_checking_mode():
+    """Outside of it they are dropped and counted, and nobody waits for the device."""
+    s = setup(Problem(routing="one_expert"), moe_ops.BatchedTritonExperts)
+    part, experts = batched_parts(max_num_tokens=20)[0], s.kernel.fused_experts
+    kernel = FusedMoEKernel(part, experts)
+    out = kernel.apply(**s.arguments())
+    assert (out[20:] == 0).all() and (out[:20] != 0).any(1).all()
+    message = "max_num_tokens must be at least the rows of the busiest expert, got 20: 26 rows did"
+    with moe_ops.checking(), pytest.raises(ValueError, match=message):
+        kernel.apply(**s.arguments())
+    with moe_ops.checking():
+        assert torch.equal(s.apply()[:20], out[:20])
+        assert moe_ops.workspace_nbytes(4, 64, 48, 8, 2, torch.float32, format="batched") > 0
+    assert torch.equal(kernel.apply(**s.arguments()), out)
+
+
+@pytest.mark.parametrize("scheme", [n for n, s in moe_ops.SCHEMES.items() if s.weight])
+@pytest.mark.parametrize("experts", [e for e in EXPERTS if not e.is_monolithic()])
+def test_weights_of_another_scheme(experts, scheme):
+    """Not stored at all, or incomplete: what is missing is named."""
+    problem = Problem(scheme=scheme)
+    s = setup(problem, experts)
+    with pytest.raises(TypeError, match=r"w1 must have a dtype of \[torch\..*int8.*|w1 .*float8"):
+        s.apply(w1=make_inputs(problem).w1)
+    empty = build_experts(experts, problem, FusedMoEQuantConfig(scheme))
+    kernel = FusedMoEKernel(s.kernel.prepare_finalize, empty)
+    with pytest.raises(ValueError, match=f"w1_scale must be a Tensor for scheme {scheme}, got"):
+        kernel.apply(**s.arguments())
+    plain = FusedMoEKernel(s.kernel.prepare_finalize, build_experts(experts, Problem(), PLAIN))
+    with pytest.raises(TypeError, match="w1 must have a dtype of"):
+        plain.apply(**s.arguments())
