@@ -44,7 +44,7 @@ class FusedMoEMethodBase(ABC):
             spec, value = specs.get(name), None
             if spec is not None:
                 filled = torch.zeros(spec.shape, dtype=spec.dtype, device=device)
-                value = nn.Parameter(filled + spec.fill if spec.fill else filled, False)
+                value = nn.Parameter(filled.fill_(spec.fill) if spec.fill else filled, False)
             layer.register_parameter(name, value)
 
     def process_weights_after_loading(self, layer: FusedMoE) -> None:  # noqa: B027 (a default)

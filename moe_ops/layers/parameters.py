@@ -41,7 +41,8 @@ class ParameterSpec(NamedTuple):
     shape: tuple[int, ...]
     dtype: torch.dtype
     fill: float = 0
-    """What it holds before it is loaded. Nothing is left undefined; a NaN is never overlooked."""
+    """What it holds before it is loaded, and in its padding. A static scale that is missing is a
+    NaN, which nobody overlooks."""
 
     @property
     def is_w13(self) -> bool:
@@ -95,8 +96,10 @@ def _of_weight(which: str, n: int, k: int, sizes: LayerSizes) -> Iterator[Parame
     if quant is None:
         yield spec("weight", (n, k), sizes.dtype)
         return
-    packed = 2 if quant.element.packed else 1
-    yield spec("weight", (n, k // packed), quant.dtype)
+    element = quant.element
+    packed = 2 if element.packed else 1
+    zero = element.offset * (17 if element.packed else 1)  # the number 0, also in both nibbles
+    yield spec("weight", (n, k // packed), quant.dtype, zero)
     halves = (2,) if which == "w13" and sizes.gated and not sizes.interleaved else ()
     shape = halves if quant.per_tensor else quant.weight_scale_shape(experts, n, k)[1:]
     dtype = sizes.dtype if quant.scale == "input" else _SCALE_DTYPES.get(quant.scale, torch.float32)

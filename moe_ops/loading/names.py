@@ -77,16 +77,18 @@ LAYOUTS = {
 }
 """By name."""
 
+# Compiled when a checkpoint is loaded, not when the library is imported.
 _PROJECTION = "|".join(sorted(PROJECTIONS, key=len, reverse=True))
 _SUFFIX = "|".join(sorted(KINDS, key=len, reverse=True))
-_ONE = re.compile(rf"(?:experts\.)?(\d+)\.({_PROJECTION})\.({_SUFFIX})")
-_ALL = re.compile(rf"(?:experts\.)?({_PROJECTION})(?:[._]({_SUFFIX}))?")
-_SHARED = re.compile(rf"shared_experts?\.({_PROJECTION})\.({_SUFFIX})")
-_OTHERS = re.compile(
+_ONE = rf"(?:experts\.)?(\d+)\.({_PROJECTION})\.({_SUFFIX})"
+_ALL = rf"(?:experts\.)?({_PROJECTION})(?:[._]({_SUFFIX}))?"
+_SHARED = rf"shared_experts?\.({_PROJECTION})\.({_SUFFIX})"
+_OTHERS = (
     r"(gate|router|wg|shared_experts?|shared_mlp|shared_expert_gate|shared_experts_gate|"
+    r"fc[12]_latent_proj|"
     r"e_score_correction_bias)(\.|$)"
 )
-_BIAS = re.compile(r"(?:(?:gate|router)\.)?e_score_correction_bias")
+_BIAS = r"(?:(?:gate|router)\.)?e_score_correction_bias"
 
 
 def parse(name: str) -> Piece | None:
@@ -95,11 +97,11 @@ def parse(name: str) -> Piece | None:
     ``experts.3.gate_proj.weight_scale_inv``, ``3.w1.weight``, ``experts.gate_up_proj``,
     ``experts.down_proj_bias``, ``w13_weight``, ``shared_experts.up_proj.weight``.
     """
-    if match := _ONE.fullmatch(name):
+    if match := re.fullmatch(_ONE, name):
         return Piece(PROJECTIONS[match[2]], KINDS[match[3]], match[3], int(match[1]))
-    if match := _SHARED.fullmatch(name):
+    if match := re.fullmatch(_SHARED, name):
         return Piece(PROJECTIONS[match[1]], KINDS[match[2]], match[2], is_shared=True)
-    if match := _ALL.fullmatch(name):
+    if match := re.fullmatch(_ALL, name):
         suffix = match[2] or "weight"
         return Piece(PROJECTIONS[match[1]], KINDS[suffix], suffix)
     return None
@@ -107,12 +109,12 @@ def parse(name: str) -> Piece | None:
 
 def is_correction_bias(name: str) -> bool:
     """The router's bias, which the layer may hold."""
-    return _BIAS.fullmatch(name) is not None
+    return re.fullmatch(_BIAS, name) is not None
 
 
 def is_beside_experts(name: str) -> bool:
     """A tensor of the same block that is not of the routed experts: the caller's business."""
-    return _OTHERS.match(name) is not None
+    return re.match(_OTHERS, name) is not None
 
 
 def suffix_of(weight_name: str) -> str:

@@ -176,8 +176,8 @@ class Placing:
         """Read a tensor and copy it to the rows of its experts."""
         x, layer = entry.read(), self.layer
         experts, form = self._experts(piece), self._form(piece)
-        if piece.expert is None and not piece.is_shared and x.shape[:1] != (len(experts),):
-            raise ValueError(f"shape must begin with {len(experts)} experts, got {tuple(x.shape)}")
+        if piece.expert is None and not piece.is_shared:
+            self._check_count(x, len(experts))
         if self._may_be_transposed(piece) and self.layout.transposed:
             x = x.transpose(-1, -2)
         for i, expert in enumerate(experts):
@@ -191,6 +191,12 @@ class Placing:
                     part = part.chunk(len(experts), axis)[i]
                 self._copy(piece, shard, part, rows)
         self.loaded.append(entry.name)
+
+    def _check_count(self, x: Tensor, count: int) -> None:
+        """A row for each expert; identity experts may have rows too, which are not used."""
+        with_identity = count + (self.layer.routing["zero_expert_num"] or 0)
+        if x.dim() == 0 or x.shape[0] not in (count, with_identity):
+            raise ValueError(f"shape must begin with {count} experts, got {tuple(x.shape)}")
 
     def _canonical(self, x: Tensor, piece: Piece, form: Form) -> Iterator[tuple[str, Tensor]]:
         if piece.shard != "w13":

@@ -1,0 +1,150 @@
+"""Families of models: the layer loaded from transformers' block, beside that block."""
+
+import importlib
+
+import pytest
+import torch
+from torch.nn.functional import linear
+
+import moe_ops
+from moe_ops.routing import llama4_routing, sparsemixer, topk_softmax
+
+transformers = pytest.importorskip("transformers")
+
+E, K, H, I = 16, 4, 64, 32  # noqa: E741
+SIZES = {
+    "hidden_size": H, "moe_intermediate_size": I, "num_experts": E, "num_local_experts": E,
+    "n_routed_experts": E, "num_experts_per_tok": K, "moe_topk": K, "n_group": 4, "topk_group": 2,
+    "n_shared_experts": 1, "expert_ffn_hidden_size": I, "num_attention_heads": 4,
+    "num_key_value_heads": 4, "num_hidden_layers": 2, "_experts_implementation": "eager",
+    "moe_shared_expert_intermediate_size": I,
+}  # fmt: skip
+
+GROUPED = {
+    "use_grouped_topk": True, "num_expert_group": 4, "topk_group": 2, "scoring_func": "sigmoid",
+    "routed_scaling_factor": 2.5, "e_score_correction_bias": True, "shared": True,
+}  # fmt: skip
+WIDTH = {"intermediate_size": I}
+OAI = "swigluoai(clamp_limit=7.0,alpha=1.702)"
+FAMILIES = {
+    "mixtral.MixtralSparseMoeBlock": (WIDTH, {}),
+    "qwen3_moe.Qwen3MoeSparseMoeBlock": ({"norm_topk_prob": True}, {}),
+    "qwen2_moe.Qwen2MoeSparseMoeBlock": (
+        {"norm_topk_prob": False, "shared_expert_intermediate_size": I},
+        {"renormalize": False, "shared": "gated"},
+    ),
+    "qwen3_next.Qwen3NextSparseMoeBlock": (
+        {"norm_topk_prob": True, "shared_expert_intermediate_size": I}, {"shared": "gated"},
+    ),
+    "olmoe.OlmoeSparseMoeBlock": (WIDTH | {"norm_topk_prob": False}, {"renormalize": False}),
+    "deepseek_v3.DeepseekV3MoE": ({"routed_scaling_factor": 2.5}, GROUPED),
+    "glm4_moe.Glm4MoeMoE": ({"routed_scaling_factor": 2.5}, GROUPED),
+    "gpt_oss.GptOssMLP": (
+        WIDTH,
+        {"custom_routing_function": topk_softmax, "activation": OAI, "has_bias": True},
+    ),
+    "minimax_m2.MiniMaxM2SparseMoeBlock": (
+        WIDTH, {"scoring_func": "sigmoid", "e_score_correction_bias": True},
+    ),
+    "phimoe.PhimoeSparseMoeBlock": (
+        WIDTH | {"num_experts_per_tok": 2, "router_jitter_noise": 0.01},
+        {"custom_routing_function": sparsemixer, "renormalize": False, "top_k": 2},
+    ),
+    "llama4.Llama4TextMoe": (
+        WIDTH | {"num_experts_per_tok": 1},
+        {"custom_routing_function": llama4_routing, "renormalize": False, "top_k": 1,
+         "apply_router_weight_on_input": True, "shared": True},
+    ),
+    "nemotron_h.NemotronHMoE": (
+        {"routed_scaling_factor": 2.5, "moe_latent_size": None, "mlp_hidden_act": "relu2"},
+        GROUPED | {"activation": "relu2_no_mul"},
+    ),
+    "longcat_flash.LongcatFlashMoE": (
+        {"zero_expert_num": 8, "routed_scaling_factor": 6.0, "hidden_act": "silu"},
+        {"zero_expert_num": 8, "zero_expert_type": "identity", "renormalize": False,
+         "routed_scaling_factor": 6.0, "e_score_correction_bias": True},
+    ),
+}  # fmt: skip
+
+
+def build(name, changes):
+    package, _, block = name.partition(".")
+    module = importlib.import_module(f"transformers.models.{package}.modeling_{package}")
+    block_class = getattr(module, block)
+    configs = importlib.import_module(f"transformers.models.{package}.configuration_{package}")
+    config_name = {"llama4": "Llama4TextConfig"}.get(package)
+    candidates = [
+        c for n, c in vars(configs).items() if n.endswith("Config") and n != "PreTrainedConfig"
+    ]
+    config_class = getattr(configs, config_name) if config_name else candidates[0]
+    config = config_class()
+    for key, value in (SIZES | changes).items():
+        setattr(config, key, value)
+    block = block_class(config).eval()
+    g = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for p in block.parameters():
+            p.copy_(torch.randn(p.shape, generator=g) / max(p.shape[-1], 1) ** 0.5)
+        for name, buffer in block.named_buffers():
+            if "e_score" in name:
+                buffer.copy_(torch.randn(buffer.shape, generator=g) * 0.1)
+    return block
+
+
+def logits_of(block, x):
+    router = getattr(block, "gate", None) or block.router
+    router = getattr(router, "classifier", router)
+    return linear(x, router.weight, getattr(router, "bias", None))
+
+
+def shared_of(block, kind, x):
+    if not kind:
+        return 0
+    module = getattr(block, "shared_experts", None) or block.shared_expert
+    gate = torch.sigmoid(block.shared_expert_gate(x)) if kind == "gated" else 1
+    return gate * module(x)
+
+
+def per_expert(state):
+    """As the family's checkpoints are: one tensor for each expert's projection."""
+    out = {}
+    for name, x in state.items():
+        if name == "experts.gate_up_proj":
+            for e, (gate, up) in enumerate(w.chunk(2) for w in x):
+                out[f"experts.{e}.gate_proj.weight"] = gate
+                out[f"experts.{e}.up_proj.weight"] = up
+        elif name in ("experts.down_proj", "experts.up_proj"):
+            for e, w in enumerate(x):
+                out[f"experts.{e}.{name.split('.')[1]}.weight"] = w
+        else:
+            out[name] = x
+    return out
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", FAMILIES)
+def test_block_of_transformers(name):
+    changes, options = FAMILIES[name]
+    block, options = build(name, changes), dict(options)
+    kind, top_k = options.pop("shared", None), options.pop("top_k", K)
+    if options.get("e_score_correction_bias"):
+        options["e_score_correction_bias"] = torch.zeros(E + options.get("zero_expert_num", 0))
+    state = block.state_dict()
+    for key, buffer in block.named_buffers():
+        state[key] = buffer
+    sources = [state]
+    if "gpt_oss" not in name and "llama4" not in name and "longcat" not in name:
+        sources.append(per_expert(state))
+    x = torch.randn(9, H, generator=torch.Generator().manual_seed(1))
+    out = block(x[None])
+    out = (out[0] if isinstance(out, tuple) else out).view(9, H)
+    exact = block.double()(x.double()[None])
+    exact = (exact[0] if isinstance(exact, tuple) else exact).view(9, H)
+    block.float()
+    for source in sources:
+        layer = moe_ops.FusedMoE(E, top_k, H, I, **options)
+        report = moe_ops.load_checkpoint(layer, source, progress=False)
+        assert report.is_complete
+        mine = layer(x, logits_of(block, x)) + shared_of(block, kind, x)
+        budget = 4 * (out - exact).abs().max() + 1e-6 * exact.abs().max()
+        assert (mine - exact).abs().max() <= budget

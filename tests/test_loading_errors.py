@@ -1,0 +1,178 @@
+"""What a load reports, and that one that fails changes nothing."""
+
+import copy
+
+import pytest
+import torch
+from checkpoints import Experts, fused, per_expert
+
+import moe_ops
+
+E, K, H, I = 4, 2, 32, 24  # noqa: E741
+
+
+def make(scheme=None, width=I, **options):
+    return moe_ops.FusedMoE(E, K, H, width, quant_config=scheme, **options)
+
+
+def load(layer, source, **how):
+    return moe_ops.load_checkpoint(layer, source, progress=False, **how)
+
+
+@pytest.fixture
+def source():
+    return per_expert(Experts.random(E, H, I))
+
+
+def without(source, *names):
+    return {n: x for n, x in source.items() if n not in names}
+
+
+def unchanged(layer, before):
+    return all(torch.equal(a, b) for a, b in zip(layer.parameters(), before, strict=True))
+
+
+CASES = {
+    "missing": lambda s: without(s, "experts.2.up_proj.weight"),
+    "duplicated": lambda s: [*s.items(), ("experts.1.w1.weight", s["experts.1.gate_proj.weight"])],
+    "unexpected": lambda s: s | {"experts.1.gate_proj.lora": torch.ones(1)},
+    "mismatched": lambda s: s | {"experts.1.gate_proj.weight": torch.ones(I, H + 1)},
+}
+
+
+@pytest.mark.parametrize("kind", CASES)
+def test_strict_and_lenient(kind, source):
+    names = {
+        "missing": "w13_weight[2].w3", "duplicated": "experts.1.w1.weight",
+        "unexpected": "experts.1.gate_proj.lora", "mismatched": "experts.1.gate_proj.weight",
+    }  # fmt: skip
+    broken = CASES[kind](source)
+    layer = make()
+    load(layer, per_expert(Experts.random(E, H, I, seed=9)))
+    before = [p.clone() for p in layer.parameters()]
+    with pytest.raises(ValueError, match=f"1 {kind} \\({names[kind].replace('[', '.').replace(']', '.')}"):
+        load(layer, broken)
+    assert unchanged(layer, before)
+    report = load(layer, broken, strict=False)
+    assert [n.split(":")[0] for n in getattr(report, kind)] == [names[kind]]
+    whole = make()
+    load(whole, source)
+    if kind == "missing":
+        assert torch.equal(layer.w13_weight[2, I:], before[0][2, I:])
+        assert torch.equal(layer.w13_weight[:2], whole.w13_weight[:2])
+    elif kind != "mismatched":
+        assert torch.equal(layer.w13_weight, whole.w13_weight)
+
+
+def test_no_memory_is_undefined_after_a_lenient_load(source):
+    layer = make("fp8_channel")
+    load(layer, {}, strict=False)
+    assert not any(p.float().any() for p in layer.parameters())
+
+
+@pytest.mark.parametrize(
+    ("scheme", "changes", "message"),
+    [
+        (None, {"experts.0.up_proj.weight": torch.ones(I, H, dtype=torch.int8)}, "dtype must be"),
+        (None, {"experts.0.up_proj.weight_scale": torch.ones(1)}, "1 unexpected"),
+        (None, {"experts.4.up_proj.weight": torch.ones(I, H)}, "1 unexpected"),
+        ("fp8_channel", {"experts.0.up_proj.weight": torch.ones(I, H)}, "dtype must be"),
+        ("fp8_channel", {"experts.0.up_proj.weight_scale": torch.ones(I + 1, 1)}, "shape must be"),
+        ("fp8_channel", {"experts.0.up_proj.weight_scale": torch.full((I, 1), torch.nan)},
+         "scales must be finite, got 24"),
+        ("fp8_tensor", {"experts.0.up_proj.weight_scale": torch.ones(2)}, "one number"),
+        ("fp8_tensor_static", {"experts.3.up_proj.input_scale": torch.tensor(0.75)},
+         "input_scales of w1 and w3 of a layer must be equal. But got .* vs. 0.75"),
+        ("int4_w4a16_g32", {"experts.0.up_proj.qzeros": torch.zeros(1, 3, dtype=torch.int32)},
+         "zero points must all be 8"),
+    ],
+)  # fmt: skip
+def test_what_does_not_fit(scheme, changes, message):
+    experts = Experts.random(E, H, I)
+    experts = experts if scheme is None else experts.quantized(scheme)
+    static = scheme == "fp8_tensor_static"
+    source = per_expert(experts, input_scale=0.5 if static else None)
+    layer = make(scheme)
+    load(layer, source)
+    before = copy.deepcopy(layer)
+    with pytest.raises(ValueError, match=message):
+        load(layer, source | changes)
+    assert unchanged(layer, before.parameters())
+
+
+def test_fused_tensors_of_the_wrong_number_of_experts():
+    with pytest.raises(ValueError, match="shape must begin with 4 experts, got"):
+        load(make(), fused(Experts.random(E + 1, H, I)))
+
+
+def test_a_missing_input_scale_is_not_zero():
+    experts = Experts.random(E, H, I).quantized("fp8_tensor_static")
+    layer = make("fp8_tensor_static")
+    source = per_expert(experts, input_scale=0.5)
+    del source["experts.2.down_proj.input_scale"]
+    with pytest.raises(ValueError, match=r"1 missing \(w2_input_scale\[2\].w2\)"):
+        load(layer, source)
+    report = load(layer, source, strict=False)
+    assert report.missing and layer.w2_input_scale.isnan().any()
+    with pytest.raises(ValueError, match="w2_input_scale must be positive and finite, got nan"):
+        layer.quant_method.process_weights_after_loading(layer)
+
+
+def test_prefixes(source):
+    model = {f"model.layers.{i}.mlp.{n}": x + i for i in range(2) for n, x in source.items()}
+    model |= {"model.layers.1.mlp.gate.weight": torch.ones(E, H), "lm_head.weight": torch.ones(1)}
+    layer = make()
+    with pytest.raises(ValueError, match=r"names begin with \['model.layers.0.mlp.', 'model"):
+        load(layer, model)
+    for prefix in ("model.layers.1.mlp.", "model.layers.1.mlp.experts."):
+        load(layer, model, prefix=prefix)
+        assert torch.equal(layer.w13_weight[3, :I], source["experts.3.gate_proj.weight"] + 1)
+    named = make(prefix="model.layers.0.mlp.")
+    load(named, model)
+    assert torch.equal(named.w13_weight[3, :I], source["experts.3.gate_proj.weight"])
+
+
+def test_the_correction_bias_is_loaded_where_the_layer_has_one(source):
+    bias = torch.linspace(0, 1, E)
+    source["gate.e_score_correction_bias"] = bias
+    layer = make(e_score_correction_bias=torch.zeros(E))
+    load(layer, source)
+    assert torch.equal(layer.e_score_correction_bias, bias)
+    assert "gate.e_score_correction_bias" not in load(make(), source).loaded
+    source["gate.e_score_correction_bias"] = torch.ones(E + 1)
+    with pytest.raises(ValueError, match="1 mismatched"):
+        load(layer, source)
+
+
+def test_parameters_keep_their_addresses(source):
+    layer = make()
+    before = {n: p.data_ptr() for n, p in layer.named_parameters()}
+    load(layer, source)
+    assert before == {n: p.data_ptr() for n, p in layer.named_parameters()}
+
+
+def test_experts_of_other_ranks_are_not_read(source):
+    class Poison(torch.Tensor):
+        @classmethod
+        def __torch_function__(cls, function, types, arguments=(), kwargs=None):
+            raise AssertionError(f"{function} on an expert of another rank")
+
+    for name in source:
+        if "experts.0." in name or "experts.1." in name:
+            source[name] = source[name].as_subclass(Poison)
+    load(make(ep_size=2, ep_rank=1), source)
+
+
+def test_other_errors(source):
+    with pytest.raises(ValueError, match="to_empty first"):
+        load(make(device="meta"), source)
+    with pytest.raises(ValueError, match="layout must be one of"):
+        load(make(), source, layout="qwen")
+    with pytest.raises(TypeError, match="source must be a path"):
+        load(make(), 3)
+    with pytest.raises(TypeError, match="source must hold"):
+        load(make(), [("a", 1)])
+    with pytest.raises(TypeError, match="pairs"):
+        load(make(), [1])
+    with pytest.raises(NotImplementedError, match="blocks of rows where gate and up rows alternate"):
+        load(make("fp8_block32", activation="swigluoai"), source)
