@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from moe_ops import checks
 from moe_ops.activation import MoEActivation
-from moe_ops.scheme import FusedMoEQuantConfig, Quant
+from moe_ops.scheme import TENSORS, FusedMoEQuantConfig, Quant
+
+SCALE_DTYPES = {"e8m0": (torch.uint8,), "e4m3": (torch.float8_e4m3fn,)}
+"""Of scales that are not floats of the usual kind."""
 
 
 def check_quantized(
@@ -39,31 +44,44 @@ def check_quantized(
         checks.size(f"{name}.shape[0]", w.shape[0], "w1.shape[0]", w1.shape[0])
         checks.size(f"{name}.shape[1]", w.shape[1], "the rows that the sizes ask for", n)
         checks.size(f"{name}.shape[2]", w.shape[2] * packed, "the columns (unpacked)", k)
-        scale = getattr(config, f"{name}_scale")
-        if scale is not None:
-            _check_scale(f"quant_config.{name}_scale", scale, quant, (w.shape[0], n, k), name)
-            checks.same_device(f"quant_config.{name}_scale", scale, "hidden_states", hidden_states)
+        _check_scales(config, name, quant, (w.shape[0], n, k))
     for name in ("a1_scale", "a2_scale"):
         scale = getattr(config, name)
         if scale is not None:
+            checks.tensor(f"quant_config.{name}", scale, scale.dim(), checks.FLOATS)
             checks.size(f"quant_config.{name}.numel()", scale.numel(), "one a tensor", 1)
-            checks.same_device(f"quant_config.{name}", scale, "hidden_states", hidden_states)
+    for name, x in zip(TENSORS, config.tensors, strict=True):
+        if x is not None:
+            checks.same_device(f"quant_config.{name}", x, "hidden_states", hidden_states)
 
 
-def _check_scale(
-    name: str, scale: Tensor, quant: Quant, weight: tuple[int, int, int], which: str
+def _check_scales(
+    config: FusedMoEQuantConfig, which: str, quant: Quant, weight: tuple[int, int, int]
 ) -> None:
-    """Of the shape that the scheme says, or one of those that mean the same."""
+    """Scales, zero points and global scales of one weight ``(E, N, K)``."""
+    experts, n, _ = weight
     shape = quant.weight_scale_shape(*weight)
-    allowed = [shape]
-    if quant.per_tensor and which == "w1":
-        allowed.append((*shape, 2))
-    if shape[-1] == 1:
-        allowed.append(shape[:-1])
+    halves = [(experts, 2)] if which == "w1" else []
+    same = halves if quant.per_tensor else [shape[:-1]] if shape[-1] == 1 else []
+    rows = (n + 1) // 2 if quant.element.packed else n
+    rules: tuple[tuple[str, list[tuple[int, ...]], Sequence[torch.dtype]], ...] = (
+        ("scale", [shape, *same], SCALE_DTYPES.get(quant.scale, checks.FLOATS)),
+        ("zp", [(experts, rows, *shape[2:])], (torch.uint8,)),
+        ("gscale", [(experts,), *halves], checks.FLOATS),
+    )
+    for suffix, shapes, dtypes in rules:
+        x, name = getattr(config, f"{which}_{suffix}"), f"quant_config.{which}_{suffix}"
+        if x is not None:
+            checks.tensor(name, x, x.dim(), dtypes)
+            _check_shape(name, x, shapes)
+
+
+def _check_shape(name: str, x: Tensor, allowed: Sequence[tuple[int, ...]]) -> None:
+    """Of the shape that the scheme says, or one of those that mean the same."""
     # Size by size: `in` on tuples of symbolic sizes is False where they are equal.
     if not any(
-        len(shape) == scale.dim() and all(map(operator.eq, scale.shape, shape)) for shape in allowed
+        len(shape) == x.dim() and all(map(operator.eq, x.shape, shape)) for shape in allowed
     ):
         raise ValueError(
-            f"{name} must have a shape of {allowed} for this scheme, got {tuple(scale.shape)}"
+            f"{name} must have a shape of {list(allowed)} for this scheme, got {tuple(x.shape)}"
         )
