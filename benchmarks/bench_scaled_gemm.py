@@ -53,9 +53,6 @@ def cases(problem: Problem, inputs: Inputs) -> Iterator[Case]:
         moved = read[0] + nbytes(*q)
         act = gemm(ops.scaled_gemm_act, q, w1, "silu", top_k=k)
         yield Case(f"scaled_gemm_act:{name}", act, moved + h.nbytes, flops)
-        if quant.local:
-            act = gemm(ops.scaled_gemm_act_quantize, q, w1, "silu", top_k=k)
-            yield Case(f"scaled_gemm_act_quantize:{name}", act, moved + nbytes(*qh), flops)
         moved = read[1] + nbytes(*qh) + ids.numel() * x[0].nbytes
         yield Case(f"scaled_gemm:{name}", gemm(ops.scaled_gemm, qh, w2), moved, flops // 2)
 

@@ -186,16 +186,12 @@ expert_gemm_act = _op(
     " SymInt top_k, str activation) -> Tensor",
 )
 _SCALED = (
-    "(Tensor a, Tensor? a_scale, Tensor w, Tensor w_scale, Tensor? bias, Tensor sorted_token_ids,"
+    "(Tensor a, Tensor a_scale, Tensor w, Tensor w_scale, Tensor? bias, Tensor sorted_token_ids,"
     " Tensor expert_ids, Tensor num_tokens_post_padded, int[] row_tiles, SymInt top_k, str scheme,"
     " ScalarType out_dtype"
 )
 scaled_gemm = _op("scaled_gemm", f"scaled_gemm{_SCALED}) -> Tensor")
 scaled_gemm_act = _op("scaled_gemm", f"scaled_gemm_act{_SCALED}, str activation) -> Tensor")
-scaled_gemm_act_quantize = _op(
-    "scaled_gemm",
-    f"scaled_gemm_act_quantize{_SCALED}, str activation) -> (Tensor q, Tensor scale)",
-)
 _WEIGHT_ONLY = (
     "(Tensor a, Tensor w, Tensor? w_scale, Tensor? w_zero_point, Tensor? w_global_scale,"
     " Tensor? bias, Tensor? input_weights, Tensor sorted_token_ids, Tensor expert_ids,"

@@ -68,10 +68,11 @@ class ExpertWeight(NamedTuple):
 
 
 class ExpertWeights(NamedTuple):
-    """Both weights of a layer, and the scale of the intermediate where that is static."""
+    """Both weights of a layer, and the scales of their inputs where those are static."""
 
     w1: ExpertWeight
     w2: ExpertWeight
+    a1_scale: Tensor | None = None
     a2_scale: Tensor | None = None
 
 

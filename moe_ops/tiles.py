@@ -18,7 +18,11 @@ from torch import Tensor
 from moe_ops.activation import Formula
 
 ROW_TILES = (16, 32, 64, 128)
-"""The row tiles the expert GEMMs choose from, by the number of rows an expert gets."""
+"""The row tiles of expert GEMMs, by load: the i-th serves experts with up to ``16 * 2**i / 1.5``
+rows on average, the last one all others."""
+EIGHT_BIT_ROW_TILES = (16, 32, 64, 64, 64, 64, 128)
+"""Those of products of 8-bit operands, which take more registers a row: 128 rows pay only where
+nearly every tile is full."""
 
 
 @dataclass(frozen=True)
@@ -106,13 +110,14 @@ def num_tiles(num_slots, num_experts, row_tiles: Sequence[int]):
 
 
 def pick_row_tile(row_tiles: Sequence[int], num_slots: int, num_experts: int) -> int:
-    """The row tile for ``num_slots`` routed rows over ``num_experts`` experts.
+    """The row tile for ``num_slots`` routed rows over ``num_experts`` experts, by load.
 
-    The smallest that holds 1.5 times the average expert's rows: one tile then covers most experts
-    (their weights are read once), and few rows are padding.
+    In `ROW_TILES` it is the smallest that holds 1.5 times the average expert's rows: one tile then
+    covers most experts (their weights are read once), and few rows are padding.
     """
     wanted = 1.5 * num_slots / num_experts
-    return next((tile for tile in row_tiles if tile >= wanted), row_tiles[-1])
+    served = (tile for i, tile in enumerate(row_tiles) if ROW_TILES[0] << i >= wanted)
+    return next(served, row_tiles[-1])
 
 
 @lru_cache(maxsize=4096)
@@ -177,7 +182,7 @@ def scale_groups(n: int, k: int | None, weight_rows: int, rule: Formula | None) 
 
 
 @lru_cache(maxsize=4096)
-def scaled_gemm_tiles(gemm: Gemm, groups: ScaleGroups, min_n: int, device: Device) -> TileConfig:
+def scaled_gemm_tiles(gemm: Gemm, groups: ScaleGroups, device: Device) -> TileConfig:
     """The tiles of an expert GEMM of two 8-bit operands on a device.
 
     Products are added up in registers that the matrix instructions do not use, so accumulators take
@@ -187,7 +192,6 @@ def scaled_gemm_tiles(gemm: Gemm, groups: ScaleGroups, min_n: int, device: Devic
     Args:
         gemm: its sizes.
         groups: its scales.
-        min_n: the fewest columns of an output tile.
         device: the GPU.
     """
     block_m = pick_row_tile(gemm.row_tiles, gemm.num_slots, gemm.num_experts)
@@ -195,29 +199,22 @@ def scaled_gemm_tiles(gemm: Gemm, groups: ScaleGroups, min_n: int, device: Devic
     block_n, num_warps, group_m = 128, 4, 8 if block_m == 128 else 16
     if small:
         block_n, group_m = 64 if gated else 128, 1
+        active = min(gemm.num_slots, gemm.num_experts)
+        while block_n > 32 and active * cdiv(gemm.n, block_n) < 2 * device.processors:
+            block_n //= 2
     elif device.arch != 90 or (groups.k is not None and groups.n < 64):
         block_n, num_warps = 64 // gemm.halves, 8
-    elif gated or block_m == 128:
-        block_n, num_warps = 64 if gated and block_m == 128 else 128, 8
+    elif block_m == 128:
+        num_warps = 8
+    elif gated:
+        block_n = 64
     if groups.k is not None and not small:
         block_n = min(block_n, max(64, groups.n))
-    if block_n < min_n:
-        block_n, num_warps = min_n, 2 * num_warps
     block_k = min(128, groups.k or 128)
-    # Few rows may come as float32, to be quantized on the way.
-    stage = (block_m * (4 if small else 1) + gemm.halves * block_n) * block_k
-    num_stages = max(1, min(4, device.shared_memory // stage))
+    stage = (block_m + gemm.halves * block_n) * block_k
+    most = 3 if gated and block_m == 128 else 4
+    num_stages = max(1, min(most, device.shared_memory // stage))
     return TileConfig(block_m, block_n, block_k, group_m, num_warps, num_stages)
-
-
-def tile_holds_groups(gemm: Gemm, groups: ScaleGroups, device: Device) -> bool:
-    """Whether an output tile has room for whole groups of columns, to be quantized as it is stored.
-
-    With many rows only where tiles need not be small.
-    """
-    few = pick_row_tile(gemm.row_tiles, gemm.num_slots, gemm.num_experts) <= 32
-    columns = groups.k or 0
-    return 0 < columns <= 128 and (few or (device.arch == 90 and columns <= groups.n))
 
 
 @lru_cache(maxsize=4096)

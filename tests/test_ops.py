@@ -104,7 +104,7 @@ def routing_samples(x, weights, ids):
 
 
 def scaled_samples(x, w1, b1, plan):
-    """Rows with scales, and rows that are quantized inside; three activations.
+    """Scales of rows and of blocks; three activations.
 
     In int8: opcheck cannot compare fp8 inputs with what they were.
     """
@@ -112,12 +112,12 @@ def scaled_samples(x, w1, b1, plan):
     rows = (x * 8).round().clamp(-127, 127).to(torch.int8)
     scale, sizes = torch.full((len(x), 1), 0.125, device=x.device), (*plan, ROW_TILES, K)
     whole = (rows, scale, channel.data, channel.scale, b1, *sizes, "int8_channel", torch.float32)
-    blocks = (x, None, block.data, block.scale, None, *sizes, "int8_block16x32", torch.float32)
+    groups = torch.full((len(x), 1), 0.25, device=x.device)
+    blocks = (rows, groups, block.data, block.scale, None, *sizes, "int8_block16x32", torch.float32)
     names = ("silu", "swigluoai", "gelu_no_mul")
     return {
         "scaled_gemm": [whole, blocks],
         "scaled_gemm_act": [(*call, name) for call in (whole, blocks) for name in names],
-        "scaled_gemm_act_quantize": [(*blocks, name) for name in names],
     }
 
 

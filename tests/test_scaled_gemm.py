@@ -180,53 +180,11 @@ def test_one_row_scale_for_each_expert(scheme, device):
     case.compare(case.run(ops.scaled_gemm, a_scale=per_expert), exact, expected)
 
 
-@given(
-    scheme=st.sampled_from(GROUPED + WIDE),
-    activation=st.sampled_from(("silu", "swigluoai", "gelu_no_mul")),
-    width=st.sampled_from((40, 128, 200)),
-    tile=st.sampled_from(ROW_TILES),
-    dtype=st.sampled_from((torch.bfloat16, torch.float32)),
-)
-def test_quantized_output_is_that_of_two_steps(scheme, activation, width, tile, dtype, device):
-    """Bit by bit; the last group of a row may be a piece."""
-    case = Case(scheme, device, tile, activation=activation, intermediate_size=width, num_tokens=9)
-    q, scale = case.run(ops.scaled_gemm_act_quantize, activation, dtype=dtype)
-    h = case.run(ops.scaled_gemm_act, activation, dtype=dtype)
-    key = get_scheme(scheme).activation.key
-    two = quantize.moe_quantize(h.cpu(), None, None, None, None, 1, key)
-    assert q.dtype == two[0].dtype and scale.shape == two[1].shape
-    assert torch.equal(scale.cpu()[case.mine], two[1][case.mine])
-    assert torch.equal(q.cpu().float()[case.mine], two[0].float()[case.mine])
-
-
-@given(
-    scheme=st.sampled_from(GROUPED + WIDE),
-    tile=st.sampled_from(ROW_TILES),
-    kk=st.sampled_from((40, 256, 300)),
-    dtype=st.sampled_from((torch.bfloat16, torch.float16, torch.float32)),
-)
-def test_rows_quantized_inside(scheme, tile, kk, dtype, device):
-    """Bit by bit what rows quantized beforehand give."""
-    case = Case(scheme, device, tile, num_tokens=9, hidden_size=kk, dtype=dtype)
-    inside = case.run(ops.scaled_gemm, a=case.x, a_scale=None)
-    before = case.run(ops.scaled_gemm)
-    assert torch.equal(inside.cpu()[case.mine], before.cpu()[case.mine])
-
-
-@pytest.mark.parametrize("scheme", ["fp8_channel", "int8_tensor"])
-def test_scales_that_no_tile_can_make(scheme, device):
-    case = Case(scheme, device)
-    with pytest.raises(ValueError, match="groups along a row"):
-        case.run(ops.scaled_gemm, a=case.x, a_scale=None)
-    with pytest.raises(ValueError, match="groups along a row"):
-        case.run(ops.scaled_gemm_act_quantize, "silu_no_mul")
-
-
 def test_a_scheme_without_scales(device):
     case = Case("fp8_channel", device)
     case.scheme = "unquantized"
     with pytest.raises(ValueError, match="quantize activations and weights"):
-        case.run(ops.scaled_gemm, a_scale=None)
+        case.run(ops.scaled_gemm)
 
 
 @pytest.mark.parametrize("unbacked", [False, True])
@@ -242,7 +200,8 @@ def test_fakes_add_no_guard_on_the_tokens(unbacked):
         first, second = ((*plan, ROW_TILES, k, "int8_block32", torch.float16) for k in (3, 1))
         rows = (x, scale, w1, torch.empty(4, 3, 2), None, *first)
         h = ops.scaled_gemm_act(*rows, "silu")
-        q, q_scale = ops.scaled_gemm_act_quantize(*rows, "silu")
+        quant = get_scheme("int8_block32").activation
+        q, q_scale = ops.moe_quantize(h, None, None, None, None, 4, quant.key)
         y = ops.scaled_gemm(q, q_scale, w2, torch.empty(4, 2, 2), None, *second)
     assert not env.guards
     assert h.shape[1:] == q.shape[1:] == (48,) and q_scale.shape[1:] == (2,)

@@ -32,10 +32,8 @@ def no_other_driver():
                 value.device_caches.clear()
 
 
-def launch_layer(
-    scheme, tile, activation="silu", hidden=2048, width=768, floats=False, has_bias=False
-):
-    """Both GEMMs of a layer, the first with every epilogue that the scheme allows."""
+def launch_layer(scheme, tile, activation="silu", hidden=2048, width=768, has_bias=False):
+    """Both GEMMs of a layer."""
     quant, weight, experts = get_scheme(scheme).activation, get_scheme(scheme).weight, 4
 
     def launch(empty):
@@ -45,25 +43,23 @@ def launch_layer(
 
         def operands(n, k):
             scale = empty(*quant.row_scale_shape(slots, k), dtype=torch.float32)
-            a = empty(slots, k) if floats else empty(slots, k, dtype=quant.dtype)
+            a = empty(slots, k, dtype=quant.dtype)
             w_scale = empty(*weight.weight_scale_shape(experts, n, k), dtype=torch.float32)
             w = empty(experts, n, k, dtype=weight.dtype)
             bias = empty(experts, n) if has_bias else None
             sizes = (*plan, [tile], 1, scheme, torch.bfloat16)
-            return (a, None if floats else scale, w, w_scale, bias, *sizes)
+            return (a, scale, w, w_scale, bias, *sizes)
 
         first = operands(2 * width, hidden)
-        if quant.local:
-            scaled_gemm.scaled_gemm_act_quantize(*first, activation)
         scaled_gemm.scaled_gemm_act(*first, activation)
         scaled_gemm.scaled_gemm(*operands(hidden, width))
 
     return launch
 
 
-FEW_WORDS = 24
-"""Bytes that ptxas may set aside outside of the loop to fit registers to a number of blocks;
-accumulators that do not fit are hundreds."""
+FEW_WORDS = 64
+"""Bytes that the gated tile of 128 rows sets aside on Hopper; without (half as wide) it is 10 %
+slower there. Accumulators that do not fit are hundreds."""
 
 
 def check(kernels, arch):
@@ -90,15 +86,8 @@ CASES = [
 def test_scaled_gemms(arch, scheme, tile):
     products = check(aot.compile_launch(arch, launch_layer(scheme, tile)), arch)
     if arch == 90 and tile >= 64:
-        assert len(products) == (3 if get_scheme(scheme).activation.local else 2)
+        assert len(products) == 2
         assert all("wgmma.mma_async" in k.asm["ptx"] for k in products)
-
-
-@pytest.mark.parametrize("arch", ARCHITECTURES)
-@pytest.mark.parametrize("tile", ROW_TILES)
-def test_rows_quantized_inside(arch, tile):
-    scheme = "fp8_block128" if arch >= 89 else "int8_block128"
-    check(aot.compile_launch(arch, launch_layer(scheme, tile, floats=True)), arch)
 
 
 @pytest.mark.parametrize("scheme", ["fp8_block64x16", "int8_block32", "fp8_block16x256_ue8m0"])

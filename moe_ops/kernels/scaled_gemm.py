@@ -7,16 +7,13 @@ from functools import lru_cache
 from typing import NamedTuple
 
 import torch
-import triton.language as tl
 from torch import Tensor
 
 from moe_ops.activation import Formula, formula
-from moe_ops.fake_impls.scaled_gemm import local_quant, quants
+from moe_ops.fake_impls.scaled_gemm import quants
 from moe_ops.fake_impls.scaled_gemm import scaled_gemm as empty_rows
 from moe_ops.fake_impls.scaled_gemm import scaled_gemm_act as empty_activated_rows
-from moe_ops.fake_impls.scaled_gemm import scaled_gemm_act_quantize as empty_quantized_rows
 from moe_ops.kernels.launch import Launch
-from moe_ops.kernels.quantize import moe_quantize
 from moe_ops.kernels.scaled_tile import Layout, scaled_gemm_kernel
 from moe_ops.kernels.slots import dense
 from moe_ops.scheme import WHOLE, Quant
@@ -29,10 +26,7 @@ from moe_ops.tiles import (
     max_programs,
     scale_groups,
     scaled_gemm_tiles,
-    tile_holds_groups,
 )
-
-_TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 
 
 class _Variant(NamedTuple):
@@ -40,8 +34,6 @@ class _Variant(NamedTuple):
 
     scheme: str
     activation: str | None
-    rounded: torch.dtype | None
-    """What a quantized result is rounded to before; None: it is not quantized."""
     weight_rows: int
     """Weight rows that share a scale."""
 
@@ -54,13 +46,12 @@ def _launch(
     top_k: int,
     device: torch.device,
     variant: _Variant,
-) -> tuple[Launch, int, TileConfig]:
-    """The kernel, how many programs the plan may need, and the tiles."""
+) -> tuple[Launch, int]:
+    """The kernel, and how many programs the plan may need."""
     gemm = _gemm(num_slots, weight, row_tiles, variant.activation)
     groups = _groups(gemm.n, variant.scheme, variant.activation, variant.weight_rows)
-    min_n = 1 if variant.rounded is None or groups.k is None else groups.k
-    tiles = scaled_gemm_tiles(gemm, groups, min_n, device_facts(device))
-    return _make(gemm.n, gemm.k, top_k, tiles, variant), max_programs(gemm, tiles), tiles
+    tiles = scaled_gemm_tiles(gemm, groups, device_facts(device))
+    return _make(gemm.n, gemm.k, top_k, tiles, variant), max_programs(gemm, tiles)
 
 
 def _gemm(
@@ -80,22 +71,6 @@ def _groups(n: int, scheme: str, activation: str | None, weight_rows: int) -> Sc
     return scale_groups(n, _cols(quants(scheme)[0]), weight_rows, rule)
 
 
-@lru_cache(maxsize=4096)
-def _quantizes(
-    num_slots: int,
-    weight: tuple[int, int, int],
-    row_tiles: tuple[int, ...],
-    device: torch.device,
-    scheme: str,
-    activation: str,
-) -> bool:
-    """Whether results are quantized in their tiles, not by a launch of their own."""
-    gemm = _gemm(num_slots, weight, row_tiles, activation)
-    rows = quants(scheme)[1].group.rows
-    groups = _groups(gemm.n, scheme, activation, weight[1] if rows == WHOLE else rows)
-    return tile_holds_groups(gemm, groups, device_facts(device))
-
-
 @lru_cache(maxsize=1024)
 def _make(n: int, k: int, top_k: int, tiles: TileConfig, variant: _Variant) -> Launch:
     rule = formula(variant.activation) if variant.activation else None
@@ -106,7 +81,6 @@ def _make(n: int, k: int, top_k: int, tiles: TileConfig, variant: _Variant) -> L
         TOP_K=top_k,
         RULE=rule,
         LAYOUT=_layout(n, variant, rule, tiles.block_n),
-        ROUND=variant.rounded and _TYPES[variant.rounded],
         BLOCK_M=tiles.block_m,
         BLOCK_N=tiles.block_n,
         BLOCK_K=tiles.block_k,
@@ -128,9 +102,7 @@ def _layout(n: int, variant: _Variant, rule: Formula | None, block_n: int) -> La
         rows=variant.weight_rows,
         cols=groups.k,
         uniform=block_n <= groups.n,
-        largest=quant.element.largest,
         integer=not quant.dtype.is_floating_point,
-        pow2=quant.scale == "pow2",
     )
 
 
@@ -140,7 +112,7 @@ def _cols(quant: Quant) -> int | None:
 
 class _Operands(NamedTuple):
     a: Tensor
-    a_scale: Tensor | None
+    a_scale: Tensor
     w: Tensor
     w_scale: Tensor
     bias: Tensor | None
@@ -148,14 +120,12 @@ class _Operands(NamedTuple):
 
 def _run(
     out: Tensor,
-    out_scale: Tensor | None,
     operands: _Operands,
     plan: tuple[Tensor, Tensor, Tensor],
     row_tiles: Sequence[int],
     top_k: int,
     scheme: str,
     activation: str | None = None,
-    rounded: torch.dtype | None = None,
 ) -> None:
     """Launch one program for each tile that the plan may hold."""
     a, a_scale, w, w_scale, bias = operands
@@ -164,13 +134,8 @@ def _run(
         return
     quant, weight_quant = quants(scheme)
     rows = rows_per_scale(w_scale, weight_quant, w.shape[1])
-    variant = _Variant(scheme, activation, rounded, rows)
-    kernel, programs, tiles = _launch(
-        num_slots, w.shape, tuple(row_tiles), top_k, w.device, variant
-    )
-    if a_scale is None and (tiles.block_m > 32 or tiles.block_k != quant.group.cols):
-        # Inside, every tile would quantize its rows again; and it holds groups of its K block only.
-        a, a_scale = moe_quantize(a, None, None, None, None, w.shape[0], quant.key)
+    variant = _Variant(scheme, activation, rows)
+    kernel, programs = _launch(num_slots, w.shape, tuple(row_tiles), top_k, w.device, variant)
     a = a if a.stride(1) == 1 else a.contiguous()
     kernel(
         (programs,),
@@ -180,7 +145,6 @@ def _run(
         dense(w_scale),
         dense(bias),
         out,
-        out_scale,
         *plan,
         num_slots,
         a.stride(0),
@@ -189,10 +153,8 @@ def _run(
     )
 
 
-def _scale_strides(a: Tensor, a_scale: Tensor | None, quant: Quant) -> tuple[int, int]:
+def _scale_strides(a: Tensor, a_scale: Tensor, quant: Quant) -> tuple[int, int]:
     """From one row's scales to the next's, and from one expert's to the next's."""
-    if a_scale is None:
-        return 0, 0
     if quant.per_tensor:
         return 0, int(a_scale.numel() > 1)
     return a_scale.numel() // a.shape[0], 0
@@ -200,7 +162,7 @@ def _scale_strides(a: Tensor, a_scale: Tensor | None, quant: Quant) -> tuple[int
 
 def scaled_gemm(
     a: Tensor,
-    a_scale: Tensor | None,
+    a_scale: Tensor,
     w: Tensor,
     w_scale: Tensor,
     bias: Tensor | None,
@@ -216,13 +178,13 @@ def scaled_gemm(
     operands = _Operands(a, a_scale, w, w_scale, bias)
     plan = (sorted_token_ids, expert_ids, num_tokens_post_padded)
     out = empty_rows(*operands, *plan, row_tiles, top_k, scheme, out_dtype)
-    _run(out, None, operands, plan, row_tiles, top_k, scheme)
+    _run(out, operands, plan, row_tiles, top_k, scheme)
     return out
 
 
 def scaled_gemm_act(
     a: Tensor,
-    a_scale: Tensor | None,
+    a_scale: Tensor,
     w: Tensor,
     w_scale: Tensor,
     bias: Tensor | None,
@@ -239,34 +201,5 @@ def scaled_gemm_act(
     operands = _Operands(a, a_scale, w, w_scale, bias)
     plan = (sorted_token_ids, expert_ids, num_tokens_post_padded)
     out = empty_activated_rows(*operands, *plan, row_tiles, top_k, scheme, out_dtype, activation)
-    _run(out, None, operands, plan, row_tiles, top_k, scheme, activation)
+    _run(out, operands, plan, row_tiles, top_k, scheme, activation)
     return out
-
-
-def scaled_gemm_act_quantize(
-    a: Tensor,
-    a_scale: Tensor | None,
-    w: Tensor,
-    w_scale: Tensor,
-    bias: Tensor | None,
-    sorted_token_ids: Tensor,
-    expert_ids: Tensor,
-    num_tokens_post_padded: Tensor,
-    row_tiles: Sequence[int],
-    top_k: int,
-    scheme: str,
-    out_dtype: torch.dtype,
-    activation: str,
-) -> tuple[Tensor, Tensor]:
-    """The same, quantized in its tile; groups wider than a tile by a launch of their own."""
-    operands = _Operands(a, a_scale, w, w_scale, bias)
-    plan = (sorted_token_ids, expert_ids, num_tokens_post_padded)
-    quant, slots = local_quant(scheme), a.shape[0] * top_k
-    if not _quantizes(slots, w.shape, tuple(row_tiles), w.device, scheme, activation):
-        h = scaled_gemm_act(*operands, *plan, row_tiles, top_k, scheme, out_dtype, activation)
-        return moe_quantize(h, None, None, None, None, w.shape[0], quant.key)
-    out, out_scale = empty_quantized_rows(
-        *operands, *plan, row_tiles, top_k, scheme, out_dtype, activation
-    )
-    _run(out, out_scale, operands, plan, row_tiles, top_k, scheme, activation, out_dtype)
-    return out, out_scale

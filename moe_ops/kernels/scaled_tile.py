@@ -13,7 +13,6 @@ import triton
 import triton.language as tl
 
 from moe_ops.kernels.gemm_tile import activate, add_bias, find_tile, load_slots, load_tile
-from moe_ops.kernels.rounding import quantize_groups
 
 
 class Layout(NamedTuple):
@@ -31,9 +30,8 @@ class Layout(NamedTuple):
     """Elements along K that share one, of both operands; None: all."""
     uniform: bool
     """Whether the rows of every weight tile share one."""
-    largest: float
     integer: bool
-    pow2: bool
+    """Whether stored values are integers."""
 
 
 @triton.jit
@@ -49,10 +47,8 @@ def find_scales(w_scale, expert, first, row, K: tl.constexpr, LAYOUT: tl.constex
 
 @triton.jit
 def load_scales(a_scale, y_scales, z_scales, group, real, inside, LAYOUT: tl.constexpr):
-    """The scales of a group along K: of rows (if they have any), weight rows and up rows."""
-    x_scale = tl.zeros(real.shape, dtype=tl.float32)
-    if a_scale is not None:
-        x_scale = tl.load(a_scale + group, mask=real, other=0.0).to(tl.float32)
+    """The scales of a group along K: of rows, weight rows and up rows."""
+    x_scale = tl.load(a_scale + group, mask=real, other=0.0).to(tl.float32)
     if LAYOUT.uniform:
         y_scale = tl.load(y_scales + group).to(tl.float32)
     else:
@@ -112,48 +108,13 @@ def finish_sums(acc, x_scale, w_scale, bias, expert, row, inside, LAYOUT: tl.con
     return add_bias(acc, bias, expert, row, inside, LAYOUT.weight_rows)
 
 
-@triton.jit
-def quantize_tile(x, w, LAYOUT: tl.constexpr):
-    """A tile of rows, one group wide, as the weights are stored; and the rows' scales."""
-    COLS: tl.constexpr = LAYOUT.cols
-    LARGEST: tl.constexpr = LAYOUT.largest
-    INTEGER: tl.constexpr = LAYOUT.integer
-    POW2: tl.constexpr = LAYOUT.pow2
-    q, scale = quantize_groups(x.to(tl.float32), COLS, LARGEST, INTEGER, POW2)
-    return q.to(w.dtype.element_ty), tl.reshape(scale, (x.shape[0],))
-
-
-@triton.jit
-def store_tile(
-    value, out, out_scale, slot, real, n,
-    N: tl.constexpr, ROUND: tl.constexpr, LAYOUT: tl.constexpr,
-):  # fmt: skip
-    """Values (float32, zero past N) as they are, or quantized group by group.
-
-    With ``out_scale`` they are rounded to ROUND and then quantized as the next product takes them.
-    """
-    if out_scale is not None:
-        COLS: tl.constexpr = LAYOUT.cols
-        LARGEST: tl.constexpr = LAYOUT.largest
-        INTEGER: tl.constexpr = LAYOUT.integer
-        POW2: tl.constexpr = LAYOUT.pow2
-        GROUPS: tl.constexpr = (N + COLS - 1) // COLS
-        rounded = value.to(ROUND).to(tl.float32)
-        value, scale = quantize_groups(rounded, COLS, LARGEST, INTEGER, POW2)
-        group = tl.min(n, 0) // COLS + tl.arange(0, rounded.shape[1] // COLS)
-        at = out_scale + slot[:, None] * GROUPS + group[None, :]
-        tl.store(at, scale, mask=real[:, None] & (group < GROUPS)[None, :])
-    at = out + slot[:, None] * N + n[None, :]
-    tl.store(at, value.to(out.dtype.element_ty), mask=real[:, None] & (n < N)[None, :])
-
-
 @triton.jit(do_not_specialize=["num_slots"])
 def scaled_gemm_kernel(
-    a, a_scale, w, w_scale, bias, out, out_scale,
+    a, a_scale, w, w_scale, bias, out,
     sorted_token_ids, expert_ids, num_tokens_post_padded, num_slots,
     stride_am, stride_sm, stride_se, stride_we, stride_wn, stride_wk,
     N: tl.constexpr, K: tl.constexpr, TOP_K: tl.constexpr,
-    RULE: tl.constexpr, LAYOUT: tl.constexpr, ROUND: tl.constexpr,
+    RULE: tl.constexpr, LAYOUT: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
 ):  # fmt: skip
     """``out[s] = f(a_scale * w_scale * a[s // TOP_K] @ w[e].T + bias[e])``, f a `Formula` or None.
@@ -175,8 +136,7 @@ def scaled_gemm_kernel(
     first = LAYOUT.step * pid_n * BLOCK_N
     y_scales, z_scales = find_scales(w_scale, expert, first, row, K, LAYOUT)
     a_tile = a + (slot // TOP_K)[:, None] * stride_am + k[None, :]
-    if a_scale is not None:
-        a_scale += slot // TOP_K * stride_sm + expert * stride_se
+    a_scale += slot // TOP_K * stride_sm + expert * stride_se
     scales = load_scales(a_scale, y_scales, z_scales, 0, real, inside, LAYOUT)
     acc, up = zero_sums(BLOCK_M, BLOCK_N, LAYOUT), zero_sums(BLOCK_M, BLOCK_N, LAYOUT)
     for start in range(0, K, BLOCK_K):
@@ -185,8 +145,6 @@ def scaled_gemm_kernel(
             group = tl.minimum(start + BLOCK_K, K - 1) // LAYOUT.cols
             scales = load_scales(a_scale, y_scales, z_scales, group, real, inside, LAYOUT)
         x = load_tile(a_tile + start, k + start, real, K, BLOCK_K, 1)
-        if a_scale is None:
-            x, x_scale = quantize_tile(x, w, LAYOUT)
         y_tile = w_tile + start * stride_wk
         y = load_tile(y_tile, k + start, n_inside, K, BLOCK_K, 0)
         acc = add_product(acc, x, y, x_scale, y_scale, LAYOUT)
@@ -200,4 +158,5 @@ def scaled_gemm_kernel(
         up = finish_sums(up, scales[0], scales[2], bias, expert, row + LAYOUT.up, inside, LAYOUT)
     if RULE is not None:
         acc = activate(acc, up, RULE)
-    store_tile(acc, out, out_scale, slot, real, n, N, ROUND, LAYOUT)
+    at = out + slot[:, None] * N + n[None, :]
+    tl.store(at, acc.to(out.dtype.element_ty), mask=real[:, None] & inside[None, :])

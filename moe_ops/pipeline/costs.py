@@ -9,16 +9,15 @@ from moe_ops.activation import Formula, formula, kind_and_key
 from moe_ops.pipeline.config import FusedMoEConfig
 from moe_ops.pipeline.devices import Target
 from moe_ops.pipeline.experts import FusedMoEExperts, FusedMoEExpertsModular
+from moe_ops.pipeline.row_spaces import row_tiles_of
 from moe_ops.scheme import WHOLE, Scheme
 from moe_ops.tiles import (
-    ROW_TILES,
     Device,
     Gemm,
     TileConfig,
     gemm_tiles,
     scale_groups,
     scaled_gemm_tiles,
-    tile_holds_groups,
     weight_only_tiles,
 )
 
@@ -146,8 +145,9 @@ def _tiles(
     gates = 2 if config.is_act_and_mul else 1
     rule = formula(kind_and_key(config.activation)[1]) if fused else None
     halves, columns = (gates, width) if fused else (1, gates * width)
-    gemm1 = Gemm(rows, num_experts, columns, hidden, itemsize, halves, ROW_TILES)
-    gemm2 = Gemm(rows, num_experts, hidden, width, itemsize, 1, ROW_TILES)
+    row_tiles = row_tiles_of(scheme)
+    gemm1 = Gemm(rows, num_experts, columns, hidden, itemsize, halves, row_tiles)
+    gemm2 = Gemm(rows, num_experts, hidden, width, itemsize, 1, row_tiles)
     return _gemm_tiles(gemm1, scheme, rule, device), _gemm_tiles(gemm2, scheme, None, device)
 
 
@@ -161,5 +161,4 @@ def _gemm_tiles(gemm: Gemm, scheme: Scheme, rule: Formula | None, device: Device
     cols, rows = scheme.activation.group.cols, scheme.weight.group.rows
     weight_rows = gemm.halves * gemm.n if rows == WHOLE else rows
     groups = scale_groups(gemm.n, None if cols == WHOLE else cols, weight_rows, rule)
-    in_tile = rule is not None and tile_holds_groups(gemm, groups, device)
-    return scaled_gemm_tiles(gemm, groups, cols if in_tile else 1, device)
+    return scaled_gemm_tiles(gemm, groups, device)

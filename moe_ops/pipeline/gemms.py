@@ -8,8 +8,7 @@ from torch import Tensor
 from moe_ops import ops
 from moe_ops.pipeline.row_spaces import BatchedRows, SlotRows
 from moe_ops.scheme import FusedMoEQuantConfig, Scheme
-from moe_ops.tensors import ExpertWeight, ExpertWeights, Rows, TilePlan
-from moe_ops.tiles import ROW_TILES
+from moe_ops.tensors import ExpertWeight, ExpertWeights, Rows
 
 
 def expert_weights(
@@ -34,16 +33,31 @@ def expert_weights(
         config.w2_zp,
         config.w2_gscale,
     )
-    return ExpertWeights(first, second, config.a2_scale)
+    return ExpertWeights(first, second, config.a1_scale, config.a2_scale)
+
+
+def stored(
+    rows: Rows, weights: ExpertWeights, space: SlotRows | BatchedRows, scheme: Scheme
+) -> Rows:
+    """The input of the first GEMM; rows whose quantization was left to the experts have it now."""
+    if scheme.activation is None or rows.scale is not None:
+        return rows
+    return space.quantize(rows.data, weights.a1_scale, scheme.activation)
 
 
 def gemm(
-    rows: Rows, weight: ExpertWeight, plan: TilePlan, top_k: int, scheme: Scheme, dtype: torch.dtype
+    rows: Rows,
+    weight: ExpertWeight,
+    space: SlotRows | BatchedRows,
+    top_k: int,
+    scheme: Scheme,
+    dtype: torch.dtype,
 ) -> Tensor:
     """``rows[s // top_k] @ w[e].T + bias[e]`` for every row s of the plan, in ``dtype``."""
+    plan = space.plan
     if scheme.weight is None:
         return ops.expert_gemm(
-            rows.data, weight.data, weight.bias, None, None, *plan, ROW_TILES, top_k
+            rows.data, weight.data, weight.bias, None, None, *plan, space.row_tiles, top_k
         )
     if scheme.activation is None:
         return ops.weight_only_gemm(
@@ -55,11 +69,11 @@ def gemm(
             weight.bias,
             None,
             *plan,
-            ROW_TILES,
+            space.row_tiles,
             top_k,
             scheme.name,
         )
-    return ops.scaled_gemm(*_scaled(rows, weight, plan, top_k, scheme, dtype))
+    return ops.scaled_gemm(*_scaled(rows, weight, space, top_k, scheme, dtype))
 
 
 def gemm_act(
@@ -86,7 +100,7 @@ def gemm_act(
                 weight.bias,
                 input_weights,
                 *plan,
-                ROW_TILES,
+                space.row_tiles,
                 top_k,
                 activation,
             )
@@ -102,16 +116,13 @@ def gemm_act(
                 weight.bias,
                 input_weights,
                 *plan,
-                ROW_TILES,
+                space.row_tiles,
                 top_k,
                 scheme.name,
                 activation,
             )
         )
-    arguments = _scaled(rows, weight, plan, top_k, scheme, dtype)
-    if scheme.activation.local:
-        return Rows(*ops.scaled_gemm_act_quantize(*arguments, activation))
-    h = ops.scaled_gemm_act(*arguments, activation)
+    h = ops.scaled_gemm_act(*_scaled(rows, weight, space, top_k, scheme, dtype), activation)
     return space.quantize(h, weights.a2_scale, scheme.activation)
 
 
@@ -129,7 +140,12 @@ def activated(
 
 
 def _scaled(
-    rows: Rows, weight: ExpertWeight, plan: TilePlan, top_k: int, scheme: Scheme, dtype: torch.dtype
+    rows: Rows,
+    weight: ExpertWeight,
+    space: SlotRows | BatchedRows,
+    top_k: int,
+    scheme: Scheme,
+    dtype: torch.dtype,
 ) -> tuple:
     """The arguments that the operators of quantized operands share."""
     return (
@@ -138,8 +154,8 @@ def _scaled(
         weight.data,
         weight.scale,
         weight.bias,
-        *plan,
-        ROW_TILES,
+        *space.plan,
+        space.row_tiles,
         top_k,
         scheme.name,
         dtype,

@@ -12,26 +12,36 @@ import torch
 from torch import Tensor
 
 from moe_ops import ops
-from moe_ops.scheme import Quant
+from moe_ops.scheme import UNQUANTIZED, Quant, Scheme
 from moe_ops.tensors import Rows, TilePlan
-from moe_ops.tiles import ROW_TILES
+from moe_ops.tiles import EIGHT_BIT_ROW_TILES, ROW_TILES
+
+
+def row_tiles_of(scheme: Scheme) -> tuple[int, ...]:
+    """The row tiles that the plan and the GEMMs of a scheme choose from."""
+    return ROW_TILES if scheme.activation is None else EIGHT_BIT_ROW_TILES
 
 
 class SlotRows(NamedTuple):
     """Row ``t * k + j`` is slot j of token t; the rows of skipped slots hold anything."""
 
     plan: TilePlan
+    row_tiles: tuple[int, ...]
     topk_ids: Tensor
     expert_map: Tensor | None
     num_local_experts: int
 
     @staticmethod
-    def of(topk_ids: Tensor, expert_map: Tensor | None, num_local_experts: int) -> SlotRows:
+    def of(
+        topk_ids: Tensor,
+        expert_map: Tensor | None,
+        num_local_experts: int,
+        scheme: Scheme = UNQUANTIZED,
+    ) -> SlotRows:
         """The space of a routing, with its plan: local experts only, tiles picked by the op."""
-        plan = ops.moe_align_block_size(
-            topk_ids, expert_map, ROW_TILES, num_local_experts, False, True
-        )
-        return SlotRows(TilePlan(*plan), topk_ids, expert_map, num_local_experts)
+        tiles = row_tiles_of(scheme)
+        plan = ops.moe_align_block_size(topk_ids, expert_map, tiles, num_local_experts, False, True)
+        return SlotRows(TilePlan(*plan), tiles, topk_ids, expert_map, num_local_experts)
 
     def quantize(self, x: Tensor, scale: Tensor | None, quant: Quant) -> Rows:
         """The rows of slots that are not skipped; the others become zeros."""
@@ -54,14 +64,16 @@ class BatchedRows(NamedTuple):
     """Row ``e * M + i`` is the i-th of expert e; those past its count hold anything."""
 
     plan: TilePlan
+    row_tiles: tuple[int, ...]
     expert_num_tokens: Tensor
     max_num_tokens: int
 
     @staticmethod
-    def of(expert_num_tokens: Tensor, max_num_tokens: int) -> BatchedRows:
+    def of(expert_num_tokens: Tensor, max_num_tokens: int, scheme: Scheme) -> BatchedRows:
         """The space of ``(El, M, ..)`` tensors, with its plan."""
-        plan = ops.align_batched(expert_num_tokens, max_num_tokens, ROW_TILES)
-        return BatchedRows(TilePlan(*plan), expert_num_tokens, max_num_tokens)
+        tiles = row_tiles_of(scheme)
+        plan = ops.align_batched(expert_num_tokens, max_num_tokens, tiles)
+        return BatchedRows(TilePlan(*plan), tiles, expert_num_tokens, max_num_tokens)
 
     def _batched(self, x: Tensor) -> Tensor:
         return x.view(self.expert_num_tokens.shape[0], self.max_num_tokens, x.shape[-1])
@@ -85,11 +97,12 @@ class BatchedRows(NamedTuple):
         return _flat(ops.batched_activation_quantize(x, scale, count, activation, quant.key))
 
 
-def permuted_rows(expert_first_token_offset: Tensor, num_rows: int) -> BatchedRows:
+def permuted_rows(expert_first_token_offset: Tensor, num_rows: int, scheme: Scheme) -> BatchedRows:
     """The space of permuted rows: those in use come first, so it is one expert's to quantize."""
-    plan = ops.align_permuted(expert_first_token_offset, num_rows, ROW_TILES)
+    tiles = row_tiles_of(scheme)
+    plan = ops.align_permuted(expert_first_token_offset, num_rows, tiles)
     used = expert_first_token_offset[-1:].to(torch.int32)
-    return BatchedRows(TilePlan(*plan), used, num_rows)
+    return BatchedRows(TilePlan(*plan), tiles, used, num_rows)
 
 
 def _flat(quantized: tuple[Tensor, Tensor]) -> Rows:

@@ -12,11 +12,10 @@ import torch
 from torch import Tensor
 
 from moe_ops.activation import formula
-from moe_ops.fake_impls.scaled_gemm import local_quant, quants
+from moe_ops.fake_impls.scaled_gemm import quants
 from moe_ops.fake_impls.scaled_gemm import scaled_gemm as empty_rows
 from moe_ops.fake_impls.scaled_gemm import scaled_gemm_act as empty_activated_rows
 from moe_ops.reference.activation import apply, split
-from moe_ops.reference.quantize import moe_quantize
 from moe_ops.reference.slots import planned_slots, runs
 from moe_ops.scheme import WHOLE, Element, Quant
 from moe_ops.scheme.rounding import decode
@@ -36,7 +35,7 @@ class _Operands(NamedTuple):
 
 def scaled_gemm(
     a: Tensor,
-    a_scale: Tensor | None,
+    a_scale: Tensor,
     w: Tensor,
     w_scale: Tensor,
     bias: Tensor | None,
@@ -55,13 +54,13 @@ def scaled_gemm(
     """
     plan = (sorted_token_ids, expert_ids, num_tokens_post_padded)
     out = empty_rows(a, a_scale, w, w_scale, bias, *plan, row_tiles, top_k, scheme, out_dtype)
-    operands = _operands(a, a_scale, w, w_scale, bias, scheme)
+    operands = _Operands(a, a_scale, w, w_scale, bias, scheme)
     return _grouped(out, operands, plan, row_tiles, top_k, lambda rows: rows)
 
 
 def scaled_gemm_act(
     a: Tensor,
-    a_scale: Tensor | None,
+    a_scale: Tensor,
     w: Tensor,
     w_scale: Tensor,
     bias: Tensor | None,
@@ -83,38 +82,7 @@ def scaled_gemm_act(
     def finish(rows: Tensor) -> Tensor:
         return apply(*split(rows, rule), rule)
 
-    return _grouped(out, _operands(*operands, scheme), plan, row_tiles, top_k, finish)
-
-
-def scaled_gemm_act_quantize(
-    a: Tensor,
-    a_scale: Tensor | None,
-    w: Tensor,
-    w_scale: Tensor,
-    bias: Tensor | None,
-    sorted_token_ids: Tensor,
-    expert_ids: Tensor,
-    num_tokens_post_padded: Tensor,
-    row_tiles: Sequence[int],
-    top_k: int,
-    scheme: str,
-    out_dtype: torch.dtype,
-    activation: str,
-) -> tuple[Tensor, Tensor]:
-    """The same, rounded to ``out_dtype`` and then quantized as the scheme says of activations."""
-    plan = (sorted_token_ids, expert_ids, num_tokens_post_padded)
-    operands = (a, a_scale, w, w_scale, bias)
-    rows = scaled_gemm_act(*operands, *plan, row_tiles, top_k, scheme, out_dtype, activation)
-    return moe_quantize(rows, None, None, None, None, w.shape[0], local_quant(scheme).key)
-
-
-def _operands(
-    a: Tensor, a_scale: Tensor | None, w: Tensor, w_scale: Tensor, bias: Tensor | None, scheme: str
-) -> _Operands:
-    """Rows that come without scales are quantized here."""
-    if a_scale is None:
-        a, a_scale = moe_quantize(a, None, None, None, None, w.shape[0], quants(scheme)[0].key)
-    return _Operands(a, a_scale, w, w_scale, bias, scheme)
+    return _grouped(out, _Operands(*operands, scheme), plan, row_tiles, top_k, finish)
 
 
 def _grouped(

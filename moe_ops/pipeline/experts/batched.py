@@ -11,17 +11,19 @@ from moe_ops.activation import Activation, MoEActivation, kind_and_key
 from moe_ops.pipeline.experts.base import FusedMoEExpertsModular
 from moe_ops.pipeline.experts.supports import EVERY_SCHEME, Supports
 from moe_ops.pipeline.formats import ExpertTokensMetadata, FusedMoEActivationFormat
-from moe_ops.pipeline.gemms import expert_weights, gemm, gemm_act
+from moe_ops.pipeline.gemms import expert_weights, gemm, gemm_act, stored
 from moe_ops.pipeline.row_spaces import BatchedRows
 from moe_ops.pipeline.weight_and_reduce import TopKWeightAndReduce, TopKWeightAndReduceDelegate
-from moe_ops.tensors import Rows
+from moe_ops.scheme import Scheme
+from moe_ops.tensors import ExpertWeights, Rows
 
 
 def batched_input(
     hidden_states: Tensor,
     a1q_scale: Tensor | None,
     meta: ExpertTokensMetadata | None,
-    num_local_experts: int,
+    weights: ExpertWeights,
+    scheme: Scheme,
 ) -> tuple[Rows, BatchedRows]:
     """Rows ``(El, M, H)`` as GEMMs take them, and the space they lie in.
 
@@ -30,13 +32,14 @@ def batched_input(
     """
     if meta is None:
         raise ValueError("expert_tokens_meta must be given in the Batched format, got None")
+    num_local_experts = weights.w1.data.shape[0]
     checks.tensor("hidden_states", hidden_states, 3, (hidden_states.dtype,))
     checks.size("hidden_states.shape[0]", hidden_states.shape[0], "w1.shape[0]", num_local_experts)
     counted = meta.expert_num_tokens.shape[0]
     checks.size("expert_num_tokens.shape[0]", counted, "w1.shape[0]", num_local_experts)
-    space = BatchedRows.of(meta.expert_num_tokens, hidden_states.shape[1])
+    space = BatchedRows.of(meta.expert_num_tokens, hidden_states.shape[1], scheme)
     scale = None if a1q_scale is None else a1q_scale.flatten(0, 1)
-    return Rows(hidden_states.flatten(0, 1), scale), space
+    return stored(Rows(hidden_states.flatten(0, 1), scale), weights, space, scheme), space
 
 
 class BatchedExperts(FusedMoEExpertsModular):
@@ -99,12 +102,12 @@ class BatchedTritonExperts(BatchedExperts):
         apply_router_weight_on_input: bool,
     ) -> Tensor:
         """``(El, M, H)``; rows past an expert's count hold anything."""
-        rows, space = batched_input(hidden_states, a1q_scale, expert_tokens_meta, w1.shape[0])
-        shape = hidden_states.shape[:2]
         weights = expert_weights(w1, w2, self.quant_config)
         scheme, dtype = self.quant_config.scheme, self.moe_config.in_dtype
+        meta, shape = expert_tokens_meta, hidden_states.shape[:2]
+        rows, space = batched_input(hidden_states, a1q_scale, meta, weights, scheme)
         key = kind_and_key(activation)[1]
         h = gemm_act(rows, weights, space, 1, scheme, dtype, key)
         del hidden_states, a1q_scale, rows  # as large as what the second GEMM returns
-        y = gemm(h, weights.w2, space.plan, 1, scheme, dtype)
+        y = gemm(h, weights.w2, space, 1, scheme, dtype)
         return y.view(*shape, y.shape[1])

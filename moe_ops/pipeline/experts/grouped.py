@@ -17,7 +17,7 @@ from moe_ops.pipeline.experts.base import FusedMoEExpertsModular
 from moe_ops.pipeline.experts.batched import BatchedExperts, batched_input
 from moe_ops.pipeline.experts.supports import EVERY_SCHEME, Supports
 from moe_ops.pipeline.formats import ExpertTokensMetadata, FusedMoEActivationFormat
-from moe_ops.pipeline.gemms import activated, expert_weights, gemm
+from moe_ops.pipeline.gemms import activated, expert_weights, gemm, stored
 from moe_ops.pipeline.row_spaces import permuted_rows
 from moe_ops.pipeline.weight_and_reduce import TopKWeightAndReduce, TopKWeightAndReduceNoOP
 from moe_ops.tensors import Permutation, Rows
@@ -81,13 +81,14 @@ class GroupedGemmExperts(FusedMoEExpertsModular):
         rows = Rows(_permuted(hidden_states, order, top_k), a1q_scale)
         if a1q_scale is not None and not per_tensor:
             rows = rows._replace(scale=_permuted(a1q_scale, order, top_k))
-        space = permuted_rows(order.expert_first_token_offset, topk_ids.numel())
+        space = permuted_rows(order.expert_first_token_offset, topk_ids.numel(), scheme)
+        rows = stored(rows, weights, space, scheme)
         key = kind_and_key(activation)[1]
-        product = gemm(rows, weights.w1, space.plan, 1, scheme, dtype)
+        product = gemm(rows, weights.w1, space, 1, scheme, dtype)
         del rows
         h = activated(product, weights, space, scheme, key)
         del product
-        y = gemm(h, weights.w2, space.plan, 1, scheme, dtype)
+        y = gemm(h, weights.w2, space, 1, scheme, dtype)
         del h
         return ops.moe_unpermute(
             y,
@@ -144,14 +145,14 @@ class BatchedGroupedGemmExperts(BatchedExperts):
         apply_router_weight_on_input: bool,
     ) -> Tensor:
         """``(El, M, H)``; rows past an expert's count hold anything."""
-        rows, space = batched_input(hidden_states, a1q_scale, expert_tokens_meta, w1.shape[0])
-        shape = hidden_states.shape[:2]
         weights = expert_weights(w1, w2, self.quant_config)
         scheme, dtype = self.quant_config.scheme, self.moe_config.in_dtype
+        meta, shape = expert_tokens_meta, hidden_states.shape[:2]
+        rows, space = batched_input(hidden_states, a1q_scale, meta, weights, scheme)
         key = kind_and_key(activation)[1]
-        product = gemm(rows, weights.w1, space.plan, 1, scheme, dtype)
+        product = gemm(rows, weights.w1, space, 1, scheme, dtype)
         del hidden_states, a1q_scale, rows
         h = activated(product, weights, space, scheme, key)
         del product
-        y = gemm(h, weights.w2, space.plan, 1, scheme, dtype)
+        y = gemm(h, weights.w2, space, 1, scheme, dtype)
         return y.view(*shape, y.shape[1])

@@ -52,6 +52,9 @@ class NaiveBatchedExperts(BatchedExperts):
         used = _rows_in_use(counts, hidden_states.shape[1])
         quant = scheme.activation
 
+        if quant is not None and a1q_scale is None:
+            rows = (hidden_states, self.quant_config.a1_scale, counts)
+            hidden_states, a1q_scale = ops.batched_quantize(*rows, quant.key)
         x = _dequantized(hidden_states, a1q_scale, quant)
         product = _products(x, weights.w1, scheme).to(dtype)
         h = ops.batched_activation(product, counts, kind_and_key(activation)[1])

@@ -12,7 +12,7 @@ from moe_ops.activation import Activation, MoEActivation, kind_and_key
 from moe_ops.pipeline.experts.base import FusedMoEExpertsModular
 from moe_ops.pipeline.experts.supports import EVERY_SCHEME, Supports
 from moe_ops.pipeline.formats import ExpertTokensMetadata, FusedMoEActivationFormat
-from moe_ops.pipeline.gemms import expert_weights, gemm, gemm_act
+from moe_ops.pipeline.gemms import expert_weights, gemm, gemm_act, stored
 from moe_ops.pipeline.row_spaces import SlotRows
 from moe_ops.pipeline.weight_and_reduce import TopKWeightAndReduce, TopKWeightAndReduceNoOP
 from moe_ops.scheme import Scheme
@@ -38,10 +38,11 @@ def slot_experts(
     tokens, k = topk_ids.shape
     weighted = weight_on_input and scheme.activation is not None
     on_input = topk_weights if weight_on_input and not weighted else None
-    space = SlotRows.of(topk_ids, expert_map, num_local_experts)
+    space = SlotRows.of(topk_ids, expert_map, num_local_experts, scheme)
     top_k = 1 if weighted else k
+    rows = stored(rows, weights, space, scheme)
     h = gemm_act(rows, weights, space, top_k, scheme, dtype, activation, on_input)
-    y = gemm(h, weights.w2, space.plan, 1, scheme, dtype)
+    y = gemm(h, weights.w2, space, 1, scheme, dtype)
     del h  # gone before the output is allocated: `workspace_nbytes` counts on it
     y = y.view(tokens, k, y.shape[1])
     on_output = None if weight_on_input else topk_weights
