@@ -31,7 +31,6 @@ from problems import Experts, Inputs, Problem, make_experts, make_inputs, refere
 from stage_profile import ProfileRow, print_profile, profile_row
 
 import moe_ops
-from moe_ops import tiles
 
 SAMPLED_TOKENS = 64
 MAX_REL_ERR = {"bf16": 0.02, "fp8": 0.1}
@@ -73,11 +72,19 @@ def config_of(impl: str, problem: Problem, experts: Experts, inputs: Inputs) -> 
     """What the time depends on besides the row's key."""
     config: dict[str, Any] = {"active_experts": inputs.num_active}
     if impl == "moe_ops" and inputs.x.is_cuda:
-        h, i, itemsize = problem.hidden_size, problem.intermediate_size, experts.w1.itemsize
-        facts, rows = tiles.device_facts(inputs.x.device), inputs.topk_ids.numel()
-        for name, n, k, halves in (("gemm1", i, h, 2), ("gemm2", h, i, 1)):
-            gemm = tiles.Gemm(rows, problem.num_experts, n, k, itemsize, halves, tiles.ROW_TILES)
-            config[name] = asdict(tiles.gemm_tiles(gemm, facts))
+        layer = moe_ops.FusedMoEConfig(
+            num_experts=problem.num_experts,
+            experts_per_token=problem.top_k,
+            hidden_dim=problem.hidden_size,
+            intermediate_size=problem.intermediate_size,
+            num_local_experts=problem.num_experts,
+            activation="silu",
+            device=inputs.x.device,
+            routing_method=moe_ops.RoutingMethodType.Renormalize,
+        )
+        told = moe_ops.explain(layer, experts.scheme, num_tokens=(len(inputs.x),))
+        for name in ("gemm1", "gemm2"):
+            config[name] = asdict(getattr(told.costs[0], name))
     return config
 
 
