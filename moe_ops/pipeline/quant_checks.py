@@ -64,7 +64,7 @@ def _check_scales(
     halves = [(experts, 2)] if which == "w1" else []
     same = halves if quant.per_tensor else [shape[:-1]] if shape[-1] == 1 else []
     if quant.group == (1, WHOLE):  # rows that share a scale may name it once
-        same = [*same, *((experts, count, 1) for count in (1, 2)[: 1 + len(halves)])]
+        same = [*same, (experts, 1, 1), *((*half, 1) for half in halves)]
     rows = (n + 1) // 2 if quant.element.packed else n
     rules: tuple[tuple[str, list[tuple[int, ...]], Sequence[torch.dtype]], ...] = (
         ("scale", [shape, *same], SCALE_DTYPES.get(quant.scale, checks.FLOATS)),
