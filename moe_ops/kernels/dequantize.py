@@ -190,13 +190,6 @@ def dequantize(
     stored, scale, zero_point, DTYPE: tl.constexpr, BLOCK_K: tl.constexpr, FORMAT: tl.constexpr
 ):
     """A tile of weights (BLOCK_K, N) in DTYPE, times ``scale`` (G, N) if that is to be here."""
-    # A product with a scale is rounded once, in DTYPE as in float32, where DTYPE holds the scale.
-    HOLDS: tl.constexpr = (
-        scale.dtype == DTYPE
-        or FORMAT.scale == "e4m3"
-        or (FORMAT.scale == "e8m0" and tl.bfloat16 == DTYPE)
-    )
-    COMPUTE: tl.constexpr = DTYPE if HOLDS else tl.float32
     value = numbers(stored, DTYPE, FORMAT)
     if FORMAT.exponent > 0:
         MISSING: tl.constexpr = missing(DTYPE, FORMAT.exponent)
@@ -204,6 +197,13 @@ def dequantize(
     if zero_point is not None:
         value -= spread(zero_point, BLOCK_K).to(DTYPE)
     if FORMAT.in_tile:
+        # Rounded once, in DTYPE as in float32, where DTYPE holds the scale.
+        HOLDS: tl.constexpr = (
+            scale.dtype == DTYPE
+            or FORMAT.scale == "e4m3"
+            or (FORMAT.scale == "e8m0" and tl.bfloat16 == DTYPE)
+        )
+        COMPUTE: tl.constexpr = DTYPE if HOLDS else tl.float32
         factor = spread(scale_value(scale, FORMAT).to(COMPUTE), BLOCK_K)
         value = (value.to(COMPUTE) * factor).to(DTYPE)
     return value
