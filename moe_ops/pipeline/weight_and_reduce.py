@@ -9,6 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from moe_ops import checks, ops
@@ -105,10 +106,13 @@ class TopKWeightAndReduceContiguous(TopKWeightAndReduce):
         """Slots whose id is negative are skipped, and not read."""
         tokens, k = topk_ids.shape
         checks.topk_pair(topk_weights, topk_ids)
-        if fused_expert_output.dim() not in (2, 3):
+        fits = fused_expert_output.dim() in (2, 3)
+        if fits and not torch.compiler.is_compiling():  # sizes are symbols there
+            fits = tuple(fused_expert_output.shape[:-1]) in ((tokens * k,), (tokens, k))
+        if not fits:
             raise ValueError(
-                "fused_expert_output must be (T * k, H) or (T, k, H), got shape "
-                f"{tuple(fused_expert_output.shape)}"
+                "fused_expert_output must be (T * k, H) or (T, k, H) for topk_ids of shape "
+                f"{tuple(topk_ids.shape)}, got shape {tuple(fused_expert_output.shape)}"
             )
         rows = fused_expert_output.reshape(tokens, k, fused_expert_output.shape[-1])
         weights = topk_weights
