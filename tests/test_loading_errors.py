@@ -50,7 +50,9 @@ def test_strict_and_lenient(kind, source):
     layer = make()
     load(layer, per_expert(Experts.random(E, H, I, seed=9)))
     before = [p.clone() for p in layer.parameters()]
-    with pytest.raises(ValueError, match=f"1 {kind} \\({names[kind].replace('[', '.').replace(']', '.')}"):
+    with pytest.raises(
+        ValueError, match=f"1 {kind} \\({names[kind].replace('[', '.').replace(']', '.')}"
+    ):
         load(layer, broken)
     assert unchanged(layer, before)
     report = load(layer, broken, strict=False)
@@ -174,5 +176,7 @@ def test_other_errors(source):
         load(make(), [("a", 1)])
     with pytest.raises(TypeError, match="pairs"):
         load(make(), [1])
-    with pytest.raises(NotImplementedError, match="blocks of rows where gate and up rows alternate"):
+    with pytest.raises(
+        NotImplementedError, match="blocks of rows where gate and up rows alternate"
+    ):
         load(make("fp8_block32", activation="swigluoai"), source)

@@ -40,7 +40,7 @@ class FusedMoEMethodBase(ABC):
         They do not require grad, and hold zeros (static scales: NaN) until they are loaded.
         """
         specs = parameter_specs(sizes)
-        for name in [f"{w}_{suffix}" for w in ("w13", "w2") for suffix in SUFFIX.values()]:
+        for name in [f"{w}_{suffix}" for suffix in SUFFIX.values() for w in ("w13", "w2")]:
             spec, value = specs.get(name), None
             if spec is not None:
                 filled = torch.zeros(spec.shape, dtype=spec.dtype, device=device)
