@@ -7,6 +7,7 @@ from conftest import INTERPRETED
 from hypothesis import strategies as st
 
 from moe_ops.activation import MoEActivation
+from moe_ops.scheme import SCHEMES
 from moe_ops.testing import ROUTINGS, Problem
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -37,6 +38,26 @@ def problems(draw) -> Problem:
         on_input=draw(st.booleans()),
         num_local_experts=local,
         routing=draw(st.sampled_from(ROUTINGS)),
+    )
+
+
+@st.composite
+def layers(draw, schemes=tuple(SCHEMES)) -> Problem:
+    """Small problems in any scheme, for any format; all of their groups may be partial."""
+    num_experts = draw(st.sampled_from((1, 2, 5, 8)))
+    return Problem(
+        num_tokens=draw(st.integers(0, 6 if INTERPRETED else 40)),
+        num_experts=num_experts,
+        top_k=draw(st.integers(1, min(num_experts, 3))),
+        hidden_size=draw(st.sampled_from((32, 48) if INTERPRETED else (32, 72, 160))),
+        intermediate_size=draw(st.sampled_from((16, 24) if INTERPRETED else (16, 40, 136))),
+        dtype=draw(st.sampled_from(DTYPES)),
+        activation=draw(st.sampled_from(ACTIVATIONS)),
+        has_bias=draw(st.booleans()),
+        on_input=draw(st.booleans()),
+        num_local_experts=draw(st.none() | st.integers(1, num_experts)),
+        routing=draw(st.sampled_from(ROUTINGS)),
+        scheme=draw(st.sampled_from(schemes)),
     )
 
 

@@ -45,8 +45,10 @@ def moe_unpermute(
     for j in range(k):
         row = inv_permuted_idx[:, j].long()
         valid = (row >= 0) & (row < used)
-        value = permuted_hidden_states[torch.where(valid, row, 0)].float() if num_rows else total
-        if topk_weights is not None:
-            value = value * topk_weights[:, j, None].float()
-        total = torch.where(valid[:, None], total + value, total)
+        if num_rows == 0:
+            continue
+        rows = permuted_hidden_states[torch.where(valid, row, 0)].float()
+        weights = rows.new_ones(tokens) if topk_weights is None else topk_weights[:, j].float()
+        rows, weights = (torch.where(valid[:, None], x, 0.0) for x in (rows, weights[:, None]))
+        total.addcmul_(rows, weights)  # as `moe_fused_mul_sum` adds: the formats agree bit by bit
     return total.to(permuted_hidden_states.dtype)
