@@ -40,10 +40,18 @@ def encode(value: Tensor, element: Element) -> Tensor:
 
 
 def decode(codes: Tensor, element: Element) -> Tensor:
-    """Codes as float32."""
-    magnitudes = _magnitudes(element)
-    table = torch.tensor([*magnitudes, *(-m for m in magnitudes)], device=codes.device)
-    return table[codes.long()]
+    """Codes as float32.
+
+    A normal number's bits are moved to where float32 has them. (No table: it would be copied from
+    the host, which a CUDA graph cannot record.)
+    """
+    mantissa = element.bits - 1 - element.exponent
+    bias = 2 ** (element.exponent - 1) - 1
+    magnitude = codes.int() & (2 ** (element.bits - 1) - 1)
+    normal = ((magnitude << (23 - mantissa)) + ((127 - bias) << 23)).view(torch.float32)
+    subnormal = magnitude.float() * 2.0 ** (1 - bias - mantissa)
+    value = torch.where(magnitude < 2**mantissa, subnormal, normal)
+    return torch.where(codes >= 2 ** (element.bits - 1), -value, value)
 
 
 def pack(codes: Tensor, axis: int) -> Tensor:
