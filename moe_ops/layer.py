@@ -28,7 +28,7 @@ from moe_ops.parallel import make_expert_params_mapping, maybe_roundup_hidden_si
 from moe_ops.pipeline.config import FusedMoEConfig
 from moe_ops.pipeline.modular_kernel import FusedMoEKernel
 from moe_ops.pipeline.warmup import run_variants
-from moe_ops.routing import SelectedExperts, select_experts
+from moe_ops.routing import SelectedExperts, fused_topk, select_experts
 from moe_ops.scheme import UNQUANTIZED, get_scheme
 from moe_ops.tiles import cdiv
 
@@ -122,6 +122,7 @@ class FusedMoE(WeightLoading, KeepsBits):
         self.shared_experts = given.shared_experts
         self.kernel: FusedMoEKernel | None = None
         self.routing = given.routing(self.global_num_experts)
+        self.routes_plainly = given.routes_plainly()
         self.eplb_state: tuple[Tensor, Tensor, Tensor] | None = None
 
     @property
@@ -157,6 +158,17 @@ class FusedMoE(WeightLoading, KeepsBits):
 
     def route(self, hidden_states: Tensor, router_logits: Tensor) -> SelectedExperts:
         """``(T, H)`` tokens and ``(T, E)`` logits to weights and ids, each ``(T, k)``."""
+        if self.routes_plainly:  # what `select_experts` would do, without asking for its options
+            weights, ids = fused_topk(
+                hidden_states,
+                router_logits,
+                self.top_k,
+                self.renormalize,
+                scoring_func=self.scoring_func,
+                e_score_correction_bias=self.e_score_correction_bias,
+                routed_scaling_factor=self.routing["routed_scaling_factor"],
+            )
+            return SelectedExperts(weights, ids, None)
         load, to_physical, count = self.eplb_state or (None, None, None)
         return select_experts(
             hidden_states,
@@ -190,8 +202,10 @@ class FusedMoE(WeightLoading, KeepsBits):
             ``(T, H)``, with shared experts ``(their result, (T, H))``. Their result is theirs: it
             is not summed over ranks here.
         """
-        tokens = hidden_states.reshape(-1, hidden_states.shape[-1])
-        logits = router_logits.reshape(-1, router_logits.shape[-1])
+        shape, tokens, logits = hidden_states.shape, hidden_states, router_logits
+        if len(shape) != 2:
+            tokens = hidden_states.reshape(-1, shape[-1])
+            logits = router_logits.reshape(-1, router_logits.shape[-1])
         gathered = self.moe_parallel_config.is_sequence_parallel and self.kernel is None
         if gathered:
             tokens, logits = map(self.rank_group.all_gather, (tokens, logits))
@@ -203,7 +217,8 @@ class FusedMoE(WeightLoading, KeepsBits):
             out = self.rank_group.reduce_scatter(out)
         elif self.reduce_results:
             out = self.maybe_all_reduce_tensor_model_parallel(out)
-        out = out.view(hidden_states.shape)
+        if len(shape) != 2:
+            out = out.view(shape)
         if self.shared_experts is None:
             return out
         given = hidden_states if shared_experts_input is None else shared_experts_input

@@ -21,7 +21,7 @@ FIELDS = {
 
 
 class Experts(NamedTuple):
-    """One layer's weights, each projection by itself: ``(E, I, H)``, ``(E, I, H)``, ``(E, H, I)``."""
+    """One layer's projections by themselves: ``(E, I, H)``, ``(E, I, H)``, ``(E, H, I)``."""
 
     gate: Tensor
     up: Tensor

@@ -4,10 +4,12 @@ import importlib
 
 import pytest
 import torch
+from checkpoints import Experts, numbers, per_expert
 from torch.nn.functional import linear
 
 import moe_ops
-from moe_ops.routing import llama4_routing, sparsemixer, topk_softmax
+from moe_ops.routing import gemma4_routing, llama4_routing, sparsemixer, topk_softmax
+from moe_ops.testing import Inputs, Problem, assert_layer_matches, oracle, reference_experts
 
 transformers = pytest.importorskip("transformers")
 
@@ -105,7 +107,7 @@ def shared_of(block, kind, x):
     return gate * module(x)
 
 
-def per_expert(state):
+def one_by_one(state):
     """As the family's checkpoints are: one tensor for each expert's projection."""
     out = {}
     for name, x in state.items():
@@ -134,7 +136,7 @@ def test_block_of_transformers(name):
         state[key] = buffer
     sources = [state]
     if "gpt_oss" not in name and "llama4" not in name and "longcat" not in name:
-        sources.append(per_expert(state))
+        sources.append(one_by_one(state))
     x = torch.randn(9, H, generator=torch.Generator().manual_seed(1))
     out = block(x[None])
     out = (out[0] if isinstance(out, tuple) else out).view(9, H)
@@ -148,3 +150,70 @@ def test_block_of_transformers(name):
         mine = layer(x, logits_of(block, x)) + shared_of(block, kind, x)
         budget = 4 * (out - exact).abs().max() + 1e-6 * exact.abs().max()
         assert (mine - exact).abs().max() <= budget
+
+
+def partial_gemma(hidden_states, logits, topk, renormalize):
+    scale = torch.linspace(0.5, 2, logits.shape[1], device=logits.device)
+    return gemma4_routing(hidden_states, logits, topk, renormalize, scale)
+
+
+BIASED = {"scoring_func": "sigmoid", "e_score_correction_bias": torch.linspace(0, 0.3, E)}
+STORED = {
+    "gpt-oss": ("mxfp4_w4a16", FAMILIES["gpt_oss.GptOssMLP"][1]),
+    "qwen3-fp8": ("fp8_block128", {}),
+    "deepseek-v3": (
+        "fp8_block128", BIASED | {"use_grouped_topk": True, "num_expert_group": 4, "topk_group": 2},
+    ),
+    "deepseek-v4": (
+        "mxfp4_w4a16",
+        BIASED | {"scoring_func": "sqrtsoftplus", "activation": "silu(clamp_limit=10.0)",
+                  "routed_scaling_factor": 1.5},
+    ),
+    "kimi-k2": ("int4_w4a16_g32", BIASED | {"routed_scaling_factor": 2.827}),
+    "minimax-m3": (
+        None,
+        BIASED | {"activation": "swigluoai_uninterleave(clamp_limit=7.0,alpha=1.702,beta=1.0)"},
+    ),
+    "nemotron-super": ("nvfp4_w4a16", BIASED | {"activation": "relu2_no_mul"}),
+    "gemma-4": (None, {"activation": "gelu_tanh", "custom_routing_function": partial_gemma}),
+    "step-3.5": ("fp8_channel", BIASED | {"activation": "swiglustep(clamp_limit=7.0)"}),
+    "llama-4-int4": (
+        "int4_w4a16_g128",
+        {"custom_routing_function": llama4_routing, "renormalize": False,
+         "apply_router_weight_on_input": True},
+    ),
+    "minimax-m2": ("fp8_block128", BIASED),
+}  # fmt: skip
+
+
+@pytest.mark.kernel
+@pytest.mark.parametrize("name", STORED)
+def test_stored_in_the_schemes_of_its_checkpoints(name, device):
+    """Scaled down, on uneven sizes where the scheme allows them; the oracle has its numbers."""
+    scheme, options = STORED[name]
+    hidden, width, tokens = 96, 64, 7
+    experts = Experts.random(E, hidden, width)
+    experts = experts if scheme is None else experts.quantized(scheme)
+    layer = moe_ops.FusedMoE(E, K, hidden, width, quant_config=scheme, **options)
+    source = per_expert(experts)
+    g = torch.Generator().manual_seed(2)
+    for projection, rows in (("gate_proj", width), ("up_proj", width), ("down_proj", hidden)):
+        for e in range(E if options.get("has_bias") else 0):
+            source[f"experts.{e}.{projection}.bias"] = torch.randn(rows, generator=g)
+    if not layer.sizes.gated:
+        source = {n: x for n, x in source.items() if "gate_proj" not in n}
+    moe_ops.load_checkpoint(layer, source, progress=False)
+    layer = layer.to(device)
+    x = torch.randn(tokens, hidden, generator=g).to(device)
+    logits = torch.randn(tokens, E, generator=g).to(device)
+    weights, ids, _ = layer.route(x, logits)
+    on_input = layer.apply_router_weight_on_input
+    problem = Problem(
+        tokens, E, K, hidden, width, activation=layer.activation, on_input=on_input,
+        scheme=layer.scheme.name,
+    )  # fmt: skip
+    rest = (weights, ids, None, layer.w13_bias, layer.w2_bias)
+    exact = oracle(problem, Inputs(x, *numbers(layer), *rest))
+    stored = Inputs(x, layer.w13_weight, layer.w2_weight, *rest)
+    config = layer.quant_method.get_fused_moe_quant_config(layer)
+    assert_layer_matches(layer(x, logits), exact, reference_experts(problem, stored, config))

@@ -30,13 +30,16 @@ def batch(tokens=T, logits=E, hidden=H):
 
 def test_the_signature_names_every_option():
     parameters = inspect.signature(moe_ops.FusedMoE).parameters
-    wanted = """num_experts top_k hidden_size intermediate_size params_dtype reduce_results
-        renormalize use_grouped_topk num_expert_group topk_group quant_config tp_size ep_size
-        dp_size prefix custom_routing_function scoring_func routed_scaling_factor
-        e_score_correction_bias apply_router_weight_on_input activation enable_eplb
-        num_redundant_experts has_bias is_sequence_parallel zero_expert_num zero_expert_type
-        expert_mapping n_shared_experts""".split()
-    assert set(wanted) <= set(parameters)
+    wanted = (
+        "num_experts top_k hidden_size intermediate_size params_dtype "
+        "reduce_results renormalize use_grouped_topk num_expert_group topk_group "
+        "quant_config tp_size ep_size dp_size prefix "
+        "custom_routing_function scoring_func routed_scaling_factor e_score_correction_bias "
+        "apply_router_weight_on_input "
+        "activation enable_eplb num_redundant_experts has_bias is_sequence_parallel "
+        "zero_expert_num zero_expert_type expert_mapping n_shared_experts "
+    )
+    assert set(wanted.split()) <= set(parameters)
     with pytest.raises(TypeError, match="no_such_option"):
         make(no_such_option=1)
 

@@ -97,6 +97,17 @@ def test_compiled_once_for_every_token_count(scheme):
     assert 4 <= len(called) <= 7 and all(name.endswith(".default") for name in called)
 
 
+@pytest.mark.parametrize("scheme", ["fp8_block128", "int4_w4a16_g128_zp", "fp8_tensor_static"])
+def test_exported(scheme):
+    layer, arguments = make(scheme), batch()
+    tokens = torch.export.Dim("tokens", min=2, max=4096)
+    shapes = ({0: tokens}, {0: tokens})
+    exported = torch.export.export(layer, arguments, dynamic_shapes=shapes)
+    for count in (T, 40):
+        arguments = batch(tokens=count)
+        assert torch.equal(exported.module()(*arguments), layer(*arguments))
+
+
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_copies_and_state(scheme):
     layer, arguments = make(scheme), batch()

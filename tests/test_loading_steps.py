@@ -99,6 +99,9 @@ def test_tensors_of_the_callers_own(tp_rank):
     assert torch.equal(load((E, 8), "w.weight_scale", "w2", columns, "channel"), columns)
     groups = torch.randn(6, 8, generator=g)
     assert torch.equal(load((E, 6, 4), "w.zero", "w2", groups, "group"), groups[:, half])
+    wide = torch.randn(3, 8, generator=g)
+    flipped = load((E, 3, 8), "w.qweight", "w3", wide, is_transposed=True)
+    assert torch.equal(flipped[:, 4:], wide[:, half]) and not flipped[:, :4].any()
     full = load((E, 6, 8), "w.zero", "w2", groups, "group", load_full_w2=True)
     assert torch.equal(full, groups)
 
@@ -117,7 +120,7 @@ def test_all_experts_at_once_and_transposed_parameters():
     param = torch.nn.Parameter(stored, requires_grad=False)
     param.is_transposed = True
     layer.register_parameter("w13_weight", param)
-    layer.weight_loader(param, experts.up[5], "up.weight", "w3", 5)
+    layer.weight_loader(param, experts.up[5].t(), "up.weight", "w3", 5)
     assert torch.equal(stored[5, :, I:], experts.up[5].t()) and not stored[5, :, :I].any()
 
 

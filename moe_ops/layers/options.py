@@ -81,7 +81,7 @@ class FusedMoEOptions:
     expert_placement_strategy: str = "linear"
     """Which experts a rank holds: see `determine_expert_map`."""
     chunk_size: int | None = None
-    """Run so many tokens at a time."""
+    """Run so many tokens at a time; compiled, there is one graph for each number of chunks."""
     device: torch.device | str | None = None
     """Of the parameters."""
 
@@ -139,6 +139,11 @@ class FusedMoEOptions:
             "zero_expert_type": self.zero_expert_type,
             "num_fused_shared_experts": self.n_shared_experts,
         }
+
+    def routes_plainly(self) -> bool:
+        """Whether `fused_topk` is all of the routing."""
+        more = (self.use_grouped_topk, self.custom_routing_function, self.enable_eplb)
+        return not any((*more, self.zero_expert_num, self.n_shared_experts))
 
     def placement(self, parallel: FusedMoEParallelConfig, num_experts: int) -> ExpertPlacement:
         """Which rows of the parameters hold which experts.

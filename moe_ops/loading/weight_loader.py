@@ -64,7 +64,8 @@ class WeightLoading(LoadSteps):
 
         Args:
             param: a parameter of this layer; its ``is_transposed``, where set, says that its last
-                two axes are swapped. (Or a tensor of the caller's, with a ``quant_method``.)
+                two axes are swapped, and those of ``loaded_weight``. (Or a tensor of the caller's,
+                with a ``quant_method``.)
             loaded_weight: one expert's projection, whole; 3-D: that of all experts, ``(E, N, K)``.
             weight_name: its name, whose end says how it is stored.
             shard_id: ``w1`` (gate), ``w2`` (down) or ``w3`` (up).
@@ -181,6 +182,8 @@ class WeightLoading(LoadSteps):
                 f"and up have scales of their own, got {self.sizes.scheme.name}"
             )
         form = self.form(spec, shard_id, CheckpointLayout())
+        if getattr(param, "is_transposed", False) and x.dim() == 2:
+            x = x.t()
         try:
             x = canonical(spec.kind, x.to(param.device), suffix_of(name), form)
         except (TypeError, ValueError) as error:
@@ -189,7 +192,8 @@ class WeightLoading(LoadSteps):
 
     def _load_by_name(self, param: Tensor, x: Tensor, name: str, shard_id: str, row: int) -> bool:
         """Into a tensor that is no parameter of this layer, by its name and ``quant_method``."""
-        shard_dim, tp_rank = SHARD_DIMS[shard_id], self.moe_parallel_config.tp_rank
+        flipped = bool(getattr(param, "is_transposed", False))
+        shard_dim, tp_rank = SHARD_DIMS[shard_id] ^ flipped, self.moe_parallel_config.tp_rank
         expert_data = param.data[row] if param.dim() > 1 else param.data
         if "g_idx" in name:
             self._load_g_idx(shard_id, expert_data, 0, x, tp_rank)
