@@ -66,7 +66,6 @@ def check_one_compilation(layer, batches, backend="aot_eager"):
     assert counter.frame_count == 1
 
 
-@pytest.mark.kernel
 @pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize("experts", MODULAR)
 def test_one_compilation_for_every_token_count(experts, scheme, device):
