@@ -59,11 +59,37 @@ def test_strict_and_lenient(kind, source):
     assert [n.split(":")[0] for n in getattr(report, kind)] == [names[kind]]
     whole = make()
     load(whole, source)
-    if kind == "missing":
-        assert torch.equal(layer.w13_weight[2, I:], before[0][2, I:])
-        assert torch.equal(layer.w13_weight[:2], whole.w13_weight[:2])
-    elif kind != "mismatched":
-        assert torch.equal(layer.w13_weight, whole.w13_weight)
+    assert torch.equal(layer.w2_weight, whole.w2_weight)
+    kept = {"missing": (2, slice(I, None)), "mismatched": (1, slice(I))}
+    if kind in kept:  # this part is what it was
+        assert report.missing == (
+            f"w13_weight[{kept[kind][0]}].{'w3' if kind == 'missing' else 'w1'}",
+        )
+        whole.w13_weight.data[kept[kind]] = before[0][kept[kind]]
+    assert torch.equal(layer.w13_weight, whole.w13_weight)
+
+
+def test_a_scale_that_is_missing_stays():
+    first, second = (Experts.random(E, H, I, seed=s).quantized("fp8_tensor") for s in (0, 1))
+    layer = make("fp8_tensor")
+    load(layer, per_expert(first))
+    report = load(
+        layer, without(per_expert(second), "experts.2.up_proj.weight_scale"), strict=False
+    )
+    assert report.missing == ("w13_weight_scale[2].w3",)
+    wanted = torch.stack((second.gate.scale, second.up.scale), 1)
+    wanted[2, 1] = first.up.scale[2]
+    assert torch.equal(layer.w13_weight_scale, wanted)
+
+
+def test_one_scale_for_rows_that_alternate():
+    experts = Experts.random(E, H, I).quantized("fp8_tensor")
+    equal = experts._replace(up=experts.up._replace(scale=experts.gate.scale))
+    layer = make("fp8_tensor", activation="swigluoai")
+    load(layer, per_expert(equal))
+    assert torch.equal(layer.w13_weight_scale, experts.gate.scale)
+    with pytest.raises(ValueError, match="scales of w1 and w3 must be equal where their rows"):
+        load(layer, per_expert(experts))
 
 
 def test_no_memory_is_undefined_after_a_lenient_load(source):

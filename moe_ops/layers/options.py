@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -178,6 +179,15 @@ class ExpertPlacement:
     def num_local_experts(self) -> int:
         """Rows of the parameters."""
         return sum(row >= 0 for row in self.row)
+
+    @cached_property
+    def rows(self) -> dict[int, list[int]]:
+        """The rows of this rank that hold each logical expert."""
+        found: dict[int, list[int]] = {expert: [] for expert in self.logical}
+        for expert, row in zip(self.logical, self.row, strict=True):
+            if row >= 0:
+                found[expert].append(row)
+        return found
 
     def expert_map(self, device: torch.device | str | None) -> Tensor | None:
         """int32 ``(physical,)``, or None where this rank has all of them."""

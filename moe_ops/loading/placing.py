@@ -47,7 +47,7 @@ class Placing:
         self.duplicated: list[str] = []
         self.unexpected: list[str] = []
         self.mismatched: list[str] = []
-        self._taken: set[tuple[str, int, str]] = set()
+        self._taken: dict[tuple[str, int, str], str] = {}
         self._later: list[tuple[Entry, Piece]] = []
 
     def take(self, entry: Entry, relative: str) -> None:
@@ -75,7 +75,7 @@ class Placing:
     def missing(self) -> Iterator[Part]:
         """What this rank needs and did not get."""
         gate_and_up = ("w1", "w3") if self.layer.sizes.gated else ("w1",)
-        experts = [e for e in dict.fromkeys(self.layer.placement.logical) if self.layer.rows_of(e)]
+        experts = [expert for expert, rows in self.layer.placement.rows.items() if rows]
         for spec in self.specs.values():
             for expert in experts:
                 shards = gate_and_up if spec.is_w13 else ("w2",)
@@ -94,6 +94,7 @@ class Placing:
             step(entry, piece)
         except (TypeError, ValueError) as error:
             self.mismatched.append(f"{entry.name}: {error}")
+            self._taken = {part: name for part, name in self._taken.items() if name != entry.name}
 
     def _take(self, entry: Entry, piece: Piece) -> None:
         if self._spec(piece) is None:
@@ -127,15 +128,15 @@ class Placing:
     def _claim(self, entry: Entry, piece: Piece) -> bool:
         """Note what a tensor is for; whether this rank is to read it."""
         spec, experts = self._spec(piece), self._experts(piece)
-        if spec is None or experts[-1] >= len(set(self.layer.placement.logical)):
+        if spec is None or experts[-1] not in self.layer.placement.rows:
             self.unexpected.append(entry.name)
             return False
         shards = ("w1", "w3") if piece.shard == "w13" else (piece.shard,)
-        parts = {(spec.name, expert, shard) for expert in experts for shard in shards}
-        if parts & self._taken:
+        parts = [(spec.name, expert, shard) for expert in experts for shard in shards]
+        if any(part in self._taken for part in parts):
             self.duplicated.append(entry.name)
             return False
-        self._taken |= parts
+        self._taken |= dict.fromkeys(parts, entry.name)
         return any(map(self.layer.rows_of, experts))
 
     def _waits(self, entry: Entry, piece: Piece) -> bool:

@@ -130,8 +130,7 @@ class WeightLoading(LoadSteps):
 
     def rows_of(self, logical: int) -> list[int]:
         """Where this rank holds an expert: nowhere, or in one row or (with copies) several."""
-        pairs = zip(self.placement.logical, self.placement.row, strict=True)
-        return [row for expert, row in pairs if expert == logical and row >= 0]
+        return self.placement.rows.get(logical, [])
 
     def form(self, spec: ParameterSpec, shard_id: str, layout: CheckpointLayout) -> Form:
         """How a projection is stored: ``w13`` as both halves of the first one."""
