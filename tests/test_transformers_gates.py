@@ -241,7 +241,7 @@ def test_arguments_are_checked():
     experts = Experts(Config)
     w1, w2 = experts.gate_up_proj.detach(), experts.down_proj.detach()
     x, ids, weights = routed(3)
-    with pytest.raises(ValueError, match=r"gate\(rows\).shape\[1\] must be w2.shape\[2\] = 24"):
+    with pytest.raises(ValueError, match=r"gate\(rows\).shape\[1\] must be the columns of w2 = 24"):
         gated_experts(x, w1, w2, weights, ids, lambda rows: rows)
     with pytest.raises(ValueError, match="w1.shape"):
         gated_experts(x, w1, w2, weights, ids, lambda rows: rows, is_gated=False)

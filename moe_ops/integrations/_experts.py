@@ -7,9 +7,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from moe_ops.integrations import _torchao
+from moe_ops.scheme import SCHEMES, FusedMoEQuantConfig, Scheme, get_scheme
+
 
 class Weights(NamedTuple):
-    """Views of an experts module's parameters; nothing is copied."""
+    """Views of an experts module's parameters."""
 
     w1: Tensor
     """``(E, 2I, H)``, or ``(E, I, H)`` without a gate."""
@@ -17,27 +20,63 @@ class Weights(NamedTuple):
     """``(E, H, I)``."""
     w1_bias: Tensor | None
     w2_bias: Tensor | None
+    quant_config: FusedMoEQuantConfig | None = None
+    """How the weights are stored, where they are quantized."""
 
 
 def weights_of(experts: Any) -> Weights:
     """The weights of a module decorated with ``use_experts_implementation``, any layout.
 
     Raises:
-        NotImplementedError: the module norms what an expert returns (``has_post_expert_norm``).
+        NotImplementedError: the module norms what an expert returns (``has_post_expert_norm``);
+            quantized weights of a kind that is not supported.
     """
     if getattr(experts, "has_post_expert_norm", False):
         raise NotImplementedError(
             f'experts_implementation="moe_ops" must not have a norm after each expert in this '
             f"version, got {type(experts).__name__} with has_post_expert_norm=True"
         )
-    has_gate, has_bias = experts.has_gate, experts.has_bias
+    has_gate = experts.has_gate
     w1, w2 = experts.gate_up_proj if has_gate else experts.up_proj, experts.down_proj
-    if experts.is_transposed:
-        w1, w2 = w1.transpose(1, 2), w2.transpose(1, 2)
-    if not has_bias:
-        return Weights(w1, w2, None, None)
-    w1_bias = experts.gate_up_proj_bias if has_gate else experts.up_proj_bias
-    return Weights(w1, w2, w1_bias, experts.down_proj_bias)
+    w1_bias = w2_bias = None
+    if experts.has_bias:
+        w1_bias = experts.gate_up_proj_bias if has_gate else experts.up_proj_bias
+        w2_bias = experts.down_proj_bias
+    axes = axes_of(experts)
+    if not _torchao.is_quantized(w1) and not _torchao.is_quantized(w2):
+        if experts.is_transposed:
+            w1, w2 = w1.permute(axes), w2.permute(axes)
+        return Weights(w1, w2, w1_bias, w2_bias)
+    reason = _torchao.unsupported(w1, w2, axes)
+    if reason:
+        raise NotImplementedError(
+            f'experts_implementation="moe_ops" must have supported weights, got '
+            f"{type(experts).__name__} with {reason}"
+        )
+    first, second = _torchao.stored(w1, axes), _torchao.stored(w2, axes)
+    scheme = scheme_named(_torchao.scheme_of(w1, axes))
+    config = FusedMoEQuantConfig.from_weights(scheme, first, second)
+    return Weights(first.data, second.data, w1_bias, w2_bias, config)
+
+
+def axes_of(experts: Any) -> tuple[int, int, int]:
+    """Which axes of a module's weights are ``(E, N, K)``."""
+    return (0, 2, 1) if experts.is_transposed else (0, 1, 2)
+
+
+def scheme_named(name: str) -> Scheme:
+    """`get_scheme`, whose parsing of names Dynamo does not look into."""
+    return _SCHEMES[_known(name)]
+
+
+@torch.compiler.assume_constant_result
+def _known(name: str) -> str:
+    """A name that `_SCHEMES` has: Dynamo finds schemes there, and cannot make one of its own."""
+    _SCHEMES.setdefault(name, get_scheme(name))
+    return name
+
+
+_SCHEMES = dict(SCHEMES)
 
 
 def map_for_few_experts(topk_ids: Tensor, num_experts: int) -> Tensor | None:

@@ -57,7 +57,11 @@ def activation_of(experts: Any) -> Activation | None:
     if "_apply_gate" in experts.__dict__:
         return None
     gate = type(experts)._apply_gate
-    names = attributes_read(gate)
+    absent: tuple[str, ...] = ()
+    names = attributes_read(gate, absent)
+    while names is not None and any(getattr(experts, name, 0) is None for name in names):
+        absent += tuple(name for name in names if getattr(experts, name, 0) is None)
+        names = attributes_read(gate, absent)  # a gate may branch on what is None
     if names is None:
         return None
     values = []
@@ -66,7 +70,7 @@ def activation_of(experts: Any) -> Activation | None:
         if not isinstance(value, (int, float)):
             return None
         values.append(float(value).hex())  # a string: Dynamo makes inputs of floats
-    return recognised(gate, kind, *values)
+    return recognised(gate, kind, absent, *values)
 
 
 def kind_of(function: Any) -> MoEActivation | None:
@@ -77,24 +81,28 @@ def kind_of(function: Any) -> MoEActivation | None:
 
 
 @torch.compiler.assume_constant_result
-def attributes_read(gate: Callable[..., Tensor]) -> tuple[str, ...] | None:
-    """Names of the numbers that a gate function reads from its module; None if it reads more."""
-    return _attributes_read(gate)
+def attributes_read(gate: Callable[..., Tensor], absent: tuple[str, ...]) -> tuple[str, ...] | None:
+    """Names of the numbers that a gate function reads from its module; None if it reads more.
+
+    ``absent``: attributes that are None.
+    """
+    return _attributes_read(gate, absent)
 
 
 @torch.compiler.assume_constant_result
 def recognised(
-    gate: Callable[..., Tensor], kind: MoEActivation | None, *values: str
+    gate: Callable[..., Tensor], kind: MoEActivation | None, absent: tuple[str, ...], *values: str
 ) -> Activation | None:
     """The activation that a gate function is, for an ``act_fn`` and the numbers it reads."""
-    return _recognised(gate, kind, values)
+    return _recognised(gate, kind, absent, values)
 
 
 class _Recorder:
-    """Stands for an experts module: every attribute is a number, and asking for it is noted."""
+    """Stands for an experts module: attributes are numbers, and asking for one is noted."""
 
-    def __init__(self) -> None:
+    def __init__(self, absent: tuple[str, ...]) -> None:
         self.read: list[str] = []
+        self.__dict__.update(dict.fromkeys(absent))
 
     def __getattr__(self, name: str) -> Any:
         if name == "act_fn":
@@ -113,8 +121,10 @@ def _run(gate: Callable[..., Tensor], stand_in: Any, x: Tensor) -> Tensor | None
 
 
 @lru_cache(maxsize=256)
-def _attributes_read(gate: Callable[..., Tensor]) -> tuple[str, ...] | None:
-    recorder = _Recorder()
+def _attributes_read(
+    gate: Callable[..., Tensor], absent: tuple[str, ...]
+) -> tuple[str, ...] | None:
+    recorder = _Recorder(absent)
     with _disable_current_modes(), torch.no_grad():
         if _run(gate, recorder, _probe([])) is None:
             return None
@@ -123,10 +133,14 @@ def _attributes_read(gate: Callable[..., Tensor]) -> tuple[str, ...] | None:
 
 @lru_cache(maxsize=256)
 def _recognised(
-    gate: Callable[..., Tensor], kind: MoEActivation | None, values: tuple[str, ...]
+    gate: Callable[..., Tensor],
+    kind: MoEActivation | None,
+    absent: tuple[str, ...],
+    values: tuple[str, ...],
 ) -> Activation | None:
     numbers = [float.fromhex(value) for value in values]
-    stand_in = SimpleNamespace(**dict(zip(_attributes_read(gate) or (), numbers, strict=True)))
+    names = _attributes_read(gate, absent) or ()
+    stand_in = SimpleNamespace(**dict.fromkeys(absent), **dict(zip(names, numbers, strict=True)))
     if kind is not None:
         stand_in.act_fn = _FUNCTIONS[kind]
     limits = sorted({number for number in numbers if isfinite(number) and number > 0})

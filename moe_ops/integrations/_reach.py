@@ -9,7 +9,8 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from moe_ops import checks
-from moe_ops.integrations import _llama4
+from moe_ops.integrations import _fp8, _llama4, _mxfp4, _torchao
+from moe_ops.integrations._experts import axes_of
 
 
 class Unreached(NamedTuple):
@@ -68,18 +69,36 @@ def _is_model(module: nn.Module) -> bool:
 
 def _reason(module: Any, implementation: str) -> str:
     """Empty for a module that is reached."""
-    if _llama4.is_adapted(module):
+    if _llama4.is_adapted(module) or _mxfp4.is_adapted(module):
         return ""
+    if _mxfp4.is_experts(module):
+        return "MXFP4 experts of gpt-oss run triton_kernels: adapt(model) reaches them"
     if not _is_decorated(module):
         if type(module).__name__ == "Llama4TextExperts":
             return "Llama 4 is not dispatched by transformers: adapt(model) reaches it"
         return "its class is not dispatched by transformers (no @use_experts_implementation)"
     if getattr(module, "has_post_expert_norm", False):
         return "a norm after each expert (has_post_expert_norm) is not supported"
-    dtypes = {p.dtype for p in module.parameters(recurse=False)} - set(checks.FLOATS)
-    if dtypes:
-        return f"weights of {', '.join(sorted(map(str, dtypes)))} are not supported"
+    weights = _weights_reason(module)
+    if weights:
+        return weights
     chosen = getattr(module.config, "_experts_implementation", None)
     if chosen != implementation:
         return f"its experts_implementation is {chosen!r}, not {implementation!r}"
+    return ""
+
+
+def _weights_reason(module: Any) -> str:
+    """What of a dispatched module's weights is not supported."""
+    if _fp8.is_quantized(module):
+        reason = _fp8.unsupported(module)
+        return f"not supported: {reason}" if reason else ""
+    weights = [p for p in module.parameters(recurse=False) if p.dim() == 3]
+    if any(map(_torchao.is_quantized, weights)):
+        first = module.gate_up_proj if module.has_gate else module.up_proj
+        reason = _torchao.unsupported(first, module.down_proj, axes_of(module))
+        return f"not supported: {reason}" if reason else ""
+    dtypes = {p.dtype for p in module.parameters(recurse=False)} - set(checks.FLOATS)
+    if dtypes:
+        return f"weights of {', '.join(sorted(map(str, dtypes)))} are not supported"
     return ""

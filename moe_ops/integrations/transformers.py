@@ -4,26 +4,29 @@
     model = AutoModelForCausalLM.from_pretrained(path, experts_implementation="moe_ops")
 
 or ``model.set_experts_implementation("moe_ops")`` on a loaded model. Then `check` names the expert
-modules that still run transformers' code, and `adapt` brings in Llama 4. Inference only: call the
-model under ``torch.no_grad()`` (as ``generate`` does).
+modules that still run transformers' code, and `adapt` brings in Llama 4 and the MXFP4 experts of
+gpt-oss. Inference only: call the model under ``torch.no_grad()`` (as ``generate`` does).
 """
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
 from transformers.integrations.finegrained_fp8 import ALL_FP8_EXPERTS_FUNCTIONS
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-from moe_ops.integrations import _llama4
-from moe_ops.integrations._experts import map_for_few_experts, weights_of
+from moe_ops import ops
+from moe_ops.integrations import _fp8, _llama4, _mxfp4
+from moe_ops.integrations._experts import Weights, map_for_few_experts, weights_of
 from moe_ops.integrations._gates import activation_of
 from moe_ops.integrations._reach import Unreached, unreached
 from moe_ops.pipeline.fused_experts import fused_experts
 from moe_ops.pipeline.gated_experts import gated_experts
+from moe_ops.tensors import Routing
 
-__all__ = ["NAME", "Unreached", "adapt", "check", "moe_ops_experts"]
+__all__ = ["NAME", "Unreached", "adapt", "check", "moe_ops_experts", "moe_ops_fp8_experts"]
 
 NAME = "moe_ops"
 
@@ -40,7 +43,9 @@ def moe_ops_experts(
 
     Args:
         self: an experts module of any layout that ``use_experts_implementation`` describes:
-            default, transposed, with interleaved gate and up, with biases, without a gate.
+            default, transposed, with interleaved gate and up, with biases, without a gate. Weights
+            may be tensors of torchao: ``Float8Tensor`` in rows or blocks, ``MXTensor`` of fp4,
+            ``NVFP4Tensor``.
         hidden_states: ``(T, H)``.
         top_k_index: ``(T, k)`` int64; ids >= E (expert parallelism's sentinels) are skipped.
         top_k_weights: ``(T, k)``, applied after the down projection.
@@ -49,22 +54,77 @@ def moe_ops_experts(
         ``(T, H)``, dtype of ``hidden_states``.
 
     Raises:
-        NotImplementedError: a norm after each expert; an input that requires grad in grad mode.
+        NotImplementedError: a norm after each expert; quantized weights of another kind; an input
+            that requires grad in grad mode.
     """
-    w1, w2, w1_bias, w2_bias = weights_of(self)
+    return _run(self, weights_of(self), hidden_states, top_k_index, top_k_weights)
+
+
+def moe_ops_fp8_experts(
+    self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
+) -> Tensor:
+    """The forward of transformers' ``FP8Experts``: `moe_ops_experts` on quantized weights.
+
+    Weights in blocks (any powers of two from 16 on, scales float32 or e8m0), with one scale an
+    expert (or one each for gate and up), or packed fp4. Activations are quantized in groups along a
+    row, where weights have blocks; one scale a row, where they have one an expert; by each expert's
+    own scales, where those are given (``activation_scheme="static"``); not at all with fp4.
+
+    Args:
+        self: an ``FP8Experts`` module, with weights that are quantized or floats again.
+        hidden_states: ``(T, H)`` bf16, fp16 or fp32.
+        top_k_index: as in `moe_ops_experts`.
+        top_k_weights: as in `moe_ops_experts`.
+
+    Returns:
+        ``(T, H)``, dtype of ``hidden_states``.
+
+    Raises:
+        NotImplementedError: block sizes or dtypes that are not supported; an input that requires
+            grad in grad mode.
+
+    Source:
+        transformers ``FP8Experts``, whose kernels take one scale an expert only without a gate, and
+        static scales only with blocks.
+    """
+    if not _fp8.is_quantized(self):
+        return moe_ops_experts(self, hidden_states, top_k_index, top_k_weights)
+    weights = _fp8.weights_of(self)
+    if self.activation_scheme != "static" or weights.quant_config is None:
+        return _run(self, weights, hidden_states, top_k_index, top_k_weights)
     activation = activation_of(self)
+    gate = self._apply_gate if self.has_gate else self.act_fn
+    if activation is not None:
+        gate = partial(ops.activation, activation=activation.key)
+    expert_map = map_for_few_experts(top_k_index, weights.w1.shape[0])
+    return _fp8.static_experts(
+        hidden_states, weights.w1, weights.w2, weights.quant_config, _fp8.static_scales(self),
+        Routing(top_k_weights, top_k_index, expert_map), gate,
+    )  # fmt: skip
+
+
+def _run(
+    experts: Any,
+    weights: Weights,
+    hidden_states: Tensor,
+    top_k_index: Tensor,
+    top_k_weights: Tensor,
+) -> Tensor:
+    """With the gate fused, if it is an activation of this library, or else between the GEMMs."""
+    w1, w2, w1_bias, w2_bias, config = weights
+    activation = activation_of(experts)
     expert_map = map_for_few_experts(top_k_index, w1.shape[0])
-    x = hidden_states.to(w1.dtype)
+    x = hidden_states if config is not None else hidden_states.to(w1.dtype)
     if activation is not None:
         out = fused_experts(
             x, w1, w2, top_k_weights, top_k_index, activation=activation, expert_map=expert_map,
-            w1_bias=w1_bias, w2_bias=w2_bias,
+            w1_bias=w1_bias, w2_bias=w2_bias, quant_config=config,
         )  # fmt: skip
     else:
-        gate = self._apply_gate if self.has_gate else self.act_fn
+        gate = experts._apply_gate if experts.has_gate else experts.act_fn
         out = gated_experts(
-            x, w1, w2, top_k_weights, top_k_index, gate, is_gated=self.has_gate,
-            expert_map=expert_map, w1_bias=w1_bias, w2_bias=w2_bias,
+            x, w1, w2, top_k_weights, top_k_index, gate, is_gated=experts.has_gate,
+            expert_map=expert_map, w1_bias=w1_bias, w2_bias=w2_bias, quant_config=config,
         )  # fmt: skip
     return out.to(hidden_states.dtype)
 
@@ -82,33 +142,31 @@ def check(model: nn.Module) -> list[Unreached]:
 
 
 def adapt(model: nn.Module) -> list[str]:
-    """Run this library in expert modules that transformers does not dispatch: those of Llama 4.
+    """Run this library in expert modules that transformers does not dispatch.
 
-    The instances get a forward of their own, and classes stay as they are: ``del module.forward``
-    takes it back. Modules that are adapted already are left alone.
+    These are the blocks of Llama 4, whose instances get a forward of their own (``del
+    module.forward`` takes it back), and the MXFP4 experts of gpt-oss, whose weights are taken out
+    of the layout of triton_kernels (for good: a second copy would not fit). Classes stay as they
+    are. Modules that are adapted already are left alone.
 
     Returns:
         The names of the modules that were adapted.
 
     Raises:
-        NotImplementedError: an activation that this library does not have.
-        ValueError: a module has a forward of its own already.
+        NotImplementedError: an activation that this library does not have; expert parallelism of
+            MXFP4 experts.
+        ValueError: a module has a forward of its own already; weights of unexpected sizes.
     """
     names = []
     for name, module in model.named_modules():
         if _llama4.is_block(module) and not _llama4.is_adapted(module):
             _llama4.adapt_block(name, module)
             names.append(name)
+        if _mxfp4.is_block(module) and not _mxfp4.is_adapted(module.experts):
+            _mxfp4.adapt_block(name, module)
+            names.append(name)
     return names
 
 
-def _no_fp8(self: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
-    raise NotImplementedError(
-        f'experts_implementation="moe_ops" must have unquantized experts in this version, '
-        f"got {type(self).__name__}"
-    )
-
-
 ALL_EXPERTS_FUNCTIONS.register(NAME, moe_ops_experts)
-# transformers accepts a name that stands in either mapping and fails later with a KeyError.
-ALL_FP8_EXPERTS_FUNCTIONS.register(NAME, _no_fp8)
+ALL_FP8_EXPERTS_FUNCTIONS.register(NAME, moe_ops_fp8_experts)

@@ -8,9 +8,13 @@ from torch import Tensor
 
 from moe_ops import checks, ops
 from moe_ops.activation import MoEActivation
+from moe_ops.pipeline.fused_experts import NOT_QUANTIZED
+from moe_ops.pipeline.gemms import expert_weights, gemm
 from moe_ops.pipeline.layer_checks import check_layer
+from moe_ops.pipeline.no_ep import quantize_tokens
 from moe_ops.pipeline.row_spaces import SlotRows
-from moe_ops.tiles import ROW_TILES
+from moe_ops.scheme import FusedMoEQuantConfig
+from moe_ops.tensors import Routing, Rows
 
 
 def gated_experts(
@@ -25,6 +29,7 @@ def gated_experts(
     expert_map: Tensor | None = None,
     w1_bias: Tensor | None = None,
     w2_bias: Tensor | None = None,
+    quant_config: FusedMoEQuantConfig | None = None,
 ) -> Tensor:
     """`fused_experts` for an activation that this library does not have.
 
@@ -45,6 +50,7 @@ def gated_experts(
         expert_map: see `fused_experts`.
         w1_bias: see `fused_experts`.
         w2_bias: see `fused_experts`.
+        quant_config: see `fused_experts`.
 
     Returns:
         ``(T, H)``, contiguous, dtype of ``hidden_states``.
@@ -54,17 +60,25 @@ def gated_experts(
             returns another shape.
     """
     kind = MoEActivation.SILU if is_gated else MoEActivation.SILU_NO_MUL
+    config = NOT_QUANTIZED if quant_config is None else quant_config
+    scheme, quant = config.scheme, config.scheme.activation
+    weights = expert_weights(w1, w2, config, w1_bias, w2_bias)
     check_layer(
-        hidden_states, w1, w2, w1_bias, w2_bias, kind, topk_weights, topk_ids, -1, expert_map
-    )
+        hidden_states, w1, w2, weights.w1.bias, weights.w2.bias, kind, topk_weights, topk_ids, -1,
+        expert_map, scheme, *(() if scheme.weight is None else config.tensors),
+    )  # fmt: skip
 
-    num_local_experts = w1.shape[0]
-    tokens, k = topk_ids.shape
-    plan = SlotRows.of(topk_ids, expert_map, num_local_experts).plan
-    h = gate(ops.expert_gemm(hidden_states, w1, w1_bias, None, None, *plan, ROW_TILES, k))
+    num_local_experts, dtype = w1.shape[0], hidden_states.dtype
+    (tokens, k), hidden_size = topk_ids.shape, hidden_states.shape[1]
+    rows, routing = Rows(hidden_states), Routing(topk_weights, topk_ids, expert_map)
+    if quant is not None:
+        rows = Rows(*quantize_tokens(hidden_states, config, routing, num_local_experts, False))
+    space = SlotRows.of(topk_ids, expert_map, num_local_experts, scheme)
+    h = gate(gemm(rows, weights.w1, space, k, scheme, dtype))
     checks.tensor("gate(rows)", h, 2, checks.FLOATS)
-    checks.size("gate(rows).shape[1]", h.shape[1], "w2.shape[2]", w2.shape[2])
-    h = h.to(hidden_states.dtype).contiguous()
-    y = ops.expert_gemm(h, w2, w2_bias, None, None, *plan, ROW_TILES, 1)
-    y = y.view(tokens, k, hidden_states.shape[1])
+    width = w1.shape[1] // 2 if is_gated else w1.shape[1]
+    checks.size("gate(rows).shape[1]", h.shape[1], "the columns of w2", width)
+    h = h.to(dtype).contiguous()
+    rows = Rows(h) if quant is None else space.quantize(h, weights.a2_scale, quant)
+    y = gemm(rows, weights.w2, space, 1, scheme, dtype).view(tokens, k, hidden_size)
     return ops.moe_fused_mul_sum(y, topk_weights, topk_ids, expert_map, None, num_local_experts)

@@ -1,0 +1,222 @@
+"""The fp8 experts of transformers (``FP8Experts``), as `fused_experts` takes them.
+
+Weights are e4m3 with scales of blocks, or one scale an expert (gate and up each have their own), or
+packed e2m1 with scales of 32 elements. Where scales are float32 nothing is copied.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
+from transformers.integrations.finegrained_fp8 import FP8Experts
+
+from moe_ops import checks, ops
+from moe_ops.activation import MoEActivation
+from moe_ops.integrations._experts import Weights, scheme_named
+from moe_ops.pipeline.gemms import expert_weights, gemm
+from moe_ops.pipeline.layer_checks import check_layer
+from moe_ops.pipeline.row_spaces import SlotRows
+from moe_ops.scheme import WHOLE, FusedMoEQuantConfig, Group, Quant
+from moe_ops.scheme.values import ELEMENTS
+from moe_ops.tensors import Routing, Rows
+
+EXPONENTS = (torch.float8_e8m0fnu, torch.uint8)
+"""Dtypes of scales that are powers of two."""
+
+
+class Blocks(NamedTuple):
+    """How the scales of a module's weights lie."""
+
+    stored: int
+    """Rows of a block."""
+    used: int
+    """Rows of the scheme's blocks: fewer where gate rows do not fill their last block."""
+    parts: int
+    """Pieces of the first weight whose blocks are counted from their own first row."""
+
+
+def is_quantized(module: Any) -> bool:
+    """Whether a module is transformers' ``FP8Experts`` and its weights are not floats again."""
+    return isinstance(module, FP8Experts) and module.down_proj.dtype not in checks.FLOATS
+
+
+def unsupported(experts: Any) -> str:
+    """Why this library does not run a quantized module; empty where it does."""
+    (w1, w1_scale), block = _first(experts), experts.block_size
+    if w1.dtype == torch.int8:
+        if w1_scale.dtype not in EXPONENTS:
+            return f"fp4 weights with scales of {w1_scale.dtype} (scale_fmt='ue8m0' works)"
+        if experts.activation_scheme == "static":
+            return "static activation scales with fp4 weights (activation_scheme='dynamic' works)"
+        return ""
+    if w1.dtype != torch.float8_e4m3fn:
+        return f"weights of {w1.dtype} (e4m3 and packed fp4 work)"
+    if block is None:
+        return ""
+    if any(size < 16 or size & (size - 1) for size in block):
+        return f"weight_block_size {list(block)} (powers of two from 16 on work)"
+    if _blocks(experts) is None:
+        shape, scales = tuple(w1.shape), tuple(w1_scale.shape)
+        return f"scales {scales} of a weight {shape} (one a block of {list(block)} works)"
+    return ""
+
+
+def weights_of(experts: Any) -> Weights:
+    """The weights of an ``FP8Experts`` module with their scales.
+
+    Scales of e8m0 become float32, once; as in transformers' kernels for Hopper, the scales of
+    activations are not powers of two for it.
+
+    Raises:
+        NotImplementedError: what `unsupported` says.
+    """
+    reason = unsupported(experts)
+    if reason:
+        raise NotImplementedError(
+            f'experts_implementation="moe_ops" must have supported experts, got '
+            f"{type(experts).__name__} with {reason}"
+        )
+    (w1, w1_scale), (w2, w2_scale) = _first(experts), _second(experts)
+    if w1.dtype == torch.int8:  # the kernels' own layout: even k in the low nibble
+        scales = {"w1_scale": w1_scale.view(torch.uint8), "w2_scale": w2_scale.view(torch.uint8)}
+        config = FusedMoEQuantConfig(scheme_named("mxfp4_w4a16"), **scales)
+        return Weights(w1.view(torch.uint8), w2.view(torch.uint8), None, None, config)
+    blocks = _blocks(experts)
+    if blocks is None:
+        scheme = "fp8_channel"  # one scale an expert is one of every row
+    else:
+        rows, cols = blocks.used, experts.block_size[1]
+        scheme = f"fp8_block{rows}" if rows == cols else f"fp8_block{rows}x{cols}"
+        w2_blocks = blocks._replace(parts=1)
+        w1_scale = _block_scales(w1_scale, w1.shape[1], blocks)
+        w2_scale = _block_scales(w2_scale, w2.shape[1], w2_blocks)
+    config = FusedMoEQuantConfig(scheme_named(scheme), w1_scale=w1_scale, w2_scale=w2_scale)
+    return Weights(w1, w2, None, None, config)
+
+
+def static_scales(experts: Any) -> tuple[Tensor, Tensor]:
+    """The scales ``(E,)`` of both GEMMs' inputs, where ``activation_scheme`` is static."""
+    return experts.gate_up_proj_activation_scale, experts.down_proj_activation_scale
+
+
+def static_experts(
+    hidden_states: Tensor,
+    w1: Tensor,
+    w2: Tensor,
+    config: FusedMoEQuantConfig,
+    input_scales: tuple[Tensor, Tensor],
+    routing: Routing,
+    gate: Callable[[Tensor], Tensor],
+) -> Tensor:
+    """`gated_experts` where each expert has given scales of its inputs: rows are those of slots.
+
+    Args:
+        hidden_states: ``(T, H)``.
+        w1: as in `gated_experts`, like ``w2`` and ``gate``.
+        w2: see there.
+        config: scheme and scales of the weights.
+        input_scales: float32 ``(E,)``, for the first and the second GEMM.
+        routing: of the tokens.
+        gate: see there.
+    """
+    topk_weights, topk_ids, expert_map = routing
+    scheme, num_experts, dtype = config.scheme, w1.shape[0], hidden_states.dtype
+    kind = MoEActivation.SILU if w1.shape[1] == 2 * w2.shape[2] else MoEActivation.SILU_NO_MUL
+    check_layer(
+        hidden_states, w1, w2, None, None, kind, topk_weights, topk_ids, -1, expert_map,
+        scheme, *config.tensors,
+    )  # fmt: skip
+    tokens, k = topk_ids.shape
+    expert = topk_ids.flatten().clamp(0, num_experts - 1)  # what a sentinel names is not read
+    space = SlotRows.of(topk_ids, expert_map, num_experts, scheme)
+    both = expert_weights(w1, w2, config)
+
+    cols = None if config.block_shape is None else config.block_shape[1]
+
+    def given(rows: Tensor, scales: Tensor) -> Rows:
+        slots = topk_ids.view(-1, 1), expert_map, num_experts
+        q, scale = ops.moe_quantize(rows, scales.float()[expert], None, *slots, STATIC.key)
+        groups = 1 if cols is None else -(-rows.shape[1] // cols)
+        return Rows(q, scale.expand(-1, groups).contiguous())
+
+    x = hidden_states[:, None].expand(tokens, k, -1).flatten(0, 1)
+    h = gate(gemm(given(x, input_scales[0]), both.w1, space, 1, scheme, dtype))
+    h = h.to(dtype).contiguous()
+    y = gemm(given(h, input_scales[1]), both.w2, space, 1, scheme, dtype)
+    y = y.view(tokens, k, hidden_states.shape[1])
+    return ops.moe_fused_mul_sum(y, topk_weights, topk_ids, expert_map, None, num_experts)
+
+
+STATIC = Quant(ELEMENTS["fp8"], Group(1, WHOLE), static=True)
+"""A given scale for each row."""
+
+
+def _first(experts: Any) -> tuple[Tensor, Tensor]:
+    if experts.has_gate:
+        return experts.gate_up_proj, experts.gate_up_proj_scale_inv
+    return experts.up_proj, experts.up_proj_scale_inv
+
+
+def _second(experts: Any) -> tuple[Tensor, Tensor]:
+    return experts.down_proj, experts.down_proj_scale_inv
+
+
+def _blocks(experts: Any) -> Blocks | None:
+    """How scales of blocks lie; None: there is no way that fits, or one scale an expert.
+
+    Gate and up are quantized apart. Where gate rows do not fill their last block, the up rows'
+    first block begins in the middle of one counted from the first gate row; smaller blocks, that
+    do end with the gate rows, say the same.
+    """
+    if experts.block_size is None:
+        return None
+    (w1, scale), rows = _first(experts), experts.block_size[0]
+    n, count = w1.shape[1], scale.shape[1]
+    if count == -(-n // rows):
+        return Blocks(rows, rows, 1)
+    used = min(rows, (n // 2) & -(n // 2))
+    if experts.has_gate and count == 2 * -(-(n // 2) // rows) and used >= 16:
+        return Blocks(rows, used, 2)
+    return None
+
+
+_CONVERTED = WeakTensorKeyDictionary()
+"""Scales that are not as kernels read them -> (what they looked like, as kernels read them)."""
+
+
+def _block_scales(scale: Tensor, n: int, blocks: Blocks) -> Tensor:
+    """Scales in float32, one for each block that the scheme has; kept while nothing changes.
+
+    In a compiled graph the conversion is part of the graph.
+    """
+    if scale.dtype not in EXPONENTS and blocks.used == blocks.stored:
+        return scale
+    if torch.compiler.is_compiling() or _capturing(scale):
+        return _converted(scale, n, blocks)
+    version = None if scale.is_inference() else scale._version
+    state = (scale.data_ptr(), version, scale.device, blocks)
+    known = _CONVERTED.get(scale)
+    if known is None or known[0] != state:
+        known = (state, _converted(scale.detach(), n, blocks))
+        _CONVERTED[scale] = known
+    return known[1]
+
+
+def _capturing(x: Tensor) -> bool:
+    """Whether what is computed now exists only when a CUDA graph is replayed."""
+    return x.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
+def _converted(scale: Tensor, n: int, blocks: Blocks) -> Tensor:
+    if scale.dtype in EXPONENTS:  # by its bits, as transformers' kernels do
+        scale = (scale.view(torch.uint8).int() << 23).view(torch.float32)
+    if blocks.used == blocks.stored:
+        return scale
+    length = n // blocks.parts
+    pieces = scale.unflatten(1, (blocks.parts, -1))
+    pieces = pieces.repeat_interleave(blocks.stored // blocks.used, 2)
+    return pieces[:, :, : -(-length // blocks.used)].flatten(1, 2)

@@ -1,0 +1,116 @@
+"""The MXFP4 experts of gpt-oss, which transformers runs with triton_kernels.
+
+transformers gives the MoE blocks a forward that routes with triton_kernels, and keeps the weights
+in its layouts. Adapted, a block runs its class's own forward, whose router is plain PyTorch, and
+the experts run `fused_experts` on the checkpoint's layout: two numbers to a byte, the even k in the
+low nibble, as in this library.
+"""
+
+from __future__ import annotations
+
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.integrations.mxfp4 import Mxfp4GptOssExperts
+
+from moe_ops import checks
+from moe_ops.activation import Activation, MoEActivation
+from moe_ops.integrations._experts import map_for_few_experts
+from moe_ops.pipeline.fused_experts import fused_experts
+from moe_ops.scheme import SCHEMES, FusedMoEQuantConfig
+
+SCHEME = SCHEMES["mxfp4_w4a16"]
+NAMES = ("gate_up_proj", "down_proj")
+
+
+def is_experts(module: Any) -> bool:
+    """Whether a module is transformers' ``Mxfp4GptOssExperts``."""
+    return isinstance(module, Mxfp4GptOssExperts)
+
+
+def is_block(module: Any) -> bool:
+    """Whether a module is a MoE block with such experts."""
+    return is_experts(getattr(module, "experts", None))
+
+
+def is_adapted(module: nn.Module) -> bool:
+    """Whether `adapt_block` was here."""
+    return getattr(module.__dict__.get("forward"), "__func__", None) is experts_forward
+
+
+def experts_forward(
+    self: Any, hidden_states: Tensor, router_indices: Tensor, routing_weights: Tensor
+) -> Tensor:
+    """``GptOssExperts.forward`` on the weights that `adapt_block` left."""
+    config = FusedMoEQuantConfig(
+        SCHEME,
+        w1_scale=self.gate_up_proj_scales,
+        w2_scale=self.down_proj_scales,
+        w1_bias=self.gate_up_proj_bias,
+        w2_bias=self.down_proj_bias,
+    )
+    activation = Activation(MoEActivation.SWIGLUOAI, self.limit, self.alpha, 1.0)
+    return fused_experts(
+        hidden_states,
+        self.gate_up_proj,
+        self.down_proj,
+        routing_weights,
+        router_indices,
+        activation=activation,
+        expert_map=map_for_few_experts(router_indices, self.gate_up_proj.shape[0]),
+        quant_config=config,
+    )
+
+
+def adapt_block(name: str, block: Any) -> None:
+    """Take one block's weights out of the layout of triton_kernels, and give its experts a forward.
+
+    Weights may also be parameters in the layout of checkpoints, ``(E, N, K / 32, 16)`` with
+    ``*_scales`` ``(E, N, K / 32)`` beside them.
+
+    Raises:
+        NotImplementedError: expert parallelism, whose ranks route in triton_kernels.
+        ValueError: weights of other sizes than the module's.
+    """
+    experts = block.experts
+    if hasattr(block, "_is_hooked"):
+        raise NotImplementedError(
+            f"{name} must hold all its experts, got a block of transformers' expert parallelism "
+            "(Mxfp4Config(dequantize=True) works with it)"
+        )
+    hidden, width = experts.hidden_size, experts.intermediate_size
+    sizes = {"gate_up_proj": (2 * width, hidden), "down_proj": (hidden, width)}
+    stored = {key: _stored(f"{name}.experts", experts, key, *sizes[key]) for key in NAMES}
+    for key, (data, scales) in stored.items():
+        experts.__dict__.pop(key, None)
+        experts.__dict__.pop(f"{key}_precision_config", None)
+        setattr(experts, key, nn.Parameter(data, requires_grad=False))
+        setattr(experts, f"{key}_scales", nn.Parameter(scales, requires_grad=False))
+    experts.forward = MethodType(experts_forward, experts)
+    block.__dict__.pop("forward", None)  # that of transformers, which routes in triton_kernels
+
+
+def _stored(name: str, experts: Any, key: str, n: int, k: int) -> tuple[Tensor, Tensor]:
+    """``(E, N, K / 2)`` bytes and ``(E, N, K / 32)`` exponents of one weight."""
+    weight = getattr(experts, key)
+    if isinstance(weight, Tensor):
+        data, scales = weight.flatten(2), getattr(experts, f"{key}_scales")
+    else:
+        data = _plain(weight)
+        scales = _plain(getattr(experts, f"{key}_precision_config").weight_scale)
+    checks.tensor(f"{name}.{key}", data, 3, (torch.uint8,))
+    checks.tensor(f"{name}.{key}_scales", scales, 3, (torch.uint8,))
+    for axis, expected in enumerate((experts.num_experts, n, k // 2)):
+        checks.size(f"{name}.{key}.shape[{axis}]", data.shape[axis], "the module's size", expected)
+    for axis, expected in enumerate((experts.num_experts, n, k // 32)):
+        actual = scales.shape[axis]
+        checks.size(f"{name}.{key}_scales.shape[{axis}]", actual, "the module's size", expected)
+    return data.contiguous(), scales.contiguous()
+
+
+def _plain(swizzled: Any) -> Tensor:
+    """A tensor of triton_kernels, which is ``(E, K, N)``, as ``(E, N, K)``."""
+    storage = swizzled.storage
+    return storage.layout.unswizzle_data(storage.data).transpose(1, 2)

@@ -1,0 +1,96 @@
+"""Weights that torchao quantized: tensor subclasses, taken apart into what they store.
+
+Known by the names of their classes and attributes; torchao is not imported. ``axes`` says which
+axes of a weight are ``(E, N, K)``.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from moe_ops.scheme import get_scheme
+from moe_ops.tensors import QTensor
+
+FLOAT8, MX, NVFP4 = "Float8Tensor", "MXTensor", "NVFP4Tensor"
+Axes = tuple[int, int, int]
+
+
+def is_quantized(weight: Any) -> bool:
+    """Whether a weight is one of torchao's tensors that are known here."""
+    return type(weight).__name__ in (FLOAT8, MX, NVFP4)
+
+
+def unsupported(w1: Any, w2: Any, axes: Axes) -> str:
+    """Why two weights, of which one or both are quantized, are not taken; empty where they are."""
+    for weight in (w1, w2):
+        if not is_quantized(weight):
+            return f"a quantized weight beside one of {weight.dtype} (two of a kind work)"
+        reason = _unsupported(weight, axes)
+        if reason:
+            return reason
+    first, second = scheme_of(w1, axes), scheme_of(w2, axes)
+    return "" if first == second else f"weights in {first} and {second} (two of a kind work)"
+
+
+def scheme_of(weight: Any, axes: Axes) -> str:
+    """The scheme that a supported weight is stored in.
+
+    Activations are quantized where a Float8Tensor asks for it. With 4-bit weights they stay as
+    they are, also where torchao would quantize them.
+    """
+    kind = type(weight).__name__
+    if kind == FLOAT8:
+        return str(_float8_scheme(weight, axes))
+    return "mxfp4_w4a16" if kind == MX else "nvfp4_w4a16"
+
+
+def stored(weight: Any, axes: Axes) -> QTensor:
+    """What a supported weight stores, ``(E, N, K)``; no weight is copied."""
+    kind, data, scale = type(weight).__name__, weight.qdata, weight.scale
+    if kind == FLOAT8:
+        return QTensor(data.permute(axes), scale.permute(axes))
+    if kind == MX:
+        return QTensor(data.view(torch.uint8), scale.view(torch.uint8))
+    whole = weight.per_tensor_scale
+    whole = torch.ones(1, device=data.device) if whole is None else whole.float().reshape(-1)
+    scale = scale.view(torch.float8_e4m3fn)
+    return QTensor(data.view(torch.uint8), scale, None, whole.expand(data.shape[0]))
+
+
+def _unsupported(weight: Any, axes: Axes) -> str:
+    kind = type(weight).__name__
+    if kind == FLOAT8:
+        if weight.qdata.dtype != torch.float8_e4m3fn:
+            return f"{kind} of {weight.qdata.dtype} (torch.float8_e4m3fn works)"
+        if _float8_scheme(weight, axes) is None:
+            return (
+                f"{kind} with block_size {list(weight.block_size)} (one scale a row along the "
+                "contraction works, and blocks of powers of two from 16 on)"
+            )
+        return ""
+    if kind == MX and weight.elem_dtype != torch.float4_e2m1fn_x2:
+        return f"{kind} of {weight.elem_dtype} (torch.float4_e2m1fn_x2 works)"
+    group = 32 if kind == MX else 16
+    if weight.block_size != group:
+        return f"{kind} with block_size {weight.block_size} ({group} works)"
+    if weight.is_swizzled_scales:
+        return f"{kind} with swizzled scales (is_swizzled_scales=False works)"
+    return "" if axes == (0, 1, 2) else f"{kind} in a transposed layout (Float8Tensor works)"
+
+
+def _float8_scheme(weight: Any, axes: Axes) -> str | None:
+    """None where scales are neither of rows nor of blocks that a scheme has."""
+    experts, rows, cols = (weight.block_size[axis] for axis in axes)
+    only = "" if weight.act_quant_kwargs is not None else "_w8a16"
+    if experts != 1:
+        return None
+    if rows == 1 and cols == weight.qdata.shape[axes[2]]:
+        return f"fp8{only}" if only else "fp8_channel"
+    name = f"fp8{only}_block{rows}" + (f"x{cols}" if cols != rows else "")
+    try:
+        get_scheme(name)
+    except ValueError:
+        return None
+    return name
