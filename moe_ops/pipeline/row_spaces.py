@@ -101,7 +101,8 @@ def permuted_rows(expert_first_token_offset: Tensor, num_rows: int, scheme: Sche
     """The space of permuted rows: those in use come first, so it is one expert's to quantize."""
     tiles = row_tiles_of(scheme)
     plan = ops.align_permuted(expert_first_token_offset, num_rows, tiles)
-    used = expert_first_token_offset[-1:].to(torch.int32)
+    # The last offset, as the largest: torch 2.11's Inductor cannot slice a symbolic number of them.
+    used = expert_first_token_offset.amax(0, keepdim=True).to(torch.int32)
     return BatchedRows(TilePlan(*plan), tiles, used, num_rows)
 
 

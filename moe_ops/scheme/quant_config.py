@@ -73,6 +73,10 @@ class FusedMoEQuantConfig:
             if getattr(self, name) is not None and not taken:
                 raise ValueError(f"{name} must be None for scheme {self.scheme.name}, got a Tensor")
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickled by its scheme's name, so that ``torch.export.load`` may read it."""
+        return _unflatten, _flatten(self)
+
     def check_complete(self) -> None:
         """ValueError for a tensor that the scheme needs and that is None."""
         for name, needed in _needed(self.scheme).items():
@@ -174,3 +178,5 @@ _pytree.register_pytree_node(
     to_dumpable_context=lambda context: [context[0], list(context[1])],
     from_dumpable_context=lambda context: (context[0], tuple(context[1])),
 )
+# An exported program holds its example arguments.
+torch.serialization.add_safe_globals([_unflatten])
