@@ -148,7 +148,9 @@ def test_awq(scheme):
     check(scheme, experts, rewritten(experts, rules))
 
 
-@pytest.mark.parametrize("scheme", ["int4_w4a16_g128_zp", "int4_w4a16_g128", "int8_w8a16_g128"])
+@pytest.mark.parametrize(
+    "scheme", ["int4_w4a16_g128_zp", "int4_w4a16_g128", "int8_w8a16_g128", "int4_w4a16_channel"]
+)
 def test_gptq(scheme):
     bits = 8 if scheme.startswith("int8") else 4
     experts = Experts.random(E, H, I).quantized(scheme)
@@ -165,7 +167,7 @@ def test_gptq(scheme):
         return {
             "qweight": words(codes.t().contiguous().t(), bits).t(),
             "qzeros": words(zero.t() - 1, bits), "scales": q.scale[e].t(),
-            "g_idx": torch.arange(codes.shape[1], dtype=torch.int32) // 128,
+            "g_idx": torch.arange(zero.shape[1]).repeat_interleave(codes.shape[1] // zero.shape[1]),
         }  # fmt: skip
 
     check(scheme, experts, rewritten(experts, rules))

@@ -83,12 +83,8 @@ _SUFFIX = "|".join(sorted(KINDS, key=len, reverse=True))
 _ONE = rf"(?:experts\.)?(\d+)\.({_PROJECTION})\.({_SUFFIX})"
 _ALL = rf"(?:experts\.)?({_PROJECTION})(?:[._]({_SUFFIX}))?"
 _SHARED = rf"shared_experts?\.({_PROJECTION})\.({_SUFFIX})"
-_OTHERS = (
-    r"(gate|router|wg|shared_experts?|shared_mlp|shared_expert_gate|shared_experts_gate|"
-    r"fc[12]_latent_proj|"
-    r"e_score_correction_bias)(\.|$)"
-)
-_BIAS = r"(?:(?:gate|router)\.)?e_score_correction_bias"
+_BIAS = r"(?:(?:gate|router|moe_statics)\.)?(?:e_score_correction_bias|expert_bias)"
+_OTHERS = r"(gate|router|wg|shared?_experts?|shared_mlp|shared_experts?_gate|fc[12]_latent_proj)\."
 
 
 def parse(name: str) -> Piece | None:
@@ -114,7 +110,7 @@ def is_correction_bias(name: str) -> bool:
 
 def is_beside_experts(name: str) -> bool:
     """A tensor of the same block that is not of the routed experts: the caller's business."""
-    return re.match(_OTHERS, name) is not None
+    return is_correction_bias(name) or re.match(_OTHERS, name) is not None
 
 
 def suffix_of(weight_name: str) -> str:

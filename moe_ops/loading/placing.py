@@ -15,6 +15,7 @@ from moe_ops.loading.names import CheckpointLayout, Piece
 from moe_ops.loading.sources import Entry
 from moe_ops.loading.split import halves
 from moe_ops.loading.stored import Form, canonical
+from moe_ops.scheme import WHOLE
 
 if TYPE_CHECKING:
     from moe_ops.layer import FusedMoE
@@ -219,10 +220,10 @@ class Placing:
         if self.layer.e_score_correction_bias is None:
             return
         x, shape = entry.read(), tuple(self.layer.e_score_correction_bias.shape)
-        if tuple(x.shape) != shape:
+        if x.numel() != shape[0]:
             self.mismatched.append(f"{entry.name}: shape must be {shape}, got {tuple(x.shape)}")
             return
-        self.correction_bias = x
+        self.correction_bias = x.reshape(shape)
         self.loaded.append(entry.name)
 
     def _without_parameter(self, entry: Entry, piece: Piece) -> None:
@@ -230,9 +231,10 @@ class Placing:
         if piece.kind in names.UNUSED_WHERE_ABSENT:
             return
         quant = self.layer.checkpoint_scheme.weight
-        if piece.kind == "g_idx" and quant is not None and quant.group.cols > 0:
+        if piece.kind == "g_idx" and quant is not None:
             groups = entry.read()
-            plain = torch.arange(groups.numel(), device=groups.device) // quant.group.cols
+            each = groups.numel() if quant.group.cols == WHOLE else quant.group.cols
+            plain = torch.arange(groups.numel(), device=groups.device) // each
             if not torch.equal(groups.flatten().long(), plain):
                 raise ValueError("columns must be in the order of their groups (no act-order)")
         elif piece.suffix == "qzeros" and quant is not None and quant.element.offset:
