@@ -7,6 +7,8 @@ whole row), sums in float32 of exact products times scales, rounded to the dtype
 
 from __future__ import annotations
 
+import copy
+
 import torch
 from torch import nn
 from transformers.integrations import finegrained_fp8
@@ -124,3 +126,15 @@ def unrecognised(self, gate_up):
     """A gate that is no activation of the library."""
     gate, up = gate_up.chunk(2, -1)
     return nn.functional.mish(gate) * (up + 0.5)
+
+
+@torch.no_grad()
+def outputs(module, *arguments):
+    """Through "moe_ops" and through the model's own path."""
+    ours = module(*arguments)
+    own = copy.copy(module.config)
+    own._experts_implementation = "eager"
+    config, module.config = module.config, own
+    theirs = module(*arguments)
+    module.config = config
+    return ours, theirs

@@ -24,18 +24,6 @@ def fresh(monkeypatch):
     fp8.install(monkeypatch)
 
 
-@torch.no_grad()
-def outputs(module, *arguments):
-    """Through "moe_ops" and through the model's own path."""
-    ours = module(*arguments)
-    own = copy.copy(module.config)
-    own._experts_implementation = "eager"
-    config, module.config = module.config, own
-    theirs = module(*arguments)
-    module.config = config
-    return ours, theirs
-
-
 BLOCKS = {
     "128": {"block_size": (128, 128)},
     "64x32": {"block_size": [64, 32]},
@@ -52,7 +40,7 @@ BLOCKS = {
 def test_as_exact_as_the_models_own_path(arguments, has_gate, dtype):
     module = fp8.experts(has_gate=has_gate, **arguments)
     x, ids, weights = fp8.routed(33, dtype=dtype)
-    ours, theirs = outputs(module, x, ids, weights)
+    ours, theirs = fp8.outputs(module, x, ids, weights)
     assert_layer_matches(ours, fp8.oracle(module, x, ids, weights), theirs)
 
 
@@ -80,7 +68,7 @@ def test_gates(changes, arguments, monkeypatch):
         monkeypatch.setattr(integration, name, counted)
     module = fp8.experts(fp8.Config(**changes), **arguments)
     x, ids, weights = fp8.routed(20)
-    ours, theirs = outputs(module, x, ids, weights)
+    ours, theirs = fp8.outputs(module, x, ids, weights)
     exact = fp8.oracle(module, x, ids, weights)
     assert_layer_matches(ours, exact, theirs)
     fused = "gated_experts" if "mish" in changes.values() else "fused_experts"
@@ -95,7 +83,7 @@ def test_a_gate_of_its_own_runs_between_the_gemms():
     cls._apply_gate = fp8.unrecognised
     module = fp8.experts(cls=cls, block_size=(128, 128))
     x, ids, weights = fp8.routed(20)
-    ours, theirs = outputs(module, x, ids, weights)
+    ours, theirs = fp8.outputs(module, x, ids, weights)
     assert_layer_matches(ours, fp8.oracle(module, x, ids, weights), theirs)
 
 
@@ -130,14 +118,14 @@ def test_gate_rows_that_do_not_fill_their_last_block(width, scale_fmt):
 @torch.no_grad()
 def test_packed_fp4():
     """Weights alone are quantized: the error is that of bf16 roundings."""
-    config = fp8.Config(expert_dtype="fp4")
+    config = fp8.Config(**FP4)
     module = fp8.experts(config, block_size=(128, 128), scale_fmt="ue8m0")
     x, ids, weights = fp8.routed(20)
     exact = fp8.oracle(module, x, ids, weights)
     plain = copy.deepcopy(module)
     for name in ("gate_up_proj", "down_proj"):
         setattr(plain, name, nn.Parameter(fp8.weight(module, name).to(torch.bfloat16)))
-    assert_layer_matches(module(x, ids, weights), exact, outputs(plain, x, ids, weights)[1])
+    assert_layer_matches(module(x, ids, weights), exact, fp8.outputs(plain, x, ids, weights)[1])
 
 
 @torch.no_grad()
@@ -227,7 +215,7 @@ def test_weights_that_are_floats_again():
     for name in ("gate_up_proj", "down_proj"):
         setattr(module, name, nn.Parameter(fp8.weight(module, name).to(torch.bfloat16)))
     x, ids, weights = fp8.routed(9)
-    ours, theirs = outputs(module, x, ids, weights)
+    ours, theirs = fp8.outputs(module, x, ids, weights)
     exact = fp8.oracle(fp8.experts(block_size=(128, 128)), x, ids, weights)
     assert_layer_matches(ours, exact, theirs)
 
@@ -240,14 +228,15 @@ def int16(module):
     module.gate_up_proj = nn.Parameter(module.gate_up_proj.to(torch.int16), False)
 
 
+FP4 = {"expert_dtype": "fp4"}
 UNSUPPORTED = {
     "weight_block_size .1, 32. .powers of two from 16 on work": ({"block_size": (1, 32)}, {}, None),
     "weight_block_size .96, 96. .powers of two": ({"block_size": (96, 96)}, {}, None),
     "scales .4, 7, 2. of a weight": ({"block_size": (128, 128)}, {}, wrong_scales),
     "weights of torch.int16 .e4m3 and packed fp4 work": ({"block_size": (128, 128)}, {}, int16),
-    "fp4 weights with scales of torch.float32 .scale_fmt='ue8m0' works": ({}, {"expert_dtype": "fp4"}, None),
+    "fp4 weights with scales of torch.float32 .scale_fmt='ue8m0' works": ({}, FP4, None),
     "static activation scales with fp4": (
-        {"activation_scheme": "static", "scale_fmt": "ue8m0"}, {"expert_dtype": "fp4"}, None,
+        {"activation_scheme": "static", "scale_fmt": "ue8m0"}, FP4, None,
     ),
 }  # fmt: skip
 

@@ -51,14 +51,13 @@ def experts_forward(
         w1_bias=self.gate_up_proj_bias,
         w2_bias=self.down_proj_bias,
     )
-    activation = Activation(MoEActivation.SWIGLUOAI, self.limit, self.alpha, 1.0)
     return fused_experts(
         hidden_states,
         self.gate_up_proj,
         self.down_proj,
         routing_weights,
         router_indices,
-        activation=activation,
+        activation=self.activation,
         expert_map=map_for_few_experts(router_indices, self.gate_up_proj.shape[0]),
         quant_config=config,
     )
@@ -88,6 +87,8 @@ def adapt_block(name: str, block: Any) -> None:
         experts.__dict__.pop(f"{key}_precision_config", None)
         setattr(experts, key, nn.Parameter(data, requires_grad=False))
         setattr(experts, f"{key}_scales", nn.Parameter(scales, requires_grad=False))
+    # Made once: Dynamo reads its key, and would make inputs of the graph of the module's floats.
+    experts.activation = Activation(MoEActivation.SWIGLUOAI, experts.limit, experts.alpha, 1.0)
     experts.forward = MethodType(experts_forward, experts)
     block.__dict__.pop("forward", None)  # that of transformers, which routes in triton_kernels
 

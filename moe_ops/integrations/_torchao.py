@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 
-from moe_ops.scheme import get_scheme
 from moe_ops.tensors import QTensor
 
 FLOAT8, MX, NVFP4 = "Float8Tensor", "MXTensor", "NVFP4Tensor"
@@ -67,7 +66,7 @@ def _unsupported(weight: Any, axes: Axes) -> str:
         if _float8_scheme(weight, axes) is None:
             return (
                 f"{kind} with block_size {list(weight.block_size)} (one scale a row along the "
-                "contraction works, and blocks of powers of two from 16 on)"
+                "contraction or an expert works, and blocks of powers of two from 16 on)"
             )
         return ""
     if kind == MX and weight.elem_dtype != torch.float4_e2m1fn_x2:
@@ -81,16 +80,15 @@ def _unsupported(weight: Any, axes: Axes) -> str:
 
 
 def _float8_scheme(weight: Any, axes: Axes) -> str | None:
-    """None where scales are neither of rows nor of blocks that a scheme has."""
+    """None where scales are neither of rows, experts nor blocks that a scheme has."""
     experts, rows, cols = (weight.block_size[axis] for axis in axes)
-    only = "" if weight.act_quant_kwargs is not None else "_w8a16"
+    _, n, k = (weight.qdata.shape[axis] for axis in axes)
+    quantized = weight.act_quant_kwargs is not None
     if experts != 1:
         return None
-    if rows == 1 and cols == weight.qdata.shape[axes[2]]:
-        return f"fp8{only}" if only else "fp8_channel"
-    name = f"fp8{only}_block{rows}" + (f"x{cols}" if cols != rows else "")
-    try:
-        get_scheme(name)
-    except ValueError:
+    if cols == k and rows in (1, n):  # one scale an expert is one of every row
+        return "fp8_channel" if quantized else "fp8_w8a16"
+    if any(size < 16 or size & (size - 1) for size in (rows, cols)):
         return None
-    return name
+    sizes = f"{rows}" if rows == cols else f"{rows}x{cols}"
+    return f"fp8_block{sizes}" if quantized else f"fp8_w8a16_block{sizes}"
