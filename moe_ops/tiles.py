@@ -230,7 +230,8 @@ def weight_only_tiles(gemm: Gemm, bits: int, device: Device) -> TileConfig:
         device: the GPU.
     """
     block_m = pick_row_tile(gemm.row_tiles, gemm.num_slots, gemm.num_experts)
-    block_n, block_k, num_warps, group_m = 128, 64, 8, 8 if block_m == 128 else 16
+    block_n, block_k, num_warps, group_m = 128, 64, 8, 8
+    hopper = device.arch == 90
     if gemm.itemsize == 4:
         block_n, block_k = 64, 16
     elif block_m <= 32:
@@ -239,7 +240,9 @@ def weight_only_tiles(gemm: Gemm, bits: int, device: Device) -> TileConfig:
         while block_n > 32 and active * cdiv(gemm.n, block_n) < device.processors:
             block_n //= 2
     elif gemm.halves == 2:
-        block_n = 64
+        block_n, num_warps = 64, 4 if hopper else 8
+    elif block_m == 64 and hopper:
+        num_warps = 4
     stage = (block_m * gemm.itemsize + gemm.halves * block_n * bits / 8) * block_k
     num_stages = max(1, min(4, int(device.shared_memory // stage)))
     return TileConfig(block_m, block_n, block_k, group_m, num_warps, num_stages)
