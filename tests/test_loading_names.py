@@ -57,8 +57,9 @@ def test_beside_the_experts(name):
 
 @pytest.mark.parametrize(
     "name",
-    ["experts.3.gate_proj", "experts.3.gate_proj.lora_A.weight", "experts.x.w1.weight",
-     "norm.weight", "experts.3.w4.weight", "experts.w13_weights", "", "model.layers.0.mlp.experts.0.w1.weight"],
+    ["experts.3.gate_proj", "experts.3.gate_proj.lora_A.weight", "experts.x.w1.weight", "",
+     "norm.weight", "experts.3.w4.weight", "experts.w13_weights",
+     "model.layers.0.mlp.experts.0.w1.weight"],
 )  # fmt: skip
 def test_unknown(name):
     assert parse(name) is None and not is_beside_experts(name)
