@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from moe_ops import checks
 from moe_ops.activation import kind_and_key
 from moe_ops.layers import (
     FusedMoEMethodBase,
@@ -92,9 +93,8 @@ class FusedMoE(WeightLoading, KeepsBits):
         self.renormalize, self.scoring_func = given.renormalize, given.scoring_func
         self.apply_router_weight_on_input = given.apply_router_weight_on_input
         self.reduce_results, self.enable_eplb = given.reduce_results, given.enable_eplb
-        self.chunk_size, self.prefix = given.chunk_size, given.prefix
-        self.expert_mapping = given.expert_mapping
-
+        self.chunk_size, self.expert_mapping = given.chunk_size, given.expert_mapping
+        self.prefix, self.shared_experts = given.prefix, given.shared_experts
         self.moe_parallel_config = parallel = given.parallel_config()
         self.placement = given.placement(parallel, num_experts)
         self.global_num_experts = len(self.placement.row)
@@ -110,18 +110,16 @@ class FusedMoE(WeightLoading, KeepsBits):
         )  # fmt: skip
         if parallel.tp_size > 1:
             self.sizes = self.aligned_sizes()
-        self.quant_method: FusedMoEMethodBase = (
-            UnquantizedFusedMoEMethod()
-            if self.checkpoint_scheme.weight is None
-            else QuantizedFusedMoEMethod()
-        )
+        quantized = self.checkpoint_scheme.weight is not None
+        method = QuantizedFusedMoEMethod if quantized else UnquantizedFusedMoEMethod
+        self.quant_method: FusedMoEMethodBase = method()
         self.quant_method.create_weights(self, self.sizes, given.device)
         self.register_buffer("e_score_correction_bias", given.e_score_correction_bias)
         expert_map = self.placement.expert_map(given.device)
         self.register_buffer("expert_map", expert_map, persistent=False)
-        self.shared_experts = given.shared_experts
         self.kernel: FusedMoEKernel | None = None
         self.routing = given.routing(self.global_num_experts)
+        self.num_logits = num_experts + given.zero_expert_num
         self.routes_plainly = given.routes_plainly()
         self.eplb_state: tuple[Tensor, Tensor, Tensor] | None = None
 
@@ -138,8 +136,7 @@ class FusedMoE(WeightLoading, KeepsBits):
     def aligned_sizes(self) -> LayerSizes:
         """Sizes with which a rank's scales are its own, and gate and up have scales of their own.
 
-        Those of the parameters with several ranks; with one, those that `load_checkpoint` gives
-        them where a block of the scheme would reach from the gate rows into the up rows.
+        Those of the parameters with several ranks; with one, those that `load_checkpoint` makes.
         """
         parallel = self.moe_parallel_config
         return aligned_sizes(self.sizes, self.intermediate_size, parallel.tp_size)
@@ -158,6 +155,9 @@ class FusedMoE(WeightLoading, KeepsBits):
 
     def route(self, hidden_states: Tensor, router_logits: Tensor) -> SelectedExperts:
         """``(T, H)`` tokens and ``(T, E)`` logits to weights and ids, each ``(T, k)``."""
+        if self.routing["custom_routing_function"] is None:
+            experts = router_logits.shape[-1]
+            checks.size("router_logits.shape[1]", experts, "the number of experts", self.num_logits)
         if self.routes_plainly:  # what `select_experts` would do, without asking for its options
             weights, ids = fused_topk(
                 hidden_states,
@@ -229,10 +229,11 @@ class FusedMoE(WeightLoading, KeepsBits):
         weights, ids, zero = self.route(hidden_states, router_logits)
         width = hidden_states.shape[1]
         tokens = hidden_states
-        if width < self.hidden_size:
+        if width != self.hidden_size:
+            checks.size("hidden_states.shape[1]", width, "hidden_size", self.model_hidden_size)
             tokens = pad(tokens, (0, self.hidden_size - width))
         out = self.quant_method.apply(self, tokens, weights, ids)
-        if width < self.hidden_size:
+        if width != self.hidden_size:
             out = out[:, :width].contiguous()
         parallel = self.moe_parallel_config
         if zero is not None and parallel.tp_rank == 0 and parallel.ep_rank == 0:
@@ -250,8 +251,8 @@ class FusedMoE(WeightLoading, KeepsBits):
         Args:
             full_hidden_states: ``(T, H)``.
             full_router_logits: ``(T, E)``.
-            max_tokens_across_ranks: the largest T of the ranks that exchange tokens: all of them
-                run as many chunks. A rank that has none left runs a row of zeros.
+            max_tokens_across_ranks: the largest T of the ranks that exchange tokens: all run as
+                many chunks, and one that has no tokens left a row of zeros.
         """
         size, num_tokens = self.chunk_size, full_hidden_states.shape[0]
         if size is None:
@@ -285,11 +286,10 @@ class FusedMoE(WeightLoading, KeepsBits):
             router_logits_dtype: dtype of the logits; None means that of the tokens.
         """
         w1, w2, dtype = self.w13_weight, self.w2_weight, self.sizes.dtype
-        num_logits = self.num_experts + (self.routing["zero_expert_num"] or 0)
 
         def run(tokens: int) -> None:
             x = torch.randn(tokens, self.hidden_size, device=w1.device, dtype=dtype)
-            logits = torch.randn(tokens, num_logits, device=w1.device)
+            logits = torch.randn(tokens, self.num_logits, device=w1.device)
             self.forward_impl(x, logits.to(router_logits_dtype or dtype))
 
         return run_variants(run, num_tokens, w1, w2, self.top_k)

@@ -60,6 +60,18 @@ def test_errors(options, message):
         make(**options)
 
 
+@pytest.mark.parametrize(
+    ("hidden", "logits", "message"),
+    [
+        (H - 1, E, "hidden_states.shape.1. must be hidden_size = 32, got 31"),
+        (H, E - 1, "router_logits.shape.1. must be the number of experts = 8, got 7"),
+    ],
+)
+def test_tokens_and_logits_of_another_width(hidden, logits, message):
+    with pytest.raises(ValueError, match=message):
+        make()(*batch(logits=logits, hidden=hidden))
+
+
 def test_grouped_routing():
     bias = torch.linspace(0, 0.5, E)
     options = {
