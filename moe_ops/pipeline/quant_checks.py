@@ -10,7 +10,7 @@ from torch import Tensor
 
 from moe_ops import checks
 from moe_ops.activation import MoEActivation
-from moe_ops.scheme import TENSORS, WHOLE, FusedMoEQuantConfig, Quant
+from moe_ops.scheme import TENSORS, FusedMoEQuantConfig, Quant
 
 SCALE_DTYPES = {"e8m0": (torch.uint8,), "e4m3": (torch.float8_e4m3fn,)}
 """Of scales that are not floats of the usual kind."""
@@ -63,11 +63,14 @@ def _check_scales(
     shape = quant.weight_scale_shape(*weight)
     halves = [(experts, 2)] if which == "w1" else []
     same = halves if quant.per_tensor else [shape[:-1]] if shape[-1] == 1 else []
-    if quant.group == (1, WHOLE):  # rows that share a scale may name it once
+    if quant.per_row:  # rows that share a scale may name it once
         same = [*same, (experts, 1, 1), *((*half, 1) for half in halves)]
+    dtypes_of_scale = SCALE_DTYPES.get(quant.scale, checks.FLOATS)
+    if config.scheme.activation is not None:
+        dtypes_of_scale = (*dtypes_of_scale, torch.uint8)  # powers of two may be stored as e8m0
     rows = (n + 1) // 2 if quant.element.packed else n
     rules: tuple[tuple[str, list[tuple[int, ...]], Sequence[torch.dtype]], ...] = (
-        ("scale", [shape, *same], SCALE_DTYPES.get(quant.scale, checks.FLOATS)),
+        ("scale", [shape, *same], dtypes_of_scale),
         ("zp", [(experts, rows, *shape[2:])], (torch.uint8,)),
         ("gscale", [(experts,), *halves], checks.FLOATS),
     )

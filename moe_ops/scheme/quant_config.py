@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree
 
-from moe_ops.scheme.values import WHOLE, Scheme
+from moe_ops.scheme.values import Scheme
 from moe_ops.scheme.weights import as_scheme
 from moe_ops.tensors import QTensor
 
@@ -123,13 +123,13 @@ class FusedMoEQuantConfig:
     def per_act_token_quant(self) -> bool:
         """Whether every row of the activations has one scale."""
         quant = self.scheme.activation
-        return quant is not None and quant.group == (1, WHOLE)
+        return quant is not None and quant.per_row
 
     @property
     def per_out_ch_quant(self) -> bool:
         """Whether every row of a weight has one scale."""
         quant = self.scheme.weight
-        return quant is not None and quant.group == (1, WHOLE)
+        return quant is not None and quant.per_row
 
 
 TENSORS = tuple(f.name for f in fields(FusedMoEQuantConfig) if f.name != "scheme")

@@ -111,7 +111,12 @@ class Quant:
     @property
     def per_tensor(self) -> bool:
         """Whether all of the operand shares one scale."""
-        return self.group == (WHOLE, WHOLE)
+        return self.group.rows == WHOLE and self.group.cols == WHOLE
+
+    @property
+    def per_row(self) -> bool:
+        """Whether every row has one scale."""
+        return self.group.rows == 1 and self.group.cols == WHOLE
 
     @property
     def local(self) -> bool:
