@@ -22,7 +22,7 @@ def matmul(a, b, b_scale, block_size, output_dtype, activation_scale=None):
     """One expert's product, as ``kernels-community/finegrained-fp8`` dispatches it."""
     rows, cols = (b.shape[0] // b_scale.shape[0], a.shape[1]) if block_size is None else block_size
     scale = b_scale.float().repeat_interleave(rows, 0)[: len(b)]
-    out = torch.zeros(len(a), len(b))
+    out = torch.zeros(len(a), len(b), device=a.device)
     for group, start in enumerate(range(0, a.shape[1], cols)):
         x, w = a[:, start : start + cols].float(), b[:, start : start + cols].float()
         given = activation_scale is not None
@@ -96,7 +96,8 @@ def weight(module, name):
 
 @torch.no_grad()
 def oracle(module, x, ids, weights):
-    """The layer in float64 on dequantized weights; activations are not quantized."""
+    """The layer in float64 on dequantized weights, on the CPU; activations are not quantized."""
+    module, x, ids, weights = copy.deepcopy(module).cpu(), x.cpu(), ids.cpu(), weights.cpu()
     w1, w2 = (
         weight(module, n) for n in ("gate_up_proj" if module.has_gate else "up_proj", "down_proj")
     )

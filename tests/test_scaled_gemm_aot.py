@@ -32,8 +32,10 @@ def no_other_driver():
                 value.device_caches.clear()
 
 
-def launch_layer(scheme, tile, activation="silu", hidden=2048, width=768, has_bias=False):
-    """Both GEMMs of a layer."""
+def launch_layer(
+    scheme, tile, activation="silu", hidden=2048, width=768, has_bias=False, scales=torch.float32
+):
+    """Both GEMMs of a layer, whose weights' scales are ``scales``."""
     quant, weight, experts = get_scheme(scheme).activation, get_scheme(scheme).weight, 4
 
     def launch(empty):
@@ -44,7 +46,7 @@ def launch_layer(scheme, tile, activation="silu", hidden=2048, width=768, has_bi
         def operands(n, k):
             scale = empty(*quant.row_scale_shape(slots, k), dtype=torch.float32)
             a = empty(slots, k, dtype=quant.dtype)
-            w_scale = empty(*weight.weight_scale_shape(experts, n, k), dtype=torch.float32)
+            w_scale = empty(*weight.weight_scale_shape(experts, n, k), dtype=scales)
             w = empty(experts, n, k, dtype=weight.dtype)
             bias = empty(experts, n) if has_bias else None
             sizes = (*plan, [tile], 1, scheme, torch.bfloat16)
@@ -88,6 +90,13 @@ def test_scaled_gemms(arch, scheme, tile):
     if arch == 90 and tile >= 64:
         assert len(products) == 2
         assert all("wgmma.mma_async" in k.asm["ptx"] for k in products)
+
+
+@pytest.mark.parametrize("scheme", ["fp8_channel", "fp8_block128"])
+@pytest.mark.parametrize("tile", ROW_TILES)
+def test_scales_of_a_byte(scheme, tile):
+    """e8m0."""
+    check(aot.compile_launch(90, launch_layer(scheme, tile, scales=torch.uint8)), 90)
 
 
 @pytest.mark.parametrize("scheme", ["fp8_block64x16", "int8_block32", "fp8_block16x256_ue8m0"])

@@ -1,7 +1,8 @@
 """The fp8 experts of transformers (``FP8Experts``), as `fused_experts` takes them.
 
 Weights are e4m3 with scales of blocks, or one scale an expert (gate and up each have their own), or
-packed e2m1 with scales of 32 elements. Where scales are float32 nothing is copied.
+packed e2m1 with scales of 32 elements. Nothing is copied, but scales where gate rows do not fill
+their last block.
 """
 
 from __future__ import annotations
@@ -11,7 +12,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils.weak import WeakTensorKeyDictionary
 from transformers.integrations.finegrained_fp8 import FP8Experts
 
 from moe_ops import checks, ops
@@ -68,8 +68,8 @@ def unsupported(experts: Any) -> str:
 def weights_of(experts: Any) -> Weights:
     """The weights of an ``FP8Experts`` module with their scales.
 
-    Scales of e8m0 become float32, once; as in transformers' kernels for Hopper, the scales of
-    activations are not powers of two for it.
+    Scales of activations are not powers of two where those of weights are (e8m0): as in
+    transformers' kernels on Hopper.
 
     Raises:
         NotImplementedError: what `unsupported` says.
@@ -85,15 +85,14 @@ def weights_of(experts: Any) -> Weights:
         scales = {"w1_scale": w1_scale.view(torch.uint8), "w2_scale": w2_scale.view(torch.uint8)}
         config = FusedMoEQuantConfig(scheme_named("mxfp4_w4a16"), **scales)
         return Weights(w1.view(torch.uint8), w2.view(torch.uint8), None, None, config)
-    blocks = _blocks(experts)
+    blocks, scheme = _blocks(experts), "fp8_channel"  # one scale an expert is one of every row
     if blocks is None:
-        scheme = "fp8_channel"  # one scale an expert is one of every row
+        blocks = Blocks(WHOLE, WHOLE, 1)
     else:
         rows, cols = blocks.used, experts.block_size[1]
         scheme = f"fp8_block{rows}" if rows == cols else f"fp8_block{rows}x{cols}"
-        w2_blocks = blocks._replace(parts=1)
-        w1_scale = _block_scales(w1_scale, w1.shape[1], blocks)
-        w2_scale = _block_scales(w2_scale, w2.shape[1], w2_blocks)
+    w1_scale = _scales(w1_scale, w1.shape[1], blocks)
+    w2_scale = _scales(w2_scale, w2.shape[1], blocks._replace(parts=1))
     config = FusedMoEQuantConfig(scheme_named(scheme), w1_scale=w1_scale, w2_scale=w2_scale)
     return Weights(w1, w2, None, None, config)
 
@@ -184,39 +183,13 @@ def _blocks(experts: Any) -> Blocks | None:
     return None
 
 
-_CONVERTED = WeakTensorKeyDictionary()
-"""Scales that are not as kernels read them -> (what they looked like, as kernels read them)."""
-
-
-def _block_scales(scale: Tensor, n: int, blocks: Blocks) -> Tensor:
-    """Scales in float32, one for each block that the scheme has; kept while nothing changes.
-
-    In a compiled graph the conversion is part of the graph.
-    """
-    if scale.dtype not in EXPONENTS and blocks.used == blocks.stored:
-        return scale
-    if torch.compiler.is_compiling() or _capturing(scale):
-        return _converted(scale, n, blocks)
-    version = None if scale.is_inference() else scale._version
-    state = (scale.data_ptr(), version, scale.device, blocks)
-    known = _CONVERTED.get(scale)
-    if known is None or known[0] != state:
-        known = (state, _converted(scale.detach(), n, blocks))
-        _CONVERTED[scale] = known
-    return known[1]
-
-
-def _capturing(x: Tensor) -> bool:
-    """Whether what is computed now exists only when a CUDA graph is replayed."""
-    return x.is_cuda and torch.cuda.is_current_stream_capturing()
-
-
-def _converted(scale: Tensor, n: int, blocks: Blocks) -> Tensor:
-    if scale.dtype in EXPONENTS:  # by its bits, as transformers' kernels do
-        scale = (scale.view(torch.uint8).int() << 23).view(torch.float32)
+def _scales(scale: Tensor, n: int, blocks: Blocks) -> Tensor:
+    """Scales of a weight of ``n`` rows, one for each block that the scheme has; e8m0 as bytes."""
+    if scale.dtype == torch.float8_e8m0fnu:
+        scale = scale.view(torch.uint8)
     if blocks.used == blocks.stored:
         return scale
-    length = n // blocks.parts
+    count = -(-n // blocks.parts // blocks.used)
     pieces = scale.unflatten(1, (blocks.parts, -1))
     pieces = pieces.repeat_interleave(blocks.stored // blocks.used, 2)
-    return pieces[:, :, : -(-length // blocks.used)].flatten(1, 2)
+    return pieces[:, :, :count].flatten(1, 2)

@@ -50,16 +50,26 @@ def load_scales(a_scale, y_scales, z_scales, group, real, inside, LAYOUT: tl.con
     """The scales of a group along K: of rows, weight rows and up rows."""
     x_scale = tl.load(a_scale + group, mask=real, other=0.0).to(tl.float32)
     if LAYOUT.uniform:
-        y_scale = tl.load(y_scales + group).to(tl.float32)
+        y_scale = scale_value(tl.load(y_scales + group))
     else:
-        y_scale = tl.load(y_scales + group, mask=inside, other=0.0).to(tl.float32)
+        y_scale = scale_value(tl.load(y_scales + group, mask=inside, other=0))
     z_scale = y_scale
     if LAYOUT.up > 0:
         if LAYOUT.uniform:
-            z_scale = tl.load(z_scales + group).to(tl.float32)
+            z_scale = scale_value(tl.load(z_scales + group))
         else:
-            z_scale = tl.load(z_scales + group, mask=inside, other=0.0).to(tl.float32)
+            z_scale = scale_value(tl.load(z_scales + group, mask=inside, other=0))
     return x_scale, y_scale, z_scale
+
+
+@triton.jit
+def scale_value(stored):
+    """A weight's scales in float32; bytes are e8m0, of which 0 stands for 2**-127 and becomes 0."""
+    if stored.dtype == tl.uint8:
+        value = (stored.to(tl.int32) << 23).to(tl.float32, bitcast=True)
+    else:
+        value = stored.to(tl.float32)
+    return value
 
 
 @triton.jit

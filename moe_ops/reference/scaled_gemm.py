@@ -18,7 +18,7 @@ from moe_ops.fake_impls.scaled_gemm import scaled_gemm_act as empty_activated_ro
 from moe_ops.reference.activation import apply, split
 from moe_ops.reference.slots import planned_slots, runs
 from moe_ops.scheme import WHOLE, Element, Quant
-from moe_ops.scheme.rounding import decode
+from moe_ops.scheme.rounding import decode, scale_value
 from moe_ops.scheme.weights import rows_per_scale
 
 
@@ -110,7 +110,7 @@ def _grouped(
     w_row = torch.arange(n, device=w.device) // rows_per_scale(w_scale, quant, n)
     rows = torch.empty((len(slots), n), device=w.device)
     for expert, mine in runs(experts):
-        scales = groups[expert, w_row].float()
+        scales = scale_value(groups[expert, w_row])
         rows[mine] = _product(x[mine], x_scale[mine], w[expert], scales, quant)
     if bias is not None:
         rows += bias[experts].float()

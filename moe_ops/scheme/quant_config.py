@@ -24,7 +24,8 @@ class FusedMoEQuantConfig:
     Args:
         scheme: a name in `SCHEMES` (or one that `get_scheme` makes), or a `Scheme`.
         w1_scale: scales of ``w1``, shaped as `Quant.weight_scale_shape` says; one a tensor may be
-            ``(El,)`` or ``(El, 2)`` (gate, up).
+            ``(El,)`` or ``(El, 2)`` (gate, up), and in place of one a row ``(El, 1, 1)`` or
+            ``(El, 2, 1)``. Where activations are quantized, powers of two may be uint8 (e8m0).
         w2_scale: scales of ``w2``.
         a1_scale: static scale of the input of GEMM 1, one element, for static schemes only.
         a2_scale: static scale of the input of GEMM 2.
