@@ -59,7 +59,10 @@ def add_product(
     zero_point = load_zero_points(zero_points, row, start, inside, K, BLOCK_K, FORMAT)
     y = dequantize(stored, scale, zero_point, x.dtype, BLOCK_K, FORMAT)
     if FORMAT.cols is None or FORMAT.in_tile:
-        acc = tl.dot(x, y, acc, input_precision="ieee")
+        if x.dtype == tl.float32:  # pieces of K first: their sums lose less than one long sum
+            acc += tl.dot(x, y, input_precision="ieee")
+        else:
+            acc = tl.dot(x, y, acc, input_precision="ieee")
     else:
         acc += tl.dot(x, y, input_precision="ieee") * scale_value(scale, FORMAT)
     return acc
