@@ -28,7 +28,7 @@ from moe_ops.loading.weight_loader import WeightLoading
 from moe_ops.parallel import make_expert_params_mapping, maybe_roundup_hidden_size
 from moe_ops.pipeline.config import FusedMoEConfig
 from moe_ops.pipeline.modular_kernel import FusedMoEKernel
-from moe_ops.pipeline.warmup import run_variants
+from moe_ops.pipeline.warmup import Variants, run_variants
 from moe_ops.routing import SelectedExperts, fused_topk, select_experts
 from moe_ops.scheme import UNQUANTIZED, get_scheme
 from moe_ops.tiles import cdiv
@@ -292,7 +292,8 @@ class FusedMoE(WeightLoading, KeepsBits):
             logits = torch.randn(tokens, self.num_logits, device=w1.device)
             self.forward_impl(x, logits.to(router_logits_dtype or dtype))
 
-        return run_variants(run, num_tokens, w1, w2, self.top_k)
+        variants = Variants(w1, w2, self.top_k, self.scheme, dtype, self.activation)
+        return run_variants(run, num_tokens, variants)
 
     def extra_repr(self) -> str:
         """Sizes, scheme, ranks and routing."""

@@ -13,7 +13,6 @@ from functools import cache, lru_cache
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 
 from moe_ops.activation import Formula
 
@@ -267,16 +266,3 @@ def scan_sizes(num_slots: int) -> Scan:
     if num_slots > SINGLE_LAUNCH_SLOTS:
         return Scan(4096, 16)
     return Scan(1024 if num_slots > 256 else 256, 4)
-
-
-def plan_variant(num_slots: int, w1: Tensor, w2: Tensor) -> tuple:
-    """What kernels depend on of a number of slots: equal variants run the same binaries."""
-    (num_experts, n1, hidden), intermediate = w1.shape, w2.shape[2]
-    halves = 2 if n1 == 2 * intermediate else 1
-    sizes = ((intermediate, hidden, halves), (hidden, intermediate, 1))
-    gemms = [
-        Gemm(num_slots, num_experts, n, k, w1.element_size(), h, ROW_TILES) for n, k, h in sizes
-    ]
-    device = device_facts(w1.device)
-    tiles = tuple(gemm_tiles(gemm, device) for gemm in gemms)
-    return (*tiles, scan_sizes(num_slots))

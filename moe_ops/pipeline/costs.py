@@ -148,11 +148,11 @@ def _tiles(
     row_tiles = row_tiles_of(scheme)
     gemm1 = Gemm(rows, num_experts, columns, hidden, itemsize, halves, row_tiles)
     gemm2 = Gemm(rows, num_experts, hidden, width, itemsize, 1, row_tiles)
-    return _gemm_tiles(gemm1, scheme, rule, device), _gemm_tiles(gemm2, scheme, None, device)
+    return tiles_of(gemm1, scheme, rule, device), tiles_of(gemm2, scheme, None, device)
 
 
-def _gemm_tiles(gemm: Gemm, scheme: Scheme, rule: Formula | None, device: Device) -> TileConfig:
-    """Of one, with the activation of its product, where it has one."""
+def tiles_of(gemm: Gemm, scheme: Scheme, rule: Formula | None, device: Device) -> TileConfig:
+    """Of one GEMM in a scheme, with the activation of its product, where it has one."""
     if scheme.weight is None:
         return gemm_tiles(gemm, device)
     if scheme.activation is None:

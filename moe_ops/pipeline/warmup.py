@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from moe_ops.pipeline.fused_experts import fused_experts
+from moe_ops.activation import formula, kind_and_key
+from moe_ops.pipeline.costs import tiles_of
+from moe_ops.pipeline.fused_experts import NOT_QUANTIZED, fused_experts
+from moe_ops.pipeline.row_spaces import row_tiles_of
 from moe_ops.routing import fused_topk
-from moe_ops.tiles import plan_variant
+from moe_ops.scheme import Scheme
+from moe_ops.tiles import Gemm, device_facts, scan_sizes
 
 
 def warmup(
@@ -23,6 +27,7 @@ def warmup(
     topk_ids_dtype: torch.dtype = torch.int32,
     scoring_func: str = "softmax",
     router_logits_dtype: torch.dtype | None = None,
+    hidden_dtype: torch.dtype | None = None,
     **experts: Any,
 ) -> list[int]:
     """Run a layer once with every kernel that it will use, on random tokens.
@@ -40,8 +45,9 @@ def warmup(
         topk_weights_dtype: dtype of the weights that calls will pass.
         topk_ids_dtype: dtype of the ids that calls will pass.
         scoring_func: of `fused_topk`, which is warmed too.
-        router_logits_dtype: of `fused_topk`; None means that of ``w1``.
-        **experts: keywords of `fused_experts` (activation, expert_map, biases, ..).
+        router_logits_dtype: of `fused_topk`; None means that of the tokens.
+        hidden_dtype: of the tokens; None means that of ``w1``, or bf16 where that is quantized.
+        **experts: keywords of `fused_experts` (activation, expert_map, quant_config, biases, ..).
 
     Returns:
         The token counts that were run.
@@ -49,28 +55,71 @@ def warmup(
     expert_map = experts.get("expert_map")
     num_experts = w1.shape[0] if expert_map is None else expert_map.shape[0]
 
+    scheme = (experts.get("quant_config") or NOT_QUANTIZED).scheme
+    dtype = hidden_dtype or (w1.dtype if scheme.weight is None else torch.bfloat16)
+    activation = kind_and_key(experts.get("activation", "silu"))[1]
+
     def run(tokens: int) -> None:
-        x = torch.randn(tokens, w1.shape[2], device=w1.device, dtype=w1.dtype)
+        x = torch.randn(tokens, w2.shape[1], device=w1.device, dtype=dtype)
         logits = torch.randn(tokens, num_experts, device=w1.device)
-        logits = logits.to(router_logits_dtype or w1.dtype)
+        logits = logits.to(router_logits_dtype or dtype)
         weights, ids = fused_topk(x, logits, top_k, True, scoring_func=scoring_func)
         weights, ids = weights.to(topk_weights_dtype), ids.to(topk_ids_dtype)
         fused_experts(x, w1, w2, weights, ids, **experts)
 
-    return run_variants(run, num_tokens, w1, w2, top_k)
+    variants = Variants(w1, w2, top_k, scheme, dtype, activation)
+    return run_variants(run, num_tokens, variants)
+
+
+class Variants(NamedTuple):
+    """What decides which binaries a number of tokens runs."""
+
+    w1: Tensor
+    w2: Tensor
+    top_k: int
+    scheme: Scheme
+    dtype: torch.dtype
+    """Of the tokens."""
+    activation: str
+
+    def of(self, num_tokens: int) -> tuple:
+        """Equal variants run the same binaries."""
+        (num_experts, rows, _), device = self.w1.shape, device_facts(self.w1.device)
+        hidden, width = self.w2.shape[1:]
+        weight, rule = self.scheme.weight, formula(self.activation)
+        width *= 2 if weight is not None and weight.element.packed else 1
+        sizes, row_tiles = num_tokens * self.top_k, row_tiles_of(self.scheme)
+        halves = 2 if rule.gated else 1
+        gemms = (
+            (
+                Gemm(
+                    sizes,
+                    num_experts,
+                    rows // halves,
+                    hidden,
+                    self.dtype.itemsize,
+                    halves,
+                    row_tiles,
+                ),
+                rule,
+            ),
+            (Gemm(sizes, num_experts, hidden, width, self.dtype.itemsize, 1, row_tiles), None),
+        )
+        tiles = tuple(tiles_of(gemm, self.scheme, act, device) for gemm, act in gemms)
+        return (*tiles, scan_sizes(sizes))
 
 
 @torch.no_grad()
 def run_variants(
-    run: Callable[[int], Any], num_tokens: int | Iterable[int], w1: Tensor, w2: Tensor, top_k: int
+    run: Callable[[int], Any], num_tokens: int | Iterable[int], variants: Variants
 ) -> list[int]:
     """Call ``run`` with the token counts that differ in a kernel, and wait for the device."""
     counts = range(1, num_tokens + 1) if isinstance(num_tokens, int) else num_tokens
     chosen: dict[Any, int] = {}
     for tokens in counts:
-        chosen.setdefault(plan_variant(tokens * top_k, w1, w2), tokens)
+        chosen.setdefault(variants.of(tokens), tokens)
     for tokens in chosen.values():
         run(tokens)
-    if w1.is_cuda:
-        torch.cuda.synchronize(w1.device)
+    if variants.w1.is_cuda:
+        torch.cuda.synchronize(variants.w1.device)
     return list(chosen.values())
