@@ -64,6 +64,22 @@ def test_warmup_leaves_nothing_to_compile():
     assert not [key for key in COMPILED if key not in known]
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("scheme", ["fp8_block128", "int8_tensor", "int4_w4a16_g128"])
+def test_warmup_of_a_quantized_layer(scheme):
+    from moe_ops.kernels.launch import COMPILED
+
+    layer = moe_ops.FusedMoE(
+        32, K, 256, 384, params_dtype=torch.bfloat16, quant_config=scheme, device="cuda"
+    )
+    layer.warmup(900)
+    known = dict(COMPILED)
+    for tokens in (0, *range(1, 901, 13), 900):
+        x = torch.randn(tokens, 256, device="cuda", dtype=torch.bfloat16)
+        layer(x, torch.randn(tokens, 32, device="cuda", dtype=torch.bfloat16))
+    assert not [key for key in COMPILED if key not in known]
+
+
 def test_warmup_runs_on_the_cpu():
     inputs = make_inputs(Problem(4, 8, 2, 32, 16), "cpu")
     assert moe_ops.warmup(inputs.w1, inputs.w2, 2, 20) == [1]
