@@ -54,7 +54,7 @@ gpu-test: $(READY)
 # ARGS="--model qwen3-30b --tokens 1,64" times some of it: parts merge into the records row by row.
 # Without a GPU: a tiny problem on the CPU, nothing written. STAGES= leaves the single stages out.
 ARGS ?=
-STAGES ?= routing routing_adjust align permute quantize batched expert_gemm activation weight_and_reduce eplb
+STAGES ?= routing routing_adjust align permute quantize batched expert_gemm scaled_gemm weight_only_gemm activation weight_and_reduce eplb
 TO_RESULTS := $(if $(filter 1,$(HAS_GPU)),--output $(RESULTS))
 bench: $(READY)
 	$(PY) -m moe_ops bench $(TO_RESULTS) $(ARGS)

@@ -27,4 +27,4 @@ def test_example(number, monkeypatch):
 
 def test_both_commands_are_named():
     assert "make demo" in README and "make test" in README
-    assert len(EXAMPLES) == 2
+    assert len(EXAMPLES) == 5

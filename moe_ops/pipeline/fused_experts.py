@@ -138,7 +138,7 @@ def fused_moe(
         TypeError, ValueError, NotImplementedError: as `fused_topk` and `fused_experts`.
     """
     checks.tensor("gating_output", gating_output, 2, checks.FLOATS)
-    checks.tensor("w1", w1, 3, checks.FLOATS)
+    checks.tensor("w1", w1, 3, (w1.dtype,))
     experts = w1.shape[0] if expert_map is None else expert_map.shape[0]
     checks.size("gating_output.shape[1]", gating_output.shape[1], "the number of experts", experts)
     topk_weights, topk_ids = fused_topk(
