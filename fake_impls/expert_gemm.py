@@ -22,7 +22,7 @@ def expert_gemm(
     top_k: int,
 ) -> Tensor:
     """One row of ``N`` for each slot, in slot order."""
-    return a.new_empty((a.shape[0] * top_k, w.shape[1]))
+    return a.new_empty(a.shape[0] * top_k, w.shape[1])
 
 
 def expert_gemm_act(
@@ -39,4 +39,4 @@ def expert_gemm_act(
 ) -> Tensor:
     """One row of ``I`` for each slot, in slot order."""
     width = w.shape[1] // 2 if formula(activation).gated else w.shape[1]
-    return a.new_empty((a.shape[0] * top_k, width))
+    return a.new_empty(a.shape[0] * top_k, width)

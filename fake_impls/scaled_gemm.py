@@ -26,7 +26,7 @@ def scaled_gemm(
     out_dtype: torch.dtype,
 ) -> Tensor:
     """One row of ``N`` for each slot, in slot order."""
-    return a.new_empty((a.shape[0] * top_k, w.shape[1]), dtype=out_dtype)
+    return a.new_empty(a.shape[0] * top_k, w.shape[1], dtype=out_dtype)
 
 
 def scaled_gemm_act(
@@ -45,7 +45,7 @@ def scaled_gemm_act(
     activation: str,
 ) -> Tensor:
     """One row of ``I`` for each slot, in slot order."""
-    return a.new_empty((a.shape[0] * top_k, _width(w, activation)), dtype=out_dtype)
+    return a.new_empty(a.shape[0] * top_k, _width(w, activation), dtype=out_dtype)
 
 
 def quants(scheme: str) -> tuple[Quant, Quant]:

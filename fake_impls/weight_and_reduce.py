@@ -13,8 +13,9 @@ def moe_fused_mul_sum(
     num_valid_tokens: Tensor | None,
     num_local_experts: int,
 ) -> Tensor:
-    """``(T, H)`` for ``(T, k, H)``, same dtype."""
-    return inputs.new_empty((inputs.shape[0], inputs.shape[2]))
+    """``(T, H)`` for ``(T, k, H)``, or for the ``(T * k, H)`` of ``topk_ids``; same dtype."""
+    tokens = inputs.shape[0] if topk_ids is None else topk_ids.shape[0]
+    return inputs.new_empty(tokens, inputs.shape[-1])
 
 
 def moe_fused_mul_sum_out(

@@ -27,7 +27,7 @@ def weight_only_gemm(
 ) -> Tensor:
     """One row of ``N`` for each slot, in slot order."""
     _check(w_scale, w_zero_point, w_global_scale, scheme)
-    return a.new_empty((a.shape[0] * top_k, w.shape[1]))
+    return a.new_empty(a.shape[0] * top_k, w.shape[1])
 
 
 def weight_only_gemm_act(
@@ -49,7 +49,7 @@ def weight_only_gemm_act(
     """One row of ``I`` for each slot, in slot order."""
     _check(w_scale, w_zero_point, w_global_scale, scheme)
     width = w.shape[1] // 2 if formula(activation).gated else w.shape[1]
-    return a.new_empty((a.shape[0] * top_k, width))
+    return a.new_empty(a.shape[0] * top_k, width)
 
 
 def _check(

@@ -183,6 +183,12 @@ def _either(value: Any, default: Any) -> Any:
     return default if value is None else float(value)
 
 
+_PLAIN = {
+    name: (kind, kind.value) for name, kind in _BY_NAME.items() if not _RULES[kind].required
+}
+"""`kind_and_key` of the names that need no settings."""
+
+
 @lru_cache(maxsize=256)
 def formula(key: str) -> Formula:
     """What an operator computes for its ``activation`` argument."""
@@ -195,6 +201,9 @@ def kind_and_key(activation: MoEActivation | Activation | str) -> tuple[MoEActiv
     Simple enough for Dynamo to trace; TypeError for anything else.
     """
     if isinstance(activation, str):
+        plain = _PLAIN.get(activation)
+        if plain is not None:
+            return plain
         if "(" in activation:
             parsed = Activation.parse(activation)
             return parsed.kind, parsed.key

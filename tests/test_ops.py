@@ -65,6 +65,7 @@ def samples(device):
         "moe_fused_mul_sum": [
             (y, weights, None, None, None, E),
             (y, None, ids, expert_map, valid, 3),
+            (y.flatten(0, 1), weights, ids, None, None, E),
         ],
         "moe_fused_mul_sum.out": [(y, weights, None, None, None, E)],
     }  # fmt: skip

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from strategies import DTYPES
 
 import moe_ops
+from moe_ops import ops
 from moe_ops.reference.weight_and_reduce import moe_fused_mul_sum as reference
 from moe_ops.testing import assert_matches_reference
 
@@ -39,6 +40,9 @@ def test_any_rows(tokens, k, width, dtype, weight_dtype, skipping, device):
     actual = moe_ops.moe_fused_mul_sum(x.to(device), weights.to(device), None, *on)
     expected = reference(x, weights, ids, expert_map, None, ANY)
     assert_matches_reference(actual.cpu(), exact, expected)
+    if on[0] is not None:
+        rows = (x.flatten(0, 1).to(device), weights.to(device), *on, None, ANY)
+        assert torch.equal(ops.moe_fused_mul_sum(*rows), actual), "rows without the axis of slots"
 
 
 @pytest.mark.kernel

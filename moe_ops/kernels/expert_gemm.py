@@ -20,7 +20,6 @@ from moe_ops.fake_impls.expert_gemm import expert_gemm_act as empty_activated_ro
 from moe_ops.kernels.activation import constants, gate, gate_up
 from moe_ops.kernels.gemm_tile import add_bias, load_slots, load_tile, map_tile, scale_rows
 from moe_ops.kernels.launch import Launch
-from moe_ops.kernels.slots import dense
 from moe_ops.tiles import Gemm, TileConfig, device_facts, gemm_tiles, max_programs
 
 
@@ -191,43 +190,8 @@ def expert_gemm(
     """Launch one program for each tile that the plan may hold."""
     plan = (sorted_token_ids, expert_ids, num_tokens_post_padded)
     out = empty_rows(a, w, bias, input_weights, output_weights, *plan, row_tiles, top_k)
-    return _run_plain(out, a, w, bias, input_weights, output_weights, plan, row_tiles, top_k, None)
-
-
-def _run_plain(
-    out: Tensor,
-    a: Tensor,
-    w: Tensor,
-    bias: Tensor | None,
-    input_weights: Tensor | None,
-    output_weights: Tensor | None,
-    plan: tuple[Tensor, Tensor, Tensor],
-    row_tiles: Sequence[int],
-    top_k: int,
-    activation: str | None,
-) -> Tensor:
-    """One accumulator a tile; ``activation`` has no gate, or is None."""
-    num_slots = out.shape[0]
-    if num_slots:
-        a = a if a.stride(1) == 1 else a.contiguous()
-        tiles = tuple(row_tiles)
-        kernel, programs = _launch(
-            num_slots, w.shape, w.itemsize, tiles, top_k, w.device, activation
-        )
-        kernel(
-            (programs,),
-            a,
-            w,
-            dense(bias),
-            dense(input_weights),
-            dense(output_weights),
-            out,
-            *plan,
-            num_slots,
-            a.stride(0),
-            *w.stride(),
-        )
-    return out
+    vectors = (bias, input_weights, output_weights)
+    return _run(out, a, w, vectors, plan, row_tiles, top_k, None)
 
 
 def expert_gemm_act(
@@ -245,25 +209,30 @@ def expert_gemm_act(
     """Launch one program for each tile that the plan may hold."""
     plan = (sorted_token_ids, expert_ids, num_tokens_post_padded)
     out = empty_activated_rows(a, w, bias, input_weights, *plan, row_tiles, top_k, activation)
-    if not formula(activation).gated:
-        return _run_plain(out, a, w, bias, input_weights, None, plan, row_tiles, top_k, activation)
+    gated = formula(activation).gated  # its kernel scales no output
+    vectors = (bias, input_weights) if gated else (bias, input_weights, None)
+    return _run(out, a, w, vectors, plan, row_tiles, top_k, activation)
+
+
+def _run(
+    out: Tensor,
+    a: Tensor,
+    w: Tensor,
+    vectors: tuple[Tensor | None, ...],
+    plan: tuple[Tensor, Tensor, Tensor],
+    row_tiles: Sequence[int],
+    top_k: int,
+    activation: str | None,
+) -> Tensor:
+    """Launch the kernel for an activation, or none; ``vectors`` as it takes them."""
     num_slots = out.shape[0]
     if num_slots:
-        a = a if a.stride(1) == 1 else a.contiguous()
-        tiles = tuple(row_tiles)
+        stride, unit = a.stride()
+        if unit != 1:
+            a, stride = a.contiguous(), a.shape[1]
         kernel, programs = _launch(
-            num_slots, w.shape, w.itemsize, tiles, top_k, w.device, activation
+            num_slots, w.shape, w.itemsize, tuple(row_tiles), top_k, w.device, activation
         )
-        kernel(
-            (programs,),
-            a,
-            w,
-            dense(bias),
-            dense(input_weights),
-            out,
-            *plan,
-            num_slots,
-            a.stride(0),
-            *w.stride(),
-        )
+        vectors = tuple([v if v is None else v.contiguous() for v in vectors])
+        kernel((programs,), a, w, *vectors, out, *plan, num_slots, stride, *w.stride())
     return out

@@ -59,7 +59,8 @@ def moe_fused_mul_sum_out(
     out: Tensor,
 ) -> None:
     """Launch one program for each piece of a token's row."""
-    tokens, k, width = inputs.shape
+    *slots, width = inputs.shape
+    tokens, k = slots if topk_ids is None else topk_ids.shape
     if out.numel():
         kernel, pieces = _launch(k, width)
         kernel(

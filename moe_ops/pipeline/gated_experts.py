@@ -69,16 +69,15 @@ def gated_experts(
     )  # fmt: skip
 
     num_local_experts, dtype = w1.shape[0], hidden_states.dtype
-    (tokens, k), hidden_size = topk_ids.shape, hidden_states.shape[1]
     rows, routing = Rows(hidden_states), Routing(topk_weights, topk_ids, expert_map)
     if quant is not None:
         rows = Rows(*quantize_tokens(hidden_states, config, routing, num_local_experts, False))
     space = SlotRows.of(topk_ids, expert_map, num_local_experts, scheme)
-    h = gate(gemm(rows, weights.w1, space, k, scheme, dtype))
+    h = gate(gemm(rows, weights.w1, space, topk_ids.shape[1], scheme, dtype))
     checks.tensor("gate(rows)", h, 2, checks.FLOATS)
     width = w1.shape[1] // 2 if is_gated else w1.shape[1]
     checks.size("gate(rows).shape[1]", h.shape[1], "the columns of w2", width)
     h = h.to(dtype).contiguous()
     rows = Rows(h) if quant is None else space.quantize(h, weights.a2_scale, quant)
-    y = gemm(rows, weights.w2, space, 1, scheme, dtype).view(tokens, k, hidden_size)
+    y = gemm(rows, weights.w2, space, 1, scheme, dtype)
     return ops.moe_fused_mul_sum(y, topk_weights, topk_ids, expert_map, None, num_local_experts)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from moe_ops import ops
 from moe_ops.scheme import UNQUANTIZED, Quant, Scheme
-from moe_ops.tensors import Rows, TilePlan
+from moe_ops.tensors import Rows
 from moe_ops.tiles import EIGHT_BIT_ROW_TILES, ROW_TILES
 
 
@@ -25,7 +25,7 @@ def row_tiles_of(scheme: Scheme) -> tuple[int, ...]:
 class SlotRows(NamedTuple):
     """Row ``t * k + j`` is slot j of token t; the rows of skipped slots hold anything."""
 
-    plan: TilePlan
+    plan: tuple[Tensor, Tensor, Tensor]
     row_tiles: tuple[int, ...]
     topk_ids: Tensor
     expert_map: Tensor | None
@@ -41,7 +41,7 @@ class SlotRows(NamedTuple):
         """The space of a routing, with its plan: local experts only, tiles picked by the op."""
         tiles = row_tiles_of(scheme)
         plan = ops.moe_align_block_size(topk_ids, expert_map, tiles, num_local_experts, False, True)
-        return SlotRows(TilePlan(*plan), tiles, topk_ids, expert_map, num_local_experts)
+        return SlotRows(plan, tiles, topk_ids, expert_map, num_local_experts)
 
     def quantize(self, x: Tensor, scale: Tensor | None, quant: Quant) -> Rows:
         """The rows of slots that are not skipped; the others become zeros."""
@@ -63,7 +63,7 @@ class SlotRows(NamedTuple):
 class BatchedRows(NamedTuple):
     """Row ``e * M + i`` is the i-th of expert e; those past its count hold anything."""
 
-    plan: TilePlan
+    plan: tuple[Tensor, Tensor, Tensor]
     row_tiles: tuple[int, ...]
     expert_num_tokens: Tensor
     max_num_tokens: int
@@ -73,7 +73,7 @@ class BatchedRows(NamedTuple):
         """The space of ``(El, M, ..)`` tensors, with its plan."""
         tiles = row_tiles_of(scheme)
         plan = ops.align_batched(expert_num_tokens, max_num_tokens, tiles)
-        return BatchedRows(TilePlan(*plan), tiles, expert_num_tokens, max_num_tokens)
+        return BatchedRows(plan, tiles, expert_num_tokens, max_num_tokens)
 
     def _batched(self, x: Tensor) -> Tensor:
         return x.view(self.expert_num_tokens.shape[0], self.max_num_tokens, x.shape[-1])
@@ -103,7 +103,7 @@ def permuted_rows(expert_first_token_offset: Tensor, num_rows: int, scheme: Sche
     plan = ops.align_permuted(expert_first_token_offset, num_rows, tiles)
     # The last offset, as the largest: torch 2.11's Inductor cannot slice a symbolic number of them.
     used = expert_first_token_offset.amax(0, keepdim=True).to(torch.int32)
-    return BatchedRows(TilePlan(*plan), tiles, used, num_rows)
+    return BatchedRows(plan, tiles, used, num_rows)
 
 
 def _flat(quantized: tuple[Tensor, Tensor]) -> Rows:

@@ -17,7 +17,8 @@ def moe_fused_mul_sum(
     num_local_experts: int,
 ) -> Tensor:
     """``out[t] = sum_j w[t, j] * x[t, j]`` in float32, slot by slot, rounded once."""
-    tokens, k, hidden_size = inputs.shape
+    *slots, hidden_size = inputs.shape
+    tokens, k = slots if topk_ids is None else topk_ids.shape
     weights = inputs.new_ones((tokens, k), dtype=torch.float32)
     if topk_weights is not None:
         weights = topk_weights.float()
@@ -27,7 +28,7 @@ def moe_fused_mul_sum(
     if num_valid_tokens is not None:
         valid = (torch.arange(tokens, device=inputs.device) < num_valid_tokens)[:, None]
         keep = valid if keep is None else keep & valid
-    rows = inputs.float()
+    rows = inputs.float().reshape(tokens, k, hidden_size)
     if keep is not None:  # what is skipped may be NaN
         weights = torch.where(keep, weights, 0.0)
         rows = torch.where(keep[..., None], rows, 0.0)

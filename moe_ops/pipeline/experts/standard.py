@@ -35,16 +35,14 @@ def slot_experts(
     """
     topk_weights, topk_ids, expert_map = routing
     num_local_experts = weights.w1.data.shape[0]
-    tokens, k = topk_ids.shape
     weighted = weight_on_input and scheme.activation is not None
     on_input = topk_weights if weight_on_input and not weighted else None
     space = SlotRows.of(topk_ids, expert_map, num_local_experts, scheme)
-    top_k = 1 if weighted else k
+    top_k = 1 if weighted else topk_ids.shape[1]
     rows = stored(rows, weights, space, scheme)
     h = gemm_act(rows, weights, space, top_k, scheme, dtype, activation, on_input)
     y = gemm(h, weights.w2, space, 1, scheme, dtype)
     del h  # gone before the output is allocated: `workspace_nbytes` counts on it
-    y = y.view(tokens, k, y.shape[1])
     on_output = None if weight_on_input else topk_weights
     return ops.moe_fused_mul_sum(y, on_output, topk_ids, expert_map, None, num_local_experts)
 
