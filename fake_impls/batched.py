@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from moe_ops.activation import formula
+from moe_ops.fake_impls.quantize import check_width
 from moe_ops.scheme import parse_quant
 
 
@@ -60,5 +61,7 @@ def _rows(x: Tensor, shape: tuple[int, int, int], quant: str) -> tuple[Tensor, T
     if not quant:
         return x.new_empty(shape), x.new_empty(0, dtype=torch.float32)
     rule = parse_quant(quant)
-    scale = x.new_empty(rule.batched_scale_shape(*shape), dtype=torch.float32)
-    return x.new_empty(shape, dtype=rule.dtype), scale
+    experts, rows, width = shape
+    check_width(width, rule)
+    scale = x.new_empty(rule.batched_scale_shape(*shape), dtype=rule.scale_dtype)
+    return x.new_empty((experts, rows, rule.data_width(width)), dtype=rule.dtype), scale

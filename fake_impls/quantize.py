@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from moe_ops.activation import formula
-from moe_ops.scheme import parse_quant
+from moe_ops.scheme import Quant, parse_quant
 
 
 def moe_quantize(
@@ -41,5 +40,12 @@ def activation_quantize(
 
 def _rows(x: Tensor, rows: int, width: int, quant: str) -> tuple[Tensor, Tensor]:
     rule = parse_quant(quant)
-    scale = x.new_empty(rule.row_scale_shape(rows, width), dtype=torch.float32)
-    return x.new_empty((rows, width), dtype=rule.dtype), scale
+    check_width(width, rule)
+    scale = x.new_empty(rule.row_scale_shape(rows, width), dtype=rule.scale_dtype)
+    return x.new_empty((rows, rule.data_width(width)), dtype=rule.dtype), scale
+
+
+def check_width(width: int, rule: Quant) -> None:
+    """ValueError for rows that do not fill their bytes."""
+    if rule.element.packed and width % 2:
+        raise ValueError(f"x must have an even number of columns for 4-bit elements, got {width}")

@@ -19,7 +19,7 @@ from moe_ops.fake_impls.batched import batched_dispatch as empty_dispatched
 from moe_ops.fake_impls.batched import batched_quantize as empty_quantized
 from moe_ops.fake_impls.batched import batched_rows as empty_places
 from moe_ops.kernels.launch import Launch
-from moe_ops.kernels.quantize import quantize_rows, warps
+from moe_ops.kernels.quantize import quantize_rows, unpacked, warps
 from moe_ops.kernels.rows import Rows, load_values, readable, row_constants
 from moe_ops.kernels.slots import local_experts, next_power_of_2
 from moe_ops.tiles import Scan, scan_sizes
@@ -151,7 +151,7 @@ def batched_dispatch(
     _find_places(*places, slots, None, counts, num_dropped)
     rows = Rows(
         x,
-        out.shape,
+        unpacked(out, quant),
         slots=slots,
         topk_weights=topk_weights,
         top_k=topk_ids.shape[1],
@@ -176,7 +176,7 @@ def batched_quantize(
 ) -> tuple[Tensor, Tensor]:
     """One launch; two where an expert's rows share a scale that comes from the data."""
     out = empty_quantized(x, scale, expert_num_tokens, quant)
-    rows = Rows(x, out[0].shape, counts=expert_num_tokens)
+    rows = Rows(x, unpacked(out[0], quant), counts=expert_num_tokens)
     quantize_rows(rows, scale, quant, out)
     return out
 
@@ -186,6 +186,6 @@ def batched_activation_quantize(
 ) -> tuple[Tensor, Tensor]:
     """One launch; two where an expert's rows share a scale that comes from the data."""
     out = empty_activated_quantized(x, scale, expert_num_tokens, activation, quant)
-    rows = Rows(x, out[0].shape, activation, counts=expert_num_tokens)
+    rows = Rows(x, unpacked(out[0], quant), activation, counts=expert_num_tokens)
     quantize_rows(rows, scale, quant, out)
     return out

@@ -20,13 +20,14 @@ from moe_ops.kernels.launch import Launch
 from moe_ops.kernels.rounding import (
     encode,
     magnitude,
-    quant_constants,
     quantize_groups,
+    rule_of,
     scale_of,
+    stored_scale,
 )
 from moe_ops.kernels.rows import Rows, load_values, readable, row_constants
-from moe_ops.kernels.slots import next_power_of_2
-from moe_ops.scheme import Quant, parse_quant, rounding
+from moe_ops.kernels.slots import dense, next_power_of_2
+from moe_ops.scheme import WHOLE, Quant, parse_quant, rounding
 
 PARTIALS, FEWEST_PARTIALS = 512, 8
 """Programs that look for the largest magnitude: of all experts together, and at least of each."""
@@ -35,12 +36,12 @@ PARTIALS, FEWEST_PARTIALS = 512, 8
 @triton.jit(do_not_specialize=["num_experts", "num_local_experts"])
 def _quantize_kernel(
     x, slots, topk_weights, topk_ids, expert_map, counts, num_experts, num_local_experts,
-    stride_expert, stride_row, WIDTH, q, scale, TOP_K: tl.constexpr, SLOTS: tl.constexpr,
-    UP: tl.constexpr, FUNCTION: tl.constexpr, LIMIT: tl.constexpr,
-    ALPHA: tl.constexpr, BETA: tl.constexpr, LINEAR_BETA: tl.constexpr, GROUP: tl.constexpr,
-    LARGEST: tl.constexpr, INTEGER: tl.constexpr, POW2: tl.constexpr, BLOCK: tl.constexpr,
+    stride_expert, stride_row, WIDTH, global_scale, q, scale,
+    TOP_K: tl.constexpr, SLOTS: tl.constexpr, UP: tl.constexpr,
+    FUNCTION: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.constexpr, BETA: tl.constexpr,
+    LINEAR_BETA: tl.constexpr, GROUP: tl.constexpr, RULE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One program quantizes whole groups of one row."""
+    """One program quantizes whole groups of one row, divided by a global scale if there is one."""
     rank, piece, expert = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     row = expert.to(tl.int64) * tl.num_programs(0) + rank
     col = piece * BLOCK + tl.arange(0, BLOCK)
@@ -51,12 +52,21 @@ def _quantize_kernel(
         x, slots, topk_weights, stride_expert, stride_row, WIDTH, expert, rank, row, col, width,
         TOP_K, UP, FUNCTION, LIMIT, ALPHA, BETA, LINEAR_BETA,
     )  # fmt: skip
+    if global_scale is not None:
+        value = tl.div_rn(value, tl.load(global_scale).to(tl.float32))
     GROUPS: tl.constexpr = BLOCK // GROUP
-    stored, scales = quantize_groups(tl.reshape(value, (1, BLOCK)), GROUP, LARGEST, INTEGER, POW2)
-    stored = tl.reshape(stored, (BLOCK,)).to(q.dtype.element_ty)
-    tl.store(q + row * WIDTH + col, stored, mask=col < WIDTH)
+    stored, scales = quantize_groups(tl.reshape(value, (1, BLOCK)), GROUP, RULE)
+    if RULE.kind == "fp4":
+        even, odd = tl.split(tl.reshape(stored, (BLOCK // 2, 2)))
+        pair = piece * (BLOCK // 2) + tl.arange(0, BLOCK // 2)
+        both = (even | (odd << 4)).to(q.dtype.element_ty)
+        tl.store(q + row * (WIDTH // 2) + pair, both, mask=pair < WIDTH // 2)
+    else:
+        stored = tl.reshape(stored, (BLOCK,)).to(q.dtype.element_ty)
+        tl.store(q + row * WIDTH + col, stored, mask=col < WIDTH)
     group, num_groups = piece * GROUPS + tl.arange(0, GROUPS), (WIDTH + GROUP - 1) // GROUP
-    scales = tl.where(width > 0, tl.reshape(scales, (GROUPS,)), 0.0)
+    scales = stored_scale(tl.where(width > 0, tl.reshape(scales, (GROUPS,)), 0.0), RULE)
+    scales = scales.to(scale.dtype.element_ty)
     tl.store(scale + row * num_groups + group, scales, mask=group < num_groups)
 
 
@@ -96,7 +106,7 @@ def _scaled_kernel(
     TOP_K: tl.constexpr, SLOTS: tl.constexpr, UP: tl.constexpr,
     FUNCTION: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.constexpr, BETA: tl.constexpr,
     LINEAR_BETA: tl.constexpr, PARTIALS: tl.constexpr, PER_ROW: tl.constexpr,
-    LARGEST: tl.constexpr, INTEGER: tl.constexpr, POW2: tl.constexpr, BLOCK: tl.constexpr,
+    RULE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One program quantizes a piece of one row with a scale that is known before.
 
@@ -117,9 +127,9 @@ def _scaled_kernel(
     else:
         part = tl.arange(0, PARTIALS)
         bits = tl.load(given + expert * given_expert + part, mask=part < given_expert, other=0)
-        own = scale_of(tl.max(bits, 0).to(tl.float32, bitcast=True), LARGEST, POW2)
+        own = scale_of(tl.max(bits, 0).to(tl.float32, bitcast=True), RULE)
     ratio = tl.where(col < width, tl.div_rn(value, own), 0.0)
-    stored = encode(ratio, LARGEST, INTEGER).to(q.dtype.element_ty)
+    stored = encode(ratio, RULE).to(q.dtype.element_ty)
     tl.store(q + row * WIDTH + col, stored, mask=col < WIDTH)
     if PER_ROW:
         tl.store(scale + row, tl.where(width > 0, own, 0.0), mask=piece == 0)
@@ -130,12 +140,16 @@ def _scaled_kernel(
 @lru_cache(maxsize=1024)
 def _quantize_launch(source: tuple, quant: str, width: int) -> tuple[Launch, int]:
     """The kernel, and the programs along a row."""
-    given = quant_constants(parse_quant(quant))
-    whole = next_power_of_2(width)
-    block = whole if given["GROUP"] is None else max(given["GROUP"], min(1024, whole))
-    given["GROUP"] = given["GROUP"] or block
+    rule, whole = parse_quant(quant), next_power_of_2(width)
+    cols = rule.group.cols
+    block = whole if cols == WHOLE else max(cols, min(1024, whole))
     kernel = Launch(
-        _quantize_kernel, **row_constants(*source), **given, BLOCK=block, num_warps=warps(block)
+        _quantize_kernel,
+        **row_constants(*source),
+        GROUP=block if cols == WHOLE else cols,
+        RULE=rule_of(rule),
+        BLOCK=block,
+        num_warps=warps(block),
     )
     return kernel, triton.cdiv(width, block)
 
@@ -151,15 +165,13 @@ def _scaled_launch(
     source: tuple, quant: str, width: int, partials: int | None
 ) -> tuple[Launch, int]:
     """The kernel, and the programs along a row; ``partials``: as many as an expert may have."""
-    given = quant_constants(parse_quant(quant))
-    del given["GROUP"]
     block = min(1024, next_power_of_2(width))
     kernel = Launch(
         _scaled_kernel,
         **row_constants(*source),
         PARTIALS=partials,
         PER_ROW=not parse_quant(quant).per_tensor,
-        **given,
+        RULE=rule_of(parse_quant(quant)),
         BLOCK=block,
         num_warps=warps(block),
     )
@@ -173,18 +185,25 @@ def warps(block: int) -> int:
 
 def quantize_rows(rows: Rows, scale: Tensor | None, quant: str, out: tuple[Tensor, ...]) -> None:
     """Write the quantized rows and their scales."""
-    experts, count, width = rows.shape
+    (experts, count, width), rule = rows.shape, parse_quant(quant)
     q, row_scale = out
     if q.numel() == 0:
-        _scale_nothing(scale, parse_quant(quant), row_scale)
+        if rule.scale_dtype == torch.float32:
+            _scale_nothing(scale, rule, row_scale)
         return
-    if scale is None and not parse_quant(quant).per_tensor:
+    if rule.global_scale or (scale is None and not rule.per_tensor):
         kernel, pieces = _quantize_launch(rows.constants(), quant, width)
-        kernel((count, pieces, experts), *rows.arguments(), q, row_scale)
+        kernel((count, pieces, experts), *rows.arguments(), dense(scale), q, row_scale)
         return
     given, partials = _given(rows, scale) if scale is not None else _partial_maxima(rows)
     kernel, pieces = _scaled_launch(rows.constants(), quant, width, partials)
     kernel((count, pieces, experts), *rows.arguments(), *given, q, row_scale)
+
+
+def unpacked(q: Tensor, quant: str) -> tuple[int, ...]:
+    """The shape of the numbers that are stored in ``q``."""
+    *rows, width = q.shape
+    return (*rows, 2 * width) if quant and parse_quant(quant).element.packed else (*rows, width)
 
 
 def _scale_nothing(scale: Tensor | None, quant: Quant, out: Tensor) -> None:
@@ -228,7 +247,7 @@ def moe_quantize(
     out = empty_rows(x, scale, topk_weights, topk_ids, expert_map, num_local_experts, quant)
     rows = Rows(
         x,
-        (1, *out[0].shape),
+        (1, *unpacked(out[0], quant)),
         topk_weights=topk_weights,
         top_k=1 if topk_weights is None else topk_weights.shape[1],
         topk_ids=topk_ids,
@@ -252,7 +271,7 @@ def activation_quantize(
     out = empty_activated(x, scale, topk_ids, expert_map, num_local_experts, activation, quant)
     rows = Rows(
         x,
-        (1, *out[0].shape),
+        (1, *unpacked(out[0], quant)),
         activation,
         topk_ids=topk_ids,
         expert_map=expert_map,

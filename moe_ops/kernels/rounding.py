@@ -2,21 +2,30 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
 
-from moe_ops.scheme import WHOLE, Quant
+from moe_ops.scheme import Quant
 
 
-def quant_constants(quant: Quant) -> dict:
-    """The constexpr arguments of a kernel that quantizes; GROUP None: a scale spans the row."""
-    cols = quant.group.cols
-    return {
-        "GROUP": None if cols == WHOLE else cols,
-        "LARGEST": quant.element.largest,
-        "INTEGER": not quant.dtype.is_floating_point,
-        "POW2": quant.scale == "pow2",
-    }
+class Rule(NamedTuple):
+    """How numbers become stored values: a constant of a kernel."""
+
+    largest: float
+    """The largest magnitude of a stored value."""
+    kind: str
+    """``fp8``; ``integer``; or ``fp4``, whose codes are packed two to a byte."""
+    scale: str
+    """``float32``, ``pow2``, ``e8m0`` or ``e4m3``."""
+
+
+def rule_of(quant: Quant) -> Rule:
+    """That of activations."""
+    integer = not quant.dtype.is_floating_point
+    kind = "fp4" if quant.element.packed else "integer" if integer else "fp8"
+    return Rule(quant.element.largest, kind, quant.scale)
 
 
 @triton.jit
@@ -32,37 +41,75 @@ def largest(x, axis: tl.constexpr):
 
 
 @triton.jit
-def scale_of(amax, LARGEST: tl.constexpr, POW2: tl.constexpr):
-    """The scale of groups with largest magnitude ``amax``: ``max(amax, 1e-10) / LARGEST``."""
-    scale = tl.div_rn(tl.where(amax < 1e-10, 1e-10, amax), LARGEST)
-    if POW2:
-        bits = (scale.to(tl.int32, bitcast=True) + 0x7FFFFF) & 0x7F800000
-        scale = tl.where(scale == scale, bits.to(tl.float32, bitcast=True), scale)
+def scale_of(amax, RULE: tl.constexpr):
+    """The scale of groups with largest magnitude ``amax``, in float32.
+
+    ``max(amax, 1e-10) / largest``, as it is or rounded up to a power of two; what a scale of one
+    byte stands for.
+    """
+    LARGEST: tl.constexpr = RULE.largest
+    if RULE.scale == "e8m0":
+        if RULE.kind == "fp4":
+            exponent = ((magnitude(amax) + 0x200000) >> 23) - 2
+        else:
+            exponent = (magnitude(tl.div_rn(amax, LARGEST)) + 0x7FFFFF) >> 23
+        bits = tl.where(exponent > 0, tl.minimum(exponent, 254) << 23, 0x400000)
+        bits = tl.where(magnitude(amax) < 0x7F800000, bits, 0x7FC00000)
+        scale = bits.to(tl.float32, bitcast=True)
+    elif RULE.scale == "e4m3":
+        scale = tl.div_rn(amax, LARGEST)
+        scale = tl.where(scale > 448, 448.0, scale).to(tl.float8e4nv).to(tl.float32)
+    else:
+        scale = tl.div_rn(tl.where(amax < 1e-10, 1e-10, amax), LARGEST)
+        if RULE.scale == "pow2":
+            bits = (scale.to(tl.int32, bitcast=True) + 0x7FFFFF) & 0x7F800000
+            scale = tl.where(scale == scale, bits.to(tl.float32, bitcast=True), scale)
     return scale
 
 
 @triton.jit
-def encode(ratio, LARGEST: tl.constexpr, INTEGER: tl.constexpr):
-    """``x / s`` (float32) bounded, and rounded where integers are stored: cast it to that dtype."""
-    value = tl.where(ratio > LARGEST, LARGEST, tl.where(ratio < -LARGEST, -LARGEST, ratio))
-    if INTEGER:
-        whole = value.to(tl.int32)
-        away = tl.where(value < 0, -1, 1)
-        value = whole + tl.where(tl.abs(value - whole.to(tl.float32)) >= 0.5, away, 0)
+def stored_scale(scale, RULE: tl.constexpr):
+    """What is stored of a scale: cast it to that dtype. A float32 2**(s - 127) becomes s."""
+    if RULE.scale == "e8m0":
+        scale = magnitude(scale) >> 23
+    return scale
+
+
+@triton.jit
+def encode(ratio, RULE: tl.constexpr):
+    """``x / s`` (float32) bounded, and rounded where integers are stored: cast it to that dtype.
+
+    fp4: the codes, as int32.
+    """
+    LARGEST: tl.constexpr = RULE.largest
+    if RULE.kind == "fp4":
+        size = tl.abs(ratio)
+        value = (ratio.to(tl.int32, bitcast=True) >> 28) & 8
+        value += (size > 0.25).to(tl.int32) + (size >= 0.75).to(tl.int32)
+        value += (size > 1.25).to(tl.int32) + (size >= 1.75).to(tl.int32)
+        value += (size > 2.5).to(tl.int32) + (size >= 3.5).to(tl.int32) + (size > 5).to(tl.int32)
+    else:
+        value = tl.where(ratio > LARGEST, LARGEST, tl.where(ratio < -LARGEST, -LARGEST, ratio))
+        if RULE.kind == "integer":
+            whole = value.to(tl.int32)
+            away = tl.where(value < 0, -1, 1)
+            value = whole + tl.where(tl.abs(value - whole.to(tl.float32)) >= 0.5, away, 0)
     return value
 
 
 @triton.jit
-def quantize_groups(
-    x, GROUP: tl.constexpr, LARGEST: tl.constexpr, INTEGER: tl.constexpr, POW2: tl.constexpr
-):
+def quantize_groups(x, GROUP: tl.constexpr, RULE: tl.constexpr):
     """``x`` (ROWS, COLS) in float32, a scale for every GROUP columns of a row.
 
-    Returns what `encode` says (ROWS, COLS), and the scales (ROWS, COLS // GROUP).
+    Returns what `encode` says (ROWS, COLS), and the scales in float32 (ROWS, COLS // GROUP).
     """
     ROWS: tl.constexpr = x.shape[0]
     COLS: tl.constexpr = x.shape[1]
     groups = tl.reshape(x, (ROWS, COLS // GROUP, GROUP))
-    scale = scale_of(largest(groups, 2), LARGEST, POW2)
-    value = encode(tl.div_rn(groups, tl.expand_dims(scale, 2)), LARGEST, INTEGER)
-    return tl.reshape(value, (ROWS, COLS)), scale
+    scale = scale_of(largest(groups, 2), RULE)
+    divisor = tl.expand_dims(scale, 2)
+    if RULE.scale == "e4m3":  # may be 0
+        ratio = tl.where(divisor == 0, 0.0, tl.div_rn(groups, tl.where(divisor == 0, 1.0, divisor)))
+    else:
+        ratio = tl.div_rn(groups, divisor)
+    return tl.reshape(encode(ratio, RULE), (ROWS, COLS)), scale

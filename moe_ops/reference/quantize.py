@@ -5,10 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from moe_ops.fake_impls.quantize import check_width
 from moe_ops.reference import activation as activations
 from moe_ops.reference.slots import local_experts
 from moe_ops.scheme import WHOLE, Quant, parse_quant
-from moe_ops.scheme.rounding import encode, scale_of
+from moe_ops.scheme.formats import pack
+from moe_ops.scheme.rounding import encode, range_scale, scale_value
 
 
 def moe_quantize(
@@ -67,20 +69,27 @@ def quantize_rows(
 ) -> tuple[Tensor, Tensor]:
     """Rows ``(E, M, K)`` in float32, of which those ``used`` ``(E, M)`` count; others are zeros.
 
-    ``scale``: given ones, for all rows, for each expert or for each row; None: from the data.
+    ``scale``: given ones, for all rows, for each expert or for each row; or the global one, which
+    rows are divided by first. None: from the data.
     """
+    check_width(x.shape[2], rule)
     x = torch.where(used[..., None], x, 0.0).contiguous()
+    if rule.global_scale and scale is not None:
+        x, scale = x / scale.float().reshape(()), None
     shape = rule.batched_scale_shape(*x.shape)
     if scale is None:
-        scale = scale_of(_group_amax(x, rule), rule)
+        amax = _group_amax(x, rule)
+        scale, _ = range_scale(-amax, amax, rule, torch.float32)
     else:
         experts, rows, _ = x.shape
         per_expert = scale.float().reshape((1, 1, 1) if scale.numel() == 1 else (experts, -1, 1))
         scale = per_expert.expand(shape).clone()
-    if not rule.per_tensor:
+    if not rule.per_tensor and rule.scale_dtype == torch.float32:  # else that of zeros is 0
         scale = torch.where(used[..., None], scale, 0.0)
-    ratio = torch.where(used[..., None], x / _spread(scale, rule, x.shape[2]), 0.0)
-    return encode(ratio, rule.element), scale
+    divisor = _spread(scale_value(scale), rule, x.shape[2])
+    ratio = torch.where(used[..., None] & (divisor != 0), x / divisor, 0.0)
+    codes = encode(ratio, rule.element)
+    return pack(codes, 2) if rule.element.packed else codes, scale
 
 
 def _group_amax(x: Tensor, rule: Quant) -> Tensor:

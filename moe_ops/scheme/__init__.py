@@ -1,21 +1,19 @@
 """Quantization schemes: values with names, and how weights are stored in them."""
 
+from moe_ops.scheme.named import SCHEMES, UNQUANTIZED, get_scheme
 from moe_ops.scheme.quant_config import TENSORS, FusedMoEQuantConfig
 from moe_ops.scheme.values import (
     FLOAT4_E2M1_MAX,
     FLOAT8_E4M3_MAX,
-    SCHEMES,
-    UNQUANTIZED,
     WHOLE,
     Element,
     Group,
     Quant,
     Scheme,
-    get_scheme,
     min_capability,
     parse_quant,
 )
-from moe_ops.scheme.weights import dequantize_weight, quantize_weight
+from moe_ops.scheme.weights import dequantize_rows, dequantize_weight, quantize_weight
 
 __all__ = [
     "FLOAT4_E2M1_MAX",
@@ -29,6 +27,7 @@ __all__ = [
     "Group",
     "Quant",
     "Scheme",
+    "dequantize_rows",
     "dequantize_weight",
     "get_scheme",
     "min_capability",

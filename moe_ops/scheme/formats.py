@@ -69,11 +69,20 @@ def e8m0_of(amax: Tensor, element: Element) -> Tensor:
     """The exponent s (uint8, for ``2**(s - 127)``) that groups of a small float share.
 
     That of the largest magnitude, rounded to the element's precision, less that of the element's
-    own largest; on the bits of a float32, with no logarithm.
+    own largest; on the bits of a float32, with no logarithm. 255, a NaN, where amax is not finite.
     """
     half = 1 << (22 - (element.bits - 1 - element.exponent))
     exponent = (amax.float().view(torch.int32) + half) >> 23
-    return (exponent - (math.frexp(element.largest)[1] - 1)).clamp(0, 254).to(torch.uint8)
+    return _e8m0(exponent - (math.frexp(element.largest)[1] - 1), amax)
+
+
+def e8m0_above(scale: Tensor) -> Tensor:
+    """The least power of two that is not below a float32 scale, as its exponent; 255 for a NaN."""
+    return _e8m0((scale.view(torch.int32) + 0x7FFFFF) >> 23, scale)
+
+
+def _e8m0(exponent: Tensor, of: Tensor) -> Tensor:
+    return torch.where(of.isfinite(), exponent.clamp(0, 254), 255).to(torch.uint8)
 
 
 def e8m0_value(scale: Tensor) -> Tensor:

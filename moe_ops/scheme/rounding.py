@@ -39,19 +39,23 @@ def scale_of(amax: Tensor, quant: Quant) -> Tensor:
 def range_scale(
     low: Tensor, high: Tensor, quant: Quant, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor | None]:
-    """Scales in their stored form, and zero points where there are any, of groups of a weight.
+    """Scales in their stored form, and zero points where there are any, of groups.
 
     Args:
         low: float32, the lowest number of each group, at most 0.
         high: the highest, at least 0.
-        quant: how the weight is quantized.
+        quant: how the groups are quantized.
         dtype: of scales whose form is ``input``.
     """
     amax = torch.maximum(-low, high)
     if quant.scale == "e8m0":
-        return formats.e8m0_of(amax, quant.element), None
+        if quant.element.exponent:
+            return formats.e8m0_of(amax, quant.element), None
+        return formats.e8m0_above(over(amax, quant.element.largest)), None
     if quant.scale == "e4m3":
-        return over(amax, quant.element.largest).clamp(max=448.0).to(torch.float8_e4m3fn), None
+        whole = not quant.element.exponent
+        scale = signed_scale(low, high) if whole else over(amax, quant.element.largest)
+        return scale.clamp(max=448.0).to(torch.float8_e4m3fn), None
     stored = dtype if quant.scale == "input" else torch.float32
     if quant.zero_point:
         steps = 2**quant.element.bits - 1
@@ -59,9 +63,13 @@ def range_scale(
         zero_point = (-low / scale.float()).round().clamp(0, steps)
         return scale, torch.where(scale == 0, 0, zero_point).to(torch.uint8)
     if quant.element.name == "int4":
-        scale = torch.maximum(over(high, 7), over(-low, 8)).clamp(min=SMALLEST_AMAX / 7)
-        return scale.to(stored), None
+        return signed_scale(low, high).clamp(min=SMALLEST_AMAX / 7).to(stored), None
     return scale_of(amax, quant).to(stored), None
+
+
+def signed_scale(low: Tensor, high: Tensor) -> Tensor:
+    """The scale of int4, which reaches from -8 to 7."""
+    return torch.maximum(over(high, 7), over(-low, 8))
 
 
 def scale_value(scale: Tensor) -> Tensor:

@@ -1,13 +1,12 @@
 """Schemes as small frozen values.
 
 Whatever follows from one (scale shapes, bytes per weight, the constants of a kernel) is derived
-here and nowhere else. A new scheme is a line in `SCHEMES`; a kernel never hears its name, only what
-is derived from it.
+here and nowhere else. A new scheme is a line in `named.py`; a kernel never hears its name, only
+what is derived from it.
 """
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import NamedTuple
@@ -83,7 +82,8 @@ class Quant:
             weight before it was quantized); ``e8m0`` (uint8 s for ``2**(s - 127)``); ``e4m3``.
         static: whether the scale is given (calibrated) instead of computed from the data.
         zero_point: whether groups have a zero point, an integer that is stored as the numbers are.
-        global_scale: whether there is a float32 factor on top of the scales.
+        global_scale: whether there is a float32 factor on top of the scales. That of activations
+            is always given.
     """
 
     element: Element
@@ -107,6 +107,19 @@ class Quant:
     def dtype(self) -> torch.dtype:
         """Of the stored values."""
         return self.element.storage
+
+    @property
+    def scale_dtype(self) -> torch.dtype:
+        """Of the scales of activations, and of weights unless those have ``input`` scales."""
+        return {"e8m0": torch.uint8, "e4m3": torch.float8_e4m3fn}.get(self.scale, torch.float32)
+
+    @property
+    def channel_scale(self) -> bool:
+        """Whether the global scale of a weight is one of each row, not one of the tensor.
+
+        So it is for integers: their groups' scales fit in e4m3 once a row's own size is taken out.
+        """
+        return self.global_scale and not self.element.exponent
 
     @property
     def per_tensor(self) -> bool:
@@ -135,6 +148,10 @@ class Quant:
         if self.scale == "vector":
             return (num_experts, _groups(n, rows))
         return (num_experts, _groups(n, rows), _groups(k, cols))
+
+    def data_width(self, k: int) -> int:
+        """Entries that K numbers take."""
+        return k // 2 if self.element.packed else k
 
     def row_scale_shape(self, rows, k: int) -> tuple:
         """Of activations ``(rows, K)``: ``(1,)`` a tensor, else ``(rows, ceil(K/cols))``."""
@@ -168,7 +185,8 @@ def min_capability(activation: Quant | None) -> int:
     Triton's matrix products want 80, and those of e4m3 numbers 89. Stored weights do not matter:
     where only those are quantized, their bits become numbers by integer operations.
     """
-    return 89 if activation is not None and activation.dtype == torch.float8_e4m3fn else 80
+    made = () if activation is None else (activation.dtype, activation.scale_dtype)
+    return 89 if torch.float8_e4m3fn in made else 80
 
 
 @dataclass(frozen=True)
@@ -178,6 +196,19 @@ class Scheme:
     name: str
     activation: Quant | None
     weight: Quant | None
+
+    @property
+    def decoded(self) -> bool:
+        """Whether stored values of both operands become bf16 numbers inside a GEMM.
+
+        No matrix unit (before Blackwell's) multiplies operands of different elements, of fewer than
+        8 bits, or with scales of one byte. In bf16 all of these numbers are exact, times their
+        group's scale.
+        """
+        a, w = self.activation, self.weight
+        if a is None or w is None:
+            return False
+        return a.element != w.element or a.scale in ("e8m0", "e4m3")
 
     @property
     def block_shape(self) -> list[int] | None:
@@ -195,80 +226,3 @@ class Scheme:
             scales *= length
         each = SCALE_BITS[quant.scale] + quant.element.stored_bits * quant.zero_point
         return quant.element.stored_bits + each * scales / (n * k)
-
-
-def _w8a8(name: str, element: str, activation: Group, weight: Group, **more) -> Scheme:
-    e = ELEMENTS[element]
-    return Scheme(
-        name, Quant(e, activation, **more), Quant(e, weight, more.get("scale", "float32"))
-    )
-
-
-def _weight_only(name: str, element: str, group: Group, scale: str, **more) -> Scheme:
-    return Scheme(name, None, Quant(ELEMENTS[element], group, scale, **more))
-
-
-TENSOR, ROW = Group(WHOLE, WHOLE), Group(1, WHOLE)
-UNQUANTIZED = Scheme("unquantized", None, None)
-SCHEMES: dict[str, Scheme] = {
-    s.name: s
-    for s in (
-        UNQUANTIZED,
-        _w8a8("fp8_tensor", "fp8", TENSOR, TENSOR),
-        _w8a8("fp8_tensor_static", "fp8", TENSOR, TENSOR, static=True),
-        _w8a8("fp8_channel", "fp8", ROW, ROW),
-        _w8a8("fp8_block128", "fp8", Group(1, 128), Group(128, 128)),
-        _w8a8("fp8_block128_ue8m0", "fp8", Group(1, 128), Group(128, 128), scale="pow2"),
-        _w8a8("int8_tensor", "int8", TENSOR, TENSOR),
-        _w8a8("int8_channel", "int8", ROW, ROW),
-        _w8a8("int8_block128", "int8", Group(1, 128), Group(128, 128)),
-        _weight_only("fp8_w8a16", "fp8", ROW, "float32"),
-        _weight_only("fp8_w8a16_block128", "fp8", Group(128, 128), "float32"),
-        _weight_only("int8_w8a16", "int8", ROW, "vector"),
-        _weight_only("int8_w8a16_g128", "uint8", Group(1, 128), "input"),
-        _weight_only("int4_w4a16_g32", "int4", Group(1, 32), "input"),
-        _weight_only("int4_w4a16_g128", "int4", Group(1, 128), "input"),
-        _weight_only("int4_w4a16_g128_zp", "int4", Group(1, 128), "input", zero_point=True),
-        _weight_only("int4_w4a16_channel", "int4", ROW, "input"),
-        _weight_only("nvfp4_w4a16", "fp4", Group(1, 16), "e4m3", global_scale=True),
-        _weight_only("mxfp4_w4a16", "fp4", Group(1, 32), "e8m0"),
-        _weight_only("mxfp6_e2m3", "fp6_e2m3", Group(1, 32), "e8m0"),
-        _weight_only("mxfp6_e3m2", "fp6_e3m2", Group(1, 32), "e8m0"),
-    )
-}
-"""Every scheme that has a name of its own."""
-
-_BLOCKS = re.compile(r"(fp8|int8)(_w8a16)?_block(\d+)(?:x(\d+))?(_ue8m0)?")
-_GROUPS = re.compile(r"(int4_w4a16|int8_w8a16)_g(\d+)(_zp)?")
-
-
-@lru_cache(maxsize=256)
-def get_scheme(name: str) -> Scheme:
-    """The scheme called ``name``, also one that differs only in its group sizes.
-
-    ``fp8_block64x128`` has weight blocks of 64 rows x 128 columns and activation groups of 128;
-    ``int4_w4a16_g64_zp`` groups of 64 along K.
-
-    Raises:
-        ValueError: an unknown name, or a group that is not a power of two of at least 16.
-    """
-    if name in SCHEMES:
-        return SCHEMES[name]
-    if match := _GROUPS.fullmatch(name):
-        element = {"int4_w4a16": "int4", "int8_w8a16": "uint8"}[match[1]]
-        (cols,) = _group_sizes(name, match[2])
-        return _weight_only(name, element, Group(1, cols), "input", zero_point=bool(match[3]))
-    if match := _BLOCKS.fullmatch(name):
-        rows, cols = _group_sizes(name, match[3], match[4] or match[3])
-        scale = "pow2" if match[5] else "float32"
-        if match[2]:
-            return _weight_only(name, match[1], Group(rows, cols), scale)
-        return _w8a8(name, match[1], Group(1, cols), Group(rows, cols), scale=scale)
-    raise ValueError(f"scheme must be one of {sorted(SCHEMES)}, got {name!r}")
-
-
-def _group_sizes(name: str, *sizes: str) -> tuple[int, ...]:
-    for size in map(int, sizes):
-        if size < 16 or size & (size - 1):
-            raise ValueError(f"scheme groups must be powers of two >= 16, got {size} in {name!r}")
-    return tuple(map(int, sizes))

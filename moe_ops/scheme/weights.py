@@ -7,13 +7,16 @@ from torch import Tensor
 
 from moe_ops import checks
 from moe_ops.scheme.formats import pack, unpack
+from moe_ops.scheme.named import get_scheme
 from moe_ops.scheme.rounding import (
     SMALLEST_AMAX,
     decode,
     encode,
     encode_above,
+    over,
     range_scale,
     scale_value,
+    signed_scale,
 )
 from moe_ops.scheme.values import (
     FLOAT4_E2M1_MAX,
@@ -21,7 +24,6 @@ from moe_ops.scheme.values import (
     WHOLE,
     Quant,
     Scheme,
-    get_scheme,
 )
 from moe_ops.tensors import QTensor
 
@@ -39,6 +41,9 @@ def quantize_weight(w: Tensor, scheme: str | Scheme) -> QTensor:
       precision.
     * nvfp4: ``g = 448 * 6 / amax`` of an expert, ``s = e4m3(g * amax / 6)`` of a block,
       ``q = e2m1(x * g / s)``; ``global_scale`` is ``1 / g``.
+    * int4 under fp8 (w4a8): ``c = 8 / 448 * max(max / 7, -min / 8)`` of a row, which is its
+      ``global_scale``; then ``s = e4m3(max(max / 7, -min / 8) / c)`` of a group, at most 56, so
+      that ``q * s`` is an e4m3 number's size; ``q = round(x / c / s)``.
 
     Args:
         w: ``(E, N, K)`` bf16, fp16 or fp32.
@@ -48,6 +53,7 @@ def quantize_weight(w: Tensor, scheme: str | Scheme) -> QTensor:
         A `QTensor`. ``data`` ``(E, N, K)``, or ``(E, N, K / 2)`` uint8 for 4-bit elements, even k
         in the low nibble. The scale as `Quant.weight_scale_shape` says. Zero points ``(E, N, G)``
         uint8, packed to ``(E, ceil(N / 2), G)`` with even n in the low nibble for 4-bit elements.
+        A global scale is ``(E,)``; ``(E, N)`` under fp8.
         Unquantized: ``data`` is ``w``.
 
     Raises:
@@ -66,7 +72,11 @@ def quantize_weight(w: Tensor, scheme: str | Scheme) -> QTensor:
     if packed and k % 2:
         raise ValueError(f"w.shape[2] must be even for 4-bit elements, got {k}")
     x, global_scale = w.float(), None
-    if quant.global_scale:
+    if quant.channel_scale:
+        low, high = x.amin(2).clamp(max=0), x.amax(2).clamp(min=0)
+        global_scale = over(signed_scale(low, high).clamp(min=SMALLEST_AMAX), FLOAT8_E4M3_MAX) * 8
+        x = x / global_scale[:, :, None]
+    elif quant.global_scale:
         amax = x.abs().amax((1, 2), keepdim=True).clamp(min=SMALLEST_AMAX)
         factor = FLOAT8_E4M3_MAX * FLOAT4_E2M1_MAX / amax
         x, global_scale = x * factor, 1 / factor.flatten()  # no view: Dynamo guards on those
@@ -110,6 +120,24 @@ def dequantize_weight(
     if quant.global_scale:
         data *= halves(_field(q, "global_scale", scheme).float(), n)
     return data.to(dtype)
+
+
+def dequantize_rows(q: Tensor, scale: Tensor, quant: Quant) -> Tensor:
+    """The numbers that quantized activations ``(.., R, K)`` stand for, in float32.
+
+    Without the global scale, where there is one.
+
+    Args:
+        q: as `quant` stores them.
+        scale: ``(.., R, groups)``, or one that is broadcast.
+        quant: how they are quantized.
+    """
+    last = q.dim() - 1
+    value = decode(unpack(q, last) if quant.element.packed else q, quant.element)
+    scale = scale_value(scale)
+    if quant.local:
+        scale = scale.repeat_interleave(quant.group.cols, last)[..., : value.shape[last]]
+    return value * scale
 
 
 def _field(q: QTensor, name: str, scheme: Scheme) -> Tensor:
