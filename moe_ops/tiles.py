@@ -266,3 +266,11 @@ def scan_sizes(num_slots: int) -> Scan:
     if num_slots > SINGLE_LAUNCH_SLOTS:
         return Scan(4096, 16)
     return Scan(1024 if num_slots > 256 else 256, 4)
+
+
+def sort_block(num_slots: int) -> int:
+    """Slots that one program of a counting sort places.
+
+    More where there would be many programs, each of which adds up what all of them counted.
+    """
+    return 256 if num_slots <= 32768 else 1024 if num_slots <= 262144 else 4096

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from conftest import INTERPRETED
 from hypothesis import given
 from hypothesis import strategies as st
 from strategies import topk_ids
@@ -92,6 +93,25 @@ def test_both_sides_of_the_single_launch(num_tokens, device):
     g = torch.Generator().manual_seed(0)
     ids = torch.randint(-1, 7, (num_tokens, 8), generator=g, dtype=torch.int32)
     assert_plan(moe_ops.moe_align_block_size(ids.to(device), 16, 6), looped(ids, 16, 6))
+
+
+@pytest.mark.parametrize("ignore", [False, True])
+@pytest.mark.parametrize(("num_slots", "num_experts"), [(4096, 300), (33000, 7), (262200, 512)])
+@pytest.mark.skipif(INTERPRETED, reason="takes minutes")
+def test_many_slots(num_slots, num_experts, ignore, device):
+    """Blocks of every size, skewed: half of the slots go to one expert, some to none."""
+    g = torch.Generator().manual_seed(0)
+    ids = torch.randint(-1, num_experts + 1, (num_slots // 8, 8), generator=g)
+    ids[:, ::2] = num_experts // 2
+    expert_map = torch.randperm(num_experts, generator=g, dtype=torch.int32)
+    expert_map[::3] = -1
+    local = num_experts if not ignore else 1 + int(expert_map.max())
+    plan = ops.moe_align_block_size(
+        ids.to(device), expert_map.to(device), [16], local, False, ignore
+    )
+    padded = ids.numel() + local * 15
+    assert plan[0].shape == (padded,)
+    assert_plan(plan, looped(ids, 16, local, expert_map.tolist(), ignore))
 
 
 def test_ids_wider_than_int32_are_no_expert(device):

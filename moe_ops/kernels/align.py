@@ -1,7 +1,7 @@
-"""Triton kernels of the alignment stage: a stable counting sort, one program an expert.
+"""Triton kernels of the alignment stage: a stable counting sort.
 
-Every program scans all slots (they fit the L2 cache many times over) and places those of its own
-expert, so no two programs write the same entry and the order never depends on timing.
+Few slots: every program looks at all of them and places those of its own expert. Many: see
+`counting_sort`. No two programs write the same entry, and the order never depends on timing.
 """
 
 from __future__ import annotations
@@ -17,6 +17,14 @@ from moe_ops.fake_impls.align import align_batched as empty_batched
 from moe_ops.fake_impls.align import align_permuted as empty_permuted
 from moe_ops.fake_impls.align import count_expert_num_tokens as empty_counts
 from moe_ops.fake_impls.align import moe_align_block_size as empty_plan
+from moe_ops.kernels.counting_sort import (
+    Blocks,
+    add_blocks,
+    block_buckets,
+    block_sizes,
+    count_blocks,
+    sort_in_block,
+)
 from moe_ops.kernels.launch import Launch
 from moe_ops.kernels.slots import dense, local_experts, map_size, next_power_of_2
 from moe_ops.tiles import SINGLE_LAUNCH_SLOTS, Scan, pick_row_tile, scan_sizes
@@ -71,43 +79,29 @@ def _fill(out, start, stop, first, step, value, CHUNK: tl.constexpr):
 
 @triton.jit(do_not_specialize=["num_slots", "num_rows", "num_tiles"])
 def _align_kernel(
-    topk_ids, expert_map, names, counts, sorted_token_ids, expert_ids, num_tokens_post_padded,
+    topk_ids, expert_map, names, sorted_token_ids, expert_ids, num_tokens_post_padded,
     num_slots, num_rows, num_tiles, num_experts, num_buckets,
     TILE: tl.constexpr, BUCKETS: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """One program places the slots of one bucket, and fills its share of what no bucket uses."""
     bucket = tl.program_id(0)
     buckets = tl.arange(0, BUCKETS)
-    if counts is None:
-        slot = tl.arange(0, CHUNK)
-        found = local_experts(
-            topk_ids, expert_map, slot, slot < num_slots, num_experts, num_buckets
-        )
-        count = tl.histogram(tl.maximum(found, 0), BUCKETS, mask=found >= 0)
-    else:
-        count = tl.load(counts + buckets, mask=buckets < num_buckets, other=0)
+    slot = tl.arange(0, CHUNK)
+    found = local_experts(topk_ids, expert_map, slot, slot < num_slots, num_experts, num_buckets)
+    count = tl.histogram(tl.maximum(found, 0), BUCKETS, mask=found >= 0)
     tiles = (count + TILE - 1) // TILE
     first_tile = tl.sum(tl.where(buckets < bucket, tiles, 0))
     my_tiles = tl.sum(tl.where(buckets == bucket, tiles, 0))
-    my_count = tl.sum(tl.where(buckets == bucket, count, 0))
     used_tiles = tl.sum(tiles)
 
-    first_row = first_tile * TILE
-    row = first_row
-    if my_count > 0:
-        for start in range(0, num_slots, CHUNK):
-            slot = start + tl.arange(0, CHUNK)
-            found = local_experts(
-                topk_ids, expert_map, slot, slot < num_slots, num_experts, num_buckets
-            )
-            mine = (found == bucket).to(tl.int32)
-            rank = tl.cumsum(mine, 0) - mine
-            tl.store(sorted_token_ids + row + rank, slot, mask=mine > 0)
-            row += tl.sum(mine)
+    if my_tiles > 0:
+        mine = (found == bucket).to(tl.int32)
+        row = first_tile * TILE
+        tl.store(sorted_token_ids + row + tl.cumsum(mine, 0) - mine, slot, mask=mine > 0)
         name = bucket
         if names is not None:
             name = tl.load(names + bucket).to(tl.int32)
-        _fill(sorted_token_ids, row, first_row + my_tiles * TILE, 0, 1, num_slots, TILE)
+        _fill(sorted_token_ids, row + tl.sum(mine), row + my_tiles * TILE, 0, 1, num_slots, TILE)
         _fill(expert_ids, first_tile, first_tile + my_tiles, 0, 1, name, 128)
 
     _fill(sorted_token_ids, used_tiles * TILE, num_rows, bucket, num_buckets, num_slots, 128)
@@ -116,18 +110,65 @@ def _align_kernel(
         tl.store(num_tokens_post_padded, used_tiles * TILE)
 
 
+@triton.jit(do_not_specialize=["num_slots", "num_rows", "num_tiles"])
+def _align_blocks_kernel(
+    topk_ids, expert_map, names, table, sorted_token_ids, expert_ids, num_tokens_post_padded,
+    num_slots, num_rows, num_tiles, num_experts, num_buckets,
+    TILE: tl.constexpr, BUCKETS: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """One program places the slots of one block, and fills its share of everything else."""
+    block, blocks = tl.program_id(0), tl.num_programs(0)
+    bucket = tl.arange(0, BUCKETS)
+    count, before, own = add_blocks(table, blocks, num_buckets, BUCKETS, ROWS)
+    tiles = (count + TILE - 1) // TILE
+    first_tile = tl.cumsum(tiles, 0) - tiles
+    first_row = first_tile * TILE
+    used_tiles = tl.sum(tiles)
+
+    found = block_buckets(topk_ids, expert_map, num_slots, num_experts, num_buckets, BLOCK)
+    slot, row, placed = sort_in_block(found, first_row + before, own, num_buckets, BLOCK)
+    tl.store(sorted_token_ids + row, slot, mask=placed)
+
+    name = bucket
+    if names is not None:
+        name = tl.load(names + bucket, mask=bucket < num_buckets, other=0).to(tl.int32)
+    for at in range(block, TILE, blocks):
+        unused = count + at < tiles * TILE
+        tl.store(sorted_token_ids + first_row + count + at, bucket * 0 + num_slots, mask=unused)
+    for at in range(block, tl.max(tiles), blocks):
+        tl.store(expert_ids + first_tile + at, name, mask=at < tiles)
+    _fill(sorted_token_ids, used_tiles * TILE, num_rows, block, blocks, num_slots, 512)
+    _fill(expert_ids, used_tiles, num_tiles, block, blocks, -1, 512)
+    if block == 0:
+        tl.store(num_tokens_post_padded, used_tiles * TILE)
+
+
 @lru_cache(maxsize=4096)
-def _launch(num_slots: int, row_tiles: tuple[int, ...], num_experts: int) -> Launch:
+def _align_launch(num_slots: int, row_tiles: tuple[int, ...], num_experts: int) -> Launch:
     """The kernel for a number of slots."""
     tile = pick_row_tile(row_tiles, num_slots, num_experts)
-    return _align_launch(scan_sizes(num_slots), tile, num_experts)
+    if num_slots > SINGLE_LAUNCH_SLOTS:
+        return _align_blocks(block_sizes(num_slots, num_experts), tile)
+    return _align_few(scan_sizes(num_slots), tile, num_experts)
 
 
 @lru_cache(maxsize=1024)
-def _align_launch(scan: Scan, tile: int, num_experts: int) -> Launch:
+def _align_few(scan: Scan, tile: int, num_experts: int) -> Launch:
     buckets = next_power_of_2(max(num_experts, 2))
     return Launch(
         _align_kernel, TILE=tile, BUCKETS=buckets, CHUNK=scan.chunk, num_warps=scan.num_warps
+    )
+
+
+@lru_cache(maxsize=1024)
+def _align_blocks(sizes: Blocks, tile: int) -> Launch:
+    return Launch(
+        _align_blocks_kernel,
+        TILE=tile,
+        BUCKETS=sizes.buckets,
+        BLOCK=sizes.block,
+        ROWS=sizes.rows,
+        num_warps=sizes.num_warps,
     )
 
 
@@ -139,32 +180,23 @@ def moe_align_block_size(
     pad_sorted_ids: bool,
     ignore_invalid_experts: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """One launch for few slots; a counting launch before it for many."""
+    """One launch for few slots: a program an expert. Two for many: a program a block of them."""
     plan = empty_plan(
         topk_ids, expert_map, row_tiles, num_experts, pad_sorted_ids, ignore_invalid_experts
     )
-    sorted_token_ids, expert_ids, num_tokens_post_padded = plan
     topk_ids, expert_map = topk_ids.contiguous(), dense(expert_map)
     num_slots = topk_ids.numel()
     bucket_map = expert_map if ignore_invalid_experts else None
-    counts = None
+    names = None if ignore_invalid_experts else expert_map
+    programs, table = num_experts, ()
     if num_slots > SINGLE_LAUNCH_SLOTS:
-        counts = count_expert_num_tokens(topk_ids, bucket_map, num_experts)
-    _launch(num_slots, tuple(row_tiles), num_experts)(
-        (num_experts,),
-        topk_ids,
-        bucket_map,
-        None if ignore_invalid_experts else expert_map,
-        counts,
-        sorted_token_ids,
-        expert_ids,
-        num_tokens_post_padded,
-        num_slots,
-        sorted_token_ids.shape[0],
-        expert_ids.shape[0],
-        map_size(bucket_map, num_experts),
-        num_experts,
-    )
+        table = (count_blocks(topk_ids, bucket_map, num_experts),)
+        programs = table[0].shape[0]
+    _align_launch(num_slots, tuple(row_tiles), num_experts)(
+        (programs,), topk_ids, bucket_map, names, *table, *plan,
+        num_slots, plan[0].shape[0], plan[1].shape[0],
+        map_size(bucket_map, num_experts), num_experts,
+    )  # fmt: skip
     return plan
 
 

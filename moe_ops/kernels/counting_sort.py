@@ -1,0 +1,120 @@
+"""A stable counting sort of many slots by expert, in two launches of one program a block of slots.
+
+The first launch counts: a table has the slots of each bucket in each block. In the second, every
+program adds up that table (it is small and stays in the L2 cache), so that it knows where each
+bucket begins and how much of it lies in the blocks before its own; then it sorts its block. The
+order never depends on timing.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from moe_ops.kernels.launch import Launch
+from moe_ops.kernels.slots import local_experts, map_size, next_power_of_2
+from moe_ops.tiles import cdiv, sort_block
+
+
+@triton.jit
+def block_buckets(topk_ids, expert_map, num_slots, num_experts, num_buckets, BLOCK: tl.constexpr):
+    """The bucket of each slot of this program's block, -1 where it is skipped."""
+    slot = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = slot < num_slots
+    return local_experts(topk_ids, expert_map, slot, inside, num_experts, num_buckets)
+
+
+@triton.jit(do_not_specialize=["num_slots"])
+def _count_blocks_kernel(
+    topk_ids, expert_map, table, num_slots, num_experts, num_buckets,
+    BUCKETS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One program counts the slots of one block, by bucket."""
+    found = block_buckets(topk_ids, expert_map, num_slots, num_experts, num_buckets, BLOCK)
+    count = tl.histogram(tl.maximum(found, 0), BUCKETS, mask=found >= 0)
+    bucket = tl.arange(0, BUCKETS)
+    row = table + tl.program_id(0) * num_buckets
+    tl.store(row + bucket, count, mask=bucket < num_buckets)
+
+
+@triton.jit
+def add_blocks(table, num_blocks, num_buckets, BUCKETS: tl.constexpr, ROWS: tl.constexpr):
+    """Of each bucket: all slots, those in the blocks before this program's, and those in it."""
+    mine = tl.program_id(0)
+    bucket = tl.arange(0, BUCKETS)
+    inside = bucket < num_buckets
+    count = tl.zeros((BUCKETS,), dtype=tl.int32)
+    before = tl.zeros((BUCKETS,), dtype=tl.int32)
+    for first in range(0, num_blocks, ROWS):
+        block = first + tl.arange(0, ROWS)
+        at = table + block[:, None] * num_buckets + bucket[None, :]
+        counts = tl.load(at, mask=(block < num_blocks)[:, None] & inside[None, :], other=0)
+        count += tl.sum(counts, 0)
+        before += tl.sum(tl.where(block[:, None] < mine, counts, 0), 0)
+    return count, before, tl.load(table + mine * num_buckets + bucket, mask=inside, other=0)
+
+
+@triton.jit
+def sort_in_block(found, first_row, own, num_buckets, BLOCK: tl.constexpr):
+    """The slots of this program's block by bucket, the row of each, and which ones have a row.
+
+    ``first_row`` is where each bucket's slots of this block go, ``own`` how many there are.
+    """
+    position = tl.arange(0, BLOCK)
+    key = tl.sort(tl.where(found >= 0, found, num_buckets) * BLOCK + position)
+    bucket = key // BLOCK
+    placed = bucket < num_buckets
+    begin = tl.cumsum(own, 0) - own
+    row = position + tl.gather(first_row - begin, tl.where(placed, bucket, 0), 0)
+    return tl.program_id(0) * BLOCK + key % BLOCK, row, placed
+
+
+class Blocks(NamedTuple):
+    """How many slots a program sorts, and what it does it with."""
+
+    block: int
+    buckets: int
+    rows: int
+    """Of the table, in a step."""
+    num_warps: int
+
+
+@lru_cache(maxsize=4096)
+def block_sizes(num_slots: int, num_buckets: int) -> Blocks:
+    """The sizes for a number of slots and of buckets."""
+    block, buckets = sort_block(num_slots), next_power_of_2(max(num_buckets, 2))
+    return Blocks(block, buckets, max(1, min(64, 8192 // buckets)), 8 if block > 256 else 4)
+
+
+@lru_cache(maxsize=1024)
+def _count_launch(buckets: int, block: int, num_warps: int) -> Launch:
+    return Launch(_count_blocks_kernel, BUCKETS=buckets, BLOCK=block, num_warps=num_warps)
+
+
+def count_blocks(topk_ids: Tensor, expert_map: Tensor | None, num_buckets: int) -> Tensor:
+    """``(blocks, buckets)`` int32: launch one program a block.
+
+    Args:
+        topk_ids: contiguous.
+        expert_map: contiguous, or None.
+        num_buckets: experts to sort by.
+    """
+    num_slots = topk_ids.numel()
+    sizes = block_sizes(num_slots, num_buckets)
+    blocks = cdiv(num_slots, sizes.block)
+    table = topk_ids.new_empty(blocks, num_buckets, dtype=torch.int32)
+    _count_launch(sizes.buckets, sizes.block, sizes.num_warps)(
+        (blocks,),
+        topk_ids,
+        expert_map,
+        table,
+        num_slots,
+        map_size(expert_map, num_buckets),
+        num_buckets,
+    )
+    return table
