@@ -183,9 +183,7 @@ def _either(value: Any, default: Any) -> Any:
     return default if value is None else float(value)
 
 
-_PLAIN = {
-    name: (kind, kind.value) for name, kind in _BY_NAME.items() if not _RULES[kind].required
-}
+_PLAIN = {name: (kind, kind.value) for name, kind in _BY_NAME.items() if not _RULES[kind].required}
 """`kind_and_key` of the names that need no settings."""
 
 

@@ -9,12 +9,37 @@ nobody (a profiler) has added one.
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import Any
 
 import torch
 import triton
 
-COMPILED: dict[tuple, Any] = {}
+
+class Binary:
+    """A compiled kernel, and how it is started."""
+
+    def __init__(self, compiled: Any) -> None:
+        self.compiled = compiled
+
+    @cached_property
+    def start(self) -> tuple[Any, tuple[Any, ...]]:
+        """What starts it, and what that takes between the stream and the kernel's arguments.
+
+        Triton 3.6's launcher for CUDA first asks, at every launch, how much scratch memory to
+        allocate: that of a kernel without any is passed by, for the C function behind it.
+        """
+        run = self.compiled.run
+        function, metadata = self.compiled.function, self.compiled.packed_metadata
+        no_hooks = (None, None, None)
+        known = triton.__version__.startswith("3.6.") and type(run).__name__ == "CudaLauncher"
+        if not known or run.global_scratch_size or run.profile_scratch_size:
+            return run, (function, metadata, *no_hooks)
+        flags = (run.launch_cooperative_grid, run.launch_pdl)
+        return run.launch, (function, *flags, None, None, metadata, *no_hooks)
+
+
+COMPILED: dict[tuple, Binary] = {}
 """The binary of each combination. Kept for good: CUDA graphs hold its code."""
 
 RUNTIME = triton.knobs.runtime
@@ -57,16 +82,13 @@ class Launch:
                 seen.append(argument.dtype)
                 seen.append(argument.data_ptr() & 15)
         key = tuple(seen)
-        compiled = COMPILED.get(key)
-        if compiled is None:
-            COMPILED[key] = self.kernel[grid](*arguments, **self.constants)
+        binary = COMPILED.get(key)
+        if binary is None:
+            COMPILED[key] = Binary(self.kernel[grid](*arguments, **self.constants))
             return
         x, y, z = (*grid, 1, 1)[:3]
         if RUNTIME.launch_enter_hook.calls or RUNTIME.launch_exit_hook.calls:
-            compiled[(x, y, z)](*arguments, *self.tail)
+            binary.compiled[(x, y, z)](*arguments, *self.tail)
             return
-        no_hook = None
-        compiled.run(
-            x, y, z, _current_stream(device), compiled.function, compiled.packed_metadata,
-            None, no_hook, no_hook, *arguments, *self.tail,
-        )  # fmt: skip
+        start, settings = binary.start
+        start(x, y, z, _current_stream(device), *settings, *arguments, *self.tail)
