@@ -54,11 +54,8 @@ def _plan(
     known = isinstance(num_slots, int) and isinstance(num_experts, int)
     sizes = _sizes if known else _sizes.__wrapped__  # symbolic sizes cannot be looked up
     rows, tiles = sizes(num_slots, num_experts, tuple(row_tiles), pad_to)
-    return (
-        like.new_empty(rows, dtype=torch.int32),
-        like.new_empty(tiles, dtype=torch.int32),
-        like.new_empty(1, dtype=torch.int32),
-    )
+    sorted_token_ids = like.new_empty(rows, dtype=torch.int32)
+    return sorted_token_ids, sorted_token_ids.new_empty(tiles), sorted_token_ids.new_empty(1)
 
 
 @lru_cache(maxsize=4096)
