@@ -3,7 +3,7 @@
 import pytest
 import torch
 from conftest import HAS_CUDA, INTERPRETED
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from modular import EXPERTS, Setup, roundings, setup
 from strategies import layers
@@ -152,6 +152,7 @@ def test_what_is_not_used_has_no_influence(problem, experts, device):
         assert torch.equal(s.apply(w1=w1, w2=w2), expected)
 
 
+@settings(max_examples=max(4, settings().max_examples // 4))  # each compiles anew
 @given(problem=layers(), experts=experts_of)
 def test_eager_is_compiled(problem, experts, device):
     torch._dynamo.reset()
