@@ -98,24 +98,24 @@ def _shape_lines(shape: str, rows: list[Record], tokens: list[int]) -> list[list
     ]
 
 
-def between_markers(text: str) -> str | None:
+def between_markers(text: str, begin: str = BEGIN, end: str = END) -> str | None:
     """What stands between the markers of ``text``; None where it has none."""
-    if text.count(BEGIN) != 1 or text.count(END) != 1 or text.index(END) < text.index(BEGIN):
+    if text.count(begin) != 1 or text.count(end) != 1 or text.index(end) < text.index(begin):
         return None
-    return text.partition(BEGIN)[2].partition(END)[0].strip()
+    return text.partition(begin)[2].partition(end)[0].strip()
 
 
-def write_report(path: Path, content: str) -> None:
+def write_report(path: Path, content: str, begin: str = BEGIN, end: str = END) -> None:
     """Put ``content`` between the markers of the file.
 
     Raises:
         SystemExit: it lacks the markers, or has them more than once.
     """
     text = path.read_text()
-    if between_markers(text) is None:
-        raise SystemExit(f"{path} must have one line {BEGIN} and, after it, one line {END}")
-    before, after = text.partition(BEGIN)[0], text.partition(END)[2]
-    path.write_text(f"{before}{BEGIN}\n{content}\n{END}{after}")
+    if between_markers(text, begin, end) is None:
+        raise SystemExit(f"{path} must have one line {begin} and, after it, one line {end}")
+    before, after = text.partition(begin)[0], text.partition(end)[2]
+    path.write_text(f"{before}{begin}\n{content}\n{end}{after}")
 
 
 def main() -> None:

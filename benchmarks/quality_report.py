@@ -1,0 +1,184 @@
+"""The record of `quality.py` as a Markdown table and as a plot."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+try:
+    import matplotlib.pyplot as plt
+except ImportError:  # a table needs none
+    plt = None
+from report import between_markers, write_report
+
+from moe_ops import Quant, get_scheme
+from moe_ops.scheme import WHOLE
+
+BEGIN, END = "<!-- quality -->", "<!-- /quality -->"
+RESULTS = Path(__file__).with_name("results")
+LEGEND = """\
+`examples/demo_model` with its experts quantized. KL: how far distributions of the next token are on
+average from those of the unquantized model; beside it, how often first choices are the same.
+Perplexity may fall by chance. Bytes: of an expert, scales included. Hidden and intermediate
+size are 128, so groups of 128 are whole rows here. A model this small says which schemes cost more
+than others, not what they cost a large one."""
+LABEL_GAP = 0.033
+"""Between the names of two points, of the height of the plot."""
+
+Record = dict[str, Any]
+
+
+def read(folder: Path = RESULTS) -> Record:
+    """The record that ``quality.py --output`` has written."""
+    return json.loads((folder / "quality.json").read_text())
+
+
+def table(record: Record) -> str:
+    """A line for each scheme, the one that changes the model least first; and the source."""
+    head = ("scheme", "activations", "weights", "bytes", "KL, nats", "same choice", "perplexity")
+    lines = [head, ("---", "---", "---", *["--:"] * 4)]
+    for row in sorted(record["rows"], key=lambda row: row["kl"]):
+        scheme = get_scheme(row["scheme"])
+        lines.append(
+            (
+                f"`{scheme.name}`",
+                describe(scheme.activation),
+                describe(scheme.weight),
+                f"{row['bytes_per_expert']:,.0f}",
+                f"{row['kl']:.1e}",
+                f"{row['top1_agreement']:.2%}",
+                f"{row['perplexity']:.3f}",
+            )
+        )
+    text = "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    return f"{text}\n\n{LEGEND}\n\n{source(record)}"
+
+
+def source(record: Record) -> str:
+    """What was measured, and on what."""
+    return (
+        f"{record['tokens']:,} held-out tokens, {record['tokens_of_a_call']:,} a call; moe_ops "
+        f"{record['version']}, torch {record['torch']}, Python {record['python']}, "
+        f"{record['device']}. `{record['command']}`"
+    )
+
+
+def describe(quant: Quant | None) -> str:
+    """One operand: element, and what shares a scale."""
+    if quant is None:
+        return "-"
+    rows, cols = quant.group
+    if quant.per_tensor:
+        group = "tensor"
+    elif cols == WHOLE:
+        group = "row"
+    else:
+        group = f"{rows} x {cols}" if rows > 1 else str(cols)
+    more = [quant.scale] if quant.scale in ("pow2", "e8m0", "e4m3") else []
+    more += [name for name in ("static", "zero_point") if getattr(quant, name)]
+    return f"{quant.element.name} / {group}{''.join(f', {m}' for m in more)}".replace("_p", " p")
+
+
+def write(path: Path, record: Record) -> None:
+    """Put the table between the markers of a file."""
+    write_report(path, table(record), BEGIN, END)
+    print(f"{path}: {source(record)}")
+
+
+def written(text: str) -> str | None:
+    """The table in a file's text; None where it has no markers."""
+    return between_markers(text, BEGIN, END)
+
+
+def save(record: Record, folder: Path) -> None:
+    """Write the record, and the plot where matplotlib is installed."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "quality.json").write_text(json.dumps(record, indent=1) + "\n")
+    if plt is None:
+        print("no plot: matplotlib is not installed")
+    else:
+        plot(record, folder / "quality.png")
+
+
+def plot(record: Record, path: Path) -> None:
+    """Bytes of an expert against KL divergence."""
+    rows = [row for row in record["rows"] if row["scheme"] != "unquantized"]
+    figure, axis = plt.subplots(figsize=(11, 7), layout="constrained")
+    for label, color, quantized in (
+        ("weights only", "C0", False),
+        ("weights, activations", "C3", True),
+    ):
+        mine = [r for r in rows if (get_scheme(r["scheme"]).activation is not None) == quantized]
+        axis.plot(
+            [r["bytes_per_expert"] / 1024 for r in mine], [r["kl"] for r in mine], "o",
+            color=color, label=f"{label} quantized",
+        )  # fmt: skip
+    largest = max(row["bytes_per_expert"] for row in rows) / 1024
+    least, most = (extreme(row["kl"] for row in rows) for extreme in (min, max))
+    axis.set(
+        yscale="log", xlim=(None, largest * 1.25), ylim=(least / 1.7, most * 1.7),
+        xlabel="bytes of an expert (KiB)",
+        ylabel="KL divergence to the unquantized model (nats)",
+        title=f"The demo's model on {record['tokens']:,} held-out tokens; "
+        f"bfloat16 experts take {unquantized_kib(record):.0f} KiB",
+    )  # fmt: skip
+    axis.grid(alpha=0.3, which="both")
+    axis.legend(loc="lower left")
+    for cluster in clusters(rows):
+        _label(axis, cluster)
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+    print(path)
+
+
+def unquantized_kib(record: Record) -> float:
+    """What an expert takes in bfloat16."""
+    size = next(r["bytes_per_expert"] for r in record["rows"] if r["scheme"] == "unquantized")
+    return size / 1024
+
+
+def clusters(rows: list[Record]) -> list[list[Record]]:
+    """Rows that take about the same memory."""
+    found: list[list[Record]] = []
+    for row in sorted(rows, key=lambda row: row["bytes_per_expert"]):
+        if found and row["bytes_per_expert"] < 1.2 * found[-1][0]["bytes_per_expert"]:
+            found[-1].append(row)
+        else:
+            found.append([row])
+    return found
+
+
+def _label(axis: Any, rows: list[Record]) -> None:
+    """Names in a column to the right of their points, apart from each other."""
+    low, high = map(math.log, axis.get_ylim())
+    gap = LABEL_GAP * (high - low)
+    rows = sorted(rows, key=lambda row: row["kl"])
+    wanted = [math.log(row["kl"]) for row in rows]
+    places = spread(wanted, gap)
+    column = max(row["bytes_per_expert"] for row in rows) / 1024 * 1.04
+    line = {"arrowstyle": "-", "color": "0.6", "lw": 0.7, "relpos": (0, 0.5)}
+    for row, place in zip(rows, places, strict=True):
+        axis.annotate(
+            row["scheme"], (row["bytes_per_expert"] / 1024, row["kl"]), (column, math.exp(place)),
+            va="center", fontsize=9, arrowprops=line,
+        )  # fmt: skip
+
+
+def spread(places: list[float], gap: float) -> list[float]:
+    """Ascending numbers moved apart to at least ``gap``, by as little as that takes.
+
+    Less ``gap`` times its index each may not fall: neighbours that do are pooled to their mean.
+    """
+    pools: list[list[float]] = []
+    for index, place in enumerate(places):
+        pools.append([place - index * gap])
+        while len(pools) > 1 and _mean(pools[-2]) > _mean(pools[-1]):
+            pools[-2:] = [pools[-2] + pools[-1]]
+    means = [_mean(pool) for pool in pools for _ in pool]
+    return [mean + index * gap for index, mean in enumerate(means)]
+
+
+def _mean(numbers: list[float]) -> float:
+    return sum(numbers) / len(numbers)
