@@ -201,6 +201,13 @@ weight_only_gemm = _op("weight_only_gemm", f"weight_only_gemm{_WEIGHT_ONLY}) -> 
 weight_only_gemm_act = _op(
     "weight_only_gemm", f"weight_only_gemm_act{_WEIGHT_ONLY}, str activation) -> Tensor"
 )
+_DECODED = (
+    "(Tensor a, Tensor a_scale, Tensor w, Tensor w_scale, Tensor? w_global_scale, Tensor? bias,"
+    " Tensor sorted_token_ids, Tensor expert_ids, Tensor num_tokens_post_padded, int[] row_tiles,"
+    " SymInt top_k, str scheme, ScalarType out_dtype"
+)
+decoded_gemm = _op("decoded_gemm", f"decoded_gemm{_DECODED}) -> Tensor")
+decoded_gemm_act = _op("decoded_gemm", f"decoded_gemm_act{_DECODED}, str activation) -> Tensor")
 activation = _op("activation", "activation(Tensor x, str activation) -> Tensor")
 moe_fused_mul_sum = _op(
     "weight_and_reduce",

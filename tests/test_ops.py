@@ -59,6 +59,7 @@ def samples(device):
         ],
         **scaled_samples(x, w1, b1, plan),
         **weight_only_samples(x, w1, b1, weights, plan),
+        **decoded_samples(x, w1, b1, plan),
         **quantized_samples(x, h, weights, ids),
         **batched_samples(x, weights, ids),
         "activation": [(x, "silu"), (x.t().contiguous().t(), "gelu_tanh_no_mul")],
@@ -174,6 +175,12 @@ def weight_only_samples(x, w1, b1, weights, plan):
         "weight_only_gemm": [whole, pieces],
         "weight_only_gemm_act": [(*call, name) for call in (whole, pieces) for name in names],
     }
+
+
+def decoded_samples(x, w1, b1, plan):
+    q, rows = quantize_weight(w1, "mxfp4"), ops.moe_quantize(x, *[None] * 4, 0, "fp4:1x32:e8m0")
+    call = (*rows, *q[:2], None, b1, *plan, ROW_TILES, K, "mxfp4", torch.bfloat16)
+    return {"decoded_gemm": [call], "decoded_gemm_act": [(*call, "silu"), (*call, "gelu_no_mul")]}
 
 
 def overload(qualified):

@@ -1,10 +1,10 @@
-"""Launchers of the expert GEMMs of which only the weights are quantized."""
+"""Launchers of the expert GEMMs that dequantize weights, and (`decoded_gemm`) rows."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ from moe_ops.kernels.dequantize import Format
 from moe_ops.kernels.launch import Launch
 from moe_ops.kernels.slots import dense
 from moe_ops.kernels.weight_only_tile import weight_only_gemm_kernel
-from moe_ops.scheme import WHOLE, get_scheme
+from moe_ops.scheme import WHOLE, Quant, get_scheme
 from moe_ops.scheme.weights import rows_per_scale
 from moe_ops.tensors import QTensor
 from moe_ops.tiles import Gemm, TileConfig, device_facts, max_programs, weight_only_tiles
@@ -33,6 +33,19 @@ class _Variant(NamedTuple):
     """Weight rows that share a scale."""
     global_rows: int
     """Weight rows that share a global scale."""
+    row_words: bool = False
+    """Whether an entry of quantized rows holds two numbers."""
+
+
+class Operands(NamedTuple):
+    """What is multiplied, and what is added."""
+
+    a: Tensor
+    a_scale: Tensor | None
+    """None: rows are not quantized."""
+    w: QTensor
+    bias: Tensor | None
+    input_weights: Tensor | None = None
 
 
 @lru_cache(maxsize=4096)
@@ -64,6 +77,7 @@ def _make(n: int, k: int, top_k: int, tiles: TileConfig, variant: _Variant) -> L
         TOP_K=top_k,
         RULE=formula(variant.activation) if variant.activation else None,
         FORMAT=_format(n, tiles, variant),
+        ROWS=_row_format(variant),
         BLOCK_M=tiles.block_m,
         BLOCK_N=tiles.block_n,
         BLOCK_K=tiles.block_k,
@@ -83,16 +97,42 @@ def _format(n: int, tiles: TileConfig, variant: _Variant) -> Format:
         step=2 if interleaved else 1,
         up=(1 if interleaved else n) if gated else 0,
         weight_rows=2 * n if gated else n,
-        bits=quant.element.bits,
         packed=variant.packed,
-        exponent=4 if quant.element.name == "fp8" else quant.element.exponent,
-        offset=quant.element.offset,
-        scale=quant.scale if quant.scale in ("e8m0", "e4m3") else "float",
         cols=cols,
         in_tile=cols is not None and (cols < tiles.block_k or tiles.block_m > 32),
         rows=variant.rows,
         global_rows=variant.global_rows,
+        **_stored(quant),
     )
+
+
+def _row_format(variant: _Variant) -> Format | None:
+    """How quantized rows lie; None: rows are not quantized."""
+    quant = get_scheme(variant.scheme).activation
+    if quant is None:
+        return None
+    cols = quant.group.cols if quant.local else None
+    return Format(
+        step=1,
+        up=0,
+        weight_rows=0,
+        packed=quant.element.packed or variant.row_words,
+        cols=cols,
+        in_tile=cols is not None,
+        rows=1,
+        global_rows=0,
+        **_stored(quant),
+    )
+
+
+def _stored(quant: Quant) -> dict[str, Any]:
+    """How a number and a scale are stored."""
+    return {
+        "bits": quant.element.bits,
+        "exponent": 4 if quant.element.name == "fp8" else quant.element.exponent,
+        "offset": quant.element.offset,
+        "scale": quant.scale if quant.scale in ("e8m0", "e4m3") else "float",
+    }
 
 
 def weight_only_gemm(
@@ -114,7 +154,8 @@ def weight_only_gemm(
     plan = (sorted_token_ids, expert_ids, num_tokens_post_padded)
     stored = QTensor(w, w_scale, w_zero_point, w_global_scale)
     out = empty_rows(a, *stored, bias, input_weights, *plan, row_tiles, top_k, scheme)
-    return _run(out, a, stored, bias, input_weights, plan, row_tiles, top_k, scheme, None)
+    operands = Operands(a, None, stored, bias, input_weights)
+    return multiply(out, operands, plan, row_tiles, top_k, scheme, None)
 
 
 def weight_only_gemm_act(
@@ -138,38 +179,43 @@ def weight_only_gemm_act(
     stored = QTensor(w, w_scale, w_zero_point, w_global_scale)
     more = (bias, input_weights, *plan, row_tiles, top_k, scheme, activation)
     out = empty_activated_rows(a, *stored, *more)
-    return _run(out, a, stored, bias, input_weights, plan, row_tiles, top_k, scheme, activation)
+    operands = Operands(a, None, stored, bias, input_weights)
+    return multiply(out, operands, plan, row_tiles, top_k, scheme, activation)
 
 
-def _run(
+def multiply(
     out: Tensor,
-    a: Tensor,
-    stored: QTensor,
-    bias: Tensor | None,
-    input_weights: Tensor | None,
+    operands: Operands,
     plan: tuple[Tensor, Tensor, Tensor],
     row_tiles: Sequence[int],
     top_k: int,
     scheme: str,
     activation: str | None,
 ) -> Tensor:
+    """``out``, filled by a program for each tile that the plan may hold."""
+    a, a_scale, (w, scale, zero_point, global_scale), bias, input_weights = operands
     num_slots = out.shape[0]
     if num_slots == 0:
         return out
     a = a if a.stride(1) == 1 else a.contiguous()
-    w, scale, zero_point, global_scale = stored
-    num_experts, n, _ = w.shape
-    quant = get_scheme(scheme).weight
+    known, (num_experts, n, _) = get_scheme(scheme), w.shape
+    quant, rows = known.weight, known.activation
+    k, itemsize, row_words = a.shape[1], a.itemsize, False
+    if rows is not None:
+        k, itemsize = k * (2 if rows.element.packed else 1), 2
+        a = _entries(a, rows.element.packed)
+        row_words = a.dtype == torch.uint16
     halves = 1 if global_scale is None else global_scale.numel() // num_experts
     w = _entries(w, quant.element.packed)
     packed = quant.element.packed or w.dtype == torch.uint16
-    rows, global_rows = rows_per_scale(scale, quant, n), n // halves
-    variant = _Variant(scheme, activation, packed, rows, global_rows)
-    weight, tiles = (num_experts, n, a.shape[1]), tuple(row_tiles)
-    kernel, programs = _launch(num_slots, weight, a.itemsize, tiles, top_k, w.device, variant)
+    shares = (rows_per_scale(scale, quant, n), n // halves)
+    variant = _Variant(scheme, activation, packed, *shares, row_words)
+    weight, tiles = (num_experts, n, k), tuple(row_tiles)
+    kernel, programs = _launch(num_slots, weight, itemsize, tiles, top_k, w.device, variant)
     kernel(
         (programs,),
         a,
+        None if a_scale is None else _bytes(dense(a_scale)),
         w,
         _bytes(dense(scale)),
         dense(zero_point),
@@ -180,17 +226,27 @@ def _run(
         *plan,
         num_slots,
         a.stride(0),
+        *_scale_strides(a_scale, rows, num_experts),
         *w.stride(),
     )
     return out
 
 
-def _entries(w: Tensor, packed: bool) -> Tensor:
+def _scale_strides(scale: Tensor | None, rows: Quant | None, num_experts: int) -> tuple[int, int]:
+    """From the row scales of one expert to those of the next, and of one row to the next."""
+    if scale is None or rows is None:
+        return 0, 0
+    if rows.per_tensor:  # one, or one for each expert
+        return int(scale.numel() == num_experts > 1), 0
+    return 0, scale.shape[1]
+
+
+def _entries(x: Tensor, packed: bool) -> Tensor:
     """What a kernel loads: bytes, or words of two neighbours along K where the layout has them."""
     if packed:
-        return w
-    sizes = w.shape[2] | w.stride(1) | w.stride(0) | w.storage_offset()
-    return w.view(torch.uint16 if w.stride(2) == 1 and sizes % 2 == 0 else torch.uint8)
+        return x
+    sizes = x.shape[-1] | x.stride(-2) | x.stride(0) | x.storage_offset()
+    return x.view(torch.uint16 if x.stride(-1) == 1 and sizes % 2 == 0 else torch.uint8)
 
 
 def _bytes(x: Tensor) -> Tensor:

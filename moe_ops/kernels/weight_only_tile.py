@@ -1,4 +1,4 @@
-"""Triton kernel of the expert GEMMs of which only the weights are quantized, and its steps.
+"""Triton kernel of the expert GEMMs that dequantize weights (and rows), and its steps.
 
 ``M`` counts slots, ``N`` output columns, ``K`` is the contraction. Weights are the second operand
 of each product: matrix units that read registers take what was dequantized there, those that read
@@ -50,6 +50,44 @@ def load_zero_points(
 
 
 @triton.jit
+def row_pointers(
+    a, a_scale, expert, row, stride_am, stride_se, stride_sm,
+    BLOCK_K: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """Where a tile's rows begin, and where their scales do; the entries of a step along K.
+
+    Quantized rows lie with K first, (K, M), as weights do.
+    """
+    scales = a_scale
+    if ROWS is None:
+        k = tl.arange(0, BLOCK_K)
+        tile = a + row[:, None] * stride_am + k[None, :]
+    else:
+        k = tl.arange(0, BLOCK_K // 2 if ROWS.packed else BLOCK_K)
+        tile = a + row[None, :] * stride_am + k[:, None]
+        scales = a_scale + expert * stride_se + row * stride_sm
+    return tile, scales, k
+
+
+@triton.jit
+def load_rows(
+    tile, scales, k, start, real, K: tl.constexpr, BLOCK_K: tl.constexpr, ROWS: tl.constexpr
+):
+    """A tile of rows (M, BLOCK_K); of quantized ones bf16 numbers times group scales, all exact."""
+    if ROWS is None:
+        x = load_tile(tile + start, k + start, real, K, BLOCK_K, 1)
+    else:
+        PACK: tl.constexpr = 2 if ROWS.packed else 1
+        first = start // PACK
+        stored = load_tile(tile + first, k + first, real, K // PACK, BLOCK_K // PACK, 0)
+        scale = None
+        if ROWS.in_tile:
+            scale = load_groups(scales, start, real, K, BLOCK_K, ROWS)
+        x = tl.trans(dequantize(stored, scale, None, tl.bfloat16, BLOCK_K, ROWS))
+    return x
+
+
+@triton.jit
 def add_product(
     acc, x, stored, scales, zero_points, row, start, inside,
     K: tl.constexpr, BLOCK_K: tl.constexpr, FORMAT: tl.constexpr,
@@ -85,16 +123,17 @@ def finish_sums(
 
 @triton.jit(do_not_specialize=["num_slots"])
 def weight_only_gemm_kernel(
-    a, w, w_scale, w_zero_point, w_global_scale, bias, input_weights, out,
+    a, a_scale, w, w_scale, w_zero_point, w_global_scale, bias, input_weights, out,
     sorted_token_ids, expert_ids, num_tokens_post_padded, num_slots,
-    stride_am, stride_we, stride_wn, stride_wk,
+    stride_am, stride_se, stride_sm, stride_we, stride_wn, stride_wk,
     N: tl.constexpr, K: tl.constexpr, TOP_K: tl.constexpr,
-    RULE: tl.constexpr, FORMAT: tl.constexpr,
+    RULE: tl.constexpr, FORMAT: tl.constexpr, ROWS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
 ):  # fmt: skip
     """``out[s] = f(input_weights[s] * a[s // TOP_K] @ dequantized(w[e]).T + bias[e])``.
 
-    RULE (a `Formula` or None) and FORMAT (a `Format`) are NamedTuples.
+    RULE (a `Formula` or None), FORMAT (a `Format`) and ROWS (one too; None: rows are numbers) are
+    NamedTuples. Quantized rows become bf16 numbers; scales of whole rows multiply sums.
     """
     pid_m, pid_n, expert = find_tile(
         expert_ids, num_tokens_post_padded, N, BLOCK_M, BLOCK_N, GROUP_M
@@ -110,8 +149,10 @@ def weight_only_gemm_kernel(
     n_inside = None if N % BLOCK_N == 0 else inside
     row = FORMAT.step * n
     u_row = row + FORMAT.up
-    k, packed = tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_K // PACK)
-    a_tile = a + (slot // TOP_K)[:, None] * stride_am + k[None, :]
+    packed = tl.arange(0, BLOCK_K // PACK)
+    a_tile, a_scales, a_k = row_pointers(
+        a, a_scale, expert, slot // TOP_K, stride_am, stride_se, stride_sm, BLOCK_K, ROWS
+    )
     w_tile = w + expert * stride_we + row[None, :] * stride_wn + packed[:, None] * stride_wk
     scales = per_row(w_scale, expert, row, FORMAT.rows, GROUPS, FORMAT)
     u_scales = per_row(w_scale, expert, u_row, FORMAT.rows, GROUPS, FORMAT)
@@ -121,7 +162,7 @@ def weight_only_gemm_kernel(
     g = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
     u = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
     for start in range(0, K, BLOCK_K):
-        x = load_tile(a_tile + start, k + start, real, K, BLOCK_K, 1)
+        x = load_rows(a_tile, a_scales, a_k, start, real, K, BLOCK_K, ROWS)
         y_tile, p = w_tile + start // PACK * stride_wk, packed + start // PACK
         y = load_tile(y_tile, p, n_inside, K // PACK, BLOCK_K // PACK, 0)
         g = add_product(g, x, y, scales, zeros, row, start, inside, K, BLOCK_K, FORMAT)
@@ -130,6 +171,10 @@ def weight_only_gemm_kernel(
             z = load_tile(z_tile, p, n_inside, K // PACK, BLOCK_K // PACK, 0)
             u = add_product(u, x, z, u_scales, u_zeros, u_row, start, inside, K, BLOCK_K, FORMAT)
 
+    if ROWS is not None and ROWS.cols is None:
+        whole = tl.load(a_scales, mask=real, other=0.0)[:, None]
+        g *= whole
+        u *= whole
     more = (w_global_scale, bias, input_weights, expert)
     g = finish_sums(g, scales, *more, row, slot, real, inside, FORMAT)
     if FORMAT.up > 0:

@@ -89,7 +89,7 @@ class BatchedPrepareAndFinalize(FusedMoEPrepareAndFinalizeModular):
         quant = None if defer_input_quant else quant_config.scheme.activation
         rows, scale, counts, dropped = ops.batched_dispatch(
             a1,
-            None if quant is None else quant_config.a1_scale,
+            None if quant is None else quant_config.input_scales[0],
             topk_weights if apply_router_weight_on_input else None,
             ids,
             first,

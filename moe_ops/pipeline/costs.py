@@ -63,7 +63,7 @@ def cost_of(
     active = _active_experts(config, num_tokens)
     weight_bytes = round(active * sum(_weight_bytes(config, scheme, n, k) for n, k in shapes))
     activation_bytes = 2 * num_tokens * hidden * itemsize
-    h_itemsize = itemsize if scheme.activation is None else scheme.activation.dtype.itemsize
+    h_bits = 8 * itemsize if scheme.activation is None else scheme.activation.element.stored_bits
     flops = round(2 * slots * sum(n * k for n, k in shapes))
     tiles = _tiles(config, scheme, experts, num_tokens, target.facts)
     return Cost(
@@ -73,7 +73,7 @@ def cost_of(
         active_experts=active,
         weight_bytes=weight_bytes,
         activation_bytes=activation_bytes,
-        intermediate_bytes=round(2 * slots * (width * h_itemsize + hidden * itemsize)),
+        intermediate_bytes=round(2 * slots * (width * h_bits / 8 + hidden * itemsize)),
         flops=flops,
         floor_us=_floor_us(weight_bytes + activation_bytes, flops, math_of(config, scheme), target),
         workspace_bytes=_workspace_bytes(config, experts, num_tokens),
@@ -82,6 +82,8 @@ def cost_of(
 
 def math_of(config: FusedMoEConfig, scheme: Scheme) -> str:
     """The dtype of the products, as `devices.MEASURED` names it; int8 is as fast on paper."""
+    if scheme.decoded:
+        return "bf16"
     if scheme.activation is not None:
         return "fp8"
     return "bf16" if config.in_dtype.itemsize == 2 else "fp32"
@@ -155,7 +157,9 @@ def tiles_of(gemm: Gemm, scheme: Scheme, rule: Formula | None, device: Device) -
     """Of one GEMM in a scheme, with the activation of its product, where it has one."""
     if scheme.weight is None:
         return gemm_tiles(gemm, device)
-    if scheme.activation is None:
+    if scheme.decoded:
+        gemm = gemm._replace(itemsize=2)
+    if scheme.activation is None or scheme.decoded:
         return weight_only_tiles(gemm, scheme.weight.element.stored_bits, device)
     gemm = gemm._replace(itemsize=1)
     cols, rows = scheme.activation.group.cols, scheme.weight.group.rows

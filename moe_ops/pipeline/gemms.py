@@ -19,21 +19,25 @@ def expert_weights(
     w2_bias: Tensor | None = None,
 ) -> ExpertWeights:
     """Weights together with what a configuration says of them."""
-    first = ExpertWeight(
-        w1,
+    biases = (
         config.w1_bias if w1_bias is None else w1_bias,
-        config.w1_scale,
-        config.w1_zp,
-        config.w1_gscale,
-    )
-    second = ExpertWeight(
-        w2,
         config.w2_bias if w2_bias is None else w2_bias,
-        config.w2_scale,
-        config.w2_zp,
-        config.w2_gscale,
     )
-    return ExpertWeights(first, second, config.a1_scale, config.a2_scale)
+    scales, quant = config.input_scales, config.scheme.activation
+    shared = scales if quant is not None and quant.global_scale else (None, None)
+    parts = zip(config.weights(w1, w2), biases, shared, strict=True)
+    first, second = (
+        ExpertWeight(w.data, bias, w.scale, w.zero_point, _factor(w.global_scale, of_rows))
+        for w, bias, of_rows in parts
+    )
+    return ExpertWeights(first, second, *scales)
+
+
+def _factor(global_scale: Tensor | None, of_rows: Tensor | None) -> Tensor | None:
+    """What multiplies a product: the global scales of both operands."""
+    if global_scale is None or of_rows is None:
+        return global_scale
+    return global_scale.float() * of_rows.float().reshape(())
 
 
 def stored(
@@ -73,7 +77,8 @@ def gemm(
             top_k,
             scheme.name,
         )
-    return ops.scaled_gemm(*_scaled(rows, weight, space, top_k, scheme, dtype))
+    multiply = ops.decoded_gemm if scheme.decoded else ops.scaled_gemm
+    return multiply(*_scaled(rows, weight, space, top_k, scheme, dtype))
 
 
 def gemm_act(
@@ -122,7 +127,8 @@ def gemm_act(
                 activation,
             )
         )
-    h = ops.scaled_gemm_act(*_scaled(rows, weight, space, top_k, scheme, dtype), activation)
+    multiply = ops.decoded_gemm_act if scheme.decoded else ops.scaled_gemm_act
+    h = multiply(*_scaled(rows, weight, space, top_k, scheme, dtype), activation)
     return space.quantize(h, weights.a2_scale, scheme.activation)
 
 
@@ -153,6 +159,7 @@ def _scaled(
         rows.scale,
         weight.data,
         weight.scale,
+        *((weight.global_scale,) if scheme.decoded else ()),
         weight.bias,
         *space.plan,
         space.row_tiles,

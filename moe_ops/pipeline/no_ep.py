@@ -43,7 +43,7 @@ def quantize_tokens(
     quant = quant_config.scheme.activation
     if quant is not None:
         slots = (topk_ids, expert_map, num_experts)
-        return ops.moe_quantize(a1, quant_config.a1_scale, weights, *slots, quant.key)
+        return ops.moe_quantize(a1, quant_config.input_scales[0], weights, *slots, quant.key)
     return (a1 if weights is None else weighted_rows(a1, weights)), None
 
 
@@ -122,7 +122,8 @@ class MoEPrepareAndFinalizeNoEPMonolithic(FusedMoEPrepareAndFinalizeMonolithic):
         if defer_input_quant or quant is None:
             return a1, None, router_logits
         # Nobody knows yet which tokens have experts: all of them count.
-        rows = ops.moe_quantize(a1, quant_config.a1_scale, None, None, None, 0, quant.key)
+        scale = quant_config.input_scales[0]
+        rows = ops.moe_quantize(a1, scale, None, None, None, 0, quant.key)
         return *rows, router_logits
 
     def finalize(self, fused_expert_output: Tensor) -> Tensor:

@@ -45,7 +45,7 @@ def check_quantized(
         checks.size(f"{name}.shape[1]", w.shape[1], "the rows that the sizes ask for", n)
         checks.size(f"{name}.shape[2]", w.shape[2] * packed, "the columns (unpacked)", k)
         _check_scales(config, name, quant, (w.shape[0], n, k))
-    for name in ("a1_scale", "a2_scale"):
+    for name in ("a1_scale", "a2_scale", "a1_gscale", "a2_gscale"):
         scale = getattr(config, name)
         if scale is not None:
             checks.tensor(f"quant_config.{name}", scale, scale.dim(), checks.FLOATS)
@@ -70,12 +70,13 @@ def _check_scales(
         dtypes_of_scale = (*dtypes_of_scale, torch.uint8)  # powers of two may be stored as e8m0
     rows = (n + 1) // 2 if quant.element.packed else n
     rules: tuple[tuple[str, list[tuple[int, ...]], Sequence[torch.dtype]], ...] = (
-        ("scale", [shape, *same], dtypes_of_scale),
-        ("zp", [(experts, rows, *shape[2:])], (torch.uint8,)),
-        ("gscale", [(experts,), *halves], checks.FLOATS),
+        (f"{which}_scale", [shape, *same], dtypes_of_scale),
+        (f"{which}_zp", [(experts, rows, *shape[2:])], (torch.uint8,)),
+        (f"{which}_gscale", [(experts,), *halves], checks.FLOATS),
+        (f"g{which[1:]}_alphas", [(experts, n)], checks.FLOATS),
     )
-    for suffix, shapes, dtypes in rules:
-        x, name = getattr(config, f"{which}_{suffix}"), f"quant_config.{which}_{suffix}"
+    for field, shapes, dtypes in rules:
+        x, name = getattr(config, field), f"quant_config.{field}"
         if x is not None:
             checks.tensor(name, x, x.dim(), dtypes)
             _check_shape(name, x, shapes)

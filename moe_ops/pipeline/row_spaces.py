@@ -19,7 +19,8 @@ from moe_ops.tiles import EIGHT_BIT_ROW_TILES, ROW_TILES
 
 def row_tiles_of(scheme: Scheme) -> tuple[int, ...]:
     """The row tiles that the plan and the GEMMs of a scheme choose from."""
-    return ROW_TILES if scheme.activation is None else EIGHT_BIT_ROW_TILES
+    wide = scheme.activation is None or scheme.decoded
+    return ROW_TILES if wide else EIGHT_BIT_ROW_TILES
 
 
 class SlotRows(NamedTuple):

@@ -128,9 +128,11 @@ def _weights(config: FusedMoEConfig, scheme: Scheme) -> tuple[Tensor, Tensor, Fu
         )
         for shape in shapes
     )
-    static = scheme.activation is not None and scheme.activation.static
-    one = torch.empty(1, device="meta") if static else None
-    quant_config = FusedMoEQuantConfig.from_weights(scheme, w1, w2, a1_scale=one, a2_scale=one)
+    quant, given = scheme.activation, {}
+    if quant is not None and (quant.static or quant.global_scale):
+        name = "a{}_gscale" if quant.global_scale else "a{}_scale"
+        given = {name.format(i): torch.empty(1, device="meta") for i in (1, 2)}
+    quant_config = FusedMoEQuantConfig.from_weights(scheme, w1, w2, **given)
     return w1.data, w2.data, quant_config
 
 

@@ -97,7 +97,7 @@ def _grouped(
     x = a[slots // top_k].float()
     rows = x.new_empty((len(slots), n))
     for expert, mine in runs(experts):
-        weight = dequantize_weight(_one(stored, expert), scheme, a.dtype)[0].float()
+        weight = dequantize_weight(one_expert(stored, expert), scheme, a.dtype)[0].float()
         torch.mm(x[mine], weight.t(), out=rows[mine])
     if input_weights is not None:
         rows *= input_weights.flatten()[slots, None].float()
@@ -107,7 +107,7 @@ def _grouped(
     return out
 
 
-def _one(stored: QTensor, expert: int) -> QTensor:
+def one_expert(stored: QTensor, expert: int) -> QTensor:
     """The weight of one expert."""
     only = slice(expert, expert + 1)
     rest = (None if t is None else t[only] for t in stored[1:])

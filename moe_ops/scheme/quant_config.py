@@ -31,12 +31,14 @@ class FusedMoEQuantConfig:
         a2_scale: static scale of the input of GEMM 2.
         w1_zp: zero points of ``w1``, for schemes that have them.
         w2_zp: zero points of ``w2``.
-        a1_gscale: global scale of the input of GEMM 1 (NVFP4).
+        a1_gscale: global scale of the input of GEMM 1 (NVFP4), one element: a factor like every
+            scale here, ``amax / (448 * 6)``; upstream passes what it divides by.
         a2_gscale: global scale of the input of GEMM 2.
         w1_gscale: global scales of ``w1``, ``(El,)`` or ``(El, 2)``.
         w2_gscale: global scales of ``w2``, ``(El,)``.
-        g1_alphas: factor on the result of GEMM 1, for schemes that have one.
-        g2_alphas: factor on the result of GEMM 2.
+        g1_alphas: factors on the result of GEMM 1, for schemes that have them: one of each row of
+            ``w1`` (int4 under fp8), ``(El, 2I)``.
+        g2_alphas: factors on the result of GEMM 2, ``(El, H)``.
         w1_bias: ``(El, 2I)`` or ``(El, I)``, added in float32 after the scales.
         w2_bias: ``(El, H)``.
 
@@ -89,16 +91,35 @@ class FusedMoEQuantConfig:
         cls, scheme: str | Scheme, w1: QTensor, w2: QTensor, **rest: Tensor | None
     ) -> FusedMoEQuantConfig:
         """The configuration of two quantized weights (whose ``data`` is passed to the layer)."""
+        weight = as_scheme(scheme).weight
+        of_rows = weight is not None and weight.channel_scale
+        names = ("g1_alphas", "g2_alphas") if of_rows else ("w1_gscale", "w2_gscale")
+        factors = dict(zip(names, (w1.global_scale, w2.global_scale), strict=True))
         return cls(
             scheme,
             w1_scale=w1.scale,
             w2_scale=w2.scale,
             w1_zp=w1.zero_point,
             w2_zp=w2.zero_point,
-            w1_gscale=w1.global_scale,
-            w2_gscale=w2.global_scale,
-            **rest,
+            **{**factors, **rest},
         )
+
+    def weights(self, w1: Tensor, w2: Tensor) -> tuple[QTensor, QTensor]:
+        """The weights with what belongs to them: the inverse of `from_weights`."""
+        g1 = self.g1_alphas if self.w1_gscale is None else self.w1_gscale
+        g2 = self.g2_alphas if self.w2_gscale is None else self.w2_gscale
+        return (
+            QTensor(w1, self.w1_scale, self.w1_zp, g1),
+            QTensor(w2, self.w2_scale, self.w2_zp, g2),
+        )
+
+    @property
+    def input_scales(self) -> tuple[Tensor | None, Tensor | None]:
+        """What the inputs of both GEMMs are quantized with besides their data: static or global."""
+        quant = self.scheme.activation
+        if quant is not None and quant.global_scale:
+            return self.a1_gscale, self.a2_gscale
+        return self.a1_scale, self.a2_scale
 
     @property
     def tensors(self) -> tuple[Tensor | None, ...]:
@@ -139,14 +160,16 @@ TENSORS = tuple(f.name for f in fields(FusedMoEQuantConfig) if f.name != "scheme
 def _needed(scheme: Scheme) -> dict[str, bool]:
     """Which tensors a scheme takes; all of those are needed."""
     weight, activation = scheme.weight, scheme.activation
+    of_rows = weight is not None and weight.channel_scale
     rules = {
-        "scale": weight is not None,
-        "zp": weight is not None and weight.zero_point,
-        "gscale": weight is not None and weight.global_scale,
+        "w{}_scale": weight is not None,
+        "w{}_zp": weight is not None and weight.zero_point,
+        "w{}_gscale": weight is not None and weight.global_scale and not of_rows,
+        "g{}_alphas": of_rows,
+        "a{}_scale": activation is not None and activation.static,
+        "a{}_gscale": activation is not None and activation.global_scale,
     }
-    static = activation is not None and activation.static
-    needed = {f"{w}_{name}": rule for name, rule in rules.items() for w in ("w1", "w2")}
-    return {**needed, "a1_scale": static, "a2_scale": static}
+    return {name.format(i): rule for name, rule in rules.items() for i in (1, 2)}
 
 
 def _flatten(config: FusedMoEQuantConfig) -> tuple[list[Any], Any]:

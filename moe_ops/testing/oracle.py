@@ -11,7 +11,13 @@ from torch import Tensor
 from moe_ops.activation import formula
 from moe_ops.reference import activation as activations
 from moe_ops.reference.slots import local_experts
-from moe_ops.scheme import FusedMoEQuantConfig, dequantize_weight, get_scheme, quantize_weight
+from moe_ops.scheme import (
+    FLOAT8_E4M3_MAX,
+    FusedMoEQuantConfig,
+    dequantize_weight,
+    get_scheme,
+    quantize_weight,
+)
 from moe_ops.testing.problems import Inputs, Problem
 
 
@@ -71,10 +77,12 @@ def quantize_inputs(problem: Problem, inputs: Inputs) -> Quantized:
         exact = inputs._replace(w1=w1, w2=w2)
     rest: dict[str, Any] = {"w1_bias": inputs.w1_bias, "w2_bias": inputs.w2_bias}
     quant = scheme.activation
-    if quant is not None and quant.static:
-        for name, rows in zip(("a1_scale", "a2_scale"), _exact_rows(problem, exact), strict=True):
+    if quant is not None and (quant.static or quant.global_scale):
+        kind = "gscale" if quant.global_scale else "scale"
+        largest = quant.element.largest * (FLOAT8_E4M3_MAX if quant.global_scale else 1)
+        for i, rows in enumerate(_exact_rows(problem, exact), 1):
             amax = torch.cat([rows.flatten().abs(), rows.new_full((1,), 0.01)]).amax()
-            rest[name] = (amax / quant.element.largest).float().view(1).to(inputs.w1.device)
+            rest[f"a{i}_{kind}"] = (amax / largest).float().view(1).to(inputs.w1.device)
     config = FusedMoEQuantConfig.from_weights(scheme, *stored, **rest)
     bare = inputs._replace(w1=stored[0].data, w2=stored[1].data, w1_bias=None, w2_bias=None)
     return Quantized(bare, config, exact)

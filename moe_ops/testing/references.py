@@ -12,9 +12,13 @@ from moe_ops.reference import activation as activations
 from moe_ops.reference import weight_and_reduce
 from moe_ops.reference.quantize import quantize_rows
 from moe_ops.reference.slots import local_experts
-from moe_ops.scheme import FusedMoEQuantConfig, Quant, dequantize_weight, get_scheme
-from moe_ops.scheme.rounding import decode
-from moe_ops.tensors import QTensor
+from moe_ops.scheme import (
+    FusedMoEQuantConfig,
+    Quant,
+    dequantize_rows,
+    dequantize_weight,
+    get_scheme,
+)
 from moe_ops.testing.problems import Inputs, Problem
 
 
@@ -69,7 +73,8 @@ def reference_experts(
     if problem.on_input and not late:
         rows = torch.where(used[:, None], rows * weight, 0)
         rows = rows.to(dtype).float() if quant is None else rows
-    rows = _as_stored(rows, config.a1_scale, quant, sharing, used)
+    a1_scale, a2_scale = config.input_scales
+    rows = _as_stored(rows, a1_scale, quant, sharing, used)
     product = _products(rows, w1, expert)
     product = product * weight if late else product
     product = product if b1 is None else product + b1.float()[expert]
@@ -78,7 +83,7 @@ def reference_experts(
     h = _activated(product, rule).to(dtype).float()
     if roundings.chunk_size is not None:
         sharing = token // roundings.chunk_size
-    h = _as_stored(h, config.a2_scale, quant, sharing, used)
+    h = _as_stored(h, a2_scale, quant, sharing, used)
     y = _products(h, w2, expert)
     y = (y if b2 is None else y + b2.float()[expert]).to(dtype).view(tokens, k, x.shape[1])
     on_output = None if problem.on_input else weights
@@ -88,12 +93,10 @@ def reference_experts(
 
 def _numbers(inputs: Inputs, config: FusedMoEQuantConfig) -> tuple[Tensor, Tensor]:
     """The weights in float32, as the products take them."""
-    first = QTensor(inputs.w1, config.w1_scale, config.w1_zp, config.w1_gscale)
-    second = QTensor(inputs.w2, config.w2_scale, config.w2_zp, config.w2_gscale)
-    scheme = config.scheme
+    stored, scheme = config.weights(inputs.w1, inputs.w2), config.scheme
     # Rows that are quantized take the stored values themselves, others weights of their own dtype.
     dtype = torch.float32 if scheme.activation is not None else inputs.hidden_states.dtype
-    w1, w2 = (dequantize_weight(q, scheme, dtype).float() for q in (first, second))
+    w1, w2 = (dequantize_weight(q, scheme, dtype).float() for q in stored)
     return w1, w2
 
 
@@ -122,7 +125,5 @@ def _as_stored(
         mine = used & (shares == share)
         part = rows[mine][None]
         q, each = quantize_rows(part, scale, used[mine][None], quant)
-        if quant.local:
-            each = each.repeat_interleave(quant.group.cols, -1)[..., : rows.shape[1]]
-        out[mine] = (decode(q, quant.element) * each)[0]
-    return out
+        out[mine] = dequantize_rows(q, each, quant)[0]
+    return out * scale.float() if quant.global_scale and scale is not None else out

@@ -13,7 +13,7 @@ from moe_ops.pipeline.experts.batched import BatchedExperts
 from moe_ops.pipeline.experts.supports import EVERY_SCHEME, Supports
 from moe_ops.pipeline.formats import ExpertTokensMetadata
 from moe_ops.pipeline.gemms import expert_weights
-from moe_ops.scheme import Quant, Scheme, dequantize_weight
+from moe_ops.scheme import Quant, Scheme, dequantize_rows, dequantize_weight
 from moe_ops.tensors import ExpertWeight, QTensor
 
 
@@ -53,7 +53,7 @@ class NaiveBatchedExperts(BatchedExperts):
         quant = scheme.activation
 
         if quant is not None and a1q_scale is None:
-            rows = (hidden_states, self.quant_config.a1_scale, counts)
+            rows = (hidden_states, weights.a1_scale, counts)
             hidden_states, a1q_scale = ops.batched_quantize(*rows, quant.key)
         x = _dequantized(hidden_states, a1q_scale, quant)
         product = _products(x, weights.w1, scheme).to(dtype)
@@ -82,6 +82,4 @@ def _dequantized(x: Tensor, scale: Tensor | None, quant: Quant | None) -> Tensor
     """Rows as float32."""
     if scale is None or quant is None:
         return x.float()
-    if quant.local:
-        scale = scale.repeat_interleave(quant.group.cols, -1)[..., : x.shape[-1]]
-    return x.float() * scale
+    return dequantize_rows(x, scale, quant)

@@ -1,0 +1,60 @@
+"""Launchers of the expert GEMMs that dequantize both operands: the kernel of `weight_only_gemm`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from moe_ops.fake_impls.decoded_gemm import decoded_gemm as empty_rows
+from moe_ops.fake_impls.decoded_gemm import decoded_gemm_act as empty_activated_rows
+from moe_ops.kernels.weight_only_gemm import Operands, multiply
+from moe_ops.tensors import QTensor
+
+
+def decoded_gemm(
+    a: Tensor,
+    a_scale: Tensor,
+    w: Tensor,
+    w_scale: Tensor,
+    w_global_scale: Tensor | None,
+    bias: Tensor | None,
+    sorted_token_ids: Tensor,
+    expert_ids: Tensor,
+    num_tokens_post_padded: Tensor,
+    row_tiles: Sequence[int],
+    top_k: int,
+    scheme: str,
+    out_dtype: torch.dtype,
+) -> Tensor:
+    """Launch one program for each tile that the plan may hold."""
+    plan = (sorted_token_ids, expert_ids, num_tokens_post_padded)
+    rest = (bias, *plan, row_tiles, top_k, scheme, out_dtype)
+    out = empty_rows(a, a_scale, w, w_scale, w_global_scale, *rest)
+    operands = Operands(a, a_scale, QTensor(w, w_scale, None, w_global_scale), bias)
+    return multiply(out, operands, plan, row_tiles, top_k, scheme, None)
+
+
+def decoded_gemm_act(
+    a: Tensor,
+    a_scale: Tensor,
+    w: Tensor,
+    w_scale: Tensor,
+    w_global_scale: Tensor | None,
+    bias: Tensor | None,
+    sorted_token_ids: Tensor,
+    expert_ids: Tensor,
+    num_tokens_post_padded: Tensor,
+    row_tiles: Sequence[int],
+    top_k: int,
+    scheme: str,
+    out_dtype: torch.dtype,
+    activation: str,
+) -> Tensor:
+    """Launch one program for each tile that the plan may hold."""
+    plan = (sorted_token_ids, expert_ids, num_tokens_post_padded)
+    rest = (bias, *plan, row_tiles, top_k, scheme, out_dtype, activation)
+    out = empty_activated_rows(a, a_scale, w, w_scale, w_global_scale, *rest)
+    operands = Operands(a, a_scale, QTensor(w, w_scale, None, w_global_scale), bias)
+    return multiply(out, operands, plan, row_tiles, top_k, scheme, activation)
