@@ -67,6 +67,22 @@ def test_kernels_choose_as_references(scoring, kind, experts, k, device):
             assert torch.equal(weights.cpu(), expected[0])
 
 
+@pytest.mark.parametrize("experts", [1, 60, 128, 300])
+@pytest.mark.parametrize("scoring", SCORING)
+def test_programs_of_several_tokens(scoring, experts, device, monkeypatch):
+    """What they choose does not depend on how many a program routes; the last one has fewer."""
+    kernels = pytest.importorskip("moe_ops.kernels.routing")
+    logits = make_logits("broken", 6, experts, 0)
+    bias = torch.linspace(-0.1, 0.1, experts)
+    for call in (Call(1, True, scoring, bias, 2.5), Call(min(experts, 8), True, scoring, None, 1)):
+        results = []
+        for many in (2**30, 1):
+            monkeypatch.setattr(kernels, "MANY_TOKENS", many)
+            results.append(ops.fused_topk(logits.to(device), *call.arguments(device)))
+            assert_routed(logits, call, *results[-1])
+        assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
 @pytest.mark.parametrize("scoring_func", ["softmax", "sigmoid"])
 def test_logits_that_are_not_finite_score_zero(scoring_func, device):
     nan, inf = torch.nan, torch.inf

@@ -1,4 +1,4 @@
-"""Triton kernels of the routing stage: one program routes one token."""
+"""Triton kernels of the routing stage: one program routes one token (or, in top-k, a few)."""
 
 from __future__ import annotations
 
@@ -17,54 +17,36 @@ from moe_ops.kernels.launch import Launch
 from moe_ops.kernels.routing_scores import (
     LOWEST,
     best_positions,
+    chosen_weights,
+    in_best_groups,
     is_finite,
-    scores,
+    load_rows,
     scores_and_choice,
     softmax_terms,
     store_routing,
 )
 from moe_ops.kernels.slots import dense, next_power_of_2
+from moe_ops.tiles import cdiv
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens"])
 def _fused_topk_kernel(
-    gating_output, bias, topk_weights, topk_ids, stride_row, NUM_EXPERTS,
+    gating_output, bias, topk_weights, topk_ids, num_tokens, stride_row, NUM_EXPERTS,
     SCALE: tl.constexpr, TOPK: tl.constexpr, RENORMALIZE: tl.constexpr, SCORING: tl.constexpr,
-    EXPERTS: tl.constexpr, SLOTS: tl.constexpr,
+    TOKENS: tl.constexpr, EXPERTS: tl.constexpr, SLOTS: tl.constexpr,
 ):  # fmt: skip
-    """All experts compete."""
-    token = tl.program_id(0).to(tl.int64)
-    expert = tl.arange(0, EXPERTS)
-    score, choice = scores_and_choice(
-        gating_output + token * stride_row, bias, expert, expert < NUM_EXPERTS, SCORING
-    )
-    weights, ids = best_positions(choice, score, TOPK, EXPERTS, SLOTS)
-    at = token * TOPK
-    store_routing(topk_weights + at, topk_ids + at, weights, ids, TOPK, RENORMALIZE, SCALE, SLOTS)
-
-
-@triton.jit
-def _in_best_groups(
-    choice, NUM_GROUPS: tl.constexpr, TOPK_GROUP: tl.constexpr, BEST: tl.constexpr,
-    GROUPS: tl.constexpr, WIDTH: tl.constexpr,
-):  # fmt: skip
-    """``choice`` with -inf outside of the groups whose BEST (one or two) largest sum is best."""
-    members = tl.reshape(choice, (GROUPS, WIDTH))
-    group_score = tl.max(members, 1)
-    if BEST == 2:
-        first = tl.argmax(members, 1, tie_break_left=True)
-        others = tl.where(tl.arange(0, WIDTH)[None, :] == first[:, None], float("-inf"), members)
-        group_score = group_score + tl.max(others, 1)
-    group = tl.arange(0, GROUPS)
-    group_score = tl.where(group < NUM_GROUPS, tl.maximum(group_score, LOWEST), float("-inf"))
-    # No reshape back: Triton 3.6 reorders one that only an argmax reads, and so its positions.
-    own_group = tl.arange(0, GROUPS * WIDTH) // WIDTH
-    kept = tl.zeros((GROUPS * WIDTH,), dtype=tl.int32)
-    for _ in range(TOPK_GROUP):
-        best = tl.argmax(group_score, 0, tie_break_left=True)
-        kept = tl.where(own_group == best, 1, kept)
-        group_score = tl.where(group == best, float("-inf"), group_score)
-    return tl.where(kept > 0, choice, float("-inf"))
+    """All experts compete, for each of TOKENS tokens."""
+    token = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)[:, None]
+    expert, slot = tl.arange(0, EXPERTS)[None, :], tl.arange(0, SLOTS)[None, :]
+    rows = gating_output + token * stride_row
+    valid = expert < tl.where(token < num_tokens, NUM_EXPERTS, 0)
+    logits = load_rows(rows, valid, TOKENS, EXPERTS)
+    choice, peak, inverse = scores_and_choice(logits, bias, expert, valid, SCORING)
+    ids = best_positions(choice, TOPK, EXPERTS, SLOTS, bias is not None)
+    mask = slot < tl.where(token < num_tokens, TOPK, 0)
+    weights = chosen_weights(rows, ids, mask, peak, inverse, SCORING)
+    at = token * TOPK + slot
+    store_routing(topk_weights, topk_ids, at, mask, weights, ids, RENORMALIZE, SCALE)
 
 
 @triton.jit
@@ -79,14 +61,17 @@ def _grouped_topk_kernel(
     position = tl.arange(0, GROUPS * WIDTH)
     group, member = position // WIDTH, position % WIDTH
     valid = (group < NUM_GROUPS) & (member < GROUP_SIZE)
-    score, choice = scores_and_choice(
-        gating_output + token * stride_row, bias, group * GROUP_SIZE + member, valid, SCORING
-    )
-    choice = _in_best_groups(choice, NUM_GROUPS, TOPK_GROUP, BEST, GROUPS, WIDTH)
-    weights, chosen = best_positions(choice, score, TOPK, GROUPS * WIDTH, SLOTS)
+    row = gating_output + token * stride_row
+    expert = group * GROUP_SIZE + member
+    logits = tl.load(row + expert, mask=valid, other=0.0).to(tl.float32)
+    choice, peak, inverse = scores_and_choice(logits, bias, expert, valid, SCORING)
+    choice = in_best_groups(choice, NUM_GROUPS, TOPK_GROUP, BEST, GROUPS, WIDTH)
+    chosen = best_positions(choice[None, :], TOPK, GROUPS * WIDTH, SLOTS, bias is not None)
     ids = chosen // WIDTH * GROUP_SIZE + chosen % WIDTH
-    at = token * TOPK
-    store_routing(topk_weights + at, topk_ids + at, weights, ids, TOPK, RENORMALIZE, SCALE, SLOTS)
+    slot = tl.arange(0, SLOTS)[None, :]
+    weights = chosen_weights(row, ids, slot < TOPK, peak, inverse, SCORING)
+    at = token * TOPK + slot
+    store_routing(topk_weights, topk_ids, at, slot < TOPK, weights, ids, RENORMALIZE, SCALE)
 
 
 @triton.jit
@@ -109,11 +94,10 @@ def _hash_topk_kernel(
         valid = expert < NUM_EXPERTS
         logits = tl.load(row + expert, mask=valid, other=0.0).to(tl.float32)
         peak, inverse = softmax_terms(logits, valid & is_finite(logits))
-    logits = tl.load(row + ids, mask=known, other=0.0).to(tl.float32)
-    weights = scores(logits, known & is_finite(logits), peak, inverse, SCORING)
+    weights = chosen_weights(row, ids, known, peak, inverse, SCORING)
     ids = tl.where(known, ids, -1).to(tl.int32)
-    at = token * TOPK
-    store_routing(topk_weights + at, topk_ids + at, weights, ids, TOPK, RENORMALIZE, SCALE, SLOTS)
+    at = token * TOPK + slot
+    store_routing(topk_weights, topk_ids, at, slot < TOPK, weights, ids, RENORMALIZE, SCALE)
 
 
 @triton.jit
@@ -145,9 +129,13 @@ def _sparsemixer_kernel(
         left = left & (expert != best)
 
 
+MANY_TOKENS = 2048
+"""From here on a program routes several tokens: otherwise it would end before others begin."""
+
+
 def _block(count: int) -> int:
-    """Lanes for ``count`` entries; a reduction wants two at least."""
-    return next_power_of_2(max(count, 2))
+    """Lanes for ``count`` entries; a reduction wants two at least, also of pairs."""
+    return next_power_of_2(max(count, 4))
 
 
 def _num_warps(lanes: int) -> int:
@@ -171,11 +159,13 @@ def _by_rows(gating_output: Tensor) -> Tensor:
 
 @lru_cache(maxsize=1024)
 def _topk_launch(
-    num_experts: int, topk: int, renormalize: bool, scoring_func: str, scale: float
+    tokens: int, num_experts: int, topk: int, renormalize: bool, scoring_func: str, scale: float
 ) -> Launch:
+    """The kernel for some tokens a program."""
     return Launch(
         _fused_topk_kernel,
         **_meaning(topk, renormalize, scoring_func, scale),
+        TOKENS=tokens,
         EXPERTS=_block(num_experts),
         num_warps=_num_warps(num_experts),
     )
@@ -189,15 +179,17 @@ def fused_topk(
     scoring_func: str,
     routed_scaling_factor: float,
 ) -> tuple[Tensor, Tensor]:
-    """Launch one program a token."""
+    """Launch one program a token, or a few tokens where there are many."""
     bias, how = e_score_correction_bias, (topk, renormalize, scoring_func, routed_scaling_factor)
     result = empty_topk(gating_output, bias, *how)
     tokens, num_experts = gating_output.shape
     if tokens:
         logits = _by_rows(gating_output)
-        _topk_launch(num_experts, *how)(
-            (tokens,), logits, dense(bias), *result, logits.stride(0), num_experts
-        )
+        each = max(1, 512 // _block(num_experts)) if tokens >= MANY_TOKENS else 1
+        _topk_launch(each, num_experts, *how)(
+            (cdiv(tokens, each),), logits, dense(bias), *result,
+            tokens, logits.stride(0), num_experts,
+        )  # fmt: skip
     return result
 
 

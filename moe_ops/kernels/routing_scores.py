@@ -1,4 +1,4 @@
-"""What the routing kernels share: scores of a row, rounds of argmax, final weights.
+"""What the routing kernels share: scores of rows, the positions of the best, final weights.
 
 Scores are computed in float64 and rounded once to float32, so that they, and the experts chosen by
 them, are those of the reference.
@@ -26,12 +26,23 @@ def _log1p(z):
 
 
 @triton.jit
+def _softmax(x, finite):
+    """Along the last axis: the largest, ``exp(x - largest)``, and one over their sum (or 0).
+
+    What is not finite counts as -inf, whose exponential is 0.
+    """
+    x = tl.where(finite, x, float("-inf"))
+    peak = tl.maximum(tl.max(x, -1, keep_dims=True), LOWEST).to(tl.float64)
+    weight = tl.exp(x.to(tl.float64) - peak)
+    total = tl.sum(weight, -1, keep_dims=True)
+    return peak, weight, tl.where(total > 0, 1.0 / tl.where(total > 0, total, 1.0), 0.0)
+
+
+@triton.jit
 def softmax_terms(logits, finite):
     """The largest logit, and one over the sum of ``exp(logit - largest)`` (0 without any)."""
-    peak = tl.max(tl.where(finite, logits, LOWEST), 0).to(tl.float64)
-    weight = tl.where(finite, tl.exp(tl.where(finite, logits.to(tl.float64) - peak, 0.0)), 0.0)
-    total = tl.sum(weight, 0)
-    return peak, tl.where(total > 0, 1.0 / tl.where(total > 0, total, 1.0), 0.0)
+    peak, _, inverse = _softmax(logits, finite)
+    return peak, inverse
 
 
 @triton.jit
@@ -51,46 +62,103 @@ def scores(logits, finite, peak, inverse, SCORING: tl.constexpr):
 
 
 @triton.jit
-def scores_and_choice(gating_output, bias, expert, valid, SCORING: tl.constexpr):
-    """A row's scores, and what its experts are chosen by: -inf is no expert."""
-    logits = tl.load(gating_output + expert, mask=valid, other=0.0).to(tl.float32)
-    finite = valid & is_finite(logits)
-    peak, inverse = 0.0, 0.0
-    if SCORING == "softmax":
-        peak, inverse = softmax_terms(logits, finite)
-    score = scores(logits, finite, peak, inverse, SCORING)
-    choice = score
-    if bias is not None:
-        choice = choice + tl.load(bias + expert, mask=valid, other=0.0).to(tl.float32)
-        choice = tl.where(is_finite(choice), choice, LOWEST)
-    return score, tl.where(valid, choice, float("-inf"))
+def load_rows(rows, valid, TOKENS: tl.constexpr, EXPERTS: tl.constexpr):
+    """``(TOKENS, EXPERTS)`` float32 logits.
+
+    Loaded in pairs: of wider loads, a thread would get experts (and later slots) side by side, of
+    which there are fewer than threads.
+    """
+    pair, which = tl.arange(0, EXPERTS // 2)[None, :, None], tl.arange(0, 2)[None, None, :]
+    at = rows[:, :, None] + (2 * pair + which)
+    mask = tl.reshape(valid, (TOKENS, EXPERTS // 2, 2))
+    logits = tl.load(at, mask=mask, other=0.0).to(tl.float32)
+    return tl.reshape(logits, (TOKENS, EXPERTS))
 
 
 @triton.jit
-def best_positions(choice, score, TOPK: tl.constexpr, COUNT: tl.constexpr, SLOTS: tl.constexpr):
-    """TOPK rounds of argmax, ties to the lowest position; scores and positions of the chosen."""
-    position = tl.arange(0, COUNT)
-    slot = tl.arange(0, SLOTS)
-    weights = tl.zeros((SLOTS,), dtype=tl.float32)
-    chosen = tl.zeros((SLOTS,), dtype=tl.int32)
+def scores_and_choice(logits, bias, expert, valid, SCORING: tl.constexpr):
+    """What the experts of rows are chosen by (-inf is no expert), and a softmax's terms."""
+    finite = valid & is_finite(logits)
+    peak, inverse = 0.0, 0.0
+    if SCORING == "softmax":
+        peak, weight, inverse = _softmax(logits, finite)
+        choice = (weight * inverse).to(tl.float32)
+    else:
+        choice = scores(logits, finite, peak, inverse, SCORING)
+    if bias is not None:
+        choice = choice + tl.load(bias + expert, mask=valid, other=0.0).to(tl.float32)
+        choice = tl.where(is_finite(choice), choice, LOWEST)
+    return tl.where(valid, choice, float("-inf")), peak, inverse
+
+
+@triton.jit
+def in_best_groups(
+    choice, NUM_GROUPS: tl.constexpr, TOPK_GROUP: tl.constexpr, BEST: tl.constexpr,
+    GROUPS: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """``choice`` with -inf outside of the groups whose BEST (one or two) largest sum is best."""
+    members = tl.reshape(choice, (GROUPS, WIDTH))
+    group_score = tl.max(members, 1)
+    if BEST == 2:
+        first = tl.argmax(members, 1, tie_break_left=True)
+        others = tl.where(tl.arange(0, WIDTH)[None, :] == first[:, None], float("-inf"), members)
+        group_score = group_score + tl.max(others, 1)
+    group = tl.arange(0, GROUPS)
+    group_score = tl.where(group < NUM_GROUPS, tl.maximum(group_score, LOWEST), float("-inf"))
+    # No reshape back: Triton 3.6 reorders one that only an argmax reads, and so its positions.
+    own_group = tl.arange(0, GROUPS * WIDTH) // WIDTH
+    kept = tl.zeros((GROUPS * WIDTH,), dtype=tl.int32)
+    for _ in range(TOPK_GROUP):
+        best = tl.argmax(group_score, 0, tie_break_left=True)
+        kept = tl.where(own_group == best, 1, kept)
+        group_score = tl.where(group == best, float("-inf"), group_score)
+    return tl.where(kept > 0, choice, float("-inf"))
+
+
+@triton.jit
+def best_positions(
+    choice, TOPK: tl.constexpr, COUNT: tl.constexpr, SLOTS: tl.constexpr, SIGNED: tl.constexpr
+):
+    """The TOPK largest of each row of ``(rows, COUNT)``, ties to the lowest position.
+
+    Rounds of a maximum and of the lowest position that has it, both of integers, which a warp
+    reduces in one instruction. They look at the better of each two neighbours.
+    """
+    if SIGNED:  # not only -inf is negative
+        choice = choice + 0.0  # no negative zero
+    key = choice.to(tl.int32, bitcast=True)
+    if SIGNED:
+        key = key ^ ((key >> 31) & 0x7FFFFFFF)
+    even, odd = tl.split(tl.reshape(key, (key.shape[0], COUNT // 2, 2)))
+    better, worse = tl.maximum(even, odd), tl.minimum(even, odd)
+    at = 2 * tl.arange(0, COUNT // 2)[None, :] + (odd > even).to(tl.int32)
+    slot = tl.arange(0, SLOTS)[None, :]
+    chosen = tl.zeros((key.shape[0], SLOTS), dtype=tl.int32)
     for j in range(TOPK):
-        best = tl.argmax(choice, 0, tie_break_left=True)
-        weight = tl.sum(tl.where(position == best, score, 0.0), 0)
-        weights = tl.where(slot == j, weight, weights)
-        chosen = tl.where(slot == j, best, chosen)
-        choice = tl.where(position == best, float("-inf"), choice)
-    return weights, chosen
+        best = tl.max(better, 1, keep_dims=True)
+        position = tl.min(tl.where(better == best, at, COUNT), 1, keep_dims=True)
+        chosen = tl.where(slot == j, position, chosen)
+        taken = at == position
+        better = tl.where(taken, worse, better)
+        worse = tl.where(taken, -0x80000000, worse)  # less than -inf
+        at = tl.where(taken, at ^ 1, at)
+    return chosen
+
+
+@triton.jit
+def chosen_weights(rows, ids, known, peak, inverse, SCORING: tl.constexpr):
+    """The scores of some experts of rows."""
+    logits = tl.load(rows + ids, mask=known, other=0.0).to(tl.float32)
+    return scores(logits, known & is_finite(logits), peak, inverse, SCORING)
 
 
 @triton.jit
 def store_routing(
-    topk_weights, topk_ids, weights, ids, TOPK: tl.constexpr, RENORMALIZE: tl.constexpr,
-    SCALE: tl.constexpr, SLOTS: tl.constexpr,
+    topk_weights, topk_ids, at, mask, weights, ids, RENORMALIZE: tl.constexpr, SCALE: tl.constexpr
 ):  # fmt: skip
-    """Divide by the sum (in float64, rounded to float32), multiply, and write a token's slots."""
+    """Divide by the sum (in float64, rounded to float32), multiply, and write tokens' slots."""
     if RENORMALIZE:
-        total = tl.sum(weights.to(tl.float64), 0).to(tl.float32)
+        total = tl.sum(weights.to(tl.float64), -1, keep_dims=True).to(tl.float32)
         weights = tl.div_rn(weights, tl.where(total > 0, total, 1.0))
-    slot = tl.arange(0, SLOTS)
-    tl.store(topk_weights + slot, weights * SCALE, mask=slot < TOPK)
-    tl.store(topk_ids + slot, ids, mask=slot < TOPK)
+    tl.store(topk_weights + at, weights * SCALE, mask=mask)
+    tl.store(topk_ids + at, ids, mask=mask)
