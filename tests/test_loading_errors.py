@@ -107,7 +107,7 @@ def test_no_memory_is_undefined_after_a_lenient_load(source):
         ("fp8_channel", {"experts.0.up_proj.weight": torch.ones(I, H)}, "dtype must be"),
         ("fp8_channel", {"experts.0.up_proj.weight_scale": torch.ones(I + 1, 1)}, "shape must be"),
         ("fp8_channel", {"experts.0.up_proj.weight_scale": torch.full((I, 1), torch.nan)},
-         "scales must be finite, got 24"),
+         "scales must be finite and positive, got 24"),
         ("fp8_tensor", {"experts.0.up_proj.weight_scale": torch.ones(2)}, "one number"),
         ("fp8_tensor_static", {"experts.3.up_proj.input_scale": torch.tensor(0.75)},
          "input_scales of w1 and w3 of a layer must be equal. But got .* vs. 0.75"),

@@ -20,11 +20,11 @@ def words(codes, bits=4):
     return torch.where(packed >= 2**31, packed - 2**32, packed).to(torch.int32)
 
 
-def load(scheme, source, **options):
+def load(scheme, source, layout="auto", **options):
     layers = []
     for rank in RANKS:
         layer = moe_ops.FusedMoE(E, K, H, I, quant_config=scheme, **rank, **options)
-        assert moe_ops.load_checkpoint(layer, source, progress=False).is_complete
+        assert moe_ops.load_checkpoint(layer, source, progress=False, layout=layout).is_complete
         layers.append(layer)
     return layers
 
@@ -151,13 +151,14 @@ def test_awq(scheme):
 @pytest.mark.parametrize(
     "scheme", ["int4_w4a16_g128_zp", "int4_w4a16_g128", "int8_w8a16_g128", "int4_w4a16_channel"]
 )
-def test_gptq(scheme):
+@pytest.mark.parametrize("less", [1, 0])
+def test_gptq(scheme, less):
+    """Version 1, and version 2, whose zero points are what they are."""
     bits = 8 if scheme.startswith("int8") else 4
     experts = Experts.random(E, H, I).quantized(scheme)
-    if scheme.endswith("zp"):  # stored one less, so that 0 cannot be
-        experts = Experts(
-            *(q._replace(zero_point=q.zero_point.clamp(min=0x11) | 0x11) for q in experts)
-        )
+    if scheme.endswith("zp"):  # stored one less: 0 as 15
+        experts.gate.zero_point[3, :5] &= 0xF0
+        experts.down.zero_point[3, :5] = 0
 
     def rules(q, e):
         codes = codes_of(q, e, bits)
@@ -166,11 +167,12 @@ def test_gptq(scheme):
             zero = unpack(q.zero_point, 1)[e]
         return {
             "qweight": words(codes.t().contiguous().t(), bits).t(),
-            "qzeros": words(zero.t() - 1, bits), "scales": q.scale[e].t(),
+            "qzeros": words(zero.t() - less & 2**bits - 1, bits), "scales": q.scale[e].t(),
             "g_idx": torch.arange(zero.shape[1]).repeat_interleave(codes.shape[1] // zero.shape[1]),
         }  # fmt: skip
 
-    check(scheme, experts, rewritten(experts, rules))
+    source = rewritten(experts, rules)
+    check(scheme, experts, source, layout="auto" if less else "gptq_v2")
 
 
 def test_act_order_is_refused():

@@ -45,7 +45,12 @@ def test_return_values():
     ("shard", "expert", "shape", "message"),
     [
         ("w4", 0, (I, H), r"shard_id must be \['w1','w2','w3'\] but got w4"),
-        ("w1", 0, (I, H + 1), r"w \(w13_weight\): shape must be \(512, 256\), got \(512, 257\)"),
+        (
+            "w1",
+            0,
+            (I, H + 1),
+            r"w \(w13_weight\[0\]\): shape must be \(512, 256\), got \(512, 257\)",
+        ),
         ("w1", E, (I, H), "expert_id must be in 0..7, got 8"),
         ("w1", -1, (I, H), "expert_id must be in 0..7, got -1"),
     ],

@@ -30,7 +30,7 @@ KINDS = {
 """The last part of a name, and what it is. Scales multiply, except those in `DIVISORS`."""
 
 DIVISORS = ("weight_global_scale", "input_global_scale")
-UNUSED_WHERE_ABSENT = ("input_scale", "input_global_scale", "shape")
+UNUSED_WHERE_ABSENT = ("input_scale", "input_global_scale")
 """Kinds that a layer without such a parameter does not need."""
 
 

@@ -187,7 +187,7 @@ class Placing:
             if not rows:
                 continue
             one = x[i] if piece.expert is None and not piece.is_shared else x
-            for shard, part in self._canonical(one.to(layer.w13_weight.device), piece, form):
+            for shard, part in self._canonical(one, piece, form, expert):
                 if piece.is_shared and len(experts) > 1 and part.dim():
                     axis = min(int(shard == "w2"), part.dim() - 1)
                     part = part.chunk(len(experts), axis)[i]
@@ -200,14 +200,22 @@ class Placing:
         if x.dim() == 0 or x.shape[0] not in (count, with_identity):
             raise ValueError(f"shape must begin with {count} experts, got {tuple(x.shape)}")
 
-    def _canonical(self, x: Tensor, piece: Piece, form: Form) -> Iterator[tuple[str, Tensor]]:
-        if piece.shard != "w13":
-            yield piece.shard, canonical(piece.kind, x, piece.suffix, form)
-            return
+    def _canonical(
+        self, x: Tensor, piece: Piece, form: Form, expert: int
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Shards of one expert; an error says which one it is, where the name does not."""
+        x = x.to(self.layer.w13_weight.device)
         interleaved = self.layout.interleaved
         if interleaved is None:
             interleaved = self.layer.sizes.interleaved
-        yield from zip(("w1", "w3"), halves(piece, x, form, interleaved), strict=True)
+        try:
+            if piece.shard == "w13":
+                return zip(("w1", "w3"), halves(piece, x, form, interleaved), strict=True)
+            return iter([(piece.shard, canonical(piece.kind, x, piece.suffix, form))])
+        except (TypeError, ValueError) as error:
+            if piece.expert is not None:
+                raise
+            raise type(error)(f"expert {expert}: {error}") from None
 
     def _copy(self, piece: Piece, shard: str, x: Tensor, rows: list[int]) -> None:
         spec = self._spec(piece)
@@ -239,12 +247,28 @@ class Placing:
                 raise ValueError("columns must be in the order of their groups (no act-order)")
         elif piece.suffix == "qzeros" and quant is not None and quant.element.offset:
             self._check_symmetric(entry.read(), quant.element.offset)
+        elif piece.kind == "shape":
+            self._check_shape(entry, piece)
         else:
             self.unexpected.append(entry.name)
+
+    def _check_shape(self, entry: Entry, piece: Piece) -> None:
+        """compressed-tensors says what a packed weight's size is, without what fills words up."""
+        if piece.expert is None or not self.layer.placement.rows.get(piece.expert):
+            return
+        form, found = (
+            self.layer.form(self.specs["w2_weight"], piece.shard, self.layout),
+            entry.read(),
+        )
+        if found.flatten().tolist() != [form.n, form.k]:
+            raise ValueError(f"numbers must be {[form.n, form.k]}, got {found.tolist()}")
 
     def _check_symmetric(self, words: Tensor, offset: int) -> None:
         """Zero points of a scheme without any are all the offset; GPTQ's may be one less."""
         values = words.contiguous().view(torch.uint8)
         codes = torch.stack((values & 15, values >> 4)) if offset == 8 else values
-        if not any(bool((codes == offset - less).all()) for less in (0, 1)):
+        offsets = [offset]
+        if self.layout.zeros_plus_one and not self.layout.awq:
+            offsets.append(offset - 1)
+        if not any(bool((codes == number).all()) for number in offsets):
             raise ValueError(f"zero points must all be {offset} for a scheme without them")

@@ -78,8 +78,8 @@ def _weight(x: Tensor, suffix: str, form: Form) -> Tensor:
     if suffix == "blocks":  # (N, K / 32, 16)
         x = x.flatten(-2)
     if x.dtype == torch.int32 and quant.dtype == torch.uint8:
-        _expect(x, (n, k // per_word))
-        return x.contiguous().view(torch.uint8)
+        _expect(x, (n, cdiv(k, per_word)))
+        return x.contiguous().view(torch.uint8)[:, : k * bits // 8]
     _expect(x, (n, k * bits // 8))
     if quant.element.offset == 128 and x.dtype == torch.int8:
         return x.view(torch.uint8) ^ 128
@@ -127,8 +127,8 @@ def _scale(x: Tensor, suffix: str, form: Form) -> Tensor:
     if quant.per_tensor:
         return _single(x)
     shape = quant.weight_scale_shape(1, n, k)[1:]
-    if suffix == "scales" and x.dim() == 2 and tuple(x.shape) == shape[::-1] != shape:
-        x = x.t()  # AWQ and GPTQ: (G, N)
+    if suffix == "scales" and quant.scale == "input" and tuple(x.shape) == shape[::-1]:
+        x = x.t()  # AWQ and GPTQ: (G, N); gpt-oss calls its own, (N, G), the same
     if len(shape) == 1:
         _expect(x, (n,), (n, 1))
         return x.reshape(n)
@@ -140,22 +140,27 @@ def _scale(x: Tensor, suffix: str, form: Form) -> Tensor:
 
 
 def _scale_numbers(x: Tensor, quant: Quant, dtype: torch.dtype) -> Tensor:
-    """In the dtype of the parameter; no NaN, no infinity."""
+    """In the dtype of the parameter; no NaN, no infinity, and of the sign that its form has.
+
+    Blocks of zeros may have an e4m3 scale of 0. Scales of integers may be 0 too (an underflow), or
+    negative: AutoRound gives the magnitude that is largest the code -8.
+    """
     is_e8m0 = x.dtype in (torch.float8_e8m0fnu, torch.uint8)
     if quant.scale == "e8m0":
         _expect_dtype(x, torch.uint8, torch.float8_e8m0fnu)
         x = x.view(torch.uint8)
-        good = x != 255
+        good, rule = x != 255, "finite"
     elif quant.scale == "e4m3":
         _expect_dtype(x, torch.float8_e4m3fn)
-        good = x.float().isfinite()
+        good, rule = x.float().isfinite() & (x.float() >= 0), "finite and not negative"
     else:
         _expect_dtype(x, *_FLOATS, torch.uint8, torch.float8_e8m0fnu)
-        x = e8m0_value(x) if is_e8m0 else x
-        good = x.isfinite()
-        x = x.to(dtype)
+        x = (e8m0_value(x) if is_e8m0 else x).to(dtype)
+        good, rule = x.isfinite(), "finite"
+        if quant.scale != "input":
+            good, rule = good & (x > 0), "finite and positive"
     if not good.all():
-        raise ValueError(f"scales must be finite, got {int((~good).sum())} that are not")
+        raise ValueError(f"scales must be {rule}, got {int((~good).sum())} that are not")
     return x
 
 
@@ -178,11 +183,11 @@ def _zero_point(x: Tensor, suffix: str, form: Form) -> Tensor:
         _expect(x, (groups, n // per_word))
         if form.layout.awq:
             x = _awq(x, bits).t()
-        else:
-            x = _words(x, bits).t() + int(form.layout.zeros_plus_one)
+        else:  # a zero point of 0, less one, is stored as the largest number
+            x = _words(x, bits).t() + int(form.layout.zeros_plus_one) & 2**bits - 1
     elif x.dtype == torch.int32:
-        _expect(x, (n // per_word, groups))
-        x = _words(x.t(), bits).t()
+        _expect(x, (cdiv(n, per_word), groups))
+        x = _words(x.t(), bits).t()[:n]
     elif x.dtype == torch.int8:  # one to an entry, with a sign
         _expect(x, (n, groups))
         x = (x.int() + quant.element.offset).to(torch.uint8)

@@ -186,7 +186,7 @@ class WeightLoading(LoadSteps):
         try:
             x = canonical(spec.kind, x.to(param.device), suffix_of(name), form)
         except (TypeError, ValueError) as error:
-            raise type(error)(f"{name} ({spec.name}): {error}") from None
+            raise type(error)(f"{name} ({spec.name}[{row}]): {error}") from None
         self.place(param, spec, x, shard_id, row)
 
     def _load_by_name(self, param: Tensor, x: Tensor, name: str, shard_id: str, row: int) -> bool:
