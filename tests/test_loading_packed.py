@@ -62,6 +62,14 @@ def test_microscaling_of_compressed_tensors(kind):
         experts, lambda q, e: {name: q.data[e], "weight_scale": q.scale[e]}))  # fmt: skip
 
 
+def test_zero_points_by_themselves_do_not_say_their_order():
+    """AWQ and GPTQ have them in the same shape; `weight_loader` sees one tensor at a time."""
+    layer = moe_ops.FusedMoE(E, K, H, I, quant_config="int4_w4a16_g128_zp")
+    x = torch.zeros(H // 128, I // 8, dtype=torch.int32)
+    with pytest.raises(ValueError, match="qzeros must come with a layout that says awq"):
+        layer.weight_loader(layer.w13_weight_zero_point, x, "experts.0.w1.qzeros", "w1", 0)
+
+
 def refuses(scheme, source, message):
     layer = moe_ops.FusedMoE(E, K, H, I, quant_config=scheme)
     before = [p.clone() for p in layer.parameters()]

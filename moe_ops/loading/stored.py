@@ -181,6 +181,10 @@ def _zero_point(x: Tensor, suffix: str, form: Form) -> Tensor:
     if suffix == "qzeros":
         _expect_dtype(x, torch.int32)
         _expect(x, (groups, n // per_word))
+        if form.layout.awq is None:
+            raise ValueError(
+                "qzeros must come with a layout that says awq (load_checkpoint), got none"
+            )
         if form.layout.awq:
             x = _awq(x, bits).t()
         else:  # a zero point of 0, less one, is stored as the largest number

@@ -77,7 +77,8 @@ class WeightLoading(LoadSteps):
             this rank, nor for a tensor that belongs to no parameter.
 
         Raises:
-            ValueError: another ``shard_id`` or shape; input scales of gate and up that differ.
+            ValueError: another ``shard_id`` or shape; input scales of gate and up that differ; zero
+                points of AWQ or GPTQ, which do not say in which order they are.
             TypeError: another dtype.
 
         Source:
