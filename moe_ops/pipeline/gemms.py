@@ -19,13 +19,13 @@ def expert_weights(
     w2_bias: Tensor | None = None,
 ) -> ExpertWeights:
     """Weights together with what a configuration says of them."""
-    biases = (
-        config.w1_bias if w1_bias is None else w1_bias,
-        config.w2_bias if w2_bias is None else w2_bias,
-    )
+    b1 = config.w1_bias if w1_bias is None else w1_bias
+    b2 = config.w2_bias if w2_bias is None else w2_bias
+    if config.scheme.weight is None:
+        return ExpertWeights(ExpertWeight(w1, b1), ExpertWeight(w2, b2))
     scales, quant = config.input_scales, config.scheme.activation
     shared = scales if quant is not None and quant.global_scale else (None, None)
-    parts = zip(config.weights(w1, w2), biases, shared, strict=True)
+    parts = zip(config.weights(w1, w2), (b1, b2), shared, strict=True)
     first, second = (
         ExpertWeight(w.data, bias, w.scale, w.zero_point, _factor(w.global_scale, of_rows))
         for w, bias, of_rows in parts
