@@ -108,6 +108,14 @@ moe_align_block_size = _op(
     " bool pad_sorted_ids, bool ignore_invalid_experts)"
     " -> (Tensor sorted_token_ids, Tensor expert_ids, Tensor num_tokens_post_padded)",
 )
+topk_align = _op(
+    "topk_align",
+    "topk_align(Tensor gating_output, Tensor? e_score_correction_bias, SymInt topk,"
+    " bool renormalize, str scoring_func, float routed_scaling_factor, Tensor? expert_map,"
+    " int[] row_tiles, SymInt num_local_experts)"
+    " -> (Tensor topk_weights, Tensor topk_ids, Tensor sorted_token_ids, Tensor expert_ids,"
+    " Tensor num_tokens_post_padded)",
+)
 count_expert_num_tokens = _op(
     "align",
     "count_expert_num_tokens(Tensor topk_ids, Tensor? expert_map, SymInt num_local_experts)"

@@ -19,6 +19,7 @@ from moe_ops.kernels import (  # noqa: E402
     permute,
     quantize,
     routing,
+    topk_align,
     weight_and_reduce,
 )
 from moe_ops.ops import STAGES  # noqa: E402
@@ -35,7 +36,7 @@ def no_other_driver(monkeypatch):
     """Kernels cached for one architecture must not serve the next."""
     for module in (
         activation, align, batched, eplb, expert_gemm, permute, quantize, routing,
-        weight_and_reduce,
+        topk_align, weight_and_reduce,
     ):  # fmt: skip
         for value in vars(module).values():
             if hasattr(value, "device_caches"):
@@ -100,7 +101,10 @@ def launch_rest(tokens, experts=257, k=8):
                 empty(tokens, experts, dtype=torch.float32),
                 empty(experts, dtype=torch.float32),
             )
-            routing.fused_topk(logits, bias, k, True, scoring, 1.0)
+            how = (bias, k, True, scoring, 1.0)
+            routing.fused_topk(logits, *how)
+            for few in (logits[:1], logits[:, :128][:8]):
+                topk_align.topk_align(few, *how, None, ROW_TILES, few.shape[1])
         align.moe_align_block_size(ids, expert_map, ROW_TILES, experts, False, True)
         counts = align.count_expert_num_tokens(ids, None, experts)
         align.align_batched(counts, tokens, ROW_TILES)

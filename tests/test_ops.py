@@ -82,10 +82,9 @@ def routing_samples(x, weights, ids):
     load = torch.zeros(6, dtype=I32, device=device)
     replicas = torch.tensor([[0, 4], [1, -1], [2, 5], [3, -1]], device=device)
     return {
-        "fused_topk": [
-            (logits, None, K, True, "softmax", 1.0),
-            (logits, bias, K, False, "sigmoid", 2.0),
-        ],
+        "fused_topk": [(logits, None, K, True, "softmax", 1.0),
+                       (logits, bias, K, False, "sigmoid", 2.0)],
+        "topk_align": [(logits, bias, K, True, "softmax", 1.0, MAP.to(device), list(ROW_TILES), 3)],
         "grouped_topk": [
             (logits, bias, K, True, "sqrtsoftplus", 2.5, 2, 1),
             (logits, None, K, False, "softmax", 1.0, 2, 2),

@@ -77,17 +77,17 @@ def _fill(out, start, stop, first, step, value, CHUNK: tl.constexpr):
         tl.store(out + index, tl.zeros((CHUNK,), dtype=tl.int32) + value, mask=index < stop)
 
 
-@triton.jit(do_not_specialize=["num_slots", "num_rows", "num_tiles"])
-def _align_kernel(
-    topk_ids, expert_map, names, sorted_token_ids, expert_ids, num_tokens_post_padded,
-    num_slots, num_rows, num_tiles, num_experts, num_buckets,
-    TILE: tl.constexpr, BUCKETS: tl.constexpr, CHUNK: tl.constexpr,
+@triton.jit
+def place_bucket(
+    found, slot, names, sorted_token_ids, expert_ids, num_tokens_post_padded,
+    num_slots, num_rows, num_tiles, num_buckets, TILE: tl.constexpr, BUCKETS: tl.constexpr,
 ):  # fmt: skip
-    """One program places the slots of one bucket, and fills its share of what no bucket uses."""
+    """Place the slots of this program's bucket, and fill its share of what no bucket uses.
+
+    ``found`` has the bucket of every slot, in the order of the slots.
+    """
     bucket = tl.program_id(0)
     buckets = tl.arange(0, BUCKETS)
-    slot = tl.arange(0, CHUNK)
-    found = local_experts(topk_ids, expert_map, slot, slot < num_slots, num_experts, num_buckets)
     count = tl.histogram(tl.maximum(found, 0), BUCKETS, mask=found >= 0)
     tiles = (count + TILE - 1) // TILE
     first_tile = tl.sum(tl.where(buckets < bucket, tiles, 0))
@@ -108,6 +108,21 @@ def _align_kernel(
     _fill(expert_ids, used_tiles, num_tiles, bucket, num_buckets, -1, 128)
     if bucket == 0:
         tl.store(num_tokens_post_padded, used_tiles * TILE)
+
+
+@triton.jit(do_not_specialize=["num_slots", "num_rows", "num_tiles"])
+def _align_kernel(
+    topk_ids, expert_map, names, sorted_token_ids, expert_ids, num_tokens_post_padded,
+    num_slots, num_rows, num_tiles, num_experts, num_buckets,
+    TILE: tl.constexpr, BUCKETS: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    """One program an expert."""
+    slot = tl.arange(0, CHUNK)
+    found = local_experts(topk_ids, expert_map, slot, slot < num_slots, num_experts, num_buckets)
+    place_bucket(
+        found, slot, names, sorted_token_ids, expert_ids, num_tokens_post_padded,
+        num_slots, num_rows, num_tiles, num_buckets, TILE, BUCKETS,
+    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["num_slots", "num_rows", "num_tiles"])

@@ -20,7 +20,7 @@ from moe_ops.kernels.routing_scores import (
     chosen_weights,
     in_best_groups,
     is_finite,
-    load_rows,
+    route_tokens,
     scores_and_choice,
     softmax_terms,
     store_routing,
@@ -35,18 +35,12 @@ def _fused_topk_kernel(
     SCALE: tl.constexpr, TOPK: tl.constexpr, RENORMALIZE: tl.constexpr, SCORING: tl.constexpr,
     TOKENS: tl.constexpr, EXPERTS: tl.constexpr, SLOTS: tl.constexpr,
 ):  # fmt: skip
-    """All experts compete, for each of TOKENS tokens."""
-    token = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)[:, None]
-    expert, slot = tl.arange(0, EXPERTS)[None, :], tl.arange(0, SLOTS)[None, :]
-    rows = gating_output + token * stride_row
-    valid = expert < tl.where(token < num_tokens, NUM_EXPERTS, 0)
-    logits = load_rows(rows, valid, TOKENS, EXPERTS)
-    choice, peak, inverse = scores_and_choice(logits, bias, expert, valid, SCORING)
-    ids = best_positions(choice, TOPK, EXPERTS, SLOTS, bias is not None)
-    mask = slot < tl.where(token < num_tokens, TOPK, 0)
-    weights = chosen_weights(rows, ids, mask, peak, inverse, SCORING)
-    at = token * TOPK + slot
-    store_routing(topk_weights, topk_ids, at, mask, weights, ids, RENORMALIZE, SCALE)
+    """One program routes TOKENS tokens."""
+    route_tokens(
+        gating_output, bias, topk_weights, topk_ids, tl.program_id(0).to(tl.int64) * TOKENS,
+        num_tokens, stride_row, NUM_EXPERTS,
+        SCALE, TOPK, RENORMALIZE, SCORING, TOKENS, EXPERTS, SLOTS,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -153,22 +147,23 @@ def _meaning(topk: int, renormalize: bool, scoring_func: str, scale: float) -> d
     }
 
 
-def _by_rows(gating_output: Tensor) -> Tensor:
+def by_rows(gating_output: Tensor) -> Tensor:
     return gating_output if gating_output.stride(1) == 1 else gating_output.contiguous()
 
 
-@lru_cache(maxsize=1024)
-def _topk_launch(
+def topk_constants(
     tokens: int, num_experts: int, topk: int, renormalize: bool, scoring_func: str, scale: float
-) -> Launch:
+) -> dict[str, Any]:
+    """The constants of `route_tokens`."""
+    meaning = _meaning(topk, renormalize, scoring_func, scale)
+    return {**meaning, "TOKENS": tokens, "EXPERTS": _block(num_experts)}
+
+
+@lru_cache(maxsize=1024)
+def _topk_launch(tokens: int, num_experts: int, *how: Any) -> Launch:
     """The kernel for some tokens a program."""
-    return Launch(
-        _fused_topk_kernel,
-        **_meaning(topk, renormalize, scoring_func, scale),
-        TOKENS=tokens,
-        EXPERTS=_block(num_experts),
-        num_warps=_num_warps(num_experts),
-    )
+    constants = topk_constants(tokens, num_experts, *how)
+    return Launch(_fused_topk_kernel, **constants, num_warps=_num_warps(num_experts))
 
 
 def fused_topk(
@@ -184,7 +179,7 @@ def fused_topk(
     result = empty_topk(gating_output, bias, *how)
     tokens, num_experts = gating_output.shape
     if tokens:
-        logits = _by_rows(gating_output)
+        logits = by_rows(gating_output)
         each = max(1, 512 // _block(num_experts)) if tokens >= MANY_TOKENS else 1
         _topk_launch(each, num_experts, *how)(
             (cdiv(tokens, each),), logits, dense(bias), *result,
@@ -228,7 +223,7 @@ def grouped_topk(
     result = empty_grouped(gating_output, bias, *how, num_expert_group, topk_group)
     tokens, num_experts = gating_output.shape
     if tokens:
-        logits = _by_rows(gating_output)
+        logits = by_rows(gating_output)
         _grouped_launch(num_experts, *how, num_expert_group, topk_group, bias is not None)(
             (tokens,), logits, dense(bias), *result, logits.stride(0)
         )
@@ -260,7 +255,7 @@ def hash_topk(
     result = empty_hashed(gating_output, input_ids, table, *how)
     tokens, num_experts = gating_output.shape
     if tokens:
-        logits, table = _by_rows(gating_output), dense(table)
+        logits, table = by_rows(gating_output), dense(table)
         vocabulary, topk = table.shape
         _hash_launch(num_experts, topk, *how)(
             (tokens,), logits, dense(input_ids), table, *result, logits.stride(0), num_experts,
@@ -284,7 +279,7 @@ def sparsemixer(gating_output: Tensor, jitter_eps: float) -> tuple[Tensor, Tenso
     result = empty_pair(gating_output, jitter_eps)
     tokens, num_experts = gating_output.shape
     if tokens:
-        logits = _by_rows(gating_output)
+        logits = by_rows(gating_output)
         _sparsemixer_launch(num_experts, jitter_eps)(
             (tokens,), logits, *result, logits.stride(0), num_experts
         )

@@ -162,3 +162,24 @@ def store_routing(
         weights = tl.div_rn(weights, tl.where(total > 0, total, 1.0))
     tl.store(topk_weights + at, weights * SCALE, mask=mask)
     tl.store(topk_ids + at, ids, mask=mask)
+
+
+@triton.jit
+def route_tokens(
+    gating_output, bias, topk_weights, topk_ids, first_token, num_tokens, stride_row, NUM_EXPERTS,
+    SCALE: tl.constexpr, TOPK: tl.constexpr, RENORMALIZE: tl.constexpr, SCORING: tl.constexpr,
+    TOKENS: tl.constexpr, EXPERTS: tl.constexpr, SLOTS: tl.constexpr,
+):  # fmt: skip
+    """All experts compete, for each of TOKENS tokens: the chosen ``(TOKENS, SLOTS)``."""
+    token = first_token.to(tl.int64) + tl.arange(0, TOKENS)[:, None]
+    expert, slot = tl.arange(0, EXPERTS)[None, :], tl.arange(0, SLOTS)[None, :]
+    rows = gating_output + token * stride_row
+    valid = expert < tl.where(token < num_tokens, NUM_EXPERTS, 0)
+    logits = load_rows(rows, valid, TOKENS, EXPERTS)
+    choice, peak, inverse = scores_and_choice(logits, bias, expert, valid, SCORING)
+    ids = best_positions(choice, TOPK, EXPERTS, SLOTS, bias is not None)
+    mask = slot < tl.where(token < num_tokens, TOPK, 0)
+    weights = chosen_weights(rows, ids, mask, peak, inverse, SCORING)
+    at = token * TOPK + slot
+    store_routing(topk_weights, topk_ids, at, mask, weights, ids, RENORMALIZE, SCALE)
+    return tl.where(mask, ids, -1)

@@ -13,6 +13,12 @@ def local_experts(topk_ids, expert_map, slot, mask, num_experts, num_local_exper
     Ids are compared in their own width before they are narrowed: 2**32 is not expert 0.
     """
     ids = tl.load(topk_ids + slot, mask=mask, other=-1)
+    return experts_of(ids, expert_map, num_experts, num_local_experts)
+
+
+@triton.jit
+def experts_of(ids, expert_map, num_experts, num_local_experts):
+    """The local expert of each id as int32, -1 where it is none."""
     valid = (ids >= 0) & (ids < num_experts)
     expert = tl.where(valid, ids, 0).to(tl.int32)
     if expert_map is not None:

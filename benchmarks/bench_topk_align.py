@@ -1,0 +1,33 @@
+"""Time routing with alignment, in one operator and in two."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from problems import Inputs, Problem
+from stages import Case, main, nbytes
+
+from moe_ops import ops
+from moe_ops.tiles import ROW_TILES
+
+
+def cases(problem: Problem, inputs: Inputs) -> Iterator[Case]:
+    (tokens, k), x, experts = inputs.topk_ids.shape, inputs.x, problem.num_experts
+    logits = torch.randn((tokens, experts), dtype=x.dtype, device=x.device)
+    how = (logits, None, k, True, "softmax", 1.0)
+
+    def one() -> tuple:
+        return ops.topk_align(*how, None, ROW_TILES, experts)
+
+    def two() -> tuple:
+        weights, ids = ops.fused_topk(*how)
+        return weights, ids, *ops.moe_align_block_size(ids, None, ROW_TILES, experts, False, True)
+
+    moved = nbytes(logits, *one())
+    yield Case("topk_align", one, moved)
+    yield Case("fused_topk + moe_align_block_size", two, moved)
+
+
+if __name__ == "__main__":
+    main("topk_align", cases)

@@ -1,0 +1,97 @@
+"""Triton kernel of routing with alignment: for few tokens one launch does both."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from moe_ops.fake_impls.topk_align import topk_align as empty_routing
+from moe_ops.kernels.align import moe_align_block_size, place_bucket
+from moe_ops.kernels.launch import Launch
+from moe_ops.kernels.routing import by_rows, fused_topk, topk_constants
+from moe_ops.kernels.routing_scores import route_tokens
+from moe_ops.kernels.slots import dense, experts_of, map_size, next_power_of_2
+from moe_ops.tiles import pick_row_tile
+
+ONE_LAUNCH_LOGITS = 1024
+"""Up to so many logits (8 tokens of 128 experts), routing them again in every program takes less
+time than another launch."""
+
+
+@triton.jit(do_not_specialize=["num_tokens", "num_rows", "num_tiles"])
+def _topk_align_kernel(
+    gating_output, bias, expert_map, topk_weights, topk_ids,
+    sorted_token_ids, expert_ids, num_tokens_post_padded,
+    num_tokens, num_rows, num_tiles, stride_row, NUM_EXPERTS, num_ids, num_buckets,
+    SCALE: tl.constexpr, TOPK: tl.constexpr, RENORMALIZE: tl.constexpr, SCORING: tl.constexpr,
+    TOKENS: tl.constexpr, EXPERTS: tl.constexpr, SLOTS: tl.constexpr,
+    TILE: tl.constexpr, BUCKETS: tl.constexpr,
+):  # fmt: skip
+    """Every program routes all tokens (writing the same), then places the slots of one expert."""
+    ids = route_tokens(
+        gating_output, bias, topk_weights, topk_ids, tl.program_id(0) * 0, num_tokens, stride_row,
+        NUM_EXPERTS, SCALE, TOPK, RENORMALIZE, SCORING, TOKENS, EXPERTS, SLOTS,
+    )  # fmt: skip
+    place = tl.arange(0, TOKENS * SLOTS)
+    slot = place // SLOTS * TOPK + place % SLOTS
+    found = experts_of(ids, expert_map, num_ids, num_buckets)
+    place_bucket(
+        tl.reshape(found, (TOKENS * SLOTS,)), slot, None,
+        sorted_token_ids, expert_ids, num_tokens_post_padded,
+        num_tokens * TOPK, num_rows, num_tiles, num_buckets, TILE, BUCKETS,
+    )  # fmt: skip
+
+
+@lru_cache(maxsize=4096)
+def _launch(
+    num_tokens: int, num_experts: int, how: tuple, row_tiles: tuple[int, ...], buckets: int
+) -> Launch:
+    """The kernel for a number of tokens."""
+    tile = pick_row_tile(row_tiles, num_tokens * how[0], buckets)
+    return _rounded(next_power_of_2(num_tokens), num_experts, how, tile, buckets)
+
+
+@lru_cache(maxsize=1024)
+def _rounded(tokens: int, num_experts: int, how: tuple, tile: int, buckets: int) -> Launch:
+    constants: dict[str, Any] = topk_constants(tokens, num_experts, *how)
+    return Launch(
+        _topk_align_kernel,
+        **constants,
+        TILE=tile,
+        BUCKETS=next_power_of_2(max(buckets, 2)),
+        num_warps=1,
+    )
+
+
+def topk_align(
+    gating_output: Tensor,
+    e_score_correction_bias: Tensor | None,
+    topk: int,
+    renormalize: bool,
+    scoring_func: str,
+    routed_scaling_factor: float,
+    expert_map: Tensor | None,
+    row_tiles: Sequence[int],
+    num_local_experts: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """One launch for few tokens, a program an expert; else those of the two operators."""
+    how = (topk, renormalize, scoring_func, routed_scaling_factor)
+    bias, aligned = e_score_correction_bias, (expert_map, row_tiles, num_local_experts)
+    tokens, num_experts = gating_output.shape
+    logits = next_power_of_2(tokens) * next_power_of_2(num_experts)
+    if not tokens or logits > ONE_LAUNCH_LOGITS:
+        weights, ids = fused_topk(gating_output, bias, *how)
+        return weights, ids, *moe_align_block_size(ids, *aligned, False, True)
+    result = empty_routing(gating_output, bias, *how, *aligned)
+    gating_output = by_rows(gating_output)
+    _launch(tokens, num_experts, how, tuple(row_tiles), num_local_experts)(
+        (num_local_experts,), gating_output, dense(bias), dense(expert_map), *result,
+        tokens, result[2].shape[0], result[3].shape[0], gating_output.stride(0), num_experts,
+        map_size(expert_map, num_local_experts), num_local_experts,
+    )  # fmt: skip
+    return result

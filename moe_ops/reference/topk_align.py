@@ -1,0 +1,28 @@
+"""Reference of routing with alignment."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from moe_ops.reference.align import moe_align_block_size
+from moe_ops.reference.routing import fused_topk
+
+
+def topk_align(
+    gating_output: Tensor,
+    e_score_correction_bias: Tensor | None,
+    topk: int,
+    renormalize: bool,
+    scoring_func: str,
+    routed_scaling_factor: float,
+    expert_map: Tensor | None,
+    row_tiles: Sequence[int],
+    num_local_experts: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """`fused_topk`, then `moe_align_block_size` of its ids, local experts only."""
+    how = (topk, renormalize, scoring_func, routed_scaling_factor)
+    weights, ids = fused_topk(gating_output, e_score_correction_bias, *how)
+    plan = moe_align_block_size(ids, expert_map, row_tiles, num_local_experts, False, True)
+    return weights, ids, *plan
