@@ -18,6 +18,8 @@ FIELDS = {
     "zero_point": "weight_zero_point",
     "global_scale": "weight_scale_2",
 }
+CHANNEL = "weight_chan_scale"
+"""A global scale of each row."""
 
 
 class Experts(NamedTuple):
@@ -49,8 +51,10 @@ def per_expert(experts, names=NAMES, prefix="", fields=FIELDS, input_scale=None)
             name = f"{prefix}experts.{e}.{names[field]}."
             out[name + "weight"] = q.data[e]
             for part, suffix in fields.items():
-                if getattr(q, part) is not None:
-                    out[name + suffix] = getattr(q, part)[e]
+                value = getattr(q, part)
+                if value is not None:
+                    channel = part == "global_scale" and value.dim() == 2
+                    out[name + (CHANNEL if channel else suffix)] = value[e]
             if input_scale is not None:
                 out[name + "input_scale"] = torch.tensor(input_scale + e / 64)
     return out
@@ -71,6 +75,8 @@ def numbers(layer):
     for w in ("w13", "w2"):
         fields = ("weight", *FIELDS.values())
         q = QTensor(*(getattr(layer, f"{w}_{name}", None) for name in fields))
+        if q.global_scale is None:
+            q = q._replace(global_scale=getattr(layer, f"{w}_{CHANNEL}", None))
         out.append(moe_ops.dequantize_weight(q, layer.scheme))
     return out
 

@@ -24,7 +24,9 @@ E, K, H, I, T = 4, 2, 64, 128, 13  # noqa: E741
 
 def make(scheme, device="cpu", **options):
     experts = Experts.random(E, H, I).quantized(scheme)
-    static = 3 / 448 if scheme.endswith("static") else None
+    quant, static = moe_ops.get_scheme(scheme).activation, None
+    if quant is not None and (quant.static or quant.global_scale):
+        static = 3 / quant.element.largest / (448 if quant.global_scale else 1)
     layer = moe_ops.FusedMoE(E, K, H, I, quant_config=scheme, device=device, **options)
     moe_ops.load_checkpoint(layer, per_expert(experts, input_scale=static), progress=False)
     return layer

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -64,7 +65,11 @@ def _launch(
     halves = 2 if rule and rule.gated else 1
     gemm = Gemm(num_slots, num_experts, rows // halves, k, itemsize, halves, row_tiles)
     bits = get_scheme(variant.scheme).weight.element.stored_bits
-    tiles = weight_only_tiles(gemm, bits, device_facts(device))
+    facts = device_facts(device)
+    tiles = weight_only_tiles(gemm, bits, facts)
+    if facts.arch == 100 and tiles.block_m >= 64 and get_scheme(variant.scheme).decoded:
+        # Triton 3.6 cannot pipeline a Blackwell product whose first operand is computed.
+        tiles = replace(tiles, num_stages=1)
     return _make(gemm.n, k, top_k, tiles, variant), max_programs(gemm, tiles)
 
 

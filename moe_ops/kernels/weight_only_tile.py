@@ -108,10 +108,12 @@ def add_product(
 
 @triton.jit
 def finish_sums(
-    acc, scales, global_scale, bias, input_weights, expert, row, slot, real, inside,
-    FORMAT: tl.constexpr,
+    acc, scales, a_scales, global_scale, bias, input_weights, expert, row, slot, real, inside,
+    FORMAT: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """Scales that span K, router weights and the bias of each weight row."""
+    if ROWS is not None and ROWS.cols is None:
+        acc *= tl.load(a_scales, mask=real, other=0.0)[:, None]
     if FORMAT.cols is None:
         acc *= scale_value(tl.load(scales, mask=inside, other=0), FORMAT)[None, :]
     if global_scale is not None:
@@ -147,8 +149,7 @@ def weight_only_gemm_kernel(
     n = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
     inside = n < N
     n_inside = None if N % BLOCK_N == 0 else inside
-    row = FORMAT.step * n
-    u_row = row + FORMAT.up
+    row, u_row = FORMAT.step * n, FORMAT.step * n + FORMAT.up
     packed = tl.arange(0, BLOCK_K // PACK)
     a_tile, a_scales, a_k = row_pointers(
         a, a_scale, expert, slot // TOP_K, stride_am, stride_se, stride_sm, BLOCK_K, ROWS
@@ -170,15 +171,10 @@ def weight_only_gemm_kernel(
             z_tile = y_tile + FORMAT.up * stride_wn
             z = load_tile(z_tile, p, n_inside, K // PACK, BLOCK_K // PACK, 0)
             u = add_product(u, x, z, u_scales, u_zeros, u_row, start, inside, K, BLOCK_K, FORMAT)
-
-    if ROWS is not None and ROWS.cols is None:
-        whole = tl.load(a_scales, mask=real, other=0.0)[:, None]
-        g *= whole
-        u *= whole
-    more = (w_global_scale, bias, input_weights, expert)
-    g = finish_sums(g, scales, *more, row, slot, real, inside, FORMAT)
+    more = (a_scales, w_global_scale, bias, input_weights, expert)
+    g = finish_sums(g, scales, *more, row, slot, real, inside, FORMAT, ROWS)
     if FORMAT.up > 0:
-        u = finish_sums(u, u_scales, *more, u_row, slot, real, inside, FORMAT)
+        u = finish_sums(u, u_scales, *more, u_row, slot, real, inside, FORMAT, ROWS)
     if RULE is not None:
         g = activate(g, u, RULE)
     at = out + slot[:, None] * N + n[None, :]

@@ -166,13 +166,16 @@ class QuantizedFusedMoEMethod(FusedMoEMethodBase):
 
 _CONFIG_PARAMETERS = tuple(
     f"{w}_{SUFFIX[kind]}"
-    for kind in ("scale", "zero_point", "global_scale", "input_scale")
+    for kind in ("scale", "zero_point", "global_scale", "channel_scale", "input_scale")
     for w in ("w13", "w2")
 )
 
 
 def _config(layer: FusedMoE, tensors: list[Any]) -> FusedMoEQuantConfig:
-    w1, w2, w1_zp, w2_zp, w1_gscale, w2_gscale, a1, a2 = tensors
+    w1, w2, w1_zp, w2_zp, w1_gscale, w2_gscale, g1_alphas, g2_alphas, *inputs = tensors
+    quant = layer.scheme.activation
+    kind = "gscale" if quant is not None and quant.global_scale else "scale"
+    given = {f"a{i}_{kind}": None if x is None else x[:1] for i, x in enumerate(inputs, 1)}
     return FusedMoEQuantConfig(
         layer.scheme,
         w1_scale=w1,
@@ -181,8 +184,9 @@ def _config(layer: FusedMoE, tensors: list[Any]) -> FusedMoEQuantConfig:
         w2_zp=w2_zp,
         w1_gscale=w1_gscale,
         w2_gscale=w2_gscale,
-        a1_scale=None if a1 is None else a1[:1],
-        a2_scale=None if a2 is None else a2[:1],
+        g1_alphas=g1_alphas,
+        g2_alphas=g2_alphas,
+        **given,
     )
 
 

@@ -37,7 +37,8 @@ class ParameterSpec(NamedTuple):
 
     name: str
     kind: str
-    """``weight``, ``scale``, ``zero_point``, ``global_scale``, ``input_scale`` or ``bias``."""
+    """``weight``, ``scale``, ``zero_point``, ``global_scale``, ``channel_scale``, ``input_scale``
+    or ``bias``."""
     shape: tuple[int, ...]
     dtype: torch.dtype
     fill: float = 0
@@ -55,6 +56,7 @@ SUFFIX = {
     "scale": "weight_scale",
     "zero_point": "weight_zero_point",
     "global_scale": "weight_scale_2",
+    "channel_scale": "weight_chan_scale",
     "input_scale": "input_scale",
     "bias": "bias",
 }
@@ -107,8 +109,10 @@ def _of_weight(which: str, n: int, k: int, sizes: LayerSizes) -> Iterator[Parame
     if quant.zero_point:
         groups = quant.weight_scale_shape(experts, n, k)[2]
         yield spec("zero_point", (-(-n // packed), groups), torch.uint8)
-    if quant.global_scale:
+    if quant.channel_scale:
+        yield spec("channel_scale", (n,), torch.float32)
+    elif quant.global_scale:
         yield spec("global_scale", halves, torch.float32)
     activation = sizes.scheme.activation
-    if activation is not None and activation.static:
+    if activation is not None and (activation.static or activation.global_scale):
         yield spec("input_scale", (), torch.float32, torch.nan)

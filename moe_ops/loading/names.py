@@ -22,7 +22,7 @@ KINDS = {
     "weight_scale": "scale", "weight_scale_inv": "scale", "scale": "scale", "scales": "scale",
     "scale_inv": "scale", "qscale_weight": "scale",
     "weight_scale_2": "global_scale", "weight_global_scale": "global_scale",
-    "weight_zero_point": "zero_point", "qzeros": "zero_point",
+    "weight_chan_scale": "channel_scale", "weight_zero_point": "zero_point", "qzeros": "zero_point",
     "input_scale": "input_scale", "activation_scale": "input_scale",
     "qscale_act": "input_scale", "input_global_scale": "input_global_scale",
     "bias": "bias", "weight_g_idx": "g_idx", "g_idx": "g_idx", "weight_shape": "shape",

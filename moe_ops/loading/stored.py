@@ -217,6 +217,14 @@ def _input_scale(x: Tensor, suffix: str, form: Form) -> Tensor:
     return value
 
 
+def _channel_scale(x: Tensor, suffix: str, form: Form) -> Tensor:
+    _expect_dtype(x, *_FLOATS)
+    _expect(x, (form.n,), (form.n, 1))
+    if not x.isfinite().all():
+        raise ValueError(f"scales must be finite, got {int((~x.isfinite()).sum())} that are not")
+    return x.reshape(form.n).to(form.dtype)
+
+
 def _single(x: Tensor) -> Tensor:
     if x.numel() != 1:
         raise ValueError(f"shape must be that of one number, got {tuple(x.shape)}")
@@ -234,6 +242,7 @@ _RULES = {
     "scale": _scale,
     "zero_point": _zero_point,
     "global_scale": _global_scale,
+    "channel_scale": _channel_scale,
     "input_scale": _input_scale,
     "bias": _bias,
 }

@@ -162,7 +162,11 @@ class WeightLoading(LoadSteps):
             self._load_input_scale(param, x, row)
         elif x.dim() == 0:
             self._load_per_tensor_weight_scale(shard_id, param, x, row)
-        elif spec.kind == "scale" and (x.dim() == 1 or x.shape[1] == 1 and self._is_channel()):
+        elif (
+            x.dim() == 1
+            and spec.kind in ("scale", "channel_scale")
+            or (spec.kind == "scale" and x.shape[1] == 1 and self._is_channel())
+        ):
             self._load_per_channel_weight_scale(expert_data, shard_dim, shard_id, x, tp_rank)
         else:
             if spec.kind == "zero_point" and self._packs():

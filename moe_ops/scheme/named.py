@@ -53,12 +53,6 @@ SCHEMES: dict[str, Scheme] = {
         _weight_only("mxfp4_w4a16", "fp4", Group(1, 32), "e8m0"),
         _weight_only("mxfp6_e2m3", "fp6_e2m3", Group(1, 32), "e8m0"),
         _weight_only("mxfp6_e3m2", "fp6_e3m2", Group(1, 32), "e8m0"),
-    )
-}
-"""Every scheme that has a name of its own."""
-_PENDING = {
-    s.name: s
-    for s in (
         Scheme("mxfp8", MXFP8, MXFP8),
         Scheme("mxfp4", MXFP4, MXFP4),
         Scheme("mxfp4_mxfp8", MXFP8, MXFP4),
@@ -67,6 +61,7 @@ _PENDING = {
         _int4_under_fp8("int4_w4a8_g128", 128),
     )
 }
+"""Every scheme that has a name of its own."""
 
 _BLOCKS = re.compile(r"(fp8|int8)(_w8a16)?_block(\d+)(?:x(\d+))?(_ue8m0)?")
 _GROUPS = re.compile(r"(int4_w4a16|int8_w8a16)_g(\d+)(_zp)?")
@@ -85,8 +80,6 @@ def get_scheme(name: str) -> Scheme:
     """
     if name in SCHEMES:
         return SCHEMES[name]
-    if name in _PENDING:
-        return _PENDING[name]
     if match := _GROUPS.fullmatch(name):
         element = {"int4_w4a16": "int4", "int8_w8a16": "uint8"}[match[1]]
         (cols,) = _group_sizes(name, match[2])
