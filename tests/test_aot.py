@@ -103,8 +103,8 @@ def launch_rest(tokens, experts=257, k=8):
             )
             how = (bias, k, True, scoring, 1.0)
             routing.fused_topk(logits, *how)
-            for few in (logits[:1], logits[:, :128][:8]):
-                topk_align.topk_align(few, *how, None, ROW_TILES, few.shape[1])
+            for few in ((1, experts), (8, 128)):
+                topk_align.topk_align(empty(*few), *how, None, ROW_TILES, few[1])
         align.moe_align_block_size(ids, expert_map, ROW_TILES, experts, False, True)
         counts = align.count_expert_num_tokens(ids, None, experts)
         align.align_batched(counts, tokens, ROW_TILES)
