@@ -59,11 +59,9 @@ class QuantizedExperts(nn.Module):
         super().__init__()
         weights = (experts.gate_up_proj.bfloat16(), experts.down_proj.bfloat16())
         w1, w2 = (moe_ops.quantize_weight(w, scheme) for w in weights)
-        scales = {}
-        if scheme.activation is not None and scheme.activation.static:
-            largest = scheme.activation.element.largest
-            for name, peak in zip(("a1_scale", "a2_scale"), peaks, strict=True):
-                scales[name] = torch.tensor([peak / largest], device=w1.data.device)
+        stored = [x for x in (*w1, *w2) if x is not None]
+        self.bytes_per_expert = sum(x.nbytes for x in stored) / len(w1.data)
+        scales = _static_scales(scheme.activation, peaks, w1.data.device)
         self.config = moe_ops.FusedMoEQuantConfig.from_weights(scheme, w1, w2, **scales)
         self.w1, self.w2 = (w.data.float() if scheme.weight is None else w.data for w in (w1, w2))
 
@@ -72,6 +70,21 @@ class QuantizedExperts(nn.Module):
         return moe_ops.fused_experts(
             x, self.w1, self.w2, topk_weights, topk_ids, quant_config=self.config
         )
+
+
+def _static_scales(
+    activation: moe_ops.Quant | None, peaks: Peaks, device: torch.device
+) -> dict[str, Tensor]:
+    """Those that a scheme takes as given: peaks become the largest numbers that it can tell."""
+    if activation is None or not (activation.static or activation.global_scale):
+        return {}
+    largest, name = activation.element.largest, "scale"
+    if activation.global_scale:
+        largest, name = largest * moe_ops.FLOAT8_E4M3_MAX, "gscale"
+    return {
+        f"a{i}_{name}": torch.tensor([peak / largest], device=device)
+        for i, peak in enumerate(peaks, start=1)
+    }
 
 
 class Sums:
@@ -184,29 +197,17 @@ def measure(
             block.experts = module
         return model(batch, use_cache=False).logits[:, :-1].flatten(0, 1)
 
-    for batch in _with_bar(windows.to(model.device).split(BATCH)):
+    batches = windows.to(model.device).split(BATCH)
+    for batch in batches if tqdm is None else tqdm(batches, unit="batch", leave=False):
         reference = read(batch, original).double().log_softmax(-1)
         targets = batch[:, 1:].flatten()
         for name, experts in variants.items():
             sums[name].add(reference, read(batch, experts), targets)
     read(windows[:1].to(model.device), original)
     return [
-        {"scheme": name, "bytes_per_expert": bytes_per_expert(scheme, model.config)}
-        | sums[name].row()
-        for name, scheme in schemes.items()
+        {"scheme": name, "bytes_per_expert": variants[name][0].bytes_per_expert} | sums[name].row()
+        for name in schemes
     ]
-
-
-def bytes_per_expert(scheme: moe_ops.Scheme, config: Any) -> float:
-    """What an expert's two weights take of memory, scales included."""
-    hidden, width = config.hidden_size, config.moe_intermediate_size
-    return sum(
-        scheme.weight_bits(n, k) * n * k / 8 for n, k in ((2 * width, hidden), (hidden, width))
-    )
-
-
-def _with_bar(batches: Any) -> Any:
-    return batches if tqdm is None else tqdm(batches, unit="batch", leave=False)
 
 
 def main() -> None:
@@ -223,8 +224,7 @@ def main() -> None:
     parser.add_argument("--write", type=Path, metavar="FILE", help="a file that has the markers")
     args = parser.parse_args()
     if args.write:
-        quality_report.write(args.write, quality_report.read())
-        return
+        return quality_report.write(args.write, quality_report.read())
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
     model = load(args.device)
@@ -232,7 +232,7 @@ def main() -> None:
     windows = windows[: None if args.tokens is None else max(1, args.tokens // CONTEXT)]
     peaks = calibrate(model, windows_of(training_text(), CALIBRATION_WINDOWS))
     record = {
-        "command": f"python benchmarks/{' '.join([Path(sys.argv[0]).name, *sys.argv[1:]])}",
+        "command": "python benchmarks/quality.py --output benchmarks/results",
         "version": __version__,
         "python": platform.python_version(),
         "torch": torch.__version__,

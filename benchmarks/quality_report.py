@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -93,11 +94,18 @@ def written(text: str) -> str | None:
 
 
 def save(record: Record, folder: Path) -> None:
-    """Write the record, and the plot where matplotlib is installed."""
+    """Write the record, and the plot where matplotlib is installed.
+
+    Rows of other schemes stay, if they are of as many tokens.
+    """
     folder.mkdir(parents=True, exist_ok=True)
+    old = read(folder) if (folder / "quality.json").exists() else {"tokens": 0, "rows": []}
+    if old["tokens"] == record["tokens"]:
+        rows = {row["scheme"]: row for row in (*old["rows"], *record["rows"])}
+        record = {**record, "rows": list(rows.values())}
     (folder / "quality.json").write_text(json.dumps(record, indent=1) + "\n")
     if plt is None:
-        print("no plot: matplotlib is not installed")
+        print("no plot: matplotlib is not installed", file=sys.stderr)
     else:
         plot(record, folder / "quality.png")
 
@@ -130,7 +138,6 @@ def plot(record: Record, path: Path) -> None:
         _label(axis, cluster)
     figure.savefig(path, dpi=110)
     plt.close(figure)
-    print(path)
 
 
 def unquantized_kib(record: Record) -> float:

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 import moe_ops
-from moe_ops.tensors import QTensor
 
 pytest.importorskip("transformers")
 ROOT = Path(__file__).parent.parent
@@ -95,15 +94,29 @@ def test_static_scales_are_the_peaks(model, windows, peaks):
 
 
 @pytest.mark.parametrize("name", moe_ops.SCHEMES)
-def test_bytes_are_those_of_the_tensors(name, model):
-    """But for a global scale, 4 bytes a weight."""
+def test_bytes_are_those_of_the_scheme(name, model, peaks):
+    """And those of global scales, which a scheme does not count: one of a weight, or of a row."""
     scheme, experts = moe_ops.get_scheme(name), model.model.layers[0].mlp.experts
-    stored = [
-        moe_ops.quantize_weight(w.detach().bfloat16(), scheme)._replace(global_scale=None)
-        for w in (experts.gate_up_proj, experts.down_proj)
-    ]
-    size = sum(x.nbytes for q in stored for x in QTensor(*q) if x is not None)
-    assert quality.bytes_per_expert(scheme, model.config) == size / experts.num_experts
+    module = quality.QuantizedExperts(experts, scheme, peaks[0])
+    shapes = [w.shape[1:] for w in (experts.gate_up_proj, experts.down_proj)]
+    size = sum(scheme.weight_bits(n, k) * n * k / 8 for n, k in shapes)
+    config = module.config
+    factors = (config.w1_gscale, config.w2_gscale, config.g1_alphas, config.g2_alphas)
+    size += sum(4 * x[0].numel() for x in factors if x is not None)
+    assert module.bytes_per_expert == size
+
+
+def test_records_merge_by_scheme(tmp_path, monkeypatch):
+    monkeypatch.setattr(quality_report, "plt", None)
+
+    def save(tokens, **costs):
+        rows = [{"scheme": name, "kl": kl} for name, kl in costs.items()]
+        quality_report.save({"tokens": tokens, "rows": rows}, tmp_path)
+        return {row["scheme"]: row["kl"] for row in quality_report.read(tmp_path)["rows"]}
+
+    assert save(512, a=1, b=2) == {"a": 1, "b": 2}
+    assert save(512, b=3, c=4) == {"a": 1, "b": 3, "c": 4}
+    assert save(256, d=5) == {"d": 5}
 
 
 def test_training_text_is_not_heldout(monkeypatch):
@@ -122,7 +135,7 @@ def record():
 
 
 def test_the_record_has_every_scheme(record):
-    assert {row["scheme"] for row in record["rows"]} <= set(moe_ops.SCHEMES)
+    assert set(moe_ops.SCHEMES) <= {row["scheme"] for row in record["rows"]}
     assert record["tokens"] >= 20_000
 
 
