@@ -37,14 +37,15 @@ def test_explanation_of_the_choice():
 
 
 def test_capabilities():
-    """8-bit floats want sm_89 where they are multiplied; stored ones become other numbers."""
+    """8-bit floats want sm_89 where kernels make them; stored ones become other numbers."""
     for name, scheme in moe_ops.SCHEMES.items():
         for device, target in TARGETS.items():
             found = moe_ops.explain(QWEN, scheme, device=device)
-            multiplied = name in ("fp8_tensor", "fp8_tensor_static", "fp8_channel") or (
-                name.startswith("fp8_block")
-            )
-            lacks = multiplied and target.facts is not None and target.facts.arch < 89
+            made = name in (
+                "fp8_tensor", "fp8_tensor_static", "fp8_channel", "mxfp8", "mxfp4_mxfp8",
+                "mxfp4_w4a8", "nvfp4", "int4_w4a8_g128",
+            ) or name.startswith("fp8_block")  # fmt: skip
+            lacks = made and target.facts is not None and target.facts.arch < 89
             assert (found.choice is None) == lacks, (name, device)
             if lacks:
                 text = f"kernel does not support current device {device}"

@@ -39,7 +39,7 @@ def check(layer, experts, scheme):
 def test_every_scheme_on_every_rank(scheme):
     experts = Experts.random(E, H, I).quantized(scheme)
     activation = SCHEMES[scheme].activation
-    static = activation is not None and activation.static
+    static = activation is not None and (activation.static or activation.global_scale)
     source = per_expert(experts, input_scale=0.5 if static else None)
     for rank in RANKS:
         layer = make(scheme, **rank)

@@ -82,12 +82,13 @@ def fused_experts(
     if not isinstance(config, FusedMoEQuantConfig):
         raise TypeError(f"quant_config must be a FusedMoEQuantConfig, got {type(config).__name__}")
     scheme = config.scheme
-    weights = expert_weights(w1, w2, config, w1_bias, w2_bias)
+    biases = config.biases(w1_bias, w2_bias)
     quantization = () if scheme.weight is None else config.tensors
     check_layer(
-        hidden_states, w1, w2, weights.w1.bias, weights.w2.bias, kind,
+        hidden_states, w1, w2, *biases, kind,
         topk_weights, topk_ids, global_num_experts, expert_map, scheme, *quantization,
     )  # fmt: skip
+    weights = expert_weights(w1, w2, config, *biases)
     rows, routing = Rows(hidden_states), Routing(topk_weights, topk_ids, expert_map)
     if scheme.activation is not None:
         on_input = apply_router_weight_on_input

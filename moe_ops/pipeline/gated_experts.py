@@ -62,11 +62,12 @@ def gated_experts(
     kind = MoEActivation.SILU if is_gated else MoEActivation.SILU_NO_MUL
     config = NOT_QUANTIZED if quant_config is None else quant_config
     scheme, quant = config.scheme, config.scheme.activation
-    weights = expert_weights(w1, w2, config, w1_bias, w2_bias)
+    biases = config.biases(w1_bias, w2_bias)
     check_layer(
-        hidden_states, w1, w2, weights.w1.bias, weights.w2.bias, kind, topk_weights, topk_ids, -1,
+        hidden_states, w1, w2, *biases, kind, topk_weights, topk_ids, -1,
         expert_map, scheme, *(() if scheme.weight is None else config.tensors),
     )  # fmt: skip
+    weights = expert_weights(w1, w2, config, *biases)
 
     num_local_experts, dtype = w1.shape[0], hidden_states.dtype
     rows, routing = Rows(hidden_states), Routing(topk_weights, topk_ids, expert_map)

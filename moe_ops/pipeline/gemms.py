@@ -19,8 +19,7 @@ def expert_weights(
     w2_bias: Tensor | None = None,
 ) -> ExpertWeights:
     """Weights together with what a configuration says of them."""
-    b1 = config.w1_bias if w1_bias is None else w1_bias
-    b2 = config.w2_bias if w2_bias is None else w2_bias
+    b1, b2 = config.biases(w1_bias, w2_bias)
     if config.scheme.weight is None:
         return ExpertWeights(ExpertWeight(w1, b1), ExpertWeight(w2, b2))
     scales, quant = config.input_scales, config.scheme.activation

@@ -113,6 +113,13 @@ class FusedMoEQuantConfig:
             QTensor(w2, self.w2_scale, self.w2_zp, g2),
         )
 
+    def biases(
+        self, w1_bias: Tensor | None, w2_bias: Tensor | None
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """Those given, else its own."""
+        first = self.w1_bias if w1_bias is None else w1_bias
+        return first, self.w2_bias if w2_bias is None else w2_bias
+
     @property
     def input_scales(self) -> tuple[Tensor | None, Tensor | None]:
         """What the inputs of both GEMMs are quantized with besides their data: static or global."""
