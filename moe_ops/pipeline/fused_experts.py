@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from moe_ops import checks
+from moe_ops import checks, ops
 from moe_ops.activation import Activation, MoEActivation, kind_and_key
 from moe_ops.pipeline.experts.standard import slot_experts
 from moe_ops.pipeline.gemms import expert_weights
 from moe_ops.pipeline.layer_checks import check_layer
 from moe_ops.pipeline.no_ep import quantize_tokens
-from moe_ops.routing.topk import fused_topk
+from moe_ops.pipeline.row_spaces import row_tiles_of
+from moe_ops.routing.arguments import check_logits, check_scoring
 from moe_ops.scheme import FusedMoEQuantConfig
 from moe_ops.tensors import Routing, Rows
 
@@ -77,24 +78,59 @@ def fused_experts(
         vLLM ``fused_experts`` and ``TritonExperts``; there the router weight is rounded into the
         rows of GEMM 2 and k > 1 is rejected with ``apply_router_weight_on_input``.
     """
-    kind, key = kind_and_key(activation)
+    return _experts(
+        None,
+        hidden_states,
+        w1,
+        w2,
+        Routing(topk_weights, topk_ids, expert_map),
+        activation=activation,
+        global_num_experts=global_num_experts,
+        apply_router_weight_on_input=apply_router_weight_on_input,
+        w1_bias=w1_bias,
+        w2_bias=w2_bias,
+        quant_config=quant_config,
+    )
+
+
+def _config(quant_config: FusedMoEQuantConfig | None) -> FusedMoEQuantConfig:
     config = NOT_QUANTIZED if quant_config is None else quant_config
     if not isinstance(config, FusedMoEQuantConfig):
         raise TypeError(f"quant_config must be a FusedMoEQuantConfig, got {type(config).__name__}")
+    return config
+
+
+def _experts(
+    plan: tuple[Tensor, Tensor, Tensor] | None,
+    hidden_states: Tensor,
+    w1: Tensor,
+    w2: Tensor,
+    routing: Routing,
+    *,
+    activation: MoEActivation | Activation | str,
+    global_num_experts: int,
+    apply_router_weight_on_input: bool,
+    w1_bias: Tensor | None,
+    w2_bias: Tensor | None,
+    quant_config: FusedMoEQuantConfig | None,
+) -> Tensor:
+    """`fused_experts`, with a tile plan of the routing where there is one."""
+    kind, key = kind_and_key(activation)
+    config = _config(quant_config)
     scheme = config.scheme
     biases = config.biases(w1_bias, w2_bias)
     quantization = () if scheme.weight is None else config.tensors
     check_layer(
         hidden_states, w1, w2, *biases, kind,
-        topk_weights, topk_ids, global_num_experts, expert_map, scheme, *quantization,
+        routing.topk_weights, routing.topk_ids, global_num_experts, routing.expert_map, scheme,
+        *quantization,
     )  # fmt: skip
     weights = expert_weights(w1, w2, config, *biases)
-    rows, routing = Rows(hidden_states), Routing(topk_weights, topk_ids, expert_map)
+    rows, on_input = Rows(hidden_states), apply_router_weight_on_input
     if scheme.activation is not None:
-        on_input = apply_router_weight_on_input
         rows = Rows(*quantize_tokens(hidden_states, config, routing, w1.shape[0], on_input))
     dtype = hidden_states.dtype
-    return slot_experts(rows, weights, scheme, routing, key, dtype, apply_router_weight_on_input)
+    return slot_experts(rows, weights, scheme, routing, key, dtype, on_input, plan)
 
 
 def fused_moe(
@@ -114,7 +150,7 @@ def fused_moe(
     w2_bias: Tensor | None = None,
     quant_config: FusedMoEQuantConfig | None = None,
 ) -> Tensor:
-    """Route with `fused_topk`, then `fused_experts`.
+    """Route as `fused_topk` does (for few tokens in the launch that aligns), then `fused_experts`.
 
     Args:
         hidden_states: ``(T, H)``.
@@ -138,22 +174,23 @@ def fused_moe(
     Raises:
         TypeError, ValueError, NotImplementedError: as `fused_topk` and `fused_experts`.
     """
-    checks.tensor("gating_output", gating_output, 2, checks.FLOATS)
+    check_logits(hidden_states, gating_output, topk)
+    check_scoring(gating_output, scoring_func, None)
+    checks.expert_map(expert_map, gating_output)
     checks.tensor("w1", w1, 3, (w1.dtype,))
     experts = w1.shape[0] if expert_map is None else expert_map.shape[0]
     checks.size("gating_output.shape[1]", gating_output.shape[1], "the number of experts", experts)
-    topk_weights, topk_ids = fused_topk(
-        hidden_states, gating_output, topk, renormalize, scoring_func=scoring_func
-    )
-    return fused_experts(
+    tiles = list(row_tiles_of(_config(quant_config).scheme))
+    how = (None, topk, renormalize, scoring_func, 1)
+    routed = ops.topk_align(gating_output, *how, expert_map, tiles, w1.shape[0])
+    return _experts(
+        routed[2:],
         hidden_states,
         w1,
         w2,
-        topk_weights,
-        topk_ids,
+        Routing(routed[0], routed[1], expert_map),
         activation=activation,
         global_num_experts=global_num_experts,
-        expert_map=expert_map,
         apply_router_weight_on_input=apply_router_weight_on_input,
         w1_bias=w1_bias,
         w2_bias=w2_bias,

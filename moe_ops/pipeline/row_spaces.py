@@ -38,10 +38,15 @@ class SlotRows(NamedTuple):
         expert_map: Tensor | None,
         num_local_experts: int,
         scheme: Scheme = UNQUANTIZED,
+        plan: tuple[Tensor, Tensor, Tensor] | None = None,
     ) -> SlotRows:
-        """The space of a routing, with its plan: local experts only, tiles picked by the op."""
-        tiles = row_tiles_of(scheme)
-        plan = ops.moe_align_block_size(topk_ids, expert_map, tiles, num_local_experts, False, True)
+        """The space of a routing: local experts only, tiles picked by the op.
+
+        With its plan, or one that `topk_align` has made for the scheme's row tiles.
+        """
+        tiles, local = row_tiles_of(scheme), num_local_experts
+        if plan is None:
+            plan = ops.moe_align_block_size(topk_ids, expert_map, tiles, local, False, True)
         return SlotRows(plan, tiles, topk_ids, expert_map, num_local_experts)
 
     def quantize(self, x: Tensor, scale: Tensor | None, quant: Quant) -> Rows:

@@ -27,8 +27,9 @@ def slot_experts(
     activation: str,
     dtype: torch.dtype,
     weight_on_input: bool = False,
+    plan: tuple[Tensor, Tensor, Tensor] | None = None,
 ) -> Tensor:
-    """The Standard pipeline after prepare: align, GEMM 1 with activation, GEMM 2, weighted sum.
+    """The Standard pipeline after prepare: align (unless a plan is given), both GEMMs, sum.
 
     Router weights on the input are in quantized rows already (one row a slot); rows that are not
     quantized are tokens, and GEMM 1 scales its product instead.
@@ -37,7 +38,7 @@ def slot_experts(
     num_local_experts = weights.w1.data.shape[0]
     weighted = weight_on_input and scheme.activation is not None
     on_input = topk_weights if weight_on_input and not weighted else None
-    space = SlotRows.of(topk_ids, expert_map, num_local_experts, scheme)
+    space = SlotRows.of(topk_ids, expert_map, num_local_experts, scheme, plan)
     top_k = 1 if weighted else topk_ids.shape[1]
     rows = stored(rows, weights, space, scheme)
     h = gemm_act(rows, weights, space, top_k, scheme, dtype, activation, on_input)
