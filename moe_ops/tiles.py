@@ -51,6 +51,13 @@ SINGLE_LAUNCH_SLOTS = 1024
 """Up to here one launch aligns: each of its programs counts all experts itself."""
 
 
+MANY_TOKENS = 2048
+"""From here on a program of top-k routes several tokens: else it would end before others begin."""
+ONE_LAUNCH_LOGITS = 1024
+"""Up to so many logits (8 tokens of 128 experts), routing them again in every program of alignment
+takes less time than another launch."""
+
+
 @cache
 def device_facts(device: torch.device) -> Device:
     """The facts of the GPU; those of an H200 where there is none (the interpreter)."""
@@ -274,3 +281,10 @@ def sort_block(num_slots: int) -> int:
     More where there would be many programs, each of which adds up what all of them counted.
     """
     return 256 if num_slots <= 32768 else 1024 if num_slots <= 262144 else 4096
+
+
+def few_tokens(num_tokens: int, num_experts: int) -> int:
+    """Tokens, rounded up, that one launch routes and aligns; 0 where two launches do."""
+    rounded = 1 << max(num_tokens - 1, 0).bit_length()
+    logits = rounded << max(num_experts - 1, 0).bit_length()
+    return rounded if 0 < num_tokens <= 8 and logits <= ONE_LAUNCH_LOGITS else 0

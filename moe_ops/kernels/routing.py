@@ -26,7 +26,7 @@ from moe_ops.kernels.routing_scores import (
     store_routing,
 )
 from moe_ops.kernels.slots import dense, next_power_of_2
-from moe_ops.tiles import cdiv
+from moe_ops.tiles import MANY_TOKENS, cdiv
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
@@ -121,10 +121,6 @@ def _sparsemixer_kernel(
         tl.store(topk_ids + token * 2 + j, best)
         choice = tl.where(expert == best, float("-inf"), choice)
         left = left & (expert != best)
-
-
-MANY_TOKENS = 2048
-"""From here on a program routes several tokens: otherwise it would end before others begin."""
 
 
 def _block(count: int) -> int:

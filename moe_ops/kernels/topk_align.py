@@ -16,11 +16,7 @@ from moe_ops.kernels.launch import Launch
 from moe_ops.kernels.routing import by_rows, fused_topk, topk_constants
 from moe_ops.kernels.routing_scores import route_tokens
 from moe_ops.kernels.slots import dense, experts_of, map_size, next_power_of_2
-from moe_ops.tiles import pick_row_tile
-
-ONE_LAUNCH_LOGITS = 1024
-"""Up to so many logits (8 tokens of 128 experts), routing them again in every program takes less
-time than another launch."""
+from moe_ops.tiles import few_tokens, pick_row_tile
 
 
 @triton.jit(do_not_specialize=["num_tokens", "num_rows", "num_tiles"])
@@ -53,7 +49,7 @@ def _launch(
 ) -> Launch:
     """The kernel for a number of tokens."""
     tile = pick_row_tile(row_tiles, num_tokens * how[0], buckets)
-    return _rounded(next_power_of_2(num_tokens), num_experts, how, tile, buckets)
+    return _rounded(few_tokens(num_tokens, num_experts), num_experts, how, tile, buckets)
 
 
 @lru_cache(maxsize=1024)
@@ -83,8 +79,7 @@ def topk_align(
     how = (topk, renormalize, scoring_func, routed_scaling_factor)
     bias, aligned = e_score_correction_bias, (expert_map, row_tiles, num_local_experts)
     tokens, num_experts = gating_output.shape
-    logits = next_power_of_2(tokens) * next_power_of_2(num_experts)
-    if not tokens or logits > ONE_LAUNCH_LOGITS:
+    if not few_tokens(tokens, num_experts):
         weights, ids = fused_topk(gating_output, bias, *how)
         return weights, ids, *moe_align_block_size(ids, *aligned, False, True)
     result = empty_routing(gating_output, bias, *how, *aligned)

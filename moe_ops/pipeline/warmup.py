@@ -8,13 +8,21 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from moe_ops import ops
 from moe_ops.activation import formula, kind_and_key
 from moe_ops.pipeline.costs import tiles_of
 from moe_ops.pipeline.fused_experts import NOT_QUANTIZED, fused_experts
 from moe_ops.pipeline.row_spaces import row_tiles_of
 from moe_ops.routing import fused_topk
 from moe_ops.scheme import Scheme
-from moe_ops.tiles import Gemm, device_facts, scan_sizes
+from moe_ops.tiles import (
+    MANY_TOKENS,
+    Gemm,
+    device_facts,
+    few_tokens,
+    scan_sizes,
+    sort_block,
+)
 
 
 def warmup(
@@ -63,6 +71,9 @@ def warmup(
         x = torch.randn(tokens, w2.shape[1], device=w1.device, dtype=dtype)
         logits = torch.randn(tokens, num_experts, device=w1.device)
         logits = logits.to(router_logits_dtype or dtype)
+        tiles = list(row_tiles_of(scheme))
+        how = (None, top_k, True, scoring_func, 1)
+        ops.topk_align(logits, *how, expert_map, tiles, w1.shape[0])
         weights, ids = fused_topk(x, logits, top_k, True, scoring_func=scoring_func)
         weights, ids = weights.to(topk_weights_dtype), ids.to(topk_ids_dtype)
         fused_experts(x, w1, w2, weights, ids, **experts)
@@ -106,7 +117,8 @@ class Variants(NamedTuple):
             (Gemm(sizes, num_experts, hidden, width, self.dtype.itemsize, 1, row_tiles), None),
         )
         tiles = tuple(tiles_of(gemm, self.scheme, act, device) for gemm, act in gemms)
-        return (*tiles, scan_sizes(sizes))
+        routing = num_tokens >= MANY_TOKENS, few_tokens(num_tokens, num_experts)
+        return (*tiles, scan_sizes(sizes), sort_block(sizes), *routing)
 
 
 @torch.no_grad()
