@@ -49,9 +49,12 @@ def scaled_gemm_act(
 
 
 def quants(scheme: str) -> tuple[Quant, Quant]:
-    """How a scheme quantizes activations and weights; ValueError where it leaves either."""
+    """How a scheme quantizes activations and weights.
+
+    ValueError where it leaves either, and where products of stored values are not what it wants.
+    """
     found = get_scheme(scheme)
-    if found.activation is None or found.weight is None:
+    if found.activation is None or found.weight is None or found.decoded:
         raise ValueError(f"scheme must quantize activations and weights, got {scheme!r}")
     return found.activation, found.weight
 
