@@ -36,7 +36,7 @@ def exact_rows(x, w, bias, ids, k, expert_map):
 
 def quantized_rows(x, quant):
     """Rows as they are stored, their scales, and in float64 what they stand for."""
-    given_scale = GIVEN if quant.static or quant.global_scale else None
+    given_scale = GIVEN.to(x.device) if quant.static or quant.global_scale else None
     q, scale = ops.moe_quantize(x, given_scale, None, None, None, 0, quant.key)
     number = dequantize_rows(q.cpu(), scale.cpu(), quant).double()
     return q, scale, number

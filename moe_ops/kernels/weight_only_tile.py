@@ -50,23 +50,27 @@ def load_zero_points(
 
 
 @triton.jit
-def row_pointers(
-    a, a_scale, expert, row, stride_am, stride_se, stride_sm,
-    BLOCK_K: tl.constexpr, ROWS: tl.constexpr,
-):  # fmt: skip
-    """Where a tile's rows begin, and where their scales do; the entries of a step along K.
+def row_pointers(a, row, stride_am, BLOCK_K: tl.constexpr, ROWS: tl.constexpr):
+    """Where a tile's rows begin; the entries of a step along K.
 
     Quantized rows lie with K first, (K, M), as weights do.
     """
-    scales = a_scale
     if ROWS is None:
         k = tl.arange(0, BLOCK_K)
         tile = a + row[:, None] * stride_am + k[None, :]
     else:
         k = tl.arange(0, BLOCK_K // 2 if ROWS.packed else BLOCK_K)
         tile = a + row[None, :] * stride_am + k[:, None]
+    return tile, k
+
+
+@triton.jit
+def row_scales(a_scale, expert, row, stride_se, stride_sm):
+    """Where the scales of rows begin; None where rows are numbers. (No tuple takes a None.)"""
+    scales = a_scale
+    if a_scale is not None:
         scales = a_scale + expert * stride_se + row * stride_sm
-    return tile, scales, k
+    return scales
 
 
 @triton.jit
@@ -151,9 +155,8 @@ def weight_only_gemm_kernel(
     n_inside = None if N % BLOCK_N == 0 else inside
     row, u_row = FORMAT.step * n, FORMAT.step * n + FORMAT.up
     packed = tl.arange(0, BLOCK_K // PACK)
-    a_tile, a_scales, a_k = row_pointers(
-        a, a_scale, expert, slot // TOP_K, stride_am, stride_se, stride_sm, BLOCK_K, ROWS
-    )
+    a_tile, a_k = row_pointers(a, slot // TOP_K, stride_am, BLOCK_K, ROWS)
+    a_scales = row_scales(a_scale, expert, slot // TOP_K, stride_se, stride_sm)
     w_tile = w + expert * stride_we + row[None, :] * stride_wn + packed[:, None] * stride_wk
     scales = per_row(w_scale, expert, row, FORMAT.rows, GROUPS, FORMAT)
     u_scales = per_row(w_scale, expert, u_row, FORMAT.rows, GROUPS, FORMAT)
@@ -171,10 +174,10 @@ def weight_only_gemm_kernel(
             z_tile = y_tile + FORMAT.up * stride_wn
             z = load_tile(z_tile, p, n_inside, K // PACK, BLOCK_K // PACK, 0)
             u = add_product(u, x, z, u_scales, u_zeros, u_row, start, inside, K, BLOCK_K, FORMAT)
-    more = (a_scales, w_global_scale, bias, input_weights, expert)
-    g = finish_sums(g, scales, *more, row, slot, real, inside, FORMAT, ROWS)
+    more = (w_global_scale, bias, input_weights, expert)
+    g = finish_sums(g, scales, a_scales, *more, row, slot, real, inside, FORMAT, ROWS)
     if FORMAT.up > 0:
-        u = finish_sums(u, u_scales, *more, u_row, slot, real, inside, FORMAT, ROWS)
+        u = finish_sums(u, u_scales, a_scales, *more, u_row, slot, real, inside, FORMAT, ROWS)
     if RULE is not None:
         g = activate(g, u, RULE)
     at = out + slot[:, None] * N + n[None, :]
