@@ -66,7 +66,7 @@ def row_pointers(a, row, stride_am, BLOCK_K: tl.constexpr, ROWS: tl.constexpr):
 
 @triton.jit
 def row_scales(a_scale, expert, row, stride_se, stride_sm):
-    """Where the scales of rows begin; None where rows are numbers. (No tuple takes a None.)"""
+    """Where the scales of rows begin; None (which no tuple takes) where rows are numbers."""
     scales = a_scale
     if a_scale is not None:
         scales = a_scale + expert * stride_se + row * stride_sm
