@@ -62,20 +62,6 @@ def scores(logits, finite, peak, inverse, SCORING: tl.constexpr):
 
 
 @triton.jit
-def load_rows(rows, valid, TOKENS: tl.constexpr, EXPERTS: tl.constexpr):
-    """``(TOKENS, EXPERTS)`` float32 logits.
-
-    Loaded in pairs: of wider loads, a thread would get experts (and later slots) side by side, of
-    which there are fewer than threads.
-    """
-    pair, which = tl.arange(0, EXPERTS // 2)[None, :, None], tl.arange(0, 2)[None, None, :]
-    at = rows[:, :, None] + (2 * pair + which)
-    mask = tl.reshape(valid, (TOKENS, EXPERTS // 2, 2))
-    logits = tl.load(at, mask=mask, other=0.0).to(tl.float32)
-    return tl.reshape(logits, (TOKENS, EXPERTS))
-
-
-@triton.jit
 def scores_and_choice(logits, bias, expert, valid, SCORING: tl.constexpr):
     """What the experts of rows are chosen by (-inf is no expert), and a softmax's terms."""
     finite = valid & is_finite(logits)
@@ -122,26 +108,21 @@ def best_positions(
     """The TOPK largest of each row of ``(rows, COUNT)``, ties to the lowest position.
 
     Rounds of a maximum and of the lowest position that has it, both of integers, which a warp
-    reduces in one instruction. They look at the better of each two neighbours.
+    reduces in one instruction. (Halving the rounds' work by looking at pairs needs a reshape and a
+    split, which Triton 3.6 gets wrong for some sizes on the GPU.)
     """
     if SIGNED:  # not only -inf is negative
         choice = choice + 0.0  # no negative zero
     key = choice.to(tl.int32, bitcast=True)
     if SIGNED:
         key = key ^ ((key >> 31) & 0x7FFFFFFF)
-    even, odd = tl.split(tl.reshape(key, (key.shape[0], COUNT // 2, 2)))
-    better, worse = tl.maximum(even, odd), tl.minimum(even, odd)
-    at = 2 * tl.arange(0, COUNT // 2)[None, :] + (odd > even).to(tl.int32)
-    slot = tl.arange(0, SLOTS)[None, :]
+    at, slot = tl.arange(0, COUNT)[None, :], tl.arange(0, SLOTS)[None, :]
     chosen = tl.zeros((key.shape[0], SLOTS), dtype=tl.int32)
     for j in range(TOPK):
-        best = tl.max(better, 1, keep_dims=True)
-        position = tl.min(tl.where(better == best, at, COUNT), 1, keep_dims=True)
+        best = tl.max(key, 1, keep_dims=True)
+        position = tl.min(tl.where(key == best, at, COUNT), 1, keep_dims=True)
         chosen = tl.where(slot == j, position, chosen)
-        taken = at == position
-        better = tl.where(taken, worse, better)
-        worse = tl.where(taken, -0x80000000, worse)  # less than -inf
-        at = tl.where(taken, at ^ 1, at)
+        key = tl.where(at == position, -0x80000000, key)  # less than -inf
     return chosen
 
 
@@ -175,7 +156,7 @@ def route_tokens(
     expert, slot = tl.arange(0, EXPERTS)[None, :], tl.arange(0, SLOTS)[None, :]
     rows = gating_output + token * stride_row
     valid = expert < tl.where(token < num_tokens, NUM_EXPERTS, 0)
-    logits = load_rows(rows, valid, TOKENS, EXPERTS)
+    logits = tl.load(rows + expert, mask=valid, other=0.0).to(tl.float32)
     choice, peak, inverse = scores_and_choice(logits, bias, expert, valid, SCORING)
     ids = best_positions(choice, TOPK, EXPERTS, SLOTS, bias is not None)
     mask = slot < tl.where(token < num_tokens, TOPK, 0)
