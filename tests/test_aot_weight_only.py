@@ -66,7 +66,7 @@ def check(arch, scheme, tile, dtype, **more):
     for kernel in kernels:
         used = aot.resources(kernel, arch)
         assert used["shared"] <= aot.SHARED_MEMORY[arch], used
-        # A few words that live across the loop. Tiles of 128 rows without are 10 % slower on Hopper.
+        # A few words that live across the loop. Without, tiles of 128 rows are slower on Hopper.
         few = 24 if arch == 90 and tile == 128 else 16 * (dtype == torch.float16)
         assert used["spilled"] <= few, used
         assert used["serialized"] == 0, used
