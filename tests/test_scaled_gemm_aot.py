@@ -64,13 +64,13 @@ FEW_WORDS = 64
 slower there. Accumulators that do not fit are hundreds."""
 
 
-def check(kernels, arch):
+def check(kernels, arch, tile):
     products = [k for k in kernels if "scaled_gemm" in k.metadata.name]
     test_aot.check([k for k in kernels if k not in products], arch)
     for kernel in products:
         used = aot.resources(kernel, arch)
         assert used["shared"] <= aot.SHARED_MEMORY[arch] and used["serialized"] == 0, used
-        assert used["spilled"] <= FEW_WORDS, used
+        assert used["spilled"] <= (FEW_WORDS if (arch, tile) == (90, 128) else 0), used
         assert not aot.rewrites_operands(kernel)
     return products
 
@@ -86,7 +86,7 @@ CASES = [
 @pytest.mark.parametrize(("arch", "scheme"), CASES)
 @pytest.mark.parametrize("tile", ROW_TILES)
 def test_scaled_gemms(arch, scheme, tile):
-    products = check(aot.compile_launch(arch, launch_layer(scheme, tile)), arch)
+    products = check(aot.compile_launch(arch, launch_layer(scheme, tile)), arch, tile)
     if arch == 90 and tile >= 64:
         assert len(products) == 2
         assert all("wgmma.mma_async" in k.asm["ptx"] for k in products)
@@ -96,7 +96,7 @@ def test_scaled_gemms(arch, scheme, tile):
 @pytest.mark.parametrize("tile", ROW_TILES)
 def test_scales_of_a_byte(scheme, tile):
     """e8m0."""
-    check(aot.compile_launch(90, launch_layer(scheme, tile, scales=torch.uint8)), 90)
+    check(aot.compile_launch(90, launch_layer(scheme, tile, scales=torch.uint8)), 90, tile)
 
 
 @pytest.mark.parametrize("scheme", ["fp8_block64x16", "int8_block32", "fp8_block16x256_ue8m0"])
@@ -104,7 +104,7 @@ def test_scales_of_a_byte(scheme, tile):
 @pytest.mark.parametrize("activation", ["swigluoai", "gelu_no_mul"])
 def test_other_blocks_and_tails(scheme, tile, activation):
     """H 2880 and I 704: no tile divides them; blocks of gate and up rows overlap."""
-    check(aot.compile_launch(90, launch_layer(scheme, tile, activation, 2880, 704)), 90)
+    check(aot.compile_launch(90, launch_layer(scheme, tile, activation, 2880, 704)), 90, tile)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -49,7 +49,7 @@ def slot_experts(
 
 
 class TritonExperts(FusedMoEExpertsModular):
-    """The fused kernels of `fused_experts`: activation and block quantization inside GEMM 1.
+    """The fused kernels of `fused_experts`: rows gathered, and the activation applied, in GEMM 1.
 
     Source:
         vLLM ``TritonExperts``.
