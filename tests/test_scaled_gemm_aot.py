@@ -59,9 +59,9 @@ def launch_layer(
     return launch
 
 
-FEW_WORDS = 64
-"""Bytes that the gated tile of 128 rows sets aside on Hopper; without (half as wide) it is 10 %
-slower there. Accumulators that do not fit are hundreds."""
+SPILLED = {(90, 128): 64, (120, 32): 8}
+"""Bytes that may be set aside, by architecture and row tile; elsewhere none. Hopper's gated tile of
+128 rows is 10 % slower without (half as wide); ptxas holds one of 32 rows to 48 registers."""
 
 
 def check(kernels, arch, tile):
@@ -70,7 +70,7 @@ def check(kernels, arch, tile):
     for kernel in products:
         used = aot.resources(kernel, arch)
         assert used["shared"] <= aot.SHARED_MEMORY[arch] and used["serialized"] == 0, used
-        assert used["spilled"] <= (FEW_WORDS if (arch, tile) == (90, 128) else 0), used
+        assert used["spilled"] <= SPILLED.get((arch, tile), 0), used
         assert not aot.rewrites_operands(kernel)
     return products
 
