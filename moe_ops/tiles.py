@@ -105,8 +105,11 @@ def padded_slots(num_slots, num_experts, row_tiles: Sequence[int]):
     """
     tile = max(row_tiles)
     bounds = num_slots * tile, num_slots + num_experts * (tile - 1)
-    # torch.sym_min costs a microsecond on numbers, and adds no guard on symbols.
-    return min(bounds) if isinstance(bounds[0], int) else torch.sym_min(*bounds)
+    if isinstance(bounds[0], int):
+        return min(bounds)
+    # No guard on symbols: PyTorch proves that the larger of 0 and anything is a size, and not that
+    # products of sizes are. (It would guard on that, and a graph from its cache on the minimum.)
+    return torch.sym_max(0, torch.sym_min(*bounds))
 
 
 def num_tiles(num_slots, num_experts, row_tiles: Sequence[int]):

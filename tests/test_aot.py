@@ -103,8 +103,6 @@ def launch_rest(tokens, experts=257, k=8):
             )
             how = (bias, k, True, scoring, 1.0)
             routing.fused_topk(logits, *how)
-            for few in ((1, experts), (8, 128)):
-                topk_align.topk_align(empty(*few), *how, None, ROW_TILES, few[1])
         align.moe_align_block_size(ids, expert_map, ROW_TILES, experts, False, True)
         counts = align.count_expert_num_tokens(ids, None, experts)
         align.align_batched(counts, tokens, ROW_TILES)
@@ -130,9 +128,25 @@ def launch_rest(tokens, experts=257, k=8):
 def test_other_stages(arch, tokens):
     kernels = aot.compile_launch(arch, launch_rest(tokens))
     check(kernels, arch)
-    tested_alone = ("gemm", "quantize", "batched")
+    tested_alone = ("gemm", "quantize", "batched", "topk_align")
     stages = {stage for stage in STAGES.values() if not stage.endswith(tested_alone)}
     assert len({k.metadata.name for k in kernels}) >= len(stages)
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize("shape", [(1, 257), (2, 512), (4, 256), (8, 128)], ids=str)
+def test_routing_with_alignment(arch, shape):
+    """The most logits that one launch takes."""
+
+    def launch(empty):
+        logits, bias = empty(*shape), empty(shape[1], dtype=torch.float32)
+        for scoring in ("softmax", "sigmoid", "sqrtsoftplus"):
+            how = (bias, 8, True, scoring, 1.0)
+            topk_align.topk_align(logits, *how, None, ROW_TILES, shape[1])
+
+    kernels = aot.compile_launch(arch, launch)
+    assert {k.metadata.name for k in kernels} == {"_topk_align_kernel"}
+    check(kernels, arch)
 
 
 QUANTS = tuple(
