@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import torch
 from problems import Inputs, Problem
 from stages import Case, main, nbytes
 
@@ -22,6 +23,12 @@ def cases(problem: Problem, inputs: Inputs) -> Iterator[Case]:
 
     yield Case("moe_permutation", permutation, nbytes(ids, offset, inverse, order))
     yield Case("gather_rows", lambda: ops.gather_rows(x, order, offset, k), nbytes(x, order, rows))
+    columns = torch.rand(problem.num_experts, x.shape[1], device=x.device).argsort(1).int()
+    yield Case(
+        "order_columns",
+        lambda: ops.order_columns(x, columns, ids, None),
+        nbytes(x, columns, ids, rows),
+    )
     yield Case(
         "moe_unpermute",
         lambda: ops.moe_unpermute(rows, weights, inverse, offset),

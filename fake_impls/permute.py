@@ -25,6 +25,11 @@ def gather_rows(
     return x.new_empty((permuted_idx.shape[0], x.shape[1]))
 
 
+def order_columns(x: Tensor, order: Tensor, topk_ids: Tensor, expert_map: Tensor | None) -> Tensor:
+    """``(T * k, H)``, dtype of ``x``."""
+    return x.new_empty((topk_ids.shape[0] * topk_ids.shape[1], x.shape[1]))
+
+
 def moe_unpermute(
     permuted_hidden_states: Tensor,
     topk_weights: Tensor | None,

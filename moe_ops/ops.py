@@ -141,6 +141,10 @@ gather_rows = _op(
     "gather_rows(Tensor x, Tensor permuted_idx, Tensor expert_first_token_offset, SymInt top_k)"
     " -> Tensor",
 )
+order_columns = _op(
+    "permute",
+    "order_columns(Tensor x, Tensor order, Tensor topk_ids, Tensor? expert_map) -> Tensor",
+)
 moe_unpermute = _op(
     "permute",
     "moe_unpermute(Tensor permuted_hidden_states, Tensor? topk_weights, Tensor inv_permuted_idx,"

@@ -109,6 +109,9 @@ def launch_rest(tokens, experts=257, k=8):
         order = permute.moe_permutation(ids, None, experts)
         align.align_permuted(order[0], tokens * k, ROW_TILES)
         rows = permute.gather_rows(empty(tokens, 2880), order[2], order[0], k)
+        permute.order_columns(
+            empty(tokens, 2880), empty(experts, 2880, dtype=torch.int32), ids, expert_map
+        )
         permute.moe_unpermute(rows, weights, order[1], order[0])
         activation.activation(empty(tokens * k, 1408), "silu")
         weight_and_reduce.moe_fused_mul_sum(

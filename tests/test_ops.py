@@ -30,7 +30,7 @@ def samples(device):
     h = ops.expert_gemm_act(x, w1, b1, None, *plan, ROW_TILES, K, "silu")
     rows = ops.gather_rows(x, order[2], order[0], K)
     y = ops.expert_gemm(h, w2, b2, None, None, *plan, ROW_TILES, 1).view(5, K, H)
-    expert_map = MAP.to(device)
+    expert_map, columns = MAP.to(device), torch.rand(E, H, device=device).argsort(1).to(I32)
     valid = torch.tensor([4], dtype=I32, device=device)
     return {
         **routing_samples(x, weights, ids),
@@ -46,6 +46,7 @@ def samples(device):
             (x, order[2], order[0], K),
             (x.t().contiguous().t(), order[2], order[0], K),
         ],
+        "order_columns": [(x, columns, ids, None), (x, columns[:3], ids.long(), expert_map)],
         "moe_unpermute": [(rows, weights, order[1], order[0]), (rows, None, order[1], None)],
         "expert_gemm": [
             (h, w2, b2, None, None, *plan, ROW_TILES, 1),

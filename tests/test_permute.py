@@ -106,3 +106,28 @@ def test_unpermute_without_weights_or_offsets(device):
 def test_errors(arguments, error, message):
     with pytest.raises(error, match=message):
         moe_ops.moe_permute(*arguments)
+
+
+@given(case=topk_ids(max_tokens=20), mapped=st.booleans(), width=st.sampled_from((1, 24, 1100)))
+def test_columns_in_the_order_of_each_expert(case, mapped, width, device):
+    """Skipped slots are zeros, and tokens without any other are never read: they are NaN here."""
+    ids, num_experts = case
+    tokens, k = ids.shape
+    g = torch.Generator().manual_seed(width)
+    others = int(mapped)
+    expert_map = torch.randperm(num_experts, generator=g, dtype=torch.int32) - others
+    num_local = num_experts - others
+    order = torch.stack([torch.randperm(width, generator=g).int() for _ in range(num_experts)])
+    order, x = order[:num_local], torch.randn(tokens, 2 * width, generator=g)[:, ::2]
+    expected = torch.zeros(tokens * k, width)
+    for t in range(tokens):
+        experts = [expert_map[e].item() if 0 <= e < num_experts else -1 for e in ids[t].tolist()]
+        for j, expert in enumerate(experts):
+            if expert >= 0:
+                expected[t * k + j] = x[t][order[expert].long()]
+        if max(experts) < 0:
+            x[t] = torch.nan
+    rows = moe_ops.ops.order_columns(
+        x.to(device), order.to(device), ids.to(device), expert_map.to(device)
+    )
+    assert rows.is_contiguous() and torch.equal(rows.cpu(), expected)

@@ -12,6 +12,7 @@ from torch import Tensor
 from moe_ops.fake_impls.permute import gather_rows as empty_rows
 from moe_ops.fake_impls.permute import moe_permutation as empty_permutation
 from moe_ops.fake_impls.permute import moe_unpermute as empty_tokens
+from moe_ops.fake_impls.permute import order_columns as empty_ordered
 from moe_ops.kernels.align import count_expert_num_tokens
 from moe_ops.kernels.launch import Launch
 from moe_ops.kernels.slots import dense, local_experts, map_size, next_power_of_2
@@ -105,6 +106,44 @@ def gather_rows(
             dense(expert_first_token_offset),
             out,
             expert_first_token_offset.shape[0] - 1,
+            x.stride(0),
+            width,
+        )
+    return out
+
+
+@triton.jit(do_not_specialize=["num_experts", "num_local_experts"])
+def _order_columns_kernel(
+    x, order, topk_ids, expert_map, out, num_experts, num_local_experts, stride_x, WIDTH,
+    TOP_K: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One program gathers a piece of one slot's row, or writes zeros where that is skipped."""
+    slot = tl.program_id(0).to(tl.int64)
+    col = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    expert = local_experts(topk_ids, expert_map, slot, slot >= 0, num_experts, num_local_experts)
+    readable = tl.where(expert >= 0, WIDTH, 0)
+    source = tl.load(order + expert.to(tl.int64) * WIDTH + col, mask=col < readable, other=0)
+    at = x + (slot // TOP_K) * stride_x + source
+    value = tl.load(at, mask=col < readable, other=0.0)
+    tl.store(out + slot * WIDTH + col, value, mask=col < WIDTH)
+
+
+def order_columns(x: Tensor, order: Tensor, topk_ids: Tensor, expert_map: Tensor | None) -> Tensor:
+    """Launch one program for each piece of a slot's row."""
+    out = empty_ordered(x, order, topk_ids, expert_map)
+    x = x if x.stride(1) == 1 else x.contiguous()
+    rows, width = out.shape
+    if out.numel():
+        kernel, pieces = _row_launch(_order_columns_kernel, topk_ids.shape[1], width, 1024)
+        kernel(
+            (rows, pieces),
+            x,
+            order.contiguous(),
+            topk_ids.contiguous(),
+            dense(expert_map),
+            out,
+            map_size(expert_map, order.shape[0]),
+            order.shape[0],
             x.stride(0),
             width,
         )

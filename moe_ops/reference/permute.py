@@ -31,6 +31,16 @@ def gather_rows(
     return torch.where(used[:, None], rows, torch.zeros((), dtype=x.dtype, device=x.device))
 
 
+def order_columns(x: Tensor, order: Tensor, topk_ids: Tensor, expert_map: Tensor | None) -> Tensor:
+    """``out[s] = x[s // k, order[e]]`` for the expert e of slot s, zeros where that is skipped."""
+    k, experts = topk_ids.shape[1], local_experts(topk_ids, expert_map, order.shape[0])
+    out = x.new_zeros((experts.shape[0], x.shape[1]))
+    for expert, columns in enumerate(order.long()):
+        slots = (experts == expert).nonzero()[:, 0]
+        out[slots] = x[slots // k].index_select(1, columns)
+    return out
+
+
 def moe_unpermute(
     permuted_hidden_states: Tensor,
     topk_weights: Tensor | None,
