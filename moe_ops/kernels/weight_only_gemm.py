@@ -23,7 +23,7 @@ from moe_ops.tensors import QTensor
 from moe_ops.tiles import Gemm, TileConfig, device_facts, max_programs, weight_only_tiles
 
 
-class _Variant(NamedTuple):
+class Variant(NamedTuple):
     """What, besides a weight's sizes, a kernel is made for."""
 
     scheme: str
@@ -57,7 +57,7 @@ def _launch(
     row_tiles: tuple[int, ...],
     top_k: int,
     device: torch.device,
-    variant: _Variant,
+    variant: Variant,
 ) -> tuple[Launch, int]:
     """The kernel, and how many programs the plan may need; ``itemsize`` of activations."""
     num_experts, rows, k = weight
@@ -74,15 +74,15 @@ def _launch(
 
 
 @lru_cache(maxsize=1024)
-def _make(n: int, k: int, top_k: int, tiles: TileConfig, variant: _Variant) -> Launch:
+def _make(n: int, k: int, top_k: int, tiles: TileConfig, variant: Variant) -> Launch:
     return Launch(
         weight_only_gemm_kernel,
         N=n,
         K=k,
         TOP_K=top_k,
         RULE=formula(variant.activation) if variant.activation else None,
-        FORMAT=_format(n, tiles, variant),
-        ROWS=_row_format(variant),
+        FORMAT=weight_format(n, tiles, variant),
+        ROWS=row_format(variant),
         BLOCK_M=tiles.block_m,
         BLOCK_N=tiles.block_n,
         BLOCK_K=tiles.block_k,
@@ -92,7 +92,7 @@ def _make(n: int, k: int, top_k: int, tiles: TileConfig, variant: _Variant) -> L
     )
 
 
-def _format(n: int, tiles: TileConfig, variant: _Variant) -> Format:
+def weight_format(n: int, tiles: TileConfig, variant: Variant) -> Format:
     """How weights lie for ``n`` output columns in these tiles."""
     quant = get_scheme(variant.scheme).weight
     cols = None if quant.group.cols == WHOLE else quant.group.cols
@@ -111,7 +111,7 @@ def _format(n: int, tiles: TileConfig, variant: _Variant) -> Format:
     )
 
 
-def _row_format(variant: _Variant) -> Format | None:
+def row_format(variant: Variant) -> Format | None:
     """How quantized rows lie; None: rows are not quantized."""
     quant = get_scheme(variant.scheme).activation
     if quant is None:
@@ -214,15 +214,15 @@ def multiply(
     w = _entries(w, quant.element.packed)
     packed = quant.element.packed or w.dtype == torch.uint16
     shares = (rows_per_scale(scale, quant, n), n // halves)
-    variant = _Variant(scheme, activation, packed, *shares, row_words)
+    variant = Variant(scheme, activation, packed, *shares, row_words)
     weight, tiles = (num_experts, n, k), tuple(row_tiles)
     kernel, programs = _launch(num_slots, weight, itemsize, tiles, top_k, w.device, variant)
     kernel(
         (programs,),
         a,
-        None if a_scale is None else _bytes(dense(a_scale)),
+        None if a_scale is None else as_bytes(dense(a_scale)),
         w,
-        _bytes(dense(scale)),
+        as_bytes(dense(scale)),
         dense(zero_point),
         dense(global_scale),
         dense(bias),
@@ -231,13 +231,13 @@ def multiply(
         *plan,
         num_slots,
         a.stride(0),
-        *_scale_strides(a_scale, rows, num_experts),
+        *scale_strides(a_scale, rows, num_experts),
         *w.stride(),
     )
     return out
 
 
-def _scale_strides(scale: Tensor | None, rows: Quant | None, num_experts: int) -> tuple[int, int]:
+def scale_strides(scale: Tensor | None, rows: Quant | None, num_experts: int) -> tuple[int, int]:
     """From the row scales of one expert to those of the next, and of one row to the next."""
     if scale is None or rows is None:
         return 0, 0
@@ -254,6 +254,6 @@ def _entries(x: Tensor, packed: bool) -> Tensor:
     return x.view(torch.uint16 if x.stride(-1) == 1 and sizes % 2 == 0 else torch.uint8)
 
 
-def _bytes(x: Tensor) -> Tensor:
+def as_bytes(x: Tensor) -> Tensor:
     """fp8 as bytes: not every architecture has the type, and kernels decode its bits."""
     return x.view(torch.uint8) if x.dtype == torch.float8_e4m3fn else x
