@@ -1,0 +1,304 @@
+"""Gluon kernel of the expert GEMMs of many rows on Hopper, persistent and warp-specialised.
+
+One warp copies tiles of both operands into a ring in shared memory (the TMA engine does); two warp
+groups multiply, each its half of the output tile, and write rows to their slots. The rows of the
+first operand lie in plan order (`pack`), so that a tile of them is one box. Where an activation has
+a gate, a box of the weight holds 8 gate rows, their 8 up rows, and so on: one thread then has both
+halves of a pair, and the activation costs nothing.
+
+Source: the structure is that of CUTLASS's and DeepGEMM's warp-specialised kernels.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.language.core import _aggregate as aggregate
+
+from moe_ops.kernels.gemm_tile import activate
+
+load_box = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
+"""Its name from Triton 3.9 on, and before."""
+
+
+@aggregate
+class Ring:
+    """Tiles in shared memory, and who may touch them: ``full`` to multiply, ``empty`` to copy."""
+
+    rows: gl.shared_memory_descriptor
+    weights: gl.shared_memory_descriptor
+    scales: gl.shared_memory_descriptor
+    full: gl.shared_memory_descriptor
+    empty: gl.shared_memory_descriptor
+
+    @gluon.constexpr_function
+    def __init__(self, rows, weights, scales, full, empty):
+        self.rows, self.weights, self.scales = rows, weights, scales
+        self.full, self.empty = full, empty
+
+
+@aggregate
+class Vectors:
+    """What the result is made of beside the products."""
+
+    row_scale: gl.tensor
+    weight_scale: gl.tensor
+    sorted_token_ids: gl.tensor
+    expert_ids: gl.tensor
+    num_tiles: gl.tensor
+    num_slots: gl.tensor
+
+    @gluon.constexpr_function
+    def __init__(
+        self, row_scale, weight_scale, sorted_token_ids, expert_ids, num_tiles, num_slots
+    ):
+        self.row_scale, self.weight_scale = row_scale, weight_scale
+        self.sorted_token_ids, self.expert_ids = sorted_token_ids, expert_ids
+        self.num_tiles, self.num_slots = num_tiles, num_slots
+
+
+@gluon.jit
+def find_tile(tile, num_tiles, C: gl.constexpr):
+    """Bands of GROUP_M row tiles, down each band first: its weights stay in the L2 cache."""
+    band = tile // (C.GROUP_M * C.NUM_N)
+    first = band * C.GROUP_M
+    height = gl.minimum(num_tiles - first, C.GROUP_M)
+    inside = tile % (C.GROUP_M * C.NUM_N)
+    return first + inside % height, inside // height
+
+
+@gluon.jit
+def copy_tiles(a_desc, w_desc, scale_desc, ring, v, C: gl.constexpr):
+    """The copying warp: every tile of both operands, in the order of the products."""
+    BYTES: gl.constexpr = C.BLOCK_K * C.ITEMSIZE * (C.BLOCK_M + C.BLOCK_N)
+    SCALE_BYTES: gl.constexpr = 4 * C.BLOCK_M if C.SCALE_COLS is not None else 0
+    step = gl.to_tensor(0)
+    for tile in range(gl.program_id(0), v.num_tiles * C.NUM_N, gl.num_programs(0)):
+        m, n = find_tile(tile, v.num_tiles, C)
+        expert = gl.load(v.expert_ids + m)
+        for k in range(C.STEPS):
+            stage = step % C.STAGES
+            mbarrier.wait(ring.empty.index(stage), (step // C.STAGES + 1) & 1)
+            full = ring.full.index(stage)
+            mbarrier.expect(full, BYTES + SCALE_BYTES)
+            at = [m * C.BLOCK_M, k * C.BLOCK_K]
+            load_box(a_desc, at, full, ring.rows.index(stage))
+            if C.GATED:
+                at = [expert, n * (C.OUT_N // 8), 0, 0, k * C.BLOCK_K]
+            else:
+                at = [expert, n * C.OUT_N, k * C.BLOCK_K]
+            load_box(w_desc, at, full, ring.weights.index(stage))
+            if C.SCALE_COLS is not None:
+                at = [k, m * C.BLOCK_M]
+                load_box(scale_desc, at, full, ring.scales.index(stage))
+            step += 1
+
+
+@gluon.jit
+def product(ring, stage, acc, HALF: gl.constexpr, C: gl.constexpr):
+    """Begin ``acc`` plus the product of this warp group's half of a tile."""
+    rows = ring.rows.index(stage)
+    weights = ring.weights.index(stage).reshape((C.BLOCK_N, C.BLOCK_K))
+    if C.BY_COLUMNS:
+        weights = weights.slice(HALF * (C.BLOCK_N // 2), C.BLOCK_N // 2, 0)
+    else:
+        rows = rows.slice(HALF * (C.BLOCK_M // 2), C.BLOCK_M // 2, 0)
+    return warpgroup_mma(rows, weights.permute((1, 0)), acc, is_async=True)
+
+
+@gluon.jit
+def add_products(step, ring, acc, HALF: gl.constexpr, C: gl.constexpr):
+    """16-bit operands: one product is under way while the next is begun."""
+    for k in range(C.STEPS):
+        stage = step % C.STAGES
+        mbarrier.wait(ring.full.index(stage), (step // C.STAGES) & 1)
+        acc = warpgroup_mma_wait(1, [product(ring, stage, acc, HALF, C)])
+        if k > 0:
+            mbarrier.arrive(ring.empty.index((step - 1) % C.STAGES))
+        step += 1
+    acc = warpgroup_mma_wait(0, [acc])
+    mbarrier.arrive(ring.empty.index((step - 1) % C.STAGES))
+    return acc, step
+
+
+@gluon.jit
+def add_wide(step, ring, acc, HALF: gl.constexpr, C: gl.constexpr):
+    """8-bit operands, scaled later. The units add in fewer bits than float32 has: each product
+    starts from zero."""
+    for _ in range(C.STEPS):
+        stage = step % C.STAGES
+        mbarrier.wait(ring.full.index(stage), (step // C.STAGES) & 1)
+        zero = gl.full(acc.shape, 0, gl.float32, acc.type.layout)
+        p = warpgroup_mma_wait(0, [product(ring, stage, zero, HALF, C)])
+        mbarrier.arrive(ring.empty.index(stage))
+        acc += p
+        step += 1
+    return acc, step
+
+
+@gluon.jit
+def add_scaled(step, ring, scales, up_scales, acc, HALF: gl.constexpr, C: gl.constexpr):
+    """8-bit operands of which each product has scales: of rows, and one of the weight's rows (one
+    of gate rows, one of up rows). Those of weights are loaded two steps ahead."""
+    LAYOUT: gl.constexpr = acc.type.layout
+    ROW: gl.constexpr = gl.SliceLayout(1, LAYOUT)
+    FIRST: gl.constexpr = 0 if C.BY_COLUMNS else HALF * (C.BLOCK_M // 2)
+    column = gl.arange(0, acc.shape[1], layout=gl.SliceLayout(0, LAYOUT))
+    of_gate = (column // 8 % 2 == 0)[None, :]
+    NEXT: gl.constexpr = min(1, C.STEPS - 1)
+    g0, g1 = gl.load(scales), gl.load(scales + NEXT)
+    u0, u1 = gl.load(up_scales), gl.load(up_scales + NEXT)
+    for k in range(C.STEPS):
+        stage = step % C.STAGES
+        mbarrier.wait(ring.full.index(stage), (step // C.STAGES) & 1)
+        zero = gl.full(acc.shape, 0, gl.float32, LAYOUT)
+        p = product(ring, stage, zero, HALF, C)
+        x = ring.scales.index(stage).reshape((C.BLOCK_M,)).slice(FIRST, acc.shape[0], 0).load(ROW)
+        ahead = gl.minimum(k + 2, C.STEPS - 1)
+        g2, u2 = gl.load(scales + ahead), gl.load(up_scales + ahead)
+        p = warpgroup_mma_wait(0, [p])
+        mbarrier.arrive(ring.empty.index(stage))
+        if C.GATED:
+            acc += p * gl.where(of_gate, (x * g0)[:, None], (x * u0)[:, None])
+        else:
+            acc += p * (x * g0)[:, None]
+        # Sums, so that the names stay variables of the loop (Triton 3.6 loses plain copies).
+        g0, u0, g1, u1 = g1 + 0.0, u1 + 0.0, g2 + 0.0, u2 + 0.0
+        step += 1
+    return acc, step
+
+
+@gluon.jit
+def weight_rows(first, COLS: gl.constexpr, LAYOUT: gl.constexpr, C: gl.constexpr):
+    """The weight row of each column of an accumulator whose output columns begin at ``first``."""
+    c = gl.arange(0, COLS, layout=gl.SliceLayout(0, LAYOUT))
+    if C.GATED:
+        n = first + c // 16 * 8 + c % 8
+        row = n * C.STEP + (c // 8 % 2) * C.UP
+    else:
+        n = first + c
+        row = n
+    return row, n < C.N
+
+
+@gluon.jit
+def finish(acc, bias, row, expert, first, v, C: gl.constexpr):
+    """Scales that span K, the bias, and the activation, in float32."""
+    COLS: gl.constexpr = acc.shape[1]
+    LAYOUT: gl.constexpr = acc.type.layout
+    RULE: gl.constexpr = C.RULE
+    at, inside = weight_rows(first, COLS, LAYOUT, C)
+    if C.ITEMSIZE == 1 and C.SCALE_COLS is None:
+        GROUPS: gl.constexpr = (C.WEIGHT_ROWS + C.SCALE_ROWS - 1) // C.SCALE_ROWS
+        scale = v.weight_scale + expert * GROUPS + at // C.SCALE_ROWS
+        w_scale = gl.load(scale, mask=inside, other=0.0)
+        acc *= gl.load(v.row_scale + row)[:, None] * w_scale[None, :]
+    if bias is not None:
+        acc += gl.load(bias + expert * C.WEIGHT_ROWS + at, mask=inside, other=0.0).to(gl.float32)[None, :]
+    if C.GATED:
+        pairs = acc.reshape((acc.shape[0], acc.shape[1] // 16, 2, 8)).permute((0, 1, 3, 2))
+        g, u = pairs.split()
+        acc = activate(g, u, RULE).reshape((acc.shape[0], acc.shape[1] // 2))
+    elif RULE is not None:
+        acc = activate(acc, acc, RULE)
+    return acc
+
+
+@gluon.jit
+def store_rows(out, value, slot, first, num_slots, C: gl.constexpr):
+    """Columns of rows to their slots: 128 bytes of a row side by side, 64 columns at a time."""
+    COLS: gl.constexpr = value.shape[1]
+    if COLS > 64:
+        left, right = value.reshape((value.shape[0], 2, COLS // 2)).permute((0, 2, 1)).split()
+        store_rows(out, left, slot, first, num_slots, C)
+        store_rows(out, right, slot, first + COLS // 2, num_slots, C)
+    else:
+        WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+        row = gl.convert_layout(slot, gl.SliceLayout(1, WIDE))
+        n = first + gl.arange(0, COLS, layout=gl.SliceLayout(0, WIDE))
+        at = out + row.to(gl.int64)[:, None] * C.N + n[None, :]
+        mask = (row < num_slots)[:, None] & (n < C.N)[None, :]
+        gl.store(at, gl.convert_layout(value.to(out.dtype.element_ty), WIDE), mask=mask)
+
+
+@gluon.jit
+def multiply(out, bias, ring, v, HALF: gl.constexpr, C: gl.constexpr):
+    """A multiplying warp group: its half of every tile of this program."""
+    ROWS: gl.constexpr = C.BLOCK_M if C.BY_COLUMNS else C.BLOCK_M // 2
+    COLS: gl.constexpr = C.BLOCK_N // 2 if C.BY_COLUMNS else C.BLOCK_N
+    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLS, 32 // C.ITEMSIZE])
+    FIRST_ROW: gl.constexpr = 0 if C.BY_COLUMNS else HALF * ROWS
+    FIRST_COL: gl.constexpr = HALF * (C.OUT_N // 2) if C.BY_COLUMNS else 0
+    step = gl.to_tensor(0)
+    for tile in range(gl.program_id(0), v.num_tiles * C.NUM_N, gl.num_programs(0)):
+        m, n = find_tile(tile, v.num_tiles, C)
+        found = gl.load(v.expert_ids + m).to(gl.int64)
+        expert = gl.maximum(found, 0)
+        first = n * C.OUT_N + FIRST_COL
+        acc = gl.full((ROWS, COLS), 0, gl.float32, LAYOUT)
+        if C.SCALE_COLS is not None:
+            GROUPS: gl.constexpr = (C.WEIGHT_ROWS + C.SCALE_ROWS - 1) // C.SCALE_ROWS
+            scales = v.weight_scale + expert * (GROUPS * C.STEPS)
+            at = gl.minimum(first, C.N - 1) * C.STEP
+            of_gate = scales + at // C.SCALE_ROWS * C.STEPS
+            of_up = scales + (at + C.UP) // C.SCALE_ROWS * C.STEPS
+            acc, step = add_scaled(step, ring, of_gate, of_up, acc, HALF, C)
+        elif C.ITEMSIZE == 1:
+            acc, step = add_wide(step, ring, acc, HALF, C)
+        else:
+            acc, step = add_products(step, ring, acc, HALF, C)
+        row = m * C.BLOCK_M + FIRST_ROW + gl.arange(0, ROWS, layout=gl.SliceLayout(1, LAYOUT))
+        slot = gl.load(v.sorted_token_ids + row)
+        value = finish(acc, bias, row, expert, first, v, C)
+        # Nothing is written for a tile without an expert.
+        store_rows(out, value, slot, first, gl.where(found < 0, 0, v.num_slots), C)
+
+
+@gluon.jit
+def multiply_first(out, bias, ring, v, C: gl.constexpr):
+    """See `multiply`."""
+    multiply(out, bias, ring, v, 0, C)
+
+
+@gluon.jit
+def multiply_second(out, bias, ring, v, C: gl.constexpr):
+    """See `multiply`."""
+    multiply(out, bias, ring, v, 1, C)
+
+
+@gluon.jit(do_not_specialize=["num_slots"])
+def hopper_gemm_kernel(
+    a_desc, w_desc, scale_desc, bias, out, row_scale, weight_scale,
+    sorted_token_ids, expert_ids, num_tokens_post_padded, num_slots, C: gl.constexpr,
+):  # fmt: skip
+    """``out[s] = f(a[row of s] @ w[e].T + bias[e])``; padding rows are not written."""
+    STAGES: gl.constexpr = C.STAGES
+    rows = gl.allocate_shared_memory(a_desc.dtype, [STAGES] + a_desc.block_shape, a_desc.layout)
+    weights = gl.allocate_shared_memory(w_desc.dtype, [STAGES] + w_desc.block_shape, w_desc.layout)
+    scales = rows
+    if C.SCALE_COLS is not None:
+        shape: gl.constexpr = [STAGES] + scale_desc.block_shape
+        scales = gl.allocate_shared_memory(gl.float32, shape, scale_desc.layout)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(full.index(stage), count=1)
+        mbarrier.init(empty.index(stage), count=2)
+    fence_async_shared()
+    ring = Ring(rows, weights, scales, full, empty)
+    num_tiles = gl.load(num_tokens_post_padded) // C.BLOCK_M
+    v = Vectors(row_scale, weight_scale, sorted_token_ids, expert_ids, num_tiles, num_slots)
+    gl.warp_specialize(
+        [
+            (multiply_first, (out, bias, ring, v, C)),
+            (multiply_second, (out, bias, ring, v, C)),
+            (copy_tiles, (a_desc, w_desc, scale_desc, ring, v, C)),
+        ],
+        [4, 1],  # warps of the second and of the third
+        [232, 24],  # registers of a thread of theirs; the first takes what is left
+    )

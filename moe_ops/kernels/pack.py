@@ -1,0 +1,89 @@
+"""Triton kernel that copies rows into the order of a tile plan, where copy engines take them."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from moe_ops.kernels.launch import Launch
+from moe_ops.kernels.slots import next_power_of_2
+from moe_ops.tiles import cdiv
+
+
+@triton.jit(do_not_specialize=["num_slots", "num_rows"])
+def _pack_kernel(
+    a, a_scale, out, out_scale, sorted_token_ids, num_tokens_post_padded,
+    num_slots, num_rows, stride_am, stride_sm,
+    K: tl.constexpr, GROUPS: tl.constexpr, TOP_K: tl.constexpr,
+    ROWS: tl.constexpr, COLS: tl.constexpr, GROUP_COLS: tl.constexpr,
+):  # fmt: skip
+    """Program (i, j) copies COLS columns of ROWS rows; padding becomes zeros."""
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    if tl.program_id(0) * ROWS >= tl.load(num_tokens_post_padded):
+        return
+    slot = tl.load(sorted_token_ids + row)  # a used tile is whole, and ROWS divides it
+    real = slot < num_slots
+    source = (tl.where(real, slot, 0) // TOP_K).to(tl.int64)
+    col = tl.program_id(1) * COLS + tl.arange(0, COLS)
+    inside = real[:, None] & (col < K)[None, :]
+    x = tl.load(a + source[:, None] * stride_am + col[None, :], mask=inside, other=0.0)
+    tl.store(out + row.to(tl.int64)[:, None] * K + col[None, :], x, mask=(col < K)[None, :])
+    if GROUPS > 0:
+        # This program's share of the scales; those of a group lie side by side.
+        group = tl.program_id(1) * GROUP_COLS + tl.arange(0, GROUP_COLS)
+        known = (group < GROUPS)[None, :]
+        at = a_scale + source[:, None] * stride_sm + group[None, :]
+        scale = tl.load(at, mask=real[:, None] & known, other=0.0)
+        tl.store(out_scale + group[None, :].to(tl.int64) * num_rows + row[:, None], scale, mask=known)
+
+
+@lru_cache(maxsize=1024)
+def _launch(k: int, itemsize: int, groups: int, top_k: int) -> tuple[Launch, int, int]:
+    """The kernel, the rows of a program, and the programs along a row."""
+    cols = min(next_power_of_2(k), 4096 // itemsize)
+    rows = 16384 // (cols * itemsize)
+    pieces = cdiv(k, cols)
+    sizes = {"ROWS": rows, "COLS": cols, "GROUP_COLS": next_power_of_2(max(1, cdiv(groups, pieces)))}
+    return Launch(_pack_kernel, K=k, GROUPS=groups, TOP_K=top_k, **sizes), rows, pieces
+
+
+def pack_rows(
+    a: Tensor,
+    a_scale: Tensor | None,
+    sorted_token_ids: Tensor,
+    num_tokens_post_padded: Tensor,
+    num_slots: int,
+    top_k: int,
+) -> tuple[Tensor, Tensor | None]:
+    """Row r of the result is ``a[sorted_token_ids[r] // top_k]``, or zeros where r is padding.
+
+    Args:
+        a: ``(rows, K)``, contiguous along K.
+        a_scale: ``(rows, G)`` float32, contiguous; one element for all rows; or None.
+        sorted_token_ids: of a plan; nothing is written past ``num_tokens_post_padded``.
+        num_tokens_post_padded: of the plan.
+        num_slots: what is less than this in ``sorted_token_ids`` is a slot.
+        top_k: slots of a row of ``a``.
+
+    Returns:
+        Rows ``(R, K)`` and scales ``(G, R)``, R the length of the plan, rounded up.
+    """
+    # Vectors of scales begin at multiples of 16 bytes.
+    num_rows, k = 4 * cdiv(sorted_token_ids.shape[0], 4), a.shape[1]
+    rows = a.new_empty(num_rows, k)
+    groups, stride, scales = 0, 0, None
+    if a_scale is not None:
+        shared = a_scale.numel() == 1
+        groups = 1 if shared else a_scale.shape[1]
+        stride = 0 if shared else groups
+        scales = a_scale.new_empty(groups, num_rows, dtype=torch.float32)
+    kernel, height, pieces = _launch(k, a.itemsize, groups, top_k)
+    kernel(
+        (cdiv(num_rows, height), pieces), a, a_scale, rows, scales, sorted_token_ids,
+        num_tokens_post_padded, num_slots, num_rows, a.stride(0), stride,
+    )  # fmt: skip
+    return rows, scales
