@@ -16,10 +16,11 @@ from moe_ops.fake_impls.scaled_gemm import quants
 from moe_ops.fake_impls.scaled_gemm import scaled_gemm as empty_rows
 from moe_ops.fake_impls.scaled_gemm import scaled_gemm_act as empty_activated_rows
 from moe_ops.reference.activation import apply, split
-from moe_ops.reference.slots import planned_slots, runs
+from moe_ops.reference.slots import multiply, planned_slots, runs
 from moe_ops.scheme import WHOLE, Element, Quant
 from moe_ops.scheme.rounding import decode, scale_value
 from moe_ops.scheme.weights import rows_per_scale
+from moe_ops.tensors import QTensor
 
 
 class _Operands(NamedTuple):
@@ -111,21 +112,24 @@ def _grouped(
     rows = torch.empty((len(slots), n), device=w.device)
     for expert, mine in runs(experts):
         scales = scale_value(groups[expert, w_row])
-        rows[mine] = _product(x[mine], x_scale[mine], w[expert], scales, quant)
+        both = QTensor(x[mine], x_scale[mine]), QTensor(w[expert], scales)
+        rows[mine] = _product(*both, quant, row_tiles)
     if bias is not None:
         rows += bias[experts].float()
     out[slots] = finish(rows).to(out.dtype)
     return out
 
 
-def _product(x: Tensor, x_scale: Tensor, w: Tensor, w_scale: Tensor, quant: Quant) -> Tensor:
+def _product(x: QTensor, w: QTensor, quant: Quant, row_tiles: Sequence[int]) -> Tensor:
     """``(R, K) @ (N, K).T`` with scales ``(R, groups)`` and ``(N, groups)``, in float32."""
-    size = x.shape[1] if quant.group.cols == WHOLE else quant.group.cols
-    acc = torch.zeros((x.shape[0], w.shape[0]), device=x.device)
-    pieces = zip(x.split(size, 1), w.split(size, 1), strict=True)
-    for group, (x_piece, w_piece) in enumerate(pieces):
-        exact = _exact(x_piece, quant.element) @ _exact(w_piece, quant.element).t()
-        acc += exact.float() * x_scale[:, group, None] * w_scale[:, group]
+    size = x.data.shape[1] if quant.group.cols == WHOLE else quant.group.cols
+    acc = torch.zeros((len(x.data), len(w.data)), device=x.data.device)
+    pieces = zip(x.data.split(size, 1), w.data.split(size, 1), strict=True)
+    for group, both in enumerate(pieces):
+        x_piece, w_piece = (_exact(piece, quant.element) for piece in both)
+        exact = torch.empty_like(acc, dtype=x_piece.dtype)
+        multiply(x_piece, w_piece, exact, row_tiles)
+        acc += exact.float() * x.scale[:, group, None] * w.scale[:, group]
     return acc
 
 
