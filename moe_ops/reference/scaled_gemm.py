@@ -20,7 +20,6 @@ from moe_ops.reference.slots import multiply, planned_slots, runs
 from moe_ops.scheme import WHOLE, Element, Quant
 from moe_ops.scheme.rounding import decode, scale_value
 from moe_ops.scheme.weights import rows_per_scale
-from moe_ops.tensors import QTensor
 
 
 class _Operands(NamedTuple):
@@ -112,7 +111,7 @@ def _grouped(
     rows = torch.empty((len(slots), n), device=w.device)
     for expert, mine in runs(experts):
         scales = scale_value(groups[expert, w_row])
-        both = QTensor(x[mine], x_scale[mine]), QTensor(w[expert], scales)
+        both = (x[mine], x_scale[mine]), (w[expert], scales)
         rows[mine] = _product(*both, quant, row_tiles)
     if bias is not None:
         rows += bias[experts].float()
@@ -120,16 +119,19 @@ def _grouped(
     return out
 
 
-def _product(x: QTensor, w: QTensor, quant: Quant, row_tiles: Sequence[int]) -> Tensor:
+def _product(
+    x: tuple[Tensor, Tensor], w: tuple[Tensor, Tensor], quant: Quant, row_tiles: Sequence[int]
+) -> Tensor:
     """``(R, K) @ (N, K).T`` with scales ``(R, groups)`` and ``(N, groups)``, in float32."""
-    size = x.data.shape[1] if quant.group.cols == WHOLE else quant.group.cols
-    acc = torch.zeros((len(x.data), len(w.data)), device=x.data.device)
-    pieces = zip(x.data.split(size, 1), w.data.split(size, 1), strict=True)
-    for group, both in enumerate(pieces):
-        x_piece, w_piece = (_exact(piece, quant.element) for piece in both)
+    (a, a_scale), (b, b_scale) = x, w
+    size = a.shape[1] if quant.group.cols == WHOLE else quant.group.cols
+    acc = torch.zeros((a.shape[0], b.shape[0]), device=a.device)
+    pieces = zip(a.split(size, 1), b.split(size, 1), strict=True)
+    for group, piece in enumerate(pieces):
+        x_piece, w_piece = (_exact(part, quant.element) for part in piece)
         exact = torch.empty_like(acc, dtype=x_piece.dtype)
         multiply(x_piece, w_piece, exact, row_tiles)
-        acc += exact.float() * x.scale[:, group, None] * w.scale[:, group]
+        acc += exact.float() * a_scale[:, group, None] * b_scale[:, group]
     return acc
 
 
