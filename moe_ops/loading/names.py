@@ -26,6 +26,7 @@ KINDS = {
     "input_scale": "input_scale", "activation_scale": "input_scale",
     "qscale_act": "input_scale", "input_global_scale": "input_global_scale",
     "bias": "bias", "weight_g_idx": "g_idx", "g_idx": "g_idx", "weight_shape": "shape",
+    "input_order": "input_order",
 }  # fmt: skip
 """The last part of a name, and what it is. Scales multiply, except those in `DIVISORS`."""
 
