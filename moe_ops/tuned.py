@@ -29,7 +29,6 @@ from moe_ops.tiles import (
     Device,
     Gemm,
     TileConfig,
-    device_facts,
     load_class,
     pick_row_tile,
 )
@@ -84,7 +83,7 @@ def file_name(sizes: Sizes, device: str, scheme: str) -> str:
 
 def plain_name(device: str) -> str:
     """A GPU's name as it stands in the names of files."""
-    return re.sub(r"[^\w.-]", "_", device)
+    return device.replace(" ", "_").replace("/", "_")
 
 
 def default_row_tiles(scheme: Scheme) -> tuple[int, ...]:
@@ -224,15 +223,20 @@ def row_tiles(scheme: Scheme, sizes: Sizes, device: str) -> tuple[int, ...]:
     return default_row_tiles(scheme)
 
 
-@torch.compiler.assume_constant_result
 def device_name(device: torch.device) -> str:
     """What files call a GPU; empty where there is none."""
-    return _device_name(device)
+    if device.type != "cuda":
+        return ""
+    # Dynamo folds the properties of a GPU, and warns where it has to look into a cache.
+    return _name(device) if torch.compiler.is_compiling() else _known_name(device)
 
 
-@cache
-def _device_name(device: torch.device) -> str:
-    return plain_name(device_facts(device).name) if torch.cuda.is_available() else ""
+def _name(device: torch.device) -> str:
+    known = torch.cuda.is_available()  # else a device that only fake tensors are on
+    return plain_name(torch.cuda.get_device_properties(device).name) if known else ""
+
+
+_known_name = cache(_name)
 
 
 def choose(
