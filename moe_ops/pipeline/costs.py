@@ -153,16 +153,25 @@ def _tiles(
 
 def tiles_of(gemm: Gemm, scheme: Scheme, rule: Formula | None, device: Device) -> Choice:
     """Of one GEMM in a scheme, with the activation of its product, where it has one."""
+    gemm, bits = stored_gemm(gemm, scheme)
     if scheme.weight is None:
         default = gemm_tiles(gemm, device)
-        return choose(gemm, scheme.name, 8 * gemm.itemsize, device, default)
+    elif scheme.activation is None or scheme.decoded:
+        default = weight_only_tiles(gemm, bits, device)
+    else:
+        cols, rows = scheme.activation.group.cols, scheme.weight.group.rows
+        weight_rows = gemm.halves * gemm.n if rows == WHOLE else rows
+        groups = scale_groups(gemm.n, None if cols == WHOLE else cols, weight_rows, rule)
+        default = scaled_gemm_tiles(gemm, groups, device)
+    return choose(gemm, scheme.name, bits, device, default)
+
+
+def stored_gemm(gemm: Gemm, scheme: Scheme) -> tuple[Gemm, int]:
+    """The GEMM with the bytes that a number of a row takes in it, and the bits of a weight."""
+    if scheme.weight is None:
+        return gemm, 8 * gemm.itemsize
     if scheme.decoded:
         gemm = gemm._replace(itemsize=2)
     if scheme.activation is None or scheme.decoded:
-        bits = scheme.weight.element.stored_bits
-        return choose(gemm, scheme.name, bits, device, weight_only_tiles(gemm, bits, device))
-    gemm = gemm._replace(itemsize=1)
-    cols, rows = scheme.activation.group.cols, scheme.weight.group.rows
-    weight_rows = gemm.halves * gemm.n if rows == WHOLE else rows
-    groups = scale_groups(gemm.n, None if cols == WHOLE else cols, weight_rows, rule)
-    return choose(gemm, scheme.name, 8, device, scaled_gemm_tiles(gemm, groups, device))
+        return gemm, scheme.weight.element.stored_bits
+    return gemm._replace(itemsize=1), 8
