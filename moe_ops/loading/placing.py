@@ -249,8 +249,8 @@ class Placing:
 
     def _without_parameter(self, entry: Entry, piece: Piece) -> None:
         """Tensors that a layer of this scheme may lack: such that say nothing new."""
-        if piece.kind in names.UNUSED_WHERE_ABSENT:
-            return
+        if piece.kind == "input_scale":
+            return  # tokens that are not quantized, or by their own data
         quant = self.layer.checkpoint_scheme.weight
         if piece.kind in ("g_idx", "input_order") and quant is not None:
             self._take_order(entry, piece)
