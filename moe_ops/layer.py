@@ -43,7 +43,8 @@ class FusedMoE(WeightLoading, KeepsBits):
     says; with a scheme ``w13_weight_scale``, ``w2_weight_scale`` and where it has them
     ``*_weight_zero_point``, ``*_weight_scale_2`` (global scales, factors) and ``*_input_scale``;
     with biases ``w13_bias``, ``w2_bias``. They need no grad and hold zeros until they are loaded,
-    by `load_checkpoint`, `load_state_dict` or `weight_loader`.
+    by `load_checkpoint`, `load_state_dict` or `weight_loader`. `load_checkpoint` of weights in
+    act-order adds a buffer, ``w13_input_order``.
 
     Spread over ranks, a rank's result is its part of a sum: ``reduce_results`` sums it, or the
     caller does. Experts are cut along I (``tp_size``), so that each rank has whole scales (blocks
@@ -72,6 +73,7 @@ class FusedMoE(WeightLoading, KeepsBits):
     w2_bias: Tensor | None
     e_score_correction_bias: Tensor | None
     expert_map: Tensor | None
+    w13_input_order: Tensor | None
 
     select_experts = staticmethod(select_experts)
     make_expert_params_mapping = staticmethod(make_expert_params_mapping)
@@ -117,6 +119,7 @@ class FusedMoE(WeightLoading, KeepsBits):
         self.register_buffer("e_score_correction_bias", given.e_score_correction_bias)
         expert_map = self.placement.expert_map(given.device)
         self.register_buffer("expert_map", expert_map, persistent=False)
+        self.register_buffer("w13_input_order", None)
         self.kernel: FusedMoEKernel | None = None
         self.routing = given.routing(self.global_num_experts)
         self.num_logits = num_experts + given.zero_expert_num
@@ -209,10 +212,8 @@ class FusedMoE(WeightLoading, KeepsBits):
         gathered = self.moe_parallel_config.is_sequence_parallel and self.kernel is None
         if gathered:
             tokens, logits = map(self.rank_group.all_gather, (tokens, logits))
-        if self.chunk_size is None:
-            out = self.forward_impl(tokens, logits)
-        else:
-            out = self.forward_impl_chunked(tokens, logits)
+        run = self.forward_impl if self.chunk_size is None else self.forward_impl_chunked
+        out = run(tokens, logits)
         if gathered:
             out = self.rank_group.reduce_scatter(out)
         elif self.reduce_results:
@@ -227,8 +228,7 @@ class FusedMoE(WeightLoading, KeepsBits):
     def forward_impl(self, hidden_states: Tensor, router_logits: Tensor) -> Tensor:
         """``(T, H)``: what this rank adds to the result. Tokens are padded to the layer's H."""
         weights, ids, zero = self.route(hidden_states, router_logits)
-        width = hidden_states.shape[1]
-        tokens = hidden_states
+        tokens, width = hidden_states, hidden_states.shape[1]
         if width != self.hidden_size:
             checks.size("hidden_states.shape[1]", width, "hidden_size", self.model_hidden_size)
             tokens = pad(tokens, (0, self.hidden_size - width))

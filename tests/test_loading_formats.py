@@ -175,15 +175,6 @@ def test_gptq(scheme, less):
     check(scheme, experts, source, layout="auto" if less else "gptq_v2")
 
 
-def test_act_order_is_refused():
-    experts = Experts.random(E, H, I).quantized("int4_w4a16_g128")
-    source = per_expert(experts)
-    source["experts.0.gate_proj.g_idx"] = torch.arange(H).flip(0) // 128
-    layer = moe_ops.FusedMoE(E, K, H, I, quant_config="int4_w4a16_g128")
-    with pytest.raises(ValueError, match="order of their groups"):
-        moe_ops.load_checkpoint(layer, source, progress=False)
-
-
 def test_global_scales_divide_or_multiply():
     """compressed-tensors and ModelOpt; gate and up keep their own (they differ here)."""
     experts = Experts.random(E, H, I)

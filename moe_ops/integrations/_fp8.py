@@ -131,7 +131,7 @@ def static_experts(
     )  # fmt: skip
     tokens, k = topk_ids.shape
     expert = topk_ids.flatten().clamp(0, num_experts - 1)  # what a sentinel names is not read
-    space = SlotRows.of(topk_ids, expert_map, num_experts, scheme)
+    space = SlotRows.of(topk_ids, expert_map, num_experts, scheme, w2=w2)
     both = expert_weights(w1, w2, config)
 
     cols = None if config.block_shape is None else config.block_shape[1]

@@ -17,10 +17,12 @@ from torch import Tensor
 from moe_ops.activation import formula
 from moe_ops.fake_impls.expert_gemm import expert_gemm as empty_rows
 from moe_ops.fake_impls.expert_gemm import expert_gemm_act as empty_activated_rows
+from moe_ops.gemm_tiles import gemm_tiles
 from moe_ops.kernels.activation import constants, gate, gate_up
 from moe_ops.kernels.gemm_tile import add_bias, load_slots, load_tile, map_tile, scale_rows
 from moe_ops.kernels.launch import Launch
-from moe_ops.tiles import Gemm, TileConfig, device_facts, gemm_tiles, max_programs
+from moe_ops.tiles import Gemm, TileConfig, device_facts, max_programs
+from moe_ops.tuned import choose
 
 
 @triton.jit(do_not_specialize=["num_slots"])
@@ -127,7 +129,9 @@ def _launch(
     num_experts, rows, k = weight
     halves = 2 if activation and formula(activation).gated else 1
     gemm = Gemm(num_slots, num_experts, rows // halves, k, itemsize, halves, row_tiles)
-    tiles = gemm_tiles(gemm, device_facts(device))
+    facts = device_facts(device)
+    default = gemm_tiles(gemm, facts)
+    tiles = choose(gemm, "unquantized", 8 * itemsize, facts, default).tiles
     make = _gated if halves == 2 else _plain
     return make(gemm.n, k, top_k, activation, tiles), max_programs(gemm, tiles)
 

@@ -1,7 +1,8 @@
 """What the routing kernels share: scores of rows, the positions of the best, final weights.
 
 Scores are computed in float64 and rounded once to float32, so that they, and the experts chosen by
-them, are those of the reference.
+them, are those of the reference. Sums are those of integers, whose order does not matter: how many
+tokens a program routes decides how they are added, and must not decide what comes out.
 """
 
 from __future__ import annotations
@@ -26,6 +27,35 @@ def _log1p(z):
 
 
 @triton.jit
+def _sum(x, per_bound, bound):
+    """Along the last axis, of float64 numbers from 0 to ``bound``.
+
+    Each is rounded to a multiple of the smallest unit with which the sum of all fits into an int64.
+    ``bound`` and ``per_bound``, one over it, are powers of two.
+    """
+    COUNT: tl.constexpr = x.shape[-1]
+    PER_UNIT: tl.constexpr = 2.0**62 / COUNT
+    UNIT: tl.constexpr = COUNT * 2.0**-62
+    units = (x * (per_bound * PER_UNIT) + 0.5).to(tl.int64)
+    return tl.sum(units, -1, keep_dims=True).to(tl.float64) * (bound * UNIT)
+
+
+@triton.jit
+def _power_of_two(exponent):
+    """float64 2**exponent, of int32."""
+    return ((1023 + exponent).to(tl.int64) << 52).to(tl.float64, bitcast=True)
+
+
+@triton.jit
+def _total(weights):
+    """The sum along the last axis of float32 numbers from 0 on, rounded to float32."""
+    largest = tl.max(weights, -1, keep_dims=True)
+    above = (largest.to(tl.int32, bitcast=True) >> 23) - 126  # less than 2**above
+    x = weights.to(tl.float64)
+    return _sum(x, _power_of_two(-above), _power_of_two(above)).to(tl.float32)
+
+
+@triton.jit
 def _softmax(x, finite):
     """Along the last axis: the largest, ``exp(x - largest)``, and one over their sum (or 0).
 
@@ -34,7 +64,7 @@ def _softmax(x, finite):
     x = tl.where(finite, x, float("-inf"))
     peak = tl.maximum(tl.max(x, -1, keep_dims=True), LOWEST).to(tl.float64)
     weight = tl.exp(x.to(tl.float64) - peak)
-    total = tl.sum(weight, -1, keep_dims=True)
+    total = _sum(weight, 1.0, 1.0)
     return peak, weight, tl.where(total > 0, 1.0 / tl.where(total > 0, total, 1.0), 0.0)
 
 
@@ -137,9 +167,9 @@ def chosen_weights(rows, ids, known, peak, inverse, SCORING: tl.constexpr):
 def store_routing(
     topk_weights, topk_ids, at, mask, weights, ids, RENORMALIZE: tl.constexpr, SCALE: tl.constexpr
 ):  # fmt: skip
-    """Divide by the sum (in float64, rounded to float32), multiply, and write tokens' slots."""
+    """Divide by the sum, multiply, and write tokens' slots."""
     if RENORMALIZE:
-        total = tl.sum(weights.to(tl.float64), -1, keep_dims=True).to(tl.float32)
+        total = _total(weights)
         weights = tl.div_rn(weights, tl.where(total > 0, total, 1.0))
     tl.store(topk_weights + at, weights * SCALE, mask=mask)
     tl.store(topk_ids + at, ids, mask=mask)

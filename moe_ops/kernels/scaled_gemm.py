@@ -13,20 +13,14 @@ from moe_ops.activation import Formula, formula
 from moe_ops.fake_impls.scaled_gemm import quants
 from moe_ops.fake_impls.scaled_gemm import scaled_gemm as empty_rows
 from moe_ops.fake_impls.scaled_gemm import scaled_gemm_act as empty_activated_rows
+from moe_ops.gemm_tiles import ScaleGroups, scale_groups, scaled_gemm_tiles
 from moe_ops.kernels.launch import Launch
 from moe_ops.kernels.scaled_tile import Layout, scaled_gemm_kernel
 from moe_ops.kernels.slots import dense
 from moe_ops.scheme import WHOLE, Quant
 from moe_ops.scheme.weights import rows_per_scale
-from moe_ops.tiles import (
-    Gemm,
-    ScaleGroups,
-    TileConfig,
-    device_facts,
-    max_programs,
-    scale_groups,
-    scaled_gemm_tiles,
-)
+from moe_ops.tiles import Gemm, TileConfig, device_facts, max_programs
+from moe_ops.tuned import choose
 
 
 class _Variant(NamedTuple):
@@ -50,7 +44,9 @@ def _launch(
     """The kernel, and how many programs the plan may need."""
     gemm = _gemm(num_slots, weight, row_tiles, variant.activation)
     groups = _groups(gemm.n, variant.scheme, variant.activation, variant.weight_rows)
-    tiles = scaled_gemm_tiles(gemm, groups, device_facts(device))
+    facts = device_facts(device)
+    default = scaled_gemm_tiles(gemm, groups, facts)
+    tiles = choose(gemm, variant.scheme, 8, facts, default).tiles
     return _make(gemm.n, gemm.k, top_k, tiles, variant), max_programs(gemm, tiles)
 
 

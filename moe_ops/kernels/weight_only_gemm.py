@@ -13,6 +13,7 @@ from torch import Tensor
 from moe_ops.activation import formula
 from moe_ops.fake_impls.weight_only_gemm import weight_only_gemm as empty_rows
 from moe_ops.fake_impls.weight_only_gemm import weight_only_gemm_act as empty_activated_rows
+from moe_ops.gemm_tiles import weight_only_tiles
 from moe_ops.kernels.dequantize import Format
 from moe_ops.kernels.launch import Launch
 from moe_ops.kernels.slots import dense
@@ -20,7 +21,8 @@ from moe_ops.kernels.weight_only_tile import weight_only_gemm_kernel
 from moe_ops.scheme import WHOLE, Quant, get_scheme
 from moe_ops.scheme.weights import rows_per_scale
 from moe_ops.tensors import QTensor
-from moe_ops.tiles import Gemm, TileConfig, device_facts, max_programs, weight_only_tiles
+from moe_ops.tiles import Gemm, TileConfig, device_facts, max_programs
+from moe_ops.tuned import choose
 
 
 class Variant(NamedTuple):
@@ -66,7 +68,8 @@ def _launch(
     gemm = Gemm(num_slots, num_experts, rows // halves, k, itemsize, halves, row_tiles)
     bits = get_scheme(variant.scheme).weight.element.stored_bits
     facts = device_facts(device)
-    tiles = weight_only_tiles(gemm, bits, facts)
+    default = weight_only_tiles(gemm, bits, facts)
+    tiles = choose(gemm, variant.scheme, bits, facts, default).tiles
     if facts.arch == 100 and tiles.block_m >= 64 and get_scheme(variant.scheme).decoded:
         # Triton 3.6 cannot pipeline a Blackwell product whose first operand is computed.
         tiles = replace(tiles, num_stages=1)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from moe_ops import checks, ops
 from moe_ops.layers.parameters import SUFFIX, parameter_specs
 from moe_ops.layers.partition import LayerSizes
 from moe_ops.pipeline.experts import BatchedTritonExperts, FusedMoEExperts, TritonExperts
@@ -59,7 +60,36 @@ class FusedMoEMethodBase(ABC):
         """The layer's parameters as kernels take them; None: not quantized."""
 
     def apply(self, layer: FusedMoE, x: Tensor, topk_weights: Tensor, topk_ids: Tensor) -> Tensor:
-        """``(T, H)`` of this rank's experts for ``(T, H)`` tokens and their routing."""
+        """``(T, H)`` of this rank's experts for ``(T, H)`` tokens and their routing.
+
+        Where weights are in act-order, tokens are read in the order of each expert's columns.
+
+        Raises:
+            NotImplementedError: such orders differ between experts, and the layer has a kernel.
+        """
+        order = layer.w13_input_order
+        if order is None:
+            return self._experts(layer, x, topk_weights, topk_ids)
+        checks.inference_only(hidden_states=x)
+        is_shared_out = layer.kernel is not None and layer.placement.is_shared_out
+        if order.shape[0] == 1 and not is_shared_out:
+            return self._experts(layer, x.index_select(1, order[0]), topk_weights, topk_ids)
+        if layer.kernel is not None:
+            raise NotImplementedError(
+                "layer.kernel must be None where the columns of w13 are in an order of each expert "
+                "(act-order), got a kernel"
+            )
+        rows = ops.order_columns(x, order, topk_ids, layer.expert_map)  # of slots
+        on_input = layer.apply_router_weight_on_input
+        weights = topk_weights if on_input else torch.ones_like(topk_weights)
+        y = self._experts(layer, rows, weights.reshape(-1, 1), topk_ids.reshape(-1, 1))
+        y, local = y.view(*topk_ids.shape, y.shape[1]), layer.w13_weight.shape[0]
+        on_output = None if on_input else topk_weights
+        return ops.moe_fused_mul_sum(y, on_output, topk_ids, layer.expert_map, None, local)
+
+    def _experts(
+        self, layer: FusedMoE, x: Tensor, topk_weights: Tensor, topk_ids: Tensor
+    ) -> Tensor:
         if layer.kernel is not None:
             out = layer.kernel.apply(
                 x, layer.w13_weight, layer.w2_weight, topk_weights, topk_ids, layer.activation,

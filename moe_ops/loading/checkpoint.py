@@ -6,7 +6,7 @@ import copy
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from moe_ops import checks
 from moe_ops.layers.parameters import parameter_specs
@@ -62,6 +62,9 @@ def load_checkpoint(
     all of them (``experts.gate_up_proj``, ``experts.down_proj_blocks``, ``w13_weight``), with the
     scales and zero points of fine-grained fp8, compressed-tensors, ModelOpt, AWQ, GPTQ and gpt-oss.
     A scheme's blocks are refined where they would not fit a rank's part of I: `aligned_sizes`.
+    Columns in act-order (``g_idx``) are sorted by their groups, without a loss: those of the down
+    projection at no cost, while tokens are read in the order that gate and up have, which the layer
+    keeps as ``w13_input_order``.
 
     Args:
         layer: its parameters hold real memory (not ``meta``).
@@ -83,7 +86,8 @@ def load_checkpoint(
         ValueError: not complete and ``strict``; a broken file; a layer on ``meta``.
         FileNotFoundError: a file that is not there.
         TypeError: no such kind of source.
-        NotImplementedError: blocks of several rows in a layer whose gate and up rows alternate.
+        NotImplementedError: blocks of several rows in a layer whose gate and up rows alternate; an
+            expert whose gate and up columns are in two orders.
 
     Source:
         The loading of vLLM's and transformers' models; there parts that are missing are left
@@ -107,11 +111,15 @@ def load_checkpoint(
     report = LoadReport(*map(tuple, placing.report()))
     if strict and not report.is_complete:
         raise ValueError(_message(report, prefix, ignored))
+    order = placing.act_order.input_order(stage)
+    if report.missing and (placing.act_order or layer.w13_input_order is not None):
+        raise ValueError(f"with act-order, {_message(report, prefix, ignored)}")
     if not strict:
         _keep_missing(layer, stage, placing)
     if not report.missing:
         stage.quant_method.process_weights_after_loading(stage)
     _commit(layer, stage, placing)
+    _set_input_order(layer, order)
     return report
 
 
@@ -153,6 +161,14 @@ def _commit(layer: FusedMoE, stage: FusedMoE, placing: Placing) -> None:
     layer.sizes = stage.sizes
     if placing.correction_bias is not None and layer.e_score_correction_bias is not None:
         layer.e_score_correction_bias.copy_(placing.correction_bias)
+
+
+def _set_input_order(layer: FusedMoE, order: Tensor | None) -> None:
+    old = layer.w13_input_order
+    if old is not None and order is not None and old.shape == order.shape:
+        old.copy_(order)
+    else:
+        layer.w13_input_order = order
 
 
 def _message(report: LoadReport, prefix: str, ignored: list[str]) -> str:

@@ -24,14 +24,13 @@ KINDS = {
     "weight_scale_2": "global_scale", "weight_global_scale": "global_scale",
     "weight_chan_scale": "channel_scale", "weight_zero_point": "zero_point", "qzeros": "zero_point",
     "input_scale": "input_scale", "activation_scale": "input_scale",
-    "qscale_act": "input_scale", "input_global_scale": "input_global_scale",
+    "qscale_act": "input_scale", "input_global_scale": "input_scale",
     "bias": "bias", "weight_g_idx": "g_idx", "g_idx": "g_idx", "weight_shape": "shape",
+    "input_order": "input_order",
 }  # fmt: skip
 """The last part of a name, and what it is. Scales multiply, except those in `DIVISORS`."""
 
 DIVISORS = ("weight_global_scale", "input_global_scale")
-UNUSED_WHERE_ABSENT = ("input_scale", "input_global_scale")
-"""Kinds that a layer without such a parameter does not need."""
 
 
 class Piece(NamedTuple):

@@ -11,11 +11,11 @@ from torch import Tensor
 
 from moe_ops.layers.parameters import SUFFIX, ParameterSpec, parameter_specs
 from moe_ops.loading import names
+from moe_ops.loading.act_order import ActOrder
 from moe_ops.loading.names import CheckpointLayout, Piece
 from moe_ops.loading.sources import Entry
 from moe_ops.loading.split import halves
 from moe_ops.loading.stored import Form, canonical
-from moe_ops.scheme import WHOLE
 
 if TYPE_CHECKING:
     from moe_ops.layer import FusedMoE
@@ -50,6 +50,9 @@ class Placing:
         self.mismatched: list[str] = []
         self._taken: dict[tuple[str, int, str], str] = {}
         self._later: list[tuple[Entry, Piece]] = []
+        self.act_order = ActOrder()
+        self._placed: list[tuple[Entry, Piece]] = []
+        """Those that may have to be sorted, once all of the groups are known."""
 
     def take(self, entry: Entry, relative: str) -> None:
         """One tensor, by its name behind the prefix."""
@@ -72,6 +75,9 @@ class Placing:
                 self.mismatched.append(f"{entry.name}: layout must say {field}: no shape does")
             else:
                 self._guarded(self._place, entry, piece)
+        if self.act_order:
+            for entry, piece in self._placed:
+                self._guarded(self._put, entry, piece)
 
     def missing(self) -> Iterator[Part]:
         """What this rank needs and did not get."""
@@ -175,6 +181,13 @@ class Placing:
         )
 
     def _place(self, entry: Entry, piece: Piece) -> None:
+        self._put(entry, piece)
+        self.loaded.append(entry.name)
+        quant = self.layer.checkpoint_scheme.weight
+        if quant is not None and quant.group.rows == 1:
+            self._placed.append((entry, piece))
+
+    def _put(self, entry: Entry, piece: Piece) -> None:
         """Read a tensor and copy it to the rows of its experts."""
         x, layer = entry.read(), self.layer
         experts, form = self._experts(piece), self._form(piece)
@@ -188,11 +201,11 @@ class Placing:
                 continue
             one = x[i] if piece.expert is None and not piece.is_shared else x
             for shard, part in self._canonical(one, piece, form, expert):
+                part = self.act_order.ordered(part, piece.kind, expert, shard, form)
                 if piece.is_shared and len(experts) > 1 and part.dim():
                     axis = min(int(shard == "w2"), part.dim() - 1)
                     part = part.chunk(len(experts), axis)[i]
                 self._copy(piece, shard, part, rows)
-        self.loaded.append(entry.name)
 
     def _check_count(self, x: Tensor, count: int) -> None:
         """A row for each expert; identity experts may have rows too, which are not used."""
@@ -236,21 +249,33 @@ class Placing:
 
     def _without_parameter(self, entry: Entry, piece: Piece) -> None:
         """Tensors that a layer of this scheme may lack: such that say nothing new."""
-        if piece.kind in names.UNUSED_WHERE_ABSENT:
-            return
+        if piece.kind == "input_scale":
+            return  # tokens that are not quantized, or by their own data
         quant = self.layer.checkpoint_scheme.weight
-        if piece.kind == "g_idx" and quant is not None:
-            groups = entry.read()
-            each = groups.numel() if quant.group.cols == WHOLE else quant.group.cols
-            plain = torch.arange(groups.numel(), device=groups.device) // each
-            if not torch.equal(groups.flatten().long(), plain):
-                raise ValueError("columns must be in the order of their groups (no act-order)")
+        if piece.kind in ("g_idx", "input_order") and quant is not None:
+            self._take_order(entry, piece)
         elif piece.suffix == "qzeros" and quant is not None and quant.element.offset:
             self._check_symmetric(entry.read(), quant.element.offset)
         elif piece.kind == "shape":
             self._check_shape(entry, piece)
         else:
             self.unexpected.append(entry.name)
+
+    def _take_order(self, entry: Entry, piece: Piece) -> None:
+        """To which groups columns belong, or in which order a saved layer has them."""
+        experts = self._experts(piece)
+        if experts[-1] not in self.layer.placement.rows:
+            self.unexpected.append(entry.name)
+            return
+        form = self._form(piece._replace(kind="weight"))
+        for expert in filter(self.layer.rows_of, experts):
+            x = entry.read()
+            if piece.expert is None and not piece.is_shared:
+                x = x[expert] if len(x) > 1 else x[0]
+            if piece.kind == "g_idx":
+                self.act_order.note(expert, piece.shard, x, form)
+            else:
+                self.act_order.note_input(expert, x[: self.layer.model_hidden_size])
 
     def _check_shape(self, entry: Entry, piece: Piece) -> None:
         """compressed-tensors says what a packed weight's size is, without what fills words up."""

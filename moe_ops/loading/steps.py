@@ -126,13 +126,14 @@ class LoadSteps:
         param.data[expert_id] = loaded_weight.to(param.device)
 
     def _load_input_scale(self, param: Tensor, loaded_weight: Tensor, row: int) -> None:
-        """One for gate and up: a NaN stands for none yet."""
+        """One for gate and up, the larger where they hardly differ: a NaN stands for none yet."""
         old, new = float(param.data[row]), float(loaded_weight)
         if old == old and abs(old - new) > 1e-5:
             raise ValueError(
                 f"input_scales of w1 and w3 of a layer must be equal. But got {old} vs. {new}"
             )
-        self._load_single_value(param, loaded_weight, row)
+        if not old >= new:
+            self._load_single_value(param, loaded_weight, row)
 
 
 def _copy_shard(dest: Tensor, dim: int, x: Tensor, rank: int) -> None:

@@ -204,16 +204,14 @@ def _zero_point(x: Tensor, suffix: str, form: Form) -> Tensor:
     return _finer(x, 1, form.k, quant, own)
 
 
-def _global_scale(x: Tensor, suffix: str, form: Form) -> Tensor:
-    value = _input_scale(x, suffix, form)
-    return 1 / value if suffix in DIVISORS else value
-
-
-def _input_scale(x: Tensor, suffix: str, form: Form) -> Tensor:
+def _factor(x: Tensor, suffix: str, form: Form) -> Tensor:
+    """A number that multiplies, also where checkpoints store what they divide by."""
     _expect_dtype(x, *_FLOATS)
     value = _single(x).to(form.dtype)
+    if suffix in DIVISORS:
+        value = 1 / value
     if not (value.isfinite() and value > 0):
-        raise ValueError(f"the scale must be positive and finite, got {value.item()}")
+        raise ValueError(f"the scale must be positive and finite, got {x.item()}")
     return value
 
 
@@ -241,8 +239,8 @@ _RULES = {
     "weight": _weight,
     "scale": _scale,
     "zero_point": _zero_point,
-    "global_scale": _global_scale,
+    "global_scale": _factor,
     "channel_scale": _channel_scale,
-    "input_scale": _input_scale,
+    "input_scale": _factor,
     "bias": _bias,
 }

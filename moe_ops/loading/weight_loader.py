@@ -17,6 +17,7 @@ from moe_ops.layers.parameters import (
     ParameterSpec,
     parameter_specs,
 )
+from moe_ops.loading.act_order import column_order
 from moe_ops.loading.names import KINDS, SHARDS, CheckpointLayout, suffix_of
 from moe_ops.loading.steps import LoadSteps, copy_front
 from moe_ops.loading.stored import Form, canonical
@@ -108,7 +109,10 @@ class WeightLoading(LoadSteps):
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[str]:
         """Load tensors by the names of ``expert_mapping``; yields those that were loaded.
 
-        `moe_ops.load_checkpoint` also checks that all are there.
+        `moe_ops.load_checkpoint` also checks that all are there, and takes act-order.
+
+        Raises:
+            NotImplementedError: a ``g_idx`` of columns in act-order, which concerns other tensors.
         """
         mapping = self.expert_mapping or make_expert_params_mapping(
             "gate_proj", "down_proj", "up_proj", self.num_experts,
@@ -120,14 +124,24 @@ class WeightLoading(LoadSteps):
             for param_name, weight_name, expert, shard in mapping:
                 start = qualified.find(weight_name)
                 kind = KINDS.get(qualified[start + len(weight_name) :])
+                which = "w13" if "w13" in param_name else "w2"
+                if start >= 0 and kind == "g_idx":
+                    self._check_in_order(x, name, shard)
                 if start < 0 or kind not in SUFFIX:
                     continue
-                which = "w13" if "w13" in param_name else "w2"
                 param = self._parameters.get(f"{which}_{SUFFIX[kind]}")
                 if param is not None:
                     done |= bool(self.weight_loader(param, x, name, shard, expert, True))
             if done:
                 yield name
+
+    def _check_in_order(self, g_idx: Tensor, name: str, shard: str) -> None:
+        spec = parameter_specs(self.sizes)["w2_weight"]
+        if column_order(g_idx, self.form(spec, shard, CheckpointLayout())) is not None:
+            raise NotImplementedError(
+                f"{name} must be in the order of the columns (load_checkpoint takes act-order), "
+                "got another order"
+            )
 
     def rows_of(self, logical: int) -> list[int]:
         """Where this rank holds an expert: nowhere, or in one row or (with copies) several."""

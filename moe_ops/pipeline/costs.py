@@ -6,20 +6,13 @@ from dataclasses import dataclass
 from math import prod
 
 from moe_ops.activation import Formula, formula, kind_and_key
+from moe_ops.gemm_tiles import gemm_tiles, scale_groups, scaled_gemm_tiles, weight_only_tiles
 from moe_ops.pipeline.config import FusedMoEConfig
 from moe_ops.pipeline.devices import Target
 from moe_ops.pipeline.experts import FusedMoEExperts, FusedMoEExpertsModular
-from moe_ops.pipeline.row_spaces import row_tiles_of
 from moe_ops.scheme import WHOLE, Scheme
-from moe_ops.tiles import (
-    Device,
-    Gemm,
-    TileConfig,
-    gemm_tiles,
-    scale_groups,
-    scaled_gemm_tiles,
-    weight_only_tiles,
-)
+from moe_ops.tiles import Device, Gemm, TileConfig
+from moe_ops.tuned import Choice, choose, default_row_tiles, plain_name, row_tiles
 
 
 @dataclass(frozen=True)
@@ -30,6 +23,8 @@ class Cost:
     gemm1: TileConfig | None
     """None where GEMMs have no tiles, or none that are known here."""
     gemm2: TileConfig | None
+    tiles_from: tuple[str, str] | None
+    """Where the tiles of each come from."""
     active_experts: float
     """Local experts that have a token, on average."""
     weight_bytes: int
@@ -68,8 +63,9 @@ def cost_of(
     tiles = _tiles(config, scheme, experts, num_tokens, target.facts)
     return Cost(
         num_tokens=num_tokens,
-        gemm1=tiles and tiles[0],
-        gemm2=tiles and tiles[1],
+        gemm1=tiles and tiles[0].tiles,
+        gemm2=tiles and tiles[1].tiles,
+        tiles_from=tiles and (tiles[0].source, tiles[1].source),
         active_experts=active,
         weight_bytes=weight_bytes,
         activation_bytes=activation_bytes,
@@ -134,7 +130,7 @@ def _tiles(
     experts: FusedMoEExperts,
     num_tokens: int,
     device: Device | None,
-) -> tuple[TileConfig, TileConfig] | None:
+) -> tuple[Choice, Choice] | None:
     """Of both GEMMs, as their launchers choose them."""
     fused = experts.ACTIVATES_IN_GEMM1
     if device is None or fused is None:
@@ -147,22 +143,35 @@ def _tiles(
     gates = 2 if config.is_act_and_mul else 1
     rule = formula(kind_and_key(config.activation)[1]) if fused else None
     halves, columns = (gates, width) if fused else (1, gates * width)
-    row_tiles = row_tiles_of(scheme)
-    gemm1 = Gemm(rows, num_experts, columns, hidden, itemsize, halves, row_tiles)
-    gemm2 = Gemm(rows, num_experts, hidden, width, itemsize, 1, row_tiles)
+    picked = default_row_tiles(scheme)
+    if fused and config.max_num_tokens is None:  # the pipeline that files are timed for
+        picked = row_tiles(scheme, (num_experts, width, hidden), plain_name(device.name))
+    gemm1 = Gemm(rows, num_experts, columns, hidden, itemsize, halves, picked)
+    gemm2 = Gemm(rows, num_experts, hidden, width, itemsize, 1, picked)
     return tiles_of(gemm1, scheme, rule, device), tiles_of(gemm2, scheme, None, device)
 
 
-def tiles_of(gemm: Gemm, scheme: Scheme, rule: Formula | None, device: Device) -> TileConfig:
+def tiles_of(gemm: Gemm, scheme: Scheme, rule: Formula | None, device: Device) -> Choice:
     """Of one GEMM in a scheme, with the activation of its product, where it has one."""
+    gemm, bits = stored_gemm(gemm, scheme)
     if scheme.weight is None:
-        return gemm_tiles(gemm, device)
+        default = gemm_tiles(gemm, device)
+    elif scheme.activation is None or scheme.decoded:
+        default = weight_only_tiles(gemm, bits, device)
+    else:
+        cols, rows = scheme.activation.group.cols, scheme.weight.group.rows
+        weight_rows = gemm.halves * gemm.n if rows == WHOLE else rows
+        groups = scale_groups(gemm.n, None if cols == WHOLE else cols, weight_rows, rule)
+        default = scaled_gemm_tiles(gemm, groups, device)
+    return choose(gemm, scheme.name, bits, device, default)
+
+
+def stored_gemm(gemm: Gemm, scheme: Scheme) -> tuple[Gemm, int]:
+    """The GEMM with the bytes that a number of a row takes in it, and the bits of a weight."""
+    if scheme.weight is None:
+        return gemm, 8 * gemm.itemsize
     if scheme.decoded:
         gemm = gemm._replace(itemsize=2)
     if scheme.activation is None or scheme.decoded:
-        return weight_only_tiles(gemm, scheme.weight.element.stored_bits, device)
-    gemm = gemm._replace(itemsize=1)
-    cols, rows = scheme.activation.group.cols, scheme.weight.group.rows
-    weight_rows = gemm.halves * gemm.n if rows == WHOLE else rows
-    groups = scale_groups(gemm.n, None if cols == WHOLE else cols, weight_rows, rule)
-    return scaled_gemm_tiles(gemm, groups, device)
+        return gemm, scheme.weight.element.stored_bits
+    return gemm._replace(itemsize=1), 8

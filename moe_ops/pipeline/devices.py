@@ -41,16 +41,20 @@ class Target(NamedTuple):
         return torch.device("cpu" if self.facts is None else "cuda")
 
 
+def _known(gpu: str, arch: int, shared_memory: int, processors: int) -> Target:
+    return Target(f"sm_{arch}", gpu, Device(arch, shared_memory, processors, gpu))
+
+
 TARGETS = {
     target.name: target
     for target in (
         Target("cpu", None, None),
-        Target("sm_80", "NVIDIA A100", Device(80, 166912, 108)),
-        Target("sm_86", "NVIDIA RTX A6000", Device(86, 101376, 84)),
-        Target("sm_89", "NVIDIA L40S", Device(89, 101376, 142)),
-        Target("sm_90", "NVIDIA H200", Device(90, 232448, 132)),
-        Target("sm_100", "NVIDIA B200", Device(100, 232448, 148)),
-        Target("sm_120", "NVIDIA RTX PRO 6000", Device(120, 101376, 188)),
+        _known("NVIDIA A100", 80, 166912, 108),
+        _known("NVIDIA RTX A6000", 86, 101376, 84),
+        _known("NVIDIA L40S", 89, 101376, 142),
+        _known("NVIDIA H200", 90, 232448, 132),
+        _known("NVIDIA B200", 100, 232448, 148),
+        _known("NVIDIA RTX PRO 6000", 120, 101376, 188),
     )
 }
 """By name, each architecture with the numbers of one GPU."""
@@ -63,4 +67,4 @@ def target_of(device: torch.device) -> Target:
     if not torch.cuda.is_available():
         return TARGETS["sm_90"]
     facts = device_facts(device)
-    return Target(f"sm_{facts.arch}", torch.cuda.get_device_name(device), facts)
+    return Target(f"sm_{facts.arch}", facts.name, facts)

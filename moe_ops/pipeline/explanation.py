@@ -44,8 +44,6 @@ class Explanation:
     activation_format: str
     costs: tuple[Cost, ...]
     """One for each number of tokens; none without a choice."""
-    tiles_from: str = "analytic default"
-    """Where tile sizes come from."""
 
     def to_json(self) -> str:
         """As a JSON object."""
@@ -61,7 +59,6 @@ class Explanation:
             "choice": self.choice,
             "prepare_finalize": self.prepare_finalize,
             "implementations": [asdict(row) for row in self.rows],
-            "tiles_from": self.tiles_from,
             "costs": [asdict(cost) for cost in self.costs],
         }
         return json.dumps(parts, indent=1)
@@ -124,7 +121,8 @@ class Explanation:
             "between: rows between the GEMMs, written once and read once (not in the floor)",
         ]
         if self.costs[0].gemm1 is not None:
-            notes.append(f"tiles: rows x columns x K / warps / stages; {self.tiles_from}")
+            notes.append("tiles: rows x columns x K / warps / stages")
+            notes.extend(self._tiles_from())
         elif facts is None:
             notes.append("tiles: none, the CPU runs the references")
         speed = self.target.speed
@@ -137,6 +135,16 @@ class Explanation:
                 f"products at {rates} TFLOP/s, as measured on an {self.target.gpu}"
             )
         return "\n".join(notes)
+
+    def _tiles_from(self) -> list[str]:
+        """A line for each place that tiles come from, with whose they are if there are several."""
+        users: dict[str, list[str]] = {}
+        for cost in self.costs:
+            for gemm, source in enumerate(cost.tiles_from or (), start=1):
+                users.setdefault(source, []).append(f"GEMM {gemm} of {cost.num_tokens}")
+        if len(users) == 1:
+            return [f"tiles: {source}" for source in users]
+        return [f"tiles: {source}: {', '.join(of)}" for source, of in users.items()]
 
 
 def explain(

@@ -180,7 +180,7 @@ def fused_moe(
     checks.tensor("w1", w1, 3, (w1.dtype,))
     experts = w1.shape[0] if expert_map is None else expert_map.shape[0]
     checks.size("gating_output.shape[1]", gating_output.shape[1], "the number of experts", experts)
-    tiles = list(row_tiles_of(_config(quant_config).scheme))
+    tiles = list(row_tiles_of(_config(quant_config).scheme, w2))
     how = (None, topk, renormalize, scoring_func, 1)
     routed = ops.topk_align(gating_output, *how, expert_map, tiles, w1.shape[0])
     return _experts(

@@ -73,7 +73,7 @@ def gated_experts(
     rows, routing = Rows(hidden_states), Routing(topk_weights, topk_ids, expert_map)
     if quant is not None:
         rows = Rows(*quantize_tokens(hidden_states, config, routing, num_local_experts, False))
-    space = SlotRows.of(topk_ids, expert_map, num_local_experts, scheme)
+    space = SlotRows.of(topk_ids, expert_map, num_local_experts, scheme, w2=w2)
     h = gate(gemm(rows, weights.w1, space, topk_ids.shape[1], scheme, dtype))
     checks.tensor("gate(rows)", h, 2, checks.FLOATS)
     width = w1.shape[1] // 2 if is_gated else w1.shape[1]

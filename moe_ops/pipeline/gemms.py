@@ -95,40 +95,52 @@ def gemm_act(
     ``input_weights`` (one a slot, of unquantized activations only) scale the product's rows in
     float32.
     """
-    weight, plan = weights.w1, space.plan
+    h = activated_product(rows, weights.w1, space, top_k, scheme, dtype, activation, input_weights)
+    if scheme.activation is None:
+        return Rows(h)
+    return space.quantize(h, weights.a2_scale, scheme.activation)
+
+
+def activated_product(
+    rows: Rows,
+    weight: ExpertWeight,
+    space: SlotRows | BatchedRows,
+    top_k: int,
+    scheme: Scheme,
+    dtype: torch.dtype,
+    activation: str,
+    input_weights: Tensor | None = None,
+) -> Tensor:
+    """The first GEMM with its activation, rounded to ``dtype`` once."""
+    plan = space.plan
     if scheme.weight is None:
-        return Rows(
-            ops.expert_gemm_act(
-                rows.data,
-                weight.data,
-                weight.bias,
-                input_weights,
-                *plan,
-                space.row_tiles,
-                top_k,
-                activation,
-            )
+        return ops.expert_gemm_act(
+            rows.data,
+            weight.data,
+            weight.bias,
+            input_weights,
+            *plan,
+            space.row_tiles,
+            top_k,
+            activation,
         )
     if scheme.activation is None:
-        return Rows(
-            ops.weight_only_gemm_act(
-                rows.data,
-                weight.data,
-                weight.scale,
-                weight.zero_point,
-                weight.global_scale,
-                weight.bias,
-                input_weights,
-                *plan,
-                space.row_tiles,
-                top_k,
-                scheme.name,
-                activation,
-            )
+        return ops.weight_only_gemm_act(
+            rows.data,
+            weight.data,
+            weight.scale,
+            weight.zero_point,
+            weight.global_scale,
+            weight.bias,
+            input_weights,
+            *plan,
+            space.row_tiles,
+            top_k,
+            scheme.name,
+            activation,
         )
     multiply = ops.decoded_gemm_act if scheme.decoded else ops.scaled_gemm_act
-    h = multiply(*_scaled(rows, weight, space, top_k, scheme, dtype), activation)
-    return space.quantize(h, weights.a2_scale, scheme.activation)
+    return multiply(*_scaled(rows, weight, space, top_k, scheme, dtype), activation)
 
 
 def activated(

@@ -14,13 +14,20 @@ from torch import Tensor
 from moe_ops import ops
 from moe_ops.scheme import UNQUANTIZED, Quant, Scheme
 from moe_ops.tensors import Rows
-from moe_ops.tiles import EIGHT_BIT_ROW_TILES, ROW_TILES
+from moe_ops.tuned import default_row_tiles, device_name, row_tiles
 
 
-def row_tiles_of(scheme: Scheme) -> tuple[int, ...]:
-    """The row tiles that the plan and the GEMMs of a scheme choose from."""
-    wide = scheme.activation is None or scheme.decoded
-    return ROW_TILES if wide else EIGHT_BIT_ROW_TILES
+def row_tiles_of(scheme: Scheme, w2: Tensor | None = None) -> tuple[int, ...]:
+    """The row tiles that the plan and the GEMMs of a scheme choose from.
+
+    Those that were timed for layers of the sizes of ``w2``, where there are any.
+    """
+    if w2 is None:
+        return default_row_tiles(scheme)
+    num_experts, hidden, width = w2.shape
+    if scheme.weight is not None and scheme.weight.element.packed:
+        width *= 2
+    return row_tiles(scheme, (num_experts, width, hidden), device_name(w2.device))
 
 
 class SlotRows(NamedTuple):
@@ -39,12 +46,13 @@ class SlotRows(NamedTuple):
         num_local_experts: int,
         scheme: Scheme = UNQUANTIZED,
         plan: tuple[Tensor, Tensor, Tensor] | None = None,
+        w2: Tensor | None = None,
     ) -> SlotRows:
         """The space of a routing: local experts only, tiles picked by the op.
 
-        With its plan, or one that `topk_align` has made for the scheme's row tiles.
+        With its plan, or one that `topk_align` has made for the same row tiles.
         """
-        tiles, local = row_tiles_of(scheme), num_local_experts
+        tiles, local = row_tiles_of(scheme, w2), num_local_experts
         if plan is None:
             plan = ops.moe_align_block_size(topk_ids, expert_map, tiles, local, False, True)
         return SlotRows(plan, tiles, topk_ids, expert_map, num_local_experts)

@@ -71,7 +71,7 @@ def warmup(
         x = torch.randn(tokens, w2.shape[1], device=w1.device, dtype=dtype)
         logits = torch.randn(tokens, num_experts, device=w1.device)
         logits = logits.to(router_logits_dtype or dtype)
-        tiles = list(row_tiles_of(scheme))
+        tiles = list(row_tiles_of(scheme, w2))
         how = (None, top_k, True, scoring_func, 1)
         ops.topk_align(logits, *how, expert_map, tiles, w1.shape[0])
         weights, ids = fused_topk(x, logits, top_k, True, scoring_func=scoring_func)
@@ -99,7 +99,7 @@ class Variants(NamedTuple):
         hidden, width = self.w2.shape[1:]
         weight, rule = self.scheme.weight, formula(self.activation)
         width *= 2 if weight is not None and weight.element.packed else 1
-        sizes, row_tiles = num_tokens * self.top_k, row_tiles_of(self.scheme)
+        sizes, row_tiles = num_tokens * self.top_k, row_tiles_of(self.scheme, self.w2)
         halves = 2 if rule.gated else 1
         gemms = (
             (
@@ -116,7 +116,7 @@ class Variants(NamedTuple):
             ),
             (Gemm(sizes, num_experts, hidden, width, self.dtype.itemsize, 1, row_tiles), None),
         )
-        tiles = tuple(tiles_of(gemm, self.scheme, act, device) for gemm, act in gemms)
+        tiles = tuple(tiles_of(gemm, self.scheme, act, device).tiles for gemm, act in gemms)
         routing = num_tokens >= MANY_TOKENS, few_tokens(num_tokens, num_experts)
         return (*tiles, scan_sizes(sizes), sort_block(sizes), *routing)
 

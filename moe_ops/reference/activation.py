@@ -18,6 +18,11 @@ def split(x: Tensor, rule: Formula) -> tuple[Tensor, Tensor | None]:
     return x.chunk(2, dim=-1)  # type: ignore[return-value]
 
 
+def sigmoid(x: Tensor) -> Tensor:
+    """As a formula: `torch.sigmoid` rounds the last elements of its memory in another way."""
+    return 1 / (1 + torch.exp(-x))
+
+
 def apply(g: Tensor, u: Tensor | None, rule: Formula) -> Tensor:
     """The formula on gate and up, in their dtype."""
     if rule.limit is not None:
@@ -25,12 +30,12 @@ def apply(g: Tensor, u: Tensor | None, rule: Formula) -> Tensor:
             g = g.clamp(max=rule.limit)
         u = None if u is None else u.clamp(-rule.limit, rule.limit)
     if rule.function == "swiglu":
-        value = g * torch.sigmoid(rule.alpha * g)
+        value = g * sigmoid(rule.alpha * g)
         return value if u is None else value * (u + rule.beta)
     if rule.function == "swiglustep":
-        value = (g * torch.sigmoid(g)).clamp(max=rule.limit)
+        value = (g * sigmoid(g)).clamp(max=rule.limit)
     elif rule.function == "situ":
-        value = rule.beta * torch.tanh(g / rule.beta) * torch.sigmoid(g)
+        value = rule.beta * torch.tanh(g / rule.beta) * sigmoid(g)
         if u is not None and rule.linear_beta is not None:
             u = rule.linear_beta * torch.tanh(u / rule.linear_beta)
     elif rule.function == "relu2":

@@ -11,7 +11,7 @@ from moe_ops.activation import formula
 from moe_ops.fake_impls.decoded_gemm import decoded_gemm as empty_rows
 from moe_ops.fake_impls.decoded_gemm import decoded_gemm_act as empty_activated_rows
 from moe_ops.reference.activation import apply, split
-from moe_ops.reference.slots import planned_slots, runs
+from moe_ops.reference.slots import multiply, planned_slots, runs
 from moe_ops.reference.weight_only_gemm import one_expert
 from moe_ops.scheme import Quant, dequantize_rows, dequantize_weight, get_scheme
 from moe_ops.tensors import QTensor
@@ -107,7 +107,7 @@ def _grouped(
     rows = x.new_empty((len(slots), n))
     for expert, mine in runs(experts):
         weight = dequantize_weight(one_expert(stored, expert), scheme)[0]
-        torch.mm(x[mine], weight.t(), out=rows[mine])
+        multiply(x[mine], weight, rows[mine], row_tiles)
     if bias is not None:
         rows += bias[experts].float()
     out[slots] = finish(rows).to(out.dtype)

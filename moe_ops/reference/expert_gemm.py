@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-import torch
 from torch import Tensor
 
 from moe_ops.activation import formula
 from moe_ops.fake_impls.expert_gemm import expert_gemm as empty_rows
 from moe_ops.fake_impls.expert_gemm import expert_gemm_act as empty_activated_rows
 from moe_ops.reference.activation import apply, split
-from moe_ops.reference.slots import planned_slots, runs
+from moe_ops.reference.slots import multiply, planned_slots, runs
 
 
 def _grouped(
@@ -34,7 +33,7 @@ def _grouped(
     x = a[slots // top_k].float()
     rows = x.new_empty((len(slots), w.shape[1]))
     for expert, mine in runs(experts):
-        torch.mm(x[mine], w[expert].float().t(), out=rows[mine])
+        multiply(x[mine], w[expert].float(), rows[mine], row_tiles)
     if input_weights is not None:
         rows *= input_weights.flatten()[slots, None].float()
     if bias is not None:

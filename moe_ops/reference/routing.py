@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.nn import functional
+
+from moe_ops.reference.activation import sigmoid
 
 LOWEST = torch.finfo(torch.float32).min
 
@@ -18,9 +19,10 @@ def scores(logits: Tensor, scoring_func: str) -> Tensor:
     logits = logits.double()
     finite = logits.isfinite()
     if scoring_func == "sigmoid":
-        score = logits.sigmoid()
+        score = sigmoid(logits)
     elif scoring_func == "sqrtsoftplus":
-        score = functional.softplus(logits).sqrt()  # linear above 20
+        decayed = torch.exp(-logits.abs())  # `softplus` rounds the last elements in another way
+        score = torch.where(logits > 20, logits, logits.clamp(min=0) + decayed.log1p()).sqrt()
     else:
         score = logits.masked_fill(~finite, -torch.inf).softmax(-1)
     return torch.where(finite, score, 0.0).float()

@@ -16,7 +16,7 @@ from moe_ops.fake_impls.scaled_gemm import quants
 from moe_ops.fake_impls.scaled_gemm import scaled_gemm as empty_rows
 from moe_ops.fake_impls.scaled_gemm import scaled_gemm_act as empty_activated_rows
 from moe_ops.reference.activation import apply, split
-from moe_ops.reference.slots import planned_slots, runs
+from moe_ops.reference.slots import multiply, planned_slots, runs
 from moe_ops.scheme import WHOLE, Element, Quant
 from moe_ops.scheme.rounding import decode, scale_value
 from moe_ops.scheme.weights import rows_per_scale
@@ -111,21 +111,27 @@ def _grouped(
     rows = torch.empty((len(slots), n), device=w.device)
     for expert, mine in runs(experts):
         scales = scale_value(groups[expert, w_row])
-        rows[mine] = _product(x[mine], x_scale[mine], w[expert], scales, quant)
+        both = (x[mine], x_scale[mine]), (w[expert], scales)
+        rows[mine] = _product(*both, quant, row_tiles)
     if bias is not None:
         rows += bias[experts].float()
     out[slots] = finish(rows).to(out.dtype)
     return out
 
 
-def _product(x: Tensor, x_scale: Tensor, w: Tensor, w_scale: Tensor, quant: Quant) -> Tensor:
+def _product(
+    x: tuple[Tensor, Tensor], w: tuple[Tensor, Tensor], quant: Quant, row_tiles: Sequence[int]
+) -> Tensor:
     """``(R, K) @ (N, K).T`` with scales ``(R, groups)`` and ``(N, groups)``, in float32."""
-    size = x.shape[1] if quant.group.cols == WHOLE else quant.group.cols
-    acc = torch.zeros((x.shape[0], w.shape[0]), device=x.device)
-    pieces = zip(x.split(size, 1), w.split(size, 1), strict=True)
-    for group, (x_piece, w_piece) in enumerate(pieces):
-        exact = _exact(x_piece, quant.element) @ _exact(w_piece, quant.element).t()
-        acc += exact.float() * x_scale[:, group, None] * w_scale[:, group]
+    (a, a_scale), (b, b_scale) = x, w
+    size = a.shape[1] if quant.group.cols == WHOLE else quant.group.cols
+    acc = torch.zeros((a.shape[0], b.shape[0]), device=a.device)
+    pieces = zip(a.split(size, 1), b.split(size, 1), strict=True)
+    for group, piece in enumerate(pieces):
+        x_piece, w_piece = (_exact(part, quant.element) for part in piece)
+        exact = torch.empty_like(acc, dtype=x_piece.dtype)
+        multiply(x_piece, w_piece, exact, row_tiles)
+        acc += exact.float() * a_scale[:, group, None] * b_scale[:, group]
     return acc
 
 

@@ -41,6 +41,19 @@ def planned_slots(
     return slots[keep], experts[keep]
 
 
+def multiply(x: Tensor, w: Tensor, out: Tensor, row_tiles: Sequence[int]) -> None:
+    """Write ``x @ w.T`` to ``out``; where there is one row tile, row by row.
+
+    One tile promises that a row's bits depend on no other row. The order in which BLAS adds depends
+    on how many rows there are, and on where they lie in memory: each row is multiplied as a copy.
+    """
+    if len(row_tiles) > 1:
+        torch.mm(x, w.t(), out=out)
+    else:
+        for row, result in zip(x.split(1), out, strict=True):
+            result.copy_((row.clone() @ w.t())[0])
+
+
 def runs(experts: Tensor) -> Iterator[tuple[int, slice]]:
     """Each expert that has rows, and where they are."""
     present, counts = torch.unique_consecutive(experts, return_counts=True)

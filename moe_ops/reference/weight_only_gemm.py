@@ -8,14 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-import torch
 from torch import Tensor
 
 from moe_ops.activation import formula
 from moe_ops.fake_impls.weight_only_gemm import weight_only_gemm as empty_rows
 from moe_ops.fake_impls.weight_only_gemm import weight_only_gemm_act as empty_activated_rows
 from moe_ops.reference.activation import apply, split
-from moe_ops.reference.slots import planned_slots, runs
+from moe_ops.reference.slots import multiply, planned_slots, runs
 from moe_ops.scheme import dequantize_weight
 from moe_ops.tensors import QTensor
 
@@ -98,7 +97,7 @@ def _grouped(
     rows = x.new_empty((len(slots), n))
     for expert, mine in runs(experts):
         weight = dequantize_weight(one_expert(stored, expert), scheme, a.dtype)[0].float()
-        torch.mm(x[mine], weight.t(), out=rows[mine])
+        multiply(x[mine], weight, rows[mine], row_tiles)
     if input_weights is not None:
         rows *= input_weights.flatten()[slots, None].float()
     if bias is not None:

@@ -38,7 +38,7 @@ def slot_experts(
     num_local_experts = weights.w1.data.shape[0]
     weighted = weight_on_input and scheme.activation is not None
     on_input = topk_weights if weight_on_input and not weighted else None
-    space = SlotRows.of(topk_ids, expert_map, num_local_experts, scheme, plan)
+    space = SlotRows.of(topk_ids, expert_map, num_local_experts, scheme, plan, weights.w2.data)
     top_k = 1 if weighted else topk_ids.shape[1]
     rows = stored(rows, weights, space, scheme)
     h = gemm_act(rows, weights, space, top_k, scheme, dtype, activation, on_input)

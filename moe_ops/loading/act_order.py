@@ -1,0 +1,120 @@
+"""Act-order: weights whose columns belong to groups in an order of their own.
+
+GPTQ and compressed-tensors store ``g_idx`` with such a weight: column k has the scale and the zero
+point of group ``g_idx[k]``. In a layer the columns of a group are side by side. So columns are
+sorted by group, and what they are multiplied with takes the same order: every product stays what it
+was.
+
+* The columns of ``w2`` meet what the rows of gate and up return, number by number. Those rows are
+  put into that order when they are loaded, before anything is cut over ranks: nothing is left to do
+  later.
+* The columns of gate and up meet those of the tokens. The layer keeps their order, and reads tokens
+  in it: see `moe_ops.layers.FusedMoEMethodBase.apply`.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from moe_ops.loading.stored import Form
+from moe_ops.scheme import WHOLE
+from moe_ops.scheme.formats import pack, unpack
+
+if TYPE_CHECKING:
+    from moe_ops.layer import FusedMoE
+
+
+class ActOrder:
+    """The orders of columns that the tensors of a checkpoint speak of; false where there is none.
+
+    Shared experts that are side by side have the same ones: those of their common tensors.
+    """
+
+    def __init__(self) -> None:
+        self._columns: dict[tuple[int, str], Tensor] = {}
+        self._inputs: dict[int, Tensor] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._columns or self._inputs)
+
+    def note(self, expert: int, shard: str, g_idx: Tensor, form: Form) -> None:
+        """Take the groups of a projection's columns.
+
+        Raises:
+            ValueError: groups of other sizes than the scheme's.
+        """
+        order = column_order(g_idx, form)
+        if order is not None:
+            shards = ("w1", "w3") if shard == "w13" else (shard,)
+            self._columns |= dict.fromkeys(((expert, shard) for shard in shards), order)
+
+    def note_input(self, expert: int, order: Tensor) -> None:
+        """Take the order of tokens' columns from a saved layer, whose weights are sorted."""
+        if not torch.equal(order.sort().values, torch.arange(len(order), device=order.device)):
+            raise ValueError(f"expert {expert}: numbers must be a permutation of 0..H-1")
+        self._inputs[expert] = order.long()
+
+    def ordered(self, x: Tensor, kind: str, expert: int, shard: str, form: Form) -> Tensor:
+        """A projection's tensor in its canonical form, with its rows and columns sorted."""
+        if x.dim() == 0:
+            return x
+        columns, rows = self._columns.get((expert, shard)), None
+        if shard != "w2":
+            rows = self._columns.get((expert, "w2"))
+        if kind == "weight" and columns is not None:
+            columns = columns.to(x.device)
+            packed = form.quant is not None and form.quant.element.packed
+            x = pack(unpack(x, 1)[:, columns], 1) if packed else x[:, columns]
+        return x if rows is None else x[rows.to(x.device)]
+
+    def input_order(self, layer: FusedMoE) -> Tensor | None:
+        """In which order the experts' rows of ``w13`` take the columns of tokens.
+
+        int32 ``(El, H)``; ``(1, H)`` where it is the same for all; None where it is the tokens'.
+
+        Raises:
+            NotImplementedError: gate and up of an expert want different ones.
+        """
+        wanted = {e: self._input(layer, e) for e, rows in layer.placement.rows.items() if rows}
+        if all(order is None for order in wanted.values()):
+            return None
+        device, width = layer.w13_weight.device, layer.hidden_size
+        plain = torch.arange(width, dtype=torch.int32, device=device)
+        found = plain.repeat(layer.sizes.num_experts, 1)
+        for expert, order in wanted.items():
+            if order is not None:
+                found[layer.placement.rows[expert], : len(order)] = order.int().to(device)
+        return found[:1].clone() if bool((found == found[:1]).all()) else found
+
+    def _input(self, layer: FusedMoE, expert: int) -> Tensor | None:
+        gate = self._columns.get((expert, "w1"))
+        up = self._columns.get((expert, "w3")) if layer.sizes.gated else gate
+        same = gate is up or (gate is not None and up is not None and torch.equal(gate, up))
+        if not same:
+            raise NotImplementedError(
+                f"g_idx of the gate and up projections of expert {expert} must be equal (they have "
+                "the same input), got two orders of columns: quantize without act-order, or with "
+                "static groups"
+            )
+        return self._inputs.get(expert, gate)
+
+
+def column_order(g_idx: Tensor, form: Form) -> Tensor | None:
+    """Columns sorted by their groups, int64 ``(K,)``; None where they are sorted already.
+
+    Negative groups stand for none that were chosen (compressed-tensors).
+    """
+    if g_idx.numel() != form.k:
+        raise ValueError(f"shape must be {(form.k,)}, got {tuple(g_idx.shape)}")
+    groups, group = g_idx.flatten().long(), form.quant.group if form.quant else (1, WHOLE)
+    each = form.k if group[1] == WHOLE else group[1]
+    plain = torch.arange(form.k, device=groups.device) // each
+    if torch.equal(groups, plain) or bool((groups < 0).all()):
+        return None
+    order = groups.argsort(stable=True)
+    if group[0] != 1 or not torch.equal(groups[order], plain):
+        raise ValueError(f"groups must be 0, 1, .. of {each} columns each, got others")
+    return order

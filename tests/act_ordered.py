@@ -1,0 +1,99 @@
+"""Checkpoints in act-order: columns belong to groups in an order of their own."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from checkpoints import NAMES, Experts
+from test_loading_formats import words
+
+import moe_ops
+from moe_ops.scheme.formats import unpack
+
+E, H, I = 4, 128, 256  # noqa: E741
+
+
+def rows(x, order):
+    """Those of each expert, in its order."""
+    return torch.stack([w[p] for w, p in zip(x, order, strict=True)])
+
+
+def columns(x, order):
+    """Those of each expert, in its order."""
+    return torch.stack([w[:, p] for w, p in zip(x, order, strict=True)])
+
+
+class Ordered(NamedTuple):
+    """Projections in the order of their columns, what they stand for, and how they were sorted."""
+
+    codes: Experts
+    scales: Experts
+    zeros: Experts
+    g_idx: Experts
+    dense: Experts
+    order: Experts
+
+    def sorted(self):
+        """What a layer stores: rows of gate and up as the columns of down, all columns sorted."""
+        gate, up, down = map(columns, self.dense, self.order)
+        return Experts(*(rows(x, self.order.down) for x in (gate, up)), down)
+
+
+def act_ordered(scheme, seed=0, num_experts=E, width=I, same=False, halves=True):
+    """Quantized column after column, the largest diagonal numbers of a Hessian first.
+
+    gate and up of an expert (with ``halves``), or of all (``same``), have the same inputs.
+    """
+    g = torch.Generator().manual_seed(seed)
+    dense = Experts.random(num_experts, H, width, seed=seed)
+    group = int(scheme.split("_g")[1].split("_")[0])
+    orders = [[torch.randperm(w.shape[2], generator=g) for _ in w] for w in dense]
+    if halves:
+        orders[1] = orders[0]
+    if same:
+        orders[0] = orders[1] = [orders[0][0]] * num_experts
+    found = []
+    for w, order in zip(dense, orders, strict=True):
+        back = [p.argsort() for p in order]
+        q = moe_ops.quantize_weight(columns(w, order), scheme)
+        values = moe_ops.dequantize_weight(q, scheme)
+        codes = unpack(q.data, 2) if "int4" in scheme else q.data
+        zero = None if q.zero_point is None else unpack(q.zero_point, 1)
+        g_idx = [torch.arange(w.shape[2])[p] // group for p in back]
+        in_order = [i.argsort(stable=True) for i in g_idx]
+        found.append((columns(codes, back), q, zero, g_idx, columns(values, back), in_order))
+    return Ordered(*(Experts(*x) for x in zip(*found, strict=True)))
+
+
+def gptq(x, bits=4):
+    """What AutoGPTQ and GPTQModel write (version 1), weights last."""
+    out = {}
+    for field, name in NAMES.items():
+        codes, q, zeros, g_idx, *_ = (getattr(part, field) for part in x)
+        for e in range(len(codes)):
+            zero = torch.full(q.scale.shape[1:], 2 ** (bits - 1)) if zeros is None else zeros[e]
+            out |= {
+                f"experts.{e}.{name}.g_idx": g_idx[e].int(),
+                f"experts.{e}.{name}.scales": q.scale[e].t(),
+                f"experts.{e}.{name}.qzeros": words(zero.t() - 1 & 2**bits - 1, bits),
+                f"experts.{e}.{name}.qweight": words(codes[e], bits).t(),
+            }
+    return out
+
+
+def compressed(x, bits=4):
+    """What llm-compressor writes with ``actorder="group"``, weights first."""
+    out = {}
+    for field, name in NAMES.items():
+        codes, q, zeros, g_idx, *_ = (getattr(part, field) for part in x)
+        for e in range(len(codes)):
+            out |= {
+                f"experts.{e}.{name}.weight_packed": words(codes[e], bits),
+                f"experts.{e}.{name}.weight_scale": q.scale[e],
+                f"experts.{e}.{name}.weight_shape": torch.tensor(codes[e].shape),
+                f"experts.{e}.{name}.weight_g_idx": g_idx[e].int(),
+            }
+            if zeros is not None:
+                out[f"experts.{e}.{name}.weight_zero_point"] = words(zeros[e].t(), bits).t()
+    return out
