@@ -10,6 +10,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext, redirect_stdout
 from dataclasses import asdict, dataclass
+from functools import partial
 from itertools import product
 from typing import Any, NamedTuple
 
@@ -42,16 +43,22 @@ WIDTHS = {
 }  # fmt: skip
 
 
-def moe_ops_layer(experts: Experts, inputs: Inputs) -> Call:
+def moe_ops_layer(experts: Experts, inputs: Inputs, *, batch_invariant: bool = False) -> Call:
     """This library."""
     arguments = (inputs.x, experts.w1, experts.w2, inputs.topk_weights, inputs.topk_ids)
-    return lambda: moe_ops.fused_experts(*arguments, quant_config=experts.quant_config)
+    how = {"quant_config": experts.quant_config, "batch_invariant": batch_invariant}
+    return lambda: moe_ops.fused_experts(*arguments, **how)
 
 
+INVARIANT = "moe_ops-invariant"
+"""In batch-invariant mode: timed only where it is asked for by name."""
 IMPLS: dict[str, Callable[[Experts, Inputs], Call]] = {
     "moe_ops": moe_ops_layer,
+    INVARIANT: partial(moe_ops_layer, batch_invariant=True),
     **{name: make for name, (_, make) in PEERS.items()},
 }
+OURS = ("moe_ops", INVARIANT)
+"""They take every scheme (the second all but those with one scale of all tokens)."""
 
 
 def math_of(experts: Experts) -> str:
@@ -71,7 +78,7 @@ def layer_floor_us(problem: Problem, experts: Experts, inputs: Inputs) -> float 
 def config_of(impl: str, problem: Problem, experts: Experts, inputs: Inputs) -> dict[str, Any]:
     """What the time depends on besides the row's key."""
     config: dict[str, Any] = {"active_experts": inputs.num_active}
-    if impl == "moe_ops" and inputs.x.is_cuda:
+    if impl in OURS and inputs.x.is_cuda:
         layer = moe_ops.FusedMoEConfig(
             num_experts=problem.num_experts,
             experts_per_token=problem.top_k,
@@ -81,6 +88,7 @@ def config_of(impl: str, problem: Problem, experts: Experts, inputs: Inputs) -> 
             activation="silu",
             device=inputs.x.device,
             routing_method=moe_ops.RoutingMethodType.Renormalize,
+            batch_invariant=impl == INVARIANT,
         )
         told = moe_ops.explain(layer, experts.scheme, num_tokens=(len(inputs.x),))
         for name in ("gemm1", "gemm2"):
@@ -135,7 +143,7 @@ def _times(timing: Timing) -> dict[str, Any]:
 
 def print_times(rows: list[Row], *, head: bool) -> None:
     """One line a row, with its ratios to the floor and to the best peer of this run."""
-    best_peer = min((row.time_us for row in rows if row.impl != "moe_ops"), default=None)
+    best_peer = min((row.time_us for row in rows if row.impl not in OURS), default=None)
     for number, row in enumerate(rows):
         ratios = {
             "x floor": row.floor_us and row.time_us / row.floor_us,
@@ -188,7 +196,7 @@ def options(arguments: Sequence[str] | None, prog: str | None) -> argparse.Names
     add("--profile", action="store_true", help="profile the stages of one call instead of timing")
     args = command.parse_args(arguments)
     for impl in args.impls:
-        if impl not in installed:
+        if impl not in (*OURS, *installed):
             command.error(f"--impls {impl} needs the package {PEERS[impl][0]}")
     return args
 
@@ -202,7 +210,7 @@ def run(args: argparse.Namespace, work: Work) -> tuple[list[Any], list[str]]:
     failed: list[str] = []
     skipped = 0
     for scheme, problem in product(args.schemes, args.problems):
-        impls = [impl for impl in args.impls if impl == "moe_ops" or scheme == "bf16"]
+        impls = [impl for impl in args.impls if impl in OURS or scheme == "bf16"]
         experts = case = None  # before the next weights are made
         for routing, tokens in product(args.routing, args.tokens):
             if time.monotonic() - started > args.time_budget_s:

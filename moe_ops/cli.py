@@ -19,15 +19,19 @@ import torch
 
 from moe_ops.activation import kind_and_key
 from moe_ops.pipeline.config import FusedMoEConfig
-from moe_ops.pipeline.devices import TARGETS
+from moe_ops.pipeline.devices import TARGETS, Target, target_of
 from moe_ops.pipeline.explanation import explain
 from moe_ops.routing import RoutingMethodType
 from moe_ops.scheme import Scheme, get_scheme
+from moe_ops.tiles import device_facts
+from moe_ops.tuning import files, report
+from moe_ops.tuning.search import Clock, Subject
 
 CHECKOUT = Path(__file__).resolve().parent.parent
 PROGRAM = "python -m moe_ops"
 USAGE_ERROR = 2
 """The exit status after a command line that cannot be run as it is, as argparse has it."""
+_CUDA = torch.device("cuda")
 
 
 def _script(path: str) -> Path:
@@ -133,6 +137,79 @@ def _count(text: str) -> int:
     return int(text)
 
 
+def _tune(arguments: Sequence[str]) -> int:
+    """Time what a file of tuned tiles lacks, then print what it has; 2 where that needs a GPU."""
+    problems = _benchmark_module("problems")
+    chosen = _tune_parser(problems.find_problem).parse_args(arguments)
+    problem, folder = chosen.model, chosen.output or files.default_folder()
+    sizes = (problem.num_experts, problem.intermediate_size, problem.hidden_size)
+    subject = Subject(sizes, problem.top_k, chosen.scheme, chosen.device.facts)
+    if chosen.dry_run:
+        found = [trial for tokens in chosen.tokens for trial in subject.candidates(tokens)]
+        print(report.trials_json(subject, found) if chosen.json else report.trials_table(found))
+        return 0
+    try:
+        known, timed = files.read(subject, folder), []
+        if chosen.again or any(str(tokens) not in known for tokens in chosen.tokens):
+            clock, again = _gemm_clock(problem, subject), chosen.again
+            made_with = ", ".join(_benchmark_module("harness").run_header().values())
+            how = {"again": again, "made_with": made_with}
+            timed = files.tune(subject, chosen.tokens, folder, clock, **how)
+        entries = files.read(subject, folder)
+    except ValueError as error:  # a file that is refused
+        print(f"{PROGRAM} tune: {error}", file=sys.stderr)
+        return USAGE_ERROR
+    if chosen.json:
+        print(report.entries_json(subject, folder, timed, entries))
+    else:
+        print(folder / subject.file, report.entries_table(entries), sep="\n")
+    return 0
+
+
+def _tune_parser(find_problem: Callable[[str], Any]) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog=f"{PROGRAM} tune", allow_abbrev=False)
+    add = parser.add_argument
+    model_help = "a key of shapes.json or the name of a model"
+    add("--model", type=_reads(find_problem), required=True, help=model_help)
+    add("--scheme", type=_reads(_scheme), default="unquantized", help="(default: %(default)s)")
+    add("--tokens", type=_reads(_counts), default="1,8,64,512,4096", help="(default: %(default)s)")
+    device_help = "one that is not in this machine shows its file (default: what is)"
+    here = target_of(_CUDA).name
+    add("--device", type=_reads(_gpu), default=here, metavar="sm_90,..", help=device_help)
+    add("--output", type=Path, help="folder of the files (default: where they are looked up)")
+    add("--again", action="store_true", help="time also what the file has")
+    add("--dry-run", action="store_true", help="print the tiles that would be tried first")
+    add("--json", action="store_true", help="print JSON instead of tables")
+    return parser
+
+
+def _gpu(name: str) -> Target:
+    """The GPU of this machine if that is what is meant, else a known one."""
+    here = target_of(_CUDA)
+    known = {target.name: target for target in (*TARGETS.values(), here) if target.facts}
+    if name not in known:
+        raise ValueError(f"unknown device {name!r}; known: {', '.join(known)}")
+    return known[name]
+
+
+def _gemm_clock(problem: Any, subject: Subject) -> Clock:
+    """What times GEMMs on the GPU of this machine.
+
+    Raises:
+        SystemExit: there is none, or another one was meant.
+    """
+    here = device_facts(_CUDA) if torch.cuda.is_available() else None
+    if here != subject.device:
+        print(
+            f"{PROGRAM} tune: kernels can be timed only on the GPU that a file is for, here "
+            f"{subject.device.name}; this machine has {here.name if here else 'none'} "
+            "(--dry-run prints what would be tried)",
+            file=sys.stderr,
+        )
+        raise SystemExit(USAGE_ERROR)
+    return _benchmark_module("gemm_clock").GemmClock(problem, subject)
+
+
 def _demo(arguments: Sequence[str]) -> int:
     script = str(_script("examples/demo.py"))
     if find_spec("transformers") is None:
@@ -157,6 +234,7 @@ class Command(NamedTuple):
 COMMANDS = {
     "bench": Command("time or profile whole layers, next to other implementations", _bench),
     "explain": Command("say which kernels a layer runs on, why, and what it costs", _explain),
+    "tune": Command("time tiles on this GPU, and write down the fastest", _tune),
     "demo": Command("read and write text with a small MoE language model", _demo),
 }
 

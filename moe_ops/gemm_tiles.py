@@ -46,8 +46,7 @@ def gemm_tiles(gemm: Gemm, device: Device) -> TileConfig:
     elif small:
         block_n, block_k, num_warps, group_m = 64 if gated else 128, 128, 4, 1
         # One token of a layer with few, large experts: more and smaller blocks to load with.
-        active = min(gemm.num_slots, gemm.num_experts)
-        while block_n > 64 and 2 * active * cdiv(gemm.n, block_n) < device.processors:
+        while block_n > 64 and 2 * gemm.active * cdiv(gemm.n, block_n) < device.processors:
             block_n //= 2
     elif gated:
         block_n, block_k = (128, 64) if hopper or block_m == 64 else (64, 32)
@@ -107,8 +106,7 @@ def scaled_gemm_tiles(gemm: Gemm, groups: ScaleGroups, device: Device) -> TileCo
     block_n, num_warps, group_m = 128, 4, 8 if block_m == 128 else 16
     if small:
         block_n, group_m = 64 if gated else 128, 1
-        active = min(gemm.num_slots, gemm.num_experts)
-        while block_n > 32 and active * cdiv(gemm.n, block_n) < 2 * device.processors:
+        while block_n > 32 and gemm.active * cdiv(gemm.n, block_n) < 2 * device.processors:
             block_n //= 2
     elif device.arch != 90 or (groups.k is not None and groups.n < 64):
         block_n, num_warps = 64 // gemm.halves, 8
@@ -143,8 +141,7 @@ def weight_only_tiles(gemm: Gemm, bits: int, device: Device) -> TileConfig:
         block_n, block_k = 64, 16
     elif block_m <= 32:
         block_n, block_k, num_warps, group_m = 128 // gemm.halves, 128, 4, 1
-        active = min(gemm.num_slots, gemm.num_experts)
-        while block_n > 32 and active * cdiv(gemm.n, block_n) < device.processors:
+        while block_n > 32 and gemm.active * cdiv(gemm.n, block_n) < device.processors:
             block_n //= 2
     elif gemm.halves == 2:
         block_n, num_warps = 64, 4 if hopper else 8

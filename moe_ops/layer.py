@@ -95,8 +95,8 @@ class FusedMoE(WeightLoading, KeepsBits):
         self.renormalize, self.scoring_func = given.renormalize, given.scoring_func
         self.apply_router_weight_on_input = given.apply_router_weight_on_input
         self.reduce_results, self.enable_eplb = given.reduce_results, given.enable_eplb
-        self.chunk_size, self.expert_mapping = given.chunk_size, given.expert_mapping
-        self.prefix, self.shared_experts = given.prefix, given.shared_experts
+        self.chunk_size, self.batch_invariant = given.chunk_size, given.batch_invariant
+        self.prefix, self.expert_mapping = given.prefix, given.expert_mapping
         self.moe_parallel_config = parallel = given.parallel_config()
         self.placement = given.placement(parallel, num_experts)
         self.global_num_experts = len(self.placement.row)
@@ -123,7 +123,7 @@ class FusedMoE(WeightLoading, KeepsBits):
         self.kernel: FusedMoEKernel | None = None
         self.routing = given.routing(self.global_num_experts)
         self.num_logits = num_experts + given.zero_expert_num
-        self.routes_plainly = given.routes_plainly()
+        self.routes_plainly, self.shared_experts = given.routes_plainly(), given.shared_experts
         self.eplb_state: tuple[Tensor, Tensor, Tensor] | None = None
 
     @property
@@ -292,8 +292,8 @@ class FusedMoE(WeightLoading, KeepsBits):
             logits = torch.randn(tokens, self.num_logits, device=w1.device)
             self.forward_impl(x, logits.to(router_logits_dtype or dtype))
 
-        variants = Variants(w1, w2, self.top_k, self.scheme, dtype, self.activation)
-        return run_variants(run, num_tokens, variants)
+        how = (self.scheme, dtype, self.activation, self.batch_invariant)
+        return run_variants(run, num_tokens, Variants(w1, w2, self.top_k, *how))
 
     def extra_repr(self) -> str:
         """Sizes, scheme, ranks and routing."""

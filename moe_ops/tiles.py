@@ -91,6 +91,13 @@ class Gemm(NamedTuple):
     halves: int
     """Weight tiles for each output tile: 2 where gate and up are computed together."""
     row_tiles: tuple[int, ...]
+    """Of one tile nothing that follows may depend on ``num_slots``: see `INVARIANT_ROW_TILES`."""
+
+    @property
+    def active(self) -> int:
+        """Experts that may have rows."""
+        one_tile = len(self.row_tiles) == 1
+        return self.num_experts if one_tile else min(self.num_slots, self.num_experts)
 
 
 def cdiv(a, b):

@@ -37,7 +37,7 @@ FOLDER = os.environ.get("MOE_OPS_TUNED_DIR")
 """Where a user's files lie, if anywhere."""
 DEFAULT = "analytic default"
 _NAME = re.compile(r"E=(\d+),N=(\d+),K=(\d+),device_name=([^,]+),scheme=([^,]+)\.json")
-_SIZES = ("BLOCK_N", "BLOCK_K", "GROUP_M", "num_warps", "num_stages")
+SIZES = ("BLOCK_N", "BLOCK_K", "GROUP_M", "num_warps", "num_stages")
 """Of one GEMM, in the order of a `TileConfig` after its row tile."""
 Sizes = tuple[int, int, int]
 """E, N and K of a layer."""
@@ -152,18 +152,18 @@ def _entry(file: str, key: str, value: Any, scheme: Scheme) -> Entry:
     for name in ("gemm1", "gemm2"):
         at, tiles = f"{key}.{name}", value.get(name)
         _require(isinstance(tiles, dict), file, at, "be an object", tiles)
-        for size in _SIZES:
+        for size in SIZES:
             least = 16 if size.startswith("BLOCK") else 1
             check = _power if least == 16 or size == "num_warps" else _whole
             check(file, f"{at}.{size}", tiles.get(size), least)
-        group = _scaled_group(scheme)
+        group = scaled_group(scheme)
         fits = group is None or tiles["BLOCK_K"] <= group
         _require(fits, file, f"{at}.BLOCK_K", f"not cross a scale's {group}", tiles["BLOCK_K"])
-        both.append(TileConfig(block_m, *(tiles[size] for size in _SIZES)))
+        both.append(TileConfig(block_m, *(tiles[size] for size in SIZES)))
     return Entry(int(key), *both)
 
 
-def _scaled_group(scheme: Scheme) -> int | None:
+def scaled_group(scheme: Scheme) -> int | None:
     """Elements along K that share the scale of a row, which a K block may not cross; None: any."""
     quant = scheme.activation
     if quant is None or scheme.decoded or quant.group.cols == WHOLE:

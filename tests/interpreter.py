@@ -80,7 +80,11 @@ def _patch_arithmetic(builder: type) -> None:
     dot, binary, unary = builder.create_dot, builder.binary_op, builder.unary_op
 
     def create_dot(self, a, b, d, *rest):
-        return dot(self, _float32(a), _float32(b), d, *rest)
+        """Row by row: numpy's BLAS, unlike matrix units, adds by a row's place in the tile."""
+        a, b = _float32(a), _float32(b)
+        rows, sums = (interpreter.TensorHandle(h.data[:, None], h.dtype) for h in (a, d))
+        product = dot(self, rows, b, sums, *rest)
+        return interpreter.TensorHandle(product.data[:, 0], product.dtype)
 
     def rounded(result, operand):
         if operand.dtype.scalar not in BITS or result.data.dtype == np.bool_:

@@ -35,6 +35,7 @@ def moe_config(layer: FusedMoE) -> FusedMoEConfig:
         scoring_func=layer.scoring_func,
         has_bias=sizes.has_bias,
         is_act_and_mul=sizes.gated,
+        batch_invariant=layer.batch_invariant,
     )
 
 
@@ -56,5 +57,6 @@ def summary(layer: FusedMoE) -> str:
         "scoring_func": layer.scoring_func,
         "renormalize": layer.renormalize,
         "use_grouped_topk": routing["use_grouped_topk"],
+        "batch_invariant": layer.batch_invariant,
     }
     return ", ".join(f"{name}={value}" for name, value in facts.items())

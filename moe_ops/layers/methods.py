@@ -108,6 +108,7 @@ class FusedMoEMethodBase(ABC):
             w1_bias=layer.w13_bias,
             w2_bias=layer.w2_bias,
             quant_config=self.get_fused_moe_quant_config(layer),
+            batch_invariant=layer.batch_invariant,
         )
 
     def uses_weight_scale_2_pattern(self) -> bool:

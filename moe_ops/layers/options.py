@@ -15,8 +15,10 @@ from moe_ops import checks
 from moe_ops.activation import Activation, MoEActivation
 from moe_ops.parallel import FusedMoEParallelConfig, determine_expert_map
 from moe_ops.parallel.placement import initial_physical_to_logical_map
+from moe_ops.pipeline.row_spaces import check_batch_invariant
 from moe_ops.routing import SCORING_FUNCS, CustomRouting
-from moe_ops.scheme import Scheme
+from moe_ops.scheme import UNQUANTIZED, Scheme
+from moe_ops.scheme.weights import as_scheme
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,9 +87,12 @@ class FusedMoEOptions:
     """Run so many tokens at a time; compiled, there is one graph for each number of chunks."""
     device: torch.device | str | None = None
     """Of the parameters."""
+    batch_invariant: bool = False
+    """The bits of a token's result do not depend on other tokens: see `fused_experts`. (That a
+    custom router is so, too, is the caller's to see to.)"""
 
     def check(self, num_experts: int, top_k: int) -> None:
-        """ValueError for settings that do not fit each other."""
+        """ValueError (or NotImplementedError) for settings that do not fit each other."""
         checks.topk("top_k", top_k, num_experts + self.zero_expert_num)
         checks.one_of("scoring_func", self.scoring_func, SCORING_FUNCS)
         for name in ("num_redundant_experts", "n_shared_experts", "zero_expert_num"):
@@ -102,6 +107,24 @@ class FusedMoEOptions:
             raise ValueError(f"chunk_size must be at least 1, got {self.chunk_size}")
         if self.zero_expert_num:
             checks.one_of("zero_expert_type", str(self.zero_expert_type), ("identity",))
+        if self.batch_invariant:
+            self._check_batch_invariant()
+
+    def _check_batch_invariant(self) -> None:
+        """NotImplementedError for what makes tokens depend on each other."""
+        check_batch_invariant(as_scheme(self.quant_config or UNQUANTIZED))
+        parallel = self.parallel_config()
+        ranks = parallel.tp_size * parallel.ep_size
+        if self.enable_eplb and parallel.ep_size > 1:
+            raise NotImplementedError(
+                "batch_invariant must be False with enable_eplb over several ranks, where a "
+                "token's place in the batch decides which of them adds its part, got True"
+            )
+        if ranks > 2 and (self.reduce_results or parallel.is_sequence_parallel):
+            raise NotImplementedError(
+                "batch_invariant must be False where results of more than two ranks are summed: "
+                f"the size of a message may decide about their order, got True with {ranks} ranks"
+            )
 
     def parallel_config(self) -> FusedMoEParallelConfig:
         """The groups of this layer: given, or made of the numbers."""

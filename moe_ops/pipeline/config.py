@@ -33,6 +33,8 @@ class FusedMoEConfig:
         has_bias: whether the experts have biases.
         is_act_and_mul: whether the activation is gated.
         max_num_tokens: rows of an expert in the Batched format; None: the Standard format.
+        batch_invariant: whether the bits of a token's result may not depend on other tokens; see
+            `fused_experts`.
 
     Raises:
         ValueError: sizes that do not fit each other, an unknown activation.
@@ -55,6 +57,7 @@ class FusedMoEConfig:
     has_bias: bool = False
     is_act_and_mul: bool = True
     max_num_tokens: int | None = None
+    batch_invariant: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "device", torch.device(self.device))

@@ -11,7 +11,7 @@ from moe_ops.pipeline.config import FusedMoEConfig
 from moe_ops.pipeline.devices import Target
 from moe_ops.pipeline.experts import FusedMoEExperts, FusedMoEExpertsModular
 from moe_ops.scheme import WHOLE, Scheme
-from moe_ops.tiles import Device, Gemm, TileConfig
+from moe_ops.tiles import INVARIANT_ROW_TILES, Device, Gemm, TileConfig
 from moe_ops.tuned import Choice, choose, default_row_tiles, plain_name, row_tiles
 
 
@@ -144,7 +144,9 @@ def _tiles(
     rule = formula(kind_and_key(config.activation)[1]) if fused else None
     halves, columns = (gates, width) if fused else (1, gates * width)
     picked = default_row_tiles(scheme)
-    if fused and config.max_num_tokens is None:  # the pipeline that files are timed for
+    if config.batch_invariant:
+        picked = INVARIANT_ROW_TILES
+    elif fused and config.max_num_tokens is None:  # the pipeline that files are timed for
         picked = row_tiles(scheme, (num_experts, width, hidden), plain_name(device.name))
     gemm1 = Gemm(rows, num_experts, columns, hidden, itemsize, halves, picked)
     gemm2 = Gemm(rows, num_experts, hidden, width, itemsize, 1, picked)

@@ -10,7 +10,7 @@ from moe_ops.pipeline.experts.standard import slot_experts
 from moe_ops.pipeline.gemms import expert_weights
 from moe_ops.pipeline.layer_checks import check_layer
 from moe_ops.pipeline.no_ep import quantize_tokens
-from moe_ops.pipeline.row_spaces import row_tiles_of
+from moe_ops.pipeline.row_spaces import SlotRows, row_tiles_of
 from moe_ops.routing.arguments import check_logits, check_scoring
 from moe_ops.scheme import FusedMoEQuantConfig
 from moe_ops.tensors import Routing, Rows
@@ -32,6 +32,7 @@ def fused_experts(
     w1_bias: Tensor | None = None,
     w2_bias: Tensor | None = None,
     quant_config: FusedMoEQuantConfig | None = None,
+    batch_invariant: bool = False,
 ) -> Tensor:
     """Run every token through its experts and sum what they return.
 
@@ -65,6 +66,9 @@ def fused_experts(
         w2_bias: ``(El, H)``.
         quant_config: the weights' scheme and scales, and how activations are quantized; None: not
             quantized. Biases may be here or in their own arguments (which win).
+        batch_invariant: whether the bits of a token's result depend on that token and its routing
+            alone: not on how many others are in the call, which, or in what order. One tile then
+            serves every load, so that most loads take longer.
 
     Returns:
         ``(T, H)``, contiguous, dtype of ``hidden_states``.
@@ -72,7 +76,8 @@ def fused_experts(
     Raises:
         TypeError: a wrong dtype.
         ValueError: shapes, devices or strides that do not fit; an unknown activation.
-        NotImplementedError: an input that requires grad while grad mode is on.
+        NotImplementedError: an input that requires grad while grad mode is on; ``batch_invariant``
+            with a scheme whose activations share one scale of all tokens.
 
     Source:
         vLLM ``fused_experts`` and ``TritonExperts``; there the router weight is rounded into the
@@ -90,6 +95,7 @@ def fused_experts(
         w1_bias=w1_bias,
         w2_bias=w2_bias,
         quant_config=quant_config,
+        batch_invariant=batch_invariant,
     )
 
 
@@ -113,11 +119,13 @@ def _experts(
     w1_bias: Tensor | None,
     w2_bias: Tensor | None,
     quant_config: FusedMoEQuantConfig | None,
+    batch_invariant: bool,
 ) -> Tensor:
     """`fused_experts`, with a tile plan of the routing where there is one."""
     kind, key = kind_and_key(activation)
     config = _config(quant_config)
     scheme = config.scheme
+    tiles = row_tiles_of(scheme, w2, batch_invariant)
     biases = config.biases(w1_bias, w2_bias)
     quantization = () if scheme.weight is None else config.tensors
     check_layer(
@@ -129,8 +137,9 @@ def _experts(
     rows, on_input = Rows(hidden_states), apply_router_weight_on_input
     if scheme.activation is not None:
         rows = Rows(*quantize_tokens(hidden_states, config, routing, w1.shape[0], on_input))
-    dtype = hidden_states.dtype
-    return slot_experts(rows, weights, scheme, routing, key, dtype, on_input, plan)
+    space = SlotRows.of(routing, w1.shape[0], tiles, plan)
+    how = (scheme, space, routing.topk_weights, key, hidden_states.dtype, on_input)
+    return slot_experts(rows, weights, *how)
 
 
 def fused_moe(
@@ -149,6 +158,7 @@ def fused_moe(
     w1_bias: Tensor | None = None,
     w2_bias: Tensor | None = None,
     quant_config: FusedMoEQuantConfig | None = None,
+    batch_invariant: bool = False,
 ) -> Tensor:
     """Route as `fused_topk` does (for few tokens in the launch that aligns), then `fused_experts`.
 
@@ -167,6 +177,7 @@ def fused_moe(
         w1_bias: see `fused_experts`.
         w2_bias: see `fused_experts`.
         quant_config: see `fused_experts`.
+        batch_invariant: see `fused_experts`; routing is so in any case.
 
     Returns:
         ``(T, H)``, contiguous, dtype of ``hidden_states``.
@@ -180,7 +191,7 @@ def fused_moe(
     checks.tensor("w1", w1, 3, (w1.dtype,))
     experts = w1.shape[0] if expert_map is None else expert_map.shape[0]
     checks.size("gating_output.shape[1]", gating_output.shape[1], "the number of experts", experts)
-    tiles = list(row_tiles_of(_config(quant_config).scheme, w2))
+    tiles = list(row_tiles_of(_config(quant_config).scheme, w2, batch_invariant))
     how = (None, topk, renormalize, scoring_func, 1)
     routed = ops.topk_align(gating_output, *how, expert_map, tiles, w1.shape[0])
     return _experts(
@@ -195,4 +206,5 @@ def fused_moe(
         w1_bias=w1_bias,
         w2_bias=w2_bias,
         quant_config=quant_config,
+        batch_invariant=batch_invariant,
     )

@@ -12,7 +12,7 @@ from moe_ops.pipeline.fused_experts import NOT_QUANTIZED
 from moe_ops.pipeline.gemms import expert_weights, gemm
 from moe_ops.pipeline.layer_checks import check_layer
 from moe_ops.pipeline.no_ep import quantize_tokens
-from moe_ops.pipeline.row_spaces import SlotRows
+from moe_ops.pipeline.row_spaces import SlotRows, row_tiles_of
 from moe_ops.scheme import FusedMoEQuantConfig
 from moe_ops.tensors import Routing, Rows
 
@@ -30,6 +30,7 @@ def gated_experts(
     w1_bias: Tensor | None = None,
     w2_bias: Tensor | None = None,
     quant_config: FusedMoEQuantConfig | None = None,
+    batch_invariant: bool = False,
 ) -> Tensor:
     """`fused_experts` for an activation that this library does not have.
 
@@ -51,6 +52,7 @@ def gated_experts(
         w1_bias: see `fused_experts`.
         w2_bias: see `fused_experts`.
         quant_config: see `fused_experts`.
+        batch_invariant: see `fused_experts`; ``gate`` must then be so, too.
 
     Returns:
         ``(T, H)``, contiguous, dtype of ``hidden_states``.
@@ -73,7 +75,8 @@ def gated_experts(
     rows, routing = Rows(hidden_states), Routing(topk_weights, topk_ids, expert_map)
     if quant is not None:
         rows = Rows(*quantize_tokens(hidden_states, config, routing, num_local_experts, False))
-    space = SlotRows.of(topk_ids, expert_map, num_local_experts, scheme, w2=w2)
+    row_tiles = row_tiles_of(scheme, w2, batch_invariant)
+    space = SlotRows.of(routing, num_local_experts, row_tiles)
     h = gate(gemm(rows, weights.w1, space, topk_ids.shape[1], scheme, dtype))
     checks.tensor("gate(rows)", h, 2, checks.FLOATS)
     width = w1.shape[1] // 2 if is_gated else w1.shape[1]

@@ -12,22 +12,49 @@ import torch
 from torch import Tensor
 
 from moe_ops import ops
-from moe_ops.scheme import UNQUANTIZED, Quant, Scheme
-from moe_ops.tensors import Rows
+from moe_ops.scheme import Quant, Scheme
+from moe_ops.tensors import Routing, Rows
+from moe_ops.tiles import INVARIANT_ROW_TILES
 from moe_ops.tuned import default_row_tiles, device_name, row_tiles
 
+RowTiles = tuple[int, ...]
 
-def row_tiles_of(scheme: Scheme, w2: Tensor | None = None) -> tuple[int, ...]:
+
+def row_tiles_of(
+    scheme: Scheme, w2: Tensor | None = None, batch_invariant: bool = False
+) -> RowTiles:
     """The row tiles that the plan and the GEMMs of a scheme choose from.
 
-    Those that were timed for layers of the sizes of ``w2``, where there are any.
+    Those that were timed for layers of the sizes of ``w2``, where there are any; one tile for a
+    result that is ``batch_invariant``.
+
+    Raises:
+        NotImplementedError: ``batch_invariant`` with a scheme that cannot be.
     """
+    if batch_invariant:
+        check_batch_invariant(scheme)
+        return INVARIANT_ROW_TILES
     if w2 is None:
         return default_row_tiles(scheme)
     num_experts, hidden, width = w2.shape
     if scheme.weight is not None and scheme.weight.element.packed:
         width *= 2
     return row_tiles(scheme, (num_experts, width, hidden), device_name(w2.device))
+
+
+def depends_on_batch(quant: Quant | None) -> bool:
+    """Whether activations have one scale that comes from the rows of all tokens."""
+    return quant is not None and quant.per_tensor and not quant.static
+
+
+def check_batch_invariant(scheme: Scheme) -> None:
+    """NotImplementedError for a scheme in which tokens depend on each other."""
+    if depends_on_batch(scheme.activation):
+        raise NotImplementedError(
+            f"batch_invariant must be False for scheme {scheme.name}, whose activations share a "
+            "scale that all tokens decide, got True; a scheme with static scales or with scales of "
+            "rows or groups (fp8_tensor_static, fp8_channel, fp8_block128, int8_channel, ..) can"
+        )
 
 
 class SlotRows(NamedTuple):
@@ -41,21 +68,20 @@ class SlotRows(NamedTuple):
 
     @staticmethod
     def of(
-        topk_ids: Tensor,
-        expert_map: Tensor | None,
+        routing: Routing,
         num_local_experts: int,
-        scheme: Scheme = UNQUANTIZED,
+        row_tiles: RowTiles,
         plan: tuple[Tensor, Tensor, Tensor] | None = None,
-        w2: Tensor | None = None,
     ) -> SlotRows:
         """The space of a routing: local experts only, tiles picked by the op.
 
         With its plan, or one that `topk_align` has made for the same row tiles.
         """
-        tiles, local = row_tiles_of(scheme, w2), num_local_experts
+        _, ids, expert_map = routing
         if plan is None:
-            plan = ops.moe_align_block_size(topk_ids, expert_map, tiles, local, False, True)
-        return SlotRows(plan, tiles, topk_ids, expert_map, num_local_experts)
+            how = (row_tiles, num_local_experts, False, True)
+            plan = ops.moe_align_block_size(ids, expert_map, *how)
+        return SlotRows(plan, row_tiles, ids, expert_map, num_local_experts)
 
     def quantize(self, x: Tensor, scale: Tensor | None, quant: Quant) -> Rows:
         """The rows of slots that are not skipped; the others become zeros."""
@@ -83,11 +109,10 @@ class BatchedRows(NamedTuple):
     max_num_tokens: int
 
     @staticmethod
-    def of(expert_num_tokens: Tensor, max_num_tokens: int, scheme: Scheme) -> BatchedRows:
+    def of(expert_num_tokens: Tensor, max_num_tokens: int, row_tiles: RowTiles) -> BatchedRows:
         """The space of ``(El, M, ..)`` tensors, with its plan."""
-        tiles = row_tiles_of(scheme)
-        plan = ops.align_batched(expert_num_tokens, max_num_tokens, tiles)
-        return BatchedRows(plan, tiles, expert_num_tokens, max_num_tokens)
+        plan = ops.align_batched(expert_num_tokens, max_num_tokens, row_tiles)
+        return BatchedRows(plan, row_tiles, expert_num_tokens, max_num_tokens)
 
     def _batched(self, x: Tensor) -> Tensor:
         return x.view(self.expert_num_tokens.shape[0], self.max_num_tokens, x.shape[-1])
@@ -111,13 +136,14 @@ class BatchedRows(NamedTuple):
         return _flat(ops.batched_activation_quantize(x, scale, count, activation, quant.key))
 
 
-def permuted_rows(expert_first_token_offset: Tensor, num_rows: int, scheme: Scheme) -> BatchedRows:
+def permuted_rows(
+    expert_first_token_offset: Tensor, num_rows: int, row_tiles: RowTiles
+) -> BatchedRows:
     """The space of permuted rows: those in use come first, so it is one expert's to quantize."""
-    tiles = row_tiles_of(scheme)
-    plan = ops.align_permuted(expert_first_token_offset, num_rows, tiles)
+    plan = ops.align_permuted(expert_first_token_offset, num_rows, row_tiles)
     # The last offset, as the largest: torch 2.11's Inductor cannot slice a symbolic number of them.
     used = expert_first_token_offset.amax(0, keepdim=True).to(torch.int32)
-    return BatchedRows(plan, tiles, used, num_rows)
+    return BatchedRows(plan, row_tiles, used, num_rows)
 
 
 def _flat(quantized: tuple[Tensor, Tensor]) -> Rows:

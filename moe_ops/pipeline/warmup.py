@@ -66,19 +66,20 @@ def warmup(
     scheme = (experts.get("quant_config") or NOT_QUANTIZED).scheme
     dtype = hidden_dtype or (w1.dtype if scheme.weight is None else torch.bfloat16)
     activation = kind_and_key(experts.get("activation", "silu"))[1]
+    invariant = experts.get("batch_invariant", False)
 
     def run(tokens: int) -> None:
         x = torch.randn(tokens, w2.shape[1], device=w1.device, dtype=dtype)
         logits = torch.randn(tokens, num_experts, device=w1.device)
         logits = logits.to(router_logits_dtype or dtype)
-        tiles = list(row_tiles_of(scheme, w2))
+        tiles = list(row_tiles_of(scheme, w2, invariant))
         how = (None, top_k, True, scoring_func, 1)
         ops.topk_align(logits, *how, expert_map, tiles, w1.shape[0])
         weights, ids = fused_topk(x, logits, top_k, True, scoring_func=scoring_func)
         weights, ids = weights.to(topk_weights_dtype), ids.to(topk_ids_dtype)
         fused_experts(x, w1, w2, weights, ids, **experts)
 
-    variants = Variants(w1, w2, top_k, scheme, dtype, activation)
+    variants = Variants(w1, w2, top_k, scheme, dtype, activation, invariant)
     return run_variants(run, num_tokens, variants)
 
 
@@ -92,6 +93,7 @@ class Variants(NamedTuple):
     dtype: torch.dtype
     """Of the tokens."""
     activation: str
+    batch_invariant: bool
 
     def of(self, num_tokens: int) -> tuple:
         """Equal variants run the same binaries."""
@@ -99,7 +101,8 @@ class Variants(NamedTuple):
         hidden, width = self.w2.shape[1:]
         weight, rule = self.scheme.weight, formula(self.activation)
         width *= 2 if weight is not None and weight.element.packed else 1
-        sizes, row_tiles = num_tokens * self.top_k, row_tiles_of(self.scheme, self.w2)
+        sizes = num_tokens * self.top_k
+        row_tiles = row_tiles_of(self.scheme, self.w2, self.batch_invariant)
         halves = 2 if rule.gated else 1
         gemms = (
             (

@@ -71,6 +71,7 @@ def workspace_nbytes(
     activation: MoEActivation | Activation | str = "silu",
     format: str = "standard",
     chunk_size: int | None = None,
+    batch_invariant: bool = False,
 ) -> int:
     """Bytes that a layer has allocated at its peak, its output included.
 
@@ -91,10 +92,12 @@ def workspace_nbytes(
         activation: with a gate or without does not change the size.
         format: ``standard`` or ``batched``.
         chunk_size: of `FusedMoEKernel`, in the Standard format.
+        batch_invariant: of `fused_experts`: its plans have other sizes.
 
     Raises:
         ValueError: an unknown scheme, activation or format; a negative size; a ``chunk_size`` that
             is not positive, or that is given in the Batched format.
+        NotImplementedError: ``batch_invariant`` with a scheme that cannot be.
     """
     kind, _ = kind_and_key(activation)
     checks.one_of("format", format, FORMATS)
@@ -104,7 +107,7 @@ def workspace_nbytes(
     config = FusedMoEConfig(
         num_experts, top_k, hidden_size, intermediate_size, num_experts, activation, "meta",
         RoutingMethodType.Default, in_dtype=dtype, is_act_and_mul=kind.is_gated,
-        max_num_tokens=max(1, num_tokens),
+        max_num_tokens=max(1, num_tokens), batch_invariant=batch_invariant,
     )  # fmt: skip
     x = torch.empty(num_tokens, hidden_size, dtype=dtype, device="meta")
     w1, w2, quant_config = _weights(config, get_scheme(scheme))

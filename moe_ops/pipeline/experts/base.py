@@ -17,6 +17,7 @@ from moe_ops.activation import Activation, MoEActivation
 from moe_ops.pipeline.config import FusedMoEConfig
 from moe_ops.pipeline.experts.supports import Supports
 from moe_ops.pipeline.formats import ExpertTokensMetadata, FusedMoEActivationFormat
+from moe_ops.pipeline.row_spaces import RowTiles, check_batch_invariant, row_tiles_of
 from moe_ops.pipeline.weight_and_reduce import TopKWeightAndReduce
 from moe_ops.scheme import FusedMoEQuantConfig, Quant
 
@@ -32,6 +33,7 @@ class FusedMoEExperts(ABC):
 
     Raises:
         ValueError: the last two given in the Standard format, or missing in the Batched one.
+        NotImplementedError: ``moe_config.batch_invariant``, and the class or the scheme is not.
 
     Source:
         vLLM ``FusedMoEExperts``.
@@ -57,6 +59,12 @@ class FusedMoEExperts(ABC):
                 )
         elif max_num_tokens is None or num_dispatchers is None:
             raise ValueError(f"{numbers} must be set for BatchedExperts activation format.")
+        if moe_config.batch_invariant:
+            check_batch_invariant(quant_config.scheme)
+            if not self.SUPPORTS.batch_invariant:
+                raise NotImplementedError(
+                    f"moe_config.batch_invariant must be False for {type(self).__name__}, got True"
+                )
         self.moe_config, self.quant_config = moe_config, quant_config
         self.max_num_tokens, self.num_dispatchers = max_num_tokens, num_dispatchers
 
@@ -74,6 +82,10 @@ class FusedMoEExperts(ABC):
     def applies_router_weight_on_input(self) -> bool:
         """Whether the experts scale rows by a router weight on the input; else prepare does."""
         return False
+
+    def row_tiles(self, w2: Tensor | None = None) -> RowTiles:
+        """What the tiles of this library's GEMMs are chosen from: see `row_tiles_of`."""
+        return row_tiles_of(self.quant_config.scheme, w2, self.moe_config.batch_invariant)
 
     @staticmethod
     @abstractmethod

@@ -12,18 +12,18 @@ from moe_ops.pipeline.experts.base import FusedMoEExpertsModular
 from moe_ops.pipeline.experts.supports import EVERY_SCHEME, Supports
 from moe_ops.pipeline.formats import ExpertTokensMetadata, FusedMoEActivationFormat
 from moe_ops.pipeline.gemms import expert_weights, gemm, gemm_act, stored
-from moe_ops.pipeline.row_spaces import BatchedRows
+from moe_ops.pipeline.row_spaces import BatchedRows, RowTiles
 from moe_ops.pipeline.weight_and_reduce import TopKWeightAndReduce, TopKWeightAndReduceDelegate
 from moe_ops.scheme import Scheme
 from moe_ops.tensors import ExpertWeights, Rows
 
 
 def batched_input(
-    hidden_states: Tensor,
-    a1q_scale: Tensor | None,
+    prepared: Rows,
     meta: ExpertTokensMetadata | None,
     weights: ExpertWeights,
     scheme: Scheme,
+    row_tiles: RowTiles,
 ) -> tuple[Rows, BatchedRows]:
     """Rows ``(El, M, H)`` as GEMMs take them, and the space they lie in.
 
@@ -32,12 +32,13 @@ def batched_input(
     """
     if meta is None:
         raise ValueError("expert_tokens_meta must be given in the Batched format, got None")
+    hidden_states, a1q_scale = prepared
     num_local_experts = weights.w1.data.shape[0]
     checks.tensor("hidden_states", hidden_states, 3, (hidden_states.dtype,))
     checks.size("hidden_states.shape[0]", hidden_states.shape[0], "w1.shape[0]", num_local_experts)
     counted = meta.expert_num_tokens.shape[0]
     checks.size("expert_num_tokens.shape[0]", counted, "w1.shape[0]", num_local_experts)
-    space = BatchedRows.of(meta.expert_num_tokens, hidden_states.shape[1], scheme)
+    space = BatchedRows.of(meta.expert_num_tokens, hidden_states.shape[1], row_tiles)
     scale = None if a1q_scale is None else a1q_scale.flatten(0, 1)
     return stored(Rows(hidden_states.flatten(0, 1), scale), weights, space, scheme), space
 
@@ -84,7 +85,7 @@ class BatchedTritonExperts(BatchedExperts):
         vLLM ``BatchedTritonExperts``, where the int8 and int4 schemes and zero points are missing.
     """
 
-    SUPPORTS: ClassVar[Supports] = Supports(schemes=EVERY_SCHEME)
+    SUPPORTS: ClassVar[Supports] = Supports(schemes=EVERY_SCHEME, batch_invariant=True)
     ACTIVATES_IN_GEMM1: ClassVar[bool | None] = True
 
     def apply(
@@ -104,8 +105,8 @@ class BatchedTritonExperts(BatchedExperts):
         """``(El, M, H)``; rows past an expert's count hold anything."""
         weights = expert_weights(w1, w2, self.quant_config)
         scheme, dtype = self.quant_config.scheme, self.moe_config.in_dtype
-        meta, shape = expert_tokens_meta, hidden_states.shape[:2]
-        rows, space = batched_input(hidden_states, a1q_scale, meta, weights, scheme)
+        meta, shape, tiles = expert_tokens_meta, hidden_states.shape[:2], self.row_tiles()
+        rows, space = batched_input(Rows(hidden_states, a1q_scale), meta, weights, scheme, tiles)
         key = kind_and_key(activation)[1]
         h = gemm_act(rows, weights, space, 1, scheme, dtype, key)
         del hidden_states, a1q_scale, rows  # as large as what the second GEMM returns

@@ -30,7 +30,7 @@ class GroupedGemmExperts(FusedMoEExpertsModular):
         vLLM ``CutlassExpertsFp8``.
     """
 
-    SUPPORTS: ClassVar[Supports] = Supports(schemes=EVERY_SCHEME)
+    SUPPORTS: ClassVar[Supports] = Supports(schemes=EVERY_SCHEME, batch_invariant=True)
     ACTIVATES_IN_GEMM1: ClassVar[bool | None] = False
 
     @staticmethod
@@ -81,7 +81,7 @@ class GroupedGemmExperts(FusedMoEExpertsModular):
         rows = Rows(_permuted(hidden_states, order, top_k), a1q_scale)
         if a1q_scale is not None and not per_tensor:
             rows = rows._replace(scale=_permuted(a1q_scale, order, top_k))
-        space = permuted_rows(order.expert_first_token_offset, topk_ids.numel(), scheme)
+        space = permuted_rows(order.expert_first_token_offset, topk_ids.numel(), self.row_tiles())
         rows = stored(rows, weights, space, scheme)
         key = kind_and_key(activation)[1]
         product = gemm(rows, weights.w1, space, 1, scheme, dtype)
@@ -112,7 +112,7 @@ class BatchedGroupedGemmExperts(BatchedExperts):
         vLLM ``CutlassBatchedExpertsFp8``.
     """
 
-    SUPPORTS: ClassVar[Supports] = Supports(schemes=EVERY_SCHEME)
+    SUPPORTS: ClassVar[Supports] = Supports(schemes=EVERY_SCHEME, batch_invariant=True)
     ACTIVATES_IN_GEMM1: ClassVar[bool | None] = False
 
     def workspace_shapes(
@@ -147,8 +147,8 @@ class BatchedGroupedGemmExperts(BatchedExperts):
         """``(El, M, H)``; rows past an expert's count hold anything."""
         weights = expert_weights(w1, w2, self.quant_config)
         scheme, dtype = self.quant_config.scheme, self.moe_config.in_dtype
-        meta, shape = expert_tokens_meta, hidden_states.shape[:2]
-        rows, space = batched_input(hidden_states, a1q_scale, meta, weights, scheme)
+        meta, shape, tiles = expert_tokens_meta, hidden_states.shape[:2], self.row_tiles()
+        rows, space = batched_input(Rows(hidden_states, a1q_scale), meta, weights, scheme, tiles)
         key = kind_and_key(activation)[1]
         product = gemm(rows, weights.w1, space, 1, scheme, dtype)
         del hidden_states, a1q_scale, rows

@@ -13,6 +13,7 @@ from moe_ops.pipeline.experts.supports import EVERY_SCHEME, Supports
 from moe_ops.pipeline.formats import FusedMoEActivationFormat
 from moe_ops.pipeline.gemms import expert_weights
 from moe_ops.pipeline.no_ep import quantize_tokens
+from moe_ops.pipeline.row_spaces import SlotRows
 from moe_ops.routing import select_experts
 from moe_ops.tensors import Routing, Rows
 
@@ -24,7 +25,7 @@ class MonolithicExperts(FusedMoEExpertsMonolithic):
         vLLM ``FusedMoEExpertsMonolithic``.
     """
 
-    SUPPORTS: ClassVar[Supports] = Supports(schemes=EVERY_SCHEME)
+    SUPPORTS: ClassVar[Supports] = Supports(schemes=EVERY_SCHEME, batch_invariant=True)
     ACTIVATES_IN_GEMM1: ClassVar[bool | None] = True
 
     @property
@@ -77,7 +78,8 @@ class MonolithicExperts(FusedMoEExpertsMonolithic):
             rows,
             expert_weights(w1, w2, self.quant_config),
             scheme,
-            routing,
+            SlotRows.of(routing, w1.shape[0], self.row_tiles(w2)),
+            topk_weights,
             kind_and_key(activation)[1],
             config.in_dtype,
             on_input,

@@ -23,22 +23,20 @@ def slot_experts(
     rows: Rows,
     weights: ExpertWeights,
     scheme: Scheme,
-    routing: Routing,
+    space: SlotRows,
+    topk_weights: Tensor,
     activation: str,
     dtype: torch.dtype,
     weight_on_input: bool = False,
-    plan: tuple[Tensor, Tensor, Tensor] | None = None,
 ) -> Tensor:
-    """The Standard pipeline after prepare: align (unless a plan is given), both GEMMs, sum.
+    """The Standard pipeline after prepare and alignment: both GEMMs, sum.
 
     Router weights on the input are in quantized rows already (one row a slot); rows that are not
     quantized are tokens, and GEMM 1 scales its product instead.
     """
-    topk_weights, topk_ids, expert_map = routing
-    num_local_experts = weights.w1.data.shape[0]
+    topk_ids, expert_map, num_local_experts = space[2:]
     weighted = weight_on_input and scheme.activation is not None
     on_input = topk_weights if weight_on_input and not weighted else None
-    space = SlotRows.of(topk_ids, expert_map, num_local_experts, scheme, plan, weights.w2.data)
     top_k = 1 if weighted else topk_ids.shape[1]
     rows = stored(rows, weights, space, scheme)
     h = gemm_act(rows, weights, space, top_k, scheme, dtype, activation, on_input)
@@ -55,7 +53,7 @@ class TritonExperts(FusedMoEExpertsModular):
         vLLM ``TritonExperts``.
     """
 
-    SUPPORTS: ClassVar[Supports] = Supports(schemes=EVERY_SCHEME)
+    SUPPORTS: ClassVar[Supports] = Supports(schemes=EVERY_SCHEME, batch_invariant=True)
     ACTIVATES_IN_GEMM1: ClassVar[bool | None] = True
 
     @property
@@ -102,11 +100,13 @@ class TritonExperts(FusedMoEExpertsModular):
         apply_router_weight_on_input: bool,
     ) -> Tensor:
         """``(T, H)``: weighted and summed."""
+        routing = Routing(topk_weights, topk_ids, expert_map)
         return slot_experts(
             Rows(hidden_states, a1q_scale),
             expert_weights(w1, w2, self.quant_config),
             self.quant_config.scheme,
-            Routing(topk_weights, topk_ids, expert_map),
+            SlotRows.of(routing, w1.shape[0], self.row_tiles(w2)),
+            topk_weights,
             kind_and_key(activation)[1],
             self.moe_config.in_dtype,
             apply_router_weight_on_input,

@@ -11,6 +11,7 @@ import torch
 from moe_ops.activation import MoEActivation
 from moe_ops.pipeline.config import FusedMoEConfig
 from moe_ops.pipeline.formats import FusedMoEActivationFormat
+from moe_ops.pipeline.row_spaces import depends_on_batch
 from moe_ops.routing import RoutingMethodType
 from moe_ops.scheme import SCHEMES, Quant, get_scheme, min_capability
 
@@ -73,6 +74,7 @@ class Supports:
         routing_methods: for experts that route themselves.
         router_logits_dtypes: for experts that route themselves.
         hidden_multiple: what the hidden size must be a multiple of.
+        batch_invariant: whether a token's result can be kept apart from the rest of the batch.
     """
 
     devices: tuple[str, ...] = ("cpu", "cuda")
@@ -83,6 +85,7 @@ class Supports:
     routing_methods: Container[RoutingMethodType] | None = None
     router_logits_dtypes: Container[torch.dtype] | None = None
     hidden_multiple: int = 1
+    batch_invariant: bool = False
 
     def reason_against(
         self,
@@ -121,6 +124,11 @@ class Supports:
             (_among(method, self.routing_methods), f"routing method {method!r}"),
             (_among(logits, self.router_logits_dtypes), f"router logits dtype {logits}"),
             (config.hidden_dim % self.hidden_multiple == 0, f"hidden size {config.hidden_dim}"),
+            (self.batch_invariant or not config.batch_invariant, "batch invariance"),
+            (
+                not (config.batch_invariant and depends_on_batch(activation)),
+                "batch invariance where all tokens decide about one scale",
+            ),
             (
                 activation_format is own_format,
                 f"{activation_format.value[0]} activation format",

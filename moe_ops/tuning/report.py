@@ -1,0 +1,75 @@
+"""What ``python -m moe_ops tune`` prints: what would be tried, and what a file has."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from moe_ops.tuned import SIZES
+from moe_ops.tuning.search import Subject, Trial
+
+_SIZES = "columns x K / warps / stages / group"
+
+
+def trials_table(trials: Iterable[Trial]) -> str:
+    """A line for each trial."""
+    lines: list[Sequence[str]] = [("tokens", "GEMM", "rows", _SIZES)]
+    for tokens, gemm, tiles in trials:
+        sizes = [getattr(tiles, size.lower()) for size in SIZES]
+        lines.append((str(tokens), str(gemm), str(tiles.block_m), _sizes(sizes)))
+    return _aligned(lines)
+
+
+def trials_json(subject: Subject, trials: Iterable[Trial]) -> str:
+    """The same as a JSON object."""
+    found = [{**trial._asdict(), "tiles": asdict(trial.tiles)} for trial in trials]
+    return json.dumps({**_subject(subject), "candidates": found}, indent=1)
+
+
+def entries_table(entries: dict[str, Any]) -> str:
+    """A line for each number of tokens, with the default's time beside the winner's."""
+    head = ("tokens", "rows", f"GEMM 1 ({_SIZES})", "GEMM 2", "default us", "us", "ratio")
+    lines: list[Sequence[str]] = [head]
+    ratios = [entry["default_us"] / entry["time_us"] for entry in entries.values()]
+    for (tokens, entry), ratio in zip(entries.items(), ratios, strict=True):
+        tiles = [_sizes([entry[gemm][size] for size in SIZES]) for gemm in ("gemm1", "gemm2")]
+        times = [f"{entry[name]:.1f}" for name in ("default_us", "time_us")]
+        lines.append((tokens, str(entry["BLOCK_M"]), *tiles, *times, f"{ratio:.2f}"))
+    worst = max(ratios, default=1.0)
+    return f"{_aligned(lines)}\nthe analytic default takes at most {worst:.2f} times as long"
+
+
+def entries_json(
+    subject: Subject, folder: Path, timed: Sequence[int], entries: dict[str, Any]
+) -> str:
+    """The same as a JSON object, with the token counts that were timed just now."""
+    parts = {"file": str(folder / subject.file), **_subject(subject)}
+    return json.dumps({**parts, "timed": list(timed), "entries": entries}, indent=1)
+
+
+def _subject(subject: Subject) -> dict[str, Any]:
+    experts, width, hidden = subject.sizes
+    return {
+        "gpu": subject.device.name,
+        "scheme": subject.scheme.name,
+        "E": experts,
+        "N": width,
+        "K": hidden,
+        "top_k": subject.top_k,
+    }
+
+
+def _sizes(sizes: Sequence[int]) -> str:
+    block_n, block_k, group_m, num_warps, num_stages = sizes
+    return f"{block_n}x{block_k} /{num_warps} /{num_stages} /{group_m}"
+
+
+def _aligned(lines: Sequence[Sequence[str]]) -> str:
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return "\n".join(
+        "  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True))
+        for line in lines
+    )
