@@ -1,10 +1,10 @@
-"""Launcher of the expert GEMMs of many rows on Hopper."""
+"""Launchers of Hopper's own kernels of the expert GEMMs."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,26 +12,27 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from moe_ops.activation import Formula
+from moe_ops.hopper_tiles import ROW_BYTES, HopperTiles
+from moe_ops.kernels.hopper_stream import hopper_stream_kernel
 from moe_ops.kernels.hopper_tile import hopper_gemm_kernel
 from moe_ops.kernels.pack import pack_rows
-from moe_ops.tiles import HopperTiles, cdiv, device_facts
+from moe_ops.tiles import cdiv, device_facts
 
-DTYPES = {
-    torch.bfloat16: gl.bfloat16,
-    torch.float16: gl.float16,
-    torch.float8_e4m3fn: gl.float8e4nv,
-}
-SWIZZLE = 128
-"""Bytes of a row of a tile, which the swizzle of shared memory spans."""
+DTYPES = (torch.bfloat16, torch.float16, torch.float8_e4m3fn)
+"""Of operands."""
+STREAM_REGISTERS = 128
+"""Of a thread, so that two programs fit a processor."""
 
 
 @dataclass(frozen=True)
 class Constants:
-    """What a kernel is made for."""
+    """What a kernel is made for. (No tuple: Triton would take that apart.)"""
 
     N: int
     """Output columns."""
     K: int
+    TOP_K: int
+    """Slots of a row of the first operand."""
     RULE: Formula | None
     """Of the activation."""
     GATED: bool
@@ -45,6 +46,8 @@ class Constants:
     """Weight rows that share a scale."""
     SCALE_COLS: int | None
     """Elements along K that share a scale, of both operands; None: all, or there are no scales."""
+    ROW_SCALE_STRIDE: int
+    """From one row's scale to the next one's where they span K: 0 where all rows share one."""
     ITEMSIZE: int
     BLOCK_M: int
     BLOCK_N: int
@@ -60,29 +63,43 @@ class Constants:
     STEPS: int
 
 
-@lru_cache(maxsize=1024)
+class Scales(NamedTuple):
+    """How scales lie."""
+
+    rows: int = 1
+    """Weight rows that share one."""
+    cols: int | None = None
+    """Elements along K that share one, of both operands; None: all."""
+    shared: bool = False
+    """Whether all rows of the first operand share one."""
+
+
+@lru_cache(maxsize=4096)
 def constants(
     weight: tuple[int, int, int],
     itemsize: int,
+    top_k: int,
     rule: Formula | None,
-    scale_groups: tuple[int, int | None],
+    scales: Scales,
     tiles: HopperTiles,
 ) -> Constants:
-    """The constants for a weight ``(E, rows, K)``, an activation, and ``(rows, cols)`` a scale."""
+    """The constants for a weight ``(E, rows, K)``."""
     _, rows, k = weight
     gated, interleaved = rule is not None and rule.gated, rule is not None and rule.interleaved
     n = rows // 2 if gated else rows
-    out_n, block_k = tiles.block_n // 2 if gated else tiles.block_n, SWIZZLE // itemsize
+    out_n, block_k = tiles.block_n // 2 if gated else tiles.block_n, ROW_BYTES // itemsize
     return Constants(
         N=n,
         K=k,
+        TOP_K=top_k,
         RULE=rule,
         GATED=gated,
         STEP=2 if interleaved else 1,
         UP=(1 if interleaved else n) if gated else 0,
         WEIGHT_ROWS=rows,
-        SCALE_ROWS=scale_groups[0],
-        SCALE_COLS=scale_groups[1],
+        SCALE_ROWS=scales.rows,
+        SCALE_COLS=scales.cols,
+        ROW_SCALE_STRIDE=0 if scales.shared else 1,
         ITEMSIZE=itemsize,
         BLOCK_M=tiles.block_m,
         BLOCK_N=tiles.block_n,
@@ -96,9 +113,17 @@ def constants(
     )
 
 
+def serves(a: Tensor, w: Tensor, gated: bool) -> bool:
+    """Whether boxes can be made of the operands: of their dtypes, strides and addresses."""
+    expert, row, unit = w.stride()
+    whole = all(x * w.itemsize % 16 == 0 for x in (expert, row, w.shape[2], w.data_ptr()))
+    fits = not gated or w.shape[1] % 16 == 0
+    return w.dtype in DTYPES and a.dtype == w.dtype and unit == 1 and whole and fits
+
+
 def _weight_box(w: Tensor, c: Constants) -> TensorDescriptor:
     """Boxes of a weight; of gate and up rows, 8 of each in turn, where there are both."""
-    layout: Any = gl.NVMMASharedLayout(SWIZZLE, 8 * c.ITEMSIZE, rank=5 if c.GATED else 3)
+    layout: Any = gl.NVMMASharedLayout(ROW_BYTES, 8 * c.ITEMSIZE, rank=5 if c.GATED else 3)
     if not c.GATED:
         return TensorDescriptor.from_tensor(w, [1, c.BLOCK_N, c.BLOCK_K], layout)
     expert, row, _ = w.stride()
@@ -107,45 +132,68 @@ def _weight_box(w: Tensor, c: Constants) -> TensorDescriptor:
     return TensorDescriptor(w, shape, strides, [1, c.BLOCK_N // 16, 2, 8, c.BLOCK_K], layout)
 
 
+class Operands(NamedTuple):
+    """Of a GEMM: vectors are contiguous, scales float32."""
+
+    a: Tensor
+    a_scale: Tensor | None
+    w: Tensor
+    w_scale: Tensor | None
+    bias: Tensor | None
+
+
 def run(
     out: Tensor,
-    a: Tensor,
-    a_scale: Tensor | None,
-    w: Tensor,
-    w_scale: Tensor | None,
-    bias: Tensor | None,
+    operands: Operands,
     plan: tuple[Tensor, Tensor, Tensor],
-    top_k: int,
     c: Constants,
+    packed: bool,
 ) -> None:
-    """Pack the rows, then one program a processor.
+    """``out[s] = f(a[s // top_k] @ w[e].T + bias[e])`` for the slots s of a plan.
 
     Args:
         out: ``(slots, N)``, contiguous.
-        a: rows, contiguous along K.
-        a_scale: as `pack_rows` takes them, or None.
-        w: ``(E, rows, K)``, contiguous along K.
-        w_scale: float32, contiguous, or None.
-        bias: ``(E, rows)``, contiguous, or None.
+        operands: that `serves` accepts.
         plan: with tiles of ``c.BLOCK_M`` rows.
-        top_k: slots of a row of ``a``.
         c: see `constants`.
+        packed: see `HopperTiles`.
     """
+    launch = _run_packed if packed else _run_stream
+    launch(out, operands, plan, c, device_facts(out.device).processors)
+
+
+def _run_packed(
+    out: Tensor, operands: Operands, plan: tuple[Tensor, Tensor, Tensor], c: Constants, wide: int
+) -> None:
+    """Pack the rows, then one program a processor."""
+    a, a_scale, w, w_scale, bias = operands
     sorted_token_ids, expert_ids, num_tokens_post_padded = plan
-    num_slots, bits = out.shape[0], 8 * c.ITEMSIZE
     rows, scales = pack_rows(
-        a, a_scale, sorted_token_ids, num_tokens_post_padded, num_slots, top_k
+        a, a_scale, sorted_token_ids, num_tokens_post_padded, out.shape[0], c.TOP_K
     )
-    layout = gl.NVMMASharedLayout(SWIZZLE, bits, rank=2)
+    layout: Any = gl.NVMMASharedLayout(ROW_BYTES, 8 * c.ITEMSIZE, rank=2)
     a_box = TensorDescriptor.from_tensor(rows, [c.BLOCK_M, c.BLOCK_K], layout)
     scale_box = a_box
     if c.SCALE_COLS is not None:
-        flat = gl.NVMMASharedLayout(0, 32, rank=2)
+        flat: Any = gl.NVMMASharedLayout(0, 32, rank=2)
         scale_box = TensorDescriptor.from_tensor(scales, [1, c.BLOCK_M], flat)
-    hopper_gemm_kernel[(device_facts(w.device).processors,)](
+    unread = sorted_token_ids
+    hopper_gemm_kernel[(wide,)](
         a_box, _weight_box(w, c), scale_box, bias, out,
-        expert_ids if scales is None else scales,  # not read without scales
-        expert_ids if w_scale is None else w_scale,
-        sorted_token_ids, expert_ids, num_tokens_post_padded, num_slots, c,
-        num_warps=4,
+        unread if scales is None else scales, unread if w_scale is None else w_scale,
+        *plan, out.shape[0], c, num_warps=4,
+    )  # fmt: skip
+
+
+def _run_stream(
+    out: Tensor, operands: Operands, plan: tuple[Tensor, Tensor, Tensor], c: Constants, wide: int
+) -> None:
+    """Two programs a processor."""
+    a, a_scale, w, w_scale, bias = operands
+    unread = plan[0]
+    tiles = plan[1].shape[0] * c.NUM_N
+    hopper_stream_kernel[(min(2 * wide, tiles),)](
+        a, a.stride(0), _weight_box(w, c), bias, out,
+        unread if a_scale is None else a_scale, unread if w_scale is None else w_scale,
+        *plan, out.shape[0], c, num_warps=4, maxnreg=STREAM_REGISTERS,
     )  # fmt: skip
