@@ -15,8 +15,12 @@ import importlib
 
 import numpy as np
 import torch
+import triton
 import triton.language as tl
 from triton.runtime import interpreter
+
+from moe_ops.scheme.formats import decode, unpack
+from moe_ops.scheme.values import ELEMENTS
 
 BITS = {
     tl.bfloat16: (torch.bfloat16, torch.int16, np.uint16),
@@ -113,6 +117,34 @@ def _patch_loop_bounds() -> None:
     interpreter._patch_lang_tensor = patched
 
 
+def _patch_scaled_products() -> None:
+    """`tl.dot_scaled`: numbers times scales, exact, added up in float32 (Triton 3.8 has it)."""
+
+    def dot_scaled(self, lhs, lhs_scale, lhs_format, rhs, rhs_scale, rhs_format, acc, *rest):
+        x = _scaled(lhs, lhs_scale, lhs_format)
+        y = _scaled(self.permute(rhs, (1, 0)), rhs_scale, rhs_format)
+        value = (torch.from_numpy(acc.handle.data) + x @ y.t()).numpy()
+        return tl.tensor(interpreter.TensorHandle(value, tl.float32), acc.type)
+
+    interpreter.TritonSemantic.dot_scaled = dot_scaled
+
+
+def _scaled(operand: tl.tensor, scale: tl.tensor, form: str) -> torch.Tensor:
+    """The numbers of an operand (rows, K) times the scales of its groups, in float32."""
+    codes = torch.from_numpy(np.ascontiguousarray(operand.handle.data).view(np.uint8))
+    scales = torch.from_numpy(np.ascontiguousarray(scale.handle.data).view(np.uint8))
+    if form == "e2m1":
+        numbers = decode(unpack(codes, 1), ELEMENTS["fp4"])
+    else:
+        numbers = codes.view(torch.float8_e4m3fn).float()
+    in_e4m3 = scale.dtype.scalar == tl.float8e4nv
+    factor = scales.view(torch.float8_e4m3fn if in_e4m3 else torch.float8_e8m0fnu).float()
+    group = 16 if in_e4m3 else 32
+    if numbers.shape[1] != group * factor.shape[1]:
+        raise ValueError(f"{tuple(factor.shape)} scales for {tuple(numbers.shape)} numbers")
+    return numbers * factor.repeat_interleave(group, 1)
+
+
 def install() -> torch.library.Library:
     """Mend the interpreter and run every operator's Triton launcher on CPU tensors.
 
@@ -122,8 +154,10 @@ def install() -> torch.library.Library:
 
     _patch_casts(interpreter.InterpreterBuilder)
     _patch_arithmetic(interpreter.InterpreterBuilder)
-    if tuple(int(part) for part in _triton_version()[:2]) < (3, 7):
+    if _version() < (3, 7):
         _patch_loop_bounds()
+    if _version() < (3, 8):
+        _patch_scaled_products()
     library = torch.library.Library("moe_ops", "IMPL")
     for qualified, stage in STAGES.items():
         module = importlib.import_module(f"moe_ops.kernels.{stage}")
@@ -131,7 +165,6 @@ def install() -> torch.library.Library:
     return library
 
 
-def _triton_version() -> list[str]:
-    import triton
-
-    return triton.__version__.split(".")
+def _version() -> tuple[int, int]:
+    major, minor = triton.__version__.split(".")[:2]
+    return int(major), int(minor)

@@ -1,4 +1,8 @@
-"""Launchers of the expert GEMMs that dequantize both operands: the kernel of `weight_only_gemm`."""
+"""Launchers of the expert GEMMs whose operands are decoded, by the kernel or by the matrix unit.
+
+Two kernels: that of `weight_only_gemm`, which decodes both operands to bf16, and where the GPU
+multiplies a scheme's numbers as they are stored, that of `block_scaled_gemm`.
+"""
 
 from __future__ import annotations
 
@@ -7,10 +11,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from moe_ops.block_scaled import is_block_scaled
 from moe_ops.fake_impls.decoded_gemm import decoded_gemm as empty_rows
 from moe_ops.fake_impls.decoded_gemm import decoded_gemm_act as empty_activated_rows
-from moe_ops.kernels.weight_only_gemm import Operands, multiply
+from moe_ops.kernels import block_scaled_gemm, weight_only_gemm
+from moe_ops.kernels.weight_only_gemm import Operands
 from moe_ops.tensors import QTensor
+from moe_ops.tiles import device_facts
 
 
 def decoded_gemm(
@@ -33,7 +40,7 @@ def decoded_gemm(
     rest = (bias, *plan, row_tiles, top_k, scheme, out_dtype)
     out = empty_rows(a, a_scale, w, w_scale, w_global_scale, *rest)
     operands = Operands(a, a_scale, QTensor(w, w_scale, None, w_global_scale), bias)
-    return multiply(out, operands, plan, row_tiles, top_k, scheme, None)
+    return _multiply(out, operands, plan, row_tiles, top_k, scheme, None)
 
 
 def decoded_gemm_act(
@@ -57,4 +64,19 @@ def decoded_gemm_act(
     rest = (bias, *plan, row_tiles, top_k, scheme, out_dtype, activation)
     out = empty_activated_rows(a, a_scale, w, w_scale, w_global_scale, *rest)
     operands = Operands(a, a_scale, QTensor(w, w_scale, None, w_global_scale), bias)
-    return multiply(out, operands, plan, row_tiles, top_k, scheme, activation)
+    return _multiply(out, operands, plan, row_tiles, top_k, scheme, activation)
+
+
+def _multiply(
+    out: Tensor,
+    operands: Operands,
+    plan: tuple[Tensor, Tensor, Tensor],
+    row_tiles: Sequence[int],
+    top_k: int,
+    scheme: str,
+    activation: str | None,
+) -> Tensor:
+    """``out``, filled by the kernel that the GPU and the scheme's formats ask for."""
+    special = is_block_scaled(scheme, device_facts(out.device).arch)
+    kernels = block_scaled_gemm if special else weight_only_gemm
+    return kernels.multiply(out, operands, plan, row_tiles, top_k, scheme, activation)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from math import prod
 
 from moe_ops.activation import Formula, formula, kind_and_key
+from moe_ops.block_scaled import TILES_FROM, block_scaled_tiles, is_block_scaled
 from moe_ops.gemm_tiles import gemm_tiles, scale_groups, scaled_gemm_tiles, weight_only_tiles
 from moe_ops.pipeline.config import FusedMoEConfig
 from moe_ops.pipeline.devices import Target
@@ -155,6 +156,8 @@ def _tiles(
 
 def tiles_of(gemm: Gemm, scheme: Scheme, rule: Formula | None, device: Device) -> Choice:
     """Of one GEMM in a scheme, with the activation of its product, where it has one."""
+    if is_block_scaled(scheme.name, device.arch):
+        return Choice(block_scaled_tiles(gemm, scheme.name, device), TILES_FROM)
     gemm, bits = stored_gemm(gemm, scheme)
     if scheme.weight is None:
         default = gemm_tiles(gemm, device)
