@@ -18,6 +18,8 @@ from moe_ops.activation import formula
 from moe_ops.fake_impls.expert_gemm import expert_gemm as empty_rows
 from moe_ops.fake_impls.expert_gemm import expert_gemm_act as empty_activated_rows
 from moe_ops.gemm_tiles import gemm_tiles
+from moe_ops.hopper_tiles import hopper_tiles
+from moe_ops.kernels import hopper_gemm
 from moe_ops.kernels.activation import constants, gate, gate_up
 from moe_ops.kernels.gemm_tile import add_bias, load_slots, load_tile, map_tile, scale_rows
 from moe_ops.kernels.launch import Launch
@@ -136,6 +138,28 @@ def _launch(
     return make(gemm.n, k, top_k, activation, tiles), max_programs(gemm, tiles)
 
 
+@lru_cache(maxsize=4096)
+def _hopper(
+    num_slots: int,
+    weight: tuple[int, int, int],
+    itemsize: int,
+    row_tiles: tuple[int, ...],
+    top_k: int,
+    device: torch.device,
+    activation: str | None,
+) -> tuple[hopper_gemm.Constants, bool] | None:
+    """Hopper's own kernel, and whether it packs rows; None where it does not serve."""
+    num_experts, rows, k = weight
+    rule = formula(activation) if activation else None
+    halves = 2 if rule is not None and rule.gated else 1
+    gemm = Gemm(num_slots, num_experts, rows // halves, k, itemsize, halves, row_tiles)
+    tiles = hopper_tiles(gemm, device_facts(device))
+    if tiles is None:
+        return None
+    scales = hopper_gemm.Scales()
+    return hopper_gemm.constants(tuple(weight), itemsize, top_k, rule, scales, tiles), tiles.packed
+
+
 @lru_cache(maxsize=1024)
 def _plain(n: int, k: int, top_k: int, activation: str | None, tiles: TileConfig) -> Launch:
     """One accumulator a tile."""
@@ -234,9 +258,14 @@ def _run(
         stride, unit = a.stride()
         if unit != 1:
             a, stride = a.contiguous(), a.shape[1]
-        kernel, programs = _launch(
-            num_slots, w.shape, w.itemsize, tuple(row_tiles), top_k, w.device, activation
-        )
+        how = (num_slots, w.shape, w.itemsize, tuple(row_tiles), top_k, w.device, activation)
         vectors = tuple([v if v is None else v.contiguous() for v in vectors])
+        hopper, (bias, *weights) = _hopper(*how), vectors
+        if hopper is not None and not any(v is not None for v in weights):
+            if hopper_gemm.serves(a, w, hopper[0].GATED):
+                given = hopper_gemm.Operands(a, None, w, None, bias)
+                hopper_gemm.run(out, given, plan, *hopper)
+                return out
+        kernel, programs = _launch(*how)
         kernel((programs,), a, w, *vectors, out, *plan, num_slots, stride, *w.stride())
     return out

@@ -114,11 +114,14 @@ def constants(
 
 
 def serves(a: Tensor, w: Tensor, gated: bool) -> bool:
-    """Whether boxes can be made of the operands: of their dtypes, strides and addresses."""
+    """Whether boxes can be made of the operands: of their dtypes, strides and addresses.
+
+    On a GPU only: there is no interpreter for Gluon.
+    """
     expert, row, unit = w.stride()
     whole = all(x * w.itemsize % 16 == 0 for x in (expert, row, w.shape[2], w.data_ptr()))
     fits = not gated or w.shape[1] % 16 == 0
-    return w.dtype in DTYPES and a.dtype == w.dtype and unit == 1 and whole and fits
+    return w.is_cuda and w.dtype in DTYPES and a.dtype == w.dtype and unit == 1 and whole and fits
 
 
 def _weight_box(w: Tensor, c: Constants) -> TensorDescriptor:

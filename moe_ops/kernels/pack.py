@@ -45,7 +45,7 @@ def _pack_kernel(
 def _launch(k: int, itemsize: int, groups: int, top_k: int) -> tuple[Launch, int, int]:
     """The kernel, the rows of a program, and the programs along a row."""
     cols = min(next_power_of_2(k), 4096 // itemsize)
-    rows = 16384 // (cols * itemsize)
+    rows = min(64, 16384 // (cols * itemsize))  # no more than a tile has
     pieces = cdiv(k, cols)
     sizes = {"ROWS": rows, "COLS": cols, "GROUP_COLS": next_power_of_2(max(1, cdiv(groups, pieces)))}
     return Launch(_pack_kernel, K=k, GROUPS=groups, TOP_K=top_k, **sizes), rows, pieces
@@ -65,7 +65,7 @@ def pack_rows(
         a: ``(rows, K)``, contiguous along K.
         a_scale: ``(rows, G)`` float32, contiguous; one element for all rows; or None.
         sorted_token_ids: of a plan; nothing is written past ``num_tokens_post_padded``.
-        num_tokens_post_padded: of the plan.
+        num_tokens_post_padded: of the plan, whose tiles have a multiple of 64 rows.
         num_slots: what is less than this in ``sorted_token_ids`` is a slot.
         top_k: slots of a row of ``a``.
 

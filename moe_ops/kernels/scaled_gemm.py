@@ -14,6 +14,9 @@ from moe_ops.fake_impls.scaled_gemm import quants
 from moe_ops.fake_impls.scaled_gemm import scaled_gemm as empty_rows
 from moe_ops.fake_impls.scaled_gemm import scaled_gemm_act as empty_activated_rows
 from moe_ops.gemm_tiles import ScaleGroups, scale_groups, scaled_gemm_tiles
+from moe_ops.hopper_tiles import hopper_tiles
+from moe_ops.kernels import hopper_gemm
+from moe_ops.kernels.hopper_gemm import Operands
 from moe_ops.kernels.launch import Launch
 from moe_ops.kernels.scaled_tile import Layout, scaled_gemm_kernel
 from moe_ops.kernels.slots import dense
@@ -106,17 +109,32 @@ def _cols(quant: Quant) -> int | None:
     return None if quant.group.cols == WHOLE else quant.group.cols
 
 
-class _Operands(NamedTuple):
-    a: Tensor
-    a_scale: Tensor
-    w: Tensor
-    w_scale: Tensor
-    bias: Tensor | None
+@lru_cache(maxsize=4096)
+def _hopper(
+    num_slots: int,
+    weight: tuple[int, int, int],
+    row_tiles: tuple[int, ...],
+    top_k: int,
+    device: torch.device,
+    variant: _Variant,
+) -> tuple[hopper_gemm.Constants, bool] | None:
+    """Hopper's own kernel, and whether it packs rows; None where it does not serve."""
+    gemm = _gemm(num_slots, weight, row_tiles, variant.activation)
+    tiles = hopper_tiles(gemm, device_facts(device))
+    if tiles is None:
+        return None
+    quant, _ = quants(variant.scheme)
+    groups = _groups(gemm.n, variant.scheme, variant.activation, variant.weight_rows)
+    if groups.k is not None and (groups.k != hopper_gemm.ROW_BYTES or groups.n < 64 * (3 - gemm.halves)):
+        return None  # a warp group's columns must share a scale
+    scales = hopper_gemm.Scales(variant.weight_rows, groups.k, quant.per_tensor)
+    rule = formula(variant.activation) if variant.activation else None
+    return hopper_gemm.constants(tuple(weight), 1, top_k, rule, scales, tiles), tiles.packed
 
 
 def _run(
     out: Tensor,
-    operands: _Operands,
+    operands: Operands,
     plan: tuple[Tensor, Tensor, Tensor],
     row_tiles: Sequence[int],
     top_k: int,
@@ -131,8 +149,14 @@ def _run(
     quant, weight_quant = quants(scheme)
     rows = rows_per_scale(w_scale, weight_quant, w.shape[1])
     variant = _Variant(scheme, activation, rows)
-    kernel, programs = _launch(num_slots, w.shape, tuple(row_tiles), top_k, w.device, variant)
+    how = (num_slots, w.shape, tuple(row_tiles), top_k, w.device, variant)
     a = a if a.stride(1) == 1 else a.contiguous()
+    hopper = _hopper(*how)
+    if hopper is not None and _boxed(a, a_scale, w, w_scale, quant, hopper[0].GATED):
+        given = Operands(a, dense(a_scale), w, dense(w_scale), dense(bias))
+        hopper_gemm.run(out, given, plan, *hopper)
+        return
+    kernel, programs = _launch(*how)
     kernel(
         (programs,),
         a,
@@ -147,6 +171,15 @@ def _run(
         *_scale_strides(a, a_scale, quant),
         *w.stride(),
     )
+
+
+def _boxed(
+    a: Tensor, a_scale: Tensor, w: Tensor, w_scale: Tensor, quant: Quant, gated: bool
+) -> bool:
+    """Whether Hopper's kernels take these tensors."""
+    scales = a_scale.dtype == w_scale.dtype == torch.float32
+    one = not quant.per_tensor or a_scale.numel() == 1
+    return scales and one and hopper_gemm.serves(a, w, gated)
 
 
 def _scale_strides(a: Tensor, a_scale: Tensor, quant: Quant) -> tuple[int, int]:
@@ -171,7 +204,7 @@ def scaled_gemm(
     out_dtype: torch.dtype,
 ) -> Tensor:
     """Launch one program for each tile that the plan may hold."""
-    operands = _Operands(a, a_scale, w, w_scale, bias)
+    operands = Operands(a, a_scale, w, w_scale, bias)
     plan = (sorted_token_ids, expert_ids, num_tokens_post_padded)
     out = empty_rows(*operands, *plan, row_tiles, top_k, scheme, out_dtype)
     _run(out, operands, plan, row_tiles, top_k, scheme)
@@ -194,7 +227,7 @@ def scaled_gemm_act(
     activation: str,
 ) -> Tensor:
     """The same with an activation of what a tile holds, gate and up side by side."""
-    operands = _Operands(a, a_scale, w, w_scale, bias)
+    operands = Operands(a, a_scale, w, w_scale, bias)
     plan = (sorted_token_ids, expert_ids, num_tokens_post_padded)
     out = empty_activated_rows(*operands, *plan, row_tiles, top_k, scheme, out_dtype, activation)
     _run(out, operands, plan, row_tiles, top_k, scheme, activation)

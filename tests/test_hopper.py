@@ -1,0 +1,173 @@
+"""Hopper's own kernels against the kernels for all GPUs, and the packing of their rows."""
+
+import pytest
+import torch
+from conftest import HAS_CUDA, INTERPRETED
+from test_expert_gemm import exact_rows as exact_products
+from test_scaled_gemm import activated, exact_rows, numbers
+
+from moe_ops import ops
+from moe_ops.reference.slots import local_experts
+from moe_ops.scheme import get_scheme, quantize_weight
+from moe_ops.testing import Problem, assert_matches_reference, make_inputs
+
+pytest.importorskip("triton")
+
+SHARING = pytest.mark.parametrize("groups", [None, "one", 1, 3])
+
+
+@pytest.mark.kernel
+@pytest.mark.skipif(not (INTERPRETED or HAS_CUDA), reason="a kernel without an operator")
+@pytest.mark.parametrize(("width", "dtype"), [(40, torch.bfloat16), (5000, torch.float8_e4m3fn)])
+@SHARING
+def test_pack(width, dtype, groups, device):
+    from moe_ops.kernels.pack import pack_rows
+
+    problem = Problem(21, 5, 2, width, 16, torch.bfloat16, routing="holes")
+    x, *_, ids, _, _, _ = make_inputs(problem, device)
+    x = torch.cat([x, x], 1)[:, :width].to(dtype)  # a stride of its own
+    scale = None
+    if groups is not None:
+        shape = (1,) if groups == "one" else (21, groups)
+        scale = torch.rand(shape, device=device)
+    plan = ops.moe_align_block_size(ids, None, (64,), 5, False, True)
+    rows, scales = pack_rows(x, scale, plan[0], plan[2], ids.numel(), 2)
+    used = int(plan[2])
+    slot = plan[0][:used].long()
+    real = slot < ids.numel()
+    source = torch.where(real, slot, 0) // 2
+    expected = torch.where(real[:, None], x[source].float(), 0)
+    assert torch.equal(rows[:used].float(), expected)
+    assert (scales is None) == (groups is None)
+    if scales is not None:
+        each = scale.expand(21, 1) if groups == "one" else scale
+        assert torch.equal(scales[:, :used].t(), torch.where(real[:, None], each[source], 0))
+        assert scales.stride(0) % 4 == 0
+
+
+class Twins:
+    """A GEMM by both kernels: a plan of one row tile is never Hopper's."""
+
+    def __init__(self, scheme, tile, **sizes):
+        self.problem = Problem(**({"dtype": torch.bfloat16} | sizes))
+        p = self.problem
+        x, w, _, _, self.ids, _, self.bias, _ = make_inputs(p, "cuda")
+        self.tile, self.scheme, quant = tile, scheme, get_scheme(scheme).activation
+        self.scaled = quant is not None
+        self.rows = (x,)
+        if self.scaled:
+            given = torch.tensor([0.02], device="cuda") if quant.static else None
+            self.rows = ops.moe_quantize(x, given, None, None, None, 1, quant.key)
+            w, scale, *_ = quantize_weight(w, scheme)
+            self.weight = (w, scale)
+        else:
+            self.weight = (w,)
+
+    def run(self, tiles, activation, top_k):
+        plan = ops.moe_align_block_size(
+            self.ids, None, tiles, self.problem.num_experts, False, True
+        )
+        operands = (*self.rows, *self.weight, self.bias)
+        if self.scaled:
+            rest = (*plan, tiles, top_k, self.scheme, self.problem.dtype)
+            if activation:
+                return ops.scaled_gemm_act(*operands, *rest, activation)
+            return ops.scaled_gemm(*operands, *rest)
+        if activation:
+            return ops.expert_gemm_act(*operands, None, *plan, tiles, top_k, activation)
+        return ops.expert_gemm(*operands, None, None, *plan, tiles, top_k)
+
+
+    def exact(self, activation, top_k):
+        """In float64, on the CPU."""
+        w, *scale = (t.cpu() for t in self.weight)
+        rows = [t.cpu() for t in self.rows]
+        ids = self.ids.cpu()
+        bias = None if self.bias is None else self.bias.cpu()
+        if self.scaled:
+            expert = local_experts(ids, None, self.problem.num_experts)
+            rows = numbers(*rows, self.scheme, top_k)
+            product = exact_rows(rows, w, *scale, bias, expert, self.scheme)
+        else:
+            product = exact_products(*rows, w, bias, None, ids, top_k)
+        return activated(product, activation) if activation else product
+
+
+@pytest.fixture
+def launched(monkeypatch):
+    """The names of the kernels of Hopper's that were launched."""
+    if not HAS_CUDA or torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("needs a Hopper GPU")
+    from moe_ops.kernels import hopper_gemm
+
+    names, run = [], hopper_gemm.run
+
+    def counted(*arguments):
+        names.append("packed" if arguments[-1] else "stream")
+        return run(*arguments)
+
+    monkeypatch.setattr(hopper_gemm, "run", counted)
+    return names
+
+
+SCHEMES = ("unquantized", "fp8_tensor", "fp8_tensor_static", "fp8_channel", "fp8_block128")
+CASES = [
+    ("packed", 64, {"num_tokens": 300, "num_experts": 4, "top_k": 2}),
+    ("packed", 64, {"num_tokens": 300, "num_experts": 4, "top_k": 2, "routing": "holes"}),
+    ("packed", 128, {"num_tokens": 1200, "num_experts": 4, "top_k": 2, "routing": "one_expert"}),
+    ("packed", 128, {"num_tokens": 1201, "num_experts": 4, "top_k": 2, "routing": "skewed"}),
+    ("stream", 16, {"num_tokens": 1, "num_experts": 8, "top_k": 4}),
+    ("stream", 16, {"num_tokens": 9, "num_experts": 4, "top_k": 2, "routing": "holes"}),
+    ("stream", 16, {"num_tokens": 40, "num_experts": 8, "top_k": 2, "routing": "one_expert"}),
+    ("stream", 32, {"num_tokens": 50, "num_experts": 8, "top_k": 3, "routing": "skewed"}),
+    ("stream", 64, {"num_tokens": 100, "num_experts": 8, "top_k": 2, "routing": "duplicates"}),
+]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("case", CASES, ids=lambda c: f"{c[0]}{c[1]}-{c[2].get('routing', '')}")
+@pytest.mark.parametrize(
+    ("hidden", "width", "activation"),
+    [
+        (512, 256, "silu"),
+        (2880, 704, "swigluoai"),
+        (208, 136, "gelu"),
+        (336, 200, None),
+        (128, 72, "relu2_no_mul"),
+    ],
+)
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_twins(scheme, case, hidden, width, activation, has_bias, launched):
+    kernel, tile, sizes = case
+    sizes = {**sizes, "hidden_size": hidden, "intermediate_size": width, "has_bias": has_bias}
+    kind = activation or "silu_no_mul"
+    twins = Twins(scheme, tile, activation=kind, **sizes)
+    plain = twins.run((tile,), activation, sizes["top_k"])
+    assert not launched
+    fast = twins.run((tile,) * 8, activation, sizes["top_k"])
+    gated = activation in ("silu", "swigluoai", "gelu")
+    boxes = not (scheme == "unquantized" and kernel == "stream") and not (gated and width % 8)
+    boxes &= hidden % 16 == 0
+    if scheme == "fp8_block128":
+        boxes &= not gated or activation == "swigluoai" or width % 64 == 0
+    assert launched == [kernel] * boxes
+    real = (twins.ids.flatten() >= 0) & (twins.ids.flatten() < sizes["num_experts"])
+    exact = twins.exact(activation, sizes["top_k"])[real.cpu()]
+    assert_matches_reference(fast[real].cpu(), exact, plain[real].cpu())
+    assert torch.equal(fast[real], twins.run((tile,) * 8, activation, sizes["top_k"])[real])
+
+
+@pytest.mark.gpu
+def test_replay(launched):
+    """Captured, and replayed with other rows."""
+    for tokens in (4, 600):
+        twins = Twins("fp8_block128", 64, num_tokens=tokens, hidden_size=256, intermediate_size=128)
+        twins.run((64,) * 8, "silu", 2)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = twins.run((64,) * 8, "silu", 2)
+        twins.ids.copy_(twins.ids.flip(0))
+        graph.replay()
+        assert torch.equal(out, twins.run((64,) * 8, "silu", 2))
+    assert set(launched) == {"packed", "stream"}

@@ -1,0 +1,100 @@
+"""Hopper's own kernels of the expert GEMMs, compiled without a GPU as their launchers choose them."""
+
+import pytest
+import torch
+from conftest import INTERPRETED
+
+if INTERPRETED:
+    pytest.skip("compiles kernels: not in the interpreter", allow_module_level=True)
+pytest.importorskip("triton")
+
+import aot  # noqa: E402
+
+from moe_ops.hopper_tiles import hopper_tiles  # noqa: E402
+from moe_ops.kernels import align, expert_gemm, hopper_stream, hopper_tile, scaled_gemm  # noqa: E402
+from moe_ops.scheme import get_scheme  # noqa: E402
+from moe_ops.tiles import EIGHT_BIT_ROW_TILES, ROW_TILES, Device, Gemm  # noqa: E402
+
+pytestmark = [pytest.mark.aot, pytest.mark.filterwarnings("ignore")]
+EXPERTS, TOP_K = 64, 4
+HALF = (232448 - 1024) // 2
+"""Shared memory of a program of which two fit a processor, in bytes."""
+
+
+@pytest.fixture(autouse=True)
+def no_other_driver():
+    """Kernels cached for one architecture must not serve the next."""
+    for module in (hopper_stream, hopper_tile):
+        for value in vars(module).values():
+            if hasattr(value, "device_caches"):
+                value.device_caches.clear()
+
+
+def launch_layer(scheme, tokens, activation, hidden, width, has_bias):
+    """Both GEMMs of a layer."""
+    quant, weight = get_scheme(scheme).activation, get_scheme(scheme).weight
+    tiles = ROW_TILES if weight is None else EIGHT_BIT_ROW_TILES
+
+    def launch(empty):
+        ids = empty(tokens, TOP_K, dtype=torch.int32)
+        plan = align.moe_align_block_size(ids, None, tiles, EXPERTS, False, True)
+
+        def operands(rows, n, k):
+            bias = empty(EXPERTS, n) if has_bias else None
+            if weight is None:
+                return empty(rows, k), empty(EXPERTS, n, k), bias
+            scale = empty(*quant.row_scale_shape(rows, k), dtype=torch.float32)
+            w_scale = empty(*weight.weight_scale_shape(EXPERTS, n, k), dtype=torch.float32)
+            w = empty(EXPERTS, n, k, dtype=weight.dtype)
+            return empty(rows, k, dtype=quant.dtype), scale, w, w_scale, bias
+
+        first = operands(tokens, 2 * width, hidden)
+        second = operands(tokens * TOP_K, hidden, width)
+        if weight is None:
+            expert_gemm.expert_gemm_act(*first, None, *plan, tiles, TOP_K, activation)
+            expert_gemm.expert_gemm(*second, None, None, *plan, tiles, 1)
+        else:
+            sizes = (*plan, tiles)
+            settings = (scheme, torch.bfloat16)
+            scaled_gemm.scaled_gemm_act(*first, *sizes, TOP_K, *settings, activation)
+            scaled_gemm.scaled_gemm(*second, *sizes, 1, *settings)
+
+    return launch
+
+
+@pytest.mark.parametrize("scheme", ["unquantized", "fp8_channel", "fp8_tensor", "fp8_block128"])
+@pytest.mark.parametrize(
+    ("tokens", "activation", "hidden", "width"),
+    [
+        (1, "silu", 2048, 768),
+        (100, "swigluoai", 2880, 2880),
+        (400, "silu", 7168, 2048),
+        (1024, "gelu", 2880, 1408),
+        (65536, "silu", 4096, 1536),
+    ],
+)
+def test_a_layer(scheme, tokens, activation, hidden, width):
+    launch = launch_layer(scheme, tokens, activation, hidden, width, tokens == 1024)
+    kernels = [k for k in aot.compile_launch(90, launch) if "hopper" in k.metadata.name]
+    stream = tokens * TOP_K / EXPERTS < 42
+    assert len(kernels) == (0 if stream and scheme == "unquantized" else 2)
+    for kernel in kernels:
+        assert kernel.metadata.name == ("hopper_stream_kernel" if stream else "hopper_gemm_kernel")
+        used = aot.resources(kernel, 90)
+        assert used["shared"] <= (HALF if stream else aot.SHARED_MEMORY[90]), used
+        assert used["spilled"] == 0 and used["serialized"] == 0, used
+        assert "wgmma.mma_async" in kernel.asm["ptx"]
+
+
+@pytest.mark.parametrize("arch", [80, 100, 120])
+def test_only_on_hopper(arch):
+    launch = launch_layer("fp8_channel" if arch > 80 else "unquantized", 4096, "silu", 512, 256, 0)
+    assert not any("hopper" in k.metadata.name for k in aot.compile_launch(arch, launch))
+
+
+def test_one_row_tile_is_the_other_kernels():
+    """It stands for the same sums at every load."""
+    device = Device(90, 232448, 132)
+    gemm = Gemm(32768, 64, 768, 2048, 1, 2, (64,))
+    assert hopper_tiles(gemm, device) is None
+    assert hopper_tiles(gemm._replace(row_tiles=(64, 64)), device) is not None
