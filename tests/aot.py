@@ -20,13 +20,20 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import get_ptxas
 from triton.runtime.jit import JITFunction
 
-from moe_ops.kernels import expert_gemm, launch, scaled_gemm, weight_only_gemm
+from moe_ops.kernels import (
+    block_scaled_gemm,
+    decoded_gemm,
+    expert_gemm,
+    launch,
+    scaled_gemm,
+    weight_only_gemm,
+)
 from moe_ops.tiles import Device
 
-SHARED_MEMORY = {80: 166912, 90: 232448, 100: 232448, 120: 101376}
+SHARED_MEMORY = {80: 166912, 90: 232448, 100: 232448, 103: 232448, 120: 101376}
 """Shared memory of a block, in bytes, by architecture."""
 
-CHOOSING_TILES = (expert_gemm, scaled_gemm, weight_only_gemm)
+CHOOSING_TILES = (block_scaled_gemm, decoded_gemm, expert_gemm, scaled_gemm, weight_only_gemm)
 """The launchers that ask for a device's facts."""
 
 
