@@ -71,8 +71,11 @@ def forget_tiles(module: Any) -> None:
 
 
 @contextmanager
-def compiling(arch: int) -> Iterator[list[Any]]:
-    """Every launch inside compiles for ``arch`` and lands in the list."""
+def compiling(arch: int, gpu: str = "") -> Iterator[list[Any]]:
+    """Every launch inside compiles for ``arch`` and lands in the list.
+
+    ``gpu``: the name by which tuned tiles are found; without one there are none.
+    """
     compiled: list[Any] = []
     run = JITFunction.run
 
@@ -83,7 +86,7 @@ def compiling(arch: int) -> Iterator[list[Any]]:
 
     previous = triton.runtime.driver._active
     triton.runtime.driver.set_active(TargetOnly(arch))
-    facts = Device(arch, SHARED_MEMORY[arch], 132)
+    facts = Device(arch, SHARED_MEMORY[arch], 132, gpu)
     try:
         with ExitStack() as patches:
             for module in CHOOSING_TILES:
@@ -98,13 +101,15 @@ def compiling(arch: int) -> Iterator[list[Any]]:
         triton.runtime.driver._active = previous
 
 
-def compile_launch(arch: int, launch: Callable[[Callable[..., torch.Tensor]], Any]) -> list[Any]:
+def compile_launch(
+    arch: int, launch: Callable[[Callable[..., torch.Tensor]], Any], gpu: str = ""
+) -> list[Any]:
     """The kernels of ``launch(empty)``; ``empty(*shape, dtype=..)`` makes a fake CUDA tensor."""
 
     def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device="cuda")
 
-    with compiling(arch) as compiled, FakeTensorMode(allow_non_fake_inputs=True):
+    with compiling(arch, gpu) as compiled, FakeTensorMode(allow_non_fake_inputs=True):
         launch(empty)
     return compiled
 

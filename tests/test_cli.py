@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from moe_ops import cli
+from moe_ops import cli, tuned
 
 ROOT = Path(__file__).parent.parent
 TINY = ["bench", "--model", "tiny", "--impls", "moe_ops"]
@@ -91,7 +91,8 @@ def test_explain_unknown_values(option, value, known, capsys):
         assert name in error
 
 
-def test_explain_prints_a_table(capsys):
+def test_explain_prints_a_table(capsys, monkeypatch):
+    monkeypatch.setattr(tuned, "TABLES", {})
     arguments = "--model qwen3-30b-a3b --scheme fp8_block128 --device sm_90 --tokens 1,64"
     assert exit_code(["explain", *arguments.split()]) == 0
     printed = capsys.readouterr().out

@@ -11,7 +11,7 @@ from strategies import ACTIVATIONS
 from test_selection import FP8, STANDARD, layer_inputs, reason
 
 import moe_ops
-from moe_ops import FusedMoEConfig, FusedMoEParallelConfig, RoutingMethodType
+from moe_ops import FusedMoEConfig, FusedMoEParallelConfig, RoutingMethodType, tuned
 from moe_ops.activation import kind_and_key
 from moe_ops.pipeline.devices import TARGETS
 from moe_ops.pipeline.selection import CANDIDATES, format_of
@@ -20,7 +20,8 @@ from moe_ops.support import ARCHITECTURES, SUPPORT
 QWEN = FusedMoEConfig(128, 8, 2048, 768, 128, "silu", "cuda", RoutingMethodType.Renormalize)
 
 
-def test_explanation_of_the_choice():
+def test_explanation_of_the_choice(monkeypatch):
+    monkeypatch.setattr(tuned, "TABLES", {})
     found = moe_ops.explain(QWEN, FP8, device="sm_90", num_tokens=(1, 64, 4096))
     assert (found.choice, found.prepare_finalize) == ("TritonExperts", "MoEPrepareAndFinalizeNoEP")
     assert [(row.supported, row.reason is None) for row in found.rows[:3]] == [
