@@ -143,12 +143,12 @@ def _tune(arguments: Sequence[str]) -> int:
     chosen = _tune_parser(problems.find_problem).parse_args(arguments)
     problem, folder = chosen.model, chosen.output or files.default_folder()
     sizes = (problem.num_experts, problem.intermediate_size, problem.hidden_size)
-    subject = Subject(sizes, problem.top_k, chosen.scheme, chosen.device.facts)
-    if chosen.dry_run:
-        found = [trial for tokens in chosen.tokens for trial in subject.candidates(tokens)]
-        print(report.trials_json(subject, found) if chosen.json else report.trials_table(found))
-        return 0
     try:
+        subject = Subject(sizes, problem.top_k, chosen.scheme, chosen.device.facts)
+        if chosen.dry_run:
+            found = [trial for tokens in chosen.tokens for trial in subject.candidates(tokens)]
+            print(report.trials_json(subject, found) if chosen.json else report.trials_table(found))
+            return 0
         known, timed = files.read(subject, folder), []
         if chosen.again or any(str(tokens) not in known for tokens in chosen.tokens):
             clock, again = _gemm_clock(problem, subject), chosen.again
@@ -156,7 +156,7 @@ def _tune(arguments: Sequence[str]) -> int:
             how = {"again": again, "made_with": made_with}
             timed = files.tune(subject, chosen.tokens, folder, clock, **how)
         entries = files.read(subject, folder)
-    except ValueError as error:  # a file that is refused
+    except (NotImplementedError, ValueError) as error:  # of the scheme, or of a file
         print(f"{PROGRAM} tune: {error}", file=sys.stderr)
         return USAGE_ERROR
     if chosen.json:
