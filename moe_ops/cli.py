@@ -7,6 +7,7 @@ the scripts that lie beside the package in a checkout, and say so where there is
 from __future__ import annotations
 
 import argparse
+import math
 import runpy
 import sys
 from collections.abc import Callable, Sequence
@@ -153,8 +154,8 @@ def _tune(arguments: Sequence[str]) -> int:
         if chosen.again or any(str(tokens) not in known for tokens in chosen.tokens):
             clock, again = _gemm_clock(problem, subject), chosen.again
             made_with = ", ".join(_benchmark_module("harness").run_header().values())
-            how = {"again": again, "made_with": made_with}
-            timed = files.tune(subject, chosen.tokens, folder, clock, **how)
+            how = {"made_with": made_with, "budget_s": chosen.time_budget_s}
+            timed = files.tune(subject, chosen.tokens, folder, clock, again=again, **how)
         entries = files.read(subject, folder)
     except (NotImplementedError, ValueError) as error:  # of the scheme, or of a file
         print(f"{PROGRAM} tune: {error}", file=sys.stderr)
@@ -178,6 +179,8 @@ def _tune_parser(find_problem: Callable[[str], Any]) -> argparse.ArgumentParser:
     add("--device", type=_reads(_gpu), default=here, metavar="sm_90,..", help=device_help)
     add("--output", type=Path, help="folder of the files (default: where they are looked up)")
     add("--again", action="store_true", help="time also what the file has")
+    budget_help = "begin no token count after this long; the next run goes on"
+    add("--time-budget-s", type=float, default=math.inf, metavar="S", help=budget_help)
     add("--dry-run", action="store_true", help="print the tiles that would be tried first")
     add("--json", action="store_true", help="print JSON instead of tables")
     return parser

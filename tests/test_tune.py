@@ -156,6 +156,11 @@ def test_what_was_stopped_goes_on(tmp_path):
     assert list(files.read(layer, tmp_path)) == ["1", "64", "4096"]
 
 
+def test_a_budget_of_time(tmp_path):
+    assert files.tune(subject(), [1, 8], tmp_path, Clock(), budget_s=-1) == []
+    assert not (tmp_path / subject().file).exists()
+
+
 def test_one_load_has_one_row_tile(tmp_path):
     layer = subject()
     files.tune(layer, [64], tmp_path, Clock(32))
