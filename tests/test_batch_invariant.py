@@ -78,6 +78,15 @@ def test_every_class_and_scheme(experts, scheme, device):
 
 
 @pytest.mark.kernel
+@pytest.mark.parametrize("scheme", ["unquantized", "int8_w8a16", "int4_w4a16_g128"])
+def test_a_load_that_has_other_tiles_by_default(scheme, device):
+    """Few enough rows for the interpreter: with all of them the default takes another step in K."""
+    problem = Problem(24, 1, 1, 1024, 256, torch.float16, scheme=scheme)
+    layer = Layer(moe_ops.TritonExperts, problem, device)
+    check(layer, alone=(0, 23))
+
+
+@pytest.mark.kernel
 @given(problem=layers(SCHEMES), experts=st.sampled_from(CLASSES), seed=st.integers(0, 2**16))
 def test_any_problem(problem, experts, seed, device):
     check(Layer(experts, problem, device), range(0, problem.num_tokens, 4), seed)
