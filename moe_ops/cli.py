@@ -83,6 +83,7 @@ def _explain(arguments: Sequence[str]) -> int:
         routing_method=RoutingMethodType.Renormalize,
         is_act_and_mul=kind_and_key(chosen.activation)[0].is_gated,
         max_num_tokens=chosen.max_num_tokens,
+        batch_invariant=chosen.batch_invariant,
     )
     found = explain(config, chosen.scheme, num_tokens=chosen.tokens, device=chosen.device)
     print(found.to_json() if chosen.json else found)
@@ -102,6 +103,8 @@ def _explain_parser(find_problem: Callable[[str], Any]) -> argparse.ArgumentPars
     add("--max-num-tokens", type=_reads(_count), metavar="N", help=rows_help)
     activation_help = "such as gelu_tanh (default: %(default)s)"
     add("--activation", type=_reads(_activation), default="silu", help=activation_help)
+    invariant_help = "results of tokens that do not depend on the rest of a batch"
+    add("--batch-invariant", action="store_true", help=invariant_help)
     add("--json", action="store_true", help="print JSON instead of tables")
     return parser
 

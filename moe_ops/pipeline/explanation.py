@@ -73,7 +73,7 @@ class Explanation:
         sizes = (
             f"{c.num_experts} experts{local}, {c.experts_per_token} a token, hidden "
             f"{c.hidden_dim}, intermediate {c.intermediate_size}, {c.activation_kind.value}, "
-            f"{_plain(c.in_dtype)}"
+            f"{_plain(c.in_dtype)}{', batch-invariant' if c.batch_invariant else ''}"
         )
         chosen = (
             "nothing serves this" if self.choice is None
