@@ -7,6 +7,7 @@ the scripts that lie beside the package in a checkout, and say so where there is
 from __future__ import annotations
 
 import argparse
+import math
 import runpy
 import sys
 from collections.abc import Callable, Sequence
@@ -82,6 +83,7 @@ def _explain(arguments: Sequence[str]) -> int:
         routing_method=RoutingMethodType.Renormalize,
         is_act_and_mul=kind_and_key(chosen.activation)[0].is_gated,
         max_num_tokens=chosen.max_num_tokens,
+        batch_invariant=chosen.batch_invariant,
     )
     found = explain(config, chosen.scheme, num_tokens=chosen.tokens, device=chosen.device)
     print(found.to_json() if chosen.json else found)
@@ -101,6 +103,8 @@ def _explain_parser(find_problem: Callable[[str], Any]) -> argparse.ArgumentPars
     add("--max-num-tokens", type=_reads(_count), metavar="N", help=rows_help)
     activation_help = "such as gelu_tanh (default: %(default)s)"
     add("--activation", type=_reads(_activation), default="silu", help=activation_help)
+    invariant_help = "results of tokens that do not depend on the rest of a batch"
+    add("--batch-invariant", action="store_true", help=invariant_help)
     add("--json", action="store_true", help="print JSON instead of tables")
     return parser
 
@@ -143,20 +147,20 @@ def _tune(arguments: Sequence[str]) -> int:
     chosen = _tune_parser(problems.find_problem).parse_args(arguments)
     problem, folder = chosen.model, chosen.output or files.default_folder()
     sizes = (problem.num_experts, problem.intermediate_size, problem.hidden_size)
-    subject = Subject(sizes, problem.top_k, chosen.scheme, chosen.device.facts)
-    if chosen.dry_run:
-        found = [trial for tokens in chosen.tokens for trial in subject.candidates(tokens)]
-        print(report.trials_json(subject, found) if chosen.json else report.trials_table(found))
-        return 0
     try:
+        subject = Subject(sizes, problem.top_k, chosen.scheme, chosen.device.facts)
+        if chosen.dry_run:
+            found = [trial for tokens in chosen.tokens for trial in subject.candidates(tokens)]
+            print(report.trials_json(subject, found) if chosen.json else report.trials_table(found))
+            return 0
         known, timed = files.read(subject, folder), []
         if chosen.again or any(str(tokens) not in known for tokens in chosen.tokens):
             clock, again = _gemm_clock(problem, subject), chosen.again
             made_with = ", ".join(_benchmark_module("harness").run_header().values())
-            how = {"again": again, "made_with": made_with}
-            timed = files.tune(subject, chosen.tokens, folder, clock, **how)
+            how = {"made_with": made_with, "budget_s": chosen.time_budget_s}
+            timed = files.tune(subject, chosen.tokens, folder, clock, again=again, **how)
         entries = files.read(subject, folder)
-    except ValueError as error:  # a file that is refused
+    except (NotImplementedError, ValueError) as error:  # of the scheme, or of a file
         print(f"{PROGRAM} tune: {error}", file=sys.stderr)
         return USAGE_ERROR
     if chosen.json:
@@ -178,6 +182,8 @@ def _tune_parser(find_problem: Callable[[str], Any]) -> argparse.ArgumentParser:
     add("--device", type=_reads(_gpu), default=here, metavar="sm_90,..", help=device_help)
     add("--output", type=Path, help="folder of the files (default: where they are looked up)")
     add("--again", action="store_true", help="time also what the file has")
+    budget_help = "begin no token count after this long; the next run goes on"
+    add("--time-budget-s", type=float, default=math.inf, metavar="S", help=budget_help)
     add("--dry-run", action="store_true", help="print the tiles that would be tried first")
     add("--json", action="store_true", help="print JSON instead of tables")
     return parser

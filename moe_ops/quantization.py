@@ -8,14 +8,26 @@ import torch
 from torch import Tensor
 
 from moe_ops import checks, ops
+from moe_ops.scheme import parse_quant
 
 _ELEMENTS = {torch.float8_e4m3fn: "fp8", torch.int8: "int8"}
+_FORMATS = {
+    name: parse_quant(key)
+    for name, key in (
+        ("mxfp8", "fp8:1x32:e8m0"),
+        ("mxfp6_e2m3", "fp6_e2m3:1x32:e8m0"),
+        ("mxfp6_e3m2", "fp6_e3m2:1x32:e8m0"),
+        ("mxfp4", "fp4:1x32:e8m0"),
+        ("nvfp4", "fp4:1x16:e4m3:global_scale"),
+    )
+}
+"""Formats with names of their own."""
 
 
 def moe_kernel_quantize_input(
     A: Tensor,
     A_scale: Tensor | None,
-    quant_dtype: torch.dtype | None,
+    quant_dtype: torch.dtype | str | None,
     per_act_token_quant: bool,
     block_shape: Sequence[int] | None = None,
 ) -> tuple[Tensor, Tensor | None]:
@@ -24,39 +36,54 @@ def moe_kernel_quantize_input(
     In float32, with true divisions: ``s = max(amax, 1e-10) / L`` and ``q = round(a / s)``, where L
     is 448 for fp8 (nearest, ties to even, saturated) and 127 for int8 (ties away from zero).
 
+    Formats with a name have a scale of one byte for each group; the last one may be partial.
+
+    * ``"mxfp8"``, ``"mxfp6_e2m3"``, ``"mxfp6_e3m2"``, ``"mxfp4"``: groups of 32 and scales
+      ``2**(s - 127)``, stored as s (uint8). For e4m3 numbers it is the least power of two that is
+      not below ``amax / 448``, else the exponent of amax (rounded to the element's precision) less
+      that of the element's largest.
+    * ``"nvfp4"``: groups of 16 and e4m3 scales ``e4m3(amax / 6)`` of ``A / A_scale``.
+
     Args:
         A: ``(R, K)`` bf16, fp16 or fp32.
         A_scale: a given (static) scale, one element, or with ``per_act_token_quant`` also one a
-            row; None: computed from ``A``.
-        quant_dtype: ``torch.float8_e4m3fn``, ``torch.int8``, or None: ``A`` is returned as it is.
-        per_act_token_quant: a scale for each row.
+            row; None: computed from ``A``. Of ``"nvfp4"`` the global scale, which has to be given:
+            a factor like every scale here, ``amax / (448 * 6)``. Of other named formats None.
+        quant_dtype: ``torch.float8_e4m3fn``, ``torch.int8``, the name of a format, or None: ``A``
+            is returned as it is.
+        per_act_token_quant: a scale for each row; False for named formats.
         block_shape: ``[rows, cols]`` of a weight's blocks: a scale for ``cols`` elements of a row,
-            a power of two of at least 16; the last group may be partial.
+            a power of two of at least 16; the last group may be partial. Named formats have groups
+            already: None, or ``cols`` is their size.
 
     Returns:
         ``(q (R, K), scale float32)``, contiguous: ``(1,)``, or ``(R, 1)``, or
-        ``(R, ceil(K / cols))``. With ``quant_dtype`` None ``(A, A_scale)``.
+        ``(R, ceil(K / cols))``. Named formats: codes in uint8 (e4m3 for ``"mxfp8"``), one to an
+        entry, those of 4 bits two to an entry, ``(R, K / 2)``, with even k in the low nibble; and
+        scales ``(R, ceil(K / 32))`` uint8 or ``(R, ceil(K / 16))`` e4m3. `moe_ops.scheme`'s
+        ``dequantize_rows`` is the inverse. With ``quant_dtype`` None ``(A, A_scale)``.
 
     Raises:
         TypeError, ValueError: a wrong dtype or shape, groups together with a scale a row or with a
-            given scale.
+            given scale, an odd K of 4-bit numbers, a global scale that is missing.
         NotImplementedError: another ``quant_dtype``.
 
     Source:
-        vLLM ``moe_kernel_quantize_input``, which multiplies by reciprocals in some paths and rounds
-        int8 differently by granularity.
+        vLLM ``moe_kernel_quantize_input``, which multiplies by reciprocals in some paths, rounds
+        int8 differently by granularity, returns numbers turned back for ``"mxfp4"`` and
+        ``"mxfp6_.."``, and takes the reciprocal of nvfp4's global scale.
     """
     if quant_dtype is None:
         return A, A_scale
     checks.tensor("A", A, 2, checks.FLOATS)
     checks.inference_only(A=A)
+    quant = _quant(A, quant_dtype, per_act_token_quant, block_shape, A_scale)
     if A_scale is not None:
         _check_scale(A_scale, A)
         if not per_act_token_quant:
             checks.size("A_scale.numel()", A_scale.numel(), "one element", 1)
         elif A_scale.dim() > 1:
             checks.same_tokens("A_scale", A_scale, "A", A)
-    quant = _quant(quant_dtype, per_act_token_quant, block_shape, A_scale)
     return ops.moe_quantize(A, A_scale, None, None, None, 0, quant)
 
 
@@ -67,7 +94,7 @@ def batched_moe_kernel_quantize_input(
     E: int,
     N: int,
     expert_num_tokens: Tensor,
-    qtype: torch.dtype | None,
+    qtype: torch.dtype | str | None,
     per_act_token_quant: bool,
     block_shape: Sequence[int] | None = None,
 ) -> tuple[Tensor, Tensor | None]:
@@ -78,7 +105,8 @@ def batched_moe_kernel_quantize_input(
     Args:
         A: ``(E, num_tokens, K)`` bf16, fp16 or fp32.
         A_scale: a given scale of one element or one an expert; with ``per_act_token_quant`` also
-            one a row, ``(E, num_tokens, 1)``. None: computed from ``A``.
+            one a row, ``(E, num_tokens, 1)``. None: computed from ``A``. Of ``"nvfp4"`` the global
+            scale, one element.
         num_tokens: rows of an expert, padding included.
         E: experts.
         N: not used; here for the signature's sake.
@@ -89,8 +117,9 @@ def batched_moe_kernel_quantize_input(
 
     Returns:
         ``(q (E, num_tokens, K), scale float32)``, contiguous: ``(E, 1, 1)``,
-        ``(E, num_tokens, 1)`` or ``(E, num_tokens, ceil(K / cols))``. With ``qtype`` None
-        ``(A, A_scale)``, a scale that is not 3-D viewed as ``(E, .., ..)``.
+        ``(E, num_tokens, 1)`` or ``(E, num_tokens, ceil(K / cols))``; of named formats codes and
+        scales as there, with an axis for experts. With ``qtype`` None ``(A, A_scale)``, a scale
+        that is not 3-D viewed as ``(E, .., ..)``.
 
     Raises:
         TypeError, ValueError, NotImplementedError: as `moe_kernel_quantize_input`.
@@ -108,12 +137,13 @@ def batched_moe_kernel_quantize_input(
     checks.tensor("expert_num_tokens", expert_num_tokens, 1, checks.INDICES)
     checks.size("expert_num_tokens.shape[0]", expert_num_tokens.shape[0], "E", E)
     checks.same_device("expert_num_tokens", expert_num_tokens, "A", A)
+    quant = _quant(A, qtype, per_act_token_quant, block_shape, A_scale)
     if A_scale is not None:
         _check_scale(A_scale, A)
-        sizes = (1, E, E * num_tokens) if per_act_token_quant else (1, E)
+        sizes = [1] if qtype in _FORMATS else [1, E]
+        sizes += [E * num_tokens] if per_act_token_quant else []
         if A_scale.numel() not in sizes:
             raise ValueError(f"A_scale.numel() must be one of {sizes}, got {A_scale.numel()}")
-    quant = _quant(qtype, per_act_token_quant, block_shape, A_scale)
     return ops.batched_quantize(A, A_scale, expert_num_tokens, quant)
 
 
@@ -131,22 +161,41 @@ def _per_expert(scale: Tensor | None, num_experts: int) -> Tensor | None:
 
 
 def _quant(
-    dtype: torch.dtype,
+    rows: Tensor,
+    dtype: torch.dtype | str,
     per_row: bool,
     block_shape: Sequence[int] | None,
     given: Tensor | None,
 ) -> str:
     """The key of the `moe_ops.Quant` that the arguments describe."""
-    if dtype not in _ELEMENTS:
-        raise NotImplementedError(f"quant_dtype must be one of {list(_ELEMENTS)}, got {dtype}")
+    cols = None if block_shape is None else int(block_shape[1])  # also where Dynamo has a symbol
+    if block_shape is not None and per_row:
+        raise ValueError("per_act_token_quant must be False with block_shape, got True")
+    if isinstance(dtype, str) and dtype in _FORMATS:
+        return _named(rows, dtype, per_row, cols, given)
+    if not isinstance(dtype, torch.dtype) or dtype not in _ELEMENTS:
+        known = [*_ELEMENTS, *_FORMATS]
+        raise NotImplementedError(f"quant_dtype must be one of {known}, got {dtype!r}")
     group = "1x*" if per_row else "*x*"
-    if block_shape is not None:
-        cols = int(block_shape[1])  # a number, also where Dynamo made it a symbol
-        if per_row:
-            raise ValueError("per_act_token_quant must be False with block_shape, got True")
+    if cols is not None:
         if given is not None:
             raise ValueError("A_scale must be None with block_shape, got a Tensor")
         if cols < 16 or cols & (cols - 1):
             raise ValueError(f"block_shape[1] must be a power of two >= 16, got {cols}")
         group = f"1x{cols}"
     return f"{_ELEMENTS[dtype]}:{group}:float32" + ("" if given is None else ":static")
+
+
+def _named(rows: Tensor, name: str, per_row: bool, cols: int | None, given: Tensor | None) -> str:
+    quant = _FORMATS[name]
+    if per_row:
+        raise ValueError(f"per_act_token_quant must be False for {name}, got True")
+    if cols is not None and cols != quant.group.cols:
+        raise ValueError(f"block_shape[1] must be {quant.group.cols} for {name}, got {cols}")
+    if quant.global_scale != (given is not None):
+        wanted, got = ("a Tensor", "None") if quant.global_scale else ("None", "a Tensor")
+        raise ValueError(f"A_scale must be {wanted} for {name}, got {got}")
+    if quant.element.packed and rows.shape[-1] % 2:
+        last = rows.dim() - 1
+        raise ValueError(f"A.shape[{last}] must be even for {name}, got {rows.shape[-1]}")
+    return quant.key

@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 
 from moe_ops.activation import MoEActivation
+from moe_ops.block_scaled import BLOCK_SCALED
 from moe_ops.scheme import SCHEMES, min_capability
 
 ARCHITECTURES = (80, 90, 100, 120)
@@ -44,6 +45,24 @@ SUPPORT = tuple(
 )
 
 
+def block_scaled_note() -> str:
+    """What the README says of the products that Blackwell's matrix units scale themselves."""
+    where = {
+        f"`{name}`": ", ".join(f"sm_{a}" for a, names in BLOCK_SCALED.items() if name in names)
+        for name in SCHEMES
+    }
+    texts: dict[str, list[str]] = {}
+    for name, architectures in where.items():
+        if architectures:
+            texts.setdefault(architectures, []).append(name)
+    lines = "; ".join(f"{', '.join(names)} on {on}" for on, names in texts.items())
+    return (
+        f"Numbers are multiplied as stored, by block-scaled matrix instructions: {lines}. "
+        "The tests compile this path for those GPUs and interpret it; **it has not run on one**. "
+        "Elsewhere both operands are decoded to bf16 in the kernel."
+    )
+
+
 def support_table() -> str:
     """The table of the README, as Markdown; formats that agree in the rest share a line."""
     lines = [
@@ -69,4 +88,4 @@ def support_table() -> str:
 
 
 if __name__ == "__main__":
-    print(support_table())
+    print(support_table(), block_scaled_note(), sep="\n\n")

@@ -147,7 +147,8 @@ def _entry(file: str, key: str, value: Any, scheme: Scheme) -> Entry:
     _require(key.isdecimal() and int(key) > 0, file, "a key", "be top_k or a token count", key)
     _require(isinstance(value, dict), file, key, "be an object", value)
     block_m = value.get("BLOCK_M")
-    _power(file, f"{key}.BLOCK_M", block_m, 16)
+    known = type(block_m) is int and block_m in ROW_TILES
+    _require(known, file, f"{key}.BLOCK_M", f"be among {ROW_TILES}", block_m)
     both = []
     for name in ("gemm1", "gemm2"):
         at, tiles = f"{key}.{name}", value.get(name)

@@ -40,13 +40,13 @@ class Ordered(NamedTuple):
         return Experts(*(rows(x, self.order.down) for x in (gate, up)), down)
 
 
-def act_ordered(scheme, seed=0, num_experts=E, width=I, same=False, halves=True):
+def act_ordered(scheme, seed=0, num_experts=E, width=I, hidden=H, same=False, halves=True):
     """Quantized column after column, the largest diagonal numbers of a Hessian first.
 
     gate and up of an expert (with ``halves``), or of all (``same``), have the same inputs.
     """
     g = torch.Generator().manual_seed(seed)
-    dense = Experts.random(num_experts, H, width, seed=seed)
+    dense = Experts.random(num_experts, hidden, width, seed=seed)
     group = int(scheme.split("_g")[1].split("_")[0])
     orders = [[torch.randperm(w.shape[2], generator=g) for _ in w] for w in dense]
     if halves:

@@ -20,13 +20,23 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import get_ptxas
 from triton.runtime.jit import JITFunction
 
-from moe_ops.kernels import expert_gemm, hopper_gemm, launch, scaled_gemm, weight_only_gemm
+from moe_ops.kernels import (
+    block_scaled_gemm,
+    decoded_gemm,
+    expert_gemm,
+    hopper_gemm,
+    launch,
+    scaled_gemm,
+    weight_only_gemm,
+)
 from moe_ops.tiles import Device
 
-SHARED_MEMORY = {80: 166912, 90: 232448, 100: 232448, 120: 101376}
+SHARED_MEMORY = {80: 166912, 90: 232448, 100: 232448, 103: 232448, 120: 101376}
 """Shared memory of a block, in bytes, by architecture."""
 
-CHOOSING_TILES = (expert_gemm, hopper_gemm, scaled_gemm, weight_only_gemm)
+CHOOSING_TILES = (
+    block_scaled_gemm, decoded_gemm, expert_gemm, hopper_gemm, scaled_gemm, weight_only_gemm,
+)  # fmt: skip
 """The launchers that ask for a device's facts."""
 
 
@@ -64,8 +74,11 @@ def forget_tiles(module: Any) -> None:
 
 
 @contextmanager
-def compiling(arch: int) -> Iterator[list[Any]]:
-    """Every launch inside compiles for ``arch`` and lands in the list."""
+def compiling(arch: int, gpu: str = "") -> Iterator[list[Any]]:
+    """Every launch inside compiles for ``arch`` and lands in the list.
+
+    ``gpu``: the name by which tuned tiles are found; without one there are none.
+    """
     compiled: list[Any] = []
     run = JITFunction.run
 
@@ -76,7 +89,7 @@ def compiling(arch: int) -> Iterator[list[Any]]:
 
     previous = triton.runtime.driver._active
     triton.runtime.driver.set_active(TargetOnly(arch))
-    facts = Device(arch, SHARED_MEMORY[arch], 132)
+    facts = Device(arch, SHARED_MEMORY[arch], 132, gpu)
     try:
         with ExitStack() as patches:
             for module in CHOOSING_TILES:
@@ -91,13 +104,15 @@ def compiling(arch: int) -> Iterator[list[Any]]:
         triton.runtime.driver._active = previous
 
 
-def compile_launch(arch: int, launch: Callable[[Callable[..., torch.Tensor]], Any]) -> list[Any]:
+def compile_launch(
+    arch: int, launch: Callable[[Callable[..., torch.Tensor]], Any], gpu: str = ""
+) -> list[Any]:
     """The kernels of ``launch(empty)``; ``empty(*shape, dtype=..)`` makes a fake CUDA tensor."""
 
     def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device="cuda")
 
-    with compiling(arch) as compiled, FakeTensorMode(allow_non_fake_inputs=True):
+    with compiling(arch, gpu) as compiled, FakeTensorMode(allow_non_fake_inputs=True):
         launch(empty)
     return compiled
 

@@ -152,10 +152,14 @@ def test_routing_with_alignment(arch, shape):
     check(kernels, arch)
 
 
-QUANTS = tuple(
-    f"{element}:{group}"
-    for element in ("int8", "fp8")
-    for group in ("*x*:float32", "1x*:float32", "1x128:float32", "1x16:pow2")
+QUANTS = (
+    *(
+        f"{element}:{group}"
+        for element in ("int8", "fp8")
+        for group in ("*x*:float32", "1x*:float32", "1x128:float32", "1x16:pow2")
+    ),
+    *(f"{element}:1x32:e8m0" for element in ("fp8", "fp6_e2m3", "fp6_e3m2", "fp4")),
+    "fp4:1x16:e4m3:global_scale",
 )
 
 
@@ -165,17 +169,17 @@ def launch_quantization(tokens, quant, width, experts=257, k=8):
     def launch(empty):
         x, ids = empty(tokens, width), empty(tokens, k, dtype=torch.int32)
         weights = empty(tokens, k, dtype=torch.float32)
-        h = empty(tokens * k, 2 * width)
-        quantize.moe_quantize(x, None, None, None, None, experts, quant)
-        quantize.moe_quantize(x, None, weights, ids, None, experts, quant)
-        quantize.activation_quantize(h, None, ids, None, experts, "silu", quant)
-        dispatch = (x, None, weights, ids, 0, experts, tokens)
-        rows, _, counts, _ = batched.batched_dispatch(*dispatch, quant)
-        batched.batched_quantize(empty(*rows.shape), None, counts, quant)
+        h, one = empty(tokens * k, 2 * width), empty(1, dtype=torch.float32)
+        scale = one if quant.endswith("global_scale") else None
+        quantize.moe_quantize(x, scale, None, None, None, experts, quant)
+        quantize.moe_quantize(x, scale, weights, ids, None, experts, quant)
+        quantize.activation_quantize(h, scale, ids, None, experts, "silu", quant)
+        dispatch = (x, scale, weights, ids, 0, experts, tokens)
+        _, _, counts, _ = batched.batched_dispatch(*dispatch, quant)
+        batched.batched_quantize(empty(experts, tokens, width), scale, counts, quant)
         h = empty(experts, tokens, 2 * width)
-        batched.batched_activation_quantize(h, None, counts, "swigluoai", quant)
+        batched.batched_activation_quantize(h, scale, counts, "swigluoai", quant)
         if quant.startswith("int8:*x*"):
-            one = empty(1, dtype=torch.float32)
             quantize.moe_quantize(x, one, None, None, None, experts, f"{quant}:static")
             batched.batched_dispatch(*dispatch, "")
             batched.batched_activation(h, counts, "silu")
@@ -188,7 +192,7 @@ def launch_quantization(tokens, quant, width, experts=257, k=8):
 @pytest.mark.parametrize("quant", QUANTS)
 def test_quantization(arch, quant):
     """A row of up to 16384 columns stays in registers. e4m3 begins with sm_89."""
-    if quant.startswith("fp8") and arch < 89:
+    if ("fp8" in quant or "e4m3" in quant) and arch < 89:
         pytest.skip("e4m3 does not exist on this architecture")
     for tokens, width in ((1, 2880), (4096, 16384)):
         check(aot.compile_launch(arch, launch_quantization(tokens, quant, width)), arch)

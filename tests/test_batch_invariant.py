@@ -13,6 +13,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 import moe_ops
 from moe_ops import ops
+from moe_ops.pipeline.gated_experts import gated_experts
 from moe_ops.pipeline.row_spaces import depends_on_batch, row_tiles_of
 from moe_ops.pipeline.workspace import PeakMemory
 from moe_ops.scheme import min_capability
@@ -75,6 +76,15 @@ def test_every_class_and_scheme(experts, scheme, device):
     dtype = (torch.bfloat16, torch.float16, torch.float32)[SCHEMES.index(scheme) % 3]
     layer = Layer(experts, Problem(*SIZES, dtype, scheme=scheme), device)
     check(layer, alone=(0, 2) if INTERPRETED else range(0, 40, 3))
+
+
+@pytest.mark.kernel
+@pytest.mark.parametrize("scheme", ["unquantized", "int8_w8a16", "int4_w4a16_g128"])
+def test_a_load_that_has_other_tiles_by_default(scheme, device):
+    """Few enough rows for the interpreter: with all of them the default takes another step in K."""
+    problem = Problem(24, 1, 1, 1024, 256, torch.float16, scheme=scheme)
+    layer = Layer(moe_ops.TritonExperts, problem, device)
+    check(layer, alone=(0, 23))
 
 
 @pytest.mark.kernel
@@ -148,6 +158,23 @@ def test_fused_moe_and_the_module(scheme, device):
         token = x[t : t + 1], logits[t : t + 1]
         assert torch.equal(moe(*token), whole[t : t + 1])
         assert torch.equal(layer(*token), whole[t : t + 1])
+
+
+@pytest.mark.kernel
+def test_gated_experts(device):
+    x, w1, w2, weights, ids, *_ = make_inputs(Problem(*SIZES), device)
+
+    def gate(rows):
+        g, u = rows.chunk(2, -1)
+        return g.relu() * u
+
+    def layer(rows):
+        routing = weights[rows], ids[rows]
+        return gated_experts(x[rows], w1, w2, *routing, gate, batch_invariant=True)
+
+    whole = layer(slice(None))
+    for rows in (slice(0, 1), slice(2, 5)):
+        assert torch.equal(layer(rows), whole[rows])
 
 
 def test_one_graph_for_every_token_count(device):

@@ -261,6 +261,8 @@ COUNTS = torch.ones(2, dtype=torch.int32)
         (torch.ones(2, 4, 4), (torch.ones(3), 4, 2, 4, COUNTS, FP8, False), ValueError, "A_scale"),
         (torch.ones(2, 4, 4), (None, 4, 2, 4, COUNTS, torch.uint8, False), NotImplementedError,
          "quant_dtype must"),
+        (torch.ones(2, 4, 4), (COUNTS.float(), 4, 2, 4, COUNTS, "nvfp4", False), ValueError,
+         r"A_scale.numel\(\) must be one of \[1\], got 2"),
     ],
 )  # fmt: skip
 def test_errors(x, arguments, error, message):

@@ -211,8 +211,8 @@ def test_decode_loop_of_a_model_in_a_graph():
         token.copy_(logits[:, -1:].argmax(-1))
         position.add_(1)
 
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
+    torch.cuda.synchronize()  # the other stream does not wait for the prompt
+    with torch.cuda.stream(torch.cuda.Stream()):
         step()
     torch.cuda.synchronize()
     written.append(token.clone())

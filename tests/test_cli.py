@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from moe_ops import cli
+from moe_ops import cli, tuned
 
 ROOT = Path(__file__).parent.parent
 TINY = ["bench", "--model", "tiny", "--impls", "moe_ops"]
@@ -91,7 +91,8 @@ def test_explain_unknown_values(option, value, known, capsys):
         assert name in error
 
 
-def test_explain_prints_a_table(capsys):
+def test_explain_prints_a_table(capsys, monkeypatch):
+    monkeypatch.setattr(tuned, "TABLES", {})
     arguments = "--model qwen3-30b-a3b --scheme fp8_block128 --device sm_90 --tokens 1,64"
     assert exit_code(["explain", *arguments.split()]) == 0
     printed = capsys.readouterr().out
@@ -111,6 +112,15 @@ def test_explain_json(capsys):
     assert record["config"]["max_num_tokens"] == 256 and not record["config"]["is_act_and_mul"]
     (cost,) = record["costs"]
     assert cost["num_tokens"] == 8 and cost["gemm1"]["block_m"] == 128
+
+
+def test_explain_of_batch_invariant_mode(capsys):
+    arguments = "--model tiny --device sm_90 --tokens 1,4096 --batch-invariant"
+    assert exit_code(["explain", *arguments.split()]) == 0
+    printed = capsys.readouterr().out
+    assert "bfloat16, batch-invariant" in printed and printed.count("64x128x64 /8 /4") == 2
+    assert exit_code(["explain", *arguments.split(), "--scheme", "int8_tensor"]) == 1
+    assert "all tokens decide about one scale" in capsys.readouterr().out
 
 
 def test_explain_where_nothing_serves(capsys):
@@ -150,6 +160,17 @@ def test_profile_json(capsys, tmp_path):
     (row,) = json.loads(capsys.readouterr().out)["rows"]
     assert {"align", "expert_gemm", "weight_and_reduce"} <= {s["stage"] for s in row["stages"]}
     assert [path.name for path in tmp_path.glob("*/*.json")] == ["profile.json"]
+
+
+def test_bench_of_batch_invariant_mode(capsys):
+    """Beside the default, by name only; a scheme that cannot be so fails."""
+    both = [*TINY, "--tokens", "2", "--json", "--impls", "moe_ops,moe_ops-invariant"]
+    assert exit_code([*both, "--scheme", "fp8_channel"]) == 0
+    rows = json.loads(capsys.readouterr().out)["rows"]
+    assert [row["impl"] for row in rows] == ["moe_ops", "moe_ops-invariant"]
+    assert rows[0]["rel_err"] > 0 and rows[1]["rel_err"] > 0
+    assert exit_code([*both, "--scheme", "fp8_tensor"]) == 1
+    assert "failed: moe_ops-invariant fp8_tensor tiny 2" in capsys.readouterr().err
 
 
 def test_a_wrong_result_fails_and_is_not_recorded(capsys, monkeypatch, tmp_path):

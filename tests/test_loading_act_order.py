@@ -7,6 +7,8 @@ import pytest
 import torch
 from act_ordered import E, H, I, act_ordered, compressed, gptq, rows
 from checkpoints import NAMES, Experts, expected, numbers
+from hypothesis import given
+from hypothesis import strategies as st
 from test_loading import RANKS, held
 
 import moe_ops
@@ -186,6 +188,49 @@ def test_orders_that_say_nothing():
         static = x._replace(g_idx=Experts(*([p] * E for p in g_idx)))
         layer = load(make("int4_w4a16_g32"), write(static))
         assert layer.w13_input_order is None
+
+
+def test_down_alone_costs_nothing():
+    x = act_ordered("int4_w4a16_g32")
+    plain = [torch.arange(H)] * E
+    x = x._replace(order=Experts(plain, plain, x.order.down))
+    source = gptq(act_ordered("int4_w4a16_g32"))
+    for name in [n for n in source if n.endswith(("gate_proj.g_idx", "up_proj.g_idx"))]:
+        source[name] = torch.arange(H) // 32
+    layer = load(make("int4_w4a16_g32"), source)
+    assert layer.w13_input_order is None
+    assert torch.equal(numbers(layer)[1], x.sorted().down)
+
+
+@given(
+    hidden=st.sampled_from((32, 40, 96)), width=st.sampled_from((32, 48, 80, 96)),
+    scheme=st.sampled_from(("int4_w4a16_g32", "int4_w4a16_g32_zp", "int8_w8a16_g32")),
+    seed=st.integers(0, 99),
+)  # fmt: skip
+def test_any_size(hidden, width, scheme, seed):
+    """The last group may be partial, wherever its columns are."""
+    x = act_ordered(scheme, seed, 2, width, hidden)
+    layer = moe_ops.FusedMoE(2, 1, hidden, width, quant_config=scheme)
+    load(layer, gptq(x, 8 if scheme.startswith("int8") else 4), layout="gptq")
+    wanted = x.sorted()
+    assert torch.equal(numbers(layer)[0], torch.cat(wanted[:2], 1))
+    assert torch.equal(numbers(layer)[1], wanted.down)
+    order = torch.arange(hidden) if hidden == 32 else layer.w13_input_order  # one group, or more
+    assert torch.equal(order.expand(2, hidden).long(), torch.stack(x.order.gate))
+
+
+@pytest.mark.kernel
+def test_on_a_device(device):
+    x = act_ordered("int4_w4a16_g32")
+    layer = load(make("int4_w4a16_g32", device=device), gptq(x))
+    problem = Problem(7, E, K, H, I, routing="holes")
+    inputs = inputs_of(problem, x)
+    exact, reference = oracle(problem, inputs), reference_experts(problem, inputs)
+    moved = inputs._replace(
+        hidden_states=inputs.hidden_states.to(device),
+        topk_weights=inputs.topk_weights.to(device), topk_ids=inputs.topk_ids.to(device),
+    )  # fmt: skip
+    assert_layer_matches(applied(layer, moved).cpu(), exact, reference)
 
 
 def test_shared_experts_side_by_side():

@@ -1,13 +1,75 @@
 """moe_kernel_quantize_input: shapes, layouts, errors, and one compilation for all of them."""
 
+import importlib
+
 import pytest
 import torch
 from quantize_oracle import assert_bits, random_rows
+from strategies import DTYPES
 
 import moe_ops
+from moe_ops.scheme import SCHEMES, dequantize_rows, parse_quant
 
 pytestmark = pytest.mark.kernel
+reference = importlib.import_module("moe_ops.reference.quantize")
 FP8, INT8 = torch.float8_e4m3fn, torch.int8
+NAMED = {
+    "mxfp8": ("fp8:1x32:e8m0", FP8, 130, torch.uint8),
+    "mxfp6_e2m3": ("fp6_e2m3:1x32:e8m0", torch.uint8, 130, torch.uint8),
+    "mxfp6_e3m2": ("fp6_e3m2:1x32:e8m0", torch.uint8, 130, torch.uint8),
+    "mxfp4": ("fp4:1x32:e8m0", torch.uint8, 65, torch.uint8),
+    "nvfp4": ("fp4:1x16:e4m3:global_scale", torch.uint8, 65, FP8),
+}
+"""The formats with names: their keys, and the results for 130 columns."""
+
+
+def global_scale(name, device="cpu"):
+    return torch.tensor([0.0123], device=device) if name == "nvfp4" else None
+
+
+@pytest.mark.parametrize("name", NAMED)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_named_formats(name, dtype, device):
+    """Byte by byte the reference quantizer, which `test_quantize_micro` has derived; and back."""
+    key, element, width, scale_dtype = NAMED[name]
+    quant, given = parse_quant(key), global_scale(name)
+    if name in SCHEMES:  # quantized tokens and public function alike
+        assert SCHEMES[name].activation in (quant, None)
+    x = random_rows(2, 5, 130, dtype)
+    wanted = reference.moe_quantize(x, given, None, None, None, 0, key)
+    for block_shape in (None, [1, quant.group.cols]):
+        q, scale = moe_ops.moe_kernel_quantize_input(
+            x.to(device), global_scale(name, device), name, False, block_shape
+        )
+        assert q.dtype == element and q.shape == (5, width)
+        assert scale.dtype == scale_dtype and scale.shape == (5, -(-130 // quant.group.cols))
+        assert_bits(q, wanted[0])
+        assert_bits(scale, wanted[1])
+    back = dequantize_rows(q.cpu(), scale.cpu(), quant) * (1 if given is None else given)
+    groups = torch.nn.functional.pad(x.float().abs(), (0, 30)).unflatten(1, (-1, 32)).amax(2)
+    steps = {"mxfp8": 2**-4, "mxfp6_e2m3": 2**-4, "mxfp6_e3m2": 2**-3, "mxfp4": 0.25, "nvfp4": 0.25}
+    bound = steps[name] * groups.repeat_interleave(32, 1)[:, :130] + 2.0**-100
+    inside = groups.amax(1) < 448 * 6 * 0.0123 if name == "nvfp4" else groups.amax(1) >= 0
+    inside &= groups.amax(1) > 0.1  # scales of nvfp4 are e4m3 numbers: not of any size
+    assert inside.any() and ((back - x.float()).abs() <= bound)[inside].all()
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_named_formats_of_batched_rows(name, device):
+    """Valid rows as by themselves; padding is not read, and zeros."""
+    counts = torch.tensor([4, 0, 2], dtype=torch.int32, device=device)
+    x = random_rows(3, 12, 130, torch.bfloat16).view(3, 4, 130).to(device)
+    given = global_scale(name, device)
+    flat = moe_ops.moe_kernel_quantize_input(x.flatten(0, 1), given, name, False)
+    for expert, count in enumerate(counts.tolist()):
+        x[expert, count:] = torch.nan
+    arguments = (x, given, 4, 3, 130, counts, name, False)
+    batched = moe_ops.batched_moe_kernel_quantize_input(*arguments)
+    for a, b in zip(batched, flat, strict=True):
+        assert a.is_contiguous() and a.shape == (3, 4, b.shape[1]) and a.dtype == b.dtype
+        for expert, count in enumerate(counts.tolist()):
+            assert_bits(a[expert, :count], b.view(a.shape)[expert, :count])
+            assert not a[expert, count:].cpu().view(torch.uint8).any()
 
 
 def test_strided_rows(device):
@@ -54,6 +116,14 @@ def test_no_dtype_passes_through(device):
         (torch.ones(2, 4, 4), (None, FP8, False), ValueError, "A must have 2 axes"),
         (torch.ones(2, 4).int(), (None, FP8, False), TypeError, "A must have a dtype"),
         (torch.ones(2, 4), (None, torch.uint8, False), NotImplementedError, "quant_dtype must be"),
+        (torch.ones(2, 4), (None, "nvfp6", False), NotImplementedError, "mxfp4.*, got 'nvfp6'"),
+        (torch.ones(2, 4), (None, "nvfp4", False), ValueError, "A_scale must be a Tensor for nvf"),
+        (torch.ones(2, 4), (torch.ones(1), "mxfp8", False), ValueError, "A_scale must be None for"),
+        (torch.ones(2, 4), (torch.ones(2), "nvfp4", False), ValueError, "must be one element = 1"),
+        (torch.ones(2, 4), (None, "mxfp4", True), ValueError, "per_act_token_quant must be False"),
+        (torch.ones(2, 4), (None, "mxfp4", True, [1, 32]), ValueError, "per_act_token_quant must"),
+        (torch.ones(2, 4), (None, "mxfp4", False, [1, 16]), ValueError, "must be 32 for mxfp4"),
+        (torch.ones(2, 5), (None, "mxfp4", False), ValueError, r"A.shape\[1\] must be even for mx"),
         (torch.ones(2, 4), (None, FP8, True, [128, 128]), ValueError, "per_act_token_quant must"),
         (torch.ones(2, 4), (None, FP8, False, [128, 96]), ValueError, r"block_shape\[1\] must be"),
         (torch.ones(2, 4), (torch.ones(1), FP8, False, [16, 16]), ValueError, "must be None with"),
@@ -67,16 +137,19 @@ def test_errors(x, arguments, error, message):
         moe_ops.moe_kernel_quantize_input(x, *arguments)
 
 
-@pytest.mark.parametrize("group", [(False, None), (True, None), (False, [128, 128])])
-def test_one_compilation_for_every_number_of_rows(group, device):
+@pytest.mark.parametrize(
+    "how",
+    [(FP8, False, None), (FP8, True, None), (FP8, False, [128, 128]), *((n, False) for n in NAMED)],
+)
+def test_one_compilation_for_every_number_of_rows(how, device):
     from torch._dynamo.testing import CompileCounterWithBackend
 
     torch._dynamo.reset()
     counter = CompileCounterWithBackend("aot_eager")
-    per_row, block_shape = group
+    given = global_scale(how[0], device)
 
     def quantized(x):
-        return moe_ops.moe_kernel_quantize_input(x, None, FP8, per_row, block_shape)
+        return moe_ops.moe_kernel_quantize_input(x, given, *how)
 
     with torch.fx.experimental._config.patch(backed_size_oblivious=True):
         compiled = torch.compile(quantized, fullgraph=True, dynamic=True, backend=counter)

@@ -1,4 +1,4 @@
-"""Quantization with a scale of one byte for every 16 or 32 numbers: MXFP8, MXFP4, NVFP4."""
+"""Quantization with a scale of one byte for 16 or 32 numbers: MXFP8, MXFP6, MXFP4, NVFP4."""
 
 import importlib
 import math
@@ -24,12 +24,17 @@ batched_reference = importlib.import_module("moe_ops.reference.batched")
 MXFP8, MXFP4, NVFP4 = (
     parse_quant(key) for key in ("fp8:1x32:e8m0", "fp4:1x32:e8m0", "fp4:1x16:e4m3:global_scale")
 )
-QUANTS = (MXFP8, MXFP4, NVFP4)
+MXFP6 = tuple(parse_quant(f"fp6_{name}:1x32:e8m0") for name in ("e2m3", "e3m2"))
+QUANTS = (MXFP8, MXFP4, NVFP4, *MXFP6)
 GLOBAL = 0.0123
 quants = st.sampled_from(QUANTS)
 GRIDS = {
     "fp8": [Fraction(float(v)) for v in FP8_VALUES],
     "fp4": [Fraction(v) for v in (0, 0.5, 1, 1.5, 2, 3, 4, 6)],
+    "fp6_e2m3": [Fraction(m, 8) for m in range(8)]
+    + [Fraction(8 + m, 8) * 2**e for e in range(3) for m in range(8)],
+    "fp6_e3m2": [Fraction(m, 16) for m in range(4)]
+    + [Fraction(4 + m, 16) * 2**e for e in range(7) for m in range(4)],
 }
 
 
@@ -65,10 +70,11 @@ def scale_of(amax: Fraction, quant):
     if quant is MXFP8:  # the least power of two under which nothing is above 448
         exponent = math.ceil(math.log2(f32(amax / 448)))
         assert Fraction(2) ** (exponent - 1) < f32(amax / 448) <= Fraction(2) ** exponent
-    else:  # the exponent of amax rounded to two bits of significand, half away from zero; less 2
-        mantissa, exponent = math.frexp(amax)
-        rounded = math.floor(mantissa * 4 + 0.5) / 4
-        exponent += (rounded == 1.0) - 1 - 2
+    else:  # the exponent of amax rounded to the element's significand, half away from zero; less
+        bits, top = {"fp4": (2, 2), "fp6_e2m3": (4, 2), "fp6_e3m2": (3, 4)}[quant.element.name]
+        mantissa, exponent = math.frexp(amax)  # the exponent of the element's largest
+        rounded = math.floor(mantissa * 2**bits + 0.5) / 2**bits
+        exponent += (rounded == 1.0) - 1 - top
     code = min(max(exponent + 127, 0), 254)
     return code, Fraction(2) ** (code - 127)
 
@@ -115,7 +121,7 @@ def test_to_the_bit(rows, width, quant, dtype, seed, device):
     assert torch.equal(codes_of(q, quant), codes)
 
 
-@pytest.mark.parametrize("quant", (MXFP8, MXFP4), ids=by_name)
+@pytest.mark.parametrize("quant", (MXFP8, MXFP4, *MXFP6), ids=by_name)
 def test_scales_of_every_exponent(quant, device):
     """Groups of one number each, between powers of two and on them."""
     exponents = torch.arange(-116, 128).double()
@@ -128,8 +134,24 @@ def test_scales_of_every_exponent(quant, device):
     assert stored.flatten().tolist() == expected
     back = dequantize_rows(q.cpu(), stored.cpu(), quant)
     normal = (x > 2.0**-100) & (x < 2.0**127)
-    step = 2.0**-4 if quant is MXFP8 else 0.25
+    step = 2.0**-3 if quant.element.name == "fp6_e3m2" else 2.0**-4
+    step = 0.25 if quant is MXFP4 else step
     assert ((back[:, 3] + x).abs() <= step * x)[normal].all()
+
+
+@pytest.mark.parametrize("quant", MXFP6, ids=by_name)
+def test_every_number_of_six_bits(quant, device):
+    """All 64 codes, what is halfway between two of them and just beside that; saturation."""
+    grid = torch.tensor([float(v) for v in GRIDS[quant.element.name]])
+    middle = (grid[1:] + grid[:-1]) / 2
+    down, up = middle.nextafter(grid[:-1]), middle.nextafter(grid[1:])
+    x = torch.cat([grid, middle, down, up])
+    expected = torch.tensor([nearest(Fraction(v), GRIDS[quant.element.name]) for v in x.tolist()])
+    rows = torch.zeros(2 * len(x), 32)
+    rows[:, 0], rows[:, 9] = grid[-1], torch.cat([x, -x])
+    q, scale = ops.moe_quantize(rows.to(device), None, None, None, None, 0, quant.key)
+    assert (scale == 127).all()
+    assert torch.equal(q[:, 9].cpu().long(), torch.cat([expected, expected + 32]))
 
 
 def test_the_fp4_table(device):

@@ -1,20 +1,16 @@
-"""``python -m moe_ops tune``: the search, its files and the command, on a clock that is made up."""
+"""The search for tiles and its files, on a clock that is made up."""
 
-import json
 import math
-import sys
 from dataclasses import replace
 
 import pytest
-import torch
-from test_cli import ROOT, exit_code
 
-from moe_ops import cli, get_scheme
+from moe_ops import FusedMoEConfig, RoutingMethodType, explain, get_scheme, tuned
 from moe_ops.pipeline.devices import TARGETS
 from moe_ops.tiles import ROW_TILES, pick_row_tile
 from moe_ops.tuned import default_row_tiles, parse
 from moe_ops.tuning import files
-from moe_ops.tuning.search import DIMENSIONS, MARGIN, Subject, Trial, tune_tokens
+from moe_ops.tuning.search import DIMENSIONS, MARGIN, Subject, tune_tokens
 
 H200 = TARGETS["sm_90"].facts
 SCHEMES = ("unquantized", "fp8_block128", "fp8_channel", "int8_w8a16", "mxfp4_w4a16", "mxfp4")
@@ -58,6 +54,17 @@ def test_candidates_are_worth_a_compile(scheme, tokens):
     assert found[0].tiles.block_m == default
     assert default == pick_row_tile(default_row_tiles(layer.scheme), 8 * tokens, 128)
     assert {t.tiles.block_m for t in found} <= set(ROW_TILES)
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_the_default_is_what_runs_without_files(scheme, monkeypatch):
+    monkeypatch.setattr(tuned, "TABLES", {})
+    config = FusedMoEConfig(128, 8, 2048, 768, 128, "silu", "cuda", RoutingMethodType.Renormalize)
+    layer, counts = subject(scheme), (1, 2, 8, 64, 512, 4096, 30000)
+    found = explain(config, scheme, num_tokens=counts, device="sm_90")
+    for tokens, cost in zip(counts, found.costs, strict=True):
+        starts = layer.starts(tokens, layer.row_tile(tokens))
+        assert [trial.tiles for trial in starts] == [cost.gemm1, cost.gemm2]
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
@@ -149,6 +156,11 @@ def test_what_was_stopped_goes_on(tmp_path):
     assert list(files.read(layer, tmp_path)) == ["1", "64", "4096"]
 
 
+def test_a_budget_of_time(tmp_path):
+    assert files.tune(subject(), [1, 8], tmp_path, Clock(), budget_s=-1) == []
+    assert not (tmp_path / subject().file).exists()
+
+
 def test_one_load_has_one_row_tile(tmp_path):
     layer = subject()
     files.tune(layer, [64], tmp_path, Clock(32))
@@ -177,119 +189,3 @@ def test_progress_is_shown(bar, tmp_path, monkeypatch, capsys):
     shown = capsys.readouterr().err
     assert "fp8_block128, 2 counts" in shown
     assert (f"{total}/{total}" if bar else f"{total} of {total}\n") in shown
-
-
-# The command
-
-COMMAND = ["tune", "--model", "qwen3-30b-a3b", "--scheme", "fp8_block128", "--device", "sm_90"]
-
-
-@pytest.fixture
-def clock(monkeypatch):
-    """The GPU that a command finds."""
-    made = Clock(32, block_n=32)
-    monkeypatch.setattr(cli, "_gemm_clock", lambda problem, layer: made)
-    return made
-
-
-def test_tune_prints_json_and_resumes(clock, tmp_path, capsys):
-    command = [*COMMAND, "--tokens", "1,512", "--output", str(tmp_path), "--json"]
-    assert exit_code(command) == 0
-    record = json.loads(capsys.readouterr().out)
-    assert (record["gpu"], record["scheme"], record["top_k"]) == ("NVIDIA H200", "fp8_block128", 8)
-    assert record["timed"] == [512, 1] and list(record["entries"]) == ["1", "512"]
-    assert "torch" not in record["entries"]["1"]["made_with"].split(", ")[0]
-    assert torch.__version__ in record["entries"]["1"]["made_with"]
-    name = "E=128,N=768,K=2048,device_name=NVIDIA_H200,scheme=fp8_block128.json"
-    assert record["file"] == str(tmp_path / name)
-    parse(name, (tmp_path / name).read_text())
-    before = len(clock.trials)
-    assert exit_code(command) == 0
-    assert json.loads(capsys.readouterr().out)["timed"] == [] and len(clock.trials) == before
-    assert exit_code([*command, "--again"]) == 0
-    assert json.loads(capsys.readouterr().out)["timed"] == [512, 1] and len(clock.trials) > before
-
-
-def test_tune_prints_a_table(clock, tmp_path, capsys):
-    assert exit_code([*COMMAND, "--tokens", "1,512", "--output", str(tmp_path)]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[0] for line in lines[2:4]] == ["1", "512"]
-    entry = files.read(subject(), tmp_path)["512"]
-    ratio = f"{entry['default_us'] / entry['time_us']:.2f}"
-    assert lines[3].endswith(ratio)
-    assert lines[-1].startswith("the analytic default takes at most ")
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_tune_without_a_gpu(tmp_path, capsys):
-    command = [*COMMAND, "--tokens", "1", "--output", str(tmp_path)]
-    assert exit_code(command) == 2
-    error = capsys.readouterr().err
-    assert "NVIDIA H200" in error and "this machine has none" in error and "--dry-run" in error
-    files.tune(subject(), [1], tmp_path, Clock())
-    assert exit_code(command) == 0  # there is nothing to time
-
-
-def test_dry_run(capsys):
-    assert exit_code([*COMMAND, "--tokens", "8,512", "--dry-run", "--json"]) == 0
-    record = json.loads(capsys.readouterr().out)
-    found = [trial for tokens in (8, 512) for trial in subject().candidates(tokens)]
-    assert len(record["candidates"]) == len(found)
-    assert record["candidates"][0]["tiles"]["block_n"] == found[0].tiles.block_n
-    assert exit_code([*COMMAND, "--tokens", "8,512", "--dry-run"]) == 0
-    assert len(capsys.readouterr().out.splitlines()) == 1 + len(found)
-
-
-@pytest.mark.parametrize(
-    "option, value, known",
-    [
-        ("--model", "qwen4-1b", ["tiny", "mixtral", "qwen3-30b-a3b"]),
-        ("--scheme", "fp7", ["unquantized", "fp8_block128"]),
-        ("--device", "sm_10", ["sm_80", "sm_90", "sm_120"]),
-        ("--device", "cpu", ["sm_80"]),
-        ("--tokens", "0", ["positive integer"]),
-    ],
-)
-def test_unknown_values(option, value, known, capsys):
-    assert exit_code([*COMMAND, option, value]) == 2
-    error = capsys.readouterr().err
-    assert option in error and all(name in error for name in known)
-
-
-def test_a_broken_file_is_an_error(clock, tmp_path, capsys):
-    (tmp_path / subject().file).write_text('{"top_k": 8, "one": {}}')
-    assert exit_code([*COMMAND, "--tokens", "1", "--output", str(tmp_path)]) == 2
-    assert "a key must be top_k or a token count, got 'one'" in capsys.readouterr().err
-
-
-# The clock
-
-
-@pytest.mark.parametrize("scheme", SCHEMES)
-def test_the_gemm_clock(scheme, monkeypatch):
-    """Every kind of scheme runs both GEMMs; a wrong result or an error takes forever."""
-    monkeypatch.syspath_prepend(ROOT / "benchmarks")
-    import gemm_clock
-    from harness import Timing
-    from problems import Problem
-
-    problem = Problem("small", 4, 2, 128, 128, timed=False)
-    layer = subject(scheme, (4, 128, 128), 2)
-    wrong = []
-
-    def timer(call, device, budget_s):
-        output = call()
-        if wrong:
-            output = wrong[0](output)
-        return Timing(7.0, 7.0, 7.0, 1, output)
-
-    clock = gemm_clock.GemmClock(problem, layer, timer)
-    trials = [Trial(5, start.gemm, start.tiles) for start in layer.starts(5, 16)]
-    assert [clock(trial) for trial in trials] == [7.0, 7.0]
-    wrong.append(lambda output: output * 1.1)
-    assert [clock(trial) for trial in trials] == [math.inf, math.inf]
-    wrong[0] = lambda output: output * math.nan
-    assert clock(trials[0]) == math.inf
-    wrong[0] = lambda output: 1 / 0
-    assert clock(trials[1]) == math.inf
-    sys.modules.pop("gemm_clock")

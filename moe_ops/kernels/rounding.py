@@ -16,16 +16,23 @@ class Rule(NamedTuple):
     largest: float
     """The largest magnitude of a stored value."""
     kind: str
-    """``fp8``; ``integer``; or ``fp4``, whose codes are packed two to a byte."""
+    """``fp8``; ``integer``; ``fp6``; or ``fp4``, whose codes are packed two to a byte."""
     scale: str
     """``float32``, ``pow2``, ``e8m0`` or ``e4m3``."""
+    mantissa: int = 0
+    """Bits of it, of fp4 and fp6."""
+    top: int = 0
+    """The exponent of their largest number; it is above their bias by one."""
 
 
 def rule_of(quant: Quant) -> Rule:
     """That of activations."""
-    integer = not quant.dtype.is_floating_point
-    kind = "fp4" if quant.element.packed else "integer" if integer else "fp8"
-    return Rule(quant.element.largest, kind, quant.scale)
+    element = quant.element
+    if element.exponent:
+        kind, mantissa = f"fp{element.bits}", element.bits - 1 - element.exponent
+        return Rule(element.largest, kind, quant.scale, mantissa, 2 ** (element.exponent - 1))
+    kind = "fp8" if quant.dtype.is_floating_point else "integer"
+    return Rule(element.largest, kind, quant.scale)
 
 
 @triton.jit
@@ -49,8 +56,8 @@ def scale_of(amax, RULE: tl.constexpr):
     """
     LARGEST: tl.constexpr = RULE.largest
     if RULE.scale == "e8m0":
-        if RULE.kind == "fp4":
-            exponent = ((magnitude(amax) + 0x200000) >> 23) - 2
+        if RULE.mantissa > 0:
+            exponent = ((magnitude(amax) + (0x400000 >> RULE.mantissa)) >> 23) - RULE.top
         else:
             exponent = (magnitude(tl.div_rn(amax, LARGEST)) + 0x7FFFFF) >> 23
         bits = tl.where(exponent > 0, tl.minimum(exponent, 254) << 23, 0x400000)
@@ -76,10 +83,26 @@ def stored_scale(scale, RULE: tl.constexpr):
 
 
 @triton.jit
+def small_code(size, MANTISSA: tl.constexpr, BIAS: tl.constexpr):
+    """The code (int32, without a sign) of the nearest small float, ties to the even code.
+
+    ``size`` (float32) is not negative and not above the largest one.
+    """
+    DROPPED: tl.constexpr = 23 - MANTISSA
+    SMALLEST: tl.constexpr = 2.0 ** (1 - BIAS)
+    bits = size.to(tl.int32, bitcast=True)
+    normal = (bits + (1 << (DROPPED - 1)) - 1 + ((bits >> DROPPED) & 1)) >> DROPPED
+    # Next to 2**23 floats are whole numbers: their last bits are the subnormal code, rounded.
+    whole = size * (2.0**MANTISSA / SMALLEST) + 8388608.0
+    subnormal = whole.to(tl.int32, bitcast=True) & 255
+    return tl.where(size < SMALLEST, subnormal, normal - ((127 - BIAS) << MANTISSA))
+
+
+@triton.jit
 def encode(ratio, RULE: tl.constexpr):
     """``x / s`` (float32) bounded, and rounded where integers are stored: cast it to that dtype.
 
-    fp4: the codes, as int32.
+    fp4 and fp6: the codes, as int32.
     """
     LARGEST: tl.constexpr = RULE.largest
     if RULE.kind == "fp4":
@@ -88,6 +111,11 @@ def encode(ratio, RULE: tl.constexpr):
         value += (size > 0.25).to(tl.int32) + (size >= 0.75).to(tl.int32)
         value += (size > 1.25).to(tl.int32) + (size >= 1.75).to(tl.int32)
         value += (size > 2.5).to(tl.int32) + (size >= 3.5).to(tl.int32) + (size > 5).to(tl.int32)
+    elif RULE.kind == "fp6":
+        size = tl.abs(ratio)
+        value = ((ratio.to(tl.int32, bitcast=True) >> 26) & 32) + small_code(
+            tl.where(size < LARGEST, size, LARGEST), RULE.mantissa, RULE.top - 1
+        )
     else:
         value = tl.where(ratio > LARGEST, LARGEST, tl.where(ratio < -LARGEST, -LARGEST, ratio))
         if RULE.kind == "integer":

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from moe_ops.loading.stored import Form
-from moe_ops.scheme import WHOLE
+from moe_ops.scheme import WHOLE, Quant
 from moe_ops.scheme.formats import pack, unpack
 
 if TYPE_CHECKING:
@@ -34,11 +34,12 @@ class ActOrder:
     """
 
     def __init__(self) -> None:
-        self._columns: dict[tuple[int, str], Tensor] = {}
+        self.columns: dict[tuple[int, str], Tensor] = {}
+        """In which order those of an expert's projection are to be."""
         self._inputs: dict[int, Tensor] = {}
 
     def __bool__(self) -> bool:
-        return bool(self._columns or self._inputs)
+        return bool(self.columns or self._inputs)
 
     def note(self, expert: int, shard: str, g_idx: Tensor, form: Form) -> None:
         """Take the groups of a projection's columns.
@@ -49,7 +50,7 @@ class ActOrder:
         order = column_order(g_idx, form)
         if order is not None:
             shards = ("w1", "w3") if shard == "w13" else (shard,)
-            self._columns |= dict.fromkeys(((expert, shard) for shard in shards), order)
+            self.columns |= dict.fromkeys(((expert, shard) for shard in shards), order)
 
     def note_input(self, expert: int, order: Tensor) -> None:
         """Take the order of tokens' columns from a saved layer, whose weights are sorted."""
@@ -61,9 +62,9 @@ class ActOrder:
         """A projection's tensor in its canonical form, with its rows and columns sorted."""
         if x.dim() == 0:
             return x
-        columns, rows = self._columns.get((expert, shard)), None
+        columns, rows = self.columns.get((expert, shard)), None
         if shard != "w2":
-            rows = self._columns.get((expert, "w2"))
+            rows = self.columns.get((expert, "w2"))
         if kind == "weight" and columns is not None:
             columns = columns.to(x.device)
             packed = form.quant is not None and form.quant.element.packed
@@ -90,8 +91,8 @@ class ActOrder:
         return found[:1].clone() if bool((found == found[:1]).all()) else found
 
     def _input(self, layer: FusedMoE, expert: int) -> Tensor | None:
-        gate = self._columns.get((expert, "w1"))
-        up = self._columns.get((expert, "w3")) if layer.sizes.gated else gate
+        gate = self.columns.get((expert, "w1"))
+        up = self.columns.get((expert, "w3")) if layer.sizes.gated else gate
         same = gate is up or (gate is not None and up is not None and torch.equal(gate, up))
         if not same:
             raise NotImplementedError(
@@ -102,6 +103,12 @@ class ActOrder:
         return self._inputs.get(expert, gate)
 
 
+def sortable(quant: Quant) -> bool:
+    """Whether a weight has groups of columns that tools quantize in any order: integers alone."""
+    small_float = quant.element.exponent or quant.dtype.is_floating_point
+    return quant.group.rows == 1 and quant.group.cols != WHOLE and not small_float
+
+
 def column_order(g_idx: Tensor, form: Form) -> Tensor | None:
     """Columns sorted by their groups, int64 ``(K,)``; None where they are sorted already.
 
@@ -109,12 +116,12 @@ def column_order(g_idx: Tensor, form: Form) -> Tensor | None:
     """
     if g_idx.numel() != form.k:
         raise ValueError(f"shape must be {(form.k,)}, got {tuple(g_idx.shape)}")
-    groups, group = g_idx.flatten().long(), form.quant.group if form.quant else (1, WHOLE)
-    each = form.k if group[1] == WHOLE else group[1]
+    groups, quant = g_idx.flatten().long(), form.quant
+    each = quant.group.cols if quant is not None and sortable(quant) else form.k
     plain = torch.arange(form.k, device=groups.device) // each
     if torch.equal(groups, plain) or bool((groups < 0).all()):
         return None
     order = groups.argsort(stable=True)
-    if group[0] != 1 or not torch.equal(groups[order], plain):
+    if not torch.equal(groups[order], plain):
         raise ValueError(f"groups must be 0, 1, .. of {each} columns each, got others")
     return order

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from moe_ops.layers.parameters import SUFFIX, ParameterSpec, parameter_specs
 from moe_ops.loading import names
-from moe_ops.loading.act_order import ActOrder
+from moe_ops.loading.act_order import ActOrder, sortable
 from moe_ops.loading.names import CheckpointLayout, Piece
 from moe_ops.loading.sources import Entry
 from moe_ops.loading.split import halves
@@ -75,7 +75,7 @@ class Placing:
                 self.mismatched.append(f"{entry.name}: layout must say {field}: no shape does")
             else:
                 self._guarded(self._place, entry, piece)
-        if self.act_order:
+        if self.act_order.columns:
             for entry, piece in self._placed:
                 self._guarded(self._put, entry, piece)
 
@@ -184,7 +184,7 @@ class Placing:
         self._put(entry, piece)
         self.loaded.append(entry.name)
         quant = self.layer.checkpoint_scheme.weight
-        if quant is not None and quant.group.rows == 1:
+        if quant is not None and sortable(quant):
             self._placed.append((entry, piece))
 
     def _put(self, entry: Entry, piece: Piece) -> None:

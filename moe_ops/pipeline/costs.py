@@ -158,17 +158,22 @@ def tiles_of(gemm: Gemm, scheme: Scheme, rule: Formula | None, device: Device) -
     """Of one GEMM in a scheme, with the activation of its product, where it has one."""
     if is_block_scaled(scheme.name, device.arch):
         return Choice(block_scaled_tiles(gemm, scheme.name, device), TILES_FROM)
+    default = analytic_tiles(gemm, scheme, rule, device)
+    gemm, bits = stored_gemm(gemm, scheme)
+    return choose(gemm, scheme.name, bits, device, default)
+
+
+def analytic_tiles(gemm: Gemm, scheme: Scheme, rule: Formula | None, device: Device) -> TileConfig:
+    """What `tiles_of` is without any file, where products are not block-scaled."""
     gemm, bits = stored_gemm(gemm, scheme)
     if scheme.weight is None:
-        default = gemm_tiles(gemm, device)
-    elif scheme.activation is None or scheme.decoded:
-        default = weight_only_tiles(gemm, bits, device)
-    else:
-        cols, rows = scheme.activation.group.cols, scheme.weight.group.rows
-        weight_rows = gemm.halves * gemm.n if rows == WHOLE else rows
-        groups = scale_groups(gemm.n, None if cols == WHOLE else cols, weight_rows, rule)
-        default = scaled_gemm_tiles(gemm, groups, device)
-    return choose(gemm, scheme.name, bits, device, default)
+        return gemm_tiles(gemm, device)
+    if scheme.activation is None or scheme.decoded:
+        return weight_only_tiles(gemm, bits, device)
+    cols, rows = scheme.activation.group.cols, scheme.weight.group.rows
+    weight_rows = gemm.halves * gemm.n if rows == WHOLE else rows
+    groups = scale_groups(gemm.n, None if cols == WHOLE else cols, weight_rows, rule)
+    return scaled_gemm_tiles(gemm, groups, device)
 
 
 def stored_gemm(gemm: Gemm, scheme: Scheme) -> tuple[Gemm, int]:

@@ -22,7 +22,7 @@ from moe_ops.pipeline.selection import (
     format_of,
     judge,
 )
-from moe_ops.scheme import FusedMoEQuantConfig, Scheme, min_capability
+from moe_ops.scheme import FusedMoEQuantConfig, Scheme, what_lacks
 from moe_ops.tiles import TileConfig
 
 
@@ -73,7 +73,7 @@ class Explanation:
         sizes = (
             f"{c.num_experts} experts{local}, {c.experts_per_token} a token, hidden "
             f"{c.hidden_dim}, intermediate {c.intermediate_size}, {c.activation_kind.value}, "
-            f"{_plain(c.in_dtype)}"
+            f"{_plain(c.in_dtype)}{', batch-invariant' if c.batch_invariant else ''}"
         )
         chosen = (
             "nothing serves this" if self.choice is None
@@ -111,9 +111,10 @@ class Explanation:
         return _aligned(lines)
 
     def _notes(self) -> str:
-        facts, lowest = self.target.facts, min_capability(self.scheme.activation)
-        if facts is not None and facts.arch < lowest:
-            return f"kernels of {self.scheme.name} compile from sm_{lowest} on"
+        facts = self.target.facts
+        lacks = None if facts is None else what_lacks(self.scheme, facts.arch)
+        if lacks is not None:
+            return lacks
         if not self.costs:
             return ""
         notes = [

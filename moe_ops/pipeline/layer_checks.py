@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from moe_ops import checks
 from moe_ops.activation import MoEActivation
 from moe_ops.pipeline.quant_checks import check_quantized
-from moe_ops.scheme import TENSORS, UNQUANTIZED, FusedMoEQuantConfig, Scheme
+from moe_ops.scheme import TENSORS, UNQUANTIZED, FusedMoEQuantConfig, Scheme, what_lacks
+from moe_ops.tiles import device_facts
 
 
 @checks.remembered
@@ -33,6 +35,7 @@ def check_layer(
     if scheme.weight is not None:
         config = FusedMoEQuantConfig(scheme, **dict(zip(TENSORS, quant_tensors, strict=True)))
         check_quantized(hidden_states, w1, w2, kind, config)
+        check_device(hidden_states, scheme)
         check_biases(hidden_states, w1, w2, w1_bias, w2_bias)
         checks.inference_only(
             hidden_states=hidden_states, w1=w1, w2=w2, w1_bias=w1_bias, w2_bias=w2_bias
@@ -41,6 +44,26 @@ def check_layer(
         check_weights(hidden_states, w1, w2, w1_bias, w2_bias, kind)
     if topk_ids is not None and topk_weights is not None:
         check_routing(hidden_states, w1, topk_weights, topk_ids, global_num_experts, expert_map)
+
+
+def check_device(hidden_states: Tensor, scheme: Scheme) -> None:
+    """NotImplementedError on a GPU that cannot run the scheme; what works there is named."""
+    lacks = lacks_here(scheme, hidden_states.device)
+    if lacks is not None:
+        raise NotImplementedError(lacks)
+
+
+def lacks_here(scheme: Scheme, device: torch.device) -> str | None:
+    """Why a device of this machine cannot run a scheme; None where it can, as a CPU always does."""
+    arch = known_arch(device)
+    return None if arch is None else what_lacks(scheme, arch)
+
+
+def known_arch(device: torch.device) -> int | None:
+    """Of a GPU in this machine. None for a compiler: what it traces fails in the kernel."""
+    if torch.compiler.is_compiling() or device.type != "cuda" or not torch.cuda.is_available():
+        return None
+    return device_facts(device).arch
 
 
 def check_weights(

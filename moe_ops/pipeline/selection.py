@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from moe_ops.pipeline.batched_prepare import BatchedPrepareAndFinalize
 from moe_ops.pipeline.config import FusedMoEConfig
 from moe_ops.pipeline.experts import (
@@ -23,6 +25,7 @@ from moe_ops.pipeline.experts import (
     TritonExperts,
 )
 from moe_ops.pipeline.formats import FusedMoEActivationFormat
+from moe_ops.pipeline.layer_checks import lacks_here
 from moe_ops.pipeline.modular_kernel import FusedMoEKernel
 from moe_ops.pipeline.no_ep import MoEPrepareAndFinalizeNoEP, MoEPrepareAndFinalizeNoEPMonolithic
 from moe_ops.pipeline.prepare_finalize import FusedMoEPrepareAndFinalize
@@ -90,6 +93,8 @@ def select_kernel(
         experts = chosen(rows, candidates)
         if experts is None:
             reasons = "".join(f"\n  {row.implementation}: {row.reason}" for row in rows)
+            lacks = lacks_here(quant.scheme, torch.device(config.device))
+            reasons += f"\n{lacks}" if lacks else ""
             raise NotImplementedError(
                 f"no experts serve scheme {quant.scheme.name} in this configuration:{reasons}"
             )

@@ -1,5 +1,6 @@
 """Quantization schemes: values with names, and how weights are stored in them."""
 
+from moe_ops.scheme.capability import schemes_instead, what_lacks
 from moe_ops.scheme.named import SCHEMES, UNQUANTIZED, get_scheme
 from moe_ops.scheme.quant_config import TENSORS, FusedMoEQuantConfig
 from moe_ops.scheme.values import (
@@ -33,4 +34,6 @@ __all__ = [
     "min_capability",
     "parse_quant",
     "quantize_weight",
+    "schemes_instead",
+    "what_lacks",
 ]

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -62,6 +64,7 @@ def tune(
     *,
     again: bool = False,
     made_with: str = "",
+    budget_s: float = math.inf,
 ) -> list[int]:
     """Tune what the file lacks, and write after each number of tokens, the largest first.
 
@@ -74,16 +77,19 @@ def tune(
         clock: what times a GEMM.
         again: whether to tune those that the file has too.
         made_with: noted in each entry.
+        budget_s: after so many seconds none is begun any more.
 
     Returns:
         The numbers of tokens that were tuned.
     """
-    entries = read(subject, folder)
+    entries, started, tuned = read(subject, folder), time.monotonic(), []
     todo = sorted({n for n in num_tokens if again or str(n) not in entries}, reverse=True)
     entries = {key: entry for key, entry in entries.items() if int(key) not in todo}
     shares = [len(subject.candidates(tokens)) for tokens in todo]
     progress, expected = _Progress(sum(shares), f"{subject.scheme.name}, {len(todo)} counts"), 0
     for tokens, share in zip(todo, shares, strict=True):
+        if time.monotonic() - started > budget_s:
+            break
         expected += share
         same = [e for n, e in entries.items() if subject.load(int(n)) == subject.load(tokens)]
         tiles = [same[0]["BLOCK_M"]] if same else subject.row_tiles(tokens)
@@ -91,8 +97,9 @@ def tune(
         entries[str(tokens)] = {**entry, "made_with": made_with}
         write(subject, folder, entries)
         progress.reach(expected)
+        tuned.append(tokens)
     progress.close()
-    return todo
+    return tuned
 
 
 class _Progress:
@@ -105,11 +112,11 @@ class _Progress:
     def ticking(self, clock: Clock, last: int) -> Clock:
         """The clock, whose trials count up to ``last``: how many there will be is a guess."""
 
-        def time(trial: Trial) -> float:
+        def timed(trial: Trial) -> float:
             self.reach(min(self.done + 1, last))
             return clock(trial)
 
-        return time
+        return timed
 
     def reach(self, done: int) -> None:
         """Show that so much is done."""

@@ -14,8 +14,9 @@ from itertools import chain
 from typing import Any, NamedTuple
 
 from moe_ops.activation import formula
+from moe_ops.block_scaled import is_block_scaled
 from moe_ops.gemm_tiles import shared_bytes
-from moe_ops.pipeline.costs import stored_gemm, tiles_of
+from moe_ops.pipeline.costs import analytic_tiles, stored_gemm
 from moe_ops.scheme import Scheme
 from moe_ops.tiles import ROW_TILES, Device, Gemm, TileConfig, load_class, pick_row_tile
 from moe_ops.tuned import SIZES, Sizes, default_row_tiles, file_name, scaled_group
@@ -59,12 +60,23 @@ class Pair(NamedTuple):
 
 @dataclass(frozen=True)
 class Subject:
-    """What is tuned: a gated layer of bf16 rows, on a GPU."""
+    """What is tuned: a gated layer of bf16 rows, on a GPU.
+
+    Raises:
+        NotImplementedError: a scheme whose products are block-scaled on that GPU.
+    """
 
     sizes: Sizes
     top_k: int
     scheme: Scheme
     device: Device
+
+    def __post_init__(self) -> None:
+        if is_block_scaled(self.scheme.name, self.device.arch):
+            raise NotImplementedError(
+                f"scheme must not run on block-scaled instructions, whose tiles are not looked up, "
+                f"got {self.scheme.name} on sm_{self.device.arch}"
+            )
 
     @property
     def file(self) -> str:
@@ -83,12 +95,13 @@ class Subject:
     def _gemm(self, num_tokens: int, which: int, row_tile: int) -> Gemm:
         experts, width, hidden = self.sizes
         n, k, halves = (width, hidden, 2) if which == 1 else (hidden, width, 1)
-        return Gemm(num_tokens * self.top_k, experts, n, k, 2, halves, (row_tile,))
+        # Twice the tile: a single one stands for tiles that do not follow the load.
+        return Gemm(num_tokens * self.top_k, experts, n, k, 2, halves, (row_tile, row_tile))
 
     def default(self, num_tokens: int, which: int, row_tile: int) -> TileConfig:
         """The analytic choice for GEMM 1 or 2 with tiles of so many rows."""
         gemm, rule = self._gemm(num_tokens, which, row_tile), formula("silu")
-        return tiles_of(gemm, self.scheme, rule if which == 1 else None, self.device).tiles
+        return analytic_tiles(gemm, self.scheme, rule if which == 1 else None, self.device)
 
     def allows(self, trial: Trial) -> bool:
         """Whether tiles fit the scheme's groups, the shared memory and the registers."""

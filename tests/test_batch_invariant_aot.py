@@ -1,0 +1,111 @@
+"""What batch-invariant mode rests on, seen in the compiled kernels of every architecture."""
+
+import re
+
+import pytest
+import torch
+from conftest import INTERPRETED
+
+if INTERPRETED:
+    pytest.skip("compiles kernels: not in the interpreter", allow_module_level=True)
+pytest.importorskip("triton")
+
+import aot  # noqa: E402
+
+from moe_ops.kernels import (  # noqa: E402
+    align,
+    decoded_gemm,
+    expert_gemm,
+    routing,
+    scaled_gemm,
+    topk_align,
+    weight_only_gemm,
+)
+from moe_ops.routing import SCORING_FUNCS  # noqa: E402
+from moe_ops.scheme import get_scheme, min_capability, quantize_weight  # noqa: E402
+from moe_ops.tiles import INVARIANT_ROW_TILES, MANY_TOKENS  # noqa: E402
+
+pytestmark = [pytest.mark.aot, pytest.mark.filterwarnings("ignore")]
+E, N, K = 4, 256, 512
+MODULES = (align, expert_gemm, routing, scaled_gemm, topk_align, weight_only_gemm)
+
+
+@pytest.fixture(autouse=True)
+def no_other_driver():
+    """Kernels cached for one architecture must not serve the next."""
+    for module in MODULES:
+        for value in vars(module).values():
+            if hasattr(value, "device_caches"):
+                value.device_caches.clear()
+
+
+def weight(empty, scheme):
+    """Stored data, scale, zero point and global scale."""
+    stored = quantize_weight(torch.empty(E, 2 * N, K, device="meta", dtype=torch.bfloat16), scheme)
+    return [None if x is None else empty(*x.shape, dtype=x.dtype) for x in stored]
+
+
+def rows(empty, slots, quant):
+    """Quantized rows and their scales."""
+    width = K // 2 if quant.element.packed else K
+    groups = 1 if quant.group.cols < 0 or quant.group.cols > K else K // quant.group.cols
+    q = empty(slots, width, dtype=quant.dtype)
+    return q, empty(slots, groups, dtype=quant.scale_dtype)
+
+
+def launch_product(empty, name, slots):
+    """The first product of a layer, with its activation, for some slots."""
+    scheme, tiles = get_scheme(name), INVARIANT_ROW_TILES
+    ids = empty(slots, 1, dtype=torch.int32)
+    plan = (*align.moe_align_block_size(ids, None, tiles, E, False, True), tiles, 1)
+    x = empty(slots, K)
+    if scheme.weight is None:
+        return expert_gemm.expert_gemm_act(x, empty(E, 2 * N, K), None, None, *plan, "silu")
+    data, scale, zero_point, factor = weight(empty, scheme)
+    if scheme.activation is None:
+        w = (data, scale, zero_point, factor)
+        return weight_only_gemm.weight_only_gemm_act(x, *w, None, None, *plan, name, "silu")
+    how = (*rows(empty, slots, scheme.activation), data, scale)
+    rest = (None, *plan, name, torch.bfloat16, "silu")
+    if scheme.decoded:
+        return decoded_gemm.decoded_gemm_act(*how, factor, *rest)
+    return scaled_gemm.scaled_gemm_act(*how, *rest)
+
+
+@pytest.mark.parametrize("arch", [80, 90, 100, 120])
+@pytest.mark.parametrize(
+    "scheme",
+    ["unquantized", "fp8_channel", "fp8_block128", "int8_channel", "int4_w4a16_g32", "mxfp4"],
+)
+def test_one_binary_at_every_load(scheme, arch):
+    if arch < min_capability(get_scheme(scheme).activation):
+        pytest.skip("no kernels of this scheme")
+
+    def launch(empty):
+        for slots in (1, 7, 64, 4096):
+            launch_product(empty, scheme, slots)
+
+    products = [k for k in aot.compile_launch(arch, launch) if "gemm" in k.metadata.name]
+    assert len(products) == 4
+    assert len({kernel.hash for kernel in products}) == 1
+
+
+def float_sums(kernel):
+    """Reductions that add floats: their result depends on who adds what first."""
+    bodies = re.findall(r'"tt\.reduce".*?\n(.*?)tt\.reduce\.return', kernel.asm["ttir"], re.S)
+    assert bodies
+    return [body for body in bodies if "arith.addf" in body]
+
+
+@pytest.mark.parametrize("scoring", SCORING_FUNCS)
+def test_routing_adds_no_floats(scoring):
+    def launch(empty):
+        how = (None, 6, True, scoring, 1.0)
+        for tokens in (1, 2 * MANY_TOKENS):
+            routing.fused_topk(empty(tokens, 100), *how)
+        topk_align.topk_align(empty(5, 100), *how, None, [64], 100)
+
+    kernels = aot.compile_launch(90, launch)
+    names = [kernel.metadata.name for kernel in kernels]
+    assert names == ["_fused_topk_kernel"] * 2 + ["_topk_align_kernel"]
+    assert not any(map(float_sums, kernels))

@@ -1,0 +1,196 @@
+"""Files of tuned tiles: what is refused, and what a layer finds in them."""
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from moe_ops import tuned
+from moe_ops.gemm_tiles import gemm_tiles, shared_bytes
+from moe_ops.pipeline.devices import TARGETS
+from moe_ops.tiles import ROW_TILES, Gemm, TileConfig, pick_row_tile
+from moe_ops.tuned import DEFAULT, choose, file_name, parse
+
+H200 = TARGETS["sm_90"].facts
+SIZES = (8, 64, 128)
+NAME = file_name(SIZES, "NVIDIA H200", "unquantized")
+
+
+def gemm_of(block_n=64, block_k=64, group_m=1, num_warps=4, num_stages=3):
+    return {
+        "BLOCK_N": block_n, "BLOCK_K": block_k, "GROUP_M": group_m,
+        "num_warps": num_warps, "num_stages": num_stages,
+    }  # fmt: skip
+
+
+def entry(block_m=16, gemm1=None, gemm2=None):
+    return {"BLOCK_M": block_m, "gemm1": gemm1 or gemm_of(), "gemm2": gemm2 or gemm_of(32)}
+
+
+def record(top_k=2, **entries):
+    return {"top_k": top_k, **{key.strip("_"): value for key, value in entries.items()}}
+
+
+def layer(content, sizes=SIZES, scheme="unquantized"):
+    return parse(file_name(sizes, "NVIDIA H200", scheme), json.dumps(content))
+
+
+def first(rows, row_tiles=ROW_TILES, itemsize=2):
+    """GEMM 1 of the layer."""
+    return Gemm(rows, 8, 64, 128, itemsize, 2, row_tiles)
+
+
+def chosen(gemm, device=H200, scheme="unquantized"):
+    return choose(gemm, scheme, 8 * gemm.itemsize, device, gemm_tiles(gemm, device))
+
+
+@pytest.fixture
+def installed(monkeypatch):
+    def install(*layers):
+        monkeypatch.setattr(tuned, "TABLES", tuned.tables(layers))
+
+    return install
+
+
+def changed(path, value):
+    """A good file with one thing changed; a value of None: left out."""
+    content = record(_4=entry())
+    *outer, last = path
+    place = content
+    for key in outer:
+        place = place[key]
+    place[last] = value
+    if value is None:
+        del place[last]
+    return json.dumps(content)
+
+
+@pytest.mark.parametrize(
+    "path, value, named",
+    [
+        (["top_k"], None, "top_k must be a number >= 1, got None"),
+        (["top_k"], 0, "top_k must be a number >= 1, got 0"),
+        (["triton_version"], "3.6.0", "a key must be top_k or a token count, got 'triton_version'"),
+        (["0"], {}, "a key must be top_k or a token count, got '0'"),
+        (["4"], 7, "4 must be an object, got 7"),
+        (["4", "BLOCK_M"], 8, "4.BLOCK_M must be among (16, 32, 64, 128), got 8"),
+        (["4", "BLOCK_M"], True, "4.BLOCK_M must be among"),
+        (["4", "gemm2"], None, "4.gemm2 must be an object, got None"),
+        (["4", "gemm1", "BLOCK_N"], 48, "4.gemm1.BLOCK_N must be a power of two, got 48"),
+        (["4", "gemm1", "BLOCK_N"], 8, "4.gemm1.BLOCK_N must be a number >= 16, got 8"),
+        (["4", "gemm1", "BLOCK_K"], "64", "4.gemm1.BLOCK_K must be a number >= 16, got '64'"),
+        (["4", "gemm2", "GROUP_M"], None, "4.gemm2.GROUP_M must be a number >= 1, got None"),
+        (["4", "gemm2", "num_warps"], 3, "4.gemm2.num_warps must be a power of two, got 3"),
+        (["4", "gemm2", "num_stages"], 0, "4.gemm2.num_stages must be a number >= 1, got 0"),
+        (["5"], entry(32), "5.BLOCK_M must be 16 as for 4, of the same load, got 32"),
+    ],
+)
+def test_refused_content(path, value, named):
+    with pytest.raises(ValueError) as raised:
+        parse(NAME, changed(path, value))
+    assert str(raised.value).startswith(f"{NAME}: {named}")
+
+
+@pytest.mark.parametrize(
+    "name, text, named",
+    [
+        ("E=8,N=64,device_name=NVIDIA_H200.json", "{}", "the name must match"),
+        ("E=8,N=64,K=128,device_name=NVIDIA_H200,scheme=fp7.json", "{}", "unknown scheme|fp7"),
+        (NAME, "{", "Expecting property name"),
+        (NAME, "[]", "the file must be an object"),
+    ],
+)
+def test_refused_files(name, text, named):
+    with pytest.raises(ValueError, match=named) as raised:
+        parse(name, text)
+    assert str(raised.value).startswith(name)
+
+
+def test_a_block_does_not_cross_a_scale():
+    wide = record(_4=entry(gemm2=gemm_of(block_k=256)))
+    layer(wide, scheme="fp8_channel")
+    with pytest.raises(ValueError, match=r"4.gemm2.BLOCK_K must not cross a scale's 128, got 256"):
+        layer(wide, scheme="fp8_block128")
+
+
+def test_row_tiles_by_load():
+    # 8 experts, 2 a token: 1.5 * 2 T / 8 rows wanted.
+    small, large = entry(32), entry(64)
+    assert layer(record()).row_tiles == ROW_TILES
+    assert layer(record(_4=small)).row_tiles == (32, 32, 64, 128)
+    found = layer(record(_4=small, _1000=large)).row_tiles  # 375 rows: class 5
+    assert found == (32, 32, 64, 128, 128, 64)
+    eight_bit = layer(record(_1000=entry(128)), scheme="fp8_channel").row_tiles
+    assert eight_bit == (16, 32, 64, 64, 64, 128, 128)
+    for tokens in (1, 42, 43, 500, 683, 4000):
+        expected = 32 if tokens < 86 else 64 if tokens < 171 or tokens >= 683 else 128
+        assert pick_row_tile(found, 2 * tokens, 8) == expected
+
+
+def test_the_nearest_entry_of_the_load(installed):
+    installed(layer(record(_1=entry(gemm1=gemm_of(16)), _30=entry(gemm1=gemm_of(128)))))
+    tiles = layer(record(_1=entry(), _30=entry())).row_tiles
+    widths = {t: chosen(first(2 * t, tiles)).tiles.block_n for t in (1, 2, 5, 6, 42)}
+    assert widths == {1: 16, 2: 16, 5: 16, 6: 128, 42: 128}
+    other = chosen(first(2 * 60, tiles))
+    assert other.source == f"{DEFAULT} ({NAME} has nothing for this load)"
+    assert other.tiles == gemm_tiles(first(2 * 60, tiles), H200)
+
+
+def test_both_gemms_find_theirs(installed):
+    installed(layer(record(_4=entry(gemm1=gemm_of(64, 32), gemm2=gemm_of(16, 128, 2, 8, 2)))))
+    second = Gemm(8, 8, 128, 64, 2, 1, ROW_TILES)
+    assert chosen(first(8)).tiles == TileConfig(16, 64, 32, 1, 4, 3)
+    assert chosen(second).tiles == TileConfig(16, 16, 128, 2, 8, 2)
+    assert chosen(second).source == f"tuned ({NAME})"
+
+
+def test_who_finds_nothing(installed):
+    gemm = first(8)
+    installed(layer(record(_4=entry())))
+    assert chosen(gemm).source == f"tuned ({NAME})"
+    others = [
+        (gemm._replace(num_experts=4), H200, "unquantized"),
+        (gemm._replace(n=96), H200, "unquantized"),
+        (gemm._replace(row_tiles=(16,)), H200, "unquantized"),  # fixed, whatever the load
+        (gemm._replace(itemsize=4), H200, "unquantized"),
+        (gemm, H200._replace(name="NVIDIA H100"), "unquantized"),
+        (gemm, H200._replace(name=""), "unquantized"),
+        (gemm, H200, "fp8_w8a16"),
+    ]
+    for one, device, scheme in others:
+        assert chosen(one, device, scheme).source == DEFAULT
+    # A plan with other rows, as the caller of an operator may have made it.
+    assert "has nothing" in chosen(gemm._replace(row_tiles=(32, 64))).source
+
+
+def test_what_does_not_fit_is_not_used(installed):
+    installed(layer(record(_4=entry(gemm1=gemm_of(256, 128, num_stages=4)))))
+    choice = chosen(first(8))
+    assert choice.source.startswith(f"{DEFAULT} ({NAME} takes 540672 bytes of shared memory")
+    assert choice.tiles == gemm_tiles(first(8), H200)
+
+
+@given(
+    entries=st.dictionaries(
+        st.integers(1, 5000), st.sampled_from([16, 64, 256]), min_size=1, max_size=6
+    ),
+    rows=st.sampled_from(ROW_TILES),
+    tokens=st.integers(1, 10**6),
+    arch=st.sampled_from(["sm_86", "sm_90"]),
+)
+def test_every_choice_can_run(entries, rows, tokens, arch):
+    """It has the rows of the plan, and fits; what is not the file's is the default's."""
+    content = {str(t): entry(rows, gemm_of(n, 128, num_stages=4)) for t, n in entries.items()}
+    known = layer({"top_k": 2, **content})
+    device = TARGETS[arch].facts._replace(name="NVIDIA H200")
+    gemm = first(2 * tokens, known.row_tiles)
+    before, tuned.TABLES = tuned.TABLES, tuned.tables([known])
+    try:
+        choice = chosen(gemm, device)
+    finally:
+        tuned.TABLES = before
+    assert choice.tiles.block_m == pick_row_tile(known.row_tiles, 2 * tokens, 8)
+    assert shared_bytes(choice.tiles, gemm, 16) <= device.shared_memory
+    assert choice.source.startswith("tuned") or choice.tiles == gemm_tiles(gemm, device)

@@ -1,0 +1,107 @@
+"""Every file of tuned tiles in the package, checked and compiled for its GPU, without a GPU."""
+
+import json
+from importlib import import_module
+from types import SimpleNamespace
+
+import pytest
+import torch
+from conftest import INTERPRETED
+
+if INTERPRETED:
+    pytest.skip("compiles kernels: not in the interpreter", allow_module_level=True)
+pytest.importorskip("triton")
+
+import aot  # noqa: E402
+from test_tuned import entry, gemm_of, record  # noqa: E402
+
+from moe_ops import ops, tuned  # noqa: E402
+from moe_ops.pipeline import gemms  # noqa: E402
+from moe_ops.pipeline.devices import TARGETS  # noqa: E402
+from moe_ops.pipeline.row_spaces import SlotRows  # noqa: E402
+from moe_ops.scheme import get_scheme, quantize_weight  # noqa: E402
+from moe_ops.tensors import ExpertWeight, QTensor, Rows  # noqa: E402
+from moe_ops.tiles import num_tiles, padded_slots  # noqa: E402
+from moe_ops.tuning.search import Subject, Trial  # noqa: E402
+
+pytestmark = [pytest.mark.aot, pytest.mark.filterwarnings("ignore")]
+LAUNCHERS = SimpleNamespace(
+    **{
+        name: getattr(import_module(f"moe_ops.kernels.{stage}"), name)
+        for name, stage in ops.STAGES.items()
+        if stage in ("expert_gemm", "scaled_gemm", "weight_only_gemm", "decoded_gemm")
+    }
+)
+SHIPPED = [layer for layers in tuned.read_all().values() for layer in layers.values()]
+MADE_UP = [
+    tuned.parse(
+        tuned.file_name((4, 256, 512), "NVIDIA H200", scheme),
+        json.dumps(record(_4=entry(), _500=entry(64, gemm_of(32, num_stages=2)))),
+    )
+    for scheme in ("unquantized", "fp8_block128", "int4_w4a16_g32", "mxfp4")
+]
+
+
+def subject_of(known):
+    gpu = next(t.facts for t in TARGETS.values() if tuned.plain_name(t.gpu or "") == known.device)
+    return Subject(known.sizes, known.top_k, get_scheme(known.scheme), gpu)
+
+
+def trials(known):
+    for num_tokens, *both in known.entries:
+        for which, tiles in enumerate(both, start=1):
+            yield Trial(num_tokens, which, tiles)
+
+
+@pytest.mark.parametrize("known", SHIPPED, ids=lambda known: known.file)
+def test_tiles_are_ones_that_may_win(known):
+    subject = subject_of(known)
+    for trial in trials(known):
+        default = subject.default(trial.num_tokens, trial.gemm, trial.tiles.block_m)
+        assert trial.tiles == default or subject.allows(trial), trial
+
+
+def launch_trial(known, trial):
+    """One GEMM of the layer, on the plan that the file makes."""
+    scheme, (experts, width, hidden) = get_scheme(known.scheme), known.sizes
+    slots, quant = trial.num_tokens * known.top_k, scheme.activation
+    n, k = (2 * width, hidden) if trial.gemm == 1 else (hidden, width)
+    rows = trial.num_tokens if trial.gemm == 1 else slots
+
+    def launch(empty):
+        ids = empty(trial.num_tokens, known.top_k, dtype=torch.int32)
+        sizes = (slots, experts, known.row_tiles)
+        lengths = (padded_slots(*sizes), num_tiles(*sizes), 1)
+        plan = tuple(empty(length, dtype=torch.int32) for length in lengths)
+        space = SlotRows(plan, known.row_tiles, ids, None, experts)
+        meta = quantize_weight(
+            torch.empty(experts, n, k, dtype=torch.bfloat16, device="meta"), scheme
+        )
+        q = QTensor(*(None if t is None else empty(*t.shape, dtype=t.dtype) for t in meta))
+        a = Rows(empty(rows, k))
+        if quant is not None:
+            given = empty(1, dtype=torch.float32) if quant.static or quant.global_scale else None
+            slots_of = (None, None, None, experts, quant.key)
+            a = Rows(*ops.moe_quantize(a.data, given, *slots_of))
+        weight = ExpertWeight(q.data, None, q.scale, q.zero_point, q.global_scale)
+        if trial.gemm == 2:
+            gemms.gemm(a, weight, space, 1, scheme, torch.bfloat16)
+        else:
+            last = (scheme, torch.bfloat16, "silu")
+            gemms.activated_product(a, weight, space, known.top_k, *last)
+
+    return launch
+
+
+@pytest.mark.parametrize("known", [*SHIPPED, *MADE_UP], ids=lambda known: known.file)
+def test_tiles_compile(known, monkeypatch):
+    """In the shared memory that there is, as the file says, and into a product that is right."""
+    monkeypatch.setattr(gemms, "ops", LAUNCHERS)
+    monkeypatch.setattr(tuned, "TABLES", tuned.tables([known]))
+    gpu = subject_of(known).device
+    for trial in trials(known):
+        (kernel,) = aot.compile_launch(gpu.arch, launch_trial(known, trial), gpu.name)
+        made = kernel.metadata
+        assert (made.num_warps, made.num_stages) == (trial.tiles.num_warps, trial.tiles.num_stages)
+        assert aot.resources(kernel, gpu.arch)["shared"] <= gpu.shared_memory, trial
+        assert not aot.rewrites_operands(kernel), trial
