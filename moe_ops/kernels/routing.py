@@ -20,6 +20,7 @@ from moe_ops.kernels.routing_scores import (
     chosen_weights,
     in_best_groups,
     is_finite,
+    ordered,
     route_tokens,
     scores_and_choice,
     softmax_terms,
@@ -60,7 +61,8 @@ def _grouped_topk_kernel(
     logits = tl.load(row + expert, mask=valid, other=0.0).to(tl.float32)
     choice, peak, inverse = scores_and_choice(logits, bias, expert, valid, SCORING)
     choice = in_best_groups(choice, NUM_GROUPS, TOPK_GROUP, BEST, GROUPS, WIDTH)
-    chosen = best_positions(choice[None, :], TOPK, GROUPS * WIDTH, SLOTS, bias is not None)
+    key = ordered(choice[None, :], bias is not None)
+    chosen = best_positions(key, TOPK, GROUPS * WIDTH, SLOTS)
     ids = chosen // WIDTH * GROUP_SIZE + chosen % WIDTH
     slot = tl.arange(0, SLOTS)[None, :]
     weights = chosen_weights(row, ids, slot < TOPK, peak, inverse, SCORING)

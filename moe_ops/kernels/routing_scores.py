@@ -92,6 +92,16 @@ def scores(logits, finite, peak, inverse, SCORING: tl.constexpr):
 
 
 @triton.jit
+def biased(score, bias, expert, valid):
+    """What experts are chosen by."""
+    choice = score
+    if bias is not None:
+        choice = choice + tl.load(bias + expert, mask=valid, other=0.0).to(tl.float32)
+        choice = tl.where(is_finite(choice), choice, LOWEST)
+    return choice
+
+
+@triton.jit
 def scores_and_choice(logits, bias, expert, valid, SCORING: tl.constexpr):
     """What the experts of rows are chosen by (-inf is no expert), and a softmax's terms."""
     finite = valid & is_finite(logits)
@@ -101,10 +111,7 @@ def scores_and_choice(logits, bias, expert, valid, SCORING: tl.constexpr):
         choice = (weight * inverse).to(tl.float32)
     else:
         choice = scores(logits, finite, peak, inverse, SCORING)
-    if bias is not None:
-        choice = choice + tl.load(bias + expert, mask=valid, other=0.0).to(tl.float32)
-        choice = tl.where(is_finite(choice), choice, LOWEST)
-    return tl.where(valid, choice, float("-inf")), peak, inverse
+    return tl.where(valid, biased(choice, bias, expert, valid), float("-inf")), peak, inverse
 
 
 @triton.jit
@@ -132,20 +139,24 @@ def in_best_groups(
 
 
 @triton.jit
-def best_positions(
-    choice, TOPK: tl.constexpr, COUNT: tl.constexpr, SLOTS: tl.constexpr, SIGNED: tl.constexpr
-):
+def ordered(choice, SIGNED: tl.constexpr):
+    """int32 keys in the order of float32 numbers, of which a warp finds the largest at once."""
+    if SIGNED:  # not only -inf is negative
+        choice = choice + 0.0  # no negative zero
+    key = choice.to(tl.int32, bitcast=True)
+    if SIGNED:
+        key = key ^ ((key >> 31) & 0x7FFFFFFF)
+    return key
+
+
+@triton.jit
+def best_positions(key, TOPK: tl.constexpr, COUNT: tl.constexpr, SLOTS: tl.constexpr):
     """The TOPK largest of each row of ``(rows, COUNT)``, ties to the lowest position.
 
     Rounds of a maximum and of the lowest position that has it, both of integers, which a warp
     reduces in one instruction. (Halving the rounds' work by looking at pairs needs a reshape and a
     split, which Triton 3.6 gets wrong for some sizes on the GPU.)
     """
-    if SIGNED:  # not only -inf is negative
-        choice = choice + 0.0  # no negative zero
-    key = choice.to(tl.int32, bitcast=True)
-    if SIGNED:
-        key = key ^ ((key >> 31) & 0x7FFFFFFF)
     at, slot = tl.arange(0, COUNT)[None, :], tl.arange(0, SLOTS)[None, :]
     chosen = tl.zeros((key.shape[0], SLOTS), dtype=tl.int32)
     for j in range(TOPK):
@@ -154,6 +165,54 @@ def best_positions(
         chosen = tl.where(slot == j, position, chosen)
         key = tl.where(at == position, -0x80000000, key)  # less than -inf
     return chosen
+
+
+@triton.jit
+def likely_positions(key, TOPK: tl.constexpr, COUNT: tl.constexpr, SLOTS: tl.constexpr):
+    """What `best_positions` finds unless keys differ in nothing but their lowest bits.
+
+    Those make room for the position, so that a round is one maximum. The maximum of what is less
+    than the last one needs no other keys: modulo 2**32, an addend makes the last one the least.
+
+    Returns:
+        The positions, and 1 for each row where no key left is larger than a chosen one. Then the
+        positions are those of the best, if in another order.
+    """
+    at, slot = tl.arange(0, COUNT)[None, :], tl.arange(0, SLOTS)[None, :]
+    packed = (key & -COUNT) | (COUNT - 1 - at)
+    chosen = tl.zeros((key.shape[0], SLOTS), dtype=tl.int32)
+    best = tl.zeros((key.shape[0], 1), dtype=tl.int32)
+    addend = best
+    for j in range(TOPK):
+        best = tl.max(packed + addend, 1, keep_dims=True) - addend
+        chosen = tl.where(slot == j, best, chosen)
+        addend = -0x80000000 - best
+    left = tl.max(tl.where(packed < best, key, -0x80000000), 1)
+    least = tl.min(tl.where(packed < best, 0x7FFFFFFF, key), 1)
+    return COUNT - 1 - (chosen & (COUNT - 1)), (left <= least).to(tl.int32)
+
+
+@triton.jit
+def _minimum(x, y):
+    return tl.minimum(x, y)
+
+
+@triton.jit
+def falling(x):
+    """1 for each row of the last axis in which no number is larger than one before it."""
+    return tl.min((x <= tl.associative_scan(x, 2, _minimum)).to(tl.int32), 2)
+
+
+@triton.jit
+def one_a_thread(x):
+    """``(rows, SLOTS)`` as ``(rows, copies, SLOTS)``, so that no thread of a warp is without.
+
+    Where there are fewer elements than threads, Triton 3.6 may have each thread compute all of them.
+    """
+    ROWS: tl.constexpr = x.shape[0]
+    SLOTS: tl.constexpr = x.shape[1]
+    COPIES: tl.constexpr = 32 // (ROWS * SLOTS) if ROWS * SLOTS < 32 else 1
+    return tl.broadcast_to(x[:, None, :], (ROWS, COPIES, SLOTS))
 
 
 @triton.jit
@@ -181,16 +240,31 @@ def route_tokens(
     SCALE: tl.constexpr, TOPK: tl.constexpr, RENORMALIZE: tl.constexpr, SCORING: tl.constexpr,
     TOKENS: tl.constexpr, EXPERTS: tl.constexpr, SLOTS: tl.constexpr,
 ):  # fmt: skip
-    """All experts compete, for each of TOKENS tokens: the chosen ``(TOKENS, SLOTS)``."""
+    """All experts compete, for each of TOKENS tokens: the chosen ``(TOKENS, SLOTS)``.
+
+    A quick way finds them in nearly every row; where their scores do not fall, or one was left that
+    is larger, all rows take the slow way.
+    """
     token = first_token.to(tl.int64) + tl.arange(0, TOKENS)[:, None]
     expert, slot = tl.arange(0, EXPERTS)[None, :], tl.arange(0, SLOTS)[None, :]
     rows = gating_output + token * stride_row
     valid = expert < tl.where(token < num_tokens, NUM_EXPERTS, 0)
     logits = tl.load(rows + expert, mask=valid, other=0.0).to(tl.float32)
     choice, peak, inverse = scores_and_choice(logits, bias, expert, valid, SCORING)
-    ids = best_positions(choice, TOPK, EXPERTS, SLOTS, bias is not None)
+    key = ordered(choice, bias is not None)
+    chosen, complete = likely_positions(key, TOPK, EXPERTS, SLOTS)
     mask = slot < tl.where(token < num_tokens, TOPK, 0)
-    weights = chosen_weights(rows, ids, mask, peak, inverse, SCORING)
-    at = token * TOPK + slot
-    store_routing(topk_weights, topk_ids, at, mask, weights, ids, RENORMALIZE, SCALE)
-    return tl.where(mask, ids, -1)
+    known, at = one_a_thread(mask), one_a_thread(token * TOPK + slot)
+    rows = rows[:, None]
+    if SCORING == "softmax":
+        peak, inverse = peak[:, None], inverse[:, None]
+    ids = one_a_thread(chosen)
+    weights = chosen_weights(rows, ids, known, peak, inverse, SCORING)
+    chosen_by = tl.where(known, biased(weights, bias, ids, known), float("-inf"))
+    in_order = tl.min(falling(chosen_by), 1)
+    if tl.min(complete & in_order, 0) == 0:
+        chosen = best_positions(key, TOPK, EXPERTS, SLOTS)
+        ids = one_a_thread(chosen)
+        weights = chosen_weights(rows, ids, known, peak, inverse, SCORING)
+    store_routing(topk_weights, topk_ids, at, known, weights, ids, RENORMALIZE, SCALE)
+    return tl.where(mask, chosen, -1)
