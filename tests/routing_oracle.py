@@ -14,9 +14,9 @@ from moe_ops.testing import assert_matches_reference
 SCORING = ("softmax", "sigmoid", "sqrtsoftplus")
 LOWEST = torch.finfo(torch.float32).min
 TOKENS = 6 if INTERPRETED else 20
-KINDS = ("grid", "random", "equal", "far", "broken")
-"""Logits: multiples of 1/16, so that equal ones are exact ties; any; all equal; up to 200; with NaN
-and infinities among them."""
+KINDS = ("grid", "random", "equal", "near", "far", "broken")
+"""Logits: multiples of 1/16, so that equal ones are exact ties; any; all equal; with scores that
+differ in their lowest bits only, if at all; up to 200; with NaN and infinities among them."""
 
 
 def make_logits(kind: str, tokens: int, experts: int, seed: int) -> Tensor:
@@ -26,6 +26,8 @@ def make_logits(kind: str, tokens: int, experts: int, seed: int) -> Tensor:
     logits = 2 * torch.randn(tokens, experts, generator=g)
     if kind == "grid":
         logits = (logits * 16).round() / 16
+    elif kind == "near":
+        logits = 0.25 + (logits * 64).round() * 2.0**-23
     elif kind == "far":
         logits = logits * 50
     elif kind == "broken":

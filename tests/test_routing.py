@@ -67,6 +67,18 @@ def test_kernels_choose_as_references(scoring, kind, experts, k, device):
             assert torch.equal(weights.cpu(), expected[0])
 
 
+@pytest.mark.parametrize("scoring", SCORING)
+def test_the_best_behind_others_nearly_as_good(scoring, device):
+    """Scores that fall in their lowest bits, until a last one that is larger."""
+    logits = 0.25 - torch.arange(256) * 2.0**-21
+    logits[20:] = 0.0
+    logits[-1] = 0.25 + 2.0**-21
+    call = Call(8, False, scoring, None, 1.0)
+    weights, ids = ops.fused_topk(logits[None].to(device), *call.arguments(device))
+    assert ids.tolist() == [[255, 0, 1, 2, 3, 4, 5, 6]]
+    assert_routed(logits[None], call, weights, ids)
+
+
 @pytest.mark.parametrize("experts", [1, 60, 128, 300])
 @pytest.mark.parametrize("scoring", SCORING)
 def test_programs_of_several_tokens(scoring, experts, device, monkeypatch):

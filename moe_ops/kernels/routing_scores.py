@@ -11,38 +11,11 @@ import triton
 import triton.language as tl
 
 LOWEST = tl.constexpr(-3.4028234663852886e38)
-LOG2_E = tl.constexpr(1.4426950408889634)
-LAST_BIT_ONE = tl.constexpr(1.5 * 2.0**52)
-"""A float64 number, and all within 2**51 of it, whose lowest bit counts ones."""
 
 
 @triton.jit
 def is_finite(x):
     return tl.abs(x) < float("inf")  # not so of NaN
-
-
-@triton.jit
-def _exp(x):
-    """float64 exp(x) for x up to 0; of what is below -700, where float32 has only 0, exp(-700).
-
-    Nearly as exact as `tl.exp` (2**-51 and ``|x|`` 2**-53, of which rounding to float32 leaves
-    nothing), with a third fewer instructions: 2**n times a polynomial for 2**f, ``|f| <= 0.5``.
-    """
-    x = tl.where(x > -700.0, x, -700.0)
-    whole = tl.fma(x, LOG2_E, LAST_BIT_ONE)  # n in its lowest bits
-    f = tl.fma(x, LOG2_E, LAST_BIT_ONE - whole)
-    y = tl.fma(f, 7.072585949269223e-09, 1.0208690299958306e-07)
-    y = tl.fma(f, y, 1.321544258792169e-06)
-    y = tl.fma(f, y, 1.5252657260200837e-05)
-    y = tl.fma(f, y, 0.0001540353044173605)
-    y = tl.fma(f, y, 0.0013333558230164974)
-    y = tl.fma(f, y, 0.009618129107606888)
-    y = tl.fma(f, y, 0.05550410866444772)
-    y = tl.fma(f, y, 0.24022650695910097)
-    y = tl.fma(f, y, 0.69314718055995)
-    y = tl.fma(f, y, 1.0)
-    n = whole.to(tl.int64, bitcast=True) << 52
-    return (y.to(tl.int64, bitcast=True) + n).to(tl.float64, bitcast=True)
 
 
 @triton.jit
@@ -57,16 +30,14 @@ def _log1p(z):
 def _sum(x, per_bound, bound):
     """Along the last axis, of float64 numbers from 0 to ``bound``.
 
-    Each is rounded to a multiple of a unit, small enough for the sum of all to fit into an int64:
-    added to ONE, a number counts units in the lowest bits.
+    Each is rounded to a multiple of the smallest unit with which the sum of all fits into an int64.
     ``bound`` and ``per_bound``, one over it, are powers of two.
     """
     COUNT: tl.constexpr = x.shape[-1]
-    ONE: tl.constexpr = 1.0 if COUNT <= 1024 else COUNT / 1024
-    zero = tl.full((1,) * len(x.shape), ONE, dtype=tl.float64).to(tl.int64, bitcast=True)
-    units = tl.fma(x, per_bound, ONE).to(tl.int64, bitcast=True)
-    total = tl.sum(units, -1, keep_dims=True) - zero * COUNT  # modulo 2**64
-    return total.to(tl.float64) * (bound * (ONE * 2.0**-52))
+    PER_UNIT: tl.constexpr = 2.0**62 / COUNT
+    UNIT: tl.constexpr = COUNT * 2.0**-62
+    units = (x * (per_bound * PER_UNIT) + 0.5).to(tl.int64)
+    return tl.sum(units, -1, keep_dims=True).to(tl.float64) * (bound * UNIT)
 
 
 @triton.jit
@@ -92,7 +63,7 @@ def _softmax(x, finite):
     """
     x = tl.where(finite, x, float("-inf"))
     peak = tl.maximum(tl.max(x, -1, keep_dims=True), LOWEST).to(tl.float64)
-    weight = _exp(x.to(tl.float64) - peak)
+    weight = tl.exp(x.to(tl.float64) - peak)
     total = _sum(weight, 1.0, 1.0)
     return peak, weight, tl.where(total > 0, 1.0 / tl.where(total > 0, total, 1.0), 0.0)
 
@@ -109,9 +80,9 @@ def scores(logits, finite, peak, inverse, SCORING: tl.constexpr):
     """float32 scores of float32 logits; what is not finite (or no expert) scores 0."""
     x = tl.where(finite, logits, 0.0).to(tl.float64)
     if SCORING == "softmax":
-        score = _exp(tl.where(finite, x - peak, 0.0)) * inverse
+        score = tl.exp(tl.where(finite, x - peak, 0.0)) * inverse
     else:
-        decayed = _exp(-tl.abs(x))
+        decayed = tl.exp(-tl.abs(x))
         if SCORING == "sigmoid":
             score = tl.where(x >= 0, 1.0, decayed) / (1.0 + decayed)
         else:
@@ -198,14 +169,15 @@ def best_positions(key, TOPK: tl.constexpr, COUNT: tl.constexpr, SLOTS: tl.const
 
 @triton.jit
 def likely_positions(key, TOPK: tl.constexpr, COUNT: tl.constexpr, SLOTS: tl.constexpr):
-    """What `best_positions` finds unless keys differ in nothing but their lowest bits.
+    """What `best_positions` finds, unless keys differ in their lowest bits only.
 
-    Those make room for the position, so that a round is one maximum. The maximum of what is less
-    than the last one needs no other keys: modulo 2**32, an addend makes the last one the least.
+    In place of those bits goes the position, so that one maximum a round finds both. To pass over
+    what was found, no key need change: an addend makes the last one found the least of all, modulo
+    2**32, and keeps the order of the others.
 
     Returns:
-        The positions, and 1 for each row where no key left is larger than a chosen one. Then the
-        positions are those of the best, if in another order.
+        The positions, and for each row 1 if no key left is larger than a chosen one: then these are
+        the best, though perhaps in another order.
     """
     at, slot = tl.arange(0, COUNT)[None, :], tl.arange(0, SLOTS)[None, :]
     packed = (key & -COUNT) | (COUNT - 1 - at)
@@ -222,21 +194,21 @@ def likely_positions(key, TOPK: tl.constexpr, COUNT: tl.constexpr, SLOTS: tl.con
 
 
 @triton.jit
-def _minimum(x, y):
+def _smaller(x, y):
     return tl.minimum(x, y)
 
 
 @triton.jit
-def falling(x):
-    """1 for each row of the last axis in which no number is larger than one before it."""
-    return tl.min((x <= tl.associative_scan(x, 2, _minimum)).to(tl.int32), 2)
+def in_falling_order(x):
+    """``(rows, copies)`` of ``(rows, copies, SLOTS)``: 1 if none is larger than one before it."""
+    return tl.min((x <= tl.associative_scan(x, 2, _smaller)).to(tl.int32), 2)
 
 
 @triton.jit
 def one_a_thread(x):
-    """``(rows, SLOTS)`` as ``(rows, copies, SLOTS)``, so that no thread of a warp is without.
+    """``(rows, SLOTS)`` as ``(rows, copies, SLOTS)``: enough elements for the threads of a warp.
 
-    Where there are fewer elements than threads, Triton 3.6 may have each thread compute all of them.
+    With fewer, Triton 3.6 keeps them as the row of experts is kept, all of them in every thread.
     """
     ROWS: tl.constexpr = x.shape[0]
     SLOTS: tl.constexpr = x.shape[1]
@@ -271,8 +243,8 @@ def route_tokens(
 ):  # fmt: skip
     """All experts compete, for each of TOKENS tokens: the chosen ``(TOKENS, SLOTS)``.
 
-    A quick way finds them in nearly every row; where their scores do not fall, or one was left that
-    is larger, all rows take the slow way.
+    A quick way finds nearly always what the slow one would. Where it need not have (the chosen are
+    not in falling order, or a better one is left), all tokens of the program take the slow one.
     """
     token = first_token.to(tl.int64) + tl.arange(0, TOKENS)[:, None]
     expert, slot = tl.arange(0, EXPERTS)[None, :], tl.arange(0, SLOTS)[None, :]
@@ -289,9 +261,8 @@ def route_tokens(
         peak, inverse = peak[:, None], inverse[:, None]
     ids = one_a_thread(chosen)
     weights = chosen_weights(rows, ids, known, peak, inverse, SCORING)
-    chosen_by = tl.where(known, biased(weights, bias, ids, known), float("-inf"))
-    in_order = tl.min(falling(chosen_by), 1)
-    if tl.min(complete & in_order, 0) == 0:
+    choice = tl.where(known, biased(weights, bias, ids, known), float("-inf"))
+    if tl.min(complete, 0) * tl.min(tl.min(in_falling_order(choice), 1), 0) == 0:
         chosen = best_positions(key, TOPK, EXPERTS, SLOTS)
         ids = one_a_thread(chosen)
         weights = chosen_weights(rows, ids, known, peak, inverse, SCORING)
