@@ -178,7 +178,9 @@ def fused_topk(
     tokens, num_experts = gating_output.shape
     if tokens:
         logits = by_rows(gating_output)
-        each = max(1, 512 // _block(num_experts)) if tokens >= MANY_TOKENS else 1
+        # So many tokens a program that a thread has up to 16 experts and 4 slots.
+        many = max(1, min(512 // _block(num_experts), 128 // _block(topk)))
+        each = many if tokens >= MANY_TOKENS else 1
         _topk_launch(each, num_experts, *how)(
             (cdiv(tokens, each),), logits, dense(bias), *result,
             tokens, logits.stride(0), num_experts,
