@@ -1,9 +1,11 @@
 """Expert GEMMs that dequantize both operands, against float64 on the numbers they stand for."""
 
+import plans
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from plans import planned
 from strategies import ACTIVATIONS, DTYPES
 
 from moe_ops import dequantize_weight, get_scheme, ops, quantize_weight
@@ -54,7 +56,7 @@ def check(problem, scheme, tiles, device, activation=None, halves=False):
     def on(t):
         return None if t is None else t.to(device)
 
-    plan = ops.moe_align_block_size(on(ids), on(expert_map), tiles, local, False, True)
+    plan = planned(on(ids), on(expert_map), tiles, local)
     head, tail = (q.data, q.scale, q.global_scale, bias), (tiles, k, scheme, x.dtype)
     name, weight = "decoded_gemm", dequantize_weight(q, scheme).double()
     exact = exact_rows(numbers, weight, bias, ids, k, expert_map)
@@ -63,7 +65,7 @@ def check(problem, scheme, tiles, device, activation=None, halves=False):
         rule = formula(activation)
         exact = activations.apply(*activations.split(exact, rule), rule)
     actual = getattr(ops, name)(rows, scale, *map(on, head), *plan, *tail)
-    there = (rows.cpu(), scale.cpu(), *head, *(t.cpu() for t in plan), *tail)
+    there = (rows.cpu(), scale.cpu(), *head, *plans.on(plan, "cpu"), *tail)
     expected = getattr(reference, name)(*there)
     mine = local_experts(ids, expert_map, local) >= 0
     assert_matches_reference(actual.cpu()[mine], exact[mine], expected[mine])
@@ -155,7 +157,7 @@ def test_replay(scheme):
     given_scale = GIVEN.cuda() if quant.activation.static or quant.activation.global_scale else None
 
     def layer():
-        plan = ops.moe_align_block_size(ids, None, ROW_TILES, 8, False, True)
+        plan = planned(ids, None, ROW_TILES, 8)
         rows = ops.moe_quantize(x, given_scale, None, None, None, 0, quant.activation.key)
         weight = (q.data, q.scale, q.global_scale, None)
         return ops.decoded_gemm(*rows, *weight, *plan, ROW_TILES, 2, scheme, dtype)

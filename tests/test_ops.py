@@ -3,6 +3,7 @@
 import pytest
 import torch
 from conftest import HAS_CUDA
+from plans import planned
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import (
     DimDynamic,
@@ -25,8 +26,8 @@ def samples(device):
     """Calls of every operator on which all of the output is specified."""
     inputs = make_inputs(Problem(5, E, K, H, I, torch.float32, has_bias=True), device)
     x, w1, w2, weights, ids, _, b1, b2 = inputs
-    plan = ops.moe_align_block_size(ids, None, ROW_TILES, E, False, True)
-    order = ops.moe_permutation(ids, None, E)
+    plan = planned(ids, None, ROW_TILES, E)
+    direct, order = plan._replace(topk_ids=ids), ops.moe_permutation(ids, None, E)
     h = ops.expert_gemm_act(x, w1, b1, None, *plan, ROW_TILES, K, "silu")
     rows = ops.gather_rows(x, order[2], order[0], K)
     y = ops.expert_gemm(h, w2, b2, None, None, *plan, ROW_TILES, 1).view(5, K, H)
@@ -39,6 +40,10 @@ def samples(device):
             (ids, expert_map, [16], E, False, False),
             (ids.long(), expert_map, list(ROW_TILES), 3, False, True),
         ],
+        "slot_plan": [
+            (ids.repeat(2, 1), None, [8], E),
+            (ids.repeat(3, 1).long(), expert_map, list(ROW_TILES), 3),
+        ],
         "align_permuted": [(order[0], 5 * K, [16]), (order[0], 5 * K, list(ROW_TILES))],
         "count_expert_num_tokens": [(ids, None, E), (ids, expert_map, 3)],
         "moe_permutation": [(ids, None, E), (ids.long(), expert_map, 3)],
@@ -50,12 +55,12 @@ def samples(device):
         "moe_unpermute": [(rows, weights, order[1], order[0]), (rows, None, order[1], None)],
         "expert_gemm": [
             (h, w2, b2, None, None, *plan, ROW_TILES, 1),
-            (x, w1, None, weights, weights, *plan, ROW_TILES, K),
+            (x, w1, None, weights, weights, *direct, ROW_TILES, K),
             (x.t().contiguous().t(), w1, None, None, None, *plan, ROW_TILES, K),
         ],
         "expert_gemm_act": [
             (x, w1, b1, weights, *plan, ROW_TILES, K, "silu"),
-            (x, w1, None, None, *plan, ROW_TILES, K, "swigluoai"),
+            (x, w1, None, None, *direct, ROW_TILES, K, "swigluoai"),
             (x, w1, None, None, *plan, ROW_TILES, K, "gelu_no_mul"),
         ],
         **scaled_samples(x, w1, b1, plan),
@@ -85,7 +90,8 @@ def routing_samples(x, weights, ids):
     return {
         "fused_topk": [(logits, None, K, True, "softmax", 1.0),
                        (logits, bias, K, False, "sigmoid", 2.0)],
-        "topk_align": [(logits, bias, K, True, "softmax", 1.0, MAP.to(device), list(ROW_TILES), 3)],
+        "topk_align": [(logits.repeat(2, 1), bias, K, True, "softmax", 1.0,
+                        MAP.to(device), list(ROW_TILES), 3)],
         "grouped_topk": [
             (logits, bias, K, True, "sqrtsoftplus", 2.5, 2, 1),
             (logits, None, K, False, "softmax", 1.0, 2, 2),
@@ -254,7 +260,9 @@ def test_fakes_add_no_guard_on_the_tokens(fake_device, unbacked):
 
         x, w1, w2 = empty(tokens, H), empty(E, 2 * I, H), empty(E, H, I)
         weights, ids = ops.fused_topk(empty(tokens, E), None, K, True, "softmax", 1.0)
-        plan = ops.moe_align_block_size(ids, empty(E, dtype=I32), ROW_TILES, E, True, True)
+        expert_map = empty(E, dtype=I32)
+        ops.moe_align_block_size(ids, expert_map, ROW_TILES, E, True, True)
+        plan = (ops.slot_plan(ids, expert_map, ROW_TILES, E), ids, expert_map)
         h = ops.expert_gemm_act(x, w1, None, None, *plan, ROW_TILES, K, "silu")
         y = ops.expert_gemm(h, w2, None, None, weights, *plan, ROW_TILES, 1)
         out = ops.moe_fused_mul_sum(y.view(tokens, K, H), weights, ids, None, None, E)

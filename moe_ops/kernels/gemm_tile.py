@@ -1,11 +1,36 @@
-"""The steps of an expert GEMM's tile that its kernels share."""
+"""What the kernels of expert GEMMs share: how tiles are found, and the steps of one.
+
+Kernels take ``plan, topk_ids, expert_map, num_slots, experts_at, num_ids, num_experts`` from
+`tile_arguments`. Without a plan a tile is one slot, in the first of its rows.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
 
 import triton
 import triton.language as tl
 
 from moe_ops.kernels.activation import gate, gate_up
+from moe_ops.kernels.slots import HEADER, dense, experts_of, map_size
+from moe_ops.tensors import Tiles
+from moe_ops.tiles import DIRECT_SLOTS, plan_sizes
+
+COUNTED = ["num_slots", "experts_at", "num_ids", "num_experts"]
+"""What no kernel is made anew for."""
+
+
+def tile_arguments(
+    tiles: Tiles, num_slots: int, num_experts: int, row_tiles: Sequence[int]
+) -> tuple[Any, ...]:
+    """A kernel's arguments that tell its tiles: of the plan, or of the ids of few slots."""
+    plan, topk_ids, expert_map = tiles
+    if topk_ids is not None and num_slots <= DIRECT_SLOTS:
+        num_ids = map_size(expert_map, num_experts)
+        return None, dense(topk_ids), dense(expert_map), num_slots, 0, num_ids, num_experts
+    experts_at = plan_sizes(num_slots, num_experts, row_tiles).experts_at
+    return plan, None, None, num_slots, experts_at, 0, num_experts
 
 
 @triton.jit
@@ -20,23 +45,35 @@ def map_tile(pid, num_pid_m, num_pid_n, GROUP_M: tl.constexpr):
 
 @triton.jit
 def find_tile(
-    expert_ids, num_tokens_post_padded, N: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP_M: tl.constexpr,
+    plan, topk_ids, expert_map, num_slots, experts_at, num_ids, num_experts,
+    N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP_M: tl.constexpr,
 ):  # fmt: skip
     """This program's tile (row and column) and its expert, -1 where there is nothing to do."""
-    num_pid_m = tl.load(num_tokens_post_padded) // BLOCK_M
+    if plan is None:
+        num_pid_m = num_slots
+    else:
+        num_pid_m = tl.load(plan) // BLOCK_M
     num_pid_n: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
     used = tl.program_id(0) < num_pid_m * num_pid_n
     pid = tl.where(used, tl.program_id(0), 0)
     pid_m, pid_n = map_tile(pid, tl.maximum(num_pid_m, 1), num_pid_n, GROUP_M)
-    return pid_m, pid_n, tl.load(expert_ids + pid_m, mask=used, other=-1).to(tl.int64)
+    if plan is None:
+        found = tl.load(topk_ids + pid_m, mask=used, other=-1)
+        expert = experts_of(found, expert_map, num_ids, num_experts)
+    else:
+        expert = tl.load(plan + experts_at + pid_m, mask=used, other=-1)
+    return pid_m, pid_n, expert.to(tl.int64)
 
 
 @triton.jit
-def load_slots(sorted_token_ids, pid_m, num_slots, BLOCK_M: tl.constexpr):
+def load_slots(plan, pid_m, num_slots, BLOCK_M: tl.constexpr):
     """The slots of a tile (0 for padding, so that addresses stay inside) and which are real."""
-    slot = tl.load(sorted_token_ids + pid_m * BLOCK_M + tl.arange(0, BLOCK_M))
-    real = slot < num_slots
+    row = tl.arange(0, BLOCK_M)
+    if plan is None:
+        slot, real = pid_m + row, row == 0
+    else:
+        slot = tl.load(plan + HEADER + pid_m * BLOCK_M + row)
+        real = slot < num_slots
     return tl.where(real, slot, 0).to(tl.int64), real
 
 

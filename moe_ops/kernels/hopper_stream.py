@@ -19,8 +19,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from moe_ops.kernels.gemm_tile import activate
-from moe_ops.kernels.hopper_tile import Ring, Vectors, find_tile, load_box
+from moe_ops.kernels.gemm_tile import COUNTED, activate
+from moe_ops.kernels.hopper_slots import Vectors, count_tiles, expert_of
+from moe_ops.kernels.hopper_tile import Ring, find_tile, load_box
+from moe_ops.kernels.slots import HEADER
 
 COPYING = gl.constexpr(128)
 """Threads that copy rows."""
@@ -29,9 +31,12 @@ COPYING = gl.constexpr(128)
 @gluon.jit
 def slots_of(v, m, LAYOUT: gl.constexpr, C: gl.constexpr):
     """The slots of a tile (0 for padding), and which are real."""
-    at = m * C.BLOCK_M + gl.arange(0, C.BLOCK_M, layout=LAYOUT)
-    slot = gl.load(v.sorted_token_ids + at)
-    real = slot < v.num_slots
+    row = gl.arange(0, C.BLOCK_M, layout=LAYOUT)
+    if v.plan is None:
+        slot, real = m + row, row == 0
+    else:
+        slot = gl.load(v.plan + HEADER + m * C.BLOCK_M + row)
+        real = slot < v.num_slots
     return gl.where(real, slot, 0), real
 
 
@@ -44,7 +49,7 @@ def copy_tiles(a, stride_am, w_desc, ring, v, C: gl.constexpr):
     step = gl.to_tensor(0)
     for tile in range(gl.program_id(0), v.num_tiles * C.NUM_N, gl.num_programs(0)):
         m, n = find_tile(tile, v.num_tiles, C)
-        expert = gl.load(v.expert_ids + m)
+        expert = expert_of(v, m)
         slot, real = slots_of(v, m, gl.SliceLayout(1, LAYOUT), C)
         col = gl.arange(0, C.BLOCK_K, layout=gl.SliceLayout(0, LAYOUT))[None, :]
         row = a + (slot // C.TOP_K).to(gl.int64)[:, None] * stride_am
@@ -139,7 +144,7 @@ def multiply(out, bias, ring, v, C: gl.constexpr):
     step = gl.to_tensor(0)
     for tile in range(gl.program_id(0), v.num_tiles * C.NUM_N, gl.num_programs(0)):
         m, n = find_tile(tile, v.num_tiles, C)
-        found = gl.load(v.expert_ids + m).to(gl.int64)
+        found = expert_of(v, m).to(gl.int64)
         expert = gl.maximum(found, 0)
         slot, real = slots_of(v, m, gl.SliceLayout(0, LAYOUT), C)
         source = slot // C.TOP_K
@@ -186,10 +191,10 @@ def store_columns(out, value, v, m, n, found, C: gl.constexpr):
     gl.store(at, gl.convert_layout(value.to(out.dtype.element_ty), WIDE), mask=mask)
 
 
-@gluon.jit(do_not_specialize=["num_slots"])
+@gluon.jit(do_not_specialize=COUNTED)
 def hopper_stream_kernel(
     a, stride_am, w_desc, bias, out, row_scale, weight_scale,
-    sorted_token_ids, expert_ids, num_tokens_post_padded, num_slots, C: gl.constexpr,
+    plan, topk_ids, expert_map, num_slots, experts_at, num_ids, num_experts, C: gl.constexpr,
 ):  # fmt: skip
     """``out[s] = f(a[s // TOP_K] @ w[e].T + bias[e])``."""
     STAGES: gl.constexpr = C.STAGES
@@ -205,8 +210,8 @@ def hopper_stream_kernel(
         mbarrier.init(empty.index(stage), count=1)
     fence_async_shared()
     ring = Ring(rows, weights, rows, full, empty)
-    num_tiles = gl.load(num_tokens_post_padded) // C.BLOCK_M
-    v = Vectors(row_scale, weight_scale, sorted_token_ids, expert_ids, num_tiles, num_slots)
+    tiles, numbers = (plan, topk_ids, expert_map), (num_slots, experts_at, num_ids, num_experts)
+    v = Vectors(row_scale, weight_scale, tiles, count_tiles(plan, num_slots, C), numbers)
     gl.warp_specialize(
         [(multiply, (out, bias, ring, v, C)), (copy_tiles, (a, stride_am, w_desc, ring, v, C))],
         [4],

@@ -34,7 +34,7 @@ def slot_experts(
     Router weights on the input are in quantized rows already (one row a slot); rows that are not
     quantized are tokens, and GEMM 1 scales its product instead.
     """
-    topk_ids, expert_map, num_local_experts = space[2:]
+    (_, topk_ids, expert_map), _, num_local_experts = space
     weighted = weight_on_input and scheme.activation is not None
     on_input = topk_weights if weight_on_input and not weighted else None
     top_k = 1 if weighted else topk_ids.shape[1]
