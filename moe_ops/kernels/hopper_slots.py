@@ -7,6 +7,12 @@ from triton.language.core import _aggregate as aggregate
 from moe_ops.kernels.slots import experts_of
 
 
+@gluon.constexpr_function
+def _optional(pointer):
+    """None as a field of an aggregate."""
+    return gl.constexpr(None) if pointer is None else pointer
+
+
 @aggregate
 class Vectors:
     """What the result is made of beside the products; tiles as `gemm_tile` has them."""
@@ -23,9 +29,10 @@ class Vectors:
     num_experts: gl.tensor
 
     @gluon.constexpr_function
-    def __init__(self, row_scale, weight_scale, tiles, num_tiles, numbers):
-        self.row_scale, self.weight_scale, self.num_tiles = row_scale, weight_scale, num_tiles
-        self.plan, self.topk_ids, self.expert_map = tiles
+    def __init__(self, scales, plan, topk_ids, expert_map, num_tiles, numbers):
+        self.row_scale, self.weight_scale = scales
+        self.plan, self.topk_ids, self.expert_map = map(_optional, (plan, topk_ids, expert_map))
+        self.num_tiles = num_tiles
         self.num_slots, self.experts_at, self.num_ids, self.num_experts = numbers
 
 

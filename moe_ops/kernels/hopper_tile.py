@@ -273,8 +273,9 @@ def hopper_gemm_kernel(
         mbarrier.init(empty.index(stage), count=2)
     fence_async_shared()
     ring = Ring(rows, weights, scales, full, empty)
-    tiles, numbers = (plan, topk_ids, expert_map), (num_slots, experts_at, num_ids, num_experts)
-    v = Vectors(row_scale, weight_scale, tiles, count_tiles(plan, num_slots, C), numbers)
+    num_tiles, scales = count_tiles(plan, num_slots, C), (row_scale, weight_scale)
+    numbers = (num_slots, experts_at, num_ids, num_experts)
+    v = Vectors(scales, plan, topk_ids, expert_map, num_tiles, numbers)
     gl.warp_specialize(
         [
             (multiply_first, (out, bias, ring, v, C)),
