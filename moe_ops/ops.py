@@ -110,8 +110,7 @@ moe_align_block_size = _op(
 )
 slot_plan = _op(
     "align",
-    "slot_plan(Tensor topk_ids, Tensor? expert_map, int[] row_tiles, SymInt num_experts)"
-    " -> Tensor",
+    "slot_plan(Tensor topk_ids, Tensor? expert_map, int[] row_tiles, SymInt num_experts) -> Tensor",
 )
 topk_align = _op(
     "topk_align",

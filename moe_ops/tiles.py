@@ -58,8 +58,8 @@ DIRECT_SLOTS = 16
 The weights of an expert with several slots are then read more than once, which takes less time than
 the launch that makes a plan."""
 PLAN_HEADER = 4
-"""Entries of a plan before its slots: the first one counts the rows in use, the others are there so
-that slots begin at a multiple of 16 bytes."""
+"""Entries of a plan before its slots: how many rows are in use, where the experts begin, and two
+zeros, so that slots begin at a multiple of 16 bytes."""
 SINGLE_LAUNCH_SLOTS = 1024
 """Up to here one launch aligns: each of its programs counts all experts itself."""
 MANY_TOKENS = 2048

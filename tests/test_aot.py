@@ -137,14 +137,14 @@ def test_other_stages(arch, tokens):
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
-@pytest.mark.parametrize("shape", [(1, 257), (2, 512), (4, 256), (8, 128)], ids=str)
+@pytest.mark.parametrize("shape", [(2, 512), (4, 256), (8, 128)], ids=str)
 def test_routing_with_alignment(arch, shape):
     """The most logits that one launch takes."""
 
     def launch(empty):
         logits, bias = empty(*shape), empty(shape[1], dtype=torch.float32)
         for scoring in ("softmax", "sigmoid", "sqrtsoftplus"):
-            how = (bias, 8, True, scoring, 1.0)
+            how = (bias, 9, True, scoring, 1.0)
             topk_align.topk_align(logits, *how, None, ROW_TILES, shape[1])
 
     kernels = aot.compile_launch(arch, launch)

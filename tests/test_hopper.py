@@ -12,7 +12,7 @@ from moe_ops.reference.slots import local_experts
 from moe_ops.scheme import get_scheme, quantize_weight
 from moe_ops.tensors import unpack_plan
 from moe_ops.testing import Problem, assert_matches_reference, make_inputs
-from moe_ops.tiles import plan_sizes
+from moe_ops.tiles import padded_slots
 
 pytest.importorskip("triton")
 
@@ -34,8 +34,7 @@ def test_pack(width, dtype, groups, device):
         shape = (1,) if groups == "one" else (21, groups)
         scale = torch.rand(shape, device=device)
     plan, _, _ = planned(ids, None, (64,), 5)
-    sizes = plan_sizes(ids.numel(), 5, (64,))
-    rows, scales = pack_rows(x, scale, plan, ids.numel(), sizes.experts_at, 2)
+    rows, scales = pack_rows(x, scale, plan, ids.numel(), padded_slots(ids.numel(), 5, (64,)), 2)
     sorted_slots, _, used = unpack_plan(plan, ids.numel(), 5, (64,))
     used = int(used)
     slot = sorted_slots[:used].long()

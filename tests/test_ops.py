@@ -5,11 +5,7 @@ import torch
 from conftest import HAS_CUDA
 from plans import planned
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx.experimental.symbolic_shapes import (
-    DimDynamic,
-    ShapeEnv,
-    StatelessSymbolicContext,
-)
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
 from moe_ops import ops
 from moe_ops.ops import STAGES
@@ -32,7 +28,7 @@ def samples(device):
     rows = ops.gather_rows(x, order[2], order[0], K)
     y = ops.expert_gemm(h, w2, b2, None, None, *plan, ROW_TILES, 1).view(5, K, H)
     expert_map, columns = MAP.to(device), torch.rand(E, H, device=device).argsort(1).to(I32)
-    valid = torch.tensor([4], dtype=I32, device=device)
+    valid, many = torch.tensor([4], dtype=I32, device=device), ids.repeat(3, 1)
     return {
         **routing_samples(x, weights, ids),
         "moe_align_block_size": [
@@ -40,17 +36,11 @@ def samples(device):
             (ids, expert_map, [16], E, False, False),
             (ids.long(), expert_map, list(ROW_TILES), 3, False, True),
         ],
-        "slot_plan": [
-            (ids.repeat(2, 1), None, [8], E),
-            (ids.repeat(3, 1).long(), expert_map, list(ROW_TILES), 3),
-        ],
+        "slot_plan": [(many, None, [8], E), (many.long(), expert_map, list(ROW_TILES), 3)],
         "align_permuted": [(order[0], 5 * K, [16]), (order[0], 5 * K, list(ROW_TILES))],
         "count_expert_num_tokens": [(ids, None, E), (ids, expert_map, 3)],
         "moe_permutation": [(ids, None, E), (ids.long(), expert_map, 3)],
-        "gather_rows": [
-            (x, order[2], order[0], K),
-            (x.t().contiguous().t(), order[2], order[0], K),
-        ],
+        "gather_rows": [(x, *order[2::-2], K), (x.t().contiguous().t(), *order[2::-2], K)],
         "order_columns": [(x, columns, ids, None), (x, columns[:3], ids.long(), expert_map)],
         "moe_unpermute": [(rows, weights, order[1], order[0]), (rows, None, order[1], None)],
         "expert_gemm": [
@@ -260,9 +250,9 @@ def test_fakes_add_no_guard_on_the_tokens(fake_device, unbacked):
 
         x, w1, w2 = empty(tokens, H), empty(E, 2 * I, H), empty(E, H, I)
         weights, ids = ops.fused_topk(empty(tokens, E), None, K, True, "softmax", 1.0)
-        expert_map = empty(E, dtype=I32)
-        ops.moe_align_block_size(ids, expert_map, ROW_TILES, E, True, True)
-        plan = (ops.slot_plan(ids, expert_map, ROW_TILES, E), ids, expert_map)
+        count = empty(E, dtype=I32)
+        ops.moe_align_block_size(ids, count, ROW_TILES, E, True, True)
+        plan = (ops.slot_plan(ids, count, ROW_TILES, E), ids, count)
         h = ops.expert_gemm_act(x, w1, None, None, *plan, ROW_TILES, K, "silu")
         y = ops.expert_gemm(h, w2, None, None, weights, *plan, ROW_TILES, 1)
         out = ops.moe_fused_mul_sum(y.view(tokens, K, H), weights, ids, None, None, E)
@@ -270,8 +260,7 @@ def test_fakes_add_no_guard_on_the_tokens(fake_device, unbacked):
         rows = ops.gather_rows(x, order[2], order[0], K)
         back = ops.moe_unpermute(ops.activation(rows, "silu_no_mul"), weights, order[1], order[0])
         ops.count_expert_num_tokens(ids, None, E)
-        load, count = empty(E + 2, dtype=I32), empty(E, dtype=I32)
-        replicas = empty(E, 3, dtype=I32)
+        load, replicas = empty(E + 2, dtype=I32), empty(E, 3, dtype=I32)
         ops.eplb_map_to_physical_and_record(ids, load, replicas, count, None, None, I32, 0)
     assert not env.guards
     assert out.shape[0] is tokens or str(out.shape[0]) == str(tokens)

@@ -30,7 +30,7 @@ from moe_ops.kernels.counting_sort import (
     sort_in_block,
 )
 from moe_ops.kernels.launch import Launch
-from moe_ops.kernels.plan import fill, place_bucket, plan_parts
+from moe_ops.kernels.plan import fill, place_bucket, plan_parts, store_header
 from moe_ops.kernels.slots import dense, local_experts, map_size, next_power_of_2
 from moe_ops.tiles import (
     DIRECT_SLOTS,
@@ -104,7 +104,7 @@ def _align_blocks_kernel(
     TILE: tl.constexpr, BUCKETS: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """One program places the slots of one block, and fills its share of everything else."""
-    sorted_token_ids, expert_ids, num_tokens_post_padded = plan_parts(
+    slots, experts, header = plan_parts(
         sorted_token_ids, expert_ids, num_tokens_post_padded, num_rows
     )
     block, blocks = tl.program_id(0), tl.num_programs(0)
@@ -117,20 +117,20 @@ def _align_blocks_kernel(
 
     found = block_buckets(topk_ids, expert_map, num_slots, num_experts, num_buckets, BLOCK)
     slot, row, placed = sort_in_block(found, first_row + before, own, num_buckets, BLOCK)
-    tl.store(sorted_token_ids + row, slot, mask=placed)
+    tl.store(slots + row, slot, mask=placed)
 
     name = bucket
     if names is not None:
         name = tl.load(names + bucket, mask=bucket < num_buckets, other=0).to(tl.int32)
     for at in range(block, TILE, blocks):
         unused = count + at < tiles * TILE
-        tl.store(sorted_token_ids + first_row + count + at, bucket * 0 + num_slots, mask=unused)
+        tl.store(slots + first_row + count + at, bucket * 0 + num_slots, mask=unused)
     for at in range(block, tl.max(tiles), blocks):
-        tl.store(expert_ids + first_tile + at, name, mask=at < tiles)
-    fill(sorted_token_ids, used_tiles * TILE, num_rows, block, blocks, num_slots, 512)
-    fill(expert_ids, used_tiles, num_tiles, block, blocks, -1, 512)
+        tl.store(experts + first_tile + at, name, mask=at < tiles)
+    fill(slots, used_tiles * TILE, num_rows, block, blocks, num_slots, 512)
+    fill(experts, used_tiles, num_tiles, block, blocks, -1, 512)
     if block == 0:
-        tl.store(num_tokens_post_padded, used_tiles * TILE)
+        store_header(header, expert_ids, used_tiles * TILE, num_rows)
 
 
 @lru_cache(maxsize=4096)
@@ -224,7 +224,7 @@ def _spans_kernel(
 
     With ``counts``: expert e's rows begin at ``e * max_rows``; with ``offset``: at ``offset[e]``.
     """
-    slots, expert_ids, used = plan_parts(plan, None, None, num_rows)
+    slots, names, header = plan_parts(plan, None, None, num_rows)
     expert = tl.program_id(0)
     experts = tl.arange(0, BUCKETS)
     inside = experts < num_experts
@@ -246,11 +246,11 @@ def _spans_kernel(
         rank = at + tl.arange(0, 256)
         row = tl.where(rank < my_count, start + rank, pad)
         tl.store(slots + first_tile * TILE + rank, row, mask=rank < my_tiles * TILE)
-    fill(expert_ids, first_tile, first_tile + my_tiles, 0, 1, expert, 128)
+    fill(names, first_tile, first_tile + my_tiles, 0, 1, expert, 128)
     fill(slots, used_tiles * TILE, num_rows, expert, num_experts, pad, 256)
-    fill(expert_ids, used_tiles, num_tiles, expert, num_experts, -1, 128)
+    fill(names, used_tiles, num_tiles, expert, num_experts, -1, 128)
     if expert == 0:
-        tl.store(used, used_tiles * TILE)
+        store_header(header, None, used_tiles * TILE, num_rows)
 
 
 @lru_cache(maxsize=1024)

@@ -72,7 +72,7 @@ def columns(acc, RULE: tl.constexpr):
 @triton.jit(do_not_specialize=COUNTED)
 def block_scaled_gemm_kernel(
     a, a_scale, w, w_scale, w_global_scale, bias, out,
-    plan, topk_ids, expert_map, num_slots, experts_at, num_ids, num_experts,
+    tiles, expert_map, num_slots, num_ids, num_experts,
     stride_am, stride_se, stride_sm, stride_we, stride_wn, stride_wk,
     N: tl.constexpr, K: tl.constexpr, TOP_K: tl.constexpr,
     RULE: tl.constexpr, FORMAT: tl.constexpr, ROWS: tl.constexpr,
@@ -84,9 +84,8 @@ def block_scaled_gemm_kernel(
     gives both, side by side.
     """
     pid_m, pid_n, expert = find_tile(
-        plan, topk_ids, expert_map, num_slots, experts_at, num_ids, num_experts,
-        N, BLOCK_M, BLOCK_N, GROUP_M,
-    )  # fmt: skip
+        tiles, expert_map, num_slots, num_ids, num_experts, N, BLOCK_M, BLOCK_N, GROUP_M
+    )
     if expert < 0:
         return
     HALVES: tl.constexpr = 2 if FORMAT.up > 0 else 1
@@ -95,7 +94,7 @@ def block_scaled_gemm_kernel(
     ELEMENT: tl.constexpr = "e2m1" if FORMAT.packed else "e4m3"
     A_ELEMENT: tl.constexpr = "e2m1" if ROWS.packed else "e4m3"
     GROUPS: tl.constexpr = (K + FORMAT.cols - 1) // FORMAT.cols
-    slot, real = load_slots(plan, pid_m, num_slots, BLOCK_M)
+    slot, real = load_slots(tiles, pid_m, num_slots, num_ids, BLOCK_M)
     each = tl.arange(0, BLOCK_N * HALVES)
     column = pid_n * BLOCK_N + each // HALVES
     row, inside = FORMAT.step * column + FORMAT.up * (each % HALVES), column < N
@@ -185,8 +184,7 @@ def multiply(
     shares = (rows_per_scale(scale, quant, n), n // halves)
     variant = Variant(scheme, activation, quant.element.packed, *shares)
     weight = (num_experts, n, a.shape[1] * (2 if rows.element.packed else 1))
-    row_tiles = tuple(row_tiles)
-    kernel, programs = _launch(num_slots, weight, row_tiles, top_k, w.device, variant)
+    kernel, programs = _launch(num_slots, weight, tuple(row_tiles), top_k, w.device, variant)
     kernel(
         (programs,),
         a,
@@ -196,7 +194,7 @@ def multiply(
         dense(global_scale),
         dense(bias),
         out,
-        *tile_arguments(tiles, num_slots, num_experts, row_tiles),
+        *tile_arguments(tiles, num_slots, num_experts),
         a.stride(0),
         *scale_strides(a_scale, rows, num_experts),
         *w.stride(),

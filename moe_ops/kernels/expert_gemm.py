@@ -39,7 +39,7 @@ from moe_ops.tuned import choose
 @triton.jit(do_not_specialize=COUNTED)
 def _expert_gemm_kernel(
     a, w, bias, input_weights, output_weights, out,
-    plan, topk_ids, expert_map, num_slots, experts_at, num_ids, num_experts,
+    tiles, expert_map, num_slots, num_ids, num_experts,
     stride_am, stride_we, stride_wn, stride_wk,
     N: tl.constexpr, K: tl.constexpr, TOP_K: tl.constexpr,
     FUNCTION: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.constexpr, BETA: tl.constexpr,
@@ -47,12 +47,11 @@ def _expert_gemm_kernel(
 ):  # fmt: skip
     """``out[s] = f(input_weights[s] * a[s // TOP_K] @ w[e].T + bias[e]) * output_weights[s]``."""
     pid_m, pid_n, expert = find_tile(
-        plan, topk_ids, expert_map, num_slots, experts_at, num_ids, num_experts,
-        N, BLOCK_M, BLOCK_N, GROUP_M,
-    )  # fmt: skip
+        tiles, expert_map, num_slots, num_ids, num_experts, N, BLOCK_M, BLOCK_N, GROUP_M
+    )
     if expert < 0:
         return
-    slot, real = load_slots(plan, pid_m, num_slots, BLOCK_M)
+    slot, real = load_slots(tiles, pid_m, num_slots, num_ids, BLOCK_M)
     n = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
     inside = n < N
     n_inside = None if N % BLOCK_N == 0 else inside
@@ -78,7 +77,7 @@ def _expert_gemm_kernel(
 @triton.jit(do_not_specialize=COUNTED)
 def _expert_gemm_gated_kernel(
     a, w, bias, input_weights, out,
-    plan, topk_ids, expert_map, num_slots, experts_at, num_ids, num_experts,
+    tiles, expert_map, num_slots, num_ids, num_experts,
     stride_am, stride_we, stride_wn, stride_wk,
     N: tl.constexpr, K: tl.constexpr, TOP_K: tl.constexpr, INTERLEAVED: tl.constexpr,
     FUNCTION: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.constexpr, BETA: tl.constexpr,
@@ -87,12 +86,11 @@ def _expert_gemm_gated_kernel(
 ):  # fmt: skip
     """As above with gate and up side by side: ``out[s] = f(gate, up)``; N counts output columns."""
     pid_m, pid_n, expert = find_tile(
-        plan, topk_ids, expert_map, num_slots, experts_at, num_ids, num_experts,
-        N, BLOCK_M, BLOCK_N, GROUP_M,
-    )  # fmt: skip
+        tiles, expert_map, num_slots, num_ids, num_experts, N, BLOCK_M, BLOCK_N, GROUP_M
+    )
     if expert < 0:
         return
-    slot, real = load_slots(plan, pid_m, num_slots, BLOCK_M)
+    slot, real = load_slots(tiles, pid_m, num_slots, num_ids, BLOCK_M)
     n = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
     inside = n < N
     n_inside = None if N % BLOCK_N == 0 else inside
@@ -263,7 +261,7 @@ def _run(
             a, stride = a.contiguous(), a.shape[1]
         how = (num_slots, w.shape, w.itemsize, tuple(row_tiles), top_k, w.device, activation)
         vectors = tuple([v if v is None else v.contiguous() for v in vectors])
-        told = tile_arguments(tiles, num_slots, w.shape[0], how[3])
+        told = tile_arguments(tiles, num_slots, w.shape[0])
         hopper, (bias, *weights) = _hopper(*how), vectors
         if hopper is not None and not any(v is not None for v in weights):
             if hopper_gemm.serves(a, w, hopper[0].GATED):

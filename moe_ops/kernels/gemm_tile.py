@@ -1,12 +1,11 @@
 """What the kernels of expert GEMMs share: how tiles are found, and the steps of one.
 
-Kernels take ``plan, topk_ids, expert_map, num_slots, experts_at, num_ids, num_experts`` from
-`tile_arguments`. Without a plan a tile is one slot, in the first of its rows.
+Kernels take ``tiles, expert_map, num_slots, num_ids, num_experts`` from `tile_arguments`: a plan, or
+with ``num_ids`` the ids of few slots. A tile is then one slot, in the first of its rows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import triton
@@ -15,22 +14,19 @@ import triton.language as tl
 from moe_ops.kernels.activation import gate, gate_up
 from moe_ops.kernels.slots import HEADER, dense, experts_of, map_size
 from moe_ops.tensors import Tiles
-from moe_ops.tiles import DIRECT_SLOTS, plan_sizes
+from moe_ops.tiles import DIRECT_SLOTS
 
-COUNTED = ["num_slots", "experts_at", "num_ids", "num_experts"]
+COUNTED = ["num_slots", "num_ids", "num_experts"]
 """What no kernel is made anew for."""
 
 
-def tile_arguments(
-    tiles: Tiles, num_slots: int, num_experts: int, row_tiles: Sequence[int]
-) -> tuple[Any, ...]:
-    """A kernel's arguments that tell its tiles: of the plan, or of the ids of few slots."""
+def tile_arguments(tiles: Tiles, num_slots: int, num_experts: int) -> tuple[Any, ...]:
+    """A kernel's arguments that tell its tiles."""
     plan, topk_ids, expert_map = tiles
-    if topk_ids is not None and num_slots <= DIRECT_SLOTS:
-        num_ids = map_size(expert_map, num_experts)
-        return None, dense(topk_ids), dense(expert_map), num_slots, 0, num_ids, num_experts
-    experts_at = plan_sizes(num_slots, num_experts, row_tiles).experts_at
-    return plan, None, None, num_slots, experts_at, 0, num_experts
+    if topk_ids is None or num_slots > DIRECT_SLOTS:
+        return plan, None, num_slots, None, num_experts
+    num_ids = map_size(expert_map, num_experts)
+    return topk_ids.contiguous(), dense(expert_map), num_slots, num_ids, num_experts
 
 
 @triton.jit
@@ -45,35 +41,35 @@ def map_tile(pid, num_pid_m, num_pid_n, GROUP_M: tl.constexpr):
 
 @triton.jit
 def find_tile(
-    plan, topk_ids, expert_map, num_slots, experts_at, num_ids, num_experts,
+    tiles, expert_map, num_slots, num_ids, num_experts,
     N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP_M: tl.constexpr,
 ):  # fmt: skip
     """This program's tile (row and column) and its expert, -1 where there is nothing to do."""
-    if plan is None:
-        num_pid_m = num_slots
+    if num_ids is None:
+        num_pid_m = tl.load(tiles) // BLOCK_M
     else:
-        num_pid_m = tl.load(plan) // BLOCK_M
+        num_pid_m = num_slots
     num_pid_n: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
     used = tl.program_id(0) < num_pid_m * num_pid_n
     pid = tl.where(used, tl.program_id(0), 0)
     pid_m, pid_n = map_tile(pid, tl.maximum(num_pid_m, 1), num_pid_n, GROUP_M)
-    if plan is None:
-        found = tl.load(topk_ids + pid_m, mask=used, other=-1)
-        expert = experts_of(found, expert_map, num_ids, num_experts)
+    if num_ids is None:
+        expert = tl.load(tiles + tl.load(tiles + 1) + pid_m, mask=used, other=-1)
     else:
-        expert = tl.load(plan + experts_at + pid_m, mask=used, other=-1)
+        found = tl.load(tiles + pid_m, mask=used, other=-1)
+        expert = experts_of(found, expert_map, num_ids, num_experts)
     return pid_m, pid_n, expert.to(tl.int64)
 
 
 @triton.jit
-def load_slots(plan, pid_m, num_slots, BLOCK_M: tl.constexpr):
+def load_slots(tiles, pid_m, num_slots, num_ids, BLOCK_M: tl.constexpr):
     """The slots of a tile (0 for padding, so that addresses stay inside) and which are real."""
     row = tl.arange(0, BLOCK_M)
-    if plan is None:
-        slot, real = pid_m + row, row == 0
-    else:
-        slot = tl.load(plan + HEADER + pid_m * BLOCK_M + row)
+    if num_ids is None:
+        slot = tl.load(tiles + HEADER + pid_m * BLOCK_M + row)
         real = slot < num_slots
+    else:
+        slot, real = pid_m + row, row == 0
     return tl.where(real, slot, 0).to(tl.int64), real
 
 

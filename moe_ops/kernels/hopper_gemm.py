@@ -16,7 +16,7 @@ from moe_ops.hopper_tiles import ROW_BYTES, HopperTiles
 from moe_ops.kernels.hopper_stream import hopper_stream_kernel
 from moe_ops.kernels.hopper_tile import hopper_gemm_kernel
 from moe_ops.kernels.pack import pack_rows
-from moe_ops.tiles import cdiv, device_facts, max_row_tiles
+from moe_ops.tiles import cdiv, device_facts, max_row_tiles, padded_slots
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float8_e4m3fn)
 """Of operands."""
@@ -170,8 +170,9 @@ def _run_packed(
 ) -> None:
     """Pack the rows, then one program a processor."""
     a, a_scale, w, w_scale, bias = operands
-    plan, _, _, num_slots, experts_at, *_ = tiles
-    rows, scales = pack_rows(a, a_scale, plan, num_slots, experts_at, c.TOP_K)
+    plan, _, num_slots, _, num_experts = tiles
+    most = padded_slots(num_slots, num_experts, (c.BLOCK_M,))
+    rows, scales = pack_rows(a, a_scale, plan, num_slots, most, c.TOP_K)
     layout: Any = gl.NVMMASharedLayout(ROW_BYTES, 8 * c.ITEMSIZE, rank=2)
     a_box = TensorDescriptor.from_tensor(rows, [c.BLOCK_M, c.BLOCK_K], layout)
     scale_box = a_box

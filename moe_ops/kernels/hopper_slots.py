@@ -4,13 +4,13 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.language.core import _aggregate as aggregate
 
-from moe_ops.kernels.slots import experts_of
+from moe_ops.kernels.slots import HEADER, experts_of
 
 
 @gluon.constexpr_function
-def _optional(pointer):
+def _optional(value):
     """None as a field of an aggregate."""
-    return gl.constexpr(None) if pointer is None else pointer
+    return gl.constexpr(None) if value is None else value
 
 
 @aggregate
@@ -19,38 +19,47 @@ class Vectors:
 
     row_scale: gl.tensor
     weight_scale: gl.tensor
-    plan: gl.tensor | gl.constexpr
-    topk_ids: gl.tensor | gl.constexpr
+    tiles: gl.tensor
     expert_map: gl.tensor | gl.constexpr
     num_tiles: gl.tensor
     num_slots: gl.tensor
-    experts_at: gl.tensor
-    num_ids: gl.tensor
+    num_ids: gl.tensor | gl.constexpr
     num_experts: gl.tensor
 
     @gluon.constexpr_function
-    def __init__(self, scales, plan, topk_ids, expert_map, num_tiles, numbers):
+    def __init__(self, scales, tiles, expert_map, num_tiles, num_slots, num_ids, num_experts):
         self.row_scale, self.weight_scale = scales
-        self.plan, self.topk_ids, self.expert_map = map(_optional, (plan, topk_ids, expert_map))
-        self.num_tiles = num_tiles
-        self.num_slots, self.experts_at, self.num_ids, self.num_experts = numbers
+        self.tiles, self.expert_map = tiles, _optional(expert_map)
+        self.num_tiles, self.num_slots = num_tiles, num_slots
+        self.num_ids, self.num_experts = _optional(num_ids), num_experts
 
 
 @gluon.jit
-def count_tiles(plan, num_slots, C: gl.constexpr):
+def count_tiles(tiles, num_slots, num_ids, C: gl.constexpr):
     """How many tiles of rows there are."""
-    if plan is None:
-        num_tiles = num_slots
+    if num_ids is None:
+        num_tiles = gl.load(tiles) // C.BLOCK_M
     else:
-        num_tiles = gl.load(plan) // C.BLOCK_M
+        num_tiles = num_slots
     return num_tiles
 
 
 @gluon.jit
 def expert_of(v, m):
     """The expert of a tile, -1 where there is nothing to do."""
-    if v.plan is None:
-        found = experts_of(gl.load(v.topk_ids + m), v.expert_map, v.num_ids, v.num_experts)
+    if v.num_ids is None:
+        found = gl.load(v.tiles + gl.load(v.tiles + 1) + m)
     else:
-        found = gl.load(v.plan + v.experts_at + m)
+        found = experts_of(gl.load(v.tiles + m), v.expert_map, v.num_ids, v.num_experts)
     return found
+
+
+@gluon.jit
+def slots_of(v, m, row, C: gl.constexpr):
+    """The slots of some rows of a tile, and which are real."""
+    if v.num_ids is None:
+        slot = gl.load(v.tiles + HEADER + m * C.BLOCK_M + row)
+        real = slot < v.num_slots
+    else:
+        slot, real = m + row, row == 0
+    return slot, real

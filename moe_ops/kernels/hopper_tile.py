@@ -111,7 +111,8 @@ def add_products(step, ring, acc, HALF: gl.constexpr, C: gl.constexpr):
 @gluon.jit
 def add_wide(step, ring, acc, HALF: gl.constexpr, C: gl.constexpr):
     """8-bit operands, scaled later. The units add in fewer bits than float32 has: each product
-    starts from zero."""
+    starts from zero.
+    """
     for _ in range(C.STEPS):
         stage = step % C.STAGES
         mbarrier.wait(ring.full.index(stage), (step // C.STAGES) & 1)
@@ -126,7 +127,8 @@ def add_wide(step, ring, acc, HALF: gl.constexpr, C: gl.constexpr):
 @gluon.jit
 def add_scaled(step, ring, scales, up_scales, acc, HALF: gl.constexpr, C: gl.constexpr):
     """8-bit operands of which each product has scales: of rows, and one of the weight's rows (one
-    of gate rows, one of up rows). Those of weights are loaded two steps ahead."""
+    of gate rows, one of up rows). Those of weights are loaded two steps ahead.
+    """
     LAYOUT: gl.constexpr = acc.type.layout
     ROW: gl.constexpr = gl.SliceLayout(1, LAYOUT)
     FIRST: gl.constexpr = 0 if C.BY_COLUMNS else HALF * (C.BLOCK_M // 2)
@@ -235,7 +237,7 @@ def multiply(out, bias, ring, v, HALF: gl.constexpr, C: gl.constexpr):
         else:
             acc, step = add_products(step, ring, acc, HALF, C)
         row = m * C.BLOCK_M + FIRST_ROW + gl.arange(0, ROWS, layout=gl.SliceLayout(1, LAYOUT))
-        slot = gl.load(v.plan + HEADER + row)
+        slot = gl.load(v.tiles + HEADER + row)
         value = finish(acc, bias, row, expert, first, v, C)
         # Nothing is written for a tile without an expert.
         store_rows(out, value, slot, first, gl.where(found < 0, 0, v.num_slots), C)
@@ -256,7 +258,7 @@ def multiply_second(out, bias, ring, v, C: gl.constexpr):
 @gluon.jit(do_not_specialize=COUNTED)
 def hopper_gemm_kernel(
     a_desc, w_desc, scale_desc, bias, out, row_scale, weight_scale,
-    plan, topk_ids, expert_map, num_slots, experts_at, num_ids, num_experts, C: gl.constexpr,
+    tiles, expert_map, num_slots, num_ids, num_experts, C: gl.constexpr,
 ):  # fmt: skip
     """``out[s] = f(a[row of s] @ w[e].T + bias[e])``; padding rows are not written."""
     STAGES: gl.constexpr = C.STAGES
@@ -273,9 +275,8 @@ def hopper_gemm_kernel(
         mbarrier.init(empty.index(stage), count=2)
     fence_async_shared()
     ring = Ring(rows, weights, scales, full, empty)
-    num_tiles, scales = count_tiles(plan, num_slots, C), (row_scale, weight_scale)
-    numbers = (num_slots, experts_at, num_ids, num_experts)
-    v = Vectors(scales, plan, topk_ids, expert_map, num_tiles, numbers)
+    num_tiles, scales = count_tiles(tiles, num_slots, num_ids, C), (row_scale, weight_scale)
+    v = Vectors(scales, tiles, expert_map, num_tiles, num_slots, num_ids, num_experts)
     gl.warp_specialize(
         [
             (multiply_first, (out, bias, ring, v, C)),

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from moe_ops.kernels.launch import Launch
 from moe_ops.kernels.slots import HEADER, next_power_of_2
-from moe_ops.tiles import PLAN_HEADER, cdiv
+from moe_ops.tiles import cdiv
 
 
 @triton.jit(do_not_specialize=["num_slots", "num_rows"])
@@ -55,7 +55,7 @@ def pack_rows(
     a_scale: Tensor | None,
     plan: Tensor,
     num_slots: int,
-    experts_at: int,
+    most: int,
     top_k: int,
 ) -> tuple[Tensor, Tensor | None]:
     """Row r of the result is ``a[slot of r // top_k]``, or zeros where r is padding.
@@ -65,14 +65,14 @@ def pack_rows(
         a_scale: ``(rows, G)`` float32, contiguous; one element for all rows; or None.
         plan: whose tiles have a multiple of 64 rows; nothing is written past those in use.
         num_slots: what is less than this in a plan's row is a slot.
-        experts_at: see `PlanSizes`.
+        most: rows that the plan may use.
         top_k: slots of a row of ``a``.
 
     Returns:
-        Rows ``(R, K)`` and scales ``(G, R)``, R the length of the plan, rounded up.
+        Rows ``(R, K)`` and scales ``(G, R)``, R is ``most``, rounded up.
     """
     # Vectors of scales begin at multiples of 16 bytes.
-    num_rows, k = 4 * cdiv(experts_at - PLAN_HEADER, 4), a.shape[1]
+    num_rows, k = 4 * cdiv(most, 4), a.shape[1]
     rows = a.new_empty(num_rows, k)
     groups, stride, scales = 0, 0, None
     if a_scale is not None:

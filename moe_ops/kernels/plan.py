@@ -28,6 +28,17 @@ def plan_parts(slots, experts, used, num_rows):
 
 
 @triton.jit
+def store_header(header, experts, rows, num_rows):
+    """How many rows are in use; with ``experts`` None, of a tensor with all, also the rest."""
+    if experts is None:
+        at = tl.arange(0, HEADER)
+        first_expert = tl.where(at == 1, HEADER + num_rows, 0)
+        tl.store(header + at, tl.where(at == 0, rows, first_expert))
+    else:
+        tl.store(header, rows)
+
+
+@triton.jit
 def place_bucket(
     found, slot, names, sorted_token_ids, expert_ids, num_tokens_post_padded,
     num_slots, num_rows, num_tiles, num_buckets, TILE: tl.constexpr, BUCKETS: tl.constexpr,
@@ -36,7 +47,7 @@ def place_bucket(
 
     ``found`` has the bucket of every slot, in the order of the slots.
     """
-    sorted_token_ids, expert_ids, num_tokens_post_padded = plan_parts(
+    slots, experts, header = plan_parts(
         sorted_token_ids, expert_ids, num_tokens_post_padded, num_rows
     )
     bucket = tl.program_id(0)
@@ -50,14 +61,14 @@ def place_bucket(
     if my_tiles > 0:
         mine = (found == bucket).to(tl.int32)
         row = first_tile * TILE
-        tl.store(sorted_token_ids + row + tl.cumsum(mine, 0) - mine, slot, mask=mine > 0)
+        tl.store(slots + row + tl.cumsum(mine, 0) - mine, slot, mask=mine > 0)
         name = bucket
         if names is not None:
             name = tl.load(names + bucket).to(tl.int32)
-        fill(sorted_token_ids, row + tl.sum(mine), row + my_tiles * TILE, 0, 1, num_slots, TILE)
-        fill(expert_ids, first_tile, first_tile + my_tiles, 0, 1, name, 128)
+        fill(slots, row + tl.sum(mine), row + my_tiles * TILE, 0, 1, num_slots, TILE)
+        fill(experts, first_tile, first_tile + my_tiles, 0, 1, name, 128)
 
-    fill(sorted_token_ids, used_tiles * TILE, num_rows, bucket, num_buckets, num_slots, 128)
-    fill(expert_ids, used_tiles, num_tiles, bucket, num_buckets, -1, 128)
+    fill(slots, used_tiles * TILE, num_rows, bucket, num_buckets, num_slots, 128)
+    fill(experts, used_tiles, num_tiles, bucket, num_buckets, -1, 128)
     if bucket == 0:
-        tl.store(num_tokens_post_padded, used_tiles * TILE)
+        store_header(header, expert_ids, used_tiles * TILE, num_rows)

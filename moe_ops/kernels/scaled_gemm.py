@@ -153,7 +153,7 @@ def _run(
     variant = _Variant(scheme, activation, rows)
     how = (num_slots, w.shape, tuple(row_tiles), top_k, w.device, variant)
     a = a if a.stride(1) == 1 else a.contiguous()
-    told = tile_arguments(tiles, num_slots, w.shape[0], how[2])
+    told = tile_arguments(tiles, num_slots, w.shape[0])
     hopper = _hopper(*how)
     if hopper is not None and _boxed(a, a_scale, w, w_scale, quant, hopper[0].GATED):
         given = Operands(a, dense(a_scale), w, dense(w_scale), dense(bias))

@@ -128,7 +128,7 @@ def finish_sums(acc, x_scale, w_scale, bias, expert, row, inside, LAYOUT: tl.con
 @triton.jit(do_not_specialize=COUNTED)
 def scaled_gemm_kernel(
     a, a_scale, w, w_scale, bias, out,
-    plan, topk_ids, expert_map, num_slots, experts_at, num_ids, num_experts,
+    tiles, expert_map, num_slots, num_ids, num_experts,
     stride_am, stride_sm, stride_se, stride_we, stride_wn, stride_wk,
     N: tl.constexpr, K: tl.constexpr, TOP_K: tl.constexpr,
     RULE: tl.constexpr, LAYOUT: tl.constexpr,
@@ -139,12 +139,11 @@ def scaled_gemm_kernel(
     RULE and LAYOUT are NamedTuples: a `Formula` (or None) and a `Layout`.
     """
     pid_m, pid_n, expert = find_tile(
-        plan, topk_ids, expert_map, num_slots, experts_at, num_ids, num_experts,
-        N, BLOCK_M, BLOCK_N, GROUP_M,
-    )  # fmt: skip
+        tiles, expert_map, num_slots, num_ids, num_experts, N, BLOCK_M, BLOCK_N, GROUP_M
+    )
     if expert < 0:
         return
-    slot, real = load_slots(plan, pid_m, num_slots, BLOCK_M)
+    slot, real = load_slots(tiles, pid_m, num_slots, num_ids, BLOCK_M)
     n = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
     inside = n < N
     n_inside = None if N % BLOCK_N == 0 else inside

@@ -232,7 +232,7 @@ def multiply(
         dense(bias),
         dense(input_weights),
         out,
-        *tile_arguments(tiles, num_slots, num_experts, row_tiles),
+        *tile_arguments(tiles, num_slots, num_experts),
         a.stride(0),
         *scale_strides(a_scale, rows, num_experts),
         *w.stride(),

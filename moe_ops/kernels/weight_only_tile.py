@@ -131,7 +131,7 @@ def finish_sums(
 @triton.jit(do_not_specialize=COUNTED)
 def weight_only_gemm_kernel(
     a, a_scale, w, w_scale, w_zero_point, w_global_scale, bias, input_weights, out,
-    plan, topk_ids, expert_map, num_slots, experts_at, num_ids, num_experts,
+    tiles, expert_map, num_slots, num_ids, num_experts,
     stride_am, stride_se, stride_sm, stride_we, stride_wn, stride_wk,
     N: tl.constexpr, K: tl.constexpr, TOP_K: tl.constexpr,
     RULE: tl.constexpr, FORMAT: tl.constexpr, ROWS: tl.constexpr,
@@ -143,15 +143,14 @@ def weight_only_gemm_kernel(
     NamedTuples. Quantized rows become bf16 numbers; scales of whole rows multiply sums.
     """
     pid_m, pid_n, expert = find_tile(
-        plan, topk_ids, expert_map, num_slots, experts_at, num_ids, num_experts,
-        N, BLOCK_M, BLOCK_N, GROUP_M,
-    )  # fmt: skip
+        tiles, expert_map, num_slots, num_ids, num_experts, N, BLOCK_M, BLOCK_N, GROUP_M
+    )
     if expert < 0:
         return
     PACK: tl.constexpr = 2 if FORMAT.packed else 1
     SHARE: tl.constexpr = 2 if FORMAT.bits == 4 else 1  # rows whose zero points share a byte
     GROUPS: tl.constexpr = 1 if FORMAT.cols is None else (K + FORMAT.cols - 1) // FORMAT.cols
-    slot, real = load_slots(plan, pid_m, num_slots, BLOCK_M)
+    slot, real = load_slots(tiles, pid_m, num_slots, num_ids, BLOCK_M)
     n = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
     inside = n < N
     n_inside = None if N % BLOCK_N == 0 else inside

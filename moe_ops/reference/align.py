@@ -13,7 +13,7 @@ from moe_ops.fake_impls.align import moe_align_block_size as empty_plan
 from moe_ops.fake_impls.align import slot_plan as empty_slot_plan
 from moe_ops.reference.slots import local_experts
 from moe_ops.tensors import TilePlan, unpack_plan
-from moe_ops.tiles import cdiv, pick_row_tile
+from moe_ops.tiles import PLAN_HEADER, cdiv, pick_row_tile, plan_sizes
 
 
 def moe_align_block_size(
@@ -40,9 +40,16 @@ def slot_plan(
 ) -> Tensor:
     """The same plan in one tensor, of the slots of local experts only."""
     plan = empty_slot_plan(topk_ids, expert_map, row_tiles, num_experts)
-    parts = unpack_plan(plan, topk_ids.numel(), num_experts, row_tiles)
+    parts = _parts(plan, topk_ids.numel(), num_experts, row_tiles)
     _fill_slots(parts, topk_ids, expert_map, None, row_tiles, num_experts)
     return plan
+
+
+def _parts(plan: Tensor, num_slots: int, num_experts: int, row_tiles: Sequence[int]) -> TilePlan:
+    """The parts of a plan in one tensor, to be written; the header says where they are."""
+    plan[:PLAN_HEADER] = 0
+    plan[1] = plan_sizes(num_slots, num_experts, row_tiles).experts_at
+    return unpack_plan(plan, num_slots, num_experts, row_tiles)
 
 
 def _fill_slots(
@@ -99,7 +106,7 @@ def _spans(
     rows = torch.arange(int(counts.sum()), device=counts.device) + gaps.repeat_interleave(counts)
     tile = pick_row_tile(row_tiles, num_rows, len(counts))
     names = torch.arange(len(counts), device=counts.device)
-    parts = unpack_plan(plan, num_rows, len(counts), row_tiles)
+    parts = _parts(plan, num_rows, len(counts), row_tiles)
     _fill(parts, tile, rows, counts, names, num_rows)
     return plan
 

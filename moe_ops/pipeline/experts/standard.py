@@ -37,7 +37,7 @@ def slot_experts(
     (_, topk_ids, expert_map), _, num_local_experts = space
     weighted = weight_on_input and scheme.activation is not None
     on_input = topk_weights if weight_on_input and not weighted else None
-    top_k = 1 if weighted else topk_ids.shape[1]
+    top_k = 1 if weighted else topk_weights.shape[1]
     rows = stored(rows, weights, space, scheme)
     h = gemm_act(rows, weights, space, top_k, scheme, dtype, activation, on_input)
     y = gemm(h, weights.w2, space, 1, scheme, dtype)
