@@ -48,6 +48,11 @@ class Tiles(NamedTuple):
     """Of that routing."""
 
 
+AnyTiles = tuple[Tensor, Tensor | None, Tensor | None]
+"""A `Tiles`, or its fields: operators, which get them one by one, do not take the time to name
+them."""
+
+
 class Permutation(NamedTuple):
     """Slots in the order of their experts; skipped slots come last."""
 

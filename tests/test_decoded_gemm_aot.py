@@ -35,6 +35,7 @@ SPILLED = {
     (arch, *where): most
     for where, most in {
         ("mxfp4_w4a8", 128): 272,
+        ("nvfp4", 16): 8,
         ("nvfp4", 32): 24,
         ("mxfp8", 16): 16,
     }.items()

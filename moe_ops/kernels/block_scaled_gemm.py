@@ -39,7 +39,7 @@ from moe_ops.kernels.weight_only_gemm import (
 from moe_ops.kernels.weight_only_tile import finish_sums, per_row, row_pointers, row_scales
 from moe_ops.scheme import get_scheme
 from moe_ops.scheme.weights import rows_per_scale
-from moe_ops.tensors import Tiles
+from moe_ops.tensors import AnyTiles
 from moe_ops.tiles import Gemm, TileConfig, device_facts, max_programs
 
 
@@ -166,7 +166,7 @@ def _make(n: int, k: int, top_k: int, tiles: TileConfig, variant: Variant) -> La
 def multiply(
     out: Tensor,
     operands: Operands,
-    tiles: Tiles,
+    tiles: AnyTiles,
     row_tiles: Sequence[int],
     top_k: int,
     scheme: str,

@@ -16,7 +16,7 @@ from moe_ops.fake_impls.decoded_gemm import decoded_gemm as empty_rows
 from moe_ops.fake_impls.decoded_gemm import decoded_gemm_act as empty_activated_rows
 from moe_ops.kernels import block_scaled_gemm, weight_only_gemm
 from moe_ops.kernels.weight_only_gemm import Operands
-from moe_ops.tensors import QTensor, Tiles
+from moe_ops.tensors import AnyTiles, QTensor
 from moe_ops.tiles import device_facts
 
 
@@ -36,7 +36,7 @@ def decoded_gemm(
     out_dtype: torch.dtype,
 ) -> Tensor:
     """Launch one program for each tile that the plan may hold."""
-    tiles = Tiles(plan, topk_ids, expert_map)
+    tiles = (plan, topk_ids, expert_map)
     rest = (bias, *tiles, row_tiles, top_k, scheme, out_dtype)
     out = empty_rows(a, a_scale, w, w_scale, w_global_scale, *rest)
     operands = Operands(a, a_scale, QTensor(w, w_scale, None, w_global_scale), bias)
@@ -60,7 +60,7 @@ def decoded_gemm_act(
     activation: str,
 ) -> Tensor:
     """Launch one program for each tile that the plan may hold."""
-    tiles = Tiles(plan, topk_ids, expert_map)
+    tiles = (plan, topk_ids, expert_map)
     rest = (bias, *tiles, row_tiles, top_k, scheme, out_dtype, activation)
     out = empty_activated_rows(a, a_scale, w, w_scale, w_global_scale, *rest)
     operands = Operands(a, a_scale, QTensor(w, w_scale, None, w_global_scale), bias)
@@ -70,7 +70,7 @@ def decoded_gemm_act(
 def _multiply(
     out: Tensor,
     operands: Operands,
-    tiles: Tiles,
+    tiles: AnyTiles,
     row_tiles: Sequence[int],
     top_k: int,
     scheme: str,

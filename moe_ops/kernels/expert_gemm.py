@@ -31,7 +31,7 @@ from moe_ops.kernels.gemm_tile import (
     tile_arguments,
 )
 from moe_ops.kernels.launch import Launch
-from moe_ops.tensors import Tiles
+from moe_ops.tensors import AnyTiles
 from moe_ops.tiles import Gemm, TileConfig, device_facts, max_programs
 from moe_ops.tuned import choose
 
@@ -217,7 +217,7 @@ def expert_gemm(
     top_k: int,
 ) -> Tensor:
     """Launch one program for each tile that the plan may hold."""
-    tiles = Tiles(plan, topk_ids, expert_map)
+    tiles = (plan, topk_ids, expert_map)
     out = empty_rows(a, w, bias, input_weights, output_weights, *tiles, row_tiles, top_k)
     vectors = (bias, input_weights, output_weights)
     return _run(out, a, w, vectors, tiles, row_tiles, top_k, None)
@@ -236,7 +236,7 @@ def expert_gemm_act(
     activation: str,
 ) -> Tensor:
     """Launch one program for each tile that the plan may hold."""
-    tiles = Tiles(plan, topk_ids, expert_map)
+    tiles = (plan, topk_ids, expert_map)
     out = empty_activated_rows(a, w, bias, input_weights, *tiles, row_tiles, top_k, activation)
     gated = formula(activation).gated  # its kernel scales no output
     vectors = (bias, input_weights) if gated else (bias, input_weights, None)
@@ -248,7 +248,7 @@ def _run(
     a: Tensor,
     w: Tensor,
     vectors: tuple[Tensor | None, ...],
-    tiles: Tiles,
+    tiles: AnyTiles,
     row_tiles: Sequence[int],
     top_k: int,
     activation: str | None,
@@ -259,9 +259,10 @@ def _run(
         stride, unit = a.stride()
         if unit != 1:
             a, stride = a.contiguous(), a.shape[1]
-        how = (num_slots, w.shape, w.itemsize, tuple(row_tiles), top_k, w.device, activation)
+        shape = w.shape
+        how = (num_slots, shape, w.itemsize, tuple(row_tiles), top_k, w.device, activation)
         vectors = tuple([v if v is None else v.contiguous() for v in vectors])
-        told = tile_arguments(tiles, num_slots, w.shape[0])
+        told = tile_arguments(tiles, num_slots, shape[0])
         hopper, (bias, *weights) = _hopper(*how), vectors
         if hopper is not None and not any(v is not None for v in weights):
             if hopper_gemm.serves(a, w, hopper[0].GATED):

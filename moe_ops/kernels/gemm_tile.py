@@ -12,21 +12,23 @@ import triton
 import triton.language as tl
 
 from moe_ops.kernels.activation import gate, gate_up
-from moe_ops.kernels.slots import HEADER, dense, experts_of, map_size
-from moe_ops.tensors import Tiles
+from moe_ops.kernels.slots import HEADER, experts_of
+from moe_ops.tensors import AnyTiles
 from moe_ops.tiles import DIRECT_SLOTS
 
 COUNTED = ["num_slots", "num_ids", "num_experts"]
 """What no kernel is made anew for."""
 
 
-def tile_arguments(tiles: Tiles, num_slots: int, num_experts: int) -> tuple[Any, ...]:
+def tile_arguments(tiles: AnyTiles, num_slots: int, num_experts: int) -> tuple[Any, ...]:
     """A kernel's arguments that tell its tiles."""
     plan, topk_ids, expert_map = tiles
     if topk_ids is None or num_slots > DIRECT_SLOTS:
         return plan, None, num_slots, None, num_experts
-    num_ids = map_size(expert_map, num_experts)
-    return topk_ids.contiguous(), dense(expert_map), num_slots, num_ids, num_experts
+    if expert_map is None:
+        return topk_ids.contiguous(), None, num_slots, num_experts, num_experts
+    num_ids = expert_map.shape[0]
+    return topk_ids.contiguous(), expert_map.contiguous(), num_slots, num_ids, num_experts
 
 
 @triton.jit

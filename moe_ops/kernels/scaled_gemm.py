@@ -23,7 +23,7 @@ from moe_ops.kernels.scaled_tile import Layout, scaled_gemm_kernel
 from moe_ops.kernels.slots import dense
 from moe_ops.scheme import WHOLE, Quant
 from moe_ops.scheme.weights import rows_per_scale
-from moe_ops.tensors import Tiles
+from moe_ops.tensors import AnyTiles
 from moe_ops.tiles import Gemm, TileConfig, device_facts, max_programs
 from moe_ops.tuned import choose
 
@@ -137,7 +137,7 @@ def _hopper(
 def _run(
     out: Tensor,
     operands: Operands,
-    tiles: Tiles,
+    tiles: AnyTiles,
     row_tiles: Sequence[int],
     top_k: int,
     scheme: str,
@@ -207,7 +207,7 @@ def scaled_gemm(
 ) -> Tensor:
     """Launch one program for each tile that the plan may hold."""
     operands = Operands(a, a_scale, w, w_scale, bias)
-    tiles = Tiles(plan, topk_ids, expert_map)
+    tiles = (plan, topk_ids, expert_map)
     out = empty_rows(*operands, *tiles, row_tiles, top_k, scheme, out_dtype)
     _run(out, operands, tiles, row_tiles, top_k, scheme)
     return out
@@ -230,7 +230,7 @@ def scaled_gemm_act(
 ) -> Tensor:
     """The same with an activation of what a tile holds, gate and up side by side."""
     operands = Operands(a, a_scale, w, w_scale, bias)
-    tiles = Tiles(plan, topk_ids, expert_map)
+    tiles = (plan, topk_ids, expert_map)
     out = empty_activated_rows(*operands, *tiles, row_tiles, top_k, scheme, out_dtype, activation)
     _run(out, operands, tiles, row_tiles, top_k, scheme, activation)
     return out

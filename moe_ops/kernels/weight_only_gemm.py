@@ -21,7 +21,7 @@ from moe_ops.kernels.slots import dense
 from moe_ops.kernels.weight_only_tile import weight_only_gemm_kernel
 from moe_ops.scheme import WHOLE, Quant, get_scheme
 from moe_ops.scheme.weights import rows_per_scale
-from moe_ops.tensors import QTensor, Tiles
+from moe_ops.tensors import AnyTiles, QTensor
 from moe_ops.tiles import Gemm, TileConfig, device_facts, max_programs
 from moe_ops.tuned import choose
 
@@ -160,7 +160,7 @@ def weight_only_gemm(
     scheme: str,
 ) -> Tensor:
     """Launch one program for each tile that the plan may hold."""
-    tiles = Tiles(plan, topk_ids, expert_map)
+    tiles = (plan, topk_ids, expert_map)
     stored = QTensor(w, w_scale, w_zero_point, w_global_scale)
     out = empty_rows(a, *stored, bias, input_weights, *tiles, row_tiles, top_k, scheme)
     operands = Operands(a, None, stored, bias, input_weights)
@@ -184,7 +184,7 @@ def weight_only_gemm_act(
     activation: str,
 ) -> Tensor:
     """Launch one program for each tile that the plan may hold."""
-    tiles = Tiles(plan, topk_ids, expert_map)
+    tiles = (plan, topk_ids, expert_map)
     stored = QTensor(w, w_scale, w_zero_point, w_global_scale)
     more = (bias, input_weights, *tiles, row_tiles, top_k, scheme, activation)
     out = empty_activated_rows(a, *stored, *more)
@@ -195,7 +195,7 @@ def weight_only_gemm_act(
 def multiply(
     out: Tensor,
     operands: Operands,
-    tiles: Tiles,
+    tiles: AnyTiles,
     row_tiles: Sequence[int],
     top_k: int,
     scheme: str,

@@ -14,7 +14,7 @@ from moe_ops.reference.activation import apply, split
 from moe_ops.reference.slots import multiply, planned_slots, runs
 from moe_ops.reference.weight_only_gemm import one_expert
 from moe_ops.scheme import Quant, dequantize_rows, dequantize_weight, get_scheme
-from moe_ops.tensors import QTensor, Tiles
+from moe_ops.tensors import QTensor
 
 
 def decoded_gemm(
@@ -50,7 +50,7 @@ def decoded_gemm(
         scheme: its name.
         out_dtype: of the result.
     """
-    tiles = Tiles(plan, topk_ids, expert_map)
+    tiles = (plan, topk_ids, expert_map)
     rest = (bias, *tiles, row_tiles, top_k, scheme, out_dtype)
     out = empty_rows(a, a_scale, w, w_scale, w_global_scale, *rest)
     stored = QTensor(w, w_scale, None, w_global_scale)
@@ -74,7 +74,7 @@ def decoded_gemm_act(
     activation: str,
 ) -> Tensor:
     """The activation of the same rows, in float32, rounded once."""
-    tiles = Tiles(plan, topk_ids, expert_map)
+    tiles = (plan, topk_ids, expert_map)
     rest = (bias, *tiles, row_tiles, top_k, scheme, out_dtype, activation)
     out = empty_activated_rows(a, a_scale, w, w_scale, w_global_scale, *rest)
     stored, rule = QTensor(w, w_scale, None, w_global_scale), formula(activation)

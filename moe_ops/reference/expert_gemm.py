@@ -11,7 +11,6 @@ from moe_ops.fake_impls.expert_gemm import expert_gemm as empty_rows
 from moe_ops.fake_impls.expert_gemm import expert_gemm_act as empty_activated_rows
 from moe_ops.reference.activation import apply, split
 from moe_ops.reference.slots import multiply, planned_slots, runs
-from moe_ops.tensors import Tiles
 
 
 def _grouped(
@@ -56,7 +55,7 @@ def expert_gemm(
     top_k: int,
 ) -> Tensor:
     """``out[s] = (input_weights[s] * a[s // top_k] @ w[e].T + bias[e]) * output_weights[s]``."""
-    tiles = Tiles(plan, topk_ids, expert_map)
+    tiles = (plan, topk_ids, expert_map)
     out = empty_rows(a, w, bias, input_weights, output_weights, *tiles, row_tiles, top_k)
 
     def finish(rows: Tensor, slots: Tensor) -> Tensor:
@@ -80,7 +79,7 @@ def expert_gemm_act(
     activation: str,
 ) -> Tensor:
     """``out[s] = act(input_weights[s] * a[s // top_k] @ w[e].T + bias[e])``."""
-    tiles = Tiles(plan, topk_ids, expert_map)
+    tiles = (plan, topk_ids, expert_map)
     out = empty_activated_rows(a, w, bias, input_weights, *tiles, row_tiles, top_k, activation)
     rule = formula(activation)
 

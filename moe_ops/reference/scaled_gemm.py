@@ -20,7 +20,6 @@ from moe_ops.reference.slots import multiply, planned_slots, runs
 from moe_ops.scheme import WHOLE, Element, Quant
 from moe_ops.scheme.rounding import decode, scale_value
 from moe_ops.scheme.weights import rows_per_scale
-from moe_ops.tensors import Tiles
 
 
 class _Operands(NamedTuple):
@@ -53,7 +52,7 @@ def scaled_gemm(
     The products of a group of columns that shares scales are summed first (exactly for int8), then
     scaled, then added up, all in float32.
     """
-    tiles = Tiles(plan, topk_ids, expert_map)
+    tiles = (plan, topk_ids, expert_map)
     out = empty_rows(a, a_scale, w, w_scale, bias, *tiles, row_tiles, top_k, scheme, out_dtype)
     operands = _Operands(a, a_scale, w, w_scale, bias, scheme)
     return _grouped(out, operands, plan, row_tiles, top_k, lambda rows: rows)
@@ -75,7 +74,7 @@ def scaled_gemm_act(
     activation: str,
 ) -> Tensor:
     """The activation of the same rows, in float32, rounded once."""
-    tiles = Tiles(plan, topk_ids, expert_map)
+    tiles = (plan, topk_ids, expert_map)
     operands = (a, a_scale, w, w_scale, bias)
     out = empty_activated_rows(*operands, *tiles, row_tiles, top_k, scheme, out_dtype, activation)
     rule = formula(activation)

@@ -16,7 +16,7 @@ from moe_ops.fake_impls.weight_only_gemm import weight_only_gemm_act as empty_ac
 from moe_ops.reference.activation import apply, split
 from moe_ops.reference.slots import multiply, planned_slots, runs
 from moe_ops.scheme import dequantize_weight
-from moe_ops.tensors import QTensor, Tiles
+from moe_ops.tensors import QTensor
 
 
 def weight_only_gemm(
@@ -35,7 +35,7 @@ def weight_only_gemm(
     scheme: str,
 ) -> Tensor:
     """``out[s] = input_weights[s] * a[s // top_k] @ dequantized(w[e]).T + bias[e]``."""
-    tiles = Tiles(plan, topk_ids, expert_map)
+    tiles = (plan, topk_ids, expert_map)
     stored = QTensor(w, w_scale, w_zero_point, w_global_scale)
     out = empty_rows(a, *stored, bias, input_weights, *tiles, row_tiles, top_k, scheme)
 
@@ -62,7 +62,7 @@ def weight_only_gemm_act(
     activation: str,
 ) -> Tensor:
     """The activation of the same rows, in float32, rounded once."""
-    tiles = Tiles(plan, topk_ids, expert_map)
+    tiles = (plan, topk_ids, expert_map)
     stored = QTensor(w, w_scale, w_zero_point, w_global_scale)
     out = empty_activated_rows(
         a, *stored, bias, input_weights, *tiles, row_tiles, top_k, scheme, activation
