@@ -14,6 +14,7 @@ from moe_ops.reference import activation as activations
 from moe_ops.reference import decoded_gemm as reference
 from moe_ops.reference.slots import local_experts
 from moe_ops.scheme import dequantize_rows
+from moe_ops.tensors import Tiles
 from moe_ops.testing import Problem, assert_matches_reference, make_inputs
 from moe_ops.tiles import ROW_TILES
 
@@ -125,7 +126,7 @@ def test_one_scale_for_each_expert(device):
     counts = torch.tensor([4, 1, 3], dtype=torch.int32, device=device)
     a, scale = ops.batched_quantize(x.to(device), GIVEN.to(device), counts, quant.activation.key)
     scale = scale * torch.tensor([1.0, 2.0, 3.0], device=device)[:, None, None]
-    plan = ops.align_batched(counts, count, list(ROW_TILES))
+    plan = Tiles(ops.align_batched(counts, count, list(ROW_TILES)))
     weight, tail = (q.data, q.scale, None, None), (list(ROW_TILES), 1, "mxfp4_w4a8", x.dtype)
     call = (a.flatten(0, 1), scale.flatten(0, 1), *weight, *plan)
     y = ops.decoded_gemm(*(None if t is None else t.to(device) for t in call), *tail)
@@ -139,7 +140,8 @@ def test_a_scheme_that_is_not_decoded_is_refused(device):
     x = torch.ones(2, 32, device=device)
     for scheme, name in (("fp8_channel", "scheme"), ("mxfp4_w4a16", "scheme")):
         q = quantize_weight(torch.ones(1, 8, 32, device=device), scheme)
-        plan = ops.align_batched(torch.tensor([2], dtype=torch.int32, device=device), 2, [16])
+        counts = torch.tensor([2], dtype=torch.int32, device=device)
+        plan = Tiles(ops.align_batched(counts, 2, [16]))
         with pytest.raises(ValueError, match=name):
             ops.decoded_gemm(
                 x, x[:, :1], q.data, q.scale, None, None, *plan, [16], 1, scheme, x.dtype
