@@ -1,7 +1,7 @@
 """What the kernels of expert GEMMs share: how tiles are found, and the steps of one.
 
-Kernels take ``tiles, expert_map, num_slots, num_ids, num_experts`` from `tile_arguments`: a plan, or
-with ``num_ids`` the ids of few slots. A tile is then one slot, in the first of its rows.
+Kernels take ``tiles, expert_map, num_slots, num_ids, num_experts`` from `tile_arguments`: a plan,
+or with ``num_ids`` the ids of few slots. A tile is then one slot, in the first of its rows.
 """
 
 from __future__ import annotations
@@ -47,10 +47,7 @@ def find_tile(
     N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP_M: tl.constexpr,
 ):  # fmt: skip
     """This program's tile (row and column) and its expert, -1 where there is nothing to do."""
-    if num_ids is None:
-        num_pid_m = tl.load(tiles) // BLOCK_M
-    else:
-        num_pid_m = num_slots
+    num_pid_m = tl.load(tiles) // BLOCK_M if num_ids is None else num_slots
     num_pid_n: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
     used = tl.program_id(0) < num_pid_m * num_pid_n
     pid = tl.where(used, tl.program_id(0), 0)

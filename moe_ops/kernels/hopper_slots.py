@@ -37,11 +37,7 @@ class Vectors:
 @gluon.jit
 def count_tiles(tiles, num_slots, num_ids, C: gl.constexpr):
     """How many tiles of rows there are."""
-    if num_ids is None:
-        num_tiles = gl.load(tiles) // C.BLOCK_M
-    else:
-        num_tiles = num_slots
-    return num_tiles
+    return gl.load(tiles) // C.BLOCK_M if num_ids is None else num_slots
 
 
 @gluon.jit
