@@ -22,11 +22,11 @@ def cases(problem: Problem, inputs: Inputs) -> Iterator[Case]:
 
     def two() -> tuple:
         weights, ids = ops.fused_topk(*how)
-        return weights, ids, *ops.moe_align_block_size(ids, None, ROW_TILES, experts, False, True)
+        return weights, ids, ops.slot_plan(ids, None, ROW_TILES, experts)
 
     moved = nbytes(logits, *one())
     yield Case("topk_align", one, moved)
-    yield Case("fused_topk + moe_align_block_size", two, moved)
+    yield Case("fused_topk + slot_plan", two, moved)
 
 
 if __name__ == "__main__":

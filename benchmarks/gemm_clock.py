@@ -19,7 +19,7 @@ from moe_ops.pipeline.fused_experts import NOT_QUANTIZED
 from moe_ops.pipeline.gemms import activated_product, expert_weights, gemm
 from moe_ops.pipeline.no_ep import quantize_tokens
 from moe_ops.pipeline.row_spaces import SlotRows
-from moe_ops.tensors import ExpertWeights, Routing, Rows
+from moe_ops.tensors import ExpertWeights, Routing, Rows, Tiles
 from moe_ops.tuning.search import Subject, Trial
 
 LAUNCHERS = ("expert_gemm", "scaled_gemm", "weight_only_gemm")
@@ -89,8 +89,8 @@ class GemmClock:
     def _space(self, ids: Tensor, row_tile: int) -> SlotRows:
         """With a choice of one row tile, twice: what a file says is not for a single one."""
         tiles, experts = (row_tile, row_tile), self.problem.num_experts
-        plan = ops.moe_align_block_size(ids, None, tiles, experts, False, True)
-        return SlotRows(plan, tiles, ids, None, experts)
+        plan = ops.slot_plan(ids, None, tiles, experts)
+        return SlotRows(Tiles(plan, ids), tiles, experts)
 
     def _product(self, which: int, rows: Rows, space: SlotRows) -> Tensor:
         scheme, dtype = self.subject.scheme, torch.bfloat16

@@ -108,13 +108,16 @@ moe_align_block_size = _op(
     " bool pad_sorted_ids, bool ignore_invalid_experts)"
     " -> (Tensor sorted_token_ids, Tensor expert_ids, Tensor num_tokens_post_padded)",
 )
+slot_plan = _op(
+    "align",
+    "slot_plan(Tensor topk_ids, Tensor? expert_map, int[] row_tiles, SymInt num_experts) -> Tensor",
+)
 topk_align = _op(
     "topk_align",
     "topk_align(Tensor gating_output, Tensor? e_score_correction_bias, SymInt topk,"
     " bool renormalize, str scoring_func, float routed_scaling_factor, Tensor? expert_map,"
     " int[] row_tiles, SymInt num_local_experts)"
-    " -> (Tensor topk_weights, Tensor topk_ids, Tensor sorted_token_ids, Tensor expert_ids,"
-    " Tensor num_tokens_post_padded)",
+    " -> (Tensor topk_weights, Tensor topk_ids, Tensor plan)",
 )
 count_expert_num_tokens = _op(
     "align",
@@ -123,13 +126,11 @@ count_expert_num_tokens = _op(
 )
 align_batched = _op(
     "align",
-    "align_batched(Tensor expert_num_tokens, SymInt max_num_tokens, int[] row_tiles)"
-    " -> (Tensor sorted_token_ids, Tensor expert_ids, Tensor num_tokens_post_padded)",
+    "align_batched(Tensor expert_num_tokens, SymInt max_num_tokens, int[] row_tiles) -> Tensor",
 )
 align_permuted = _op(
     "align",
-    "align_permuted(Tensor expert_first_token_offset, SymInt num_rows, int[] row_tiles)"
-    " -> (Tensor sorted_token_ids, Tensor expert_ids, Tensor num_tokens_post_padded)",
+    "align_permuted(Tensor expert_first_token_offset, SymInt num_rows, int[] row_tiles) -> Tensor",
 )
 moe_permutation = _op(
     "permute",
@@ -188,26 +189,25 @@ batched_activation_quantize = _op(
 expert_gemm = _op(
     "expert_gemm",
     "expert_gemm(Tensor a, Tensor w, Tensor? bias, Tensor? input_weights, Tensor? output_weights,"
-    " Tensor sorted_token_ids, Tensor expert_ids, Tensor num_tokens_post_padded, int[] row_tiles,"
-    " SymInt top_k) -> Tensor",
+    " Tensor plan, Tensor? topk_ids, Tensor? expert_map, int[] row_tiles, SymInt top_k) -> Tensor",
 )
 expert_gemm_act = _op(
     "expert_gemm",
     "expert_gemm_act(Tensor a, Tensor w, Tensor? bias, Tensor? input_weights,"
-    " Tensor sorted_token_ids, Tensor expert_ids, Tensor num_tokens_post_padded, int[] row_tiles,"
-    " SymInt top_k, str activation) -> Tensor",
+    " Tensor plan, Tensor? topk_ids, Tensor? expert_map, int[] row_tiles, SymInt top_k,"
+    " str activation) -> Tensor",
 )
 _SCALED = (
-    "(Tensor a, Tensor a_scale, Tensor w, Tensor w_scale, Tensor? bias, Tensor sorted_token_ids,"
-    " Tensor expert_ids, Tensor num_tokens_post_padded, int[] row_tiles, SymInt top_k, str scheme,"
+    "(Tensor a, Tensor a_scale, Tensor w, Tensor w_scale, Tensor? bias, Tensor plan,"
+    " Tensor? topk_ids, Tensor? expert_map, int[] row_tiles, SymInt top_k, str scheme,"
     " ScalarType out_dtype"
 )
 scaled_gemm = _op("scaled_gemm", f"scaled_gemm{_SCALED}) -> Tensor")
 scaled_gemm_act = _op("scaled_gemm", f"scaled_gemm_act{_SCALED}, str activation) -> Tensor")
 _WEIGHT_ONLY = (
     "(Tensor a, Tensor w, Tensor? w_scale, Tensor? w_zero_point, Tensor? w_global_scale,"
-    " Tensor? bias, Tensor? input_weights, Tensor sorted_token_ids, Tensor expert_ids,"
-    " Tensor num_tokens_post_padded, int[] row_tiles, SymInt top_k, str scheme"
+    " Tensor? bias, Tensor? input_weights, Tensor plan, Tensor? topk_ids, Tensor? expert_map,"
+    " int[] row_tiles, SymInt top_k, str scheme"
 )
 weight_only_gemm = _op("weight_only_gemm", f"weight_only_gemm{_WEIGHT_ONLY}) -> Tensor")
 weight_only_gemm_act = _op(
@@ -215,8 +215,8 @@ weight_only_gemm_act = _op(
 )
 _DECODED = (
     "(Tensor a, Tensor a_scale, Tensor w, Tensor w_scale, Tensor? w_global_scale, Tensor? bias,"
-    " Tensor sorted_token_ids, Tensor expert_ids, Tensor num_tokens_post_padded, int[] row_tiles,"
-    " SymInt top_k, str scheme, ScalarType out_dtype"
+    " Tensor plan, Tensor? topk_ids, Tensor? expert_map, int[] row_tiles, SymInt top_k,"
+    " str scheme, ScalarType out_dtype"
 )
 decoded_gemm = _op("decoded_gemm", f"decoded_gemm{_DECODED}) -> Tensor")
 decoded_gemm_act = _op("decoded_gemm", f"decoded_gemm_act{_DECODED}, str activation) -> Tensor")

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from torch import Tensor
+
+from moe_ops.tiles import PLAN_HEADER, plan_sizes
 
 
 class TilePlan(NamedTuple):
@@ -23,6 +26,31 @@ class TilePlan(NamedTuple):
     """int32: the expert of each tile; -1 where it is not local, and past the last tile."""
     num_tokens_post_padded: Tensor
     """int32 ``[1]``: rows in use, a multiple of the tile."""
+
+
+def unpack_plan(
+    plan: Tensor, num_slots: int, num_experts: int, row_tiles: Sequence[int]
+) -> TilePlan:
+    """Views of the parts of a plan that is one tensor, as operators pass it on: see `PlanSizes`."""
+    sizes = plan_sizes(num_slots, num_experts, row_tiles)
+    slots, experts = plan[PLAN_HEADER : sizes.experts_at], plan[sizes.experts_at :]
+    return TilePlan(slots, experts, plan[:1])
+
+
+class Tiles(NamedTuple):
+    """What tells an expert GEMM its tiles."""
+
+    plan: Tensor
+    """int32: see `PlanSizes`. Not read with ``topk_ids`` of at most `DIRECT_SLOTS` entries."""
+    topk_ids: Tensor | None = None
+    """``(T, k)``, where the rows of the GEMM are the slots of a routing."""
+    expert_map: Tensor | None = None
+    """Of that routing."""
+
+
+AnyTiles = tuple[Tensor, Tensor | None, Tensor | None]
+"""A `Tiles`, or its fields: operators, which get them one by one, do not take the time to name
+them."""
 
 
 class Permutation(NamedTuple):

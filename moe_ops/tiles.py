@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -53,6 +53,13 @@ class Device(NamedTuple):
     """As PyTorch has it, for files of tuned tiles to name; empty: there are none."""
 
 
+DIRECT_SLOTS = 16
+"""Up to here an expert GEMM that has the routing needs no plan: its tiles are the slots, one each.
+The weights of an expert with several slots are then read more than once, which takes less time than
+the launch that makes a plan."""
+PLAN_HEADER = 4
+"""Entries of a plan before its slots: how many rows are in use, where the experts begin, and two
+zeros, so that slots begin at a multiple of 16 bytes."""
 SINGLE_LAUNCH_SLOTS = 1024
 """Up to here one launch aligns: each of its programs counts all experts itself."""
 MANY_TOKENS = 2048
@@ -125,9 +132,48 @@ def num_tiles(num_slots, num_experts, row_tiles: Sequence[int]):
     return cdiv(padded_slots(num_slots, num_experts, (tile,)), tile)
 
 
+class PlanSizes(NamedTuple):
+    """How a plan lies in one int32 tensor: its header, the slot of each row, each tile's expert."""
+
+    rows: int
+    tiles: int
+
+    @property
+    def experts_at(self) -> int:
+        """Where the experts begin."""
+        return PLAN_HEADER + self.rows
+
+    @property
+    def entries(self) -> int:
+        """Of the tensor."""
+        return PLAN_HEADER + self.rows + self.tiles
+
+
+def plan_sizes(num_slots, num_experts, row_tiles: Sequence[int], pad_to: int = 1) -> PlanSizes:
+    """The sizes of a plan that serves whichever of ``row_tiles`` is picked.
+
+    Args:
+        num_slots: rows to be sorted.
+        num_experts: experts that they go to.
+        row_tiles: to choose from.
+        pad_to: what the number of rows is a multiple of.
+    """
+    known = isinstance(num_slots, int) and isinstance(num_experts, int)
+    sizes = _plan_sizes if known else _plan_sizes.__wrapped__  # symbols cannot be looked up
+    return sizes(num_slots, num_experts, tuple(row_tiles), pad_to)
+
+
+@lru_cache(maxsize=4096)
+def _plan_sizes(
+    num_slots: int, num_experts: int, row_tiles: tuple[int, ...], pad_to: int
+) -> PlanSizes:
+    rows = cdiv(padded_slots(num_slots, num_experts, row_tiles), pad_to) * pad_to
+    return PlanSizes(rows, num_tiles(num_slots, num_experts, row_tiles))
+
+
 def load_class(num_slots: int, num_experts: int) -> int:
-    """The first i for which ``16 * 2**i`` holds 1.5 times the average expert's rows."""
-    wanted, i = 1.5 * num_slots / num_experts, 0
+    """The first i for which ``16 * 2**i`` holds 1.5 times the average expert's rows, or all."""
+    wanted, i = min(1.5 * num_slots / num_experts, num_slots), 0
     while ROW_TILES[0] << i < wanted:
         i += 1
     return i
@@ -143,9 +189,17 @@ def pick_row_tile(row_tiles: Sequence[int], num_slots: int, num_experts: int) ->
 
 
 def max_programs(gemm: Gemm, config: TileConfig) -> int:
-    """Upper bound of the programs that a plan may need."""
-    tiles = num_tiles(gemm.num_slots, gemm.num_experts, (config.block_m,))
-    return tiles * cdiv(gemm.n, config.block_n)
+    """Upper bound of the programs that a GEMM may need, with a plan or without."""
+    return max_row_tiles(gemm.num_slots, gemm.num_experts, config.block_m) * cdiv(
+        gemm.n, config.block_n
+    )
+
+
+def max_row_tiles(num_slots: int, num_experts: int, block_m: int) -> int:
+    """Upper bound of the tiles of a GEMM's rows, with a plan or without."""
+    if num_slots <= DIRECT_SLOTS:
+        return num_slots
+    return num_tiles(num_slots, num_experts, (block_m,))
 
 
 class Scan(NamedTuple):

@@ -9,7 +9,9 @@ from strategies import topk_ids
 
 import moe_ops
 from moe_ops import ops
-from moe_ops.tiles import ROW_TILES, num_tiles, padded_slots, pick_row_tile
+from moe_ops.reference.align import slot_plan
+from moe_ops.tensors import unpack_plan
+from moe_ops.tiles import DIRECT_SLOTS, ROW_TILES, num_tiles, padded_slots, pick_row_tile
 
 pytestmark = pytest.mark.kernel
 
@@ -143,6 +145,27 @@ def test_several_row_tiles_make_the_plan_of_the_one_picked(num_tokens, device):
     assert (plan[1][used[0] // tile :] == -1).all()
 
 
+@given(case=topk_ids(), local=st.none() | st.integers(1, 40), tile=st.sampled_from((1, 16)))
+def test_the_slot_plan_is_the_same_in_one_tensor(case, local, tile, device):
+    """Where anybody reads it: so few slots that nobody does leave it as it is."""
+    ids, num_experts = case
+    ids, expert_map = ids.to(device), None
+    if local is not None:
+        local = min(local, num_experts)
+        expert_map = torch.arange(-1, num_experts - 1, dtype=torch.int32, device=device)
+        expert_map[expert_map >= local] = -1
+    sizes = ([tile], local or num_experts)
+    plan = ops.slot_plan(ids, expert_map, *sizes)
+    parts = unpack_plan(plan, ids.numel(), sizes[1], sizes[0])
+    expected = ops.moe_align_block_size(ids, expert_map, *sizes, False, True)
+    assert plan.dtype == torch.int32 and plan.data_ptr() % 16 == 0
+    assert [x.shape for x in parts] == [x.shape for x in expected]
+    if ids.numel() > DIRECT_SLOTS:
+        assert all(torch.equal(a, b) for a, b in zip(parts, expected, strict=True))
+    parts = unpack_plan(slot_plan(ids, expert_map, *sizes), ids.numel(), sizes[1], sizes[0])
+    assert all(torch.equal(a, b) for a, b in zip(parts, expected, strict=True))
+
+
 @given(case=topk_ids())
 def test_counts(case, device):
     ids, num_experts = case
@@ -201,6 +224,7 @@ def assert_spans(plan, starts, counts, num_rows, row_tiles):
     rows, experts = spans_plan(starts, counts, num_rows, tile)
     length = padded_slots(num_rows, len(counts), row_tiles)
     tiles = num_tiles(num_rows, len(counts), row_tiles)
+    plan = unpack_plan(plan, num_rows, len(counts), row_tiles)
     rows_and_padding = rows + [num_rows] * (length - len(rows))
     assert_plan(plan, (rows_and_padding, experts + [-1] * (tiles - len(experts)), [len(rows)]))
 
@@ -235,9 +259,10 @@ def test_permuted_rows(counts, skipped, row_tiles, device):
 def test_the_permuted_plan_is_that_of_its_slots(device):
     """The tiles of permuted rows hold the slots that the Standard plan has there."""
     ids = torch.randint(-1, 6, (37, 3), generator=torch.Generator().manual_seed(0)).to(device)
-    standard = ops.moe_align_block_size(ids, None, ROW_TILES, 5, False, True)
+    standard = unpack_plan(ops.slot_plan(ids, None, ROW_TILES, 5), ids.numel(), 5, ROW_TILES)
     offset, _, slots = ops.moe_permutation(ids, None, 5)
     permuted = ops.align_permuted(offset, ids.numel(), ROW_TILES)
+    permuted = unpack_plan(permuted, ids.numel(), 5, ROW_TILES)
     padded = torch.cat((slots, slots.new_tensor([ids.numel()])))
     assert torch.equal(padded[permuted[0].long()], standard[0])
     assert torch.equal(permuted[1], standard[1]) and torch.equal(permuted[2], standard[2])

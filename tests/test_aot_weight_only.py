@@ -12,7 +12,10 @@ import aot  # noqa: E402
 
 from moe_ops.kernels import align, weight_only_gemm, weight_only_tile  # noqa: E402
 from moe_ops.scheme import SCHEMES, get_scheme  # noqa: E402
-from moe_ops.tensors import QTensor  # noqa: E402
+from moe_ops.tensors import (
+    QTensor,  # noqa: E402
+    Tiles,  # noqa: E402
+)
 
 pytestmark = [pytest.mark.aot, pytest.mark.filterwarnings("ignore")]
 NAMED = [n for n, s in SCHEMES.items() if s.weight is not None and s.activation is None]
@@ -48,7 +51,7 @@ def launch_gemms(scheme, tile, dtype, hidden=2048, width=768, activation="silu")
         experts = 256 if tile <= 32 else 4
         slots = tile * experts // 2
         ids = empty(slots, 1, dtype=torch.int32)
-        plan = align.moe_align_block_size(ids, None, [tile], experts, False, True)
+        plan = Tiles(align.slot_plan(ids, None, [tile], experts), ids)
         x, bias = empty(slots, hidden, dtype=dtype), empty(experts, 2 * width, dtype=dtype)
         w1 = stored(empty, scheme, experts, 2 * width, hidden, dtype)
         rest = (None, *plan, [tile], 1, scheme)

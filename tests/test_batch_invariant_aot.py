@@ -53,11 +53,11 @@ def rows(empty, slots, quant):
     return q, empty(slots, groups, dtype=quant.scale_dtype)
 
 
-def launch_product(empty, name, slots):
+def launch_product(empty, name, slots, direct=False):
     """The first product of a layer, with its activation, for some slots."""
     scheme, tiles = get_scheme(name), INVARIANT_ROW_TILES
     ids = empty(slots, 1, dtype=torch.int32)
-    plan = (*align.moe_align_block_size(ids, None, tiles, E, False, True), tiles, 1)
+    plan = (align.slot_plan(ids, None, tiles, E), ids if direct else None, None, tiles, 1)
     x = empty(slots, K)
     if scheme.weight is None:
         return expert_gemm.expert_gemm_act(x, empty(E, 2 * N, K), None, None, *plan, "silu")
@@ -88,6 +88,31 @@ def test_one_binary_at_every_load(scheme, arch):
     products = [k for k in aot.compile_launch(arch, launch) if "gemm" in k.metadata.name]
     assert len(products) == 4
     assert len({kernel.hash for kernel in products}) == 1
+
+
+def arithmetic(kernel):
+    """What it computes with floats, in order, with types and layouts but without names."""
+    code = kernel.asm["ttgir"]
+    operations = re.findall(r"(?:arith\.\w+f|math\.\w+|\w+\.\w*(?:dot|mma)\w*) .*", code)
+    layouts = re.findall(r"^#mma\d* = .*", code, re.M)
+    return layouts, [re.sub(r"%[\w#:]+|loc\(.*\)", "", line) for line in operations]
+
+
+@pytest.mark.parametrize("arch", [80, 90, 100, 120])
+@pytest.mark.parametrize("scheme", ["unquantized", "fp8_block128", "int8_channel", "mxfp4"])
+def test_without_a_plan_the_arithmetic_is_the_same(scheme, arch):
+    """Few slots have a binary of their own: it finds a tile otherwise, and then does the same."""
+    if arch < min_capability(get_scheme(scheme).activation):
+        pytest.skip("no kernels of this scheme")
+
+    def launch(empty):
+        launch_product(empty, scheme, 7, direct=True)
+        launch_product(empty, scheme, 64)
+
+    kernels = [k for k in aot.compile_launch(arch, launch) if "gemm" in k.metadata.name]
+    direct, planned = map(arithmetic, kernels)
+    assert direct == planned and any("mma" in line or "dot" in line for line in direct[1])
+    assert kernels[0].hash != kernels[1].hash
 
 
 def float_sums(kernel):

@@ -10,6 +10,7 @@ import torch
 from conftest import HAS_CUDA, INTERPRETED
 from hypothesis import given
 from hypothesis import strategies as st
+from plans import planned
 from strategies import ACTIVATIONS, DTYPES
 from test_decoded_gemm import check, gemm_problem, quantized_rows, test_one_scale_for_each_expert
 
@@ -113,7 +114,7 @@ def run(scheme, x, w, ids, device, change=lambda rows, scale, weight: (rows, sca
     q = quantize_weight(w, scheme)
     rows, scale, _ = quantized_rows(x.to(device), get_scheme(scheme).activation)
     rows, scale, weight = change(rows, scale, q.data.to(device))
-    plan = ops.moe_align_block_size(ids.to(device), None, [16], w.shape[0], False, True)
+    plan = planned(ids.to(device), None, [16], w.shape[0])
     rest = (None if t is None else t.to(device) for t in (q.scale, q.global_scale, None))
     return ops.decoded_gemm(rows, scale, weight, *rest, *plan, [16], 1, scheme, x.dtype)
 

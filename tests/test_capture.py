@@ -87,9 +87,9 @@ def test_warmup_runs_on_the_cpu():
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("tokens", [1, 64])
-def test_no_host_sync_and_few_launches(tokens):
-    """At most 5 launches from tokens and a routing to the output, and nothing waits."""
+@pytest.mark.parametrize(("tokens", "most"), [(1, 3), (64, 5)])
+def test_no_host_sync_and_few_launches(tokens, most):
+    """Few launches from tokens and a routing to the output, and nothing waits."""
     _, inputs = layer_of()
     x, logits = batch(tokens)
     weights, ids = moe_ops.fused_topk(x, logits, K, True)
@@ -115,7 +115,7 @@ def test_no_host_sync_and_few_launches(tokens):
         torch.utils.deterministic.fill_uninitialized_memory = True
     kernels = [e for e in profile.events() if e.device_type == torch.autograd.DeviceType.CUDA]
     names = [e.name for e in kernels if "kernel" in e.name.lower() or "mem" in e.name.lower()]
-    assert 0 < len(names) <= 5, names
+    assert 0 < len(names) <= most, names
 
 
 @pytest.mark.gpu

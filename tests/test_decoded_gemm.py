@@ -1,9 +1,11 @@
 """Expert GEMMs that dequantize both operands, against float64 on the numbers they stand for."""
 
+import plans
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from plans import planned
 from strategies import ACTIVATIONS, DTYPES
 
 from moe_ops import dequantize_weight, get_scheme, ops, quantize_weight
@@ -12,6 +14,7 @@ from moe_ops.reference import activation as activations
 from moe_ops.reference import decoded_gemm as reference
 from moe_ops.reference.slots import local_experts
 from moe_ops.scheme import dequantize_rows
+from moe_ops.tensors import Tiles
 from moe_ops.testing import Problem, assert_matches_reference, make_inputs
 from moe_ops.tiles import ROW_TILES
 
@@ -54,7 +57,7 @@ def check(problem, scheme, tiles, device, activation=None, halves=False):
     def on(t):
         return None if t is None else t.to(device)
 
-    plan = ops.moe_align_block_size(on(ids), on(expert_map), tiles, local, False, True)
+    plan = planned(on(ids), on(expert_map), tiles, local)
     head, tail = (q.data, q.scale, q.global_scale, bias), (tiles, k, scheme, x.dtype)
     name, weight = "decoded_gemm", dequantize_weight(q, scheme).double()
     exact = exact_rows(numbers, weight, bias, ids, k, expert_map)
@@ -63,7 +66,7 @@ def check(problem, scheme, tiles, device, activation=None, halves=False):
         rule = formula(activation)
         exact = activations.apply(*activations.split(exact, rule), rule)
     actual = getattr(ops, name)(rows, scale, *map(on, head), *plan, *tail)
-    there = (rows.cpu(), scale.cpu(), *head, *(t.cpu() for t in plan), *tail)
+    there = (rows.cpu(), scale.cpu(), *head, *plans.on(plan, "cpu"), *tail)
     expected = getattr(reference, name)(*there)
     mine = local_experts(ids, expert_map, local) >= 0
     assert_matches_reference(actual.cpu()[mine], exact[mine], expected[mine])
@@ -123,7 +126,7 @@ def test_one_scale_for_each_expert(device):
     counts = torch.tensor([4, 1, 3], dtype=torch.int32, device=device)
     a, scale = ops.batched_quantize(x.to(device), GIVEN.to(device), counts, quant.activation.key)
     scale = scale * torch.tensor([1.0, 2.0, 3.0], device=device)[:, None, None]
-    plan = ops.align_batched(counts, count, list(ROW_TILES))
+    plan = Tiles(ops.align_batched(counts, count, list(ROW_TILES)))
     weight, tail = (q.data, q.scale, None, None), (list(ROW_TILES), 1, "mxfp4_w4a8", x.dtype)
     call = (a.flatten(0, 1), scale.flatten(0, 1), *weight, *plan)
     y = ops.decoded_gemm(*(None if t is None else t.to(device) for t in call), *tail)
@@ -137,7 +140,8 @@ def test_a_scheme_that_is_not_decoded_is_refused(device):
     x = torch.ones(2, 32, device=device)
     for scheme, name in (("fp8_channel", "scheme"), ("mxfp4_w4a16", "scheme")):
         q = quantize_weight(torch.ones(1, 8, 32, device=device), scheme)
-        plan = ops.align_batched(torch.tensor([2], dtype=torch.int32, device=device), 2, [16])
+        counts = torch.tensor([2], dtype=torch.int32, device=device)
+        plan = Tiles(ops.align_batched(counts, 2, [16]))
         with pytest.raises(ValueError, match=name):
             ops.decoded_gemm(
                 x, x[:, :1], q.data, q.scale, None, None, *plan, [16], 1, scheme, x.dtype
@@ -155,7 +159,7 @@ def test_replay(scheme):
     given_scale = GIVEN.cuda() if quant.activation.static or quant.activation.global_scale else None
 
     def layer():
-        plan = ops.moe_align_block_size(ids, None, ROW_TILES, 8, False, True)
+        plan = planned(ids, None, ROW_TILES, 8)
         rows = ops.moe_quantize(x, given_scale, None, None, None, 0, quant.activation.key)
         weight = (q.data, q.scale, q.global_scale, None)
         return ops.decoded_gemm(*rows, *weight, *plan, ROW_TILES, 2, scheme, dtype)

@@ -25,6 +25,7 @@ from moe_ops.kernels import (  # noqa: E402
 )
 from moe_ops.scheme import get_scheme  # noqa: E402
 from moe_ops.support import ARCHITECTURES, min_capability  # noqa: E402
+from moe_ops.tensors import Tiles  # noqa: E402
 from moe_ops.tiles import ROW_TILES  # noqa: E402
 
 pytestmark = [pytest.mark.aot, pytest.mark.filterwarnings("ignore")]
@@ -34,6 +35,7 @@ SPILLED = {
     (arch, *where): most
     for where, most in {
         ("mxfp4_w4a8", 128): 272,
+        ("nvfp4", 16): 8,
         ("nvfp4", 32): 24,
         ("mxfp8", 16): 16,
     }.items()
@@ -59,7 +61,7 @@ def launch_layer(scheme, tile, hidden=2048, width=768, activation="silu"):
         experts = 256 if tile <= 32 else 4
         slots = tile * experts // 2
         ids = empty(slots, 1, dtype=torch.int32)
-        plan = align.moe_align_block_size(ids, None, [tile], experts, False, True)
+        plan = Tiles(align.slot_plan(ids, None, [tile], experts), ids)
 
         def operands(n, k):
             x = empty(slots, k, dtype=torch.bfloat16)

@@ -1,9 +1,11 @@
 """The expert GEMMs by themselves: plans, biases, router weights, and the fused activation."""
 
+import plans
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from plans import planned
 from strategies import ACTIVATIONS, DTYPES
 
 from moe_ops import ops
@@ -58,13 +60,13 @@ def test_gemm(tokens, k, n, kk, dtype, tile, has_bias, scaled, routing, device):
     def on(t):
         return None if t is None else t.to(device)
 
-    plan = ops.moe_align_block_size(on(ids), None, [tile], 5, False, True)
+    plan = planned(on(ids), None, [tile], 5)
     actual = ops.expert_gemm(on(x), on(w), on(bias), on(inputs), on(outputs), *plan, [tile], k)
     assert actual.shape == (tokens * k, n) and actual.dtype == dtype
     exact = exact_rows(x, w, bias, inputs, ids, k)
     if outputs is not None:
         exact *= outputs.flatten()[:, None].double()
-    cpu_plan = [t.cpu() for t in plan]
+    cpu_plan = plans.on(plan, "cpu")
     expected = reference.expert_gemm(x, w, bias, inputs, outputs, *cpu_plan, [tile], k)
     compare(actual, exact, expected, ids, 5)
 
@@ -79,12 +81,12 @@ def test_fused_activation(activation, dtype, device):
     problem = Problem(40, 4, 2, 72, 70, dtype, activation, has_bias=True)
     x, w, _, weights, ids, _, bias, _ = make_inputs(problem)
     on = [t.to(device) for t in (x, w, bias, weights, ids)]
-    plan = ops.moe_align_block_size(on[4], None, ROW_TILES, 4, False, True)
+    plan = planned(on[4], None, ROW_TILES, 4)
     fused = ops.expert_gemm_act(*on[:4], *plan, ROW_TILES, 2, activation)
     rule = formula(activation)
     rows = exact_rows(x, w, bias, weights, ids, 2)
     exact = activations.apply(*activations.split(rows, rule), rule)
-    cpu_plan = [t.cpu() for t in plan]
+    cpu_plan = plans.on(plan, "cpu")
     expected = reference.expert_gemm_act(x, w, bias, weights, *cpu_plan, ROW_TILES, 2, activation)
     compare(fused, exact, expected, ids, 4)
     pair = ops.activation(ops.expert_gemm(*on[:4], None, *plan, ROW_TILES, 2), activation)
@@ -100,11 +102,11 @@ def test_shapes_that_no_tile_divides(shape, device):
     problem = Problem(3, 3, 2, hidden, width, torch.bfloat16)
     x, w, _, _, ids, *_ = make_inputs(problem)
     on = [t.to(device) for t in (x, w, ids)]
-    plan = ops.moe_align_block_size(on[2], None, ROW_TILES, 3, False, True)
+    plan = planned(on[2], None, ROW_TILES, 3)
     actual = ops.expert_gemm_act(*on[:2], None, None, *plan, ROW_TILES, 2, "silu")
     rows = exact_rows(x, w, None, None, ids, 2)
     exact = activations.apply(*activations.split(rows, formula("silu")), formula("silu"))
-    cpu_plan = [t.cpu() for t in plan]
+    cpu_plan = plans.on(plan, "cpu")
     expected = reference.expert_gemm_act(x, w, None, None, *cpu_plan, ROW_TILES, 2, "silu")
     compare(actual, exact, expected, ids, 3)
 
@@ -112,7 +114,7 @@ def test_shapes_that_no_tile_divides(shape, device):
 def test_bias_may_have_another_dtype(device):
     problem = Problem(5, 3, 2, 32, 32, torch.bfloat16, "silu_no_mul", has_bias=True)
     x, w, _, _, ids, _, bias, _ = make_inputs(problem, device)
-    plan = ops.moe_align_block_size(ids, None, ROW_TILES, 3, False, True)
+    plan = planned(ids, None, ROW_TILES, 3)
     narrow = ops.expert_gemm(x, w, bias, None, None, *plan, ROW_TILES, 2)
     wide = ops.expert_gemm(x, w, bias.float(), None, None, *plan, ROW_TILES, 2)
     assert torch.equal(narrow, wide)

@@ -3,13 +3,16 @@
 import pytest
 import torch
 from conftest import HAS_CUDA, INTERPRETED
+from plans import planned
 from test_expert_gemm import exact_rows as exact_products
 from test_scaled_gemm import activated, exact_rows, numbers
 
 from moe_ops import ops
 from moe_ops.reference.slots import local_experts
 from moe_ops.scheme import get_scheme, quantize_weight
+from moe_ops.tensors import unpack_plan
 from moe_ops.testing import Problem, assert_matches_reference, make_inputs
+from moe_ops.tiles import padded_slots
 
 pytest.importorskip("triton")
 
@@ -30,10 +33,11 @@ def test_pack(width, dtype, groups, device):
     if groups is not None:
         shape = (1,) if groups == "one" else (21, groups)
         scale = torch.rand(shape, device=device)
-    plan = ops.moe_align_block_size(ids, None, (64,), 5, False, True)
-    rows, scales = pack_rows(x, scale, plan[0], plan[2], ids.numel(), 2)
-    used = int(plan[2])
-    slot = plan[0][:used].long()
+    plan, _, _ = planned(ids, None, (64,), 5)
+    rows, scales = pack_rows(x, scale, plan, ids.numel(), padded_slots(ids.numel(), 5, (64,)), 2)
+    sorted_slots, _, used = unpack_plan(plan, ids.numel(), 5, (64,))
+    used = int(used)
+    slot = sorted_slots[:used].long()
     real = slot < ids.numel()
     source = torch.where(real, slot, 0) // 2
     expected = torch.where(real[:, None], x[source].float(), 0)
@@ -64,9 +68,7 @@ class Twins:
             self.weight = (w,)
 
     def run(self, tiles, activation, top_k):
-        plan = ops.moe_align_block_size(
-            self.ids, None, tiles, self.problem.num_experts, False, True
-        )
+        plan = planned(self.ids, None, tiles, self.problem.num_experts)
         operands = (*self.rows, *self.weight, self.bias)
         if self.scaled:
             rest = (*plan, tiles, top_k, self.scheme, self.problem.dtype)
@@ -76,7 +78,6 @@ class Twins:
         if activation:
             return ops.expert_gemm_act(*operands, None, *plan, tiles, top_k, activation)
         return ops.expert_gemm(*operands, None, None, *plan, tiles, top_k)
-
 
     def exact(self, activation, top_k):
         """In float64, on the CPU."""

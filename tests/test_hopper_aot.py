@@ -13,6 +13,7 @@ import aot  # noqa: E402
 from moe_ops.hopper_tiles import hopper_tiles  # noqa: E402
 from moe_ops.kernels import align, expert_gemm, hopper_stream, hopper_tile, scaled_gemm  # noqa: E402
 from moe_ops.scheme import get_scheme  # noqa: E402
+from moe_ops.tensors import Tiles  # noqa: E402
 from moe_ops.tiles import EIGHT_BIT_ROW_TILES, ROW_TILES, Device, Gemm  # noqa: E402
 
 pytestmark = [pytest.mark.aot, pytest.mark.filterwarnings("ignore")]
@@ -37,7 +38,7 @@ def launch_layer(scheme, tokens, activation, hidden, width, has_bias):
 
     def launch(empty):
         ids = empty(tokens, TOP_K, dtype=torch.int32)
-        plan = align.moe_align_block_size(ids, None, tiles, EXPERTS, False, True)
+        plan = Tiles(align.slot_plan(ids, None, tiles, EXPERTS), ids)
 
         def operands(rows, n, k):
             bias = empty(EXPERTS, n) if has_bias else None

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from plans import planned
 
 import moe_ops
 from moe_ops import ops
@@ -88,7 +89,7 @@ def test_tokens_of_every_elementwise_stage():
 
 def scaled(x, w, ids):
     """The product of int8 rows and weights with scales of one."""
-    plan = ops.moe_align_block_size(ids, None, [16], len(w), False, True)
+    plan = planned(ids, None, [16], len(w))
     scales = torch.ones(len(x), 1, device=x.device), torch.ones(w.shape[:2], device=x.device)
     sizes = ([16], ids.shape[1], "int8_channel", BF16)
     return ops.scaled_gemm(x, scales[0], w, scales[1], None, *plan, *sizes)

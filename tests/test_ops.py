@@ -3,12 +3,9 @@
 import pytest
 import torch
 from conftest import HAS_CUDA
+from plans import planned
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx.experimental.symbolic_shapes import (
-    DimDynamic,
-    ShapeEnv,
-    StatelessSymbolicContext,
-)
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
 from moe_ops import ops
 from moe_ops.ops import STAGES
@@ -25,13 +22,13 @@ def samples(device):
     """Calls of every operator on which all of the output is specified."""
     inputs = make_inputs(Problem(5, E, K, H, I, torch.float32, has_bias=True), device)
     x, w1, w2, weights, ids, _, b1, b2 = inputs
-    plan = ops.moe_align_block_size(ids, None, ROW_TILES, E, False, True)
-    order = ops.moe_permutation(ids, None, E)
+    plan = planned(ids, None, ROW_TILES, E)
+    direct, order = plan._replace(topk_ids=ids), ops.moe_permutation(ids, None, E)
     h = ops.expert_gemm_act(x, w1, b1, None, *plan, ROW_TILES, K, "silu")
     rows = ops.gather_rows(x, order[2], order[0], K)
     y = ops.expert_gemm(h, w2, b2, None, None, *plan, ROW_TILES, 1).view(5, K, H)
     expert_map, columns = MAP.to(device), torch.rand(E, H, device=device).argsort(1).to(I32)
-    valid = torch.tensor([4], dtype=I32, device=device)
+    valid, many = torch.tensor([4], dtype=I32, device=device), ids.repeat(3, 1)
     return {
         **routing_samples(x, weights, ids),
         "moe_align_block_size": [
@@ -39,23 +36,21 @@ def samples(device):
             (ids, expert_map, [16], E, False, False),
             (ids.long(), expert_map, list(ROW_TILES), 3, False, True),
         ],
+        "slot_plan": [(many, None, [8], E), (many.long(), expert_map, list(ROW_TILES), 3)],
         "align_permuted": [(order[0], 5 * K, [16]), (order[0], 5 * K, list(ROW_TILES))],
         "count_expert_num_tokens": [(ids, None, E), (ids, expert_map, 3)],
         "moe_permutation": [(ids, None, E), (ids.long(), expert_map, 3)],
-        "gather_rows": [
-            (x, order[2], order[0], K),
-            (x.t().contiguous().t(), order[2], order[0], K),
-        ],
+        "gather_rows": [(x, *order[2::-2], K), (x.t().contiguous().t(), *order[2::-2], K)],
         "order_columns": [(x, columns, ids, None), (x, columns[:3], ids.long(), expert_map)],
         "moe_unpermute": [(rows, weights, order[1], order[0]), (rows, None, order[1], None)],
         "expert_gemm": [
             (h, w2, b2, None, None, *plan, ROW_TILES, 1),
-            (x, w1, None, weights, weights, *plan, ROW_TILES, K),
+            (x, w1, None, weights, weights, *direct, ROW_TILES, K),
             (x.t().contiguous().t(), w1, None, None, None, *plan, ROW_TILES, K),
         ],
         "expert_gemm_act": [
             (x, w1, b1, weights, *plan, ROW_TILES, K, "silu"),
-            (x, w1, None, None, *plan, ROW_TILES, K, "swigluoai"),
+            (x, w1, None, None, *direct, ROW_TILES, K, "swigluoai"),
             (x, w1, None, None, *plan, ROW_TILES, K, "gelu_no_mul"),
         ],
         **scaled_samples(x, w1, b1, plan),
@@ -85,7 +80,8 @@ def routing_samples(x, weights, ids):
     return {
         "fused_topk": [(logits, None, K, True, "softmax", 1.0),
                        (logits, bias, K, False, "sigmoid", 2.0)],
-        "topk_align": [(logits, bias, K, True, "softmax", 1.0, MAP.to(device), list(ROW_TILES), 3)],
+        "topk_align": [(logits.repeat(2, 1), bias, K, True, "softmax", 1.0,
+                        MAP.to(device), list(ROW_TILES), 3)],
         "grouped_topk": [
             (logits, bias, K, True, "sqrtsoftplus", 2.5, 2, 1),
             (logits, None, K, False, "softmax", 1.0, 2, 2),
@@ -254,7 +250,9 @@ def test_fakes_add_no_guard_on_the_tokens(fake_device, unbacked):
 
         x, w1, w2 = empty(tokens, H), empty(E, 2 * I, H), empty(E, H, I)
         weights, ids = ops.fused_topk(empty(tokens, E), None, K, True, "softmax", 1.0)
-        plan = ops.moe_align_block_size(ids, empty(E, dtype=I32), ROW_TILES, E, True, True)
+        count = empty(E, dtype=I32)
+        ops.moe_align_block_size(ids, count, ROW_TILES, E, True, True)
+        plan = (ops.slot_plan(ids, count, ROW_TILES, E), ids, count)
         h = ops.expert_gemm_act(x, w1, None, None, *plan, ROW_TILES, K, "silu")
         y = ops.expert_gemm(h, w2, None, None, weights, *plan, ROW_TILES, 1)
         out = ops.moe_fused_mul_sum(y.view(tokens, K, H), weights, ids, None, None, E)
@@ -262,8 +260,7 @@ def test_fakes_add_no_guard_on_the_tokens(fake_device, unbacked):
         rows = ops.gather_rows(x, order[2], order[0], K)
         back = ops.moe_unpermute(ops.activation(rows, "silu_no_mul"), weights, order[1], order[0])
         ops.count_expert_num_tokens(ids, None, E)
-        load, count = empty(E + 2, dtype=I32), empty(E, dtype=I32)
-        replicas = empty(E, 3, dtype=I32)
+        load, replicas = empty(E + 2, dtype=I32), empty(E, 3, dtype=I32)
         ops.eplb_map_to_physical_and_record(ids, load, replicas, count, None, None, I32, 0)
     assert not env.guards
     assert out.shape[0] is tokens or str(out.shape[0]) == str(tokens)

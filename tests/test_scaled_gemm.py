@@ -4,6 +4,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from plans import planned
 from strategies import ACTIVATIONS
 from test_ops import symbolic_tokens
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -17,6 +18,7 @@ from moe_ops.reference import scaled_gemm as reference
 from moe_ops.reference.slots import local_experts
 from moe_ops.scheme import SCHEMES, get_scheme, quantize_weight
 from moe_ops.scheme.weights import spread
+from moe_ops.tensors import Tiles
 from moe_ops.testing import Problem, assert_matches_reference, make_inputs
 from moe_ops.tiles import ROW_TILES
 
@@ -81,10 +83,7 @@ class Case:
         self.expert = local_experts(self.ids, None, len(w))
         self.mine = self.expert >= 0
         self.device, self.row_tiles = device, [tile] if tile else ROW_TILES
-        plan = ops.moe_align_block_size(
-            self.ids.to(device), None, self.row_tiles, len(w), False, True
-        )
-        self.plan = tuple(plan)
+        self.plan = planned(self.ids.to(device), None, self.row_tiles, len(w))
 
     def run(self, op, *more, dtype=torch.bfloat16, **changes):
         """An operator where it runs, with operands changed by name."""
@@ -196,7 +195,7 @@ def test_fakes_add_no_guard_on_the_tokens(unbacked):
         x, scale = torch.empty(tokens, 64, dtype=torch.int8), torch.empty(tokens, 2)
         w1, w2 = torch.empty(4, 96, 64, dtype=torch.int8), torch.empty(4, 64, 48, dtype=torch.int8)
         ids = torch.empty(tokens, 3, dtype=torch.int32)
-        plan = ops.moe_align_block_size(ids, None, ROW_TILES, 4, False, True)
+        plan = Tiles(ops.slot_plan(ids, None, ROW_TILES, 4), ids)
         first, second = ((*plan, ROW_TILES, k, "int8_block32", torch.float16) for k in (3, 1))
         rows = (x, scale, w1, torch.empty(4, 3, 2), None, *first)
         h = ops.scaled_gemm_act(*rows, "silu")

@@ -17,6 +17,7 @@ from moe_ops.kernels import align, quantize, scaled_gemm, scaled_tile  # noqa: E
 from moe_ops.kernels.launch import Launch  # noqa: E402
 from moe_ops.scheme import get_scheme  # noqa: E402
 from moe_ops.support import ARCHITECTURES, min_capability  # noqa: E402
+from moe_ops.tensors import Tiles  # noqa: E402
 from moe_ops.tiles import ROW_TILES  # noqa: E402
 
 pytestmark = [pytest.mark.aot, pytest.mark.filterwarnings("ignore")]
@@ -41,7 +42,7 @@ def launch_layer(
     def launch(empty):
         slots = tile * experts
         ids = empty(slots, 1, dtype=torch.int32)
-        plan = align.moe_align_block_size(ids, None, [tile], experts, False, True)
+        plan = Tiles(align.slot_plan(ids, None, [tile], experts), ids)
 
         def operands(n, k):
             scale = empty(*quant.row_scale_shape(slots, k), dtype=torch.float32)

@@ -14,8 +14,7 @@ pytestmark = pytest.mark.kernel
 
 def in_two(logits, how, expert_map, row_tiles, local):
     weights, ids = ops.fused_topk(logits, *how)
-    plan = ops.moe_align_block_size(ids, expert_map, row_tiles, local, False, True)
-    return weights, ids, *plan
+    return weights, ids, ops.slot_plan(ids, expert_map, row_tiles, local)
 
 
 @given(

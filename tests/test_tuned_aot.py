@@ -20,8 +20,8 @@ from moe_ops.pipeline import gemms  # noqa: E402
 from moe_ops.pipeline.devices import TARGETS  # noqa: E402
 from moe_ops.pipeline.row_spaces import SlotRows  # noqa: E402
 from moe_ops.scheme import get_scheme, quantize_weight  # noqa: E402
-from moe_ops.tensors import ExpertWeight, QTensor, Rows  # noqa: E402
-from moe_ops.tiles import num_tiles, padded_slots  # noqa: E402
+from moe_ops.tensors import ExpertWeight, QTensor, Rows, Tiles  # noqa: E402
+from moe_ops.tiles import plan_sizes  # noqa: E402
 from moe_ops.tuning.search import Subject, Trial  # noqa: E402
 
 pytestmark = [pytest.mark.aot, pytest.mark.filterwarnings("ignore")]
@@ -70,10 +70,9 @@ def launch_trial(known, trial):
 
     def launch(empty):
         ids = empty(trial.num_tokens, known.top_k, dtype=torch.int32)
-        sizes = (slots, experts, known.row_tiles)
-        lengths = (padded_slots(*sizes), num_tiles(*sizes), 1)
-        plan = tuple(empty(length, dtype=torch.int32) for length in lengths)
-        space = SlotRows(plan, known.row_tiles, ids, None, experts)
+        entries = plan_sizes(slots, experts, known.row_tiles).entries
+        plan = empty(entries, dtype=torch.int32)
+        space = SlotRows(Tiles(plan, ids), known.row_tiles, experts)
         meta = quantize_weight(
             torch.empty(experts, n, k, dtype=torch.bfloat16, device="meta"), scheme
         )

@@ -1,10 +1,12 @@
 """Expert GEMMs of which only the weights are quantized, against float64 on dequantized weights."""
 
+import plans
 import pytest
 import torch
 from conftest import INTERPRETED
 from hypothesis import given
 from hypothesis import strategies as st
+from plans import planned
 from strategies import ACTIVATIONS, DTYPES
 
 from moe_ops import SCHEMES, dequantize_weight, get_scheme, ops, quantize_weight
@@ -46,7 +48,7 @@ def check(problem, q, scheme, tiles, device, activation=None, scaled=False):
     def on(t):
         return None if t is None else t.to(device)
 
-    plan = ops.moe_align_block_size(on(ids), on(expert_map), tiles, local, False, True)
+    plan = planned(on(ids), on(expert_map), tiles, local)
     head, tail = (x, *q, bias, weights), (tiles, k, scheme)
     name = "weight_only_gemm"
     rows = exact_rows(x, dequantize_weight(q, scheme).double(), bias, weights, ids, k, expert_map)
@@ -54,7 +56,7 @@ def check(problem, q, scheme, tiles, device, activation=None, scaled=False):
         name, tail = "weight_only_gemm_act", (*tail, activation)
         rows = activations.apply(*activations.split(rows, formula(activation)), formula(activation))
     actual = getattr(ops, name)(*map(on, head), *plan, *tail)
-    expected = getattr(reference, name)(*head, *(t.cpu() for t in plan), *tail)
+    expected = getattr(reference, name)(*head, *plans.on(plan, "cpu"), *tail)
     mine = local_experts(ids, expert_map, local) >= 0
     assert_matches_reference(actual.cpu()[mine], rows[mine], expected[mine])
     return actual
@@ -176,7 +178,7 @@ def test_every_code_is_exact(scheme, dtype, device):
         torch.eye(k, dtype=dtype).to(device),
         torch.zeros(k, 1, dtype=torch.int32, device=device),
     )
-    plan = ops.moe_align_block_size(ids, None, ROW_TILES, 1, False, True)
+    plan = planned(ids, None, ROW_TILES, 1)
     stored = (t if t is None else t.to(device) for t in q)
     rows = ops.weight_only_gemm(x, *stored, None, None, *plan, ROW_TILES, 1, scheme)
     assert torch.equal(rows.cpu().float().t(), dequantize_weight(q, scheme)[0])
@@ -185,7 +187,7 @@ def test_every_code_is_exact(scheme, dtype, device):
 def test_errors(device):
     problem = gemm_problem(3, 1, 32, 8, torch.bfloat16)
     x, w, _, _, ids, *_ = make_inputs(problem, device)
-    plan = ops.moe_align_block_size(ids, None, ROW_TILES, 5, False, True)
+    plan = planned(ids, None, ROW_TILES, 5)
     q = quantize_weight(w, "int4_w4a16_g32")
     rest = (None, None, *plan, ROW_TILES, 1)
     with pytest.raises(ValueError, match="w_scale must be a Tensor"):

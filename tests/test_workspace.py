@@ -21,9 +21,7 @@ def nbytes(*sizes):
 
 
 def plan(rows):
-    return nbytes(
-        4 * padded_slots(rows, E, ROW_TILES), 4 * num_tiles(rows, E, ROW_TILES), 4
-    )  # fmt: skip
+    return nbytes(4 * (4 + padded_slots(rows, E, ROW_TILES) + num_tiles(rows, E, ROW_TILES)))
 
 
 def test_standard_by_hand():

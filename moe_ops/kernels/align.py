@@ -2,12 +2,15 @@
 
 Few slots: every program looks at all of them and places those of its own expert. Many: see
 `counting_sort`. No two programs write the same entry, and the order never depends on timing.
+
+Kernels take the three parts of a plan, or None for the last two: see `plan_parts`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
+from typing import Any
 
 import triton
 import triton.language as tl
@@ -17,6 +20,7 @@ from moe_ops.fake_impls.align import align_batched as empty_batched
 from moe_ops.fake_impls.align import align_permuted as empty_permuted
 from moe_ops.fake_impls.align import count_expert_num_tokens as empty_counts
 from moe_ops.fake_impls.align import moe_align_block_size as empty_plan
+from moe_ops.fake_impls.align import slot_plan as empty_slot_plan
 from moe_ops.kernels.counting_sort import (
     Blocks,
     add_blocks,
@@ -26,8 +30,17 @@ from moe_ops.kernels.counting_sort import (
     sort_in_block,
 )
 from moe_ops.kernels.launch import Launch
+from moe_ops.kernels.plan import fill, place_bucket, plan_parts, store_header
 from moe_ops.kernels.slots import dense, local_experts, map_size, next_power_of_2
-from moe_ops.tiles import SINGLE_LAUNCH_SLOTS, Scan, pick_row_tile, scan_sizes
+from moe_ops.tiles import (
+    DIRECT_SLOTS,
+    SINGLE_LAUNCH_SLOTS,
+    PlanSizes,
+    Scan,
+    pick_row_tile,
+    plan_sizes,
+    scan_sizes,
+)
 
 
 @triton.jit(do_not_specialize=["num_slots"])
@@ -69,47 +82,6 @@ def count_expert_num_tokens(
     return counts
 
 
-@triton.jit
-def _fill(out, start, stop, first, step, value, CHUNK: tl.constexpr):
-    """``out[start:stop] = value``, the chunks ``first, first + step, ...`` of it."""
-    for at in range(start + first * CHUNK, stop, step * CHUNK):
-        index = at + tl.arange(0, CHUNK)
-        tl.store(out + index, tl.zeros((CHUNK,), dtype=tl.int32) + value, mask=index < stop)
-
-
-@triton.jit
-def place_bucket(
-    found, slot, names, sorted_token_ids, expert_ids, num_tokens_post_padded,
-    num_slots, num_rows, num_tiles, num_buckets, TILE: tl.constexpr, BUCKETS: tl.constexpr,
-):  # fmt: skip
-    """Place the slots of this program's bucket, and fill its share of what no bucket uses.
-
-    ``found`` has the bucket of every slot, in the order of the slots.
-    """
-    bucket = tl.program_id(0)
-    buckets = tl.arange(0, BUCKETS)
-    count = tl.histogram(tl.maximum(found, 0), BUCKETS, mask=found >= 0)
-    tiles = (count + TILE - 1) // TILE
-    first_tile = tl.sum(tl.where(buckets < bucket, tiles, 0))
-    my_tiles = tl.sum(tl.where(buckets == bucket, tiles, 0))
-    used_tiles = tl.sum(tiles)
-
-    if my_tiles > 0:
-        mine = (found == bucket).to(tl.int32)
-        row = first_tile * TILE
-        tl.store(sorted_token_ids + row + tl.cumsum(mine, 0) - mine, slot, mask=mine > 0)
-        name = bucket
-        if names is not None:
-            name = tl.load(names + bucket).to(tl.int32)
-        _fill(sorted_token_ids, row + tl.sum(mine), row + my_tiles * TILE, 0, 1, num_slots, TILE)
-        _fill(expert_ids, first_tile, first_tile + my_tiles, 0, 1, name, 128)
-
-    _fill(sorted_token_ids, used_tiles * TILE, num_rows, bucket, num_buckets, num_slots, 128)
-    _fill(expert_ids, used_tiles, num_tiles, bucket, num_buckets, -1, 128)
-    if bucket == 0:
-        tl.store(num_tokens_post_padded, used_tiles * TILE)
-
-
 @triton.jit(do_not_specialize=["num_slots", "num_rows", "num_tiles"])
 def _align_kernel(
     topk_ids, expert_map, names, sorted_token_ids, expert_ids, num_tokens_post_padded,
@@ -132,6 +104,9 @@ def _align_blocks_kernel(
     TILE: tl.constexpr, BUCKETS: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """One program places the slots of one block, and fills its share of everything else."""
+    slots, experts, header = plan_parts(
+        sorted_token_ids, expert_ids, num_tokens_post_padded, num_rows
+    )
     block, blocks = tl.program_id(0), tl.num_programs(0)
     bucket = tl.arange(0, BUCKETS)
     count, before, own = add_blocks(table, blocks, num_buckets, BUCKETS, ROWS)
@@ -142,20 +117,20 @@ def _align_blocks_kernel(
 
     found = block_buckets(topk_ids, expert_map, num_slots, num_experts, num_buckets, BLOCK)
     slot, row, placed = sort_in_block(found, first_row + before, own, num_buckets, BLOCK)
-    tl.store(sorted_token_ids + row, slot, mask=placed)
+    tl.store(slots + row, slot, mask=placed)
 
     name = bucket
     if names is not None:
         name = tl.load(names + bucket, mask=bucket < num_buckets, other=0).to(tl.int32)
     for at in range(block, TILE, blocks):
         unused = count + at < tiles * TILE
-        tl.store(sorted_token_ids + first_row + count + at, bucket * 0 + num_slots, mask=unused)
+        tl.store(slots + first_row + count + at, bucket * 0 + num_slots, mask=unused)
     for at in range(block, tl.max(tiles), blocks):
-        tl.store(expert_ids + first_tile + at, name, mask=at < tiles)
-    _fill(sorted_token_ids, used_tiles * TILE, num_rows, block, blocks, num_slots, 512)
-    _fill(expert_ids, used_tiles, num_tiles, block, blocks, -1, 512)
+        tl.store(experts + first_tile + at, name, mask=at < tiles)
+    fill(slots, used_tiles * TILE, num_rows, block, blocks, num_slots, 512)
+    fill(experts, used_tiles, num_tiles, block, blocks, -1, 512)
     if block == 0:
-        tl.store(num_tokens_post_padded, used_tiles * TILE)
+        store_header(header, expert_ids, used_tiles * TILE, num_rows)
 
 
 @lru_cache(maxsize=4096)
@@ -199,31 +174,57 @@ def moe_align_block_size(
     plan = empty_plan(
         topk_ids, expert_map, row_tiles, num_experts, pad_sorted_ids, ignore_invalid_experts
     )
-    topk_ids, expert_map = topk_ids.contiguous(), dense(expert_map)
+    bucket_map, names = (expert_map, None) if ignore_invalid_experts else (None, expert_map)
+    sizes = PlanSizes(plan[0].shape[0], plan[1].shape[0])
+    _align_slots(plan, sizes, topk_ids, bucket_map, names, row_tiles, num_experts)
+    return plan
+
+
+def slot_plan(
+    topk_ids: Tensor, expert_map: Tensor | None, row_tiles: Sequence[int], num_experts: int
+) -> Tensor:
+    """The same in one tensor; for so few slots that nobody reads it, nothing is launched."""
+    plan = empty_slot_plan(topk_ids, expert_map, row_tiles, num_experts)
     num_slots = topk_ids.numel()
-    bucket_map = expert_map if ignore_invalid_experts else None
-    names = None if ignore_invalid_experts else expert_map
+    if num_slots > DIRECT_SLOTS:
+        sizes = plan_sizes(num_slots, num_experts, row_tiles)
+        parts = (plan, None, None)
+        _align_slots(parts, sizes, topk_ids, expert_map, None, row_tiles, num_experts)
+    return plan
+
+
+def _align_slots(
+    parts: tuple[Any, ...],
+    sizes: PlanSizes,
+    topk_ids: Tensor,
+    bucket_map: Tensor | None,
+    names: Tensor | None,
+    row_tiles: Sequence[int],
+    num_experts: int,
+) -> None:
+    """Fill a plan with the slots, sorted by what ``bucket_map`` makes of their ids."""
+    topk_ids, bucket_map = topk_ids.contiguous(), dense(bucket_map)
+    num_slots = topk_ids.numel()
     programs, table = num_experts, ()
     if num_slots > SINGLE_LAUNCH_SLOTS:
         table = (count_blocks(topk_ids, bucket_map, num_experts),)
         programs = table[0].shape[0]
     _align_launch(num_slots, tuple(row_tiles), num_experts)(
-        (programs,), topk_ids, bucket_map, names, *table, *plan,
-        num_slots, plan[0].shape[0], plan[1].shape[0],
-        map_size(bucket_map, num_experts), num_experts,
+        (programs,), topk_ids, bucket_map, dense(names), *table, *parts,
+        num_slots, *sizes, map_size(bucket_map, num_experts), num_experts,
     )  # fmt: skip
-    return plan
 
 
 @triton.jit(do_not_specialize=["max_rows", "pad", "num_rows", "num_tiles"])
 def _spans_kernel(
-    sorted_token_ids, expert_ids, num_tokens_post_padded, counts, offset,
+    plan, counts, offset,
     max_rows, pad, num_rows, num_tiles, num_experts, TILE: tl.constexpr, BUCKETS: tl.constexpr,
 ):  # fmt: skip
     """One program lists the rows of one expert, which lie side by side; and its share of the rest.
 
     With ``counts``: expert e's rows begin at ``e * max_rows``; with ``offset``: at ``offset[e]``.
     """
+    slots, names, header = plan_parts(plan, None, None, num_rows)
     expert = tl.program_id(0)
     experts = tl.arange(0, BUCKETS)
     inside = experts < num_experts
@@ -244,12 +245,12 @@ def _spans_kernel(
     for at in range(0, my_tiles * TILE, 256):
         rank = at + tl.arange(0, 256)
         row = tl.where(rank < my_count, start + rank, pad)
-        tl.store(sorted_token_ids + first_tile * TILE + rank, row, mask=rank < my_tiles * TILE)
-    _fill(expert_ids, first_tile, first_tile + my_tiles, 0, 1, expert, 128)
-    _fill(sorted_token_ids, used_tiles * TILE, num_rows, expert, num_experts, pad, 256)
-    _fill(expert_ids, used_tiles, num_tiles, expert, num_experts, -1, 128)
+        tl.store(slots + first_tile * TILE + rank, row, mask=rank < my_tiles * TILE)
+    fill(names, first_tile, first_tile + my_tiles, 0, 1, expert, 128)
+    fill(slots, used_tiles * TILE, num_rows, expert, num_experts, pad, 256)
+    fill(names, used_tiles, num_tiles, expert, num_experts, -1, 128)
     if expert == 0:
-        tl.store(num_tokens_post_padded, used_tiles * TILE)
+        store_header(header, None, used_tiles * TILE, num_rows)
 
 
 @lru_cache(maxsize=1024)
@@ -259,7 +260,7 @@ def _spans_launch(tile: int, num_experts: int) -> Launch:
 
 def align_batched(
     expert_num_tokens: Tensor, max_num_tokens: int, row_tiles: Sequence[int]
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> Tensor:
     """Launch one program an expert."""
     plan = empty_batched(expert_num_tokens, max_num_tokens, row_tiles)
     num_experts = expert_num_tokens.shape[0]
@@ -270,7 +271,7 @@ def align_batched(
 
 def align_permuted(
     expert_first_token_offset: Tensor, num_rows: int, row_tiles: Sequence[int]
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> Tensor:
     """Launch one program an expert."""
     plan = empty_permuted(expert_first_token_offset, num_rows, row_tiles)
     num_experts = expert_first_token_offset.shape[0] - 1
@@ -279,16 +280,16 @@ def align_permuted(
 
 
 def _run_spans(
-    plan: tuple[Tensor, Tensor, Tensor],
+    plan: Tensor,
     spans: tuple[Tensor | None, Tensor | None],
     max_rows: int,
     num_rows: int,
     num_experts: int,
     row_tiles: Sequence[int],
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> Tensor:
     tile = pick_row_tile(row_tiles, num_rows, num_experts)
     _spans_launch(tile, num_experts)(
-        (num_experts,), *plan, *spans, max_rows, num_rows,
-        plan[0].shape[0], plan[1].shape[0], num_experts,
+        (num_experts,), plan, *spans, max_rows, num_rows,
+        *plan_sizes(num_rows, num_experts, row_tiles), num_experts,
     )  # fmt: skip
     return plan

@@ -18,7 +18,14 @@ from torch import Tensor
 
 from moe_ops.activation import formula
 from moe_ops.block_scaled import block_scaled_tiles
-from moe_ops.kernels.gemm_tile import activate, find_tile, load_slots, load_tile
+from moe_ops.kernels.gemm_tile import (
+    COUNTED,
+    activate,
+    find_tile,
+    load_slots,
+    load_tile,
+    tile_arguments,
+)
 from moe_ops.kernels.launch import Launch
 from moe_ops.kernels.slots import dense
 from moe_ops.kernels.weight_only_gemm import (
@@ -32,6 +39,7 @@ from moe_ops.kernels.weight_only_gemm import (
 from moe_ops.kernels.weight_only_tile import finish_sums, per_row, row_pointers, row_scales
 from moe_ops.scheme import get_scheme
 from moe_ops.scheme.weights import rows_per_scale
+from moe_ops.tensors import AnyTiles
 from moe_ops.tiles import Gemm, TileConfig, device_facts, max_programs
 
 
@@ -61,10 +69,10 @@ def columns(acc, RULE: tl.constexpr):
     return acc
 
 
-@triton.jit(do_not_specialize=["num_slots"])
+@triton.jit(do_not_specialize=COUNTED)
 def block_scaled_gemm_kernel(
     a, a_scale, w, w_scale, w_global_scale, bias, out,
-    sorted_token_ids, expert_ids, num_tokens_post_padded, num_slots,
+    tiles, expert_map, num_slots, num_ids, num_experts,
     stride_am, stride_se, stride_sm, stride_we, stride_wn, stride_wk,
     N: tl.constexpr, K: tl.constexpr, TOP_K: tl.constexpr,
     RULE: tl.constexpr, FORMAT: tl.constexpr, ROWS: tl.constexpr,
@@ -76,7 +84,7 @@ def block_scaled_gemm_kernel(
     gives both, side by side.
     """
     pid_m, pid_n, expert = find_tile(
-        expert_ids, num_tokens_post_padded, N, BLOCK_M, BLOCK_N, GROUP_M
+        tiles, expert_map, num_slots, num_ids, num_experts, N, BLOCK_M, BLOCK_N, GROUP_M
     )
     if expert < 0:
         return
@@ -86,7 +94,7 @@ def block_scaled_gemm_kernel(
     ELEMENT: tl.constexpr = "e2m1" if FORMAT.packed else "e4m3"
     A_ELEMENT: tl.constexpr = "e2m1" if ROWS.packed else "e4m3"
     GROUPS: tl.constexpr = (K + FORMAT.cols - 1) // FORMAT.cols
-    slot, real = load_slots(sorted_token_ids, pid_m, num_slots, BLOCK_M)
+    slot, real = load_slots(tiles, pid_m, num_slots, num_ids, BLOCK_M)
     each = tl.arange(0, BLOCK_N * HALVES)
     column = pid_n * BLOCK_N + each // HALVES
     row, inside = FORMAT.step * column + FORMAT.up * (each % HALVES), column < N
@@ -158,7 +166,7 @@ def _make(n: int, k: int, top_k: int, tiles: TileConfig, variant: Variant) -> La
 def multiply(
     out: Tensor,
     operands: Operands,
-    plan: tuple[Tensor, Tensor, Tensor],
+    tiles: AnyTiles,
     row_tiles: Sequence[int],
     top_k: int,
     scheme: str,
@@ -186,8 +194,7 @@ def multiply(
         dense(global_scale),
         dense(bias),
         out,
-        *plan,
-        num_slots,
+        *tile_arguments(tiles, num_slots, num_experts),
         a.stride(0),
         *scale_strides(a_scale, rows, num_experts),
         *w.stride(),

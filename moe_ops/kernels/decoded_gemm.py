@@ -16,7 +16,7 @@ from moe_ops.fake_impls.decoded_gemm import decoded_gemm as empty_rows
 from moe_ops.fake_impls.decoded_gemm import decoded_gemm_act as empty_activated_rows
 from moe_ops.kernels import block_scaled_gemm, weight_only_gemm
 from moe_ops.kernels.weight_only_gemm import Operands
-from moe_ops.tensors import QTensor
+from moe_ops.tensors import AnyTiles, QTensor
 from moe_ops.tiles import device_facts
 
 
@@ -27,20 +27,20 @@ def decoded_gemm(
     w_scale: Tensor,
     w_global_scale: Tensor | None,
     bias: Tensor | None,
-    sorted_token_ids: Tensor,
-    expert_ids: Tensor,
-    num_tokens_post_padded: Tensor,
+    plan: Tensor,
+    topk_ids: Tensor | None,
+    expert_map: Tensor | None,
     row_tiles: Sequence[int],
     top_k: int,
     scheme: str,
     out_dtype: torch.dtype,
 ) -> Tensor:
     """Launch one program for each tile that the plan may hold."""
-    plan = (sorted_token_ids, expert_ids, num_tokens_post_padded)
-    rest = (bias, *plan, row_tiles, top_k, scheme, out_dtype)
+    tiles = (plan, topk_ids, expert_map)
+    rest = (bias, *tiles, row_tiles, top_k, scheme, out_dtype)
     out = empty_rows(a, a_scale, w, w_scale, w_global_scale, *rest)
     operands = Operands(a, a_scale, QTensor(w, w_scale, None, w_global_scale), bias)
-    return _multiply(out, operands, plan, row_tiles, top_k, scheme, None)
+    return _multiply(out, operands, tiles, row_tiles, top_k, scheme, None)
 
 
 def decoded_gemm_act(
@@ -50,9 +50,9 @@ def decoded_gemm_act(
     w_scale: Tensor,
     w_global_scale: Tensor | None,
     bias: Tensor | None,
-    sorted_token_ids: Tensor,
-    expert_ids: Tensor,
-    num_tokens_post_padded: Tensor,
+    plan: Tensor,
+    topk_ids: Tensor | None,
+    expert_map: Tensor | None,
     row_tiles: Sequence[int],
     top_k: int,
     scheme: str,
@@ -60,17 +60,17 @@ def decoded_gemm_act(
     activation: str,
 ) -> Tensor:
     """Launch one program for each tile that the plan may hold."""
-    plan = (sorted_token_ids, expert_ids, num_tokens_post_padded)
-    rest = (bias, *plan, row_tiles, top_k, scheme, out_dtype, activation)
+    tiles = (plan, topk_ids, expert_map)
+    rest = (bias, *tiles, row_tiles, top_k, scheme, out_dtype, activation)
     out = empty_activated_rows(a, a_scale, w, w_scale, w_global_scale, *rest)
     operands = Operands(a, a_scale, QTensor(w, w_scale, None, w_global_scale), bias)
-    return _multiply(out, operands, plan, row_tiles, top_k, scheme, activation)
+    return _multiply(out, operands, tiles, row_tiles, top_k, scheme, activation)
 
 
 def _multiply(
     out: Tensor,
     operands: Operands,
-    plan: tuple[Tensor, Tensor, Tensor],
+    tiles: AnyTiles,
     row_tiles: Sequence[int],
     top_k: int,
     scheme: str,
@@ -79,4 +79,4 @@ def _multiply(
     """``out``, filled by the kernel that the GPU and the scheme's formats ask for."""
     special = is_block_scaled(scheme, device_facts(out.device).arch)
     kernels = block_scaled_gemm if special else weight_only_gemm
-    return kernels.multiply(out, operands, plan, row_tiles, top_k, scheme, activation)
+    return kernels.multiply(out, operands, tiles, row_tiles, top_k, scheme, activation)

@@ -21,32 +21,37 @@ from moe_ops.gemm_tiles import gemm_tiles
 from moe_ops.hopper_tiles import hopper_tiles
 from moe_ops.kernels import hopper_gemm
 from moe_ops.kernels.activation import constants, gate, gate_up
-from moe_ops.kernels.gemm_tile import add_bias, load_slots, load_tile, map_tile, scale_rows
+from moe_ops.kernels.gemm_tile import (
+    COUNTED,
+    add_bias,
+    find_tile,
+    load_slots,
+    load_tile,
+    scale_rows,
+    tile_arguments,
+)
 from moe_ops.kernels.launch import Launch
+from moe_ops.tensors import AnyTiles
 from moe_ops.tiles import Gemm, TileConfig, device_facts, max_programs
 from moe_ops.tuned import choose
 
 
-@triton.jit(do_not_specialize=["num_slots"])
+@triton.jit(do_not_specialize=COUNTED)
 def _expert_gemm_kernel(
     a, w, bias, input_weights, output_weights, out,
-    sorted_token_ids, expert_ids, num_tokens_post_padded, num_slots,
+    tiles, expert_map, num_slots, num_ids, num_experts,
     stride_am, stride_we, stride_wn, stride_wk,
     N: tl.constexpr, K: tl.constexpr, TOP_K: tl.constexpr,
     FUNCTION: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.constexpr, BETA: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
 ):  # fmt: skip
     """``out[s] = f(input_weights[s] * a[s // TOP_K] @ w[e].T + bias[e]) * output_weights[s]``."""
-    pid = tl.program_id(0)
-    num_pid_m = tl.load(num_tokens_post_padded) // BLOCK_M
-    num_pid_n: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
-    if pid >= num_pid_m * num_pid_n:
-        return
-    pid_m, pid_n = map_tile(pid, num_pid_m, num_pid_n, GROUP_M)
-    expert = tl.load(expert_ids + pid_m).to(tl.int64)
+    pid_m, pid_n, expert = find_tile(
+        tiles, expert_map, num_slots, num_ids, num_experts, N, BLOCK_M, BLOCK_N, GROUP_M
+    )
     if expert < 0:
         return
-    slot, real = load_slots(sorted_token_ids, pid_m, num_slots, BLOCK_M)
+    slot, real = load_slots(tiles, pid_m, num_slots, num_ids, BLOCK_M)
     n = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
     inside = n < N
     n_inside = None if N % BLOCK_N == 0 else inside
@@ -69,10 +74,10 @@ def _expert_gemm_kernel(
     tl.store(at, acc.to(out.dtype.element_ty), mask=real[:, None] & inside[None, :])
 
 
-@triton.jit(do_not_specialize=["num_slots"])
+@triton.jit(do_not_specialize=COUNTED)
 def _expert_gemm_gated_kernel(
     a, w, bias, input_weights, out,
-    sorted_token_ids, expert_ids, num_tokens_post_padded, num_slots,
+    tiles, expert_map, num_slots, num_ids, num_experts,
     stride_am, stride_we, stride_wn, stride_wk,
     N: tl.constexpr, K: tl.constexpr, TOP_K: tl.constexpr, INTERLEAVED: tl.constexpr,
     FUNCTION: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.constexpr, BETA: tl.constexpr,
@@ -80,16 +85,12 @@ def _expert_gemm_gated_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
 ):  # fmt: skip
     """As above with gate and up side by side: ``out[s] = f(gate, up)``; N counts output columns."""
-    pid = tl.program_id(0)
-    num_pid_m = tl.load(num_tokens_post_padded) // BLOCK_M
-    num_pid_n: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
-    if pid >= num_pid_m * num_pid_n:
-        return
-    pid_m, pid_n = map_tile(pid, num_pid_m, num_pid_n, GROUP_M)
-    expert = tl.load(expert_ids + pid_m).to(tl.int64)
+    pid_m, pid_n, expert = find_tile(
+        tiles, expert_map, num_slots, num_ids, num_experts, N, BLOCK_M, BLOCK_N, GROUP_M
+    )
     if expert < 0:
         return
-    slot, real = load_slots(sorted_token_ids, pid_m, num_slots, BLOCK_M)
+    slot, real = load_slots(tiles, pid_m, num_slots, num_ids, BLOCK_M)
     n = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
     inside = n < N
     n_inside = None if N % BLOCK_N == 0 else inside
@@ -209,17 +210,17 @@ def expert_gemm(
     bias: Tensor | None,
     input_weights: Tensor | None,
     output_weights: Tensor | None,
-    sorted_token_ids: Tensor,
-    expert_ids: Tensor,
-    num_tokens_post_padded: Tensor,
+    plan: Tensor,
+    topk_ids: Tensor | None,
+    expert_map: Tensor | None,
     row_tiles: Sequence[int],
     top_k: int,
 ) -> Tensor:
     """Launch one program for each tile that the plan may hold."""
-    plan = (sorted_token_ids, expert_ids, num_tokens_post_padded)
-    out = empty_rows(a, w, bias, input_weights, output_weights, *plan, row_tiles, top_k)
+    tiles = (plan, topk_ids, expert_map)
+    out = empty_rows(a, w, bias, input_weights, output_weights, *tiles, row_tiles, top_k)
     vectors = (bias, input_weights, output_weights)
-    return _run(out, a, w, vectors, plan, row_tiles, top_k, None)
+    return _run(out, a, w, vectors, tiles, row_tiles, top_k, None)
 
 
 def expert_gemm_act(
@@ -227,19 +228,19 @@ def expert_gemm_act(
     w: Tensor,
     bias: Tensor | None,
     input_weights: Tensor | None,
-    sorted_token_ids: Tensor,
-    expert_ids: Tensor,
-    num_tokens_post_padded: Tensor,
+    plan: Tensor,
+    topk_ids: Tensor | None,
+    expert_map: Tensor | None,
     row_tiles: Sequence[int],
     top_k: int,
     activation: str,
 ) -> Tensor:
     """Launch one program for each tile that the plan may hold."""
-    plan = (sorted_token_ids, expert_ids, num_tokens_post_padded)
-    out = empty_activated_rows(a, w, bias, input_weights, *plan, row_tiles, top_k, activation)
+    tiles = (plan, topk_ids, expert_map)
+    out = empty_activated_rows(a, w, bias, input_weights, *tiles, row_tiles, top_k, activation)
     gated = formula(activation).gated  # its kernel scales no output
     vectors = (bias, input_weights) if gated else (bias, input_weights, None)
-    return _run(out, a, w, vectors, plan, row_tiles, top_k, activation)
+    return _run(out, a, w, vectors, tiles, row_tiles, top_k, activation)
 
 
 def _run(
@@ -247,7 +248,7 @@ def _run(
     a: Tensor,
     w: Tensor,
     vectors: tuple[Tensor | None, ...],
-    plan: tuple[Tensor, Tensor, Tensor],
+    tiles: AnyTiles,
     row_tiles: Sequence[int],
     top_k: int,
     activation: str | None,
@@ -258,14 +259,16 @@ def _run(
         stride, unit = a.stride()
         if unit != 1:
             a, stride = a.contiguous(), a.shape[1]
-        how = (num_slots, w.shape, w.itemsize, tuple(row_tiles), top_k, w.device, activation)
+        shape = w.shape
+        how = (num_slots, shape, w.itemsize, tuple(row_tiles), top_k, w.device, activation)
         vectors = tuple([v if v is None else v.contiguous() for v in vectors])
+        told = tile_arguments(tiles, num_slots, shape[0])
         hopper, (bias, *weights) = _hopper(*how), vectors
         if hopper is not None and not any(v is not None for v in weights):
             if hopper_gemm.serves(a, w, hopper[0].GATED):
                 given = hopper_gemm.Operands(a, None, w, None, bias)
-                hopper_gemm.run(out, given, plan, *hopper)
+                hopper_gemm.run(out, given, told, *hopper)
                 return out
         kernel, programs = _launch(*how)
-        kernel((programs,), a, w, *vectors, out, *plan, num_slots, stride, *w.stride())
+        kernel((programs,), a, w, *vectors, out, *told, stride, *w.stride())
     return out

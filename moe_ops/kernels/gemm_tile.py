@@ -1,11 +1,34 @@
-"""The steps of an expert GEMM's tile that its kernels share."""
+"""What the kernels of expert GEMMs share: how tiles are found, and the steps of one.
+
+Kernels take ``tiles, expert_map, num_slots, num_ids, num_experts`` from `tile_arguments`: a plan,
+or with ``num_ids`` the ids of few slots. A tile is then one slot, in the first of its rows.
+"""
 
 from __future__ import annotations
+
+from typing import Any
 
 import triton
 import triton.language as tl
 
 from moe_ops.kernels.activation import gate, gate_up
+from moe_ops.kernels.slots import HEADER, experts_of
+from moe_ops.tensors import AnyTiles
+from moe_ops.tiles import DIRECT_SLOTS
+
+COUNTED = ["num_slots", "num_ids", "num_experts"]
+"""What no kernel is made anew for."""
+
+
+def tile_arguments(tiles: AnyTiles, num_slots: int, num_experts: int) -> tuple[Any, ...]:
+    """A kernel's arguments that tell its tiles."""
+    plan, topk_ids, expert_map = tiles
+    if topk_ids is None or num_slots > DIRECT_SLOTS:
+        return plan, None, num_slots, None, num_experts
+    if expert_map is None:
+        return topk_ids.contiguous(), None, num_slots, num_experts, num_experts
+    num_ids = expert_map.shape[0]
+    return topk_ids.contiguous(), expert_map.contiguous(), num_slots, num_ids, num_experts
 
 
 @triton.jit
@@ -20,23 +43,32 @@ def map_tile(pid, num_pid_m, num_pid_n, GROUP_M: tl.constexpr):
 
 @triton.jit
 def find_tile(
-    expert_ids, num_tokens_post_padded, N: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP_M: tl.constexpr,
+    tiles, expert_map, num_slots, num_ids, num_experts,
+    N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP_M: tl.constexpr,
 ):  # fmt: skip
     """This program's tile (row and column) and its expert, -1 where there is nothing to do."""
-    num_pid_m = tl.load(num_tokens_post_padded) // BLOCK_M
+    num_pid_m = tl.load(tiles) // BLOCK_M if num_ids is None else num_slots
     num_pid_n: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
     used = tl.program_id(0) < num_pid_m * num_pid_n
     pid = tl.where(used, tl.program_id(0), 0)
     pid_m, pid_n = map_tile(pid, tl.maximum(num_pid_m, 1), num_pid_n, GROUP_M)
-    return pid_m, pid_n, tl.load(expert_ids + pid_m, mask=used, other=-1).to(tl.int64)
+    if num_ids is None:
+        expert = tl.load(tiles + tl.load(tiles + 1) + pid_m, mask=used, other=-1)
+    else:
+        found = tl.load(tiles + pid_m, mask=used, other=-1)
+        expert = experts_of(found, expert_map, num_ids, num_experts)
+    return pid_m, pid_n, expert.to(tl.int64)
 
 
 @triton.jit
-def load_slots(sorted_token_ids, pid_m, num_slots, BLOCK_M: tl.constexpr):
+def load_slots(tiles, pid_m, num_slots, num_ids, BLOCK_M: tl.constexpr):
     """The slots of a tile (0 for padding, so that addresses stay inside) and which are real."""
-    slot = tl.load(sorted_token_ids + pid_m * BLOCK_M + tl.arange(0, BLOCK_M))
-    real = slot < num_slots
+    row = tl.arange(0, BLOCK_M)
+    if num_ids is None:
+        slot = tl.load(tiles + HEADER + pid_m * BLOCK_M + row)
+        real = slot < num_slots
+    else:
+        slot, real = pid_m + row, row == 0
     return tl.where(real, slot, 0).to(tl.int64), real
 
 

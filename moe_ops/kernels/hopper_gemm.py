@@ -16,7 +16,7 @@ from moe_ops.hopper_tiles import ROW_BYTES, HopperTiles
 from moe_ops.kernels.hopper_stream import hopper_stream_kernel
 from moe_ops.kernels.hopper_tile import hopper_gemm_kernel
 from moe_ops.kernels.pack import pack_rows
-from moe_ops.tiles import cdiv, device_facts
+from moe_ops.tiles import cdiv, device_facts, max_row_tiles, padded_slots
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float8_e4m3fn)
 """Of operands."""
@@ -148,55 +148,52 @@ class Operands(NamedTuple):
 def run(
     out: Tensor,
     operands: Operands,
-    plan: tuple[Tensor, Tensor, Tensor],
+    tiles: tuple[Any, ...],
     c: Constants,
     packed: bool,
 ) -> None:
-    """``out[s] = f(a[s // top_k] @ w[e].T + bias[e])`` for the slots s of a plan.
+    """``out[s] = f(a[s // top_k] @ w[e].T + bias[e])`` for the slots s of some tiles.
 
     Args:
         out: ``(slots, N)``, contiguous.
         operands: that `serves` accepts.
-        plan: with tiles of ``c.BLOCK_M`` rows.
+        tiles: from `tile_arguments`, of ``c.BLOCK_M`` rows.
         c: see `constants`.
         packed: see `HopperTiles`.
     """
     launch = _run_packed if packed else _run_stream
-    launch(out, operands, plan, c, device_facts(out.device).processors)
+    launch(out, operands, tiles, c, device_facts(out.device).processors)
 
 
 def _run_packed(
-    out: Tensor, operands: Operands, plan: tuple[Tensor, Tensor, Tensor], c: Constants, wide: int
+    out: Tensor, operands: Operands, tiles: tuple[Any, ...], c: Constants, wide: int
 ) -> None:
     """Pack the rows, then one program a processor."""
     a, a_scale, w, w_scale, bias = operands
-    sorted_token_ids, expert_ids, num_tokens_post_padded = plan
-    rows, scales = pack_rows(
-        a, a_scale, sorted_token_ids, num_tokens_post_padded, out.shape[0], c.TOP_K
-    )
+    plan, _, num_slots, _, num_experts = tiles
+    most = padded_slots(num_slots, num_experts, (c.BLOCK_M,))
+    rows, scales = pack_rows(a, a_scale, plan, num_slots, most, c.TOP_K)
     layout: Any = gl.NVMMASharedLayout(ROW_BYTES, 8 * c.ITEMSIZE, rank=2)
     a_box = TensorDescriptor.from_tensor(rows, [c.BLOCK_M, c.BLOCK_K], layout)
     scale_box = a_box
     if c.SCALE_COLS is not None:
         flat: Any = gl.NVMMASharedLayout(0, 32, rank=2)
         scale_box = TensorDescriptor.from_tensor(scales, [1, c.BLOCK_M], flat)
-    unread = sorted_token_ids
     hopper_gemm_kernel[(wide,)](
         a_box, _weight_box(w, c), scale_box, bias, out,
-        unread if scales is None else scales, unread if w_scale is None else w_scale,
-        *plan, out.shape[0], c, num_warps=4,
+        plan if scales is None else scales, plan if w_scale is None else w_scale,
+        *tiles, c, num_warps=4,
     )  # fmt: skip
 
 
 def _run_stream(
-    out: Tensor, operands: Operands, plan: tuple[Tensor, Tensor, Tensor], c: Constants, wide: int
+    out: Tensor, operands: Operands, tiles: tuple[Any, ...], c: Constants, wide: int
 ) -> None:
     """Two programs a processor."""
     a, a_scale, w, w_scale, bias = operands
-    unread = plan[0]
-    tiles = plan[1].shape[0] * c.NUM_N
-    hopper_stream_kernel[(min(2 * wide, tiles),)](
+    most = max_row_tiles(out.shape[0], w.shape[0], c.BLOCK_M) * c.NUM_N
+    hopper_stream_kernel[(min(2 * wide, most),)](
         a, a.stride(0), _weight_box(w, c), bias, out,
-        unread if a_scale is None else a_scale, unread if w_scale is None else w_scale,
-        *plan, out.shape[0], c, num_warps=4, maxnreg=STREAM_REGISTERS,
+        out if a_scale is None else a_scale, out if w_scale is None else w_scale,
+        *tiles, c, num_warps=4, maxnreg=STREAM_REGISTERS,
     )  # fmt: skip

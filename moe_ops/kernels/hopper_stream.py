@@ -19,19 +19,18 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from moe_ops.kernels.gemm_tile import activate
-from moe_ops.kernels.hopper_tile import Ring, Vectors, find_tile, load_box
+from moe_ops.kernels.gemm_tile import COUNTED, activate
+from moe_ops.kernels.hopper_slots import Vectors, count_tiles, expert_of, slots_of
+from moe_ops.kernels.hopper_tile import Ring, find_tile, load_box
 
 COPYING = gl.constexpr(128)
 """Threads that copy rows."""
 
 
 @gluon.jit
-def slots_of(v, m, LAYOUT: gl.constexpr, C: gl.constexpr):
+def load_slots(v, m, LAYOUT: gl.constexpr, C: gl.constexpr):
     """The slots of a tile (0 for padding), and which are real."""
-    at = m * C.BLOCK_M + gl.arange(0, C.BLOCK_M, layout=LAYOUT)
-    slot = gl.load(v.sorted_token_ids + at)
-    real = slot < v.num_slots
+    slot, real = slots_of(v, m, gl.arange(0, C.BLOCK_M, layout=LAYOUT), C)
     return gl.where(real, slot, 0), real
 
 
@@ -44,8 +43,8 @@ def copy_tiles(a, stride_am, w_desc, ring, v, C: gl.constexpr):
     step = gl.to_tensor(0)
     for tile in range(gl.program_id(0), v.num_tiles * C.NUM_N, gl.num_programs(0)):
         m, n = find_tile(tile, v.num_tiles, C)
-        expert = gl.load(v.expert_ids + m)
-        slot, real = slots_of(v, m, gl.SliceLayout(1, LAYOUT), C)
+        expert = expert_of(v, m)
+        slot, real = load_slots(v, m, gl.SliceLayout(1, LAYOUT), C)
         col = gl.arange(0, C.BLOCK_K, layout=gl.SliceLayout(0, LAYOUT))[None, :]
         row = a + (slot // C.TOP_K).to(gl.int64)[:, None] * stride_am
         for k in range(C.STEPS):
@@ -92,7 +91,8 @@ def next_product(step, ring, C: gl.constexpr, LAYOUT: gl.constexpr):
 @gluon.jit
 def add_scaled(step, ring, w_at, up_at, x_at, real, acc, LAYOUT: gl.constexpr, C: gl.constexpr):
     """Each product has scales, which are loaded two steps ahead: one of the gate rows, one of the
-    up rows, one of each slot's row."""
+    up rows, one of each slot's row.
+    """
     of_gate, _ = gate_or_up(LAYOUT, C)
     NEXT: gl.constexpr = min(1, C.STEPS - 1)
     g0, g1 = gl.load(w_at), gl.load(w_at + NEXT)
@@ -139,9 +139,9 @@ def multiply(out, bias, ring, v, C: gl.constexpr):
     step = gl.to_tensor(0)
     for tile in range(gl.program_id(0), v.num_tiles * C.NUM_N, gl.num_programs(0)):
         m, n = find_tile(tile, v.num_tiles, C)
-        found = gl.load(v.expert_ids + m).to(gl.int64)
+        found = expert_of(v, m).to(gl.int64)
         expert = gl.maximum(found, 0)
-        slot, real = slots_of(v, m, gl.SliceLayout(0, LAYOUT), C)
+        slot, real = load_slots(v, m, gl.SliceLayout(0, LAYOUT), C)
         source = slot // C.TOP_K
         acc = gl.full((C.BLOCK_N, C.BLOCK_M), 0, gl.float32, LAYOUT)
         if C.SCALE_COLS is not None:
@@ -179,17 +179,17 @@ def multiply(out, bias, ring, v, C: gl.constexpr):
 def store_columns(out, value, v, m, n, found, C: gl.constexpr):
     """The columns of an accumulator are slots: 16 bytes of a slot's row for each thread."""
     WIDE: gl.constexpr = gl.BlockedLayout([8, 1], [8, 4], [1, 4], [0, 1])
-    slot, real = slots_of(v, m, gl.SliceLayout(0, WIDE), C)
+    slot, real = load_slots(v, m, gl.SliceLayout(0, WIDE), C)
     col = n * C.OUT_N + gl.arange(0, C.OUT_N, layout=gl.SliceLayout(1, WIDE))
     at = out + slot.to(gl.int64)[None, :] * C.N + col[:, None]
     mask = (real & (found >= 0))[None, :] & (col < C.N)[:, None]
     gl.store(at, gl.convert_layout(value.to(out.dtype.element_ty), WIDE), mask=mask)
 
 
-@gluon.jit(do_not_specialize=["num_slots"])
+@gluon.jit(do_not_specialize=COUNTED)
 def hopper_stream_kernel(
     a, stride_am, w_desc, bias, out, row_scale, weight_scale,
-    sorted_token_ids, expert_ids, num_tokens_post_padded, num_slots, C: gl.constexpr,
+    tiles, expert_map, num_slots, num_ids, num_experts, C: gl.constexpr,
 ):  # fmt: skip
     """``out[s] = f(a[s // TOP_K] @ w[e].T + bias[e])``."""
     STAGES: gl.constexpr = C.STAGES
@@ -205,8 +205,8 @@ def hopper_stream_kernel(
         mbarrier.init(empty.index(stage), count=1)
     fence_async_shared()
     ring = Ring(rows, weights, rows, full, empty)
-    num_tiles = gl.load(num_tokens_post_padded) // C.BLOCK_M
-    v = Vectors(row_scale, weight_scale, sorted_token_ids, expert_ids, num_tiles, num_slots)
+    num_tiles, scales = count_tiles(tiles, num_slots, num_ids, C), (row_scale, weight_scale)
+    v = Vectors(scales, tiles, expert_map, num_tiles, num_slots, num_ids, num_experts)
     gl.warp_specialize(
         [(multiply, (out, bias, ring, v, C)), (copy_tiles, (a, stride_am, w_desc, ring, v, C))],
         [4],

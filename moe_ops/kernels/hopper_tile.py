@@ -20,7 +20,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.core import _aggregate as aggregate
 
-from moe_ops.kernels.gemm_tile import activate
+from moe_ops.kernels.gemm_tile import COUNTED, activate
+from moe_ops.kernels.hopper_slots import Vectors, count_tiles, expert_of
+from moe_ops.kernels.slots import HEADER
 
 load_box = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 """Its name from Triton 3.9 on, and before."""
@@ -42,26 +44,6 @@ class Ring:
         self.full, self.empty = full, empty
 
 
-@aggregate
-class Vectors:
-    """What the result is made of beside the products."""
-
-    row_scale: gl.tensor
-    weight_scale: gl.tensor
-    sorted_token_ids: gl.tensor
-    expert_ids: gl.tensor
-    num_tiles: gl.tensor
-    num_slots: gl.tensor
-
-    @gluon.constexpr_function
-    def __init__(
-        self, row_scale, weight_scale, sorted_token_ids, expert_ids, num_tiles, num_slots
-    ):
-        self.row_scale, self.weight_scale = row_scale, weight_scale
-        self.sorted_token_ids, self.expert_ids = sorted_token_ids, expert_ids
-        self.num_tiles, self.num_slots = num_tiles, num_slots
-
-
 @gluon.jit
 def find_tile(tile, num_tiles, C: gl.constexpr):
     """Bands of GROUP_M row tiles, down each band first: its weights stay in the L2 cache."""
@@ -80,7 +62,7 @@ def copy_tiles(a_desc, w_desc, scale_desc, ring, v, C: gl.constexpr):
     step = gl.to_tensor(0)
     for tile in range(gl.program_id(0), v.num_tiles * C.NUM_N, gl.num_programs(0)):
         m, n = find_tile(tile, v.num_tiles, C)
-        expert = gl.load(v.expert_ids + m)
+        expert = expert_of(v, m)
         for k in range(C.STEPS):
             stage = step % C.STAGES
             mbarrier.wait(ring.empty.index(stage), (step // C.STAGES + 1) & 1)
@@ -129,7 +111,8 @@ def add_products(step, ring, acc, HALF: gl.constexpr, C: gl.constexpr):
 @gluon.jit
 def add_wide(step, ring, acc, HALF: gl.constexpr, C: gl.constexpr):
     """8-bit operands, scaled later. The units add in fewer bits than float32 has: each product
-    starts from zero."""
+    starts from zero.
+    """
     for _ in range(C.STEPS):
         stage = step % C.STAGES
         mbarrier.wait(ring.full.index(stage), (step // C.STAGES) & 1)
@@ -144,7 +127,8 @@ def add_wide(step, ring, acc, HALF: gl.constexpr, C: gl.constexpr):
 @gluon.jit
 def add_scaled(step, ring, scales, up_scales, acc, HALF: gl.constexpr, C: gl.constexpr):
     """8-bit operands of which each product has scales: of rows, and one of the weight's rows (one
-    of gate rows, one of up rows). Those of weights are loaded two steps ahead."""
+    of gate rows, one of up rows). Those of weights are loaded two steps ahead.
+    """
     LAYOUT: gl.constexpr = acc.type.layout
     ROW: gl.constexpr = gl.SliceLayout(1, LAYOUT)
     FIRST: gl.constexpr = 0 if C.BY_COLUMNS else HALF * (C.BLOCK_M // 2)
@@ -237,7 +221,7 @@ def multiply(out, bias, ring, v, HALF: gl.constexpr, C: gl.constexpr):
     step = gl.to_tensor(0)
     for tile in range(gl.program_id(0), v.num_tiles * C.NUM_N, gl.num_programs(0)):
         m, n = find_tile(tile, v.num_tiles, C)
-        found = gl.load(v.expert_ids + m).to(gl.int64)
+        found = expert_of(v, m).to(gl.int64)
         expert = gl.maximum(found, 0)
         first = n * C.OUT_N + FIRST_COL
         acc = gl.full((ROWS, COLS), 0, gl.float32, LAYOUT)
@@ -253,7 +237,7 @@ def multiply(out, bias, ring, v, HALF: gl.constexpr, C: gl.constexpr):
         else:
             acc, step = add_products(step, ring, acc, HALF, C)
         row = m * C.BLOCK_M + FIRST_ROW + gl.arange(0, ROWS, layout=gl.SliceLayout(1, LAYOUT))
-        slot = gl.load(v.sorted_token_ids + row)
+        slot = gl.load(v.tiles + HEADER + row)
         value = finish(acc, bias, row, expert, first, v, C)
         # Nothing is written for a tile without an expert.
         store_rows(out, value, slot, first, gl.where(found < 0, 0, v.num_slots), C)
@@ -271,10 +255,10 @@ def multiply_second(out, bias, ring, v, C: gl.constexpr):
     multiply(out, bias, ring, v, 1, C)
 
 
-@gluon.jit(do_not_specialize=["num_slots"])
+@gluon.jit(do_not_specialize=COUNTED)
 def hopper_gemm_kernel(
     a_desc, w_desc, scale_desc, bias, out, row_scale, weight_scale,
-    sorted_token_ids, expert_ids, num_tokens_post_padded, num_slots, C: gl.constexpr,
+    tiles, expert_map, num_slots, num_ids, num_experts, C: gl.constexpr,
 ):  # fmt: skip
     """``out[s] = f(a[row of s] @ w[e].T + bias[e])``; padding rows are not written."""
     STAGES: gl.constexpr = C.STAGES
@@ -291,8 +275,8 @@ def hopper_gemm_kernel(
         mbarrier.init(empty.index(stage), count=2)
     fence_async_shared()
     ring = Ring(rows, weights, scales, full, empty)
-    num_tiles = gl.load(num_tokens_post_padded) // C.BLOCK_M
-    v = Vectors(row_scale, weight_scale, sorted_token_ids, expert_ids, num_tiles, num_slots)
+    num_tiles, scales = count_tiles(tiles, num_slots, num_ids, C), (row_scale, weight_scale)
+    v = Vectors(scales, tiles, expert_map, num_tiles, num_slots, num_ids, num_experts)
     gl.warp_specialize(
         [
             (multiply_first, (out, bias, ring, v, C)),

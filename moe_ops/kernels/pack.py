@@ -10,22 +10,21 @@ import triton.language as tl
 from torch import Tensor
 
 from moe_ops.kernels.launch import Launch
-from moe_ops.kernels.slots import next_power_of_2
+from moe_ops.kernels.slots import HEADER, next_power_of_2
 from moe_ops.tiles import cdiv
 
 
 @triton.jit(do_not_specialize=["num_slots", "num_rows"])
 def _pack_kernel(
-    a, a_scale, out, out_scale, sorted_token_ids, num_tokens_post_padded,
-    num_slots, num_rows, stride_am, stride_sm,
+    a, a_scale, out, out_scale, plan, num_slots, num_rows, stride_am, stride_sm,
     K: tl.constexpr, GROUPS: tl.constexpr, TOP_K: tl.constexpr,
     ROWS: tl.constexpr, COLS: tl.constexpr, GROUP_COLS: tl.constexpr,
 ):  # fmt: skip
     """Program (i, j) copies COLS columns of ROWS rows; padding becomes zeros."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    if tl.program_id(0) * ROWS >= tl.load(num_tokens_post_padded):
+    if tl.program_id(0) * ROWS >= tl.load(plan):
         return
-    slot = tl.load(sorted_token_ids + row)  # a used tile is whole, and ROWS divides it
+    slot = tl.load(plan + HEADER + row)  # a used tile is whole, and ROWS divides it
     real = slot < num_slots
     source = (tl.where(real, slot, 0) // TOP_K).to(tl.int64)
     col = tl.program_id(1) * COLS + tl.arange(0, COLS)
@@ -54,26 +53,26 @@ def _launch(k: int, itemsize: int, groups: int, top_k: int) -> tuple[Launch, int
 def pack_rows(
     a: Tensor,
     a_scale: Tensor | None,
-    sorted_token_ids: Tensor,
-    num_tokens_post_padded: Tensor,
+    plan: Tensor,
     num_slots: int,
+    most: int,
     top_k: int,
 ) -> tuple[Tensor, Tensor | None]:
-    """Row r of the result is ``a[sorted_token_ids[r] // top_k]``, or zeros where r is padding.
+    """Row r of the result is ``a[slot of r // top_k]``, or zeros where r is padding.
 
     Args:
         a: ``(rows, K)``, contiguous along K.
         a_scale: ``(rows, G)`` float32, contiguous; one element for all rows; or None.
-        sorted_token_ids: of a plan; nothing is written past ``num_tokens_post_padded``.
-        num_tokens_post_padded: of the plan, whose tiles have a multiple of 64 rows.
-        num_slots: what is less than this in ``sorted_token_ids`` is a slot.
+        plan: whose tiles have a multiple of 64 rows; nothing is written past those in use.
+        num_slots: what is less than this in a plan's row is a slot.
+        most: rows that the plan may use.
         top_k: slots of a row of ``a``.
 
     Returns:
-        Rows ``(R, K)`` and scales ``(G, R)``, R the length of the plan, rounded up.
+        Rows ``(R, K)`` and scales ``(G, R)``, R is ``most``, rounded up.
     """
     # Vectors of scales begin at multiples of 16 bytes.
-    num_rows, k = 4 * cdiv(sorted_token_ids.shape[0], 4), a.shape[1]
+    num_rows, k = 4 * cdiv(most, 4), a.shape[1]
     rows = a.new_empty(num_rows, k)
     groups, stride, scales = 0, 0, None
     if a_scale is not None:
@@ -83,7 +82,7 @@ def pack_rows(
         scales = a_scale.new_empty(groups, num_rows, dtype=torch.float32)
     kernel, height, pieces = _launch(k, a.itemsize, groups, top_k)
     kernel(
-        (cdiv(num_rows, height), pieces), a, a_scale, rows, scales, sorted_token_ids,
-        num_tokens_post_padded, num_slots, num_rows, a.stride(0), stride,
+        (cdiv(num_rows, height), pieces), a, a_scale, rows, scales, plan,
+        num_slots, num_rows, a.stride(0), stride,
     )  # fmt: skip
     return rows, scales

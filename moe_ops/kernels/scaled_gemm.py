@@ -16,12 +16,14 @@ from moe_ops.fake_impls.scaled_gemm import scaled_gemm_act as empty_activated_ro
 from moe_ops.gemm_tiles import ScaleGroups, scale_groups, scaled_gemm_tiles
 from moe_ops.hopper_tiles import hopper_tiles
 from moe_ops.kernels import hopper_gemm
+from moe_ops.kernels.gemm_tile import tile_arguments
 from moe_ops.kernels.hopper_gemm import Operands
 from moe_ops.kernels.launch import Launch
 from moe_ops.kernels.scaled_tile import Layout, scaled_gemm_kernel
 from moe_ops.kernels.slots import dense
 from moe_ops.scheme import WHOLE, Quant
 from moe_ops.scheme.weights import rows_per_scale
+from moe_ops.tensors import AnyTiles
 from moe_ops.tiles import Gemm, TileConfig, device_facts, max_programs
 from moe_ops.tuned import choose
 
@@ -135,7 +137,7 @@ def _hopper(
 def _run(
     out: Tensor,
     operands: Operands,
-    plan: tuple[Tensor, Tensor, Tensor],
+    tiles: AnyTiles,
     row_tiles: Sequence[int],
     top_k: int,
     scheme: str,
@@ -151,10 +153,11 @@ def _run(
     variant = _Variant(scheme, activation, rows)
     how = (num_slots, w.shape, tuple(row_tiles), top_k, w.device, variant)
     a = a if a.stride(1) == 1 else a.contiguous()
+    told = tile_arguments(tiles, num_slots, w.shape[0])
     hopper = _hopper(*how)
     if hopper is not None and _boxed(a, a_scale, w, w_scale, quant, hopper[0].GATED):
         given = Operands(a, dense(a_scale), w, dense(w_scale), dense(bias))
-        hopper_gemm.run(out, given, plan, *hopper)
+        hopper_gemm.run(out, given, told, *hopper)
         return
     kernel, programs = _launch(*how)
     kernel(
@@ -165,8 +168,7 @@ def _run(
         dense(w_scale),
         dense(bias),
         out,
-        *plan,
-        num_slots,
+        *told,
         a.stride(0),
         *_scale_strides(a, a_scale, quant),
         *w.stride(),
@@ -195,9 +197,9 @@ def scaled_gemm(
     w: Tensor,
     w_scale: Tensor,
     bias: Tensor | None,
-    sorted_token_ids: Tensor,
-    expert_ids: Tensor,
-    num_tokens_post_padded: Tensor,
+    plan: Tensor,
+    topk_ids: Tensor | None,
+    expert_map: Tensor | None,
     row_tiles: Sequence[int],
     top_k: int,
     scheme: str,
@@ -205,9 +207,9 @@ def scaled_gemm(
 ) -> Tensor:
     """Launch one program for each tile that the plan may hold."""
     operands = Operands(a, a_scale, w, w_scale, bias)
-    plan = (sorted_token_ids, expert_ids, num_tokens_post_padded)
-    out = empty_rows(*operands, *plan, row_tiles, top_k, scheme, out_dtype)
-    _run(out, operands, plan, row_tiles, top_k, scheme)
+    tiles = (plan, topk_ids, expert_map)
+    out = empty_rows(*operands, *tiles, row_tiles, top_k, scheme, out_dtype)
+    _run(out, operands, tiles, row_tiles, top_k, scheme)
     return out
 
 
@@ -217,9 +219,9 @@ def scaled_gemm_act(
     w: Tensor,
     w_scale: Tensor,
     bias: Tensor | None,
-    sorted_token_ids: Tensor,
-    expert_ids: Tensor,
-    num_tokens_post_padded: Tensor,
+    plan: Tensor,
+    topk_ids: Tensor | None,
+    expert_map: Tensor | None,
     row_tiles: Sequence[int],
     top_k: int,
     scheme: str,
@@ -228,7 +230,7 @@ def scaled_gemm_act(
 ) -> Tensor:
     """The same with an activation of what a tile holds, gate and up side by side."""
     operands = Operands(a, a_scale, w, w_scale, bias)
-    plan = (sorted_token_ids, expert_ids, num_tokens_post_padded)
-    out = empty_activated_rows(*operands, *plan, row_tiles, top_k, scheme, out_dtype, activation)
-    _run(out, operands, plan, row_tiles, top_k, scheme, activation)
+    tiles = (plan, topk_ids, expert_map)
+    out = empty_activated_rows(*operands, *tiles, row_tiles, top_k, scheme, out_dtype, activation)
+    _run(out, operands, tiles, row_tiles, top_k, scheme, activation)
     return out

@@ -12,7 +12,14 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from moe_ops.kernels.gemm_tile import activate, add_bias, find_tile, load_slots, load_tile
+from moe_ops.kernels.gemm_tile import (
+    COUNTED,
+    activate,
+    add_bias,
+    find_tile,
+    load_slots,
+    load_tile,
+)
 
 
 class Layout(NamedTuple):
@@ -118,10 +125,10 @@ def finish_sums(acc, x_scale, w_scale, bias, expert, row, inside, LAYOUT: tl.con
     return add_bias(acc, bias, expert, row, inside, LAYOUT.weight_rows)
 
 
-@triton.jit(do_not_specialize=["num_slots"])
+@triton.jit(do_not_specialize=COUNTED)
 def scaled_gemm_kernel(
     a, a_scale, w, w_scale, bias, out,
-    sorted_token_ids, expert_ids, num_tokens_post_padded, num_slots,
+    tiles, expert_map, num_slots, num_ids, num_experts,
     stride_am, stride_sm, stride_se, stride_we, stride_wn, stride_wk,
     N: tl.constexpr, K: tl.constexpr, TOP_K: tl.constexpr,
     RULE: tl.constexpr, LAYOUT: tl.constexpr,
@@ -132,11 +139,11 @@ def scaled_gemm_kernel(
     RULE and LAYOUT are NamedTuples: a `Formula` (or None) and a `Layout`.
     """
     pid_m, pid_n, expert = find_tile(
-        expert_ids, num_tokens_post_padded, N, BLOCK_M, BLOCK_N, GROUP_M
+        tiles, expert_map, num_slots, num_ids, num_experts, N, BLOCK_M, BLOCK_N, GROUP_M
     )
     if expert < 0:
         return
-    slot, real = load_slots(sorted_token_ids, pid_m, num_slots, BLOCK_M)
+    slot, real = load_slots(tiles, pid_m, num_slots, num_ids, BLOCK_M)
     n = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
     inside = n < N
     n_inside = None if N % BLOCK_N == 0 else inside

@@ -5,6 +5,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from moe_ops.tiles import PLAN_HEADER
+
+HEADER = tl.constexpr(PLAN_HEADER)
+
 
 @triton.jit
 def local_experts(topk_ids, expert_map, slot, mask, num_experts, num_local_experts):

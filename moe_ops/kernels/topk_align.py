@@ -11,18 +11,18 @@ import triton.language as tl
 from torch import Tensor
 
 from moe_ops.fake_impls.topk_align import topk_align as empty_routing
-from moe_ops.kernels.align import moe_align_block_size, place_bucket
+from moe_ops.kernels.align import slot_plan
 from moe_ops.kernels.launch import Launch
+from moe_ops.kernels.plan import place_bucket
 from moe_ops.kernels.routing import by_rows, fused_topk, topk_constants
 from moe_ops.kernels.routing_scores import route_tokens
 from moe_ops.kernels.slots import dense, experts_of, map_size, next_power_of_2
-from moe_ops.tiles import few_tokens, pick_row_tile
+from moe_ops.tiles import DIRECT_SLOTS, few_tokens, pick_row_tile, plan_sizes
 
 
 @triton.jit(do_not_specialize=["num_tokens", "num_rows", "num_tiles"])
 def _topk_align_kernel(
-    gating_output, bias, expert_map, topk_weights, topk_ids,
-    sorted_token_ids, expert_ids, num_tokens_post_padded,
+    gating_output, bias, expert_map, topk_weights, topk_ids, plan,
     num_tokens, num_rows, num_tiles, stride_row, NUM_EXPERTS, num_ids, num_buckets,
     SCALE: tl.constexpr, TOPK: tl.constexpr, RENORMALIZE: tl.constexpr, SCORING: tl.constexpr,
     TOKENS: tl.constexpr, EXPERTS: tl.constexpr, SLOTS: tl.constexpr,
@@ -37,8 +37,7 @@ def _topk_align_kernel(
     slot = place // SLOTS * TOPK + place % SLOTS
     found = experts_of(ids, expert_map, num_ids, num_buckets)
     place_bucket(
-        tl.reshape(found, (TOKENS * SLOTS,)), slot, None,
-        sorted_token_ids, expert_ids, num_tokens_post_padded,
+        tl.reshape(found, (TOKENS * SLOTS,)), slot, None, plan, None, None,
         num_tokens * TOPK, num_rows, num_tiles, num_buckets, TILE, BUCKETS,
     )  # fmt: skip
 
@@ -74,19 +73,23 @@ def topk_align(
     expert_map: Tensor | None,
     row_tiles: Sequence[int],
     num_local_experts: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """One launch for few tokens, a program an expert; else those of the two operators."""
+) -> tuple[Tensor, Tensor, Tensor]:
+    """One launch for few tokens, a program an expert; else those of the two operators.
+
+    Where slots are so few that nothing is aligned, those of routing alone.
+    """
     how = (topk, renormalize, scoring_func, routed_scaling_factor)
     bias, aligned = e_score_correction_bias, (expert_map, row_tiles, num_local_experts)
     tokens, num_experts = gating_output.shape
-    if not few_tokens(tokens, num_experts):
+    if tokens * topk <= DIRECT_SLOTS or not few_tokens(tokens, num_experts):
         weights, ids = fused_topk(gating_output, bias, *how)
-        return weights, ids, *moe_align_block_size(ids, *aligned, False, True)
+        return weights, ids, slot_plan(ids, *aligned)
     result = empty_routing(gating_output, bias, *how, *aligned)
     gating_output = by_rows(gating_output)
     _launch(tokens, num_experts, how, tuple(row_tiles), num_local_experts)(
         (num_local_experts,), gating_output, dense(bias), dense(expert_map), *result,
-        tokens, result[2].shape[0], result[3].shape[0], gating_output.stride(0), num_experts,
+        tokens, *plan_sizes(tokens * topk, num_local_experts, row_tiles),
+        gating_output.stride(0), num_experts,
         map_size(expert_map, num_local_experts), num_local_experts,
     )  # fmt: skip
     return result

@@ -15,12 +15,13 @@ from moe_ops.fake_impls.weight_only_gemm import weight_only_gemm as empty_rows
 from moe_ops.fake_impls.weight_only_gemm import weight_only_gemm_act as empty_activated_rows
 from moe_ops.gemm_tiles import weight_only_tiles
 from moe_ops.kernels.dequantize import Format
+from moe_ops.kernels.gemm_tile import tile_arguments
 from moe_ops.kernels.launch import Launch
 from moe_ops.kernels.slots import dense
 from moe_ops.kernels.weight_only_tile import weight_only_gemm_kernel
 from moe_ops.scheme import WHOLE, Quant, get_scheme
 from moe_ops.scheme.weights import rows_per_scale
-from moe_ops.tensors import QTensor
+from moe_ops.tensors import AnyTiles, QTensor
 from moe_ops.tiles import Gemm, TileConfig, device_facts, max_programs
 from moe_ops.tuned import choose
 
@@ -151,19 +152,19 @@ def weight_only_gemm(
     w_global_scale: Tensor | None,
     bias: Tensor | None,
     input_weights: Tensor | None,
-    sorted_token_ids: Tensor,
-    expert_ids: Tensor,
-    num_tokens_post_padded: Tensor,
+    plan: Tensor,
+    topk_ids: Tensor | None,
+    expert_map: Tensor | None,
     row_tiles: Sequence[int],
     top_k: int,
     scheme: str,
 ) -> Tensor:
     """Launch one program for each tile that the plan may hold."""
-    plan = (sorted_token_ids, expert_ids, num_tokens_post_padded)
+    tiles = (plan, topk_ids, expert_map)
     stored = QTensor(w, w_scale, w_zero_point, w_global_scale)
-    out = empty_rows(a, *stored, bias, input_weights, *plan, row_tiles, top_k, scheme)
+    out = empty_rows(a, *stored, bias, input_weights, *tiles, row_tiles, top_k, scheme)
     operands = Operands(a, None, stored, bias, input_weights)
-    return multiply(out, operands, plan, row_tiles, top_k, scheme, None)
+    return multiply(out, operands, tiles, row_tiles, top_k, scheme, None)
 
 
 def weight_only_gemm_act(
@@ -174,27 +175,27 @@ def weight_only_gemm_act(
     w_global_scale: Tensor | None,
     bias: Tensor | None,
     input_weights: Tensor | None,
-    sorted_token_ids: Tensor,
-    expert_ids: Tensor,
-    num_tokens_post_padded: Tensor,
+    plan: Tensor,
+    topk_ids: Tensor | None,
+    expert_map: Tensor | None,
     row_tiles: Sequence[int],
     top_k: int,
     scheme: str,
     activation: str,
 ) -> Tensor:
     """Launch one program for each tile that the plan may hold."""
-    plan = (sorted_token_ids, expert_ids, num_tokens_post_padded)
+    tiles = (plan, topk_ids, expert_map)
     stored = QTensor(w, w_scale, w_zero_point, w_global_scale)
-    more = (bias, input_weights, *plan, row_tiles, top_k, scheme, activation)
+    more = (bias, input_weights, *tiles, row_tiles, top_k, scheme, activation)
     out = empty_activated_rows(a, *stored, *more)
     operands = Operands(a, None, stored, bias, input_weights)
-    return multiply(out, operands, plan, row_tiles, top_k, scheme, activation)
+    return multiply(out, operands, tiles, row_tiles, top_k, scheme, activation)
 
 
 def multiply(
     out: Tensor,
     operands: Operands,
-    plan: tuple[Tensor, Tensor, Tensor],
+    tiles: AnyTiles,
     row_tiles: Sequence[int],
     top_k: int,
     scheme: str,
@@ -218,8 +219,8 @@ def multiply(
     packed = quant.element.packed or w.dtype == torch.uint16
     shares = (rows_per_scale(scale, quant, n), n // halves)
     variant = Variant(scheme, activation, packed, *shares, row_words)
-    weight, tiles = (num_experts, n, k), tuple(row_tiles)
-    kernel, programs = _launch(num_slots, weight, itemsize, tiles, top_k, w.device, variant)
+    weight, row_tiles = (num_experts, n, k), tuple(row_tiles)
+    kernel, programs = _launch(num_slots, weight, itemsize, row_tiles, top_k, w.device, variant)
     kernel(
         (programs,),
         a,
@@ -231,8 +232,7 @@ def multiply(
         dense(bias),
         dense(input_weights),
         out,
-        *plan,
-        num_slots,
+        *tile_arguments(tiles, num_slots, num_experts),
         a.stride(0),
         *scale_strides(a_scale, rows, num_experts),
         *w.stride(),

@@ -16,6 +16,7 @@ from moe_ops.kernels.dequantize import (
     scale_value,
 )
 from moe_ops.kernels.gemm_tile import (
+    COUNTED,
     activate,
     add_bias,
     find_tile,
@@ -127,10 +128,10 @@ def finish_sums(
     return add_bias(acc, bias, expert, row, inside, FORMAT.weight_rows)
 
 
-@triton.jit(do_not_specialize=["num_slots"])
+@triton.jit(do_not_specialize=COUNTED)
 def weight_only_gemm_kernel(
     a, a_scale, w, w_scale, w_zero_point, w_global_scale, bias, input_weights, out,
-    sorted_token_ids, expert_ids, num_tokens_post_padded, num_slots,
+    tiles, expert_map, num_slots, num_ids, num_experts,
     stride_am, stride_se, stride_sm, stride_we, stride_wn, stride_wk,
     N: tl.constexpr, K: tl.constexpr, TOP_K: tl.constexpr,
     RULE: tl.constexpr, FORMAT: tl.constexpr, ROWS: tl.constexpr,
@@ -142,14 +143,14 @@ def weight_only_gemm_kernel(
     NamedTuples. Quantized rows become bf16 numbers; scales of whole rows multiply sums.
     """
     pid_m, pid_n, expert = find_tile(
-        expert_ids, num_tokens_post_padded, N, BLOCK_M, BLOCK_N, GROUP_M
+        tiles, expert_map, num_slots, num_ids, num_experts, N, BLOCK_M, BLOCK_N, GROUP_M
     )
     if expert < 0:
         return
     PACK: tl.constexpr = 2 if FORMAT.packed else 1
     SHARE: tl.constexpr = 2 if FORMAT.bits == 4 else 1  # rows whose zero points share a byte
     GROUPS: tl.constexpr = 1 if FORMAT.cols is None else (K + FORMAT.cols - 1) // FORMAT.cols
-    slot, real = load_slots(sorted_token_ids, pid_m, num_slots, BLOCK_M)
+    slot, real = load_slots(tiles, pid_m, num_slots, num_ids, BLOCK_M)
     n = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
     inside = n < N
     n_inside = None if N % BLOCK_N == 0 else inside

@@ -107,7 +107,7 @@ def _config(quant_config: FusedMoEQuantConfig | None) -> FusedMoEQuantConfig:
 
 
 def _experts(
-    plan: tuple[Tensor, Tensor, Tensor] | None,
+    plan: Tensor | None,
     hidden_states: Tensor,
     w1: Tensor,
     w2: Tensor,
@@ -193,13 +193,15 @@ def fused_moe(
     checks.size("gating_output.shape[1]", gating_output.shape[1], "the number of experts", experts)
     tiles = list(row_tiles_of(_config(quant_config).scheme, w2, batch_invariant))
     how = (None, topk, renormalize, scoring_func, 1)
-    routed = ops.topk_align(gating_output, *how, expert_map, tiles, w1.shape[0])
+    topk_weights, topk_ids, plan = ops.topk_align(
+        gating_output, *how, expert_map, tiles, w1.shape[0]
+    )
     return _experts(
-        routed[2:],
+        plan,
         hidden_states,
         w1,
         w2,
-        Routing(routed[0], routed[1], expert_map),
+        Routing(topk_weights, topk_ids, expert_map),
         activation=activation,
         global_num_experts=global_num_experts,
         apply_router_weight_on_input=apply_router_weight_on_input,

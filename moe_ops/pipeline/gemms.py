@@ -57,10 +57,10 @@ def gemm(
     dtype: torch.dtype,
 ) -> Tensor:
     """``rows[s // top_k] @ w[e].T + bias[e]`` for every row s of the plan, in ``dtype``."""
-    plan = space.plan
+    tiles = space.tiles
     if scheme.weight is None:
         return ops.expert_gemm(
-            rows.data, weight.data, weight.bias, None, None, *plan, space.row_tiles, top_k
+            rows.data, weight.data, weight.bias, None, None, *tiles, space.row_tiles, top_k
         )
     if scheme.activation is None:
         return ops.weight_only_gemm(
@@ -71,7 +71,7 @@ def gemm(
             weight.global_scale,
             weight.bias,
             None,
-            *plan,
+            *tiles,
             space.row_tiles,
             top_k,
             scheme.name,
@@ -112,14 +112,14 @@ def activated_product(
     input_weights: Tensor | None = None,
 ) -> Tensor:
     """The first GEMM with its activation, rounded to ``dtype`` once."""
-    plan = space.plan
+    tiles = space.tiles
     if scheme.weight is None:
         return ops.expert_gemm_act(
             rows.data,
             weight.data,
             weight.bias,
             input_weights,
-            *plan,
+            *tiles,
             space.row_tiles,
             top_k,
             activation,
@@ -133,7 +133,7 @@ def activated_product(
             weight.global_scale,
             weight.bias,
             input_weights,
-            *plan,
+            *tiles,
             space.row_tiles,
             top_k,
             scheme.name,
@@ -172,7 +172,7 @@ def _scaled(
         weight.scale,
         *((weight.global_scale,) if scheme.decoded else ()),
         weight.bias,
-        *space.plan,
+        *space.tiles,
         space.row_tiles,
         top_k,
         scheme.name,

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from moe_ops import ops
 from moe_ops.scheme import Quant, Scheme
-from moe_ops.tensors import Routing, Rows
+from moe_ops.tensors import Routing, Rows, Tiles
 from moe_ops.tiles import INVARIANT_ROW_TILES
 from moe_ops.tuned import default_row_tiles, device_name, row_tiles
 
@@ -60,18 +60,13 @@ def check_batch_invariant(scheme: Scheme) -> None:
 class SlotRows(NamedTuple):
     """Row ``t * k + j`` is slot j of token t; the rows of skipped slots hold anything."""
 
-    plan: tuple[Tensor, Tensor, Tensor]
+    tiles: Tiles
     row_tiles: tuple[int, ...]
-    topk_ids: Tensor
-    expert_map: Tensor | None
     num_local_experts: int
 
     @staticmethod
     def of(
-        routing: Routing,
-        num_local_experts: int,
-        row_tiles: RowTiles,
-        plan: tuple[Tensor, Tensor, Tensor] | None = None,
+        routing: Routing, num_local_experts: int, row_tiles: RowTiles, plan: Tensor | None = None
     ) -> SlotRows:
         """The space of a routing: local experts only, tiles picked by the op.
 
@@ -79,13 +74,12 @@ class SlotRows(NamedTuple):
         """
         _, ids, expert_map = routing
         if plan is None:
-            how = (row_tiles, num_local_experts, False, True)
-            plan = ops.moe_align_block_size(ids, expert_map, *how)
-        return SlotRows(plan, row_tiles, ids, expert_map, num_local_experts)
+            plan = ops.slot_plan(ids, expert_map, row_tiles, num_local_experts)
+        return SlotRows(Tiles(plan, ids, expert_map), row_tiles, num_local_experts)
 
     def quantize(self, x: Tensor, scale: Tensor | None, quant: Quant) -> Rows:
         """The rows of slots that are not skipped; the others become zeros."""
-        slots = (self.topk_ids, self.expert_map, self.num_local_experts)
+        slots = (*self.tiles[1:], self.num_local_experts)
         return Rows(*ops.moe_quantize(x, scale, None, *slots, quant.key))
 
     def activate(self, x: Tensor, activation: str) -> Tensor:
@@ -96,14 +90,14 @@ class SlotRows(NamedTuple):
         self, x: Tensor, scale: Tensor | None, activation: str, quant: Quant
     ) -> Rows:
         """Activated, rounded to the dtype of ``x``, quantized."""
-        slots = (self.topk_ids, self.expert_map, self.num_local_experts)
+        slots = (*self.tiles[1:], self.num_local_experts)
         return Rows(*ops.activation_quantize(x, scale, *slots, activation, quant.key))
 
 
 class BatchedRows(NamedTuple):
     """Row ``e * M + i`` is the i-th of expert e; those past its count hold anything."""
 
-    plan: tuple[Tensor, Tensor, Tensor]
+    tiles: Tiles
     row_tiles: tuple[int, ...]
     expert_num_tokens: Tensor
     max_num_tokens: int
@@ -112,7 +106,7 @@ class BatchedRows(NamedTuple):
     def of(expert_num_tokens: Tensor, max_num_tokens: int, row_tiles: RowTiles) -> BatchedRows:
         """The space of ``(El, M, ..)`` tensors, with its plan."""
         plan = ops.align_batched(expert_num_tokens, max_num_tokens, row_tiles)
-        return BatchedRows(plan, row_tiles, expert_num_tokens, max_num_tokens)
+        return BatchedRows(Tiles(plan), row_tiles, expert_num_tokens, max_num_tokens)
 
     def _batched(self, x: Tensor) -> Tensor:
         return x.view(self.expert_num_tokens.shape[0], self.max_num_tokens, x.shape[-1])
@@ -143,7 +137,7 @@ def permuted_rows(
     plan = ops.align_permuted(expert_first_token_offset, num_rows, row_tiles)
     # The last offset, as the largest: torch 2.11's Inductor cannot slice a symbolic number of them.
     used = expert_first_token_offset.amax(0, keepdim=True).to(torch.int32)
-    return BatchedRows(plan, row_tiles, used, num_rows)
+    return BatchedRows(Tiles(plan), row_tiles, used, num_rows)
 
 
 def _flat(quantized: tuple[Tensor, Tensor]) -> Rows:

@@ -10,8 +10,10 @@ from torch import Tensor
 from moe_ops.fake_impls.align import align_batched as empty_batched
 from moe_ops.fake_impls.align import align_permuted as empty_permuted
 from moe_ops.fake_impls.align import moe_align_block_size as empty_plan
+from moe_ops.fake_impls.align import slot_plan as empty_slot_plan
 from moe_ops.reference.slots import local_experts
-from moe_ops.tiles import cdiv, pick_row_tile
+from moe_ops.tensors import TilePlan, unpack_plan
+from moe_ops.tiles import PLAN_HEADER, cdiv, pick_row_tile, plan_sizes
 
 
 def moe_align_block_size(
@@ -23,19 +25,50 @@ def moe_align_block_size(
     ignore_invalid_experts: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """A stable counting sort of the slots by expert, each group padded to the row tile."""
-    plan = empty_plan(
-        topk_ids, expert_map, row_tiles, num_experts, pad_sorted_ids, ignore_invalid_experts
+    plan = TilePlan(
+        *empty_plan(
+            topk_ids, expert_map, row_tiles, num_experts, pad_sorted_ids, ignore_invalid_experts
+        )
     )
+    bucket_map, names = (expert_map, None) if ignore_invalid_experts else (None, expert_map)
+    _fill_slots(plan, topk_ids, bucket_map, names, row_tiles, num_experts)
+    return plan
+
+
+def slot_plan(
+    topk_ids: Tensor, expert_map: Tensor | None, row_tiles: Sequence[int], num_experts: int
+) -> Tensor:
+    """The same plan in one tensor, of the slots of local experts only."""
+    plan = empty_slot_plan(topk_ids, expert_map, row_tiles, num_experts)
+    parts = _parts(plan, topk_ids.numel(), num_experts, row_tiles)
+    _fill_slots(parts, topk_ids, expert_map, None, row_tiles, num_experts)
+    return plan
+
+
+def _parts(plan: Tensor, num_slots: int, num_experts: int, row_tiles: Sequence[int]) -> TilePlan:
+    """The parts of a plan in one tensor, to be written; the header says where they are."""
+    plan[:PLAN_HEADER] = 0
+    plan[1] = plan_sizes(num_slots, num_experts, row_tiles).experts_at
+    return unpack_plan(plan, num_slots, num_experts, row_tiles)
+
+
+def _fill_slots(
+    plan: TilePlan,
+    topk_ids: Tensor,
+    bucket_map: Tensor | None,
+    names: Tensor | None,
+    row_tiles: Sequence[int],
+    num_experts: int,
+) -> None:
+    """Write the plan of slots sorted by what ``bucket_map`` makes of their ids."""
     num_slots = topk_ids.numel()
     tile = pick_row_tile(row_tiles, num_slots, num_experts)
-    bucket = local_experts(topk_ids, expert_map if ignore_invalid_experts else None, num_experts)
+    bucket = local_experts(topk_ids, bucket_map, num_experts)
     bucket = torch.where(bucket < 0, num_experts, bucket)
     order = torch.argsort(bucket, stable=True)
     counts = torch.bincount(bucket, minlength=num_experts + 1)[:num_experts]
-    names = torch.arange(num_experts, device=topk_ids.device)
-    if expert_map is not None and not ignore_invalid_experts:
-        names = expert_map.long()
-    return _fill(plan, tile, order, counts, names, num_slots)
+    names = torch.arange(num_experts, device=topk_ids.device) if names is None else names.long()
+    _fill(plan, tile, order, counts, names, num_slots)
 
 
 def count_expert_num_tokens(
@@ -48,7 +81,7 @@ def count_expert_num_tokens(
 
 def align_batched(
     expert_num_tokens: Tensor, max_num_tokens: int, row_tiles: Sequence[int]
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> Tensor:
     """Expert e's rows are ``e * max_num_tokens`` and what follows, as many as it has."""
     plan = empty_batched(expert_num_tokens, max_num_tokens, row_tiles)
     counts = expert_num_tokens.long().clamp(0, max_num_tokens)
@@ -58,7 +91,7 @@ def align_batched(
 
 def align_permuted(
     expert_first_token_offset: Tensor, num_rows: int, row_tiles: Sequence[int]
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> Tensor:
     """Expert e's rows are ``offset[e]`` to ``offset[e + 1] - 1``."""
     plan = empty_permuted(expert_first_token_offset, num_rows, row_tiles)
     offset = expert_first_token_offset.long()
@@ -66,28 +99,21 @@ def align_permuted(
 
 
 def _spans(
-    plan: tuple[Tensor, Tensor, Tensor],
-    starts: Tensor,
-    counts: Tensor,
-    num_rows: int,
-    row_tiles: Sequence[int],
-) -> tuple[Tensor, Tensor, Tensor]:
+    plan: Tensor, starts: Tensor, counts: Tensor, num_rows: int, row_tiles: Sequence[int]
+) -> Tensor:
     """The plan of experts whose rows lie side by side."""
     gaps = starts - (counts.cumsum(0) - counts)
     rows = torch.arange(int(counts.sum()), device=counts.device) + gaps.repeat_interleave(counts)
     tile = pick_row_tile(row_tiles, num_rows, len(counts))
     names = torch.arange(len(counts), device=counts.device)
-    return _fill(plan, tile, rows, counts, names, num_rows)
+    parts = _parts(plan, num_rows, len(counts), row_tiles)
+    _fill(parts, tile, rows, counts, names, num_rows)
+    return plan
 
 
 def _fill(
-    plan: tuple[Tensor, Tensor, Tensor],
-    tile: int,
-    order: Tensor,
-    counts: Tensor,
-    names: Tensor,
-    pad: int,
-) -> tuple[Tensor, Tensor, Tensor]:
+    plan: TilePlan, tile: int, order: Tensor, counts: Tensor, names: Tensor, pad: int
+) -> None:
     """Write ``order``, in groups of ``counts``, each padded to the tile and named."""
     sorted_token_ids, expert_ids, num_tokens_post_padded = plan
     tiles = cdiv(counts, tile)
@@ -101,4 +127,3 @@ def _fill(
     expert_ids.fill_(-1)
     expert_ids[:used_tiles] = names.repeat_interleave(tiles, output_size=used_tiles).to(torch.int32)
     num_tokens_post_padded.fill_(used_tiles * tile)
-    return plan

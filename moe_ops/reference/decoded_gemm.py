@@ -24,9 +24,9 @@ def decoded_gemm(
     w_scale: Tensor,
     w_global_scale: Tensor | None,
     bias: Tensor | None,
-    sorted_token_ids: Tensor,
-    expert_ids: Tensor,
-    num_tokens_post_padded: Tensor,
+    plan: Tensor,
+    topk_ids: Tensor | None,
+    expert_map: Tensor | None,
     row_tiles: Sequence[int],
     top_k: int,
     scheme: str,
@@ -42,16 +42,16 @@ def decoded_gemm(
         w_global_scale: a float32 factor on the product of ``(E,)``, ``(E, 2)`` (gate, up) or
             ``(E, N)``; that of rows is in it.
         bias: added in float32.
-        sorted_token_ids: with the next two the plan of tiles.
-        expert_ids: see there.
-        num_tokens_post_padded: see there.
+        plan: of tiles; with the next two a `Tiles`.
+        topk_ids: see there.
+        expert_map: see there.
         row_tiles: what the plan was made with.
         top_k: slots of a row of ``a``.
         scheme: its name.
         out_dtype: of the result.
     """
-    plan = (sorted_token_ids, expert_ids, num_tokens_post_padded)
-    rest = (bias, *plan, row_tiles, top_k, scheme, out_dtype)
+    tiles = (plan, topk_ids, expert_map)
+    rest = (bias, *tiles, row_tiles, top_k, scheme, out_dtype)
     out = empty_rows(a, a_scale, w, w_scale, w_global_scale, *rest)
     stored = QTensor(w, w_scale, None, w_global_scale)
     return _grouped(out, (a, a_scale), stored, bias, plan, row_tiles, top_k, scheme, lambda y: y)
@@ -64,9 +64,9 @@ def decoded_gemm_act(
     w_scale: Tensor,
     w_global_scale: Tensor | None,
     bias: Tensor | None,
-    sorted_token_ids: Tensor,
-    expert_ids: Tensor,
-    num_tokens_post_padded: Tensor,
+    plan: Tensor,
+    topk_ids: Tensor | None,
+    expert_map: Tensor | None,
     row_tiles: Sequence[int],
     top_k: int,
     scheme: str,
@@ -74,8 +74,8 @@ def decoded_gemm_act(
     activation: str,
 ) -> Tensor:
     """The activation of the same rows, in float32, rounded once."""
-    plan = (sorted_token_ids, expert_ids, num_tokens_post_padded)
-    rest = (bias, *plan, row_tiles, top_k, scheme, out_dtype, activation)
+    tiles = (plan, topk_ids, expert_map)
+    rest = (bias, *tiles, row_tiles, top_k, scheme, out_dtype, activation)
     out = empty_activated_rows(a, a_scale, w, w_scale, w_global_scale, *rest)
     stored, rule = QTensor(w, w_scale, None, w_global_scale), formula(activation)
 
@@ -90,7 +90,7 @@ def _grouped(
     a: tuple[Tensor, Tensor],
     stored: QTensor,
     bias: Tensor | None,
-    plan: tuple[Tensor, Tensor, Tensor],
+    plan: Tensor,
     row_tiles: Sequence[int],
     top_k: int,
     scheme: str,

@@ -19,7 +19,7 @@ def _grouped(
     w: Tensor,
     bias: Tensor | None,
     input_weights: Tensor | None,
-    plan: tuple[Tensor, Tensor, Tensor],
+    plan: Tensor,
     row_tiles: Sequence[int],
     top_k: int,
     finish: Callable[[Tensor, Tensor], Tensor],
@@ -48,15 +48,15 @@ def expert_gemm(
     bias: Tensor | None,
     input_weights: Tensor | None,
     output_weights: Tensor | None,
-    sorted_token_ids: Tensor,
-    expert_ids: Tensor,
-    num_tokens_post_padded: Tensor,
+    plan: Tensor,
+    topk_ids: Tensor | None,
+    expert_map: Tensor | None,
     row_tiles: Sequence[int],
     top_k: int,
 ) -> Tensor:
     """``out[s] = (input_weights[s] * a[s // top_k] @ w[e].T + bias[e]) * output_weights[s]``."""
-    plan = (sorted_token_ids, expert_ids, num_tokens_post_padded)
-    out = empty_rows(a, w, bias, input_weights, output_weights, *plan, row_tiles, top_k)
+    tiles = (plan, topk_ids, expert_map)
+    out = empty_rows(a, w, bias, input_weights, output_weights, *tiles, row_tiles, top_k)
 
     def finish(rows: Tensor, slots: Tensor) -> Tensor:
         if output_weights is None:
@@ -71,16 +71,16 @@ def expert_gemm_act(
     w: Tensor,
     bias: Tensor | None,
     input_weights: Tensor | None,
-    sorted_token_ids: Tensor,
-    expert_ids: Tensor,
-    num_tokens_post_padded: Tensor,
+    plan: Tensor,
+    topk_ids: Tensor | None,
+    expert_map: Tensor | None,
     row_tiles: Sequence[int],
     top_k: int,
     activation: str,
 ) -> Tensor:
     """``out[s] = act(input_weights[s] * a[s // top_k] @ w[e].T + bias[e])``."""
-    plan = (sorted_token_ids, expert_ids, num_tokens_post_padded)
-    out = empty_activated_rows(a, w, bias, input_weights, *plan, row_tiles, top_k, activation)
+    tiles = (plan, topk_ids, expert_map)
+    out = empty_activated_rows(a, w, bias, input_weights, *tiles, row_tiles, top_k, activation)
     rule = formula(activation)
 
     def finish(rows: Tensor, slots: Tensor) -> Tensor:

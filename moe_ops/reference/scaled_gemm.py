@@ -39,9 +39,9 @@ def scaled_gemm(
     w: Tensor,
     w_scale: Tensor,
     bias: Tensor | None,
-    sorted_token_ids: Tensor,
-    expert_ids: Tensor,
-    num_tokens_post_padded: Tensor,
+    plan: Tensor,
+    topk_ids: Tensor | None,
+    expert_map: Tensor | None,
     row_tiles: Sequence[int],
     top_k: int,
     scheme: str,
@@ -52,8 +52,8 @@ def scaled_gemm(
     The products of a group of columns that shares scales are summed first (exactly for int8), then
     scaled, then added up, all in float32.
     """
-    plan = (sorted_token_ids, expert_ids, num_tokens_post_padded)
-    out = empty_rows(a, a_scale, w, w_scale, bias, *plan, row_tiles, top_k, scheme, out_dtype)
+    tiles = (plan, topk_ids, expert_map)
+    out = empty_rows(a, a_scale, w, w_scale, bias, *tiles, row_tiles, top_k, scheme, out_dtype)
     operands = _Operands(a, a_scale, w, w_scale, bias, scheme)
     return _grouped(out, operands, plan, row_tiles, top_k, lambda rows: rows)
 
@@ -64,9 +64,9 @@ def scaled_gemm_act(
     w: Tensor,
     w_scale: Tensor,
     bias: Tensor | None,
-    sorted_token_ids: Tensor,
-    expert_ids: Tensor,
-    num_tokens_post_padded: Tensor,
+    plan: Tensor,
+    topk_ids: Tensor | None,
+    expert_map: Tensor | None,
     row_tiles: Sequence[int],
     top_k: int,
     scheme: str,
@@ -74,9 +74,9 @@ def scaled_gemm_act(
     activation: str,
 ) -> Tensor:
     """The activation of the same rows, in float32, rounded once."""
-    plan = (sorted_token_ids, expert_ids, num_tokens_post_padded)
+    tiles = (plan, topk_ids, expert_map)
     operands = (a, a_scale, w, w_scale, bias)
-    out = empty_activated_rows(*operands, *plan, row_tiles, top_k, scheme, out_dtype, activation)
+    out = empty_activated_rows(*operands, *tiles, row_tiles, top_k, scheme, out_dtype, activation)
     rule = formula(activation)
 
     def finish(rows: Tensor) -> Tensor:
@@ -88,7 +88,7 @@ def scaled_gemm_act(
 def _grouped(
     out: Tensor,
     operands: _Operands,
-    plan: tuple[Tensor, Tensor, Tensor],
+    plan: Tensor,
     row_tiles: Sequence[int],
     top_k: int,
     finish: Callable[[Tensor], Tensor],

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
+from moe_ops.tensors import unpack_plan
 from moe_ops.tiles import pick_row_tile
 
 
@@ -26,13 +27,15 @@ def local_experts(topk_ids: Tensor, expert_map: Tensor | None, num_local_experts
 
 
 def planned_slots(
-    plan: tuple[Tensor, Tensor, Tensor], row_tiles: Sequence[int], num_slots: int, num_experts: int
+    plan: Tensor, row_tiles: Sequence[int], num_slots: int, num_experts: int
 ) -> tuple[Tensor, Tensor]:
     """The slots of a plan in its order, padding and other ranks' tiles left out, and their experts.
 
     Both int64, so that slots of an expert lie together.
     """
-    sorted_token_ids, expert_ids, num_tokens_post_padded = plan
+    sorted_token_ids, expert_ids, num_tokens_post_padded = unpack_plan(
+        plan, num_slots, num_experts, row_tiles
+    )
     tile = pick_row_tile(row_tiles, num_slots, num_experts)
     used = int(num_tokens_post_padded)
     slots = sorted_token_ids[:used].long()

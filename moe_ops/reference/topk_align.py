@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from moe_ops.reference.align import moe_align_block_size
+from moe_ops.reference.align import slot_plan
 from moe_ops.reference.routing import fused_topk
 
 
@@ -20,9 +20,8 @@ def topk_align(
     expert_map: Tensor | None,
     row_tiles: Sequence[int],
     num_local_experts: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """`fused_topk`, then `moe_align_block_size` of its ids, local experts only."""
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`fused_topk`, then `slot_plan` of its ids."""
     how = (topk, renormalize, scoring_func, routed_scaling_factor)
     weights, ids = fused_topk(gating_output, e_score_correction_bias, *how)
-    plan = moe_align_block_size(ids, expert_map, row_tiles, num_local_experts, False, True)
-    return weights, ids, *plan
+    return weights, ids, slot_plan(ids, expert_map, row_tiles, num_local_experts)

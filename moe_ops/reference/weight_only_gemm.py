@@ -27,17 +27,17 @@ def weight_only_gemm(
     w_global_scale: Tensor | None,
     bias: Tensor | None,
     input_weights: Tensor | None,
-    sorted_token_ids: Tensor,
-    expert_ids: Tensor,
-    num_tokens_post_padded: Tensor,
+    plan: Tensor,
+    topk_ids: Tensor | None,
+    expert_map: Tensor | None,
     row_tiles: Sequence[int],
     top_k: int,
     scheme: str,
 ) -> Tensor:
     """``out[s] = input_weights[s] * a[s // top_k] @ dequantized(w[e]).T + bias[e]``."""
-    plan = (sorted_token_ids, expert_ids, num_tokens_post_padded)
+    tiles = (plan, topk_ids, expert_map)
     stored = QTensor(w, w_scale, w_zero_point, w_global_scale)
-    out = empty_rows(a, *stored, bias, input_weights, *plan, row_tiles, top_k, scheme)
+    out = empty_rows(a, *stored, bias, input_weights, *tiles, row_tiles, top_k, scheme)
 
     def finish(rows: Tensor) -> Tensor:
         return rows
@@ -53,19 +53,19 @@ def weight_only_gemm_act(
     w_global_scale: Tensor | None,
     bias: Tensor | None,
     input_weights: Tensor | None,
-    sorted_token_ids: Tensor,
-    expert_ids: Tensor,
-    num_tokens_post_padded: Tensor,
+    plan: Tensor,
+    topk_ids: Tensor | None,
+    expert_map: Tensor | None,
     row_tiles: Sequence[int],
     top_k: int,
     scheme: str,
     activation: str,
 ) -> Tensor:
     """The activation of the same rows, in float32, rounded once."""
-    plan = (sorted_token_ids, expert_ids, num_tokens_post_padded)
+    tiles = (plan, topk_ids, expert_map)
     stored = QTensor(w, w_scale, w_zero_point, w_global_scale)
     out = empty_activated_rows(
-        a, *stored, bias, input_weights, *plan, row_tiles, top_k, scheme, activation
+        a, *stored, bias, input_weights, *tiles, row_tiles, top_k, scheme, activation
     )
     rule = formula(activation)
 
@@ -81,7 +81,7 @@ def _grouped(
     stored: QTensor,
     bias: Tensor | None,
     input_weights: Tensor | None,
-    plan: tuple[Tensor, Tensor, Tensor],
+    plan: Tensor,
     row_tiles: Sequence[int],
     top_k: int,
     scheme: str,
