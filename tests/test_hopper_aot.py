@@ -1,4 +1,4 @@
-"""Hopper's own kernels of the expert GEMMs, compiled without a GPU as their launchers choose them."""
+"""Hopper's own kernels of the expert GEMMs, compiled as their launchers choose them."""
 
 import pytest
 import torch

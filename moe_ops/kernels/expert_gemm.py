@@ -264,11 +264,11 @@ def _run(
         vectors = tuple([v if v is None else v.contiguous() for v in vectors])
         told = tile_arguments(tiles, num_slots, shape[0])
         hopper, (bias, *weights) = _hopper(*how), vectors
-        if hopper is not None and not any(v is not None for v in weights):
-            if hopper_gemm.serves(a, w, hopper[0].GATED):
-                given = hopper_gemm.Operands(a, None, w, None, bias)
-                hopper_gemm.run(out, given, told, *hopper)
-                return out
+        unweighted = all(v is None for v in weights)
+        if hopper and unweighted and hopper_gemm.serves(a, w, hopper[0].GATED):
+            given = hopper_gemm.Operands(a, None, w, None, bias)
+            hopper_gemm.run(out, given, told, *hopper)
+            return out
         kernel, programs = _launch(*how)
         kernel((programs,), a, w, *vectors, out, *told, stride, *w.stride())
     return out

@@ -26,7 +26,7 @@ STREAM_REGISTERS = 128
 
 @dataclass(frozen=True)
 class Constants:
-    """What a kernel is made for. (No tuple: Triton would take that apart.)"""
+    """What a kernel is made for; no tuple, which Triton would take apart."""
 
     N: int
     """Output columns."""

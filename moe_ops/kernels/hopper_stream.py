@@ -90,8 +90,9 @@ def next_product(step, ring, C: gl.constexpr, LAYOUT: gl.constexpr):
 
 @gluon.jit
 def add_scaled(step, ring, w_at, up_at, x_at, real, acc, LAYOUT: gl.constexpr, C: gl.constexpr):
-    """Each product has scales, which are loaded two steps ahead: one of the gate rows, one of the
-    up rows, one of each slot's row.
+    """Each product has scales, which are loaded two steps ahead.
+
+    One of the gate rows, one of the up rows, one of each slot's row.
     """
     of_gate, _ = gate_or_up(LAYOUT, C)
     NEXT: gl.constexpr = min(1, C.STEPS - 1)

@@ -110,8 +110,9 @@ def add_products(step, ring, acc, HALF: gl.constexpr, C: gl.constexpr):
 
 @gluon.jit
 def add_wide(step, ring, acc, HALF: gl.constexpr, C: gl.constexpr):
-    """8-bit operands, scaled later. The units add in fewer bits than float32 has: each product
-    starts from zero.
+    """8-bit operands, scaled later.
+
+    The units add in fewer bits than float32 has: each product starts from zero.
     """
     for _ in range(C.STEPS):
         stage = step % C.STAGES
@@ -126,8 +127,10 @@ def add_wide(step, ring, acc, HALF: gl.constexpr, C: gl.constexpr):
 
 @gluon.jit
 def add_scaled(step, ring, scales, up_scales, acc, HALF: gl.constexpr, C: gl.constexpr):
-    """8-bit operands of which each product has scales: of rows, and one of the weight's rows (one
-    of gate rows, one of up rows). Those of weights are loaded two steps ahead.
+    """8-bit operands of which each product has scales.
+
+    Those of rows lie in the ring. The weight's rows share one (gate rows one, up rows one), which
+    is loaded two steps ahead.
     """
     LAYOUT: gl.constexpr = acc.type.layout
     ROW: gl.constexpr = gl.SliceLayout(1, LAYOUT)
@@ -183,7 +186,9 @@ def finish(acc, bias, row, expert, first, v, C: gl.constexpr):
         w_scale = gl.load(scale, mask=inside, other=0.0)
         acc *= gl.load(v.row_scale + row)[:, None] * w_scale[None, :]
     if bias is not None:
-        acc += gl.load(bias + expert * C.WEIGHT_ROWS + at, mask=inside, other=0.0).to(gl.float32)[None, :]
+        acc += gl.load(bias + expert * C.WEIGHT_ROWS + at, mask=inside, other=0.0).to(gl.float32)[
+            None, :
+        ]
     if C.GATED:
         pairs = acc.reshape((acc.shape[0], acc.shape[1] // 16, 2, 8)).permute((0, 1, 3, 2))
         g, u = pairs.split()

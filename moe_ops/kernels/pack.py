@@ -37,7 +37,9 @@ def _pack_kernel(
         known = (group < GROUPS)[None, :]
         at = a_scale + source[:, None] * stride_sm + group[None, :]
         scale = tl.load(at, mask=real[:, None] & known, other=0.0)
-        tl.store(out_scale + group[None, :].to(tl.int64) * num_rows + row[:, None], scale, mask=known)
+        tl.store(
+            out_scale + group[None, :].to(tl.int64) * num_rows + row[:, None], scale, mask=known
+        )
 
 
 @lru_cache(maxsize=1024)
@@ -46,7 +48,11 @@ def _launch(k: int, itemsize: int, groups: int, top_k: int) -> tuple[Launch, int
     cols = min(next_power_of_2(k), 4096 // itemsize)
     rows = min(64, 16384 // (cols * itemsize))  # no more than a tile has
     pieces = cdiv(k, cols)
-    sizes = {"ROWS": rows, "COLS": cols, "GROUP_COLS": next_power_of_2(max(1, cdiv(groups, pieces)))}
+    sizes = {
+        "ROWS": rows,
+        "COLS": cols,
+        "GROUP_COLS": next_power_of_2(max(1, cdiv(groups, pieces))),
+    }
     return Launch(_pack_kernel, K=k, GROUPS=groups, TOP_K=top_k, **sizes), rows, pieces
 
 

@@ -127,7 +127,9 @@ def _hopper(
         return None
     quant, _ = quants(variant.scheme)
     groups = _groups(gemm.n, variant.scheme, variant.activation, variant.weight_rows)
-    if groups.k is not None and (groups.k != hopper_gemm.ROW_BYTES or groups.n < 64 * (3 - gemm.halves)):
+    if groups.k is not None and (
+        groups.k != hopper_gemm.ROW_BYTES or groups.n < 64 * (3 - gemm.halves)
+    ):
         return None  # a warp group's columns must share a scale
     scales = hopper_gemm.Scales(variant.weight_rows, groups.k, quant.per_tensor)
     rule = formula(variant.activation) if variant.activation else None
