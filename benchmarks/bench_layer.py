@@ -64,7 +64,7 @@ OURS = ("moe_ops", INVARIANT)
 
 def math_of(scheme: Scheme) -> str:
     """The dtype of the products, as `harness.HARDWARE` names it; int8 is as fast on paper."""
-    return "bf16" if scheme.activation is None else "fp8"
+    return "bf16" if scheme.activation is None or scheme.decoded else "fp8"
 
 
 def layer_floor_us(problem: Problem, experts: Experts, inputs: Inputs) -> float | None:
