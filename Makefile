@@ -52,13 +52,15 @@ gpu-test: $(READY)
 	  $(PY) -m pytest $(PART) -n $(WORKERS)
 
 # ARGS="--model qwen3-30b --tokens 1,64" times some of it: parts merge into the records row by row.
-# Without a GPU: a tiny problem on the CPU, nothing written. STAGES= leaves the single stages out.
+# Without a GPU: a tiny problem on the CPU, nothing written. STAGES= leaves the single stages out,
+# OVERHEADS= host time, memory and cold starts.
 ARGS ?=
 STAGES ?= routing routing_adjust align permute quantize batched expert_gemm scaled_gemm weight_only_gemm activation weight_and_reduce eplb
+OVERHEADS ?= overheads
 TO_RESULTS := $(if $(filter 1,$(HAS_GPU)),--output $(RESULTS))
 bench: $(READY)
 	$(PY) -m moe_ops bench $(TO_RESULTS) $(ARGS)
-	set -e; for stage in $(STAGES); do $(PY) benchmarks/bench_$$stage.py $(TO_RESULTS); done
+	set -e; for stage in $(STAGES) $(OVERHEADS); do $(PY) benchmarks/bench_$$stage.py $(TO_RESULTS); done
 ifeq ($(HAS_GPU),1)
 	if $(PY) -c "import matplotlib" 2>/dev/null; then $(PY) benchmarks/plot.py $(TO_RESULTS); \
 	  else echo "no plots: matplotlib is not installed"; fi

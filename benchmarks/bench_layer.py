@@ -32,6 +32,7 @@ from problems import Experts, Inputs, Problem, make_experts, make_inputs, refere
 from stage_profile import ProfileRow, print_profile, profile_row
 
 import moe_ops
+from moe_ops.scheme import Scheme
 
 SAMPLED_TOKENS = 64
 MAX_REL_ERR = {"bf16": 0.02, "fp8": 0.1}
@@ -61,10 +62,9 @@ OURS = ("moe_ops", INVARIANT)
 """They take every scheme (the second all but those with one scale of all tokens)."""
 
 
-def math_of(experts: Experts) -> str:
+def math_of(scheme: Scheme) -> str:
     """The dtype of the products, as `harness.HARDWARE` names it; int8 is as fast on paper."""
-    activation = experts.scheme.activation
-    return "bf16" if activation is None else "fp8"
+    return "bf16" if scheme.activation is None or scheme.decoded else "fp8"
 
 
 def layer_floor_us(problem: Problem, experts: Experts, inputs: Inputs) -> float | None:
@@ -72,7 +72,7 @@ def layer_floor_us(problem: Problem, experts: Experts, inputs: Inputs) -> float 
     nbytes = inputs.num_active * experts.bytes_per_expert + 2 * inputs.x.nbytes
     slots = inputs.topk_ids.numel()
     flops = 2 * slots * 3 * problem.hidden_size * problem.intermediate_size
-    return floor_us(nbytes, flops, math_of(experts))
+    return floor_us(nbytes, flops, math_of(experts.scheme))
 
 
 def config_of(impl: str, problem: Problem, experts: Experts, inputs: Inputs) -> dict[str, Any]:
@@ -118,7 +118,7 @@ def time_case(case: Case, impl: str) -> Row:
     chosen = chosen[:SAMPLED_TOKENS].to(device)
     timing = measure(IMPLS[impl](experts, inputs), device)
     error = relative_error(timing.output[chosen], reference_rows(experts, inputs, chosen))
-    limit = MAX_REL_ERR[math_of(experts)]
+    limit = MAX_REL_ERR[math_of(experts.scheme)]
     if not (error < limit and timing.output.isfinite().all()):
         raise ArithmeticError(f"relative error {error:.3g}, must be below {limit}")
     return Row(

@@ -163,8 +163,8 @@ class Row:
     config: dict[str, Any]
 
 
-def write_rows(path: Path, rows: Sequence[Any]) -> None:
-    """Put ``rows`` (dataclasses) into the record at ``path``, in place of those of equal `KEY`.
+def write_rows(path: Path, rows: Sequence[Any], key: Sequence[str] = KEY) -> None:
+    """Put ``rows`` (dataclasses) into the record at ``path``, in place of those of equal ``key``.
 
     The header tells of the latest run; ``parts`` lists every run that added to the record, and each
     row has the commit of its own.
@@ -172,14 +172,14 @@ def write_rows(path: Path, rows: Sequence[Any]) -> None:
     header = run_header()
     old = json.loads(path.read_text()) if path.exists() else {"rows": [], "parts": []}
     part = {name: header[name] for name in ("commit", "date", "command")}
-    merged = {tuple(row[name] for name in KEY): row for row in old["rows"]}
+    merged = {tuple(row[name] for name in key): row for row in old["rows"]}
     for row in map(asdict, rows):
-        merged[tuple(row[name] for name in KEY)] = {**row, "commit": header["commit"]}
+        merged[tuple(row[name] for name in key)] = {**row, "commit": header["commit"]}
     # A run writes after every case: its own entry is replaced, not repeated.
     parts = [p for p in old["parts"] if p["date"] != part["date"]] + [part]
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_suffix(".tmp")
-    ordered = [merged[key] for key in sorted(merged)]
+    ordered = [merged[values] for values in sorted(merged)]
     draft.write_text(json.dumps({**header, "parts": parts, "rows": ordered}, indent=1) + "\n")
     os.replace(draft, path)
 

@@ -1,4 +1,4 @@
-"""Plot a layer record: time against tokens, one panel a shape, with the floor drawn in."""
+"""Plot a layer record: time against tokens, one panel a shape, with the floor; and a roofline."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ try:
     import matplotlib.pyplot as plt
 except ImportError:
     raise SystemExit("plotting needs matplotlib: install moe_ops[bench]") from None
+import roofline
 
 COLUMNS = 3
 
@@ -61,9 +62,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         record = json.loads(path.read_text())
         for scheme, routing in sorted({(r["scheme"], r["routing"]) for r in record["rows"]}):
             rows = [r for r in record["rows"] if (r["scheme"], r["routing"]) == (scheme, routing)]
-            suffix = "" if routing == "uniform" else f"-{routing}"
+            name = f"{scheme}.png" if routing == "uniform" else f"{scheme}-{routing}.png"
             title = f"MoE layer, {scheme}, {routing} routing, {record['gpu']}"
-            plot(rows, title, path.with_name(f"layer-{scheme}{suffix}.png"))
+            plot(rows, title, path.with_name(f"layer-{name}"))
+            roofline.plot(rows, record["gpu"], title, path.with_name(f"roofline-{name}"))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Write the layer records as the table of a Markdown file, between two markers.
+"""Write the records of layers and of overheads as tables of a Markdown file, between markers.
 
 python benchmarks/report.py                     # print it
 python benchmarks/report.py --write README.md   # and put it between the markers there
@@ -14,20 +14,40 @@ from typing import Any
 
 BEGIN, END = "<!-- results:begin -->", "<!-- results:end -->"
 RESULTS = Path(__file__).with_name("results")
+OVERHEADS_BEGIN, OVERHEADS_END = "<!-- overheads:begin -->", "<!-- overheads:end -->"
 TOKENS = (1, 8, 64, 512, 4096, 16384)
-OURS = "moe_ops"
+OURS, INVARIANT = "moe_ops", "moe_ops-invariant"
 LEGEND = f"""\
 Microseconds for the whole layer, uniform routing: median over replays of a CUDA graph, each with a
 cold L2 cache. In brackets the time of {OURS} over that line's: below 1, {OURS} is faster. Bold is
 the fastest. The floor is the least that the GPU's bandwidth and arithmetic allow; how all of it is
 measured: `benchmarks/README.md`."""
+INVARIANT_LEGEND = f"""\
+Cost of batch invariance: the time of `batch_invariant=True` in microseconds, and in brackets how
+many times that of {OURS} without it."""
+
+OVERHEADS_LEGEND = """\
+What a bf16 layer costs beside GPU time. Host time: until a call returns, its kernels not waited
+for; median, and in brackets the 10th and 90th percentile. Peak memory: what a call allocates at
+most, its output included; `workspace_nbytes` says that beforehand. Import (after torch's own),
+first call, and after it the first call under torch.compile for that number of tokens: in a process
+that starts with empty caches of Triton and Inductor."""
+OVERHEADS = {
+    "host_us": "host time of a call (us)",
+    "peak_bytes": "peak memory (MiB)",
+    "workspace_nbytes": "`workspace_nbytes` (MiB)",
+    "import_s": "import (s)",
+    "first_call_s": "first call (s)",
+    "compile_s": "torch.compile (s)",
+}
+"""What is measured -> how the table calls it."""
 
 Record = dict[str, Any]
 
 
-def read_records(results: Path) -> list[Record]:
-    """The layer records of every GPU under ``results``."""
-    return [json.loads(path.read_text()) for path in sorted(results.glob("*/layer.json"))]
+def read_records(results: Path, name: str = "layer.json") -> list[Record]:
+    """The layer records of every GPU under ``results``; or those of another ``name``."""
+    return [json.loads(path.read_text()) for path in sorted(results.glob(f"*/{name}"))]
 
 
 def report(records: list[Record]) -> str:
@@ -56,20 +76,52 @@ def _short(commit: str) -> str:
 
 def _parts(record: Record) -> list[str]:
     by_scheme = defaultdict(list)
-    for row in record["rows"]:
-        if row["routing"] == "uniform" and row["M"] in TOKENS:
+    shown = [r for r in record["rows"] if r["routing"] == "uniform" and r["M"] in TOKENS]
+    for row in shown:
+        if row["impl"] != INVARIANT:
             by_scheme[row["scheme"]].append(row)
     tables = [f"`{scheme}`:\n\n{_table(rows)}" for scheme, rows in sorted(by_scheme.items())]
-    return [source(record), *tables]
+    cost = _invariance(shown)
+    return [source(record), *tables, *([INVARIANT_LEGEND, cost] if cost else [])]
+
+
+def _invariance(rows: list[Record]) -> str | None:
+    """What batch invariance costs, a line for each scheme and shape; None where nobody asked."""
+    times = {(row["scheme"], row["shape"], row["impl"], row["M"]): row["time_us"] for row in rows}
+    invariant = [key for key in times if key[2] == INVARIANT]
+    if not invariant:
+        return None
+    tokens = [m for m in TOKENS if any(key[3] == m for key in invariant)]
+
+    def cell(scheme: str, shape: str, m: int) -> str:
+        time, default = (times.get((scheme, shape, impl, m)) for impl in (INVARIANT, OURS))
+        if time is None:
+            return "-"
+        return _us(time) if default is None else f"{_us(time)} ({time / default:.2f})"
+
+    lines = [
+        [f"`{scheme}`", shape, *(cell(scheme, shape, m) for m in tokens)]
+        for scheme, shape in sorted({key[:2] for key in invariant})
+    ]
+    return markdown(["scheme", "shape", *map(str, tokens)], lines, labels=2)
+
+
+def _us(time: float) -> str:
+    return f"{time:.1f}" if time < 100 else f"{time:.0f}"
+
+
+def markdown(head: list[str], lines: list[list[str]], labels: int) -> str:
+    """A table; all but the first ``labels`` columns are numbers."""
+    rule = ["---"] * labels + ["--:"] * (len(head) - labels)
+    return "\n".join(f"| {' | '.join(line)} |" for line in [head, rule, *lines])
 
 
 def _table(rows: list[Record]) -> str:
     tokens = [m for m in TOKENS if any(row["M"] == m for row in rows)]
-    head = ["shape", "tokens:", *map(str, tokens)]
-    lines = [head, ["---", "---", *["--:"] * len(tokens)]]
+    lines = []
     for shape in dict.fromkeys(row["shape"] for row in rows):
         lines += _shape_lines(shape, [row for row in rows if row["shape"] == shape], tokens)
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    return markdown(["shape", "tokens:", *map(str, tokens)], lines, labels=2)
 
 
 def _shape_lines(shape: str, rows: list[Record], tokens: list[int]) -> list[list[str]]:
@@ -86,7 +138,7 @@ def _shape_lines(shape: str, rows: list[Record], tokens: list[int]) -> list[list
         time, ours = times[impl].get(m), times[OURS].get(m)
         if time is None:
             return "-"
-        text = f"{time:.1f}" if time < 100 else f"{time:.0f}"
+        text = _us(time)
         if impl != "floor" and all(time <= other.get(m, time) for other in contest):
             text = f"**{text}**" if contest else text
         return text if impl == OURS or ours is None else f"{text} ({ours / time:.2f})"
@@ -96,6 +148,49 @@ def _shape_lines(shape: str, rows: list[Record], tokens: list[int]) -> list[list
         [shape if impl == impls[0] else "", impl, *(cell(impl, m) for m in tokens)]
         for impl in impls
     ]
+
+
+def overheads_report(records: list[Record]) -> str:
+    """The Markdown of all ``records`` of overheads: one table a GPU, uniform routing."""
+    parts = [part for record in records for part in (source(record), _overheads(record["rows"]))]
+    return "\n\n".join([OVERHEADS_LEGEND, *parts])
+
+
+def _overheads(rows: list[Record]) -> str:
+    """A line for each shape, measure and number of tokens; a column for each implementation."""
+    impls = sorted({row["impl"] for row in rows}, key=lambda impl: (not _ours(impl), impl))
+    cells: dict[tuple[str, str, int], dict[str, str]] = defaultdict(dict)
+    for row in rows:
+        shape, measure, tokens, impl = (row[name] for name in ("shape", "measure", "M", "impl"))
+        # One token or many are the same to the host, and one takes hardly any memory.
+        shown = {"host_us": tokens == 1, "peak_bytes": tokens > 1}.get(measure, True)
+        if shown and row["routing"] == "uniform":
+            cells[shape, measure, tokens][impl] = _overhead(row)
+            if told := row["config"].get("workspace_nbytes"):
+                cells[shape, "workspace_nbytes", tokens][impl] = _mib(told)
+    order = list(OVERHEADS)
+    lines, before = [], None
+    for shape, measure, tokens in sorted(cells, key=lambda c: (c[0], order.index(c[1]), c[2])):
+        found = cells[shape, measure, tokens]
+        name = shape if shape != before else ""
+        each = [found.get(impl, "-") for impl in impls]
+        lines.append([name, OVERHEADS[measure], str(tokens), *each])
+        before = shape
+    return markdown(["shape", "", "tokens", *impls], lines, labels=2)
+
+
+def _ours(impl: str) -> bool:
+    return impl.startswith(OURS)
+
+
+def _overhead(row: Record) -> str:
+    if row["measure"] == "host_us":
+        return f"{_us(row['value'])} ({_us(row['p10'])}-{_us(row['p90'])})"
+    return _mib(row["value"]) if row["measure"] == "peak_bytes" else f"{row['value']:.2f}"
+
+
+def _mib(nbytes: float) -> str:
+    return f"{nbytes / 2**20:.2f}"
 
 
 def between_markers(text: str, begin: str = BEGIN, end: str = END) -> str | None:
@@ -127,12 +222,16 @@ def main() -> None:
     parser.add_argument("--write", type=Path, metavar="FILE", help="a file that has the markers")
     args = parser.parse_args()
     records = read_records(args.results)
-    if args.write:
-        write_report(args.write, report(records))
-        for record in records:
-            print(f"{args.write}: {source(record)}")
-    else:
-        print(report(records))
+    overheads = read_records(args.results, "overheads.json")
+    parts = [(records, report(records), BEGIN, END)]
+    if overheads:
+        parts.append((overheads, overheads_report(overheads), OVERHEADS_BEGIN, OVERHEADS_END))
+    for measured, text, begin, end in parts:
+        if args.write:
+            write_report(args.write, text, begin, end)
+            print(*(f"{args.write}: {source(record)}" for record in measured), sep="\n")
+        else:
+            print(text)
 
 
 if __name__ == "__main__":

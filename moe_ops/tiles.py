@@ -39,6 +39,17 @@ class TileConfig:
     num_warps: int
     num_stages: int
 
+    def constants(self) -> dict[str, int]:
+        """As kernels and Triton's launch options name them."""
+        return {
+            "BLOCK_M": self.block_m,
+            "BLOCK_N": self.block_n,
+            "BLOCK_K": self.block_k,
+            "GROUP_M": self.group_m,
+            "num_warps": self.num_warps,
+            "num_stages": self.num_stages,
+        }
+
 
 class Device(NamedTuple):
     """What the choice of tiles asks of a GPU."""

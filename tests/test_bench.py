@@ -23,7 +23,7 @@ stage_profile = import_module("stage_profile")
 
 def row(shape="qwen3-30b", m=8, impl="moe_ops", time_us=100.0, **rest):
     values = {"scheme": "bf16", "routing": "uniform", "p10_us": 1.0, "p90_us": 2.0, "runs": 40,
-              "rel_err": 0.001, "floor_us": 50.0, "config": {}}  # fmt: skip
+              "rel_err": 0.001, "floor_us": 50.0, "config": {"active_experts": 8}}  # fmt: skip
     return harness.Row(
         **{**values, "shape": shape, "M": m, "impl": impl, "time_us": time_us, **rest}
     )
@@ -271,10 +271,11 @@ def test_plot(tmp_path):
     with pytest.raises(SystemExit, match="no layer.json"):
         plot.main(["--output", str(tmp_path)])
     (tmp_path / "g").mkdir()
-    rows = [row(shape, m) for shape in ("a", "b", "c", "d") for m in (1, 8)]
-    rows += [row("a", 1, "peer"), row("a", 1, routing="zipf", floor_us=None)]
+    shapes = ("deepseek-v3", "mixtral", "qwen3-30b", "qwen3-next")
+    rows = [row(shape, m) for shape in shapes for m in (1, 8)]
+    rows += [row("mixtral", 1, "peer"), row("mixtral", 1, routing="zipf", floor_us=None)]
     (tmp_path / "g" / "layer.json").write_text(json.dumps(record_of(*rows)))
     plot.main(["--output", str(tmp_path)])
     assert sorted(path.name for path in tmp_path.glob("g/*.png")) == [
-        "layer-bf16-zipf.png", "layer-bf16.png",
+        "layer-bf16-zipf.png", "layer-bf16.png", "roofline-bf16-zipf.png", "roofline-bf16.png",
     ]  # fmt: skip

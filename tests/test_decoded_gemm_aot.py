@@ -128,7 +128,7 @@ def test_the_choice_of_the_kernel(scheme):
     for arch in (90, 100, 103, 120):
         special = is_block_scaled(scheme, arch)
         name = "block_scaled_gemm_kernel" if special else "weight_only_gemm_kernel"
-        assert [k.metadata.name for k in compiled(arch, scheme, 16)] == [name] * 2
+        assert [k.metadata.name for k in compiled(arch, scheme, 64)] == [name] * 2
 
 
 INSTRUCTIONS = {

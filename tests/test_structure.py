@@ -153,12 +153,15 @@ def test_public_functions_are_documented():
 
 
 def test_import_is_light(tmp_path):
-    """Under 50 ms beyond torch once its bytecode is cached, no Triton, no warning."""
+    """Under 50 ms beyond torch once its bytecode is cached, no Triton, no warning.
+
+    Time of the process, not of the clock: other tests run beside.
+    """
     environment = {**os.environ, "PYTHONPYCACHEPREFIX": str(tmp_path)}
     environment.pop("PYTHONDONTWRITEBYTECODE", None)
     code = (
-        "import sys, time, torch; t = time.perf_counter(); import moe_ops;"
-        "print(time.perf_counter() - t); assert 'triton' not in sys.modules or 'triton' in before"
+        "import sys, time, torch; t = time.process_time(); import moe_ops;"
+        "print(time.process_time() - t); assert 'triton' not in sys.modules or 'triton' in before"
     ).replace("import moe_ops;", "before = set(sys.modules); import moe_ops;", 1)
     runs = [
         subprocess.run(

@@ -32,15 +32,14 @@ from moe_ops.kernels.weight_only_gemm import (
     Operands,
     Variant,
     as_bytes,
-    row_format,
+    make,
     scale_strides,
-    weight_format,
 )
 from moe_ops.kernels.weight_only_tile import finish_sums, per_row, row_pointers, row_scales
 from moe_ops.scheme import get_scheme
 from moe_ops.scheme.weights import rows_per_scale
 from moe_ops.tensors import AnyTiles
-from moe_ops.tiles import Gemm, TileConfig, device_facts, max_programs
+from moe_ops.tiles import Gemm, device_facts, max_programs
 
 
 @triton.jit
@@ -141,26 +140,8 @@ def _launch(
     halves = 2 if rule and rule.gated else 1
     gemm = Gemm(num_slots, num_experts, rows // halves, k, 1, halves, row_tiles)
     tiles = block_scaled_tiles(gemm, variant.scheme, device_facts(device))
-    return _make(gemm.n, k, top_k, tiles, variant), max_programs(gemm, tiles)
-
-
-@lru_cache(maxsize=1024)
-def _make(n: int, k: int, top_k: int, tiles: TileConfig, variant: Variant) -> Launch:
-    return Launch(
-        block_scaled_gemm_kernel,
-        N=n,
-        K=k,
-        TOP_K=top_k,
-        RULE=formula(variant.activation) if variant.activation else None,
-        FORMAT=weight_format(n, tiles, variant),
-        ROWS=row_format(variant),
-        BLOCK_M=tiles.block_m,
-        BLOCK_N=tiles.block_n,
-        BLOCK_K=tiles.block_k,
-        GROUP_M=tiles.group_m,
-        num_warps=tiles.num_warps,
-        num_stages=tiles.num_stages,
-    )
+    launch = make(block_scaled_gemm_kernel, gemm.n, k, top_k, tiles, variant)
+    return launch, max_programs(gemm, tiles)
 
 
 def multiply(

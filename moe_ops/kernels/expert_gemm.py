@@ -174,7 +174,7 @@ def _plain(n: int, k: int, top_k: int, activation: str | None, tiles: TileConfig
         LIMIT=rule and rule.limit,
         ALPHA=rule and rule.alpha,
         BETA=rule and rule.beta,
-        **_blocks(tiles),
+        **tiles.constants(),
     )
 
 
@@ -189,19 +189,8 @@ def _gated(n: int, k: int, top_k: int, activation: str, tiles: TileConfig) -> La
         TOP_K=top_k,
         INTERLEAVED=rule.interleaved,
         **constants(rule),
-        **_blocks(tiles),
+        **tiles.constants(),
     )
-
-
-def _blocks(config: TileConfig) -> dict[str, int]:
-    return {
-        "BLOCK_M": config.block_m,
-        "BLOCK_N": config.block_n,
-        "BLOCK_K": config.block_k,
-        "GROUP_M": config.group_m,
-        "num_warps": config.num_warps,
-        "num_stages": config.num_stages,
-    }
 
 
 def expert_gemm(

@@ -82,12 +82,7 @@ def _make(n: int, k: int, top_k: int, tiles: TileConfig, variant: _Variant) -> L
         TOP_K=top_k,
         RULE=rule,
         LAYOUT=_layout(n, variant, rule, tiles.block_n),
-        BLOCK_M=tiles.block_m,
-        BLOCK_N=tiles.block_n,
-        BLOCK_K=tiles.block_k,
-        GROUP_M=tiles.group_m,
-        num_warps=tiles.num_warps,
-        num_stages=tiles.num_stages,
+        **tiles.constants(),
     )
 
 

@@ -71,28 +71,25 @@ def _launch(
     facts = device_facts(device)
     default = weight_only_tiles(gemm, bits, facts)
     tiles = choose(gemm, variant.scheme, bits, facts, default).tiles
-    if facts.arch == 100 and tiles.block_m >= 64 and get_scheme(variant.scheme).decoded:
+    if facts.arch in (100, 103) and tiles.block_m >= 64 and get_scheme(variant.scheme).decoded:
         # Triton 3.6 cannot pipeline a Blackwell product whose first operand is computed.
         tiles = replace(tiles, num_stages=1)
-    return _make(gemm.n, k, top_k, tiles, variant), max_programs(gemm, tiles)
+    launch = make(weight_only_gemm_kernel, gemm.n, k, top_k, tiles, variant)
+    return launch, max_programs(gemm, tiles)
 
 
 @lru_cache(maxsize=1024)
-def _make(n: int, k: int, top_k: int, tiles: TileConfig, variant: Variant) -> Launch:
+def make(kernel: Any, n: int, k: int, top_k: int, tiles: TileConfig, variant: Variant) -> Launch:
+    """A kernel of stored weights for ``n`` output columns."""
     return Launch(
-        weight_only_gemm_kernel,
+        kernel,
         N=n,
         K=k,
         TOP_K=top_k,
         RULE=formula(variant.activation) if variant.activation else None,
         FORMAT=weight_format(n, tiles, variant),
         ROWS=row_format(variant),
-        BLOCK_M=tiles.block_m,
-        BLOCK_N=tiles.block_n,
-        BLOCK_K=tiles.block_k,
-        GROUP_M=tiles.group_m,
-        num_warps=tiles.num_warps,
-        num_stages=tiles.num_stages,
+        **tiles.constants(),
     )
 
 

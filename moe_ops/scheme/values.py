@@ -201,9 +201,9 @@ class Scheme:
     def decoded(self) -> bool:
         """Whether stored values of both operands become bf16 numbers inside a GEMM.
 
-        No matrix unit (before Blackwell's) multiplies operands of different elements, of fewer than
-        8 bits, or with scales of one byte. In bf16 all of these numbers are exact, times their
-        group's scale.
+        No matrix unit before Blackwell's (see `moe_ops.block_scaled`) multiplies operands of
+        different elements, of fewer than 8 bits, or with scales of one byte. In bf16 all of these
+        numbers are exact, times their group's scale.
         """
         a, w = self.activation, self.weight
         if a is None or w is None:

@@ -1,0 +1,236 @@
+"""Measure what a layer costs beside GPU time: the host's time, memory, and starting cold."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from itertools import product
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from bench_layer import IMPLS, OURS, moe_ops_layer
+from cold_start import MODULES
+from command import one_of, one_or_more, parser, print_row
+from harness import KEY, default_device, record_path, write_rows
+from peers import PEERS, Call, available
+from problems import Experts, Inputs, Problem, make_experts, make_inputs
+
+import moe_ops
+from moe_ops.pipeline.workspace import PeakMemory
+
+MODELS = "qwen3-30b,deepseek-v2-lite"
+OVERHEAD_KEY = (*KEY, "measure")
+CALLS, BATCHES = 16, 50
+"""A batch is enqueued without waiting: CUDA's queue of 1024 launches never gets full."""
+COLD_TIMEOUT_S = 300
+WIDTHS = {
+    "shape": 16, "M": 6, "routing": 8, "impl": 22, "measure": 12, "value": 11, "p10": 9, "p90": 9,
+    "runs": 5,
+}  # fmt: skip
+
+
+def compiled(experts: Experts, inputs: Inputs) -> Call:
+    """This library under torch.compile, compiled afresh for these very sizes, as the peer is."""
+    torch.compiler.reset()
+    return torch.compile(moe_ops_layer(experts, inputs), dynamic=False)
+
+
+MAKERS: dict[str, Callable[[Experts, Inputs], Call]] = {**IMPLS, "moe_ops-compiled": compiled}
+
+
+@dataclass(frozen=True)
+class Overhead:
+    """One measured number; all but the last five fields are its key in the record."""
+
+    scheme: str
+    shape: str
+    M: int
+    impl: str
+    routing: str
+    measure: str
+    """With its unit: ``host_us``, ``peak_bytes``, ``import_s``, ``first_call_s``, ``compile_s``."""
+    value: float
+    p10: float | None = None
+    p90: float | None = None
+    runs: int = 1
+    config: dict[str, Any] = field(default_factory=dict)
+
+
+class Case(NamedTuple):
+    """One layer with its tokens, for every implementation."""
+
+    problem: Problem
+    experts: Experts
+    inputs: Inputs
+    routing: str
+
+    def row(self, impl: str, measure: str, value: float, **rest: Any) -> Overhead:
+        """A number measured of an implementation."""
+        tokens = len(self.inputs.x)
+        return Overhead(
+            "bf16", self.problem.name, tokens, impl, self.routing, measure, value, **rest
+        )
+
+
+def host_time(case: Case, impl: str, call: Call) -> Overhead:
+    """Microseconds until a call returns to the host; its kernels are not waited for."""
+    times = []
+    for _ in range(BATCHES):
+        _synchronize(case)
+        stamps = [time.perf_counter()]
+        for _ in range(CALLS):
+            call()
+            stamps.append(time.perf_counter())
+        times += [1e6 * (b - a) for a, b in zip(stamps, stamps[1:], strict=False)]
+    _synchronize(case)
+    deciles = statistics.quantiles(times, n=10, method="inclusive")
+    spread = {"p10": deciles[0], "p90": deciles[-1], "runs": len(times)}
+    return case.row(impl, "host_us", statistics.median(times), **spread)
+
+
+def peak_memory(case: Case, impl: str, call: Call) -> Overhead:
+    """Bytes that the allocator hands out during a call at most, its output included.
+
+    What the first calls keep (cuBLAS's workspace, say) is there before. On the CPU, what operators
+    return is counted, of an eager call also where the layer is compiled.
+    """
+    device, problem = case.inputs.x.device, case.problem
+    told = {}
+    if impl == "moe_ops":
+        told["workspace_nbytes"] = moe_ops.workspace_nbytes(
+            len(case.inputs.x), problem.hidden_size, problem.intermediate_size,
+            problem.num_experts, problem.top_k, case.inputs.x.dtype,
+        )  # fmt: skip
+    _synchronize(case)
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+        call()
+        _synchronize(case)
+        peak = torch.cuda.max_memory_allocated(device) - before
+    else:
+        with torch.compiler.set_stance("force_eager"), PeakMemory() as memory:
+            call()
+        peak = memory.peak
+    return case.row(impl, "peak_bytes", peak, config=told)
+
+
+def warm_rows(case: Case, impl: str) -> Iterator[Overhead]:
+    """Of a layer that has run before."""
+    call = MAKERS[impl](case.experts, case.inputs)
+    for _ in range(3):
+        call()
+    yield peak_memory(case, impl, call)
+    yield host_time(case, impl, call)
+
+
+def cold_rows(case: Case, impl: str) -> Iterator[Overhead]:
+    """Of a process that starts with empty caches of Triton and Inductor.
+
+    Raises:
+        CalledProcessError: it failed; its error has been printed.
+        TimeoutExpired: it took `COLD_TIMEOUT_S`.
+    """
+    script = Path(__file__).with_name("cold_start.py")
+    tokens = len(case.inputs.x)
+    what = ("--impl", impl, "--model", case.problem.name, "--tokens", tokens)
+    command = [sys.executable, script, *what, "--routing", case.routing]
+    paths = [str(Path(moe_ops.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
+    with tempfile.TemporaryDirectory() as caches:
+        environment = {
+            "PYTHONPATH": os.pathsep.join(filter(None, paths)),
+            "TORCHINDUCTOR_CACHE_DIR": f"{caches}/inductor",
+            "TRITON_CACHE_DIR": f"{caches}/triton",
+        }
+        done = subprocess.run(
+            list(map(str, command)), env={**os.environ, **environment}, check=True, text=True,
+            stdout=subprocess.PIPE, timeout=COLD_TIMEOUT_S,
+        )  # fmt: skip
+    for measure, value in json.loads(done.stdout.splitlines()[-1]).items():
+        yield case.row(impl, measure, value)
+
+
+def _synchronize(case: Case) -> None:
+    if case.inputs.x.is_cuda:
+        torch.cuda.synchronize(case.inputs.x.device)
+
+
+def options(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """The command line."""
+    command = parser(__doc__ or "", tokens="1,64,4096")
+    if torch.cuda.is_available():
+        command.set_defaults(problems=MODELS)
+    usable = [*OURS, "moe_ops-compiled", *available()]
+    command.add_argument(
+        "--impls",
+        type=one_or_more(one_of("implementation", {name: name for name in usable})),
+        default=",".join(("moe_ops", "moe_ops-compiled", *available())),
+        metavar="NAME,..",
+        help=f"among {', '.join(usable)} (of {', '.join(PEERS)} those are usable whose package is "
+        "installed; default: %(default)s)",
+    )
+    command.add_argument(
+        "--measures",
+        type=one_or_more(one_of("measure", {name: name for name in ("warm", "cold")})),
+        default="warm,cold",
+        metavar="NAME,..",
+        help="warm: host time and peak memory; cold: import, first call and torch.compile in "
+        "processes of their own, at the first of --tokens (default: %(default)s)",
+    )
+    return command.parse_args(arguments)
+
+
+def planned(args: argparse.Namespace) -> Iterator[tuple[Case, str, Callable[..., Any]]]:
+    """What to measure, in this order: cases with an implementation each."""
+    device = default_device()
+    for problem in args.problems:
+        experts = make_experts(problem, "bf16", device)
+        for number, (routing, tokens) in enumerate(product(args.routing, args.tokens)):
+            inputs = make_inputs(problem, tokens, routing, device)
+            case = Case(problem, experts, inputs, routing)
+            if "warm" in args.measures:
+                yield from ((case, impl, warm_rows) for impl in args.impls)
+            if "cold" in args.measures and number == 0:
+                yield from ((case, impl, cold_rows) for impl in args.impls if impl in MODULES)
+
+
+@torch.no_grad()
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure all that is asked for, within the time budget; 1 after a failure."""
+    args, started = options(arguments), time.monotonic()
+    path = record_path(args.output, "overheads.json")
+    count, skipped, failed = 0, 0, []
+    for case, impl, measure in planned(args):
+        if time.monotonic() - started > args.time_budget_s:
+            skipped += 1
+            continue
+        try:
+            rows = list(measure(case, impl))
+        except Exception:  # one failure must not cost the others their rows
+            traceback.print_exc()
+            failed.append(f"{impl} {case.problem.name} {len(case.inputs.x)} {measure.__name__}")
+            continue
+        for row in rows:
+            print_row(asdict(row), WIDTHS, head=count == 0)
+            count += 1
+        if path:
+            write_rows(path, rows, OVERHEAD_KEY)
+    place = f" in {path}" if path else ""
+    print(f"\n{count} rows{place}; {skipped} cases skipped for lack of time")
+    if failed:
+        print("failed: " + "; ".join(failed), file=sys.stderr)
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,69 @@
+"""Time one implementation's start in this process: its import, its first call, and torch.compile.
+
+Prints one line of JSON, in seconds. `bench_overheads.py` runs it with empty caches.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+import warnings
+from collections.abc import Callable
+from importlib import import_module
+from typing import Any
+
+import torch
+
+MODULES = {
+    "moe_ops": "moe_ops",
+    "hf-grouped_mm": "transformers.integrations.moe",
+    "vllm-triton": "vllm.model_executor.layers.fused_moe.fused_moe",
+}
+"""Implementation -> what has to be imported for it, after torch."""
+
+
+def seconds(work: Callable[[], Any]) -> float:
+    """How long it takes, all that it has put on the GPU included."""
+    start = time.perf_counter()
+    work()
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return time.perf_counter() - start
+
+
+@torch.no_grad()
+def times_of(impl: str, model: str, tokens: int, routing: str) -> dict[str, float]:
+    """``import_s``, ``first_call_s`` of the eager layer, then ``compile_s``.
+
+    The last is the first call under torch.compile for this number of tokens. The eager call has
+    compiled and loaded the kernels of the implementation itself by then.
+    """
+    torch.ones(1, device="cuda" if torch.cuda.is_available() else "cpu").sum().item()
+    import_s = seconds(lambda: import_module(MODULES[impl]))
+    # The modules beside this one import moe_ops, so not before its import was timed.
+    bench_layer, problems = import_module("bench_layer"), import_module("problems")
+    problem, device = problems.find_problem(model), bench_layer.default_device()
+    experts = problems.make_experts(problem, "bf16", device)
+    inputs = problems.make_inputs(problem, tokens, routing, device)
+    call = bench_layer.IMPLS[impl](experts, inputs)
+    first_call_s = seconds(call)
+    warnings.filterwarnings("ignore", message="Dynamo detected a call to a `functools.lru_cache`")
+    return {
+        "import_s": import_s,
+        "first_call_s": first_call_s,
+        "compile_s": seconds(lambda: torch.compile(call, dynamic=False)()),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--impl", choices=list(MODULES), default="moe_ops")
+    parser.add_argument("--model", default="tiny")
+    parser.add_argument("--tokens", type=int, default=1)
+    parser.add_argument("--routing", default="uniform")
+    print(json.dumps(times_of(**vars(parser.parse_args()))))
+
+
+if __name__ == "__main__":
+    main()

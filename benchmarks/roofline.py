@@ -1,0 +1,187 @@
+"""Plot a layer record as a roofline: the rates reached against the arithmetic intensity.
+
+Flops and bytes are those of the floor (`bench_layer.layer_floor_us`): active weights, tokens and
+outputs moved once, and the products of every slot. So a point on the ceiling takes its floor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from bench_layer import math_of
+from harness import HARDWARE
+from matplotlib import pyplot as plt
+from matplotlib.lines import Line2D
+from problems import Problem, load_problems
+
+import moe_ops
+from moe_ops.scheme import Scheme
+
+OURS = "moe_ops"
+_MARKERS = "os^Dv"
+"""The first is this library's, filled; the others are hollow."""
+
+
+class Work(NamedTuple):
+    """What one call must do."""
+
+    flops: int
+    nbytes: float
+
+    @property
+    def intensity(self) -> float:
+        """Flops a byte."""
+        return self.flops / self.nbytes
+
+
+class Point(NamedTuple):
+    """One row of a record."""
+
+    shape: str
+    impl: str
+    tokens: int
+    work: Work
+    time_us: float
+
+    @property
+    def tflop_per_s(self) -> float:
+        """Products per second."""
+        return 1e-6 * self.work.flops / self.time_us
+
+    @property
+    def tb_per_s(self) -> float:
+        """Bytes that must move, per second."""
+        return 1e-6 * self.work.nbytes / self.time_us
+
+
+class Roof(NamedTuple):
+    """The ceilings of a GPU, measured, for one dtype of products."""
+
+    tflop_per_s: float
+    tb_per_s: float
+    math: str
+
+    @property
+    def ridge(self) -> float:
+        """The intensity at which both ceilings meet."""
+        return self.tflop_per_s / self.tb_per_s
+
+
+def scheme_of(name: str) -> Scheme:
+    """The scheme that a record calls so."""
+    return moe_ops.get_scheme("unquantized" if name == "bf16" else name)
+
+
+def work_of(problem: Problem, scheme: Scheme, tokens: int, active_experts: int) -> Work:
+    """Of one call, its tokens in bf16. Scales of whole experts are too few to count."""
+    hidden, inner = problem.hidden_size, problem.intermediate_size
+    bits = sum(n * k * scheme.weight_bits(n, k) for n, k in ((2 * inner, hidden), (hidden, inner)))
+    nbytes = active_experts * bits / 8 + 2 * tokens * hidden * 2
+    return Work(2 * tokens * problem.top_k * 3 * hidden * inner, nbytes)
+
+
+def points_of(rows: Iterable[dict[str, Any]]) -> list[Point]:
+    """Those of the named shapes, in the order of tokens."""
+    problems = load_problems()
+    return [
+        Point(
+            row["shape"],
+            row["impl"],
+            row["M"],
+            work_of(
+                problems[row["shape"]],
+                scheme_of(row["scheme"]),
+                row["M"],
+                row["config"]["active_experts"],
+            ),
+            row["time_us"],
+        )
+        for row in sorted(rows, key=lambda row: row["M"])
+    ]
+
+
+def roof_of(gpu: str, scheme: Scheme) -> Roof | None:
+    """None where the GPU's bandwidth and peak have not been measured."""
+    speed, math = HARDWARE.get(gpu), math_of(scheme)
+    return speed and Roof(1e-12 * speed.flops[math], 1e-12 * speed.read_bytes_per_s, math)
+
+
+def plot(rows: list[dict[str, Any]], gpu: str, title: str, path: Path) -> None:
+    """One figure of the rows of one scheme and routing: flops, and bytes, per second."""
+    points, roof = points_of(rows), roof_of(gpu, scheme_of(rows[0]["scheme"]))
+    shapes = sorted({point.shape for point in points})
+    impls = sorted({point.impl for point in points}, key=lambda impl: (impl != OURS, impl))
+    figure, axes = plt.subplots(1, 2, figsize=(15, 6.5), layout="constrained")
+    for axis, rate, unit in zip(
+        axes, ("tflop_per_s", "tb_per_s"), ("TFLOP/s", "TB/s"), strict=True
+    ):
+        for shape in shapes:
+            _draw([p for p in points if p.shape == shape], axis, rate, shapes, impls)
+        if roof:
+            _draw_roof(axis, roof, rate, [point.work.intensity for point in points])
+        axis.set(
+            xscale="log", yscale="log", ylabel=f"reached ({unit})",
+            xlabel="arithmetic intensity (FLOP per byte that must move)",
+        )  # fmt: skip
+        for numbers in (axis.xaxis, axis.yaxis):
+            numbers.set_major_formatter(_tick)
+            numbers.set_minor_formatter(_tick)
+        axis.grid(alpha=0.3)
+    axes[0].legend(handles=_legend(shapes, impls), fontsize="small", loc="lower right")
+    tokens = ", ".join(map(str, sorted({point.tokens for point in points})))
+    figure.suptitle(f"{title}; tokens, from left to right: {tokens}")
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+    print(path)
+
+
+def _tick(number: float, _: int | None = None) -> str:
+    """The label of a tick of a logarithmic axis."""
+    return f"{number:g}" if f"{number:.0e}"[0] in "125" else ""
+
+
+def _draw(points: list[Point], axis: Any, rate: str, shapes: list[str], impls: list[str]) -> None:
+    """The points of one shape."""
+    for impl in impls:
+        mine = [point for point in points if point.impl == impl]
+        color = f"C{shapes.index(points[0].shape)}"
+        axis.plot(
+            [point.work.intensity for point in mine], [getattr(point, rate) for point in mine],
+            linewidth=1, linestyle="-" if impl == OURS else "", color=color, **_marker(impl, impls),
+        )  # fmt: skip
+
+
+def _marker(impl: str, impls: list[str]) -> dict[str, Any]:
+    number = 0 if impl == OURS else 1 + [i for i in impls if i != OURS].index(impl)
+    hollow = {} if impl == OURS else {"markerfacecolor": "none"}
+    return {"marker": _MARKERS[number % len(_MARKERS)], "markersize": 6, **hollow}
+
+
+def _draw_roof(axis: Any, roof: Roof, rate: str, intensities: list[float]) -> None:
+    """What the products, and what the memory allow: the lower of both is the ceiling."""
+    low, high = min(roof.ridge, *intensities) / 1.5, max(6 * roof.ridge, *intensities) * 1.5
+    names = f"{roof.tb_per_s:.2f} TB/s", f"{roof.tflop_per_s:.0f} TFLOP/s ({roof.math})"
+    places, flops = (low, roof.ridge, high), rate == "tflop_per_s"
+    if flops:
+        heights = [min(roof.tflop_per_s, x * roof.tb_per_s) for x in places]
+    else:
+        heights = [min(roof.tb_per_s, roof.tflop_per_s / x) for x in places]
+    axis.plot(places, heights, "--", color="black", linewidth=1.2)
+    middle = (low * roof.ridge) ** 0.5
+    for name, place, side in (
+        (names[0], (middle, middle * roof.tb_per_s if flops else heights[0]), "right"),
+        (names[1], (roof.ridge, heights[1]), "left"),
+    ):
+        offset = (-6, 6) if side == "right" else (8, 6 if flops else -6)
+        axis.annotate(name, place, offset, textcoords="offset points", ha=side, fontsize="small")
+
+
+def _legend(shapes: list[str], impls: list[str]) -> list[Line2D]:
+    colors = [Line2D([], [], color=f"C{i}", label=shape) for i, shape in enumerate(shapes)]
+    markers = [
+        Line2D([], [], color="black", linestyle="", label=impl, **_marker(impl, impls))
+        for impl in impls
+    ]
+    return [*colors, *markers, Line2D([], [], color="black", ls="--", label="ceiling (measured)")]
