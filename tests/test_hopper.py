@@ -10,7 +10,7 @@ from test_scaled_gemm import activated, exact_rows, numbers
 from moe_ops import ops
 from moe_ops.reference.slots import local_experts
 from moe_ops.scheme import get_scheme, quantize_weight
-from moe_ops.tensors import unpack_plan
+from moe_ops.tensors import Tiles, unpack_plan
 from moe_ops.testing import Problem, assert_matches_reference, make_inputs
 from moe_ops.tiles import padded_slots
 
@@ -68,7 +68,7 @@ class Twins:
             self.weight = (w,)
 
     def run(self, tiles, activation, top_k):
-        plan = planned(self.ids, None, tiles, self.problem.num_experts)
+        plan = Tiles(ops.slot_plan(self.ids, None, tiles, self.problem.num_experts))
         operands = (*self.rows, *self.weight, self.bias)
         if self.scaled:
             rest = (*plan, tiles, top_k, self.scheme, self.problem.dtype)
