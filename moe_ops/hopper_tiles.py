@@ -12,9 +12,15 @@ from moe_ops.tiles import Device, Gemm, cdiv, load_class, pick_row_tile
 
 ROW_BYTES = 128
 """Of a row of a tile in shared memory: what its swizzle spans, and how much of K a step takes."""
-PACKED_LOAD = 3
-"""From this class of load on (more than 42 rows an expert) rows are packed for boxes to be made of
-them. Below, a pass over the rows costs more than it saves."""
+PACKED_LOAD = {1: 3, 2: 5}
+"""By bytes of a number: from this class of load on (more than 42 rows an expert, or 170) rows are
+packed for boxes to be made of them. Below, a pass over the rows costs more than it saves. Like the
+other numbers here it comes from `benchmarks/bench_expert_gemm.py` and `bench_scaled_gemm.py`, on an
+H200."""
+STREAM_ROWS = 32
+"""The largest row tile that weights stream past."""
+STREAM_STAGES = 5
+"""Of 128 weight rows: more bring nothing."""
 
 
 class HopperTiles(NamedTuple):
@@ -42,19 +48,19 @@ def hopper_tiles(gemm: Gemm, device: Device) -> HopperTiles | None:
         return None
     load = load_class(gemm.num_slots, gemm.num_experts)
     block_m = pick_row_tile(gemm.row_tiles, gemm.num_slots, gemm.num_experts)
-    if load >= PACKED_LOAD and block_m in (64, 128):
+    if load >= PACKED_LOAD[gemm.itemsize] and block_m in (64, 128):
         wide = block_m == 64 or gemm.itemsize == 2
         block_n = 256 if wide else 128
         stage = (block_m + block_n) * ROW_BYTES + 4 * block_m
         epilogue = 17 * 1024
         stages = (device.shared_memory - epilogue) // stage
-        return HopperTiles(block_m, block_n, 8, stages, True)
-    if gemm.itemsize == 1 and block_m <= 64:
-        rows = gemm.n * gemm.halves
-        active = min(gemm.num_slots, gemm.num_experts)
-        block_n = 128 if active * cdiv(rows, 128) >= device.processors else 64
+        return HopperTiles(block_m, block_n, 16 // gemm.itemsize, stages, True)
+    if gemm.itemsize == 1 and block_m <= STREAM_ROWS:
+        tiles = gemm.active * cdiv(gemm.n * gemm.halves, 128)
+        block_n = 128 if 3 * tiles >= 2 * device.processors else 64
         stage = (block_m + block_n) * ROW_BYTES
         epilogue = 3 * 1024
         stages = ((device.shared_memory - 1024) // 2 - epilogue) // stage
-        return HopperTiles(block_m, block_n, 1 if block_m <= 32 else 8, min(stages, 12), False)
+        most = STREAM_STAGES * 128 // block_n
+        return HopperTiles(block_m, block_n, 1, min(stages, most), False)
     return None

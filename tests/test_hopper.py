@@ -113,15 +113,15 @@ def launched(monkeypatch):
 
 SCHEMES = ("unquantized", "fp8_tensor", "fp8_tensor_static", "fp8_channel", "fp8_block128")
 CASES = [
-    ("packed", 64, {"num_tokens": 300, "num_experts": 4, "top_k": 2}),
-    ("packed", 64, {"num_tokens": 300, "num_experts": 4, "top_k": 2, "routing": "holes"}),
+    ("packed", 64, {"num_tokens": 700, "num_experts": 4, "top_k": 2}),
+    ("packed", 64, {"num_tokens": 700, "num_experts": 4, "top_k": 2, "routing": "holes"}),
     ("packed", 128, {"num_tokens": 1200, "num_experts": 4, "top_k": 2, "routing": "one_expert"}),
     ("packed", 128, {"num_tokens": 1201, "num_experts": 4, "top_k": 2, "routing": "skewed"}),
     ("stream", 16, {"num_tokens": 1, "num_experts": 8, "top_k": 4}),
     ("stream", 16, {"num_tokens": 9, "num_experts": 4, "top_k": 2, "routing": "holes"}),
     ("stream", 16, {"num_tokens": 40, "num_experts": 8, "top_k": 2, "routing": "one_expert"}),
     ("stream", 32, {"num_tokens": 50, "num_experts": 8, "top_k": 3, "routing": "skewed"}),
-    ("stream", 64, {"num_tokens": 100, "num_experts": 8, "top_k": 2, "routing": "duplicates"}),
+    ("stream", 32, {"num_tokens": 100, "num_experts": 8, "top_k": 2, "routing": "duplicates"}),
 ]
 
 
@@ -162,13 +162,14 @@ def test_twins(scheme, case, hidden, width, activation, has_bias, launched):
 @pytest.mark.gpu
 def test_replay(launched):
     """Captured, and replayed with other rows."""
-    for tokens in (4, 600):
-        twins = Twins("fp8_block128", 64, num_tokens=tokens, hidden_size=256, intermediate_size=128)
-        twins.run((64,) * 8, "silu", 2)
+    for tokens, tile in ((4, 16), (600, 64)):
+        tiles, sizes = (tile,) * 8, {"hidden_size": 256, "intermediate_size": 128}
+        twins = Twins("fp8_block128", tile, num_tokens=tokens, **sizes)
+        twins.run(tiles, "silu", 2)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            out = twins.run((64,) * 8, "silu", 2)
+            out = twins.run(tiles, "silu", 2)
         twins.ids.copy_(twins.ids.flip(0))
         graph.replay()
-        assert torch.equal(out, twins.run((64,) * 8, "silu", 2))
+        assert torch.equal(out, twins.run(tiles, "silu", 2))
     assert set(launched) == {"packed", "stream"}

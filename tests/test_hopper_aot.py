@@ -77,8 +77,9 @@ def launch_layer(scheme, tokens, activation, hidden, width, has_bias):
 def test_a_layer(scheme, tokens, activation, hidden, width):
     launch = launch_layer(scheme, tokens, activation, hidden, width, tokens == 1024)
     kernels = [k for k in aot.compile_launch(90, launch) if "hopper" in k.metadata.name]
-    stream = tokens * TOP_K / EXPERTS < 42
-    assert len(kernels) == (0 if stream and scheme == "unquantized" else 2)
+    rows, wide = tokens * TOP_K / EXPERTS, scheme == "unquantized"
+    stream, packed = not wide and rows < 21, rows > (170 if wide else 42)
+    assert len(kernels) == 2 * (stream or packed)
     for kernel in kernels:
         assert kernel.metadata.name == ("hopper_stream_kernel" if stream else "hopper_gemm_kernel")
         used = aot.resources(kernel, 90)
