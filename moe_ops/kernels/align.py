@@ -29,11 +29,11 @@ from moe_ops.kernels.counting_sort import (
     count_blocks,
     sort_in_block,
 )
+from moe_ops.kernels.dependent import take_turn
 from moe_ops.kernels.launch import Launch
 from moe_ops.kernels.plan import fill, place_bucket, plan_parts, store_header
 from moe_ops.kernels.slots import dense, local_experts, map_size, next_power_of_2
 from moe_ops.tiles import (
-    DIRECT_SLOTS,
     SINGLE_LAUNCH_SLOTS,
     PlanSizes,
     Scan,
@@ -48,6 +48,7 @@ def _count_kernel(
     topk_ids, expert_map, counts, num_slots, num_experts, num_local_experts, CHUNK: tl.constexpr
 ):
     """One program counts the slots of one expert."""
+    take_turn()
     expert = tl.program_id(0)
     hits = tl.zeros((CHUNK,), dtype=tl.int32)
     for start in range(0, num_slots, CHUNK):
@@ -89,6 +90,7 @@ def _align_kernel(
     TILE: tl.constexpr, BUCKETS: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """One program an expert."""
+    take_turn()
     slot = tl.arange(0, CHUNK)
     found = local_experts(topk_ids, expert_map, slot, slot < num_slots, num_experts, num_buckets)
     place_bucket(
@@ -104,6 +106,7 @@ def _align_blocks_kernel(
     TILE: tl.constexpr, BUCKETS: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """One program places the slots of one block, and fills its share of everything else."""
+    take_turn()
     slots, experts, header = plan_parts(
         sorted_token_ids, expert_ids, num_tokens_post_padded, num_rows
     )
@@ -186,7 +189,7 @@ def slot_plan(
     """The same in one tensor; for so few slots that nobody reads it, nothing is launched."""
     plan = empty_slot_plan(topk_ids, expert_map, row_tiles, num_experts)
     num_slots = topk_ids.numel()
-    if num_slots > DIRECT_SLOTS:
+    if not is_direct(num_slots, num_experts):
         sizes = plan_sizes(num_slots, num_experts, row_tiles)
         parts = (plan, None, None)
         _align_slots(parts, sizes, topk_ids, expert_map, None, row_tiles, num_experts)
@@ -224,6 +227,7 @@ def _spans_kernel(
 
     With ``counts``: expert e's rows begin at ``e * max_rows``; with ``offset``: at ``offset[e]``.
     """
+    take_turn()
     slots, names, header = plan_parts(plan, None, None, num_rows)
     expert = tl.program_id(0)
     experts = tl.arange(0, BUCKETS)

@@ -18,6 +18,7 @@ from moe_ops.fake_impls.batched import batched_activation_quantize as empty_acti
 from moe_ops.fake_impls.batched import batched_dispatch as empty_dispatched
 from moe_ops.fake_impls.batched import batched_quantize as empty_quantized
 from moe_ops.fake_impls.batched import batched_rows as empty_places
+from moe_ops.kernels.dependent import take_turn
 from moe_ops.kernels.launch import Launch
 from moe_ops.kernels.quantize import quantize_rows, unpacked, warps
 from moe_ops.kernels.rows import Rows, load_values, readable, row_constants
@@ -43,6 +44,7 @@ def _places_kernel(
     BUCKETS: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """One program places the slots of one expert; the last one those of no expert here."""
+    take_turn()
     expert = tl.program_id(0)
     taken = expert * 0
     for start in range(0, num_slots, CHUNK):
@@ -105,6 +107,7 @@ def _copy_kernel(
     ALPHA: tl.constexpr, BETA: tl.constexpr, LINEAR_BETA: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One program writes a piece of one row in the dtype of ``x``."""
+    take_turn()
     rank, piece, expert = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     row = expert.to(tl.int64) * tl.num_programs(0) + rank
     col = piece * BLOCK + tl.arange(0, BLOCK)

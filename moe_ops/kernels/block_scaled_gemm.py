@@ -18,6 +18,7 @@ from torch import Tensor
 
 from moe_ops.activation import formula
 from moe_ops.block_scaled import block_scaled_tiles
+from moe_ops.kernels.dependent import take_turn
 from moe_ops.kernels.gemm_tile import (
     COUNTED,
     activate,
@@ -82,6 +83,7 @@ def block_scaled_gemm_kernel(
     Weights are the first operand. A tile's gate and up rows alternate in it, so that one product
     gives both, side by side.
     """
+    take_turn()
     pid_m, pid_n, expert = find_tile(
         tiles, expert_map, num_slots, num_ids, num_experts, N, BLOCK_M, BLOCK_N, GROUP_M
     )

@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from moe_ops.kernels.dependent import take_turn
 from moe_ops.kernels.launch import Launch
 from moe_ops.kernels.slots import local_experts, map_size, next_power_of_2
 from moe_ops.tiles import cdiv, sort_block
@@ -35,6 +36,7 @@ def _count_blocks_kernel(
     BUCKETS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One program counts the slots of one block, by bucket."""
+    take_turn()
     found = block_buckets(topk_ids, expert_map, num_slots, num_experts, num_buckets, BLOCK)
     count = tl.histogram(tl.maximum(found, 0), BUCKETS, mask=found >= 0)
     bucket = tl.arange(0, BUCKETS)

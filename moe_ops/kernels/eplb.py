@@ -10,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from moe_ops.fake_impls.eplb import eplb_map_to_physical_and_record as empty_ids
+from moe_ops.kernels.dependent import take_turn
 from moe_ops.kernels.launch import Launch
 from moe_ops.kernels.slots import dense
 
@@ -24,6 +25,7 @@ def _eplb_map_kernel(
     TOP_K: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Map a block of slots to replicas and count them: the rule of `reference/eplb.py`."""
+    take_turn()
     slot = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     token = slot // TOP_K
     ids = tl.load(topk_ids + slot, mask=slot < num_slots, other=-1)

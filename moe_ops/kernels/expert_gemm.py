@@ -21,6 +21,7 @@ from moe_ops.gemm_tiles import gemm_tiles
 from moe_ops.hopper_tiles import hopper_tiles
 from moe_ops.kernels import hopper_gemm
 from moe_ops.kernels.activation import constants, gate, gate_up
+from moe_ops.kernels.dependent import take_turn
 from moe_ops.kernels.gemm_tile import (
     COUNTED,
     add_bias,
@@ -46,6 +47,7 @@ def _expert_gemm_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
 ):  # fmt: skip
     """``out[s] = f(input_weights[s] * a[s // TOP_K] @ w[e].T + bias[e]) * output_weights[s]``."""
+    take_turn()
     pid_m, pid_n, expert = find_tile(
         tiles, expert_map, num_slots, num_ids, num_experts, N, BLOCK_M, BLOCK_N, GROUP_M
     )
@@ -85,6 +87,7 @@ def _expert_gemm_gated_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
 ):  # fmt: skip
     """As above with gate and up side by side: ``out[s] = f(gate, up)``; N counts output columns."""
+    take_turn()
     pid_m, pid_n, expert = find_tile(
         tiles, expert_map, num_slots, num_ids, num_experts, N, BLOCK_M, BLOCK_N, GROUP_M
     )

@@ -13,6 +13,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from moe_ops.activation import Formula
 from moe_ops.hopper_tiles import ROW_BYTES, HopperTiles
+from moe_ops.kernels.dependent import ENABLED
 from moe_ops.kernels.hopper_stream import hopper_stream_kernel
 from moe_ops.kernels.hopper_tile import hopper_gemm_kernel
 from moe_ops.kernels.pack import pack_rows
@@ -182,7 +183,7 @@ def _run_packed(
     hopper_gemm_kernel[(wide,)](
         a_box, _weight_box(w, c), scale_box, bias, out,
         plan if scales is None else scales, plan if w_scale is None else w_scale,
-        *tiles, c, num_warps=4,
+        *tiles, c, num_warps=4, launch_pdl=ENABLED,
     )  # fmt: skip
 
 
@@ -195,5 +196,5 @@ def _run_stream(
     hopper_stream_kernel[(min(2 * wide, most),)](
         a, a.stride(0), _weight_box(w, c), bias, out,
         out if a_scale is None else a_scale, out if w_scale is None else w_scale,
-        *tiles, c, num_warps=4, maxnreg=STREAM_REGISTERS,
+        *tiles, c, num_warps=4, maxnreg=STREAM_REGISTERS, launch_pdl=ENABLED,
     )  # fmt: skip

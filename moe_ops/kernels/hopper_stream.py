@@ -19,6 +19,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from moe_ops.kernels.dependent import take_turn
 from moe_ops.kernels.gemm_tile import COUNTED, activate
 from moe_ops.kernels.hopper_slots import Vectors, count_tiles, expert_of, slots_of
 from moe_ops.kernels.hopper_tile import Ring, find_tile, load_box
@@ -206,6 +207,7 @@ def hopper_stream_kernel(
         mbarrier.init(empty.index(stage), count=1)
     fence_async_shared()
     ring = Ring(rows, weights, rows, full, empty)
+    take_turn()
     num_tiles, scales = count_tiles(tiles, num_slots, num_ids, C), (row_scale, weight_scale)
     v = Vectors(scales, tiles, expert_map, num_tiles, num_slots, num_ids, num_experts)
     gl.warp_specialize(

@@ -20,6 +20,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.core import _aggregate as aggregate
 
+from moe_ops.kernels.dependent import take_turn
 from moe_ops.kernels.gemm_tile import COUNTED, activate
 from moe_ops.kernels.hopper_slots import Vectors, count_tiles, expert_of
 from moe_ops.kernels.slots import HEADER
@@ -280,6 +281,7 @@ def hopper_gemm_kernel(
         mbarrier.init(empty.index(stage), count=2)
     fence_async_shared()
     ring = Ring(rows, weights, scales, full, empty)
+    take_turn()
     num_tiles, scales = count_tiles(tiles, num_slots, num_ids, C), (row_scale, weight_scale)
     v = Vectors(scales, tiles, expert_map, num_tiles, num_slots, num_ids, num_experts)
     gl.warp_specialize(

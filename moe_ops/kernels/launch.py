@@ -15,6 +15,8 @@ from typing import Any
 import torch
 import triton
 
+from moe_ops.kernels.dependent import launch_options
+
 
 class Binary:
     """A compiled kernel, and how it is started."""
@@ -84,7 +86,8 @@ class Launch:
         key = tuple(seen)
         binary = COMPILED.get(key)
         if binary is None:
-            COMPILED[key] = Binary(self.kernel[grid](*arguments, **self.constants))
+            compiled = self.kernel[grid](*arguments, **self.constants, **launch_options())
+            COMPILED[key] = Binary(compiled)
             return
         x, y, z = (*grid, 1, 1)[:3]
         if RUNTIME.launch_enter_hook.calls or RUNTIME.launch_exit_hook.calls:

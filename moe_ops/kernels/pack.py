@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from moe_ops.kernels.dependent import take_turn
 from moe_ops.kernels.launch import Launch
 from moe_ops.kernels.slots import HEADER, next_power_of_2
 from moe_ops.tiles import cdiv
@@ -21,6 +22,7 @@ def _pack_kernel(
     ROWS: tl.constexpr, COLS: tl.constexpr, GROUP_COLS: tl.constexpr,
 ):  # fmt: skip
     """Program (i, j) copies COLS columns of ROWS rows; padding becomes zeros."""
+    take_turn()
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     if tl.program_id(0) * ROWS >= tl.load(plan):
         return

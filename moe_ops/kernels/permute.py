@@ -14,6 +14,7 @@ from moe_ops.fake_impls.permute import moe_permutation as empty_permutation
 from moe_ops.fake_impls.permute import moe_unpermute as empty_tokens
 from moe_ops.fake_impls.permute import order_columns as empty_ordered
 from moe_ops.kernels.align import count_expert_num_tokens
+from moe_ops.kernels.dependent import take_turn
 from moe_ops.kernels.launch import Launch
 from moe_ops.kernels.slots import dense, local_experts, map_size, next_power_of_2
 from moe_ops.tiles import Scan, scan_sizes
@@ -25,6 +26,7 @@ def _permutation_kernel(
     num_slots, num_experts, num_local_experts, BUCKETS: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """One program places the slots of one expert; the last program those that are skipped."""
+    take_turn()
     bucket = tl.program_id(0)
     buckets = tl.arange(0, BUCKETS)
     count = tl.load(counts + buckets, mask=buckets < num_local_experts, other=0)
@@ -82,6 +84,7 @@ def _gather_rows_kernel(
     BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One program copies a piece of one row, or writes zeros past the last expert's rows."""
+    take_turn()
     row = tl.program_id(0)
     col = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     readable = tl.where(row < tl.load(offset + num_experts), WIDTH, 0)
@@ -118,6 +121,7 @@ def _order_columns_kernel(
     TOP_K: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One program gathers a piece of one slot's row, or writes zeros where that is skipped."""
+    take_turn()
     slot = tl.program_id(0).to(tl.int64)
     col = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     expert = local_experts(topk_ids, expert_map, slot, slot >= 0, num_experts, num_local_experts)
@@ -156,6 +160,7 @@ def _unpermute_kernel(
     TOP_K: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One program sums a piece of one token's rows."""
+    take_turn()
     token = tl.program_id(0).to(tl.int64)
     col = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     used = num_rows

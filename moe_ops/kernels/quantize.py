@@ -16,6 +16,7 @@ from torch import Tensor
 
 from moe_ops.fake_impls.quantize import activation_quantize as empty_activated
 from moe_ops.fake_impls.quantize import moe_quantize as empty_rows
+from moe_ops.kernels.dependent import take_turn
 from moe_ops.kernels.launch import Launch
 from moe_ops.kernels.rounding import (
     encode,
@@ -42,6 +43,7 @@ def _quantize_kernel(
     LINEAR_BETA: tl.constexpr, GROUP: tl.constexpr, RULE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One program quantizes whole groups of one row, divided by a global scale if there is one."""
+    take_turn()
     rank, piece, expert = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     row = expert.to(tl.int64) * tl.num_programs(0) + rank
     col = piece * BLOCK + tl.arange(0, BLOCK)
@@ -78,6 +80,7 @@ def _amax_kernel(
     ALPHA: tl.constexpr, BETA: tl.constexpr, LINEAR_BETA: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One program finds the largest magnitude of its share of one expert's rows."""
+    take_turn()
     first, step, expert = tl.program_id(0), tl.num_programs(0), tl.program_id(1)
     last = max_rows
     if counts is not None:
@@ -112,6 +115,7 @@ def _scaled_kernel(
 
     ``given`` holds scales, or (PARTIALS) each expert's ``given_expert`` partial maxima.
     """
+    take_turn()
     rank, piece, expert = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     row = expert.to(tl.int64) * tl.num_programs(0) + rank
     col = piece * BLOCK + tl.arange(0, BLOCK)

@@ -13,6 +13,7 @@ from moe_ops.fake_impls.routing import fused_topk as empty_topk
 from moe_ops.fake_impls.routing import grouped_topk as empty_grouped
 from moe_ops.fake_impls.routing import hash_topk as empty_hashed
 from moe_ops.fake_impls.routing import sparsemixer as empty_pair
+from moe_ops.kernels.dependent import take_turn
 from moe_ops.kernels.launch import Launch
 from moe_ops.kernels.routing_scores import (
     LOWEST,
@@ -37,6 +38,7 @@ def _fused_topk_kernel(
     TOKENS: tl.constexpr, EXPERTS: tl.constexpr, SLOTS: tl.constexpr,
 ):  # fmt: skip
     """One program routes TOKENS tokens."""
+    take_turn()
     route_tokens(
         gating_output, bias, topk_weights, topk_ids, tl.program_id(0).to(tl.int64) * TOKENS,
         num_tokens, stride_row, NUM_EXPERTS,
@@ -52,6 +54,7 @@ def _grouped_topk_kernel(
     BEST: tl.constexpr, GROUPS: tl.constexpr, WIDTH: tl.constexpr, SLOTS: tl.constexpr,
 ):  # fmt: skip
     """Experts of the best groups compete. Each group is padded to WIDTH positions."""
+    take_turn()
     token = tl.program_id(0).to(tl.int64)
     position = tl.arange(0, GROUPS * WIDTH)
     group, member = position // WIDTH, position % WIDTH
@@ -77,6 +80,7 @@ def _hash_topk_kernel(
     EXPERTS: tl.constexpr, SLOTS: tl.constexpr,
 ):  # fmt: skip
     """The table chooses; only a softmax needs the logits of experts that are not chosen."""
+    take_turn()
     token = tl.program_id(0).to(tl.int64)
     row = gating_output + token * stride_row
     slot = tl.arange(0, SLOTS)
@@ -102,6 +106,7 @@ def _sparsemixer_kernel(
     EXPERTS: tl.constexpr,
 ):  # fmt: skip
     """Twice the largest logit, weighed by a softmax of it and the close ones below it."""
+    take_turn()
     token = tl.program_id(0).to(tl.int64)
     expert = tl.arange(0, EXPERTS)
     valid = expert < NUM_EXPERTS

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from moe_ops.fake_impls.routing_adjust import adjust_routing as empty_routing
 from moe_ops.fake_impls.routing_adjust import zero_experts as empty_split
+from moe_ops.kernels.dependent import take_turn
 from moe_ops.kernels.launch import Launch
 from moe_ops.kernels.slots import dense, next_power_of_2
 
@@ -23,6 +24,7 @@ def _adjust_kernel(
     BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One program writes BLOCK slots; WIDTH of them belong to a token."""
+    take_turn()
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     valid = at < num_slots
     token, slot = at // WIDTH, at % WIDTH
@@ -86,6 +88,7 @@ def _zero_experts_kernel(
     SIZE, SKIPPED_ID: tl.constexpr, TOP_K: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One program writes a piece of one token's row; the first piece also the token's slots."""
+    take_turn()
     token = tl.program_id(0).to(tl.int64)
     piece = tl.program_id(1)
     total = 0.0

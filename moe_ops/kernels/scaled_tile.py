@@ -12,6 +12,7 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
+from moe_ops.kernels.dependent import take_turn
 from moe_ops.kernels.gemm_tile import (
     COUNTED,
     activate,
@@ -138,6 +139,7 @@ def scaled_gemm_kernel(
 
     RULE and LAYOUT are NamedTuples: a `Formula` (or None) and a `Layout`.
     """
+    take_turn()
     pid_m, pid_n, expert = find_tile(
         tiles, expert_map, num_slots, num_ids, num_experts, N, BLOCK_M, BLOCK_N, GROUP_M
     )

@@ -9,6 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from moe_ops.fake_impls.weight_and_reduce import moe_fused_mul_sum as empty_output
+from moe_ops.kernels.dependent import take_turn
 from moe_ops.kernels.launch import Launch
 from moe_ops.kernels.slots import dense, local_experts, map_size, next_power_of_2
 
@@ -19,6 +20,7 @@ def _mul_sum_kernel(
     num_local_experts, WIDTH, stride_out, TOP_K: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One program sums a piece of one token's rows; skipped rows are not read."""
+    take_turn()
     token = tl.program_id(0).to(tl.int64)
     col = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     width = WIDTH
