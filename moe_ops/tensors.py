@@ -41,7 +41,7 @@ class Tiles(NamedTuple):
     """What tells an expert GEMM its tiles."""
 
     plan: Tensor
-    """int32: see `PlanSizes`. Not read with ``topk_ids`` of at most `DIRECT_SLOTS` entries."""
+    """int32: see `PlanSizes`. Not read with ``topk_ids`` where `is_direct`."""
     topk_ids: Tensor | None = None
     """``(T, k)``, where the rows of the GEMM are the slots of a routing."""
     expert_map: Tensor | None = None

@@ -11,7 +11,7 @@ import moe_ops
 from moe_ops import ops
 from moe_ops.reference.align import slot_plan
 from moe_ops.tensors import unpack_plan
-from moe_ops.tiles import DIRECT_SLOTS, ROW_TILES, num_tiles, padded_slots, pick_row_tile
+from moe_ops.tiles import ROW_TILES, is_direct, num_tiles, padded_slots, pick_row_tile
 
 pytestmark = pytest.mark.kernel
 
@@ -160,7 +160,7 @@ def test_the_slot_plan_is_the_same_in_one_tensor(case, local, tile, device):
     expected = ops.moe_align_block_size(ids, expert_map, *sizes, False, True)
     assert plan.dtype == torch.int32 and plan.data_ptr() % 16 == 0
     assert [x.shape for x in parts] == [x.shape for x in expected]
-    if ids.numel() > DIRECT_SLOTS:
+    if not is_direct(ids.numel(), sizes[1]):
         assert all(torch.equal(a, b) for a, b in zip(parts, expected, strict=True))
     parts = unpack_plan(slot_plan(ids, expert_map, *sizes), ids.numel(), sizes[1], sizes[0])
     assert all(torch.equal(a, b) for a, b in zip(parts, expected, strict=True))

@@ -13,22 +13,22 @@ from moe_ops.reference.slots import local_experts
 from moe_ops.scheme import FusedMoEQuantConfig, get_scheme, quantize_weight
 from moe_ops.tensors import ExpertWeight, Rows, Tiles
 from moe_ops.testing import Problem, call, make_inputs
-from moe_ops.tiles import DIRECT_SLOTS
+from moe_ops.tiles import is_direct
 
 pytestmark = [
     pytest.mark.kernel,
     pytest.mark.skipif(not (INTERPRETED or HAS_CUDA), reason="references read the plan"),
 ]
-E, H, I = 5, 64, 48  # noqa: E741
+E, H, I = 128, 64, 48  # noqa: E741
 SCHEMES = (
     "unquantized", "fp8_tensor", "fp8_channel", "int8_block32", "int8_w8a16", "int4_w4a16_g16_zp",
     "mxfp4", "mxfp8",
 )  # fmt: skip
 ROUTINGS = {
     "distinct": ([[0, 1, 2, 3]], None),
-    "repeated": ([[4, 4], [0, 4], [4, 0]], None),
-    "holes": ([[2**40, -1, 3, 5, 0, 2, 2, 1]] * 2, None),
-    "mapped": ([[0, 1, 2, 3, 4, 5, 6, 7]], [2, -1, 0, 7, 1, -5, 3, 4]),
+    "repeated": ([[4, 4], [0, 127], [127, 0]], None),
+    "holes": ([[2**40, -1, 3, 128, 0, 2, 2, 1]] * 2, None),
+    "mapped": ([[0, 1, 2, 3, 4, 5, 6, 7]], [2, -1, 0, 199, 1, -5, 3, 4]),
     "one": ([[6]], [0] * 7),
 }
 
@@ -125,7 +125,7 @@ GEMMS = ["_expert_gemm_gated_kernel", "_expert_gemm_kernel"]
 def test_launches_of_a_layer(tokens, aligns, launched, device):
     """Both products and the sum; more than 16 slots are aligned first."""
     problem = Problem(tokens, E, 4, H, I, torch.bfloat16)
-    assert aligns == (tokens * problem.top_k > DIRECT_SLOTS)
+    assert aligns != is_direct(tokens * problem.top_k, E)
     inputs = make_inputs(problem, device)
     call(moe_ops.fused_experts, problem, inputs)
     assert launched[:-1] == ["_align_kernel"] * aligns + GEMMS and len(launched) == 3 + aligns
@@ -139,3 +139,12 @@ def test_launches_of_a_routed_layer(launched, device):
         x, logits = torch.zeros(tokens, H, device=device), torch.zeros(tokens, E, device=device)
         moe_ops.fused_moe(x, w1, w2, logits, 4)
         assert launched[:-1] == [first, *GEMMS] and len(launched) == 4
+
+
+@pytest.mark.parametrize(
+    ("slots", "num_experts", "direct"),
+    [(2, 8, True), (3, 8, False), (16, 128, True), (17, 512, False), (8, 16, False), (0, 1, True)],
+)
+def test_few_slots_of_many_experts(slots, num_experts, direct):
+    """No more than seldom meet: weights would be read again for each."""
+    assert is_direct(slots, num_experts) == direct

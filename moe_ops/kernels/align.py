@@ -34,10 +34,10 @@ from moe_ops.kernels.launch import Launch
 from moe_ops.kernels.plan import fill, place_bucket, plan_parts, store_header
 from moe_ops.kernels.slots import dense, local_experts, map_size, next_power_of_2
 from moe_ops.tiles import (
-    DIRECT_SLOTS,
     SINGLE_LAUNCH_SLOTS,
     PlanSizes,
     Scan,
+    is_direct,
     pick_row_tile,
     plan_sizes,
     scan_sizes,
@@ -190,7 +190,7 @@ def slot_plan(
     """The same in one tensor; for so few slots that nobody reads it, nothing is launched."""
     plan = empty_slot_plan(topk_ids, expert_map, row_tiles, num_experts)
     num_slots = topk_ids.numel()
-    if num_slots > DIRECT_SLOTS:
+    if not is_direct(num_slots, num_experts):
         sizes = plan_sizes(num_slots, num_experts, row_tiles)
         parts = (plan, None, None)
         _align_slots(parts, sizes, topk_ids, expert_map, None, row_tiles, num_experts)

@@ -14,7 +14,7 @@ import triton.language as tl
 from moe_ops.kernels.activation import gate, gate_up
 from moe_ops.kernels.slots import HEADER, experts_of
 from moe_ops.tensors import AnyTiles
-from moe_ops.tiles import DIRECT_SLOTS
+from moe_ops.tiles import is_direct
 
 COUNTED = ["num_slots", "num_ids", "num_experts"]
 """What no kernel is made anew for."""
@@ -23,7 +23,7 @@ COUNTED = ["num_slots", "num_ids", "num_experts"]
 def tile_arguments(tiles: AnyTiles, num_slots: int, num_experts: int) -> tuple[Any, ...]:
     """A kernel's arguments that tell its tiles."""
     plan, topk_ids, expert_map = tiles
-    if topk_ids is None or num_slots > DIRECT_SLOTS:
+    if topk_ids is None or not is_direct(num_slots, num_experts):
         return plan, None, num_slots, None, num_experts
     if expert_map is None:
         return topk_ids.contiguous(), None, num_slots, num_experts, num_experts

@@ -18,7 +18,7 @@ from moe_ops.kernels.plan import place_bucket
 from moe_ops.kernels.routing import by_rows, fused_topk, topk_constants
 from moe_ops.kernels.routing_scores import route_tokens
 from moe_ops.kernels.slots import dense, experts_of, map_size, next_power_of_2
-from moe_ops.tiles import DIRECT_SLOTS, few_tokens, pick_row_tile, plan_sizes
+from moe_ops.tiles import few_tokens, is_direct, pick_row_tile, plan_sizes
 
 
 @triton.jit(do_not_specialize=["num_tokens", "num_rows", "num_tiles"])
@@ -83,7 +83,7 @@ def topk_align(
     how = (topk, renormalize, scoring_func, routed_scaling_factor)
     bias, aligned = e_score_correction_bias, (expert_map, row_tiles, num_local_experts)
     tokens, num_experts = gating_output.shape
-    if tokens * topk <= DIRECT_SLOTS or not few_tokens(tokens, num_experts):
+    if is_direct(tokens * topk, num_local_experts) or not few_tokens(tokens, num_experts):
         weights, ids = fused_topk(gating_output, bias, *how)
         return weights, ids, slot_plan(ids, *aligned)
     result = empty_routing(gating_output, bias, *how, *aligned)

@@ -16,11 +16,11 @@ from moe_ops.pipeline.row_spaces import row_tiles_of
 from moe_ops.routing import fused_topk
 from moe_ops.scheme import Scheme
 from moe_ops.tiles import (
-    DIRECT_SLOTS,
     MANY_TOKENS,
     Gemm,
     device_facts,
     few_tokens,
+    is_direct,
     scan_sizes,
     sort_block,
 )
@@ -122,7 +122,7 @@ class Variants(NamedTuple):
         )
         tiles = tuple(tiles_of(gemm, self.scheme, act, device).tiles for gemm, act in gemms)
         routing = num_tokens >= MANY_TOKENS, few_tokens(num_tokens, num_experts)
-        sorting = sizes <= DIRECT_SLOTS, scan_sizes(sizes), sort_block(sizes)
+        sorting = is_direct(sizes, num_experts), scan_sizes(sizes), sort_block(sizes)
         return (*tiles, *sorting, *routing)
 
 
