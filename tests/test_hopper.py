@@ -68,7 +68,8 @@ class Twins:
             self.weight = (w,)
 
     def run(self, tiles, activation, top_k):
-        plan = Tiles(ops.slot_plan(self.ids, None, tiles, self.problem.num_experts))
+        made = ops.slot_plan(self.ids, None, tiles, self.problem.num_experts)
+        plan = Tiles(made, self.ids, None)
         operands = (*self.rows, *self.weight, self.bias)
         if self.scaled:
             rest = (*plan, tiles, top_k, self.scheme, self.problem.dtype)
