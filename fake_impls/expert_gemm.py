@@ -20,6 +20,7 @@ def expert_gemm(
     expert_map: Tensor | None,
     row_tiles: Sequence[int],
     top_k: int,
+    expert_order: bool = False,
 ) -> Tensor:
     """One row of ``N`` for each slot, in slot order."""
     return a.new_empty(a.shape[0] * top_k, w.shape[1])
@@ -36,7 +37,8 @@ def expert_gemm_act(
     row_tiles: Sequence[int],
     top_k: int,
     activation: str,
+    expert_order: bool = False,
 ) -> Tensor:
-    """One row of ``I`` for each slot, in slot order."""
+    """One row of ``I`` for each slot, in slot order or in expert order."""
     width = w.shape[1] // 2 if formula(activation).gated else w.shape[1]
     return a.new_empty(a.shape[0] * top_k, width)

@@ -186,16 +186,19 @@ batched_activation_quantize = _op(
     "batched_activation_quantize(Tensor x, Tensor? scale, Tensor expert_num_tokens,"
     " str activation, str quant) -> (Tensor q, Tensor q_scale)",
 )
+# With `expert_order` the rows between two expert GEMMs, what `expert_gemm_act` returns and `a` of
+# `expert_gemm`, lie in the order of the plan without its padding; see `reference/expert_gemm.py`.
 expert_gemm = _op(
     "expert_gemm",
     "expert_gemm(Tensor a, Tensor w, Tensor? bias, Tensor? input_weights, Tensor? output_weights,"
-    " Tensor plan, Tensor? topk_ids, Tensor? expert_map, int[] row_tiles, SymInt top_k) -> Tensor",
+    " Tensor plan, Tensor? topk_ids, Tensor? expert_map, int[] row_tiles, SymInt top_k,"
+    " bool expert_order=False) -> Tensor",
 )
 expert_gemm_act = _op(
     "expert_gemm",
     "expert_gemm_act(Tensor a, Tensor w, Tensor? bias, Tensor? input_weights,"
     " Tensor plan, Tensor? topk_ids, Tensor? expert_map, int[] row_tiles, SymInt top_k,"
-    " str activation) -> Tensor",
+    " str activation, bool expert_order=False) -> Tensor",
 )
 _SCALED = (
     "(Tensor a, Tensor a_scale, Tensor w, Tensor w_scale, Tensor? bias, Tensor plan,"

@@ -33,8 +33,15 @@ def unpack_plan(
 ) -> TilePlan:
     """Views of the parts of a plan that is one tensor, as operators pass it on: see `PlanSizes`."""
     sizes = plan_sizes(num_slots, num_experts, row_tiles)
-    slots, experts = plan[PLAN_HEADER : sizes.experts_at], plan[sizes.experts_at :]
+    slots, experts = plan[PLAN_HEADER : sizes.experts_at], plan[sizes.experts_at : sizes.firsts_at]
     return TilePlan(slots, experts, plan[:1])
+
+
+def first_rows(
+    plan: Tensor, num_slots: int, num_experts: int, row_tiles: Sequence[int]
+) -> Tensor:
+    """View of the row with which each tile begins in expert order: see `PlanSizes`."""
+    return plan[plan_sizes(num_slots, num_experts, row_tiles).firsts_at :]
 
 
 class Tiles(NamedTuple):

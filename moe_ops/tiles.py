@@ -67,8 +67,8 @@ class Device(NamedTuple):
 DIRECT_SLOTS = 16
 """The most slots of an expert GEMM without a plan: see `is_direct`."""
 PLAN_HEADER = 4
-"""Entries of a plan before its slots: how many rows are in use, where the experts begin, and two
-zeros, so that slots begin at a multiple of 16 bytes."""
+"""Entries of a plan before its slots: how many rows are in use, where the experts begin, where the
+tiles' first rows begin, and a zero, so that slots begin at a multiple of 16 bytes."""
 SINGLE_LAUNCH_SLOTS = 1024
 """Up to here one launch aligns: each of its programs counts all experts itself."""
 MANY_TOKENS = 2048
@@ -142,7 +142,12 @@ def num_tiles(num_slots, num_experts, row_tiles: Sequence[int]):
 
 
 class PlanSizes(NamedTuple):
-    """How a plan lies in one int32 tensor: its header, the slot of each row, each tile's expert."""
+    """How a plan lies in one int32 tensor: header, the slot of each row, of each tile two entries.
+
+    They are its expert, and the row with which it begins where rows lie in expert order: those of
+    slots in the order of the plan, padding left out; batched and permuted rows where they are. Both
+    are -1 past the last tile.
+    """
 
     rows: int
     tiles: int
@@ -153,9 +158,14 @@ class PlanSizes(NamedTuple):
         return PLAN_HEADER + self.rows
 
     @property
+    def firsts_at(self) -> int:
+        """Where the tiles' first rows begin."""
+        return self.experts_at + self.tiles
+
+    @property
     def entries(self) -> int:
         """Of the tensor."""
-        return PLAN_HEADER + self.rows + self.tiles
+        return self.firsts_at + self.tiles
 
 
 def plan_sizes(num_slots, num_experts, row_tiles: Sequence[int], pad_to: int = 1) -> PlanSizes:

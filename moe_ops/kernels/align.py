@@ -31,7 +31,7 @@ from moe_ops.kernels.counting_sort import (
 )
 from moe_ops.kernels.dependent import take_turn
 from moe_ops.kernels.launch import Launch
-from moe_ops.kernels.plan import fill, place_bucket, plan_parts, store_header
+from moe_ops.kernels.plan import finish_plan, name_tile, name_tiles, place_bucket, plan_parts
 from moe_ops.kernels.slots import dense, local_experts, map_size, next_power_of_2
 from moe_ops.tiles import (
     SINGLE_LAUNCH_SLOTS,
@@ -108,14 +108,14 @@ def _align_blocks_kernel(
 ):  # fmt: skip
     """One program places the slots of one block, and fills its share of everything else."""
     take_turn()
-    slots, experts, header = plan_parts(
-        sorted_token_ids, expert_ids, num_tokens_post_padded, num_rows
+    slots, experts, firsts, header = plan_parts(
+        sorted_token_ids, expert_ids, num_tokens_post_padded, num_rows, num_tiles
     )
     block, blocks = tl.program_id(0), tl.num_programs(0)
     bucket = tl.arange(0, BUCKETS)
     count, before, own = add_blocks(table, blocks, num_buckets, BUCKETS, ROWS)
     tiles = (count + TILE - 1) // TILE
-    first_tile = tl.cumsum(tiles, 0) - tiles
+    start, first_tile = tl.cumsum(count, 0) - count, tl.cumsum(tiles, 0) - tiles
     first_row = first_tile * TILE
     used_tiles = tl.sum(tiles)
 
@@ -130,11 +130,11 @@ def _align_blocks_kernel(
         unused = count + at < tiles * TILE
         tl.store(slots + first_row + count + at, bucket * 0 + num_slots, mask=unused)
     for at in range(block, tl.max(tiles), blocks):
-        tl.store(experts + first_tile + at, name, mask=at < tiles)
-    fill(slots, used_tiles * TILE, num_rows, block, blocks, num_slots, 512)
-    fill(experts, used_tiles, num_tiles, block, blocks, -1, 512)
-    if block == 0:
-        store_header(header, expert_ids, used_tiles * TILE, num_rows)
+        name_tile(experts, firsts, first_tile + at, name, start + at * TILE, at < tiles)
+    finish_plan(
+        slots, experts, firsts, header, used_tiles, block, blocks, num_slots,
+        num_rows, num_tiles, TILE, 512,
+    )  # fmt: skip
 
 
 @lru_cache(maxsize=4096)
@@ -229,7 +229,7 @@ def _spans_kernel(
     With ``counts``: expert e's rows begin at ``e * max_rows``; with ``offset``: at ``offset[e]``.
     """
     take_turn()
-    slots, names, header = plan_parts(plan, None, None, num_rows)
+    slots, names, firsts, header = plan_parts(plan, None, None, num_rows, num_tiles)
     expert = tl.program_id(0)
     experts = tl.arange(0, BUCKETS)
     inside = experts < num_experts
@@ -251,11 +251,11 @@ def _spans_kernel(
         rank = at + tl.arange(0, 256)
         row = tl.where(rank < my_count, start + rank, pad)
         tl.store(slots + first_tile * TILE + rank, row, mask=rank < my_tiles * TILE)
-    fill(names, first_tile, first_tile + my_tiles, 0, 1, expert, 128)
-    fill(slots, used_tiles * TILE, num_rows, expert, num_experts, pad, 256)
-    fill(names, used_tiles, num_tiles, expert, num_experts, -1, 128)
-    if expert == 0:
-        store_header(header, None, used_tiles * TILE, num_rows)
+    name_tiles(names, firsts, first_tile, my_tiles, expert, start, TILE)
+    finish_plan(
+        slots, names, firsts, header, used_tiles, expert, num_experts, pad,
+        num_rows, num_tiles, TILE, 256,
+    )  # fmt: skip
 
 
 @lru_cache(maxsize=1024)

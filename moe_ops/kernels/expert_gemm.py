@@ -2,6 +2,7 @@
 
 ``M`` counts slots, ``N`` weight rows of one expert, ``K`` is the contraction. GEMM 1: ``N = 2I``
 (or ``I``), ``K = H``; GEMM 2: ``N = H``, ``K = I``. One program computes one tile of one expert.
+``ORDERED`` names which of ``a`` and ``out`` has its rows in expert order, not by slot, if any.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from moe_ops.kernels.gemm_tile import (
     find_tile,
     load_slots,
     load_tile,
+    rows_between,
     scale_rows,
     tile_arguments,
 )
@@ -42,7 +44,7 @@ def _expert_gemm_kernel(
     a, w, bias, input_weights, output_weights, out,
     tiles, expert_map, num_slots, num_ids, num_experts,
     stride_am, stride_we, stride_wn, stride_wk,
-    N: tl.constexpr, K: tl.constexpr, TOP_K: tl.constexpr,
+    N: tl.constexpr, K: tl.constexpr, TOP_K: tl.constexpr, ORDERED: tl.constexpr,
     FUNCTION: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.constexpr, BETA: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
 ):  # fmt: skip
@@ -58,7 +60,10 @@ def _expert_gemm_kernel(
     inside = n < N
     n_inside = None if N % BLOCK_N == 0 else inside
     k = tl.arange(0, BLOCK_K)
-    a_tile = a + (slot // TOP_K)[:, None] * stride_am + k[None, :]
+    source = slot // TOP_K
+    if ORDERED == "a":
+        source = rows_between(tiles, pid_m, slot, real, num_ids, BLOCK_M)
+    a_tile = a + source[:, None] * stride_am + k[None, :]
     w_tile = w + expert * stride_we + n[None, :] * stride_wn + k[:, None] * stride_wk
 
     acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
@@ -72,6 +77,8 @@ def _expert_gemm_kernel(
     if FUNCTION is not None:
         acc = gate(acc, FUNCTION, LIMIT, ALPHA, BETA)
     acc = scale_rows(acc, output_weights, slot, real)
+    if ORDERED == "out":
+        slot = rows_between(tiles, pid_m, slot, real, num_ids, BLOCK_M)
     at = out + slot[:, None] * N + n[None, :]
     tl.store(at, acc.to(out.dtype.element_ty), mask=real[:, None] & inside[None, :])
 
@@ -81,9 +88,9 @@ def _expert_gemm_gated_kernel(
     a, w, bias, input_weights, out,
     tiles, expert_map, num_slots, num_ids, num_experts,
     stride_am, stride_we, stride_wn, stride_wk,
-    N: tl.constexpr, K: tl.constexpr, TOP_K: tl.constexpr, INTERLEAVED: tl.constexpr,
-    FUNCTION: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.constexpr, BETA: tl.constexpr,
-    LINEAR_BETA: tl.constexpr,
+    N: tl.constexpr, K: tl.constexpr, TOP_K: tl.constexpr, ORDERED: tl.constexpr,
+    INTERLEAVED: tl.constexpr, FUNCTION: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.constexpr,
+    BETA: tl.constexpr, LINEAR_BETA: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
 ):  # fmt: skip
     """As above with gate and up side by side: ``out[s] = f(gate, up)``; N counts output columns."""
@@ -117,6 +124,8 @@ def _expert_gemm_gated_kernel(
     u = scale_rows(u, input_weights, slot, real)
     u = add_bias(u, bias, expert, gate_row + UP, inside, 2 * N)
     value = gate_up(g, u, FUNCTION, LIMIT, ALPHA, BETA, LINEAR_BETA)
+    if ORDERED == "out":
+        slot = rows_between(tiles, pid_m, slot, real, num_ids, BLOCK_M)
     at = out + slot[:, None] * N + n[None, :]
     tl.store(at, value.to(out.dtype.element_ty), mask=real[:, None] & inside[None, :])
 
@@ -130,6 +139,7 @@ def _launch(
     top_k: int,
     device: torch.device,
     activation: str | None,
+    ordered: str | None,
 ) -> tuple[Launch, int]:
     """The kernel for an activation (or none), and how many programs the plan may need."""
     num_experts, rows, k = weight
@@ -139,7 +149,7 @@ def _launch(
     default = gemm_tiles(gemm, facts)
     tiles = choose(gemm, "unquantized", 8 * itemsize, facts, default).tiles
     make = _gated if halves == 2 else _plain
-    return make(gemm.n, k, top_k, activation, tiles), max_programs(gemm, tiles)
+    return make(gemm.n, k, top_k, ordered, activation, tiles), max_programs(gemm, tiles)
 
 
 @lru_cache(maxsize=4096)
@@ -151,6 +161,7 @@ def _hopper(
     top_k: int,
     device: torch.device,
     activation: str | None,
+    ordered: str | None,
 ) -> tuple[hopper_gemm.Constants, bool] | None:
     """Hopper's own kernel, and whether it packs rows; None where it does not serve."""
     num_experts, rows, k = weight
@@ -161,11 +172,14 @@ def _hopper(
     if tiles is None:
         return None
     scales = hopper_gemm.Scales()
-    return hopper_gemm.constants(tuple(weight), itemsize, top_k, rule, scales, tiles), tiles.packed
+    made = hopper_gemm.constants(tuple(weight), itemsize, top_k, rule, scales, tiles, ordered)
+    return made, tiles.packed
 
 
 @lru_cache(maxsize=1024)
-def _plain(n: int, k: int, top_k: int, activation: str | None, tiles: TileConfig) -> Launch:
+def _plain(
+    n: int, k: int, top_k: int, ordered: str | None, activation: str | None, tiles: TileConfig
+) -> Launch:
     """One accumulator a tile."""
     rule = activation and formula(activation)
     return Launch(
@@ -173,6 +187,7 @@ def _plain(n: int, k: int, top_k: int, activation: str | None, tiles: TileConfig
         N=n,
         K=k,
         TOP_K=top_k,
+        ORDERED=ordered,
         FUNCTION=rule and rule.function,
         LIMIT=rule and rule.limit,
         ALPHA=rule and rule.alpha,
@@ -182,7 +197,9 @@ def _plain(n: int, k: int, top_k: int, activation: str | None, tiles: TileConfig
 
 
 @lru_cache(maxsize=1024)
-def _gated(n: int, k: int, top_k: int, activation: str, tiles: TileConfig) -> Launch:
+def _gated(
+    n: int, k: int, top_k: int, ordered: str | None, activation: str, tiles: TileConfig
+) -> Launch:
     """Gate and up accumulators."""
     rule = formula(activation)
     return Launch(
@@ -190,6 +207,7 @@ def _gated(n: int, k: int, top_k: int, activation: str, tiles: TileConfig) -> La
         N=n,
         K=k,
         TOP_K=top_k,
+        ORDERED=ordered,
         INTERLEAVED=rule.interleaved,
         **constants(rule),
         **tiles.constants(),
@@ -207,12 +225,14 @@ def expert_gemm(
     expert_map: Tensor | None,
     row_tiles: Sequence[int],
     top_k: int,
+    expert_order: bool = False,
 ) -> Tensor:
     """Launch one program for each tile that the plan may hold."""
     tiles = (plan, topk_ids, expert_map)
     out = empty_rows(a, w, bias, input_weights, output_weights, *tiles, row_tiles, top_k)
     vectors = (bias, input_weights, output_weights)
-    return _run(out, a, w, vectors, tiles, row_tiles, top_k, None)
+    ordered = "a" if expert_order else None
+    return _run(out, a, w, vectors, tiles, row_tiles, top_k, None, ordered)
 
 
 def expert_gemm_act(
@@ -226,13 +246,15 @@ def expert_gemm_act(
     row_tiles: Sequence[int],
     top_k: int,
     activation: str,
+    expert_order: bool = False,
 ) -> Tensor:
     """Launch one program for each tile that the plan may hold."""
     tiles = (plan, topk_ids, expert_map)
     out = empty_activated_rows(a, w, bias, input_weights, *tiles, row_tiles, top_k, activation)
     gated = formula(activation).gated  # its kernel scales no output
     vectors = (bias, input_weights) if gated else (bias, input_weights, None)
-    return _run(out, a, w, vectors, tiles, row_tiles, top_k, activation)
+    ordered = "out" if expert_order else None
+    return _run(out, a, w, vectors, tiles, row_tiles, top_k, activation, ordered)
 
 
 def _run(
@@ -244,6 +266,7 @@ def _run(
     row_tiles: Sequence[int],
     top_k: int,
     activation: str | None,
+    ordered: str | None,
 ) -> Tensor:
     """Launch the kernel for an activation, or none; ``vectors`` as it takes them."""
     num_slots = out.shape[0]
@@ -252,12 +275,12 @@ def _run(
         if unit != 1:
             a, stride = a.contiguous(), a.shape[1]
         shape = w.shape
-        how = (num_slots, shape, w.itemsize, tuple(row_tiles), top_k, w.device, activation)
+        how = (num_slots, shape, w.itemsize, tuple(row_tiles), top_k, w.device, activation, ordered)
         vectors = tuple([v if v is None else v.contiguous() for v in vectors])
         told = tile_arguments(tiles, num_slots, shape[0])
         hopper, (bias, *weights) = _hopper(*how), vectors
         unweighted = all(v is None for v in weights)
-        if hopper and unweighted and hopper_gemm.serves(a, w, hopper[0].GATED):
+        if hopper and unweighted and hopper_gemm.serves(a, w, hopper[0]):
             given = hopper_gemm.Operands(a, None, w, None, bias)
             hopper_gemm.run(out, given, told, *hopper)
             return out

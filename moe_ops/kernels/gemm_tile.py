@@ -73,6 +73,16 @@ def load_slots(tiles, pid_m, num_slots, num_ids, BLOCK_M: tl.constexpr):
 
 
 @triton.jit
+def rows_between(tiles, pid_m, slot, real, num_ids, BLOCK_M: tl.constexpr):
+    """Where a tile's rows lie in expert order (0 for padding); without a plan, by slot."""
+    row = slot
+    if num_ids is None:
+        first = tl.load(tiles + tl.load(tiles + 2) + pid_m)
+        row = tl.where(real, first + tl.arange(0, BLOCK_M), 0).to(tl.int64)
+    return row
+
+
+@triton.jit
 def load_tile(
     pointers, k, rows_inside, K: tl.constexpr, BLOCK_K: tl.constexpr, K_AXIS: tl.constexpr
 ):

@@ -34,6 +34,8 @@ class Constants:
     K: int
     TOP_K: int
     """Slots of a row of the first operand."""
+    ORDERED: str | None
+    """Which of ``a`` and ``out`` has its rows in expert order, not by slot, if any."""
     RULE: Formula | None
     """Of the activation."""
     GATED: bool
@@ -83,6 +85,7 @@ def constants(
     rule: Formula | None,
     scales: Scales,
     tiles: HopperTiles,
+    ordered: str | None = None,
 ) -> Constants:
     """The constants for a weight ``(E, rows, K)``."""
     _, rows, k = weight
@@ -93,6 +96,7 @@ def constants(
         N=n,
         K=k,
         TOP_K=top_k,
+        ORDERED=ordered,
         RULE=rule,
         GATED=gated,
         STEP=2 if interleaved else 1,
@@ -114,14 +118,19 @@ def constants(
     )
 
 
-def serves(a: Tensor, w: Tensor, gated: bool) -> bool:
+def serves(a: Tensor, w: Tensor, c: Constants) -> bool:
     """Whether boxes can be made of the operands: of their dtypes, strides and addresses.
+
+    Of ``a`` itself only where its rows lie in expert order.
 
     On a GPU only: there is no interpreter for Gluon.
     """
     expert, row, unit = w.stride()
-    whole = all(x * w.itemsize % 16 == 0 for x in (expert, row, w.shape[2], w.data_ptr()))
-    fits = not gated or w.shape[1] % 16 == 0
+    lengths, addresses = [expert, row, w.shape[2]], [w.data_ptr()]
+    if c.ORDERED == "a":
+        lengths, addresses = [*lengths, a.stride(0)], [*addresses, a.data_ptr()]
+    whole = all(at % 16 == 0 for at in (*addresses, *(x * w.itemsize for x in lengths)))
+    fits = not c.GATED or w.shape[1] % 16 == 0
     return w.is_cuda and w.dtype in DTYPES and a.dtype == w.dtype and unit == 1 and whole and fits
 
 
@@ -169,11 +178,13 @@ def run(
 def _run_packed(
     out: Tensor, operands: Operands, tiles: tuple[Any, ...], c: Constants, wide: int
 ) -> None:
-    """Pack the rows, then one program a processor."""
+    """Pack the rows unless they lie in expert order, then one program a processor."""
     a, a_scale, w, w_scale, bias = operands
     plan, _, num_slots, _, num_experts = tiles
     most = padded_slots(num_slots, num_experts, (c.BLOCK_M,))
-    rows, scales = pack_rows(a, a_scale, plan, num_slots, most, c.TOP_K)
+    rows, scales = a, None
+    if c.ORDERED != "a":
+        rows, scales = pack_rows(a, a_scale, plan, num_slots, most, c.TOP_K)
     layout: Any = gl.NVMMASharedLayout(ROW_BYTES, 8 * c.ITEMSIZE, rank=2)
     a_box = TensorDescriptor.from_tensor(rows, [c.BLOCK_M, c.BLOCK_K], layout)
     scale_box = a_box

@@ -51,6 +51,12 @@ def expert_of(v, m):
 
 
 @gluon.jit
+def first_row(v, m):
+    """The row with which a tile of a plan begins in expert order."""
+    return gl.load(v.tiles + gl.load(v.tiles + 2) + m)
+
+
+@gluon.jit
 def slots_of(v, m, row, C: gl.constexpr):
     """The slots of some rows of a tile, and which are real."""
     if v.num_ids is None:

@@ -2,7 +2,8 @@
 
 One warp copies tiles of both operands into a ring in shared memory (the TMA engine does); two warp
 groups multiply, each its half of the output tile, and write rows to their slots. The rows of the
-first operand lie in plan order (`pack`), so that a tile of them is one box. Where an activation has
+first operand lie in plan order (`pack`) or in expert order, so that a tile of them is one box (with
+rows of the next expert at its end, which are multiplied, and not stored). Where an activation has
 a gate, a box of the weight holds 8 gate rows, their 8 up rows, and so on: one thread then has both
 halves of a pair, and the activation costs nothing.
 
@@ -22,7 +23,7 @@ from triton.language.core import _aggregate as aggregate
 
 from moe_ops.kernels.dependent import take_turn
 from moe_ops.kernels.gemm_tile import COUNTED, activate
-from moe_ops.kernels.hopper_slots import Vectors, count_tiles, expert_of
+from moe_ops.kernels.hopper_slots import Vectors, count_tiles, expert_of, first_row
 from moe_ops.kernels.slots import HEADER
 
 load_box = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
@@ -64,12 +65,13 @@ def copy_tiles(a_desc, w_desc, scale_desc, ring, v, C: gl.constexpr):
     for tile in range(gl.program_id(0), v.num_tiles * C.NUM_N, gl.num_programs(0)):
         m, n = find_tile(tile, v.num_tiles, C)
         expert = expert_of(v, m)
+        first = first_row(v, m) if C.ORDERED == "a" else m * C.BLOCK_M
         for k in range(C.STEPS):
             stage = step % C.STAGES
             mbarrier.wait(ring.empty.index(stage), (step // C.STAGES + 1) & 1)
             full = ring.full.index(stage)
             mbarrier.expect(full, BYTES + SCALE_BYTES)
-            at = [m * C.BLOCK_M, k * C.BLOCK_K]
+            at = [first, k * C.BLOCK_K]
             load_box(a_desc, at, full, ring.rows.index(stage))
             if C.GATED:
                 at = [expert, n * (C.OUT_N // 8), 0, 0, k * C.BLOCK_K]
@@ -242,8 +244,11 @@ def multiply(out, bias, ring, v, HALF: gl.constexpr, C: gl.constexpr):
             acc, step = add_wide(step, ring, acc, HALF, C)
         else:
             acc, step = add_products(step, ring, acc, HALF, C)
-        row = m * C.BLOCK_M + FIRST_ROW + gl.arange(0, ROWS, layout=gl.SliceLayout(1, LAYOUT))
+        inside = FIRST_ROW + gl.arange(0, ROWS, layout=gl.SliceLayout(1, LAYOUT))
+        row = m * C.BLOCK_M + inside
         slot = gl.load(v.tiles + HEADER + row)
+        if C.ORDERED == "out":
+            slot = gl.where(slot < v.num_slots, first_row(v, m) + inside, slot)
         value = finish(acc, bias, row, expert, first, v, C)
         # Nothing is written for a tile without an expert.
         store_rows(out, value, slot, first, gl.where(found < 0, 0, v.num_slots), C)

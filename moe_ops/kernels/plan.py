@@ -20,22 +20,50 @@ def fill(out, start, stop, first, step, value, CHUNK: tl.constexpr):
 
 
 @triton.jit
-def plan_parts(slots, experts, used, num_rows):
-    """Where the slots, the experts and the rows in use are: given each, or a tensor with all."""
+def plan_parts(slots, experts, used, num_rows, num_tiles):
+    """Where the slots, the experts, the tiles' first rows and the number of rows in use are.
+
+    Given each (and no first rows), or a tensor with all.
+    """
+    firsts = None
     if experts is None:
         used, experts, slots = slots, slots + HEADER + num_rows, slots + HEADER
-    return slots, experts, used
+        firsts = experts + num_tiles
+    return slots, experts, firsts, used
 
 
 @triton.jit
-def store_header(header, experts, rows, num_rows):
-    """How many rows are in use; with ``experts`` None, of a tensor with all, also the rest."""
-    if experts is None:
-        at = tl.arange(0, HEADER)
-        first_expert = tl.where(at == 1, HEADER + num_rows, 0)
-        tl.store(header + at, tl.where(at == 0, rows, first_expert))
-    else:
-        tl.store(header, rows)
+def name_tile(experts, firsts, tile, name, row, mask):
+    """The expert of some tiles and, where that is wanted, their first row."""
+    tl.store(experts + tile, name, mask=mask)
+    if firsts is not None:
+        tl.store(firsts + tile, row, mask=mask)
+
+
+@triton.jit
+def name_tiles(experts, firsts, tile, count, name, row, TILE: tl.constexpr):
+    """``count`` tiles of one expert, of which the first begins with ``row``."""
+    for at in range(0, count, 128):
+        i = at + tl.arange(0, 128)
+        name_tile(experts, firsts, tile + i, i * 0 + name, row + i * TILE, i < count)
+
+
+@triton.jit
+def finish_plan(
+    slots, experts, firsts, header, used_tiles, share, shares, pad, num_rows, num_tiles,
+    TILE: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    """This program's share of what no tile uses, and by the first program the header."""
+    fill(slots, used_tiles * TILE, num_rows, share, shares, pad, CHUNK)
+    fill(experts, used_tiles, num_tiles, share, shares, -1, CHUNK)
+    if firsts is not None:
+        fill(firsts, used_tiles, num_tiles, share, shares, -1, CHUNK)
+    if share == 0:
+        tl.store(header, used_tiles * TILE)
+        if firsts is not None:
+            at = tl.arange(0, HEADER)
+            begin = tl.where(at == 1, HEADER + num_rows, HEADER + num_rows + num_tiles)
+            tl.store(header + at, tl.where(at < 3, begin, 0), mask=at > 0)
 
 
 @triton.jit
@@ -47,8 +75,8 @@ def place_bucket(
 
     ``found`` has the bucket of every slot, in the order of the slots.
     """
-    slots, experts, header = plan_parts(
-        sorted_token_ids, expert_ids, num_tokens_post_padded, num_rows
+    slots, experts, firsts, header = plan_parts(
+        sorted_token_ids, expert_ids, num_tokens_post_padded, num_rows, num_tiles
     )
     bucket = tl.program_id(0)
     buckets = tl.arange(0, BUCKETS)
@@ -66,9 +94,10 @@ def place_bucket(
         if names is not None:
             name = tl.load(names + bucket).to(tl.int32)
         fill(slots, row + tl.sum(mine), row + my_tiles * TILE, 0, 1, num_slots, TILE)
-        fill(experts, first_tile, first_tile + my_tiles, 0, 1, name, 128)
+        before = tl.sum(tl.where(buckets < bucket, count, 0))
+        name_tiles(experts, firsts, first_tile, my_tiles, name, before, TILE)
 
-    fill(slots, used_tiles * TILE, num_rows, bucket, num_buckets, num_slots, 128)
-    fill(experts, used_tiles, num_tiles, bucket, num_buckets, -1, 128)
-    if bucket == 0:
-        store_header(header, expert_ids, used_tiles * TILE, num_rows)
+    finish_plan(
+        slots, experts, firsts, header, used_tiles, bucket, num_buckets, num_slots,
+        num_rows, num_tiles, TILE, 128,
+    )  # fmt: skip

@@ -152,7 +152,7 @@ def _run(
     a = a if a.stride(1) == 1 else a.contiguous()
     told = tile_arguments(tiles, num_slots, w.shape[0])
     hopper = _hopper(*how)
-    if hopper is not None and _boxed(a, a_scale, w, w_scale, quant, hopper[0].GATED):
+    if hopper is not None and _boxed(a, a_scale, w, w_scale, quant, hopper[0]):
         given = Operands(a, dense(a_scale), w, dense(w_scale), dense(bias))
         hopper_gemm.run(out, given, told, *hopper)
         return
@@ -173,12 +173,17 @@ def _run(
 
 
 def _boxed(
-    a: Tensor, a_scale: Tensor, w: Tensor, w_scale: Tensor, quant: Quant, gated: bool
+    a: Tensor,
+    a_scale: Tensor,
+    w: Tensor,
+    w_scale: Tensor,
+    quant: Quant,
+    c: hopper_gemm.Constants,
 ) -> bool:
     """Whether Hopper's kernels take these tensors."""
     scales = a_scale.dtype == w_scale.dtype == torch.float32
     one = not quant.per_tensor or a_scale.numel() == 1
-    return scales and one and hopper_gemm.serves(a, w, gated)
+    return scales and one and hopper_gemm.serves(a, w, c)
 
 
 def _scale_strides(a: Tensor, a_scale: Tensor, quant: Quant) -> tuple[int, int]:

@@ -60,7 +60,15 @@ def gemm(
     tiles = space.tiles
     if scheme.weight is None:
         return ops.expert_gemm(
-            rows.data, weight.data, weight.bias, None, None, *tiles, space.row_tiles, top_k
+            rows.data,
+            weight.data,
+            weight.bias,
+            None,
+            None,
+            *tiles,
+            space.row_tiles,
+            top_k,
+            space.expert_order,
         )
     if scheme.activation is None:
         return ops.weight_only_gemm(
@@ -123,6 +131,7 @@ def activated_product(
             space.row_tiles,
             top_k,
             activation,
+            space.expert_order,
         )
     if scheme.activation is None:
         return ops.weight_only_gemm_act(

@@ -63,6 +63,8 @@ class SlotRows(NamedTuple):
     tiles: Tiles
     row_tiles: tuple[int, ...]
     num_local_experts: int
+    expert_order: bool = False
+    """Whether rows between the GEMMs lie in the order of the plan instead, for these to read."""
 
     @staticmethod
     def of(
@@ -101,6 +103,11 @@ class BatchedRows(NamedTuple):
     row_tiles: tuple[int, ...]
     expert_num_tokens: Tensor
     max_num_tokens: int
+
+    @property
+    def expert_order(self) -> bool:
+        """They lie by expert anyway."""
+        return True
 
     @staticmethod
     def of(expert_num_tokens: Tensor, max_num_tokens: int, row_tiles: RowTiles) -> BatchedRows:

@@ -12,7 +12,7 @@ from moe_ops.fake_impls.align import align_permuted as empty_permuted
 from moe_ops.fake_impls.align import moe_align_block_size as empty_plan
 from moe_ops.fake_impls.align import slot_plan as empty_slot_plan
 from moe_ops.reference.slots import local_experts
-from moe_ops.tensors import TilePlan, unpack_plan
+from moe_ops.tensors import TilePlan, first_rows, unpack_plan
 from moe_ops.tiles import PLAN_HEADER, cdiv, pick_row_tile, plan_sizes
 
 
@@ -40,16 +40,29 @@ def slot_plan(
 ) -> Tensor:
     """The same plan in one tensor, of the slots of local experts only."""
     plan = empty_slot_plan(topk_ids, expert_map, row_tiles, num_experts)
-    parts = _parts(plan, topk_ids.numel(), num_experts, row_tiles)
-    _fill_slots(parts, topk_ids, expert_map, None, row_tiles, num_experts)
+    num_slots = topk_ids.numel()
+    parts = unpack_plan(plan, num_slots, num_experts, row_tiles)
+    counts = _fill_slots(parts, topk_ids, expert_map, None, row_tiles, num_experts)
+    _fill_rest(plan, counts.cumsum(0) - counts, counts, num_slots, row_tiles)
     return plan
 
 
-def _parts(plan: Tensor, num_slots: int, num_experts: int, row_tiles: Sequence[int]) -> TilePlan:
-    """The parts of a plan in one tensor, to be written; the header says where they are."""
-    plan[:PLAN_HEADER] = 0
-    plan[1] = plan_sizes(num_slots, num_experts, row_tiles).experts_at
-    return unpack_plan(plan, num_slots, num_experts, row_tiles)
+def _fill_rest(
+    plan: Tensor, starts: Tensor, counts: Tensor, num_slots: int, row_tiles: Sequence[int]
+) -> None:
+    """Write what only a plan in one tensor has: where its parts are, and the tiles' first rows.
+
+    In expert order the rows of expert e begin at ``starts[e]``.
+    """
+    sizes = plan_sizes(num_slots, len(counts), row_tiles)
+    plan[1:PLAN_HEADER] = plan.new_tensor((sizes.experts_at, sizes.firsts_at, 0))
+    tile = pick_row_tile(row_tiles, num_slots, len(counts))
+    tiles = cdiv(counts, tile)
+    # Where expert e would begin if all tiles lay side by side from there on.
+    origin = (starts - (tiles.cumsum(0) - tiles) * tile).repeat_interleave(tiles)
+    firsts = first_rows(plan, num_slots, len(counts), row_tiles)
+    firsts.fill_(-1)
+    firsts[: len(origin)] = origin + torch.arange(len(origin), device=plan.device) * tile
 
 
 def _fill_slots(
@@ -59,8 +72,8 @@ def _fill_slots(
     names: Tensor | None,
     row_tiles: Sequence[int],
     num_experts: int,
-) -> None:
-    """Write the plan of slots sorted by what ``bucket_map`` makes of their ids."""
+) -> Tensor:
+    """Write the plan of slots sorted by what ``bucket_map`` makes of their ids; their counts."""
     num_slots = topk_ids.numel()
     tile = pick_row_tile(row_tiles, num_slots, num_experts)
     bucket = local_experts(topk_ids, bucket_map, num_experts)
@@ -69,6 +82,7 @@ def _fill_slots(
     counts = torch.bincount(bucket, minlength=num_experts + 1)[:num_experts]
     names = torch.arange(num_experts, device=topk_ids.device) if names is None else names.long()
     _fill(plan, tile, order, counts, names, num_slots)
+    return counts
 
 
 def count_expert_num_tokens(
@@ -106,8 +120,9 @@ def _spans(
     rows = torch.arange(int(counts.sum()), device=counts.device) + gaps.repeat_interleave(counts)
     tile = pick_row_tile(row_tiles, num_rows, len(counts))
     names = torch.arange(len(counts), device=counts.device)
-    parts = _parts(plan, num_rows, len(counts), row_tiles)
+    parts = unpack_plan(plan, num_rows, len(counts), row_tiles)
     _fill(parts, tile, rows, counts, names, num_rows)
+    _fill_rest(plan, starts, counts, num_rows, row_tiles)
     return plan
 
 

@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from moe_ops.tensors import unpack_plan
-from moe_ops.tiles import pick_row_tile
+from moe_ops.tensors import first_rows, unpack_plan
+from moe_ops.tiles import is_direct, pick_row_tile
 
 
 def local_experts(topk_ids: Tensor, expert_map: Tensor | None, num_local_experts: int) -> Tensor:
@@ -42,6 +42,28 @@ def planned_slots(
     experts = expert_ids[: used // tile].long().repeat_interleave(tile)
     keep = (slots < num_slots) & (experts >= 0)
     return slots[keep], experts[keep]
+
+
+def rows_between(
+    plan: Tensor,
+    topk_ids: Tensor | None,
+    row_tiles: Sequence[int],
+    num_slots: int,
+    num_experts: int,
+) -> Tensor:
+    """Where the rows of `planned_slots` lie in expert order: int64.
+
+    Row i of a tile lies i rows after the tile's first. For so few slots that no kernel reads the
+    plan, all rows lie by slot.
+    """
+    slots, experts = planned_slots(plan, row_tiles, num_slots, num_experts)
+    if topk_ids is not None and is_direct(num_slots, num_experts):
+        return slots
+    tile = pick_row_tile(row_tiles, num_slots, num_experts)
+    used = unpack_plan(plan, num_slots, num_experts, row_tiles).sorted_token_ids[: int(plan[0])]
+    firsts = first_rows(plan, num_slots, num_experts, row_tiles)[: len(used) // tile, None]
+    rows = firsts.long() + torch.arange(tile, device=plan.device)
+    return rows.flatten()[used < num_slots]
 
 
 def multiply(x: Tensor, w: Tensor, out: Tensor, row_tiles: Sequence[int]) -> None:

@@ -34,11 +34,12 @@ def slot_experts(
     Router weights on the input are in quantized rows already (one row a slot); rows that are not
     quantized are tokens, and GEMM 1 scales its product instead.
     """
-    (_, topk_ids, expert_map), _, num_local_experts = space
+    (_, topk_ids, expert_map), _, num_local_experts, _ = space
     weighted = weight_on_input and scheme.activation is not None
     on_input = topk_weights if weight_on_input and not weighted else None
     top_k = 1 if weighted else topk_weights.shape[1]
     rows = stored(rows, weights, space, scheme)
+    space = space._replace(expert_order=scheme.weight is None)  # only the GEMMs touch rows between
     h = gemm_act(rows, weights, space, top_k, scheme, dtype, activation, on_input)
     y = gemm(h, weights.w2, space, 1, scheme, dtype)
     del h  # gone before the output is allocated: `workspace_nbytes` counts on it
