@@ -37,9 +37,7 @@ def unpack_plan(
     return TilePlan(slots, experts, plan[:1])
 
 
-def first_rows(
-    plan: Tensor, num_slots: int, num_experts: int, row_tiles: Sequence[int]
-) -> Tensor:
+def first_rows(plan: Tensor, num_slots: int, num_experts: int, row_tiles: Sequence[int]) -> Tensor:
     """View of the row with which each tile begins in expert order: see `PlanSizes`."""
     return plan[plan_sizes(num_slots, num_experts, row_tiles).firsts_at :]
 
