@@ -10,7 +10,7 @@ from test_cli import ROOT, exit_code
 from test_tune import H200, SCHEMES, Clock, subject
 
 from moe_ops import cli
-from moe_ops.tuned import parse
+from moe_ops.tuned_file import parse
 from moe_ops.tuning import files
 from moe_ops.tuning.search import Trial
 

@@ -10,7 +10,8 @@ from moe_ops import tuned
 from moe_ops.gemm_tiles import gemm_tiles, shared_bytes
 from moe_ops.pipeline.devices import TARGETS
 from moe_ops.tiles import ROW_TILES, Gemm, TileConfig, pick_row_tile
-from moe_ops.tuned import DEFAULT, choose, file_name, parse
+from moe_ops.tuned import DEFAULT, choose
+from moe_ops.tuned_file import file_name, parse
 
 H200 = TARGETS["sm_90"].facts
 SIZES = (8, 64, 128)

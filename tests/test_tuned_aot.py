@@ -15,7 +15,7 @@ pytest.importorskip("triton")
 import aot  # noqa: E402
 from test_tuned import entry, gemm_of, record  # noqa: E402
 
-from moe_ops import ops, tuned  # noqa: E402
+from moe_ops import ops, tuned, tuned_file  # noqa: E402
 from moe_ops.pipeline import gemms  # noqa: E402
 from moe_ops.pipeline.devices import TARGETS  # noqa: E402
 from moe_ops.pipeline.row_spaces import SlotRows  # noqa: E402
@@ -34,8 +34,8 @@ LAUNCHERS = SimpleNamespace(
 )
 SHIPPED = [layer for layers in tuned.read_all().values() for layer in layers.values()]
 MADE_UP = [
-    tuned.parse(
-        tuned.file_name((4, 256, 512), "NVIDIA H200", scheme),
+    tuned_file.parse(
+        tuned_file.file_name((4, 256, 512), "NVIDIA H200", scheme),
         json.dumps(record(_4=entry(), _500=entry(64, gemm_of(32, num_stages=2)))),
     )
     for scheme in ("unquantized", "fp8_block128", "int4_w4a16_g32", "mxfp4")
@@ -43,7 +43,8 @@ MADE_UP = [
 
 
 def subject_of(known):
-    gpu = next(t.facts for t in TARGETS.values() if tuned.plain_name(t.gpu or "") == known.device)
+    name = tuned_file.plain_name
+    gpu = next(t.facts for t in TARGETS.values() if name(t.gpu or "") == known.device)
     return Subject(known.sizes, known.top_k, get_scheme(known.scheme), gpu)
 
 

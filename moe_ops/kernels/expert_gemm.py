@@ -18,7 +18,7 @@ from moe_ops.activation import formula
 from moe_ops.fake_impls.expert_gemm import expert_gemm as empty_rows
 from moe_ops.fake_impls.expert_gemm import expert_gemm_act as empty_activated_rows
 from moe_ops.gemm_tiles import gemm_tiles
-from moe_ops.hopper_tiles import hopper_tiles
+from moe_ops.hopper_tiles import takes
 from moe_ops.kernels import hopper_gemm
 from moe_ops.kernels.activation import constants, gate, gate_up
 from moe_ops.kernels.dependent import take_turn
@@ -32,9 +32,10 @@ from moe_ops.kernels.gemm_tile import (
     tile_arguments,
 )
 from moe_ops.kernels.launch import Launch
+from moe_ops.scheme import get_scheme
 from moe_ops.tensors import AnyTiles
 from moe_ops.tiles import Gemm, TileConfig, device_facts, max_programs
-from moe_ops.tuned import choose
+from moe_ops.tuned import Choice, choose
 
 
 @triton.jit(do_not_specialize=COUNTED)
@@ -132,14 +133,28 @@ def _launch(
     activation: str | None,
 ) -> tuple[Launch, int]:
     """The kernel for an activation (or none), and how many programs the plan may need."""
+    gemm = _gemm(num_slots, weight, itemsize, row_tiles, activation)
+    tiles = _choose(gemm, device).plain
+    make = _gated if gemm.halves == 2 else _plain
+    return make(gemm.n, gemm.k, top_k, activation, tiles), max_programs(gemm, tiles)
+
+
+def _gemm(
+    num_slots: int,
+    weight: tuple[int, int, int],
+    itemsize: int,
+    row_tiles: tuple[int, ...],
+    activation: str | None,
+) -> Gemm:
     num_experts, rows, k = weight
     halves = 2 if activation and formula(activation).gated else 1
-    gemm = Gemm(num_slots, num_experts, rows // halves, k, itemsize, halves, row_tiles)
-    facts = device_facts(device)
-    default = gemm_tiles(gemm, facts)
-    tiles = choose(gemm, "unquantized", 8 * itemsize, facts, default).tiles
-    make = _gated if halves == 2 else _plain
-    return make(gemm.n, k, top_k, activation, tiles), max_programs(gemm, tiles)
+    return Gemm(num_slots, num_experts, rows // halves, k, itemsize, halves, row_tiles)
+
+
+def _choose(gemm: Gemm, device: torch.device) -> Choice:
+    facts, scheme = device_facts(device), get_scheme("unquantized")
+    own, default = takes(gemm, scheme, None, facts), gemm_tiles(gemm, facts)
+    return choose(gemm, scheme.name, 8 * gemm.itemsize, facts, default, hopper=own)
 
 
 @lru_cache(maxsize=4096)
@@ -153,14 +168,10 @@ def _hopper(
     activation: str | None,
 ) -> tuple[hopper_gemm.Constants, bool] | None:
     """Hopper's own kernel, and whether it packs rows; None where it does not serve."""
-    num_experts, rows, k = weight
-    rule = formula(activation) if activation else None
-    halves = 2 if rule is not None and rule.gated else 1
-    gemm = Gemm(num_slots, num_experts, rows // halves, k, itemsize, halves, row_tiles)
-    tiles = hopper_tiles(gemm, device_facts(device))
+    tiles = _choose(_gemm(num_slots, weight, itemsize, row_tiles, activation), device).hopper
     if tiles is None:
         return None
-    scales = hopper_gemm.Scales()
+    rule, scales = formula(activation) if activation else None, hopper_gemm.Scales()
     return hopper_gemm.constants(tuple(weight), itemsize, top_k, rule, scales, tiles), tiles.packed
 
 
@@ -257,7 +268,7 @@ def _run(
         told = tile_arguments(tiles, num_slots, shape[0])
         hopper, (bias, *weights) = _hopper(*how), vectors
         unweighted = all(v is None for v in weights)
-        if hopper and unweighted and hopper_gemm.serves(a, w, hopper[0].GATED):
+        if hopper and unweighted and hopper_gemm.serves(a, w):
             given = hopper_gemm.Operands(a, None, w, None, bias)
             hopper_gemm.run(out, given, told, *hopper)
             return out

@@ -12,12 +12,12 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from moe_ops.activation import Formula
-from moe_ops.hopper_tiles import ROW_BYTES, HopperTiles
+from moe_ops.hopper_tiles import ROW_BYTES, HopperTiles, packed_rows
 from moe_ops.kernels.dependent import ENABLED
 from moe_ops.kernels.hopper_stream import hopper_stream_kernel
 from moe_ops.kernels.hopper_tile import hopper_gemm_kernel
 from moe_ops.kernels.pack import pack_rows
-from moe_ops.tiles import cdiv, device_facts, max_row_tiles, padded_slots
+from moe_ops.tiles import cdiv, device_facts, max_row_tiles
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float8_e4m3fn)
 """Of operands."""
@@ -58,6 +58,8 @@ class Constants:
     STAGES: int
     BY_COLUMNS: bool
     """Whether a warp group takes half of a tile's columns (else of its rows)."""
+    PARTS: int
+    """Of a warp group's half of a tile: it multiplies one after the other."""
     OUT_N: int
     """Output columns of a tile."""
     NUM_N: int
@@ -108,21 +110,21 @@ def constants(
         GROUP_M=tiles.group_m,
         STAGES=tiles.num_stages,
         BY_COLUMNS=tiles.block_m == 64,
+        PARTS=2 if itemsize == 1 and tiles.block_m == 128 and tiles.block_n == 256 else 1,
         OUT_N=out_n,
         NUM_N=cdiv(n, out_n),
         STEPS=cdiv(k, block_k),
     )
 
 
-def serves(a: Tensor, w: Tensor, gated: bool) -> bool:
+def serves(a: Tensor, w: Tensor) -> bool:
     """Whether boxes can be made of the operands: of their dtypes, strides and addresses.
 
     On a GPU only: there is no interpreter for Gluon.
     """
     expert, row, unit = w.stride()
-    whole = all(x * w.itemsize % 16 == 0 for x in (expert, row, w.shape[2], w.data_ptr()))
-    fits = not gated or w.shape[1] % 16 == 0
-    return w.is_cuda and w.dtype in DTYPES and a.dtype == w.dtype and unit == 1 and whole and fits
+    whole = expert * w.itemsize % 16 == row * w.itemsize % 16 == w.data_ptr() % 16 == 0
+    return w.is_cuda and w.dtype in DTYPES and a.dtype == w.dtype and unit == 1 and whole
 
 
 def _weight_box(w: Tensor, c: Constants) -> TensorDescriptor:
@@ -172,7 +174,7 @@ def _run_packed(
     """Pack the rows, then one program a processor."""
     a, a_scale, w, w_scale, bias = operands
     plan, _, num_slots, _, num_experts = tiles
-    most = padded_slots(num_slots, num_experts, (c.BLOCK_M,))
+    most = packed_rows(num_slots, num_experts, c.BLOCK_M)
     rows, scales = pack_rows(a, a_scale, plan, num_slots, most, c.TOP_K)
     layout: Any = gl.NVMMASharedLayout(ROW_BYTES, 8 * c.ITEMSIZE, rank=2)
     a_box = TensorDescriptor.from_tensor(rows, [c.BLOCK_M, c.BLOCK_K], layout)

@@ -14,18 +14,18 @@ from moe_ops.fake_impls.scaled_gemm import quants
 from moe_ops.fake_impls.scaled_gemm import scaled_gemm as empty_rows
 from moe_ops.fake_impls.scaled_gemm import scaled_gemm_act as empty_activated_rows
 from moe_ops.gemm_tiles import ScaleGroups, scale_groups, scaled_gemm_tiles
-from moe_ops.hopper_tiles import hopper_tiles
+from moe_ops.hopper_tiles import takes
 from moe_ops.kernels import hopper_gemm
 from moe_ops.kernels.gemm_tile import tile_arguments
 from moe_ops.kernels.hopper_gemm import Operands
 from moe_ops.kernels.launch import Launch
 from moe_ops.kernels.scaled_tile import Layout, scaled_gemm_kernel
 from moe_ops.kernels.slots import dense
-from moe_ops.scheme import WHOLE, Quant
+from moe_ops.scheme import WHOLE, Quant, get_scheme
 from moe_ops.scheme.weights import rows_per_scale
 from moe_ops.tensors import AnyTiles
 from moe_ops.tiles import Gemm, TileConfig, device_facts, max_programs
-from moe_ops.tuned import choose
+from moe_ops.tuned import Choice, choose
 
 
 class _Variant(NamedTuple):
@@ -48,11 +48,15 @@ def _launch(
 ) -> tuple[Launch, int]:
     """The kernel, and how many programs the plan may need."""
     gemm = _gemm(num_slots, weight, row_tiles, variant.activation)
-    groups = _groups(gemm.n, variant.scheme, variant.activation, variant.weight_rows)
-    facts = device_facts(device)
-    default = scaled_gemm_tiles(gemm, groups, facts)
-    tiles = choose(gemm, variant.scheme, 8, facts, default).tiles
+    tiles = _choose(gemm, device, variant).plain
     return _make(gemm.n, gemm.k, top_k, tiles, variant), max_programs(gemm, tiles)
+
+
+def _choose(gemm: Gemm, device: torch.device, variant: _Variant) -> Choice:
+    facts, scheme = device_facts(device), get_scheme(variant.scheme)
+    groups = _groups(gemm.n, variant.scheme, variant.activation, variant.weight_rows)
+    own, default = takes(gemm, scheme, groups, facts), scaled_gemm_tiles(gemm, groups, facts)
+    return choose(gemm, scheme.name, 8, facts, default, hopper=own)
 
 
 def _gemm(
@@ -117,16 +121,11 @@ def _hopper(
 ) -> tuple[hopper_gemm.Constants, bool] | None:
     """Hopper's own kernel, and whether it packs rows; None where it does not serve."""
     gemm = _gemm(num_slots, weight, row_tiles, variant.activation)
-    tiles = hopper_tiles(gemm, device_facts(device))
+    tiles = _choose(gemm, device, variant).hopper
     if tiles is None:
         return None
     quant, _ = quants(variant.scheme)
-    groups = _groups(gemm.n, variant.scheme, variant.activation, variant.weight_rows)
-    if groups.k is not None and (
-        groups.k != hopper_gemm.ROW_BYTES or groups.n < 64 * (3 - gemm.halves)
-    ):
-        return None  # a warp group's columns must share a scale
-    scales = hopper_gemm.Scales(variant.weight_rows, groups.k, quant.per_tensor)
+    scales = hopper_gemm.Scales(variant.weight_rows, _cols(quant), quant.per_tensor)
     rule = formula(variant.activation) if variant.activation else None
     return hopper_gemm.constants(tuple(weight), 1, top_k, rule, scales, tiles), tiles.packed
 
@@ -152,7 +151,7 @@ def _run(
     a = a if a.stride(1) == 1 else a.contiguous()
     told = tile_arguments(tiles, num_slots, w.shape[0])
     hopper = _hopper(*how)
-    if hopper is not None and _boxed(a, a_scale, w, w_scale, quant, hopper[0].GATED):
+    if hopper is not None and _boxed(a, a_scale, w, w_scale, quant):
         given = Operands(a, dense(a_scale), w, dense(w_scale), dense(bias))
         hopper_gemm.run(out, given, told, *hopper)
         return
@@ -172,13 +171,11 @@ def _run(
     )
 
 
-def _boxed(
-    a: Tensor, a_scale: Tensor, w: Tensor, w_scale: Tensor, quant: Quant, gated: bool
-) -> bool:
+def _boxed(a: Tensor, a_scale: Tensor, w: Tensor, w_scale: Tensor, quant: Quant) -> bool:
     """Whether Hopper's kernels take these tensors."""
     scales = a_scale.dtype == w_scale.dtype == torch.float32
     one = not quant.per_tensor or a_scale.numel() == 1
-    return scales and one and hopper_gemm.serves(a, w, gated)
+    return scales and one and hopper_gemm.serves(a, w)
 
 
 def _scale_strides(a: Tensor, a_scale: Tensor, quant: Quant) -> tuple[int, int]:
