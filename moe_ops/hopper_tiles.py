@@ -100,7 +100,9 @@ def widths(kernel: str, block_m: int, itemsize: int) -> tuple[int, ...]:
     if kernel == PACKED:
         wide = block_m == 64 or itemsize == 2
         return () if block_m not in (64, 128) else (128, 256) if wide else (128,)
-    return (64, 128) if block_m <= 64 and itemsize == 1 else ()
+    if block_m > 64 or itemsize > 1:
+        return ()
+    return (64,) if block_m == 64 else (64, 128)
 
 
 def most_stages(tiles: HopperTiles, device: Device) -> int:
@@ -131,7 +133,8 @@ def packed_tiles(gemm: Gemm, block_m: int, device: Device) -> HopperTiles:
 def stream_tiles(gemm: Gemm, block_m: int, device: Device) -> HopperTiles:
     """Long boxes, unless too few of them keep all processors busy."""
     boxes = gemm.active * cdiv(gemm.n * gemm.halves, 128)
-    block_n = 128 if 3 * boxes >= 2 * device.processors else 64
+    busy = 3 * boxes >= 2 * device.processors
+    block_n = widths(STREAM, block_m, gemm.itemsize)[-1 if busy else 0]
     tiles = HopperTiles(STREAM, block_m, block_n, 1 if block_m <= 32 else 8, LEAST_STAGES)
     most = STREAM_STAGES * 128 // block_n
     return replace(tiles, num_stages=min(most, most_stages(tiles, device)))
