@@ -48,7 +48,7 @@ def _expert_gemm_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
 ):  # fmt: skip
     """``out[s] = f(input_weights[s] * a[s // TOP_K] @ w[e].T + bias[e]) * output_weights[s]``."""
-    take_turn()
+    take_turn(LONG=True)
     pid_m, pid_n, expert = find_tile(
         tiles, expert_map, num_slots, num_ids, num_experts, N, BLOCK_M, BLOCK_N, GROUP_M
     )
@@ -88,7 +88,7 @@ def _expert_gemm_gated_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
 ):  # fmt: skip
     """As above with gate and up side by side: ``out[s] = f(gate, up)``; N counts output columns."""
-    take_turn()
+    take_turn(LONG=True)
     pid_m, pid_n, expert = find_tile(
         tiles, expert_map, num_slots, num_ids, num_experts, N, BLOCK_M, BLOCK_N, GROUP_M
     )

@@ -139,7 +139,7 @@ def scaled_gemm_kernel(
 
     RULE and LAYOUT are NamedTuples: a `Formula` (or None) and a `Layout`.
     """
-    take_turn()
+    take_turn(LONG=True)
     pid_m, pid_n, expert = find_tile(
         tiles, expert_map, num_slots, num_ids, num_experts, N, BLOCK_M, BLOCK_N, GROUP_M
     )
