@@ -15,7 +15,7 @@ from moe_ops.testing import Problem, call, make_inputs
 from moe_ops.tiles import is_direct
 from moe_ops.tuned_file import file_name, parse
 
-E, K, H, I = 16, 4, 256, 128  # noqa: E741
+E, K, H, I = 32, 4, 256, 128  # noqa: E741
 
 
 def layer_of(dtype=torch.bfloat16, **changes):
