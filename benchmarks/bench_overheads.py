@@ -110,6 +110,7 @@ def peak_memory(case: Case, impl: str, call: Call) -> Overhead:
         told["workspace_nbytes"] = moe_ops.workspace_nbytes(
             len(case.inputs.x), problem.hidden_size, problem.intermediate_size,
             problem.num_experts, problem.top_k, case.inputs.x.dtype,
+            device="cpu" if device.type == "cpu" else None,
         )  # fmt: skip
     _synchronize(case)
     if device.type == "cuda":

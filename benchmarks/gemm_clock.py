@@ -20,6 +20,7 @@ from moe_ops.pipeline.gemms import activated_product, expert_weights, gemm
 from moe_ops.pipeline.no_ep import quantize_tokens
 from moe_ops.pipeline.row_spaces import SlotRows
 from moe_ops.tensors import ExpertWeights, Routing, Rows, Tiles
+from moe_ops.tuned_file import Entry, TunedLayer, plain_name
 from moe_ops.tuning.search import Subject, Trial
 
 LAUNCHERS = ("expert_gemm", "scaled_gemm", "weight_only_gemm")
@@ -99,12 +100,12 @@ class GemmClock:
         k = self.subject.top_k
         return activated_product(rows, self.weights.w1, space, k, scheme, dtype, "silu")
 
-    def _layer(self, trial: Trial) -> tuned.TunedLayer:
+    def _layer(self, trial: Trial) -> TunedLayer:
         subject, tiles = self.subject, trial.tiles
-        entry = tuned.Entry(trial.num_tokens, tiles, tiles)
-        gpu = tuned.plain_name(subject.device.name)
+        entry = Entry(trial.num_tokens, tiles, tiles)
+        gpu = plain_name(subject.device.name)
         rest = (subject.scheme.name, subject.top_k, (tiles.block_m,) * 2, (entry,))
-        return tuned.TunedLayer("trial", subject.sizes, gpu, *rest)
+        return TunedLayer("trial", subject.sizes, gpu, *rest)
 
 
 def agree(actual: Tensor, expected: Tensor) -> bool:
@@ -118,7 +119,7 @@ def agree(actual: Tensor, expected: Tensor) -> bool:
 
 
 @contextmanager
-def _only(*layers: tuned.TunedLayer) -> Iterator[None]:
+def _only(*layers: TunedLayer) -> Iterator[None]:
     """No files but these."""
     before = tuned.TABLES
     try:
@@ -133,5 +134,6 @@ def _only(*layers: tuned.TunedLayer) -> Iterator[None]:
 def _forget() -> None:
     for name in LAUNCHERS:
         module = sys.modules.get(f"moe_ops.kernels.{name}")  # none on a CPU
-        if module is not None:
-            module._launch.cache_clear()
+        for choice in ("_launch", "_hopper"):
+            if hasattr(module, choice):
+                getattr(module, choice).cache_clear()

@@ -13,7 +13,7 @@ from moe_ops.scheme import Quant, get_scheme
 
 def scaled_gemm(
     a: Tensor,
-    a_scale: Tensor,
+    a_scale: Tensor | None,
     w: Tensor,
     w_scale: Tensor,
     bias: Tensor | None,
@@ -31,7 +31,7 @@ def scaled_gemm(
 
 def scaled_gemm_act(
     a: Tensor,
-    a_scale: Tensor,
+    a_scale: Tensor | None,
     w: Tensor,
     w_scale: Tensor,
     bias: Tensor | None,
@@ -57,6 +57,18 @@ def quants(scheme: str) -> tuple[Quant, Quant]:
     if found.activation is None or found.weight is None or found.decoded:
         raise ValueError(f"scheme must quantize activations and weights, got {scheme!r}")
     return found.activation, found.weight
+
+
+def stored_rows(a: Tensor, a_scale: Tensor | None, quant: Quant) -> tuple[Tensor, Tensor] | None:
+    """Rows that are quantized, with their scales; None where that is left to the operator.
+
+    ValueError where the scales are missing.
+    """
+    if a.dtype != quant.dtype:
+        return None
+    if a_scale is None:
+        raise ValueError(f"a_scale must be given with rows of dtype {a.dtype}, got None")
+    return a, a_scale
 
 
 def _width(w: Tensor, activation: str) -> int:

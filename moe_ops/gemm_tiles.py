@@ -10,7 +10,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from moe_ops.activation import Formula
-from moe_ops.tiles import Device, Gemm, TileConfig, cdiv, pick_row_tile
+from moe_ops.tiles import Device, Gemm, TileConfig, cdiv, is_direct, pick_row_tile
 
 ACCUMULATES_WIDE = (90, 100, 103)
 """Architectures whose matrix instructions read operands from shared memory: the registers are left
@@ -120,6 +120,23 @@ def scaled_gemm_tiles(gemm: Gemm, groups: ScaleGroups, device: Device) -> TileCo
     most = 3 if gated and block_m == 128 else 4
     tiles = TileConfig(block_m, block_n, block_k, group_m, num_warps, most)
     return _fitting(tiles, gemm, 8, device)
+
+
+@lru_cache(maxsize=4096)
+def scaled_slot_tiles(gemm: Gemm, groups: ScaleGroups, device: Device) -> TileConfig | None:
+    """The tiles of such a GEMM of few slots that quantizes its rows itself; None where it cannot.
+
+    So few weight rows that every processor has two programs. A piece of K is a group of the rows. A
+    plan of one row tile wants the same sums at every load, which two kernels would not give.
+    """
+    block_k = groups.k or 128
+    direct = is_direct(gemm.num_slots, gemm.num_experts)
+    if not direct or len(gemm.row_tiles) == 1 or block_k > 128:
+        return None
+    block_n = 64 // gemm.halves
+    while block_n > 16 and gemm.num_slots * cdiv(gemm.n, block_n) < 2 * device.processors:
+        block_n //= 2
+    return _fitting(TileConfig(8, block_n, block_k, 1, block_n // 16, 5), gemm, 8, device)
 
 
 @lru_cache(maxsize=4096)

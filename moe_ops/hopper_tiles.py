@@ -1,66 +1,162 @@
 """Which of Hopper's own kernels computes an expert GEMM, if any, and with which tiles.
 
-Host arithmetic, which runs inside operators, where sizes are numbers.
+Host arithmetic, which runs inside operators, where sizes are numbers. The numbers that choose were
+measured by `benchmarks/bench_expert_gemm.py` and `benchmarks/bench_scaled_gemm.py` on an H200.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import NamedTuple
 
-from moe_ops.tiles import Device, Gemm, cdiv, load_class, pick_row_tile
+import torch
 
+from moe_ops.gemm_tiles import ScaleGroups
+from moe_ops.scheme import Scheme
+from moe_ops.tiles import (
+    Device,
+    Gemm,
+    TileConfig,
+    cdiv,
+    is_direct,
+    load_class,
+    padded_slots,
+    pick_row_tile,
+)
+
+PACKED, STREAM = KERNELS = ("hopper_packed", "hopper_stream")
+"""Rows are packed in plan order, for many of them; weights stream past few rows."""
 ROW_BYTES = 128
 """Of a row of a tile in shared memory: what its swizzle spans, and how much of K a step takes."""
 PACKED_LOAD = {1: 3, 2: 5}
 """By bytes of a number: from this class of load on (more than 42 rows an expert, or 170) rows are
-packed for boxes to be made of them. Below, a pass over the rows costs more than it saves. Like the
-other numbers here it comes from `benchmarks/bench_expert_gemm.py` and `bench_scaled_gemm.py`, on an
-H200."""
+packed for boxes to be made of them. Below, a pass over the rows costs more than it saves."""
 STREAM_ROWS = 32
-"""The largest row tile that weights stream past."""
+"""The largest row tile that weights stream past where nothing was timed."""
 STREAM_STAGES = 5
 """Of 128 weight rows: more bring nothing."""
+LEAST_STAGES = 2
+"""A stage is given back when the product after its own has begun."""
 
 
-class HopperTiles(NamedTuple):
-    """The tiles of a kernel."""
+@dataclass(frozen=True)
+class HopperTiles:
+    """The tiles of one of the kernels."""
 
+    kernel: str
+    """Among `KERNELS`."""
     block_m: int
     """Rows: the row tile of the plan."""
     block_n: int
     """Weight rows, gate and up rows together."""
     group_m: int
     num_stages: int
-    packed: bool
-    """Whether rows are packed in plan order, for many rows; else weights stream past few rows."""
+
+    @property
+    def packed(self) -> bool:
+        """Whether rows are packed."""
+        return self.kernel == PACKED
+
+
+KernelTiles = TileConfig | HopperTiles
+"""Of the kernel for all GPUs, or of one of Hopper's own."""
+
+
+def operand_bytes(scheme: Scheme) -> int | None:
+    """Bytes of a number in the products that Hopper's kernels compute; None: they do not."""
+    weight, rows = scheme.weight, scheme.activation
+    if weight is None:
+        return 2
+    if rows is None or scheme.decoded:
+        return None
+    return 1 if rows.dtype == weight.dtype == torch.float8_e4m3fn else None
+
+
+def takes(gemm: Gemm, scheme: Scheme, groups: ScaleGroups | None, device: Device) -> bool:
+    """Whether Hopper's kernels compute a GEMM, by its sizes and the GPU.
+
+    Boxes begin and end at multiples of 16 bytes, and hold 8 gate rows beside 8 up rows. The columns
+    of a warp group share a scale. A plan of one row tile wants the same sums at every load, which
+    two kernels would not give.
+
+    Args:
+        gemm: its sizes; ``itemsize`` of what is multiplied.
+        scheme: its scheme.
+        groups: its scales, where it has any.
+        device: the GPU.
+    """
+    whole = gemm.k * gemm.itemsize % 16 == 0 and (gemm.halves == 1 or gemm.n % 8 == 0)
+    if groups is not None and groups.k is not None:
+        whole &= groups.k == ROW_BYTES and groups.n >= 64 * (3 - gemm.halves)
+    served = operand_bytes(scheme) == gemm.itemsize and len(gemm.row_tiles) > 1
+    return device.arch == 90 and served and whole
+
+
+def widths(kernel: str, block_m: int, itemsize: int) -> tuple[int, ...]:
+    """The ``block_n`` that a kernel may have with tiles of so many rows; none: it has no such.
+
+    Sums of 8-bit products take twice as many registers. Of 16-bit weights nothing streams.
+    """
+    if kernel == PACKED:
+        wide = block_m == 64 or itemsize == 2
+        return () if block_m not in (64, 128) else (128, 256) if wide else (128,)
+    if block_m > 64 or itemsize > 1:
+        return ()
+    return (64,) if block_m == 64 else (64, 128)
+
+
+def most_stages(tiles: HopperTiles, device: Device) -> int:
+    """As many as fit beside what is written: of packed rows alone, of a stream two programs."""
+    stage = (tiles.block_m + tiles.block_n) * ROW_BYTES
+    if tiles.packed:
+        return (device.shared_memory - 17 * 1024) // (stage + 4 * tiles.block_m)
+    return ((device.shared_memory - 1024) // 2 - 3 * 1024) // stage
+
+
+def unfit(tiles: HopperTiles, gemm: Gemm, device: Device) -> str | None:
+    """Why tiles that were timed elsewhere cannot be those of a GEMM; None: they can."""
+    if tiles.packed and is_direct(gemm.num_slots, gemm.num_experts):
+        return "packs rows, and so few have no plan"
+    most = most_stages(tiles, device)
+    if not LEAST_STAGES <= tiles.num_stages <= most:
+        return f"has {tiles.num_stages} stages, shared memory holds {most}"
+    return None
+
+
+def packed_tiles(gemm: Gemm, block_m: int, device: Device) -> HopperTiles:
+    """The largest tile whose sums stay in registers, in as many stages as fit."""
+    block_n = widths(PACKED, block_m, gemm.itemsize)[-1]
+    tiles = HopperTiles(PACKED, block_m, block_n, 16 // gemm.itemsize, LEAST_STAGES)
+    return replace(tiles, num_stages=most_stages(tiles, device))
+
+
+def stream_tiles(gemm: Gemm, block_m: int, device: Device) -> HopperTiles:
+    """Long boxes, unless too few of them keep all processors busy."""
+    boxes = gemm.active * cdiv(gemm.n * gemm.halves, 128)
+    busy = 3 * boxes >= 2 * device.processors
+    block_n = widths(STREAM, block_m, gemm.itemsize)[-1 if busy else 0]
+    tiles = HopperTiles(STREAM, block_m, block_n, 1 if block_m <= 32 else 8, LEAST_STAGES)
+    most = STREAM_STAGES * 128 // block_n
+    return replace(tiles, num_stages=min(most, most_stages(tiles, device)))
 
 
 @lru_cache(maxsize=4096)
 def hopper_tiles(gemm: Gemm, device: Device) -> HopperTiles | None:
-    """The tiles of one GEMM on Hopper; None where the kernel for all GPUs serves.
+    """Hopper's tiles for a GEMM that `takes` accepts; None where the kernel for all GPUs is better.
 
-    Many rows: the largest tile whose sums stay in registers (those of 8-bit products take twice as
-    many), in as many stages as fit. Few: two programs a processor, so half of its memory each. A
-    plan of one row tile wants the same sums at every load, which two kernels would not give.
+    Args:
+        gemm: its sizes.
+        device: the GPU.
     """
-    if device.arch != 90 or len(gemm.row_tiles) == 1 or gemm.itemsize > 2:
-        return None
     load = load_class(gemm.num_slots, gemm.num_experts)
     block_m = pick_row_tile(gemm.row_tiles, gemm.num_slots, gemm.num_experts)
-    if load >= PACKED_LOAD[gemm.itemsize] and block_m in (64, 128):
-        wide = block_m == 64 or gemm.itemsize == 2
-        block_n = 256 if wide else 128
-        stage = (block_m + block_n) * ROW_BYTES + 4 * block_m
-        epilogue = 17 * 1024
-        stages = (device.shared_memory - epilogue) // stage
-        return HopperTiles(block_m, block_n, 16 // gemm.itemsize, stages, True)
-    if gemm.itemsize == 1 and block_m <= STREAM_ROWS:
-        tiles = gemm.active * cdiv(gemm.n * gemm.halves, 128)
-        block_n = 128 if 3 * tiles >= 2 * device.processors else 64
-        stage = (block_m + block_n) * ROW_BYTES
-        epilogue = 3 * 1024
-        stages = ((device.shared_memory - 1024) // 2 - epilogue) // stage
-        most = STREAM_STAGES * 128 // block_n
-        return HopperTiles(block_m, block_n, 1, min(stages, most), False)
+    if load >= PACKED_LOAD[gemm.itemsize] and widths(PACKED, block_m, gemm.itemsize):
+        return packed_tiles(gemm, block_m, device)
+    if block_m <= STREAM_ROWS and widths(STREAM, block_m, gemm.itemsize):
+        return stream_tiles(gemm, block_m, device)
     return None
+
+
+def packed_rows(num_slots: int, num_experts: int, block_m: int) -> int:
+    """Rows that are set aside for packing: a multiple of 4, for boxes of scales along them."""
+    return 4 * cdiv(padded_slots(num_slots, num_experts, (block_m,)), 4)

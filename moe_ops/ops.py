@@ -201,7 +201,7 @@ expert_gemm_act = _op(
     " str activation, bool expert_order=False) -> Tensor",
 )
 _SCALED = (
-    "(Tensor a, Tensor a_scale, Tensor w, Tensor w_scale, Tensor? bias, Tensor plan,"
+    "(Tensor a, Tensor? a_scale, Tensor w, Tensor w_scale, Tensor? bias, Tensor plan,"
     " Tensor? topk_ids, Tensor? expert_map, int[] row_tiles, SymInt top_k, str scheme,"
     " ScalarType out_dtype"
 )

@@ -85,8 +85,9 @@ class Rows(NamedTuple):
     """Activations as a GEMM takes them."""
 
     data: Tensor
-    """``(R, K)``: quantized where ``scale`` is given."""
+    """``(R, K)``: stored values, or numbers that are not quantized, or not yet."""
     scale: Tensor | None = None
+    """Of stored values; of numbers the one that is given to quantize them with, if any."""
 
 
 class ExpertWeight(NamedTuple):

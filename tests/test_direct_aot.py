@@ -21,7 +21,7 @@ from moe_ops.kernels import (  # noqa: E402
 )
 from moe_ops.scheme import get_scheme, min_capability, quantize_weight  # noqa: E402
 from moe_ops.tensors import Tiles  # noqa: E402
-from moe_ops.tuned import default_row_tiles  # noqa: E402
+from moe_ops.tuned_file import default_row_tiles  # noqa: E402
 
 pytestmark = [pytest.mark.aot, pytest.mark.filterwarnings("ignore")]
 E, GLOBAL, K, N, TOP_K = 64, 128, 2048, 768, 8

@@ -13,6 +13,7 @@ from test_selection import FP8, STANDARD, layer_inputs, reason
 import moe_ops
 from moe_ops import FusedMoEConfig, FusedMoEParallelConfig, RoutingMethodType, tuned
 from moe_ops.activation import kind_and_key
+from moe_ops.hopper_tiles import PACKED, STREAM
 from moe_ops.pipeline.devices import TARGETS
 from moe_ops.pipeline.selection import CANDIDATES, format_of
 from moe_ops.support import ARCHITECTURES, SUPPORT
@@ -33,6 +34,12 @@ def test_explanation_of_the_choice(monkeypatch):
     text = str(found)
     assert "fp8_block128 on sm_90 (NVIDIA H200), standard format: TritonExperts" in text
     assert "analytic default" in text and "4.67 TB/s" in text
+    assert "hopper_stream 16x128 /5" in text and "hopper_packed 64x256 /5" in text
+    assert "tiles of Hopper's own kernels: rows x weight rows / stages" in text
+    assert [json.loads(found.to_json())["costs"][i]["gemm2"]["kernel"] for i in (0, 2)] == [
+        STREAM,
+        PACKED,
+    ]
     with pytest.raises(FrozenInstanceError):
         found.choice = "GroupedGemmExperts"
 
@@ -156,16 +163,26 @@ def test_explained_tiles_are_those_that_run(
     scheme, activation, tokens, experts, rows, device, monkeypatch
 ):
     """The constants of the launches, for every class that multiplies with the library's kernels."""
+    from moe_ops.kernels import hopper_gemm
     from moe_ops.kernels.launch import Launch
 
-    launch, seen = Launch.__call__, []
+    launch, run, seen = Launch.__call__, hopper_gemm.run, []
 
     def record(self, *arguments):
         if "GROUP_M" in self.constants:
             seen.append(self.constants)
         launch(self, *arguments)
 
+    def record_hoppers(*arguments):
+        *_, c, packed = arguments
+        kernel, sizes = PACKED if packed else STREAM, {"num_stages": c.STAGES, **vars(c)}
+        seen.append({"kernel": kernel, **sizes})
+        run(*arguments)
+
     monkeypatch.setattr(Launch, "__call__", record)
+    monkeypatch.setattr(hopper_gemm, "run", record_hoppers)
+    if not HAS_CUDA:  # there is no interpreter for Gluon
+        monkeypatch.setattr(tuned, "hopper_tiles", lambda gemm, device: None)
     config = replace(
         STANDARD, device=device, num_experts=experts, num_local_experts=experts,
         max_num_tokens=rows, activation=activation,
@@ -182,7 +199,8 @@ def test_explained_tiles_are_those_that_run(
             config, quant, device=target, num_tokens=(tokens,), candidates=(cls,)
         ).costs
         assert [blocks(tiles) for tiles in (cost.gemm1, cost.gemm2)] == [
-            {name: constants[name] for name in blocks(cost.gemm1)} for constants in seen
+            {name: constants[name] for name in blocks(tiles)}
+            for tiles, constants in zip((cost.gemm1, cost.gemm2), seen, strict=True)
         ]
 
 

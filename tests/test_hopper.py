@@ -8,11 +8,11 @@ from test_expert_gemm import exact_rows as exact_products
 from test_scaled_gemm import activated, exact_rows, numbers
 
 from moe_ops import ops
+from moe_ops.hopper_tiles import packed_rows
 from moe_ops.reference.slots import local_experts
 from moe_ops.scheme import get_scheme, quantize_weight
 from moe_ops.tensors import Tiles, unpack_plan
 from moe_ops.testing import Problem, assert_matches_reference, make_inputs
-from moe_ops.tiles import padded_slots
 
 pytest.importorskip("triton")
 
@@ -34,7 +34,7 @@ def test_pack(width, dtype, groups, device):
         shape = (1,) if groups == "one" else (21, groups)
         scale = torch.rand(shape, device=device)
     plan, _, _ = planned(ids, None, (64,), 5)
-    rows, scales = pack_rows(x, scale, plan, ids.numel(), padded_slots(ids.numel(), 5, (64,)), 2)
+    rows, scales = pack_rows(x, scale, plan, ids.numel(), packed_rows(ids.numel(), 5, 64), 2)
     sorted_slots, _, used = unpack_plan(plan, ids.numel(), 5, (64,))
     used = int(used)
     slot = sorted_slots[:used].long()

@@ -10,7 +10,7 @@ pytest.importorskip("triton")
 
 import aot  # noqa: E402
 
-from moe_ops.hopper_tiles import hopper_tiles  # noqa: E402
+from moe_ops.hopper_tiles import takes  # noqa: E402
 from moe_ops.kernels import align, expert_gemm, hopper_stream, hopper_tile, scaled_gemm  # noqa: E402
 from moe_ops.scheme import get_scheme  # noqa: E402
 from moe_ops.tensors import Tiles  # noqa: E402
@@ -18,6 +18,7 @@ from moe_ops.tiles import EIGHT_BIT_ROW_TILES, ROW_TILES, Device, Gemm  # noqa: 
 
 pytestmark = [pytest.mark.aot, pytest.mark.filterwarnings("ignore")]
 EXPERTS, TOP_K = 64, 4
+H200 = Device(90, 232448, 132)
 HALF = (232448 - 1024) // 2
 """Shared memory of a program of which two fit a processor, in bytes."""
 
@@ -96,7 +97,6 @@ def test_only_on_hopper(arch):
 
 def test_one_row_tile_is_the_other_kernels():
     """It stands for the same sums at every load."""
-    device = Device(90, 232448, 132)
-    gemm = Gemm(32768, 64, 768, 2048, 1, 2, (64,))
-    assert hopper_tiles(gemm, device) is None
-    assert hopper_tiles(gemm._replace(row_tiles=(64, 64)), device) is not None
+    gemm, scheme = Gemm(32768, 64, 768, 2048, 1, 2, (64,)), get_scheme("fp8_channel")
+    assert not takes(gemm, scheme, None, H200)
+    assert takes(gemm._replace(row_tiles=(64, 64)), scheme, None, H200)

@@ -51,8 +51,8 @@ def test_every_operator_has_all_its_parts(qualified):
 def test_stages_are_files_everywhere():
     shared = {
         "__init__", "slots", "launch", "gemm_tile", "scaled_tile", "rounding", "routing_scores",
-        "rows", "dequantize", "weight_only_tile", "counting_sort",
-        "block_scaled_gemm", "dependent", "plan", "pack",
+        "routing_choice", "rows", "dequantize", "weight_only_tile", "counting_sort",
+        "block_scaled_gemm", "dependent", "plan", "pack", "scaled_slot",
         "hopper_gemm", "hopper_slots", "hopper_stream", "hopper_tile",
     }  # fmt: skip
     for folder in ("moe_ops/kernels", "moe_ops/reference", "fake_impls"):
@@ -67,6 +67,7 @@ LAYERS = {
     "moe_ops.kernels": 1, "moe_ops.reference": 1, "moe_ops.fake_impls": 1, "moe_ops.support": 1,
     "moe_ops.checks": 0, "moe_ops.tensors": 0, "moe_ops.scheme": 0, "moe_ops.tiles": 0,
     "moe_ops.activation": 0, "moe_ops.version": 0, "moe_ops.gemm_tiles": 0, "moe_ops.tuned": 0,
+    "moe_ops.tuned_file": 0,
     "moe_ops.block_scaled": 0, "moe_ops.hopper_tiles": 0, "moe_ops.tuning": 5,
     "moe_ops.cli": 7, "moe_ops.__main__": 8,
 }  # fmt: skip

@@ -1,14 +1,16 @@
 """The search for tiles and its files, on a clock that is made up."""
 
+import json
 import math
 from dataclasses import replace
 
 import pytest
 
 from moe_ops import FusedMoEConfig, RoutingMethodType, explain, get_scheme, tuned
+from moe_ops.hopper_tiles import PACKED, STREAM, HopperTiles, most_stages, widths
 from moe_ops.pipeline.devices import TARGETS
 from moe_ops.tiles import ROW_TILES, pick_row_tile
-from moe_ops.tuned import default_row_tiles, parse
+from moe_ops.tuned_file import default_row_tiles, parse
 from moe_ops.tuning import files
 from moe_ops.tuning.search import DIMENSIONS, MARGIN, Subject, tune_tokens
 
@@ -20,17 +22,30 @@ def subject(scheme="fp8_block128", sizes=(128, 768, 2048), top_k=8):
     return Subject(sizes, top_k, get_scheme(scheme), H200)
 
 
+def kernel_of(trial):
+    return getattr(trial.tiles, "kernel", None)
+
+
+def plain_trial(layer, tokens, which, row_tile):
+    """Where the search for the kernel for all GPUs begins."""
+    (trial,) = (t for t in layer.beginnings(tokens, which, row_tile) if kernel_of(t) is None)
+    return trial
+
+
 class Clock:
     """Microseconds that tell how far tiles are from some that were made up."""
 
-    def __init__(self, row_tile=None, stop_after=math.inf, **best):
+    def __init__(self, row_tile=None, stop_after=math.inf, kernel=None, **best):
         self.row_tile, self.best, self.stop_after = row_tile, best, stop_after
+        self.kernel = kernel
         self.trials = []
 
     def __call__(self, trial):
         if len(self.trials) >= self.stop_after:
             raise KeyboardInterrupt
         self.trials.append(trial)
+        if kernel_of(trial) != self.kernel:
+            return 1e4 * trial.gemm
         steps = [
             abs(math.log2(getattr(trial.tiles, size) / value)) for size, value in self.best.items()
         ]
@@ -44,12 +59,12 @@ class Clock:
 def test_candidates_are_worth_a_compile(scheme, tokens):
     layer = subject(scheme)
     found = layer.candidates(tokens)
-    assert len(set(found)) == len(found) and 10 < len(found) < 80
+    assert len(set(found)) == len(found) and 10 < len(found) < 120
     group = 128 if scheme == "fp8_block128" else 256
     for trial in found:
-        near = [t for t in found if t.gemm == trial.gemm and t.tiles.block_m == trial.tiles.block_m]
-        assert trial == near[0] or layer.allows(trial)
-        assert trial.tiles.block_k <= group
+        kernels = layer.beginnings(tokens, trial.gemm, trial.tiles.block_m)
+        assert trial in kernels or layer.allows(trial)
+        assert isinstance(trial.tiles, HopperTiles) or trial.tiles.block_k <= group
     default = layer.row_tile(tokens)
     assert found[0].tiles.block_m == default
     assert default == pick_row_tile(default_row_tiles(layer.scheme), 8 * tokens, 128)
@@ -70,12 +85,55 @@ def test_the_default_is_what_runs_without_files(scheme, monkeypatch):
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_what_takes_too_much_is_not_tried(scheme):
     layer = subject(scheme)
-    trial = layer.starts(4096, 128)[0]
+    trial = plain_trial(layer, 4096, 1, 128)
     for changes in ({"num_stages": 30}, {"block_n": 512}, {"num_warps": 1}, {"block_k": 16}):
         assert not layer.allows(trial._replace(tiles=replace(trial.tiles, **changes)))
     small = Subject(layer.sizes, 8, layer.scheme, H200._replace(shared_memory=1000))
     assert not small.allows(trial)
     assert all(small.neighbours(trial, size) == [] for size in DIMENSIONS)
+
+
+@pytest.mark.parametrize("kernel, row_tile, tokens", [(PACKED, 64, 4096), (STREAM, 32, 512)])
+def test_what_hoppers_kernels_lack_is_not_tried(kernel, row_tile, tokens):
+    layer = subject()
+    (trial,) = (t for t in layer.beginnings(tokens, 2, row_tile) if kernel_of(t) == kernel)
+    assert trial.tiles.num_stages == most_stages(trial.tiles, H200) or kernel == STREAM
+    for stages in (1, 30):
+        assert not layer.allows(trial._replace(tiles=replace(trial.tiles, num_stages=stages)))
+    (other,) = layer.neighbours(trial, "block_n")
+    assert {trial.tiles.block_n, other.tiles.block_n} == set(widths(kernel, row_tile, 1))
+    assert other.tiles.num_stages == most_stages(other.tiles, H200)
+    assert not layer.neighbours(trial, "num_warps") and not layer.neighbours(trial, "block_k")
+    assert len(layer.neighbours(trial, "group_m")) == (3 if kernel == PACKED else 0)
+
+
+def test_hoppers_kernels_are_tried_where_they_serve():
+    def tried(layer, tokens, row_tile):
+        return [kernel_of(t) for t in layer.beginnings(tokens, 1, row_tile)]
+
+    assert tried(subject(), 4096, 64) == [PACKED, None, STREAM]
+    assert tried(subject(), 512, 64) == [None, PACKED, STREAM]
+    assert tried(subject(), 1, 16) == [STREAM, None]
+    assert tried(subject(), 1, 64) == [None, STREAM]  # there is no plan to pack by
+    assert tried(subject("unquantized"), 4096, 128) == [PACKED, None]
+    assert tried(subject("unquantized"), 64, 16) == [None]
+    for scheme in ("int8_channel", "int8_w8a16", "mxfp4", "fp8_block64x32"):
+        assert tried(subject(scheme), 4096, 64) == [None]
+    for sizes in ((128, 768, 2056), (128, 764, 2048)):  # no whole 16 bytes; no 8 gate rows
+        assert tried(subject("fp8_channel", sizes), 4096, 64) == [None]
+    on_a100 = replace(subject("unquantized"), device=TARGETS["sm_80"].facts)
+    assert tried(on_a100, 4096, 128) == [None]
+
+
+def test_the_search_finds_the_fastest_kernel():
+    clock = Clock(64, kernel=PACKED, block_n=128, group_m=4, num_stages=6)
+    layer = subject()
+    entry = tune_tokens(layer, 4096, layer.row_tiles(4096), clock)
+    won = {"kernel": PACKED, "BLOCK_N": 128, "GROUP_M": 4, "num_stages": 6}
+    times = {"time_us": 100, "default_us": entry["gemm1"]["default_us"]}
+    assert entry["gemm1"] == {**won, **times} and entry["BLOCK_M"] == 64
+    known = parse(layer.file, json.dumps({"top_k": 8, "4096": entry}))
+    assert known.entries[0].gemm2 == HopperTiles(PACKED, 64, 128, 4, 6)
 
 
 def test_the_search_finds_the_fastest():
@@ -106,7 +164,8 @@ def test_hopeless_row_tiles_are_left_alone():
         return 100.0 if trial.tiles.block_m == 64 else 200.0
 
     assert tune_tokens(layer, 512, layer.row_tiles(512), time)["BLOCK_M"] == 64
-    assert sum(t.tiles.block_m == 128 for t in trials) == 2
+    begin = [layer.beginnings(512, which, 128) for which in (1, 2)]
+    assert [t for t in trials if t.tiles.block_m == 128] == sum(begin, [])
 
 
 def test_the_default_stays_where_nothing_is_clearly_faster():

@@ -7,10 +7,10 @@ import pytest
 import torch
 from conftest import HAS_CUDA, INTERPRETED
 from test_cli import ROOT, exit_code
-from test_tune import H200, SCHEMES, Clock, subject
+from test_tune import H200, SCHEMES, Clock, kernel_of, plain_trial, subject
 
 from moe_ops import cli
-from moe_ops.tuned import parse
+from moe_ops.tuned_file import parse
 from moe_ops.tuning import files
 from moe_ops.tuning.search import Trial
 
@@ -154,7 +154,7 @@ def test_trials_launch_their_tiles(scheme, made, monkeypatch):
     for module in (decoded_gemm, expert_gemm, scaled_gemm, weight_only_gemm):
         monkeypatch.setattr(module, "device_facts", lambda device: H200, raising=False)
     clock = made(scheme)
-    for start in clock.subject.starts(5, 32):
+    for start in (plain_trial(clock.subject, 5, which, 32) for which in (1, 2)):
         for trial in [start, *clock.subject.neighbours(start, "block_k")]:
             seen.clear()
             assert clock(Trial(5, trial.gemm, trial.tiles)) == 7.0
@@ -162,3 +162,33 @@ def test_trials_launch_their_tiles(scheme, made, monkeypatch):
             assert seen[-1] == (
                 tiles.block_m, tiles.block_n, tiles.block_k, tiles.num_warps, tiles.num_stages,
             )  # fmt: skip
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("scheme", ["unquantized", "fp8_channel", "fp8_block128"])
+@pytest.mark.parametrize(("tokens", "row_tile"), [(5, 32), (400, 64), (400, 128)])
+def test_trials_launch_hoppers_kernels(scheme, tokens, row_tile, made, monkeypatch):
+    from moe_ops.kernels import expert_gemm, hopper_gemm, scaled_gemm
+
+    if not HAS_CUDA or torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("needs a Hopper GPU")
+    run, seen = hopper_gemm.run, []
+
+    def record_constants(*given):
+        c = given[-2]
+        seen.append((c.BLOCK_M, c.BLOCK_N, c.GROUP_M, c.STAGES, given[-1]))
+        run(*given)
+
+    monkeypatch.setattr(hopper_gemm, "run", record_constants)
+    for module in (expert_gemm, scaled_gemm):
+        monkeypatch.setattr(module, "device_facts", lambda device: H200)
+    clock, tried = made(scheme), 0
+    for start in (t for which in (1, 2) for t in clock.subject.beginnings(tokens, which, row_tile)):
+        assert clock(start) == 7.0  # and its result is right
+        tiles, own = start.tiles, kernel_of(start)
+        expected = own and (tiles.block_m, tiles.block_n, tiles.group_m, tiles.num_stages)
+        seen.clear()
+        clock(start)
+        assert seen == ([(*expected, tiles.packed)] if own else [])
+        tried += own is not None
+    assert tried >= (0 if scheme == "unquantized" and row_tile == 32 else 2)

@@ -8,9 +8,11 @@ from hypothesis import strategies as st
 
 from moe_ops import tuned
 from moe_ops.gemm_tiles import gemm_tiles, shared_bytes
+from moe_ops.hopper_tiles import PACKED, STREAM, HopperTiles, hopper_tiles
 from moe_ops.pipeline.devices import TARGETS
-from moe_ops.tiles import ROW_TILES, Gemm, TileConfig, pick_row_tile
-from moe_ops.tuned import DEFAULT, choose, file_name, parse
+from moe_ops.tiles import EIGHT_BIT_ROW_TILES, ROW_TILES, Gemm, TileConfig, pick_row_tile
+from moe_ops.tuned import DEFAULT, choose
+from moe_ops.tuned_file import file_name, parse
 
 H200 = TARGETS["sm_90"].facts
 SIZES = (8, 64, 128)
@@ -28,6 +30,11 @@ def entry(block_m=16, gemm1=None, gemm2=None):
     return {"BLOCK_M": block_m, "gemm1": gemm1 or gemm_of(), "gemm2": gemm2 or gemm_of(32)}
 
 
+def own(kernel=PACKED, block_n=128, group_m=8, num_stages=4):
+    """A GEMM by one of Hopper's own kernels."""
+    return {"kernel": kernel, "BLOCK_N": block_n, "GROUP_M": group_m, "num_stages": num_stages}
+
+
 def record(top_k=2, **entries):
     return {"top_k": top_k, **{key.strip("_"): value for key, value in entries.items()}}
 
@@ -41,8 +48,9 @@ def first(rows, row_tiles=ROW_TILES, itemsize=2):
     return Gemm(rows, 8, 64, 128, itemsize, 2, row_tiles)
 
 
-def chosen(gemm, device=H200, scheme="unquantized"):
-    return choose(gemm, scheme, 8 * gemm.itemsize, device, gemm_tiles(gemm, device))
+def chosen(gemm, device=H200, scheme="unquantized", hopper=False):
+    default = gemm_tiles(gemm, device)
+    return choose(gemm, scheme, 8 * gemm.itemsize, device, default, hopper=hopper)
 
 
 @pytest.fixture
@@ -83,6 +91,22 @@ def changed(path, value):
         (["4", "gemm2", "GROUP_M"], None, "4.gemm2.GROUP_M must be a number >= 1, got None"),
         (["4", "gemm2", "num_warps"], 3, "4.gemm2.num_warps must be a power of two, got 3"),
         (["4", "gemm2", "num_stages"], 0, "4.gemm2.num_stages must be a number >= 1, got 0"),
+        (["4", "gemm1"], own("cutlass"), "4.gemm1.kernel must be among ('hopper_packed', 'hopper_"),
+        (["4", "gemm1"], own(["x"]), "4.gemm1.kernel must be among ('hopper_packed', 'hopper_"),
+        (
+            ["4", "gemm1"],
+            own(),
+            "4.gemm1.kernel must be one that has unquantized in tiles of 16 rows, got 'hopper_p",
+        ),
+        (
+            ["4", "gemm1"],
+            own(STREAM),
+            "4.gemm1.kernel must be one that has unquantized in tiles of",
+        ),
+        (["5"], entry(64, own(block_n=64)), "5.gemm1.BLOCK_N must be among (128, 256), got 64"),
+        (["5"], entry(64, own(block_n=None)), "5.gemm1.BLOCK_N must be among (128, 256), got None"),
+        (["5"], entry(64, own(group_m=0)), "5.gemm1.GROUP_M must be a number >= 1, got 0"),
+        (["5"], entry(64, own(num_stages=1)), "5.gemm1.num_stages must be a number >= 2, got 1"),
         (["5"], entry(32), "5.BLOCK_M must be 16 as for 4, of the same load, got 32"),
     ],
 )
@@ -112,6 +136,41 @@ def test_a_block_does_not_cross_a_scale():
     layer(wide, scheme="fp8_channel")
     with pytest.raises(ValueError, match=r"4.gemm2.BLOCK_K must not cross a scale's 128, got 256"):
         layer(wide, scheme="fp8_block128")
+
+
+@pytest.mark.parametrize("scheme", ["int8_channel", "fp8_w8a16", "mxfp4"])
+def test_schemes_that_hoppers_kernels_lack(scheme):
+    with pytest.raises(ValueError, match=f"4.gemm2.kernel must be one that has {scheme} in tiles"):
+        layer(record(_4=entry(64, gemm2=own())), scheme=scheme)
+
+
+def test_a_file_names_the_kernel(installed):
+    """Hopper's where it says so, and the one for all GPUs where it does not."""
+    installed(layer(record(_500=entry(64, own(), gemm_of())), scheme="fp8_channel"))
+    tiles = EIGHT_BIT_ROW_TILES[:5] + (64,)
+    first_gemm = chosen(first(1000, tiles, 1), scheme="fp8_channel", hopper=True)
+    assert first_gemm.tiles == HopperTiles(PACKED, 64, 128, 8, 4)
+    assert first_gemm.plain == gemm_tiles(first(1000, tiles, 1), H200)  # for other operands
+    assert first_gemm.source.startswith("tuned")
+    second = chosen(Gemm(1000, 8, 128, 64, 1, 1, tiles), scheme="fp8_channel", hopper=True)
+    assert second.hopper is None and second.tiles == TileConfig(64, 64, 64, 1, 4, 3)
+    other = chosen(first(600, tiles, 1), scheme="fp8_channel", hopper=True)
+    assert "has nothing" in other.source and other.hopper == hopper_tiles(
+        first(600, tiles, 1), H200
+    )
+
+
+def test_hoppers_kernels_that_do_not_serve(installed):
+    tiles = (64,) * 8
+    installed(layer(record(_1=entry(64, own()), _500=entry(64, own(num_stages=40)))))
+    few = chosen(first(2, tiles), hopper=True)
+    assert few.source == f"{DEFAULT} ({NAME} packs rows, and so few have no plan)"
+    assert chosen(first(6, tiles), hopper=True).hopper is not None
+    other = chosen(first(6, tiles), hopper=False)
+    assert other.hopper is None and other.tiles == gemm_tiles(first(6, tiles), H200)
+    assert other.source == f"{DEFAULT} ({NAME} names hopper_packed, which does not take this GEMM)"
+    many = chosen(first(1000, tiles), hopper=True)
+    assert many.source.startswith(f"{DEFAULT} ({NAME} has 40 stages, shared memory holds")
 
 
 def test_row_tiles_by_load():

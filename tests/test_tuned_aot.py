@@ -1,6 +1,7 @@
 """Every file of tuned tiles in the package, checked and compiled for its GPU, without a GPU."""
 
 import json
+from dataclasses import replace
 from importlib import import_module
 from types import SimpleNamespace
 
@@ -13,9 +14,18 @@ if INTERPRETED:
 pytest.importorskip("triton")
 
 import aot  # noqa: E402
+from test_hopper_aot import HALF  # noqa: E402
 from test_tuned import entry, gemm_of, record  # noqa: E402
 
-from moe_ops import ops, tuned  # noqa: E402
+from moe_ops import ops, tuned, tuned_file  # noqa: E402
+from moe_ops.hopper_tiles import (  # noqa: E402
+    PACKED,
+    STREAM,
+    HopperTiles,
+    most_stages,
+    operand_bytes,
+    widths,
+)
 from moe_ops.pipeline import gemms  # noqa: E402
 from moe_ops.pipeline.devices import TARGETS  # noqa: E402
 from moe_ops.pipeline.row_spaces import SlotRows  # noqa: E402
@@ -34,16 +44,36 @@ LAUNCHERS = SimpleNamespace(
 )
 SHIPPED = [layer for layers in tuned.read_all().values() for layer in layers.values()]
 MADE_UP = [
-    tuned.parse(
-        tuned.file_name((4, 256, 512), "NVIDIA H200", scheme),
+    tuned_file.parse(
+        tuned_file.file_name((4, 256, 512), "NVIDIA H200", scheme),
         json.dumps(record(_4=entry(), _500=entry(64, gemm_of(32, num_stages=2)))),
     )
     for scheme in ("unquantized", "fp8_block128", "int4_w4a16_g32", "mxfp4")
 ]
 
 
+def all_of_hoppers(scheme, order):
+    """A file whose entries have every size of tile that Hopper's kernels have, in most stages."""
+    itemsize, content, gpu = operand_bytes(get_scheme(scheme)), {}, TARGETS["sm_90"].facts
+    for tokens, kernel, block_m in HOPPER_ROWS:
+        wide = widths(kernel, block_m, itemsize)[::order]
+        if wide:
+            both = [HopperTiles(kernel, block_m, n, 4, 2) for n in (wide[0], wide[-1])]
+            both = [replace(t, num_stages=most_stages(t, gpu)) for t in both]
+            content[f"_{tokens}"] = entry(block_m, *map(tuned_file.written, both))
+    name = tuned_file.file_name((4, 256, 512), "NVIDIA H200", scheme)
+    return tuned_file.parse(name, json.dumps(record(**content)))
+
+
+HOPPER_ROWS = [
+    (4, STREAM, 16), (30, STREAM, 32), (60, STREAM, 64), (100, PACKED, 64), (200, PACKED, 128),
+]  # fmt: skip
+"""Tokens, each of another load."""
+
+
 def subject_of(known):
-    gpu = next(t.facts for t in TARGETS.values() if tuned.plain_name(t.gpu or "") == known.device)
+    name = tuned_file.plain_name
+    gpu = next(t.facts for t in TARGETS.values() if name(t.gpu or "") == known.device)
     return Subject(known.sizes, known.top_k, get_scheme(known.scheme), gpu)
 
 
@@ -99,8 +129,24 @@ def test_tiles_compile(known, monkeypatch):
     monkeypatch.setattr(tuned, "TABLES", tuned.tables([known]))
     gpu = subject_of(known).device
     for trial in trials(known):
-        (kernel,) = aot.compile_launch(gpu.arch, launch_trial(known, trial), gpu.name)
+        kernel = aot.compile_launch(gpu.arch, launch_trial(known, trial), gpu.name)[-1]
         made = kernel.metadata
         assert (made.num_warps, made.num_stages) == (trial.tiles.num_warps, trial.tiles.num_stages)
         assert aot.resources(kernel, gpu.arch)["shared"] <= gpu.shared_memory, trial
         assert not aot.rewrites_operands(kernel), trial
+
+
+@pytest.mark.parametrize("order", [1, -1])
+@pytest.mark.parametrize("scheme", ["unquantized", "fp8_channel", "fp8_block128"])
+def test_tiles_of_hoppers_kernels_compile(scheme, order, monkeypatch):
+    known = all_of_hoppers(scheme, order)
+    monkeypatch.setattr(gemms, "ops", LAUNCHERS)
+    monkeypatch.setattr(tuned, "TABLES", tuned.tables([known]))
+    gpu = subject_of(known).device
+    for trial in trials(known):
+        kernel = aot.compile_launch(gpu.arch, launch_trial(known, trial), gpu.name)[-1]
+        packed = trial.tiles.packed
+        assert kernel.metadata.name == f"hopper_{'gemm' if packed else 'stream'}_kernel"
+        used = aot.resources(kernel, gpu.arch)
+        assert used["shared"] <= (gpu.shared_memory if packed else HALF), trial
+        assert used["spilled"] == 0 and used["serialized"] == 0, trial

@@ -15,7 +15,8 @@ from moe_ops import cli, get_scheme, tuned
 from moe_ops.pipeline import row_spaces
 from moe_ops.testing import assert_matches_reference
 from moe_ops.tiles import ROW_TILES
-from moe_ops.tuned import DEFAULT, file_name, parse
+from moe_ops.tuned import DEFAULT
+from moe_ops.tuned_file import file_name, parse
 
 
 @pytest.fixture
@@ -105,7 +106,7 @@ def test_one_graph_for_all_token_counts(at_home):
             run(*arguments(tokens))
     run(*arguments(5, width=32))
     tiles = [
-        next(node.args[2] for node in graph.graph.nodes if "align" in str(node.target))
+        next(node.args[2] for node in graph.graph.nodes if "slot_plan" in str(node.target))
         for graph in graphs
     ]
     assert [tuple(t) for t in tiles] == [(32, 32, 64, 128, 128, 128, 128, 64), ROW_TILES]
@@ -158,5 +159,5 @@ def test_a_gpu_finds_its_files(installed, device):
             inputs = arguments(tokens, device=device)
             assert torch.equal(run(*inputs), moe_ops.fused_experts(*inputs))
     (graph,) = graphs
-    tiles = next(node.args[2] for node in graph.graph.nodes if "align" in str(node.target))
+    tiles = next(node.args[2] for node in graph.graph.nodes if "slot_plan" in str(node.target))
     assert tuple(tiles) == (32, 32, 64, 128)

@@ -43,6 +43,31 @@ def test_quantized_by_hand():
     assert moe_ops.workspace_nbytes(T, H, I, E, K, BF16, scheme="fp8_tensor") == expected
 
 
+def test_packed_by_hand():
+    """Hopper's kernels of many rows copy the rows of a GEMM before they multiply."""
+    tokens, width, sizes = 512, 256, (512, H, 256, E, K, BF16)
+    slots = tokens * K
+    h, y, out = 2 * slots * width, 2 * slots * H, 2 * tokens * H
+    rows = slots + 127 * E
+    least = max(nbytes(h, y), nbytes(y, out))
+    most = max(nbytes(h, 2 * rows * H), nbytes(h, y, 2 * rows * width), nbytes(y, out))
+    assert moe_ops.workspace_nbytes(*sizes, device="cpu") == plan(slots) + least
+    assert moe_ops.workspace_nbytes(*sizes, device="sm_80") == plan(slots) + least
+    assert moe_ops.workspace_nbytes(*sizes, device="sm_90") == plan(slots) + most
+    # Plans of one row tile are the other kernel's.
+    mode = {"batch_invariant": True}
+    one_tile = [moe_ops.workspace_nbytes(*sizes, device=d, **mode) for d in ("cpu", "sm_90")]
+    assert one_tile[0] == one_tile[1]
+    rows, groups = slots + 63 * E, 4 * 2  # bytes of a row's scales
+    tokens_in = nbytes(tokens * H, groups * tokens)
+    h = nbytes(slots * width, groups * slots)
+    expected = tokens_in + plan(slots) + h + nbytes(y, rows * width, groups * rows)
+    assert moe_ops.workspace_nbytes(*sizes, scheme="fp8_block128", device="sm_90") == expected
+    # An expert's 42 rows are not worth it.
+    few = [moe_ops.workspace_nbytes(84, *sizes[1:], device=d) for d in ("cpu", "sm_90")]
+    assert few[0] == few[1]
+
+
 def test_batched_by_hand():
     """Dispatched rows are gone when the second GEMM returns as many."""
     counts = nbytes(4 * E, 4)
@@ -76,7 +101,7 @@ def test_a_call_holds_just_that(form, scheme, chunk_size):
     with PeakMemory() as memory:
         s.kernel.apply(**arguments)
     wanted = moe_ops.workspace_nbytes(
-        T, H, I, E, K, BF16, scheme=scheme, format=form, chunk_size=chunk_size
+        T, H, I, E, K, BF16, scheme=scheme, format=form, chunk_size=chunk_size, device="cpu"
     )
     assert memory.peak == wanted
 
@@ -85,7 +110,8 @@ def test_fused_experts_holds_no_more():
     s = setup(Problem(T, E, K, H, I, BF16, scheme="fp8_block128"), moe_ops.TritonExperts)
     with PeakMemory() as memory:
         moe_ops.fused_experts(*s.inputs[:5], quant_config=s.config)
-    wanted = moe_ops.workspace_nbytes(T, H, I, E, K, BF16, scheme="fp8_block128")
+    sizes = (T, H, I, E, K, BF16)
+    wanted = moe_ops.workspace_nbytes(*sizes, scheme="fp8_block128", device="cpu")
     assert memory.peak == wanted
 
 
@@ -141,6 +167,8 @@ def test_errors():
         moe_ops.workspace_nbytes(*sizes, chunk_size=2, format="batched")
     with pytest.raises(ValueError, match="scheme must be one of"):
         moe_ops.workspace_nbytes(*sizes, scheme="fp3")
+    with pytest.raises(ValueError, match="device must be one of .*'cpu'.*got 'cuda'"):
+        moe_ops.workspace_nbytes(*sizes, device="cuda")
 
 
 @pytest.mark.gpu

@@ -83,7 +83,7 @@ def block_scaled_gemm_kernel(
     Weights are the first operand. A tile's gate and up rows alternate in it, so that one product
     gives both, side by side.
     """
-    take_turn()
+    take_turn(LONG=True)
     pid_m, pid_n, expert = find_tile(
         tiles, expert_map, num_slots, num_ids, num_experts, N, BLOCK_M, BLOCK_N, GROUP_M
     )

@@ -37,11 +37,16 @@ def served():
 
 
 @triton.jit
-def take_turn():
-    """Wait for the grids before this one, then let the next one in."""
+def take_turn(LONG: tl.constexpr = False):
+    """Wait for the grids before this one, then let the next one in.
+
+    A LONG kernel lets it in as its programs end: they fill the GPU, and programs of the next kernel
+    would be put, unevenly, where there is room beside them.
+    """
     if served():
         tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+        if not LONG:
+            tl.extra.cuda.gdc_launch_dependents()
 
 
 def launch_options() -> dict[str, bool]:

@@ -19,7 +19,7 @@ from moe_ops.activation import formula
 from moe_ops.fake_impls.expert_gemm import expert_gemm as empty_rows
 from moe_ops.fake_impls.expert_gemm import expert_gemm_act as empty_activated_rows
 from moe_ops.gemm_tiles import gemm_tiles
-from moe_ops.hopper_tiles import hopper_tiles
+from moe_ops.hopper_tiles import takes
 from moe_ops.kernels import hopper_gemm
 from moe_ops.kernels.activation import constants, gate, gate_up
 from moe_ops.kernels.dependent import take_turn
@@ -34,9 +34,10 @@ from moe_ops.kernels.gemm_tile import (
     tile_arguments,
 )
 from moe_ops.kernels.launch import Launch
+from moe_ops.scheme import get_scheme
 from moe_ops.tensors import AnyTiles
 from moe_ops.tiles import Gemm, TileConfig, device_facts, max_programs
-from moe_ops.tuned import choose
+from moe_ops.tuned import Choice, choose
 
 
 @triton.jit(do_not_specialize=COUNTED)
@@ -49,7 +50,7 @@ def _expert_gemm_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
 ):  # fmt: skip
     """``out[s] = f(input_weights[s] * a[s // TOP_K] @ w[e].T + bias[e]) * output_weights[s]``."""
-    take_turn()
+    take_turn(LONG=True)
     pid_m, pid_n, expert = find_tile(
         tiles, expert_map, num_slots, num_ids, num_experts, N, BLOCK_M, BLOCK_N, GROUP_M
     )
@@ -60,9 +61,7 @@ def _expert_gemm_kernel(
     inside = n < N
     n_inside = None if N % BLOCK_N == 0 else inside
     k = tl.arange(0, BLOCK_K)
-    source = slot // TOP_K
-    if ORDERED == "a":
-        source = rows_between(tiles, pid_m, slot, real, num_ids, BLOCK_M)
+    source = rows_between(tiles, pid_m, slot // TOP_K, real, num_ids, ORDERED == "a", BLOCK_M)
     a_tile = a + source[:, None] * stride_am + k[None, :]
     w_tile = w + expert * stride_we + n[None, :] * stride_wn + k[:, None] * stride_wk
 
@@ -77,9 +76,8 @@ def _expert_gemm_kernel(
     if FUNCTION is not None:
         acc = gate(acc, FUNCTION, LIMIT, ALPHA, BETA)
     acc = scale_rows(acc, output_weights, slot, real)
-    if ORDERED == "out":
-        slot = rows_between(tiles, pid_m, slot, real, num_ids, BLOCK_M)
-    at = out + slot[:, None] * N + n[None, :]
+    row = rows_between(tiles, pid_m, slot, real, num_ids, ORDERED == "out", BLOCK_M)
+    at = out + row[:, None] * N + n[None, :]
     tl.store(at, acc.to(out.dtype.element_ty), mask=real[:, None] & inside[None, :])
 
 
@@ -94,7 +92,7 @@ def _expert_gemm_gated_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
 ):  # fmt: skip
     """As above with gate and up side by side: ``out[s] = f(gate, up)``; N counts output columns."""
-    take_turn()
+    take_turn(LONG=True)
     pid_m, pid_n, expert = find_tile(
         tiles, expert_map, num_slots, num_ids, num_experts, N, BLOCK_M, BLOCK_N, GROUP_M
     )
@@ -124,9 +122,8 @@ def _expert_gemm_gated_kernel(
     u = scale_rows(u, input_weights, slot, real)
     u = add_bias(u, bias, expert, gate_row + UP, inside, 2 * N)
     value = gate_up(g, u, FUNCTION, LIMIT, ALPHA, BETA, LINEAR_BETA)
-    if ORDERED == "out":
-        slot = rows_between(tiles, pid_m, slot, real, num_ids, BLOCK_M)
-    at = out + slot[:, None] * N + n[None, :]
+    row = rows_between(tiles, pid_m, slot, real, num_ids, ORDERED == "out", BLOCK_M)
+    at = out + row[:, None] * N + n[None, :]
     tl.store(at, value.to(out.dtype.element_ty), mask=real[:, None] & inside[None, :])
 
 
@@ -142,14 +139,28 @@ def _launch(
     ordered: str | None,
 ) -> tuple[Launch, int]:
     """The kernel for an activation (or none), and how many programs the plan may need."""
+    gemm = _gemm(num_slots, weight, itemsize, row_tiles, activation)
+    tiles = _choose(gemm, device).plain
+    make = _gated if gemm.halves == 2 else _plain
+    return make(gemm.n, gemm.k, top_k, ordered, activation, tiles), max_programs(gemm, tiles)
+
+
+def _gemm(
+    num_slots: int,
+    weight: tuple[int, int, int],
+    itemsize: int,
+    row_tiles: tuple[int, ...],
+    activation: str | None,
+) -> Gemm:
     num_experts, rows, k = weight
     halves = 2 if activation and formula(activation).gated else 1
-    gemm = Gemm(num_slots, num_experts, rows // halves, k, itemsize, halves, row_tiles)
-    facts = device_facts(device)
-    default = gemm_tiles(gemm, facts)
-    tiles = choose(gemm, "unquantized", 8 * itemsize, facts, default).tiles
-    make = _gated if halves == 2 else _plain
-    return make(gemm.n, k, top_k, ordered, activation, tiles), max_programs(gemm, tiles)
+    return Gemm(num_slots, num_experts, rows // halves, k, itemsize, halves, row_tiles)
+
+
+def _choose(gemm: Gemm, device: torch.device) -> Choice:
+    facts, scheme = device_facts(device), get_scheme("unquantized")
+    own, default = takes(gemm, scheme, None, facts), gemm_tiles(gemm, facts)
+    return choose(gemm, scheme.name, 8 * gemm.itemsize, facts, default, hopper=own)
 
 
 @lru_cache(maxsize=4096)
@@ -164,14 +175,10 @@ def _hopper(
     ordered: str | None,
 ) -> tuple[hopper_gemm.Constants, bool] | None:
     """Hopper's own kernel, and whether it packs rows; None where it does not serve."""
-    num_experts, rows, k = weight
-    rule = formula(activation) if activation else None
-    halves = 2 if rule is not None and rule.gated else 1
-    gemm = Gemm(num_slots, num_experts, rows // halves, k, itemsize, halves, row_tiles)
-    tiles = hopper_tiles(gemm, device_facts(device))
+    tiles = _choose(_gemm(num_slots, weight, itemsize, row_tiles, activation), device).hopper
     if tiles is None:
         return None
-    scales = hopper_gemm.Scales()
+    rule, scales = formula(activation) if activation else None, hopper_gemm.Scales()
     made = hopper_gemm.constants(tuple(weight), itemsize, top_k, rule, scales, tiles, ordered)
     return made, tiles.packed
 
@@ -231,8 +238,7 @@ def expert_gemm(
     tiles = (plan, topk_ids, expert_map)
     out = empty_rows(a, w, bias, input_weights, output_weights, *tiles, row_tiles, top_k)
     vectors = (bias, input_weights, output_weights)
-    ordered = "a" if expert_order else None
-    return _run(out, a, w, vectors, tiles, row_tiles, top_k, None, ordered)
+    return _run(out, a, w, vectors, tiles, row_tiles, top_k, None, expert_order)
 
 
 def expert_gemm_act(
@@ -253,8 +259,7 @@ def expert_gemm_act(
     out = empty_activated_rows(a, w, bias, input_weights, *tiles, row_tiles, top_k, activation)
     gated = formula(activation).gated  # its kernel scales no output
     vectors = (bias, input_weights) if gated else (bias, input_weights, None)
-    ordered = "out" if expert_order else None
-    return _run(out, a, w, vectors, tiles, row_tiles, top_k, activation, ordered)
+    return _run(out, a, w, vectors, tiles, row_tiles, top_k, activation, expert_order)
 
 
 def _run(
@@ -266,7 +271,7 @@ def _run(
     row_tiles: Sequence[int],
     top_k: int,
     activation: str | None,
-    ordered: str | None,
+    expert_order: bool,
 ) -> Tensor:
     """Launch the kernel for an activation, or none; ``vectors`` as it takes them."""
     num_slots = out.shape[0]
@@ -275,12 +280,13 @@ def _run(
         if unit != 1:
             a, stride = a.contiguous(), a.shape[1]
         shape = w.shape
+        ordered = None if not expert_order else "out" if activation else "a"
         how = (num_slots, shape, w.itemsize, tuple(row_tiles), top_k, w.device, activation, ordered)
         vectors = tuple([v if v is None else v.contiguous() for v in vectors])
         told = tile_arguments(tiles, num_slots, shape[0])
         hopper, (bias, *weights) = _hopper(*how), vectors
         unweighted = all(v is None for v in weights)
-        if hopper and unweighted and hopper_gemm.serves(a, w, hopper[0]):
+        if hopper and unweighted and hopper_gemm.serves(a, w, ordered == "a"):
             given = hopper_gemm.Operands(a, None, w, None, bias)
             hopper_gemm.run(out, given, told, *hopper)
             return out

@@ -12,12 +12,12 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from moe_ops.activation import Formula
-from moe_ops.hopper_tiles import ROW_BYTES, HopperTiles
+from moe_ops.hopper_tiles import ROW_BYTES, HopperTiles, packed_rows
 from moe_ops.kernels.dependent import ENABLED
 from moe_ops.kernels.hopper_stream import hopper_stream_kernel
 from moe_ops.kernels.hopper_tile import hopper_gemm_kernel
 from moe_ops.kernels.pack import pack_rows
-from moe_ops.tiles import cdiv, device_facts, max_row_tiles, padded_slots
+from moe_ops.tiles import cdiv, device_facts, max_row_tiles
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float8_e4m3fn)
 """Of operands."""
@@ -60,6 +60,8 @@ class Constants:
     STAGES: int
     BY_COLUMNS: bool
     """Whether a warp group takes half of a tile's columns (else of its rows)."""
+    PARTS: int
+    """Of a warp group's half of a tile: it multiplies one after the other."""
     OUT_N: int
     """Output columns of a tile."""
     NUM_N: int
@@ -112,26 +114,25 @@ def constants(
         GROUP_M=tiles.group_m,
         STAGES=tiles.num_stages,
         BY_COLUMNS=tiles.block_m == 64,
+        PARTS=2 if itemsize == 1 and tiles.block_m == 128 and tiles.block_n == 256 else 1,
         OUT_N=out_n,
         NUM_N=cdiv(n, out_n),
         STEPS=cdiv(k, block_k),
     )
 
 
-def serves(a: Tensor, w: Tensor, c: Constants) -> bool:
+def serves(a: Tensor, w: Tensor, ordered: bool = False) -> bool:
     """Whether boxes can be made of the operands: of their dtypes, strides and addresses.
 
-    Of ``a`` itself only where its rows lie in expert order.
+    Of ``a`` itself only where its rows are ``ordered`` by expert.
 
     On a GPU only: there is no interpreter for Gluon.
     """
     expert, row, unit = w.stride()
-    lengths, addresses = [expert, row, w.shape[2]], [w.data_ptr()]
-    if c.ORDERED == "a":
-        lengths, addresses = [*lengths, a.stride(0)], [*addresses, a.data_ptr()]
-    whole = all(at % 16 == 0 for at in (*addresses, *(x * w.itemsize for x in lengths)))
-    fits = not c.GATED or w.shape[1] % 16 == 0
-    return w.is_cuda and w.dtype in DTYPES and a.dtype == w.dtype and unit == 1 and whole and fits
+    whole = expert * w.itemsize % 16 == row * w.itemsize % 16 == w.data_ptr() % 16 == 0
+    if ordered:
+        whole &= a.stride(0) * a.itemsize % 16 == a.data_ptr() % 16 == 0
+    return w.is_cuda and w.dtype in DTYPES and a.dtype == w.dtype and unit == 1 and whole
 
 
 def _weight_box(w: Tensor, c: Constants) -> TensorDescriptor:
@@ -181,9 +182,9 @@ def _run_packed(
     """Pack the rows unless they lie in expert order, then one program a processor."""
     a, a_scale, w, w_scale, bias = operands
     plan, _, num_slots, _, num_experts = tiles
-    most = padded_slots(num_slots, num_experts, (c.BLOCK_M,))
     rows, scales = a, None
     if c.ORDERED != "a":
+        most = packed_rows(num_slots, num_experts, c.BLOCK_M)
         rows, scales = pack_rows(a, a_scale, plan, num_slots, most, c.TOP_K)
     layout: Any = gl.NVMMASharedLayout(ROW_BYTES, 8 * c.ITEMSIZE, rank=2)
     a_box = TensorDescriptor.from_tensor(rows, [c.BLOCK_M, c.BLOCK_K], layout)

@@ -2,10 +2,10 @@
 
 One warp copies tiles of both operands into a ring in shared memory (the TMA engine does); two warp
 groups multiply, each its half of the output tile, and write rows to their slots. The rows of the
-first operand lie in plan order (`pack`) or in expert order, so that a tile of them is one box (with
-rows of the next expert at its end, which are multiplied, and not stored). Where an activation has
-a gate, a box of the weight holds 8 gate rows, their 8 up rows, and so on: one thread then has both
-halves of a pair, and the activation costs nothing.
+first operand lie in plan order (`pack`), so that a tile of them is one box; or in expert order,
+where it ends with rows that are not stored. Where an activation has a gate, a box of the weight
+holds 8 gate rows, their 8 up rows, and so on: one thread then has both halves of a pair, and the
+activation costs nothing.
 
 Source: the structure is that of CUTLASS's and DeepGEMM's warp-specialised kernels.
 """
@@ -286,7 +286,7 @@ def hopper_gemm_kernel(
         mbarrier.init(empty.index(stage), count=2)
     fence_async_shared()
     ring = Ring(rows, weights, scales, full, empty)
-    take_turn()
+    take_turn(LONG=True)
     num_tiles, scales = count_tiles(tiles, num_slots, num_ids, C), (row_scale, weight_scale)
     v = Vectors(scales, tiles, expert_map, num_tiles, num_slots, num_ids, num_experts)
     gl.warp_specialize(

@@ -4,7 +4,8 @@ Triton inspects every argument of every launch (about 20 microseconds for a GEMM
 the binary that fits. Here the binary is remembered under what that inspection looks at: dtypes,
 16-byte alignment and the values of specialised integers. Only the first launch of a combination
 goes through Triton; later ones hand the same arguments to its binary, past the launch hooks where
-nobody (a profiler) has added one.
+nobody (a profiler) has added one. A kernel may be launched before the one before it ends: see
+`dependent`, which also tells how to turn that off.
 """
 
 from __future__ import annotations

@@ -63,7 +63,7 @@ def pack_rows(
     a_scale: Tensor | None,
     plan: Tensor,
     num_slots: int,
-    most: int,
+    num_rows: int,
     top_k: int,
 ) -> tuple[Tensor, Tensor | None]:
     """Row r of the result is ``a[slot of r // top_k]``, or zeros where r is padding.
@@ -73,14 +73,13 @@ def pack_rows(
         a_scale: ``(rows, G)`` float32, contiguous; one element for all rows; or None.
         plan: whose tiles have a multiple of 64 rows; nothing is written past those in use.
         num_slots: what is less than this in a plan's row is a slot.
-        most: rows that the plan may use.
+        num_rows: R, as many as the plan may use, see `moe_ops.hopper_tiles.packed_rows`.
         top_k: slots of a row of ``a``.
 
     Returns:
-        Rows ``(R, K)`` and scales ``(G, R)``, R is ``most``, rounded up.
+        Rows ``(R, K)`` and scales ``(G, R)``.
     """
-    # Vectors of scales begin at multiples of 16 bytes.
-    num_rows, k = 4 * cdiv(most, 4), a.shape[1]
+    k = a.shape[1]
     rows = a.new_empty(num_rows, k)
     groups, stride, scales = 0, 0, None
     if a_scale is not None:

@@ -15,6 +15,7 @@ from moe_ops.fake_impls.routing import hash_topk as empty_hashed
 from moe_ops.fake_impls.routing import sparsemixer as empty_pair
 from moe_ops.kernels.dependent import take_turn
 from moe_ops.kernels.launch import Launch
+from moe_ops.kernels.routing_choice import route_tokens
 from moe_ops.kernels.routing_scores import (
     LOWEST,
     best_positions,
@@ -22,7 +23,6 @@ from moe_ops.kernels.routing_scores import (
     in_best_groups,
     is_finite,
     ordered,
-    route_tokens,
     scores_and_choice,
     softmax_terms,
     store_routing,

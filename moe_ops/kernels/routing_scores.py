@@ -56,16 +56,104 @@ def _total(weights):
 
 
 @triton.jit
+def _exp_parts(x):
+    """``p`` and a power of two whose product is exp(x), of float64 numbers from -300 to 0.
+
+    A library's exponential branches, for one number after the other; this one does not. Below -300
+    nothing is left in a float32.
+    """
+    LOG2E: tl.constexpr = 1.4426950408889634
+    WHOLE: tl.constexpr = 1.5 * 2.0**52  # so large that what is added is rounded to an integer
+    shifted = x * LOG2E + WHOLE
+    power = ((shifted.to(tl.int64, bitcast=True) + 1023) << 52).to(tl.float64, bitcast=True)
+    f = x * LOG2E - (shifted - WHOLE)  # from -1/2 to 1/2, where the polynomial is within 2**-53
+    p = f * 4.4549605981865186e-10 + 7.072585949269223e-09
+    p = p * f + 1.0178062445845774e-07
+    p = p * f + 1.321544258792169e-06
+    p = p * f + 1.525273382983612e-05
+    p = p * f + 0.0001540353044173605
+    p = p * f + 0.0013333558146416936
+    p = p * f + 0.009618129107606888
+    p = p * f + 0.0555041086648216
+    p = p * f + 0.24022650695910097
+    p = p * f + 0.6931471805599453
+    return p * f + 1.0, power
+
+
+@triton.jit
+def _exp(x):
+    p, power = _exp_parts(x)
+    return p * power
+
+
+@triton.jit
+def ordered(choice, SIGNED: tl.constexpr):
+    """int32 keys in the order of float32 numbers, of which a warp finds the largest at once."""
+    if SIGNED:  # not only -inf is negative
+        choice = choice + 0.0  # no negative zero
+    key = choice.to(tl.int32, bitcast=True)
+    if SIGNED:
+        key = key ^ ((key >> 31) & 0x7FFFFFFF)
+    return key
+
+
+@triton.jit
+def number(key):
+    """The float32 number that has this key among signed ones."""
+    return (key ^ ((key >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _shares(x, peak):
+    """`_exp_parts` of ``x - peak``; of what is not finite or far below the power of two is 0."""
+    near = tl.abs(x - peak) <= 300.0
+    distance = tl.where(near, x, peak).to(tl.float64) - peak.to(tl.float64)
+    p, power = _exp_parts(distance)
+    return p, tl.where(near, power, 0.0)
+
+
+@triton.jit
+def _one_over_sum(x):
+    """Along the last axis, of float64 numbers from 0 to 1; or 0.
+
+    What is added up are the bits of float64 numbers of one exponent, from 2 to 3, whose sum is that
+    of their fractions: the 2s of so many numbers (a power of two from 4 on) are lost above the
+    highest bit.
+    """
+    COUNT: tl.constexpr = x.shape[-1]
+    ONES: tl.constexpr = 2.0 if COUNT <= 2048 else COUNT / 1024.0
+    units = tl.sum((x + ONES).to(tl.int64, bitcast=True), -1, keep_dims=True)
+    total = units.to(tl.float64) * (ONES * 2.0**-52)
+    return tl.where(total > 0, 1.0 / tl.where(total > 0, total, 1.0), 0.0)
+
+
+@triton.jit
+def _peak(x):
+    """The largest along the last axis, as a finite number."""
+    return tl.maximum(number(tl.max(ordered(x, True), -1, keep_dims=True)), LOWEST)
+
+
+@triton.jit
 def _softmax(x, finite):
     """Along the last axis: the largest, ``exp(x - largest)``, and one over their sum (or 0).
 
     What is not finite counts as -inf, whose exponential is 0.
     """
     x = tl.where(finite, x, float("-inf"))
-    peak = tl.maximum(tl.max(x, -1, keep_dims=True), LOWEST).to(tl.float64)
-    weight = tl.exp(x.to(tl.float64) - peak)
-    total = _sum(weight, 1.0, 1.0)
-    return peak, weight, tl.where(total > 0, 1.0 / tl.where(total > 0, total, 1.0), 0.0)
+    peak = _peak(x)
+    p, power = _shares(x, peak)
+    return peak, p * power, _one_over_sum(p * power)
+
+
+@triton.jit
+def near_softmax(x):
+    """The largest along the last axis, and one over the sum; if it is no larger than 2**24.
+
+    Then what is far below can be moved to where its exponential still is nothing.
+    """
+    peak = _peak(x)
+    p, power = _exp_parts(tl.maximum(x, peak - 300.0).to(tl.float64) - peak.to(tl.float64))
+    return peak, _one_over_sum(p * power)
 
 
 @triton.jit
@@ -78,15 +166,17 @@ def softmax_terms(logits, finite):
 @triton.jit
 def scores(logits, finite, peak, inverse, SCORING: tl.constexpr):
     """float32 scores of float32 logits; what is not finite (or no expert) scores 0."""
-    x = tl.where(finite, logits, 0.0).to(tl.float64)
+    x = tl.where(finite, logits, 0.0)
     if SCORING == "softmax":
-        score = tl.exp(tl.where(finite, x - peak, 0.0)) * inverse
+        p, power = _shares(x, peak)
+        score = p * power * inverse
     else:
-        decayed = tl.exp(-tl.abs(x))
+        decayed = _exp(tl.maximum(-tl.abs(x), -300.0).to(tl.float64))
         if SCORING == "sigmoid":
             score = tl.where(x >= 0, 1.0, decayed) / (1.0 + decayed)
         else:
             tl.static_assert(SCORING == "sqrtsoftplus")
+            x = x.to(tl.float64)
             score = tl.sqrt(tl.where(x > 20.0, x, tl.maximum(x, 0.0) + _log1p(decayed)))
     return tl.where(finite, score.to(tl.float32), 0.0)
 
@@ -139,17 +229,6 @@ def in_best_groups(
 
 
 @triton.jit
-def ordered(choice, SIGNED: tl.constexpr):
-    """int32 keys in the order of float32 numbers, of which a warp finds the largest at once."""
-    if SIGNED:  # not only -inf is negative
-        choice = choice + 0.0  # no negative zero
-    key = choice.to(tl.int32, bitcast=True)
-    if SIGNED:
-        key = key ^ ((key >> 31) & 0x7FFFFFFF)
-    return key
-
-
-@triton.jit
 def best_positions(key, TOPK: tl.constexpr, COUNT: tl.constexpr, SLOTS: tl.constexpr):
     """The TOPK largest of each row of ``(rows, COUNT)``, ties to the lowest position.
 
@@ -165,55 +244,6 @@ def best_positions(key, TOPK: tl.constexpr, COUNT: tl.constexpr, SLOTS: tl.const
         chosen = tl.where(slot == j, position, chosen)
         key = tl.where(at == position, -0x80000000, key)  # less than -inf
     return chosen
-
-
-@triton.jit
-def likely_positions(key, TOPK: tl.constexpr, COUNT: tl.constexpr, SLOTS: tl.constexpr):
-    """What `best_positions` finds, unless keys differ in their lowest bits only.
-
-    In place of those bits goes the position, so that one maximum a round finds both. To pass over
-    what was found, no key need change: an addend makes the last one found the least of all, modulo
-    2**32, and keeps the order of the others.
-
-    Returns:
-        The positions, and for each row 1 if no key left is larger than a chosen one: then these are
-        the best, though perhaps in another order.
-    """
-    at, slot = tl.arange(0, COUNT)[None, :], tl.arange(0, SLOTS)[None, :]
-    packed = (key & -COUNT) | (COUNT - 1 - at)
-    chosen = tl.zeros((key.shape[0], SLOTS), dtype=tl.int32)
-    best = tl.zeros((key.shape[0], 1), dtype=tl.int32)
-    addend = best
-    for j in range(TOPK):
-        best = tl.max(packed + addend, 1, keep_dims=True) - addend
-        chosen = tl.where(slot == j, best, chosen)
-        addend = -0x80000000 - best
-    left = tl.max(tl.where(packed < best, key, -0x80000000), 1)
-    least = tl.min(tl.where(packed < best, 0x7FFFFFFF, key), 1)
-    return COUNT - 1 - (chosen & (COUNT - 1)), (left <= least).to(tl.int32)
-
-
-@triton.jit
-def _smaller(x, y):
-    return tl.minimum(x, y)
-
-
-@triton.jit
-def in_falling_order(x):
-    """``(rows, copies)`` of ``(rows, copies, SLOTS)``: 1 if none is larger than one before it."""
-    return tl.min((x <= tl.associative_scan(x, 2, _smaller)).to(tl.int32), 2)
-
-
-@triton.jit
-def one_a_thread(x):
-    """``(rows, SLOTS)`` as ``(rows, copies, SLOTS)``: enough elements for the threads of a warp.
-
-    With fewer, Triton 3.6 keeps them as the row of experts is kept, all of them in every thread.
-    """
-    ROWS: tl.constexpr = x.shape[0]
-    SLOTS: tl.constexpr = x.shape[1]
-    COPIES: tl.constexpr = 32 // (ROWS * SLOTS) if ROWS * SLOTS < 32 else 1
-    return tl.broadcast_to(x[:, None, :], (ROWS, COPIES, SLOTS))
 
 
 @triton.jit
@@ -233,38 +263,3 @@ def store_routing(
         weights = tl.div_rn(weights, tl.where(total > 0, total, 1.0))
     tl.store(topk_weights + at, weights * SCALE, mask=mask)
     tl.store(topk_ids + at, ids, mask=mask)
-
-
-@triton.jit
-def route_tokens(
-    gating_output, bias, topk_weights, topk_ids, first_token, num_tokens, stride_row, NUM_EXPERTS,
-    SCALE: tl.constexpr, TOPK: tl.constexpr, RENORMALIZE: tl.constexpr, SCORING: tl.constexpr,
-    TOKENS: tl.constexpr, EXPERTS: tl.constexpr, SLOTS: tl.constexpr,
-):  # fmt: skip
-    """All experts compete, for each of TOKENS tokens: the chosen ``(TOKENS, SLOTS)``.
-
-    A quick way finds nearly always what the slow one would. Where it need not have (the chosen are
-    not in falling order, or a better one is left), all tokens of the program take the slow one.
-    """
-    token = first_token.to(tl.int64) + tl.arange(0, TOKENS)[:, None]
-    expert, slot = tl.arange(0, EXPERTS)[None, :], tl.arange(0, SLOTS)[None, :]
-    rows = gating_output + token * stride_row
-    valid = expert < tl.where(token < num_tokens, NUM_EXPERTS, 0)
-    logits = tl.load(rows + expert, mask=valid, other=0.0).to(tl.float32)
-    choice, peak, inverse = scores_and_choice(logits, bias, expert, valid, SCORING)
-    key = ordered(choice, bias is not None)
-    chosen, complete = likely_positions(key, TOPK, EXPERTS, SLOTS)
-    mask = slot < tl.where(token < num_tokens, TOPK, 0)
-    known, at = one_a_thread(mask), one_a_thread(token * TOPK + slot)
-    rows = rows[:, None]
-    if SCORING == "softmax":
-        peak, inverse = peak[:, None], inverse[:, None]
-    ids = one_a_thread(chosen)
-    weights = chosen_weights(rows, ids, known, peak, inverse, SCORING)
-    choice = tl.where(known, biased(weights, bias, ids, known), float("-inf"))
-    if tl.min(complete, 0) * tl.min(tl.min(in_falling_order(choice), 1), 0) == 0:
-        chosen = best_positions(key, TOPK, EXPERTS, SLOTS)
-        ids = one_a_thread(chosen)
-        weights = chosen_weights(rows, ids, known, peak, inverse, SCORING)
-    store_routing(topk_weights, topk_ids, at, known, weights, ids, RENORMALIZE, SCALE)
-    return tl.where(mask, chosen, -1)

@@ -4,28 +4,34 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from moe_ops.activation import Formula, formula
-from moe_ops.fake_impls.scaled_gemm import quants
+from moe_ops.fake_impls.scaled_gemm import quants, stored_rows
 from moe_ops.fake_impls.scaled_gemm import scaled_gemm as empty_rows
 from moe_ops.fake_impls.scaled_gemm import scaled_gemm_act as empty_activated_rows
-from moe_ops.gemm_tiles import ScaleGroups, scale_groups, scaled_gemm_tiles
-from moe_ops.hopper_tiles import hopper_tiles
+from moe_ops.gemm_tiles import ScaleGroups, scale_groups, scaled_gemm_tiles, scaled_slot_tiles
+from moe_ops.hopper_tiles import takes
 from moe_ops.kernels import hopper_gemm
 from moe_ops.kernels.gemm_tile import tile_arguments
 from moe_ops.kernels.hopper_gemm import Operands
 from moe_ops.kernels.launch import Launch
+from moe_ops.kernels.quantize import moe_quantize
+from moe_ops.kernels.rounding import rule_of
+from moe_ops.kernels.scaled_slot import scaled_gemm_slot_kernel
 from moe_ops.kernels.scaled_tile import Layout, scaled_gemm_kernel
-from moe_ops.kernels.slots import dense
-from moe_ops.scheme import WHOLE, Quant
+from moe_ops.kernels.slots import dense, next_power_of_2
+from moe_ops.scheme import WHOLE, Quant, get_scheme
 from moe_ops.scheme.weights import rows_per_scale
 from moe_ops.tensors import AnyTiles
 from moe_ops.tiles import Gemm, TileConfig, device_facts, max_programs
-from moe_ops.tuned import choose
+from moe_ops.tuned import Choice, choose
+
+BYTES_AT_ONCE = 256
+"""Of a row, that a thread reads at once to find its largest magnitude."""
 
 
 class _Variant(NamedTuple):
@@ -48,11 +54,15 @@ def _launch(
 ) -> tuple[Launch, int]:
     """The kernel, and how many programs the plan may need."""
     gemm = _gemm(num_slots, weight, row_tiles, variant.activation)
-    groups = _groups(gemm.n, variant.scheme, variant.activation, variant.weight_rows)
-    facts = device_facts(device)
-    default = scaled_gemm_tiles(gemm, groups, facts)
-    tiles = choose(gemm, variant.scheme, 8, facts, default).tiles
+    tiles = _choose(gemm, device, variant).plain
     return _make(gemm.n, gemm.k, top_k, tiles, variant), max_programs(gemm, tiles)
+
+
+def _choose(gemm: Gemm, device: torch.device, variant: _Variant) -> Choice:
+    facts, scheme = device_facts(device), get_scheme(variant.scheme)
+    groups = _groups(gemm.n, variant.scheme, variant.activation, variant.weight_rows)
+    own, default = takes(gemm, scheme, groups, facts), scaled_gemm_tiles(gemm, groups, facts)
+    return choose(gemm, scheme.name, 8, facts, default, hopper=own)
 
 
 def _gemm(
@@ -74,16 +84,14 @@ def _groups(n: int, scheme: str, activation: str | None, weight_rows: int) -> Sc
 
 @lru_cache(maxsize=1024)
 def _make(n: int, k: int, top_k: int, tiles: TileConfig, variant: _Variant) -> Launch:
+    return Launch(scaled_gemm_kernel, **_constants(n, k, top_k, tiles, variant))
+
+
+def _constants(n: int, k: int, top_k: int, tiles: TileConfig, variant: _Variant) -> dict[str, Any]:
     rule = formula(variant.activation) if variant.activation else None
-    return Launch(
-        scaled_gemm_kernel,
-        N=n,
-        K=k,
-        TOP_K=top_k,
-        RULE=rule,
-        LAYOUT=_layout(n, variant, rule, tiles.block_n),
-        **tiles.constants(),
-    )
+    layout = _layout(n, variant, rule, tiles.block_n)
+    sizes = {"N": n, "K": k, "TOP_K": top_k}
+    return {**sizes, "RULE": rule, "LAYOUT": layout, **tiles.constants()}
 
 
 def _layout(n: int, variant: _Variant, rule: Formula | None, block_n: int) -> Layout:
@@ -117,16 +125,11 @@ def _hopper(
 ) -> tuple[hopper_gemm.Constants, bool] | None:
     """Hopper's own kernel, and whether it packs rows; None where it does not serve."""
     gemm = _gemm(num_slots, weight, row_tiles, variant.activation)
-    tiles = hopper_tiles(gemm, device_facts(device))
+    tiles = _choose(gemm, device, variant).hopper
     if tiles is None:
         return None
     quant, _ = quants(variant.scheme)
-    groups = _groups(gemm.n, variant.scheme, variant.activation, variant.weight_rows)
-    if groups.k is not None and (
-        groups.k != hopper_gemm.ROW_BYTES or groups.n < 64 * (3 - gemm.halves)
-    ):
-        return None  # a warp group's columns must share a scale
-    scales = hopper_gemm.Scales(variant.weight_rows, groups.k, quant.per_tensor)
+    scales = hopper_gemm.Scales(variant.weight_rows, _cols(quant), quant.per_tensor)
     rule = formula(variant.activation) if variant.activation else None
     return hopper_gemm.constants(tuple(weight), 1, top_k, rule, scales, tiles), tiles.packed
 
@@ -140,19 +143,28 @@ def _run(
     scheme: str,
     activation: str | None = None,
 ) -> None:
-    """Launch one program for each tile that the plan may hold."""
+    """Launch one program for each tile that the plan may hold; quantize rows that are not yet."""
     a, a_scale, w, w_scale, bias = operands
     num_slots = out.shape[0]
     if num_slots == 0:
         return
     quant, weight_quant = quants(scheme)
-    rows = rows_per_scale(w_scale, weight_quant, w.shape[1])
-    variant = _Variant(scheme, activation, rows)
+    variant = _Variant(scheme, activation, rows_per_scale(w_scale, weight_quant, w.shape[1]))
     how = (num_slots, w.shape, tuple(row_tiles), top_k, w.device, variant)
     a = a if a.stride(1) == 1 else a.contiguous()
     told = tile_arguments(tiles, num_slots, w.shape[0])
+    rows = stored_rows(a, a_scale, quant)
+    if rows is None:
+        launch = _launch_slots(*how, a.itemsize) if _slot_by_slot(a_scale, tiles, quant) else None
+        if launch is not None:
+            kernel, programs = launch
+            given = (a, dense(a_scale), w, dense(w_scale), dense(bias), out)
+            kernel((programs,), *given, *told, a.stride(0), *w.stride())
+            return
+        rows = moe_quantize(a, a_scale, None, *tiles[1:], w.shape[0], quant.key)
+    a, a_scale = rows
     hopper = _hopper(*how)
-    if hopper is not None and _boxed(a, a_scale, w, w_scale, quant, hopper[0]):
+    if hopper is not None and _boxed(a, a_scale, w, w_scale, quant):
         given = Operands(a, dense(a_scale), w, dense(w_scale), dense(bias))
         hopper_gemm.run(out, given, told, *hopper)
         return
@@ -172,18 +184,49 @@ def _run(
     )
 
 
-def _boxed(
-    a: Tensor,
-    a_scale: Tensor,
-    w: Tensor,
-    w_scale: Tensor,
-    quant: Quant,
-    c: hopper_gemm.Constants,
-) -> bool:
+def _slot_by_slot(a_scale: Tensor | None, tiles: AnyTiles, quant: Quant) -> bool:
+    """Whether a row is all it takes to quantize it, and slots are known."""
+    alone = not quant.per_tensor if a_scale is None else quant.per_tensor and a_scale.numel() == 1
+    return alone and tiles[1] is not None
+
+
+@lru_cache(maxsize=4096)
+def _launch_slots(
+    num_slots: int,
+    weight: tuple[int, int, int],
+    row_tiles: tuple[int, ...],
+    top_k: int,
+    device: torch.device,
+    variant: _Variant,
+    itemsize: int,
+) -> tuple[Launch, int] | None:
+    """The kernel that quantizes the rows of few slots, and its programs; None where others serve.
+
+    ``itemsize``: of a number in a row.
+    """
+    gemm = _gemm(num_slots, weight, row_tiles, variant.activation)
+    groups = _groups(gemm.n, variant.scheme, variant.activation, variant.weight_rows)
+    tiles = scaled_slot_tiles(gemm, groups, device_facts(device))
+    if tiles is None:
+        return None
+    chunk = min(next_power_of_2(gemm.k), 32 * tiles.num_warps * BYTES_AT_ONCE // itemsize)
+    return _make_slots(gemm.n, gemm.k, top_k, tiles, variant, chunk), max_programs(gemm, tiles)
+
+
+@lru_cache(maxsize=1024)
+def _make_slots(
+    n: int, k: int, top_k: int, tiles: TileConfig, variant: _Variant, chunk: int
+) -> Launch:
+    constants = _constants(n, k, top_k, tiles, variant)
+    quant = rule_of(quants(variant.scheme)[0])
+    return Launch(scaled_gemm_slot_kernel, QUANT=quant, CHUNK=chunk, **constants)
+
+
+def _boxed(a: Tensor, a_scale: Tensor, w: Tensor, w_scale: Tensor, quant: Quant) -> bool:
     """Whether Hopper's kernels take these tensors."""
     scales = a_scale.dtype == w_scale.dtype == torch.float32
     one = not quant.per_tensor or a_scale.numel() == 1
-    return scales and one and hopper_gemm.serves(a, w, c)
+    return scales and one and hopper_gemm.serves(a, w)
 
 
 def _scale_strides(a: Tensor, a_scale: Tensor, quant: Quant) -> tuple[int, int]:
@@ -195,7 +238,7 @@ def _scale_strides(a: Tensor, a_scale: Tensor, quant: Quant) -> tuple[int, int]:
 
 def scaled_gemm(
     a: Tensor,
-    a_scale: Tensor,
+    a_scale: Tensor | None,
     w: Tensor,
     w_scale: Tensor,
     bias: Tensor | None,
@@ -217,7 +260,7 @@ def scaled_gemm(
 
 def scaled_gemm_act(
     a: Tensor,
-    a_scale: Tensor,
+    a_scale: Tensor | None,
     w: Tensor,
     w_scale: Tensor,
     bias: Tensor | None,

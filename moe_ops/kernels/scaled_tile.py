@@ -57,6 +57,13 @@ def find_scales(w_scale, expert, first, row, K: tl.constexpr, LAYOUT: tl.constex
 def load_scales(a_scale, y_scales, z_scales, group, real, inside, LAYOUT: tl.constexpr):
     """The scales of a group along K: of rows, weight rows and up rows."""
     x_scale = tl.load(a_scale + group, mask=real, other=0.0).to(tl.float32)
+    y_scale, z_scale = load_weight_scales(y_scales, z_scales, group, inside, LAYOUT)
+    return x_scale, y_scale, z_scale
+
+
+@triton.jit
+def load_weight_scales(y_scales, z_scales, group, inside, LAYOUT: tl.constexpr):
+    """Those of weight rows and up rows."""
     if LAYOUT.uniform:
         y_scale = scale_value(tl.load(y_scales + group))
     else:
@@ -67,7 +74,7 @@ def load_scales(a_scale, y_scales, z_scales, group, real, inside, LAYOUT: tl.con
             z_scale = scale_value(tl.load(z_scales + group))
         else:
             z_scale = scale_value(tl.load(z_scales + group, mask=inside, other=0))
-    return x_scale, y_scale, z_scale
+    return y_scale, z_scale
 
 
 @triton.jit
@@ -139,7 +146,7 @@ def scaled_gemm_kernel(
 
     RULE and LAYOUT are NamedTuples: a `Formula` (or None) and a `Layout`.
     """
-    take_turn()
+    take_turn(LONG=True)
     pid_m, pid_n, expert = find_tile(
         tiles, expert_map, num_slots, num_ids, num_experts, N, BLOCK_M, BLOCK_N, GROUP_M
     )

@@ -16,7 +16,7 @@ from moe_ops.kernels.dependent import take_turn
 from moe_ops.kernels.launch import Launch
 from moe_ops.kernels.plan import place_bucket
 from moe_ops.kernels.routing import by_rows, fused_topk, topk_constants
-from moe_ops.kernels.routing_scores import route_tokens
+from moe_ops.kernels.routing_choice import route_tokens
 from moe_ops.kernels.slots import dense, experts_of, map_size, next_power_of_2
 from moe_ops.tiles import few_tokens, is_direct, pick_row_tile, plan_sizes
 

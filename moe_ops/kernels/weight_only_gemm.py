@@ -70,7 +70,7 @@ def _launch(
     bits = get_scheme(variant.scheme).weight.element.stored_bits
     facts = device_facts(device)
     default = weight_only_tiles(gemm, bits, facts)
-    tiles = choose(gemm, variant.scheme, bits, facts, default).tiles
+    tiles = choose(gemm, variant.scheme, bits, facts, default).plain
     if facts.arch in (100, 103) and tiles.block_m >= 64 and get_scheme(variant.scheme).decoded:
         # Triton 3.6 cannot pipeline a Blackwell product whose first operand is computed.
         tiles = replace(tiles, num_stages=1)

@@ -143,7 +143,7 @@ def weight_only_gemm_kernel(
     RULE (a `Formula` or None), FORMAT (a `Format`) and ROWS (one too; None: rows are numbers) are
     NamedTuples. Quantized rows become bf16 numbers; scales of whole rows multiply sums.
     """
-    take_turn()
+    take_turn(LONG=True)
     pid_m, pid_n, expert = find_tile(
         tiles, expert_map, num_slots, num_ids, num_experts, N, BLOCK_M, BLOCK_N, GROUP_M
     )

@@ -7,13 +7,21 @@ from math import prod
 
 from moe_ops.activation import Formula, formula, kind_and_key
 from moe_ops.block_scaled import TILES_FROM, block_scaled_tiles, is_block_scaled
-from moe_ops.gemm_tiles import gemm_tiles, scale_groups, scaled_gemm_tiles, weight_only_tiles
+from moe_ops.gemm_tiles import (
+    ScaleGroups,
+    gemm_tiles,
+    scale_groups,
+    scaled_gemm_tiles,
+    weight_only_tiles,
+)
+from moe_ops.hopper_tiles import KernelTiles, takes
 from moe_ops.pipeline.config import FusedMoEConfig
 from moe_ops.pipeline.devices import Target
 from moe_ops.pipeline.experts import FusedMoEExperts, FusedMoEExpertsModular
 from moe_ops.scheme import WHOLE, Scheme
 from moe_ops.tiles import INVARIANT_ROW_TILES, Device, Gemm, TileConfig
-from moe_ops.tuned import Choice, choose, default_row_tiles, plain_name, row_tiles
+from moe_ops.tuned import Choice, choose, row_tiles
+from moe_ops.tuned_file import default_row_tiles, plain_name, scaled_group
 
 
 @dataclass(frozen=True)
@@ -21,9 +29,9 @@ class Cost:
     """Of one call with ``num_tokens`` tokens, on this rank, under a uniform routing."""
 
     num_tokens: int
-    gemm1: TileConfig | None
+    gemm1: KernelTiles | None
     """None where GEMMs have no tiles, or none that are known here."""
-    gemm2: TileConfig | None
+    gemm2: KernelTiles | None
     tiles_from: tuple[str, str] | None
     """Where the tiles of each come from."""
     active_experts: float
@@ -159,21 +167,33 @@ def tiles_of(gemm: Gemm, scheme: Scheme, rule: Formula | None, device: Device) -
     if is_block_scaled(scheme.name, device.arch):
         return Choice(block_scaled_tiles(gemm, scheme.name, device), TILES_FROM)
     default = analytic_tiles(gemm, scheme, rule, device)
+    own = is_hoppers(gemm, scheme, rule, device)
     gemm, bits = stored_gemm(gemm, scheme)
-    return choose(gemm, scheme.name, bits, device, default)
+    return choose(gemm, scheme.name, bits, device, default, hopper=own)
+
+
+def is_hoppers(gemm: Gemm, scheme: Scheme, rule: Formula | None, device: Device) -> bool:
+    """Whether Hopper's own kernels take a GEMM, as in `tiles_of`."""
+    gemm, _ = stored_gemm(gemm, scheme)
+    quantized = scheme.activation is not None and not scheme.decoded
+    return takes(gemm, scheme, _groups(gemm, scheme, rule) if quantized else None, device)
 
 
 def analytic_tiles(gemm: Gemm, scheme: Scheme, rule: Formula | None, device: Device) -> TileConfig:
-    """What `tiles_of` is without any file, where products are not block-scaled."""
+    """Of the kernel for all GPUs, without any file, where products are not block-scaled."""
     gemm, bits = stored_gemm(gemm, scheme)
     if scheme.weight is None:
         return gemm_tiles(gemm, device)
     if scheme.activation is None or scheme.decoded:
         return weight_only_tiles(gemm, bits, device)
-    cols, rows = scheme.activation.group.cols, scheme.weight.group.rows
+    return scaled_gemm_tiles(gemm, _groups(gemm, scheme, rule), device)
+
+
+def _groups(gemm: Gemm, scheme: Scheme, rule: Formula | None) -> ScaleGroups:
+    """How the scales of two quantized operands lie."""
+    rows = WHOLE if scheme.weight is None else scheme.weight.group.rows
     weight_rows = gemm.halves * gemm.n if rows == WHOLE else rows
-    groups = scale_groups(gemm.n, None if cols == WHOLE else cols, weight_rows, rule)
-    return scaled_gemm_tiles(gemm, groups, device)
+    return scale_groups(gemm.n, scaled_group(scheme), weight_rows, rule)
 
 
 def stored_gemm(gemm: Gemm, scheme: Scheme) -> tuple[Gemm, int]:

@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, replace
 import torch
 
 from moe_ops.activation import kind_and_key
+from moe_ops.hopper_tiles import HopperTiles, KernelTiles
 from moe_ops.pipeline.config import FusedMoEConfig
 from moe_ops.pipeline.costs import Cost, cost_of
 from moe_ops.pipeline.devices import TARGETS, Target, target_of
@@ -23,7 +24,6 @@ from moe_ops.pipeline.selection import (
     judge,
 )
 from moe_ops.scheme import FusedMoEQuantConfig, Scheme, what_lacks
-from moe_ops.tiles import TileConfig
 
 
 @dataclass(frozen=True)
@@ -123,6 +123,9 @@ class Explanation:
         ]
         if self.costs[0].gemm1 is not None:
             notes.append("tiles: rows x columns x K / warps / stages")
+            both = [tiles for cost in self.costs for tiles in (cost.gemm1, cost.gemm2)]
+            if any(isinstance(tiles, HopperTiles) for tiles in both):
+                notes.append("tiles of Hopper's own kernels: rows x weight rows / stages")
             notes.extend(self._tiles_from())
         elif facts is None:
             notes.append("tiles: none, the CPU runs the references")
@@ -207,9 +210,11 @@ def _plain(value: object) -> object:
     return str(getattr(value, "name", value)).removeprefix("torch.")
 
 
-def _tile(tiles: TileConfig | None) -> str:
+def _tile(tiles: KernelTiles | None) -> str:
     if tiles is None:
         return "-"
+    if isinstance(tiles, HopperTiles):
+        return f"{tiles.kernel} {tiles.block_m}x{tiles.block_n} /{tiles.num_stages}"
     sizes = f"{tiles.block_m}x{tiles.block_n}x{tiles.block_k}"
     return f"{sizes} /{tiles.num_warps} /{tiles.num_stages}"
 

@@ -135,7 +135,7 @@ def _experts(
     )  # fmt: skip
     weights = expert_weights(w1, w2, config, *biases)
     rows, on_input = Rows(hidden_states), apply_router_weight_on_input
-    if scheme.activation is not None:
+    if scheme.activation is not None and on_input:  # router weights go in first
         rows = Rows(*quantize_tokens(hidden_states, config, routing, w1.shape[0], on_input))
     space = SlotRows.of(routing, w1.shape[0], tiles, plan)
     how = (scheme, space, routing.topk_weights, key, hidden_states.dtype, on_input)

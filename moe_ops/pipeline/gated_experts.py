@@ -9,12 +9,11 @@ from torch import Tensor
 from moe_ops import checks, ops
 from moe_ops.activation import MoEActivation
 from moe_ops.pipeline.fused_experts import NOT_QUANTIZED
-from moe_ops.pipeline.gemms import expert_weights, gemm
+from moe_ops.pipeline.gemms import expert_weights, gemm, quantized
 from moe_ops.pipeline.layer_checks import check_layer
-from moe_ops.pipeline.no_ep import quantize_tokens
 from moe_ops.pipeline.row_spaces import SlotRows, row_tiles_of
 from moe_ops.scheme import FusedMoEQuantConfig
-from moe_ops.tensors import Routing, Rows
+from moe_ops.tensors import Routing
 
 
 def gated_experts(
@@ -63,7 +62,7 @@ def gated_experts(
     """
     kind = MoEActivation.SILU if is_gated else MoEActivation.SILU_NO_MUL
     config = NOT_QUANTIZED if quant_config is None else quant_config
-    scheme, quant = config.scheme, config.scheme.activation
+    scheme = config.scheme
     biases = config.biases(w1_bias, w2_bias)
     check_layer(
         hidden_states, w1, w2, *biases, kind, topk_weights, topk_ids, -1,
@@ -72,16 +71,15 @@ def gated_experts(
     weights = expert_weights(w1, w2, config, *biases)
 
     num_local_experts, dtype = w1.shape[0], hidden_states.dtype
-    rows, routing = Rows(hidden_states), Routing(topk_weights, topk_ids, expert_map)
-    if quant is not None:
-        rows = Rows(*quantize_tokens(hidden_states, config, routing, num_local_experts, False))
+    routing = Routing(topk_weights, topk_ids, expert_map)
     row_tiles = row_tiles_of(scheme, w2, batch_invariant)
     space = SlotRows.of(routing, num_local_experts, row_tiles)
+    rows = quantized(hidden_states, weights.a1_scale, space, scheme)
     h = gate(gemm(rows, weights.w1, space, topk_ids.shape[1], scheme, dtype))
     checks.tensor("gate(rows)", h, 2, checks.FLOATS)
     width = w1.shape[1] // 2 if is_gated else w1.shape[1]
     checks.size("gate(rows).shape[1]", h.shape[1], "the columns of w2", width)
     h = h.to(dtype).contiguous()
-    rows = Rows(h) if quant is None else space.quantize(h, weights.a2_scale, quant)
+    rows = quantized(h, weights.a2_scale, space, scheme)
     y = gemm(rows, weights.w2, space, 1, scheme, dtype)
     return ops.moe_fused_mul_sum(y, topk_weights, topk_ids, expert_map, None, num_local_experts)

@@ -6,9 +6,10 @@ import torch
 from torch import Tensor
 
 from moe_ops import ops
-from moe_ops.pipeline.row_spaces import BatchedRows, SlotRows
+from moe_ops.pipeline.row_spaces import BatchedRows, SlotRows, depends_on_batch
 from moe_ops.scheme import FusedMoEQuantConfig, Scheme
 from moe_ops.tensors import ExpertWeight, ExpertWeights, Rows
+from moe_ops.tiles import DIRECT_SLOTS
 
 
 def expert_weights(
@@ -43,9 +44,40 @@ def stored(
     rows: Rows, weights: ExpertWeights, space: SlotRows | BatchedRows, scheme: Scheme
 ) -> Rows:
     """The input of the first GEMM; rows whose quantization was left to the experts have it now."""
-    if scheme.activation is None or rows.scale is not None:
-        return rows
-    return space.quantize(rows.data, weights.a1_scale, scheme.activation)
+    return rows if rows.scale is not None else quantized(rows.data, weights.a1_scale, space, scheme)
+
+
+def quantized(
+    x: Tensor, scale: Tensor | None, space: SlotRows | BatchedRows, scheme: Scheme
+) -> Rows:
+    """Rows as a GEMM takes them: as they are where the scheme or the GEMM says so.
+
+    ``scale``: the given one.
+    """
+    if scheme.activation is None:
+        return Rows(x)
+    if isinstance(space, SlotRows) and not scheme.decoded and _on_the_way(space, scheme):
+        return Rows(x, scale)
+    return space.quantize(x, scale, scheme.activation)
+
+
+def _on_the_way(space: SlotRows, scheme: Scheme) -> bool:
+    """Whether the operator of a GEMM quantizes its rows, which for few slots saves a launch.
+
+    It does so for any number of slots: where that is a symbol, nobody may ask. Where they are known
+    to be many, rows are quantized before, so that they are not held in both forms.
+    """
+    if depends_on_batch(scheme.activation) or len(space.row_tiles) == 1:
+        return False
+    _, topk_ids, _ = space.tiles
+    return topk_ids is not None and not _known(topk_ids.numel() > DIRECT_SLOTS)
+
+
+def _known(condition) -> bool:
+    """Whether a condition holds for all values of its symbols, without a guard on them."""
+    if isinstance(condition, bool) and not torch.compiler.is_compiling():
+        return condition
+    return torch.fx.experimental.symbolic_shapes.statically_known_true(condition)
 
 
 def gemm(
@@ -104,9 +136,7 @@ def gemm_act(
     float32.
     """
     h = activated_product(rows, weights.w1, space, top_k, scheme, dtype, activation, input_weights)
-    if scheme.activation is None:
-        return Rows(h)
-    return space.quantize(h, weights.a2_scale, scheme.activation)
+    return quantized(h, weights.a2_scale, space, scheme)
 
 
 def activated_product(

@@ -15,7 +15,8 @@ from moe_ops import ops
 from moe_ops.scheme import Quant, Scheme
 from moe_ops.tensors import Routing, Rows, Tiles
 from moe_ops.tiles import INVARIANT_ROW_TILES
-from moe_ops.tuned import default_row_tiles, device_name, row_tiles
+from moe_ops.tuned import device_name, row_tiles
+from moe_ops.tuned_file import default_row_tiles
 
 RowTiles = tuple[int, ...]
 

@@ -120,7 +120,9 @@ class Variants(NamedTuple):
             ),
             (Gemm(sizes, num_experts, hidden, width, self.dtype.itemsize, 1, row_tiles), None),
         )
-        tiles = tuple(tiles_of(gemm, self.scheme, act, device).tiles for gemm, act in gemms)
+        chosen = (tiles_of(gemm, self.scheme, act, device) for gemm, act in gemms)
+        # Hopper's own kernel, and the one that runs where it does not take the tensors.
+        tiles = ((choice.hopper, choice.plain) for choice in chosen)
         routing = num_tokens >= MANY_TOKENS, few_tokens(num_tokens, num_experts)
         sorting = is_direct(sizes, num_experts), scan_sizes(sizes), sort_block(sizes)
         return (*tiles, *sorting, *routing)

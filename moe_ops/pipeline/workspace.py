@@ -14,11 +14,14 @@ from moe_ops import checks
 from moe_ops.activation import Activation, MoEActivation, kind_and_key
 from moe_ops.pipeline.batched_prepare import BatchedPrepareAndFinalize
 from moe_ops.pipeline.config import FusedMoEConfig
+from moe_ops.pipeline.devices import TARGETS
 from moe_ops.pipeline.experts import BatchedTritonExperts, TritonExperts
 from moe_ops.pipeline.modular_kernel import FusedMoEKernel
 from moe_ops.pipeline.no_ep import MoEPrepareAndFinalizeNoEP
+from moe_ops.pipeline.scratch import scratch_sizes
 from moe_ops.routing import RoutingMethodType
 from moe_ops.scheme import FusedMoEQuantConfig, Scheme, get_scheme, quantize_weight
+from moe_ops.tiles import Device, device_facts
 
 ALLOCATION = 512
 """The caching allocator's unit, in bytes."""
@@ -30,12 +33,12 @@ class PeakMemory(TorchDispatchMode):
 
     Within this context ``peak`` is the largest sum so far, every tensor rounded up to the
     allocator's 512 bytes. Tensors from outside are not counted, and what an operator frees again
-    before it returns is not seen.
+    before it returns is not seen: it is added where ``device`` says which GPU would allocate it.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, device: Device | None = None) -> None:
         super().__init__()
-        self.peak = 0
+        self.peak, self.device = 0, device
         self._held: dict[int, tuple[StorageWeakRef, int]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -45,13 +48,19 @@ class PeakMemory(TorchDispatchMode):
             self._hold(storage, 0)
         out = func(*args, **(kwargs or {}))
         for storage in _storages(out):
-            self._hold(storage, -(-storage.nbytes() // ALLOCATION) * ALLOCATION)
-        self.peak = max(self.peak, sum(nbytes for _, nbytes in self._held.values()))
+            self._hold(storage, _rounded(storage.nbytes()))
+        within = () if self.device is None else scratch_sizes(func, args, out, self.device)
+        held = sum(nbytes for _, nbytes in self._held.values())
+        self.peak = max(self.peak, held + sum(map(_rounded, within)))
         return out
 
     def _hold(self, storage: torch.UntypedStorage, nbytes: int) -> None:
         ref = StorageWeakRef(storage)
         self._held.setdefault(ref.cdata, (ref, nbytes))
+
+
+def _rounded(nbytes: int) -> int:
+    return -(-nbytes // ALLOCATION) * ALLOCATION
 
 
 def _storages(values: Any) -> list[torch.UntypedStorage]:
@@ -72,14 +81,16 @@ def workspace_nbytes(
     format: str = "standard",
     chunk_size: int | None = None,
     batch_invariant: bool = False,
+    device: str | None = None,
 ) -> int:
     """Bytes that a layer has allocated at its peak, its output included.
 
     Of `fused_experts` and of `FusedMoEKernel.apply` with `TritonExperts` (``standard``) or
     `BatchedTritonExperts` (``batched``): tile plans, rows and their scales in every form that they
-    pass through, each for as long as it is held; every tensor rounded up to the allocator's 512
-    bytes. Found by running the layer on tensors without data, so by sizes alone. Compiled, a layer
-    holds no more than this. Rows that prepare made are held until the experts return.
+    pass through, each for as long as it is held, and the rows that Hopper's kernels pack; every
+    tensor rounded up to the allocator's 512 bytes. Found by running the layer on tensors without
+    data, so by sizes alone. Compiled, a layer holds no more than this. Rows that prepare made are
+    held until the experts return.
 
     Args:
         num_tokens: T; in the Batched format also the rows of each expert.
@@ -93,13 +104,16 @@ def workspace_nbytes(
         format: ``standard`` or ``batched``.
         chunk_size: of `FusedMoEKernel`, in the Standard format.
         batch_invariant: of `fused_experts`: its plans have other sizes.
+        device: whose kernels allocate: a name such as ``sm_90`` or ``cpu`` (see
+            `moe_ops.pipeline.devices.TARGETS`); None means the current GPU, or a CPU without one.
 
     Raises:
-        ValueError: an unknown scheme, activation or format; a negative size; a ``chunk_size`` that
-            is not positive, or that is given in the Batched format.
+        ValueError: an unknown scheme, activation, format or device; a negative size; a
+            ``chunk_size`` that is not positive, or that is given in the Batched format.
         NotImplementedError: ``batch_invariant`` with a scheme that cannot be.
     """
     kind, _ = kind_and_key(activation)
+    facts = _facts(device)
     checks.one_of("format", format, FORMATS)
     sizes = (num_tokens, hidden_size, intermediate_size, num_experts, top_k)
     if min(sizes) < 0:
@@ -114,9 +128,19 @@ def workspace_nbytes(
     topk_weights = x.new_empty(num_tokens, top_k, dtype=torch.float32)
     topk_ids = x.new_empty(num_tokens, top_k, dtype=torch.int32)
     kernel = _kernel(config, quant_config, format, chunk_size)
-    with PeakMemory() as memory:
+    with PeakMemory(facts) as memory:
         kernel.apply(x, w1, w2, topk_weights, topk_ids, activation)
     return memory.peak
+
+
+def _facts(device: str | None) -> Device | None:
+    """Of a GPU; None: references run."""
+    if device is not None:
+        checks.one_of("device", device, list(TARGETS))
+        return TARGETS[device].facts
+    if not torch.cuda.is_available():
+        return None
+    return device_facts(torch.device("cuda", torch.cuda.current_device()))
 
 
 def _weights(config: FusedMoEConfig, scheme: Scheme) -> tuple[Tensor, Tensor, FusedMoEQuantConfig]:

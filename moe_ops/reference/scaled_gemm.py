@@ -12,14 +12,16 @@ import torch
 from torch import Tensor
 
 from moe_ops.activation import formula
-from moe_ops.fake_impls.scaled_gemm import quants
+from moe_ops.fake_impls.scaled_gemm import quants, stored_rows
 from moe_ops.fake_impls.scaled_gemm import scaled_gemm as empty_rows
 from moe_ops.fake_impls.scaled_gemm import scaled_gemm_act as empty_activated_rows
 from moe_ops.reference.activation import apply, split
+from moe_ops.reference.quantize import moe_quantize
 from moe_ops.reference.slots import multiply, planned_slots, runs
 from moe_ops.scheme import WHOLE, Element, Quant
 from moe_ops.scheme.rounding import decode, scale_value
 from moe_ops.scheme.weights import rows_per_scale
+from moe_ops.tensors import AnyTiles
 
 
 class _Operands(NamedTuple):
@@ -35,7 +37,7 @@ class _Operands(NamedTuple):
 
 def scaled_gemm(
     a: Tensor,
-    a_scale: Tensor,
+    a_scale: Tensor | None,
     w: Tensor,
     w_scale: Tensor,
     bias: Tensor | None,
@@ -49,18 +51,21 @@ def scaled_gemm(
 ) -> Tensor:
     """``out[s] = a_scale * w_scale * (a[s // top_k] @ w[e].T) + bias[e]``, rounded once.
 
+    Rows that are not quantized yet are so first, with a scale that is given or with their own.
+
     The products of a group of columns that shares scales are summed first (exactly for int8), then
     scaled, then added up, all in float32.
     """
     tiles = (plan, topk_ids, expert_map)
     out = empty_rows(a, a_scale, w, w_scale, bias, *tiles, row_tiles, top_k, scheme, out_dtype)
-    operands = _Operands(a, a_scale, w, w_scale, bias, scheme)
+    rows = _quantized(a, a_scale, w, scheme, tiles)
+    operands = _Operands(*rows, w, w_scale, bias, scheme)
     return _grouped(out, operands, plan, row_tiles, top_k, lambda rows: rows)
 
 
 def scaled_gemm_act(
     a: Tensor,
-    a_scale: Tensor,
+    a_scale: Tensor | None,
     w: Tensor,
     w_scale: Tensor,
     bias: Tensor | None,
@@ -82,7 +87,17 @@ def scaled_gemm_act(
     def finish(rows: Tensor) -> Tensor:
         return apply(*split(rows, rule), rule)
 
-    return _grouped(out, _Operands(*operands, scheme), plan, row_tiles, top_k, finish)
+    rows = _quantized(a, a_scale, w, scheme, tiles)
+    return _grouped(out, _Operands(*rows, w, w_scale, bias, scheme), plan, row_tiles, top_k, finish)
+
+
+def _quantized(
+    a: Tensor, a_scale: Tensor | None, w: Tensor, scheme: str, tiles: AnyTiles
+) -> tuple[Tensor, Tensor]:
+    """Rows that are not quantized yet, but those of skipped slots, quantized."""
+    quant, _ = quants(scheme)
+    slots = (*tiles[1:], w.shape[0])
+    return stored_rows(a, a_scale, quant) or moe_quantize(a, a_scale, None, *slots, quant.key)
 
 
 def _grouped(

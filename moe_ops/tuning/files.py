@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import moe_ops.tuned
-from moe_ops.tuned import FOLDER, parse
+from moe_ops.tuned import FOLDER
+from moe_ops.tuned_file import parse
 from moe_ops.tuning.search import Clock, Subject, Trial, tune_tokens
 
 try:

@@ -8,7 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from moe_ops.tuned import SIZES
+from moe_ops.tuned_file import HOPPER_SIZES, SIZES, written
 from moe_ops.tuning.search import Subject, Trial
 
 _SIZES = "columns x K / warps / stages / group"
@@ -18,8 +18,7 @@ def trials_table(trials: Iterable[Trial]) -> str:
     """A line for each trial."""
     lines: list[Sequence[str]] = [("tokens", "GEMM", "rows", _SIZES)]
     for tokens, gemm, tiles in trials:
-        sizes = [getattr(tiles, size.lower()) for size in SIZES]
-        lines.append((str(tokens), str(gemm), str(tiles.block_m), _sizes(sizes)))
+        lines.append((str(tokens), str(gemm), str(tiles.block_m), _sizes(written(tiles))))
     return _aligned(lines)
 
 
@@ -35,7 +34,7 @@ def entries_table(entries: dict[str, Any]) -> str:
     lines: list[Sequence[str]] = [head]
     ratios = [entry["default_us"] / entry["time_us"] for entry in entries.values()]
     for (tokens, entry), ratio in zip(entries.items(), ratios, strict=True):
-        tiles = [_sizes([entry[gemm][size] for size in SIZES]) for gemm in ("gemm1", "gemm2")]
+        tiles = [_sizes(entry[gemm]) for gemm in ("gemm1", "gemm2")]
         times = [f"{entry[name]:.1f}" for name in ("default_us", "time_us")]
         lines.append((tokens, str(entry["BLOCK_M"]), *tiles, *times, f"{ratio:.2f}"))
     worst = max(ratios, default=1.0)
@@ -62,8 +61,12 @@ def _subject(subject: Subject) -> dict[str, Any]:
     }
 
 
-def _sizes(sizes: Sequence[int]) -> str:
-    block_n, block_k, group_m, num_warps, num_stages = sizes
+def _sizes(gemm: dict[str, Any]) -> str:
+    """What a file says of one GEMM."""
+    if "kernel" in gemm:
+        block_n, group_m, num_stages = (gemm[size] for size in HOPPER_SIZES)
+        return f"{gemm['kernel']} {block_n} /{num_stages} /{group_m}"
+    block_n, block_k, group_m, num_warps, num_stages = (gemm[size] for size in SIZES)
     return f"{block_n}x{block_k} /{num_warps} /{num_stages} /{group_m}"
 
 

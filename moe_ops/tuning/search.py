@@ -1,7 +1,7 @@
 """The search for tiles: which are tried, and which win.
 
-Both GEMMs of a layer are timed at each number of tokens, from the analytic default outwards: one
-size of a tile at a time, keeping what is faster. What times them is passed in.
+Both GEMMs of a layer are timed at each number of tokens, from the analytic default of every kernel
+outwards: one size of a tile at a time, keeping what is faster. What times them is passed in.
 """
 
 from __future__ import annotations
@@ -10,24 +10,39 @@ import math
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import chain
 from typing import Any, NamedTuple
 
 from moe_ops.activation import formula
 from moe_ops.block_scaled import is_block_scaled
 from moe_ops.gemm_tiles import shared_bytes
-from moe_ops.pipeline.costs import analytic_tiles, stored_gemm
+from moe_ops.hopper_tiles import (
+    KERNELS,
+    PACKED,
+    HopperTiles,
+    KernelTiles,
+    hopper_tiles,
+    most_stages,
+    packed_tiles,
+    stream_tiles,
+    unfit,
+    widths,
+)
+from moe_ops.pipeline.costs import analytic_tiles, is_hoppers, stored_gemm
 from moe_ops.scheme import Scheme
-from moe_ops.tiles import ROW_TILES, Device, Gemm, TileConfig, load_class, pick_row_tile
-from moe_ops.tuned import SIZES, Sizes, default_row_tiles, file_name, scaled_group
+from moe_ops.tiles import ROW_TILES, Device, Gemm, load_class, pick_row_tile
+from moe_ops.tuned_file import Sizes, default_row_tiles, file_name, scaled_group, written
 
 DIMENSIONS = ("block_n", "num_warps", "block_k", "num_stages", "group_m")
 """The order in which sizes are tried; twice, if the first round found anything."""
 GROUPS = (1, 8, 32)
+PACKED_GROUPS = (4, 8, 16, 32)
+"""Of Hopper's kernel of packed rows."""
 ACCUMULATORS = 128
 """Registers of a thread that sums may take, of 255."""
 HOPELESS = 1.25
-"""Row tiles whose defaults take so many times the best are not searched."""
+"""Row tiles and kernels whose defaults take so many times the best are not searched."""
 MARGIN = 0.02
 """By how much of its time a winner has to beat the default: less is chance."""
 REPEATS = 3
@@ -39,7 +54,7 @@ class Trial(NamedTuple):
     num_tokens: int
     gemm: int
     """1 or 2."""
-    tiles: TileConfig
+    tiles: KernelTiles
 
 
 Clock = Callable[[Trial], float]
@@ -49,7 +64,7 @@ Clock = Callable[[Trial], float]
 class Pair(NamedTuple):
     """Tiles of both GEMMs and their times."""
 
-    tiles: tuple[TileConfig, TileConfig]
+    tiles: tuple[KernelTiles, KernelTiles]
     times: tuple[float, float]
 
     @property
@@ -98,15 +113,28 @@ class Subject:
         # Twice the tile: a single one stands for tiles that do not follow the load.
         return Gemm(num_tokens * self.top_k, experts, n, k, 2, halves, (row_tile, row_tile))
 
-    def default(self, num_tokens: int, which: int, row_tile: int) -> TileConfig:
-        """The analytic choice for GEMM 1 or 2 with tiles of so many rows."""
-        gemm, rule = self._gemm(num_tokens, which, row_tile), formula("silu")
-        return analytic_tiles(gemm, self.scheme, rule if which == 1 else None, self.device)
+    def kernels(self, num_tokens: int, which: int, row_tile: int) -> list[KernelTiles]:
+        """Every kernel's analytic tiles for GEMM 1 or 2, in so many rows; the default first."""
+        gemm = self._gemm(num_tokens, which, row_tile)
+        rule = formula("silu") if which == 1 else None
+        found: list[KernelTiles] = [analytic_tiles(gemm, self.scheme, rule, self.device)]
+        if not is_hoppers(gemm, self.scheme, rule, self.device):
+            return found
+        gemm, _ = stored_gemm(gemm, self.scheme)
+        for kernel in KERNELS:
+            if widths(kernel, row_tile, gemm.itemsize):
+                make = packed_tiles if kernel == PACKED else stream_tiles
+                tiles = make(gemm, row_tile, self.device)
+                found += [tiles] * (unfit(tiles, gemm, self.device) is None)
+        default = hopper_tiles(gemm, self.device)
+        return sorted(found, key=lambda tiles: tiles != default)
 
     def allows(self, trial: Trial) -> bool:
         """Whether tiles fit the scheme's groups, the shared memory and the registers."""
         tokens, which, tiles = trial
         gemm, bits = stored_gemm(self._gemm(tokens, which, tiles.block_m), self.scheme)
+        if isinstance(tiles, HopperTiles):
+            return unfit(tiles, gemm, self.device) is None
         group = scaled_group(self.scheme)
         sums = tiles.block_m * tiles.block_n * gemm.halves // (32 * tiles.num_warps)
         if gemm.itemsize == 1:  # those of a piece of K are added up in registers of their own
@@ -122,6 +150,8 @@ class Subject:
 
     def neighbours(self, trial: Trial, size: str) -> list[Trial]:
         """The trials that differ in one size, by a step."""
+        if isinstance(trial.tiles, HopperTiles):
+            return self._hopper_neighbours(trial, trial.tiles, size)
         now = getattr(trial.tiles, size)
         values: Sequence[int] = (now // 2, now * 2)
         if size == "num_stages":
@@ -131,6 +161,21 @@ class Subject:
         tried = (trial._replace(tiles=replace(trial.tiles, **{size: v})) for v in values)
         return [trial for trial in tried if self.allows(trial)]
 
+    def _hopper_neighbours(self, trial: Trial, tiles: HopperTiles, size: str) -> list[Trial]:
+        """With another width also as many stages as that leaves room for."""
+        found: list[HopperTiles] = []
+        if size == "block_n":
+            gemm, _ = stored_gemm(self._gemm(trial.num_tokens, 1, tiles.block_m), self.scheme)
+            wide = widths(tiles.kernel, tiles.block_m, gemm.itemsize)
+            found = [replace(tiles, block_n=n) for n in wide if n != tiles.block_n]
+            found = [replace(t, num_stages=most_stages(t, self.device)) for t in found]
+        elif size == "num_stages":
+            found = [replace(tiles, num_stages=tiles.num_stages + s) for s in (-2, -1, 1, 2)]
+        elif size == "group_m" and tiles.packed:
+            found = [replace(tiles, group_m=g) for g in PACKED_GROUPS if g != tiles.group_m]
+        tried = (trial._replace(tiles=other) for other in found)
+        return [trial for trial in tried if self.allows(trial)]
+
     def row_tiles(self, num_tokens: int) -> list[int]:
         """The default and its neighbours."""
         place = ROW_TILES.index(self.row_tile(num_tokens))
@@ -138,25 +183,36 @@ class Subject:
         return sorted(near, key=lambda tile: tile != ROW_TILES[place])
 
     def starts(self, num_tokens: int, row_tile: int) -> tuple[Trial, Trial]:
-        """Where the search begins."""
-        tiles = (self.default(num_tokens, which, row_tile) for which in (1, 2))
-        first, second = (Trial(num_tokens, which, t) for which, t in enumerate(tiles, start=1))
+        """What runs without a file."""
+        first, second = (self.beginnings(num_tokens, which, row_tile)[0] for which in (1, 2))
         return first, second
+
+    def beginnings(self, num_tokens: int, which: int, row_tile: int) -> list[Trial]:
+        """Where the search begins: one trial for each kernel, the default first."""
+        make = partial(Trial, num_tokens, which)
+        return [make(tiles) for tiles in self.kernels(num_tokens, which, row_tile)]
 
     def candidates(self, num_tokens: int) -> list[Trial]:
         """What the search may try first: defaults and all that is one step from them."""
         found: list[Trial] = []
         for tile in self.row_tiles(num_tokens):
-            for start in self.starts(num_tokens, tile):
+            kernels = (self.beginnings(num_tokens, which, tile) for which in (1, 2))
+            for start in chain.from_iterable(kernels):
                 steps = (self.neighbours(start, size) for size in DIMENSIONS)
                 found += [start, *chain.from_iterable(steps)]
         return found
 
 
-def _walk(subject: Subject, start: Trial, clock: Clock) -> tuple[Trial, float]:
+def _search(subject: Subject, times: dict[Trial, float], clock: Clock) -> tuple[Trial, float]:
+    """The fastest trial of a GEMM, from the beginnings of kernels that are not hopeless."""
+    near = [trial for trial, us in times.items() if us <= HOPELESS * min(times.values())]
+    walks = (_walk(subject, start, times[start], clock) for start in near)
+    return min(walks, key=lambda walk: walk[1])
+
+
+def _walk(subject: Subject, start: Trial, start_us: float, clock: Clock) -> tuple[Trial, float]:
     """From the start to what is faster, one size at a time."""
-    known = {start: clock(start)}
-    best = start
+    known, best = {start: start_us}, start
     for _ in range(2):
         before = best
         for size in DIMENSIONS:
@@ -193,10 +249,11 @@ def tune_tokens(
         raise RuntimeError(f"the default tiles do not run: {default}")
     best, best_us = starts, math.inf
     for tile in row_tiles:
-        begin = subject.starts(num_tokens, tile)
-        if best_us < math.inf and _timed(begin, clock).time_us > HOPELESS * best_us:
+        kernels = (subject.beginnings(num_tokens, which, tile) for which in (1, 2))
+        begin = [{trial: clock(trial) for trial in found} for found in kernels]
+        if sum(min(times.values()) for times in begin) > HOPELESS * best_us:
             continue
-        (first, us1), (second, us2) = (_walk(subject, start, clock) for start in begin)
+        (first, us1), (second, us2) = (_search(subject, times, clock) for times in begin)
         if us1 + us2 < best_us:
             best, best_us = (first, second), us1 + us2
     default, won = _side_by_side(starts, best, clock)
@@ -228,7 +285,7 @@ def _entry(won: Pair, default: Pair) -> dict[str, Any]:
     entry: dict[str, Any] = {"BLOCK_M": won.tiles[0].block_m}
     for which, tiles in enumerate(won.tiles):
         entry[f"gemm{which + 1}"] = {
-            **{size: getattr(tiles, size.lower()) for size in SIZES},
+            **written(tiles),
             "time_us": round(won.times[which], 2),
             "default_us": round(default.times[which], 2),
         }

@@ -71,7 +71,7 @@ class MonolithicExperts(FusedMoEExpertsMonolithic):
         routing = Routing(topk_weights, topk_ids, expert_map)
         on_input = apply_router_weight_on_input
         rows = Rows(hidden_states)
-        if scheme.activation is not None:
+        if scheme.activation is not None and on_input:  # router weights go in first
             arguments = (self.quant_config, routing, w1.shape[0], on_input)
             rows = Rows(*quantize_tokens(hidden_states, *arguments))
         return slot_experts(

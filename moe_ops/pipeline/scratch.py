@@ -1,0 +1,54 @@
+"""What operators allocate on a GPU and free again before they return."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from moe_ops.activation import formula
+from moe_ops.hopper_tiles import packed_rows
+from moe_ops.pipeline.costs import tiles_of
+from moe_ops.scheme import get_scheme
+from moe_ops.tiles import Device, Gemm
+
+PACKING = ("expert_gemm", "expert_gemm_act", "scaled_gemm", "scaled_gemm_act")
+"""Operators whose kernels for Hopper may pack rows."""
+
+
+def scratch_sizes(func: Any, given: tuple[Any, ...], out: Any, device: Device) -> tuple[int, ...]:
+    """Bytes of each tensor that an operator allocates besides ``out``; none of most.
+
+    Args:
+        func: any operator.
+        given: its positional arguments.
+        out: what it returned.
+        device: the GPU that it would run on.
+    """
+    namespace, _, name = func._schema.name.partition("::")
+    if namespace != "moe_ops" or name not in PACKING:
+        return ()
+    names = (argument.name for argument in func._schema.arguments)
+    return _packed(dict(zip(names, given, strict=False)), out, device)
+
+
+def _packed(given: dict[str, Any], out: Tensor, device: Device) -> tuple[int, ...]:
+    """Of a GEMM whose rows do not lie by expert: those in the order of its plan, their scales."""
+    weighted = any(given.get(name) is not None for name in ("input_weights", "output_weights"))
+    (num_experts, rows, k), num_slots = given["w"].shape, out.shape[0]
+    activation, scheme = given.get("activation"), get_scheme(given.get("scheme", "unquantized"))
+    in_order = given.get("expert_order", False) and activation is None
+    if weighted or in_order or num_slots == 0:
+        return ()
+    rule = formula(activation) if activation else None
+    halves, itemsize = 2 if rule is not None and rule.gated else 1, given["w"].itemsize
+    tiles = tuple(given["row_tiles"])
+    gemm = Gemm(num_slots, num_experts, rows // halves, k, itemsize, halves, tiles)
+    own = tiles_of(gemm, scheme, rule, device).hopper
+    if own is None or not own.packed:
+        return ()
+    most, scale = packed_rows(num_slots, num_experts, own.block_m), given.get("a_scale")
+    if scale is None:
+        return (most * k * itemsize,)
+    groups = 1 if scale.numel() == 1 else scale.shape[1]
+    return most * k * itemsize, most * groups * scale.itemsize

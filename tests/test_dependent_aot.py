@@ -1,0 +1,182 @@
+"""Every kernel takes its turn before it touches memory: seen in its code, without a GPU."""
+
+import ast
+import importlib
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import INTERPRETED
+
+if INTERPRETED:
+    pytest.skip("compiles kernels: not in the interpreter", allow_module_level=True)
+pytest.importorskip("triton")
+
+import aot  # noqa: E402
+import test_hopper_aot  # noqa: E402
+import test_ops  # noqa: E402
+from triton.backends.compiler import GPUTarget  # noqa: E402
+
+import moe_ops.kernels  # noqa: E402
+from moe_ops.kernels import activation, align, dependent, hopper_gemm, topk_align  # noqa: E402
+from moe_ops.ops import STAGES  # noqa: E402
+
+pytestmark = [pytest.mark.aot, pytest.mark.filterwarnings("ignore")]
+FILES = sorted(Path(moe_ops.kernels.__file__).parent.glob("*.py"))
+GLOBAL = re.compile(
+    r"^\s*(@!?%\w+ )?(ld|st|atom|red|prefetch)\S*\.global|cp\.async\.(ca|cg|bulk\.tensor|bulk\.sh)"
+)
+TURN = re.compile(r"take_turn\((LONG=True)?\)")
+
+
+def jitted():
+    """Every function of a kernel, by name."""
+    found = {}
+    for path in FILES:
+        for node in ast.parse(path.read_text()).body:
+            decorators = getattr(node, "decorator_list", [])
+            if any("jit" in ast.unparse(decorator) for decorator in decorators):
+                found.setdefault(node.name, []).append(node)
+    return found
+
+
+def kernels():
+    """The functions that no other one calls: those are launched."""
+    functions = jitted()
+    called = set()
+    for nodes in functions.values():
+        for node in nodes:
+            called |= {n.id for body in node.body for n in ast.walk(body) if type(n) is ast.Name}
+    return {name: nodes for name, nodes in functions.items() if name not in called}
+
+
+def test_every_kernel_and_nothing_else_takes_its_turn():
+    """Whatever a program finds to do: in the kernel's own lines, before it may return."""
+    launched = kernels()
+    assert len(launched) > 25 and "take_turn" not in launched
+    for name, nodes in jitted().items():
+        for node in nodes:
+            lines = [ast.unparse(statement) for statement in node.body]
+            turns = sum(len(TURN.findall(line)) for line in lines)
+            assert turns == (name in launched), name
+            if name in launched:
+                first = [bool(TURN.fullmatch(line)) for line in lines].index(True)
+                before = "\n".join(lines[:first])
+                assert not re.search(r"\breturn\b|load|store\(|atomic|warp_specialize", before), (
+                    name
+                )
+
+
+def test_every_launch_has_the_option():
+    """Kernels are started by `Launch`, which adds it, or name it."""
+    for path in FILES:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Subscript):
+                given = {keyword.arg: ast.unparse(keyword.value) for keyword in node.keywords}
+                allowed = given.get("launch_pdl") == "ENABLED" or path.name == "launch.py"
+                assert allowed, f"{path.name}:{node.lineno}"
+
+
+def launch_samples(names):
+    """What the samples of operators launch."""
+    samples = test_ops.samples("cpu")
+
+    def launch(empty):
+        def moved(x):
+            return empty(*x.shape, dtype=x.dtype) if torch.is_tensor(x) else x
+
+        for qualified in names:
+            module = importlib.import_module(f"moe_ops.kernels.{STAGES[qualified]}")
+            function = getattr(module, qualified.replace(".", "_"))
+            for arguments in samples[qualified]:
+                out = test_ops.keywords(qualified, arguments)
+                function(*map(moved, arguments), **{k: moved(v) for k, v in out.items()})
+
+    return launch
+
+
+def launch_more(empty):
+    """What samples are too small for."""
+    ids, logits = empty(4096, 8, dtype=torch.int32), empty(8, 64)
+    align.slot_plan(ids, None, [64], 64)
+    topk_align.topk_align(logits, None, 8, True, "softmax", 1.0, None, [16], 64)
+    for scheme in ("fp8_channel", "fp8_block128"):
+        for tokens in (1, 65536):
+            test_hopper_aot.launch_layer(scheme, tokens, "silu", 2048, 768, False)(empty)
+
+
+def launch_small(empty):
+    activation.activation(empty(4, 64), "silu")
+
+
+def compiled(arch, launch):
+    found = {}
+    for kernel in aot.compile_launch(arch, launch):
+        found.setdefault(kernel.metadata.name, []).append(kernel)
+    return found
+
+
+def check_turn(kernel):
+    """One wait, then one trigger (none in a long kernel), nothing of global memory before them."""
+    lines = [line for line in kernel.asm["ptx"].splitlines() if not line.lstrip().startswith(".")]
+    (wait,) = (n for n, line in enumerate(lines) if "griddepcontrol.wait" in line)
+    name = kernel.metadata.name
+    triggers = [n for n, line in enumerate(lines) if "griddepcontrol.launch_dep" in line]
+    assert len(triggers) == (not re.search("gemm|stream", name)), name
+    memory = [n for n, line in enumerate(lines) if GLOBAL.search(line)]
+    assert kernel.metadata.launch_pdl, name
+    order = [wait, *triggers, *memory[:1]]
+    assert memory and order == sorted(order), (name, order)
+    entry = "\n".join(lines[:wait])
+    assert not re.search(r"\b(ret|exit);", entry) and "@" not in lines[wait], name
+    if "warp_specialize" not in kernel.asm["ttgir"]:
+        assert "bra" not in entry, name
+
+
+@pytest.fixture(scope="module")
+def on_hopper():
+    """Kernels by name, as their launchers make them."""
+    found = compiled(90, launch_samples(STAGES))
+    for name, more in compiled(90, launch_more).items():
+        found.setdefault(name, []).extend(more)
+    return found
+
+
+@pytest.mark.parametrize("name", kernels())
+def test_nothing_comes_before_the_turn(name, on_hopper):
+    """In PTX, where loads of a loop's first steps have been moved to its front."""
+    if name == "block_scaled_gemm_kernel":
+        found = compiled(100, launch_samples(["decoded_gemm", "decoded_gemm_act"]))[name]
+    else:
+        found = on_hopper.get(name)
+    assert found, "no sample launches it"
+    for kernel in found:
+        check_turn(kernel)
+
+
+@pytest.mark.parametrize(("arch", "has"), [(80, False), (100, True), (103, True), (120, True)])
+def test_other_architectures(arch, has):
+    ((kernel,),) = compiled(arch, launch_small).values()
+    assert kernel.metadata.launch_pdl == has
+    assert ("griddepcontrol" in kernel.asm["ptx"]) == has
+    if has:
+        check_turn(kernel)
+
+
+def test_it_can_be_turned_off(monkeypatch):
+    """The option only: the instructions do nothing without it."""
+    monkeypatch.setattr(dependent, "ENABLED", False)
+    ((kernel,),) = compiled(90, launch_small).values()
+    assert not kernel.metadata.launch_pdl and "griddepcontrol.wait" in kernel.asm["ptx"]
+    assert hopper_gemm.ENABLED
+
+
+def test_not_on_other_vendors_gpus(monkeypatch):
+    import triton
+
+    driver = aot.TargetOnly(90)
+    monkeypatch.setattr(triton.runtime.driver, "_active", driver)
+    assert dependent.launch_options() == {"launch_pdl": True}
+    driver.target = GPUTarget("hip", "gfx942", 64)
+    assert dependent.launch_options() == {}

@@ -1,0 +1,269 @@
+"""Expert GEMMs that quantize their rows themselves: bit by bit what two steps make."""
+
+from contextlib import nullcontext
+from unittest import mock
+
+import pytest
+import torch
+from conftest import HAS_CUDA, INTERPRETED
+from hypothesis import given
+from hypothesis import strategies as st
+from modular import setup
+from strategies import DTYPES
+from test_direct import launched  # noqa: F401 (a fixture)
+from test_ops import symbolic_tokens
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+import moe_ops
+from moe_ops import ops
+from moe_ops.gemm_tiles import ScaleGroups, scaled_slot_tiles
+from moe_ops.pipeline.gemms import quantized
+from moe_ops.pipeline.row_spaces import SlotRows, row_tiles_of
+from moe_ops.reference.slots import local_experts
+from moe_ops.scheme import SCHEMES, get_scheme, quantize_weight
+from moe_ops.tensors import Tiles
+from moe_ops.testing import Problem
+from moe_ops.tiles import INVARIANT_ROW_TILES, ROW_TILES, Device, Gemm, cdiv, is_direct
+
+pytestmark = pytest.mark.kernel
+RUNS_KERNELS = INTERPRETED or HAS_CUDA
+E = 128
+NAMED = tuple(s.name for s in SCHEMES.values() if s.activation and not s.decoded)
+GROUPED = ("fp8_block16x64_ue8m0", "fp8_block32x16", "int8_block16", "int8_block64x256")
+FUSED = "scaled_gemm_slot_kernel"
+
+
+def the_plain_kernel():
+    """Of rows that are quantized: not Hopper's own, which adds up in another order."""
+    if not RUNS_KERNELS:
+        return nullcontext()
+    return mock.patch("moe_ops.kernels.scaled_gemm._hopper", lambda *how: None)
+
+
+class Case:
+    """A GEMM of a routing of few slots over a random weight."""
+
+    def __init__(self, name, ids, n, k, device, dtype=torch.bfloat16, activation=None, **more):
+        g = torch.Generator().manual_seed(0)
+        self.scheme, self.activation, self.dtype = get_scheme(name), activation, dtype
+        experts, bias, transposed, expert_map, row_tiles = (
+            more.get(key)
+            for key in ("experts", "bias", "transposed", "expert_map", "row_tiles")
+        )  # fmt: skip
+        experts = experts or E
+        q = quantize_weight(torch.randn(experts, n, k, generator=g).bfloat16(), self.scheme)
+        w = q.data.transpose(1, 2).contiguous().transpose(1, 2) if transposed else q.data
+        self.ids = torch.tensor(ids, device=device).view(-1, len(ids[0]) if ids else 2)
+        self.expert_map = expert_map and torch.tensor(expert_map, device=device)
+        self.mine = local_experts(self.ids, self.expert_map, experts) >= 0
+        x = torch.randn(len(self.ids), k, generator=g) * torch.rand(len(self.ids), 1, generator=g)
+        self.x = x.to(device, dtype)
+        self.scale = None
+        if self.scheme.activation.static:
+            self.scale = torch.full((1,), 0.013, device=device)
+        b = torch.randn(experts, n, generator=g).to(device) if bias else None
+        tiles = row_tiles or row_tiles_of(self.scheme)
+        plan = ops.slot_plan(self.ids, self.expert_map, tiles, experts)
+        self.slots = (self.ids, self.expert_map, experts)
+        self.rest = (
+            w.to(device), q.scale.to(device), b, plan, self.ids, self.expert_map, tiles,
+            self.ids.shape[1], name, dtype,
+        )  # fmt: skip
+
+    def run(self, rows, scale):
+        """The GEMM of rows; of slots that are not skipped."""
+        op, more = ops.scaled_gemm, ()
+        if self.activation:
+            op, more = ops.scaled_gemm_act, (self.activation,)
+        return op(rows, scale, *self.rest, *more)[self.mine]
+
+    def in_steps(self):
+        """Quantize, then multiply."""
+        key = self.scheme.activation.key
+        rows = ops.moe_quantize(self.x, self.scale, None, *self.slots, key)
+        with the_plain_kernel():
+            return self.run(*rows)
+
+    def check(self):
+        mine = self.mine.view(self.ids.shape).any(1, keepdim=True)
+        x = torch.where(mine, self.x, torch.nan)  # rows of tokens without experts are not read
+        with the_plain_kernel():  # where there are more slots
+            actual = self.run(x, self.scale)
+        assert actual.dtype == self.dtype and actual.isfinite().all()
+        assert torch.equal(actual, self.in_steps())
+
+
+EXPERT = st.sampled_from((0, 1, 2, 77, E - 1, -1, E, 2**31 - 1))
+
+
+@given(
+    name=st.sampled_from(NAMED + GROUPED),
+    dtype=st.sampled_from(DTYPES),
+    activation=st.sampled_from((None, "silu", "swigluoai", "gelu_no_mul")),
+    ids=st.integers(1, 4).flatmap(
+        lambda k: st.lists(st.lists(EXPERT, min_size=k, max_size=k), min_size=0, max_size=4)
+    ),
+    n=st.sampled_from((16, 48, 140)),
+    k=st.sampled_from((16, 40, 130, 260)),
+    bias=st.booleans(),
+    transposed=st.booleans(),
+)
+def test_bits(name, dtype, activation, ids, n, k, bias, transposed, device):
+    Case(name, ids, n, k, device, dtype, activation, bias=bias, transposed=transposed).check()
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_every_scheme(name, launched, device):  # noqa: F811
+    """One launch, unless all rows share a scale that comes from them; tails of groups; a map."""
+    expert_map = [-1, 5, *range(64), 200, 9]
+    case = Case(name, [[1, 67], [0, 66], [3, 4]], 96, 2880, device, torch.float16, "silu",
+                expert_map=expert_map)  # fmt: skip
+    case.check()
+    if RUNS_KERNELS:
+        del launched[:]
+        case.run(case.x, case.scale)
+        shared = name in ("fp8_tensor", "int8_tensor")
+        assert launched == [FUSED] if not shared else (len(launched) == 3 and FUSED not in launched)
+
+
+@pytest.mark.parametrize("slots", [1, 16, 17])
+@pytest.mark.parametrize("name", ["fp8_block128", "int8_channel"])
+def test_numbers_of_slots(name, slots, launched, device):  # noqa: F811
+    """Up to 16, of many experts, in one launch."""
+    case = Case(name, [[e] for e in range(slots)], 64, 256, device)
+    case.check()
+    del launched[:]
+    case.run(case.x, case.scale)
+    assert (FUSED in launched) == (RUNS_KERNELS and is_direct(slots, E))
+
+
+@pytest.mark.parametrize("size", [1e-30, 0.0, 1e30])
+@pytest.mark.parametrize("name", ["fp8_block128", "fp8_channel", "fp8_tensor_static"])
+def test_extreme_rows(name, size, device):
+    case = Case(name, [[0, 1]], 32, 200, device, torch.float32)
+    case.x *= size
+    case.check()
+
+
+def test_a_given_scale_of_zero(device):
+    """0 / 0 in the row is not in its padding."""
+    case = Case("fp8_tensor_static", [[0, 1]], 32, 200, device)
+    case.scale.zero_()
+    assert torch.equal(case.run(case.x, case.scale).isnan(), case.in_steps().isnan())
+
+
+@pytest.mark.parametrize("name", ["fp8_block128", "fp8_channel"])
+def test_one_row_tile_keeps_its_kernel(name, launched, device):  # noqa: F811
+    """In batch-invariant mode sums are those of many tokens."""
+    case = Case(name, [[0, 1]], 64, 256, device, row_tiles=list(INVARIANT_ROW_TILES))
+    case.check()
+    assert FUSED not in launched
+
+
+def test_rows_without_a_routing(launched, device):  # noqa: F811
+    """A plan alone: all rows are quantized before."""
+    case = Case("fp8_channel", [[0, 1], [2, 2]], 64, 256, device)
+    expected = case.in_steps()
+    from plans import planned
+
+    plan = planned(case.ids, None, ROW_TILES, E)
+    case.rest = (*case.rest[:3], plan.plan, None, None, list(ROW_TILES), *case.rest[7:])
+    del launched[:]
+    with the_plain_kernel():
+        assert torch.equal(case.run(case.x, None), expected)
+    assert FUSED not in launched
+
+
+def test_rows_with_strides(device):
+    case = Case("int8_channel", [[0, 1], [5, -1]], 64, 256, device)
+    expected = case.in_steps()
+    wide = torch.full((2, 300), torch.nan, dtype=case.dtype, device=device)
+    wide[:, 7:263] = case.x
+    for x in (wide[:, 7:263], case.x.t().contiguous().t()):
+        assert torch.equal(case.run(x, None), expected)
+
+
+def test_quantized_rows_need_scales(device):
+    case = Case("int8_channel", [[0, 1]], 64, 256, device)
+    with pytest.raises(ValueError, match="a_scale must be given with rows of dtype torch.int8"):
+        case.run(case.x.to(torch.int8), None)
+
+
+@pytest.mark.skipif(not RUNS_KERNELS, reason="counts launches")
+@pytest.mark.parametrize(
+    ("name", "changes", "kernels"),
+    [
+        ("fp8_block128", {}, [FUSED, FUSED]),
+        ("int8_channel", {"dtype": torch.float32}, [FUSED, FUSED]),
+        ("fp8_tensor_static", {}, [FUSED, FUSED]),
+        ("fp8_channel", {"on_input": True}, ["_quantize_kernel", "scaled_gemm_kernel", FUSED]),
+    ],
+)  # fmt: skip
+def test_launches_of_a_layer(name, changes, kernels, launched, device):  # noqa: F811
+    """Both products, and the sum."""
+    problem = Problem(**({"num_tokens": 1, "num_experts": 64, "top_k": 4, "hidden_size": 128,
+                          "intermediate_size": 64, "dtype": torch.bfloat16, "scheme": name}
+                         | changes))  # fmt: skip
+    s = setup(problem, moe_ops.TritonExperts, device)
+    with the_plain_kernel():
+        moe_ops.fused_experts(
+            *s.inputs[:5], quant_config=s.config, apply_router_weight_on_input=problem.on_input
+        )
+    assert launched[:-1] == kernels and len(launched) == len(kernels) + 1
+
+
+@pytest.mark.parametrize("tokens", [1, 5])
+@pytest.mark.parametrize("name", ["fp8_block128", "int8_channel"])
+def test_rows_in_a_pipeline(name, tokens, device):
+    """Few are left as they are, many are quantized before the GEMM: they are held once."""
+    scheme, ids = get_scheme(name), torch.zeros(tokens, 4, dtype=torch.int32, device=device)
+    tiles = Tiles(torch.empty(0, dtype=torch.int32, device=device), ids)
+    x = torch.randn(tokens, 128, device=device)
+    rows = quantized(x, None, SlotRows(tiles, row_tiles_of(scheme), E), scheme)
+    assert (rows.data is x) == (rows.scale is None) == (tokens * 4 <= 16)
+    rows = quantized(x, None, SlotRows(tiles, INVARIANT_ROW_TILES, E), scheme)
+    assert rows.data.dtype == scheme.activation.dtype
+
+
+@pytest.mark.parametrize("unbacked", [False, True])
+def test_nobody_asks_for_the_number_of_tokens(unbacked):
+    env = ShapeEnv()
+    mode = FakeTensorMode(shape_env=env)
+    tokens = symbolic_tokens(mode, env, unbacked)
+    scheme = get_scheme("fp8_block128")
+    with mode:
+        x, ids = torch.empty(tokens, 128), torch.empty(tokens, 4, dtype=torch.int32)
+        plan = ops.slot_plan(ids, None, ROW_TILES, E)
+        rows = quantized(x, None, SlotRows(Tiles(plan, ids), ROW_TILES, E), scheme)
+        w, w_scale = torch.empty(E, 64, 128, dtype=torch.float8_e4m3fn), torch.empty(E, 1, 1)
+        how = (plan, ids, None, ROW_TILES, 4, "fp8_block128", torch.float32)
+        out = ops.scaled_gemm(*rows, w, w_scale, None, *how)
+    assert rows.data is x and rows.scale is None and not env.guards
+    assert out.shape[1:] == (64,)
+
+
+H200 = Device(90, 232448, 132)
+
+
+@pytest.mark.parametrize(
+    ("slots", "n", "halves", "k"),
+    [(8, 768, 2, 2048), (8, 2048, 1, 768), (2, 4096, 1, 14336), (2, 14336, 2, 4096),
+     (8, 2048, 2, 7168), (1, 8192, 1, 5120), (16, 256, 2, 4096)],
+)  # fmt: skip
+def test_two_programs_a_processor(slots, n, halves, k):
+    """Where weight rows suffice: 16 of them are the fewest that matrix units take."""
+    for groups in (ScaleGroups(128, 128), ScaleGroups(None, 1)):
+        tiles = scaled_slot_tiles(Gemm(slots, E, n, k, 1, halves, ROW_TILES), groups, H200)
+        programs = slots * cdiv(n, tiles.block_n)
+        assert programs >= 2 * H200.processors or tiles.block_n == 16
+        assert tiles.block_k == 128 and tiles.block_n % 16 == 0
+
+
+def test_what_is_quantized_before():
+    def tiles_of(slots=4, row_tiles=ROW_TILES, k=128):
+        gemm = Gemm(slots, E, 256, 512, 1, 1, tuple(row_tiles))
+        return scaled_slot_tiles(gemm, ScaleGroups(k, 128), H200)
+
+    assert tiles_of() is not None and tiles_of(k=32).block_k == 32
+    assert tiles_of(17) is None and tiles_of(row_tiles=(64,)) is None and tiles_of(k=256) is None
