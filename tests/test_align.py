@@ -114,6 +114,8 @@ def test_many_slots(num_slots, num_experts, ignore, device):
     padded = ids.numel() + local * 15
     assert plan[0].shape == (padded,)
     assert_plan(plan, looped(ids, 16, local, expert_map.tolist(), ignore))
+    plan = ops.slot_plan(ids.to(device), expert_map.to(device), [16], local)
+    assert torch.equal(plan.cpu(), slot_plan(ids, expert_map, [16], local))
 
 
 def test_ids_wider_than_int32_are_no_expert(device):

@@ -77,10 +77,9 @@ def rows_between(
     tiles, pid_m, row, real, num_ids, EXPERT_ORDER: tl.constexpr, BLOCK_M: tl.constexpr
 ):
     """Where a tile's rows lie: in expert order (0 for padding); by slot, in ``row``, without."""
-    if EXPERT_ORDER:
-        if num_ids is None:  # with few slots each is a tile
-            first = tl.load(tiles + tl.load(tiles + 2) + pid_m)
-            row = tl.where(real, first + tl.arange(0, BLOCK_M), 0).to(tl.int64)
+    if EXPERT_ORDER and num_ids is None:  # else a tile is one slot, and they stay where they are
+        first = tl.load(tiles + tl.load(tiles + 2) + pid_m)
+        row = tl.where(real, first + tl.arange(0, BLOCK_M), 0).to(tl.int64)
     return row
 
 
