@@ -19,8 +19,16 @@ import test_ops  # noqa: E402
 from triton.backends.compiler import GPUTarget  # noqa: E402
 
 import moe_ops.kernels  # noqa: E402
-from moe_ops.kernels import activation, align, dependent, hopper_gemm, topk_align  # noqa: E402
+from moe_ops.kernels import (  # noqa: E402
+    activation,
+    align,
+    dependent,
+    hopper_gemm,
+    scaled_gemm,
+    topk_align,
+)
 from moe_ops.ops import STAGES  # noqa: E402
+from moe_ops.tiles import EIGHT_BIT_ROW_TILES  # noqa: E402
 
 pytestmark = [pytest.mark.aot, pytest.mark.filterwarnings("ignore")]
 FILES = sorted(Path(moe_ops.kernels.__file__).parent.glob("*.py"))
@@ -104,6 +112,16 @@ def launch_more(empty):
     for scheme in ("fp8_channel", "fp8_block128"):
         for tokens in (1, 65536):
             test_hopper_aot.launch_layer(scheme, tokens, "silu", 2048, 768, False)(empty)
+    launch_one_token(empty)
+
+
+def launch_one_token(empty):
+    """A GEMM that quantizes its rows itself."""
+    w = empty(64, 512, 2048, dtype=torch.float8_e4m3fn)
+    w_scale = empty(64, 512, 1, dtype=torch.float32)
+    plan = empty(0, dtype=torch.int32), empty(1, 4, dtype=torch.int32), None
+    how = (*plan, EIGHT_BIT_ROW_TILES, 4, "fp8_channel", torch.bfloat16)
+    scaled_gemm.scaled_gemm(empty(1, 2048), None, w, w_scale, None, *how)
 
 
 def launch_small(empty):
