@@ -71,6 +71,8 @@ PLAN_HEADER = 4
 tiles' first rows begin, and a zero, so that slots begin at a multiple of 16 bytes."""
 SINGLE_LAUNCH_SLOTS = 1024
 """Up to here one launch aligns: each of its programs counts all experts itself."""
+PLAN_PROGRAMS = 128
+"""The most programs of that launch: each counts all slots, which more at a time only slow down."""
 MANY_TOKENS = 2048
 """From here on a program of top-k routes several tokens: else it would end before others begin."""
 ONE_LAUNCH_LOGITS = 1024
@@ -243,7 +245,7 @@ def scan_sizes(num_slots: int) -> Scan:
     """Many slots in a step where there are many, since every step waits for a sum."""
     if num_slots > SINGLE_LAUNCH_SLOTS:
         return Scan(4096, 16)
-    return Scan(1024 if num_slots > 256 else 256, 4)
+    return Scan(1024 if num_slots > 512 else 512 if num_slots > 256 else 256, 4)
 
 
 def sort_block(num_slots: int) -> int:

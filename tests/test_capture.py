@@ -1,19 +1,10 @@
-"""CUDA graphs: capture, replay with changed routing, warm-up, streams, pools, syncs, launches."""
-
-import json
+"""CUDA graphs: capture, replay with changed routing, streams, pools, syncs, launches."""
 
 import pytest
 import torch
-from conftest import INTERPRETED
-from test_tuned import PACKED, STREAM, entry, gemm_of, own
 
 import moe_ops
-from moe_ops import tuned
-from moe_ops.pipeline import row_spaces, warmup
-from moe_ops.pipeline.devices import TARGETS
 from moe_ops.testing import Problem, call, make_inputs
-from moe_ops.tiles import is_direct
-from moe_ops.tuned_file import file_name, parse
 
 E, K, H, I = 32, 4, 256, 128  # noqa: E741
 
@@ -54,107 +45,6 @@ def test_replay_with_changed_routing_is_bitwise_eager(tokens, dtype):
         x.copy_(new_x), logits.copy_(new_logits)
         graph.replay()
         assert torch.equal(out, layer(new_x, new_logits))
-
-
-def compiled():
-    """What was compiled so far."""
-    from moe_ops.kernels.hopper_stream import hopper_stream_kernel
-    from moe_ops.kernels.hopper_tile import hopper_gemm_kernel
-    from moe_ops.kernels.launch import COMPILED
-
-    kernels = hopper_stream_kernel, hopper_gemm_kernel
-    caches = [made for kernel in kernels for made, *_ in kernel.device_caches.values()]
-    return set(COMPILED).union(*caches)
-
-
-@pytest.mark.gpu
-def test_warmup_leaves_nothing_to_compile():
-    """No launch of any token count up to 300 goes through Triton's compiler again."""
-    layer, inputs = layer_of(torch.float16)
-    ran = moe_ops.warmup(inputs.w1, inputs.w2, K, 300, router_logits_dtype=torch.float32)
-    assert len(ran) < 14
-    known = compiled()
-    for tokens in (0, *range(1, 301, 7), 300):
-        layer(*batch(tokens, dtype=torch.float16))
-    assert compiled() == known
-    module = moe_ops.FusedMoE(E, K, H, I, params_dtype=torch.float16, device="cuda")
-    module.warmup(300, torch.float32)
-    assert compiled() == known
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize(
-    "scheme", ["fp8_block128", "fp8_channel", "fp8_tensor", "int8_tensor", "int4_w4a16_g128"]
-)
-def test_warmup_of_a_quantized_layer(scheme):
-    layer = moe_ops.FusedMoE(
-        32, K, 256, 384, params_dtype=torch.bfloat16, quant_config=scheme, device="cuda"
-    )
-    layer.warmup(900)
-    known = compiled()
-    for tokens in (0, *range(1, 901, 13), 900):
-        x = torch.randn(tokens, 256, device="cuda", dtype=torch.bfloat16)
-        layer(x, torch.randn(tokens, 32, device="cuda", dtype=torch.bfloat16))
-    assert compiled() == known
-
-
-HOPPER_FILE = {
-    "top_k": 4,
-    "8": entry(16, own(STREAM, 64, num_stages=3), gemm_of()),
-    "60": entry(16, gemm_of(), own(STREAM, 128)),
-    "700": entry(64, own(PACKED, 128), own(PACKED, 256, 4, 3)),
-}
-
-
-@pytest.mark.skipif(INTERPRETED, reason="there is no interpreter for Gluon")
-@pytest.mark.parametrize(
-    ("scheme", "file"),
-    [("unquantized", None), ("fp8_tensor", None), ("fp8_tensor", HOPPER_FILE),
-     ("fp8_block128", None), ("fp8_block128", HOPPER_FILE)],
-)  # fmt: skip
-def test_warmup_knows_every_kernel_of_hoppers(scheme, file, monkeypatch):
-    """Those that launchers choose at any token count are chosen at one that is run."""
-    pytest.importorskip("triton")
-    from moe_ops.kernels import expert_gemm, scaled_gemm
-
-    (experts, width, hidden), wide = (32, 384, 256), scheme == "unquantized"
-    if file:
-        layers = [parse(file_name((32, 384, 256), "NVIDIA H200", scheme), json.dumps(file))]
-        monkeypatch.setattr(tuned, "TABLES", tuned.tables(layers))
-    monkeypatch.setattr(row_spaces, "device_name", lambda device: "NVIDIA_H200")
-    for module in (expert_gemm, scaled_gemm, warmup):
-        monkeypatch.setattr(module, "device_facts", lambda device: TARGETS["sm_90"].facts)
-    dtype, known = torch.bfloat16, moe_ops.get_scheme(scheme)
-    w1, w2 = (
-        torch.empty(experts, *shape, dtype=dtype if wide else known.weight.dtype, device="meta")
-        for shape in ((2 * width, hidden), (hidden, width))
-    )
-    variants = warmup.Variants(w1, w2, K, known, dtype, "silu", False)
-    tiles, device = row_spaces.row_tiles_of(known, w2), torch.device("meta")
-
-    def kernels(tokens):
-        """As the launchers choose them."""
-        for w, top_k, act in ((w1, K, "silu"), (w2, 1, None)):
-            sizes = tokens * K, tuple(w.shape)
-            if wide:
-                found = expert_gemm._hopper.__wrapped__(*sizes, 2, tiles, top_k, device, act)
-            else:
-                rows = 128 if scheme == "fp8_block128" else w.shape[1]
-                variant = scaled_gemm._Variant(scheme, act, rows)
-                found = scaled_gemm._hopper.__wrapped__(*sizes, tiles, top_k, device, variant)
-            yield found, is_direct(tokens * K, experts)
-
-    ran = warmup.run_variants(lambda tokens: None, 3000, variants)
-    warm = {kernel for tokens in ran for kernel in kernels(tokens)}
-    all_of_them = {kernel for tokens in range(1, 3001) for kernel in kernels(tokens)}
-    assert all_of_them <= warm
-    assert sum(kernel is not None for kernel, _ in warm) >= (2 if wide else 4)
-
-
-def test_warmup_runs_on_the_cpu():
-    inputs = make_inputs(Problem(4, 8, 2, 32, 16), "cpu")
-    assert moe_ops.warmup(inputs.w1, inputs.w2, 2, 20) == [1, 2, 3, 5, 9]
-    assert moe_ops.warmup(inputs.w1, inputs.w2, 2, (3, 500), activation="gelu") == [3, 500]
 
 
 @pytest.mark.gpu

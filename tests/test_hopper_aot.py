@@ -53,8 +53,8 @@ def launch_layer(scheme, tokens, activation, hidden, width, has_bias):
         first = operands(tokens, 2 * width, hidden)
         second = operands(tokens * TOP_K, hidden, width)
         if weight is None:
-            expert_gemm.expert_gemm_act(*first, None, *plan, tiles, TOP_K, activation)
-            expert_gemm.expert_gemm(*second, None, None, *plan, tiles, 1)
+            expert_gemm.expert_gemm_act(*first, None, *plan, tiles, TOP_K, activation, True)
+            expert_gemm.expert_gemm(*second, None, None, *plan, tiles, 1, True)
         else:
             sizes = (*plan, tiles)
             settings = (scheme, torch.bfloat16)
@@ -77,10 +77,14 @@ def launch_layer(scheme, tokens, activation, hidden, width, has_bias):
 )
 def test_a_layer(scheme, tokens, activation, hidden, width):
     launch = launch_layer(scheme, tokens, activation, hidden, width, tokens == 1024)
-    kernels = [k for k in aot.compile_launch(90, launch) if "hopper" in k.metadata.name]
+    launched = aot.compile_launch(90, launch)
+    kernels = [k for k in launched if "hopper" in k.metadata.name]
     rows, wide = tokens * TOP_K / EXPERTS, scheme == "unquantized"
     stream, packed = not wide and rows < 21, rows > (170 if wide else 42)
     assert len(kernels) == 2 * (stream or packed)
+    # The first GEMM of an unquantized layer writes rows as the second reads them.
+    packs = [k for k in launched if k.metadata.name == "_pack_kernel"]
+    assert len(packs) == packed * (1 if wide else 2)
     for kernel in kernels:
         assert kernel.metadata.name == ("hopper_stream_kernel" if stream else "hopper_gemm_kernel")
         used = aot.resources(kernel, 90)

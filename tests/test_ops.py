@@ -115,9 +115,13 @@ def scaled_samples(x, w1, b1, plan):
     groups = torch.full((len(x), 1), 0.25, device=x.device)
     blocks = (rows, groups, block.data, block.scale, None, *sizes, "int8_block16x32", torch.float32)
     names = ("silu", "swigluoai", "gelu_no_mul")
+    early = (x, None, *whole[2:])  # rows that are not quantized yet
     return {
-        "scaled_gemm": [whole, blocks],
-        "scaled_gemm_act": [(*call, name) for call in (whole, blocks) for name in names],
+        "scaled_gemm": [whole, blocks, early],
+        "scaled_gemm_act": [
+            *((*call, name) for call in (whole, blocks) for name in names),
+            (*early, "silu"),
+        ],
     }
 
 

@@ -79,6 +79,25 @@ def test_the_best_behind_others_nearly_as_good(scoring, device):
     assert_routed(logits[None], call, weights, ids)
 
 
+@pytest.mark.parametrize("factor", [1e-30, 1e-3, 1.0, 100.0, 2.0**25, 1e30])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_logits_of_any_size(dtype, factor, device):
+    """Logits that differ and whose scores do not; many that tie for the last slot; both zeros."""
+    g = torch.Generator().manual_seed(0)
+    logits = torch.randn(64 if HAS_CUDA else 4, 256, generator=g)
+    logits[1] = (8 * logits[1]).round() / 8
+    logits[2] = -logits[2].abs()
+    logits[2, ::3] = 0.0
+    logits[2, 1::3] = -0.0
+    logits = (logits * factor).to(dtype)
+    for k in (3, 8):
+        how = (None, k, False, "softmax", 1.0)
+        weights, ids = ops.fused_topk(logits.to(device), *how)
+        expected_weights, expected_ids = reference.fused_topk(logits, *how)
+        assert torch.equal(ids.cpu(), expected_ids)
+        assert torch.equal(weights.cpu(), expected_weights)
+
+
 @pytest.mark.parametrize("experts", [1, 60, 128, 300])
 @pytest.mark.parametrize("scoring", SCORING)
 def test_programs_of_several_tokens(scoring, experts, device, monkeypatch):

@@ -31,9 +31,10 @@ from moe_ops.kernels.counting_sort import (
 )
 from moe_ops.kernels.dependent import take_turn
 from moe_ops.kernels.launch import Launch
-from moe_ops.kernels.plan import finish_plan, name_tile, name_tiles, place_bucket, plan_parts
+from moe_ops.kernels.plan import finish_plan, name_tile, name_tiles, place_buckets, plan_parts
 from moe_ops.kernels.slots import dense, local_experts, map_size, next_power_of_2
 from moe_ops.tiles import (
+    PLAN_PROGRAMS,
     SINGLE_LAUNCH_SLOTS,
     PlanSizes,
     Scan,
@@ -90,11 +91,11 @@ def _align_kernel(
     num_slots, num_rows, num_tiles, num_experts, num_buckets,
     TILE: tl.constexpr, BUCKETS: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """One program an expert."""
+    """One program an expert, or a few."""
     take_turn()
     slot = tl.arange(0, CHUNK)
     found = local_experts(topk_ids, expert_map, slot, slot < num_slots, num_experts, num_buckets)
-    place_bucket(
+    place_buckets(
         found, slot, names, sorted_token_ids, expert_ids, num_tokens_post_padded,
         num_slots, num_rows, num_tiles, num_buckets, TILE, BUCKETS,
     )  # fmt: skip
@@ -175,9 +176,8 @@ def moe_align_block_size(
     ignore_invalid_experts: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """One launch for few slots: a program an expert. Two for many: a program a block of them."""
-    plan = empty_plan(
-        topk_ids, expert_map, row_tiles, num_experts, pad_sorted_ids, ignore_invalid_experts
-    )
+    how = (row_tiles, num_experts, pad_sorted_ids, ignore_invalid_experts)
+    plan = empty_plan(topk_ids, expert_map, *how)
     bucket_map, names = (expert_map, None) if ignore_invalid_experts else (None, expert_map)
     sizes = PlanSizes(plan[0].shape[0], plan[1].shape[0])
     _align_slots(plan, sizes, topk_ids, bucket_map, names, row_tiles, num_experts)
@@ -209,7 +209,7 @@ def _align_slots(
     """Fill a plan with the slots, sorted by what ``bucket_map`` makes of their ids."""
     topk_ids, bucket_map = topk_ids.contiguous(), dense(bucket_map)
     num_slots = topk_ids.numel()
-    programs, table = num_experts, ()
+    programs, table = min(num_experts, PLAN_PROGRAMS), ()
     if num_slots > SINGLE_LAUNCH_SLOTS:
         table = (count_blocks(topk_ids, bucket_map, num_experts),)
         programs = table[0].shape[0]

@@ -13,7 +13,8 @@ Why that is safe:
 * Only then does it let the next grid in. So a grid that has not waited yet runs beside its one
   predecessor: waiting grids do not pile up, and a kernel of somebody else that reads older results
   before it waits is right, too.
-* Other kernels (PyTorch's) begin when the ones before are complete, as ever.
+* Other kernels (PyTorch's), and ours that are launched without the option, begin when the ones
+  before are complete, as ever.
 
 ``MOE_OPS_NO_PDL=1``, set before this module is imported, launches kernels one after the other; the
 instructions in them then do nothing.

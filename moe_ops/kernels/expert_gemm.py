@@ -26,6 +26,7 @@ from moe_ops.kernels.dependent import take_turn
 from moe_ops.kernels.gemm_tile import (
     COUNTED,
     add_bias,
+    add_dot,
     find_tile,
     load_slots,
     load_tile,
@@ -69,7 +70,7 @@ def _expert_gemm_kernel(
     for start in range(0, K, BLOCK_K):
         x = load_tile(a_tile + start, k + start, real, K, BLOCK_K, 1)
         y = load_tile(w_tile + start * stride_wk, k + start, n_inside, K, BLOCK_K, 0)
-        acc = tl.dot(x, y, acc, input_precision="ieee")
+        acc = add_dot(acc, x, y)
 
     acc = scale_rows(acc, input_weights, slot, real)
     acc = add_bias(acc, bias, expert, n, inside, N)
@@ -115,8 +116,8 @@ def _expert_gemm_gated_kernel(
         x = load_tile(a_tile + start, k + start, real, K, BLOCK_K, 1)
         y = load_tile(g_tile + start * stride_wk, k + start, n_inside, K, BLOCK_K, 0)
         z = load_tile(u_tile + start * stride_wk, k + start, n_inside, K, BLOCK_K, 0)
-        g = tl.dot(x, y, g, input_precision="ieee")
-        u = tl.dot(x, z, u, input_precision="ieee")
+        g = add_dot(g, x, y)
+        u = add_dot(u, x, z)
 
     g = add_bias(scale_rows(g, input_weights, slot, real), bias, expert, gate_row, inside, 2 * N)
     u = scale_rows(u, input_weights, slot, real)

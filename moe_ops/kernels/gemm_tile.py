@@ -102,6 +102,18 @@ def load_tile(
 
 
 @triton.jit
+def add_dot(acc, x, y):
+    """``acc + x @ y``; of float32 the product first: sums of pieces lose less than one long sum."""
+    if x.dtype == tl.float32:
+        product = tl.dot(x, y, input_precision="ieee")
+        # Triton would make a plain sum part of the product again.
+        acc = tl.fma(product, tl.full(product.shape, 1.0, tl.float32), acc)
+    else:
+        acc = tl.dot(x, y, acc)
+    return acc
+
+
+@triton.jit
 def scale_rows(acc, weights, slot, real):
     """Each row times its router weight, in float32."""
     if weights is not None:

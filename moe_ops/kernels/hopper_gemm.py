@@ -179,7 +179,10 @@ def run(
 def _run_packed(
     out: Tensor, operands: Operands, tiles: tuple[Any, ...], c: Constants, wide: int
 ) -> None:
-    """Pack the rows unless they lie in expert order, then one program a processor."""
+    """Pack the rows unless they lie in expert order, then one program a processor.
+
+    Both wait for the end of what is before them: in place early they took up to a tenth longer.
+    """
     a, a_scale, w, w_scale, bias = operands
     plan, _, num_slots, _, num_experts = tiles
     rows, scales = a, None
@@ -195,7 +198,7 @@ def _run_packed(
     hopper_gemm_kernel[(wide,)](
         a_box, _weight_box(w, c), scale_box, bias, out,
         plan if scales is None else scales, plan if w_scale is None else w_scale,
-        *tiles, c, num_warps=4, launch_pdl=ENABLED,
+        *tiles, c, num_warps=4,
     )  # fmt: skip
 
 

@@ -87,7 +87,8 @@ class Launch:
         key = tuple(seen)
         binary = COMPILED.get(key)
         if binary is None:
-            compiled = self.kernel[grid](*arguments, **self.constants, **launch_options())
+            options = launch_options() | self.constants
+            compiled = self.kernel[grid](*arguments, **options)
             COMPILED[key] = Binary(compiled)
             return
         x, y, z = (*grid, 1, 1)[:3]

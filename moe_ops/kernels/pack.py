@@ -51,6 +51,7 @@ def _launch(k: int, itemsize: int, groups: int, top_k: int) -> tuple[Launch, int
     rows = min(64, 16384 // (cols * itemsize))  # no more than a tile has
     pieces = cdiv(k, cols)
     sizes = {
+        "launch_pdl": False,  # as the kernel that multiplies them: see `hopper_gemm`
         "ROWS": rows,
         "COLS": cols,
         "GROUP_COLS": next_power_of_2(max(1, cdiv(groups, pieces))),

@@ -55,9 +55,9 @@ def finish_plan(
 ):  # fmt: skip
     """This program's share of what no tile uses, and by the first program the header."""
     fill(slots, used_tiles * TILE, num_rows, share, shares, pad, CHUNK)
-    fill(experts, used_tiles, num_tiles, share, shares, -1, CHUNK)
+    fill(experts, used_tiles, num_tiles, share, shares, -1, 128)
     if firsts is not None:
-        fill(firsts, used_tiles, num_tiles, share, shares, -1, CHUNK)
+        fill(firsts, used_tiles, num_tiles, share, shares, -1, 128)
     if share == 0:
         tl.store(header, used_tiles * TILE)
         if firsts is not None:
@@ -67,37 +67,39 @@ def finish_plan(
 
 
 @triton.jit
-def place_bucket(
+def place_buckets(
     found, slot, names, sorted_token_ids, expert_ids, num_tokens_post_padded,
     num_slots, num_rows, num_tiles, num_buckets, TILE: tl.constexpr, BUCKETS: tl.constexpr,
 ):  # fmt: skip
-    """Place the slots of this program's bucket, and fill its share of what no bucket uses.
+    """Place the slots of this program's buckets, and fill its share of what no bucket uses.
 
-    ``found`` has the bucket of every slot, in the order of the slots.
+    ``found`` has the bucket of every slot, in the order of the slots. Of buckets every program has
+    one, or a few where there are many: counting takes longer than placing.
     """
     slots, experts, firsts, header = plan_parts(
         sorted_token_ids, expert_ids, num_tokens_post_padded, num_rows, num_tiles
     )
-    bucket = tl.program_id(0)
+    program, programs = tl.program_id(0), tl.num_programs(0)
     buckets = tl.arange(0, BUCKETS)
     count = tl.histogram(tl.maximum(found, 0), BUCKETS, mask=found >= 0)
     tiles = (count + TILE - 1) // TILE
-    first_tile = tl.sum(tl.where(buckets < bucket, tiles, 0))
-    my_tiles = tl.sum(tl.where(buckets == bucket, tiles, 0))
     used_tiles = tl.sum(tiles)
 
-    if my_tiles > 0:
+    for bucket in range(program, num_buckets, programs):
         mine = (found == bucket).to(tl.int32)
-        row = first_tile * TILE
-        tl.store(slots + row + tl.cumsum(mine, 0) - mine, slot, mask=mine > 0)
-        name = bucket
-        if names is not None:
-            name = tl.load(names + bucket).to(tl.int32)
-        fill(slots, row + tl.sum(mine), row + my_tiles * TILE, 0, 1, num_slots, TILE)
-        before = tl.sum(tl.where(buckets < bucket, count, 0))
-        name_tiles(experts, firsts, first_tile, my_tiles, name, before, TILE)
+        my_count = tl.sum(mine)
+        if my_count > 0:
+            first_tile = tl.sum(tl.where(buckets < bucket, tiles, 0))
+            row, my_tiles = first_tile * TILE, (my_count + TILE - 1) // TILE
+            tl.store(slots + row + tl.cumsum(mine, 0) - mine, slot, mask=mine > 0)
+            name = bucket
+            if names is not None:
+                name = tl.load(names + bucket).to(tl.int32)
+            fill(slots, row + my_count, row + my_tiles * TILE, 0, 1, num_slots, TILE)
+            before = tl.sum(tl.where(buckets < bucket, count, 0))
+            name_tiles(experts, firsts, first_tile, my_tiles, name, before, TILE)
 
     finish_plan(
-        slots, experts, firsts, header, used_tiles, bucket, num_buckets, num_slots,
-        num_rows, num_tiles, TILE, 128,
+        slots, experts, firsts, header, used_tiles, program, programs, num_slots,
+        num_rows, num_tiles, TILE, 512,
     )  # fmt: skip

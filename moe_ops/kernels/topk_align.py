@@ -14,11 +14,11 @@ from moe_ops.fake_impls.topk_align import topk_align as empty_routing
 from moe_ops.kernels.align import slot_plan
 from moe_ops.kernels.dependent import take_turn
 from moe_ops.kernels.launch import Launch
-from moe_ops.kernels.plan import place_bucket
+from moe_ops.kernels.plan import place_buckets
 from moe_ops.kernels.routing import by_rows, fused_topk, topk_constants
 from moe_ops.kernels.routing_choice import route_tokens
 from moe_ops.kernels.slots import dense, experts_of, map_size, next_power_of_2
-from moe_ops.tiles import few_tokens, is_direct, pick_row_tile, plan_sizes
+from moe_ops.tiles import PLAN_PROGRAMS, few_tokens, is_direct, pick_row_tile, plan_sizes
 
 
 @triton.jit(do_not_specialize=["num_tokens", "num_rows", "num_tiles"])
@@ -29,7 +29,7 @@ def _topk_align_kernel(
     TOKENS: tl.constexpr, EXPERTS: tl.constexpr, SLOTS: tl.constexpr,
     TILE: tl.constexpr, BUCKETS: tl.constexpr,
 ):  # fmt: skip
-    """Every program routes all tokens (writing the same), then places the slots of one expert."""
+    """Every program routes all tokens (writing the same), then places the slots of its experts."""
     take_turn()
     ids = route_tokens(
         gating_output, bias, topk_weights, topk_ids, tl.program_id(0) * 0, num_tokens, stride_row,
@@ -38,7 +38,7 @@ def _topk_align_kernel(
     place = tl.arange(0, TOKENS * SLOTS)
     slot = place // SLOTS * TOPK + place % SLOTS
     found = experts_of(ids, expert_map, num_ids, num_buckets)
-    place_bucket(
+    place_buckets(
         tl.reshape(found, (TOKENS * SLOTS,)), slot, None, plan, None, None,
         num_tokens * TOPK, num_rows, num_tiles, num_buckets, TILE, BUCKETS,
     )  # fmt: skip
@@ -89,7 +89,8 @@ def topk_align(
     result = empty_routing(gating_output, bias, *how, *aligned)
     gating_output = by_rows(gating_output)
     _launch(tokens, num_experts, how, tuple(row_tiles), num_local_experts)(
-        (num_local_experts,), gating_output, dense(bias), dense(expert_map), *result,
+        (min(num_local_experts, PLAN_PROGRAMS),),
+        gating_output, dense(bias), dense(expert_map), *result,
         tokens, *plan_sizes(tokens * topk, num_local_experts, row_tiles),
         gating_output.stride(0), num_experts,
         map_size(expert_map, num_local_experts), num_local_experts,

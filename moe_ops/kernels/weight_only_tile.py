@@ -20,6 +20,7 @@ from moe_ops.kernels.gemm_tile import (
     COUNTED,
     activate,
     add_bias,
+    add_dot,
     find_tile,
     load_slots,
     load_tile,
@@ -103,10 +104,7 @@ def add_product(
     zero_point = load_zero_points(zero_points, row, start, inside, K, BLOCK_K, FORMAT)
     y = dequantize(stored, scale, zero_point, x.dtype, BLOCK_K, FORMAT)
     if FORMAT.cols is None or FORMAT.in_tile:
-        if x.dtype == tl.float32:  # pieces of K first: their sums lose less than one long sum
-            acc += tl.dot(x, y, input_precision="ieee")
-        else:
-            acc = tl.dot(x, y, acc, input_precision="ieee")
+        acc = add_dot(acc, x, y)
     else:
         acc += tl.dot(x, y, input_precision="ieee") * scale_value(scale, FORMAT)
     return acc

@@ -12,12 +12,14 @@ from moe_ops.gemm_tiles import (
     gemm_tiles,
     scale_groups,
     scaled_gemm_tiles,
+    scaled_slot_tiles,
     weight_only_tiles,
 )
 from moe_ops.hopper_tiles import KernelTiles, takes
 from moe_ops.pipeline.config import FusedMoEConfig
 from moe_ops.pipeline.devices import Target
 from moe_ops.pipeline.experts import FusedMoEExperts, FusedMoEExpertsModular
+from moe_ops.pipeline.row_spaces import depends_on_batch
 from moe_ops.scheme import WHOLE, Scheme
 from moe_ops.tiles import INVARIANT_ROW_TILES, Device, Gemm, TileConfig
 from moe_ops.tuned import Choice, choose, row_tiles
@@ -170,6 +172,16 @@ def tiles_of(gemm: Gemm, scheme: Scheme, rule: Formula | None, device: Device) -
     own = is_hoppers(gemm, scheme, rule, device)
     gemm, bits = stored_gemm(gemm, scheme)
     return choose(gemm, scheme.name, bits, device, default, hopper=own)
+
+
+def slot_tiles_of(
+    gemm: Gemm, scheme: Scheme, rule: Formula | None, device: Device
+) -> TileConfig | None:
+    """Of the kernel that quantizes the rows of few slots itself; None where there is none."""
+    if scheme.activation is None or scheme.decoded or depends_on_batch(scheme.activation):
+        return None
+    gemm, _ = stored_gemm(gemm, scheme)
+    return scaled_slot_tiles(gemm, _groups(gemm, scheme, rule), device)
 
 
 def is_hoppers(gemm: Gemm, scheme: Scheme, rule: Formula | None, device: Device) -> bool:

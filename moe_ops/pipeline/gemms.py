@@ -9,7 +9,7 @@ from moe_ops import ops
 from moe_ops.pipeline.row_spaces import BatchedRows, SlotRows, depends_on_batch
 from moe_ops.scheme import FusedMoEQuantConfig, Scheme
 from moe_ops.tensors import ExpertWeight, ExpertWeights, Rows
-from moe_ops.tiles import DIRECT_SLOTS
+from moe_ops.tiles import is_direct
 
 
 def expert_weights(
@@ -70,14 +70,15 @@ def _on_the_way(space: SlotRows, scheme: Scheme) -> bool:
     if depends_on_batch(scheme.activation) or len(space.row_tiles) == 1:
         return False
     _, topk_ids, _ = space.tiles
-    return topk_ids is not None and not _known(topk_ids.numel() > DIRECT_SLOTS)
+    return topk_ids is not None and _possible(is_direct(topk_ids.numel(), space.num_local_experts))
 
 
-def _known(condition) -> bool:
-    """Whether a condition holds for all values of its symbols, without a guard on them."""
+def _possible(condition) -> bool:
+    """Whether a condition holds for some values of its symbols, without a guard on them."""
     if isinstance(condition, bool) and not torch.compiler.is_compiling():
         return condition
-    return torch.fx.experimental.symbolic_shapes.statically_known_true(condition)
+    never = torch.sym_not(condition)
+    return not torch.fx.experimental.symbolic_shapes.statically_known_true(never)
 
 
 def gemm(

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from moe_ops import ops
 from moe_ops.activation import formula, kind_and_key
-from moe_ops.pipeline.costs import tiles_of
+from moe_ops.pipeline.costs import slot_tiles_of, tiles_of
 from moe_ops.pipeline.fused_experts import NOT_QUANTIZED, fused_experts
 from moe_ops.pipeline.row_spaces import row_tiles_of
 from moe_ops.routing import fused_topk
@@ -123,9 +123,10 @@ class Variants(NamedTuple):
         chosen = (tiles_of(gemm, self.scheme, act, device) for gemm, act in gemms)
         # Hopper's own kernel, and the one that runs where it does not take the tensors.
         tiles = ((choice.hopper, choice.plain) for choice in chosen)
+        slots = (slot_tiles_of(gemm, self.scheme, act, device) for gemm, act in gemms)
         routing = num_tokens >= MANY_TOKENS, few_tokens(num_tokens, num_experts)
         sorting = is_direct(sizes, num_experts), scan_sizes(sizes), sort_block(sizes)
-        return (*tiles, *sorting, *routing)
+        return (*tiles, *slots, *sorting, *routing)
 
 
 @torch.no_grad()

@@ -89,8 +89,9 @@ def workspace_nbytes(
     `BatchedTritonExperts` (``batched``): tile plans, rows and their scales in every form that they
     pass through, each for as long as it is held, and the rows that Hopper's kernels pack; every
     tensor rounded up to the allocator's 512 bytes. Found by running the layer on tensors without
-    data, so by sizes alone. Compiled, a layer holds no more than this. Rows that prepare made are
-    held until the experts return.
+    data, so by sizes alone. Compiled, a layer holds no more than this, except where the number of
+    tokens is a symbol: rows that a GEMM quantizes are then held in both forms. Rows that prepare
+    made are held until the experts return.
 
     Args:
         num_tokens: T; in the Batched format also the rows of each expert.
