@@ -44,16 +44,14 @@ def samples(device):
         "order_columns": [(x, columns, ids, None), (x, columns[:3], ids.long(), expert_map)],
         "moe_unpermute": [(rows, weights, order[1], order[0]), (rows, None, order[1], None)],
         "expert_gemm": [
-            (h, w2, b2, None, None, *plan, ROW_TILES, 1),
-            (h, w2, None, None, weights, *plan, ROW_TILES, 1, True),
+            (h, w2, b2, None, None, *plan, ROW_TILES, 1, True),
             (x, w1, None, weights, weights, *direct, ROW_TILES, K),
             (x.t().contiguous().t(), w1, None, None, None, *plan, ROW_TILES, K),
         ],
         "expert_gemm_act": [
-            (x, w1, b1, weights, *plan, ROW_TILES, K, "silu"),
+            (x, w1, b1, weights, *plan, ROW_TILES, K, "silu", True),
             (x, w1, None, None, *direct, ROW_TILES, K, "swigluoai"),
             (x, w1, None, None, *plan, ROW_TILES, K, "gelu_no_mul"),
-            (x, w1, None, weights, *direct, ROW_TILES, K, "silu", True),
         ],
         **scaled_samples(x, w1, b1, plan),
         **weight_only_samples(x, w1, b1, weights, plan),
