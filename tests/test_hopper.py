@@ -1,5 +1,7 @@
 """Hopper's own kernels against the kernels for all GPUs, and the packing of their rows."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from conftest import HAS_CUDA, INTERPRETED
@@ -158,6 +160,37 @@ def test_twins(scheme, case, hidden, width, activation, has_bias, launched):
     exact = twins.exact(activation, sizes["top_k"])[real.cpu()]
     assert_matches_reference(fast[real].cpu(), exact, plain[real].cpu())
     assert torch.equal(fast[real], twins.run((tile,) * 8, activation, sizes["top_k"])[real])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("tile", [64, 128])
+@pytest.mark.parametrize("block_n", [128, 256])
+@pytest.mark.parametrize(("width", "activation"), [(704, "silu"), (832, "gelu"), (328, None)])
+def test_every_packed_tile(scheme, tile, block_n, width, activation, launched, monkeypatch):
+    """Also those that are not the first choice; the last tile of a row is not whole."""
+    from moe_ops import tuned
+    from moe_ops.kernels import expert_gemm, scaled_gemm
+
+    choice = tuned.hopper_tiles
+
+    def chosen(gemm, device):
+        return replace(choice(gemm, device), block_n=block_n, group_m=3, num_stages=3)
+
+    kind, sizes = activation or "silu_no_mul", {"hidden_size": 400, "num_experts": 4, "top_k": 2}
+    twins = Twins(
+        scheme, tile, num_tokens=900, intermediate_size=width, activation=kind,
+        routing="holes", has_bias=True, **sizes,
+    )  # fmt: skip
+    plain = twins.run((tile,), activation, 2)
+    for module in (expert_gemm, scaled_gemm):
+        monkeypatch.setattr(module, "_hopper", module._hopper.__wrapped__)
+    monkeypatch.setattr(tuned, "hopper_tiles", chosen)
+    fast = twins.run((tile,) * 8, activation, 2)
+    assert launched == ["packed"]
+    real = (twins.ids.flatten() >= 0) & (twins.ids.flatten() < 4)
+    exact = twins.exact(activation, 2)[real.cpu()]
+    assert_matches_reference(fast[real].cpu(), exact, plain[real].cpu())
 
 
 @pytest.mark.gpu
