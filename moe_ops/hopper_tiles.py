@@ -95,11 +95,10 @@ def takes(gemm: Gemm, scheme: Scheme, groups: ScaleGroups | None, device: Device
 def widths(kernel: str, block_m: int, itemsize: int) -> tuple[int, ...]:
     """The ``block_n`` that a kernel may have with tiles of so many rows; none: it has no such.
 
-    Sums of 8-bit products take twice as many registers. Of 16-bit weights nothing streams.
+    Of 16-bit weights nothing streams.
     """
     if kernel == PACKED:
-        wide = block_m == 64 or itemsize == 2
-        return () if block_m not in (64, 128) else (128, 256) if wide else (128,)
+        return (128, 256) if block_m in (64, 128) else ()
     if block_m > 64 or itemsize > 1:
         return ()
     return (64,) if block_m == 64 else (64, 128)

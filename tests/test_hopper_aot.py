@@ -1,5 +1,7 @@
 """Hopper's own kernels of the expert GEMMs, compiled as their launchers choose them."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from conftest import INTERPRETED
@@ -10,7 +12,8 @@ pytest.importorskip("triton")
 
 import aot  # noqa: E402
 
-from moe_ops.hopper_tiles import takes  # noqa: E402
+from moe_ops import tuned  # noqa: E402
+from moe_ops.hopper_tiles import most_stages, takes  # noqa: E402
 from moe_ops.kernels import align, expert_gemm, hopper_stream, hopper_tile, scaled_gemm  # noqa: E402
 from moe_ops.scheme import get_scheme  # noqa: E402
 from moe_ops.tensors import Tiles  # noqa: E402
@@ -91,6 +94,28 @@ def test_a_layer(scheme, tokens, activation, hidden, width):
         assert used["shared"] <= (HALF if stream else aot.SHARED_MEMORY[90]), used
         assert used["spilled"] == 0 and used["serialized"] == 0, used
         assert "wgmma.mma_async" in kernel.asm["ptx"]
+
+
+@pytest.mark.parametrize("scheme", ["unquantized", "fp8_channel", "fp8_tensor", "fp8_block128"])
+@pytest.mark.parametrize("block_m", [64, 128])
+@pytest.mark.parametrize("block_n", [128, 256])
+def test_every_packed_tile(scheme, block_m, block_n, monkeypatch):
+    choice = tuned.hopper_tiles
+
+    def chosen(gemm, device):
+        tiles = replace(choice(gemm, device), block_m=block_m, block_n=block_n)
+        return replace(tiles, num_stages=most_stages(tiles, device))
+
+    monkeypatch.setattr(tuned, "hopper_tiles", chosen)
+    launch = launch_layer(scheme, 65536, "swigluoai", 2880, 1408, True)
+    kernels = [k for k in aot.compile_launch(90, launch) if "hopper" in k.metadata.name]
+    assert len(kernels) == 2
+    for kernel in kernels:
+        used = aot.resources(kernel, 90)
+        assert used["shared"] <= aot.SHARED_MEMORY[90], used
+        assert used["spilled"] == 0 and used["serialized"] == 0, used
+        parts = 1 + (scheme != "unquantized" and block_m == 128 and block_n == 256)
+        assert kernel.asm["ptx"].count("wgmma.mma_async") == 2 * 4 * parts
 
 
 @pytest.mark.parametrize("arch", [80, 100, 120])

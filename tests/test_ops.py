@@ -112,14 +112,10 @@ def scaled_samples(x, w1, b1, plan):
     whole = (rows, scale, channel.data, channel.scale, b1, *sizes, "int8_channel", torch.float32)
     groups = torch.full((len(x), 1), 0.25, device=x.device)
     blocks = (rows, groups, block.data, block.scale, None, *sizes, "int8_block16x32", torch.float32)
-    names = ("silu", "swigluoai", "gelu_no_mul")
-    early = (x, None, *whole[2:])  # rows that are not quantized yet
+    names, calls = ("silu", "swigluoai", "gelu_no_mul"), (whole, blocks, (x, None, *whole[2:]))
     return {
-        "scaled_gemm": [whole, blocks, early],
-        "scaled_gemm_act": [
-            *((*call, name) for call in (whole, blocks) for name in names),
-            (*early, "silu"),
-        ],
+        "scaled_gemm": list(calls),  # rows of the last are not quantized yet
+        "scaled_gemm_act": [(*call, name) for call in calls for name in names],
     }
 
 

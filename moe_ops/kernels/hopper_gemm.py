@@ -61,7 +61,8 @@ class Constants:
     BY_COLUMNS: bool
     """Whether a warp group takes half of a tile's columns (else of its rows)."""
     PARTS: int
-    """Of a warp group's half of a tile: it multiplies one after the other."""
+    """Of a warp group's half of a tile, multiplied one after the other: the sums of 8-bit products
+    and one more product stay in registers."""
     OUT_N: int
     """Output columns of a tile."""
     NUM_N: int

@@ -16,34 +16,16 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
     tma,
-    warpgroup_mma,
-    warpgroup_mma_wait,
 )
-from triton.language.core import _aggregate as aggregate
 
 from moe_ops.kernels.dependent import take_turn
 from moe_ops.kernels.gemm_tile import COUNTED, activate
+from moe_ops.kernels.hopper_products import Ring, add_products, add_scaled, add_wide
 from moe_ops.kernels.hopper_slots import Vectors, count_tiles, expert_of, first_row
 from moe_ops.kernels.slots import HEADER
 
 load_box = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 """Its name from Triton 3.9 on, and before."""
-
-
-@aggregate
-class Ring:
-    """Tiles in shared memory, and who may touch them: ``full`` to multiply, ``empty`` to copy."""
-
-    rows: gl.shared_memory_descriptor
-    weights: gl.shared_memory_descriptor
-    scales: gl.shared_memory_descriptor
-    full: gl.shared_memory_descriptor
-    empty: gl.shared_memory_descriptor
-
-    @gluon.constexpr_function
-    def __init__(self, rows, weights, scales, full, empty):
-        self.rows, self.weights, self.scales = rows, weights, scales
-        self.full, self.empty = full, empty
 
 
 @gluon.jit
@@ -82,85 +64,6 @@ def copy_tiles(a_desc, w_desc, scale_desc, ring, v, C: gl.constexpr):
                 at = [k, m * C.BLOCK_M]
                 load_box(scale_desc, at, full, ring.scales.index(stage))
             step += 1
-
-
-@gluon.jit
-def product(ring, stage, acc, HALF: gl.constexpr, C: gl.constexpr):
-    """Begin ``acc`` plus the product of this warp group's half of a tile."""
-    rows = ring.rows.index(stage)
-    weights = ring.weights.index(stage).reshape((C.BLOCK_N, C.BLOCK_K))
-    if C.BY_COLUMNS:
-        weights = weights.slice(HALF * (C.BLOCK_N // 2), C.BLOCK_N // 2, 0)
-    else:
-        rows = rows.slice(HALF * (C.BLOCK_M // 2), C.BLOCK_M // 2, 0)
-    return warpgroup_mma(rows, weights.permute((1, 0)), acc, is_async=True)
-
-
-@gluon.jit
-def add_products(step, ring, acc, HALF: gl.constexpr, C: gl.constexpr):
-    """16-bit operands: one product is under way while the next is begun."""
-    for k in range(C.STEPS):
-        stage = step % C.STAGES
-        mbarrier.wait(ring.full.index(stage), (step // C.STAGES) & 1)
-        acc = warpgroup_mma_wait(1, [product(ring, stage, acc, HALF, C)])
-        if k > 0:
-            mbarrier.arrive(ring.empty.index((step - 1) % C.STAGES))
-        step += 1
-    acc = warpgroup_mma_wait(0, [acc])
-    mbarrier.arrive(ring.empty.index((step - 1) % C.STAGES))
-    return acc, step
-
-
-@gluon.jit
-def add_wide(step, ring, acc, HALF: gl.constexpr, C: gl.constexpr):
-    """8-bit operands, scaled later.
-
-    The units add in fewer bits than float32 has: each product starts from zero.
-    """
-    for _ in range(C.STEPS):
-        stage = step % C.STAGES
-        mbarrier.wait(ring.full.index(stage), (step // C.STAGES) & 1)
-        zero = gl.full(acc.shape, 0, gl.float32, acc.type.layout)
-        p = warpgroup_mma_wait(0, [product(ring, stage, zero, HALF, C)])
-        mbarrier.arrive(ring.empty.index(stage))
-        acc += p
-        step += 1
-    return acc, step
-
-
-@gluon.jit
-def add_scaled(step, ring, scales, up_scales, acc, HALF: gl.constexpr, C: gl.constexpr):
-    """8-bit operands of which each product has scales.
-
-    Those of rows lie in the ring. The weight's rows share one (gate rows one, up rows one), which
-    is loaded two steps ahead.
-    """
-    LAYOUT: gl.constexpr = acc.type.layout
-    ROW: gl.constexpr = gl.SliceLayout(1, LAYOUT)
-    FIRST: gl.constexpr = 0 if C.BY_COLUMNS else HALF * (C.BLOCK_M // 2)
-    column = gl.arange(0, acc.shape[1], layout=gl.SliceLayout(0, LAYOUT))
-    of_gate = (column // 8 % 2 == 0)[None, :]
-    NEXT: gl.constexpr = min(1, C.STEPS - 1)
-    g0, g1 = gl.load(scales), gl.load(scales + NEXT)
-    u0, u1 = gl.load(up_scales), gl.load(up_scales + NEXT)
-    for k in range(C.STEPS):
-        stage = step % C.STAGES
-        mbarrier.wait(ring.full.index(stage), (step // C.STAGES) & 1)
-        zero = gl.full(acc.shape, 0, gl.float32, LAYOUT)
-        p = product(ring, stage, zero, HALF, C)
-        x = ring.scales.index(stage).reshape((C.BLOCK_M,)).slice(FIRST, acc.shape[0], 0).load(ROW)
-        ahead = gl.minimum(k + 2, C.STEPS - 1)
-        g2, u2 = gl.load(scales + ahead), gl.load(up_scales + ahead)
-        p = warpgroup_mma_wait(0, [p])
-        mbarrier.arrive(ring.empty.index(stage))
-        if C.GATED:
-            acc += p * gl.where(of_gate, (x * g0)[:, None], (x * u0)[:, None])
-        else:
-            acc += p * (x * g0)[:, None]
-        # Sums, so that the names stay variables of the loop (Triton 3.6 loses plain copies).
-        g0, u0, g1, u1 = g1 + 0.0, u1 + 0.0, g2 + 0.0, u2 + 0.0
-        step += 1
-    return acc, step
 
 
 @gluon.jit
@@ -219,10 +122,26 @@ def store_rows(out, value, slot, first, num_slots, C: gl.constexpr):
 
 
 @gluon.jit
+def find_scales(expert, first, v, C: gl.constexpr):
+    """Where the scales of each part of a weight lie: of its gate rows, of its up rows."""
+    PARTS: gl.constexpr = C.PARTS
+    GROUPS: gl.constexpr = (C.WEIGHT_ROWS + C.SCALE_ROWS - 1) // C.SCALE_ROWS
+    scales = v.weight_scale + expert * (GROUPS * C.STEPS)
+    found = ()
+    for part in gl.static_range(PARTS):
+        at = gl.minimum(first + part * (C.OUT_N // C.PARTS), C.N - 1) * C.STEP
+        of_gate = scales + at // C.SCALE_ROWS * C.STEPS
+        of_up = scales + (at + C.UP) // C.SCALE_ROWS * C.STEPS
+        found += ((of_gate, of_up),)
+    return found
+
+
+@gluon.jit
 def multiply(out, bias, ring, v, HALF: gl.constexpr, C: gl.constexpr):
     """A multiplying warp group: its half of every tile of this program."""
+    PARTS: gl.constexpr = C.PARTS
     ROWS: gl.constexpr = C.BLOCK_M if C.BY_COLUMNS else C.BLOCK_M // 2
-    COLS: gl.constexpr = C.BLOCK_N // 2 if C.BY_COLUMNS else C.BLOCK_N
+    COLS: gl.constexpr = C.BLOCK_N // 2 if C.BY_COLUMNS else C.BLOCK_N // C.PARTS
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLS, 32 // C.ITEMSIZE])
     FIRST_ROW: gl.constexpr = 0 if C.BY_COLUMNS else HALF * ROWS
     FIRST_COL: gl.constexpr = HALF * (C.OUT_N // 2) if C.BY_COLUMNS else 0
@@ -232,26 +151,26 @@ def multiply(out, bias, ring, v, HALF: gl.constexpr, C: gl.constexpr):
         found = expert_of(v, m).to(gl.int64)
         expert = gl.maximum(found, 0)
         first = n * C.OUT_N + FIRST_COL
-        acc = gl.full((ROWS, COLS), 0, gl.float32, LAYOUT)
+        zeros = gl.full((ROWS, COLS), 0, gl.float32, LAYOUT)
+        sums = (zeros, zeros) if C.PARTS == 2 else (zeros,)
         if C.SCALE_COLS is not None:
-            GROUPS: gl.constexpr = (C.WEIGHT_ROWS + C.SCALE_ROWS - 1) // C.SCALE_ROWS
-            scales = v.weight_scale + expert * (GROUPS * C.STEPS)
-            at = gl.minimum(first, C.N - 1) * C.STEP
-            of_gate = scales + at // C.SCALE_ROWS * C.STEPS
-            of_up = scales + (at + C.UP) // C.SCALE_ROWS * C.STEPS
-            acc, step = add_scaled(step, ring, of_gate, of_up, acc, HALF, C)
+            scales = find_scales(expert, first, v, C)
+            sums, step = add_scaled(step, ring, scales, sums, HALF, C)
         elif C.ITEMSIZE == 1:
-            acc, step = add_wide(step, ring, acc, HALF, C)
+            sums, step = add_wide(step, ring, sums, HALF, C)
         else:
-            acc, step = add_products(step, ring, acc, HALF, C)
+            sums, step = add_products(step, ring, sums, HALF, C)
         inside = FIRST_ROW + gl.arange(0, ROWS, layout=gl.SliceLayout(1, LAYOUT))
         row = m * C.BLOCK_M + inside
         slot = gl.load(v.tiles + HEADER + row)
         if C.ORDERED == "out":
             slot = gl.where(slot < v.num_slots, first_row(v, m) + inside, slot)
-        value = finish(acc, bias, row, expert, first, v, C)
         # Nothing is written for a tile without an expert.
-        store_rows(out, value, slot, first, gl.where(found < 0, 0, v.num_slots), C)
+        num_slots = gl.where(found < 0, 0, v.num_slots)
+        for part in gl.static_range(PARTS):
+            column = first + part * (C.OUT_N // C.PARTS)
+            value = finish(sums[part], bias, row, expert, column, v, C)
+            store_rows(out, value, slot, column, num_slots, C)
 
 
 @gluon.jit
