@@ -62,7 +62,7 @@ def _expert_gemm_kernel(
     inside = n < N
     n_inside = None if N % BLOCK_N == 0 else inside
     k = tl.arange(0, BLOCK_K)
-    source = rows_between(tiles, pid_m, slot // TOP_K, real, num_ids, ORDERED == "a", BLOCK_M)
+    source = rows_between(tiles, pid_m, slot // TOP_K, num_ids, ORDERED == "a", BLOCK_M)
     a_tile = a + source[:, None] * stride_am + k[None, :]
     w_tile = w + expert * stride_we + n[None, :] * stride_wn + k[:, None] * stride_wk
 
@@ -77,7 +77,7 @@ def _expert_gemm_kernel(
     if FUNCTION is not None:
         acc = gate(acc, FUNCTION, LIMIT, ALPHA, BETA)
     acc = scale_rows(acc, output_weights, slot, real)
-    row = rows_between(tiles, pid_m, slot, real, num_ids, ORDERED == "out", BLOCK_M)
+    row = rows_between(tiles, pid_m, slot, num_ids, ORDERED == "out", BLOCK_M)
     at = out + row[:, None] * N + n[None, :]
     tl.store(at, acc.to(out.dtype.element_ty), mask=real[:, None] & inside[None, :])
 
@@ -123,7 +123,7 @@ def _expert_gemm_gated_kernel(
     u = scale_rows(u, input_weights, slot, real)
     u = add_bias(u, bias, expert, gate_row + UP, inside, 2 * N)
     value = gate_up(g, u, FUNCTION, LIMIT, ALPHA, BETA, LINEAR_BETA)
-    row = rows_between(tiles, pid_m, slot, real, num_ids, ORDERED == "out", BLOCK_M)
+    row = rows_between(tiles, pid_m, slot, num_ids, ORDERED == "out", BLOCK_M)
     at = out + row[:, None] * N + n[None, :]
     tl.store(at, value.to(out.dtype.element_ty), mask=real[:, None] & inside[None, :])
 

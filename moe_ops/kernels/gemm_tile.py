@@ -73,13 +73,11 @@ def load_slots(tiles, pid_m, num_slots, num_ids, BLOCK_M: tl.constexpr):
 
 
 @triton.jit
-def rows_between(
-    tiles, pid_m, row, real, num_ids, EXPERT_ORDER: tl.constexpr, BLOCK_M: tl.constexpr
-):
-    """Where a tile's rows lie: in expert order (0 for padding); by slot, in ``row``, without."""
-    if EXPERT_ORDER and num_ids is None:  # else a tile is one slot, and they stay where they are
-        first = tl.load(tiles + tl.load(tiles + 2) + pid_m)
-        row = tl.where(real, first + tl.arange(0, BLOCK_M), 0).to(tl.int64)
+def rows_between(tiles, pid_m, row, num_ids, EXPERT_ORDER: tl.constexpr, BLOCK_M: tl.constexpr):
+    """Where a tile's rows lie: in expert order (no matter where for padding), else by slot."""
+    if EXPERT_ORDER and num_ids is None:  # few slots, a tile each, stay where they are
+        first = tl.load(tiles + tl.load(tiles + 2) + pid_m).to(tl.int64)
+        row = first + tl.arange(0, BLOCK_M)
     return row
 
 
