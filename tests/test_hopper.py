@@ -51,6 +51,32 @@ def test_pack(width, dtype, groups, device):
         assert scales.stride(0) % 4 == 0
 
 
+@pytest.mark.kernel
+@pytest.mark.skipif(not (INTERPRETED or HAS_CUDA), reason="a kernel without an operator")
+@pytest.mark.parametrize("width", [48, 1100, 2200])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("scheme", ["fp8_tensor_static", "fp8_channel", "fp8_block128"])
+def test_quantize_packed(width, dtype, scheme, device):
+    """Bitwise as quantized, then packed."""
+    from moe_ops.kernels.pack import pack_rows, quantize_rows
+
+    quant = get_scheme(scheme).activation
+    x, *_, ids, _, _, _ = make_inputs(Problem(21, 5, 2, 1100, 16, dtype, routing="holes"), device)
+    x = torch.cat([x, x], 1)[:, :width]
+    x[3] = 0
+    given = torch.tensor([0.03], device=device) if quant.static else None
+    plan, _, _ = planned(ids, None, (64,), 5)
+    sizes = (plan, ids.numel(), packed_rows(ids.numel(), 5, 64), 2)
+    *_, used = unpack_plan(plan, ids.numel(), 5, (64,))
+    q, scale = ops.moe_quantize(x, given, None, None, None, 1, quant.key)
+    expected, found = pack_rows(q, scale, *sizes), quantize_rows(x, given, quant, *sizes)
+    for want, got in zip(expected, found, strict=True):
+        assert want.dtype == got.dtype and want.shape == got.shape
+    used = int(used)
+    assert torch.equal(found[0][:used].float(), expected[0][:used].float())
+    assert torch.equal(found[1][:, :used], expected[1][:, :used])
+
+
 class Twins:
     """A GEMM by both kernels: a plan of one row tile is never Hopper's."""
 
