@@ -86,9 +86,10 @@ class Twins:
         x, w, _, _, self.ids, _, self.bias, _ = make_inputs(p, "cuda")
         self.tile, self.scheme, quant = tile, scheme, get_scheme(scheme).activation
         self.scaled = quant is not None
-        self.rows = (x,)
+        self.rows = self.plain_rows = (x,)
         if self.scaled:
             given = torch.tensor([0.02], device="cuda") if quant.static else None
+            self.plain_rows = (x, given)
             self.rows = ops.moe_quantize(x, given, None, None, None, 1, quant.key)
             w, scale, *_ = quantize_weight(w, scheme)
             self.weight = (w, scale)
@@ -217,6 +218,19 @@ def test_every_packed_tile(scheme, tile, block_n, width, activation, launched, m
     real = (twins.ids.flatten() >= 0) & (twins.ids.flatten() < 4)
     exact = twins.exact(activation, 2)[real.cpu()]
     assert_matches_reference(fast[real].cpu(), exact, plain[real].cpu())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("scheme", SCHEMES[1:])
+@pytest.mark.parametrize("tile", [64, 128])
+def test_rows_quantized_as_they_are_packed(scheme, tile, launched):
+    """Bitwise as those that were quantized before."""
+    sizes = {"hidden_size": 1040, "intermediate_size": 256}
+    twins = Twins(scheme, tile, num_tokens=900, num_experts=4, top_k=2, **sizes)
+    before = twins.run((tile,) * 8, "silu", 2)
+    twins.rows = twins.plain_rows
+    now = twins.run((tile,) * 8, "silu", 2)
+    assert torch.equal(now, before) and launched == ["packed"] * 2
 
 
 @pytest.mark.gpu
