@@ -53,6 +53,32 @@ def test_pack(width, dtype, groups, device):
         assert scales.stride(0) % 4 == 0
 
 
+@pytest.mark.kernel
+@pytest.mark.skipif(not (INTERPRETED or HAS_CUDA), reason="a kernel without an operator")
+@pytest.mark.parametrize("width", [48, 1100, 2200])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("scheme", ["fp8_tensor_static", "fp8_channel", "fp8_block128"])
+def test_quantize_packed(width, dtype, scheme, device):
+    """Bitwise as quantized, then packed."""
+    from moe_ops.kernels.pack import pack_rows, quantize_rows
+
+    quant = get_scheme(scheme).activation
+    x, *_, ids, _, _, _ = make_inputs(Problem(21, 5, 2, 1100, 16, dtype, routing="holes"), device)
+    x = torch.cat([x, x], 1)[:, :width]
+    x[3] = 0
+    given = torch.tensor([0.03], device=device) if quant.static else None
+    plan, _, _ = planned(ids, None, (64,), 5)
+    sizes = (plan, ids.numel(), packed_rows(ids.numel(), 5, 64), 2)
+    *_, used = unpack_plan(plan, ids.numel(), 5, (64,))
+    q, scale = ops.moe_quantize(x, given, None, None, None, 1, quant.key)
+    expected, found = pack_rows(q, scale, *sizes), quantize_rows(x, given, quant, *sizes)
+    for want, got in zip(expected, found, strict=True):
+        assert want.dtype == got.dtype and want.shape == got.shape
+    used = int(used)
+    assert torch.equal(found[0][:used].float(), expected[0][:used].float())
+    assert torch.equal(found[1][:, :used], expected[1][:, :used])
+
+
 class Twins:
     """A GEMM by both kernels: a plan of one row tile is never Hopper's."""
 
@@ -62,9 +88,10 @@ class Twins:
         x, w, _, _, self.ids, _, self.bias, _ = make_inputs(p, "cuda")
         self.tile, self.scheme, quant = tile, scheme, get_scheme(scheme).activation
         self.scaled = quant is not None
-        self.rows = (x,)
+        self.rows = self.plain_rows = (x,)
         if self.scaled:
             given = torch.tensor([0.02], device="cuda") if quant.static else None
+            self.plain_rows = (x, given)
             self.rows = ops.moe_quantize(x, given, None, None, None, 1, quant.key)
             w, scale, *_ = quantize_weight(w, scheme)
             self.weight = (w, scale)
@@ -255,6 +282,19 @@ def test_packings_of_a_layer(experts, launched, packs):
     s.kernel.apply(**s.arguments())
     assert launched == ["packed"] * 2
     assert len(packs) == (1 if experts is moe_ops.TritonExperts else 0)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("scheme", SCHEMES[1:])
+@pytest.mark.parametrize("tile", [64, 128])
+def test_rows_quantized_as_they_are_packed(scheme, tile, launched):
+    """Bitwise as those that were quantized before."""
+    sizes = {"hidden_size": 1040, "intermediate_size": 256}
+    twins = Twins(scheme, tile, num_tokens=900, num_experts=4, top_k=2, **sizes)
+    before = twins.run((tile,) * 8, "silu", 2)
+    twins.rows = twins.plain_rows
+    now = twins.run((tile,) * 8, "silu", 2)
+    assert torch.equal(now, before) and launched == ["packed"] * 2
 
 
 @pytest.mark.gpu

@@ -21,6 +21,7 @@ from moe_ops.tiles import EIGHT_BIT_ROW_TILES, ROW_TILES, Device, Gemm  # noqa: 
 
 pytestmark = [pytest.mark.aot, pytest.mark.filterwarnings("ignore")]
 EXPERTS, TOP_K = 64, 4
+PACKED_AT_ONCE = ["fp8_channel", "fp8_block128", "fp8_tensor_static"]
 H200 = Device(90, 232448, 132)
 HALF = (232448 - 1024) // 2
 """Shared memory of a program of which two fit a processor, in bytes."""
@@ -116,6 +117,25 @@ def test_every_packed_tile(scheme, block_m, block_n, monkeypatch):
         assert used["spilled"] == 0 and used["serialized"] == 0, used
         parts = 1 + (scheme != "unquantized" and block_m == 128 and block_n == 256)
         assert kernel.asm["ptx"].count("wgmma.mma_async") == 2 * 4 * parts
+
+
+@pytest.mark.parametrize("scheme", [*PACKED_AT_ONCE, "fp8_tensor"])
+def test_rows_are_quantized_as_they_are_packed(scheme):
+    """Unless all of them share a scale of their own."""
+
+    def launch(empty):
+        plan = Tiles(align.slot_plan(ids := empty(4096, 4, dtype=torch.int32), None, (64, 64), 64))
+        weight = get_scheme(scheme).weight
+        w = empty(64, 512, 2048, dtype=weight.dtype)
+        w_scale = empty(*weight.weight_scale_shape(64, 512, 2048), dtype=torch.float32)
+        given = empty(1, dtype=torch.float32) if "static" in scheme else None
+        rest = (ids, None, (64, 64), 4, scheme, torch.bfloat16)
+        scaled_gemm.scaled_gemm(empty(4096, 2048), given, w, w_scale, None, plan[0], *rest)
+
+    _, *kernels = (k.metadata.name for k in aot.compile_launch(90, launch))
+    apart = ["_amax_kernel", "_scaled_kernel", "_pack_kernel", "hopper_gemm_kernel"]
+    once = ["_quantize_pack_kernel", "hopper_gemm_kernel"]
+    assert kernels[-2:] == once if scheme in PACKED_AT_ONCE else kernels[-4:] == apart
 
 
 @pytest.mark.parametrize("arch", [80, 100, 120])

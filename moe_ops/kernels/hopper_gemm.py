@@ -16,7 +16,8 @@ from moe_ops.hopper_tiles import ROW_BYTES, HopperTiles, packed_rows
 from moe_ops.kernels.dependent import ENABLED
 from moe_ops.kernels.hopper_stream import hopper_stream_kernel
 from moe_ops.kernels.hopper_tile import hopper_gemm_kernel
-from moe_ops.kernels.pack import pack_rows
+from moe_ops.kernels.pack import pack_rows, quantize_rows
+from moe_ops.scheme import Quant
 from moe_ops.tiles import cdiv, device_facts, max_row_tiles
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float8_e4m3fn)
@@ -122,18 +123,19 @@ def constants(
     )
 
 
-def serves(a: Tensor, w: Tensor, ordered: bool = False) -> bool:
-    """Whether boxes can be made of the operands: of their dtypes, strides and addresses.
-
-    Of ``a`` itself only where its rows are ``ordered`` by expert.
+def serves(dtype: torch.dtype, w: Tensor) -> bool:
+    """Whether boxes can be made of rows of a dtype, and of a weight with its strides and address.
 
     On a GPU only: there is no interpreter for Gluon.
     """
     expert, row, unit = w.stride()
     whole = expert * w.itemsize % 16 == row * w.itemsize % 16 == w.data_ptr() % 16 == 0
-    if ordered:
-        whole &= a.stride(0) * a.itemsize % 16 == a.data_ptr() % 16 == 0
-    return w.is_cuda and w.dtype in DTYPES and a.dtype == w.dtype and unit == 1 and whole
+    return w.is_cuda and w.dtype in DTYPES and dtype == w.dtype and unit == 1 and whole
+
+
+def serves_as_is(a: Tensor) -> bool:
+    """Whether boxes can be made of rows where they lie."""
+    return a.stride(0) * a.itemsize % 16 == a.data_ptr() % 16 == 0
 
 
 def _weight_box(w: Tensor, c: Constants) -> TensorDescriptor:
@@ -155,6 +157,8 @@ class Operands(NamedTuple):
     w: Tensor
     w_scale: Tensor | None
     bias: Tensor | None
+    quant: Quant | None = None
+    """How rows that are packed are quantized on the way, where they are not yet."""
 
 
 def run(
@@ -184,12 +188,15 @@ def _run_packed(
 
     Both wait for the end of what is before them: in place early they took up to a tenth longer.
     """
-    a, a_scale, w, w_scale, bias = operands
+    a, a_scale, w, w_scale, bias, quant = operands
     plan, _, num_slots, _, num_experts = tiles
-    rows, scales = a, None
-    if c.ORDERED != "a":
-        most = packed_rows(num_slots, num_experts, c.BLOCK_M)
-        rows, scales = pack_rows(a, a_scale, plan, num_slots, most, c.TOP_K)
+    sizes = (plan, num_slots, packed_rows(num_slots, num_experts, c.BLOCK_M), c.TOP_K)
+    if c.ORDERED == "a":
+        rows, scales = a, None
+    elif quant is None:
+        rows, scales = pack_rows(a, a_scale, *sizes)
+    else:
+        rows, scales = quantize_rows(a, a_scale, quant, *sizes)
     layout: Any = gl.NVMMASharedLayout(ROW_BYTES, 8 * c.ITEMSIZE, rank=2)
     a_box = TensorDescriptor.from_tensor(rows, [c.BLOCK_M, c.BLOCK_K], layout)
     scale_box = a_box
@@ -207,7 +214,7 @@ def _run_stream(
     out: Tensor, operands: Operands, tiles: tuple[Any, ...], c: Constants, wide: int
 ) -> None:
     """Two programs a processor."""
-    a, a_scale, w, w_scale, bias = operands
+    a, a_scale, w, w_scale, bias, _ = operands
     most = max_row_tiles(out.shape[0], w.shape[0], c.BLOCK_M) * c.NUM_N
     hopper_stream_kernel[(min(2 * wide, most),)](
         a, a.stride(0), _weight_box(w, c), bias, out,

@@ -26,6 +26,8 @@ from moe_ops.kernels.hopper_tile import Ring, find_tile, load_box
 
 COPYING = gl.constexpr(128)
 """Threads that copy rows."""
+load_rows = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
+"""Its name from Triton 3.9 on, and before."""
 
 
 @gluon.jit
@@ -59,9 +61,7 @@ def copy_tiles(a, stride_am, w_desc, ring, v, C: gl.constexpr):
                 at = [expert, n * C.OUT_N, k * C.BLOCK_K]
             load_box(w_desc, at, full, ring.weights.index(stage))
             inside = real[:, None] & (k * C.BLOCK_K + col < C.K)
-            async_copy.async_copy_global_to_shared(
-                ring.rows.index(stage), row + k * C.BLOCK_K + col, mask=inside
-            )
+            load_rows(ring.rows.index(stage), row + k * C.BLOCK_K + col, mask=inside)
             async_copy.mbarrier_arrive(full, increment_count=False)
             step += 1
 

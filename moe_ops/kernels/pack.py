@@ -1,4 +1,7 @@
-"""Triton kernel that copies rows into the order of a tile plan, where copy engines take them."""
+"""Triton kernels that bring rows into the order of a tile plan, where copy engines take them.
+
+As they are, or quantized on the way.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,9 @@ from torch import Tensor
 
 from moe_ops.kernels.dependent import take_turn
 from moe_ops.kernels.launch import Launch
+from moe_ops.kernels.rounding import encode, quantize_groups, rule_of
 from moe_ops.kernels.slots import HEADER, next_power_of_2
+from moe_ops.scheme import WHOLE, Quant
 from moe_ops.tiles import cdiv
 
 
@@ -42,6 +47,42 @@ def _pack_kernel(
         tl.store(
             out_scale + group[None, :].to(tl.int64) * num_rows + row[:, None], scale, mask=known
         )
+
+
+@triton.jit(do_not_specialize=["num_slots", "num_rows"])
+def _quantize_pack_kernel(
+    a, given, out, out_scale, plan, num_slots, num_rows, stride_am,
+    K: tl.constexpr, TOP_K: tl.constexpr, GROUP: tl.constexpr, RULE: tl.constexpr,
+    ROWS: tl.constexpr, COLS: tl.constexpr,
+):  # fmt: skip
+    """Program (i, j) quantizes whole groups of ROWS rows; scales and rows of padding are zeros.
+
+    ``given``: the one scale of all rows, or None.
+    """
+    take_turn()
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    if tl.program_id(0) * ROWS >= tl.load(plan):
+        return
+    slot = tl.load(plan + HEADER + row)
+    real = slot < num_slots
+    source = (tl.where(real, slot, 0) // TOP_K).to(tl.int64)
+    col = tl.program_id(1) * COLS + tl.arange(0, COLS)
+    inside = real[:, None] & (col < K)[None, :]
+    x = tl.load(a + source[:, None] * stride_am + col[None, :], mask=inside, other=0.0)
+    x = x.to(tl.float32)
+    if given is None:
+        stored, scale = quantize_groups(x, GROUP, RULE)
+        group = tl.program_id(1) * (COLS // GROUP) + tl.arange(0, COLS // GROUP)
+        at = out_scale + group[None, :].to(tl.int64) * num_rows + row[:, None]
+        known = (group < (K + GROUP - 1) // GROUP)[None, :]
+        tl.store(at, tl.where(real[:, None], scale, 0.0), mask=known)
+    else:
+        scale = tl.load(given).to(tl.float32)
+        stored = encode(tl.where(inside, tl.div_rn(x, scale), 0.0), RULE)
+        first = tl.program_id(1) == 0
+        tl.store(out_scale + row, tl.where(real, scale, 0.0), mask=(row >= 0) & first)
+    at = out + row.to(tl.int64)[:, None] * K + col[None, :]
+    tl.store(at, stored.to(out.dtype.element_ty), mask=(col < K)[None, :])
 
 
 @lru_cache(maxsize=1024)
@@ -92,5 +133,61 @@ def pack_rows(
     kernel(
         (cdiv(num_rows, height), pieces), a, a_scale, rows, scales, plan,
         num_slots, num_rows, a.stride(0), stride,
+    )  # fmt: skip
+    return rows, scales
+
+
+@lru_cache(maxsize=1024)
+def _quantize_launch(k: int, top_k: int, quant: Quant) -> tuple[Launch, int, int]:
+    """The kernel, the rows of a program, and the programs along a row."""
+    whole = next_power_of_2(k)
+    group = whole if quant.group.cols == WHOLE else quant.group.cols
+    cols = max(group, min(1024, whole))
+    rows = max(1, min(64, 4096 // cols))
+    kernel = Launch(
+        _quantize_pack_kernel,
+        K=k,
+        TOP_K=top_k,
+        GROUP=group,
+        RULE=rule_of(quant),
+        ROWS=rows,
+        COLS=cols,
+        num_warps=max(4, min(16, cols // 512)),
+    )
+    return kernel, rows, cdiv(k, cols)
+
+
+def quantize_rows(
+    a: Tensor,
+    a_scale: Tensor | None,
+    quant: Quant,
+    plan: Tensor,
+    num_slots: int,
+    num_rows: int,
+    top_k: int,
+) -> tuple[Tensor, Tensor]:
+    """`pack_rows` of quantized rows, bit by bit, without the quantized rows in between.
+
+    Args:
+        a: ``(rows, K)``, contiguous along K.
+        a_scale: the one scale of all rows; None: each group or row has its own.
+        quant: how; a float32 scale for each group of columns or row, or ``a_scale``.
+        plan: see `pack_rows`, like the others.
+        num_slots: see `pack_rows`.
+        num_rows: see `pack_rows`.
+        top_k: see `pack_rows`.
+
+    Returns:
+        Rows ``(R, K)`` and scales ``(G, R)``.
+    """
+    k = a.shape[1]
+    rows = a.new_empty(num_rows, k, dtype=quant.dtype)
+    whole = a_scale is not None or quant.group.cols == WHOLE
+    groups = 1 if whole else cdiv(k, quant.group.cols)
+    scales = a.new_empty(groups, num_rows, dtype=torch.float32)
+    kernel, height, pieces = _quantize_launch(k, top_k, quant)
+    kernel(
+        (cdiv(num_rows, height), pieces), a, a_scale, rows, scales, plan,
+        num_slots, num_rows, a.stride(0),
     )  # fmt: skip
     return rows, scales

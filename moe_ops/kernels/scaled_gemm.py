@@ -144,7 +144,7 @@ def _run(
     activation: str | None = None,
 ) -> None:
     """Launch one program for each tile that the plan may hold; quantize rows that are not yet."""
-    a, a_scale, w, w_scale, bias = operands
+    a, a_scale, w, w_scale, bias, _ = operands
     num_slots = out.shape[0]
     if num_slots == 0:
         return
@@ -153,18 +153,23 @@ def _run(
     how = (num_slots, w.shape, tuple(row_tiles), top_k, w.device, variant)
     a = a if a.stride(1) == 1 else a.contiguous()
     told = tile_arguments(tiles, num_slots, w.shape[0])
-    rows = stored_rows(a, a_scale, quant)
+    rows, hopper = stored_rows(a, a_scale, quant), _hopper(*how)
+    boxed = hopper is not None and _boxed(w, w_scale, quant)
     if rows is None:
-        launch = _launch_slots(*how, a.itemsize) if _slot_by_slot(a_scale, tiles, quant) else None
+        alone = _row_by_row(a_scale, quant)
+        launch = _launch_slots(*how, a.itemsize) if alone and tiles[1] is not None else None
         if launch is not None:
             kernel, programs = launch
             given = (a, dense(a_scale), w, dense(w_scale), dense(bias), out)
             kernel((programs,), *given, *told, a.stride(0), *w.stride())
             return
+        if boxed and alone and hopper[1]:
+            given = Operands(a, dense(a_scale), w, dense(w_scale), dense(bias), quant)
+            hopper_gemm.run(out, given, told, *hopper)
+            return
         rows = moe_quantize(a, a_scale, None, *tiles[1:], w.shape[0], quant.key)
     a, a_scale = rows
-    hopper = _hopper(*how)
-    if hopper is not None and _boxed(a, a_scale, w, w_scale, quant):
+    if boxed and a_scale.dtype == torch.float32 and _one_scale(a_scale, quant):
         given = Operands(a, dense(a_scale), w, dense(w_scale), dense(bias))
         hopper_gemm.run(out, given, told, *hopper)
         return
@@ -184,10 +189,9 @@ def _run(
     )
 
 
-def _slot_by_slot(a_scale: Tensor | None, tiles: AnyTiles, quant: Quant) -> bool:
-    """Whether a row is all it takes to quantize it, and slots are known."""
-    alone = not quant.per_tensor if a_scale is None else quant.per_tensor and a_scale.numel() == 1
-    return alone and tiles[1] is not None
+def _row_by_row(a_scale: Tensor | None, quant: Quant) -> bool:
+    """Whether a row is all it takes to quantize it."""
+    return not quant.per_tensor if a_scale is None else quant.per_tensor and a_scale.numel() == 1
 
 
 @lru_cache(maxsize=4096)
@@ -222,11 +226,15 @@ def _make_slots(
     return Launch(scaled_gemm_slot_kernel, QUANT=quant, CHUNK=chunk, **constants)
 
 
-def _boxed(a: Tensor, a_scale: Tensor, w: Tensor, w_scale: Tensor, quant: Quant) -> bool:
+def _boxed(w: Tensor, w_scale: Tensor, quant: Quant) -> bool:
     """Whether Hopper's kernels take these tensors."""
-    scales = a_scale.dtype == w_scale.dtype == torch.float32
-    one = not quant.per_tensor or a_scale.numel() == 1
-    return scales and one and hopper_gemm.serves(a, w)
+    scales = quant.scale_dtype == w_scale.dtype == torch.float32
+    return scales and hopper_gemm.serves(quant.dtype, w)
+
+
+def _one_scale(a_scale: Tensor, quant: Quant) -> bool:
+    """Whether experts do not have scales of their own."""
+    return not quant.per_tensor or a_scale.numel() == 1
 
 
 def _scale_strides(a: Tensor, a_scale: Tensor, quant: Quant) -> tuple[int, int]:
@@ -251,10 +259,10 @@ def scaled_gemm(
     out_dtype: torch.dtype,
 ) -> Tensor:
     """Launch one program for each tile that the plan may hold."""
-    operands = Operands(a, a_scale, w, w_scale, bias)
+    operands = (a, a_scale, w, w_scale, bias)
     tiles = (plan, topk_ids, expert_map)
     out = empty_rows(*operands, *tiles, row_tiles, top_k, scheme, out_dtype)
-    _run(out, operands, tiles, row_tiles, top_k, scheme)
+    _run(out, Operands(*operands), tiles, row_tiles, top_k, scheme)
     return out
 
 
@@ -274,8 +282,8 @@ def scaled_gemm_act(
     activation: str,
 ) -> Tensor:
     """The same with an activation of what a tile holds, gate and up side by side."""
-    operands = Operands(a, a_scale, w, w_scale, bias)
+    operands = (a, a_scale, w, w_scale, bias)
     tiles = (plan, topk_ids, expert_map)
     out = empty_activated_rows(*operands, *tiles, row_tiles, top_k, scheme, out_dtype, activation)
-    _run(out, operands, tiles, row_tiles, top_k, scheme, activation)
+    _run(out, Operands(*operands), tiles, row_tiles, top_k, scheme, activation)
     return out
