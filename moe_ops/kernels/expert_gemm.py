@@ -287,8 +287,8 @@ def _run(
         told = tile_arguments(tiles, num_slots, shape[0])
         hopper, (bias, *weights) = _hopper(*how), vectors
         unweighted = all(v is None for v in weights)
-        boxes = hopper_gemm.serves(a.dtype, w) and (ordered != "a" or hopper_gemm.serves_as_is(a))
-        if hopper and unweighted and boxes:
+        in_place = a if ordered == "a" else None
+        if hopper and unweighted and hopper_gemm.serves(a.dtype, w, in_place):
             given = hopper_gemm.Operands(a, None, w, None, bias)
             hopper_gemm.run(out, given, told, *hopper)
             return out

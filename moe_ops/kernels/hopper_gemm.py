@@ -123,19 +123,18 @@ def constants(
     )
 
 
-def serves(dtype: torch.dtype, w: Tensor) -> bool:
+def serves(dtype: torch.dtype, w: Tensor, in_place: Tensor | None = None) -> bool:
     """Whether boxes can be made of rows of a dtype, and of a weight with its strides and address.
+
+    ``in_place``: the rows, where they are not packed first.
 
     On a GPU only: there is no interpreter for Gluon.
     """
     expert, row, unit = w.stride()
     whole = expert * w.itemsize % 16 == row * w.itemsize % 16 == w.data_ptr() % 16 == 0
+    if in_place is not None:
+        whole &= in_place.stride(0) * w.itemsize % 16 == in_place.data_ptr() % 16 == 0
     return w.is_cuda and w.dtype in DTYPES and dtype == w.dtype and unit == 1 and whole
-
-
-def serves_as_is(a: Tensor) -> bool:
-    """Whether boxes can be made of rows where they lie."""
-    return a.stride(0) * a.itemsize % 16 == a.data_ptr() % 16 == 0
 
 
 def _weight_box(w: Tensor, c: Constants) -> TensorDescriptor:
