@@ -119,9 +119,8 @@ def test_every_packed_tile(scheme, block_m, block_n, monkeypatch):
         assert kernel.asm["ptx"].count("wgmma.mma_async") == 2 * 4 * parts
 
 
-@pytest.mark.parametrize("scheme", [*PACKED_AT_ONCE, "fp8_tensor"])
-def test_rows_are_quantized_as_they_are_packed(scheme):
-    """Unless all of them share a scale of their own."""
+def launch_unquantized(scheme):
+    """A GEMM of many rows that are not quantized yet."""
 
     def launch(empty):
         plan = Tiles(align.slot_plan(ids := empty(4096, 4, dtype=torch.int32), None, (64, 64), 64))
@@ -132,7 +131,13 @@ def test_rows_are_quantized_as_they_are_packed(scheme):
         rest = (ids, None, (64, 64), 4, scheme, torch.bfloat16)
         scaled_gemm.scaled_gemm(empty(4096, 2048), given, w, w_scale, None, plan[0], *rest)
 
-    _, *kernels = (k.metadata.name for k in aot.compile_launch(90, launch))
+    return launch
+
+
+@pytest.mark.parametrize("scheme", [*PACKED_AT_ONCE, "fp8_tensor"])
+def test_rows_are_quantized_as_they_are_packed(scheme):
+    """Unless all of them share a scale of their own."""
+    _, *kernels = (k.metadata.name for k in aot.compile_launch(90, launch_unquantized(scheme)))
     apart = ["_amax_kernel", "_scaled_kernel", "_pack_kernel", "hopper_gemm_kernel"]
     once = ["_quantize_pack_kernel", "hopper_gemm_kernel"]
     assert kernels[-2:] == once if scheme in PACKED_AT_ONCE else kernels[-4:] == apart

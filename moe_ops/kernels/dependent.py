@@ -27,6 +27,8 @@ import os
 import triton
 import triton.language as tl
 
+FEW = tl.constexpr(264)
+"""Programs: two for each processor of an H200."""
 ENABLED = os.environ.get("MOE_OPS_NO_PDL", "0") in ("", "0")
 
 
@@ -41,12 +43,12 @@ def served():
 def take_turn(LONG: tl.constexpr = False):
     """Wait for the grids before this one, then let the next one in.
 
-    A LONG kernel lets it in as its programs end: they fill the GPU, and programs of the next kernel
-    would be put, unevenly, where there is room beside them.
+    One of many programs, or a LONG one, lets it in as its programs end: they fill the GPU, and
+    programs of the next kernel would be put, unevenly, where there is room beside them.
     """
     if served():
         tl.extra.cuda.gdc_wait()
-        if not LONG:
+        if not LONG and tl.num_programs(0) * tl.num_programs(1) <= FEW:
             tl.extra.cuda.gdc_launch_dependents()
 
 

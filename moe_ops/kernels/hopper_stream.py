@@ -207,7 +207,7 @@ def hopper_stream_kernel(
         mbarrier.init(empty.index(stage), count=1)
     fence_async_shared()
     ring = Ring(rows, weights, rows, full, empty)
-    take_turn(LONG=True)
+    take_turn()
     num_tiles, scales = count_tiles(tiles, num_slots, num_ids, C), (row_scale, weight_scale)
     v = Vectors(scales, tiles, expert_map, num_tiles, num_slots, num_ids, num_experts)
     gl.warp_specialize(

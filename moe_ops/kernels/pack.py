@@ -153,6 +153,7 @@ def _quantize_launch(k: int, top_k: int, quant: Quant) -> tuple[Launch, int, int
         ROWS=rows,
         COLS=cols,
         num_warps=max(4, min(16, cols // 512)),
+        launch_pdl=False,
     )
     return kernel, rows, cdiv(k, cols)
 

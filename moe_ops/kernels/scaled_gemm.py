@@ -174,19 +174,9 @@ def _run(
         hopper_gemm.run(out, given, told, *hopper)
         return
     kernel, programs = _launch(*how)
-    kernel(
-        (programs,),
-        a,
-        dense(a_scale),
-        w,
-        dense(w_scale),
-        dense(bias),
-        out,
-        *told,
-        a.stride(0),
-        *_scale_strides(a, a_scale, quant),
-        *w.stride(),
-    )
+    given = (a, dense(a_scale), w, dense(w_scale), dense(bias), out)
+    strides = (a.stride(0), *_scale_strides(a, a_scale, quant), *w.stride())
+    kernel((programs,), *given, *told, *strides)
 
 
 def _row_by_row(a_scale: Tensor | None, quant: Quant) -> bool:

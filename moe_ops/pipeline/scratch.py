@@ -48,6 +48,9 @@ def _packed(given: dict[str, Any], out: Tensor, device: Device) -> tuple[int, ..
     if own is None or not own.packed:
         return ()
     most, scale = packed_rows(num_slots, num_experts, own.block_m), given.get("a_scale")
+    quant = scheme.activation
+    if scale is not None and quant is not None and quant.per_tensor and scale.numel() > 1:
+        return ()  # experts' own scales, which the kernel for all GPUs takes
     if scale is None:
         return (most * k * itemsize,)
     groups = 1 if scale.numel() == 1 else scale.shape[1]
