@@ -48,7 +48,7 @@ def test_replay_with_changed_routing_is_bitwise_eager(tokens, dtype):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("tokens", "most"), [(1, 3), (64, 5)])
+@pytest.mark.parametrize(("tokens", "most"), [(1, 3), (64, 5), (700, 6)])
 def test_no_host_sync_and_few_launches(tokens, most):
     """Few launches from tokens and a routing to the output, and nothing waits."""
     _, inputs = layer_of()
