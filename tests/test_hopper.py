@@ -193,7 +193,7 @@ def test_twins(scheme, case, hidden, width, activation, has_bias, launched):
 @pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize("tile", [64, 128])
 @pytest.mark.parametrize("block_n", [128, 256])
-@pytest.mark.parametrize(("width", "activation"), [(704, "silu"), (832, "gelu"), (328, None)])
+@pytest.mark.parametrize(("width", "activation"), [(704, "silu"), (640, "gelu"), (328, None)])
 def test_every_packed_tile(scheme, tile, block_n, width, activation, launched, monkeypatch):
     """Also those that are not the first choice; the last tile of a row is not whole."""
     from moe_ops import tuned
@@ -214,7 +214,8 @@ def test_every_packed_tile(scheme, tile, block_n, width, activation, launched, m
         monkeypatch.setattr(module, "_hopper", module._hopper.__wrapped__)
     monkeypatch.setattr(tuned, "hopper_tiles", chosen)
     fast = twins.run((tile,) * 8, activation, 2)
-    assert launched == ["packed"]
+    shared = scheme != "fp8_block128" or width != 704  # else up rows begin inside a scale's
+    assert launched == ["packed"] * shared
     real = (twins.ids.flatten() >= 0) & (twins.ids.flatten() < 4)
     exact = twins.exact(activation, 2)[real.cpu()]
     assert_matches_reference(fast[real].cpu(), exact, plain[real].cpu())
