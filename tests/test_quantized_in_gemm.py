@@ -17,20 +17,23 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 import moe_ops
 from moe_ops import ops
-from moe_ops.gemm_tiles import ScaleGroups, scaled_slot_tiles
+from moe_ops.gemm_tiles import LONGEST_SLOT, SLOT_TILES, scaled_slot_tiles
 from moe_ops.pipeline.gemms import quantized
-from moe_ops.pipeline.row_spaces import SlotRows, row_tiles_of
+from moe_ops.pipeline.row_spaces import SlotRows, depends_on_batch, row_tiles_of
 from moe_ops.reference.slots import local_experts
 from moe_ops.scheme import SCHEMES, get_scheme, quantize_weight
 from moe_ops.tensors import Tiles
 from moe_ops.testing import Problem
-from moe_ops.tiles import INVARIANT_ROW_TILES, ROW_TILES, Device, Gemm, cdiv, is_direct
+from moe_ops.tiles import INVARIANT_ROW_TILES, ROW_TILES, Gemm, is_direct
 
 pytestmark = pytest.mark.kernel
 RUNS_KERNELS = INTERPRETED or HAS_CUDA
 E = 128
+ONE_SCALE = ("fp8_channel", "fp8_tensor_static", "int8_channel")
+"""A row has one, which is given or its own."""
 NAMED = tuple(s.name for s in SCHEMES.values() if s.activation and not s.decoded)
-GROUPED = ("fp8_block16x64_ue8m0", "fp8_block32x16", "int8_block16", "int8_block64x256")
+BEFORE = (*(n for n in NAMED if n not in ONE_SCALE), "fp8_block16x64_ue8m0", "int8_block32")
+"""Rows are quantized before: with a scale that all rows decide, or with groups."""
 FUSED = "scaled_gemm_slot_kernel"
 
 
@@ -98,7 +101,7 @@ EXPERT = st.sampled_from((0, 1, 2, 77, E - 1, -1, E, 2**31 - 1))
 
 
 @given(
-    name=st.sampled_from(NAMED + GROUPED),
+    name=st.sampled_from(ONE_SCALE),
     dtype=st.sampled_from(DTYPES),
     activation=st.sampled_from((None, "silu", "swigluoai", "gelu_no_mul")),
     ids=st.integers(1, 4).flatmap(
@@ -113,22 +116,24 @@ def test_bits(name, dtype, activation, ids, n, k, bias, transposed, device):
     Case(name, ids, n, k, device, dtype, activation, bias=bias, transposed=transposed).check()
 
 
-@pytest.mark.parametrize("name", NAMED)
+@pytest.mark.parametrize("name", ONE_SCALE + BEFORE)
 def test_every_scheme(name, launched, device):  # noqa: F811
-    """One launch, unless all rows share a scale that comes from them; tails of groups; a map."""
+    """One launch where a row has one scale of its own or a given one; tails of groups; a map."""
     expert_map = [-1, 5, *range(64), 200, 9]
     case = Case(name, [[1, 67], [0, 66], [3, 4]], 96, 2880, device, torch.float16, "silu",
                 expert_map=expert_map)  # fmt: skip
     case.check()
     if RUNS_KERNELS:
         del launched[:]
-        case.run(case.x, case.scale)
-        shared = name in ("fp8_tensor", "int8_tensor")
-        assert launched == [FUSED] if not shared else (len(launched) == 3 and FUSED not in launched)
+        with the_plain_kernel():
+            case.run(case.x, case.scale)
+        shared = depends_on_batch(case.scheme.activation)
+        before = ["_amax_kernel", "_scaled_kernel"] if shared else ["_quantize_kernel"]
+        assert launched == ([FUSED] if name in ONE_SCALE else [*before, "scaled_gemm_kernel"])
 
 
 @pytest.mark.parametrize("slots", [1, 16, 17])
-@pytest.mark.parametrize("name", ["fp8_block128", "int8_channel"])
+@pytest.mark.parametrize("name", ["fp8_tensor_static", "int8_channel"])
 def test_numbers_of_slots(name, slots, launched, device):  # noqa: F811
     """Up to 16, of many experts, in one launch."""
     case = Case(name, [[e] for e in range(slots)], 64, 256, device)
@@ -139,7 +144,7 @@ def test_numbers_of_slots(name, slots, launched, device):  # noqa: F811
 
 
 @pytest.mark.parametrize("size", [1e-30, 0.0, 1e30])
-@pytest.mark.parametrize("name", ["fp8_block128", "fp8_channel", "fp8_tensor_static"])
+@pytest.mark.parametrize("name", ["fp8_channel", "fp8_tensor_static", "int8_channel"])
 def test_extreme_rows(name, size, device):
     case = Case(name, [[0, 1]], 32, 200, device, torch.float32)
     case.x *= size
@@ -153,7 +158,7 @@ def test_a_given_scale_of_zero(device):
     assert torch.equal(case.run(case.x, case.scale).isnan(), case.in_steps().isnan())
 
 
-@pytest.mark.parametrize("name", ["fp8_block128", "fp8_channel"])
+@pytest.mark.parametrize("name", ["fp8_tensor_static", "fp8_channel"])
 def test_one_row_tile_keeps_its_kernel(name, launched, device):  # noqa: F811
     """In batch-invariant mode sums are those of many tokens."""
     case = Case(name, [[0, 1]], 64, 256, device, row_tiles=list(INVARIANT_ROW_TILES))
@@ -194,7 +199,7 @@ def test_quantized_rows_need_scales(device):
 @pytest.mark.parametrize(
     ("name", "changes", "kernels"),
     [
-        ("fp8_block128", {}, [FUSED, FUSED]),
+        ("fp8_block128", {}, ["_quantize_kernel", "scaled_gemm_kernel"] * 2),
         ("int8_channel", {"dtype": torch.float32}, [FUSED, FUSED]),
         ("fp8_tensor_static", {}, [FUSED, FUSED]),
         ("fp8_channel", {"on_input": True}, ["_quantize_kernel", "scaled_gemm_kernel", FUSED]),
@@ -213,21 +218,24 @@ def test_launches_of_a_layer(name, changes, kernels, launched, device):  # noqa:
     assert launched[:-1] == kernels and len(launched) == len(kernels) + 1
 
 
+@pytest.mark.parametrize("k", [128, LONGEST_SLOT, LONGEST_SLOT + 128])
 @pytest.mark.parametrize("tokens", [1, 5])
 @pytest.mark.parametrize("name", ["fp8_block128", "int8_channel"])
-def test_rows_in_a_pipeline(name, tokens, device):
-    """Few are left as they are, many are quantized before the GEMM: they are held once."""
+def test_rows_in_a_pipeline(name, tokens, k, device):
+    """Few are left to the kernel that takes them, others are quantized before: held once."""
     scheme, ids = get_scheme(name), torch.zeros(tokens, 4, dtype=torch.int32, device=device)
     tiles = Tiles(torch.empty(0, dtype=torch.int32, device=device), ids)
-    x = torch.randn(tokens, 128, device=device)
+    x = torch.randn(tokens, k, device=device)
     rows = quantized(x, None, SlotRows(tiles, row_tiles_of(scheme), E), scheme)
-    assert (rows.data is x) == (rows.scale is None) == (tokens * 4 <= 16)
+    left = name == "int8_channel" and tokens * 4 <= 16 and k <= LONGEST_SLOT
+    assert (rows.data is x) == (rows.scale is None) == left
     rows = quantized(x, None, SlotRows(tiles, INVARIANT_ROW_TILES, E), scheme)
     assert rows.data.dtype == scheme.activation.dtype
 
 
 @pytest.mark.parametrize("unbacked", [False, True])
 def test_nobody_asks_for_the_number_of_tokens(unbacked):
+    """The operator quantizes the rows of any scheme, and as it packs them where they are many."""
     env = ShapeEnv()
     mode = FakeTensorMode(shape_env=env)
     tokens = symbolic_tokens(mode, env, unbacked)
@@ -243,27 +251,11 @@ def test_nobody_asks_for_the_number_of_tokens(unbacked):
     assert out.shape[1:] == (64,)
 
 
-H200 = Device(90, 232448, 132)
-
-
-@pytest.mark.parametrize(
-    ("slots", "n", "halves", "k"),
-    [(8, 768, 2, 2048), (8, 2048, 1, 768), (2, 4096, 1, 14336), (2, 14336, 2, 4096),
-     (8, 2048, 2, 7168), (1, 8192, 1, 5120), (16, 256, 2, 4096)],
-)  # fmt: skip
-def test_two_programs_a_processor(slots, n, halves, k):
-    """Where weight rows suffice: 16 of them are the fewest that matrix units take."""
-    for groups in (ScaleGroups(128, 128), ScaleGroups(None, 1)):
-        tiles = scaled_slot_tiles(Gemm(slots, E, n, k, 1, halves, ROW_TILES), groups, H200)
-        programs = slots * cdiv(n, tiles.block_n)
-        assert programs >= 2 * H200.processors or tiles.block_n == 16
-        assert tiles.block_k == 128 and tiles.block_n % 16 == 0
-
-
 def test_what_is_quantized_before():
-    def tiles_of(slots=4, row_tiles=ROW_TILES, k=128):
-        gemm = Gemm(slots, E, 256, 512, 1, 1, tuple(row_tiles))
-        return scaled_slot_tiles(gemm, ScaleGroups(k, 128), H200)
+    def tiles_of(slots=4, name="fp8_channel", k=512, row_tiles=ROW_TILES):
+        gemm = Gemm(slots, E, 256, k, 1, 1, tuple(row_tiles))
+        return scaled_slot_tiles(gemm, get_scheme(name).activation)
 
-    assert tiles_of() is not None and tiles_of(k=32).block_k == 32
-    assert tiles_of(17) is None and tiles_of(row_tiles=(64,)) is None and tiles_of(k=256) is None
+    assert tiles_of() == tiles_of(16, "int8_channel", 7168) == SLOT_TILES
+    assert tiles_of(17) is None and tiles_of(row_tiles=(64,)) is None
+    assert tiles_of(k=8192) is None and tiles_of(name="fp8_block128") is None

@@ -200,6 +200,8 @@ def _grouped_launch(
 ) -> Launch:  # fmt: skip
     size = num_experts // num_groups
     groups, width = _block(num_groups), _block(size)
+    lanes = groups * width
+    many = lanes >= 256 and lanes > num_experts  # masks take registers, too
     return Launch(
         _grouped_topk_kernel,
         **_meaning(topk, renormalize, scoring_func, scale),
@@ -209,7 +211,7 @@ def _grouped_launch(
         BEST=2 if has_bias and size > 1 else 1,
         GROUPS=groups,
         WIDTH=width,
-        num_warps=_num_warps(groups * width),
+        num_warps=2 if many else _num_warps(lanes),
     )
 
 

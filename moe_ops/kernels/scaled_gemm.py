@@ -199,8 +199,7 @@ def _launch_slots(
     ``itemsize``: of a number in a row.
     """
     gemm = _gemm(num_slots, weight, row_tiles, variant.activation)
-    groups = _groups(gemm.n, variant.scheme, variant.activation, variant.weight_rows)
-    tiles = scaled_slot_tiles(gemm, groups, device_facts(device))
+    tiles = scaled_slot_tiles(gemm, quants(variant.scheme)[0])
     if tiles is None:
         return None
     chunk = min(next_power_of_2(gemm.k), 32 * tiles.num_warps * BYTES_AT_ONCE // itemsize)

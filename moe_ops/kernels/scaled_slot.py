@@ -1,7 +1,8 @@
 """Triton kernel of the expert GEMMs of two quantized operands for few slots: it quantizes its rows.
 
 A tile is one slot. Every program quantizes the slot's row anew, piece by piece as the product takes
-it, which costs less than the launch that would do it once.
+it, which costs less than the launch that would do it once. Scales of rows and weights span K:
+`moe_ops.gemm_tiles.quantizes_slots` says why.
 """
 
 from __future__ import annotations
@@ -11,9 +12,9 @@ import triton.language as tl
 
 from moe_ops.kernels.dependent import take_turn
 from moe_ops.kernels.gemm_tile import COUNTED, activate, find_tile, load_tile
-from moe_ops.kernels.rounding import encode, magnitude, quantize_groups, scale_of
+from moe_ops.kernels.rounding import encode, magnitude, scale_of
 from moe_ops.kernels.scaled_tile import (
-    apply_scales,
+    add_product,
     find_scales,
     finish_sums,
     load_weight_scales,
@@ -46,50 +47,32 @@ def load_piece(row, k, K: tl.constexpr, BLOCK_K: tl.constexpr):
 def quantize_piece(
     x, scale, k, K: tl.constexpr, BLOCK_K: tl.constexpr, QUANT: tl.constexpr, dtype: tl.constexpr
 ):
-    """A piece (1, BLOCK_K) of a row as it is stored, and its scale (1,).
-
-    ``scale``: that of the whole row; None: the piece is a group and has its own.
-    """
-    x = x.to(tl.float32)
-    if scale is None:
-        stored, own = quantize_groups(x, BLOCK_K, QUANT)
-        scale = tl.reshape(own, (1,))
-    else:
-        ratio = tl.div_rn(x, scale[:, None])
-        if K % BLOCK_K > 0:
-            ratio = tl.where((k < K)[None, :], ratio, 0.0)  # 0 over a given scale may be NaN
-        stored = encode(ratio, QUANT)
-    return stored.to(dtype), scale
+    """A piece (1, BLOCK_K) of a row as it is stored, with the scale (1,) of the row."""
+    ratio = tl.div_rn(x.to(tl.float32), scale[:, None])
+    if K % BLOCK_K > 0:
+        ratio = tl.where((k < K)[None, :], ratio, 0.0)  # 0 over a given scale may be NaN
+    return encode(ratio, QUANT).to(dtype)
 
 
 @triton.jit
-def add_row(acc, x, y, x_scale, w_scale, LAYOUT: tl.constexpr):
+def add_row(acc, x, y, LAYOUT: tl.constexpr):
     """`add_product` of one row, with weight rows first: ``acc`` (BLOCK_N, COLUMNS).
 
     The matrix units' smallest second operand has 8 columns: all are the row.
     """
-    COLUMNS: tl.constexpr = acc.shape[1]
-    x = tl.broadcast_to(tl.trans(x), (x.shape[1], COLUMNS))
-    if LAYOUT.integer and LAYOUT.cols is None:
-        acc = tl.dot(y, x, acc, out_dtype=tl.int32)
-    elif LAYOUT.cols is None:
-        acc += tl.dot(y, x)
-    else:
-        if LAYOUT.cols < 32:
-            x, y = x.to(tl.float16), y.to(tl.float16)
-        acc += tl.trans(apply_scales(tl.trans(tl.dot(y, x)), x_scale, w_scale, LAYOUT))
-    return acc
+    x = tl.broadcast_to(tl.trans(x), (x.shape[1], acc.shape[1]))
+    return add_product(acc, y, x, None, None, LAYOUT)
 
 
 @triton.jit
 def finish(
-    acc, up, own, scales, bias, expert, w_row, inside, RULE: tl.constexpr, LAYOUT: tl.constexpr
+    acc, up, scale, scales, bias, expert, w_row, inside, RULE: tl.constexpr, LAYOUT: tl.constexpr
 ):
     """Output columns (COLUMNS, BLOCK_N) from the sums of weight rows, and of up rows."""
-    acc = finish_sums(tl.trans(acc), own, scales[0], bias, expert, w_row, inside, LAYOUT)
+    acc = finish_sums(tl.trans(acc), scale, scales[0], bias, expert, w_row, inside, LAYOUT)
     if LAYOUT.up > 0:
         w_row += LAYOUT.up
-        up = finish_sums(tl.trans(up), own, scales[1], bias, expert, w_row, inside, LAYOUT)
+        up = finish_sums(tl.trans(up), scale, scales[1], bias, expert, w_row, inside, LAYOUT)
     if RULE is not None:
         acc = activate(acc, up, RULE)
     return acc
@@ -115,9 +98,7 @@ def scaled_gemm_slot_kernel(
         tiles, expert_map, num_slots, num_ids, num_experts, N, BLOCK_M, BLOCK_N, GROUP_M
     )
     row, out = a + slot.to(tl.int64) // TOP_K * stride_am, out + slot.to(tl.int64) * N
-    own = None
-    if LAYOUT.cols is None:  # while the expert's number is on its way
-        own = scale_of_row(row, a_scale, K, QUANT, CHUNK)
+    scale = scale_of_row(row, a_scale, K, QUANT, CHUNK)  # while the expert's number is on its way
     if expert < 0:
         return
     n = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -130,25 +111,20 @@ def scaled_gemm_slot_kernel(
     scales = load_weight_scales(scale_at[0], scale_at[1], 0, inside, LAYOUT)
     ELEMENT: tl.constexpr = w.dtype.element_ty
     LAST: tl.constexpr = (K - 1) // BLOCK_K * BLOCK_K
-    x = load_piece(row, k, K, BLOCK_K)
-    x, x_scale = quantize_piece(x, own, k, K, BLOCK_K, QUANT, ELEMENT)
+    x = quantize_piece(load_piece(row, k, K, BLOCK_K), scale, k, K, BLOCK_K, QUANT, ELEMENT)
     ahead = load_piece(row, k + min(BLOCK_K, LAST), K, BLOCK_K)
     acc, up = zero_sums(BLOCK_N, BLOCK_M, LAYOUT), zero_sums(BLOCK_N, BLOCK_M, LAYOUT)
     for start in range(0, K, BLOCK_K):
-        y_scale, z_scale = scales
         y_tile = w_tile + start * stride_wk
         y = load_tile(y_tile, k + start, n_inside, K, BLOCK_K, 1)
-        acc = add_row(acc, x, y, x_scale, y_scale, LAYOUT)
+        acc = add_row(acc, x, y, LAYOUT)
         if LAYOUT.up > 0:
             z = load_tile(y_tile + LAYOUT.up * stride_wn, k + start, n_inside, K, BLOCK_K, 1)
-            up = add_row(up, x, z, x_scale, z_scale, LAYOUT)
+            up = add_row(up, x, z, LAYOUT)
         # The next piece is quantized, and the one after it loaded, while this one is multiplied.
         after = tl.minimum(start + BLOCK_K, LAST)
-        x, x_scale = quantize_piece(ahead, own, k + after, K, BLOCK_K, QUANT, ELEMENT)
-        if LAYOUT.cols is not None:
-            group = after // LAYOUT.cols
-            scales = load_weight_scales(scale_at[0], scale_at[1], group, inside, LAYOUT)
+        x = quantize_piece(ahead, scale, k + after, K, BLOCK_K, QUANT, ELEMENT)
         ahead = load_piece(row, k + tl.minimum(start + 2 * BLOCK_K, LAST), K, BLOCK_K)
-    acc = finish(acc, up, own, scales, bias, expert, w_row, inside, RULE, LAYOUT)
+    acc = finish(acc, up, scale, scales, bias, expert, w_row, inside, RULE, LAYOUT)
     mask = (tl.arange(0, BLOCK_M) == 0)[:, None] & inside[None, :]  # all rows are the slot's
     tl.store(out + tl.broadcast_to(n[None, :], mask.shape), acc.to(out.dtype.element_ty), mask=mask)

@@ -174,14 +174,11 @@ def tiles_of(gemm: Gemm, scheme: Scheme, rule: Formula | None, device: Device) -
     return choose(gemm, scheme.name, bits, device, default, hopper=own)
 
 
-def slot_tiles_of(
-    gemm: Gemm, scheme: Scheme, rule: Formula | None, device: Device
-) -> TileConfig | None:
+def slot_tiles_of(gemm: Gemm, scheme: Scheme) -> TileConfig | None:
     """Of the kernel that quantizes the rows of few slots itself; None where there is none."""
     if scheme.activation is None or scheme.decoded or depends_on_batch(scheme.activation):
         return None
-    gemm, _ = stored_gemm(gemm, scheme)
-    return scaled_slot_tiles(gemm, _groups(gemm, scheme, rule), device)
+    return scaled_slot_tiles(gemm, scheme.activation)
 
 
 def is_hoppers(gemm: Gemm, scheme: Scheme, rule: Formula | None, device: Device) -> bool:

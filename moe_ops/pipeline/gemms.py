@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from moe_ops import ops
+from moe_ops.gemm_tiles import quantizes_slots
 from moe_ops.pipeline.row_spaces import BatchedRows, SlotRows, depends_on_batch
 from moe_ops.scheme import FusedMoEQuantConfig, Scheme
 from moe_ops.tensors import ExpertWeight, ExpertWeights, Rows
@@ -56,29 +57,33 @@ def quantized(
     """
     if scheme.activation is None:
         return Rows(x)
-    if isinstance(space, SlotRows) and not scheme.decoded and _on_the_way(space, scheme):
+    if isinstance(space, SlotRows) and _on_the_way(x.shape[-1], space, scheme):
         return Rows(x, scale)
     return space.quantize(x, scale, scheme.activation)
 
 
-def _on_the_way(space: SlotRows, scheme: Scheme) -> bool:
-    """Whether the operator of a GEMM quantizes its rows, which for few slots saves a launch.
+def _on_the_way(k: int, space: SlotRows, scheme: Scheme) -> bool:
+    """Whether the operator of a GEMM quantizes its rows of ``k`` columns, which saves a pass.
 
-    It does so for any number of slots: where that is a symbol, nobody may ask. Where they are known
-    to be many, rows are quantized before, so that they are not held in both forms.
+    Where slots are known to be few: if its kernel of few slots does so. Where they are known to be
+    many, rows are quantized before, so that they are not held in both forms. Where their number is
+    a symbol, nobody may ask, and the operator decides: it takes such rows in any number.
     """
-    if depends_on_batch(scheme.activation) or len(space.row_tiles) == 1:
+    quant, (_, ids, _) = scheme.activation, space.tiles
+    one_tile = len(space.row_tiles) == 1
+    if quant is None or scheme.decoded or depends_on_batch(quant) or one_tile or ids is None:
         return False
-    _, topk_ids, _ = space.tiles
-    return topk_ids is not None and _possible(is_direct(topk_ids.numel(), space.num_local_experts))
+    few = is_direct(ids.numel(), space.num_local_experts)
+    if _always(few):
+        return quantizes_slots(quant, k, space.row_tiles)
+    return not _always(torch.sym_not(few))
 
 
-def _possible(condition) -> bool:
-    """Whether a condition holds for some values of its symbols, without a guard on them."""
+def _always(condition) -> bool:
+    """Whether a condition holds for all values of its symbols, without a guard on them."""
     if isinstance(condition, bool) and not torch.compiler.is_compiling():
         return condition
-    never = torch.sym_not(condition)
-    return not torch.fx.experimental.symbolic_shapes.statically_known_true(never)
+    return torch.fx.experimental.symbolic_shapes.statically_known_true(condition)
 
 
 def gemm(

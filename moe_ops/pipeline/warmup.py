@@ -123,7 +123,7 @@ class Variants(NamedTuple):
         chosen = (tiles_of(gemm, self.scheme, act, device) for gemm, act in gemms)
         # Hopper's own kernel, and the one that runs where it does not take the tensors.
         tiles = ((choice.hopper, choice.plain) for choice in chosen)
-        slots = (slot_tiles_of(gemm, self.scheme, act, device) for gemm, act in gemms)
+        slots = (slot_tiles_of(gemm, self.scheme) for gemm, _ in gemms)
         routing = num_tokens >= MANY_TOKENS, few_tokens(num_tokens, num_experts)
         sorting = is_direct(sizes, num_experts), scan_sizes(sizes), sort_block(sizes)
         return (*tiles, *slots, *sorting, *routing)
