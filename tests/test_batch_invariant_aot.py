@@ -106,7 +106,7 @@ def test_without_a_plan_the_arithmetic_is_the_same(scheme, arch):
         pytest.skip("no kernels of this scheme")
 
     def launch(empty):
-        launch_product(empty, scheme, 7, direct=True)
+        launch_product(empty, scheme, 2, direct=True)
         launch_product(empty, scheme, 64)
 
     kernels = [k for k in aot.compile_launch(arch, launch) if "gemm" in k.metadata.name]
