@@ -44,7 +44,7 @@ def gemm_tiles(gemm: Gemm, device: Device) -> TileConfig:
     hopper = device.arch in ACCUMULATES_WIDE
     block_n, block_k, num_warps, group_m = 128, 64, 8, 8 if block_m == 128 else 16
     if gemm.itemsize == 4:
-        block_n, block_k, num_warps = (32, 16, 4) if gated and not small else (64, 16, 8)
+        block_n, block_k = 16 if gated and not small else 64, 16
     elif small:
         block_n, block_k, num_warps, group_m = 64 if gated else 128, 128, 4, 1
         # One token of a layer with few, large experts: more and smaller blocks to load with.
