@@ -216,7 +216,12 @@ def is_direct(num_slots: int, num_experts: int) -> bool:
     experts that this seldom happens: it costs less than the launch that makes a plan. (8 tokens of
     2 among 8 experts took 1.8 times as long.)
     """
-    return num_slots <= min(DIRECT_SLOTS, max(2, num_experts // 8))
+    return num_slots <= direct_slots(num_experts)
+
+
+def direct_slots(num_experts: int) -> int:
+    """The most slots of which `is_direct` holds."""
+    return min(DIRECT_SLOTS, max(2, num_experts // 8))
 
 
 def max_programs(gemm: Gemm, config: TileConfig) -> int:

@@ -233,6 +233,25 @@ def test_rows_in_a_pipeline(name, tokens, k, device):
     assert rows.data.dtype == scheme.activation.dtype
 
 
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("name", ["fp8_block128", "int8_channel"])
+def test_numbers_of_tokens_in_a_graph(name, dynamic):
+    """Known ones decide while a graph is made; a symbol of one leaves the rows as they are."""
+    torch._dynamo.reset()
+    scheme = get_scheme(name)
+
+    @torch.compile(fullgraph=True, backend="eager", dynamic=dynamic)
+    def dtype_of(x, ids):
+        plan = torch.empty(0, dtype=torch.int32)
+        rows = quantized(x, None, SlotRows(Tiles(plan, ids), ROW_TILES, E), scheme)
+        return rows.data.view(rows.data.dtype)
+
+    for tokens in (3, 40):
+        rows = dtype_of(torch.randn(tokens, 128), torch.zeros(tokens, 4, dtype=torch.int32))
+        left = dynamic or (tokens == 3 and name == "int8_channel")
+        assert rows.dtype == (torch.float32 if left else scheme.activation.dtype)
+
+
 @pytest.mark.parametrize("unbacked", [False, True])
 def test_nobody_asks_for_the_number_of_tokens(unbacked):
     """The operator quantizes the rows of any scheme, and as it packs them where they are many."""

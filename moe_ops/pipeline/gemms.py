@@ -10,7 +10,7 @@ from moe_ops.gemm_tiles import quantizes_slots
 from moe_ops.pipeline.row_spaces import BatchedRows, SlotRows, depends_on_batch
 from moe_ops.scheme import FusedMoEQuantConfig, Scheme
 from moe_ops.tensors import ExpertWeight, ExpertWeights, Rows
-from moe_ops.tiles import is_direct
+from moe_ops.tiles import direct_slots
 
 
 def expert_weights(
@@ -73,10 +73,10 @@ def _on_the_way(k: int, space: SlotRows, scheme: Scheme) -> bool:
     one_tile = len(space.row_tiles) == 1
     if quant is None or scheme.decoded or depends_on_batch(quant) or one_tile or ids is None:
         return False
-    few = is_direct(ids.numel(), space.num_local_experts)
-    if _always(few):
+    slots, few = ids.numel(), direct_slots(space.num_local_experts)
+    if _always(slots <= few):
         return quantizes_slots(quant, k, space.row_tiles)
-    return not _always(torch.sym_not(few))
+    return not _always(slots > few)
 
 
 def _always(condition) -> bool:
