@@ -98,7 +98,7 @@ def test_warmup_knows_every_kernel_of_hoppers(scheme, file, monkeypatch):
         for w, top_k, act in ((w1, K, "silu"), (w2, 1, None)):
             sizes = tokens * K, tuple(w.shape)
             if wide:
-                found = expert_gemm._hopper.__wrapped__(*sizes, 2, tiles, top_k, device, act)
+                found = expert_gemm._hopper.__wrapped__(*sizes, 2, tiles, top_k, device, act, None)
             else:
                 rows = 128 if scheme == "fp8_block128" else w.shape[1]
                 variant = scaled_gemm._Variant(scheme, act, rows)
