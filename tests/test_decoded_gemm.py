@@ -159,7 +159,7 @@ def test_replay(scheme):
     given_scale = GIVEN.cuda() if quant.activation.static or quant.activation.global_scale else None
 
     def layer():
-        plan = planned(ids, None, ROW_TILES, 8)
+        plan = Tiles(ops.slot_plan(ids, None, ROW_TILES, 8), ids)
         rows = ops.moe_quantize(x, given_scale, None, None, None, 0, quant.activation.key)
         weight = (q.data, q.scale, q.global_scale, None)
         return ops.decoded_gemm(*rows, *weight, *plan, ROW_TILES, 2, scheme, dtype)

@@ -117,8 +117,8 @@ def _align_blocks_kernel(
     count, before, own = add_blocks(table, blocks, num_buckets, BUCKETS, ROWS)
     tiles = (count + TILE - 1) // TILE
     start, first_tile = tl.cumsum(count, 0) - count, tl.cumsum(tiles, 0) - tiles
-    first_row = first_tile * TILE
-    used_tiles = tl.sum(tiles)
+    first_row, used_tiles = first_tile * TILE, tl.sum(tiles)
+    WHOLE: tl.constexpr = expert_ids is None
 
     found = block_buckets(topk_ids, expert_map, num_slots, num_experts, num_buckets, BLOCK)
     slot, row, placed = sort_in_block(found, first_row + before, own, num_buckets, BLOCK)
@@ -131,10 +131,10 @@ def _align_blocks_kernel(
         unused = count + at < tiles * TILE
         tl.store(slots + first_row + count + at, bucket * 0 + num_slots, mask=unused)
     for at in range(block, tl.max(tiles), blocks):
-        name_tile(experts, firsts, first_tile + at, name, start + at * TILE, at < tiles)
+        name_tile(experts, firsts, first_tile + at, name, start + at * TILE, at < tiles, WHOLE)
     finish_plan(
         slots, experts, firsts, header, used_tiles, block, blocks, num_slots,
-        num_rows, num_tiles, TILE, 512,
+        num_rows, num_tiles, TILE, 512, WHOLE,
     )  # fmt: skip
 
 
@@ -251,10 +251,10 @@ def _spans_kernel(
         rank = at + tl.arange(0, 256)
         row = tl.where(rank < my_count, start + rank, pad)
         tl.store(slots + first_tile * TILE + rank, row, mask=rank < my_tiles * TILE)
-    name_tiles(names, firsts, first_tile, my_tiles, expert, start, TILE)
+    name_tiles(names, firsts, first_tile, my_tiles, expert, start, TILE, True)
     finish_plan(
         slots, names, firsts, header, used_tiles, expert, num_experts, pad,
-        num_rows, num_tiles, TILE, 256,
+        num_rows, num_tiles, TILE, 256, True,
     )  # fmt: skip
 
 

@@ -25,7 +25,9 @@ def assert_layer_matches(actual: Tensor, exact: Tensor, reference: Tensor) -> No
     """For a layer: budgets for each row, and for the whole.
 
     Rows as in `assert_matches_reference`, where a row in which the reference was lucky has the
-    error, relative to its largest number, of the median row. The whole is no further from the
+    error, relative to its largest number, of the median row; in float32, whose error is chance (the
+    order of sums), of the worst row: of 509 rows of two computations that are equally good on
+    average, one or two differ by a factor of 3 to 5. The whole is no further from the
     oracle than the reference: ``|actual - exact| / |exact|`` (Frobenius norms) may be 1.05 times
     that of the reference, times ``1 + 2 / sqrt(n)`` for n numbers (by so much two roundings that
     are equally good differ by chance), plus what another order of float32 sums makes.
@@ -38,7 +40,8 @@ def assert_layer_matches(actual: Tensor, exact: Tensor, reference: Tensor) -> No
         return
     error, allowed, largest = _row_errors(actual, exact, reference)
     relative = allowed[largest > 0] / largest[largest > 0]
-    typical = largest * relative.median() if len(relative) else largest
+    middle = relative.max if actual.dtype == torch.float32 else relative.median
+    typical = largest * middle() if len(relative) else largest
     allowed = torch.maximum(allowed, typical)
     _assert_rows(error, 2 * (allowed + torch.finfo(actual.dtype).eps * largest))
     norm = exact.double().norm()
