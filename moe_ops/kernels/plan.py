@@ -1,7 +1,7 @@
 """The steps of writing a tile plan, which the kernels of alignment share.
 
-They take the three parts of a plan, or one tensor with all (None for the other two): it is WHOLE then,
-and tells tiles' first rows, too. See `plan_parts`.
+They take the three parts of a plan, or one tensor with all (None for the other two): it is WHOLE
+then, and tells tiles' first rows, too. See `plan_parts`.
 """
 
 from __future__ import annotations
