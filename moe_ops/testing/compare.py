@@ -5,6 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+SUMS = 8 * torch.finfo(torch.float32).eps
+"""What another order of float32 sums makes, of the largest number of a row. On an H200 kernels and
+references of float32 layers, on average 1.0 and 0.9 units off, were up to 9.0 and 7.2 off in 509
+rows, not in the same ones."""
+
 
 def assert_matches_reference(actual: Tensor, exact: Tensor, reference: Tensor) -> None:
     """Every row of ``actual`` is as close to ``exact`` as the reference's own error allows.
@@ -25,12 +30,10 @@ def assert_layer_matches(actual: Tensor, exact: Tensor, reference: Tensor) -> No
     """For a layer: budgets for each row, and for the whole.
 
     Rows as in `assert_matches_reference`, where a row in which the reference was lucky has the
-    error, relative to its largest number, of the median row; in float32, whose error is chance (the
-    order of sums), of the worst row: of 509 rows of two computations that are equally good on
-    average, one or two differ by a factor of 3 to 5. The whole is no further from the
+    error, relative to its largest number, of the median row. The whole is no further from the
     oracle than the reference: ``|actual - exact| / |exact|`` (Frobenius norms) may be 1.05 times
     that of the reference, times ``1 + 2 / sqrt(n)`` for n numbers (by so much two roundings that
-    are equally good differ by chance), plus what another order of float32 sums makes.
+    are equally good differ by chance). Both are given `SUMS` more, which counts in float32 only.
 
     Raises:
         AssertionError: naming a row, or both errors.
@@ -40,14 +43,14 @@ def assert_layer_matches(actual: Tensor, exact: Tensor, reference: Tensor) -> No
         return
     error, allowed, largest = _row_errors(actual, exact, reference)
     relative = allowed[largest > 0] / largest[largest > 0]
-    middle = relative.max if actual.dtype == torch.float32 else relative.median
-    typical = largest * middle() if len(relative) else largest
+    typical = largest * relative.median() if len(relative) else largest
     allowed = torch.maximum(allowed, typical)
-    _assert_rows(error, 2 * (allowed + torch.finfo(actual.dtype).eps * largest))
+    unit = max(2 * torch.finfo(actual.dtype).eps, SUMS)
+    _assert_rows(error, 2 * allowed + unit * largest)
     norm = exact.double().norm()
     ours, theirs = ((x.detach().cpu().double() - exact).norm() for x in (actual, reference))
     chance = 1 + 2 / max(int(exact.count_nonzero()), 1) ** 0.5
-    if not ours <= 1.05 * chance * theirs + 8 * torch.finfo(torch.float32).eps * norm:
+    if not ours <= 1.05 * chance * theirs + SUMS * norm:
         raise AssertionError(
             f"the relative error of the layer is {ours / norm:.3e}, that of a reference with the "
             f"same roundings {theirs / norm:.3e}"
