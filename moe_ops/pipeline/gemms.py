@@ -73,7 +73,8 @@ def _on_the_way(k: int, space: SlotRows, scheme: Scheme) -> bool:
     one_tile = len(space.row_tiles) == 1
     if quant is None or scheme.decoded or depends_on_batch(quant) or one_tile or ids is None:
         return False
-    slots, few = ids.numel(), direct_slots(space.num_local_experts)
+    tokens, top_k = ids.shape
+    slots, few = tokens * top_k, direct_slots(space.num_local_experts)
     if _always(slots <= few):
         return quantizes_slots(quant, k, space.row_tiles)
     return not _always(slots > few)
