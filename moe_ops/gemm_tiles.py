@@ -11,7 +11,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from moe_ops.activation import Formula
-from moe_ops.scheme import WHOLE, Quant
+from moe_ops.scheme import Quant
 from moe_ops.tiles import Device, Gemm, TileConfig, cdiv, is_direct, pick_row_tile
 
 ACCUMULATES_WIDE = (90, 100, 103)
@@ -143,7 +143,7 @@ def quantizes_slots(quant: Quant, k: int, row_tiles: Sequence[int]) -> bool:
         k: columns of a row.
         row_tiles: of the plan.
     """
-    return quant.group.cols == WHOLE and k <= LONGEST_SLOT and len(row_tiles) > 1
+    return quant.shared_cols is None and k <= LONGEST_SLOT and len(row_tiles) > 1
 
 
 def scaled_slot_tiles(gemm: Gemm, quant: Quant) -> TileConfig | None:

@@ -1,7 +1,7 @@
 """Which of Hopper's own kernels computes an expert GEMM, if any, and with which tiles.
 
-Host arithmetic, which runs inside operators, where sizes are numbers. The numbers that choose were
-measured by `benchmarks/bench_expert_gemm.py` and `benchmarks/bench_scaled_gemm.py` on an H200.
+Host arithmetic, which runs inside operators, where sizes are numbers. The numbers that choose come
+from GEMMs that were timed on an H200 one by one: `benchmarks/NOTES.md` has them.
 """
 
 from __future__ import annotations

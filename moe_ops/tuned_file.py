@@ -22,7 +22,7 @@ from moe_ops.hopper_tiles import (
     operand_bytes,
     widths,
 )
-from moe_ops.scheme import WHOLE, Scheme, get_scheme
+from moe_ops.scheme import Scheme, get_scheme
 from moe_ops.tiles import EIGHT_BIT_ROW_TILES, ROW_TILES, TileConfig, load_class
 
 _NAME = re.compile(r"E=(\d+),N=(\d+),K=(\d+),device_name=([^,]+),scheme=([^,]+)\.json")
@@ -163,9 +163,7 @@ def _hopper_tiles(
 def scaled_group(scheme: Scheme) -> int | None:
     """Elements along K that share the scale of a row, which a K block may not cross; None: any."""
     quant = scheme.activation
-    if quant is None or scheme.decoded or quant.group.cols == WHOLE:
-        return None
-    return quant.group.cols
+    return None if quant is None or scheme.decoded else quant.shared_cols
 
 
 def _row_tiles(

@@ -185,7 +185,7 @@ def _run_packed(
 ) -> None:
     """Pack the rows unless they lie in expert order, then one program a processor.
 
-    Both wait for the end of what is before them: in place early they took up to a tenth longer.
+    Both wait for the end of what is before them: in place early they took up to a sixth longer.
     """
     a, a_scale, w, w_scale, bias, quant = operands
     plan, _, num_slots, _, num_experts = tiles

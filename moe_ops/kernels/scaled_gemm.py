@@ -24,7 +24,7 @@ from moe_ops.kernels.rounding import rule_of
 from moe_ops.kernels.scaled_slot import scaled_gemm_slot_kernel
 from moe_ops.kernels.scaled_tile import Layout, scaled_gemm_kernel
 from moe_ops.kernels.slots import dense, next_power_of_2
-from moe_ops.scheme import WHOLE, Quant, get_scheme
+from moe_ops.scheme import Quant, get_scheme
 from moe_ops.scheme.weights import rows_per_scale
 from moe_ops.tensors import AnyTiles
 from moe_ops.tiles import Gemm, TileConfig, device_facts, max_programs
@@ -79,7 +79,7 @@ def _gemm(
 def _groups(n: int, scheme: str, activation: str | None, weight_rows: int) -> ScaleGroups:
     """How scales lie for ``n`` output columns."""
     rule = formula(activation) if activation else None
-    return scale_groups(n, _cols(quants(scheme)[0]), weight_rows, rule)
+    return scale_groups(n, quants(scheme)[0].shared_cols, weight_rows, rule)
 
 
 @lru_cache(maxsize=1024)
@@ -110,10 +110,6 @@ def _layout(n: int, variant: _Variant, rule: Formula | None, block_n: int) -> La
     )
 
 
-def _cols(quant: Quant) -> int | None:
-    return None if quant.group.cols == WHOLE else quant.group.cols
-
-
 @lru_cache(maxsize=4096)
 def _hopper(
     num_slots: int,
@@ -129,7 +125,7 @@ def _hopper(
     if tiles is None:
         return None
     quant, _ = quants(variant.scheme)
-    scales = hopper_gemm.Scales(variant.weight_rows, _cols(quant), quant.per_tensor)
+    scales = hopper_gemm.Scales(variant.weight_rows, quant.shared_cols, quant.per_tensor)
     rule = formula(variant.activation) if variant.activation else None
     return hopper_gemm.constants(tuple(weight), 1, top_k, rule, scales, tiles), tiles.packed
 

@@ -19,7 +19,7 @@ from moe_ops.kernels.gemm_tile import tile_arguments
 from moe_ops.kernels.launch import Launch
 from moe_ops.kernels.slots import dense
 from moe_ops.kernels.weight_only_tile import weight_only_gemm_kernel
-from moe_ops.scheme import WHOLE, Quant, get_scheme
+from moe_ops.scheme import Quant, get_scheme
 from moe_ops.scheme.weights import rows_per_scale
 from moe_ops.tensors import AnyTiles, QTensor
 from moe_ops.tiles import Gemm, TileConfig, device_facts, max_programs
@@ -96,7 +96,7 @@ def make(kernel: Any, n: int, k: int, top_k: int, tiles: TileConfig, variant: Va
 def weight_format(n: int, tiles: TileConfig, variant: Variant) -> Format:
     """How weights lie for ``n`` output columns in these tiles."""
     quant = get_scheme(variant.scheme).weight
-    cols = None if quant.group.cols == WHOLE else quant.group.cols
+    cols = quant.shared_cols
     rule = formula(variant.activation) if variant.activation else None
     gated, interleaved = rule is not None and rule.gated, rule is not None and rule.interleaved
     return Format(

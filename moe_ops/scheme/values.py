@@ -127,6 +127,11 @@ class Quant:
         return self.group.rows == WHOLE and self.group.cols == WHOLE
 
     @property
+    def shared_cols(self) -> int | None:
+        """Elements along K that share a scale; None: all."""
+        return None if self.group.cols == WHOLE else self.group.cols
+
+    @property
     def per_row(self) -> bool:
         """Whether every row has one scale."""
         return self.group.rows == 1 and self.group.cols == WHOLE
