@@ -19,7 +19,7 @@ def cases(problem: Problem, inputs: Inputs) -> Iterator[Case]:
         return ops.moe_align_block_size(ids, None, ROW_TILES, num_experts, False, True)
 
     def plan() -> Tensor:
-        return ops.slot_plan(ids, None, ROW_TILES, num_experts)
+        return ops.plan_slots(ids, None, ROW_TILES, num_experts)
 
     def count() -> Tensor:
         return ops.count_expert_num_tokens(ids, None, num_experts)
@@ -28,18 +28,18 @@ def cases(problem: Problem, inputs: Inputs) -> Iterator[Case]:
     room = inputs.x.shape[0]
 
     def batched() -> Tensor:
-        return ops.align_batched(counts, room, ROW_TILES)
+        return ops.plan_batched(counts, room, ROW_TILES)
 
     offset = ops.moe_permutation(ids, None, num_experts)[0]
 
     def permuted() -> Tensor:
-        return ops.align_permuted(offset, ids.numel(), ROW_TILES)
+        return ops.plan_permuted(offset, ids.numel(), ROW_TILES)
 
     yield Case("moe_align_block_size", align, nbytes(ids, *align()))
-    yield Case("slot_plan", plan, nbytes(ids, plan()))
+    yield Case("plan_slots", plan, nbytes(ids, plan()))
     yield Case("count_expert_num_tokens", count, nbytes(ids, counts))
-    yield Case("align_batched", batched, nbytes(counts, batched()))
-    yield Case("align_permuted", permuted, nbytes(offset, permuted()))
+    yield Case("plan_batched", batched, nbytes(counts, batched()))
+    yield Case("plan_permuted", permuted, nbytes(offset, permuted()))
 
 
 if __name__ == "__main__":

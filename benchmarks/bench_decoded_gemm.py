@@ -34,7 +34,7 @@ def _quantized(x: Tensor, scheme: str) -> tuple[Tensor, Tensor]:
 
 def cases(problem: Problem, inputs: Inputs) -> Iterator[Case]:
     x, _, ids, active = inputs
-    plan = (ops.slot_plan(ids, None, ROW_TILES, problem.num_experts), ids, None)
+    plan = (ops.plan_slots(ids, None, ROW_TILES, problem.num_experts), ids, None)
     h = torch.randn((ids.numel(), problem.intermediate_size), dtype=x.dtype, device=x.device)
     slots, rest = ids.numel(), (None, *plan, ROW_TILES)
     flops = 2 * slots * 2 * problem.intermediate_size * problem.hidden_size

@@ -27,7 +27,7 @@ def _experts(problem: Problem, device: torch.device) -> Experts:
 def cases(problem: Problem, inputs: Inputs) -> Iterator[Case]:
     x, _, ids, active = inputs
     w1, w2 = (_experts(problem, x.device).w1, _experts(problem, x.device).w2)
-    plan = (ops.slot_plan(ids, None, ROW_TILES, problem.num_experts), ids, None)
+    plan = (ops.plan_slots(ids, None, ROW_TILES, problem.num_experts), ids, None)
     k = problem.top_k
 
     def gemm_act() -> Tensor:

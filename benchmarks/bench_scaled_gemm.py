@@ -24,7 +24,7 @@ def _experts(problem: Problem, scheme: str, device: torch.device) -> Experts:
 
 def cases(problem: Problem, inputs: Inputs) -> Iterator[Case]:
     x, _, ids, active = inputs
-    plan = (ops.slot_plan(ids, None, ROW_TILES, problem.num_experts), ids, None)
+    plan = (ops.plan_slots(ids, None, ROW_TILES, problem.num_experts), ids, None)
     h = torch.randn((ids.numel(), problem.intermediate_size), dtype=x.dtype, device=x.device)
     for name in SCHEMES_TIMED:
         quant = SCHEMES[name].activation

@@ -18,15 +18,15 @@ def cases(problem: Problem, inputs: Inputs) -> Iterator[Case]:
     how = (logits, None, k, True, "softmax", 1.0)
 
     def one() -> tuple:
-        return ops.topk_align(*how, None, ROW_TILES, experts)
+        return ops.topk_plan(*how, None, ROW_TILES, experts)
 
     def two() -> tuple:
         weights, ids = ops.fused_topk(*how)
-        return weights, ids, ops.slot_plan(ids, None, ROW_TILES, experts)
+        return weights, ids, ops.plan_slots(ids, None, ROW_TILES, experts)
 
     moved = nbytes(logits, *one())
-    yield Case("topk_align", one, moved)
-    yield Case("fused_topk + slot_plan", two, moved)
+    yield Case("topk_plan", one, moved)
+    yield Case("fused_topk + plan_slots", two, moved)
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ def _experts(problem: Problem, scheme: str, device: torch.device) -> Experts:
 
 def cases(problem: Problem, inputs: Inputs) -> Iterator[Case]:
     x, _, ids, active = inputs
-    plan = (ops.slot_plan(ids, None, ROW_TILES, problem.num_experts), ids, None)
+    plan = (ops.plan_slots(ids, None, ROW_TILES, problem.num_experts), ids, None)
     h = torch.randn((ids.numel(), problem.intermediate_size), dtype=x.dtype, device=x.device)
     slots, rest = ids.numel(), (None, None, *plan, ROW_TILES)
     flops = 2 * slots * 2 * problem.intermediate_size * problem.hidden_size

@@ -90,7 +90,7 @@ class GemmClock:
     def _space(self, ids: Tensor, row_tile: int) -> SlotRows:
         """With a choice of one row tile, twice: what a file says is not for a single one."""
         tiles, experts = (row_tile, row_tile), self.problem.num_experts
-        plan = ops.slot_plan(ids, None, tiles, experts)
+        plan = ops.plan_slots(ids, None, tiles, experts)
         return SlotRows(Tiles(plan, ids), tiles, experts)
 
     def _product(self, which: int, rows: Rows, space: SlotRows) -> Tensor:

@@ -26,7 +26,7 @@ def moe_align_block_size(
     return sorted_token_ids, sorted_token_ids.new_empty(tiles), sorted_token_ids.new_empty(1)
 
 
-def slot_plan(
+def plan_slots(
     topk_ids: Tensor, expert_map: Tensor | None, row_tiles: Sequence[int], num_experts: int
 ) -> Tensor:
     """A plan for the slots of a routing."""
@@ -40,7 +40,7 @@ def count_expert_num_tokens(
     return topk_ids.new_empty(num_local_experts, dtype=torch.int32)
 
 
-def align_batched(
+def plan_batched(
     expert_num_tokens: Tensor, max_num_tokens: int, row_tiles: Sequence[int]
 ) -> Tensor:
     """A plan for ``El * max_num_tokens`` rows."""
@@ -48,7 +48,7 @@ def align_batched(
     return _plan(expert_num_tokens, num_experts * max_num_tokens, num_experts, row_tiles)
 
 
-def align_permuted(
+def plan_permuted(
     expert_first_token_offset: Tensor, num_rows: int, row_tiles: Sequence[int]
 ) -> Tensor:
     """A plan for ``num_rows`` rows."""

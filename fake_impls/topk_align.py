@@ -6,11 +6,11 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from moe_ops.fake_impls.align import slot_plan
+from moe_ops.fake_impls.align import plan_slots
 from moe_ops.fake_impls.routing import fused_topk
 
 
-def topk_align(
+def topk_plan(
     gating_output: Tensor,
     e_score_correction_bias: Tensor | None,
     topk: int,
@@ -21,7 +21,7 @@ def topk_align(
     row_tiles: Sequence[int],
     num_local_experts: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """What `fused_topk` returns, and `slot_plan` of its ids."""
+    """What `fused_topk` returns, and `plan_slots` of its ids."""
     how = (topk, renormalize, scoring_func, routed_scaling_factor)
     weights, ids = fused_topk(gating_output, e_score_correction_bias, *how)
-    return weights, ids, slot_plan(ids, expert_map, row_tiles, num_local_experts)
+    return weights, ids, plan_slots(ids, expert_map, row_tiles, num_local_experts)

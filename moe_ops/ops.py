@@ -12,8 +12,9 @@ All operators are functional: fresh contiguous outputs, no aliasing, no mutation
 caller: their schemas say so. (The overloads do not carry ``torch.Tag.out``: Inductor would then
 call them for the functional ones, and in torch 2.13 fails to when a size is dynamic.)
 
-An output whose shape, stride or dtype rule changes gets a new operator name: compiler caches know
-operators by name.
+An output whose shape, stride or dtype rule changes gets a new operator name: Inductor's cache finds
+graphs by operators' names, and such a graph knows the outputs as they were. A test holds every name
+to its record.
 """
 
 from __future__ import annotations
@@ -108,13 +109,14 @@ moe_align_block_size = _op(
     " bool pad_sorted_ids, bool ignore_invalid_experts)"
     " -> (Tensor sorted_token_ids, Tensor expert_ids, Tensor num_tokens_post_padded)",
 )
-slot_plan = _op(
+plan_slots = _op(
     "align",
-    "slot_plan(Tensor topk_ids, Tensor? expert_map, int[] row_tiles, SymInt num_experts) -> Tensor",
+    "plan_slots(Tensor topk_ids, Tensor? expert_map, int[] row_tiles, SymInt num_experts)"
+    " -> Tensor",
 )
-topk_align = _op(
+topk_plan = _op(
     "topk_align",
-    "topk_align(Tensor gating_output, Tensor? e_score_correction_bias, SymInt topk,"
+    "topk_plan(Tensor gating_output, Tensor? e_score_correction_bias, SymInt topk,"
     " bool renormalize, str scoring_func, float routed_scaling_factor, Tensor? expert_map,"
     " int[] row_tiles, SymInt num_local_experts)"
     " -> (Tensor topk_weights, Tensor topk_ids, Tensor plan)",
@@ -124,13 +126,13 @@ count_expert_num_tokens = _op(
     "count_expert_num_tokens(Tensor topk_ids, Tensor? expert_map, SymInt num_local_experts)"
     " -> Tensor",
 )
-align_batched = _op(
+plan_batched = _op(
     "align",
-    "align_batched(Tensor expert_num_tokens, SymInt max_num_tokens, int[] row_tiles) -> Tensor",
+    "plan_batched(Tensor expert_num_tokens, SymInt max_num_tokens, int[] row_tiles) -> Tensor",
 )
-align_permuted = _op(
+plan_permuted = _op(
     "align",
-    "align_permuted(Tensor expert_first_token_offset, SymInt num_rows, int[] row_tiles) -> Tensor",
+    "plan_permuted(Tensor expert_first_token_offset, SymInt num_rows, int[] row_tiles) -> Tensor",
 )
 moe_permutation = _op(
     "permute",

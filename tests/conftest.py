@@ -7,6 +7,8 @@ is its Triton kernel in the interpreter (tests marked ``kernel``); on a GPU it i
 from __future__ import annotations
 
 import os
+import shutil
+import tempfile
 import warnings
 
 import pytest
@@ -52,6 +54,14 @@ def pytest_collection_modifyitems(config, items):
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
         if INTERPRETED and "kernel" not in item.keywords:
             item.add_marker(pytest.mark.skip(reason="runs no kernel"))
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_configure(config):
+    """Graphs are compiled here, not taken from what another version of the library left behind."""
+    if "TORCHINDUCTOR_CACHE_DIR" not in os.environ:  # workers are given this process's
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = folder = tempfile.mkdtemp(prefix="moe_ops_tests_")
+        config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
 
 
 def pytest_report_header(config):

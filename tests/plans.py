@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from moe_ops.reference.align import slot_plan
+from moe_ops.reference.align import plan_slots
 from moe_ops.tensors import Tiles
 
 
@@ -14,7 +14,7 @@ def planned(
     ids: Tensor, expert_map: Tensor | None, row_tiles: Sequence[int], num_experts: int
 ) -> Tiles:
     """A plan without the routing it comes from: kernels read it, however few slots there are."""
-    return Tiles(slot_plan(ids, expert_map, row_tiles, num_experts))
+    return Tiles(plan_slots(ids, expert_map, row_tiles, num_experts))
 
 
 def on(tiles: Tiles, device: str) -> Tiles:

@@ -9,7 +9,7 @@ from strategies import topk_ids
 
 import moe_ops
 from moe_ops import ops
-from moe_ops.reference.align import slot_plan
+from moe_ops.reference.align import plan_slots
 from moe_ops.tensors import unpack_plan
 from moe_ops.tiles import ROW_TILES, is_direct, num_tiles, padded_slots, pick_row_tile
 
@@ -114,8 +114,8 @@ def test_many_slots(num_slots, num_experts, ignore, device):
     padded = ids.numel() + local * 15
     assert plan[0].shape == (padded,)
     assert_plan(plan, looped(ids, 16, local, expert_map.tolist(), ignore))
-    plan = ops.slot_plan(ids.to(device), expert_map.to(device), [16], local)
-    assert torch.equal(plan.cpu(), slot_plan(ids, expert_map, [16], local))
+    plan = ops.plan_slots(ids.to(device), expert_map.to(device), [16], local)
+    assert torch.equal(plan.cpu(), plan_slots(ids, expert_map, [16], local))
 
 
 def test_ids_wider_than_int32_are_no_expert(device):
@@ -157,14 +157,14 @@ def test_the_slot_plan_is_the_same_in_one_tensor(case, local, tile, device):
         expert_map = torch.arange(-1, num_experts - 1, dtype=torch.int32, device=device)
         expert_map[expert_map >= local] = -1
     sizes = ([tile], local or num_experts)
-    plan = ops.slot_plan(ids, expert_map, *sizes)
+    plan = ops.plan_slots(ids, expert_map, *sizes)
     parts = unpack_plan(plan, ids.numel(), sizes[1], sizes[0])
     expected = ops.moe_align_block_size(ids, expert_map, *sizes, False, True)
     assert plan.dtype == torch.int32 and plan.data_ptr() % 16 == 0
     assert [x.shape for x in parts] == [x.shape for x in expected]
     if not is_direct(ids.numel(), sizes[1]):
         assert all(torch.equal(a, b) for a, b in zip(parts, expected, strict=True))
-    parts = unpack_plan(slot_plan(ids, expert_map, *sizes), ids.numel(), sizes[1], sizes[0])
+    parts = unpack_plan(plan_slots(ids, expert_map, *sizes), ids.numel(), sizes[1], sizes[0])
     assert all(torch.equal(a, b) for a, b in zip(parts, expected, strict=True))
 
 
@@ -239,7 +239,7 @@ def assert_spans(plan, starts, counts, num_rows, row_tiles):
 def test_batched_rows(counts, max_num_tokens, row_tiles, device):
     counts = [min(count, max_num_tokens) for count in counts]
     vector = torch.tensor(counts, dtype=torch.int32, device=device)
-    plan = ops.align_batched(vector, max_num_tokens, row_tiles)
+    plan = ops.plan_batched(vector, max_num_tokens, row_tiles)
     starts = [e * max_num_tokens for e in range(len(counts))]
     assert_spans(plan, starts, counts, len(counts) * max_num_tokens, row_tiles)
 
@@ -254,16 +254,16 @@ def test_permuted_rows(counts, skipped, row_tiles, device):
     starts = [sum(counts[:e]) for e in range(len(counts))]
     num_rows = sum(counts) + skipped
     offset = torch.tensor([*starts, sum(counts)], device=device)
-    plan = ops.align_permuted(offset, num_rows, row_tiles)
+    plan = ops.plan_permuted(offset, num_rows, row_tiles)
     assert_spans(plan, starts, counts, num_rows, row_tiles)
 
 
 def test_the_permuted_plan_is_that_of_its_slots(device):
     """The tiles of permuted rows hold the slots that the Standard plan has there."""
     ids = torch.randint(-1, 6, (37, 3), generator=torch.Generator().manual_seed(0)).to(device)
-    standard = unpack_plan(ops.slot_plan(ids, None, ROW_TILES, 5), ids.numel(), 5, ROW_TILES)
+    standard = unpack_plan(ops.plan_slots(ids, None, ROW_TILES, 5), ids.numel(), 5, ROW_TILES)
     offset, _, slots = ops.moe_permutation(ids, None, 5)
-    permuted = ops.align_permuted(offset, ids.numel(), ROW_TILES)
+    permuted = ops.plan_permuted(offset, ids.numel(), ROW_TILES)
     permuted = unpack_plan(permuted, ids.numel(), 5, ROW_TILES)
     padded = torch.cat((slots, slots.new_tensor([ids.numel()])))
     assert torch.equal(padded[permuted[0].long()], standard[0])
@@ -273,5 +273,5 @@ def test_the_permuted_plan_is_that_of_its_slots(device):
 def test_more_tokens_than_fit_are_cut(device):
     """Counts past the capacity (before anyone clamped them) reach no other expert's rows."""
     counts = torch.tensor([9, 2], dtype=torch.int32, device=device)
-    plan = ops.align_batched(counts, 4, [2])
+    plan = ops.plan_batched(counts, 4, [2])
     assert_spans(plan, [0, 4], [4, 2], 8, [2])

@@ -48,7 +48,7 @@ def launch_gemms(tile, dtype, activation_key, hidden=2048, width=768, has_bias=F
     def launch(empty):
         slots = tile * experts
         ids = empty(slots, 1, dtype=torch.int32)
-        plan = Tiles(align.slot_plan(ids, None, [tile], experts), ids)
+        plan = Tiles(align.plan_slots(ids, None, [tile], experts), ids)
         bias = empty(experts, 2 * width, dtype=dtype) if has_bias else None
         x, w1 = empty(slots, hidden, dtype=dtype), empty(experts, 2 * width, hidden, dtype=dtype)
         h = expert_gemm.expert_gemm_act(x, w1, bias, None, *plan, [tile], 1, activation_key, True)
@@ -103,11 +103,11 @@ def launch_rest(tokens, experts=257, k=8):
             )
             how = (bias, k, True, scoring, 1.0)
             routing.fused_topk(logits, *how)
-        align.slot_plan(ids, expert_map, ROW_TILES, experts)
+        align.plan_slots(ids, expert_map, ROW_TILES, experts)
         counts = align.count_expert_num_tokens(ids, None, experts)
-        align.align_batched(counts, tokens, ROW_TILES)
+        align.plan_batched(counts, tokens, ROW_TILES)
         order = permute.moe_permutation(ids, None, experts)
-        align.align_permuted(order[0], tokens * k, ROW_TILES)
+        align.plan_permuted(order[0], tokens * k, ROW_TILES)
         rows = permute.gather_rows(empty(tokens, 2880), order[2], order[0], k)
         permute.order_columns(
             empty(tokens, 2880), empty(experts, 2880, dtype=torch.int32), ids, expert_map
@@ -145,7 +145,7 @@ def test_routing_with_alignment(arch, shape):
         logits, bias = empty(*shape), empty(shape[1], dtype=torch.float32)
         for scoring in ("softmax", "sigmoid", "sqrtsoftplus"):
             how = (bias, 9, True, scoring, 1.0)
-            topk_align.topk_align(logits, *how, None, ROW_TILES, shape[1])
+            topk_align.topk_plan(logits, *how, None, ROW_TILES, shape[1])
 
     kernels = aot.compile_launch(arch, launch)
     assert {k.metadata.name for k in kernels} == {"_topk_align_kernel"}

@@ -51,7 +51,7 @@ def launch_gemms(scheme, tile, dtype, hidden=2048, width=768, activation="silu")
         experts = 256 if tile <= 32 else 4
         slots = tile * experts // 2
         ids = empty(slots, 1, dtype=torch.int32)
-        plan = Tiles(align.slot_plan(ids, None, [tile], experts), ids)
+        plan = Tiles(align.plan_slots(ids, None, [tile], experts), ids)
         x, bias = empty(slots, hidden, dtype=dtype), empty(experts, 2 * width, dtype=dtype)
         w1 = stored(empty, scheme, experts, 2 * width, hidden, dtype)
         rest = (None, *plan, [tile], 1, scheme)

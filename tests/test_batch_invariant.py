@@ -126,7 +126,7 @@ def test_routing_is_invariant_without_asking(scoring, renormalize, device):
             assert torch.equal(actual, expected[rows])
     how = (None, 3, renormalize, scoring, 1)
     for count in (1, tokens):
-        aligned = ops.topk_align(logits[:count], *how, None, [64], experts)
+        aligned = ops.topk_plan(logits[:count], *how, None, [64], experts)
         assert torch.equal(aligned[0], whole[0][:count])
 
 

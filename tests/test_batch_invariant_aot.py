@@ -57,7 +57,7 @@ def launch_product(empty, name, slots, direct=False):
     """The first product of a layer, with its activation, for some slots."""
     scheme, tiles = get_scheme(name), INVARIANT_ROW_TILES
     ids = empty(slots, 1, dtype=torch.int32)
-    plan = (align.slot_plan(ids, None, tiles, E), ids if direct else None, None, tiles, 1)
+    plan = (align.plan_slots(ids, None, tiles, E), ids if direct else None, None, tiles, 1)
     x = empty(slots, K)
     if scheme.weight is None:
         return expert_gemm.expert_gemm_act(x, empty(E, 2 * N, K), None, None, *plan, "silu")
@@ -128,7 +128,7 @@ def test_routing_adds_no_floats(scoring):
         how = (None, 6, True, scoring, 1.0)
         for tokens in (1, 2 * MANY_TOKENS):
             routing.fused_topk(empty(tokens, 100), *how)
-        topk_align.topk_align(empty(5, 100), *how, None, [64], 100)
+        topk_align.topk_plan(empty(5, 100), *how, None, [64], 100)
 
     kernels = aot.compile_launch(90, launch)
     names = [kernel.metadata.name for kernel in kernels]

@@ -123,7 +123,7 @@ def test_the_graph_shows_every_stage(device):
         f"moe_ops.{name}.default"
         for name in (
             "fused_topk",
-            "slot_plan",
+            "plan_slots",
             "expert_gemm_act",
             "expert_gemm",
             "moe_fused_mul_sum",

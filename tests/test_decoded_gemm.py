@@ -126,7 +126,7 @@ def test_one_scale_for_each_expert(device):
     counts = torch.tensor([4, 1, 3], dtype=torch.int32, device=device)
     a, scale = ops.batched_quantize(x.to(device), GIVEN.to(device), counts, quant.activation.key)
     scale = scale * torch.tensor([1.0, 2.0, 3.0], device=device)[:, None, None]
-    plan = Tiles(ops.align_batched(counts, count, list(ROW_TILES)))
+    plan = Tiles(ops.plan_batched(counts, count, list(ROW_TILES)))
     weight, tail = (q.data, q.scale, None, None), (list(ROW_TILES), 1, "mxfp4_w4a8", x.dtype)
     call = (a.flatten(0, 1), scale.flatten(0, 1), *weight, *plan)
     y = ops.decoded_gemm(*(None if t is None else t.to(device) for t in call), *tail)
@@ -141,7 +141,7 @@ def test_a_scheme_that_is_not_decoded_is_refused(device):
     for scheme, name in (("fp8_channel", "scheme"), ("mxfp4_w4a16", "scheme")):
         q = quantize_weight(torch.ones(1, 8, 32, device=device), scheme)
         counts = torch.tensor([2], dtype=torch.int32, device=device)
-        plan = Tiles(ops.align_batched(counts, 2, [16]))
+        plan = Tiles(ops.plan_batched(counts, 2, [16]))
         with pytest.raises(ValueError, match=name):
             ops.decoded_gemm(
                 x, x[:, :1], q.data, q.scale, None, None, *plan, [16], 1, scheme, x.dtype
@@ -159,7 +159,7 @@ def test_replay(scheme):
     given_scale = GIVEN.cuda() if quant.activation.static or quant.activation.global_scale else None
 
     def layer():
-        plan = Tiles(ops.slot_plan(ids, None, ROW_TILES, 8), ids)
+        plan = Tiles(ops.plan_slots(ids, None, ROW_TILES, 8), ids)
         rows = ops.moe_quantize(x, given_scale, None, None, None, 0, quant.activation.key)
         weight = (q.data, q.scale, q.global_scale, None)
         return ops.decoded_gemm(*rows, *weight, *plan, ROW_TILES, 2, scheme, dtype)

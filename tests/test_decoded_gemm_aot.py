@@ -61,7 +61,7 @@ def launch_layer(scheme, tile, hidden=2048, width=768, activation="silu"):
         experts = 256 if tile <= 32 else 4
         slots = tile * experts // 2
         ids = empty(slots, 1, dtype=torch.int32)
-        plan = Tiles(align.slot_plan(ids, None, [tile], experts), ids)
+        plan = Tiles(align.plan_slots(ids, None, [tile], experts), ids)
 
         def operands(n, k):
             x = empty(slots, k, dtype=torch.bfloat16)

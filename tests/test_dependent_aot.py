@@ -110,8 +110,8 @@ def launch_samples(names):
 def launch_more(empty):
     """What samples are too small for."""
     ids, logits = empty(4096, 8, dtype=torch.int32), empty(8, 64)
-    align.slot_plan(ids, None, [64], 64)
-    topk_align.topk_align(logits, None, 8, True, "softmax", 1.0, None, [16], 64)
+    align.plan_slots(ids, None, [64], 64)
+    topk_align.topk_plan(logits, None, 8, True, "softmax", 1.0, None, [16], 64)
     for scheme in ("fp8_channel", "fp8_block128"):
         test_hopper_aot.launch_unquantized(scheme)(empty)
         for tokens in (1, 65536):

@@ -78,7 +78,7 @@ def test_a_layer_of_one_token(name, ids, arch):
 
     def launch(empty):
         topk_ids, expert_map = empty(1, TOP_K, dtype=ids), empty(GLOBAL, dtype=torch.int32)
-        plan = align.slot_plan(topk_ids, expert_map, default_row_tiles(scheme), E)
+        plan = align.plan_slots(topk_ids, expert_map, default_row_tiles(scheme), E)
         tiles = Tiles(plan, topk_ids, expert_map)
         launch_gemm(empty, scheme, 1, TOP_K, 2 * N, K, tiles, "silu")
         launch_gemm(empty, scheme, TOP_K, 1, K, N, tiles)
@@ -96,7 +96,7 @@ def test_a_layer_of_one_token(name, ids, arch):
 def test_few_slots_are_only_routed():
     def launch(empty):
         how = (None, TOP_K, True, "softmax", 1.0)
-        topk_align.topk_align(empty(2, GLOBAL), *how, None, (16,), GLOBAL)
+        topk_align.topk_plan(empty(2, GLOBAL), *how, None, (16,), GLOBAL)
 
     kernels = aot.compile_launch(90, launch)
     assert [k.metadata.name for k in kernels] == ["_fused_topk_kernel"]

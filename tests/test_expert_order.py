@@ -44,9 +44,9 @@ def test_slots_lie_one_after_another(case, local, tile, device):
     starts = [sum(0 <= other < e for other in mine) for e in range(sizes[1])]
     mapped = None if local is None else expert_map.to(device)
     arguments = (ids.to(device), mapped, [tile], sizes[1])
-    check_plan(reference.slot_plan(*arguments), starts, *sizes)
+    check_plan(reference.plan_slots(*arguments), starts, *sizes)
     if not is_direct(*sizes[:2]):  # else kernels leave it as it is
-        check_plan(ops.slot_plan(*arguments), starts, *sizes)
+        check_plan(ops.plan_slots(*arguments), starts, *sizes)
 
 
 @pytest.mark.parametrize("num_tokens", [128, 129, 500])
@@ -54,7 +54,7 @@ def test_both_sides_of_the_single_launch(num_tokens, device):
     g = torch.Generator().manual_seed(0)
     ids = torch.randint(-1, 7, (num_tokens, 8), generator=g, dtype=torch.int32)
     starts = [int(((ids >= 0) & (ids < e)).sum()) for e in range(6)]
-    check_plan(ops.slot_plan(ids.to(device), None, [16], 6), starts, ids.numel(), 6, [16])
+    check_plan(ops.plan_slots(ids.to(device), None, [16], 6), starts, ids.numel(), 6, [16])
 
 
 @given(
@@ -67,8 +67,8 @@ def test_other_rows_stay_where_they_are(counts, most, row_tiles, device):
     starts = [sum(counts[:e]) for e in range(len(counts))]
     offset = torch.tensor([*starts, sum(counts)], device=device)
     sizes = (sum(counts) + 3, len(counts), row_tiles)
-    check_plan(ops.align_permuted(offset, sizes[0], row_tiles), starts, *sizes)
-    plan = ops.align_batched(torch.tensor(counts, device=device), most, row_tiles)
+    check_plan(ops.plan_permuted(offset, sizes[0], row_tiles), starts, *sizes)
+    plan = ops.plan_batched(torch.tensor(counts, device=device), most, row_tiles)
     starts = [e * most for e in range(len(counts))]
     check_plan(plan, starts, most * len(counts), len(counts), row_tiles)
 
@@ -115,7 +115,7 @@ def test_both_orders(
     num_experts, num_slots = w1.shape[0], ids.numel()
     plan = planned(ids, expert_map, tiles, num_experts)
     if known:
-        plan = Tiles(ops.slot_plan(ids, expert_map, tiles, num_experts), ids, expert_map)
+        plan = Tiles(ops.plan_slots(ids, expert_map, tiles, num_experts), ids, expert_map)
     direct = known and is_direct(num_slots, num_experts)
     slots, rows = places(ids, expert_map, num_experts, direct)
     one, two = (
@@ -140,7 +140,7 @@ def test_batched_rows(max_num_tokens, device):
     x, w1, w2, *_ = make_inputs(Problem(3 * max_num_tokens, 3, 1, 24, 16), device)
     real = (torch.arange(max_num_tokens, device=device) < counts[:, None]).flatten()
     x[~real] = torch.nan
-    plan = Tiles(ops.align_batched(counts, max_num_tokens, ROW_TILES))
+    plan = Tiles(ops.plan_batched(counts, max_num_tokens, ROW_TILES))
     for arguments in ((x, w1, None, None), (x[:, :16], w2, None, None, None)):
         gemm = ops.expert_gemm_act if len(arguments) == 4 else ops.expert_gemm
         rest = (*plan, ROW_TILES, 1, *["silu"] * (len(arguments) == 4))

@@ -97,7 +97,7 @@ class Twins:
             self.weight = (w,)
 
     def run(self, tiles, activation, top_k):
-        made = ops.slot_plan(self.ids, None, tiles, self.problem.num_experts)
+        made = ops.plan_slots(self.ids, None, tiles, self.problem.num_experts)
         plan = Tiles(made, self.ids, None)
         operands = (*self.rows, *self.weight, self.bias)
         if self.scaled:

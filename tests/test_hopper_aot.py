@@ -43,7 +43,7 @@ def launch_layer(scheme, tokens, activation, hidden, width, has_bias):
 
     def launch(empty):
         ids = empty(tokens, TOP_K, dtype=torch.int32)
-        plan = Tiles(align.slot_plan(ids, None, tiles, EXPERTS), ids)
+        plan = Tiles(align.plan_slots(ids, None, tiles, EXPERTS), ids)
 
         def operands(rows, n, k):
             bias = empty(EXPERTS, n) if has_bias else None
@@ -123,7 +123,7 @@ def launch_unquantized(scheme):
     """A GEMM of many rows that are not quantized yet."""
 
     def launch(empty):
-        plan = Tiles(align.slot_plan(ids := empty(4096, 4, dtype=torch.int32), None, (64, 64), 64))
+        plan = Tiles(align.plan_slots(ids := empty(4096, 4, dtype=torch.int32), None, (64, 64), 64))
         weight = get_scheme(scheme).weight
         w = empty(64, 512, 2048, dtype=weight.dtype)
         w_scale = empty(*weight.weight_scale_shape(64, 512, 2048), dtype=torch.float32)

@@ -47,7 +47,7 @@ def test_expert_order(case, activation, hidden, width, launched):
     p = Problem(dtype=torch.bfloat16, activation=activation, **sizes)
     x, w1, w2, _, ids, _, b1, b2 = make_inputs(p, "cuda")
     tiles, num_slots = (tile,) * 8, ids.numel()
-    plan = (ops.slot_plan(ids, None, tiles, p.num_experts), ids, None)
+    plan = (ops.plan_slots(ids, None, tiles, p.num_experts), ids, None)
     expert = local_experts(ids, None, p.num_experts)
     slots = (expert >= 0).nonzero().flatten()
     slots = slots[expert[slots].argsort(stable=True)]

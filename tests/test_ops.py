@@ -36,8 +36,8 @@ def samples(device):
             (ids, expert_map, [16], E, False, False),
             (ids.long(), expert_map, list(ROW_TILES), 3, False, True),
         ],
-        "slot_plan": [(many, None, [8], E), (many.long(), expert_map, list(ROW_TILES), 3)],
-        "align_permuted": [(order[0], 5 * K, [16]), (order[0], 5 * K, list(ROW_TILES))],
+        "plan_slots": [(many, None, [8], E), (many.long(), expert_map, list(ROW_TILES), 3)],
+        "plan_permuted": [(order[0], 5 * K, [16]), (order[0], 5 * K, list(ROW_TILES))],
         "count_expert_num_tokens": [(ids, None, E), (ids, expert_map, 3)],
         "moe_permutation": [(ids, None, E), (ids.long(), expert_map, 3)],
         "gather_rows": [(x, *order[2::-2], K), (x.t().contiguous().t(), *order[2::-2], K)],
@@ -80,7 +80,7 @@ def routing_samples(x, weights, ids):
     return {
         "fused_topk": [(logits, None, K, True, "softmax", 1.0),
                        (logits, bias, K, False, "sigmoid", 2.0)],
-        "topk_align": [(logits.repeat(2, 1), bias, K, True, "softmax", 1.0,
+        "topk_plan": [(logits.repeat(2, 1), bias, K, True, "softmax", 1.0,
                         MAP.to(device), list(ROW_TILES), 3)],
         "grouped_topk": [
             (logits, bias, K, True, "sqrtsoftplus", 2.5, 2, 1),
@@ -141,7 +141,7 @@ def batched_samples(x, weights, ids):
     batch = x.view(5, 1, H).repeat(1, 6, 1)[:3].contiguous()
     turned = batch.transpose(1, 2).contiguous().transpose(1, 2)
     return {
-        "align_batched": [(counts, 6, [16]), (counts, 6, list(ROW_TILES))],
+        "plan_batched": [(counts, 6, [16]), (counts, 6, list(ROW_TILES))],
         "batched_dispatch": [
             (x, None, weights, ids, 1, 3, 4, "int8:1x*:float32"),
             (x, None, None, ids, 0, E, 2, "fp8:*x*:float32"),
@@ -252,7 +252,7 @@ def test_fakes_add_no_guard_on_the_tokens(fake_device, unbacked):
         weights, ids = ops.fused_topk(empty(tokens, E), None, K, True, "softmax", 1.0)
         count = empty(E, dtype=I32)
         ops.moe_align_block_size(ids, count, ROW_TILES, E, True, True)
-        plan = (ops.slot_plan(ids, count, ROW_TILES, E), ids, count)
+        plan = (ops.plan_slots(ids, count, ROW_TILES, E), ids, count)
         h = ops.expert_gemm_act(x, w1, None, None, *plan, ROW_TILES, K, "silu")
         y = ops.expert_gemm(h, w2, None, None, weights, *plan, ROW_TILES, 1)
         out = ops.moe_fused_mul_sum(y.view(tokens, K, H), weights, ids, None, None, E)

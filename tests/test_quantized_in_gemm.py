@@ -67,7 +67,7 @@ class Case:
             self.scale = torch.full((1,), 0.013, device=device)
         b = torch.randn(experts, n, generator=g).to(device) if bias else None
         tiles = row_tiles or row_tiles_of(self.scheme)
-        plan = ops.slot_plan(self.ids, self.expert_map, tiles, experts)
+        plan = ops.plan_slots(self.ids, self.expert_map, tiles, experts)
         self.slots = (self.ids, self.expert_map, experts)
         self.rest = (
             w.to(device), q.scale.to(device), b, plan, self.ids, self.expert_map, tiles,
@@ -261,7 +261,7 @@ def test_nobody_asks_for_the_number_of_tokens(unbacked):
     scheme = get_scheme("fp8_block128")
     with mode:
         x, ids = torch.empty(tokens, 128), torch.empty(tokens, 4, dtype=torch.int32)
-        plan = ops.slot_plan(ids, None, ROW_TILES, E)
+        plan = ops.plan_slots(ids, None, ROW_TILES, E)
         rows = quantized(x, None, SlotRows(Tiles(plan, ids), ROW_TILES, E), scheme)
         w, w_scale = torch.empty(E, 64, 128, dtype=torch.float8_e4m3fn), torch.empty(E, 1, 1)
         how = (plan, ids, None, ROW_TILES, 4, "fp8_block128", torch.float32)

@@ -195,7 +195,7 @@ def test_fakes_add_no_guard_on_the_tokens(unbacked):
         x, scale = torch.empty(tokens, 64, dtype=torch.int8), torch.empty(tokens, 2)
         w1, w2 = torch.empty(4, 96, 64, dtype=torch.int8), torch.empty(4, 64, 48, dtype=torch.int8)
         ids = torch.empty(tokens, 3, dtype=torch.int32)
-        plan = Tiles(ops.slot_plan(ids, None, ROW_TILES, 4), ids)
+        plan = Tiles(ops.plan_slots(ids, None, ROW_TILES, 4), ids)
         first, second = ((*plan, ROW_TILES, k, "int8_block32", torch.float16) for k in (3, 1))
         rows = (x, scale, w1, torch.empty(4, 3, 2), None, *first)
         h = ops.scaled_gemm_act(*rows, "silu")

@@ -42,7 +42,7 @@ def launch_layer(
     def launch(empty):
         slots = tile * experts
         ids = empty(slots, 1, dtype=torch.int32)
-        plan = Tiles(align.slot_plan(ids, None, [tile], experts), ids)
+        plan = Tiles(align.plan_slots(ids, None, [tile], experts), ids)
 
         def operands(n, k):
             scale = empty(*quant.row_scale_shape(slots, k), dtype=torch.float32)

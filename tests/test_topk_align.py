@@ -14,7 +14,7 @@ pytestmark = pytest.mark.kernel
 
 def in_two(logits, how, expert_map, row_tiles, local):
     weights, ids = ops.fused_topk(logits, *how)
-    return weights, ids, ops.slot_plan(ids, expert_map, row_tiles, local)
+    return weights, ids, ops.plan_slots(ids, expert_map, row_tiles, local)
 
 
 @given(
@@ -33,7 +33,7 @@ def test_any_logits(sample, row_tiles, local, device):
         expert_map = expert_map.to(device)
     how, sizes = call.arguments(device), (expert_map, row_tiles, local or experts)
     logits = logits.to(device)
-    together = ops.topk_align(logits, *how, *sizes)
+    together = ops.topk_plan(logits, *how, *sizes)
     for one, two in zip(together, in_two(logits, how, *sizes), strict=True):
         assert one.dtype == two.dtype and one.is_contiguous() and torch.equal(one, two)
 
@@ -46,6 +46,6 @@ def test_few_tokens(tokens, experts, device):
     logits[-1] = torch.nan
     logits = logits.to(device)[:, :experts]
     how, sizes = (None, min(8, experts), True, "softmax", 1.0), (None, [1], experts)
-    together = ops.topk_align(logits, *how, *sizes)
+    together = ops.topk_plan(logits, *how, *sizes)
     for one, two in zip(together, in_two(logits, how, *sizes), strict=True):
         assert torch.equal(one, two)

@@ -106,7 +106,7 @@ def test_one_graph_for_all_token_counts(at_home):
             run(*arguments(tokens))
     run(*arguments(5, width=32))
     tiles = [
-        next(node.args[2] for node in graph.graph.nodes if "slot_plan" in str(node.target))
+        next(node.args[2] for node in graph.graph.nodes if "plan_slots" in str(node.target))
         for graph in graphs
     ]
     assert [tuple(t) for t in tiles] == [(32, 32, 64, 128, 128, 128, 128, 64), ROW_TILES]
@@ -159,5 +159,5 @@ def test_a_gpu_finds_its_files(installed, device):
             inputs = arguments(tokens, device=device)
             assert torch.equal(run(*inputs), moe_ops.fused_experts(*inputs))
     (graph,) = graphs
-    tiles = next(node.args[2] for node in graph.graph.nodes if "slot_plan" in str(node.target))
+    tiles = next(node.args[2] for node in graph.graph.nodes if "plan_slots" in str(node.target))
     assert tuple(tiles) == (32, 32, 64, 128)

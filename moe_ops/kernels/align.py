@@ -16,11 +16,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from moe_ops.fake_impls.align import align_batched as empty_batched
-from moe_ops.fake_impls.align import align_permuted as empty_permuted
 from moe_ops.fake_impls.align import count_expert_num_tokens as empty_counts
 from moe_ops.fake_impls.align import moe_align_block_size as empty_plan
-from moe_ops.fake_impls.align import slot_plan as empty_slot_plan
+from moe_ops.fake_impls.align import plan_batched as empty_batched
+from moe_ops.fake_impls.align import plan_permuted as empty_permuted
+from moe_ops.fake_impls.align import plan_slots as empty_plan_slots
 from moe_ops.kernels.counting_sort import (
     Blocks,
     add_blocks,
@@ -184,11 +184,11 @@ def moe_align_block_size(
     return plan
 
 
-def slot_plan(
+def plan_slots(
     topk_ids: Tensor, expert_map: Tensor | None, row_tiles: Sequence[int], num_experts: int
 ) -> Tensor:
     """The same in one tensor; for so few slots that nobody reads it, nothing is launched."""
-    plan = empty_slot_plan(topk_ids, expert_map, row_tiles, num_experts)
+    plan = empty_plan_slots(topk_ids, expert_map, row_tiles, num_experts)
     num_slots = topk_ids.numel()
     if not is_direct(num_slots, num_experts):
         sizes = plan_sizes(num_slots, num_experts, row_tiles)
@@ -263,7 +263,7 @@ def _spans_launch(tile: int, num_experts: int) -> Launch:
     return Launch(_spans_kernel, TILE=tile, BUCKETS=next_power_of_2(max(num_experts, 2)))
 
 
-def align_batched(
+def plan_batched(
     expert_num_tokens: Tensor, max_num_tokens: int, row_tiles: Sequence[int]
 ) -> Tensor:
     """Launch one program an expert."""
@@ -274,7 +274,7 @@ def align_batched(
     return _run_spans(plan, spans, max_num_tokens, num_rows, num_experts, row_tiles)
 
 
-def align_permuted(
+def plan_permuted(
     expert_first_token_offset: Tensor, num_rows: int, row_tiles: Sequence[int]
 ) -> Tensor:
     """Launch one program an expert."""

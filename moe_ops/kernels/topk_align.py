@@ -10,8 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from moe_ops.fake_impls.topk_align import topk_align as empty_routing
-from moe_ops.kernels.align import slot_plan
+from moe_ops.fake_impls.topk_align import topk_plan as empty_routing
+from moe_ops.kernels.align import plan_slots
 from moe_ops.kernels.dependent import take_turn
 from moe_ops.kernels.launch import Launch
 from moe_ops.kernels.plan import place_buckets
@@ -65,7 +65,7 @@ def _rounded(tokens: int, num_experts: int, how: tuple, tile: int, buckets: int)
     )
 
 
-def topk_align(
+def topk_plan(
     gating_output: Tensor,
     e_score_correction_bias: Tensor | None,
     topk: int,
@@ -85,7 +85,7 @@ def topk_align(
     tokens, num_experts = gating_output.shape
     if is_direct(tokens * topk, num_local_experts) or not few_tokens(tokens, num_experts):
         weights, ids = fused_topk(gating_output, bias, *how)
-        return weights, ids, slot_plan(ids, *aligned)
+        return weights, ids, plan_slots(ids, *aligned)
     result = empty_routing(gating_output, bias, *how, *aligned)
     gating_output = by_rows(gating_output)
     _launch(tokens, num_experts, how, tuple(row_tiles), num_local_experts)(

@@ -193,7 +193,7 @@ def fused_moe(
     checks.size("gating_output.shape[1]", gating_output.shape[1], "the number of experts", experts)
     tiles = list(row_tiles_of(_config(quant_config).scheme, w2, batch_invariant))
     how = (None, topk, renormalize, scoring_func, 1)
-    topk_weights, topk_ids, plan = ops.topk_align(
+    topk_weights, topk_ids, plan = ops.topk_plan(
         gating_output, *how, expert_map, tiles, w1.shape[0]
     )
     return _experts(

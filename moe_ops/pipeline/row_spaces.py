@@ -73,11 +73,11 @@ class SlotRows(NamedTuple):
     ) -> SlotRows:
         """The space of a routing: local experts only, tiles picked by the op.
 
-        With its plan, or one that `topk_align` has made for the same row tiles.
+        With its plan, or one that `topk_plan` has made for the same row tiles.
         """
         _, ids, expert_map = routing
         if plan is None:
-            plan = ops.slot_plan(ids, expert_map, row_tiles, num_local_experts)
+            plan = ops.plan_slots(ids, expert_map, row_tiles, num_local_experts)
         return SlotRows(Tiles(plan, ids, expert_map), row_tiles, num_local_experts)
 
     def quantize(self, x: Tensor, scale: Tensor | None, quant: Quant) -> Rows:
@@ -113,7 +113,7 @@ class BatchedRows(NamedTuple):
     @staticmethod
     def of(expert_num_tokens: Tensor, max_num_tokens: int, row_tiles: RowTiles) -> BatchedRows:
         """The space of ``(El, M, ..)`` tensors, with its plan."""
-        plan = ops.align_batched(expert_num_tokens, max_num_tokens, row_tiles)
+        plan = ops.plan_batched(expert_num_tokens, max_num_tokens, row_tiles)
         return BatchedRows(Tiles(plan), row_tiles, expert_num_tokens, max_num_tokens)
 
     def _batched(self, x: Tensor) -> Tensor:
@@ -142,7 +142,7 @@ def permuted_rows(
     expert_first_token_offset: Tensor, num_rows: int, row_tiles: RowTiles
 ) -> BatchedRows:
     """The space of permuted rows: those in use come first, so it is one expert's to quantize."""
-    plan = ops.align_permuted(expert_first_token_offset, num_rows, row_tiles)
+    plan = ops.plan_permuted(expert_first_token_offset, num_rows, row_tiles)
     # The last offset, as the largest: torch 2.11's Inductor cannot slice a symbolic number of them.
     used = expert_first_token_offset.amax(0, keepdim=True).to(torch.int32)
     return BatchedRows(Tiles(plan), row_tiles, used, num_rows)

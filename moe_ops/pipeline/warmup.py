@@ -75,7 +75,7 @@ def warmup(
         logits = logits.to(router_logits_dtype or dtype)
         tiles = list(row_tiles_of(scheme, w2, invariant))
         how = (None, top_k, True, scoring_func, 1)
-        ops.topk_align(logits, *how, expert_map, tiles, w1.shape[0])
+        ops.topk_plan(logits, *how, expert_map, tiles, w1.shape[0])
         weights, ids = fused_topk(x, logits, top_k, True, scoring_func=scoring_func)
         weights, ids = weights.to(topk_weights_dtype), ids.to(topk_ids_dtype)
         fused_experts(x, w1, w2, weights, ids, **experts)

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from moe_ops.fake_impls.align import align_batched as empty_batched
-from moe_ops.fake_impls.align import align_permuted as empty_permuted
 from moe_ops.fake_impls.align import moe_align_block_size as empty_plan
-from moe_ops.fake_impls.align import slot_plan as empty_slot_plan
+from moe_ops.fake_impls.align import plan_batched as empty_batched
+from moe_ops.fake_impls.align import plan_permuted as empty_permuted
+from moe_ops.fake_impls.align import plan_slots as empty_plan_slots
 from moe_ops.reference.slots import local_experts
 from moe_ops.tensors import TilePlan, first_rows, unpack_plan
 from moe_ops.tiles import PLAN_HEADER, cdiv, pick_row_tile, plan_sizes
@@ -35,11 +35,11 @@ def moe_align_block_size(
     return plan
 
 
-def slot_plan(
+def plan_slots(
     topk_ids: Tensor, expert_map: Tensor | None, row_tiles: Sequence[int], num_experts: int
 ) -> Tensor:
     """The same plan in one tensor, of the slots of local experts only."""
-    plan = empty_slot_plan(topk_ids, expert_map, row_tiles, num_experts)
+    plan = empty_plan_slots(topk_ids, expert_map, row_tiles, num_experts)
     num_slots = topk_ids.numel()
     parts = unpack_plan(plan, num_slots, num_experts, row_tiles)
     counts = _fill_slots(parts, topk_ids, expert_map, None, row_tiles, num_experts)
@@ -93,7 +93,7 @@ def count_expert_num_tokens(
     return torch.bincount(bucket[bucket >= 0], minlength=num_local_experts).to(torch.int32)
 
 
-def align_batched(
+def plan_batched(
     expert_num_tokens: Tensor, max_num_tokens: int, row_tiles: Sequence[int]
 ) -> Tensor:
     """Expert e's rows are ``e * max_num_tokens`` and what follows, as many as it has."""
@@ -103,7 +103,7 @@ def align_batched(
     return _spans(plan, starts, counts, len(counts) * max_num_tokens, row_tiles)
 
 
-def align_permuted(
+def plan_permuted(
     expert_first_token_offset: Tensor, num_rows: int, row_tiles: Sequence[int]
 ) -> Tensor:
     """Expert e's rows are ``offset[e]`` to ``offset[e + 1] - 1``."""
