@@ -193,17 +193,17 @@ batched_activation_quantize = _op(
 expert_gemm = _op(
     "expert_gemm",
     "expert_gemm(Tensor a, Tensor w, Tensor? bias, Tensor? input_weights, Tensor? output_weights,"
-    " Tensor plan, Tensor? topk_ids, Tensor? expert_map, int[] row_tiles, SymInt top_k,"
+    " Tensor? plan, Tensor? topk_ids, Tensor? expert_map, int[] row_tiles, SymInt top_k,"
     " bool expert_order=False) -> Tensor",
 )
 expert_gemm_act = _op(
     "expert_gemm",
     "expert_gemm_act(Tensor a, Tensor w, Tensor? bias, Tensor? input_weights,"
-    " Tensor plan, Tensor? topk_ids, Tensor? expert_map, int[] row_tiles, SymInt top_k,"
+    " Tensor? plan, Tensor? topk_ids, Tensor? expert_map, int[] row_tiles, SymInt top_k,"
     " str activation, bool expert_order=False) -> Tensor",
 )
 _SCALED = (
-    "(Tensor a, Tensor? a_scale, Tensor w, Tensor w_scale, Tensor? bias, Tensor plan,"
+    "(Tensor a, Tensor? a_scale, Tensor w, Tensor w_scale, Tensor? bias, Tensor? plan,"
     " Tensor? topk_ids, Tensor? expert_map, int[] row_tiles, SymInt top_k, str scheme,"
     " ScalarType out_dtype"
 )
@@ -211,7 +211,7 @@ scaled_gemm = _op("scaled_gemm", f"scaled_gemm{_SCALED}) -> Tensor")
 scaled_gemm_act = _op("scaled_gemm", f"scaled_gemm_act{_SCALED}, str activation) -> Tensor")
 _WEIGHT_ONLY = (
     "(Tensor a, Tensor w, Tensor? w_scale, Tensor? w_zero_point, Tensor? w_global_scale,"
-    " Tensor? bias, Tensor? input_weights, Tensor plan, Tensor? topk_ids, Tensor? expert_map,"
+    " Tensor? bias, Tensor? input_weights, Tensor? plan, Tensor? topk_ids, Tensor? expert_map,"
     " int[] row_tiles, SymInt top_k, str scheme"
 )
 weight_only_gemm = _op("weight_only_gemm", f"weight_only_gemm{_WEIGHT_ONLY}) -> Tensor")
@@ -220,7 +220,7 @@ weight_only_gemm_act = _op(
 )
 _DECODED = (
     "(Tensor a, Tensor a_scale, Tensor w, Tensor w_scale, Tensor? w_global_scale, Tensor? bias,"
-    " Tensor plan, Tensor? topk_ids, Tensor? expert_map, int[] row_tiles, SymInt top_k,"
+    " Tensor? plan, Tensor? topk_ids, Tensor? expert_map, int[] row_tiles, SymInt top_k,"
     " str scheme, ScalarType out_dtype"
 )
 decoded_gemm = _op("decoded_gemm", f"decoded_gemm{_DECODED}) -> Tensor")

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from moe_ops.tiles import PLAN_HEADER, plan_sizes
+from moe_ops.tiles import PLAN_HEADER, is_direct, plan_sizes
 
 
 class TilePlan(NamedTuple):
@@ -45,17 +45,33 @@ def first_rows(plan: Tensor, num_slots: int, num_experts: int, row_tiles: Sequen
 class Tiles(NamedTuple):
     """What tells an expert GEMM its tiles."""
 
-    plan: Tensor
-    """int32: see `PlanSizes`. Not read with ``topk_ids`` where `is_direct`."""
+    plan: Tensor | None
+    """int32: see `PlanSizes`. May be None where `plan_to_read` finds that nobody reads it."""
     topk_ids: Tensor | None = None
     """``(T, k)``, where the rows of the GEMM are the slots of a routing."""
     expert_map: Tensor | None = None
     """Of that routing."""
 
 
-AnyTiles = tuple[Tensor, Tensor | None, Tensor | None]
+AnyTiles = tuple[Tensor | None, Tensor | None, Tensor | None]
 """A `Tiles`, or its fields: operators, which get them one by one, do not take the time to name
 them."""
+
+
+def plan_to_read(tiles: AnyTiles, num_slots: int, num_experts: int) -> Tensor | None:
+    """The plan of an expert GEMM; None where its slots are so few that their ids tell its tiles.
+
+    Raises:
+        ValueError: there is no plan, and no ids of few slots.
+    """
+    plan, topk_ids, _ = tiles
+    if topk_ids is not None and is_direct(num_slots, num_experts):
+        return None
+    if plan is None:
+        raise ValueError(
+            f"plan must be a tensor for {num_slots} slots of {num_experts} experts, got None"
+        )
+    return plan
 
 
 class Permutation(NamedTuple):

@@ -13,8 +13,7 @@ import triton.language as tl
 
 from moe_ops.kernels.activation import gate, gate_up
 from moe_ops.kernels.slots import HEADER, experts_of
-from moe_ops.tensors import AnyTiles
-from moe_ops.tiles import is_direct
+from moe_ops.tensors import AnyTiles, plan_to_read
 
 COUNTED = ["num_slots", "num_ids", "num_experts"]
 """What no kernel is made anew for."""
@@ -22,9 +21,10 @@ COUNTED = ["num_slots", "num_ids", "num_experts"]
 
 def tile_arguments(tiles: AnyTiles, num_slots: int, num_experts: int) -> tuple[Any, ...]:
     """A kernel's arguments that tell its tiles."""
-    plan, topk_ids, expert_map = tiles
-    if topk_ids is None or not is_direct(num_slots, num_experts):
+    plan = plan_to_read(tiles, num_slots, num_experts)
+    if plan is not None:
         return plan, None, num_slots, None, num_experts
+    _, topk_ids, expert_map = tiles
     if expert_map is None:
         return topk_ids.contiguous(), None, num_slots, num_experts, num_experts
     num_ids = expert_map.shape[0]

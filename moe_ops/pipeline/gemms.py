@@ -7,7 +7,7 @@ from torch import Tensor
 
 from moe_ops import ops
 from moe_ops.gemm_tiles import quantizes_slots
-from moe_ops.pipeline.row_spaces import BatchedRows, SlotRows, depends_on_batch
+from moe_ops.pipeline.row_spaces import BatchedRows, SlotRows, always, depends_on_batch
 from moe_ops.scheme import FusedMoEQuantConfig, Scheme
 from moe_ops.tensors import ExpertWeight, ExpertWeights, Rows
 from moe_ops.tiles import direct_slots
@@ -75,16 +75,9 @@ def _on_the_way(k: int, space: SlotRows, scheme: Scheme) -> bool:
         return False
     tokens, top_k = ids.shape
     slots, few = tokens * top_k, direct_slots(space.num_local_experts)
-    if _always(slots <= few):
+    if always(slots <= few):
         return quantizes_slots(quant, k, space.row_tiles)
-    return not _always(slots > few)
-
-
-def _always(condition) -> bool:
-    """Whether a condition holds for all values of its symbols, without a guard on them."""
-    if isinstance(condition, bool) and not torch.compiler.is_compiling():
-        return condition
-    return torch.fx.experimental.symbolic_shapes.statically_known_true(condition)
+    return not always(slots > few)
 
 
 def gemm(

@@ -14,7 +14,7 @@ from torch import Tensor
 from moe_ops import ops
 from moe_ops.scheme import Quant, Scheme
 from moe_ops.tensors import Routing, Rows, Tiles
-from moe_ops.tiles import INVARIANT_ROW_TILES
+from moe_ops.tiles import INVARIANT_ROW_TILES, direct_slots
 from moe_ops.tuned import device_name, row_tiles
 from moe_ops.tuned_file import default_row_tiles
 
@@ -58,6 +58,13 @@ def check_batch_invariant(scheme: Scheme) -> None:
         )
 
 
+def always(condition) -> bool:
+    """Whether a condition holds for all values of its symbols, without a guard on them."""
+    if isinstance(condition, bool) and not torch.compiler.is_compiling():
+        return condition
+    return torch.fx.experimental.symbolic_shapes.statically_known_true(condition)
+
+
 class SlotRows(NamedTuple):
     """Row ``t * k + j`` is slot j of token t; the rows of skipped slots hold anything."""
 
@@ -73,10 +80,12 @@ class SlotRows(NamedTuple):
     ) -> SlotRows:
         """The space of a routing: local experts only, tiles picked by the op.
 
-        With its plan, or one that `topk_plan` has made for the same row tiles.
+        With its plan, or one that `topk_plan` has made for the same row tiles; without one where
+        nobody would read it.
         """
         _, ids, expert_map = routing
-        if plan is None:
+        few = direct_slots(num_local_experts)
+        if plan is None and not always(ids.shape[0] * ids.shape[1] <= few):
             plan = ops.plan_slots(ids, expert_map, row_tiles, num_local_experts)
         return SlotRows(Tiles(plan, ids, expert_map), row_tiles, num_local_experts)
 

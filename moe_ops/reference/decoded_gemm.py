@@ -14,7 +14,7 @@ from moe_ops.reference.activation import apply, split
 from moe_ops.reference.slots import multiply, planned_slots, runs
 from moe_ops.reference.weight_only_gemm import one_expert
 from moe_ops.scheme import Quant, dequantize_rows, dequantize_weight, get_scheme
-from moe_ops.tensors import QTensor
+from moe_ops.tensors import AnyTiles, QTensor
 
 
 def decoded_gemm(
@@ -24,7 +24,7 @@ def decoded_gemm(
     w_scale: Tensor,
     w_global_scale: Tensor | None,
     bias: Tensor | None,
-    plan: Tensor,
+    plan: Tensor | None,
     topk_ids: Tensor | None,
     expert_map: Tensor | None,
     row_tiles: Sequence[int],
@@ -54,7 +54,7 @@ def decoded_gemm(
     rest = (bias, *tiles, row_tiles, top_k, scheme, out_dtype)
     out = empty_rows(a, a_scale, w, w_scale, w_global_scale, *rest)
     stored = QTensor(w, w_scale, None, w_global_scale)
-    return _grouped(out, (a, a_scale), stored, bias, plan, row_tiles, top_k, scheme, lambda y: y)
+    return _grouped(out, (a, a_scale), stored, bias, tiles, row_tiles, top_k, scheme, lambda y: y)
 
 
 def decoded_gemm_act(
@@ -64,7 +64,7 @@ def decoded_gemm_act(
     w_scale: Tensor,
     w_global_scale: Tensor | None,
     bias: Tensor | None,
-    plan: Tensor,
+    plan: Tensor | None,
     topk_ids: Tensor | None,
     expert_map: Tensor | None,
     row_tiles: Sequence[int],
@@ -82,7 +82,7 @@ def decoded_gemm_act(
     def finish(rows: Tensor) -> Tensor:
         return apply(*split(rows, rule), rule)
 
-    return _grouped(out, (a, a_scale), stored, bias, plan, row_tiles, top_k, scheme, finish)
+    return _grouped(out, (a, a_scale), stored, bias, tiles, row_tiles, top_k, scheme, finish)
 
 
 def _grouped(
@@ -90,7 +90,7 @@ def _grouped(
     a: tuple[Tensor, Tensor],
     stored: QTensor,
     bias: Tensor | None,
-    plan: Tensor,
+    tiles: AnyTiles,
     row_tiles: Sequence[int],
     top_k: int,
     scheme: str,
@@ -101,7 +101,7 @@ def _grouped(
     if out.shape[0] == 0:
         return out
     num_experts, n, _ = stored.data.shape
-    slots, experts = planned_slots(plan, row_tiles, out.shape[0], num_experts)
+    slots, experts = planned_slots(tiles, row_tiles, out.shape[0], num_experts)
     quant = get_scheme(scheme).activation
     x = _numbers(*a, quant, slots // top_k, experts, num_experts)
     rows = x.new_empty((len(slots), n))

@@ -40,8 +40,8 @@ def _grouped(
     num_slots = out.shape[0]
     if num_slots == 0:
         return out
-    slots, experts = planned_slots(tiles[0], row_tiles, num_slots, w.shape[0])
-    between = rows_between(*tiles[:2], row_tiles, num_slots, w.shape[0])
+    slots, experts = planned_slots(tiles, row_tiles, num_slots, w.shape[0])
+    between = rows_between(tiles, row_tiles, num_slots, w.shape[0])
     x = a[between if ordered == "a" else slots // top_k].float()
     rows = x.new_empty((len(slots), w.shape[1]))
     for expert, mine in runs(experts):
@@ -60,7 +60,7 @@ def expert_gemm(
     bias: Tensor | None,
     input_weights: Tensor | None,
     output_weights: Tensor | None,
-    plan: Tensor,
+    plan: Tensor | None,
     topk_ids: Tensor | None,
     expert_map: Tensor | None,
     row_tiles: Sequence[int],
@@ -85,7 +85,7 @@ def expert_gemm_act(
     w: Tensor,
     bias: Tensor | None,
     input_weights: Tensor | None,
-    plan: Tensor,
+    plan: Tensor | None,
     topk_ids: Tensor | None,
     expert_map: Tensor | None,
     row_tiles: Sequence[int],

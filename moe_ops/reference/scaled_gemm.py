@@ -41,7 +41,7 @@ def scaled_gemm(
     w: Tensor,
     w_scale: Tensor,
     bias: Tensor | None,
-    plan: Tensor,
+    plan: Tensor | None,
     topk_ids: Tensor | None,
     expert_map: Tensor | None,
     row_tiles: Sequence[int],
@@ -60,7 +60,7 @@ def scaled_gemm(
     out = empty_rows(a, a_scale, w, w_scale, bias, *tiles, row_tiles, top_k, scheme, out_dtype)
     rows = _quantized(a, a_scale, w, scheme, tiles)
     operands = _Operands(*rows, w, w_scale, bias, scheme)
-    return _grouped(out, operands, plan, row_tiles, top_k, lambda rows: rows)
+    return _grouped(out, operands, tiles, row_tiles, top_k, lambda rows: rows)
 
 
 def scaled_gemm_act(
@@ -69,7 +69,7 @@ def scaled_gemm_act(
     w: Tensor,
     w_scale: Tensor,
     bias: Tensor | None,
-    plan: Tensor,
+    plan: Tensor | None,
     topk_ids: Tensor | None,
     expert_map: Tensor | None,
     row_tiles: Sequence[int],
@@ -80,15 +80,17 @@ def scaled_gemm_act(
 ) -> Tensor:
     """The activation of the same rows, in float32, rounded once."""
     tiles = (plan, topk_ids, expert_map)
-    operands = (a, a_scale, w, w_scale, bias)
-    out = empty_activated_rows(*operands, *tiles, row_tiles, top_k, scheme, out_dtype, activation)
+    rest = (bias, *tiles, row_tiles, top_k, scheme, out_dtype, activation)
+    out = empty_activated_rows(a, a_scale, w, w_scale, *rest)
     rule = formula(activation)
 
     def finish(rows: Tensor) -> Tensor:
         return apply(*split(rows, rule), rule)
 
     rows = _quantized(a, a_scale, w, scheme, tiles)
-    return _grouped(out, _Operands(*rows, w, w_scale, bias, scheme), plan, row_tiles, top_k, finish)
+    return _grouped(
+        out, _Operands(*rows, w, w_scale, bias, scheme), tiles, row_tiles, top_k, finish
+    )
 
 
 def _quantized(
@@ -103,7 +105,7 @@ def _quantized(
 def _grouped(
     out: Tensor,
     operands: _Operands,
-    plan: Tensor,
+    tiles: AnyTiles,
     row_tiles: Sequence[int],
     top_k: int,
     finish: Callable[[Tensor], Tensor],
@@ -115,7 +117,7 @@ def _grouped(
     a_quant, quant = quants(scheme)
     if out.shape[0] == 0:
         return out
-    slots, experts = planned_slots(plan, row_tiles, out.shape[0], num_experts)
+    slots, experts = planned_slots(tiles, row_tiles, out.shape[0], num_experts)
     x = a[slots // top_k]
     if not a_quant.per_tensor:
         x_scale = a_scale.view(a.shape[0], -1)[slots // top_k].float()

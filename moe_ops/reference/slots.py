@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import cast
 
 import torch
 from torch import Tensor
 
-from moe_ops.tensors import first_rows, unpack_plan
-from moe_ops.tiles import is_direct, pick_row_tile
+from moe_ops.tensors import AnyTiles, first_rows, plan_to_read, unpack_plan
+from moe_ops.tiles import pick_row_tile
 
 
 def local_experts(topk_ids: Tensor, expert_map: Tensor | None, num_local_experts: int) -> Tensor:
@@ -27,12 +28,19 @@ def local_experts(topk_ids: Tensor, expert_map: Tensor | None, num_local_experts
 
 
 def planned_slots(
-    plan: Tensor, row_tiles: Sequence[int], num_slots: int, num_experts: int
+    tiles: AnyTiles, row_tiles: Sequence[int], num_slots: int, num_experts: int
 ) -> tuple[Tensor, Tensor]:
-    """The slots of a plan in its order, padding and other ranks' tiles left out, and their experts.
+    """The slots of some tiles, padding and other ranks' slots left out, and their experts.
 
-    Both int64, so that slots of an expert lie together.
+    Both int64, so that slots of an expert lie together, in their order. So few slots that no kernel
+    reads the plan are found without it here, too.
     """
+    plan = plan_to_read(tiles, num_slots, num_experts)
+    if plan is None:
+        experts = local_experts(cast(Tensor, tiles[1]), tiles[2], num_experts)
+        slots = experts.argsort(stable=True)
+        slots = slots[experts[slots] >= 0]
+        return slots, experts[slots]
     sorted_token_ids, expert_ids, num_tokens_post_padded = unpack_plan(
         plan, num_slots, num_experts, row_tiles
     )
@@ -45,20 +53,15 @@ def planned_slots(
 
 
 def rows_between(
-    plan: Tensor,
-    topk_ids: Tensor | None,
-    row_tiles: Sequence[int],
-    num_slots: int,
-    num_experts: int,
+    tiles: AnyTiles, row_tiles: Sequence[int], num_slots: int, num_experts: int
 ) -> Tensor:
     """Where the rows of `planned_slots` lie in expert order: int64.
 
-    Row i of a tile lies i rows after the tile's first. For so few slots that no kernel reads the
-    plan, all rows lie by slot.
+    Row i of a tile lies i rows after the tile's first; without a plan every row lies by slot.
     """
-    slots, experts = planned_slots(plan, row_tiles, num_slots, num_experts)
-    if topk_ids is not None and is_direct(num_slots, num_experts):
-        return slots
+    plan = plan_to_read(tiles, num_slots, num_experts)
+    if plan is None:
+        return planned_slots(tiles, row_tiles, num_slots, num_experts)[0]
     tile = pick_row_tile(row_tiles, num_slots, num_experts)
     used = unpack_plan(plan, num_slots, num_experts, row_tiles).sorted_token_ids[: int(plan[0])]
     firsts = first_rows(plan, num_slots, num_experts, row_tiles)[: len(used) // tile, None]

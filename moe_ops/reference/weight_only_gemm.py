@@ -16,7 +16,7 @@ from moe_ops.fake_impls.weight_only_gemm import weight_only_gemm_act as empty_ac
 from moe_ops.reference.activation import apply, split
 from moe_ops.reference.slots import multiply, planned_slots, runs
 from moe_ops.scheme import dequantize_weight
-from moe_ops.tensors import QTensor
+from moe_ops.tensors import AnyTiles, QTensor
 
 
 def weight_only_gemm(
@@ -27,7 +27,7 @@ def weight_only_gemm(
     w_global_scale: Tensor | None,
     bias: Tensor | None,
     input_weights: Tensor | None,
-    plan: Tensor,
+    plan: Tensor | None,
     topk_ids: Tensor | None,
     expert_map: Tensor | None,
     row_tiles: Sequence[int],
@@ -42,7 +42,7 @@ def weight_only_gemm(
     def finish(rows: Tensor) -> Tensor:
         return rows
 
-    return _grouped(out, a, stored, bias, input_weights, plan, row_tiles, top_k, scheme, finish)
+    return _grouped(out, a, stored, bias, input_weights, tiles, row_tiles, top_k, scheme, finish)
 
 
 def weight_only_gemm_act(
@@ -53,7 +53,7 @@ def weight_only_gemm_act(
     w_global_scale: Tensor | None,
     bias: Tensor | None,
     input_weights: Tensor | None,
-    plan: Tensor,
+    plan: Tensor | None,
     topk_ids: Tensor | None,
     expert_map: Tensor | None,
     row_tiles: Sequence[int],
@@ -72,7 +72,7 @@ def weight_only_gemm_act(
     def finish(rows: Tensor) -> Tensor:
         return apply(*split(rows, rule), rule)
 
-    return _grouped(out, a, stored, bias, input_weights, plan, row_tiles, top_k, scheme, finish)
+    return _grouped(out, a, stored, bias, input_weights, tiles, row_tiles, top_k, scheme, finish)
 
 
 def _grouped(
@@ -81,7 +81,7 @@ def _grouped(
     stored: QTensor,
     bias: Tensor | None,
     input_weights: Tensor | None,
-    plan: Tensor,
+    tiles: AnyTiles,
     row_tiles: Sequence[int],
     top_k: int,
     scheme: str,
@@ -92,7 +92,7 @@ def _grouped(
     if out.shape[0] == 0:
         return out
     num_experts, n, _ = stored.data.shape
-    slots, experts = planned_slots(plan, row_tiles, out.shape[0], num_experts)
+    slots, experts = planned_slots(tiles, row_tiles, out.shape[0], num_experts)
     x = a[slots // top_k].float()
     rows = x.new_empty((len(slots), n))
     for expert, mine in runs(experts):
