@@ -2,10 +2,10 @@
 
 Triton inspects every argument of every launch (about 20 microseconds for a GEMM kernel) to find
 the binary that fits. Here the binary is remembered under what that inspection looks at: dtypes,
-16-byte alignment and the values of specialised integers. Only the first launch of a combination
-goes through Triton; later ones hand the same arguments to its binary, past the launch hooks where
-nobody (a profiler) has added one. A kernel may be launched before the one before it ends: see
-`dependent`, which also tells how to turn that off.
+devices, 16-byte alignment and the values of specialised integers. Only the first launch of a
+combination goes through Triton; later ones hand the same arguments to its binary, past the launch
+hooks where nobody (a profiler) has added one. A kernel may be launched before the one before it
+ends: see `dependent`, which also tells how to turn that off.
 """
 
 from __future__ import annotations
@@ -26,20 +26,21 @@ class Binary:
         self.compiled = compiled
 
     @cached_property
-    def start(self) -> tuple[Any, tuple[Any, ...]]:
-        """What starts it, and what that takes between the stream and the kernel's arguments.
+    def start(self) -> tuple[Any, tuple[Any, ...], bool]:
+        """What starts it, what that takes before the kernel's arguments, whether it takes pointers.
 
         Triton 3.6's launcher for CUDA first asks, at every launch, how much scratch memory to
-        allocate: that of a kernel without any is passed by, for the C function behind it.
+        allocate: that of a kernel without any is passed by, for the C function behind it. That one
+        takes addresses for tensors, and then does not ask the driver about each.
         """
         run = self.compiled.run
         function, metadata = self.compiled.function, self.compiled.packed_metadata
         no_hooks = (None, None, None)
         known = triton.__version__.startswith("3.6.") and type(run).__name__ == "CudaLauncher"
         if not known or run.global_scratch_size or run.profile_scratch_size:
-            return run, (function, metadata, *no_hooks)
+            return run, (function, metadata, *no_hooks), False
         flags = (run.launch_cooperative_grid, run.launch_pdl)
-        return run.launch, (function, *flags, None, None, metadata, *no_hooks)
+        return run.launch, (function, *flags, None, None, metadata, *no_hooks), True
 
 
 COMPILED: dict[tuple, Binary] = {}
@@ -75,15 +76,19 @@ class Launch:
             self.kernel[grid](*arguments, **self.constants)
             return
         device = arguments[0].get_device()
-        seen: list[Any] = [self, device]
+        seen: list[Any] = [self]
+        values: list[Any] = []
         for argument, counted in zip(arguments, self.counted):  # noqa: B905 (strict is slower)
             if type(argument) is int:
                 seen.append(argument > _INT32 if counted else argument)
+                values.append(argument)
             elif argument is None:
                 seen.append(None)
+                values.append(None)
             else:
-                seen.append(argument.dtype)
-                seen.append(argument.data_ptr() & 15)
+                pointer = argument.data_ptr()
+                seen += (argument.dtype, argument.get_device(), pointer & 15)
+                values.append(pointer)
         key = tuple(seen)
         binary = COMPILED.get(key)
         if binary is None:
@@ -95,5 +100,6 @@ class Launch:
         if RUNTIME.launch_enter_hook.calls or RUNTIME.launch_exit_hook.calls:
             binary.compiled[(x, y, z)](*arguments, *self.tail)
             return
-        start, settings = binary.start
-        start(x, y, z, _current_stream(device), *settings, *arguments, *self.tail)
+        start, settings, by_pointer = binary.start
+        given = values if by_pointer else arguments
+        start(x, y, z, _current_stream(device), *settings, *given, *self.tail)
