@@ -21,7 +21,7 @@ export TOKENIZERS_PARALLELISM := false
 # Workers share the cores: threads of their own would only spin against each other.
 TEST_ENV := OMP_NUM_THREADS=1
 
-.PHONY: demo test test-reference test-interpreter gpu-test bench lint clean
+.PHONY: demo test test-reference test-interpreter gpu-test sanitize bench lint clean
 
 $(VENV)/ready: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -50,6 +50,14 @@ PART ?= tests
 gpu-test: $(READY)
 	MOE_OPS_RECORD=$(RESULTS)/$$($(PY) -c "import torch; print(torch.cuda.get_device_name().lower().replace(' ', '-'))")/gpu_tests.json \
 	  $(PY) -m pytest $(PART) -n $(WORKERS)
+
+# Every kernel on small problems under NVIDIA's compute-sanitizer: at most 9 minutes. SHARE=1/2 and
+# SHARE=2/2 run half of the cases each; shares of the same commit merge into one record. Needs a GPU
+# that the sanitizer supports; exits with 2 (make's) otherwise, and says why.
+SHARE ?= 1/1
+TOOLS ?= memcheck racecheck synccheck
+sanitize: $(READY)
+	$(PY) tests/sanitizer_record.py --output $(RESULTS) --part $(SHARE) --tools $(TOOLS)
 
 # ARGS="--model qwen3-30b --tokens 1,64" times some of it: parts merge into the records row by row.
 # Without a GPU: a tiny problem on the CPU, nothing written. STAGES= leaves the single stages out,

@@ -1,0 +1,208 @@
+"""Small problems that reach every kernel in every way it is launched, and what they must give.
+
+`sanitize.py` runs them under NVIDIA's compute-sanitizer. Inputs are made, and results judged, on
+the CPU: the GPU runs next to nothing but the kernels of the library.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from modular import EXPERTS, PREPARES, build_experts, build_prepare, fit, roundings, supported
+from sanitize_operators import BF16, F16, F32, Case, operator_cases, some
+from test_scaled_gemm import activated, exact_rows, numbers
+from torch import Tensor
+
+import moe_ops
+from moe_ops import ops
+from moe_ops.reference import align, quantize
+from moe_ops.reference import scaled_gemm as scaled_reference
+from moe_ops.reference.slots import local_experts
+from moe_ops.scheme import get_scheme, quantize_weight
+from moe_ops.testing import (
+    Problem,
+    assert_layer_matches,
+    assert_matches_reference,
+    call,
+    make_inputs,
+    oracle,
+    quantize_inputs,
+    reference_experts,
+)
+
+# Layers, against the oracle
+
+DIRECT = {"num_tokens": 2, "num_experts": 32, "hidden_size": 256, "intermediate_size": 128}
+"""Few slots of many experts: no plan."""
+TAILS = {"num_tokens": 9, "num_experts": 4, "hidden_size": 352, "intermediate_size": 176}
+"""Few rows an expert; neither tiles nor groups divide the sizes."""
+STREAM = {"num_tokens": 25, "num_experts": 4, "hidden_size": 256, "intermediate_size": 128}
+"""Few rows an expert, past which Hopper streams 8-bit weights."""
+MANY = {"num_tokens": 100, "num_experts": 2, "top_k": 1, "hidden_size": 272,
+        "intermediate_size": 144}  # fmt: skip
+"""Enough rows an expert for Hopper to pack those of 8-bit numbers, in tiles of 64."""
+PACKED = {**MANY, "num_tokens": 700, "hidden_size": 256, "intermediate_size": 128}
+"""Enough for 16-bit numbers, too; in tiles of 128."""
+SCHEMES = (
+    "unquantized", "fp8_tensor_static", "fp8_tensor", "fp8_channel", "fp8_block128", "int8_channel",
+    "int8_block128", "fp8_w8a16", "int8_w8a16", "int4_w4a16_g128", "int4_w4a16_g128_zp",
+    "mxfp4_w4a16", "nvfp4_w4a16", "mxfp8", "mxfp4", "nvfp4", "int4_w4a8_g128",
+)  # fmt: skip
+FP8 = ("fp8_tensor_static", "fp8_tensor", "fp8_channel", "fp8_block128")
+PLAIN: dict[str, dict[str, Any]] = {
+    **{f"direct/{s}": {**DIRECT, "scheme": s} for s in SCHEMES},
+    **{f"tails/{s}": {**TAILS, "scheme": s} for s in SCHEMES},
+    **{f"many/{s}": {**MANY, "scheme": s} for s in SCHEMES},
+    **{f"stream/{s}": {**STREAM, "scheme": s} for s in FP8},
+    **{f"packed/{s}": {**PACKED, "scheme": s} for s in ("unquantized", *FP8)},
+    "direct/one-slot": {**DIRECT, "num_tokens": 1, "top_k": 1},
+    **{f"direct/{str(t)[6:]}": {**DIRECT, "dtype": t} for t in (F16, F32)},
+    **{f"tails/{str(t)[6:]}": {**TAILS, "dtype": t} for t in (F16, F32)},
+    **{f"many/{str(t)[6:]}": {**MANY, "dtype": t} for t in (F16, F32)},
+    "packed/float16": {**PACKED, "dtype": F16},
+    "packed/skewed-tails": {**MANY, "num_tokens": 750, "num_experts": 3, "routing": "skewed"},
+    "blocks-of-slots": {**TAILS, "num_tokens": 600},
+}
+SPECIAL = {
+    "bias-swigluoai": {"has_bias": True, "activation": "swigluoai"},
+    "gelu_no_mul": {"activation": "gelu_no_mul"},
+    "on-input": {"on_input": True},
+    "holes": {"routing": "holes"},
+}
+"""What is special in the beginning or the end of a kernel."""
+EACH_KERNEL = (
+    "direct/unquantized", "direct/fp8_channel", "tails/unquantized", "tails/int8_channel",
+    "tails/int4_w4a16_g128", "tails/mxfp4", "stream/fp8_channel", "many/fp8_channel",
+    "packed/unquantized",
+)  # fmt: skip
+"""Every form of the expert GEMMs."""
+
+
+def layers() -> Iterator[tuple[str, dict[str, Any]]]:
+    """Names and problems: plain ones, and for each kernel what is special, and an expert map."""
+    yield from PLAIN.items()
+    for base in EACH_KERNEL:
+        for name, change in SPECIAL.items():
+            yield f"{base}/{name}", {**PLAIN[base], **change}
+        mapped = {**PLAIN[base], "num_local_experts": PLAIN[base]["num_experts"] - 1}
+        if base.startswith("direct/"):  # so few slots that the others' number is enough
+            mapped |= {"num_tokens": 1, "top_k": 3}
+        yield f"{base}/expert-map", mapped
+
+
+def layer_case(name: str, settings: dict[str, Any], **more: Any) -> Case:
+    """`moe_ops.fused_experts` on a problem."""
+    problem = Problem(**{"dtype": BF16, **settings})
+
+    def run(quantized: Any) -> Tensor:
+        how = {"quant_config": quantized.config, **more}
+        return call(moe_ops.fused_experts, problem, quantized.inputs, **how)
+
+    def check(quantized: Any, actual: Tensor) -> None:
+        expected = reference_experts(problem, quantized.inputs, quantized.config)
+        assert_layer_matches(actual, oracle(problem, quantized.exact), expected)
+
+    return Case(name, lambda: quantize_inputs(problem, make_inputs(problem)), run, check)
+
+
+def layer_cases() -> Iterator[Case]:
+    """Standard layers, and some in batch-invariant mode."""
+    for name, settings in layers():
+        yield layer_case(f"layer/{name}", settings)
+    for scheme in ("unquantized", "fp8_channel", "int4_w4a16_g128"):
+        name = f"layer/batch-invariant/{scheme}"
+        yield layer_case(name, {**TAILS, "scheme": scheme}, batch_invariant=True)
+
+
+def routed_case(tokens: int, experts: int) -> Case:
+    """`moe_ops.fused_moe`: routing, and with few tokens alignment in the same launch."""
+    problem = Problem(tokens, experts, 2, 64, 48, BF16)
+
+    def inputs() -> Any:
+        return make_inputs(problem), some(tokens, experts)
+
+    def run(given: Any) -> Any:
+        (x, w1, w2, *_), logits = given
+        return moe_ops.fused_moe(x, w1, w2, logits, 2), moe_ops.fused_topk(x, logits, 2, True)
+
+    def check(given: Any, result: Any) -> None:
+        actual, (weights, ids) = result
+        routed = given[0]._replace(topk_weights=weights, topk_ids=ids)
+        expected = reference_experts(problem, routed)
+        assert_layer_matches(actual, oracle(problem, routed), expected)
+
+    return Case(f"layer/routed/{tokens}x{experts}", inputs, run, check)
+
+
+# Other formats of rows: permuted, batched
+
+
+def format_case(experts: type, scheme: str) -> Case:
+    """A modular kernel of a class of experts."""
+    problem = Problem(11, 6, 2, 160, 136, BF16, routing="holes", scheme=scheme)
+
+    def run(quantized: Any) -> Tensor:
+        (x, w1, w2, weights, ids, *_), config, _ = quantized
+        part = build_prepare(next(p for p in PREPARES if fit(experts, p)), problem)
+        kernel = moe_ops.FusedMoEKernel(part, build_experts(experts, problem, config, x.device))
+        return kernel.apply(x, w1, w2, weights, ids, problem.activation, problem.num_experts)
+
+    def check(quantized: Any, actual: Tensor) -> None:
+        where = roundings(experts, problem)
+        expected = reference_experts(problem, quantized.inputs, quantized.config, where)
+        assert_layer_matches(actual, oracle(problem, quantized.exact), expected)
+
+    name = f"format/{experts.__name__}/{scheme}"
+    return Case(name, lambda: quantize_inputs(problem, make_inputs(problem)), run, check)
+
+
+# GEMMs whose rows are quantized as they are packed
+
+
+PACKED_AT_ONCE = ("fp8_channel", "fp8_block128", "fp8_tensor_static")
+
+
+def packing_case(scheme: str, tile: int) -> Case:
+    """A gated GEMM of many rows that are not quantized yet."""
+    problem = Problem(
+        **{**PACKED, "num_tokens": 400, "hidden_size": 1040}, dtype=BF16, scheme=scheme
+    )
+    quant, tiles = get_scheme(scheme).activation, (tile,) * 8
+
+    def inputs() -> Any:
+        x, w, _, _, ids, *_ = make_inputs(problem)
+        given = torch.tensor([0.02]) if quant.static else None
+        plan = align.plan_slots(ids, None, tiles, problem.num_experts)
+        return x, given, *quantize_weight(w, scheme)[:2], None, plan, ids, None
+
+    def tail() -> tuple[Any, ...]:
+        return list(tiles), problem.top_k, scheme, BF16, "silu"
+
+    def check(operands: Any, actual: Tensor) -> None:
+        x, given, w, w_scale, _, _, ids, _ = operands
+        rows = quantize.moe_quantize(x, given, None, None, None, 1, quant.key)
+        expert = local_experts(ids, None, problem.num_experts)
+        product = numbers(*rows, scheme, problem.top_k)
+        exact = activated(exact_rows(product, w, w_scale, None, expert, scheme), "silu")
+        expected = scaled_reference.scaled_gemm_act(*rows, *operands[2:], *tail())
+        assert_matches_reference(actual, exact, expected)
+
+    def run(operands: Any) -> Tensor:
+        return ops.scaled_gemm_act(*operands, *tail())
+
+    return Case(f"gemm/quantized-as-packed/{scheme}/{tile}", inputs, run, check)
+
+
+def cases() -> list[Case]:
+    """All of them."""
+    formats = ("unquantized", "fp8_channel", "fp8_block128", "int8_tensor", "int4_w4a16_g128")
+    modular = [e for e in EXPERTS if not e.is_monolithic()]
+    return [
+        *operator_cases(),
+        *layer_cases(),
+        *(routed_case(*sizes) for sizes in ((1, 16), (5, 8), (40, 8))),
+        *(format_case(e, s) for e in modular for s in formats if supported(e, s, "silu")),
+        *(packing_case(scheme, tile) for scheme in PACKED_AT_ONCE for tile in (64, 128)),
+    ]

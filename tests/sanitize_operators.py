@@ -1,0 +1,127 @@
+"""Calls of every operator, each against its reference: cases of `sanitize.py`."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterator
+from functools import cache, partial
+from typing import Any, NamedTuple
+
+import torch
+from test_ops import I32, keywords, overload, samples
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from moe_ops.ops import STAGES
+from moe_ops.reference.permute import moe_permutation
+from moe_ops.tiles import ROW_TILES
+
+BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
+TILES = list(ROW_TILES)
+
+
+class Case(NamedTuple):
+    """One or a few calls."""
+
+    name: str
+    """``op/`` and the operator, or ``layer/``, ``format/`` or ``gemm/`` and what is special."""
+    inputs: Callable[[], Any]
+    """Tensors on the CPU in any pytree."""
+    run: Callable[[Any], Any]
+    """On these tensors, wherever they are."""
+    check: Callable[[Any, Any], None]
+    """The inputs and what `run` returned, both on the CPU; AssertionError where that is wrong."""
+
+
+def assert_near(actual: Tensor, expected: Tensor) -> None:
+    """Integers to the bit; floats as PyTorch compares its own; 8-bit floats may be neighbours."""
+    if not expected.dtype.is_floating_point:
+        torch.testing.assert_close(actual, expected, rtol=0, atol=0)
+    elif expected.itemsize == 1:
+        kind = torch.finfo(expected.dtype)
+        near = {"rtol": kind.eps, "atol": kind.smallest_normal}
+        torch.testing.assert_close(actual.float(), expected.float(), **near, equal_nan=True)
+    else:
+        torch.testing.assert_close(actual, expected, equal_nan=True)
+
+
+def check_operator(qualified: str, arguments: Any, result: Any) -> None:
+    """Outputs and inputs are afterwards what the reference makes of them."""
+    module = importlib.import_module(f"moe_ops.reference.{STAGES[qualified]}")
+    args, kwargs = tree_map_only(Tensor, torch.clone, arguments)
+    output = getattr(module, qualified.replace(".", "_"))(*args, **kwargs)
+    expected = tree_leaves((output, (args, kwargs)))
+    for actual, wanted in zip(tree_leaves(result), expected, strict=True):
+        if isinstance(wanted, Tensor):
+            assert_near(actual, wanted)
+
+
+def operator_case(name: str, qualified: str, make: Callable[[], tuple[Any, ...]]) -> Case:
+    """A call of an operator; what it returns, and its inputs after it."""
+
+    def inputs() -> Any:
+        arguments = make()
+        return list(arguments), keywords(qualified, arguments)
+
+    def run(arguments: Any) -> Any:
+        args, kwargs = arguments
+        return overload(qualified)(*args, **kwargs), arguments
+
+    return Case(f"op/{name}", inputs, run, partial(check_operator, qualified))
+
+
+def some(*shape: int, dtype: torch.dtype = F32) -> Tensor:
+    """The same normal numbers every time."""
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape))).to(dtype)
+
+
+def ids_of(tokens: int, experts: int, top_k: int) -> Tensor:
+    """Distinct experts of each token, some slots skipped."""
+    ids = some(tokens, experts).topk(top_k, 1).indices.to(I32)
+    ids[::5, 0] = -1
+    return ids
+
+
+def larger() -> dict[str, list[tuple[Any, ...]]]:
+    """Calls in which rows, slots or experts take more than one program or step."""
+    many, few = ids_of(700, 6, 2), ids_of(40, 6, 2)
+    mapping = torch.tensor([0, 2, -1, 1, 3, -1], dtype=I32)
+    x, weights = some(33, 1100, dtype=BF16), some(33, 4).abs()
+    ids, counts = ids_of(33, 8, 4), torch.tensor([5, 0, 17], dtype=I32)
+    batch = some(3, 17, 2200, dtype=F16)
+    bias, order = some(60), moe_permutation(many, mapping, 4)
+    return {
+        "fused_topk": [(some(65, 60), bias, 4, True, name, 1.5)
+                       for name in ("softmax", "sigmoid", "sqrtsoftplus")]
+        + [(some(2053, 8, dtype=BF16), None, 2, False, "softmax", 1.0)],
+        "grouped_topk": [(some(9, 256), some(256), 8, True, "sigmoid", 2.5, 8, 4)],
+        "sparsemixer": [(some(21, 16), 0.01)],
+        "topk_plan": [(some(tokens, 24), None, 4, True, "softmax", 1.0, None, TILES, 24)
+                      for tokens in (8, 33, 400)],
+        "moe_align_block_size": [(t, mapping, [16, 64], 4, True, True) for t in (few, many)],
+        "plan_slots": [(t, mapping, TILES, 4) for t in (few, many)],
+        "plan_permuted": [(order[0], many.numel(), TILES)],
+        "plan_batched": [(counts, 40, [16])],
+        "count_expert_num_tokens": [(many, mapping, 4)],
+        "moe_permutation": [(many, mapping, 4)],
+        "moe_quantize": [
+            (x, *[None] * 4, 0, key)
+            for key in ("fp8:1x*:float32", "fp8:1x128:float32", "int8:*x*:float32")
+        ],
+        "activation": [(x, "silu"), (batch[0], "swigluoai")],
+        "activation_quantize": [(x, None, None, None, 0, "silu", "fp8:1x128:float32")],
+        "batched_dispatch": [(x, None, weights, ids, 2, 3, 20, "fp8:1x128:float32")],
+        "batched_rows": [(many, 1, 4, 300)],
+        "batched_quantize": [(batch, None, counts, "fp8:*x*:float32")],
+        "moe_fused_mul_sum": [(some(33, 4, 1100, dtype=BF16), weights, ids, None, None, 8)],
+    }  # fmt: skip
+
+
+def operator_cases() -> Iterator[Case]:
+    """Every operator: the calls of `test_ops.samples`, and `larger` ones."""
+    sources = {"sample": cache(partial(samples, "cpu")), "larger": cache(larger)}
+    for source, calls in sources.items():
+        for qualified, several in calls().items():
+            for number in range(len(several)):
+                pick = lambda c=calls, q=qualified, n=number: c()[q][n]  # noqa: E731
+                yield operator_case(f"{qualified}/{source}{number}", qualified, pick)

@@ -1,0 +1,247 @@
+"""What `make sanitize` runs: `sanitize.py` under compute-sanitizer's tools, and the record of it.
+
+Every kernel is compiled, and every value judged, in a run without the sanitizer before; so what the
+tools take is theirs. Parts of the same commit merge into one record. Nothing that a tool says is
+left out: errors and warnings are counted by kernel.
+
+Exits with 0 where everything is clean, 1 where not, 3 without compute-sanitizer, 4 where that does
+not support the machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import asdict, dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import torch
+from sanitize import chosen, kernels_of, part_of
+from sanitizer_findings import Findings, parse, supported
+
+ROOT = Path(__file__).parent.parent
+CLEAN, FOUND, NO_SANITIZER, UNSUPPORTED = 0, 1, 3, 4
+PLAIN = "plain"
+"""In place of a tool: without the sanitizer."""
+OPTIONS = {
+    "memcheck": ["--padding", "4096"],  # else the next allocation may begin where one ends
+    "racecheck": [],
+    "synccheck": [],
+    "initcheck": [],
+}
+COMMON = [
+    "--error-exitcode", "9", "--print-limit", "10000",
+    "--report-api-errors", "no",  # PyTorch and Triton try calls that may fail, and handle it
+]  # fmt: skip
+PROBE = "import torch; torch.ones(8, device='cuda').add_(1).cpu()"
+
+
+# Running
+
+
+@dataclass
+class Run:
+    """Of a part of the cases by one tool, in several processes."""
+
+    cases: int
+    unfinished: list[str]
+    wrong: dict[str, str]
+    kernels: list[str]
+    findings: Findings
+    seconds: float
+
+    @property
+    def clean(self) -> bool:
+        """Whether all cases ran, gave what they must, and nothing was found."""
+        found = self.findings
+        silent = not (found.errors or found.warnings or found.aborted or found.by_kernel)
+        return silent and not self.unfinished and not self.wrong
+
+
+@dataclass(frozen=True)
+class How:
+    """How a tool is run."""
+
+    jobs: int
+    """Processes beside each other."""
+    logs: Path | None = None
+    """Where what they print is kept."""
+
+
+def command(tool: str, sanitizer: str) -> list[str]:
+    """The beginning of a tool's command line; Python's alone without one."""
+    program = [sys.executable, str(ROOT / "tests/sanitize.py")]
+    if tool == PLAIN:
+        return program
+    raw = ["--raw"] if tool == "initcheck" else []
+    return [sanitizer, "--tool", tool, *COMMON, *OPTIONS[tool], *program, *raw]
+
+
+def run(tool: str, sanitizer: str, part: tuple[int, int], how: How, deadline: float) -> Run:
+    """Every n-th case, in some processes beside each other, which are stopped when time is over."""
+    (number, count), began = part, time.monotonic()
+    with tempfile.TemporaryDirectory() as folder:
+        logs = how.logs or Path(folder)
+        logs.mkdir(parents=True, exist_ok=True)
+        names = [f"{tool}-{number + count * j}-of-{count * how.jobs}" for j in range(how.jobs)]
+        files = [(logs / f"{name}.txt", Path(folder, f"{name}.json")) for name in names]
+        processes = []
+        for j, (log, lines) in enumerate(files):
+            share = f"{number + count * j}/{count * how.jobs}"
+            processes.append(_start([*command(tool, sanitizer), "--part", share], log, lines))
+        for process in processes:
+            try:
+                process.wait(max(0.1, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+        outputs = [log.read_text(errors="replace") for log, _ in files]
+        told = [lines.read_text() for _, lines in files if lines.exists()]
+    findings = Findings()
+    for text in outputs if tool != PLAIN else ():
+        findings.add(parse(text))
+    outcomes = {o["case"]: o for text in told for o in map(json.loads, text.splitlines())}
+    return Run(
+        cases=len(outcomes),
+        unfinished=[c.name for c in chosen((), part) if c.name not in outcomes],
+        wrong={name: o["wrong"] for name, o in outcomes.items() if o["wrong"] is not None},
+        kernels=sorted({k for o in outcomes.values() for k in o["kernels"]}),
+        findings=findings,
+        seconds=time.monotonic() - began,
+    )
+
+
+def _start(words: list[str], log: Path, lines: Path) -> subprocess.Popen[bytes]:
+    """A process of its own group; every allocation is the driver's, whose ends the tools know."""
+    environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "OMP_NUM_THREADS": "1"}
+    with log.open("w") as file:
+        return subprocess.Popen(
+            [*words, "--lines", str(lines)], env=environment, cwd=ROOT,
+            stdout=file, stderr=subprocess.STDOUT, start_new_session=True,
+        )  # fmt: skip
+
+
+# The record
+
+
+def merged(old: dict[str, Any], header: dict[str, Any], tool: str, part: str, new: Run) -> dict:
+    """The record with a run in it; what another commit, or other parts, gave is dropped."""
+    tools = old.get("tools", {}) if old.get("commit") == header["commit"] else {}
+    parts = tools.get(tool, {}).get("parts", {})
+    count = part.split("/")[1]
+    parts = {p: run for p, run in parts.items() if p.split("/")[1] == count}
+    parts[part] = {"clean": new.clean, **asdict(new), "seconds": round(new.seconds, 1)}
+    kernels = sorted({k for run in parts.values() for k in run["kernels"]})
+    whole = len(parts) == int(count)
+    never = sorted(kernels_of(header["arch"]) - set(kernels)) if whole else None
+    total = {
+        "clean": whole and not never and all(run["clean"] for run in parts.values()),
+        "cases": sum(run["cases"] for run in parts.values()),
+        "errors": sum(run["findings"]["errors"] for run in parts.values()),
+        "warnings": sum(run["findings"]["warnings"] for run in parts.values()),
+        "seconds": round(sum(run["seconds"] for run in parts.values()), 1),
+        "kernels": kernels,
+        "never_ran": never,
+        "parts": dict(sorted(parts.items())),
+    }
+    return {**header, "tools": {**tools, tool: total}}
+
+
+def find_sanitizer() -> str | None:
+    """On the path, or in a CUDA toolkit."""
+    homes = (os.environ.get("CUDA_HOME"), "/usr/local/cuda")
+    folders = [str(Path(home, "bin")) for home in homes if home]
+    return shutil.which("compute-sanitizer", path=os.pathsep.join([os.environ["PATH"], *folders]))
+
+
+def output_of(*words: str) -> str:
+    """All that a command prints."""
+    done = subprocess.run(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    return done.stdout
+
+
+def header_of(sanitizer: str) -> dict[str, Any]:
+    """That of all records, and the sanitizer's version."""
+    sys.path.insert(0, str(ROOT / "benchmarks"))
+    major, minor = torch.cuda.get_device_capability()
+    version = re.search(r"Version (\S+)", output_of(sanitizer, "--version"))
+    run_header = import_module("harness").run_header
+    found = version[1] if version else "unknown"
+    return {**run_header(), "arch": 10 * major + minor, "sanitizer": found}
+
+
+def say(tool: str, result: Run, never: list[str] | None) -> None:
+    """A line for the reader, and what is not clean."""
+    found = result.findings
+    print(
+        f"{tool}: {result.cases} cases, {len(result.wrong)} wrong, "
+        f"{len(result.unfinished)} unfinished, {found.errors} errors, {found.warnings} warnings, "
+        f"{found.aborted} aborted, {result.seconds:.0f} s"
+    )
+    for name, wrong in result.wrong.items():
+        print(f"  wrong: {name}: {wrong.splitlines()[0]}")
+    for kernel, messages in found.by_kernel.items():
+        for message, count in messages.items():
+            print(f"  {kernel}: {count} x {message}")
+    if never:
+        print(f"  never ran: {' '.join(never)}")
+    sys.stdout.flush()
+
+
+def arguments() -> argparse.Namespace:
+    """Of the command line."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--output", type=Path, required=True, help="the folder of records")
+    parser.add_argument("--part", default="1/1", help="i/n: every n-th case")
+    parser.add_argument("--jobs", type=int, default=8, help="processes beside each other")
+    parser.add_argument("--tools", nargs="+", choices=list(OPTIONS), default=list(OPTIONS)[:3])
+    parser.add_argument("--limit", type=float, default=510, help="seconds for everything")
+    parser.add_argument("--logs", type=Path, help="keep what processes print in this folder")
+    return parser.parse_args()
+
+
+def main() -> int:
+    """Run the tools one after another; the record is written after each."""
+    args, began = arguments(), time.monotonic()
+    sanitizer, part = find_sanitizer(), part_of(args.part)
+    if sanitizer is None:
+        print("compute-sanitizer is not installed: nothing was checked")
+        return NO_SANITIZER
+    if not torch.cuda.is_available():
+        print("there is no CUDA device: nothing was checked")
+        return UNSUPPORTED
+    probed = output_of(sanitizer, "--tool", "memcheck", *COMMON, sys.executable, "-c", PROBE)
+    if not supported(probed):
+        print(f"compute-sanitizer does not support this machine: nothing was checked\n{probed}")
+        return UNSUPPORTED
+    header, code = header_of(sanitizer), CLEAN
+    path = import_module("harness").record_path(args.output, "sanitizer.json")
+    record = json.loads(path.read_text()) if path.exists() else {}
+    tools = (PLAIN, *args.tools)
+    for number, tool in enumerate(tools):
+        left = began + args.limit - time.monotonic()
+        share = left / 2 if tool == PLAIN else left / (len(tools) - number)
+        deadline = time.monotonic() + share
+        result = run(tool, sanitizer, part, How(args.jobs, args.logs), deadline)
+        record = merged(record, header, tool, args.part, result)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(record, indent=1) + "\n")
+        never = record["tools"][tool]["never_ran"]
+        say(tool, result, never)
+        if not result.clean or never:
+            code = FOUND
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())
