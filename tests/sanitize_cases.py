@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from modular import EXPERTS, PREPARES, build_experts, build_prepare, fit, roundings, supported
-from sanitize_operators import BF16, F16, F32, Case, operator_cases, some
+from sanitize_operators import BF16, F16, F32, Case, assert_near, operator_cases, some
 from test_scaled_gemm import activated, exact_rows, numbers
 from torch import Tensor
 
@@ -101,8 +101,12 @@ def layer_case(name: str, settings: dict[str, Any], **more: Any) -> Case:
         return call(moe_ops.fused_experts, problem, quantized.inputs, **how)
 
     def check(quantized: Any, actual: Tensor) -> None:
+        exact = oracle(problem, quantized.exact)
+        if problem.dtype == F32:  # the CPU's order of sums is no measure of another one's error
+            assert_near(actual, exact.float())
+            return
         expected = reference_experts(problem, quantized.inputs, quantized.config)
-        assert_layer_matches(actual, oracle(problem, quantized.exact), expected)
+        assert_layer_matches(actual, exact, expected)
 
     return Case(name, lambda: quantize_inputs(problem, make_inputs(problem)), run, check)
 
