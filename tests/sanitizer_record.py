@@ -5,7 +5,7 @@ tools take is theirs. Parts of the same commit merge into one record. Nothing th
 left out: errors and warnings are counted by kernel.
 
 Exits with 0 where everything is clean, 1 where not, 3 without compute-sanitizer, 4 where that does
-not support the machine.
+not support the machine, 5 where it does not see an error that is made for it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from sanitize import chosen, kernels_of, part_of
 from sanitizer_findings import Findings, parse, supported
 
 ROOT = Path(__file__).parent.parent
-CLEAN, FOUND, NO_SANITIZER, UNSUPPORTED = 0, 1, 3, 4
+CLEAN, FOUND, NO_SANITIZER, UNSUPPORTED, BLIND = 0, 1, 3, 4, 5
 PLAIN = "plain"
 """In place of a tool: without the sanitizer."""
 OPTIONS = {
@@ -43,7 +43,6 @@ COMMON = [
     "--error-exitcode", "9", "--print-limit", "10000",
     "--report-api-errors", "no",  # PyTorch and Triton try calls that may fail, and handle it
 ]  # fmt: skip
-PROBE = "import torch; torch.ones(8, device='cuda').add_(1).cpu()"
 
 
 # Running
@@ -121,12 +120,16 @@ def run(tool: str, sanitizer: str, part: tuple[int, int], how: How, deadline: fl
     )
 
 
+def _environment() -> dict[str, str]:
+    """Every allocation is the driver's, whose ends the tools know."""
+    return {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "OMP_NUM_THREADS": "1"}
+
+
 def _start(words: list[str], log: Path, lines: Path) -> subprocess.Popen[bytes]:
-    """A process of its own group; every allocation is the driver's, whose ends the tools know."""
-    environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "OMP_NUM_THREADS": "1"}
+    """A process of its own group."""
     with log.open("w") as file:
         return subprocess.Popen(
-            [*words, "--lines", str(lines)], env=environment, cwd=ROOT,
+            [*words, "--lines", str(lines)], env=_environment(), cwd=ROOT,
             stdout=file, stderr=subprocess.STDOUT, start_new_session=True,
         )  # fmt: skip
 
@@ -166,8 +169,21 @@ def find_sanitizer() -> str | None:
 
 def output_of(*words: str) -> str:
     """All that a command prints."""
-    done = subprocess.run(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    done = subprocess.run(
+        words, env=_environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
     return done.stdout
+
+
+def canary(sanitizer: str) -> tuple[int, str]:
+    """A code, and what memcheck says of a kernel that writes out of bounds."""
+    program = [sys.executable, str(ROOT / "tests/sanitizer_canary.py")]
+    said = output_of(sanitizer, "--tool", "memcheck", *COMMON, *OPTIONS["memcheck"], *program)
+    if not supported(said):
+        return UNSUPPORTED, f"compute-sanitizer does not support this machine\n{said}"
+    if not parse(said).errors:
+        return BLIND, f"compute-sanitizer does not see an error that is there\n{said}"
+    return CLEAN, f"of a write out of bounds memcheck says {parse(said).by_kernel}"
 
 
 def header_of(sanitizer: str) -> dict[str, Any]:
@@ -210,21 +226,27 @@ def arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
+def ready() -> tuple[int, str]:
+    """The sanitizer that works here; or the code, and why nothing can be checked."""
+    sanitizer = find_sanitizer()
+    if sanitizer is None:
+        return NO_SANITIZER, "compute-sanitizer is not installed"
+    if not torch.cuda.is_available():
+        return UNSUPPORTED, "there is no CUDA device"
+    code, said = canary(sanitizer)
+    print(said)
+    return code, said if code else sanitizer
+
+
 def main() -> int:
     """Run the tools one after another; the record is written after each."""
     args, began = arguments(), time.monotonic()
-    sanitizer, part = find_sanitizer(), part_of(args.part)
-    if sanitizer is None:
-        print("compute-sanitizer is not installed: nothing was checked")
-        return NO_SANITIZER
-    if not torch.cuda.is_available():
-        print("there is no CUDA device: nothing was checked")
-        return UNSUPPORTED
-    probed = output_of(sanitizer, "--tool", "memcheck", *COMMON, sys.executable, "-c", PROBE)
-    if not supported(probed):
-        print(f"compute-sanitizer does not support this machine: nothing was checked\n{probed}")
-        return UNSUPPORTED
-    header, code = header_of(sanitizer), CLEAN
+    part = part_of(args.part)
+    code, sanitizer = ready()
+    if code:
+        print(f"nothing was checked: {sanitizer.splitlines()[0]}")
+        return code
+    header = header_of(sanitizer)
     path = import_module("harness").record_path(args.output, "sanitizer.json")
     record = json.loads(path.read_text()) if path.exists() else {}
     tools = (PLAIN, *args.tools)

@@ -2,15 +2,15 @@
 
 import importlib
 import json
-import subprocess
+import shutil
 import sys
 import time
-from pathlib import Path
 from unittest import mock
 
 import pytest
+import sanitizer_record
 import torch
-from conftest import HAS_CUDA, INTERPRETED
+from conftest import INTERPRETED
 from sanitize import chosen, kernels_of, launches, part_of, run_case
 from sanitize_cases import EACH_KERNEL, PLAIN, cases
 from sanitizer_findings import Findings, parse, supported
@@ -21,7 +21,6 @@ from torch.utils._pytree import tree_map_only
 
 from moe_ops.ops import STAGES
 
-ROOT = Path(__file__).parent.parent
 CASES = cases()
 
 
@@ -228,10 +227,34 @@ def test_commands():
     assert command("initcheck", "cs")[-1] == "--raw"
 
 
-@pytest.mark.skipif(HAS_CUDA, reason="would check everything")
-def test_without_a_sanitizer(tmp_path):
-    """A code of its own, and nothing recorded."""
-    program = [sys.executable, str(ROOT / "tests/sanitizer_record.py"), "--output", str(tmp_path)]
-    done = subprocess.run(program, capture_output=True, text=True, env={"PATH": str(tmp_path)})
-    assert done.returncode in (3, 4) and "nothing was checked" in done.stdout
-    assert not list(tmp_path.iterdir())
+@pytest.mark.parametrize(
+    ("said", "code"),
+    [
+        ("", 5),
+        ("========= ERROR SUMMARY: 0 errors", 5),
+        ("========= Error: Device not supported. See the documentation", 4),
+        (None, 3),
+    ],
+)
+def test_a_machine_that_cannot(said, code, tmp_path, monkeypatch, capsys):
+    """A code of its own, the reason, and nothing recorded."""
+    if said is not None:
+        program = tmp_path / "compute-sanitizer"
+        program.write_text(f"#!/bin/sh\necho '{said}'\n")
+        program.chmod(0o755)
+    output = tmp_path / "records"
+    monkeypatch.setattr(sys, "argv", ["sanitizer_record.py", "--output", str(output)])
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    found = shutil.which("compute-sanitizer", path=str(tmp_path))
+    monkeypatch.setattr(sanitizer_record, "find_sanitizer", lambda: found)
+    assert sanitizer_record.main() == code
+    assert "nothing was checked: compute-sanitizer" in capsys.readouterr().out
+    assert not output.exists()
+
+
+def test_without_a_gpu(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["sanitizer_record.py", "--output", str(tmp_path)])
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(sanitizer_record, "find_sanitizer", lambda: "compute-sanitizer")
+    assert sanitizer_record.main() == 4
+    assert "nothing was checked: there is no CUDA device" in capsys.readouterr().out
