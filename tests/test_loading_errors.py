@@ -149,13 +149,17 @@ def test_a_missing_input_scale_is_not_zero():
 def test_prefixes(source):
     model = {f"model.layers.{i}.mlp.{n}": x + i for i in range(2) for n, x in source.items()}
     model |= {"model.layers.1.mlp.gate.weight": torch.ones(E, H), "lm_head.weight": torch.ones(1)}
+    model["model.layers.1.mlp.shared_experts.up_proj.weight"] = torch.ones(I, H)
     layer = make()
-    with pytest.raises(ValueError, match=r"names begin with \['model.layers.0.mlp.', 'model"):
-        load(layer, model)
-    for prefix in ("model.layers.1.mlp.", "model.layers.1.mlp.experts."):
+    known = r"names begin with \['model.layers.0.mlp.', 'model.layers.1.mlp.'\]"
+    for prefix in ("", "mlp", "model.layers.10.mlp"):
+        with pytest.raises(ValueError, match=known):
+            load(layer, model, prefix=prefix)
+    for end in (".", ".experts.", "", ".experts"):
+        prefix = f"model.layers.1.mlp{end}"
         load(layer, model, prefix=prefix)
         assert torch.equal(layer.w13_weight[3, :I], source["experts.3.gate_proj.weight"] + 1)
-    named = make(prefix="model.layers.0.mlp.")
+    named = make(prefix="model.layers.0.mlp.experts")
     load(named, model)
     assert torch.equal(named.w13_weight[3, :I], source["experts.3.gate_proj.weight"])
 

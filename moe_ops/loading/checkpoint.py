@@ -70,9 +70,9 @@ def load_checkpoint(
         layer: its parameters hold real memory (not ``meta``).
         source: a safetensors file, several of them, a folder, an index, a mapping of names to
             tensors, or an iterable of ``(name, tensor)``.
-        prefix: what the names of this layer begin with, up to or including ``experts.``; empty:
-            the layer's own. The router's and shared experts' tensors under it are left alone, but
-            for the correction bias of a layer that has one.
+        prefix: what the names of this layer begin with, up to or including ``experts``, with or
+            without a dot at the end; empty: the layer's own. The router's and shared experts'
+            tensors under it are left alone, but for the correction bias of a layer that has one.
         strict: raise for anything that is missing, twice there, unknown or does not fit. Otherwise
             what fits is loaded, and the rest stays as it is: complete the layer, then call its
             ``process_weights_after_loading``.
@@ -98,7 +98,8 @@ def load_checkpoint(
         layout = LAYOUTS[layout]
     if layer.w13_weight.is_meta:
         raise ValueError("layer must have memory (call to_empty first), got parameters on meta")
-    prefix = prefix or layer.prefix
+    prefix = (prefix or layer.prefix).removesuffix(".")
+    prefix += "." if prefix else ""
     stage = _staged(layer)
     placing = Placing(stage, layout)
     ignored: list[str] = []

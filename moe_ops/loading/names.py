@@ -120,5 +120,5 @@ def suffix_of(weight_name: str) -> str:
 
 def prefixes_of(names: list[str]) -> list[str]:
     """With what ``names`` of experts begin: what a caller may have meant."""
-    found = dict.fromkeys(name.split("experts.")[0] for name in names if "experts." in name)
-    return list(found)[:5]
+    matches = (re.match(r"(|.*?\.)experts\.", name) for name in names)
+    return list(dict.fromkeys(match[1] for match in matches if match))[:5]
