@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -71,7 +72,7 @@ def find_record(results: Path) -> Path:
     return records[0]
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     """Print one line a cell, and a summary."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -79,8 +80,12 @@ def main() -> None:
     parser.add_argument("targets", type=Path, help="the JSON file")
     parser.add_argument("--record", type=Path, help="a layer.json (default: the only one there is)")
     parser.add_argument("--impl", default="moe_ops", help="whose rows (default: %(default)s)")
-    args = parser.parse_args()
-    record = json.loads((args.record or find_record(RESULTS)).read_text())
+    args = parser.parse_args(arguments)
+    path = args.record or find_record(RESULTS)
+    for given in (path, args.targets):
+        if not given.is_file():
+            parser.error(f"no such file: {given}")
+    record = json.loads(path.read_text())
     targets = json.loads(args.targets.read_text())
     cells = compared(record, targets, args.impl)
     if not cells:

@@ -87,8 +87,11 @@ def draw_ranks(axis: Any) -> None:
 def main() -> None:
     """Simulate, write ``eplb_balance.json`` and draw ``eplb_balance.png``."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--output", type=Path, default=Path(__file__).with_name("results"))
+    output = Path(__file__).with_name("results")
+    output_help = "folder to write to (default: benchmarks/results)"
+    parser.add_argument("--output", type=Path, default=output, help=output_help)
     folder = parser.parse_args().output
+    folder.mkdir(parents=True, exist_ok=True)
     rows = measure()
     record = {
         "command": "python benchmarks/eplb_plot.py",

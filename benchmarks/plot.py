@@ -54,10 +54,13 @@ def _panel(axis: Any, rows: list[dict[str, Any]], impls: list[str]) -> None:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Plot every scheme and routing of every record under the output folder."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--output", type=Path, default=Path(__file__).with_name("results"))
-    records = sorted(parser.parse_args(arguments).output.glob("*/layer.json"))
+    output_help = "folder of the records, which the plots go beside (default: benchmarks/results)"
+    output = Path(__file__).with_name("results")
+    parser.add_argument("--output", type=Path, default=output, help=output_help)
+    folder = parser.parse_args(arguments).output
+    records = sorted(folder.glob("*/layer.json"))
     if not records:
-        raise SystemExit("no layer.json found: run bench_layer.py first")
+        raise SystemExit(f"no layer.json found under {folder}: run bench_layer.py on a GPU first")
     for path in records:
         record = json.loads(path.read_text())
         for scheme, routing in sorted({(r["scheme"], r["routing"]) for r in record["rows"]}):

@@ -244,9 +244,13 @@ def report(results: dict[str, Result]) -> bool:
 def main() -> int:
     """Run the demo; 0 if everything agreed."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", type=Path, default=MODEL, help="folder of the checkpoint")
+    model_help = "folder of a Qwen3-MoE checkpoint, and of heldout.txt"
+    parser.add_argument("--model", type=Path, default=MODEL, help=model_help)
     parser.add_argument("--prompt", default=PROMPT, help="text to continue")
     args = parser.parse_args()
+    for name in ("config.json", "heldout.txt"):
+        if not (args.model / name).is_file():
+            parser.error(f"--model must be a folder with {name}, got {args.model}")
     # The demo compares numbers, so full float32 precision is what it wants.
     warnings.filterwarnings("ignore", message="TensorFloat32 tensor cores")
     transformers_logging.set_verbosity_error()

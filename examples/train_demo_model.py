@@ -162,7 +162,9 @@ def sample(model: Qwen3MoeForCausalLM, tokenizer: PreTrainedTokenizerFast, promp
 def parse_arguments() -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--output", type=Path, default=Path(__file__).parent / "demo_model")
+    output_help = "folder to write to (default: examples/demo_model, the demo's own)"
+    output = Path(__file__).parent / "demo_model"
+    parser.add_argument("--output", type=Path, default=output, help=output_help)
     parser.add_argument("--steps", type=int, default=1200)
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--lr", type=float, default=4e-3)

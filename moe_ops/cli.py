@@ -91,7 +91,8 @@ def _explain(arguments: Sequence[str]) -> int:
 
 
 def _explain_parser(find_problem: Callable[[str], Any]) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog=f"{PROGRAM} explain", allow_abbrev=False)
+    epilog = "A model of other sizes: moe_ops.explain(config, scheme), in Python."
+    parser = argparse.ArgumentParser(prog=f"{PROGRAM} explain", allow_abbrev=False, epilog=epilog)
     add = parser.add_argument
     model_help = "a key of shapes.json or the name of a model"
     add("--model", type=_reads(find_problem), required=True, help=model_help)

@@ -246,13 +246,16 @@ def test_readme_shows_the_records():
     assert shown == made, "run: python benchmarks/report.py --write README.md"
 
 
-def test_compare():
+def test_compare(capsys):
     key = {"scheme": "bf16", "shape": "qwen3-30b"}
     cells = [
         {**key, "M": 8, "goal_us": 80.0, "best_peer_us": 125.0, "peers_us": {"vllm-triton": 200.0}},
         {**key, "M": 64, "goal_us": 1.0},
     ]
     record = record_of(row(), row(impl="peer", time_us=1.0), row(m=64, routing="zipf"))
+    with pytest.raises(SystemExit, match="2"):
+        compare.main(["absent.json"])
+    assert "no such file: absent.json" in capsys.readouterr().err
     for targets in (cells, {"cells": cells}):
         (cell,) = compare.compared(record, targets)
         ratios = [cell[name] for name in compare.RATIOS]

@@ -190,6 +190,12 @@ def test_without_the_repository(capsys, monkeypatch, tmp_path):
         assert "checkout" in capsys.readouterr().err
 
 
+def test_demo_wants_a_folder_that_it_can_read(capsys, tmp_path):
+    pytest.importorskip("transformers")
+    assert exit_code(["demo", "--model", str(tmp_path)]) == 2
+    assert "--model must be a folder with config.json, got" in capsys.readouterr().err
+
+
 def test_demo_gets_its_arguments_and_gives_its_exit_status(monkeypatch, tmp_path):
     pytest.importorskip("transformers")
     (tmp_path / "examples").mkdir()

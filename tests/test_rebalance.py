@@ -1,5 +1,10 @@
 """Where replicas go, moving experts there in place, and what that is worth."""
 
+import re
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 from hypothesis import given
@@ -26,6 +31,16 @@ def test_known_placement(device):
     assert log2phy.shape == (2, 12, 2) and phy2log.device.type == torch.device(device).type
     assert log2phy[0, 5].tolist() == [0, 2] and log2phy[1, 0].tolist() == [13, -1]
     assert logcnt[0].tolist() == [1, 2, 1, 1, 2, 2, 1, 1, 1, 1, 2, 1]
+
+
+def test_the_example_balances_and_keeps_the_result():
+    script = Path(__file__).parent.parent / "examples" / "load_balancing.py"
+    run = subprocess.run(
+        [sys.executable, str(script)], capture_output=True, text=True, cwd=script.parent.parent
+    )
+    assert run.returncode == 0, run.stderr
+    first, balanced, change = map(float, re.findall(r"\d+\.\d\d", run.stdout))
+    assert balanced < 1.1 < first and change < 0.1
 
 
 @st.composite
