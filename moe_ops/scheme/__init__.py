@@ -14,7 +14,7 @@ from moe_ops.scheme.values import (
     min_capability,
     parse_quant,
 )
-from moe_ops.scheme.weights import dequantize_rows, dequantize_weight, quantize_weight
+from moe_ops.scheme.weights import QTensor, dequantize_rows, dequantize_weight, quantize_weight
 
 __all__ = [
     "FLOAT4_E2M1_MAX",
@@ -26,6 +26,7 @@ __all__ = [
     "Element",
     "FusedMoEQuantConfig",
     "Group",
+    "QTensor",
     "Quant",
     "Scheme",
     "dequantize_rows",

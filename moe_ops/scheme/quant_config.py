@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from inspect import Parameter, Signature
 from typing import Any
 
 import torch
@@ -162,6 +163,10 @@ class FusedMoEQuantConfig:
 
 
 TENSORS = tuple(f.name for f in fields(FusedMoEQuantConfig) if f.name != "scheme")
+_KEYWORDS = [Parameter(name, Parameter.KEYWORD_ONLY, default=None) for name in TENSORS]
+FusedMoEQuantConfig.__signature__ = Signature(  # type: ignore[attr-defined]
+    [Parameter("scheme", Parameter.POSITIONAL_OR_KEYWORD), *_KEYWORDS]
+)
 
 
 def _needed(scheme: Scheme) -> dict[str, bool]:
