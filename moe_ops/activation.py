@@ -10,6 +10,7 @@ import re
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import lru_cache
+from math import isfinite
 from typing import Any, NamedTuple
 
 
@@ -134,9 +135,15 @@ class Activation:
     def __post_init__(self) -> None:
         if isinstance(self.kind, str):
             object.__setattr__(self, "kind", MoEActivation.from_str(self.kind))
+        if not isinstance(self.kind, MoEActivation):
+            raise TypeError(f"kind must be a MoEActivation or its name, got {self.kind!r}")
         rule = _RULES[self.kind]
         for name in _SETTINGS:
             value = getattr(self, name)
+            if value is not None and not isinstance(value, (int, float)):
+                raise TypeError(f"activation {name} must be a number, got {value!r}")
+            if value is not None and not isfinite(value):
+                raise ValueError(f"activation {name} must be finite, got {value}")
             if value is None and name in rule.required:
                 raise ValueError(f"activation {self.kind.value} needs {name}, got None")
             if value is not None and name not in rule.defaults:

@@ -49,6 +49,9 @@ def moe_align_block_size(
         vLLM ``moe_align_block_size``, whose kernel stops at 1024 experts.
     """
     checks.tensor("topk_ids", topk_ids, 2, checks.INDICES)
+    checks.flags(pad_sorted_ids=pad_sorted_ids, ignore_invalid_experts=ignore_invalid_experts)
+    for name, value in (("block_size", block_size), ("num_experts", num_experts)):
+        checks.integer(name, value)
     if block_size < 1 or block_size & (block_size - 1):
         raise ValueError(f"block_size must be a power of two, got {block_size}")
     if not 1 <= num_experts <= checks.MAX_EXPERTS:
@@ -84,6 +87,7 @@ def count_expert_num_tokens(
 
 
 def _check_local_experts(num_local_experts: int) -> None:
+    checks.integer("num_local_experts", num_local_experts)
     if not 1 <= num_local_experts <= checks.MAX_EXPERTS:
         raise ValueError(
             f"num_local_experts must be in 1..{checks.MAX_EXPERTS}, got {num_local_experts}"
@@ -119,7 +123,9 @@ def moe_permute(
         vLLM ``moe_permute``.
     """
     checks.tensor("topk_ids", topk_ids, 2, checks.INDICES)
-    checks.tensor("hidden_states", hidden_states, 2, (hidden_states.dtype,))
+    checks.tensor("hidden_states", hidden_states, 2, None)
+    for name, value in (("n_expert", n_expert), ("n_local_expert", n_local_expert)):
+        checks.integer(name, value)
     checks.same_tokens("hidden_states", hidden_states, "topk_ids", topk_ids)
     checks.same_device("hidden_states", hidden_states, "topk_ids", topk_ids)
     checks.expert_map(expert_map, topk_ids, n_expert)
@@ -133,8 +139,10 @@ def moe_permute(
         )
 
     scale = a1q_scale
+    if scale is not None:
+        checks.tensor("a1q_scale", scale, None, None)
     if scale is not None and scale.numel() > 1:
-        checks.tensor("a1q_scale", scale, 2, (scale.dtype,))
+        checks.tensor("a1q_scale", scale, 2, None)
         checks.same_tokens("a1q_scale", scale, "hidden_states", hidden_states)
         checks.same_device("a1q_scale", scale, "hidden_states", hidden_states)
         scale = permute(scale)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import wraps
+from numbers import Integral, Real
 from typing import Any
 
 import torch
@@ -58,13 +59,15 @@ def remembered(check: Callable[..., None]) -> Callable[..., None]:
     return checked
 
 
-def tensor(name: str, x: Tensor, ndim: int, dtypes: Sequence[torch.dtype]) -> None:
-    """``x`` is a tensor with ``ndim`` axes and one of ``dtypes``."""
+def tensor(name: str, x: Tensor, ndim: int | None, dtypes: Sequence[torch.dtype] | None) -> None:
+    """``x`` is a dense tensor with ``ndim`` axes and one of ``dtypes`` (None: any)."""
     if not isinstance(x, Tensor):
         raise TypeError(f"{name} must be a Tensor, got {type(x).__name__}")
-    if x.dim() != ndim:
+    if x.layout is not torch.strided:
+        raise TypeError(f"{name} must be a dense Tensor (torch.strided), got {x.layout}")
+    if ndim is not None and x.dim() != ndim:
         raise ValueError(f"{name} must have {ndim} axes, got shape {tuple(x.shape)}")
-    if x.dtype not in dtypes:
+    if dtypes is not None and x.dtype not in dtypes:
         raise TypeError(f"{name} must have a dtype of {list(dtypes)}, got {x.dtype}")
 
 
@@ -104,7 +107,7 @@ def device_scalar(
     """``x`` is one number where ``other`` is, which only the device reads; or None."""
     if x is None:
         return
-    tensor(name, x, x.dim() if isinstance(x, Tensor) else 1, dtypes)
+    tensor(name, x, None, dtypes)
     size(f"{name}.numel()", x.numel(), "one number", 1)
     same_device(name, x, other_name, other)
 
@@ -114,7 +117,7 @@ def inference_only(**tensors: Tensor | None) -> None:
     if not torch.is_grad_enabled():
         return
     for name, x in tensors.items():
-        if x is not None and x.requires_grad:
+        if isinstance(x, Tensor) and x.requires_grad:
             raise NotImplementedError(
                 f"{name} must not require grad (training is not supported: call under "
                 f"torch.no_grad() or torch.inference_mode()), got requires_grad=True"
@@ -146,13 +149,49 @@ def one_unit_stride(name: str, w: Tensor) -> None:
         raise ValueError(f"{name} must have stride 1 on one of its last two axes, got {w.stride()}")
 
 
+def instance(name: str, value: Any, kind: type) -> None:
+    """A value of one class of this library."""
+    if not isinstance(value, kind):
+        raise TypeError(f"{name} must be a {kind.__name__}, got {type(value).__name__}")
+
+
+def integer(name: str, value: int) -> None:
+    """A whole number, of Python, of a compiler or of numpy."""
+    if not isinstance(value, (int, torch.SymInt)) and not isinstance(value, Integral):
+        raise TypeError(f"{name} must be an int, got {type(value).__name__}")
+
+
+def at_least(least: int, **numbers: int) -> None:
+    """Whole numbers that are not too small."""
+    for name, value in numbers.items():
+        integer(name, value)
+        if value < least:
+            raise ValueError(f"{name} must be at least {least}, got {value}")
+
+
+def number(name: str, value: float) -> None:
+    """An int or a float."""
+    if not isinstance(value, (int, float, torch.SymFloat)) and not isinstance(value, Real):
+        raise TypeError(f"{name} must be a number, got {type(value).__name__}")
+
+
+def flags(**values: bool) -> None:
+    """Every one is True or False."""
+    for name, value in values.items():
+        if not isinstance(value, int):
+            raise TypeError(f"{name} must be a bool, got {type(value).__name__}")
+
+
 def topk(name: str, k: int, num_experts: int) -> None:
     """A token has at least one expert and no more than there are."""
+    integer(name, k)
     if not 1 <= k <= num_experts:
         raise ValueError(f"{name} must be between 1 and the {num_experts} experts, got {k}")
 
 
 def one_of(name: str, value: str, known: Sequence[str]) -> None:
     """A name that is known."""
+    if not isinstance(value, str):
+        raise TypeError(f"{name} must be one of {list(known)}, got {type(value).__name__}")
     if value not in known:
         raise ValueError(f"{name} must be one of {list(known)}, got {value!r}")

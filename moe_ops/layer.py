@@ -26,10 +26,11 @@ from moe_ops.layers import (
 )
 from moe_ops.loading.weight_loader import WeightLoading
 from moe_ops.parallel import make_expert_params_mapping, maybe_roundup_hidden_size
+from moe_ops.parallel.eplb_state import layer_of
 from moe_ops.pipeline.config import FusedMoEConfig
 from moe_ops.pipeline.modular_kernel import FusedMoEKernel
 from moe_ops.pipeline.warmup import Variants, run_variants
-from moe_ops.routing import SelectedExperts, fused_topk, select_experts
+from moe_ops.routing import SelectedExperts, check_tokens, fused_topk, select_experts
 from moe_ops.scheme import UNQUANTIZED, get_scheme
 from moe_ops.tiles import cdiv
 
@@ -88,7 +89,7 @@ class FusedMoE(WeightLoading, KeepsBits):
     ) -> None:
         super().__init__()
         given = FusedMoEOptions(**options)
-        given.check(num_experts, top_k)
+        given.check(num_experts, top_k, hidden_size, intermediate_size)
         kind, self.activation = kind_and_key(given.activation)
         self.num_experts, self.top_k = num_experts, top_k
         self.intermediate_size, self.model_hidden_size = intermediate_size, hidden_size
@@ -141,8 +142,7 @@ class FusedMoE(WeightLoading, KeepsBits):
 
         Those of the parameters with several ranks; with one, those that `load_checkpoint` makes.
         """
-        parallel = self.moe_parallel_config
-        return aligned_sizes(self.sizes, self.intermediate_size, parallel.tp_size)
+        return aligned_sizes(self.sizes, self.intermediate_size, self.moe_parallel_config.tp_size)
 
     def set_eplb_state(
         self,
@@ -153,8 +153,7 @@ class FusedMoE(WeightLoading, KeepsBits):
     ) -> None:
         """Take row ``moe_layer_idx`` of each tensor of an `EplbState`, as views."""
         state = (expert_load_view, logical_to_physical_map, logical_replica_count)
-        load, to_physical, count = (x[moe_layer_idx] for x in state)
-        self.eplb_state = load, to_physical, count
+        self.eplb_state = layer_of(moe_layer_idx, *state)
 
     def route(self, hidden_states: Tensor, router_logits: Tensor) -> SelectedExperts:
         """``(T, H)`` tokens and ``(T, E)`` logits to weights and ids, each ``(T, k)``."""
@@ -205,6 +204,7 @@ class FusedMoE(WeightLoading, KeepsBits):
             ``(T, H)``, with shared experts ``(their result, (T, H))``. Their result is theirs: it
             is not summed over ranks here.
         """
+        check_tokens(hidden_states, router_logits)
         shape, tokens, logits = hidden_states.shape, hidden_states, router_logits
         if len(shape) != 2:
             tokens = hidden_states.reshape(-1, shape[-1])

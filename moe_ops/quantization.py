@@ -132,6 +132,8 @@ def batched_moe_kernel_quantize_input(
         return A, _per_expert(A_scale, E)
     checks.tensor("A", A, 3, checks.FLOATS)
     checks.inference_only(A=A)
+    for name, value in (("E", E), ("num_tokens", num_tokens)):
+        checks.integer(name, value)
     checks.size("A.shape[0]", A.shape[0], "E", E)
     checks.size("A.shape[1]", A.shape[1], "num_tokens", num_tokens)
     checks.tensor("expert_num_tokens", expert_num_tokens, 1, checks.INDICES)
@@ -148,15 +150,24 @@ def batched_moe_kernel_quantize_input(
 
 
 def _check_scale(scale: Tensor, rows: Tensor) -> None:
-    checks.tensor("A_scale", scale, scale.dim(), (torch.float32,))
+    checks.tensor("A_scale", scale, None, (torch.float32,))
     checks.same_device("A_scale", scale, "A", rows)
 
 
 def _per_expert(scale: Tensor | None, num_experts: int) -> Tensor | None:
-    if scale is None or scale.dim() == 3:
+    if scale is None:
+        return scale
+    checks.tensor("A_scale", scale, None, None)
+    checks.at_least(1, E=num_experts)
+    if scale.dim() == 3:
         return scale
     if scale.numel() == 1:
         return scale.reshape(1, 1, 1).repeat(num_experts, 1, 1)
+    if scale.numel() == 0 or scale.numel() % (num_experts * scale.shape[-1]):
+        raise ValueError(
+            f"A_scale must have rows for each of the {num_experts} experts, got shape "
+            f"{tuple(scale.shape)}"
+        )
     return scale.reshape(num_experts, -1, scale.shape[-1])
 
 
@@ -168,6 +179,11 @@ def _quant(
     given: Tensor | None,
 ) -> str:
     """The key of the `moe_ops.Quant` that the arguments describe."""
+    checks.flags(per_act_token_quant=per_row)
+    if block_shape is not None and not (
+        isinstance(block_shape, Sequence) and len(block_shape) == 2
+    ):
+        raise ValueError(f"block_shape must be [rows, cols], got {block_shape!r}")
     cols = None if block_shape is None else int(block_shape[1])  # also where Dynamo has a symbol
     if block_shape is not None and per_row:
         raise ValueError("per_act_token_quant must be False with block_shape, got True")

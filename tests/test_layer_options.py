@@ -46,7 +46,7 @@ def test_the_signature_names_every_option():
     ("options", "message"),
     [
         ({"num_redundant_experts": 2}, "num_redundant_experts must be 0 without enable_eplb"),
-        ({"n_shared_experts": -1}, "n_shared_experts must not be negative"),
+        ({"n_shared_experts": -1}, "n_shared_experts must be at least 0"),
         ({"chunk_size": 0}, "chunk_size must be at least 1"),
         ({"zero_expert_num": 2}, "zero_expert_type must be one of"),
         ({"quant_config": "fp9"}, "scheme must be one of"),

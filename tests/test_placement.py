@@ -92,7 +92,7 @@ def test_every_expert_has_one_rank(ep_size, num_experts, strategy):
         ((2, 2, 8), "ep_rank must be in 0..1, got 2"),
         ((2, 0, 0), "global_num_experts must be at least 1"),
         ((2, 0, 8, "dice"), "expert_placement_strategy must be one of .* got 'dice'"),
-        ((2, 0, 8, "linear", -1), "num_fused_shared_experts must not be negative"),
+        ((2, 0, 8, "linear", -1), "num_fused_shared_experts must be at least 0"),
     ],
 )
 def test_expert_map_errors(arguments, message):

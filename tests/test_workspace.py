@@ -162,7 +162,7 @@ def test_errors():
     sizes = (4, 16, 8, 4, 2, torch.float32)
     with pytest.raises(ValueError, match="format must be one of"):
         moe_ops.workspace_nbytes(*sizes, format="batches")
-    with pytest.raises(ValueError, match="sizes must not be negative"):
+    with pytest.raises(ValueError, match="num_tokens must be at least 0, got -1"):
         moe_ops.workspace_nbytes(-1, *sizes[1:])
     with pytest.raises(ValueError, match="chunk_size must be at least 1, got 0"):
         moe_ops.workspace_nbytes(*sizes, chunk_size=0)

@@ -91,24 +91,59 @@ class FusedMoEOptions:
     """The bits of a token's result do not depend on other tokens: see `fused_experts`. (That a
     custom router is so, too, is the caller's to see to.)"""
 
-    def check(self, num_experts: int, top_k: int) -> None:
-        """ValueError (or NotImplementedError) for settings that do not fit each other."""
+    def check(self, num_experts: int, top_k: int, hidden_size: int, intermediate_size: int) -> None:
+        """TypeError, ValueError or NotImplementedError for settings that do not fit each other."""
+        self._check_kinds()
+        checks.at_least(1, num_experts=num_experts, tp_size=self.tp_size, ep_size=self.ep_size)
+        checks.at_least(1, hidden_size=hidden_size, intermediate_size=intermediate_size)
+        weight = as_scheme(self.quant_config or UNQUANTIZED).weight
+        if weight is not None and weight.element.packed and hidden_size % 2:
+            raise ValueError(f"hidden_size must be even for 4-bit weights, got {hidden_size}")
+        for name in ("num_redundant_experts", "n_shared_experts", "zero_expert_num"):
+            checks.at_least(0, **{name: getattr(self, name)})
         checks.topk("top_k", top_k, num_experts + self.zero_expert_num)
         checks.one_of("scoring_func", self.scoring_func, SCORING_FUNCS)
-        for name in ("num_redundant_experts", "n_shared_experts", "zero_expert_num"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{name} must not be negative, got {getattr(self, name)}")
+        checks.number("routed_scaling_factor", self.routed_scaling_factor)
+        bias = self.e_score_correction_bias
+        if bias is not None:
+            checks.tensor("e_score_correction_bias", bias, 1, (torch.float32,))
+            logits = num_experts + self.zero_expert_num
+            size = bias.shape[0]
+            checks.size("e_score_correction_bias.shape[0]", size, "the number of logits", logits)
         if self.num_redundant_experts and not self.enable_eplb:
             raise ValueError(
                 "num_redundant_experts must be 0 without enable_eplb, "
                 f"got {self.num_redundant_experts}"
             )
-        if self.chunk_size is not None and self.chunk_size < 1:
-            raise ValueError(f"chunk_size must be at least 1, got {self.chunk_size}")
+        ranks, physical = self.parallel_config().ep_size, num_experts + self.num_redundant_experts
+        if ranks > physical:
+            raise ValueError(f"ep_size must be at most the {physical} experts, got {ranks}")
+        if self.chunk_size is not None:
+            checks.at_least(1, chunk_size=self.chunk_size)
         if self.zero_expert_num:
             checks.one_of("zero_expert_type", str(self.zero_expert_type), ("identity",))
         if self.batch_invariant:
             self._check_batch_invariant()
+
+    def _check_kinds(self) -> None:
+        """TypeError for a value that is no flag, dtype, scheme or function where one belongs."""
+        flags = [f.name for f in fields(self) if f.default is False]
+        checks.flags(**{name: getattr(self, name) for name in flags}, renormalize=self.renormalize)
+        if self.params_dtype not in (None, *checks.FLOATS):
+            raise TypeError(
+                f"params_dtype must be one of {list(checks.FLOATS)}, got {self.params_dtype}"
+            )
+        parallel = self.moe_parallel_config
+        for name, value, kind in (
+            ("quant_config", self.quant_config, (str, Scheme)),
+            ("moe_parallel_config", parallel, FusedMoEParallelConfig),
+        ):
+            if value is not None and not isinstance(value, kind):
+                raise TypeError(f"{name} must be None or a {kind}, got {type(value).__name__}")
+        for name in ("custom_routing_function", "shared_experts"):
+            value = getattr(self, name)
+            if value is not None and not callable(value):
+                raise TypeError(f"{name} must be callable, got {type(value).__name__}")
 
     def _check_batch_invariant(self) -> None:
         """NotImplementedError for what makes tokens depend on each other."""
@@ -175,7 +210,8 @@ class FusedMoEOptions:
         Shared experts are on the first rank: each is computed once.
         """
         ep_size, rank = parallel.ep_size, parallel.ep_rank
-        logical = initial_physical_to_logical_map(num_experts, self.num_redundant_experts, ep_size)
+        redundant, even = self.num_redundant_experts, ep_size if self.enable_eplb else 1
+        logical = initial_physical_to_logical_map(num_experts, redundant, even)
         _, expert_map, _ = determine_expert_map(
             ep_size, rank, len(logical), self.expert_placement_strategy
         )

@@ -13,6 +13,7 @@ from moe_ops.layers.parameters import parameter_specs
 from moe_ops.loading.names import LAYOUTS, CheckpointLayout, prefixes_of
 from moe_ops.loading.placing import Placing
 from moe_ops.loading.sources import Source, entries
+from moe_ops.loading.weight_loader import WeightLoading
 
 if TYPE_CHECKING:
     from moe_ops.layer import FusedMoE
@@ -93,9 +94,12 @@ def load_checkpoint(
         The loading of vLLM's and transformers' models; there parts that are missing are left
         undefined.
     """
+    checks.instance("prefix", prefix, str)
     if isinstance(layout, str):
         checks.one_of("layout", layout, list(LAYOUTS))
         layout = LAYOUTS[layout]
+    if not isinstance(layer, WeightLoading):
+        raise TypeError(f"layer must be a FusedMoE, got {type(layer).__name__}")
     if layer.w13_weight.is_meta:
         raise ValueError("layer must have memory (call to_empty first), got parameters on meta")
     prefix = (prefix or layer.prefix).removesuffix(".")

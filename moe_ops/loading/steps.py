@@ -138,6 +138,11 @@ class LoadSteps:
 
 def _copy_shard(dest: Tensor, dim: int, x: Tensor, rank: int) -> None:
     """Of ``x`` the part of one rank; where it ends before the rank's, what is behind is zero."""
+    if x.dim() != dest.dim():
+        raise ValueError(
+            f"loaded_weight must have the axes of the parameter's part, {tuple(dest.shape)}, got "
+            f"shape {tuple(x.shape)}"
+        )
     each = dest.shape[dim]
     length = min(each, x.shape[dim] - rank * each)
     if length > 0:
@@ -145,7 +150,11 @@ def _copy_shard(dest: Tensor, dim: int, x: Tensor, rank: int) -> None:
 
 
 def copy_front(dest: Tensor, x: Tensor) -> None:
-    """To the front of ``dest``, whose rest is padding."""
+    """To the front of ``dest``, whose rest is padding; ValueError where it does not fit."""
+    if x.dim() > dest.dim() or any(n > room for n, room in zip(x.shape, dest.shape, strict=False)):
+        raise ValueError(
+            f"loaded_weight must fit into shape {tuple(dest.shape)}, got {tuple(x.shape)}"
+        )
     for axis, length in enumerate(x.shape):
         dest = dest.narrow(axis, 0, length)
     dest.copy_(x)

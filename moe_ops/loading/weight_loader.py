@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 from torch.nn.functional import pad
 
+from moe_ops import checks
 from moe_ops.layers.parameters import (
     SUFFIX,
     FusedMoeWeightScaleSupported,
@@ -85,6 +86,12 @@ class WeightLoading(LoadSteps):
         Source:
             vLLM ``FusedMoE.weight_loader``.
         """
+        checks.tensor("param", param, None, None)
+        checks.tensor("loaded_weight", loaded_weight, None, None)
+        if loaded_weight.is_meta:
+            raise ValueError("loaded_weight must hold numbers, got a Tensor on meta")
+        if not isinstance(weight_name, str):
+            raise TypeError(f"weight_name must be a str, got {type(weight_name).__name__}")
         if shard_id not in SHARDS:
             raise ValueError(f"shard_id must be ['w1','w2','w3'] but got {shard_id}.")
         spec = self._spec_of(param)
@@ -240,6 +247,7 @@ class WeightLoading(LoadSteps):
 
     def _map_global_expert_id_to_local_expert_id(self, expert_id: int) -> int:
         """The row of a physical expert; -1: another rank's."""
+        checks.integer("expert_id", expert_id)
         known = 0 <= expert_id < len(self.placement.row)
         if not known:
             raise ValueError(

@@ -84,3 +84,28 @@ class EplbState(NamedTuple):
         self.logical_to_physical_map.copy_(maps.logical_to_physical_map)
         self.logical_replica_count.copy_(maps.logical_replica_count)
         self.expert_load.zero_()
+
+
+def layer_of(
+    layer: int,
+    expert_load_view: Tensor,
+    logical_to_physical_map: Tensor,
+    logical_replica_count: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """One layer's views of the tensors of all layers.
+
+    Raises:
+        TypeError, ValueError: a wrong dtype or number of axes, a layer that is not there.
+    """
+    checks.integer("moe_layer_idx", layer)
+    for name, x, ndim in (
+        ("expert_load_view", expert_load_view, 2),
+        ("logical_to_physical_map", logical_to_physical_map, 3),
+        ("logical_replica_count", logical_replica_count, 2),
+    ):
+        checks.tensor(name, x, ndim, checks.INDICES)
+        if not 0 <= layer < x.shape[0]:
+            raise ValueError(
+                f"moe_layer_idx must be in 0..{x.shape[0] - 1}, the layers of {name}, got {layer}"
+            )
+    return expert_load_view[layer], logical_to_physical_map[layer], logical_replica_count[layer]

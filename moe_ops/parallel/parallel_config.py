@@ -134,11 +134,11 @@ class FusedMoEParallelConfig:
 
 
 def _check_size(name: str, size: int) -> None:
-    if size < 1:
-        raise ValueError(f"{name} must be at least 1, got {size}")
+    checks.at_least(1, **{name: size})
 
 
 def _check_group(group: str, size: int, rank: int) -> None:
     _check_size(f"{group}_size", size)
+    checks.integer(f"{group}_rank", rank)
     if not 0 <= rank < size:
         raise ValueError(f"{group}_rank must be in 0..{size - 1}, got {rank}")

@@ -47,15 +47,11 @@ def determine_expert_map(
     Source:
         vLLM ``determine_expert_map``.
     """
-    for name, value in (("ep_size", ep_size), ("global_num_experts", global_num_experts)):
-        if value < 1:
-            raise ValueError(f"{name} must be at least 1, got {value}")
+    checks.at_least(1, ep_size=ep_size, global_num_experts=global_num_experts)
+    checks.at_least(0, num_fused_shared_experts=num_fused_shared_experts)
+    checks.integer("ep_rank", ep_rank)
     if not 0 <= ep_rank < ep_size:
         raise ValueError(f"ep_rank must be in 0..{ep_size - 1}, got {ep_rank}")
-    if num_fused_shared_experts < 0:
-        raise ValueError(
-            f"num_fused_shared_experts must not be negative, got {num_fused_shared_experts}"
-        )
     checks.one_of("expert_placement_strategy", expert_placement_strategy, PLACEMENT_STRATEGIES)
     if ep_size == 1:
         return global_num_experts, None, None
@@ -75,6 +71,7 @@ def determine_expert_map(
 
 def get_compressed_expert_map(expert_map: Tensor) -> str:
     """The experts of this rank for a log line: ``"0->4, 1->5"`` is ``local->global``."""
+    checks.tensor("expert_map", expert_map, 1, checks.INDICES)
     return ", ".join(
         f"{local}->{expert}" for expert, local in enumerate(expert_map.tolist()) if local != -1
     )
@@ -116,6 +113,8 @@ def initial_physical_to_logical_map(
     Source:
         vLLM's initial EPLB map.
     """
+    checks.at_least(1, num_experts=num_experts, ep_size=ep_size)
+    checks.at_least(0, num_redundant_experts=num_redundant_experts)
     num_physical = num_experts + num_redundant_experts
     if num_physical % ep_size:
         raise ValueError(
@@ -179,6 +178,14 @@ def maybe_roundup_hidden_size(
     Source:
         vLLM ``maybe_roundup_hidden_size``.
     """
+    checks.at_least(1, hidden_size=hidden_size)
+    for name, value, kind in (
+        ("moe_parallel_config", moe_parallel_config, FusedMoEParallelConfig),
+        ("quant_config", quant_config, (FusedMoEQuantConfig, type(None))),
+        ("act_dtype", act_dtype, torch.dtype),
+    ):
+        if not isinstance(value, kind):
+            raise TypeError(f"{name} must be a {kind}, got {type(value).__name__}")
     if moe_parallel_config.use_deepep_ht_kernels:
         elements = DEEPEP_HT_BYTES // act_dtype.itemsize
         hidden_size = cdiv(hidden_size, elements) * elements

@@ -62,6 +62,8 @@ def rebalance_experts(
     checks.tensor("weight", weight, 2, LOADS)
     num_experts = weight.shape[1]
     _check_sizes(num_experts, num_replicas, num_groups, num_nodes, num_gpus)
+    if weight.is_meta:
+        raise ValueError("weight must hold numbers, got a Tensor on meta")
     load = weight.double()
     wrong = load[~(load.isfinite() & (load >= 0))]
     if wrong.numel():
@@ -80,9 +82,8 @@ def _check_sizes(
     num_experts: int, num_replicas: int, num_groups: int, num_nodes: int, num_gpus: int
 ) -> None:
     sizes = {"num_groups": num_groups, "num_nodes": num_nodes, "num_gpus": num_gpus}
-    for name, value in sizes.items():
-        if value < 1:
-            raise ValueError(f"{name} must be at least 1, got {value}")
+    checks.at_least(1, **sizes)
+    checks.integer("num_replicas", num_replicas)
     if not 1 <= num_experts <= num_replicas:
         raise ValueError(
             f"num_replicas must be at least the {num_experts} experts, which must be at least 1, "
@@ -161,10 +162,7 @@ def compute_logical_maps(
     Source:
         vLLM ``compute_logical_maps``.
     """
-    checks.tensor(
-        "physical_to_logical_map", physical_to_logical_map, physical_to_logical_map.dim(),
-        checks.INDICES,
-    )  # fmt: skip
+    checks.tensor("physical_to_logical_map", physical_to_logical_map, None, checks.INDICES)
     *leading, num_physical = physical_to_logical_map.shape
     placed = physical_to_logical_map.reshape(-1, num_physical).long()
     if placed.numel() and placed.max() >= num_logical_experts:

@@ -45,14 +45,13 @@ class BatchedPrepareAndFinalize(FusedMoEPrepareAndFinalizeModular):
     def __init__(
         self, max_num_tokens: int, num_local_experts: int, num_dispatchers: int, rank: int
     ) -> None:
-        for name, value in (
-            ("max_num_tokens", max_num_tokens),
-            ("num_local_experts", num_local_experts),
-            ("num_dispatchers", num_dispatchers),
-            ("rank + 1", rank + 1),
-        ):
-            if value < 1:
-                raise ValueError(f"{name} must be at least 1, got {value}")
+        checks.at_least(
+            1,
+            max_num_tokens=max_num_tokens,
+            num_local_experts=num_local_experts,
+            num_dispatchers=num_dispatchers,
+        )
+        checks.at_least(0, rank=rank)
         self.max_num_tokens, self.num_local_experts = max_num_tokens, num_local_experts
         self.dispatchers, self.rank = num_dispatchers, rank
 

@@ -62,10 +62,9 @@ class FusedMoEConfig:
     def __post_init__(self) -> None:
         object.__setattr__(self, "device", torch.device(self.device))
         for name in ("num_experts", "hidden_dim", "intermediate_size", "num_local_experts"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
-        if self.max_num_tokens is not None and self.max_num_tokens < 1:
-            raise ValueError(f"max_num_tokens must be at least 1, got {self.max_num_tokens}")
+            checks.at_least(1, **{name: getattr(self, name)})
+        if self.max_num_tokens is not None:
+            checks.at_least(1, max_num_tokens=self.max_num_tokens)
         checks.topk("experts_per_token", self.experts_per_token, self.num_experts)
         if self.num_local_experts > self.num_experts:
             raise ValueError(

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, replace
 
 import torch
 
+from moe_ops import checks
 from moe_ops.activation import kind_and_key
 from moe_ops.hopper_tiles import HopperTiles, KernelTiles
 from moe_ops.pipeline.config import FusedMoEConfig
@@ -172,11 +173,13 @@ def explain(
     Raises:
         ValueError: an unknown scheme or device, a number of tokens that is not positive.
     """
+    checks.instance("config", config, FusedMoEConfig)
+    if not isinstance(num_tokens, Sequence):
+        raise TypeError(f"num_tokens must be a sequence of ints, got {num_tokens!r}")
     for number in num_tokens:
-        if number < 1:
-            raise ValueError(f"num_tokens must be at least 1, got {number}")
-    if device is not None and device not in TARGETS:
-        raise ValueError(f"device must be one of {list(TARGETS)}, got {device!r}")
+        checks.at_least(1, num_tokens=number)
+    if device is not None:
+        checks.one_of("device", device, list(TARGETS))
     quant = as_quant_config(scheme)
     if device is None:
         target = target_of(torch.device(config.device))

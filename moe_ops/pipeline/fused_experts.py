@@ -125,6 +125,8 @@ def _experts(
     kind, key = kind_and_key(activation)
     config = _config(quant_config)
     scheme = config.scheme
+    checks.flags(apply_router_weight_on_input=apply_router_weight_on_input)
+    checks.tensor("w2", w2, 3, None)
     tiles = row_tiles_of(scheme, w2, batch_invariant)
     biases = config.biases(w1_bias, w2_bias)
     quantization = () if scheme.weight is None else config.tensors
@@ -188,7 +190,9 @@ def fused_moe(
     check_logits(hidden_states, gating_output, topk)
     check_scoring(gating_output, scoring_func, None)
     checks.expert_map(expert_map, gating_output)
-    checks.tensor("w1", w1, 3, (w1.dtype,))
+    checks.flags(renormalize=renormalize)
+    for name, w in (("w1", w1), ("w2", w2)):
+        checks.tensor(name, w, 3, None)
     experts = w1.shape[0] if expert_map is None else expert_map.shape[0]
     checks.size("gating_output.shape[1]", gating_output.shape[1], "the number of experts", experts)
     tiles = list(row_tiles_of(_config(quant_config).scheme, w2, batch_invariant))

@@ -10,7 +10,7 @@ from moe_ops import checks
 from moe_ops.activation import kind_and_key
 from moe_ops.pipeline.calls import Call
 from moe_ops.pipeline.experts import FusedMoEExperts
-from moe_ops.pipeline.layer_checks import check_layer
+from moe_ops.pipeline.layer_checks import check_experts, check_layer
 from moe_ops.pipeline.prepare_finalize import (
     FusedMoEPrepareAndFinalize,
     FusedMoEPrepareAndFinalizeModular,
@@ -62,8 +62,7 @@ def check_options(
         )
     if chunk_size is None:
         return
-    if chunk_size < 1:
-        raise ValueError(f"chunk_size must be at least 1, got {chunk_size}")
+    checks.at_least(1, chunk_size=chunk_size)
     if monolithic or not fused_experts.supports_chunking():
         raise ValueError(
             f"chunk_size must be None for {type(fused_experts).__name__}, which takes "
@@ -90,10 +89,13 @@ def check_call(fused_experts: FusedMoEExperts, call: Call) -> None:
     Raises:
         TypeError, ValueError, NotImplementedError: naming the argument, the rule and what came.
     """
-    _check_tensors(
-        fused_experts, call.hidden_states, call.w1, call.w2, call.activation, call.topk_weights,
-        call.topk_ids, call.global_num_experts, call.expert_map,
+    config = fused_experts.quant_config
+    check_layer(
+        call.hidden_states, call.w1, call.w2, config.w1_bias, config.w2_bias,
+        kind_and_key(call.activation)[0], call.topk_weights, call.topk_ids,
+        call.global_num_experts, call.expert_map, config.scheme, *config.tensors,
     )  # fmt: skip
+    _check_dtype(fused_experts, call.hidden_states)
 
 
 def check_logits(
@@ -107,8 +109,12 @@ def check_logits(
     expert_map: Tensor | None,
 ) -> None:
     """The same for experts that route themselves."""
-    tensors = (hidden_states, w1, w2)
-    _check_tensors(fused_experts, *tensors, activation, None, None, global_num_experts, expert_map)
+    config = fused_experts.quant_config
+    check_experts(
+        hidden_states, w1, w2, config.w1_bias, config.w2_bias, kind_and_key(activation)[0],
+        config.scheme, *config.tensors,
+    )  # fmt: skip
+    _check_dtype(fused_experts, hidden_states)
     checks.tensor("router_logits", router_logits, 2, checks.FLOATS)
     checks.same_tokens("router_logits", router_logits, "hidden_states", hidden_states)
     checks.expert_map(expert_map, router_logits)
@@ -118,19 +124,7 @@ def check_logits(
         checks.size("global_num_experts", global_num_experts, "E", num_experts)
 
 
-def _check_tensors(
-    fused_experts: FusedMoEExperts,
-    hidden_states: Tensor,
-    w1: Tensor,
-    w2: Tensor,
-    activation: Any,
-    *routing: Any,
-) -> None:
-    config = fused_experts.quant_config
-    check_layer(
-        hidden_states, w1, w2, config.w1_bias, config.w2_bias, kind_and_key(activation)[0],
-        *routing, config.scheme, *config.tensors,
-    )  # fmt: skip
+def _check_dtype(fused_experts: FusedMoEExperts, hidden_states: Tensor) -> None:
     wanted = fused_experts.moe_config.in_dtype
     if hidden_states.dtype != wanted:
         raise TypeError(

@@ -20,14 +20,31 @@ def check_layer(
     w1_bias: Tensor | None,
     w2_bias: Tensor | None,
     kind: MoEActivation,
-    topk_weights: Tensor | None,
-    topk_ids: Tensor | None,
+    topk_weights: Tensor,
+    topk_ids: Tensor,
     global_num_experts: int,
     expert_map: Tensor | None,
     scheme: Scheme = UNQUANTIZED,
     *quant_tensors: Tensor | None,
 ) -> None:
-    """Weights, quantization, and (where it is known already) routing.
+    """Weights, quantization and routing; ``quant_tensors`` as in `check_experts`."""
+    biases = (w1_bias, w2_bias)
+    check_experts(hidden_states, w1, w2, *biases, kind, scheme, *quant_tensors)
+    check_routing(hidden_states, w1, topk_weights, topk_ids, global_num_experts, expert_map)
+
+
+@checks.remembered
+def check_experts(
+    hidden_states: Tensor,
+    w1: Tensor,
+    w2: Tensor,
+    w1_bias: Tensor | None,
+    w2_bias: Tensor | None,
+    kind: MoEActivation,
+    scheme: Scheme = UNQUANTIZED,
+    *quant_tensors: Tensor | None,
+) -> None:
+    """Weights and quantization: all that is known before the routing.
 
     ``quant_tensors`` are those of a `FusedMoEQuantConfig`, one by one: what is checked is
     remembered by what tensors look like, and must not keep them alive.
@@ -42,8 +59,6 @@ def check_layer(
         )
     else:
         check_weights(hidden_states, w1, w2, w1_bias, w2_bias, kind)
-    if topk_ids is not None and topk_weights is not None:
-        check_routing(hidden_states, w1, topk_weights, topk_ids, global_num_experts, expert_map)
 
 
 def check_device(hidden_states: Tensor, scheme: Scheme) -> None:
@@ -115,6 +130,7 @@ def check_routing(
     expert_map: Tensor | None,
 ) -> None:
     """The routing fits the tokens and the experts, and wants no gradient."""
+    checks.integer("global_num_experts", global_num_experts)
     checks.topk_pair(topk_weights, topk_ids)
     checks.same_device("topk_ids", topk_ids, "hidden_states", hidden_states)
     checks.same_tokens("topk_ids", topk_ids, "hidden_states", hidden_states)

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from moe_ops import checks
 from moe_ops.pipeline.batched_prepare import BatchedPrepareAndFinalize
 from moe_ops.pipeline.config import FusedMoEConfig
 from moe_ops.pipeline.experts import (
@@ -82,6 +83,7 @@ def select_kernel(
             scheme; ``config.has_bias`` and a ``scheme`` without a bias.
         NotImplementedError: none of ``candidates`` does, with the reason of each.
     """
+    checks.instance("config", config, FusedMoEConfig)
     quant = as_quant_config(scheme)
     if config.has_bias and quant.w1_bias is None and quant.w2_bias is None:
         raise ValueError(

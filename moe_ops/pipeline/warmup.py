@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from moe_ops import ops
+from moe_ops import checks, ops
 from moe_ops.activation import formula, kind_and_key
 from moe_ops.pipeline.costs import slot_tiles_of, tiles_of
 from moe_ops.pipeline.fused_experts import NOT_QUANTIZED, fused_experts
@@ -134,7 +134,9 @@ def run_variants(
     run: Callable[[int], Any], num_tokens: int | Iterable[int], variants: Variants
 ) -> list[int]:
     """Call ``run`` with the token counts that differ in a kernel, and wait for the device."""
-    counts = range(1, num_tokens + 1) if isinstance(num_tokens, int) else num_tokens
+    counts = range(1, num_tokens + 1) if isinstance(num_tokens, int) else list(num_tokens)
+    for count in counts[:1] if isinstance(counts, range) else counts:
+        checks.at_least(0, num_tokens=count)
     chosen: dict[Any, int] = {}
     for tokens in counts:
         chosen.setdefault(variants.of(tokens), tokens)

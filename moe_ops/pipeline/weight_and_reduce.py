@@ -47,6 +47,7 @@ def _into(output: Tensor | None, result: Tensor) -> Tensor:
     """``result``, in ``output`` where there is one."""
     if output is None or output is result:
         return result
+    checks.tensor("output", output, None, checks.FLOATS)
     if output.shape != result.shape:
         raise ValueError(
             f"output must have the shape of the result, {tuple(result.shape)}, "
@@ -104,8 +105,9 @@ class TopKWeightAndReduceContiguous(TopKWeightAndReduce):
         apply_router_weight_on_input: bool,
     ) -> Tensor:
         """Slots whose id is negative are skipped, and not read."""
-        tokens, k = topk_ids.shape
         checks.topk_pair(topk_weights, topk_ids)
+        checks.tensor("fused_expert_output", fused_expert_output, None, checks.FLOATS)
+        tokens, k = topk_ids.shape
         fits = fused_expert_output.dim() in (2, 3)
         if fits and not torch.compiler.is_compiling():  # sizes are symbols there
             fits = tuple(fused_expert_output.shape[:-1]) in ((tokens * k,), (tokens, k))

@@ -109,16 +109,18 @@ def workspace_nbytes(
             `moe_ops.pipeline.devices.TARGETS`); None means the current GPU, or a CPU without one.
 
     Raises:
-        ValueError: an unknown scheme, activation, format or device; a negative size; a
+        ValueError: an unknown scheme, activation, format or device; a size that is not positive; a
             ``chunk_size`` that is not positive, or that is given in the Batched format.
         NotImplementedError: ``batch_invariant`` with a scheme that cannot be.
     """
     kind, _ = kind_and_key(activation)
     facts = _facts(device)
     checks.one_of("format", format, FORMATS)
-    sizes = (num_tokens, hidden_size, intermediate_size, num_experts, top_k)
-    if min(sizes) < 0:
-        raise ValueError(f"sizes must not be negative, got (T, H, I, El, k) = {sizes}")
+    checks.at_least(0, num_tokens=num_tokens)
+    checks.at_least(
+        1, hidden_size=hidden_size, intermediate_size=intermediate_size, num_experts=num_experts
+    )
+    checks.topk("top_k", top_k, num_experts)
     config = FusedMoEConfig(
         num_experts, top_k, hidden_size, intermediate_size, num_experts, activation, "meta",
         RoutingMethodType.Default, in_dtype=dtype, is_act_and_mul=kind.is_gated,

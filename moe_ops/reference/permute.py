@@ -50,11 +50,12 @@ def moe_unpermute(
     """``out[t] = sum_j w[t, j] * rows[inv[t, j]]`` in float32, slot by slot, rounded once."""
     tokens, k = inv_permuted_idx.shape
     num_rows, hidden_size = permuted_hidden_states.shape
-    used = num_rows if expert_first_token_offset is None else expert_first_token_offset[-1]
     total = permuted_hidden_states.new_zeros((tokens, hidden_size), dtype=torch.float32)
     for j in range(k):
         row = inv_permuted_idx[:, j].long()
-        valid = (row >= 0) & (row < used)
+        valid = (row >= 0) & (row < num_rows)
+        if expert_first_token_offset is not None:
+            valid &= row < expert_first_token_offset[-1]
         if num_rows == 0:
             continue
         rows = permuted_hidden_states[torch.where(valid, row, 0)].float()

@@ -11,6 +11,7 @@ from moe_ops.routing.methods import SCORING_FUNCS
 
 def check_logits(hidden_states: Tensor, gating_output: Tensor, topk: int) -> int:
     """Router logits ``(T, E)`` of which ``topk`` experts can be chosen; returns E."""
+    checks.tensor("hidden_states", hidden_states, 2, None)
     checks.tensor("gating_output", gating_output, 2, checks.FLOATS)
     checks.inference_only(gating_output=gating_output)
     checks.same_tokens("gating_output", gating_output, "hidden_states", hidden_states)
@@ -21,6 +22,24 @@ def check_logits(hidden_states: Tensor, gating_output: Tensor, topk: int) -> int
             f"gating_output must have at most {checks.MAX_EXPERTS} experts, got {num_experts}"
         )
     return num_experts
+
+
+def check_tokens(hidden_states: Tensor, router_logits: Tensor) -> None:
+    """Tokens and their logits, of the same axes but for the last one."""
+    for name, x in (("hidden_states", hidden_states), ("router_logits", router_logits)):
+        checks.tensor(name, x, None, checks.FLOATS)
+    shape, other = hidden_states.shape, router_logits.shape
+    if len(shape) < 1 or len(shape) != len(other):
+        raise ValueError(
+            f"router_logits must have the axes of hidden_states, (.., T), got {tuple(other)} for "
+            f"{tuple(shape)}"
+        )
+    for axis in range(len(shape) - 2):  # the last of them is a number of tokens, checked as such
+        if torch.compiler.is_compiling():
+            torch._check(other[axis] == shape[axis])
+        else:
+            rule = f"hidden_states.shape[{axis}]"
+            checks.size(f"router_logits.shape[{axis}]", other[axis], rule, shape[axis])
 
 
 def check_scoring(
@@ -34,6 +53,12 @@ def check_scoring(
         checks.same_device(name, bias, "gating_output", gating_output)
         rows, num_experts = bias.shape[0], gating_output.shape[1]
         checks.size(f"{name}.shape[0]", rows, "the number of experts", num_experts)
+
+
+def check_weighing(renormalize: bool, routed_scaling_factor: float) -> None:
+    """What becomes of the scores of the chosen."""
+    checks.flags(renormalize=renormalize)
+    checks.number("routed_scaling_factor", routed_scaling_factor)
 
 
 def check_indices_type(indices_type: torch.dtype | None) -> None:

@@ -98,8 +98,11 @@ def select_experts(
         vLLM ``FusedMoE.select_experts`` and the routers of 0.33; upstream applies
         ``routed_scaling_factor`` in some of them only.
     """
+    shared, identity = num_fused_shared_experts, zero_expert_num or 0
     checks.tensor("router_logits", router_logits, 2, checks.FLOATS)
     check_indices_type(indices_type)
+    checks.flags(use_grouped_topk=use_grouped_topk, enable_eplb=enable_eplb)
+    checks.at_least(0, top_k=top_k, num_fused_shared_experts=shared, zero_expert_num=identity)
     logits = (hidden_states, router_logits, top_k, renormalize)
     bias, scale = e_score_correction_bias, routed_scaling_factor
     if use_grouped_topk:
@@ -110,17 +113,15 @@ def select_experts(
     else:
         weights, ids = fused_topk(*logits, None, scoring_func, bias, scale)
 
-    num_experts = router_logits.shape[1] - (zero_expert_num or 0)
-    result = None
-    if zero_expert_num:
+    num_experts, result = router_logits.shape[1] - identity, None
+    if identity:
         given = None if enable_eplb else global_num_experts
         _check_zero_experts(num_experts, given, zero_expert_type)
         weights, ids, result = zero_experts(hidden_states, weights, ids, num_experts)
     if enable_eplb:
-        _check_no_shared_experts(num_fused_shared_experts)
+        _check_no_shared_experts(shared)
         replicas = (logical_to_physical_map, logical_replica_count)
         ids = _physical(ids, expert_load_view, *replicas, indices_type)
-    shared = num_fused_shared_experts
     if shared:
         weights, ids = adjust_routing(weights, ids, num_experts, num_shared_experts=shared)
     return SelectedExperts(weights, ids.to(indices_type or torch.int32), result)
@@ -135,6 +136,10 @@ def _custom(
     routed_scaling_factor: float,
 ) -> tuple[Tensor, Tensor]:
     """What the caller's function returns, in float32, scaled, checked."""
+    if not callable(function):
+        name = type(function).__name__
+        raise TypeError(f"custom_routing_function must be callable, got {name}")
+    checks.number("routed_scaling_factor", routed_scaling_factor)
     weights, ids = function(hidden_states, router_logits, top_k, renormalize)
     checks.topk_pair(weights, ids)
     checks.size("custom_routing_function's k", ids.shape[1], "top_k", top_k)

@@ -6,7 +6,12 @@ import torch
 from torch import Tensor
 
 from moe_ops import checks, ops
-from moe_ops.routing.arguments import check_indices_type, check_logits, check_scoring
+from moe_ops.routing.arguments import (
+    check_indices_type,
+    check_logits,
+    check_scoring,
+    check_weighing,
+)
 
 
 def fused_topk(
@@ -52,6 +57,7 @@ def fused_topk(
     """
     check_logits(hidden_states, gating_output, topk)
     check_scoring(gating_output, scoring_func, e_score_correction_bias)
+    check_weighing(renormalize, routed_scaling_factor)
     check_indices_type(indices_type)
     weights, ids = ops.fused_topk(
         gating_output,
@@ -107,12 +113,14 @@ def grouped_topk(
     """
     num_experts = check_logits(hidden_states, gating_output, topk)
     check_scoring(gating_output, scoring_func, e_score_correction_bias)
+    check_weighing(renormalize, routed_scaling_factor)
     how = (topk, renormalize, scoring_func, routed_scaling_factor)
     if num_expert_group is None or topk_group is None:
         raise ValueError(
             f"num_expert_group and topk_group must be numbers, got {num_expert_group} and "
             f"{topk_group}"
         )
+    checks.at_least(0, num_expert_group=num_expert_group, topk_group=topk_group)
     if num_expert_group in (0, 1) and topk_group in (0, 1):
         return ops.fused_topk(gating_output, e_score_correction_bias, *how)
     if num_expert_group < 1 or num_experts % num_expert_group:
@@ -168,6 +176,7 @@ def hash_topk(
     checks.tensor("hash_indices_table", hash_indices_table, 2, checks.INDICES)
     check_logits(hidden_states, gating_output, hash_indices_table.shape[1])
     check_scoring(gating_output, scoring_func, None)
+    check_weighing(renormalize, routed_scaling_factor)
     checks.tensor("input_ids", input_ids, 1, checks.INDICES)
     checks.same_tokens("input_ids", input_ids, "gating_output", gating_output)
     for name, x in (("input_ids", input_ids), ("hash_indices_table", hash_indices_table)):

@@ -109,6 +109,10 @@ def dequantize_weight(
     """
     scheme = as_scheme(scheme)
     quant = scheme.weight
+    if not isinstance(q, QTensor):
+        raise TypeError(f"q must be a QTensor, got {type(q).__name__}")
+    if not isinstance(dtype, torch.dtype):
+        raise TypeError(f"dtype must be a torch.dtype, got {dtype!r}")
     if quant is None:
         return q.data.to(dtype)
     data = decode(unpack(q.data, 2) if quant.element.packed else q.data, quant.element)
@@ -149,7 +153,11 @@ def _field(q: QTensor, name: str, scheme: Scheme) -> Tensor:
 
 def as_scheme(scheme: str | Scheme) -> Scheme:
     """The value behind a name; a value stays itself."""
-    return get_scheme(scheme) if isinstance(scheme, str) else scheme
+    if isinstance(scheme, str):
+        return get_scheme(scheme)
+    if not isinstance(scheme, Scheme):
+        raise TypeError(f"scheme must be a Scheme or its name, got {type(scheme).__name__}")
+    return scheme
 
 
 def spread(scale: Tensor, quant: Quant, n: int, k: int) -> Tensor:

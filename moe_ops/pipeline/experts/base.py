@@ -51,6 +51,8 @@ class FusedMoEExperts(ABC):
         max_num_tokens: int | None = None,
         num_dispatchers: int | None = None,
     ) -> None:
+        checks.instance("moe_config", moe_config, FusedMoEConfig)
+        checks.instance("quant_config", quant_config, FusedMoEQuantConfig)
         numbers = "max_num_tokens and num_dispatchers"
         if self.activation_format() is FusedMoEActivationFormat.Standard:
             if max_num_tokens is not None or num_dispatchers is not None:

@@ -1,0 +1,232 @@
+"""Arguments of another kind: named in a TypeError or ValueError before anything runs."""
+
+import inspect
+
+import pytest
+import torch
+
+import moe_ops
+from moe_ops.testing import Problem, make_inputs
+
+T, H, I, E, K = 6, 32, 32, 4, 2  # noqa: E741
+X, LOGITS = torch.zeros(T, H), torch.zeros(T, E)
+W1, W2 = torch.zeros(E, 2 * I, H), torch.zeros(E, H, I)
+WEIGHTS, IDS = torch.zeros(T, K), torch.zeros(T, K, dtype=torch.int32)
+INT8_ROWS = {
+    "A": torch.zeros(E, T, H), "A_scale": None, "num_tokens": T, "E": E, "N": 1,
+    "expert_num_tokens": torch.ones(E, dtype=torch.int32), "qtype": torch.int8,
+    "per_act_token_quant": False,
+}  # fmt: skip
+GOOD = {
+    moe_ops.fused_experts: dict(
+        hidden_states=X, w1=W1, w2=W2, topk_weights=WEIGHTS, topk_ids=IDS, global_num_experts=-1
+    ),
+    moe_ops.fused_moe: dict(
+        hidden_states=X, w1=W1, w2=W2, gating_output=LOGITS, topk=K, renormalize=True
+    ),
+    moe_ops.fused_topk: dict(
+        hidden_states=X, gating_output=LOGITS, topk=K, renormalize=True, scoring_func="softmax",
+        routed_scaling_factor=1.0,
+    ),
+    moe_ops.grouped_topk: dict(
+        hidden_states=X, gating_output=LOGITS, topk=K, renormalize=True, num_expert_group=2,
+        topk_group=1,
+    ),
+    moe_ops.select_experts: dict(
+        hidden_states=X, router_logits=LOGITS, top_k=K, use_grouped_topk=False, renormalize=True,
+        custom_routing_function=None, num_fused_shared_experts=0,
+    ),
+    moe_ops.moe_align_block_size: dict(
+        topk_ids=IDS, block_size=16, num_experts=E, pad_sorted_ids=False
+    ),
+    moe_ops.count_expert_num_tokens: dict(topk_ids=IDS, num_local_experts=E),
+    moe_ops.moe_permute: dict(
+        hidden_states=X, a1q_scale=None, topk_ids=IDS, n_expert=E, n_local_expert=-1
+    ),
+    moe_ops.moe_kernel_quantize_input: dict(
+        A=X, A_scale=None, quant_dtype=torch.int8, per_act_token_quant=False, block_shape=None
+    ),
+    moe_ops.batched_moe_kernel_quantize_input: INT8_ROWS,
+    moe_ops.rebalance_experts: dict(
+        weight=torch.ones(1, E), num_replicas=E, num_groups=1, num_nodes=1, num_gpus=1
+    ),
+    moe_ops.determine_expert_map: dict(ep_size=2, ep_rank=0, global_num_experts=E),
+    moe_ops.get_compressed_expert_map: dict(expert_map=IDS[0]),
+    moe_ops.make_expert_params_mapping: dict(
+        ckpt_gate_proj_name="g", ckpt_down_proj_name="d", ckpt_up_proj_name="u", num_experts=E
+    ),
+    moe_ops.quantize_weight: dict(w=W1, scheme="fp8_channel"),
+    moe_ops.dequantize_weight: dict(
+        q=moe_ops.quantize_weight(W1, "fp8_channel"), scheme="fp8_channel", dtype=torch.float32
+    ),
+    moe_ops.workspace_nbytes: dict(
+        num_tokens=T, hidden_size=H, intermediate_size=I, num_experts=E, top_k=K,
+        dtype=torch.float32, chunk_size=None,
+    ),
+    moe_ops.FusedMoE: dict(
+        num_experts=E, top_k=K, hidden_size=H, intermediate_size=I, params_dtype=None,
+        renormalize=True, quant_config=None, ep_size=1, moe_parallel_config=None,
+        custom_routing_function=None, shared_experts=None, e_score_correction_bias=None,
+    ),
+}  # fmt: skip
+NAMES_IN_STRINGS = ("ckpt_gate_proj_name", "ckpt_down_proj_name", "ckpt_up_proj_name")
+CASES = [
+    (function, name)
+    for function, arguments in GOOD.items()
+    for name in arguments
+    if name not in (*NAMES_IN_STRINGS, "N")
+]
+
+
+@pytest.mark.parametrize("value", [[1.0], object(), "what"], ids=["list", "object", "str"])
+@pytest.mark.parametrize(("function", "name"), CASES, ids=lambda v: getattr(v, "__name__", v))
+def test_another_kind_is_named(function, name, value):
+    function(**GOOD[function])
+    named = {"n_local_expert": "local_expert", "qtype": "quant_dtype"}.get(name, name)
+    if name == "quant_config" and isinstance(value, str):
+        named = "scheme"
+    with pytest.raises((TypeError, ValueError, NotImplementedError), match=f"{named}.* must"):
+        function(**{**GOOD[function], name: value})
+
+
+@pytest.mark.parametrize("name", ["topk_weights", "topk_ids", "w1", "w2"])
+def test_none_is_no_tensor(name):
+    with pytest.raises(TypeError, match=f"{name} must be a Tensor, got NoneType"):
+        moe_ops.fused_experts(**{**GOOD[moe_ops.fused_experts], name: None})
+
+
+def test_sparse_tensors():
+    with pytest.raises(TypeError, match="hidden_states must be a dense Tensor"):
+        moe_ops.fused_experts(X.to_sparse(), W1, W2, WEIGHTS, IDS)
+
+
+def test_tensors_of_a_quant_config():
+    q1, q2 = (moe_ops.quantize_weight(w, "fp8_channel") for w in (W1, W2))
+    good = moe_ops.FusedMoEQuantConfig.from_weights("fp8_channel", q1, q2)
+    call = (X, q1.data, q2.data, WEIGHTS, IDS)
+    moe_ops.fused_experts(*call, quant_config=good)
+    scale = q1.scale.clone().requires_grad_()
+    for changes, error, message in (
+        ({"w1_scale": [1.0]}, TypeError, "quant_config.w1_scale must be a Tensor, got list"),
+        ({"w1_scale": scale}, NotImplementedError, "quant_config.w1_scale must not require grad"),
+        ({"w1_bias": 3}, TypeError, "quant_config.w1_bias must be a Tensor, got int"),
+    ):
+        config = moe_ops.FusedMoEQuantConfig(
+            "fp8_channel", **{"w1_scale": q1.scale, "w2_scale": q2.scale, **changes}
+        )
+        with pytest.raises(error, match=message):
+            moe_ops.fused_experts(*call, quant_config=config)
+
+
+def test_the_signature_of_a_quant_config():
+    parameters = inspect.signature(moe_ops.FusedMoEQuantConfig).parameters
+    assert list(parameters)[:3] == ["scheme", "w1_scale", "w2_scale"]
+    assert parameters["w2_bias"].default is None
+    assert parameters["w2_bias"].kind is inspect.Parameter.KEYWORD_ONLY
+    assert moe_ops.scheme.QTensor is moe_ops.QTensor
+
+
+@pytest.mark.parametrize(
+    ("settings", "error"),
+    [({"alpha": "x"}, TypeError), ({"beta": float("nan")}, ValueError), ({"kind": 3}, TypeError)],
+)
+def test_settings_of_an_activation(settings, error):
+    with pytest.raises(error, match=f"{next(iter(settings))} must be"):
+        moe_ops.Activation(**{"kind": "silu", **settings})
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"params_dtype": torch.float64}, TypeError, "params_dtype must be one of"),
+        ({"e_score_correction_bias": torch.zeros(E + 1)}, ValueError, "number of logits = 4"),
+        ({"e_score_correction_bias": torch.zeros(E).half()}, TypeError, "must have a dtype"),
+        ({"ep_size": E + 1}, ValueError, "ep_size must be at most the 4 experts, got 5"),
+        ({"ep_size": -2}, ValueError, "ep_size must be at least 1, got -2"),
+        ({"intermediate_size": -1}, ValueError, "intermediate_size must be at least 1"),
+        ({"quant_config": "mxfp4", "hidden_size": 33}, ValueError, "hidden_size must be even"),
+        ({"shared_experts": 3}, TypeError, "shared_experts must be callable, got int"),
+    ],
+)
+def test_options_of_a_layer(options, error, message):
+    with pytest.raises(error, match=message):
+        moe_ops.FusedMoE(**{**GOOD[moe_ops.FusedMoE], **options})
+
+
+def test_leading_axes_of_tokens_and_logits():
+    layer = moe_ops.FusedMoE(E, K, H, I)
+    with pytest.raises(ValueError, match=r"router_logits.shape\[0\] must be .* = 2, got 3"):
+        layer(torch.zeros(2, 3, H), torch.zeros(3, 2, E))
+    with pytest.raises(ValueError, match="router_logits must have the axes of hidden_states"):
+        layer(torch.tensor(1.0), torch.tensor(1.0))
+    with pytest.raises(TypeError, match="hidden_states must be a Tensor, got NoneType"):
+        layer(None, None)
+
+
+def test_experts_that_ranks_cannot_share_evenly():
+    """Without replicas some ranks hold one expert more."""
+    inputs = make_inputs(Problem(num_experts=9, hidden_size=H, intermediate_size=I))
+    logits = torch.randn(inputs.hidden_states.shape[0], 9)
+    whole = moe_ops.FusedMoE(9, K, H, I)
+    parts = [moe_ops.FusedMoE(9, K, H, I, ep_size=2, ep_rank=rank) for rank in range(2)]
+    assert [len(part.w13_weight) for part in parts] == [5, 4]
+    source = {"w13_weight": inputs.w1, "w2_weight": inputs.w2}
+    for layer in (whole, *parts):
+        moe_ops.load_checkpoint(layer, source, progress=False)
+    x = inputs.hidden_states
+    torch.testing.assert_close(sum(part(x, logits) for part in parts), whole(x, logits))
+
+
+def test_arguments_of_the_loader():
+    layer = moe_ops.FusedMoE(E, K, H, I)
+    good = dict(
+        param=layer.w13_weight, loaded_weight=torch.zeros(I, H), weight_name="0.gate_proj.weight",
+        shard_id="w1", expert_id=0,
+    )  # fmt: skip
+    layer.weight_loader(**good)
+    for changes, error in (
+        ({"param": None}, TypeError),
+        ({"param": torch.zeros(E)}, ValueError),
+        ({"loaded_weight": [1.0]}, TypeError),
+        ({"loaded_weight": torch.zeros(I, H, device="meta")}, ValueError),
+        ({"weight_name": 3}, TypeError),
+        ({"expert_id": "0"}, TypeError),
+    ):
+        with pytest.raises(error, match="(param|loaded_weight|weight_name|expert_id) must"):
+            layer.weight_loader(**{**good, **changes})
+    with pytest.raises(TypeError, match="layer must be a FusedMoE, got int"):
+        moe_ops.load_checkpoint(3, {})
+
+
+@pytest.mark.parametrize("layer", [2, -1, "0"])
+def test_a_layer_that_is_not_balanced(layer):
+    state = moe_ops.EplbState.make(2, E, 0)
+    with pytest.raises((TypeError, ValueError), match="moe_layer_idx must be"):
+        moe_ops.FusedMoE(E, K, H, I, enable_eplb=True).set_eplb_state(
+            layer, state.expert_load, state.logical_to_physical_map, state.logical_replica_count
+        )
+
+
+def test_configurations_of_another_kind():
+    for call in (moe_ops.select_kernel, moe_ops.explain):
+        with pytest.raises(TypeError, match="config must be a FusedMoEConfig, got str"):
+            call("qwen", "unquantized")
+    with pytest.raises(TypeError, match="moe_config must be a FusedMoEConfig, got NoneType"):
+        moe_ops.TritonExperts(None, moe_ops.FusedMoEQuantConfig("unquantized"))
+    for counts in (["1"], [-1]):
+        with pytest.raises((TypeError, ValueError), match="num_tokens must be"):
+            moe_ops.warmup(W1, W2, K, counts)
+
+
+def test_reductions_of_another_kind():
+    reduce = moe_ops.TopKWeightAndReduceContiguous()
+    for rows, ids, name in ((None, IDS, "fused_expert_output"), (X, None, "topk_ids")):
+        with pytest.raises(TypeError, match=f"{name} must be a Tensor, got NoneType"):
+            reduce.apply(None, rows, WEIGHTS, ids, False)
+
+
+def test_rows_that_are_not_there_are_skipped():
+    """An offset table of more rows than were given."""
+    rows, inverse = torch.arange(4.0).view(2, 2), torch.tensor([[0, 3], [1, 2]], dtype=torch.int32)
+    total = moe_ops.moe_unpermute(rows, None, inverse, torch.tensor([0, 2, 4]))
+    assert total.tolist() == rows.tolist()
