@@ -210,6 +210,14 @@ def measure(
     ]
 
 
+def scheme_name(name: str) -> str:
+    """A scheme's name, or argparse's error."""
+    try:
+        return moe_ops.get_scheme(name).name
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
 def main() -> None:
     """Measure, print, and write what is asked for."""
     parser = argparse.ArgumentParser(
@@ -217,7 +225,8 @@ def main() -> None:
     )
     default = "cuda" if torch.cuda.is_available() else "cpu"
     parser.add_argument("--device", default=default, help="(default: %(default)s)")
-    parser.add_argument("--schemes", nargs="+", default=[*moe_ops.SCHEMES], metavar="NAME")
+    named = {"type": scheme_name, "nargs": "+", "metavar": "NAME"}
+    parser.add_argument("--schemes", **named, default=[*moe_ops.SCHEMES], help="(default: all)")
     parser.add_argument("--tokens", type=int, help="read this many at most (default: all)")
     parser.add_argument("--json", action="store_true", help="the record on stdout, not a table")
     parser.add_argument("--output", type=Path, help="folder for quality.json and quality.png")

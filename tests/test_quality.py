@@ -119,6 +119,13 @@ def test_records_merge_by_scheme(tmp_path, monkeypatch):
     assert save(256, d=5) == {"d": 5}
 
 
+def test_an_unknown_scheme_is_said_before_anything_runs(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["quality.py", "--schemes", "fp8_channel", "fp7"])
+    with pytest.raises(SystemExit, match="2"):
+        quality.main()
+    assert "argument --schemes: scheme must be one of" in capsys.readouterr().err
+
+
 def test_training_text_is_not_heldout(monkeypatch):
     kept, touching = "Some text\n\nof a document.\n", quality.heldout_text()[:5000]
     monkeypatch.setitem(

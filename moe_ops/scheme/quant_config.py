@@ -91,7 +91,17 @@ class FusedMoEQuantConfig:
     def from_weights(
         cls, scheme: str | Scheme, w1: QTensor, w2: QTensor, **rest: Tensor | None
     ) -> FusedMoEQuantConfig:
-        """The configuration of two quantized weights (whose ``data`` is passed to the layer)."""
+        """The configuration of two quantized weights (whose ``data`` is passed to the layer).
+
+        Args:
+            scheme: that of the weights.
+            w1: from `quantize_weight`.
+            w2: likewise.
+            **rest: what is not of the weights: biases, and with static activations their scales:
+                ``a1_scale``, ``a2_scale`` for ``fp8_tensor_static`` and ``mxfp4_w4a8`` (``amax /
+                448`` of a GEMM's input), ``a1_gscale``, ``a2_gscale`` for ``nvfp4`` (``amax / (448
+                * 6)``).
+        """
         weight = as_scheme(scheme).weight
         of_rows = weight is not None and weight.channel_scale
         names = ("g1_alphas", "g2_alphas") if of_rows else ("w1_gscale", "w2_gscale")
