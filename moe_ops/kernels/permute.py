@@ -165,7 +165,7 @@ def _unpermute_kernel(
     col = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     used = num_rows
     if offset is not None:
-        used = tl.load(offset + num_experts).to(tl.int32)
+        used = tl.minimum(tl.load(offset + num_experts), num_rows).to(tl.int32)
     total = tl.zeros((BLOCK,), dtype=tl.float32)
     for j in tl.static_range(TOP_K):
         row = tl.load(inv_permuted_idx + token * TOP_K + j)

@@ -126,8 +126,6 @@ def _experts(
     config = _config(quant_config)
     scheme = config.scheme
     checks.flags(apply_router_weight_on_input=apply_router_weight_on_input)
-    checks.tensor("w2", w2, 3, None)
-    tiles = row_tiles_of(scheme, w2, batch_invariant)
     biases = config.biases(w1_bias, w2_bias)
     quantization = () if scheme.weight is None else config.tensors
     check_layer(
@@ -135,6 +133,7 @@ def _experts(
         routing.topk_weights, routing.topk_ids, global_num_experts, routing.expert_map, scheme,
         *quantization,
     )  # fmt: skip
+    tiles = row_tiles_of(scheme, w2, batch_invariant)
     weights = expert_weights(w1, w2, config, *biases)
     rows, on_input = Rows(hidden_states), apply_router_weight_on_input
     if scheme.activation is not None and on_input:  # router weights go in first
