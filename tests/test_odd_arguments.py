@@ -154,11 +154,20 @@ def test_options_of_a_layer(options, error, message):
 
 
 def test_leading_axes_of_tokens_and_logits():
+    """Flat logits are those of all tokens."""
     layer = moe_ops.FusedMoE(E, K, H, I)
+    for weight in layer.parameters():
+        torch.nn.init.normal_(weight, std=0.1)
+    x, logits = torch.randn(2, 3, H), torch.randn(2, 3, E)
+    with torch.no_grad():
+        assert torch.equal(layer(x, logits), layer(x, logits.view(6, E)))
     with pytest.raises(ValueError, match=r"router_logits.shape\[0\] must be .* = 2, got 3"):
         layer(torch.zeros(2, 3, H), torch.zeros(3, 2, E))
-    with pytest.raises(ValueError, match="router_logits must have the axes of hidden_states"):
-        layer(torch.tensor(1.0), torch.tensor(1.0))
+    with pytest.raises(ValueError, match="must have the 6 tokens of hidden_states, got 4"):
+        layer(torch.zeros(2, 3, H), torch.zeros(4, E))
+    for x, logits in ((torch.tensor(1.0),) * 2, (torch.zeros(2, 3, H), torch.zeros(1, 2, 3, E))):
+        with pytest.raises(ValueError, match="router_logits must be .* axes of hidden_states"):
+            layer(x, logits)
     with pytest.raises(TypeError, match="hidden_states must be a Tensor, got NoneType"):
         layer(None, None)
 

@@ -25,16 +25,21 @@ def check_logits(hidden_states: Tensor, gating_output: Tensor, topk: int) -> int
 
 
 def check_tokens(hidden_states: Tensor, router_logits: Tensor) -> None:
-    """Tokens and their logits, of the same axes but for the last one."""
+    """Tokens and their logits: ``(T, E)``, or of the tokens' axes but for the last one.
+
+    How many tokens there are is checked where both are flat.
+    """
     for name, x in (("hidden_states", hidden_states), ("router_logits", router_logits)):
         checks.tensor(name, x, None, checks.FLOATS)
     shape, other = hidden_states.shape, router_logits.shape
+    if len(shape) > 0 and len(other) == 2:
+        return
     if len(shape) < 1 or len(shape) != len(other):
         raise ValueError(
-            f"router_logits must have the axes of hidden_states, (.., T), got {tuple(other)} for "
-            f"{tuple(shape)}"
+            f"router_logits must be (T, E) or have the axes of hidden_states, (.., T, H), got shape "
+            f"{tuple(other)} for {tuple(shape)}"
         )
-    for axis in range(len(shape) - 2):  # the last of them is a number of tokens, checked as such
+    for axis in range(len(shape) - 2):
         if torch.compiler.is_compiling():
             torch._check(other[axis] == shape[axis])
         else:
