@@ -36,7 +36,7 @@ def check_tokens(hidden_states: Tensor, router_logits: Tensor) -> None:
         return
     if len(shape) < 1 or len(shape) != len(other):
         raise ValueError(
-            f"router_logits must be (T, E) or have the axes of hidden_states, (.., T, H), got shape "
+            "router_logits must be (T, E) or have the axes of hidden_states, (.., T, H), got shape "
             f"{tuple(other)} for {tuple(shape)}"
         )
     for axis in range(len(shape) - 2):
