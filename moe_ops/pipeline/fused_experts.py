@@ -128,11 +128,8 @@ def _experts(
     checks.flags(apply_router_weight_on_input=apply_router_weight_on_input)
     biases = config.biases(w1_bias, w2_bias)
     quantization = () if scheme.weight is None else config.tensors
-    check_layer(
-        hidden_states, w1, w2, *biases, kind,
-        routing.topk_weights, routing.topk_ids, global_num_experts, routing.expert_map, scheme,
-        *quantization,
-    )  # fmt: skip
+    experts = (hidden_states, w1, w2, *biases, kind, scheme, *quantization)
+    check_layer(*routing, global_num_experts, *experts)
     tiles = row_tiles_of(scheme, w2, batch_invariant)
     weights = expert_weights(w1, w2, config, *biases)
     rows, on_input = Rows(hidden_states), apply_router_weight_on_input

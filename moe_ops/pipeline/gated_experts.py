@@ -64,14 +64,12 @@ def gated_experts(
     config = NOT_QUANTIZED if quant_config is None else quant_config
     scheme = config.scheme
     biases = config.biases(w1_bias, w2_bias)
-    check_layer(
-        hidden_states, w1, w2, *biases, kind, topk_weights, topk_ids, -1,
-        expert_map, scheme, *(() if scheme.weight is None else config.tensors),
-    )  # fmt: skip
+    routing = Routing(topk_weights, topk_ids, expert_map)
+    quantization = () if scheme.weight is None else config.tensors
+    check_layer(*routing, -1, hidden_states, w1, w2, *biases, kind, scheme, *quantization)
     weights = expert_weights(w1, w2, config, *biases)
 
     num_local_experts, dtype = w1.shape[0], hidden_states.dtype
-    routing = Routing(topk_weights, topk_ids, expert_map)
     row_tiles = row_tiles_of(scheme, w2, batch_invariant)
     space = SlotRows.of(routing, num_local_experts, row_tiles)
     rows = quantized(hidden_states, weights.a1_scale, space, scheme)

@@ -91,9 +91,9 @@ def check_call(fused_experts: FusedMoEExperts, call: Call) -> None:
     """
     config = fused_experts.quant_config
     check_layer(
+        call.topk_weights, call.topk_ids, call.expert_map, call.global_num_experts,
         call.hidden_states, call.w1, call.w2, config.w1_bias, config.w2_bias,
-        kind_and_key(call.activation)[0], call.topk_weights, call.topk_ids,
-        call.global_num_experts, call.expert_map, config.scheme, *config.tensors,
+        kind_and_key(call.activation)[0], config.scheme, *config.tensors,
     )  # fmt: skip
     _check_dtype(fused_experts, call.hidden_states)
 

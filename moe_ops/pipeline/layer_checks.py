@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -14,22 +16,15 @@ from moe_ops.tiles import device_facts
 
 @checks.remembered
 def check_layer(
-    hidden_states: Tensor,
-    w1: Tensor,
-    w2: Tensor,
-    w1_bias: Tensor | None,
-    w2_bias: Tensor | None,
-    kind: MoEActivation,
     topk_weights: Tensor,
     topk_ids: Tensor,
-    global_num_experts: int,
     expert_map: Tensor | None,
-    scheme: Scheme = UNQUANTIZED,
-    *quant_tensors: Tensor | None,
+    global_num_experts: int,
+    *experts: Any,
 ) -> None:
-    """Weights, quantization and routing; ``quant_tensors`` as in `check_experts`."""
-    biases = (w1_bias, w2_bias)
-    check_experts(hidden_states, w1, w2, *biases, kind, scheme, *quant_tensors)
+    """What `check_experts` checks of ``experts``, its arguments, and the routing."""
+    check_experts(*experts)
+    hidden_states, w1, *_ = experts
     check_routing(hidden_states, w1, topk_weights, topk_ids, global_num_experts, expert_map)
 
 

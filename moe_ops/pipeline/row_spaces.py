@@ -14,7 +14,7 @@ from torch import Tensor
 from moe_ops import ops
 from moe_ops.scheme import Quant, Scheme
 from moe_ops.tensors import Routing, Rows, Tiles
-from moe_ops.tiles import INVARIANT_ROW_TILES, direct_slots
+from moe_ops.tiles import INVARIANT_ROW_TILES, is_direct
 from moe_ops.tuned import device_name, row_tiles
 from moe_ops.tuned_file import default_row_tiles
 
@@ -84,8 +84,8 @@ class SlotRows(NamedTuple):
         nobody would read it.
         """
         _, ids, expert_map = routing
-        few = direct_slots(num_local_experts)
-        if plan is None and not always(ids.shape[0] * ids.shape[1] <= few):
+        direct = is_direct(ids.shape[0] * ids.shape[1], num_local_experts)
+        if plan is None and not always(direct):
             plan = ops.plan_slots(ids, expert_map, row_tiles, num_local_experts)
         return SlotRows(Tiles(plan, ids, expert_map), row_tiles, num_local_experts)
 

@@ -134,11 +134,11 @@ def run_variants(
     run: Callable[[int], Any], num_tokens: int | Iterable[int], variants: Variants
 ) -> list[int]:
     """Call ``run`` with the token counts that differ in a kernel, and wait for the device."""
-    counts = range(1, num_tokens + 1) if isinstance(num_tokens, int) else list(num_tokens)
-    for count in counts[:1] if isinstance(counts, range) else counts:
+    given = [num_tokens] if isinstance(num_tokens, int) else list(num_tokens)
+    for count in given:
         checks.at_least(0, num_tokens=count)
     chosen: dict[Any, int] = {}
-    for tokens in counts:
+    for tokens in range(1, num_tokens + 1) if isinstance(num_tokens, int) else given:
         chosen.setdefault(variants.of(tokens), tokens)
     for tokens in chosen.values():
         run(tokens)

@@ -41,7 +41,9 @@ def _grouped(
     if num_slots == 0:
         return out
     slots, experts = planned_slots(tiles, row_tiles, num_slots, w.shape[0])
-    between = rows_between(tiles, row_tiles, num_slots, w.shape[0])
+    between = slots
+    if ordered is not None:
+        between = rows_between(tiles, row_tiles, num_slots, w.shape[0])
     x = a[between if ordered == "a" else slots // top_k].float()
     rows = x.new_empty((len(slots), w.shape[1]))
     for expert, mine in runs(experts):
