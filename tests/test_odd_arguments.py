@@ -222,7 +222,7 @@ def test_configurations_of_another_kind():
             call("qwen", "unquantized")
     with pytest.raises(TypeError, match="moe_config must be a FusedMoEConfig, got NoneType"):
         moe_ops.TritonExperts(None, moe_ops.FusedMoEQuantConfig("unquantized"))
-    for counts in (["1"], [-1]):
+    for counts in (["1"], [-1], -1):
         with pytest.raises((TypeError, ValueError), match="num_tokens must be"):
             moe_ops.warmup(W1, W2, K, counts)
 
