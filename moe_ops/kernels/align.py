@@ -105,7 +105,8 @@ def _align_kernel(
 def _align_blocks_kernel(
     topk_ids, expert_map, names, table, sorted_token_ids, expert_ids, num_tokens_post_padded,
     num_slots, num_rows, num_tiles, num_experts, num_buckets,
-    TILE: tl.constexpr, BUCKETS: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
+    TILE: tl.constexpr, BUCKETS: tl.constexpr, BLOCK: tl.constexpr,
+    ACROSS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """One program places the slots of one block, and fills its share of everything else."""
     take_turn()
@@ -114,7 +115,7 @@ def _align_blocks_kernel(
     )
     block, blocks = tl.program_id(0), tl.num_programs(0)
     bucket = tl.arange(0, BUCKETS)
-    count, before, own = add_blocks(table, blocks, num_buckets, BUCKETS, ROWS)
+    count, before, own = add_blocks(table, blocks, BUCKETS, ACROSS, ROWS)
     tiles = (count + TILE - 1) // TILE
     start, first_tile = tl.cumsum(count, 0) - count, tl.cumsum(tiles, 0) - tiles
     first_row, used_tiles = first_tile * TILE, tl.sum(tiles)
@@ -162,6 +163,7 @@ def _align_blocks(sizes: Blocks, tile: int) -> Launch:
         TILE=tile,
         BUCKETS=sizes.buckets,
         BLOCK=sizes.block,
+        ACROSS=sizes.across,
         ROWS=sizes.rows,
         num_warps=sizes.num_warps,
     )
