@@ -158,15 +158,9 @@ def _align_few(scan: Scan, tile: int, num_experts: int) -> Launch:
 
 @lru_cache(maxsize=1024)
 def _align_blocks(sizes: Blocks, tile: int) -> Launch:
-    return Launch(
-        _align_blocks_kernel,
-        TILE=tile,
-        BUCKETS=sizes.buckets,
-        BLOCK=sizes.block,
-        ACROSS=sizes.across,
-        ROWS=sizes.rows,
-        num_warps=sizes.num_warps,
-    )
+    block, buckets, across, rows, num_warps = sizes
+    constants = {"BLOCK": block, "BUCKETS": buckets, "ACROSS": across, "ROWS": rows}
+    return Launch(_align_blocks_kernel, TILE=tile, **constants, num_warps=num_warps)
 
 
 def moe_align_block_size(

@@ -49,9 +49,7 @@ def _count_blocks_kernel(
 
 
 @triton.jit
-def add_blocks(
-    table, num_blocks, BUCKETS: tl.constexpr, ACROSS: tl.constexpr, ROWS: tl.constexpr
-):
+def add_blocks(table, num_blocks, BUCKETS: tl.constexpr, ACROSS: tl.constexpr, ROWS: tl.constexpr):
     """Of each bucket: all slots, those in the blocks before this program's, and those in it.
 
     A step reads ROWS rows in each of ACROSS groups of threads. Triton gives a thread the rows of
@@ -111,8 +109,10 @@ def block_sizes(num_slots: int, num_buckets: int) -> Blocks:
     """The sizes for a number of slots and of buckets."""
     block, buckets = sort_block(num_slots), next_power_of_2(max(num_buckets, 2))
     num_warps = 8 if block > 256 else 4
-    across = max(1, min(16, num_warps * 32 * ENTRIES // buckets))
-    return Blocks(block, buckets, across, ROWS, num_warps)
+    at_once = num_warps * 32 * ENTRIES
+    across = max(1, min(16, at_once // buckets))
+    rows = max(1, min(ROWS, ROWS * at_once // buckets))
+    return Blocks(block, buckets, across, rows, num_warps)
 
 
 @lru_cache(maxsize=1024)
