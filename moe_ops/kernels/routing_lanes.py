@@ -12,11 +12,18 @@ import triton
 import triton.language as tl
 
 
+@triton.constexpr_function
+def lanes_of(experts):
+    """How many lanes have a token's experts: those of one warp, or of four or eight."""
+    if experts > 512:
+        return 128 if experts <= 2048 else 256
+    return min(32, experts // 4)
+
+
 @triton.jit
 def by_lanes(EXPERTS: tl.constexpr):
     """The expert of each ``(lanes, 1, rows, 4)``."""
-    MANY: tl.constexpr = 32 if EXPERTS <= 512 else EXPERTS // 16
-    LANES: tl.constexpr = MANY if EXPERTS >= 128 else EXPERTS // 4
+    LANES: tl.constexpr = lanes_of(EXPERTS)
     lane = tl.arange(0, LANES)[:, None, None, None]
     row = tl.arange(0, EXPERTS // (4 * LANES))[None, None, :, None]
     return (row * LANES + lane) * 4 + tl.arange(0, 4)[None, None, None, :]
@@ -44,10 +51,10 @@ def _most_of_lanes(packed, addend):
 def in_rounds(experts, topk):
     """Whether four finalists of each lane take fewer instructions than all experts.
 
-    They are found in as many as three or four rounds, which that saves where a lane has 16 experts.
-    Of more than 12 chosen ones too many may be of one lane.
+    To find them takes as long as five or six rounds of 16 experts, of which they leave a third.
+    Of more than 12 chosen ones too often more than three are of one lane.
     """
-    return experts >= 512 and 6 <= topk <= 12
+    return experts == 16 * lanes_of(experts) and 6 <= topk <= 12
 
 
 @triton.jit
