@@ -88,7 +88,11 @@ def exp64(x):
 
 @triton.jit
 def near_exp(x):
-    """exp(x) of float64 numbers from -600 to 256, within 2**-39 of it."""
+    """exp(x) of float64 numbers from -600 to 256, within 2**-39 of it; see `_exp_parts`.
+
+    The power of two is added to the exponent of ``p``: of such numbers that neither over- nor
+    underflows. Others, NaN too, come to nothing of use, without harm.
+    """
     LOG2E: tl.constexpr = 1.4426950408889634
     WHOLE: tl.constexpr = 1.5 * 2.0**52
     shifted = x * LOG2E + WHOLE
