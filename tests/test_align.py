@@ -97,6 +97,16 @@ def test_both_sides_of_the_single_launch(num_tokens, device):
     assert_plan(moe_ops.moe_align_block_size(ids.to(device), 16, 6), looped(ids, 16, 6))
 
 
+@pytest.mark.parametrize("num_experts", [1, 2, 257, 512])
+def test_blocks_of_few_and_many_experts(num_experts, device):
+    """More blocks than are added up in one step, one of which has only one expert's slots."""
+    g = torch.Generator().manual_seed(0)
+    ids = torch.randint(-1, num_experts + 1, (5100, 1), generator=g, dtype=torch.int32)
+    ids[256:512] = num_experts - 1
+    plan = moe_ops.moe_align_block_size(ids.to(device), 16, num_experts)
+    assert_plan(plan, looped(ids, 16, num_experts))
+
+
 @pytest.mark.parametrize("ignore", [False, True])
 @pytest.mark.parametrize(("num_slots", "num_experts"), [(4096, 300), (33000, 7), (262200, 512)])
 @pytest.mark.skipif(INTERPRETED, reason="takes minutes")

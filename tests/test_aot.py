@@ -63,8 +63,10 @@ def check(kernels, arch):
     for kernel in kernels:
         used = aot.resources(kernel, arch)
         assert used["shared"] <= aot.SHARED_MEMORY[arch], (kernel.metadata.name, used)
-        # ptxas may spill a word that lives across a small kernel; in a product's loop none.
-        allowed = 0 if "gemm" in kernel.metadata.name else 8
+        # ptxas may spill a word that lives across a small kernel; in a product's loop none. Top-k
+        # of many tokens is given few registers: more do on the way that is seldom taken.
+        few = getattr(kernel.metadata, "maxnreg", None) and "topk" in kernel.metadata.name
+        allowed = 640 if few else 0 if "gemm" in kernel.metadata.name else 8
         assert used["spilled"] <= allowed, (kernel.metadata.name, used)
         assert used["serialized"] == 0, (kernel.metadata.name, used)
 

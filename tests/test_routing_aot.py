@@ -51,3 +51,21 @@ def test_routing_kernels(arch, experts, k, groups):
     kernels = aot.compile_launch(arch, launch_all(experts, k, groups))
     test_aot.check(kernels, arch)
     assert len({kernel.metadata.name for kernel in kernels}) == 6
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize(("experts", "maxima"), [(512, 12), (256, 2 * 11)])
+def test_many_tokens(experts, maxima, bias):
+    """A maximum is one instruction of a warp, also of four finalists; few registers."""
+
+    def launch(empty):
+        vector = empty(experts, dtype=torch.float32) if bias else None
+        scoring = "sigmoid" if bias else "softmax"
+        routing.fused_topk(empty(4096, experts), vector, 10, True, scoring, 1.0)
+
+    (kernel,) = aot.compile_launch(90, launch)
+    used = aot.resources(kernel, 90)
+    assert used["registers"] <= routing.REGISTERS
+    quick = kernel.asm["ptx"].split("redux.sync.min")[0]
+    assert quick.count("redux.sync.max") == maxima
+    assert "bar.sync" not in quick

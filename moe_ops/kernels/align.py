@@ -105,7 +105,8 @@ def _align_kernel(
 def _align_blocks_kernel(
     topk_ids, expert_map, names, table, sorted_token_ids, expert_ids, num_tokens_post_padded,
     num_slots, num_rows, num_tiles, num_experts, num_buckets,
-    TILE: tl.constexpr, BUCKETS: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
+    TILE: tl.constexpr, BUCKETS: tl.constexpr, BLOCK: tl.constexpr,
+    ACROSS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """One program places the slots of one block, and fills its share of everything else."""
     take_turn()
@@ -114,7 +115,7 @@ def _align_blocks_kernel(
     )
     block, blocks = tl.program_id(0), tl.num_programs(0)
     bucket = tl.arange(0, BUCKETS)
-    count, before, own = add_blocks(table, blocks, num_buckets, BUCKETS, ROWS)
+    count, before, own = add_blocks(table, blocks, BUCKETS, ACROSS, ROWS)
     tiles = (count + TILE - 1) // TILE
     start, first_tile = tl.cumsum(count, 0) - count, tl.cumsum(tiles, 0) - tiles
     first_row, used_tiles = first_tile * TILE, tl.sum(tiles)
@@ -157,14 +158,9 @@ def _align_few(scan: Scan, tile: int, num_experts: int) -> Launch:
 
 @lru_cache(maxsize=1024)
 def _align_blocks(sizes: Blocks, tile: int) -> Launch:
-    return Launch(
-        _align_blocks_kernel,
-        TILE=tile,
-        BUCKETS=sizes.buckets,
-        BLOCK=sizes.block,
-        ROWS=sizes.rows,
-        num_warps=sizes.num_warps,
-    )
+    block, buckets, across, rows, num_warps = sizes
+    constants = {"BLOCK": block, "BUCKETS": buckets, "ACROSS": across, "ROWS": rows}
+    return Launch(_align_blocks_kernel, TILE=tile, **constants, num_warps=num_warps)
 
 
 def moe_align_block_size(

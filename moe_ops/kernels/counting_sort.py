@@ -21,6 +21,11 @@ from moe_ops.kernels.launch import Launch
 from moe_ops.kernels.slots import local_experts, map_size, next_power_of_2
 from moe_ops.tiles import cdiv, sort_block
 
+ENTRIES = 8
+"""Of the table, that a thread reads at once: 16 bytes."""
+ROWS = 8
+"""Of the table, that a thread reads before it adds them up."""
+
 
 @triton.jit
 def block_buckets(topk_ids, expert_map, num_slots, num_experts, num_buckets, BLOCK: tl.constexpr):
@@ -39,26 +44,36 @@ def _count_blocks_kernel(
     take_turn()
     found = block_buckets(topk_ids, expert_map, num_slots, num_experts, num_buckets, BLOCK)
     count = tl.histogram(tl.maximum(found, 0), BUCKETS, mask=found >= 0)
-    bucket = tl.arange(0, BUCKETS)
-    row = table + tl.program_id(0) * num_buckets
-    tl.store(row + bucket, count, mask=bucket < num_buckets)
+    row = table + tl.program_id(0) * BUCKETS
+    tl.store(row + tl.arange(0, BUCKETS), count.to(tl.int16))
 
 
 @triton.jit
-def add_blocks(table, num_blocks, num_buckets, BUCKETS: tl.constexpr, ROWS: tl.constexpr):
-    """Of each bucket: all slots, those in the blocks before this program's, and those in it."""
+def add_blocks(table, num_blocks, BUCKETS: tl.constexpr, ACROSS: tl.constexpr, ROWS: tl.constexpr):
+    """Of each bucket: all slots, those in the blocks before this program's, and those in it.
+
+    A step reads ROWS rows in each of ACROSS groups of threads. Triton gives a thread the rows of
+    the middle axis: it adds them up by itself, two buckets at a time, since 16 bits hold the sums.
+    All threads together only add up the sums of all steps.
+    """
     mine = tl.program_id(0)
-    bucket = tl.arange(0, BUCKETS)
-    inside = bucket < num_buckets
-    count = tl.zeros((BUCKETS,), dtype=tl.int32)
-    before = tl.zeros((BUCKETS,), dtype=tl.int32)
-    for first in range(0, num_blocks, ROWS):
-        block = first + tl.arange(0, ROWS)
-        at = table + block[:, None] * num_buckets + bucket[None, :]
-        counts = tl.load(at, mask=(block < num_blocks)[:, None] & inside[None, :], other=0)
-        count += tl.sum(counts, 0)
-        before += tl.sum(tl.where(block[:, None] < mine, counts, 0), 0)
-    return count, before, tl.load(table + mine * num_buckets + bucket, mask=inside, other=0)
+    PAIRS: tl.constexpr = BUCKETS // 2
+    pairs = table.to(tl.pointer_type(tl.int32), bitcast=True) + tl.arange(0, PAIRS)[None, None, :]
+    row = tl.arange(0, ACROSS)[:, None, None] + tl.arange(0, ROWS)[None, :, None] * ACROSS
+    count_low = tl.zeros((ACROSS, PAIRS), dtype=tl.int32)
+    count_high, before_low, before_high = count_low, count_low, count_low
+    for first in range(0, num_blocks, ACROSS * ROWS):
+        block = first + row
+        counts = tl.load(pairs + block * PAIRS, mask=block < num_blocks, other=0)
+        both = tl.sum(counts, 1)
+        count_low += both & 0xFFFF
+        count_high += (both >> 16) & 0xFFFF
+        both = tl.sum(tl.where(block < mine, counts, 0), 1)
+        before_low += both & 0xFFFF
+        before_high += (both >> 16) & 0xFFFF
+    count = tl.interleave(tl.sum(count_low, 0), tl.sum(count_high, 0))
+    before = tl.interleave(tl.sum(before_low, 0), tl.sum(before_high, 0))
+    return count, before, tl.load(table + mine * BUCKETS + tl.arange(0, BUCKETS)).to(tl.int32)
 
 
 @triton.jit
@@ -80,9 +95,12 @@ class Blocks(NamedTuple):
     """How many slots a program sorts, and what it does it with."""
 
     block: int
+    """Slots: ROWS blocks of them are no more than 16 bits can count."""
     buckets: int
+    across: int
+    """Groups of warps that read rows of the table."""
     rows: int
-    """Of the table, in a step."""
+    """Of the table, that each of them reads in a step."""
     num_warps: int
 
 
@@ -90,7 +108,11 @@ class Blocks(NamedTuple):
 def block_sizes(num_slots: int, num_buckets: int) -> Blocks:
     """The sizes for a number of slots and of buckets."""
     block, buckets = sort_block(num_slots), next_power_of_2(max(num_buckets, 2))
-    return Blocks(block, buckets, max(1, min(64, 8192 // buckets)), 8 if block > 256 else 4)
+    num_warps = 8 if block > 256 else 4
+    at_once = num_warps * 32 * ENTRIES
+    across = max(1, min(16, at_once // buckets))
+    rows = max(1, min(ROWS, ROWS * at_once // buckets))
+    return Blocks(block, buckets, across, rows, num_warps)
 
 
 @lru_cache(maxsize=1024)
@@ -99,7 +121,7 @@ def _count_launch(buckets: int, block: int, num_warps: int) -> Launch:
 
 
 def count_blocks(topk_ids: Tensor, expert_map: Tensor | None, num_buckets: int) -> Tensor:
-    """``(blocks, buckets)`` int32: launch one program a block.
+    """``(blocks, buckets)`` int16, buckets rounded up: launch one program a block.
 
     Args:
         topk_ids: contiguous.
@@ -109,7 +131,7 @@ def count_blocks(topk_ids: Tensor, expert_map: Tensor | None, num_buckets: int) 
     num_slots = topk_ids.numel()
     sizes = block_sizes(num_slots, num_buckets)
     blocks = cdiv(num_slots, sizes.block)
-    table = topk_ids.new_empty(blocks, num_buckets, dtype=torch.int32)
+    table = topk_ids.new_empty(blocks, sizes.buckets, dtype=torch.int16)
     _count_launch(sizes.buckets, sizes.block, sizes.num_warps)(
         (blocks,),
         topk_ids,

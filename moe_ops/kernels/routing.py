@@ -30,10 +30,13 @@ from moe_ops.kernels.routing_scores import (
 from moe_ops.kernels.slots import dense, next_power_of_2
 from moe_ops.tiles import MANY_TOKENS, cdiv
 
+REGISTERS = 64
+"""Of a thread, where there are many tokens: an SM has room for 32 programs of one warp."""
+
 
 @triton.jit(do_not_specialize=["num_tokens"])
 def _fused_topk_kernel(
-    gating_output, bias, topk_weights, topk_ids, num_tokens, stride_row, NUM_EXPERTS,
+    gating_output, bias, topk_weights, topk_ids, num_tokens, stride_row, NUM_EXPERTS: tl.constexpr,
     SCALE: tl.constexpr, TOPK: tl.constexpr, RENORMALIZE: tl.constexpr, SCORING: tl.constexpr,
     TOKENS: tl.constexpr, EXPERTS: tl.constexpr, SLOTS: tl.constexpr,
 ):  # fmt: skip
@@ -159,14 +162,21 @@ def topk_constants(
 ) -> dict[str, Any]:
     """The constants of `route_tokens`."""
     meaning = _meaning(topk, renormalize, scoring_func, scale)
-    return {**meaning, "TOKENS": tokens, "EXPERTS": _block(num_experts)}
+    experts = {"NUM_EXPERTS": num_experts, "EXPERTS": _block(num_experts)}
+    return {**meaning, **experts, "TOKENS": tokens}
 
 
 @lru_cache(maxsize=1024)
-def _topk_launch(tokens: int, num_experts: int, *how: Any) -> Launch:
-    """The kernel for some tokens a program."""
-    constants = topk_constants(tokens, num_experts, *how)
-    return Launch(_fused_topk_kernel, **constants, num_warps=_num_warps(num_experts))
+def _topk_launch(many: bool, num_experts: int, *how: Any) -> tuple[int, Launch]:
+    """The tokens of a program, and the kernel.
+
+    Of many tokens so many that a thread has up to 16 experts and 4 slots; only the slow way, seldom
+    taken, needs more registers.
+    """
+    each = max(1, min(512 // _block(num_experts), 128 // _block(how[0]))) if many else 1
+    limit = {"maxnreg": REGISTERS} if many and num_experts <= 512 else {}
+    constants = {**topk_constants(each, num_experts, *how), **limit}
+    return each, Launch(_fused_topk_kernel, **constants, num_warps=_num_warps(num_experts))
 
 
 def fused_topk(
@@ -183,13 +193,9 @@ def fused_topk(
     tokens, num_experts = gating_output.shape
     if tokens:
         logits = by_rows(gating_output)
-        # So many tokens a program that a thread has up to 16 experts and 4 slots.
-        many = max(1, min(512 // _block(num_experts), 128 // _block(topk)))
-        each = many if tokens >= MANY_TOKENS else 1
-        _topk_launch(each, num_experts, *how)(
-            (cdiv(tokens, each),), logits, dense(bias), *result,
-            tokens, logits.stride(0), num_experts,
-        )  # fmt: skip
+        each, launch = _topk_launch(tokens >= MANY_TOKENS, num_experts, *how)
+        grid = (cdiv(tokens, each),)
+        launch(grid, logits, dense(bias), *result, tokens, logits.stride(0))
     return result
 
 

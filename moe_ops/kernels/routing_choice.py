@@ -5,58 +5,62 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from moe_ops.kernels.routing_lanes import (
+    by_lanes,
+    finalists,
+    in_rounds,
+    largest,
+    of_tokens,
+    sum_by_lanes,
+)
 from moe_ops.kernels.routing_scores import (
     best_positions,
     biased,
     chosen_weights,
+    exp64,
     is_finite,
-    near_softmax,
+    near_exp,
+    near_sigmoid,
     number,
     ordered,
     scores,
     scores_and_choice,
+    signed_key,
     store_routing,
 )
 
 
 @triton.jit
-def _pack(key, COUNT: tl.constexpr):
+def _pack(key, position, COUNT: tl.constexpr):
     """Keys with the position in place of their lowest bits: all differ, ties to the lowest."""
-    return (key | (COUNT - 1)) - tl.arange(0, COUNT)[None, :]
+    return (key | (COUNT - 1)) - position
 
 
 @triton.jit
-def _largest(packed, TOPK: tl.constexpr, SLOTS: tl.constexpr):
-    """The TOPK largest of each row, falling, the last of them, and the largest of the others.
+def _chosen(key, expert, slot, TOPK: tl.constexpr, EXPERTS: tl.constexpr):
+    """The experts of the largest keys, falling, the last of these keys, and that of the others.
 
-    One maximum a round. To pass over what was found, no key need change: an addend makes the last
-    one found the least of all, modulo 2**32, and keeps the order of the others.
+    Both with positions in place of their lowest bits. Where others may be larger than is known,
+    theirs is the largest of all.
     """
-    ROWS: tl.constexpr = packed.shape[0]
-    slot = one_a_thread(tl.zeros((ROWS, 1), dtype=tl.int32) + tl.arange(0, SLOTS)[None, :])
-    chosen = slot
-    best = tl.zeros((ROWS, 1), dtype=tl.int32)
-    addend = best
-    for j in range(TOPK):
-        best = tl.max(packed + addend, 1, keep_dims=True) - addend
-        chosen = tl.where(slot == j, best[:, None], chosen)
-        addend = -0x80000000 - best
-    return chosen, best, tl.max(packed + addend, 1, keep_dims=True) - addend
+    packed = _pack(key, expert, EXPERTS)
+    if in_rounds(EXPERTS, TOPK):
+        packed, last = finalists(packed)
+        chosen, best, left = largest(packed, slot, TOPK)
+        left = tl.where(last >= best, 0x7FFFFFFF, left)
+    else:
+        chosen, best, left = largest(packed, slot, TOPK)
+    return EXPERTS - 1 - (chosen & (EXPERTS - 1)), best, left
 
 
 @triton.jit
-def likely_positions(key, TOPK: tl.constexpr, COUNT: tl.constexpr, SLOTS: tl.constexpr):
-    """What `best_positions` finds, unless keys differ in their lowest bits only.
-
-    Returns:
-        The positions, and for each row 1 if no key left is larger than a chosen one: then these are
-        the best, though perhaps in another order.
-    """
-    packed = _pack(key, COUNT)
-    chosen, best, _ = _largest(packed, TOPK, SLOTS)
-    left = tl.max(tl.where(packed < best, key, -0x80000000), 1)
-    least = tl.min(tl.where(packed < best, 0x7FFFFFFF, key), 1)
-    return COUNT - 1 - (chosen & (COUNT - 1)), (left <= least).to(tl.int32)
+def _load_logits(rows, expert, EXPERTS: tl.constexpr, NUM_EXPERTS: tl.constexpr):
+    """By lanes; those of no expert are -inf."""
+    if NUM_EXPERTS == EXPERTS:
+        logits = tl.load(of_tokens(rows) + expert)
+    else:
+        logits = tl.load(of_tokens(rows) + expert, mask=expert < NUM_EXPERTS, other=float("-inf"))
+    return logits.to(tl.float32)
 
 
 @triton.constexpr_function
@@ -66,31 +70,84 @@ def _step(dtype):
 
 
 @triton.jit
-def _largest_logits(key, STEP: tl.constexpr, TOPK: tl.constexpr, SLOTS: tl.constexpr):
-    """Positions of the largest, and for each row a number that no other logit exceeds.
+def _choose_by_logits(
+    rows, slot, TOPK: tl.constexpr, EXPERTS: tl.constexpr, NUM_EXPERTS: tl.constexpr
+):
+    """The largest logits of each token, a number that no other exceeds, and a sum of exponentials.
 
-    Other than those that equal a chosen one and come after it: that is known where positions take
-    no bits of keys that differ, STEP or more from each other.
+    None other than those that equal a chosen one and come after it: that is known where positions
+    take no bits of keys that differ, STEP or more from each other.
+
+    Exponentials are not of a distance to the largest, which nobody has to wait for then: see
+    `near_exp`. What is NaN or infinite is wrong in the sum. Where it is not the largest, either, it
+    is as little as -inf: a minimum of NaN and a number is the number.
     """
-    COUNT: tl.constexpr = key.shape[1]
-    packed = _pack(key, COUNT)
-    chosen, best, left = _largest(packed, TOPK, SLOTS)
-    bound = left | (COUNT - 1)
-    if STEP >= COUNT:
+    STEP: tl.constexpr = _step(rows.dtype.element_ty)
+    expert = by_lanes(EXPERTS)
+    logits = _load_logits(rows, expert, EXPERTS, NUM_EXPERTS)
+    total = sum_by_lanes(near_exp(tl.maximum(logits, -600.0).to(tl.float64)))
+    ids, best, left = _chosen(signed_key(logits), expert, slot, TOPK, EXPERTS)
+    bound = left | (EXPERTS - 1)
+    if STEP >= EXPERTS:
         equal = (left & -STEP) == (best & -STEP)
         bound = tl.where(equal, (best & -STEP) + ((best >> 31) & (STEP - 1)) - STEP, bound)
-    return COUNT - 1 - (chosen & (COUNT - 1)), number(bound)
+    return ids, number(bound)[:, None, None], total[:, None, None]
 
 
 @triton.jit
-def _smaller(x, y):
-    return tl.minimum(x, y)
+def _near_softmax(picked, known, total):
+    """float32 scores by a sum that is good to 2**-39, and where that decides how they are rounded.
+
+    There, the scores are not far below the largest, so that logits that differ by more than 2**-20
+    have scores that differ.
+    """
+    score = tl.where(known, exp64(picked.to(tl.float64)) / total, 0.0)
+    above, below = (score * (1 + 2.0**-38)).to(tl.float32), (score * (1 - 2.0**-38)).to(tl.float32)
+    return above, (above == below) & (above > 2.0**-100) & (tl.abs(picked) <= 256.0)
+
+
+@triton.jit
+def _choose_by_near_scores(
+    rows, bias, slot, TOPK: tl.constexpr, EXPERTS: tl.constexpr, NUM_EXPERTS: tl.constexpr
+):
+    """The largest sums of a sigmoid and a bias, and a number that none other exceeds by 2**-20."""
+    expert = by_lanes(EXPERTS)
+    logits = _load_logits(rows, expert, EXPERTS, NUM_EXPERTS)
+    valid = expert < NUM_EXPERTS
+    choice = tl.where(valid, biased(near_sigmoid(logits), bias, expert, valid), float("-inf"))
+    ids, _, left = _chosen(ordered(choice, True), expert, slot, TOPK, EXPERTS)
+    return ids, number(left | (EXPERTS - 1))[:, None, None]
+
+
+@triton.jit
+def _choose_by_scores(
+    rows, bias, expert, slot, TOPK: tl.constexpr, NUM_EXPERTS: tl.constexpr, SCORING: tl.constexpr
+):
+    """The best by their scores, if keys of scores differ not in their lowest bits only.
+
+    Returns:
+        The experts, for each token 1 if no key left is larger than a chosen one (then these are the
+        best, though perhaps in another order), and a softmax's terms.
+    """
+    COUNT: tl.constexpr = expert.shape[1]
+    valid = expert < NUM_EXPERTS
+    logits = tl.load(rows + expert, mask=valid, other=float("-inf")).to(tl.float32)
+    choice, peak, inverse = scores_and_choice(logits, bias, expert, valid, SCORING)
+    key = ordered(choice, bias is not None)
+    packed = _pack(key, expert, COUNT)
+    chosen, best, _ = largest(packed[None, :, :, None], slot, TOPK)
+    others = packed < best[:, None]
+    left = tl.max(tl.where(others, key, -0x80000000), 1)
+    least = tl.min(tl.where(others, 0x7FFFFFFF, key), 1)
+    complete = (left <= least)[:, None, None]
+    return COUNT - 1 - (chosen & (COUNT - 1)), complete, peak, inverse
 
 
 @triton.jit
 def in_falling_order(x):
-    """Which ones of each row's are no larger than any before them."""
-    return x <= tl.associative_scan(x, 2, _smaller)
+    """Which ones of each row's are no larger than the one before them."""
+    before = tl.maximum(tl.arange(0, x.shape[2]) - 1, 0)[None, None, :]
+    return x <= tl.gather(x, tl.broadcast_to(before, x.shape), 2)
 
 
 @triton.jit
@@ -107,18 +164,24 @@ def one_a_thread(x):
 
 @triton.jit
 def _best_of(
-    rows, bias, expert, valid, TOPK: tl.constexpr, SLOTS: tl.constexpr, SCORING: tl.constexpr
-):
-    """Whom the scores of all experts choose, and a softmax's terms."""
+    rows, bias, expert, known,
+    TOPK: tl.constexpr, NUM_EXPERTS: tl.constexpr, SLOTS: tl.constexpr, SCORING: tl.constexpr,
+):  # fmt: skip
+    """Whom the scores of all experts choose, and their scores."""
+    valid = expert < NUM_EXPERTS
     logits = tl.load(rows + expert, mask=valid, other=0.0).to(tl.float32)
     choice, peak, inverse = scores_and_choice(logits, bias, expert, valid, SCORING)
     key = ordered(choice, bias is not None)
-    return one_a_thread(best_positions(key, TOPK, expert.shape[1], SLOTS)), peak, inverse
+    ids = one_a_thread(best_positions(key, TOPK, expert.shape[1], SLOTS))
+    if SCORING == "softmax":
+        peak, inverse = peak[:, None], inverse[:, None]
+    return ids, chosen_weights(rows[:, None], ids, known, peak, inverse, SCORING)
 
 
 @triton.jit
 def route_tokens(
-    gating_output, bias, topk_weights, topk_ids, first_token, num_tokens, stride_row, NUM_EXPERTS,
+    gating_output, bias, topk_weights, topk_ids, first_token, num_tokens, stride_row,
+    NUM_EXPERTS: tl.constexpr,
     SCALE: tl.constexpr, TOPK: tl.constexpr, RENORMALIZE: tl.constexpr, SCORING: tl.constexpr,
     TOKENS: tl.constexpr, EXPERTS: tl.constexpr, SLOTS: tl.constexpr,
 ):  # fmt: skip
@@ -126,42 +189,40 @@ def route_tokens(
 
     A quick way finds nearly always what the slow one would. Where it need not have, all tokens of
     the program take the slow one. A softmax without a bias chooses by the logits: their order is
-    that of the scores, but for close ones, whose scores may be equal, and very small scores.
+    that of the scores, but for close ones, whose scores may be equal, and very small scores. A
+    sigmoid with a bias chooses by scores in float32, of which close ones may be in another order.
     """
     BY_LOGITS: tl.constexpr = bias is None and SCORING == "softmax"
+    NEAR: tl.constexpr = bias is not None and SCORING == "sigmoid"
     token = first_token.to(tl.int64) + tl.arange(0, TOKENS)[:, None]
     expert, slot = tl.arange(0, EXPERTS)[None, :], tl.arange(0, SLOTS)[None, :]
-    rows = gating_output + token * stride_row
-    valid = expert < tl.where(token < num_tokens, NUM_EXPERTS, 0)
-    logits = tl.load(rows + expert, mask=valid, other=float("-inf")).to(tl.float32)
-    if BY_LOGITS:
-        logits = tl.where(is_finite(logits), logits, float("-inf"))
-        peak, inverse = near_softmax(logits)
-        key = ordered(logits, True)
-        ids, bound = _largest_logits(key, _step(gating_output.dtype.element_ty), TOPK, SLOTS)
-    else:
-        choice, peak, inverse = scores_and_choice(logits, bias, expert, valid, SCORING)
-        key = ordered(choice, bias is not None)
-        ids, complete = likely_positions(key, TOPK, EXPERTS, SLOTS)
+    rows = gating_output + tl.minimum(token, num_tokens - 1) * stride_row
     mask = slot < tl.where(token < num_tokens, TOPK, 0)
     known, at = one_a_thread(mask), one_a_thread(token * TOPK + slot)
-    near = rows[:, None]
-    if SCORING == "softmax":
-        peak, inverse = peak[:, None], inverse[:, None]
-    picked = tl.load(near + ids, mask=known, other=0.0).to(tl.float32)
-    weights = scores(picked, known & is_finite(picked), peak, inverse, SCORING)
+    place = one_a_thread(tl.zeros((TOKENS, 1), dtype=tl.int32) + slot)
+    near, peak, inverse = rows[:, None], 0.0, 0.0
     if BY_LOGITS:
-        sure = (picked - bound[:, None] > 2.0**-20) & (weights > 2.0**-100)
-        sure = sure & (tl.abs(peak) < 2.0**24)
-        rank = (weights.to(tl.int32, bitcast=True).to(tl.int64) << 32) - ids
+        ids, bound, total = _choose_by_logits(rows, place, TOPK, EXPERTS, NUM_EXPERTS)
+    elif NEAR:
+        ids, bound = _choose_by_near_scores(rows, bias, place, TOPK, EXPERTS, NUM_EXPERTS)
     else:
-        sure = complete[:, None, None] > 0
-        rank = tl.where(known, biased(weights, bias, ids, known), float("-inf"))
-    sure = tl.where(known, (sure & in_falling_order(rank)).to(tl.int32), 1)
-    if tl.min(tl.min(tl.min(sure, 2), 1), 0) == 0:
-        ids, peak, inverse = _best_of(rows, bias, expert, valid, TOPK, SLOTS, SCORING)
+        ids, sure, peak, inverse = _choose_by_scores(
+            rows, bias, expert, place, TOPK, NUM_EXPERTS, SCORING
+        )
         if SCORING == "softmax":
             peak, inverse = peak[:, None], inverse[:, None]
-        weights = chosen_weights(near, ids, known, peak, inverse, SCORING)
+    picked = tl.load(near + ids, mask=known, other=0.0).to(tl.float32)
+    if BY_LOGITS:
+        weights, sure = _near_softmax(picked, known, total)
+        sure = sure & (picked - bound > 2.0**-20)
+        rank = (weights.to(tl.int32, bitcast=True).to(tl.int64) << 32) - ids
+    else:
+        weights = scores(picked, known & is_finite(picked), peak, inverse, SCORING)
+        rank = tl.where(known, biased(weights, bias, ids, known), float("-inf"))
+    if NEAR:
+        sure = rank - bound > 2.0**-19 + tl.abs(rank) * 2.0**-20
+    sure = tl.where(known, (sure & in_falling_order(rank)).to(tl.int32), 1)
+    if tl.min(sure) == 0:
+        ids, weights = _best_of(rows, bias, expert, known, TOPK, NUM_EXPERTS, SLOTS, SCORING)
     store_routing(topk_weights, topk_ids, at, known, weights, ids, RENORMALIZE, SCALE)
     return tl.max(tl.where(known, ids, -1), 1)

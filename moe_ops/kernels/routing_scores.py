@@ -81,20 +81,54 @@ def _exp_parts(x):
 
 
 @triton.jit
-def _exp(x):
+def exp64(x):
     p, power = _exp_parts(x)
     return p * power
+
+
+@triton.jit
+def near_exp(x):
+    """exp(x) of float64 numbers from -600 to 256, within 2**-39 of it; see `_exp_parts`.
+
+    The power of two is added to the exponent of ``p``: of such numbers that neither over- nor
+    underflows. Others, NaN too, come to nothing of use, without harm.
+    """
+    LOG2E: tl.constexpr = 1.4426950408889634
+    WHOLE: tl.constexpr = 1.5 * 2.0**52
+    shifted = x * LOG2E + WHOLE
+    f = x * LOG2E - (shifted - WHOLE)
+    p = f * 1.3344183484134179e-06 + 1.5314209223349525e-05
+    p = p * f + 0.0001540309828656179
+    p = p * f + 0.0013333434157560176
+    p = p * f + 0.009618129558838935
+    p = p * f + 0.05550410959228811
+    p = p * f + 0.2402265069474259
+    p = p * f + 0.6931471805412327
+    p = p * f + 1.0
+    exponent = shifted.to(tl.int64, bitcast=True) << 52
+    return (p.to(tl.int64, bitcast=True) + exponent).to(tl.float64, bitcast=True)
+
+
+@triton.jit
+def near_sigmoid(logits):
+    """float32 scores within 2**-20; what is not finite scores 0."""
+    score = 1.0 / (1.0 + tl.exp(-logits))
+    return tl.where(is_finite(logits), score, 0.0)
+
+
+@triton.jit
+def signed_key(x):
+    """int32 keys in the order of float32 numbers; a negative zero is less than another."""
+    key = x.to(tl.int32, bitcast=True)
+    return key ^ ((key >> 31) & 0x7FFFFFFF)
 
 
 @triton.jit
 def ordered(choice, SIGNED: tl.constexpr):
     """int32 keys in the order of float32 numbers, of which a warp finds the largest at once."""
     if SIGNED:  # not only -inf is negative
-        choice = choice + 0.0  # no negative zero
-    key = choice.to(tl.int32, bitcast=True)
-    if SIGNED:
-        key = key ^ ((key >> 31) & 0x7FFFFFFF)
-    return key
+        return signed_key(choice + 0.0)
+    return choice.to(tl.int32, bitcast=True)
 
 
 @triton.jit
@@ -146,17 +180,6 @@ def _softmax(x, finite):
 
 
 @triton.jit
-def near_softmax(x):
-    """The largest along the last axis, and one over the sum; if it is no larger than 2**24.
-
-    Then what is far below can be moved to where its exponential still is nothing.
-    """
-    peak = _peak(x)
-    p, power = _exp_parts(tl.maximum(x, peak - 300.0).to(tl.float64) - peak.to(tl.float64))
-    return peak, _one_over_sum(p * power)
-
-
-@triton.jit
 def softmax_terms(logits, finite):
     """The largest logit, and one over the sum of ``exp(logit - largest)`` (0 without any)."""
     peak, _, inverse = _softmax(logits, finite)
@@ -171,7 +194,7 @@ def scores(logits, finite, peak, inverse, SCORING: tl.constexpr):
         p, power = _shares(x, peak)
         score = p * power * inverse
     else:
-        decayed = _exp(tl.maximum(-tl.abs(x), -300.0).to(tl.float64))
+        decayed = exp64(tl.maximum(-tl.abs(x), -300.0).to(tl.float64))
         if SCORING == "sigmoid":
             score = tl.where(x >= 0, 1.0, decayed) / (1.0 + decayed)
         else:

@@ -24,7 +24,8 @@ from moe_ops.tiles import PLAN_PROGRAMS, few_tokens, is_direct, pick_row_tile, p
 @triton.jit(do_not_specialize=["num_tokens", "num_rows", "num_tiles"])
 def _topk_align_kernel(
     gating_output, bias, expert_map, topk_weights, topk_ids, plan,
-    num_tokens, num_rows, num_tiles, stride_row, NUM_EXPERTS, num_ids, num_buckets,
+    num_tokens, num_rows, num_tiles, stride_row, num_ids, num_buckets,
+    NUM_EXPERTS: tl.constexpr,
     SCALE: tl.constexpr, TOPK: tl.constexpr, RENORMALIZE: tl.constexpr, SCORING: tl.constexpr,
     TOKENS: tl.constexpr, EXPERTS: tl.constexpr, SLOTS: tl.constexpr,
     TILE: tl.constexpr, BUCKETS: tl.constexpr,
@@ -92,7 +93,7 @@ def topk_plan(
         (min(num_local_experts, PLAN_PROGRAMS),),
         gating_output, dense(bias), dense(expert_map), *result,
         tokens, *plan_sizes(tokens * topk, num_local_experts, row_tiles),
-        gating_output.stride(0), num_experts,
+        gating_output.stride(0),
         map_size(expert_map, num_local_experts), num_local_experts,
     )  # fmt: skip
     return result

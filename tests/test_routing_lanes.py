@@ -1,0 +1,117 @@
+"""Top-k's quick ways where they go wrong if anything is overlooked: bit by bit as references."""
+
+import pytest
+import torch
+from conftest import HAS_CUDA, INTERPRETED
+from routing_oracle import Call
+
+from moe_ops import ops
+from moe_ops.reference import routing as reference
+
+pytest.importorskip("triton")
+
+import triton  # noqa: E402
+import triton.language as tl  # noqa: E402
+
+from moe_ops.kernels import routing, routing_choice  # noqa: E402
+from moe_ops.kernels.routing_lanes import in_rounds  # noqa: E402
+from moe_ops.kernels.routing_scores import near_exp, near_sigmoid  # noqa: E402
+
+pytestmark = pytest.mark.kernel
+
+
+def in_one_lane(experts, lane):
+    """The experts that lane has, of 32."""
+    return [e for e in range(experts) if e % 128 // 4 == lane]
+
+
+def rows_of(experts):
+    """Rows of logits: what is best lies in one lane, in part or all of it, ties, or is broken."""
+    g = torch.Generator().manual_seed(experts)
+    lane = in_one_lane(experts, 5)
+    base = torch.randn(22, experts, generator=g)
+    for row, many in enumerate((3, 4, 5, len(lane))):  # falling, then rising by position
+        places = torch.tensor(lane[:many])
+        base[row, places] = 5.0 - torch.arange(many) / 8
+        base[row + 4, places] = 5.0 + torch.arange(many) / 8
+    base[8] = (base[8] * 4).round() / 4  # ties everywhere
+    base[9, lane[:6]] = 7.0  # ties in a lane
+    base[10, [lane[0], 0, experts - 1]] = 7.0  # and across lanes
+    base[11] = 0.5
+    base[12, lane[:9]] = torch.nan
+    base[13, [1, lane[1]]] = torch.tensor([torch.inf, -torch.inf])
+    base[14] = torch.nan
+    base[15] = -torch.inf
+    base[15, 7] = 0.0
+    base[16] = -base[16].abs() - 1
+    base[17] = torch.where(base[17] > 0, 0.0, -0.0)
+    base[18] = base[18] * 100 + 300
+    base[19] = base[19] * 100 - 700
+    base[20] = -torch.nan
+    base[20, lane] = 1.0 - torch.arange(len(lane)) * 2.0**-20
+    base[21] = 0.3 + (base[21] * 64).round() * 2.0**-23
+    return base
+
+
+@pytest.mark.parametrize("many", [True] if INTERPRETED else [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("experts", "k"), [(257, 10), (512, 8), (512, 10), (512, 16), (2048, 12)])
+def test_wherever_the_best_lie(experts, k, dtype, many, device, monkeypatch):
+    """Also where a program has as few registers as where there are many tokens."""
+    monkeypatch.setattr(routing, "MANY_TOKENS", 1 if many else 2**30)
+    logits = rows_of(experts).to(dtype)
+    bias = torch.linspace(-0.5, 0.5, experts)
+    for call in (
+        Call(k, True, "softmax", None, 1.0),
+        Call(k, False, "sigmoid", bias, 2.5),
+        Call(k, True, "sigmoid", torch.zeros(experts), 1.0),
+    ):
+        weights, ids = ops.fused_topk(logits.to(device), *call.arguments(device))
+        expected_weights, expected_ids = reference.fused_topk(logits, *call.arguments("cpu"))
+        assert torch.equal(ids.cpu(), expected_ids)
+        assert torch.equal(weights.cpu(), expected_weights)
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="replaces a part of a kernel")
+@pytest.mark.parametrize("scoring", ["softmax", "sigmoid"])
+def test_who_takes_the_slow_way(scoring, monkeypatch):
+    """Four of the best in one lane may hide a fifth; three do not, nor do ordinary logits."""
+    experts, k, slow = 512, 10, []
+    assert in_rounds(experts, k)
+    best_of = routing_choice._best_of
+
+    def counted(*arguments):
+        slow.append(True)
+        return best_of(*arguments)
+
+    monkeypatch.setattr(routing_choice, "_best_of", counted)
+    bias = None if scoring == "softmax" else torch.zeros(experts)
+    order = torch.randperm(experts, generator=torch.Generator().manual_seed(0))
+    logits = torch.linspace(-1.0, 0.5, experts)[order]
+    for many, ways in ((0, 0), (3, 0), (4, 1), (9, 1)):
+        slow.clear()
+        row = logits.clone()
+        others = [4 * lane for lane in range(11) if lane != 5]
+        best = [*in_one_lane(experts, 5)[:many], *others][:k]
+        row[best] = 3.0 - torch.arange(k) / 8
+        _, ids = ops.fused_topk(row[None], bias, k, True, scoring, 1.0)
+        assert ids[0].tolist() == best
+        assert len(slow) == ways
+
+
+@triton.jit
+def _near_kernel(x, exponentials, scores, COUNT: tl.constexpr):
+    at = tl.arange(0, COUNT)
+    value = tl.load(x + at)
+    tl.store(exponentials + at, near_exp(value))
+    tl.store(scores + at, near_sigmoid(value.to(tl.float32)))
+
+
+@pytest.mark.skipif(not (INTERPRETED or HAS_CUDA), reason="runs a kernel")
+def test_near_functions_are_as_near_as_they_say(device):
+    x = torch.linspace(-600, 256, 8192, dtype=torch.float64).to(device)
+    exponentials, scores = torch.empty_like(x), torch.empty_like(x, dtype=torch.float32)
+    _near_kernel[(1,)](x, exponentials, scores, COUNT=8192)
+    assert ((exponentials / x.exp() - 1).abs() < 2.0**-39).all()
+    exact = x.float().double().sigmoid()
+    assert ((scores.double() - exact).abs() < 2.0**-20).all()
