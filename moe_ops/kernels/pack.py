@@ -26,7 +26,7 @@ def _pack_kernel(
     K: tl.constexpr, GROUPS: tl.constexpr, TOP_K: tl.constexpr,
     ROWS: tl.constexpr, COLS: tl.constexpr, GROUP_COLS: tl.constexpr,
 ):  # fmt: skip
-    """Program (i, j) copies COLS columns of ROWS rows; padding becomes zeros."""
+    """Program (i, j) copies COLS columns of ROWS rows; those of padding stay as they are."""
     take_turn()
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     if tl.program_id(0) * ROWS >= tl.load(plan):
@@ -37,16 +37,14 @@ def _pack_kernel(
     col = tl.program_id(1) * COLS + tl.arange(0, COLS)
     inside = real[:, None] & (col < K)[None, :]
     x = tl.load(a + source[:, None] * stride_am + col[None, :], mask=inside, other=0.0)
-    tl.store(out + row.to(tl.int64)[:, None] * K + col[None, :], x, mask=(col < K)[None, :])
+    tl.store(out + row.to(tl.int64)[:, None] * K + col[None, :], x, mask=inside)
     if GROUPS > 0:
         # This program's share of the scales; those of a group lie side by side.
         group = tl.program_id(1) * GROUP_COLS + tl.arange(0, GROUP_COLS)
-        known = (group < GROUPS)[None, :]
-        at = a_scale + source[:, None] * stride_sm + group[None, :]
-        scale = tl.load(at, mask=real[:, None] & known, other=0.0)
-        tl.store(
-            out_scale + group[None, :].to(tl.int64) * num_rows + row[:, None], scale, mask=known
-        )
+        known = real[:, None] & (group < GROUPS)[None, :]
+        scale = tl.load(a_scale + source[:, None] * stride_sm + group[None, :], mask=known)
+        at = out_scale + group[None, :].to(tl.int64) * num_rows + row[:, None]
+        tl.store(at, scale, mask=known)
 
 
 @triton.jit(do_not_specialize=["num_slots", "num_rows"])
@@ -55,7 +53,7 @@ def _quantize_pack_kernel(
     K: tl.constexpr, TOP_K: tl.constexpr, GROUP: tl.constexpr, RULE: tl.constexpr,
     ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
-    """Program (i, j) quantizes whole groups of ROWS rows; scales and rows of padding are zeros.
+    """Program (i, j) quantizes whole groups of ROWS rows; those of padding stay as they are.
 
     ``given``: the one scale of all rows, or None.
     """
@@ -74,15 +72,14 @@ def _quantize_pack_kernel(
         stored, scale = quantize_groups(x, GROUP, RULE)
         group = tl.program_id(1) * (COLS // GROUP) + tl.arange(0, COLS // GROUP)
         at = out_scale + group[None, :].to(tl.int64) * num_rows + row[:, None]
-        known = (group < (K + GROUP - 1) // GROUP)[None, :]
-        tl.store(at, tl.where(real[:, None], scale, 0.0), mask=known)
+        tl.store(at, scale, mask=real[:, None] & (group < (K + GROUP - 1) // GROUP)[None, :])
     else:
         scale = tl.load(given).to(tl.float32)
         stored = encode(tl.where(inside, tl.div_rn(x, scale), 0.0), RULE)
         first = tl.program_id(1) == 0
-        tl.store(out_scale + row, tl.where(real, scale, 0.0), mask=(row >= 0) & first)
+        tl.store(out_scale + row, tl.zeros((ROWS,), dtype=tl.float32) + scale, mask=real & first)
     at = out + row.to(tl.int64)[:, None] * K + col[None, :]
-    tl.store(at, stored.to(out.dtype.element_ty), mask=(col < K)[None, :])
+    tl.store(at, stored.to(out.dtype.element_ty), mask=inside)
 
 
 @lru_cache(maxsize=1024)
@@ -108,7 +105,7 @@ def pack_rows(
     num_rows: int,
     top_k: int,
 ) -> tuple[Tensor, Tensor | None]:
-    """Row r of the result is ``a[slot of r // top_k]``, or zeros where r is padding.
+    """Row r of the result is ``a[slot of r // top_k]``, or anything where r is padding.
 
     Args:
         a: ``(rows, K)``, contiguous along K.
