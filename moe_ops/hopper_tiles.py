@@ -98,7 +98,7 @@ def widths(kernel: str, block_m: int, itemsize: int) -> tuple[int, ...]:
     Of 16-bit weights nothing streams.
     """
     if kernel == PACKED:
-        return (128, 256) if block_m in (64, 128) else ()
+        return (128, 256) if block_m in (64, 128) or (block_m == 192 and itemsize == 2) else ()
     if block_m > 64 or itemsize > 1:
         return ()
     return (64,) if block_m == 64 else (64, 128)

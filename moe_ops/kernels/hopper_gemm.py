@@ -14,6 +14,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from moe_ops.activation import Formula
 from moe_ops.hopper_tiles import ROW_BYTES, HopperTiles, packed_rows
 from moe_ops.kernels.dependent import ENABLED
+from moe_ops.kernels.hopper_products import BOX_ROWS
 from moe_ops.kernels.hopper_stream import hopper_stream_kernel
 from moe_ops.kernels.hopper_tile import hopper_gemm_kernel
 from moe_ops.kernels.pack import pack_rows, quantize_rows
@@ -22,6 +23,7 @@ from moe_ops.tiles import cdiv, device_facts, max_row_tiles
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float8_e4m3fn)
 """Of operands."""
+MODE = "demand"
 STREAM_REGISTERS = 128
 """Of a thread, so that two programs fit a processor."""
 
@@ -61,6 +63,9 @@ class Constants:
     STAGES: int
     BY_COLUMNS: bool
     """Whether a warp group takes half of a tile's columns (else of its rows)."""
+    MODE: str
+    GROUPS: int
+    """Warp groups that multiply."""
     PARTS: int
     """Of a warp group's half of a tile, multiplied one after the other: the sums of 8-bit products
     and one more product stay in registers."""
@@ -116,7 +121,9 @@ def constants(
         GROUP_M=tiles.group_m,
         STAGES=tiles.num_stages,
         BY_COLUMNS=tiles.block_m == 64,
-        PARTS=2 if itemsize == 1 and tiles.block_m == 128 and tiles.block_n == 256 else 1,
+        MODE=MODE,
+        GROUPS=max(2, tiles.block_m // BOX_ROWS.value),
+        PARTS=2 if tiles.block_n == 256 and (itemsize, tiles.block_m) in ((1, 128), (2, 192)) else 1,
         OUT_N=out_n,
         NUM_N=cdiv(n, out_n),
         STEPS=cdiv(k, block_k),
@@ -197,7 +204,7 @@ def _run_packed(
     else:
         rows, scales = quantize_rows(a, a_scale, quant, *sizes)
     layout: Any = gl.NVMMASharedLayout(ROW_BYTES, 8 * c.ITEMSIZE, rank=2)
-    a_box = TensorDescriptor.from_tensor(rows, [c.BLOCK_M, c.BLOCK_K], layout)
+    a_box = TensorDescriptor.from_tensor(rows, [BOX_ROWS.value, c.BLOCK_K], layout)
     scale_box = a_box
     if c.SCALE_COLS is not None:
         flat: Any = gl.NVMMASharedLayout(0, 32, rank=2)
@@ -205,7 +212,7 @@ def _run_packed(
     hopper_gemm_kernel[(wide,)](
         a_box, _weight_box(w, c), scale_box, bias, out,
         plan if scales is None else scales, plan if w_scale is None else w_scale,
-        *tiles, c, num_warps=4,
+        plan.new_zeros(1), *tiles, c, num_warps=4,
     )  # fmt: skip
 
 

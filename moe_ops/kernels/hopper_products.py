@@ -1,8 +1,8 @@
 """The products of Hopper's kernel of many rows: tiles in a ring in shared memory, and their sums.
 
-A multiplying warp group has the sums of its half of a tile, in one part or two. 8-bit products are
-added to sums outside of the units, one part after the other: only one product needs registers then,
-and while one warp group adds, the other one multiplies.
+A multiplying warp group has the sums of 64 rows of a tile, or of half of their columns, in one part
+or two. 8-bit products are added to sums outside of the units, one part after the other: only one
+product needs registers then, and while one warp group adds, another one multiplies.
 """
 
 from triton.experimental import gluon
@@ -14,10 +14,16 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.core import _aggregate as aggregate
 
+BOX_ROWS = gl.constexpr(64)
+"""Rows of a tile that are copied at a time, and that a warp group multiplies."""
+
 
 @aggregate
 class Ring:
-    """Tiles in shared memory, and who may touch them: ``full`` to multiply, ``empty`` to copy."""
+    """Tiles in shared memory, and who may touch them: ``full`` to multiply, ``empty`` to copy.
+
+    Of ``rows`` a stage has a box, or several.
+    """
 
     rows: gl.shared_memory_descriptor
     weights: gl.shared_memory_descriptor
@@ -39,40 +45,61 @@ def zeros(like):
 
 @gluon.jit
 def product(
-    ring, stage, acc, ADD: gl.constexpr, HALF: gl.constexpr, PART: gl.constexpr, C: gl.constexpr
+    ring, stage, acc, ADD: gl.constexpr, GROUP: gl.constexpr, PART: gl.constexpr, C: gl.constexpr
 ):
-    """Begin a part of the product of this warp group's half of a tile; ADD it to ``acc``.
+    """Begin a part of the product of this warp group's share of a tile; ADD it to ``acc``.
 
     Else it takes the registers of ``acc``, whose readers therefore come first. (Zeros in its place
     let ptxas begin a product before the last one was read, and spill.)
     """
     COLS: gl.constexpr = acc.shape[1]
-    FIRST: gl.constexpr = COLS * (HALF if C.BY_COLUMNS else PART)
-    rows = ring.rows.index(stage)
-    if not C.BY_COLUMNS:
-        rows = rows.slice(HALF * (C.BLOCK_M // 2), C.BLOCK_M // 2, 0)
+    FIRST: gl.constexpr = COLS * (GROUP if C.BY_COLUMNS else PART)
+    rows = ring.rows.index(stage * (C.BLOCK_M // BOX_ROWS) + (0 if C.BY_COLUMNS else GROUP))
     weights = ring.weights.index(stage).reshape((C.BLOCK_N, C.BLOCK_K)).slice(FIRST, COLS, 0)
     return warpgroup_mma(rows, weights.permute((1, 0)), acc, use_acc=ADD, is_async=True)
 
 
 @gluon.jit
-def add_products(step, ring, sums, HALF: gl.constexpr, C: gl.constexpr):
-    """16-bit operands, in one part: one product is under way while the next is begun."""
-    acc = sums[0]
-    for k in range(C.STEPS):
-        stage = step % C.STAGES
-        mbarrier.wait(ring.full.index(stage), (step // C.STAGES) & 1)
-        acc = warpgroup_mma_wait(1, [product(ring, stage, acc, True, HALF, 0, C)])
-        if k > 0:
-            mbarrier.arrive(ring.empty.index((step - 1) % C.STAGES))
-        step += 1
-    acc = warpgroup_mma_wait(0, [acc])
-    mbarrier.arrive(ring.empty.index((step - 1) % C.STAGES))
-    return (acc,), step
+def wait_for(UNDER_WAY: gl.constexpr, sums, C: gl.constexpr):
+    """All products but the last few."""
+    if C.PARTS == 2:
+        return warpgroup_mma_wait(UNDER_WAY, [sums[0], sums[1]])
+    else:
+        return (warpgroup_mma_wait(UNDER_WAY, [sums[0]]),)
 
 
 @gluon.jit
-def add_wide(step, ring, sums, HALF: gl.constexpr, C: gl.constexpr):
+def pass_by(step, ring, C: gl.constexpr):
+    """Nothing to multiply in any step of a tile."""
+    for _ in range(C.STEPS):
+        stage = step % C.STAGES
+        mbarrier.wait(ring.full.index(stage), (step // C.STAGES) & 1)
+        mbarrier.arrive(ring.empty.index(stage))
+        step += 1
+    return step
+
+
+@gluon.jit
+def add_products(step, ring, sums, GROUP: gl.constexpr, C: gl.constexpr):
+    """16-bit operands: the products of one step are under way while those of the next are begun."""
+    PARTS: gl.constexpr = C.PARTS
+    for k in range(C.STEPS):
+        stage = step % C.STAGES
+        mbarrier.wait(ring.full.index(stage), (step // C.STAGES) & 1)
+        begun = ()
+        for part in gl.static_range(PARTS):
+            begun += (product(ring, stage, sums[part], True, GROUP, part, C),)
+        sums = wait_for(PARTS, begun, C)
+        if k > 0:
+            mbarrier.arrive(ring.empty.index((step - 1) % C.STAGES))
+        step += 1
+    sums = wait_for(0, sums, C)
+    mbarrier.arrive(ring.empty.index((step - 1) % C.STAGES))
+    return sums, step
+
+
+@gluon.jit
+def add_wide(step, ring, sums, GROUP: gl.constexpr, C: gl.constexpr):
     """8-bit operands, scaled later.
 
     The units add in fewer bits than float32 has: each product starts from zero.
@@ -84,7 +111,7 @@ def add_wide(step, ring, sums, HALF: gl.constexpr, C: gl.constexpr):
         mbarrier.wait(ring.full.index(stage), (step // C.STAGES) & 1)
         added = ()
         for part in gl.static_range(PARTS):
-            p = warpgroup_mma_wait(0, [product(ring, stage, p, False, HALF, part, C)])
+            p = warpgroup_mma_wait(0, [product(ring, stage, p, False, GROUP, part, C)])
             if part == PARTS - 1:
                 mbarrier.arrive(ring.empty.index(stage))
             added += (sums[part] + p,)
@@ -126,16 +153,15 @@ def scaled(p, x, scale, C: gl.constexpr):
 
 
 @gluon.jit
-def add_scaled(step, ring, scales, sums, HALF: gl.constexpr, C: gl.constexpr):
+def add_scaled(step, ring, scales, sums, GROUP: gl.constexpr, C: gl.constexpr):
     """8-bit operands of which each product has scales.
 
     Those of rows lie in the ring. The weight's rows share one in each part (gate rows one, up rows
     one), which is loaded two steps ahead.
     """
     PARTS: gl.constexpr = C.PARTS
-    ROWS: gl.constexpr = sums[0].shape[0]
     ROW: gl.constexpr = gl.SliceLayout(1, sums[0].type.layout)
-    FIRST: gl.constexpr = 0 if C.BY_COLUMNS else HALF * ROWS
+    FIRST: gl.constexpr = 0 if C.BY_COLUMNS else GROUP * BOX_ROWS
     now, soon = load_scales(scales, 0, C), load_scales(scales, 1, C)
     p = zeros(sums[0])
     for k in range(C.STEPS):
@@ -144,10 +170,10 @@ def add_scaled(step, ring, scales, sums, HALF: gl.constexpr, C: gl.constexpr):
         later = load_scales(scales, k + 2, C)
         added = ()
         for part in gl.static_range(PARTS):
-            begun = product(ring, stage, p, False, HALF, part, C)
+            begun = product(ring, stage, p, False, GROUP, part, C)
             if part == 0:
                 of_rows = ring.scales.index(stage).reshape((C.BLOCK_M,))
-                x = of_rows.slice(FIRST, ROWS, 0).load(ROW)
+                x = of_rows.slice(FIRST, BOX_ROWS, 0).load(ROW)
             p = warpgroup_mma_wait(0, [begun])
             if part == PARTS - 1:
                 mbarrier.arrive(ring.empty.index(stage))

@@ -1,11 +1,13 @@
 """Gluon kernel of the expert GEMMs of many rows on Hopper, persistent and warp-specialised.
 
-One warp copies tiles of both operands into a ring in shared memory (the TMA engine does); two warp
-groups multiply, each its half of the output tile, and write rows to their slots. The rows of the
-first operand lie in plan order (`pack`), so that a tile of them is one box; or in expert order,
-where it ends with rows that are not stored. Where an activation has a gate, a box of the weight
-holds 8 gate rows, their 8 up rows, and so on: one thread then has both halves of a pair, and the
-activation costs nothing.
+One warp copies tiles of both operands into a ring in shared memory (the TMA engine does); two or
+three warp groups multiply, each 64 rows of the output tile (half of the columns of 64 rows), and
+write rows to their slots. What the L2 cache sends is what bounds it: tiles are as tall as registers
+allow, and 64 rows of padding are neither copied nor multiplied. The rows of the first operand lie
+in plan order (`pack`), so that 64 of them are one box; or in expert order, where a tile ends with
+rows that are not stored. Where an activation has a gate, a box of the weight holds 8 gate rows,
+their 8 up rows, and so on: one thread then has both halves of a pair, and the activation costs
+nothing.
 
 Source: the structure is that of CUTLASS's and DeepGEMM's warp-specialised kernels.
 """
@@ -20,8 +22,16 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from moe_ops.kernels.dependent import take_turn
 from moe_ops.kernels.gemm_tile import COUNTED, activate
-from moe_ops.kernels.hopper_products import Ring, add_products, add_scaled, add_wide
-from moe_ops.kernels.hopper_slots import Vectors, count_tiles, expert_of, first_row
+from moe_ops.kernels.hopper_products import (
+    BOX_ROWS,
+    Ring,
+    add_products,
+    add_scaled,
+    add_wide,
+    pass_by,
+)
+from moe_ops.kernels.hopper_schedule import hear, make_queue, schedule
+from moe_ops.kernels.hopper_slots import Vectors, count_tiles
 from moe_ops.kernels.slots import HEADER
 
 load_box = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
@@ -29,32 +39,25 @@ load_box = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 
 
 @gluon.jit
-def find_tile(tile, num_tiles, C: gl.constexpr):
-    """Bands of GROUP_M row tiles, down each band first: its weights stay in the L2 cache."""
-    band = tile // (C.GROUP_M * C.NUM_N)
-    first = band * C.GROUP_M
-    height = gl.minimum(num_tiles - first, C.GROUP_M)
-    inside = tile % (C.GROUP_M * C.NUM_N)
-    return first + inside % height, inside // height
-
-
-@gluon.jit
-def copy_tiles(a_desc, w_desc, scale_desc, ring, v, C: gl.constexpr):
+def copy_tiles(a_desc, w_desc, scale_desc, ring, queue, C: gl.constexpr):
     """The copying warp: every tile of both operands, in the order of the products."""
-    BYTES: gl.constexpr = C.BLOCK_K * C.ITEMSIZE * (C.BLOCK_M + C.BLOCK_N)
+    BOXES: gl.constexpr = C.BLOCK_M // BOX_ROWS
+    BOX_BYTES: gl.constexpr = C.BLOCK_K * C.ITEMSIZE * BOX_ROWS
     SCALE_BYTES: gl.constexpr = 4 * C.BLOCK_M if C.SCALE_COLS is not None else 0
-    step = gl.to_tensor(0)
-    for tile in range(gl.program_id(0), v.num_tiles * C.NUM_N, gl.num_programs(0)):
-        m, n = find_tile(tile, v.num_tiles, C)
-        expert = expert_of(v, m)
-        first = first_row(v, m) if C.ORDERED == "a" else m * C.BLOCK_M
+    BYTES: gl.constexpr = C.BLOCK_K * C.ITEMSIZE * C.BLOCK_N + SCALE_BYTES
+    step, number = gl.to_tensor(0), gl.to_tensor(0)
+    m, n, expert, first, boxes = hear(queue, number, 1)
+    while boxes > 0:
+        row = first if C.ORDERED == "a" else m * C.BLOCK_M
         for k in range(C.STEPS):
             stage = step % C.STAGES
             mbarrier.wait(ring.empty.index(stage), (step // C.STAGES + 1) & 1)
             full = ring.full.index(stage)
-            mbarrier.expect(full, BYTES + SCALE_BYTES)
-            at = [first, k * C.BLOCK_K]
-            load_box(a_desc, at, full, ring.rows.index(stage))
+            for count in gl.static_range(1, BOXES + 1):
+                mbarrier.expect(full, BYTES + count * BOX_BYTES, pred=boxes == count)
+            for box in gl.static_range(BOXES):
+                at = [row + box * BOX_ROWS, k * C.BLOCK_K]
+                load_box(a_desc, at, full, ring.rows.index(stage * BOXES + box), pred=box < boxes)
             if C.GATED:
                 at = [expert, n * (C.OUT_N // 8), 0, 0, k * C.BLOCK_K]
             else:
@@ -64,6 +67,8 @@ def copy_tiles(a_desc, w_desc, scale_desc, ring, v, C: gl.constexpr):
                 at = [k, m * C.BLOCK_M]
                 load_box(scale_desc, at, full, ring.scales.index(stage))
             step += 1
+        number += 1
+        m, n, expert, first, boxes = hear(queue, number, 1)
 
 
 @gluon.jit
@@ -80,7 +85,7 @@ def weight_rows(first, COLS: gl.constexpr, LAYOUT: gl.constexpr, C: gl.constexpr
 
 
 @gluon.jit
-def finish(acc, bias, row, expert, first, v, C: gl.constexpr):
+def finish(acc, bias, row_scale, expert, first, v, C: gl.constexpr):
     """Scales that span K, the bias, and the activation, in float32."""
     COLS: gl.constexpr = acc.shape[1]
     LAYOUT: gl.constexpr = acc.type.layout
@@ -90,7 +95,7 @@ def finish(acc, bias, row, expert, first, v, C: gl.constexpr):
         GROUPS: gl.constexpr = (C.WEIGHT_ROWS + C.SCALE_ROWS - 1) // C.SCALE_ROWS
         scale = v.weight_scale + expert * GROUPS + at // C.SCALE_ROWS
         w_scale = gl.load(scale, mask=inside, other=0.0)
-        acc *= gl.load(v.row_scale + row)[:, None] * w_scale[None, :]
+        acc *= row_scale[:, None] * w_scale[None, :]
     if bias is not None:
         acc += gl.load(bias + expert * C.WEIGHT_ROWS + at, mask=inside, other=0.0).to(gl.float32)[
             None, :
@@ -137,62 +142,88 @@ def find_scales(expert, first, v, C: gl.constexpr):
 
 
 @gluon.jit
-def multiply(out, bias, ring, v, HALF: gl.constexpr, C: gl.constexpr):
-    """A multiplying warp group: its half of every tile of this program."""
+def multiply_tile(out, bias, ring, v, tile, step, GROUP: gl.constexpr, C: gl.constexpr):
+    """A warp group's share of a tile; returns the next step of the ring."""
     PARTS: gl.constexpr = C.PARTS
-    ROWS: gl.constexpr = C.BLOCK_M if C.BY_COLUMNS else C.BLOCK_M // 2
     COLS: gl.constexpr = C.BLOCK_N // 2 if C.BY_COLUMNS else C.BLOCK_N // C.PARTS
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLS, 32 // C.ITEMSIZE])
-    FIRST_ROW: gl.constexpr = 0 if C.BY_COLUMNS else HALF * ROWS
-    FIRST_COL: gl.constexpr = HALF * (C.OUT_N // 2) if C.BY_COLUMNS else 0
-    step = gl.to_tensor(0)
-    for tile in range(gl.program_id(0), v.num_tiles * C.NUM_N, gl.num_programs(0)):
-        m, n = find_tile(tile, v.num_tiles, C)
-        found = expert_of(v, m).to(gl.int64)
-        expert = gl.maximum(found, 0)
-        first = n * C.OUT_N + FIRST_COL
-        zeros = gl.full((ROWS, COLS), 0, gl.float32, LAYOUT)
-        sums = (zeros, zeros) if C.PARTS == 2 else (zeros,)
-        if C.SCALE_COLS is not None:
-            scales = find_scales(expert, first, v, C)
-            sums, step = add_scaled(step, ring, scales, sums, HALF, C)
-        elif C.ITEMSIZE == 1:
-            sums, step = add_wide(step, ring, sums, HALF, C)
+    FIRST_ROW: gl.constexpr = 0 if C.BY_COLUMNS else GROUP * BOX_ROWS
+    FIRST_COL: gl.constexpr = GROUP * (C.OUT_N // 2) if C.BY_COLUMNS else 0
+    m, n, found, first_row = tile
+    expert = gl.maximum(found, 0).to(gl.int64)
+    first = n * C.OUT_N + FIRST_COL
+    # Asked for now, so that they are there after the products.
+    inside = FIRST_ROW + gl.arange(0, BOX_ROWS, layout=gl.SliceLayout(1, LAYOUT))
+    row = m * C.BLOCK_M + inside
+    slot = gl.load(v.tiles + HEADER + row)
+    if C.ORDERED == "out":
+        slot = gl.where(slot < v.num_slots, first_row + inside, slot)
+    row_scale = slot
+    if C.ITEMSIZE == 1 and C.SCALE_COLS is None:
+        row_scale = gl.load(v.row_scale + row)
+    zeros = gl.full((BOX_ROWS, COLS), 0, gl.float32, LAYOUT)
+    sums = (zeros, zeros) if C.PARTS == 2 else (zeros,)
+    if C.SCALE_COLS is not None:
+        scales = find_scales(expert, first, v, C)
+        sums, step = add_scaled(step, ring, scales, sums, GROUP, C)
+    elif C.ITEMSIZE == 1:
+        sums, step = add_wide(step, ring, sums, GROUP, C)
+    else:
+        sums, step = add_products(step, ring, sums, GROUP, C)
+    # Nothing is written for a tile without an expert.
+    num_slots = gl.where(found < 0, 0, v.num_slots)
+    for part in gl.static_range(PARTS):
+        column = first + part * (C.OUT_N // C.PARTS)
+        value = finish(sums[part], bias, row_scale, expert, column, v, C)
+        store_rows(out, value, slot, column, num_slots, C)
+    return step
+
+
+@gluon.jit
+def multiply(out, bias, ring, queue, v, GROUP: gl.constexpr, C: gl.constexpr):
+    """A multiplying warp group: its share of every tile of this program."""
+    step, number = gl.to_tensor(0), gl.to_tensor(0)
+    m, n, found, first, boxes = hear(queue, number, 4)
+    while boxes > 0:
+        tile = m, n, found, first
+        if C.BY_COLUMNS or GROUP == 0:
+            step = multiply_tile(out, bias, ring, v, tile, step, GROUP, C)
         else:
-            sums, step = add_products(step, ring, sums, HALF, C)
-        inside = FIRST_ROW + gl.arange(0, ROWS, layout=gl.SliceLayout(1, LAYOUT))
-        row = m * C.BLOCK_M + inside
-        slot = gl.load(v.tiles + HEADER + row)
-        if C.ORDERED == "out":
-            slot = gl.where(slot < v.num_slots, first_row(v, m) + inside, slot)
-        # Nothing is written for a tile without an expert.
-        num_slots = gl.where(found < 0, 0, v.num_slots)
-        for part in gl.static_range(PARTS):
-            column = first + part * (C.OUT_N // C.PARTS)
-            value = finish(sums[part], bias, row, expert, column, v, C)
-            store_rows(out, value, slot, column, num_slots, C)
+            if boxes > GROUP:
+                step = multiply_tile(out, bias, ring, v, tile, step, GROUP, C)
+            else:
+                step = pass_by(step, ring, C)
+        number += 1
+        m, n, found, first, boxes = hear(queue, number, 4)
 
 
 @gluon.jit
-def multiply_first(out, bias, ring, v, C: gl.constexpr):
+def multiply_first(out, bias, ring, queue, v, C: gl.constexpr):
     """See `multiply`."""
-    multiply(out, bias, ring, v, 0, C)
+    multiply(out, bias, ring, queue, v, 0, C)
 
 
 @gluon.jit
-def multiply_second(out, bias, ring, v, C: gl.constexpr):
+def multiply_second(out, bias, ring, queue, v, C: gl.constexpr):
     """See `multiply`."""
-    multiply(out, bias, ring, v, 1, C)
+    multiply(out, bias, ring, queue, v, 1, C)
+
+
+@gluon.jit
+def multiply_third(out, bias, ring, queue, v, C: gl.constexpr):
+    """See `multiply`."""
+    multiply(out, bias, ring, queue, v, 2, C)
 
 
 @gluon.jit(do_not_specialize=COUNTED)
 def hopper_gemm_kernel(
-    a_desc, w_desc, scale_desc, bias, out, row_scale, weight_scale,
+    a_desc, w_desc, scale_desc, bias, out, row_scale, weight_scale, counter,
     tiles, expert_map, num_slots, num_ids, num_experts, C: gl.constexpr,
 ):  # fmt: skip
     """``out[s] = f(a[row of s] @ w[e].T + bias[e])``; padding rows are not written."""
     STAGES: gl.constexpr = C.STAGES
-    rows = gl.allocate_shared_memory(a_desc.dtype, [STAGES] + a_desc.block_shape, a_desc.layout)
+    boxes: gl.constexpr = [STAGES * (C.BLOCK_M // BOX_ROWS)]
+    rows = gl.allocate_shared_memory(a_desc.dtype, boxes + a_desc.block_shape, a_desc.layout)
     weights = gl.allocate_shared_memory(w_desc.dtype, [STAGES] + w_desc.block_shape, w_desc.layout)
     scales = rows
     if C.SCALE_COLS is not None:
@@ -202,18 +233,33 @@ def hopper_gemm_kernel(
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(STAGES):
         mbarrier.init(full.index(stage), count=1)
-        mbarrier.init(empty.index(stage), count=2)
+        mbarrier.init(empty.index(stage), count=C.GROUPS)
+    queue = make_queue(C.GROUPS + 1)
     fence_async_shared()
     ring = Ring(rows, weights, scales, full, empty)
     take_turn(LONG=True)
     num_tiles, scales = count_tiles(tiles, num_slots, num_ids, C), (row_scale, weight_scale)
     v = Vectors(scales, tiles, expert_map, num_tiles, num_slots, num_ids, num_experts)
-    gl.warp_specialize(
-        [
-            (multiply_first, (out, bias, ring, v, C)),
-            (multiply_second, (out, bias, ring, v, C)),
-            (copy_tiles, (a_desc, w_desc, scale_desc, ring, v, C)),
-        ],
-        [4, 1],  # warps of the second and of the third
-        [232, 24],  # registers of a thread of theirs; the first takes what is left
-    )
+    if C.GROUPS == 3:
+        gl.warp_specialize(
+            [
+                (multiply_first, (out, bias, ring, queue, v, C)),
+                (multiply_second, (out, bias, ring, queue, v, C)),
+                (multiply_third, (out, bias, ring, queue, v, C)),
+                (copy_tiles, (a_desc, w_desc, scale_desc, ring, queue, C)),
+                (schedule, (queue, counter, v, C)),
+            ],
+            [4, 4, 1, 1],
+            [160, 160, 24, 24],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (multiply_first, (out, bias, ring, queue, v, C)),
+                (multiply_second, (out, bias, ring, queue, v, C)),
+                (copy_tiles, (a_desc, w_desc, scale_desc, ring, queue, C)),
+                (schedule, (queue, counter, v, C)),
+            ],
+            [4, 1, 1],  # warps of the second and of the others
+            [232, 24, 24],  # registers of a thread of theirs; the first takes what is left
+        )
