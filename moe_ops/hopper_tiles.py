@@ -26,6 +26,14 @@ from moe_ops.tiles import (
 
 PACKED, STREAM = KERNELS = ("hopper_packed", "hopper_stream")
 """Rows are packed in plan order, for many of them; weights stream past few rows."""
+ROW_TILES = {1: (16, 32, 64, 64, 128), 2: (16, 32, 64, 128, 192, 128, 192, 128)}
+"""By bytes of a number: the row tiles by class of load (see `moe_ops.tiles.ROW_TILES`). 192 rows
+take most of an expert of 128, or of a third of one of 512, and read its weights from L2 least."""
+ON_DEMAND_LOAD = 6
+"""Of 8-bit numbers, up to this class of load (683 rows an expert) tiles of 128 rows are taken on
+demand: padding that is skipped outweighs being in step. Above, experts' last tiles are few."""
+GROUP_ON_DEMAND = {1: 4, 2: 3}
+"""Row tiles of a band, by bytes of a number: few, since programs are not in step."""
 ROW_BYTES = 128
 """Of a row of a tile in shared memory: what its swizzle spans, and how much of K a step takes."""
 PACKED_LOAD = {1: 3, 2: 5}
@@ -51,6 +59,8 @@ class HopperTiles:
     """Weight rows, gate and up rows together."""
     group_m: int
     num_stages: int
+    on_demand: bool = False
+    """Whether padding is skipped and tiles are taken as programs can, or all are dealt out."""
 
     @property
     def packed(self) -> bool:
@@ -98,7 +108,9 @@ def widths(kernel: str, block_m: int, itemsize: int) -> tuple[int, ...]:
     Of 16-bit weights nothing streams.
     """
     if kernel == PACKED:
-        return (128, 256) if block_m in (64, 128) or (block_m == 192 and itemsize == 2) else ()
+        if block_m == 192:
+            return (256,) if itemsize == 2 else ()
+        return (128, 256) if block_m in (64, 128) else ()
     if block_m > 64 or itemsize > 1:
         return ()
     return (64,) if block_m == 64 else (64, 128)
@@ -124,8 +136,11 @@ def unfit(tiles: HopperTiles, gemm: Gemm, device: Device) -> str | None:
 
 def packed_tiles(gemm: Gemm, block_m: int, device: Device) -> HopperTiles:
     """The largest tile whose sums stay in registers, in as many stages as fit."""
-    block_n = widths(PACKED, block_m, gemm.itemsize)[-1]
-    tiles = HopperTiles(PACKED, block_m, block_n, 16 // gemm.itemsize, LEAST_STAGES)
+    size, load = gemm.itemsize, load_class(gemm.num_slots, gemm.num_experts)
+    block_n = widths(PACKED, block_m, size)[-1]
+    on_demand = block_m == 192 or (size == 1 and block_m == 128 and load <= ON_DEMAND_LOAD)
+    group_m = GROUP_ON_DEMAND[size] if on_demand else 16 // size
+    tiles = HopperTiles(PACKED, block_m, block_n, group_m, LEAST_STAGES, on_demand)
     return replace(tiles, num_stages=most_stages(tiles, device))
 
 
@@ -149,7 +164,8 @@ def hopper_tiles(gemm: Gemm, device: Device) -> HopperTiles | None:
     """
     load = load_class(gemm.num_slots, gemm.num_experts)
     block_m = pick_row_tile(gemm.row_tiles, gemm.num_slots, gemm.num_experts)
-    if load >= PACKED_LOAD[gemm.itemsize] and widths(PACKED, block_m, gemm.itemsize):
+    many = load >= PACKED_LOAD[gemm.itemsize] or block_m == 192
+    if many and widths(PACKED, block_m, gemm.itemsize):
         return packed_tiles(gemm, block_m, device)
     if block_m <= STREAM_ROWS and widths(STREAM, block_m, gemm.itemsize):
         return stream_tiles(gemm, block_m, device)

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
-from moe_ops.tiles import PLAN_HEADER, is_direct, plan_sizes
+from moe_ops.tiles import PLAN_HEADER, is_direct, pick_row_tile, plan_sizes
 
 
 class TilePlan(NamedTuple):
@@ -40,6 +41,23 @@ def unpack_plan(
 def first_rows(plan: Tensor, num_slots: int, num_experts: int, row_tiles: Sequence[int]) -> Tensor:
     """View of the row with which each tile begins in expert order: see `PlanSizes`."""
     return plan[plan_sizes(num_slots, num_experts, row_tiles).firsts_at :]
+
+
+def split_tiles(
+    plan: Tensor, num_slots: int, num_experts: int, row_tiles: Sequence[int], block_m: int
+) -> Tensor:
+    """The plan with tiles of ``block_m`` rows, which divides the row tile that was picked.
+
+    Those past the last row of an expert are of that expert, and all padding.
+    """
+    tile = pick_row_tile(row_tiles, num_slots, num_experts)
+    _, experts, _ = unpack_plan(plan, num_slots, num_experts, row_tiles)
+    firsts, parts = first_rows(plan, num_slots, num_experts, row_tiles), tile // block_m
+    offsets = torch.arange(0, tile, block_m, dtype=plan.dtype, device=plan.device)
+    split = plan[: len(plan) - len(experts) - len(firsts)].clone()
+    split[2] += (parts - 1) * len(experts)  # where the first rows begin
+    firsts = (firsts[:, None] + offsets).flatten()
+    return torch.cat((split, experts.repeat_interleave(parts), firsts))
 
 
 class Tiles(NamedTuple):

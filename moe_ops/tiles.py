@@ -20,6 +20,8 @@ rows on average, the last one all others."""
 EIGHT_BIT_ROW_TILES = (16, 32, 64, 64, 64, 64, 128)
 """Those of products of 8-bit operands, which take more registers a row: 128 rows pay only where
 nearly every tile is full."""
+KNOWN_ROW_TILES = (*ROW_TILES, 192)
+"""All that a plan for GEMMs may have; the kernels for all GPUs take powers of two."""
 INVARIANT_ROW_TILES = (64,)
 """In batch-invariant mode: one tile at any load, and with it one way to add up along K.
 
@@ -226,9 +228,15 @@ def direct_slots(num_experts: int) -> int:
 
 def max_programs(gemm: Gemm, config: TileConfig) -> int:
     """Upper bound of the programs that a GEMM may need, with a plan or without."""
-    return max_row_tiles(gemm.num_slots, gemm.num_experts, config.block_m) * cdiv(
-        gemm.n, config.block_n
-    )
+    row_tile = pick_row_tile(gemm.row_tiles, gemm.num_slots, gemm.num_experts)
+    blocks = row_tile // config.block_m * cdiv(gemm.n, config.block_n)
+    return max_row_tiles(gemm.num_slots, gemm.num_experts, row_tile) * blocks
+
+
+def cuts_up(gemm: Gemm, config: TileConfig) -> int | None:
+    """The rows of its tiles where a kernel takes less at a time than a tile of the plan has."""
+    row_tile = pick_row_tile(gemm.row_tiles, gemm.num_slots, gemm.num_experts)
+    return None if config.block_m == row_tile else config.block_m
 
 
 def max_row_tiles(num_slots: int, num_experts: int, block_m: int) -> int:

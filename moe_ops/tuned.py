@@ -75,31 +75,43 @@ def read_all() -> Tables:
 TABLES = read_all()
 
 
-def row_tiles(scheme: Scheme, sizes: Sizes, device: str) -> tuple[int, ...]:
+def row_tiles(
+    scheme: Scheme, sizes: Sizes, device: str, *, hopper: bool = False
+) -> tuple[int, ...]:
     """The row tiles that the plan and the GEMMs of a layer choose from, by class of load.
+
+    ``hopper`` as `default_row_tiles` has it.
 
     Dynamo traces this, and ``sizes`` may be symbols: where a file has them, they get their values.
     """
     for known, layer in TABLES.get((device, scheme.name), {}).items():
         if known == sizes:
-            return layer.row_tiles
-    return default_row_tiles(scheme)
+            return merged(default_row_tiles(scheme, hopper=hopper), layer.row_tiles)
+    return default_row_tiles(scheme, hopper=hopper)
 
 
-def device_name(device: torch.device) -> str:
-    """What files call a GPU; empty where there is none."""
+def merged(default: tuple[int, ...], won: dict[int, int]) -> tuple[int, ...]:
+    """By class of load: the row tiles that won, else those of the default, whose last one stays."""
+    last = max(len(default) - 1, *won, 0)
+    return tuple([won.get(load, default[min(load, len(default) - 1)]) for load in range(last + 1)])
+
+
+def name_and_arch(device: torch.device) -> tuple[str, int]:
+    """What files call a GPU, and its compute capability times ten; empty where there is none."""
     if device.type != "cuda":
-        return ""
+        return "", 0
     # Dynamo folds the properties of a GPU, and warns where it has to look into a cache.
-    return _name(device) if torch.compiler.is_compiling() else _known_name(device)
+    return _look_up(device) if torch.compiler.is_compiling() else _known(device)
 
 
-def _name(device: torch.device) -> str:
-    known = torch.cuda.is_available()  # else a device that only fake tensors are on
-    return plain_name(torch.cuda.get_device_properties(device).name) if known else ""
+def _look_up(device: torch.device) -> tuple[str, int]:
+    if not torch.cuda.is_available():
+        return "", 0  # a device that only fake tensors are on
+    facts = torch.cuda.get_device_properties(device)
+    return plain_name(facts.name), 10 * facts.major + facts.minor
 
 
-_known_name = cache(_name)
+_known = cache(_look_up)
 
 
 def choose(

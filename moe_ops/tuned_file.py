@@ -22,8 +22,9 @@ from moe_ops.hopper_tiles import (
     operand_bytes,
     widths,
 )
+from moe_ops.hopper_tiles import ROW_TILES as HOPPER_ROW_TILES
 from moe_ops.scheme import Scheme, get_scheme
-from moe_ops.tiles import EIGHT_BIT_ROW_TILES, ROW_TILES, TileConfig, load_class
+from moe_ops.tiles import EIGHT_BIT_ROW_TILES, KNOWN_ROW_TILES, ROW_TILES, TileConfig, load_class
 
 _NAME = re.compile(r"E=(\d+),N=(\d+),K=(\d+),device_name=([^,]+),scheme=([^,]+)\.json")
 SIZES = ("BLOCK_N", "BLOCK_K", "GROUP_M", "num_warps", "num_stages")
@@ -53,8 +54,8 @@ class TunedLayer(NamedTuple):
     """The GPU's name; spaces are ``_``."""
     scheme: str
     top_k: int
-    row_tiles: tuple[int, ...]
-    """By class of load: those that won, else the default's."""
+    row_tiles: dict[int, int]
+    """Those that won, by class of load."""
     entries: tuple[Entry, ...]
 
 
@@ -69,8 +70,16 @@ def plain_name(device: str) -> str:
     return device.replace(" ", "_").replace("/", "_")
 
 
-def default_row_tiles(scheme: Scheme) -> tuple[int, ...]:
-    """The row tiles that the plan and the GEMMs of a scheme choose from where nothing was timed."""
+def default_row_tiles(scheme: Scheme, *, hopper: bool = False) -> tuple[int, ...]:
+    """The row tiles that the plan and the GEMMs of a scheme choose from where nothing was timed.
+
+    Args:
+        scheme: the scheme.
+        hopper: whether rows are not float32, on a GPU with `moe_ops.hopper_tiles`.
+    """
+    size = operand_bytes(scheme)
+    if hopper and size is not None:
+        return HOPPER_ROW_TILES[size]
     wide = scheme.activation is None or scheme.decoded
     return ROW_TILES if wide else EIGHT_BIT_ROW_TILES
 
@@ -79,7 +88,9 @@ def written(tiles: KernelTiles) -> dict[str, Any]:
     """The tiles of a GEMM as they stand in a file, without their row tile."""
     own = isinstance(tiles, HopperTiles)
     sizes = {size: getattr(tiles, size.lower()) for size in (HOPPER_SIZES if own else SIZES)}
-    return {"kernel": tiles.kernel, **sizes} if isinstance(tiles, HopperTiles) else sizes
+    if isinstance(tiles, HopperTiles):
+        return {"kernel": tiles.kernel, **sizes, "ON_DEMAND": tiles.on_demand}
+    return sizes
 
 
 def parse(file: str, text: str) -> TunedLayer:
@@ -100,7 +111,7 @@ def parse(file: str, text: str) -> TunedLayer:
     _whole(file, "top_k", top_k)
     entries = tuple(_entry(file, key, record[key], known) for key in record)
     experts, n, k = map(int, sizes)
-    row_tiles = _row_tiles(file, entries, top_k, experts, known)
+    row_tiles = _row_tiles(file, entries, top_k, experts)
     return TunedLayer(file, (experts, n, k), device, known.name, top_k, row_tiles, entries)
 
 
@@ -122,8 +133,8 @@ def _entry(file: str, key: str, value: Any, scheme: Scheme) -> Entry:
     _require(key.isdecimal() and int(key) > 0, file, "a key", "be top_k or a token count", key)
     _require(isinstance(value, dict), file, key, "be an object", value)
     block_m = value.get("BLOCK_M")
-    known = type(block_m) is int and block_m in ROW_TILES
-    _require(known, file, f"{key}.BLOCK_M", f"be among {ROW_TILES}", block_m)
+    known = type(block_m) is int and block_m in KNOWN_ROW_TILES
+    _require(known, file, f"{key}.BLOCK_M", f"be among {KNOWN_ROW_TILES}", block_m)
     both = []
     for name in ("gemm1", "gemm2"):
         at, tiles = f"{key}.{name}", value.get(name)
@@ -157,7 +168,10 @@ def _hopper_tiles(
     _require(known, file, f"{at}.BLOCK_N", f"be among {there}", block_n)
     _whole(file, f"{at}.GROUP_M", tiles.get("GROUP_M"))
     _whole(file, f"{at}.num_stages", tiles.get("num_stages"), LEAST_STAGES)
-    return HopperTiles(kernel, block_m, *(tiles[size] for size in HOPPER_SIZES))
+    on_demand = tiles.get("ON_DEMAND", False)
+    _require(type(on_demand) is bool, file, f"{at}.ON_DEMAND", "be true or false", on_demand)
+    _, group_m, num_stages = (tiles[size] for size in HOPPER_SIZES)
+    return HopperTiles(kernel, block_m, block_n, group_m, num_stages, on_demand)
 
 
 def scaled_group(scheme: Scheme) -> int | None:
@@ -166,9 +180,7 @@ def scaled_group(scheme: Scheme) -> int | None:
     return None if quant is None or scheme.decoded else quant.shared_cols
 
 
-def _row_tiles(
-    file: str, entries: Iterable[Entry], top_k: int, experts: int, scheme: Scheme
-) -> tuple[int, ...]:
+def _row_tiles(file: str, entries: Iterable[Entry], top_k: int, experts: int) -> dict[int, int]:
     """By class of load. One plan serves a class, so that its entries have to agree."""
     won: dict[int, Entry] = {}
     for entry in entries:
@@ -177,8 +189,4 @@ def _row_tiles(
         rule = f"be {first.gemm1.block_m} as for {first.num_tokens}, of the same load"
         got = entry.gemm1.block_m
         _require(got == first.gemm1.block_m, file, f"{entry.num_tokens}.BLOCK_M", rule, got)
-    default = default_row_tiles(scheme)
-    tiles = list(default) + [default[-1]] * (max(won, default=0) + 1 - len(default))
-    for load, entry in won.items():
-        tiles[load] = entry.gemm1.block_m
-    return tuple(tiles)
+    return {load: entry.gemm1.block_m for load, entry in won.items()}

@@ -68,7 +68,7 @@ def test_the_users_files_take_the_place_of_the_packages(monkeypatch, tmp_path):
 @pytest.fixture
 def at_home(installed, monkeypatch):
     """A file for the layer of `arguments`, on whatever device this is."""
-    monkeypatch.setattr(row_spaces, "device_name", lambda device: "NVIDIA_H200")
+    monkeypatch.setattr(row_spaces, "name_and_arch", lambda device: ("NVIDIA_H200", 90))
     tiles = gemm_of(32, 32, 1, 4, 2)
     installed(layer(record(_4=entry(32, tiles, tiles), _5000=entry(64, tiles, tiles))))
 
@@ -130,9 +130,9 @@ def test_layers_run_on_what_a_file_says(tokens, at_home, monkeypatch, device):
 
     monkeypatch.setattr(Launch, "__call__", record_constants)
     monkeypatch.setattr(expert_gemm, "device_facts", lambda device: H200)
-    expert_gemm._launch.cache_clear()
+    expert_gemm._kernels.cache_clear()
     actual = moe_ops.fused_experts(*inputs)
-    expert_gemm._launch.cache_clear()
+    expert_gemm._kernels.cache_clear()
     assert seen == [[32, 32, 32]] * 2
     assert_matches_reference(actual, expected.double(), expected)
 

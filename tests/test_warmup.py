@@ -82,7 +82,7 @@ def test_warmup_knows_every_kernel_of_hoppers(scheme, file, monkeypatch):
     if file:
         layers = [parse(file_name((32, 384, 256), "NVIDIA H200", scheme), json.dumps(file))]
         monkeypatch.setattr(tuned, "TABLES", tuned.tables(layers))
-    monkeypatch.setattr(row_spaces, "device_name", lambda device: "NVIDIA_H200")
+    monkeypatch.setattr(row_spaces, "name_and_arch", lambda device: ("NVIDIA_H200", 90))
     for module in (expert_gemm, scaled_gemm, warmup):
         monkeypatch.setattr(module, "device_facts", lambda device: TARGETS["sm_90"].facts)
     dtype, known = torch.bfloat16, moe_ops.get_scheme(scheme)
@@ -98,7 +98,8 @@ def test_warmup_knows_every_kernel_of_hoppers(scheme, file, monkeypatch):
         for w, top_k, act in ((w1, K, "silu"), (w2, 1, None)):
             sizes = tokens * K, tuple(w.shape)
             if wide:
-                found = expert_gemm._hopper.__wrapped__(*sizes, 2, tiles, top_k, device, act, None)
+                how = (*sizes, 2, tiles, top_k, device, act, None, False)
+                found = expert_gemm._kernels.__wrapped__(*how).hopper
             else:
                 rows = 128 if scheme == "fp8_block128" else w.shape[1]
                 variant = scaled_gemm._Variant(scheme, act, rows)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 import triton
@@ -36,8 +37,8 @@ from moe_ops.kernels.gemm_tile import (
 )
 from moe_ops.kernels.launch import Launch
 from moe_ops.scheme import get_scheme
-from moe_ops.tensors import AnyTiles
-from moe_ops.tiles import Gemm, TileConfig, device_facts, max_programs
+from moe_ops.tensors import AnyTiles, split_tiles
+from moe_ops.tiles import Gemm, TileConfig, cuts_up, device_facts, max_programs
 from moe_ops.tuned import Choice, choose
 
 
@@ -128,8 +129,20 @@ def _expert_gemm_gated_kernel(
     tl.store(at, value.to(out.dtype.element_ty), mask=real[:, None] & inside[None, :])
 
 
+class Kernels(NamedTuple):
+    """What may compute a GEMM."""
+
+    hopper: tuple[hopper_gemm.Constants, bool] | None
+    """Hopper's own kernel, and whether it packs rows; None where it does not serve."""
+    launch: Launch
+    """Of the kernel for all GPUs."""
+    programs: int
+    part: int | None
+    """See `cuts_up`."""
+
+
 @lru_cache(maxsize=4096)
-def _launch(
+def _kernels(
     num_slots: int,
     weight: tuple[int, int, int],
     itemsize: int,
@@ -138,12 +151,19 @@ def _launch(
     device: torch.device,
     activation: str | None,
     ordered: str | None,
-) -> tuple[Launch, int]:
-    """The kernel for an activation (or none), and how many programs the plan may need."""
+    weighted: bool,
+) -> Kernels:
+    """For an activation, or none, and rows with routing weights, or without."""
     gemm = _gemm(num_slots, weight, itemsize, row_tiles, activation)
-    tiles = _choose(gemm, device).plain
-    make = _gated if gemm.halves == 2 else _plain
-    return make(gemm.n, gemm.k, top_k, ordered, activation, tiles), max_programs(gemm, tiles)
+    choice, own = _choose(gemm, device), None
+    if choice.hopper is not None:
+        rule = formula(activation) if activation else None
+        scales = hopper_gemm.Scales(of_slots=weighted)
+        how = (tuple(weight), itemsize, top_k, rule, scales, choice.hopper, ordered)
+        own = hopper_gemm.constants(*how), choice.hopper.packed
+    make, tiles = _gated if gemm.halves == 2 else _plain, choice.plain
+    launch = make(gemm.n, gemm.k, top_k, ordered, activation, tiles)
+    return Kernels(own, launch, max_programs(gemm, tiles), cuts_up(gemm, tiles))
 
 
 def _gemm(
@@ -162,26 +182,6 @@ def _choose(gemm: Gemm, device: torch.device) -> Choice:
     facts, scheme = device_facts(device), get_scheme("unquantized")
     own, default = takes(gemm, scheme, None, facts), gemm_tiles(gemm, facts)
     return choose(gemm, scheme.name, 8 * gemm.itemsize, facts, default, hopper=own)
-
-
-@lru_cache(maxsize=4096)
-def _hopper(
-    num_slots: int,
-    weight: tuple[int, int, int],
-    itemsize: int,
-    row_tiles: tuple[int, ...],
-    top_k: int,
-    device: torch.device,
-    activation: str | None,
-    ordered: str | None,
-) -> tuple[hopper_gemm.Constants, bool] | None:
-    """Hopper's own kernel, and whether it packs rows; None where it does not serve."""
-    tiles = _choose(_gemm(num_slots, weight, itemsize, row_tiles, activation), device).hopper
-    if tiles is None:
-        return None
-    rule, scales = formula(activation) if activation else None, hopper_gemm.Scales()
-    made = hopper_gemm.constants(tuple(weight), itemsize, top_k, rule, scales, tiles, ordered)
-    return made, tiles.packed
 
 
 @lru_cache(maxsize=1024)
@@ -285,13 +285,13 @@ def _run(
         how = (num_slots, shape, w.itemsize, tuple(row_tiles), top_k, w.device, activation, ordered)
         vectors = tuple([v if v is None else v.contiguous() for v in vectors])
         told = tile_arguments(tiles, num_slots, shape[0])
-        hopper, (bias, *weights) = _hopper(*how), vectors
-        unweighted = all(v is None for v in weights)
-        in_place = a if ordered == "a" else None
-        if hopper and unweighted and hopper_gemm.serves(a.dtype, w, in_place):
-            given = hopper_gemm.Operands(a, None, w, None, bias)
-            hopper_gemm.run(out, given, told, *hopper)
+        (bias, weights, *rest), in_place = vectors, a if ordered == "a" else None
+        kernels, unscaled = _kernels(*how, weights is not None), all(v is None for v in rest)
+        if kernels.hopper and unscaled and hopper_gemm.serves(a.dtype, w, in_place):
+            given = hopper_gemm.Operands(a, weights, w, None, bias)
+            hopper_gemm.run(out, given, told, *kernels.hopper)
             return out
-        kernel, programs = _launch(*how)
-        kernel((programs,), a, w, *vectors, out, *told, stride, *w.stride())
+        if kernels.part and told[3] is None:  # a plan for Hopper's kernels, which do not serve
+            told = (split_tiles(told[0], num_slots, shape[0], row_tiles, kernels.part), *told[1:])
+        kernels.launch((kernels.programs,), a, w, *vectors, out, *told, stride, *w.stride())
     return out

@@ -23,7 +23,6 @@ from moe_ops.tiles import cdiv, device_facts, max_row_tiles
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float8_e4m3fn)
 """Of operands."""
-MODE = "demand"
 STREAM_REGISTERS = 128
 """Of a thread, so that two programs fit a processor."""
 
@@ -52,6 +51,8 @@ class Constants:
     """Weight rows that share a scale."""
     SCALE_COLS: int | None
     """Elements along K that share a scale, of both operands; None: all, or there are no scales."""
+    WEIGHTED: bool
+    """Whether each slot's products are multiplied by its routing weight, before the bias."""
     ROW_SCALE_STRIDE: int
     """From one row's scale to the next one's where they span K: 0 where all rows share one."""
     ITEMSIZE: int
@@ -62,13 +63,15 @@ class Constants:
     GROUP_M: int
     STAGES: int
     BY_COLUMNS: bool
-    """Whether a warp group takes half of a tile's columns (else of its rows)."""
-    MODE: str
+    """Whether a warp group takes half of a tile's columns (else 64 of its rows)."""
+    ON_DEMAND: bool
+    """How programs come to their tiles: see `hopper_schedule`."""
     GROUPS: int
-    """Warp groups that multiply."""
+    """Warp groups that multiply: each 64 rows of a tile, or half of the columns of 64 rows."""
     PARTS: int
-    """Of a warp group's half of a tile, multiplied one after the other: the sums of 8-bit products
-    and one more product stay in registers."""
+    """Of a warp group's share of a tile, multiplied one after the other: the sums of 8-bit products
+    and one more product stay in registers, and so do those of three warp groups, whose threads have
+    fewer registers than one instruction would ask for."""
     OUT_N: int
     """Output columns of a tile."""
     NUM_N: int
@@ -84,6 +87,8 @@ class Scales(NamedTuple):
     """Elements along K that share one, of both operands; None: all."""
     shared: bool = False
     """Whether all rows of the first operand share one."""
+    of_slots: bool = False
+    """Whether each slot has one, by which its products are multiplied: a routing weight."""
 
 
 @lru_cache(maxsize=4096)
@@ -113,6 +118,7 @@ def constants(
         WEIGHT_ROWS=rows,
         SCALE_ROWS=scales.rows,
         SCALE_COLS=scales.cols,
+        WEIGHTED=scales.of_slots,
         ROW_SCALE_STRIDE=0 if scales.shared else 1,
         ITEMSIZE=itemsize,
         BLOCK_M=tiles.block_m,
@@ -121,9 +127,9 @@ def constants(
         GROUP_M=tiles.group_m,
         STAGES=tiles.num_stages,
         BY_COLUMNS=tiles.block_m == 64,
-        MODE=MODE,
+        ON_DEMAND=tiles.on_demand,
         GROUPS=max(2, tiles.block_m // BOX_ROWS.value),
-        PARTS=2 if tiles.block_n == 256 and (itemsize, tiles.block_m) in ((1, 128), (2, 192)) else 1,
+        PARTS=2 if tiles.block_n == 256 and tiles.block_m == (128 if itemsize == 1 else 192) else 1,
         OUT_N=out_n,
         NUM_N=cdiv(n, out_n),
         STEPS=cdiv(k, block_k),
@@ -160,6 +166,7 @@ class Operands(NamedTuple):
 
     a: Tensor
     a_scale: Tensor | None
+    """Of its rows, or routing weights, one a slot."""
     w: Tensor
     w_scale: Tensor | None
     bias: Tensor | None
@@ -199,6 +206,8 @@ def _run_packed(
     sizes = (plan, num_slots, packed_rows(num_slots, num_experts, c.BLOCK_M), c.TOP_K)
     if c.ORDERED == "a":
         rows, scales = a, None
+    elif c.WEIGHTED:
+        (rows, _), scales = pack_rows(a, None, *sizes), a_scale
     elif quant is None:
         rows, scales = pack_rows(a, a_scale, *sizes)
     else:
@@ -212,7 +221,7 @@ def _run_packed(
     hopper_gemm_kernel[(wide,)](
         a_box, _weight_box(w, c), scale_box, bias, out,
         plan if scales is None else scales, plan if w_scale is None else w_scale,
-        plan.new_zeros(1), *tiles, c, num_warps=4,
+        plan.new_zeros(1) if c.ON_DEMAND else plan, *tiles, c, num_warps=4,
     )  # fmt: skip
 
 

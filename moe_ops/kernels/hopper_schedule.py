@@ -1,9 +1,12 @@
-"""Which program of Hopper's kernel of many rows computes which tile: one after the other, on demand.
+"""Which program of Hopper's kernel of many rows computes which tile, in one of two ways.
 
-Tiles take unlike times (the last ones of experts have fewer rows). Dealt out in turn, some programs
-would get the long ones, and all would drift apart, so that the L2 cache would no longer hold what
-they share. So each program takes the next tile of a common count when it can. A warp of its own
-asks for it and looks it up while the tile before is computed: nobody waits for memory.
+Dealt out in turn, all tiles take the same time, padding included: programs stay in step, and what
+they share they read together (neighbours share a pair of processors, and tiles of one weight).
+On demand, 64 rows of padding are skipped, tiles take unlike times, and each program takes the next
+one of a common count when it can: dealt out, some would get the long ones. In step or not matters
+as much as the padding, so that neither way is the faster one everywhere.
+
+A warp of its own looks a tile up while the one before is computed: nobody waits for memory.
 """
 
 from triton.experimental import gluon
@@ -57,13 +60,12 @@ def find_tile(tile, num_tiles, C: gl.constexpr):
 
 @gluon.jit
 def count_boxes(v, m, C: gl.constexpr):
-    """How many boxes of a tile have a row that is stored: those of padding come last."""
-    boxes = gl.to_tensor(1)
-    if C.MODE != "demand" and C.MODE != "skip":
-        boxes = gl.to_tensor(C.BLOCK_M // BOX_ROWS)
-    for box in gl.static_range(1, C.BLOCK_M // BOX_ROWS if C.MODE == "demand" or C.MODE == "skip" else 1):
-        slot = gl.load(v.tiles + HEADER + m * C.BLOCK_M + box * BOX_ROWS)
-        boxes += (slot < v.num_slots).to(gl.int32)
+    """How many boxes of a tile have a row that is stored, or all: those of padding come last."""
+    boxes = gl.to_tensor(C.BLOCK_M // BOX_ROWS)
+    if C.ON_DEMAND:
+        for box in gl.static_range(1, C.BLOCK_M // BOX_ROWS):
+            slot = gl.load(v.tiles + HEADER + m * C.BLOCK_M + box * BOX_ROWS)
+            boxes -= (slot >= v.num_slots).to(gl.int32)
     return boxes
 
 
@@ -87,15 +89,11 @@ def schedule(queue, counter, v, C: gl.constexpr):
     """The scheduling warp: every tile of this program, then the end."""
     number = gl.to_tensor(0)
     tile = gl.program_id(0)
-    if C.MODE == "permuted":
-        tile = tile * 35 % gl.num_programs(0)
     while tile < v.num_tiles * C.NUM_N:
         m, n = find_tile(tile, v.num_tiles, C)
-        first = first_row(v, m)
-        tell(queue, number, m, n, expert_of(v, m), first, count_boxes(v, m, C))
+        tell(queue, number, m, n, expert_of(v, m), first_row(v, m), count_boxes(v, m, C))
         number += 1
-        # The count begins after the first tile of each program.
-        if C.MODE == "demand" or C.MODE == "demandfull":
+        if C.ON_DEMAND:  # the count begins after the first tile of each program
             tile = gl.num_programs(0) + gl.atomic_add(counter, 1, sem="relaxed")
         else:
             tile += gl.num_programs(0)

@@ -21,9 +21,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from moe_ops.kernels.dependent import take_turn
 from moe_ops.kernels.gemm_tile import COUNTED, activate
-from moe_ops.kernels.hopper_slots import Vectors, count_tiles, expert_of, slots_of
 from moe_ops.kernels.hopper_products import Ring
 from moe_ops.kernels.hopper_schedule import find_tile
+from moe_ops.kernels.hopper_slots import Vectors, count_tiles, expert_of, slots_of
 from moe_ops.kernels.hopper_tile import load_box
 
 COPYING = gl.constexpr(128)

@@ -86,7 +86,7 @@ def weight_rows(first, COLS: gl.constexpr, LAYOUT: gl.constexpr, C: gl.constexpr
 
 @gluon.jit
 def finish(acc, bias, row_scale, expert, first, v, C: gl.constexpr):
-    """Scales that span K, the bias, and the activation, in float32."""
+    """Scales that span K or routing weights, the bias, and the activation, in float32."""
     COLS: gl.constexpr = acc.shape[1]
     LAYOUT: gl.constexpr = acc.type.layout
     RULE: gl.constexpr = C.RULE
@@ -96,6 +96,8 @@ def finish(acc, bias, row_scale, expert, first, v, C: gl.constexpr):
         scale = v.weight_scale + expert * GROUPS + at // C.SCALE_ROWS
         w_scale = gl.load(scale, mask=inside, other=0.0)
         acc *= row_scale[:, None] * w_scale[None, :]
+    if C.WEIGHTED:
+        acc *= row_scale.to(gl.float32)[:, None]
     if bias is not None:
         acc += gl.load(bias + expert * C.WEIGHT_ROWS + at, mask=inside, other=0.0).to(gl.float32)[
             None, :
@@ -156,11 +158,13 @@ def multiply_tile(out, bias, ring, v, tile, step, GROUP: gl.constexpr, C: gl.con
     inside = FIRST_ROW + gl.arange(0, BOX_ROWS, layout=gl.SliceLayout(1, LAYOUT))
     row = m * C.BLOCK_M + inside
     slot = gl.load(v.tiles + HEADER + row)
+    row_scale = slot
+    if C.WEIGHTED:
+        row_scale = gl.load(v.row_scale + slot, mask=slot < v.num_slots, other=0.0)
+    elif C.ITEMSIZE == 1 and C.SCALE_COLS is None:
+        row_scale = gl.load(v.row_scale + row)
     if C.ORDERED == "out":
         slot = gl.where(slot < v.num_slots, first_row + inside, slot)
-    row_scale = slot
-    if C.ITEMSIZE == 1 and C.SCALE_COLS is None:
-        row_scale = gl.load(v.row_scale + row)
     zeros = gl.full((BOX_ROWS, COLS), 0, gl.float32, LAYOUT)
     sums = (zeros, zeros) if C.PARTS == 2 else (zeros,)
     if C.SCALE_COLS is not None:

@@ -96,7 +96,7 @@ def place_buckets(
             name = bucket
             if names is not None:
                 name = tl.load(names + bucket).to(tl.int32)
-            fill(slots, row + my_count, row + my_tiles * TILE, 0, 1, num_slots, TILE)
+            fill(slots, row + my_count, row + my_tiles * TILE, 0, 1, num_slots, 64)
             before = tl.sum(tl.where(buckets < bucket, count, 0))
             name_tiles(experts, firsts, first_tile, my_tiles, name, before, TILE, WHOLE)
 

@@ -158,7 +158,8 @@ def _tiles(
     if config.batch_invariant:
         picked = INVARIANT_ROW_TILES
     elif fused and config.max_num_tokens is None:  # the pipeline that files are timed for
-        picked = row_tiles(scheme, (num_experts, width, hidden), plain_name(device.name))
+        hopper, name = device.arch == 90 and itemsize == 2, plain_name(device.name)
+        picked = row_tiles(scheme, (num_experts, width, hidden), name, hopper=hopper)
     gemm1 = Gemm(rows, num_experts, columns, hidden, itemsize, halves, picked)
     gemm2 = Gemm(rows, num_experts, hidden, width, itemsize, 1, picked)
     return tiles_of(gemm1, scheme, rule, device), tiles_of(gemm2, scheme, None, device)

@@ -15,7 +15,7 @@ from moe_ops import ops
 from moe_ops.scheme import Quant, Scheme
 from moe_ops.tensors import Routing, Rows, Tiles
 from moe_ops.tiles import INVARIANT_ROW_TILES, is_direct
-from moe_ops.tuned import device_name, row_tiles
+from moe_ops.tuned import name_and_arch, row_tiles
 from moe_ops.tuned_file import default_row_tiles
 
 RowTiles = tuple[int, ...]
@@ -40,7 +40,9 @@ def row_tiles_of(
     num_experts, hidden, width = w2.shape
     if scheme.weight is not None and scheme.weight.element.packed:
         width *= 2
-    return row_tiles(scheme, (num_experts, width, hidden), device_name(w2.device))
+    name, arch = name_and_arch(w2.device)
+    hopper = arch == 90 and w2.element_size() <= 2
+    return row_tiles(scheme, (num_experts, width, hidden), name, hopper=hopper)
 
 
 def depends_on_batch(quant: Quant | None) -> bool:

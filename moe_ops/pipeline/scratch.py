@@ -34,7 +34,7 @@ def scratch_sizes(func: Any, given: tuple[Any, ...], out: Any, device: Device) -
 
 def _packed(given: dict[str, Any], out: Tensor, device: Device) -> tuple[int, ...]:
     """Of a GEMM whose rows do not lie by expert: those in the order of its plan, their scales."""
-    weighted = any(given.get(name) is not None for name in ("input_weights", "output_weights"))
+    weighted = given.get("output_weights") is not None
     (num_experts, rows, k), num_slots = given["w"].shape, out.shape[0]
     activation, scheme = given.get("activation"), get_scheme(given.get("scheme", "unquantized"))
     in_order = given.get("expert_order", False) and activation is None

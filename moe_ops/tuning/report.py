@@ -65,7 +65,8 @@ def _sizes(gemm: dict[str, Any]) -> str:
     """What a file says of one GEMM."""
     if "kernel" in gemm:
         block_n, group_m, num_stages = (gemm[size] for size in HOPPER_SIZES)
-        return f"{gemm['kernel']} {block_n} /{num_stages} /{group_m}"
+        how = " on demand" if gemm["ON_DEMAND"] else ""
+        return f"{gemm['kernel']} {block_n} /{num_stages} /{group_m}{how}"
     block_n, block_k, group_m, num_warps, num_stages = (gemm[size] for size in SIZES)
     return f"{block_n}x{block_k} /{num_warps} /{num_stages} /{group_m}"
 

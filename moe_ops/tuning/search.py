@@ -31,13 +31,13 @@ from moe_ops.hopper_tiles import (
 )
 from moe_ops.pipeline.costs import analytic_tiles, is_hoppers, stored_gemm
 from moe_ops.scheme import Scheme
-from moe_ops.tiles import ROW_TILES, Device, Gemm, load_class, pick_row_tile
+from moe_ops.tiles import KNOWN_ROW_TILES, Device, Gemm, load_class, pick_row_tile
 from moe_ops.tuned_file import Sizes, default_row_tiles, file_name, scaled_group, written
 
-DIMENSIONS = ("block_n", "num_warps", "block_k", "num_stages", "group_m")
+DIMENSIONS = ("block_n", "num_warps", "block_k", "num_stages", "group_m", "on_demand")
 """The order in which sizes are tried; twice, if the first round found anything."""
 GROUPS = (1, 8, 32)
-PACKED_GROUPS = (4, 8, 16, 32)
+PACKED_GROUPS = (3, 4, 8, 16, 32)
 """Of Hopper's kernel of packed rows."""
 ACCUMULATORS = 128
 """Registers of a thread that sums may take, of 255."""
@@ -104,7 +104,7 @@ class Subject:
 
     def row_tile(self, num_tokens: int) -> int:
         """The default."""
-        tiles = default_row_tiles(self.scheme)
+        tiles = default_row_tiles(self.scheme, hopper=self.device.arch == 90)
         return pick_row_tile(tiles, num_tokens * self.top_k, self.sizes[0])
 
     def _gemm(self, num_tokens: int, which: int, row_tile: int) -> Gemm:
@@ -118,6 +118,7 @@ class Subject:
         gemm = self._gemm(num_tokens, which, row_tile)
         rule = formula("silu") if which == 1 else None
         found: list[KernelTiles] = [analytic_tiles(gemm, self.scheme, rule, self.device)]
+        found *= found[0].block_m == row_tile  # else it would cut the plan's tiles up
         if not is_hoppers(gemm, self.scheme, rule, self.device):
             return found
         gemm, _ = stored_gemm(gemm, self.scheme)
@@ -152,6 +153,8 @@ class Subject:
         """The trials that differ in one size, by a step."""
         if isinstance(trial.tiles, HopperTiles):
             return self._hopper_neighbours(trial, trial.tiles, size)
+        if size == "on_demand":
+            return []
         now = getattr(trial.tiles, size)
         values: Sequence[int] = (now // 2, now * 2)
         if size == "num_stages":
@@ -171,6 +174,8 @@ class Subject:
             found = [replace(t, num_stages=most_stages(t, self.device)) for t in found]
         elif size == "num_stages":
             found = [replace(tiles, num_stages=tiles.num_stages + s) for s in (-2, -1, 1, 2)]
+        elif size == "on_demand" and tiles.packed:
+            found = [replace(tiles, on_demand=not tiles.on_demand)]
         elif size == "group_m" and tiles.packed:
             found = [replace(tiles, group_m=g) for g in PACKED_GROUPS if g != tiles.group_m]
         tried = (trial._replace(tiles=other) for other in found)
@@ -178,9 +183,11 @@ class Subject:
 
     def row_tiles(self, num_tokens: int) -> list[int]:
         """The default and its neighbours."""
-        place = ROW_TILES.index(self.row_tile(num_tokens))
-        near = ROW_TILES[max(place - 1, 0) : place + 2]
-        return sorted(near, key=lambda tile: tile != ROW_TILES[place])
+        default = self.row_tile(num_tokens)
+        place = KNOWN_ROW_TILES.index(default)
+        near = KNOWN_ROW_TILES[max(place - 1, 0) : place + 2]
+        there = (tile for tile in near if self.kernels(num_tokens, 1, tile))
+        return sorted(there, key=lambda tile: tile != default)
 
     def starts(self, num_tokens: int, row_tile: int) -> tuple[Trial, Trial]:
         """What runs without a file."""
