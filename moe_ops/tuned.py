@@ -90,10 +90,13 @@ def row_tiles(
     return default_row_tiles(scheme, hopper=hopper)
 
 
-def merged(default: tuple[int, ...], won: dict[int, int]) -> tuple[int, ...]:
-    """By class of load: the row tiles that won, else those of the default, whose last one stays."""
-    last = max(len(default) - 1, *won, 0)
-    return tuple([won.get(load, default[min(load, len(default) - 1)]) for load in range(last + 1)])
+def merged(default: tuple[int, ...], won: tuple[tuple[int, int], ...]) -> tuple[int, ...]:
+    """By class of load: the row tiles that won, else the default's, whose last one goes on."""
+    tiles = list(default)
+    for load, tile in won:
+        tiles += [default[-1]] * (load + 1 - len(tiles))
+        tiles[load] = tile
+    return tuple(tiles)
 
 
 def name_and_arch(device: torch.device) -> tuple[str, int]:

@@ -54,8 +54,8 @@ class TunedLayer(NamedTuple):
     """The GPU's name; spaces are ``_``."""
     scheme: str
     top_k: int
-    row_tiles: dict[int, int]
-    """Those that won, by class of load."""
+    row_tiles: tuple[tuple[int, int], ...]
+    """Those that won: class of load, row tile."""
     entries: tuple[Entry, ...]
 
 
@@ -170,7 +170,7 @@ def _hopper_tiles(
     _whole(file, f"{at}.num_stages", tiles.get("num_stages"), LEAST_STAGES)
     on_demand = tiles.get("ON_DEMAND", False)
     _require(type(on_demand) is bool, file, f"{at}.ON_DEMAND", "be true or false", on_demand)
-    _, group_m, num_stages = (tiles[size] for size in HOPPER_SIZES)
+    block_n, group_m, num_stages = (tiles[size] for size in HOPPER_SIZES)
     return HopperTiles(kernel, block_m, block_n, group_m, num_stages, on_demand)
 
 
@@ -180,8 +180,10 @@ def scaled_group(scheme: Scheme) -> int | None:
     return None if quant is None or scheme.decoded else quant.shared_cols
 
 
-def _row_tiles(file: str, entries: Iterable[Entry], top_k: int, experts: int) -> dict[int, int]:
-    """By class of load. One plan serves a class, so that its entries have to agree."""
+def _row_tiles(
+    file: str, entries: Iterable[Entry], top_k: int, experts: int
+) -> tuple[tuple[int, int], ...]:
+    """With its class of load each. One plan serves a class, so that its entries have to agree."""
     won: dict[int, Entry] = {}
     for entry in entries:
         load = load_class(entry.num_tokens * top_k, experts)
@@ -189,4 +191,4 @@ def _row_tiles(file: str, entries: Iterable[Entry], top_k: int, experts: int) ->
         rule = f"be {first.gemm1.block_m} as for {first.num_tokens}, of the same load"
         got = entry.gemm1.block_m
         _require(got == first.gemm1.block_m, file, f"{entry.num_tokens}.BLOCK_M", rule, got)
-    return {load: entry.gemm1.block_m for load, entry in won.items()}
+    return tuple((load, entry.gemm1.block_m) for load, entry in won.items())

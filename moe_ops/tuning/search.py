@@ -31,7 +31,7 @@ from moe_ops.hopper_tiles import (
 )
 from moe_ops.pipeline.costs import analytic_tiles, is_hoppers, stored_gemm
 from moe_ops.scheme import Scheme
-from moe_ops.tiles import KNOWN_ROW_TILES, Device, Gemm, load_class, pick_row_tile
+from moe_ops.tiles import KNOWN_ROW_TILES, ROW_TILES, Device, Gemm, load_class, pick_row_tile
 from moe_ops.tuned_file import Sizes, default_row_tiles, file_name, scaled_group, written
 
 DIMENSIONS = ("block_n", "num_warps", "block_k", "num_stages", "group_m", "on_demand")
@@ -117,8 +117,9 @@ class Subject:
         """Every kernel's analytic tiles for GEMM 1 or 2, in so many rows; the default first."""
         gemm = self._gemm(num_tokens, which, row_tile)
         rule = formula("silu") if which == 1 else None
-        found: list[KernelTiles] = [analytic_tiles(gemm, self.scheme, rule, self.device)]
-        found *= found[0].block_m == row_tile  # else it would cut the plan's tiles up
+        found: list[KernelTiles] = []
+        if row_tile in ROW_TILES:
+            found.append(analytic_tiles(gemm, self.scheme, rule, self.device))
         if not is_hoppers(gemm, self.scheme, rule, self.device):
             return found
         gemm, _ = stored_gemm(gemm, self.scheme)
