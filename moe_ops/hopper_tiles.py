@@ -12,7 +12,7 @@ from functools import lru_cache
 import torch
 
 from moe_ops.gemm_tiles import ScaleGroups
-from moe_ops.scheme import Scheme
+from moe_ops.scheme import WHOLE, Scheme
 from moe_ops.tiles import (
     Device,
     Gemm,
@@ -80,6 +80,22 @@ def operand_bytes(scheme: Scheme) -> int | None:
     if rows is None or scheme.decoded:
         return None
     return 1 if rows.dtype == weight.dtype == torch.float8_e4m3fn else None
+
+
+def plans_for(scheme: Scheme, arch: int, itemsize: int, width: int) -> bool:
+    """Whether the tiles of a layer's plan are `ROW_TILES`.
+
+    Where they are not, or Hopper's kernels take one of its GEMMs only, those for all GPUs serve.
+
+    Args:
+        scheme: of the layer.
+        arch: of its GPU, as `Device` has it.
+        itemsize: bytes of an unquantized number.
+        width: the intermediate size, by which the up rows of a weight begin.
+    """
+    size, weight = operand_bytes(scheme), scheme.weight
+    whole = weight is None or weight.group.rows == WHOLE or width % weight.group.rows == 0
+    return arch == 90 and size is not None and itemsize == 2 and whole
 
 
 def takes(gemm: Gemm, scheme: Scheme, groups: ScaleGroups | None, device: Device) -> bool:

@@ -7,7 +7,9 @@ then those in the folder that ``MOE_OPS_TUNED_DIR`` names, which take the place 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
@@ -99,8 +101,24 @@ def merged(default: tuple[int, ...], won: tuple[tuple[int, int], ...]) -> tuple[
     return tuple(tiles)
 
 
+_ASSUMED: ContextVar[Device | None] = ContextVar("assumed", default=None)
+
+
+@contextmanager
+def assumed(device: Device | None) -> Iterator[None]:
+    """Tensors without data are taken for those of a GPU."""
+    token = _ASSUMED.set(device)
+    try:
+        yield
+    finally:
+        _ASSUMED.reset(token)
+
+
 def name_and_arch(device: torch.device) -> tuple[str, int]:
     """What files call a GPU, and its compute capability times ten; empty where there is none."""
+    if device.type == "meta":
+        facts = _ASSUMED.get()
+        return ("", 0) if facts is None else (plain_name(facts.name), facts.arch)
     if device.type != "cuda":
         return "", 0
     # Dynamo folds the properties of a GPU, and warns where it has to look into a cache.

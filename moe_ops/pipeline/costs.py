@@ -15,7 +15,7 @@ from moe_ops.gemm_tiles import (
     scaled_slot_tiles,
     weight_only_tiles,
 )
-from moe_ops.hopper_tiles import KernelTiles, takes
+from moe_ops.hopper_tiles import KernelTiles, plans_for, takes
 from moe_ops.pipeline.config import FusedMoEConfig
 from moe_ops.pipeline.devices import Target
 from moe_ops.pipeline.experts import FusedMoEExperts, FusedMoEExpertsModular
@@ -158,7 +158,7 @@ def _tiles(
     if config.batch_invariant:
         picked = INVARIANT_ROW_TILES
     elif fused and config.max_num_tokens is None:  # the pipeline that files are timed for
-        hopper, name = device.arch == 90 and itemsize == 2, plain_name(device.name)
+        hopper, name = plans_for(scheme, device.arch, itemsize, width), plain_name(device.name)
         picked = row_tiles(scheme, (num_experts, width, hidden), name, hopper=hopper)
     gemm1 = Gemm(rows, num_experts, columns, hidden, itemsize, halves, picked)
     gemm2 = Gemm(rows, num_experts, hidden, width, itemsize, 1, picked)

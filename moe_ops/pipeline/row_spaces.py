@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from moe_ops import ops
+from moe_ops.hopper_tiles import plans_for
 from moe_ops.scheme import Quant, Scheme
 from moe_ops.tensors import Routing, Rows, Tiles
 from moe_ops.tiles import INVARIANT_ROW_TILES, is_direct
@@ -41,7 +42,8 @@ def row_tiles_of(
     if scheme.weight is not None and scheme.weight.element.packed:
         width *= 2
     name, arch = name_and_arch(w2.device)
-    hopper = arch == 90 and w2.element_size() <= 2
+    itemsize = 2 if scheme.weight is not None else w2.element_size()
+    hopper = plans_for(scheme, arch, itemsize, width)
     return row_tiles(scheme, (num_experts, width, hidden), name, hopper=hopper)
 
 

@@ -33,12 +33,12 @@ def scratch_sizes(func: Any, given: tuple[Any, ...], out: Any, device: Device) -
 
 
 def _packed(given: dict[str, Any], out: Tensor, device: Device) -> tuple[int, ...]:
-    """Of a GEMM whose rows do not lie by expert: those in the order of its plan, their scales."""
+    """Of a GEMM: a count of tiles; its rows in the order of its plan, if not there, their scales."""
     weighted = given.get("output_weights") is not None
     (num_experts, rows, k), num_slots = given["w"].shape, out.shape[0]
     activation, scheme = given.get("activation"), get_scheme(given.get("scheme", "unquantized"))
     in_order = given.get("expert_order", False) and activation is None
-    if weighted or in_order or num_slots == 0:
+    if weighted or num_slots == 0:
         return ()
     rule = formula(activation) if activation else None
     halves, itemsize = 2 if rule is not None and rule.gated else 1, given["w"].itemsize
@@ -47,11 +47,14 @@ def _packed(given: dict[str, Any], out: Tensor, device: Device) -> tuple[int, ..
     own = tiles_of(gemm, scheme, rule, device).hopper
     if own is None or not own.packed:
         return ()
+    counts = (4,) if own.on_demand else ()
+    if in_order:
+        return counts
     most, scale = packed_rows(num_slots, num_experts, own.block_m), given.get("a_scale")
     quant = scheme.activation
     if scale is not None and quant is not None and quant.per_tensor and scale.numel() > 1:
         return ()  # experts' own scales, which the kernel for all GPUs takes
     if scale is None:
-        return (most * k * itemsize,)
+        return (*counts, most * k * itemsize)
     groups = 1 if scale.numel() == 1 else scale.shape[1]
-    return most * k * itemsize, most * groups * scale.itemsize
+    return *counts, most * k * itemsize, most * groups * scale.itemsize

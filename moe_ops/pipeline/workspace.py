@@ -22,6 +22,7 @@ from moe_ops.pipeline.scratch import scratch_sizes
 from moe_ops.routing import RoutingMethodType
 from moe_ops.scheme import FusedMoEQuantConfig, Scheme, get_scheme, quantize_weight
 from moe_ops.tiles import Device, device_facts
+from moe_ops.tuned import assumed
 
 ALLOCATION = 512
 """The caching allocator's unit, in bytes."""
@@ -131,7 +132,7 @@ def workspace_nbytes(
     topk_weights = x.new_empty(num_tokens, top_k, dtype=torch.float32)
     topk_ids = x.new_empty(num_tokens, top_k, dtype=torch.int32)
     kernel = _kernel(config, quant_config, format, chunk_size)
-    with PeakMemory(facts) as memory:
+    with assumed(facts), PeakMemory(facts) as memory:
         kernel.apply(x, w1, w2, topk_weights, topk_ids, activation)
     return memory.peak
 

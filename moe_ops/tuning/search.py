@@ -25,6 +25,7 @@ from moe_ops.hopper_tiles import (
     hopper_tiles,
     most_stages,
     packed_tiles,
+    plans_for,
     stream_tiles,
     unfit,
     widths,
@@ -104,7 +105,8 @@ class Subject:
 
     def row_tile(self, num_tokens: int) -> int:
         """The default."""
-        tiles = default_row_tiles(self.scheme, hopper=self.device.arch == 90)
+        hopper = plans_for(self.scheme, self.device.arch, 2, self.sizes[1])
+        tiles = default_row_tiles(self.scheme, hopper=hopper)
         return pick_row_tile(tiles, num_tokens * self.top_k, self.sizes[0])
 
     def _gemm(self, num_tokens: int, which: int, row_tile: int) -> Gemm:
@@ -117,9 +119,8 @@ class Subject:
         """Every kernel's analytic tiles for GEMM 1 or 2, in so many rows; the default first."""
         gemm = self._gemm(num_tokens, which, row_tile)
         rule = formula("silu") if which == 1 else None
-        found: list[KernelTiles] = []
-        if row_tile in ROW_TILES:
-            found.append(analytic_tiles(gemm, self.scheme, rule, self.device))
+        plain = analytic_tiles(gemm, self.scheme, rule, self.device)
+        found: list[KernelTiles] = [plain] * (row_tile in ROW_TILES)
         if not is_hoppers(gemm, self.scheme, rule, self.device):
             return found
         gemm, _ = stored_gemm(gemm, self.scheme)
