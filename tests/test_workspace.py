@@ -46,7 +46,7 @@ def test_quantized_by_hand():
 def test_packed_by_hand():
     """Hopper's kernels of many rows copy the rows of a GEMM before they multiply.
 
-    Those between the GEMMs lie by expert already unless they were quantized.
+    Those between the GEMMs lie by expert already, or are quantized on the way.
     """
     tokens, width, sizes = 512, 256, (512, H, 256, E, K, BF16)
     slots = tokens * K
@@ -63,9 +63,10 @@ def test_packed_by_hand():
     assert one_tile[0] == one_tile[1]
     rows, groups = slots + 63 * E, 4 * 2  # bytes of a row's scales
     tokens_in = nbytes(tokens * H, groups * tokens)
-    h = nbytes(slots * width, groups * slots)
-    expected = tokens_in + plan(slots) + h + nbytes(y, rows * width, groups * rows)
+    expected = tokens_in + plan(slots) + nbytes(h, y, rows * width, groups * rows)
     assert moe_ops.workspace_nbytes(*sizes, scheme="fp8_block128", device="sm_90") == expected
+    expected += nbytes(slots * width, groups * slots) - nbytes(rows * width, groups * rows)
+    assert moe_ops.workspace_nbytes(*sizes, scheme="fp8_block128", device="sm_80") == expected
     # An expert's 42 rows are not worth it.
     few = [moe_ops.workspace_nbytes(84, *sizes[1:], device=d) for d in ("cpu", "sm_90")]
     assert few[0] == few[1]

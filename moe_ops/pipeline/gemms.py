@@ -7,6 +7,7 @@ from torch import Tensor
 
 from moe_ops import ops
 from moe_ops.gemm_tiles import quantizes_slots
+from moe_ops.hopper_tiles import packs
 from moe_ops.pipeline.row_spaces import BatchedRows, SlotRows, always, depends_on_batch
 from moe_ops.scheme import FusedMoEQuantConfig, Scheme
 from moe_ops.tensors import ExpertWeight, ExpertWeights, Rows
@@ -57,27 +58,32 @@ def quantized(
     """
     if scheme.activation is None:
         return Rows(x)
-    if isinstance(space, SlotRows) and _on_the_way(x.shape[-1], space, scheme):
+    if isinstance(space, SlotRows) and _on_the_way(x, space, scheme):
         return Rows(x, scale)
     return space.quantize(x, scale, scheme.activation)
 
 
-def _on_the_way(k: int, space: SlotRows, scheme: Scheme) -> bool:
-    """Whether the operator of a GEMM quantizes its rows of ``k`` columns, which saves a pass.
+def _on_the_way(x: Tensor, space: SlotRows, scheme: Scheme) -> bool:
+    """Whether the operator of a GEMM quantizes its rows, which saves a pass.
 
     Where slots are known to be few: if its kernel of few slots does so. Where they are known to be
-    many, rows are quantized before, so that they are not held in both forms. Where their number is
-    a symbol, nobody may ask, and the operator decides: it takes such rows in any number.
+    many: if it packs rows that are its alone (not a token's, which several slots read). Else rows
+    are quantized before, so that they are not held in both forms. Where their number is a symbol,
+    nobody may ask, and the operator decides: it takes such rows in any number.
     """
     quant, (_, ids, _) = scheme.activation, space.tiles
     one_tile = len(space.row_tiles) == 1
     if quant is None or scheme.decoded or depends_on_batch(quant) or one_tile or ids is None:
         return False
     tokens, top_k = ids.shape
-    slots, few = tokens * top_k, direct_slots(space.num_local_experts)
+    slots, experts = tokens * top_k, space.num_local_experts
+    few = direct_slots(experts)
     if always(slots <= few):
-        return quantizes_slots(quant, k, space.row_tiles)
-    return not always(slots > few)
+        return quantizes_slots(quant, x.shape[-1], space.row_tiles)
+    if not always(slots > few):
+        return True
+    known = isinstance(slots, int) and isinstance(experts, int)
+    return known and x.shape[0] == slots and packs(scheme, slots, experts)
 
 
 def gemm(

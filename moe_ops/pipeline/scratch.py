@@ -7,10 +7,12 @@ from typing import Any
 from torch import Tensor
 
 from moe_ops.activation import formula
+from moe_ops.fake_impls.scaled_gemm import stored_rows
+from moe_ops.gemm_tiles import quantizes_slots
 from moe_ops.hopper_tiles import packed_rows
 from moe_ops.pipeline.costs import tiles_of
 from moe_ops.scheme import get_scheme
-from moe_ops.tiles import Device, Gemm
+from moe_ops.tiles import Device, Gemm, is_direct
 
 PACKING = ("expert_gemm", "expert_gemm_act", "scaled_gemm", "scaled_gemm_act")
 """Operators whose kernels for Hopper may pack rows."""
@@ -33,7 +35,10 @@ def scratch_sizes(func: Any, given: tuple[Any, ...], out: Any, device: Device) -
 
 
 def _packed(given: dict[str, Any], out: Tensor, device: Device) -> tuple[int, ...]:
-    """Of a GEMM: a count of tiles; its rows in the order of its plan, if not there, their scales."""
+    """Of a GEMM: a count of tiles; its rows in the order of its plan, or quantized, their scales.
+
+    Rows that lie by expert are not packed; rows that came quantized are not quantized.
+    """
     weighted = given.get("output_weights") is not None
     (num_experts, rows, k), num_slots = given["w"].shape, out.shape[0]
     activation, scheme = given.get("activation"), get_scheme(given.get("scheme", "unquantized"))
@@ -44,17 +49,18 @@ def _packed(given: dict[str, Any], out: Tensor, device: Device) -> tuple[int, ..
     halves, itemsize = 2 if rule is not None and rule.gated else 1, given["w"].itemsize
     tiles = tuple(given["row_tiles"])
     gemm = Gemm(num_slots, num_experts, rows // halves, k, itemsize, halves, tiles)
-    own = tiles_of(gemm, scheme, rule, device).hopper
-    if own is None or not own.packed:
-        return ()
-    counts = (4,) if own.on_demand else ()
-    if in_order:
-        return counts
-    most, scale = packed_rows(num_slots, num_experts, own.block_m), given.get("a_scale")
-    quant = scheme.activation
-    if scale is not None and quant is not None and quant.per_tensor and scale.numel() > 1:
-        return ()  # experts' own scales, which the kernel for all GPUs takes
-    if scale is None:
-        return (*counts, most * k * itemsize)
-    groups = 1 if scale.numel() == 1 else scale.shape[1]
-    return *counts, most * k * itemsize, most * groups * scale.itemsize
+    own, quant = tiles_of(gemm, scheme, rule, device).hopper, scheme.activation
+    a, scale, most, counts = given["a"], given.get("a_scale"), 0, ()
+    if own is not None and own.packed:
+        most = packed_rows(num_slots, num_experts, own.block_m)
+        counts = (4,) if own.on_demand else ()
+    if quant is None:
+        return (*counts, most * k * itemsize) if most and not in_order else counts
+    shared = quant.per_tensor and scale is not None and scale.numel() == 1
+    groups = 1 if shared else quant.row_scale_shape(1, k)[-1]
+    if stored_rows(a, scale, quant) is None and not most:
+        direct = is_direct(num_slots, num_experts) and quantizes_slots(quant, k, tiles)
+        most = 0 if direct else len(a)
+    elif quant.per_tensor and not shared:
+        most, counts = 0, ()  # experts' own scales, which the kernel for all GPUs takes
+    return (*counts, most * k * quant.dtype.itemsize, most * groups * 4) if most else ()

@@ -155,10 +155,8 @@ class Subject:
         """The trials that differ in one size, by a step."""
         if isinstance(trial.tiles, HopperTiles):
             return self._hopper_neighbours(trial, trial.tiles, size)
-        if size == "on_demand":
-            return []
-        now = getattr(trial.tiles, size)
-        values: Sequence[int] = (now // 2, now * 2)
+        now = getattr(trial.tiles, size, 0)  # there is no "on_demand"
+        values: Sequence[int] = (now // 2, now * 2) if now else ()
         if size == "num_stages":
             values = (now - 1, now + 1)
         elif size == "group_m":  # with one tile an expert there is nothing to group
