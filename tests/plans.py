@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from moe_ops.reference.align import plan_slots
@@ -15,6 +16,15 @@ def planned(
 ) -> Tiles:
     """A plan without the routing it comes from: kernels read it, however few slots there are."""
     return Tiles(plan_slots(ids, expert_map, row_tiles, num_experts))
+
+
+def ids_of(counts: Sequence[int], top_k: int = 1, device: str = "cpu") -> Tensor:
+    """int32 ``(T, k)`` in which expert e has ``counts[e]`` slots, in no order; the rest is -1."""
+    slots = sum(counts)
+    ids = torch.arange(len(counts)).repeat_interleave(torch.tensor(counts))
+    ids = torch.cat([ids, torch.full((-slots % top_k,), -1)])
+    order = torch.randperm(len(ids), generator=torch.Generator().manual_seed(slots))
+    return ids[order].view(-1, top_k).to(device, torch.int32)
 
 
 def on(tiles: Tiles, device: str) -> Tiles:

@@ -13,6 +13,8 @@ from moe_ops.reference.align import plan_slots
 from moe_ops.tensors import unpack_plan
 from moe_ops.tiles import ROW_TILES, is_direct, num_tiles, padded_slots, pick_row_tile
 
+ROW_TILE_LISTS = (ROW_TILES, (16, 32, 192), (192, 192))
+
 pytestmark = pytest.mark.kernel
 
 
@@ -90,11 +92,13 @@ def test_many_experts(num_experts, device):
 
 
 @pytest.mark.parametrize("num_tokens", [128, 129, 500])
-def test_both_sides_of_the_single_launch(num_tokens, device):
+@pytest.mark.parametrize("tile", [16, 192])
+def test_both_sides_of_the_single_launch(num_tokens, tile, device):
     """1024 slots are the last that one launch sorts."""
     g = torch.Generator().manual_seed(0)
     ids = torch.randint(-1, 7, (num_tokens, 8), generator=g, dtype=torch.int32)
-    assert_plan(moe_ops.moe_align_block_size(ids.to(device), 16, 6), looped(ids, 16, 6))
+    plan = ops.moe_align_block_size(ids.to(device), None, [tile], 6, False, True)
+    assert_plan(plan, looped(ids, tile, 6))
 
 
 @pytest.mark.parametrize("num_experts", [1, 2, 257, 512])
@@ -143,12 +147,13 @@ def test_pad_sorted_ids_rounds_the_length(device):
 
 
 @pytest.mark.parametrize("num_tokens", [0, 1, 7, 64, 300])
-def test_several_row_tiles_make_the_plan_of_the_one_picked(num_tokens, device):
+@pytest.mark.parametrize("row_tiles", ROW_TILE_LISTS)
+def test_several_row_tiles_make_the_plan_of_the_one_picked(num_tokens, row_tiles, device):
     """The plan is as long as the largest tile may need, and filled for the tile that is used."""
     g = torch.Generator().manual_seed(0)
     ids = torch.randint(0, 4, (num_tokens, 2), generator=g, dtype=torch.int32)
-    plan = ops.moe_align_block_size(ids.to(device), None, ROW_TILES, 4, False, True)
-    tile = pick_row_tile(ROW_TILES, ids.numel(), 4)
+    plan = ops.moe_align_block_size(ids.to(device), None, row_tiles, 4, False, True)
+    tile = pick_row_tile(row_tiles, ids.numel(), 4)
     rows, experts, used = looped(ids, tile, 4)
     assert plan[2].tolist() == used
     assert plan[0][: used[0]].tolist() == rows[: used[0]]
@@ -157,7 +162,7 @@ def test_several_row_tiles_make_the_plan_of_the_one_picked(num_tokens, device):
     assert (plan[1][used[0] // tile :] == -1).all()
 
 
-@given(case=topk_ids(), local=st.none() | st.integers(1, 40), tile=st.sampled_from((1, 16)))
+@given(case=topk_ids(), local=st.none() | st.integers(1, 40), tile=st.sampled_from((1, 16, 192)))
 def test_the_slot_plan_is_the_same_in_one_tensor(case, local, tile, device):
     """Where anybody reads it: so few slots that nobody does leave it as it is."""
     ids, num_experts = case
@@ -244,7 +249,7 @@ def assert_spans(plan, starts, counts, num_rows, row_tiles):
 @given(
     counts=st.lists(st.integers(0, 40), min_size=1, max_size=9),
     max_num_tokens=st.sampled_from((1, 7, 16, 40, 300)),
-    row_tiles=st.sampled_from(((16,), ROW_TILES)),
+    row_tiles=st.sampled_from(((16,), *ROW_TILE_LISTS)),
 )
 def test_batched_rows(counts, max_num_tokens, row_tiles, device):
     counts = [min(count, max_num_tokens) for count in counts]
@@ -257,7 +262,7 @@ def test_batched_rows(counts, max_num_tokens, row_tiles, device):
 @given(
     counts=st.lists(st.integers(0, 70), min_size=1, max_size=9),
     skipped=st.integers(0, 9),
-    row_tiles=st.sampled_from(((32,), ROW_TILES)),
+    row_tiles=st.sampled_from(((32,), *ROW_TILE_LISTS)),
 )
 def test_permuted_rows(counts, skipped, row_tiles, device):
     """Rows past the last expert's belong to skipped slots: no tile has them."""

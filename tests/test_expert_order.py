@@ -31,7 +31,7 @@ def check_plan(plan, starts, num_slots, num_experts, row_tiles):
     assert first_rows(plan, *how).tolist() == wanted + [-1] * (sizes.tiles - len(wanted))
 
 
-@given(case=topk_ids(), local=st.none() | st.integers(1, 40), tile=st.sampled_from((1, 16)))
+@given(case=topk_ids(), local=st.none() | st.integers(1, 40), tile=st.sampled_from((1, 16, 192)))
 def test_slots_lie_one_after_another(case, local, tile, device):
     ids, num_experts = case
     expert_map = None
@@ -50,17 +50,18 @@ def test_slots_lie_one_after_another(case, local, tile, device):
 
 
 @pytest.mark.parametrize("num_tokens", [128, 129, 500])
-def test_both_sides_of_the_single_launch(num_tokens, device):
+@pytest.mark.parametrize("tile", [16, 192])
+def test_both_sides_of_the_single_launch(num_tokens, tile, device):
     g = torch.Generator().manual_seed(0)
     ids = torch.randint(-1, 7, (num_tokens, 8), generator=g, dtype=torch.int32)
     starts = [int(((ids >= 0) & (ids < e)).sum()) for e in range(6)]
-    check_plan(ops.plan_slots(ids.to(device), None, [16], 6), starts, ids.numel(), 6, [16])
+    check_plan(ops.plan_slots(ids.to(device), None, [tile], 6), starts, ids.numel(), 6, [tile])
 
 
 @given(
     counts=st.lists(st.integers(0, 40), min_size=1, max_size=9),
     most=st.sampled_from((1, 16, 40, 300)),
-    row_tiles=st.sampled_from(((16,), ROW_TILES)),
+    row_tiles=st.sampled_from(((16,), ROW_TILES, (192, 192))),
 )
 def test_other_rows_stay_where_they_are(counts, most, row_tiles, device):
     counts = [min(count, most) for count in counts]
@@ -95,7 +96,7 @@ def poisoned(rows, places, count):
     k=st.integers(1, 3),
     sizes=st.sampled_from(((16, 8), (40, 24), (130, 70))),
     dtype=st.sampled_from(DTYPES),
-    tiles=st.sampled_from(((16,), (64,), ROW_TILES)),
+    tiles=st.sampled_from(((16,), (64,), ROW_TILES, (192,), (192, 192))),
     activation=st.sampled_from(ACTIVATIONS),
     has_bias=st.booleans(),
     scaled=st.sampled_from(("none", "input", "output")),

@@ -34,7 +34,7 @@ def test_explanation_of_the_choice(monkeypatch):
     text = str(found)
     assert "fp8_block128 on sm_90 (NVIDIA H200), standard format: TritonExperts" in text
     assert "analytic default" in text and "4.67 TB/s" in text
-    assert "hopper_stream 16x128 /5" in text and "hopper_packed 64x256 /5" in text
+    assert "hopper_stream 16x128 /5" in text and "hopper_packed 128x256 /4" in text
     assert "tiles of Hopper's own kernels: rows x weight rows / stages" in text
     assert [json.loads(found.to_json())["costs"][i]["gemm2"]["kernel"] for i in (0, 2)] == [
         STREAM,

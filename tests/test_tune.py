@@ -9,10 +9,10 @@ import pytest
 from moe_ops import FusedMoEConfig, RoutingMethodType, explain, get_scheme, tuned
 from moe_ops.hopper_tiles import PACKED, STREAM, HopperTiles, most_stages, widths
 from moe_ops.pipeline.devices import TARGETS
-from moe_ops.tiles import ROW_TILES, pick_row_tile
+from moe_ops.tiles import KNOWN_ROW_TILES, pick_row_tile
 from moe_ops.tuned_file import default_row_tiles, parse
 from moe_ops.tuning import files
-from moe_ops.tuning.search import DIMENSIONS, MARGIN, Subject, tune_tokens
+from moe_ops.tuning.search import DIMENSIONS, MARGIN, PACKED_GROUPS, Subject, tune_tokens
 
 H200 = TARGETS["sm_90"].facts
 SCHEMES = ("unquantized", "fp8_block128", "fp8_channel", "int8_w8a16", "mxfp4_w4a16", "mxfp4")
@@ -47,7 +47,8 @@ class Clock:
         if kernel_of(trial) != self.kernel:
             return 1e4 * trial.gemm
         steps = [
-            abs(math.log2(getattr(trial.tiles, size) / value)) for size, value in self.best.items()
+            abs(math.log2((1 + getattr(trial.tiles, size)) / (1 + value)))
+            for size, value in self.best.items()
         ]
         if self.row_tile:
             steps.append(abs(math.log2(trial.tiles.block_m / self.row_tile)) / 2)
@@ -67,8 +68,11 @@ def test_candidates_are_worth_a_compile(scheme, tokens):
         assert isinstance(trial.tiles, HopperTiles) or trial.tiles.block_k <= group
     default = layer.row_tile(tokens)
     assert found[0].tiles.block_m == default
-    assert default == pick_row_tile(default_row_tiles(layer.scheme), 8 * tokens, 128)
-    assert {t.tiles.block_m for t in found} <= set(ROW_TILES)
+    tiles = default_row_tiles(layer.scheme, hopper=True)
+    assert default == pick_row_tile(tiles, 8 * tokens, 128)
+    assert {t.tiles.block_m for t in found} <= set(KNOWN_ROW_TILES)
+    tall = {kernel_of(t) for t in found if t.tiles.block_m == 192}
+    assert tall == ({PACKED} if scheme == "unquantized" and tokens == 4096 else set())
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
@@ -104,7 +108,13 @@ def test_what_hoppers_kernels_lack_is_not_tried(kernel, row_tile, tokens):
     assert {trial.tiles.block_n, other.tiles.block_n} == set(widths(kernel, row_tile, 1))
     assert other.tiles.num_stages == most_stages(other.tiles, H200)
     assert not layer.neighbours(trial, "num_warps") and not layer.neighbours(trial, "block_k")
-    assert len(layer.neighbours(trial, "group_m")) == (3 if kernel == PACKED else 0)
+    groups = {t.tiles.group_m for t in layer.neighbours(trial, "group_m")}
+    others = set(PACKED_GROUPS) - {trial.tiles.group_m} if kernel == PACKED else set()
+    assert groups == others
+    other_way = replace(trial.tiles, on_demand=not trial.tiles.on_demand)
+    found = [t.tiles for t in layer.neighbours(trial, "on_demand")]
+    assert found == [other_way] * (kernel == PACKED)
+    assert not layer.neighbours(plain_trial(layer, tokens, 2, row_tile), "on_demand")
 
 
 def test_hoppers_kernels_are_tried_where_they_serve():
@@ -125,15 +135,17 @@ def test_hoppers_kernels_are_tried_where_they_serve():
     assert tried(on_a100, 4096, 128) == [None]
 
 
-def test_the_search_finds_the_fastest_kernel():
-    clock = Clock(64, kernel=PACKED, block_n=128, group_m=4, num_stages=6)
+@pytest.mark.parametrize("demand", [False, True])
+def test_the_search_finds_the_fastest_kernel(demand):
+    """Tiles are taken on demand in this class where nothing was timed."""
+    clock = Clock(128, kernel=PACKED, on_demand=demand, block_n=128, group_m=8, num_stages=5)
     layer = subject()
     entry = tune_tokens(layer, 4096, layer.row_tiles(4096), clock)
-    won = {"kernel": PACKED, "BLOCK_N": 128, "GROUP_M": 4, "num_stages": 6}
+    won = {"kernel": PACKED, "BLOCK_N": 128, "GROUP_M": 8, "num_stages": 5, "ON_DEMAND": demand}
     times = {"time_us": 100, "default_us": entry["gemm1"]["default_us"]}
-    assert entry["gemm1"] == {**won, **times} and entry["BLOCK_M"] == 64
+    assert entry["gemm1"] == {**won, **times} and entry["BLOCK_M"] == 128
     known = parse(layer.file, json.dumps({"top_k": 8, "4096": entry}))
-    assert known.entries[0].gemm2 == HopperTiles(PACKED, 64, 128, 4, 6)
+    assert known.entries[0].gemm2 == HopperTiles(PACKED, 128, 128, 8, 5, demand)
 
 
 def test_the_search_finds_the_fastest():
@@ -227,7 +239,7 @@ def test_one_load_has_one_row_tile(tmp_path):
     entries = files.read(layer, tmp_path)
     assert {entry["BLOCK_M"] for entry in entries.values()} == {32}
     known = parse(layer.file, (tmp_path / layer.file).read_text())
-    assert known.row_tiles[0] == 32 and len(known.entries) == 3
+    assert known.row_tiles == ((0, 32),) and len(known.entries) == 3
 
 
 def test_a_file_of_another_layer_is_refused(tmp_path):

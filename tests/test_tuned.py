@@ -11,7 +11,7 @@ from moe_ops.gemm_tiles import gemm_tiles, shared_bytes
 from moe_ops.hopper_tiles import PACKED, STREAM, HopperTiles, hopper_tiles
 from moe_ops.pipeline.devices import TARGETS
 from moe_ops.tiles import EIGHT_BIT_ROW_TILES, ROW_TILES, Gemm, TileConfig, pick_row_tile
-from moe_ops.tuned import DEFAULT, choose
+from moe_ops.tuned import DEFAULT, choose, merged
 from moe_ops.tuned_file import file_name, parse
 
 H200 = TARGETS["sm_90"].facts
@@ -30,9 +30,10 @@ def entry(block_m=16, gemm1=None, gemm2=None):
     return {"BLOCK_M": block_m, "gemm1": gemm1 or gemm_of(), "gemm2": gemm2 or gemm_of(32)}
 
 
-def own(kernel=PACKED, block_n=128, group_m=8, num_stages=4):
+def own(kernel=PACKED, block_n=128, group_m=8, num_stages=4, **more):
     """A GEMM by one of Hopper's own kernels."""
-    return {"kernel": kernel, "BLOCK_N": block_n, "GROUP_M": group_m, "num_stages": num_stages}
+    sizes = {"BLOCK_N": block_n, "GROUP_M": group_m, "num_stages": num_stages}
+    return {"kernel": kernel, **sizes, **more}
 
 
 def record(top_k=2, **entries):
@@ -82,7 +83,7 @@ def changed(path, value):
         (["triton_version"], "3.6.0", "a key must be top_k or a token count, got 'triton_version'"),
         (["0"], {}, "a key must be top_k or a token count, got '0'"),
         (["4"], 7, "4 must be an object, got 7"),
-        (["4", "BLOCK_M"], 8, "4.BLOCK_M must be among (16, 32, 64, 128), got 8"),
+        (["4", "BLOCK_M"], 8, "4.BLOCK_M must be among (16, 32, 64, 128, 192), got 8"),
         (["4", "BLOCK_M"], True, "4.BLOCK_M must be among"),
         (["4", "gemm2"], None, "4.gemm2 must be an object, got None"),
         (["4", "gemm1", "BLOCK_N"], 48, "4.gemm1.BLOCK_N must be a power of two, got 48"),
@@ -107,6 +108,13 @@ def changed(path, value):
         (["5"], entry(64, own(block_n=None)), "5.gemm1.BLOCK_N must be among (128, 256), got None"),
         (["5"], entry(64, own(group_m=0)), "5.gemm1.GROUP_M must be a number >= 1, got 0"),
         (["5"], entry(64, own(num_stages=1)), "5.gemm1.num_stages must be a number >= 2, got 1"),
+        (
+            ["5"],
+            entry(192, own(block_n=128)),
+            "5.gemm1.BLOCK_N must be among (256,), got 128",
+        ),
+        (["5"], entry(64, own(ON_DEMAND=1)), "5.gemm1.ON_DEMAND must be true or false, got 1"),
+        (["5"], entry(64, own(ON_DEMAND=None)), "5.gemm1.ON_DEMAND must be true or false, got"),
         (["5"], entry(32), "5.BLOCK_M must be 16 as for 4, of the same load, got 32"),
     ],
 )
@@ -176,12 +184,15 @@ def test_hoppers_kernels_that_do_not_serve(installed):
 def test_row_tiles_by_load():
     # 8 experts, 2 a token: 1.5 * 2 T / 8 rows wanted.
     small, large = entry(32), entry(64)
-    assert layer(record()).row_tiles == ROW_TILES
-    assert layer(record(_4=small)).row_tiles == (32, 32, 64, 128)
-    found = layer(record(_4=small, _1000=large)).row_tiles  # 375 rows: class 5
+    assert layer(record()).row_tiles == () and merged(ROW_TILES, ()) == ROW_TILES
+    assert layer(record(_4=small)).row_tiles == ((0, 32),)
+    assert merged(ROW_TILES, ((0, 32),)) == (32, 32, 64, 128)
+    won = layer(record(_4=small, _1000=large)).row_tiles
+    assert won == ((0, 32), (5, 64))  # 375 rows: class 5
+    found = merged(ROW_TILES, won)
     assert found == (32, 32, 64, 128, 128, 64)
     eight_bit = layer(record(_1000=entry(128)), scheme="fp8_channel").row_tiles
-    assert eight_bit == (16, 32, 64, 64, 64, 128, 128)
+    assert merged(EIGHT_BIT_ROW_TILES, eight_bit) == (16, 32, 64, 64, 64, 128, 128)
     for tokens in (1, 42, 43, 500, 683, 4000):
         expected = 32 if tokens < 86 else 64 if tokens < 171 or tokens >= 683 else 128
         assert pick_row_tile(found, 2 * tokens, 8) == expected
@@ -189,7 +200,7 @@ def test_row_tiles_by_load():
 
 def test_the_nearest_entry_of_the_load(installed):
     installed(layer(record(_1=entry(gemm1=gemm_of(16)), _30=entry(gemm1=gemm_of(128)))))
-    tiles = layer(record(_1=entry(), _30=entry())).row_tiles
+    tiles = merged(ROW_TILES, layer(record(_1=entry(), _30=entry())).row_tiles)
     widths = {t: chosen(first(2 * t, tiles)).tiles.block_n for t in (1, 2, 5, 6, 42)}
     assert widths == {1: 16, 2: 16, 5: 16, 6: 128, 42: 128}
     other = chosen(first(2 * 60, tiles))
@@ -244,12 +255,13 @@ def test_every_choice_can_run(entries, rows, tokens, arch):
     content = {str(t): entry(rows, gemm_of(n, 128, num_stages=4)) for t, n in entries.items()}
     known = layer({"top_k": 2, **content})
     device = TARGETS[arch].facts._replace(name="NVIDIA H200")
-    gemm = first(2 * tokens, known.row_tiles)
+    row_tiles = merged(ROW_TILES, known.row_tiles)
+    gemm = first(2 * tokens, row_tiles)
     before, tuned.TABLES = tuned.TABLES, tuned.tables([known])
     try:
         choice = chosen(gemm, device)
     finally:
         tuned.TABLES = before
-    assert choice.tiles.block_m == pick_row_tile(known.row_tiles, 2 * tokens, 8)
+    assert choice.tiles.block_m == pick_row_tile(row_tiles, 2 * tokens, 8)
     assert shared_bytes(choice.tiles, gemm, 16) <= device.shared_memory
     assert choice.source.startswith("tuned") or choice.tiles == gemm_tiles(gemm, device)

@@ -12,11 +12,11 @@ from test_tuned import H200, SIZES, entry, gemm_of, layer, record
 
 import moe_ops
 from moe_ops import cli, get_scheme, tuned
+from moe_ops.hopper_tiles import ROW_TILES as HOPPER_ROW_TILES
 from moe_ops.pipeline import row_spaces
 from moe_ops.testing import assert_matches_reference
-from moe_ops.tiles import ROW_TILES
-from moe_ops.tuned import DEFAULT
-from moe_ops.tuned_file import file_name, parse
+from moe_ops.tuned import DEFAULT, merged
+from moe_ops.tuned_file import default_row_tiles, file_name, parse
 
 
 @pytest.fixture
@@ -109,7 +109,8 @@ def test_one_graph_for_all_token_counts(at_home):
         next(node.args[2] for node in graph.graph.nodes if "plan_slots" in str(node.target))
         for graph in graphs
     ]
-    assert [tuple(t) for t in tiles] == [(32, 32, 64, 128, 128, 128, 128, 64), ROW_TILES]
+    default = HOPPER_ROW_TILES[2]
+    assert [tuple(t) for t in tiles] == [(32, *default[1:7], 64), default]
 
 
 @pytest.mark.kernel
@@ -143,8 +144,10 @@ def test_a_gpu_finds_its_files(installed, device):
     name = torch.cuda.get_device_name()
     content = record(_4=entry(32, gemm_of(32, 32), gemm_of(32, 32)))
     installed(parse(file_name(SIZES, name, "unquantized"), json.dumps(content)))
-    w2 = arguments(4, device=device)[2]
-    assert row_spaces.row_tiles_of(get_scheme("unquantized"), w2) == (32, 32, 64, 128)
+    w2, scheme = arguments(4, device=device)[2], get_scheme("unquantized")
+    hopper = torch.cuda.get_device_capability() == (9, 0)
+    expected = merged(default_row_tiles(scheme, hopper=hopper), ((0, 32),))
+    assert row_spaces.row_tiles_of(scheme, w2) == expected
     graphs = []
 
     @torch.compile(
@@ -160,4 +163,4 @@ def test_a_gpu_finds_its_files(installed, device):
             assert torch.equal(run(*inputs), moe_ops.fused_experts(*inputs))
     (graph,) = graphs
     tiles = next(node.args[2] for node in graph.graph.nodes if "plan_slots" in str(node.target))
-    assert tuple(tiles) == (32, 32, 64, 128)
+    assert tuple(tiles) == expected
