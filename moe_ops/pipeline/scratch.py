@@ -50,7 +50,8 @@ def _packed(given: dict[str, Any], out: Tensor, device: Device) -> tuple[int, ..
     tiles = tuple(given["row_tiles"])
     gemm = Gemm(num_slots, num_experts, rows // halves, k, itemsize, halves, tiles)
     own, quant = tiles_of(gemm, scheme, rule, device).hopper, scheme.activation
-    a, scale, most, counts = given["a"], given.get("a_scale"), 0, ()
+    counts: tuple[int, ...] = ()
+    a, scale, most = given["a"], given.get("a_scale"), 0
     if own is not None and own.packed:
         most = packed_rows(num_slots, num_experts, own.block_m)
         counts = (4,) if own.on_demand else ()
