@@ -1,5 +1,6 @@
 """Hopper's own kernels of the expert GEMMs, compiled as their launchers choose them."""
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -13,11 +14,18 @@ pytest.importorskip("triton")
 import aot  # noqa: E402
 
 from moe_ops import tuned  # noqa: E402
-from moe_ops.hopper_tiles import most_stages, takes  # noqa: E402
-from moe_ops.kernels import align, expert_gemm, hopper_stream, hopper_tile, scaled_gemm  # noqa: E402
+from moe_ops.hopper_tiles import PACKED, ROW_TILES, most_stages, takes, widths  # noqa: E402
+from moe_ops.kernels import (  # noqa: E402
+    align,
+    expert_gemm,
+    hopper_gemm,
+    hopper_stream,
+    hopper_tile,
+    scaled_gemm,
+)
 from moe_ops.scheme import get_scheme  # noqa: E402
 from moe_ops.tensors import Tiles  # noqa: E402
-from moe_ops.tiles import EIGHT_BIT_ROW_TILES, ROW_TILES, Device, Gemm  # noqa: E402
+from moe_ops.tiles import Device, Gemm, pick_row_tile  # noqa: E402
 
 pytestmark = [pytest.mark.aot, pytest.mark.filterwarnings("ignore")]
 EXPERTS, TOP_K = 64, 4
@@ -36,10 +44,15 @@ def no_other_driver():
                 value.device_caches.clear()
 
 
+def constants(kernel):
+    """Those that the launcher made of its tiles."""
+    return next(c for c in kernel.src.constants.values() if isinstance(c, hopper_gemm.Constants))
+
+
 def launch_layer(scheme, tokens, activation, hidden, width, has_bias):
     """Both GEMMs of a layer."""
     quant, weight = get_scheme(scheme).activation, get_scheme(scheme).weight
-    tiles = ROW_TILES if weight is None else EIGHT_BIT_ROW_TILES
+    tiles = ROW_TILES[2 if weight is None else 1]
 
     def launch(empty):
         ids = empty(tokens, TOP_K, dtype=torch.int32)
@@ -76,6 +89,9 @@ def launch_layer(scheme, tokens, activation, hidden, width, has_bias):
         (100, "swigluoai", 2880, 2880),
         (400, "silu", 7168, 2048),
         (1024, "gelu", 2880, 1408),
+        (2500, "relu2_no_mul", 1536, 640),
+        (4000, "swigluoai", 2880, 2880),
+        (8000, "silu", 2048, 768),
         (65536, "silu", 4096, 1536),
     ],
 )
@@ -84,7 +100,9 @@ def test_a_layer(scheme, tokens, activation, hidden, width):
     launched = aot.compile_launch(90, launch)
     kernels = [k for k in launched if "hopper" in k.metadata.name]
     rows, wide = tokens * TOP_K / EXPERTS, scheme == "unquantized"
-    stream, packed = not wide and rows < 21, rows > (170 if wide else 42)
+    tile = pick_row_tile(ROW_TILES[2 if wide else 1], tokens * TOP_K, EXPERTS)
+    stream = not wide and rows < 21
+    packed = rows > (170 if wide else 42) or tile == 192
     assert len(kernels) == 2 * (stream or packed)
     # The first GEMM of an unquantized layer writes rows as the second reads them.
     packs = [k for k in launched if k.metadata.name == "_pack_kernel"]
@@ -95,28 +113,91 @@ def test_a_layer(scheme, tokens, activation, hidden, width):
         assert used["shared"] <= (HALF if stream else aot.SHARED_MEMORY[90]), used
         assert used["spilled"] == 0 and used["serialized"] == 0, used
         assert "wgmma.mma_async" in kernel.asm["ptx"]
+        c = constants(kernel)
+        on_demand = tile == 192 or (not wide and tile == 128 and rows <= 682)
+        assert c.ON_DEMAND is (packed and on_demand) and tile == c.BLOCK_M
 
 
-@pytest.mark.parametrize("scheme", ["unquantized", "fp8_channel", "fp8_tensor", "fp8_block128"])
-@pytest.mark.parametrize("block_m", [64, 128])
-@pytest.mark.parametrize("block_n", [128, 256])
-def test_every_packed_tile(scheme, block_m, block_n, monkeypatch):
+PACKED_TILES = [(64, 128), (64, 256), (128, 128), (128, 256), (192, 256)]
+PARTS = {("unquantized", 192): 2, ("fp8", 128): 2}
+"""Of a warp group's share of a tile of 256 columns."""
+
+
+def choose_tiles(monkeypatch, **sizes):
+    """Hopper's tiles of other sizes than its first choice."""
     choice = tuned.hopper_tiles
 
     def chosen(gemm, device):
-        tiles = replace(choice(gemm, device), block_m=block_m, block_n=block_n)
+        tiles = replace(choice(gemm, device), **sizes)
         return replace(tiles, num_stages=most_stages(tiles, device))
 
     monkeypatch.setattr(tuned, "hopper_tiles", chosen)
+
+
+def check_packed(kernel, scheme, block_m, block_n, on_demand):
+    """Its resources, and how many products there are in its code."""
+    c, used = constants(kernel), aot.resources(kernel, 90)
+    found = c.BLOCK_M, c.BLOCK_N, c.ON_DEMAND
+    assert found == (block_m, block_n, on_demand)
+    assert used["shared"] <= aot.SHARED_MEMORY[90], used
+    assert used["spilled"] == 0 and used["serialized"] == 0, used
+    groups = 3 if block_m == 192 else 2
+    parts = PARTS.get((scheme.split("_")[0], block_m), 1) if block_n == 256 else 1
+    ptx = kernel.asm["ptx"]
+    assert ptx.count("wgmma.mma_async") == groups * 4 * parts
+    width = block_n // 2 if block_m == 64 else block_n // parts
+    assert set(re.findall(r"wgmma.mma_async\S*\.m64n(\d+)k", ptx)) == {str(width)}
+    # Tiles are taken from a count only where they are taken on demand.
+    assert len(re.findall(r"\batom\.", ptx)) == on_demand
+    return c
+
+
+@pytest.mark.parametrize("scheme", ["unquantized", "fp8_channel", "fp8_tensor", "fp8_block128"])
+@pytest.mark.parametrize(("block_m", "block_n"), PACKED_TILES)
+@pytest.mark.parametrize("on_demand", [False, True])
+def test_every_packed_tile(scheme, block_m, block_n, on_demand, monkeypatch):
+    if block_n not in widths(PACKED, block_m, 2 if scheme == "unquantized" else 1):
+        pytest.skip("there is no such tile")
+    choose_tiles(monkeypatch, block_m=block_m, block_n=block_n, on_demand=on_demand)
     launch = launch_layer(scheme, 65536, "swigluoai", 2880, 1408, True)
     kernels = [k for k in aot.compile_launch(90, launch) if "hopper" in k.metadata.name]
     assert len(kernels) == 2
     for kernel in kernels:
-        used = aot.resources(kernel, 90)
-        assert used["shared"] <= aot.SHARED_MEMORY[90], used
-        assert used["spilled"] == 0 and used["serialized"] == 0, used
-        parts = 1 + (scheme != "unquantized" and block_m == 128 and block_n == 256)
-        assert kernel.asm["ptx"].count("wgmma.mma_async") == 2 * 4 * parts
+        check_packed(kernel, scheme, block_m, block_n, on_demand)
+
+
+def launch_ordered(activation, weights, ordered):
+    """Two unquantized GEMMs, between which rows lie by slot or by expert, with routing weights."""
+
+    def launch(empty):
+        tiles, tokens, (hidden, width) = (192, 192), 4096, (2048, 768)
+        ids = empty(tokens, TOP_K, dtype=torch.int32)
+        plan = (align.plan_slots(ids, None, tiles, EXPERTS), ids, None, tiles)
+        first = empty(tokens, hidden), empty(EXPERTS, 2 * width, hidden), None
+        second = empty(tokens * TOP_K, width), empty(EXPERTS, hidden, width), None
+        given = None if weights is None else empty(tokens, TOP_K, dtype=weights)
+        expert_gemm.expert_gemm_act(*first, given, *plan, TOP_K, activation, ordered)
+        expert_gemm.expert_gemm(*second, given, None, *plan, 1, ordered)
+
+    return launch
+
+
+@pytest.mark.parametrize("ordered", [False, True])
+@pytest.mark.parametrize("weights", [None, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("block_m", "block_n"), PACKED_TILES)
+def test_order_and_routing_weights(block_m, block_n, weights, ordered, monkeypatch):
+    """Rows in both orders; products are multiplied by weights of any dtype where there are any."""
+    choose_tiles(monkeypatch, block_m=block_m, block_n=block_n, on_demand=block_m > 64)
+    launched = aot.compile_launch(90, launch_ordered("silu", weights, ordered))
+    kernels = [k for k in launched if "hopper" in k.metadata.name]
+    orders = ["out", "a"] if ordered else [None, None]
+    assert len(kernels) == 2
+    for kernel, order in zip(kernels, orders, strict=True):
+        c = check_packed(kernel, "unquantized", block_m, block_n, block_m > 64)
+        assert c.ORDERED is order and c.WEIGHTED is (weights is not None)
+        if weights is not None:  # they are what the kernel is given, not something in their place
+            type_of = {torch.float32: "*fp32", torch.bfloat16: "*bf16"}
+            assert kernel.src.signature["row_scale"] == type_of[weights]
 
 
 def launch_unquantized(scheme):
