@@ -154,7 +154,15 @@ def multiply_tile(out, bias, ring, v, tile, step, GROUP: gl.constexpr, C: gl.con
     m, n, found, first_row = tile
     expert = gl.maximum(found, 0).to(gl.int64)
     first = n * C.OUT_N + FIRST_COL
-    # Asked for now, so that they are there after the products.
+    zeros = gl.full((BOX_ROWS, COLS), 0, gl.float32, LAYOUT)
+    sums = (zeros, zeros) if C.PARTS == 2 else (zeros,)
+    if C.SCALE_COLS is not None:
+        scales = find_scales(expert, first, v, C)
+        sums, step = add_scaled(step, ring, scales, sums, GROUP, C)
+    elif C.ITEMSIZE == 1:
+        sums, step = add_wide(step, ring, sums, GROUP, C)
+    else:
+        sums, step = add_products(step, ring, sums, GROUP, C)
     inside = FIRST_ROW + gl.arange(0, BOX_ROWS, layout=gl.SliceLayout(1, LAYOUT))
     row = m * C.BLOCK_M + inside
     slot = gl.load(v.tiles + HEADER + row)
@@ -165,15 +173,6 @@ def multiply_tile(out, bias, ring, v, tile, step, GROUP: gl.constexpr, C: gl.con
         row_scale = gl.load(v.row_scale + row)
     if C.ORDERED == "out":
         slot = gl.where(slot < v.num_slots, first_row + inside, slot)
-    zeros = gl.full((BOX_ROWS, COLS), 0, gl.float32, LAYOUT)
-    sums = (zeros, zeros) if C.PARTS == 2 else (zeros,)
-    if C.SCALE_COLS is not None:
-        scales = find_scales(expert, first, v, C)
-        sums, step = add_scaled(step, ring, scales, sums, GROUP, C)
-    elif C.ITEMSIZE == 1:
-        sums, step = add_wide(step, ring, sums, GROUP, C)
-    else:
-        sums, step = add_products(step, ring, sums, GROUP, C)
     # Nothing is written for a tile without an expert.
     num_slots = gl.where(found < 0, 0, v.num_slots)
     for part in gl.static_range(PARTS):
