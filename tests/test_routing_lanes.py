@@ -99,6 +99,40 @@ def test_who_takes_the_slow_way(scoring, monkeypatch):
         assert len(slow) == ways
 
 
+def doubtful(experts, k, error):
+    """Rows with a chosen score that errors of the sum of exponentials round in two ways."""
+    logits = torch.randn(60000, experts, generator=torch.Generator().manual_seed(1))
+    terms = logits.double().exp()
+    scores = terms.topk(k).values / terms.sum(1, keepdim=True)
+    near = ((scores * (1 + error)).float() != (scores * (1 - error)).float()).any(1)
+    return logits[near]
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="replaces a part of a kernel")
+@pytest.mark.parametrize("renormalize", [False, True])
+def test_no_sum_of_floats_decides_a_score(renormalize, monkeypatch):
+    """Whoever adds up first: other sums within the error that is allowed for, the same weights."""
+    experts, k, error = 32, 8, 0.9 * 2.0**-39
+    logits = doubtful(experts, k, error)
+    assert 4 <= len(logits) <= 400
+    logits, slow, best_of = logits[:8], [], routing_choice._best_of
+    call = Call(k, renormalize, "softmax", None, 1.0)
+    expected = reference.fused_topk(logits, *call.arguments("cpu"))
+    add_up = routing_choice.sum_by_lanes
+    monkeypatch.setattr(
+        routing_choice, "_best_of", lambda *given: slow.append(True) or best_of(*given)
+    )
+    for factor in (1 - error, 1.0, 1 + error):
+        monkeypatch.setattr(
+            routing_choice, "sum_by_lanes", lambda x, factor=factor: add_up(x) * factor
+        )
+        for rows in (slice(None), *(slice(t, t + 1) for t in range(len(logits)))):
+            found = ops.fused_topk(logits[rows], *call.arguments("cpu"))
+            for actual, wanted in zip(found, expected, strict=True):
+                assert torch.equal(actual, wanted[rows])
+    assert len(slow) >= 3 * len(logits)  # by themselves each is in doubt
+
+
 @triton.jit
 def _near_kernel(x, exponentials, scores, COUNT: tl.constexpr):
     at = tl.arange(0, COUNT)
