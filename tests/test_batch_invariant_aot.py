@@ -123,7 +123,7 @@ def float_sums(code):
 
 
 def slow_way(code):
-    """What tokens take whose scores the quick way is not sure of: a branch, the only ones."""
+    """Branches: tokens whose scores the quick way is not sure of take the one that adds up."""
     branches = re.findall(r"^( *)[^\n]*scf\.if [^\n]*\n(.*?)^\1}", code, re.M | re.S)
     return "".join(body for _, body in branches)
 
