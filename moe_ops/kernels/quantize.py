@@ -16,7 +16,7 @@ from torch import Tensor
 from moe_ops.fake_impls.quantize import activation_quantize as empty_activated
 from moe_ops.fake_impls.quantize import moe_quantize as empty_rows
 from moe_ops.kernels.launch import Launch
-from moe_ops.kernels.quantize_kernels import amax_kernel, quantize_kernel, scaled_kernel
+from moe_ops.kernels.quantize_kernels import Split, amax_kernel, quantize_kernel, scaled_kernel
 from moe_ops.kernels.rounding import rule_of
 from moe_ops.kernels.rows import Rows, row_constants
 from moe_ops.kernels.slots import dense, next_power_of_2, parts_of
@@ -29,26 +29,24 @@ PARTIALS, FEWEST_PARTIALS = 512, 8
 
 
 @lru_cache(maxsize=1024)
-def _quantize_launch(source: tuple, quant: str, width: int) -> tuple[Launch, int, int]:
-    """The kernel, the groups of a row, and those of a program."""
+def _quantize_launch(source: tuple, quant: str, width: int) -> tuple[Launch, Split]:
+    """The kernel, and what its programs do."""
     rule = parse_quant(quant)
     cols, parts = rule.group.cols, 1
     if cols == WHOLE:
         cols, parts = parts_of(width)
-    count = max(1, TILE // cols // (1 if parts == 1 else 2))
-    # Eight numbers of each part to a thread: one load.
-    parts_warps = count * cols // (32 * EACH if parts == 1 else 16 * EACH)
+    # Of a part among several a thread takes half as much: one load.
+    count = max(1, TILE // cols // min(parts, 2))
+    split = Split(triton.cdiv(width, cols * parts), count, cols, parts)
+    threads = count * cols * min(parts, 2) // EACH
     kernel = Launch(
         quantize_kernel,
         **row_constants(*source),
         RULE=rule_of(rule),
-        GROUPS=triton.cdiv(width, cols * parts),
-        COUNT=count,
-        COLS=cols,
-        PARTS=parts,
-        num_warps=max(1, min(8 if cols <= 8192 else 16, parts_warps)),
+        SPLIT=split,
+        num_warps=max(1, min(8 if cols <= 8192 else 16, threads // 32)),
     )
-    return kernel, triton.cdiv(width, cols * parts), count
+    return kernel, split
 
 
 @lru_cache(maxsize=1024)
@@ -60,25 +58,20 @@ def _amax_launch(source: tuple, width: int) -> Launch:
 @lru_cache(maxsize=1024)
 def _scaled_launch(
     source: tuple, quant: str, width: int, partials: int | None
-) -> tuple[Launch, int, int]:
-    """The kernel, the pieces of a row, and those of a program.
-
-    ``partials``: as many as an expert may have.
-    """
+) -> tuple[Launch, Split]:
+    """The kernel, and what its programs do; ``partials``: as many as an expert may have."""
     cols = min(256, next_power_of_2(width))
-    count, pieces = 2 * TILE // cols, triton.cdiv(width, cols)  # they read many partial maxima
+    split = Split(triton.cdiv(width, cols), 2 * TILE // cols, cols)  # for many partial maxima
     kernel = Launch(
         scaled_kernel,
         **row_constants(*source),
         PARTIALS=partials,
         PER_ROW=not parse_quant(quant).per_tensor,
         RULE=rule_of(parse_quant(quant)),
-        PIECES=pieces,
-        COUNT=count,
-        COLS=cols,
+        SPLIT=split,
         num_warps=4,
     )
-    return kernel, pieces, count
+    return kernel, split
 
 
 def warps(block: int) -> int:
@@ -95,13 +88,13 @@ def quantize_rows(rows: Rows, scale: Tensor | None, quant: str, out: tuple[Tenso
             _scale_nothing(scale, rule, row_scale)
         return
     if rule.global_scale or (scale is None and not rule.per_tensor):
-        kernel, pieces, each = _quantize_launch(rows.constants(), quant, width)
-        grid = (triton.cdiv(count * pieces, each), experts)
+        kernel, split = _quantize_launch(rows.constants(), quant, width)
+        grid = (triton.cdiv(count * split.pieces, split.count), experts)
         kernel(grid, *rows.arguments(), dense(scale), q, row_scale, count)
         return
     given, partials = _given(rows, scale) if scale is not None else _partial_maxima(rows)
-    kernel, pieces, each = _scaled_launch(rows.constants(), quant, width, partials)
-    grid = (triton.cdiv(count * pieces, each), experts)
+    kernel, split = _scaled_launch(rows.constants(), quant, width, partials)
+    grid = (triton.cdiv(count * split.pieces, split.count), experts)
     kernel(grid, *rows.arguments(), *given, q, row_scale, count)
 
 

@@ -6,6 +6,8 @@ where rows are short.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
 
@@ -19,6 +21,19 @@ from moe_ops.kernels.rounding import (
     stored_scale,
 )
 from moe_ops.kernels.rows import load_values, readable
+
+
+class Split(NamedTuple):
+    """How rows are shared out: a constant of a kernel."""
+
+    pieces: int
+    """Of a row."""
+    count: int
+    """Pieces of a program, a power of two."""
+    cols: int
+    """Columns of a part of a piece, a power of two."""
+    parts: int = 1
+    """Of a piece."""
 
 
 @triton.jit
@@ -54,16 +69,18 @@ def quantize_kernel(
     stride_expert, stride_row, WIDTH, global_scale, q, scale, num_rows,
     TOP_K: tl.constexpr, SLOTS: tl.constexpr, UP: tl.constexpr,
     FUNCTION: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.constexpr, BETA: tl.constexpr,
-    LINEAR_BETA: tl.constexpr, RULE: tl.constexpr,
-    GROUPS: tl.constexpr, COUNT: tl.constexpr, COLS: tl.constexpr, PARTS: tl.constexpr,
+    LINEAR_BETA: tl.constexpr, RULE: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
-    """One program quantizes COUNT groups, which may be of several rows.
+    """One program quantizes groups, perhaps of several rows: these are the pieces of SPLIT.
 
-    A group is PARTS times COLS columns. They are divided by a global scale if there is one.
+    They are divided by a global scale if there is one.
     """
     take_turn()
+    COUNT: tl.constexpr = SPLIT.count
+    COLS: tl.constexpr = SPLIT.cols
+    PARTS: tl.constexpr = SPLIT.parts
     expert = tl.program_id(1)
-    rank, group, known = find_pieces(num_rows, GROUPS, COUNT)
+    rank, group, known = find_pieces(num_rows, SPLIT.pieces, COUNT)
     row = expert.to(tl.int64) * num_rows + rank
     col = group * COLS + tl.arange(0, COLS)[None, :]
     width = readable(
@@ -85,7 +102,7 @@ def quantize_kernel(
         store_values(q, stored, row, part * COLS + col, WIDTH, known, RULE)
     used = tl.reshape(width, (COUNT,)) > 0
     own = stored_scale(tl.where(used, own, 0.0), RULE).to(scale.dtype.element_ty)
-    first = expert.to(tl.int64) * num_rows * GROUPS + tl.program_id(0).to(tl.int64) * COUNT
+    first = expert.to(tl.int64) * num_rows * SPLIT.pieces + tl.program_id(0).to(tl.int64) * COUNT
     tl.store(scale + first + tl.arange(0, COUNT), own, mask=known)
 
 
@@ -126,17 +143,17 @@ def scaled_kernel(
     TOP_K: tl.constexpr, SLOTS: tl.constexpr, UP: tl.constexpr,
     FUNCTION: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.constexpr, BETA: tl.constexpr,
     LINEAR_BETA: tl.constexpr, PARTIALS: tl.constexpr, PER_ROW: tl.constexpr,
-    RULE: tl.constexpr, PIECES: tl.constexpr, COUNT: tl.constexpr, COLS: tl.constexpr,
+    RULE: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
-    """One program quantizes COUNT pieces of rows with scales that are known before.
+    """One program quantizes pieces of rows with scales that are known before.
 
     ``given`` holds scales, or (PARTIALS) each expert's ``given_expert`` partial maxima.
     """
     take_turn()
     expert = tl.program_id(1)
-    rank, piece, known = find_pieces(num_rows, PIECES, COUNT)
+    rank, piece, known = find_pieces(num_rows, SPLIT.pieces, SPLIT.count)
     row = expert.to(tl.int64) * num_rows + rank
-    col = piece * COLS + tl.arange(0, COLS)[None, :]
+    col = piece * SPLIT.cols + tl.arange(0, SPLIT.cols)[None, :]
     width = readable(
         topk_ids, expert_map, counts, num_experts, num_local_experts, WIDTH, expert, rank, SLOTS
     )
