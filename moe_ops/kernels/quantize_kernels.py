@@ -52,13 +52,13 @@ def find_pieces(num_rows, PIECES: tl.constexpr, COUNT: tl.constexpr):
 
 
 @triton.jit
-def store_values(q, stored, row, col, WIDTH, known, RULE: tl.constexpr):
-    """What `encode` said (ROWS, COLS) of columns ``col``."""
+def store_values(q, stored, row, first, WIDTH, known, RULE: tl.constexpr):
+    """What `encode` said (ROWS, COLS) of columns from ``first`` on."""
     if RULE.kind == "fp4":
-        PAIRS: tl.constexpr = (stored.shape[0], stored.shape[1] // 2)
-        even, odd = tl.split(tl.reshape(stored, (PAIRS[0], PAIRS[1], 2)))
-        stored, WIDTH = even | (odd << 4), WIDTH // 2
-        col = tl.min(tl.reshape(col, (col.shape[0], PAIRS[1], 2)), 2) // 2
+        PAIRS: tl.constexpr = stored.shape[1] // 2
+        even, odd = tl.split(tl.reshape(stored, (stored.shape[0], PAIRS, 2)))
+        stored, first, WIDTH = even | (odd << 4), first // 2, WIDTH // 2
+    col = first + tl.arange(0, stored.shape[1])[None, :]
     inside = known[:, None] & (col < WIDTH)
     tl.store(q + row * WIDTH + col, stored.to(q.dtype.element_ty), mask=inside)
 
@@ -82,7 +82,7 @@ def quantize_kernel(
     expert = tl.program_id(1)
     rank, group, known = find_pieces(num_rows, SPLIT.pieces, COUNT)
     row = expert.to(tl.int64) * num_rows + rank
-    col = group * COLS + tl.arange(0, COLS)[None, :]
+    col = tl.arange(0, COLS)[None, :]
     width = readable(
         topk_ids, expert_map, counts, num_experts, num_local_experts, WIDTH, expert, rank, SLOTS
     )
@@ -90,7 +90,8 @@ def quantize_kernel(
     for part in tl.static_range(PARTS):
         value = load_values(
             x, slots, topk_weights, stride_expert, stride_row, WIDTH, expert, rank, row,
-            part * COLS + col, width, TOP_K, UP, FUNCTION, LIMIT, ALPHA, BETA, LINEAR_BETA,
+            (group + part) * COLS + col, width,
+            TOP_K, UP, FUNCTION, LIMIT, ALPHA, BETA, LINEAR_BETA,
         )  # fmt: skip
         if global_scale is not None:
             value = tl.div_rn(value, tl.load(global_scale).to(tl.float32))
@@ -99,7 +100,7 @@ def quantize_kernel(
     own = scale_of(tl.max(most, 1).to(tl.float32, bitcast=True), RULE)
     for part in tl.static_range(PARTS):
         stored = encode(divide(values[part], own[:, None], RULE), RULE)
-        store_values(q, stored, row, part * COLS + col, WIDTH, known, RULE)
+        store_values(q, stored, row, (group + part) * COLS, WIDTH, known, RULE)
     used = tl.reshape(width, (COUNT,)) > 0
     own = stored_scale(tl.where(used, own, 0.0), RULE).to(scale.dtype.element_ty)
     first = expert.to(tl.int64) * num_rows * SPLIT.pieces + tl.program_id(0).to(tl.int64) * COUNT
@@ -173,7 +174,7 @@ def scaled_kernel(
         own = scale_of(tl.max(bits, 0).to(tl.float32, bitcast=True), RULE)
         ratio = divide(value, own, RULE)
     stored = encode(tl.where(col < width, ratio, 0.0), RULE)
-    store_values(q, stored, row, col, WIDTH, known, RULE)
+    store_values(q, stored, row, piece * SPLIT.cols, WIDTH, known, RULE)
     if PER_ROW:
         tl.store(scale + row, tl.where(width > 0, own, 0.0), mask=known[:, None] & (piece == 0))
     else:
