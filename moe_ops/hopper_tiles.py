@@ -90,12 +90,12 @@ def plans_for(scheme: Scheme, arch: int, itemsize: int, width: int) -> bool:
     Args:
         scheme: of the layer.
         arch: of its GPU, as `Device` has it.
-        itemsize: bytes of an unquantized number.
+        itemsize: bytes of a number in a weight that is not quantized.
         width: the intermediate size, by which the up rows of a weight begin.
     """
     size, weight = operand_bytes(scheme), scheme.weight
     whole = weight is None or weight.group.rows == WHOLE or width % weight.group.rows == 0
-    return arch == 90 and size is not None and itemsize == 2 and whole
+    return arch == 90 and size is not None and (itemsize == 2 or size == 1) and whole
 
 
 def takes(gemm: Gemm, scheme: Scheme, groups: ScaleGroups | None, device: Device) -> bool:
@@ -186,7 +186,8 @@ def hopper_tiles(gemm: Gemm, device: Device) -> HopperTiles | None:
     """
     load = load_class(gemm.num_slots, gemm.num_experts)
     block_m = pick_row_tile(gemm.row_tiles, gemm.num_slots, gemm.num_experts)
-    many = load >= PACKED_LOAD[gemm.itemsize] or block_m == 192
+    tall = block_m == 192 and not is_direct(gemm.num_slots, gemm.num_experts)
+    many = load >= PACKED_LOAD[gemm.itemsize] or tall
     if many and widths(PACKED, block_m, gemm.itemsize):
         return packed_tiles(gemm, block_m, device)
     if block_m <= STREAM_ROWS and widths(STREAM, block_m, gemm.itemsize):

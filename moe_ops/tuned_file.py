@@ -145,6 +145,7 @@ def _entry(file: str, key: str, value: Any, scheme: Scheme) -> Entry:
 
 
 def _tiles(file: str, at: str, tiles: dict[str, Any], block_m: int, scheme: Scheme) -> TileConfig:
+    _require(block_m in ROW_TILES, file, at, f"have a kernel in tiles of {block_m} rows", tiles)
     for size in SIZES:
         least = 16 if size.startswith("BLOCK") else 1
         check = _power if least == 16 or size == "num_warps" else _whole

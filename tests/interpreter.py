@@ -106,6 +106,30 @@ def _patch_arithmetic(builder: type) -> None:
     builder.create_dot, builder.binary_op, builder.unary_op = create_dot, binary_op, unary_op
 
 
+def fma(x: np.ndarray, y: np.ndarray, z: np.ndarray) -> np.ndarray:
+    """``x * y + z`` of float32, rounded once: float64 holds products, and sums rounded to odd."""
+    product, z = x.astype(np.float64) * y.astype(np.float64), z.astype(np.float64)
+    total = product + z
+    part = total - product
+    error = (product - (total - part)) + (z - part)
+    inexact = np.isfinite(total) & (error != 0) & (total.view(np.int64) % 2 == 0)
+    total = np.where(inexact, np.nextafter(total, np.copysign(np.inf, error)), total)
+    return total.astype(np.float32)
+
+
+def _patch_fma(builder: type) -> None:
+    """The interpreter rounds twice."""
+    twice = builder.create_fma
+
+    def create_fma(self, x, y, z):
+        if z.dtype.scalar != tl.float32:
+            return twice(self, x, y, z)
+        with np.errstate(all="ignore"):
+            return interpreter.TensorHandle(fma(x.data, y.data, z.data), tl.float32)
+
+    builder.create_fma = create_fma
+
+
 def _patch_loop_bounds() -> None:
     """Run-time loop bounds under numpy >= 2.4 (fixed in Triton 3.7)."""
     patch = interpreter._patch_lang_tensor
@@ -154,6 +178,7 @@ def install() -> torch.library.Library:
 
     _patch_casts(interpreter.InterpreterBuilder)
     _patch_arithmetic(interpreter.InterpreterBuilder)
+    _patch_fma(interpreter.InterpreterBuilder)
     if _version() < (3, 7):
         _patch_loop_bounds()
     if _version() < (3, 8):

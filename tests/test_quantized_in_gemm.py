@@ -128,7 +128,7 @@ def test_every_scheme(name, launched, device):  # noqa: F811
         with the_plain_kernel():
             case.run(case.x, case.scale)
         shared = depends_on_batch(case.scheme.activation)
-        before = ["_amax_kernel", "_scaled_kernel"] if shared else ["_quantize_kernel"]
+        before = ["amax_kernel", "scaled_kernel"] if shared else ["quantize_kernel"]
         assert launched == ([FUSED] if name in ONE_SCALE else [*before, "scaled_gemm_kernel"])
 
 
@@ -199,10 +199,10 @@ def test_quantized_rows_need_scales(device):
 @pytest.mark.parametrize(
     ("name", "changes", "kernels"),
     [
-        ("fp8_block128", {}, ["_quantize_kernel", "scaled_gemm_kernel"] * 2),
+        ("fp8_block128", {}, ["quantize_kernel", "scaled_gemm_kernel"] * 2),
         ("int8_channel", {"dtype": torch.float32}, [FUSED, FUSED]),
         ("fp8_tensor_static", {}, [FUSED, FUSED]),
-        ("fp8_channel", {"on_input": True}, ["_quantize_kernel", "scaled_gemm_kernel", FUSED]),
+        ("fp8_channel", {"on_input": True}, ["quantize_kernel", "scaled_gemm_kernel", FUSED]),
     ],
 )  # fmt: skip
 def test_launches_of_a_layer(name, changes, kernels, launched, device):  # noqa: F811

@@ -205,7 +205,7 @@ def _run_packed(
     plan, _, num_slots, _, num_experts = tiles
     sizes = (plan, num_slots, packed_rows(num_slots, num_experts, c.BLOCK_M), c.TOP_K)
     if c.ORDERED == "a":
-        rows, scales = a, None
+        rows, scales = a, a_scale
     elif c.WEIGHTED:
         (rows, _), scales = pack_rows(a, None, *sizes), a_scale
     elif quant is None:

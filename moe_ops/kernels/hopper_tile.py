@@ -144,6 +144,22 @@ def find_scales(expert, first, v, C: gl.constexpr):
 
 
 @gluon.jit
+def finish_and_store(
+    acc, bias, row_scale, expert, first, v, out, slot, num_slots, C: gl.constexpr
+):  # fmt: skip
+    """The columns of a part, 32 at a time where a bias would need too many registers."""
+    COLS: gl.constexpr = acc.shape[1]
+    if C.GROUPS == 3 and COLS > 32 and bias is not None:
+        left, right = acc.reshape((acc.shape[0], 2, COLS // 2)).permute((0, 2, 1)).split()
+        THEN: gl.constexpr = COLS * C.OUT_N // C.BLOCK_N // 2
+        finish_and_store(left, bias, row_scale, expert, first, v, out, slot, num_slots, C)
+        finish_and_store(right, bias, row_scale, expert, first + THEN, v, out, slot, num_slots, C)
+    else:
+        value = finish(acc, bias, row_scale, expert, first, v, C)
+        store_rows(out, value, slot, first, num_slots, C)
+
+
+@gluon.jit
 def multiply_tile(out, bias, ring, v, tile, step, GROUP: gl.constexpr, C: gl.constexpr):
     """A warp group's share of a tile; returns the next step of the ring."""
     PARTS: gl.constexpr = C.PARTS
@@ -177,8 +193,7 @@ def multiply_tile(out, bias, ring, v, tile, step, GROUP: gl.constexpr, C: gl.con
     num_slots = gl.where(found < 0, 0, v.num_slots)
     for part in gl.static_range(PARTS):
         column = first + part * (C.OUT_N // C.PARTS)
-        value = finish(sums[part], bias, row_scale, expert, column, v, C)
-        store_rows(out, value, slot, column, num_slots, C)
+        finish_and_store(sums[part], bias, row_scale, expert, column, v, out, slot, num_slots, C)
     return step
 
 

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from moe_ops.kernels.dependent import take_turn
 from moe_ops.kernels.launch import Launch
-from moe_ops.kernels.rounding import encode, quantize_groups, rule_of
-from moe_ops.kernels.slots import HEADER, next_power_of_2
+from moe_ops.kernels.rounding import divide, divide_given, encode, magnitude, rule_of, scale_of
+from moe_ops.kernels.slots import HEADER, next_power_of_2, parts_of
 from moe_ops.scheme import WHOLE, Quant
 from moe_ops.tiles import cdiv
 
@@ -50,12 +50,12 @@ def _pack_kernel(
 @triton.jit(do_not_specialize=["num_slots", "num_rows"])
 def _quantize_pack_kernel(
     a, given, out, out_scale, plan, num_slots, num_rows, stride_am,
-    K: tl.constexpr, TOP_K: tl.constexpr, GROUP: tl.constexpr, RULE: tl.constexpr,
-    ROWS: tl.constexpr, COLS: tl.constexpr,
+    K: tl.constexpr, TOP_K: tl.constexpr, RULE: tl.constexpr,
+    ROWS: tl.constexpr, COLS: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """Program (i, j) quantizes whole groups of ROWS rows; those of padding stay as they are.
+    """Program (i, j) quantizes one group of ROWS rows; those of padding stay as they are.
 
-    ``given``: the one scale of all rows, or None.
+    A group is PARTS times COLS columns. ``given``: the one scale of all rows, or None.
     """
     take_turn()
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -64,22 +64,29 @@ def _quantize_pack_kernel(
     slot = tl.load(plan + HEADER + row)
     real = slot < num_slots
     source = (tl.where(real, slot, 0) // TOP_K).to(tl.int64)
-    col = tl.program_id(1) * COLS + tl.arange(0, COLS)
-    inside = real[:, None] & (col < K)[None, :]
-    x = tl.load(a + source[:, None] * stride_am + col[None, :], mask=inside, other=0.0)
-    x = x.to(tl.float32)
+    col = tl.program_id(1) * COLS + tl.arange(0, COLS)[None, :]
+    values, most = (), tl.zeros((ROWS, COLS), dtype=tl.int32)
+    for part in tl.static_range(PARTS):
+        inside = real[:, None] & (part * COLS + col < K)
+        x = tl.load(a + source[:, None] * stride_am + part * COLS + col, mask=inside, other=0.0)
+        most = tl.maximum(most, magnitude(x.to(tl.float32)))
+        values = values + (x.to(tl.float32),)
     if given is None:
-        stored, scale = quantize_groups(x, GROUP, RULE)
-        group = tl.program_id(1) * (COLS // GROUP) + tl.arange(0, COLS // GROUP)
-        at = out_scale + group[None, :].to(tl.int64) * num_rows + row[:, None]
-        tl.store(at, scale, mask=real[:, None] & (group < (K + GROUP - 1) // GROUP)[None, :])
+        scale = scale_of(tl.max(most, 1).to(tl.float32, bitcast=True), RULE)
+        at = out_scale + tl.program_id(1).to(tl.int64) * num_rows + row
+        tl.store(at, scale, mask=real)
     else:
         scale = tl.load(given).to(tl.float32)
-        stored = encode(tl.where(inside, tl.div_rn(x, scale), 0.0), RULE)
         first = tl.program_id(1) == 0
         tl.store(out_scale + row, tl.zeros((ROWS,), dtype=tl.float32) + scale, mask=real & first)
-    at = out + row.to(tl.int64)[:, None] * K + col[None, :]
-    tl.store(at, stored.to(out.dtype.element_ty), mask=inside)
+    for part in tl.static_range(PARTS):
+        if given is None:
+            ratio = divide(values[part], scale[:, None], RULE)
+        else:
+            ratio = divide_given(values[part], scale)
+        inside = real[:, None] & (part * COLS + col < K)
+        at = out + row.to(tl.int64)[:, None] * K + part * COLS + col
+        tl.store(at, encode(ratio, RULE).to(out.dtype.element_ty), mask=inside)
 
 
 @lru_cache(maxsize=1024)
@@ -135,24 +142,26 @@ def pack_rows(
 
 
 @lru_cache(maxsize=1024)
-def _quantize_launch(k: int, top_k: int, quant: Quant) -> tuple[Launch, int, int]:
+def _quantize_launch(k: int, top_k: int, quant: Quant, given: bool) -> tuple[Launch, int, int]:
     """The kernel, the rows of a program, and the programs along a row."""
-    whole = next_power_of_2(k)
-    group = whole if quant.group.cols == WHOLE else quant.group.cols
-    cols = max(group, min(1024, whole))
-    rows = max(1, min(64, 4096 // cols))
+    cols, parts = quant.group.cols, 1
+    if given:
+        cols = min(256, next_power_of_2(k))
+    elif cols == WHOLE:
+        cols, parts = parts_of(k)
+    rows = max(1, min(64, (4096 if parts == 1 else 1024) // cols))
     kernel = Launch(
         _quantize_pack_kernel,
         K=k,
         TOP_K=top_k,
-        GROUP=group,
         RULE=rule_of(quant),
         ROWS=rows,
         COLS=cols,
-        num_warps=max(4, min(16, cols // 512)),
+        PARTS=parts,
+        num_warps=max(4, min(16, cols // (1024 if parts == 1 else 256))),
         launch_pdl=False,
     )
-    return kernel, rows, cdiv(k, cols)
+    return kernel, rows, cdiv(k, cols * parts)
 
 
 def quantize_rows(
@@ -183,7 +192,7 @@ def quantize_rows(
     whole = a_scale is not None or quant.group.cols == WHOLE
     groups = 1 if whole else cdiv(k, quant.group.cols)
     scales = a.new_empty(groups, num_rows, dtype=torch.float32)
-    kernel, height, pieces = _quantize_launch(k, top_k, quant)
+    kernel, height, pieces = _quantize_launch(k, top_k, quant, a_scale is not None)
     kernel(
         (cdiv(num_rows, height), pieces), a, a_scale, rows, scales, plan,
         num_slots, num_rows, a.stride(0),

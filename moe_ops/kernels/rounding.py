@@ -42,12 +42,6 @@ def magnitude(x):
 
 
 @triton.jit
-def largest(x, axis: tl.constexpr):
-    """The largest magnitude along an axis, in float32; NaN where there is one."""
-    return tl.max(magnitude(x), axis).to(tl.float32, bitcast=True)
-
-
-@triton.jit
 def scale_of(amax, RULE: tl.constexpr):
     """The scale of groups with largest magnitude ``amax``, in float32.
 
@@ -100,9 +94,9 @@ def small_code(size, MANTISSA: tl.constexpr, BIAS: tl.constexpr):
 
 @triton.jit
 def encode(ratio, RULE: tl.constexpr):
-    """``x / s`` (float32) bounded, and rounded where integers are stored: cast it to that dtype.
+    """``x / s`` (float32), rounded and bounded by the cast to the stored dtype if not here.
 
-    fp4 and fp6: the codes, as int32.
+    Integers, and the codes of fp4 and fp6: as int32.
     """
     LARGEST: tl.constexpr = RULE.largest
     if RULE.kind == "fp4":
@@ -116,28 +110,62 @@ def encode(ratio, RULE: tl.constexpr):
         value = ((ratio.to(tl.int32, bitcast=True) >> 26) & 32) + small_code(
             tl.where(size < LARGEST, size, LARGEST), RULE.mantissa, RULE.top - 1
         )
+    elif RULE.kind == "integer":
+        value = tl.minimum(ratio, LARGEST, propagate_nan=tl.PropagateNan.ALL)
+        value = tl.maximum(value, -LARGEST, propagate_nan=tl.PropagateNan.ALL)
+        # Half away from zero. (0.5 itself would carry its predecessor to 1.)
+        below_half = (value.to(tl.int32, bitcast=True) & ~0x7FFFFFFF) | 0x3EFFFFFF
+        value = (value + below_half.to(tl.float32, bitcast=True)).to(tl.int32)
     else:
-        value = tl.where(ratio > LARGEST, LARGEST, tl.where(ratio < -LARGEST, -LARGEST, ratio))
-        if RULE.kind == "integer":
-            whole = value.to(tl.int32)
-            away = tl.where(value < 0, -1, 1)
-            value = whole + tl.where(tl.abs(value - whole.to(tl.float32)) >= 0.5, away, 0)
+        value = ratio  # the cast saturates, and keeps a NaN
     return value
 
 
 @triton.jit
-def quantize_groups(x, GROUP: tl.constexpr, RULE: tl.constexpr):
-    """``x`` (ROWS, COLS) in float32, a scale for every GROUP columns of a row.
+def divide(x, scale, RULE: tl.constexpr):
+    """``x / scale`` (float32) as far as `encode` can tell, for scales that `scale_of` found for x.
 
-    Returns what `encode` says (ROWS, COLS), and the scales in float32 (ROWS, COLS // GROUP).
+    One true division a scale, three operations a number: a true division of each takes fifteen,
+    and many more where the numerator is zero. Over a power of two the product with the reciprocal
+    is the quotient; over other scales it needs `correct`.
     """
-    ROWS: tl.constexpr = x.shape[0]
-    COLS: tl.constexpr = x.shape[1]
-    groups = tl.reshape(x, (ROWS, COLS // GROUP, GROUP))
-    scale = scale_of(largest(groups, 2), RULE)
-    divisor = tl.expand_dims(scale, 2)
     if RULE.scale == "e4m3":  # may be 0
-        ratio = tl.where(divisor == 0, 0.0, tl.div_rn(groups, tl.where(divisor == 0, 1.0, divisor)))
+        ratio = tl.where(scale == 0, 0.0, tl.div_rn(x, tl.where(scale == 0, 1.0, scale)))
     else:
-        ratio = tl.div_rn(groups, divisor)
-    return tl.reshape(encode(ratio, RULE), (ROWS, COLS)), scale
+        inverse = tl.div_rn(1.0, scale)
+        ratio = x * inverse
+        if RULE.scale == "float32":  # infinity: quotients are 0 or NaN already
+            ratio = correct(ratio, x, tl.where(inverse == 0, 0.0, scale), inverse)
+    return ratio
+
+
+@triton.jit
+def correct(ratio, x, scale, inverse):
+    """A finite ``x * inverse`` made ``x / scale``, as far as `encode` can tell.
+
+    ``inverse`` is ``1 / scale``, correctly rounded. The result is off by less than 2**-47 of itself
+    before it is rounded; no quotient is that close to where `encode` would be misled but a few,
+    which are right (`tests/test_division.py` tries them all). That holds where residues are exact,
+    for x from 2**-100 on; quotients of smaller ones are rounded to zeros in any case. The signs of
+    zeros stay: the second term is ``0 * -inverse`` there.
+    """
+    residue = tl.fma(ratio, scale, x * -1.0)
+    return tl.fma(residue, inverse * -1.0, ratio)
+
+
+@triton.jit
+def divide_given(x, scale):
+    """``x / scale`` (float32) as far as `encode` can tell, for any scale.
+
+    Over the scale's mantissa, once x is divided by its power of two: exactly, or so that encoded
+    quotients are zeros or the largest. In two steps, as 2**149 is no float.
+    """
+    up = tl.where(tl.abs(scale) < 2.0**-64, 2.0**64, 1.0)
+    scale = scale * up
+    mantissa = ((scale.to(tl.int32, bitcast=True) & 0x7FFFFF) | 0x3F800000).to(
+        tl.float32, bitcast=True
+    )
+    x = x * up * tl.div_rn(mantissa, scale)
+    inverse = tl.div_rn(1.0, mantissa)
+    ratio = x * inverse
+    return tl.where(tl.abs(ratio) < 1024, correct(ratio, x, mantissa, inverse), ratio)

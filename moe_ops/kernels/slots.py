@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from moe_ops.tiles import PLAN_HEADER
+from moe_ops.tiles import PLAN_HEADER, cdiv
 
 HEADER = tl.constexpr(PLAN_HEADER)
 
@@ -35,6 +35,15 @@ def experts_of(ids, expert_map, num_experts, num_local_experts):
 def next_power_of_2(n: int) -> int:
     """The smallest power of two that is at least ``n``."""
     return 1 << max(n - 1, 0).bit_length()
+
+
+def parts_of(width: int) -> tuple[int, int]:
+    """Columns (a power of two) of the parts of a row, and how many: few, and nowhere near empty."""
+    for parts in (1, 3, 5, 6, 7):
+        cols = next_power_of_2(cdiv(width, parts))
+        if cols >= 128 and 8 * parts * cols <= 9 * width:
+            return cols, parts
+    return next_power_of_2(width), 1
 
 
 def dense(vector):

@@ -217,7 +217,8 @@ def _tile(tiles: KernelTiles | None) -> str:
     if tiles is None:
         return "-"
     if isinstance(tiles, HopperTiles):
-        return f"{tiles.kernel} {tiles.block_m}x{tiles.block_n} /{tiles.num_stages}"
+        how = " on demand" if tiles.on_demand else ""
+        return f"{tiles.kernel} {tiles.block_m}x{tiles.block_n} /{tiles.num_stages}{how}"
     sizes = f"{tiles.block_m}x{tiles.block_n}x{tiles.block_k}"
     return f"{sizes} /{tiles.num_warps} /{tiles.num_stages}"
 

@@ -42,8 +42,7 @@ def row_tiles_of(
     if scheme.weight is not None and scheme.weight.element.packed:
         width *= 2
     name, arch = name_and_arch(w2.device)
-    itemsize = 2 if scheme.weight is not None else w2.element_size()
-    hopper = plans_for(scheme, arch, itemsize, width)
+    hopper = plans_for(scheme, arch, w2.element_size(), width)
     return row_tiles(scheme, (num_experts, width, hidden), name, hopper=hopper)
 
 
