@@ -29,7 +29,7 @@ def test_standard_by_hand():
     """The plan, and either both intermediates or the last of them with the output."""
     h, y, out = 2 * T * K * I, 2 * T * K * H, 2 * T * H
     expected = plan(T * K) + max(nbytes(h, y), nbytes(y, out))
-    assert moe_ops.workspace_nbytes(T, H, I, E, K, BF16) == expected
+    assert moe_ops.workspace_nbytes(T, H, I, E, K, BF16, device="cpu") == expected
 
 
 def test_quantized_by_hand():
@@ -89,9 +89,10 @@ def test_chunks_by_hand():
     y, h, out = nbytes(2 * size * K * H), nbytes(2 * size * K * I), nbytes(2 * size * H)
     last = plan(size * K) + max(h + y, y + out) + 3 * out
     expected = max(last, 4 * out + nbytes(2 * T * H))
-    assert moe_ops.workspace_nbytes(T, H, I, E, K, BF16, chunk_size=size) == expected
-    whole = moe_ops.workspace_nbytes(T, H, I, E, K, BF16)
-    assert moe_ops.workspace_nbytes(T, H, I, E, K, BF16, chunk_size=T) == whole > expected
+    sizes, cpu = (T, H, I, E, K, BF16), {"device": "cpu"}
+    assert moe_ops.workspace_nbytes(*sizes, chunk_size=size, **cpu) == expected
+    whole = moe_ops.workspace_nbytes(*sizes, **cpu)
+    assert moe_ops.workspace_nbytes(*sizes, chunk_size=T, **cpu) == whole > expected
 
 
 @pytest.mark.parametrize(("form", "chunk_size"), CALLS)

@@ -97,7 +97,8 @@ def finish(acc, bias, row_scale, expert, first, v, C: gl.constexpr):
         w_scale = gl.load(scale, mask=inside, other=0.0)
         acc *= row_scale[:, None] * w_scale[None, :]
     if C.WEIGHTED:
-        acc *= row_scale.to(gl.float32)[:, None]
+        weight = gl.convert_layout(row_scale.to(gl.float32), gl.SliceLayout(1, LAYOUT))
+        acc *= weight[:, None]
     if bias is not None:
         acc += gl.load(bias + expert * C.WEIGHT_ROWS + at, mask=inside, other=0.0).to(gl.float32)[
             None, :
