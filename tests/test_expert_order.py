@@ -158,7 +158,7 @@ class Orders(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func in (ops.expert_gemm, ops.expert_gemm_act):
-            self.seen.append(args[-1] is True)
+            self.seen.append(True in [a for a in args if isinstance(a, bool)])
         return func(*args, **(kwargs or {}))
 
 

@@ -82,8 +82,9 @@ def _on_the_way(x: Tensor, space: SlotRows, scheme: Scheme) -> bool:
         return quantizes_slots(quant, x.shape[-1], space.row_tiles)
     if not always(slots > few):
         return True
-    known = isinstance(slots, int) and isinstance(experts, int)
-    return known and x.shape[0] == slots and packs(scheme, slots, experts)
+    # Not asked of a compiler, for which numbers may be symbols.
+    own = not torch.compiler.is_compiling() and x.shape[0] == slots
+    return own and packs(scheme, slots, experts)
 
 
 def gemm(
