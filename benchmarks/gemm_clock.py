@@ -104,7 +104,7 @@ class GemmClock:
         subject, tiles = self.subject, trial.tiles
         entry = Entry(trial.num_tokens, tiles, tiles)
         gpu = plain_name(subject.device.name)
-        rest = (subject.scheme.name, subject.top_k, (tiles.block_m,) * 2, (entry,))
+        rest = (subject.scheme.name, subject.top_k, (), (entry,))
         return TunedLayer("trial", subject.sizes, gpu, *rest)
 
 
@@ -134,6 +134,6 @@ def _only(*layers: TunedLayer) -> Iterator[None]:
 def _forget() -> None:
     for name in LAUNCHERS:
         module = sys.modules.get(f"moe_ops.kernels.{name}")  # none on a CPU
-        for choice in ("_launch", "_hopper"):
+        for choice in ("_kernels", "_launch", "_hopper"):
             if hasattr(module, choice):
                 getattr(module, choice).cache_clear()

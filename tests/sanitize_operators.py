@@ -35,6 +35,7 @@ class Case(NamedTuple):
 
 def assert_near(actual: Tensor, expected: Tensor) -> None:
     """Integers to the bit; floats as PyTorch compares its own; 8-bit floats may be neighbours."""
+    actual, expected = actual.cpu(), expected.cpu()
     if not expected.dtype.is_floating_point:
         torch.testing.assert_close(actual, expected, rtol=0, atol=0)
     elif expected.itemsize == 1:

@@ -207,6 +207,6 @@ def test_explained_tiles_are_those_that_run(
 def blocks(tiles):
     """As the kernels call them."""
     return {
-        name.upper() if name.startswith(("block", "group")) else name: value
+        name.upper() if name.startswith(("block", "group", "on_")) else name: value
         for name, value in asdict(tiles).items()
     }

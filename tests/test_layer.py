@@ -106,12 +106,13 @@ def test_errors(arguments, changes, message):
 def test_workspace_grows_with_what_is_allocated():
     """h and y together, then y and the output: never all three, and the plan."""
     T, dtype = 1024, torch.bfloat16
-    tall = moe_ops.workspace_nbytes(T, 2048, 768, 128, 8, dtype)
+    sizes, cpu = (2048, 768, 128, 8, dtype), {"device": "cpu"}
+    tall = moe_ops.workspace_nbytes(T, *sizes, **cpu)
     h, y, out = (2 * T * n for n in (8 * 768, 8 * 2048, 2048))
     plan = 4 * (8 * T + 128 * 127) + 4 * (8 * T + 128 * 15) // 16
     assert y + max(h, out) + plan <= tall <= y + max(h, out) + plan + 8 * 512
-    assert moe_ops.workspace_nbytes(0, 2048, 768, 128, 8, dtype) <= 512
-    ungated = moe_ops.workspace_nbytes(T, 2048, 768, 128, 8, dtype, activation="relu2_no_mul")
+    assert moe_ops.workspace_nbytes(0, *sizes, **cpu) <= 512
+    ungated = moe_ops.workspace_nbytes(T, *sizes, activation="relu2_no_mul", **cpu)
     assert ungated == tall
 
 

@@ -96,13 +96,14 @@ def launch_trial(known, trial):
     scheme, (experts, width, hidden) = get_scheme(known.scheme), known.sizes
     slots, quant = trial.num_tokens * known.top_k, scheme.activation
     n, k = (2 * width, hidden) if trial.gemm == 1 else (hidden, width)
+    row_tiles = tuned.merged(tuned_file.default_row_tiles(scheme), known.row_tiles)
     rows = trial.num_tokens if trial.gemm == 1 else slots
 
     def launch(empty):
         ids = empty(trial.num_tokens, known.top_k, dtype=torch.int32)
-        entries = plan_sizes(slots, experts, known.row_tiles).entries
+        entries = plan_sizes(slots, experts, row_tiles).entries
         plan = empty(entries, dtype=torch.int32)
-        space = SlotRows(Tiles(plan, ids), known.row_tiles, experts)
+        space = SlotRows(Tiles(plan, ids), row_tiles, experts)
         meta = quantize_weight(
             torch.empty(experts, n, k, dtype=torch.bfloat16, device="meta"), scheme
         )
