@@ -27,8 +27,9 @@ from moe_ops.tiles import (
 PACKED, STREAM = KERNELS = ("hopper_packed", "hopper_stream")
 """Rows are packed in plan order, for many of them; weights stream past few rows."""
 ROW_TILES = {1: (16, 32, 64, 64, 128), 2: (16, 32, 64, 128, 192, 128, 192, 128)}
-"""By bytes of a number: the row tiles by class of load (see `moe_ops.tiles.ROW_TILES`). 192 rows
-take most of an expert of 128, or of a third of one of 512, and read its weights from L2 least."""
+"""By bytes of a number: the row tiles by class of load (see `moe_ops.tiles.ROW_TILES`). Where
+experts have some 128 rows one tile of 192 takes all, where they have some 512 three do, and weights
+are read from L2 least; with 256 or 1024 rows tiles of 128 in step are faster."""
 ON_DEMAND_LOAD = 6
 """Of 8-bit numbers, up to this class of load (683 rows an expert) tiles of 128 rows are taken on
 demand: padding that is skipped outweighs being in step. Above, experts' last tiles are few."""
@@ -37,8 +38,9 @@ GROUP_ON_DEMAND = {1: 4, 2: 3}
 ROW_BYTES = 128
 """Of a row of a tile in shared memory: what its swizzle spans, and how much of K a step takes."""
 PACKED_LOAD = {1: 3, 2: 5}
-"""By bytes of a number: from this class of load on (more than 42 rows an expert, or 170) rows are
-packed for boxes to be made of them. Below, a pass over the rows costs more than it saves."""
+"""By bytes of a number: from this class of load on (more than 42 rows an expert, or 170), and for
+tiles of 192 rows, rows are packed for boxes to be made of them. Below, a pass over the rows costs
+more than it saves."""
 STREAM_ROWS = 32
 """The largest row tile that weights stream past where nothing was timed."""
 STREAM_STAGES = 5
