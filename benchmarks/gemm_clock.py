@@ -134,6 +134,6 @@ def _only(*layers: TunedLayer) -> Iterator[None]:
 def _forget() -> None:
     for name in LAUNCHERS:
         module = sys.modules.get(f"moe_ops.kernels.{name}")  # none on a CPU
-        for choice in ("_kernels", "_launch", "_hopper"):
-            if hasattr(module, choice):
-                getattr(module, choice).cache_clear()
+        for value in list(vars(module).values()) if module else []:
+            if hasattr(value, "cache_clear"):
+                value.cache_clear()

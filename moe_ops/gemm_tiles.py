@@ -40,7 +40,7 @@ def gemm_tiles(gemm: Gemm, device: Device) -> TileConfig:
     ordinary cores, whose unrolled loops fit the registers with small tiles only.
     """
     block_m = pick_row_tile(gemm.row_tiles, gemm.num_slots, gemm.num_experts)
-    block_m = min(block_m, block_m & -block_m)  # of 192 rows a third: blocks are powers of two
+    block_m &= -block_m  # of 192 rows a third: blocks are powers of two
     small, gated = block_m <= 32, gemm.halves == 2
     hopper = device.arch in ACCUMULATES_WIDE
     block_n, block_k, num_warps, group_m = 128, 64, 8, 8 if block_m == 128 else 16

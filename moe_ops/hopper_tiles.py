@@ -14,6 +14,7 @@ import torch
 from moe_ops.gemm_tiles import ScaleGroups
 from moe_ops.scheme import WHOLE, Scheme
 from moe_ops.tiles import (
+    TALL_ROW_TILE,
     Device,
     Gemm,
     TileConfig,
@@ -26,7 +27,10 @@ from moe_ops.tiles import (
 
 PACKED, STREAM = KERNELS = ("hopper_packed", "hopper_stream")
 """Rows are packed in plan order, for many of them; weights stream past few rows."""
-ROW_TILES = {1: (16, 32, 64, 64, 128), 2: (16, 32, 64, 128, 192, 128, 192, 128)}
+ROW_TILES = {
+    1: (16, 32, 64, 64, 128),
+    2: (16, 32, 64, 128, TALL_ROW_TILE, 128, TALL_ROW_TILE, 128),
+}
 """By bytes of a number: the row tiles by class of load (see `moe_ops.tiles.ROW_TILES`). Where
 experts have some 128 rows one tile of 192 takes all, where they have some 512 three do, and weights
 are read from L2 least; with 256 or 1024 rows tiles of 128 in step are faster."""
@@ -126,7 +130,7 @@ def widths(kernel: str, block_m: int, itemsize: int) -> tuple[int, ...]:
     Of 16-bit weights nothing streams.
     """
     if kernel == PACKED:
-        if block_m == 192:
+        if block_m == TALL_ROW_TILE:
             return (256,) if itemsize == 2 else ()
         return (128, 256) if block_m in (64, 128) else ()
     if block_m > 64 or itemsize > 1:
@@ -162,7 +166,8 @@ def packed_tiles(gemm: Gemm, block_m: int, device: Device) -> HopperTiles:
     """The largest tile whose sums stay in registers, in as many stages as fit."""
     size, load = gemm.itemsize, load_class(gemm.num_slots, gemm.num_experts)
     block_n = widths(PACKED, block_m, size)[-1]
-    on_demand = block_m == 192 or (size == 1 and block_m == 128 and load <= ON_DEMAND_LOAD)
+    by_load = size == 1 and block_m == 128 and load <= ON_DEMAND_LOAD
+    on_demand = by_load or block_m == TALL_ROW_TILE
     group_m = GROUP_ON_DEMAND[size] if on_demand else 16 // size
     tiles = HopperTiles(PACKED, block_m, block_n, group_m, LEAST_STAGES, on_demand)
     return replace(tiles, num_stages=most_stages(tiles, device))
@@ -188,9 +193,9 @@ def hopper_tiles(gemm: Gemm, device: Device) -> HopperTiles | None:
     """
     load = load_class(gemm.num_slots, gemm.num_experts)
     block_m = pick_row_tile(gemm.row_tiles, gemm.num_slots, gemm.num_experts)
-    tall = block_m == 192 and not is_direct(gemm.num_slots, gemm.num_experts)
-    many = load >= PACKED_LOAD[gemm.itemsize] or tall
-    if many and widths(PACKED, block_m, gemm.itemsize):
+    many = load >= PACKED_LOAD[gemm.itemsize] or block_m == TALL_ROW_TILE
+    planned = not is_direct(gemm.num_slots, gemm.num_experts)
+    if many and planned and widths(PACKED, block_m, gemm.itemsize):
         return packed_tiles(gemm, block_m, device)
     if block_m <= STREAM_ROWS and widths(STREAM, block_m, gemm.itemsize):
         return stream_tiles(gemm, block_m, device)

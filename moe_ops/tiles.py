@@ -20,8 +20,10 @@ rows on average, the last one all others."""
 EIGHT_BIT_ROW_TILES = (16, 32, 64, 64, 64, 64, 128)
 """Those of products of 8-bit operands, which take more registers a row: 128 rows pay only where
 nearly every tile is full."""
-KNOWN_ROW_TILES = (*ROW_TILES, 192)
-"""All that a plan for GEMMs may have; the kernels for all GPUs take powers of two."""
+TALL_ROW_TILE = 192
+"""Of 16-bit products on Hopper; the kernels for all GPUs take powers of two."""
+KNOWN_ROW_TILES = (*ROW_TILES, TALL_ROW_TILE)
+"""All that a plan for GEMMs may have."""
 INVARIANT_ROW_TILES = (64,)
 """In batch-invariant mode: one tile at any load, and with it one way to add up along K.
 

@@ -75,7 +75,7 @@ def default_row_tiles(scheme: Scheme, *, hopper: bool = False) -> tuple[int, ...
 
     Args:
         scheme: the scheme.
-        hopper: whether rows are not float32, on a GPU with `moe_ops.hopper_tiles`.
+        hopper: what `moe_ops.hopper_tiles.plans_for` says of the layer.
     """
     size = operand_bytes(scheme)
     if hopper and size is not None:

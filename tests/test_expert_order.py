@@ -91,6 +91,22 @@ def poisoned(rows, places, count):
     return out
 
 
+def check_both_orders(first, second, plan, tiles, k, activation, at):
+    """Rows between two products by slot, and by expert: ``at`` says where they are."""
+    (slots, rows), (w2, *rest) = at, second
+    one, two = (
+        ops.expert_gemm_act(*first, *plan, tiles, k, activation, ordered)
+        for ordered in (False, True)
+    )
+    assert one.shape == two.shape and torch.equal(one[slots], two[rows])
+    h, count = one[slots], len(one)
+    one, two = (
+        ops.expert_gemm(poisoned(h, at, count), w2, *rest, *plan, tiles, 1, at is rows)
+        for at in (slots, rows)
+    )
+    assert one[slots].isfinite().all() and torch.equal(one[slots], two[slots])
+
+
 @given(
     tokens=st.sampled_from((0, 1, 5, 40)),
     k=st.integers(1, 3),
@@ -119,19 +135,8 @@ def test_both_orders(
         plan = Tiles(ops.plan_slots(ids, expert_map, tiles, num_experts), ids, expert_map)
     direct = known and is_direct(num_slots, num_experts)
     slots, rows = places(ids, expert_map, num_experts, direct)
-    one, two = (
-        ops.expert_gemm_act(x, w1, b1, inputs, *plan, tiles, k, activation, ordered)
-        for ordered in (False, True)
-    )
-    assert one.shape == two.shape and torch.equal(one[slots], two[rows])
-    h = one[slots]
-    one, two = (
-        ops.expert_gemm(
-            poisoned(h, at, num_slots), w2, b2, inputs, outputs, *plan, tiles, 1, at is rows
-        )
-        for at in (slots, rows)
-    )
-    assert one[slots].isfinite().all() and torch.equal(one[slots], two[slots])
+    layer = (x, w1, b1, inputs), (w2, b2, inputs, outputs)
+    check_both_orders(*layer, plan, tiles, k, activation, (slots, rows))
 
 
 @pytest.mark.parametrize("max_num_tokens", [5, 40])

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from plans import ids_of, planned
 from strategies import topk_ids
 from test_expert_gemm import compare, exact_rows
-from test_expert_order import poisoned
+from test_expert_order import check_both_orders, places
 from test_tuned import entry, own, record
 from test_tuned import layer as read
 
@@ -161,24 +161,9 @@ def test_both_orders(tiles, scaled, device):
     _, w1, w2, _, _, _, b1, b2 = make_inputs(problem, device)
     x, _, _, weights, ids = (t.to(device) for t in inputs_of(COUNTS, 40, 24, device))
     inputs, outputs = (weights if scaled == name else None for name in ("input", "output"))
-    expert = local_experts(ids, None, len(COUNTS)).flatten()
-    slots = (expert >= 0).nonzero().flatten()
-    slots = slots[expert[slots].argsort(stable=True)]
-    rows = torch.arange(len(slots), device=device)
-    plan, count = planned(ids, None, tiles, len(COUNTS)), ids.numel()
-    one, two = (
-        ops.expert_gemm_act(x, w1, b1, inputs, *plan, tiles, 2, "silu", ordered)
-        for ordered in (False, True)
-    )
-    assert torch.equal(one[slots], two[rows])
-    h = one[slots]
-    one, two = (
-        ops.expert_gemm(
-            poisoned(h, at, count), w2, b2, inputs, outputs, *plan, tiles, 1, at is rows
-        )
-        for at in (slots, rows)
-    )
-    assert one[slots].isfinite().all() and torch.equal(one[slots], two[slots])
+    plan, at = planned(ids, None, tiles, len(COUNTS)), places(ids, None, len(COUNTS), False)
+    layer = (x, w1, b1, inputs), (w2, b2, inputs, outputs)
+    check_both_orders(*layer, plan, tiles, 2, "silu", at)
 
 
 @pytest.mark.kernel

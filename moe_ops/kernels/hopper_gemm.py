@@ -19,7 +19,7 @@ from moe_ops.kernels.hopper_stream import hopper_stream_kernel
 from moe_ops.kernels.hopper_tile import hopper_gemm_kernel
 from moe_ops.kernels.pack import pack_rows, quantize_rows
 from moe_ops.scheme import Quant
-from moe_ops.tiles import cdiv, device_facts, max_row_tiles
+from moe_ops.tiles import TALL_ROW_TILE, cdiv, device_facts, max_row_tiles
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float8_e4m3fn)
 """Of operands."""
@@ -106,6 +106,7 @@ def constants(
     gated, interleaved = rule is not None and rule.gated, rule is not None and rule.interleaved
     n = rows // 2 if gated else rows
     out_n, block_k = tiles.block_n // 2 if gated else tiles.block_n, ROW_BYTES // itemsize
+    tallest = 128 if itemsize == 1 else TALL_ROW_TILE
     return Constants(
         N=n,
         K=k,
@@ -129,7 +130,7 @@ def constants(
         BY_COLUMNS=tiles.block_m == 64,
         ON_DEMAND=tiles.on_demand,
         GROUPS=max(2, tiles.block_m // BOX_ROWS.value),
-        PARTS=2 if tiles.block_n == 256 and tiles.block_m == (128 if itemsize == 1 else 192) else 1,
+        PARTS=2 if tiles.block_n == 256 and tiles.block_m == tallest else 1,
         OUT_N=out_n,
         NUM_N=cdiv(n, out_n),
         STEPS=cdiv(k, block_k),
