@@ -63,7 +63,7 @@ sanitize: $(READY)
 # Without a GPU: a tiny problem on the CPU, nothing written. STAGES= leaves the single stages out,
 # OVERHEADS= host time, memory and cold starts.
 ARGS ?=
-STAGES ?= routing routing_adjust align permute quantize batched expert_gemm scaled_gemm weight_only_gemm activation weight_and_reduce eplb
+STAGES ?= routing routing_adjust align permute quantize batched expert_gemm scaled_gemm weight_only_gemm activation weight_and_reduce gemm_sum eplb
 OVERHEADS ?= overheads
 TO_RESULTS := $(if $(filter 1,$(HAS_GPU)),--output $(RESULTS))
 bench: $(READY)

@@ -107,6 +107,21 @@ _RULES = {
 _SETTINGS = ("clamp_limit", "alpha", "beta", "linear_beta")
 
 
+def row_steps(rule: Formula | None, n: int) -> tuple[int, int]:
+    """Weight rows from an output column to the next one, and from its gate row to its up row.
+
+    Args:
+        rule: of the product; None: it has no activation.
+        n: output columns.
+
+    Returns:
+        The second is 0 where there is no gate.
+    """
+    if rule is None or not rule.gated:
+        return 1, 0
+    return (2, 1) if rule.interleaved else (1, n)
+
+
 @dataclass(frozen=True)
 class Activation:
     """An activation with its numbers; ``None`` means the default of its kind.

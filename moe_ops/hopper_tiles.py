@@ -11,6 +11,7 @@ from functools import lru_cache
 
 import torch
 
+from moe_ops.activation import Formula
 from moe_ops.gemm_tiles import ScaleGroups
 from moe_ops.scheme import WHOLE, Scheme
 from moe_ops.tiles import (
@@ -21,12 +22,15 @@ from moe_ops.tiles import (
     cdiv,
     is_direct,
     load_class,
+    next_power_of_2,
     padded_slots,
     pick_row_tile,
 )
 
 PACKED, STREAM = KERNELS = ("hopper_packed", "hopper_stream")
 """Rows are packed in plan order, for many of them; weights stream past few rows."""
+TOKEN = "hopper_token"
+"""Weights stream past the one token, and past the rows of its slots."""
 ROW_TILES = {
     1: (16, 32, 64, 64, 128),
     2: (16, 32, 64, 128, TALL_ROW_TILE, 128, TALL_ROW_TILE, 128),
@@ -53,12 +57,20 @@ LEAST_STAGES = 2
 """A stage is given back when the product after its own has begun."""
 
 
+TOKEN_ROWS, PIECES = 64, 2
+"""Weight rows of a tile of the kernels of one token, and pieces of `ROW_BYTES` in a stage."""
+TOKEN_STAGES, LEAST_TOKEN_STAGES = 6, 4
+"""More bring nothing, and take from what GEMM 1 waits for; fewer do not keep memory busy."""
+OTHER_BYTES = 2560
+"""Of shared memory, for what is not counted."""
+
+
 @dataclass(frozen=True)
 class HopperTiles:
     """The tiles of one of the kernels."""
 
     kernel: str
-    """Among `KERNELS`."""
+    """Among `KERNELS`, or `TOKEN`."""
     block_m: int
     """Rows: the row tile of the plan."""
     block_n: int
@@ -122,6 +134,53 @@ def takes(gemm: Gemm, scheme: Scheme, groups: ScaleGroups | None, device: Device
         whole &= groups.k == ROW_BYTES and groups.n >= 64 * (3 - gemm.halves)
     served = operand_bytes(scheme) == gemm.itemsize and len(gemm.row_tiles) > 1
     return device.arch == 90 and served and whole
+
+
+def vector_pieces(k: int, itemsize: int, vectors: int) -> tuple[int, int]:
+    """Columns of so many vectors as the kernels of one token have them, and stages of a column."""
+    columns = max(8, vectors)
+    return columns, cdiv(cdiv(k * itemsize, PIECES * ROW_BYTES), columns // vectors)
+
+
+def token_tiles(
+    weight: tuple[int, int, int],
+    itemsize: int,
+    top_k: int,
+    rule: Formula | None,
+    scheme: Scheme,
+    device: Device,
+    *,
+    summed: bool,
+) -> HopperTiles | None:
+    """Tiles of the kernels of one token, by sizes and the GPU; None where they do not serve.
+
+    Programs of both GEMMs fit a processor. Activations that share a scale of all rows, and vectors
+    so long that too little room is left for weights, are left to other kernels.
+
+    Args:
+        weight: ``(E, rows, K)``.
+        itemsize: bytes of a number in it.
+        top_k: experts of the token.
+        rule: the activation of the product, where the GEMM has one.
+        scheme: its scheme.
+        device: the GPU.
+        summed: whether it is GEMM 2 with the sum, else GEMM 1.
+    """
+    num_experts, rows, k = weight
+    quant, gated = scheme.activation, rule is not None and rule.gated
+    whole = k * itemsize % 16 == 0 and (not gated or rows % 16 == 0)
+    if quant is not None:
+        whole &= not quant.per_tensor and quant.shared_cols in (None, ROW_BYTES)
+    served = device.arch == 90 and operand_bytes(scheme) == itemsize
+    if not (served and whole and is_direct(top_k, num_experts)):
+        return None
+    columns, steps = vector_pieces(k, itemsize, next_power_of_2(top_k) if summed else 1)
+    row = ROW_BYTES + (0 if quant is None or quant.shared_cols is None else 4)
+    room = device.shared_memory // 2 - 1024 - OTHER_BYTES - PIECES * steps * columns * row
+    stages = min(TOKEN_STAGES, room // (PIECES * TOKEN_ROWS * row + 16))
+    if stages < LEAST_TOKEN_STAGES:
+        return None
+    return HopperTiles(TOKEN, 1, TOKEN_ROWS, 1, stages)
 
 
 def widths(kernel: str, block_m: int, itemsize: int) -> tuple[int, ...]:

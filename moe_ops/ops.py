@@ -237,6 +237,13 @@ moe_fused_mul_sum_out = _op(
     " Tensor? expert_map, Tensor? num_valid_tokens, SymInt num_local_experts, *, Tensor(a!) out)"
     " -> ()",
 )
+# Of one token in one launch on Hopper: what compiled programs call where there may be one.
+gemm_sum = _op(
+    "gemm_sum",
+    "gemm_sum(Tensor a, Tensor? a_scale, Tensor w, Tensor? w_scale, Tensor? bias,"
+    " Tensor? topk_weights, Tensor? plan, Tensor topk_ids, Tensor? expert_map, int[] row_tiles,"
+    " str scheme, ScalarType out_dtype, bool expert_order=False) -> Tensor",
+)
 eplb_map_to_physical_and_record = _op(
     "eplb",
     "eplb_map_to_physical_and_record(Tensor topk_ids, Tensor(a!) expert_load_view,"

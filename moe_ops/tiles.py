@@ -127,6 +127,11 @@ def cdiv(a, b):
     return (a + b - 1) // b
 
 
+def next_power_of_2(n: int) -> int:
+    """The smallest power of two that is at least ``n``."""
+    return 1 << max(n - 1, 0).bit_length()
+
+
 def padded_slots(num_slots, num_experts, row_tiles: Sequence[int]):
     """Upper bound of the rows in a plan, whichever of ``row_tiles`` is picked.
 
@@ -273,6 +278,6 @@ def sort_block(num_slots: int) -> int:
 
 def few_tokens(num_tokens: int, num_experts: int) -> int:
     """Tokens, rounded up, that one launch routes and aligns; 0 where two launches do."""
-    rounded = 1 << max(num_tokens - 1, 0).bit_length()
-    logits = rounded << max(num_experts - 1, 0).bit_length()
+    rounded = next_power_of_2(num_tokens)
+    logits = rounded * next_power_of_2(num_experts)
     return rounded if 0 < num_tokens <= 8 and logits <= ONE_LAUNCH_LOGITS else 0

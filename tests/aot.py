@@ -27,6 +27,7 @@ from moe_ops.kernels import (
     hopper_gemm,
     launch,
     scaled_gemm,
+    token_gemm,
     weight_only_gemm,
 )
 from moe_ops.tiles import Device
@@ -35,7 +36,8 @@ SHARED_MEMORY = {80: 166912, 90: 232448, 100: 232448, 103: 232448, 120: 101376}
 """Shared memory of a block, in bytes, by architecture."""
 
 CHOOSING_TILES = (
-    block_scaled_gemm, decoded_gemm, expert_gemm, hopper_gemm, scaled_gemm, weight_only_gemm,
+    block_scaled_gemm, decoded_gemm, expert_gemm, hopper_gemm, scaled_gemm,
+    token_gemm, weight_only_gemm,
 )  # fmt: skip
 """The launchers that ask for a device's facts."""
 
@@ -98,6 +100,7 @@ def compiling(arch: int, gpu: str = "") -> Iterator[list[Any]]:
                     mock.patch.object(module, "device_facts", lambda device: facts)
                 )
             patches.enter_context(mock.patch.object(launch, "COMPILED", Forgetful()))
+            patches.enter_context(mock.patch.object(launch, "LAST", {}))  # nothing is launched
             patches.enter_context(mock.patch.object(JITFunction, "run", compile_only))
             yield compiled
     finally:

@@ -1,10 +1,13 @@
-"""Tile plans for expert GEMMs that are called by themselves."""
+"""Tile plans for expert GEMMs that are called by themselves, and which kernels read them."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import ExitStack
+from unittest import mock
 
 import torch
+from conftest import HAS_CUDA, INTERPRETED
 from torch import Tensor
 
 from moe_ops.reference.align import plan_slots
@@ -30,3 +33,13 @@ def ids_of(counts: Sequence[int], top_k: int = 1, device: str = "cpu") -> Tensor
 def on(tiles: Tiles, device: str) -> Tiles:
     """The same elsewhere."""
     return Tiles(*(None if x is None else x.to(device) for x in tiles))
+
+
+def the_plain_kernel() -> ExitStack:
+    """Those for all GPUs: not Hopper's own, which add up in another order."""
+    stack = ExitStack()
+    if INTERPRETED or HAS_CUDA:
+        kernels = "moe_ops.kernels"
+        stack.enter_context(mock.patch(f"{kernels}.scaled_gemm._hopper", lambda *how: None))
+        stack.enter_context(mock.patch(f"{kernels}.token_gemm._run", lambda *how: False))
+    return stack

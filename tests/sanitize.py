@@ -30,7 +30,10 @@ from torch.utils._pytree import tree_map_only
 
 from moe_ops.block_scaled import BLOCK_SCALED
 
-HOPPER = {"hopper_gemm_kernel", "hopper_stream_kernel", "_pack_kernel", "_quantize_pack_kernel"}
+HOPPER = {
+    "hopper_gemm_kernel", "hopper_stream_kernel", "hopper_token_kernel", "hopper_token_sum_kernel",
+    "_pack_kernel", "_quantize_pack_kernel",
+}  # fmt: skip
 BLACKWELL = {"block_scaled_gemm_kernel"}
 
 
@@ -93,7 +96,9 @@ def launches() -> Iterator[set[str]]:
 
 def copied(tree: Any, device: str) -> Any:
     """A tree with tensors of its own on a device; strides stay."""
-    return tree_map_only(Tensor, lambda t: t.clone() if device == "cpu" else t.to(device), tree)
+    return tree_map_only(
+        Tensor, lambda t: t.clone() if t.device.type == device else t.to(device), tree
+    )
 
 
 def run_case(case: Case, device: str) -> Outcome:

@@ -36,6 +36,11 @@ from moe_ops.testing import (
 
 DIRECT = {"num_tokens": 2, "num_experts": 32, "hidden_size": 256, "intermediate_size": 128}
 """Few slots of many experts: no plan."""
+TOKEN = {"num_tokens": 1, "num_experts": 32, "top_k": 4, "hidden_size": 272,
+         "intermediate_size": 144}  # fmt: skip
+"""One token: kernels of its own on Hopper."""
+ELSEWHERE = {**TOKEN, "num_local_experts": 24, "top_k": 3}
+"""Some of its experts are on other ranks."""
 TAILS = {"num_tokens": 9, "num_experts": 4, "hidden_size": 352, "intermediate_size": 176}
 """Few rows an expert; neither tiles nor groups divide the sizes."""
 STREAM = {"num_tokens": 25, "num_experts": 4, "hidden_size": 256, "intermediate_size": 128}
@@ -51,12 +56,16 @@ SCHEMES = (
     "mxfp4_w4a16", "nvfp4_w4a16", "mxfp8", "mxfp4", "nvfp4", "int4_w4a8_g128",
 )  # fmt: skip
 FP8 = ("fp8_tensor_static", "fp8_tensor", "fp8_channel", "fp8_block128")
+TOKEN_SCHEMES = ("unquantized", "fp8_channel", "fp8_block128")
 PLAIN: dict[str, dict[str, Any]] = {
     **{f"direct/{s}": {**DIRECT, "scheme": s} for s in SCHEMES},
     **{f"tails/{s}": {**TAILS, "scheme": s} for s in SCHEMES},
     **{f"many/{s}": {**MANY, "scheme": s} for s in SCHEMES},
     **{f"stream/{s}": {**STREAM, "scheme": s} for s in FP8},
     **{f"packed/{s}": {**PACKED, "scheme": s} for s in ("unquantized", *FP8)},
+    **{f"direct/token/{s}": {**TOKEN, "scheme": s} for s in TOKEN_SCHEMES},
+    **{f"direct/token/{s}/elsewhere": {**ELSEWHERE, "scheme": s} for s in TOKEN_SCHEMES},
+    "direct/token/float16": {**TOKEN, "dtype": F16},
     "direct/one-slot": {**DIRECT, "num_tokens": 1, "top_k": 1},
     **{f"direct/{str(t)[6:]}": {**DIRECT, "dtype": t} for t in (F16, F32)},
     **{f"tails/{str(t)[6:]}": {**TAILS, "dtype": t} for t in (F16, F32)},
@@ -75,7 +84,7 @@ SPECIAL = {
 EACH_KERNEL = (
     "direct/unquantized", "direct/fp8_channel", "tails/unquantized", "tails/int8_channel",
     "tails/int4_w4a16_g128", "tails/mxfp4", "stream/fp8_channel", "many/fp8_channel",
-    "packed/unquantized",
+    "packed/unquantized", "direct/token/unquantized", "direct/token/fp8_channel",
 )  # fmt: skip
 """Every form of the expert GEMMs."""
 

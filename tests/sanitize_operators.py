@@ -8,12 +8,15 @@ from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
+from sum_calls import SumCall, SumProblem, exact, sum_call
 from test_ops import I32, keywords, overload, samples
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from moe_ops.ops import STAGES
+from moe_ops.reference.gemm_sum import gemm_sum
 from moe_ops.reference.permute import moe_permutation
+from moe_ops.testing import assert_matches_reference
 from moe_ops.tiles import ROW_TILES
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
@@ -57,6 +60,16 @@ def check_operator(qualified: str, arguments: Any, result: Any) -> None:
             assert_near(actual, wanted)
 
 
+def check_sum(arguments: Any, result: Any) -> None:
+    """Rows within their budgets: 8-bit products have fewer bits on GPUs, and sums cancel."""
+    ((given, _), (actual, after)) = arguments, result
+    expected = gemm_sum(*given)
+    assert_matches_reference(actual, exact(SumCall(*given)), expected)
+    for x, unchanged in zip(tree_leaves(after), tree_leaves(arguments), strict=True):
+        if isinstance(unchanged, Tensor):
+            assert_near(x, unchanged)
+
+
 def operator_case(name: str, qualified: str, make: Callable[[], tuple[Any, ...]]) -> Case:
     """A call of an operator; what it returns, and its inputs after it."""
 
@@ -68,7 +81,8 @@ def operator_case(name: str, qualified: str, make: Callable[[], tuple[Any, ...]]
         args, kwargs = arguments
         return overload(qualified)(*args, **kwargs), arguments
 
-    return Case(f"op/{name}", inputs, run, partial(check_operator, qualified))
+    check = check_sum if qualified == "gemm_sum" else partial(check_operator, qualified)
+    return Case(f"op/{name}", inputs, run, check)
 
 
 def some(*shape: int, dtype: torch.dtype = F32) -> Tensor:
@@ -114,6 +128,10 @@ def larger() -> dict[str, list[tuple[Any, ...]]]:
         "batched_dispatch": [(x, None, weights, ids, 2, 3, 20, "fp8:1x128:float32")],
         "batched_rows": [(many, 1, 4, 300)],
         "batched_quantize": [(batch, None, counts, "fp8:*x*:float32")],
+        "gemm_sum": [
+            tuple(sum_call(SumProblem(1, 10, 80, 144, 272, scheme, routing="map", has_bias=True)))
+            for scheme in ("unquantized", "fp8_channel", "fp8_block128")
+        ],
         "moe_fused_mul_sum": [(some(33, 4, 1100, dtype=BF16), weights, ids, None, None, 8)],
     }  # fmt: skip
 

@@ -4,6 +4,7 @@ import ast
 import importlib
 import re
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -25,6 +26,7 @@ from moe_ops.kernels import (  # noqa: E402
     dependent,
     hopper_gemm,
     scaled_gemm,
+    token_gemm,
     topk_align,
 )
 from moe_ops.ops import STAGES  # noqa: E402
@@ -37,6 +39,16 @@ GLOBAL = re.compile(
 )
 ALONE = ("hopper_gemm_kernel", "_pack_kernel", "_quantize_pack_kernel")
 """Launched without the option: they ran slower with it."""
+TOKEN, TOKEN_SUM = BY_THEMSELVES = ("hopper_token_kernel", "hopper_token_sum_kernel")
+"""They wait, and let the next one in, without `take_turn`."""
+CONTROL = {
+    "take_turn": ["gdc_wait", "gdc_launch_dependents"],
+    TOKEN: ["gdc_wait"],
+    "copy_rows": ["gdc_launch_dependents"] * 2,
+    TOKEN_SUM: ["gdc_wait"],
+    "multiply_columns": ["gdc_wait"],
+}
+"""The only functions that do either."""
 TURN = re.compile(r"take_turn\((LONG=True)?\)")
 
 
@@ -69,13 +81,28 @@ def test_every_kernel_and_nothing_else_takes_its_turn():
         for node in nodes:
             lines = [ast.unparse(statement) for statement in node.body]
             turns = sum(len(TURN.findall(line)) for line in lines)
-            assert turns == (name in launched), name
-            if name in launched:
+            assert turns == (name in launched and name not in BY_THEMSELVES), name
+            if turns:
                 first = [bool(TURN.fullmatch(line)) for line in lines].index(True)
                 before = "\n".join(lines[:first])
                 assert not re.search(r"\breturn\b|load|store\(|atomic|warp_specialize", before), (
                     name
                 )
+
+
+def test_who_waits_and_lets_in():
+    """GEMM 1 of one token lets the next one in at last; GEMM 2 waits, whatever it has read."""
+    found = {}
+    for name, (node, *_) in jitted().items():
+        calls = [n.func for n in ast.walk(node) if isinstance(n, ast.Call)]
+        names = [ast.unparse(call).split(".")[-1] for call in calls]
+        found[name] = [n for n in names if n.startswith("gdc_")]
+    assert {name: calls for name, calls in found.items() if calls} == CONTROL
+    (rows,), (columns,) = jitted()["copy_rows"], jitted()["multiply_columns"]
+    assert ast.unparse(rows.body[-1]) == "gdc_launch_dependents()"
+    lines = [ast.unparse(statement) for statement in columns.body]
+    before = "\n".join(lines[: lines.index("gdc_wait()")])
+    assert not re.search(r"\breturn\b|store\(|atomic|\bh\b|\bout\b", before)
 
 
 def test_every_launch_has_the_option():
@@ -156,11 +183,54 @@ def check_turn(kernel):
         assert "bra" not in entry, name
 
 
+def check_rows_turn(kernel):
+    """One wait before memory is touched; both warps that copy let the next one in.
+
+    At one of two places: a few weights before the end, or where there is nothing to copy.
+    """
+    lines = kernel.asm["ptx"].splitlines()
+    (wait,) = (n for n, line in enumerate(lines) if "griddepcontrol.wait" in line)
+    memory = [n for n, line in enumerate(lines) if GLOBAL.search(line)]
+    assert memory and wait < memory[0] and "@" not in lines[wait]
+    assert kernel.asm["ptx"].count("griddepcontrol.launch_dep") == 4
+    assert kernel.metadata.launch_pdl
+
+
+def check_sum_turn(kernel):
+    """It waits before rows are read and anything is written; before that it reads the ids.
+
+    And weights, in warps that have no pointers of what others write. Unless it is early, it waits
+    before that as well.
+    """
+    early, code = constants(kernel).EARLY, kernel.asm["ttgir"]
+    lines = kernel.asm["ptx"].splitlines()
+    waits = [n for n, line in enumerate(lines) if "griddepcontrol.wait" in line]
+    memory = [n for n, line in enumerate(lines) if GLOBAL.search(line)]
+    assert len(waits) == 2 - early and not any("@" in lines[wait] for wait in waits)
+    assert (memory[0] < waits[0]) == early
+    given = re.search(r"ttg.warp_specialize\((.*?)\)", code)[1].split(", ")
+    of_routing = {"%topk_ids", "%expert_map"}  # what GEMM 1 has read
+    others = {f"%{name}" for name in kernel.src.fn.arg_names} - of_routing
+    assert not set(given) & (others - {"%w_desc", "%w_scale", "%num_ids", "%num_experts"})
+    start = code.index("default {", code.index("ttg.warp_specialize"))
+    before = code[start : code.index("griddepcontrol.wait", start)]
+    assert set(re.findall(r"tt.splat (%\w+) : !tt.ptr", before)) <= of_routing
+    assert "tt.load" in before and "tt.store" not in before
+    assert kernel.metadata.launch_pdl and "griddepcontrol.launch_dep" not in kernel.asm["ptx"]
+
+
+def constants(kernel):
+    """Those that the launcher of one token made."""
+    return next(c for c in kernel.src.constants.values() if isinstance(c, token_gemm.TokenGemm))
+
+
 @pytest.fixture(scope="module")
 def on_hopper():
     """Kernels by name, as their launchers make them."""
     found = compiled(90, launch_samples(STAGES))
-    for name, more in compiled(90, launch_more).items():
+    with mock.patch.object(token_gemm, "_lets_in", return_value=True):
+        early = compiled(90, launch_samples(["gemm_sum"]))
+    for name, more in [*compiled(90, launch_more).items(), *early.items()]:
         found.setdefault(name, []).extend(more)
     return found
 
@@ -173,8 +243,11 @@ def test_nothing_comes_before_the_turn(name, on_hopper):
     else:
         found = on_hopper.get(name)
     assert found, "no sample launches it"
+    check = {TOKEN: check_rows_turn, TOKEN_SUM: check_sum_turn}.get(name, check_turn)
     for kernel in found:
-        check_turn(kernel)
+        check(kernel)
+    if name == TOKEN_SUM:
+        assert {constants(kernel).EARLY for kernel in found} == {False, True}
 
 
 @pytest.mark.parametrize(("arch", "has"), [(80, False), (100, True), (103, True), (120, True)])

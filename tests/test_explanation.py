@@ -13,7 +13,7 @@ from test_selection import FP8, STANDARD, layer_inputs, reason
 import moe_ops
 from moe_ops import FusedMoEConfig, FusedMoEParallelConfig, RoutingMethodType, tuned
 from moe_ops.activation import kind_and_key
-from moe_ops.hopper_tiles import PACKED, STREAM
+from moe_ops.hopper_tiles import PACKED, STREAM, TOKEN
 from moe_ops.pipeline.devices import TARGETS
 from moe_ops.pipeline.selection import CANDIDATES, format_of
 from moe_ops.support import ARCHITECTURES, SUPPORT
@@ -34,9 +34,14 @@ def test_explanation_of_the_choice(monkeypatch):
     text = str(found)
     assert "fp8_block128 on sm_90 (NVIDIA H200), standard format: TritonExperts" in text
     assert "analytic default" in text and "4.67 TB/s" in text
-    assert "hopper_stream 16x128 /5" in text and "hopper_packed 128x256 /4" in text
+    assert (
+        "hopper_token 1x64 /6" in text
+        and "hopper_stream 16x128 /5" in text
+        and "hopper_packed 128x256 /4" in text
+    )
     assert "tiles of Hopper's own kernels: rows x weight rows / stages" in text
-    assert [json.loads(found.to_json())["costs"][i]["gemm2"]["kernel"] for i in (0, 2)] == [
+    assert [json.loads(found.to_json())["costs"][i]["gemm2"]["kernel"] for i in range(3)] == [
+        TOKEN,
         STREAM,
         PACKED,
     ]

@@ -1,14 +1,12 @@
 """Expert GEMMs that quantize their rows themselves: bit by bit what two steps make."""
 
-from contextlib import nullcontext
-from unittest import mock
-
 import pytest
 import torch
 from conftest import HAS_CUDA, INTERPRETED
 from hypothesis import given
 from hypothesis import strategies as st
 from modular import setup
+from plans import the_plain_kernel
 from strategies import DTYPES
 from test_direct import launched  # noqa: F401 (a fixture)
 from test_ops import symbolic_tokens
@@ -28,6 +26,7 @@ from moe_ops.tiles import INVARIANT_ROW_TILES, ROW_TILES, Gemm, is_direct
 
 pytestmark = pytest.mark.kernel
 RUNS_KERNELS = INTERPRETED or HAS_CUDA
+HOPPER = HAS_CUDA and torch.cuda.get_device_capability() == (9, 0)
 E = 128
 ONE_SCALE = ("fp8_channel", "fp8_tensor_static", "int8_channel")
 """A row has one, which is given or its own."""
@@ -35,13 +34,6 @@ NAMED = tuple(s.name for s in SCHEMES.values() if s.activation and not s.decoded
 BEFORE = (*(n for n in NAMED if n not in ONE_SCALE), "fp8_block16x64_ue8m0", "int8_block32")
 """Rows are quantized before: with a scale that all rows decide, or with groups."""
 FUSED = "scaled_gemm_slot_kernel"
-
-
-def the_plain_kernel():
-    """Of rows that are quantized: not Hopper's own, which adds up in another order."""
-    if not RUNS_KERNELS:
-        return nullcontext()
-    return mock.patch("moe_ops.kernels.scaled_gemm._hopper", lambda *how: None)
 
 
 class Case:
@@ -228,6 +220,7 @@ def test_rows_in_a_pipeline(name, tokens, k, device):
     x = torch.randn(tokens, k, device=device)
     rows = quantized(x, None, SlotRows(tiles, row_tiles_of(scheme), E), scheme)
     left = name == "int8_channel" and tokens * 4 <= 16 and k <= LONGEST_SLOT
+    left |= HOPPER and name == "fp8_block128" and tokens == 1
     assert (rows.data is x) == (rows.scale is None) == left
     rows = quantized(x, None, SlotRows(tiles, INVARIANT_ROW_TILES, E), scheme)
     assert rows.data.dtype == scheme.activation.dtype

@@ -12,7 +12,7 @@ import sanitizer_record
 import torch
 from conftest import INTERPRETED
 from sanitize import chosen, kernels_of, launches, part_of, run_case
-from sanitize_cases import EACH_KERNEL, PLAIN, cases
+from sanitize_cases import EACH_KERNEL, PLAIN, TOKEN_SCHEMES, cases
 from sanitizer_findings import Findings, parse, supported
 from sanitizer_record import How, Run, command, merged, run
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -96,6 +96,19 @@ def test_hopper_runs_every_kernel():
         ("layer/packed/unquantized", "_pack_kernel"),
         ("gemm/quantized-as-packed/fp8_channel/64", "_quantize_pack_kernel"),
         ("layer/blocks-of-slots", "_align_blocks_kernel"),
+        ("op/gemm_sum/larger0", "hopper_token_sum_kernel"),
+        *(
+            (f"layer/direct/token/{end}", kernel)
+            for end in (
+                *TOKEN_SCHEMES,
+                "unquantized/holes",
+                "fp8_block128/elsewhere",
+                "fp8_channel/bias-swigluoai",
+                "fp8_channel/expert-map",
+                "float16",
+            )
+            for kernel in ("hopper_token_kernel", "hopper_token_sum_kernel")
+        ),
     ):
         assert kernel in reached[name]
 

@@ -16,6 +16,10 @@ Why that is safe:
 * Other kernels (PyTorch's), and ours that are launched without the option, begin when the ones
   before are complete, as ever.
 
+One kernel reads before it waits: that of GEMM 2 of one token, experts' weights and ids, where the
+kernel before it is GEMM 1 of the same routing (`token_gemm`). That one lets it in late, having
+waited for the ids itself.
+
 ``MOE_OPS_NO_PDL=1``, set before this module is imported, launches kernels one after the other; the
 instructions in them then do nothing.
 """

@@ -21,7 +21,7 @@ from moe_ops.fake_impls.expert_gemm import expert_gemm as empty_rows
 from moe_ops.fake_impls.expert_gemm import expert_gemm_act as empty_activated_rows
 from moe_ops.gemm_tiles import gemm_tiles
 from moe_ops.hopper_tiles import takes
-from moe_ops.kernels import hopper_gemm
+from moe_ops.kernels import hopper_gemm, token_gemm
 from moe_ops.kernels.activation import constants, gate, gate_up
 from moe_ops.kernels.dependent import take_turn
 from moe_ops.kernels.gemm_tile import (
@@ -258,6 +258,9 @@ def expert_gemm_act(
     """Launch one program for each tile that the plan may hold."""
     tiles = (plan, topk_ids, expert_map)
     out = empty_activated_rows(a, w, bias, input_weights, *tiles, row_tiles, top_k, activation)
+    operands, how = hopper_gemm.Operands(a, None, w, None, bias), (activation, "unquantized")
+    if token_gemm.rows(out, operands, input_weights, tiles, row_tiles, *how):
+        return out
     gated = formula(activation).gated  # its kernel scales no output
     vectors = (bias, input_weights) if gated else (bias, input_weights, None)
     return _run(out, a, w, vectors, tiles, row_tiles, top_k, activation, expert_order)

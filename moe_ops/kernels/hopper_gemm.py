@@ -11,7 +11,7 @@ from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from moe_ops.activation import Formula
+from moe_ops.activation import Formula, row_steps
 from moe_ops.hopper_tiles import ROW_BYTES, HopperTiles, packed_rows
 from moe_ops.kernels.dependent import ENABLED
 from moe_ops.kernels.hopper_products import BOX_ROWS
@@ -103,8 +103,9 @@ def constants(
 ) -> Constants:
     """The constants for a weight ``(E, rows, K)``."""
     _, rows, k = weight
-    gated, interleaved = rule is not None and rule.gated, rule is not None and rule.interleaved
+    gated = rule is not None and rule.gated
     n = rows // 2 if gated else rows
+    step, up = row_steps(rule, n)
     out_n, block_k = tiles.block_n // 2 if gated else tiles.block_n, ROW_BYTES // itemsize
     tallest = 128 if itemsize == 1 else TALL_ROW_TILE
     return Constants(
@@ -114,8 +115,8 @@ def constants(
         ORDERED=ordered,
         RULE=rule,
         GATED=gated,
-        STEP=2 if interleaved else 1,
-        UP=(1 if interleaved else n) if gated else 0,
+        STEP=step,
+        UP=up,
         WEIGHT_ROWS=rows,
         SCALE_ROWS=scales.rows,
         SCALE_COLS=scales.cols,

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 import triton
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from moe_ops.kernels.dependent import launch_options
 
@@ -46,10 +47,17 @@ class Binary:
 COMPILED: dict[tuple, Binary] = {}
 """The binary of each combination. Kept for good: CUDA graphs hold its code."""
 
+LAST: dict[int, Any] = {}
+"""By stream: the kernel that was launched last by `Launch`."""
 RUNTIME = triton.knobs.runtime
 _current_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 """What Triton's driver asks too. A build without CUDA has none, and only compiles."""
 _INT32 = 2**31 - 1
+
+
+def last_kernel(device: int) -> Any:
+    """What `Launch` launched last on the current stream of a device; None: nothing is known."""
+    return None if _current_stream is None else LAST.get(_current_stream(device))
 
 
 class Launch:
@@ -71,7 +79,7 @@ class Launch:
             self.tail = [constants[p.name] for p in kernel.params if p.is_constexpr]
 
     def __call__(self, grid: tuple[int, ...], *arguments: Any) -> None:
-        """Launch; tensors, integers or None in the kernel's order, the first one a tensor."""
+        """Launch; tensors, their boxes, integers or None in order, the first one a tensor."""
         if self.interpreted:
             self.kernel[grid](*arguments, **self.constants)
             return
@@ -85,6 +93,9 @@ class Launch:
             elif argument is None:
                 seen.append(None)
                 values.append(None)
+            elif isinstance(argument, TensorDescriptor):  # its sizes are no part of the binary
+                seen.append(argument.base.dtype)
+                values.append(argument)
             else:
                 pointer = argument.data_ptr()
                 seen += (argument.dtype, argument.get_device(), pointer & 15)
@@ -95,11 +106,15 @@ class Launch:
             options = launch_options() | self.constants
             compiled = self.kernel[grid](*arguments, **options)
             COMPILED[key] = Binary(compiled)
+            if _current_stream is not None:
+                LAST[_current_stream(device)] = self.kernel
             return
         x, y, z = (*grid, 1, 1)[:3]
         if RUNTIME.launch_enter_hook.calls or RUNTIME.launch_exit_hook.calls:
             binary.compiled[(x, y, z)](*arguments, *self.tail)
+            LAST[_current_stream(device)] = self.kernel
             return
         start, settings, by_pointer = binary.start
-        given = values if by_pointer else arguments
-        start(x, y, z, _current_stream(device), *settings, *given, *self.tail)
+        given, stream = values if by_pointer else arguments, _current_stream(device)
+        start(x, y, z, stream, *settings, *given, *self.tail)
+        LAST[stream] = self.kernel

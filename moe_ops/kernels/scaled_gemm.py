@@ -9,13 +9,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from moe_ops.activation import Formula, formula
+from moe_ops.activation import Formula, formula, row_steps
 from moe_ops.fake_impls.scaled_gemm import quants, stored_rows
 from moe_ops.fake_impls.scaled_gemm import scaled_gemm as empty_rows
 from moe_ops.fake_impls.scaled_gemm import scaled_gemm_act as empty_activated_rows
 from moe_ops.gemm_tiles import ScaleGroups, scale_groups, scaled_gemm_tiles, scaled_slot_tiles
 from moe_ops.hopper_tiles import takes
-from moe_ops.kernels import hopper_gemm
+from moe_ops.kernels import hopper_gemm, token_gemm
 from moe_ops.kernels.gemm_tile import tile_arguments
 from moe_ops.kernels.hopper_gemm import Operands
 from moe_ops.kernels.launch import Launch
@@ -98,11 +98,11 @@ def _layout(n: int, variant: _Variant, rule: Formula | None, block_n: int) -> La
     """How rows and scales lie for ``n`` output columns in tiles of ``block_n``."""
     quant, _ = quants(variant.scheme)
     groups = _groups(n, variant.scheme, variant.activation, variant.weight_rows)
-    gated, interleaved = rule is not None and rule.gated, rule is not None and rule.interleaved
+    step, up = row_steps(rule, n)
     return Layout(
-        step=2 if interleaved else 1,
-        up=(1 if interleaved else n) if gated else 0,
-        weight_rows=2 * n if gated else n,
+        step=step,
+        up=up,
+        weight_rows=2 * n if up else n,
         rows=variant.weight_rows,
         cols=groups.k,
         uniform=block_n <= groups.n,
@@ -270,5 +270,7 @@ def scaled_gemm_act(
     operands = (a, a_scale, w, w_scale, bias)
     tiles = (plan, topk_ids, expert_map)
     out = empty_activated_rows(*operands, *tiles, row_tiles, top_k, scheme, out_dtype, activation)
-    _run(out, Operands(*operands), tiles, row_tiles, top_k, scheme, activation)
+    given = Operands(*operands)
+    if not token_gemm.rows(out, given, None, tiles, row_tiles, activation, scheme):
+        _run(out, given, tiles, row_tiles, top_k, scheme, activation)
     return out

@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from moe_ops.tiles import PLAN_HEADER, cdiv
+from moe_ops.tiles import PLAN_HEADER, cdiv, next_power_of_2
 
 HEADER = tl.constexpr(PLAN_HEADER)
 
@@ -30,11 +30,6 @@ def experts_of(ids, expert_map, num_experts, num_local_experts):
         valid = valid & (mapped >= 0) & (mapped < num_local_experts)
         expert = mapped.to(tl.int32)
     return tl.where(valid, expert, -1)
-
-
-def next_power_of_2(n: int) -> int:
-    """The smallest power of two that is at least ``n``."""
-    return 1 << max(n - 1, 0).bit_length()
 
 
 def parts_of(width: int) -> tuple[int, int]:

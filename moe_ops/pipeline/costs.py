@@ -15,14 +15,14 @@ from moe_ops.gemm_tiles import (
     scaled_slot_tiles,
     weight_only_tiles,
 )
-from moe_ops.hopper_tiles import KernelTiles, plans_for, takes
+from moe_ops.hopper_tiles import KernelTiles, plans_for, takes, token_tiles
 from moe_ops.pipeline.config import FusedMoEConfig
 from moe_ops.pipeline.devices import Target
 from moe_ops.pipeline.experts import FusedMoEExperts, FusedMoEExpertsModular
 from moe_ops.pipeline.row_spaces import depends_on_batch
 from moe_ops.scheme import WHOLE, Scheme
 from moe_ops.tiles import INVARIANT_ROW_TILES, Device, Gemm, TileConfig
-from moe_ops.tuned import Choice, choose, row_tiles
+from moe_ops.tuned import DEFAULT, Choice, choose, row_tiles
 from moe_ops.tuned_file import default_row_tiles, plain_name, scaled_group
 
 
@@ -162,7 +162,23 @@ def _tiles(
         picked = row_tiles(scheme, (num_experts, width, hidden), name, hopper=hopper)
     gemm1 = Gemm(rows, num_experts, columns, hidden, itemsize, halves, picked)
     gemm2 = Gemm(rows, num_experts, hidden, width, itemsize, 1, picked)
-    return tiles_of(gemm1, scheme, rule, device), tiles_of(gemm2, scheme, None, device)
+    found = tiles_of(gemm1, scheme, rule, device), tiles_of(gemm2, scheme, None, device)
+    if num_tokens > 1 or not fused or config.batch_invariant or config.max_num_tokens is not None:
+        return found
+    first = tiles_of_token(gemm1, scheme, rule, device, summed=False)
+    return first or found[0], tiles_of_token(gemm2, scheme, None, device, summed=True) or found[1]
+
+
+def tiles_of_token(
+    gemm: Gemm, scheme: Scheme, rule: Formula | None, device: Device, *, summed: bool
+) -> Choice | None:
+    """Those of the kernels of one token, whose slots the GEMM's are."""
+    sizes, _ = stored_gemm(gemm, scheme)
+    weight = (gemm.num_experts, gemm.halves * gemm.n, gemm.k)
+    how = (weight, sizes.itemsize, gemm.num_slots, rule, scheme, device)
+    tiles = token_tiles(*how, summed=summed)
+    default = analytic_tiles(gemm, scheme, rule, device)
+    return None if tiles is None else Choice(default, DEFAULT, tiles)
 
 
 def tiles_of(gemm: Gemm, scheme: Scheme, rule: Formula | None, device: Device) -> Choice:

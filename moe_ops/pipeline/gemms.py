@@ -7,11 +7,12 @@ from torch import Tensor
 
 from moe_ops import ops
 from moe_ops.gemm_tiles import quantizes_slots
-from moe_ops.hopper_tiles import packs
+from moe_ops.hopper_tiles import operand_bytes, packs
 from moe_ops.pipeline.row_spaces import BatchedRows, SlotRows, always, depends_on_batch
 from moe_ops.scheme import FusedMoEQuantConfig, Scheme
 from moe_ops.tensors import ExpertWeight, ExpertWeights, Rows
 from moe_ops.tiles import direct_slots
+from moe_ops.tuned import name_and_arch
 
 
 def expert_weights(
@@ -79,7 +80,10 @@ def _on_the_way(x: Tensor, space: SlotRows, scheme: Scheme) -> bool:
     slots, experts = tokens * top_k, space.num_local_experts
     few = direct_slots(experts)
     if always(slots <= few):
-        return quantizes_slots(quant, x.shape[-1], space.row_tiles)
+        # Hopper's kernels of one token quantize, and the operator does where they do not serve.
+        alone = always(tokens == 1) and operand_bytes(scheme) == 1
+        hoppers = alone and name_and_arch(x.device)[1] == 90
+        return hoppers or quantizes_slots(quant, x.shape[-1], space.row_tiles)
     if not always(slots > few):
         return True
     # Not asked of a compiler, for which numbers may be symbols.
@@ -125,6 +129,38 @@ def gemm(
         )
     multiply = ops.decoded_gemm if scheme.decoded else ops.scaled_gemm
     return multiply(*_scaled(rows, weight, space, top_k, scheme, dtype))
+
+
+def sums_at_once(space: SlotRows, scheme: Scheme) -> bool:
+    """Whether the second GEMM and the sum are one operator: where there may be one token only.
+
+    Else they are two, and the rows in are gone before the tokens are allocated.
+    """
+    _, ids, _ = space.tiles
+    return operand_bytes(scheme) is not None and ids is not None and not always(ids.shape[0] > 1)
+
+
+def gemm_sum(
+    rows: Rows,
+    weight: ExpertWeight,
+    space: SlotRows,
+    topk_weights: Tensor | None,
+    scheme: Scheme,
+    dtype: torch.dtype,
+) -> Tensor:
+    """`gemm` with each token's weighted sum."""
+    return ops.gemm_sum(
+        *rows,
+        weight.data,
+        None if scheme.weight is None else weight.scale,
+        weight.bias,
+        topk_weights,
+        *space.tiles,
+        space.row_tiles,
+        scheme.name,
+        dtype,
+        space.expert_order,
+    )
 
 
 def gemm_act(

@@ -9,12 +9,12 @@ from torch import Tensor
 from moe_ops.activation import formula
 from moe_ops.fake_impls.scaled_gemm import stored_rows
 from moe_ops.gemm_tiles import quantizes_slots
-from moe_ops.hopper_tiles import packed_rows
+from moe_ops.hopper_tiles import packed_rows, token_tiles
 from moe_ops.pipeline.costs import tiles_of
 from moe_ops.scheme import get_scheme
 from moe_ops.tiles import Device, Gemm, is_direct
 
-PACKING = ("expert_gemm", "expert_gemm_act", "scaled_gemm", "scaled_gemm_act")
+PACKING = ("expert_gemm", "expert_gemm_act", "scaled_gemm", "scaled_gemm_act", "gemm_sum")
 """Operators whose kernels for Hopper may pack rows."""
 
 
@@ -31,7 +31,23 @@ def scratch_sizes(func: Any, given: tuple[Any, ...], out: Any, device: Device) -
     if namespace != "moe_ops" or name not in PACKING:
         return ()
     names = (argument.name for argument in func._schema.arguments)
-    return _packed(dict(zip(names, given, strict=False)), out, device)
+    named = dict(zip(names, given, strict=False))
+    if name != "gemm_sum":
+        return _packed(named, out, device)
+    if _of_token(named, device, summed=True):
+        return ()
+    rows = named["a"].new_empty(len(named["a"]), out.shape[1], dtype=out.dtype)
+    return (rows.nbytes, *_packed(named, rows, device))
+
+
+def _of_token(given: dict[str, Any], device: Device, *, summed: bool) -> bool:
+    """Whether a GEMM is computed by a kernel of one token."""
+    w, ids, activation = given["w"], given["topk_ids"], given.get("activation")
+    if ids is None or len(ids) != 1 or len(given["row_tiles"]) == 1:
+        return False
+    rule, scheme = formula(activation) if activation else None, get_scheme(given["scheme"])
+    sizes = (tuple(w.shape), w.itemsize, ids.shape[1])
+    return token_tiles(*sizes, rule, scheme, device, summed=summed) is not None
 
 
 def _packed(given: dict[str, Any], out: Tensor, device: Device) -> tuple[int, ...]:
@@ -61,6 +77,7 @@ def _packed(given: dict[str, Any], out: Tensor, device: Device) -> tuple[int, ..
     groups = 1 if shared else quant.row_scale_shape(1, k)[-1]
     if stored_rows(a, scale, quant) is None and not most:
         direct = is_direct(num_slots, num_experts) and quantizes_slots(quant, k, tiles)
+        direct |= activation is not None and _of_token(given, device, summed=False)
         most = 0 if direct else len(a)
     elif quant.per_tensor and not shared:
         most, counts = 0, ()  # experts' own scales, which the kernel for all GPUs takes

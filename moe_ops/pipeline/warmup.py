@@ -124,7 +124,7 @@ class Variants(NamedTuple):
         # Hopper's own kernel, and the one that runs where it does not take the tensors.
         tiles = ((choice.hopper, choice.plain) for choice in chosen)
         slots = (slot_tiles_of(gemm, self.scheme) for gemm, _ in gemms)
-        routing = num_tokens >= MANY_TOKENS, few_tokens(num_tokens, num_experts)
+        routing = num_tokens >= MANY_TOKENS, few_tokens(num_tokens, num_experts), num_tokens == 1
         sorting = is_direct(sizes, num_experts), scan_sizes(sizes), sort_block(sizes)
         return (*tiles, *slots, *sorting, *routing)
 

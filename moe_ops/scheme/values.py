@@ -213,7 +213,9 @@ class Scheme:
         a, w = self.activation, self.weight
         if a is None or w is None:
             return False
-        return a.element != w.element or a.scale in ("e8m0", "e4m3")
+        # By name: comparing the tuples reads `largest`, and a float that Dynamo of torch 2.11 reads
+        # is an input of the graph until no tensor operation takes it: then all is compiled again.
+        return a.element.name != w.element.name or a.scale in ("e8m0", "e4m3")
 
     @property
     def block_shape(self) -> list[int] | None:

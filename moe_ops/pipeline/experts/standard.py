@@ -12,7 +12,14 @@ from moe_ops.activation import Activation, MoEActivation, kind_and_key
 from moe_ops.pipeline.experts.base import FusedMoEExpertsModular
 from moe_ops.pipeline.experts.supports import EVERY_SCHEME, Supports
 from moe_ops.pipeline.formats import ExpertTokensMetadata, FusedMoEActivationFormat
-from moe_ops.pipeline.gemms import expert_weights, gemm, gemm_act, stored
+from moe_ops.pipeline.gemms import (
+    expert_weights,
+    gemm,
+    gemm_act,
+    gemm_sum,
+    stored,
+    sums_at_once,
+)
 from moe_ops.pipeline.row_spaces import SlotRows
 from moe_ops.pipeline.weight_and_reduce import TopKWeightAndReduce, TopKWeightAndReduceNoOP
 from moe_ops.scheme import Scheme
@@ -40,10 +47,12 @@ def slot_experts(
     top_k = 1 if weighted else topk_weights.shape[1]
     rows = stored(rows, weights, space, scheme)
     space = space._replace(expert_order=scheme.weight is None)  # only the GEMMs touch rows between
+    on_output = None if weight_on_input else topk_weights
     h = gemm_act(rows, weights, space, top_k, scheme, dtype, activation, on_input)
+    if sums_at_once(space, scheme):
+        return gemm_sum(h, weights.w2, space, on_output, scheme, dtype)
     y = gemm(h, weights.w2, space, 1, scheme, dtype)
     del h  # gone before the output is allocated: `workspace_nbytes` counts on it
-    on_output = None if weight_on_input else topk_weights
     return ops.moe_fused_mul_sum(y, on_output, topk_ids, expert_map, None, num_local_experts)
 
 

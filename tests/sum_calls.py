@@ -1,0 +1,157 @@
+"""Calls of `ops.gemm_sum`, and the two operators that it stands for."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from moe_ops import ops
+from moe_ops.pipeline.row_spaces import SlotRows, row_tiles_of
+from moe_ops.reference.quantize import moe_quantize
+from moe_ops.reference.slots import local_experts, planned_slots, rows_between
+from moe_ops.scheme import get_scheme, quantize_weight
+from moe_ops.scheme.weights import spread
+from moe_ops.tensors import Routing
+
+
+class SumProblem(NamedTuple):
+    """Sizes and settings of a call."""
+
+    tokens: int = 1
+    top_k: int = 2
+    experts: int = 4
+    """Local ones."""
+    hidden: int = 32
+    width: int = 16
+    scheme: str = "unquantized"
+    dtype: torch.dtype = torch.bfloat16
+    """Of rows that are not quantized, and of the result."""
+    has_bias: bool = False
+    weighted: bool = True
+    routing: str = "plain"
+    """``plain``, ``holes`` (ids that are negative or too large) or ``map`` (with such, too)."""
+    stored: bool = False
+    """Whether rows are quantized before."""
+    expert_order: bool = False
+    invariant: bool = False
+
+
+class SumCall(NamedTuple):
+    """The arguments of `ops.gemm_sum`, in its order."""
+
+    a: Tensor
+    a_scale: Tensor | None
+    w: Tensor
+    w_scale: Tensor | None
+    bias: Tensor | None
+    topk_weights: Tensor | None
+    plan: Tensor | None
+    topk_ids: Tensor
+    expert_map: Tensor | None
+    row_tiles: tuple[int, ...]
+    scheme: str
+    out_dtype: torch.dtype
+    expert_order: bool
+
+    @property
+    def used(self) -> Tensor:
+        """Which slots are not skipped, ``(T, k)``."""
+        expert = local_experts(self.topk_ids, self.expert_map, self.w.shape[0])
+        return (expert >= 0).view(self.topk_ids.shape)
+
+
+def routed(p: SumProblem, generator: torch.Generator) -> tuple[Tensor, Tensor | None]:
+    """Ids, which may repeat, and an expert map where there is one."""
+    ids = torch.randint(p.experts, (p.tokens, p.top_k), generator=generator).to(torch.int32)
+    if p.routing != "plain":
+        hole = torch.rand(p.tokens, p.top_k, generator=generator)
+        ids[hole < 0.3] = -1
+        ids[hole < 0.2] = p.experts + 2
+        ids[hole < 0.1] = 2**31 - 1
+    if p.routing != "map":
+        return ids, None
+    here = torch.randperm(p.experts + 2, generator=generator)
+    return ids, torch.where(here < p.experts, here, -1).to(torch.int32)
+
+
+def sum_call(p: SumProblem, device: str = "cpu", seed: int = 0) -> SumCall:
+    """Random operands, with a plan where kernels read one."""
+    g, scheme = torch.Generator().manual_seed(seed), get_scheme(p.scheme)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=g).to(p.dtype).to(device)
+
+    ids, expert_map = (None if x is None else x.to(device) for x in routed(p, g))
+    weights = torch.rand(p.tokens, p.top_k, generator=g).to(device) + 0.1
+    a, w = normal(p.tokens * p.top_k, p.width), normal(p.experts, p.hidden, p.width)
+    bias = normal(p.experts, p.hidden) if p.has_bias else None
+    a_scale = w_scale = None
+    if scheme.weight is not None:
+        w, w_scale, *_ = quantize_weight(w, scheme)
+    if p.stored and scheme.activation is not None:
+        slots = (ids, expert_map, p.experts)
+        a, a_scale = ops.moe_quantize(a, None, None, *slots, scheme.activation.key)
+    tiles = row_tiles_of(scheme, None, p.invariant)
+    space = SlotRows.of(Routing(weights, ids, expert_map), p.experts, tiles)
+    how = (weights if p.weighted else None, *space.tiles, space.row_tiles)
+    return SumCall(a, a_scale, w, w_scale, bias, *how, p.scheme, p.dtype, p.expert_order)
+
+
+def apart(call: SumCall, operators: Any = ops) -> Tensor:
+    """The GEMM of the scheme, then the sum."""
+    tiles = (call.plan, call.topk_ids, call.expert_map, call.row_tiles, 1)
+    if call.w_scale is None:
+        y = operators.expert_gemm(call.a, call.w, call.bias, None, None, *tiles, call.expert_order)
+    else:
+        y = operators.scaled_gemm(*call[:5], *tiles, call.scheme, call.out_dtype)
+    skipping = (call.topk_ids, call.expert_map, None, call.w.shape[0])
+    return operators.moe_fused_mul_sum(y, call.topk_weights, *skipping)
+
+
+def exact(call: SumCall) -> Tensor:
+    """The result in float64, of the numbers that are multiplied; on the CPU."""
+    call = SumCall(*(x.cpu() if isinstance(x, Tensor) else x for x in call))
+    expert = local_experts(call.topk_ids, call.expert_map, call.w.shape[0])
+    rows, w = _rows(call), call.w.double()
+    if call.w_scale is not None:
+        w *= spread(call.w_scale.double(), get_scheme(call.scheme).weight, *w.shape[1:])
+    y = torch.zeros(len(expert), w.shape[1], dtype=torch.float64)
+    for slot in call.used.flatten().nonzero().flatten().tolist():
+        y[slot] = w[expert[slot]] @ rows[slot]
+        if call.bias is not None:
+            y[slot] += call.bias[expert[slot]].double()
+    y = y.view(*call.topk_ids.shape, w.shape[1])
+    return (y if call.topk_weights is None else y * call.topk_weights[..., None].double()).sum(1)
+
+
+def _rows(call: SumCall) -> Tensor:
+    """Numbers of the rows of slots in float64, by slot."""
+    quant, num_experts = get_scheme(call.scheme).activation, call.w.shape[0]
+    if quant is None:
+        rows = call.a.double()
+        if call.expert_order:
+            how = (call[6:9], call.row_tiles, len(rows), num_experts)
+            rows = torch.zeros_like(rows).index_copy(
+                0, planned_slots(*how)[0], rows[rows_between(*how)]
+            )
+        return rows
+    q, scale = call.a, call.a_scale
+    if scale is None:
+        slots = (call.topk_ids, call.expert_map, num_experts)
+        q, scale = moe_quantize(q, None, None, *slots, quant.key)
+    width = q.shape[1] if quant.group.cols < 0 else quant.group.cols
+    return q.double() * scale.double().repeat_interleave(width, 1)[:, : q.shape[1]]
+
+
+def sum_samples(device: str) -> list[tuple[Any, ...]]:
+    """One token and more, in every scheme that has products of its own in the operator."""
+    problems = (
+        SumProblem(has_bias=True),
+        SumProblem(5, routing="map", weighted=False, expert_order=True, dtype=torch.float32),
+        SumProblem(1, 3, 32, 48, 32, "int8_channel", routing="holes", has_bias=True, stored=True),
+        SumProblem(3, 2, 4, 32, 48, "fp8_channel", torch.float16, routing="map"),
+        SumProblem(1, 4, 32, 136, 144, "fp8_block128", routing="map"),
+    )
+    return [tuple(sum_call(problem, device)) for problem in problems]

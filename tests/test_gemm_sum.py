@@ -1,0 +1,211 @@
+"""The second expert GEMM with the weighted sum: what both give one after the other."""
+
+import pytest
+import torch
+from conftest import HAS_CUDA
+from hypothesis import given
+from hypothesis import strategies as st
+from strategies import DTYPES
+from sum_calls import SumCall, SumProblem, apart, exact, sum_call
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import moe_ops
+from moe_ops import ops
+from moe_ops.reference.gemm_sum import gemm_sum as reference
+from moe_ops.scheme import get_scheme
+from moe_ops.testing import Problem, assert_matches_reference, call, make_inputs, quantize_inputs
+
+HOPPER = HAS_CUDA and torch.cuda.get_device_capability() == (9, 0)
+SCHEMES = ("unquantized", "fp8_channel", "fp8_block128", "int8_channel")
+
+
+@st.composite
+def problems(draw):
+    """Few tokens, odd sizes, slots that repeat an expert or have none."""
+    scheme = draw(st.sampled_from(SCHEMES))
+    return SumProblem(
+        tokens=draw(st.integers(0, 5)),
+        top_k=draw(st.integers(1, 5)),
+        experts=draw(st.sampled_from((1, 3, 16, 40))),
+        hidden=draw(st.sampled_from((1, 24, 72, 130))),
+        width=draw(st.sampled_from((8, 44, 48, 144))),
+        scheme=scheme,
+        dtype=draw(st.sampled_from(DTYPES)),
+        has_bias=draw(st.booleans()),
+        weighted=draw(st.booleans()),
+        routing=draw(st.sampled_from(("plain", "holes", "map"))),
+        stored=draw(st.booleans()),
+        expert_order=scheme == "unquantized" and draw(st.booleans()),
+        invariant=draw(st.booleans()),
+    )
+
+
+@pytest.mark.kernel
+@given(problem=problems(), seed=st.integers(0, 3))
+def test_equals_the_gemm_then_the_sum(problem, seed, device):
+    """Bit by bit; on Hopper one token has another kernel, with another order of sums."""
+    given = sum_call(problem, device, seed)
+    actual = ops.gemm_sum(*given)
+    assert actual.shape == (problem.tokens, problem.hidden) and actual.dtype == problem.dtype
+    if HOPPER and problem.tokens == 1 and not problem.invariant:
+        expected = reference(*sum_call(problem, "cpu", seed))
+        assert_matches_reference(actual.cpu(), exact(given), expected)
+    else:
+        assert torch.equal(actual, apart(given))
+
+
+@pytest.mark.kernel
+@given(problem=problems())
+def test_matches_the_oracle(problem, device):
+    given = sum_call(problem, device)
+    expected = reference(*sum_call(problem))
+    assert_matches_reference(ops.gemm_sum(*given).cpu(), exact(given), expected)
+
+
+def poisoned(given):
+    """NaN in all that belongs to no slot, or to a slot without an expert."""
+    unused = ~given.used.flatten().to(given.a.device)
+    chosen = set(given.topk_ids.flatten().tolist())
+    if given.expert_map is not None:
+        places = dict(enumerate(given.expert_map.tolist()))
+        chosen = {places.get(expert, -1) for expert in chosen}
+    others = [e for e in range(len(given.w)) if e not in chosen]
+
+    def fill(x, rows):
+        if x is None or x.dtype == torch.int8:
+            return x
+        x = x.clone()
+        if x.itemsize == 1:
+            x.view(torch.uint8)[rows] = 0x7F
+        else:
+            x[rows] = torch.nan
+        return x
+
+    weights = given.topk_weights.masked_fill(unused.view(given.topk_ids.shape), torch.nan)
+    return given._replace(
+        a=fill(given.a, unused),
+        a_scale=fill(given.a_scale, unused),
+        w=fill(given.w, others),
+        w_scale=fill(given.w_scale, others),
+        bias=fill(given.bias, others),
+        topk_weights=weights,
+    )
+
+
+def some_skipped(problem, device):
+    """A call in which some slots have an expert, and some have none."""
+    calls = (sum_call(problem, device, seed) for seed in range(99))
+    return next(c for c in calls if c.used.any() and not c.used.all())
+
+
+@pytest.mark.kernel
+@pytest.mark.parametrize("stored", [False, True])
+@pytest.mark.parametrize("routing", ["holes", "map"])
+@pytest.mark.parametrize("tokens", [1, 3])
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_what_is_skipped_changes_nothing(scheme, tokens, routing, stored, device):
+    sizes = (tokens, 4, 40, 72, 144, scheme)
+    problem = SumProblem(*sizes, has_bias=True, routing=routing, stored=stored)
+    given = some_skipped(problem, device)
+    actual = ops.gemm_sum(*poisoned(given))
+    assert actual.isfinite().all() and torch.equal(actual, ops.gemm_sum(*given))
+
+
+@pytest.mark.kernel
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_no_slot_has_an_expert(scheme, device):
+    """Zeros, whatever rows and weights hold."""
+    given = sum_call(SumProblem(1, 3, 40, 72, 144, scheme, has_bias=True), device)
+    given = given._replace(topk_ids=torch.full_like(given.topk_ids, -1))
+    assert (ops.gemm_sum(*poisoned(given)) == 0).all()
+
+
+@pytest.mark.kernel
+@pytest.mark.parametrize("ids", [torch.int32, torch.int64])
+@pytest.mark.parametrize("scheme", ["unquantized", "fp8_channel"])
+def test_strided_arguments(scheme, ids, device):
+    """Rows, weights and ids that do not lie one after the other."""
+    given = some_skipped(SumProblem(1, 3, 40, 72, 144, scheme, routing="holes"), device)
+    given = given._replace(topk_ids=given.topk_ids.to(ids))
+
+    def spaced(x):
+        return torch.stack([x] * 2, -1)[..., 0]
+
+    strided = given._replace(
+        a=spaced(given.a), topk_weights=spaced(given.topk_weights), topk_ids=spaced(given.topk_ids)
+    )
+    assert not strided.a.is_contiguous() and not strided.topk_weights.is_contiguous()
+    assert torch.equal(ops.gemm_sum(*strided), ops.gemm_sum(*given))
+
+
+def test_errors():
+    given = sum_call(SumProblem(scheme="int8_channel"))
+    with pytest.raises(ValueError, match="scheme"):
+        ops.gemm_sum(*given._replace(scheme="int9"))
+    with pytest.raises(ValueError, match="out_dtype must be that of a without w_scale"):
+        ops.gemm_sum(*sum_call(SumProblem())._replace(out_dtype=torch.float64))
+    with pytest.raises(ValueError, match="plan must be a tensor for 6 slots of 4 experts"):
+        ops.gemm_sum(*sum_call(SumProblem(3))._replace(plan=None))
+
+
+class Calls(TorchDispatchMode):
+    """The names of the library's operators that are called."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace == "moe_ops":
+            self.names.append(func.name().split("::")[1])
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    ("scheme", "tokens", "once"),
+    [
+        *((scheme, 1, True) for scheme in SCHEMES[:3]),
+        *((scheme, 2, False) for scheme in SCHEMES[:3]),
+        ("int8_channel", 1, False),
+        ("int4_w4a16_g16", 1, False),
+        ("mxfp4", 1, False),
+    ],
+)
+def test_which_layers_call_it(scheme, tokens, once, device):
+    """Those of one token, where Hopper multiplies what is stored."""
+    problem = Problem(tokens, 32, 2, 128, 128, torch.bfloat16, scheme=scheme)
+    quantized = quantize_inputs(problem, make_inputs(problem, device))
+    with Calls() as calls:
+        call(moe_ops.fused_experts, problem, quantized.inputs, quant_config=quantized.config)
+    assert ("gemm_sum" in calls.names) == once
+    assert ("moe_fused_mul_sum" in calls.names) != once
+    assert get_scheme(scheme).weight is None or calls.names
+
+
+def test_programs_for_any_number_of_tokens_call_it():
+    """Where a compiler may not assume that there are several."""
+    problem = Problem(4, 32, 2, 32, 16, torch.bfloat16)
+    inputs, seen = make_inputs(problem), []
+
+    def backend(graph, _):
+        seen.append([str(node.target) for node in graph.graph.nodes])
+        return graph.forward
+
+    def layer(x, weights, ids):
+        return moe_ops.fused_experts(x, inputs.w1, inputs.w2, weights, ids)
+
+    torch._dynamo.reset()
+    compiled = torch.compile(layer, backend=backend, fullgraph=True, dynamic=True)
+    with torch.fx.experimental._config.patch(backed_size_oblivious=True):
+        for tokens in (4, 1, 3):
+            rows = (inputs.hidden_states, inputs.topk_weights, inputs.topk_ids)
+            given = [x[:tokens].clone() for x in rows]
+            assert torch.equal(compiled(*given), layer(*given))
+    (targets,) = seen
+    assert any("gemm_sum" in target for target in targets)
+    assert not any("moe_fused_mul_sum" in target for target in targets)
+
+
+def test_calls_name_their_arguments_as_the_schema_does():
+    schema = torch.ops.moe_ops.gemm_sum.default._schema
+    assert [argument.name for argument in schema.arguments] == list(SumCall._fields)

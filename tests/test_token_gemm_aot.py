@@ -1,0 +1,300 @@
+"""The kernels of one token on Hopper, compiled as their launchers choose them."""
+
+from unittest import mock
+
+import pytest
+import torch
+from conftest import INTERPRETED
+
+if INTERPRETED:
+    pytest.skip("compiles kernels: not in the interpreter", allow_module_level=True)
+pytest.importorskip("triton")
+
+import aot  # noqa: E402
+from sum_calls import SumCall  # noqa: E402
+
+from moe_ops.activation import formula  # noqa: E402
+from moe_ops.hopper_tiles import LEAST_TOKEN_STAGES  # noqa: E402
+from moe_ops.kernels import (  # noqa: E402
+    expert_gemm,
+    gemm_sum,
+    hopper_stream,
+    hopper_token,
+    launch,
+    scaled_gemm,
+    token_gemm,
+    weight_and_reduce,
+)
+from moe_ops.pipeline.row_spaces import SlotRows  # noqa: E402
+from moe_ops.scheme import get_scheme  # noqa: E402
+from moe_ops.tensors import Routing  # noqa: E402
+from moe_ops.tiles import INVARIANT_ROW_TILES  # noqa: E402
+from moe_ops.tuned_file import default_row_tiles  # noqa: E402
+
+pytestmark = [pytest.mark.aot, pytest.mark.filterwarnings("ignore")]
+BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
+SHAPES = {
+    "qwen3-30b": (128, 2048, 768, 8),
+    "deepseek-v3": (256, 7168, 2048, 8),
+    "mixtral": (8, 4096, 14336, 2),
+    "qwen3-next": (512, 2048, 512, 10),
+    "llama4-scout": (16, 5120, 8192, 1),
+    "gpt-oss": (128, 2880, 2880, 4),
+    "odd": (40, 1408, 704, 5),
+    "odder": (32, 272, 144, 3),
+}
+"""Experts, hidden size, intermediate size, experts of a token."""
+SCHEMES = [
+    ("unquantized", BF16),
+    ("unquantized", F16),
+    ("fp8_channel", BF16),
+    ("fp8_block128", BF16),
+]
+SETTINGS = [("silu", False), ("swigluoai", True), ("relu2_no_mul", False)]
+"""Activations, and whether there is a bias."""
+ROWS, SUM = "hopper_token_kernel", "hopper_token_sum_kernel"
+LONG_ROWS = {("mixtral", "unquantized"): "_expert_gemm_kernel"}
+"""Of GEMM 2: as vectors they do not leave room for weights."""
+HALF = 228 * 1024 // 2 - 1024
+"""Shared memory of a program of which two fit a processor, in bytes; each takes 1 KiB more."""
+
+
+@pytest.fixture(autouse=True)
+def no_other_driver():
+    """Kernels cached for one architecture must not serve the next."""
+    for module in (expert_gemm, hopper_stream, hopper_token, scaled_gemm, weight_and_reduce):
+        for value in vars(module).values():
+            if hasattr(value, "device_caches"):
+                value.device_caches.clear()
+
+
+class Layer:
+    """Both GEMMs of a layer of few tokens, by their launchers."""
+
+    def __init__(self, empty, shape, scheme, dtype=BF16, **changes):
+        self.empty, self.dtype, self.scheme = empty, dtype, get_scheme(scheme)
+        self.experts, self.hidden, self.width, self.top_k = shape
+        self.tokens = changes.get("tokens", 1)
+        self.stored = changes.get("stored", False)
+        tiles = changes.get("row_tiles", default_row_tiles(self.scheme))
+        ids = empty(self.tokens, self.top_k, dtype=changes.get("ids", torch.int32))
+        expert_map = empty(2 * self.experts, dtype=torch.int32) if changes.get("mapped") else None
+        self.weights = empty(self.tokens, self.top_k, dtype=F32)
+        space = SlotRows.of(Routing(self.weights, ids, expert_map), self.experts, tiles)
+        self.how = (*space.tiles, space.row_tiles)
+
+    def operands(self, rows, n, k, has_bias):
+        """Rows, a weight, their scales, and a bias."""
+        quant, weight = self.scheme.activation, self.scheme.weight
+        bias = self.empty(self.experts, n, dtype=self.dtype) if has_bias else None
+        a, a_scale = self.empty(rows, k, dtype=self.dtype), None
+        if weight is None:
+            return a, None, self.empty(self.experts, n, k, dtype=self.dtype), None, bias
+        if self.stored:
+            a = self.empty(rows, k, dtype=quant.dtype)
+            a_scale = self.empty(*quant.row_scale_shape(rows, k), dtype=F32)
+        w_scale = self.empty(*weight.weight_scale_shape(self.experts, n, k), dtype=F32)
+        return a, a_scale, self.empty(self.experts, n, k, dtype=weight.dtype), w_scale, bias
+
+    def rows(self, activation="silu", has_bias=False):
+        """GEMM 1."""
+        n = self.width * (2 if formula(activation).gated else 1)
+        a, a_scale, w, w_scale, bias = self.operands(self.tokens, n, self.hidden, has_bias)
+        if w_scale is None:
+            expert_gemm.expert_gemm_act(a, w, bias, None, *self.how, self.top_k, activation, True)
+        else:
+            rest = (*self.how, self.top_k, self.scheme.name, self.dtype, activation)
+            scaled_gemm.scaled_gemm_act(a, a_scale, w, w_scale, bias, *rest)
+
+    def sum(self, has_bias=False, weighted=True):
+        """GEMM 2, with the sum."""
+        gemm_sum.gemm_sum(*self.sum_arguments(has_bias, weighted))
+
+    def sum_arguments(self, has_bias=False, weighted=True):
+        """Of its launcher."""
+        slots = self.tokens * self.top_k
+        operands = self.operands(slots, self.hidden, self.width, has_bias)
+        rest = (self.weights if weighted else None, *self.how, self.scheme.name, self.dtype)
+        return *operands, *rest, self.scheme.weight is None
+
+
+def last(kernel):
+    """What was launched before, with the same routing, is a kernel, or None."""
+    let_in = kernel is hopper_token.hopper_token_kernel
+    return mock.patch.object(token_gemm, "_lets_in", lambda *given: let_in)
+
+
+def names(kernels):
+    return [kernel.metadata.name for kernel in kernels]
+
+
+def constants(kernel):
+    return next(c for c in kernel.src.constants.values() if isinstance(c, token_gemm.TokenGemm))
+
+
+def check(kernel):
+    """One of each GEMM fits a processor, and nothing waits for registers."""
+    used = aot.resources(kernel, 90)
+    most = token_gemm.REGISTERS[kernel.metadata.name == SUM]
+    assert used["shared"] <= HALF and used["registers"] <= most, used
+    assert used["spilled"] <= 64 and used["serialized"] == 0, used
+    assert "wgmma.mma_async" in kernel.asm["ptx"]
+    assert constants(kernel).STAGES >= LEAST_TOKEN_STAGES
+
+
+def fits(shape, scheme):
+    """Blocks of 128 that divide the rows between the GEMMs."""
+    return scheme != "fp8_block128" or SHAPES[shape][2] % 128 == 0
+
+
+CASES = [(shape, *how) for shape in SHAPES for how in SCHEMES if fits(shape, how[0])]
+
+
+@pytest.mark.parametrize(("shape", "scheme", "dtype"), CASES, ids=str)
+def test_first_gemm(shape, scheme, dtype):
+    def run(empty):
+        for activation, has_bias in SETTINGS:
+            Layer(empty, SHAPES[shape], scheme, dtype).rows(activation, has_bias)
+
+    kernels = aot.compile_launch(90, run)
+    assert names(kernels) == [ROWS] * len(SETTINGS)
+    for kernel in kernels:
+        check(kernel)
+        # Only the second GEMM's own kernel is let in before the first one's last weights.
+        assert (constants(kernel).LEAD > 0) == ((shape, scheme) not in LONG_ROWS)
+
+
+@pytest.mark.parametrize("early", [False, True])
+@pytest.mark.parametrize(("shape", "scheme", "dtype"), CASES, ids=str)
+def test_second_gemm(shape, scheme, dtype, early):
+    """With the sum; it may begin early only right after the first GEMM's own kernel."""
+    before = hopper_token.hopper_token_kernel if early else hopper_token.hopper_token_sum_kernel
+
+    def run(empty):
+        Layer(empty, SHAPES[shape], scheme, dtype).sum(has_bias=shape == "gpt-oss")
+
+    with last(before):
+        kernels = aot.compile_launch(90, run)
+    other = LONG_ROWS.get((shape, scheme))
+    if other is not None:
+        assert names(kernels) == [other, "_mul_sum_kernel"]
+        return
+    assert names(kernels) == [SUM] and constants(kernels[0]).EARLY is early
+    check(kernels[0])
+
+
+@pytest.mark.parametrize("scheme", ["fp8_channel", "fp8_block128", "fp8_block128_ue8m0"])
+def test_rows_that_are_quantized_already(scheme):
+    """Nothing is left to do for the same kernels."""
+
+    def run(empty):
+        for stored in (False, True):
+            layer = Layer(empty, SHAPES["qwen3-30b"], scheme, stored=stored)
+            layer.rows(), layer.sum()
+
+    kernels = aot.compile_launch(90, run)
+    assert names(kernels) == [ROWS, SUM] * 2
+    assert [constants(kernel).QUANT is None for kernel in kernels] == [False] * 2 + [True] * 2
+    for kernel in kernels:
+        check(kernel)
+
+
+@pytest.mark.parametrize("scheme", ["unquantized", "fp8_channel"])
+@pytest.mark.parametrize(
+    ("ids", "mapped", "weighted"), [(torch.int64, True, True), (torch.int32, True, False)]
+)
+def test_routings(scheme, ids, mapped, weighted):
+    """Ids of both widths, with a map; weights that were applied before."""
+
+    def run(empty):
+        layer = Layer(empty, SHAPES["qwen3-next"], scheme, ids=ids, mapped=mapped)
+        layer.rows(), layer.sum(weighted=weighted)
+
+    kernels = aot.compile_launch(90, run)
+    assert names(kernels) == [ROWS, SUM] and constants(kernels[1]).WEIGHTED is weighted
+    for kernel in kernels:
+        check(kernel)
+
+
+def launch_both(shape, scheme, dtype=BF16, **changes):
+    def run(empty):
+        layer = Layer(empty, SHAPES[shape], scheme, dtype, **changes)
+        layer.rows(), layer.sum()
+
+    return run
+
+
+def other_kernels(arch, run):
+    """What is launched, none of it for one token."""
+    found = names(aot.compile_launch(arch, run))
+    assert found and not {ROWS, SUM} & set(found)
+    return found
+
+
+@pytest.mark.parametrize("scheme", ["unquantized", "fp8_channel"])
+@pytest.mark.parametrize("arch", [80, 100, 120])
+def test_only_on_hopper(arch, scheme):
+    scheme = "unquantized" if arch == 80 else scheme
+    found = other_kernels(arch, launch_both("qwen3-30b", scheme))
+    assert found[-1] == "_mul_sum_kernel"
+
+
+@pytest.mark.parametrize(
+    ("scheme", "changes"),
+    [
+        ("unquantized", {"row_tiles": INVARIANT_ROW_TILES}),
+        ("fp8_channel", {"row_tiles": INVARIANT_ROW_TILES}),
+        ("unquantized", {"tokens": 2}),
+        ("fp8_block128", {"tokens": 2}),
+        ("fp8_tensor", {}),
+        ("int8_channel", {}),
+        ("unquantized", {"dtype": F32}),
+    ],
+)
+def test_what_other_kernels_serve(scheme, changes):
+    """One row tile stands for the same sums at every load; no program knows a scale of all rows."""
+    found = other_kernels(90, launch_both("qwen3-30b", scheme, **changes))
+    assert found[-1] == "_mul_sum_kernel"
+
+
+def test_many_slots_of_few_experts():
+    """They have a plan."""
+    found = other_kernels(90, lambda empty: Layer(empty, (16, 2048, 768, 4), "unquantized").sum())
+    assert found[-2:] == ["_expert_gemm_kernel", "_mul_sum_kernel"]
+
+
+def test_it_begins_early_only_after_the_first_gemm():
+    """Right after it, and in the same stream."""
+    stream = [1]
+
+    def run(empty):
+        layer = Layer(empty, SHAPES["odder"], "unquantized")
+        layer.rows(), layer.sum(), layer.sum()
+        layer.rows()
+        stream[0] = 2
+        layer.sum()
+
+    with mock.patch.object(launch, "_current_stream", lambda device: stream[0]):
+        kernels = aot.compile_launch(90, run)
+    assert names(kernels) == [ROWS, SUM, SUM, ROWS, SUM]
+    early = [constants(kernel).EARLY for kernel in kernels if kernel.metadata.name == SUM]
+    assert early == [True, False, False]
+
+
+@pytest.mark.parametrize("name", ["w_scale", "topk_ids", "expert_map"])
+def test_it_does_not_read_copies_early(name):
+    """They are made between the two GEMMs."""
+
+    def run(empty):
+        def copy(x):  # what a build without CUDA cannot do
+            return None if x is None else empty(*x.shape, dtype=x.dtype)
+
+        given = SumCall(*Layer(empty, SHAPES["odd"], "fp8_block128", mapped=True).sum_arguments())
+        x = getattr(given, name)
+        strided = empty(*x.shape, 2, dtype=x.dtype).select(-1, 0)
+        with mock.patch.object(token_gemm, "dense", copy):
+            gemm_sum.gemm_sum(*given._replace(**{name: strided}))
+
+    with last(hopper_token.hopper_token_kernel):
+        (kernel,) = aot.compile_launch(90, run)
+    assert kernel.metadata.name == SUM and not constants(kernel).EARLY
