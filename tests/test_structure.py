@@ -156,16 +156,18 @@ def test_public_functions_are_documented():
 
 
 def test_import_is_light(tmp_path):
-    """Under 50 ms beyond torch once its bytecode is cached, no Triton, no warning.
+    """A sixteenth of what torch takes at most once its bytecode is cached, no Triton, no warning.
 
-    Time of the process, not of the clock: other tests run beside.
+    That is 50 ms where torch takes 0.8 s. Time of the process, not of the clock, and relative to
+    torch's: other tests run beside, and processors differ.
     """
     environment = {**os.environ, "PYTHONPYCACHEPREFIX": str(tmp_path)}
     environment.pop("PYTHONDONTWRITEBYTECODE", None)
     code = (
-        "import sys, time, torch; t = time.process_time(); import moe_ops;"
-        "print(time.process_time() - t); assert 'triton' not in sys.modules or 'triton' in before"
-    ).replace("import moe_ops;", "before = set(sys.modules); import moe_ops;", 1)
+        "import sys, time; start = time.process_time(); import torch; before = set(sys.modules);"
+        "t = time.process_time(); import moe_ops; print((time.process_time() - t) / (t - start));"
+        "assert 'triton' not in sys.modules or 'triton' in before"
+    )
     runs = [
         subprocess.run(
             [sys.executable, "-W", "error", "-c", code],
@@ -178,7 +180,7 @@ def test_import_is_light(tmp_path):
     ]
     for run in runs:
         assert run.returncode == 0 and not run.stderr, run.stderr
-    assert min(float(run.stdout) for run in runs) < 0.05
+    assert min(float(run.stdout) for run in runs) < 1 / 16
 
 
 def test_runs_without_triton():

@@ -18,10 +18,12 @@ from moe_ops.tensors import ExpertWeight, QTensor
 
 
 class NaiveBatchedExperts(BatchedExperts):
-    """Expert by expert over all padded rows: dequantize, multiply in float32, activate.
+    """Expert by expert over all padded rows: dequantize, multiply, activate.
 
-    The product of GEMM 1 is rounded to the activations' dtype, and the intermediate is quantized
-    again, as in the other implementations.
+    Products are summed in float64 and rounded to float32: what others are compared with depends
+    neither on the order in which a BLAS adds nor on whether it may use TF32. The product of GEMM 1
+    is rounded to the activations' dtype, and the intermediate is quantized again, as in the other
+    implementations.
 
     Source:
         vLLM ``NaiveBatchedExperts``, which does not quantize the intermediate.
@@ -71,10 +73,10 @@ def _rows_in_use(counts: Tensor, rows: int) -> Tensor:
 
 
 def _products(x: Tensor, weight: ExpertWeight, scheme: Scheme) -> Tensor:
-    """``x[e] @ w[e].T + bias[e]`` in float32, one expert after the other."""
+    """``x[e] @ w[e].T + bias[e]`` as float32, summed in float64; one expert after the other."""
     stored = QTensor(weight.data, weight.scale, weight.zero_point, weight.global_scale)
     w = dequantize_weight(stored, scheme)
-    y = torch.stack([x[e] @ w[e].t() for e in range(len(w))])
+    y = torch.stack([(x[e].double() @ w[e].double().t()).float() for e in range(len(w))])
     return y if weight.bias is None else y + weight.bias[:, None].float()
 
 
