@@ -185,21 +185,37 @@ class WithConfig(nn.Module):
         return moe_ops.fused_experts(x, w1, w2, weights, ids, quant_config=config)
 
 
+def exported(s, arguments):
+    """`fused_experts` for any number of tokens, with the configuration as an input."""
+    tokens = torch.export.Dim("tokens", min=1, max=4096)
+    leaves, _ = torch.utils._pytree.tree_flatten(s.config)
+    shapes = ({0: tokens}, None, None, {0: tokens}, {0: tokens}, [None] * len(leaves))
+    return torch.export.export(WithConfig(), arguments, dynamic_shapes=shapes)
+
+
 @pytest.mark.parametrize("scheme", moe_ops.SCHEMES)
 def test_export_with_the_configuration_as_input(scheme, device, tmp_path):
     """Saved and loaded: the configuration is a pytree with a name."""
     s = kernel_of(moe_ops.TritonExperts, scheme, device, has_bias=True)
     _, w1, w2, *_ = s.inputs
-    tokens = torch.export.Dim("tokens", min=1, max=4096)
 
     def arguments(count):
         x, weights, ids = batch(s, count)
         return x, w1, w2, weights, ids, s.config
 
-    leaves, _ = torch.utils._pytree.tree_flatten(s.config)
-    shapes = ({0: tokens}, None, None, {0: tokens}, {0: tokens}, [None] * len(leaves))
-    program = torch.export.export(WithConfig(), arguments(7), dynamic_shapes=shapes)
-    torch.export.save(program, tmp_path / "layer.pt2")
+    torch.export.save(exported(s, arguments(7)), tmp_path / "layer.pt2")
     loaded = torch.export.load(tmp_path / "layer.pt2").module()
     for count in TOKENS[:4]:
         assert same(loaded(*arguments(count)), WithConfig()(*arguments(count)))
+
+
+@pytest.mark.parametrize("scheme", ["unquantized", "fp8_tensor_static", "fp8_channel"])
+def test_an_export_for_any_tokens_has_the_operators_of_one(scheme, device):
+    """One token has kernels of its own, which quantize: nothing is decided for two or more."""
+    s = kernel_of(moe_ops.TritonExperts, scheme, device)
+    _, w1, w2, *_ = s.inputs
+    x, weights, ids = batch(s, 7)
+    program = exported(s, (x, w1, w2, weights, ids, s.config))
+    operators = {str(n.target) for n in program.graph.nodes if n.op == "call_function"}
+    assert "moe_ops.gemm_sum.default" in operators
+    assert "moe_ops.moe_quantize.default" not in operators

@@ -8,7 +8,7 @@ from torch import Tensor
 from moe_ops import ops
 from moe_ops.gemm_tiles import quantizes_slots
 from moe_ops.hopper_tiles import operand_bytes, packs
-from moe_ops.pipeline.row_spaces import BatchedRows, SlotRows, always, depends_on_batch
+from moe_ops.pipeline.row_spaces import BatchedRows, SlotRows, always, depends_on_batch, sure
 from moe_ops.scheme import FusedMoEQuantConfig, Scheme
 from moe_ops.tensors import ExpertWeight, ExpertWeights, Rows
 from moe_ops.tiles import direct_slots
@@ -84,7 +84,7 @@ def _on_the_way(x: Tensor, space: SlotRows, scheme: Scheme) -> bool:
         alone = always(tokens == 1) and operand_bytes(scheme) == 1
         hoppers = alone and name_and_arch(x.device)[1] == 90
         return hoppers or quantizes_slots(quant, x.shape[-1], space.row_tiles)
-    if not always(slots > few):
+    if not always(sure(tokens) * top_k > few):
         return True
     # Not asked of a compiler, for which numbers may be symbols.
     own = not torch.compiler.is_compiling() and x.shape[0] == slots
@@ -137,7 +137,7 @@ def sums_at_once(space: SlotRows, scheme: Scheme) -> bool:
     Else they are two, and the rows in are gone before the tokens are allocated.
     """
     _, ids, _ = space.tiles
-    return operand_bytes(scheme) is not None and ids is not None and not always(ids.shape[0] > 1)
+    return operand_bytes(scheme) is not None and ids is not None and not always(sure(ids.shape[0]) > 1)
 
 
 def gemm_sum(

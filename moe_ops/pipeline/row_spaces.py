@@ -68,6 +68,14 @@ def always(condition) -> bool:
     return torch.fx.experimental.symbolic_shapes.statically_known_true(condition)
 
 
+def sure(tokens: int) -> int:
+    """How many of the tokens there are in any case, for comparisons with `always`.
+
+    A program that is exported for one token or more is traced as if there were two.
+    """
+    return tokens - 1 if torch.compiler.is_exporting() else tokens
+
+
 class SlotRows(NamedTuple):
     """Row ``t * k + j`` is slot j of token t; the rows of skipped slots hold anything."""
 
