@@ -52,12 +52,18 @@ def test_the_signature_names_every_option():
         ({"quant_config": "fp9"}, "scheme must be one of"),
         ({"ep_size": 3, "enable_eplb": True}, "must be a multiple of ep_size"),
         ({"tp_size": 2, "tp_rank": 2}, "tp_rank must be in 0..1"),
+        ({"tp_size": 2, "ep_size": 4}, r"ep_size must be 1, or tp_size \* dp_size = 2"),
         ({"expert_placement_strategy": "random"}, "expert_placement_strategy must be one of"),
     ],
 )
 def test_errors(options, message):
     with pytest.raises(ValueError, match=message):
         make(**options)
+
+
+def test_ranks_of_both_kinds_share_the_experts():
+    layer = make(tp_size=2, dp_size=2, ep_size=4)
+    assert layer.w13_weight.shape == make(ep_size=4).w13_weight.shape
 
 
 @pytest.mark.parametrize(

@@ -39,8 +39,10 @@ class FusedMoEOptions:
     quant_config: str | Scheme | None = None
     """A scheme or its name; None: not quantized."""
     tp_size: int = 1
+    """Ranks that have a part of every expert each, cut along I."""
     ep_size: int = 1
-    """Ranks that share the experts; more than one is expert parallelism: no expert is cut."""
+    """Ranks that share the experts; more than one is expert parallelism: no expert is cut. With a
+    ``tp_size``, too, these are the same ranks, those of all replicas."""
     dp_size: int = 1
     """Replicas of the tokens. Who calls the layer (or its kernel's prepare) gathers them."""
     tp_rank: int = 0
@@ -118,6 +120,12 @@ class FusedMoEOptions:
         ranks, physical = self.parallel_config().ep_size, num_experts + self.num_redundant_experts
         if ranks > physical:
             raise ValueError(f"ep_size must be at most the {physical} experts, got {ranks}")
+        whole = self.tp_size * self.dp_size
+        if self.moe_parallel_config is None and 1 < self.tp_size and self.ep_size not in (1, whole):
+            raise ValueError(
+                f"ep_size must be 1, or tp_size * dp_size = {whole}, the ranks that would share the "
+                f"experts, got {self.ep_size}"
+            )
         if self.chunk_size is not None:
             checks.at_least(1, chunk_size=self.chunk_size)
         if self.zero_expert_num:
