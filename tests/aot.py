@@ -6,10 +6,11 @@ specialisation and tile choice are the real ones; nothing is launched.
 
 from __future__ import annotations
 
+import io
 import re
 import subprocess
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, redirect_stdout
 from typing import Any
 from unittest import mock
 
@@ -40,6 +41,8 @@ CHOOSING_TILES = (
     token_gemm, weight_only_gemm,
 )  # fmt: skip
 """The launchers that ask for a device's facts."""
+REPORTS: dict[str, str] = {}
+"""What ptxas said of kernels as it assembled them; nothing of those that Triton had kept."""
 
 
 class TargetOnly:
@@ -86,8 +89,12 @@ def compiling(arch: int, gpu: str = "") -> Iterator[list[Any]]:
 
     def compile_only(self: JITFunction, *args: Any, **kwargs: Any) -> Any:
         kwargs["warmup"] = True
-        compiled.append(run(self, *args, **kwargs))
-        return compiled[-1]
+        with redirect_stdout(io.StringIO()) as said:
+            kernel = run(self, *args, **kwargs)
+        if "registers" in said.getvalue():
+            REPORTS[kernel.metadata.hash] = said.getvalue()
+        compiled.append(kernel)
+        return kernel
 
     previous = triton.runtime.driver._active
     triton.runtime.driver.set_active(TargetOnly(arch))
@@ -99,6 +106,8 @@ def compiling(arch: int, gpu: str = "") -> Iterator[list[Any]]:
                 patches.enter_context(
                     mock.patch.object(module, "device_facts", lambda device: facts)
                 )
+            patches.enter_context(triton.knobs.nvidia.scope())
+            triton.knobs.nvidia.dump_ptxas_log = True
             patches.enter_context(mock.patch.object(launch, "COMPILED", Forgetful()))
             patches.enter_context(mock.patch.object(launch, "LAST", {}))  # nothing is launched
             patches.enter_context(mock.patch.object(JITFunction, "run", compile_only))
@@ -134,11 +143,7 @@ def rewrites_operands(kernel: Any) -> bool:
 
 def resources(kernel: Any, arch: int) -> dict[str, int]:
     """Registers, spilled bytes and serialised-wgmma warnings, as ptxas reports them."""
-    suffix = "a" if arch >= 90 else ""
-    ptxas = get_ptxas(arch).path
-    command = [ptxas, "-v", f"--gpu-name=sm_{arch}{suffix}", "/dev/stdin", "-o", "/dev/null"]
-    done = subprocess.run(command, input=kernel.asm["ptx"], text=True, capture_output=True)
-    report = done.stdout + done.stderr
+    report = REPORTS.get(kernel.metadata.hash) or _assemble(kernel, arch)
     spills = [int(n) for n in re.findall(r"(\d+) bytes spill", report)]
     registers = re.search(r"Used (\d+) registers", report)
     if registers is None:
@@ -149,3 +154,12 @@ def resources(kernel: Any, arch: int) -> dict[str, int]:
         "serialized": report.count("C75"),
         "shared": kernel.metadata.shared,
     }
+
+
+def _assemble(kernel: Any, arch: int) -> str:
+    suffix = "a" if arch >= 90 else ""
+    command = [get_ptxas(arch).path, "-v", f"--gpu-name=sm_{arch}{suffix}", "/dev/stdin"]
+    done = subprocess.run(
+        [*command, "-o", "/dev/null"], input=kernel.asm["ptx"], text=True, capture_output=True
+    )
+    return done.stdout + done.stderr

@@ -45,8 +45,10 @@ def launch_all(experts, k, groups):
     return launch
 
 
-@pytest.mark.parametrize("arch", test_aot.ARCHITECTURES)
-@pytest.mark.parametrize(("experts", "k", "groups"), [(160, 6, 8), (4096, 22, 64)])
+@pytest.mark.parametrize(
+    ("arch", "experts", "k", "groups"),
+    [(90, 160, 6, 8), *((arch, 4096, 22, 64) for arch in test_aot.ARCHITECTURES)],
+)
 def test_routing_kernels(arch, experts, k, groups):
     kernels = aot.compile_launch(arch, launch_all(experts, k, groups))
     test_aot.check(kernels, arch)
