@@ -42,7 +42,7 @@ def cases(problem: Problem, inputs: Inputs) -> Iterator[Case]:
         w, scale = experts.stored[1][:2] if quantized else (experts.w2, None)
 
         def at_once(w: Tensor = w, scale: Tensor | None = scale, scheme: str = name) -> Tensor:
-            rest = (weights, *plan, ROW_TILES, scheme, x.dtype)
+            rest = (weights, *plan, ROW_TILES, scheme, x.dtype if scale is not None else None)
             return ops.gemm_sum(h, None, w, scale, None, *rest)
 
         def apart(w: Tensor = w, scale: Tensor | None = scale, scheme: str = name) -> Tensor:

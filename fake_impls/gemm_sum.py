@@ -20,10 +20,11 @@ def gemm_sum(
     expert_map: Tensor | None,
     row_tiles: Sequence[int],
     scheme: str,
-    out_dtype: torch.dtype,
+    out_dtype: torch.dtype | None = None,
     expert_order: bool = False,
 ) -> Tensor:
-    """``(T, N)``; ValueError where rows and weights without scales would give another dtype."""
-    if w_scale is None and out_dtype != a.dtype:
-        raise ValueError(f"out_dtype must be that of a without w_scale, {a.dtype}, got {out_dtype}")
+    """``(T, N)``, with ``w_scale`` in ``out_dtype``, which is None else, in the dtype of ``a``."""
+    if (out_dtype is None) != (w_scale is None):
+        rule = "None without w_scale" if w_scale is None else "a dtype with w_scale"
+        raise ValueError(f"out_dtype must be {rule}, got {out_dtype}")
     return a.new_empty(topk_ids.shape[0], w.shape[1], dtype=out_dtype)

@@ -242,7 +242,7 @@ gemm_sum = _op(
     "gemm_sum",
     "gemm_sum(Tensor a, Tensor? a_scale, Tensor w, Tensor? w_scale, Tensor? bias,"
     " Tensor? topk_weights, Tensor? plan, Tensor topk_ids, Tensor? expert_map, int[] row_tiles,"
-    " str scheme, ScalarType out_dtype, bool expert_order=False) -> Tensor",
+    " str scheme, ScalarType? out_dtype=None, bool expert_order=False) -> Tensor",
 )
 eplb_map_to_physical_and_record = _op(
     "eplb",

@@ -109,7 +109,9 @@ def compiling(arch: int, gpu: str = "") -> Iterator[list[Any]]:
             patches.enter_context(triton.knobs.nvidia.scope())
             triton.knobs.nvidia.dump_ptxas_log = True
             patches.enter_context(mock.patch.object(launch, "COMPILED", Forgetful()))
-            patches.enter_context(mock.patch.object(launch, "LAST", {}))  # nothing is launched
+            # Nothing is launched, and a build with CUDA would ask the driver for a stream.
+            patches.enter_context(mock.patch.object(launch, "LAST", {}))
+            patches.enter_context(mock.patch.object(launch, "_current_stream", None))
             patches.enter_context(mock.patch.object(JITFunction, "run", compile_only))
             yield compiled
     finally:

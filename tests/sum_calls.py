@@ -52,8 +52,8 @@ class SumCall(NamedTuple):
     expert_map: Tensor | None
     row_tiles: tuple[int, ...]
     scheme: str
-    out_dtype: torch.dtype
-    expert_order: bool
+    out_dtype: torch.dtype | None
+    expert_order: bool = False
 
     @property
     def used(self) -> Tensor:
@@ -96,7 +96,8 @@ def sum_call(p: SumProblem, device: str = "cpu", seed: int = 0) -> SumCall:
     tiles = row_tiles_of(scheme, None, p.invariant)
     space = SlotRows.of(Routing(weights, ids, expert_map), p.experts, tiles)
     how = (weights if p.weighted else None, *space.tiles, space.row_tiles)
-    return SumCall(a, a_scale, w, w_scale, bias, *how, p.scheme, p.dtype, p.expert_order)
+    dtype = None if w_scale is None else p.dtype
+    return SumCall(a, a_scale, w, w_scale, bias, *how, p.scheme, dtype, p.expert_order)
 
 
 def apart(call: SumCall, operators: Any = ops) -> Tensor:

@@ -27,9 +27,9 @@ class Block(nn.Module):
         return x + self.experts(x, self.router(x))
 
 
-def exported(device):
+def exported(device, kind=Block):
     torch.manual_seed(0)
-    block = Block(device).eval()
+    block = kind(device).eval()
     tokens = torch.export.Dim("tokens", min=1, max=4096)
     x = torch.randn(7, H, device=device)
     return block, torch.export.export(block, (x,), dynamic_shapes=({0: tokens},))
@@ -92,10 +92,29 @@ def needs_working_aoti(path):
         pytest.skip(f"torch {torch.__version__} cannot load a package without moe_ops in it either")
 
 
+class Quantized(Block):
+    """Experts in fp8 behind the router of a block."""
+
+    def __init__(self, device):
+        super().__init__(device)
+        weights = (torch.randn(E, *shape, device=device) / 6 for shape in ((48, H), (H, 24)))
+        first, second = (moe_ops.quantize_weight(w.bfloat16(), "fp8_channel") for w in weights)
+        self.first, self.second = first.data, second.data
+        self.config = moe_ops.FusedMoEQuantConfig.from_weights("fp8_channel", first, second)
+
+    def forward(self, x):
+        weights, ids = moe_ops.fused_topk(x, self.router(x), K, True)
+        how = (self.first, self.second, weights, ids)
+        return moe_ops.fused_experts(x, *how, quant_config=self.config)
+
+
 @pytest.mark.slow
-def test_aot_inductor(device, tmp_path):
+@pytest.mark.parametrize("kind", [Block, Quantized])
+def test_aot_inductor(kind, device, tmp_path):
     needs_working_aoti(tmp_path / "plain.pt2")
-    block, program = exported(device)
+    if kind is Quantized and torch.__version__ < "2.13":
+        pytest.skip("AOTInductor of torch 2.11 hands dtypes to operators as other ones")
+    block, program = exported(device, kind)
     package = torch._inductor.aoti_compile_and_package(
         program, package_path=str(tmp_path / "block_aoti.pt2")
     )

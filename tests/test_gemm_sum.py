@@ -142,8 +142,10 @@ def test_errors():
     given = sum_call(SumProblem(scheme="int8_channel"))
     with pytest.raises(ValueError, match="scheme"):
         ops.gemm_sum(*given._replace(scheme="int9"))
-    with pytest.raises(ValueError, match="out_dtype must be that of a without w_scale"):
+    with pytest.raises(ValueError, match="out_dtype must be None without w_scale"):
         ops.gemm_sum(*sum_call(SumProblem())._replace(out_dtype=torch.float64))
+    with pytest.raises(ValueError, match="out_dtype must be a dtype with w_scale, got None"):
+        ops.gemm_sum(*given._replace(out_dtype=None))
     with pytest.raises(ValueError, match="plan must be a tensor for 6 slots of 4 experts"):
         ops.gemm_sum(*sum_call(SumProblem(3))._replace(plan=None))
 

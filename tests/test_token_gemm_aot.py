@@ -114,8 +114,8 @@ class Layer:
         """Of its launcher."""
         slots = self.tokens * self.top_k
         operands = self.operands(slots, self.hidden, self.width, has_bias)
-        rest = (self.weights if weighted else None, *self.how, self.scheme.name, self.dtype)
-        return *operands, *rest, self.scheme.weight is None
+        rest = (self.weights if weighted else None, *self.how, self.scheme.name)
+        return *operands, *rest, *((None, True) if self.scheme.weight is None else (self.dtype,))
 
 
 def last(kernel):
@@ -269,13 +269,13 @@ def test_it_begins_early_only_after_the_first_gemm():
 
     def run(empty):
         layer = Layer(empty, SHAPES["odder"], "unquantized")
-        layer.rows(), layer.sum(), layer.sum()
-        layer.rows()
-        stream[0] = 2
-        layer.sum()
+        with mock.patch.object(launch, "_current_stream", lambda device: stream[0]):
+            layer.rows(), layer.sum(), layer.sum()
+            layer.rows()
+            stream[0] = 2
+            layer.sum()
 
-    with mock.patch.object(launch, "_current_stream", lambda device: stream[0]):
-        kernels = aot.compile_launch(90, run)
+    kernels = aot.compile_launch(90, run)
     assert names(kernels) == [ROWS, SUM, SUM, ROWS, SUM]
     early = [constants(kernel).EARLY for kernel in kernels if kernel.metadata.name == SUM]
     assert early == [True, False, False]

@@ -121,10 +121,10 @@ class FusedMoEOptions:
         if ranks > physical:
             raise ValueError(f"ep_size must be at most the {physical} experts, got {ranks}")
         whole = self.tp_size * self.dp_size
-        if self.moe_parallel_config is None and 1 < self.tp_size and self.ep_size not in (1, whole):
+        if self.moe_parallel_config is None and self.tp_size > 1 and self.ep_size not in (1, whole):
             raise ValueError(
-                f"ep_size must be 1, or tp_size * dp_size = {whole}, the ranks that would share the "
-                f"experts, got {self.ep_size}"
+                f"ep_size must be 1, or tp_size * dp_size = {whole}, the ranks that would share "
+                f"the experts, got {self.ep_size}"
             )
         if self.chunk_size is not None:
             checks.at_least(1, chunk_size=self.chunk_size)

@@ -137,7 +137,9 @@ def sums_at_once(space: SlotRows, scheme: Scheme) -> bool:
     Else they are two, and the rows in are gone before the tokens are allocated.
     """
     _, ids, _ = space.tiles
-    return operand_bytes(scheme) is not None and ids is not None and not always(sure(ids.shape[0]) > 1)
+    return (
+        operand_bytes(scheme) is not None and ids is not None and not always(sure(ids.shape[0]) > 1)
+    )
 
 
 def gemm_sum(
@@ -149,16 +151,17 @@ def gemm_sum(
     dtype: torch.dtype,
 ) -> Tensor:
     """`gemm` with each token's weighted sum."""
+    plain = scheme.weight is None
     return ops.gemm_sum(
         *rows,
         weight.data,
-        None if scheme.weight is None else weight.scale,
+        None if plain else weight.scale,
         weight.bias,
         topk_weights,
         *space.tiles,
         space.row_tiles,
         scheme.name,
-        dtype,
+        None if plain else dtype,
         space.expert_order,
     )
 

@@ -25,7 +25,7 @@ def gemm_sum(
     expert_map: Tensor | None,
     row_tiles: Sequence[int],
     scheme: str,
-    out_dtype: torch.dtype,
+    out_dtype: torch.dtype | None = None,
     expert_order: bool = False,
 ) -> Tensor:
     """``out[t] = sum_j topk_weights[t, j] * y[t * k + j]``, y what the GEMM of a scheme returns.
@@ -40,6 +40,6 @@ def gemm_sum(
         y = expert_gemm(a, w, bias, None, None, *tiles, row_tiles, 1, expert_order)
     else:
         operands = (a, a_scale, w, w_scale, bias)
-        y = scaled_gemm(*operands, *tiles, row_tiles, 1, scheme, out_dtype)
+        y = scaled_gemm(*operands, *tiles, row_tiles, 1, scheme, out.dtype)
     moe_fused_mul_sum_out(y, topk_weights, topk_ids, expert_map, None, w.shape[0], out=out)
     return out
