@@ -15,7 +15,12 @@ import triton.language as tl  # noqa: E402
 
 from moe_ops.kernels import routing, routing_choice  # noqa: E402
 from moe_ops.kernels.routing_lanes import in_rounds  # noqa: E402
-from moe_ops.kernels.routing_scores import near_exp, near_sigmoid  # noqa: E402
+from moe_ops.kernels.routing_near import (  # noqa: E402
+    near_exp,
+    near_sigmoid,
+    near_sqrtsoftplus,
+    nearness,
+)
 
 pytestmark = pytest.mark.kernel
 
@@ -68,6 +73,7 @@ def test_wherever_the_best_lie(experts, k, dtype, many, device, monkeypatch):
         Call(k, True, "softmax", None, 1.0),
         Call(k, False, "sigmoid", bias, 2.5),
         Call(k, True, "sigmoid", torch.zeros(experts), 1.0),
+        Call(k, True, "sqrtsoftplus", bias, 1.5),
     ):
         weights, ids = ops.fused_topk(logits.to(device), *call.arguments(device))
         expected_weights, expected_ids = reference.fused_topk(logits, *call.arguments("cpu"))
@@ -76,7 +82,7 @@ def test_wherever_the_best_lie(experts, k, dtype, many, device, monkeypatch):
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="replaces a part of a kernel")
-@pytest.mark.parametrize("scoring", ["softmax", "sigmoid"])
+@pytest.mark.parametrize("scoring", ["softmax", "sigmoid", "sqrtsoftplus"])
 def test_who_takes_the_slow_way(scoring, monkeypatch):
     """Four of the best in one lane may hide a fifth; three do not, nor do ordinary logits."""
     experts, k, slow = 512, 10, []
@@ -137,18 +143,38 @@ def test_no_sum_of_floats_decides_a_score(renormalize, monkeypatch):
 
 
 @triton.jit
-def _near_kernel(x, exponentials, scores, COUNT: tl.constexpr):
+def _near_kernel(x, exponentials, sigmoids, roots, COUNT: tl.constexpr):
     at = tl.arange(0, COUNT)
     value = tl.load(x + at)
     tl.store(exponentials + at, near_exp(value))
-    tl.store(scores + at, near_sigmoid(value.to(tl.float32)))
+    tl.store(sigmoids + at, near_sigmoid(value.to(tl.float32)))
+    tl.store(roots + at, near_sqrtsoftplus(value.to(tl.float32)))
 
 
 @pytest.mark.skipif(not (INTERPRETED or HAS_CUDA), reason="runs a kernel")
 def test_near_functions_are_as_near_as_they_say(device):
     x = torch.linspace(-600, 256, 8192, dtype=torch.float64).to(device)
-    exponentials, scores = torch.empty_like(x), torch.empty_like(x, dtype=torch.float32)
-    _near_kernel[(1,)](x, exponentials, scores, COUNT=8192)
+    x[:4096] = torch.linspace(-20, 20, 4096)  # where scores are neither 0 nor 1
+    exponentials, sigmoids, roots = torch.empty_like(x), *torch.empty(2, 8192, device=device)
+    _near_kernel[(1,)](x, exponentials, sigmoids, roots, COUNT=8192)
     assert ((exponentials / x.exp() - 1).abs() < 2.0**-39).all()
-    exact = x.float().double().sigmoid()
-    assert ((scores.double() - exact).abs() < 2.0**-20).all()
+    logits = x.float()
+    for found, name in ((sigmoids, "sigmoid"), (roots, "sqrtsoftplus")):
+        far = (found.double() - reference.scores(logits, name).double()).abs()
+        assert (far[logits <= 64] < nearness(name) * 2.0**-20).all()
+    assert (roots[logits > 64] == 2.0**100).all()
+    assert (reference.scores(torch.tensor([3.4e38]), "sqrtsoftplus") < 2.0**100).all()
+
+
+@pytest.mark.parametrize("large", [65.0, 1e4, 3e38])
+def test_scores_that_are_not_near(large, device):
+    """Large ones that a bias takes back, in part; more of them than are chosen."""
+    logits = torch.randn(3, 128, generator=torch.Generator().manual_seed(0))
+    bias, many = torch.zeros(128), [3, 40, 41, 77]
+    logits[:2, many] = large
+    logits[1, 90:] = large
+    bias[many[:2]] = -(large**0.5) + 0.5
+    call = Call(6, True, "sqrtsoftplus", bias, 1.0)
+    weights, ids = ops.fused_topk(logits.to(device), *call.arguments(device))
+    expected_weights, expected_ids = reference.fused_topk(logits, *call.arguments("cpu"))
+    assert torch.equal(ids.cpu(), expected_ids) and torch.equal(weights.cpu(), expected_weights)

@@ -13,14 +13,13 @@ from moe_ops.kernels.routing_lanes import (
     of_tokens,
     sum_by_lanes,
 )
+from moe_ops.kernels.routing_near import exceeds, near_choice, near_exp
 from moe_ops.kernels.routing_scores import (
     best_positions,
     biased,
     chosen_weights,
     exp64,
     is_finite,
-    near_exp,
-    near_sigmoid,
     number,
     ordered,
     scores,
@@ -108,13 +107,13 @@ def _near_softmax(picked, known, total):
 
 @triton.jit
 def _choose_by_near_scores(
-    rows, bias, slot, TOPK: tl.constexpr, EXPERTS: tl.constexpr, NUM_EXPERTS: tl.constexpr
-):
-    """The largest sums of a sigmoid and a bias, and a number that none other exceeds by 2**-20."""
+    rows, bias, slot,
+    TOPK: tl.constexpr, EXPERTS: tl.constexpr, NUM_EXPERTS: tl.constexpr, SCORING: tl.constexpr,
+):  # fmt: skip
+    """The nearly largest sums of a score and a bias, and a number nearly none other exceeds."""
     expert = by_lanes(EXPERTS)
     logits = _load_logits(rows, expert, EXPERTS, NUM_EXPERTS)
-    valid = expert < NUM_EXPERTS
-    choice = tl.where(valid, biased(near_sigmoid(logits), bias, expert, valid), float("-inf"))
+    choice = near_choice(logits, bias, expert, expert < NUM_EXPERTS, SCORING)
     ids, _, left = _chosen(ordered(choice, True), expert, slot, TOPK, EXPERTS)
     return ids, number(left | (EXPERTS - 1))[:, None, None]
 
@@ -189,11 +188,11 @@ def route_tokens(
 
     A quick way finds nearly always what the slow one would. Where it need not have, all tokens of
     the program take the slow one. A softmax without a bias chooses by the logits: their order is
-    that of the scores, but for close ones, whose scores may be equal, and very small scores. A
-    sigmoid with a bias chooses by scores in float32, of which close ones may be in another order.
+    that of the scores, but for close ones, whose scores may be equal, and very small scores. Others
+    with a bias choose by scores in float32, of which close ones may be in another order.
     """
     BY_LOGITS: tl.constexpr = bias is None and SCORING == "softmax"
-    NEAR: tl.constexpr = bias is not None and SCORING == "sigmoid"
+    NEAR: tl.constexpr = bias is not None and SCORING != "softmax"
     token = first_token.to(tl.int64) + tl.arange(0, TOKENS)[:, None]
     expert, slot = tl.arange(0, EXPERTS)[None, :], tl.arange(0, SLOTS)[None, :]
     rows = gating_output + tl.minimum(token, num_tokens - 1) * stride_row
@@ -204,7 +203,7 @@ def route_tokens(
     if BY_LOGITS:
         ids, bound, total = _choose_by_logits(rows, place, TOPK, EXPERTS, NUM_EXPERTS)
     elif NEAR:
-        ids, bound = _choose_by_near_scores(rows, bias, place, TOPK, EXPERTS, NUM_EXPERTS)
+        ids, bound = _choose_by_near_scores(rows, bias, place, TOPK, EXPERTS, NUM_EXPERTS, SCORING)
     else:
         ids, sure, peak, inverse = _choose_by_scores(
             rows, bias, expert, place, TOPK, NUM_EXPERTS, SCORING
@@ -220,7 +219,7 @@ def route_tokens(
         weights = scores(picked, known & is_finite(picked), peak, inverse, SCORING)
         rank = tl.where(known, biased(weights, bias, ids, known), float("-inf"))
     if NEAR:
-        sure = rank - bound > 2.0**-19 + tl.abs(rank) * 2.0**-20
+        sure = exceeds(rank, bound, SCORING)
     sure = tl.where(known, (sure & in_falling_order(rank)).to(tl.int32), 1)
     if tl.min(sure) == 0:
         ids, weights = _best_of(rows, bias, expert, known, TOPK, NUM_EXPERTS, SLOTS, SCORING)

@@ -87,36 +87,6 @@ def exp64(x):
 
 
 @triton.jit
-def near_exp(x):
-    """exp(x) of float64 numbers from -600 to 256, within 2**-39 of it; see `_exp_parts`.
-
-    The power of two is added to the exponent of ``p``: of such numbers that neither over- nor
-    underflows. Others, NaN too, come to nothing of use, without harm.
-    """
-    LOG2E: tl.constexpr = 1.4426950408889634
-    WHOLE: tl.constexpr = 1.5 * 2.0**52
-    shifted = x * LOG2E + WHOLE
-    f = x * LOG2E - (shifted - WHOLE)
-    p = f * 1.3344183484134179e-06 + 1.5314209223349525e-05
-    p = p * f + 0.0001540309828656179
-    p = p * f + 0.0013333434157560176
-    p = p * f + 0.009618129558838935
-    p = p * f + 0.05550410959228811
-    p = p * f + 0.2402265069474259
-    p = p * f + 0.6931471805412327
-    p = p * f + 1.0
-    exponent = shifted.to(tl.int64, bitcast=True) << 52
-    return (p.to(tl.int64, bitcast=True) + exponent).to(tl.float64, bitcast=True)
-
-
-@triton.jit
-def near_sigmoid(logits):
-    """float32 scores within 2**-20; what is not finite scores 0."""
-    score = 1.0 / (1.0 + tl.exp(-logits))
-    return tl.where(is_finite(logits), score, 0.0)
-
-
-@triton.jit
 def signed_key(x):
     """int32 keys in the order of float32 numbers; a negative zero is less than another."""
     key = x.to(tl.int32, bitcast=True)
