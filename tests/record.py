@@ -46,6 +46,8 @@ def _by_file(reporter) -> dict[str, dict]:
     for outcome, key in (("passed", "passed"), ("failed", "failed"), ("error", "failed")):
         for report in reporter.stats.get(outcome, []):
             of(report)[key] += 1
+            if key == "failed":
+                of(report).setdefault("failures", []).append(report.nodeid.split("::", 1)[-1])
     for report in reporter.stats.get("skipped", []):
         of(report)["skipped"] += 1
         reason = str(report.longrepr[2] if isinstance(report.longrepr, tuple) else report.longrepr)
