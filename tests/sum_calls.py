@@ -146,6 +146,16 @@ def _rows(call: SumCall) -> Tensor:
     return q.double() * scale.double().repeat_interleave(width, 1)[:, : q.shape[1]]
 
 
+def with_nan(x: Tensor, rows: Any) -> Tensor:
+    """A copy with NaN in some rows; int8 has none."""
+    x = x.clone()
+    if x.dtype.is_floating_point and x.itemsize == 1:
+        x.view(torch.uint8)[rows] = 0x7F
+    elif x.dtype.is_floating_point:
+        x[rows] = torch.nan
+    return x
+
+
 def sum_samples(device: str) -> list[tuple[Any, ...]]:
     """One token and more, in every scheme that has products of its own in the operator."""
     problems = (

@@ -6,7 +6,7 @@ from conftest import HAS_CUDA
 from hypothesis import given
 from hypothesis import strategies as st
 from strategies import DTYPES
-from sum_calls import SumCall, SumProblem, apart, exact, sum_call
+from sum_calls import SumCall, SumProblem, apart, exact, sum_call, with_nan
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import moe_ops
@@ -72,14 +72,7 @@ def poisoned(given):
     others = [e for e in range(len(given.w)) if e not in chosen]
 
     def fill(x, rows):
-        if x is None or x.dtype == torch.int8:
-            return x
-        x = x.clone()
-        if x.itemsize == 1:
-            x.view(torch.uint8)[rows] = 0x7F
-        else:
-            x[rows] = torch.nan
-        return x
+        return None if x is None else with_nan(x, rows)
 
     weights = given.topk_weights.masked_fill(unused.view(given.topk_ids.shape), torch.nan)
     return given._replace(

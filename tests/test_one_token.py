@@ -8,6 +8,7 @@ from conftest import HAS_CUDA
 from modular import layer_config
 from sanitize import copied, launches
 from strategies import ACTIVATIONS
+from sum_calls import with_nan
 from test_dependent import check_eager, check_graph
 
 import moe_ops
@@ -155,14 +156,8 @@ def poisoned(stored):
     others = [e for e in range(SMALL.num_experts) if e not in chosen]
 
     def fill(x):
-        if not isinstance(x, torch.Tensor) or len(x) != SMALL.num_experts:
-            return x
-        x = x.clone()
-        if x.itemsize == 1:
-            x.view(torch.uint8)[others] = 0x7F
-        else:
-            x[others] = torch.nan
-        return x
+        of_experts = isinstance(x, torch.Tensor) and len(x) == SMALL.num_experts
+        return with_nan(x, others) if of_experts else x
 
     names = ("w1_scale", "w2_scale", "w1_bias", "w2_bias")
     config = {name: fill(getattr(stored.config, name)) for name in names}

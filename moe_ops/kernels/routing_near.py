@@ -36,14 +36,14 @@ def near_exp(x):
 
 @triton.jit
 def near_sigmoid(logits):
-    """float32 scores within 2**-20; what is not finite scores 0."""
+    """float32 scores, as near as `nearness` says; what is not finite scores 0."""
     score = 1.0 / (1.0 + tl.exp(-logits))
     return tl.where(is_finite(logits), score, 0.0)
 
 
 @triton.jit
 def near_sqrtsoftplus(logits):
-    """float32 scores up to 8 within 2**-18; 2**100, more than any score, for those above.
+    """float32 scores of logits up to 64; 2**100, more than any score, for those above.
 
     What is not finite scores 0. ``log(1 + z)`` is ``2 * atanh(z / (2 + z))``: a series without
     differences, so that small ones are as exact.
@@ -62,8 +62,8 @@ def near_sqrtsoftplus(logits):
 
 @triton.constexpr_function
 def nearness(scoring):
-    """How near these scores are, as a multiple of 2**-20."""
-    return {"sigmoid": 1.0, "sqrtsoftplus": 4.0}[scoring]
+    """How far from the scores these are at most."""
+    return {"sigmoid": 2.0**-20, "sqrtsoftplus": 2.0**-18}[scoring]
 
 
 @triton.jit
@@ -83,5 +83,4 @@ def exceeds(rank, bound, SCORING: tl.constexpr):
 
     A sum of float32 numbers is rounded, which the second term allows for.
     """
-    UNIT: tl.constexpr = 2.0**-20
-    return rank - bound > 2 * nearness(SCORING) * UNIT + tl.abs(rank) * UNIT
+    return rank - bound > 2 * nearness(SCORING) + tl.abs(rank) * 2.0**-20

@@ -151,17 +151,16 @@ def gemm_sum(
     dtype: torch.dtype,
 ) -> Tensor:
     """`gemm` with each token's weighted sum."""
-    plain = scheme.weight is None
     return ops.gemm_sum(
         *rows,
         weight.data,
-        None if plain else weight.scale,
+        weight.scale,
         weight.bias,
         topk_weights,
         *space.tiles,
         space.row_tiles,
         scheme.name,
-        None if plain else dtype,
+        None if weight.scale is None else dtype,
         space.expert_order,
     )
 
