@@ -31,10 +31,16 @@ from moe_ops.kernels.counting_sort import (
 )
 from moe_ops.kernels.dependent import take_turn
 from moe_ops.kernels.launch import Launch
-from moe_ops.kernels.plan import finish_plan, name_tile, name_tiles, place_buckets, plan_parts
+from moe_ops.kernels.plan import (
+    finish_plan,
+    name_tile,
+    name_tiles,
+    place_buckets,
+    plan_parts,
+    plan_programs,
+)
 from moe_ops.kernels.slots import dense, local_experts, map_size, next_power_of_2
 from moe_ops.tiles import (
-    PLAN_PROGRAMS,
     SINGLE_LAUNCH_SLOTS,
     PlanSizes,
     Scan,
@@ -205,7 +211,7 @@ def _align_slots(
     """Fill a plan with the slots, sorted by what ``bucket_map`` makes of their ids."""
     topk_ids, bucket_map = topk_ids.contiguous(), dense(bucket_map)
     num_slots = topk_ids.numel()
-    programs, table = min(num_experts, PLAN_PROGRAMS), ()
+    programs, table = plan_programs(num_experts), ()
     if num_slots > SINGLE_LAUNCH_SLOTS:
         table = (count_blocks(topk_ids, bucket_map, num_experts),)
         programs = table[0].shape[0]

@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 from moe_ops.kernels.slots import HEADER
+from moe_ops.tiles import PLAN_PROGRAMS, cdiv, next_power_of_2
 
 
 @triton.jit
@@ -66,6 +67,38 @@ def finish_plan(
             tl.store(header + at, tl.where(at < 3, begin, 0), mask=at > 0)
 
 
+BITS, LOW = tl.constexpr(16), tl.constexpr(0xFFFF)
+"""Of a count of slots, or of tiles, where several are added up in one integer: there are few."""
+
+
+@triton.constexpr_function
+def buckets_each(buckets):
+    """Those of one program, of so many (a power of two)."""
+    return max(1, min(4, buckets // PLAN_PROGRAMS))
+
+
+def plan_programs(num_buckets: int) -> int:
+    """How many programs place them."""
+    return cdiv(num_buckets, buckets_each(next_power_of_2(num_buckets)))
+
+
+@triton.jit
+def _bits(packed, i):
+    """The count in some bits of an integer."""
+    return ((packed >> (i * BITS)) & LOW).to(tl.int32)
+
+
+@triton.jit
+def _before(found, first, BUCKETS: tl.constexpr, TILE: tl.constexpr):
+    """The tiles and the slots of the buckets before ``first``, and all tiles."""
+    bucket = tl.arange(0, BUCKETS)
+    count = tl.histogram(tl.maximum(found, 0), BUCKETS, mask=found >= 0)
+    tiles = (count + TILE - 1) // TILE
+    below = tl.where(bucket < first, (count << BITS) + tiles, 0)
+    sums = tl.sum((tiles.to(tl.int64) << 2 * BITS) + below)
+    return _bits(sums, 0), _bits(sums, 1), _bits(sums, 2)
+
+
 @triton.jit
 def place_buckets(
     found, slot, names, sorted_token_ids, expert_ids, num_tokens_post_padded,
@@ -73,32 +106,36 @@ def place_buckets(
 ):  # fmt: skip
     """Place the slots of this program's buckets, and fill its share of what no bucket uses.
 
-    ``found`` has the bucket of every slot, in the order of the slots. Of buckets every program has
-    one, or a few where there are many: counting takes longer than placing.
+    ``found`` has the bucket of every slot, in the order of the slots. Every program counts them
+    all; those of its own buckets, up to four side by side, it numbers in one sum.
     """
     slots, experts, firsts, header = plan_parts(
         sorted_token_ids, expert_ids, num_tokens_post_padded, num_rows, num_tiles
     )
     WHOLE: tl.constexpr = expert_ids is None
+    EACH: tl.constexpr = buckets_each(BUCKETS)
+    SUMS: tl.constexpr = tl.int32 if EACH <= 2 else tl.int64
     program, programs = tl.program_id(0), tl.num_programs(0)
-    buckets = tl.arange(0, BUCKETS)
-    count = tl.histogram(tl.maximum(found, 0), BUCKETS, mask=found >= 0)
-    tiles = (count + TILE - 1) // TILE
-    used_tiles = tl.sum(tiles)
+    tile, start, used_tiles = _before(found, program * EACH, BUCKETS, TILE)
 
-    for bucket in range(program, num_buckets, programs):
-        mine = (found == bucket).to(tl.int32)
-        my_count = tl.sum(mine)
-        if my_count > 0:
-            first_tile = tl.sum(tl.where(buckets < bucket, tiles, 0))
-            row, my_tiles = first_tile * TILE, (my_count + TILE - 1) // TILE
-            tl.store(slots + row + tl.cumsum(mine, 0) - mine, slot, mask=mine > 0)
-            name = bucket
-            if names is not None:
-                name = tl.load(names + bucket).to(tl.int32)
-            fill(slots, row + my_count, row + my_tiles * TILE, 0, 1, num_slots, 64)
-            before = tl.sum(tl.where(buckets < bucket, count, 0))
-            name_tiles(experts, firsts, first_tile, my_tiles, name, before, TILE, WHOLE)
+    own = found - program * EACH
+    mine = (own >= 0) & (own < EACH)
+    place = tl.where(mine, own, 0)
+    one = mine.to(SUMS) << (place * BITS).to(SUMS)
+    counts = tl.sum(one)
+    rank = _bits(tl.cumsum(one, 0) - one, place.to(SUMS))
+    row = rank
+    for i in tl.static_range(EACH):
+        bucket, count = program * EACH + i, _bits(counts, i)
+        end, tiles = tile * TILE + count, (count + TILE - 1) // TILE
+        row = tl.where(own == i, rank + tile * TILE, row)
+        fill(slots, end, (tile + tiles) * TILE, 0, 1, num_slots, 64)
+        name = bucket
+        if names is not None:
+            name = tl.load(names + bucket, mask=bucket < num_buckets, other=0).to(tl.int32)
+        name_tiles(experts, firsts, tile, tiles, name, start, TILE, WHOLE)
+        tile, start = tile + tiles, start + count
+    tl.store(slots + row, slot, mask=mine)
 
     finish_plan(
         slots, experts, firsts, header, used_tiles, program, programs, num_slots,

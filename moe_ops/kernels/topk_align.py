@@ -14,11 +14,11 @@ from moe_ops.fake_impls.topk_align import topk_plan as empty_routing
 from moe_ops.kernels.align import plan_slots
 from moe_ops.kernels.dependent import take_turn
 from moe_ops.kernels.launch import Launch
-from moe_ops.kernels.plan import place_buckets
+from moe_ops.kernels.plan import place_buckets, plan_programs
 from moe_ops.kernels.routing import by_rows, fused_topk, topk_constants
 from moe_ops.kernels.routing_choice import route_tokens
 from moe_ops.kernels.slots import dense, experts_of, map_size, next_power_of_2
-from moe_ops.tiles import PLAN_PROGRAMS, few_tokens, is_direct, pick_row_tile, plan_sizes
+from moe_ops.tiles import few_tokens, is_direct, pick_row_tile, plan_sizes
 
 
 @triton.jit(do_not_specialize=["num_tokens", "num_rows", "num_tiles"])
@@ -90,7 +90,7 @@ def topk_plan(
     result = empty_routing(gating_output, bias, *how, *aligned)
     gating_output = by_rows(gating_output)
     _launch(tokens, num_experts, how, tuple(row_tiles), num_local_experts)(
-        (min(num_local_experts, PLAN_PROGRAMS),),
+        (plan_programs(num_local_experts),),
         gating_output, dense(bias), dense(expert_map), *result,
         tokens, *plan_sizes(tokens * topk, num_local_experts, row_tiles),
         gating_output.stride(0),

@@ -54,7 +54,8 @@ def scaled_gemm(
     Rows that are not quantized yet are so first, with a scale that is given or with their own.
 
     The products of a group of columns that shares scales are summed first (exactly for int8), then
-    scaled, then added up, all in float32.
+    scaled, then added up, all in float32; Hopper's tensor cores keep about 14 bits of the first
+    sum of 8-bit floats.
     """
     tiles = (plan, topk_ids, expert_map)
     out = empty_rows(a, a_scale, w, w_scale, bias, *tiles, row_tiles, top_k, scheme, out_dtype)
