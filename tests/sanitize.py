@@ -30,10 +30,11 @@ from torch.utils._pytree import tree_map_only
 
 from moe_ops.block_scaled import BLOCK_SCALED
 
-HOPPER = {
-    "hopper_gemm_kernel", "hopper_stream_kernel", "hopper_token_kernel", "hopper_token_sum_kernel",
-    "_pack_kernel", "_quantize_pack_kernel",
+SPECIALIZED = {
+    "hopper_gemm_kernel", "hopper_stream_kernel", "hopper_token_kernel", "hopper_token_sum_kernel"
 }  # fmt: skip
+"""Their warps hand shared memory over to each other at mbarriers."""
+HOPPER = SPECIALIZED | {"_pack_kernel", "_quantize_pack_kernel"}
 BLACKWELL = {"block_scaled_gemm_kernel"}
 
 

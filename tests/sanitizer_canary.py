@@ -1,18 +1,61 @@
-"""A kernel that writes past the end of its memory: what a sanitizer that works must report."""
+"""Kernels that show what a sanitizer sees: one is wrong, one is right and may be called wrong.
+
+python tests/sanitizer_canary.py out_of_bounds | handed_over
+"""
 
 from __future__ import annotations
+
+import sys
 
 import torch
 import triton
 import triton.language as tl
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+
+COUNT = gl.constexpr(128)
 
 
 @triton.jit
 def out_of_bounds_kernel(x, COUNT: tl.constexpr):
-    """Right behind COUNT numbers."""
+    """Writes right behind COUNT numbers: what a sanitizer that works must report."""
     tl.store(x + COUNT + tl.arange(0, COUNT), 1.0)
 
 
-if __name__ == "__main__":
-    out_of_bounds_kernel[(1,)](torch.zeros(128, device="cuda"), 128)
+@gluon.jit
+def _write(words, ready):
+    at = gl.arange(0, COUNT, layout=gl.BlockedLayout([4], [32], [1], [0]))
+    words.store(at)
+    mbarrier.arrive(ready)
+
+
+@gluon.jit
+def _read(out, words, ready):
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    mbarrier.wait(ready, 0)
+    gl.store(out + gl.arange(0, COUNT, layout=layout), words.load(layout))
+
+
+@gluon.jit
+def handed_over_kernel(out):
+    """One warp writes shared memory and arrives at a barrier; others wait there, and read it."""
+    words = gl.allocate_shared_memory(gl.int32, [COUNT], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    ready = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    mbarrier.init(ready, count=1)
+    gl.warp_specialize([(_read, (out, words, ready)), (_write, (words, ready))], [1], [24])
+
+
+def main(name: str) -> None:
+    """Launch one of them."""
+    if name == "out_of_bounds":
+        out_of_bounds_kernel[(1,)](torch.zeros(128, device="cuda"), 128)
+    else:
+        out = torch.zeros(128, dtype=torch.int32, device="cuda")
+        handed_over_kernel[(1,)](out, num_warps=4)
+        assert out.tolist() == list(range(128))
     torch.cuda.synchronize()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

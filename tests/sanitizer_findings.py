@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 
@@ -27,6 +27,17 @@ class Findings:
             mine = self.by_kernel.setdefault(kernel, {})
             for message, count in messages.items():
                 mine[message] = mine.get(message, 0) + count
+
+    def without(self, kernels: Collection[str]) -> tuple[Findings, dict[str, dict[str, int]]]:
+        """What races were found in other kernels, and what was said of these."""
+        apart = {k: said for k, said in self.by_kernel.items() if k in kernels}
+        rest = {k: said for k, said in self.by_kernel.items() if k not in kernels}
+        counts = [
+            sum(n for said in apart.values() for text, n in said.items() if text.startswith(kind))
+            for kind in ("Error", "Warning")
+        ]
+        left = Findings(self.errors - counts[0], self.warnings - counts[1], self.aborted, rest)
+        return left, apart
 
 
 SUMMARY = re.compile(r"(?:ERROR|RACECHECK) SUMMARY: (\d+)")

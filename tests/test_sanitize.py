@@ -11,7 +11,7 @@ import pytest
 import sanitizer_record
 import torch
 from conftest import INTERPRETED
-from sanitize import chosen, kernels_of, launches, part_of, run_case
+from sanitize import SPECIALIZED, chosen, kernels_of, launches, part_of, run_case
 from sanitize_cases import EACH_KERNEL, PLAIN, TOKEN_SCHEMES, cases
 from sanitizer_findings import Findings, parse, supported
 from sanitizer_record import How, Run, command, merged, run
@@ -171,6 +171,15 @@ def test_what_tools_print():
     assert (total.errors, total.warnings, total.aborted) == (5, 1, 1)
     assert list(total.by_kernel["hopper_stream_kernel"].values()) == [4]
     assert supported(MEMCHECK) and not supported("========= Error: Device not supported. See\n")
+
+
+def test_kernels_that_are_not_judged():
+    """What is said of them is counted apart, and the rest stays."""
+    races = parse(RACECHECK)
+    rest, apart = races.without(SPECIALIZED)
+    assert (rest.errors, rest.warnings, set(rest.by_kernel)) == (1, 0, {"_align_kernel"})
+    assert [sum(said.values()) for said in apart.values()] == [1] and set(apart) <= SPECIALIZED
+    assert races.without(()) == (races, {})
 
 
 def test_a_clean_run_says_nothing():
