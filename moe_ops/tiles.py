@@ -79,8 +79,8 @@ PLAN_PROGRAMS = 128
 """The most programs of that launch: each counts all slots, which more at a time only slow down."""
 MANY_TOKENS = 2048
 """From here on a program of top-k routes several tokens: else it would end before others begin."""
-ONE_LAUNCH_LOGITS = 1024
-"""Up to so many logits (8 tokens of 128 experts), routing them again in every program of alignment
+ONE_LAUNCH_LOGITS = 512
+"""Up to so many logits (4 tokens of 128 experts), routing them again in every program of alignment
 takes less time than another launch."""
 
 

@@ -28,7 +28,7 @@ def problems(draw):
         top_k=draw(st.integers(1, 5)),
         experts=draw(st.sampled_from((1, 3, 16, 40))),
         hidden=draw(st.sampled_from((1, 24, 72, 130))),
-        width=draw(st.sampled_from((8, 44, 48, 144))),
+        width=draw(st.sampled_from((8, 44, 48, 144, 272))),
         scheme=scheme,
         dtype=draw(st.sampled_from(DTYPES)),
         has_bias=draw(st.booleans()),

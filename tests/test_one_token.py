@@ -30,7 +30,10 @@ ROWS, SUM = "hopper_token_kernel", "hopper_token_sum_kernel"
 BOTH = {ROWS, SUM}
 SCHEMES = ("unquantized", "fp8_channel", "fp8_block128", "fp8_block128_ue8m0")
 SMALL = Problem(1, 32, 4, 272, 144, BF16)
-SIZES = {(1408, 704): (32, 4), (2880, 144): (32, 4), (272, 2880): (32, 4), (2880, 2880): (8, 1)}
+SIZES = {
+    (1408, 704): (32, 4), (2880, 144): (32, 4), (272, 2880): (32, 4), (2880, 2880): (8, 1),
+    (272, 272): (80, 10), (2048, 384): (64, 8), (144, 96): (48, 6),
+}  # fmt: skip
 """Hidden and intermediate sizes, with experts and how many of them a token has."""
 ROUTES = {
     "distinct": [3, 17, 0, 31],

@@ -164,6 +164,17 @@ def test_first_gemm(shape, scheme, dtype):
         assert (constants(kernel).LEAD > 0) == ((shape, scheme) not in LONG_ROWS)
 
 
+@pytest.mark.parametrize("top_k", [6, 8, 10])
+@pytest.mark.parametrize("scheme", ["fp8_channel", "fp8_block128"])
+@pytest.mark.parametrize("width", [96, 272, 384])
+def test_pieces_without_numbers(width, scheme, top_k):
+    """The last of an odd number is there for the engine only; see `TokenGemm.PAIRED`."""
+    shape = (10 * top_k, 144, width, top_k)
+    (kernel,) = aot.compile_launch(90, lambda empty: Layer(empty, shape, scheme).sum())
+    assert kernel.metadata.name == SUM
+    assert not aot.packs_garbage(kernel)
+
+
 @pytest.mark.parametrize("early", [False, True])
 @pytest.mark.parametrize(("shape", "scheme", "dtype"), CASES, ids=str)
 def test_second_gemm(shape, scheme, dtype, early):

@@ -58,16 +58,24 @@ def load_pieces(source, first, COUNT: gl.constexpr, L: gl.constexpr, G: gl.const
 
 
 @gluon.jit
+def most_of_pieces(source, first, most, COUNT: gl.constexpr, L: gl.constexpr, G: gl.constexpr):
+    """The largest magnitudes of columns, and of some pieces of them."""
+    found = load_pieces(source, first, COUNT, L, G)
+    for j in gl.static_range(COUNT):
+        most = gl.maximum(most, gl.max(magnitude(found[j].to(gl.float32)), 1))
+    return most
+
+
+@gluon.jit
 def scales_of_vectors(source, L: gl.constexpr, G: gl.constexpr):
     """One of each column: that of its vector."""
-    BATCH: gl.constexpr = G.BATCH
     QUANT: gl.constexpr = G.QUANT
     COLUMN: gl.constexpr = gl.SliceLayout(1, L)
     most = gl.full([G.COLUMNS], 0, gl.int32, COLUMN)
-    for i in range(G.STEPS * PIECES // BATCH):
-        found = load_pieces(source, i * BATCH, BATCH, L, G)
-        for j in gl.static_range(BATCH):
-            most = gl.maximum(most, gl.max(magnitude(found[j].to(gl.float32)), 1))
+    for i in range(G.PAIRED // G.BATCH):
+        most = most_of_pieces(source, i * G.BATCH, most, G.BATCH, L, G)
+    if G.PAIRED < G.STEPS * PIECES:
+        most = most_of_pieces(source, G.PAIRED, most, 1, L, G)
     chunks = most.reshape((G.COLUMNS // G.VECTORS, G.VECTORS))
     whole = gl.expand_dims(gl.max(chunks, 0), 0)
     most = gl.convert_layout((chunks * 0 + whole).reshape((G.COLUMNS,)), COLUMN)
@@ -91,28 +99,49 @@ def put_given_scales(given, vectors, L: gl.constexpr, G: gl.constexpr):
 
 
 @gluon.jit
+def put_pieces(
+    source, scale, first, vectors, COUNT: gl.constexpr, L: gl.constexpr, G: gl.constexpr
+):
+    """Some pieces of vectors, quantized where the scheme says so: by ``scale`` or their own."""
+    QUANT: gl.constexpr = G.QUANT
+    found = load_pieces(source, first, COUNT, L, G)
+    for j in gl.static_range(COUNT):
+        value, q = found[j], first + j
+        if QUANT is not None:
+            value = value.to(gl.float32)
+            if G.SCALE_COLS is not None:
+                most = gl.max(magnitude(value), 1)
+                scale = scale_of(most.to(gl.float32, bitcast=True), QUANT)
+                vectors.scales.index(q).store(scale)
+            value = encode(divide(value, scale[:, None], QUANT), QUANT).to(gl.float8e4nv)
+        vectors.data.index(q).store(value)
+
+
+@gluon.jit
+def put_nothing(q, vectors, L: gl.constexpr, G: gl.constexpr):
+    """A piece without numbers."""
+    zeros = gl.full([G.COLUMNS, G.BLOCK_K], 0, vectors.data.dtype, L)
+    vectors.data.index(q).store(zeros)
+    if G.QUANT is not None and G.SCALE_COLS is not None:
+        vectors.scales.index(q).store(gl.full([G.COLUMNS], 1, gl.float32, gl.SliceLayout(1, L)))
+
+
+@gluon.jit
 def put_vectors(source, given, vectors, G: gl.constexpr):
     """The second operand of a GEMM: vectors, quantized where the scheme says so."""
     L: gl.constexpr = gl.BlockedLayout([1, G.BLOCK_K // 16], [2, 16], [4, 1], [1, 0])
-    BATCH: gl.constexpr = G.BATCH
     QUANT: gl.constexpr = G.QUANT
+    scale = given
     if QUANT is None and G.ITEMSIZE == 1:
         put_given_scales(given, vectors, L, G)
     elif QUANT is not None and G.SCALE_COLS is None:
         scale = scales_of_vectors(source, L, G)
         vectors.scales.index(0).store(scale)
-    for i in range(G.STEPS * PIECES // BATCH):
-        found = load_pieces(source, i * BATCH, BATCH, L, G)
-        for j in gl.static_range(BATCH):
-            value, q = found[j], i * BATCH + j
-            if QUANT is not None:
-                value = value.to(gl.float32)
-                if G.SCALE_COLS is not None:
-                    most = gl.max(magnitude(value), 1)
-                    scale = scale_of(most.to(gl.float32, bitcast=True), QUANT)
-                    vectors.scales.index(q).store(scale)
-                value = encode(divide(value, scale[:, None], QUANT), QUANT).to(gl.float8e4nv)
-            vectors.data.index(q).store(value)
+    for i in range(G.PAIRED // G.BATCH):
+        put_pieces(source, scale, i * G.BATCH, vectors, G.BATCH, L, G)
+    if G.PAIRED < G.STEPS * PIECES:
+        put_pieces(source, scale, G.PAIRED, vectors, 1, L, G)
+        put_nothing(G.PAIRED + 1, vectors, L, G)
     fence_async_shared()
     wait_for_group()
 

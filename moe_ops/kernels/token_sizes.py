@@ -60,6 +60,12 @@ class TokenGemm:
     CHUNKS: int
     STEPS: int
     """Stages of a chunk."""
+    PAIRED: int
+    """Pieces of a column, but for the last two where the very last has no numbers in any column.
+
+    That one is made zeros, not loaded and quantized: ptxas packs equal 8-bit floats that it knows
+    to be equal with what is left in a register (Triton 3.6), which is NaN now and then.
+    """
     BATCH: int
     """Pieces of vectors that are loaded at once."""
     SLOTS_OF_TILE: int
@@ -131,6 +137,8 @@ def _constants(key: TokenKey, rule: Formula | None, stages: int, lead: int) -> T
     count = key.top_k if key.summed else 1
     vectors = next_power_of_2(count)
     columns, steps = vector_pieces(k, key.itemsize, vectors)
+    whole = columns > vectors or cdiv(k, block_k) % PIECES == 0
+    paired = PIECES * (steps if whole else steps - 1)
     slots = vectors if vectors <= SLOTS_OF_TILE else SLOTS_OF_TILE // 2
     box_columns = BOX_ROWS.value // 2 if gated else BOX_ROWS.value
     return TokenGemm(
@@ -154,7 +162,8 @@ def _constants(key: TokenKey, rule: Formula | None, stages: int, lead: int) -> T
         COLUMNS=columns,
         CHUNKS=columns // vectors,
         STEPS=steps,
-        BATCH=_batch(PIECES * steps, columns * block_k * 2 // 512),
+        PAIRED=paired,
+        BATCH=_batch(paired, columns * block_k * 2 // 512),
         SLOTS_OF_TILE=slots,
         TILES=cdiv(count, slots),
         UNITS=cdiv(n, TOKEN_ROWS // slots) if key.summed else cdiv(n, box_columns),

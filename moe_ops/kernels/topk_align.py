@@ -62,7 +62,7 @@ def _rounded(tokens: int, num_experts: int, how: tuple, tile: int, buckets: int)
         **constants,
         TILE=tile,
         BUCKETS=next_power_of_2(max(buckets, 2)),
-        num_warps=1 if tokens * num_experts <= 512 else 2,  # one would spill
+        num_warps=1,
     )
 
 
