@@ -143,10 +143,12 @@ def _choose_by_scores(
 
 
 @triton.jit
-def in_falling_order(x):
-    """Which ones of each row's are no larger than the one before them."""
+def in_falling_order(x, ids):
+    """Which ones of each row's are less than the one before them, or as much with a later id."""
     before = tl.maximum(tl.arange(0, x.shape[2]) - 1, 0)[None, None, :]
-    return x <= tl.gather(x, tl.broadcast_to(before, x.shape), 2)
+    before = tl.broadcast_to(before, x.shape)
+    x_before, id_before = tl.gather(x, before, 2), tl.gather(ids, before, 2)
+    return (x < x_before) | ((x == x_before) & (ids >= id_before))
 
 
 @triton.jit
@@ -214,13 +216,13 @@ def route_tokens(
     if BY_LOGITS:
         weights, sure = _near_softmax(picked, known, total)
         sure = sure & (picked - bound > 2.0**-20)
-        rank = (weights.to(tl.int32, bitcast=True).to(tl.int64) << 32) - ids
+        rank = weights
     else:
         weights = scores(picked, known & is_finite(picked), peak, inverse, SCORING)
         rank = tl.where(known, biased(weights, bias, ids, known), float("-inf"))
     if NEAR:
         sure = exceeds(rank, bound, SCORING)
-    sure = tl.where(known, (sure & in_falling_order(rank)).to(tl.int32), 1)
+    sure = tl.where(known, (sure & in_falling_order(rank, ids)).to(tl.int32), 1)
     if tl.min(sure) == 0:
         ids, weights = _best_of(rows, bias, expert, known, TOPK, NUM_EXPERTS, SLOTS, SCORING)
     store_routing(topk_weights, topk_ids, at, known, weights, ids, RENORMALIZE, SCALE)
