@@ -86,38 +86,42 @@ def test_groups_nearly_as_good(pairs, scoring, device):
     assert_grouped(logits.flatten(1), call, device)
 
 
-def near_sigmoid(x):
-    return 1.0 / (1.0 + torch.exp(-x))
+@pytest.mark.parametrize("scoring", ["sigmoid", "sqrtsoftplus"])
+def test_the_last_expert_nearly_as_good_as_the_next(scoring, device):
+    logits = torch.full((1, 8, 32), -3.0)
+    logits[0, 3:7, 4:6] = 4.0 - torch.arange(8).view(4, 2) / 4
+    logits[0, 3, 20], logits[0, 6, 31] = 1.0, 1.0 + 2.0**-20
+    for bias in (None, torch.zeros(256)):
+        assert_grouped(logits.flatten(1), Call(9, True, scoring, bias, 1.0, 8, 4), device)
 
 
 def test_groups_whose_sums_cancel(device):
     """Large numbers of unlike signs: how each is rounded decides, and is not what a sum tells."""
-    large = 2.0**13  # where float32 numbers are 2**-10 apart
-    halfway = (torch.arange(200, 800).double() + 0.5) * 2.0**-10
-    x = torch.logit(halfway).float()
-    exact, near = reference.scores(x, "sigmoid") + large, near_sigmoid(x) + large
-    differ = (near != exact).nonzero()[:, 0][: 100 if HAS_CUDA else 8]
-    assert len(differ) == (100 if HAS_CUDA else 8)
-    for row in differ:
-        middle = float((exact[row].double() + near[row].double()) / 2) - large + 0.5
-        bias, logits = torch.full((2, 8), -9.0), torch.zeros(1, 2, 8)
-        logits[0, 0, 0] = x[row]
-        bias[0, :2] = torch.tensor([large, -large])
-        bias[1, :3] = middle / 2 - 0.5
-        call = Call(3, True, "sigmoid", bias.flatten(), 1.0, 2, 1)
+    large, apart = 2.0**13, 2.0**-10  # float32 numbers that large lie so far apart
+    halfway = (torch.linspace(200, 800, 300 if HAS_CUDA else 30).long().double() + 0.5) * apart
+    for score in halfway:
+        bias, logits = torch.full((2, 8), -4 * large), torch.zeros(1, 2, 8)
+        logits[0, 0, 0] = torch.logit(score)
+        bias[0, :2] = torch.tensor([large, -large])  # sums to the one below or above, plus a half
+        bias[1, :2] = (score - 0.5) / 2 + torch.tensor([0.25, -0.25])  # and to what lies between
+        call = Call(1, True, "sigmoid", bias.flatten(), 1.0, 2, 1)
         assert_grouped(logits.flatten(1), call, device)
 
 
 def test_groups_of_scores_that_are_not_near(device):
-    """A bias takes back what stands for a large score: the group is not as good as it looks."""
-    logits, bias = torch.full((1, 4, 8), -3.0), torch.zeros(4, 8)
-    logits[0, 0, :3] = 5.0
-    logits[0, 1, :2] = torch.tensor([70.0, 4.5])
+    """What stands for a large score makes a group look better than it is."""
+    taken_back, alone = torch.full((2, 4, 8), -3.0), torch.full((4, 8), -9.0)
+    taken_back[:, 0, :3] = 5.0
+    taken_back[:, 1, :2] = torch.tensor([70.0, 4.5])
+    taken_back[:, 2, :2] = 0.5
+    bias = torch.zeros(4, 8)
     bias[1, 0] = -(2.0**100)
-    logits[0, 2, :2] = 1.0
-    for k in (1, 3, 4, 8):
+    for k in (1, 4):
         call = Call(k, True, "sqrtsoftplus", bias.flatten(), 1.0, 4, 2)
-        assert_grouped(logits.flatten(1), call, device)
+        assert_grouped(taken_back.flatten(1), call, device)
+    alone[2, 0], alone[1, :2] = 100.0, 36.0
+    call = Call(1, True, "sqrtsoftplus", torch.zeros(32), 1.0, 4, 1)
+    assert_grouped(alone.flatten()[None], call, device)
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="replaces a part of a kernel")

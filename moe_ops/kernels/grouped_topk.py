@@ -71,8 +71,8 @@ def _best_of_groups(key, GROUPS: tl.constexpr):
 
 @triton.jit
 def _choose_groups(
-    key, place, NUM_GROUPS: tl.constexpr, TOPK_GROUP: tl.constexpr, BEST: tl.constexpr,
-    GROUPS: tl.constexpr, SCORING: tl.constexpr,
+    key, place, TOPK_GROUP: tl.constexpr, BEST: tl.constexpr, GROUPS: tl.constexpr,
+    SCORING: tl.constexpr,
 ):  # fmt: skip
     """For each lane the group that came to its place, and whether that is sure, by what is near.
 
@@ -88,7 +88,7 @@ def _choose_groups(
         score = score + number(second)
         doubtful = doubtful | (spread > 2 * tl.abs(score) + 2.0)
     group = (tl.arange(0, LANES) // (LANES // GROUPS))[:, None]
-    score = tl.where(group < NUM_GROUPS, tl.maximum(score, LOWEST), float("-inf"))
+    score = tl.maximum(score, LOWEST)  # also of no group, which comes after all others
     packed = pack(signed_key(score), group, GROUPS)
     chosen, last, left = largest(packed[:, :, None, None], place, TOPK_GROUP)
     least, bound = number(last & -GROUPS), number(left | (GROUPS - 1))
@@ -139,7 +139,7 @@ def _choose_nearly(
     key = signed_key(choice)
     place = tl.zeros((1, rows.shape[0]), dtype=tl.int32) + tl.arange(0, LANES)[:, None]
     place = place // (OWN * PARTS)
-    own_group, sure = _choose_groups(key, place, NUM_GROUPS, TOPK_GROUP, BEST, GROUPS, SCORING)
+    own_group, sure = _choose_groups(key, place, TOPK_GROUP, BEST, GROUPS, SCORING)
     packed = pack(key, group * WIDTH + member, GROUPS * WIDTH)
     dealt = _deal(packed, own_group, place, TOPK_GROUP, GROUPS)
     chosen, _, left = chosen_of(dealt, slot, TOPK, GROUPS * WIDTH)
