@@ -241,7 +241,8 @@ def grouped_topk_kernel(
             NUM_GROUPS, GROUP_SIZE, TOPK_GROUP, BEST, GROUPS, WIDTH, SLOTS, TOKENS,
         )  # fmt: skip
     if sure == 0:
-        for token in range(first, tl.minimum(first + TOKENS, num_tokens)):
+        for t in range(TOKENS):
+            token = tl.minimum(first + t, num_tokens - 1)
             _route_exactly(
                 gating_output, bias, topk_weights, topk_ids, token, stride_row,
                 SCALE, TOPK, RENORMALIZE, SCORING,
