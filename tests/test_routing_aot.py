@@ -11,7 +11,7 @@ pytest.importorskip("triton")
 import aot  # noqa: E402
 import test_aot  # noqa: E402
 
-from moe_ops.kernels import routing, routing_adjust  # noqa: E402
+from moe_ops.kernels import grouped_topk, routing, routing_adjust  # noqa: E402
 from moe_ops.routing import SCORING_FUNCS  # noqa: E402
 
 pytestmark = [pytest.mark.aot, pytest.mark.filterwarnings("ignore")]
@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.aot, pytest.mark.filterwarnings("ignore")]
 @pytest.fixture(autouse=True)
 def no_other_driver():
     """Kernels cached for one architecture must not serve the next."""
-    for module in (routing, routing_adjust):
+    for module in (routing, routing_adjust, grouped_topk):
         for value in vars(module).values():
             if hasattr(value, "device_caches"):
                 value.device_caches.clear()
@@ -69,4 +69,22 @@ def test_many_tokens(experts, maxima, scoring):
     assert used["registers"] <= routing.REGISTERS
     quick = kernel.asm["ptx"].split("redux.sync.min")[0]
     assert quick.count("redux.sync.max") == maxima
+    assert "bar.sync" not in quick
+
+
+@pytest.mark.parametrize("scoring", ["sigmoid", "sqrtsoftplus"])
+@pytest.mark.parametrize(("experts", "tokens"), [(512, 1), (256, 2)])
+def test_many_tokens_of_groups(experts, tokens, scoring):
+    """Rounds of groups are maxima of a warp, too; what lanes exchange are its shuffles."""
+
+    def launch(empty):
+        bias = empty(experts, dtype=torch.float32)
+        routing.grouped_topk(empty(4096, experts), bias, 8, True, scoring, 1.0, 8, 4)
+
+    (kernel,) = aot.compile_launch(90, launch)
+    assert aot.resources(kernel, 90)["registers"] <= routing.REGISTERS
+    quick = kernel.asm["ptx"].split("redux.sync.min")[0]
+    assert quick.count("redux.sync.max") == tokens * (5 + 9)
+    pairs, dealt = 2 * 2, experts // 32
+    assert quick.count("shfl.sync.idx") >= tokens * (pairs + dealt)
     assert "bar.sync" not in quick

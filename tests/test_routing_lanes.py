@@ -178,3 +178,14 @@ def test_scores_that_are_not_near(large, device):
     weights, ids = ops.fused_topk(logits.to(device), *call.arguments(device))
     expected_weights, expected_ids = reference.fused_topk(logits, *call.arguments("cpu"))
     assert torch.equal(ids.cpu(), expected_ids) and torch.equal(weights.cpu(), expected_weights)
+
+
+def test_chosen_scores_that_tie_come_by_their_ids(device):
+    """Also where the later one is nearly larger: exactly, both sigmoids are 1 - 2**-24."""
+    logits = torch.full((1, 64), -3.0)
+    logits[0, 3], logits[0, 7] = 16.625, 16.75
+    score = reference.scores(logits, "sigmoid")[0]
+    assert score[3] == score[7]
+    call = Call(2, True, "sigmoid", torch.zeros(64), 1.0)
+    _, ids = ops.fused_topk(logits.to(device), *call.arguments(device))
+    assert ids.tolist() == [[3, 7]]

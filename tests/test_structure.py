@@ -51,7 +51,8 @@ def test_every_operator_has_all_its_parts(qualified):
 def test_stages_are_files_everywhere():
     shared = {
         "__init__", "slots", "launch", "gemm_tile", "scaled_tile", "rounding", "routing_scores",
-        "routing_choice", "routing_lanes", "routing_near", "rows", "dequantize", "weight_only_tile",
+        "routing_choice", "routing_lanes", "routing_near", "grouped_topk", "rows", "dequantize",
+        "weight_only_tile",
         "counting_sort", "block_scaled_gemm", "dependent", "plan", "pack", "scaled_slot",
         "hopper_gemm", "hopper_products", "hopper_schedule", "hopper_slots", "hopper_stream",
         "hopper_tile", "hopper_token", "hopper_vectors", "hopper_weights", "quantize_kernels",

@@ -14,16 +14,13 @@ from moe_ops.fake_impls.routing import grouped_topk as empty_grouped
 from moe_ops.fake_impls.routing import hash_topk as empty_hashed
 from moe_ops.fake_impls.routing import sparsemixer as empty_pair
 from moe_ops.kernels.dependent import take_turn
+from moe_ops.kernels.grouped_topk import grouped_topk_kernel
 from moe_ops.kernels.launch import Launch
 from moe_ops.kernels.routing_choice import route_tokens
 from moe_ops.kernels.routing_scores import (
     LOWEST,
-    best_positions,
     chosen_weights,
-    in_best_groups,
     is_finite,
-    ordered,
-    scores_and_choice,
     softmax_terms,
     store_routing,
 )
@@ -47,33 +44,6 @@ def _fused_topk_kernel(
         num_tokens, stride_row, NUM_EXPERTS,
         SCALE, TOPK, RENORMALIZE, SCORING, TOKENS, EXPERTS, SLOTS,
     )  # fmt: skip
-
-
-@triton.jit
-def _grouped_topk_kernel(
-    gating_output, bias, topk_weights, topk_ids, stride_row,
-    SCALE: tl.constexpr, TOPK: tl.constexpr, RENORMALIZE: tl.constexpr, SCORING: tl.constexpr,
-    NUM_GROUPS: tl.constexpr, GROUP_SIZE: tl.constexpr, TOPK_GROUP: tl.constexpr,
-    BEST: tl.constexpr, GROUPS: tl.constexpr, WIDTH: tl.constexpr, SLOTS: tl.constexpr,
-):  # fmt: skip
-    """Experts of the best groups compete. Each group is padded to WIDTH positions."""
-    take_turn()
-    token = tl.program_id(0).to(tl.int64)
-    position = tl.arange(0, GROUPS * WIDTH)
-    group, member = position // WIDTH, position % WIDTH
-    valid = (group < NUM_GROUPS) & (member < GROUP_SIZE)
-    row = gating_output + token * stride_row
-    expert = group * GROUP_SIZE + member
-    logits = tl.load(row + expert, mask=valid, other=0.0).to(tl.float32)
-    choice, peak, inverse = scores_and_choice(logits, bias, expert, valid, SCORING)
-    choice = in_best_groups(choice, NUM_GROUPS, TOPK_GROUP, BEST, GROUPS, WIDTH)
-    key = ordered(choice[None, :], bias is not None)
-    chosen = best_positions(key, TOPK, GROUPS * WIDTH, SLOTS)
-    ids = chosen // WIDTH * GROUP_SIZE + chosen % WIDTH
-    slot = tl.arange(0, SLOTS)[None, :]
-    weights = chosen_weights(row, ids, slot < TOPK, peak, inverse, SCORING)
-    at = token * TOPK + slot
-    store_routing(topk_weights, topk_ids, at, slot < TOPK, weights, ids, RENORMALIZE, SCALE)
 
 
 @triton.jit
@@ -201,23 +171,30 @@ def fused_topk(
 
 @lru_cache(maxsize=1024)
 def _grouped_launch(
-    num_experts: int, topk: int, renormalize: bool, scoring_func: str, scale: float,
+    many: bool, num_experts: int, topk: int, renormalize: bool, scoring_func: str, scale: float,
     num_groups: int, topk_group: int, has_bias: bool,
-) -> Launch:  # fmt: skip
-    size = num_experts // num_groups
-    groups, width = _block(num_groups), _block(size)
+) -> tuple[int, Launch]:  # fmt: skip
+    """The tokens of a program, and the kernel; see `_topk_launch`. Softmax routes one."""
+    size, groups = num_experts // num_groups, _block(num_groups)
+    width = max(_block(size), 128 // groups)
     lanes = groups * width
-    many = lanes >= 256 and lanes > num_experts  # masks take registers, too
-    return Launch(
-        _grouped_topk_kernel,
-        **_meaning(topk, renormalize, scoring_func, scale),
+    many = many and lanes <= 512 and scoring_func != "softmax"
+    meaning = _meaning(topk, renormalize, scoring_func, scale)
+    each = max(1, min(512 // lanes, 128 // meaning["SLOTS"])) if many else 1
+    masked = scoring_func == "softmax" and 512 >= lanes > max(num_experts, 255)  # in registers, too
+    constants = dict(
+        **meaning,
         NUM_GROUPS=num_groups,
         GROUP_SIZE=size,
         TOPK_GROUP=topk_group,
         BEST=2 if has_bias and size > 1 else 1,
         GROUPS=groups,
         WIDTH=width,
-        num_warps=2 if many else _num_warps(lanes),
+        TOKENS=each,
+        **({"maxnreg": REGISTERS} if many else {}),
+    )
+    return each, Launch(
+        grouped_topk_kernel, **constants, num_warps=2 if masked else _num_warps(lanes)
     )
 
 
@@ -231,15 +208,19 @@ def grouped_topk(
     num_expert_group: int,
     topk_group: int,
 ) -> tuple[Tensor, Tensor]:
-    """Launch one program a token."""
+    """Launch as `fused_topk` does, which it is where all groups are the best."""
     bias, how = e_score_correction_bias, (topk, renormalize, scoring_func, routed_scaling_factor)
+    if topk_group == num_expert_group:
+        return fused_topk(gating_output, bias, *how)
     result = empty_grouped(gating_output, bias, *how, num_expert_group, topk_group)
     tokens, num_experts = gating_output.shape
     if tokens:
-        logits = by_rows(gating_output)
-        _grouped_launch(num_experts, *how, num_expert_group, topk_group, bias is not None)(
-            (tokens,), logits, dense(bias), *result, logits.stride(0)
+        logits, has_bias = by_rows(gating_output), bias is not None
+        each, launch = _grouped_launch(
+            tokens >= MANY_TOKENS, num_experts, *how, num_expert_group, topk_group, has_bias
         )
+        grid = (cdiv(tokens, each),)
+        launch(grid, logits, dense(bias), *result, tokens, logits.stride(0))
     return result
 
 

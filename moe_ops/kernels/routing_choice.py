@@ -30,20 +30,19 @@ from moe_ops.kernels.routing_scores import (
 
 
 @triton.jit
-def _pack(key, position, COUNT: tl.constexpr):
+def pack(key, position, COUNT: tl.constexpr):
     """Keys with the position in place of their lowest bits: all differ, ties to the lowest."""
     return (key | (COUNT - 1)) - position
 
 
 @triton.jit
-def _chosen(key, expert, slot, TOPK: tl.constexpr, EXPERTS: tl.constexpr):
+def chosen_of(packed, slot, TOPK: tl.constexpr, EXPERTS: tl.constexpr):
     """The experts of the largest keys, falling, the last of these keys, and that of the others.
 
-    Both with positions in place of their lowest bits. Where others may be larger than is known,
-    theirs is the largest of all.
+    Where others may be larger than is known, theirs is the largest of all.
     """
-    packed = _pack(key, expert, EXPERTS)
-    if in_rounds(EXPERTS, TOPK):
+    COUNT: tl.constexpr = packed.shape[0] * packed.shape[2] * packed.shape[3]
+    if in_rounds(COUNT, TOPK):
         packed, last = finalists(packed)
         chosen, best, left = largest(packed, slot, TOPK)
         left = tl.where(last >= best, 0x7FFFFFFF, left)
@@ -85,7 +84,8 @@ def _choose_by_logits(
     expert = by_lanes(EXPERTS)
     logits = _load_logits(rows, expert, EXPERTS, NUM_EXPERTS)
     total = sum_by_lanes(near_exp(tl.maximum(logits, -600.0).to(tl.float64)))
-    ids, best, left = _chosen(signed_key(logits), expert, slot, TOPK, EXPERTS)
+    packed = pack(signed_key(logits), expert, EXPERTS)
+    ids, best, left = chosen_of(packed, slot, TOPK, EXPERTS)
     bound = left | (EXPERTS - 1)
     if STEP >= EXPERTS:
         equal = (left & -STEP) == (best & -STEP)
@@ -114,7 +114,8 @@ def _choose_by_near_scores(
     expert = by_lanes(EXPERTS)
     logits = _load_logits(rows, expert, EXPERTS, NUM_EXPERTS)
     choice = near_choice(logits, bias, expert, expert < NUM_EXPERTS, SCORING)
-    ids, _, left = _chosen(ordered(choice, True), expert, slot, TOPK, EXPERTS)
+    packed = pack(signed_key(choice), expert, EXPERTS)
+    ids, _, left = chosen_of(packed, slot, TOPK, EXPERTS)
     return ids, number(left | (EXPERTS - 1))[:, None, None]
 
 
@@ -133,7 +134,7 @@ def _choose_by_scores(
     logits = tl.load(rows + expert, mask=valid, other=float("-inf")).to(tl.float32)
     choice, peak, inverse = scores_and_choice(logits, bias, expert, valid, SCORING)
     key = ordered(choice, bias is not None)
-    packed = _pack(key, expert, COUNT)
+    packed = pack(key, expert, COUNT)
     chosen, best, _ = largest(packed[None, :, :, None], slot, TOPK)
     others = packed < best[:, None]
     left = tl.max(tl.where(others, key, -0x80000000), 1)
@@ -143,10 +144,12 @@ def _choose_by_scores(
 
 
 @triton.jit
-def in_falling_order(x):
-    """Which ones of each row's are no larger than the one before them."""
+def in_falling_order(x, ids):
+    """Which ones of each row's are less than the one before them, or as much with a later id."""
     before = tl.maximum(tl.arange(0, x.shape[2]) - 1, 0)[None, None, :]
-    return x <= tl.gather(x, tl.broadcast_to(before, x.shape), 2)
+    before = tl.broadcast_to(before, x.shape)
+    x_before, id_before = tl.gather(x, before, 2), tl.gather(ids, before, 2)
+    return (x < x_before) | ((x == x_before) & (ids >= id_before))
 
 
 @triton.jit
@@ -214,13 +217,13 @@ def route_tokens(
     if BY_LOGITS:
         weights, sure = _near_softmax(picked, known, total)
         sure = sure & (picked - bound > 2.0**-20)
-        rank = (weights.to(tl.int32, bitcast=True).to(tl.int64) << 32) - ids
+        rank = weights
     else:
         weights = scores(picked, known & is_finite(picked), peak, inverse, SCORING)
         rank = tl.where(known, biased(weights, bias, ids, known), float("-inf"))
     if NEAR:
-        sure = exceeds(rank, bound, SCORING)
-    sure = tl.where(known, (sure & in_falling_order(rank)).to(tl.int32), 1)
+        sure = exceeds(rank, bound, SCORING, 1)
+    sure = tl.where(known, (sure & in_falling_order(rank, ids)).to(tl.int32), 1)
     if tl.min(sure) == 0:
         ids, weights = _best_of(rows, bias, expert, known, TOPK, NUM_EXPERTS, SLOTS, SCORING)
     store_routing(topk_weights, topk_ids, at, known, weights, ids, RENORMALIZE, SCALE)

@@ -85,7 +85,8 @@ def largest(packed, slot, TOPK: tl.constexpr):
 
     One maximum a round. To pass over what was found, no key need change: an addend makes the last
     one found the least of all, modulo 2**32, and keeps the order of the others.
-    All of ``packed``, int32, differ. ``slot`` numbers the places ``(tokens, copies, slots)``.
+    All of ``packed``, int32, differ, or those that do not are found together. ``slot`` numbers the
+    places ``(tokens, copies, slots)`` or, of lanes, ``(lanes, tokens)``.
     """
     chosen = slot
     best = tl.zeros((packed.shape[1],), dtype=tl.int32)
@@ -93,6 +94,7 @@ def largest(packed, slot, TOPK: tl.constexpr):
     for j in range(TOPK):
         most = _most(packed, addend)
         best = most - addend
-        chosen = tl.where(slot == j, best[:, None, None], chosen)
+        found = best[None, :] if len(slot.shape) == 2 else best[:, None, None]
+        chosen = tl.where(slot == j, found, chosen)
         addend = (-0x80000000 + addend) - most
     return chosen, best, _most(packed, addend) - addend

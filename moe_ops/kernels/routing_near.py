@@ -78,9 +78,12 @@ def near_choice(logits, bias, expert, valid, SCORING: tl.constexpr):
 
 
 @triton.jit
-def exceeds(rank, bound, SCORING: tl.constexpr):
+def exceeds(rank, bound, SCORING: tl.constexpr, COUNT: tl.constexpr):
     """Whether ranks are larger than whatever is nearly no larger than a bound.
 
-    A sum of float32 numbers is rounded, which the second term allows for.
+    Both are nearly sums of COUNT choices. These are rounded, which the second term allows for: of
+    one, by as little of it; of two, which add up to no more than twice the sum and 2 without signs,
+    three times.
     """
-    return rank - bound > 2 * nearness(SCORING) + tl.abs(rank) * 2.0**-20
+    rounding = (tl.abs(rank) + (COUNT - 1)) * 2.0**-20
+    return rank - bound > 2 * COUNT * nearness(SCORING) + rounding

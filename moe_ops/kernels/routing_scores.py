@@ -198,30 +198,6 @@ def scores_and_choice(logits, bias, expert, valid, SCORING: tl.constexpr):
 
 
 @triton.jit
-def in_best_groups(
-    choice, NUM_GROUPS: tl.constexpr, TOPK_GROUP: tl.constexpr, BEST: tl.constexpr,
-    GROUPS: tl.constexpr, WIDTH: tl.constexpr,
-):  # fmt: skip
-    """``choice`` with -inf outside of the groups whose BEST (one or two) largest sum is best."""
-    members = tl.reshape(choice, (GROUPS, WIDTH))
-    group_score = tl.max(members, 1)
-    if BEST == 2:
-        first = tl.argmax(members, 1, tie_break_left=True)
-        others = tl.where(tl.arange(0, WIDTH)[None, :] == first[:, None], float("-inf"), members)
-        group_score = group_score + tl.max(others, 1)
-    group = tl.arange(0, GROUPS)
-    group_score = tl.where(group < NUM_GROUPS, tl.maximum(group_score, LOWEST), float("-inf"))
-    # No reshape back: Triton 3.6 reorders one that only an argmax reads, and so its positions.
-    own_group = tl.arange(0, GROUPS * WIDTH) // WIDTH
-    kept = tl.zeros((GROUPS * WIDTH,), dtype=tl.int32)
-    for _ in range(TOPK_GROUP):
-        best = tl.argmax(group_score, 0, tie_break_left=True)
-        kept = tl.where(own_group == best, 1, kept)
-        group_score = tl.where(group == best, float("-inf"), group_score)
-    return tl.where(kept > 0, choice, float("-inf"))
-
-
-@triton.jit
 def best_positions(key, TOPK: tl.constexpr, COUNT: tl.constexpr, SLOTS: tl.constexpr):
     """The TOPK largest of each row of ``(rows, COUNT)``, ties to the lowest position.
 
