@@ -80,14 +80,9 @@ def count_expert_num_tokens(
     counts = empty_counts(topk_ids, expert_map, num_local_experts)
     num_slots = topk_ids.numel()
     _count_launch(scan_sizes(num_slots))(
-        (num_local_experts,),
-        topk_ids.contiguous(),
-        dense(expert_map),
-        counts,
-        num_slots,
-        map_size(expert_map, num_local_experts),
-        num_local_experts,
-    )
+        (num_local_experts,), topk_ids.contiguous(), dense(expert_map), counts, num_slots,
+        map_size(expert_map, num_local_experts), num_local_experts,
+    )  # fmt: skip
     return counts
 
 
