@@ -40,8 +40,7 @@ SHAPES = {
     "qwen3-next": (512, 2048, 512, 10),
     "llama4-scout": (16, 5120, 8192, 1),
     "gpt-oss": (128, 2880, 2880, 4),
-    "shard": (80, 2048, 384, 10),
-    "odd": (40, 1408, 704, 5),
+    "odd": (80, 1408, 384, 10),
     "odder": (32, 272, 144, 3),
 }
 """Experts, hidden size, intermediate size, experts of a token."""
