@@ -82,11 +82,13 @@ def test_wherever_the_best_lie(experts, k, dtype, many, device, monkeypatch):
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="replaces a part of a kernel")
+@pytest.mark.parametrize("are_many", [False, True])
 @pytest.mark.parametrize("scoring", ["softmax", "sigmoid", "sqrtsoftplus"])
-def test_who_takes_the_slow_way(scoring, monkeypatch):
-    """Four of the best in one lane may hide a fifth; three do not, nor do ordinary logits."""
+def test_who_takes_the_slow_way(scoring, are_many, monkeypatch):
+    """Four of the best in one lane may hide a fifth, where tokens are many; three never do."""
     experts, k, slow = 512, 10, []
     assert in_rounds(experts, k)
+    monkeypatch.setattr(routing, "MANY_TOKENS", 1 if are_many else 2**30)
     best_of = routing_choice._best_of
 
     def counted(*arguments):
@@ -105,7 +107,7 @@ def test_who_takes_the_slow_way(scoring, monkeypatch):
         row[best] = 3.0 - torch.arange(k) / 8
         _, ids = ops.fused_topk(row[None], bias, k, True, scoring, 1.0)
         assert ids[0].tolist() == best
-        assert len(slow) == ways
+        assert len(slow) == (ways if are_many else 0)
 
 
 def doubtful(experts, k, error):

@@ -142,7 +142,7 @@ def _choose_nearly(
     own_group, sure = _choose_groups(key, place, TOPK_GROUP, BEST, GROUPS, SCORING)
     packed = pack(key, group * WIDTH + member, GROUPS * WIDTH)
     dealt = _deal(packed, own_group, place, TOPK_GROUP, GROUPS)
-    chosen, _, left = chosen_of(dealt, slot, TOPK, GROUPS * WIDTH)
+    chosen, _, left = chosen_of(dealt, slot, TOPK, GROUPS * WIDTH, False)
     ids = chosen // WIDTH * GROUP_SIZE + chosen % WIDTH
     return ids, number(left | (GROUPS * WIDTH - 1))[:, None, None], sure
 

@@ -35,14 +35,14 @@ REGISTERS = 64
 def _fused_topk_kernel(
     gating_output, bias, topk_weights, topk_ids, num_tokens, stride_row, NUM_EXPERTS: tl.constexpr,
     SCALE: tl.constexpr, TOPK: tl.constexpr, RENORMALIZE: tl.constexpr, SCORING: tl.constexpr,
-    TOKENS: tl.constexpr, EXPERTS: tl.constexpr, SLOTS: tl.constexpr,
+    TOKENS: tl.constexpr, EXPERTS: tl.constexpr, SLOTS: tl.constexpr, MANY: tl.constexpr,
 ):  # fmt: skip
     """One program routes TOKENS tokens."""
     take_turn()
     route_tokens(
         gating_output, bias, topk_weights, topk_ids, tl.program_id(0).to(tl.int64) * TOKENS,
         num_tokens, stride_row, NUM_EXPERTS,
-        SCALE, TOPK, RENORMALIZE, SCORING, TOKENS, EXPERTS, SLOTS,
+        SCALE, TOPK, RENORMALIZE, SCORING, TOKENS, EXPERTS, SLOTS, MANY,
     )  # fmt: skip
 
 
@@ -145,7 +145,7 @@ def _topk_launch(many: bool, num_experts: int, *how: Any) -> tuple[int, Launch]:
     """
     each = max(1, min(512 // _block(num_experts), 128 // _block(how[0]))) if many else 1
     limit = {"maxnreg": REGISTERS} if many and num_experts <= 512 else {}
-    constants = {**topk_constants(each, num_experts, *how), **limit}
+    constants = {**topk_constants(each, num_experts, *how), "MANY": many, **limit}
     return each, Launch(_fused_topk_kernel, **constants, num_warps=_num_warps(num_experts))
 
 

@@ -36,13 +36,14 @@ def pack(key, position, COUNT: tl.constexpr):
 
 
 @triton.jit
-def chosen_of(packed, slot, TOPK: tl.constexpr, EXPERTS: tl.constexpr):
+def chosen_of(packed, slot, TOPK: tl.constexpr, EXPERTS: tl.constexpr, MANY: tl.constexpr):
     """The experts of the largest keys, falling, the last of these keys, and that of the others.
 
-    Where others may be larger than is known, theirs is the largest of all.
+    Where others may be larger than is known, theirs is the largest of all. That may be where tokens
+    are MANY, for which what takes the fewest instructions is best; of few all wait for the slowest.
     """
     COUNT: tl.constexpr = packed.shape[0] * packed.shape[2] * packed.shape[3]
-    if in_rounds(COUNT, TOPK):
+    if MANY and in_rounds(COUNT, TOPK):
         packed, last = finalists(packed)
         chosen, best, left = largest(packed, slot, TOPK)
         left = tl.where(last >= best, 0x7FFFFFFF, left)
@@ -69,8 +70,9 @@ def _step(dtype):
 
 @triton.jit
 def _choose_by_logits(
-    rows, slot, TOPK: tl.constexpr, EXPERTS: tl.constexpr, NUM_EXPERTS: tl.constexpr
-):
+    rows, slot,
+    TOPK: tl.constexpr, EXPERTS: tl.constexpr, NUM_EXPERTS: tl.constexpr, MANY: tl.constexpr,
+):  # fmt: skip
     """The largest logits of each token, a number that no other exceeds, and a sum of exponentials.
 
     None other than those that equal a chosen one and come after it: that is known where positions
@@ -85,7 +87,7 @@ def _choose_by_logits(
     logits = _load_logits(rows, expert, EXPERTS, NUM_EXPERTS)
     total = sum_by_lanes(near_exp(tl.maximum(logits, -600.0).to(tl.float64)))
     packed = pack(signed_key(logits), expert, EXPERTS)
-    ids, best, left = chosen_of(packed, slot, TOPK, EXPERTS)
+    ids, best, left = chosen_of(packed, slot, TOPK, EXPERTS, MANY)
     bound = left | (EXPERTS - 1)
     if STEP >= EXPERTS:
         equal = (left & -STEP) == (best & -STEP)
@@ -107,15 +109,15 @@ def _near_softmax(picked, known, total):
 
 @triton.jit
 def _choose_by_near_scores(
-    rows, bias, slot,
-    TOPK: tl.constexpr, EXPERTS: tl.constexpr, NUM_EXPERTS: tl.constexpr, SCORING: tl.constexpr,
+    rows, bias, slot, TOPK: tl.constexpr, EXPERTS: tl.constexpr, NUM_EXPERTS: tl.constexpr,
+    SCORING: tl.constexpr, MANY: tl.constexpr,
 ):  # fmt: skip
     """The nearly largest sums of a score and a bias, and a number nearly none other exceeds."""
     expert = by_lanes(EXPERTS)
     logits = _load_logits(rows, expert, EXPERTS, NUM_EXPERTS)
     choice = near_choice(logits, bias, expert, expert < NUM_EXPERTS, SCORING)
     packed = pack(signed_key(choice), expert, EXPERTS)
-    ids, _, left = chosen_of(packed, slot, TOPK, EXPERTS)
+    ids, _, left = chosen_of(packed, slot, TOPK, EXPERTS, MANY)
     return ids, number(left | (EXPERTS - 1))[:, None, None]
 
 
@@ -185,7 +187,7 @@ def route_tokens(
     gating_output, bias, topk_weights, topk_ids, first_token, num_tokens, stride_row,
     NUM_EXPERTS: tl.constexpr,
     SCALE: tl.constexpr, TOPK: tl.constexpr, RENORMALIZE: tl.constexpr, SCORING: tl.constexpr,
-    TOKENS: tl.constexpr, EXPERTS: tl.constexpr, SLOTS: tl.constexpr,
+    TOKENS: tl.constexpr, EXPERTS: tl.constexpr, SLOTS: tl.constexpr, MANY: tl.constexpr,
 ):  # fmt: skip
     """All experts compete, for each of TOKENS tokens: the chosen ``(TOKENS, SLOTS)``.
 
@@ -204,9 +206,11 @@ def route_tokens(
     place = one_a_thread(tl.zeros((TOKENS, 1), dtype=tl.int32) + slot)
     near, peak, inverse = rows[:, None], 0.0, 0.0
     if BY_LOGITS:
-        ids, bound, total = _choose_by_logits(rows, place, TOPK, EXPERTS, NUM_EXPERTS)
+        ids, bound, total = _choose_by_logits(rows, place, TOPK, EXPERTS, NUM_EXPERTS, MANY)
     elif NEAR:
-        ids, bound = _choose_by_near_scores(rows, bias, place, TOPK, EXPERTS, NUM_EXPERTS, SCORING)
+        ids, bound = _choose_by_near_scores(
+            rows, bias, place, TOPK, EXPERTS, NUM_EXPERTS, SCORING, MANY
+        )
     else:
         ids, sure, peak, inverse = _choose_by_scores(
             rows, bias, expert, place, TOPK, NUM_EXPERTS, SCORING

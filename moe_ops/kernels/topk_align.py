@@ -34,7 +34,7 @@ def _topk_align_kernel(
     take_turn()
     ids = route_tokens(
         gating_output, bias, topk_weights, topk_ids, tl.program_id(0) * 0, num_tokens, stride_row,
-        NUM_EXPERTS, SCALE, TOPK, RENORMALIZE, SCORING, TOKENS, EXPERTS, SLOTS,
+        NUM_EXPERTS, SCALE, TOPK, RENORMALIZE, SCORING, TOKENS, EXPERTS, SLOTS, False,
     )  # fmt: skip
     place = tl.arange(0, TOKENS * SLOTS)
     slot = place // SLOTS * TOPK + place % SLOTS
