@@ -1,8 +1,12 @@
-"""Two processes: results are summed over ranks, tokens are gathered and scattered."""
+"""Two processes: results are summed over ranks, tokens are gathered and scattered.
+
+On the CPU, and on two GPUs where there are, also in CUDA graphs.
+"""
 
 import os
 import tempfile
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
@@ -13,41 +17,69 @@ import moe_ops
 E, K, H, I, T = 4, 2, 32, 24, 6  # noqa: E741
 
 
-def layer_of(**options):
+def layer_of(device, **options):
     layer = moe_ops.FusedMoE(E, K, H, I, **options)
     moe_ops.load_checkpoint(layer, per_expert(Experts.random(E, H, I)), progress=False)
-    return layer
+    return layer.to(device)
 
 
-def check_rank(rank):
+def check_rank(rank, device):
     g = torch.Generator().manual_seed(1)
-    x, logits = torch.randn(T, H, generator=g), torch.randn(T, E, generator=g)
-    expected = layer_of()(x, logits)
+    x, logits = (torch.randn(T, n, generator=g).to(device) for n in (H, E))
+    expected = layer_of(device)(x, logits)
     for mode in ("tp", "ep"):
         options = {f"{mode}_size": 2, f"{mode}_rank": rank}
-        part = layer_of(**options)
-        reduced = layer_of(reduce_results=True, tp_group=dist.group.WORLD, **options)
+        part = layer_of(device, **options)
+        reduced = layer_of(device, reduce_results=True, tp_group=dist.group.WORLD, **options)
         out = part(x, logits)
         torch.testing.assert_close(reduced(x, logits), expected)
         summed = part.maybe_all_reduce_tensor_model_parallel(out)
         torch.testing.assert_close(summed, expected)
         assert not torch.equal(out, expected)
         mine = slice(rank * T // 2, (rank + 1) * T // 2)
-        sequence = layer_of(is_sequence_parallel=True, **options)
+        sequence = layer_of(device, is_sequence_parallel=True, **options)
         torch.testing.assert_close(sequence(x[mine], logits[mine]), expected[mine])
-    for layer, part in ((reduced, slice(None)), (sequence, mine)):
-        compiled = torch.compile(layer, fullgraph=True, dynamic=True, backend="aot_eager")
-        torch.testing.assert_close(compiled(x[part], logits[part]), expected[part])
+        for layer, rows in ((reduced, slice(None)), (sequence, mine)):
+            check_compiled(layer, x[rows], logits[rows], expected[rows])
+            if device.type == "cuda":
+                check_captured(layer, x[rows], logits[rows], expected[rows])
 
 
-def run(rank, store):
+def check_compiled(layer, x, logits, expected):
+    compiled = torch.compile(layer, fullgraph=True, dynamic=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(x, logits), expected)
+
+
+@torch.no_grad()
+def check_captured(layer, x, logits, expected):
+    """Replays read what lies in the buffers by then."""
+    rows = [torch.zeros_like(x), torch.zeros_like(logits)]
+    layer(*rows)  # kernels are loaded, ranks are connected
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = layer(*rows)
+    for buffer, value in zip(rows, (x, logits), strict=True):
+        buffer.copy_(value)
+    graph.replay()
+    torch.testing.assert_close(out, expected)
+
+
+def run(rank, backend, store):
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
-    check_rank(rank)
+    device = torch.device("cpu")
+    if backend == "nccl":
+        device = torch.device("cuda", rank)
+        torch.cuda.set_device(device)
+    dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=2)
+    check_rank(rank, device)
     dist.destroy_process_group()
 
 
-def test_two_processes():
+two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+
+
+@pytest.mark.parametrize("backend", ["gloo", pytest.param("nccl", marks=two_gpus)])
+def test_two_processes(backend):
     with tempfile.TemporaryDirectory() as folder:
-        multiprocessing.spawn(run, (f"{folder}/store",), nprocs=2)
+        multiprocessing.spawn(run, (backend, f"{folder}/store"), nprocs=2)
