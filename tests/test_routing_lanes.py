@@ -81,6 +81,23 @@ def test_wherever_the_best_lie(experts, k, dtype, many, device, monkeypatch):
         assert torch.equal(weights.cpu(), expected_weights)
 
 
+@pytest.mark.parametrize("experts", [5, 12, 160])
+def test_no_expert_is_chosen_that_does_not_exist(experts, device):
+    """Also where most logits are NaN with a sign, which are less than -inf to integers."""
+    logits = torch.full((2, experts), -torch.nan)
+    logits[:, experts // 2] = 1.0
+    bias = torch.zeros(experts)
+    for how in (
+        ("softmax", None), ("softmax", bias), ("sigmoid", None), ("sigmoid", bias),
+        ("sqrtsoftplus", bias),
+    ):  # fmt: skip
+        call = Call(4, True, *how, 1.0)
+        weights, ids = ops.fused_topk(logits.to(device), *call.arguments(device))
+        expected_weights, expected_ids = reference.fused_topk(logits, *call.arguments("cpu"))
+        assert torch.equal(ids.cpu(), expected_ids)
+        assert torch.equal(weights.cpu(), expected_weights)
+
+
 @pytest.mark.skipif(not INTERPRETED, reason="replaces a part of a kernel")
 @pytest.mark.parametrize("are_many", [False, True])
 @pytest.mark.parametrize("scoring", ["softmax", "sigmoid", "sqrtsoftplus"])

@@ -86,8 +86,10 @@ def _choose_by_logits(
     expert = by_lanes(EXPERTS)
     logits = _load_logits(rows, expert, EXPERTS, NUM_EXPERTS)
     total = sum_by_lanes(near_exp(tl.maximum(logits, -600.0).to(tl.float64)))
-    packed = pack(signed_key(logits), expert, EXPERTS)
-    ids, best, left = chosen_of(packed, slot, TOPK, EXPERTS, MANY)
+    key = signed_key(logits)
+    if NUM_EXPERTS != EXPERTS:  # less than -inf, as some NaN are
+        key = tl.where(expert < NUM_EXPERTS, key, -0x80000000)
+    ids, best, left = chosen_of(pack(key, expert, EXPERTS), slot, TOPK, EXPERTS, MANY)
     bound = left | (EXPERTS - 1)
     if STEP >= EXPERTS:
         equal = (left & -STEP) == (best & -STEP)
