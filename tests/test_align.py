@@ -83,7 +83,7 @@ def test_expert_map(case, ignore, seed, device):
     assert_plan(plan, looped(ids, 16, num_experts, expert_map.tolist(), ignore))
 
 
-@pytest.mark.parametrize("num_experts", [4096, 1025, 513])
+@pytest.mark.parametrize("num_experts", [513, 1025] if INTERPRETED else [513, 1025, 4096])
 def test_many_experts(num_experts, device):
     g = torch.Generator().manual_seed(0)
     ids = torch.randint(0, num_experts, (4, 8), generator=g, dtype=torch.int32)
@@ -91,7 +91,7 @@ def test_many_experts(num_experts, device):
     assert_plan(plan, looped(ids, 8, num_experts))
 
 
-@pytest.mark.parametrize("num_tokens", [128, 129, 500])
+@pytest.mark.parametrize("num_tokens", [128, 129, 200])
 @pytest.mark.parametrize("tile", [16, 192])
 def test_both_sides_of_the_single_launch(num_tokens, tile, device):
     """1024 slots are the last that one launch sorts."""

@@ -58,12 +58,15 @@ def rows_of(experts):
     return base
 
 
-SIZES = [(257, 10), (512, 16), *(() if INTERPRETED else ((512, 8), (512, 10), (2048, 12)))]
+F32, BF16 = torch.float32, torch.bfloat16
+PLACES = [(257, 10, BF16, True), (512, 16, F32, True)]
+"""Experts, those of a token, logits, and whether tokens are many."""
+if not INTERPRETED:
+    SIZES = (257, 10), (512, 8), (512, 10), (512, 16), (2048, 12)
+    PLACES = [(*s, t, many) for s in SIZES for t in (F32, BF16) for many in (False, True)]
 
 
-@pytest.mark.parametrize("many", [True] if INTERPRETED else [False, True])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize(("experts", "k"), SIZES)
+@pytest.mark.parametrize(("experts", "k", "dtype", "many"), PLACES, ids=str)
 def test_wherever_the_best_lie(experts, k, dtype, many, device, monkeypatch):
     """Also where a program has as few registers as where there are many tokens."""
     monkeypatch.setattr(routing, "MANY_TOKENS", 1 if many else 2**30)

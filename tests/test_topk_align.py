@@ -38,7 +38,7 @@ def test_any_logits(sample, row_tiles, local, device):
         assert one.dtype == two.dtype and one.is_contiguous() and torch.equal(one, two)
 
 
-@pytest.mark.parametrize(("tokens", "experts"), [(1, 1), (1, 512), (3, 128), (8, 64), (5, 128)])
+@pytest.mark.parametrize(("tokens", "experts"), [(1, 1), (1, 512), (3, 64), (8, 32), (5, 128)])
 def test_few_tokens(tokens, experts, device):
     """Rows of a wider tensor, a token that has no finite logit, ids that repeat among tokens."""
     g = torch.Generator().manual_seed(0)
