@@ -14,7 +14,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-COUNT = gl.constexpr(128)
+from moe_ops.kernels.hopper_schedule import wait_for_group
+
+COUNT, ROUNDS = gl.constexpr(128), gl.constexpr(4)
 
 
 @triton.jit
@@ -24,26 +26,38 @@ def out_of_bounds_kernel(x, COUNT: tl.constexpr):
 
 
 @gluon.jit
-def _write(words, ready):
-    at = gl.arange(0, COUNT, layout=gl.BlockedLayout([4], [32], [1], [0]))
-    words.store(at)
-    mbarrier.arrive(ready)
+def _write(words, full, empty):
+    layout: gl.constexpr = gl.BlockedLayout([4], [32], [1], [0])
+    for i in range(ROUNDS):
+        mbarrier.wait(empty, (i + 1) & 1)
+        words.store(gl.arange(0, COUNT, layout=layout) + i)
+        wait_for_group()
+        mbarrier.arrive(full)
 
 
 @gluon.jit
-def _read(out, words, ready):
+def _read(out, words, full, empty):
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-    mbarrier.wait(ready, 0)
-    gl.store(out + gl.arange(0, COUNT, layout=layout), words.load(layout))
+    total = gl.full([COUNT], 0, gl.int32, layout)
+    for i in range(ROUNDS):
+        mbarrier.wait(full, i & 1)
+        total += words.load(layout)
+        wait_for_group()
+        mbarrier.arrive(empty)
+    gl.store(out + gl.arange(0, COUNT, layout=layout), total)
 
 
 @gluon.jit
 def handed_over_kernel(out):
-    """One warp writes shared memory and arrives at a barrier; others wait there, and read it."""
+    """One warp writes shared memory and tells so, four read it and tell so, in turn."""
     words = gl.allocate_shared_memory(gl.int32, [COUNT], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    ready = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    mbarrier.init(ready, count=1)
-    gl.warp_specialize([(_read, (out, words, ready)), (_write, (words, ready))], [1], [24])
+    full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    mbarrier.init(full, count=1)
+    mbarrier.init(empty, count=1)
+    gl.warp_specialize(
+        [(_read, (out, words, full, empty)), (_write, (words, full, empty))], [1], [24]
+    )
 
 
 def main(name: str) -> None:
@@ -53,7 +67,7 @@ def main(name: str) -> None:
     else:
         out = torch.zeros(128, dtype=torch.int32, device="cuda")
         handed_over_kernel[(1,)](out, num_warps=4)
-        assert out.tolist() == list(range(128))
+        assert out.tolist() == [4 * i + 6 for i in range(128)]
     torch.cuda.synchronize()
 
 

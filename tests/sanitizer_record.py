@@ -2,9 +2,10 @@
 
 Every kernel is compiled, and every value judged, in a run without the sanitizer before; so what the
 tools take is theirs. Parts of the same commit merge into one record. Nothing that a tool says is
-left out: errors and warnings are counted by kernel. racecheck does not follow mbarriers: it calls a
-kernel a race that has none (`sanitizer_canary.handed_over_kernel`). Where it does, what it says of
-kernels that use them is kept as not judged.
+left out: errors and warnings are counted by kernel. Of warps that hand memory over at mbarriers
+racecheck says races that are none. It is tried with a kernel that has none
+(`sanitizer_canary.handed_over_kernel`): where it names one there, what it says of our kernels of
+that kind is kept as not judged.
 
 Exits with 0 where everything is clean, 1 where not, 3 without compute-sanitizer, 4 where that does
 not support the machine, 5 where it does not see an error that is made for it.
@@ -186,10 +187,7 @@ def said_of(sanitizer: str, tool: str, kernel: str) -> str:
 
 
 def unjudged_kernels(sanitizer: str, arch: int) -> dict[str, Any]:
-    """Those whose races say nothing, and why: what racecheck says of a kernel without any.
-
-    Where it does not follow mbarriers, it sees a race wherever memory is handed over at one.
-    """
+    """Those whose races are not judged, and why: what racecheck says of a kernel without any."""
     if arch != 90:
         return {}
     found = parse(said_of(sanitizer, "racecheck", "handed_over")).by_kernel

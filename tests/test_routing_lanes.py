@@ -62,7 +62,7 @@ F32, BF16 = torch.float32, torch.bfloat16
 PLACES = [(257, 10, BF16, True), (512, 16, F32, True)]
 """Experts, those of a token, logits, and whether tokens are many."""
 if not INTERPRETED:
-    SIZES = (257, 10), (512, 8), (512, 10), (512, 16), (2048, 12)
+    SIZES = (160, 6), (257, 10), (384, 8), (512, 8), (512, 10), (512, 16), (2048, 12)
     PLACES = [(*s, t, many) for s in SIZES for t in (F32, BF16) for many in (False, True)]
 
 
