@@ -76,7 +76,8 @@ tiles' first rows begin, and a zero, so that slots begin at a multiple of 16 byt
 SINGLE_LAUNCH_SLOTS = 1024
 """Up to here one launch aligns: each of its programs counts all experts itself."""
 PLAN_PROGRAMS = 128
-"""The most programs of that launch: each counts all slots, which more at a time only slow down."""
+"""Programs of that launch where experts are up to four times as many: each counts all slots, which
+more at a time only slow down."""
 MANY_TOKENS = 2048
 """From here on a program of top-k routes several tokens: else it would end before others begin."""
 ONE_LAUNCH_LOGITS = 512
