@@ -1,7 +1,7 @@
 """Triton kernels of the alignment stage: a stable counting sort.
 
-Few slots: every program looks at all of them and places those of its own experts, up to four.
-Many: see `counting_sort`. No two programs write the same entry, and the order never depends on timing.
+Few slots: every program looks at all of them and places those of its own experts, up to four. Many:
+see `counting_sort`. No two programs write the same entry, and the order never depends on timing.
 
 Kernels take the three parts of a plan, or None for the last two: see `plan_parts`.
 """
