@@ -141,8 +141,8 @@ def test_other_stages(arch, tokens):
 @pytest.mark.parametrize(
     ("arch", "shape"),
     [
-        *((90, shape) for shape in ((2, 512), (4, 256))),
-        *((arch, (8, 128)) for arch in ARCHITECTURES),
+        *((90, shape) for shape in ((2, 256), (4, 128))),
+        *((arch, (8, 64)) for arch in ARCHITECTURES),
     ],
     ids=str,
 )

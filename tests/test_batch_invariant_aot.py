@@ -140,7 +140,7 @@ def test_routing_adds_no_floats_that_decide(scoring):
         how = (None, 6, True, scoring, 1.0)
         for tokens in (1, 2 * MANY_TOKENS):
             routing.fused_topk(empty(tokens, 100), *how)
-        topk_align.topk_plan(empty(5, 100), *how, None, [64], 100)
+        topk_align.topk_plan(empty(4, 100), *how, None, [64], 100)
 
     kernels = aot.compile_launch(90, launch)
     names = [kernel.metadata.name for kernel in kernels]
