@@ -130,6 +130,12 @@ def _patch_fma(builder: type) -> None:
     builder.create_fma = create_fma
 
 
+def _patch_maxima(builder: type) -> None:
+    """Of a NaN and a number that is the number, unless NaN is asked for."""
+    builder.create_maxnumf = lambda self, lhs, rhs: self.binary_op(lhs, rhs, np.fmax)
+    builder.create_minnumf = lambda self, lhs, rhs: self.binary_op(lhs, rhs, np.fmin)
+
+
 def _patch_loop_bounds() -> None:
     """Run-time loop bounds under numpy >= 2.4 (fixed in Triton 3.7)."""
     patch = interpreter._patch_lang_tensor
@@ -179,6 +185,7 @@ def install() -> torch.library.Library:
     _patch_casts(interpreter.InterpreterBuilder)
     _patch_arithmetic(interpreter.InterpreterBuilder)
     _patch_fma(interpreter.InterpreterBuilder)
+    _patch_maxima(interpreter.InterpreterBuilder)
     if _version() < (3, 7):
         _patch_loop_bounds()
     if _version() < (3, 8):

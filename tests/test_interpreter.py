@@ -29,6 +29,15 @@ def _arithmetic(a, b, out, N: tl.constexpr):
     tl.store(out + N + i, tl.where(x > y, x, y))
 
 
+@triton.jit
+def _extremes(a, b, out, N: tl.constexpr):
+    i = tl.arange(0, N)
+    x, y = tl.load(a + i), tl.load(b + i)
+    tl.store(out + i, tl.maximum(x, y))
+    tl.store(out + N + i, tl.minimum(x, y))
+    tl.store(out + 2 * N + i, tl.maximum(x, y, propagate_nan=tl.PropagateNan.ALL))
+
+
 def numbers(n=1024):
     """Both signs, subnormals of fp8, halfway cases and values past its largest."""
     g = torch.Generator().manual_seed(0)
@@ -84,3 +93,13 @@ def test_bf16_arithmetic_and_comparison(run_device):
     result = out.cpu()
     assert ((result[0] == rounded_once) | (result[0] == rounded_twice)).all()
     assert torch.equal(result[1], torch.maximum(a, b))
+
+
+def test_extremes_of_nan(run_device):
+    """Of a NaN and a number they are the number, unless NaN is asked for."""
+    values = torch.tensor([torch.nan, -torch.nan, torch.inf, -torch.inf, 0.0, 2.5])
+    a, b = (x.flatten()[:32] for x in torch.meshgrid(values, values, indexing="ij"))
+    out = torch.empty(3, 32, device=run_device)
+    _extremes[(1,)](a.to(run_device), b.to(run_device), out, N=32)
+    expected = torch.stack([torch.fmax(a, b), torch.fmin(a, b), torch.maximum(a, b)])
+    assert torch.equal(out.cpu().nan_to_num(99.0), expected.nan_to_num(99.0))
