@@ -12,6 +12,9 @@ import triton.language as tl
 from moe_ops.kernels.slots import HEADER
 from moe_ops.tiles import PLAN_PROGRAMS, cdiv, next_power_of_2
 
+BITS, LOW = tl.constexpr(16), tl.constexpr(0xFFFF)
+"""Of a count of slots, or of tiles, where several are added up in one integer: there are few."""
+
 
 @triton.jit
 def fill(out, start, stop, first, step, value, CHUNK: tl.constexpr):
@@ -65,10 +68,6 @@ def finish_plan(
             at = tl.arange(0, HEADER)
             begin = tl.where(at == 1, HEADER + num_rows, HEADER + num_rows + num_tiles)
             tl.store(header + at, tl.where(at < 3, begin, 0), mask=at > 0)
-
-
-BITS, LOW = tl.constexpr(16), tl.constexpr(0xFFFF)
-"""Of a count of slots, or of tiles, where several are added up in one integer: there are few."""
 
 
 @triton.constexpr_function
