@@ -157,6 +157,9 @@ def merged(old: dict[str, Any], header: dict[str, Any], tool: str, part: str, ne
         "cases": sum(run["cases"] for run in parts.values()),
         "errors": sum(run["findings"]["errors"] for run in parts.values()),
         "warnings": sum(run["findings"]["warnings"] for run in parts.values()),
+        "unjudged": sum(
+            n for r in parts.values() for k in r["unjudged"].values() for n in k.values()
+        ),
         "seconds": round(sum(run["seconds"] for run in parts.values()), 1),
         "kernels": kernels,
         "never_ran": never,

@@ -11,9 +11,11 @@ if INTERPRETED:
 pytest.importorskip("triton")
 
 import aot  # noqa: E402
+import triton  # noqa: E402
+import triton.language as tl  # noqa: E402
 from sum_calls import SumCall  # noqa: E402
+from token_layers import Layer  # noqa: E402
 
-from moe_ops.activation import formula  # noqa: E402
 from moe_ops.hopper_tiles import LEAST_TOKEN_STAGES  # noqa: E402
 from moe_ops.kernels import (  # noqa: E402
     expert_gemm,
@@ -25,11 +27,7 @@ from moe_ops.kernels import (  # noqa: E402
     token_gemm,
     weight_and_reduce,
 )
-from moe_ops.pipeline.row_spaces import SlotRows  # noqa: E402
-from moe_ops.scheme import get_scheme  # noqa: E402
-from moe_ops.tensors import Routing  # noqa: E402
 from moe_ops.tiles import INVARIANT_ROW_TILES  # noqa: E402
-from moe_ops.tuned_file import default_row_tiles  # noqa: E402
 
 pytestmark = [pytest.mark.aot, pytest.mark.filterwarnings("ignore")]
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
@@ -40,7 +38,8 @@ SHAPES = {
     "qwen3-next": (512, 2048, 512, 10),
     "llama4-scout": (16, 5120, 8192, 1),
     "gpt-oss": (128, 2880, 2880, 4),
-    "odd": (80, 1408, 384, 10),
+    "odd": (40, 1408, 704, 5),
+    "shard": (80, 2048, 384, 10),
     "odder": (32, 272, 144, 3),
 }
 """Experts, hidden size, intermediate size, experts of a token."""
@@ -68,56 +67,6 @@ def no_other_driver():
                 value.device_caches.clear()
 
 
-class Layer:
-    """Both GEMMs of a layer of few tokens, by their launchers."""
-
-    def __init__(self, empty, shape, scheme, dtype=BF16, **changes):
-        self.empty, self.dtype, self.scheme = empty, dtype, get_scheme(scheme)
-        self.experts, self.hidden, self.width, self.top_k = shape
-        self.tokens = changes.get("tokens", 1)
-        self.stored = changes.get("stored", False)
-        tiles = changes.get("row_tiles", default_row_tiles(self.scheme))
-        ids = empty(self.tokens, self.top_k, dtype=changes.get("ids", torch.int32))
-        expert_map = empty(2 * self.experts, dtype=torch.int32) if changes.get("mapped") else None
-        self.weights = empty(self.tokens, self.top_k, dtype=F32)
-        space = SlotRows.of(Routing(self.weights, ids, expert_map), self.experts, tiles)
-        self.how = (*space.tiles, space.row_tiles)
-
-    def operands(self, rows, n, k, has_bias):
-        """Rows, a weight, their scales, and a bias."""
-        quant, weight = self.scheme.activation, self.scheme.weight
-        bias = self.empty(self.experts, n, dtype=self.dtype) if has_bias else None
-        a, a_scale = self.empty(rows, k, dtype=self.dtype), None
-        if weight is None:
-            return a, None, self.empty(self.experts, n, k, dtype=self.dtype), None, bias
-        if self.stored:
-            a = self.empty(rows, k, dtype=quant.dtype)
-            a_scale = self.empty(*quant.row_scale_shape(rows, k), dtype=F32)
-        w_scale = self.empty(*weight.weight_scale_shape(self.experts, n, k), dtype=F32)
-        return a, a_scale, self.empty(self.experts, n, k, dtype=weight.dtype), w_scale, bias
-
-    def rows(self, activation="silu", has_bias=False):
-        """GEMM 1."""
-        n = self.width * (2 if formula(activation).gated else 1)
-        a, a_scale, w, w_scale, bias = self.operands(self.tokens, n, self.hidden, has_bias)
-        if w_scale is None:
-            expert_gemm.expert_gemm_act(a, w, bias, None, *self.how, self.top_k, activation, True)
-        else:
-            rest = (*self.how, self.top_k, self.scheme.name, self.dtype, activation)
-            scaled_gemm.scaled_gemm_act(a, a_scale, w, w_scale, bias, *rest)
-
-    def sum(self, has_bias=False, weighted=True):
-        """GEMM 2, with the sum."""
-        gemm_sum.gemm_sum(*self.sum_arguments(has_bias, weighted))
-
-    def sum_arguments(self, has_bias=False, weighted=True):
-        """Of its launcher."""
-        slots = self.tokens * self.top_k
-        operands = self.operands(slots, self.hidden, self.width, has_bias)
-        rest = (self.weights if weighted else None, *self.how, self.scheme.name)
-        return *operands, *rest, *((None, True) if self.scheme.weight is None else (self.dtype,))
-
-
 def last(kernel):
     """What was launched before, with the same routing, is a kernel, or None."""
     let_in = kernel is hopper_token.hopper_token_kernel
@@ -133,7 +82,10 @@ def constants(kernel):
 
 
 def check(kernel):
-    """One of each GEMM fits a processor, nothing waits for registers, `TokenGemm.PAIRED` holds."""
+    """One of each GEMM fits a processor, nothing waits for registers, and zeros are zeros.
+
+    Those of a piece without numbers: see `TokenGemm.PAIRED`.
+    """
     used = aot.resources(kernel, 90)
     most = token_gemm.REGISTERS[kernel.metadata.name == SUM]
     assert used["shared"] <= HALF and used["registers"] <= most, used
@@ -162,6 +114,40 @@ def test_first_gemm(shape, scheme, dtype):
         check(kernel)
         # Only the second GEMM's own kernel is let in before the first one's last weights.
         assert (constants(kernel).LEAD > 0) == ((shape, scheme) not in LONG_ROWS)
+
+
+@pytest.mark.parametrize("top_k", [6, 8, 10])
+@pytest.mark.parametrize("scheme", ["fp8_channel", "fp8_block128"])
+@pytest.mark.parametrize("width", [96, 272])
+def test_pieces_without_numbers(width, scheme, top_k):
+    """The last of an odd number is there for the engine only; see `TokenGemm.PAIRED`."""
+    shape = (10 * top_k, 144, width, top_k)
+    (kernel,) = aot.compile_launch(90, lambda empty: Layer(empty, shape, scheme).sum())
+    assert kernel.metadata.name == SUM
+    check(kernel)
+
+
+@triton.jit
+def _masked_kernel(x, out, N: tl.constexpr):
+    at = tl.arange(0, N)
+    value, scale = tl.load(x + at, mask=at < 0, other=0.0), tl.load(x)
+    tl.store(out + at, tl.fma(value * scale, scale, value).to(tl.float8e4nv))
+
+
+@triton.jit
+def _spread_kernel(x, out, N: tl.constexpr):
+    tl.store(out + tl.arange(0, N), (tl.zeros((N,), tl.float32) + tl.load(x)).to(tl.float8e4nv))
+
+
+@pytest.mark.skipif(not triton.__version__.startswith("3.6."), reason="that of Triton 3.6 does it")
+def test_what_packs_garbage():
+    """Zeros by their masks, not whatever else is equal."""
+
+    def run(empty):
+        for kernel in (_masked_kernel, _spread_kernel):
+            kernel[(1,)](empty(4096, dtype=F32), empty(4096, dtype=torch.float8_e4m3fn), N=4096)
+
+    assert [aot.packs_garbage(kernel) for kernel in aot.compile_launch(90, run)] == [True, False]
 
 
 @pytest.mark.parametrize("early", [False, True])
@@ -231,10 +217,10 @@ def other_kernels(arch, run):
     return found
 
 
-@pytest.mark.parametrize(
-    ("arch", "scheme"), [(80, "unquantized"), (100, "fp8_channel"), (120, "fp8_channel")]
-)
+@pytest.mark.parametrize("scheme", ["unquantized", "fp8_channel"])
+@pytest.mark.parametrize("arch", [80, 100, 120])
 def test_only_on_hopper(arch, scheme):
+    scheme = "unquantized" if arch == 80 else scheme
     found = other_kernels(arch, launch_both("qwen3-30b", scheme))
     assert found[-1] == "_mul_sum_kernel"
 

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from conftest import INTERPRETED
 from hypothesis import given
 from hypothesis import strategies as st
 from routing_oracle import topk_calls
@@ -38,7 +39,12 @@ def test_any_logits(sample, row_tiles, local, device):
         assert one.dtype == two.dtype and one.is_contiguous() and torch.equal(one, two)
 
 
-@pytest.mark.parametrize(("tokens", "experts"), [(1, 1), (1, 512), (3, 64), (8, 32), (5, 128)])
+FEW = [(1, 1), (1, 512), (3, 64), (8, 32), (5, 128)]
+if not INTERPRETED:
+    FEW += [(3, 128), (4, 128), (8, 64), (9, 64), (8, 128), (9, 128)]
+
+
+@pytest.mark.parametrize(("tokens", "experts"), FEW)
 def test_few_tokens(tokens, experts, device):
     """Rows of a wider tensor, a token that has no finite logit, ids that repeat among tokens."""
     g = torch.Generator().manual_seed(0)

@@ -113,7 +113,7 @@ def place_buckets(
     )
     WHOLE: tl.constexpr = expert_ids is None
     EACH: tl.constexpr = buckets_each(BUCKETS)
-    SUMS: tl.constexpr = tl.int32 if EACH <= 2 else tl.int64
+    SUMS: tl.constexpr = tl.int32 if EACH * BITS <= 32 else tl.int64
     program, programs = tl.program_id(0), tl.num_programs(0)
     tile, start, used_tiles = _before(found, program * EACH, BUCKETS, TILE)
 
