@@ -263,10 +263,14 @@ class Scan(NamedTuple):
 
 
 def scan_sizes(num_slots: int) -> Scan:
-    """Many slots in a step where there are many, since every step waits for a sum."""
+    """Many slots in a step where there are many, since every step waits for a sum.
+
+    Few, all in one: with twice as many places or threads as they need, it takes longer.
+    """
     if num_slots > SINGLE_LAUNCH_SLOTS:
         return Scan(4096, 16)
-    return Scan(1024 if num_slots > 512 else 512 if num_slots > 256 else 256, 4)
+    chunk = max(64, next_power_of_2(num_slots))
+    return Scan(chunk, 2 if chunk <= 256 else 4)
 
 
 def sort_block(num_slots: int) -> int:

@@ -99,6 +99,44 @@ def _before(found, first, BUCKETS: tl.constexpr, TILE: tl.constexpr):
 
 
 @triton.jit
+def _spans(counts, tile, start, EACH: tl.constexpr, TILE: tl.constexpr):
+    """Of each bucket its first tile and slot, the row after its slots, and the tile after its."""
+    spans = ()
+    for i in tl.static_range(EACH):
+        count = _bits(counts, i)
+        after = tile + (count + TILE - 1) // TILE
+        spans = spans + ((tile, start, tile * TILE + count, after),)
+        tile, start = after, start + count
+    return spans
+
+
+@triton.jit
+def _finish_buckets(
+    slots, experts, firsts, spans, names, first_bucket, num_buckets, pad,
+    EACH: tl.constexpr, TILE: tl.constexpr, WHOLE: tl.constexpr,
+):  # fmt: skip
+    """The rows of padding of some buckets, which lie side by side, and the names of their tiles."""
+    begin, end = spans[0][0], spans[EACH - 1][3]
+    for at in range(begin * TILE, end * TILE, 128):
+        row = at + tl.arange(0, 128)
+        unused = row < 0
+        for i in tl.static_range(EACH):
+            unused = unused | ((row >= spans[i][2]) & (row < spans[i][3] * TILE))
+        tl.store(slots + row, row * 0 + pad, mask=unused)
+    for at in range(begin, end, 128):
+        tile = at + tl.arange(0, 128)
+        name, row = tile * 0 + first_bucket, tile * 0
+        for i in tl.static_range(EACH):  # a bucket without tiles gives way to the next one
+            after = tile >= spans[i][0]
+            name = tl.where(after, first_bucket + i, name)
+            row = tl.where(after, spans[i][1] + (tile - spans[i][0]) * TILE, row)
+        if names is not None:
+            known = (tile < end) & (name < num_buckets)
+            name = tl.load(names + name, mask=known, other=0).to(tl.int32)
+        name_tile(experts, firsts, tile, name, row, tile < end, WHOLE)
+
+
+@triton.jit
 def place_buckets(
     found, slot, names, sorted_token_ids, expert_ids, num_tokens_post_padded,
     num_slots, num_rows, num_tiles, num_buckets, TILE: tl.constexpr, BUCKETS: tl.constexpr,
@@ -121,21 +159,15 @@ def place_buckets(
     mine = (own >= 0) & (own < EACH)
     place = tl.where(mine, own, 0)
     one = mine.to(SUMS) << (place * BITS).to(SUMS)
-    counts = tl.sum(one)
     rank = _bits(tl.cumsum(one, 0) - one, place.to(SUMS))
-    row = rank
+    spans, row = _spans(tl.sum(one), tile, start, EACH, TILE), rank
     for i in tl.static_range(EACH):
-        bucket, count = program * EACH + i, _bits(counts, i)
-        end, tiles = tile * TILE + count, (count + TILE - 1) // TILE
-        row = tl.where(own == i, rank + tile * TILE, row)
-        fill(slots, end, (tile + tiles) * TILE, 0, 1, num_slots, 64)
-        name = bucket
-        if names is not None:
-            name = tl.load(names + bucket, mask=bucket < num_buckets, other=0).to(tl.int32)
-        name_tiles(experts, firsts, tile, tiles, name, start, TILE, WHOLE)
-        tile, start = tile + tiles, start + count
+        row = tl.where(own == i, rank + spans[i][0] * TILE, row)
     tl.store(slots + row, slot, mask=mine)
-
+    _finish_buckets(
+        slots, experts, firsts, spans, names, program * EACH, num_buckets, num_slots,
+        EACH, TILE, WHOLE,
+    )  # fmt: skip
     finish_plan(
         slots, experts, firsts, header, used_tiles, program, programs, num_slots,
         num_rows, num_tiles, TILE, 512, WHOLE,
