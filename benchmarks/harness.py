@@ -25,6 +25,9 @@ from moe_ops.pipeline.devices import MEASURED as HARDWARE
 KEY = ("scheme", "shape", "M", "impl", "routing")
 _FLUSH_BYTES = 512 * 10**6
 _WARM_UPS = 3
+_WARM_UP_S = 0.05
+"""Of replays before the timed ones: after a pause (weights are made, kernels compiled) an H200 takes
+up to a tenth longer for the first 10 to 20 ms."""
 
 
 def default_device() -> torch.device:
@@ -106,6 +109,9 @@ def _on_cuda(call: Callable[[], Any], device: torch.device) -> tuple[_Timer, Any
         torch.cuda.synchronize(device)
         return [1e3 * start.elapsed_time(end) for start, end in events]
 
+    began = time.perf_counter()
+    while time.perf_counter() - began < _WARM_UP_S:
+        time_calls(_WARM_UPS)
     return time_calls, output
 
 
