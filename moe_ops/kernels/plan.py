@@ -116,20 +116,21 @@ def _finish_buckets(
     EACH: tl.constexpr, TILE: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
     """The rows of padding of some buckets, which lie side by side, and the names of their tiles."""
-    begin, end = spans[0][0], spans[EACH - 1][3]
+    begin, end = spans[0][0], spans[EACH - 1][3]  # see `_spans`
     for at in range(begin * TILE, end * TILE, 128):
         row = at + tl.arange(0, 128)
         unused = row < 0
         for i in tl.static_range(EACH):
-            unused = unused | ((row >= spans[i][2]) & (row < spans[i][3] * TILE))
+            _, _, stop, after = spans[i]
+            unused = unused | ((row >= stop) & (row < after * TILE))
         tl.store(slots + row, row * 0 + pad, mask=unused)
     for at in range(begin, end, 128):
         tile = at + tl.arange(0, 128)
         name, row = tile * 0 + first_bucket, tile * 0
         for i in tl.static_range(EACH):  # a bucket without tiles gives way to the next one
-            after = tile >= spans[i][0]
-            name = tl.where(after, first_bucket + i, name)
-            row = tl.where(after, spans[i][1] + (tile - spans[i][0]) * TILE, row)
+            first, start, _, _ = spans[i]
+            name = tl.where(tile >= first, first_bucket + i, name)
+            row = tl.where(tile >= first, start + (tile - first) * TILE, row)
         if names is not None:
             known = (tile < end) & (name < num_buckets)
             name = tl.load(names + name, mask=known, other=0).to(tl.int32)

@@ -1,0 +1,44 @@
+"""Few slots of many experts, of which one program of alignment places two or four."""
+
+import pytest
+import torch
+from test_align import assert_plan, looped
+
+from moe_ops import ops
+from moe_ops.kernels.plan import plan_programs
+from moe_ops.reference.align import plan_slots
+
+pytestmark = pytest.mark.kernel
+
+
+def skewed_ids(num_experts):
+    """Half of 990 slots go to one expert; its neighbours have none, one or a few, some no expert."""
+    g = torch.Generator().manual_seed(0)
+    ids = torch.randint(-1, num_experts + 1, (99, 10), generator=g, dtype=torch.int32)
+    ids[(ids >= 4) & (ids < 8)] = 0
+    ids[:, ::2] = 5
+    ids[0, 1] = 6
+    return ids
+
+
+@pytest.mark.parametrize("tile", [1, 16, 192])
+@pytest.mark.parametrize(("num_experts", "each"), [(250, 2), (300, 4)])
+def test_a_large_expert_between_small_ones(num_experts, each, tile, device):
+    """More rows of padding, and more tiles, than are written at once."""
+    assert plan_programs(num_experts) == -(-num_experts // each)
+    ids = skewed_ids(num_experts)
+    plan = ops.plan_slots(ids.to(device), None, [tile], num_experts)
+    assert torch.equal(plan.cpu(), plan_slots(ids, None, [tile], num_experts))
+
+
+@pytest.mark.parametrize("ignore", [False, True])
+def test_names_of_tiles(ignore, device):
+    """Tiles are called as the map says: by slots that are mapped, or by experts that are."""
+    num_experts, g = 300, torch.Generator().manual_seed(0)
+    ids = skewed_ids(num_experts)
+    expert_map = torch.randperm(num_experts, generator=g, dtype=torch.int32)
+    expert_map[::3] = -1
+    plan = ops.moe_align_block_size(
+        ids.to(device), expert_map.to(device), [16], num_experts, False, ignore
+    )
+    assert_plan(plan, looped(ids, 16, num_experts, expert_map.tolist(), ignore))
