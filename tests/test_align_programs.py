@@ -12,7 +12,7 @@ pytestmark = pytest.mark.kernel
 
 
 def skewed_ids(num_experts):
-    """Half of 990 slots go to one expert; its neighbours have none, one or a few, some no expert."""
+    """Half of 990 slots go to one expert; its neighbours have none, one, a few; some no expert."""
     g = torch.Generator().manual_seed(0)
     ids = torch.randint(-1, num_experts + 1, (99, 10), generator=g, dtype=torch.int32)
     ids[(ids >= 4) & (ids < 8)] = 0
