@@ -26,8 +26,8 @@ KEY = ("scheme", "shape", "M", "impl", "routing")
 _FLUSH_BYTES = 512 * 10**6
 _WARM_UPS = 3
 _WARM_UP_S = 0.05
-"""Of replays before the timed ones: after a pause (weights are made, kernels compiled) an H200
-takes up to a tenth longer for the first 20 to 30 ms."""
+"""Of replays before the timed ones: after a pause (weights are made, kernels compiled) those of the
+first 20 to 30 ms took up to a tenth longer on an H200."""
 
 
 def default_device() -> torch.device:

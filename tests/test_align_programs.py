@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from plans import ids_of
 from test_align import assert_plan, looped
 
 from moe_ops import ops
@@ -12,13 +13,10 @@ pytestmark = pytest.mark.kernel
 
 
 def skewed_ids(num_experts):
-    """Half of 990 slots go to one expert; its neighbours have none, one, a few; some no expert."""
-    g = torch.Generator().manual_seed(0)
-    ids = torch.randint(-1, num_experts + 1, (99, 10), generator=g, dtype=torch.int32)
-    ids[(ids >= 4) & (ids < 8)] = 0
-    ids[:, ::2] = 5
-    ids[0, 1] = 6
-    return ids
+    """One expert has 500 slots, those beside it none, one and three, the others up to two."""
+    counts = [e % 3 for e in range(num_experts)]
+    counts[4:8] = 0, 500, 1, 3
+    return ids_of(counts, top_k=10)
 
 
 @pytest.mark.parametrize("tile", [1, 16, 192])
