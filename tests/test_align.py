@@ -268,6 +268,11 @@ def test_counts_by_local_expert(device):
         ((torch.zeros(3, dtype=torch.int32), 4, 4), ValueError, "topk_ids must have 2 axes"),
         ((torch.zeros(3, 2, dtype=torch.int32), 3, 4), ValueError, "block_size must be a power"),
         ((torch.zeros(3, 2, dtype=torch.int32), 4, 5000), ValueError, "num_experts must be in"),
+        (
+            (torch.zeros(3, 2, dtype=torch.int32), 4, 4, torch.zeros(3, dtype=torch.int32)),
+            ValueError,
+            r"expert_map.shape\[0\] must be the number of experts = 4, got 3",
+        ),
     ],
 )
 def test_errors(arguments, error, message):

@@ -54,8 +54,7 @@ def tree(tmp_path):
     for name, text in {
         "library.py": "def double(x):\n    return 2 * x\n\n\ndef half(x):\n    return x / 2\n",
         "tests/test_library.py": (
-            "import library\n"
-            "def test_double(): assert library.double(2) == 4\n"
+            "import library\ndef test_double(): assert library.double(2) == 4\n"
         ),
         "tests/faults/list.txt": (
             "file library.py\non reference: test_library.py::test_double\n"
