@@ -235,6 +235,9 @@ def test_entries_of_a_map_that_are_no_local_expert(tokens, dtype, device):
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
     expected = [{0: 1, 3: 0}.get(e, -1) for e in ids.flatten().tolist()]
     assert local_experts(ids, hostile, 2).tolist() == expected
+    slots = [slot for expert in (0, 1) for slot, e in enumerate(expected) if e == expert]
+    planned = unpack_plan(results[0][0], ids.numel(), 2, [16])[0].tolist()
+    assert [slot for slot in planned if slot < ids.numel()] == slots
 
 
 @pytest.mark.parametrize("tokens", [60, 513])

@@ -59,6 +59,7 @@ def test_a_table_chooses(kind, tokens, experts, scoring, renormalize, dtype, see
     assert_matches_reference(weights.cpu(), final(score, call), final(score.float(), call))
 
 
+@pytest.mark.kernel
 def test_words_outside_of_a_table_are_not_looked_up(device):
     """The table is part of a longer one, whose other rows are good experts, too."""
     longer = torch.arange(12, device=device, dtype=torch.int32).view(6, 2) % 5
