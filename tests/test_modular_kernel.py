@@ -18,6 +18,7 @@ from modular import (
 
 import moe_ops
 from moe_ops import Call, FusedMoEKernel, PrepareResult
+from moe_ops.pipeline.calls import Pending, chunk_of
 from moe_ops.testing import Problem, assert_layer_matches, oracle, reference_experts
 
 kernel = pytest.mark.kernel
@@ -102,6 +103,28 @@ def test_chunks_of_rows_that_have_their_weights(experts, scheme):
     whole = setup(p, experts)
     chunked = setup(p, experts, chunk_size=3)
     assert_layer_matches(chunked.apply(), oracle(p, whole.exact), whole.apply())
+
+
+def test_parts_of_a_call():
+    """Of tokens 2 and 3, of which prepare has made a row for each slot, and counted them."""
+    ids = torch.tensor([[0, 1], [1, 1], [2, 0], [1, 9]], dtype=torch.int32)
+    call = Call(torch.zeros(4, 3), torch.zeros(3, 2, 3), torch.zeros(3, 3, 1), ids.float(), ids)
+    rows, meta = torch.arange(8)[:, None], moe_ops.ExpertTokensMetadata(torch.tensor([2, 4, 1]))
+    prepared = PrepareResult(rows, -rows, meta, None, None)
+    part, chunk = chunk_of(call, prepared, slice(2, 4), 2, True)
+    assert torch.equal(part.topk_ids, ids[2:]) and torch.equal(part.topk_weights, ids[2:].float())
+    assert chunk.a1q.flatten().tolist() == [4, 5, 6, 7]
+    assert chunk.a1q_scale.flatten().tolist() == [-4, -5, -6, -7]
+    assert chunk.expert_tokens_meta.expert_num_tokens.tolist() == [1, 1, 1]
+    _, chunk = chunk_of(call, prepared._replace(a1q_scale=rows[:1]), slice(0, 1), 2, False)
+    assert chunk.a1q_scale.tolist() == [[0]], "one scale is that of all rows"
+
+
+def test_a_step_is_hooked_before_it_is_received():
+    steps = []
+    pending = Pending.of((lambda: steps.append("hook"), lambda: steps.append("receiver")))
+    pending.wait()
+    assert steps == ["hook", "receiver"]
 
 
 def test_experts_that_route_themselves_are_told_how(device):
