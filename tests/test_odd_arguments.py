@@ -19,7 +19,8 @@ INT8_ROWS = {
 }  # fmt: skip
 GOOD = {
     moe_ops.fused_experts: dict(
-        hidden_states=X, w1=W1, w2=W2, topk_weights=WEIGHTS, topk_ids=IDS, global_num_experts=-1
+        hidden_states=X, w1=W1, w2=W2, topk_weights=WEIGHTS, topk_ids=IDS, global_num_experts=-1,
+        apply_router_weight_on_input=False,
     ),
     moe_ops.fused_moe: dict(
         hidden_states=X, w1=W1, w2=W2, gating_output=LOGITS, topk=K, renormalize=True
