@@ -6,6 +6,7 @@ from modular import setup
 
 import moe_ops
 from moe_ops import BatchedPrepareAndFinalize, FusedMoEQuantConfig, ops
+from moe_ops.pipeline.checking import check_none_dropped
 from moe_ops.testing import Problem, make_inputs
 
 pytestmark = pytest.mark.kernel
@@ -114,6 +115,8 @@ def test_rows_that_do_not_fit(capacity, device):
     assert (out[:capacity] == K).all() and (out[capacity:] == 0).all()
     with moe_ops.checking(), pytest.raises(ValueError, match=f"got {capacity}: .* did not fit"):
         prepared(part, inputs)
+    with moe_ops.checking(), pytest.raises(ValueError, match="got 7: 1 rows did not fit"):
+        check_none_dropped(torch.ones(1, dtype=torch.int32), 7)
 
 
 @pytest.mark.parametrize("mapped", [False, True])
