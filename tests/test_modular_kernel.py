@@ -157,13 +157,16 @@ def test_experts_that_route_themselves_are_told_how(device):
     logits, bias = router_logits(p, device), torch.linspace(-1, 1, 8, device=device)
     actual = kernel.apply_monolithic(
         x, w1, w2, logits, p.activation, 8, None, False, num_expert_group=4,
-        e_score_correction_bias=bias, routed_scaling_factor=2.5, topk_group=2,
+        e_score_correction_bias=bias, routed_scaling_factor=2.5, topk_group=1,
     )  # fmt: skip
-    weights, ids = moe_ops.grouped_topk(x, logits, 2, True, 4, 2, "sigmoid", 2.5, bias)
+    weights, ids = moe_ops.grouped_topk(x, logits, 2, True, 4, 1, "sigmoid", 2.5, bias)
     expected = moe_ops.fused_experts(x, w1, w2, weights, ids, activation=p.activation)
     assert torch.equal(actual, expected)
-    plain = moe_ops.fused_topk(x, logits, 2, True, scoring_func="sigmoid")[1]
-    assert not torch.equal(plain, ids), "neither the groups nor the bias decide anything here"
+    how = {"scoring_func": "sigmoid", "e_score_correction_bias": bias}
+    ungrouped = moe_ops.fused_topk(x, logits, 2, True, **how)[1]
+    assert not torch.equal(ungrouped, ids), "groups must decide something here"
+    unbiased = moe_ops.grouped_topk(x, logits, 2, True, 4, 1, "sigmoid")[1]
+    assert not torch.equal(unbiased, ids), "the bias must decide something here"
 
 
 @kernel

@@ -108,6 +108,20 @@ def test_bits(name, dtype, activation, ids, n, k, bias, transposed, device):
     Case(name, ids, n, k, device, dtype, activation, bias=bias, transposed=transposed).check()
 
 
+@pytest.mark.parametrize("name", ["fp8_channel", "int8_channel"])
+def test_rows_longer_than_what_is_read_at_once(name, device, monkeypatch):
+    """Their largest magnitude may be in any piece."""
+    kernels = pytest.importorskip("moe_ops.kernels.scaled_gemm")
+    monkeypatch.setattr(kernels, "BYTES_AT_ONCE", 2)
+    kernels._launch_slots.cache_clear()
+    case = Case(name, [[3, 5]], 24, 300, device)
+    case.x[0, 7] = 9.0
+    rows = ops.moe_quantize(case.x, None, None, *case.slots, case.scheme.activation.key)
+    with the_plain_kernel():
+        assert torch.equal(case.run(case.x, None), case.run(*rows))
+    kernels._launch_slots.cache_clear()
+
+
 @pytest.mark.parametrize("name", ONE_SCALE + BEFORE)
 def test_every_scheme(name, launched, device):  # noqa: F811
     """One launch where a row has one scale of its own or a given one; tails of groups; a map."""

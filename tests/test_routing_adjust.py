@@ -164,6 +164,9 @@ def test_identity_experts_in_a_layer(device):
     [
         ({"num_shared_experts": -1}, ValueError, "num_shared_experts must be at least 0, got -1"),
         ({"per_expert_scale": torch.ones(3)}, ValueError, "per_expert_scale.shape"),
+        ({"per_expert_scale": torch.ones(E).int()}, TypeError, "per_expert_scale must have a dty"),
+        ({"per_expert_scale": torch.ones(E, 1)}, ValueError, "per_expert_scale must have 1 axes"),
+        ({"per_expert_scale": torch.ones(E, device="meta")}, ValueError, "must be on the device"),
         ({"is_padding": torch.ones(4)}, TypeError, "is_padding must have a dtype"),
         ({"is_padding": torch.ones(3, dtype=torch.bool)}, ValueError, "must have the 4 tokens"),
         ({"topk_ids": torch.zeros(4, 3, dtype=torch.int32)}, ValueError, "topk_weights.shape"),

@@ -59,6 +59,15 @@ def test_a_table_chooses(kind, tokens, experts, scoring, renormalize, dtype, see
     assert_matches_reference(weights.cpu(), final(score, call), final(score.float(), call))
 
 
+def test_sparsemixer_takes_a_hundredth():
+    """Of its own: experts that are within 2 % of the best share with it."""
+    logits = torch.tensor([[1.0, 0.99, 0.95, 0.5]])
+    weights, ids = sparsemixer(logits, logits)
+    assert torch.equal(weights, sparsemixer(logits, logits, jitter_eps=0.01)[0])
+    assert not torch.equal(weights, sparsemixer(logits, logits, jitter_eps=0.1)[0])
+    assert ids.tolist() == [[0, 1]]
+
+
 @pytest.mark.kernel
 def test_words_outside_of_a_table_are_not_looked_up(device):
     """The table is part of a longer one, whose other rows are good experts, too."""
