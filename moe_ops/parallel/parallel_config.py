@@ -53,6 +53,7 @@ class FusedMoEParallelConfig:
         for group in ("tp", "dp", "ep"):
             _check_group(group, getattr(self, f"{group}_size"), getattr(self, f"{group}_rank"))
         _check_size("sp_size", self.sp_size)
+        checks.flags(use_ep=self.use_ep, enable_eplb=self.enable_eplb)
         if self.ep_size > 1 and not self.use_ep:
             raise ValueError(f"ep_size must be 1 without use_ep, got {self.ep_size}")
         checks.one_of("all2all_backend", self.all2all_backend, ALL2ALL_BACKENDS)
@@ -97,6 +98,7 @@ class FusedMoEParallelConfig:
         for group in (("tp", tp_size, tp_rank), ("dp", dp_size, dp_rank)):
             _check_group(*group)
         _check_group("pcp", pcp_size, pcp_rank)
+        checks.flags(enable_expert_parallel=enable_expert_parallel)
         size = tp_size * dp_size * pcp_size
         rank = (dp_rank * pcp_size + pcp_rank) * tp_size + tp_rank
         use_ep = enable_expert_parallel and size > 1
