@@ -7,7 +7,8 @@ no check waits for the device; ids out of range are skipped by the kernels inste
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import difflib
+from collections.abc import Callable, Iterable, Sequence
 from functools import wraps
 from numbers import Integral, Real
 from typing import Any
@@ -155,10 +156,23 @@ def instance(name: str, value: Any, kind: type) -> None:
         raise TypeError(f"{name} must be a {kind.__name__}, got {type(value).__name__}")
 
 
+def device(name: str, value: torch.device | str | int) -> torch.device:
+    """The device that a value names."""
+    rule = f"{name} must be a torch.device or its name, such as 'cuda:0'"
+    try:
+        return torch.device(value)
+    except RuntimeError:
+        raise ValueError(f"{rule}, got {value!r}") from None
+    except TypeError:
+        raise TypeError(f"{rule}, got {type(value).__name__}") from None
+
+
 def integer(name: str, value: int) -> None:
-    """A whole number, of Python, of a compiler or of numpy."""
-    if not isinstance(value, (int, torch.SymInt)) and not isinstance(value, Integral):
-        raise TypeError(f"{name} must be an int, got {type(value).__name__}")
+    """A whole number, of Python, of a compiler or of numpy; not a bool."""
+    if isinstance(value, (int, torch.SymInt)) and not isinstance(value, bool):
+        return
+    if isinstance(value, bool) or not isinstance(value, Integral):
+        raise TypeError(f"{name} must be an int, got {_shown(value)}")
 
 
 def at_least(least: int, **numbers: int) -> None:
@@ -170,16 +184,24 @@ def at_least(least: int, **numbers: int) -> None:
 
 
 def number(name: str, value: float) -> None:
-    """An int or a float."""
-    if not isinstance(value, (int, float, torch.SymFloat)) and not isinstance(value, Real):
-        raise TypeError(f"{name} must be a number, got {type(value).__name__}")
+    """An int or a float; not a bool."""
+    if isinstance(value, (int, float, torch.SymFloat)) and not isinstance(value, bool):
+        return
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise TypeError(f"{name} must be a number, got {_shown(value)}")
 
 
 def flags(**values: bool) -> None:
-    """Every one is True or False."""
+    """Every value is True or False; 0, 1 and other objects are refused."""
     for name, value in values.items():
-        if not isinstance(value, int):
-            raise TypeError(f"{name} must be a bool, got {type(value).__name__}")
+        if not isinstance(value, bool):
+            raise TypeError(f"{name} must be a bool, got {_shown(value)}")
+
+
+def _shown(value: Any) -> str:
+    """The type of a value, and the value where it is a short one of Python's own."""
+    kind = type(value).__name__
+    return f"{kind} {value!r}" if isinstance(value, (bool, int, float, str)) else kind
 
 
 def topk(name: str, k: int, num_experts: int) -> None:
@@ -190,8 +212,18 @@ def topk(name: str, k: int, num_experts: int) -> None:
 
 
 def one_of(name: str, value: str, known: Sequence[str]) -> None:
-    """A name that is known."""
+    """A name that is known; the error about a misspelt one says which known name is nearest."""
     if not isinstance(value, str):
         raise TypeError(f"{name} must be one of {list(known)}, got {type(value).__name__}")
     if value not in known:
-        raise ValueError(f"{name} must be one of {list(known)}, got {value!r}")
+        hint = did_you_mean(value, known)
+        raise ValueError(f"{name} must be one of {list(known)}, got {value!r}{hint}")
+
+
+def did_you_mean(value: str, known: Iterable[str]) -> str:
+    """The end of an error about a misspelt name; empty where no known name resembles it."""
+    if torch.compiler.is_compiling():  # a compiler would trace the search
+        return ""
+    by_lower = {name.lower(): name for name in known}
+    near = difflib.get_close_matches(value.lower(), by_lower, n=1)
+    return f"; did you mean {by_lower[near[0]]!r}?" if near else ""

@@ -88,7 +88,7 @@ class FusedMoE(WeightLoading, KeepsBits):
         **options: Any,
     ) -> None:
         super().__init__()
-        given = FusedMoEOptions(**options)
+        given = FusedMoEOptions.of(options)
         given.check(num_experts, top_k, hidden_size, intermediate_size)
         kind, self.activation = kind_and_key(given.activation)
         self.num_experts, self.top_k = num_experts, top_k
@@ -203,14 +203,21 @@ class FusedMoE(WeightLoading, KeepsBits):
         Returns:
             ``(T, H)``, with shared experts ``(their result, (T, H))``. Their result is theirs: it
             is not summed over ranks here.
+
+        Raises:
+            ValueError: tokens and logits that do not fit each other; with ``is_sequence_parallel``
+                numbers of tokens that differ between ranks (see `RankGroup.check_equal_counts`).
+            NotImplementedError: ``is_sequence_parallel`` and a kernel that exchanges no tokens.
         """
         check_tokens(hidden_states, router_logits)
         shape, tokens, logits = hidden_states.shape, hidden_states, router_logits
         if len(shape) != 2:
             tokens = hidden_states.reshape(-1, shape[-1])
             logits = router_logits.reshape(-1, router_logits.shape[-1])
-        gathered = self.moe_parallel_config.is_sequence_parallel and self.kernel is None
+        in_parts = self.moe_parallel_config.is_sequence_parallel
+        gathered = in_parts and not self.must_reduce_shared_expert_outputs()
         if gathered:
+            self._check_gathered(tokens)
             tokens, logits = map(self.rank_group.all_gather, (tokens, logits))
         run = self.forward_impl if self.chunk_size is None else self.forward_impl_chunked
         out = run(tokens, logits)
@@ -224,6 +231,16 @@ class FusedMoE(WeightLoading, KeepsBits):
             return out
         given = hidden_states if shared_experts_input is None else shared_experts_input
         return self.shared_experts(given), out
+
+    def _check_gathered(self, tokens: Tensor) -> None:
+        """Tokens of all ranks can be gathered here, for experts that do not exchange them."""
+        if self.kernel is not None:
+            part = type(self.kernel.prepare_finalize).__name__
+            raise NotImplementedError(
+                "layer.kernel must be None with is_sequence_parallel, or have a prepare_finalize "
+                f"that exchanges tokens between ranks (output_is_reduced), got {part}"
+            )
+        self.rank_group.check_equal_counts(tokens)
 
     def forward_impl(self, hidden_states: Tensor, router_logits: Tensor) -> Tensor:
         """``(T, H)``: what this rank adds to the result. Tokens are padded to the layer's H."""

@@ -19,10 +19,12 @@ INT8_ROWS = {
 }  # fmt: skip
 GOOD = {
     moe_ops.fused_experts: dict(
-        hidden_states=X, w1=W1, w2=W2, topk_weights=WEIGHTS, topk_ids=IDS, global_num_experts=-1
+        hidden_states=X, w1=W1, w2=W2, topk_weights=WEIGHTS, topk_ids=IDS, global_num_experts=-1,
+        apply_router_weight_on_input=False, batch_invariant=False,
     ),
     moe_ops.fused_moe: dict(
-        hidden_states=X, w1=W1, w2=W2, gating_output=LOGITS, topk=K, renormalize=True
+        hidden_states=X, w1=W1, w2=W2, gating_output=LOGITS, topk=K, renormalize=True,
+        batch_invariant=False,
     ),
     moe_ops.fused_topk: dict(
         hidden_states=X, gating_output=LOGITS, topk=K, renormalize=True, scoring_func="softmax",
@@ -61,11 +63,23 @@ GOOD = {
     ),
     moe_ops.workspace_nbytes: dict(
         num_tokens=T, hidden_size=H, intermediate_size=I, num_experts=E, top_k=K,
-        dtype=torch.float32, chunk_size=None,
+        dtype=torch.float32, chunk_size=None, batch_invariant=False,
+    ),
+    moe_ops.FusedMoEParallelConfig: dict(
+        tp_size=1, tp_rank=0, dp_size=1, ep_size=1, sp_size=1, use_ep=False, enable_eplb=False,
+        all2all_backend="allgather_reducescatter",
+    ),
+    moe_ops.FusedMoEConfig: dict(
+        num_experts=E, experts_per_token=K, hidden_dim=H, intermediate_size=I, num_local_experts=E,
+        activation="silu", device="cpu", routing_method=moe_ops.RoutingMethodType.Default,
+        moe_parallel_config=moe_ops.FusedMoEParallelConfig(), in_dtype=torch.bfloat16,
+        renormalize=True, scoring_func="softmax", router_logits_dtype=None, has_bias=False,
+        is_act_and_mul=True, max_num_tokens=None, batch_invariant=False,
     ),
     moe_ops.FusedMoE: dict(
         num_experts=E, top_k=K, hidden_size=H, intermediate_size=I, params_dtype=None,
-        renormalize=True, quant_config=None, ep_size=1, moe_parallel_config=None,
+        renormalize=True, quant_config=None, ep_size=1, batch_invariant=False, chunk_size=None,
+        moe_parallel_config=None,
         custom_routing_function=None, shared_experts=None, e_score_correction_bias=None,
     ),
 }  # fmt: skip
@@ -75,6 +89,12 @@ CASES = [
     for function, arguments in GOOD.items()
     for name in arguments
     if name not in (*NAMES_IN_STRINGS, "N")
+]
+FLAGS = [case for case in CASES if isinstance(GOOD[case[0]][case[1]], bool)]
+NUMBERS = [
+    (function, name)
+    for function, name in CASES
+    if type(GOOD[function][name]) in (int, float) or name in ("chunk_size", "max_num_tokens")
 ]
 
 
@@ -87,6 +107,75 @@ def test_another_kind_is_named(function, name, value):
         named = "scheme"
     with pytest.raises((TypeError, ValueError, NotImplementedError), match=f"{named}.* must"):
         function(**{**GOOD[function], name: value})
+
+
+@pytest.mark.parametrize(("function", "name"), FLAGS, ids=lambda v: getattr(v, "__name__", v))
+def test_flags_are_true_or_false(function, name):
+    for value, shown in (("yes", "str 'yes'"), (1, "int 1")):
+        with pytest.raises(TypeError, match=f"{name} must be a bool, got {shown}"):
+            function(**{**GOOD[function], name: value})
+
+
+@pytest.mark.parametrize(("function", "name"), NUMBERS, ids=lambda v: getattr(v, "__name__", v))
+def test_true_is_no_number(function, name):
+    named = {"n_local_expert": "local_expert"}.get(name, name)
+    with pytest.raises(TypeError, match=f"{named}.* must be an? (int|number), got bool True"):
+        function(**{**GOOD[function], name: True})
+
+
+def test_flags_and_numbers_that_are_no_arguments_of_one_function():
+    experts = moe_ops.TritonExperts(
+        moe_ops.FusedMoEConfig(**GOOD[moe_ops.FusedMoEConfig]),
+        moe_ops.FusedMoEQuantConfig("unquantized"),
+    )
+    part = moe_ops.MoEPrepareAndFinalizeNoEP()
+    with pytest.raises(TypeError, match="inplace must be a bool, got int 1"):
+        moe_ops.FusedMoEKernel(part, experts, inplace=1)
+    with pytest.raises(TypeError, match="apply_router_weight_on_input must be a bool"):
+        moe_ops.FusedMoEKernel(part, experts).apply(
+            X, W1, W2, WEIGHTS, IDS, apply_router_weight_on_input="no"
+        )
+    with pytest.raises(TypeError, match="batch_invariant must be a bool"):
+        moe_ops.warmup(W1, W2, K, 1, batch_invariant="yes")
+    with pytest.raises(TypeError, match="strict must be a bool, got str 'no'"):
+        moe_ops.load_checkpoint(moe_ops.FusedMoE(E, K, H, I), {}, strict="no")
+    with pytest.raises(TypeError, match="activation alpha must be a number, got bool True"):
+        moe_ops.Activation("silu", alpha=True)
+    with pytest.raises(TypeError, match="enable_expert_parallel must be a bool"):
+        moe_ops.FusedMoEParallelConfig.make(2, enable_expert_parallel=1)
+
+
+@pytest.mark.parametrize(
+    ("call", "value", "nearest"),
+    [
+        (moe_ops.get_scheme, "fp8_blok128", "fp8_block128"),
+        (moe_ops.get_scheme, "FP8_Channel", "fp8_channel"),
+        (moe_ops.MoEActivation.from_str, "swigluaoi", "swigluoai"),
+        (lambda s: moe_ops.FusedMoE(E, K, H, I, quant_config=s), "mxfp4_w4a1", "mxfp4_w4a16"),
+        (lambda s: moe_ops.FusedMoE(E, K, H, I, activation=s), "sillu", "silu"),
+        (lambda s: moe_ops.FusedMoE(E, K, H, I, scoring_func=s), "sofmax", "softmax"),
+        (lambda s: moe_ops.fused_topk(X, LOGITS, K, True, scoring_func=s), "sigmod", "sigmoid"),
+        (lambda s: moe_ops.FusedMoEParallelConfig(all2all_backend=s), "plx", "pplx"),
+        (
+            lambda s: moe_ops.FusedMoEConfig(**GOOD[moe_ops.FusedMoEConfig] | {"scoring_func": s}),
+            "sofmax",
+            "softmax",
+        ),
+        (
+            lambda s: moe_ops.determine_expert_map(2, 0, E, expert_placement_strategy=s),
+            "round-robin",
+            "round_robin",
+        ),
+    ],
+)
+def test_a_misspelt_name_is_answered_with_the_nearest(call, value, nearest):
+    with pytest.raises(ValueError, match=rf"got '{value}'; did you mean '{nearest}'\?$"):
+        call(value)
+
+
+def test_a_name_that_resembles_none_is_answered_with_the_list():
+    with pytest.raises(ValueError, match=r"scoring_func must be one of .*, got 'tanh\(\)'$"):
+        moe_ops.fused_topk(X, LOGITS, K, True, scoring_func="tanh()")
 
 
 @pytest.mark.parametrize("name", ["topk_weights", "topk_ids", "w1", "w2"])

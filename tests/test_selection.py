@@ -151,13 +151,13 @@ def _can_be_built(cls):
 
 
 def test_parts_of_the_batched_kernel():
-    parallel = FusedMoEParallelConfig(dp_size=2, dp_rank=1, ep_size=4, ep_rank=3, use_ep=True)
+    parallel = FusedMoEParallelConfig(ep_size=4, ep_rank=3, use_ep=True)
     config = replace(BATCHED, num_local_experts=2, moe_parallel_config=parallel)
     kernel = moe_ops.select_kernel(config, "unquantized")
     part, experts = kernel.prepare_finalize, kernel.fused_experts
     assert isinstance(part, moe_ops.BatchedPrepareAndFinalize)
     assert (part.max_num_tokens, part.num_local_experts, part.rank) == (16, 2, 3)
-    assert part.num_dispatchers() == 2 == experts.num_dispatchers
+    assert part.num_dispatchers() == 1 == experts.num_dispatchers
     assert experts.max_num_tokens == 16 and kernel.moe_parallel_config is parallel
 
 

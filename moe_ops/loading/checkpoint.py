@@ -95,6 +95,7 @@ def load_checkpoint(
         undefined.
     """
     checks.instance("prefix", prefix, str)
+    checks.flags(strict=strict, progress=progress)
     if isinstance(layout, str):
         checks.one_of("layout", layout, list(LAYOUTS))
         layout = LAYOUTS[layout]

@@ -86,6 +86,7 @@ class WeightLoading(LoadSteps):
         Source:
             vLLM ``FusedMoE.weight_loader``.
         """
+        checks.flags(return_success=return_success)
         checks.tensor("param", param, None, None)
         checks.tensor("loaded_weight", loaded_weight, None, None)
         if loaded_weight.is_meta:

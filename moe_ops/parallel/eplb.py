@@ -68,6 +68,7 @@ def eplb_map_to_physical_and_record(
     checks.device_scalar("num_unpadded_tokens", num_unpadded_tokens, checks.INDICES, *like)
     if indices_type not in (None, *checks.INDICES):
         raise TypeError(f"indices_type must be one of {list(checks.INDICES)}, got {indices_type}")
+    checks.integer("seed", seed)
     if not 0 <= seed < 2**31:
         raise ValueError(f"seed must be in 0..{2**31 - 1}, got {seed}")
     return ops.eplb_map_to_physical_and_record(

@@ -15,14 +15,24 @@ _enabled: list[bool] = []
 def checking() -> Iterator[None]:
     """Within this context eager calls wait for the device and raise for what went wrong there.
 
-    Today: rows dropped by `BatchedPrepareAndFinalize` because they did not fit. Compiled and
-    captured calls are not affected (they must not wait): read ``num_dropped`` instead.
+    Today: rows dropped by `BatchedPrepareAndFinalize` because they did not fit, and numbers of
+    tokens that differ between the ranks of a sequence-parallel layer on GPUs. Compiled and captured
+    calls are not affected (they must not wait): read ``num_dropped`` instead.
     """
     _enabled.append(True)
     try:
         yield
     finally:
         _enabled.pop()
+
+
+def may_wait(x: Tensor) -> bool:
+    """Whether an eager check may read numbers that belong to ``x``: on a CPU, or in this mode."""
+    if torch.compiler.is_compiling() or x.is_meta:
+        return False
+    if x.is_cuda:
+        return bool(_enabled) and not torch.cuda.is_current_stream_capturing()
+    return True
 
 
 def check_none_dropped(num_dropped: Tensor, max_num_tokens: int) -> None:

@@ -125,7 +125,9 @@ def _experts(
     kind, key = kind_and_key(activation)
     config = _config(quant_config)
     scheme = config.scheme
-    checks.flags(apply_router_weight_on_input=apply_router_weight_on_input)
+    checks.flags(
+        apply_router_weight_on_input=apply_router_weight_on_input, batch_invariant=batch_invariant
+    )
     biases = config.biases(w1_bias, w2_bias)
     quantization = () if scheme.weight is None else config.tensors
     experts = (hidden_states, w1, w2, *biases, kind, scheme, *quantization)
@@ -186,7 +188,7 @@ def fused_moe(
     check_logits(hidden_states, gating_output, topk)
     check_scoring(gating_output, scoring_func, None)
     checks.expert_map(expert_map, gating_output)
-    checks.flags(renormalize=renormalize)
+    checks.flags(renormalize=renormalize, batch_invariant=batch_invariant)
     for name, w in (("w1", w1), ("w2", w2)):
         checks.tensor(name, w, 3, None)
     experts = w1.shape[0] if expert_map is None else expert_map.shape[0]

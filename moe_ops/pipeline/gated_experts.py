@@ -60,6 +60,7 @@ def gated_experts(
         TypeError, ValueError, NotImplementedError: as `fused_experts`; ValueError when ``gate``
             returns another shape.
     """
+    checks.flags(is_gated=is_gated, batch_invariant=batch_invariant)
     kind = MoEActivation.SILU if is_gated else MoEActivation.SILU_NO_MUL
     config = NOT_QUANTIZED if quant_config is None else quant_config
     scheme = config.scheme

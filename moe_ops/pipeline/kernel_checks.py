@@ -50,6 +50,7 @@ def check_options(
         ValueError: ``inplace`` with shared experts; either with monolithic experts; a chunk size
             that is not positive, or for experts that take all tokens at once.
     """
+    checks.flags(inplace=inplace)
     if shared_experts is not None and not callable(shared_experts):
         raise TypeError(f"shared_experts must be callable, got {type(shared_experts).__name__}")
     if inplace and shared_experts is not None:
@@ -90,6 +91,7 @@ def check_call(fused_experts: FusedMoEExperts, call: Call) -> None:
         TypeError, ValueError, NotImplementedError: naming the argument, the rule and what came.
     """
     config = fused_experts.quant_config
+    checks.flags(apply_router_weight_on_input=call.apply_router_weight_on_input)
     check_layer(
         call.topk_weights, call.topk_ids, call.expert_map, call.global_num_experts,
         call.hidden_states, call.w1, call.w2, config.w1_bias, config.w2_bias,

@@ -68,6 +68,7 @@ def warmup(
     dtype = hidden_dtype or (w1.dtype if scheme.weight is None else torch.bfloat16)
     activation = kind_and_key(experts.get("activation", "silu"))[1]
     invariant = experts.get("batch_invariant", False)
+    checks.flags(batch_invariant=invariant)
 
     def run(tokens: int) -> None:
         x = torch.randn(tokens, w2.shape[1], device=w1.device, dtype=dtype)

@@ -72,6 +72,7 @@ def get_routing_method_type(
         vLLM 0.33 ``get_routing_method_type``.
     """
     checks.one_of("scoring_func", scoring_func, SCORING_FUNCS)
+    checks.flags(renormalize=renormalize, has_e_score_bias=has_e_score_bias)
     method = RoutingMethodType
     if scoring_func == "sqrtsoftplus":
         return method.DeepseekV4 if renormalize else method.Unspecified

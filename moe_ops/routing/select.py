@@ -101,7 +101,9 @@ def select_experts(
     shared, identity = num_fused_shared_experts, zero_expert_num or 0
     checks.tensor("router_logits", router_logits, 2, checks.FLOATS)
     check_indices_type(indices_type)
-    checks.flags(use_grouped_topk=use_grouped_topk, enable_eplb=enable_eplb)
+    checks.flags(
+        use_grouped_topk=use_grouped_topk, enable_eplb=enable_eplb, renormalize=renormalize
+    )
     checks.at_least(0, top_k=top_k, num_fused_shared_experts=shared, zero_expert_num=identity)
     logits = (hidden_states, router_logits, top_k, renormalize)
     bias, scale = e_score_correction_bias, routed_scaling_factor
