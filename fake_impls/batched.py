@@ -10,6 +10,15 @@ from moe_ops.fake_impls.quantize import check_width
 from moe_ops.scheme import parse_quant
 
 
+def check_room(x: Tensor, max_num_tokens: int, drops: bool) -> None:
+    """ValueError where rows may be dropped and must not be. A fake does not know how many come."""
+    if not drops and x.shape[0] > max_num_tokens:
+        raise ValueError(
+            f"hidden_states must have at most max_num_tokens = {max_num_tokens} tokens, "
+            f"got {x.shape[0]}"
+        )
+
+
 def batched_dispatch(
     x: Tensor,
     scale: Tensor | None,
@@ -19,6 +28,7 @@ def batched_dispatch(
     num_local_experts: int,
     max_num_tokens: int,
     quant: str,
+    drops: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Rows, scales, the rows of each expert, and how many found no place."""
     rows, row_scale = _rows(x, (num_local_experts, max_num_tokens, x.shape[1]), quant)

@@ -15,6 +15,7 @@ def eplb_map_to_physical_and_record(
     num_unpadded_tokens: Tensor | None,
     indices_type: torch.dtype,
     seed: int,
+    step: Tensor | None = None,
 ) -> Tensor:
     """``(T, k)`` of ``indices_type``; ``expert_load_view`` is written as well."""
     return topk_ids.new_empty((topk_ids.shape[0], topk_ids.shape[1]), dtype=indices_type)

@@ -166,7 +166,8 @@ activation_quantize = _op(
 batched_dispatch = _op(
     "batched",
     "batched_dispatch(Tensor x, Tensor? scale, Tensor? topk_weights, Tensor topk_ids,"
-    " SymInt first_expert, SymInt num_local_experts, SymInt max_num_tokens, str quant)"
+    " SymInt first_expert, SymInt num_local_experts, SymInt max_num_tokens, str quant,"
+    " bool drops=True)"
     " -> (Tensor rows, Tensor row_scale, Tensor expert_num_tokens, Tensor num_dropped)",
 )
 batched_rows = _op(
@@ -248,5 +249,6 @@ eplb_map_to_physical_and_record = _op(
     "eplb",
     "eplb_map_to_physical_and_record(Tensor topk_ids, Tensor(a!) expert_load_view,"
     " Tensor logical_to_physical_map, Tensor logical_replica_count, Tensor? record_enabled,"
-    " Tensor? num_unpadded_tokens, ScalarType indices_type, SymInt seed) -> Tensor",
+    " Tensor? num_unpadded_tokens, ScalarType indices_type, SymInt seed, Tensor? step=None)"
+    " -> Tensor",
 )

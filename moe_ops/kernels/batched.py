@@ -18,6 +18,7 @@ from moe_ops.fake_impls.batched import batched_activation_quantize as empty_acti
 from moe_ops.fake_impls.batched import batched_dispatch as empty_dispatched
 from moe_ops.fake_impls.batched import batched_quantize as empty_quantized
 from moe_ops.fake_impls.batched import batched_rows as empty_places
+from moe_ops.fake_impls.batched import check_room
 from moe_ops.kernels.dependent import take_turn
 from moe_ops.kernels.launch import Launch
 from moe_ops.kernels.quantize import quantize_rows, unpacked, warps
@@ -145,8 +146,10 @@ def batched_dispatch(
     num_local_experts: int,
     max_num_tokens: int,
     quant: str,
+    drops: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Place, then copy or quantize."""
+    check_room(x, max_num_tokens, drops)
     places = (topk_ids, first_expert, num_local_experts, max_num_tokens)
     result = empty_dispatched(x, scale, topk_weights, *places, quant)
     out, row_scale, counts, num_dropped = result

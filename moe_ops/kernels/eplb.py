@@ -21,7 +21,7 @@ BLOCK = 256
 @triton.jit(do_not_specialize=["num_slots", "seed"])
 def _eplb_map_kernel(
     topk_ids, expert_load, logical_to_physical, replica_count, record_enabled, num_unpadded_tokens,
-    out, num_slots, seed, num_experts, max_replicas, num_physical, stride_load,
+    step, out, num_slots, seed, num_experts, max_replicas, num_physical, stride_load,
     TOP_K: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Map a block of slots to replicas and count them: the rule of `reference/eplb.py`."""
@@ -34,7 +34,10 @@ def _eplb_map_kernel(
     expert = tl.where(valid, ids, 0).to(tl.int32)
     count = tl.load(replica_count + expert, mask=valid, other=1).to(tl.int32)
     count = tl.minimum(tl.maximum(count, 1), max_replicas)
-    hashed = (token.to(tl.int64) + seed) * 2654435769 & 0xFFFFFFFF
+    position = token.to(tl.int64) + seed
+    if step is not None:
+        position += tl.load(step).to(tl.int64)
+    hashed = position * 2654435769 & 0xFFFFFFFF
     replica = (hashed.to(tl.uint32) % count.to(tl.uint32)).to(tl.int32)
     entry = logical_to_physical + expert * max_replicas + replica
     physical = tl.load(entry, mask=valid, other=-1)
@@ -65,6 +68,7 @@ def eplb_map_to_physical_and_record(
     num_unpadded_tokens: Tensor | None,
     indices_type: torch.dtype,
     seed: int,
+    step: Tensor | None = None,
 ) -> Tensor:
     """Launch one program for each block of slots."""
     out = empty_ids(
@@ -82,6 +86,7 @@ def eplb_map_to_physical_and_record(
             dense(logical_replica_count),
             record_enabled,
             num_unpadded_tokens,
+            step,
             out,
             num_slots,
             seed,

@@ -31,10 +31,15 @@ class RankGroup(NamedTuple):
         functional = torch.ops._c10d_functional
         return functional.wait_tensor(functional.all_reduce(x, "sum", self._name()))
 
-    def all_gather(self, x: Tensor) -> Tensor:
-        """``(T, ..)`` of every rank, one after another: ``(size * T, ..)``."""
-        if self.size == 1:
+    def all_gather(self, x: Tensor | None) -> Any:
+        """``(T, ..)`` of every rank, one after another: ``(size * T, ..)``; None where it is None.
+
+        A bool travels as a byte, which every backend knows.
+        """
+        if self.size == 1 or x is None:
             return x
+        if x.dtype == torch.bool:
+            return self.all_gather(x.to(torch.uint8)).bool()
         functional = torch.ops._c10d_functional
         gathered = functional.all_gather_into_tensor(x, self.size, self._name())
         return functional.wait_tensor(gathered)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from operator import is_
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from moe_ops import checks, ops
 from moe_ops.layers.parameters import SUFFIX, parameter_specs
 from moe_ops.layers.partition import LayerSizes
+from moe_ops.pipeline.calls import Call
 from moe_ops.pipeline.experts import BatchedTritonExperts, FusedMoEExperts, TritonExperts
 from moe_ops.pipeline.formats import FusedMoEActivationFormat
 from moe_ops.pipeline.fused_experts import fused_experts
@@ -59,21 +61,31 @@ class FusedMoEMethodBase(ABC):
     def get_fused_moe_quant_config(self, layer: FusedMoE) -> FusedMoEQuantConfig | None:
         """The layer's parameters as kernels take them; None: not quantized."""
 
-    def apply(self, layer: FusedMoE, x: Tensor, topk_weights: Tensor, topk_ids: Tensor) -> Tensor:
+    def apply(
+        self,
+        layer: FusedMoE,
+        x: Tensor,
+        topk_weights: Tensor,
+        topk_ids: Tensor,
+        shared_experts_input: Tensor | None = None,
+    ) -> Any:
         """``(T, H)`` of this rank's experts for ``(T, H)`` tokens and their routing.
 
         Where weights are in act-order, tokens are read in the order of each expert's columns.
+        ``shared_experts_input`` is given to a layer with a kernel and shared experts only: the
+        kernel runs these beside, and the result is ``(theirs, (T, H))``.
 
         Raises:
             NotImplementedError: such orders differ between experts, and the layer has a kernel.
         """
         order = layer.w13_input_order
         if order is None:
-            return self._experts(layer, x, topk_weights, topk_ids)
+            return self._experts(layer, x, topk_weights, topk_ids, shared_experts_input)
         checks.inference_only(hidden_states=x)
         is_shared_out = layer.kernel is not None and layer.placement.is_shared_out
         if order.shape[0] == 1 and not is_shared_out:
-            return self._experts(layer, x.index_select(1, order[0]), topk_weights, topk_ids)
+            x = x.index_select(1, order[0])
+            return self._experts(layer, x, topk_weights, topk_ids, shared_experts_input)
         if layer.kernel is not None:
             raise NotImplementedError(
                 "layer.kernel must be None where the columns of w13 are in an order of each expert "
@@ -88,14 +100,21 @@ class FusedMoEMethodBase(ABC):
         return ops.moe_fused_mul_sum(y, on_output, topk_ids, layer.expert_map, None, local)
 
     def _experts(
-        self, layer: FusedMoE, x: Tensor, topk_weights: Tensor, topk_ids: Tensor
-    ) -> Tensor:
+        self,
+        layer: FusedMoE,
+        x: Tensor,
+        topk_weights: Tensor,
+        topk_ids: Tensor,
+        shared_experts_input: Tensor | None = None,
+    ) -> Any:
         if layer.kernel is not None:
-            out = layer.kernel.apply(
+            call = Call(
                 x, layer.w13_weight, layer.w2_weight, topk_weights, topk_ids, layer.activation,
                 layer.global_num_experts, layer.expert_map, layer.apply_router_weight_on_input,
+                shared_experts_input,
             )  # fmt: skip
-            return out[1] if isinstance(out, tuple) else out
+            beside = None if shared_experts_input is None else shared_experts_of(layer)
+            return layer.kernel.run(call, beside)
         return fused_experts(
             x,
             layer.w13_weight,
@@ -143,6 +162,24 @@ class FusedMoEMethodBase(ABC):
         )
 
 
+def shared_experts_of(layer: FusedMoE) -> Callable[[Tensor], Tensor] | None:
+    """The shared experts of the layer, or of its kernel; each token goes to them once.
+
+    Raises:
+        ValueError: both have some, and not the same.
+    """
+    own, kernel = layer.shared_experts, layer.kernel
+    beside = None if kernel is None else kernel.shared_experts
+    if own is None:
+        return beside
+    if beside is not None and beside is not own:
+        raise ValueError(
+            "layer.kernel.shared_experts must be None or the layer's own shared_experts, got "
+            f"{type(beside).__name__}"
+        )
+    return own
+
+
 class UnquantizedFusedMoEMethod(FusedMoEMethodBase):
     """Weights ``(El, 2I, H)`` and ``(El, H, I)`` in the dtype of the tokens, and biases."""
 
@@ -156,6 +193,7 @@ class QuantizedFusedMoEMethod(FusedMoEMethodBase):
     def __init__(self) -> None:
         self._config: FusedMoEQuantConfig | None = None
         self._made_of: list[Tensor | None] = []
+        self._has_global_scales = False
 
     def process_weights_after_loading(self, layer: FusedMoE) -> None:
         """Global and static scales are positive and finite; one static scale for all experts.
@@ -186,13 +224,21 @@ class QuantizedFusedMoEMethod(FusedMoEMethodBase):
             self._config, self._made_of = _config(layer, tensors), tensors
         return self._config
 
+    def create_weights(
+        self, layer: nn.Module, sizes: LayerSizes, device: torch.device | str | None = None
+    ) -> None:
+        """As in the base class."""
+        super().create_weights(layer, sizes, device)
+        kinds = {spec.kind for spec in parameter_specs(sizes).values()}
+        self._has_global_scales = "global_scale" in kinds
+
     def uses_weight_scale_2_pattern(self) -> bool:
-        """True: a scheme's global scale is a factor."""
-        return True
+        """Whether the scheme's weights have a global scale; ``weight_scale_2`` is its name."""
+        return self._has_global_scales
 
     def __getstate__(self) -> dict[str, Any]:
         """Without what is derived from parameters: a copy makes it from its own."""
-        return {"_config": None, "_made_of": []}
+        return {**self.__dict__, "_config": None, "_made_of": []}
 
 
 _CONFIG_PARAMETERS = tuple(

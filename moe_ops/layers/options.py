@@ -69,6 +69,9 @@ class FusedMoEOptions:
     """Multiplier of the weights, applied by the router, once."""
     e_score_correction_bias: Tensor | None = None
     """``(E,)`` float32, added to the scores for the choice only."""
+    hash_indices_table: Tensor | None = None
+    """``(vocabulary, k)`` int32 or int64: the experts of each word, looked up by the ``input_ids``
+    of a call; the logits only weigh them. See `hash_topk`."""
     apply_router_weight_on_input: bool = False
     """Scale the tokens instead of the experts' rows, for any k."""
     activation: MoEActivation | Activation | str = "silu"
@@ -144,6 +147,7 @@ class FusedMoEOptions:
             logits = num_experts + self.zero_expert_num
             size = bias.shape[0]
             checks.size("e_score_correction_bias.shape[0]", size, "the number of logits", logits)
+        self._check_hash(top_k)
         if self.num_redundant_experts and not self.enable_eplb:
             raise ValueError(
                 "num_redundant_experts must be 0 without enable_eplb, "
@@ -178,6 +182,21 @@ class FusedMoEOptions:
             value = getattr(self, name)
             if value is not None and not callable(value):
                 raise TypeError(f"{name} must be callable, got {type(value).__name__}")
+
+    def _check_hash(self, top_k: int) -> None:
+        """A table of ``top_k`` columns, and no other router, or no table."""
+        table = self.hash_indices_table
+        if table is None:
+            return
+        checks.tensor("hash_indices_table", table, 2, checks.INDICES)
+        size = table.shape[1]
+        checks.size("hash_indices_table.shape[1]", size, "top_k", top_k)
+        for name in ("use_grouped_topk", "custom_routing_function", "e_score_correction_bias"):
+            value = getattr(self, name)
+            if value is not None and value is not False:
+                raise ValueError(
+                    f"{name} must be left out with hash_indices_table, which chooses, got {value}"
+                )
 
     def _check_batch_invariant(self) -> None:
         """NotImplementedError for what makes tokens depend on each other."""
@@ -254,7 +273,8 @@ class FusedMoEOptions:
     def routes_plainly(self) -> bool:
         """Whether `fused_topk` is all of the routing."""
         more = (self.use_grouped_topk, self.custom_routing_function, self.enable_eplb)
-        return not any((*more, self.zero_expert_num, self.n_shared_experts))
+        hashed = self.hash_indices_table is not None
+        return not any((*more, hashed, self.zero_expert_num, self.n_shared_experts))
 
     def placement(self, parallel: FusedMoEParallelConfig, num_experts: int) -> ExpertPlacement:
         """Which rows of the parameters hold which experts.

@@ -86,6 +86,21 @@ class EplbState(NamedTuple):
         self.expert_load.zero_()
 
 
+class LayerEplbState(NamedTuple):
+    """What one layer's calls read, and count in: see `eplb_map_to_physical_and_record`."""
+
+    expert_load_view: Tensor
+    """``(P,)``."""
+    logical_to_physical_map: Tensor
+    """``(E, R)``."""
+    logical_replica_count: Tensor
+    """``(E,)``."""
+    record_enabled: Tensor | None = None
+    seed: int = 0
+    step: Tensor | None = None
+    """None: the layer counts its calls."""
+
+
 def layer_of(
     layer: int,
     expert_load_view: Tensor,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
 
@@ -20,13 +22,18 @@ from moe_ops.pipeline.weight_and_reduce import (
 )
 from moe_ops.scheme import FusedMoEQuantConfig
 
+if TYPE_CHECKING:
+    from moe_ops.pipeline.experts import FusedMoEExperts
+
 
 class BatchedPrepareAndFinalize(FusedMoEPrepareAndFinalizeModular):
     """Rows of the experts ``[El * rank, El * (rank + 1))``, one for each slot, in slot order.
 
     Without an ``expert_map`` those are the ids of this rank's experts; with one, the map says which
     global expert is which of them. Rows that do not fit are dropped and counted on the device in
-    ``num_dropped`` (an error within `moe_ops.checking`); nothing here waits for the device.
+    ``num_dropped`` (an error within `moe_ops.checking`); nothing here waits for the device. In a
+    `FusedMoEKernel` at most ``max_num_tokens`` tokens come at a time, more raise, and as long as
+    the ids of a token are distinct all rows fit.
 
     Args:
         max_num_tokens: rows for each expert.
@@ -54,6 +61,11 @@ class BatchedPrepareAndFinalize(FusedMoEPrepareAndFinalizeModular):
         checks.at_least(0, rank=rank)
         self.max_num_tokens, self.num_local_experts = max_num_tokens, num_local_experts
         self.dispatchers, self.rank = num_dispatchers, rank
+        self.drops = True
+
+    def post_init_setup(self, fused_experts: FusedMoEExperts) -> None:
+        """From here on a kernel sees to it that rows fit."""
+        self.drops = False
 
     @property
     def activation_format(self) -> FusedMoEActivationFormat:
@@ -95,6 +107,7 @@ class BatchedPrepareAndFinalize(FusedMoEPrepareAndFinalizeModular):
             local,
             self.max_num_tokens,
             "" if quant is None else quant.key,
+            self.drops,
         )
         check_none_dropped(dropped, self.max_num_tokens)
         return PrepareResult(

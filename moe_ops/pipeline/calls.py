@@ -26,6 +26,14 @@ class Call(NamedTuple):
     apply_router_weight_on_input: bool = False
     shared_experts_input: Tensor | None = None
 
+    def tokens(self, part: slice) -> Call:
+        """The call for some of the tokens."""
+        return self._replace(
+            hidden_states=self.hidden_states[part],
+            topk_weights=self.topk_weights[part],
+            topk_ids=self.topk_ids[part],
+        )
+
 
 class Pending(NamedTuple):
     """A step that has been started."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from moe_ops import checks
@@ -98,6 +99,19 @@ def check_call(fused_experts: FusedMoEExperts, call: Call) -> None:
         kind_and_key(call.activation)[0], config.scheme, *config.tensors,
     )  # fmt: skip
     _check_dtype(fused_experts, call.hidden_states)
+
+
+def check_room(prepare_finalize: FusedMoEPrepareAndFinalize, call: Call) -> None:
+    """ValueError for more tokens than prepare may send at once.
+
+    For a compiler the number of tokens is no number: there prepare's operator checks.
+    """
+    most, tokens = prepare_finalize.max_num_tokens_per_rank(), call.hidden_states.shape[0]
+    if most is not None and not torch.compiler.is_compiling() and tokens > most:
+        raise ValueError(
+            f"hidden_states must have at most max_num_tokens = {most} tokens, all that "
+            f"{type(prepare_finalize).__name__} has room for, got {tokens}"
+        )
 
 
 def check_logits(

@@ -23,6 +23,7 @@ from moe_ops.pipeline.kernel_checks import (
     check_logits,
     check_options,
     check_parts,
+    check_room,
 )
 from moe_ops.pipeline.prepare_finalize import (
     FusedMoEPrepareAndFinalize,
@@ -98,12 +99,17 @@ class FusedMoEKernel:
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Run the layer on tokens whose routing is known.
 
+        Where prepare takes ``max_num_tokens`` tokens at most (the Batched format), more are run in
+        parts of so many, one after another. A compiled or exported call raises for more, and so
+        does a prepare with several dispatchers, which must call it equally often.
+
         Args:
             hidden_states: ``(T, H)`` bf16, fp16 or fp32; also T = 0.
             w1: ``(El, 2I, H)`` or ``(El, I, H)``, stored as the experts' scheme says.
             w2: ``(El, H, I)``.
             topk_weights: ``(T, k)``.
-            topk_ids: ``(T, k)`` int32 or int64, global experts.
+            topk_ids: ``(T, k)`` int32 or int64, global experts. In the Batched format those of a
+                token are distinct, or there is room for every slot.
             activation: kind, name or `Activation`.
             global_num_experts: E; -1: the length of ``expert_map``, or El without one.
             expert_map: ``(E,)`` or None.
@@ -115,14 +121,39 @@ class FusedMoEKernel:
 
         Raises:
             TypeError, ValueError, NotImplementedError: as `fused_experts`; ValueError when the
-                kernel is monolithic.
+                kernel is monolithic, or for too many tokens.
         """
         call = Call(
             hidden_states, w1, w2, topk_weights, topk_ids, activation, global_num_experts,
             expert_map, apply_router_weight_on_input, shared_experts_input,
         )  # fmt: skip
-        call, rows = self.run_experts(call, self.start_prepare(call))
-        return self.finish(call, self.start_finalize(call, rows))
+        return self.run(call, self.shared_experts)
+
+    def run(
+        self, call: Call, shared_experts: Callable[[Tensor], Tensor] | None
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """`apply`, with these shared experts (None: without any) in place of the kernel's own."""
+        size = self._tokens_of_a_part(call)
+        if size is None:
+            finalized = self.start_finalize(*self.run_experts(call, self.start_prepare(call)))
+        else:
+            parts = []
+            for i in range(cdiv(call.hidden_states.shape[0], size)):
+                part = call.tokens(slice(i * size, (i + 1) * size))
+                rows = self.run_experts(part, self.start_prepare(part))
+                parts.append(self.start_finalize(*rows).wait())
+            finalized = Pending(None, lambda: torch.cat(parts))
+        return self._finish(call, finalized, shared_experts)
+
+    def _tokens_of_a_part(self, call: Call) -> int | None:
+        """As many tokens as prepare takes, if it is to be called several times; else None."""
+        part = self.prepare_finalize
+        size = part.max_num_tokens_per_rank()
+        if size is None or self.is_monolithic or torch.compiler.is_compiling():
+            return None
+        check_call(self.fused_experts, call)
+        alone = part.num_dispatchers() == 1  # nobody else waits for the same number of calls
+        return size if alone and call.hidden_states.shape[0] > size else None
 
     def start_prepare(self, call: Call) -> Pending:
         """Check the arguments and send tokens on their way: a `PrepareResult` to wait for."""
@@ -131,6 +162,7 @@ class FusedMoEKernel:
         if self.is_monolithic:
             raise ValueError("apply needs modular parts: call apply_monolithic with router_logits")
         check_call(experts, call)
+        check_room(part, call)
         wanted = part.topk_indices_dtype()
         if wanted is not None and call.topk_ids.dtype != wanted:
             raise TypeError(f"topk_ids must have dtype {wanted}, got {call.topk_ids.dtype}")
@@ -209,10 +241,18 @@ class FusedMoEKernel:
 
     def finish(self, call: Call, finalized: Pending) -> Tensor | tuple[Tensor, Tensor]:
         """Run the shared experts while rows come back, then wait for those."""
+        return self._finish(call, finalized, self.shared_experts)
+
+    def _finish(
+        self,
+        call: Call,
+        finalized: Pending,
+        shared_experts: Callable[[Tensor], Tensor] | None,
+    ) -> Tensor | tuple[Tensor, Tensor]:
         shared = None
-        if self.shared_experts is not None:
+        if shared_experts is not None:
             given = call.shared_experts_input
-            shared = self.shared_experts(call.hidden_states if given is None else given)
+            shared = shared_experts(call.hidden_states if given is None else given)
             if shared is None:
                 raise ValueError("shared_experts must return a Tensor, got None")
         output = finalized.wait()

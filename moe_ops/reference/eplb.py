@@ -18,6 +18,7 @@ def eplb_map_to_physical_and_record(
     num_unpadded_tokens: Tensor | None,
     indices_type: torch.dtype,
     seed: int,
+    step: Tensor | None = None,
 ) -> Tensor:
     """Each slot's replica, chosen by a hash of its token, and counted in ``expert_load_view``."""
     num_experts, max_replicas = logical_to_physical_map.shape
@@ -26,7 +27,8 @@ def eplb_map_to_physical_and_record(
     expert = torch.where(valid, topk_ids, 0).long()
     token = torch.arange(topk_ids.shape[0], device=topk_ids.device)[:, None]
     replicas = logical_replica_count.long()[expert].clamp(1, max_replicas)
-    replica = ((token + seed) * HASH & 0xFFFFFFFF) % replicas
+    offset = seed if step is None else seed + step.long().reshape(())
+    replica = ((token + offset) * HASH & 0xFFFFFFFF) % replicas
     physical = torch.where(valid, logical_to_physical_map.long()[expert, replica], -1)
 
     counted = (physical >= 0) & (physical < num_physical)

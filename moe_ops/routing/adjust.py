@@ -77,7 +77,7 @@ def zero_experts(
     topk_ids: Tensor,
     num_experts: int,
     *,
-    skipped_id: int = 0,
+    skipped_id: int = -1,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Take identity experts out of a routing, and compute what they return.
 
@@ -91,8 +91,8 @@ def zero_experts(
         topk_weights: ``(T, k)`` fp32, bf16 or fp16, scaled already.
         topk_ids: ``(T, k)`` int32 or int64.
         num_experts: of the experts that compute something.
-        skipped_id: 0 as in the field, where these slots make expert 0 compute rows of weight 0; -1
-            where they are to be skipped.
+        skipped_id: -1: the slots are skipped. vLLM's 0 makes expert 0 compute rows of weight 0,
+            and load balancing counts them.
 
     Returns:
         ``(T, k)`` float32 weights, ids in their dtype, and ``result (T, H)`` in the dtype of

@@ -41,7 +41,7 @@ class RoutingMethodType(IntEnum):
     DeepseekV4 = 100
     """sqrt(softplus), plus a correction bias, top-k, renormalized."""
     Custom = 101
-    """A function of the caller."""
+    """A function or a hash table of the caller."""
     Simulated = 102
     """Ids that do not depend on the logits, for benchmarks."""
 

@@ -12,10 +12,12 @@ from moe_ops import checks
 from moe_ops.parallel.eplb import eplb_map_to_physical_and_record
 from moe_ops.routing.adjust import adjust_routing, zero_experts
 from moe_ops.routing.arguments import check_indices_type
-from moe_ops.routing.topk import fused_topk, grouped_topk
+from moe_ops.routing.topk import fused_topk, grouped_topk, hash_topk
 
 CustomRouting = Callable[[Tensor, Tensor, int, bool], tuple[Tensor, Tensor]]
 """``f(hidden_states, gating_output, topk, renormalize) -> (topk_weights, topk_ids)``."""
+CaptureFn = Callable[[Tensor], object]
+"""``f(topk_ids)``."""
 
 
 class SelectedExperts(NamedTuple):
@@ -24,9 +26,23 @@ class SelectedExperts(NamedTuple):
     topk_weights: Tensor
     """``(T, k)`` float32, scaled: whoever uses them does not scale again."""
     topk_ids: Tensor
-    """``(T, k)`` int32 or ``indices_type``: logical experts; physical ones with EPLB."""
+    """``(T, k)`` int32 or ``indices_type``: logical experts; physical ones with EPLB; -1 in slots
+    that are skipped: those of padding and of identity experts."""
     zero_expert_result: Tensor | None
     """``(T, H)`` what the identity experts return, to be added to the output; None without any."""
+
+    def tokens(self, first: int, last: int) -> SelectedExperts:
+        """The routing of tokens ``first .. last - 1``."""
+        weights, ids, result = self
+        part = slice(first, last)
+        return SelectedExperts(weights[part], ids[part], None if result is None else result[part])
+
+    def of_padding(self) -> SelectedExperts:
+        """The routing of one token that goes nowhere."""
+        weights, ids, _ = self
+        return SelectedExperts(
+            weights.new_zeros(1, weights.shape[1]), ids.new_full((1, ids.shape[1]), -1), None
+        )
 
 
 def select_experts(
@@ -51,13 +67,22 @@ def select_experts(
     zero_expert_num: int | None = None,
     zero_expert_type: str | None = None,
     num_fused_shared_experts: int = 0,
+    *,
+    hash_indices_table: Tensor | None = None,
+    input_ids: Tensor | None = None,
+    is_padding: Tensor | None = None,
+    capture_fn: CaptureFn | None = None,
+    record_enabled: Tensor | None = None,
+    seed: int = 0,
+    step: Tensor | None = None,
 ) -> SelectedExperts:
     """Route with the method that the arguments name, then do what follows the choice.
 
     The method is `grouped_topk` with ``use_grouped_topk``, else ``custom_routing_function``, else
-    `fused_topk`. ``routed_scaling_factor`` multiplies the weights once, whichever it is. Then, in
-    this order: `zero_experts`; `eplb_map_to_physical_and_record`; shared experts, behind every
-    token's experts with weight 1.
+    `hash_topk` with ``hash_indices_table``, else `fused_topk`. ``routed_scaling_factor`` multiplies
+    the weights once, whichever it is. Then, in this order: every slot of a padding token is
+    skipped; ``capture_fn`` is called; `zero_experts`; `eplb_map_to_physical_and_record`; shared
+    experts, behind every token's experts with weight 1.
 
     Args:
         hidden_states: ``(T, H)``.
@@ -83,6 +108,16 @@ def select_experts(
         zero_expert_num: how many of the logits, the last ones, belong to identity experts.
         zero_expert_type: ``identity``, the only one.
         num_fused_shared_experts: n experts ``E .. E + n - 1`` that every token goes to.
+        hash_indices_table: see `hash_topk`.
+        input_ids: ``(T,)``, with ``hash_indices_table``: see `hash_topk`.
+        is_padding: ``(T,)`` bool, True where a token is padding: its ids are -1 and its weights 0,
+            whatever its logits are, it is not counted, and its row of ``hidden_states`` is not
+            read.
+        capture_fn: called with the ids ``(T, k)`` of logical experts (identity experts among
+            them), -1 in padding.
+        record_enabled: see `eplb_map_to_physical_and_record`.
+        seed: see `eplb_map_to_physical_and_record`.
+        step: see `eplb_map_to_physical_and_record`.
 
     Returns:
         A `SelectedExperts`. k grows by ``num_fused_shared_experts``.
@@ -107,25 +142,35 @@ def select_experts(
     checks.at_least(0, top_k=top_k, num_fused_shared_experts=shared, zero_expert_num=identity)
     logits = (hidden_states, router_logits, top_k, renormalize)
     bias, scale = e_score_correction_bias, routed_scaling_factor
+    if input_ids is not None and hash_indices_table is None:
+        raise ValueError("input_ids must be None without hash_indices_table, got a Tensor")
     if use_grouped_topk:
         groups = (num_expert_group, topk_group)
         weights, ids = grouped_topk(*logits, *groups, scoring_func, scale, bias)
     elif custom_routing_function is not None:
         weights, ids = _custom(custom_routing_function, *logits, scale)
+    elif hash_indices_table is not None:
+        weights, ids = _hashed(hash_indices_table, input_ids, *logits, scoring_func, scale)
     else:
         weights, ids = fused_topk(*logits, None, scoring_func, bias, scale)
 
     num_experts, result = router_logits.shape[1] - identity, None
+    if is_padding is not None:
+        weights, ids = adjust_routing(weights, ids, num_experts, is_padding=is_padding)
+    if capture_fn is not None:
+        capture_fn(ids)
     if identity:
         given = None if enable_eplb else global_num_experts
         _check_zero_experts(num_experts, given, zero_expert_type)
         weights, ids, result = zero_experts(hidden_states, weights, ids, num_experts)
     if enable_eplb:
         _check_no_shared_experts(shared)
-        replicas = (logical_to_physical_map, logical_replica_count)
-        ids = _physical(ids, expert_load_view, *replicas, indices_type)
+        state = (expert_load_view, logical_to_physical_map, logical_replica_count)
+        ids = _physical(ids, *state, indices_type, record_enabled, seed, step)
     if shared:
-        weights, ids = adjust_routing(weights, ids, num_experts, num_shared_experts=shared)
+        weights, ids = adjust_routing(
+            weights, ids, num_experts, num_shared_experts=shared, is_padding=is_padding
+        )
     return SelectedExperts(weights, ids.to(indices_type or torch.int32), result)
 
 
@@ -147,6 +192,24 @@ def _custom(
     checks.size("custom_routing_function's k", ids.shape[1], "top_k", top_k)
     checks.same_tokens("custom_routing_function's ids", ids, "hidden_states", hidden_states)
     return weights.float() * routed_scaling_factor, ids
+
+
+def _hashed(
+    table: Tensor,
+    input_ids: Tensor | None,
+    hidden_states: Tensor,
+    router_logits: Tensor,
+    top_k: int,
+    renormalize: bool,
+    scoring_func: str,
+    routed_scaling_factor: float,
+) -> tuple[Tensor, Tensor]:
+    """`hash_topk`, with a table of ``top_k`` columns."""
+    checks.tensor("hash_indices_table", table, 2, checks.INDICES)
+    checks.size("hash_indices_table.shape[1]", table.shape[1], "top_k", top_k)
+    words = _given("input_ids", input_ids, "hash_indices_table")
+    how = (renormalize, scoring_func, routed_scaling_factor)
+    return hash_topk(hidden_states, router_logits, words, table, *how)
 
 
 def _check_zero_experts(
@@ -177,18 +240,25 @@ def _physical(
     logical_to_physical_map: Tensor | None,
     logical_replica_count: Tensor | None,
     indices_type: torch.dtype | None,
+    record_enabled: Tensor | None,
+    seed: int,
+    step: Tensor | None,
 ) -> Tensor:
-    """Ids of replicas, counted; the three tensors are not missing."""
+    """Ids of replicas, counted; the first three tensors are not missing."""
     return eplb_map_to_physical_and_record(
         ids,
-        _given("expert_load_view", expert_load_view),
-        _given("logical_to_physical_map", logical_to_physical_map),
-        _given("logical_replica_count", logical_replica_count),
+        _given("expert_load_view", expert_load_view, "enable_eplb"),
+        _given("logical_to_physical_map", logical_to_physical_map, "enable_eplb"),
+        _given("logical_replica_count", logical_replica_count, "enable_eplb"),
         indices_type,
+        record_enabled=record_enabled,
+        seed=seed,
+        step=step,
     )
 
 
-def _given(name: str, x: Tensor | None) -> Tensor:
+def _given(name: str, x: Tensor | None, option: str) -> Tensor:
+    """A tensor that ``option`` needs."""
     if x is None:
-        raise ValueError(f"{name} must be a Tensor with enable_eplb, got None")
+        raise ValueError(f"{name} must be a Tensor with {option}, got None")
     return x
