@@ -15,6 +15,7 @@ from moe_ops.layers.parameters import (
     parameter_specs,
 )
 from moe_ops.layers.partition import LayerSizes, aligned_sizes
+from moe_ops.layers.state import SchemeState
 
 __all__ = [
     "FusedMoEMethodBase",
@@ -25,6 +26,7 @@ __all__ = [
     "ParameterSpec",
     "QuantizedFusedMoEMethod",
     "RankGroup",
+    "SchemeState",
     "UnquantizedFusedMoEMethod",
     "aligned_sizes",
     "moe_config",
