@@ -19,6 +19,7 @@ from moe_ops.layers import (
     QuantizedFusedMoEMethod,
     RankGroup,
     RoutesTokens,
+    SchemeState,
     UnquantizedFusedMoEMethod,
     aligned_sizes,
     moe_config,
@@ -27,6 +28,7 @@ from moe_ops.layers import (
     takes_options,
     token_arguments,
 )
+from moe_ops.loading.given import GivenScales
 from moe_ops.loading.weight_loader import WeightLoading
 from moe_ops.parallel import make_expert_params_mapping, maybe_roundup_hidden_size
 from moe_ops.parallel.eplb_state import LayerEplbState
@@ -39,7 +41,7 @@ from moe_ops.tiles import cdiv
 
 
 @takes_options
-class FusedMoE(RoutesTokens, WeightLoading, KeepsBits):
+class FusedMoE(RoutesTokens, WeightLoading, SchemeState, KeepsBits):
     """Routed experts of one layer; the router's linear layer stays the caller's.
 
     Parameters: ``w13_weight (El, 2I, H)`` (gate rows, then up rows; alternating for an interleaved
@@ -48,7 +50,8 @@ class FusedMoE(RoutesTokens, WeightLoading, KeepsBits):
     ``*_weight_zero_point``, ``*_weight_scale_2`` (global scales, factors) and ``*_input_scale``;
     with biases ``w13_bias``, ``w2_bias``. They need no grad and hold zeros until they are loaded,
     by `load_checkpoint`, `load_state_dict` or `weight_loader`. `load_checkpoint` of weights in
-    act-order adds a buffer, ``w13_input_order``.
+    act-order adds a buffer, ``w13_input_order``. A state dict also says how its tensors are stored
+    (``_extra_state``): a layer of another scheme refuses it.
 
     Spread over ranks, a rank's result is its part of a sum: ``reduce_results`` sums it, or the
     caller does. Experts are cut along I (``tp_size``), so that each rank has whole scales (blocks
@@ -117,6 +120,7 @@ class FusedMoE(RoutesTokens, WeightLoading, KeepsBits):
         )  # fmt: skip
         if parallel.tp_size > 1:
             self.sizes = self.aligned_sizes()
+        self.given_scales = GivenScales()
         quantized = self.checkpoint_scheme.weight is not None
         method = QuantizedFusedMoEMethod if quantized else UnquantizedFusedMoEMethod
         self.quant_method: FusedMoEMethodBase = method()

@@ -7,10 +7,15 @@ import torch
 from checkpoints import Experts, per_expert
 
 import moe_ops
-from moe_ops.loading.safetensors import DTYPES, SafetensorsFile
+from moe_ops.loading.safetensors import SafetensorsFile
 
 safetensors = pytest.importorskip("safetensors.torch")
 
+DTYPES = (
+    torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn,
+    torch.float8_e5m2, torch.float8_e8m0fnu, torch.int64, torch.int32, torch.int16, torch.int8,
+    torch.uint8, torch.uint16, torch.uint32, torch.uint64, torch.bool,
+)  # fmt: skip
 E, K, H, I = 4, 2, 32, 24  # noqa: E741
 
 
@@ -18,6 +23,13 @@ def load(source, **how):
     layer = moe_ops.FusedMoE(E, K, H, I)
     moe_ops.load_checkpoint(layer, source, progress=False, **how)
     return layer
+
+
+def raw_file(header, data, spaces=0):
+    """A file of any header: a value for JSON, or its text."""
+    text = header if isinstance(header, str) else json.dumps(header)
+    text = text.encode() + b" " * spaces
+    return len(text).to_bytes(8, "little") + text + data
 
 
 @pytest.fixture
@@ -62,9 +74,9 @@ def test_every_kind_of_source(tmp_path, source, expected):
 def test_every_dtype(tmp_path):
     g = torch.Generator().manual_seed(0)
     tensors = {}
-    for name, dtype in DTYPES.items():
+    for dtype in DTYPES:
         data = torch.randint(0, 2, (3 * 5 * dtype.itemsize,), generator=g, dtype=torch.uint8)
-        tensors[name] = data.view(dtype).view(3, 5)
+        tensors[str(dtype)] = data.view(dtype).view(3, 5)
     tensors["empty"], tensors["scalar"] = torch.zeros(0, 4), torch.tensor(3.0)
     path = tmp_path / "x.safetensors"
     safetensors.save_file(tensors, path)
@@ -77,12 +89,12 @@ def test_every_dtype(tmp_path):
 
 
 def test_data_that_is_not_aligned(tmp_path):
-    header = json.dumps({"x": {"dtype": "F32", "shape": [2], "data_offsets": [1, 9]}}).encode()
-    path = tmp_path / "x.safetensors"
-    data = torch.tensor([1.5, -2.0])
-    body = b"\0" + data.numpy().tobytes()
-    path.write_bytes(len(header).to_bytes(8, "little") + header + body)
-    assert torch.equal(SafetensorsFile(path).tensor("x"), data)
+    path, data = tmp_path / "x.safetensors", torch.tensor([1.5, -2.0])
+    entry = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
+    for spaces in range(4):
+        path.write_bytes(raw_file({"x": entry}, data.numpy().tobytes(), spaces))
+        read = SafetensorsFile(path).tensor("x")
+        assert torch.equal(read, data) and read.data_ptr() % 4 == 0
 
 
 def test_the_file_is_not_written_to(tmp_path, source):
@@ -115,8 +127,7 @@ def broken(data, kind):
         "past the end": {**header[name], "data_offsets": [0, 10**9]},
         "dtype": {**header[name], "dtype": "F4"},
     }
-    text = json.dumps(header | {name: changes[kind]}).encode()
-    return len(text).to_bytes(8, "little") + text + data[8 + length :]
+    return raw_file(header | {name: changes[kind]}, data[8 + length :])
 
 
 @pytest.mark.parametrize(

@@ -127,6 +127,7 @@ def _order_columns_kernel(
     expert = local_experts(topk_ids, expert_map, slot, slot >= 0, num_experts, num_local_experts)
     readable = tl.where(expert >= 0, WIDTH, 0)
     source = tl.load(order + expert.to(tl.int64) * WIDTH + col, mask=col < readable, other=0)
+    source = tl.minimum(tl.maximum(source, 0), WIDTH - 1)  # whatever the order holds
     at = x + (slot // TOP_K) * stride_x + source
     value = tl.load(at, mask=col < readable, other=0.0)
     tl.store(out + slot * WIDTH + col, value, mask=col < WIDTH)

@@ -17,6 +17,7 @@ from moe_ops.layers.parameters import (
 )
 from moe_ops.layers.partition import LayerSizes, aligned_sizes
 from moe_ops.layers.routing import RoutesTokens, token_arguments
+from moe_ops.layers.state import SchemeState
 
 __all__ = [
     "FusedMoEMethodBase",
@@ -28,6 +29,7 @@ __all__ = [
     "QuantizedFusedMoEMethod",
     "RankGroup",
     "RoutesTokens",
+    "SchemeState",
     "UnquantizedFusedMoEMethod",
     "aligned_sizes",
     "moe_config",

@@ -196,9 +196,10 @@ class QuantizedFusedMoEMethod(FusedMoEMethodBase):
         self._has_global_scales = False
 
     def process_weights_after_loading(self, layer: FusedMoE) -> None:
-        """Global and static scales are positive and finite; one static scale for all experts.
+        """Check that global and static scales are positive and finite; share the static scale.
 
-        A static scale is one number for the input of all experts of a rank: their largest.
+        A static scale is one number for the input of all experts: their largest. Experts of other
+        ranks count as far as the scales were given, which loaders of all experts do.
         """
         for name, spec in parameter_specs(layer.sizes).items():
             if spec.kind not in ("global_scale", "input_scale"):
@@ -212,7 +213,8 @@ class QuantizedFusedMoEMethod(FusedMoEMethodBase):
                     f"expert {expert}"
                 )
             if spec.kind == "input_scale":
-                scale.fill_(scale.amax())
+                scale.fill_(scale.amax().clamp(min=layer.given_scales.largest(name)))
+        layer.given_scales.clear()
 
     def get_fused_moe_quant_config(self, layer: FusedMoE) -> FusedMoEQuantConfig:
         """The same object for as long as the layer has the same parameters."""

@@ -32,10 +32,13 @@ def gather_rows(
 
 
 def order_columns(x: Tensor, order: Tensor, topk_ids: Tensor, expert_map: Tensor | None) -> Tensor:
-    """``out[s] = x[s // k, order[e]]`` for the expert e of slot s, zeros where that is skipped."""
+    """``out[s] = x[s // k, order[e]]`` for the expert e of slot s, zeros where that is skipped.
+
+    Columns out of range are the nearest that there are.
+    """
     k, experts = topk_ids.shape[1], local_experts(topk_ids, expert_map, order.shape[0])
     out = x.new_zeros((experts.shape[0], x.shape[1]))
-    for expert, columns in enumerate(order.long()):
+    for expert, columns in enumerate(order.long().clamp(0, max(x.shape[1] - 1, 0))):
         slots = (experts == expert).nonzero()[:, 0]
         out[slots] = x[slots // k].index_select(1, columns)
     return out

@@ -64,9 +64,9 @@ SCHEMES: dict[str, Scheme] = {
 }
 """Every scheme that has a name of its own."""
 
-_BLOCKS = re.compile(r"(fp8|int8)(_w8a16)?_block(\d+)(?:x(\d+))?(_ue8m0)?")
-_GROUPS = re.compile(r"(int4_w4a16|int8_w8a16)_g(\d+)(_zp)?")
-_GROUPS_UNDER_FP8 = re.compile(r"int4_w4a8_g(\d+)")
+_BLOCKS = re.compile(r"(fp8|int8)(_w8a16)?_block(\d+)(?:x(\d+))?(_ue8m0)?", re.ASCII)
+_GROUPS = re.compile(r"(int4_w4a16|int8_w8a16)_g(\d+)(_zp)?", re.ASCII)
+_GROUPS_UNDER_FP8 = re.compile(r"int4_w4a8_g(\d+)", re.ASCII)
 
 
 @lru_cache(maxsize=256)
