@@ -1,4 +1,4 @@
-"""Derivatives do not exist yet: forward passes run in grad mode, and nobody gets a wrong gradient."""
+"""Derivatives do not exist: forward passes run in grad mode, and nobody gets a wrong gradient."""
 
 import pytest
 import torch
