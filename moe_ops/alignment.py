@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from moe_ops import checks, ops
 from moe_ops.activation import Activation, MoEActivation, kind_and_key
+from moe_ops.gradients import inference_only
 from moe_ops.tensors import Permutation, TilePlan
 
 _ANY_NUMBER = 2**31 - 1
@@ -94,6 +97,7 @@ def _check_local_experts(num_local_experts: int) -> None:
         )
 
 
+@inference_only
 def moe_permute(
     hidden_states: Tensor,
     a1q_scale: Tensor | None,
@@ -149,6 +153,7 @@ def moe_permute(
     return permute(hidden_states), scale, *order
 
 
+@inference_only
 def moe_unpermute(
     permuted_hidden_states: Tensor,
     topk_weights: Tensor | None,
@@ -176,7 +181,6 @@ def moe_unpermute(
         vLLM ``moe_unpermute``.
     """
     checks.tensor("permuted_hidden_states", permuted_hidden_states, 2, checks.FLOATS)
-    checks.inference_only(permuted_hidden_states=permuted_hidden_states, topk_weights=topk_weights)
     checks.tensor("inv_permuted_idx", inv_permuted_idx, 2, (torch.int32,))
     rows = ("permuted_hidden_states", permuted_hidden_states)
     checks.same_device("inv_permuted_idx", inv_permuted_idx, *rows)
@@ -217,6 +221,8 @@ def moe_fused_mul_sum(
 
     Raises:
         TypeError, ValueError: a wrong dtype, shape, device or layout; ``expert_map`` without ids.
+        NotImplementedError: a backward pass through the result; ``outputs`` together with inputs
+            that require grad, in grad mode.
 
     Source:
         vLLM ``moe_fused_mul_sum``, which leaves rows without slots untouched and whose output
@@ -224,7 +230,6 @@ def moe_fused_mul_sum(
     """
     checks.tensor("inputs", inputs, 3, checks.FLOATS)
     checks.tensor("topk_weights", topk_weights, 2, checks.FLOATS)
-    checks.inference_only(inputs=inputs, topk_weights=topk_weights)
     checks.same_tokens("topk_weights", topk_weights, "inputs", inputs)
     checks.size("topk_weights.shape[1]", topk_weights.shape[1], "inputs.shape[1]", inputs.shape[1])
     checks.same_device("topk_weights", topk_weights, "inputs", inputs)
@@ -239,7 +244,7 @@ def moe_fused_mul_sum(
     checks.device_scalar("num_valid_tokens", num_valid_tokens, checks.INDICES, "inputs", inputs)
     arguments = (inputs, topk_weights, topk_ids, expert_map, num_valid_tokens, _ANY_NUMBER)
     if outputs is None:
-        return ops.moe_fused_mul_sum(*arguments)
+        return _mul_sum(*arguments)
     checks.tensor("outputs", outputs, 2, checks.FLOATS)
     checks.same_tokens("outputs", outputs, "inputs", inputs)
     checks.same_device("outputs", outputs, "inputs", inputs)
@@ -250,6 +255,12 @@ def moe_fused_mul_sum(
     return outputs
 
 
+@inference_only
+def _mul_sum(*arguments: Any) -> Tensor:
+    return ops.moe_fused_mul_sum(*arguments)
+
+
+@inference_only
 def apply_moe_activation(activation: MoEActivation | Activation | str, x: Tensor) -> Tensor:
     """An activation by itself: ``(R, 2d)`` with a gate, ``(R, d)`` without, to ``(R, d)``.
 
@@ -261,7 +272,6 @@ def apply_moe_activation(activation: MoEActivation | Activation | str, x: Tensor
     """
     kind, key = kind_and_key(activation)
     checks.tensor("x", x, 2, checks.FLOATS)
-    checks.inference_only(x=x)
     if kind.is_gated and x.shape[1] % 2:
         raise ValueError(f"x must have an even width for activation {kind.value}, got {x.shape[1]}")
     return ops.activation(x, key)

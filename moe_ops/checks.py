@@ -26,9 +26,9 @@ REMEMBERED = 4096
 def remembered(check: Callable[..., None]) -> Callable[..., None]:
     """``check``, skipped where it passed before for tensors like these and the same other values.
 
-    For checks that read nothing of a tensor but its shape, strides, dtype, device and
-    ``requires_grad``. What does not pass is checked, and raises, every time; so are symbolic
-    sizes. A compiler traces the check itself.
+    For checks that read nothing of a tensor but its shape, strides, dtype and device. What does not
+    pass is checked, and raises, every time; so are symbolic sizes. A compiler traces the check
+    itself.
     """
     passed: set[tuple[Any, ...]] = set()
 
@@ -37,14 +37,11 @@ def remembered(check: Callable[..., None]) -> Callable[..., None]:
         if torch.compiler.is_compiling():
             check(*arguments)
             return
-        key = (
-            torch.is_grad_enabled(),
-            *[
-                (x.shape, x.stride(), x.dtype, x.device, x.requires_grad)
-                if isinstance(x, Tensor)
-                else x
+        key = tuple(
+            [
+                (x.shape, x.stride(), x.dtype, x.device) if isinstance(x, Tensor) else x
                 for x in arguments
-            ],
+            ]
         )
         try:
             known = key in passed
@@ -111,18 +108,6 @@ def device_scalar(
     tensor(name, x, None, dtypes)
     size(f"{name}.numel()", x.numel(), "one number", 1)
     same_device(name, x, other_name, other)
-
-
-def inference_only(**tensors: Tensor | None) -> None:
-    """Nothing that is differentiated comes in."""
-    if not torch.is_grad_enabled():
-        return
-    for name, x in tensors.items():
-        if isinstance(x, Tensor) and x.requires_grad:
-            raise NotImplementedError(
-                f"{name} must not require grad (training is not supported: call under "
-                f"torch.no_grad() or torch.inference_mode()), got requires_grad=True"
-            )
 
 
 def topk_pair(topk_weights: Tensor, ids: Tensor, name: str = "topk_ids") -> None:

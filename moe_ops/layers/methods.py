@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from moe_ops import checks, ops
+from moe_ops import ops
 from moe_ops.layers.parameters import SUFFIX, parameter_specs
 from moe_ops.layers.partition import LayerSizes
 from moe_ops.pipeline.calls import Call
@@ -81,7 +81,6 @@ class FusedMoEMethodBase(ABC):
         order = layer.w13_input_order
         if order is None:
             return self._experts(layer, x, topk_weights, topk_ids, shared_experts_input)
-        checks.inference_only(hidden_states=x)
         is_shared_out = layer.kernel is not None and layer.placement.is_shared_out
         if order.shape[0] == 1 and not is_shared_out:
             x = x.index_select(1, order[0])

@@ -6,6 +6,7 @@ from torch import Tensor
 
 from moe_ops import checks, ops
 from moe_ops.activation import Activation, MoEActivation, kind_and_key
+from moe_ops.gradients import inference_only
 from moe_ops.pipeline.experts.standard import slot_experts
 from moe_ops.pipeline.gemms import expert_weights
 from moe_ops.pipeline.layer_checks import check_layer
@@ -18,6 +19,7 @@ from moe_ops.tensors import Routing, Rows
 NOT_QUANTIZED = FusedMoEQuantConfig("unquantized")
 
 
+@inference_only
 def fused_experts(
     hidden_states: Tensor,
     w1: Tensor,
@@ -76,8 +78,9 @@ def fused_experts(
     Raises:
         TypeError: a wrong dtype.
         ValueError: shapes, devices or strides that do not fit; an unknown activation.
-        NotImplementedError: an input that requires grad while grad mode is on; ``batch_invariant``
-            with a scheme whose activations share one scale of all tokens.
+        NotImplementedError: ``batch_invariant`` with a scheme whose activations share one scale of
+            all tokens; a backward pass through the result (in grad mode a call with inputs that
+            require grad runs).
 
     Source:
         vLLM ``fused_experts`` and ``TritonExperts``; there the router weight is rounded into the
@@ -142,6 +145,7 @@ def _experts(
     return slot_experts(rows, weights, *how)
 
 
+@inference_only
 def fused_moe(
     hidden_states: Tensor,
     w1: Tensor,

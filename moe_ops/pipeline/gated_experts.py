@@ -8,6 +8,7 @@ from torch import Tensor
 
 from moe_ops import checks, ops
 from moe_ops.activation import MoEActivation
+from moe_ops.gradients import inference_only
 from moe_ops.pipeline.fused_experts import NOT_QUANTIZED
 from moe_ops.pipeline.gemms import expert_weights, gemm, quantized
 from moe_ops.pipeline.layer_checks import check_layer
@@ -16,6 +17,7 @@ from moe_ops.scheme import FusedMoEQuantConfig
 from moe_ops.tensors import Routing
 
 
+@inference_only
 def gated_experts(
     hidden_states: Tensor,
     w1: Tensor,

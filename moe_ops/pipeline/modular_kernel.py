@@ -13,8 +13,17 @@ import torch
 from torch import Tensor
 
 from moe_ops.activation import Activation, MoEActivation
+from moe_ops.gradients import inference_only, refuse, wanted
 from moe_ops.parallel import FusedMoEParallelConfig
-from moe_ops.pipeline.calls import Call, Pending, chunk_of, num_experts_of, routed
+from moe_ops.pipeline.calls import (
+    Call,
+    Pending,
+    chunk_of,
+    differentiable,
+    num_experts_of,
+    routed,
+    without_history,
+)
 from moe_ops.pipeline.experts import FusedMoEExperts
 from moe_ops.pipeline.formats import FusedMoEActivationFormat, PrepareResult
 from moe_ops.pipeline.kernel_checks import (
@@ -120,8 +129,9 @@ class FusedMoEKernel:
             ``(T, H)``, or ``(shared experts' result, (T, H))`` where there are shared experts.
 
         Raises:
-            TypeError, ValueError, NotImplementedError: as `fused_experts`; ValueError when the
-                kernel is monolithic, or for too many tokens.
+            TypeError, ValueError, NotImplementedError: as `fused_experts`, also for a backward pass
+                through the routed result; ValueError when the kernel is monolithic, or for too many
+                tokens.
         """
         call = Call(
             hidden_states, w1, w2, topk_weights, topk_ids, activation, global_num_experts,
@@ -163,9 +173,10 @@ class FusedMoEKernel:
             raise ValueError("apply needs modular parts: call apply_monolithic with router_logits")
         check_call(experts, call)
         check_room(part, call)
-        wanted = part.topk_indices_dtype()
-        if wanted is not None and call.topk_ids.dtype != wanted:
-            raise TypeError(f"topk_ids must have dtype {wanted}, got {call.topk_ids.dtype}")
+        call = without_history(call)
+        dtype = part.topk_indices_dtype()
+        if dtype is not None and call.topk_ids.dtype != dtype:
+            raise TypeError(f"topk_ids must have dtype {dtype}, got {call.topk_ids.dtype}")
         arguments = (
             call.hidden_states,
             call.topk_weights,
@@ -185,26 +196,29 @@ class FusedMoEKernel:
         """The experts on what prepare returns, in chunks where asked.
 
         Returns:
-            The call with the routing that holds from here on, and the experts' rows.
+            The call with the routing that holds from here on, and the experts' rows. A backward
+            pass through these raises.
         """
         prepared = pending.wait()
         del pending
+        inputs = wanted(*differentiable(call), self.fused_experts.quant_config)
         call = routed(call, prepared)
+        plain = without_history(call)
         num_tokens, size = call.topk_ids.shape[0], self.chunk_size
         chunks = 1 if size is None else cdiv(num_tokens, size)
         if size is None or chunks <= 1:
             given = [prepared]
             del prepared  # the experts take it: rows are freed after the first GEMM
-            return call, self._experts(call, given)
+            return call, refuse(self._experts(plain, given), inputs, "FusedMoEKernel.apply")
         rows_per_token = call.topk_ids.shape[1] if self._weighted_by_prepare(call) else 1
         quant = self.fused_experts.quant_config.scheme.activation
         scales_have_rows = quant is not None and not quant.per_tensor
         parts = []
         for i in range(chunks):
             tokens = slice(i * size, (i + 1) * size)
-            chunk, rows = chunk_of(call, prepared, tokens, rows_per_token, scales_have_rows)
+            chunk, rows = chunk_of(plain, prepared, tokens, rows_per_token, scales_have_rows)
             parts.append(self._experts(chunk, [rows]))
-        return call, torch.cat(parts)
+        return call, refuse(torch.cat(parts), inputs, "FusedMoEKernel.apply")
 
     def _weighted_by_prepare(self, call: Call) -> bool:
         experts = self.fused_experts
@@ -260,6 +274,7 @@ class FusedMoEKernel:
             output = call.hidden_states.copy_(output)
         return output if shared is None else (shared, output)
 
+    @inference_only
     def apply_monolithic(
         self,
         hidden_states: Tensor,

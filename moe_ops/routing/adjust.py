@@ -6,8 +6,10 @@ import torch
 from torch import Tensor
 
 from moe_ops import checks, ops
+from moe_ops.gradients import inference_only
 
 
+@inference_only
 def adjust_routing(
     topk_weights: Tensor,
     topk_ids: Tensor,
@@ -40,13 +42,12 @@ def adjust_routing(
     Raises:
         TypeError: a wrong dtype.
         ValueError: shapes or devices that disagree; a negative number of experts.
-        NotImplementedError: a tensor that requires grad while grad mode is on.
+        NotImplementedError: a backward pass through the result.
 
     Source:
         Gemma-4's ``per_expert_scale``; vLLM's fused shared experts and ``VLLM_MOE_SKIP_PADDING``.
     """
     checks.topk_pair(topk_weights, topk_ids)
-    checks.inference_only(topk_weights=topk_weights, per_expert_scale=per_expert_scale)
     for name, count in (("num_experts", num_experts), ("num_shared_experts", num_shared_experts)):
         if count < 0:
             raise ValueError(f"{name} must be at least 0, got {count}")
@@ -71,6 +72,7 @@ def adjust_routing(
     )
 
 
+@inference_only
 def zero_experts(
     hidden_states: Tensor,
     topk_weights: Tensor,
@@ -101,7 +103,7 @@ def zero_experts(
     Raises:
         TypeError: a wrong dtype.
         ValueError: shapes or devices that disagree.
-        NotImplementedError: a tensor that requires grad while grad mode is on.
+        NotImplementedError: a backward pass through the result.
 
     Source:
         vLLM ``ZeroExpertRouter`` for LongCat-Flash, which mutates ids and weights, and drops the
@@ -111,5 +113,4 @@ def zero_experts(
     checks.tensor("hidden_states", hidden_states, 2, checks.FLOATS)
     checks.same_device("topk_ids", topk_ids, "hidden_states", hidden_states)
     checks.same_tokens("topk_ids", topk_ids, "hidden_states", hidden_states)
-    checks.inference_only(hidden_states=hidden_states, topk_weights=topk_weights)
     return ops.zero_experts(hidden_states, topk_weights, topk_ids, num_experts, skipped_id)
