@@ -63,8 +63,12 @@ def _op(stage: str, schema: str) -> Any:
     def leg(package: str) -> Callable[..., Any]:
         return lambda *args, **kwargs: _leg(package, stage, function)(*args, **kwargs)
 
+    def checked_reference(*args: Any, **kwargs: Any) -> Any:
+        _leg("fake_impls", stage, function)(*args, **kwargs)  # which refuses wrong sizes
+        return _leg("reference", stage, function)(*args, **kwargs)
+
     _library.define(schema)
-    _library.impl(qualified, leg("reference"), "CompositeExplicitAutograd")
+    _library.impl(qualified, checked_reference, "CompositeExplicitAutograd")
     _library.impl(qualified, _on_its_device(stage, function), "CUDA")
     torch.library.register_fake(f"{NAMESPACE}::{qualified}", leg("fake_impls"), lib=_library)
     STAGES[qualified] = stage
