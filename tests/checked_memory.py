@@ -20,7 +20,7 @@ from triton.runtime import interpreter
 
 BITS = 48
 MIDDLE = 1 << (BITS - 1)
-MOST_ACCESSES = 200_000
+MOST_ACCESSES = 100_000
 """More than any launch of a small problem needs."""
 
 

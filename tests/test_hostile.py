@@ -9,10 +9,12 @@ from functools import cache
 
 import pytest
 import torch
-from conftest import INTERPRETED
+from conftest import HAS_CUDA, INTERPRETED
 from test_ops import keywords, outputs, overload, samples
 
+from moe_ops import ops
 from moe_ops.ops import STAGES
+from moe_ops.scheme import parse_quant
 from moe_ops.tiles import PLAN_HEADER
 
 pytestmark = pytest.mark.kernel
@@ -81,25 +83,94 @@ def hostile_calls(qualified, device):
             yield {**call, **changed}
 
 
-@pytest.mark.parametrize("qualified", STAGES)
-def test_any_numbers_are_safe(qualified, device):
+def check(qualified, call, device):
     """Integers, and floats that are only moved, are those of the reference."""
     module = importlib.import_module(f"moe_ops.reference.{STAGES[qualified]}")
+    load, inputs = call.get("expert_load_view"), tuple(call.values())
+    again = call if load is None else {**call, "expert_load_view": load.clone()}
+    result = outputs(overload(qualified)(**call, **keywords(qualified, inputs)))
+    if device == "cuda":
+        torch.cuda.synchronize()
+    elif not INTERPRETED:
+        return
     reference = getattr(module, qualified.replace(".", "_"))
+    expected = outputs(reference(**again, **keywords(qualified, inputs)))
+    if load is not None:
+        assert torch.equal(load, again["expert_load_view"])
+    for actual, wanted in zip(result, expected, strict=True):
+        if wanted.dtype in INDICES:
+            assert torch.equal(actual, wanted)
+        elif STAGES[qualified] in MOVED:
+            torch.testing.assert_close(actual, wanted, equal_nan=True)
+
+
+@pytest.mark.parametrize("qualified", STAGES)
+def test_any_numbers(qualified, device):
     for call in hostile_calls(qualified, device):
-        extra = keywords(qualified, tuple(call.values()))
-        load = call.get("expert_load_view")
-        again = call if load is None else {**call, "expert_load_view": load.clone()}
-        result = outputs(overload(qualified)(**call, **extra))
-        if device == "cuda":
-            torch.cuda.synchronize()
-        elif not INTERPRETED:
-            continue
-        expected = outputs(reference(**again, **keywords(qualified, tuple(call.values()))))
-        if load is not None:
-            assert torch.equal(load, again["expert_load_view"])
-        for actual, wanted in zip(result, expected, strict=True):
-            if wanted.dtype in INDICES:
-                assert torch.equal(actual, wanted)
-            elif STAGES[qualified] in MOVED:
-                torch.testing.assert_close(actual, wanted, equal_nan=True)
+        check(qualified, call, device)
+
+
+COUNTED = [
+    (qualified, name)
+    for qualified in STAGES
+    for name in ("expert_num_tokens", "expert_first_token_offset", "num_valid_tokens")
+    if name in [argument.name for argument in overload(qualified)._schema.arguments]
+]
+
+
+@pytest.mark.parametrize(("qualified", "name"), COUNTED)
+def test_counts_and_offsets_that_are_all_one_number(qualified, name, device):
+    calls = [call for call in called(qualified, device) if call[name] is not None]
+    for call in calls[-2:]:
+        for number in (-(2**31), 2**31 - 1, -(2**31) - 5, 2**62):
+            if call[name].dtype == torch.int64 or abs(number) <= 2**31:
+                counts = torch.full_like(call[name], number)
+                check(qualified, {**call, name: counts}, device)
+
+
+HEADERS = [
+    (16, 37, 40),
+    (48, 37, 40),
+    (-16, 37, 40),
+    (16, 3, 40),
+    (16, -(2**31), 40),
+    (16, 37, 37),
+    (16, 37, 43),
+    (16, 10**6, 2 * 10**6),
+    (16, 37, -(2**31)),
+    (2**31 - 1, 2**31 - 1, 2**31 - 1),
+]
+"""Rows in use, where experts and where first rows begin: the first is right."""
+
+
+def planned_problem(device):
+    """18 slots of one expert, tiles of 16 rows: a plan of 4 + 33 + 3 + 3 entries."""
+    plan = ops.plan_slots(torch.zeros(18, 1, dtype=torch.int32, device=device), None, [16], 1)
+    assert plan.tolist()[1:3] == [37, 40] and len(plan) == 43
+    return plan, torch.ones(18, 16, device=device)
+
+
+@pytest.mark.parametrize("header", HEADERS)
+def test_headers_of_plans(header, device):
+    """A plan whose parts do not lie in it, one after the other, has no tiles."""
+    plan, x = planned_problem(device)
+    plan[:3] = torch.tensor(header)
+    how = (plan, None, None, [16], 1)
+    ops.expert_gemm_act(x, x[None, :16], None, None, *how, "silu_no_mul", True)
+    ops.expert_gemm(x, x[None, :16], None, None, None, *how, True)
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
+@pytest.mark.skipif(not (INTERPRETED or HAS_CUDA), reason="runs kernels")
+@pytest.mark.parametrize("entries", [HEADERS[0], (2**31 - 1, 37, 40), (-1, 37, 40)])
+@pytest.mark.parametrize("slot", [-(2**31), -1, 18, 2**31 - 1])
+def test_rows_are_packed_inside_their_tensors(entries, slot, device):
+    from moe_ops.kernels.pack import pack_rows, quantize_rows
+
+    plan, x = planned_problem(device)
+    plan[:3], plan[4:20:2] = torch.tensor(entries), slot
+    pack_rows(x, x[:, :1].contiguous(), plan, 18, 36, 1)
+    quantize_rows(x, None, parse_quant("fp8:1x16:float32"), plan, 18, 36, 1)
+    if device == "cuda":
+        torch.cuda.synchronize()
