@@ -7,6 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from moe_ops import sizes
+
 
 def gemm_sum(
     a: Tensor,
@@ -27,4 +29,9 @@ def gemm_sum(
     if (out_dtype is None) != (w_scale is None):
         rule = "None without w_scale" if w_scale is None else "a dtype with w_scale"
         raise ValueError(f"out_dtype must be {rule}, got {out_dtype}")
-    return a.new_empty(topk_ids.shape[0], w.shape[1], dtype=out_dtype)
+    tokens, k = sizes.slots(topk_ids, expert_map)
+    slots = sizes.gemm(a, w, (1, 1), bias, (plan, topk_ids, expert_map), row_tiles, 1)
+    sizes.entries("topk_weights", topk_weights, slots)
+    if w_scale is not None:
+        sizes.weight_scales(scheme, w.shape, w_scale)
+    return a.new_empty(tokens, w.shape[1], dtype=out_dtype)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_ops import checks, ops
+from moe_ops import checks, ops, sizes
 from moe_ops.activation import Activation, MoEActivation, kind_and_key
 from moe_ops.gradients import inference_only
 from moe_ops.tensors import Permutation, TilePlan
@@ -211,7 +211,7 @@ def moe_fused_mul_sum(
     Args:
         inputs: ``(T, k, H)`` bf16, fp16 or fp32, contiguous.
         topk_weights: ``(T, k)`` bf16, fp16 or fp32, contiguous; need not sum to one.
-        outputs: ``(T, H)`` to write into, rows contiguous; a fresh tensor without it.
+        outputs: ``(T, H)`` to write into, rows contiguous and apart; a fresh tensor without it.
         topk_ids: ``(T, k)`` int32 or int64; needed with ``expert_map``.
         expert_map: ``(E,)`` or None.
         num_valid_tokens: int32 or int64 ``[1]`` on the device; rows past it are zeros.
@@ -249,8 +249,7 @@ def moe_fused_mul_sum(
     checks.same_tokens("outputs", outputs, "inputs", inputs)
     checks.same_device("outputs", outputs, "inputs", inputs)
     checks.size("outputs.shape[1]", outputs.shape[1], "inputs.shape[2]", inputs.shape[2])
-    if outputs.stride(1) != 1:
-        raise ValueError(f"outputs must have contiguous rows, got strides {outputs.stride()}")
+    sizes.rows_apart("outputs", outputs)
     ops.moe_fused_mul_sum_out(*arguments, out=outputs)
     return outputs
 

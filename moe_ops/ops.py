@@ -20,6 +20,7 @@ to its record.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from importlib import import_module
 from typing import Any
 
@@ -34,11 +35,18 @@ STAGES: dict[str, str] = {}
 """Operator (or ``name.overload``) -> stage."""
 
 
+@cache
+def _function(package: str, stage: str, name: str) -> Callable[..., Any]:
+    return getattr(import_module(f"moe_ops.{package}.{stage}"), name)
+
+
 def _leg(package: str, stage: str, name: str) -> Callable[..., Any]:
     """``moe_ops.<package>.<stage>.<name>``, imported when it first runs.
 
-    A kernel runs on the first tensor's device, also when that is not the current one. Where a
-    derivative may be asked for, `gradients` sees to it that nobody gets a wrong one.
+    A kernel runs on the first tensor's device, also when that is not the current one; its launcher
+    allocates with the fake, which refuses sizes that disagree. A reference allocates by itself, so
+    the fake is asked first. Where a derivative may be asked for, `gradients` sees to it that nobody
+    gets a wrong one.
     """
     function: Callable[..., Any] | None = None
     is_kernel = package == "kernels"
@@ -46,7 +54,7 @@ def _leg(package: str, stage: str, name: str) -> Callable[..., Any]:
     def call(*args: Any, **kwargs: Any) -> Any:
         nonlocal function
         if function is None:
-            function = getattr(import_module(f"moe_ops.{package}.{stage}"), name)
+            function = _function(package, stage, name)
         if (torch.is_grad_enabled() or forward_ad._current_level >= 0) and gradients.asked_for(
             name, args, kwargs
         ):
@@ -56,6 +64,8 @@ def _leg(package: str, stage: str, name: str) -> Callable[..., Any]:
             if device != torch._C._cuda_getDevice():  # `current_device` without its checks
                 with torch.cuda.device(device):
                     return function(*args, **kwargs)
+        else:
+            _function("fake_impls", stage, name)(*args, **kwargs)
         return function(*args, **kwargs)
 
     return call
@@ -66,7 +76,7 @@ def _fake(stage: str, name: str) -> Callable[..., Any]:
 
     def call(*args: Any, **kwargs: Any) -> Any:
         gradients.check_forward_mode(name, args)
-        return getattr(import_module(f"moe_ops.fake_impls.{stage}"), name)(*args, **kwargs)
+        return _function("fake_impls", stage, name)(*args, **kwargs)
 
     return call
 

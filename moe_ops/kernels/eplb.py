@@ -32,8 +32,8 @@ def _eplb_map_kernel(
     # Compared in their own width before they are narrowed: 2**32 is not expert 0.
     valid = (ids >= 0) & (ids < num_experts)
     expert = tl.where(valid, ids, 0).to(tl.int32)
-    count = tl.load(replica_count + expert, mask=valid, other=1).to(tl.int32)
-    count = tl.minimum(tl.maximum(count, 1), max_replicas)
+    count = tl.load(replica_count + expert, mask=valid, other=1)
+    count = tl.minimum(tl.maximum(count, 1), max_replicas).to(tl.int32)
     position = token.to(tl.int64) + seed
     if step is not None:
         position += tl.load(step).to(tl.int64)
@@ -41,7 +41,9 @@ def _eplb_map_kernel(
     replica = (hashed.to(tl.uint32) % count.to(tl.uint32)).to(tl.int32)
     entry = logical_to_physical + expert * max_replicas + replica
     physical = tl.load(entry, mask=valid, other=-1)
-    tl.store(out + slot, physical.to(out.dtype.element_ty), mask=slot < num_slots)
+    given = physical.to(out.dtype.element_ty)
+    given = tl.where(given == physical, given, -1)  # also 2**32 + 1 is no expert of 32 bits
+    tl.store(out + slot, given, mask=slot < num_slots)
 
     limit = num_slots
     if num_unpadded_tokens is not None:

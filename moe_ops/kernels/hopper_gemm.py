@@ -204,7 +204,7 @@ def _run_packed(
     Both wait for the end of what is before them: in place early they took up to a sixth longer.
     """
     a, a_scale, w, w_scale, bias, quant = operands
-    plan, _, num_slots, _, num_experts = tiles
+    plan, _, num_slots, _, num_experts, _ = tiles
     sizes = (plan, num_slots, packed_rows(num_slots, num_experts, c.BLOCK_M), c.TOP_K)
     if c.ORDERED == "a":
         rows, scales = a, a_scale

@@ -78,18 +78,19 @@ def moe_permutation(
     return result
 
 
-@triton.jit(do_not_specialize=["num_experts"])
+@triton.jit(do_not_specialize=["num_experts", "num_slots"])
 def _gather_rows_kernel(
-    x, permuted_idx, offset, out, num_experts, stride_x, WIDTH, TOP_K: tl.constexpr,
+    x, permuted_idx, offset, out, num_experts, num_slots, stride_x, WIDTH, TOP_K: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One program copies a piece of one row, or writes zeros past the last expert's rows."""
+    """One program copies a piece of one row, or writes zeros where there is no slot to copy."""
     take_turn()
     row = tl.program_id(0)
     col = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    readable = tl.where(row < tl.load(offset + num_experts), WIDTH, 0)
-    source = tl.load(permuted_idx + row) // TOP_K
-    value = tl.load(x + source.to(tl.int64) * stride_x + col, mask=col < readable, other=0.0)
+    slot = tl.load(permuted_idx + row).to(tl.int64)
+    used = (row < tl.load(offset + num_experts)) & (slot >= 0) & (slot < num_slots)
+    readable = tl.where(used, WIDTH, 0)
+    value = tl.load(x + slot // TOP_K * stride_x + col, mask=col < readable, other=0.0)
     tl.store(out + row.to(tl.int64) * WIDTH + col, value, mask=col < WIDTH)
 
 
@@ -109,6 +110,7 @@ def gather_rows(
             dense(expert_first_token_offset),
             out,
             expert_first_token_offset.shape[0] - 1,
+            x.shape[0] * top_k,
             x.stride(0),
             width,
         )
@@ -126,10 +128,9 @@ def _order_columns_kernel(
     col = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     expert = local_experts(topk_ids, expert_map, slot, slot >= 0, num_experts, num_local_experts)
     readable = tl.where(expert >= 0, WIDTH, 0)
-    source = tl.load(order + expert.to(tl.int64) * WIDTH + col, mask=col < readable, other=0)
-    source = tl.minimum(tl.maximum(source, 0), WIDTH - 1)  # whatever the order holds
+    source = tl.load(order + expert.to(tl.int64) * WIDTH + col, mask=col < readable, other=-1)
     at = x + (slot // TOP_K) * stride_x + source
-    value = tl.load(at, mask=col < readable, other=0.0)
+    value = tl.load(at, mask=(source >= 0) & (source < WIDTH), other=0.0)
     tl.store(out + slot * WIDTH + col, value, mask=col < WIDTH)
 
 
@@ -166,7 +167,7 @@ def _unpermute_kernel(
     col = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     used = num_rows
     if offset is not None:
-        used = tl.minimum(tl.load(offset + num_experts), num_rows).to(tl.int32)
+        used = tl.minimum(tl.maximum(tl.load(offset + num_experts), 0), num_rows).to(tl.int32)
     total = tl.zeros((BLOCK,), dtype=tl.float32)
     for j in tl.static_range(TOP_K):
         row = tl.load(inv_permuted_idx + token * TOP_K + j)

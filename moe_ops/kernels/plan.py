@@ -36,6 +36,13 @@ def plan_parts(slots, experts, used, num_rows, num_tiles):
 
 
 @triton.jit
+def as_name(expert):
+    """What an expert map says, as int32; -1 where that is too narrow."""
+    name = expert.to(tl.int32)
+    return tl.where(name == expert, name, -1)
+
+
+@triton.jit
 def name_tile(experts, firsts, tile, name, row, mask, WHOLE: tl.constexpr):
     """The expert of some tiles, and their first row."""
     tl.store(experts + tile, name, mask=mask)
@@ -133,7 +140,7 @@ def _finish_buckets(
             row = tl.where(tile >= first, start + (tile - first) * TILE, row)
         if names is not None:
             known = (tile < end) & (name < num_buckets)
-            name = tl.load(names + name, mask=known, other=0).to(tl.int32)
+            name = as_name(tl.load(names + name, mask=known, other=0))
         name_tile(experts, firsts, tile, name, row, tile < end, WHOLE)
 
 

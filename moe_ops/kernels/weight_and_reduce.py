@@ -9,6 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from moe_ops.fake_impls.weight_and_reduce import moe_fused_mul_sum as empty_output
+from moe_ops.fake_impls.weight_and_reduce import moe_fused_mul_sum_out as check_output
 from moe_ops.kernels.dependent import take_turn
 from moe_ops.kernels.launch import Launch
 from moe_ops.kernels.slots import dense, local_experts, map_size, next_power_of_2
@@ -61,6 +62,8 @@ def moe_fused_mul_sum_out(
     out: Tensor,
 ) -> None:
     """Launch one program for each piece of a token's row."""
+    arguments = (inputs, topk_weights, topk_ids, expert_map, num_valid_tokens, num_local_experts)
+    check_output(*arguments, out=out)
     *slots, width = inputs.shape
     tokens, k = slots if topk_ids is None else topk_ids.shape
     if out.numel():

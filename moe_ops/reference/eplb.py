@@ -20,7 +20,10 @@ def eplb_map_to_physical_and_record(
     seed: int,
     step: Tensor | None = None,
 ) -> Tensor:
-    """Each slot's replica, chosen by a hash of its token, and counted in ``expert_load_view``."""
+    """Each slot's replica, chosen by a hash of its token, and counted in ``expert_load_view``.
+
+    -1 for an id of no expert, and where a replica does not fit into ``indices_type``.
+    """
     num_experts, max_replicas = logical_to_physical_map.shape
     num_physical = expert_load_view.shape[0]
     valid = (topk_ids >= 0) & (topk_ids < num_experts)
@@ -39,4 +42,5 @@ def eplb_map_to_physical_and_record(
     expert_load_view.scatter_add_(
         0, torch.where(counted, physical, 0).flatten(), counted.flatten().to(expert_load_view.dtype)
     )
-    return physical.to(indices_type)
+    given = physical.to(indices_type)
+    return torch.where(given == physical, given, -1)
