@@ -52,8 +52,9 @@ def _permutation_launch(scan: Scan, num_local_experts: int) -> Launch:
 
 
 @lru_cache(maxsize=1024)
-def _row_launch(kernel: Any, top_k: int, width: int, widest: int) -> tuple[Launch, int]:
-    """The kernel, and the programs along a row."""
+def _row_launch(stage: str, top_k: int, width: int) -> tuple[Launch, int]:
+    """The kernel of a key of `_ROW_KERNELS`, and the number of programs along a row."""
+    kernel, widest = _ROW_KERNELS[stage]
     block = min(widest, next_power_of_2(width))
     return Launch(kernel, TOP_K=top_k, BLOCK=block), triton.cdiv(width, block)
 
@@ -102,7 +103,7 @@ def gather_rows(
     x = x if x.stride(1) == 1 else x.contiguous()
     rows, width = out.shape
     if out.numel():
-        kernel, pieces = _row_launch(_gather_rows_kernel, top_k, width, 2048)
+        kernel, pieces = _row_launch("gather_rows", top_k, width)
         kernel(
             (rows, pieces),
             x,
@@ -140,7 +141,7 @@ def order_columns(x: Tensor, order: Tensor, topk_ids: Tensor, expert_map: Tensor
     x = x if x.stride(1) == 1 else x.contiguous()
     rows, width = out.shape
     if out.numel():
-        kernel, pieces = _row_launch(_order_columns_kernel, topk_ids.shape[1], width, 1024)
+        kernel, pieces = _row_launch("order_columns", topk_ids.shape[1], width)
         kernel(
             (rows, pieces),
             x,
@@ -195,7 +196,7 @@ def moe_unpermute(
     if out.numel():
         offset = dense(expert_first_token_offset)
         top_k = inv_permuted_idx.shape[1]
-        kernel, pieces = _row_launch(_unpermute_kernel, top_k, width, 1024)
+        kernel, pieces = _row_launch("moe_unpermute", top_k, width)
         kernel(
             (tokens, pieces),
             permuted_hidden_states.contiguous(),
@@ -208,3 +209,11 @@ def moe_unpermute(
             width,
         )
     return out
+
+
+_ROW_KERNELS: dict[str, tuple[Any, int]] = {
+    "gather_rows": (_gather_rows_kernel, 2048),
+    "order_columns": (_order_columns_kernel, 1024),
+    "moe_unpermute": (_unpermute_kernel, 1024),
+}
+"""Kernels that copy rows, with the most columns that one program takes."""

@@ -74,11 +74,15 @@ def _launch(
     if facts.arch in (100, 103) and tiles.block_m >= 64 and get_scheme(variant.scheme).decoded:
         # Triton 3.6 cannot pipeline a Blackwell product whose first operand is computed.
         tiles = replace(tiles, num_stages=1)
-    launch = make(weight_only_gemm_kernel, gemm.n, k, top_k, tiles, variant)
+    launch = _make(gemm.n, k, top_k, tiles, variant)
     return launch, max_programs(gemm, tiles)
 
 
 @lru_cache(maxsize=1024)
+def _make(n: int, k: int, top_k: int, tiles: TileConfig, variant: Variant) -> Launch:
+    return make(weight_only_gemm_kernel, n, k, top_k, tiles, variant)
+
+
 def make(kernel: Any, n: int, k: int, top_k: int, tiles: TileConfig, variant: Variant) -> Launch:
     """A kernel of stored weights for ``n`` output columns."""
     return Launch(
