@@ -13,7 +13,7 @@ import warnings
 
 import pytest
 import torch
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, Phase, settings
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 HAS_CUDA = torch.cuda.is_available() and not INTERPRETED
@@ -30,6 +30,9 @@ common = {
 }
 # The interpreter takes about a second for what a GPU does in a millisecond.
 settings.register_profile("ci", max_examples=6 if INTERPRETED else 25, derandomize=True, **common)
+# For `mutants.py`: what fails need not be made small.
+unshrunk = (Phase.explicit, Phase.generate)
+settings.register_profile("mutants", settings.get_profile("ci"), phases=unshrunk)
 settings.register_profile("dev", max_examples=100, **common)
 settings.register_profile("nightly", max_examples=1000, **common)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))

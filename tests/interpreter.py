@@ -3,7 +3,8 @@
 The interpreter keeps bf16 as uint16 and fp8 as uint8 bit patterns. It multiplies those patterns in
 `tl.dot`, truncates float32 -> bf16, and rounds float32 -> fp8 wrongly. Here conversions go through
 torch (round to nearest even; fp8 saturates, as the hardware's satfinite conversions do), and
-arithmetic on bf16 runs in float32 and is rounded back.
+arithmetic on bf16 runs in float32 and is rounded back. Products of float32 lose what TF32 does,
+unless they ask for IEEE.
 
 Only for processes started with TRITON_INTERPRET=1: `install` also registers the Triton launchers
 for CPU tensors, so that every operator runs its kernel.
@@ -19,6 +20,7 @@ import numpy as np
 import torch
 import triton
 import triton.language as tl
+from triton._C.libtriton import ir
 from triton.runtime import interpreter
 
 from moe_ops.scheme.formats import decode, unpack
@@ -82,12 +84,24 @@ def _float32(handle):
     return interpreter.TensorHandle(_to_float(handle.data, handle.dtype.scalar).numpy(), tl.float32)
 
 
+def tf32(x: np.ndarray) -> np.ndarray:
+    """float32 as TF32 matrix units read it: 10 bits of mantissa, the rest cut off."""
+    return (np.ascontiguousarray(x).view(np.uint32) & np.uint32(0xFFFFE000)).view(np.float32)
+
+
+def _operand(handle, precision):
+    """An operand of a product as matrix units read it."""
+    if handle.dtype.scalar == tl.float32 and precision == ir.INPUT_PRECISION.TF32:
+        return interpreter.TensorHandle(tf32(handle.data), handle.dtype)
+    return _float32(handle)
+
+
 def _patch_arithmetic(builder: type) -> None:
     dot, binary, unary = builder.create_dot, builder.binary_op, builder.unary_op
 
     def create_dot(self, a, b, d, *rest):
         """Row by row: numpy's BLAS, unlike matrix units, adds by a row's place in the tile."""
-        a, b = _float32(a), _float32(b)
+        a, b = _operand(a, rest[0]), _operand(b, rest[0])
         rows, sums = (interpreter.TensorHandle(h.data[:, None], h.dtype) for h in (a, d))
         product = dot(self, rows, b, sums, *rest)
         return interpreter.TensorHandle(product.data[:, 0], product.dtype)

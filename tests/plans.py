@@ -43,3 +43,14 @@ def the_plain_kernel() -> ExitStack:
         stack.enter_context(mock.patch(f"{kernels}.scaled_gemm._hopper", lambda *how: None))
         stack.enter_context(mock.patch(f"{kernels}.token_gemm._run", lambda *how: False))
     return stack
+
+
+def whole_numbers(*shape: int, most: int, seed: int = 0) -> Tensor:
+    """float32 integers of at most ``most`` either way: sums of their products are exact."""
+    g = torch.Generator().manual_seed(seed)
+    return torch.randint(-most, most + 1, shape, generator=g).float()
+
+
+def bias_of(*shape: int) -> Tensor:
+    """float32 quarters that no 16-bit dtype holds: exact, unless they are rounded on the way."""
+    return whole_numbers(*shape, most=4000, seed=1) / 4

@@ -9,6 +9,7 @@ from strategies import ACTIVATIONS, DTYPES
 import moe_ops
 from moe_ops.activation import Activation, MoEActivation, formula
 from moe_ops.reference.activation import activation as reference
+from moe_ops.reference.activation import apply, split
 from moe_ops.testing import assert_matches_reference
 
 
@@ -84,6 +85,32 @@ def test_formula(key, dtype, device):
     assert_matches_reference(actual.cpu(), exact, reference(x, key))
 
 
+@pytest.mark.parametrize("key", FORMULAS)
+def test_the_reference_is_the_formula(key):
+    """In float64 it is what the oracle takes; clamped on one side or both, as the formula says."""
+    x, rule = torch.linspace(-12, 12, 600, dtype=torch.float64).view(10, 60), formula(key)
+    exact = FORMULAS[key](*halves(x, key))
+    torch.testing.assert_close(apply(*split(x, rule), rule), exact)
+
+
+@pytest.mark.kernel
+@pytest.mark.parametrize("key", [key for key in FORMULAS if "situ" not in key])
+def test_a_nan_stays_one(key, device):
+    """In the gate and in up: no bound takes it for a number."""
+    x = torch.ones(2, 8, device=device)
+    x[0, :4], x[1, 4:] = torch.nan, torch.nan
+    actual = moe_ops.apply_moe_activation(key, x)
+    exact = FORMULAS[key](*halves(x.double(), key))
+    assert exact.isnan().any() and torch.equal(actual.isnan(), exact.isnan())
+
+
+@pytest.mark.kernel
+def test_a_product_is_rounded_once(device):
+    """17 * 17 * 3 is 867, of which bf16 makes 868; of 17 * 17 it would make 288."""
+    x = torch.tensor([[17.0, 3.0]], dtype=torch.bfloat16, device=device)
+    assert moe_ops.apply_moe_activation("relu2", x).tolist() == [[868.0]]
+
+
 @pytest.mark.kernel
 def test_small_arguments_keep_their_relative_precision(device):
     """tanh near zero is a series in the kernel: no cancellation."""
@@ -127,6 +154,7 @@ def test_names_and_aliases():
         (lambda: MoEActivation.SITU.without_mul(), "activation must be one of"),
         (lambda: moe_ops.apply_moe_activation("silu", torch.zeros(2, 3)), "even width"),
         (lambda: moe_ops.apply_moe_activation("situ", torch.zeros(2, 4)), "needs beta"),
+        (lambda: moe_ops.apply_moe_activation("silu", torch.zeros(4)), "x must have 2 axes"),
     ],
 )
 def test_errors(make, message):
@@ -137,3 +165,7 @@ def test_errors(make, message):
 def test_wrong_type():
     with pytest.raises(TypeError, match="activation must be a MoEActivation"):
         moe_ops.apply_moe_activation(3, torch.zeros(2, 4))
+    with pytest.raises(TypeError, match="x must have a dtype"):
+        moe_ops.apply_moe_activation("silu", torch.zeros(2, 4).int())
+    with pytest.raises(NotImplementedError, match="x must not require grad"):
+        moe_ops.apply_moe_activation("silu", torch.zeros(2, 4).requires_grad_())

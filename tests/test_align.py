@@ -10,6 +10,7 @@ from strategies import topk_ids
 import moe_ops
 from moe_ops import ops
 from moe_ops.reference.align import plan_slots
+from moe_ops.reference.slots import local_experts
 from moe_ops.tensors import unpack_plan
 from moe_ops.tiles import (
     ROW_TILES,
@@ -18,6 +19,7 @@ from moe_ops.tiles import (
     num_tiles,
     padded_slots,
     pick_row_tile,
+    plan_sizes,
 )
 
 ROW_TILE_LISTS = (ROW_TILES, (16, 32, 192), (192, 192))
@@ -214,6 +216,45 @@ def test_a_strided_expert_map(device):
     assert summed[:, 0].tolist() == [1.0, 2.0]
 
 
+@pytest.mark.parametrize(
+    ("tokens", "dtype"), [(60, torch.int32), (60, torch.int64), (513, torch.int64)]
+)
+def test_entries_of_a_map_that_are_no_local_expert(tokens, dtype, device):
+    """They skip a slot as -1 does: in one launch, in two, and where rows are permuted."""
+    large = 2**31 - 1 if dtype == torch.int32 else 2**32
+    hostile = torch.tensor([1, 2, -1, 0, 7, -5, large], dtype=dtype, device=device)
+    tame = torch.where((hostile >= 0) & (hostile < 2), hostile, -1)
+    g = torch.Generator().manual_seed(tokens)
+    ids = torch.randint(-1, 8, (tokens, 2), generator=g, dtype=torch.int32).to(device)
+    results = [[ops.plan_slots(ids, expert_map, [16], 2)] for expert_map in (hostile, tame)]
+    if ids.numel() <= SINGLE_LAUNCH_SLOTS:
+        for result, expert_map in zip(results, (hostile, tame), strict=True):
+            result += ops.moe_align_block_size(ids, expert_map, [4], 2, False, True)
+            result += [ops.count_expert_num_tokens(ids, expert_map, 2)]
+            result += ops.moe_permutation(ids, expert_map, 2)
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+    expected = [{0: 1, 3: 0}.get(e, -1) for e in ids.flatten().tolist()]
+    assert local_experts(ids, hostile, 2).tolist() == expected
+
+
+@pytest.mark.parametrize("tokens", [60, 513])
+def test_tiles_have_the_names_of_a_map_that_drops_nothing(tokens, device):
+    """Also those of the last expert; other ranks' tiles are there, with no name."""
+    g = torch.Generator().manual_seed(0)
+    ids = torch.randint(0, 5, (tokens, 2), generator=g, dtype=torch.int32)
+    expert_map = torch.tensor([2, -1, 0, -1, 1], dtype=torch.int32)
+    plan = moe_ops.moe_align_block_size(ids.to(device), 16, 5, expert_map.to(device))
+    assert_plan(plan, looped(ids, 16, 5, expert_map.tolist()))
+
+
+def test_unused_tiles_of_a_plan_have_no_first_row(device):
+    ids = torch.arange(60, device=device, dtype=torch.int32).view(30, 2) % 3
+    for plan in (ops.plan_slots(ids, None, [16], 3), ops.plan_batched(ids[0], 40, [16])):
+        firsts = plan[int(plan[2]) :].tolist()
+        used = int(plan[0]) // 16
+        assert used < len(firsts) and min(firsts[:used]) >= 0 and set(firsts[used:]) == {-1}
+
+
 def test_counts_by_local_expert(device):
     ids = torch.tensor([[0, 1], [2, 3], [3, 9]], device=device)
     expert_map = torch.tensor([-1, 1, -1, 0], dtype=torch.int32, device=device)
@@ -246,6 +287,7 @@ def spans_plan(starts, counts, num_rows, tile):
 
 def assert_spans(plan, starts, counts, num_rows, row_tiles):
     tile = pick_row_tile(row_tiles, num_rows, len(counts))
+    assert len(plan) == plan_sizes(num_rows, len(counts), row_tiles).entries
     rows, experts = spans_plan(starts, counts, num_rows, tile)
     length = padded_slots(num_rows, len(counts), row_tiles)
     tiles = num_tiles(num_rows, len(counts), row_tiles)
@@ -295,6 +337,6 @@ def test_the_permuted_plan_is_that_of_its_slots(device):
 
 def test_more_tokens_than_fit_are_cut(device):
     """Counts past the capacity (before anyone clamped them) reach no other expert's rows."""
-    counts = torch.tensor([9, 2], dtype=torch.int32, device=device)
+    counts = torch.tensor([9, 2, -3], dtype=torch.int32, device=device)
     plan = ops.plan_batched(counts, 4, [2])
-    assert_spans(plan, [0, 4], [4, 2], 8, [2])
+    assert_spans(plan, [0, 4, 8], [4, 2, 0], 12, [2])

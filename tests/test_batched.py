@@ -297,3 +297,14 @@ def test_one_compilation_for_every_number_of_tokens(quant, device):
             for a, b in zip(compiled(*arguments), layer(*arguments), strict=True):
                 assert_bits(a, b)
     assert counter.frame_count == 1
+
+
+def test_odd_rows_do_not_fill_their_bytes(device):
+    x, counts = torch.ones(2, 33, device=device), torch.ones(1, dtype=torch.int32, device=device)
+    ids, key = torch.zeros(2, 1, dtype=torch.int32, device=device), "fp4:1x32:e8m0"
+    for call in (
+        lambda: ops.batched_dispatch(x, None, None, ids, 0, 1, 2, key),
+        lambda: ops.batched_quantize(x[None], None, counts, key),
+    ):
+        with pytest.raises(ValueError, match="even number of columns"):
+            call()

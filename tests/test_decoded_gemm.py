@@ -5,7 +5,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from plans import planned
+from plans import bias_of, planned, whole_numbers
 from strategies import ACTIVATIONS, DTYPES
 
 from moe_ops import dequantize_weight, get_scheme, ops, quantize_weight
@@ -118,6 +118,35 @@ def test_every_scheme(scheme, tile, device):
     check(gemm_problem(20, 2, 290, 72, torch.bfloat16), scheme, [tile], device)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("activation", [None, "relu2"])
+@pytest.mark.parametrize("scheme", ["mxfp8", "mxfp4", "mxfp4_mxfp8", "mxfp4_w4a8"])
+def test_whole_numbers_are_rounded_once(scheme, activation, dtype, device):
+    """All scales are powers of two: sums are exact, so every bit is known, whoever adds."""
+    ids, bias = torch.tensor([[0, 2], [1, 0], [2, 1]]).repeat(2, 1).int(), bias_of(3, 20)
+    q, quant = quantize_weight(whole_numbers(3, 20, 96, most=6), scheme), get_scheme(scheme)
+    given, factor = None, torch.ones(3)
+    if quant.activation.static:  # one scale for each expert, as batched rows have them
+        given, factor = torch.tensor([0.5], device=device), torch.tensor([1.0, 4.0, 0.5])
+    x = whole_numbers(6, 96, most=6, seed=1).to(device, torch.bfloat16)
+    rows, scale = ops.moe_quantize(x, given, None, None, None, 0, quant.activation.key)
+    numbers = dequantize_rows(rows.cpu(), scale.cpu(), quant.activation).double()
+    scale = scale.flatten() * factor.to(device) if quant.activation.static else scale
+    exact = exact_rows(numbers, dequantize_weight(q, scheme).double(), None, ids, 2, None)
+    experts = local_experts(ids, None, 3)
+    exact = (exact * factor[experts, None] + bias[experts]).float()
+    if activation is not None:
+        exact = exact[:, :10].clamp(min=0).square() * exact[:, 10:]
+    plan = planned(ids.to(device), None, list(ROW_TILES), 3)
+    weight = (t if t is None else t.to(device) for t in (q.data, q.scale, q.global_scale, bias))
+    call = (rows, scale, *weight, *plan, list(ROW_TILES), 2, scheme, dtype)
+    if activation is None:
+        actual = ops.decoded_gemm(*call)
+    else:
+        actual = ops.decoded_gemm_act(*call, activation)
+    assert torch.equal(actual.cpu(), exact.to(dtype))
+
+
 def test_one_scale_for_each_expert(device):
     """Static scales of the Batched format are one an expert: each multiplies its own rows."""
     quant, local, count = get_scheme("mxfp4_w4a8"), 3, 4
@@ -146,6 +175,16 @@ def test_a_scheme_that_is_not_decoded_is_refused(device):
             ops.decoded_gemm(
                 x, x[:, :1], q.data, q.scale, None, None, *plan, [16], 1, scheme, x.dtype
             )
+
+
+@pytest.mark.parametrize(("scheme", "rule"), [("nvfp4", "be a Tensor"), ("mxfp4", "be None")])
+def test_global_scales_that_are_not_the_schemes(scheme, rule, device):
+    x, q = torch.ones(2, 32, device=device), quantize_weight(torch.ones(1, 8, 32), scheme)
+    plan = planned(torch.zeros(2, 1, device=device, dtype=torch.int32), None, [16], 1)
+    wrong = None if q.global_scale is not None else torch.ones(1, device=device)
+    call = (x, x[:, :1], q.data.to(device), q.scale.to(device), wrong, None, *plan, [16], 1, scheme)
+    with pytest.raises(ValueError, match=f"w_global_scale must {rule}"):
+        ops.decoded_gemm(*call, x.dtype)
 
 
 @pytest.mark.gpu

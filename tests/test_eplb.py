@@ -44,7 +44,8 @@ def expected(ids, num_physical, replicas, counts, *, limit=None, seed=0):
 def test_known_vectors(replicas, counts, ids, physical, device):
     load = torch.zeros(8, dtype=I32, device=device)
     replicas, counts, ids = (torch.tensor(x, device=device) for x in (replicas, counts, ids))
-    out = eplb_map_to_physical_and_record(ids, load, replicas, counts)
+    seven = torch.tensor(7, device=device)  # any number but 0 counts
+    out = eplb_map_to_physical_and_record(ids, load, replicas, counts, record_enabled=seven)
     assert out.tolist() == physical
     assert load.tolist() == torch.tensor(physical).flatten().bincount(minlength=8).tolist()
 
@@ -74,8 +75,8 @@ def test_any_placement(case, enabled, load_dtype, indices_type, seed, device):
     ids, num_physical, replicas, counts, limit = case
     physical, new_load = expected(ids, num_physical, replicas, counts, limit=limit, seed=seed)
     record = enabled is None or bool(enabled)
-    load = torch.arange(num_physical, dtype=load_dtype, device=device)
-    before = load.clone().cpu()
+    room = torch.arange(num_physical + 2, dtype=load_dtype, device=device)
+    load, before = room[:num_physical], room.cpu().clone()  # what is behind it belongs to somebody else
     out = eplb_map_to_physical_and_record(
         ids.to(device), load, replicas.to(device), counts.to(device), indices_type,
         record_enabled=None if enabled is None else torch.as_tensor(enabled, device=device),
@@ -85,7 +86,8 @@ def test_any_placement(case, enabled, load_dtype, indices_type, seed, device):
     assert out.dtype == (indices_type or ids.dtype)
     assert out.shape == ids.shape and out.is_contiguous()
     assert out.tolist() == physical
-    assert torch.equal(load.cpu() - before, torch.tensor(new_load).to(load_dtype) * record)
+    new_load = torch.tensor([*new_load, 0, 0]).to(load_dtype) * record
+    assert torch.equal(room.cpu() - before, new_load)
 
 
 @pytest.mark.kernel

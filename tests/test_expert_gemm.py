@@ -5,7 +5,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from plans import planned
+from plans import bias_of, planned, whole_numbers
 from strategies import ACTIVATIONS, DTYPES
 
 from moe_ops import ops
@@ -13,6 +13,7 @@ from moe_ops.activation import formula
 from moe_ops.reference import activation as activations
 from moe_ops.reference import expert_gemm as reference
 from moe_ops.reference.slots import local_experts
+from moe_ops.tensors import Tiles
 from moe_ops.testing import Problem, assert_matches_reference, make_inputs
 from moe_ops.tiles import KNOWN_ROW_TILES, ROW_TILES
 
@@ -109,6 +110,40 @@ def test_shapes_that_no_tile_divides(shape, device):
     cpu_plan = plans.on(plan, "cpu")
     expected = reference.expert_gemm_act(x, w, None, None, *cpu_plan, ROW_TILES, 2, "silu")
     compare(actual, exact, expected, ids, 3)
+
+
+@pytest.mark.parametrize("activation", [None, "relu2_no_mul", "relu2"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_whole_numbers_are_rounded_once(activation, dtype, device):
+    """Sums are exact, so every bit is known, whoever adds: what is rounded before shows.
+
+    bf16 holds neither the sums nor the biases, and TF32 not the rows of float32. Rows, biases and
+    weights are strided.
+    """
+    most = 5000 if dtype == torch.float32 else 16
+    x, w = whole_numbers(6, 24, most=most), whole_numbers(3, 20, 24, most=3, seed=1)
+    bias, ids = bias_of(3, 20), torch.tensor([[0, 2], [1, 0], [2, 1]]).repeat(2, 1).int()
+    weights = torch.tensor([1.0, 2.0, 3.0, 5.0]).repeat(3).view(6, 2)
+    x, w = x.to(dtype), w.to(dtype)
+    product = exact_rows(x, w, bias, weights, ids, 2).float()
+    expected = product * weights.flatten()[:, None]
+    if activation is not None:
+        g, u = product.chunk(2, -1) if activation == "relu2" else (product, 1)
+        expected = g.clamp(min=0).square() * u
+    strided = (x.t().contiguous().t(), w, torch.stack((bias, bias), 2)[..., 0])
+    a, w, bias, weights, ids = (t.to(device) for t in (*strided, weights.repeat(1, 2)[:, :2], ids))
+
+    def multiply(a, weights, tiles):
+        if activation is None:
+            return ops.expert_gemm(a, w, bias, weights, weights, *tiles, ROW_TILES, 2)
+        return ops.expert_gemm_act(a, w, bias, weights, *tiles, ROW_TILES, 2, activation)
+
+    actual = multiply(a, weights, planned(ids, None, ROW_TILES, 3))
+    assert torch.equal(actual.cpu(), expected.to(dtype))
+    for token in range(6):  # few slots need no plan
+        one, tiles = slice(token, token + 1), Tiles(None, ids[token : token + 1])
+        slots = expected[2 * token : 2 * token + 2]
+        assert torch.equal(multiply(a[one], weights[one], tiles).cpu(), slots.to(dtype))
 
 
 def test_bias_may_have_another_dtype(device):

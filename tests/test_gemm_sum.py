@@ -109,7 +109,7 @@ def some_skipped(problem, device):
 @pytest.mark.parametrize("tokens", [1, 3])
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_what_is_skipped_changes_nothing(scheme, tokens, routing, stored, device):
-    sizes = (tokens, 4, 40, 72, 144, scheme)
+    sizes = (tokens, 4, 3 if routing == "map" else 40, 72, 144, scheme)  # a map leaves out 2 of 5
     problem = SumProblem(*sizes, has_bias=True, routing=routing, stored=stored)
     given = some_skipped(problem, device)
     actual = ops.gemm_sum(*poisoned(given))

@@ -22,6 +22,13 @@ def _dot(a, b, out, N: tl.constexpr):
 
 
 @triton.jit
+def _dot_ieee(a, b, out, N: tl.constexpr):
+    i = tl.arange(0, N)
+    at = i[:, None] * N + i[None, :]
+    tl.store(out + at, tl.dot(tl.load(a + at), tl.load(b + at), input_precision="ieee"))
+
+
+@triton.jit
 def _arithmetic(a, b, out, N: tl.constexpr):
     i = tl.arange(0, N)
     x, y = tl.load(a + i), tl.load(b + i)
@@ -82,6 +89,15 @@ def test_dot(dtype, run_device):
     out = torch.empty(32, 32, device=run_device)
     _dot[(1,)](a.to(run_device), b.to(run_device), out, N=32)
     torch.testing.assert_close(out.cpu(), a.float() @ b.float(), rtol=1e-5, atol=1e-5)
+
+
+def test_dot_of_float32_is_tf32_unless_it_asks(run_device):
+    a = torch.eye(32, device=run_device)
+    b = torch.full((32, 32), 1 + 2.0**-20, device=run_device)
+    for kernel, expected in ((_dot, torch.ones_like(b)), (_dot_ieee, b)):
+        out = torch.empty_like(b)
+        kernel[(1,)](a, b, out, N=32)
+        assert torch.equal(out, expected)
 
 
 def test_bf16_arithmetic_and_comparison(run_device):

@@ -39,7 +39,7 @@ def samples(device):
         ],
         "plan_slots": [(many, None, [8], E), (many.long(), expert_map, list(ROW_TILES), 3)],
         "plan_permuted": [(order[0], 5 * K, [16]), (order[0], 5 * K, list(ROW_TILES))],
-        "count_expert_num_tokens": [(ids, None, E), (ids, expert_map, 3)],
+        "count_expert_num_tokens": [(ids, None, E), (ids.long(), expert_map, 3)],
         "moe_permutation": [(ids, None, E), (ids.long(), expert_map, 3)],
         "gather_rows": [(x, *order[2::-2], K), (x.t().contiguous().t(), *order[2::-2], K)],
         "order_columns": [(x, columns, ids, None), (x, columns[:3], ids.long(), expert_map)],
@@ -81,7 +81,7 @@ def routing_samples(x, weights, ids):
     replicas = torch.tensor([[0, 4], [1, -1], [2, 5], [3, -1]], device=device)
     return {
         "fused_topk": [(logits, None, K, True, "softmax", 1.0),
-                       (logits, bias, K, False, "sigmoid", 2.0)],
+                       (logits.half(), bias, K, False, "sigmoid", 2.0)],
         "topk_plan": [(logits.repeat(2, 1), bias, K, True, "softmax", 1.0,
                         MAP.to(device), list(ROW_TILES), 3)],
         "grouped_topk": [
@@ -92,13 +92,13 @@ def routing_samples(x, weights, ids):
         "sparsemixer": [(logits, 0.01)],
         "adjust_routing": [
             (weights, ids, bias, words > 2, E, 2, 0.5),
-            (weights, ids.long(), None, None, E, 0, 1.0),
+            (weights.half(), ids.long(), None, None, E, 0, 1.0),
         ],
-        "zero_experts": [(x, weights, ids, 2, 0), (x, weights, ids.long(), 1, -1)],
+        "zero_experts": [(x, weights, ids, 2, 0), (x, weights.half(), ids.long(), 1, -1)],
         "eplb_map_to_physical_and_record": [
-            (ids, load, replicas, replicas.ne(-1).sum(1), None, None, I32, 0),
+            (ids, load, replicas, replicas.ne(-1).sum(1), None, None, torch.int64, 0),
             (ids.long(), load.long(), replicas, replicas.ne(-1).sum(1).int(),
-             torch.tensor(True, device=device), valid, torch.int64, 3),
+             torch.tensor(True, device=device), valid, I32, 3),
         ],
     }  # fmt: skip
 
@@ -129,6 +129,7 @@ def quantized_samples(x, h, weights, ids):
             (x, None, weights, ids, expert_map, 3, "int8:1x16:float32"),
             (x, None, None, ids, None, E, "fp8:*x*:float32"),
             (x.t().contiguous().t(), one, None, None, None, E, "fp8:1x*:float32:static"),
+            (x.half(), None, None, ids, None, E, "int8:1x*:float32"),
         ],
         "activation_quantize": [
             (h, None, ids, None, E, "silu", "fp8:1x*:float32"),

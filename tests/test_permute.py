@@ -11,6 +11,8 @@ from moe_ops.reference import permute
 from moe_ops.testing import assert_matches_reference
 
 pytestmark = pytest.mark.kernel
+ROWS, IDS = torch.zeros(4, 8), torch.zeros(2, 2, dtype=torch.int32)
+OFFSET = torch.zeros(3, dtype=torch.int64)
 
 
 def sorted_slots(ids, num_experts, expert_map=None):
@@ -101,6 +103,12 @@ def test_unpermute_without_weights_or_offsets(device):
         ((torch.zeros(3), None, torch.zeros(3, 2).int(), 4), ValueError, "must have 2 axes"),
         ((torch.zeros(3, 4), None, torch.zeros(3, 2), 4), TypeError, "topk_ids must have a dtype"),
         ((torch.zeros(3, 4), None, torch.zeros(3, 2).int(), 0), ValueError, "num_local_experts"),
+        ((ROWS[:2], None, IDS, 4, 5000), ValueError, "num_local_experts must be in 1..4096"),
+        ((ROWS[:2].to("meta"), None, IDS, 4), ValueError, "hidden_states must be on the device"),
+        ((ROWS[:2], None, IDS, 4, -1, IDS[0]), ValueError, r"expert_map.shape\[0\] must be"),
+        ((ROWS[:2], ROWS[:, 0], IDS, 4), ValueError, "a1q_scale must have 2 axes"),
+        ((ROWS[:2], ROWS[:3], IDS, 4), ValueError, "a1q_scale must have the 2 tokens"),
+        ((ROWS[:2], ROWS[:2].to("meta"), IDS, 4), ValueError, "a1q_scale must be on the device"),
     ],
 )
 def test_errors(arguments, error, message):
@@ -131,3 +139,37 @@ def test_columns_in_the_order_of_each_expert(case, mapped, width, device):
         x.to(device), order.to(device), ids.to(device), expert_map.to(device)
     )
     assert rows.is_contiguous() and torch.equal(rows.cpu(), expected)
+
+
+def test_rows_outside_are_skipped(device):
+    """Rows that are not there, whatever offset says, are not read, nor are weights of their slots.
+
+    The rows are the first of a longer tensor, in which the others are NaN.
+    """
+    rows = torch.full((9, 2), torch.nan, device=device)
+    rows[:4] = torch.arange(8.0).view(4, 2)
+    inverse = torch.tensor([[3, 4], [-1, 1], [7, -2]], dtype=torch.int32, device=device)
+    weights = torch.tensor([[2.0, torch.nan], [torch.nan, 1.0], [torch.nan] * 2], device=device)
+    for offset in (None, torch.tensor([0, 2, 8], device=device)):
+        actual = moe_ops.moe_unpermute(rows[:4], weights, inverse, offset)
+        assert actual.tolist() == [[12.0, 14.0], [2.0, 3.0], [0.0, 0.0]]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ((ROWS.int(), None, IDS), TypeError, "permuted_hidden_states must have a dtype"),
+        ((ROWS[0], None, IDS), ValueError, "permuted_hidden_states must have 2 axes"),
+        ((ROWS.clone().requires_grad_(), None, IDS), NotImplementedError, "must not require grad"),
+        ((ROWS, None, IDS.long()), TypeError, "inv_permuted_idx must have a dtype"),
+        ((ROWS, None, IDS.to("meta")), ValueError, "inv_permuted_idx must be on the device"),
+        ((ROWS, torch.zeros(2, 3), IDS), ValueError, r"topk_weights.shape\[1\] must be"),
+        ((ROWS, torch.zeros(3, 2), IDS), ValueError, "topk_weights must have the 2 tokens"),
+        ((ROWS, None, IDS, OFFSET.int()), TypeError, "expert_first_token_offset must have a dtype"),
+        ((ROWS, None, IDS, OFFSET[None]), ValueError, "expert_first_token_offset must have 1 axes"),
+        ((ROWS, None, IDS, OFFSET.to("meta")), ValueError, "offset must be on the device of"),
+    ],
+)
+def test_errors_of_the_way_back(arguments, error, message):
+    with pytest.raises(error, match=message):
+        moe_ops.moe_unpermute(*arguments)

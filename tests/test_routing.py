@@ -1,5 +1,7 @@
 """Top-k routing against Python in float64, with ties, infinities, biases and groups."""
 
+import math
+
 import pytest
 import torch
 from conftest import HAS_CUDA
@@ -9,6 +11,7 @@ from routing_oracle import (
     SCORING,
     Call,
     assert_routed,
+    exact_scores,
     grouped_calls,
     make_logits,
     topk_calls,
@@ -65,6 +68,32 @@ def test_kernels_choose_as_references(scoring, kind, experts, k, device):
             expected = reference.grouped_topk(logits, *call.arguments("cpu"), 8, 4)
             assert torch.equal(ids.cpu(), expected[1])
             assert torch.equal(weights.cpu(), expected[0])
+
+
+@pytest.mark.parametrize("scoring", SCORING)
+def test_scores_are_rounded_once(scoring, device):
+    """Every score of all experts is the float32 number that is nearest to it."""
+    logits = make_logits("random", 4, 60, 3)
+    weights, ids = ops.fused_topk(logits.to(device), None, 60, False, scoring, 1.0)
+    exact = exact_scores(logits, scoring).float()
+    assert torch.equal(weights.cpu(), exact.gather(1, ids.cpu().long()))
+
+
+def test_sums_of_weights_are_rounded_once(device):
+    """1 and two numbers that float32 loses one by one, but not together."""
+    logits = torch.tensor([[40.0] + [math.log(1.5 * 2.0**-25)] * 2], device=device)
+    weights, _ = ops.fused_topk(logits, None, 3, True, "sigmoid", 1.0)
+    assert weights[0, 0].item() == torch.tensor(1 / (1 + 2.0**-23)).item()
+
+
+def test_groups_without_a_score_tie(device):
+    """Two biases that are not finite are no worse than one: ties go to the lowest group."""
+    bias = torch.tensor([torch.nan, torch.nan, torch.nan, 0.25, -torch.inf, torch.nan])
+    call = Call(2, False, "sigmoid", bias, 1.0, groups=3, topk_group=1)
+    logits = torch.zeros(2, 6)
+    result = ops.grouped_topk(logits.to(device), *call.arguments(device), 3, 1)
+    assert result[1].tolist() == [[0, 1], [0, 1]]
+    assert_routed(logits, call, *result)
 
 
 @pytest.mark.parametrize("scoring", SCORING)

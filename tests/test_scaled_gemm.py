@@ -4,7 +4,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from plans import planned
+from plans import bias_of, planned, whole_numbers
 from strategies import ACTIVATIONS
 from test_ops import symbolic_tokens
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -142,6 +142,40 @@ def test_sums_of_integers_are_exact(scheme, dtype, device):
     case.compare(case.run(ops.scaled_gemm, dtype=dtype), case.exact(), expected)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(
+    "scheme", ["int8_channel", "fp8_channel", "fp8_block16x32", "int8_block16", "fp8_tensor"]
+)
+def test_whole_numbers_are_rounded_once(scheme, dtype, device):
+    """Values are integers and scales powers of two, all of them different from their neighbours':
+    sums are exact, so every bit is known, whoever adds.
+    """
+    case = Case(scheme, device, num_experts=3, hidden_size=96, intermediate_size=40)
+    case.q = whole_numbers(*case.q.shape, most=8).to(case.q.dtype)
+    case.w = whole_numbers(*case.w.shape, most=8, seed=1).to(case.w.dtype)
+    case.scale = 2.0 ** whole_numbers(*case.scale.shape, most=2, seed=2)
+    case.w_scale = 2.0 ** whole_numbers(*case.w_scale.shape, most=2, seed=3)
+    case.bias = bias_of(3, 40)
+    actual = case.run(ops.scaled_gemm, dtype=dtype).cpu()
+    assert torch.equal(actual[case.mine], case.exact()[case.mine].float().to(dtype))
+    if get_scheme(scheme).activation.per_tensor:  # and a scale for each expert
+        factor = torch.tensor([1.0, 4.0, 0.5])
+        actual = case.run(ops.scaled_gemm, a_scale=case.scale * factor, bias=None, dtype=dtype)
+        case.bias = None
+        exact = case.exact() * factor[case.expert.clamp(min=0), None].double()
+        assert torch.equal(actual.cpu()[case.mine], exact[case.mine].float().to(dtype))
+
+
+def test_long_sums_of_integers_are_exact(device):
+    """More than 2**24: no float32 on the way may hold them."""
+    case = Case("int8_tensor", device, num_experts=2, hidden_size=1100, intermediate_size=16)
+    case.q, case.w = (torch.full_like(x, 127) for x in (case.q, case.w))
+    case.q[:, 0] = torch.arange(len(case.q)) + 1
+    case.scale, case.w_scale = torch.ones_like(case.scale), torch.ones_like(case.w_scale)
+    actual = case.run(ops.scaled_gemm, dtype=torch.float32).cpu()
+    assert torch.equal(actual[case.mine], case.exact()[case.mine].float())
+
+
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("scheme", ["fp8_tensor", "int8_channel", "fp8_block32", "fp8_block128"])
 def test_fused_activation(activation, scheme, device):
@@ -181,9 +215,9 @@ def test_one_row_scale_for_each_expert(scheme, device):
 
 def test_a_scheme_without_scales(device):
     case = Case("fp8_channel", device)
-    case.scheme = "unquantized"
-    with pytest.raises(ValueError, match="quantize activations and weights"):
-        case.run(ops.scaled_gemm)
+    for case.scheme in ("unquantized", "fp8_w8a16", "mxfp8"):
+        with pytest.raises(ValueError, match="quantize activations and weights"):
+            case.run(ops.scaled_gemm)
 
 
 @pytest.mark.parametrize("unbacked", [False, True])

@@ -35,7 +35,7 @@ def test_any_rows(tokens, k, width, dtype, weight_dtype, skipping, device):
     elif skipping == "map":
         keep = (ids == 0) | (ids == 2)
     exact = torch.where(keep[..., None], x.double() * weights.double()[..., None], 0.0).sum(1)
-    x[~keep] = torch.nan
+    x[~keep], weights[~keep] = torch.nan, torch.nan
     on = [None if t is None else t.to(device) for t in (ids, expert_map)]
     actual = moe_ops.moe_fused_mul_sum(x.to(device), weights.to(device), None, *on)
     expected = reference(x, weights, ids, expert_map, None, ANY)
@@ -48,10 +48,14 @@ def test_any_rows(tokens, k, width, dtype, weight_dtype, skipping, device):
 @pytest.mark.kernel
 def test_rows_past_the_valid_tokens_are_zero(device):
     x = torch.ones(4, 2, 8, device=device)
-    x[2:] = torch.nan
+    weights = torch.ones(4, 2, device=device)
+    x[2:], weights[2:] = torch.nan, torch.nan
     valid = torch.tensor([2], dtype=torch.int32, device=device)
-    actual = moe_ops.moe_fused_mul_sum(x, torch.ones(4, 2, device=device), num_valid_tokens=valid)
+    actual = moe_ops.moe_fused_mul_sum(x, weights, num_valid_tokens=valid)
     assert actual[:, 0].tolist() == [2.0, 2.0, 0.0, 0.0]
+    ids = torch.tensor([[0, -1], [-1, -1], [0, 0], [0, 0]], device=device)
+    actual = moe_ops.moe_fused_mul_sum(x, weights, None, ids, num_valid_tokens=valid)
+    assert actual[:, 0].tolist() == [1.0, 0.0, 0.0, 0.0]
 
 
 @pytest.mark.kernel
@@ -83,6 +87,12 @@ def test_outputs_is_written_and_returned(dtype, device):
             ValueError,
             "num_valid_tokens must be on the device of inputs",
         ),
+        ({"outputs": torch.zeros(3, 8)}, ValueError, "outputs must have the 4 tokens of inputs"),
+        ({"outputs": torch.zeros(4, 8).int()}, TypeError, "outputs must have a dtype"),
+        ({"outputs": torch.zeros(4, 8, device="meta")}, ValueError, "outputs must be on the dev"),
+        ({"outputs": torch.zeros(4, 16)[:, ::2]}, ValueError, "outputs must have contiguous rows"),
+        ({"topk_weights": torch.zeros(2, 4).t()}, ValueError, "topk_weights must be contiguous"),
+        ({"inputs": torch.zeros(4, 2, 8).requires_grad_()}, NotImplementedError, "require grad"),
         ({"topk_ids": torch.zeros(4, 2)}, TypeError, "topk_ids must have a dtype"),
         (
             {"topk_ids": torch.zeros(4, 2).int(), "expert_map": torch.zeros(3)},
@@ -95,3 +105,14 @@ def test_errors(changes, error, message):
     arguments = {"inputs": torch.zeros(4, 2, 8), "topk_weights": torch.zeros(4, 2), **changes}
     with pytest.raises(error, match=message):
         moe_ops.moe_fused_mul_sum(**arguments)
+
+
+@pytest.mark.kernel
+def test_slots_are_added_in_their_order(device):
+    """float32 shows it: 1 is lost beside 1e8."""
+    x = torch.tensor([[[1e8], [-1e8], [1.0]], [[1.0], [1e8], [-1e8]]], device=device)
+    ones = torch.ones(2, 3, device=device)
+    assert moe_ops.moe_fused_mul_sum(x, ones).tolist() == [[1.0], [0.0]]
+    inverse = torch.arange(6, dtype=torch.int32, device=device).view(2, 3)
+    for weights in (ones, None):
+        assert moe_ops.moe_unpermute(x.view(6, 1), weights, inverse).tolist() == [[1.0], [0.0]]

@@ -6,7 +6,7 @@ import torch
 from conftest import INTERPRETED
 from hypothesis import given
 from hypothesis import strategies as st
-from plans import planned
+from plans import bias_of, planned, whole_numbers
 from strategies import ACTIVATIONS, DTYPES
 
 from moe_ops import SCHEMES, dequantize_weight, get_scheme, ops, quantize_weight
@@ -184,6 +184,26 @@ def test_every_code_is_exact(scheme, dtype, device):
     assert torch.equal(rows.cpu().float().t(), dequantize_weight(q, scheme)[0])
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("scheme", ["int8_w8a16", "int4_w4a16_g32", "mxfp4_w4a16"])
+def test_whole_numbers_are_rounded_once(scheme, dtype, device):
+    """Sums are exact, so every bit is known: see the test of this name of the plain GEMM."""
+    most = 2100 if dtype == torch.float32 else 16
+    x, bias = whole_numbers(6, 64, most=most).to(dtype), bias_of(3, 20)
+    ids = torch.tensor([[0, 2], [1, 0], [2, 1]]).repeat(2, 1).int()
+    weights = torch.tensor([1.0, 2.0, 3.0, 5.0]).repeat(3).view(6, 2)
+    q = quantize_weight(whole_numbers(3, 20, 64, most=6, seed=1), scheme)
+    if scheme == "int8_w8a16":
+        q = q._replace(data=q.data // 8)
+    if q.scale.is_floating_point():
+        q = q._replace(scale=2.0 ** whole_numbers(*q.scale.shape, most=2, seed=2))
+    rows = exact_rows(x, dequantize_weight(q, scheme).double(), bias, weights, ids, 2)
+    plan = planned(ids.to(device), None, ROW_TILES, 3)
+    given = (t if t is None else t.to(device) for t in (x, *q, bias, weights))
+    actual = ops.weight_only_gemm(*given, *plan, ROW_TILES, 2, scheme)
+    assert torch.equal(actual.cpu(), rows.float().to(dtype))
+
+
 def test_errors(device):
     problem = gemm_problem(3, 1, 32, 8, torch.bfloat16)
     x, w, _, _, ids, *_ = make_inputs(problem, device)
@@ -194,5 +214,11 @@ def test_errors(device):
         ops.weight_only_gemm(x, q.data, None, None, None, *rest, "int4_w4a16_g32")
     with pytest.raises(ValueError, match="w_zero_point must be None"):
         ops.weight_only_gemm(x, q.data, q.scale, q.data, None, *rest, "int4_w4a16_g32")
+    with pytest.raises(ValueError, match="w_global_scale must be None"):
+        ops.weight_only_gemm(x, q.data, q.scale, None, q.scale, *rest, "int4_w4a16_g32")
+    with pytest.raises(ValueError, match="w_global_scale must be a Tensor"):
+        ops.weight_only_gemm(x, q.data, q.scale, None, None, *rest, "nvfp4_w4a16")
+    with pytest.raises(ValueError, match="w_zero_point must be a Tensor"):
+        ops.weight_only_gemm(x, q.data, q.scale, None, None, *rest, "int4_w4a16_g32_zp")
     with pytest.raises(ValueError, match="scheme must quantize weights only"):
         ops.weight_only_gemm(x, *q, *rest, "fp8_channel")

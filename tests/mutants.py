@@ -1,0 +1,317 @@
+"""Plant faults, one at a time, and see whether the tests that answer for them fail.
+
+    make mutants                      every fault that this machine can see
+    make mutants ONLY=kernels/slots   those whose environment, file or texts contain this
+    make mutants ONLY=gpu             those that only a GPU can see
+
+A fault is an edit of one file: its old text, which occurs there once, becomes the new text. Faults
+are planted in copies of the tree, never in the checkout. First the tests must pass without any;
+then each fault's own tests must fail. The exit status is 1 if a fault survives, 2 if the tests do
+not pass or a fault cannot be planted.
+
+`tests/faults/*.txt` list the faults:
+
+    file moe_ops/kernels/slots.py
+    on interpreter: test_align.py::test_expert_map test_permute.py
+    - mapped < num_local_experts
+    + mapped <= num_local_experts
+
+``file`` and ``on`` hold for all that follows. ``on`` names the environment (see `ENVIRONMENTS`) and
+what pytest runs there, in ``tests/``. Several ``-`` or ``+`` lines are one text; without ``+`` the
+old text is removed. ``= why`` after a fault says that it changes no result: it is not planted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import importlib.util
+import os
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from multiprocessing import get_context
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).parent.parent
+ENVIRONMENTS = {
+    "reference": ({}, []),  # operators are their references, unless tests compile for a GPU
+    "interpreter": ({"TRITON_INTERPRET": "1"}, ["-m", "kernel"]),
+    "gpu": ({}, []),
+}
+"""Variables and options of pytest."""
+LEFT_OUT = (".*", "__pycache__", "build", "*.egg-info")
+"""What a copy of the tree does without."""
+PRELOADED = ("torch", "torch._dynamo", "triton", "hypothesis", "pytest")
+"""Imported once for each environment: tests run in forks, and a fork has them at once."""
+
+
+@dataclass(frozen=True)
+class Fault:
+    """An edit of a file, and the tests that must fail with it."""
+
+    where: str
+    """The list and the line that name it."""
+    file: str
+    environment: str
+    tests: tuple[str, ...]
+    old: str
+    new: str
+    equivalent: str = ""
+    """Why it changes no result; empty: it does."""
+
+    def __str__(self) -> str:
+        old, new = (" ".join(text.split()) or "nothing" for text in (self.old, self.new))
+        return f"{self.environment} {self.file}: {old} -> {new}"
+
+    def apply(self, root: Path) -> str:
+        """The file's text with the fault; ValueError unless the old text occurs once."""
+        text = (root / self.file).read_text()
+        if self.old == self.new or text.count(self.old) != 1:
+            raise ValueError(f"{self.where}: old text must differ from the new and occur once in "
+                             f"{self.file}, found {text.count(self.old)} times: {self.old!r}")  # fmt: skip
+        return text.replace(self.old, self.new)
+
+
+def read_list(path: Path) -> list[Fault]:
+    """The faults that a file lists; ValueError for lines that it cannot have."""
+    faults: list[Fault] = []
+    context = {"file": "", "environment": "", "tests": ()}
+    old: list[str] = []
+    new: list[str] = []
+    first = 0
+
+    def finish(why: str = "") -> None:
+        if old:
+            texts = {"old": "\n".join(old), "new": "\n".join(new), "equivalent": why}
+            faults.append(Fault(f"{path.name}:{first}", **context, **texts))
+            old.clear(), new.clear()
+
+    for number, line in enumerate(path.read_text().splitlines(), 1):
+        kind, _, text = line.partition(" ")
+        if kind == "-" and new or kind not in ("-", "+", "="):
+            finish()
+        if kind == "-":
+            first = first if old else number
+            old.append(text)
+        elif kind == "+" and old:
+            new.append(text)
+        elif kind == "=" and old and text:
+            finish(text)
+        elif kind == "file":
+            context = {"file": text, "environment": "", "tests": ()}
+        elif kind == "on" and text.partition(":")[0] in ENVIRONMENTS:
+            environment, _, tests = text.partition(":")
+            context = {**context, "environment": environment, "tests": tuple(tests.split())}
+        elif kind and not kind.startswith("#"):
+            raise ValueError(f"{path.name}:{number}: no such line can be here: {line!r}")
+    finish()
+    return faults
+
+
+def read_faults(folder: Path) -> list[Fault]:
+    """All faults that a folder's lists have."""
+    return [fault for path in sorted(folder.glob("*.txt")) for fault in read_list(path)]
+
+
+def plant(fault: Fault, root: Path) -> str:
+    """Write the fault into the tree at ``root``; returns the text that was there."""
+    sound, text = (root / fault.file).read_text(), fault.apply(root)
+    overwrite(root / fault.file, text)
+    return sound
+
+
+def overwrite(path: Path, text: str) -> None:
+    """Write a source file whose bytecode may be as old and as long as the new text: drop that."""
+    path.write_text(text)
+    Path(importlib.util.cache_from_source(str(path.resolve()))).unlink(missing_ok=True)
+
+
+class Verdict(NamedTuple):
+    """What became of a fault."""
+
+    kind: str
+    """``caught``, ``survived``, ``timed out`` or ``not planted``."""
+    word: str
+    """The first test that failed, or why none could."""
+    seconds: float = 0.0
+
+
+class Run:
+    """Pytest in a fork of this process, with a tree of its own.
+
+    Args:
+        root: the tree.
+        arguments: of pytest.
+        timeout: seconds until it is killed, with whatever it has started.
+    """
+
+    def __init__(self, root: Path, arguments: list[str], timeout: float) -> None:
+        self.output, self.timeout = root.parent / f"{root.name}.txt", timeout
+        self.start, self.status = time.monotonic(), None
+        sys.stdout.flush()
+        self.pid = os.fork()
+        if self.pid == 0:
+            self._work(root, arguments)
+
+    def _work(self, root: Path, arguments: list[str]) -> None:
+        """Never returns."""
+        os.setsid()
+        with self.output.open("w") as file:
+            os.dup2(file.fileno(), 1)
+            os.dup2(file.fileno(), 2)
+        os.chdir(root)
+        os.environ["PYTHONPATH"] = str(root)
+        elsewhere = ("", str(ROOT), str(ROOT / "tests"))
+        sys.path[:] = [str(root), *(p for p in sys.path if p not in elsewhere)]
+        status = 3
+        try:
+            status = int(importlib.import_module("pytest").main(arguments))
+        finally:
+            sys.stdout.flush()
+            os._exit(status)
+
+    def is_over(self) -> bool:
+        """Whether pytest has ended, or taken too long: ``status`` is then None."""
+        pid, status = os.waitpid(self.pid, os.WNOHANG)
+        if pid:
+            self.status = os.waitstatus_to_exitcode(status)
+            return True
+        if self.seconds < self.timeout:
+            return False
+        with suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGKILL)
+        os.waitpid(self.pid, 0)
+        return True
+
+    @property
+    def seconds(self) -> float:
+        """Since it began."""
+        return time.monotonic() - self.start
+
+    def verdict(self) -> Verdict:
+        """On the fault that it ran with: any other end than success is a failure."""
+        if self.status is None:
+            return Verdict("timed out", f"after {self.timeout:g} s", self.seconds)
+        if self.status == 5:
+            return Verdict("not planted", "no test ran", self.seconds)
+        lines = self.output.read_text(errors="replace").splitlines()
+        failed = [line.split()[1] for line in lines if line.startswith(("FAILED ", "ERROR "))]
+        if self.status == 0:
+            return Verdict("survived", "", self.seconds)
+        return Verdict("caught", failed[0] if failed else f"exit {self.status}", self.seconds)
+
+
+def pytest_arguments(environment: str, tests: list[str], *options: str) -> list[str]:
+    """What pytest is called with."""
+    how = ["-q", "-p", "no:cacheprovider", "--tb=line", *ENVIRONMENTS[environment][1], *options]
+    return [*how, *(f"tests/{test}" for test in tests)]
+
+
+def judge_all(
+    environment: str, faults: list[Fault], copies: list[Path], timeout: float
+) -> list[Verdict]:
+    """Judge the faults of one environment, each in one of some copies of the tree."""
+    common = {"OMP_NUM_THREADS": "1", "HYPOTHESIS_PROFILE": "mutants"}
+    os.environ.update(common | ENVIRONMENTS[environment][0])
+    for name in PRELOADED:
+        with suppress(ImportError):
+            importlib.import_module(name)
+    tests = sorted({test for fault in faults for test in fault.tests})
+    sound = Run(copies[0], pytest_arguments(environment, tests), timeout * len(tests))
+    while not sound.is_over():
+        time.sleep(0.02)
+    if sound.status != 0:
+        print(sound.output.read_text(errors="replace")[-4000:])
+        why = f"{environment}: tests fail without a fault (exit {sound.status})"
+        return [Verdict("not planted", why)] * len(faults)
+    return list(_judge(environment, faults, copies, timeout))
+
+
+def _judge(
+    environment: str, faults: list[Fault], copies: list[Path], timeout: float
+) -> Iterator[Verdict]:
+    """In the order of the faults; prints each as soon as it is known."""
+    free, waiting, verdicts = list(copies), list(enumerate(faults)), {}
+    running: list[tuple[int, Run, Path, str]] = []
+    while waiting or running:
+        while free and waiting:
+            number, fault = waiting.pop(0)
+            try:
+                sound = plant(fault, free[-1])
+            except ValueError as error:
+                verdicts[number] = Verdict("not planted", str(error))
+                continue
+            arguments = pytest_arguments(environment, list(fault.tests), "-x")
+            running.append((number, Run(free[-1], arguments, timeout), free.pop(), sound))
+        for step in list(running):
+            number, run, copy, sound = step
+            if run.is_over():
+                fault, verdicts[number] = faults[number], run.verdict()
+                overwrite(copy / fault.file, sound)
+                running.remove(step)
+                free.append(copy)
+                kind, word, seconds = verdicts[number]
+                print(f"{kind:11} {seconds:4.0f} s  {fault}  {word}", flush=True)
+        time.sleep(0.02)
+    yield from (verdicts[number] for number in range(len(faults)))
+
+
+def plant_all(faults: list[Fault], root: Path, jobs: int, timeout: float) -> list[Verdict]:
+    """Judge all faults: one environment after another, each in a process of its own."""
+    verdicts: dict[Fault, Verdict] = {}
+    with tempfile.TemporaryDirectory(prefix="moe_ops_mutants_") as folder:
+        copies = [Path(folder) / str(i) for i in range(jobs)]
+        for copy in copies:
+            shutil.copytree(root, copy, symlinks=True, ignore=shutil.ignore_patterns(*LEFT_OUT))
+        for environment in ENVIRONMENTS:
+            mine = [fault for fault in faults if fault.environment == environment]
+            if mine:
+                with ProcessPoolExecutor(1, mp_context=get_context("fork")) as pool:
+                    found = pool.submit(judge_all, environment, mine, copies, timeout).result()
+                verdicts |= zip(mine, found, strict=True)
+    return [verdicts[fault] for fault in faults]
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """The command: see the module."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--only", default="", help="those whose line contains this")
+    parser.add_argument("--jobs", "-j", type=int, default=1, help="faults at a time")
+    parser.add_argument("--timeout", type=float, default=300, help="seconds for a fault's tests")
+    parser.add_argument("--root", type=Path, default=ROOT, help="the tree; it is not changed")
+    told = parser.parse_args(arguments)
+    of = told.only if told.only in ENVIRONMENTS else None
+    listed = [
+        fault
+        for fault in read_faults(told.root / "tests" / "faults")
+        if (fault.environment == of if of else told.only in str(fault))
+    ]
+    equivalent = [fault for fault in listed if fault.equivalent]
+    here = [f for f in listed if f.environment != "gpu" or of == "gpu"]
+    faults = [fault for fault in here if not fault.equivalent]
+    if not faults:
+        parser.error(f"argument --only: must be part of a fault's line, got {told.only!r}")
+    verdicts = plant_all(faults, told.root, told.jobs, told.timeout)
+    counts = Counter(verdict.kind for verdict in verdicts)
+    left = len(listed) - len(faults) - len(equivalent)
+    for fault, (kind, word, _) in zip(faults, verdicts, strict=True):
+        if kind != "caught":
+            print(f"{kind}: {fault.where}: {fault}  {word}")
+    print(
+        f"{counts['caught']} of {len(faults)} caught; {len(equivalent)} change no result, "
+        f"{left} need ONLY=gpu"
+    )
+    return 2 if counts["not planted"] else int(counts["caught"] < len(faults))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
