@@ -111,6 +111,9 @@ class FusedMoEMethodBase(ABC):
             batch_invariant=layer.batch_invariant,
         )
 
+    def forget(self) -> None:  # noqa: B027 (a default)
+        """Drop what was derived from parameters: called when their memory has been replaced."""
+
     def uses_weight_scale_2_pattern(self) -> bool:
         """Whether checkpoints keep a global scale as ``weight_scale_2``."""
         return False
@@ -185,6 +188,10 @@ class QuantizedFusedMoEMethod(FusedMoEMethodBase):
         if self._config is None or not all(map(is_, tensors, self._made_of)):
             self._config, self._made_of = _config(layer, tensors), tensors
         return self._config
+
+    def forget(self) -> None:
+        """Make the configuration anew at the next call."""
+        self._config, self._made_of = None, []
 
     def uses_weight_scale_2_pattern(self) -> bool:
         """True: a scheme's global scale is a factor."""
