@@ -171,6 +171,8 @@ class FusedMoEOptions:
         if not isinstance(self.quant_config, (str, Scheme, type(None))):
             name = type(self.quant_config).__name__
             raise TypeError(f"quant_config must be a Scheme, its name or None, got {name}")
+        if self.device is not None:
+            checks.device("device", self.device)
         if parallel is not None:
             checks.instance("moe_parallel_config", parallel, FusedMoEParallelConfig)
         for name in ("custom_routing_function", "shared_experts"):
