@@ -60,7 +60,8 @@ def remembered(check: Callable[..., None]) -> Callable[..., None]:
 def tensor(name: str, x: Tensor, ndim: int | None, dtypes: Sequence[torch.dtype] | None) -> None:
     """``x`` is a dense tensor with ``ndim`` axes and one of ``dtypes`` (None: any)."""
     if not isinstance(x, Tensor):
-        raise TypeError(f"{name} must be a Tensor, got {type(x).__name__}")
+        hint = " (pass its data)" if isinstance(x, tuple) and hasattr(x, "data") else ""
+        raise TypeError(f"{name} must be a Tensor, got {type(x).__name__}{hint}")
     if x.layout is not torch.strided:
         raise TypeError(f"{name} must be a dense Tensor (torch.strided), got {x.layout}")
     if ndim is not None and x.dim() != ndim:

@@ -49,9 +49,9 @@ class FusedMoE(RoutesTokens, WeightLoading, SchemeState, KeepsBits):
     says; with a scheme ``w13_weight_scale``, ``w2_weight_scale`` and where it has them
     ``*_weight_zero_point``, ``*_weight_scale_2`` (global scales, factors) and ``*_input_scale``;
     with biases ``w13_bias``, ``w2_bias``. They need no grad and hold zeros until they are loaded,
-    by `load_checkpoint`, `load_state_dict` or `weight_loader`. `load_checkpoint` of weights in
-    act-order adds a buffer, ``w13_input_order``. A state dict also says how its tensors are stored
-    (``_extra_state``): a layer of another scheme refuses it.
+    by `load_checkpoint`, `load_state_dict` or `weight_loader`, which is also an attribute of each.
+    `load_checkpoint` of weights in act-order adds a buffer, ``w13_input_order``. A state dict also
+    says how its tensors are stored (``_extra_state``): a layer of another scheme refuses it.
 
     Spread over ranks, a rank's result is its part of a sum: ``reduce_results`` sums it, or the
     caller does. Experts are cut along I (``tp_size``), so that each rank has whole scales (blocks
@@ -66,8 +66,10 @@ class FusedMoE(RoutesTokens, WeightLoading, SchemeState, KeepsBits):
         **options: see `FusedMoEOptions`.
 
     Raises:
-        TypeError: an unknown keyword.
+        TypeError: an unknown keyword, or a value of another kind.
         ValueError: k not in 1..E, an unknown name, settings that do not fit each other.
+        NotImplementedError: ranks that would have to exchange tokens, such as ``dp_size > 1``; what
+            ``batch_invariant`` cannot keep.
 
     Source:
         vLLM ``FusedMoE``. There prefixes must differ between layers, because they name the layer in

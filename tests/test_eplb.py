@@ -76,7 +76,10 @@ def test_any_placement(case, enabled, load_dtype, indices_type, seed, device):
     physical, new_load = expected(ids, num_physical, replicas, counts, limit=limit, seed=seed)
     record = enabled is None or bool(enabled)
     room = torch.arange(num_physical + 2, dtype=load_dtype, device=device)
-    load, before = room[:num_physical], room.cpu().clone()  # what is behind it belongs to somebody else
+    load, before = (
+        room[:num_physical],
+        room.cpu().clone(),
+    )  # what is behind it belongs to somebody else
     out = eplb_map_to_physical_and_record(
         ids.to(device), load, replicas.to(device), counts.to(device), indices_type,
         record_enabled=None if enabled is None else torch.as_tensor(enabled, device=device),

@@ -79,7 +79,7 @@ GOOD = {
     moe_ops.FusedMoE: dict(
         num_experts=E, top_k=K, hidden_size=H, intermediate_size=I, params_dtype=None,
         renormalize=True, quant_config=None, ep_size=1, batch_invariant=False, chunk_size=None,
-        moe_parallel_config=None,
+        moe_parallel_config=None, device=None,
         custom_routing_function=None, shared_experts=None, e_score_correction_bias=None,
     ),
 }  # fmt: skip
@@ -203,6 +203,37 @@ def test_tensors_of_a_quant_config():
         )
         with pytest.raises(error, match=message):
             moe_ops.fused_experts(*call, quant_config=config)
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int8, torch.uint8])
+def test_quantized_weights_without_a_config(dtype):
+    w1, w2 = W1.to(dtype), W2.to(dtype)
+    config = moe_ops.FusedMoEConfig(**GOOD[moe_ops.FusedMoEConfig] | {"in_dtype": torch.float32})
+    kernel = moe_ops.select_kernel(config, "unquantized")
+    for call in (
+        lambda: moe_ops.fused_experts(X, w1, w2, WEIGHTS, IDS),
+        lambda: moe_ops.fused_moe(X, w1, w2, LOGITS, K),
+        lambda: moe_ops.warmup(w1, w2, K, [1]),
+        lambda: kernel.apply(X, w1, w2, WEIGHTS, IDS),
+    ):
+        with pytest.raises(TypeError, match=f"w1 must .* FusedMoEQuantConfig.* got {dtype}"):
+            call()
+
+
+def test_weights_of_a_quant_config():
+    """What `quantize_weight` returns makes a config; its data goes to the layer."""
+    q = moe_ops.quantize_weight(W1, "fp8_channel")
+    for w1, w2, name in ((W1, W2, "w1"), (q, W2, "w2"), (q.data, q, "w1")):
+        with pytest.raises(TypeError, match=f"{name} must be a QTensor, as quantize_weight"):
+            moe_ops.FusedMoEQuantConfig.from_weights("fp8_channel", w1, w2)
+    for call, rest in ((moe_ops.fused_experts, (WEIGHTS, IDS)), (moe_ops.fused_moe, (LOGITS, K))):
+        with pytest.raises(TypeError, match=r"w1 must be a Tensor, got QTensor \(pass its data\)"):
+            call(X, q, q, *rest)
+    with pytest.raises(TypeError, match="quant_config must be .*from_weights.* got str"):
+        moe_ops.fused_moe(X, W1, W2, LOGITS, K, quant_config="fp8_channel")
+    with pytest.raises(TypeError, match="quant_config must be a Scheme, its name or None, got Fus"):
+        config = moe_ops.FusedMoEQuantConfig("fp8_channel")
+        moe_ops.FusedMoE(E, K, H, I, quant_config=config)
 
 
 def test_the_signature_of_a_quant_config():

@@ -129,6 +129,9 @@ class FusedMoEMethodBase(ABC):
             batch_invariant=layer.batch_invariant,
         )
 
+    def forget(self) -> None:  # noqa: B027 (a default)
+        """Drop what was derived from parameters: called when their memory has been replaced."""
+
     def uses_weight_scale_2_pattern(self) -> bool:
         """Whether checkpoints keep a global scale as ``weight_scale_2``."""
         return False
@@ -232,6 +235,10 @@ class QuantizedFusedMoEMethod(FusedMoEMethodBase):
         super().create_weights(layer, sizes, device)
         kinds = {spec.kind for spec in parameter_specs(sizes).values()}
         self._has_global_scales = "global_scale" in kinds
+
+    def forget(self) -> None:
+        """Make the configuration anew at the next call."""
+        self._config, self._made_of = None, []
 
     def uses_weight_scale_2_pattern(self) -> bool:
         """Whether the scheme's weights have a global scale; ``weight_scale_2`` is its name."""

@@ -172,12 +172,13 @@ class FusedMoEOptions:
                 f"params_dtype must be one of {list(checks.FLOATS)}, got {self.params_dtype}"
             )
         parallel = self.moe_parallel_config
-        for name, value, kind in (
-            ("quant_config", self.quant_config, (str, Scheme)),
-            ("moe_parallel_config", parallel, FusedMoEParallelConfig),
-        ):
-            if value is not None and not isinstance(value, kind):
-                raise TypeError(f"{name} must be None or a {kind}, got {type(value).__name__}")
+        if not isinstance(self.quant_config, (str, Scheme, type(None))):
+            name = type(self.quant_config).__name__
+            raise TypeError(f"quant_config must be a Scheme, its name or None, got {name}")
+        if self.device is not None:
+            checks.device("device", self.device)
+        if parallel is not None:
+            checks.instance("moe_parallel_config", parallel, FusedMoEParallelConfig)
         for name in ("custom_routing_function", "shared_experts"):
             value = getattr(self, name)
             if value is not None and not callable(value):

@@ -9,7 +9,7 @@ from moe_ops.activation import Activation, MoEActivation, kind_and_key
 from moe_ops.gradients import inference_only
 from moe_ops.pipeline.experts.standard import slot_experts
 from moe_ops.pipeline.gemms import expert_weights
-from moe_ops.pipeline.layer_checks import check_layer
+from moe_ops.pipeline.layer_checks import check_layer, check_not_quantized
 from moe_ops.pipeline.no_ep import quantize_tokens
 from moe_ops.pipeline.row_spaces import SlotRows, row_tiles_of
 from moe_ops.routing.arguments import check_logits, check_scoring
@@ -105,7 +105,10 @@ def fused_experts(
 def _config(quant_config: FusedMoEQuantConfig | None) -> FusedMoEQuantConfig:
     config = NOT_QUANTIZED if quant_config is None else quant_config
     if not isinstance(config, FusedMoEQuantConfig):
-        raise TypeError(f"quant_config must be a FusedMoEQuantConfig, got {type(config).__name__}")
+        raise TypeError(
+            "quant_config must be a FusedMoEQuantConfig, as FusedMoEQuantConfig.from_weights makes "
+            f"it of a scheme and its weights, got {type(config).__name__}"
+        )
     return config
 
 
@@ -193,11 +196,15 @@ def fused_moe(
     check_scoring(gating_output, scoring_func, None)
     checks.expert_map(expert_map, gating_output)
     checks.flags(renormalize=renormalize, batch_invariant=batch_invariant)
+    scheme = _config(quant_config).scheme
     for name, w in (("w1", w1), ("w2", w2)):
-        checks.tensor(name, w, 3, None)
+        if scheme.weight is None:
+            check_not_quantized(name, w)
+        else:
+            checks.tensor(name, w, 3, None)
     experts = w1.shape[0] if expert_map is None else expert_map.shape[0]
     checks.size("gating_output.shape[1]", gating_output.shape[1], "the number of experts", experts)
-    tiles = list(row_tiles_of(_config(quant_config).scheme, w2, batch_invariant))
+    tiles = list(row_tiles_of(scheme, w2, batch_invariant))
     how = (None, topk, renormalize, scoring_func, 1)
     topk_weights, topk_ids, plan = ops.topk_plan(
         gating_output, *how, expert_map, tiles, w1.shape[0]

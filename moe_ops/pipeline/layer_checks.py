@@ -84,7 +84,7 @@ def check_weights(
     """The weights fit the tokens and the activation."""
     checks.tensor("hidden_states", hidden_states, 2, checks.FLOATS)
     for name, w in (("w1", w1), ("w2", w2)):
-        checks.tensor(name, w, 3, checks.FLOATS)
+        check_not_quantized(name, w)
         checks.same_dtype(name, w, "hidden_states", hidden_states)
         checks.same_device(name, w, "hidden_states", hidden_states)
         checks.one_unit_stride(name, w)
@@ -108,6 +108,17 @@ def check_weights(
     else:
         checks.size("w1.shape[1]", w1.shape[1], "w2.shape[2]", intermediate_size)
     check_biases(hidden_states, w1, w2, w1_bias, w2_bias)
+
+
+def check_not_quantized(name: str, w: Tensor) -> None:
+    """A weight of a layer without a quantization; TypeError says what a quantized one needs."""
+    checks.tensor(name, w, 3, None)
+    if w.dtype not in checks.FLOATS:
+        raise TypeError(
+            f"{name} must have a dtype of {list(checks.FLOATS)} without a quant_config (quantized "
+            "weights need one with their scheme and scales, as FusedMoEQuantConfig.from_weights "
+            f"makes it), got {w.dtype}"
+        )
 
 
 def check_routing(

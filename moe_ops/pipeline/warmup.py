@@ -12,6 +12,7 @@ from moe_ops import checks, ops
 from moe_ops.activation import formula, kind_and_key
 from moe_ops.pipeline.costs import slot_tiles_of, tiles_of
 from moe_ops.pipeline.fused_experts import NOT_QUANTIZED, fused_experts
+from moe_ops.pipeline.layer_checks import check_not_quantized
 from moe_ops.pipeline.row_spaces import row_tiles_of
 from moe_ops.routing import fused_topk
 from moe_ops.scheme import Scheme
@@ -60,11 +61,16 @@ def warmup(
 
     Returns:
         The token counts that were run.
+
+    Raises:
+        TypeError: quantized weights without a ``quant_config``; a flag that is no bool.
     """
+    scheme = (experts.get("quant_config") or NOT_QUANTIZED).scheme
+    if scheme.weight is None:
+        check_not_quantized("w1", w1)
+        check_not_quantized("w2", w2)
     expert_map = experts.get("expert_map")
     num_experts = w1.shape[0] if expert_map is None else expert_map.shape[0]
-
-    scheme = (experts.get("quant_config") or NOT_QUANTIZED).scheme
     dtype = hidden_dtype or (w1.dtype if scheme.weight is None else torch.bfloat16)
     activation = kind_and_key(experts.get("activation", "silu"))[1]
     invariant = experts.get("batch_invariant", False)

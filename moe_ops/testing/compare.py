@@ -19,9 +19,7 @@ _COARSEST = 0.25
 """Unit roundoff of e2m1, the coarsest element."""
 
 
-def assert_matches_reference(
-    actual: Tensor, exact: Tensor | Bounded, reference: Tensor
-) -> None:
+def assert_matches_reference(actual: Tensor, exact: Tensor | Bounded, reference: Tensor) -> None:
     """Every row of ``actual`` is as close to ``exact`` as the reference's own error allows.
 
     The budget of a row is ``2 * (largest error of the reference in it + eps * largest |exact|)``;
