@@ -334,6 +334,8 @@ class FusedMoE(RoutesTokens, WeightLoading, SchemeState, KeepsBits):
     def warmup(self, num_tokens: int | Iterable[int], router_logits_dtype: Any = None) -> list[int]:
         """Run the layer with every kernel that ``num_tokens`` tokens need; see `moe_ops.warmup`.
 
+        These tokens are neither counted (`set_eplb_state`) nor captured (`set_capture_fn`).
+
         Args:
             num_tokens: the token counts to come, or one number for all up to it.
             router_logits_dtype: dtype of the logits; None means that of the tokens.
@@ -343,10 +345,13 @@ class FusedMoE(RoutesTokens, WeightLoading, SchemeState, KeepsBits):
         def run(tokens: int) -> None:
             x = torch.randn(tokens, self.hidden_size, device=w1.device, dtype=dtype)
             logits = torch.randn(tokens, self.num_logits, device=w1.device)
-            self.forward_impl(x, logits.to(router_logits_dtype or dtype))
+            hashed = self.hash_indices_table is not None
+            words = torch.zeros(tokens, dtype=torch.int64, device=w1.device) if hashed else None
+            self.forward_impl(x, logits.to(router_logits_dtype or dtype), input_ids=words)
 
         how = (self.scheme, dtype, self.activation, self.batch_invariant)
-        return run_variants(run, num_tokens, Variants(w1, w2, self.top_k, *how))
+        with self.unobserved():
+            return run_variants(run, num_tokens, Variants(w1, w2, self.top_k, *how))
 
     def extra_repr(self) -> str:
         """Sizes, scheme, ranks and routing."""

@@ -5,7 +5,8 @@ A mixin of `moe_ops.FusedMoE`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -168,6 +169,23 @@ class RoutesTokens(nn.Module):
             checks.tensor("buffer", buffer, 2, checks.INDICES)
             checks.size("buffer.shape[1]", buffer.shape[1], "top_k", self.top_k)
         self.capture_fn, self.capture_buffer = fn, buffer
+
+    @contextmanager
+    def unobserved(self) -> Iterator[None]:
+        """Calls within this context are captured by nobody, and what they count is forgotten."""
+        observers = self.capture_fn, self.capture_buffer
+        self.capture_fn = self.capture_buffer = None
+        state = self.eplb_state
+        counters = [] if state is None else [state.expert_load_view]
+        if state is not None and state.step is None:
+            counters.append(self.eplb_step)
+        kept = [counter.clone() for counter in counters]
+        try:
+            yield
+        finally:
+            self.capture_fn, self.capture_buffer = observers
+            for counter, value in zip(counters, kept, strict=True):
+                counter.copy_(value)
 
     def route(
         self,

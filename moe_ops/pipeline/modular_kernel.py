@@ -293,7 +293,8 @@ class FusedMoEKernel:
         """Route by ``router_logits`` ``(T, E)`` and run the experts: ``(T, H)``.
 
         Args (those not named as in `apply`):
-            router_logits: ``(T, E)`` bf16, fp16 or fp32.
+            router_logits: ``(T, E)`` bf16, fp16 or fp32: one Tensor. (vLLM also takes a tuple of
+                two, which raises a TypeError here.)
             num_expert_group: groups of experts; None: no groups.
             e_score_correction_bias: float32 ``(E,)``, added to scores for the choice only.
             routed_scaling_factor: on the weights; None: 1.

@@ -133,38 +133,30 @@ def select_experts(
         vLLM ``FusedMoE.select_experts`` and the routers of 0.33; upstream applies
         ``routed_scaling_factor`` in some of them only.
     """
-    shared, identity = num_fused_shared_experts, zero_expert_num or 0
+    shared, identity, result = num_fused_shared_experts, zero_expert_num or 0, None
     checks.tensor("router_logits", router_logits, 2, checks.FLOATS)
     check_indices_type(indices_type)
     checks.flags(
         use_grouped_topk=use_grouped_topk, enable_eplb=enable_eplb, renormalize=renormalize
     )
     checks.at_least(0, top_k=top_k, num_fused_shared_experts=shared, zero_expert_num=identity)
-    logits = (hidden_states, router_logits, top_k, renormalize)
-    bias, scale = e_score_correction_bias, routed_scaling_factor
-    if input_ids is not None and hash_indices_table is None:
-        raise ValueError("input_ids must be None without hash_indices_table, got a Tensor")
-    if use_grouped_topk:
-        groups = (num_expert_group, topk_group)
-        weights, ids = grouped_topk(*logits, *groups, scoring_func, scale, bias)
-    elif custom_routing_function is not None:
-        weights, ids = _custom(custom_routing_function, *logits, scale)
-    elif hash_indices_table is not None:
-        weights, ids = _hashed(hash_indices_table, input_ids, *logits, scoring_func, scale)
-    else:
-        weights, ids = fused_topk(*logits, None, scoring_func, bias, scale)
-
-    num_experts, result = router_logits.shape[1] - identity, None
+    _check_no_shared_experts(shared, enable_eplb)
+    weights, ids = _choose(
+        (hidden_states, router_logits, top_k, renormalize),
+        (num_expert_group, topk_group) if use_grouped_topk else None,
+        custom_routing_function,
+        (hash_indices_table, input_ids),
+        (scoring_func, routed_scaling_factor, e_score_correction_bias),
+    )
+    num_experts = router_logits.shape[1] - identity
     if is_padding is not None:
         weights, ids = adjust_routing(weights, ids, num_experts, is_padding=is_padding)
     if capture_fn is not None:
         capture_fn(ids)
     if identity:
-        given = None if enable_eplb else global_num_experts
-        _check_zero_experts(num_experts, given, zero_expert_type)
+        _check_zero_experts(num_experts, zero_expert_type, enable_eplb, global_num_experts)
         weights, ids, result = zero_experts(hidden_states, weights, ids, num_experts)
     if enable_eplb:
-        _check_no_shared_experts(shared)
         state = (expert_load_view, logical_to_physical_map, logical_replica_count)
         ids = _physical(ids, *state, indices_type, record_enabled, seed, step)
     if shared:
@@ -172,6 +164,26 @@ def select_experts(
             weights, ids, num_experts, num_shared_experts=shared, is_padding=is_padding
         )
     return SelectedExperts(weights, ids.to(indices_type or torch.int32), result)
+
+
+def _choose(
+    logits: tuple[Tensor, Tensor, int, bool],
+    groups: tuple[int | None, int | None] | None,
+    custom_routing_function: CustomRouting | None,
+    hashed: tuple[Tensor | None, Tensor | None],
+    how: tuple[str, float, Tensor | None],
+) -> tuple[Tensor, Tensor]:
+    """Weights and ids of the method that the arguments name."""
+    (table, input_ids), (scoring_func, factor, bias) = hashed, how
+    if input_ids is not None and table is None:
+        raise ValueError("input_ids must be None without hash_indices_table, got a Tensor")
+    if groups is not None:
+        return grouped_topk(*logits, *groups, scoring_func, factor, bias)
+    if custom_routing_function is not None:
+        return _custom(custom_routing_function, *logits, factor)
+    if table is not None:
+        return _hashed(table, input_ids, *logits, scoring_func, factor)
+    return fused_topk(*logits, None, scoring_func, bias, factor)
 
 
 def _custom(
@@ -213,7 +225,10 @@ def _hashed(
 
 
 def _check_zero_experts(
-    num_experts: int, global_num_experts: int | None, zero_expert_type: str | None
+    num_experts: int,
+    zero_expert_type: str | None,
+    enable_eplb: bool,
+    global_num_experts: int | None,
 ) -> None:
     """Identity experts come behind all others."""
     checks.one_of("zero_expert_type", str(zero_expert_type), ("identity",))
@@ -221,14 +236,14 @@ def _check_zero_experts(
         raise ValueError(
             f"zero_expert_num must leave an expert that computes something, got {num_experts} left"
         )
-    if global_num_experts is not None:
+    if global_num_experts is not None and not enable_eplb:  # with EPLB: physical experts
         rule = "router_logits.shape[1] - zero_expert_num"
         checks.size("global_num_experts", global_num_experts, rule, num_experts)
 
 
-def _check_no_shared_experts(count: int) -> None:
+def _check_no_shared_experts(count: int, enable_eplb: bool) -> None:
     """EPLB has no replicas of them."""
-    if count:
+    if count and enable_eplb:
         raise NotImplementedError(
             f"num_fused_shared_experts must be 0 with enable_eplb, got {count}"
         )
