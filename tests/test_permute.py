@@ -131,3 +131,13 @@ def test_columns_in_the_order_of_each_expert(case, mapped, width, device):
         x.to(device), order.to(device), ids.to(device), expert_map.to(device)
     )
     assert rows.is_contiguous() and torch.equal(rows.cpu(), expected)
+
+
+def test_columns_out_of_range_are_the_nearest(device):
+    """Nothing outside the token's row is read: its neighbours in memory are NaN."""
+    x = torch.full((3, 8), torch.nan)
+    x[1] = torch.arange(8.0)
+    order = torch.tensor([[-1, 8, 2**31 - 1, -(2**31), 3, 9, -8, 7]], dtype=torch.int32)
+    ids = torch.zeros(1, 1, dtype=torch.int32)
+    rows = moe_ops.ops.order_columns(x.to(device)[1:2], order.to(device), ids.to(device), None)
+    assert rows.tolist() == [[0, 7, 7, 0, 3, 7, 0, 7]]
