@@ -88,6 +88,9 @@ def test_a_state_travels(tmp_path):
     file = io.BytesIO()
     torch.save(state, file)
     file.seek(0)
+    x, logits = torch.randn(3, H), torch.randn(3, E)
+    called = torch.func.functional_call(make("int4_w4a16_g32"), state, (x, logits))
+    assert torch.equal(called, layer(x, logits))
     states = [torch.load(file, weights_only=True), pickle.loads(pickle.dumps(state))]
     states += [twin.state_dict() for twin in (copy.deepcopy(layer), layer.to(torch.bfloat16))]
     for one in states:
@@ -177,6 +180,10 @@ CONFIGS = [
     ("int4_w4a16_g32", {"quant_method": "gptq", "bits": 4, "group_size": 32}, True),
     ("int4_w4a16_g32", {"quant_method": "gptq", "bits": 8, "dynamic": {"x": {"bits": 4}}}, True),
     ("int4_w4a16_g32", {"quant_method": "of somebody"}, True),
+    ("int4_w4a16_g32", {"quant_method": "modelopt", "quant_algo": ["NVFP4"]}, True),
+    ("int4_w4a16_g32", {"quant_method": "compressed-tensors", "config_groups": [3]}, True),
+    ("int4_w4a16_g32", {"quant_method": ["quark"], "bits": {}}, True),
+    ("mxfp4_w4a16", {"quant_method": "auto-round", "bits": 4, "data_type": "mx_fp"}, True),
     ("fp8_channel", compressed(8, "float", strategy="channel"), True),
     ("fp8_channel", {"quant_method": "fp8"}, True),
     ("int8_channel", {"quant_method": "fp8"}, False),
@@ -197,7 +204,7 @@ def test_a_config_beside_the_files(scheme, config, fits, tmp_path):
         {"text_config": {"quantization_config": config}},
     ):
         (tmp_path / "config.json").write_text(json.dumps(content))
-        for given in (tmp_path, tmp_path / "model.safetensors"):
+        for given in (tmp_path, tmp_path / "model.safetensors", [tmp_path / "model.safetensors"]):
             layer = make(scheme)
             if fits:
                 moe_ops.load_checkpoint(layer, given, progress=False)

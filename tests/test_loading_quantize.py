@@ -221,3 +221,9 @@ def test_w4a8_scales_are_of_one_kind():
         ):
             load(make("int4_w4a8_g32"), source | {"experts.1.gate_proj.weight_scale": scale},
                  quantize=False)  # fmt: skip
+    layer, wrong = make("int4_w4a8_g32"), torch.ones(3, dtype=torch.bfloat16)
+    with pytest.raises(ValueError, match=r"gate_proj.weight_scale.*: shape must be \(256, 4\)"):
+        name = "experts.1.gate_proj.weight_scale"
+        layer.weight_loader(layer.w13_weight_scale, wrong, name, "w1", 1)
+    with pytest.raises(ValueError, match=r"gate_proj.weight_scale: shape must be \(256, 4\)"):
+        load(layer, source | {name: wrong}, quantize=False)
