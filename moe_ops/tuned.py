@@ -48,7 +48,7 @@ def read_folder(folder: Any) -> list[TunedLayer]:
     """The layers of every JSON file in a folder (a path, or a resource).
 
     Raises:
-        ValueError: no such folder, a file that `parse` refuses, or a pipe or folder in place of one.
+        ValueError: no such folder, a file that `parse` refuses, or one that is no regular file.
     """
     if not folder.is_dir():
         raise ValueError(f"MOE_OPS_TUNED_DIR must name a folder, got {str(folder)!r}")

@@ -142,9 +142,9 @@ def _numbers(key: str | None, wanted: Quant | None) -> str | None:
     if key is None:
         return None
     key = key.replace(":vector", ":float32")
-    return (
-        key if wanted is not None and wanted.scale == "pow2" else key.replace(":pow2", ":float32")
-    )
+    if wanted is not None and wanted.scale == "pow2":
+        return key
+    return key.replace(":pow2", ":float32")
 
 
 def stored_as(state: Any) -> StoredAs:

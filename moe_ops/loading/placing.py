@@ -227,7 +227,9 @@ class Placing:
         for i, expert in enumerate(experts):
             if not layer.rows_of(expert) and piece.kind != "input_scale":
                 continue
-            one = (x[i] if of_all else x).to(layer.w13_weight.device)
+            one = x[i] if of_all else x
+            if piece.kind != "input_scale":  # a number for the host
+                one = one.to(layer.w13_weight.device)
             share = (i, len(experts)) if piece.is_shared else (0, 1)
             try:
                 self._put_expert(one, piece, expert, share)

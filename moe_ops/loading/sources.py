@@ -62,7 +62,9 @@ def _opened(source: Source, prefix: str) -> Opened:
         pairs = [_pair(item) for item in source.items()]
         return Opened(pairs, len(pairs))
     if isinstance(source, (str, os.PathLike)):
-        return _files(*_shards(Path(source), prefix))
+        path = Path(source)
+        opened = _files(*_shards(path, prefix))
+        return opened._replace(folder=path if path.is_dir() else path.parent)
     if isinstance(source, Iterable):
         items = iter(source)
         first = next(items, None)

@@ -68,6 +68,9 @@ class WeightLoading(LoadSteps):
     ) -> bool | None:
         """Copy one tensor of a checkpoint to its place in a parameter.
 
+        Input scales of experts on other ranks are noted: all experts share the largest one, which
+        ``process_weights_after_loading`` finds.
+
         Args:
             param: a parameter of this layer; its ``is_transposed``, where set, says that its last
                 two axes are swapped, and those of ``loaded_weight``. (Or a tensor of the caller's,
@@ -86,6 +89,7 @@ class WeightLoading(LoadSteps):
             ValueError: another ``shard_id`` or shape; input scales of gate and up that differ; zero
                 points of AWQ or GPTQ, which do not say in which order they are.
             TypeError: another dtype.
+            NotImplementedError: the layer holds weights in act-order, whose order would stay.
 
         Source:
             vLLM ``FusedMoE.weight_loader``.
@@ -235,15 +239,11 @@ class WeightLoading(LoadSteps):
         if not has_plain_scales(spec.kind, x, self.checkpoint_scheme.weight):
             self.place(param, spec, self._stored(spec, x, name, shard_id, row), shard_id, row)
             return
+        which = "w13" if spec.is_w13 else "w2"
         for kind, suffix, part in channel_scales(x.to(param.device)):
-            of = self._sibling(spec, kind)
+            of = parameter_specs(self.sizes)[f"{which}_{SUFFIX[kind]}"]
             part = self._stored(of, part, f"{name}.{suffix}", shard_id, row)
             self.place(self._parameters[of.name], of, part, shard_id, row)
-
-    def _sibling(self, spec: ParameterSpec, kind: str) -> ParameterSpec:
-        """Another parameter of the same weight."""
-        which = "w13" if spec.is_w13 else "w2"
-        return parameter_specs(self.sizes)[f"{which}_{SUFFIX[kind]}"]
 
     def _stored(
         self, spec: ParameterSpec, x: Tensor, name: str, shard_id: str, expert: int
