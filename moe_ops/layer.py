@@ -151,9 +151,15 @@ class FusedMoE(WeightLoading, KeepsBits):
         logical_to_physical_map: Tensor,
         logical_replica_count: Tensor,
     ) -> None:
-        """Take row ``moe_layer_idx`` of each tensor of an `EplbState`, as views."""
+        """Take row ``moe_layer_idx`` of each tensor of an `EplbState`, as views.
+
+        Raises:
+            TypeError, ValueError: tensors that are not an `EplbState`'s; a placement of experts
+                that the layer does not hold.
+        """
         state = (expert_load_view, logical_to_physical_map, logical_replica_count)
-        self.eplb_state = layer_of(moe_layer_idx, *state)
+        sizes = (self.num_experts, self.global_num_experts)
+        self.eplb_state = layer_of(moe_layer_idx, *state, *sizes)
 
     def route(self, hidden_states: Tensor, router_logits: Tensor) -> SelectedExperts:
         """``(T, H)`` tokens and ``(T, E)`` logits to weights and ids, each ``(T, k)``."""

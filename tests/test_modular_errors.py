@@ -1,5 +1,7 @@
 """What the modular kernel refuses: parts, calls, configurations; and what it reports when asked."""
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 from modular import BATCHED, EXPERTS, build_experts, layer_config, setup, twice
@@ -193,6 +195,8 @@ def test_rows_that_do_not_fit_raise_in_checking_mode():
     with moe_ops.checking():
         assert torch.equal(s.apply()[:20], out[:20])
         assert moe_ops.workspace_nbytes(4, 64, 48, 8, 2, torch.float32, format="batched") > 0
+        with ThreadPoolExecutor() as pool:  # a thread that did not ask for checks
+            assert torch.equal(pool.submit(lambda: kernel.apply(**s.arguments())).result(), out)
     assert torch.equal(kernel.apply(**s.arguments()), out)
 
 

@@ -32,13 +32,16 @@ def _eplb_map_kernel(
     # Compared in their own width before they are narrowed: 2**32 is not expert 0.
     valid = (ids >= 0) & (ids < num_experts)
     expert = tl.where(valid, ids, 0).to(tl.int32)
-    count = tl.load(replica_count + expert, mask=valid, other=1).to(tl.int32)
-    count = tl.minimum(tl.maximum(count, 1), max_replicas)
+    count = tl.load(replica_count + expert, mask=valid, other=1)
+    count = tl.minimum(tl.maximum(count, 1), max_replicas).to(tl.int32)
     hashed = (token.to(tl.int64) + seed) * 2654435769 & 0xFFFFFFFF
     replica = (hashed.to(tl.uint32) % count.to(tl.uint32)).to(tl.int32)
     entry = logical_to_physical + expert * max_replicas + replica
     physical = tl.load(entry, mask=valid, other=-1)
-    tl.store(out + slot, physical.to(out.dtype.element_ty), mask=slot < num_slots)
+    shown = physical
+    if physical.dtype == tl.int64 and out.dtype.element_ty == tl.int32:  # as `tensors.narrowed`
+        shown = tl.minimum(tl.maximum(physical, -(2**31)), 2**31 - 1)
+    tl.store(out + slot, shown.to(out.dtype.element_ty), mask=slot < num_slots)
 
     limit = num_slots
     if num_unpadded_tokens is not None:
