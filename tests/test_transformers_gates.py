@@ -140,6 +140,20 @@ def test_a_gate_is_fused_only_when_it_is_ours(gate, attributes, key, monkeypatch
     assert error <= 1e-5 * expected.abs().max()
 
 
+@pytest.mark.parametrize("own", ["hook", "forward"])
+@torch.no_grad()
+def test_an_activation_that_does_more_than_its_class_runs(own):
+    experts = Experts(Config)
+    experts.act_fn = act_fn = nn.SiLU()
+    if own == "hook":
+        act_fn.register_forward_hook(lambda *_: 2 * _[2])
+    else:
+        act_fn.forward = lambda x: 2 * nn.functional.silu(x)
+    x, ids, weights = routed(5)
+    expected = expected_of(experts, x, ids, weights)
+    torch.testing.assert_close(experts(x, ids, weights).double(), expected, rtol=1e-4, atol=1e-4)
+
+
 @torch.no_grad()
 def test_a_gate_of_the_instance_runs():
     experts = Experts(Config)

@@ -80,6 +80,8 @@ def activation_of(experts: Any) -> Activation | None:
 def kind_of(function: Any) -> MoEActivation | None:
     """The activation that an ``act_fn`` is, if it is one of this library."""
     if isinstance(function, nn.Module):
+        if "forward" in function.__dict__ or function._forward_hooks or function._forward_pre_hooks:
+            return None  # what it computes is more than its class says
         return _KINDS.get(type(function))
     return MoEActivation.SILU if function is functional.silu else None
 
