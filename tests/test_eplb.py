@@ -108,6 +108,16 @@ def test_ids_that_only_look_valid_in_32_bits(device):
 
 
 @pytest.mark.kernel
+def test_places_and_counts_that_only_look_valid_in_32_bits(device):
+    ids = torch.tensor([[0, 1], [0, 1]], device=device)
+    load = torch.zeros(2, dtype=I32, device=device)
+    places = torch.tensor([[2**32, 1], [2**32 + 1, -(2**32)]], device=device)
+    count = torch.tensor([2**32 + 1, 1], device=device)  # taken as R = 2, not as 1
+    out = eplb_map_to_physical_and_record(ids, load, places, count, indices_type=I32)
+    assert out.tolist() == [[2**31 - 1, 2**31 - 1], [1, 2**31 - 1]] and load.tolist() == [0, 1]
+
+
+@pytest.mark.kernel
 def test_strided_arguments(device):
     """One layer's column of a load, and transposed ids and maps."""
     load = torch.zeros(4, 3, dtype=I32, device=device)

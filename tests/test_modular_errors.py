@@ -1,6 +1,7 @@
 """What the modular kernel refuses: parts, calls, configurations; and what it reports when asked."""
 
 import dataclasses
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -220,6 +221,9 @@ def test_rows_that_do_not_fit_raise_in_checking_mode():
     with moe_ops.checking():
         assert torch.equal(kernel.apply(**s.arguments()), s.apply())
         assert moe_ops.workspace_nbytes(4, 64, 48, 8, 2, torch.float32, format="batched") > 0
+        with ThreadPoolExecutor() as pool:  # a thread that did not ask for checks
+            dropped = pool.submit(lambda: kernel.apply(**twice_to_0)).result()
+            assert torch.equal(dropped, out)
     assert torch.equal(kernel.apply(**twice_to_0), out)
 
 

@@ -15,8 +15,15 @@ from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
-from transformers.integrations.finegrained_fp8 import ALL_FP8_EXPERTS_FUNCTIONS
-from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+try:
+    from transformers.integrations.finegrained_fp8 import ALL_FP8_EXPERTS_FUNCTIONS
+    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+except ImportError as error:
+    raise ImportError(
+        "moe_ops.integrations.transformers needs transformers 5.17 or later: "
+        f'pip install "transformers>=5.17" ({error})'
+    ) from error
 
 from moe_ops import ops
 from moe_ops.gradients import inference_only

@@ -41,9 +41,10 @@ def _eplb_map_kernel(
     replica = (hashed.to(tl.uint32) % count.to(tl.uint32)).to(tl.int32)
     entry = logical_to_physical + expert * max_replicas + replica
     physical = tl.load(entry, mask=valid, other=-1)
-    given = physical.to(out.dtype.element_ty)
-    given = tl.where(given == physical, given, -1)  # also 2**32 + 1 is no expert of 32 bits
-    tl.store(out + slot, given, mask=slot < num_slots)
+    shown = physical
+    if physical.dtype == tl.int64 and out.dtype.element_ty == tl.int32:  # as `tensors.narrowed`
+        shown = tl.minimum(tl.maximum(physical, -(2**31)), 2**31 - 1)
+    tl.store(out + slot, shown.to(out.dtype.element_ty), mask=slot < num_slots)
 
     limit = num_slots
     if num_unpadded_tokens is not None:

@@ -86,6 +86,8 @@ class RoutesTokens(nn.Module):
     capture_buffer: Tensor | None = None
 
     if TYPE_CHECKING:
+        num_experts: int
+        global_num_experts: int
         top_k: int
         num_logits: int
         renormalize: bool
@@ -130,7 +132,7 @@ class RoutesTokens(nn.Module):
                 not there.
         """
         state = (expert_load_view, logical_to_physical_map, logical_replica_count)
-        views = layer_of(moe_layer_idx, *state)
+        views = layer_of(moe_layer_idx, *state, self.num_experts, self.global_num_experts)
         like = ("expert_load_view", expert_load_view)
         dtypes = (torch.bool, *checks.INDICES)
         checks.device_scalar("record_enabled", record_enabled, dtypes, *like)

@@ -45,7 +45,7 @@ def eplb_map_to_physical_and_record(
 
     Returns:
         ``(T, k)`` ids of physical experts, contiguous. An entry of the map that is no physical
-        expert is returned as it is, and counted nowhere.
+        expert is returned as it is (int32: as the nearest that there is), and counted nowhere.
 
     Raises:
         TypeError, ValueError: a wrong dtype, shape, device or seed.

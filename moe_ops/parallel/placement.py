@@ -8,6 +8,7 @@ from torch import Tensor
 from moe_ops import checks
 from moe_ops.parallel.parallel_config import FusedMoEParallelConfig
 from moe_ops.scheme import FusedMoEQuantConfig
+from moe_ops.tensors import narrowed
 from moe_ops.tiles import cdiv
 
 PLACEMENT_STRATEGIES = ("linear", "round_robin")
@@ -97,7 +98,7 @@ def remap_topk_to_local(topk_ids: Tensor, expert_map: Tensor, dtype: torch.dtype
         raise ValueError(f"dtype must be one of {list(checks.INDICES)}, got {dtype}")
     valid = (topk_ids >= 0) & (topk_ids < expert_map.shape[0])
     local = expert_map[torch.where(valid, topk_ids, 0).long()]
-    return torch.where(valid, local, -1).to(dtype)
+    return narrowed(torch.where(valid, local, -1), dtype)
 
 
 def initial_physical_to_logical_map(

@@ -21,6 +21,7 @@ from moe_ops.pipeline.weight_and_reduce import (
     TopKWeightAndReduceNaiveBatched,
 )
 from moe_ops.scheme import FusedMoEQuantConfig
+from moe_ops.tensors import narrowed
 
 if TYPE_CHECKING:
     from moe_ops.pipeline.experts import FusedMoEExperts
@@ -140,6 +141,6 @@ def mapped_ids(
 ) -> Tensor:
     """Ids as if the local experts were ``first_expert`` and on; -1 where a slot is skipped."""
     valid = (topk_ids >= 0) & (topk_ids < expert_map.shape[0])
-    local = expert_map.to(topk_ids.dtype)[torch.where(valid, topk_ids, 0).long()]
+    local = narrowed(expert_map, topk_ids.dtype)[torch.where(valid, topk_ids, 0).long()]
     valid = valid & (local >= 0) & (local < num_local_experts)
     return torch.where(valid, local + first_expert, -1)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from moe_ops.tensors import narrowed
+
 HASH = 2654435769
 """2**32 divided by the golden ratio: consecutive tokens land far apart."""
 
@@ -42,5 +44,4 @@ def eplb_map_to_physical_and_record(
     expert_load_view.scatter_add_(
         0, torch.where(counted, physical, 0).flatten(), counted.flatten().to(expert_load_view.dtype)
     )
-    given = physical.to(indices_type)
-    return torch.where(given == physical, given, -1)
+    return narrowed(physical, indices_type)

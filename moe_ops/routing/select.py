@@ -13,6 +13,7 @@ from moe_ops.parallel.eplb import eplb_map_to_physical_and_record
 from moe_ops.routing.adjust import adjust_routing, zero_experts
 from moe_ops.routing.arguments import check_indices_type
 from moe_ops.routing.topk import fused_topk, grouped_topk, hash_topk
+from moe_ops.tensors import narrowed
 
 CustomRouting = Callable[[Tensor, Tensor, int, bool], tuple[Tensor, Tensor]]
 """``f(hidden_states, gating_output, topk, renormalize) -> (topk_weights, topk_ids)``."""
@@ -163,7 +164,7 @@ def select_experts(
         weights, ids = adjust_routing(
             weights, ids, num_experts, num_shared_experts=shared, is_padding=is_padding
         )
-    return SelectedExperts(weights, ids.to(indices_type or torch.int32), result)
+    return SelectedExperts(weights, narrowed(ids, indices_type or torch.int32), result)
 
 
 def _choose(

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from moe_ops import checks
 from moe_ops.scheme.formats import pack, unpack
-from moe_ops.scheme.named import get_scheme
+from moe_ops.scheme.named import SCHEMES, get_scheme
 from moe_ops.scheme.rounding import (
     SMALLEST_AMAX,
     decode,
@@ -152,12 +152,32 @@ def _field(q: QTensor, name: str, scheme: Scheme) -> Tensor:
 
 
 def as_scheme(scheme: str | Scheme) -> Scheme:
-    """The value behind a name; a value stays itself."""
+    """The value behind a name; a value stays itself.
+
+    Raises:
+        TypeError: neither.
+        ValueError: an unknown name; a value that is not what `get_scheme` makes of its name, by
+            which operators know it.
+    """
     if isinstance(scheme, str):
         return get_scheme(scheme)
     if not isinstance(scheme, Scheme):
         raise TypeError(f"scheme must be a Scheme or its name, got {type(scheme).__name__}")
+    if SCHEMES.get(scheme.name) is not scheme and not _is_registered(scheme):
+        raise ValueError(
+            f"scheme must be what get_scheme({scheme.name!r}) returns (a Scheme of one's own is "
+            f"not supported), got {scheme}"
+        )
     return scheme
+
+
+def _is_registered(scheme: Scheme) -> bool:
+    if torch.compiler.is_compiling() and scheme.name not in SCHEMES:
+        return True  # Dynamo cannot parse names; eager calls and kernels do
+    try:
+        return get_scheme(scheme.name) == scheme
+    except ValueError:
+        return False
 
 
 def spread(scale: Tensor, quant: Quant, n: int, k: int) -> Tensor:
