@@ -8,9 +8,7 @@ from torch import Tensor
 from moe_ops import sizes
 
 
-def _routing(
-    gating_output: Tensor, topk: int, bias: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
+def _routing(gating_output: Tensor, topk: int, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """``(T, k)`` float32 weights and int32 ids."""
     sizes.axes("gating_output", gating_output, 2)
     tokens, num_experts = gating_output.shape

@@ -100,7 +100,7 @@ def _builder_patches(memory: Memory) -> dict[str, Callable[..., Any]]:
     histogram, gather = builder.create_histogram, builder.create_gather
 
     def inside(values: np.ndarray, stop: int, what: str) -> None:
-        if values.size and not (0 <= values.min() and values.max() < stop):
+        if values.size and not (values.min() >= 0 and values.max() < stop):
             raise IndexError(f"{memory.kernel} {what} {values.min()}..{values.max()} of {stop}")
 
     def create_histogram(self, data, bins, mask):
