@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from moe_ops import sizes
+from moe_ops.fake_impls.scaled_gemm import num_slots
 
 
 def gemm_sum(
@@ -30,8 +31,10 @@ def gemm_sum(
         rule = "None without w_scale" if w_scale is None else "a dtype with w_scale"
         raise ValueError(f"out_dtype must be {rule}, got {out_dtype}")
     tokens, k = sizes.slots(topk_ids, expert_map)
-    slots = sizes.gemm(a, w, (1, 1), bias, (plan, topk_ids, expert_map), row_tiles, 1)
-    sizes.entries("topk_weights", topk_weights, slots)
-    if w_scale is not None:
-        sizes.weight_scales(scheme, w.shape, w_scale)
+    sizes.weights(topk_weights, tokens, k)
+    tiles = (plan, topk_ids, expert_map)
+    if w_scale is None:
+        sizes.gemm(a, w, (1, 1), bias, tiles, row_tiles, 1)
+    else:
+        num_slots(a, a_scale, w, w_scale, bias, tiles, row_tiles, 1, scheme)
     return a.new_empty(tokens, w.shape[1], dtype=out_dtype)

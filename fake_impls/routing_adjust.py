@@ -37,6 +37,8 @@ def zero_experts(
     tokens, k = sizes.slots(topk_ids)
     sizes.shaped("topk_weights", topk_weights, tokens, k)
     sizes.shaped("hidden_states", hidden_states, tokens, None)
+    sizes.between("num_experts", num_experts, 0, 2**31 - 1)
+    sizes.between("skipped_id", skipped_id, -1, 2**31 - 1)
     return (
         topk_weights.new_empty(topk_weights.shape, dtype=torch.float32),
         topk_ids.new_empty(topk_ids.shape),

@@ -29,7 +29,7 @@ def scaled_gemm(
 ) -> Tensor:
     """One row of ``N`` for each slot, in slot order."""
     tiles = (plan, topk_ids, expert_map)
-    slots = _slots(a, a_scale, w, w_scale, bias, tiles, row_tiles, top_k, scheme)
+    slots = num_slots(a, a_scale, w, w_scale, bias, tiles, row_tiles, top_k, scheme)
     return a.new_empty(slots, w.shape[1], dtype=out_dtype)
 
 
@@ -50,12 +50,12 @@ def scaled_gemm_act(
 ) -> Tensor:
     """One row of ``I`` for each slot, in slot order."""
     tiles = (plan, topk_ids, expert_map)
-    slots = _slots(a, a_scale, w, w_scale, bias, tiles, row_tiles, top_k, scheme)
+    slots = num_slots(a, a_scale, w, w_scale, bias, tiles, row_tiles, top_k, scheme)
     width = sizes.activated("w", w.shape[1], formula(activation))
     return a.new_empty(slots, width, dtype=out_dtype)
 
 
-def _slots(
+def num_slots(
     a: Tensor,
     a_scale: Tensor | None,
     w: Tensor,

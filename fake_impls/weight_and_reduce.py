@@ -52,6 +52,6 @@ def _check(
         tokens, k = rows
     else:
         raise ValueError(f"inputs must have 3 axes without ids, got shape {tuple(inputs.shape)}")
-    sizes.entries("topk_weights", topk_weights, tokens * k)
+    sizes.weights(topk_weights, tokens, k)
     sizes.entries("num_valid_tokens", num_valid_tokens, 1)
     return tokens, width

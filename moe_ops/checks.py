@@ -19,6 +19,8 @@ from torch import Tensor
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 INDICES = (torch.int32, torch.int64)
 MAX_EXPERTS = 4096
+MAX_SIZE = 2**31 - 1
+LARGEST_FACTOR = torch.finfo(torch.float32).max
 REMEMBERED = 4096
 """Sets of arguments that one check remembers: token counts are part of them."""
 
@@ -37,15 +39,16 @@ def remembered(check: Callable[..., None]) -> Callable[..., None]:
         if torch.compiler.is_compiling():
             check(*arguments)
             return
-        key = tuple(
-            [
-                (x.shape, x.stride(), x.dtype, x.device) if isinstance(x, Tensor) else x
-                for x in arguments
-            ]
-        )
         try:
+            key = tuple(
+                [
+                    (x.shape, x.stride(), x.dtype, x.device) if isinstance(x, Tensor) else x
+                    for x in arguments
+                ]
+            )
             known = key in passed
-        except TypeError:  # a value without a hash: a symbolic size, or one that is about to raise
+        # A value without a hash, a tensor without strides: symbolic, or about to raise.
+        except (TypeError, RuntimeError):
             check(*arguments)
             return
         if not known:
@@ -62,8 +65,11 @@ def tensor(name: str, x: Tensor, ndim: int | None, dtypes: Sequence[torch.dtype]
     if not isinstance(x, Tensor):
         hint = " (pass its data)" if isinstance(x, tuple) and hasattr(x, "data") else ""
         raise TypeError(f"{name} must be a Tensor, got {type(x).__name__}{hint}")
-    if x.layout is not torch.strided:
-        raise TypeError(f"{name} must be a dense Tensor (torch.strided), got {x.layout}")
+    if x.layout is not torch.strided or x.is_nested:
+        got = "a nested Tensor" if x.is_nested else x.layout
+        raise TypeError(f"{name} must be a dense Tensor (torch.strided), got {got}")
+    if dtypes is None and x.is_quantized:
+        raise TypeError(f"{name} must not be a quantized Tensor of PyTorch's, got {x.dtype}")
     if ndim is not None and x.dim() != ndim:
         raise ValueError(f"{name} must have {ndim} axes, got shape {tuple(x.shape)}")
     if dtypes is not None and x.dtype not in dtypes:
@@ -162,11 +168,21 @@ def integer(name: str, value: int) -> None:
 
 
 def at_least(least: int, **numbers: int) -> None:
-    """Whole numbers that are not too small."""
+    """Sizes and counts that are neither too small nor beyond 32 bits, in which kernels count."""
     for name, value in numbers.items():
         integer(name, value)
         if value < least:
             raise ValueError(f"{name} must be at least {least}, got {value}")
+        if value > MAX_SIZE:
+            raise ValueError(f"{name} must be at most {MAX_SIZE}, got {value}")
+
+
+def between(least: int, most: int, **numbers: int) -> None:
+    """Whole numbers in a range."""
+    for name, value in numbers.items():
+        integer(name, value)
+        if not least <= value <= most:
+            raise ValueError(f"{name} must be in {least}..{most}, got {value}")
 
 
 def number(name: str, value: float) -> None:
@@ -175,6 +191,13 @@ def number(name: str, value: float) -> None:
         return
     if isinstance(value, bool) or not isinstance(value, Real):
         raise TypeError(f"{name} must be a number, got {_shown(value)}")
+
+
+def factor(name: str, value: float) -> None:
+    """A number that float32 has; symbolic ones are not compared."""
+    number(name, value)
+    if isinstance(value, Real) and not abs(value) <= LARGEST_FACTOR:
+        raise ValueError(f"{name} must be a finite number of float32, got {value}")
 
 
 def flags(**values: bool) -> None:

@@ -83,8 +83,8 @@ def moe_kernel_quantize_input(
         _check_scale(A_scale, A)
         if not per_act_token_quant:
             checks.size("A_scale.numel()", A_scale.numel(), "one element", 1)
-        elif A_scale.dim() > 1:
-            checks.same_tokens("A_scale", A_scale, "A", A)
+        elif A_scale.dim() > 1 or A_scale.numel() != 1:
+            checks.same_tokens("A_scale", A_scale.reshape(-1, 1), "A", A)
     return ops.moe_quantize(A, A_scale, None, None, None, 0, quant)
 
 

@@ -47,6 +47,13 @@ def between(name: str, value: int, least: int, most: int) -> None:
         raise ValueError(f"{name} must be in {least}..{most}, got {value}")
 
 
+def weights(topk_weights: Tensor | None, tokens: int, k: int) -> None:
+    """Routing weights are ``(T, k)``, or None."""
+    if topk_weights is not None:
+        axes("topk_weights", topk_weights, 2)
+        entries("topk_weights", topk_weights, tokens * k)
+
+
 def entries(name: str, x: Tensor | None, *counts: int) -> None:
     """``x`` has one of some numbers of entries, or is None."""
     if x is None:
@@ -121,19 +128,22 @@ def gemm(
         raise ValueError(
             f"a and w must have 2 and 3 axes, got shapes {tuple(a.shape)} and {tuple(w.shape)}"
         )
-    (rows, width), (experts, n, k), (plan, topk_ids, _) = a.shape, w.shape, tiles
+    (rows, width), (experts, n, k), (plan, topk_ids, expert_map) = a.shape, w.shape, tiles
     _gemm_tiles(tuple(row_tiles))
     equal("a.shape[1]", width, k * numbers[1] // numbers[0])
     if 0 in w.shape:
         raise ValueError(f"w must have no size of 0, got shape {tuple(w.shape)}")
     if bias is not None:
         shaped("bias", bias, experts, n)
+    if expert_map is not None:
+        axes("expert_map", expert_map, 1)
     between("top_k", top_k, 1, MAX_EXPERTS)
     num_slots = rows * top_k
     if type(num_slots) is int and type(experts) is int:
         if topk_ids is not None:
             equal("topk_ids.numel()", topk_ids.numel(), num_slots)
         if plan is not None and (topk_ids is None or not is_direct(num_slots, experts)):
+            axes("plan", plan, 1)
             equal("plan.numel()", plan.numel(), plan_sizes(num_slots, experts, row_tiles).entries)
     return num_slots
 
@@ -157,6 +167,7 @@ def stored_row_scale(scale: Tensor, quant: Quant, rows: int, k: int, experts: in
     if quant.per_tensor:
         entries("a_scale", scale, 1, experts)
     else:
+        axes("a_scale", scale, 2)
         groups = quant.row_scale_shape(1, k)[1]
         entries("a_scale", scale, rows * groups)
 
@@ -173,10 +184,21 @@ def weight_scales(
     if not (type(experts) is int and type(n) is int and type(k) is int):
         return
     counts, zero_points = _weight_entries(scheme, experts, n, k)
-    if scale.numel() not in counts:
-        entries("w_scale", scale, *counts)
-    entries("w_global_scale", global_scale, experts, 2 * experts, experts * n)
-    entries("w_zero_point", zero_point, zero_points)
+    _of_experts("w_scale", scale, experts, counts)
+    if global_scale is not None:
+        _of_experts("w_global_scale", global_scale, experts, (experts, 2 * experts, experts * n))
+    if zero_point is not None:
+        _of_experts("w_zero_point", zero_point, experts, (zero_points,))
+
+
+def _of_experts(name: str, x: Tensor, experts: int, counts: tuple[int, ...]) -> None:
+    """``x`` has a row for each expert, and one of some numbers of entries."""
+    if x.numel() not in counts or x.shape[0] != experts:
+        rule = " or ".join(str(count) for count in dict.fromkeys(counts))
+        raise ValueError(
+            f"{name} must have {rule} entries, a row for each of {experts} experts, got shape "
+            f"{tuple(x.shape)}"
+        )
 
 
 @lru_cache(maxsize=1024)

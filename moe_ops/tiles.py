@@ -206,7 +206,7 @@ def _plan_sizes(
     sizes = PlanSizes(rows, num_tiles(num_slots, num_experts, row_tiles))
     if type(sizes.entries) is int and sizes.entries > MAX_PLAN_ENTRIES:
         raise NotImplementedError(
-            f"topk_ids must have so few slots that a plan of tiles of {list(row_tiles)} rows has at "
+            f"topk_ids must have so few slots that a plan with row tiles {list(row_tiles)} has at "
             f"most {MAX_PLAN_ENTRIES} entries, got {num_slots} slots"
         )
     return sizes

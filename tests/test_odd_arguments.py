@@ -12,6 +12,7 @@ T, H, I, E, K = 6, 32, 32, 4, 2  # noqa: E741
 X, LOGITS = torch.zeros(T, H), torch.zeros(T, E)
 W1, W2 = torch.zeros(E, 2 * I, H), torch.zeros(E, H, I)
 WEIGHTS, IDS = torch.zeros(T, K), torch.zeros(T, K, dtype=torch.int32)
+MAP = torch.arange(E, dtype=torch.int32)
 INT8_ROWS = {
     "A": torch.zeros(E, T, H), "A_scale": None, "num_tokens": T, "E": E, "N": 1,
     "expert_num_tokens": torch.ones(E, dtype=torch.int32), "qtype": torch.int8,
@@ -38,15 +39,50 @@ GOOD = {
         hidden_states=X, router_logits=LOGITS, top_k=K, use_grouped_topk=False, renormalize=True,
         custom_routing_function=None, num_fused_shared_experts=0,
     ),
+    moe_ops.adjust_routing: dict(
+        topk_weights=WEIGHTS, topk_ids=IDS, num_experts=E, per_expert_scale=torch.ones(E),
+        num_shared_experts=1, shared_expert_weight=1.0,
+        is_padding=torch.zeros(T, dtype=torch.bool),
+    ),
+    moe_ops.zero_experts: dict(
+        hidden_states=X, topk_weights=WEIGHTS, topk_ids=IDS, num_experts=E, skipped_id=0
+    ),
+    moe_ops.hash_topk: dict(
+        hidden_states=X, gating_output=LOGITS, input_ids=IDS[:, 0], hash_indices_table=IDS,
+        renormalize=True, routed_scaling_factor=1.0,
+    ),
     moe_ops.moe_align_block_size: dict(
-        topk_ids=IDS, block_size=16, num_experts=E, pad_sorted_ids=False
+        topk_ids=IDS, block_size=16, num_experts=E, expert_map=MAP, pad_sorted_ids=False
     ),
-    moe_ops.count_expert_num_tokens: dict(topk_ids=IDS, num_local_experts=E),
+    moe_ops.count_expert_num_tokens: dict(topk_ids=IDS, num_local_experts=E, expert_map=MAP),
     moe_ops.moe_permute: dict(
-        hidden_states=X, a1q_scale=None, topk_ids=IDS, n_expert=E, n_local_expert=-1
+        hidden_states=X, a1q_scale=torch.ones(T, 1), topk_ids=IDS, n_expert=E, n_local_expert=-1,
+        expert_map=MAP,
     ),
+    moe_ops.moe_unpermute: dict(
+        permuted_hidden_states=torch.zeros(T * K, H), topk_weights=WEIGHTS, inv_permuted_idx=IDS,
+        expert_first_token_offset=torch.zeros(E + 1, dtype=torch.int64),
+    ),
+    moe_ops.moe_fused_mul_sum: dict(
+        inputs=torch.zeros(T, K, H), topk_weights=WEIGHTS, outputs=torch.zeros(T, H), topk_ids=IDS,
+        expert_map=MAP, num_valid_tokens=torch.tensor([T]),
+    ),
+    moe_ops.apply_moe_activation: dict(activation="silu", x=X),
     moe_ops.moe_kernel_quantize_input: dict(
-        A=X, A_scale=None, quant_dtype=torch.int8, per_act_token_quant=False, block_shape=None
+        A=X, A_scale=torch.ones(T, 1), quant_dtype=torch.int8, per_act_token_quant=True,
+        block_shape=None,
+    ),
+    moe_ops.eplb_map_to_physical_and_record: dict(
+        topk_ids=IDS, expert_load_view=MAP.clone(), logical_to_physical_map=MAP[:, None],
+        logical_replica_count=torch.ones(E, dtype=torch.int32), record_enabled=torch.tensor(True),
+        num_unpadded_tokens=torch.tensor(T),
+    ),
+    moe_ops.remap_topk_to_local: dict(topk_ids=IDS, expert_map=MAP, dtype=torch.int32),
+    moe_ops.initial_physical_to_logical_map: dict(
+        num_experts=E, num_redundant_experts=0, ep_size=1
+    ),
+    moe_ops.compute_logical_maps: dict(
+        physical_to_logical_map=MAP[None], num_logical_experts=E
     ),
     moe_ops.batched_moe_kernel_quantize_input: INT8_ROWS,
     moe_ops.rebalance_experts: dict(
@@ -176,6 +212,79 @@ def test_a_misspelt_name_is_answered_with_the_nearest(call, value, nearest):
 def test_a_name_that_resembles_none_is_answered_with_the_list():
     with pytest.raises(ValueError, match=r"scoring_func must be one of .*, got 'tanh\(\)'$"):
         moe_ops.fused_topk(X, LOGITS, K, True, scoring_func="tanh()")
+def other_layouts(x):
+    """The same numbers as tensors that no kernel can read."""
+    yield torch.nested.nested_tensor([x])
+    if x.dim():
+        yield x.to_sparse()
+        yield torch.nested.nested_tensor([x], layout=torch.jagged)
+    if x.dim() == 2:
+        yield x.to_sparse_csr()
+    if x.dtype == torch.float32:
+        yield x.to_mkldnn()
+        yield torch.quantize_per_tensor(x, 1.0, 0, torch.quint8)
+
+
+TENSORS = [(f, name) for f, given in GOOD.items() for name in given if torch.is_tensor(given[name])]
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(("function", "name"), TENSORS, ids=lambda v: getattr(v, "__name__", v))
+def test_another_layout_is_named(function, name):
+    for x in other_layouts(GOOD[function][name]):
+        with pytest.raises((TypeError, ValueError), match=f"{name}.* must"):
+            function(**{**GOOD[function], name: x})
+
+
+FACTORS = ("routed_scaling_factor", "shared_expert_weight")
+NUMBERS = [
+    (function, name)
+    for function, given in GOOD.items()
+    for name, value in given.items()
+    if isinstance(value, (int, float)) and not isinstance(value, bool) and name != "N"
+]
+
+
+@pytest.mark.parametrize(("function", "name"), NUMBERS, ids=lambda v: getattr(v, "__name__", v))
+def test_a_number_out_of_reach_is_named(function, name):
+    """Too large for a machine word, too small, no whole number, no number."""
+    wrong = ["4", None, 2 + 3j, 1.5, float("nan"), -(2**70), 2**70, 2**40]
+    if name in FACTORS:
+        wrong = ["4", None, 2 + 3j, float("nan"), float("inf"), 1e300, 10**400]
+    for value in wrong:
+        with pytest.raises((TypeError, ValueError), match=rf"{name}.* must|must.*\b{name}\b"):
+            function(**{**GOOD[function], name: value})
+
+
+@pytest.mark.parametrize("shape", [(0, 8, 16), (2, 0, 16), (2, 8, 0)])
+@pytest.mark.parametrize("scheme", ["unquantized", "fp8_tensor", "int4_w4a16_g32", "nvfp4"])
+def test_a_weight_without_numbers(shape, scheme):
+    with pytest.raises(ValueError, match="w must have no size of 0"):
+        moe_ops.quantize_weight(torch.zeros(shape), scheme)
+
+
+@pytest.mark.parametrize("scale", [torch.ones(4), torch.ones(12), torch.ones(6, 7), torch.ones(0)])
+def test_static_scales_of_other_rows(scale):
+    with pytest.raises(ValueError, match="A_scale must have the 6 tokens of A"):
+        moe_ops.moe_kernel_quantize_input(X, scale, torch.int8, True)
+
+
+def test_offsets_of_no_expert():
+    rows, inverse = torch.ones(4, 8), torch.zeros(2, 2, dtype=torch.int32)
+    for entries in (0, 1):
+        offset = torch.zeros(entries, dtype=torch.int64)
+        with pytest.raises(ValueError, match="expert_first_token_offset must have at least 2"):
+            moe_ops.moe_unpermute(rows, None, inverse, offset)
+
+
+@pytest.mark.parametrize("strides", [(0, 1), (H // 2, 1), (1, T), (2 * H, 2)])
+def test_outputs_whose_rows_share_memory(strides):
+    outputs = torch.zeros(2 * T * H).as_strided((T, H), strides)
+    with pytest.raises(ValueError, match="outputs must have contiguous rows that lie apart"):
+        moe_ops.moe_fused_mul_sum(torch.zeros(T, K, H), WEIGHTS, outputs)
+    with pytest.raises(ValueError, match="out must have contiguous rows that lie apart"):
+        none = (None, None, None, E)
+        moe_ops.ops.moe_fused_mul_sum_out(torch.zeros(T, K, H), WEIGHTS, *none, out=outputs)
 
 
 @pytest.mark.parametrize("name", ["topk_weights", "topk_ids", "w1", "w2"])

@@ -1,8 +1,8 @@
 """What the kernels of expert GEMMs share: how tiles are found, and the steps of one.
 
 Kernels take ``tiles, expert_map, num_slots, num_ids, num_experts, num_entries`` from
-`tile_arguments`: a plan of ``num_entries``, or with ``num_ids`` the ids of few slots. A tile is then
-one slot, in the first of its rows. No entry of a plan leads outside of a tensor, whatever it holds.
+`tile_arguments`: a plan of ``num_entries``, or with ``num_ids`` the ids of few slots. With ids a
+tile is one slot, in the first of its rows. Whatever a plan holds, kernels stay inside tensors.
 """
 
 from __future__ import annotations

@@ -119,7 +119,7 @@ def amax_kernel(
     first, step, expert = tl.program_id(0), tl.num_programs(0), tl.program_id(1)
     last = max_rows
     if counts is not None:
-        last = tl.minimum(tl.maximum(tl.load(counts + expert), 0), max_rows).to(tl.int32)
+        last = tl.minimum(max_rows, tl.load(counts + expert))
     most = tl.zeros((BLOCK,), dtype=tl.int32)
     for i in range(0, (last - first + step - 1) // step):
         rank = first + i * step

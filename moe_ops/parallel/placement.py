@@ -96,6 +96,7 @@ def remap_topk_to_local(topk_ids: Tensor, expert_map: Tensor, dtype: torch.dtype
     checks.expert_map(expert_map, topk_ids)
     if dtype not in checks.INDICES:
         raise ValueError(f"dtype must be one of {list(checks.INDICES)}, got {dtype}")
+    checks.at_least(1, **{"expert_map.shape[0]": expert_map.shape[0]})
     valid = (topk_ids >= 0) & (topk_ids < expert_map.shape[0])
     local = expert_map[torch.where(valid, topk_ids, 0).long()]
     return narrowed(torch.where(valid, local, -1), dtype)

@@ -41,16 +41,17 @@ def adjust_routing(
 
     Raises:
         TypeError: a wrong dtype.
-        ValueError: shapes or devices that disagree; a negative number of experts.
+        ValueError: shapes or devices that disagree; a negative number of experts, or more than
+            4096 shared ones; a ``shared_expert_weight`` that is not finite in float32.
         NotImplementedError: a backward pass through the result.
 
     Source:
         Gemma-4's ``per_expert_scale``; vLLM's fused shared experts and ``VLLM_MOE_SKIP_PADDING``.
     """
     checks.topk_pair(topk_weights, topk_ids)
-    for name, count in (("num_experts", num_experts), ("num_shared_experts", num_shared_experts)):
-        if count < 0:
-            raise ValueError(f"{name} must be at least 0, got {count}")
+    checks.at_least(0, num_experts=num_experts)
+    checks.between(0, checks.MAX_EXPERTS, num_shared_experts=num_shared_experts)
+    checks.factor("shared_expert_weight", shared_expert_weight)
     if per_expert_scale is not None:
         checks.tensor("per_expert_scale", per_expert_scale, 1, checks.FLOATS)
         checks.same_device("per_expert_scale", per_expert_scale, "topk_ids", topk_ids)
@@ -102,7 +103,8 @@ def zero_experts(
 
     Raises:
         TypeError: a wrong dtype.
-        ValueError: shapes or devices that disagree.
+        ValueError: shapes or devices that disagree; a ``skipped_id`` that is neither -1 nor one of
+            these experts.
         NotImplementedError: a backward pass through the result.
 
     Source:
@@ -113,4 +115,6 @@ def zero_experts(
     checks.tensor("hidden_states", hidden_states, 2, checks.FLOATS)
     checks.same_device("topk_ids", topk_ids, "hidden_states", hidden_states)
     checks.same_tokens("topk_ids", topk_ids, "hidden_states", hidden_states)
+    checks.at_least(0, num_experts=num_experts)
+    checks.between(-1, max(num_experts - 1, 0), skipped_id=skipped_id)
     return ops.zero_experts(hidden_states, topk_weights, topk_ids, num_experts, skipped_id)

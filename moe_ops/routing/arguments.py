@@ -62,7 +62,7 @@ def check_scoring(
 def check_weighing(renormalize: bool, routed_scaling_factor: float) -> None:
     """What becomes of the scores of the chosen."""
     checks.flags(renormalize=renormalize)
-    checks.number("routed_scaling_factor", routed_scaling_factor)
+    checks.factor("routed_scaling_factor", routed_scaling_factor)
 
 
 def check_indices_type(indices_type: torch.dtype | None) -> None:

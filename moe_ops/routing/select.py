@@ -140,7 +140,11 @@ def select_experts(
     checks.flags(
         use_grouped_topk=use_grouped_topk, enable_eplb=enable_eplb, renormalize=renormalize
     )
-    checks.at_least(0, top_k=top_k, num_fused_shared_experts=shared, zero_expert_num=identity)
+    checks.tensor("hidden_states", hidden_states, 2, None)
+    checks.same_tokens("router_logits", router_logits, "hidden_states", hidden_states)
+    checks.at_least(0, zero_expert_num=identity)
+    checks.between(0, checks.MAX_EXPERTS, num_fused_shared_experts=shared)
+    checks.topk("top_k", top_k, router_logits.shape[1])
     _check_no_shared_experts(shared, enable_eplb)
     weights, ids = _choose(
         (hidden_states, router_logits, top_k, renormalize),

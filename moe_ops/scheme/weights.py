@@ -57,8 +57,8 @@ def quantize_weight(w: Tensor, scheme: str | Scheme) -> QTensor:
         Unquantized: ``data`` is ``w``.
 
     Raises:
-        TypeError, ValueError: not a 3-D float weight; an odd K of 4-bit elements; an unknown
-            scheme.
+        TypeError, ValueError: not a 3-D float weight; a size of 0; an odd K of 4-bit elements; an
+            unknown scheme.
 
     Source:
         OCP MX v1.0 elements; vLLM ``quantize_weights`` (int4), whose zero points miss groups
@@ -66,6 +66,8 @@ def quantize_weight(w: Tensor, scheme: str | Scheme) -> QTensor:
     """
     checks.tensor("w", w, 3, checks.FLOATS)
     quant = as_scheme(scheme).weight
+    if 0 in w.shape:
+        raise ValueError(f"w must have no size of 0, got shape {tuple(w.shape)}")
     if quant is None:
         return QTensor(w)
     (_, n, k), packed = w.shape, quant.element.packed
