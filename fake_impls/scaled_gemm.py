@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -48,6 +49,7 @@ def scaled_gemm_act(
     return a.new_empty(a.shape[0] * top_k, _width(w, activation), dtype=out_dtype)
 
 
+@lru_cache(maxsize=256)
 def quants(scheme: str) -> tuple[Quant, Quant]:
     """How a scheme quantizes activations and weights.
 

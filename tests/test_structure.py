@@ -56,7 +56,7 @@ def test_stages_are_files_everywhere():
         "counting_sort", "block_scaled_gemm", "dependent", "plan", "pack", "scaled_slot",
         "hopper_gemm", "hopper_products", "hopper_schedule", "hopper_slots", "hopper_stream",
         "hopper_tile", "hopper_token", "hopper_vectors", "hopper_weights", "quantize_kernels",
-        "token_gemm", "token_sizes", "cache_keys",
+        "token_gemm", "token_sizes", "cache_keys", "boxes",
     }  # fmt: skip
     for folder in ("moe_ops/kernels", "moe_ops/reference", "fake_impls"):
         assert {p.stem for p in (ROOT / folder).glob("*.py")} - shared == set(STAGE_FILES)
