@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from problems import Inputs, Problem
 from stages import Case, main, nbytes
 from torch import Tensor
 
 from moe_ops import ops
+from moe_ops.bench.problems import Inputs, Problem
 from moe_ops.tiles import ROW_TILES
 
 

@@ -7,11 +7,11 @@ from functools import lru_cache
 from typing import Any
 
 import torch
-from problems import Experts, Inputs, Problem, make_experts
 from stages import Case, main, nbytes
 from torch import Tensor
 
 from moe_ops import SCHEMES, ops
+from moe_ops.bench.problems import Experts, Inputs, Problem, make_experts
 from moe_ops.tiles import ROW_TILES
 
 SCHEMES_TIMED = ("fp8_tensor", "fp8_channel", "fp8_block128", "int8_channel")

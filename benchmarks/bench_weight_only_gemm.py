@@ -6,11 +6,11 @@ from collections.abc import Iterator
 from functools import lru_cache
 
 import torch
-from problems import Experts, Inputs, Problem, make_experts
 from stages import Case, main
 from torch import Tensor
 
 from moe_ops import ops
+from moe_ops.bench.problems import Experts, Inputs, Problem, make_experts
 from moe_ops.tensors import QTensor
 from moe_ops.tiles import ROW_TILES
 

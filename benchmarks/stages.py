@@ -9,12 +9,12 @@ from itertools import product
 from typing import Any, NamedTuple
 
 import torch
-from command import parser, print_row
-from harness import Row, default_device, floor_us, measure, record_path, write_rows
-from problems import Inputs, Problem, make_inputs
 from torch import Tensor
 
 from moe_ops import ops
+from moe_ops.bench.command import parser, print_row
+from moe_ops.bench.harness import Row, default_device, floor_us, measure, record_path, write_rows
+from moe_ops.bench.problems import Inputs, Problem, make_inputs
 
 WIDTHS = {
     "shape": 16, "M": 6, "routing": 8, "impl": 28, "time_us": 9, "p10_us": 9, "p90_us": 9,

@@ -13,12 +13,12 @@ from moe_ops import ops
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "benchmarks"))
-bench_layer = import_module("bench_layer")
+bench_layer = import_module("moe_ops.bench.layer")
 compare = import_module("compare")
-harness = import_module("harness")
-problems = import_module("problems")
+harness = import_module("moe_ops.bench.harness")
+problems = import_module("moe_ops.bench.problems")
 report = import_module("report")
-stage_profile = import_module("stage_profile")
+stage_profile = import_module("moe_ops.bench.stage_profile")
 
 
 def row(shape="qwen3-30b", m=8, impl="moe_ops", time_us=100.0, **rest):
@@ -108,7 +108,7 @@ def test_names_of_models():
     assert all(problems.find_problem(name).name == key for name, key in known.items())
     for name in ("Qwen/Qwen3-30B-A3B", "qwen3-30b-a3b", "QWEN3_30B"):
         assert problems.find_problem(name).name == "qwen3-30b"
-    shapes = json.loads((ROOT / "benchmarks/shapes.json").read_text())
+    shapes = json.loads((ROOT / "moe_ops/bench/shapes.json").read_text())
     aliases = [alias for shape in shapes.values() for alias in shape["aliases"]]
     assert len({*aliases, *shapes}) == len(aliases) + len(shapes), "a name has one meaning"
     with pytest.raises(ValueError, match="mixtral-8x7b"):

@@ -64,7 +64,7 @@ def test_stages_are_files_everywhere():
 
 LAYERS = {
     "moe_ops.layer": 5, "moe_ops.layers": 5, "moe_ops.loading": 5, "moe_ops.integrations": 5,
-    "moe_ops": 6, "moe_ops.testing": 6,
+    "moe_ops": 6, "moe_ops.testing": 6, "moe_ops.bench": 6,
     "moe_ops.pipeline": 4, "moe_ops.alignment": 4, "moe_ops.quantization": 4,
     "moe_ops.routing": 3, "moe_ops.parallel": 3, "moe_ops.ops": 2,
     "moe_ops.kernels": 1, "moe_ops.reference": 1, "moe_ops.fake_impls": 1, "moe_ops.support": 1,
