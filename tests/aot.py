@@ -84,11 +84,12 @@ def forget_tiles(module: Any) -> None:
 
 
 @contextmanager
-def compiling(arch: int, gpu: str = "") -> Iterator[list[Any]]:
-    """Every launch inside compiles for ``arch`` and lands in the list.
+def compiling(gpu: int | Device, name: str = "") -> Iterator[list[Any]]:
+    """Every launch inside compiles for a GPU, or an architecture, and lands in the list.
 
-    ``gpu``: the name by which tuned tiles are found; without one there are none.
+    ``name``: by which tuned tiles are found for an architecture; without one there are none.
     """
+    facts = gpu if isinstance(gpu, Device) else Device(gpu, SHARED_MEMORY[gpu], 132, name)
     compiled: list[Any] = []
     run = JITFunction.run
 
@@ -102,8 +103,7 @@ def compiling(arch: int, gpu: str = "") -> Iterator[list[Any]]:
         return kernel
 
     previous = triton.runtime.driver._active
-    triton.runtime.driver.set_active(TargetOnly(arch))
-    facts = Device(arch, SHARED_MEMORY[arch], 132, gpu)
+    triton.runtime.driver.set_active(TargetOnly(facts.arch))
     try:
         with ExitStack() as patches:
             for module in CHOOSING_TILES:

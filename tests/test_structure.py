@@ -70,7 +70,7 @@ LAYERS = {
     "moe_ops.kernels": 1, "moe_ops.reference": 1, "moe_ops.fake_impls": 1, "moe_ops.support": 1,
     "moe_ops.checks": 0, "moe_ops.tensors": 0, "moe_ops.scheme": 0, "moe_ops.tiles": 0,
     "moe_ops.activation": 0, "moe_ops.version": 0, "moe_ops.gemm_tiles": 0, "moe_ops.tuned": 0,
-    "moe_ops.tuned_file": 0,
+    "moe_ops.tuned_file": 0, "moe_ops.gemm_choice": 0,
     "moe_ops.block_scaled": 0, "moe_ops.hopper_tiles": 0, "moe_ops.tuning": 5,
     "moe_ops.cli": 7, "moe_ops.__main__": 8,
 }  # fmt: skip
