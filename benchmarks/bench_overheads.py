@@ -18,14 +18,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from bench_layer import IMPLS, OURS, moe_ops_layer
 from cold_start import MODULES
-from command import one_of, one_or_more, parser, print_row
-from harness import KEY, default_device, record_path, write_rows
-from peers import PEERS, Call, available
-from problems import Experts, Inputs, Problem, make_experts, make_inputs
 
 import moe_ops
+from moe_ops.bench.command import one_of, one_or_more, parser, print_row
+from moe_ops.bench.harness import KEY, default_device, record_path, write_rows
+from moe_ops.bench.layer import IMPLS, OURS, moe_ops_layer
+from moe_ops.bench.peers import PEERS, Call, available
+from moe_ops.bench.problems import Experts, Inputs, Problem, make_experts, make_inputs
 from moe_ops.pipeline.workspace import PeakMemory
 
 MODELS = "qwen3-30b,deepseek-v2-lite"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -79,6 +80,7 @@ def num_slots(
     return slots
 
 
+@lru_cache(maxsize=256)
 def quants(scheme: str) -> tuple[Quant, Quant]:
     """How a scheme quantizes activations and weights.
 

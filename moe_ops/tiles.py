@@ -257,6 +257,7 @@ def cuts_up(gemm: Gemm, config: TileConfig) -> int | None:
     return None if config.block_m == row_tile else config.block_m
 
 
+@lru_cache(maxsize=4096)
 def max_row_tiles(num_slots: int, num_experts: int, block_m: int) -> int:
     """Upper bound of the tiles of a GEMM's rows, with a plan or without."""
     if is_direct(num_slots, num_experts):

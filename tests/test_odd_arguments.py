@@ -237,7 +237,7 @@ def test_another_layout_is_named(function, name):
 
 
 FACTORS = ("routed_scaling_factor", "shared_expert_weight")
-NUMBERS = [
+SIZES_AND_FACTORS = [
     (function, name)
     for function, given in GOOD.items()
     for name, value in given.items()
@@ -245,7 +245,7 @@ NUMBERS = [
 ]
 
 
-@pytest.mark.parametrize(("function", "name"), NUMBERS, ids=lambda v: getattr(v, "__name__", v))
+@pytest.mark.parametrize(("function", "name"), SIZES_AND_FACTORS, ids=lambda v: getattr(v, "__name__", v))
 def test_a_number_out_of_reach_is_named(function, name):
     """Too large for a machine word, too small, no whole number, no number."""
     wrong = ["4", None, 2 + 3j, 1.5, float("nan"), -(2**70), 2**70, 2**40]

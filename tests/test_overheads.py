@@ -15,8 +15,8 @@ import moe_ops
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "benchmarks"))
 bench = import_module("bench_overheads")
-harness = import_module("harness")
-problems = import_module("problems")
+harness = import_module("moe_ops.bench.harness")
+problems = import_module("moe_ops.bench.problems")
 report = import_module("report")
 
 WARM = ["--model", "tiny", "--tokens", "1,3", "--measures", "warm"]

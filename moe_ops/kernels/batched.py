@@ -24,7 +24,7 @@ from moe_ops.kernels.launch import Launch
 from moe_ops.kernels.quantize import quantize_rows, unpacked, warps
 from moe_ops.kernels.rows import Rows, load_values, readable, row_constants
 from moe_ops.kernels.slots import local_experts, next_power_of_2
-from moe_ops.tiles import Scan, scan_sizes
+from moe_ops.tiles import Scan, cdiv, scan_sizes
 
 
 @triton.jit
@@ -127,7 +127,7 @@ def _copy_launch(source: tuple, width: int) -> tuple[Launch, int]:
     """The kernel, and the programs along a row."""
     block = min(1024, next_power_of_2(width))
     kernel = Launch(_copy_kernel, **row_constants(*source), BLOCK=block, num_warps=warps(block))
-    return kernel, triton.cdiv(width, block)
+    return kernel, cdiv(width, block)
 
 
 def _copy_rows(rows: Rows, out: Tensor) -> None:

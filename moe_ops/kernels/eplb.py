@@ -13,6 +13,7 @@ from moe_ops.fake_impls.eplb import eplb_map_to_physical_and_record as empty_ids
 from moe_ops.kernels.dependent import take_turn
 from moe_ops.kernels.launch import Launch
 from moe_ops.kernels.slots import dense
+from moe_ops.tiles import cdiv
 
 BLOCK = 256
 """Slots of a program. No slot waits for another, so many small programs finish first."""
@@ -82,7 +83,7 @@ def eplb_map_to_physical_and_record(
     if num_slots:
         num_experts, max_replicas = logical_to_physical_map.shape
         _launch(topk_ids.shape[1])(
-            (triton.cdiv(num_slots, BLOCK),),
+            (cdiv(num_slots, BLOCK),),
             topk_ids.contiguous(),
             expert_load_view,
             logical_to_physical_map.contiguous(),

@@ -19,8 +19,7 @@ from torch import Tensor
 from moe_ops.activation import formula
 from moe_ops.fake_impls.expert_gemm import expert_gemm as empty_rows
 from moe_ops.fake_impls.expert_gemm import expert_gemm_act as empty_activated_rows
-from moe_ops.gemm_tiles import gemm_tiles
-from moe_ops.hopper_tiles import takes
+from moe_ops.gemm_choice import tiles_of
 from moe_ops.kernels import hopper_gemm, token_gemm
 from moe_ops.kernels.activation import constants, gate, gate_up
 from moe_ops.kernels.dependent import take_turn
@@ -39,7 +38,7 @@ from moe_ops.kernels.launch import Launch
 from moe_ops.scheme import get_scheme
 from moe_ops.tensors import AnyTiles, split_tiles
 from moe_ops.tiles import Gemm, TileConfig, cuts_up, device_facts, max_programs
-from moe_ops.tuned import Choice, choose
+from moe_ops.tuned import Choice
 
 
 @triton.jit(do_not_specialize=COUNTED)
@@ -181,9 +180,7 @@ def _gemm(
 
 
 def _choose(gemm: Gemm, device: torch.device) -> Choice:
-    facts, scheme = device_facts(device), get_scheme("unquantized")
-    own, default = takes(gemm, scheme, None, facts), gemm_tiles(gemm, facts)
-    return choose(gemm, scheme.name, 8 * gemm.itemsize, facts, default, hopper=own)
+    return tiles_of(gemm, get_scheme("unquantized"), None, device_facts(device))
 
 
 @lru_cache(maxsize=1024)

@@ -237,7 +237,7 @@ def multiply_third(out, bias, ring, queue, v, C: gl.constexpr):
 
 @gluon.jit(do_not_specialize=COUNTED)
 def hopper_gemm_kernel(
-    a_desc, w_desc, scale_desc, bias, out, row_scale, weight_scale, counter,
+    out, a_desc, w_desc, scale_desc, bias, row_scale, weight_scale, counter,
     tiles, expert_map, num_slots, num_ids, num_experts, num_entries, C: gl.constexpr,
 ):  # fmt: skip
     """``out[s] = f(a[row of s] @ w[e].T + bias[e])``; padding rows are not written."""

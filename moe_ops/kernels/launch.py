@@ -89,13 +89,14 @@ class Launch:
         seen: list[Any] = [self]
         values: list[Any] = []
         for argument, counted in zip(arguments, self.counted):  # noqa: B905 (strict is slower)
-            if type(argument) is int:
+            kind = type(argument)
+            if kind is int:
                 seen.append(argument > _INT32 if counted else argument)
                 values.append(argument)
             elif argument is None:
                 seen.append(None)
                 values.append(None)
-            elif isinstance(argument, TensorDescriptor):  # its sizes are no part of the binary
+            elif kind is TensorDescriptor:  # its sizes are no part of the binary
                 seen.append(argument.base.dtype)
                 values.append(argument)
             else:

@@ -17,7 +17,7 @@ from moe_ops.kernels.align import count_expert_num_tokens
 from moe_ops.kernels.dependent import take_turn
 from moe_ops.kernels.launch import Launch
 from moe_ops.kernels.slots import dense, local_experts, map_size, next_power_of_2
-from moe_ops.tiles import Scan, scan_sizes
+from moe_ops.tiles import Scan, cdiv, scan_sizes
 
 
 @triton.jit(do_not_specialize=["num_slots"])
@@ -56,7 +56,7 @@ def _row_launch(stage: str, top_k: int, width: int) -> tuple[Launch, int]:
     """The kernel of a key of `_ROW_KERNELS`, and the number of programs along a row."""
     kernel, widest = _ROW_KERNELS[stage]
     block = min(widest, next_power_of_2(width))
-    return Launch(kernel, TOP_K=top_k, BLOCK=block), triton.cdiv(width, block)
+    return Launch(kernel, TOP_K=top_k, BLOCK=block), cdiv(width, block)
 
 
 def moe_permutation(

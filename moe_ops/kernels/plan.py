@@ -6,6 +6,8 @@ then, and tells tiles' first rows, too. See `plan_parts`.
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import triton
 import triton.language as tl
 
@@ -83,6 +85,7 @@ def buckets_each(buckets):
     return max(1, min(4, buckets // PLAN_PROGRAMS))
 
 
+@lru_cache(maxsize=1024)
 def plan_programs(num_buckets: int) -> int:
     """How many programs place them."""
     return cdiv(num_buckets, buckets_each(next_power_of_2(num_buckets)))

@@ -13,6 +13,7 @@ from moe_ops.fake_impls.weight_and_reduce import moe_fused_mul_sum_out as check_
 from moe_ops.kernels.dependent import take_turn
 from moe_ops.kernels.launch import Launch
 from moe_ops.kernels.slots import dense, local_experts, map_size, next_power_of_2
+from moe_ops.tiles import cdiv
 
 
 @triton.jit
@@ -48,7 +49,7 @@ def _mul_sum_kernel(
 def _launch(k: int, width: int) -> tuple[Launch, int]:
     """The kernel, and the programs along a row."""
     block = min(1024, next_power_of_2(width))
-    return Launch(_mul_sum_kernel, TOP_K=k, BLOCK=block), triton.cdiv(width, block)
+    return Launch(_mul_sum_kernel, TOP_K=k, BLOCK=block), cdiv(width, block)
 
 
 def moe_fused_mul_sum_out(

@@ -152,7 +152,7 @@ class FusedMoEQuantConfig:
     @property
     def tensors(self) -> tuple[Tensor | None, ...]:
         """All of them, in the order of the fields."""
-        return tuple(getattr(self, name) for name in TENSORS)
+        return tuple([getattr(self, name) for name in TENSORS])  # faster than a generator
 
     @property
     def quant_dtype(self) -> torch.dtype | None:
