@@ -21,7 +21,7 @@ export TOKENIZERS_PARALLELISM := false
 # Workers share the cores: threads of their own would only spin against each other.
 TEST_ENV := OMP_NUM_THREADS=1
 
-.PHONY: demo test test-reference test-interpreter gpu-test sanitize bench lint clean
+.PHONY: demo test test-reference test-interpreter mutants gpu-test sanitize bench lint clean
 
 $(VENV)/ready: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -43,6 +43,13 @@ test-reference: $(READY)
 # Every Triton kernel, in the interpreter, each access checked against its tensor.
 test-interpreter: $(READY)
 	$(TEST_ENV) TRITON_INTERPRET=1 $(PY) -m pytest tests -n $(WORKERS) -m kernel
+
+# Plants faults, one after another, in copies of this tree; each must fail a test of its module.
+# ONLY="kernels/slots" plants those whose line contains that, ONLY=gpu those that only a GPU can see
+# (the others need none). Not part of `test`: it takes most of an hour.
+ONLY ?=
+mutants: $(READY)
+	$(PY) tests/mutants.py -j $(WORKERS) --only "$(ONLY)"
 
 # The same tests on the real kernels. PART="tests/test_align.py ..." runs some of them; parts of the
 # same commit merge into one record.

@@ -26,6 +26,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import importlib.util
+import math
 import os
 import shutil
 import signal
@@ -39,7 +40,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing import get_context
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 ROOT = Path(__file__).parent.parent
 ENVIRONMENTS = {
@@ -75,46 +76,66 @@ class Fault:
     def apply(self, root: Path) -> str:
         """The file's text with the fault; ValueError unless the old text occurs once."""
         text = (root / self.file).read_text()
-        if self.old == self.new or text.count(self.old) != 1:
-            raise ValueError(f"{self.where}: old text must differ from the new and occur once in "
-                             f"{self.file}, found {text.count(self.old)} times: {self.old!r}")  # fmt: skip
+        found = text.count(self.old)
+        if self.old == self.new or found != 1:
+            rule = f"must differ from the new one and occur once in {self.file}"
+            raise ValueError(f"{self.where}: old text {rule}, found {found} times: {self.old!r}")
         return text.replace(self.old, self.new)
+
+
+class Reader:
+    """Makes faults of a list's lines."""
+
+    def __init__(self, name: str) -> None:
+        self.name, self.faults = name, []
+        self.context: dict[str, Any] = {"file": "", "environment": "", "tests": ()}
+        self.old: list[str] = []
+        self.new: list[str] = []
+        self.first = 0
+
+    def take(self, number: int, line: str) -> None:
+        """One line; ValueError if a list cannot have it there."""
+        kind, _, text = line.partition(" ")
+        if kind == "+" and self.old:
+            self.new.append(text)
+        elif kind == "-":
+            if self.new:
+                self.finish()
+            self.first = self.first if self.old else number
+            self.old.append(text)
+        elif kind == "=" and self.old and text:
+            self.finish(text)
+        else:
+            self.finish()
+            if kind and not kind.startswith("#") and not self._describes(kind, text):
+                raise ValueError(f"{self.name}:{number}: no such line can be here: {line!r}")
+
+    def _describes(self, kind: str, text: str) -> bool:
+        """What holds for the faults that follow; whether the line says it."""
+        environment, _, tests = text.partition(":")
+        if kind == "file":
+            self.context = {"file": text, "environment": "", "tests": ()}
+        elif kind == "on" and environment in ENVIRONMENTS:
+            self.context |= {"environment": environment, "tests": tuple(tests.split())}
+        else:
+            return False
+        return True
+
+    def finish(self, why: str = "") -> None:
+        """The fault whose texts have been read, if there is one."""
+        if self.old:
+            texts = {"old": "\n".join(self.old), "new": "\n".join(self.new), "equivalent": why}
+            self.faults.append(Fault(f"{self.name}:{self.first}", **self.context, **texts))
+        self.old, self.new = [], []
 
 
 def read_list(path: Path) -> list[Fault]:
     """The faults that a file lists; ValueError for lines that it cannot have."""
-    faults: list[Fault] = []
-    context = {"file": "", "environment": "", "tests": ()}
-    old: list[str] = []
-    new: list[str] = []
-    first = 0
-
-    def finish(why: str = "") -> None:
-        if old:
-            texts = {"old": "\n".join(old), "new": "\n".join(new), "equivalent": why}
-            faults.append(Fault(f"{path.name}:{first}", **context, **texts))
-            old.clear(), new.clear()
-
+    reader = Reader(path.name)
     for number, line in enumerate(path.read_text().splitlines(), 1):
-        kind, _, text = line.partition(" ")
-        if kind == "-" and new or kind not in ("-", "+", "="):
-            finish()
-        if kind == "-":
-            first = first if old else number
-            old.append(text)
-        elif kind == "+" and old:
-            new.append(text)
-        elif kind == "=" and old and text:
-            finish(text)
-        elif kind == "file":
-            context = {"file": text, "environment": "", "tests": ()}
-        elif kind == "on" and text.partition(":")[0] in ENVIRONMENTS:
-            environment, _, tests = text.partition(":")
-            context = {**context, "environment": environment, "tests": tuple(tests.split())}
-        elif kind and not kind.startswith("#"):
-            raise ValueError(f"{path.name}:{number}: no such line can be here: {line!r}")
-    finish()
-    return faults
+        reader.take(number, line)
+    reader.finish()
+    return reader.faults
 
 
 def read_faults(folder: Path) -> list[Fault]:
@@ -222,11 +243,11 @@ def judge_all(
     """Judge the faults of one environment, each in one of some copies of the tree."""
     common = {"OMP_NUM_THREADS": "1", "HYPOTHESIS_PROFILE": "mutants"}
     os.environ.update(common | ENVIRONMENTS[environment][0])
-    for name in PRELOADED:
+    for name in PRELOADED if (copies[0] / "moe_ops").exists() else ("pytest",):
         with suppress(ImportError):
             importlib.import_module(name)
     tests = sorted({test for fault in faults for test in fault.tests})
-    sound = Run(copies[0], pytest_arguments(environment, tests), timeout * len(tests))
+    sound = Run(copies[0], pytest_arguments(environment, tests), math.inf)
     while not sound.is_over():
         time.sleep(0.02)
     if sound.status != 0:

@@ -235,6 +235,9 @@ def test_entries_of_a_map_that_are_no_local_expert(tokens, dtype, device):
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
     expected = [{0: 1, 3: 0}.get(e, -1) for e in ids.flatten().tolist()]
     assert local_experts(ids, hostile, 2).tolist() == expected
+    slots = [slot for expert in (0, 1) for slot, e in enumerate(expected) if e == expert]
+    planned = unpack_plan(results[0][0], ids.numel(), 2, [16])[0].tolist()
+    assert [slot for slot in planned if slot < ids.numel()] == slots
 
 
 @pytest.mark.parametrize("tokens", [60, 513])
@@ -268,6 +271,11 @@ def test_counts_by_local_expert(device):
         ((torch.zeros(3, dtype=torch.int32), 4, 4), ValueError, "topk_ids must have 2 axes"),
         ((torch.zeros(3, 2, dtype=torch.int32), 3, 4), ValueError, "block_size must be a power"),
         ((torch.zeros(3, 2, dtype=torch.int32), 4, 5000), ValueError, "num_experts must be in"),
+        (
+            (torch.zeros(3, 2, dtype=torch.int32), 4, 4, torch.zeros(3, dtype=torch.int32)),
+            ValueError,
+            r"expert_map.shape\[0\] must be the number of experts = 4, got 3",
+        ),
     ],
 )
 def test_errors(arguments, error, message):

@@ -6,6 +6,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import moe_ops
 from moe_ops import checks
+from moe_ops.pipeline import layer_checks
 
 T, H, I, E, K = 6, 16, 12, 4, 2  # noqa: E741
 
@@ -72,6 +73,24 @@ BAD = [
         r"expert_map.shape\[0\] must be the number of experts = 9, got 8",
     ),
     ({"global_num_experts": 9}, ValueError, "global_num_experts must be w1.shape.* = 4 .* got 9"),
+    (
+        {"topk_ids": torch.zeros(T, 0).int(), "topk_weights": torch.zeros(T, 0)},
+        ValueError,
+        r"topk_ids.shape\[1\] must be between 1 and the 4 experts, got 0",
+    ),
+    (
+        {
+            "topk_ids": torch.zeros(T, K, dtype=torch.int32, device="meta"),
+            "topk_weights": torch.zeros(T, K, device="meta"),
+        },
+        ValueError,
+        "topk_ids must be on the device of hidden_states",
+    ),
+    (
+        {"w1_bias": torch.zeros(E, 2 * I, device="meta")},
+        ValueError,
+        "w1_bias must be on the device of hidden_states",
+    ),
     ({"w1_bias": torch.zeros(E, I)}, ValueError, r"w1_bias.shape\[1\] must be"),
     ({"w2_bias": torch.zeros(E + 1, H)}, ValueError, r"w2_bias.shape\[0\] must be"),
     ({"w2_bias": torch.zeros(E, H).int()}, TypeError, "w2_bias must have a dtype"),
@@ -98,6 +117,18 @@ def test_an_expert_past_32_bit_offsets():
             meta(T, wide), meta(E, wide, wide), meta(E, wide, wide // 2),
             meta(T, K, dtype=torch.float32), meta(T, K, dtype=torch.int32),
         )  # fmt: skip
+
+
+@pytest.mark.parametrize(("stride", "refused"), [(93368854, True), (93368853, False)])
+def test_the_last_offset_of_32_bits(stride, refused):
+    """23 rows and 6 columns further is 2**31, the first offset that an int32 lacks."""
+    w1 = torch.empty_strided((E, 24, 7), (24 * stride, stride, 1), device="meta")
+    x, w2 = torch.zeros(T, 7, device="meta"), torch.zeros(E, 7, 12, device="meta")
+    if refused:
+        with pytest.raises(NotImplementedError, match="w1 must reach over fewer than"):
+            layer_checks.check_weights(x, w1, w2, None, None, moe_ops.MoEActivation.SILU)
+    else:
+        layer_checks.check_weights(x, w1, w2, None, None, moe_ops.MoEActivation.SILU)
 
 
 def test_good_arguments_are_good():

@@ -123,7 +123,8 @@ def test_whole_numbers_are_rounded_once(activation, dtype, device):
     most = 5000 if dtype == torch.float32 else 16
     x, w = whole_numbers(6, 24, most=most), whole_numbers(3, 20, 24, most=3, seed=1)
     bias, ids = bias_of(3, 20), torch.tensor([[0, 2], [1, 0], [2, 1]]).repeat(2, 1).int()
-    weights = torch.tensor([1.0, 2.0, 3.0, 5.0]).repeat(3).view(6, 2)
+    fraction = 5.0 if dtype == torch.float32 else 1 + 2.0**-9  # more bits than bf16 has
+    weights = torch.tensor([1.0, 2.0, 3.0, fraction]).repeat(3).view(6, 2)
     x, w = x.to(dtype), w.to(dtype)
     product = exact_rows(x, w, bias, weights, ids, 2).float()
     expected = product * weights.flatten()[:, None]

@@ -97,6 +97,16 @@ def test_costs(scheme, tokens, nbytes, flops, floor):
     assert cost.floor_us == pytest.approx(floor, rel=1e-6)
 
 
+def test_biases_are_read_too():
+    """One number of bf16 for each weight row of the 8 experts that one token has."""
+    plain, biased = (
+        moe_ops.explain(c, "unquantized", device="sm_90", num_tokens=(1,)).costs[0]
+        for c in (QWEN, replace(QWEN, has_bias=True))
+    )
+    assert biased.weight_bytes - plain.weight_bytes == 8 * (2 * 768 + 2048) * 2
+    assert biased.flops == plain.flops
+
+
 def test_costs_of_one_rank():
     """Half of the experts: half of the weights and products, as many tokens in and out."""
     split = FusedMoEParallelConfig(ep_size=2, use_ep=True)

@@ -30,6 +30,11 @@ EXPERTS = {
     "gate_proj.weight": ("w1", "weight", None),  # Step-3.5
     "w13_weight": ("w13", "weight", None),  # a layer of this library
     "w2_weight_zero_point": ("w2", "zero_point", None),
+    "experts.1.linear_1.weight": ("w1", "weight", 1),
+    "experts.1.linear_v.weight": ("w3", "weight", 1),
+    "experts.0.w1.qscale_act": ("w1", "input_scale", 0),
+    "experts.0.up_proj.weight_chan_scale": ("w3", "channel_scale", 0),
+    "experts.0.up_proj.input_global_scale": ("w3", "input_scale", 0),
 }
 
 
@@ -40,6 +45,13 @@ def test_experts(name):
     assert isinstance(piece, Piece)
     assert (piece.shard, piece.kind, piece.expert) == (shard, kind, expert)
     assert not is_beside_experts(name)
+
+
+def test_shared_experts():
+    """They may be of the layer, or of somebody else."""
+    for name in ("shared_experts.up_proj.weight", "shared_expert.up_proj.weight"):
+        assert parse(name) == Piece("w3", "weight", "weight", None, is_shared=True)
+        assert is_beside_experts(name)
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ from checkpoints import Experts, expected, numbers, per_expert
 from test_loading import RANKS, held
 
 import moe_ops
+from moe_ops.loading.steps import copy_front
 from moe_ops.scheme import SCHEMES
 
 E, K, H, I = 8, 2, 256, 512  # noqa: E741
@@ -70,6 +71,11 @@ def test_input_scales_must_agree():
         layer.weight_loader(param, torch.tensor(0.6), name, "w3", 3)
     with pytest.raises(ValueError, match="positive and finite"):
         layer.weight_loader(param, torch.tensor(0.0), name, "w1", 2)
+    for first, then in ((0.500001, 0.5), (0.5, 0.500001)):  # the larger one is kept
+        param.data[4] = torch.nan
+        layer.weight_loader(param, torch.tensor(first), name, "w1", 4)
+        layer.weight_loader(param, torch.tensor(then), name, "w3", 4)
+        assert param[4].item() == torch.tensor(0.500001).item()
 
 
 def test_an_unknown_quant_method():
@@ -162,6 +168,29 @@ class TestSteps:
         assert torch.equal(data[0], self.rows[4]) and not data[1:].any()
         self.layer._load_w13(data, 0, "w3", self.rows[:4], 1)
         assert not data[4:].any()
+
+    def test_rows_that_alternate(self):
+        layer, data = moe_ops.FusedMoE(2, 1, 6, 8, activation="swigluoai"), torch.zeros(16, 6)
+        layer._load_w13(data, 0, "w1", self.rows, 0)
+        layer._load_w13(data, 0, "w3", -self.rows, 0)
+        assert torch.equal(data[0::2], self.rows) and torch.equal(data[1::2], -self.rows)
+        one = torch.zeros(2)
+        layer._load_per_tensor_weight_scale("w1", one, torch.tensor(3.0), 1)
+        layer._load_per_tensor_weight_scale("w3", one, torch.tensor(3.0), 1)
+        with pytest.raises(ValueError, match="scales of w1 and w3 must be equal where their rows"):
+            layer._load_per_tensor_weight_scale("w3", one, torch.tensor(4.0), 1)
+        assert one.tolist() == [0, 3]
+
+    def test_parts_that_do_not_fit(self):
+        with pytest.raises(ValueError, match="loaded_weight must have the axes of the parameter's"):
+            self.layer._load_w2(torch.zeros(6, 4), 1, self.rows[0], 0)
+        with pytest.raises(ValueError, match=r"must fit into shape \(2,\), got \(8,\)"):
+            copy_front(torch.zeros(2), self.rows[:, 0])
+        with pytest.raises(ValueError, match=r"must fit into shape \(6,\), got \(1, 6\)"):
+            copy_front(torch.zeros(6), self.rows[:1])
+        ungated = moe_ops.FusedMoE(2, 1, 6, 8, activation="relu2_no_mul")
+        with pytest.raises(ValueError, match="without a gate, got w3"):
+            ungated._load_w13(torch.zeros(8, 6), 0, "w3", self.rows, 0)
 
     def test_w2(self):
         data = torch.zeros(6, 4)

@@ -80,6 +80,10 @@ BAD_PARTS = [
         "inplace must be False and shared_experts None with monolithic experts",
     ),
     (
+        lambda: parts(moe_ops.MonolithicExperts, MONOLITHIC), {"shared_experts": twice}, ValueError,
+        "inplace must be False and shared_experts None with monolithic experts",
+    ),
+    (
         lambda: parts(moe_ops.MonolithicExperts, MONOLITHIC), {"chunk_size": 4}, ValueError,
         "chunk_size must be None for MonolithicExperts",
     ),
@@ -143,6 +147,15 @@ def test_logits_that_do_not_fit(logits, num_experts, message):
     s = setup(Problem(), moe_ops.MonolithicExperts)
     with pytest.raises(ValueError, match=message):
         s.kernel.apply_monolithic(*s.inputs[:3], logits, "silu", num_experts, None, False)
+
+
+def test_logits_and_maps_of_another_kind():
+    s = setup(Problem(), moe_ops.MonolithicExperts)
+    call = (*s.inputs[:3], torch.zeros(33, 8), "silu", -1)
+    with pytest.raises(TypeError, match="router_logits must have a dtype"):
+        s.kernel.apply_monolithic(*call[:3], torch.zeros(33, 8).int(), *call[4:], None, False)
+    with pytest.raises(TypeError, match="expert_map must have a dtype"):
+        s.kernel.apply_monolithic(*call, torch.zeros(8), False)
 
 
 @pytest.mark.parametrize("local", [4, 16])

@@ -1,12 +1,24 @@
 """The modular kernel: what equals what, and the order of its steps."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from conftest import HAS_CUDA, INTERPRETED
-from modular import BATCHED, EXPERTS, SEPARATE, roundings, setup, twice
+from modular import (
+    BATCHED,
+    EXPERTS,
+    SEPARATE,
+    layer_config,
+    roundings,
+    router_logits,
+    setup,
+    twice,
+)
 
 import moe_ops
 from moe_ops import Call, FusedMoEKernel, PrepareResult
+from moe_ops.pipeline.calls import Pending, chunk_of
 from moe_ops.testing import Problem, assert_layer_matches, oracle, reference_experts
 
 kernel = pytest.mark.kernel
@@ -81,6 +93,59 @@ def test_chunked_is_whole(experts, scheme, device):
         )
     for size in (p.num_tokens, 1000):
         assert torch.equal(setup(p, experts, device, chunk_size=size).apply().cpu(), expected)
+
+
+@pytest.mark.parametrize("experts", [e for e in MODULAR if e.activation_format() is not BATCHED])
+@pytest.mark.parametrize("scheme", ["unquantized", "fp8_channel", "int8_block128"])
+def test_chunks_of_rows_that_have_their_weights(experts, scheme):
+    """Prepare makes a row, and its scales, of each slot: a chunk has those of its tokens."""
+    p = problem(scheme).with_(on_input=True)
+    whole = setup(p, experts)
+    chunked = setup(p, experts, chunk_size=3)
+    assert_layer_matches(chunked.apply(), oracle(p, whole.exact), whole.apply())
+
+
+def test_parts_of_a_call():
+    """Of tokens 2 and 3, of which prepare has made a row for each slot, and counted them."""
+    ids = torch.tensor([[0, 1], [1, 1], [2, 0], [1, 9]], dtype=torch.int32)
+    call = Call(torch.zeros(4, 3), torch.zeros(3, 2, 3), torch.zeros(3, 3, 1), ids.float(), ids)
+    rows, meta = torch.arange(8)[:, None], moe_ops.ExpertTokensMetadata(torch.tensor([2, 4, 1]))
+    prepared = PrepareResult(rows, -rows, meta, None, None)
+    part, chunk = chunk_of(call, prepared, slice(2, 4), 2, True)
+    assert torch.equal(part.topk_ids, ids[2:]) and torch.equal(part.topk_weights, ids[2:].float())
+    assert chunk.a1q.flatten().tolist() == [4, 5, 6, 7]
+    assert chunk.a1q_scale.flatten().tolist() == [-4, -5, -6, -7]
+    assert chunk.expert_tokens_meta.expert_num_tokens.tolist() == [1, 1, 1]
+    _, chunk = chunk_of(call, prepared._replace(a1q_scale=rows[:1]), slice(0, 1), 2, False)
+    assert chunk.a1q_scale.tolist() == [[0]], "one scale is that of all rows"
+
+
+def test_a_step_is_hooked_before_it_is_received():
+    steps = []
+    pending = Pending.of((lambda: steps.append("hook"), lambda: steps.append("receiver")))
+    pending.wait()
+    assert steps == ["hook", "receiver"]
+
+
+def test_experts_that_route_themselves_are_told_how(device):
+    """By a sigmoid and a bias, within groups, scaled: as the router of that name."""
+    p = Problem(num_experts=8, top_k=2)
+    s = setup(p, moe_ops.MonolithicExperts, device)
+    method = moe_ops.RoutingMethodType.DeepSeekV3
+    config = replace(layer_config(p, device), routing_method=method, scoring_func="sigmoid")
+    experts = moe_ops.MonolithicExperts(config, s.config)
+    kernel = moe_ops.FusedMoEKernel(s.kernel.prepare_finalize, experts)
+    x, w1, w2, *_ = s.inputs
+    logits, bias = router_logits(p, device), torch.linspace(-1, 1, 8, device=device)
+    actual = kernel.apply_monolithic(
+        x, w1, w2, logits, p.activation, 8, None, False, num_expert_group=4,
+        e_score_correction_bias=bias, routed_scaling_factor=2.5, topk_group=2,
+    )  # fmt: skip
+    weights, ids = moe_ops.grouped_topk(x, logits, 2, True, 4, 2, "sigmoid", 2.5, bias)
+    expected = moe_ops.fused_experts(x, w1, w2, weights, ids, activation=p.activation)
+    assert torch.equal(actual, expected)
+    plain = moe_ops.fused_topk(x, logits, 2, True, scoring_func="sigmoid")[1]
+    assert not torch.equal(plain, ids), "neither the groups nor the bias decide anything here"
 
 
 @kernel

@@ -117,6 +117,39 @@ def test_tensors_that_do_not_fit(scheme):
             run(s, **{name: wrong})
 
 
+@pytest.mark.parametrize("scheme", ["fp8_channel", "int4_w4a16_g32_zp", "nvfp4"])
+def test_weights_that_do_not_fit(scheme):
+    """The rules of plain weights hold of stored ones, whose columns may be packed."""
+    s = setup(problem(scheme), moe_ops.TritonExperts)
+    x, w1, w2, weights, ids, *_ = s.inputs
+    for name, wrong, error, rule in (
+        ("x", x.int(), TypeError, "hidden_states must have a dtype"),
+        ("w1", w1.float(), TypeError, "w1 must have a dtype"),
+        ("w1", w1[0], ValueError, "w1 must have 3 axes"),
+        ("w2", w2.to("meta"), ValueError, "w2 must be on the device of hidden_states"),
+        ("w1", w1.repeat(1, 2, 2)[:, ::2, ::2], ValueError, "w1 must have stride 1"),
+        ("w2", w2[:3], ValueError, r"w2.shape\[0\] must be w1.shape\[0\] = 4, got 3"),
+        ("w1", w1[:, :-2], ValueError, r"w1.shape\[1\] must be the rows that the sizes ask for"),
+        ("w2", w2[:, :-2], ValueError, r"w2.shape\[1\] must be the rows that the sizes ask for"),
+        ("w1", w1[..., :-8], ValueError, r"w1.shape\[2\] must be the columns"),
+    ):
+        given = {"x": x, "w1": w1, "w2": w2, name: wrong}
+        with pytest.raises(error, match=rule):
+            moe_ops.fused_experts(*given.values(), weights, ids, quant_config=s.config)
+
+
+def test_dtypes_that_only_look_alike():
+    """Zero points are bytes without a sign, and no scale is a byte where it is a factor."""
+    for scheme, name, dtype in (
+        ("int4_w4a16_g32_zp", "w1_zp", torch.int8),
+        ("nvfp4", "w2_gscale", torch.uint8),
+        ("fp8_tensor_static", "a1_scale", torch.uint8),
+    ):
+        s = setup(problem(scheme), moe_ops.TritonExperts)
+        with pytest.raises(TypeError, match=f"quant_config.{name} must have a dtype"):
+            run(s, **{name: getattr(s.config, name).to(dtype)})
+
+
 @pytest.mark.parametrize("scheme", STORED)
 def test_every_tensor_is_needed(scheme):
     s = setup(problem(scheme), moe_ops.TritonExperts)

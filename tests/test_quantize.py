@@ -81,6 +81,24 @@ def test_given_scales(element, dtype, device):
         assert torch.equal(q[row].cpu().float(), values[0])
 
 
+def test_nearly_half_of_an_integer_is_none(device):
+    """Half away from zero: the number before a half adds up to one with a half, and is not one."""
+    x = torch.tensor([[0.5, 0.49999997, -0.49999997, -0.5, 126.49999, 200.0, -200.0, 1.5]])
+    quant = parse_quant("int8:*x*:float32:static")
+    q, _ = plain(x.to(device), quant, torch.ones(1, device=device))
+    assert q.tolist() == [[1, 0, 0, -1, 126, 127, -127, 2]]
+
+
+def test_what_is_skipped_is_zero_whatever_its_scale(device):
+    """0 over a given scale of 0, or of NaN, is not asked for."""
+    x, ids = torch.ones(2, 48, device=device), torch.tensor([[-1], [-1]], device=device)
+    quant = parse_quant("fp8:*x*:float32:static")
+    for given_scale in (0.0, torch.nan):
+        scale = torch.tensor([given_scale], device=device)
+        q, _ = ops.moe_quantize(x, scale, None, ids, None, 2, quant.key)
+        assert (q.float() == 0).all()
+
+
 def test_given_scales_of_slots(device):
     """A token's scale is that of its slots; a skipped row's scale is 0, and never read."""
     ids, weights = torch.tensor([[1, -1], [5, 9], [0, 1]]), torch.full((3, 2), 0.5)

@@ -238,6 +238,18 @@ def test_what_is_not_finite_is_seen_in_its_group_only(quant, bad, device):
     assert torch.equal(~back.isfinite(), expected)
 
 
+def test_global_scales_divide(device):
+    """A product with the reciprocal is another number now and then, and so another code."""
+    factor = next(
+        g for g in torch.arange(3.0, 999, 2) if (2.5 * g) * (1 / g) > 2.5 and 6 * g / g == 6
+    )
+    x = torch.zeros(1, 16, device=device)
+    x[0, :2] = torch.stack((6 * factor, 2.5 * factor))
+    q, scale = ops.moe_quantize(x, factor.view(1).to(device), None, None, None, 0, NVFP4.key)
+    assert scale.float().tolist() == [[1.0]]
+    assert dequantize_rows(q.cpu(), scale.cpu(), NVFP4)[0, :2].tolist() == [6.0, 2.0]
+
+
 @pytest.mark.parametrize("quant", (MXFP4, NVFP4), ids=by_name)
 def test_odd_rows_do_not_fill_their_bytes(quant, device):
     x = torch.ones(2, 33, device=device)

@@ -130,8 +130,18 @@ def test_logits_of_any_size(dtype, factor, device):
 @pytest.mark.parametrize("experts", [1, 60, 128, 300])
 @pytest.mark.parametrize("scoring", SCORING)
 def test_programs_of_several_tokens(scoring, experts, device, monkeypatch):
-    """What they choose does not depend on how many a program routes; the last one has fewer."""
-    kernels = pytest.importorskip("moe_ops.kernels.routing")
+    """What they choose does not depend on how many a program routes; the last one has fewer.
+
+    It writes no others: what lies behind the results stays as it is.
+    """
+    kernels, rooms = pytest.importorskip("moe_ops.kernels.routing"), []
+
+    def with_room(gating_output, bias, topk, *how):
+        weights = torch.full((200, topk), 7.0, device=device)
+        rooms.extend((weights, weights.int()))
+        return weights[:6], rooms[-1][:6]
+
+    monkeypatch.setattr(kernels, "empty_topk", with_room)
     logits = make_logits("broken", 6, experts, 0)
     bias = torch.linspace(-0.1, 0.1, experts)
     for call in (Call(1, True, scoring, bias, 2.5), Call(min(experts, 8), True, scoring, None, 1)):
@@ -141,6 +151,7 @@ def test_programs_of_several_tokens(scoring, experts, device, monkeypatch):
             results.append(ops.fused_topk(logits.to(device), *call.arguments(device)))
             assert_routed(logits, call, *results[-1])
         assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+    assert all((room[6:] == 7).all() for room in rooms)
 
 
 @pytest.mark.parametrize("scoring_func", ["softmax", "sigmoid"])

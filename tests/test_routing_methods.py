@@ -59,6 +59,17 @@ def test_a_table_chooses(kind, tokens, experts, scoring, renormalize, dtype, see
     assert_matches_reference(weights.cpu(), final(score, call), final(score.float(), call))
 
 
+@pytest.mark.kernel
+def test_words_outside_of_a_table_are_not_looked_up(device):
+    """The table is part of a longer one, whose other rows are good experts, too."""
+    longer = torch.arange(12, device=device, dtype=torch.int32).view(6, 2) % 5
+    words = torch.tensor([-2, -1, 0, 1, 2, 3], device=device)
+    logits = torch.zeros(6, 5, device=device)
+    weights, ids = hash_topk(logits, logits, words, longer[2:4], True)
+    assert ids.tolist() == [[-1, -1]] * 2 + longer[2:4].tolist() + [[-1, -1]] * 2
+    assert weights.tolist() == [[0, 0]] * 2 + [[0.5, 0.5]] * 2 + [[0, 0]] * 2
+
+
 def mixed(row, eps):
     """sparsemixer of one row of float32 numbers, in Python: weights and ids."""
     alive = [e for e, s in enumerate(row) if abs(s) < float("inf")]

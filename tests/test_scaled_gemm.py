@@ -166,11 +166,24 @@ def test_whole_numbers_are_rounded_once(scheme, dtype, device):
         assert torch.equal(actual.cpu()[case.mine], exact[case.mine].float().to(dtype))
 
 
+@pytest.mark.parametrize("scheme", ["fp8_tensor_static", "fp8_channel", "int8_block16"])
+def test_rows_may_be_left_to_the_operator(scheme, device):
+    """Those that are not quantized are so first, by the given scale where there is one."""
+    case = Case(scheme, device, num_experts=3, num_tokens=5)
+    static = get_scheme(scheme).activation.static
+    if static:
+        case.q, case.scale = rows_in(scheme, 4 * case.x)  # by 0.02, of which some rows are past
+        case.x = 4 * case.x
+    left = case.run(ops.scaled_gemm, a=case.x, a_scale=torch.tensor([0.02]) if static else None)
+    assert torch.equal(left[case.mine], case.run(ops.scaled_gemm)[case.mine])
+
+
 def test_long_sums_of_integers_are_exact(device):
     """More than 2**24: no float32 on the way may hold them."""
-    case = Case("int8_tensor", device, num_experts=2, hidden_size=1100, intermediate_size=16)
-    case.q, case.w = (torch.full_like(x, 127) for x in (case.q, case.w))
-    case.q[:, 0] = torch.arange(len(case.q)) + 1
+    case = Case("int8_tensor", device, num_experts=2, hidden_size=4000, intermediate_size=16)
+    case.q, case.w = (
+        (127 - whole_numbers(*x.shape, most=20).abs()).to(torch.int8) for x in (case.q, case.w)
+    )
     case.scale, case.w_scale = torch.ones_like(case.scale), torch.ones_like(case.w_scale)
     actual = case.run(ops.scaled_gemm, dtype=torch.float32).cpu()
     assert torch.equal(actual[case.mine], case.exact()[case.mine].float())

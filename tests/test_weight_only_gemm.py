@@ -191,7 +191,8 @@ def test_whole_numbers_are_rounded_once(scheme, dtype, device):
     most = 2100 if dtype == torch.float32 else 16
     x, bias = whole_numbers(6, 64, most=most).to(dtype), bias_of(3, 20)
     ids = torch.tensor([[0, 2], [1, 0], [2, 1]]).repeat(2, 1).int()
-    weights = torch.tensor([1.0, 2.0, 3.0, 5.0]).repeat(3).view(6, 2)
+    fraction = 5.0 if dtype == torch.float32 else 1 + 2.0**-9  # more bits than bf16 has
+    weights = torch.tensor([1.0, 2.0, 3.0, fraction]).repeat(3).view(6, 2)
     q = quantize_weight(whole_numbers(3, 20, 64, most=6, seed=1), scheme)
     if scheme == "int8_w8a16":
         q = q._replace(data=q.data // 8)
