@@ -102,7 +102,9 @@ def test_ranks_add_up(ranks):
         applied(load(make("int4_w4a16_g32", **{ranks: 2, name: r}), gptq(x)), inputs)
         for r in range(2)
     ]
-    assert_layer_matches(sum(parts), bounded_oracle(problem, inputs), reference_experts(problem, inputs))
+    assert_layer_matches(
+        sum(parts), bounded_oracle(problem, inputs), reference_experts(problem, inputs)
+    )
 
 
 def test_sorted_columns_change_nothing_else():

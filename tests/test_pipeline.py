@@ -63,7 +63,9 @@ def test_transposed_weights_need_no_copy(dtype, device):
     )
     assert turned.w1.stride(-2) == 1
     actual = call(moe_ops.fused_experts, problem, turned)
-    assert_matches_reference(actual, bounded_oracle(problem, inputs), reference_experts(problem, inputs))
+    assert_matches_reference(
+        actual, bounded_oracle(problem, inputs), reference_experts(problem, inputs)
+    )
 
 
 def test_strided_tokens(device):
@@ -138,7 +140,9 @@ def test_two_expert_maps_add_to_the_whole(device):
         )
         parts.append(call(moe_ops.fused_experts, problem, part))
     whole = call(moe_ops.fused_experts, problem, inputs)
-    assert_matches_reference((parts[0] + parts[1]).cpu(), bounded_oracle(problem, inputs), whole.cpu())
+    assert_matches_reference(
+        (parts[0] + parts[1]).cpu(), bounded_oracle(problem, inputs), whole.cpu()
+    )
 
 
 def test_repeated_calls_are_bitwise_equal(device):
