@@ -212,6 +212,8 @@ def test_a_misspelt_name_is_answered_with_the_nearest(call, value, nearest):
 def test_a_name_that_resembles_none_is_answered_with_the_list():
     with pytest.raises(ValueError, match=r"scoring_func must be one of .*, got 'tanh\(\)'$"):
         moe_ops.fused_topk(X, LOGITS, K, True, scoring_func="tanh()")
+
+
 def other_layouts(x):
     """The same numbers as tensors that no kernel can read."""
     yield torch.nested.nested_tensor([x])
@@ -237,7 +239,7 @@ def test_another_layout_is_named(function, name):
 
 
 FACTORS = ("routed_scaling_factor", "shared_expert_weight")
-SIZES_AND_FACTORS = [
+NUMBERS_OF_ANY_SIZE = [
     (function, name)
     for function, given in GOOD.items()
     for name, value in given.items()
@@ -245,7 +247,9 @@ SIZES_AND_FACTORS = [
 ]
 
 
-@pytest.mark.parametrize(("function", "name"), SIZES_AND_FACTORS, ids=lambda v: getattr(v, "__name__", v))
+@pytest.mark.parametrize(
+    ("function", "name"), NUMBERS_OF_ANY_SIZE, ids=lambda v: getattr(v, "__name__", v)
+)
 def test_a_number_out_of_reach_is_named(function, name):
     """Too large for a machine word, too small, no whole number, no number."""
     wrong = ["4", None, 2 + 3j, 1.5, float("nan"), -(2**70), 2**70, 2**40]

@@ -8,7 +8,7 @@ from strategies import topk_ids
 
 import moe_ops
 from moe_ops.reference import permute
-from moe_ops.testing import assert_matches_reference
+from moe_ops.testing import Bounded, assert_matches_reference
 
 pytestmark = pytest.mark.kernel
 ROWS, IDS = torch.zeros(4, 8), torch.zeros(2, 2, dtype=torch.int32)
@@ -84,7 +84,8 @@ def test_unpermute(case, dtype, device):
     rows[int(offset[-1]) :] = torch.nan  # of skipped slots
     actual = moe_ops.moe_unpermute(rows, weights.to(device), inverse, offset)
     valid = ((ids >= 0) & (ids < num_experts)).double()
-    exact = x.double() * (weights.double() * valid).sum(-1, keepdim=True)
+    slots = Bounded.exactly(x[:, None].expand(-1, k, -1))
+    exact = slots.weighted_sum(weights * valid).rounded(dtype)
     reference = permute.moe_unpermute(rows.cpu(), weights, inverse.cpu(), offset.cpu())
     assert_matches_reference(actual.cpu(), exact, reference)
     assert (actual.cpu()[valid.sum(-1) == 0] == 0).all()
