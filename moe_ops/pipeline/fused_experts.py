@@ -50,7 +50,7 @@ def fused_experts(
     A slot is skipped when its id is negative, not less than the number of experts, or mapped to -1
     by ``expert_map``: nothing of it is read, and a token whose slots are all skipped gets zeros.
     In the schemes with one dynamic scale of all tokens (``fp8_tensor``, ``int8_tensor``) padding
-    tokens need ids of -1 (see `adjust_routing`): the scale is that of the tokens that have an expert
+    tokens need ids of -1 (see `adjust_routing`): the scale is that of the tokens with an expert
     here, and one NaN among them makes every row NaN.
 
     Args:
