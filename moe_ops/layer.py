@@ -199,8 +199,9 @@ class FusedMoE(RoutesTokens, WeightLoading, SchemeState, KeepsBits):
         if len(shape) != 2:
             tokens = hidden_states.reshape(-1, shape[-1])
             logits = router_logits.reshape(-1, router_logits.shape[-1])
-        rows = (is_padding, input_ids, num_unpadded_tokens)
-        is_padding, input_ids = token_arguments(hidden_states, tokens, *rows)
+        if not (is_padding is None and input_ids is None and num_unpadded_tokens is None):
+            rows = (is_padding, input_ids, num_unpadded_tokens)
+            is_padding, input_ids = token_arguments(hidden_states, tokens, *rows)
         in_parts = self.moe_parallel_config.is_sequence_parallel
         gathered = in_parts and not self.must_reduce_shared_expert_outputs()
         if gathered:
@@ -256,8 +257,9 @@ class FusedMoE(RoutesTokens, WeightLoading, SchemeState, KeepsBits):
         With ``shared_experts_input`` the kernel runs the shared experts on that, and the result is
         ``(theirs, (T, H))``. The rest as in `forward`, of flat tokens.
         """
-        mask = {"is_padding": is_padding, "input_ids": input_ids}
-        routed = self.route(hidden_states, router_logits, **mask)
+        routed = self.route(
+            hidden_states, router_logits, is_padding=is_padding, input_ids=input_ids
+        )
         return self._run_experts(hidden_states, routed, shared_experts_input)
 
     def forward_impl_chunked(
@@ -284,8 +286,9 @@ class FusedMoE(RoutesTokens, WeightLoading, SchemeState, KeepsBits):
         size, num_tokens = self.chunk_size, full_hidden_states.shape[0]
         if size is None:
             raise ValueError("chunk_size must be given to run chunks, got None")
-        mask = {"is_padding": is_padding, "input_ids": input_ids}
-        routed = self.route(full_hidden_states, full_router_logits, **mask)
+        routed = self.route(
+            full_hidden_states, full_router_logits, is_padding=is_padding, input_ids=input_ids
+        )
         parts, shared, given = [], None, shared_experts_input
         for i in range(max(1, cdiv(max_tokens_across_ranks or num_tokens, size))):
             tokens = full_hidden_states[i * size : (i + 1) * size]

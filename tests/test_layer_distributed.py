@@ -39,6 +39,10 @@ def check_rank(rank, device):
         mine = slice(rank * T // 2, (rank + 1) * T // 2)
         sequence = layer_of(device, is_sequence_parallel=True, **options)
         torch.testing.assert_close(sequence(x[mine], logits[mine]), expected[mine])
+        padding = torch.arange(T, device=device) % 3 == 1  # other rows on each rank
+        out = sequence(x[mine], logits[mine], is_padding=padding[mine])
+        unpadded = expected.masked_fill(padding[:, None], 0)
+        torch.testing.assert_close(out, unpadded[mine])
         for layer, rows in ((reduced, slice(None)), (sequence, mine)):
             check_compiled(layer, x[rows], logits[rows], expected[rows])
             if device.type == "cuda":

@@ -52,8 +52,8 @@ def fused_experts(
     A slot is skipped when its id is negative, not less than the number of experts, or mapped to -1
     by ``expert_map``: nothing of it is read, and a token whose slots are all skipped gets zeros.
     In the schemes with one dynamic scale of all tokens (``fp8_tensor``, ``int8_tensor``) padding
-    tokens need ids of -1 (see `adjust_routing`): the scale is that of the tokens that have an
-    expert here, and one NaN among them makes every row NaN.
+    tokens need ids of -1 (see `adjust_routing`): the scale is that of the tokens with an expert
+    here, and one NaN among them makes every row NaN.
 
     Args:
         hidden_states: ``(T, H)`` bf16, fp16 or fp32. ``T == 0`` is allowed.
