@@ -7,7 +7,9 @@ an operator whose backward raises. No gradient is ever silently absent or zero:
 * `inference_only` wraps Python functions: one such operator for a whole pipeline;
 * `asked_for` and `refusing` do the same for every operator's eager implementations, for whoever
   calls ``torch.ops.moe_ops`` directly, and `traced` for AOTAutograd;
-* forward-mode derivatives and transforms of ``torch.func`` raise in the forward pass.
+* forward-mode derivatives and transforms of ``torch.func`` raise in the forward pass. The one gap:
+  of ``torch.func.grad`` an operator called directly, as ``torch.ops.moe_ops``, sees nothing (torch
+  warns). ``torch.vmap`` runs operators sample by sample.
 
 The two operators here compute nothing, and are no stages: see `moe_ops.ops` for those.
 """
@@ -87,6 +89,8 @@ def refuse(out: Any, inputs: list[Tensor], function: str) -> Any:
         parts = [refuse(x, inputs, function) for x in out]
         return out._make(parts) if hasattr(out, "_make") else tuple(parts)
     if not isinstance(out, Tensor) or not out.is_floating_point():
+        return out
+    if any(out is x for x in inputs):  # an input that was passed on
         return out
     return torch.ops.moe_ops.no_gradient(out, inputs, function)
 

@@ -139,6 +139,13 @@ def test_transforms(problem, inputs):
     assert torch.equal(torch.vmap(run)(many), torch.stack([run(x), run(2 * x)]))
 
 
+def test_what_is_passed_on_keeps_its_gradient(inputs):
+    x = inputs.hidden_states.requires_grad_()
+    same, _ = moe_ops.moe_kernel_quantize_input(x, None, None, False)
+    same.sum().backward()
+    assert x.grad.eq(1).all()
+
+
 def test_an_output_to_write_into(inputs):
     rows, out = torch.randn(T, K, H, device=inputs.w1.device), torch.empty_like(inputs[0])
     weights = inputs.topk_weights.requires_grad_()
