@@ -62,6 +62,23 @@ def test_stages_are_files_everywhere():
         assert {p.stem for p in (ROOT / folder).glob("*.py")} - shared == set(STAGE_FILES)
 
 
+def test_contributing_names_what_there_is():
+    """Every path, for each stage where it says so; every stage; and every make target."""
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    quoted = re.findall(r"`([^`]+)`", text)
+    paths = [q for q in quoted if re.fullmatch(r"[\w./<>-]+(\.py|/)", q) and "/" in q]
+    assert len(paths) > 15
+    for path in paths:
+        for stage in STAGE_FILES if "<stage>" in path else [""]:
+            assert (ROOT / path.replace("<stage>", stage)).exists(), path
+    bare = [q for q in quoted if q.endswith(".py") and "/" not in q]
+    assert not bare, f"without their folder: {bare}"
+    assert set(STAGE_FILES) <= set(quoted)
+    targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    named = {t for q in quoted if q.startswith("make ") for t in q.split()[1:]}
+    assert named and named <= targets
+
+
 LAYERS = {
     "moe_ops.layer": 5, "moe_ops.layers": 5, "moe_ops.loading": 5, "moe_ops.integrations": 5,
     "moe_ops": 6, "moe_ops.testing": 6, "moe_ops.bench": 6,
