@@ -7,6 +7,7 @@ from modular import setup
 import moe_ops
 from moe_ops import BatchedPrepareAndFinalize, FusedMoEQuantConfig, ops
 from moe_ops.pipeline.batched_prepare import mapped_ids
+from moe_ops.pipeline.checking import check_none_dropped
 from moe_ops.testing import Problem, make_inputs
 
 pytestmark = pytest.mark.kernel
@@ -113,6 +114,10 @@ def test_rows_that_do_not_fit(capacity, device):
     rows = torch.ones_like(result.a1q)
     out = part.finalize(rows, inputs.topk_weights, inputs.topk_ids, True, DELEGATE)
     assert (out[:capacity] == K).all() and (out[capacity:] == 0).all()
+    with moe_ops.checking(), pytest.raises(ValueError, match=f"got {capacity}: .* did not fit"):
+        prepared(part, inputs)
+    with moe_ops.checking(), pytest.raises(ValueError, match="got 7: 1 rows did not fit"):
+        check_none_dropped(torch.ones(1, dtype=torch.int32), 7)
 
 
 @pytest.mark.parametrize("mapped", [False, True])
@@ -186,6 +191,9 @@ def test_what_the_interface_tells():
     assert part.topk_indices_dtype() is None and not part.output_is_reduced()
     assert part.activation_format is moe_ops.FusedMoEActivationFormat.BatchedExperts
     assert part.activation_format.value == ("batched_experts",) and not part.supports_async()
+    beside = moe_ops.AsyncPrepareAndFinalize(part)
+    assert beside.max_num_tokens_per_rank() == 7 and beside.num_dispatchers() == 3
+    assert beside.activation_format is part.activation_format and beside.supports_async()
     meta = moe_ops.ExpertTokensMetadata.make_from_list([3, 0, 4], "cpu")
     assert meta.expert_num_tokens.tolist() == meta.expert_num_tokens_cpu.tolist() == [3, 0, 4]
     assert meta.expert_num_tokens.dtype == torch.int32

@@ -94,6 +94,8 @@ def test_costs(scheme, tokens, nbytes, flops, floor):
     (cost,) = moe_ops.explain(QWEN, scheme, device="sm_90", num_tokens=(tokens,)).costs
     assert cost.weight_bytes == nbytes and cost.flops == flops
     assert cost.activation_bytes == 2 * tokens * 2048 * 2
+    activated = 768 * (2 if scheme == "unquantized" else 1)
+    assert cost.intermediate_bytes == 2 * 8 * tokens * (activated + 2048 * 2)
     assert cost.floor_us == pytest.approx(floor, rel=1e-6)
 
 

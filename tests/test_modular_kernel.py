@@ -18,7 +18,7 @@ from modular import (
 
 import moe_ops
 from moe_ops import Call, FusedMoEKernel, PrepareResult
-from moe_ops.pipeline.calls import Pending, chunk_of
+from moe_ops.pipeline.calls import Pending, chunk_of, num_experts_of
 from moe_ops.testing import (
     Problem,
     assert_layer_matches,
@@ -125,6 +125,22 @@ def test_parts_of_a_call():
     assert chunk.expert_tokens_meta.expert_num_tokens.tolist() == [1, 1, 1]
     _, chunk = chunk_of(call, prepared._replace(a1q_scale=rows[:1]), slice(0, 1), 2, False)
     assert chunk.a1q_scale.tolist() == [[0]], "one scale is that of all rows"
+    assert num_experts_of(call) == 3
+    assert num_experts_of(call._replace(expert_map=torch.zeros(7))) == 7
+    assert num_experts_of(call._replace(expert_map=torch.zeros(7), global_num_experts=9)) == 9
+
+
+def test_batched_experts_get_no_map():
+    """Prepare has used it: rows are those of local experts already."""
+    seen = []
+
+    class Batched(moe_ops.BatchedTritonExperts):
+        def apply(self, *arguments):
+            seen.append(arguments[7])
+            return super().apply(*arguments)
+
+    setup(Problem(num_local_experts=4), Batched, prepare=moe_ops.BatchedPrepareAndFinalize).apply()
+    assert seen == [None]
 
 
 def test_a_step_is_hooked_before_it_is_received():

@@ -157,7 +157,8 @@ def test_fused_moe_is_routing_then_experts(device):
     inputs = make_inputs(problem, device)
     logits = torch.randn(problem.num_tokens, 8, generator=torch.Generator().manual_seed(3))
     logits = logits.to(device)
-    weights, ids = moe_ops.fused_topk(inputs.hidden_states, logits, 3, True, scoring_func="sigmoid")
     x, w1, w2 = inputs[:3]
-    actual = moe_ops.fused_moe(x, w1, w2, logits, 3, True, scoring_func="sigmoid")
-    assert torch.equal(actual, moe_ops.fused_experts(x, w1, w2, weights, ids))
+    for renormalize, scoring in ((True, "sigmoid"), (False, "softmax")):
+        weights, ids = moe_ops.fused_topk(x, logits, 3, renormalize, scoring_func=scoring)
+        actual = moe_ops.fused_moe(x, w1, w2, logits, 3, renormalize, scoring_func=scoring)
+        assert torch.equal(actual, moe_ops.fused_experts(x, w1, w2, weights, ids))

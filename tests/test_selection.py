@@ -80,6 +80,22 @@ def test_reasons_in_their_order():
     ]
 
 
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"num_local_experts": 9}, ValueError, "num_local_experts must be at most num_experts = 8"),
+        ({"in_dtype": torch.float64}, TypeError, "in_dtype must be one of .* got torch.float64"),
+        ({"is_act_and_mul": False}, ValueError, "is_act_and_mul must be True for activation silu"),
+        ({"experts_per_token": 9}, ValueError, "experts_per_token must be between 1 and the 8"),
+        ({"max_num_tokens": 0}, ValueError, "max_num_tokens must be at least 1, got 0"),
+        ({"hidden_dim": 0}, ValueError, "hidden_dim must be at least 1, got 0"),
+    ],
+)
+def test_configurations_that_no_layer_has(changes, error, message):
+    with pytest.raises(error, match=message):
+        replace(STANDARD, **changes)
+
+
 def test_modes_of_parallelism():
     class Some(moe_ops.TritonExperts):
         SUPPORTS = Supports(parallel=frozenset({"tp", "sp"}))

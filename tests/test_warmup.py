@@ -113,10 +113,24 @@ def test_warmup_knows_every_kernel_of_hoppers(scheme, file, monkeypatch):
     assert sum(kernel is not None for kernel, _ in warm) >= (2 if wide else 4)
 
 
-def test_warmup_runs_on_the_cpu():
-    inputs = make_inputs(Problem(4, 8, 2, 32, 16), "cpu")
+def test_warmup_runs_on_the_cpu(monkeypatch):
+    """What it says that it has run it has, with dtypes as calls will have them."""
+    inputs, seen = make_inputs(Problem(4, 8, 2, 32, 16), "cpu"), []
+
+    layer = warmup.fused_experts
+
+    def counted(x, w1, w2, weights, ids, **how):
+        seen.append((len(x), weights.dtype, ids.dtype))
+        return layer(x, w1, w2, weights, ids, **how)
+
+    monkeypatch.setattr(warmup, "fused_experts", counted)
     assert moe_ops.warmup(inputs.w1, inputs.w2, 2, 20) == [1, 2, 3, 5, 9]
-    assert moe_ops.warmup(inputs.w1, inputs.w2, 2, (3, 500), activation="gelu") == [3, 500]
+    assert seen == [(n, torch.float32, torch.int32) for n in (1, 2, 3, 5, 9)]
+    dtypes = {"topk_weights_dtype": torch.float16, "topk_ids_dtype": torch.int64}
+    ran = moe_ops.warmup(inputs.w1, inputs.w2, 2, (3, 500), activation="gelu", **dtypes)
+    assert ran == [3, 500] and seen[5:] == [(n, torch.float16, torch.int64) for n in ran]
+    with pytest.raises(ValueError, match="num_tokens must be at"):
+        moe_ops.warmup(inputs.w1, inputs.w2, 2, [3, -1])
 
 
 def variants_of(experts=64, width=64, hidden=128):
