@@ -110,7 +110,7 @@ class Bounded:
         """The activation in float32.
 
         Errors are followed by differences instead of derivatives, so also around clamps: the mean
-        square of the changes at plus and minus one deviation, and the largest one at the limits.
+        square of the changes at two deviations, halved, and the largest change at the limits.
         """
         g, u = activations.split(self.value, rule)
         value = activations.apply(g, u, rule)
@@ -123,7 +123,7 @@ class Bounded:
 
         size = value.abs() + g.abs() * (1 if u is None else u.abs() + abs(rule.beta))
         limit = changes(self.limit).abs().amax(0) + _FUNCTION_ROUNDINGS * UNIT * size
-        return Bounded(value, changes(self.variance.sqrt()).square().mean(0), limit)
+        return Bounded(value, (changes(2 * self.variance.sqrt()) / 2).square().mean(0), limit)
 
     def rounded(self, dtype: torch.dtype) -> Bounded:
         """Rounded to a dtype."""
@@ -140,12 +140,12 @@ class Bounded:
         if quant is None:
             return self
         element, size = quant.element, self.value.abs()
-        spread = self.variance.sqrt()
-        scale = _scale(size + 2 * spread + self.limit, quant, given)
-        size = (size.square() + self.variance).sqrt() + self.limit
-        step = scale * _half_step(size / scale, element)
-        cut = (self.value.abs() - element.largest * scale - step).clamp(min=0)
-        step = torch.where(scale == 0, size, torch.minimum(step, size))
+        most = size + 3 * self.variance.sqrt() + self.limit
+        scale = _scale(most, quant, given)
+        typical = (size.square() + self.variance).sqrt() + self.limit
+        step = scale * _half_step(typical / scale, element)
+        cut = (size - element.largest * scale - step).clamp(min=0)
+        step = torch.where(scale == 0, most, torch.minimum(step, most))
         variance = self.variance + step.nan_to_num(0.0) ** 2 / 3
         return replace(self, variance=variance, limit=self.limit + cut)._rounded_by(4 * UNIT)
 
