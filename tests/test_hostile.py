@@ -60,9 +60,9 @@ def called(qualified, device):
     several = [dict(zip(names, call, strict=False)) for call in cached_samples(device)[qualified]]
     if "top_k" in names and "plan" in names:
         several += [two_slots(several[0])]
-    if "expert_num_tokens" in names:
-        counts = several[0]["expert_num_tokens"].long()
-        several += [{**several[0], "expert_num_tokens": counts}]
+    for name in ("expert_num_tokens", "expert_map"):
+        given = [call for call in several if call.get(name) is not None]
+        several += [{**call, name: call[name].long()} for call in given[:1]]
     return several
 
 
@@ -156,6 +156,17 @@ def test_headers_of_plans(header, device):
     """A plan whose parts do not lie in it, one after the other, has no tiles."""
     plan, x = planned_problem(device)
     plan[:3], plan[37:40] = torch.tensor(header), 0
+    how = (plan, None, None, [16], 1)
+    ops.expert_gemm_act(x, x[None, :16], None, None, *how, "silu_no_mul", True)
+    ops.expert_gemm(x, x[None, :16], None, None, None, *how, True)
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
+@pytest.mark.parametrize("first", [-(2**31), -5, 17, 30, 2**31 - 1])
+def test_rows_in_expert_order_that_begin_anywhere(first, device):
+    plan, x = planned_problem(device)
+    plan[40:] = first
     how = (plan, None, None, [16], 1)
     ops.expert_gemm_act(x, x[None, :16], None, None, *how, "silu_no_mul", True)
     ops.expert_gemm(x, x[None, :16], None, None, None, *how, True)

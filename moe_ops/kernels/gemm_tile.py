@@ -48,8 +48,8 @@ def planned_tiles(tiles, num_entries, BLOCK_M: tl.constexpr):
     used, experts_at, firsts_at = tl.load(tiles), tl.load(tiles + 1), tl.load(tiles + 2)
     count = used // BLOCK_M
     ordered = (used >= 0) & (experts_at >= HEADER) & (firsts_at >= experts_at)
-    fits = (used <= experts_at - HEADER) & (count <= firsts_at - experts_at)
-    return tl.where(ordered & fits & (firsts_at <= num_entries - count), count, 0)
+    inside = (used <= experts_at - HEADER) & (firsts_at <= num_entries - count)
+    return tl.where(ordered & inside, count, 0)
 
 
 @triton.jit
