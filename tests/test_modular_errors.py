@@ -168,6 +168,19 @@ def test_prepare_for_another_number_of_experts(local):
         kernel.apply(**s.arguments())
 
 
+@pytest.mark.parametrize("experts", BATCH)
+def test_rows_that_nobody_has_counted(experts):
+    """Without counts, or with those of other experts, rows past the used ones would be read."""
+    s = setup(Problem(), experts)
+    rows, counts = torch.zeros(8, 4, 64), torch.zeros(7, dtype=torch.int32)
+    call = (rows, *s.inputs[1:5], "silu", 8, None, None)
+    with pytest.raises(ValueError, match="expert_tokens_meta must be given in the Batched format"):
+        s.kernel.fused_experts.apply(*call, None, False)
+    if experts is not moe_ops.NaiveBatchedExperts:  # which looks at every row
+        with pytest.raises(ValueError, match=r"expert_num_tokens.shape\[0\] must be .* 8, got 7"):
+            s.kernel.fused_experts.apply(*call, moe_ops.ExpertTokensMetadata(counts), False)
+
+
 def test_shared_experts_must_return():
     s = setup(Problem(), moe_ops.TritonExperts, shared_experts=lambda x: None)
     with pytest.raises(ValueError, match="shared_experts must return a Tensor, got None"):

@@ -61,12 +61,12 @@ def test_few_tokens(tokens, experts, device):
 @pytest.mark.parametrize("tokens", [1, 5])
 def test_few_tokens_with_a_map(tokens, device):
     """In one launch, too, tiles are those of local experts."""
-    logits = torch.randn(tokens, 32, generator=torch.Generator().manual_seed(0)).to(device)
-    expert_map = (torch.arange(32, dtype=torch.int32, device=device) * 5 % 32 - 8).clamp(min=-1)
-    how, sizes = (None, 8, True, "softmax", 1.0), (expert_map, [4], 24)
+    logits = torch.randn(tokens, 16, generator=torch.Generator().manual_seed(1)).to(device)
+    expert_map = (torch.arange(16, dtype=torch.int32, device=device) * 5 % 16 - 10).clamp(min=-1)
+    how, sizes = (None, 6, True, "softmax", 1.0), (expert_map, [4], 6)
     together = ops.topk_plan(logits, *how, *sizes)
     for one, two in zip(together, in_two(logits, how, *sizes), strict=True):
         assert torch.equal(one, two)
-    local = moe_ops.count_expert_num_tokens(together[1], 24, expert_map)
-    assert 0 < int(local.sum()) < 8 * tokens
-    assert tokens == 1 or int(together[2][0]) == 4 * int((local > 0).sum())
+    local = moe_ops.count_expert_num_tokens(together[1], 6, expert_map)
+    assert 0 < int(local.sum()) < 6 * tokens
+    assert int(together[2][0]) == 4 * int(((local + 3) // 4).sum())

@@ -138,6 +138,25 @@ def test_workspace_shapes_say_what_experts_hold(experts):
     assert memory.peak <= total + nbytes(4 * 10**4)  # and the plan
 
 
+@pytest.mark.parametrize(
+    ("experts", "wide", "narrow"),
+    [
+        (moe_ops.TritonExperts, (20, 20, 8), (64, 20, 64)),
+        (moe_ops.GroupedGemmExperts, (40, 20, 8), (64, 64, 64)),
+        (moe_ops.BatchedTritonExperts, (20, 20, 8), (64, 20, 64)),
+        (moe_ops.BatchedGroupedGemmExperts, (40, 20, 8), (64, 64, 64)),
+    ],
+)
+def test_workspace_shapes_by_hand(experts, wide, narrow):
+    """Of 5 rows, 40 rows of w1 and a hidden size of 8, then of 64: the wider of two decides."""
+    part = setup(Problem(), experts).kernel.fused_experts
+    standard = experts.activation_format() is moe_ops.FusedMoEActivationFormat.Standard
+    rows = ((10,), (10,), (5,)) if standard else ((3, 5),) * 3
+    for hidden, widths in ((8, wide), (64, narrow)):
+        shapes = part.workspace_shapes(5, 40, hidden, 2, 9, 3, None, moe_ops.MoEActivation.SILU)
+        assert shapes == tuple((*r, w) for r, w in zip(rows, widths, strict=True))
+
+
 def _prepared(s):
     call = s.arguments()
     prepared = s.kernel.prepare_finalize.prepare(
