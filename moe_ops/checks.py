@@ -20,7 +20,6 @@ FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 INDICES = (torch.int32, torch.int64)
 MAX_EXPERTS = 4096
 MAX_SIZE = 2**31 - 1
-LARGEST_FACTOR = torch.finfo(torch.float32).max
 REMEMBERED = 4096
 """Sets of arguments that one check remembers: token counts are part of them."""
 
@@ -196,7 +195,8 @@ def number(name: str, value: float) -> None:
 def factor(name: str, value: float) -> None:
     """A number that float32 has; symbolic ones are not compared."""
     number(name, value)
-    if isinstance(value, Real) and not abs(value) <= LARGEST_FACTOR:
+    # A literal: a float of the module would be an input of a compiled program.
+    if isinstance(value, Real) and not abs(value) <= 3.4028234663852886e38:
         raise ValueError(f"{name} must be a finite number of float32, got {value}")
 
 

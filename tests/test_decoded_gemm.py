@@ -126,7 +126,7 @@ def test_whole_numbers_are_rounded_once(scheme, activation, dtype, device):
     rows, scale = ops.moe_quantize(x, given, None, None, None, 0, quant.activation.key)
     numbers = dequantize_rows(rows.cpu(), scale.cpu(), quant.activation).double()
     scale = scale.flatten() * factor.to(device) if quant.activation.static else scale
-    exact = exact_rows(numbers, dequantize_weight(q, scheme).double(), None, ids, 2, None)
+    exact = exact_rows(numbers, dequantize_weight(q, scheme).double(), None, ids, 2, None).value
     experts = local_experts(ids, None, 3)
     exact = (exact * factor[experts, None] + bias[experts]).float()
     if activation is not None:

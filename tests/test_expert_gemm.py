@@ -116,7 +116,7 @@ def test_whole_numbers_are_rounded_once(activation, dtype, device):
     fraction = 5.0 if dtype == torch.float32 else 1 + 2.0**-9  # more bits than bf16 has
     weights = torch.tensor([1.0, 2.0, 3.0, fraction]).repeat(3).view(6, 2)
     x, w = x.to(dtype), w.to(dtype)
-    product = exact_rows(x, w, bias, weights, ids, 2).float()
+    product = exact_rows(x, w, bias, weights, ids, 2).value.float()
     expected = product * weights.flatten()[:, None]
     if activation is not None:
         g, u = product.chunk(2, -1) if activation == "relu2" else (product, 1)

@@ -191,7 +191,7 @@ def test_whole_numbers_are_rounded_once(scheme, dtype, device):
         q = q._replace(data=q.data // 8)
     if q.scale.is_floating_point():
         q = q._replace(scale=2.0 ** whole_numbers(*q.scale.shape, most=2, seed=2))
-    rows = exact_rows(x, dequantize_weight(q, scheme).double(), bias, weights, ids, 2)
+    rows = exact_rows(x, dequantize_weight(q, scheme).double(), bias, weights, ids, 2).value
     plan = planned(ids.to(device), None, ROW_TILES, 3)
     given = (t if t is None else t.to(device) for t in (x, *q, bias, weights))
     actual = ops.weight_only_gemm(*given, *plan, ROW_TILES, 2, scheme)
