@@ -40,7 +40,7 @@ test: test-reference test-interpreter
 test-reference: $(READY)
 	$(TEST_ENV) $(PY) -m pytest tests -n $(WORKERS)
 
-# Every Triton kernel, in the interpreter.
+# Every Triton kernel, in the interpreter, each access checked against its tensor.
 test-interpreter: $(READY)
 	$(TEST_ENV) TRITON_INTERPRET=1 $(PY) -m pytest tests -n $(WORKERS) -m kernel
 

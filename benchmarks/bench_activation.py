@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
-from problems import Inputs, Problem
 from stages import Case, main, nbytes
 from torch import Tensor
 
 from moe_ops import ops
+from moe_ops.bench.problems import Inputs, Problem
 
 
 def cases(problem: Problem, inputs: Inputs) -> Iterator[Case]:

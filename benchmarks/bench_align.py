@@ -4,22 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from problems import Inputs, Problem
-from stages import Case, main, nbytes
+from stages import Case, main, nbytes, row_tiles
 from torch import Tensor
 
 from moe_ops import ops
-from moe_ops.tiles import ROW_TILES
+from moe_ops.bench.problems import Inputs, Problem
 
 
 def cases(problem: Problem, inputs: Inputs) -> Iterator[Case]:
     ids, num_experts = inputs.topk_ids, problem.num_experts
+    tiles = row_tiles(problem, "unquantized", ids.device)
 
     def align() -> tuple:
-        return ops.moe_align_block_size(ids, None, ROW_TILES, num_experts, False, True)
+        return ops.moe_align_block_size(ids, None, tiles, num_experts, False, True)
 
     def plan() -> Tensor:
-        return ops.plan_slots(ids, None, ROW_TILES, num_experts)
+        return ops.plan_slots(ids, None, tiles, num_experts)
 
     def count() -> Tensor:
         return ops.count_expert_num_tokens(ids, None, num_experts)
@@ -28,12 +28,12 @@ def cases(problem: Problem, inputs: Inputs) -> Iterator[Case]:
     room = inputs.x.shape[0]
 
     def batched() -> Tensor:
-        return ops.plan_batched(counts, room, ROW_TILES)
+        return ops.plan_batched(counts, room, tiles)
 
     offset = ops.moe_permutation(ids, None, num_experts)[0]
 
     def permuted() -> Tensor:
-        return ops.plan_permuted(offset, ids.numel(), ROW_TILES)
+        return ops.plan_permuted(offset, ids.numel(), tiles)
 
     yield Case("moe_align_block_size", align, nbytes(ids, *align()))
     yield Case("plan_slots", plan, nbytes(ids, plan()))

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
-from problems import Inputs, Problem
 from stages import Case, main, nbytes
 
 from moe_ops import SCHEMES, ops
+from moe_ops.bench.problems import Inputs, Problem
 
 RANKS, MOST_TOKENS = 8, 512
 """The rank has an eighth of the experts, and room for this many rows of each at most."""

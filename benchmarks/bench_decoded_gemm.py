@@ -6,13 +6,12 @@ from collections.abc import Iterator
 from functools import lru_cache
 
 import torch
-from problems import Experts, Inputs, Problem, make_experts
-from stages import Case, main
+from stages import Case, layer_plan, main
 from torch import Tensor
 
 from moe_ops import get_scheme, ops
+from moe_ops.bench.problems import Experts, Inputs, Problem, make_experts
 from moe_ops.tensors import QTensor
-from moe_ops.tiles import ROW_TILES
 
 SCHEMES_TIMED = ("mxfp8", "mxfp4", "mxfp4_mxfp8", "mxfp4_w4a8", "nvfp4", "int4_w4a8_g128")
 
@@ -34,25 +33,25 @@ def _quantized(x: Tensor, scheme: str) -> tuple[Tensor, Tensor]:
 
 def cases(problem: Problem, inputs: Inputs) -> Iterator[Case]:
     x, _, ids, active = inputs
-    plan = (ops.plan_slots(ids, None, ROW_TILES, problem.num_experts), ids, None)
     h = torch.randn((ids.numel(), problem.intermediate_size), dtype=x.dtype, device=x.device)
-    slots, rest = ids.numel(), (None, *plan, ROW_TILES)
+    slots = ids.numel()
     flops = 2 * slots * 2 * problem.intermediate_size * problem.hidden_size
     for scheme in SCHEMES_TIMED:
         stored = _experts(problem, scheme, x.device).stored
         if stored is None:
             continue
         w1, w2 = stored
+        rest = (None, *layer_plan(problem, scheme, ids))
         first, second = _quantized(x, scheme), _quantized(h, scheme)
 
         def act(
-            w: QTensor = w1, rows: tuple[Tensor, Tensor] = first, scheme: str = scheme
+            w: QTensor = w1, rows: tuple = first, scheme: str = scheme, rest: tuple = rest
         ) -> Tensor:
             weight, tail = (w.data, w.scale, w.global_scale), (problem.top_k, scheme, x.dtype)
             return ops.decoded_gemm_act(*rows, *weight, *rest, *tail, "silu")
 
         def gemm(
-            w: QTensor = w2, rows: tuple[Tensor, Tensor] = second, scheme: str = scheme
+            w: QTensor = w2, rows: tuple = second, scheme: str = scheme, rest: tuple = rest
         ) -> Tensor:
             weight = (w.data, w.scale, w.global_scale)
             return ops.decoded_gemm(*rows, *weight, *rest, 1, scheme, x.dtype)

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
-from problems import Inputs, Problem
 from stages import Case, main, nbytes
 
 from moe_ops import ops
+from moe_ops.bench.problems import Inputs, Problem
 from moe_ops.parallel import compute_logical_maps, initial_physical_to_logical_map
 
 REDUNDANT_EXPERTS = 32

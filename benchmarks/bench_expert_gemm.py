@@ -11,12 +11,12 @@ from collections.abc import Iterator
 from functools import lru_cache
 
 import torch
-from problems import Experts, Inputs, Problem, make_experts
-from stages import Case, main, nbytes
+from stages import Case, layer_plan, main, nbytes
 from torch import Tensor
 
 from moe_ops import ops
-from moe_ops.tiles import ROW_TILES, cdiv
+from moe_ops.bench.problems import Experts, Inputs, Problem, make_experts
+from moe_ops.tiles import cdiv
 
 
 @lru_cache(maxsize=1)
@@ -27,19 +27,19 @@ def _experts(problem: Problem, device: torch.device) -> Experts:
 def cases(problem: Problem, inputs: Inputs) -> Iterator[Case]:
     x, _, ids, active = inputs
     w1, w2 = (_experts(problem, x.device).w1, _experts(problem, x.device).w2)
-    plan = (ops.plan_slots(ids, None, ROW_TILES, problem.num_experts), ids, None)
+    plan = layer_plan(problem, "unquantized", ids)
     k = problem.top_k
 
     def gemm_act() -> Tensor:
-        return ops.expert_gemm_act(x, w1, None, None, *plan, ROW_TILES, k, "silu")
+        return ops.expert_gemm_act(x, w1, None, None, *plan, k, "silu")
 
     def gemm1() -> Tensor:
-        return ops.expert_gemm(x, w1, None, None, None, *plan, ROW_TILES, k)
+        return ops.expert_gemm(x, w1, None, None, None, *plan, k)
 
     h = gemm_act()
 
     def gemm2() -> Tensor:
-        return ops.expert_gemm(h, w2, None, None, None, *plan, ROW_TILES, 1)
+        return ops.expert_gemm(h, w2, None, None, None, *plan, 1)
 
     slots = ids.numel()
     flops1, flops2 = (2 * slots * w[0].numel() for w in (w1, w2))

@@ -9,12 +9,11 @@ from collections.abc import Iterator
 from functools import lru_cache
 
 import torch
-from problems import Experts, Inputs, Problem, make_experts
-from stages import Case, main, nbytes
+from stages import Case, layer_plan, main, nbytes
 from torch import Tensor
 
 from moe_ops import ops
-from moe_ops.tiles import ROW_TILES
+from moe_ops.bench.problems import Experts, Inputs, Problem, make_experts
 
 SCHEMES_TIMED = {
     "unquantized": "bf16",
@@ -32,7 +31,6 @@ def _experts(problem: Problem, scheme: str, device: torch.device) -> Experts:
 def cases(problem: Problem, inputs: Inputs) -> Iterator[Case]:
     x, weights, ids, active = inputs
     experts_of_layer = problem.num_experts
-    plan = (ops.plan_slots(ids, None, ROW_TILES, experts_of_layer), ids, None)
     h = torch.randn((ids.numel(), problem.intermediate_size), dtype=x.dtype, device=x.device)
     for name, timed in SCHEMES_TIMED.items():
         experts = _experts(problem, timed, x.device)
@@ -40,13 +38,15 @@ def cases(problem: Problem, inputs: Inputs) -> Iterator[Case]:
         if quantized and experts.stored is None:
             continue
         w, scale = experts.stored[1][:2] if quantized else (experts.w2, None)
+        weight, plan = (w, scale), layer_plan(problem, name, ids)
 
-        def at_once(w: Tensor = w, scale: Tensor | None = scale, scheme: str = name) -> Tensor:
-            rest = (weights, *plan, ROW_TILES, scheme, x.dtype if scale is not None else None)
+        def at_once(weight: tuple = weight, plan: tuple = plan, scheme: str = name) -> Tensor:
+            w, scale = weight
+            rest = (weights, *plan, scheme, x.dtype if scale is not None else None)
             return ops.gemm_sum(h, None, w, scale, None, *rest)
 
-        def apart(w: Tensor = w, scale: Tensor | None = scale, scheme: str = name) -> Tensor:
-            how = (None, *plan, ROW_TILES, 1)
+        def apart(weight: tuple = weight, plan: tuple = plan, scheme: str = name) -> Tensor:
+            (w, scale), how = weight, (None, *plan, 1)
             if scale is None:
                 y = ops.expert_gemm(h, w, None, None, *how)
             else:

@@ -18,14 +18,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from bench_layer import IMPLS, OURS, moe_ops_layer
 from cold_start import MODULES
-from command import one_of, one_or_more, parser, print_row
-from harness import KEY, default_device, record_path, write_rows
-from peers import PEERS, Call, available
-from problems import Experts, Inputs, Problem, make_experts, make_inputs
 
 import moe_ops
+from moe_ops.bench.command import one_of, one_or_more, parser, print_row
+from moe_ops.bench.harness import KEY, default_device, record_path, write_rows
+from moe_ops.bench.layer import IMPLS, OURS, moe_ops_layer
+from moe_ops.bench.peers import PEERS, Call, available
+from moe_ops.bench.problems import Experts, Inputs, Problem, make_experts, make_inputs
 from moe_ops.pipeline.workspace import PeakMemory
 
 MODELS = "qwen3-30b,deepseek-v2-lite"
@@ -34,8 +34,8 @@ CALLS, BATCHES = 16, 50
 """A batch is enqueued without waiting: CUDA's queue of 1024 launches never gets full."""
 COLD_TIMEOUT_S = 300
 WIDTHS = {
-    "shape": 16, "M": 6, "routing": 8, "impl": 22, "measure": 12, "value": 11, "p10": 9, "p90": 9,
-    "runs": 5,
+    "scheme": 15, "shape": 16, "M": 6, "routing": 8, "impl": 22, "measure": 12, "value": 11,
+    "p10": 9, "p90": 9, "runs": 5,
 }  # fmt: skip
 
 
@@ -76,10 +76,10 @@ class Case(NamedTuple):
 
     def row(self, impl: str, measure: str, value: float, **rest: Any) -> Overhead:
         """A number measured of an implementation."""
-        tokens = len(self.inputs.x)
-        return Overhead(
-            "bf16", self.problem.name, tokens, impl, self.routing, measure, value, **rest
-        )
+        name, tokens = self.experts.scheme.name, len(self.inputs.x)
+        scheme = "bf16" if name == "unquantized" else name
+        key = (scheme, self.problem.name, tokens, impl, self.routing, measure)
+        return Overhead(*key, value, **rest)
 
 
 def host_time(case: Case, impl: str, call: Call) -> Overhead:
@@ -110,7 +110,7 @@ def peak_memory(case: Case, impl: str, call: Call) -> Overhead:
         told["workspace_nbytes"] = moe_ops.workspace_nbytes(
             len(case.inputs.x), problem.hidden_size, problem.intermediate_size,
             problem.num_experts, problem.top_k, case.inputs.x.dtype,
-            device="cpu" if device.type == "cpu" else None,
+            scheme=case.experts.scheme.name, device="cpu" if device.type == "cpu" else None,
         )  # fmt: skip
     _synchronize(case)
     if device.type == "cuda":
@@ -172,6 +172,16 @@ def options(arguments: Sequence[str] | None) -> argparse.Namespace:
     if torch.cuda.is_available():
         command.set_defaults(problems=MODELS)
     usable = [*OURS, "moe_ops-compiled", *available()]
+    schemes = {"bf16": "bf16", **{name: name for name in moe_ops.SCHEMES if name != "unquantized"}}
+    command.add_argument(
+        *("--scheme", "--schemes"),
+        dest="schemes",
+        type=one_or_more(one_of("scheme", schemes)),
+        default="bf16",
+        metavar="NAME,..",
+        help="bf16 or names in moe_ops.SCHEMES, which this library alone runs, warm (default: "
+        "%(default)s)",
+    )
     command.add_argument(
         "--impls",
         type=one_or_more(one_of("implementation", {name: name for name in usable})),
@@ -194,15 +204,16 @@ def options(arguments: Sequence[str] | None) -> argparse.Namespace:
 def planned(args: argparse.Namespace) -> Iterator[tuple[Case, str, Callable[..., Any]]]:
     """What to measure, in this order: cases with an implementation each."""
     device = default_device()
-    for problem in args.problems:
-        experts = make_experts(problem, "bf16", device)
+    for scheme, problem in product(args.schemes, args.problems):
+        experts, dense = make_experts(problem, scheme, device), scheme == "bf16"
+        impls = [impl for impl in args.impls if dense or impl in (*OURS, "moe_ops-compiled")]
         for number, (routing, tokens) in enumerate(product(args.routing, args.tokens)):
             inputs = make_inputs(problem, tokens, routing, device)
             case = Case(problem, experts, inputs, routing)
             if "warm" in args.measures:
-                yield from ((case, impl, warm_rows) for impl in args.impls)
-            if "cold" in args.measures and number == 0:
-                yield from ((case, impl, cold_rows) for impl in args.impls if impl in MODULES)
+                yield from ((case, impl, warm_rows) for impl in impls)
+            if "cold" in args.measures and number == 0 and dense:
+                yield from ((case, impl, cold_rows) for impl in impls if impl in MODULES)
 
 
 @torch.no_grad()

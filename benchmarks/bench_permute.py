@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
-from problems import Inputs, Problem
 from stages import Case, main, nbytes
 
 from moe_ops import ops
+from moe_ops.bench.problems import Inputs, Problem
 
 
 def cases(problem: Problem, inputs: Inputs) -> Iterator[Case]:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
-from problems import Inputs, Problem
 from stages import Case, main, nbytes
 
 from moe_ops import SCHEMES, ops
+from moe_ops.bench.problems import Inputs, Problem
 
 SCHEMES_TIMED = ("fp8_tensor", "fp8_channel", "fp8_block128", "fp8_block128_ue8m0", "int8_channel")
 

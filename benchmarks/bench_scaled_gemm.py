@@ -7,12 +7,11 @@ from functools import lru_cache
 from typing import Any
 
 import torch
-from problems import Experts, Inputs, Problem, make_experts
-from stages import Case, main, nbytes
+from stages import Case, LayerPlan, layer_plan, main, nbytes
 from torch import Tensor
 
 from moe_ops import SCHEMES, ops
-from moe_ops.tiles import ROW_TILES
+from moe_ops.bench.problems import Experts, Inputs, Problem, make_experts
 
 SCHEMES_TIMED = ("fp8_tensor", "fp8_channel", "fp8_block128", "int8_channel")
 
@@ -24,14 +23,13 @@ def _experts(problem: Problem, scheme: str, device: torch.device) -> Experts:
 
 def cases(problem: Problem, inputs: Inputs) -> Iterator[Case]:
     x, _, ids, active = inputs
-    plan = (ops.plan_slots(ids, None, ROW_TILES, problem.num_experts), ids, None)
     h = torch.randn((ids.numel(), problem.intermediate_size), dtype=x.dtype, device=x.device)
     for name in SCHEMES_TIMED:
         quant = SCHEMES[name].activation
         experts = _experts(problem, name, x.device)
         if quant is None or experts.stored is None:
             continue
-        w1, w2 = experts.stored
+        (w1, w2), plan = experts.stored, layer_plan(problem, name, ids)
 
         def gemm(
             op: Callable[..., Any],
@@ -40,8 +38,9 @@ def cases(problem: Problem, inputs: Inputs) -> Iterator[Case]:
             *more: str,
             top_k: int = 1,
             scheme: str = name,
+            plan: LayerPlan = plan,
         ) -> Callable[[], Any]:
-            sizes = (*plan, ROW_TILES, top_k, scheme, torch.bfloat16, *more)
+            sizes = (*plan, top_k, scheme, torch.bfloat16, *more)
             return lambda: op(*rows, weight.data, weight.scale, None, *sizes)
 
         def quantized(rows: Tensor, key: str = quant.key) -> tuple:

@@ -6,13 +6,12 @@ from collections.abc import Iterator
 from functools import lru_cache
 
 import torch
-from problems import Experts, Inputs, Problem, make_experts
-from stages import Case, main
+from stages import Case, layer_plan, main
 from torch import Tensor
 
 from moe_ops import ops
+from moe_ops.bench.problems import Experts, Inputs, Problem, make_experts
 from moe_ops.tensors import QTensor
-from moe_ops.tiles import ROW_TILES
 
 SCHEMES_TIMED = (
     "int4_w4a16_g128", "mxfp4_w4a16", "nvfp4_w4a16", "fp8_w8a16_block128", "int8_w8a16",
@@ -26,20 +25,20 @@ def _experts(problem: Problem, scheme: str, device: torch.device) -> Experts:
 
 def cases(problem: Problem, inputs: Inputs) -> Iterator[Case]:
     x, _, ids, active = inputs
-    plan = (ops.plan_slots(ids, None, ROW_TILES, problem.num_experts), ids, None)
     h = torch.randn((ids.numel(), problem.intermediate_size), dtype=x.dtype, device=x.device)
-    slots, rest = ids.numel(), (None, None, *plan, ROW_TILES)
+    slots = ids.numel()
     flops = 2 * slots * 2 * problem.intermediate_size * problem.hidden_size
     for scheme in SCHEMES_TIMED:
         stored = _experts(problem, scheme, x.device).stored
         if stored is None:
             continue
         w1, w2 = stored
+        rest = (None, None, *layer_plan(problem, scheme, ids))
 
-        def act(w: QTensor = w1, scheme: str = scheme) -> Tensor:
+        def act(w: QTensor = w1, scheme: str = scheme, rest: tuple = rest) -> Tensor:
             return ops.weight_only_gemm_act(x, *w, *rest, problem.top_k, scheme, "silu")
 
-        def gemm(w: QTensor = w2, scheme: str = scheme) -> Tensor:
+        def gemm(w: QTensor = w2, scheme: str = scheme, rest: tuple = rest) -> Tensor:
             return ops.weight_only_gemm(h, *w, *rest, 1, scheme)
 
         read1, read2 = (active * sum(t[0].nbytes for t in w if t is not None) for w in (w1, w2))

@@ -42,7 +42,8 @@ def times_of(impl: str, model: str, tokens: int, routing: str) -> dict[str, floa
     torch.ones(1, device="cuda" if torch.cuda.is_available() else "cpu").sum().item()
     import_s = seconds(lambda: import_module(MODULES[impl]))
     # The modules beside this one import moe_ops, so not before its import was timed.
-    bench_layer, problems = import_module("bench_layer"), import_module("problems")
+    bench_layer = import_module("moe_ops.bench.layer")
+    problems = import_module("moe_ops.bench.problems")
     problem, device = problems.find_problem(model), bench_layer.default_device()
     experts = problems.make_experts(problem, "bf16", device)
     inputs = problems.make_inputs(problem, tokens, routing, device)

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from command import print_row
+from moe_ops.bench.command import print_row
 
 RESULTS = Path(__file__).with_name("results")
 WIDTHS = {

@@ -8,8 +8,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from problems import load_problems
-
+from moe_ops.bench.problems import load_problems
 from moe_ops.parallel import BalanceReport, imbalance, simulate_balance
 from moe_ops.version import __version__
 

@@ -162,8 +162,10 @@ def _overheads(rows: list[Record]) -> str:
     cells: dict[tuple[str, str, int], dict[str, str]] = defaultdict(dict)
     for row in rows:
         shape, measure, tokens, impl = (row[name] for name in ("shape", "measure", "M", "impl"))
-        # One token or many are the same to the host, and one takes hardly any memory.
-        shown = {"host_us": tokens == 1, "peak_bytes": tokens > 1}.get(measure, True)
+        # One token takes hardly any memory; in bf16 one or many are the same to the host.
+        dense = row["scheme"] == "bf16"
+        shown = {"host_us": tokens == 1 or not dense, "peak_bytes": tokens > 1}.get(measure, True)
+        shape = shape if dense else f"{shape}, {row['scheme']}"
         if shown and row["routing"] == "uniform":
             cells[shape, measure, tokens][impl] = _overhead(row)
             if told := row["config"].get("workspace_nbytes"):

@@ -10,13 +10,13 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from bench_layer import math_of
-from harness import HARDWARE
 from matplotlib import pyplot as plt
 from matplotlib.lines import Line2D
-from problems import Problem, load_problems
 
 import moe_ops
+from moe_ops.bench.harness import HARDWARE
+from moe_ops.bench.layer import math_of
+from moe_ops.bench.problems import Problem, load_problems
 from moe_ops.scheme import Scheme
 
 OURS = "moe_ops"

@@ -212,7 +212,7 @@ def print_table(results: dict[str, Result]) -> None:
         )
     for first, *others in rows:
         print(f"{first:14}" + "".join(f"{cell:>15}" for cell in others))
-    print("* not compiled\n")
+    print("* not compiled; prefill and decoding are two programs, compiled apart\n")
 
 
 def report(results: dict[str, Result]) -> bool:
@@ -234,8 +234,8 @@ def report(results: dict[str, Result]) -> bool:
         f"Writing: moe_ops chose {'the same' if same_text else 'OTHER'} {len(ours.tokens)} tokens "
         f"{'as' if same_text else 'than'} eager, at {ours.write_rate / eager.write_rate:.2g} times "
         f"the speed{', replayed from a CUDA graph' if ours.captured else ''}; torch.compile made "
-        f"{ours.compilations} graphs of it with {ours.graph_breaks} graph breaks"
-        f"{'' if whole else ', which is NOT one each for prefill and decode'}."
+        f"{ours.compilations} graphs with {ours.graph_breaks} graph breaks, "
+        f"{'' if whole else 'NOT '}one for prefill and one for decoding."
     )
     return same_numbers and same_text and whole
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from moe_ops import sizes
 from moe_ops.activation import formula
 
 
 def activation(x: Tensor, activation: str) -> Tensor:
     """``(R, d)`` for ``(R, 2d)`` with a gate, ``(R, d)`` for ``(R, d)`` without."""
-    width = x.shape[1] // 2 if formula(activation).gated else x.shape[1]
-    return x.new_empty((x.shape[0], width))
+    sizes.axes("x", x, 2)
+    rows, width = x.shape
+    return x.new_empty((rows, sizes.activated("x", width, formula(activation))))

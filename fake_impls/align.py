@@ -7,6 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from moe_ops import sizes
+from moe_ops.tiles import MAX_PLAN_ENTRIES as MOST_ROWS
 from moe_ops.tiles import plan_sizes
 
 
@@ -19,7 +21,12 @@ def moe_align_block_size(
     ignore_invalid_experts: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The three int32 vectors of a plan, as long as any of ``row_tiles`` may need."""
-    num_slots = topk_ids.shape[0] * topk_ids.shape[1]
+    tokens, k = sizes.slots(topk_ids, expert_map)
+    sizes.num_experts("num_experts", num_experts)
+    sizes.row_tiles(row_tiles)
+    if expert_map is not None and not ignore_invalid_experts:
+        sizes.shaped("expert_map", expert_map, num_experts)
+    num_slots = tokens * k
     pad_to = max(row_tiles) if pad_sorted_ids else 1
     rows, tiles = plan_sizes(num_slots, num_experts, row_tiles, pad_to)
     sorted_token_ids = topk_ids.new_empty(rows, dtype=torch.int32)
@@ -30,13 +37,16 @@ def plan_slots(
     topk_ids: Tensor, expert_map: Tensor | None, row_tiles: Sequence[int], num_experts: int
 ) -> Tensor:
     """A plan for the slots of a routing."""
-    return _plan(topk_ids, topk_ids.shape[0] * topk_ids.shape[1], num_experts, row_tiles)
+    tokens, k = sizes.slots(topk_ids, expert_map)
+    return _plan(topk_ids, tokens * k, num_experts, row_tiles)
 
 
 def count_expert_num_tokens(
     topk_ids: Tensor, expert_map: Tensor | None, num_local_experts: int
 ) -> Tensor:
     """``(El,)`` int32."""
+    sizes.slots(topk_ids, expert_map)
+    sizes.num_experts("num_local_experts", num_local_experts)
     return topk_ids.new_empty(num_local_experts, dtype=torch.int32)
 
 
@@ -44,6 +54,8 @@ def plan_batched(
     expert_num_tokens: Tensor, max_num_tokens: int, row_tiles: Sequence[int]
 ) -> Tensor:
     """A plan for ``El * max_num_tokens`` rows."""
+    sizes.axes("expert_num_tokens", expert_num_tokens, 1)
+    sizes.between("max_num_tokens", max_num_tokens, 0, MOST_ROWS)
     num_experts = expert_num_tokens.shape[0]
     return _plan(expert_num_tokens, num_experts * max_num_tokens, num_experts, row_tiles)
 
@@ -52,10 +64,14 @@ def plan_permuted(
     expert_first_token_offset: Tensor, num_rows: int, row_tiles: Sequence[int]
 ) -> Tensor:
     """A plan for ``num_rows`` rows."""
+    sizes.axes("expert_first_token_offset", expert_first_token_offset, 1)
     num_experts = expert_first_token_offset.shape[0] - 1
+    sizes.between("num_rows", num_rows, 0, MOST_ROWS)
     return _plan(expert_first_token_offset, num_rows, num_experts, row_tiles)
 
 
 def _plan(like: Tensor, num_slots: int, num_experts: int, row_tiles: Sequence[int]) -> Tensor:
+    sizes.num_experts("the number of experts", num_experts)
+    sizes.row_tiles(row_tiles)
     entries = plan_sizes(num_slots, num_experts, row_tiles).entries
     return like.new_empty(entries, dtype=torch.int32)

@@ -7,8 +7,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from moe_ops import sizes
 from moe_ops.activation import formula
 from moe_ops.scheme import get_scheme
+from moe_ops.tensors import AnyTiles
 
 
 def decoded_gemm(
@@ -27,8 +29,9 @@ def decoded_gemm(
     out_dtype: torch.dtype,
 ) -> Tensor:
     """One row of ``N`` for each slot, in slot order."""
-    _check(w_global_scale, scheme)
-    return a.new_empty(a.shape[0] * top_k, w.shape[1], dtype=out_dtype)
+    operands, tiles = (a, a_scale, w, w_scale, w_global_scale), (plan, topk_ids, expert_map)
+    slots = _slots(operands, bias, tiles, row_tiles, top_k, scheme)
+    return a.new_empty(slots, w.shape[1], dtype=out_dtype)
 
 
 def decoded_gemm_act(
@@ -48,17 +51,31 @@ def decoded_gemm_act(
     activation: str,
 ) -> Tensor:
     """One row of ``I`` for each slot, in slot order."""
-    _check(w_global_scale, scheme)
-    width = w.shape[1] // 2 if formula(activation).gated else w.shape[1]
-    return a.new_empty(a.shape[0] * top_k, width, dtype=out_dtype)
+    operands, tiles = (a, a_scale, w, w_scale, w_global_scale), (plan, topk_ids, expert_map)
+    slots = _slots(operands, bias, tiles, row_tiles, top_k, scheme)
+    width = sizes.activated("w", w.shape[1], formula(activation))
+    return a.new_empty(slots, width, dtype=out_dtype)
 
 
-def _check(global_scale: Tensor | None, scheme: str) -> None:
-    """A scheme whose operands are decoded, with all that it needs."""
-    known = get_scheme(scheme)
-    if known.weight is None or not known.decoded:
+def _slots(
+    operands: tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None],
+    bias: Tensor | None,
+    tiles: AnyTiles,
+    row_tiles: Sequence[int],
+    top_k: int,
+    scheme: str,
+) -> int:
+    """How many there are; ValueError for another scheme, and where sizes disagree."""
+    (a, a_scale, w, w_scale, global_scale), known = operands, get_scheme(scheme)
+    if known.activation is None or known.weight is None or not known.decoded:
         raise ValueError(f"scheme must be one whose operands are decoded, got {scheme!r}")
     if (global_scale is not None) != known.weight.global_scale:
         rule = "be a Tensor" if known.weight.global_scale else "be None"
         got = "None" if global_scale is None else "a Tensor"
         raise ValueError(f"w_global_scale must {rule} for scheme {scheme}, got {got}")
+    each = [2 if quant.element.packed else 1 for quant in (known.activation, known.weight)]
+    slots = sizes.gemm(a, w, (each[0], each[1]), bias, tiles, row_tiles, top_k)
+    (rows, width), (experts, n, k) = a.shape, w.shape
+    sizes.weight_scales(scheme, (experts, n, each[1] * k), w_scale, global_scale)
+    sizes.stored_row_scale(a_scale, known.activation, rows, each[0] * width, experts)
+    return slots

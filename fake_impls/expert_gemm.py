@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+from moe_ops import sizes
 from moe_ops.activation import formula
 
 
@@ -23,7 +24,10 @@ def expert_gemm(
     expert_order: bool = False,
 ) -> Tensor:
     """One row of ``N`` for each slot, in slot order."""
-    return a.new_empty(a.shape[0] * top_k, w.shape[1])
+    slots = sizes.gemm(a, w, (1, 1), bias, (plan, topk_ids, expert_map), row_tiles, top_k)
+    sizes.entries("input_weights", input_weights, slots)
+    sizes.entries("output_weights", output_weights, slots)
+    return a.new_empty(slots, w.shape[1])
 
 
 def expert_gemm_act(
@@ -40,5 +44,6 @@ def expert_gemm_act(
     expert_order: bool = False,
 ) -> Tensor:
     """One row of ``I`` for each slot, in slot order or in expert order."""
-    width = w.shape[1] // 2 if formula(activation).gated else w.shape[1]
-    return a.new_empty(a.shape[0] * top_k, width)
+    slots = sizes.gemm(a, w, (1, 1), bias, (plan, topk_ids, expert_map), row_tiles, top_k)
+    sizes.entries("input_weights", input_weights, slots)
+    return a.new_empty(slots, sizes.activated("w", w.shape[1], formula(activation)))

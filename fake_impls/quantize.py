@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from moe_ops import sizes
 from moe_ops.activation import formula
 from moe_ops.scheme import Quant, parse_quant
 
@@ -18,9 +19,13 @@ def moe_quantize(
     quant: str,
 ) -> tuple[Tensor, Tensor]:
     """A row for each row of ``x``; with weights on the input, for each slot."""
+    sizes.axes("x", x, 2)
     rows, width = x.shape
+    sizes.row_scale(scale, parse_quant(quant), rows)
     if topk_weights is not None:
-        rows = topk_weights.shape[0] * topk_weights.shape[1]
+        sizes.shaped("topk_weights", topk_weights, rows, None)
+        rows *= topk_weights.shape[1]
+    _check_slots(topk_ids, expert_map, rows)
     return _rows(x, rows, width, quant)
 
 
@@ -34,8 +39,24 @@ def activation_quantize(
     quant: str,
 ) -> tuple[Tensor, Tensor]:
     """A row of the activation's width for each row of ``x``."""
+    sizes.axes("x", x, 2)
     rows, width = x.shape
-    return _rows(x, rows, width // 2 if formula(activation).gated else width, quant)
+    sizes.row_scale(scale, parse_quant(quant), rows)
+    _check_slots(topk_ids, expert_map, rows)
+    return _rows(x, rows, sizes.activated("x", width, formula(activation)), quant)
+
+
+def _check_slots(topk_ids: Tensor | None, expert_map: Tensor | None, rows: int) -> None:
+    """The rows are slots, or each has as many of them."""
+    if topk_ids is None:
+        return
+    sizes.slots(topk_ids, expert_map)
+    slots = topk_ids.numel()
+    if type(slots) is int and type(rows) is int and slots % max(rows, 1):
+        raise ValueError(
+            f"topk_ids must have a multiple of the {rows} rows as entries, got shape "
+            f"{tuple(topk_ids.shape)}"
+        )
 
 
 def _rows(x: Tensor, rows: int, width: int, quant: str) -> tuple[Tensor, Tensor]:

@@ -5,10 +5,18 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from moe_ops import sizes
 
-def _routing(gating_output: Tensor, topk: int) -> tuple[Tensor, Tensor]:
+
+def _routing(gating_output: Tensor, topk: int, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """``(T, k)`` float32 weights and int32 ids."""
-    shape = (gating_output.shape[0], topk)
+    sizes.axes("gating_output", gating_output, 2)
+    tokens, num_experts = gating_output.shape
+    sizes.num_experts("gating_output.shape[1]", num_experts)
+    sizes.between("topk", topk, 1, num_experts)
+    if bias is not None:
+        sizes.shaped("e_score_correction_bias", bias, num_experts)
+    shape = (tokens, topk)
     return (
         gating_output.new_empty(shape, dtype=torch.float32),
         gating_output.new_empty(shape, dtype=torch.int32),
@@ -24,7 +32,7 @@ def fused_topk(
     routed_scaling_factor: float,
 ) -> tuple[Tensor, Tensor]:
     """``topk`` slots a token."""
-    return _routing(gating_output, topk)
+    return _routing(gating_output, topk, e_score_correction_bias)
 
 
 def grouped_topk(
@@ -38,7 +46,14 @@ def grouped_topk(
     topk_group: int,
 ) -> tuple[Tensor, Tensor]:
     """``topk`` slots a token."""
-    return _routing(gating_output, topk)
+    result = _routing(gating_output, topk, e_score_correction_bias)
+    num_experts = gating_output.shape[1]
+    sizes.between("num_expert_group", num_expert_group, 1, num_experts)
+    sizes.between("topk_group", topk_group, 1, num_expert_group)
+    size = num_experts // num_expert_group
+    sizes.equal("num_expert_group * (the experts of a group)", num_expert_group * size, num_experts)
+    sizes.between("topk", topk, 1, topk_group * size)
+    return result
 
 
 def hash_topk(
@@ -50,7 +65,12 @@ def hash_topk(
     routed_scaling_factor: float,
 ) -> tuple[Tensor, Tensor]:
     """As many slots a token as the table has columns."""
-    return _routing(gating_output, table.shape[1])
+    sizes.axes("table", table, 2)
+    words, topk = table.shape
+    sizes.between("table.shape[0]", words, 1, 2**31 - 1)
+    result = _routing(gating_output, topk)
+    sizes.shaped("input_ids", input_ids, gating_output.shape[0])
+    return result
 
 
 def sparsemixer(gating_output: Tensor, jitter_eps: float) -> tuple[Tensor, Tensor]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from moe_ops import sizes
+
 
 def adjust_routing(
     topk_weights: Tensor,
@@ -16,7 +18,15 @@ def adjust_routing(
     shared_expert_weight: float,
 ) -> tuple[Tensor, Tensor]:
     """``(T, k + n)`` float32 weights, and ids in their dtype."""
-    shape = (topk_ids.shape[0], topk_ids.shape[1] + num_shared_experts)
+    tokens, k = sizes.slots(topk_ids)
+    sizes.shaped("topk_weights", topk_weights, tokens, k)
+    sizes.between("num_experts", num_experts, 0, 2**31 - 1)
+    sizes.between("num_shared_experts", num_shared_experts, 0, sizes.MAX_EXPERTS)
+    if per_expert_scale is not None:
+        sizes.shaped("per_expert_scale", per_expert_scale, num_experts)
+    if is_padding is not None:
+        sizes.shaped("is_padding", is_padding, tokens)
+    shape = (tokens, k + num_shared_experts)
     return topk_weights.new_empty(shape, dtype=torch.float32), topk_ids.new_empty(shape)
 
 
@@ -24,6 +34,11 @@ def zero_experts(
     hidden_states: Tensor, topk_weights: Tensor, topk_ids: Tensor, num_experts: int, skipped_id: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """``(T, k)`` float32 weights, ids in their dtype, and ``(T, H)``."""
+    tokens, k = sizes.slots(topk_ids)
+    sizes.shaped("topk_weights", topk_weights, tokens, k)
+    sizes.shaped("hidden_states", hidden_states, tokens, None)
+    sizes.between("num_experts", num_experts, 0, 2**31 - 1)
+    sizes.between("skipped_id", skipped_id, -1, 2**31 - 1)
     return (
         topk_weights.new_empty(topk_weights.shape, dtype=torch.float32),
         topk_ids.new_empty(topk_ids.shape),

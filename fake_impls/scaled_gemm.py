@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 import torch
 from torch import Tensor
 
+from moe_ops import sizes
 from moe_ops.activation import formula
 from moe_ops.scheme import Quant, get_scheme
+from moe_ops.tensors import AnyTiles
 
 
 def scaled_gemm(
@@ -26,7 +29,9 @@ def scaled_gemm(
     out_dtype: torch.dtype,
 ) -> Tensor:
     """One row of ``N`` for each slot, in slot order."""
-    return a.new_empty(a.shape[0] * top_k, w.shape[1], dtype=out_dtype)
+    tiles = (plan, topk_ids, expert_map)
+    slots = num_slots(a, a_scale, w, w_scale, bias, tiles, row_tiles, top_k, scheme)
+    return a.new_empty(slots, w.shape[1], dtype=out_dtype)
 
 
 def scaled_gemm_act(
@@ -45,9 +50,37 @@ def scaled_gemm_act(
     activation: str,
 ) -> Tensor:
     """One row of ``I`` for each slot, in slot order."""
-    return a.new_empty(a.shape[0] * top_k, _width(w, activation), dtype=out_dtype)
+    tiles = (plan, topk_ids, expert_map)
+    slots = num_slots(a, a_scale, w, w_scale, bias, tiles, row_tiles, top_k, scheme)
+    width = sizes.activated("w", w.shape[1], formula(activation))
+    return a.new_empty(slots, width, dtype=out_dtype)
 
 
+def num_slots(
+    a: Tensor,
+    a_scale: Tensor | None,
+    w: Tensor,
+    w_scale: Tensor,
+    bias: Tensor | None,
+    tiles: AnyTiles,
+    row_tiles: Sequence[int],
+    top_k: int,
+    scheme: str,
+) -> int:
+    """How many there are; ValueError where sizes disagree."""
+    slots = sizes.gemm(a, w, (1, 1), bias, tiles, row_tiles, top_k)
+    sizes.weight_scales(scheme, w.shape, w_scale)
+    if a_scale is not None:
+        quant, _ = quants(scheme)
+        rows, k = a.shape
+        if a.dtype == quant.dtype:
+            sizes.stored_row_scale(a_scale, quant, rows, k, w.shape[0])
+        else:
+            sizes.row_scale(a_scale, quant, rows)
+    return slots
+
+
+@lru_cache(maxsize=256)
 def quants(scheme: str) -> tuple[Quant, Quant]:
     """How a scheme quantizes activations and weights.
 
@@ -69,7 +102,3 @@ def stored_rows(a: Tensor, a_scale: Tensor | None, quant: Quant) -> tuple[Tensor
     if a_scale is None:
         raise ValueError(f"a_scale must be given with rows of dtype {a.dtype}, got None")
     return a, a_scale
-
-
-def _width(w: Tensor, activation: str) -> int:
-    return w.shape[1] // 2 if formula(activation).gated else w.shape[1]

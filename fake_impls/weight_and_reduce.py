@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from moe_ops import sizes
+
 
 def moe_fused_mul_sum(
     inputs: Tensor,
@@ -14,8 +16,8 @@ def moe_fused_mul_sum(
     num_local_experts: int,
 ) -> Tensor:
     """``(T, H)`` for ``(T, k, H)``, or for the ``(T * k, H)`` of ``topk_ids``; same dtype."""
-    tokens = inputs.shape[0] if topk_ids is None else topk_ids.shape[0]
-    return inputs.new_empty(tokens, inputs.shape[-1])
+    tokens, width = _check(inputs, topk_weights, topk_ids, expert_map, num_valid_tokens)
+    return inputs.new_empty(tokens, width)
 
 
 def moe_fused_mul_sum_out(
@@ -28,4 +30,28 @@ def moe_fused_mul_sum_out(
     *,
     out: Tensor,
 ) -> None:
-    """Nothing: ``out`` is written."""
+    """Nothing: ``out`` is written, whose rows must be contiguous and lie apart."""
+    tokens, width = _check(inputs, topk_weights, topk_ids, expert_map, num_valid_tokens)
+    sizes.shaped("out", out, tokens, width)
+    sizes.rows_apart("out", out)
+
+
+def _check(
+    inputs: Tensor,
+    topk_weights: Tensor | None,
+    topk_ids: Tensor | None,
+    expert_map: Tensor | None,
+    num_valid_tokens: Tensor | None,
+) -> tuple[int, int]:
+    """The tokens and the columns of the result; ValueError where sizes disagree."""
+    *rows, width = inputs.shape
+    if topk_ids is not None:
+        tokens, k = sizes.slots(topk_ids, expert_map)
+        sizes.entries("inputs", inputs, tokens * k * width)
+    elif len(rows) == 2:
+        tokens, k = rows
+    else:
+        raise ValueError(f"inputs must have 3 axes without ids, got shape {tuple(inputs.shape)}")
+    sizes.weights(topk_weights, tokens, k)
+    sizes.entries("num_valid_tokens", num_valid_tokens, 1)
+    return tokens, width

@@ -6,8 +6,10 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+from moe_ops import sizes
 from moe_ops.activation import formula
 from moe_ops.scheme import get_scheme
+from moe_ops.tensors import AnyTiles
 
 
 def weight_only_gemm(
@@ -26,8 +28,9 @@ def weight_only_gemm(
     scheme: str,
 ) -> Tensor:
     """One row of ``N`` for each slot, in slot order."""
-    _check(w_scale, w_zero_point, w_global_scale, scheme)
-    return a.new_empty(a.shape[0] * top_k, w.shape[1])
+    stored, tiles = (w, w_scale, w_zero_point, w_global_scale), (plan, topk_ids, expert_map)
+    slots = _slots(a, stored, bias, input_weights, tiles, row_tiles, top_k, scheme)
+    return a.new_empty(slots, w.shape[1])
 
 
 def weight_only_gemm_act(
@@ -47,15 +50,36 @@ def weight_only_gemm_act(
     activation: str,
 ) -> Tensor:
     """One row of ``I`` for each slot, in slot order."""
-    _check(w_scale, w_zero_point, w_global_scale, scheme)
-    width = w.shape[1] // 2 if formula(activation).gated else w.shape[1]
-    return a.new_empty(a.shape[0] * top_k, width)
+    stored, tiles = (w, w_scale, w_zero_point, w_global_scale), (plan, topk_ids, expert_map)
+    slots = _slots(a, stored, bias, input_weights, tiles, row_tiles, top_k, scheme)
+    return a.new_empty(slots, sizes.activated("w", w.shape[1], formula(activation)))
 
 
-def _check(
+def _slots(
+    a: Tensor,
+    stored: tuple[Tensor, Tensor | None, Tensor | None, Tensor | None],
+    bias: Tensor | None,
+    input_weights: Tensor | None,
+    tiles: AnyTiles,
+    row_tiles: Sequence[int],
+    top_k: int,
+    scheme: str,
+) -> int:
+    """How many there are; ValueError for another scheme, and where sizes disagree."""
+    w, scale, zero_point, global_scale = stored
+    each = _numbers_each(scale, zero_point, global_scale, scheme)
+    slots = sizes.gemm(a, w, (1, each), bias, tiles, row_tiles, top_k)
+    sizes.entries("input_weights", input_weights, slots)
+    if scale is not None:
+        experts, n, k = w.shape
+        sizes.weight_scales(scheme, (experts, n, each * k), scale, global_scale, zero_point)
+    return slots
+
+
+def _numbers_each(
     scale: Tensor | None, zero_point: Tensor | None, global_scale: Tensor | None, scheme: str
-) -> None:
-    """A scheme of weights alone, with all that it needs."""
+) -> int:
+    """Numbers of an entry of a weight; ValueError unless a scheme of weights has what it needs."""
     known = get_scheme(scheme)
     quant = known.weight
     if quant is None or known.activation is not None:
@@ -69,3 +93,4 @@ def _check(
             rule = "be a Tensor" if needed else "be None"
             got = "None" if value is None else "a Tensor"
             raise ValueError(f"{name} must {rule} for scheme {scheme}, got {got}")
+    return 2 if quant.element.packed else 1

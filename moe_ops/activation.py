@@ -13,6 +13,8 @@ from functools import lru_cache
 from math import isfinite
 from typing import Any, NamedTuple
 
+from moe_ops import checks
+
 
 class MoEActivation(Enum):
     """Names of the field (vLLM's ``MoEActivation``); ``*_no_mul`` have no gate."""
@@ -33,9 +35,11 @@ class MoEActivation(Enum):
     @classmethod
     def from_str(cls, name: str) -> MoEActivation:
         """The activation called ``name``, aliases included; ValueError for an unknown one."""
+        checks.instance("activation", name, str)
         found = _BY_NAME.get(name)
         if found is None:
-            raise ValueError(f"activation must be one of {sorted(_BY_NAME)}, got {name!r}")
+            hint = checks.did_you_mean(name, _BY_NAME)
+            raise ValueError(f"activation must be one of {sorted(_BY_NAME)}, got {name!r}{hint}")
         return found
 
     @property
@@ -155,8 +159,8 @@ class Activation:
         rule = _RULES[self.kind]
         for name in _SETTINGS:
             value = getattr(self, name)
-            if value is not None and not isinstance(value, (int, float)):
-                raise TypeError(f"activation {name} must be a number, got {value!r}")
+            if value is not None:
+                checks.number(f"activation {name}", value)
             if value is not None and not isfinite(value):
                 raise ValueError(f"activation {name} must be finite, got {value}")
             if value is None and name in rule.required:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from moe_ops import checks, ops
+from moe_ops import checks, ops, sizes
 from moe_ops.activation import Activation, MoEActivation, kind_and_key
+from moe_ops.gradients import inference_only
 from moe_ops.tensors import Permutation, TilePlan
+from moe_ops.tiles import MAX_ROW_TILE
 
 _ANY_NUMBER = 2**31 - 1
 """As a number of experts: every id that is not negative is an expert."""
@@ -27,7 +31,7 @@ def moe_align_block_size(
 
     Args:
         topk_ids: ``(T, k)`` int32 or int64.
-        block_size: rows of a tile, a power of two.
+        block_size: rows of a tile, a power of two up to 4096.
         num_experts: E, up to 4096; need not be a power of two.
         expert_map: ``(E,)``, the local expert of each global one or -1. Without
             ``ignore_invalid_experts`` all slots are kept in the order of their global experts, and
@@ -42,7 +46,7 @@ def moe_align_block_size(
 
     Raises:
         TypeError: a wrong dtype.
-        ValueError: ``block_size`` not a power of two, ``num_experts`` not in 1..4096, an
+        ValueError: ``block_size`` not such a power of two, ``num_experts`` not in 1..4096, an
             ``expert_map`` of another length.
 
     Source:
@@ -50,12 +54,12 @@ def moe_align_block_size(
     """
     checks.tensor("topk_ids", topk_ids, 2, checks.INDICES)
     checks.flags(pad_sorted_ids=pad_sorted_ids, ignore_invalid_experts=ignore_invalid_experts)
-    for name, value in (("block_size", block_size), ("num_experts", num_experts)):
-        checks.integer(name, value)
-    if block_size < 1 or block_size & (block_size - 1):
-        raise ValueError(f"block_size must be a power of two, got {block_size}")
-    if not 1 <= num_experts <= checks.MAX_EXPERTS:
-        raise ValueError(f"num_experts must be in 1..{checks.MAX_EXPERTS}, got {num_experts}")
+    checks.integer("block_size", block_size)
+    if not 1 <= block_size <= MAX_ROW_TILE or block_size & (block_size - 1):
+        raise ValueError(
+            f"block_size must be a power of two up to {MAX_ROW_TILE}, got {block_size}"
+        )
+    checks.between(1, checks.MAX_EXPERTS, num_experts=num_experts)
     checks.expert_map(expert_map, topk_ids, num_experts)
     return TilePlan(
         *ops.moe_align_block_size(
@@ -82,18 +86,11 @@ def count_expert_num_tokens(
     """
     checks.tensor("topk_ids", topk_ids, 2, checks.INDICES)
     checks.expert_map(expert_map, topk_ids)
-    _check_local_experts(num_local_experts)
+    checks.between(1, checks.MAX_EXPERTS, num_local_experts=num_local_experts)
     return ops.count_expert_num_tokens(topk_ids, expert_map, num_local_experts)
 
 
-def _check_local_experts(num_local_experts: int) -> None:
-    checks.integer("num_local_experts", num_local_experts)
-    if not 1 <= num_local_experts <= checks.MAX_EXPERTS:
-        raise ValueError(
-            f"num_local_experts must be in 1..{checks.MAX_EXPERTS}, got {num_local_experts}"
-        )
-
-
+@inference_only
 def moe_permute(
     hidden_states: Tensor,
     a1q_scale: Tensor | None,
@@ -124,13 +121,14 @@ def moe_permute(
     """
     checks.tensor("topk_ids", topk_ids, 2, checks.INDICES)
     checks.tensor("hidden_states", hidden_states, 2, None)
-    for name, value in (("n_expert", n_expert), ("n_local_expert", n_local_expert)):
-        checks.integer(name, value)
+    checks.between(1, checks.MAX_EXPERTS, n_expert=n_expert)
+    num_local_experts = n_expert
+    if n_local_expert != -1:
+        checks.between(1, checks.MAX_EXPERTS, n_local_expert=n_local_expert)
+        num_local_experts = n_local_expert
     checks.same_tokens("hidden_states", hidden_states, "topk_ids", topk_ids)
     checks.same_device("hidden_states", hidden_states, "topk_ids", topk_ids)
     checks.expert_map(expert_map, topk_ids, n_expert)
-    num_local_experts = n_expert if n_local_expert == -1 else n_local_expert
-    _check_local_experts(num_local_experts)
     order = Permutation(*ops.moe_permutation(topk_ids, expert_map, num_local_experts))
 
     def permute(x: Tensor) -> Tensor:
@@ -141,7 +139,7 @@ def moe_permute(
     scale = a1q_scale
     if scale is not None:
         checks.tensor("a1q_scale", scale, None, None)
-    if scale is not None and scale.numel() > 1:
+    if scale is not None and scale.numel() != 1:
         checks.tensor("a1q_scale", scale, 2, None)
         checks.same_tokens("a1q_scale", scale, "hidden_states", hidden_states)
         checks.same_device("a1q_scale", scale, "hidden_states", hidden_states)
@@ -149,6 +147,7 @@ def moe_permute(
     return permute(hidden_states), scale, *order
 
 
+@inference_only
 def moe_unpermute(
     permuted_hidden_states: Tensor,
     topk_weights: Tensor | None,
@@ -176,7 +175,6 @@ def moe_unpermute(
         vLLM ``moe_unpermute``.
     """
     checks.tensor("permuted_hidden_states", permuted_hidden_states, 2, checks.FLOATS)
-    checks.inference_only(permuted_hidden_states=permuted_hidden_states, topk_weights=topk_weights)
     checks.tensor("inv_permuted_idx", inv_permuted_idx, 2, (torch.int32,))
     rows = ("permuted_hidden_states", permuted_hidden_states)
     checks.same_device("inv_permuted_idx", inv_permuted_idx, *rows)
@@ -184,6 +182,11 @@ def moe_unpermute(
         checks.topk_pair(topk_weights, inv_permuted_idx, "inv_permuted_idx")
     if expert_first_token_offset is not None:
         checks.tensor("expert_first_token_offset", expert_first_token_offset, 1, (torch.int64,))
+        offsets = expert_first_token_offset.shape[0]
+        if offsets < 2:
+            raise ValueError(
+                f"expert_first_token_offset must have at least 2 entries, got {offsets}"
+            )
         checks.same_device("expert_first_token_offset", expert_first_token_offset, *rows)
     return ops.moe_unpermute(
         permuted_hidden_states, topk_weights, inv_permuted_idx, expert_first_token_offset
@@ -207,7 +210,7 @@ def moe_fused_mul_sum(
     Args:
         inputs: ``(T, k, H)`` bf16, fp16 or fp32, contiguous.
         topk_weights: ``(T, k)`` bf16, fp16 or fp32, contiguous; need not sum to one.
-        outputs: ``(T, H)`` to write into, rows contiguous; a fresh tensor without it.
+        outputs: ``(T, H)`` to write into, rows contiguous and apart; a fresh tensor without it.
         topk_ids: ``(T, k)`` int32 or int64; needed with ``expert_map``.
         expert_map: ``(E,)`` or None.
         num_valid_tokens: int32 or int64 ``[1]`` on the device; rows past it are zeros.
@@ -217,6 +220,8 @@ def moe_fused_mul_sum(
 
     Raises:
         TypeError, ValueError: a wrong dtype, shape, device or layout; ``expert_map`` without ids.
+        NotImplementedError: a backward pass through the result; ``outputs`` together with inputs
+            that require grad, in grad mode.
 
     Source:
         vLLM ``moe_fused_mul_sum``, which leaves rows without slots untouched and whose output
@@ -224,7 +229,6 @@ def moe_fused_mul_sum(
     """
     checks.tensor("inputs", inputs, 3, checks.FLOATS)
     checks.tensor("topk_weights", topk_weights, 2, checks.FLOATS)
-    checks.inference_only(inputs=inputs, topk_weights=topk_weights)
     checks.same_tokens("topk_weights", topk_weights, "inputs", inputs)
     checks.size("topk_weights.shape[1]", topk_weights.shape[1], "inputs.shape[1]", inputs.shape[1])
     checks.same_device("topk_weights", topk_weights, "inputs", inputs)
@@ -239,17 +243,22 @@ def moe_fused_mul_sum(
     checks.device_scalar("num_valid_tokens", num_valid_tokens, checks.INDICES, "inputs", inputs)
     arguments = (inputs, topk_weights, topk_ids, expert_map, num_valid_tokens, _ANY_NUMBER)
     if outputs is None:
-        return ops.moe_fused_mul_sum(*arguments)
+        return _mul_sum(*arguments)
     checks.tensor("outputs", outputs, 2, checks.FLOATS)
     checks.same_tokens("outputs", outputs, "inputs", inputs)
     checks.same_device("outputs", outputs, "inputs", inputs)
     checks.size("outputs.shape[1]", outputs.shape[1], "inputs.shape[2]", inputs.shape[2])
-    if outputs.stride(1) != 1:
-        raise ValueError(f"outputs must have contiguous rows, got strides {outputs.stride()}")
+    sizes.rows_apart("outputs", outputs)
     ops.moe_fused_mul_sum_out(*arguments, out=outputs)
     return outputs
 
 
+@inference_only
+def _mul_sum(*arguments: Any) -> Tensor:
+    return ops.moe_fused_mul_sum(*arguments)
+
+
+@inference_only
 def apply_moe_activation(activation: MoEActivation | Activation | str, x: Tensor) -> Tensor:
     """An activation by itself: ``(R, 2d)`` with a gate, ``(R, d)`` without, to ``(R, d)``.
 
@@ -261,7 +270,6 @@ def apply_moe_activation(activation: MoEActivation | Activation | str, x: Tensor
     """
     kind, key = kind_and_key(activation)
     checks.tensor("x", x, 2, checks.FLOATS)
-    checks.inference_only(x=x)
     if kind.is_gated and x.shape[1] % 2:
         raise ValueError(f"x must have an even width for activation {kind.value}, got {x.shape[1]}")
     return ops.activation(x, key)

@@ -7,7 +7,8 @@ no check waits for the device; ids out of range are skipped by the kernels inste
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import difflib
+from collections.abc import Callable, Iterable, Sequence
 from functools import wraps
 from numbers import Integral, Real
 from typing import Any
@@ -18,6 +19,7 @@ from torch import Tensor
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 INDICES = (torch.int32, torch.int64)
 MAX_EXPERTS = 4096
+MAX_SIZE = 2**31 - 1
 REMEMBERED = 4096
 """Sets of arguments that one check remembers: token counts are part of them."""
 
@@ -25,9 +27,9 @@ REMEMBERED = 4096
 def remembered(check: Callable[..., None]) -> Callable[..., None]:
     """``check``, skipped where it passed before for tensors like these and the same other values.
 
-    For checks that read nothing of a tensor but its shape, strides, dtype, device and
-    ``requires_grad``. What does not pass is checked, and raises, every time; so are symbolic
-    sizes. A compiler traces the check itself.
+    For checks that read nothing of a tensor but its shape, strides, dtype and device. What does not
+    pass is checked, and raises, every time; so are symbolic sizes. A compiler traces the check
+    itself.
     """
     passed: set[tuple[Any, ...]] = set()
 
@@ -36,18 +38,16 @@ def remembered(check: Callable[..., None]) -> Callable[..., None]:
         if torch.compiler.is_compiling():
             check(*arguments)
             return
-        key = (
-            torch.is_grad_enabled(),
-            *[
-                (x.shape, x.stride(), x.dtype, x.device, x.requires_grad)
-                if isinstance(x, Tensor)
-                else x
-                for x in arguments
-            ],
-        )
         try:
+            key = tuple(
+                [
+                    (x.shape, x.stride(), x.dtype, x.device) if isinstance(x, Tensor) else x
+                    for x in arguments
+                ]
+            )
             known = key in passed
-        except TypeError:  # a value without a hash: a symbolic size, or one that is about to raise
+        # A value without a hash, a tensor without strides: symbolic, or about to raise.
+        except (TypeError, RuntimeError):
             check(*arguments)
             return
         if not known:
@@ -62,9 +62,13 @@ def remembered(check: Callable[..., None]) -> Callable[..., None]:
 def tensor(name: str, x: Tensor, ndim: int | None, dtypes: Sequence[torch.dtype] | None) -> None:
     """``x`` is a dense tensor with ``ndim`` axes and one of ``dtypes`` (None: any)."""
     if not isinstance(x, Tensor):
-        raise TypeError(f"{name} must be a Tensor, got {type(x).__name__}")
-    if x.layout is not torch.strided:
-        raise TypeError(f"{name} must be a dense Tensor (torch.strided), got {x.layout}")
+        hint = " (pass its data)" if isinstance(x, tuple) and hasattr(x, "data") else ""
+        raise TypeError(f"{name} must be a Tensor, got {type(x).__name__}{hint}")
+    if x.layout is not torch.strided or x.is_nested:
+        got = "a nested Tensor" if x.is_nested else x.layout
+        raise TypeError(f"{name} must be a dense Tensor (torch.strided), got {got}")
+    if dtypes is None and x.is_quantized:
+        raise TypeError(f"{name} must not be a quantized Tensor of PyTorch's, got {x.dtype}")
     if ndim is not None and x.dim() != ndim:
         raise ValueError(f"{name} must have {ndim} axes, got shape {tuple(x.shape)}")
     if dtypes is not None and x.dtype not in dtypes:
@@ -112,18 +116,6 @@ def device_scalar(
     same_device(name, x, other_name, other)
 
 
-def inference_only(**tensors: Tensor | None) -> None:
-    """Nothing that is differentiated comes in."""
-    if not torch.is_grad_enabled():
-        return
-    for name, x in tensors.items():
-        if isinstance(x, Tensor) and x.requires_grad:
-            raise NotImplementedError(
-                f"{name} must not require grad (training is not supported: call under "
-                f"torch.no_grad() or torch.inference_mode()), got requires_grad=True"
-            )
-
-
 def topk_pair(topk_weights: Tensor, ids: Tensor, name: str = "topk_ids") -> None:
     """``(T, k)`` weights and ids (or rows) that belong together."""
     tensor(name, ids, 2, INDICES)
@@ -155,31 +147,70 @@ def instance(name: str, value: Any, kind: type) -> None:
         raise TypeError(f"{name} must be a {kind.__name__}, got {type(value).__name__}")
 
 
+def device(name: str, value: torch.device | str | int) -> torch.device:
+    """The device that a value names."""
+    rule = f"{name} must be a torch.device or its name, such as 'cuda:0'"
+    try:
+        return torch.device(value)
+    except RuntimeError:
+        raise ValueError(f"{rule}, got {value!r}") from None
+    except TypeError:
+        raise TypeError(f"{rule}, got {type(value).__name__}") from None
+
+
 def integer(name: str, value: int) -> None:
-    """A whole number, of Python, of a compiler or of numpy."""
-    if not isinstance(value, (int, torch.SymInt)) and not isinstance(value, Integral):
-        raise TypeError(f"{name} must be an int, got {type(value).__name__}")
+    """A whole number, of Python, of a compiler or of numpy; not a bool."""
+    if isinstance(value, (int, torch.SymInt)) and not isinstance(value, bool):
+        return
+    if isinstance(value, bool) or not isinstance(value, Integral):
+        raise TypeError(f"{name} must be an int, got {_shown(value)}")
 
 
 def at_least(least: int, **numbers: int) -> None:
-    """Whole numbers that are not too small."""
+    """Sizes and counts that are neither too small nor beyond 32 bits, in which kernels count."""
     for name, value in numbers.items():
         integer(name, value)
         if value < least:
             raise ValueError(f"{name} must be at least {least}, got {value}")
+        if value > MAX_SIZE:
+            raise ValueError(f"{name} must be at most {MAX_SIZE}, got {value}")
+
+
+def between(least: int, most: int, **numbers: int) -> None:
+    """Whole numbers in a range."""
+    for name, value in numbers.items():
+        integer(name, value)
+        if not least <= value <= most:
+            raise ValueError(f"{name} must be in {least}..{most}, got {value}")
 
 
 def number(name: str, value: float) -> None:
-    """An int or a float."""
-    if not isinstance(value, (int, float, torch.SymFloat)) and not isinstance(value, Real):
-        raise TypeError(f"{name} must be a number, got {type(value).__name__}")
+    """An int or a float; not a bool."""
+    if isinstance(value, (int, float, torch.SymFloat)) and not isinstance(value, bool):
+        return
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise TypeError(f"{name} must be a number, got {_shown(value)}")
+
+
+def factor(name: str, value: float) -> None:
+    """A number that float32 has; symbolic ones are not compared."""
+    number(name, value)
+    # A literal: a float of the module would be an input of a compiled program.
+    if isinstance(value, Real) and not abs(value) <= 3.4028234663852886e38:
+        raise ValueError(f"{name} must be a finite number of float32, got {value}")
 
 
 def flags(**values: bool) -> None:
-    """Every one is True or False."""
+    """Every value is True or False; 0, 1 and other objects are refused."""
     for name, value in values.items():
-        if not isinstance(value, int):
-            raise TypeError(f"{name} must be a bool, got {type(value).__name__}")
+        if not isinstance(value, bool):
+            raise TypeError(f"{name} must be a bool, got {_shown(value)}")
+
+
+def _shown(value: Any) -> str:
+    """The type of a value, and the value where it is a short one of Python's own."""
+    kind = type(value).__name__
+    return f"{kind} {value!r}" if isinstance(value, (bool, int, float, str)) else kind
 
 
 def topk(name: str, k: int, num_experts: int) -> None:
@@ -190,8 +221,18 @@ def topk(name: str, k: int, num_experts: int) -> None:
 
 
 def one_of(name: str, value: str, known: Sequence[str]) -> None:
-    """A name that is known."""
+    """A name that is known; the error about a misspelt one says which known name is nearest."""
     if not isinstance(value, str):
         raise TypeError(f"{name} must be one of {list(known)}, got {type(value).__name__}")
     if value not in known:
-        raise ValueError(f"{name} must be one of {list(known)}, got {value!r}")
+        hint = did_you_mean(value, known)
+        raise ValueError(f"{name} must be one of {list(known)}, got {value!r}{hint}")
+
+
+def did_you_mean(value: str, known: Iterable[str]) -> str:
+    """The end of an error about a misspelt name; empty where no known name resembles it."""
+    if torch.compiler.is_compiling():  # a compiler would trace the search
+        return ""
+    by_lower = {name.lower(): name for name in known}
+    near = difflib.get_close_matches(value.lower(), by_lower, n=1)
+    return f"; did you mean {by_lower[near[0]]!r}?" if near else ""

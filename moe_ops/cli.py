@@ -1,7 +1,7 @@
 """The command line: ``python -m moe_ops <command>``.
 
-Benchmarks and the demo are part of the repository, not of the installed package: their commands run
-the scripts that lie beside the package in a checkout, and say so where there is none.
+Every command runs wherever the package is installed, but for the demo, whose script and model are
+part of the repository only.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import math
 import runpy
 import sys
 from collections.abc import Callable, Sequence
-from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,6 +18,10 @@ from typing import Any, NamedTuple
 import torch
 
 from moe_ops.activation import kind_and_key
+from moe_ops.bench import layer
+from moe_ops.bench.gemm_clock import GemmClock
+from moe_ops.bench.harness import CHECKOUT, run_header
+from moe_ops.bench.problems import Problem, find_problem, unknown
 from moe_ops.pipeline.config import FusedMoEConfig
 from moe_ops.pipeline.devices import TARGETS, Target, target_of
 from moe_ops.pipeline.explanation import explain
@@ -27,47 +30,21 @@ from moe_ops.scheme import Scheme, get_scheme
 from moe_ops.tiles import device_facts
 from moe_ops.tuning import files, report
 from moe_ops.tuning.search import Clock, Subject
+from moe_ops.version import __version__
 
-CHECKOUT = Path(__file__).resolve().parent.parent
 PROGRAM = "python -m moe_ops"
 USAGE_ERROR = 2
 """The exit status after a command line that cannot be run as it is, as argparse has it."""
 _CUDA = torch.device("cuda")
 
 
-def _script(path: str) -> Path:
-    """A script of the checkout.
-
-    Raises:
-        SystemExit: the package is installed without the repository.
-    """
-    script = CHECKOUT / path
-    if not script.is_file():
-        print(
-            f"{PROGRAM}: this command needs {path} of the moe_ops repository, which is not beside "
-            "the installed package; run it in a checkout",
-            file=sys.stderr,
-        )
-        raise SystemExit(USAGE_ERROR)
-    return script
-
-
-def _benchmark_module(name: str) -> Any:
-    """A module of ``benchmarks/``, which import each other by their plain names."""
-    folder = str(_script(f"benchmarks/{name}.py").parent)
-    if folder not in sys.path:
-        sys.path.insert(0, folder)
-    return import_module(name)
-
-
 def _bench(arguments: Sequence[str]) -> int:
-    return _benchmark_module("bench_layer").main(arguments, prog=f"{PROGRAM} bench")
+    return layer.main(arguments, prog=f"{PROGRAM} bench")
 
 
 def _explain(arguments: Sequence[str]) -> int:
     """Print an `Explanation`; the exit status is 1 where nothing serves the configuration."""
-    problems = _benchmark_module("problems")
-    parser = _explain_parser(problems.find_problem)
+    parser = _explain_parser()
     chosen = parser.parse_args(arguments)
     if (chosen.format == "batched") is (chosen.max_num_tokens is None):
         parser.error("--format batched and --max-num-tokens go together")
@@ -90,11 +67,11 @@ def _explain(arguments: Sequence[str]) -> int:
     return 0 if found.choice else 1
 
 
-def _explain_parser(find_problem: Callable[[str], Any]) -> argparse.ArgumentParser:
+def _explain_parser() -> argparse.ArgumentParser:
     epilog = "A model of other sizes: moe_ops.explain(config, scheme), in Python."
     parser = argparse.ArgumentParser(prog=f"{PROGRAM} explain", allow_abbrev=False, epilog=epilog)
     add = parser.add_argument
-    model_help = "a key of shapes.json or the name of a model"
+    model_help = "the name of a model, or of a shape that models share"
     add("--model", type=_reads(find_problem), required=True, help=model_help)
     add("--scheme", type=_reads(_scheme), default="unquantized", help="(default: %(default)s)")
     add("--device", choices=TARGETS, help="need not be in this machine (default: what is)")
@@ -144,8 +121,7 @@ def _count(text: str) -> int:
 
 def _tune(arguments: Sequence[str]) -> int:
     """Time what a file of tuned tiles lacks, then print what it has; 2 where that needs a GPU."""
-    problems = _benchmark_module("problems")
-    chosen = _tune_parser(problems.find_problem).parse_args(arguments)
+    chosen = _tune_parser().parse_args(arguments)
     problem, folder = chosen.model, chosen.output or files.default_folder()
     sizes = (problem.num_experts, problem.intermediate_size, problem.hidden_size)
     try:
@@ -157,7 +133,7 @@ def _tune(arguments: Sequence[str]) -> int:
         known, timed = files.read(subject, folder), []
         if chosen.again or any(str(tokens) not in known for tokens in chosen.tokens):
             clock, again = _gemm_clock(problem, subject), chosen.again
-            made_with = ", ".join(_benchmark_module("harness").run_header().values())
+            made_with = ", ".join(run_header().values())
             how = {"made_with": made_with, "budget_s": chosen.time_budget_s}
             timed = files.tune(subject, chosen.tokens, folder, clock, again=again, **how)
         entries = files.read(subject, folder)
@@ -171,10 +147,10 @@ def _tune(arguments: Sequence[str]) -> int:
     return 0
 
 
-def _tune_parser(find_problem: Callable[[str], Any]) -> argparse.ArgumentParser:
+def _tune_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog=f"{PROGRAM} tune", allow_abbrev=False)
     add = parser.add_argument
-    model_help = "a key of shapes.json or the name of a model"
+    model_help = "the name of a model, or of a shape that models share"
     add("--model", type=_reads(find_problem), required=True, help=model_help)
     add("--scheme", type=_reads(_scheme), default="unquantized", help="(default: %(default)s)")
     add("--tokens", type=_reads(_counts), default="1,8,64,512,4096", help="(default: %(default)s)")
@@ -195,11 +171,11 @@ def _gpu(name: str) -> Target:
     here = target_of(_CUDA)
     known = {target.name: target for target in (*TARGETS.values(), here) if target.facts}
     if name not in known:
-        raise ValueError(f"unknown device {name!r}; known: {', '.join(known)}")
+        raise ValueError(unknown("device", name, known))
     return known[name]
 
 
-def _gemm_clock(problem: Any, subject: Subject) -> Clock:
+def _gemm_clock(problem: Problem, subject: Subject) -> Clock:
     """What times GEMMs on the GPU of this machine.
 
     Raises:
@@ -214,17 +190,30 @@ def _gemm_clock(problem: Any, subject: Subject) -> Clock:
             file=sys.stderr,
         )
         raise SystemExit(USAGE_ERROR)
-    return _benchmark_module("gemm_clock").GemmClock(problem, subject)
+    return GemmClock(problem, subject)
 
 
 def _demo(arguments: Sequence[str]) -> int:
-    script = str(_script("examples/demo.py"))
-    if find_spec("transformers") is None:
-        print(f"{PROGRAM} demo needs transformers: moe_ops[transformers]", file=sys.stderr)
+    """Run the repository's demo; 2 without the repository, or without transformers."""
+    script = CHECKOUT / "examples" / "demo.py"
+    wants_help = any(argument in ("-h", "--help") for argument in arguments)
+    lacks = None
+    if not script.is_file():
+        lacks = (
+            "needs examples/demo.py and the model beside it, which are not installed with the "
+            "package; run it in a clone of the moe_ops repository"
+        )
+    elif find_spec("transformers") is None:
+        lacks = "needs transformers: pip install 'moe_ops[transformers]'"
+    if lacks is not None:
+        if wants_help:
+            print(f"usage: {PROGRAM} demo [--model FOLDER] [--prompt TEXT]\n\nHere it {lacks}.")
+            return 0
+        print(f"{PROGRAM} demo: {lacks}", file=sys.stderr)
         return USAGE_ERROR
-    before, sys.argv = sys.argv, [script, *arguments]
+    before, sys.argv = sys.argv, [str(script), *arguments]
     try:
-        runpy.run_path(script, run_name="__main__")  # leaves through SystemExit
+        runpy.run_path(str(script), run_name="__main__")  # leaves through SystemExit
     finally:
         sys.argv = before
     return 0
@@ -259,6 +248,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog=PROGRAM, epilog=f"{PROGRAM} <command> --help says what a command takes."
     )
+    parser.add_argument("--version", action="version", version=f"moe_ops {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="<command>")
     for name, command in COMMANDS.items():
         commands.add_parser(name, help=command.help, add_help=False)

@@ -1,4 +1,4 @@
-"""Every operator of this library, one line each. Nothing is registered anywhere else.
+"""Every operator of this library, one line each. Only `moe_ops.gradients` registers two more.
 
 An operator ``moe_ops::name`` of a stage has three legs, found by the stage's file name:
 
@@ -25,6 +25,9 @@ from importlib import import_module
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
+
+from moe_ops import gradients
 
 NAMESPACE = "moe_ops"
 _library = torch.library.Library(NAMESPACE, "FRAGMENT")
@@ -33,23 +36,47 @@ STAGES: dict[str, str] = {}
 
 
 @cache
-def _leg(package: str, stage: str, name: str) -> Callable[..., Any]:
+def _function(package: str, stage: str, name: str) -> Callable[..., Any]:
     return getattr(import_module(f"moe_ops.{package}.{stage}"), name)
 
 
-def _on_its_device(stage: str, name: str) -> Callable[..., Any]:
-    """The CUDA leg, run on the first tensor's device also when that is not the current one."""
-    launch: Callable[..., Any] | None = None
+def _leg(package: str, stage: str, name: str) -> Callable[..., Any]:
+    """``moe_ops.<package>.<stage>.<name>``, imported when it first runs.
+
+    A kernel runs on the first tensor's device, also when that is not the current one; its launcher
+    allocates with the fake, which refuses sizes that disagree. A reference allocates by itself, so
+    the fake is asked first. Where a derivative may be asked for, `gradients` sees to it that nobody
+    gets a wrong one.
+    """
+    function: Callable[..., Any] | None = None
+    is_kernel = package == "kernels"
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        nonlocal launch
-        if launch is None:
-            launch = _leg("kernels", stage, name)
-        device = args[0].get_device()
-        if device == torch._C._cuda_getDevice():  # `torch.cuda.current_device` without its checks
-            return launch(*args, **kwargs)
-        with torch.cuda.device(device):
-            return launch(*args, **kwargs)
+        nonlocal function
+        if function is None:
+            function = _function(package, stage, name)
+        if (torch.is_grad_enabled() or forward_ad._current_level >= 0) and gradients.asked_for(
+            name, args, kwargs
+        ):
+            return gradients.refusing(name, call, args, kwargs)
+        if is_kernel:
+            device = args[0].get_device()
+            if device != torch._C._cuda_getDevice():  # `current_device` without its checks
+                with torch.cuda.device(device):
+                    return function(*args, **kwargs)
+        else:
+            _function("fake_impls", stage, name)(*args, **kwargs)
+        return function(*args, **kwargs)
+
+    return call
+
+
+def _fake(stage: str, name: str) -> Callable[..., Any]:
+    """``moe_ops.fake_impls.<stage>.<name>``, imported when it first runs."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        gradients.check_forward_mode(name, args)
+        return _function("fake_impls", stage, name)(*args, **kwargs)
 
     return call
 
@@ -59,16 +86,16 @@ def _op(stage: str, schema: str) -> Any:
     qualified = schema.split("(")[0]
     name, _, overload = qualified.partition(".")
     function = f"{name}_{overload}" if overload else name
-
-    def leg(package: str) -> Callable[..., Any]:
-        return lambda *args, **kwargs: _leg(package, stage, function)(*args, **kwargs)
-
     _library.define(schema)
-    _library.impl(qualified, leg("reference"), "CompositeExplicitAutograd")
-    _library.impl(qualified, _on_its_device(stage, function), "CUDA")
-    torch.library.register_fake(f"{NAMESPACE}::{qualified}", leg("fake_impls"), lib=_library)
+    _library.impl(qualified, _leg("reference", stage, function), "CompositeExplicitAutograd")
+    _library.impl(qualified, _leg("kernels", stage, function), "CUDA")
+    fake = _fake(stage, function)
+    torch.library.register_fake(f"{NAMESPACE}::{qualified}", fake, lib=_library)
     STAGES[qualified] = stage
-    return getattr(getattr(torch.ops.moe_ops, name), overload or "default")
+    operator = getattr(getattr(torch.ops.moe_ops, name), overload or "default")
+    # Only tracers look here. An Autograd kernel of the dispatcher would cost 2 us a call.
+    operator.py_impl(torch._C.DispatchKey.Autograd)(gradients.traced(operator, function))
+    return operator
 
 
 fused_topk = _op(
@@ -166,7 +193,8 @@ activation_quantize = _op(
 batched_dispatch = _op(
     "batched",
     "batched_dispatch(Tensor x, Tensor? scale, Tensor? topk_weights, Tensor topk_ids,"
-    " SymInt first_expert, SymInt num_local_experts, SymInt max_num_tokens, str quant)"
+    " SymInt first_expert, SymInt num_local_experts, SymInt max_num_tokens, str quant,"
+    " bool drops=True)"
     " -> (Tensor rows, Tensor row_scale, Tensor expert_num_tokens, Tensor num_dropped)",
 )
 batched_rows = _op(
@@ -248,5 +276,6 @@ eplb_map_to_physical_and_record = _op(
     "eplb",
     "eplb_map_to_physical_and_record(Tensor topk_ids, Tensor(a!) expert_load_view,"
     " Tensor logical_to_physical_map, Tensor logical_replica_count, Tensor? record_enabled,"
-    " Tensor? num_unpadded_tokens, ScalarType indices_type, SymInt seed) -> Tensor",
+    " Tensor? num_unpadded_tokens, ScalarType indices_type, SymInt seed, Tensor? step=None)"
+    " -> Tensor",
 )

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from moe_ops import checks, ops
+from moe_ops.gradients import inference_only
 from moe_ops.scheme import parse_quant
 
 _ELEMENTS = {torch.float8_e4m3fn: "fp8", torch.int8: "int8"}
@@ -24,6 +25,7 @@ _FORMATS = {
 """Formats with names of their own."""
 
 
+@inference_only
 def moe_kernel_quantize_input(
     A: Tensor,
     A_scale: Tensor | None,
@@ -76,17 +78,17 @@ def moe_kernel_quantize_input(
     if quant_dtype is None:
         return A, A_scale
     checks.tensor("A", A, 2, checks.FLOATS)
-    checks.inference_only(A=A)
     quant = _quant(A, quant_dtype, per_act_token_quant, block_shape, A_scale)
     if A_scale is not None:
         _check_scale(A_scale, A)
         if not per_act_token_quant:
             checks.size("A_scale.numel()", A_scale.numel(), "one element", 1)
-        elif A_scale.dim() > 1:
-            checks.same_tokens("A_scale", A_scale, "A", A)
+        elif A_scale.dim() > 1 or A_scale.numel() != 1:
+            checks.same_tokens("A_scale", A_scale.reshape(-1, 1), "A", A)
     return ops.moe_quantize(A, A_scale, None, None, None, 0, quant)
 
 
+@inference_only
 def batched_moe_kernel_quantize_input(
     A: Tensor,
     A_scale: Tensor | None,
@@ -131,7 +133,6 @@ def batched_moe_kernel_quantize_input(
     if qtype is None:
         return A, _per_expert(A_scale, E)
     checks.tensor("A", A, 3, checks.FLOATS)
-    checks.inference_only(A=A)
     for name, value in (("E", E), ("num_tokens", num_tokens)):
         checks.integer(name, value)
     checks.size("A.shape[0]", A.shape[0], "E", E)

@@ -11,6 +11,13 @@ from torch import Tensor
 from moe_ops.tiles import PLAN_HEADER, is_direct, pick_row_tile, plan_sizes
 
 
+def narrowed(ids: Tensor, dtype: torch.dtype) -> Tensor:
+    """Ids as int32 or int64; what int32 cannot hold stays out of range: 2**32 is not expert 0."""
+    if ids.dtype == torch.int64 and dtype == torch.int32:
+        ids = ids.clamp(-(2**31), 2**31 - 1)
+    return ids.to(dtype)
+
+
 class TilePlan(NamedTuple):
     """Which tile of rows belongs to which expert.
 

@@ -24,6 +24,8 @@ TALL_ROW_TILE = 192
 """Of 16-bit products on Hopper; the kernels for all GPUs take powers of two."""
 KNOWN_ROW_TILES = (*ROW_TILES, TALL_ROW_TILE)
 """All that a plan for GEMMs may have."""
+MAX_ROW_TILE = 4096
+"""Of any plan."""
 INVARIANT_ROW_TILES = (64,)
 """In batch-invariant mode: one tile at any load, and with it one way to add up along K.
 
@@ -73,6 +75,8 @@ DIRECT_SLOTS = 16
 PLAN_HEADER = 4
 """Entries of a plan before its slots: how many rows are in use, where the experts begin, where the
 tiles' first rows begin, and a zero, so that slots begin at a multiple of 16 bytes."""
+MAX_PLAN_ENTRIES = 2**31 - 1
+"""Kernels count them in 32 bits."""
 SINGLE_LAUNCH_SLOTS = 1024
 """Up to here one launch aligns: each of its programs counts all experts itself."""
 PLAN_PROGRAMS = 128
@@ -199,7 +203,13 @@ def _plan_sizes(
     num_slots: int, num_experts: int, row_tiles: tuple[int, ...], pad_to: int
 ) -> PlanSizes:
     rows = cdiv(padded_slots(num_slots, num_experts, row_tiles), pad_to) * pad_to
-    return PlanSizes(rows, num_tiles(num_slots, num_experts, row_tiles))
+    sizes = PlanSizes(rows, num_tiles(num_slots, num_experts, row_tiles))
+    if type(sizes.entries) is int and sizes.entries > MAX_PLAN_ENTRIES:
+        raise NotImplementedError(
+            f"topk_ids must have so few slots that a plan with row tiles {list(row_tiles)} has at "
+            f"most {MAX_PLAN_ENTRIES} entries, got {num_slots} slots"
+        )
+    return sizes
 
 
 def load_class(num_slots: int, num_experts: int) -> int:
@@ -247,6 +257,7 @@ def cuts_up(gemm: Gemm, config: TileConfig) -> int | None:
     return None if config.block_m == row_tile else config.block_m
 
 
+@lru_cache(maxsize=4096)
 def max_row_tiles(num_slots: int, num_experts: int, block_m: int) -> int:
     """Upper bound of the tiles of a GEMM's rows, with a plan or without."""
     if is_direct(num_slots, num_experts):

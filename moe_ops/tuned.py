@@ -48,11 +48,14 @@ def read_folder(folder: Any) -> list[TunedLayer]:
     """The layers of every JSON file in a folder (a path, or a resource).
 
     Raises:
-        ValueError: no such folder, or a file that `parse` refuses.
+        ValueError: no such folder, a file that `parse` refuses, or one that is no regular file.
     """
     if not folder.is_dir():
         raise ValueError(f"MOE_OPS_TUNED_DIR must name a folder, got {str(folder)!r}")
     found = sorted((f for f in folder.iterdir() if f.name.endswith(".json")), key=lambda f: f.name)
+    for file in found:
+        if not file.is_file():  # reading a pipe would wait for ever
+            raise ValueError(f"{file.name}: it must be a regular file, got a folder or a pipe")
     return [parse(f.name, f.read_text()) for f in found]
 
 

@@ -24,11 +24,23 @@ from moe_ops.hopper_tiles import (
 )
 from moe_ops.hopper_tiles import ROW_TILES as HOPPER_ROW_TILES
 from moe_ops.scheme import Scheme, get_scheme
-from moe_ops.tiles import EIGHT_BIT_ROW_TILES, KNOWN_ROW_TILES, ROW_TILES, TileConfig, load_class
+from moe_ops.tiles import (
+    EIGHT_BIT_ROW_TILES,
+    KNOWN_ROW_TILES,
+    ROW_TILES,
+    TileConfig,
+    load_class,
+)
 
-_NAME = re.compile(r"E=(\d+),N=(\d+),K=(\d+),device_name=([^,]+),scheme=([^,]+)\.json")
+_NUMBER = r"([1-9][0-9]{0,8})"
+_NAME = re.compile(rf"E={_NUMBER},N={_NUMBER},K={_NUMBER},device_name=([^,]+),scheme=([^,]+)\.json")
+_COUNT = re.compile(_NUMBER)
 SIZES = ("BLOCK_N", "BLOCK_K", "GROUP_M", "num_warps", "num_stages")
 """Of one GEMM, in the order of a `TileConfig` after its row tile."""
+LARGEST = {"BLOCK_N": 256, "BLOCK_K": 256, "GROUP_M": 128, "num_warps": 16, "num_stages": 64}
+"""Larger values compile for ever, or to kernels that no GPU can run. Whether tiles fit into a GPU's
+shared memory depends on the GPU and the GEMM: `moe_ops.tuned` asks that before it uses them."""
+MAX_TOP_K = 2**16
 HOPPER_SIZES = ("BLOCK_N", "GROUP_M", "num_stages")
 """Of one by a kernel in `KERNELS`, in the order of `HopperTiles`; ``BLOCK_N``: of weight rows."""
 Sizes = tuple[int, int, int]
@@ -106,9 +118,11 @@ def parse(file: str, text: str) -> TunedLayer:
         known, record = get_scheme(scheme), json.loads(text)
     except ValueError as error:  # of the name, or of the text
         raise ValueError(f"{file}: {error}") from None
+    except RecursionError:
+        raise ValueError(f"{file}: the file must not be nested so deeply") from None
     _require(isinstance(record, dict), file, "the file", "be an object", record)
     top_k = record.pop("top_k", None)
-    _whole(file, "top_k", top_k)
+    _whole(file, "top_k", top_k, most=MAX_TOP_K)
     entries = tuple(_entry(file, key, record[key], known) for key in record)
     experts, n, k = map(int, sizes)
     row_tiles = _row_tiles(file, entries, top_k, experts)
@@ -120,17 +134,19 @@ def _require(holds: Any, file: str, key: str, rule: str, got: object) -> None:
         raise ValueError(f"{file}: {key} must {rule}, got {got!r}")
 
 
-def _whole(file: str, key: str, value: Any, least: int = 1) -> None:
+def _whole(file: str, key: str, value: Any, least: int = 1, most: int | None = None) -> None:
     _require(type(value) is int and value >= least, file, key, f"be a number >= {least}", value)
+    if most is not None:
+        _require(value <= most, file, key, f"be a number <= {most}", value)
 
 
-def _power(file: str, key: str, value: Any, least: int) -> None:
-    _whole(file, key, value, least)
+def _power(file: str, key: str, value: Any, least: int, most: int) -> None:
+    _whole(file, key, value, least, most)
     _require(value & (value - 1) == 0, file, key, "be a power of two", value)
 
 
 def _entry(file: str, key: str, value: Any, scheme: Scheme) -> Entry:
-    _require(key.isdecimal() and int(key) > 0, file, "a key", "be top_k or a token count", key)
+    _require(_COUNT.fullmatch(key), file, "a key", "be top_k or a token count", key)
     _require(isinstance(value, dict), file, key, "be an object", value)
     block_m = value.get("BLOCK_M")
     known = type(block_m) is int and block_m in KNOWN_ROW_TILES
@@ -149,7 +165,7 @@ def _tiles(file: str, at: str, tiles: dict[str, Any], block_m: int, scheme: Sche
     for size in SIZES:
         least = 16 if size.startswith("BLOCK") else 1
         check = _power if least == 16 or size == "num_warps" else _whole
-        check(file, f"{at}.{size}", tiles.get(size), least)
+        check(file, f"{at}.{size}", tiles.get(size), least, LARGEST[size])
     group = scaled_group(scheme)
     fits = group is None or tiles["BLOCK_K"] <= group
     _require(fits, file, f"{at}.BLOCK_K", f"not cross a scale's {group}", tiles["BLOCK_K"])
@@ -167,8 +183,9 @@ def _hopper_tiles(
     block_n = tiles.get("BLOCK_N")
     known = type(block_n) is int and block_n in there
     _require(known, file, f"{at}.BLOCK_N", f"be among {there}", block_n)
-    _whole(file, f"{at}.GROUP_M", tiles.get("GROUP_M"))
-    _whole(file, f"{at}.num_stages", tiles.get("num_stages"), LEAST_STAGES)
+    _whole(file, f"{at}.GROUP_M", tiles.get("GROUP_M"), most=LARGEST["GROUP_M"])
+    most = LARGEST["num_stages"]
+    _whole(file, f"{at}.num_stages", tiles.get("num_stages"), LEAST_STAGES, most)
     on_demand = tiles.get("ON_DEMAND", False)
     _require(type(on_demand) is bool, file, f"{at}.ON_DEMAND", "be true or false", on_demand)
     block_n, group_m, num_stages = (tiles[size] for size in HOPPER_SIZES)

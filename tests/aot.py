@@ -6,6 +6,7 @@ specialisation and tile choice are the real ones; nothing is launched.
 
 from __future__ import annotations
 
+import importlib
 import io
 import re
 import subprocess
@@ -19,6 +20,7 @@ from unittest import mock
 import torch
 import triton
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import get_ptxas
 from triton.runtime.jit import JITFunction
@@ -33,6 +35,7 @@ from moe_ops.kernels import (
     token_gemm,
     weight_only_gemm,
 )
+from moe_ops.ops import STAGES
 from moe_ops.tiles import Device
 
 SHARED_MEMORY = {80: 166912, 90: 232448, 100: 232448, 103: 232448, 120: 101376}
@@ -81,11 +84,12 @@ def forget_tiles(module: Any) -> None:
 
 
 @contextmanager
-def compiling(arch: int, gpu: str = "") -> Iterator[list[Any]]:
-    """Every launch inside compiles for ``arch`` and lands in the list.
+def compiling(gpu: int | Device, name: str = "") -> Iterator[list[Any]]:
+    """Every launch inside compiles for a GPU, or an architecture, and lands in the list.
 
-    ``gpu``: the name by which tuned tiles are found; without one there are none.
+    ``name``: by which tuned tiles are found for an architecture; without one there are none.
     """
+    facts = gpu if isinstance(gpu, Device) else Device(gpu, SHARED_MEMORY[gpu], 132, name)
     compiled: list[Any] = []
     run = JITFunction.run
 
@@ -99,8 +103,7 @@ def compiling(arch: int, gpu: str = "") -> Iterator[list[Any]]:
         return kernel
 
     previous = triton.runtime.driver._active
-    triton.runtime.driver.set_active(TargetOnly(arch))
-    facts = Device(arch, SHARED_MEMORY[arch], 132, gpu)
+    triton.runtime.driver.set_active(TargetOnly(facts.arch))
     try:
         with ExitStack() as patches:
             for module in CHOOSING_TILES:
@@ -118,6 +121,19 @@ def compiling(arch: int, gpu: str = "") -> Iterator[list[Any]]:
             yield compiled
     finally:
         triton.runtime.driver._active = previous
+
+
+class OnKernels(TorchDispatchMode):
+    """Operators are their launchers, also on fake tensors."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        """Call the CUDA leg of an operator of the library, and any other operator as it is."""
+        kwargs = kwargs or {}
+        if func.namespace != "moe_ops":
+            return func(*args, **kwargs)
+        qualified = func.name().split("::")[1]
+        module = importlib.import_module(f"moe_ops.kernels.{STAGES[qualified]}")
+        return getattr(module, qualified.replace(".", "_"))(*args, **kwargs)
 
 
 def compile_launch(

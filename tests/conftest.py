@@ -38,9 +38,11 @@ settings.register_profile("nightly", max_examples=1000, **common)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 
 if INTERPRETED:
+    import checked_memory
     import interpreter
 
     _library = interpreter.install()
+    _memory = checked_memory.install()
 
 
 pytest_plugins = ["record"]

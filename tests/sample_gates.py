@@ -52,3 +52,28 @@ def of_a_buffer(self, rows):
 def default(self, rows):
     gate, up = rows.chunk(2, dim=-1)
     return self.act_fn(gate) * up
+
+
+def limited_in_code(self, rows):
+    gate, up = rows.chunk(2, dim=-1)
+    return self.act_fn(gate.clamp(max=7.0)) * up.clamp(-7.0, 7.0)
+
+
+def limited_far_out(self, rows):
+    gate, up = rows.chunk(2, dim=-1)
+    return self.act_fn(gate) * up.clamp(max=1e30)
+
+
+def limited_below(self, rows):
+    gate, up = rows.chunk(2, dim=-1)
+    return self.act_fn(gate) * up.clamp(min=-100.0)
+
+
+def limited_product(self, rows):
+    gate, up = rows.chunk(2, dim=-1)
+    return (self.act_fn(gate) * up).clamp(max=1e5)
+
+
+def zero_near_zero(self, rows):
+    gate, up = rows.chunk(2, dim=-1)
+    return self.act_fn(functional.hardshrink(gate, 0.01)) * up

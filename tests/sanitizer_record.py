@@ -212,7 +212,7 @@ def header_of(sanitizer: str) -> dict[str, Any]:
     sys.path.insert(0, str(ROOT / "benchmarks"))
     major, minor = torch.cuda.get_device_capability()
     version = re.search(r"Version (\S+)", output_of(sanitizer, "--version"))
-    run_header = import_module("harness").run_header
+    run_header = import_module("moe_ops.bench.harness").run_header
     found = version[1] if version else "unknown"
     arch = 10 * major + minor
     unjudged = unjudged_kernels(sanitizer, arch)
@@ -272,7 +272,7 @@ def main() -> int:
         print(f"nothing was checked: {sanitizer.splitlines()[0]}")
         return code
     header = header_of(sanitizer)
-    path = import_module("harness").record_path(args.output, "sanitizer.json")
+    path = import_module("moe_ops.bench.harness").record_path(args.output, "sanitizer.json")
     record = json.loads(path.read_text()) if path.exists() else {}
     tools = (PLAIN, *args.tools)
     for number, tool in enumerate(tools):

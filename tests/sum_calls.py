@@ -14,6 +14,7 @@ from moe_ops.reference.slots import local_experts, planned_slots, rows_between
 from moe_ops.scheme import get_scheme, quantize_weight
 from moe_ops.scheme.weights import spread
 from moe_ops.tensors import Routing
+from moe_ops.testing import Bounded
 
 
 class SumProblem(NamedTuple):
@@ -111,20 +112,19 @@ def apart(call: SumCall, operators: Any = ops) -> Tensor:
     return operators.moe_fused_mul_sum(y, call.topk_weights, *skipping)
 
 
-def exact(call: SumCall) -> Tensor:
+def exact(call: SumCall) -> Bounded:
     """The result in float64, of the numbers that are multiplied; on the CPU."""
     call = SumCall(*(x.cpu() if isinstance(x, Tensor) else x for x in call))
     expert = local_experts(call.topk_ids, call.expert_map, call.w.shape[0])
-    rows, w = _rows(call), call.w.double()
+    w, dtype = call.w.double(), call.out_dtype or call.a.dtype
     if call.w_scale is not None:
         w *= spread(call.w_scale.double(), get_scheme(call.scheme).weight, *w.shape[1:])
-    y = torch.zeros(len(expert), w.shape[1], dtype=torch.float64)
-    for slot in call.used.flatten().nonzero().flatten().tolist():
-        y[slot] = w[expert[slot]] @ rows[slot]
-        if call.bias is not None:
-            y[slot] += call.bias[expert[slot]].double()
-    y = y.view(*call.topk_ids.shape, w.shape[1])
-    return (y if call.topk_weights is None else y * call.topk_weights[..., None].double()).sum(1)
+    y = Bounded.exactly(_rows(call)).products(w, expert)
+    y = y if call.bias is None else y.plus(call.bias[expert])
+    weights = call.used.double()
+    weights = weights if call.topk_weights is None else weights * call.topk_weights.double()
+    y = y.rounded(dtype).unflatten(*call.topk_ids.shape)
+    return y.weighted_sum(weights).rounded(dtype)
 
 
 def _rows(call: SumCall) -> Tensor:

@@ -122,7 +122,7 @@ def launch_rest(tokens, experts=257, k=8):
         replicas, enabled = empty(experts, 33, dtype=torch.int64), empty(1, dtype=torch.bool)
         unpadded = empty(1, dtype=torch.int32)
         eplb.eplb_map_to_physical_and_record(
-            ids, expert_map, replicas, expert_map, enabled, unpadded, torch.int64, 0
+            ids, expert_map, replicas, expert_map, enabled, unpadded, torch.int64, 0, unpadded
         )
 
     return launch

@@ -6,6 +6,7 @@ from modular import setup
 
 import moe_ops
 from moe_ops import BatchedPrepareAndFinalize, FusedMoEQuantConfig, ops
+from moe_ops.pipeline.batched_prepare import mapped_ids
 from moe_ops.pipeline.checking import check_none_dropped
 from moe_ops.testing import Problem, make_inputs
 
@@ -166,6 +167,22 @@ def test_an_expert_map_names_the_experts_of_a_rank(rank, device):
     weights = torch.where(result.topk_ids >= 0, inputs.topk_weights, 0.0)
     expected = weights[:, 0] + weights[:, 1]
     assert torch.equal(out, expected[:, None].expand(T, H).bfloat16())
+
+
+def test_wide_ids_are_not_narrowed_into_range(device):
+    """An id or a place of 2**32 + 1 is out of range wherever int32 comes out, and not 1."""
+    wide = torch.tensor([[2**32 + 1, 0], [-(2**32), 2]], device=device)
+    ones = torch.ones(2, 2, device=device)
+    routed = moe_ops.select_experts(
+        ones, torch.ones(2, 3, device=device), 2, False, False,
+        custom_routing_function=lambda *_: (ones, wide),
+    )  # fmt: skip
+    assert routed.topk_ids.tolist() == [[2**31 - 1, 0], [-(2**31), 2]]
+    expert_map = torch.tensor([2**32 + 1, 1, 0], device=device)
+    ids = torch.tensor([[0, 1], [2, 0]], dtype=torch.int32, device=device)
+    assert mapped_ids(ids, expert_map, 0, 2).tolist() == [[-1, 1], [0, -1]]
+    local = moe_ops.remap_topk_to_local(ids, expert_map, torch.int32)
+    assert local.tolist() == [[2**31 - 1, 1], [0, 2**31 - 1]]
 
 
 def test_what_the_interface_tells():

@@ -9,16 +9,18 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+import moe_ops
 from moe_ops import ops
+from moe_ops.pipeline import row_spaces
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "benchmarks"))
-bench_layer = import_module("bench_layer")
+bench_layer = import_module("moe_ops.bench.layer")
 compare = import_module("compare")
-harness = import_module("harness")
-problems = import_module("problems")
+harness = import_module("moe_ops.bench.harness")
+problems = import_module("moe_ops.bench.problems")
 report = import_module("report")
-stage_profile = import_module("stage_profile")
+stage_profile = import_module("moe_ops.bench.stage_profile")
 
 
 def row(shape="qwen3-30b", m=8, impl="moe_ops", time_us=100.0, **rest):
@@ -108,7 +110,7 @@ def test_names_of_models():
     assert all(problems.find_problem(name).name == key for name, key in known.items())
     for name in ("Qwen/Qwen3-30B-A3B", "qwen3-30b-a3b", "QWEN3_30B"):
         assert problems.find_problem(name).name == "qwen3-30b"
-    shapes = json.loads((ROOT / "benchmarks/shapes.json").read_text())
+    shapes = json.loads((ROOT / "moe_ops/bench/shapes.json").read_text())
     aliases = [alias for shape in shapes.values() for alias in shape["aliases"]]
     assert len({*aliases, *shapes}) == len(aliases) + len(shapes), "a name has one meaning"
     with pytest.raises(ValueError, match="mixtral-8x7b"):
@@ -282,3 +284,41 @@ def test_plot(tmp_path):
     assert sorted(path.name for path in tmp_path.glob("g/*.png")) == [
         "layer-bf16-zipf.png", "layer-bf16.png", "roofline-bf16-zipf.png", "roofline-bf16.png",
     ]  # fmt: skip
+
+
+STAGES_WITH_TILES = {
+    "expert_gemm": ("unquantized",),
+    "gemm_sum": ("unquantized", "fp8_channel", "fp8_block128"),
+    "scaled_gemm": ("fp8_tensor", "fp8_channel", "fp8_block128", "int8_channel"),
+    "weight_only_gemm": ("int4_w4a16_g128",),
+    "decoded_gemm": ("mxfp8",),
+    "align": ("unquantized",),
+    "topk_align": ("unquantized",),
+}
+
+
+@pytest.mark.parametrize("stage", STAGES_WITH_TILES)
+def test_stages_have_the_row_tiles_of_the_layer(stage, monkeypatch):
+    """As on an H200, where those of a layer are not the default."""
+    monkeypatch.setattr(row_spaces, "name_and_arch", lambda device: ("NVIDIA_H200", 90))
+    bench, asked = import_module(f"bench_{stage}"), []
+    plan_slots = ops.plan_slots
+
+    def recorded(ids, expert_map, tiles, num_experts):
+        asked.append(tuple(tiles))
+        return plan_slots(ids, expert_map, tiles, num_experts)
+
+    monkeypatch.setattr(ops, "plan_slots", recorded)
+    schemes = STAGES_WITH_TILES[stage]
+    if hasattr(bench, "SCHEMES_TIMED"):
+        timed = bench.SCHEMES_TIMED
+        kept = {n: timed[n] for n in schemes} if isinstance(timed, dict) else schemes
+        monkeypatch.setattr(bench, "SCHEMES_TIMED", kept)
+    device, tiny = torch.device("cpu"), problems.TINY
+    inputs = problems.make_inputs(tiny, 3, "uniform", device)
+    for case in bench.cases(tiny, inputs):
+        case.call()
+    sizes = (tiny.num_experts, tiny.hidden_size, tiny.intermediate_size)
+    w2 = torch.empty(sizes, dtype=torch.bfloat16)
+    expected = {row_spaces.row_tiles_of(moe_ops.get_scheme(name), w2) for name in schemes}
+    assert set(asked) == expected

@@ -1,13 +1,17 @@
 """The command line: exit codes, names, and output that programs can read."""
 
 import json
+import os
 import re
+import shutil
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 
 import pytest
 
+import moe_ops
 from moe_ops import cli, tuned
 
 ROOT = Path(__file__).parent.parent
@@ -39,8 +43,6 @@ def test_no_such_command(arguments, capsys):
 
 @pytest.mark.parametrize("command", cli.COMMANDS)
 def test_every_command_has_help(command, capsys):
-    if command == "demo":
-        pytest.importorskip("transformers")
     assert exit_code([command, "--help"]) == 0
     assert "usage:" in capsys.readouterr().out
 
@@ -176,7 +178,7 @@ def test_bench_of_batch_invariant_mode(capsys, tmp_path):
 
 def test_a_wrong_result_fails_and_is_not_recorded(capsys, monkeypatch, tmp_path):
     exit_code(["bench", "--help"])  # its modules can be imported from here on
-    layer = sys.modules["bench_layer"]
+    layer = sys.modules["moe_ops.bench.layer"]
     wrong = {"moe_ops": lambda experts, inputs: lambda: inputs.x + 1}
     monkeypatch.setattr(layer, "IMPLS", wrong)
     assert exit_code([*TINY, "--tokens", "2", "--output", str(tmp_path)]) == 1
@@ -184,11 +186,93 @@ def test_a_wrong_result_fails_and_is_not_recorded(capsys, monkeypatch, tmp_path)
     assert not list(tmp_path.rglob("*.json"))
 
 
-def test_without_the_repository(capsys, monkeypatch, tmp_path):
+def test_the_demo_needs_the_repository(capsys, monkeypatch, tmp_path):
     monkeypatch.setattr(cli, "CHECKOUT", tmp_path)
-    for command in ("bench", "demo", "explain"):
-        assert exit_code([command]) == 2
-        assert "checkout" in capsys.readouterr().err
+    assert exit_code(["demo"]) == 2
+    assert "clone of the moe_ops repository" in capsys.readouterr().err
+    assert exit_code(["demo", "--help"]) == 0
+    assert "clone of the moe_ops repository" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "arguments, meant",
+    [
+        ("explain --model qwen3-30", "qwen3-30b"),
+        ("bench --model mixtrall", "mixtral"),
+        ("tune --model deepseek_v33", "deepseek-v3"),
+        ("explain --model tiny --device sm_9", None),
+        ("tune --model tiny --device sm_91", "sm_90"),
+        ("bench --scheme fp8_chanel", "fp8_channel"),
+    ],
+)
+def test_did_you_mean(arguments, meant, capsys):
+    assert exit_code(arguments.split()) == 2
+    error = capsys.readouterr().err
+    assert meant is None or f"did you mean '{meant}'?" in error
+
+
+def test_version(capsys):
+    assert exit_code(["--version"]) == 0
+    assert capsys.readouterr().out == f"moe_ops {moe_ops.__version__}\n"
+
+
+IN_A_WHEEL = """
+import contextlib, io, json, sys
+import moe_ops
+from moe_ops.cli import main
+
+said = {"file": moe_ops.__file__}
+for line in sys.stdin.read().splitlines():
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try:
+            code = main(line.split())
+        except SystemExit as left:
+            code = left.code
+    said[line] = (code, out.getvalue(), err.getvalue())
+print(json.dumps(said))
+"""
+INSTALLED = {
+    "--version": 0,
+    "--help": 0,
+    **{f"{name} --help": 0 for name in cli.COMMANDS},
+    "explain --model Qwen/Qwen3-30B-A3B --scheme fp8_block128 --device sm_90 --json": 0,
+    "explain --model qwen4-1b": 2,
+    "tune --model qwen3-30b --scheme fp8_channel --device sm_90 --tokens 1 --dry-run": 0,
+    "bench --model tiny --tokens 1 --impls moe_ops": 0,
+    "demo": 2,
+}
+
+
+def test_an_installed_package_runs_every_command(tmp_path):
+    """From a wheel, in a folder that is no checkout."""
+    source, wheel, away = tmp_path / "source", tmp_path / "wheel", tmp_path / "away"
+    away.mkdir()
+    shutil.copytree(ROOT / "moe_ops", source / "moe_ops", ignore=shutil.ignore_patterns("*.pyc"))
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, source)
+    build = (
+        "import os, sys; from setuptools import build_meta;"
+        "os.chdir(sys.argv[1]); os.makedirs(sys.argv[2]); build_meta.build_wheel(sys.argv[2])"
+    )
+    command = [sys.executable, "-c", build, str(source), str(wheel)]
+    subprocess.run(command, check=True, capture_output=True)
+    (archive,) = wheel.glob("*.whl")
+    zipfile.ZipFile(archive).extractall(wheel)
+    environment = {**os.environ, "PYTHONPATH": str(wheel), "CUDA_VISIBLE_DEVICES": ""}
+    run = subprocess.run(
+        [sys.executable, "-c", IN_A_WHEEL],
+        input="\n".join(INSTALLED),
+        capture_output=True,
+        text=True,
+        cwd=away,
+        env=environment,
+    )
+    assert run.returncode == 0, run.stderr
+    said = json.loads(run.stdout)
+    assert said.pop("file") == str(wheel / "moe_ops" / "__init__.py")
+    assert {line: code for line, (code, *_) in said.items()} == INSTALLED, said
+    assert not list(away.iterdir()), "nothing is written"
 
 
 def test_demo_wants_a_folder_that_it_can_read(capsys, tmp_path):

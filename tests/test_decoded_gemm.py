@@ -10,12 +10,11 @@ from strategies import ACTIVATIONS, DTYPES
 
 from moe_ops import dequantize_weight, get_scheme, ops, quantize_weight
 from moe_ops.activation import formula
-from moe_ops.reference import activation as activations
 from moe_ops.reference import decoded_gemm as reference
 from moe_ops.reference.slots import local_experts
 from moe_ops.scheme import dequantize_rows
 from moe_ops.tensors import Tiles
-from moe_ops.testing import Problem, assert_matches_reference, make_inputs
+from moe_ops.testing import Bounded, Problem, assert_matches_reference, make_inputs
 from moe_ops.tiles import ROW_TILES
 
 pytestmark = pytest.mark.kernel
@@ -28,13 +27,8 @@ GIVEN = torch.tensor([0.0123])
 def exact_rows(x, w, bias, ids, k, expert_map):
     """``x @ w[e].T + bias`` in float64 for each slot; zeros where it is skipped."""
     expert = local_experts(ids, expert_map, w.shape[0])
-    rows = x.repeat_interleave(k, 0)
-    out = torch.zeros(len(rows), w.shape[1], dtype=torch.float64)
-    for e in range(w.shape[0]):
-        out[expert == e] = rows[expert == e] @ w[e].t()
-        if bias is not None:
-            out[expert == e] += bias[e].double()
-    return out
+    rows = Bounded.exactly(x.repeat_interleave(k, 0)).products(w, expert)
+    return rows if bias is None else rows.plus(bias[expert])
 
 
 def quantized_rows(x, quant):
@@ -63,12 +57,12 @@ def check(problem, scheme, tiles, device, activation=None, halves=False):
     exact = exact_rows(numbers, weight, bias, ids, k, expert_map)
     if activation is not None:
         name, tail = "decoded_gemm_act", (*tail, activation)
-        rule = formula(activation)
-        exact = activations.apply(*activations.split(exact, rule), rule)
+        exact = exact.activated(formula(activation))
     actual = getattr(ops, name)(rows, scale, *map(on, head), *plan, *tail)
     there = (rows.cpu(), scale.cpu(), *head, *plans.on(plan, "cpu"), *tail)
     expected = getattr(reference, name)(*there)
     mine = local_experts(ids, expert_map, local) >= 0
+    exact = exact.rounded(x.dtype)
     assert_matches_reference(actual.cpu()[mine], exact[mine], expected[mine])
     return actual
 
@@ -132,7 +126,7 @@ def test_whole_numbers_are_rounded_once(scheme, activation, dtype, device):
     rows, scale = ops.moe_quantize(x, given, None, None, None, 0, quant.activation.key)
     numbers = dequantize_rows(rows.cpu(), scale.cpu(), quant.activation).double()
     scale = scale.flatten() * factor.to(device) if quant.activation.static else scale
-    exact = exact_rows(numbers, dequantize_weight(q, scheme).double(), None, ids, 2, None)
+    exact = exact_rows(numbers, dequantize_weight(q, scheme).double(), None, ids, 2, None).value
     experts = local_experts(ids, None, 3)
     exact = (exact * factor[experts, None] + bias[experts]).float()
     if activation is not None:
@@ -160,9 +154,11 @@ def test_one_scale_for_each_expert(device):
     call = (a.flatten(0, 1), scale.flatten(0, 1), *weight, *plan)
     y = ops.decoded_gemm(*(None if t is None else t.to(device) for t in call), *tail)
     reference_y = reference.decoded_gemm(*(None if t is None else t.cpu() for t in call), *tail)
-    exact = (a.cpu().double() * scale.cpu()) @ dequantize_weight(q, quant).double().mT
+    rows = Bounded.exactly((a.cpu().double() * scale.cpu()).flatten(0, 1))
+    expert = torch.arange(local).repeat_interleave(count)
+    exact = rows.products(dequantize_weight(q, quant), expert).rounded(x.dtype)
     used = (torch.arange(count) < counts.cpu()[:, None]).flatten()
-    assert_matches_reference(y.cpu()[used], exact.flatten(0, 1)[used], reference_y[used])
+    assert_matches_reference(y.cpu()[used], exact[used], reference_y[used])
 
 
 def test_a_scheme_that_is_not_decoded_is_refused(device):

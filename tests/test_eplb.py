@@ -70,10 +70,14 @@ def cases(draw):
     load_dtype=st.sampled_from((I32, I64)),
     indices_type=st.sampled_from((None, I32, I64)),
     seed=st.sampled_from((0, 1, 12345, 2**31 - 1)),
+    step=st.sampled_from(
+        (None, torch.tensor(3), torch.tensor([2**31 - 1], dtype=I32), torch.tensor([[2**40 + 5]]))
+    ),
 )
-def test_any_placement(case, enabled, load_dtype, indices_type, seed, device):
+def test_any_placement(case, enabled, load_dtype, indices_type, seed, step, device):
     ids, num_physical, replicas, counts, limit = case
-    physical, new_load = expected(ids, num_physical, replicas, counts, limit=limit, seed=seed)
+    start = seed if step is None else seed + int(step)
+    physical, new_load = expected(ids, num_physical, replicas, counts, limit=limit, seed=start)
     record = enabled is None or bool(enabled)
     room = torch.arange(num_physical + 2, dtype=load_dtype, device=device)
     load, before = (
@@ -84,7 +88,7 @@ def test_any_placement(case, enabled, load_dtype, indices_type, seed, device):
         ids.to(device), load, replicas.to(device), counts.to(device), indices_type,
         record_enabled=None if enabled is None else torch.as_tensor(enabled, device=device),
         num_unpadded_tokens=None if limit is None else torch.tensor(limit, device=device),
-        seed=seed,
+        seed=seed, step=None if step is None else step.to(device),
     )  # fmt: skip
     assert out.dtype == (indices_type or ids.dtype)
     assert out.shape == ids.shape and out.is_contiguous()
@@ -101,6 +105,16 @@ def test_ids_that_only_look_valid_in_32_bits(device):
         ids, load, torch.tensor([[0], [1]], device=device), torch.ones(2, dtype=I64, device=device)
     )
     assert out.tolist() == [[-1, -1], [-1, 1]] and load.tolist() == [0, 1]
+
+
+@pytest.mark.kernel
+def test_places_and_counts_that_only_look_valid_in_32_bits(device):
+    ids = torch.tensor([[0, 1], [0, 1]], device=device)
+    load = torch.zeros(2, dtype=I32, device=device)
+    places = torch.tensor([[2**32, 1], [2**32 + 1, -(2**32)]], device=device)
+    count = torch.tensor([2**32 + 1, 1], device=device)  # taken as R = 2, not as 1
+    out = eplb_map_to_physical_and_record(ids, load, places, count, indices_type=I32)
+    assert out.tolist() == [[2**31 - 1, 2**31 - 1], [1, 2**31 - 1]] and load.tolist() == [0, 1]
 
 
 @pytest.mark.kernel
@@ -289,6 +303,9 @@ GOOD = {
         ({"record_enabled": torch.ones(2, dtype=I32)}, ValueError, "one number = 1, got 2"),
         ({"num_unpadded_tokens": torch.ones(1)}, TypeError, "num_unpadded_tokens must have"),
         ({"seed": -1}, ValueError, "seed must be in 0"),
+        ({"step": 1}, TypeError, "step must be a Tensor, got int"),
+        ({"step": torch.ones(1)}, TypeError, "step must have a dtype"),
+        ({"step": torch.ones(2, dtype=I64)}, ValueError, "step.* one number = 1, got 2"),
     ],
 )  # fmt: skip
 def test_errors(change, error, message):

@@ -97,11 +97,6 @@ BAD = [
     ({"activation": "swish2"}, ValueError, "activation must be one of .*'swish2'"),
     ({"activation": None}, TypeError, "activation must be a MoEActivation"),
     ({"quant_config": "fp8"}, TypeError, "quant_config must be a FusedMoEQuantConfig"),
-    (
-        {"topk_weights": torch.zeros(T, K, requires_grad=True)},
-        NotImplementedError,
-        "topk_weights must not require grad.*training is not supported",
-    ),
 ]
 
 
@@ -140,14 +135,6 @@ def test_good_arguments_are_good():
     assert moe_ops.fused_experts(**arguments()).shape == (T, H)
 
 
-def test_gradients_are_refused_of_weights_that_passed_without():
-    weights = {name: torch.nn.Parameter(arguments()[name]) for name in ("w1", "w2")}
-    with torch.no_grad():
-        moe_ops.fused_experts(**arguments(**weights))
-    with pytest.raises(NotImplementedError, match="w1 must not require grad"):
-        moe_ops.fused_experts(**arguments(**weights))
-
-
 def counting_check():
     calls = []
 
@@ -162,17 +149,15 @@ def counting_check():
 def test_a_check_runs_once_for_what_looks_the_same():
     check, calls = counting_check()
     x = torch.zeros(4, 4)
-    different = (x[:2], x.t()[:, :2], x.half(), x.to("meta"), x.clone().requires_grad_())
+    different = (x[:2], x.t()[:, :2], x.half(), x.to("meta"))
     for _ in range(2):
         check(x, "x")
         check(torch.ones(4, 4), "x")
         for other in different:
             check(other, "x")
         check(x, "y")
+        check(x.clone().requires_grad_(), "x")
     assert len(calls) == 1 + len(different) + 1
-    with torch.no_grad():
-        check(x, "x")
-    assert len(calls) == 1 + len(different) + 2
 
 
 @pytest.mark.parametrize("bad", [torch.zeros(3), torch.zeros(3, 3).int(), [1.0], None])

@@ -10,11 +10,10 @@ from strategies import ACTIVATIONS, DTYPES
 
 from moe_ops import ops
 from moe_ops.activation import formula
-from moe_ops.reference import activation as activations
 from moe_ops.reference import expert_gemm as reference
 from moe_ops.reference.slots import local_experts
 from moe_ops.tensors import Tiles
-from moe_ops.testing import Problem, assert_matches_reference, make_inputs
+from moe_ops.testing import Bounded, Problem, assert_matches_reference, make_inputs
 from moe_ops.tiles import KNOWN_ROW_TILES, ROW_TILES
 
 pytestmark = pytest.mark.kernel
@@ -23,21 +22,15 @@ pytestmark = pytest.mark.kernel
 def exact_rows(x, w, bias, scale, ids, k):
     """``scale * x @ w[e].T + bias`` in float64 for each slot; zeros where it is skipped."""
     expert = local_experts(ids, None, w.shape[0])
-    rows = x.double().repeat_interleave(k, 0)
-    out = torch.zeros(len(rows), w.shape[1], dtype=torch.float64)
-    for e in range(w.shape[0]):
-        mine = expert == e
-        out[mine] = rows[mine] @ w[e].double().t()
-        if scale is not None:
-            out[mine] *= scale.flatten()[mine, None].double()
-        if bias is not None:
-            out[mine] += bias[e].double()
-    return out
+    rows = Bounded.exactly(x.repeat_interleave(k, 0)).products(w, expert)
+    rows = rows if scale is None else rows.times(scale.view(-1, 1))
+    return rows if bias is None else rows.plus(bias[expert])
 
 
 def compare(actual, exact, expected, ids, num_experts):
     """Rows of skipped slots are unspecified: left out."""
     mine = local_experts(ids, None, num_experts) >= 0
+    exact = exact.rounded(actual.dtype)
     assert_matches_reference(actual.cpu()[mine], exact[mine], expected[mine])
 
 
@@ -66,7 +59,7 @@ def test_gemm(tokens, k, n, kk, dtype, tile, has_bias, scaled, routing, device):
     assert actual.shape == (tokens * k, n) and actual.dtype == dtype
     exact = exact_rows(x, w, bias, inputs, ids, k)
     if outputs is not None:
-        exact *= outputs.flatten()[:, None].double()
+        exact = exact.times(outputs.view(-1, 1))
     cpu_plan = plans.on(plan, "cpu")
     expected = reference.expert_gemm(x, w, bias, inputs, outputs, *cpu_plan, [tile], k)
     compare(actual, exact, expected, ids, 5)
@@ -84,15 +77,13 @@ def test_fused_activation(activation, dtype, device):
     on = [t.to(device) for t in (x, w, bias, weights, ids)]
     plan = planned(on[4], None, ROW_TILES, 4)
     fused = ops.expert_gemm_act(*on[:4], *plan, ROW_TILES, 2, activation)
-    rule = formula(activation)
-    rows = exact_rows(x, w, bias, weights, ids, 2)
-    exact = activations.apply(*activations.split(rows, rule), rule)
+    exact = exact_rows(x, w, bias, weights, ids, 2).activated(formula(activation))
     cpu_plan = plans.on(plan, "cpu")
     expected = reference.expert_gemm_act(x, w, bias, weights, *cpu_plan, ROW_TILES, 2, activation)
     compare(fused, exact, expected, ids, 4)
     pair = ops.activation(ops.expert_gemm(*on[:4], None, *plan, ROW_TILES, 2), activation)
-    error, unfused = ((t.cpu().double() - exact).norm() for t in (fused, pair))
-    assert error <= unfused + torch.finfo(torch.float32).eps * exact.norm()
+    error, unfused = ((t.cpu().double() - exact.value).norm() for t in (fused, pair))
+    assert error <= unfused + torch.finfo(torch.float32).eps * exact.value.norm()
 
 
 @pytest.mark.parametrize("shape", [(2880, 1408), (704, 352), (257, 129)])
@@ -105,8 +96,7 @@ def test_shapes_that_no_tile_divides(shape, device):
     on = [t.to(device) for t in (x, w, ids)]
     plan = planned(on[2], None, ROW_TILES, 3)
     actual = ops.expert_gemm_act(*on[:2], None, None, *plan, ROW_TILES, 2, "silu")
-    rows = exact_rows(x, w, None, None, ids, 2)
-    exact = activations.apply(*activations.split(rows, formula("silu")), formula("silu"))
+    exact = exact_rows(x, w, None, None, ids, 2).activated(formula("silu"))
     cpu_plan = plans.on(plan, "cpu")
     expected = reference.expert_gemm_act(x, w, None, None, *cpu_plan, ROW_TILES, 2, "silu")
     compare(actual, exact, expected, ids, 3)
@@ -126,7 +116,7 @@ def test_whole_numbers_are_rounded_once(activation, dtype, device):
     fraction = 5.0 if dtype == torch.float32 else 1 + 2.0**-9  # more bits than bf16 has
     weights = torch.tensor([1.0, 2.0, 3.0, fraction]).repeat(3).view(6, 2)
     x, w = x.to(dtype), w.to(dtype)
-    product = exact_rows(x, w, bias, weights, ids, 2).float()
+    product = exact_rows(x, w, bias, weights, ids, 2).value.float()
     expected = product * weights.flatten()[:, None]
     if activation is not None:
         g, u = product.chunk(2, -1) if activation == "relu2" else (product, 1)

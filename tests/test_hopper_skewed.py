@@ -127,7 +127,7 @@ class Skewed:
             exact = exact_rows(rows, w, w_scale, bias, expert, self.scheme)
         exact = activated(exact, activation) if activation else exact
         plain = self.run((64,), activation, weights, biased)
-        assert_matches_reference(actual.cpu(), exact[real], plain.cpu()[real])
+        assert_matches_reference(actual.cpu(), exact.value[real], plain.cpu()[real])
 
 
 def eight(way):

@@ -1,14 +1,20 @@
 """Launches past Triton's launcher give its C function what the launcher would."""
 
+import sys
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
+from conftest import INTERPRETED
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 pytest.importorskip("triton")
+import aot  # noqa: E402
 import triton  # noqa: E402
 from triton.backends.nvidia.driver import CudaLauncher  # noqa: E402
 
+import moe_ops  # noqa: E402
 from moe_ops.kernels import launch  # noqa: E402
 from moe_ops.kernels.launch import Binary  # noqa: E402
 
@@ -69,3 +75,72 @@ def test_a_launch_passes_tensors_or_their_addresses(by_pointer, monkeypatch):
     ):
         assert call[:5] == (*grid, 7, "settings") and call[7:] == (*numbers, 16)
         assert all(a is b or a == b for a, b in zip(call[5:7], given, strict=True))
+
+
+def fake_layer(scheme, tokens):
+    """A call of `fused_experts` on fake CUDA tensors: 128 experts as large as a small model's."""
+    experts, hidden, width, k = 128, 2048, 768, 8
+    options, config = {"device": "cuda", "dtype": torch.bfloat16}, None
+    w1, w2 = (torch.empty(experts, *s, **options) for s in ((2 * width, hidden), (hidden, width)))
+    if scheme != "unquantized":
+        w1, w2 = w1.to(torch.float8_e4m3fn), w2.to(torch.float8_e4m3fn)
+        weight = moe_ops.get_scheme(scheme).weight
+        shapes = (weight.weight_scale_shape(*w.shape) for w in (w1, w2))
+        scales = [torch.empty(shape, device="cuda") for shape in shapes]
+        config = moe_ops.FusedMoEQuantConfig(scheme, w1_scale=scales[0], w2_scale=scales[1])
+    x, weights = torch.empty(tokens, hidden, **options), torch.empty(tokens, k, device="cuda")
+    ids = torch.empty(tokens, k, device="cuda", dtype=torch.int32)
+    return lambda: moe_ops.fused_experts(x, w1, w2, weights, ids, quant_config=config)
+
+
+def python_calls(function):
+    """How many functions of the library one call of ``function`` enters."""
+    calls, previous = 0, sys.getprofile()
+
+    def count(frame, event, _):
+        nonlocal calls
+        name = frame.f_code.co_filename
+        calls += event == "call" and ("/moe_ops/" in name or "/fake_impls/" in name)
+
+    sys.setprofile(count)
+    try:
+        function()
+    finally:
+        sys.setprofile(previous)
+    return calls
+
+
+@pytest.mark.skipif(INTERPRETED, reason="what Triton does on a GPU")
+@pytest.mark.filterwarnings("ignore")  # of addresses of fake tensors
+@pytest.mark.parametrize(
+    ("scheme", "tokens", "launches", "most_calls"),
+    [
+        ("unquantized", 64, 4, 90),
+        ("fp8_block128", 64, 6, 180),
+        ("fp8_channel", 64, 6, 180),
+        ("unquantized", 4096, 6, 115),
+        ("fp8_block128", 4096, 8, 180),
+    ],
+)
+def test_a_layer_that_ran_before_asks_triton_nothing(
+    scheme, tokens, launches, most_calls, monkeypatch
+):
+    """Triton looks at every argument of a launch, boxes of Hopper's kernels too, for 50 us each.
+
+    Between launches Python calls are host time: 0.2 us each.
+    """
+    by_triton, started = [], []
+    ran = mock.patch.object(
+        triton.runtime.JITFunction, "run", lambda self, *a, **k: by_triton.append(self.__name__)
+    )
+    with aot.compiling(90, "NVIDIA H200"), ran, FakeTensorMode(), aot.OnKernels():
+        monkeypatch.setattr(launch, "COMPILED", {})
+        monkeypatch.setattr(launch, "_current_stream", lambda device: 7)
+        monkeypatch.setattr(Binary, "start", (lambda *a: started.append(a), (), True))
+        layer = fake_layer(scheme, tokens)
+        layer()
+        assert len(by_triton) == launches
+        by_triton.clear()
+        calls = python_calls(layer)
+        assert not by_triton and len(started) == launches
+    assert calls <= most_calls

@@ -39,10 +39,38 @@ def check_rank(rank, device):
         mine = slice(rank * T // 2, (rank + 1) * T // 2)
         sequence = layer_of(device, is_sequence_parallel=True, **options)
         torch.testing.assert_close(sequence(x[mine], logits[mine]), expected[mine])
+        padding = torch.arange(T, device=device) % 3 == 1  # other rows on each rank
+        out = sequence(x[mine], logits[mine], is_padding=padding[mine])
+        unpadded = expected.masked_fill(padding[:, None], 0)
+        torch.testing.assert_close(out, unpadded[mine])
         for layer, rows in ((reduced, slice(None)), (sequence, mine)):
             check_compiled(layer, x[rows], logits[rows], expected[rows])
             if device.type == "cuda":
                 check_captured(layer, x[rows], logits[rows], expected[rows])
+
+
+def check_sequence_errors(rank, device):
+    """What would hang or abort ranks, or miss tokens, is an error on all of them."""
+    for options in ({"tp_size": 2, "tp_rank": rank}, {"ep_size": 2, "ep_rank": rank}):
+        layer = layer_of(device, is_sequence_parallel=True, **options)
+        rows = 2 + rank
+        x, logits = torch.randn(rows, H, device=device), torch.randn(rows, E, device=device)
+        with moe_ops.checking(), pytest.raises(ValueError, match=r"number of tokens .*\[2, 3\]"):
+            layer(x, logits)
+        if device.type == "cpu":
+            with pytest.raises(ValueError, match=r"hidden_states must have .*, got \[2, 3\]$"):
+                layer(x, logits)
+        layer.kernel = moe_ops.select_kernel(layer.moe_config, "unquantized")
+        with pytest.raises(NotImplementedError, match="exchanges tokens .*NoEP"):
+            layer(x[:2], logits[:2])
+
+
+def check_derived_ranks(rank, device):
+    """A rank of the tensor-parallel group is a rank of the expert-parallel one."""
+    g = torch.Generator().manual_seed(2)
+    x, logits = (torch.randn(T, n, generator=g).to(device) for n in (H, E))
+    layer = layer_of(device, tp_size=2, tp_rank=rank, ep_size=2, reduce_results=True)
+    torch.testing.assert_close(layer(x, logits), layer_of(device)(x, logits))
 
 
 def check_compiled(layer, x, logits, expected):
@@ -73,6 +101,8 @@ def run(rank, backend, store):
         torch.cuda.set_device(device)
     dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=2)
     check_rank(rank, device)
+    check_derived_ranks(rank, device)
+    check_sequence_errors(rank, device)
     dist.destroy_process_group()
 
 

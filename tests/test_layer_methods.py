@@ -33,7 +33,7 @@ def test_select_kernel_serves_the_layer(scheme):
     torch.testing.assert_close(layer(x, logits), expected)
 
 
-@pytest.mark.parametrize("scheme", [None, "fp8_channel"])
+@pytest.mark.parametrize("scheme", [None, "fp8_channel", "nvfp4_w4a16"])
 def test_method_classes(scheme):
     layer, (x, logits) = make(quant_config=scheme), batch()
     method = layer.quant_method
@@ -43,7 +43,7 @@ def test_method_classes(scheme):
     assert torch.equal(method.apply(layer, x, weights, ids), layer(x, logits))
     config = method.get_fused_moe_quant_config(layer)
     assert (config is None) is (scheme is None)
-    assert method.uses_weight_scale_2_pattern() is (scheme is not None)
+    assert method.uses_weight_scale_2_pattern() is (layer.w13_weight_scale_2 is not None)
     assert method.maybe_make_prepare_finalize() is None
     parts = (
         moe_ops.MoEPrepareAndFinalizeNoEP(),

@@ -1,6 +1,8 @@
 """The layer's options: routing, shared and identity experts, balancing, chunks, sizes, names."""
 
 import inspect
+import re
+from dataclasses import replace
 
 import pytest
 import torch
@@ -61,9 +63,80 @@ def test_errors(options, message):
         make(**options)
 
 
-def test_ranks_of_both_kinds_share_the_experts():
-    layer = make(tp_size=2, dp_size=2, ep_size=4)
-    assert layer.w13_weight.shape == make(ep_size=4).w13_weight.shape
+@pytest.mark.parametrize("rank", range(4))
+def test_ranks_of_both_kinds_share_the_experts(rank):
+    """The rank among the experts is the one that `FusedMoEParallelConfig.make` derives."""
+    layer = make(tp_size=4, tp_rank=rank, ep_size=4)
+    made = moe_ops.FusedMoEParallelConfig.make(4, rank, enable_expert_parallel=True)
+    alone = make(ep_size=4, ep_rank=rank)
+    for config in (alone.moe_parallel_config, made):
+        assert layer.moe_parallel_config == config
+    assert layer.expert_map.tolist() == alone.expert_map.tolist()
+    assert layer.w13_weight.shape == alone.w13_weight.shape == (2, 2 * I, H)
+    with pytest.raises(ValueError, match=rf"ep_rank must be .* = {rank}, got {(rank + 1) % 4}"):
+        make(tp_size=4, tp_rank=rank, ep_size=4, ep_rank=(rank + 1) % 4)
+
+
+PARALLEL = moe_ops.FusedMoEParallelConfig
+WITHOUT_AN_EXCHANGE = (
+    {"dp_size": 2},
+    {"dp_size": 2, "dp_rank": 1, "ep_size": 2},
+    {"tp_size": 2, "dp_size": 2, "ep_size": 4},
+    {"moe_parallel_config": PARALLEL(dp_size=2, dp_rank=1, ep_size=2, ep_rank=1, use_ep=True)},
+    *(
+        {"moe_parallel_config": PARALLEL(ep_size=2, use_ep=True, all2all_backend=name)}
+        for name in moe_ops.parallel.ALL2ALL_BACKENDS
+        if name != "allgather_reducescatter"
+    ),
+)
+
+
+@pytest.mark.parametrize("options", WITHOUT_AN_EXCHANGE)
+def test_ranks_that_would_have_to_exchange_tokens(options):
+    """Refused where the layer is made, and by whatever chooses or explains a kernel."""
+    wrong = r"dp_size must be 1: .*, got dp_size=2$"
+    parallel = options.get("moe_parallel_config", PARALLEL(dp_size=2))
+    if parallel.dp_size == 1:
+        wrong = f"all2all_backend must be one of .*, got '{parallel.all2all_backend}'$"
+    with pytest.raises(NotImplementedError, match=wrong):
+        make(**options)
+    config = replace(make().moe_config, moe_parallel_config=parallel)
+    found = moe_ops.explain(config, "unquantized")
+    assert found.choice is None
+    for row in found.rows:
+        assert not row.supported and re.search(wrong, row.reason)
+    with pytest.raises(NotImplementedError, match="(?s)TritonExperts: .*(dp_size|all2all_backend)"):
+        moe_ops.select_kernel(config, "unquantized")
+
+
+def test_numbers_beside_a_parallel_config():
+    split = PARALLEL(ep_size=2, ep_rank=1, use_ep=True, enable_eplb=True)
+    layer = make(moe_parallel_config=split, ep_size=2, ep_rank=1, is_sequence_parallel=True)
+    assert layer.enable_eplb and layer.moe_parallel_config == replace(split, sp_size=2)
+    with pytest.raises(ValueError, match="tp_size must be that of moe_parallel_config, 1, got 2"):
+        make(moe_parallel_config=split, tp_size=2)
+
+
+def test_none_is_the_default_of_every_option():
+    parameters = inspect.signature(moe_ops.FusedMoE).parameters
+    options = [p.name for p in parameters.values() if p.default is not inspect.Parameter.empty]
+    layer, plain = make(**dict.fromkeys(options)), make()
+    assert layer.extra_repr() == plain.extra_repr()
+    assert layer.moe_parallel_config == plain.moe_parallel_config
+    assert torch.equal(layer(*batch()), plain(*batch()))
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("scheme", "no option 'scheme'; pass quant_config="),
+        ("dtype", "no option 'dtype'; pass params_dtype="),
+        ("renormalise", "no option 'renormalise'; did you mean 'renormalize'"),
+    ],
+)
+def test_options_by_another_name(name, message):
+    with pytest.raises(TypeError, match=message):
+        make(**{name: None})
 
 
 @pytest.mark.parametrize(

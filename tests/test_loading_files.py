@@ -1,16 +1,24 @@
 """Files: safetensors by the format's own library, folders, indices, and files that are broken."""
 
 import json
+import os
+import re
+import sys
 
 import pytest
 import torch
 from checkpoints import Experts, per_expert
 
 import moe_ops
-from moe_ops.loading.safetensors import DTYPES, SafetensorsFile
+from moe_ops.loading.safetensors import SafetensorsFile
 
 safetensors = pytest.importorskip("safetensors.torch")
 
+DTYPES = (
+    torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn,
+    torch.float8_e5m2, torch.float8_e8m0fnu, torch.int64, torch.int32, torch.int16, torch.int8,
+    torch.uint8, torch.uint16, torch.uint32, torch.uint64, torch.bool,
+)  # fmt: skip
 E, K, H, I = 4, 2, 32, 24  # noqa: E741
 
 
@@ -18,6 +26,13 @@ def load(source, **how):
     layer = moe_ops.FusedMoE(E, K, H, I)
     moe_ops.load_checkpoint(layer, source, progress=False, **how)
     return layer
+
+
+def raw_file(header, data, spaces=0):
+    """A file of any header: a value for JSON, or its text."""
+    text = header if isinstance(header, str) else json.dumps(header)
+    text = text.encode() + b" " * spaces
+    return len(text).to_bytes(8, "little") + text + data
 
 
 @pytest.fixture
@@ -62,9 +77,9 @@ def test_every_kind_of_source(tmp_path, source, expected):
 def test_every_dtype(tmp_path):
     g = torch.Generator().manual_seed(0)
     tensors = {}
-    for name, dtype in DTYPES.items():
+    for dtype in DTYPES:
         data = torch.randint(0, 2, (3 * 5 * dtype.itemsize,), generator=g, dtype=torch.uint8)
-        tensors[name] = data.view(dtype).view(3, 5)
+        tensors[str(dtype)] = data.view(dtype).view(3, 5)
     tensors["empty"], tensors["scalar"] = torch.zeros(0, 4), torch.tensor(3.0)
     path = tmp_path / "x.safetensors"
     safetensors.save_file(tensors, path)
@@ -77,12 +92,12 @@ def test_every_dtype(tmp_path):
 
 
 def test_data_that_is_not_aligned(tmp_path):
-    header = json.dumps({"x": {"dtype": "F32", "shape": [2], "data_offsets": [1, 9]}}).encode()
-    path = tmp_path / "x.safetensors"
-    data = torch.tensor([1.5, -2.0])
-    body = b"\0" + data.numpy().tobytes()
-    path.write_bytes(len(header).to_bytes(8, "little") + header + body)
-    assert torch.equal(SafetensorsFile(path).tensor("x"), data)
+    path, data = tmp_path / "x.safetensors", torch.tensor([1.5, -2.0])
+    entry = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
+    for spaces in range(4):
+        path.write_bytes(raw_file({"x": entry}, data.numpy().tobytes(), spaces))
+        read = SafetensorsFile(path).tensor("x")
+        assert torch.equal(read, data) and read.data_ptr() % 4 == 0
 
 
 def test_the_file_is_not_written_to(tmp_path, source):
@@ -115,8 +130,7 @@ def broken(data, kind):
         "past the end": {**header[name], "data_offsets": [0, 10**9]},
         "dtype": {**header[name], "dtype": "F4"},
     }
-    text = json.dumps(header | {name: changes[kind]}).encode()
-    return len(text).to_bytes(8, "little") + text + data[8 + length :]
+    return raw_file(header | {name: changes[kind]}, data[8 + length :])
 
 
 @pytest.mark.parametrize(
@@ -165,3 +179,135 @@ def test_progress(tmp_path, source, capsys):
     assert "loading" in capsys.readouterr().err
     moe_ops.load_checkpoint(layer, source, prefix="mlp.", progress=False)
     assert capsys.readouterr().err == ""
+
+
+def entry(shape, begin, end, dtype="F32"):
+    return {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
+
+
+def text(*pairs):
+    return "{" + ", ".join(f'"{name}": {json.dumps(value)}' for name, value in pairs) + "}"
+
+
+HOSTILE = {
+    "overlapping tensors": ({"a": entry([2], 0, 8), "b": entry([2], 4, 12)}, 12),
+    "the same data twice": ({"a": entry([2], 0, 8), "b": entry([2], 0, 8)}, 8),
+    "a hole": ({"a": entry([2], 4, 12)}, 12),
+    "trailing bytes": ({"a": entry([2], 0, 8)}, 9),
+    "a negative shape": ({"a": entry([-2, -1], 0, 8)}, 8),
+    "a shape that overflows": ({"a": entry([2**40, 2**40], 0, 0)}, 0),
+    "a size that is no integer": ({"a": entry([2.0], 0, 8)}, 8),
+    "offsets in reverse": ({"a": entry([2], 8, 0)}, 8),
+    "a name twice": (text(("a", entry([2], 0, 8)), ("a", entry([2], 0, 8))), 8),
+    "a name with two dtypes": (text(("a", entry([2], 0, 8)), ("a", entry([2], 0, 8, "I32"))), 8),
+    "a field twice": (text(("a", entry([2], 0, 8))).replace('"shape"', '"shape": [2], "shape"'), 8),
+    "an unknown dtype": ({"a": entry([2], 0, 8, "F5")}, 8),
+    "nested JSON": ('{"a":' * 100_000, 0),
+    "a list": ("[]", 0),
+    "text behind the header": ('{"a": ' + json.dumps(entry([2], 0, 8)) + "} x", 8),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", HOSTILE)
+def test_hostile_files(kind, tmp_path):
+    header, size = HOSTILE[kind]
+    path = tmp_path / "x.safetensors"
+    path.write_bytes(raw_file(header, b"\0" * size))
+    with pytest.raises(ValueError, match="x.safetensors must be a whole safetensors file, got"):
+        load(path)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["../secret.safetensors", "a/../../secret.safetensors", "/etc/passwd", "C:\\x.safetensors",
+     "..\\secret.safetensors", "", "x\0.safetensors", 3, None],
+)  # fmt: skip
+def test_an_index_names_files_of_its_folder(name, tmp_path, source):
+    folder = tmp_path / "model"
+    folder.mkdir()
+    safetensors.save_file(source, tmp_path / "secret.safetensors")
+    index = folder / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": dict.fromkeys(source, name)}))
+    with pytest.raises(ValueError, match=r"index.json: the file of 'mlp.* must be a name inside"):
+        load(folder, prefix="mlp.")
+
+
+def test_links_and_folders_below_an_index(tmp_path, source, expected):
+    """A hub's cache keeps links to files elsewhere."""
+    safetensors.save_file(source, tmp_path / "blob")
+    folder = tmp_path / "snapshot"
+    (folder / "parts").mkdir(parents=True)
+    (folder / "parts" / "model.safetensors").symlink_to(tmp_path / "blob")
+    index = folder / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": dict.fromkeys(source, "parts/model.safetensors")}))
+    assert same(load(folder, prefix="mlp."), expected)
+
+
+@pytest.mark.parametrize("name", ["x.safetensors", "model.safetensors.index.json", "config.json"])
+def test_pipes_are_not_waited_for(name, tmp_path, source):
+    os.mkfifo(tmp_path / name)
+    if name == "config.json":
+        safetensors.save_file(source, tmp_path / "model.safetensors")
+    layer = moe_ops.FusedMoE(E, K, H, I, quant_config="fp8_channel")
+    with pytest.raises(ValueError, match=f"{name} must be a regular file, got a folder, a pipe"):
+        moe_ops.load_checkpoint(layer, tmp_path, prefix="mlp.", progress=False)
+
+
+@pytest.mark.parametrize(
+    ("content", "got"),
+    [('{"weight_map":' + "[" * 100_000, "nested too deeply"), ("[1]", "a JSON list"),
+     ('{"weight_map": {"a": "x", "a": "y"}}', "the key 'a' twice"), ("{", "no JSON"),
+     ('{"weight_map": []}', "got list for it")],
+)  # fmt: skip
+def test_hostile_indices(content, got, tmp_path):
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(content)
+    with pytest.raises(ValueError, match=f"index.json must be an index with a weight_map.*{got}"):
+        load(tmp_path)
+
+
+def test_without_the_package(tmp_path, source, monkeypatch):
+    safetensors.save_file(source, tmp_path / "x.safetensors")
+    monkeypatch.setitem(sys.modules, "safetensors", None)
+    with pytest.raises(ImportError, match=r"pip install 'moe_ops\[safetensors\]'"):
+        load(tmp_path / "x.safetensors", prefix="mlp.")
+    load(source, prefix="mlp.")  # tensors need no package
+
+
+def test_other_formats_say_what_to_do(tmp_path, source, expected):
+    with pytest.raises(FileNotFoundError, match=r"download it first, .*download\('org/name-7B'\)"):
+        load("org/name-7B")
+    path = tmp_path / "pytorch_model.bin"
+    torch.save(source, path)
+    for given in (path, tmp_path, [path]):
+        with pytest.raises(ValueError, match=r"safetensors, got .*torch.load\('pytorch_model.bin'"):
+            load(given)
+    read = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    assert same(load(read, prefix="mlp."), expected)
+    (tmp_path / "model-Q4.gguf").write_bytes(b"GGUF")
+    with pytest.raises(ValueError, match=r"must be safetensors, .*gguf_file=.*save_pretrained"):
+        load(tmp_path / "model-Q4.gguf")
+
+
+@pytest.mark.parametrize("expert", ["\u0663", "+3", "0_3", "03", "3 ", "9" * 5000])
+def test_numbers_of_experts(expert, source):
+    """One way to write a number: ASCII digits."""
+    source[f"mlp.experts.{expert}.gate_proj.weight"] = source.pop("mlp.experts.3.gate_proj.weight")
+    with pytest.raises(ValueError, match=r"1 missing \(w13_weight\[3\].w1\); 1 unexpected"):
+        load(source, prefix="mlp.")
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.bfloat16])
+def test_numbers_beyond_a_parameters_dtype(dtype, source):
+    """A float64 of 1e300 is no float32, and a bfloat16 of 1e6 no float16."""
+    largest = 1e6 if dtype == torch.float16 else 1e300
+    layer = moe_ops.FusedMoE(
+        E, K, H, I, params_dtype=dtype, has_bias=True, e_score_correction_bias=torch.zeros(E)
+    )
+    for name, shape in (("gate_proj.weight", (I, H)), ("down_proj.bias", (H,)), (None, (E,))):
+        x = torch.ones(shape, dtype=torch.float64)
+        x.view(-1)[-1] = largest if name else 1e300
+        name = f"experts.2.{name}" if name else "e_score_correction_bias"
+        rule = rf"{name}: numbers must be finite in torch.*, got 1 that are not"
+        report = moe_ops.load_checkpoint(layer, {name: x}, strict=False, progress=False)
+        assert len(report.mismatched) == 1 and re.match(rule, report.mismatched[0])

@@ -1,11 +1,14 @@
 """What the modular kernel refuses: parts, calls, configurations; and what it reports when asked."""
 
+import dataclasses
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 from modular import BATCHED, EXPERTS, build_experts, layer_config, setup, twice
 
 import moe_ops
-from moe_ops import FusedMoEKernel, FusedMoEQuantConfig
+from moe_ops import Call, FusedMoEKernel, FusedMoEQuantConfig
 from moe_ops.testing import Problem, make_inputs
 
 PLAIN = FusedMoEQuantConfig("unquantized")
@@ -206,20 +209,66 @@ def test_parts_that_are_not_asynchronous_say_so():
         NO_EP().finalize_async(X, X, X, False, moe_ops.TopKWeightAndReduceNoOP())
 
 
+@pytest.mark.parametrize("logits", [(X[:, :8], X[:, :8]), [X[:, :8]] * 2, None])
+def test_logits_are_one_tensor(logits):
+    s = setup(Problem(), moe_ops.MonolithicExperts)
+    with pytest.raises(TypeError, match="router_logits must be a Tensor, got (tuple|list|None)"):
+        s.kernel.apply_monolithic(*s.inputs[:3], logits, "silu", -1, None, False)
+
+
+@pytest.mark.parametrize("name", ["TopK", "Custom", "Simulated"])
+def test_routing_methods_that_monolithic_experts_lack(name):
+    method = moe_ops.RoutingMethodType[name]
+    config = dataclasses.replace(
+        layer_config(Problem()), routing_method=method, max_num_tokens=None
+    )
+    reason = f"kernel does not support routing method {method!r}"
+    kind = moe_ops.MonolithicExperts
+    format_ = kind.activation_format()
+    assert kind.is_supported_config(kind, config, None, None, format_) == (False, reason)
+    with pytest.raises(ValueError, match=reason):
+        moe_ops.select_kernel(config, "unquantized", experts=kind)
+    with pytest.raises(NotImplementedError, match="routing_method must be one of Default, Renorm"):
+        kind(config, PLAIN)
+
+
 def test_rows_that_do_not_fit_raise_in_checking_mode():
-    """Outside of it they are dropped and counted, and nobody waits for the device."""
-    s = setup(Problem(routing="one_expert"), moe_ops.BatchedTritonExperts)
-    part, experts = batched_parts(max_num_tokens=20)[0], s.kernel.fused_experts
+    """As many tokens as there is room for, but each twice to one expert. Outside of that mode rows
+    are dropped and counted, and nobody waits for the device."""
+    s = setup(Problem(), moe_ops.BatchedTritonExperts)
+    part, experts = batched_parts(max_num_tokens=33)[0], s.kernel.fused_experts
     kernel = FusedMoEKernel(part, experts)
-    out = kernel.apply(**s.arguments())
-    assert (out[20:] == 0).all() and (out[:20] != 0).any(1).all()
-    message = "max_num_tokens must be at least the rows of the busiest expert, got 20: 26 rows did"
+    twice_to_0 = s.arguments(topk_ids=torch.zeros_like(s.inputs.topk_ids))
+    out = kernel.apply(**twice_to_0)
+    assert (out[17:] == 0).all() and (out[:17] != 0).any(1).all()
+    message = "max_num_tokens must be at least the rows of the busiest expert, got 33: 33 rows did"
     with moe_ops.checking(), pytest.raises(ValueError, match=message):
-        kernel.apply(**s.arguments())
+        kernel.apply(**twice_to_0)
     with moe_ops.checking():
-        assert torch.equal(s.apply()[:20], out[:20])
+        assert torch.equal(kernel.apply(**s.arguments()), s.apply())
         assert moe_ops.workspace_nbytes(4, 64, 48, 8, 2, torch.float32, format="batched") > 0
-    assert torch.equal(kernel.apply(**s.arguments()), out)
+        with ThreadPoolExecutor() as pool:  # a thread that did not ask for checks
+            dropped = pool.submit(lambda: kernel.apply(**twice_to_0)).result()
+            assert torch.equal(dropped, out)
+    assert torch.equal(kernel.apply(**twice_to_0), out)
+
+
+@pytest.mark.parametrize("experts", BATCH)
+def test_tokens_that_do_not_fit_at_once_run_in_parts(experts):
+    """All to the same experts: nothing is dropped, in checking mode or not."""
+    s = setup(Problem(routing="one_expert"), experts, shared_experts=twice)
+    part = batched_parts(max_num_tokens=20)[0]
+    kernel = FusedMoEKernel(part, s.kernel.fused_experts, shared_experts=twice)
+    with moe_ops.checking():
+        shared, out = kernel.apply(**s.arguments())
+    torch.testing.assert_close((shared, out), s.apply())
+    many = dict(activation="silu", global_num_experts=8)
+    calls = [Call(*s.inputs[:5], **many)]
+    with pytest.raises(ValueError, match="at most max_num_tokens = 20 tokens.* got 33"):
+        moe_ops.run_micro_batches(kernel, calls)
+    part = batched_parts(max_num_tokens=20, num_dispatchers=2)[0]
+    with pytest.raises(ValueError, match="at most max_num_tokens = 20 tokens.* got 33"):
+        FusedMoEKernel(part, s.kernel.fused_experts).apply(**s.arguments())
 
 
 @pytest.mark.parametrize("scheme", [n for n, s in moe_ops.SCHEMES.items() if s.weight])

@@ -19,7 +19,13 @@ from modular import (
 import moe_ops
 from moe_ops import Call, FusedMoEKernel, PrepareResult
 from moe_ops.pipeline.calls import Pending, chunk_of, num_experts_of
-from moe_ops.testing import Problem, assert_layer_matches, oracle, reference_experts
+from moe_ops.testing import (
+    Problem,
+    assert_layer_matches,
+    bounded_oracle,
+    oracle,
+    reference_experts,
+)
 
 kernel = pytest.mark.kernel
 MODULAR = tuple(e for e in EXPERTS if not e.is_monolithic())
@@ -73,10 +79,10 @@ def test_standard_is_batched(standard, batched, scheme, device):
     if ON_REFERENCES and scheme in LOCAL:
         assert torch.equal(first, second)
     for s, actual in ((one, first), (other, second)):
-        expected = reference_experts(
-            p, s.inputs, s.config, roundings(type(s.kernel.fused_experts), p)
-        )
-        assert_layer_matches(actual.cpu(), oracle(p, s.exact), expected.cpu())
+        where = roundings(type(s.kernel.fused_experts), p)
+        expected = reference_experts(p, s.inputs, s.config, where)
+        exact = bounded_oracle(p, s.exact, s.config, where)
+        assert_layer_matches(actual.cpu(), exact, expected.cpu())
 
 
 @kernel
@@ -86,7 +92,8 @@ def test_chunked_is_whole(experts, scheme, device):
     """Chunks of other sizes are other products on the CPU, so within the budget of the whole."""
     p = problem(scheme)
     whole = setup(p, experts, device)
-    expected, exact = whole.apply().cpu(), oracle(p, whole.exact)
+    where = roundings(experts, p)
+    expected, exact = whole.apply().cpu(), bounded_oracle(p, whole.exact, whole.config, where)
     for size in (1, 4, p.num_tokens - 1):
         assert_layer_matches(
             setup(p, experts, device, chunk_size=size).apply().cpu(), exact, expected

@@ -12,6 +12,7 @@ T, H, I, E, K = 6, 32, 32, 4, 2  # noqa: E741
 X, LOGITS = torch.zeros(T, H), torch.zeros(T, E)
 W1, W2 = torch.zeros(E, 2 * I, H), torch.zeros(E, H, I)
 WEIGHTS, IDS = torch.zeros(T, K), torch.zeros(T, K, dtype=torch.int32)
+MAP = torch.arange(E, dtype=torch.int32)
 INT8_ROWS = {
     "A": torch.zeros(E, T, H), "A_scale": None, "num_tokens": T, "E": E, "N": 1,
     "expert_num_tokens": torch.ones(E, dtype=torch.int32), "qtype": torch.int8,
@@ -20,10 +21,11 @@ INT8_ROWS = {
 GOOD = {
     moe_ops.fused_experts: dict(
         hidden_states=X, w1=W1, w2=W2, topk_weights=WEIGHTS, topk_ids=IDS, global_num_experts=-1,
-        apply_router_weight_on_input=False,
+        apply_router_weight_on_input=False, batch_invariant=False,
     ),
     moe_ops.fused_moe: dict(
-        hidden_states=X, w1=W1, w2=W2, gating_output=LOGITS, topk=K, renormalize=True
+        hidden_states=X, w1=W1, w2=W2, gating_output=LOGITS, topk=K, renormalize=True,
+        batch_invariant=False,
     ),
     moe_ops.fused_topk: dict(
         hidden_states=X, gating_output=LOGITS, topk=K, renormalize=True, scoring_func="softmax",
@@ -37,15 +39,50 @@ GOOD = {
         hidden_states=X, router_logits=LOGITS, top_k=K, use_grouped_topk=False, renormalize=True,
         custom_routing_function=None, num_fused_shared_experts=0,
     ),
+    moe_ops.adjust_routing: dict(
+        topk_weights=WEIGHTS, topk_ids=IDS, num_experts=E, per_expert_scale=torch.ones(E),
+        num_shared_experts=1, shared_expert_weight=1.0,
+        is_padding=torch.zeros(T, dtype=torch.bool),
+    ),
+    moe_ops.zero_experts: dict(
+        hidden_states=X, topk_weights=WEIGHTS, topk_ids=IDS, num_experts=E, skipped_id=0
+    ),
+    moe_ops.hash_topk: dict(
+        hidden_states=X, gating_output=LOGITS, input_ids=IDS[:, 0], hash_indices_table=IDS,
+        renormalize=True, routed_scaling_factor=1.0,
+    ),
     moe_ops.moe_align_block_size: dict(
-        topk_ids=IDS, block_size=16, num_experts=E, pad_sorted_ids=False
+        topk_ids=IDS, block_size=16, num_experts=E, expert_map=MAP, pad_sorted_ids=False
     ),
-    moe_ops.count_expert_num_tokens: dict(topk_ids=IDS, num_local_experts=E),
+    moe_ops.count_expert_num_tokens: dict(topk_ids=IDS, num_local_experts=E, expert_map=MAP),
     moe_ops.moe_permute: dict(
-        hidden_states=X, a1q_scale=None, topk_ids=IDS, n_expert=E, n_local_expert=-1
+        hidden_states=X, a1q_scale=torch.ones(T, 1), topk_ids=IDS, n_expert=E, n_local_expert=-1,
+        expert_map=MAP,
     ),
+    moe_ops.moe_unpermute: dict(
+        permuted_hidden_states=torch.zeros(T * K, H), topk_weights=WEIGHTS, inv_permuted_idx=IDS,
+        expert_first_token_offset=torch.zeros(E + 1, dtype=torch.int64),
+    ),
+    moe_ops.moe_fused_mul_sum: dict(
+        inputs=torch.zeros(T, K, H), topk_weights=WEIGHTS, outputs=torch.zeros(T, H), topk_ids=IDS,
+        expert_map=MAP, num_valid_tokens=torch.tensor([T]),
+    ),
+    moe_ops.apply_moe_activation: dict(activation="silu", x=X),
     moe_ops.moe_kernel_quantize_input: dict(
-        A=X, A_scale=None, quant_dtype=torch.int8, per_act_token_quant=False, block_shape=None
+        A=X, A_scale=torch.ones(T, 1), quant_dtype=torch.int8, per_act_token_quant=True,
+        block_shape=None,
+    ),
+    moe_ops.eplb_map_to_physical_and_record: dict(
+        topk_ids=IDS, expert_load_view=MAP.clone(), logical_to_physical_map=MAP[:, None],
+        logical_replica_count=torch.ones(E, dtype=torch.int32), record_enabled=torch.tensor(True),
+        num_unpadded_tokens=torch.tensor(T),
+    ),
+    moe_ops.remap_topk_to_local: dict(topk_ids=IDS, expert_map=MAP, dtype=torch.int32),
+    moe_ops.initial_physical_to_logical_map: dict(
+        num_experts=E, num_redundant_experts=0, ep_size=1
+    ),
+    moe_ops.compute_logical_maps: dict(
+        physical_to_logical_map=MAP[None], num_logical_experts=E
     ),
     moe_ops.batched_moe_kernel_quantize_input: INT8_ROWS,
     moe_ops.rebalance_experts: dict(
@@ -62,11 +99,23 @@ GOOD = {
     ),
     moe_ops.workspace_nbytes: dict(
         num_tokens=T, hidden_size=H, intermediate_size=I, num_experts=E, top_k=K,
-        dtype=torch.float32, chunk_size=None,
+        dtype=torch.float32, chunk_size=None, batch_invariant=False,
+    ),
+    moe_ops.FusedMoEParallelConfig: dict(
+        tp_size=1, tp_rank=0, dp_size=1, ep_size=1, sp_size=1, use_ep=False, enable_eplb=False,
+        all2all_backend="allgather_reducescatter",
+    ),
+    moe_ops.FusedMoEConfig: dict(
+        num_experts=E, experts_per_token=K, hidden_dim=H, intermediate_size=I, num_local_experts=E,
+        activation="silu", device="cpu", routing_method=moe_ops.RoutingMethodType.Default,
+        moe_parallel_config=moe_ops.FusedMoEParallelConfig(), in_dtype=torch.bfloat16,
+        renormalize=True, scoring_func="softmax", router_logits_dtype=None, has_bias=False,
+        is_act_and_mul=True, max_num_tokens=None, batch_invariant=False,
     ),
     moe_ops.FusedMoE: dict(
         num_experts=E, top_k=K, hidden_size=H, intermediate_size=I, params_dtype=None,
-        renormalize=True, quant_config=None, ep_size=1, moe_parallel_config=None,
+        renormalize=True, quant_config=None, ep_size=1, batch_invariant=False, chunk_size=None,
+        moe_parallel_config=None, device=None,
         custom_routing_function=None, shared_experts=None, e_score_correction_bias=None,
     ),
 }  # fmt: skip
@@ -76,6 +125,12 @@ CASES = [
     for function, arguments in GOOD.items()
     for name in arguments
     if name not in (*NAMES_IN_STRINGS, "N")
+]
+FLAGS = [case for case in CASES if isinstance(GOOD[case[0]][case[1]], bool)]
+NUMBERS = [
+    (function, name)
+    for function, name in CASES
+    if type(GOOD[function][name]) in (int, float) or name in ("chunk_size", "max_num_tokens")
 ]
 
 
@@ -88,6 +143,152 @@ def test_another_kind_is_named(function, name, value):
         named = "scheme"
     with pytest.raises((TypeError, ValueError, NotImplementedError), match=f"{named}.* must"):
         function(**{**GOOD[function], name: value})
+
+
+@pytest.mark.parametrize(("function", "name"), FLAGS, ids=lambda v: getattr(v, "__name__", v))
+def test_flags_are_true_or_false(function, name):
+    for value, shown in (("yes", "str 'yes'"), (1, "int 1")):
+        with pytest.raises(TypeError, match=f"{name} must be a bool, got {shown}"):
+            function(**{**GOOD[function], name: value})
+
+
+@pytest.mark.parametrize(("function", "name"), NUMBERS, ids=lambda v: getattr(v, "__name__", v))
+def test_true_is_no_number(function, name):
+    named = {"n_local_expert": "local_expert"}.get(name, name)
+    with pytest.raises(TypeError, match=f"{named}.* must be an? (int|number), got bool True"):
+        function(**{**GOOD[function], name: True})
+
+
+def test_flags_and_numbers_that_are_no_arguments_of_one_function():
+    experts = moe_ops.TritonExperts(
+        moe_ops.FusedMoEConfig(**GOOD[moe_ops.FusedMoEConfig]),
+        moe_ops.FusedMoEQuantConfig("unquantized"),
+    )
+    part = moe_ops.MoEPrepareAndFinalizeNoEP()
+    with pytest.raises(TypeError, match="inplace must be a bool, got int 1"):
+        moe_ops.FusedMoEKernel(part, experts, inplace=1)
+    with pytest.raises(TypeError, match="apply_router_weight_on_input must be a bool"):
+        moe_ops.FusedMoEKernel(part, experts).apply(
+            X, W1, W2, WEIGHTS, IDS, apply_router_weight_on_input="no"
+        )
+    with pytest.raises(TypeError, match="batch_invariant must be a bool"):
+        moe_ops.warmup(W1, W2, K, 1, batch_invariant="yes")
+    with pytest.raises(TypeError, match="strict must be a bool, got str 'no'"):
+        moe_ops.load_checkpoint(moe_ops.FusedMoE(E, K, H, I), {}, strict="no")
+    with pytest.raises(TypeError, match="activation alpha must be a number, got bool True"):
+        moe_ops.Activation("silu", alpha=True)
+    with pytest.raises(TypeError, match="enable_expert_parallel must be a bool"):
+        moe_ops.FusedMoEParallelConfig.make(2, enable_expert_parallel=1)
+
+
+@pytest.mark.parametrize(
+    ("call", "value", "nearest"),
+    [
+        (moe_ops.get_scheme, "fp8_blok128", "fp8_block128"),
+        (moe_ops.get_scheme, "FP8_Channel", "fp8_channel"),
+        (moe_ops.MoEActivation.from_str, "swigluaoi", "swigluoai"),
+        (lambda s: moe_ops.FusedMoE(E, K, H, I, quant_config=s), "mxfp4_w4a1", "mxfp4_w4a16"),
+        (lambda s: moe_ops.FusedMoE(E, K, H, I, activation=s), "sillu", "silu"),
+        (lambda s: moe_ops.FusedMoE(E, K, H, I, scoring_func=s), "sofmax", "softmax"),
+        (lambda s: moe_ops.fused_topk(X, LOGITS, K, True, scoring_func=s), "sigmod", "sigmoid"),
+        (lambda s: moe_ops.FusedMoEParallelConfig(all2all_backend=s), "plx", "pplx"),
+        (
+            lambda s: moe_ops.FusedMoEConfig(**GOOD[moe_ops.FusedMoEConfig] | {"scoring_func": s}),
+            "sofmax",
+            "softmax",
+        ),
+        (
+            lambda s: moe_ops.determine_expert_map(2, 0, E, expert_placement_strategy=s),
+            "round-robin",
+            "round_robin",
+        ),
+    ],
+)
+def test_a_misspelt_name_is_answered_with_the_nearest(call, value, nearest):
+    with pytest.raises(ValueError, match=rf"got '{value}'; did you mean '{nearest}'\?$"):
+        call(value)
+
+
+def test_a_name_that_resembles_none_is_answered_with_the_list():
+    with pytest.raises(ValueError, match=r"scoring_func must be one of .*, got 'tanh\(\)'$"):
+        moe_ops.fused_topk(X, LOGITS, K, True, scoring_func="tanh()")
+
+
+def other_layouts(x):
+    """The same numbers as tensors that no kernel can read."""
+    yield torch.nested.nested_tensor([x])
+    if x.dim():
+        yield x.to_sparse()
+        yield torch.nested.nested_tensor([x], layout=torch.jagged)
+    if x.dim() == 2:
+        yield x.to_sparse_csr()
+    if x.dtype == torch.float32:
+        yield x.to_mkldnn()
+        yield torch.quantize_per_tensor(x, 1.0, 0, torch.quint8)
+
+
+TENSORS = [(f, name) for f, given in GOOD.items() for name in given if torch.is_tensor(given[name])]
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(("function", "name"), TENSORS, ids=lambda v: getattr(v, "__name__", v))
+def test_another_layout_is_named(function, name):
+    for x in other_layouts(GOOD[function][name]):
+        with pytest.raises((TypeError, ValueError), match=f"{name}.* must"):
+            function(**{**GOOD[function], name: x})
+
+
+FACTORS = ("routed_scaling_factor", "shared_expert_weight")
+NUMBERS_OF_ANY_SIZE = [
+    (function, name)
+    for function, given in GOOD.items()
+    for name, value in given.items()
+    if isinstance(value, (int, float)) and not isinstance(value, bool) and name != "N"
+]
+
+
+@pytest.mark.parametrize(
+    ("function", "name"), NUMBERS_OF_ANY_SIZE, ids=lambda v: getattr(v, "__name__", v)
+)
+def test_a_number_out_of_reach_is_named(function, name):
+    """Too large for a machine word, too small, no whole number, no number."""
+    wrong = ["4", None, 2 + 3j, 1.5, float("nan"), -(2**70), 2**70, 2**40]
+    if name in FACTORS:
+        wrong = ["4", None, 2 + 3j, float("nan"), float("inf"), 1e300, 10**400]
+    for value in wrong:
+        with pytest.raises((TypeError, ValueError), match=rf"{name}.* must|must.*\b{name}\b"):
+            function(**{**GOOD[function], name: value})
+
+
+@pytest.mark.parametrize("shape", [(0, 8, 16), (2, 0, 16), (2, 8, 0)])
+@pytest.mark.parametrize("scheme", ["unquantized", "fp8_tensor", "int4_w4a16_g32", "nvfp4"])
+def test_a_weight_without_numbers(shape, scheme):
+    with pytest.raises(ValueError, match="w must have no size of 0"):
+        moe_ops.quantize_weight(torch.zeros(shape), scheme)
+
+
+@pytest.mark.parametrize("scale", [torch.ones(4), torch.ones(12), torch.ones(6, 7), torch.ones(0)])
+def test_static_scales_of_other_rows(scale):
+    with pytest.raises(ValueError, match="A_scale must have the 6 tokens of A"):
+        moe_ops.moe_kernel_quantize_input(X, scale, torch.int8, True)
+
+
+def test_offsets_of_no_expert():
+    rows, inverse = torch.ones(4, 8), torch.zeros(2, 2, dtype=torch.int32)
+    for entries in (0, 1):
+        offset = torch.zeros(entries, dtype=torch.int64)
+        with pytest.raises(ValueError, match="expert_first_token_offset must have at least 2"):
+            moe_ops.moe_unpermute(rows, None, inverse, offset)
+
+
+@pytest.mark.parametrize("strides", [(0, 1), (H // 2, 1), (1, T), (2 * H, 2)])
+def test_outputs_whose_rows_share_memory(strides):
+    outputs = torch.zeros(2 * T * H).as_strided((T, H), strides)
+    with pytest.raises(ValueError, match="outputs must have contiguous rows that lie apart"):
+        moe_ops.moe_fused_mul_sum(torch.zeros(T, K, H), WEIGHTS, outputs)
+    with pytest.raises(ValueError, match="out must have contiguous rows that lie apart"):
+        none = (None, None, None, E)
+        moe_ops.ops.moe_fused_mul_sum_out(torch.zeros(T, K, H), WEIGHTS, *none, out=outputs)
 
 
 @pytest.mark.parametrize("name", ["topk_weights", "topk_ids", "w1", "w2"])
@@ -106,10 +307,8 @@ def test_tensors_of_a_quant_config():
     good = moe_ops.FusedMoEQuantConfig.from_weights("fp8_channel", q1, q2)
     call = (X, q1.data, q2.data, WEIGHTS, IDS)
     moe_ops.fused_experts(*call, quant_config=good)
-    scale = q1.scale.clone().requires_grad_()
     for changes, error, message in (
         ({"w1_scale": [1.0]}, TypeError, "quant_config.w1_scale must be a Tensor, got list"),
-        ({"w1_scale": scale}, NotImplementedError, "quant_config.w1_scale must not require grad"),
         ({"w1_bias": 3}, TypeError, "quant_config.w1_bias must be a Tensor, got int"),
     ):
         config = moe_ops.FusedMoEQuantConfig(
@@ -117,6 +316,37 @@ def test_tensors_of_a_quant_config():
         )
         with pytest.raises(error, match=message):
             moe_ops.fused_experts(*call, quant_config=config)
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int8, torch.uint8])
+def test_quantized_weights_without_a_config(dtype):
+    w1, w2 = W1.to(dtype), W2.to(dtype)
+    config = moe_ops.FusedMoEConfig(**GOOD[moe_ops.FusedMoEConfig] | {"in_dtype": torch.float32})
+    kernel = moe_ops.select_kernel(config, "unquantized")
+    for call in (
+        lambda: moe_ops.fused_experts(X, w1, w2, WEIGHTS, IDS),
+        lambda: moe_ops.fused_moe(X, w1, w2, LOGITS, K),
+        lambda: moe_ops.warmup(w1, w2, K, [1]),
+        lambda: kernel.apply(X, w1, w2, WEIGHTS, IDS),
+    ):
+        with pytest.raises(TypeError, match=f"w1 must .* FusedMoEQuantConfig.* got {dtype}"):
+            call()
+
+
+def test_weights_of_a_quant_config():
+    """What `quantize_weight` returns makes a config; its data goes to the layer."""
+    q = moe_ops.quantize_weight(W1, "fp8_channel")
+    for w1, w2, name in ((W1, W2, "w1"), (q, W2, "w2"), (q.data, q, "w1")):
+        with pytest.raises(TypeError, match=f"{name} must be a QTensor, as quantize_weight"):
+            moe_ops.FusedMoEQuantConfig.from_weights("fp8_channel", w1, w2)
+    for call, rest in ((moe_ops.fused_experts, (WEIGHTS, IDS)), (moe_ops.fused_moe, (LOGITS, K))):
+        with pytest.raises(TypeError, match=r"w1 must be a Tensor, got QTensor \(pass its data\)"):
+            call(X, q, q, *rest)
+    with pytest.raises(TypeError, match="quant_config must be .*from_weights.* got str"):
+        moe_ops.fused_moe(X, W1, W2, LOGITS, K, quant_config="fp8_channel")
+    with pytest.raises(TypeError, match="quant_config must be a Scheme, its name or None, got Fus"):
+        config = moe_ops.FusedMoEQuantConfig("fp8_channel")
+        moe_ops.FusedMoE(E, K, H, I, quant_config=config)
 
 
 def test_the_signature_of_a_quant_config():

@@ -15,8 +15,8 @@ import moe_ops
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "benchmarks"))
 bench = import_module("bench_overheads")
-harness = import_module("harness")
-problems = import_module("problems")
+harness = import_module("moe_ops.bench.harness")
+problems = import_module("moe_ops.bench.problems")
 report = import_module("report")
 
 WARM = ["--model", "tiny", "--tokens", "1,3", "--measures", "warm"]
@@ -47,6 +47,20 @@ def test_a_tiny_problem(capsys, tmp_path):
             assert 0 < row["p10"] <= row["value"] <= row["p90"] and row["runs"] == 800
         else:
             assert row["value"] > 0
+
+
+def test_quantized_layers(tmp_path):
+    """This library only, each scheme with a row of its own in the record and in the report."""
+    schemes = ["--scheme", "bf16,fp8_channel", "--output", str(tmp_path)]
+    assert bench.main([*WARM, "--impls", "moe_ops", "--tokens", "2", *schemes]) == 0
+    (path,) = tmp_path.glob("*/overheads.json")
+    written = json.loads(path.read_text())
+    rows = [row for row in written["rows"] if row["measure"] == "host_us"]
+    assert [row["scheme"] for row in rows] == ["bf16", "fp8_channel"]
+    text = report.overheads_report([written])
+    assert "| tiny, fp8_channel | host time of a call (us) | 2 |" in text
+    args = bench.options(["--scheme", "fp8_channel", "--model", "tiny", "--tokens", "1"])
+    assert {measure for _, _, measure in bench.planned(args)} == {bench.warm_rows}
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU writes")

@@ -10,9 +10,9 @@ from moe_ops.testing import (
     ROUTINGS,
     Problem,
     assert_matches_reference,
+    bounded_oracle,
     call,
     make_inputs,
-    oracle,
     reference_experts,
 )
 
@@ -23,7 +23,7 @@ def check(problem: Problem, device: str, seed: int = 0) -> torch.Tensor:
     inputs = make_inputs(problem, device, seed)
     actual = call(moe_ops.fused_experts, problem, inputs)
     assert_matches_reference(
-        actual.cpu(), oracle(problem, inputs), reference_experts(problem, inputs)
+        actual.cpu(), bounded_oracle(problem, inputs), reference_experts(problem, inputs)
     )
     return actual
 
@@ -63,7 +63,9 @@ def test_transposed_weights_need_no_copy(dtype, device):
     )
     assert turned.w1.stride(-2) == 1
     actual = call(moe_ops.fused_experts, problem, turned)
-    assert_matches_reference(actual, oracle(problem, inputs), reference_experts(problem, inputs))
+    assert_matches_reference(
+        actual, bounded_oracle(problem, inputs), reference_experts(problem, inputs)
+    )
 
 
 def test_strided_tokens(device):
@@ -106,7 +108,7 @@ def test_permuting_tokens_permutes_outputs(device):
     )
     actual = call(moe_ops.fused_experts, problem, moved)
     expected = call(moe_ops.fused_experts, problem, inputs)[order]
-    exact = oracle(problem, inputs)[order.cpu()]
+    exact = bounded_oracle(problem, inputs)[order.cpu()]
     assert_matches_reference(actual.cpu(), exact, expected.cpu())
 
 
@@ -119,7 +121,7 @@ def test_relabelling_experts_changes_nothing(device):
     moved = inputs._replace(w1=w1, w2=w2, topk_ids=label[inputs.topk_ids.long()].int())
     actual = call(moe_ops.fused_experts, problem, moved)
     expected = call(moe_ops.fused_experts, problem, inputs)
-    assert_matches_reference(actual.cpu(), oracle(problem, inputs), expected.cpu())
+    assert_matches_reference(actual.cpu(), bounded_oracle(problem, inputs), expected.cpu())
 
 
 def test_two_expert_maps_add_to_the_whole(device):
@@ -138,7 +140,9 @@ def test_two_expert_maps_add_to_the_whole(device):
         )
         parts.append(call(moe_ops.fused_experts, problem, part))
     whole = call(moe_ops.fused_experts, problem, inputs)
-    assert_matches_reference((parts[0] + parts[1]).cpu(), oracle(problem, inputs), whole.cpu())
+    assert_matches_reference(
+        (parts[0] + parts[1]).cpu(), bounded_oracle(problem, inputs), whole.cpu()
+    )
 
 
 def test_repeated_calls_are_bitwise_equal(device):
@@ -158,13 +162,3 @@ def test_fused_moe_is_routing_then_experts(device):
         weights, ids = moe_ops.fused_topk(x, logits, 3, renormalize, scoring_func=scoring)
         actual = moe_ops.fused_moe(x, w1, w2, logits, 3, renormalize, scoring_func=scoring)
         assert torch.equal(actual, moe_ops.fused_experts(x, w1, w2, weights, ids))
-
-
-def test_grad_is_refused_only_in_grad_mode(device):
-    problem = Problem()
-    inputs = make_inputs(problem, device)
-    inputs.w1.requires_grad_()
-    with pytest.raises(NotImplementedError, match="w1 must not require grad"):
-        call(moe_ops.fused_experts, problem, inputs)
-    with torch.no_grad():
-        call(moe_ops.fused_experts, problem, inputs)

@@ -11,7 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import moe_ops
 from moe_ops import FusedMoEQuantConfig
-from moe_ops.testing import assert_layer_matches, oracle, reference_experts
+from moe_ops.testing import assert_layer_matches, bounded_oracle, oracle, reference_experts
 
 MODULAR = tuple(e for e in EXPERTS if not e.is_monolithic())
 kernel = pytest.mark.kernel
@@ -23,12 +23,11 @@ ROWWISE = tuple(  # a row's result does not depend on the other rows
 )
 
 
-def check(s: Setup, actual, reference=None, exact=None):
+def check(s: Setup, actual):
     """``actual`` is the layer, within the budget of a reference."""
-    if reference is None:
-        where = roundings(type(s.kernel.fused_experts), s.problem)
-        reference = reference_experts(s.problem, s.inputs, s.config, where)
-    exact = oracle(s.problem, s.exact) if exact is None else exact
+    where = roundings(type(s.kernel.fused_experts), s.problem)
+    reference = reference_experts(s.problem, s.inputs, s.config, where)
+    exact = bounded_oracle(s.problem, s.exact, s.config, where)
     assert_layer_matches(actual.cpu(), exact, reference.cpu())
 
 

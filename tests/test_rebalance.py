@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import moe_ops
 from moe_ops import EplbState
-from moe_ops.parallel import imbalance, simulate_balance
+from moe_ops.parallel import eplb_state, imbalance, simulate_balance
 from moe_ops.parallel.moves import STAGING, plan_moves
 
 I32, I64, BF16 = torch.int32, torch.int64, torch.bfloat16
@@ -218,3 +218,100 @@ def test_balancing_is_worth_it(exponent):
 def test_rebalancing_a_wrong_number_of_layers():
     with pytest.raises(ValueError, match=r"len\(weights\) must be the number of layers = 2, got 1"):
         EplbState.make(2, 4, 0).rebalance_([[]], 1, 1, 1)
+
+
+def state_and_weights():
+    state = EplbState.make(2, 4, 2, ep_size=2)
+    state.expert_load.copy_(torch.tensor([[9, 1, 1, 1, 0, 0], [1, 1, 9, 1, 0, 0]]))
+    weights = [[p[:, None] + 0.5, p.clone()] for p in state.physical_to_logical_map]
+    return state, weights
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda w: w[1].append(torch.zeros(5)), r"len\(weights\[1\]\[2\]\) must be .* = 6, got 5"),
+        (
+            lambda w: w[1].append(w[0][0]),
+            r"weights\[1\]\[2\] must share no memory with weights\[0\]",
+        ),
+        (lambda w: w[1].append(w[1][1].view(6, 1)), r"weights\[1\]\[2\] must share no memory with"),
+        (lambda w: w[1].append(torch.zeros(6, 1).expand(6, 3)), "must hold each element once, got"),
+        (lambda w: w[1].append(None), r"weights\[1\]\[2\] must be a Tensor, got NoneType"),
+    ],
+)
+def test_a_rebalance_that_is_refused_changes_nothing(change, message):
+    state, weights = state_and_weights()
+    change(weights)
+    before = [x.clone() for x in (*state, *weights[0], *weights[1][:2])]
+    with pytest.raises((TypeError, ValueError), match=message):
+        state.rebalance_(weights, 1, 1, 2)
+    after = (*state, *weights[0], *weights[1][:2])
+    assert all(map(torch.equal, before, after))
+
+
+def test_a_layer_s_maps_follow_its_weights(monkeypatch):
+    """What fails in one layer leaves the layers before it moved, maps and weights alike."""
+    state, weights = state_and_weights()
+    apply, calls = eplb_state.apply_moves, []
+
+    def failing(*arguments):
+        calls.append(1)
+        if len(calls) == 2:
+            raise RuntimeError("out of luck")
+        apply(*arguments)
+
+    old = state.physical_to_logical_map.clone()
+    monkeypatch.setattr(eplb_state, "apply_moves", failing)
+    with pytest.raises(RuntimeError, match="out of luck"):
+        state.rebalance_(weights, 1, 1, 2)
+    assert not torch.equal(state.physical_to_logical_map[0], old[0])
+    for layer, (_, held) in enumerate(weights):
+        assert torch.equal(held, state.physical_to_logical_map[layer])
+        for expert, places in enumerate(state.logical_to_physical_map[layer]):
+            assert (held[places[places >= 0]] == expert).all()
+
+
+def test_slices_of_one_tensor_are_moved_once():
+    """Views that share storage, but no element: halves of rows, and tensors in a flat buffer."""
+    whole = torch.arange(12.0).view(3, 4)
+    flat = torch.arange(6.0)
+    weights = [whole[:, :2], whole[:, 2:], flat[:3], flat[3:]]
+    moe_ops.move_experts(weights, torch.tensor([0, 1, 2]), torch.tensor([2, 0, 1]))
+    assert torch.equal(whole, torch.arange(12.0).view(3, 4)[[2, 0, 1]])
+    assert flat.tolist() == [2, 0, 1, 5, 3, 4]
+    with pytest.raises(ValueError, match=r"weights\[1\] must share no memory with weights\[0\]"):
+        moe_ops.move_experts([whole[:, :3], whole[:, 2:]], torch.arange(3), torch.arange(3))
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: EplbState.make(1, 4, 4), r"expert_load_view.shape\[1\] must be .* = 6, got 8"),
+        (
+            lambda: EplbState.make(1, 6, 0),
+            r"logical_to_physical_map.shape\[1\] must be .* = 4, got 6",
+        ),
+        (lambda: placed(0, 6), r"logical_to_physical_map must be in 0..5, .* got 6"),
+        (lambda: placed(1, -1), r"logical_to_physical_map must be in 0..5, .* got -1"),
+        (lambda: counted(0), r"logical_replica_count must be in 1..3, got 0"),
+    ],
+)
+def test_a_layer_takes_no_placement_of_other_experts(make, message):
+    """Slots sent to experts that it lacks would silently add zeros."""
+    layer = moe_ops.FusedMoE(4, 2, 8, 8, enable_eplb=True, num_redundant_experts=2)
+    layer.set_eplb_state(0, *EplbState.make(1, 4, 2)[1:])
+    with pytest.raises(ValueError, match=message):
+        layer.set_eplb_state(0, *make()[1:])
+
+
+def placed(expert, physical):
+    state = EplbState.make(1, 4, 2)
+    state.logical_to_physical_map[0, expert, 0] = physical
+    return state
+
+
+def counted(count):
+    state = EplbState.make(1, 4, 2)
+    state.logical_replica_count[0, 2] = count
+    return state

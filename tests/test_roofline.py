@@ -13,7 +13,7 @@ import moe_ops
 pytest.importorskip("matplotlib")
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "benchmarks"))
-problems = import_module("problems")
+problems = import_module("moe_ops.bench.problems")
 roofline = import_module("roofline")
 
 RECORDS = sorted((ROOT / "benchmarks/results").glob("*/layer.json"))

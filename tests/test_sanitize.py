@@ -1,6 +1,5 @@
 """What runs under compute-sanitizer: right on the CPU, complete, and recorded as it went."""
 
-import importlib
 import json
 import shutil
 import sys
@@ -16,7 +15,6 @@ from sanitize_cases import EACH_KERNEL, PLAIN, TOKEN_SCHEMES, cases
 from sanitizer_findings import Findings, parse, supported
 from sanitizer_record import How, Run, command, merged, run
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 from moe_ops.ops import STAGES
@@ -54,18 +52,6 @@ def test_parts_are_all_cases():
             part_of(wrong)
 
 
-class OnKernels(TorchDispatchMode):
-    """Operators are their launchers, also on fake tensors."""
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        if func.namespace != "moe_ops":
-            return func(*args, **kwargs)
-        qualified = func.name().split("::")[1]
-        module = importlib.import_module(f"moe_ops.kernels.{STAGES[qualified]}")
-        return getattr(module, qualified.replace(".", "_"))(*args, **kwargs)
-
-
 @pytest.mark.skipif(INTERPRETED, reason="names compiled kernels")
 @pytest.mark.filterwarnings("ignore")  # of addresses of fake tensors
 def test_hopper_runs_every_kernel():
@@ -82,7 +68,7 @@ def test_hopper_runs_every_kernel():
     with aot.compiling(90), nothing:
         for case in CASES:
             inputs = case.inputs()
-            with FakeTensorMode(allow_non_fake_inputs=True), launches() as names, OnKernels():
+            with FakeTensorMode(allow_non_fake_inputs=True), launches() as names, aot.OnKernels():
                 try:
                     case.run(tree_map_only(torch.Tensor, fake, inputs))
                 except RuntimeError as error:  # PyTorch's own arithmetic, in builds without CUDA

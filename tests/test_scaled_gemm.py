@@ -12,14 +12,13 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from moe_ops import ops
 from moe_ops.activation import formula
-from moe_ops.reference import activation as activations
 from moe_ops.reference import quantize
 from moe_ops.reference import scaled_gemm as reference
 from moe_ops.reference.slots import local_experts
 from moe_ops.scheme import SCHEMES, get_scheme, quantize_weight
 from moe_ops.scheme.weights import spread
 from moe_ops.tensors import Tiles
-from moe_ops.testing import Problem, assert_matches_reference, make_inputs
+from moe_ops.testing import Bounded, Problem, assert_matches_reference, make_inputs
 from moe_ops.tiles import ROW_TILES
 
 pytestmark = pytest.mark.kernel
@@ -54,18 +53,12 @@ def numbers(q, scale, scheme, top_k):
 def exact_rows(rows, w, w_scale, bias, expert, scheme):
     """``rows @ w[e].T + bias`` in float64; zeros where a slot is skipped."""
     weight = w.double() * spread(w_scale.double(), get_scheme(scheme).weight, *w.shape[1:])
-    out = torch.zeros(len(rows), w.shape[1], dtype=torch.float64)
-    for e in range(len(w)):
-        mine = expert == e
-        out[mine] = rows[mine] @ weight[e].t()
-        if bias is not None:
-            out[mine] += bias[e].double()
-    return out
+    out = Bounded.exactly(rows).products(weight, expert)
+    return out if bias is None else out.plus(bias[expert])
 
 
 def activated(rows, activation):
-    rule = formula(activation)
-    return activations.apply(*activations.split(rows, rule), rule)
+    return rows.activated(formula(activation))
 
 
 class Case:
@@ -106,6 +99,7 @@ class Case:
 
     def compare(self, actual, exact, expected):
         """Rows of skipped slots are unspecified: left out."""
+        exact = exact.rounded(actual.dtype)
         assert_matches_reference(actual.cpu()[self.mine], exact[self.mine], expected[self.mine])
 
 
@@ -224,7 +218,7 @@ def test_one_row_scale_for_each_expert(scheme, device):
     case = Case(scheme, device, num_experts=4, num_tokens=12)
     scales = case.scale * torch.tensor([0.5, 1.0, 2.0, 3.0])
     factor = scales[case.expert.clamp(min=0)] / case.scale
-    exact = case.exact() * factor[:, None].double()
+    exact = case.exact().times(factor[:, None])
     per_expert = scales.view(4, 1, 1)
     expected = case.expected("scaled_gemm", a_scale=per_expert)
     case.compare(case.run(ops.scaled_gemm, a_scale=per_expert), exact, expected)

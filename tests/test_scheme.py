@@ -1,14 +1,16 @@
 """Weights into schemes and back: to the bit against plain Python, and within half a step."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+import moe_ops
 from moe_ops import SCHEMES, FusedMoEQuantConfig, dequantize_weight, get_scheme, quantize_weight
-from moe_ops.scheme import formats, parse_quant, rounding
+from moe_ops.scheme import Scheme, formats, parse_quant, rounding
 from moe_ops.scheme.values import ELEMENTS
 from moe_ops.scheme.weights import halves, spread
 from moe_ops.tensors import QTensor
@@ -244,6 +246,25 @@ def test_configs_take_what_schemes_have():
         assert config.w1_zp is w1.zero_point and config.w2_gscale is w2.global_scale
     with pytest.raises(ValueError, match="w1_zp must be None"):
         FusedMoEQuantConfig("int4_w4a16_g128", w1_zp=w1.scale)
+
+
+def test_schemes_of_ones_own_are_refused():
+    """Operators know a scheme by its name: another value of that name would be computed as it."""
+    known = get_scheme("fp8_channel")
+    other = Scheme("fp8_channel", get_scheme("fp8_block128").activation, known.weight)
+    w = weight((2, 8, 32))
+    for scheme in (other, replace(known, name="mine"), replace(known, name="fp8_block24")):
+        for call in (
+            lambda scheme=scheme: quantize_weight(w, scheme),
+            lambda scheme=scheme: dequantize_weight(QTensor(w), scheme),
+            lambda scheme=scheme: FusedMoEQuantConfig(scheme),
+            lambda scheme=scheme: moe_ops.FusedMoE(4, 2, 32, 32, quant_config=scheme),
+        ):
+            with pytest.raises(ValueError, match=f"what get_scheme..{scheme.name}.*own is not"):
+                call()
+    for name in ("fp8_channel", "int4_w4a16_g64"):
+        equal = replace(get_scheme(name))
+        assert FusedMoEQuantConfig(equal).scheme == get_scheme(name)
 
 
 def test_bits_of_a_weight():

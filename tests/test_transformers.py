@@ -160,8 +160,43 @@ def test_a_rank_with_fewer_experts_than_slots(act_fn, device):
     assert (out[2:] == 0).all()
 
 
-def test_grad_mode_says_what_to_do(device):
-    model = tiny_model(device)
-    model.set_experts_implementation("moe_ops")
-    with pytest.raises(NotImplementedError, match="training is not supported: call under torch.no"):
-        model(tokens(device))
+def test_a_model_is_evaluated_in_grad_mode(device):
+    """A backward pass raises, and works once that is done which the error says."""
+    model, ids = tiny_model(device), tokens(device)
+    expected = logits(model, "moe_ops", ids)
+    out = model(ids).logits
+    assert torch.equal(out, expected)
+    way_out = r'moe_ops_experts are not .*model.set_experts_implementation\("grouped_mm"\)'
+    with pytest.raises(NotImplementedError, match=way_out):
+        out.sum().backward()
+    model.set_experts_implementation("grouped_mm")
+    model(ids).logits.sum().backward()
+    assert all(p.grad is not None for p in model.parameters())
+
+
+class Scaled(torch.nn.Module):
+    """An activation with a parameter."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = torch.nn.Parameter(torch.ones(()))
+
+    def forward(self, x):
+        return torch.nn.functional.silu(x) * self.scale
+
+
+def test_whatever_requires_grad(device):
+    """Also where the experts' weights do not."""
+    experts = tiny_model(device).requires_grad_(False).model.layers[0].mlp.experts
+    experts.act_fn = Scaled().to(device)
+    x, ids = torch.randn(4, 32, device=device), torch.zeros(4, 1, dtype=torch.long, device=device)
+    weights = torch.ones(4, 1, device=device)
+    scale = experts.act_fn.scale.requires_grad_(False)
+    for asked in (x, weights, scale):
+        out = integration.moe_ops_experts(experts, x, ids, weights)
+        assert not out.requires_grad
+        asked.requires_grad_()
+        out = integration.moe_ops_experts(experts, x, ids, weights)
+        with pytest.raises(NotImplementedError, match="gradients of moe_ops_experts are not"):
+            out.sum().backward()
+        asked.requires_grad_(False)

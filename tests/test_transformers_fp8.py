@@ -252,9 +252,14 @@ def test_check_knows_fp8_experts():
     assert found.reason == "its experts_implementation is 'grouped_mm', not 'moe_ops'"
 
 
-def test_grad_mode_says_what_to_do():
-    with pytest.raises(NotImplementedError, match="training is not supported: call under torch.no"):
-        fp8.experts(**BLOCKS["128"])(*fp8.routed(3))
+def test_a_backward_pass_says_what_to_do():
+    x, ids, weights = fp8.routed(3)
+    for scheme in ("dynamic", "static"):
+        out = fp8.experts(**BLOCKS["128"], activation_scheme=scheme)(
+            x.requires_grad_(), ids, weights
+        )
+        with pytest.raises(NotImplementedError, match="gradients of moe_ops_fp8_experts are not"):
+            out.sum().backward()
 
 
 def tiny_model(**arguments):

@@ -14,11 +14,16 @@ from sample_gates import (  # noqa: E402
     half_more,
     interleaved,
     limited,
+    limited_below,
     limited_below_too,
+    limited_far_out,
+    limited_in_code,
+    limited_product,
     of_a_buffer,
     of_the_config,
     step,
     swapped,
+    zero_near_zero,
 )
 from tiny_transformers import Config, E, Experts, H, I, routed, with_gate  # noqa: E402
 from transformers.activations import ACT2FN  # noqa: E402
@@ -104,6 +109,12 @@ GATES = [
     (limited, {"limit": torch.tensor(2.5)}, None),
     (step, {"limit": 2.5}, "swiglustep(clamp_limit=2.5)"),
     (limited_below_too, {"limit": 2.5}, None),
+    (limited_in_code, {}, None),
+    (limited_in_code, {"act_fn": ACT2FN["gelu"]}, None),
+    (limited_far_out, {}, None),
+    (limited_below, {}, None),
+    (limited_product, {}, None),
+    (zero_near_zero, {}, None),
     (half_more, {}, None),
     (swapped, {}, None),
     (interleaved, {}, None),
@@ -127,6 +138,20 @@ def test_a_gate_is_fused_only_when_it_is_ours(gate, attributes, key, monkeypatch
     expected = expected_of(experts, x, ids, weights)
     error = (experts(x, ids, weights) - expected).abs().max()
     assert error <= 1e-5 * expected.abs().max()
+
+
+@pytest.mark.parametrize("own", ["hook", "forward"])
+@torch.no_grad()
+def test_an_activation_that_does_more_than_its_class_runs(own):
+    experts = Experts(Config)
+    experts.act_fn = act_fn = nn.SiLU()
+    if own == "hook":
+        act_fn.register_forward_hook(lambda *_: 2 * _[2])
+    else:
+        act_fn.forward = lambda x: 2 * nn.functional.silu(x)
+    x, ids, weights = routed(5)
+    expected = expected_of(experts, x, ids, weights)
+    torch.testing.assert_close(experts(x, ids, weights).double(), expected, rtol=1e-4, atol=1e-4)
 
 
 @torch.no_grad()
@@ -245,8 +270,9 @@ def test_arguments_are_checked():
         gated_experts(x, w1, w2, weights, ids, lambda rows: rows)
     with pytest.raises(ValueError, match="w1.shape"):
         gated_experts(x, w1, w2, weights, ids, lambda rows: rows, is_gated=False)
-    with pytest.raises(NotImplementedError, match="training is not supported"):
-        gated_experts(x, experts.gate_up_proj, w2, weights, ids, lambda rows: rows[:, :I])
+    out = gated_experts(x, experts.gate_up_proj, w2, weights, ids, lambda rows: rows[:, :I])
+    with pytest.raises(NotImplementedError, match="gradients of gated_experts are not implemented"):
+        out.sum().backward()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

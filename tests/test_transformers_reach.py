@@ -1,6 +1,8 @@
 """check() names what "moe_ops" does not reach; adapt() brings in Llama 4."""
 
 import copy
+import importlib
+import sys
 
 import pytest
 import torch
@@ -273,3 +275,11 @@ def test_a_copy_of_an_adapted_model_runs_its_own_weights():
         twin.experts.down_proj.zero_()
         twin.shared_expert.down_proj.weight.zero_()
         assert (twin(torch.ones(3, 32))[0] == 0).all()
+
+
+@pytest.mark.parametrize("missing", ["finegrained_fp8", "moe"])
+def test_without_transformers_or_with_an_old_one(missing, monkeypatch):
+    monkeypatch.delitem(sys.modules, integration.__name__)
+    monkeypatch.setitem(sys.modules, f"transformers.integrations.{missing}", None)
+    with pytest.raises(ImportError, match='needs transformers 5.17 or .* "transformers>=5.17"'):
+        importlib.import_module(integration.__name__)

@@ -79,8 +79,8 @@ def test_candidates_are_worth_a_compile(scheme, tokens):
 def test_the_default_is_what_runs_without_files(scheme, monkeypatch):
     monkeypatch.setattr(tuned, "TABLES", {})
     config = FusedMoEConfig(128, 8, 2048, 768, 128, "silu", "cuda", RoutingMethodType.Renormalize)
-    # One token has kernels of its own, which are not tuned.
-    layer, counts = subject(scheme), (2, 8, 64, 512, 4096, 30000)
+    # Up to 16 slots may have kernels of their own, which are not tuned.
+    layer, counts = subject(scheme), (3, 8, 64, 512, 4096, 30000)
     found = explain(config, scheme, num_tokens=counts, device="sm_90")
     for tokens, cost in zip(counts, found.costs, strict=True):
         starts = layer.starts(tokens, layer.row_tile(tokens))

@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 from conftest import HAS_CUDA, INTERPRETED
-from test_cli import ROOT, exit_code
+from test_cli import exit_code
 from test_tune import H200, SCHEMES, Clock, kernel_of, plain_trial, subject
 
 from moe_ops import cli
@@ -107,12 +107,11 @@ BLOCKS = ("BLOCK_M", "BLOCK_N", "BLOCK_K", "num_warps", "num_stages")
 
 
 @pytest.fixture
-def made(monkeypatch):
+def made():
     """Makes a clock of a small layer, with a timer that runs a call once."""
-    monkeypatch.syspath_prepend(ROOT / "benchmarks")
-    import gemm_clock
-    from harness import Timing
-    from problems import Problem
+    from moe_ops.bench import gemm_clock
+    from moe_ops.bench.harness import Timing
+    from moe_ops.bench.problems import Problem
 
     def make(scheme, change=lambda output: output):
         def timer(call, device, budget_s):

@@ -1,6 +1,7 @@
 """Files of tuned tiles: what is refused, and what a layer finds in them."""
 
 import json
+import os
 
 import pytest
 from hypothesis import given
@@ -92,6 +93,17 @@ def changed(path, value):
         (["4", "gemm2", "GROUP_M"], None, "4.gemm2.GROUP_M must be a number >= 1, got None"),
         (["4", "gemm2", "num_warps"], 3, "4.gemm2.num_warps must be a power of two, got 3"),
         (["4", "gemm2", "num_stages"], 0, "4.gemm2.num_stages must be a number >= 1, got 0"),
+        (["4", "gemm1", "BLOCK_N"], 2**20, "4.gemm1.BLOCK_N must be a number <= 256, got 1048576"),
+        (["4", "gemm1", "BLOCK_K"], 512, "4.gemm1.BLOCK_K must be a number <= 256, got 512"),
+        (["4", "gemm2", "GROUP_M"], 2**40, "4.gemm2.GROUP_M must be a number <= 128, got 10995"),
+        (["4", "gemm2", "num_warps"], 64, "4.gemm2.num_warps must be a number <= 16, got 64"),
+        (["4", "gemm2", "num_stages"], 10**9, "4.gemm2.num_stages must be a number <= 64, got 1"),
+        (["5"], entry(64, own(group_m=2**40)), "5.gemm1.GROUP_M must be a number <= 128, got 109"),
+        (["5"], entry(64, own(num_stages=10**9)), "5.gemm1.num_stages must be a number <= 64, got"),
+        (["top_k"], 2**70, "top_k must be a number <= 65536, got 1180591620717411303424"),
+        (["\u0664"], {}, "a key must be top_k or a token count, got '\u0664'"),
+        (["04"], {}, "a key must be top_k or a token count, got '04'"),
+        (["9" * 5000], {}, "a key must be top_k or a token count, got '999"),
         (["4", "gemm1"], own("cutlass"), "4.gemm1.kernel must be among ('hopper_packed', 'hopper_"),
         (["4", "gemm1"], own(["x"]), "4.gemm1.kernel must be among ('hopper_packed', 'hopper_"),
         (
@@ -131,12 +143,21 @@ def test_refused_content(path, value, named):
         ("E=8,N=64,K=128,device_name=NVIDIA_H200,scheme=fp7.json", "{}", "unknown scheme|fp7"),
         (NAME, "{", "Expecting property name"),
         (NAME, "[]", "the file must be an object"),
+        (NAME, '{"4":' * 100_000, "the file must not be nested so deeply"),
+        (NAME.replace("E=8", "E=\u0668"), "{}", "the name must match"),
+        (NAME.replace("E=8", "E=" + "8" * 5000), "{}", "the name must match"),
     ],
 )
 def test_refused_files(name, text, named):
     with pytest.raises(ValueError, match=named) as raised:
         parse(name, text)
     assert str(raised.value).startswith(name)
+
+
+def test_a_pipe_is_not_waited_for(tmp_path):
+    os.mkfifo(tmp_path / NAME)
+    with pytest.raises(ValueError, match="must be a regular file, got a folder or a pipe"):
+        tuned.read_folder(tmp_path)
 
 
 def test_a_block_does_not_cross_a_scale():

@@ -129,5 +129,41 @@ def test_warmup_runs_on_the_cpu(monkeypatch):
     dtypes = {"topk_weights_dtype": torch.float16, "topk_ids_dtype": torch.int64}
     ran = moe_ops.warmup(inputs.w1, inputs.w2, 2, (3, 500), activation="gelu", **dtypes)
     assert ran == [3, 500] and seen[5:] == [(n, torch.float16, torch.int64) for n in ran]
-    with pytest.raises(ValueError, match="num_tokens must be at least 0, got -1"):
+    with pytest.raises(ValueError, match="num_tokens must be at"):
         moe_ops.warmup(inputs.w1, inputs.w2, 2, [3, -1])
+
+
+def variants_of(experts=64, width=64, hidden=128):
+    w1, w2 = (
+        torch.empty(experts, *shape, dtype=torch.bfloat16, device="meta")
+        for shape in ((2 * width, hidden), (hidden, width))
+    )
+    scheme = moe_ops.get_scheme("unquantized")
+    return warmup.Variants(w1, w2, K, scheme, torch.bfloat16, "silu", False)
+
+
+def test_large_counts_are_not_walked_through():
+    variants, asked = variants_of(), []
+
+    def variant_of(tokens):
+        asked.append(tokens)
+        return variants.of(tokens)
+
+    found = warmup.first_counts(variant_of, 10**9)
+    assert len(asked) < 10_000
+    assert warmup.EVERY < max(found.values()) < 2**20
+    for tokens in found.values():
+        assert tokens == 1 or variants.of(tokens - 1) != variants.of(tokens)
+
+
+@pytest.mark.parametrize("most", [1, 4095, 4096, 4097, 5000, 70_000, 70_001, 2**31 - 1])
+def test_the_first_count_of_every_variant(most):
+    bounds = (1, 3, 4096, 4097, 5000, 70_001, 70_003, 2**31 - 1)
+    found = warmup.first_counts(lambda tokens: sum(b <= tokens for b in bounds), most)
+    assert list(found.values()) == [b for b in bounds if b <= most]
+
+
+@pytest.mark.parametrize("count", [2**31, 2**70, -1])
+def test_counts_that_no_layer_has(count):
+    with pytest.raises(ValueError, match="num_tokens must be at"):
+        warmup.run_variants(lambda tokens: None, count, variants_of())

@@ -11,11 +11,10 @@ from strategies import ACTIVATIONS, DTYPES
 
 from moe_ops import SCHEMES, dequantize_weight, get_scheme, ops, quantize_weight
 from moe_ops.activation import formula
-from moe_ops.reference import activation as activations
 from moe_ops.reference import weight_only_gemm as reference
 from moe_ops.reference.slots import local_experts
 from moe_ops.tensors import QTensor
-from moe_ops.testing import Problem, assert_matches_reference, make_inputs
+from moe_ops.testing import Bounded, Problem, assert_matches_reference, make_inputs
 from moe_ops.tiles import ROW_TILES
 
 pytestmark = pytest.mark.kernel
@@ -27,16 +26,9 @@ MORE = ["int4_w4a16_g16", "int4_w4a16_g64_zp", "int8_w8a16_g32_zp", "fp8_w8a16_b
 def exact_rows(x, w, bias, scale, ids, k, expert_map=None):
     """``scale * x @ w[e].T + bias`` in float64 for each slot; zeros where it is skipped."""
     expert = local_experts(ids, expert_map, w.shape[0])
-    rows = x.double().repeat_interleave(k, 0)
-    out = torch.zeros(len(rows), w.shape[1], dtype=torch.float64)
-    for e in range(w.shape[0]):
-        mine = expert == e
-        out[mine] = rows[mine] @ w[e].t()
-        if scale is not None:
-            out[mine] *= scale.flatten()[mine, None].double()
-        if bias is not None:
-            out[mine] += bias[e].double()
-    return out
+    rows = Bounded.exactly(x.repeat_interleave(k, 0)).products(w, expert, x.dtype)
+    rows = rows if scale is None else rows.times(scale.view(-1, 1))
+    return rows if bias is None else rows.plus(bias[expert])
 
 
 def check(problem, q, scheme, tiles, device, activation=None, scaled=False):
@@ -51,13 +43,14 @@ def check(problem, q, scheme, tiles, device, activation=None, scaled=False):
     plan = planned(on(ids), on(expert_map), tiles, local)
     head, tail = (x, *q, bias, weights), (tiles, k, scheme)
     name = "weight_only_gemm"
-    rows = exact_rows(x, dequantize_weight(q, scheme).double(), bias, weights, ids, k, expert_map)
+    rows = exact_rows(x, dequantize_weight(q, scheme), bias, weights, ids, k, expert_map)
     if activation is not None:
         name, tail = "weight_only_gemm_act", (*tail, activation)
-        rows = activations.apply(*activations.split(rows, formula(activation)), formula(activation))
+        rows = rows.activated(formula(activation))
     actual = getattr(ops, name)(*map(on, head), *plan, *tail)
     expected = getattr(reference, name)(*head, *plans.on(plan, "cpu"), *tail)
     mine = local_experts(ids, expert_map, local) >= 0
+    rows = rows.rounded(x.dtype)
     assert_matches_reference(actual.cpu()[mine], rows[mine], expected[mine])
     return actual
 
@@ -198,7 +191,7 @@ def test_whole_numbers_are_rounded_once(scheme, dtype, device):
         q = q._replace(data=q.data // 8)
     if q.scale.is_floating_point():
         q = q._replace(scale=2.0 ** whole_numbers(*q.scale.shape, most=2, seed=2))
-    rows = exact_rows(x, dequantize_weight(q, scheme).double(), bias, weights, ids, 2)
+    rows = exact_rows(x, dequantize_weight(q, scheme).double(), bias, weights, ids, 2).value
     plan = planned(ids.to(device), None, ROW_TILES, 3)
     given = (t if t is None else t.to(device) for t in (x, *q, bias, weights))
     actual = ops.weight_only_gemm(*given, *plan, ROW_TILES, 2, scheme)

@@ -2,8 +2,9 @@
 
 Nothing is recognised by name. transformers' gate functions read a few numbers from their module
 (``limit``, ``swiglu_alpha`` ...). The function runs on a stand-in that has the module's numbers and
-nothing else, on values on both sides of every number, and is fused only if an activation of ours
-returns the same; a gate that reads anything else, or computes anything else, runs unfused.
+nothing else: on values on both sides of every number, and of all magnitudes up to the largest of
+bf16, since a limit may be written into the code. It is fused only if an activation of ours returns
+the same; a gate that reads anything else, or computes anything else, runs unfused.
 """
 
 from __future__ import annotations
@@ -39,6 +40,9 @@ _FUNCTIONS: dict[MoEActivation, Callable[[Tensor], Tensor]] = {
     MoEActivation.GELU_TANH: partial(functional.gelu, approximate="tanh"),
     MoEActivation.RELU2: lambda x: functional.relu(x).square(),
 }
+LARGEST = torch.finfo(torch.bfloat16).max
+MAGNITUDES = (*(2.0**e for e in (*range(-16, -2, 2), *range(3, 128, 2))), LARGEST)
+"""Magnitudes that every gate is probed on, beside those near 0 and near its module's numbers."""
 _NO_MUL = {kind: Activation(kind.without_mul()) for kind in _FUNCTIONS}
 
 
@@ -76,6 +80,8 @@ def activation_of(experts: Any) -> Activation | None:
 def kind_of(function: Any) -> MoEActivation | None:
     """The activation that an ``act_fn`` is, if it is one of this library."""
     if isinstance(function, nn.Module):
+        if "forward" in function.__dict__ or function._forward_hooks or function._forward_pre_hooks:
+            return None  # what it computes is more than its class says
         return _KINDS.get(type(function))
     return MoEActivation.SILU if function is functional.silu else None
 
@@ -145,22 +151,35 @@ def _recognised(
         stand_in.act_fn = _FUNCTIONS[kind]
     limits = sorted({number for number in numbers if isfinite(number) and number > 0})
     with _disable_current_modes(), torch.no_grad():
-        x = _probe(limits)
-        expected = _run(gate, stand_in, x)
-        if not isinstance(expected, Tensor) or expected.shape != (x.shape[0], x.shape[1] // 2):
-            return None
-        for candidate in _candidates(kind, limits):
-            actual = ops.activation(x, candidate.key)
-            if torch.allclose(actual, expected.float(), rtol=1e-5, atol=1e-5):
+        probes = (_probe(limits), _probe(limits, MAGNITUDES))
+        expected = [_run(gate, stand_in, x) for x in probes]
+        for x, y in zip(probes, expected, strict=True):
+            if not isinstance(y, Tensor) or y.shape != (x.shape[0], x.shape[1] // 2):
+                return None
+        for candidate in _candidates(kind, limits):  # most of them fail on the first, small probe
+            if all(_same(candidate, x, y) for x, y in zip(probes, expected, strict=True)):
                 return candidate
     return None
 
 
-def _probe(numbers: list[float]) -> Tensor:
+def _same(candidate: Activation, x: Tensor, expected: Any) -> bool:
+    """Whether an activation returns what a gate does, but for roundings; infinities are equal.
+
+    ``|actual - expected| <= 1e-5 * |expected| + 1e-6 * max(1, |up|)``: where an activation is
+    nearly 0, one way of writing it may round it to 0, and ``up`` multiplies the difference.
+    """
+    actual, expected = ops.activation(x, candidate.key), expected.float()
+    up = x[:, 1::2] if candidate.kind.is_interleaved else x.chunk(2, dim=1)[1]
+    near = (actual - expected).abs() <= 1e-5 * expected.abs() + 1e-6 * up.abs().clamp(min=1)
+    return bool((near | (actual == expected) | (actual.isnan() & expected.isnan())).all())
+
+
+def _probe(numbers: list[float], magnitudes: tuple[float, ...] = ()) -> Tensor:
     """Two rows in which every gate value meets every up value: as halves, and alternating."""
     points = [x / 4 for x in range(-24, 25)]
-    points += [sign * f * n for n in numbers for f in (0.5, 0.99, 1.01, 2.0) for sign in (-1, 1)]
-    values = torch.tensor(points, dtype=torch.float32, device="cpu")
+    near = [f * n for n in numbers for f in (0.5, 0.99, 1.01, 2.0)]
+    points += [sign * x for x in (*near, *magnitudes) for sign in (-1, 1)]
+    values = torch.tensor(points, dtype=torch.float32, device="cpu").clamp(-LARGEST, LARGEST)
     gate, up = (x.flatten() for x in torch.meshgrid(values, values, indexing="ij"))
     return torch.stack((torch.cat((gate, up)), torch.stack((gate, up), dim=1).flatten()))
 

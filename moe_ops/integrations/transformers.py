@@ -5,7 +5,8 @@
 
 or ``model.set_experts_implementation("moe_ops")`` on a loaded model. Then `check` names the expert
 modules that still run transformers' code, and `adapt` brings in Llama 4 and the MXFP4 experts of
-gpt-oss. Inference only: call the model under ``torch.no_grad()`` (as ``generate`` does).
+gpt-oss. Inference only: a backward pass raises. To train, go back to an implementation of
+transformers with ``model.set_experts_implementation("grouped_mm")``.
 """
 
 from __future__ import annotations
@@ -14,10 +15,18 @@ from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
-from transformers.integrations.finegrained_fp8 import ALL_FP8_EXPERTS_FUNCTIONS
-from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+try:
+    from transformers.integrations.finegrained_fp8 import ALL_FP8_EXPERTS_FUNCTIONS
+    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+except ImportError as error:
+    raise ImportError(
+        "moe_ops.integrations.transformers needs transformers 5.17 or later: "
+        f'pip install "transformers>=5.17" ({error})'
+    ) from error
 
 from moe_ops import ops
+from moe_ops.gradients import inference_only
 from moe_ops.integrations import _fp8, _llama4, _mxfp4
 from moe_ops.integrations._experts import Weights, map_for_few_experts, weights_of
 from moe_ops.integrations._gates import activation_of
@@ -31,6 +40,7 @@ __all__ = ["NAME", "Unreached", "adapt", "check", "moe_ops_experts", "moe_ops_fp
 NAME = "moe_ops"
 
 
+@inference_only
 def moe_ops_experts(
     self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
 ) -> Tensor:
@@ -54,12 +64,13 @@ def moe_ops_experts(
         ``(T, H)``, dtype of ``hidden_states``.
 
     Raises:
-        NotImplementedError: a norm after each expert; quantized weights of another kind; an input
-            that requires grad in grad mode.
+        NotImplementedError: a norm after each expert; quantized weights of another kind; a backward
+            pass through the result.
     """
     return _run(self, weights_of(self), hidden_states, top_k_index, top_k_weights)
 
 
+@inference_only
 def moe_ops_fp8_experts(
     self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
 ) -> Tensor:
@@ -80,8 +91,8 @@ def moe_ops_fp8_experts(
         ``(T, H)``, dtype of ``hidden_states``.
 
     Raises:
-        NotImplementedError: block sizes or dtypes that are not supported; an input that requires
-            grad in grad mode.
+        NotImplementedError: block sizes or dtypes that are not supported; a backward pass through
+            the result.
 
     Source:
         transformers ``FP8Experts``, whose kernels take one scale an expert only without a gate, and

@@ -13,6 +13,7 @@ from moe_ops.fake_impls.activation import activation as empty_output
 from moe_ops.kernels.dependent import take_turn
 from moe_ops.kernels.launch import Launch
 from moe_ops.kernels.slots import next_power_of_2
+from moe_ops.tiles import cdiv
 
 
 def constants(rule: Formula) -> dict:
@@ -125,7 +126,7 @@ def _launch(activation: str, width: int) -> tuple[Launch, int]:
         **constants(rule),
         BLOCK=block,
     )
-    return kernel, triton.cdiv(width, block)
+    return kernel, cdiv(width, block)
 
 
 def activation(x: Tensor, activation: str) -> Tensor:

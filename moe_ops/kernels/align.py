@@ -32,6 +32,7 @@ from moe_ops.kernels.counting_sort import (
 from moe_ops.kernels.dependent import take_turn
 from moe_ops.kernels.launch import Launch
 from moe_ops.kernels.plan import (
+    as_name,
     finish_plan,
     name_tile,
     name_tiles,
@@ -128,7 +129,7 @@ def _align_blocks_kernel(
 
     name = bucket
     if names is not None:
-        name = tl.load(names + bucket, mask=bucket < num_buckets, other=0).to(tl.int32)
+        name = as_name(tl.load(names + bucket, mask=bucket < num_buckets, other=0))
     for at in range(block, TILE, blocks):
         unused = count + at < tiles * TILE
         tl.store(slots + first_row + count + at, bucket * 0 + num_slots, mask=unused)
@@ -216,6 +217,20 @@ def _align_slots(
     )  # fmt: skip
 
 
+@triton.jit
+def _bounded(number, most):
+    """An offset or a count as int32, in 0..most."""
+    return tl.minimum(tl.maximum(number, 0), most).to(tl.int32)
+
+
+@triton.jit
+def _no_more_rows(count, num_rows):
+    """Counts of rows, cut where they begin to add up to more than there are."""
+    count = tl.maximum(count, 0)
+    before = tl.cumsum(count.to(tl.int64), 0) - count
+    return tl.minimum(count, tl.maximum(num_rows - before, 0)).to(tl.int32)
+
+
 @triton.jit(do_not_specialize=["max_rows", "pad", "num_rows", "num_tiles"])
 def _spans_kernel(
     plan, counts, offset,
@@ -231,13 +246,13 @@ def _spans_kernel(
     experts = tl.arange(0, BUCKETS)
     inside = experts < num_experts
     if counts is not None:
-        count = tl.load(counts + experts, mask=inside, other=0).to(tl.int32)
-        count = tl.minimum(tl.maximum(count, 0), max_rows)
+        count = _bounded(tl.load(counts + experts, mask=inside, other=0), max_rows)
         start = expert * max_rows
     else:
-        first = tl.load(offset + experts, mask=inside, other=0)
-        count = (tl.load(offset + experts + 1, mask=inside, other=0) - first).to(tl.int32)
-        start = tl.load(offset + expert).to(tl.int32)
+        first = _bounded(tl.load(offset + experts, mask=inside, other=0), pad)
+        count = _bounded(tl.load(offset + experts + 1, mask=inside, other=0), pad) - first
+        count = _no_more_rows(count, pad)
+        start = _bounded(tl.load(offset + expert), pad)
     tiles = (count + TILE - 1) // TILE
     first_tile = tl.sum(tl.where(experts < expert, tiles, 0))
     my_tiles = tl.sum(tl.where(experts == expert, tiles, 0))

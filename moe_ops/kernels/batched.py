@@ -18,12 +18,13 @@ from moe_ops.fake_impls.batched import batched_activation_quantize as empty_acti
 from moe_ops.fake_impls.batched import batched_dispatch as empty_dispatched
 from moe_ops.fake_impls.batched import batched_quantize as empty_quantized
 from moe_ops.fake_impls.batched import batched_rows as empty_places
+from moe_ops.fake_impls.batched import check_room
 from moe_ops.kernels.dependent import take_turn
 from moe_ops.kernels.launch import Launch
 from moe_ops.kernels.quantize import quantize_rows, unpacked, warps
 from moe_ops.kernels.rows import Rows, load_values, readable, row_constants
 from moe_ops.kernels.slots import local_experts, next_power_of_2
-from moe_ops.tiles import Scan, scan_sizes
+from moe_ops.tiles import Scan, cdiv, scan_sizes
 
 
 @triton.jit
@@ -126,7 +127,7 @@ def _copy_launch(source: tuple, width: int) -> tuple[Launch, int]:
     """The kernel, and the programs along a row."""
     block = min(1024, next_power_of_2(width))
     kernel = Launch(_copy_kernel, **row_constants(*source), BLOCK=block, num_warps=warps(block))
-    return kernel, triton.cdiv(width, block)
+    return kernel, cdiv(width, block)
 
 
 def _copy_rows(rows: Rows, out: Tensor) -> None:
@@ -145,8 +146,10 @@ def batched_dispatch(
     num_local_experts: int,
     max_num_tokens: int,
     quant: str,
+    drops: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Place, then copy or quantize."""
+    check_room(x, max_num_tokens, drops)
     places = (topk_ids, first_expert, num_local_experts, max_num_tokens)
     result = empty_dispatched(x, scale, topk_weights, *places, quant)
     out, row_scale, counts, num_dropped = result

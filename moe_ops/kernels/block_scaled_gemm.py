@@ -40,7 +40,7 @@ from moe_ops.kernels.weight_only_tile import finish_sums, per_row, row_pointers,
 from moe_ops.scheme import get_scheme
 from moe_ops.scheme.weights import rows_per_scale
 from moe_ops.tensors import AnyTiles
-from moe_ops.tiles import Gemm, device_facts, max_programs
+from moe_ops.tiles import Gemm, TileConfig, device_facts, max_programs
 
 
 @triton.jit
@@ -72,7 +72,7 @@ def columns(acc, RULE: tl.constexpr):
 @triton.jit(do_not_specialize=COUNTED)
 def block_scaled_gemm_kernel(
     a, a_scale, w, w_scale, w_global_scale, bias, out,
-    tiles, expert_map, num_slots, num_ids, num_experts,
+    tiles, expert_map, num_slots, num_ids, num_experts, num_entries,
     stride_am, stride_se, stride_sm, stride_we, stride_wn, stride_wk,
     N: tl.constexpr, K: tl.constexpr, TOP_K: tl.constexpr,
     RULE: tl.constexpr, FORMAT: tl.constexpr, ROWS: tl.constexpr,
@@ -85,8 +85,9 @@ def block_scaled_gemm_kernel(
     """
     take_turn(LONG=True)
     pid_m, pid_n, expert = find_tile(
-        tiles, expert_map, num_slots, num_ids, num_experts, N, BLOCK_M, BLOCK_N, GROUP_M
-    )
+        tiles, expert_map, num_slots, num_ids, num_experts, num_entries,
+        N, BLOCK_M, BLOCK_N, GROUP_M,
+    )  # fmt: skip
     if expert < 0:
         return
     HALVES: tl.constexpr = 2 if FORMAT.up > 0 else 1
@@ -142,8 +143,13 @@ def _launch(
     halves = 2 if rule and rule.gated else 1
     gemm = Gemm(num_slots, num_experts, rows // halves, k, 1, halves, row_tiles)
     tiles = block_scaled_tiles(gemm, variant.scheme, device_facts(device))
-    launch = make(block_scaled_gemm_kernel, gemm.n, k, top_k, tiles, variant)
+    launch = _make(gemm.n, k, top_k, tiles, variant)
     return launch, max_programs(gemm, tiles)
+
+
+@lru_cache(maxsize=1024)
+def _make(n: int, k: int, top_k: int, tiles: TileConfig, variant: Variant) -> Launch:
+    return make(block_scaled_gemm_kernel, n, k, top_k, tiles, variant)
 
 
 def multiply(

@@ -13,6 +13,7 @@ from moe_ops.fake_impls.eplb import eplb_map_to_physical_and_record as empty_ids
 from moe_ops.kernels.dependent import take_turn
 from moe_ops.kernels.launch import Launch
 from moe_ops.kernels.slots import dense
+from moe_ops.tiles import cdiv
 
 BLOCK = 256
 """Slots of a program. No slot waits for another, so many small programs finish first."""
@@ -21,7 +22,7 @@ BLOCK = 256
 @triton.jit(do_not_specialize=["num_slots", "seed"])
 def _eplb_map_kernel(
     topk_ids, expert_load, logical_to_physical, replica_count, record_enabled, num_unpadded_tokens,
-    out, num_slots, seed, num_experts, max_replicas, num_physical, stride_load,
+    step, out, num_slots, seed, num_experts, max_replicas, num_physical, stride_load,
     TOP_K: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Map a block of slots to replicas and count them: the rule of `reference/eplb.py`."""
@@ -32,13 +33,19 @@ def _eplb_map_kernel(
     # Compared in their own width before they are narrowed: 2**32 is not expert 0.
     valid = (ids >= 0) & (ids < num_experts)
     expert = tl.where(valid, ids, 0).to(tl.int32)
-    count = tl.load(replica_count + expert, mask=valid, other=1).to(tl.int32)
-    count = tl.minimum(tl.maximum(count, 1), max_replicas)
-    hashed = (token.to(tl.int64) + seed) * 2654435769 & 0xFFFFFFFF
+    count = tl.load(replica_count + expert, mask=valid, other=1)
+    count = tl.minimum(tl.maximum(count, 1), max_replicas).to(tl.int32)
+    position = token.to(tl.int64) + seed
+    if step is not None:
+        position += tl.load(step).to(tl.int64)
+    hashed = position * 2654435769 & 0xFFFFFFFF
     replica = (hashed.to(tl.uint32) % count.to(tl.uint32)).to(tl.int32)
     entry = logical_to_physical + expert * max_replicas + replica
     physical = tl.load(entry, mask=valid, other=-1)
-    tl.store(out + slot, physical.to(out.dtype.element_ty), mask=slot < num_slots)
+    shown = physical
+    if physical.dtype == tl.int64 and out.dtype.element_ty == tl.int32:  # as `tensors.narrowed`
+        shown = tl.minimum(tl.maximum(physical, -(2**31)), 2**31 - 1)
+    tl.store(out + slot, shown.to(out.dtype.element_ty), mask=slot < num_slots)
 
     limit = num_slots
     if num_unpadded_tokens is not None:
@@ -65,6 +72,7 @@ def eplb_map_to_physical_and_record(
     num_unpadded_tokens: Tensor | None,
     indices_type: torch.dtype,
     seed: int,
+    step: Tensor | None = None,
 ) -> Tensor:
     """Launch one program for each block of slots."""
     out = empty_ids(
@@ -75,13 +83,14 @@ def eplb_map_to_physical_and_record(
     if num_slots:
         num_experts, max_replicas = logical_to_physical_map.shape
         _launch(topk_ids.shape[1])(
-            (triton.cdiv(num_slots, BLOCK),),
+            (cdiv(num_slots, BLOCK),),
             topk_ids.contiguous(),
             expert_load_view,
             logical_to_physical_map.contiguous(),
             dense(logical_replica_count),
             record_enabled,
             num_unpadded_tokens,
+            step,
             out,
             num_slots,
             seed,

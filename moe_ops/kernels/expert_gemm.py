@@ -19,8 +19,7 @@ from torch import Tensor
 from moe_ops.activation import formula
 from moe_ops.fake_impls.expert_gemm import expert_gemm as empty_rows
 from moe_ops.fake_impls.expert_gemm import expert_gemm_act as empty_activated_rows
-from moe_ops.gemm_tiles import gemm_tiles
-from moe_ops.hopper_tiles import takes
+from moe_ops.gemm_choice import tiles_of
 from moe_ops.kernels import hopper_gemm, token_gemm
 from moe_ops.kernels.activation import constants, gate, gate_up
 from moe_ops.kernels.dependent import take_turn
@@ -39,13 +38,13 @@ from moe_ops.kernels.launch import Launch
 from moe_ops.scheme import get_scheme
 from moe_ops.tensors import AnyTiles, split_tiles
 from moe_ops.tiles import Gemm, TileConfig, cuts_up, device_facts, max_programs
-from moe_ops.tuned import Choice, choose
+from moe_ops.tuned import Choice
 
 
 @triton.jit(do_not_specialize=COUNTED)
 def _expert_gemm_kernel(
     a, w, bias, input_weights, output_weights, out,
-    tiles, expert_map, num_slots, num_ids, num_experts,
+    tiles, expert_map, num_slots, num_ids, num_experts, num_entries,
     stride_am, stride_we, stride_wn, stride_wk,
     N: tl.constexpr, K: tl.constexpr, TOP_K: tl.constexpr, ORDERED: tl.constexpr,
     FUNCTION: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.constexpr, BETA: tl.constexpr,
@@ -54,8 +53,9 @@ def _expert_gemm_kernel(
     """``out[s] = f(input_weights[s] * a[s // TOP_K] @ w[e].T + bias[e]) * output_weights[s]``."""
     take_turn(LONG=True)
     pid_m, pid_n, expert = find_tile(
-        tiles, expert_map, num_slots, num_ids, num_experts, N, BLOCK_M, BLOCK_N, GROUP_M
-    )
+        tiles, expert_map, num_slots, num_ids, num_experts, num_entries,
+        N, BLOCK_M, BLOCK_N, GROUP_M,
+    )  # fmt: skip
     if expert < 0:
         return
     slot, real = load_slots(tiles, pid_m, num_slots, num_ids, BLOCK_M)
@@ -63,7 +63,7 @@ def _expert_gemm_kernel(
     inside = n < N
     n_inside = None if N % BLOCK_N == 0 else inside
     k = tl.arange(0, BLOCK_K)
-    source = rows_between(tiles, pid_m, slot // TOP_K, num_ids, ORDERED == "a", BLOCK_M)
+    source = rows_between(tiles, pid_m, slot // TOP_K, num_slots, num_ids, ORDERED == "a", BLOCK_M)
     a_tile = a + source[:, None] * stride_am + k[None, :]
     w_tile = w + expert * stride_we + n[None, :] * stride_wn + k[:, None] * stride_wk
 
@@ -78,7 +78,7 @@ def _expert_gemm_kernel(
     if FUNCTION is not None:
         acc = gate(acc, FUNCTION, LIMIT, ALPHA, BETA)
     acc = scale_rows(acc, output_weights, slot, real)
-    row = rows_between(tiles, pid_m, slot, num_ids, ORDERED == "out", BLOCK_M)
+    row = rows_between(tiles, pid_m, slot, num_slots, num_ids, ORDERED == "out", BLOCK_M)
     at = out + row[:, None] * N + n[None, :]
     tl.store(at, acc.to(out.dtype.element_ty), mask=real[:, None] & inside[None, :])
 
@@ -86,7 +86,7 @@ def _expert_gemm_kernel(
 @triton.jit(do_not_specialize=COUNTED)
 def _expert_gemm_gated_kernel(
     a, w, bias, input_weights, out,
-    tiles, expert_map, num_slots, num_ids, num_experts,
+    tiles, expert_map, num_slots, num_ids, num_experts, num_entries,
     stride_am, stride_we, stride_wn, stride_wk,
     N: tl.constexpr, K: tl.constexpr, TOP_K: tl.constexpr, ORDERED: tl.constexpr,
     INTERLEAVED: tl.constexpr, FUNCTION: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.constexpr,
@@ -96,8 +96,9 @@ def _expert_gemm_gated_kernel(
     """As above with gate and up side by side: ``out[s] = f(gate, up)``; N counts output columns."""
     take_turn(LONG=True)
     pid_m, pid_n, expert = find_tile(
-        tiles, expert_map, num_slots, num_ids, num_experts, N, BLOCK_M, BLOCK_N, GROUP_M
-    )
+        tiles, expert_map, num_slots, num_ids, num_experts, num_entries,
+        N, BLOCK_M, BLOCK_N, GROUP_M,
+    )  # fmt: skip
     if expert < 0:
         return
     slot, real = load_slots(tiles, pid_m, num_slots, num_ids, BLOCK_M)
@@ -124,7 +125,7 @@ def _expert_gemm_gated_kernel(
     u = scale_rows(u, input_weights, slot, real)
     u = add_bias(u, bias, expert, gate_row + UP, inside, 2 * N)
     value = gate_up(g, u, FUNCTION, LIMIT, ALPHA, BETA, LINEAR_BETA)
-    row = rows_between(tiles, pid_m, slot, num_ids, ORDERED == "out", BLOCK_M)
+    row = rows_between(tiles, pid_m, slot, num_slots, num_ids, ORDERED == "out", BLOCK_M)
     at = out + row[:, None] * N + n[None, :]
     tl.store(at, value.to(out.dtype.element_ty), mask=real[:, None] & inside[None, :])
 
@@ -179,9 +180,7 @@ def _gemm(
 
 
 def _choose(gemm: Gemm, device: torch.device) -> Choice:
-    facts, scheme = device_facts(device), get_scheme("unquantized")
-    own, default = takes(gemm, scheme, None, facts), gemm_tiles(gemm, facts)
-    return choose(gemm, scheme.name, 8 * gemm.itemsize, facts, default, hopper=own)
+    return tiles_of(gemm, get_scheme("unquantized"), None, device_facts(device))
 
 
 @lru_cache(maxsize=1024)
@@ -295,6 +294,7 @@ def _run(
             hopper_gemm.run(out, given, told, *kernels.hopper)
             return out
         if kernels.part and told[3] is None:  # a plan for Hopper's kernels, which do not serve
-            told = (split_tiles(told[0], num_slots, shape[0], row_tiles, kernels.part), *told[1:])
+            plan = split_tiles(told[0], num_slots, shape[0], row_tiles, kernels.part)
+            told = (plan, *told[1:-1], plan.shape[0])
         kernels.launch((kernels.programs,), a, w, *vectors, out, *told, stride, *w.stride())
     return out

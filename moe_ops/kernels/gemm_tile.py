@@ -1,7 +1,8 @@
 """What the kernels of expert GEMMs share: how tiles are found, and the steps of one.
 
-Kernels take ``tiles, expert_map, num_slots, num_ids, num_experts`` from `tile_arguments`: a plan,
-or with ``num_ids`` the ids of few slots. A tile is then one slot, in the first of its rows.
+Kernels take ``tiles, expert_map, num_slots, num_ids, num_experts, num_entries`` from
+`tile_arguments`: a plan of ``num_entries``, or with ``num_ids`` the ids of few slots. With ids a
+tile is one slot, in the first of its rows. Whatever a plan holds, kernels stay inside tensors.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from moe_ops.kernels.activation import gate, gate_up
 from moe_ops.kernels.slots import HEADER, experts_of
 from moe_ops.tensors import AnyTiles, plan_to_read
 
-COUNTED = ["num_slots", "num_ids", "num_experts"]
+COUNTED = ["num_slots", "num_ids", "num_experts", "num_entries"]
 """What no kernel is made anew for."""
 
 
@@ -23,12 +24,12 @@ def tile_arguments(tiles: AnyTiles, num_slots: int, num_experts: int) -> tuple[A
     """A kernel's arguments that tell its tiles."""
     plan = plan_to_read(tiles, num_slots, num_experts)
     if plan is not None:
-        return plan, None, num_slots, None, num_experts
+        return plan, None, num_slots, None, num_experts, plan.shape[0]
     _, topk_ids, expert_map = tiles
     if expert_map is None:
-        return topk_ids.contiguous(), None, num_slots, num_experts, num_experts
+        return topk_ids.contiguous(), None, num_slots, num_experts, num_experts, 0
     num_ids = expert_map.shape[0]
-    return topk_ids.contiguous(), expert_map.contiguous(), num_slots, num_ids, num_experts
+    return topk_ids.contiguous(), expert_map.contiguous(), num_slots, num_ids, num_experts, 0
 
 
 @triton.jit
@@ -42,18 +43,29 @@ def map_tile(pid, num_pid_m, num_pid_n, GROUP_M: tl.constexpr):
 
 
 @triton.jit
+def planned_tiles(tiles, num_entries, BLOCK_M: tl.constexpr):
+    """How many tiles a plan has; none where its header does not fit its length."""
+    used, experts_at, firsts_at = tl.load(tiles), tl.load(tiles + 1), tl.load(tiles + 2)
+    count = used // BLOCK_M
+    ordered = (used >= 0) & (experts_at >= HEADER) & (firsts_at >= experts_at)
+    inside = (used <= experts_at - HEADER) & (firsts_at <= num_entries - count)
+    return tl.where(ordered & inside, count, 0)
+
+
+@triton.jit
 def find_tile(
-    tiles, expert_map, num_slots, num_ids, num_experts,
+    tiles, expert_map, num_slots, num_ids, num_experts, num_entries,
     N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP_M: tl.constexpr,
 ):  # fmt: skip
     """This program's tile (row and column) and its expert, -1 where there is nothing to do."""
-    num_pid_m = tl.load(tiles) // BLOCK_M if num_ids is None else num_slots
+    num_pid_m = planned_tiles(tiles, num_entries, BLOCK_M) if num_ids is None else num_slots
     num_pid_n: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
     used = tl.program_id(0) < num_pid_m * num_pid_n
     pid = tl.where(used, tl.program_id(0), 0)
     pid_m, pid_n = map_tile(pid, tl.maximum(num_pid_m, 1), num_pid_n, GROUP_M)
     if num_ids is None:
         expert = tl.load(tiles + tl.load(tiles + 1) + pid_m, mask=used, other=-1)
+        expert = tl.where(expert < num_experts, expert, -1)
     else:
         found = tl.load(tiles + pid_m, mask=used, other=-1)
         expert = experts_of(found, expert_map, num_ids, num_experts)
@@ -66,18 +78,20 @@ def load_slots(tiles, pid_m, num_slots, num_ids, BLOCK_M: tl.constexpr):
     row = tl.arange(0, BLOCK_M)
     if num_ids is None:
         slot = tl.load(tiles + HEADER + pid_m * BLOCK_M + row)
-        real = slot < num_slots
+        real = (slot >= 0) & (slot < num_slots)
     else:
         slot, real = pid_m + row, row == 0
     return tl.where(real, slot, 0).to(tl.int64), real
 
 
 @triton.jit
-def rows_between(tiles, pid_m, row, num_ids, EXPERT_ORDER: tl.constexpr, BLOCK_M: tl.constexpr):
+def rows_between(
+    tiles, pid_m, row, num_slots, num_ids, EXPERT_ORDER: tl.constexpr, BLOCK_M: tl.constexpr
+):
     """Where a tile's rows lie: in expert order (no matter where for padding), else by slot."""
     if EXPERT_ORDER and num_ids is None:  # few slots, a tile each, stay where they are
-        first = tl.load(tiles + tl.load(tiles + 2) + pid_m).to(tl.int64)
-        row = first + tl.arange(0, BLOCK_M)
+        first = tl.maximum(tl.load(tiles + tl.load(tiles + 2) + pid_m), 0).to(tl.int64)
+        row = tl.minimum(first + tl.arange(0, BLOCK_M), num_slots - 1)
     return row
 
 

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from moe_ops.activation import Formula, row_steps
 from moe_ops.hopper_tiles import ROW_BYTES, HopperTiles, packed_rows
-from moe_ops.kernels.dependent import ENABLED
+from moe_ops.kernels.boxes import Boxes, descriptor
 from moe_ops.kernels.hopper_products import BOX_ROWS
 from moe_ops.kernels.hopper_stream import hopper_stream_kernel
 from moe_ops.kernels.hopper_tile import hopper_gemm_kernel
+from moe_ops.kernels.launch import Launch
 from moe_ops.kernels.pack import pack_rows, quantize_rows
 from moe_ops.scheme import Quant
 from moe_ops.tiles import TALL_ROW_TILE, cdiv, device_facts, max_row_tiles
@@ -76,6 +76,44 @@ class Constants:
     """Output columns of a tile."""
     NUM_N: int
     STEPS: int
+
+    @cached_property
+    def packed(self) -> Launch:
+        """The kernel of packed rows.
+
+        Its programs wait for the end of what is before them, as those that pack do: put in place
+        early they took up to a sixth longer.
+        """
+        return Launch(hopper_gemm_kernel, C=self, num_warps=4, launch_pdl=False)
+
+    @cached_property
+    def stream(self) -> Launch:
+        """The kernel that gathers rows as it goes."""
+        return Launch(hopper_stream_kernel, C=self, num_warps=4, maxnreg=STREAM_REGISTERS)
+
+    @cached_property
+    def weights(self) -> Boxes:
+        """Boxes of weights."""
+        return Boxes(self._weight_box)
+
+    @cached_property
+    def rows(self) -> Boxes:
+        """Boxes of packed rows."""
+        return Boxes(lambda rows: descriptor(rows, [BOX_ROWS.value, self.BLOCK_K]))
+
+    @cached_property
+    def row_scales(self) -> Boxes:
+        """Boxes of the scales of packed rows, a group's side by side."""
+        return Boxes(lambda scales: descriptor(scales, [1, self.BLOCK_M]))
+
+    def _weight_box(self, w: Tensor) -> TensorDescriptor:
+        """Boxes of a weight; of gate and up rows, 8 of each in turn, where there are both."""
+        if not self.GATED:
+            return descriptor(w, [1, self.BLOCK_N, self.BLOCK_K])
+        expert, row, _ = w.stride()
+        shape = [w.shape[0], self.N // 8, 2, 8, self.K]
+        strides = [expert, 8 * self.STEP * row, self.UP * row, self.STEP * row, 1]
+        return descriptor(w, [1, self.BLOCK_N // 16, 2, 8, self.BLOCK_K], shape, strides)
 
 
 class Scales(NamedTuple):
@@ -152,17 +190,6 @@ def serves(dtype: torch.dtype, w: Tensor, in_place: Tensor | None = None) -> boo
     return w.is_cuda and w.dtype in DTYPES and dtype == w.dtype and unit == 1 and whole
 
 
-def _weight_box(w: Tensor, c: Constants) -> TensorDescriptor:
-    """Boxes of a weight; of gate and up rows, 8 of each in turn, where there are both."""
-    layout: Any = gl.NVMMASharedLayout(ROW_BYTES, 8 * c.ITEMSIZE, rank=5 if c.GATED else 3)
-    if not c.GATED:
-        return TensorDescriptor.from_tensor(w, [1, c.BLOCK_N, c.BLOCK_K], layout)
-    expert, row, _ = w.stride()
-    shape = [w.shape[0], c.N // 8, 2, 8, c.K]
-    strides = [expert, 8 * c.STEP * row, c.UP * row, c.STEP * row, 1]
-    return TensorDescriptor(w, shape, strides, [1, c.BLOCK_N // 16, 2, 8, c.BLOCK_K], layout)
-
-
 class Operands(NamedTuple):
     """Of a GEMM: vectors are contiguous, scales float32."""
 
@@ -199,12 +226,9 @@ def run(
 def _run_packed(
     out: Tensor, operands: Operands, tiles: tuple[Any, ...], c: Constants, wide: int
 ) -> None:
-    """Pack the rows unless they lie in expert order, then one program a processor.
-
-    Both wait for the end of what is before them: in place early they took up to a sixth longer.
-    """
+    """Pack the rows unless they lie in expert order, then one program a processor."""
     a, a_scale, w, w_scale, bias, quant = operands
-    plan, _, num_slots, _, num_experts = tiles
+    plan, _, num_slots, _, num_experts, _ = tiles
     sizes = (plan, num_slots, packed_rows(num_slots, num_experts, c.BLOCK_M), c.TOP_K)
     if c.ORDERED == "a":
         rows, scales = a, a_scale
@@ -214,16 +238,12 @@ def _run_packed(
         rows, scales = pack_rows(a, a_scale, *sizes)
     else:
         rows, scales = quantize_rows(a, a_scale, quant, *sizes)
-    layout: Any = gl.NVMMASharedLayout(ROW_BYTES, 8 * c.ITEMSIZE, rank=2)
-    a_box = TensorDescriptor.from_tensor(rows, [BOX_ROWS.value, c.BLOCK_K], layout)
-    scale_box = a_box
-    if c.SCALE_COLS is not None:
-        flat: Any = gl.NVMMASharedLayout(0, 32, rank=2)
-        scale_box = TensorDescriptor.from_tensor(scales, [1, c.BLOCK_M], flat)
-    hopper_gemm_kernel[(wide,)](
-        a_box, _weight_box(w, c), scale_box, bias, out,
+    a_box = c.rows.of(rows)
+    c.packed(
+        (wide,), out, a_box, c.weights.of(w),
+        a_box if c.SCALE_COLS is None else c.row_scales.of(scales), bias,
         plan if scales is None else scales, plan if w_scale is None else w_scale,
-        plan.new_zeros(1) if c.ON_DEMAND else plan, *tiles, c, num_warps=4,
+        plan.new_zeros(1) if c.ON_DEMAND else plan, *tiles,
     )  # fmt: skip
 
 
@@ -233,8 +253,7 @@ def _run_stream(
     """Two programs a processor."""
     a, a_scale, w, w_scale, bias, _ = operands
     most = max_row_tiles(out.shape[0], w.shape[0], c.BLOCK_M) * c.NUM_N
-    hopper_stream_kernel[(min(2 * wide, most),)](
-        a, a.stride(0), _weight_box(w, c), bias, out,
-        out if a_scale is None else a_scale, out if w_scale is None else w_scale,
-        *tiles, c, num_warps=4, maxnreg=STREAM_REGISTERS, launch_pdl=ENABLED,
+    c.stream(
+        (min(2 * wide, most),), a, a.stride(0), c.weights.of(w), bias, out,
+        out if a_scale is None else a_scale, out if w_scale is None else w_scale, *tiles,
     )  # fmt: skip

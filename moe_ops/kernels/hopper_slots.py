@@ -4,6 +4,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.language.core import _aggregate as aggregate
 
+from moe_ops.kernels.gemm_tile import planned_tiles
 from moe_ops.kernels.slots import HEADER, experts_of
 
 
@@ -35,9 +36,9 @@ class Vectors:
 
 
 @gluon.jit
-def count_tiles(tiles, num_slots, num_ids, C: gl.constexpr):
+def count_tiles(tiles, num_slots, num_ids, num_entries, C: gl.constexpr):
     """How many tiles of rows there are."""
-    return gl.load(tiles) // C.BLOCK_M if num_ids is None else num_slots
+    return planned_tiles(tiles, num_entries, C.BLOCK_M) if num_ids is None else num_slots
 
 
 @gluon.jit
@@ -45,6 +46,7 @@ def expert_of(v, m):
     """The expert of a tile, -1 where there is nothing to do."""
     if v.num_ids is None:
         found = gl.load(v.tiles + gl.load(v.tiles + 1) + m)
+        found = gl.where(found < v.num_experts, found, -1)
     else:
         found = experts_of(gl.load(v.tiles + m), v.expert_map, v.num_ids, v.num_experts)
     return found
@@ -53,7 +55,8 @@ def expert_of(v, m):
 @gluon.jit
 def first_row(v, m):
     """The row with which a tile of a plan begins in expert order."""
-    return gl.load(v.tiles + gl.load(v.tiles + 2) + m)
+    first = gl.load(v.tiles + gl.load(v.tiles + 2) + m)
+    return gl.minimum(gl.maximum(first, 0), v.num_slots)
 
 
 @gluon.jit
@@ -61,7 +64,7 @@ def slots_of(v, m, row, C: gl.constexpr):
     """The slots of some rows of a tile, and which are real."""
     if v.num_ids is None:
         slot = gl.load(v.tiles + HEADER + m * C.BLOCK_M + row)
-        real = slot < v.num_slots
+        real = (slot >= 0) & (slot < v.num_slots)
     else:
         slot, real = m + row, row == 0
     return slot, real

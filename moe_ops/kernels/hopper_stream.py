@@ -193,7 +193,7 @@ def store_columns(out, value, v, m, n, found, C: gl.constexpr):
 @gluon.jit(do_not_specialize=COUNTED)
 def hopper_stream_kernel(
     a, stride_am, w_desc, bias, out, row_scale, weight_scale,
-    tiles, expert_map, num_slots, num_ids, num_experts, C: gl.constexpr,
+    tiles, expert_map, num_slots, num_ids, num_experts, num_entries, C: gl.constexpr,
 ):  # fmt: skip
     """``out[s] = f(a[s // TOP_K] @ w[e].T + bias[e])``."""
     STAGES: gl.constexpr = C.STAGES
@@ -210,7 +210,8 @@ def hopper_stream_kernel(
     fence_async_shared()
     ring = Ring(rows, weights, rows, full, empty)
     take_turn()
-    num_tiles, scales = count_tiles(tiles, num_slots, num_ids, C), (row_scale, weight_scale)
+    num_tiles = count_tiles(tiles, num_slots, num_ids, num_entries, C)
+    scales = row_scale, weight_scale
     v = Vectors(scales, tiles, expert_map, num_tiles, num_slots, num_ids, num_experts)
     gl.warp_specialize(
         [(multiply, (out, bias, ring, v, C)), (copy_tiles, (a, stride_am, w_desc, ring, v, C))],

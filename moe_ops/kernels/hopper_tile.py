@@ -183,6 +183,7 @@ def multiply_tile(out, bias, ring, v, tile, step, GROUP: gl.constexpr, C: gl.con
     inside = FIRST_ROW + gl.arange(0, BOX_ROWS, layout=gl.SliceLayout(1, LAYOUT))
     row = m * C.BLOCK_M + inside
     slot = gl.load(v.tiles + HEADER + row)
+    slot = gl.where(slot < 0, v.num_slots, slot)
     row_scale = slot
     if C.WEIGHTED:
         row_scale = gl.load(v.row_scale + slot, mask=slot < v.num_slots, other=0.0)
@@ -236,8 +237,8 @@ def multiply_third(out, bias, ring, queue, v, C: gl.constexpr):
 
 @gluon.jit(do_not_specialize=COUNTED)
 def hopper_gemm_kernel(
-    a_desc, w_desc, scale_desc, bias, out, row_scale, weight_scale, counter,
-    tiles, expert_map, num_slots, num_ids, num_experts, C: gl.constexpr,
+    out, a_desc, w_desc, scale_desc, bias, row_scale, weight_scale, counter,
+    tiles, expert_map, num_slots, num_ids, num_experts, num_entries, C: gl.constexpr,
 ):  # fmt: skip
     """``out[s] = f(a[row of s] @ w[e].T + bias[e])``; padding rows are not written."""
     STAGES: gl.constexpr = C.STAGES
@@ -257,7 +258,8 @@ def hopper_gemm_kernel(
     fence_async_shared()
     ring = Ring(rows, weights, scales, full, empty)
     take_turn(LONG=True)
-    num_tiles, scales = count_tiles(tiles, num_slots, num_ids, C), (row_scale, weight_scale)
+    num_tiles = count_tiles(tiles, num_slots, num_ids, num_entries, C)
+    scales = row_scale, weight_scale
     v = Vectors(scales, tiles, expert_map, num_tiles, num_slots, num_ids, num_experts)
     if C.GROUPS == 3:
         gl.warp_specialize(

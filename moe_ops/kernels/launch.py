@@ -17,6 +17,7 @@ import torch
 import triton
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from moe_ops.kernels.cache_keys import compute_cache_key
 from moe_ops.kernels.dependent import launch_options
 
 
@@ -74,6 +75,7 @@ class Launch:
         self.kernel, self.constants = kernel, constants
         self.interpreted = not isinstance(kernel, triton.runtime.JITFunction)
         if not self.interpreted:
+            compute_cache_key(kernel)
             self.counted = [p.do_not_specialize for p in kernel.params if not p.is_constexpr]
             # In a binary's argument list constants stand in the places of their parameters.
             self.tail = [constants[p.name] for p in kernel.params if p.is_constexpr]
@@ -87,13 +89,14 @@ class Launch:
         seen: list[Any] = [self]
         values: list[Any] = []
         for argument, counted in zip(arguments, self.counted):  # noqa: B905 (strict is slower)
-            if type(argument) is int:
+            kind = type(argument)
+            if kind is int:
                 seen.append(argument > _INT32 if counted else argument)
                 values.append(argument)
             elif argument is None:
                 seen.append(None)
                 values.append(None)
-            elif isinstance(argument, TensorDescriptor):  # its sizes are no part of the binary
+            elif kind is TensorDescriptor:  # its sizes are no part of the binary
                 seen.append(argument.base.dtype)
                 values.append(argument)
             else:

@@ -20,19 +20,26 @@ from moe_ops.scheme import WHOLE, Quant
 from moe_ops.tiles import cdiv
 
 
-@triton.jit(do_not_specialize=["num_slots", "num_rows"])
+@triton.jit
+def _rows_in_use(plan, num_rows, num_entries):
+    """How many rows of a plan are in use: what it says, where it and the result have so many."""
+    return tl.minimum(tl.load(plan), tl.minimum(num_rows, num_entries - HEADER))
+
+
+@triton.jit(do_not_specialize=["num_slots", "num_rows", "num_entries"])
 def _pack_kernel(
-    a, a_scale, out, out_scale, plan, num_slots, num_rows, stride_am, stride_sm,
+    a, a_scale, out, out_scale, plan, num_slots, num_rows, num_entries, stride_am, stride_sm,
     K: tl.constexpr, GROUPS: tl.constexpr, TOP_K: tl.constexpr,
     ROWS: tl.constexpr, COLS: tl.constexpr, GROUP_COLS: tl.constexpr,
 ):  # fmt: skip
     """Program (i, j) copies COLS columns of ROWS rows; those of padding stay as they are."""
     take_turn()
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    if tl.program_id(0) * ROWS >= tl.load(plan):
+    used = _rows_in_use(plan, num_rows, num_entries)
+    if tl.program_id(0) * ROWS >= used:
         return
-    slot = tl.load(plan + HEADER + row)  # a used tile is whole, and ROWS divides it
-    real = slot < num_slots
+    slot = tl.load(plan + HEADER + row, mask=row < used, other=-1)
+    real = (slot >= 0) & (slot < num_slots)
     source = (tl.where(real, slot, 0) // TOP_K).to(tl.int64)
     col = tl.program_id(1) * COLS + tl.arange(0, COLS)
     inside = real[:, None] & (col < K)[None, :]
@@ -47,9 +54,9 @@ def _pack_kernel(
         tl.store(at, scale, mask=known)
 
 
-@triton.jit(do_not_specialize=["num_slots", "num_rows"])
+@triton.jit(do_not_specialize=["num_slots", "num_rows", "num_entries"])
 def _quantize_pack_kernel(
-    a, given, out, out_scale, plan, num_slots, num_rows, stride_am,
+    a, given, out, out_scale, plan, num_slots, num_rows, num_entries, stride_am,
     K: tl.constexpr, TOP_K: tl.constexpr, RULE: tl.constexpr,
     ROWS: tl.constexpr, COLS: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
@@ -59,10 +66,11 @@ def _quantize_pack_kernel(
     """
     take_turn()
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    if tl.program_id(0) * ROWS >= tl.load(plan):
+    used = _rows_in_use(plan, num_rows, num_entries)
+    if tl.program_id(0) * ROWS >= used:
         return
-    slot = tl.load(plan + HEADER + row)
-    real = slot < num_slots
+    slot = tl.load(plan + HEADER + row, mask=row < used, other=-1)
+    real = (slot >= 0) & (slot < num_slots)
     source = (tl.where(real, slot, 0) // TOP_K).to(tl.int64)
     col = tl.program_id(1) * COLS + tl.arange(0, COLS)[None, :]
     values, most = (), tl.zeros((ROWS, COLS), dtype=tl.int32)
@@ -136,7 +144,7 @@ def pack_rows(
     kernel, height, pieces = _launch(k, a.itemsize, groups, top_k)
     kernel(
         (cdiv(num_rows, height), pieces), a, a_scale, rows, scales, plan,
-        num_slots, num_rows, a.stride(0), stride,
+        num_slots, num_rows, plan.shape[0], a.stride(0), stride,
     )  # fmt: skip
     return rows, scales
 
@@ -195,6 +203,6 @@ def quantize_rows(
     kernel, height, pieces = _quantize_launch(k, top_k, quant, a_scale is not None)
     kernel(
         (cdiv(num_rows, height), pieces), a, a_scale, rows, scales, plan,
-        num_slots, num_rows, a.stride(0),
+        num_slots, num_rows, plan.shape[0], a.stride(0),
     )  # fmt: skip
     return rows, scales

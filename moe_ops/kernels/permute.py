@@ -17,7 +17,7 @@ from moe_ops.kernels.align import count_expert_num_tokens
 from moe_ops.kernels.dependent import take_turn
 from moe_ops.kernels.launch import Launch
 from moe_ops.kernels.slots import dense, local_experts, map_size, next_power_of_2
-from moe_ops.tiles import Scan, scan_sizes
+from moe_ops.tiles import Scan, cdiv, scan_sizes
 
 
 @triton.jit(do_not_specialize=["num_slots"])
@@ -52,10 +52,11 @@ def _permutation_launch(scan: Scan, num_local_experts: int) -> Launch:
 
 
 @lru_cache(maxsize=1024)
-def _row_launch(kernel: Any, top_k: int, width: int, widest: int) -> tuple[Launch, int]:
-    """The kernel, and the programs along a row."""
+def _row_launch(stage: str, top_k: int, width: int) -> tuple[Launch, int]:
+    """The kernel of a key of `_ROW_KERNELS`, and the number of programs along a row."""
+    kernel, widest = _ROW_KERNELS[stage]
     block = min(widest, next_power_of_2(width))
-    return Launch(kernel, TOP_K=top_k, BLOCK=block), triton.cdiv(width, block)
+    return Launch(kernel, TOP_K=top_k, BLOCK=block), cdiv(width, block)
 
 
 def moe_permutation(
@@ -78,18 +79,19 @@ def moe_permutation(
     return result
 
 
-@triton.jit(do_not_specialize=["num_experts"])
+@triton.jit(do_not_specialize=["num_experts", "num_slots"])
 def _gather_rows_kernel(
-    x, permuted_idx, offset, out, num_experts, stride_x, WIDTH, TOP_K: tl.constexpr,
+    x, permuted_idx, offset, out, num_experts, num_slots, stride_x, WIDTH, TOP_K: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One program copies a piece of one row, or writes zeros past the last expert's rows."""
+    """One program copies a piece of one row, or writes zeros where there is no slot to copy."""
     take_turn()
     row = tl.program_id(0)
     col = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    readable = tl.where(row < tl.load(offset + num_experts), WIDTH, 0)
-    source = tl.load(permuted_idx + row) // TOP_K
-    value = tl.load(x + source.to(tl.int64) * stride_x + col, mask=col < readable, other=0.0)
+    slot = tl.load(permuted_idx + row).to(tl.int64)
+    used = (row < tl.load(offset + num_experts)) & (slot >= 0) & (slot < num_slots)
+    readable = tl.where(used, WIDTH, 0)
+    value = tl.load(x + slot // TOP_K * stride_x + col, mask=col < readable, other=0.0)
     tl.store(out + row.to(tl.int64) * WIDTH + col, value, mask=col < WIDTH)
 
 
@@ -101,7 +103,7 @@ def gather_rows(
     x = x if x.stride(1) == 1 else x.contiguous()
     rows, width = out.shape
     if out.numel():
-        kernel, pieces = _row_launch(_gather_rows_kernel, top_k, width, 2048)
+        kernel, pieces = _row_launch("gather_rows", top_k, width)
         kernel(
             (rows, pieces),
             x,
@@ -109,6 +111,7 @@ def gather_rows(
             dense(expert_first_token_offset),
             out,
             expert_first_token_offset.shape[0] - 1,
+            x.shape[0] * top_k,
             x.stride(0),
             width,
         )
@@ -126,9 +129,9 @@ def _order_columns_kernel(
     col = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     expert = local_experts(topk_ids, expert_map, slot, slot >= 0, num_experts, num_local_experts)
     readable = tl.where(expert >= 0, WIDTH, 0)
-    source = tl.load(order + expert.to(tl.int64) * WIDTH + col, mask=col < readable, other=0)
+    source = tl.load(order + expert.to(tl.int64) * WIDTH + col, mask=col < readable, other=-1)
     at = x + (slot // TOP_K) * stride_x + source
-    value = tl.load(at, mask=col < readable, other=0.0)
+    value = tl.load(at, mask=(source >= 0) & (source < WIDTH), other=0.0)
     tl.store(out + slot * WIDTH + col, value, mask=col < WIDTH)
 
 
@@ -138,7 +141,7 @@ def order_columns(x: Tensor, order: Tensor, topk_ids: Tensor, expert_map: Tensor
     x = x if x.stride(1) == 1 else x.contiguous()
     rows, width = out.shape
     if out.numel():
-        kernel, pieces = _row_launch(_order_columns_kernel, topk_ids.shape[1], width, 1024)
+        kernel, pieces = _row_launch("order_columns", topk_ids.shape[1], width)
         kernel(
             (rows, pieces),
             x,
@@ -165,7 +168,7 @@ def _unpermute_kernel(
     col = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     used = num_rows
     if offset is not None:
-        used = tl.minimum(tl.load(offset + num_experts), num_rows).to(tl.int32)
+        used = tl.minimum(tl.maximum(tl.load(offset + num_experts), 0), num_rows).to(tl.int32)
     total = tl.zeros((BLOCK,), dtype=tl.float32)
     for j in tl.static_range(TOP_K):
         row = tl.load(inv_permuted_idx + token * TOP_K + j)
@@ -193,7 +196,7 @@ def moe_unpermute(
     if out.numel():
         offset = dense(expert_first_token_offset)
         top_k = inv_permuted_idx.shape[1]
-        kernel, pieces = _row_launch(_unpermute_kernel, top_k, width, 1024)
+        kernel, pieces = _row_launch("moe_unpermute", top_k, width)
         kernel(
             (tokens, pieces),
             permuted_hidden_states.contiguous(),
@@ -206,3 +209,11 @@ def moe_unpermute(
             width,
         )
     return out
+
+
+_ROW_KERNELS: dict[str, tuple[Any, int]] = {
+    "gather_rows": (_gather_rows_kernel, 2048),
+    "order_columns": (_order_columns_kernel, 1024),
+    "moe_unpermute": (_unpermute_kernel, 1024),
+}
+"""Kernels that copy rows, with the most columns that one program takes."""

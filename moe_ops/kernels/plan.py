@@ -6,6 +6,8 @@ then, and tells tiles' first rows, too. See `plan_parts`.
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import triton
 import triton.language as tl
 
@@ -33,6 +35,13 @@ def plan_parts(slots, experts, used, num_rows, num_tiles):
     if experts is None:
         used, experts, slots = slots, slots + HEADER + num_rows, slots + HEADER
     return slots, experts, experts + num_tiles, used
+
+
+@triton.jit
+def as_name(expert):
+    """What an expert map says, as int32; -1 where that is too narrow."""
+    name = expert.to(tl.int32)
+    return tl.where(name == expert, name, -1)
 
 
 @triton.jit
@@ -76,6 +85,7 @@ def buckets_each(buckets):
     return max(1, min(4, buckets // PLAN_PROGRAMS))
 
 
+@lru_cache(maxsize=1024)
 def plan_programs(num_buckets: int) -> int:
     """How many programs place them."""
     return cdiv(num_buckets, buckets_each(next_power_of_2(num_buckets)))
@@ -133,7 +143,7 @@ def _finish_buckets(
             row = tl.where(tile >= first, start + (tile - first) * TILE, row)
         if names is not None:
             known = (tile < end) & (name < num_buckets)
-            name = tl.load(names + name, mask=known, other=0).to(tl.int32)
+            name = as_name(tl.load(names + name, mask=known, other=0))
         name_tile(experts, firsts, tile, name, row, tile < end, WHOLE)
 
 

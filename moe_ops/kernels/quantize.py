@@ -10,7 +10,6 @@ from functools import lru_cache
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 
 from moe_ops.fake_impls.quantize import activation_quantize as empty_activated
@@ -21,6 +20,7 @@ from moe_ops.kernels.rounding import rule_of
 from moe_ops.kernels.rows import Rows, row_constants
 from moe_ops.kernels.slots import dense, next_power_of_2, parts_of
 from moe_ops.scheme import WHOLE, Quant, parse_quant, rounding
+from moe_ops.tiles import cdiv
 
 TILE, EACH = 2048, 16
 """Numbers of a program, if a group has not more, and of a thread: two loads of 16 bytes."""
@@ -37,7 +37,7 @@ def _quantize_launch(source: tuple, quant: str, width: int) -> tuple[Launch, Spl
         cols, parts = parts_of(width)
     # Of a part among several a thread takes half as much: one load.
     count = max(1, TILE // cols // min(parts, 2))
-    split = Split(triton.cdiv(width, cols * parts), count, cols, parts)
+    split = Split(cdiv(width, cols * parts), count, cols, parts)
     threads = count * cols * min(parts, 2) // EACH
     kernel = Launch(
         quantize_kernel,
@@ -61,7 +61,7 @@ def _scaled_launch(
 ) -> tuple[Launch, Split]:
     """The kernel, and what its programs do; ``partials``: as many as an expert may have."""
     cols = min(256, next_power_of_2(width))
-    split = Split(triton.cdiv(width, cols), 2 * TILE // cols, cols)  # for many partial maxima
+    split = Split(cdiv(width, cols), 2 * TILE // cols, cols)  # for many partial maxima
     kernel = Launch(
         scaled_kernel,
         **row_constants(*source),
@@ -89,12 +89,12 @@ def quantize_rows(rows: Rows, scale: Tensor | None, quant: str, out: tuple[Tenso
         return
     if rule.global_scale or (scale is None and not rule.per_tensor):
         kernel, split = _quantize_launch(rows.constants(), quant, width)
-        grid = (triton.cdiv(count * split.pieces, split.count), experts)
+        grid = (cdiv(count * split.pieces, split.count), experts)
         kernel(grid, *rows.arguments(), dense(scale), q, row_scale, count)
         return
     given, partials = _given(rows, scale) if scale is not None else _partial_maxima(rows)
     kernel, split = _scaled_launch(rows.constants(), quant, width, partials)
-    grid = (triton.cdiv(count * split.pieces, split.count), experts)
+    grid = (cdiv(count * split.pieces, split.count), experts)
     kernel(grid, *rows.arguments(), *given, q, row_scale, count)
 
 

@@ -13,6 +13,7 @@ from moe_ops.fake_impls.routing_adjust import zero_experts as empty_split
 from moe_ops.kernels.dependent import take_turn
 from moe_ops.kernels.launch import Launch
 from moe_ops.kernels.slots import dense, next_power_of_2
+from moe_ops.tiles import cdiv
 
 _BLOCK = 256
 
@@ -69,7 +70,7 @@ def adjust_routing(
     )  # fmt: skip
     if ids.numel():
         _adjust_launch(topk_ids.shape[1], ids.shape[1], shared_expert_weight)(
-            (triton.cdiv(ids.numel(), _BLOCK),),
+            (cdiv(ids.numel(), _BLOCK),),
             topk_weights.contiguous(),
             topk_ids.contiguous(),
             dense(per_expert_scale),
@@ -115,7 +116,7 @@ def _zero_launch(top_k: int, size: int, skipped_id: int) -> tuple[Launch, int]:
     """The kernel, and the programs along a row."""
     block = min(1024, next_power_of_2(max(size, 1)))
     launch = Launch(_zero_experts_kernel, SKIPPED_ID=skipped_id, TOP_K=top_k, BLOCK=block)
-    return launch, max(triton.cdiv(size, block), 1)
+    return launch, max(cdiv(size, block), 1)
 
 
 def zero_experts(

@@ -13,8 +13,8 @@ from moe_ops.activation import Formula, formula, row_steps
 from moe_ops.fake_impls.scaled_gemm import quants, stored_rows
 from moe_ops.fake_impls.scaled_gemm import scaled_gemm as empty_rows
 from moe_ops.fake_impls.scaled_gemm import scaled_gemm_act as empty_activated_rows
-from moe_ops.gemm_tiles import ScaleGroups, scale_groups, scaled_gemm_tiles, scaled_slot_tiles
-from moe_ops.hopper_tiles import takes
+from moe_ops.gemm_choice import tiles_of
+from moe_ops.gemm_tiles import ScaleGroups, scale_groups, scaled_slot_tiles
 from moe_ops.kernels import hopper_gemm, token_gemm
 from moe_ops.kernels.gemm_tile import tile_arguments
 from moe_ops.kernels.hopper_gemm import Operands
@@ -28,7 +28,7 @@ from moe_ops.scheme import Quant, get_scheme
 from moe_ops.scheme.weights import rows_per_scale
 from moe_ops.tensors import AnyTiles
 from moe_ops.tiles import Gemm, TileConfig, device_facts, max_programs
-from moe_ops.tuned import Choice, choose
+from moe_ops.tuned import Choice
 
 BYTES_AT_ONCE = 256
 """Of a row, that a thread reads at once to find its largest magnitude."""
@@ -59,10 +59,9 @@ def _launch(
 
 
 def _choose(gemm: Gemm, device: torch.device, variant: _Variant) -> Choice:
-    facts, scheme = device_facts(device), get_scheme(variant.scheme)
-    groups = _groups(gemm.n, variant.scheme, variant.activation, variant.weight_rows)
-    own, default = takes(gemm, scheme, groups, facts), scaled_gemm_tiles(gemm, groups, facts)
-    return choose(gemm, scheme.name, 8, facts, default, hopper=own)
+    rule = formula(variant.activation) if variant.activation else None
+    scheme, facts = get_scheme(variant.scheme), device_facts(device)
+    return tiles_of(gemm, scheme, rule, facts, variant.weight_rows)
 
 
 def _gemm(

@@ -81,7 +81,7 @@ def finish(
 @triton.jit(do_not_specialize=COUNTED)
 def scaled_gemm_slot_kernel(
     a, a_scale, w, w_scale, bias, out,
-    tiles, expert_map, num_slots, num_ids, num_experts,
+    tiles, expert_map, num_slots, num_ids, num_experts, num_entries,
     stride_am, stride_we, stride_wn, stride_wk,
     N: tl.constexpr, K: tl.constexpr, TOP_K: tl.constexpr,
     RULE: tl.constexpr, LAYOUT: tl.constexpr, QUANT: tl.constexpr, CHUNK: tl.constexpr,
@@ -95,8 +95,9 @@ def scaled_gemm_slot_kernel(
     """
     take_turn(LONG=True)
     slot, pid_n, expert = find_tile(
-        tiles, expert_map, num_slots, num_ids, num_experts, N, BLOCK_M, BLOCK_N, GROUP_M
-    )
+        tiles, expert_map, num_slots, num_ids, num_experts, num_entries,
+        N, BLOCK_M, BLOCK_N, GROUP_M,
+    )  # fmt: skip
     row, out = a + slot.to(tl.int64) // TOP_K * stride_am, out + slot.to(tl.int64) * N
     scale = scale_of_row(row, a_scale, K, QUANT, CHUNK)  # while the expert's number is on its way
     if expert < 0:

@@ -136,7 +136,7 @@ def finish_sums(acc, x_scale, w_scale, bias, expert, row, inside, LAYOUT: tl.con
 @triton.jit(do_not_specialize=COUNTED)
 def scaled_gemm_kernel(
     a, a_scale, w, w_scale, bias, out,
-    tiles, expert_map, num_slots, num_ids, num_experts,
+    tiles, expert_map, num_slots, num_ids, num_experts, num_entries,
     stride_am, stride_sm, stride_se, stride_we, stride_wn, stride_wk,
     N: tl.constexpr, K: tl.constexpr, TOP_K: tl.constexpr,
     RULE: tl.constexpr, LAYOUT: tl.constexpr,
@@ -148,8 +148,9 @@ def scaled_gemm_kernel(
     """
     take_turn(LONG=True)
     pid_m, pid_n, expert = find_tile(
-        tiles, expert_map, num_slots, num_ids, num_experts, N, BLOCK_M, BLOCK_N, GROUP_M
-    )
+        tiles, expert_map, num_slots, num_ids, num_experts, num_entries,
+        N, BLOCK_M, BLOCK_N, GROUP_M,
+    )  # fmt: skip
     if expert < 0:
         return
     slot, real = load_slots(tiles, pid_m, num_slots, num_ids, BLOCK_M)

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from moe_ops.hopper_tiles import ROW_BYTES
+from moe_ops.kernels.boxes import Boxes, descriptor
 from moe_ops.kernels.hopper_gemm import Operands, serves
 from moe_ops.kernels.hopper_token import hopper_token_kernel, hopper_token_sum_kernel
 from moe_ops.kernels.launch import Launch, last_kernel
@@ -27,19 +25,6 @@ REGISTERS = {False: 96, True: 160}
 not, which would be put where programs of GEMM 1 have ended, two here and none there."""
 ROUTED: dict[int, tuple[int, int | None]] = {}
 """By device: where the ids and the expert map lie that the last GEMM 1 of one token has read."""
-MOST_WEIGHTS = 4096
-"""Whose boxes are remembered."""
-
-
-class _Base(NamedTuple):
-    """What a descriptor asks of its tensor, which need not live as long."""
-
-    address: int
-    dtype: torch.dtype
-
-    def data_ptr(self) -> int:
-        """As tensors have it."""
-        return self.address
 
 
 class _Made:
@@ -47,16 +32,7 @@ class _Made:
 
     def __init__(self, launch: Launch, gemm: TokenGemm, programs: int) -> None:
         self.launch, self.gemm, self.programs = launch, gemm, programs
-        self.boxes: dict[Any, TensorDescriptor | None] = {}
-
-    def boxes_of(self, w: Tensor) -> TensorDescriptor | None:
-        """Remembered, as making them takes as long as a launch; None: boxes cannot be made."""
-        place = (w.data_ptr(), w.stride(), w.dtype)
-        if place not in self.boxes:
-            if len(self.boxes) >= MOST_WEIGHTS:
-                self.boxes.clear()
-            self.boxes[place] = _boxes(w, self.gemm) if serves(w.dtype, w) else None
-        return self.boxes[place]
+        self.boxes = Boxes(lambda w: _boxes(w, gemm) if serves(w.dtype, w) else None)
 
 
 @lru_cache(maxsize=1024)
@@ -73,17 +49,12 @@ def _made(key: TokenKey) -> _Made | None:
 
 def _boxes(w: Tensor, gemm: TokenGemm) -> TensorDescriptor:
     """Boxes of a weight; of gate and up rows, 8 of each, where there are both."""
-    layout: Any = gl.NVMMASharedLayout(ROW_BYTES, 8 * gemm.ITEMSIZE, rank=5 if gemm.GATED else 3)
-    base = _Base(w.data_ptr(), w.dtype)
+    if not gemm.GATED:
+        return descriptor(w, [1, gemm.BOX_ROWS, gemm.BLOCK_K])
     expert, row, _ = w.stride()
-    if gemm.GATED:
-        shape = [w.shape[0], gemm.N // 8, 2, 8, gemm.K]
-        strides = [expert, 8 * gemm.STEP * row, gemm.UP * row, gemm.STEP * row, 1]
-        box = [1, 1, 2, 8, gemm.BLOCK_K]
-    else:
-        shape, strides = list(w.shape), [expert, row, 1]
-        box = [1, gemm.BOX_ROWS, gemm.BLOCK_K]
-    return TensorDescriptor(base, shape, strides, box, layout)
+    shape = [w.shape[0], gemm.N // 8, 2, 8, gemm.K]
+    strides = [expert, 8 * gemm.STEP * row, gemm.UP * row, gemm.STEP * row, 1]
+    return descriptor(w, [1, 1, 2, 8, gemm.BLOCK_K], shape, strides)
 
 
 def rows(
@@ -163,7 +134,7 @@ def _run(
     early = summed and _lets_in(w.get_device(), routed)
     early = early and _all_dense(w_scale, topk_ids, expert_map)
     made = _made(TokenKey(w.shape, w.itemsize, *how, a.dtype == w.dtype, w.device, summed, early))
-    boxes = None if made is None else made.boxes_of(w)
+    boxes = None if made is None else made.boxes.of(w)
     if made is None or boxes is None:
         return False
     num_experts = w.shape[0]

@@ -18,6 +18,7 @@ from moe_ops.kernels.plan import place_buckets, plan_programs
 from moe_ops.kernels.routing import by_rows, fused_topk, topk_constants
 from moe_ops.kernels.routing_choice import route_tokens
 from moe_ops.kernels.slots import dense, experts_of, map_size, next_power_of_2
+from moe_ops.sizes import axes
 from moe_ops.tiles import few_tokens, is_direct, pick_row_tile, plan_sizes
 
 
@@ -83,6 +84,7 @@ def topk_plan(
     """
     how = (topk, renormalize, scoring_func, routed_scaling_factor)
     bias, aligned = e_score_correction_bias, (expert_map, row_tiles, num_local_experts)
+    axes("gating_output", gating_output, 2)
     tokens, num_experts = gating_output.shape
     if is_direct(tokens * topk, num_local_experts) or not few_tokens(tokens, num_experts):
         weights, ids = fused_topk(gating_output, bias, *how)

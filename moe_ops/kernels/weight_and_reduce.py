@@ -9,9 +9,11 @@ import triton.language as tl
 from torch import Tensor
 
 from moe_ops.fake_impls.weight_and_reduce import moe_fused_mul_sum as empty_output
+from moe_ops.fake_impls.weight_and_reduce import moe_fused_mul_sum_out as check_output
 from moe_ops.kernels.dependent import take_turn
 from moe_ops.kernels.launch import Launch
 from moe_ops.kernels.slots import dense, local_experts, map_size, next_power_of_2
+from moe_ops.tiles import cdiv
 
 
 @triton.jit
@@ -47,7 +49,7 @@ def _mul_sum_kernel(
 def _launch(k: int, width: int) -> tuple[Launch, int]:
     """The kernel, and the programs along a row."""
     block = min(1024, next_power_of_2(width))
-    return Launch(_mul_sum_kernel, TOP_K=k, BLOCK=block), triton.cdiv(width, block)
+    return Launch(_mul_sum_kernel, TOP_K=k, BLOCK=block), cdiv(width, block)
 
 
 def moe_fused_mul_sum_out(
@@ -61,6 +63,8 @@ def moe_fused_mul_sum_out(
     out: Tensor,
 ) -> None:
     """Launch one program for each piece of a token's row."""
+    arguments = (inputs, topk_weights, topk_ids, expert_map, num_valid_tokens, num_local_experts)
+    check_output(*arguments, out=out)
     *slots, width = inputs.shape
     tokens, k = slots if topk_ids is None else topk_ids.shape
     if out.numel():

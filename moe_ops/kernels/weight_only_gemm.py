@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -13,7 +12,7 @@ from torch import Tensor
 from moe_ops.activation import formula
 from moe_ops.fake_impls.weight_only_gemm import weight_only_gemm as empty_rows
 from moe_ops.fake_impls.weight_only_gemm import weight_only_gemm_act as empty_activated_rows
-from moe_ops.gemm_tiles import weight_only_tiles
+from moe_ops.gemm_choice import tiles_of
 from moe_ops.kernels.dequantize import Format
 from moe_ops.kernels.gemm_tile import tile_arguments
 from moe_ops.kernels.launch import Launch
@@ -23,7 +22,6 @@ from moe_ops.scheme import Quant, get_scheme
 from moe_ops.scheme.weights import rows_per_scale
 from moe_ops.tensors import AnyTiles, QTensor
 from moe_ops.tiles import Gemm, TileConfig, device_facts, max_programs
-from moe_ops.tuned import choose
 
 
 class Variant(NamedTuple):
@@ -67,18 +65,17 @@ def _launch(
     rule = variant.activation and formula(variant.activation)
     halves = 2 if rule and rule.gated else 1
     gemm = Gemm(num_slots, num_experts, rows // halves, k, itemsize, halves, row_tiles)
-    bits = get_scheme(variant.scheme).weight.element.stored_bits
-    facts = device_facts(device)
-    default = weight_only_tiles(gemm, bits, facts)
-    tiles = choose(gemm, variant.scheme, bits, facts, default).plain
-    if facts.arch in (100, 103) and tiles.block_m >= 64 and get_scheme(variant.scheme).decoded:
-        # Triton 3.6 cannot pipeline a Blackwell product whose first operand is computed.
-        tiles = replace(tiles, num_stages=1)
-    launch = make(weight_only_gemm_kernel, gemm.n, k, top_k, tiles, variant)
+    scheme, facts = get_scheme(variant.scheme), device_facts(device)
+    tiles = tiles_of(gemm, scheme, rule, facts).plain
+    launch = _make(gemm.n, k, top_k, tiles, variant)
     return launch, max_programs(gemm, tiles)
 
 
 @lru_cache(maxsize=1024)
+def _make(n: int, k: int, top_k: int, tiles: TileConfig, variant: Variant) -> Launch:
+    return make(weight_only_gemm_kernel, n, k, top_k, tiles, variant)
+
+
 def make(kernel: Any, n: int, k: int, top_k: int, tiles: TileConfig, variant: Variant) -> Launch:
     """A kernel of stored weights for ``n`` output columns."""
     return Launch(

@@ -130,7 +130,7 @@ def finish_sums(
 @triton.jit(do_not_specialize=COUNTED)
 def weight_only_gemm_kernel(
     a, a_scale, w, w_scale, w_zero_point, w_global_scale, bias, input_weights, out,
-    tiles, expert_map, num_slots, num_ids, num_experts,
+    tiles, expert_map, num_slots, num_ids, num_experts, num_entries,
     stride_am, stride_se, stride_sm, stride_we, stride_wn, stride_wk,
     N: tl.constexpr, K: tl.constexpr, TOP_K: tl.constexpr,
     RULE: tl.constexpr, FORMAT: tl.constexpr, ROWS: tl.constexpr,
@@ -143,8 +143,9 @@ def weight_only_gemm_kernel(
     """
     take_turn(LONG=True)
     pid_m, pid_n, expert = find_tile(
-        tiles, expert_map, num_slots, num_ids, num_experts, N, BLOCK_M, BLOCK_N, GROUP_M
-    )
+        tiles, expert_map, num_slots, num_ids, num_experts, num_entries,
+        N, BLOCK_M, BLOCK_N, GROUP_M,
+    )  # fmt: skip
     if expert < 0:
         return
     PACK: tl.constexpr = 2 if FORMAT.packed else 1

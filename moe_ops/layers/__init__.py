@@ -6,6 +6,7 @@ from moe_ops.layers.methods import (
     FusedMoEMethodBase,
     QuantizedFusedMoEMethod,
     UnquantizedFusedMoEMethod,
+    shared_experts_of,
 )
 from moe_ops.layers.moving import KeepsBits
 from moe_ops.layers.options import FusedMoEOptions, takes_options
@@ -15,6 +16,8 @@ from moe_ops.layers.parameters import (
     parameter_specs,
 )
 from moe_ops.layers.partition import LayerSizes, aligned_sizes
+from moe_ops.layers.routing import RoutesTokens, token_arguments
+from moe_ops.layers.state import SchemeState
 
 __all__ = [
     "FusedMoEMethodBase",
@@ -25,10 +28,14 @@ __all__ = [
     "ParameterSpec",
     "QuantizedFusedMoEMethod",
     "RankGroup",
+    "RoutesTokens",
+    "SchemeState",
     "UnquantizedFusedMoEMethod",
     "aligned_sizes",
     "moe_config",
     "parameter_specs",
+    "shared_experts_of",
     "summary",
     "takes_options",
+    "token_arguments",
 ]

@@ -8,6 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from moe_ops.pipeline.checking import may_wait
+
 
 class RankGroup(NamedTuple):
     """The ranks that share a layer's experts or their rows: a value, which can be pickled."""
@@ -29,13 +31,37 @@ class RankGroup(NamedTuple):
         functional = torch.ops._c10d_functional
         return functional.wait_tensor(functional.all_reduce(x, "sum", self._name()))
 
-    def all_gather(self, x: Tensor) -> Tensor:
-        """``(T, ..)`` of every rank, one after another: ``(size * T, ..)``."""
-        if self.size == 1:
+    def all_gather(self, x: Tensor | None) -> Any:
+        """``(T, ..)`` of every rank, one after another: ``(size * T, ..)``; None where it is None.
+
+        A bool travels as a byte, which every backend knows.
+        """
+        if self.size == 1 or x is None:
             return x
+        if x.dtype == torch.bool:
+            return self.all_gather(x.to(torch.uint8)).bool()
         functional = torch.ops._c10d_functional
         gathered = functional.all_gather_into_tensor(x, self.size, self._name())
         return functional.wait_tensor(gathered)
+
+    def check_equal_counts(self, tokens: Tensor) -> None:
+        """The group's ranks have the same number of tokens, as `all_gather` needs.
+
+        On a CPU the counts are compared in every eager call, because gloo would abort the process.
+        On a GPU that would make every call wait for the device: they are compared within
+        `moe_ops.checking`, and ranks that differ elsewhere wait for each other in NCCL.
+
+        Raises:
+            ValueError: they differ; on every rank.
+        """
+        if self.size == 1 or not may_wait(tokens):
+            return
+        counts = self.all_gather(torch.tensor([tokens.shape[0]], device=tokens.device)).tolist()
+        if len(set(counts)) > 1:
+            raise ValueError(
+                "hidden_states must have the same number of tokens on every rank with "
+                f"is_sequence_parallel (pad them to the largest number), got {counts}"
+            )
 
     def reduce_scatter(self, x: Tensor) -> Tensor:
         """This rank's ``T`` of the sum of ``(size * T, ..)`` over ranks."""

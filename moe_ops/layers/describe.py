@@ -15,7 +15,7 @@ def moe_config(layer: FusedMoE) -> FusedMoEConfig:
     """What the choice of a kernel needs to know of a layer."""
     sizes, routing = layer.sizes, layer.routing
     method = RoutingMethodType.Custom
-    if routing["custom_routing_function"] is None:
+    if routing["custom_routing_function"] is None and layer.hash_indices_table is None:
         bias = layer.e_score_correction_bias is not None
         groups = routing["num_expert_group"] if routing["use_grouped_topk"] else None
         arguments = (layer.scoring_func, layer.top_k, layer.renormalize, groups, bias)

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from operator import is_
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from moe_ops import checks, ops
+from moe_ops import ops
 from moe_ops.layers.parameters import SUFFIX, parameter_specs
 from moe_ops.layers.partition import LayerSizes
+from moe_ops.pipeline.calls import Call
 from moe_ops.pipeline.experts import BatchedTritonExperts, FusedMoEExperts, TritonExperts
 from moe_ops.pipeline.formats import FusedMoEActivationFormat
 from moe_ops.pipeline.fused_experts import fused_experts
@@ -59,21 +61,30 @@ class FusedMoEMethodBase(ABC):
     def get_fused_moe_quant_config(self, layer: FusedMoE) -> FusedMoEQuantConfig | None:
         """The layer's parameters as kernels take them; None: not quantized."""
 
-    def apply(self, layer: FusedMoE, x: Tensor, topk_weights: Tensor, topk_ids: Tensor) -> Tensor:
+    def apply(
+        self,
+        layer: FusedMoE,
+        x: Tensor,
+        topk_weights: Tensor,
+        topk_ids: Tensor,
+        shared_experts_input: Tensor | None = None,
+    ) -> Any:
         """``(T, H)`` of this rank's experts for ``(T, H)`` tokens and their routing.
 
         Where weights are in act-order, tokens are read in the order of each expert's columns.
+        ``shared_experts_input`` is given to a layer with a kernel and shared experts only: the
+        kernel runs these beside, and the result is ``(theirs, (T, H))``.
 
         Raises:
             NotImplementedError: such orders differ between experts, and the layer has a kernel.
         """
         order = layer.w13_input_order
         if order is None:
-            return self._experts(layer, x, topk_weights, topk_ids)
-        checks.inference_only(hidden_states=x)
+            return self._experts(layer, x, topk_weights, topk_ids, shared_experts_input)
         is_shared_out = layer.kernel is not None and layer.placement.is_shared_out
         if order.shape[0] == 1 and not is_shared_out:
-            return self._experts(layer, x.index_select(1, order[0]), topk_weights, topk_ids)
+            x = x.index_select(1, order[0])
+            return self._experts(layer, x, topk_weights, topk_ids, shared_experts_input)
         if layer.kernel is not None:
             raise NotImplementedError(
                 "layer.kernel must be None where the columns of w13 are in an order of each expert "
@@ -88,14 +99,21 @@ class FusedMoEMethodBase(ABC):
         return ops.moe_fused_mul_sum(y, on_output, topk_ids, layer.expert_map, None, local)
 
     def _experts(
-        self, layer: FusedMoE, x: Tensor, topk_weights: Tensor, topk_ids: Tensor
-    ) -> Tensor:
+        self,
+        layer: FusedMoE,
+        x: Tensor,
+        topk_weights: Tensor,
+        topk_ids: Tensor,
+        shared_experts_input: Tensor | None = None,
+    ) -> Any:
         if layer.kernel is not None:
-            out = layer.kernel.apply(
+            call = Call(
                 x, layer.w13_weight, layer.w2_weight, topk_weights, topk_ids, layer.activation,
                 layer.global_num_experts, layer.expert_map, layer.apply_router_weight_on_input,
+                shared_experts_input,
             )  # fmt: skip
-            return out[1] if isinstance(out, tuple) else out
+            beside = None if shared_experts_input is None else shared_experts_of(layer)
+            return layer.kernel.run(call, beside)
         return fused_experts(
             x,
             layer.w13_weight,
@@ -110,6 +128,9 @@ class FusedMoEMethodBase(ABC):
             quant_config=self.get_fused_moe_quant_config(layer),
             batch_invariant=layer.batch_invariant,
         )
+
+    def forget(self) -> None:  # noqa: B027 (a default)
+        """Drop what was derived from parameters: called when their memory has been replaced."""
 
     def uses_weight_scale_2_pattern(self) -> bool:
         """Whether checkpoints keep a global scale as ``weight_scale_2``."""
@@ -143,6 +164,24 @@ class FusedMoEMethodBase(ABC):
         )
 
 
+def shared_experts_of(layer: FusedMoE) -> Callable[[Tensor], Tensor] | None:
+    """The shared experts of the layer, or of its kernel; each token goes to them once.
+
+    Raises:
+        ValueError: both have some, and not the same.
+    """
+    own, kernel = layer.shared_experts, layer.kernel
+    beside = None if kernel is None else kernel.shared_experts
+    if own is None:
+        return beside
+    if beside is not None and beside is not own:
+        raise ValueError(
+            "layer.kernel.shared_experts must be None or the layer's own shared_experts, got "
+            f"{type(beside).__name__}"
+        )
+    return own
+
+
 class UnquantizedFusedMoEMethod(FusedMoEMethodBase):
     """Weights ``(El, 2I, H)`` and ``(El, H, I)`` in the dtype of the tokens, and biases."""
 
@@ -156,11 +195,13 @@ class QuantizedFusedMoEMethod(FusedMoEMethodBase):
     def __init__(self) -> None:
         self._config: FusedMoEQuantConfig | None = None
         self._made_of: list[Tensor | None] = []
+        self._has_global_scales = False
 
     def process_weights_after_loading(self, layer: FusedMoE) -> None:
-        """Global and static scales are positive and finite; one static scale for all experts.
+        """Check that global and static scales are positive and finite; share the static scale.
 
-        A static scale is one number for the input of all experts of a rank: their largest.
+        A static scale is one number for the input of all experts: their largest. Experts of other
+        ranks count as far as the scales were given, which loaders of all experts do.
         """
         for name, spec in parameter_specs(layer.sizes).items():
             if spec.kind not in ("global_scale", "input_scale"):
@@ -174,7 +215,8 @@ class QuantizedFusedMoEMethod(FusedMoEMethodBase):
                     f"expert {expert}"
                 )
             if spec.kind == "input_scale":
-                scale.fill_(scale.amax())
+                scale.fill_(scale.amax().clamp(min=layer.given_scales.largest(name)))
+        layer.given_scales.clear()
 
     def get_fused_moe_quant_config(self, layer: FusedMoE) -> FusedMoEQuantConfig:
         """The same object for as long as the layer has the same parameters."""
@@ -186,13 +228,25 @@ class QuantizedFusedMoEMethod(FusedMoEMethodBase):
             self._config, self._made_of = _config(layer, tensors), tensors
         return self._config
 
+    def create_weights(
+        self, layer: nn.Module, sizes: LayerSizes, device: torch.device | str | None = None
+    ) -> None:
+        """As in the base class."""
+        super().create_weights(layer, sizes, device)
+        kinds = {spec.kind for spec in parameter_specs(sizes).values()}
+        self._has_global_scales = "global_scale" in kinds
+
+    def forget(self) -> None:
+        """Make the configuration anew at the next call."""
+        self._config, self._made_of = None, []
+
     def uses_weight_scale_2_pattern(self) -> bool:
-        """True: a scheme's global scale is a factor."""
-        return True
+        """Whether the scheme's weights have a global scale; ``weight_scale_2`` is its name."""
+        return self._has_global_scales
 
     def __getstate__(self) -> dict[str, Any]:
         """Without what is derived from parameters: a copy makes it from its own."""
-        return {"_config": None, "_made_of": []}
+        return {**self.__dict__, "_config": None, "_made_of": []}
 
 
 _CONFIG_PARAMETERS = tuple(

@@ -1,4 +1,8 @@
-"""Moving, copying and pickling a layer without changing a bit of what is stored in a scheme."""
+"""Moving, copying, pickling and resetting a layer: what is stored in a scheme keeps its bits.
+
+What follows from a layer's settings instead of a checkpoint (the numbers of ``expert_map``, the
+``weight_loader`` of each parameter) is right after each of these.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +11,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn import init
+
+from moe_ops.layers.param_loader import attach_loader
+from moe_ops.layers.parameters import parameter_specs
 
 if TYPE_CHECKING:
+    from moe_ops.layers.methods import FusedMoEMethodBase
+    from moe_ops.layers.options import ExpertPlacement
     from moe_ops.layers.partition import LayerSizes
 
 CAST = ("w13_bias", "w2_bias")
@@ -19,7 +29,47 @@ class KeepsBits(nn.Module):
     """A module whose stored values and router tensors keep their dtypes."""
 
     sizes: LayerSizes
+    placement: ExpertPlacement
+    quant_method: FusedMoEMethodBase
     w13_weight: Tensor
+    w13_input_order: Tensor | None
+    e_score_correction_bias: Tensor | None
+
+    def reset_parameters(self) -> None:
+        """Set parameters and buffers to what they hold before a checkpoint is loaded.
+
+        Weights, scales and biases stand for zeros, static scales of activations are NaN (a result
+        shows that they are missing), columns are in no order of their own, and
+        ``e_score_correction_bias`` is zeros, whatever was given for it. ``expert_map`` gets the
+        numbers of this rank. Call it after ``to_empty()`` of a layer that was made on ``meta``
+        (then load), or from ``_init_weights`` of a transformers model: tensors that
+        ``from_pretrained`` has loaded stay as they are, since only `torch.nn.init` writes to them.
+        """
+        for name, spec in parameter_specs(self.sizes).items():
+            param = self._parameters.get(name)
+            if param is not None:
+                init.constant_(param, spec.fill) if spec.fill else init.zeros_(param)
+        if self.e_score_correction_bias is not None:
+            init.zeros_(self.e_score_correction_bias)
+        self.w13_input_order = None
+        self._fill_expert_map()
+
+    def _fill_expert_map(self) -> None:
+        """Write this rank's numbers into the buffer, whose address stays the same."""
+        expert_map = self._buffers.get("expert_map")
+        if type(expert_map) is Tensor:
+            expert_map.copy_(torch.tensor(self.placement.row, dtype=expert_map.dtype, device="cpu"))
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        """As in `nn.Module`; the parameter gets a ``weight_loader``."""
+        super().register_parameter(name, param)
+        attach_loader(self, param)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """As in `nn.Module`; new memory for ``expert_map`` (``from_pretrained``) is filled."""
+        super().__setattr__(name, value)
+        if name == "expert_map":
+            self._fill_expert_map()
 
     def _apply(self, fn: Any, recurse: bool = True) -> KeepsBits:  # noqa: FBT001 (torch's signature)
         """As in `nn.Module`, but only unquantized weights and biases take another dtype."""
@@ -35,8 +85,14 @@ class KeepsBits(nn.Module):
             stored = x.data.contiguous()  # as bytes, which no `.to(dtype)` touches
             return fn(stored.view(torch.uint8)).view(stored.dtype)
 
+        expert_map = self._buffers.get("expert_map")
         super()._apply(moved, recurse=False)
         self.sizes = self.sizes.with_dtype(self.w13_weight.dtype)
+        if self._buffers.get("expert_map") is not expert_map:  # `to_empty` leaves anything in it
+            self._fill_expert_map()
+        for param in self._parameters.values():
+            attach_loader(self, param)
+        self.quant_method.forget()
         return self
 
     def _kept(self, cast: Container[str]) -> set[int]:
@@ -59,6 +115,8 @@ class KeepsBits(nn.Module):
             for name, x in state["_parameters"].items()
         }
         super().__setstate__({**state, "_parameters": parameters})
+        for param in parameters.values():
+            attach_loader(self, param)
 
 
 class _Bytes(NamedTuple):

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Any
 
@@ -14,16 +14,21 @@ from torch import Tensor, nn
 from moe_ops import checks
 from moe_ops.activation import Activation, MoEActivation
 from moe_ops.parallel import FusedMoEParallelConfig, determine_expert_map
+from moe_ops.parallel.parallel_config import check_group
 from moe_ops.parallel.placement import initial_physical_to_logical_map
 from moe_ops.pipeline.row_spaces import check_batch_invariant
 from moe_ops.routing import SCORING_FUNCS, CustomRouting
 from moe_ops.scheme import UNQUANTIZED, Scheme
 from moe_ops.scheme.weights import as_scheme
 
+SIZES_AND_RANKS = ("tp_size", "tp_rank", "dp_size", "dp_rank", "ep_size", "ep_rank")
+OTHER_NAMES = {"scheme": "quant_config", "dtype": "params_dtype", "bias": "has_bias"}
+"""Keywords that callers try, and what they are called here."""
+
 
 @dataclass(frozen=True, eq=False)
 class FusedMoEOptions:
-    """What a layer is besides its four sizes."""
+    """What a layer is besides its four sizes. None stands for the default of any option."""
 
     params_dtype: torch.dtype | None = None
     """Of what is not quantized; None: torch's default dtype."""
@@ -39,17 +44,19 @@ class FusedMoEOptions:
     quant_config: str | Scheme | None = None
     """A scheme or its name; None: not quantized."""
     tp_size: int = 1
-    """Ranks that have a part of every expert each, cut along I."""
+    """Ranks of a tensor-parallel group. Each has a part of every expert, cut along I, unless there
+    is expert parallelism."""
     ep_size: int = 1
-    """Ranks that share the experts; more than one is expert parallelism: no expert is cut. With a
-    ``tp_size``, too, these are the same ranks, those of all replicas."""
+    """Ranks that share the experts; more than one is expert parallelism: no expert is cut. Given
+    with ``tp_size``, these are the ranks of that group: ``ep_size = tp_size * dp_size``."""
     dp_size: int = 1
-    """Replicas of the tokens. Who calls the layer (or its kernel's prepare) gathers them."""
+    """Data-parallel replicas. Only 1 works until their ranks exchange tokens."""
     tp_rank: int = 0
-    ep_rank: int = 0
+    ep_rank: int | None = None
+    """None: the rank in the group of all ranks, ``dp_rank * tp_size + tp_rank``."""
     dp_rank: int = 0
     moe_parallel_config: FusedMoEParallelConfig | None = None
-    """Instead of the six numbers above."""
+    """Instead of the six numbers above, which must not contradict it."""
     tp_group: Any = None
     """The process group of the ranks that share the layer; None: all processes."""
     prefix: str = ""
@@ -62,6 +69,9 @@ class FusedMoEOptions:
     """Multiplier of the weights, applied by the router, once."""
     e_score_correction_bias: Tensor | None = None
     """``(E,)`` float32, added to the scores for the choice only."""
+    hash_indices_table: Tensor | None = None
+    """``(vocabulary, k)`` int32 or int64: the experts of each word, looked up by the ``input_ids``
+    of a call; the logits only weigh them. See `hash_topk`."""
     apply_router_weight_on_input: bool = False
     """Scale the tokens instead of the experts' rows, for any k."""
     activation: MoEActivation | Activation | str = "silu"
@@ -72,7 +82,8 @@ class FusedMoEOptions:
     has_bias: bool = False
     """Whether both products have a bias."""
     is_sequence_parallel: bool = False
-    """Every rank has some of the tokens: they are gathered first, and results are scattered."""
+    """Every rank has as many of the tokens as any other: they are gathered first, and results are
+    scattered. Ranks with fewer tokens pad them: see `RankGroup.check_equal_counts`."""
     zero_expert_num: int = 0
     """How many of the router's logits, the last ones, belong to experts that return their input."""
     zero_expert_type: str | None = None
@@ -93,11 +104,35 @@ class FusedMoEOptions:
     """The bits of a token's result do not depend on other tokens: see `fused_experts`. (That a
     custom router is so, too, is the caller's to see to.)"""
 
+    def __post_init__(self) -> None:
+        for option in fields(self):
+            if getattr(self, option.name) is None:
+                object.__setattr__(self, option.name, option.default)
+        parallel = self.moe_parallel_config
+        if isinstance(parallel, FusedMoEParallelConfig) and parallel.enable_eplb:
+            object.__setattr__(self, "enable_eplb", True)
+
+    @classmethod
+    def of(cls, given: Mapping[str, Any]) -> FusedMoEOptions:
+        """The options that a layer's keywords give.
+
+        Raises:
+            TypeError: an unknown keyword; the error says which one is meant, if that is clear.
+        """
+        known = [option.name for option in fields(cls)]
+        for name in given:
+            if name not in known:
+                meant = OTHER_NAMES.get(name)
+                hint = f"; pass {meant}=" if meant else checks.did_you_mean(name, known)
+                raise TypeError(f"FusedMoE has no option {name!r}{hint}")
+        return cls(**given)
+
     def check(self, num_experts: int, top_k: int, hidden_size: int, intermediate_size: int) -> None:
         """TypeError, ValueError or NotImplementedError for settings that do not fit each other."""
         self._check_kinds()
-        checks.at_least(1, num_experts=num_experts, tp_size=self.tp_size, ep_size=self.ep_size)
+        checks.at_least(1, num_experts=num_experts)
         checks.at_least(1, hidden_size=hidden_size, intermediate_size=intermediate_size)
+        self._check_ranks()
         weight = as_scheme(self.quant_config or UNQUANTIZED).weight
         if weight is not None and weight.element.packed and hidden_size % 2:
             raise ValueError(f"hidden_size must be even for 4-bit weights, got {hidden_size}")
@@ -112,6 +147,7 @@ class FusedMoEOptions:
             logits = num_experts + self.zero_expert_num
             size = bias.shape[0]
             checks.size("e_score_correction_bias.shape[0]", size, "the number of logits", logits)
+        self._check_hash(top_k)
         if self.num_redundant_experts and not self.enable_eplb:
             raise ValueError(
                 "num_redundant_experts must be 0 without enable_eplb, "
@@ -120,12 +156,6 @@ class FusedMoEOptions:
         ranks, physical = self.parallel_config().ep_size, num_experts + self.num_redundant_experts
         if ranks > physical:
             raise ValueError(f"ep_size must be at most the {physical} experts, got {ranks}")
-        whole = self.tp_size * self.dp_size
-        if self.moe_parallel_config is None and self.tp_size > 1 and self.ep_size not in (1, whole):
-            raise ValueError(
-                f"ep_size must be 1, or tp_size * dp_size = {whole}, the ranks that would share "
-                f"the experts, got {self.ep_size}"
-            )
         if self.chunk_size is not None:
             checks.at_least(1, chunk_size=self.chunk_size)
         if self.zero_expert_num:
@@ -142,16 +172,32 @@ class FusedMoEOptions:
                 f"params_dtype must be one of {list(checks.FLOATS)}, got {self.params_dtype}"
             )
         parallel = self.moe_parallel_config
-        for name, value, kind in (
-            ("quant_config", self.quant_config, (str, Scheme)),
-            ("moe_parallel_config", parallel, FusedMoEParallelConfig),
-        ):
-            if value is not None and not isinstance(value, kind):
-                raise TypeError(f"{name} must be None or a {kind}, got {type(value).__name__}")
+        if not isinstance(self.quant_config, (str, Scheme, type(None))):
+            name = type(self.quant_config).__name__
+            raise TypeError(f"quant_config must be a Scheme, its name or None, got {name}")
+        if self.device is not None:
+            checks.device("device", self.device)
+        if parallel is not None:
+            checks.instance("moe_parallel_config", parallel, FusedMoEParallelConfig)
         for name in ("custom_routing_function", "shared_experts"):
             value = getattr(self, name)
             if value is not None and not callable(value):
                 raise TypeError(f"{name} must be callable, got {type(value).__name__}")
+
+    def _check_hash(self, top_k: int) -> None:
+        """A table of ``top_k`` columns, and no other router, or no table."""
+        table = self.hash_indices_table
+        if table is None:
+            return
+        checks.tensor("hash_indices_table", table, 2, checks.INDICES)
+        size = table.shape[1]
+        checks.size("hash_indices_table.shape[1]", size, "top_k", top_k)
+        for name in ("use_grouped_topk", "custom_routing_function", "e_score_correction_bias"):
+            value = getattr(self, name)
+            if value is not None and value is not False:
+                raise ValueError(
+                    f"{name} must be left out with hash_indices_table, which chooses, got {value}"
+                )
 
     def _check_batch_invariant(self) -> None:
         """NotImplementedError for what makes tokens depend on each other."""
@@ -169,29 +215,47 @@ class FusedMoEOptions:
                 f"the size of a message may decide about their order, got True with {ranks} ranks"
             )
 
-    def parallel_config(self) -> FusedMoEParallelConfig:
-        """The groups of this layer: given, or made of the numbers."""
-        if self.moe_parallel_config is not None:
-            return self.moe_parallel_config
-        if self.ep_size > 1:
-            return FusedMoEParallelConfig(
-                ep_size=self.ep_size,
-                ep_rank=self.ep_rank,
-                dp_size=self.dp_size,
-                dp_rank=self.dp_rank,
-                sp_size=self.ep_size if self.is_sequence_parallel else 1,
-                use_ep=True,
-                enable_eplb=self.enable_eplb,
+    def _check_ranks(self) -> None:
+        """The six numbers fit each other and a config, and the layer can run on such ranks."""
+        for group in ("tp", "dp", "ep"):
+            rank = getattr(self, f"{group}_rank")
+            check_group(group, getattr(self, f"{group}_size"), 0 if rank is None else rank)
+        whole, rank = self.tp_size * self.dp_size, self.dp_rank * self.tp_size + self.tp_rank
+        if whole > 1 and self.ep_size not in (1, whole):
+            raise ValueError(
+                f"ep_size must be 1, or tp_size * dp_size = {whole}, the ranks that would share "
+                f"the experts, got {self.ep_size}"
             )
-        # Without expert parallelism the rows are cut over all replicas' ranks.
-        return FusedMoEParallelConfig.make(
-            self.tp_size,
-            self.tp_rank,
-            self.dp_size,
-            self.dp_rank,
-            sp_size=self.tp_size if self.is_sequence_parallel else 1,
-            enable_eplb=self.enable_eplb,
-        )
+        if whole > 1 and self.ep_size > 1 and self.ep_rank not in (None, rank):
+            raise ValueError(
+                f"ep_rank must be dp_rank * tp_size + tp_rank = {rank}, got {self.ep_rank}"
+            )
+        config = self.moe_parallel_config
+        for option in fields(self) if config is not None else ():
+            name, number = option.name, getattr(self, option.name)
+            same = getattr(config, name, number)
+            if name in SIZES_AND_RANKS and number not in (option.default, same):
+                raise ValueError(
+                    f"{name} must be that of moe_parallel_config, {same}, got {number}"
+                )
+        lacks = self.parallel_config().lacks()
+        if lacks is not None:
+            raise NotImplementedError(lacks)
+
+    def parallel_config(self) -> FusedMoEParallelConfig:
+        """The layer's groups: those given, or what `FusedMoEParallelConfig.make` makes of them."""
+        config = self.moe_parallel_config
+        if config is None:
+            use_ep, group = self.ep_size > 1, (self.tp_size, self.tp_rank)
+            if use_ep and self.tp_size * self.dp_size == 1:
+                group = (self.ep_size, self.ep_rank or 0)
+            config = FusedMoEParallelConfig.make(
+                *group, self.dp_size, self.dp_rank, enable_expert_parallel=use_ep
+            )
+        sp_size = config.sp_size
+        if self.is_sequence_parallel and sp_size == 1:
+            sp_size = config.tp_size * config.ep_size
+        return replace(config, sp_size=sp_size, enable_eplb=self.enable_eplb)
 
     def routing(self, global_num_experts: int) -> dict[str, Any]:
         """Those arguments of `select_experts` that are the same in every call."""
@@ -210,7 +274,8 @@ class FusedMoEOptions:
     def routes_plainly(self) -> bool:
         """Whether `fused_topk` is all of the routing."""
         more = (self.use_grouped_topk, self.custom_routing_function, self.enable_eplb)
-        return not any((*more, self.zero_expert_num, self.n_shared_experts))
+        hashed = self.hash_indices_table is not None
+        return not any((*more, hashed, self.zero_expert_num, self.n_shared_experts))
 
     def placement(self, parallel: FusedMoEParallelConfig, num_experts: int) -> ExpertPlacement:
         """Which rows of the parameters hold which experts.
@@ -219,10 +284,11 @@ class FusedMoEOptions:
         """
         ep_size, rank = parallel.ep_size, parallel.ep_rank
         redundant, even = self.num_redundant_experts, ep_size if self.enable_eplb else 1
-        logical = initial_physical_to_logical_map(num_experts, redundant, even)
-        _, expert_map, _ = determine_expert_map(
-            ep_size, rank, len(logical), self.expert_placement_strategy
-        )
+        with torch.device("cpu"):  # its numbers are read here, also where parameters are on meta
+            logical = initial_physical_to_logical_map(num_experts, redundant, even)
+            _, expert_map, _ = determine_expert_map(
+                ep_size, rank, len(logical), self.expert_placement_strategy
+            )
         rows = list(range(len(logical))) if expert_map is None else expert_map.tolist()
         local = sum(row >= 0 for row in rows)
         for i in range(self.n_shared_experts):

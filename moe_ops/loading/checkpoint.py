@@ -10,9 +10,11 @@ from torch import Tensor, nn
 
 from moe_ops import checks
 from moe_ops.layers.parameters import parameter_specs
+from moe_ops.loading.declared import check_declared
+from moe_ops.loading.given import GivenScales
 from moe_ops.loading.names import LAYOUTS, CheckpointLayout, prefixes_of
 from moe_ops.loading.placing import Placing
-from moe_ops.loading.sources import Source, entries
+from moe_ops.loading.sources import Opened, Source, open_source
 from moe_ops.loading.weight_loader import WeightLoading
 
 if TYPE_CHECKING:
@@ -51,11 +53,13 @@ def load_checkpoint(
     prefix: str = "",
     strict: bool = True,
     progress: bool = True,
+    quantize: bool = False,
     layout: CheckpointLayout | str = "auto",
 ) -> LoadReport:
     """Load this rank's part of a layer from a checkpoint.
 
-    Tensors are read one by one, from one file at a time, and experts of other ranks are not read.
+    Tensors are read one by one, from one file at a time. Of experts on other ranks only the static
+    input scales are read: all experts share the largest one.
     They go into new tensors, which are copied into the parameters when everything is there: a load
     that fails leaves the layer as it was.
 
@@ -67,10 +71,15 @@ def load_checkpoint(
     projection at no cost, while tokens are read in the order that gate and up have, which the layer
     keeps as ``w13_input_order``.
 
+    Formats that look alike are told apart by the form that a saved layer says it has, and by the
+    ``quantization_config`` of a ``config.json`` beside the files. Tensors that come without either
+    are told apart by their names and dtypes, which are the same for both 6-bit floats of MX.
+
     Args:
         layer: its parameters hold real memory (not ``meta``).
-        source: a safetensors file, several of them, a folder, an index, a mapping of names to
-            tensors, or an iterable of ``(name, tensor)``.
+        source: a safetensors file, several of them, a folder, an index (files need the
+            ``safetensors`` package), a mapping of names to tensors, or an iterable of
+            ``(name, tensor)``.
         prefix: what the names of this layer begin with, up to or including ``experts``, with or
             without a dot at the end; empty: the layer's own. The router's and shared experts'
             tensors under it are left alone, but for the correction bias of a layer that has one.
@@ -78,14 +87,19 @@ def load_checkpoint(
             what fits is loaded, and the rest stays as it is: complete the layer, then call its
             ``process_weights_after_loading``.
         progress: show a bar, where tqdm is installed.
+        quantize: the checkpoint's weights are plain: quantize them to the layer's scheme, expert by
+            expert, as `quantize_weight` does with whole projections in the layer's dtype, before
+            they are cut over ranks. Static input scales must be in the checkpoint.
         layout: a name of `LAYOUTS`, or a `CheckpointLayout`, for what shapes do not say.
 
     Returns:
         A `LoadReport`.
 
     Raises:
-        ValueError: not complete and ``strict``; a broken file; a layer on ``meta``.
+        ValueError: not complete and ``strict``; weights that are stored in another form; a broken
+            file; a layer on ``meta``; ``quantize`` for a layer without a scheme.
         FileNotFoundError: a file that is not there.
+        ImportError: a file, and the ``safetensors`` package is not installed.
         TypeError: no such kind of source.
         NotImplementedError: blocks of several rows in a layer whose gate and up rows alternate; an
             expert whose gate and up columns are in two orders.
@@ -95,6 +109,7 @@ def load_checkpoint(
         undefined.
     """
     checks.instance("prefix", prefix, str)
+    checks.flags(strict=strict, progress=progress, quantize=quantize)
     if isinstance(layout, str):
         checks.one_of("layout", layout, list(LAYOUTS))
         layout = LAYOUTS[layout]
@@ -102,20 +117,19 @@ def load_checkpoint(
         raise TypeError(f"layer must be a FusedMoE, got {type(layer).__name__}")
     if layer.w13_weight.is_meta:
         raise ValueError("layer must have memory (call to_empty first), got parameters on meta")
+    if quantize and layer.checkpoint_scheme.weight is None:
+        raise ValueError("quantize must be False for a layer without a scheme, got True")
     prefix = (prefix or layer.prefix).removesuffix(".")
     prefix += "." if prefix else ""
     stage = _staged(layer)
-    placing = Placing(stage, layout)
-    ignored: list[str] = []
-    for entry in entries(source, prefix, progress=progress):
-        if entry.name.startswith(prefix):
-            placing.take(entry, entry.name[len(prefix) :])
-        else:
-            ignored.append(entry.name)
+    placing = Placing(stage, layout, quantize=quantize)
+    opened = open_source(source, prefix, progress=progress)
+    check_declared(opened.folder, None if quantize else layer.checkpoint_scheme.weight)
+    ignored = _read(opened, placing, prefix)
     placing.finish()
     report = LoadReport(*map(tuple, placing.report()))
     if strict and not report.is_complete:
-        raise ValueError(_message(report, prefix, ignored))
+        raise ValueError(_message(report, prefix, ignored) + _way_out(placing))
     order = placing.act_order.input_order(stage)
     if report.missing and (placing.act_order or layer.w13_input_order is not None):
         raise ValueError(f"with act-order, {_message(report, prefix, ignored)}")
@@ -128,11 +142,22 @@ def load_checkpoint(
     return report
 
 
+def _read(opened: Opened, placing: Placing, prefix: str) -> list[str]:
+    """Place what is under the prefix; the names of the rest."""
+    ignored = []
+    for entry in opened.entries:
+        if entry.name.startswith(prefix):
+            placing.take(entry, entry.name[len(prefix) :])
+        else:
+            ignored.append(entry.name)
+    return ignored
+
+
 def _staged(layer: FusedMoE) -> FusedMoE:
     """The same layer with parameters of its own, in the sizes that a checkpoint needs."""
     stage = copy.copy(layer)
     stage._parameters = {}
-    stage.sizes = layer.aligned_sizes()
+    stage.sizes, stage.given_scales = layer.aligned_sizes(), GivenScales()
     stage.quant_method.create_weights(stage, stage.sizes, layer.w13_weight.device)
     return stage
 
@@ -163,7 +188,7 @@ def _commit(layer: FusedMoE, stage: FusedMoE, placing: Placing) -> None:
             old.data.copy_(new)
         else:
             layer.register_parameter(name, new)
-    layer.sizes = stage.sizes
+    layer.sizes, layer.given_scales = stage.sizes, stage.given_scales
     if placing.correction_bias is not None and layer.e_score_correction_bias is not None:
         layer.e_score_correction_bias.copy_(placing.correction_bias)
 
@@ -190,3 +215,14 @@ def _message(report: LoadReport, prefix: str, ignored: list[str]) -> str:
         if known:
             message += f". Nothing was loaded with prefix {prefix!r}: names begin with {known}"
     return message
+
+
+def _way_out(placing: Placing) -> str:
+    """How to load weights that are not quantized into a layer that is."""
+    if not placing.plain_weights:
+        return ""
+    name = placing.layer.checkpoint_scheme.name
+    return (
+        f". {len(placing.plain_weights)} weights are not quantized (such as "
+        f"{placing.plain_weights[0]}): pass quantize=True to quantize them to {name}"
+    )

@@ -79,7 +79,8 @@ LAYOUTS = {
 # Compiled when a checkpoint is loaded, not when the library is imported.
 _PROJECTION = "|".join(sorted(PROJECTIONS, key=len, reverse=True))
 _SUFFIX = "|".join(sorted(KINDS, key=len, reverse=True))
-_ONE = rf"(?:experts\.)?(\d+)\.({_PROJECTION})\.({_SUFFIX})"
+_EXPERT = r"(0|[1-9][0-9]{0,8})"  # ASCII digits, and one way to write a number
+_ONE = rf"(?:experts\.)?{_EXPERT}\.({_PROJECTION})\.({_SUFFIX})"
 _ALL = rf"(?:experts\.)?({_PROJECTION})(?:[._]({_SUFFIX}))?"
 _SHARED = rf"shared_experts?\.({_PROJECTION})\.({_SUFFIX})"
 _BIAS = r"(?:(?:gate|router|moe_statics)\.)?(?:e_score_correction_bias|expert_bias)"

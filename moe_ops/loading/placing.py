@@ -10,12 +10,14 @@ import torch
 from torch import Tensor
 
 from moe_ops.layers.parameters import SUFFIX, ParameterSpec, parameter_specs
+from moe_ops.layers.state import STATE, stored_as
 from moe_ops.loading import names
 from moe_ops.loading.act_order import ActOrder, sortable
+from moe_ops.loading.derived import channel_scales, has_plain_scales, kinds_of, quantized
 from moe_ops.loading.names import CheckpointLayout, Piece
 from moe_ops.loading.sources import Entry
 from moe_ops.loading.split import halves
-from moe_ops.loading.stored import Form, canonical
+from moe_ops.loading.stored import Form, PlainWeightError, canonical
 
 if TYPE_CHECKING:
     from moe_ops.layer import FusedMoE
@@ -38,10 +40,13 @@ class Placing:
     Args:
         layer: is overwritten.
         layout: what shapes do not say.
+        quantize: whether weights are plain, and are quantized to the layer's scheme.
     """
 
-    def __init__(self, layer: FusedMoE, layout: CheckpointLayout) -> None:
-        self.layer, self.layout = layer, layout
+    def __init__(self, layer: FusedMoE, layout: CheckpointLayout, *, quantize: bool) -> None:
+        self.layer, self.layout, self.quantize = layer, layout, quantize
+        self.plain_weights: list[str] = []
+        """Names of weights that are not quantized, though the layer is."""
         self.specs = parameter_specs(layer.sizes)
         self.correction_bias: Tensor | None = None
         self.loaded: list[str] = []
@@ -58,7 +63,9 @@ class Placing:
         """One tensor, by its name behind the prefix."""
         piece = names.parse(relative)
         has_shared = len(self.layer.placement.logical) > self._shared_from()
-        if names.is_correction_bias(relative):
+        if relative.removeprefix("experts.") == STATE:
+            self._check_state(entry)
+        elif names.is_correction_bias(relative):
             self._take_correction_bias(entry)
         elif piece is None or (piece.is_shared and not has_shared):
             if not names.is_beside_experts(relative):
@@ -80,11 +87,13 @@ class Placing:
                 self._guarded(self._put, entry, piece)
 
     def missing(self) -> Iterator[Part]:
-        """What this rank needs and did not get."""
+        """What this rank needs and did not get: of input scales those of every expert."""
         gate_and_up = ("w1", "w3") if self.layer.sizes.gated else ("w1",)
-        experts = [expert for expert, rows in self.layer.placement.rows.items() if rows]
+        experts = self.layer.placement.rows
         for spec in self.specs.values():
-            for expert in experts:
+            for expert, rows in experts.items():
+                if not rows and spec.kind != "input_scale":
+                    continue
                 shards = gate_and_up if spec.is_w13 else ("w2",)
                 absent = [s for s in shards if (spec.name, expert, s) not in self._taken]
                 if spec.kind == "input_scale" and len(absent) < len(shards):
@@ -100,10 +109,14 @@ class Placing:
         try:
             step(entry, piece)
         except (TypeError, ValueError) as error:
+            if isinstance(error, PlainWeightError):
+                self.plain_weights.append(entry.name)
             self.mismatched.append(f"{entry.name}: {error}")
             self._taken = {part: name for part, name in self._taken.items() if name != entry.name}
 
     def _take(self, entry: Entry, piece: Piece) -> None:
+        if self.quantize and piece.kind not in ("weight", "bias", "input_scale"):
+            raise ValueError("quantize must be False for weights that are quantized, got True")
         if self._spec(piece) is None:
             self._without_parameter(entry, piece)
         elif self._claim(entry, piece):
@@ -139,12 +152,28 @@ class Placing:
             self.unexpected.append(entry.name)
             return False
         shards = ("w1", "w3") if piece.shard == "w13" else (piece.shard,)
-        parts = [(spec.name, expert, shard) for expert in experts for shard in shards]
+        is_local = any(map(self.layer.rows_of, experts))
+        kinds = self._kinds(entry, piece) if is_local else (piece.kind,)
+        fields = [self._spec(piece._replace(kind=kind)) for kind in kinds]
+        parts = [
+            (field.name, expert, shard)
+            for field in filter(None, fields)
+            for expert in experts
+            for shard in shards
+        ]
         if any(part in self._taken for part in parts):
             self.duplicated.append(entry.name)
             return False
         self._taken |= dict.fromkeys(parts, entry.name)
-        return any(map(self.layer.rows_of, experts))
+        return is_local or piece.kind == "input_scale"
+
+    def _kinds(self, entry: Entry, piece: Piece) -> tuple[str, ...]:
+        """The kinds of parameters that a tensor fills: more than its own where some are derived."""
+        quant = self.layer.checkpoint_scheme.weight
+        if self.quantize and piece.kind == "weight":
+            return kinds_of(quant)
+        derives = piece.kind == "scale" and has_plain_scales("scale", entry.read(), quant)
+        return ("scale", "channel_scale") if derives else (piece.kind,)
 
     def _waits(self, entry: Entry, piece: Piece) -> bool:
         """Whether its layout is not known yet; tensors that show it are looked at."""
@@ -163,7 +192,7 @@ class Placing:
 
     def _may_be_transposed(self, piece: Piece) -> bool:
         one_or_packed = piece.expert is not None or piece.is_shared
-        unquantized = self.layer.sizes.scheme.weight is None
+        unquantized = self.quantize or self.layer.sizes.scheme.weight is None
         return piece.kind == "weight" and unquantized and not one_or_packed
 
     def _form(self, piece: Piece) -> Form:
@@ -189,23 +218,61 @@ class Placing:
 
     def _put(self, entry: Entry, piece: Piece) -> None:
         """Read a tensor and copy it to the rows of its experts."""
-        x, layer = entry.read(), self.layer
-        experts, form = self._experts(piece), self._form(piece)
-        if piece.expert is None and not piece.is_shared:
+        x, layer, experts = entry.read(), self.layer, self._experts(piece)
+        of_all = piece.expert is None and not piece.is_shared
+        if of_all:
             self._check_count(x, len(experts))
         if self._may_be_transposed(piece) and self.layout.transposed:
             x = x.transpose(-1, -2)
         for i, expert in enumerate(experts):
-            rows = layer.rows_of(expert)
-            if not rows:
+            if not layer.rows_of(expert) and piece.kind != "input_scale":
                 continue
-            one = x[i] if piece.expert is None and not piece.is_shared else x
-            for shard, part in self._canonical(one, piece, form, expert):
-                part = self.act_order.ordered(part, piece.kind, expert, shard, form)
-                if piece.is_shared and len(experts) > 1 and part.dim():
-                    axis = min(int(shard == "w2"), part.dim() - 1)
-                    part = part.chunk(len(experts), axis)[i]
-                self._copy(piece, shard, part, rows)
+            one = x[i] if of_all else x
+            if piece.kind != "input_scale":  # a number for the host
+                one = one.to(layer.w13_weight.device)
+            share = (i, len(experts)) if piece.is_shared else (0, 1)
+            try:
+                self._put_expert(one, piece, expert, share)
+            except (TypeError, ValueError) as error:
+                if piece.expert is not None:
+                    raise
+                raise type(error)(f"expert {expert}: {error}") from None
+
+    def _put_expert(self, x: Tensor, piece: Piece, expert: int, share: tuple[int, int]) -> None:
+        """One expert's tensor, and what is derived from it.
+
+        Args:
+            x: the tensor.
+            piece: what it is.
+            expert: a logical expert.
+            share: which of how many experts side by side the expert is.
+        """
+        if self.quantize and piece.kind == "weight":
+            self._put_quantized(x, piece, expert, share)
+            return
+        stored = [(piece, x)]
+        if has_plain_scales(piece.kind, x, self.layer.checkpoint_scheme.weight):
+            derived = channel_scales(x)
+            stored = [(piece._replace(kind=k, suffix=suffix), part) for k, suffix, part in derived]
+        for of, tensor in stored:
+            form = self._form(of)
+            for shard, part in self._shards(tensor, of, form):
+                part = self.act_order.ordered(part, of.kind, expert, shard, form)
+                self._copy(of.kind, shard, _share(part, shard, share), expert)
+
+    def _put_quantized(self, x: Tensor, piece: Piece, expert: int, share: tuple[int, int]) -> None:
+        """A plain weight: whole projections are quantized, in the dtype that they would have."""
+        layer, scheme = self.layer, self.layer.checkpoint_scheme
+        form = self._form(piece)._replace(dtype=layer.sizes.dtype, quant=None, own=None)
+        whole = {
+            shard: _share(part, shard, share).to(layer.sizes.dtype)
+            for shard, part in self._shards(x, piece, form)
+        }
+        for shard, kind, suffix, part in quantized(whole, scheme, layer.sizes.interleaved):
+            spec = self._spec(piece._replace(kind=kind))
+            if spec is not None:
+                form = layer.form(spec, shard, self.layout)
+                self._copy(kind, shard, canonical(kind, part, suffix, form), expert)
 
     def _check_count(self, x: Tensor, count: int) -> None:
         """A row for each expert; identity experts may have rows too, which are not used."""
@@ -213,26 +280,20 @@ class Placing:
         if x.dim() == 0 or x.shape[0] not in (count, with_identity):
             raise ValueError(f"shape must begin with {count} experts, got {tuple(x.shape)}")
 
-    def _canonical(
-        self, x: Tensor, piece: Piece, form: Form, expert: int
-    ) -> Iterator[tuple[str, Tensor]]:
-        """Shards of one expert; an error says which one it is, where the name does not."""
-        x = x.to(self.layer.w13_weight.device)
+    def _shards(self, x: Tensor, piece: Piece, form: Form) -> Iterator[tuple[str, Tensor]]:
+        """Canonical projections, of which a tensor of gate and up has two."""
         interleaved = self.layout.interleaved
         if interleaved is None:
             interleaved = self.layer.sizes.interleaved
-        try:
-            if piece.shard == "w13":
-                return zip(("w1", "w3"), halves(piece, x, form, interleaved), strict=True)
-            return iter([(piece.shard, canonical(piece.kind, x, piece.suffix, form))])
-        except (TypeError, ValueError) as error:
-            if piece.expert is not None:
-                raise
-            raise type(error)(f"expert {expert}: {error}") from None
+        if piece.shard == "w13":
+            return zip(("w1", "w3"), halves(piece, x, form, interleaved), strict=True)
+        return iter([(piece.shard, canonical(piece.kind, x, piece.suffix, form))])
 
-    def _copy(self, piece: Piece, shard: str, x: Tensor, rows: list[int]) -> None:
-        spec = self._spec(piece)
-        if spec is None:
+    def _copy(self, kind: str, shard: str, x: Tensor, expert: int) -> None:
+        spec = self.specs[f"{'w2' if shard == 'w2' else 'w13'}_{SUFFIX[kind]}"]
+        rows = self.layer.rows_of(expert)
+        if kind == "input_scale":
+            self.layer.take_input_scale(spec, x, shard, expert, rows)
             return
         for row in rows:
             self.layer.place(getattr(self.layer, spec.name), spec, x, shard, row)
@@ -240,12 +301,28 @@ class Placing:
     def _take_correction_bias(self, entry: Entry) -> None:
         if self.layer.e_score_correction_bias is None:
             return
-        x, shape = entry.read(), tuple(self.layer.e_score_correction_bias.shape)
-        if x.numel() != shape[0]:
-            self.mismatched.append(f"{entry.name}: shape must be {shape}, got {tuple(x.shape)}")
-            return
-        self.correction_bias = x.reshape(shape)
-        self.loaded.append(entry.name)
+        bias = self.layer.e_score_correction_bias
+        form = Form(bias.shape[0], 0, bias.dtype, None, None, self.layout)
+        try:
+            self.correction_bias = canonical("bias", entry.read().flatten(), "bias", form)
+        except (TypeError, ValueError) as error:
+            self.mismatched.append(f"{entry.name}: {error}")
+        else:
+            self.loaded.append(entry.name)
+
+    def _check_state(self, entry: Entry) -> None:
+        """A layer's state says how its tensors are stored: see `moe_ops.layers.state`.
+
+        Raises:
+            ValueError: not as this layer's checkpoints are.
+        """
+        quant = None if self.quantize else self.layer.checkpoint_scheme.weight
+        interleaved = self.layout.interleaved
+        if interleaved is None:
+            interleaved = self.layer.sizes.interleaved
+        problem = stored_as(entry.read()).differs_from(quant, interleaved=interleaved)
+        if problem:
+            raise ValueError(f"{entry.name}: {problem}")
 
     def _without_parameter(self, entry: Entry, piece: Piece) -> None:
         """Tensors that a layer of this scheme may lack: such that say nothing new."""
@@ -297,3 +374,12 @@ class Placing:
             offsets.append(offset - 1)
         if not any(bool((codes == number).all()) for number in offsets):
             raise ValueError(f"zero points must all be {offset} for a scheme without them")
+
+
+def _share(x: Tensor, shard: str, share: tuple[int, int]) -> Tensor:
+    """The part of one of several experts whose projections are side by side along I."""
+    i, count = share
+    if count == 1 or not x.dim():
+        return x
+    axis = min(int(shard == "w2"), x.dim() - 1)
+    return x.chunk(count, axis)[i]

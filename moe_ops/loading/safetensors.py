@@ -1,87 +1,69 @@
-"""Reading safetensors files without copying them: a file is mapped, and tensors are views of it.
+"""Reading safetensors files with the ``safetensors`` package, which maps them into memory.
 
-The format is eight bytes with the length of a JSON header, the header (dtype, shape and offsets of
-every tensor), and the data; so nothing has to be installed for it, and a rank that needs a slice
-reads no more than that from disk.
+The package is imported when the first file is read: nothing else in the library needs it.
 """
 
 from __future__ import annotations
 
-import json
-from math import prod
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-DTYPES = {
-    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
-    "F8_E8M0": torch.float8_e8m0fnu, "I64": torch.int64, "I32": torch.int32, "I16": torch.int16,
-    "I8": torch.int8, "U8": torch.uint8, "U16": torch.uint16, "U32": torch.uint32,
-    "U64": torch.uint64, "BOOL": torch.bool,
-}  # fmt: skip
-MAX_HEADER = 100_000_000
-"""Bytes; the format's own limit."""
+from moe_ops.loading.files import parse_object, regular
+
+
+def package() -> Any:
+    """The ``safetensors`` package.
+
+    Raises:
+        ImportError: it is not installed.
+    """
+    try:
+        return import_module("safetensors")
+    except ImportError as error:
+        raise ImportError(
+            "reading a checkpoint needs the safetensors package: pip install 'moe_ops[safetensors]'"
+        ) from error
 
 
 class SafetensorsFile:
     """One file; the data stays mapped for as long as a tensor of it is alive.
 
+    The package refuses data that overlaps, has holes or ends before or after the file, sizes that
+    are negative or do not fit the data, and headers that are no JSON or too long. Names that are
+    there twice, of which it would take the last, are refused here.
+
     Raises:
         FileNotFoundError: no such file.
+        ImportError: the package is not installed.
         ValueError: not a safetensors file, or not all of one.
     """
 
     def __init__(self, path: Path) -> None:
-        self.path, size = path, path.stat().st_size
+        self.path, self._package = regular(path), package()
         with path.open("rb") as file:
-            length = int.from_bytes(file.read(8), "little")
-            if size < 8 or not 2 <= length <= min(size - 8, MAX_HEADER):
-                raise self._broken(f"a header of {length} bytes in a file of {size}")
             try:
-                header = json.loads(file.read(length))
-            except ValueError as error:
-                raise self._broken(f"a header that is no JSON: {error}") from None
-        if not isinstance(header, dict):
-            raise self._broken(f"a header that is a {type(header).__name__}")
-        header.pop("__metadata__", None)
-        self._header, self._start, self._size = header, 8 + length, size
-        for name, entry in header.items():
-            self._check(name, entry)
-        self._bytes = torch.from_file(str(path), shared=False, size=size, dtype=torch.uint8)
+                self._file = self._package.safe_open(str(path), framework="pt", device="cpu")
+                parse_object(file.read(int.from_bytes(file.read(8), "little")).decode())
+            except (self._package.SafetensorError, ValueError) as error:
+                raise self._broken(str(error)) from None
 
     def names(self) -> list[str]:
-        """Of its tensors."""
-        return list(self._header)
+        """Names of the tensors, in the order of their data."""
+        return list(self._file.offset_keys())
 
     def tensor(self, name: str) -> Tensor:
         """A view of the mapped file (a copy where it is not aligned); not to be written to."""
-        entry = self._header[name]
-        if entry["dtype"] not in DTYPES:
-            raise self._broken(f"dtype {entry['dtype']} of {name}, which is not known")
-        begin, end = entry["data_offsets"]
-        dtype = DTYPES[entry["dtype"]]
-        data = self._bytes[self._start + begin : self._start + end]
-        if (self._start + begin) % dtype.itemsize:
-            data = data.clone()
-        return data.view(dtype).view(entry["shape"])
-
-    def _check(self, name: str, entry: Any) -> None:
-        """The data is inside the file, and as long as the shape says."""
         try:
-            (begin, end), shape, dtype = entry["data_offsets"], entry["shape"], entry["dtype"]
-            fits = 0 <= begin <= end <= self._size - self._start
-            itemsize = DTYPES[dtype].itemsize if dtype in DTYPES else None
-            exact = itemsize is None or end - begin == prod(shape) * itemsize
-        except (KeyError, TypeError, ValueError):
-            raise self._broken(f"no dtype, shape and offsets of {name}") from None
-        if not fits:
-            have = self._size - self._start
-            raise self._broken(f"{name} at bytes {begin} to {end} of {have}: the file is cut off")
-        if not exact:
-            raise self._broken(f"{end - begin} bytes for {name}, a {dtype} of shape {shape}")
+            x = self._file.get_tensor(name)
+        except self._package.SafetensorError as error:
+            raise self._broken(f"{error} ({name})") from None
+        if x.data_ptr() % x.element_size():
+            x = x.reshape(-1).view(torch.uint8).clone().view(x.dtype).view(x.shape)
+        return x
 
     def _broken(self, what: str) -> ValueError:
         return ValueError(f"{self.path} must be a whole safetensors file, got {what}")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import groupby
@@ -11,6 +10,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from moe_ops.loading.files import regular, reject_other_formats, weight_map
 from moe_ops.loading.safetensors import SafetensorsFile
 
 try:
@@ -30,7 +30,17 @@ class Entry(NamedTuple):
     read: Callable[[], Tensor]
 
 
-def entries(source: Source, prefix: str, *, progress: bool) -> Iterator[Entry]:
+class Opened(NamedTuple):
+    """A source that is about to be read."""
+
+    entries: Iterable[Entry]
+    total: int | None = None
+    """The number of entries, where it is known."""
+    folder: Path | None = None
+    """The folder of its files, where a ``config.json`` may say how they are quantized."""
+
+
+def open_source(source: Source, prefix: str, *, progress: bool) -> Opened:
     """Every tensor of ``source``, in its order; of files with an index, those under ``prefix``.
 
     One file is open at a time, and a tensor is read when it is asked for.
@@ -38,28 +48,31 @@ def entries(source: Source, prefix: str, *, progress: bool) -> Iterator[Entry]:
     Raises:
         TypeError: no kind of source.
         FileNotFoundError: a path that does not exist, a shard that an index names.
-        ValueError: a file that is broken, an empty folder.
+        ValueError: a file that is broken or of another format, an empty folder.
     """
-    found, total = _entries(source, prefix)
+    found = _opened(source, prefix)
     if progress and tqdm is not None:
-        return iter(tqdm(found, total=total, unit="tensor", leave=False, desc="loading"))
-    return iter(found)
+        bar = tqdm(found.entries, total=found.total, unit="tensor", leave=False, desc="loading")
+        return found._replace(entries=bar)
+    return found
 
 
-def _entries(source: Source, prefix: str) -> tuple[Iterable[Entry], int | None]:
+def _opened(source: Source, prefix: str) -> Opened:
     if isinstance(source, Mapping):
         pairs = [_pair(item) for item in source.items()]
-        return pairs, len(pairs)
+        return Opened(pairs, len(pairs))
     if isinstance(source, (str, os.PathLike)):
-        return _files(*_shards(Path(source), prefix))
+        path = Path(source)
+        opened = _files(*_shards(path, prefix))
+        return opened._replace(folder=path if path.is_dir() else path.parent)
     if isinstance(source, Iterable):
         items = iter(source)
         first = next(items, None)
         if first is None:
-            return [], 0
+            return Opened([], 0)
         if isinstance(first, (str, os.PathLike)):
             return _files([Path(p) for p in (first, *items)], None)
-        return (_pair(item) for group in ([first], items) for item in group), None
+        return Opened(_pair(item) for group in ([first], items) for item in group)
     raise TypeError(
         "source must be a path, paths, a mapping or an iterable of (name, tensor), "
         f"got {type(source).__name__}"
@@ -82,32 +95,30 @@ def _shards(path: Path, prefix: str) -> tuple[list[Path], dict[Path, list[str]] 
             return _shards(path / INDEX, prefix)
         files = sorted(path.glob("*.safetensors"))
         if not files:
+            for other in sorted(path.iterdir()):
+                reject_other_formats(other)
             raise ValueError(f"source must be a folder with safetensors files, got {path}")
         return files, None
     if path.suffix != ".json":
         return [path], None
-    try:
-        weight_map = json.loads(path.read_text())["weight_map"]
-        wanted = sorted((path.parent / file, name) for name, file in weight_map.items())
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{path} must be an index with a weight_map, got {error!r}") from None
+    wanted = sorted((file, name) for name, file in weight_map(path).items())
     # Without any tensor under the prefix all are listed, for the error to say what there is.
     under = [(file, name) for file, name in wanted if name.startswith(prefix)] or wanted
     groups = {f: [name for _, name in group] for f, group in groupby(under, lambda item: item[0])}
     return list(groups), groups
 
 
-def _files(
-    paths: list[Path], wanted: dict[Path, list[str]] | None
-) -> tuple[Iterable[Entry], int | None]:
+def _files(paths: list[Path], wanted: dict[Path, list[str]] | None) -> Opened:
+    for path in paths:
+        reject_other_formats(regular(path))
     total = None if wanted is None else sum(map(len, wanted.values()))
-    return _read(paths, wanted), total
+    return Opened(_read(paths, wanted), total, paths[0].parent if paths else None)
 
 
 def _read(paths: list[Path], wanted: dict[Path, list[str]] | None) -> Iterator[Entry]:
     for path in paths:
         file = SafetensorsFile(path)
-        names = file.names()
+        names = dict.fromkeys(file.names())
         for name in names if wanted is None else wanted[path]:
             if name not in names:
                 raise ValueError(f"{path} must hold {name}, as its index says, got none")

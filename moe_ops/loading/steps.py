@@ -6,8 +6,11 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
+from moe_ops.loading.given import SHARED
+
 if TYPE_CHECKING:
     from moe_ops.layers import LayerSizes
+    from moe_ops.loading.given import GivenScales
 
 
 class LoadSteps:
@@ -22,6 +25,7 @@ class LoadSteps:
 
     if TYPE_CHECKING:
         sizes: LayerSizes
+        given_scales: GivenScales
 
     def _load_model_weight_or_group_weight_scale(
         self,
@@ -88,18 +92,12 @@ class LoadSteps:
     def _load_per_tensor_weight_scale(
         self, shard_id: str, param: Tensor, loaded_weight: Tensor, expert_id: int
     ) -> None:
-        """Into ``(El, 2)`` (gate, up) or ``(El,)``."""
-        value = loaded_weight.reshape(()).to(param.dtype)
-        if param.dim() == 2:
-            param.data[expert_id, int(shard_id == "w3")] = value
-            return
-        old = param.data[expert_id].clone()
-        if self.sizes.gated and shard_id != "w2" and old != 0 and old != value.to(old.device):
-            raise ValueError(
-                "scales of w1 and w3 must be equal where their rows alternate, got "
-                f"{old.item()} vs. {value.item()}"
-            )
-        param.data[expert_id] = value
+        """Into ``(El, 2)`` (gate, up) or ``(El,)``, which gate and up share."""
+        if param.dim() == 1 and self.sizes.gated and shard_id != "w2":
+            value = float(loaded_weight)
+            self.given_scales.take(f"of {id(param)}", expert_id, shard_id, value, SHARED)
+        at = (expert_id, int(shard_id == "w3")) if param.dim() == 2 else expert_id
+        param.data[at] = loaded_weight.reshape(()).to(param.dtype)
 
     def _load_combined_w13_weight_scale(
         self, shard_dim: int, loaded_weight: Tensor, param: Tensor, tp_rank: int
@@ -124,16 +122,6 @@ class LoadSteps:
     def _load_single_value(self, param: Tensor, loaded_weight: Tensor, expert_id: int) -> None:
         """A number, or a few."""
         param.data[expert_id] = loaded_weight.to(param.device)
-
-    def _load_input_scale(self, param: Tensor, loaded_weight: Tensor, row: int) -> None:
-        """One for gate and up, the larger where they hardly differ: a NaN stands for none yet."""
-        old, new = float(param.data[row]), float(loaded_weight)
-        if old == old and abs(old - new) > 1e-5:
-            raise ValueError(
-                f"input_scales of w1 and w3 of a layer must be equal. But got {old} vs. {new}"
-            )
-        if not old >= new:
-            self._load_single_value(param, loaded_weight, row)
 
 
 def _copy_shard(dest: Tensor, dim: int, x: Tensor, rank: int) -> None:

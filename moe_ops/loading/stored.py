@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from moe_ops import checks
+from moe_ops.loading.derived import FLOATS
 from moe_ops.loading.names import DIVISORS, CheckpointLayout
 from moe_ops.scheme import WHOLE, Quant
 from moe_ops.scheme.formats import e8m0_value, pack
@@ -21,7 +21,11 @@ from moe_ops.tiles import cdiv
 AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 """Where in an AWQ word the columns 0, 1, 2, ... are."""
 _BYTES = (torch.uint8, torch.int8)
-_FLOATS = (*checks.FLOATS, torch.float64)
+_BYTE_EXPONENTS = (torch.uint8, torch.float8_e8m0fnu)
+
+
+class PlainWeightError(TypeError):
+    """A weight that is not quantized, for a layer that is."""
 
 
 class Form(NamedTuple):
@@ -48,8 +52,9 @@ def canonical(kind: str, x: Tensor, suffix: str, form: Form) -> Tensor:
         form: what is wanted.
 
     Raises:
-        ValueError: another shape, or numbers that are not finite.
-        TypeError: another dtype.
+        ValueError: another shape, or numbers that are not finite or not of the scheme's form.
+        TypeError: another dtype, or a form that tools write for other elements.
+        PlainWeightError: a weight that is not quantized, and the layer is.
     """
     return _RULES[kind](x, suffix, form)
 
@@ -68,9 +73,12 @@ def _expect_dtype(x: Tensor, *dtypes: torch.dtype) -> None:
 def _weight(x: Tensor, suffix: str, form: Form) -> Tensor:
     n, k, quant = form.n, form.k, form.quant
     if quant is None:
-        _expect_dtype(x, *_FLOATS)
+        _expect_dtype(x, *FLOATS)
         _expect(x, (n, k))
-        return x
+        return within(x, form.dtype)
+    if x.dtype in FLOATS:
+        raise PlainWeightError(f"dtype must be that of a quantized weight, got {x.dtype}")
+    _expect_element(x, suffix, quant)
     bits = quant.element.stored_bits
     per_word = 32 // bits
     if suffix == "qweight":
@@ -87,7 +95,30 @@ def _weight(x: Tensor, suffix: str, form: Form) -> Tensor:
         _expect_dtype(x, *_BYTES)
         return x.view(torch.uint8)
     _expect_dtype(x, quant.dtype)
+    if quant.element.bits == 6 and bool((x >= 64).any()):
+        raise ValueError("codes must be numbers of 6 bits, got some that are larger")
     return x
+
+
+def _expect_element(x: Tensor, suffix: str, quant: Quant) -> None:
+    """TypeError for a form of weight that tools write for other elements only."""
+    element = quant.element
+    words = suffix == "qweight" or x.dtype == torch.int32
+    if words and element.exponent:
+        raise TypeError(f"weights of {element.name} must not be in words of integers, got {suffix}")
+    if suffix == "blocks" and element.name != "fp4":
+        raise TypeError(f"weights of {element.name} must not be blocks of MXFP4, got {suffix}")
+
+
+def within(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """``x`` in the parameter's dtype; ValueError for a number that is finite in its own only."""
+    if torch.finfo(x.dtype).max <= torch.finfo(dtype).max:
+        return x
+    found = x.to(dtype)
+    lost = int((found.isinf() & x.isfinite()).sum())
+    if lost:
+        raise ValueError(f"numbers must be finite in {dtype}, got {lost} that are not")
+    return found
 
 
 def _qweight(x: Tensor, bits: int, form: Form) -> Tensor:
@@ -145,20 +176,23 @@ def _scale_numbers(x: Tensor, quant: Quant, dtype: torch.dtype) -> Tensor:
     Blocks of zeros may have an e4m3 scale of 0. Scales of integers may be 0 too (an underflow), or
     negative: AutoRound gives the magnitude that is largest the code -8.
     """
-    is_e8m0 = x.dtype in (torch.float8_e8m0fnu, torch.uint8)
     if quant.scale == "e8m0":
-        _expect_dtype(x, torch.uint8, torch.float8_e8m0fnu)
+        _expect_dtype(x, *_BYTE_EXPONENTS)
         x = x.view(torch.uint8)
         good, rule = x != 255, "finite"
     elif quant.scale == "e4m3":
         _expect_dtype(x, torch.float8_e4m3fn)
         good, rule = x.float().isfinite() & (x.float() >= 0), "finite and not negative"
     else:
-        _expect_dtype(x, *_FLOATS, torch.uint8, torch.float8_e8m0fnu)
-        x = (e8m0_value(x) if is_e8m0 else x).to(dtype)
+        # Tools write exponents beside fp8 weights; beside integers they would be those of MXFP4.
+        exponents = _BYTE_EXPONENTS if quant.element.name == "fp8" else ()
+        _expect_dtype(x, *FLOATS, *exponents)
+        x = (e8m0_value(x) if x.dtype in exponents else x).to(dtype)
         good, rule = x.isfinite(), "finite"
         if quant.scale != "input":
             good, rule = good & (x > 0), "finite and positive"
+        if quant.scale == "pow2" and good.all():
+            good, rule = x.view(torch.int32) & 0x7FFFFF == 0, "powers of two"
     if not good.all():
         raise ValueError(f"scales must be {rule}, got {int((~good).sum())} that are not")
     return x
@@ -206,7 +240,7 @@ def _zero_point(x: Tensor, suffix: str, form: Form) -> Tensor:
 
 def _factor(x: Tensor, suffix: str, form: Form) -> Tensor:
     """A number that multiplies, also where checkpoints store what they divide by."""
-    _expect_dtype(x, *_FLOATS)
+    _expect_dtype(x, *FLOATS)
     value = _single(x).to(form.dtype)
     if suffix in DIVISORS:
         value = 1 / value
@@ -216,11 +250,12 @@ def _factor(x: Tensor, suffix: str, form: Form) -> Tensor:
 
 
 def _channel_scale(x: Tensor, suffix: str, form: Form) -> Tensor:
-    _expect_dtype(x, *_FLOATS)
+    _expect_dtype(x, *FLOATS)
     _expect(x, (form.n,), (form.n, 1))
+    x = x.to(form.dtype)
     if not x.isfinite().all():
         raise ValueError(f"scales must be finite, got {int((~x.isfinite()).sum())} that are not")
-    return x.reshape(form.n).to(form.dtype)
+    return x.reshape(form.n)
 
 
 def _single(x: Tensor) -> Tensor:
@@ -230,9 +265,9 @@ def _single(x: Tensor) -> Tensor:
 
 
 def _bias(x: Tensor, suffix: str, form: Form) -> Tensor:
-    _expect_dtype(x, *_FLOATS)
+    _expect_dtype(x, *FLOATS)
     _expect(x, (form.n,))
-    return x
+    return within(x, form.dtype)
 
 
 _RULES = {

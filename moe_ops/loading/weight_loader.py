@@ -19,6 +19,8 @@ from moe_ops.layers.parameters import (
     parameter_specs,
 )
 from moe_ops.loading.act_order import column_order
+from moe_ops.loading.derived import channel_scales, has_plain_scales
+from moe_ops.loading.given import GivenScales
 from moe_ops.loading.names import KINDS, SHARDS, CheckpointLayout, suffix_of
 from moe_ops.loading.steps import LoadSteps, copy_front
 from moe_ops.loading.stored import Form, canonical
@@ -40,6 +42,7 @@ class WeightLoading(LoadSteps):
     if TYPE_CHECKING:
         _parameters: dict[str, Any]
         sizes: LayerSizes
+        given_scales: GivenScales
         placement: ExpertPlacement
         moe_parallel_config: Any
         checkpoint_scheme: Any
@@ -48,6 +51,7 @@ class WeightLoading(LoadSteps):
         num_experts: int
         prefix: str
         expert_mapping: Any
+        w13_input_order: Tensor | None
 
         def aligned_sizes(self) -> LayerSizes:
             """See `moe_ops.FusedMoE`."""
@@ -63,6 +67,9 @@ class WeightLoading(LoadSteps):
         return_success: bool = False,
     ) -> bool | None:
         """Copy one tensor of a checkpoint to its place in a parameter.
+
+        Input scales of experts on other ranks are noted: all experts share the largest one, which
+        ``process_weights_after_loading`` finds.
 
         Args:
             param: a parameter of this layer; its ``is_transposed``, where set, says that its last
@@ -82,10 +89,12 @@ class WeightLoading(LoadSteps):
             ValueError: another ``shard_id`` or shape; input scales of gate and up that differ; zero
                 points of AWQ or GPTQ, which do not say in which order they are.
             TypeError: another dtype.
+            NotImplementedError: the layer holds weights in act-order, whose order would stay.
 
         Source:
             vLLM ``FusedMoE.weight_loader``.
         """
+        checks.flags(return_success=return_success)
         checks.tensor("param", param, None, None)
         checks.tensor("loaded_weight", loaded_weight, None, None)
         if loaded_weight.is_meta:
@@ -104,6 +113,11 @@ class WeightLoading(LoadSteps):
         else:
             row = self._map_global_expert_id_to_local_expert_id(expert_id)
             rows = [] if row == -1 else [(row, loaded_weight)]
+        if spec is not None and spec.kind == "input_scale":
+            local = [row for row, _ in rows]
+            scale = self._stored(spec, loaded_weight, weight_name, shard_id, expert_id)
+            self.take_input_scale(spec, scale, shard_id, expert_id, local)
+            return bool(local) if return_success else None
         done = False
         for row, x in rows:
             if spec is None:
@@ -179,8 +193,6 @@ class WeightLoading(LoadSteps):
             expert_data.zero_()  # ranks are summed: one of them has the bias
             if tp_rank == 0:
                 copy_front(expert_data, x)
-        elif spec.kind == "input_scale":
-            self._load_input_scale(param, x, row)
         elif x.dim() == 0:
             self._load_per_tensor_weight_scale(shard_id, param, x, row)
         elif (
@@ -195,6 +207,17 @@ class WeightLoading(LoadSteps):
             part = (shard_dim, expert_data, shard_id, x, tp_rank)
             self._load_model_weight_or_group_weight_scale(*part)
 
+    def take_input_scale(
+        self, spec: ParameterSpec, x: Tensor, shard_id: str, expert: int, rows: Iterable[int]
+    ) -> None:
+        """Note the input scale of an expert, and copy it to the rows that hold the expert.
+
+        Experts of other ranks have no rows here. Their scales count when the weights are processed.
+        """
+        scale = self.given_scales.take(spec.name, expert, shard_id, float(x))
+        for row in rows:
+            self._parameters[spec.name].data[row] = scale
+
     def _load_stored(
         self, param: Tensor, spec: ParameterSpec, x: Tensor, name: str, shard_id: str, row: int
     ) -> None:
@@ -206,14 +229,32 @@ class WeightLoading(LoadSteps):
                 f"{self.intermediate_size} (as {self.aligned_sizes().scheme.name}), so that gate "
                 f"and up have scales of their own, got {self.sizes.scheme.name}"
             )
-        form = self.form(spec, shard_id, CheckpointLayout())
+        if spec.kind == "weight" and self.w13_input_order is not None:
+            raise NotImplementedError(
+                "weights must be loaded by load_checkpoint into a layer that holds others in "
+                f"act-order (w13_input_order), got {name}"
+            )
         if getattr(param, "is_transposed", False) and x.dim() == 2:
             x = x.t()
+        if not has_plain_scales(spec.kind, x, self.checkpoint_scheme.weight):
+            self.place(param, spec, self._stored(spec, x, name, shard_id, row), shard_id, row)
+            return
+        which = "w13" if spec.is_w13 else "w2"
+        for kind, suffix, part in channel_scales(x.to(param.device)):
+            of = parameter_specs(self.sizes)[f"{which}_{SUFFIX[kind]}"]
+            part = self._stored(of, part, f"{name}.{suffix}", shard_id, row)
+            self.place(self._parameters[of.name], of, part, shard_id, row)
+
+    def _stored(
+        self, spec: ParameterSpec, x: Tensor, name: str, shard_id: str, expert: int
+    ) -> Tensor:
+        """One expert's tensor in its canonical form; an error says its name."""
+        form = self.form(spec, shard_id, CheckpointLayout())
+        device = self._parameters[spec.name].device
         try:
-            x = canonical(spec.kind, x.to(param.device), suffix_of(name), form)
+            return canonical(spec.kind, x.to(device), suffix_of(name), form)
         except (TypeError, ValueError) as error:
-            raise type(error)(f"{name} ({spec.name}[{row}]): {error}") from None
-        self.place(param, spec, x, shard_id, row)
+            raise type(error)(f"{name} ({spec.name}[{expert}]): {error}") from None
 
     def _load_by_name(self, param: Tensor, x: Tensor, name: str, shard_id: str, row: int) -> bool:
         """Into a tensor that is no parameter of this layer, by its name and ``quant_method``."""

@@ -18,15 +18,16 @@ def eplb_map_to_physical_and_record(
     record_enabled: Tensor | None = None,
     num_unpadded_tokens: Tensor | None = None,
     seed: int = 0,
+    step: Tensor | None = None,
 ) -> Tensor:
     """Send each slot to one replica of its expert, and count it there.
 
-    Token t goes to replica ``((t + seed) * 2654435769 mod 2**32) mod count[id]`` of each of its
-    experts: all replicas of an expert get their share, whatever k is. An id outside ``[0, E)``
+    Token t goes to replica ``((t + seed + step) * 2654435769 mod 2**32) mod count[id]`` of each of
+    its experts: all replicas of an expert get their share, whatever k is. An id outside ``[0, E)``
     becomes -1. ``expert_load_view[p]`` grows by one for every slot sent to p, with integer atomics,
     so that the counts do not depend on the order of the slots.
 
-    The two scalars are read on the device: a captured graph sees what they hold at replay.
+    The three scalars are read on the device: a captured graph sees what they hold at replay.
 
     Args:
         topk_ids: ``(T, k)`` int32 or int64, logical experts.
@@ -39,16 +40,18 @@ def eplb_map_to_physical_and_record(
         num_unpadded_tokens: one integer; tokens from it on are padding, and not counted.
         seed: moves the hash along: ranks that each hold few tokens need different ones, since
             token 0 of all of them would otherwise pick the same replica. In 0..2**31 - 1.
+        step: one integer that is added to ``seed``; None: 0. Calls of few tokens need different
+            ones, such as the number of the decoding step.
 
     Returns:
         ``(T, k)`` ids of physical experts, contiguous. An entry of the map that is no physical
-        expert is returned as it is, and counted nowhere.
+        expert is returned as it is (int32: as the nearest that there is), and counted nowhere.
 
     Raises:
         TypeError, ValueError: a wrong dtype, shape, device or seed.
 
     Source:
-        vLLM's EPLB router (``eplb_map_to_physical_and_record``), which has no ``seed``.
+        vLLM's EPLB router (``eplb_map_to_physical_and_record``), without ``seed`` and ``step``.
     """
     checks.tensor("topk_ids", topk_ids, 2, checks.INDICES)
     like = ("topk_ids", topk_ids)
@@ -66,8 +69,10 @@ def eplb_map_to_physical_and_record(
     checks.size("logical_replica_count.shape[0]", count, "the number of experts", num_experts)
     checks.device_scalar("record_enabled", record_enabled, (torch.bool, *checks.INDICES), *like)
     checks.device_scalar("num_unpadded_tokens", num_unpadded_tokens, checks.INDICES, *like)
+    checks.device_scalar("step", step, checks.INDICES, *like)
     if indices_type not in (None, *checks.INDICES):
         raise TypeError(f"indices_type must be one of {list(checks.INDICES)}, got {indices_type}")
+    checks.integer("seed", seed)
     if not 0 <= seed < 2**31:
         raise ValueError(f"seed must be in 0..{2**31 - 1}, got {seed}")
     return ops.eplb_map_to_physical_and_record(
@@ -79,4 +84,5 @@ def eplb_map_to_physical_and_record(
         num_unpadded_tokens,
         topk_ids.dtype if indices_type is None else indices_type,
         seed,
+        step,
     )

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from moe_ops import checks
-from moe_ops.parallel.moves import move_experts
+from moe_ops.parallel.moves import apply_moves, check_apart, checked_moves, staging_for
 from moe_ops.parallel.placement import initial_physical_to_logical_map
 from moe_ops.parallel.rebalance import compute_logical_maps, rebalance_experts
 
@@ -69,7 +69,8 @@ class EplbState(NamedTuple):
             num_gpus: likewise.
 
         Raises:
-            TypeError, ValueError: as `rebalance_experts` and `move_experts`.
+            TypeError, ValueError: as `rebalance_experts` and `move_experts`, also for tensors of
+                two layers that share memory. Nothing has changed then.
         """
         num_layers, num_physical = self.physical_to_logical_map.shape
         checks.size("len(weights)", len(weights), "the number of layers", num_layers)
@@ -78,12 +79,38 @@ class EplbState(NamedTuple):
         )
         _, num_experts, max_replicas = self.logical_to_physical_map.shape
         maps = compute_logical_maps(placement, num_experts, max_replicas)
+        named, plans = {}, []
         for layer, tensors in enumerate(weights):
-            move_experts(tensors, self.physical_to_logical_map[layer], placement[layer])
-        self.physical_to_logical_map.copy_(placement)
-        self.logical_to_physical_map.copy_(maps.logical_to_physical_map)
-        self.logical_replica_count.copy_(maps.logical_replica_count)
-        self.expert_load.zero_()
+            old, name = self.physical_to_logical_map[layer], f"weights[{layer}]"
+            plans.append(checked_moves(name, tensors, old, placement[layer]))
+            named.update({f"{name}[{i}]": tensor for i, tensor in enumerate(tensors)})
+        check_apart(named)
+        staging = staging_for(named.values())
+        changes = (
+            (self.physical_to_logical_map, placement),
+            (self.logical_to_physical_map, maps.logical_to_physical_map),
+            (self.logical_replica_count, maps.logical_replica_count),
+        )
+        for layer, tensors in enumerate(weights):  # weights and maps of one layer stay together
+            apply_moves(tensors, plans[layer], staging)
+            for tensor, new in changes:
+                tensor[layer].copy_(new[layer])
+            self.expert_load[layer].zero_()
+
+
+class LayerEplbState(NamedTuple):
+    """What one layer's calls read, and count in: see `eplb_map_to_physical_and_record`."""
+
+    expert_load_view: Tensor
+    """``(P,)``."""
+    logical_to_physical_map: Tensor
+    """``(E, R)``."""
+    logical_replica_count: Tensor
+    """``(E,)``."""
+    record_enabled: Tensor | None = None
+    seed: int = 0
+    step: Tensor | None = None
+    """None: the layer counts its calls."""
 
 
 def layer_of(
@@ -91,11 +118,14 @@ def layer_of(
     expert_load_view: Tensor,
     logical_to_physical_map: Tensor,
     logical_replica_count: Tensor,
+    num_experts: int,
+    num_physical: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """One layer's views of the tensors of all layers.
+    """One layer's views of the tensors of all layers, for a layer of so many experts.
 
     Raises:
-        TypeError, ValueError: a wrong dtype or number of axes, a layer that is not there.
+        TypeError, ValueError: a wrong dtype or number of axes, a layer that is not there, sizes or
+            a placement of other experts than the layer's.
     """
     checks.integer("moe_layer_idx", layer)
     for name, x, ndim in (
@@ -108,4 +138,34 @@ def layer_of(
             raise ValueError(
                 f"moe_layer_idx must be in 0..{x.shape[0] - 1}, the layers of {name}, got {layer}"
             )
-    return expert_load_view[layer], logical_to_physical_map[layer], logical_replica_count[layer]
+    for name, size, rule, expected in (
+        ("expert_load_view", expert_load_view.shape[1], "physical experts", num_physical),
+        ("logical_to_physical_map", logical_to_physical_map.shape[1], "experts", num_experts),
+        ("logical_replica_count", logical_replica_count.shape[1], "experts", num_experts),
+    ):
+        checks.size(f"{name}.shape[1]", size, f"the layer's {rule}", expected)
+    places, counts = logical_to_physical_map[layer], logical_replica_count[layer]
+    if not places.is_meta and places.numel():
+        check_placement(places, counts, num_physical)
+    return expert_load_view[layer], places, counts
+
+
+def check_placement(places: Tensor, counts: Tensor, num_physical: int) -> None:
+    """Every expert has replicas, all of them physical experts: a slot sent elsewhere adds zeros.
+
+    Raises:
+        ValueError: a count outside of ``1..R``, or a replica that the layer does not hold.
+    """
+    most = places.shape[1]
+    lowest, highest = (int(x) for x in counts.aminmax())
+    if lowest < 1 or highest > most:
+        raise ValueError(
+            f"logical_replica_count must be in 1..{most}, got {lowest if lowest < 1 else highest}"
+        )
+    used = torch.arange(most, device=places.device) < counts[:, None]
+    lowest, highest = (int(x) for x in places[used].aminmax())
+    if lowest < 0 or highest >= num_physical:
+        raise ValueError(
+            f"logical_to_physical_map must be in 0..{num_physical - 1}, the layer's physical "
+            f"experts, got {lowest if lowest < 0 else highest}"
+        )

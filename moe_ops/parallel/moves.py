@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -26,35 +26,99 @@ def move_experts(weights: Sequence[Tensor], old_phy2log: Tensor, new_phy2log: Te
     """Rearrange the experts of ``weights`` from one placement into another, in place.
 
     No tensor is replaced, so captured graphs, compiled code and other holders of the parameters see
-    the new experts. Besides the weights one expert of one tensor is allocated at a time. Experts
-    that stay are not copied. The copies are in the order of the current stream.
+    the new experts. Besides the weights one expert of one tensor is allocated. Experts that stay
+    are not copied. The copies are in the order of the current stream.
 
     Args:
-        weights: tensors ``(P, ...)`` of any dtypes, expert by expert: weights, scales, biases.
+        weights: tensors ``(P, ...)`` of any dtypes, expert by expert: weights, scales, biases. None
+            shares memory with another.
         old_phy2log: ``(P,)`` int32 or int64, the logical expert that each row holds now; -1: none.
         new_phy2log: ``(P,)``, the one that it shall hold; -1: whatever is there.
 
     Raises:
-        TypeError, ValueError: a wrong dtype or shape; ``new_phy2log`` has an expert that
-            ``old_phy2log`` has not.
+        TypeError, ValueError: a wrong dtype or shape; weights that share memory; ``new_phy2log``
+            has an expert that ``old_phy2log`` has not. Nothing has been moved then.
     """
-    for name, x in (("old_phy2log", old_phy2log), ("new_phy2log", new_phy2log)):
-        checks.tensor(name, x, 1, checks.INDICES)
+    moves = checked_moves("weights", weights, old_phy2log, new_phy2log)
+    check_apart({f"weights[{i}]": weight for i, weight in enumerate(weights)})
+    apply_moves(weights, moves, staging_for(weights))
+
+
+def checked_moves(
+    name: str, weights: Sequence[Tensor], old_phy2log: Tensor, new_phy2log: Tensor
+) -> list[Move]:
+    """The plan of `move_experts` for one layer's ``weights``, which errors call ``name``."""
+    for which, x in (("old_phy2log", old_phy2log), ("new_phy2log", new_phy2log)):
+        checks.tensor(which, x, 1, checks.INDICES)
     num_physical = old_phy2log.shape[0]
-    rows = {"new_phy2log": new_phy2log, **{f"weights[{i}]": w for i, w in enumerate(weights)}}
-    for name, x in rows.items():
-        checks.size(f"len({name})", len(x), "len(old_phy2log)", num_physical)
-    moves = plan_moves(old_phy2log.tolist(), new_phy2log.tolist())
-    needs_staging = any(move.target == STAGING for move in moves)
+    checks.size("len(new_phy2log)", len(new_phy2log), "len(old_phy2log)", num_physical)
+    for i, weight in enumerate(weights):
+        checks.tensor(f"{name}[{i}]", weight, None, None)
+        rows = weight.shape[0] if weight.dim() else 0
+        checks.size(f"len({name}[{i}])", rows, "len(old_phy2log)", num_physical)
+        if any(
+            step == 0 and size > 1 for size, step in zip(weight.shape, weight.stride(), strict=True)
+        ):
+            raise ValueError(
+                f"{name}[{i}] must hold each element once, got strides {weight.stride()}"
+            )
+    return plan_moves(old_phy2log.tolist(), new_phy2log.tolist())
+
+
+def check_apart(weights: dict[str, Tensor]) -> None:
+    """No two weights share memory: what one moves would be moved again by the other.
+
+    Raises:
+        ValueError: two tensors, or views, that overlap.
+    """
+    by_address = sorted((_extent(w), name) for name, w in weights.items() if w.numel())
+    for i, ((first, end), name) in enumerate(by_address):
+        for (start, _), other in by_address[i + 1 :]:
+            if start >= end:
+                break
+            period = weights[name].stride(0) * weights[name].itemsize
+            length, other_length = (_row_bytes(weights[n]) for n in (name, other))
+            same_period = period == weights[other].stride(0) * weights[other].itemsize
+            distance = (start - first) % period if period else 0
+            if not (same_period and length <= distance <= period - other_length):
+                raise ValueError(f"{other} must share no memory with {name}")
+
+
+def _extent(weight: Tensor) -> tuple[int, int]:
+    """Addresses of the first byte, and of the one past the last."""
+    start = weight.data_ptr()
+    return start, start + weight.itemsize + _reach(weight.shape, weight.stride()) * weight.itemsize
+
+
+def _row_bytes(weight: Tensor) -> int:
+    return weight.itemsize * (1 + _reach(weight.shape[1:], weight.stride()[1:]))
+
+
+def _reach(shape: Sequence[int], strides: Sequence[int]) -> int:
+    return sum((size - 1) * step for size, step in zip(shape, strides, strict=True))
+
+
+def staging_for(weights: Iterable[Tensor]) -> dict[torch.device, Tensor]:
+    """A buffer on each device, as large as the largest row of ``weights``, for one row."""
+    largest: dict[torch.device, int] = {}
+    for weight in weights:
+        row_bytes = weight.itemsize * weight.shape[1:].numel()
+        largest[weight.device] = max(row_bytes, largest.get(weight.device, 0))
+    return {d: torch.empty(size, dtype=torch.uint8, device=d) for d, size in largest.items()}
+
+
+def apply_moves(
+    weights: Sequence[Tensor], moves: Sequence[Move], staging: dict[torch.device, Tensor]
+) -> None:
+    """Copy rows of every weight as planned; allocates nothing."""
     with torch.no_grad():
         for weight in weights:
-            staging = torch.empty_like(weight[0]) if needs_staging else None
+            shape = weight.shape[1:]
+            aside = staging[weight.device][: weight.itemsize * shape.numel()]
+            rows = {STAGING: aside.view(weight.dtype).view(shape)}
             for target, source in moves:
-                _row(weight, staging, target).copy_(_row(weight, staging, source))
-
-
-def _row(weight: Tensor, staging: Tensor | None, index: int) -> Tensor:
-    return staging if index == STAGING and staging is not None else weight[index]
+                to, taken = (rows[i] if i in rows else weight[i] for i in (target, source))
+                to.copy_(taken)
 
 
 def plan_moves(old: Sequence[int], new: Sequence[int]) -> list[Move]:

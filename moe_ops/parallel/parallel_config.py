@@ -19,6 +19,8 @@ ALL2ALL_BACKENDS = (
     "flashinfer_nvlink_two_sided",
 )
 """The field's names of the ways in which ranks exchange tokens."""
+IMPLEMENTED_BACKENDS = ("allgather_reducescatter",)
+"""The backends that a layer of several ranks can use today."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +30,11 @@ class FusedMoEParallelConfig:
     Without expert parallelism every expert is cut along I over ``tp_size`` ranks; with it
     (``use_ep``) every rank holds whole experts, a share of them.
 
+    A config may describe an exchange of tokens that this library does not have yet; layers and
+    kernels of such a config are refused (see `lacks`).
+
     Raises:
+        TypeError: a size or rank that is no int, a flag that is no bool.
         ValueError: a size below 1, a rank outside its group, ``ep_size > 1`` without ``use_ep``, an
             unknown ``all2all_backend``.
 
@@ -51,8 +57,9 @@ class FusedMoEParallelConfig:
 
     def __post_init__(self) -> None:
         for group in ("tp", "dp", "ep"):
-            _check_group(group, getattr(self, f"{group}_size"), getattr(self, f"{group}_rank"))
+            check_group(group, getattr(self, f"{group}_size"), getattr(self, f"{group}_rank"))
         _check_size("sp_size", self.sp_size)
+        checks.flags(use_ep=self.use_ep, enable_eplb=self.enable_eplb)
         if self.ep_size > 1 and not self.use_ep:
             raise ValueError(f"ep_size must be 1 without use_ep, got {self.ep_size}")
         checks.one_of("all2all_backend", self.all2all_backend, ALL2ALL_BACKENDS)
@@ -95,8 +102,9 @@ class FusedMoEParallelConfig:
             ValueError: a size below 1, or a rank outside its group.
         """
         for group in (("tp", tp_size, tp_rank), ("dp", dp_size, dp_rank)):
-            _check_group(*group)
-        _check_group("pcp", pcp_size, pcp_rank)
+            check_group(*group)
+        check_group("pcp", pcp_size, pcp_rank)
+        checks.flags(enable_expert_parallel=enable_expert_parallel)
         size = tp_size * dp_size * pcp_size
         rank = (dp_rank * pcp_size + pcp_rank) * tp_size + tp_rank
         use_ep = enable_expert_parallel and size > 1
@@ -111,6 +119,26 @@ class FusedMoEParallelConfig:
             all2all_backend=all2all_backend,
             enable_eplb=enable_eplb,
         )
+
+    def lacks(self) -> str | None:
+        """What a layer of this config needs and the library does not have; None: it runs.
+
+        The text is an error message: the field, the rule, the value and the way out.
+        """
+        if self.dp_size > 1:
+            return (
+                "dp_size must be 1: tokens are not exchanged between data-parallel ranks yet. "
+                "Replicas that hold all experts need no dp_size; to share experts, gather the "
+                "tokens of all ranks before the layer and pass ep_size (or tp_size) for the whole "
+                f"group, got dp_size={self.dp_size}"
+            )
+        ranks = max(self.tp_size, self.ep_size, self.sp_size)
+        if ranks > 1 and self.all2all_backend not in IMPLEMENTED_BACKENDS:
+            return (
+                f"all2all_backend must be one of {list(IMPLEMENTED_BACKENDS)} with more than one "
+                f"rank: no other backend is implemented yet, got {self.all2all_backend!r}"
+            )
+        return None
 
     @property
     def is_sequence_parallel(self) -> bool:
@@ -137,7 +165,8 @@ def _check_size(name: str, size: int) -> None:
     checks.at_least(1, **{name: size})
 
 
-def _check_group(group: str, size: int, rank: int) -> None:
+def check_group(group: str, size: int, rank: int) -> None:
+    """A group has at least one rank, and this process is one of its ranks."""
     _check_size(f"{group}_size", size)
     checks.integer(f"{group}_rank", rank)
     if not 0 <= rank < size:

@@ -8,6 +8,7 @@ from torch import Tensor
 from moe_ops import checks
 from moe_ops.parallel.parallel_config import FusedMoEParallelConfig
 from moe_ops.scheme import FusedMoEQuantConfig
+from moe_ops.tensors import narrowed
 from moe_ops.tiles import cdiv
 
 PLACEMENT_STRATEGIES = ("linear", "round_robin")
@@ -95,9 +96,10 @@ def remap_topk_to_local(topk_ids: Tensor, expert_map: Tensor, dtype: torch.dtype
     checks.expert_map(expert_map, topk_ids)
     if dtype not in checks.INDICES:
         raise ValueError(f"dtype must be one of {list(checks.INDICES)}, got {dtype}")
+    checks.at_least(1, **{"expert_map.shape[0]": expert_map.shape[0]})
     valid = (topk_ids >= 0) & (topk_ids < expert_map.shape[0])
     local = expert_map[torch.where(valid, topk_ids, 0).long()]
-    return torch.where(valid, local, -1).to(dtype)
+    return narrowed(torch.where(valid, local, -1), dtype)
 
 
 def initial_physical_to_logical_map(

@@ -83,7 +83,7 @@ def _check_sizes(
 ) -> None:
     sizes = {"num_groups": num_groups, "num_nodes": num_nodes, "num_gpus": num_gpus}
     checks.at_least(1, **sizes)
-    checks.integer("num_replicas", num_replicas)
+    checks.at_least(1, num_replicas=num_replicas)
     if not 1 <= num_experts <= num_replicas:
         raise ValueError(
             f"num_replicas must be at least the {num_experts} experts, which must be at least 1, "
@@ -163,6 +163,7 @@ def compute_logical_maps(
         vLLM ``compute_logical_maps``.
     """
     checks.tensor("physical_to_logical_map", physical_to_logical_map, None, checks.INDICES)
+    checks.at_least(1, num_logical_experts=num_logical_experts)
     *leading, num_physical = physical_to_logical_map.shape
     placed = physical_to_logical_map.reshape(-1, num_physical).long()
     if placed.numel() and placed.max() >= num_logical_experts:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
 
@@ -19,6 +21,10 @@ from moe_ops.pipeline.weight_and_reduce import (
     TopKWeightAndReduceNaiveBatched,
 )
 from moe_ops.scheme import FusedMoEQuantConfig
+from moe_ops.tensors import narrowed
+
+if TYPE_CHECKING:
+    from moe_ops.pipeline.experts import FusedMoEExperts
 
 
 class BatchedPrepareAndFinalize(FusedMoEPrepareAndFinalizeModular):
@@ -26,7 +32,9 @@ class BatchedPrepareAndFinalize(FusedMoEPrepareAndFinalizeModular):
 
     Without an ``expert_map`` those are the ids of this rank's experts; with one, the map says which
     global expert is which of them. Rows that do not fit are dropped and counted on the device in
-    ``num_dropped`` (an error within `moe_ops.checking`); nothing here waits for the device.
+    ``num_dropped`` (an error within `moe_ops.checking`); nothing here waits for the device. In a
+    `FusedMoEKernel` at most ``max_num_tokens`` tokens come at a time, more raise, and as long as
+    the ids of a token are distinct all rows fit.
 
     Args:
         max_num_tokens: rows for each expert.
@@ -54,6 +62,11 @@ class BatchedPrepareAndFinalize(FusedMoEPrepareAndFinalizeModular):
         checks.at_least(0, rank=rank)
         self.max_num_tokens, self.num_local_experts = max_num_tokens, num_local_experts
         self.dispatchers, self.rank = num_dispatchers, rank
+        self.drops = True
+
+    def post_init_setup(self, fused_experts: FusedMoEExperts) -> None:
+        """From here on a kernel sees to it that rows fit."""
+        self.drops = False
 
     @property
     def activation_format(self) -> FusedMoEActivationFormat:
@@ -95,6 +108,7 @@ class BatchedPrepareAndFinalize(FusedMoEPrepareAndFinalizeModular):
             local,
             self.max_num_tokens,
             "" if quant is None else quant.key,
+            self.drops,
         )
         check_none_dropped(dropped, self.max_num_tokens)
         return PrepareResult(
@@ -127,6 +141,6 @@ def mapped_ids(
 ) -> Tensor:
     """Ids as if the local experts were ``first_expert`` and on; -1 where a slot is skipped."""
     valid = (topk_ids >= 0) & (topk_ids < expert_map.shape[0])
-    local = expert_map.to(topk_ids.dtype)[torch.where(valid, topk_ids, 0).long()]
+    local = narrowed(expert_map, topk_ids.dtype)[torch.where(valid, topk_ids, 0).long()]
     valid = valid & (local >= 0) & (local < num_local_experts)
     return torch.where(valid, local + first_expert, -1)

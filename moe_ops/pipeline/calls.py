@@ -8,6 +8,7 @@ from torch import Tensor
 
 from moe_ops.activation import Activation, MoEActivation
 from moe_ops.alignment import count_expert_num_tokens
+from moe_ops.gradients import wanted
 from moe_ops.pipeline.formats import ExpertTokensMetadata, PrepareResult
 from moe_ops.pipeline.prepare_finalize import Hook, Receiver
 
@@ -25,6 +26,14 @@ class Call(NamedTuple):
     expert_map: Tensor | None = None
     apply_router_weight_on_input: bool = False
     shared_experts_input: Tensor | None = None
+
+    def tokens(self, part: slice) -> Call:
+        """The call for some of the tokens."""
+        return self._replace(
+            hidden_states=self.hidden_states[part],
+            topk_weights=self.topk_weights[part],
+            topk_ids=self.topk_ids[part],
+        )
 
 
 class Pending(NamedTuple):
@@ -52,6 +61,19 @@ def routed(call: Call, prepared: PrepareResult) -> Call:
         topk_weights=call.topk_weights if weights is None else weights,
         topk_ids=call.topk_ids if ids is None else ids,
     )
+
+
+def differentiable(call: Call) -> tuple[Tensor, ...]:
+    """The float tensors that the routed result depends on."""
+    return call.hidden_states, call.w1, call.w2, call.topk_weights
+
+
+def without_history(call: Call) -> Call:
+    """The call on tensors that autograd does not follow, but for the shared experts' input."""
+    if not wanted(*differentiable(call)):
+        return call
+    x, w1, w2, weights = (tensor.detach() for tensor in differentiable(call))
+    return call._replace(hidden_states=x, w1=w1, w2=w2, topk_weights=weights)
 
 
 def num_experts_of(call: Call) -> int:

@@ -9,7 +9,7 @@ import torch
 from moe_ops import checks
 from moe_ops.activation import Activation, MoEActivation, kind_and_key
 from moe_ops.parallel import FusedMoEParallelConfig
-from moe_ops.routing import RoutingMethodType
+from moe_ops.routing import SCORING_FUNCS, RoutingMethodType
 
 
 @dataclass(frozen=True)
@@ -37,8 +37,8 @@ class FusedMoEConfig:
             `fused_experts`.
 
     Raises:
-        ValueError: sizes that do not fit each other, an unknown activation.
-        TypeError: ``in_dtype`` is no float dtype of this library.
+        ValueError: sizes that do not fit each other; an unknown activation or ``scoring_func``.
+        TypeError: a field of another kind; a dtype that is no float dtype of this library.
     """
 
     num_experts: int
@@ -60,7 +60,8 @@ class FusedMoEConfig:
     batch_invariant: bool = False
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "device", torch.device(self.device))
+        object.__setattr__(self, "device", checks.device("device", self.device))
+        self._check_kinds()
         for name in ("num_experts", "hidden_dim", "intermediate_size", "num_local_experts"):
             checks.at_least(1, **{name: getattr(self, name)})
         if self.max_num_tokens is not None:
@@ -71,14 +72,27 @@ class FusedMoEConfig:
                 f"num_local_experts must be at most num_experts = {self.num_experts}, "
                 f"got {self.num_local_experts}"
             )
-        if self.in_dtype not in checks.FLOATS:
-            raise TypeError(f"in_dtype must be one of {list(checks.FLOATS)}, got {self.in_dtype}")
+        checks.one_of("scoring_func", self.scoring_func, SCORING_FUNCS)
         kind, _ = kind_and_key(self.activation)
         if kind.is_gated != self.is_act_and_mul:
             raise ValueError(
                 f"is_act_and_mul must be {kind.is_gated} for activation {kind.value}, "
                 f"got {self.is_act_and_mul}"
             )
+
+    def _check_kinds(self) -> None:
+        """TypeError for a field that holds another kind of value than its own."""
+        flags = ("renormalize", "has_bias", "is_act_and_mul", "batch_invariant")
+        checks.flags(**{name: getattr(self, name) for name in flags})
+        checks.instance("routing_method", self.routing_method, RoutingMethodType)
+        checks.instance("moe_parallel_config", self.moe_parallel_config, FusedMoEParallelConfig)
+        for name, known in (
+            ("in_dtype", checks.FLOATS),
+            ("router_logits_dtype", (*checks.FLOATS, None)),
+        ):
+            dtype = getattr(self, name)
+            if dtype not in known:
+                raise TypeError(f"{name} must be one of {list(known)}, got {dtype}")
 
     @property
     def activation_kind(self) -> MoEActivation:

@@ -6,24 +6,17 @@ from dataclasses import dataclass
 from math import prod
 
 from moe_ops.activation import Formula, formula, kind_and_key
-from moe_ops.block_scaled import TILES_FROM, block_scaled_tiles, is_block_scaled
-from moe_ops.gemm_tiles import (
-    ScaleGroups,
-    gemm_tiles,
-    scale_groups,
-    scaled_gemm_tiles,
-    scaled_slot_tiles,
-    weight_only_tiles,
-)
-from moe_ops.hopper_tiles import KernelTiles, plans_for, takes, token_tiles
+from moe_ops.gemm_choice import analytic_tiles, stored_gemm, tiles_of
+from moe_ops.gemm_tiles import scaled_slot_tiles
+from moe_ops.hopper_tiles import KernelTiles, plans_for, token_tiles
 from moe_ops.pipeline.config import FusedMoEConfig
 from moe_ops.pipeline.devices import Target
 from moe_ops.pipeline.experts import FusedMoEExperts, FusedMoEExpertsModular
 from moe_ops.pipeline.row_spaces import depends_on_batch
-from moe_ops.scheme import WHOLE, Scheme
+from moe_ops.scheme import Scheme
 from moe_ops.tiles import INVARIANT_ROW_TILES, Device, Gemm, TileConfig
-from moe_ops.tuned import DEFAULT, Choice, choose, row_tiles
-from moe_ops.tuned_file import default_row_tiles, plain_name, scaled_group
+from moe_ops.tuned import DEFAULT, Choice, row_tiles
+from moe_ops.tuned_file import default_row_tiles, plain_name
 
 
 @dataclass(frozen=True)
@@ -163,10 +156,22 @@ def _tiles(
     gemm1 = Gemm(rows, num_experts, columns, hidden, itemsize, halves, picked)
     gemm2 = Gemm(rows, num_experts, hidden, width, itemsize, 1, picked)
     found = tiles_of(gemm1, scheme, rule, device), tiles_of(gemm2, scheme, None, device)
-    if num_tokens > 1 or not fused or config.batch_invariant or config.max_num_tokens is not None:
+    if not fused or config.max_num_tokens is not None:
         return found
-    first = tiles_of_token(gemm1, scheme, rule, device, summed=False)
-    return first or found[0], tiles_of_token(gemm2, scheme, None, device, summed=True) or found[1]
+    first, second = (
+        _slot_choice(gemm, scheme) or choice
+        for gemm, choice in zip((gemm1, gemm2), found, strict=True)
+    )
+    if num_tokens == 1 and not config.batch_invariant:
+        first = tiles_of_token(gemm1, scheme, rule, device, summed=False) or first
+        second = tiles_of_token(gemm2, scheme, None, device, summed=True) or second
+    return first, second
+
+
+def _slot_choice(gemm: Gemm, scheme: Scheme) -> Choice | None:
+    """The kernel that quantizes the rows of few slots itself, where it goes before the others."""
+    tiles = slot_tiles_of(gemm, scheme)
+    return None if tiles is None else Choice(tiles, DEFAULT)
 
 
 def tiles_of_token(
@@ -181,53 +186,8 @@ def tiles_of_token(
     return None if tiles is None else Choice(default, DEFAULT, tiles)
 
 
-def tiles_of(gemm: Gemm, scheme: Scheme, rule: Formula | None, device: Device) -> Choice:
-    """Of one GEMM in a scheme, with the activation of its product, where it has one."""
-    if is_block_scaled(scheme.name, device.arch):
-        return Choice(block_scaled_tiles(gemm, scheme.name, device), TILES_FROM)
-    default = analytic_tiles(gemm, scheme, rule, device)
-    own = is_hoppers(gemm, scheme, rule, device)
-    gemm, bits = stored_gemm(gemm, scheme)
-    return choose(gemm, scheme.name, bits, device, default, hopper=own)
-
-
 def slot_tiles_of(gemm: Gemm, scheme: Scheme) -> TileConfig | None:
     """Of the kernel that quantizes the rows of few slots itself; None where there is none."""
     if scheme.activation is None or scheme.decoded or depends_on_batch(scheme.activation):
         return None
     return scaled_slot_tiles(gemm, scheme.activation)
-
-
-def is_hoppers(gemm: Gemm, scheme: Scheme, rule: Formula | None, device: Device) -> bool:
-    """Whether Hopper's own kernels take a GEMM, as in `tiles_of`."""
-    gemm, _ = stored_gemm(gemm, scheme)
-    quantized = scheme.activation is not None and not scheme.decoded
-    return takes(gemm, scheme, _groups(gemm, scheme, rule) if quantized else None, device)
-
-
-def analytic_tiles(gemm: Gemm, scheme: Scheme, rule: Formula | None, device: Device) -> TileConfig:
-    """Of the kernel for all GPUs, without any file, where products are not block-scaled."""
-    gemm, bits = stored_gemm(gemm, scheme)
-    if scheme.weight is None:
-        return gemm_tiles(gemm, device)
-    if scheme.activation is None or scheme.decoded:
-        return weight_only_tiles(gemm, bits, device)
-    return scaled_gemm_tiles(gemm, _groups(gemm, scheme, rule), device)
-
-
-def _groups(gemm: Gemm, scheme: Scheme, rule: Formula | None) -> ScaleGroups:
-    """How the scales of two quantized operands lie."""
-    rows = WHOLE if scheme.weight is None else scheme.weight.group.rows
-    weight_rows = gemm.halves * gemm.n if rows == WHOLE else rows
-    return scale_groups(gemm.n, scaled_group(scheme), weight_rows, rule)
-
-
-def stored_gemm(gemm: Gemm, scheme: Scheme) -> tuple[Gemm, int]:
-    """The GEMM with the bytes that a number of a row takes in it, and the bits of a weight."""
-    if scheme.weight is None:
-        return gemm, 8 * gemm.itemsize
-    if scheme.decoded:
-        gemm = gemm._replace(itemsize=2)
-    if scheme.activation is None or scheme.decoded:
-        return gemm, scheme.weight.element.stored_bits
-    return gemm._replace(itemsize=1), 8

@@ -6,9 +6,10 @@ from torch import Tensor
 
 from moe_ops import checks, ops
 from moe_ops.activation import Activation, MoEActivation, kind_and_key
+from moe_ops.gradients import inference_only
 from moe_ops.pipeline.experts.standard import slot_experts
 from moe_ops.pipeline.gemms import expert_weights
-from moe_ops.pipeline.layer_checks import check_layer
+from moe_ops.pipeline.layer_checks import check_layer, check_not_quantized
 from moe_ops.pipeline.no_ep import quantize_tokens
 from moe_ops.pipeline.row_spaces import SlotRows, row_tiles_of
 from moe_ops.routing.arguments import check_logits, check_scoring
@@ -18,6 +19,7 @@ from moe_ops.tensors import Routing, Rows
 NOT_QUANTIZED = FusedMoEQuantConfig("unquantized")
 
 
+@inference_only
 def fused_experts(
     hidden_states: Tensor,
     w1: Tensor,
@@ -49,6 +51,9 @@ def fused_experts(
 
     A slot is skipped when its id is negative, not less than the number of experts, or mapped to -1
     by ``expert_map``: nothing of it is read, and a token whose slots are all skipped gets zeros.
+    In the schemes with one dynamic scale of all tokens (``fp8_tensor``, ``int8_tensor``) padding
+    tokens need ids of -1 (see `adjust_routing`): the scale is that of the tokens with an expert
+    here, and one NaN among them makes every row NaN.
 
     Args:
         hidden_states: ``(T, H)`` bf16, fp16 or fp32. ``T == 0`` is allowed.
@@ -76,8 +81,9 @@ def fused_experts(
     Raises:
         TypeError: a wrong dtype.
         ValueError: shapes, devices or strides that do not fit; an unknown activation.
-        NotImplementedError: an input that requires grad while grad mode is on; ``batch_invariant``
-            with a scheme whose activations share one scale of all tokens.
+        NotImplementedError: ``batch_invariant`` with a scheme whose activations share one scale of
+            all tokens; a backward pass through the result (in grad mode a call with inputs that
+            require grad runs).
 
     Source:
         vLLM ``fused_experts`` and ``TritonExperts``; there the router weight is rounded into the
@@ -102,7 +108,10 @@ def fused_experts(
 def _config(quant_config: FusedMoEQuantConfig | None) -> FusedMoEQuantConfig:
     config = NOT_QUANTIZED if quant_config is None else quant_config
     if not isinstance(config, FusedMoEQuantConfig):
-        raise TypeError(f"quant_config must be a FusedMoEQuantConfig, got {type(config).__name__}")
+        raise TypeError(
+            "quant_config must be a FusedMoEQuantConfig, as FusedMoEQuantConfig.from_weights makes "
+            f"it of a scheme and its weights, got {type(config).__name__}"
+        )
     return config
 
 
@@ -125,7 +134,9 @@ def _experts(
     kind, key = kind_and_key(activation)
     config = _config(quant_config)
     scheme = config.scheme
-    checks.flags(apply_router_weight_on_input=apply_router_weight_on_input)
+    checks.flags(
+        apply_router_weight_on_input=apply_router_weight_on_input, batch_invariant=batch_invariant
+    )
     biases = config.biases(w1_bias, w2_bias)
     quantization = () if scheme.weight is None else config.tensors
     experts = (hidden_states, w1, w2, *biases, kind, scheme, *quantization)
@@ -140,6 +151,7 @@ def _experts(
     return slot_experts(rows, weights, *how)
 
 
+@inference_only
 def fused_moe(
     hidden_states: Tensor,
     w1: Tensor,
@@ -186,12 +198,16 @@ def fused_moe(
     check_logits(hidden_states, gating_output, topk)
     check_scoring(gating_output, scoring_func, None)
     checks.expert_map(expert_map, gating_output)
-    checks.flags(renormalize=renormalize)
+    checks.flags(renormalize=renormalize, batch_invariant=batch_invariant)
+    scheme = _config(quant_config).scheme
     for name, w in (("w1", w1), ("w2", w2)):
-        checks.tensor(name, w, 3, None)
+        if scheme.weight is None:
+            check_not_quantized(name, w)
+        else:
+            checks.tensor(name, w, 3, None)
     experts = w1.shape[0] if expert_map is None else expert_map.shape[0]
     checks.size("gating_output.shape[1]", gating_output.shape[1], "the number of experts", experts)
-    tiles = list(row_tiles_of(_config(quant_config).scheme, w2, batch_invariant))
+    tiles = list(row_tiles_of(scheme, w2, batch_invariant))
     how = (None, topk, renormalize, scoring_func, 1)
     topk_weights, topk_ids, plan = ops.topk_plan(
         gating_output, *how, expert_map, tiles, w1.shape[0]

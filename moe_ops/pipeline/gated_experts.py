@@ -8,6 +8,7 @@ from torch import Tensor
 
 from moe_ops import checks, ops
 from moe_ops.activation import MoEActivation
+from moe_ops.gradients import inference_only
 from moe_ops.pipeline.fused_experts import NOT_QUANTIZED
 from moe_ops.pipeline.gemms import expert_weights, gemm, quantized
 from moe_ops.pipeline.layer_checks import check_layer
@@ -16,6 +17,7 @@ from moe_ops.scheme import FusedMoEQuantConfig
 from moe_ops.tensors import Routing
 
 
+@inference_only
 def gated_experts(
     hidden_states: Tensor,
     w1: Tensor,
@@ -60,6 +62,7 @@ def gated_experts(
         TypeError, ValueError, NotImplementedError: as `fused_experts`; ValueError when ``gate``
             returns another shape.
     """
+    checks.flags(is_gated=is_gated, batch_invariant=batch_invariant)
     kind = MoEActivation.SILU if is_gated else MoEActivation.SILU_NO_MUL
     config = NOT_QUANTIZED if quant_config is None else quant_config
     scheme = config.scheme

@@ -26,14 +26,18 @@ def expert_weights(
     b1, b2 = config.biases(w1_bias, w2_bias)
     if config.scheme.weight is None:
         return ExpertWeights(ExpertWeight(w1, b1), ExpertWeight(w2, b2))
-    scales, quant = config.input_scales, config.scheme.activation
-    shared = scales if quant is not None and quant.global_scale else (None, None)
-    parts = zip(config.weights(w1, w2), (b1, b2), shared, strict=True)
-    first, second = (
-        ExpertWeight(w.data, bias, w.scale, w.zero_point, _factor(w.global_scale, of_rows))
-        for w, bias, of_rows in parts
+    a1, a2 = config.input_scales
+    q1, q2 = config.weights(w1, w2)
+    first, second = q1.global_scale, q2.global_scale
+    quant = config.scheme.activation
+    if quant is not None and quant.global_scale:
+        first, second = _factor(first, a1), _factor(second, a2)
+    return ExpertWeights(
+        ExpertWeight(w1, b1, q1.scale, q1.zero_point, first),
+        ExpertWeight(w2, b2, q2.scale, q2.zero_point, second),
+        a1,
+        a2,
     )
-    return ExpertWeights(first, second, *scales)
 
 
 def _factor(global_scale: Tensor | None, of_rows: Tensor | None) -> Tensor | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from moe_ops import checks
@@ -50,6 +51,7 @@ def check_options(
         ValueError: ``inplace`` with shared experts; either with monolithic experts; a chunk size
             that is not positive, or for experts that take all tokens at once.
     """
+    checks.flags(inplace=inplace)
     if shared_experts is not None and not callable(shared_experts):
         raise TypeError(f"shared_experts must be callable, got {type(shared_experts).__name__}")
     if inplace and shared_experts is not None:
@@ -90,12 +92,26 @@ def check_call(fused_experts: FusedMoEExperts, call: Call) -> None:
         TypeError, ValueError, NotImplementedError: naming the argument, the rule and what came.
     """
     config = fused_experts.quant_config
+    checks.flags(apply_router_weight_on_input=call.apply_router_weight_on_input)
     check_layer(
         call.topk_weights, call.topk_ids, call.expert_map, call.global_num_experts,
         call.hidden_states, call.w1, call.w2, config.w1_bias, config.w2_bias,
         kind_and_key(call.activation)[0], config.scheme, *config.tensors,
     )  # fmt: skip
     _check_dtype(fused_experts, call.hidden_states)
+
+
+def check_room(prepare_finalize: FusedMoEPrepareAndFinalize, call: Call) -> None:
+    """ValueError for more tokens than prepare may send at once.
+
+    For a compiler the number of tokens is no number: there prepare's operator checks.
+    """
+    most, tokens = prepare_finalize.max_num_tokens_per_rank(), call.hidden_states.shape[0]
+    if most is not None and not torch.compiler.is_compiling() and tokens > most:
+        raise ValueError(
+            f"hidden_states must have at most max_num_tokens = {most} tokens, all that "
+            f"{type(prepare_finalize).__name__} has room for, got {tokens}"
+        )
 
 
 def check_logits(

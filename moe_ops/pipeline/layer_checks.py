@@ -49,9 +49,6 @@ def check_experts(
         check_quantized(hidden_states, w1, w2, kind, config)
         check_device(hidden_states, scheme)
         check_biases(hidden_states, w1, w2, w1_bias, w2_bias)
-        checks.inference_only(
-            hidden_states=hidden_states, w1=w1, w2=w2, w1_bias=w1_bias, w2_bias=w2_bias
-        )
     else:
         check_weights(hidden_states, w1, w2, w1_bias, w2_bias, kind)
 
@@ -84,10 +81,10 @@ def check_weights(
     w2_bias: Tensor | None,
     kind: MoEActivation,
 ) -> None:
-    """The weights fit the tokens and the activation, and none of them wants a gradient."""
+    """The weights fit the tokens and the activation."""
     checks.tensor("hidden_states", hidden_states, 2, checks.FLOATS)
     for name, w in (("w1", w1), ("w2", w2)):
-        checks.tensor(name, w, 3, checks.FLOATS)
+        check_not_quantized(name, w)
         checks.same_dtype(name, w, "hidden_states", hidden_states)
         checks.same_device(name, w, "hidden_states", hidden_states)
         checks.one_unit_stride(name, w)
@@ -111,9 +108,17 @@ def check_weights(
     else:
         checks.size("w1.shape[1]", w1.shape[1], "w2.shape[2]", intermediate_size)
     check_biases(hidden_states, w1, w2, w1_bias, w2_bias)
-    checks.inference_only(
-        hidden_states=hidden_states, w1=w1, w2=w2, w1_bias=w1_bias, w2_bias=w2_bias
-    )
+
+
+def check_not_quantized(name: str, w: Tensor) -> None:
+    """A weight of a layer without a quantization; TypeError says what a quantized one needs."""
+    checks.tensor(name, w, 3, None)
+    if w.dtype not in checks.FLOATS:
+        raise TypeError(
+            f"{name} must have a dtype of {list(checks.FLOATS)} without a quant_config (quantized "
+            "weights need one with their scheme and scales, as FusedMoEQuantConfig.from_weights "
+            f"makes it), got {w.dtype}"
+        )
 
 
 def check_routing(
@@ -124,7 +129,7 @@ def check_routing(
     global_num_experts: int,
     expert_map: Tensor | None,
 ) -> None:
-    """The routing fits the tokens and the experts, and wants no gradient."""
+    """The routing fits the tokens and the experts."""
     checks.integer("global_num_experts", global_num_experts)
     checks.topk_pair(topk_weights, topk_ids)
     checks.same_device("topk_ids", topk_ids, "hidden_states", hidden_states)
@@ -140,7 +145,6 @@ def check_routing(
             f"got {given}"
         )
     checks.topk("topk_ids.shape[1]", topk_ids.shape[1], num_experts)
-    checks.inference_only(topk_weights=topk_weights)
 
 
 def check_biases(

@@ -13,8 +13,17 @@ import torch
 from torch import Tensor
 
 from moe_ops.activation import Activation, MoEActivation
+from moe_ops.gradients import inference_only, refuse, wanted
 from moe_ops.parallel import FusedMoEParallelConfig
-from moe_ops.pipeline.calls import Call, Pending, chunk_of, num_experts_of, routed
+from moe_ops.pipeline.calls import (
+    Call,
+    Pending,
+    chunk_of,
+    differentiable,
+    num_experts_of,
+    routed,
+    without_history,
+)
 from moe_ops.pipeline.experts import FusedMoEExperts
 from moe_ops.pipeline.formats import FusedMoEActivationFormat, PrepareResult
 from moe_ops.pipeline.kernel_checks import (
@@ -23,6 +32,7 @@ from moe_ops.pipeline.kernel_checks import (
     check_logits,
     check_options,
     check_parts,
+    check_room,
 )
 from moe_ops.pipeline.prepare_finalize import (
     FusedMoEPrepareAndFinalize,
@@ -98,12 +108,17 @@ class FusedMoEKernel:
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Run the layer on tokens whose routing is known.
 
+        Where prepare takes ``max_num_tokens`` tokens at most (the Batched format), more are run in
+        parts of so many, one after another. A compiled or exported call raises for more, and so
+        does a prepare with several dispatchers, which must call it equally often.
+
         Args:
             hidden_states: ``(T, H)`` bf16, fp16 or fp32; also T = 0.
             w1: ``(El, 2I, H)`` or ``(El, I, H)``, stored as the experts' scheme says.
             w2: ``(El, H, I)``.
             topk_weights: ``(T, k)``.
-            topk_ids: ``(T, k)`` int32 or int64, global experts.
+            topk_ids: ``(T, k)`` int32 or int64, global experts. In the Batched format those of a
+                token are distinct, or there is room for every slot.
             activation: kind, name or `Activation`.
             global_num_experts: E; -1: the length of ``expert_map``, or El without one.
             expert_map: ``(E,)`` or None.
@@ -114,15 +129,41 @@ class FusedMoEKernel:
             ``(T, H)``, or ``(shared experts' result, (T, H))`` where there are shared experts.
 
         Raises:
-            TypeError, ValueError, NotImplementedError: as `fused_experts`; ValueError when the
-                kernel is monolithic.
+            TypeError, ValueError, NotImplementedError: as `fused_experts`, also for a backward pass
+                through the routed result; ValueError when the kernel is monolithic, or for too many
+                tokens.
         """
         call = Call(
             hidden_states, w1, w2, topk_weights, topk_ids, activation, global_num_experts,
             expert_map, apply_router_weight_on_input, shared_experts_input,
         )  # fmt: skip
-        call, rows = self.run_experts(call, self.start_prepare(call))
-        return self.finish(call, self.start_finalize(call, rows))
+        return self.run(call, self.shared_experts)
+
+    def run(
+        self, call: Call, shared_experts: Callable[[Tensor], Tensor] | None
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """`apply`, with these shared experts (None: without any) in place of the kernel's own."""
+        size = self._tokens_of_a_part(call)
+        if size is None:
+            finalized = self.start_finalize(*self.run_experts(call, self.start_prepare(call)))
+        else:
+            parts = []
+            for i in range(cdiv(call.hidden_states.shape[0], size)):
+                part = call.tokens(slice(i * size, (i + 1) * size))
+                rows = self.run_experts(part, self.start_prepare(part))
+                parts.append(self.start_finalize(*rows).wait())
+            finalized = Pending(None, lambda: torch.cat(parts))
+        return self._finish(call, finalized, shared_experts)
+
+    def _tokens_of_a_part(self, call: Call) -> int | None:
+        """As many tokens as prepare takes, if it is to be called several times; else None."""
+        part = self.prepare_finalize
+        size = part.max_num_tokens_per_rank()
+        if size is None or self.is_monolithic or torch.compiler.is_compiling():
+            return None
+        check_call(self.fused_experts, call)
+        alone = part.num_dispatchers() == 1  # nobody else waits for the same number of calls
+        return size if alone and call.hidden_states.shape[0] > size else None
 
     def start_prepare(self, call: Call) -> Pending:
         """Check the arguments and send tokens on their way: a `PrepareResult` to wait for."""
@@ -131,9 +172,11 @@ class FusedMoEKernel:
         if self.is_monolithic:
             raise ValueError("apply needs modular parts: call apply_monolithic with router_logits")
         check_call(experts, call)
-        wanted = part.topk_indices_dtype()
-        if wanted is not None and call.topk_ids.dtype != wanted:
-            raise TypeError(f"topk_ids must have dtype {wanted}, got {call.topk_ids.dtype}")
+        check_room(part, call)
+        call = without_history(call)
+        dtype = part.topk_indices_dtype()
+        if dtype is not None and call.topk_ids.dtype != dtype:
+            raise TypeError(f"topk_ids must have dtype {dtype}, got {call.topk_ids.dtype}")
         arguments = (
             call.hidden_states,
             call.topk_weights,
@@ -153,26 +196,29 @@ class FusedMoEKernel:
         """The experts on what prepare returns, in chunks where asked.
 
         Returns:
-            The call with the routing that holds from here on, and the experts' rows.
+            The call with the routing that holds from here on, and the experts' rows. A backward
+            pass through these raises.
         """
         prepared = pending.wait()
         del pending
+        inputs = wanted(*differentiable(call), self.fused_experts.quant_config)
         call = routed(call, prepared)
+        plain = without_history(call)
         num_tokens, size = call.topk_ids.shape[0], self.chunk_size
         chunks = 1 if size is None else cdiv(num_tokens, size)
         if size is None or chunks <= 1:
             given = [prepared]
             del prepared  # the experts take it: rows are freed after the first GEMM
-            return call, self._experts(call, given)
+            return call, refuse(self._experts(plain, given), inputs, "FusedMoEKernel.apply")
         rows_per_token = call.topk_ids.shape[1] if self._weighted_by_prepare(call) else 1
         quant = self.fused_experts.quant_config.scheme.activation
         scales_have_rows = quant is not None and not quant.per_tensor
         parts = []
         for i in range(chunks):
             tokens = slice(i * size, (i + 1) * size)
-            chunk, rows = chunk_of(call, prepared, tokens, rows_per_token, scales_have_rows)
+            chunk, rows = chunk_of(plain, prepared, tokens, rows_per_token, scales_have_rows)
             parts.append(self._experts(chunk, [rows]))
-        return call, torch.cat(parts)
+        return call, refuse(torch.cat(parts), inputs, "FusedMoEKernel.apply")
 
     def _weighted_by_prepare(self, call: Call) -> bool:
         experts = self.fused_experts
@@ -209,10 +255,18 @@ class FusedMoEKernel:
 
     def finish(self, call: Call, finalized: Pending) -> Tensor | tuple[Tensor, Tensor]:
         """Run the shared experts while rows come back, then wait for those."""
+        return self._finish(call, finalized, self.shared_experts)
+
+    def _finish(
+        self,
+        call: Call,
+        finalized: Pending,
+        shared_experts: Callable[[Tensor], Tensor] | None,
+    ) -> Tensor | tuple[Tensor, Tensor]:
         shared = None
-        if self.shared_experts is not None:
+        if shared_experts is not None:
             given = call.shared_experts_input
-            shared = self.shared_experts(call.hidden_states if given is None else given)
+            shared = shared_experts(call.hidden_states if given is None else given)
             if shared is None:
                 raise ValueError("shared_experts must return a Tensor, got None")
         output = finalized.wait()
@@ -220,6 +274,7 @@ class FusedMoEKernel:
             output = call.hidden_states.copy_(output)
         return output if shared is None else (shared, output)
 
+    @inference_only
     def apply_monolithic(
         self,
         hidden_states: Tensor,
@@ -238,7 +293,8 @@ class FusedMoEKernel:
         """Route by ``router_logits`` ``(T, E)`` and run the experts: ``(T, H)``.
 
         Args (those not named as in `apply`):
-            router_logits: ``(T, E)`` bf16, fp16 or fp32.
+            router_logits: ``(T, E)`` bf16, fp16 or fp32: one Tensor. (vLLM also takes a tuple of
+                two, which raises a TypeError here.)
             num_expert_group: groups of experts; None: no groups.
             e_score_correction_bias: float32 ``(E,)``, added to scores for the choice only.
             routed_scaling_factor: on the weights; None: 1.

@@ -41,9 +41,20 @@ def row_tiles_of(
     num_experts, hidden, width = w2.shape
     if scheme.weight is not None and scheme.weight.element.packed:
         width *= 2
-    name, arch = name_and_arch(w2.device)
-    hopper = plans_for(scheme, arch, w2.element_size(), width)
-    return row_tiles(scheme, (num_experts, width, hidden), name, hopper=hopper)
+    sizes = (num_experts, width, hidden)
+    return row_tiles_of_sizes(scheme, sizes, w2.element_size(), w2.device)
+
+
+def row_tiles_of_sizes(
+    scheme: Scheme, sizes: tuple[int, int, int], itemsize: int, device: torch.device
+) -> RowTiles:
+    """The row tiles of a layer with ``(E, I, H)``.
+
+    ``itemsize``: bytes of a number in a weight that is not quantized.
+    """
+    name, arch = name_and_arch(device)
+    hopper = plans_for(scheme, arch, itemsize, sizes[1])
+    return row_tiles(scheme, sizes, name, hopper=hopper)
 
 
 def depends_on_batch(quant: Quant | None) -> bool:

@@ -8,9 +8,9 @@ from torch import Tensor
 
 from moe_ops.activation import formula
 from moe_ops.fake_impls.scaled_gemm import stored_rows
+from moe_ops.gemm_choice import tiles_of
 from moe_ops.gemm_tiles import quantizes_slots
 from moe_ops.hopper_tiles import packed_rows, token_tiles
-from moe_ops.pipeline.costs import tiles_of
 from moe_ops.scheme import get_scheme
 from moe_ops.tiles import Device, Gemm, is_direct
 

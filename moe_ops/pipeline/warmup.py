@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -10,8 +10,10 @@ from torch import Tensor
 
 from moe_ops import checks, ops
 from moe_ops.activation import formula, kind_and_key
-from moe_ops.pipeline.costs import slot_tiles_of, tiles_of
+from moe_ops.gemm_choice import tiles_of
+from moe_ops.pipeline.costs import slot_tiles_of
 from moe_ops.pipeline.fused_experts import NOT_QUANTIZED, fused_experts
+from moe_ops.pipeline.layer_checks import check_not_quantized
 from moe_ops.pipeline.row_spaces import row_tiles_of
 from moe_ops.routing import fused_topk
 from moe_ops.scheme import Scheme
@@ -24,6 +26,11 @@ from moe_ops.tiles import (
     scan_sizes,
     sort_block,
 )
+
+EVERY = 4096
+"""Token counts that are all looked at."""
+RANGES = 64
+"""Ranges of larger token counts, for each doubling."""
 
 
 def warmup(
@@ -49,8 +56,8 @@ def warmup(
         w1: the layer's weights, as in `fused_experts`; they are read, not copied.
         w2: see `fused_experts`.
         top_k: k.
-        num_tokens: the token counts to come; a single number means all from 1 up to it, of which
-            those are run that differ in a kernel.
+        num_tokens: the token counts to come, up to 2**31 - 1; a single number means all from 1 up
+            to it, of which those are run that differ in a kernel.
         topk_weights_dtype: dtype of the weights that calls will pass.
         topk_ids_dtype: dtype of the ids that calls will pass.
         scoring_func: of `fused_topk`, which is warmed too.
@@ -60,14 +67,20 @@ def warmup(
 
     Returns:
         The token counts that were run.
+
+    Raises:
+        TypeError: quantized weights without a ``quant_config``; a flag that is no bool.
     """
+    scheme = (experts.get("quant_config") or NOT_QUANTIZED).scheme
+    if scheme.weight is None:
+        check_not_quantized("w1", w1)
+        check_not_quantized("w2", w2)
     expert_map = experts.get("expert_map")
     num_experts = w1.shape[0] if expert_map is None else expert_map.shape[0]
-
-    scheme = (experts.get("quant_config") or NOT_QUANTIZED).scheme
     dtype = hidden_dtype or (w1.dtype if scheme.weight is None else torch.bfloat16)
     activation = kind_and_key(experts.get("activation", "silu"))[1]
     invariant = experts.get("batch_invariant", False)
+    checks.flags(batch_invariant=invariant)
 
     def run(tokens: int) -> None:
         x = torch.randn(tokens, w2.shape[1], device=w1.device, dtype=dtype)
@@ -129,6 +142,36 @@ class Variants(NamedTuple):
         return (*tiles, *slots, *sorting, *routing)
 
 
+def first_counts(variant_of: Callable[[int], Any], most: int) -> dict[Any, int]:
+    """The first of the counts 1..``most`` of each variant.
+
+    Every count up to `EVERY` is asked for its variant. From there on ranges of `RANGES` to a
+    doubling are, by their ends: no kernel serves less than such a range of large counts.
+    """
+    chosen: dict[Any, int] = {}
+    low = min(most, EVERY)
+    for tokens in range(1, low + 1):
+        chosen.setdefault(variant_of(tokens), tokens)
+    while low < most:
+        high = min(most, low + low // RANGES)
+        for tokens in _changes(variant_of, low, high):
+            chosen.setdefault(variant_of(tokens), tokens)
+        low = high
+    return chosen
+
+
+def _changes(variant_of: Callable[[int], Any], low: int, high: int) -> Iterator[int]:
+    """The counts in ``low + 1..high`` whose variant is not that of the count before."""
+    if variant_of(low) == variant_of(high):
+        return
+    if high == low + 1:
+        yield high
+        return
+    middle = (low + high) // 2
+    yield from _changes(variant_of, low, middle)
+    yield from _changes(variant_of, middle, high)
+
+
 @torch.no_grad()
 def run_variants(
     run: Callable[[int], Any], num_tokens: int | Iterable[int], variants: Variants
@@ -137,9 +180,12 @@ def run_variants(
     given = [num_tokens] if isinstance(num_tokens, int) else list(num_tokens)
     for count in given:
         checks.at_least(0, num_tokens=count)
-    chosen: dict[Any, int] = {}
-    for tokens in range(1, num_tokens + 1) if isinstance(num_tokens, int) else given:
-        chosen.setdefault(variants.of(tokens), tokens)
+    if isinstance(num_tokens, int):
+        chosen = first_counts(variants.of, num_tokens)
+    else:
+        chosen = {}
+        for tokens in given:
+            chosen.setdefault(variants.of(tokens), tokens)
     for tokens in chosen.values():
         run(tokens)
     if variants.w1.is_cuda:

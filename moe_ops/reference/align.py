@@ -81,6 +81,7 @@ def _fill_slots(
     order = torch.argsort(bucket, stable=True)
     counts = torch.bincount(bucket, minlength=num_experts + 1)[:num_experts]
     names = torch.arange(num_experts, device=topk_ids.device) if names is None else names.long()
+    names = torch.where(names == names.to(torch.int32), names, -1)
     _fill(plan, tile, order, counts, names, num_slots)
     return counts
 
@@ -106,10 +107,15 @@ def plan_batched(
 def plan_permuted(
     expert_first_token_offset: Tensor, num_rows: int, row_tiles: Sequence[int]
 ) -> Tensor:
-    """Expert e's rows are ``offset[e]`` to ``offset[e + 1] - 1``."""
+    """Expert e's rows are ``offset[e]`` to ``offset[e + 1] - 1``.
+
+    Offsets are bounded by the rows, and counts by what the experts before leave of them.
+    """
     plan = empty_permuted(expert_first_token_offset, num_rows, row_tiles)
-    offset = expert_first_token_offset.long()
-    return _spans(plan, offset[:-1], offset.diff(), num_rows, row_tiles)
+    offset = expert_first_token_offset.long().clamp(0, num_rows)
+    counts = offset.diff().clamp(min=0)
+    counts = counts.minimum((num_rows - (counts.cumsum(0) - counts)).clamp(min=0))
+    return _spans(plan, offset[:-1], counts, num_rows, row_tiles)
 
 
 def _spans(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from moe_ops.fake_impls.batched import check_room
 from moe_ops.reference import activation as activations
 from moe_ops.reference.quantize import quantize_rows
 from moe_ops.reference.slots import local_experts
@@ -20,8 +21,10 @@ def batched_dispatch(
     num_local_experts: int,
     max_num_tokens: int,
     quant: str,
+    drops: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Each slot's row copied to its expert, in slot order; what does not fit is counted."""
+    check_room(x, max_num_tokens, drops)
     row, counts = _places(topk_ids, first_expert, num_local_experts, max_num_tokens)
     slots = (row >= 0).nonzero().flatten()
     value = x[slots // topk_ids.shape[1]].float()

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from moe_ops.tensors import narrowed
+
 HASH = 2654435769
 """2**32 divided by the golden ratio: consecutive tokens land far apart."""
 
@@ -18,15 +20,20 @@ def eplb_map_to_physical_and_record(
     num_unpadded_tokens: Tensor | None,
     indices_type: torch.dtype,
     seed: int,
+    step: Tensor | None = None,
 ) -> Tensor:
-    """Each slot's replica, chosen by a hash of its token, and counted in ``expert_load_view``."""
+    """Each slot's replica, chosen by a hash of its token, and counted in ``expert_load_view``.
+
+    -1 for an id of no expert, and where a replica does not fit into ``indices_type``.
+    """
     num_experts, max_replicas = logical_to_physical_map.shape
     num_physical = expert_load_view.shape[0]
     valid = (topk_ids >= 0) & (topk_ids < num_experts)
     expert = torch.where(valid, topk_ids, 0).long()
     token = torch.arange(topk_ids.shape[0], device=topk_ids.device)[:, None]
     replicas = logical_replica_count.long()[expert].clamp(1, max_replicas)
-    replica = ((token + seed) * HASH & 0xFFFFFFFF) % replicas
+    offset = seed if step is None else seed + step.long().reshape(())
+    replica = ((token + offset) * HASH & 0xFFFFFFFF) % replicas
     physical = torch.where(valid, logical_to_physical_map.long()[expert, replica], -1)
 
     counted = (physical >= 0) & (physical < num_physical)
@@ -37,4 +44,4 @@ def eplb_map_to_physical_and_record(
     expert_load_view.scatter_add_(
         0, torch.where(counted, physical, 0).flatten(), counted.flatten().to(expert_load_view.dtype)
     )
-    return physical.to(indices_type)
+    return narrowed(physical, indices_type)

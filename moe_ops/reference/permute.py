@@ -25,19 +25,30 @@ def moe_permutation(
 def gather_rows(
     x: Tensor, permuted_idx: Tensor, expert_first_token_offset: Tensor, top_k: int
 ) -> Tensor:
-    """``out[r] = x[permuted_idx[r] // top_k]``, zeros past the last expert's rows."""
-    rows = x[permuted_idx.long() // top_k]
-    used = torch.arange(len(rows), device=x.device) < expert_first_token_offset[-1]
-    return torch.where(used[:, None], rows, torch.zeros((), dtype=x.dtype, device=x.device))
+    """``out[r] = x[permuted_idx[r] // top_k]``.
+
+    Zeros past the last expert's rows, and where ``permuted_idx[r]`` is no slot of ``x``.
+    """
+    slot = permuted_idx.long()
+    used = torch.arange(len(slot), device=x.device) < expert_first_token_offset[-1]
+    used &= (slot >= 0) & (slot < len(x) * top_k)
+    out = x.new_zeros((len(slot), x.shape[1]))
+    out[used] = x[slot[used] // top_k]
+    return out
 
 
 def order_columns(x: Tensor, order: Tensor, topk_ids: Tensor, expert_map: Tensor | None) -> Tensor:
-    """``out[s] = x[s // k, order[e]]`` for the expert e of slot s, zeros where that is skipped."""
+    """``out[s] = x[s // k, order[e]]`` for the expert e of slot s.
+
+    Zeros where that is skipped, and where ``order`` names no column.
+    """
     k, experts = topk_ids.shape[1], local_experts(topk_ids, expert_map, order.shape[0])
     out = x.new_zeros((experts.shape[0], x.shape[1]))
     for expert, columns in enumerate(order.long()):
         slots = (experts == expert).nonzero()[:, 0]
-        out[slots] = x[slots // k].index_select(1, columns)
+        known = (columns >= 0) & (columns < x.shape[1])
+        ordered = x[slots // k].index_select(1, torch.where(known, columns, 0))
+        out[slots] = torch.where(known, ordered, out[slots])
     return out
 
 

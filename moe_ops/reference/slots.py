@@ -41,15 +41,27 @@ def planned_slots(
         slots = experts.argsort(stable=True)
         slots = slots[experts[slots] >= 0]
         return slots, experts[slots]
+    slots, experts, real = _planned_rows(plan, row_tiles, num_slots, num_experts)
+    return slots[real], experts[real]
+
+
+def _planned_rows(
+    plan: Tensor, row_tiles: Sequence[int], num_slots: int, num_experts: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The slot and the expert of each row in use, and which rows are neither padding nor skipped.
+
+    No row is in use where a plan says that more are than it has.
+    """
     sorted_token_ids, expert_ids, num_tokens_post_padded = unpack_plan(
         plan, num_slots, num_experts, row_tiles
     )
     tile = pick_row_tile(row_tiles, num_slots, num_experts)
-    used = int(num_tokens_post_padded)
-    slots = sorted_token_ids[:used].long()
-    experts = expert_ids[: used // tile].long().repeat_interleave(tile)
-    keep = (slots < num_slots) & (experts >= 0)
-    return slots[keep], experts[keep]
+    tiles = int(num_tokens_post_padded) // tile
+    tiles = tiles if 0 <= tiles <= len(sorted_token_ids) // tile else 0
+    slots = sorted_token_ids[: tiles * tile].long()
+    experts = expert_ids[:tiles].long().repeat_interleave(tile)
+    real = (slots >= 0) & (slots < num_slots) & (experts >= 0) & (experts < num_experts)
+    return slots, experts, real
 
 
 def rows_between(
@@ -63,10 +75,10 @@ def rows_between(
     if plan is None:
         return planned_slots(tiles, row_tiles, num_slots, num_experts)[0]
     tile = pick_row_tile(row_tiles, num_slots, num_experts)
-    used = unpack_plan(plan, num_slots, num_experts, row_tiles).sorted_token_ids[: int(plan[0])]
-    firsts = first_rows(plan, num_slots, num_experts, row_tiles)[: len(used) // tile, None]
+    _, _, real = _planned_rows(plan, row_tiles, num_slots, num_experts)
+    firsts = first_rows(plan, num_slots, num_experts, row_tiles)[: len(real) // tile, None]
     rows = firsts.long() + torch.arange(tile, device=plan.device)
-    return rows.flatten()[used < num_slots]
+    return rows.flatten()[real].clamp(0, num_slots - 1)
 
 
 def multiply(x: Tensor, w: Tensor, out: Tensor, row_tiles: Sequence[int]) -> None:

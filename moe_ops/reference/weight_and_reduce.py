@@ -26,7 +26,7 @@ def moe_fused_mul_sum(
     if topk_ids is not None:
         keep = local_experts(topk_ids, expert_map, num_local_experts).view(tokens, k) >= 0
     if num_valid_tokens is not None:
-        valid = (torch.arange(tokens, device=inputs.device) < num_valid_tokens)[:, None]
+        valid = (torch.arange(tokens, device=inputs.device) < num_valid_tokens.flatten())[:, None]
         keep = valid if keep is None else keep & valid
     rows = inputs.float().reshape(tokens, k, hidden_size)
     if keep is not None:  # what is skipped may be NaN

@@ -5,11 +5,12 @@ from moe_ops.routing.adjust import adjust_routing, zero_experts
 from moe_ops.routing.arguments import check_tokens
 from moe_ops.routing.methods import SCORING_FUNCS, RoutingMethodType, get_routing_method_type
 from moe_ops.routing.models import gemma4_routing, llama4_routing, sparsemixer, topk_softmax
-from moe_ops.routing.select import CustomRouting, SelectedExperts, select_experts
+from moe_ops.routing.select import CaptureFn, CustomRouting, SelectedExperts, select_experts
 from moe_ops.routing.topk import fused_topk, grouped_topk, hash_topk
 
 __all__ = [
     "SCORING_FUNCS",
+    "CaptureFn",
     "CustomRouting",
     "RoutingMethodType",
     "SelectedExperts",

@@ -6,8 +6,10 @@ import torch
 from torch import Tensor
 
 from moe_ops import checks, ops
+from moe_ops.gradients import inference_only
 
 
+@inference_only
 def adjust_routing(
     topk_weights: Tensor,
     topk_ids: Tensor,
@@ -39,17 +41,17 @@ def adjust_routing(
 
     Raises:
         TypeError: a wrong dtype.
-        ValueError: shapes or devices that disagree; a negative number of experts.
-        NotImplementedError: a tensor that requires grad while grad mode is on.
+        ValueError: shapes or devices that disagree; a negative number of experts, or more than
+            4096 shared ones; a ``shared_expert_weight`` that is not finite in float32.
+        NotImplementedError: a backward pass through the result.
 
     Source:
         Gemma-4's ``per_expert_scale``; vLLM's fused shared experts and ``VLLM_MOE_SKIP_PADDING``.
     """
     checks.topk_pair(topk_weights, topk_ids)
-    checks.inference_only(topk_weights=topk_weights, per_expert_scale=per_expert_scale)
-    for name, count in (("num_experts", num_experts), ("num_shared_experts", num_shared_experts)):
-        if count < 0:
-            raise ValueError(f"{name} must be at least 0, got {count}")
+    checks.at_least(0, num_experts=num_experts)
+    checks.between(0, checks.MAX_EXPERTS, num_shared_experts=num_shared_experts)
+    checks.factor("shared_expert_weight", shared_expert_weight)
     if per_expert_scale is not None:
         checks.tensor("per_expert_scale", per_expert_scale, 1, checks.FLOATS)
         checks.same_device("per_expert_scale", per_expert_scale, "topk_ids", topk_ids)
@@ -71,13 +73,14 @@ def adjust_routing(
     )
 
 
+@inference_only
 def zero_experts(
     hidden_states: Tensor,
     topk_weights: Tensor,
     topk_ids: Tensor,
     num_experts: int,
     *,
-    skipped_id: int = 0,
+    skipped_id: int = -1,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Take identity experts out of a routing, and compute what they return.
 
@@ -91,8 +94,8 @@ def zero_experts(
         topk_weights: ``(T, k)`` fp32, bf16 or fp16, scaled already.
         topk_ids: ``(T, k)`` int32 or int64.
         num_experts: of the experts that compute something.
-        skipped_id: 0 as in the field, where these slots make expert 0 compute rows of weight 0; -1
-            where they are to be skipped.
+        skipped_id: -1: the slots are skipped. vLLM's 0 makes expert 0 compute rows of weight 0,
+            and load balancing counts them.
 
     Returns:
         ``(T, k)`` float32 weights, ids in their dtype, and ``result (T, H)`` in the dtype of
@@ -100,8 +103,9 @@ def zero_experts(
 
     Raises:
         TypeError: a wrong dtype.
-        ValueError: shapes or devices that disagree.
-        NotImplementedError: a tensor that requires grad while grad mode is on.
+        ValueError: shapes or devices that disagree; a ``skipped_id`` that is neither -1 nor one of
+            these experts.
+        NotImplementedError: a backward pass through the result.
 
     Source:
         vLLM ``ZeroExpertRouter`` for LongCat-Flash, which mutates ids and weights, and drops the
@@ -111,5 +115,6 @@ def zero_experts(
     checks.tensor("hidden_states", hidden_states, 2, checks.FLOATS)
     checks.same_device("topk_ids", topk_ids, "hidden_states", hidden_states)
     checks.same_tokens("topk_ids", topk_ids, "hidden_states", hidden_states)
-    checks.inference_only(hidden_states=hidden_states, topk_weights=topk_weights)
+    checks.at_least(0, num_experts=num_experts)
+    checks.between(-1, max(num_experts - 1, 0), skipped_id=skipped_id)
     return ops.zero_experts(hidden_states, topk_weights, topk_ids, num_experts, skipped_id)

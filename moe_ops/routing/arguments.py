@@ -13,7 +13,6 @@ def check_logits(hidden_states: Tensor, gating_output: Tensor, topk: int) -> int
     """Router logits ``(T, E)`` of which ``topk`` experts can be chosen; returns E."""
     checks.tensor("hidden_states", hidden_states, 2, None)
     checks.tensor("gating_output", gating_output, 2, checks.FLOATS)
-    checks.inference_only(gating_output=gating_output)
     checks.same_tokens("gating_output", gating_output, "hidden_states", hidden_states)
     num_experts = gating_output.shape[1]
     checks.topk("topk", topk, num_experts)
@@ -63,7 +62,7 @@ def check_scoring(
 def check_weighing(renormalize: bool, routed_scaling_factor: float) -> None:
     """What becomes of the scores of the chosen."""
     checks.flags(renormalize=renormalize)
-    checks.number("routed_scaling_factor", routed_scaling_factor)
+    checks.factor("routed_scaling_factor", routed_scaling_factor)
 
 
 def check_indices_type(indices_type: torch.dtype | None) -> None:

@@ -41,7 +41,7 @@ class RoutingMethodType(IntEnum):
     DeepseekV4 = 100
     """sqrt(softplus), plus a correction bias, top-k, renormalized."""
     Custom = 101
-    """A function of the caller."""
+    """A function or a hash table of the caller."""
     Simulated = 102
     """Ids that do not depend on the logits, for benchmarks."""
 
@@ -72,6 +72,7 @@ def get_routing_method_type(
         vLLM 0.33 ``get_routing_method_type``.
     """
     checks.one_of("scoring_func", scoring_func, SCORING_FUNCS)
+    checks.flags(renormalize=renormalize, has_e_score_bias=has_e_score_bias)
     method = RoutingMethodType
     if scoring_func == "sqrtsoftplus":
         return method.DeepseekV4 if renormalize else method.Unspecified

@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from moe_ops import ops
+from moe_ops.gradients import inference_only
 from moe_ops.routing.adjust import adjust_routing
 from moe_ops.routing.arguments import check_logits
 from moe_ops.routing.topk import fused_topk
@@ -70,6 +71,7 @@ def gemma4_routing(
     return adjust_routing(weights, ids, num_experts, per_expert_scale=per_expert_scale)
 
 
+@inference_only
 def sparsemixer(
     hidden_states: Tensor,
     gating_output: Tensor,
@@ -98,7 +100,7 @@ def sparsemixer(
         TypeError: a wrong dtype.
         ValueError: another ``topk`` or ``renormalize``, fewer than two experts, shapes that
             disagree.
-        NotImplementedError: logits that require grad while grad mode is on.
+        NotImplementedError: more than 4096 experts; a backward pass through the result.
 
     Source:
         vLLM ``phimoe_routing_function``, transformers ``sparsemixer`` in evaluation.

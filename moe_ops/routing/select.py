@@ -12,10 +12,13 @@ from moe_ops import checks
 from moe_ops.parallel.eplb import eplb_map_to_physical_and_record
 from moe_ops.routing.adjust import adjust_routing, zero_experts
 from moe_ops.routing.arguments import check_indices_type
-from moe_ops.routing.topk import fused_topk, grouped_topk
+from moe_ops.routing.topk import fused_topk, grouped_topk, hash_topk
+from moe_ops.tensors import narrowed
 
 CustomRouting = Callable[[Tensor, Tensor, int, bool], tuple[Tensor, Tensor]]
 """``f(hidden_states, gating_output, topk, renormalize) -> (topk_weights, topk_ids)``."""
+CaptureFn = Callable[[Tensor], object]
+"""``f(topk_ids)``."""
 
 
 class SelectedExperts(NamedTuple):
@@ -24,9 +27,23 @@ class SelectedExperts(NamedTuple):
     topk_weights: Tensor
     """``(T, k)`` float32, scaled: whoever uses them does not scale again."""
     topk_ids: Tensor
-    """``(T, k)`` int32 or ``indices_type``: logical experts; physical ones with EPLB."""
+    """``(T, k)`` int32 or ``indices_type``: logical experts; physical ones with EPLB; -1 in slots
+    that are skipped: those of padding and of identity experts."""
     zero_expert_result: Tensor | None
     """``(T, H)`` what the identity experts return, to be added to the output; None without any."""
+
+    def tokens(self, first: int, last: int) -> SelectedExperts:
+        """The routing of tokens ``first .. last - 1``."""
+        weights, ids, result = self
+        part = slice(first, last)
+        return SelectedExperts(weights[part], ids[part], None if result is None else result[part])
+
+    def of_padding(self) -> SelectedExperts:
+        """The routing of one token that goes nowhere."""
+        weights, ids, _ = self
+        return SelectedExperts(
+            weights.new_zeros(1, weights.shape[1]), ids.new_full((1, ids.shape[1]), -1), None
+        )
 
 
 def select_experts(
@@ -51,13 +68,22 @@ def select_experts(
     zero_expert_num: int | None = None,
     zero_expert_type: str | None = None,
     num_fused_shared_experts: int = 0,
+    *,
+    hash_indices_table: Tensor | None = None,
+    input_ids: Tensor | None = None,
+    is_padding: Tensor | None = None,
+    capture_fn: CaptureFn | None = None,
+    record_enabled: Tensor | None = None,
+    seed: int = 0,
+    step: Tensor | None = None,
 ) -> SelectedExperts:
     """Route with the method that the arguments name, then do what follows the choice.
 
     The method is `grouped_topk` with ``use_grouped_topk``, else ``custom_routing_function``, else
-    `fused_topk`. ``routed_scaling_factor`` multiplies the weights once, whichever it is. Then, in
-    this order: `zero_experts`; `eplb_map_to_physical_and_record`; shared experts, behind every
-    token's experts with weight 1.
+    `hash_topk` with ``hash_indices_table``, else `fused_topk`. ``routed_scaling_factor`` multiplies
+    the weights once, whichever it is. Then, in this order: every slot of a padding token is
+    skipped; ``capture_fn`` is called; `zero_experts`; `eplb_map_to_physical_and_record`; shared
+    experts, behind every token's experts with weight 1.
 
     Args:
         hidden_states: ``(T, H)``.
@@ -83,6 +109,16 @@ def select_experts(
         zero_expert_num: how many of the logits, the last ones, belong to identity experts.
         zero_expert_type: ``identity``, the only one.
         num_fused_shared_experts: n experts ``E .. E + n - 1`` that every token goes to.
+        hash_indices_table: see `hash_topk`.
+        input_ids: ``(T,)``, with ``hash_indices_table``: see `hash_topk`.
+        is_padding: ``(T,)`` bool, True where a token is padding: its ids are -1 and its weights 0,
+            whatever its logits are, it is not counted, and its row of ``hidden_states`` is not
+            read.
+        capture_fn: called with the ids ``(T, k)`` of logical experts (identity experts among
+            them), -1 in padding.
+        record_enabled: see `eplb_map_to_physical_and_record`.
+        seed: see `eplb_map_to_physical_and_record`.
+        step: see `eplb_map_to_physical_and_record`.
 
     Returns:
         A `SelectedExperts`. k grows by ``num_fused_shared_experts``.
@@ -98,33 +134,61 @@ def select_experts(
         vLLM ``FusedMoE.select_experts`` and the routers of 0.33; upstream applies
         ``routed_scaling_factor`` in some of them only.
     """
-    shared, identity = num_fused_shared_experts, zero_expert_num or 0
+    shared, identity, result = num_fused_shared_experts, zero_expert_num or 0, None
     checks.tensor("router_logits", router_logits, 2, checks.FLOATS)
     check_indices_type(indices_type)
-    checks.flags(use_grouped_topk=use_grouped_topk, enable_eplb=enable_eplb)
-    checks.at_least(0, top_k=top_k, num_fused_shared_experts=shared, zero_expert_num=identity)
-    logits = (hidden_states, router_logits, top_k, renormalize)
-    bias, scale = e_score_correction_bias, routed_scaling_factor
-    if use_grouped_topk:
-        groups = (num_expert_group, topk_group)
-        weights, ids = grouped_topk(*logits, *groups, scoring_func, scale, bias)
-    elif custom_routing_function is not None:
-        weights, ids = _custom(custom_routing_function, *logits, scale)
-    else:
-        weights, ids = fused_topk(*logits, None, scoring_func, bias, scale)
-
-    num_experts, result = router_logits.shape[1] - identity, None
+    checks.flags(
+        use_grouped_topk=use_grouped_topk, enable_eplb=enable_eplb, renormalize=renormalize
+    )
+    checks.tensor("hidden_states", hidden_states, 2, None)
+    checks.same_tokens("router_logits", router_logits, "hidden_states", hidden_states)
+    checks.at_least(0, zero_expert_num=identity)
+    checks.between(0, checks.MAX_EXPERTS, num_fused_shared_experts=shared)
+    checks.topk("top_k", top_k, router_logits.shape[1])
+    _check_no_shared_experts(shared, enable_eplb)
+    weights, ids = _choose(
+        (hidden_states, router_logits, top_k, renormalize),
+        (num_expert_group, topk_group) if use_grouped_topk else None,
+        custom_routing_function,
+        (hash_indices_table, input_ids),
+        (scoring_func, routed_scaling_factor, e_score_correction_bias),
+    )
+    num_experts = router_logits.shape[1] - identity
+    if is_padding is not None:
+        weights, ids = adjust_routing(weights, ids, num_experts, is_padding=is_padding)
+    if capture_fn is not None:
+        capture_fn(ids)
     if identity:
-        given = None if enable_eplb else global_num_experts
-        _check_zero_experts(num_experts, given, zero_expert_type)
+        _check_zero_experts(num_experts, zero_expert_type, enable_eplb, global_num_experts)
         weights, ids, result = zero_experts(hidden_states, weights, ids, num_experts)
     if enable_eplb:
-        _check_no_shared_experts(shared)
-        replicas = (logical_to_physical_map, logical_replica_count)
-        ids = _physical(ids, expert_load_view, *replicas, indices_type)
+        state = (expert_load_view, logical_to_physical_map, logical_replica_count)
+        ids = _physical(ids, *state, indices_type, record_enabled, seed, step)
     if shared:
-        weights, ids = adjust_routing(weights, ids, num_experts, num_shared_experts=shared)
-    return SelectedExperts(weights, ids.to(indices_type or torch.int32), result)
+        weights, ids = adjust_routing(
+            weights, ids, num_experts, num_shared_experts=shared, is_padding=is_padding
+        )
+    return SelectedExperts(weights, narrowed(ids, indices_type or torch.int32), result)
+
+
+def _choose(
+    logits: tuple[Tensor, Tensor, int, bool],
+    groups: tuple[int | None, int | None] | None,
+    custom_routing_function: CustomRouting | None,
+    hashed: tuple[Tensor | None, Tensor | None],
+    how: tuple[str, float, Tensor | None],
+) -> tuple[Tensor, Tensor]:
+    """Weights and ids of the method that the arguments name."""
+    (table, input_ids), (scoring_func, factor, bias) = hashed, how
+    if input_ids is not None and table is None:
+        raise ValueError("input_ids must be None without hash_indices_table, got a Tensor")
+    if groups is not None:
+        return grouped_topk(*logits, *groups, scoring_func, factor, bias)
+    if custom_routing_function is not None:
+        return _custom(custom_routing_function, *logits, factor)
+    if table is not None:
+        return _hashed(table, input_ids, *logits, scoring_func, factor)
+    return fused_topk(*logits, None, scoring_func, bias, factor)
 
 
 def _custom(
@@ -147,8 +211,29 @@ def _custom(
     return weights.float() * routed_scaling_factor, ids
 
 
+def _hashed(
+    table: Tensor,
+    input_ids: Tensor | None,
+    hidden_states: Tensor,
+    router_logits: Tensor,
+    top_k: int,
+    renormalize: bool,
+    scoring_func: str,
+    routed_scaling_factor: float,
+) -> tuple[Tensor, Tensor]:
+    """`hash_topk`, with a table of ``top_k`` columns."""
+    checks.tensor("hash_indices_table", table, 2, checks.INDICES)
+    checks.size("hash_indices_table.shape[1]", table.shape[1], "top_k", top_k)
+    words = _given("input_ids", input_ids, "hash_indices_table")
+    how = (renormalize, scoring_func, routed_scaling_factor)
+    return hash_topk(hidden_states, router_logits, words, table, *how)
+
+
 def _check_zero_experts(
-    num_experts: int, global_num_experts: int | None, zero_expert_type: str | None
+    num_experts: int,
+    zero_expert_type: str | None,
+    enable_eplb: bool,
+    global_num_experts: int | None,
 ) -> None:
     """Identity experts come behind all others."""
     checks.one_of("zero_expert_type", str(zero_expert_type), ("identity",))
@@ -156,14 +241,14 @@ def _check_zero_experts(
         raise ValueError(
             f"zero_expert_num must leave an expert that computes something, got {num_experts} left"
         )
-    if global_num_experts is not None:
+    if global_num_experts is not None and not enable_eplb:  # with EPLB: physical experts
         rule = "router_logits.shape[1] - zero_expert_num"
         checks.size("global_num_experts", global_num_experts, rule, num_experts)
 
 
-def _check_no_shared_experts(count: int) -> None:
+def _check_no_shared_experts(count: int, enable_eplb: bool) -> None:
     """EPLB has no replicas of them."""
-    if count:
+    if count and enable_eplb:
         raise NotImplementedError(
             f"num_fused_shared_experts must be 0 with enable_eplb, got {count}"
         )
@@ -175,18 +260,25 @@ def _physical(
     logical_to_physical_map: Tensor | None,
     logical_replica_count: Tensor | None,
     indices_type: torch.dtype | None,
+    record_enabled: Tensor | None,
+    seed: int,
+    step: Tensor | None,
 ) -> Tensor:
-    """Ids of replicas, counted; the three tensors are not missing."""
+    """Ids of replicas, counted; the first three tensors are not missing."""
     return eplb_map_to_physical_and_record(
         ids,
-        _given("expert_load_view", expert_load_view),
-        _given("logical_to_physical_map", logical_to_physical_map),
-        _given("logical_replica_count", logical_replica_count),
+        _given("expert_load_view", expert_load_view, "enable_eplb"),
+        _given("logical_to_physical_map", logical_to_physical_map, "enable_eplb"),
+        _given("logical_replica_count", logical_replica_count, "enable_eplb"),
         indices_type,
+        record_enabled=record_enabled,
+        seed=seed,
+        step=step,
     )
 
 
-def _given(name: str, x: Tensor | None) -> Tensor:
+def _given(name: str, x: Tensor | None, option: str) -> Tensor:
+    """A tensor that ``option`` needs."""
     if x is None:
-        raise ValueError(f"{name} must be a Tensor with enable_eplb, got None")
+        raise ValueError(f"{name} must be a Tensor with {option}, got None")
     return x

@@ -38,6 +38,7 @@ def uniform_random(
     Source:
         vLLM's routing simulator, ``uniform_random``.
     """
+    checks.flags(renormalize=renormalize)
     return _draw(hidden_states, gating_output, topk, None, generator)
 
 
@@ -55,6 +56,7 @@ def normal_routing(
     Source:
         vLLM's routing simulator, ``normal_routing``.
     """
+    checks.flags(renormalize=renormalize)
     place = _places(gating_output) - (gating_output.shape[1] - 1) / 2
     deviation = gating_output.shape[1] / 6
     return _draw(hidden_states, gating_output, topk, -0.5 * (place / deviation).square(), generator)
@@ -71,6 +73,7 @@ def zipf(
 
     Arguments, results and errors as `uniform_random`.
     """
+    checks.flags(renormalize=renormalize)
     return _draw(hidden_states, gating_output, topk, -(_places(gating_output) + 1).log(), generator)
 
 

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from moe_ops import checks, ops
+from moe_ops.gradients import inference_only
 from moe_ops.routing.arguments import (
     check_indices_type,
     check_logits,
@@ -14,6 +15,7 @@ from moe_ops.routing.arguments import (
 )
 
 
+@inference_only
 def fused_topk(
     hidden_states: Tensor,
     gating_output: Tensor,
@@ -49,7 +51,7 @@ def fused_topk(
     Raises:
         TypeError: a wrong dtype.
         ValueError: k not in 1..E, an unknown ``scoring_func``, shapes or devices that disagree.
-        NotImplementedError: logits that require grad while grad mode is on.
+        NotImplementedError: more than 4096 experts; a backward pass through the result.
 
     Source:
         vLLM ``FusedTopKRouter`` and ``FusedTopKBiasRouter``; upstream leaves
@@ -70,6 +72,7 @@ def fused_topk(
     return weights, ids if indices_type is None else ids.to(indices_type)
 
 
+@inference_only
 def grouped_topk(
     hidden_states: Tensor,
     gating_output: Tensor,
@@ -138,6 +141,7 @@ def grouped_topk(
     )
 
 
+@inference_only
 def hash_topk(
     hidden_states: Tensor,
     gating_output: Tensor,
@@ -168,7 +172,7 @@ def hash_topk(
     Raises:
         TypeError: a wrong dtype.
         ValueError: an empty table, an unknown ``scoring_func``, shapes or devices that disagree.
-        NotImplementedError: logits that require grad while grad mode is on.
+        NotImplementedError: more than 4096 experts; a backward pass through the result.
 
     Source:
         DeepSeek-V4's first ``num_hash_layers`` layers; vLLM ``FusedTopKBiasRouter``.

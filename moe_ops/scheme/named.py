@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from functools import lru_cache
 
+from moe_ops import checks
 from moe_ops.scheme.values import ELEMENTS, WHOLE, Group, Quant, Scheme
 
 
@@ -63,9 +64,9 @@ SCHEMES: dict[str, Scheme] = {
 }
 """Every scheme that has a name of its own."""
 
-_BLOCKS = re.compile(r"(fp8|int8)(_w8a16)?_block(\d+)(?:x(\d+))?(_ue8m0)?")
-_GROUPS = re.compile(r"(int4_w4a16|int8_w8a16)_g(\d+)(_zp)?")
-_GROUPS_UNDER_FP8 = re.compile(r"int4_w4a8_g(\d+)")
+_BLOCKS = re.compile(r"(fp8|int8)(_w8a16)?_block(\d+)(?:x(\d+))?(_ue8m0)?", re.ASCII)
+_GROUPS = re.compile(r"(int4_w4a16|int8_w8a16)_g(\d+)(_zp)?", re.ASCII)
+_GROUPS_UNDER_FP8 = re.compile(r"int4_w4a8_g(\d+)", re.ASCII)
 
 
 @lru_cache(maxsize=256)
@@ -76,7 +77,8 @@ def get_scheme(name: str) -> Scheme:
     ``int4_w4a16_g64_zp`` groups of 64 along K.
 
     Raises:
-        ValueError: an unknown name, or a group that is not a power of two of at least 16.
+        ValueError: an unknown name (the error says which known name is nearest), or a group that is
+            not a power of two of at least 16.
     """
     if name in SCHEMES:
         return SCHEMES[name]
@@ -92,7 +94,8 @@ def get_scheme(name: str) -> Scheme:
         if match[2]:
             return _weight_only(name, match[1], Group(rows, cols), scale)
         return _w8a8(name, match[1], Group(1, cols), Group(rows, cols), scale=scale)
-    raise ValueError(f"scheme must be one of {sorted(SCHEMES)}, got {name!r}")
+    hint = checks.did_you_mean(name, SCHEMES)
+    raise ValueError(f"scheme must be one of {sorted(SCHEMES)}, got {name!r}{hint}")
 
 
 def _group_sizes(name: str, *sizes: str) -> tuple[int, ...]:

@@ -101,7 +101,17 @@ class FusedMoEQuantConfig:
                 ``a1_scale``, ``a2_scale`` for ``fp8_tensor_static`` and ``mxfp4_w4a8`` (``amax /
                 448`` of a GEMM's input), ``a1_gscale``, ``a2_gscale`` for ``nvfp4`` (``amax / (448
                 * 6)``).
+
+        Raises:
+            TypeError: weights that `quantize_weight` did not make, such as plain tensors.
+            ValueError: as the class.
         """
+        for name, q in (("w1", w1), ("w2", w2)):
+            if not isinstance(q, QTensor):
+                raise TypeError(
+                    f"{name} must be a QTensor, as quantize_weight({name}, scheme) returns it, got "
+                    f"{type(q).__name__}"
+                )
         weight = as_scheme(scheme).weight
         of_rows = weight is not None and weight.channel_scale
         names = ("g1_alphas", "g2_alphas") if of_rows else ("w1_gscale", "w2_gscale")
@@ -142,7 +152,7 @@ class FusedMoEQuantConfig:
     @property
     def tensors(self) -> tuple[Tensor | None, ...]:
         """All of them, in the order of the fields."""
-        return tuple(getattr(self, name) for name in TENSORS)
+        return tuple([getattr(self, name) for name in TENSORS])  # faster than a generator
 
     @property
     def quant_dtype(self) -> torch.dtype | None:

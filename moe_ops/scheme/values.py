@@ -95,23 +95,29 @@ class Quant:
 
     key: str = field(init=False, repr=False, compare=False)
     """The one string that stands for this value in an operator's schema."""
+    dtype: torch.dtype = field(init=False, repr=False, compare=False)
+    """Dtype of the stored values."""
+    scale_dtype: torch.dtype = field(init=False, repr=False, compare=False)
+    """Dtype of the scales of activations, and of weights unless those have ``input`` scales."""
+    per_tensor: bool = field(init=False, repr=False, compare=False)
+    """Whether all of the operand shares one scale."""
 
     def __post_init__(self) -> None:
-        # Not a cached property: before Python 3.12 that takes a lock, which Dynamo cannot trace.
+        # Not cached properties: before Python 3.12 those take a lock, which Dynamo cannot trace.
         rows, cols = ("*" if n == WHOLE else n for n in self.group)
         more = [name for name in _SWITCHES if getattr(self, name)]
-        key = ":".join((self.element.name, f"{rows}x{cols}", self.scale, *more))
-        object.__setattr__(self, "key", key)
+        scale_dtypes = {"e8m0": torch.uint8, "e4m3": torch.float8_e4m3fn}
+        derived = {
+            "key": ":".join((self.element.name, f"{rows}x{cols}", self.scale, *more)),
+            "dtype": self.element.storage,
+            "scale_dtype": scale_dtypes.get(self.scale, torch.float32),
+            "per_tensor": self.group == (WHOLE, WHOLE),
+        }
+        for name, value in derived.items():
+            object.__setattr__(self, name, value)
 
-    @property
-    def dtype(self) -> torch.dtype:
-        """Of the stored values."""
-        return self.element.storage
-
-    @property
-    def scale_dtype(self) -> torch.dtype:
-        """Of the scales of activations, and of weights unless those have ``input`` scales."""
-        return {"e8m0": torch.uint8, "e4m3": torch.float8_e4m3fn}.get(self.scale, torch.float32)
+    def __hash__(self) -> int:
+        return hash(self.key)
 
     @property
     def channel_scale(self) -> bool:
@@ -120,11 +126,6 @@ class Quant:
         So it is for integers: their groups' scales fit in e4m3 once a row's own size is taken out.
         """
         return self.global_scale and not self.element.exponent
-
-    @property
-    def per_tensor(self) -> bool:
-        """Whether all of the operand shares one scale."""
-        return self.group.rows == WHOLE and self.group.cols == WHOLE
 
     @property
     def shared_cols(self) -> int | None:
@@ -202,20 +203,25 @@ class Scheme:
     activation: Quant | None
     weight: Quant | None
 
-    @property
-    def decoded(self) -> bool:
-        """Whether stored values of both operands become bf16 numbers inside a GEMM.
+    decoded: bool = field(init=False, repr=False, compare=False)
+    """Whether stored values of both operands become bf16 numbers inside a GEMM.
 
-        No matrix unit before Blackwell's (see `moe_ops.block_scaled`) multiplies operands of
-        different elements, of fewer than 8 bits, or with scales of one byte. In bf16 all of these
-        numbers are exact, times their group's scale.
-        """
-        a, w = self.activation, self.weight
-        if a is None or w is None:
-            return False
-        # By name: comparing the tuples reads `largest`, and a float that Dynamo of torch 2.11 reads
-        # is an input of the graph until no tensor operation takes it: then all is compiled again.
-        return a.element.name != w.element.name or a.scale in ("e8m0", "e4m3")
+    No matrix unit before Blackwell's (see `moe_ops.block_scaled`) multiplies operands of different
+    elements, of fewer than 8 bits, or with scales of one byte. In bf16 all of these numbers are
+    exact, times their group's scale.
+    """
+
+    def __post_init__(self) -> None:
+        a, w, decoded = self.activation, self.weight, False
+        if a is not None and w is not None:
+            # By name: comparing the tuples reads `largest`, and a float that Dynamo of torch 2.11
+            # reads is an input of the graph until a tensor operation takes it: then all is compiled
+            # again.
+            decoded = a.element.name != w.element.name or a.scale in ("e8m0", "e4m3")
+        object.__setattr__(self, "decoded", decoded)
+
+    def __hash__(self) -> int:
+        return hash(self.name)
 
     @property
     def block_shape(self) -> list[int] | None:

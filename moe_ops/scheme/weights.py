@@ -7,7 +7,7 @@ from torch import Tensor
 
 from moe_ops import checks
 from moe_ops.scheme.formats import pack, unpack
-from moe_ops.scheme.named import get_scheme
+from moe_ops.scheme.named import SCHEMES, get_scheme
 from moe_ops.scheme.rounding import (
     SMALLEST_AMAX,
     decode,
@@ -57,8 +57,8 @@ def quantize_weight(w: Tensor, scheme: str | Scheme) -> QTensor:
         Unquantized: ``data`` is ``w``.
 
     Raises:
-        TypeError, ValueError: not a 3-D float weight; an odd K of 4-bit elements; an unknown
-            scheme.
+        TypeError, ValueError: not a 3-D float weight; a size of 0; an odd K of 4-bit elements; an
+            unknown scheme.
 
     Source:
         OCP MX v1.0 elements; vLLM ``quantize_weights`` (int4), whose zero points miss groups
@@ -66,6 +66,8 @@ def quantize_weight(w: Tensor, scheme: str | Scheme) -> QTensor:
     """
     checks.tensor("w", w, 3, checks.FLOATS)
     quant = as_scheme(scheme).weight
+    if 0 in w.shape:
+        raise ValueError(f"w must have no size of 0, got shape {tuple(w.shape)}")
     if quant is None:
         return QTensor(w)
     (_, n, k), packed = w.shape, quant.element.packed
@@ -152,12 +154,32 @@ def _field(q: QTensor, name: str, scheme: Scheme) -> Tensor:
 
 
 def as_scheme(scheme: str | Scheme) -> Scheme:
-    """The value behind a name; a value stays itself."""
+    """The value behind a name; a value stays itself.
+
+    Raises:
+        TypeError: neither.
+        ValueError: an unknown name; a value that is not what `get_scheme` makes of its name, by
+            which operators know it.
+    """
     if isinstance(scheme, str):
         return get_scheme(scheme)
     if not isinstance(scheme, Scheme):
         raise TypeError(f"scheme must be a Scheme or its name, got {type(scheme).__name__}")
+    if SCHEMES.get(scheme.name) is not scheme and not _is_registered(scheme):
+        raise ValueError(
+            f"scheme must be what get_scheme({scheme.name!r}) returns (a Scheme of one's own is "
+            f"not supported), got {scheme}"
+        )
     return scheme
+
+
+def _is_registered(scheme: Scheme) -> bool:
+    if torch.compiler.is_compiling() and scheme.name not in SCHEMES:
+        return True  # Dynamo cannot parse names; eager calls and kernels do
+    try:
+        return get_scheme(scheme.name) == scheme
+    except ValueError:
+        return False
 
 
 def spread(scale: Tensor, quant: Quant, n: int, k: int) -> Tensor:

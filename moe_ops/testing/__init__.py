@@ -1,12 +1,14 @@
 """Problems, oracles and comparison, for whoever writes kernels against these operators.
 
 The oracle is the computation in float64 on unrounded intermediates. A float result is right when
-the error of each output row is within a budget that the error of a same-dtype reference sets; index
-results and layouts are compared bit by bit.
+the error of each output row is within a budget that the error of a same-dtype reference sets, and
+the reference is within a bound that follows from the problem; index results and layouts are
+compared bit by bit.
 """
 
+from moe_ops.testing.bounds import Bounded
 from moe_ops.testing.compare import assert_layer_matches, assert_matches_reference
-from moe_ops.testing.oracle import Quantized, oracle, quantize_inputs
+from moe_ops.testing.oracle import Quantized, bounded_oracle, oracle, quantize_inputs
 from moe_ops.testing.problems import (
     ROUTINGS,
     Inputs,
@@ -19,12 +21,14 @@ from moe_ops.testing.references import Roundings, reference_experts
 
 __all__ = [
     "ROUTINGS",
+    "Bounded",
     "Inputs",
     "Problem",
     "Quantized",
     "Roundings",
     "assert_layer_matches",
     "assert_matches_reference",
+    "bounded_oracle",
     "call",
     "make_inputs",
     "make_routing",

@@ -1,53 +1,135 @@
-"""Whether results are right: budgets for each row and for a whole layer."""
+"""Whether results are right: budgets for each row and for a whole layer.
+
+Three things are asked. The reference is as close to the oracle as its roundings allow (`Bounded`),
+so that no fault of it widens a budget. A row is about as close as the reference. And neither is
+longer or shorter than the oracle as a whole: errors of roundings point anywhere, a wrong factor
+points along the result.
+"""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
+from moe_ops.testing.bounds import Bounded
 
-def assert_matches_reference(actual: Tensor, exact: Tensor, reference: Tensor) -> None:
+_FLOAT32 = 8 * torch.finfo(torch.float32).eps
+"""What another order of float32 sums makes, relative to the result."""
+_COARSEST = 0.25
+"""Unit roundoff of e2m1, the coarsest element."""
+
+
+def assert_matches_reference(actual: Tensor, exact: Tensor | Bounded, reference: Tensor) -> None:
     """Every row of ``actual`` is as close to ``exact`` as the reference's own error allows.
 
     The budget of a row is ``2 * (largest error of the reference in it + eps * largest |exact|)``;
-    shape, dtype and contiguity are those of the reference.
+    shape, dtype and contiguity are those of the reference. Neither may be scaled as a whole:
+    ``|<x - exact, exact>|`` is at most six times the root of its rows' squares, plus what is of
+    second order.
+
+    Args:
+        actual: the result.
+        exact: the oracle in float64. As a `Bounded` (`bounded_oracle`), the reference must be
+            within its bound. A bare tensor trusts the reference, unless as a whole it is off by
+            more than a quarter, the unit roundoff of the coarsest element.
+        reference: the same computation in the dtype of ``actual``.
 
     Raises:
-        AssertionError: naming the row that is furthest over its budget.
+        AssertionError: naming the number of the reference that is furthest over its bound, the row
+            that is furthest over its budget, or the factor by which a whole is scaled.
     """
     _assert_same_kind(actual, reference)
     if actual.numel():
-        error, allowed, largest = _row_errors(actual, exact, reference)
+        exact = _assert_reference(reference, exact)
+        error, allowed, largest = _row_errors(actual, exact.value, reference)
         _assert_rows(error, 2 * (allowed + torch.finfo(actual.dtype).eps * largest))
+        _assert_unscaled("the result", actual, exact)
 
 
-def assert_layer_matches(actual: Tensor, exact: Tensor, reference: Tensor) -> None:
+def assert_layer_matches(actual: Tensor, exact: Tensor | Bounded, reference: Tensor) -> None:
     """For a layer: budgets for each row, and for the whole.
 
-    Rows as in `assert_matches_reference`, where a row in which the reference was lucky has the
-    error, relative to its largest number, of the median row. The whole is no further from the
-    oracle than the reference: ``|actual - exact| / |exact|`` (Frobenius norms) may be 1.05 times
-    that of the reference, times ``1 + 2 / sqrt(n)`` for n numbers (by so much two roundings that
-    are equally good differ by chance), plus what another order of float32 sums makes.
+    Rows and arguments as in `assert_matches_reference`, where a row in which the reference was
+    lucky has the error, relative to its largest number, of the median row. The whole is no further
+    from the oracle than the reference: ``|actual - exact| / |exact|`` (Frobenius norms) may be 1.05
+    times that of the reference, times ``1 + 2 / sqrt(n)`` for n numbers (by so much two roundings
+    that are equally good differ by chance), plus what another order of float32 sums makes.
 
     Raises:
-        AssertionError: naming a row, or both errors.
+        AssertionError: as `assert_matches_reference`, or naming both errors of the whole.
     """
     _assert_same_kind(actual, reference)
     if actual.numel() == 0:
         return
-    error, allowed, largest = _row_errors(actual, exact, reference)
+    exact = _assert_reference(reference, exact)
+    error, allowed, largest = _row_errors(actual, exact.value, reference)
     relative = allowed[largest > 0] / largest[largest > 0]
     typical = largest * relative.median() if len(relative) else largest
     allowed = torch.maximum(allowed, typical)
     _assert_rows(error, 2 * (allowed + torch.finfo(actual.dtype).eps * largest))
-    norm = exact.double().norm()
-    ours, theirs = ((x.detach().cpu().double() - exact).norm() for x in (actual, reference))
-    chance = 1 + 2 / max(int(exact.count_nonzero()), 1) ** 0.5
-    if not ours <= 1.05 * chance * theirs + 8 * torch.finfo(torch.float32).eps * norm:
+    _assert_unscaled("the result", actual, exact)
+    norm = exact.value.norm()
+    ours, theirs = (_rows(x).sub(exact.value).norm() for x in (actual, reference))
+    chance = 1 + 2 / max(int(exact.value.count_nonzero()), 1) ** 0.5
+    if not ours <= 1.05 * chance * theirs + _FLOAT32 * norm:
         raise AssertionError(
             f"the relative error of the layer is {ours / norm:.3e}, that of a reference with the "
             f"same roundings {theirs / norm:.3e}"
+        )
+
+
+def _rows(x: Tensor) -> Tensor:
+    """float64 rows on the CPU."""
+    return x.detach().cpu().double().reshape(-1, x.shape[-1])
+
+
+def _assert_reference(reference: Tensor, exact: Tensor | Bounded) -> Bounded:
+    """The oracle as rows, after the reference was held against it."""
+    if isinstance(exact, Bounded):
+        exact = Bounded(*map(_rows, (exact.value, exact.variance, exact.limit)))
+    else:
+        exact = Bounded.unbounded(_rows(exact))
+    error, bound = (_rows(reference) - exact.value).abs(), exact.bound
+    over = ~(error <= bound)
+    if over.any():
+        excess = torch.where(over, (error / bound).nan_to_num(torch.inf), -1.0)
+        row, column = divmod(int(excess.argmax()), error.shape[1])
+        raise AssertionError(
+            f"{int(over.sum())} numbers of the reference are further from the oracle than its "
+            f"roundings allow; row {row}, column {column}: error {error[row, column]:.3e}, "
+            f"bound {bound[row, column]:.3e}"
+        )
+    _assert_unscaled("the reference", reference, exact)
+    return exact
+
+
+def _assert_unscaled(name: str, x: Tensor, exact: Bounded) -> None:
+    """AssertionError where ``x`` is longer or shorter than the oracle as a whole.
+
+    Three limits hold. Where the errors of rows are independent and as likely up as down,
+    ``|sum(along)|`` exceeds six times ``norm(along)`` with a probability below ``2 exp(-18)``
+    (Hoeffding, given their sizes); what is not symmetric is a rounding of the dtype, or twice the
+    square of the errors: small floats are rounded down more often, by up to 1.5 squares. No element
+    is so coarse that it scales the whole by a quarter. And where a bound is known, errors of a row
+    lie along it entirely at worst.
+    """
+    value = exact.value
+    error = _rows(x) - value
+    along, square = (error * value).sum(1), value.square().sum()
+    off, chance = along.sum().abs(), along.norm()
+    if not square > 0:
+        return
+    second = error.square().sum() - off**2 / square
+    rounding = torch.finfo(x.dtype).eps / 2 * square
+    measured = 6 * chance + torch.maximum(2 * second, rounding)
+    coarsest = torch.maximum(_COARSEST * square, 3 * chance)
+    variance = exact.variance + exact.limit**2 / 3
+    known = 6 * (value.square().sum(1) * variance.sum(1)).sum().sqrt() + 1.5 * variance.sum()
+    allowed = torch.stack([measured, coarsest, known.nan_to_num(torch.inf)]).amin()
+    if not off <= allowed:
+        raise AssertionError(
+            f"{name} as a whole is {1 + along.sum() / square:.5f} times the oracle; roundings "
+            f"allow 1 +- {allowed / square:.1e}"
         )
 
 
@@ -63,12 +145,7 @@ def _assert_same_kind(actual: Tensor, reference: Tensor) -> None:
 
 def _row_errors(actual: Tensor, exact: Tensor, reference: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """The largest error of each row, that of the reference's row, and the largest number."""
-    rows = (-1, actual.shape[-1])
-    exact = exact.detach().cpu().double().reshape(rows)
-    errors = [
-        (x.detach().cpu().double().reshape(rows) - exact).abs().amax(-1)
-        for x in (actual, reference)
-    ]
+    errors = [(_rows(x) - exact).abs().amax(-1) for x in (actual, reference)]
     return errors[0], errors[1], exact.abs().amax(-1)
 
 

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from moe_ops.activation import formula
 from moe_ops.reference import activation as activations
-from moe_ops.reference.slots import local_experts
 from moe_ops.scheme import (
     FLOAT8_E4M3_MAX,
     FusedMoEQuantConfig,
@@ -18,7 +17,9 @@ from moe_ops.scheme import (
     get_scheme,
     quantize_weight,
 )
+from moe_ops.testing.bounds import Bounded
 from moe_ops.testing.problems import Inputs, Problem
+from moe_ops.testing.references import Roundings
 
 
 def _exact_rows(problem: Problem, inputs: Inputs) -> tuple[Tensor, Tensor]:
@@ -33,7 +34,7 @@ def _experts(problem: Problem, inputs: Inputs) -> Iterator[tuple[Tensor, ...]]:
     """Expert by expert in float64: tokens, weights, rows, activated rows, results."""
     x, w1, w2, weights, ids, expert_map, b1, b2 = inputs
     rule = formula(problem.activation)
-    expert = local_experts(ids, expert_map, w1.shape[0]).view(ids.shape)
+    expert = _chosen(ids, expert_map, len(w1))
     for e in range(w1.shape[0]):
         token, slot = (expert == e).nonzero(as_tuple=True)
         weight = weights[token, slot, None].double()
@@ -43,6 +44,18 @@ def _experts(problem: Problem, inputs: Inputs) -> Iterator[tuple[Tensor, ...]]:
         h = activations.apply(*activations.split(product, rule), rule)
         y = h @ w2[e].double().t()
         yield token, weight, rows, h, y if b2 is None else y + b2[e].double()
+
+
+def _chosen(ids: Tensor, expert_map: Tensor | None, num_local_experts: int) -> Tensor:
+    """The local expert of each slot, -1 where it is skipped: a rule of its own, of Python."""
+    local = list(range(num_local_experts)) if expert_map is None else expert_map.tolist()
+
+    def place(i: int) -> int:
+        e = local[i] if 0 <= i < len(local) else -1
+        return e if 0 <= e < num_local_experts else -1
+
+    chosen = [place(i) for i in ids.flatten().tolist()]
+    return torch.tensor(chosen, dtype=torch.int64).view(ids.shape)
 
 
 def oracle(problem: Problem, inputs: Inputs) -> Tensor:
@@ -55,6 +68,51 @@ def oracle(problem: Problem, inputs: Inputs) -> Tensor:
     for token, weight, _, _, y in _experts(problem, inputs):
         out.index_add_(0, token, y if problem.on_input else y * weight)
     return out
+
+
+def bounded_oracle(
+    problem: Problem,
+    inputs: Inputs,
+    config: FusedMoEQuantConfig | None = None,
+    roundings: Roundings = Roundings(),  # noqa: B008 (immutable)
+) -> Bounded:
+    """The oracle, with a bound on the error of whatever rounds as ``roundings`` say.
+
+    Compare with it instead of `oracle` where the reference may share a fault with what is compared:
+    a reference outside of the bound is refused.
+
+    Args:
+        problem: what the inputs belong to.
+        inputs: what `oracle` takes: `Quantized.exact` of a quantized problem.
+        config: of a problem with static or global scales of activations.
+        roundings: those of the implementation, as in `reference_experts`.
+
+    Returns:
+        ``(T, H)`` on the CPU; its ``value`` is the oracle's.
+    """
+    scheme, rule = get_scheme(problem.scheme), formula(problem.activation)
+    quant = scheme.activation
+    x, w1, w2, weights, ids, expert_map, b1, b2 = inputs.cpu()
+    (tokens, k), dtype = ids.shape, x.dtype
+    given = (None, None) if config is None else config.input_scales
+    stored = dtype if scheme.weight is not None and quant is None else None
+    expert = _chosen(ids, expert_map, len(w1)).flatten()
+    used = (expert >= 0)[:, None]
+    weight = torch.where(used, weights.view(-1, 1), 0)
+    rows = Bounded.exactly(torch.where(used, x.repeat_interleave(k, 0), 0))
+    late = problem.on_input and quant is None and not roundings.weighted_rows
+    if problem.on_input and not late:
+        rows = rows.times(weight)
+        rows = rows.rounded(dtype) if quant is None else rows
+    product = rows.quantized(quant, given[0]).products(w1, expert, stored)
+    product = product.times(weight) if late else product
+    product = product if b1 is None else product.plus(b1[expert])
+    product = product.rounded(dtype) if roundings.before_activation else product
+    h = product.activated(rule).rounded(dtype).quantized(quant, given[1])
+    y = h.products(w2, expert, stored)
+    y = (y if b2 is None else y.plus(b2[expert])).rounded(dtype).unflatten(tokens, k)
+    weight = used.double() if problem.on_input else weight
+    return y.weighted_sum(weight.view(tokens, k)).rounded(dtype)
 
 
 class Quantized(NamedTuple):

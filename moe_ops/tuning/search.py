@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 from moe_ops.activation import formula
 from moe_ops.block_scaled import is_block_scaled
+from moe_ops.gemm_choice import analytic_tiles, is_hoppers, stored_gemm
 from moe_ops.gemm_tiles import shared_bytes
 from moe_ops.hopper_tiles import (
     KERNELS,
@@ -30,7 +31,6 @@ from moe_ops.hopper_tiles import (
     unfit,
     widths,
 )
-from moe_ops.pipeline.costs import analytic_tiles, is_hoppers, stored_gemm
 from moe_ops.scheme import Scheme
 from moe_ops.tiles import KNOWN_ROW_TILES, ROW_TILES, Device, Gemm, load_class, pick_row_tile
 from moe_ops.tuned_file import Sizes, default_row_tiles, file_name, scaled_group, written

@@ -108,6 +108,7 @@ class Supports:
         weight, activation = key
         kind, logits = config.activation_kind, config.router_logits_dtype or config.in_dtype
         parallel, method = config.moe_parallel_config, config.routing_method
+        lacks = parallel.lacks()
         device = torch.device(config.device)
         rules = (
             (
@@ -121,6 +122,7 @@ class Supports:
                 f"quantization scheme {_key_name(weight)}x{_key_name(activation)}",
             ),
             (_modes(parallel) <= self.parallel, f"parallel config {parallel}"),
+            (lacks is None, f"parallel config {parallel}: {lacks}"),
             (_among(method, self.routing_methods), f"routing method {method!r}"),
             (_among(logits, self.router_logits_dtypes), f"router logits dtype {logits}"),
             (config.hidden_dim % self.hidden_multiple == 0, f"hidden size {config.hidden_dim}"),

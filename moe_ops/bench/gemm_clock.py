@@ -10,11 +10,11 @@ from functools import lru_cache
 from typing import NamedTuple
 
 import torch
-from harness import default_device, measure
-from problems import Problem, make_experts, make_inputs
 from torch import Tensor
 
 from moe_ops import ops, tuned
+from moe_ops.bench.harness import default_device, measure
+from moe_ops.bench.problems import Problem, make_experts, make_inputs
 from moe_ops.pipeline.fused_experts import NOT_QUANTIZED
 from moe_ops.pipeline.gemms import activated_product, expert_weights, gemm
 from moe_ops.pipeline.no_ep import quantize_tokens

@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from problems import ROUTINGS, find_problem, load_problems
+
+from moe_ops.bench.harness import default_output
+from moe_ops.bench.problems import ROUTINGS, find_problem, load_problems, unknown
 
 Value = TypeVar("Value")
 
@@ -35,7 +37,7 @@ def parser(
         type=one_or_more(find_problem),
         default=timed if cuda else "tiny",
         metavar="NAME,..",
-        help="keys of shapes.json or names of models (default: %(default)s)",
+        help="names of models or of their shapes (default: %(default)s)",
     )
     add(
         "--tokens",
@@ -59,8 +61,8 @@ def parser(
     add(
         "--output",
         type=Path,
-        default=Path(__file__).with_name("results") if cuda else None,
-        help="folder of the records (default: benchmarks/results; none without a GPU)",
+        default=default_output(),
+        help="folder of the records (default: benchmarks/results in a checkout with a GPU)",
     )
     add(
         "--time-budget-s",
@@ -92,7 +94,7 @@ def one_of(what: str, known: dict[str, Value]) -> Callable[[str], Value]:
 
     def read(text: str) -> Value:
         if text not in known:
-            raise ValueError(f"unknown {what} {text!r}; known: {', '.join(known)}")
+            raise ValueError(unknown(what, text, known))
         return known[text]
 
     return read

@@ -20,8 +20,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+import moe_ops
 from moe_ops.pipeline.devices import MEASURED as HARDWARE
 
+CHECKOUT = Path(moe_ops.__file__).resolve().parent.parent
+"""The root of the repository, where the package is not installed apart from it."""
 KEY = ("scheme", "shape", "M", "impl", "routing")
 _FLUSH_BYTES = 512 * 10**6
 _WARM_UPS = 3
@@ -198,11 +201,18 @@ def run_header() -> dict[str, str]:
         "driver": _output_of("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
         "torch": torch.__version__,
         "triton": _version("triton"),
-        "commit": os.environ.get("MOE_OPS_COMMIT")
-        or _output_of("git", "describe", "--always", "--dirty", "--exclude=*"),
+        "commit": os.environ.get("MOE_OPS_COMMIT") or _commit(),
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "command": _command(),
     }
+
+
+def _commit() -> str:
+    """What git says of a checkout; the version of an installed package, wherever it lies."""
+    if not (CHECKOUT / ".git").exists():
+        return f"moe_ops {moe_ops.__version__}"
+    describe = ("git", "-C", str(CHECKOUT), "describe", "--always", "--dirty", "--exclude=*")
+    return _output_of(*describe)
 
 
 def _command() -> str:
@@ -218,9 +228,7 @@ def _command() -> str:
 def _output_of(*command: str) -> str:
     """The first line that a command prints, or ``unknown``."""
     try:
-        done = subprocess.run(
-            command, capture_output=True, text=True, check=True, cwd=Path(__file__).parent
-        )
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
     return (done.stdout.splitlines() or ["unknown"])[0]
@@ -231,6 +239,12 @@ def _version(distribution: str) -> str:
         return metadata.version(distribution)
     except metadata.PackageNotFoundError:
         return "none"
+
+
+def default_output() -> Path | None:
+    """The records of the repository, for runs on a GPU; None where the package is installed."""
+    folder = CHECKOUT / "benchmarks" / "results"
+    return folder if torch.cuda.is_available() and folder.is_dir() else None
 
 
 def record_path(output: Path | None, name: str) -> Path | None:

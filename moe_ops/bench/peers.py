@@ -8,8 +8,9 @@ from importlib import import_module
 from importlib.util import find_spec
 
 import torch
-from problems import Experts, Inputs
 from torch import Tensor
+
+from moe_ops.bench.problems import Experts, Inputs
 
 Call = Callable[[], Tensor]
 

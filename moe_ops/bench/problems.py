@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from dataclasses import dataclass, fields
-from pathlib import Path
+from difflib import get_close_matches
+from importlib.resources import files
 from typing import Any, NamedTuple
 
 import torch
@@ -53,7 +55,7 @@ def load_problems() -> dict[str, Problem]:
 
 
 def _shapes() -> dict[str, dict[str, Any]]:
-    return json.loads(Path(__file__).with_name("shapes.json").read_text())
+    return json.loads(files("moe_ops.bench").joinpath("shapes.json").read_text())
 
 
 def known_names() -> dict[str, str]:
@@ -73,8 +75,16 @@ def find_problem(name: str) -> Problem:
     known = known_names()
     plain = name.rpartition("/")[2].lower().replace("_", "-")
     if plain not in known:
-        raise ValueError(f"unknown model {name!r}; known: {', '.join(known)}")
+        raise ValueError(unknown("model", name, known, plain))
     return load_problems()[known[plain]]
+
+
+def unknown(what: str, name: str, known: Iterable[str], spelled: str | None = None) -> str:
+    """An error's text: the name that is closest in spelling, if any is close, and all names."""
+    known = list(known)
+    close = get_close_matches(name if spelled is None else spelled, known, n=1)
+    meant = f" (did you mean {close[0]!r}?)" if close else ""
+    return f"unknown {what} {name!r}{meant}; known: {', '.join(known)}"
 
 
 class Inputs(NamedTuple):
@@ -155,8 +165,8 @@ def _random_weight(
     if scheme.weight is None:
         return w
     parts = [schemes.quantize_weight(part, scheme) for part in w.split(_EXPERTS_AT_ONCE)]
-    fields = zip(*parts, strict=True)
-    return type(parts[0])(*(None if field[0] is None else torch.cat(field) for field in fields))
+    joined = [None if field[0] is None else torch.cat(field) for field in zip(*parts, strict=True)]
+    return type(parts[0])._make(joined)
 
 
 def make_inputs(problem: Problem, tokens: int, routing: str, device: torch.device) -> Inputs:

@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from command import print_row
-from harness import evict_cache
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from moe_ops import ops
+from moe_ops.bench.command import print_row
+from moe_ops.bench.harness import evict_cache
 
 LAYER = "moe_ops.benchmarks/layer"
 """The range around a whole call."""

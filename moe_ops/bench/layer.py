@@ -1,0 +1,264 @@
+"""Time the whole layer, from (hidden_states, topk_weights, topk_ids) to the output."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext, redirect_stdout
+from dataclasses import asdict, dataclass
+from functools import partial
+from itertools import product
+from typing import Any, NamedTuple
+
+import torch
+
+import moe_ops
+from moe_ops.bench.command import one_of, one_or_more, parser, print_row
+from moe_ops.bench.harness import (
+    Row,
+    Timing,
+    default_device,
+    floor_us,
+    measure,
+    record_path,
+    relative_error,
+    run_header,
+    write_rows,
+)
+from moe_ops.bench.peers import PEERS, Call, available
+from moe_ops.bench.problems import (
+    Experts,
+    Inputs,
+    Problem,
+    make_experts,
+    make_inputs,
+    reference_rows,
+)
+from moe_ops.bench.stage_profile import ProfileRow, print_profile, profile_row
+from moe_ops.scheme import Scheme
+
+SAMPLED_TOKENS = 64
+MAX_REL_ERR = {"bf16": 0.02, "fp8": 0.1}
+"""By the dtype of the products. A result further off is wrong, and its time is not recorded."""
+
+WIDTHS = {
+    "scheme": 15, "shape": 16, "M": 6, "routing": 8, "impl": 22, "time_us": 9, "p10_us": 9,
+    "p90_us": 9, "runs": 5, "rel_err": 9, "floor_us": 9, "x floor": 8, "x peer": 8,
+}  # fmt: skip
+
+
+def moe_ops_layer(experts: Experts, inputs: Inputs, *, batch_invariant: bool = False) -> Call:
+    """This library."""
+    arguments = (inputs.x, experts.w1, experts.w2, inputs.topk_weights, inputs.topk_ids)
+    how = {"quant_config": experts.quant_config, "batch_invariant": batch_invariant}
+    return lambda: moe_ops.fused_experts(*arguments, **how)
+
+
+INVARIANT = "moe_ops-invariant"
+"""In batch-invariant mode: timed only where it is asked for by name."""
+IMPLS: dict[str, Callable[[Experts, Inputs], Call]] = {
+    "moe_ops": moe_ops_layer,
+    INVARIANT: partial(moe_ops_layer, batch_invariant=True),
+    **{name: make for name, (_, make) in PEERS.items()},
+}
+OURS = ("moe_ops", INVARIANT)
+"""They take every scheme (the second all but those with one scale of all tokens)."""
+
+
+def math_of(scheme: Scheme) -> str:
+    """The dtype of the products, as `moe_ops.pipeline.devices` names it; int8 counts as fp8."""
+    return "bf16" if scheme.activation is None or scheme.decoded else "fp8"
+
+
+def layer_floor_us(problem: Problem, experts: Experts, inputs: Inputs) -> float | None:
+    """Active weights, tokens and outputs moved once, or the products done at the peak rate."""
+    nbytes = inputs.num_active * experts.bytes_per_expert + 2 * inputs.x.nbytes
+    slots = inputs.topk_ids.numel()
+    flops = 2 * slots * 3 * problem.hidden_size * problem.intermediate_size
+    return floor_us(nbytes, flops, math_of(experts.scheme))
+
+
+def config_of(impl: str, problem: Problem, experts: Experts, inputs: Inputs) -> dict[str, Any]:
+    """What the time depends on besides the row's key."""
+    config: dict[str, Any] = {"active_experts": inputs.num_active}
+    if impl in OURS and inputs.x.is_cuda:
+        layer = moe_ops.FusedMoEConfig(
+            num_experts=problem.num_experts,
+            experts_per_token=problem.top_k,
+            hidden_dim=problem.hidden_size,
+            intermediate_size=problem.intermediate_size,
+            num_local_experts=problem.num_experts,
+            activation="silu",
+            device=inputs.x.device,
+            routing_method=moe_ops.RoutingMethodType.Renormalize,
+            batch_invariant=impl == INVARIANT,
+        )
+        told = moe_ops.explain(layer, experts.scheme, num_tokens=(len(inputs.x),))
+        for name in ("gemm1", "gemm2"):
+            config[name] = asdict(getattr(told.costs[0], name))
+    return config
+
+
+@dataclass(frozen=True)
+class Case:
+    """One (scheme, shape, M, routing), for every implementation."""
+
+    key: dict[str, Any]
+    problem: Problem
+    experts: Experts
+    inputs: Inputs
+
+
+def time_case(case: Case, impl: str) -> Row:
+    """The row of one implementation.
+
+    Raises:
+        ArithmeticError: what it computes is wrong.
+    """
+    experts, inputs = case.experts, case.inputs
+    device = inputs.x.device
+    chosen = torch.randperm(len(inputs.x), generator=torch.Generator().manual_seed(0))
+    chosen = chosen[:SAMPLED_TOKENS].to(device)
+    timing = measure(IMPLS[impl](experts, inputs), device)
+    error = relative_error(timing.output[chosen], reference_rows(experts, inputs, chosen))
+    limit = MAX_REL_ERR[math_of(experts.scheme)]
+    if not (error < limit and timing.output.isfinite().all()):
+        raise ArithmeticError(f"relative error {error:.3g}, must be below {limit}")
+    return Row(
+        **case.key,
+        impl=impl,
+        **_times(timing),
+        rel_err=error,
+        floor_us=layer_floor_us(case.problem, experts, inputs),
+        config=config_of(impl, case.problem, experts, inputs),
+    )
+
+
+def profile_case(case: Case, impl: str) -> ProfileRow:
+    """The parts of one implementation's call."""
+    call = IMPLS[impl](case.experts, case.inputs)
+    return profile_row({**case.key, "impl": impl}, call, case.inputs.x.device)
+
+
+def _times(timing: Timing) -> dict[str, Any]:
+    return {name: value for name, value in timing._asdict().items() if name != "output"}
+
+
+def print_times(rows: list[Row], *, head: bool) -> None:
+    """One line a row, with its ratios to the floor and to the best peer of this run."""
+    best_peer = min((row.time_us for row in rows if row.impl not in OURS), default=None)
+    for number, row in enumerate(rows):
+        ratios = {
+            "x floor": row.floor_us and row.time_us / row.floor_us,
+            "x peer": best_peer and row.time_us / best_peer,
+        }
+        print_row({**asdict(row), **ratios}, WIDTHS, head=head and number == 0)
+
+
+def print_profiles(rows: list[ProfileRow], *, head: bool) -> None:
+    """One table a row."""
+    for row in rows:
+        print_profile(row)
+
+
+class Work(NamedTuple):
+    """What is done with every case: it is timed, or profiled."""
+
+    file: str
+    run: Callable[[Case, str], Any]
+    show: Callable[..., None]
+
+
+TIME = Work("layer.json", time_case, print_times)
+PROFILE = Work("profile.json", profile_case, print_profiles)
+
+
+def options(arguments: Sequence[str] | None, prog: str | None) -> argparse.Namespace:
+    """The command line; exits with 2 and the known names where it names something unknown."""
+    command = parser(__doc__ or "", tokens="1,8,64,512,4096,16384", prog=prog)
+    schemes = {"bf16": "bf16", **{name: name for name in moe_ops.SCHEMES}, "unquantized": "bf16"}
+    impls = {impl: impl for impl in IMPLS}
+    installed = ["moe_ops", *available()]
+    add = command.add_argument
+    add(
+        *("--scheme", "--schemes"),
+        dest="schemes",
+        type=one_or_more(one_of("scheme", schemes)),
+        default="bf16",
+        metavar="NAME,..",
+        help="bf16 (unquantized) or names in moe_ops.SCHEMES (default: %(default)s)",
+    )
+    add(
+        "--impls",
+        type=one_or_more(one_of("implementation", impls)),
+        default=",".join(installed),
+        metavar="NAME,..",
+        help=f"among {', '.join(IMPLS)} (default: those that are installed)",
+    )
+    add("--json", action="store_true", help="the record on stdout, the table on stderr")
+    add("--profile", action="store_true", help="profile the stages of one call instead of timing")
+    args = command.parse_args(arguments)
+    for impl in args.impls:
+        if impl not in (*OURS, *installed):
+            command.error(f"--impls {impl} needs the package {PEERS[impl][0]}")
+    return args
+
+
+@torch.no_grad()
+def run(args: argparse.Namespace, work: Work) -> tuple[list[Any], list[str]]:
+    """Every case asked for, within the time budget: the rows, and what failed."""
+    device, started = default_device(), time.monotonic()
+    path = record_path(args.output, work.file)
+    done: list[Any] = []
+    failed: list[str] = []
+    skipped = 0
+    for scheme, problem in product(args.schemes, args.problems):
+        impls = [impl for impl in args.impls if impl in OURS or scheme == "bf16"]
+        experts = case = None  # before the next weights are made
+        for routing, tokens in product(args.routing, args.tokens):
+            if time.monotonic() - started > args.time_budget_s:
+                skipped += 1
+                continue
+            if experts is None:
+                experts = make_experts(problem, scheme, device)
+            key = {"scheme": scheme, "shape": problem.name, "M": tokens, "routing": routing}
+            case = Case(key, problem, experts, make_inputs(problem, tokens, routing, device))
+            rows = []
+            for impl in impls:
+                try:
+                    rows.append(work.run(case, impl))
+                except Exception:  # one failure must not cost the others their rows
+                    traceback.print_exc()
+                    failed.append(" ".join(map(str, (impl, *key.values()))))
+            work.show(rows, head=not done)
+            done += rows
+            if path and rows:
+                write_rows(path, rows)
+    place = f" in {path}" if path else ""
+    print(f"\n{len(done)} rows{place}; {skipped} cases skipped for lack of time")
+    return done, failed
+
+
+def main(arguments: Sequence[str] | None = None, prog: str | None = None) -> int:
+    """The exit status: 1 after a failure.
+
+    Args:
+        arguments: those of the command line by default.
+        prog: how the command is called in its help.
+    """
+    args = options(arguments, prog)
+    with redirect_stdout(sys.stderr) if args.json else nullcontext():
+        rows, failed = run(args, PROFILE if args.profile else TIME)
+    if args.json:
+        print(json.dumps({**run_header(), "rows": [asdict(row) for row in rows]}, indent=1))
+    if failed:
+        print("failed: " + "; ".join(failed), file=sys.stderr)
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

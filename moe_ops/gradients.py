@@ -1,0 +1,191 @@
+"""What happens where a derivative is asked for: forward passes run, backward passes raise.
+
+A model's weights require grad unless somebody said otherwise, also when nobody trains it. So a call
+in grad mode runs, without history of its own, and its result goes through ``moe_ops::no_gradient``:
+an operator whose backward raises. No gradient is ever silently absent or zero:
+
+* `inference_only` wraps Python functions: one such operator for a whole pipeline;
+* `asked_for` and `refusing` do the same for every operator's eager implementations, for whoever
+  calls ``torch.ops.moe_ops`` directly, and `traced` for AOTAutograd;
+* forward-mode derivatives and transforms of ``torch.func`` raise in the forward pass. The one gap:
+  of ``torch.func.grad`` an operator called directly, as ``torch.ops.moe_ops``, sees nothing (torch
+  warns). ``torch.vmap`` runs operators sample by sample.
+
+The two operators here compute nothing, and are no stages: see `moe_ops.ops` for those.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import wraps
+from typing import Any, ParamSpec, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import forward_ad
+
+from moe_ops.scheme import FusedMoEQuantConfig
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+_library = torch.library.Library("moe_ops", "FRAGMENT")
+
+
+def message(function: str, kind: str = "gradients") -> str:
+    """What an error says of ``function``, and how to go on."""
+    return (
+        f"{kind} of {function} are not implemented (training is not supported): train with another "
+        'implementation, in transformers by model.set_experts_implementation("grouped_mm"), or '
+        "call under torch.no_grad()"
+    )
+
+
+def inference_only(function: Callable[P, R]) -> Callable[P, R]:
+    """``function``, run without history; a backward pass through what it returns raises.
+
+    Looked at: tensors among the arguments, in tuples, in a `FusedMoEQuantConfig`, and the
+    parameters of modules. Free where grad mode is off.
+    """
+    name = function.__name__
+
+    @wraps(function)
+    def run(*args: P.args, **kwargs: P.kwargs) -> R:
+        if not torch.is_grad_enabled():
+            return function(*args, **kwargs)
+        inputs = wanted(*args, *kwargs.values())
+        if not inputs:
+            return function(*args, **kwargs)
+        with torch.no_grad():
+            out = function(*args, **kwargs)
+        return refuse(out, inputs, name)
+
+    return run
+
+
+def wanted(*values: Any) -> list[Tensor]:
+    """The tensors among ``values`` whose gradient somebody may ask for; none without grad mode."""
+    if not torch.is_grad_enabled():
+        return []
+    return [x for x in _tensors(values) if x.requires_grad]
+
+
+def refuse(out: Any, inputs: list[Tensor], function: str) -> Any:
+    """``out`` as a function of ``inputs`` that has no gradient: float tensors are copied.
+
+    Args:
+        out: a tensor, or a tuple of tensors and other things.
+        inputs: what `wanted` returned. With none of them ``out`` is returned as it is.
+        function: named in the error.
+
+    Raises:
+        NotImplementedError: under a transform of ``torch.func``, such as ``grad``.
+    """
+    if not inputs:
+        return out
+    if not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():
+        raise NotImplementedError(message(function))
+    if isinstance(out, tuple):
+        parts = [refuse(x, inputs, function) for x in out]
+        return out._make(parts) if hasattr(out, "_make") else tuple(parts)
+    if not isinstance(out, Tensor) or not out.is_floating_point():
+        return out
+    if any(out is x for x in inputs):  # an input that was passed on
+        return out
+    return torch.ops.moe_ops.no_gradient(out, inputs, function)
+
+
+def _tensors(values: Any) -> Iterator[Tensor]:
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, FusedMoEQuantConfig):
+            yield from _tensors(value.tensors)
+        elif isinstance(value, nn.Module):
+            yield from value.parameters()
+        elif isinstance(value, (tuple, list)):
+            yield from _tensors(value)
+
+
+def asked_for(name: str, args: Any, kwargs: Any) -> bool:
+    """Whether a gradient may be asked for of what an operator returns.
+
+    Raises:
+        NotImplementedError: as `check_forward_mode`; an output to write into, whose history is not
+            the operator's.
+    """
+    check_forward_mode(name, args)
+    if not (torch.is_grad_enabled() and torch._C._any_requires_grad(*args, **kwargs)):
+        return False
+    if kwargs.get("out") is not None:
+        raise NotImplementedError(message(name))
+    return True
+
+
+def check_forward_mode(name: str, args: Any) -> None:
+    """NotImplementedError within forward-mode differentiation, where there is a float input.
+
+    An operator's implementation does not see tangents: ``torch.func`` has taken them off.
+    """
+    if forward_ad._current_level >= 0 and any(x.is_floating_point() for x in _tensors(args)):
+        raise NotImplementedError(message(name, "forward-mode derivatives"))
+
+
+def refusing(name: str, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """What an operator's implementation ``run`` returns, with a backward pass that raises."""
+    with torch.no_grad():
+        result = run(*args, **kwargs)
+    return refuse(result, wanted(*args, *kwargs.values()), name)
+
+
+def traced(operator: Any, name: str) -> Callable[..., Any]:
+    """The Autograd implementation of ``operator`` that AOTAutograd traces; eager has none."""
+
+    def below_autograd(*args: Any, **kwargs: Any) -> Any:
+        with torch._C._AutoDispatchBelowAutograd():
+            return operator(*args, **kwargs)
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if asked_for(name, args, kwargs):
+            return refusing(name, below_autograd, args, kwargs)
+        return below_autograd(*args, **kwargs)
+
+    return run
+
+
+_library.define("no_gradient(Tensor x, Tensor[] inputs, str function) -> Tensor")
+_library.define("raise_no_gradient(Tensor grad, str function) -> Tensor")
+
+
+def _no_gradient(x: Tensor, inputs: list[Tensor], function: str) -> Tensor:
+    return x.clone(memory_format=torch.contiguous_format)
+
+
+def _raise_no_gradient(grad: Tensor, function: str) -> Tensor:
+    raise NotImplementedError(message(function))
+
+
+def _fake_no_gradient(x: Tensor, inputs: list[Tensor], function: str) -> Tensor:
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    _, tensors, ctx.function = inputs
+    ctx.layouts = [(x.shape, x.dtype) for x in tensors]
+
+
+def _backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    """Gradients from an operator that raises, which a compiler can trace."""
+    none = torch.ops.moe_ops.raise_no_gradient(grad, ctx.function)
+    return None, [none.to(dtype).expand(shape) for shape, dtype in ctx.layouts], None
+
+
+_library.impl("no_gradient", _no_gradient, "CompositeExplicitAutograd")
+_library.impl("raise_no_gradient", _raise_no_gradient, "CompositeExplicitAutograd")
+torch.library.register_fake("moe_ops::no_gradient", _fake_no_gradient, lib=_library)
+torch.library.register_fake(
+    "moe_ops::raise_no_gradient", lambda grad, function: grad.new_empty(()), lib=_library
+)
+torch.library.register_autograd(
+    "moe_ops::no_gradient", _backward, setup_context=_setup_context, lib=_library
+)

@@ -1,0 +1,54 @@
+"""Triton cache keys that do not depend on which kernel is used first.
+
+Triton finds a compiled kernel on disk by its `cache_key`, a hash of its source, of the functions it
+calls and of the global constants that all of them use. Triton 3.6 merges the constants of a called
+function before it computes that function's own key, so the constants are missing if the called
+function had no key yet. A kernel's key then depends on which kernels came before it, and the next
+process compiles again what is on disk. With the keys of called functions computed first, the
+constants are always there (Triton 3.9 does the same itself).
+"""
+
+from __future__ import annotations
+
+import ast
+from threading import RLock
+from types import ModuleType
+from typing import Any
+
+from triton.runtime.jit import JITCallable, JITFunction
+
+_DONE: set[int] = set()
+"""Ids of functions that have their final key, or will have it when the running call returns.
+
+Not the functions themselves: to hash one is to compute its key.
+"""
+_LOCK = RLock()
+
+
+def compute_cache_key(kernel: JITFunction) -> None:
+    """Compute a kernel's key after the keys of all that it calls, directly or not.
+
+    Must run before anything else asks for the key, ``hash(kernel)`` included.
+    """
+    with _LOCK:
+        if id(kernel) in _DONE:
+            return
+        _DONE.add(id(kernel))
+        for called in _called(kernel):
+            compute_cache_key(called)
+        kernel.cache_key  # noqa: B018 (a property that keeps what it computes)
+
+
+def _called(kernel: JITFunction) -> list[JITFunction]:
+    """Triton functions that a kernel's source names, also in modules, and methods of aggregates."""
+    scope = kernel.fn.__globals__
+
+    def value(node: ast.AST) -> Any:
+        if isinstance(node, ast.Name):
+            return scope.get(node.id)
+        owner = value(node.value) if isinstance(node, ast.Attribute) else None
+        return getattr(owner, node.attr, None) if isinstance(owner, ModuleType) else None
+
+    named = [value(node) for node in ast.walk(kernel.parse())]
+    methods = [m for v in named for m in getattr(v, "hash_attrs", ())]
+    return [function for function in named + methods if isinstance(function, JITCallable)]

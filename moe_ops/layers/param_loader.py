@@ -1,0 +1,59 @@
+"""``param.weight_loader``, where loaders of vLLM-style models look for it."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+class ParameterLoader:
+    """`FusedMoE.weight_loader` of the layer that holds a parameter, as the parameter's attribute.
+
+    It holds the layer weakly: a cycle of layer and parameters would keep their memory until the
+    garbage collector runs. Copied or pickled it belongs to no layer, and the layer that takes the
+    copied parameter gives it a loader of its own.
+    """
+
+    def __init__(self, layer: Any = None) -> None:
+        self._layer = None if layer is None else weakref.ref(layer)
+
+    @property
+    def layer(self) -> Any:
+        """The layer, or None where there is none (any more)."""
+        return None if self._layer is None else self._layer()
+
+    def __call__(
+        self,
+        param: Tensor,
+        loaded_weight: Tensor,
+        weight_name: str,
+        shard_id: str,
+        expert_id: int,
+        return_success: bool = False,  # noqa: FBT001, FBT002 (the field's signature)
+    ) -> bool | None:
+        """See `FusedMoE.weight_loader`. ValueError when the layer is gone."""
+        layer = self.layer
+        if layer is None:
+            raise ValueError("param must belong to a FusedMoE that exists, got one without a layer")
+        return layer.weight_loader(
+            param, loaded_weight, weight_name, shard_id, expert_id, return_success
+        )
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return ParameterLoader, ()
+
+
+def attach_loader(layer: nn.Module, param: nn.Parameter | None) -> None:
+    """Give a parameter of ``layer`` its ``weight_loader``, unless it has a working one."""
+    if param is None:
+        return
+    loader = getattr(param, "weight_loader", None)
+    if loader is None or (isinstance(loader, ParameterLoader) and loader.layer is None):
+        param.weight_loader = ParameterLoader(layer)  # type: ignore[attr-defined]
+
+
+# A parameter that is saved by itself can be read with weights_only.
+torch.serialization.add_safe_globals([ParameterLoader])

@@ -1,0 +1,265 @@
+"""The routing of a layer: logits to experts, load balancing, and the capture of what is chosen.
+
+A mixin of `moe_ops.FusedMoE`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from moe_ops import checks
+from moe_ops.parallel.eplb_state import LayerEplbState, layer_of
+from moe_ops.routing import CaptureFn, SelectedExperts, fused_topk, select_experts
+
+if TYPE_CHECKING:
+    from moe_ops.pipeline.modular_kernel import FusedMoEKernel
+
+
+def token_arguments(
+    hidden_states: Tensor,
+    tokens: Tensor,
+    is_padding: Tensor | None,
+    input_ids: Tensor | None,
+    num_unpadded_tokens: Tensor | None,
+) -> tuple[Tensor | None, Tensor | None]:
+    """``is_padding`` (from a mask, a number of tokens, or both) and ``input_ids``, each ``(T,)``.
+
+    Args:
+        hidden_states: ``(.., H)``.
+        tokens: the same, flat: ``(T, H)``.
+        is_padding: see `FusedMoE.forward`.
+        input_ids: likewise.
+        num_unpadded_tokens: likewise.
+
+    Raises:
+        TypeError: a wrong dtype.
+        ValueError: another shape or device.
+    """
+    like = ("hidden_states", hidden_states)
+    if input_ids is not None:
+        input_ids = _flat("input_ids", input_ids, hidden_states, tokens, checks.INDICES)
+    if is_padding is not None:
+        is_padding = _flat("is_padding", is_padding, hidden_states, tokens, (torch.bool,))
+    if num_unpadded_tokens is not None:
+        name = "num_unpadded_tokens"
+        checks.device_scalar(name, num_unpadded_tokens, checks.INDICES, *like)
+        token = torch.arange(tokens.shape[0], device=tokens.device)
+        behind = token >= num_unpadded_tokens.reshape(())
+        is_padding = behind if is_padding is None else is_padding | behind
+    return is_padding, input_ids
+
+
+def _flat(
+    name: str, x: Tensor, hidden_states: Tensor, tokens: Tensor, dtypes: Sequence[torch.dtype]
+) -> Tensor:
+    """``(T,)``, given so or with the axes of ``hidden_states`` but the last."""
+    checks.tensor(name, x, None, dtypes)
+    checks.same_device(name, x, "hidden_states", hidden_states)
+    axes = hidden_states.shape[:-1]
+    if x.dim() != 1 and (x.dim() != len(axes) or _differ(x.shape, axes)):
+        raise ValueError(
+            f"{name} must be (T,) or have the axes of hidden_states but the last, {tuple(axes)}, "
+            f"got shape {tuple(x.shape)}"
+        )
+    x = x.reshape(-1)
+    checks.same_tokens(name, x, "hidden_states", tokens)
+    return x
+
+
+def _differ(shape: torch.Size, other: torch.Size) -> bool:
+    """For a compiler, which knows no sizes, they do not."""
+    return not torch.compiler.is_compiling() and shape != other
+
+
+class RoutesTokens(nn.Module):
+    """`route`, the state of load balancing, and the capture of chosen experts."""
+
+    eplb_state: LayerEplbState | None
+    eplb_step: Tensor
+    """Calls since `set_eplb_state`, unless that was given a ``step``."""
+    capture_fn: CaptureFn | None = None
+    capture_buffer: Tensor | None = None
+
+    if TYPE_CHECKING:
+        num_experts: int
+        global_num_experts: int
+        top_k: int
+        num_logits: int
+        renormalize: bool
+        scoring_func: str
+        routing: dict[str, Any]
+        routes_plainly: bool
+        enable_eplb: bool
+        e_score_correction_bias: Tensor | None
+        hash_indices_table: Tensor | None
+        kernel: FusedMoEKernel | None
+
+    def set_eplb_state(
+        self,
+        moe_layer_idx: int,
+        expert_load_view: Tensor,
+        logical_to_physical_map: Tensor,
+        logical_replica_count: Tensor,
+        *,
+        record_enabled: Tensor | None = None,
+        seed: int = 0,
+        step: Tensor | None = None,
+    ) -> None:
+        """Take row ``moe_layer_idx`` of each tensor of an `EplbState`, as views.
+
+        Token t of a call goes to the replica that the hash of ``t + seed + step`` chooses: see
+        `eplb_map_to_physical_and_record`. By default the layer counts its calls on the device, in
+        the buffer ``eplb_step``, so that decoding of few tokens reaches every replica, also in the
+        replays of a CUDA graph; the same calls after this one choose the same replicas.
+
+        Args:
+            moe_layer_idx: the row.
+            expert_load_view: ``(L, P)`` int32 or int64: **mutated** by every call.
+            logical_to_physical_map: ``(L, E, R)`` int32 or int64.
+            logical_replica_count: ``(L, E)`` int32 or int64.
+            record_enabled: one bool or integer on the device; 0 counts nothing. None counts.
+            seed: different on ranks that route tokens of their own. In 0..2**31 - 1.
+            step: one integer on the device, which the caller advances (once for all layers, where
+                they share it); one that stays the same lets a token of a call keep its replicas.
+
+        Raises:
+            TypeError, ValueError: a wrong dtype, number of axes, device or seed; a layer that is
+                not there.
+        """
+        state = (expert_load_view, logical_to_physical_map, logical_replica_count)
+        views = layer_of(moe_layer_idx, *state, self.num_experts, self.global_num_experts)
+        like = ("expert_load_view", expert_load_view)
+        dtypes = (torch.bool, *checks.INDICES)
+        checks.device_scalar("record_enabled", record_enabled, dtypes, *like)
+        checks.device_scalar("step", step, checks.INDICES, *like)
+        checks.integer("seed", seed)
+        if not 0 <= seed < 2**31:
+            raise ValueError(f"seed must be in 0..{2**31 - 1}, got {seed}")
+        if step is None:  # a buffer: Inductor's CUDA graphs may mutate it
+            calls = torch.zeros(1, dtype=torch.int64, device=expert_load_view.device)
+            self.register_buffer("eplb_step", calls, persistent=False)
+        self.eplb_state = LayerEplbState(*views, record_enabled, seed, step)
+
+    def set_capture_fn(self, fn: CaptureFn | None, *, buffer: Tensor | None = None) -> None:
+        """Let ``fn``, or a buffer, have the experts that each call chooses.
+
+        The ids are those of logical experts, ``(T, k)``, in the order of the router: before
+        replicas are chosen, and without fused shared experts (``n_shared_experts``). Identity
+        experts are ``E`` and on; the slots of padding tokens are -1. With sequence parallelism the
+        tokens are those of all ranks.
+
+        Args:
+            fn: called with the ids after routing, in eager calls only: neither a compiled layer nor
+                the replay of a CUDA graph runs Python, and the capture of a graph does not call
+                it. It must not write into them. None: no function.
+            buffer: ``(N, k)`` int32 or int64, any strides, N at least the tokens of a call: every
+                call writes its ids into the first T rows, compiled ones and replays too, and leaves
+                the others. One layer's columns of a tensor ``(N, L, k)`` will do. None: no buffer.
+
+        Raises:
+            TypeError: ``fn`` cannot be called; a wrong dtype of ``buffer``.
+            ValueError: another shape of ``buffer``; in a call, more tokens than it has rows.
+        """
+        if fn is not None and not callable(fn):
+            raise TypeError(f"fn must be callable or None, got {type(fn).__name__}")
+        if buffer is not None:
+            checks.tensor("buffer", buffer, 2, checks.INDICES)
+            checks.size("buffer.shape[1]", buffer.shape[1], "top_k", self.top_k)
+        self.capture_fn, self.capture_buffer = fn, buffer
+
+    @contextmanager
+    def unobserved(self) -> Iterator[None]:
+        """Calls within this context are captured by nobody, and what they count is forgotten."""
+        observers = self.capture_fn, self.capture_buffer
+        self.capture_fn = self.capture_buffer = None
+        state = self.eplb_state
+        counters = [] if state is None else [state.expert_load_view]
+        if state is not None and state.step is None:
+            counters.append(self.eplb_step)
+        kept = [counter.clone() for counter in counters]
+        try:
+            yield
+        finally:
+            self.capture_fn, self.capture_buffer = observers
+            for counter, value in zip(counters, kept, strict=True):
+                counter.copy_(value)
+
+    def route(
+        self,
+        hidden_states: Tensor,
+        router_logits: Tensor,
+        *,
+        is_padding: Tensor | None = None,
+        input_ids: Tensor | None = None,
+    ) -> SelectedExperts:
+        """``(T, H)`` tokens and ``(T, E)`` logits to weights and ids, each ``(T, k)``.
+
+        The ids have the dtype that the layer's kernel asks for; see `select_experts`.
+        """
+        if self.routing["custom_routing_function"] is None:
+            experts = router_logits.shape[-1]
+            checks.size("router_logits.shape[1]", experts, "the number of experts", self.num_logits)
+        kernel = self.kernel
+        indices_type = None if kernel is None else kernel.prepare_finalize.topk_indices_dtype()
+        captures = self.capture_fn is not None or self.capture_buffer is not None
+        if self.routes_plainly and is_padding is None and input_ids is None:
+            # What `select_experts` would do, without asking for its options.
+            weights, ids = fused_topk(
+                hidden_states,
+                router_logits,
+                self.top_k,
+                self.renormalize,
+                indices_type,
+                self.scoring_func,
+                self.e_score_correction_bias,
+                self.routing["routed_scaling_factor"],
+            )
+            if captures:
+                self._capture(ids)
+            return SelectedExperts(weights, ids, None)
+        state = self.eplb_state if self.enable_eplb else None
+        routed = select_experts(
+            hidden_states,
+            router_logits,
+            self.top_k,
+            renormalize=self.renormalize,
+            scoring_func=self.scoring_func,
+            e_score_correction_bias=self.e_score_correction_bias,
+            indices_type=indices_type,
+            enable_eplb=self.enable_eplb,
+            hash_indices_table=self.hash_indices_table,
+            input_ids=input_ids,
+            is_padding=is_padding,
+            capture_fn=self._capture if captures else None,
+            **self.routing,
+            **({} if state is None else self._balancing(state)),
+        )
+        if state is not None and state.step is None:
+            self.eplb_step.add_(1)
+        return routed
+
+    def _balancing(self, state: LayerEplbState) -> dict[str, Any]:
+        """Arguments of `select_experts`."""
+        step = self.eplb_step if state.step is None else state.step
+        return {**state._asdict(), "step": step}
+
+    def _capture(self, topk_ids: Tensor) -> None:
+        """What `set_capture_fn` says."""
+        buffer, fn = self.capture_buffer, self.capture_fn
+        if buffer is not None:
+            tokens = topk_ids.shape[0]
+            if tokens > buffer.shape[0]:
+                raise ValueError(
+                    f"buffer of set_capture_fn must have a row for each of {tokens} tokens, got "
+                    f"{buffer.shape[0]}"
+                )
+            buffer.narrow(0, 0, tokens).copy_(topk_ids)
+        if fn is None or torch.compiler.is_compiling():
+            return
+        if not (topk_ids.is_cuda and torch.cuda.is_current_stream_capturing()):
+            fn(topk_ids)

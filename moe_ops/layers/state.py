@@ -1,0 +1,168 @@
+"""What a layer's state says besides its tensors: in which form they are stored.
+
+Many schemes have tensors of the same names, shapes and dtypes: int4 in groups of 32 and MXFP4
+differ in the meaning of their bytes alone. So a state has one more entry, ``_extra_state``: a JSON
+text in a uint8 tensor, which every format of saved tensors can hold. A state without this entry is
+one of an earlier version, and is loaded without a check.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from moe_ops.scheme import Quant
+
+if TYPE_CHECKING:
+    from moe_ops.layers.partition import LayerSizes
+    from moe_ops.loading.given import GivenScales
+
+STATE = "_extra_state"
+"""The entry's name, which PyTorch gives it."""
+MAX_BYTES = 4096
+
+
+class SchemeState(nn.Module):
+    """A module whose state says in which scheme its weights are, and in which order its rows."""
+
+    sizes: LayerSizes
+    w13_weight: Tensor
+    w13_input_order: Tensor | None
+    given_scales: GivenScales
+
+    def get_extra_state(self) -> Tensor:
+        """The scheme of the parameters as a uint8 tensor on the CPU; never read from a buffer."""
+        scheme = self.sizes.scheme
+        said = {
+            "scheme": scheme.name,
+            "weight": scheme.weight and scheme.weight.key,
+            "interleaved": self.sizes.interleaved,
+        }
+        return torch.tensor(list(json.dumps(said).encode()), dtype=torch.uint8, device="cpu")
+
+    def set_extra_state(self, state: Any) -> None:
+        """Compare a state's form with the layer's; nothing is kept.
+
+        Raises:
+            ValueError: the state is that of another scheme or order of rows.
+        """
+        if isinstance(state, Tensor) and state.is_meta:
+            return  # says nothing
+        problem = stored_as(state).differs_from(
+            self.sizes.scheme.weight, interleaved=self.sizes.interleaved
+        )
+        if problem:
+            raise ValueError(problem)
+
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Any], prefix: str, local_metadata: Any, strict: Any,
+        missing_keys: list[str], unexpected_keys: list[str], error_msgs: list[str],
+    ) -> None:  # fmt: skip
+        """As in `nn.Module`, but nothing is copied out of a state that does not belong here.
+
+        An order of columns (``w13_input_order``) comes and goes with ``w13_weight``.
+        """
+        state_dict = dict(state_dict)
+        saved, order_key = state_dict.get(prefix + STATE), prefix + "w13_input_order"
+        try:
+            self.set_extra_state(self.get_extra_state() if saved is None else saved)
+            order = self._checked_order(state_dict.get(order_key))
+        except (TypeError, ValueError) as error:
+            error_msgs.append(f"{prefix.removesuffix('.') or type(self).__name__}: {error}")
+            return
+        state_dict[prefix + STATE] = self.get_extra_state()
+        if order is not None:
+            state_dict[order_key] = order
+            if self.w13_input_order is None or self.w13_input_order.shape != order.shape:
+                self.w13_input_order = torch.empty_like(order, device=self.w13_weight.device)
+        elif prefix + "w13_weight" in state_dict:
+            self.w13_input_order = None
+        self.given_scales.clear()
+        rest = (local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
+        super()._load_from_state_dict(state_dict, prefix, *rest)
+
+    def _checked_order(self, order: Any) -> Tensor | None:
+        """int32 ``(1 or El, H)``, each row a permutation: kernels read columns by it."""
+        if order is None:
+            return None
+        experts, width = self.sizes.num_experts, self.sizes.hidden_size
+        if not isinstance(order, Tensor) or order.dtype not in (torch.int32, torch.int64):
+            got = getattr(order, "dtype", type(order).__name__)
+            raise TypeError(f"w13_input_order must be an int32 Tensor, got {got}")
+        if tuple(order.shape) not in ((1, width), (experts, width)):
+            raise ValueError(
+                f"w13_input_order must have shape {(1, width)} or {(experts, width)}, "
+                f"got {tuple(order.shape)}"
+            )
+        columns = torch.arange(width, device=order.device)
+        if not order.is_meta and not bool((order.sort(1).values == columns).all()):
+            raise ValueError(
+                f"w13_input_order must have permutations of 0..{width - 1} as rows, got others"
+            )
+        return order.int()
+
+
+class StoredAs(NamedTuple):
+    """The form that a state says its tensors have."""
+
+    name: str
+    """The scheme's name."""
+    weight: str | None
+    """The key of the weight's `Quant`; None: not quantized."""
+    interleaved: bool
+    """Whether gate and up rows alternate."""
+
+    def differs_from(self, wanted: Quant | None, *, interleaved: bool) -> str | None:
+        """Why tensors of this form are not those of a layer; None: they are.
+
+        Scales that are powers of two are numbers like others, and one scale a row may have an axis
+        for groups.
+
+        Args:
+            wanted: how the layer stores its weights.
+            interleaved: whether gate and up rows alternate in the layer.
+        """
+        if _numbers(self.weight, wanted) != _numbers(wanted.key if wanted else None, wanted):
+            rule = "must not be quantized" if wanted is None else f"must be stored as {wanted.key}"
+            return f"weights {rule}, got those of {self.name} ({self.weight})"
+        if interleaved != self.interleaved:
+            orders = ("one after the other", "alternating")
+            return (
+                f"gate and up rows must be {orders[interleaved]}, as the layer's activation "
+                f"takes them, got {orders[self.interleaved]}"
+            )
+        return None
+
+
+def _numbers(key: str | None, wanted: Quant | None) -> str | None:
+    """A key without what does not change the numbers that a layer reads."""
+    if key is None:
+        return None
+    key = key.replace(":vector", ":float32")
+    if wanted is not None and wanted.scale == "pow2":
+        return key
+    return key.replace(":pow2", ":float32")
+
+
+def stored_as(state: Any) -> StoredAs:
+    """What an entry ``_extra_state`` says.
+
+    Raises:
+        ValueError: it is no such entry.
+    """
+    rule = f"{STATE} must be a layer's form, JSON in a uint8 Tensor"
+    if not isinstance(state, Tensor) or state.dtype != torch.uint8 or state.numel() > MAX_BYTES:
+        got = tuple(state.shape) if isinstance(state, Tensor) else type(state).__name__
+        raise ValueError(f"{rule}, got {got}")
+    try:
+        said = json.loads(bytes(state.flatten().tolist()))
+        name, weight, interleaved = (said[key] for key in ("scheme", "weight", "interleaved"))
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise ValueError(f"{rule}, got {error!r}") from None
+    kinds = ((name, (str,)), (weight, (str, type(None))), (interleaved, (bool,)))
+    if not all(isinstance(value, kind) for value, kind in kinds):
+        raise ValueError(f"{rule}, got {said}")
+    return StoredAs(name, weight, interleaved)

@@ -1,0 +1,96 @@
+"""What a checkpoint's tensors become in a layer of another form: quantized weights, e4m3 scales."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from moe_ops import checks
+from moe_ops.scheme import FLOAT8_E4M3_MAX, Quant, Scheme, quantize_weight
+from moe_ops.scheme.rounding import SMALLEST_AMAX, over
+
+FLOATS = (*checks.FLOATS, torch.float64)
+"""Dtypes of plain numbers."""
+_SUFFIXES = {
+    "scale": "weight_scale",
+    "zero_point": "weight_zero_point",
+    "global_scale": "weight_scale_2",
+    "channel_scale": "weight_chan_scale",
+}
+
+
+def quantized(
+    projections: dict[str, Tensor], scheme: Scheme, interleaved: bool
+) -> Iterator[tuple[str, str, str, Tensor]]:
+    """Plain projections ``(N, K)`` of one expert as checkpoints of a scheme store them.
+
+    Gate and up are quantized by themselves, but together where their rows alternate and all rows
+    share a scale.
+
+    Args:
+        projections: by shard, all in the layer's dtype.
+        scheme: the layer's.
+        interleaved: whether gate and up rows alternate in the layer.
+
+    Yields:
+        Shard, kind, the end of its name, and the tensor without an axis for experts.
+    """
+    quant = scheme.weight
+    shares = quant is not None and (quant.per_tensor or "global_scale" in kinds_of(quant))
+    if not (interleaved and shares and len(projections) == 2):
+        for shard, w in projections.items():
+            for kind, suffix, x in _fields(w, scheme):
+                yield shard, kind, suffix, x
+        return
+    for kind, suffix, both in _fields(torch.cat([*projections.values()]), scheme):
+        parts = both.chunk(2) if both.dim() else (both, both)
+        for shard, x in zip(projections, parts, strict=True):
+            yield shard, kind, suffix, x
+
+
+def _fields(w: Tensor, scheme: Scheme) -> Iterator[tuple[str, str, Tensor]]:
+    q = quantize_weight(w[None], scheme)
+    yield "weight", "weight", q.data[0]
+    factor = "channel_scale" if scheme.weight and scheme.weight.channel_scale else "global_scale"
+    for kind, x in (("scale", q.scale), ("zero_point", q.zero_point), (factor, q.global_scale)):
+        if x is not None:
+            yield kind, _SUFFIXES[kind], x[0]
+
+
+def kinds_of(quant: Quant) -> tuple[str, ...]:
+    """The kinds of tensors that a quantized weight consists of."""
+    there = {
+        "zero_point": quant.zero_point,
+        "channel_scale": quant.channel_scale,
+        "global_scale": quant.global_scale and not quant.channel_scale,
+    }
+    return ("weight", "scale", *(kind for kind, has in there.items() if has))
+
+
+def has_plain_scales(kind: str, x: Tensor, quant: Quant | None) -> bool:
+    """Whether ``x`` are group scales in floats, for a scheme of e4m3 scales and one a row."""
+    return kind == "scale" and quant is not None and quant.channel_scale and x.dtype in FLOATS
+
+
+def channel_scales(scales: Tensor) -> Iterator[tuple[str, str, Tensor]]:
+    """Group scales ``(N, G)`` in floats as e4m3 group scales and one float32 scale a row.
+
+    With ``c = max(amax of a row, 1e-10) / 448`` they are ``e4m3(e4m3(s / c) / 8)`` and ``8 * c``:
+    at most 56, so that a 4-bit integer times its scale is an e4m3 number's size.
+
+    Yields:
+        Kind, the end of its name, and the tensor.
+
+    Source:
+        vLLM ``convert_bf16_scales_to_fp8``, which keeps c above 1 / (448 * 512).
+    """
+    s = scales.float()
+    if s.dim() != 2 or not s.numel():  # a wrong shape is refused where scales are placed
+        yield "scale", _SUFFIXES["scale"], s.to(torch.float8_e4m3fn)
+        return
+    row = over(s.abs().amax(1, keepdim=True).clamp(min=SMALLEST_AMAX), FLOAT8_E4M3_MAX)
+    eighth = (s / row).to(torch.float8_e4m3fn).float() / 8
+    yield "scale", _SUFFIXES["scale"], eighth.to(torch.float8_e4m3fn)
+    yield "channel_scale", _SUFFIXES["channel_scale"], row[:, 0] * 8

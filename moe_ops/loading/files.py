@@ -1,0 +1,128 @@
+"""Opening files that somebody else wrote: regular files only, and JSON of any content."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path, PurePosixPath, PureWindowsPath
+from typing import Any
+
+MAX_JSON = 100_000_000
+"""Largest size of a JSON file, in bytes."""
+PICKLED = (".bin", ".pt", ".pth", ".ckpt")
+_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+", re.ASCII)
+
+
+def regular(path: Path) -> Path:
+    """``path``, if it is a regular file or a link to one: reading a pipe would wait for ever.
+
+    Raises:
+        FileNotFoundError: nothing is there.
+        ValueError: a folder, a pipe, a device.
+    """
+    if not path.exists():
+        raise FileNotFoundError(f"{path} must be a file, got none{_download(path)}")
+    if not path.is_file():
+        raise ValueError(f"{path} must be a regular file, got a folder, a pipe or a device")
+    return path
+
+
+def read_object(path: Path, what: str) -> dict[str, Any]:
+    """The JSON object in a file.
+
+    Args:
+        path: of the file.
+        what: what the file must be, for the error.
+
+    Raises:
+        FileNotFoundError, ValueError: as `regular`; text that is no JSON object, is nested too
+            deeply or longer than `MAX_JSON`.
+    """
+    size = regular(path).stat().st_size
+    if size > MAX_JSON:
+        raise ValueError(f"{path} must be {what} of at most {MAX_JSON} bytes, got {size}")
+    try:
+        found = parse_object(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} must be {what}, got {error}") from None
+    return found
+
+
+def parse_object(text: str) -> dict[str, Any]:
+    """A JSON object whose keys are there once each.
+
+    Raises:
+        ValueError: saying what the text is instead.
+    """
+    try:
+        found = json.loads(text, object_pairs_hook=_once)
+    except RecursionError:
+        raise ValueError("JSON that is nested too deeply") from None
+    except json.JSONDecodeError as error:
+        raise ValueError(f"no JSON: {error}") from None
+    if not isinstance(found, dict):
+        raise ValueError(f"a JSON {type(found).__name__}, which is no object")
+    return found
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        seen: set[str] = set()
+        twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
+        raise ValueError(f"the key {twice!r} twice")
+    return found
+
+
+def weight_map(index: Path) -> dict[str, Path]:
+    """Which file holds each tensor, by an index: files in the index's folder or below it.
+
+    Links in the folder are followed: caches of downloads consist of them.
+
+    Raises:
+        ValueError: no index, or a file name that leads out of the folder.
+    """
+    entries = read_object(index, "an index with a weight_map").get("weight_map")
+    if not isinstance(entries, Mapping):
+        got = type(entries).__name__
+        raise ValueError(f"{index} must be an index with a weight_map, got {got} for it")
+    for name, file in entries.items():
+        if not isinstance(file, str) or not _is_inside(file):
+            raise ValueError(
+                f"{index}: the file of {name!r} must be a name inside the index's folder, "
+                f"got {file!r}"
+            )
+    return {name: index.parent / file for name, file in entries.items()}
+
+
+def _is_inside(file: str) -> bool:
+    """Whether a file name is relative and has no ``..``, by the rules of every system."""
+    paths = PurePosixPath(file), PureWindowsPath(file)
+    leaves = any(path.anchor or path.drive or ".." in path.parts for path in paths)
+    return bool(file) and "\0" not in file and not leaves
+
+
+def reject_other_formats(path: Path) -> None:
+    """ValueError with the way out for a file in a format that is not read."""
+    suffix = path.suffix.lower()
+    if suffix in PICKLED:
+        raise ValueError(
+            f"source must be safetensors, got {path}: pass what it holds, "
+            f"torch.load({path.name!r}, map_location='cpu', weights_only=True, mmap=True)"
+        )
+    if suffix == ".gguf":
+        raise ValueError(
+            f"source must be safetensors, got {path}: load the model with transformers' "
+            "from_pretrained(.., gguf_file=..) and save it with save_pretrained"
+        )
+
+
+def _download(path: Path) -> str:
+    """What to do about a path that looks like a model's name on a hub."""
+    if _HUB_ID.fullmatch(str(path)) is None or path.suffix in (".json", ".safetensors", *PICKLED):
+        return ""
+    return (
+        " (if it is a model's name on a hub: download it first, "
+        f"huggingface_hub.snapshot_download({str(path)!r}), and pass the folder)"
+    )

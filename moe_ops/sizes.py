@@ -1,0 +1,223 @@
+"""Sizes that operators ask for, whoever calls them.
+
+The functions that allocate an operator's outputs (`fake_impls`) call these, so that its kernel, its
+reference and its trace refuse the same. Public functions have checked more before, and these checks
+are on the way of every call: they compare numbers that are at hand. Symbolic sizes are not
+compared, as that would add guards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+
+from torch import Tensor
+
+from moe_ops.activation import Formula
+from moe_ops.checks import MAX_EXPERTS
+from moe_ops.scheme import WHOLE, Quant, get_scheme
+from moe_ops.tensors import AnyTiles
+from moe_ops.tiles import KNOWN_ROW_TILES, MAX_ROW_TILE, is_direct, plan_sizes
+
+
+def shaped(name: str, x: Tensor, *sizes: int | None) -> None:
+    """``x`` has these sizes (None: any)."""
+    axes(name, x, len(sizes))
+    shape = x.shape
+    for axis, expected in enumerate(sizes):
+        if expected is not None:
+            equal(f"{name}.shape[{axis}]", shape[axis], expected)
+
+
+def axes(name: str, x: Tensor, count: int) -> None:
+    """``x`` has so many axes."""
+    if x.dim() != count:
+        raise ValueError(f"{name} must have {count} axes, got shape {tuple(x.shape)}")
+
+
+def equal(name: str, actual: int, expected: int) -> None:
+    """Two sizes are the same."""
+    if type(actual) is int and type(expected) is int and actual != expected:
+        raise ValueError(f"{name} must be {expected}, got {actual}")
+
+
+def between(name: str, value: int, least: int, most: int) -> None:
+    """A number in a range."""
+    if type(value) is int and type(most) is int and not least <= value <= most:
+        raise ValueError(f"{name} must be in {least}..{most}, got {value}")
+
+
+def weights(topk_weights: Tensor | None, tokens: int, k: int) -> None:
+    """Routing weights are ``(T, k)``, or None."""
+    if topk_weights is not None:
+        axes("topk_weights", topk_weights, 2)
+        entries("topk_weights", topk_weights, tokens * k)
+
+
+def entries(name: str, x: Tensor | None, *counts: int) -> None:
+    """``x`` has one of some numbers of entries, or is None."""
+    if x is None:
+        return
+    count = x.numel()
+    if type(count) is int and count not in counts and all(type(n) is int for n in counts):
+        rule = " or ".join(str(n) for n in dict.fromkeys(counts))
+        raise ValueError(f"{name} must have {rule} entries, got shape {tuple(x.shape)}")
+
+
+def rows_apart(name: str, x: Tensor) -> None:
+    """The rows of ``x`` are contiguous, and no two of them share memory."""
+    (rows, width), (stride, unit) = x.shape, x.stride()
+    if not (type(rows) is int and type(width) is int and type(stride) is int):
+        return
+    if (unit != 1 and width > 1) or (stride < width and rows > 1):
+        raise ValueError(
+            f"{name} must have contiguous rows that lie apart, got shape {tuple(x.shape)} and "
+            f"strides {x.stride()}"
+        )
+
+
+def num_experts(name: str, count: int) -> None:
+    """A number of experts."""
+    between(name, count, 1, MAX_EXPERTS)
+
+
+def slots(topk_ids: Tensor, expert_map: Tensor | None = None) -> tuple[int, int]:
+    """The tokens and the slots of each in ``topk_ids (T, k)``; an expert map is a vector."""
+    axes("topk_ids", topk_ids, 2)
+    if expert_map is not None:
+        axes("expert_map", expert_map, 1)
+    tokens, k = topk_ids.shape
+    return tokens, k
+
+
+def row_tiles(tiles: Sequence[int]) -> None:
+    """Row tiles that a plan can have."""
+    _plan_tiles(tuple(tiles))
+
+
+@lru_cache(maxsize=256)
+def _plan_tiles(tiles: tuple[int, ...]) -> None:
+    known = [1 << i for i in range(MAX_ROW_TILE.bit_length())]
+    if not tiles or any(tile not in (*known, *KNOWN_ROW_TILES) for tile in tiles):
+        raise ValueError(
+            f"row_tiles must be powers of two up to {MAX_ROW_TILE}, or of {list(KNOWN_ROW_TILES)}, "
+            f"got {list(tiles)}"
+        )
+
+
+@lru_cache(maxsize=256)
+def _gemm_tiles(tiles: tuple[int, ...]) -> None:
+    if not tiles or any(tile not in KNOWN_ROW_TILES for tile in tiles):
+        raise ValueError(f"row_tiles must be of {list(KNOWN_ROW_TILES)}, got {list(tiles)}")
+
+
+def gemm(
+    a: Tensor,
+    w: Tensor,
+    numbers: tuple[int, int],
+    bias: Tensor | None,
+    tiles: AnyTiles,
+    row_tiles: Sequence[int],
+    top_k: int,
+) -> int:
+    """The slots of an expert GEMM of rows ``(R, K)`` and a weight ``(E, N, K)``.
+
+    ``numbers``: how many an entry of ``a`` and of ``w`` holds.
+    """
+    if a.dim() != 2 or w.dim() != 3:
+        raise ValueError(
+            f"a and w must have 2 and 3 axes, got shapes {tuple(a.shape)} and {tuple(w.shape)}"
+        )
+    (rows, width), (experts, n, k), (plan, topk_ids, expert_map) = a.shape, w.shape, tiles
+    _gemm_tiles(tuple(row_tiles))
+    equal("a.shape[1]", width, k * numbers[1] // numbers[0])
+    if type(experts) is type(n) is type(k) is int and 0 in w.shape:
+        raise ValueError(f"w must have no size of 0, got shape {tuple(w.shape)}")
+    if bias is not None:
+        shaped("bias", bias, experts, n)
+    if expert_map is not None:
+        axes("expert_map", expert_map, 1)
+    between("top_k", top_k, 1, MAX_EXPERTS)
+    num_slots = rows * top_k
+    if type(num_slots) is int and type(experts) is int:
+        if topk_ids is not None:
+            equal("topk_ids.numel()", topk_ids.numel(), num_slots)
+        if plan is not None and (topk_ids is None or not is_direct(num_slots, experts)):
+            axes("plan", plan, 1)
+            equal("plan.numel()", plan.numel(), plan_sizes(num_slots, experts, row_tiles).entries)
+    return num_slots
+
+
+def row_scale(scale: Tensor | None, quant: Quant, rows: int, experts: int = 1) -> None:
+    """Scales that are given to quantize ``rows`` rows of each expert with.
+
+    One for all; or one an expert; or one a row.
+    """
+    if scale is None:
+        return
+    if quant.local and not quant.global_scale:
+        raise ValueError("scale must be None where groups of columns have scales, got a Tensor")
+    alone = quant.global_scale or quant.per_tensor
+    more = () if quant.global_scale else (experts,) if alone else (experts, experts * rows)
+    entries("scale", scale, 1, *more)
+
+
+def stored_row_scale(scale: Tensor, quant: Quant, rows: int, k: int, experts: int) -> None:
+    """The scales of ``rows`` quantized rows of ``k`` numbers."""
+    if quant.per_tensor:
+        entries("a_scale", scale, 1, experts)
+    else:
+        axes("a_scale", scale, 2)
+        groups = quant.row_scale_shape(1, k)[1]
+        entries("a_scale", scale, rows * groups)
+
+
+def weight_scales(
+    scheme: str,
+    shape: tuple[int, int, int],
+    scale: Tensor,
+    global_scale: Tensor | None = None,
+    zero_point: Tensor | None = None,
+) -> None:
+    """What belongs to a weight whose numbers are ``(E, N, K)``."""
+    experts, n, k = shape
+    if not (type(experts) is int and type(n) is int and type(k) is int):
+        return
+    counts, zero_points = _weight_entries(scheme, experts, n, k)
+    _of_experts("w_scale", scale, experts, counts)
+    if global_scale is not None:
+        _of_experts("w_global_scale", global_scale, experts, (experts, 2 * experts, experts * n))
+    if zero_point is not None:
+        _of_experts("w_zero_point", zero_point, experts, (zero_points,))
+
+
+def _of_experts(name: str, x: Tensor, experts: int, counts: tuple[int, ...]) -> None:
+    """``x`` has a row for each expert, and one of some numbers of entries."""
+    if x.numel() not in counts or x.shape[0] != experts:
+        rule = " or ".join(str(count) for count in dict.fromkeys(counts))
+        raise ValueError(
+            f"{name} must have {rule} entries, a row for each of {experts} experts, got shape "
+            f"{tuple(x.shape)}"
+        )
+
+
+@lru_cache(maxsize=1024)
+def _weight_entries(scheme: str, experts: int, n: int, k: int) -> tuple[tuple[int, ...], int]:
+    """How many scales a weight may have, and how many zero points."""
+    quant = get_scheme(scheme).weight
+    if quant is None:
+        return (0,), 0
+    if quant.group.cols == WHOLE:  # one a tensor, a half or a row
+        return (experts, 2 * experts, experts * n), experts * n
+    rows, groups = quant.weight_scale_shape(1, n, k)[1:]
+    packed_rows = -(-n // 2) if quant.element.packed else n
+    return (experts * rows * groups,), experts * packed_rows * groups
+
+
+def activated(name: str, width: int, rule: Formula) -> int:
+    """The columns that an activation makes of ``width``: half of them where there is a gate."""
+    if not rule.gated:
+        return width
+    if type(width) is int and width % 2:
+        raise ValueError(f"{name} must have an even number of columns for gate and up, got {width}")
+    return width // 2

@@ -1,0 +1,208 @@
+"""Float64 numbers with a bound on the error of whoever computes them with the named roundings.
+
+The bound follows from the problem alone (running error analysis): unit roundoffs of the roundings
+that the semantics name, the lengths of float32 sums, half a step of each quantized number. So a
+fault of a reference cannot widen it. First order; rounding errors are taken as independent and
+uniform within their half steps, which is why terms of a sum add up by their squares.
+
+Source:
+    Higham and Mary, "A new approach to probabilistic rounding error analysis", 2019: a sum of n
+    terms is off by at most ``s * sqrt(n) * u`` unless with probability ``2 exp(-s**2 / 2)``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from moe_ops.activation import Formula
+from moe_ops.reference import activation as activations
+from moe_ops.scheme import WHOLE, Element, Quant
+
+SIGMAS = 8.0
+"""Standard deviations that no sum of errors exceeds: ``2 exp(-32)`` of them do, 3 in 10**14."""
+UNIT = torch.finfo(torch.float32).eps / 2
+"""Unit roundoff of float32."""
+_FLOATS = {"fp8": (4, -6), "fp4": (2, 0)}
+"""Bits of precision of e4m3 and e2m1, and their smallest exponent."""
+_FUNCTION_ROUNDINGS = 8.0
+"""Unit roundoffs by which a float32 activation is off, relative to its result and to ``g * u``."""
+
+
+@dataclass(frozen=True)
+class Bounded:
+    """Exact numbers, and how far from them their float32 computation may be.
+
+    ``x[rows]`` selects rows of all three tensors.
+    """
+
+    value: Tensor
+    """float64."""
+    variance: Tensor
+    """Of the errors that came through sums of many terms."""
+    limit: Tensor
+    """On the absolute error of the roundings since the last such sum."""
+
+    @classmethod
+    def exactly(cls, value: Tensor) -> Bounded:
+        """Numbers without an error, on the CPU."""
+        value = value.detach().cpu().double()
+        return cls(value, torch.zeros_like(value), torch.zeros_like(value))
+
+    @classmethod
+    def unbounded(cls, value: Tensor) -> Bounded:
+        """Numbers whose computation is not known."""
+        return cls(value, torch.full_like(value, torch.inf), torch.zeros_like(value))
+
+    @property
+    def bound(self) -> Tensor:
+        """How far off each number may be."""
+        return SIGMAS * self.variance.sqrt() + self.limit
+
+    def __getitem__(self, rows: Tensor | slice | tuple[Tensor | slice, ...]) -> Bounded:
+        """Some rows."""
+        return self._each(lambda x: x[rows])
+
+    def unflatten(self, *sizes: int) -> Bounded:
+        """The first axis as several."""
+        return self._each(lambda x: x.unflatten(0, sizes))
+
+    def products(self, w: Tensor, expert: Tensor, stored: torch.dtype | None = None) -> Bounded:
+        """Each row times the weight of its expert, summed in float32; zeros where there is none.
+
+        Args:
+            w: ``(E, N, K)``, the numbers that weights stand for.
+            expert: ``(R,)`` expert of each row, -1 for none.
+            stored: dtype that the weights are rounded to before they are multiplied.
+        """
+        out = Bounded.exactly(self.value.new_zeros(len(self.value), w.shape[1]))
+        variance = self.variance + self.limit**2 / 3
+        # A sum of n terms, and the products with scales.
+        roundings = UNIT * (min(w.shape[2], SIGMAS * w.shape[2] ** 0.5) + 4)
+        for e in expert.unique().tolist():
+            if e < 0:
+                continue
+            mine, weight = expert == e, w[e].detach().cpu().double().t()
+            rows, terms = self.value[mine], variance[mine]
+            if stored is not None:
+                terms = terms + (torch.finfo(stored).eps / 2 * rows) ** 2 / 3
+            out.value[mine] = rows @ weight
+            if terms.any():
+                out.variance[mine] = terms @ weight.square()
+            out.limit[mine] = roundings * (rows.abs() @ weight.abs())
+        return out
+
+    def plus(self, x: Tensor) -> Bounded:
+        """With exact numbers added in float32."""
+        return replace(self, value=self.value + x.cpu().double())._rounded_by(UNIT)
+
+    def times(self, factor: Tensor) -> Bounded:
+        """Times exact numbers, in float32."""
+        factor = factor.detach().cpu().double()
+        scaled = (self.value * factor, self.variance * factor**2, self.limit * factor.abs())
+        return Bounded(*scaled)._rounded_by(UNIT)
+
+    def activated(self, rule: Formula) -> Bounded:
+        """The activation in float32.
+
+        Errors are followed by differences instead of derivatives, so also around clamps: the mean
+        square of the changes at two deviations, halved, and the largest change at the limits.
+        """
+        g, u = activations.split(self.value, rule)
+        value = activations.apply(g, u, rule)
+
+        def changes(off: Tensor) -> Tensor:
+            off_g, off_u = activations.split(off, rule)
+            ups = [None] if u is None or off_u is None else [u - off_u, u + off_u]
+            gates = (g - off_g, g + off_g)
+            return torch.stack([activations.apply(a, b, rule) - value for a in gates for b in ups])
+
+        size = value.abs() + g.abs() * (1 if u is None else u.abs() + abs(rule.beta))
+        limit = changes(self.limit).abs().amax(0) + _FUNCTION_ROUNDINGS * UNIT * size
+        return Bounded(value, (changes(2 * self.variance.sqrt()) / 2).square().mean(0), limit)
+
+    def rounded(self, dtype: torch.dtype) -> Bounded:
+        """Rounded to a dtype."""
+        kind = torch.finfo(dtype)
+        return self._rounded_by(kind.eps / 2, kind.smallest_normal * kind.eps / 2)
+
+    def quantized(self, quant: Quant | None, given: Tensor | None = None) -> Bounded:
+        """Quantized and turned back: half a step of each number, and what a given scale cuts off.
+
+        Args:
+            quant: how; None: not at all. All rows share the scale of a tensor.
+            given: the static scale, or the global one.
+        """
+        if quant is None:
+            return self
+        element, size = quant.element, self.value.abs()
+        most = size + 3 * self.variance.sqrt() + self.limit
+        scale = _scale(most, quant, given)
+        typical = (size.square() + self.variance).sqrt() + self.limit
+        step = scale * _half_step(typical / scale, element)
+        cut = (size - element.largest * scale - step).clamp(min=0)
+        step = torch.where(scale == 0, most, torch.minimum(step, most))
+        variance = self.variance + step.nan_to_num(0.0) ** 2 / 3
+        return replace(self, variance=variance, limit=self.limit + cut)._rounded_by(4 * UNIT)
+
+    def weighted_sum(self, weights: Tensor) -> Bounded:
+        """``(T, k, N)`` times ``(T, k)``, summed over k in float32.
+
+        Errors of slots may be equal, where a token has an expert twice: they add up by their sizes.
+        """
+        weights = weights.detach().cpu().double()[..., None]
+        deviation = (weights.abs() * self.variance.sqrt()).sum(1)
+        size = (weights.abs() * self.value.abs()).sum(1)
+        limit = (weights.abs() * self.limit).sum(1) + (weights.shape[1] + 1) * UNIT * size
+        return Bounded((weights * self.value).sum(1), deviation**2, limit)
+
+    def _rounded_by(self, relative: float, least: float = 0.0) -> Bounded:
+        size = self.value.abs() + self.bound
+        step = torch.minimum((relative * size).clamp(min=least), size)
+        return replace(self, limit=self.limit + step)
+
+    def _each(self, change: Callable[[Tensor], Tensor]) -> Bounded:
+        return Bounded(change(self.value), change(self.variance), change(self.limit))
+
+
+def _half_step(size: Tensor, element: Element) -> Tensor:
+    """Half the distance of an element's numbers at some size."""
+    if element.name == "int8":
+        return torch.full_like(size, 0.5)
+    precision, smallest = _FLOATS[element.name]
+    largest = math.frexp(element.largest)[1] - 1
+    return 2.0 ** (_exponent(size).clamp(smallest, largest) - precision)
+
+
+def _scale(size: Tensor, quant: Quant, given: Tensor | None) -> Tensor:
+    """The scale of each number, by what the semantics say: not by the library's quantizer."""
+    factor = 1.0 if given is None else float(given.max())
+    if given is not None and not quant.global_scale:
+        return torch.full_like(size, factor)
+    raw = _amax(size, quant) / quant.element.largest / factor
+    if quant.scale == "e4m3":
+        raw = raw.clamp(max=448).to(torch.float8_e4m3fn).double()
+    elif quant.scale == "e8m0" and quant.element.exponent:
+        top = raw * quant.element.largest  # rounded to two bits, it has the largest's exponent
+        raw = 2.0 ** (_exponent(top * 8 / 7) - 2)
+    elif quant.scale in ("pow2", "e8m0"):
+        raw = 2.0 ** -_exponent(1 / raw.clamp(min=1e-30))
+    return raw * factor
+
+
+def _exponent(x: Tensor) -> Tensor:
+    """``floor(log2(x))``."""
+    return (torch.frexp(x.clamp(min=1e-300))[1] - 1).double()
+
+
+def _amax(size: Tensor, quant: Quant) -> Tensor:
+    """The largest of each group of rows ``(R, K)``, for each number."""
+    if size.numel() == 0 or quant.per_tensor:
+        return size.new_full((1, 1), float(size.max()) if size.numel() else 0.0).expand_as(size)
+    cols = size.shape[1] if quant.group.cols == WHOLE else quant.group.cols
+    groups = torch.nn.functional.pad(size, (0, -size.shape[1] % cols)).unflatten(1, (-1, cols))
+    return groups.amax(2).repeat_interleave(cols, 1)[:, : size.shape[1]]

@@ -1,0 +1,161 @@
+"""Triton's interpreter with every access checked: a pointer reaches only the tensor it comes from.
+
+A launch sees made-up addresses, a window of 2**48 of them for each tensor. An address thereby names
+its tensor however far an index went, and neighbours in memory hide nothing. Bins of histograms and
+indices of gathers are checked too: on a GPU these are addresses in shared memory. A launch of very
+many accesses is stopped: one of its loops runs up to a number that nothing bounds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import torch
+from torch import Tensor
+from triton.runtime import interpreter
+
+BITS = 48
+MIDDLE = 1 << (BITS - 1)
+MOST_ACCESSES = 100_000
+"""More than any launch of a small problem needs."""
+
+
+class Window:
+    """The addresses of one tensor."""
+
+    def __init__(self, x: Tensor, number: int) -> None:
+        self.x, self.real = x, x.data_ptr()
+        self.first = (number << BITS) + MIDDLE + self.real % 256  # aligned as the tensor is
+        own = torch.zeros(0, dtype=torch.bool)
+        if x.numel():
+            steps = zip(x.shape, x.stride(), strict=True)
+            own = torch.zeros(1 + sum((size - 1) * step for size, step in steps), dtype=torch.bool)
+            own.as_strided(x.shape, x.stride()).fill_(True)
+        self.own = np.repeat(own.numpy(), x.itemsize)
+        """Which bytes from the first element on belong to elements of the tensor."""
+
+    def real_addresses(self, made_up: np.ndarray, size: int, kernel: str) -> np.ndarray:
+        """Where ``size`` bytes at each address lie; IndexError unless the tensor has them all."""
+        offset = (made_up - np.uint64(self.first)).astype(np.int64)
+        inside = (offset >= 0) & (offset + size <= len(self.own))
+        at = np.where(inside, offset, 0)
+        if len(self.own):
+            inside &= self.own[at] & self.own[at + size - 1]
+        if not inside.all():
+            raise IndexError(
+                f"{kernel} leaves its {self.x.dtype} tensor of shape {tuple(self.x.shape)} and "
+                f"strides {self.x.stride()} at element {offset[~inside][0] // self.x.itemsize}"
+            )
+        return offset.astype(np.uint64) + np.uint64(self.real)
+
+
+class Memory:
+    """The tensors of the launch that runs."""
+
+    def __init__(self) -> None:
+        self.windows: list[Window] = []
+        self.kernel, self.accesses, self.launches = "", 0, 0
+
+    def begin(self, kernel: str) -> None:
+        """Forget the launch before."""
+        self.windows, self.kernel, self.accesses = [], kernel, 0
+        self.launches += 1
+
+    def window(self, x: Tensor) -> Window:
+        """A new one."""
+        self.windows.append(Window(x, len(self.windows) + 1))
+        return self.windows[-1]
+
+    def real(self, pointers: Any, mask: Any) -> Any:
+        """Real addresses of the lanes that are not masked."""
+        self.accesses += 1
+        if self.accesses > MOST_ACCESSES:
+            raise IndexError(f"{self.kernel} accesses memory more than {MOST_ACCESSES} times")
+        made_up, real = pointers.data, np.zeros_like(pointers.data)
+        active = np.broadcast_to(np.asarray(mask.data, dtype=bool), made_up.shape)
+        size = max(1, pointers.get_element_ty().primitive_bitwidth // 8)
+        numbers = made_up >> np.uint64(BITS)
+        for number in np.unique(numbers[active]):
+            if not 1 <= number <= len(self.windows):
+                raise IndexError(f"{self.kernel} accesses memory of no tensor")
+            mine = active & (numbers == number)
+            window = self.windows[int(number) - 1]
+            real[mine] = window.real_addresses(made_up[mine], size, self.kernel)
+        return interpreter.TensorHandle(real, pointers.dtype)
+
+
+def _everywhere(pointers: Any) -> Any:
+    return interpreter.TensorHandle(np.ones_like(pointers.data, dtype=bool), interpreter.tl.int1)
+
+
+def _builder_patches(memory: Memory) -> dict[str, Callable[..., Any]]:
+    """Methods of the interpreter's builder that access memory, by name."""
+    builder = interpreter.InterpreterBuilder
+    load, store = builder.create_masked_load, builder.create_masked_store
+    rmw, cas = builder.create_atomic_rmw, builder.create_atomic_cas
+    histogram, gather = builder.create_histogram, builder.create_gather
+
+    def inside(values: np.ndarray, stop: int, what: str) -> None:
+        if values.size and not (values.min() >= 0 and values.max() < stop):
+            raise IndexError(f"{memory.kernel} {what} {values.min()}..{values.max()} of {stop}")
+
+    def create_histogram(self, data, bins, mask):
+        counted = data.data if mask is None else data.data[mask.data]
+        inside(counted, bins, "counts in the bins")
+        return histogram(self, data, bins, mask)
+
+    def create_gather(self, src, indices, axis):
+        inside(indices.data, src.data.shape[axis], "gathers")
+        return gather(self, src, indices, axis)
+
+    return {
+        "create_masked_load": lambda self, at, mask, *rest: load(
+            self, memory.real(at, mask), mask, *rest
+        ),
+        "create_masked_store": lambda self, at, value, mask, *rest: store(
+            self, memory.real(at, mask), value, mask, *rest
+        ),
+        "create_atomic_rmw": lambda self, op, at, value, mask, *rest: rmw(
+            self, op, memory.real(at, mask), value, mask, *rest
+        ),
+        "create_atomic_cas": lambda self, at, *rest: cas(
+            self, memory.real(at, _everywhere(at)), *rest
+        ),
+        "create_histogram": create_histogram,
+        "create_gather": create_gather,
+    }
+
+
+@contextmanager
+def checked_memory() -> Iterator[Memory]:
+    """Every access of every kernel that is interpreted meanwhile; IndexError for a wrong one."""
+    memory, convert, run = Memory(), interpreter._implicit_cvt, interpreter.GridExecutor.__call__
+
+    def implicit_cvt(argument: Any) -> Any:
+        converted = convert(argument)
+        if isinstance(argument, Tensor):
+            converted.handle.data = np.array([memory.window(argument).first], dtype=np.uint64)
+        return converted
+
+    def call(self, *arguments: Any, **constants: Any) -> None:
+        memory.begin(self.fn.__name__)
+        run(self, *arguments, **constants)
+
+    with ExitStack() as stack:
+        for name, patch in _builder_patches(memory).items():
+            builder = interpreter.InterpreterBuilder
+            stack.enter_context(mock.patch.object(builder, name, patch))
+        stack.enter_context(mock.patch.object(interpreter, "_implicit_cvt", implicit_cvt))
+        stack.enter_context(mock.patch.object(interpreter.GridExecutor, "__call__", call))
+        yield memory
+
+
+def install() -> ExitStack:
+    """Check every access from now on, until what is returned is closed."""
+    stack = ExitStack()
+    stack.enter_context(checked_memory())
+    return stack

@@ -1,0 +1,121 @@
+"""What `explain` says of tiles is what launchers take: every scheme, load and architecture."""
+
+from dataclasses import asdict
+from unittest import mock
+
+import pytest
+import torch
+from conftest import INTERPRETED
+
+pytest.importorskip("triton")
+import aot  # noqa: E402
+from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
+
+import moe_ops  # noqa: E402
+from moe_ops import tuned  # noqa: E402
+from moe_ops.hopper_tiles import PACKED, STREAM, TOKEN, HopperTiles  # noqa: E402
+from moe_ops.kernels.hopper_gemm import Constants  # noqa: E402
+from moe_ops.kernels.launch import Launch  # noqa: E402
+from moe_ops.pipeline.devices import TARGETS  # noqa: E402
+from moe_ops.scheme import TENSORS, what_lacks  # noqa: E402
+from moe_ops.tiles import TileConfig  # noqa: E402
+from moe_ops.tuned_file import plain_name  # noqa: E402
+
+E, H, I, K = 32, 512, 256, 4  # noqa: E741
+TOKENS = (1, 2, 8, 64, 512, 4096)
+ARCHITECTURES = (80, 90, 100, 120)
+GEMM_KERNELS = {
+    "hopper_gemm_kernel": PACKED, "hopper_stream_kernel": STREAM,
+    "hopper_token_kernel": TOKEN, "hopper_token_sum_kernel": TOKEN,
+}  # fmt: skip
+
+
+def fake(t):
+    """What one expert has as a fake CUDA tensor of all experts."""
+    return torch.empty(E, *t.shape[1:], dtype=t.dtype, device="cuda")
+
+
+def weights_of(scheme, mode):
+    """Fake weights of a layer, and the rest of its configuration."""
+
+    shapes = ((1, 2 * I, H), (1, H, I))
+    dense = [torch.zeros(shape, dtype=torch.bfloat16) for shape in shapes]
+    if scheme.weight is None:
+        with mode:
+            return (*map(fake, dense), None)
+    stored = [moe_ops.quantize_weight(w, scheme) for w in dense]
+    config, quant = moe_ops.FusedMoEQuantConfig.from_weights(scheme, *stored), scheme.activation
+    given = {n: t for n in TENSORS if (t := getattr(config, n)) is not None}
+    with mode:
+        tensors = {name: fake(t) for name, t in given.items()}
+        if quant is not None and (quant.static or quant.global_scale):
+            names = ("a1_gscale", "a2_gscale") if quant.global_scale else ("a1_scale", "a2_scale")
+            tensors |= {name: torch.empty(1, device="cuda") for name in names}
+        config = moe_ops.FusedMoEQuantConfig(scheme, **tensors)
+        return *(fake(w.data) for w in stored), config
+
+
+def launched(layer, target, mode):
+    """The tiles of both GEMMs of a call on a GPU, as launches have them; nothing is compiled."""
+    seen = []
+
+    def record(self, grid, *arguments):
+        name, constants = self.kernel.__name__, self.constants
+        for c in constants.values():
+            if isinstance(c, Constants):
+                kernel = GEMM_KERNELS[name]
+                tiles = (c.BLOCK_M, c.BLOCK_N, c.GROUP_M, c.STAGES, c.ON_DEMAND)
+                seen.append(asdict(HopperTiles(kernel, *tiles)))
+        if name in ("hopper_token_kernel", "hopper_token_sum_kernel"):
+            seen.append({"kernel": TOKEN, "num_stages": constants["G"].STAGES})
+        elif "BLOCK_K" in constants:
+            seen.append(asdict(TileConfig(*(constants[size] for size in PLAIN))))
+
+    name = plain_name(target.facts.name)
+    known = mock.patch.object(tuned, "_known", lambda device: (name, target.facts.arch))
+    recorded = mock.patch.object(Launch, "__call__", record)
+    with aot.compiling(target.facts), mode, aot.OnKernels(), recorded, known:
+        layer()
+    return seen
+
+
+PLAIN = ("BLOCK_M", "BLOCK_N", "BLOCK_K", "GROUP_M", "num_warps", "num_stages")
+
+
+def explained(tiles):
+    """A cost's tiles as `launched` has them."""
+    if isinstance(tiles, HopperTiles) and tiles.kernel == TOKEN:
+        return {"kernel": TOKEN, "num_stages": tiles.num_stages}
+    return asdict(tiles)
+
+
+@pytest.mark.skipif(INTERPRETED, reason="what is launched on a GPU")
+@pytest.mark.filterwarnings("ignore")  # of addresses of fake tensors
+@pytest.mark.parametrize("name", moe_ops.SCHEMES)
+def test_explained_tiles_are_launched(name):
+    scheme = moe_ops.get_scheme(name)
+    mode = FakeTensorMode()
+    w1, w2, quant = weights_of(scheme, mode)
+    wrong = []
+    for arch in ARCHITECTURES:
+        target = TARGETS[f"sm_{arch}"]
+        if what_lacks(scheme, arch) is not None:
+            continue
+        config = moe_ops.FusedMoEConfig(
+            E, K, H, I, E, "silu", "cuda", moe_ops.RoutingMethodType.Renormalize
+        )
+        told = moe_ops.explain(config, scheme, num_tokens=TOKENS, device=target.name)
+        for cost in told.costs:
+            tokens = cost.num_tokens
+
+            def layer(tokens=tokens):
+                x = torch.empty(tokens, H, dtype=torch.bfloat16, device="cuda")
+                ids = torch.empty(tokens, K, dtype=torch.int32, device="cuda")
+                weights = torch.empty(tokens, K, device="cuda")
+                moe_ops.fused_experts(x, w1, w2, weights, ids, quant_config=quant)
+
+            ran = launched(layer, target, mode)
+            said = [explained(cost.gemm1), explained(cost.gemm2)]
+            if ran != said:
+                wrong.append((arch, tokens, ran, said))
+    assert not wrong, "\n".join(map(str, wrong))
