@@ -15,7 +15,7 @@ import triton  # noqa: E402
 from triton.backends.nvidia.driver import CudaLauncher  # noqa: E402
 
 import moe_ops  # noqa: E402
-from moe_ops.kernels import launch  # noqa: E402
+from moe_ops.kernels import boxes, launch  # noqa: E402
 from moe_ops.kernels.launch import Binary  # noqa: E402
 
 
@@ -144,3 +144,18 @@ def test_a_layer_that_ran_before_asks_triton_nothing(
         calls = python_calls(layer)
         assert not by_triton and len(started) == launches
     assert calls <= most_calls
+
+
+def test_descriptors_are_remembered_by_place_and_sizes(monkeypatch):
+    """What lies at an address may change; sizes, strides and dtypes there make another one."""
+    made = []
+
+    def make(x):
+        made.append(x)
+        return len(made)
+
+    known, x = boxes.Boxes(make), torch.zeros(8, 4)
+    others = (x[:4], x.view(4, 8), x.t(), x.view(torch.int32), x[1:])
+    assert [known.of(y) for y in (x, *others, x, *others)] == [*range(1, 7)] * 2
+    monkeypatch.setattr(boxes, "MOST", 6)
+    assert known.of(x[2:]) == 7 and known.of(x) == 8, "full: it began anew"
