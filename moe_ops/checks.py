@@ -192,9 +192,12 @@ def number(name: str, value: float) -> None:
 
 
 def factor(name: str, value: float) -> None:
-    """A number that float32 has; symbolic ones are not compared."""
+    """A number that float32 has.
+
+    A compiler is not asked to compare floats: each one that it reads becomes an input of the graph.
+    """
     number(name, value)
-    if isinstance(value, Real) and not abs(value) <= LARGEST_FACTOR:
+    if not torch.compiler.is_compiling() and not abs(value) <= LARGEST_FACTOR:
         raise ValueError(f"{name} must be a finite number of float32, got {value}")
 
 
