@@ -20,6 +20,7 @@ FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 INDICES = (torch.int32, torch.int64)
 MAX_EXPERTS = 4096
 MAX_SIZE = 2**31 - 1
+LARGEST_FACTOR = torch.finfo(torch.float32).max
 REMEMBERED = 4096
 """Sets of arguments that one check remembers: token counts are part of them."""
 
