@@ -68,10 +68,10 @@ def num_slots(
     scheme: str,
 ) -> int:
     """How many there are; ValueError where sizes disagree."""
+    quant, _ = quants(scheme)
     slots = sizes.gemm(a, w, (1, 1), bias, tiles, row_tiles, top_k)
     sizes.weight_scales(scheme, w.shape, w_scale)
     if a_scale is not None:
-        quant, _ = quants(scheme)
         rows, k = a.shape
         if a.dtype == quant.dtype:
             sizes.stored_row_scale(a_scale, quant, rows, k, w.shape[0])

@@ -20,6 +20,7 @@ FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 INDICES = (torch.int32, torch.int64)
 MAX_EXPERTS = 4096
 MAX_SIZE = 2**31 - 1
+LARGEST_FACTOR = torch.finfo(torch.float32).max
 REMEMBERED = 4096
 """Sets of arguments that one check remembers: token counts are part of them."""
 
@@ -193,10 +194,12 @@ def number(name: str, value: float) -> None:
 
 
 def factor(name: str, value: float) -> None:
-    """A number that float32 has; symbolic ones are not compared."""
+    """A number that float32 has.
+
+    A compiler is not asked to compare floats: each one that it reads becomes an input of the graph.
+    """
     number(name, value)
-    # A literal: a float of the module would be an input of a compiled program.
-    if isinstance(value, Real) and not abs(value) <= 3.4028234663852886e38:
+    if not torch.compiler.is_compiling() and not abs(value) <= LARGEST_FACTOR:
         raise ValueError(f"{name} must be a finite number of float32, got {value}")
 
 

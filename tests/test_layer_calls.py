@@ -230,6 +230,7 @@ def replicated(device="cpu"):
     layer = make(custom_routing_function=one_expert, **options).to(device)
     load = torch.zeros(1, E + 4, dtype=torch.int32, device=device)
     maps = torch.full((1, E, 4), -1, device=device)
+    maps[0, :, 0] = torch.arange(E)
     maps[0, 0] = torch.tensor(REPLICAS)
     counts = torch.ones(1, E, dtype=torch.int64, device=device)
     counts[0, 0] = 4

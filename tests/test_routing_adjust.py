@@ -160,7 +160,7 @@ def test_identity_experts_in_a_layer(device):
 @pytest.mark.parametrize(
     ("changes", "error", "message"),
     [
-        ({"num_shared_experts": -1}, ValueError, "num_shared_experts must be at least 0, got -1"),
+        ({"num_shared_experts": -1}, ValueError, "num_shared_experts must be in 0..4096, got -1"),
         ({"per_expert_scale": torch.ones(3)}, ValueError, "per_expert_scale.shape"),
         ({"per_expert_scale": torch.ones(E).int()}, TypeError, "per_expert_scale must have a dty"),
         ({"per_expert_scale": torch.ones(E, 1)}, ValueError, "per_expert_scale must have 1 axes"),

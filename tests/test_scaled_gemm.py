@@ -151,7 +151,7 @@ def test_whole_numbers_are_rounded_once(scheme, dtype, device):
     case.w_scale = 2.0 ** whole_numbers(*case.w_scale.shape, most=2, seed=3)
     case.bias = bias_of(3, 40)
     actual = case.run(ops.scaled_gemm, dtype=dtype).cpu()
-    assert torch.equal(actual[case.mine], case.exact()[case.mine].float().to(dtype))
+    assert torch.equal(actual[case.mine], case.exact().value[case.mine].float().to(dtype))
     if scheme == "fp8_block16x32":  # which may be stored as e8m0
         as_bytes = (case.w_scale.log2() + 127).to(torch.uint8)
         again = case.run(ops.scaled_gemm, dtype=dtype, w_scale=as_bytes).cpu()
@@ -160,7 +160,7 @@ def test_whole_numbers_are_rounded_once(scheme, dtype, device):
         factor = torch.tensor([1.0, 4.0, 0.5])
         actual = case.run(ops.scaled_gemm, a_scale=case.scale * factor, bias=None, dtype=dtype)
         case.bias = None
-        exact = case.exact() * factor[case.expert.clamp(min=0), None].double()
+        exact = case.exact().value * factor[case.expert.clamp(min=0), None].double()
         assert torch.equal(actual.cpu()[case.mine], exact[case.mine].float().to(dtype))
 
 
@@ -184,7 +184,7 @@ def test_long_sums_of_integers_are_exact(device):
     )
     case.scale, case.w_scale = torch.ones_like(case.scale), torch.ones_like(case.w_scale)
     actual = case.run(ops.scaled_gemm, dtype=torch.float32).cpu()
-    assert torch.equal(actual[case.mine], case.exact()[case.mine].float())
+    assert torch.equal(actual[case.mine], case.exact().value[case.mine].float())
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)

@@ -1,4 +1,4 @@
-"""Float64 numbers with a bound on the error of whoever computes them with the named roundings.
+"""Exact numbers with a bound on the error of computing them in float32 with named roundings.
 
 The bound follows from the problem alone (running error analysis): unit roundoffs of the roundings
 that the semantics name, the lengths of float32 sums, half a step of each quantized number. So a
@@ -27,8 +27,6 @@ SIGMAS = 8.0
 """Standard deviations that no sum of errors exceeds: ``2 exp(-32)`` of them do, 3 in 10**14."""
 UNIT = torch.finfo(torch.float32).eps / 2
 """Unit roundoff of float32."""
-_FLOATS = {"fp8": (4, -6), "fp4": (2, 0)}
-"""Bits of precision of e4m3 and e2m1, and their smallest exponent."""
 _FUNCTION_ROUNDINGS = 8.0
 """Unit roundoffs by which a float32 activation is off, relative to its result and to ``g * u``."""
 
@@ -43,9 +41,9 @@ class Bounded:
     value: Tensor
     """float64."""
     variance: Tensor
-    """Of the errors that came through sums of many terms."""
+    """Variance of the errors that came through sums of many terms."""
     limit: Tensor
-    """On the absolute error of the roundings since the last such sum."""
+    """Bound on the absolute error of the roundings since the last such sum."""
 
     @classmethod
     def exactly(cls, value: Tensor) -> Bounded:
@@ -109,8 +107,9 @@ class Bounded:
     def activated(self, rule: Formula) -> Bounded:
         """The activation in float32.
 
-        Errors are followed by differences instead of derivatives, so also around clamps: the mean
-        square of the changes at two deviations, halved, and the largest change at the limits.
+        Errors are followed by differences instead of derivatives: the mean square of the changes at
+        two deviations, halved, and the largest change at the limits. Where a clamp or a ReLU hides
+        them, a quarter of that at the bound counts.
         """
         g, u = activations.split(self.value, rule)
         value = activations.apply(g, u, rule)
@@ -123,7 +122,8 @@ class Bounded:
 
         size = value.abs() + g.abs() * (1 if u is None else u.abs() + abs(rule.beta))
         limit = changes(self.limit).abs().amax(0) + _FUNCTION_ROUNDINGS * UNIT * size
-        return Bounded(value, (changes(2 * self.variance.sqrt()) / 2).square().mean(0), limit)
+        near, far = ((changes(m * self.variance.sqrt()) / m).square().mean(0) for m in (2, SIGMAS))
+        return Bounded(value, torch.maximum(near, far / 16), limit)
 
     def rounded(self, dtype: torch.dtype) -> Bounded:
         """Rounded to a dtype."""
@@ -145,7 +145,7 @@ class Bounded:
         typical = (size.square() + self.variance).sqrt() + self.limit
         step = scale * _half_step(typical / scale, element)
         cut = (size - element.largest * scale - step).clamp(min=0)
-        step = torch.where(scale == 0, most, torch.minimum(step, most))
+        step = torch.where(scale == 0, most, torch.minimum(step, size + self.bound))
         variance = self.variance + step.nan_to_num(0.0) ** 2 / 3
         return replace(self, variance=variance, limit=self.limit + cut)._rounded_by(4 * UNIT)
 
@@ -171,11 +171,23 @@ class Bounded:
 
 def _half_step(size: Tensor, element: Element) -> Tensor:
     """Half the distance of an element's numbers at some size."""
-    if element.name == "int8":
+    if element.name == "fp8":
+        mantissa, smallest = 3, -6
+    elif element.exponent:
+        mantissa, smallest = _mantissa(element), 2 - 2 ** (element.exponent - 1)
+    else:
         return torch.full_like(size, 0.5)
-    precision, smallest = _FLOATS[element.name]
-    largest = math.frexp(element.largest)[1] - 1
-    return 2.0 ** (_exponent(size).clamp(smallest, largest) - precision)
+    return 2.0 ** (_exponent(size).clamp(smallest, _largest(element)) - mantissa - 1)
+
+
+def _mantissa(element: Element) -> int:
+    """Mantissa bits of a float narrower than a byte."""
+    return element.bits - 1 - element.exponent
+
+
+def _largest(element: Element) -> int:
+    """The exponent of an element's largest number."""
+    return math.frexp(element.largest)[1] - 1
 
 
 def _scale(size: Tensor, quant: Quant, given: Tensor | None) -> Tensor:
@@ -187,8 +199,11 @@ def _scale(size: Tensor, quant: Quant, given: Tensor | None) -> Tensor:
     if quant.scale == "e4m3":
         raw = raw.clamp(max=448).to(torch.float8_e4m3fn).double()
     elif quant.scale == "e8m0" and quant.element.exponent:
-        top = raw * quant.element.largest  # rounded to two bits, it has the largest's exponent
-        raw = 2.0 ** (_exponent(top * 8 / 7) - 2)
+        element = (
+            quant.element
+        )  # the largest magnitude is rounded to it: to the next exponent, if near
+        near = 1 - 2.0 ** -(_mantissa(element) + 2)
+        raw = 2.0 ** (_exponent(raw * element.largest / near) - _largest(element))
     elif quant.scale in ("pow2", "e8m0"):
         raw = 2.0 ** -_exponent(1 / raw.clamp(min=1e-30))
     return raw * factor
