@@ -30,4 +30,5 @@ def eplb_map_to_physical_and_record(
     sizes.shaped("logical_replica_count", logical_replica_count, experts)
     sizes.entries("record_enabled", record_enabled, 1)
     sizes.entries("num_unpadded_tokens", num_unpadded_tokens, 1)
+    sizes.entries("step", step, 1)
     return topk_ids.new_empty((tokens, k), dtype=indices_type)

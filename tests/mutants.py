@@ -5,9 +5,9 @@
     make mutants ONLY=gpu             those that only a GPU can see
 
 A fault is an edit of one file: its old text, which occurs there once, becomes the new text. Faults
-are planted in copies of the tree, never in the checkout. First the tests must pass without any;
-then each fault's own tests must fail. The exit status is 1 if a fault survives, 2 if the tests do
-not pass or a fault cannot be planted.
+are planted in copies of the tree, never in the checkout. The tests run without any fault first: one
+that fails then cannot judge. Then each fault's own tests must fail. The exit status is 1 if a fault
+survives, 2 if one cannot be planted or judged.
 
 `tests/faults/*.txt` list the faults:
 
@@ -224,11 +224,14 @@ class Run:
             return Verdict("timed out", f"after {self.timeout:g} s", self.seconds)
         if self.status == 5:
             return Verdict("not planted", "no test ran", self.seconds)
-        lines = self.output.read_text(errors="replace").splitlines()
-        failed = [line.split()[1] for line in lines if line.startswith(("FAILED ", "ERROR "))]
         if self.status == 0:
             return Verdict("survived", "", self.seconds)
-        return Verdict("caught", failed[0] if failed else f"exit {self.status}", self.seconds)
+        return Verdict("caught", (self.failed() or [f"exit {self.status}"])[0], self.seconds)
+
+    def failed(self) -> list[str]:
+        """The tests that failed, as pytest names them."""
+        lines = self.output.read_text(errors="replace").splitlines()
+        return [line.split()[1] for line in lines if line.startswith(("FAILED ", "ERROR "))]
 
 
 def pytest_arguments(environment: str, tests: list[str], *options: str) -> list[str]:
@@ -250,11 +253,24 @@ def judge_all(
     sound = Run(copies[0], pytest_arguments(environment, tests), math.inf)
     while not sound.is_over():
         time.sleep(0.02)
+    failed = sound.failed()
     if sound.status != 0:
-        print(sound.output.read_text(errors="replace")[-4000:])
-        why = f"{environment}: tests fail without a fault (exit {sound.status})"
-        return [Verdict("not planted", why)] * len(faults)
-    return list(_judge(environment, faults, copies, timeout))
+        print(
+            f"{environment}: without a fault pytest exits with {sound.status}", *failed, sep="\n  "
+        )
+    if sound.status != 0 and not failed:
+        return [Verdict("not planted", "its tests could not be run")] * len(faults)
+
+    def blind(fault: Fault) -> list[str]:
+        named = [f"tests/{test}" for test in fault.tests]
+        return [
+            f for f in failed if any(f == n or f.startswith((n + "[", n + "::")) for n in named)
+        ]
+
+    able = [fault for fault in faults if not blind(fault)]
+    found = dict(zip(able, _judge(environment, able, copies, timeout), strict=True))
+    reason = "fails without the fault, too"
+    return [found.get(f) or Verdict("not planted", f"{blind(f)[0]} {reason}") for f in faults]
 
 
 def _judge(

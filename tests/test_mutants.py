@@ -1,6 +1,7 @@
 """The lists of planted faults hold, and the script that plants them sees what it should."""
 
 import ast
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -67,16 +68,17 @@ def tree(tmp_path):
     return tmp_path / "tree"
 
 
-def run(*arguments):
+def run(*arguments, **variables):
     """The exit status of the script, and what it printed."""
     command = [sys.executable, ROOT / "tests" / "mutants.py", *arguments]
-    run = subprocess.run(command, capture_output=True, text=True)
+    variables = {**os.environ, **variables}
+    run = subprocess.run(command, capture_output=True, text=True, env=variables)
     return run.returncode, run.stdout
 
 
 def planted(tree, *arguments):
     """The exit status, and the verdict on each new text."""
-    status, output = run("--root", tree, *arguments)
+    status, output = run("--root", tree, *arguments, PYTEST_DISABLE_PLUGIN_AUTOLOAD="1")
     found = {}
     for line in (line for line in output.splitlines() if " -> " in line):
         kind = next((k for k in ("caught", "survived", "timed out") if line.startswith(k)), None)

@@ -75,7 +75,8 @@ class Launch:
         self.kernel, self.constants = kernel, constants
         self.interpreted = not isinstance(kernel, triton.runtime.JITFunction)
         if not self.interpreted:
-            compute_cache_key(kernel)
+            if not RUNTIME.interpret:  # a Gluon kernel that nobody will run
+                compute_cache_key(kernel)
             self.counted = [p.do_not_specialize for p in kernel.params if not p.is_constexpr]
             # In a binary's argument list constants stand in the places of their parameters.
             self.tail = [constants[p.name] for p in kernel.params if p.is_constexpr]
