@@ -14,6 +14,7 @@ pytest.importorskip("triton")
 import aot  # noqa: E402
 from test_aot_weight_only import stored  # noqa: E402
 
+from moe_ops import gemm_choice
 from moe_ops.activation import formula  # noqa: E402
 from moe_ops.block_scaled import BLOCK_SCALED, is_block_scaled  # noqa: E402
 from moe_ops.kernels import (  # noqa: E402
@@ -94,7 +95,14 @@ def compiled(arch, scheme, tile, **more):
 
 def check(arch, scheme, tile, **more):
     """Of the kernel that decodes operands, also where there is another one."""
-    with mock.patch.object(decoded_gemm, "is_block_scaled", lambda scheme, arch: False):
+
+    def never(scheme, arch):
+        return False
+
+    with (
+        mock.patch.object(decoded_gemm, "is_block_scaled", never),
+        mock.patch.object(gemm_choice, "is_block_scaled", never),
+    ):
         gemms = compiled(arch, scheme, tile, **more)
     assert all(k.metadata.name == "weight_only_gemm_kernel" for k in gemms)
     return gemms
