@@ -7,6 +7,9 @@ from test_loading_formats import check, rewritten, words
 from torch.nn.functional import pad
 
 import moe_ops
+from moe_ops.loading.names import CheckpointLayout, Piece
+from moe_ops.loading.split import halves
+from moe_ops.loading.stored import Form
 from moe_ops.scheme.formats import unpack
 from moe_ops.tensors import QTensor
 
@@ -68,6 +71,16 @@ def test_zero_points_by_themselves_do_not_say_their_order():
     x = torch.zeros(H // 128, I // 8, dtype=torch.int32)
     with pytest.raises(ValueError, match="qzeros must come with a layout that says awq"):
         layer.weight_loader(layer.w13_weight_zero_point, x, "experts.0.w1.qzeros", "w1", 0)
+
+
+def test_gate_and_up_have_two_numbers_at_most():
+    """In one tensor of both: one for each, or one for both."""
+    for count in (1, 2):
+        form = Form(2 * I, H, torch.float32, None, None, CheckpointLayout())
+        piece, x = Piece("w13", "global_scale", "weight_scale_2"), torch.arange(1.0, count + 1)
+        assert [float(part) for part in halves(piece, x, form, False)] == [1, count]
+    with pytest.raises(ValueError, match=r"shape must be that of one or two numbers, got \(3,\)"):
+        halves(piece, torch.ones(3), form, False)
 
 
 def refuses(scheme, source, message):

@@ -4,6 +4,7 @@ import pytest
 import torch
 from checkpoints import Experts, expected, numbers, per_expert
 from test_loading import RANKS, held
+from test_loading_formats import AWQ_ORDER, codes_of, words
 
 import moe_ops
 from moe_ops.loading.steps import copy_front
@@ -28,6 +29,27 @@ def test_load_weights_by_mapping(scheme):
         assert loaded == {n for n in source if any(e in n for e in mine)}
         wanted = expected(experts, scheme, layer, held(layer))
         assert all(map(torch.equal, numbers(layer), wanted))
+
+
+@pytest.mark.parametrize("tp_rank", [0, 1])
+def test_one_rank_has_the_bias_of_w2(tp_rank):
+    """Ranks are summed. The others have zeros, whatever was there before."""
+    layer, bias = make(has_bias=True, tp_size=2, tp_rank=tp_rank), torch.arange(1.0, H + 1)
+    layer.w2_bias.data.fill_(7.0)
+    layer.weight_loader(layer.w2_bias, bias, "experts.3.w2.bias", "w2", 3)
+    assert torch.equal(layer.w2_bias[3].float(), bias if tp_rank == 0 else torch.zeros(H))
+    assert (layer.w2_bias[2] == 7).all()
+
+
+def test_packed_words_are_told_by_their_shape():
+    """One tensor at a time: AWQ packs columns, in an order of its own, GPTQ rows."""
+    experts = Experts.random(E, H, I).quantized("int4_w4a16_g128")
+    codes = codes_of(experts.gate, 5, 4)
+    awq = words(codes.t().unflatten(-1, (-1, 8))[..., list(AWQ_ORDER)].flatten(-2))
+    for stored in (awq, words(codes).t()):
+        layer = make("int4_w4a16_g128")
+        layer.weight_loader(layer.w13_weight, stored, "experts.5.w1.qweight", "w1", 5)
+        assert torch.equal(layer.w13_weight[5, :I], experts.gate.data[5])
 
 
 def test_return_values():
