@@ -55,7 +55,7 @@ mutants: $(READY)
 # same commit merge into one record.
 PART ?= tests
 gpu-test: $(READY)
-	MOE_OPS_RECORD=$(RESULTS)/$$($(PY) -c "import torch; print(torch.cuda.get_device_name().lower().replace(' ', '-'))")/gpu_tests.json \
+	$(TEST_ENV) MOE_OPS_RECORD=$(RESULTS)/$$($(PY) -c "import torch; print(torch.cuda.get_device_name().lower().replace(' ', '-'))")/gpu_tests.json \
 	  $(PY) -m pytest $(PART) -n $(WORKERS)
 
 # Every kernel on small problems under NVIDIA's compute-sanitizer: at most 9 minutes. SHARE=1/2 and

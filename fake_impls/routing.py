@@ -47,13 +47,17 @@ def grouped_topk(
 ) -> tuple[Tensor, Tensor]:
     """``topk`` slots a token."""
     result = _routing(gating_output, topk, e_score_correction_bias)
-    num_experts = gating_output.shape[1]
+    check_groups(gating_output.shape[1], topk, num_expert_group, topk_group)
+    return result
+
+
+def check_groups(num_experts: int, topk: int, num_expert_group: int, topk_group: int) -> None:
+    """Groups of the same size, of which ``topk_group`` hold ``topk`` experts."""
     sizes.between("num_expert_group", num_expert_group, 1, num_experts)
     sizes.between("topk_group", topk_group, 1, num_expert_group)
     size = num_experts // num_expert_group
     sizes.equal("num_expert_group * (the experts of a group)", num_expert_group * size, num_experts)
     sizes.between("topk", topk, 1, topk_group * size)
-    return result
 
 
 def hash_topk(

@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from moe_ops.fake_impls.routing import check_groups
 from moe_ops.fake_impls.routing import fused_topk as empty_topk
 from moe_ops.fake_impls.routing import grouped_topk as empty_grouped
 from moe_ops.fake_impls.routing import hash_topk as empty_hashed
@@ -211,6 +212,7 @@ def grouped_topk(
     """Launch as `fused_topk` does, which it is where all groups are the best."""
     bias, how = e_score_correction_bias, (topk, renormalize, scoring_func, routed_scaling_factor)
     if topk_group == num_expert_group:
+        check_groups(gating_output.shape[-1], topk, num_expert_group, topk_group)
         return fused_topk(gating_output, bias, *how)
     result = empty_grouped(gating_output, bias, *how, num_expert_group, topk_group)
     tokens, num_experts = gating_output.shape

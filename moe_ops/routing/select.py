@@ -135,16 +135,10 @@ def select_experts(
         ``routed_scaling_factor`` in some of them only.
     """
     shared, identity, result = num_fused_shared_experts, zero_expert_num or 0, None
-    checks.tensor("router_logits", router_logits, 2, checks.FLOATS)
+    flags = {"use_grouped_topk": use_grouped_topk, "enable_eplb": enable_eplb}
+    checks.flags(**flags, renormalize=renormalize)
     check_indices_type(indices_type)
-    checks.flags(
-        use_grouped_topk=use_grouped_topk, enable_eplb=enable_eplb, renormalize=renormalize
-    )
-    checks.tensor("hidden_states", hidden_states, 2, None)
-    checks.same_tokens("router_logits", router_logits, "hidden_states", hidden_states)
-    checks.at_least(0, zero_expert_num=identity)
-    checks.between(0, checks.MAX_EXPERTS, num_fused_shared_experts=shared)
-    checks.topk("top_k", top_k, router_logits.shape[1])
+    _check_sizes(hidden_states, router_logits, top_k, identity, shared)
     _check_no_shared_experts(shared, enable_eplb)
     weights, ids = _choose(
         (hidden_states, router_logits, top_k, renormalize),
@@ -169,6 +163,18 @@ def select_experts(
             weights, ids, num_experts, num_shared_experts=shared, is_padding=is_padding
         )
     return SelectedExperts(weights, narrowed(ids, indices_type or torch.int32), result)
+
+
+def _check_sizes(
+    hidden_states: Tensor, router_logits: Tensor, top_k: int, identity: int, shared: int
+) -> None:
+    """Tokens have logits, and there are so many experts of each kind."""
+    checks.tensor("router_logits", router_logits, 2, checks.FLOATS)
+    checks.tensor("hidden_states", hidden_states, 2, None)
+    checks.same_tokens("router_logits", router_logits, "hidden_states", hidden_states)
+    checks.at_least(0, zero_expert_num=identity)
+    checks.between(0, checks.MAX_EXPERTS, num_fused_shared_experts=shared)
+    checks.topk("top_k", top_k, router_logits.shape[1])
 
 
 def _choose(
