@@ -77,7 +77,7 @@ def eplb_map_to_physical_and_record(
     """Launch one program for each block of slots."""
     out = empty_ids(
         topk_ids, expert_load_view, logical_to_physical_map, logical_replica_count,
-        record_enabled, num_unpadded_tokens, indices_type, seed,
+        record_enabled, num_unpadded_tokens, indices_type, seed, step,
     )  # fmt: skip
     num_slots = topk_ids.numel()
     if num_slots:

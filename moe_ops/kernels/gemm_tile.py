@@ -78,7 +78,7 @@ def load_slots(tiles, pid_m, num_slots, num_ids, BLOCK_M: tl.constexpr):
     row = tl.arange(0, BLOCK_M)
     if num_ids is None:
         slot = tl.load(tiles + HEADER + pid_m * BLOCK_M + row)
-        real = (slot >= 0) & (slot < num_slots)
+        real = slot.to(tl.uint32) < num_slots.to(tl.uint32)  # no negative slot either
     else:
         slot, real = pid_m + row, row == 0
     return tl.where(real, slot, 0).to(tl.int64), real
@@ -90,8 +90,9 @@ def rows_between(
 ):
     """Where a tile's rows lie: in expert order (no matter where for padding), else by slot."""
     if EXPERT_ORDER and num_ids is None:  # few slots, a tile each, stay where they are
-        first = tl.maximum(tl.load(tiles + tl.load(tiles + 2) + pid_m), 0).to(tl.int64)
-        row = tl.minimum(first + tl.arange(0, BLOCK_M), num_slots - 1)
+        last = num_slots - 1
+        first = tl.minimum(tl.maximum(tl.load(tiles + tl.load(tiles + 2) + pid_m), 0), last)
+        row = tl.minimum(first + tl.arange(0, BLOCK_M), last).to(tl.int64)
     return row
 
 
