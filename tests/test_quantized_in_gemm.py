@@ -114,7 +114,7 @@ def test_rows_longer_than_what_is_read_at_once(name, device, monkeypatch):
     kernels = pytest.importorskip("moe_ops.kernels.scaled_gemm")
     monkeypatch.setattr(kernels, "BYTES_AT_ONCE", 2)
     kernels._launch_slots.cache_clear()
-    case = Case(name, [[3, 5]], 24, 300, device)
+    case = Case(name, [[3, 5]], 48, 300, device, activation="silu", bias=True)
     case.x[0, 7] = 9.0
     rows = ops.moe_quantize(case.x, None, None, *case.slots, case.scheme.activation.key)
     with the_plain_kernel():

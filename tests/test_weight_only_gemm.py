@@ -117,12 +117,13 @@ def test_scales_of_experts_and_of_halves(scheme, activation, device):
 
 @pytest.mark.parametrize("scheme", ["int4_w4a16_g32_zp", "fp8_w8a16_block128", "int8_w8a16"])
 def test_strided_weights_and_rows(scheme, device):
-    """Unit stride along rows instead of K, and experts that lie apart."""
+    """Unit stride along rows instead of K, experts that lie apart, and an odd first byte."""
     problem = gemm_problem(6, 2, 64, 48, torch.bfloat16)
     q = quantize_weight(make_inputs(problem).w1, scheme)
     data = q.data.view(torch.uint8)
     apart = torch.cat([data, data])[: len(data)]
-    for other in (data.transpose(1, 2).contiguous().transpose(1, 2), apart):
+    odd = torch.cat([data.new_zeros(1), data.flatten()])[1:].view(data.shape)
+    for other in (data.transpose(1, 2).contiguous().transpose(1, 2), apart, odd):
         other = other.view(q.data.dtype)
         check(problem, q._replace(data=other), scheme, ROW_TILES, device)
 
@@ -182,7 +183,7 @@ def test_every_code_is_exact(scheme, dtype, device):
 def test_whole_numbers_are_rounded_once(scheme, dtype, device):
     """Sums are exact, so every bit is known: see the test of this name of the plain GEMM."""
     most = 2100 if dtype == torch.float32 else 16
-    x, bias = whole_numbers(6, 64, most=most).to(dtype), bias_of(3, 20)
+    x, bias = whole_numbers(64, 6, most=most).to(dtype).t(), bias_of(3, 20)
     ids = torch.tensor([[0, 2], [1, 0], [2, 1]]).repeat(2, 1).int()
     fraction = 5.0 if dtype == torch.float32 else 1 + 2.0**-9  # more bits than bf16 has
     weights = torch.tensor([1.0, 2.0, 3.0, fraction]).repeat(3).view(6, 2)
