@@ -228,6 +228,8 @@ def replicated(device="cpu"):
     """A layer of one popular expert with four replicas, and its load."""
     options = {"enable_eplb": True, "num_redundant_experts": 4}
     layer = make(custom_routing_function=one_expert, **options).to(device)
+    for weight in (layer.w13_weight, layer.w2_weight):
+        weight.data[REPLICAS] = weight.data[REPLICAS[0]].clone()
     load = torch.zeros(1, E + 4, dtype=torch.int32, device=device)
     maps = torch.full((1, E, 4), -1, device=device)
     maps[0, :, 0] = torch.arange(E)
