@@ -240,6 +240,26 @@ def pytest_arguments(environment: str, tests: list[str], *options: str) -> list[
     return [*how, *(f"tests/{test}" for test in tests)]
 
 
+def sound_run(
+    environment: str, faults: list[Fault], copies: list[Path]
+) -> tuple[set[int | None], list[str]]:
+    """Run the tests of all faults without any, a share in each copy.
+
+    Returns:
+        pytest's exit statuses, and the tests that failed.
+    """
+    tests = sorted({test for fault in faults for test in fault.tests})
+    shares = [tests[i :: len(copies)] for i in range(min(len(copies), len(tests)))]
+    runs = [
+        Run(copy, pytest_arguments(environment, share), math.inf)
+        for copy, share in zip(copies, shares, strict=False)
+    ]
+    waiting = list(runs)
+    while waiting := [run for run in waiting if not run.is_over()]:
+        time.sleep(0.02)
+    return {run.status for run in runs}, [test for run in runs for test in run.failed()]
+
+
 def judge_all(
     environment: str, faults: list[Fault], copies: list[Path], timeout: float
 ) -> list[Verdict]:
@@ -249,16 +269,10 @@ def judge_all(
     for name in PRELOADED if (copies[0] / "moe_ops").exists() else ("pytest",):
         with suppress(ImportError):
             importlib.import_module(name)
-    tests = sorted({test for fault in faults for test in fault.tests})
-    sound = Run(copies[0], pytest_arguments(environment, tests), math.inf)
-    while not sound.is_over():
-        time.sleep(0.02)
-    failed = sound.failed()
-    if sound.status != 0:
-        print(
-            f"{environment}: without a fault pytest exits with {sound.status}", *failed, sep="\n  "
-        )
-    if sound.status != 0 and not failed:
+    statuses, failed = sound_run(environment, faults, copies)
+    if statuses != {0}:
+        print(f"{environment}: without a fault pytest exits with {statuses}", *failed, sep="\n  ")
+    if statuses != {0} and not failed:
         return [Verdict("not planted", "its tests could not be run")] * len(faults)
 
     def blind(fault: Fault) -> list[str]:
