@@ -98,6 +98,18 @@ def test_any_placement(case, enabled, load_dtype, indices_type, seed, step, devi
 
 
 @pytest.mark.kernel
+def test_padding_is_not_counted(device):
+    """The tokens from ``num_unpadded_tokens`` on; they are mapped as the others are."""
+    ids = torch.tensor([[0, 1]] * 4, device=device)
+    load = torch.zeros(2, dtype=I32, device=device)
+    places = torch.tensor([[1], [0]], device=device)
+    counts = torch.ones(2, dtype=I64, device=device)
+    limit = torch.tensor([3], device=device)
+    out = eplb_map_to_physical_and_record(ids, load, places, counts, num_unpadded_tokens=limit)
+    assert out.tolist() == [[1, 0]] * 4 and load.tolist() == [3, 3]
+
+
+@pytest.mark.kernel
 def test_ids_that_only_look_valid_in_32_bits(device):
     ids = torch.tensor([[2**32, -(2**32)], [2**33 + 1, 1]], device=device)
     load = torch.zeros(2, dtype=I32, device=device)

@@ -74,6 +74,16 @@ def test_matches_the_oracle(problem, device):
     assert_matches_reference(ops.gemm_sum(*given).cpu(), exact(given), expected)
 
 
+@pytest.mark.kernel
+@pytest.mark.parametrize("stored", [False, True])
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_one_token(scheme, stored, device):
+    """Each slot's row has scales of its own, whoever quantizes it."""
+    problem = judged(SumProblem(1, 4, 40, 72, 144, scheme, has_bias=True, stored=stored))
+    given, expected = sum_call(problem, device), reference(*sum_call(problem))
+    assert_matches_reference(ops.gemm_sum(*given).cpu(), exact(given), expected)
+
+
 def poisoned(given):
     """NaN in all that belongs to no slot, or to a slot without an expert."""
     unused = ~given.used.flatten().to(given.a.device)

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import moe_ops
+from moe_ops import checks
 from moe_ops.testing import Problem, make_inputs
 
 T, H, I, E, K = 6, 32, 32, 4, 2  # noqa: E741
@@ -223,6 +224,18 @@ def test_none_is_no_tensor(name):
 def test_sparse_tensors():
     with pytest.raises(TypeError, match="hidden_states must be a dense Tensor"):
         moe_ops.fused_experts(X.to_sparse(), W1, W2, WEIGHTS, IDS)
+
+
+def test_nested_tensors():
+    nested = torch.nested.nested_tensor([X[:2], X[2:]])  # its layout is strided
+    with pytest.raises(TypeError, match="hidden_states must be a dense Tensor"):
+        moe_ops.fused_experts(nested, W1, W2, WEIGHTS, IDS)
+
+
+def test_axes_are_neither_fewer_nor_more():
+    for shape in ((3,), (1, 2, 3)):
+        with pytest.raises(ValueError, match="x must have 2 axes"):
+            checks.tensor("x", torch.zeros(shape), 2, checks.FLOATS)
 
 
 def test_tensors_of_a_quant_config():

@@ -195,6 +195,15 @@ def test_one_compilation_for_every_token_count(backend, device):
     assert torch.equal(*loads) and loads[0].sum() == 379 * K
 
 
+def test_a_capture_has_what_was_chosen(device):
+    """Padding is -1 there; what follows the choice is not seen."""
+    x, logits = sample(5, device)
+    padding, seen = torch.tensor([False, True, False, False, True], device=device), []
+    select(x, logits, is_padding=padding, capture_fn=seen.append, num_fused_shared_experts=1)
+    expected = select(x, logits).topk_ids.masked_fill(padding[:, None], -1)
+    assert len(seen) == 1 and torch.equal(seen[0], expected)
+
+
 @pytest.mark.parametrize("name", simulate.STRATEGIES)
 def test_simulated_routings_compile(name, device):
     def route(x, logits):

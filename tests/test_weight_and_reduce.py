@@ -91,6 +91,7 @@ def test_outputs_is_written_and_returned(dtype, device):
         ({"outputs": torch.zeros(4, 8).int()}, TypeError, "outputs must have a dtype"),
         ({"outputs": torch.zeros(4, 8, device="meta")}, ValueError, "outputs must be on the dev"),
         ({"outputs": torch.zeros(4, 16)[:, ::2]}, ValueError, "outputs must have contiguous rows"),
+        ({"outputs": torch.zeros(1, 8).expand(4, 8)}, ValueError, "outputs must .* lie apart"),
         ({"topk_weights": torch.zeros(2, 4).t()}, ValueError, "topk_weights must be contiguous"),
         ({"topk_ids": torch.zeros(4, 2)}, TypeError, "topk_ids must have a dtype"),
         (
@@ -104,6 +105,15 @@ def test_errors(changes, error, message):
     arguments = {"inputs": torch.zeros(4, 2, 8), "topk_weights": torch.zeros(4, 2), **changes}
     with pytest.raises(error, match=message):
         moe_ops.moe_fused_mul_sum(**arguments)
+
+
+@pytest.mark.kernel
+def test_the_operator_refuses_rows_that_share_memory(device):
+    """`moe_fused_mul_sum` has checked before; whoever calls the operator itself has not."""
+    x, weights = torch.zeros(4, 2, 8, device=device), torch.zeros(4, 2, device=device)
+    out = torch.zeros(1, 8, device=device).expand(4, 8)
+    with pytest.raises(ValueError, match="out must have contiguous rows that lie apart"):
+        torch.ops.moe_ops.moe_fused_mul_sum.out(x, weights, None, None, None, 1, out=out)
 
 
 @pytest.mark.kernel
