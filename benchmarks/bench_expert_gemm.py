@@ -16,7 +16,7 @@ from torch import Tensor
 
 from moe_ops import ops
 from moe_ops.bench.problems import Experts, Inputs, Problem, make_experts
-from moe_ops.tiles import cdiv
+from moe_ops.dispatch.tiles import cdiv
 
 
 @lru_cache(maxsize=1)

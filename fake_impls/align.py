@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from moe_ops import sizes
-from moe_ops.tiles import MAX_PLAN_ENTRIES as MOST_ROWS
-from moe_ops.tiles import plan_sizes
+from moe_ops.dispatch.tiles import MAX_PLAN_ENTRIES as MOST_ROWS
+from moe_ops.dispatch.tiles import plan_sizes
 
 
 def moe_align_block_size(

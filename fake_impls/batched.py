@@ -7,9 +7,9 @@ from torch import Tensor
 
 from moe_ops import sizes
 from moe_ops.activation import formula
+from moe_ops.dispatch.tiles import MAX_PLAN_ENTRIES
 from moe_ops.fake_impls.quantize import check_width
 from moe_ops.scheme import parse_quant
-from moe_ops.tiles import MAX_PLAN_ENTRIES
 
 MAX_FIRST_EXPERT = 2**30
 """Kernels count experts in 32 bits."""

@@ -9,9 +9,9 @@ from torch import Tensor
 
 from moe_ops import checks, ops, sizes
 from moe_ops.activation import Activation, MoEActivation, kind_and_key
+from moe_ops.dispatch.tiles import MAX_ROW_TILE
 from moe_ops.gradients import inference_only
 from moe_ops.tensors import Permutation, TilePlan
-from moe_ops.tiles import MAX_ROW_TILE
 
 _ANY_NUMBER = 2**31 - 1
 """As a number of experts: every id that is not negative is an expert."""

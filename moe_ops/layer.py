@@ -11,6 +11,7 @@ from torch.nn.functional import pad
 
 from moe_ops import checks
 from moe_ops.activation import kind_and_key
+from moe_ops.dispatch.tiles import cdiv
 from moe_ops.layers import (
     FusedMoEMethodBase,
     FusedMoEOptions,
@@ -37,7 +38,6 @@ from moe_ops.pipeline.modular_kernel import FusedMoEKernel
 from moe_ops.pipeline.warmup import Variants, run_variants
 from moe_ops.routing import SelectedExperts, check_tokens, select_experts
 from moe_ops.scheme import UNQUANTIZED, get_scheme
-from moe_ops.tiles import cdiv
 
 
 @takes_options

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from moe_ops.activation import Formula
 from moe_ops.checks import MAX_EXPERTS
+from moe_ops.dispatch.tiles import KNOWN_ROW_TILES, MAX_ROW_TILE, is_direct, plan_sizes
 from moe_ops.scheme import WHOLE, Quant, get_scheme
 from moe_ops.tensors import AnyTiles
-from moe_ops.tiles import KNOWN_ROW_TILES, MAX_ROW_TILE, is_direct, plan_sizes
 
 
 def shaped(name: str, x: Tensor, *sizes: int | None) -> None:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 
 from moe_ops.activation import MoEActivation
-from moe_ops.block_scaled import BLOCK_SCALED
+from moe_ops.dispatch.blackwell import BLOCK_SCALED
 from moe_ops.scheme import SCHEMES, min_capability
 
 ARCHITECTURES = (80, 90, 100, 120)

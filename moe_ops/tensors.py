@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from moe_ops.tiles import PLAN_HEADER, is_direct, pick_row_tile, plan_sizes
+from moe_ops.dispatch.tiles import PLAN_HEADER, is_direct, pick_row_tile, plan_sizes
 
 
 def narrowed(ids: Tensor, dtype: torch.dtype) -> Tensor:

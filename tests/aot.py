@@ -25,18 +25,13 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import get_ptxas
 from triton.runtime.jit import JITFunction
 
-from moe_ops.kernels import (
-    block_scaled_gemm,
-    decoded_gemm,
-    expert_gemm,
-    hopper_gemm,
-    launch,
-    scaled_gemm,
-    token_gemm,
-    weight_only_gemm,
-)
+from moe_ops.dispatch.tiles import Device
+from moe_ops.kernels import decoded_gemm, expert_gemm, scaled_gemm, weight_only_gemm
+from moe_ops.kernels._gemm import block_scaled as block_scaled_gemm
+from moe_ops.kernels._hopper import gemm as hopper_gemm
+from moe_ops.kernels._hopper import token_gemm
+from moe_ops.kernels._runtime import launch
 from moe_ops.ops import STAGES
-from moe_ops.tiles import Device
 
 SHARED_MEMORY = {80: 166912, 90: 232448, 100: 232448, 103: 232448, 120: 101376}
 """Shared memory of a block, in bytes, by architecture."""

@@ -31,7 +31,7 @@ from moe_ops.kernels import (
     weight_and_reduce,
     weight_only_gemm,
 )
-from moe_ops.kernels.cache_keys import compute_cache_key
+from moe_ops.kernels._runtime.cache_keys import compute_cache_key
 
 
 def use_permutation() -> None:
@@ -80,8 +80,8 @@ def in_order(names: list[str], order: str) -> list[str]:
 def functions() -> dict[str, JITCallable]:
     """Every Triton function of the library by its full name."""
     found = {}
-    for info in pkgutil.iter_modules(moe_ops.kernels.__path__):
-        module = importlib.import_module(f"moe_ops.kernels.{info.name}")
+    for info in pkgutil.walk_packages(moe_ops.kernels.__path__, "moe_ops.kernels."):
+        module = importlib.import_module(info.name)
         for value in vars(module).values():
             if isinstance(value, JITCallable) and value.fn.__module__.startswith("moe_ops."):
                 found[f"{value.fn.__module__}.{value.fn.__qualname__}"] = value

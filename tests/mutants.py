@@ -11,7 +11,7 @@ survives, 2 if one cannot be planted or judged.
 
 `tests/faults/*.txt` list the faults:
 
-    file moe_ops/kernels/slots.py
+    file moe_ops/kernels/_runtime/slots.py
     on interpreter: test_align.py::test_expert_map test_permute.py
     - mapped < num_local_experts
     + mapped <= num_local_experts

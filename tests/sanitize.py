@@ -28,7 +28,7 @@ from sanitize_operators import Case
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from moe_ops.block_scaled import BLOCK_SCALED
+from moe_ops.dispatch.blackwell import BLOCK_SCALED
 
 SPECIALIZED = {
     "hopper_gemm_kernel", "hopper_stream_kernel", "hopper_token_kernel", "hopper_token_sum_kernel"
@@ -60,8 +60,8 @@ def kernels_of(arch: int) -> set[str]:
     import moe_ops.kernels as package
 
     names = set()
-    for info in pkgutil.iter_modules(package.__path__):
-        module = importlib.import_module(f"{package.__name__}.{info.name}")
+    for info in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
+        module = importlib.import_module(info.name)
         names |= {n for n, v in vars(module).items() if n.endswith("_kernel") and hasattr(v, "fn")}
     served = (HOPPER if arch == 90 else set()) | (BLACKWELL if arch in BLOCK_SCALED else set())
     return names - (HOPPER | BLACKWELL) | served
@@ -74,7 +74,7 @@ def launches() -> Iterator[set[str]]:
     try:
         from triton.runtime.jit import JITFunction
 
-        from moe_ops.kernels.launch import Launch
+        from moe_ops.kernels._runtime.launch import Launch
     except ImportError:
         yield names
         return

@@ -13,11 +13,11 @@ from test_ops import I32, keywords, overload, samples
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from moe_ops.dispatch.tiles import ROW_TILES
 from moe_ops.ops import STAGES
 from moe_ops.reference.gemm_sum import gemm_sum
 from moe_ops.reference.permute import moe_permutation
 from moe_ops.testing import assert_matches_reference
-from moe_ops.tiles import ROW_TILES
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 TILES = list(ROW_TILES)

@@ -9,10 +9,7 @@ from strategies import topk_ids
 
 import moe_ops
 from moe_ops import ops
-from moe_ops.reference.align import plan_slots
-from moe_ops.reference.slots import local_experts
-from moe_ops.tensors import unpack_plan
-from moe_ops.tiles import (
+from moe_ops.dispatch.tiles import (
     ROW_TILES,
     SINGLE_LAUNCH_SLOTS,
     is_direct,
@@ -21,6 +18,9 @@ from moe_ops.tiles import (
     pick_row_tile,
     plan_sizes,
 )
+from moe_ops.reference.align import plan_slots
+from moe_ops.reference.slots import local_experts
+from moe_ops.tensors import unpack_plan
 
 ROW_TILE_LISTS = (ROW_TILES, (16, 32, 192), (192, 192))
 

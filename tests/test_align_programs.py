@@ -6,7 +6,7 @@ from plans import ids_of
 from test_align import assert_plan, looped
 
 from moe_ops import ops
-from moe_ops.kernels.plan import plan_programs
+from moe_ops.kernels._sort.plan import plan_programs
 from moe_ops.reference.align import plan_slots
 
 pytestmark = pytest.mark.kernel

@@ -10,6 +10,7 @@ pytest.importorskip("triton")
 
 import aot  # noqa: E402
 
+from moe_ops.dispatch.tiles import ROW_TILES  # noqa: E402
 from moe_ops.kernels import (  # noqa: E402
     activation,
     align,
@@ -25,7 +26,6 @@ from moe_ops.kernels import (  # noqa: E402
 from moe_ops.ops import STAGES  # noqa: E402
 from moe_ops.support import SUPPORT  # noqa: E402
 from moe_ops.tensors import Tiles  # noqa: E402
-from moe_ops.tiles import ROW_TILES  # noqa: E402
 
 pytestmark = [pytest.mark.aot, pytest.mark.filterwarnings("ignore")]
 ARCHITECTURES = sorted({arch for row in SUPPORT for arch in row.architectures})

@@ -10,7 +10,8 @@ pytest.importorskip("triton")
 
 import aot  # noqa: E402
 
-from moe_ops.kernels import align, weight_only_gemm, weight_only_tile  # noqa: E402
+from moe_ops.kernels import align, weight_only_gemm
+from moe_ops.kernels._gemm import weight_only as weight_only_tile  # noqa: E402
 from moe_ops.scheme import SCHEMES, get_scheme  # noqa: E402
 from moe_ops.tensors import (
     QTensor,  # noqa: E402

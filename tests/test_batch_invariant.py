@@ -13,12 +13,12 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 import moe_ops
 from moe_ops import ops
+from moe_ops.dispatch.tiles import INVARIANT_ROW_TILES, MANY_TOKENS, num_tiles, padded_slots
 from moe_ops.pipeline.gated_experts import gated_experts
 from moe_ops.pipeline.row_spaces import depends_on_batch, row_tiles_of
 from moe_ops.pipeline.workspace import PeakMemory
 from moe_ops.scheme import min_capability
 from moe_ops.testing import Problem, make_inputs, quantize_inputs
-from moe_ops.tiles import INVARIANT_ROW_TILES, MANY_TOKENS, num_tiles, padded_slots
 
 BY_ALL = tuple(n for n, s in moe_ops.SCHEMES.items() if depends_on_batch(s.activation))
 SCHEMES = tuple(n for n in moe_ops.SCHEMES if n not in BY_ALL)

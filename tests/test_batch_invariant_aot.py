@@ -12,6 +12,7 @@ pytest.importorskip("triton")
 
 import aot  # noqa: E402
 
+from moe_ops.dispatch.tiles import INVARIANT_ROW_TILES, MANY_TOKENS  # noqa: E402
 from moe_ops.kernels import (  # noqa: E402
     align,
     decoded_gemm,
@@ -23,7 +24,6 @@ from moe_ops.kernels import (  # noqa: E402
 )
 from moe_ops.routing import SCORING_FUNCS  # noqa: E402
 from moe_ops.scheme import get_scheme, min_capability, quantize_weight  # noqa: E402
-from moe_ops.tiles import INVARIANT_ROW_TILES, MANY_TOKENS  # noqa: E402
 
 pytestmark = [pytest.mark.aot, pytest.mark.filterwarnings("ignore")]
 E, N, K = 4, 256, 512

@@ -21,9 +21,9 @@ from test_selection import STANDARD, layer_inputs
 import moe_ops
 from moe_ops import get_scheme, ops, quantize_weight
 from moe_ops.activation import formula
-from moe_ops.block_scaled import BLOCK_SCALED, WEIGHT_ROWS, block_scaled_tiles
+from moe_ops.dispatch.blackwell import BLOCK_SCALED, WEIGHT_ROWS, block_scaled_tiles
+from moe_ops.dispatch.tiles import ROW_TILES, Gemm, device_facts
 from moe_ops.pipeline.devices import TARGETS
-from moe_ops.tiles import ROW_TILES, Gemm, device_facts
 
 pytestmark = [
     pytest.mark.kernel,
@@ -38,8 +38,9 @@ __all__ = ["test_one_scale_for_each_expert"]
 @pytest.fixture(autouse=True)
 def launches(monkeypatch):
     """Launchers take the device for a Blackwell GPU; what they launch lands in the list."""
-    from moe_ops.kernels import block_scaled_gemm, decoded_gemm
-    from moe_ops.kernels.launch import Launch
+    from moe_ops.kernels import decoded_gemm
+    from moe_ops.kernels._gemm import block_scaled as block_scaled_gemm
+    from moe_ops.kernels._runtime.launch import Launch
 
     launch, seen = Launch.__call__, []
 

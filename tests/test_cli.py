@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 import moe_ops
-from moe_ops import cli, tuned
+from moe_ops import cli
+from moe_ops.dispatch import tuned
 
 ROOT = Path(__file__).parent.parent
 TINY = ["bench", "--model", "tiny", "--impls", "moe_ops"]

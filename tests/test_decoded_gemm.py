@@ -10,12 +10,12 @@ from strategies import ACTIVATIONS, DTYPES
 
 from moe_ops import dequantize_weight, get_scheme, ops, quantize_weight
 from moe_ops.activation import formula
+from moe_ops.dispatch.tiles import ROW_TILES
 from moe_ops.reference import decoded_gemm as reference
 from moe_ops.reference.slots import local_experts
 from moe_ops.scheme import dequantize_rows
 from moe_ops.tensors import Tiles
 from moe_ops.testing import Bounded, Problem, assert_matches_reference, make_inputs
-from moe_ops.tiles import ROW_TILES
 
 pytestmark = pytest.mark.kernel
 

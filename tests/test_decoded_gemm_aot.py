@@ -14,20 +14,16 @@ pytest.importorskip("triton")
 import aot  # noqa: E402
 from test_aot_weight_only import stored  # noqa: E402
 
-from moe_ops import gemm_choice
 from moe_ops.activation import formula  # noqa: E402
-from moe_ops.block_scaled import BLOCK_SCALED, is_block_scaled  # noqa: E402
-from moe_ops.kernels import (  # noqa: E402
-    align,
-    block_scaled_gemm,
-    decoded_gemm,
-    quantize,
-    weight_only_tile,
-)
+from moe_ops.dispatch import choice as gemm_choice
+from moe_ops.dispatch.blackwell import BLOCK_SCALED, is_block_scaled  # noqa: E402
+from moe_ops.dispatch.tiles import ROW_TILES  # noqa: E402
+from moe_ops.kernels import align, decoded_gemm, quantize
+from moe_ops.kernels._gemm import block_scaled as block_scaled_gemm
+from moe_ops.kernels._gemm import weight_only as weight_only_tile
 from moe_ops.scheme import get_scheme  # noqa: E402
 from moe_ops.support import ARCHITECTURES, min_capability  # noqa: E402
 from moe_ops.tensors import Tiles  # noqa: E402
-from moe_ops.tiles import ROW_TILES  # noqa: E402
 
 pytestmark = [pytest.mark.aot, pytest.mark.filterwarnings("ignore")]
 NAMED = ("mxfp8", "mxfp4", "mxfp4_mxfp8", "mxfp4_w4a8", "nvfp4", "int4_w4a8_g128")

@@ -11,8 +11,8 @@ from moe_ops import ops
 from moe_ops.testing import Problem, make_inputs, quantize_inputs
 
 if HAS_CUDA:
-    from moe_ops.kernels import hopper_gemm
-    from moe_ops.kernels.launch import Launch
+    from moe_ops.kernels._hopper import gemm as hopper_gemm
+    from moe_ops.kernels._runtime.launch import Launch
 
 E, K, H, I = 16, 4, 512, 256  # noqa: E741
 SCHEMES = ("unquantized", "fp8_channel", "fp8_block128", "int8_tensor", "int4_w4a16_g128", "mxfp4")

@@ -20,19 +20,14 @@ import test_ops  # noqa: E402
 from triton.backends.compiler import GPUTarget  # noqa: E402
 
 import moe_ops.kernels  # noqa: E402
-from moe_ops.kernels import (  # noqa: E402
-    activation,
-    align,
-    dependent,
-    scaled_gemm,
-    token_gemm,
-    topk_align,
-)
+from moe_ops.dispatch.tiles import EIGHT_BIT_ROW_TILES  # noqa: E402
+from moe_ops.kernels import activation, align, scaled_gemm, topk_align
+from moe_ops.kernels._hopper import token_gemm
+from moe_ops.kernels._runtime import dependent
 from moe_ops.ops import STAGES  # noqa: E402
-from moe_ops.tiles import EIGHT_BIT_ROW_TILES  # noqa: E402
 
 pytestmark = [pytest.mark.aot, pytest.mark.filterwarnings("ignore")]
-FILES = sorted(Path(moe_ops.kernels.__file__).parent.glob("*.py"))
+FILES = sorted(Path(moe_ops.kernels.__file__).parent.rglob("*.py"))
 GLOBAL = re.compile(
     r"^\s*(@!?%\w+ )?(ld|st|atom|red|prefetch)\S*\.global|cp\.async\.(ca|cg|bulk\.tensor|bulk\.sh)"
 )

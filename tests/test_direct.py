@@ -7,13 +7,13 @@ from plans import planned, the_plain_kernel
 
 import moe_ops
 from moe_ops import ops
+from moe_ops.dispatch.tiles import is_direct
 from moe_ops.pipeline.gemms import activated_product, expert_weights, gemm
 from moe_ops.pipeline.row_spaces import SlotRows, row_tiles_of
 from moe_ops.reference.slots import local_experts
 from moe_ops.scheme import FusedMoEQuantConfig, get_scheme, quantize_weight
 from moe_ops.tensors import ExpertWeight, Rows, Tiles
 from moe_ops.testing import Problem, call, make_inputs
-from moe_ops.tiles import is_direct
 
 pytestmark = [
     pytest.mark.kernel,
@@ -108,7 +108,7 @@ def test_global_scales(scheme, device):
 def launched(monkeypatch):
     """The names of the kernels that are launched."""
     pytest.importorskip("triton")
-    from moe_ops.kernels.launch import Launch
+    from moe_ops.kernels._runtime.launch import Launch
 
     names, launch = [], Launch.__call__
 

@@ -10,18 +10,18 @@ pytest.importorskip("triton")
 
 import aot  # noqa: E402
 
-from moe_ops.kernels import (  # noqa: E402
+from moe_ops.dispatch.tuned_file import default_row_tiles  # noqa: E402
+from moe_ops.kernels import (
     align,
     decoded_gemm,
     expert_gemm,
-    hopper_stream,
     scaled_gemm,
     topk_align,
     weight_only_gemm,
 )
+from moe_ops.kernels._hopper import stream as hopper_stream
 from moe_ops.scheme import get_scheme, min_capability, quantize_weight  # noqa: E402
 from moe_ops.tensors import Tiles  # noqa: E402
-from moe_ops.tuned_file import default_row_tiles  # noqa: E402
 
 pytestmark = [pytest.mark.aot, pytest.mark.filterwarnings("ignore")]
 E, GLOBAL, K, N, TOP_K = 64, 128, 2048, 768, 8

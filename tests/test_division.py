@@ -1,6 +1,6 @@
 """Quotients without a division for each number: bit by bit those of true divisions.
 
-`moe_ops.kernels.rounding.correct` may round a quotient wrongly. That is seen only where `encode`
+`rounding.correct` of the kernels may round a quotient wrongly. That is seen only where `encode`
 turns to the next stored value: these quotients are enumerated.
 """
 
@@ -15,7 +15,7 @@ from interpreter import fma
 from quantize_oracle import assert_bits
 
 from moe_ops import ops
-from moe_ops.kernels.slots import next_power_of_2, parts_of
+from moe_ops.kernels._runtime.slots import next_power_of_2, parts_of
 
 reference = importlib.import_module("moe_ops.reference.quantize")
 

@@ -10,11 +10,11 @@ from strategies import ACTIVATIONS, DTYPES
 
 from moe_ops import ops
 from moe_ops.activation import formula
+from moe_ops.dispatch.tiles import KNOWN_ROW_TILES, ROW_TILES
 from moe_ops.reference import expert_gemm as reference
 from moe_ops.reference.slots import local_experts
 from moe_ops.tensors import Tiles
 from moe_ops.testing import Bounded, Problem, assert_matches_reference, make_inputs
-from moe_ops.tiles import KNOWN_ROW_TILES, ROW_TILES
 
 pytestmark = pytest.mark.kernel
 

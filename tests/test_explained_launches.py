@@ -12,14 +12,14 @@ import aot  # noqa: E402
 from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
 
 import moe_ops  # noqa: E402
-from moe_ops import tuned  # noqa: E402
-from moe_ops.hopper_tiles import PACKED, STREAM, TOKEN, HopperTiles  # noqa: E402
-from moe_ops.kernels.hopper_gemm import Constants  # noqa: E402
-from moe_ops.kernels.launch import Launch  # noqa: E402
+from moe_ops.dispatch import tuned  # noqa: E402
+from moe_ops.dispatch.hopper import PACKED, STREAM, TOKEN, HopperTiles  # noqa: E402
+from moe_ops.dispatch.tiles import TileConfig  # noqa: E402
+from moe_ops.dispatch.tuned_file import plain_name  # noqa: E402
+from moe_ops.kernels._hopper.gemm import Constants  # noqa: E402
+from moe_ops.kernels._runtime.launch import Launch  # noqa: E402
 from moe_ops.pipeline.devices import TARGETS  # noqa: E402
 from moe_ops.scheme import TENSORS, what_lacks  # noqa: E402
-from moe_ops.tiles import TileConfig  # noqa: E402
-from moe_ops.tuned_file import plain_name  # noqa: E402
 
 E, H, I, K = 32, 512, 256, 4  # noqa: E741
 TOKENS = (1, 2, 8, 64, 512, 4096)

@@ -11,9 +11,10 @@ from strategies import ACTIVATIONS
 from test_selection import FP8, STANDARD, layer_inputs, reason
 
 import moe_ops
-from moe_ops import FusedMoEConfig, FusedMoEParallelConfig, RoutingMethodType, tuned
+from moe_ops import FusedMoEConfig, FusedMoEParallelConfig, RoutingMethodType
 from moe_ops.activation import kind_and_key
-from moe_ops.hopper_tiles import PACKED, STREAM, TOKEN
+from moe_ops.dispatch import tuned
+from moe_ops.dispatch.hopper import PACKED, STREAM, TOKEN
 from moe_ops.pipeline.devices import TARGETS
 from moe_ops.pipeline.selection import CANDIDATES, format_of
 from moe_ops.support import ARCHITECTURES, SUPPORT
@@ -180,8 +181,8 @@ def test_explained_tiles_are_those_that_run(
     scheme, activation, tokens, experts, rows, device, monkeypatch
 ):
     """The constants of the launches, for every class that multiplies with the library's kernels."""
-    from moe_ops.kernels import hopper_gemm
-    from moe_ops.kernels.launch import Launch
+    from moe_ops.kernels._hopper import gemm as hopper_gemm
+    from moe_ops.kernels._runtime.launch import Launch
 
     launch, run, seen = Launch.__call__, hopper_gemm.run, []
 

@@ -10,7 +10,8 @@ from moe_ops.reference import routing as reference
 
 pytest.importorskip("triton")
 
-from moe_ops.kernels import grouped_topk, routing  # noqa: E402
+from moe_ops.kernels import routing
+from moe_ops.kernels._routing import grouped_topk  # noqa: E402
 
 pytestmark = pytest.mark.kernel
 

@@ -10,7 +10,7 @@ from test_expert_gemm import exact_rows as exact_products
 from test_scaled_gemm import activated, exact_rows, numbers
 
 from moe_ops import ops
-from moe_ops.hopper_tiles import packed_rows
+from moe_ops.dispatch.hopper import packed_rows
 from moe_ops.reference.slots import local_experts
 from moe_ops.scheme import get_scheme, quantize_weight
 from moe_ops.tensors import Tiles, unpack_plan
@@ -26,7 +26,7 @@ SHARING = pytest.mark.parametrize("groups", [None, "one", 1, 3])
 @pytest.mark.parametrize(("width", "dtype"), [(40, torch.bfloat16), (5000, torch.float8_e4m3fn)])
 @SHARING
 def test_pack(width, dtype, groups, device):
-    from moe_ops.kernels.pack import pack_rows
+    from moe_ops.kernels._hopper.pack import pack_rows
 
     problem = Problem(21, 5, 2, width, 16, torch.bfloat16, routing="holes")
     x, *_, ids, _, _, _ = make_inputs(problem, device)
@@ -57,7 +57,7 @@ def test_pack(width, dtype, groups, device):
 @pytest.mark.parametrize("scheme", ["fp8_tensor_static", "fp8_channel", "fp8_block128"])
 def test_quantize_packed(width, dtype, scheme, device):
     """Bitwise as quantized, then packed."""
-    from moe_ops.kernels.pack import pack_rows, quantize_rows
+    from moe_ops.kernels._hopper.pack import pack_rows, quantize_rows
 
     quant = get_scheme(scheme).activation
     x, *_, ids, _, _, _ = make_inputs(Problem(21, 5, 2, 1100, 16, dtype, routing="holes"), device)
@@ -129,7 +129,7 @@ def launched(monkeypatch):
     """The names of the kernels of Hopper's that were launched."""
     if not HAS_CUDA or torch.cuda.get_device_capability()[0] != 9:
         pytest.skip("needs a Hopper GPU")
-    from moe_ops.kernels import hopper_gemm
+    from moe_ops.kernels._hopper import gemm as hopper_gemm
 
     names, run = [], hopper_gemm.run
 
@@ -196,7 +196,7 @@ def test_twins(scheme, case, hidden, width, activation, has_bias, launched):
 @pytest.mark.parametrize(("width", "activation"), [(704, "silu"), (640, "gelu"), (328, None)])
 def test_every_packed_tile(scheme, tile, block_n, width, activation, launched, monkeypatch):
     """Also those that are not the first choice; the last tile of a row is not whole."""
-    from moe_ops import tuned
+    from moe_ops.dispatch import tuned
     from moe_ops.kernels import expert_gemm, scaled_gemm
 
     choice = tuned.hopper_tiles

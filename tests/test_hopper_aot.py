@@ -13,19 +13,15 @@ pytest.importorskip("triton")
 
 import aot  # noqa: E402
 
-from moe_ops import tuned  # noqa: E402
-from moe_ops.hopper_tiles import PACKED, ROW_TILES, most_stages, takes, widths  # noqa: E402
-from moe_ops.kernels import (  # noqa: E402
-    align,
-    expert_gemm,
-    hopper_gemm,
-    hopper_stream,
-    hopper_tile,
-    scaled_gemm,
-)
+from moe_ops.dispatch import tuned  # noqa: E402
+from moe_ops.dispatch.hopper import PACKED, ROW_TILES, most_stages, takes, widths  # noqa: E402
+from moe_ops.dispatch.tiles import Device, Gemm, pick_row_tile  # noqa: E402
+from moe_ops.kernels import align, expert_gemm, scaled_gemm
+from moe_ops.kernels._hopper import gemm as hopper_gemm
+from moe_ops.kernels._hopper import packed as hopper_tile
+from moe_ops.kernels._hopper import stream as hopper_stream
 from moe_ops.scheme import get_scheme  # noqa: E402
 from moe_ops.tensors import Tiles  # noqa: E402
-from moe_ops.tiles import Device, Gemm, pick_row_tile  # noqa: E402
 
 pytestmark = [pytest.mark.aot, pytest.mark.filterwarnings("ignore")]
 EXPERTS, TOP_K = 64, 4

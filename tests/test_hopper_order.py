@@ -20,7 +20,7 @@ def launched(monkeypatch):
     """What Hopper's kernels are asked to do: GEMMs, each before the packing of its rows, if any."""
     if not HAS_CUDA or torch.cuda.get_device_capability()[0] != 9:
         pytest.skip("needs a Hopper GPU")
-    from moe_ops.kernels import hopper_gemm
+    from moe_ops.kernels._hopper import gemm as hopper_gemm
 
     names = []
 

@@ -13,9 +13,9 @@ from conftest import HAS_CUDA, INTERPRETED
 from test_ops import keywords, outputs, overload, samples
 
 from moe_ops import ops
+from moe_ops.dispatch.tiles import PLAN_HEADER
 from moe_ops.ops import STAGES
 from moe_ops.scheme import parse_quant
-from moe_ops.tiles import PLAN_HEADER
 
 pytestmark = pytest.mark.kernel
 
@@ -178,7 +178,7 @@ def test_rows_in_expert_order_that_begin_anywhere(first, device):
 @pytest.mark.parametrize("entries", [HEADERS[0], (2**31 - 1, 37, 40), (-1, 37, 40)])
 @pytest.mark.parametrize("slot", [-(2**31), -1, 18, 2**31 - 1])
 def test_rows_are_packed_inside_their_tensors(entries, slot, device):
-    from moe_ops.kernels.pack import pack_rows, quantize_rows
+    from moe_ops.kernels._hopper.pack import pack_rows, quantize_rows
 
     plan, x = planned_problem(device)
     plan[:3], plan[4:20:2] = torch.tensor(entries), slot

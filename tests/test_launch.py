@@ -15,8 +15,9 @@ import triton  # noqa: E402
 from triton.backends.nvidia.driver import CudaLauncher  # noqa: E402
 
 import moe_ops  # noqa: E402
-from moe_ops.kernels import boxes, launch  # noqa: E402
-from moe_ops.kernels.launch import Binary  # noqa: E402
+from moe_ops.kernels._hopper import boxes
+from moe_ops.kernels._runtime import launch  # noqa: E402
+from moe_ops.kernels._runtime.launch import Binary  # noqa: E402
 
 
 @pytest.mark.parametrize("scratch", (0, 128))

@@ -12,7 +12,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 FAULTS = mutants.read_faults(ROOT / "tests" / "faults")
 PLANTED = (
-    "moe_ops/kernels/*.py",
+    "moe_ops/kernels/**/*.py",
     "moe_ops/reference/*.py",
     "fake_impls/*.py",
     "moe_ops/*check*.py",

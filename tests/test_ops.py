@@ -9,10 +9,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
 from moe_ops import ops
+from moe_ops.dispatch.tiles import ROW_TILES
 from moe_ops.ops import STAGES
 from moe_ops.scheme import quantize_weight
 from moe_ops.testing import Problem, make_inputs
-from moe_ops.tiles import ROW_TILES
 
 I32, FP8 = torch.int32, torch.float8_e4m3fn
 K, E, H, I = 2, 4, 32, 16  # noqa: E741

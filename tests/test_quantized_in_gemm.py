@@ -15,14 +15,14 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 import moe_ops
 from moe_ops import ops
-from moe_ops.gemm_tiles import LONGEST_SLOT, SLOT_TILES, scaled_slot_tiles
+from moe_ops.dispatch.portable import LONGEST_SLOT, SLOT_TILES, scaled_slot_tiles
+from moe_ops.dispatch.tiles import INVARIANT_ROW_TILES, ROW_TILES, Gemm, is_direct
 from moe_ops.pipeline.gemms import quantized
 from moe_ops.pipeline.row_spaces import SlotRows, depends_on_batch, row_tiles_of
 from moe_ops.reference.slots import local_experts
 from moe_ops.scheme import SCHEMES, get_scheme, quantize_weight
 from moe_ops.tensors import Tiles
 from moe_ops.testing import Problem
-from moe_ops.tiles import INVARIANT_ROW_TILES, ROW_TILES, Gemm, is_direct
 
 pytestmark = pytest.mark.kernel
 RUNS_KERNELS = INTERPRETED or HAS_CUDA

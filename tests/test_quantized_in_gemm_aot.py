@@ -13,10 +13,12 @@ pytest.importorskip("triton")
 
 import aot  # noqa: E402
 
-from moe_ops.kernels import scaled_gemm, scaled_slot, token_gemm  # noqa: E402
+from moe_ops.dispatch.tuned_file import default_row_tiles  # noqa: E402
+from moe_ops.kernels import scaled_gemm
+from moe_ops.kernels._gemm import scaled_slot
+from moe_ops.kernels._hopper import token_gemm  # noqa: E402
 from moe_ops.scheme import get_scheme  # noqa: E402
 from moe_ops.support import ARCHITECTURES, min_capability  # noqa: E402
-from moe_ops.tuned_file import default_row_tiles  # noqa: E402
 
 pytestmark = [pytest.mark.aot, pytest.mark.filterwarnings("ignore")]
 SCHEMES = ("fp8_channel", "fp8_tensor_static", "int8_channel")

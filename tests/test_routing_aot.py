@@ -11,7 +11,8 @@ pytest.importorskip("triton")
 import aot  # noqa: E402
 import test_aot  # noqa: E402
 
-from moe_ops.kernels import grouped_topk, routing, routing_adjust  # noqa: E402
+from moe_ops.kernels import routing, routing_adjust
+from moe_ops.kernels._routing import grouped_topk  # noqa: E402
 from moe_ops.routing import SCORING_FUNCS  # noqa: E402
 
 pytestmark = [pytest.mark.aot, pytest.mark.filterwarnings("ignore")]

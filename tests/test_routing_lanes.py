@@ -13,9 +13,10 @@ pytest.importorskip("triton")
 import triton  # noqa: E402
 import triton.language as tl  # noqa: E402
 
-from moe_ops.kernels import routing, routing_choice  # noqa: E402
-from moe_ops.kernels.routing_lanes import in_rounds  # noqa: E402
-from moe_ops.kernels.routing_near import (  # noqa: E402
+from moe_ops.kernels import routing
+from moe_ops.kernels._routing import choice as routing_choice  # noqa: E402
+from moe_ops.kernels._routing.lanes import in_rounds  # noqa: E402
+from moe_ops.kernels._routing.near import (  # noqa: E402
     near_exp,
     near_sigmoid,
     near_sqrtsoftplus,

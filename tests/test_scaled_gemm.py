@@ -12,6 +12,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from moe_ops import ops
 from moe_ops.activation import formula
+from moe_ops.dispatch.tiles import ROW_TILES
 from moe_ops.reference import quantize
 from moe_ops.reference import scaled_gemm as reference
 from moe_ops.reference.slots import local_experts
@@ -19,7 +20,6 @@ from moe_ops.scheme import SCHEMES, get_scheme, quantize_weight
 from moe_ops.scheme.weights import spread
 from moe_ops.tensors import Tiles
 from moe_ops.testing import Bounded, Problem, assert_matches_reference, make_inputs
-from moe_ops.tiles import ROW_TILES
 
 pytestmark = pytest.mark.kernel
 NAMED = tuple(s.name for s in SCHEMES.values() if s.activation and not s.decoded)

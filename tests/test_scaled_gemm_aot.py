@@ -13,12 +13,13 @@ import test_aot  # noqa: E402
 import triton  # noqa: E402
 import triton.language as tl  # noqa: E402
 
-from moe_ops.kernels import align, quantize, scaled_gemm, scaled_tile  # noqa: E402
-from moe_ops.kernels.launch import Launch  # noqa: E402
+from moe_ops.dispatch.tiles import ROW_TILES  # noqa: E402
+from moe_ops.kernels import align, quantize, scaled_gemm
+from moe_ops.kernels._gemm import scaled as scaled_tile  # noqa: E402
+from moe_ops.kernels._runtime.launch import Launch  # noqa: E402
 from moe_ops.scheme import get_scheme  # noqa: E402
 from moe_ops.support import ARCHITECTURES, min_capability  # noqa: E402
 from moe_ops.tensors import Tiles  # noqa: E402
-from moe_ops.tiles import ROW_TILES  # noqa: E402
 
 pytestmark = [pytest.mark.aot, pytest.mark.filterwarnings("ignore")]
 SCHEMES = ("fp8_tensor", "fp8_channel", "fp8_block128", "int8_channel", "int8_block128")

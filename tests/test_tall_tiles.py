@@ -12,17 +12,12 @@ from test_tuned import entry, own, record
 from test_tuned import layer as read
 
 import moe_ops
-from moe_ops import FusedMoEConfig, RoutingMethodType, ops, tuned
+from moe_ops import FusedMoEConfig, RoutingMethodType, ops
 from moe_ops.activation import formula
-from moe_ops.gemm_tiles import gemm_tiles
-from moe_ops.hopper_tiles import PACKED, STREAM, HopperTiles
-from moe_ops.pipeline.devices import TARGETS
-from moe_ops.reference import expert_gemm as reference
-from moe_ops.reference.align import plan_slots
-from moe_ops.reference.slots import local_experts
-from moe_ops.tensors import first_rows, split_tiles, unpack_plan
-from moe_ops.testing import Problem, make_inputs
-from moe_ops.tiles import (
+from moe_ops.dispatch import tuned
+from moe_ops.dispatch.hopper import PACKED, STREAM, HopperTiles
+from moe_ops.dispatch.portable import gemm_tiles
+from moe_ops.dispatch.tiles import (
     KNOWN_ROW_TILES,
     ROW_TILES,
     Gemm,
@@ -32,8 +27,14 @@ from moe_ops.tiles import (
     max_row_tiles,
     plan_sizes,
 )
-from moe_ops.tuned import choose, merged, name_and_arch
-from moe_ops.tuned_file import written
+from moe_ops.dispatch.tuned import choose, merged, name_and_arch
+from moe_ops.dispatch.tuned_file import written
+from moe_ops.pipeline.devices import TARGETS
+from moe_ops.reference import expert_gemm as reference
+from moe_ops.reference.align import plan_slots
+from moe_ops.reference.slots import local_experts
+from moe_ops.tensors import first_rows, split_tiles, unpack_plan
+from moe_ops.testing import Problem, make_inputs
 
 TALL = (192, 192)
 H200 = TARGETS["sm_90"].facts

@@ -16,18 +16,13 @@ import triton.language as tl  # noqa: E402
 from sum_calls import SumCall  # noqa: E402
 from token_layers import Layer  # noqa: E402
 
-from moe_ops.hopper_tiles import LEAST_TOKEN_STAGES  # noqa: E402
-from moe_ops.kernels import (  # noqa: E402
-    expert_gemm,
-    gemm_sum,
-    hopper_stream,
-    hopper_token,
-    launch,
-    scaled_gemm,
-    token_gemm,
-    weight_and_reduce,
-)
-from moe_ops.tiles import INVARIANT_ROW_TILES  # noqa: E402
+from moe_ops.dispatch.hopper import LEAST_TOKEN_STAGES  # noqa: E402
+from moe_ops.dispatch.tiles import INVARIANT_ROW_TILES  # noqa: E402
+from moe_ops.kernels import expert_gemm, gemm_sum, scaled_gemm, weight_and_reduce
+from moe_ops.kernels._hopper import stream as hopper_stream
+from moe_ops.kernels._hopper import token as hopper_token
+from moe_ops.kernels._hopper import token_gemm
+from moe_ops.kernels._runtime import launch
 
 pytestmark = [pytest.mark.aot, pytest.mark.filterwarnings("ignore")]
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32

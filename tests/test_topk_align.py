@@ -9,7 +9,7 @@ from routing_oracle import topk_calls
 
 import moe_ops
 from moe_ops import ops
-from moe_ops.tiles import ROW_TILES
+from moe_ops.dispatch.tiles import ROW_TILES
 
 pytestmark = pytest.mark.kernel
 

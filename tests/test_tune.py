@@ -6,11 +6,12 @@ from dataclasses import replace
 
 import pytest
 
-from moe_ops import FusedMoEConfig, RoutingMethodType, explain, get_scheme, tuned
-from moe_ops.hopper_tiles import PACKED, STREAM, HopperTiles, most_stages, widths
+from moe_ops import FusedMoEConfig, RoutingMethodType, explain, get_scheme
+from moe_ops.dispatch import tuned
+from moe_ops.dispatch.hopper import PACKED, STREAM, HopperTiles, most_stages, widths
+from moe_ops.dispatch.tiles import KNOWN_ROW_TILES, pick_row_tile
+from moe_ops.dispatch.tuned_file import default_row_tiles, parse
 from moe_ops.pipeline.devices import TARGETS
-from moe_ops.tiles import KNOWN_ROW_TILES, pick_row_tile
-from moe_ops.tuned_file import default_row_tiles, parse
 from moe_ops.tuning import files
 from moe_ops.tuning.search import DIMENSIONS, MARGIN, PACKED_GROUPS, Subject, tune_tokens
 

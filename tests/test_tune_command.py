@@ -10,7 +10,7 @@ from test_cli import exit_code
 from test_tune import H200, SCHEMES, Clock, kernel_of, plain_trial, subject
 
 from moe_ops import cli
-from moe_ops.tuned_file import parse
+from moe_ops.dispatch.tuned_file import parse
 from moe_ops.tuning import files
 from moe_ops.tuning.search import Trial
 
@@ -140,7 +140,7 @@ def test_the_gemm_clock(scheme, made):
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_trials_launch_their_tiles(scheme, made, monkeypatch):
     from moe_ops.kernels import decoded_gemm, expert_gemm, scaled_gemm, weight_only_gemm
-    from moe_ops.kernels.launch import Launch
+    from moe_ops.kernels._runtime.launch import Launch
 
     launch, seen = Launch.__call__, []
 
@@ -167,7 +167,8 @@ def test_trials_launch_their_tiles(scheme, made, monkeypatch):
 @pytest.mark.parametrize("scheme", ["unquantized", "fp8_channel", "fp8_block128"])
 @pytest.mark.parametrize(("tokens", "row_tile"), [(5, 32), (400, 64), (400, 128)])
 def test_trials_launch_hoppers_kernels(scheme, tokens, row_tile, made, monkeypatch):
-    from moe_ops.kernels import expert_gemm, hopper_gemm, scaled_gemm
+    from moe_ops.kernels import expert_gemm, scaled_gemm
+    from moe_ops.kernels._hopper import gemm as hopper_gemm
 
     if not HAS_CUDA or torch.cuda.get_device_capability()[0] != 9:
         pytest.skip("needs a Hopper GPU")

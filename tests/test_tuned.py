@@ -7,13 +7,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moe_ops import tuned
-from moe_ops.gemm_tiles import gemm_tiles, shared_bytes
-from moe_ops.hopper_tiles import PACKED, STREAM, HopperTiles, hopper_tiles
+from moe_ops.dispatch import tuned
+from moe_ops.dispatch.hopper import PACKED, STREAM, HopperTiles, hopper_tiles
+from moe_ops.dispatch.portable import gemm_tiles, shared_bytes
+from moe_ops.dispatch.tiles import EIGHT_BIT_ROW_TILES, ROW_TILES, Gemm, TileConfig, pick_row_tile
+from moe_ops.dispatch.tuned import DEFAULT, choose, merged
+from moe_ops.dispatch.tuned_file import file_name, parse
 from moe_ops.pipeline.devices import TARGETS
-from moe_ops.tiles import EIGHT_BIT_ROW_TILES, ROW_TILES, Gemm, TileConfig, pick_row_tile
-from moe_ops.tuned import DEFAULT, choose, merged
-from moe_ops.tuned_file import file_name, parse
 
 H200 = TARGETS["sm_90"].facts
 SIZES = (8, 64, 128)

@@ -17,8 +17,12 @@ import aot  # noqa: E402
 from test_hopper_aot import HALF  # noqa: E402
 from test_tuned import entry, gemm_of, record  # noqa: E402
 
-from moe_ops import ops, tuned, tuned_file  # noqa: E402
-from moe_ops.hopper_tiles import (  # noqa: E402
+from moe_ops import ops
+from moe_ops.dispatch import (
+    tuned,
+    tuned_file,  # noqa: E402
+)
+from moe_ops.dispatch.hopper import (  # noqa: E402
     PACKED,
     STREAM,
     HopperTiles,
@@ -26,12 +30,12 @@ from moe_ops.hopper_tiles import (  # noqa: E402
     operand_bytes,
     widths,
 )
+from moe_ops.dispatch.tiles import plan_sizes  # noqa: E402
 from moe_ops.pipeline import gemms  # noqa: E402
 from moe_ops.pipeline.devices import TARGETS  # noqa: E402
 from moe_ops.pipeline.row_spaces import SlotRows  # noqa: E402
 from moe_ops.scheme import get_scheme, quantize_weight  # noqa: E402
 from moe_ops.tensors import ExpertWeight, QTensor, Rows, Tiles  # noqa: E402
-from moe_ops.tiles import plan_sizes  # noqa: E402
 from moe_ops.tuning.search import Subject, Trial  # noqa: E402
 
 pytestmark = [pytest.mark.aot, pytest.mark.filterwarnings("ignore")]

@@ -11,12 +11,13 @@ from conftest import HAS_CUDA, INTERPRETED
 from test_tuned import H200, SIZES, entry, gemm_of, layer, record
 
 import moe_ops
-from moe_ops import cli, get_scheme, tuned
-from moe_ops.hopper_tiles import ROW_TILES as HOPPER_ROW_TILES
+from moe_ops import cli, get_scheme
+from moe_ops.dispatch import tuned
+from moe_ops.dispatch.hopper import ROW_TILES as HOPPER_ROW_TILES
+from moe_ops.dispatch.tuned import DEFAULT, merged
+from moe_ops.dispatch.tuned_file import default_row_tiles, file_name, parse
 from moe_ops.pipeline import row_spaces
 from moe_ops.testing import assert_matches_reference
-from moe_ops.tuned import DEFAULT, merged
-from moe_ops.tuned_file import default_row_tiles, file_name, parse
 
 
 @pytest.fixture
@@ -119,7 +120,7 @@ def test_one_graph_for_all_token_counts(at_home):
 def test_layers_run_on_what_a_file_says(tokens, at_home, monkeypatch, device):
     """The launches have the file's constants, and the result is the one of other tiles."""
     from moe_ops.kernels import expert_gemm
-    from moe_ops.kernels.launch import Launch
+    from moe_ops.kernels._runtime.launch import Launch
 
     inputs, launch, seen = arguments(tokens, device=device), Launch.__call__, []
     expected = moe_ops.fused_experts(*inputs)  # on the default, as nobody knows this device

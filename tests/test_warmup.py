@@ -9,19 +9,19 @@ from test_capture import E, H, I, K, batch, layer_of
 from test_tuned import PACKED, STREAM, entry, gemm_of, own
 
 import moe_ops
-from moe_ops import tuned
+from moe_ops.dispatch import tuned
+from moe_ops.dispatch.tiles import is_direct
+from moe_ops.dispatch.tuned_file import file_name, parse
 from moe_ops.pipeline import row_spaces, warmup
 from moe_ops.pipeline.devices import TARGETS
 from moe_ops.testing import Problem, make_inputs
-from moe_ops.tiles import is_direct
-from moe_ops.tuned_file import file_name, parse
 
 
 def compiled():
     """What was compiled so far."""
-    from moe_ops.kernels.hopper_stream import hopper_stream_kernel
-    from moe_ops.kernels.hopper_tile import hopper_gemm_kernel
-    from moe_ops.kernels.launch import COMPILED
+    from moe_ops.kernels._hopper.packed import hopper_gemm_kernel
+    from moe_ops.kernels._hopper.stream import hopper_stream_kernel
+    from moe_ops.kernels._runtime.launch import COMPILED
 
     kernels = hopper_stream_kernel, hopper_gemm_kernel
     caches = [made for kernel in kernels for made, *_ in kernel.device_caches.values()]

@@ -11,11 +11,11 @@ from strategies import ACTIVATIONS, DTYPES
 
 from moe_ops import SCHEMES, dequantize_weight, get_scheme, ops, quantize_weight
 from moe_ops.activation import formula
+from moe_ops.dispatch.tiles import ROW_TILES
 from moe_ops.reference import weight_only_gemm as reference
 from moe_ops.reference.slots import local_experts
 from moe_ops.tensors import QTensor
 from moe_ops.testing import Bounded, Problem, assert_matches_reference, make_inputs
-from moe_ops.tiles import ROW_TILES
 
 pytestmark = pytest.mark.kernel
 

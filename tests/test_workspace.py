@@ -5,9 +5,9 @@ import torch
 from modular import SEPARATE, setup
 
 import moe_ops
+from moe_ops.dispatch.tiles import ROW_TILES, num_tiles, padded_slots
 from moe_ops.pipeline.workspace import PeakMemory
 from moe_ops.testing import Problem
-from moe_ops.tiles import ROW_TILES, num_tiles, padded_slots
 
 BF16 = torch.bfloat16
 T, H, I, E, K = 64, 256, 192, 8, 4  # noqa: E741

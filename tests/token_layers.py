@@ -3,11 +3,11 @@
 import torch
 
 from moe_ops.activation import formula
+from moe_ops.dispatch.tuned_file import default_row_tiles
 from moe_ops.kernels import expert_gemm, gemm_sum, scaled_gemm
 from moe_ops.pipeline.row_spaces import SlotRows
 from moe_ops.scheme import get_scheme
 from moe_ops.tensors import Routing
-from moe_ops.tuned_file import default_row_tiles
 
 BF16, F32 = torch.bfloat16, torch.float32
 

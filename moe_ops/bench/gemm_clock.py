@@ -12,15 +12,16 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from moe_ops import ops, tuned
+from moe_ops import ops
 from moe_ops.bench.harness import default_device, measure
 from moe_ops.bench.problems import Problem, make_experts, make_inputs
+from moe_ops.dispatch import tuned
+from moe_ops.dispatch.tuned_file import Entry, TunedLayer, plain_name
 from moe_ops.pipeline.fused_experts import NOT_QUANTIZED
 from moe_ops.pipeline.gemms import activated_product, expert_weights, gemm
 from moe_ops.pipeline.no_ep import quantize_tokens
 from moe_ops.pipeline.row_spaces import SlotRows
 from moe_ops.tensors import ExpertWeights, Routing, Rows, Tiles
-from moe_ops.tuned_file import Entry, TunedLayer, plain_name
 from moe_ops.tuning.search import Subject, Trial
 
 LAUNCHERS = ("expert_gemm", "scaled_gemm", "weight_only_gemm")

@@ -9,11 +9,11 @@ import triton.language as tl
 from torch import Tensor
 
 from moe_ops.activation import Formula, formula
+from moe_ops.dispatch.tiles import cdiv
 from moe_ops.fake_impls.activation import activation as empty_output
-from moe_ops.kernels.dependent import take_turn
-from moe_ops.kernels.launch import Launch
-from moe_ops.kernels.slots import next_power_of_2
-from moe_ops.tiles import cdiv
+from moe_ops.kernels._runtime.dependent import take_turn
+from moe_ops.kernels._runtime.launch import Launch
+from moe_ops.kernels._runtime.slots import next_power_of_2
 
 
 def constants(rule: Formula) -> dict:

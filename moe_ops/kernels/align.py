@@ -16,32 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from moe_ops.fake_impls.align import count_expert_num_tokens as empty_counts
-from moe_ops.fake_impls.align import moe_align_block_size as empty_plan
-from moe_ops.fake_impls.align import plan_batched as empty_batched
-from moe_ops.fake_impls.align import plan_permuted as empty_permuted
-from moe_ops.fake_impls.align import plan_slots as empty_plan_slots
-from moe_ops.kernels.counting_sort import (
-    Blocks,
-    add_blocks,
-    block_buckets,
-    block_sizes,
-    count_blocks,
-    sort_in_block,
-)
-from moe_ops.kernels.dependent import take_turn
-from moe_ops.kernels.launch import Launch
-from moe_ops.kernels.plan import (
-    as_name,
-    finish_plan,
-    name_tile,
-    name_tiles,
-    place_buckets,
-    plan_parts,
-    plan_programs,
-)
-from moe_ops.kernels.slots import dense, local_experts, map_size, next_power_of_2
-from moe_ops.tiles import (
+from moe_ops.dispatch.tiles import (
     SINGLE_LAUNCH_SLOTS,
     PlanSizes,
     Scan,
@@ -49,6 +24,31 @@ from moe_ops.tiles import (
     pick_row_tile,
     plan_sizes,
     scan_sizes,
+)
+from moe_ops.fake_impls.align import count_expert_num_tokens as empty_counts
+from moe_ops.fake_impls.align import moe_align_block_size as empty_plan
+from moe_ops.fake_impls.align import plan_batched as empty_batched
+from moe_ops.fake_impls.align import plan_permuted as empty_permuted
+from moe_ops.fake_impls.align import plan_slots as empty_plan_slots
+from moe_ops.kernels._runtime.dependent import take_turn
+from moe_ops.kernels._runtime.launch import Launch
+from moe_ops.kernels._runtime.slots import dense, local_experts, map_size, next_power_of_2
+from moe_ops.kernels._sort.counting_sort import (
+    Blocks,
+    add_blocks,
+    block_buckets,
+    block_sizes,
+    count_blocks,
+    sort_in_block,
+)
+from moe_ops.kernels._sort.plan import (
+    as_name,
+    finish_plan,
+    name_tile,
+    name_tiles,
+    place_buckets,
+    plan_parts,
+    plan_programs,
 )
 
 

@@ -13,18 +13,18 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from moe_ops.dispatch.tiles import Scan, cdiv, scan_sizes
 from moe_ops.fake_impls.batched import batched_activation as empty_activated
 from moe_ops.fake_impls.batched import batched_activation_quantize as empty_activated_quantized
 from moe_ops.fake_impls.batched import batched_dispatch as empty_dispatched
 from moe_ops.fake_impls.batched import batched_quantize as empty_quantized
 from moe_ops.fake_impls.batched import batched_rows as empty_places
 from moe_ops.fake_impls.batched import check_room
-from moe_ops.kernels.dependent import take_turn
-from moe_ops.kernels.launch import Launch
+from moe_ops.kernels._quantize.rows import Rows, load_values, readable, row_constants
+from moe_ops.kernels._runtime.dependent import take_turn
+from moe_ops.kernels._runtime.launch import Launch
+from moe_ops.kernels._runtime.slots import local_experts, next_power_of_2
 from moe_ops.kernels.quantize import quantize_rows, unpacked, warps
-from moe_ops.kernels.rows import Rows, load_values, readable, row_constants
-from moe_ops.kernels.slots import local_experts, next_power_of_2
-from moe_ops.tiles import Scan, cdiv, scan_sizes
 
 
 @triton.jit

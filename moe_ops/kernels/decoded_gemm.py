@@ -1,7 +1,7 @@
 """Launchers of the expert GEMMs whose operands are decoded, by the kernel or by the matrix unit.
 
 Two kernels: that of `weight_only_gemm`, which decodes both operands to bf16, and where the GPU
-multiplies a scheme's numbers as they are stored, that of `block_scaled_gemm`.
+multiplies a scheme's numbers as they are stored, that of `_gemm.block_scaled`.
 """
 
 from __future__ import annotations
@@ -11,13 +11,14 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from moe_ops.block_scaled import is_block_scaled
+from moe_ops.dispatch.blackwell import is_block_scaled
+from moe_ops.dispatch.tiles import device_facts
 from moe_ops.fake_impls.decoded_gemm import decoded_gemm as empty_rows
 from moe_ops.fake_impls.decoded_gemm import decoded_gemm_act as empty_activated_rows
-from moe_ops.kernels import block_scaled_gemm, weight_only_gemm
+from moe_ops.kernels import weight_only_gemm
+from moe_ops.kernels._gemm import block_scaled as block_scaled_gemm
 from moe_ops.kernels.weight_only_gemm import Operands
 from moe_ops.tensors import AnyTiles, QTensor
-from moe_ops.tiles import device_facts
 
 
 def decoded_gemm(

@@ -9,11 +9,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from moe_ops.dispatch.tiles import cdiv
 from moe_ops.fake_impls.eplb import eplb_map_to_physical_and_record as empty_ids
-from moe_ops.kernels.dependent import take_turn
-from moe_ops.kernels.launch import Launch
-from moe_ops.kernels.slots import dense
-from moe_ops.tiles import cdiv
+from moe_ops.kernels._runtime.dependent import take_turn
+from moe_ops.kernels._runtime.launch import Launch
+from moe_ops.kernels._runtime.slots import dense
 
 BLOCK = 256
 """Slots of a program. No slot waits for another, so many small programs finish first."""

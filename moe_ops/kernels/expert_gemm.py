@@ -17,13 +17,12 @@ import triton.language as tl
 from torch import Tensor
 
 from moe_ops.activation import formula
+from moe_ops.dispatch.choice import tiles_of
+from moe_ops.dispatch.tiles import Gemm, TileConfig, cuts_up, device_facts, max_programs
+from moe_ops.dispatch.tuned import Choice
 from moe_ops.fake_impls.expert_gemm import expert_gemm as empty_rows
 from moe_ops.fake_impls.expert_gemm import expert_gemm_act as empty_activated_rows
-from moe_ops.gemm_choice import tiles_of
-from moe_ops.kernels import hopper_gemm, token_gemm
-from moe_ops.kernels.activation import constants, gate, gate_up
-from moe_ops.kernels.dependent import take_turn
-from moe_ops.kernels.gemm_tile import (
+from moe_ops.kernels._gemm.tile import (
     COUNTED,
     add_bias,
     add_dot,
@@ -34,11 +33,13 @@ from moe_ops.kernels.gemm_tile import (
     scale_rows,
     tile_arguments,
 )
-from moe_ops.kernels.launch import Launch
+from moe_ops.kernels._hopper import gemm as hopper_gemm
+from moe_ops.kernels._hopper import token_gemm
+from moe_ops.kernels._runtime.dependent import take_turn
+from moe_ops.kernels._runtime.launch import Launch
+from moe_ops.kernels.activation import constants, gate, gate_up
 from moe_ops.scheme import get_scheme
 from moe_ops.tensors import AnyTiles, split_tiles
-from moe_ops.tiles import Gemm, TileConfig, cuts_up, device_facts, max_programs
-from moe_ops.tuned import Choice
 
 
 @triton.jit(do_not_specialize=COUNTED)

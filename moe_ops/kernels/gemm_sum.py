@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from moe_ops.fake_impls.gemm_sum import gemm_sum as empty_tokens
-from moe_ops.kernels import token_gemm
+from moe_ops.kernels._hopper import token_gemm
+from moe_ops.kernels._hopper.token_gemm import Operands
 from moe_ops.kernels.expert_gemm import expert_gemm
 from moe_ops.kernels.scaled_gemm import scaled_gemm
-from moe_ops.kernels.token_gemm import Operands
 from moe_ops.kernels.weight_and_reduce import moe_fused_mul_sum_out
 
 

@@ -9,15 +9,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from moe_ops.dispatch.tiles import Scan, cdiv, scan_sizes
 from moe_ops.fake_impls.permute import gather_rows as empty_rows
 from moe_ops.fake_impls.permute import moe_permutation as empty_permutation
 from moe_ops.fake_impls.permute import moe_unpermute as empty_tokens
 from moe_ops.fake_impls.permute import order_columns as empty_ordered
+from moe_ops.kernels._runtime.dependent import take_turn
+from moe_ops.kernels._runtime.launch import Launch
+from moe_ops.kernels._runtime.slots import dense, local_experts, map_size, next_power_of_2
 from moe_ops.kernels.align import count_expert_num_tokens
-from moe_ops.kernels.dependent import take_turn
-from moe_ops.kernels.launch import Launch
-from moe_ops.kernels.slots import dense, local_experts, map_size, next_power_of_2
-from moe_ops.tiles import Scan, cdiv, scan_sizes
 
 
 @triton.jit(do_not_specialize=["num_slots"])

@@ -12,15 +12,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moe_ops.dispatch.tiles import cdiv
 from moe_ops.fake_impls.quantize import activation_quantize as empty_activated
 from moe_ops.fake_impls.quantize import moe_quantize as empty_rows
-from moe_ops.kernels.launch import Launch
-from moe_ops.kernels.quantize_kernels import Split, amax_kernel, quantize_kernel, scaled_kernel
-from moe_ops.kernels.rounding import rule_of
-from moe_ops.kernels.rows import Rows, row_constants
-from moe_ops.kernels.slots import dense, next_power_of_2, parts_of
+from moe_ops.kernels._quantize.kernels import Split, amax_kernel, quantize_kernel, scaled_kernel
+from moe_ops.kernels._quantize.rounding import rule_of
+from moe_ops.kernels._quantize.rows import Rows, row_constants
+from moe_ops.kernels._runtime.launch import Launch
+from moe_ops.kernels._runtime.slots import dense, next_power_of_2, parts_of
 from moe_ops.scheme import WHOLE, Quant, parse_quant, rounding
-from moe_ops.tiles import cdiv
 
 TILE, EACH = 2048, 16
 """Numbers of a program, if a group has not more, and of a thread: two loads of 16 bytes."""

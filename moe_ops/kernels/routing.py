@@ -9,24 +9,24 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from moe_ops.dispatch.tiles import MANY_TOKENS, cdiv
 from moe_ops.fake_impls.routing import check_groups
 from moe_ops.fake_impls.routing import fused_topk as empty_topk
 from moe_ops.fake_impls.routing import grouped_topk as empty_grouped
 from moe_ops.fake_impls.routing import hash_topk as empty_hashed
 from moe_ops.fake_impls.routing import sparsemixer as empty_pair
-from moe_ops.kernels.dependent import take_turn
-from moe_ops.kernels.grouped_topk import grouped_topk_kernel
-from moe_ops.kernels.launch import Launch
-from moe_ops.kernels.routing_choice import route_tokens
-from moe_ops.kernels.routing_scores import (
+from moe_ops.kernels._routing.choice import route_tokens
+from moe_ops.kernels._routing.grouped_topk import grouped_topk_kernel
+from moe_ops.kernels._routing.scores import (
     LOWEST,
     chosen_weights,
     is_finite,
     softmax_terms,
     store_routing,
 )
-from moe_ops.kernels.slots import dense, next_power_of_2
-from moe_ops.tiles import MANY_TOKENS, cdiv
+from moe_ops.kernels._runtime.dependent import take_turn
+from moe_ops.kernels._runtime.launch import Launch
+from moe_ops.kernels._runtime.slots import dense, next_power_of_2
 
 REGISTERS = 64
 """Of a thread, where there are many tokens: an SM has room for 32 programs of one warp."""

@@ -8,12 +8,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from moe_ops.dispatch.tiles import cdiv
 from moe_ops.fake_impls.routing_adjust import adjust_routing as empty_routing
 from moe_ops.fake_impls.routing_adjust import zero_experts as empty_split
-from moe_ops.kernels.dependent import take_turn
-from moe_ops.kernels.launch import Launch
-from moe_ops.kernels.slots import dense, next_power_of_2
-from moe_ops.tiles import cdiv
+from moe_ops.kernels._runtime.dependent import take_turn
+from moe_ops.kernels._runtime.launch import Launch
+from moe_ops.kernels._runtime.slots import dense, next_power_of_2
 
 _BLOCK = 256
 

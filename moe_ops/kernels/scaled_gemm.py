@@ -10,25 +10,26 @@ import torch
 from torch import Tensor
 
 from moe_ops.activation import Formula, formula, row_steps
+from moe_ops.dispatch.choice import tiles_of
+from moe_ops.dispatch.portable import ScaleGroups, scale_groups, scaled_slot_tiles
+from moe_ops.dispatch.tiles import Gemm, TileConfig, device_facts, max_programs
+from moe_ops.dispatch.tuned import Choice
 from moe_ops.fake_impls.scaled_gemm import quants, stored_rows
 from moe_ops.fake_impls.scaled_gemm import scaled_gemm as empty_rows
 from moe_ops.fake_impls.scaled_gemm import scaled_gemm_act as empty_activated_rows
-from moe_ops.gemm_choice import tiles_of
-from moe_ops.gemm_tiles import ScaleGroups, scale_groups, scaled_slot_tiles
-from moe_ops.kernels import hopper_gemm, token_gemm
-from moe_ops.kernels.gemm_tile import tile_arguments
-from moe_ops.kernels.hopper_gemm import Operands
-from moe_ops.kernels.launch import Launch
+from moe_ops.kernels._gemm.scaled import Layout, scaled_gemm_kernel
+from moe_ops.kernels._gemm.scaled_slot import scaled_gemm_slot_kernel
+from moe_ops.kernels._gemm.tile import tile_arguments
+from moe_ops.kernels._hopper import gemm as hopper_gemm
+from moe_ops.kernels._hopper import token_gemm
+from moe_ops.kernels._hopper.gemm import Operands
+from moe_ops.kernels._quantize.rounding import rule_of
+from moe_ops.kernels._runtime.launch import Launch
+from moe_ops.kernels._runtime.slots import dense, next_power_of_2
 from moe_ops.kernels.quantize import moe_quantize
-from moe_ops.kernels.rounding import rule_of
-from moe_ops.kernels.scaled_slot import scaled_gemm_slot_kernel
-from moe_ops.kernels.scaled_tile import Layout, scaled_gemm_kernel
-from moe_ops.kernels.slots import dense, next_power_of_2
 from moe_ops.scheme import Quant, get_scheme
 from moe_ops.scheme.weights import rows_per_scale
 from moe_ops.tensors import AnyTiles
-from moe_ops.tiles import Gemm, TileConfig, device_facts, max_programs
-from moe_ops.tuned import Choice
 
 BYTES_AT_ONCE = 256
 """Of a row, that a thread reads at once to find its largest magnitude."""

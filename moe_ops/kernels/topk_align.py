@@ -10,16 +10,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from moe_ops.dispatch.tiles import few_tokens, is_direct, pick_row_tile, plan_sizes
 from moe_ops.fake_impls.topk_align import topk_plan as empty_routing
+from moe_ops.kernels._routing.choice import route_tokens
+from moe_ops.kernels._runtime.dependent import take_turn
+from moe_ops.kernels._runtime.launch import Launch
+from moe_ops.kernels._runtime.slots import dense, experts_of, map_size, next_power_of_2
+from moe_ops.kernels._sort.plan import place_buckets, plan_programs
 from moe_ops.kernels.align import plan_slots
-from moe_ops.kernels.dependent import take_turn
-from moe_ops.kernels.launch import Launch
-from moe_ops.kernels.plan import place_buckets, plan_programs
 from moe_ops.kernels.routing import by_rows, fused_topk, topk_constants
-from moe_ops.kernels.routing_choice import route_tokens
-from moe_ops.kernels.slots import dense, experts_of, map_size, next_power_of_2
 from moe_ops.sizes import axes
-from moe_ops.tiles import few_tokens, is_direct, pick_row_tile, plan_sizes
 
 
 @triton.jit(do_not_specialize=["num_tokens", "num_rows", "num_tiles"])

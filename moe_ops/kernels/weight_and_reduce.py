@@ -8,12 +8,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from moe_ops.dispatch.tiles import cdiv
 from moe_ops.fake_impls.weight_and_reduce import moe_fused_mul_sum as empty_output
 from moe_ops.fake_impls.weight_and_reduce import moe_fused_mul_sum_out as check_output
-from moe_ops.kernels.dependent import take_turn
-from moe_ops.kernels.launch import Launch
-from moe_ops.kernels.slots import dense, local_experts, map_size, next_power_of_2
-from moe_ops.tiles import cdiv
+from moe_ops.kernels._runtime.dependent import take_turn
+from moe_ops.kernels._runtime.launch import Launch
+from moe_ops.kernels._runtime.slots import dense, local_experts, map_size, next_power_of_2
 
 
 @triton.jit

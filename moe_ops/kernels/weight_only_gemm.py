@@ -10,18 +10,18 @@ import torch
 from torch import Tensor
 
 from moe_ops.activation import formula
+from moe_ops.dispatch.choice import tiles_of
+from moe_ops.dispatch.tiles import Gemm, TileConfig, device_facts, max_programs
 from moe_ops.fake_impls.weight_only_gemm import weight_only_gemm as empty_rows
 from moe_ops.fake_impls.weight_only_gemm import weight_only_gemm_act as empty_activated_rows
-from moe_ops.gemm_choice import tiles_of
-from moe_ops.kernels.dequantize import Format
-from moe_ops.kernels.gemm_tile import tile_arguments
-from moe_ops.kernels.launch import Launch
-from moe_ops.kernels.slots import dense
-from moe_ops.kernels.weight_only_tile import weight_only_gemm_kernel
+from moe_ops.kernels._gemm.dequantize import Format
+from moe_ops.kernels._gemm.tile import tile_arguments
+from moe_ops.kernels._gemm.weight_only import weight_only_gemm_kernel
+from moe_ops.kernels._runtime.launch import Launch
+from moe_ops.kernels._runtime.slots import dense
 from moe_ops.scheme import Quant, get_scheme
 from moe_ops.scheme.weights import rows_per_scale
 from moe_ops.tensors import AnyTiles, QTensor
-from moe_ops.tiles import Gemm, TileConfig, device_facts, max_programs
 
 
 class Variant(NamedTuple):

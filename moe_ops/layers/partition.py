@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from moe_ops.dispatch.tiles import cdiv
 from moe_ops.scheme import WHOLE, Scheme, get_scheme
-from moe_ops.tiles import cdiv
 
 SMALLEST_REFINED = 32
 """Blocks are not refined below this: the axis is padded instead."""

@@ -12,11 +12,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from moe_ops.dispatch.tiles import cdiv
 from moe_ops.loading.derived import FLOATS
 from moe_ops.loading.names import DIVISORS, CheckpointLayout
 from moe_ops.scheme import WHOLE, Quant
 from moe_ops.scheme.formats import e8m0_value, pack
-from moe_ops.tiles import cdiv
 
 AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 """Where in an AWQ word the columns 0, 1, 2, ... are."""

@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 
 from moe_ops import checks
+from moe_ops.dispatch.tiles import cdiv
 from moe_ops.parallel.parallel_config import FusedMoEParallelConfig
 from moe_ops.scheme import FusedMoEQuantConfig
 from moe_ops.tensors import narrowed
-from moe_ops.tiles import cdiv
 
 PLACEMENT_STRATEGIES = ("linear", "round_robin")
 DEEPEP_LL_HIDDEN_SIZES = (2048, 2560, 3072, 4096, 5120, 6144, 7168, 8192)

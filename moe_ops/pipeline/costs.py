@@ -6,17 +6,17 @@ from dataclasses import dataclass
 from math import prod
 
 from moe_ops.activation import Formula, formula, kind_and_key
-from moe_ops.gemm_choice import analytic_tiles, stored_gemm, tiles_of
-from moe_ops.gemm_tiles import scaled_slot_tiles
-from moe_ops.hopper_tiles import KernelTiles, plans_for, token_tiles
+from moe_ops.dispatch.choice import analytic_tiles, stored_gemm, tiles_of
+from moe_ops.dispatch.hopper import KernelTiles, plans_for, token_tiles
+from moe_ops.dispatch.portable import scaled_slot_tiles
+from moe_ops.dispatch.tiles import INVARIANT_ROW_TILES, Device, Gemm, TileConfig
+from moe_ops.dispatch.tuned import DEFAULT, Choice, row_tiles
+from moe_ops.dispatch.tuned_file import default_row_tiles, plain_name
 from moe_ops.pipeline.config import FusedMoEConfig
 from moe_ops.pipeline.devices import Target
 from moe_ops.pipeline.experts import FusedMoEExperts, FusedMoEExpertsModular
 from moe_ops.pipeline.row_spaces import depends_on_batch
 from moe_ops.scheme import Scheme
-from moe_ops.tiles import INVARIANT_ROW_TILES, Device, Gemm, TileConfig
-from moe_ops.tuned import DEFAULT, Choice, row_tiles
-from moe_ops.tuned_file import default_row_tiles, plain_name
 
 
 @dataclass(frozen=True)

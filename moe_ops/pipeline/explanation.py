@@ -10,7 +10,7 @@ import torch
 
 from moe_ops import checks
 from moe_ops.activation import kind_and_key
-from moe_ops.hopper_tiles import HopperTiles, KernelTiles
+from moe_ops.dispatch.hopper import HopperTiles, KernelTiles
 from moe_ops.pipeline.config import FusedMoEConfig
 from moe_ops.pipeline.costs import Cost, cost_of
 from moe_ops.pipeline.devices import TARGETS, Target, target_of

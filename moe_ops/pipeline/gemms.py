@@ -6,13 +6,13 @@ import torch
 from torch import Tensor
 
 from moe_ops import ops
-from moe_ops.gemm_tiles import quantizes_slots
-from moe_ops.hopper_tiles import operand_bytes, packs
+from moe_ops.dispatch.hopper import operand_bytes, packs
+from moe_ops.dispatch.portable import quantizes_slots
+from moe_ops.dispatch.tiles import direct_slots
+from moe_ops.dispatch.tuned import name_and_arch
 from moe_ops.pipeline.row_spaces import BatchedRows, SlotRows, always, depends_on_batch, sure
 from moe_ops.scheme import FusedMoEQuantConfig, Scheme
 from moe_ops.tensors import ExpertWeight, ExpertWeights, Rows
-from moe_ops.tiles import direct_slots
-from moe_ops.tuned import name_and_arch
 
 
 def expert_weights(

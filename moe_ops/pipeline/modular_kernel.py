@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from moe_ops.activation import Activation, MoEActivation
+from moe_ops.dispatch.tiles import cdiv
 from moe_ops.gradients import inference_only, refuse, wanted
 from moe_ops.parallel import FusedMoEParallelConfig
 from moe_ops.pipeline.calls import (
@@ -37,7 +38,6 @@ from moe_ops.pipeline.kernel_checks import (
 from moe_ops.pipeline.prepare_finalize import (
     FusedMoEPrepareAndFinalize,
 )
-from moe_ops.tiles import cdiv
 
 
 class FusedMoEKernel:

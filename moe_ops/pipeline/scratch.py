@@ -7,12 +7,12 @@ from typing import Any
 from torch import Tensor
 
 from moe_ops.activation import formula
+from moe_ops.dispatch.choice import tiles_of
+from moe_ops.dispatch.hopper import packed_rows, token_tiles
+from moe_ops.dispatch.portable import quantizes_slots
+from moe_ops.dispatch.tiles import Device, Gemm, is_direct
 from moe_ops.fake_impls.scaled_gemm import stored_rows
-from moe_ops.gemm_choice import tiles_of
-from moe_ops.gemm_tiles import quantizes_slots
-from moe_ops.hopper_tiles import packed_rows, token_tiles
 from moe_ops.scheme import get_scheme
-from moe_ops.tiles import Device, Gemm, is_direct
 
 PACKING = ("expert_gemm", "expert_gemm_act", "scaled_gemm", "scaled_gemm_act", "gemm_sum")
 """Operators whose kernels for Hopper may pack rows."""

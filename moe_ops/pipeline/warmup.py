@@ -10,14 +10,8 @@ from torch import Tensor
 
 from moe_ops import checks, ops
 from moe_ops.activation import formula, kind_and_key
-from moe_ops.gemm_choice import tiles_of
-from moe_ops.pipeline.costs import slot_tiles_of
-from moe_ops.pipeline.fused_experts import NOT_QUANTIZED, fused_experts
-from moe_ops.pipeline.layer_checks import check_not_quantized
-from moe_ops.pipeline.row_spaces import row_tiles_of
-from moe_ops.routing import fused_topk
-from moe_ops.scheme import Scheme
-from moe_ops.tiles import (
+from moe_ops.dispatch.choice import tiles_of
+from moe_ops.dispatch.tiles import (
     MANY_TOKENS,
     Gemm,
     device_facts,
@@ -26,6 +20,12 @@ from moe_ops.tiles import (
     scan_sizes,
     sort_block,
 )
+from moe_ops.pipeline.costs import slot_tiles_of
+from moe_ops.pipeline.fused_experts import NOT_QUANTIZED, fused_experts
+from moe_ops.pipeline.layer_checks import check_not_quantized
+from moe_ops.pipeline.row_spaces import row_tiles_of
+from moe_ops.routing import fused_topk
+from moe_ops.scheme import Scheme
 
 EVERY = 4096
 """Token counts that are all looked at."""

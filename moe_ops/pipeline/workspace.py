@@ -12,6 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from moe_ops import checks
 from moe_ops.activation import Activation, MoEActivation, kind_and_key
+from moe_ops.dispatch.tiles import Device, device_facts
+from moe_ops.dispatch.tuned import assumed
 from moe_ops.pipeline.batched_prepare import BatchedPrepareAndFinalize
 from moe_ops.pipeline.config import FusedMoEConfig
 from moe_ops.pipeline.devices import TARGETS
@@ -21,8 +23,6 @@ from moe_ops.pipeline.no_ep import MoEPrepareAndFinalizeNoEP
 from moe_ops.pipeline.scratch import scratch_sizes
 from moe_ops.routing import RoutingMethodType
 from moe_ops.scheme import FusedMoEQuantConfig, Scheme, get_scheme, quantize_weight
-from moe_ops.tiles import Device, device_facts
-from moe_ops.tuned import assumed
 
 ALLOCATION = 512
 """The caching allocator's unit, in bytes."""

@@ -206,7 +206,7 @@ class Scheme:
     decoded: bool = field(init=False, repr=False, compare=False)
     """Whether stored values of both operands become bf16 numbers inside a GEMM.
 
-    No matrix unit before Blackwell's (see `moe_ops.block_scaled`) multiplies operands of different
+    No matrix unit before Blackwell's (see `dispatch.blackwell`) multiplies operands of different
     elements, of fewer than 8 bits, or with scales of one byte. In bf16 all of these numbers are
     exact, times their group's scale.
     """

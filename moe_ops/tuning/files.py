@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import moe_ops.tuned
-from moe_ops.tuned import FOLDER
-from moe_ops.tuned_file import parse
+import moe_ops.dispatch.tuned
+from moe_ops.dispatch.tuned import FOLDER
+from moe_ops.dispatch.tuned_file import parse
 from moe_ops.tuning.search import Clock, Subject, Trial, tune_tokens
 
 try:
@@ -21,7 +21,7 @@ try:
 except ModuleNotFoundError:
     tqdm = None
 
-PACKAGED = Path(moe_ops.tuned.__file__).parent / "configs"
+PACKAGED = Path(moe_ops.dispatch.tuned.__file__).parent / "configs"
 
 
 def default_folder() -> Path:

@@ -8,7 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from moe_ops.tuned_file import HOPPER_SIZES, SIZES, written
+from moe_ops.dispatch.tuned_file import HOPPER_SIZES, SIZES, written
 from moe_ops.tuning.search import Subject, Trial
 
 _SIZES = "columns x K / warps / stages / group"

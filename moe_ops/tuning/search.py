@@ -15,10 +15,9 @@ from itertools import chain
 from typing import Any, NamedTuple
 
 from moe_ops.activation import formula
-from moe_ops.block_scaled import is_block_scaled
-from moe_ops.gemm_choice import analytic_tiles, is_hoppers, stored_gemm
-from moe_ops.gemm_tiles import shared_bytes
-from moe_ops.hopper_tiles import (
+from moe_ops.dispatch.blackwell import is_block_scaled
+from moe_ops.dispatch.choice import analytic_tiles, is_hoppers, stored_gemm
+from moe_ops.dispatch.hopper import (
     KERNELS,
     PACKED,
     HopperTiles,
@@ -31,9 +30,17 @@ from moe_ops.hopper_tiles import (
     unfit,
     widths,
 )
+from moe_ops.dispatch.portable import shared_bytes
+from moe_ops.dispatch.tiles import (
+    KNOWN_ROW_TILES,
+    ROW_TILES,
+    Device,
+    Gemm,
+    load_class,
+    pick_row_tile,
+)
+from moe_ops.dispatch.tuned_file import Sizes, default_row_tiles, file_name, scaled_group, written
 from moe_ops.scheme import Scheme
-from moe_ops.tiles import KNOWN_ROW_TILES, ROW_TILES, Device, Gemm, load_class, pick_row_tile
-from moe_ops.tuned_file import Sizes, default_row_tiles, file_name, scaled_group, written
 
 DIMENSIONS = ("block_n", "num_warps", "block_k", "num_stages", "group_m", "on_demand")
 """The order in which sizes are tried; twice, if the first round found anything."""

@@ -1,0 +1,266 @@
+"""Which of Hopper's own kernels computes an expert GEMM, if any, and with which tiles.
+
+Host arithmetic, which runs inside operators, where sizes are numbers. The numbers that choose come
+from GEMMs that were timed on an H200 one by one: `benchmarks/NOTES.md` has them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+import torch
+
+from moe_ops.activation import Formula
+from moe_ops.dispatch.portable import ScaleGroups
+from moe_ops.dispatch.tiles import (
+    TALL_ROW_TILE,
+    Device,
+    Gemm,
+    TileConfig,
+    cdiv,
+    is_direct,
+    load_class,
+    next_power_of_2,
+    padded_slots,
+    pick_row_tile,
+)
+from moe_ops.scheme import WHOLE, Scheme
+
+PACKED, STREAM = KERNELS = ("hopper_packed", "hopper_stream")
+"""Rows are packed in plan order, for many of them; weights stream past few rows."""
+TOKEN = "hopper_token"
+"""Weights stream past the one token, and past the rows of its slots."""
+ROW_TILES = {
+    1: (16, 32, 64, 64, 128),
+    2: (16, 32, 64, 128, TALL_ROW_TILE, 128, TALL_ROW_TILE, 128),
+}
+"""By bytes of a number: the row tiles by class of load (see `tiles.ROW_TILES`). Where
+experts have some 128 rows one tile of 192 takes all, where they have some 512 three do, and weights
+are read from L2 least; with 256 or 1024 rows tiles of 128 in step are faster."""
+ON_DEMAND_LOAD = 6
+"""Of 8-bit numbers, up to this class of load (683 rows an expert) tiles of 128 rows are taken on
+demand: padding that is skipped outweighs being in step. Above, experts' last tiles are few."""
+GROUP_ON_DEMAND = {1: 4, 2: 3}
+"""Row tiles of a band, by bytes of a number: few, since programs are not in step."""
+ROW_BYTES = 128
+"""Of a row of a tile in shared memory: what its swizzle spans, and how much of K a step takes."""
+PACKED_LOAD = {1: 3, 2: 5}
+"""By bytes of a number: from this class of load on (more than 42 rows an expert, or 170), and for
+tiles of 192 rows, rows are packed for boxes to be made of them. Below, a pass over the rows costs
+more than it saves."""
+STREAM_ROWS = 32
+"""The largest row tile that weights stream past where nothing was timed."""
+STREAM_STAGES = 5
+"""Of 128 weight rows: more bring nothing."""
+LEAST_STAGES = 2
+"""A stage is given back when the product after its own has begun."""
+
+
+TOKEN_ROWS, PIECES = 64, 2
+"""Weight rows of a tile of the kernels of one token, and pieces of `ROW_BYTES` in a stage."""
+TOKEN_STAGES, LEAST_TOKEN_STAGES = 6, 4
+"""More bring nothing, and take from what GEMM 1 waits for; fewer do not keep memory busy."""
+OTHER_BYTES = 2560
+"""Of shared memory, for what is not counted."""
+
+
+@dataclass(frozen=True)
+class HopperTiles:
+    """The tiles of one of the kernels."""
+
+    kernel: str
+    """Among `KERNELS`, or `TOKEN`."""
+    block_m: int
+    """Rows: the row tile of the plan."""
+    block_n: int
+    """Weight rows, gate and up rows together."""
+    group_m: int
+    num_stages: int
+    on_demand: bool = False
+    """Whether padding is skipped and tiles are taken as programs can, or all are dealt out."""
+
+    @property
+    def packed(self) -> bool:
+        """Whether rows are packed."""
+        return self.kernel == PACKED
+
+
+KernelTiles = TileConfig | HopperTiles
+"""Of the kernel for all GPUs, or of one of Hopper's own."""
+
+
+def operand_bytes(scheme: Scheme) -> int | None:
+    """Bytes of a number in the products that Hopper's kernels compute; None: they do not."""
+    weight, rows = scheme.weight, scheme.activation
+    if weight is None:
+        return 2
+    if rows is None or scheme.decoded:
+        return None
+    return 1 if rows.dtype == weight.dtype == torch.float8_e4m3fn else None
+
+
+def plans_for(scheme: Scheme, arch: int, itemsize: int, width: int) -> bool:
+    """Whether the tiles of a layer's plan are `ROW_TILES`.
+
+    Where they are not, or Hopper's kernels take one of its GEMMs only, those for all GPUs serve.
+
+    Args:
+        scheme: of the layer.
+        arch: of its GPU, as `Device` has it.
+        itemsize: bytes of a number in a weight that is not quantized.
+        width: the intermediate size, by which the up rows of a weight begin.
+    """
+    size, weight = operand_bytes(scheme), scheme.weight
+    whole = weight is None or weight.group.rows == WHOLE or width % weight.group.rows == 0
+    return arch == 90 and size is not None and (itemsize == 2 or size == 1) and whole
+
+
+def takes(gemm: Gemm, scheme: Scheme, groups: ScaleGroups | None, device: Device) -> bool:
+    """Whether Hopper's kernels compute a GEMM, by its sizes and the GPU.
+
+    Boxes begin and end at multiples of 16 bytes, and hold 8 gate rows beside 8 up rows. The columns
+    of a warp group share a scale. A plan of one row tile wants the same sums at every load, which
+    two kernels would not give.
+
+    Args:
+        gemm: its sizes; ``itemsize`` of what is multiplied.
+        scheme: its scheme.
+        groups: its scales, where it has any.
+        device: the GPU.
+    """
+    whole = gemm.k * gemm.itemsize % 16 == 0 and (gemm.halves == 1 or gemm.n % 8 == 0)
+    if groups is not None and groups.k is not None:
+        whole &= groups.k == ROW_BYTES and groups.n >= 64 * (3 - gemm.halves)
+    served = operand_bytes(scheme) == gemm.itemsize and len(gemm.row_tiles) > 1
+    return device.arch == 90 and served and whole
+
+
+def vector_pieces(k: int, itemsize: int, vectors: int) -> tuple[int, int]:
+    """Columns of so many vectors as the kernels of one token have them, and stages of a column."""
+    columns = max(8, vectors)
+    return columns, cdiv(cdiv(k * itemsize, PIECES * ROW_BYTES), columns // vectors)
+
+
+def token_tiles(
+    weight: tuple[int, int, int],
+    itemsize: int,
+    top_k: int,
+    rule: Formula | None,
+    scheme: Scheme,
+    device: Device,
+    *,
+    summed: bool,
+) -> HopperTiles | None:
+    """Tiles of the kernels of one token, by sizes and the GPU; None where they do not serve.
+
+    Programs of both GEMMs fit a processor. Activations that share a scale of all rows, and vectors
+    so long that too little room is left for weights, are left to other kernels.
+
+    Args:
+        weight: ``(E, rows, K)``.
+        itemsize: bytes of a number in it.
+        top_k: experts of the token.
+        rule: the activation of the product, where the GEMM has one.
+        scheme: its scheme.
+        device: the GPU.
+        summed: whether it is GEMM 2 with the sum, else GEMM 1.
+    """
+    num_experts, rows, k = weight
+    quant, gated = scheme.activation, rule is not None and rule.gated
+    whole = k * itemsize % 16 == 0 and (not gated or rows % 16 == 0)
+    if quant is not None:
+        whole &= not quant.per_tensor and quant.shared_cols in (None, ROW_BYTES)
+    served = device.arch == 90 and operand_bytes(scheme) == itemsize
+    if not (served and whole and is_direct(top_k, num_experts)):
+        return None
+    columns, steps = vector_pieces(k, itemsize, next_power_of_2(top_k) if summed else 1)
+    row = ROW_BYTES + (0 if quant is None or quant.shared_cols is None else 4)
+    room = device.shared_memory // 2 - 1024 - OTHER_BYTES - PIECES * steps * columns * row
+    stages = min(TOKEN_STAGES, room // (PIECES * TOKEN_ROWS * row + 16))
+    if stages < LEAST_TOKEN_STAGES:
+        return None
+    return HopperTiles(TOKEN, 1, TOKEN_ROWS, 1, stages)
+
+
+def widths(kernel: str, block_m: int, itemsize: int) -> tuple[int, ...]:
+    """The ``block_n`` that a kernel may have with tiles of so many rows; none: it has no such.
+
+    Of 16-bit weights nothing streams.
+    """
+    if kernel == PACKED:
+        if block_m == TALL_ROW_TILE:
+            return (256,) if itemsize == 2 else ()
+        return (128, 256) if block_m in (64, 128) else ()
+    if block_m > 64 or itemsize > 1:
+        return ()
+    return (64,) if block_m == 64 else (64, 128)
+
+
+def most_stages(tiles: HopperTiles, device: Device) -> int:
+    """As many as fit beside what is written: of packed rows alone, of a stream two programs."""
+    stage = (tiles.block_m + tiles.block_n) * ROW_BYTES
+    if tiles.packed:
+        return (device.shared_memory - 17 * 1024) // (stage + 4 * tiles.block_m)
+    return ((device.shared_memory - 1024) // 2 - 3 * 1024) // stage
+
+
+def unfit(tiles: HopperTiles, gemm: Gemm, device: Device) -> str | None:
+    """Why tiles that were timed elsewhere cannot be those of a GEMM; None: they can."""
+    if tiles.packed and is_direct(gemm.num_slots, gemm.num_experts):
+        return "packs rows, and so few have no plan"
+    most = most_stages(tiles, device)
+    if not LEAST_STAGES <= tiles.num_stages <= most:
+        return f"has {tiles.num_stages} stages, shared memory holds {most}"
+    return None
+
+
+def packs(scheme: Scheme, num_slots: int, num_experts: int) -> bool:
+    """Whether so many slots are packed in 8 bits on Hopper: rows may be quantized on the way."""
+    load = load_class(num_slots, num_experts)
+    return operand_bytes(scheme) == 1 and load >= PACKED_LOAD[1]
+
+
+def packed_tiles(gemm: Gemm, block_m: int, device: Device) -> HopperTiles:
+    """The largest tile whose sums stay in registers, in as many stages as fit."""
+    size, load = gemm.itemsize, load_class(gemm.num_slots, gemm.num_experts)
+    block_n = widths(PACKED, block_m, size)[-1]
+    by_load = size == 1 and block_m == 128 and load <= ON_DEMAND_LOAD
+    on_demand = by_load or block_m == TALL_ROW_TILE
+    group_m = GROUP_ON_DEMAND[size] if on_demand else 16 // size
+    tiles = HopperTiles(PACKED, block_m, block_n, group_m, LEAST_STAGES, on_demand)
+    return replace(tiles, num_stages=most_stages(tiles, device))
+
+
+def stream_tiles(gemm: Gemm, block_m: int, device: Device) -> HopperTiles:
+    """Long boxes, unless too few of them keep all processors busy."""
+    boxes = gemm.active * cdiv(gemm.n * gemm.halves, 128)
+    busy = 3 * boxes >= 2 * device.processors
+    block_n = widths(STREAM, block_m, gemm.itemsize)[-1 if busy else 0]
+    tiles = HopperTiles(STREAM, block_m, block_n, 1 if block_m <= 32 else 8, LEAST_STAGES)
+    most = STREAM_STAGES * 128 // block_n
+    return replace(tiles, num_stages=min(most, most_stages(tiles, device)))
+
+
+@lru_cache(maxsize=4096)
+def hopper_tiles(gemm: Gemm, device: Device) -> HopperTiles | None:
+    """Hopper's tiles for a GEMM that `takes` accepts; None where the kernel for all GPUs is better.
+
+    Args:
+        gemm: its sizes.
+        device: the GPU.
+    """
+    load = load_class(gemm.num_slots, gemm.num_experts)
+    block_m = pick_row_tile(gemm.row_tiles, gemm.num_slots, gemm.num_experts)
+    many = load >= PACKED_LOAD[gemm.itemsize] or block_m == TALL_ROW_TILE
+    planned = not is_direct(gemm.num_slots, gemm.num_experts)
+    if many and planned and widths(PACKED, block_m, gemm.itemsize):
+        return packed_tiles(gemm, block_m, device)
+    if block_m <= STREAM_ROWS and widths(STREAM, block_m, gemm.itemsize):
+        return stream_tiles(gemm, block_m, device)
+    return None
+
+
+def packed_rows(num_slots: int, num_experts: int, block_m: int) -> int:
+    """Rows that are set aside for packing: a multiple of 4, for boxes of scales along them."""
+    return 4 * cdiv(padded_slots(num_slots, num_experts, (block_m,)), 4)

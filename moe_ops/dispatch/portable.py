@@ -1,0 +1,182 @@
+"""Which tiles a GEMM uses where nobody has timed any: chosen from its sizes and the GPU.
+
+Host arithmetic, which runs inside operators, where sizes are numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import lru_cache
+from typing import NamedTuple
+
+from moe_ops.activation import Formula
+from moe_ops.dispatch.tiles import Device, Gemm, TileConfig, cdiv, is_direct, pick_row_tile
+from moe_ops.scheme import Quant
+
+ACCUMULATES_WIDE = (90, 100, 103)
+"""Architectures whose matrix instructions read operands from shared memory: the registers are left
+for two accumulators of 128 x 128."""
+
+
+def shared_bytes(tiles: TileConfig, gemm: Gemm, weight_bits: int) -> int:
+    """Shared memory for the operands of all stages, with weights of so many bits."""
+    stage = 8 * tiles.block_m * gemm.itemsize + gemm.halves * tiles.block_n * weight_bits
+    return tiles.num_stages * stage * tiles.block_k // 8
+
+
+def _fitting(tiles: TileConfig, gemm: Gemm, weight_bits: int, device: Device) -> TileConfig:
+    """With fewer stages where the memory ends, but one at least."""
+    stage = shared_bytes(replace(tiles, num_stages=1), gemm, weight_bits)
+    return replace(tiles, num_stages=max(1, min(tiles.num_stages, device.shared_memory // stage)))
+
+
+@lru_cache(maxsize=4096)
+def gemm_tiles(gemm: Gemm, device: Device) -> TileConfig:
+    """The tiles of one expert GEMM on a device.
+
+    Few rows: the weights' bandwidth counts, so long rows of K and many blocks at once. Many rows:
+    the largest output tile whose accumulators stay in registers. float32 products run on the
+    ordinary cores, whose unrolled loops fit the registers with small tiles only.
+    """
+    block_m = pick_row_tile(gemm.row_tiles, gemm.num_slots, gemm.num_experts)
+    block_m &= -block_m  # of 192 rows a third: blocks are powers of two
+    small, gated = block_m <= 32, gemm.halves == 2
+    hopper = device.arch in ACCUMULATES_WIDE
+    block_n, block_k, num_warps, group_m = 128, 64, 8, 8 if block_m == 128 else 16
+    if gemm.itemsize == 4:
+        block_n, block_k = 16 if gated and not small else 64, 16
+    elif small:
+        block_n, block_k, num_warps, group_m = 64 if gated else 128, 128, 4, 1
+        # One token of a layer with few, large experts: more and smaller blocks to load with.
+        while block_n > 64 and 2 * gemm.active * cdiv(gemm.n, block_n) < device.processors:
+            block_n //= 2
+    elif gated:
+        block_n, block_k = (128, 64) if hopper or block_m == 64 else (64, 32)
+    elif block_m == 128 and hopper:
+        block_n = 256
+    elif block_m == 64:
+        num_warps = 4
+    tiles = TileConfig(block_m, block_n, block_k, group_m, num_warps, 4)
+    return _fitting(tiles, gemm, 8 * gemm.itemsize, device)
+
+
+EVERY_COLUMN = 2**30
+"""More columns than any weight has rows, a power of two."""
+
+
+class ScaleGroups(NamedTuple):
+    """How the scales of a GEMM of two 8-bit operands lie, where tiles depend on it."""
+
+    k: int | None
+    """Elements along K that share one, which a K block does not cross; None: all."""
+    n: int
+    """Output columns whose weight rows (and up rows) share one, a power of two."""
+
+
+def scale_groups(n: int, k: int | None, weight_rows: int, rule: Formula | None) -> ScaleGroups:
+    """How scales lie for ``n`` output columns.
+
+    Args:
+        n: output columns.
+        k: elements along K that share a scale; None: all.
+        weight_rows: rows of the weight that share one.
+        rule: the activation of the product, where the GEMM has one.
+    """
+    gated, interleaved = rule is not None and rule.gated, rule is not None and rule.interleaved
+    if weight_rows >= (2 * n if gated else n) or (weight_rows == n and not interleaved):
+        return ScaleGroups(k, EVERY_COLUMN)
+    if gated and not interleaved and n % weight_rows:
+        return ScaleGroups(k, 1)  # up rows begin inside a group
+    return ScaleGroups(k, max(1, (weight_rows & -weight_rows) // (2 if interleaved else 1)))
+
+
+@lru_cache(maxsize=4096)
+def scaled_gemm_tiles(gemm: Gemm, groups: ScaleGroups, device: Device) -> TileConfig:
+    """The tiles of an expert GEMM of two 8-bit operands on a device.
+
+    Products are added up in registers that the matrix instructions do not use, so accumulators take
+    twice the room. Tiles are small where those instructions also read their operands from registers
+    (everywhere but on Hopper), and where every column has scales of its own to hold.
+
+    Args:
+        gemm: its sizes.
+        groups: its scales.
+        device: the GPU.
+    """
+    block_m = pick_row_tile(gemm.row_tiles, gemm.num_slots, gemm.num_experts)
+    small, gated = block_m <= 32, gemm.halves == 2
+    block_n, num_warps, group_m = 128, 4, 8 if block_m == 128 else 16
+    if small:
+        block_n, group_m = 64 if gated else 128, 1
+        while block_n > 32 and gemm.active * cdiv(gemm.n, block_n) < 2 * device.processors:
+            block_n //= 2
+    elif device.arch != 90 or (groups.k is not None and groups.n < 64):
+        block_n, num_warps = 64 // gemm.halves, 8
+    elif block_m == 128:
+        num_warps = 8
+    elif gated:
+        block_n = 64
+    if groups.k is not None and not small:
+        block_n = min(block_n, max(64, groups.n))
+    block_k = min(128, groups.k or 128)
+    most = 3 if gated and block_m == 128 else 4
+    tiles = TileConfig(block_m, block_n, block_k, group_m, num_warps, most)
+    return _fitting(tiles, gemm, 8, device)
+
+
+SLOT_TILES = TileConfig(8, 32, 128, 1, 2, 4)
+"""Of the kernel that quantizes the rows of few slots itself."""
+LONGEST_SLOT = 7168
+"""The most columns of a row that it takes: each program walks all of them."""
+
+
+def quantizes_slots(quant: Quant, k: int, row_tiles: Sequence[int]) -> bool:
+    """Whether that kernel is better, of few slots, than to quantize the rows before.
+
+    Where a row has one scale and is not too long: on an H200 it took 12.9 us against 13.5 (8 slots
+    of 2 x 768 rows, K 2048), 59.0 against 63.1 (8 of 2 x 2048, K 7168), but with groups of 128
+    columns 16.8 against 12.4, and with K 14336 (2 of 4096) 47 against 37. A plan of one row tile
+    wants the same sums at every load, which two kernels would not give.
+
+    Args:
+        quant: of the rows.
+        k: columns of a row.
+        row_tiles: of the plan.
+    """
+    return quant.shared_cols is None and k <= LONGEST_SLOT and len(row_tiles) > 1
+
+
+def scaled_slot_tiles(gemm: Gemm, quant: Quant) -> TileConfig | None:
+    """The tiles of a GEMM that quantizes its rows itself; None where they are quantized before."""
+    few = is_direct(gemm.num_slots, gemm.num_experts)
+    return SLOT_TILES if few and quantizes_slots(quant, gemm.k, gemm.row_tiles) else None
+
+
+@lru_cache(maxsize=4096)
+def weight_only_tiles(gemm: Gemm, bits: int, device: Device) -> TileConfig:
+    """The tiles of an expert GEMM whose weights take ``bits`` each and become what rows are.
+
+    Few rows: as many blocks as fit at once, since each waits for memory and dequantizes in turn.
+    Many rows: large tiles, which dequantize a weight for as many rows as possible.
+
+    Args:
+        gemm: its sizes; ``itemsize`` is that of activations.
+        bits: of a stored weight.
+        device: the GPU.
+    """
+    block_m = pick_row_tile(gemm.row_tiles, gemm.num_slots, gemm.num_experts)
+    block_n, block_k, num_warps, group_m = 128, 64, 8, 8
+    hopper = device.arch == 90
+    if gemm.itemsize == 4:
+        block_n, block_k = 64, 16
+    elif block_m <= 32:
+        block_n, block_k, num_warps, group_m = 128 // gemm.halves, 128, 4, 1
+        while block_n > 32 and gemm.active * cdiv(gemm.n, block_n) < device.processors:
+            block_n //= 2
+    elif gemm.halves == 2:
+        block_n, num_warps = 64, 4 if hopper else 8
+    elif block_m == 64 and hopper:
+        num_warps = 4
+    tiles = TileConfig(block_m, block_n, block_k, group_m, num_warps, 4)
+    return _fitting(tiles, gemm, bits, device)

@@ -1,0 +1,221 @@
+"""Tiles that were timed: where they are looked up.
+
+Files (see `tuned_file`) are read once, when this module is imported: those in the package,
+then those in the folder that ``MOE_OPS_TUNED_DIR`` names, which take the place of the package's.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import cache
+from importlib.resources import files
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from moe_ops.dispatch.hopper import HopperTiles, KernelTiles, hopper_tiles, unfit
+from moe_ops.dispatch.portable import shared_bytes
+from moe_ops.dispatch.tiles import Device, Gemm, TileConfig, load_class, pick_row_tile
+from moe_ops.dispatch.tuned_file import (
+    Entry,
+    Sizes,
+    TunedLayer,
+    default_row_tiles,
+    parse,
+    plain_name,
+)
+from moe_ops.scheme import Scheme
+
+FOLDER = os.environ.get("MOE_OPS_TUNED_DIR")
+"""Where a user's files lie, if anywhere."""
+DEFAULT = "analytic default"
+
+
+class Choice(NamedTuple):
+    """The tiles of a GEMM."""
+
+    plain: TileConfig
+    """Of the kernel for all GPUs."""
+    source: str
+    """Where `tiles` come from, and why not from a file that there is."""
+    hopper: HopperTiles | None = None
+    """Of Hopper's own kernel, which goes first where it takes the tensors."""
+
+    @property
+    def tiles(self) -> KernelTiles:
+        """Of the kernel that goes first."""
+        return self.hopper or self.plain
+
+
+def read_folder(folder: Any) -> list[TunedLayer]:
+    """The layers of every JSON file in a folder (a path, or a resource).
+
+    Raises:
+        ValueError: no such folder, a file that `parse` refuses, or one that is no regular file.
+    """
+    if not folder.is_dir():
+        raise ValueError(f"MOE_OPS_TUNED_DIR must name a folder, got {str(folder)!r}")
+    found = sorted((f for f in folder.iterdir() if f.name.endswith(".json")), key=lambda f: f.name)
+    for file in found:
+        if not file.is_file():  # reading a pipe would wait for ever
+            raise ValueError(f"{file.name}: it must be a regular file, got a folder or a pipe")
+    return [parse(f.name, f.read_text()) for f in found]
+
+
+Tables = dict[tuple[str, str], dict[Sizes, TunedLayer]]
+"""Layers by GPU and scheme, then by their sizes."""
+
+
+def tables(layers: Iterable[TunedLayer]) -> Tables:
+    """``layers`` to look up; of two for the same the later one counts."""
+    found: Tables = {}
+    for layer in layers:
+        found.setdefault((layer.device, layer.scheme), {})[layer.sizes] = layer
+    return found
+
+
+def read_all() -> Tables:
+    """What is in the package and in the user's folder."""
+    shipped = read_folder(files("moe_ops") / "configs")
+    return tables(shipped + (read_folder(Path(FOLDER)) if FOLDER else []))
+
+
+TABLES = read_all()
+
+
+def row_tiles(
+    scheme: Scheme, sizes: Sizes, device: str, *, hopper: bool = False
+) -> tuple[int, ...]:
+    """The row tiles that the plan and the GEMMs of a layer choose from, by class of load.
+
+    ``hopper`` as `default_row_tiles` has it.
+
+    Dynamo traces this, and ``sizes`` may be symbols: where a file has them, they get their values.
+    """
+    for known, layer in TABLES.get((device, scheme.name), {}).items():
+        if known == sizes:
+            return merged(default_row_tiles(scheme, hopper=hopper), layer.row_tiles)
+    return default_row_tiles(scheme, hopper=hopper)
+
+
+def merged(default: tuple[int, ...], won: tuple[tuple[int, int], ...]) -> tuple[int, ...]:
+    """By class of load: the row tiles that won, else the default's, whose last one goes on."""
+    tiles = list(default)
+    for load, tile in won:
+        tiles += [default[-1]] * (load + 1 - len(tiles))
+        tiles[load] = tile
+    return tuple(tiles)
+
+
+_ASSUMED: ContextVar[Device | None] = ContextVar("assumed", default=None)
+
+
+@contextmanager
+def assumed(device: Device | None) -> Iterator[None]:
+    """Tensors without data are taken for those of a GPU."""
+    token = _ASSUMED.set(device)
+    try:
+        yield
+    finally:
+        _ASSUMED.reset(token)
+
+
+def name_and_arch(device: torch.device) -> tuple[str, int]:
+    """What files call a GPU, and its compute capability times ten; empty where there is none."""
+    if device.type == "meta":
+        facts = _ASSUMED.get()
+        return ("", 0) if facts is None else (plain_name(facts.name), facts.arch)
+    if device.type != "cuda":
+        return "", 0
+    # Dynamo folds the properties of a GPU, and warns where it has to look into a cache.
+    return _look_up(device) if torch.compiler.is_compiling() else _known(device)
+
+
+def _look_up(device: torch.device) -> tuple[str, int]:
+    if not torch.cuda.is_available():
+        return "", 0  # a device that only fake tensors are on
+    facts = torch.cuda.get_device_properties(device)
+    return plain_name(facts.name), 10 * facts.major + facts.minor
+
+
+_known = cache(_look_up)
+
+
+def choose(
+    gemm: Gemm,
+    scheme: str,
+    weight_bits: int,
+    device: Device,
+    default: TileConfig,
+    *,
+    hopper: bool = False,
+) -> Choice:
+    """The kernel and the tiles of a GEMM: what a file says, else the analytic choice.
+
+    That is Hopper's own kernel where it was measured to be faster, else the one for all GPUs. An
+    entry serves the loads of its class; of several that whose number of tokens is nearest. A plan
+    of one row tile, which does not follow the load, is nobody's that was timed, and neither are
+    float32 rows.
+
+    Args:
+        gemm: its sizes.
+        scheme: the name of its scheme.
+        weight_bits: of a stored weight.
+        device: the GPU.
+        default: of the kernel for all GPUs, where no file has others.
+        hopper: whether Hopper's own kernels take the GEMM (`moe_ops.dispatch.hopper.takes`).
+    """
+    own = hopper_tiles(gemm, device) if hopper else None
+    layer = TABLES.get((plain_name(device.name), scheme), {}).get(_layer_sizes(gemm))
+    if layer is None or len(gemm.row_tiles) == 1 or gemm.itemsize == 4:
+        return Choice(default, DEFAULT, own)
+    entry = _nearest(layer, gemm)
+    if entry is None:
+        return Choice(default, f"{DEFAULT} ({layer.file} has nothing for this load)", own)
+    tiles = entry.gemm1 if gemm.halves == 2 else entry.gemm2
+    why = None
+    if isinstance(tiles, TileConfig):
+        taken = shared_bytes(tiles, gemm, weight_bits)
+        if taken > device.shared_memory:
+            why = f"takes {taken} bytes of shared memory, there are {device.shared_memory}"
+    elif not hopper:
+        why = f"names {tiles.kernel}, which does not take this GEMM"
+    else:
+        why = unfit(tiles, gemm, device)
+    if why is not None:
+        return Choice(default, f"{DEFAULT} ({layer.file} {why})", own)
+    source = f"tuned ({layer.file})"
+    if isinstance(tiles, HopperTiles):
+        return Choice(default, source, tiles)
+    return Choice(tiles, source)
+
+
+def _layer_sizes(gemm: Gemm) -> Sizes:
+    """Of the layer that has this GEMM: the first one where gate and up are computed together."""
+    n, k = (gemm.n, gemm.k) if gemm.halves == 2 else (gemm.k, gemm.n)
+    return gemm.num_experts, n, k
+
+
+def _nearest(layer: TunedLayer, gemm: Gemm) -> Entry | None:
+    """The entry of the same class of load and row tile whose number of rows is nearest."""
+    last = len(gemm.row_tiles) - 1
+
+    def load_of(rows: int) -> int:
+        return min(load_class(rows, gemm.num_experts), last)
+
+    def distance(entry: Entry) -> float:
+        ratio = entry.num_tokens * layer.top_k / gemm.num_slots
+        return max(ratio, 1 / ratio)
+
+    load = load_of(gemm.num_slots)
+    block_m = pick_row_tile(gemm.row_tiles, gemm.num_slots, gemm.num_experts)
+    near = [
+        entry
+        for entry in layer.entries
+        if load_of(entry.num_tokens * layer.top_k) == load and entry.gemm1.block_m == block_m
+    ]
+    return min(near, key=distance, default=None)

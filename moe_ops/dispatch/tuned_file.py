@@ -1,0 +1,212 @@
+"""Files of tiles that were timed, as values.
+
+A file serves one GPU, one scheme and layers of one size, all of which its name tells:
+``E=128,N=768,K=2048,device_name=NVIDIA_H200,scheme=fp8_block128.json`` (E local experts, N the
+intermediate size, K the hidden size). It holds the ``top_k`` of the layer that was timed, and by
+number of tokens the row tile of a plan and, for both GEMMs, the kernel and the rest of its tiles:
+without a name it is the kernel for all GPUs.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+from moe_ops.dispatch.hopper import (
+    KERNELS,
+    LEAST_STAGES,
+    HopperTiles,
+    KernelTiles,
+    operand_bytes,
+    widths,
+)
+from moe_ops.dispatch.hopper import ROW_TILES as HOPPER_ROW_TILES
+from moe_ops.dispatch.tiles import (
+    EIGHT_BIT_ROW_TILES,
+    KNOWN_ROW_TILES,
+    ROW_TILES,
+    TileConfig,
+    load_class,
+)
+from moe_ops.scheme import Scheme, get_scheme
+
+_NUMBER = r"([1-9][0-9]{0,8})"
+_NAME = re.compile(rf"E={_NUMBER},N={_NUMBER},K={_NUMBER},device_name=([^,]+),scheme=([^,]+)\.json")
+_COUNT = re.compile(_NUMBER)
+SIZES = ("BLOCK_N", "BLOCK_K", "GROUP_M", "num_warps", "num_stages")
+"""Of one GEMM, in the order of a `TileConfig` after its row tile."""
+LARGEST = {"BLOCK_N": 256, "BLOCK_K": 256, "GROUP_M": 128, "num_warps": 16, "num_stages": 64}
+"""Larger values compile for ever, or to kernels that no GPU can run. Whether tiles fit into a GPU's
+shared memory depends on the GPU and the GEMM: `tuned` asks that before it uses them."""
+MAX_TOP_K = 2**16
+HOPPER_SIZES = ("BLOCK_N", "GROUP_M", "num_stages")
+"""Of one by a kernel in `KERNELS`, in the order of `HopperTiles`; ``BLOCK_N``: of weight rows."""
+Sizes = tuple[int, int, int]
+"""E, N and K of a layer."""
+
+
+class Entry(NamedTuple):
+    """What won at one number of tokens."""
+
+    num_tokens: int
+    gemm1: KernelTiles
+    gemm2: KernelTiles
+    """Of the same rows."""
+
+
+class TunedLayer(NamedTuple):
+    """What one file says."""
+
+    file: str
+    """Its name, without a folder."""
+    sizes: Sizes
+    device: str
+    """The GPU's name; spaces are ``_``."""
+    scheme: str
+    top_k: int
+    row_tiles: tuple[tuple[int, int], ...]
+    """Those that won: class of load, row tile."""
+    entries: tuple[Entry, ...]
+
+
+def file_name(sizes: Sizes, device: str, scheme: str) -> str:
+    """The name of the file for a layer, a GPU (by PyTorch's name) and a scheme."""
+    experts, n, k = sizes
+    return f"E={experts},N={n},K={k},device_name={plain_name(device)},scheme={scheme}.json"
+
+
+def plain_name(device: str) -> str:
+    """A GPU's name as it stands in the names of files."""
+    return device.replace(" ", "_").replace("/", "_")
+
+
+def default_row_tiles(scheme: Scheme, *, hopper: bool = False) -> tuple[int, ...]:
+    """The row tiles that the plan and the GEMMs of a scheme choose from where nothing was timed.
+
+    Args:
+        scheme: the scheme.
+        hopper: what `moe_ops.dispatch.hopper.plans_for` says of the layer.
+    """
+    size = operand_bytes(scheme)
+    if hopper and size is not None:
+        return HOPPER_ROW_TILES[size]
+    wide = scheme.activation is None or scheme.decoded
+    return ROW_TILES if wide else EIGHT_BIT_ROW_TILES
+
+
+def written(tiles: KernelTiles) -> dict[str, Any]:
+    """The tiles of a GEMM as they stand in a file, without their row tile."""
+    own = isinstance(tiles, HopperTiles)
+    sizes = {size: getattr(tiles, size.lower()) for size in (HOPPER_SIZES if own else SIZES)}
+    if isinstance(tiles, HopperTiles):
+        return {"kernel": tiles.kernel, **sizes, "ON_DEMAND": tiles.on_demand}
+    return sizes
+
+
+def parse(file: str, text: str) -> TunedLayer:
+    """The layer that a file of this name and text holds.
+
+    Raises:
+        ValueError: naming the file, the key and the rule that is broken.
+    """
+    named = _NAME.fullmatch(file)
+    _require(named, file, "the name", f"match {_NAME.pattern}", file)
+    *sizes, device, scheme = named.groups()  # type: ignore[union-attr]
+    try:
+        known, record = get_scheme(scheme), json.loads(text)
+    except ValueError as error:  # of the name, or of the text
+        raise ValueError(f"{file}: {error}") from None
+    except RecursionError:
+        raise ValueError(f"{file}: the file must not be nested so deeply") from None
+    _require(isinstance(record, dict), file, "the file", "be an object", record)
+    top_k = record.pop("top_k", None)
+    _whole(file, "top_k", top_k, most=MAX_TOP_K)
+    entries = tuple(_entry(file, key, record[key], known) for key in record)
+    experts, n, k = map(int, sizes)
+    row_tiles = _row_tiles(file, entries, top_k, experts)
+    return TunedLayer(file, (experts, n, k), device, known.name, top_k, row_tiles, entries)
+
+
+def _require(holds: Any, file: str, key: str, rule: str, got: object) -> None:
+    if not holds:
+        raise ValueError(f"{file}: {key} must {rule}, got {got!r}")
+
+
+def _whole(file: str, key: str, value: Any, least: int = 1, most: int | None = None) -> None:
+    _require(type(value) is int and value >= least, file, key, f"be a number >= {least}", value)
+    if most is not None:
+        _require(value <= most, file, key, f"be a number <= {most}", value)
+
+
+def _power(file: str, key: str, value: Any, least: int, most: int) -> None:
+    _whole(file, key, value, least, most)
+    _require(value & (value - 1) == 0, file, key, "be a power of two", value)
+
+
+def _entry(file: str, key: str, value: Any, scheme: Scheme) -> Entry:
+    _require(_COUNT.fullmatch(key), file, "a key", "be top_k or a token count", key)
+    _require(isinstance(value, dict), file, key, "be an object", value)
+    block_m = value.get("BLOCK_M")
+    known = type(block_m) is int and block_m in KNOWN_ROW_TILES
+    _require(known, file, f"{key}.BLOCK_M", f"be among {KNOWN_ROW_TILES}", block_m)
+    both = []
+    for name in ("gemm1", "gemm2"):
+        at, tiles = f"{key}.{name}", value.get(name)
+        _require(isinstance(tiles, dict), file, at, "be an object", tiles)
+        read = _hopper_tiles if "kernel" in tiles else _tiles
+        both.append(read(file, at, tiles, block_m, scheme))
+    return Entry(int(key), *both)
+
+
+def _tiles(file: str, at: str, tiles: dict[str, Any], block_m: int, scheme: Scheme) -> TileConfig:
+    _require(block_m in ROW_TILES, file, at, f"have a kernel in tiles of {block_m} rows", tiles)
+    for size in SIZES:
+        least = 16 if size.startswith("BLOCK") else 1
+        check = _power if least == 16 or size == "num_warps" else _whole
+        check(file, f"{at}.{size}", tiles.get(size), least, LARGEST[size])
+    group = scaled_group(scheme)
+    fits = group is None or tiles["BLOCK_K"] <= group
+    _require(fits, file, f"{at}.BLOCK_K", f"not cross a scale's {group}", tiles["BLOCK_K"])
+    return TileConfig(block_m, *(tiles[size] for size in SIZES))
+
+
+def _hopper_tiles(
+    file: str, at: str, tiles: dict[str, Any], block_m: int, scheme: Scheme
+) -> HopperTiles:
+    kernel, itemsize = tiles["kernel"], operand_bytes(scheme)
+    _require(kernel in KERNELS, file, f"{at}.kernel", f"be among {KERNELS}", kernel)
+    there = () if itemsize is None else widths(kernel, block_m, itemsize)
+    rule = f"be one that has {scheme.name} in tiles of {block_m} rows"
+    _require(there, file, f"{at}.kernel", rule, kernel)
+    block_n = tiles.get("BLOCK_N")
+    known = type(block_n) is int and block_n in there
+    _require(known, file, f"{at}.BLOCK_N", f"be among {there}", block_n)
+    _whole(file, f"{at}.GROUP_M", tiles.get("GROUP_M"), most=LARGEST["GROUP_M"])
+    most = LARGEST["num_stages"]
+    _whole(file, f"{at}.num_stages", tiles.get("num_stages"), LEAST_STAGES, most)
+    on_demand = tiles.get("ON_DEMAND", False)
+    _require(type(on_demand) is bool, file, f"{at}.ON_DEMAND", "be true or false", on_demand)
+    block_n, group_m, num_stages = (tiles[size] for size in HOPPER_SIZES)
+    return HopperTiles(kernel, block_m, block_n, group_m, num_stages, on_demand)
+
+
+def scaled_group(scheme: Scheme) -> int | None:
+    """Elements along K that share the scale of a row, which a K block may not cross; None: any."""
+    quant = scheme.activation
+    return None if quant is None or scheme.decoded else quant.shared_cols
+
+
+def _row_tiles(
+    file: str, entries: Iterable[Entry], top_k: int, experts: int
+) -> tuple[tuple[int, int], ...]:
+    """With its class of load each. One plan serves a class, so that its entries have to agree."""
+    won: dict[int, Entry] = {}
+    for entry in entries:
+        load = load_class(entry.num_tokens * top_k, experts)
+        first = won.setdefault(load, entry)
+        rule = f"be {first.gemm1.block_m} as for {first.num_tokens}, of the same load"
+        got = entry.gemm1.block_m
+        _require(got == first.gemm1.block_m, file, f"{entry.num_tokens}.BLOCK_M", rule, got)
+    return tuple((load, entry.gemm1.block_m) for load, entry in won.items())

@@ -1,0 +1,1 @@
+"""Tiles of the portable expert GEMM kernels."""

@@ -1,0 +1,191 @@
+"""Expert GEMMs on block-scaled matrix instructions: what is stored is multiplied, with its scales.
+
+The other way to run the operators of stage ``decoded_gemm``, on GPUs that have such instructions
+(`dispatch.blackwell.BLOCK_SCALED`). Products of numbers and scales are exact, as they are where
+the kernel of `weight_only_gemm` decodes both operands to bf16, and add up in float32. Compiled for
+these GPUs and interpreted, **not yet run on one**.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from moe_ops.activation import formula
+from moe_ops.dispatch.blackwell import block_scaled_tiles
+from moe_ops.dispatch.tiles import Gemm, TileConfig, device_facts, max_programs
+from moe_ops.kernels._gemm.tile import (
+    COUNTED,
+    activate,
+    find_tile,
+    load_slots,
+    load_tile,
+    tile_arguments,
+)
+from moe_ops.kernels._gemm.weight_only import finish_sums, per_row, row_pointers, row_scales
+from moe_ops.kernels._runtime.dependent import take_turn
+from moe_ops.kernels._runtime.launch import Launch
+from moe_ops.kernels._runtime.slots import dense
+from moe_ops.kernels.weight_only_gemm import (
+    Operands,
+    Variant,
+    as_bytes,
+    make,
+    scale_strides,
+)
+from moe_ops.scheme import get_scheme
+from moe_ops.scheme.weights import rows_per_scale
+from moe_ops.tensors import AnyTiles
+
+
+@triton.jit
+def load_scales(base, start, inside, K: tl.constexpr, BLOCK_K: tl.constexpr, FORMAT: tl.constexpr):
+    """Of a step, a row for each row of an operand; ones where a scale spans K."""
+    if FORMAT.cols is None:
+        scales = tl.full((inside.shape[0], BLOCK_K // 32), 127, tl.uint8)
+    else:
+        group = start // FORMAT.cols + tl.arange(0, BLOCK_K // FORMAT.cols)
+        mask = inside[:, None] & (group < (K + FORMAT.cols - 1) // FORMAT.cols)[None, :]
+        scales = tl.load(base[:, None] + group[None, :], mask=mask, other=0)
+        if FORMAT.scale == "e4m3":
+            scales = scales.to(tl.float8e4nv, bitcast=True)
+    return scales
+
+
+@triton.jit
+def columns(acc, RULE: tl.constexpr):
+    """What a tile stores of its sums, in which gate and up lie side by side."""
+    if RULE is not None:
+        if RULE.gated:
+            g, u = tl.split(tl.reshape(acc, (acc.shape[0], acc.shape[1] // 2, 2)))
+            acc = activate(g, u, RULE)
+        else:
+            acc = activate(acc, acc, RULE)
+    return acc
+
+
+@triton.jit(do_not_specialize=COUNTED)
+def block_scaled_gemm_kernel(
+    a, a_scale, w, w_scale, w_global_scale, bias, out,
+    tiles, expert_map, num_slots, num_ids, num_experts, num_entries,
+    stride_am, stride_se, stride_sm, stride_we, stride_wn, stride_wk,
+    N: tl.constexpr, K: tl.constexpr, TOP_K: tl.constexpr,
+    RULE: tl.constexpr, FORMAT: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
+):  # fmt: skip
+    """``out[s] = f(numbers(a[s // TOP_K]) @ numbers(w[e]).T + bias[e])``.
+
+    Weights are the first operand. A tile's gate and up rows alternate in it, so that one product
+    gives both, side by side.
+    """
+    take_turn(LONG=True)
+    pid_m, pid_n, expert = find_tile(
+        tiles, expert_map, num_slots, num_ids, num_experts, num_entries,
+        N, BLOCK_M, BLOCK_N, GROUP_M,
+    )  # fmt: skip
+    if expert < 0:
+        return
+    HALVES: tl.constexpr = 2 if FORMAT.up > 0 else 1
+    PACK: tl.constexpr = 2 if FORMAT.packed else 1
+    A_PACK: tl.constexpr = 2 if ROWS.packed else 1
+    ELEMENT: tl.constexpr = "e2m1" if FORMAT.packed else "e4m3"
+    A_ELEMENT: tl.constexpr = "e2m1" if ROWS.packed else "e4m3"
+    GROUPS: tl.constexpr = (K + FORMAT.cols - 1) // FORMAT.cols
+    slot, real = load_slots(tiles, pid_m, num_slots, num_ids, BLOCK_M)
+    each = tl.arange(0, BLOCK_N * HALVES)
+    column = pid_n * BLOCK_N + each // HALVES
+    row, inside = FORMAT.step * column + FORMAT.up * (each % HALVES), column < N
+    row_inside = None if N % BLOCK_N == 0 else inside
+    packed = tl.arange(0, BLOCK_K // PACK)
+    a_tile, a_k = row_pointers(a, slot // TOP_K, stride_am, BLOCK_K, ROWS)
+    a_scales = row_scales(a_scale, expert, slot // TOP_K, stride_se, stride_sm)
+    w_tile = w + expert * stride_we + row[:, None] * stride_wn + packed[None, :] * stride_wk
+    scales = per_row(w_scale, expert, row, FORMAT.rows, GROUPS, FORMAT)
+
+    acc = tl.zeros((BLOCK_N * HALVES, BLOCK_M), dtype=tl.float32)
+    for start in range(0, K, BLOCK_K):
+        at, a_at = start // PACK, start // A_PACK
+        y = load_tile(
+            w_tile + at * stride_wk, packed + at, row_inside, K // PACK, BLOCK_K // PACK, 1
+        )
+        x = load_tile(a_tile + a_at, a_k + a_at, real, K // A_PACK, BLOCK_K // A_PACK, 0)
+        y_scale = load_scales(scales, start, inside, K, BLOCK_K, FORMAT)
+        x_scale = load_scales(a_scales, start, real, K, BLOCK_K, ROWS)
+        acc = tl.dot_scaled(y, y_scale, ELEMENT, x, x_scale, A_ELEMENT, acc)
+
+    acc = finish_sums(
+        tl.trans(acc), scales, a_scales, w_global_scale, bias, None, expert, row, slot, real,
+        inside, FORMAT, ROWS,
+    )  # fmt: skip
+    acc = columns(acc, RULE)
+    n = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
+    mask = real[:, None] & (n < N)[None, :]
+    tl.store(out + slot[:, None] * N + n[None, :], acc.to(out.dtype.element_ty), mask=mask)
+
+
+@lru_cache(maxsize=4096)
+def _launch(
+    num_slots: int,
+    weight: tuple[int, int, int],
+    row_tiles: tuple[int, ...],
+    top_k: int,
+    device: torch.device,
+    variant: Variant,
+) -> tuple[Launch, int]:
+    """The kernel, and how many programs the plan may need."""
+    num_experts, rows, k = weight
+    rule = variant.activation and formula(variant.activation)
+    halves = 2 if rule and rule.gated else 1
+    gemm = Gemm(num_slots, num_experts, rows // halves, k, 1, halves, row_tiles)
+    tiles = block_scaled_tiles(gemm, variant.scheme, device_facts(device))
+    launch = _make(gemm.n, k, top_k, tiles, variant)
+    return launch, max_programs(gemm, tiles)
+
+
+@lru_cache(maxsize=1024)
+def _make(n: int, k: int, top_k: int, tiles: TileConfig, variant: Variant) -> Launch:
+    return make(block_scaled_gemm_kernel, n, k, top_k, tiles, variant)
+
+
+def multiply(
+    out: Tensor,
+    operands: Operands,
+    tiles: AnyTiles,
+    row_tiles: Sequence[int],
+    top_k: int,
+    scheme: str,
+    activation: str | None,
+) -> Tensor:
+    """``out``, filled by a program for each tile that the plan may hold."""
+    a, a_scale, (w, scale, _, global_scale), bias, _ = operands
+    num_slots = out.shape[0]
+    if num_slots == 0:
+        return out
+    quant, rows = get_scheme(scheme).weight, get_scheme(scheme).activation
+    a = a if a.stride(1) == 1 else a.contiguous()
+    num_experts, n, _ = w.shape
+    halves = 1 if global_scale is None else global_scale.numel() // num_experts
+    shares = (rows_per_scale(scale, quant, n), n // halves)
+    variant = Variant(scheme, activation, quant.element.packed, *shares)
+    weight = (num_experts, n, a.shape[1] * (2 if rows.element.packed else 1))
+    kernel, programs = _launch(num_slots, weight, tuple(row_tiles), top_k, w.device, variant)
+    kernel(
+        (programs,),
+        a,
+        as_bytes(dense(a_scale)),
+        w,
+        as_bytes(dense(scale)),
+        dense(global_scale),
+        dense(bias),
+        out,
+        *tile_arguments(tiles, num_slots, num_experts),
+        a.stride(0),
+        *scale_strides(a_scale, rows, num_experts),
+        *w.stride(),
+    )
+    return out

@@ -1,0 +1,189 @@
+"""Triton kernel of the expert GEMMs of which both operands are quantized, and its steps.
+
+``M`` counts slots, ``N`` output columns, ``K`` is the contraction. Scales that belong to a piece of
+K multiply the product of that piece before it is added up in float32; scales that span K multiply
+the sum.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+
+from moe_ops.kernels._gemm.tile import (
+    COUNTED,
+    activate,
+    add_bias,
+    find_tile,
+    load_slots,
+    load_tile,
+)
+from moe_ops.kernels._runtime.dependent import take_turn
+
+
+class Layout(NamedTuple):
+    """How a weight's rows and the scales lie: constants of the kernel."""
+
+    step: int
+    """From the weight row of an output column to that of the next one."""
+    up: int
+    """From a gate row to its up row; 0 where there is no gate."""
+    weight_rows: int
+    """Of an expert."""
+    rows: int
+    """Weight rows that share a scale."""
+    cols: int | None
+    """Elements along K that share one, of both operands; None: all."""
+    uniform: bool
+    """Whether the rows of every weight tile share one."""
+    integer: bool
+    """Whether stored values are integers."""
+
+
+@triton.jit
+def find_scales(w_scale, expert, first, row, K: tl.constexpr, LAYOUT: tl.constexpr):
+    """Where the scales of a tile's weight rows begin, and those of its up rows."""
+    GROUPS: tl.constexpr = 1 if LAYOUT.cols is None else (K + LAYOUT.cols - 1) // LAYOUT.cols
+    PER_EXPERT: tl.constexpr = (LAYOUT.weight_rows + LAYOUT.rows - 1) // LAYOUT.rows * GROUPS
+    w_scale += expert * PER_EXPERT
+    at = first if LAYOUT.uniform else row
+    up = at + LAYOUT.up
+    return w_scale + at // LAYOUT.rows * GROUPS, w_scale + up // LAYOUT.rows * GROUPS
+
+
+@triton.jit
+def load_scales(a_scale, y_scales, z_scales, group, real, inside, LAYOUT: tl.constexpr):
+    """The scales of a group along K: of rows, weight rows and up rows."""
+    x_scale = tl.load(a_scale + group, mask=real, other=0.0).to(tl.float32)
+    y_scale, z_scale = load_weight_scales(y_scales, z_scales, group, inside, LAYOUT)
+    return x_scale, y_scale, z_scale
+
+
+@triton.jit
+def load_weight_scales(y_scales, z_scales, group, inside, LAYOUT: tl.constexpr):
+    """Those of weight rows and up rows."""
+    if LAYOUT.uniform:
+        y_scale = scale_value(tl.load(y_scales + group))
+    else:
+        y_scale = scale_value(tl.load(y_scales + group, mask=inside, other=0))
+    z_scale = y_scale
+    if LAYOUT.up > 0:
+        if LAYOUT.uniform:
+            z_scale = scale_value(tl.load(z_scales + group))
+        else:
+            z_scale = scale_value(tl.load(z_scales + group, mask=inside, other=0))
+    return y_scale, z_scale
+
+
+@triton.jit
+def scale_value(stored):
+    """A weight's scales in float32; bytes are e8m0, of which 0 stands for 2**-127 and becomes 0."""
+    if stored.dtype == tl.uint8:
+        value = (stored.to(tl.int32) << 23).to(tl.float32, bitcast=True)
+    else:
+        value = stored.to(tl.float32)
+    return value
+
+
+@triton.jit
+def zero_sums(ROWS: tl.constexpr, COLS: tl.constexpr, LAYOUT: tl.constexpr):
+    """Sums: exact ones of int8 over all of K, else float32."""
+    if LAYOUT.integer and LAYOUT.cols is None:
+        acc = tl.zeros((ROWS, COLS), dtype=tl.int32)
+    else:
+        acc = tl.zeros((ROWS, COLS), dtype=tl.float32)
+    return acc
+
+
+@triton.jit
+def apply_scales(product, x_scale, w_scale, LAYOUT: tl.constexpr):
+    """``product`` in float32 times the scales of its rows and of its columns."""
+    value = product.to(tl.float32)
+    if LAYOUT.uniform:
+        value *= (x_scale * w_scale)[:, None]
+    else:
+        value *= x_scale[:, None] * w_scale[None, :]
+    return value
+
+
+@triton.jit
+def add_product(acc, x, y, x_scale, w_scale, LAYOUT: tl.constexpr):
+    """``acc`` plus the product of two tiles, scaled where scales belong to a piece of K.
+
+    Hopper's fp8 units add in fewer bits than float32 has: each product starts from zero.
+    """
+    if LAYOUT.integer and LAYOUT.cols is None:
+        acc = tl.dot(x, y, acc, out_dtype=tl.int32)
+    elif LAYOUT.cols is None:
+        acc += tl.dot(x, y)
+    else:
+        if LAYOUT.cols < 32:  # fewer than 8-bit units take at once; exact in fp16
+            x, y = x.to(tl.float16), y.to(tl.float16)
+        acc += apply_scales(tl.dot(x, y), x_scale, w_scale, LAYOUT)
+    return acc
+
+
+@triton.jit
+def finish_sums(acc, x_scale, w_scale, bias, expert, row, inside, LAYOUT: tl.constexpr):
+    """Scales that span K, and the bias of each weight row."""
+    if LAYOUT.cols is None:
+        acc = apply_scales(acc, x_scale, w_scale, LAYOUT)
+    return add_bias(acc, bias, expert, row, inside, LAYOUT.weight_rows)
+
+
+@triton.jit(do_not_specialize=COUNTED)
+def scaled_gemm_kernel(
+    a, a_scale, w, w_scale, bias, out,
+    tiles, expert_map, num_slots, num_ids, num_experts, num_entries,
+    stride_am, stride_sm, stride_se, stride_we, stride_wn, stride_wk,
+    N: tl.constexpr, K: tl.constexpr, TOP_K: tl.constexpr,
+    RULE: tl.constexpr, LAYOUT: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
+):  # fmt: skip
+    """``out[s] = f(a_scale * w_scale * a[s // TOP_K] @ w[e].T + bias[e])``, f a `Formula` or None.
+
+    RULE and LAYOUT are NamedTuples: a `Formula` (or None) and a `Layout`.
+    """
+    take_turn(LONG=True)
+    pid_m, pid_n, expert = find_tile(
+        tiles, expert_map, num_slots, num_ids, num_experts, num_entries,
+        N, BLOCK_M, BLOCK_N, GROUP_M,
+    )  # fmt: skip
+    if expert < 0:
+        return
+    slot, real = load_slots(tiles, pid_m, num_slots, num_ids, BLOCK_M)
+    n = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
+    inside = n < N
+    n_inside = None if N % BLOCK_N == 0 else inside
+    k = tl.arange(0, BLOCK_K)
+    row = LAYOUT.step * n
+    w_tile = w + expert * stride_we + row[None, :] * stride_wn + k[:, None] * stride_wk
+    first = LAYOUT.step * pid_n * BLOCK_N
+    y_scales, z_scales = find_scales(w_scale, expert, first, row, K, LAYOUT)
+    a_tile = a + (slot // TOP_K)[:, None] * stride_am + k[None, :]
+    a_scale += slot // TOP_K * stride_sm + expert * stride_se
+    scales = load_scales(a_scale, y_scales, z_scales, 0, real, inside, LAYOUT)
+    acc, up = zero_sums(BLOCK_M, BLOCK_N, LAYOUT), zero_sums(BLOCK_M, BLOCK_N, LAYOUT)
+    for start in range(0, K, BLOCK_K):
+        x_scale, y_scale, z_scale = scales
+        if LAYOUT.cols is not None:  # those of the next step are loaded a step ahead
+            group = tl.minimum(start + BLOCK_K, K - 1) // LAYOUT.cols
+            scales = load_scales(a_scale, y_scales, z_scales, group, real, inside, LAYOUT)
+        x = load_tile(a_tile + start, k + start, real, K, BLOCK_K, 1)
+        y_tile = w_tile + start * stride_wk
+        y = load_tile(y_tile, k + start, n_inside, K, BLOCK_K, 0)
+        acc = add_product(acc, x, y, x_scale, y_scale, LAYOUT)
+        if LAYOUT.up > 0:
+            z = load_tile(y_tile + LAYOUT.up * stride_wn, k + start, n_inside, K, BLOCK_K, 0)
+            up = add_product(up, x, z, x_scale, z_scale, LAYOUT)
+    if LAYOUT.cols is None:  # loaded only now: they would hold registers in the loop
+        scales = load_scales(a_scale, y_scales, z_scales, 0, real, inside, LAYOUT)
+    acc = finish_sums(acc, scales[0], scales[1], bias, expert, row, inside, LAYOUT)
+    if LAYOUT.up > 0:
+        up = finish_sums(up, scales[0], scales[2], bias, expert, row + LAYOUT.up, inside, LAYOUT)
+    if RULE is not None:
+        acc = activate(acc, up, RULE)
+    at = out + slot[:, None] * N + n[None, :]
+    tl.store(at, acc.to(out.dtype.element_ty), mask=real[:, None] & inside[None, :])

@@ -1,0 +1,158 @@
+"""What the kernels of expert GEMMs share: how tiles are found, and the steps of one.
+
+Kernels take ``tiles, expert_map, num_slots, num_ids, num_experts, num_entries`` from
+`tile_arguments`: a plan of ``num_entries``, or with ``num_ids`` the ids of few slots. With ids a
+tile is one slot, in the first of its rows. Whatever a plan holds, kernels stay inside tensors.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import triton
+import triton.language as tl
+
+from moe_ops.kernels._runtime.slots import HEADER, experts_of
+from moe_ops.kernels.activation import gate, gate_up
+from moe_ops.tensors import AnyTiles, plan_to_read
+
+COUNTED = ["num_slots", "num_ids", "num_experts", "num_entries"]
+"""What no kernel is made anew for."""
+
+
+def tile_arguments(tiles: AnyTiles, num_slots: int, num_experts: int) -> tuple[Any, ...]:
+    """A kernel's arguments that tell its tiles."""
+    plan = plan_to_read(tiles, num_slots, num_experts)
+    if plan is not None:
+        return plan, None, num_slots, None, num_experts, plan.shape[0]
+    _, topk_ids, expert_map = tiles
+    if expert_map is None:
+        return topk_ids.contiguous(), None, num_slots, num_experts, num_experts, 0
+    num_ids = expert_map.shape[0]
+    return topk_ids.contiguous(), expert_map.contiguous(), num_slots, num_ids, num_experts, 0
+
+
+@triton.jit
+def map_tile(pid, num_pid_m, num_pid_n, GROUP_M: tl.constexpr):
+    """Tiles in bands of GROUP_M rows, down each band first: its weights stay in the L2 cache."""
+    band = pid // (GROUP_M * num_pid_n)
+    first = band * GROUP_M
+    height = tl.minimum(num_pid_m - first, GROUP_M)
+    inside = pid % (GROUP_M * num_pid_n)
+    return first + inside % height, inside // height
+
+
+@triton.jit
+def planned_tiles(tiles, num_entries, BLOCK_M: tl.constexpr):
+    """How many tiles a plan has; none where its header does not fit its length."""
+    used, experts_at, firsts_at = tl.load(tiles), tl.load(tiles + 1), tl.load(tiles + 2)
+    count = used // BLOCK_M
+    ordered = (used >= 0) & (experts_at >= HEADER) & (firsts_at >= experts_at)
+    inside = (used <= experts_at - HEADER) & (firsts_at <= num_entries - count)
+    return tl.where(ordered & inside, count, 0)
+
+
+@triton.jit
+def find_tile(
+    tiles, expert_map, num_slots, num_ids, num_experts, num_entries,
+    N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP_M: tl.constexpr,
+):  # fmt: skip
+    """This program's tile (row and column) and its expert, -1 where there is nothing to do."""
+    num_pid_m = planned_tiles(tiles, num_entries, BLOCK_M) if num_ids is None else num_slots
+    num_pid_n: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
+    used = tl.program_id(0) < num_pid_m * num_pid_n
+    pid = tl.where(used, tl.program_id(0), 0)
+    pid_m, pid_n = map_tile(pid, tl.maximum(num_pid_m, 1), num_pid_n, GROUP_M)
+    if num_ids is None:
+        expert = tl.load(tiles + tl.load(tiles + 1) + pid_m, mask=used, other=-1)
+        expert = tl.where(expert < num_experts, expert, -1)
+    else:
+        found = tl.load(tiles + pid_m, mask=used, other=-1)
+        expert = experts_of(found, expert_map, num_ids, num_experts)
+    return pid_m, pid_n, expert.to(tl.int64)
+
+
+@triton.jit
+def load_slots(tiles, pid_m, num_slots, num_ids, BLOCK_M: tl.constexpr):
+    """The slots of a tile (0 for padding, so that addresses stay inside) and which are real."""
+    row = tl.arange(0, BLOCK_M)
+    if num_ids is None:
+        slot = tl.load(tiles + HEADER + pid_m * BLOCK_M + row)
+        real = slot.to(tl.uint32) < num_slots.to(tl.uint32)  # no negative slot either
+    else:
+        slot, real = pid_m + row, row == 0
+    return tl.where(real, slot, 0).to(tl.int64), real
+
+
+@triton.jit
+def rows_between(
+    tiles, pid_m, row, num_slots, num_ids, EXPERT_ORDER: tl.constexpr, BLOCK_M: tl.constexpr
+):
+    """Where a tile's rows lie: in expert order (no matter where for padding), else by slot."""
+    if EXPERT_ORDER and num_ids is None:  # few slots, a tile each, stay where they are
+        last = num_slots - 1
+        first = tl.minimum(tl.maximum(tl.load(tiles + tl.load(tiles + 2) + pid_m), 0), last)
+        row = tl.minimum(first + tl.arange(0, BLOCK_M), last).to(tl.int64)
+    return row
+
+
+@triton.jit
+def load_tile(
+    pointers, k, rows_inside, K: tl.constexpr, BLOCK_K: tl.constexpr, K_AXIS: tl.constexpr
+):
+    """A tile of an operand, zero past K and outside (rows_inside None: all inside)."""
+    if K % BLOCK_K == 0:
+        if rows_inside is None:
+            tile = tl.load(pointers)
+        else:
+            tile = tl.load(pointers, mask=tl.expand_dims(rows_inside, K_AXIS), other=0.0)
+    else:
+        mask = tl.expand_dims(k < K, 1 - K_AXIS)
+        if rows_inside is not None:
+            mask = mask & tl.expand_dims(rows_inside, K_AXIS)
+        tile = tl.load(pointers, mask=mask, other=0.0)
+    return tile
+
+
+@triton.jit
+def add_dot(acc, x, y):
+    """``acc + x @ y``; of float32 the product first: sums of pieces lose less than one long sum."""
+    if x.dtype == tl.float32:
+        product = tl.dot(x, y, input_precision="ieee")
+        # Triton would make a plain sum part of the product again.
+        acc = tl.fma(product, tl.full(product.shape, 1.0, tl.float32), acc)
+    else:
+        acc = tl.dot(x, y, acc)
+    return acc
+
+
+@triton.jit
+def scale_rows(acc, weights, slot, real):
+    """Each row times its router weight, in float32."""
+    if weights is not None:
+        scale = tl.load(weights + slot, mask=real, other=0.0).to(tl.float32)
+        acc = acc * scale[:, None]
+    return acc
+
+
+@triton.jit
+def add_bias(acc, bias, expert, n, inside, ROWS):
+    """The bias of each weight row, in float32."""
+    if bias is not None:
+        acc += tl.load(bias + expert * ROWS + n, mask=inside, other=0.0).to(tl.float32)[None, :]
+    return acc
+
+
+@triton.jit
+def activate(g, u, RULE: tl.constexpr):
+    """A `Formula` of gate and up, in float32; of the gate alone where the formula has no gate."""
+    FUNCTION: tl.constexpr = RULE.function
+    LIMIT: tl.constexpr = RULE.limit
+    ALPHA: tl.constexpr = RULE.alpha
+    BETA: tl.constexpr = RULE.beta
+    LINEAR_BETA: tl.constexpr = RULE.linear_beta
+    if RULE.gated:
+        value = gate_up(g, u, FUNCTION, LIMIT, ALPHA, BETA, LINEAR_BETA)
+    else:
+        value = gate(g, FUNCTION, LIMIT, ALPHA, BETA)
+    return value

@@ -1,0 +1,186 @@
+"""Triton kernel of the expert GEMMs that dequantize weights (and rows), and its steps.
+
+``M`` counts slots, ``N`` output columns, ``K`` is the contraction. Weights are the second operand
+of each product: matrix units that read registers take what was dequantized there, those that read
+shared memory get it written there first.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from moe_ops.kernels._gemm.dequantize import (
+    dequantize,
+    load_groups,
+    scale_value,
+)
+from moe_ops.kernels._gemm.tile import (
+    COUNTED,
+    activate,
+    add_bias,
+    add_dot,
+    find_tile,
+    load_slots,
+    load_tile,
+    scale_rows,
+)
+from moe_ops.kernels._runtime.dependent import take_turn
+
+
+@triton.jit
+def per_row(vector, expert, row, SHARE: tl.constexpr, COLS: tl.constexpr, FORMAT: tl.constexpr):
+    """Where what belongs to weight rows begins, SHARE rows sharing COLS entries; None of None."""
+    at = None
+    if vector is not None:
+        PER_EXPERT: tl.constexpr = (FORMAT.weight_rows + SHARE - 1) // SHARE * COLS
+        at = vector + expert * PER_EXPERT + row // SHARE * COLS
+    return at
+
+
+@triton.jit
+def load_zero_points(
+    zero_points, row, start, inside, K: tl.constexpr, BLOCK_K: tl.constexpr, FORMAT: tl.constexpr
+):
+    """Those of the groups that a step meets, less the offset of numbers; None without any."""
+    value = None
+    if zero_points is not None:
+        value = load_groups(zero_points, start, inside, K, BLOCK_K, FORMAT).to(tl.int32)
+        if FORMAT.bits == 4:
+            value = (value >> (4 * (row % 2)[None, :])) & 15
+        value = value - FORMAT.offset
+    return value
+
+
+@triton.jit
+def row_pointers(a, row, stride_am, BLOCK_K: tl.constexpr, ROWS: tl.constexpr):
+    """Where a tile's rows begin; the entries of a step along K.
+
+    Quantized rows lie with K first, (K, M), as weights do.
+    """
+    if ROWS is None:
+        k = tl.arange(0, BLOCK_K)
+        tile = a + row[:, None] * stride_am + k[None, :]
+    else:
+        k = tl.arange(0, BLOCK_K // 2 if ROWS.packed else BLOCK_K)
+        tile = a + row[None, :] * stride_am + k[:, None]
+    return tile, k
+
+
+@triton.jit
+def row_scales(a_scale, expert, row, stride_se, stride_sm):
+    """Where the scales of rows begin; None (which no tuple takes) where rows are numbers."""
+    scales = a_scale
+    if a_scale is not None:
+        scales = a_scale + expert * stride_se + row * stride_sm
+    return scales
+
+
+@triton.jit
+def load_rows(
+    tile, scales, k, start, real, K: tl.constexpr, BLOCK_K: tl.constexpr, ROWS: tl.constexpr
+):
+    """A tile of rows (M, BLOCK_K); of quantized ones bf16 numbers times group scales, all exact."""
+    if ROWS is None:
+        x = load_tile(tile + start, k + start, real, K, BLOCK_K, 1)
+    else:
+        PACK: tl.constexpr = 2 if ROWS.packed else 1
+        first = start // PACK
+        stored = load_tile(tile + first, k + first, real, K // PACK, BLOCK_K // PACK, 0)
+        scale = None
+        if ROWS.in_tile:
+            scale = load_groups(scales, start, real, K, BLOCK_K, ROWS)
+        x = tl.trans(dequantize(stored, scale, None, tl.bfloat16, BLOCK_K, ROWS))
+    return x
+
+
+@triton.jit
+def add_product(
+    acc, x, stored, scales, zero_points, row, start, inside,
+    K: tl.constexpr, BLOCK_K: tl.constexpr, FORMAT: tl.constexpr,
+):  # fmt: skip
+    """``acc`` plus the product of two tiles; scales and zero points lie at the rows' pointers."""
+    scale = load_groups(scales, start, inside, K, BLOCK_K, FORMAT)
+    zero_point = load_zero_points(zero_points, row, start, inside, K, BLOCK_K, FORMAT)
+    y = dequantize(stored, scale, zero_point, x.dtype, BLOCK_K, FORMAT)
+    if FORMAT.cols is None or FORMAT.in_tile:
+        acc = add_dot(acc, x, y)
+    else:
+        acc += tl.dot(x, y, input_precision="ieee") * scale_value(scale, FORMAT)
+    return acc
+
+
+@triton.jit
+def finish_sums(
+    acc, scales, a_scales, global_scale, bias, input_weights, expert, row, slot, real, inside,
+    FORMAT: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """Scales that span K, router weights and the bias of each weight row."""
+    if ROWS is not None and ROWS.cols is None:
+        acc *= tl.load(a_scales, mask=real, other=0.0)[:, None]
+    if FORMAT.cols is None:
+        acc *= scale_value(tl.load(scales, mask=inside, other=0), FORMAT)[None, :]
+    if global_scale is not None:
+        at = per_row(global_scale, expert, row, FORMAT.global_rows, 1, FORMAT)
+        acc *= tl.load(at, mask=inside, other=0.0)[None, :]
+    acc = scale_rows(acc, input_weights, slot, real)
+    return add_bias(acc, bias, expert, row, inside, FORMAT.weight_rows)
+
+
+@triton.jit(do_not_specialize=COUNTED)
+def weight_only_gemm_kernel(
+    a, a_scale, w, w_scale, w_zero_point, w_global_scale, bias, input_weights, out,
+    tiles, expert_map, num_slots, num_ids, num_experts, num_entries,
+    stride_am, stride_se, stride_sm, stride_we, stride_wn, stride_wk,
+    N: tl.constexpr, K: tl.constexpr, TOP_K: tl.constexpr,
+    RULE: tl.constexpr, FORMAT: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
+):  # fmt: skip
+    """``out[s] = f(input_weights[s] * a[s // TOP_K] @ dequantized(w[e]).T + bias[e])``.
+
+    RULE (a `Formula` or None), FORMAT (a `Format`) and ROWS (one too; None: rows are numbers) are
+    NamedTuples. Quantized rows become bf16 numbers; scales of whole rows multiply sums.
+    """
+    take_turn(LONG=True)
+    pid_m, pid_n, expert = find_tile(
+        tiles, expert_map, num_slots, num_ids, num_experts, num_entries,
+        N, BLOCK_M, BLOCK_N, GROUP_M,
+    )  # fmt: skip
+    if expert < 0:
+        return
+    PACK: tl.constexpr = 2 if FORMAT.packed else 1
+    SHARE: tl.constexpr = 2 if FORMAT.bits == 4 else 1  # rows whose zero points share a byte
+    GROUPS: tl.constexpr = 1 if FORMAT.cols is None else (K + FORMAT.cols - 1) // FORMAT.cols
+    slot, real = load_slots(tiles, pid_m, num_slots, num_ids, BLOCK_M)
+    n = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
+    inside = n < N
+    n_inside = None if N % BLOCK_N == 0 else inside
+    row, u_row = FORMAT.step * n, FORMAT.step * n + FORMAT.up
+    packed = tl.arange(0, BLOCK_K // PACK)
+    a_tile, a_k = row_pointers(a, slot // TOP_K, stride_am, BLOCK_K, ROWS)
+    a_scales = row_scales(a_scale, expert, slot // TOP_K, stride_se, stride_sm)
+    w_tile = w + expert * stride_we + row[None, :] * stride_wn + packed[:, None] * stride_wk
+    scales = per_row(w_scale, expert, row, FORMAT.rows, GROUPS, FORMAT)
+    u_scales = per_row(w_scale, expert, u_row, FORMAT.rows, GROUPS, FORMAT)
+    zeros = per_row(w_zero_point, expert, row, SHARE, GROUPS, FORMAT)
+    u_zeros = per_row(w_zero_point, expert, u_row, SHARE, GROUPS, FORMAT)
+
+    g = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+    u = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+    for start in range(0, K, BLOCK_K):
+        x = load_rows(a_tile, a_scales, a_k, start, real, K, BLOCK_K, ROWS)
+        y_tile, p = w_tile + start // PACK * stride_wk, packed + start // PACK
+        y = load_tile(y_tile, p, n_inside, K // PACK, BLOCK_K // PACK, 0)
+        g = add_product(g, x, y, scales, zeros, row, start, inside, K, BLOCK_K, FORMAT)
+        if FORMAT.up > 0:
+            z_tile = y_tile + FORMAT.up * stride_wn
+            z = load_tile(z_tile, p, n_inside, K // PACK, BLOCK_K // PACK, 0)
+            u = add_product(u, x, z, u_scales, u_zeros, u_row, start, inside, K, BLOCK_K, FORMAT)
+    more = (w_global_scale, bias, input_weights, expert)
+    g = finish_sums(g, scales, a_scales, *more, row, slot, real, inside, FORMAT, ROWS)
+    if FORMAT.up > 0:
+        u = finish_sums(u, u_scales, a_scales, *more, u_row, slot, real, inside, FORMAT, ROWS)
+    if RULE is not None:
+        g = activate(g, u, RULE)
+    at = out + slot[:, None] * N + n[None, :]
+    tl.store(at, g.to(out.dtype.element_ty), mask=real[:, None] & inside[None, :])

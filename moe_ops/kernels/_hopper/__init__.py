@@ -1,0 +1,1 @@
+"""Expert GEMM kernels for Hopper (Gluon), and their launchers."""

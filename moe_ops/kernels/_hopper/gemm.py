@@ -1,0 +1,259 @@
+"""Launchers of Hopper's own kernels of the expert GEMMs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from moe_ops.activation import Formula, row_steps
+from moe_ops.dispatch.hopper import ROW_BYTES, HopperTiles, packed_rows
+from moe_ops.dispatch.tiles import TALL_ROW_TILE, cdiv, device_facts, max_row_tiles
+from moe_ops.kernels._hopper.boxes import Boxes, descriptor
+from moe_ops.kernels._hopper.pack import pack_rows, quantize_rows
+from moe_ops.kernels._hopper.packed import hopper_gemm_kernel
+from moe_ops.kernels._hopper.products import BOX_ROWS
+from moe_ops.kernels._hopper.stream import hopper_stream_kernel
+from moe_ops.kernels._runtime.launch import Launch
+from moe_ops.scheme import Quant
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float8_e4m3fn)
+"""Of operands."""
+STREAM_REGISTERS = 128
+"""Of a thread, so that two programs fit a processor."""
+
+
+@dataclass(frozen=True)
+class Constants:
+    """What a kernel is made for; no tuple, which Triton would take apart."""
+
+    N: int
+    """Output columns."""
+    K: int
+    TOP_K: int
+    """Slots of a row of the first operand."""
+    ORDERED: str | None
+    """Which of ``a`` and ``out`` has its rows in expert order, not by slot, if any."""
+    RULE: Formula | None
+    """Of the activation."""
+    GATED: bool
+    STEP: int
+    """From the weight row of an output column to that of the next one."""
+    UP: int
+    """From a gate row to its up row; 0 where there is no gate."""
+    WEIGHT_ROWS: int
+    """Of an expert."""
+    SCALE_ROWS: int
+    """Weight rows that share a scale."""
+    SCALE_COLS: int | None
+    """Elements along K that share a scale, of both operands; None: all, or there are no scales."""
+    WEIGHTED: bool
+    """Whether each slot's products are multiplied by its routing weight, before the bias."""
+    ROW_SCALE_STRIDE: int
+    """From one row's scale to the next one's where they span K: 0 where all rows share one."""
+    ITEMSIZE: int
+    BLOCK_M: int
+    BLOCK_N: int
+    """Weight rows of a tile: half of them gate rows where there are such."""
+    BLOCK_K: int
+    GROUP_M: int
+    STAGES: int
+    BY_COLUMNS: bool
+    """Whether a warp group takes half of a tile's columns (else 64 of its rows)."""
+    ON_DEMAND: bool
+    """How programs come to their tiles: see `schedule`."""
+    GROUPS: int
+    """Warp groups that multiply: each 64 rows of a tile, or half of the columns of 64 rows."""
+    PARTS: int
+    """Of a warp group's share of a tile, multiplied one after the other: the sums of 8-bit products
+    and one more product stay in registers, and so do those of three warp groups, whose threads have
+    fewer registers than one instruction would ask for."""
+    OUT_N: int
+    """Output columns of a tile."""
+    NUM_N: int
+    STEPS: int
+
+    @cached_property
+    def packed(self) -> Launch:
+        """The kernel of packed rows.
+
+        Its programs wait for the end of what is before them, as those that pack do: put in place
+        early they took up to a sixth longer.
+        """
+        return Launch(hopper_gemm_kernel, C=self, num_warps=4, launch_pdl=False)
+
+    @cached_property
+    def stream(self) -> Launch:
+        """The kernel that gathers rows as it goes."""
+        return Launch(hopper_stream_kernel, C=self, num_warps=4, maxnreg=STREAM_REGISTERS)
+
+    @cached_property
+    def weights(self) -> Boxes:
+        """Boxes of weights."""
+        return Boxes(self._weight_box)
+
+    @cached_property
+    def rows(self) -> Boxes:
+        """Boxes of packed rows."""
+        return Boxes(lambda rows: descriptor(rows, [BOX_ROWS.value, self.BLOCK_K]))
+
+    @cached_property
+    def row_scales(self) -> Boxes:
+        """Boxes of the scales of packed rows, a group's side by side."""
+        return Boxes(lambda scales: descriptor(scales, [1, self.BLOCK_M]))
+
+    def _weight_box(self, w: Tensor) -> TensorDescriptor:
+        """Boxes of a weight; of gate and up rows, 8 of each in turn, where there are both."""
+        if not self.GATED:
+            return descriptor(w, [1, self.BLOCK_N, self.BLOCK_K])
+        expert, row, _ = w.stride()
+        shape = [w.shape[0], self.N // 8, 2, 8, self.K]
+        strides = [expert, 8 * self.STEP * row, self.UP * row, self.STEP * row, 1]
+        return descriptor(w, [1, self.BLOCK_N // 16, 2, 8, self.BLOCK_K], shape, strides)
+
+
+class Scales(NamedTuple):
+    """How scales lie."""
+
+    rows: int = 1
+    """Weight rows that share one."""
+    cols: int | None = None
+    """Elements along K that share one, of both operands; None: all."""
+    shared: bool = False
+    """Whether all rows of the first operand share one."""
+    of_slots: bool = False
+    """Whether each slot has one, by which its products are multiplied: a routing weight."""
+
+
+@lru_cache(maxsize=4096)
+def constants(
+    weight: tuple[int, int, int],
+    itemsize: int,
+    top_k: int,
+    rule: Formula | None,
+    scales: Scales,
+    tiles: HopperTiles,
+    ordered: str | None = None,
+) -> Constants:
+    """The constants for a weight ``(E, rows, K)``."""
+    _, rows, k = weight
+    gated = rule is not None and rule.gated
+    n = rows // 2 if gated else rows
+    step, up = row_steps(rule, n)
+    out_n, block_k = tiles.block_n // 2 if gated else tiles.block_n, ROW_BYTES // itemsize
+    tallest = 128 if itemsize == 1 else TALL_ROW_TILE
+    return Constants(
+        N=n,
+        K=k,
+        TOP_K=top_k,
+        ORDERED=ordered,
+        RULE=rule,
+        GATED=gated,
+        STEP=step,
+        UP=up,
+        WEIGHT_ROWS=rows,
+        SCALE_ROWS=scales.rows,
+        SCALE_COLS=scales.cols,
+        WEIGHTED=scales.of_slots,
+        ROW_SCALE_STRIDE=0 if scales.shared else 1,
+        ITEMSIZE=itemsize,
+        BLOCK_M=tiles.block_m,
+        BLOCK_N=tiles.block_n,
+        BLOCK_K=block_k,
+        GROUP_M=tiles.group_m,
+        STAGES=tiles.num_stages,
+        BY_COLUMNS=tiles.block_m == 64,
+        ON_DEMAND=tiles.on_demand,
+        GROUPS=max(2, tiles.block_m // BOX_ROWS.value),
+        PARTS=2 if tiles.block_n == 256 and tiles.block_m == tallest else 1,
+        OUT_N=out_n,
+        NUM_N=cdiv(n, out_n),
+        STEPS=cdiv(k, block_k),
+    )
+
+
+def serves(dtype: torch.dtype, w: Tensor, in_place: Tensor | None = None) -> bool:
+    """Whether boxes can be made of rows of a dtype, and of a weight with its strides and address.
+
+    ``in_place``: the rows, where they are not packed first.
+
+    On a GPU only: there is no interpreter for Gluon.
+    """
+    expert, row, unit = w.stride()
+    whole = expert * w.itemsize % 16 == row * w.itemsize % 16 == w.data_ptr() % 16 == 0
+    if in_place is not None:
+        whole &= in_place.stride(0) * w.itemsize % 16 == in_place.data_ptr() % 16 == 0
+    return w.is_cuda and w.dtype in DTYPES and dtype == w.dtype and unit == 1 and whole
+
+
+class Operands(NamedTuple):
+    """Of a GEMM: vectors are contiguous, scales float32."""
+
+    a: Tensor
+    a_scale: Tensor | None
+    """Of its rows, or routing weights, one a slot."""
+    w: Tensor
+    w_scale: Tensor | None
+    bias: Tensor | None
+    quant: Quant | None = None
+    """How rows that are packed are quantized on the way, where they are not yet."""
+
+
+def run(
+    out: Tensor,
+    operands: Operands,
+    tiles: tuple[Any, ...],
+    c: Constants,
+    packed: bool,
+) -> None:
+    """``out[s] = f(a[s // top_k] @ w[e].T + bias[e])`` for the slots s of some tiles.
+
+    Args:
+        out: ``(slots, N)``, contiguous.
+        operands: that `serves` accepts.
+        tiles: from `tile_arguments`, of ``c.BLOCK_M`` rows.
+        c: see `constants`.
+        packed: see `HopperTiles`.
+    """
+    launch = _run_packed if packed else _run_stream
+    launch(out, operands, tiles, c, device_facts(out.device).processors)
+
+
+def _run_packed(
+    out: Tensor, operands: Operands, tiles: tuple[Any, ...], c: Constants, wide: int
+) -> None:
+    """Pack the rows unless they lie in expert order, then one program a processor."""
+    a, a_scale, w, w_scale, bias, quant = operands
+    plan, _, num_slots, _, num_experts, _ = tiles
+    sizes = (plan, num_slots, packed_rows(num_slots, num_experts, c.BLOCK_M), c.TOP_K)
+    if c.ORDERED == "a":
+        rows, scales = a, a_scale
+    elif c.WEIGHTED:
+        (rows, _), scales = pack_rows(a, None, *sizes), a_scale
+    elif quant is None:
+        rows, scales = pack_rows(a, a_scale, *sizes)
+    else:
+        rows, scales = quantize_rows(a, a_scale, quant, *sizes)
+    a_box = c.rows.of(rows)
+    c.packed(
+        (wide,), out, a_box, c.weights.of(w),
+        a_box if c.SCALE_COLS is None else c.row_scales.of(scales), bias,
+        plan if scales is None else scales, plan if w_scale is None else w_scale,
+        plan.new_zeros(1) if c.ON_DEMAND else plan, *tiles,
+    )  # fmt: skip
+
+
+def _run_stream(
+    out: Tensor, operands: Operands, tiles: tuple[Any, ...], c: Constants, wide: int
+) -> None:
+    """Two programs a processor."""
+    a, a_scale, w, w_scale, bias, _ = operands
+    most = max_row_tiles(out.shape[0], w.shape[0], c.BLOCK_M) * c.NUM_N
+    c.stream(
+        (min(2 * wide, most),), a, a.stride(0), c.weights.of(w), bias, out,
+        out if a_scale is None else a_scale, out if w_scale is None else w_scale, *tiles,
+    )  # fmt: skip

@@ -1,0 +1,215 @@
+"""Triton kernels that bring rows into the order of a tile plan, where copy engines take them.
+
+As they are, or quantized on the way.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from moe_ops.dispatch.tiles import cdiv
+from moe_ops.kernels._quantize.rounding import (
+    divide,
+    divide_given,
+    encode,
+    magnitude,
+    rule_of,
+    scale_of,
+)
+from moe_ops.kernels._runtime.dependent import take_turn
+from moe_ops.kernels._runtime.launch import Launch
+from moe_ops.kernels._runtime.slots import HEADER, next_power_of_2, parts_of
+from moe_ops.scheme import WHOLE, Quant
+
+
+@triton.jit
+def _rows_in_use(plan, num_rows, num_entries):
+    """How many rows of a plan are in use: what it says, where it and the result have so many."""
+    return tl.minimum(tl.load(plan), tl.minimum(num_rows, num_entries - HEADER))
+
+
+@triton.jit(do_not_specialize=["num_slots", "num_rows", "num_entries"])
+def _pack_kernel(
+    a, a_scale, out, out_scale, plan, num_slots, num_rows, num_entries, stride_am, stride_sm,
+    K: tl.constexpr, GROUPS: tl.constexpr, TOP_K: tl.constexpr,
+    ROWS: tl.constexpr, COLS: tl.constexpr, GROUP_COLS: tl.constexpr,
+):  # fmt: skip
+    """Program (i, j) copies COLS columns of ROWS rows; those of padding stay as they are."""
+    take_turn()
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    used = _rows_in_use(plan, num_rows, num_entries)
+    if tl.program_id(0) * ROWS >= used:
+        return
+    slot = tl.load(plan + HEADER + row, mask=row < used, other=-1)
+    real = (slot >= 0) & (slot < num_slots)
+    source = (tl.where(real, slot, 0) // TOP_K).to(tl.int64)
+    col = tl.program_id(1) * COLS + tl.arange(0, COLS)
+    inside = real[:, None] & (col < K)[None, :]
+    x = tl.load(a + source[:, None] * stride_am + col[None, :], mask=inside, other=0.0)
+    tl.store(out + row.to(tl.int64)[:, None] * K + col[None, :], x, mask=inside)
+    if GROUPS > 0:
+        # This program's share of the scales; those of a group lie side by side.
+        group = tl.program_id(1) * GROUP_COLS + tl.arange(0, GROUP_COLS)
+        known = real[:, None] & (group < GROUPS)[None, :]
+        scale = tl.load(a_scale + source[:, None] * stride_sm + group[None, :], mask=known)
+        at = out_scale + group[None, :].to(tl.int64) * num_rows + row[:, None]
+        tl.store(at, scale, mask=known)
+
+
+@triton.jit(do_not_specialize=["num_slots", "num_rows", "num_entries"])
+def _quantize_pack_kernel(
+    a, given, out, out_scale, plan, num_slots, num_rows, num_entries, stride_am,
+    K: tl.constexpr, TOP_K: tl.constexpr, RULE: tl.constexpr,
+    ROWS: tl.constexpr, COLS: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
+    """Program (i, j) quantizes one group of ROWS rows; those of padding stay as they are.
+
+    A group is PARTS times COLS columns. ``given``: the one scale of all rows, or None.
+    """
+    take_turn()
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    used = _rows_in_use(plan, num_rows, num_entries)
+    if tl.program_id(0) * ROWS >= used:
+        return
+    slot = tl.load(plan + HEADER + row, mask=row < used, other=-1)
+    real = (slot >= 0) & (slot < num_slots)
+    source = (tl.where(real, slot, 0) // TOP_K).to(tl.int64)
+    col = tl.program_id(1) * COLS + tl.arange(0, COLS)[None, :]
+    values, most = (), tl.zeros((ROWS, COLS), dtype=tl.int32)
+    for part in tl.static_range(PARTS):
+        inside = real[:, None] & (part * COLS + col < K)
+        x = tl.load(a + source[:, None] * stride_am + part * COLS + col, mask=inside, other=0.0)
+        most = tl.maximum(most, magnitude(x.to(tl.float32)))
+        values = values + (x.to(tl.float32),)
+    if given is None:
+        scale = scale_of(tl.max(most, 1).to(tl.float32, bitcast=True), RULE)
+        at = out_scale + tl.program_id(1).to(tl.int64) * num_rows + row
+        tl.store(at, scale, mask=real)
+    else:
+        scale = tl.load(given).to(tl.float32)
+        first = tl.program_id(1) == 0
+        tl.store(out_scale + row, tl.zeros((ROWS,), dtype=tl.float32) + scale, mask=real & first)
+    for part in tl.static_range(PARTS):
+        if given is None:
+            ratio = divide(values[part], scale[:, None], RULE)
+        else:
+            ratio = divide_given(values[part], scale)
+        inside = real[:, None] & (part * COLS + col < K)
+        at = out + row.to(tl.int64)[:, None] * K + part * COLS + col
+        tl.store(at, encode(ratio, RULE).to(out.dtype.element_ty), mask=inside)
+
+
+@lru_cache(maxsize=1024)
+def _launch(k: int, itemsize: int, groups: int, top_k: int) -> tuple[Launch, int, int]:
+    """The kernel, the rows of a program, and the programs along a row."""
+    cols = min(next_power_of_2(k), 4096 // itemsize)
+    rows = min(64, 16384 // (cols * itemsize))  # no more than a tile has
+    pieces = cdiv(k, cols)
+    sizes = {
+        "launch_pdl": False,  # as the kernel that multiplies them: see `gemm`
+        "ROWS": rows,
+        "COLS": cols,
+        "GROUP_COLS": next_power_of_2(max(1, cdiv(groups, pieces))),
+    }
+    return Launch(_pack_kernel, K=k, GROUPS=groups, TOP_K=top_k, **sizes), rows, pieces
+
+
+def pack_rows(
+    a: Tensor,
+    a_scale: Tensor | None,
+    plan: Tensor,
+    num_slots: int,
+    num_rows: int,
+    top_k: int,
+) -> tuple[Tensor, Tensor | None]:
+    """Row r of the result is ``a[slot of r // top_k]``, or anything where r is padding.
+
+    Args:
+        a: ``(rows, K)``, contiguous along K.
+        a_scale: ``(rows, G)`` float32, contiguous; one element for all rows; or None.
+        plan: whose tiles have a multiple of 64 rows; nothing is written past those in use.
+        num_slots: what is less than this in a plan's row is a slot.
+        num_rows: R, as many as the plan may use, see `moe_ops.dispatch.hopper.packed_rows`.
+        top_k: slots of a row of ``a``.
+
+    Returns:
+        Rows ``(R, K)`` and scales ``(G, R)``.
+    """
+    k = a.shape[1]
+    rows = a.new_empty(num_rows, k)
+    groups, stride, scales = 0, 0, None
+    if a_scale is not None:
+        shared = a_scale.numel() == 1
+        groups = 1 if shared else a_scale.shape[1]
+        stride = 0 if shared else groups
+        scales = a_scale.new_empty(groups, num_rows, dtype=torch.float32)
+    kernel, height, pieces = _launch(k, a.itemsize, groups, top_k)
+    kernel(
+        (cdiv(num_rows, height), pieces), a, a_scale, rows, scales, plan,
+        num_slots, num_rows, plan.shape[0], a.stride(0), stride,
+    )  # fmt: skip
+    return rows, scales
+
+
+@lru_cache(maxsize=1024)
+def _quantize_launch(k: int, top_k: int, quant: Quant, given: bool) -> tuple[Launch, int, int]:
+    """The kernel, the rows of a program, and the programs along a row."""
+    cols, parts = quant.group.cols, 1
+    if given:
+        cols = min(256, next_power_of_2(k))
+    elif cols == WHOLE:
+        cols, parts = parts_of(k)
+    rows = max(1, min(64, (4096 if parts == 1 else 1024) // cols))
+    kernel = Launch(
+        _quantize_pack_kernel,
+        K=k,
+        TOP_K=top_k,
+        RULE=rule_of(quant),
+        ROWS=rows,
+        COLS=cols,
+        PARTS=parts,
+        num_warps=max(4, min(16, cols // (1024 if parts == 1 else 256))),
+        launch_pdl=False,
+    )
+    return kernel, rows, cdiv(k, cols * parts)
+
+
+def quantize_rows(
+    a: Tensor,
+    a_scale: Tensor | None,
+    quant: Quant,
+    plan: Tensor,
+    num_slots: int,
+    num_rows: int,
+    top_k: int,
+) -> tuple[Tensor, Tensor]:
+    """`pack_rows` of quantized rows, bit by bit, without the quantized rows in between.
+
+    Args:
+        a: ``(rows, K)``, contiguous along K.
+        a_scale: the one scale of all rows; None: each group or row has its own.
+        quant: how; a float32 scale for each group of columns or row, or ``a_scale``.
+        plan: see `pack_rows`, like the others.
+        num_slots: see `pack_rows`.
+        num_rows: see `pack_rows`.
+        top_k: see `pack_rows`.
+
+    Returns:
+        Rows ``(R, K)`` and scales ``(G, R)``.
+    """
+    k = a.shape[1]
+    rows = a.new_empty(num_rows, k, dtype=quant.dtype)
+    whole = a_scale is not None or quant.group.cols == WHOLE
+    groups = 1 if whole else cdiv(k, quant.group.cols)
+    scales = a.new_empty(groups, num_rows, dtype=torch.float32)
+    kernel, height, pieces = _quantize_launch(k, top_k, quant, a_scale is not None)
+    kernel(
+        (cdiv(num_rows, height), pieces), a, a_scale, rows, scales, plan,
+        num_slots, num_rows, plan.shape[0], a.stride(0),
+    )  # fmt: skip
+    return rows, scales

@@ -1,0 +1,286 @@
+"""Gluon kernel of the expert GEMMs of many rows on Hopper, persistent and warp-specialised.
+
+One warp copies tiles of both operands into a ring in shared memory (the TMA engine does); two or
+three warp groups multiply, each 64 rows of the output tile (half of the columns of 64 rows), and
+write rows to their slots. What the L2 cache sends is what bounds it: tiles are as tall as registers
+allow, and 64 rows of padding are neither copied nor multiplied. The rows of the first operand lie
+in plan order (`pack`), so that 64 of them are one box; or in expert order, where a tile ends with
+rows that are not stored. Where an activation has a gate, a box of the weight holds 8 gate rows,
+their 8 up rows, and so on: one thread then has both halves of a pair, and the activation costs
+nothing.
+
+Source: the structure is that of CUTLASS's and DeepGEMM's warp-specialised kernels.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+)
+
+from moe_ops.kernels._gemm.tile import COUNTED, activate
+from moe_ops.kernels._hopper.products import (
+    BOX_ROWS,
+    Ring,
+    add_products,
+    add_scaled,
+    add_wide,
+    pass_by,
+)
+from moe_ops.kernels._hopper.schedule import hear, make_queue, schedule
+from moe_ops.kernels._hopper.slots import Vectors, count_tiles
+from moe_ops.kernels._runtime.dependent import take_turn
+from moe_ops.kernels._runtime.slots import HEADER
+
+load_box = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
+"""Its name from Triton 3.9 on, and before."""
+
+
+@gluon.jit
+def copy_tiles(a_desc, w_desc, scale_desc, ring, queue, C: gl.constexpr):
+    """The copying warp: every tile of both operands, in the order of the products."""
+    BOXES: gl.constexpr = C.BLOCK_M // BOX_ROWS
+    BOX_BYTES: gl.constexpr = C.BLOCK_K * C.ITEMSIZE * BOX_ROWS
+    SCALE_BYTES: gl.constexpr = 4 * C.BLOCK_M if C.SCALE_COLS is not None else 0
+    BYTES: gl.constexpr = C.BLOCK_K * C.ITEMSIZE * C.BLOCK_N + SCALE_BYTES
+    step, number = gl.to_tensor(0), gl.to_tensor(0)
+    m, n, expert, first, boxes = hear(queue, number, 1)
+    while boxes > 0:
+        row = first if C.ORDERED == "a" else m * C.BLOCK_M
+        for k in range(C.STEPS):
+            stage = step % C.STAGES
+            mbarrier.wait(ring.empty.index(stage), (step // C.STAGES + 1) & 1)
+            full = ring.full.index(stage)
+            for count in gl.static_range(1, BOXES + 1):
+                mbarrier.expect(full, BYTES + count * BOX_BYTES, pred=boxes == count)
+            for box in gl.static_range(BOXES):
+                at = [row + box * BOX_ROWS, k * C.BLOCK_K]
+                load_box(a_desc, at, full, ring.rows.index(stage * BOXES + box), pred=box < boxes)
+            if C.GATED:
+                at = [expert, n * (C.OUT_N // 8), 0, 0, k * C.BLOCK_K]
+            else:
+                at = [expert, n * C.OUT_N, k * C.BLOCK_K]
+            load_box(w_desc, at, full, ring.weights.index(stage))
+            if C.SCALE_COLS is not None:
+                at = [k, m * C.BLOCK_M]
+                load_box(scale_desc, at, full, ring.scales.index(stage))
+            step += 1
+        number += 1
+        m, n, expert, first, boxes = hear(queue, number, 1)
+
+
+@gluon.jit
+def weight_rows(first, COLS: gl.constexpr, LAYOUT: gl.constexpr, C: gl.constexpr):
+    """The weight row of each column of an accumulator whose output columns begin at ``first``."""
+    c = gl.arange(0, COLS, layout=gl.SliceLayout(0, LAYOUT))
+    if C.GATED:
+        n = first + c // 16 * 8 + c % 8
+        row = n * C.STEP + (c // 8 % 2) * C.UP
+    else:
+        n = first + c
+        row = n
+    return row, n < C.N
+
+
+@gluon.jit
+def finish(acc, bias, row_scale, expert, first, v, C: gl.constexpr):
+    """Scales that span K or routing weights, the bias, and the activation, in float32."""
+    COLS: gl.constexpr = acc.shape[1]
+    LAYOUT: gl.constexpr = acc.type.layout
+    RULE: gl.constexpr = C.RULE
+    at, inside = weight_rows(first, COLS, LAYOUT, C)
+    if C.ITEMSIZE == 1 and C.SCALE_COLS is None:
+        GROUPS: gl.constexpr = (C.WEIGHT_ROWS + C.SCALE_ROWS - 1) // C.SCALE_ROWS
+        scale = v.weight_scale + expert * GROUPS + at // C.SCALE_ROWS
+        w_scale = gl.load(scale, mask=inside, other=0.0)
+        acc *= row_scale[:, None] * w_scale[None, :]
+    if C.WEIGHTED:
+        weight = gl.convert_layout(row_scale.to(gl.float32), gl.SliceLayout(1, LAYOUT))
+        acc *= weight[:, None]
+    if bias is not None:
+        acc += gl.load(bias + expert * C.WEIGHT_ROWS + at, mask=inside, other=0.0).to(gl.float32)[
+            None, :
+        ]
+    if C.GATED:
+        pairs = acc.reshape((acc.shape[0], acc.shape[1] // 16, 2, 8)).permute((0, 1, 3, 2))
+        g, u = pairs.split()
+        acc = activate(g, u, RULE).reshape((acc.shape[0], acc.shape[1] // 2))
+    elif RULE is not None:
+        acc = activate(acc, acc, RULE)
+    return acc
+
+
+@gluon.jit
+def store_rows(out, value, slot, first, num_slots, C: gl.constexpr):
+    """Columns of rows to their slots: 128 bytes of a row side by side, 64 columns at a time."""
+    COLS: gl.constexpr = value.shape[1]
+    if COLS > 64:
+        left, right = value.reshape((value.shape[0], 2, COLS // 2)).permute((0, 2, 1)).split()
+        store_rows(out, left, slot, first, num_slots, C)
+        store_rows(out, right, slot, first + COLS // 2, num_slots, C)
+    else:
+        WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+        row = gl.convert_layout(slot, gl.SliceLayout(1, WIDE))
+        n = first + gl.arange(0, COLS, layout=gl.SliceLayout(0, WIDE))
+        at = out + row.to(gl.int64)[:, None] * C.N + n[None, :]
+        mask = (row < num_slots)[:, None] & (n < C.N)[None, :]
+        gl.store(at, gl.convert_layout(value.to(out.dtype.element_ty), WIDE), mask=mask)
+
+
+@gluon.jit
+def find_scales(expert, first, v, C: gl.constexpr):
+    """Where the scales of each part of a weight lie: of its gate rows, of its up rows."""
+    PARTS: gl.constexpr = C.PARTS
+    GROUPS: gl.constexpr = (C.WEIGHT_ROWS + C.SCALE_ROWS - 1) // C.SCALE_ROWS
+    scales = v.weight_scale + expert * (GROUPS * C.STEPS)
+    found = ()
+    for part in gl.static_range(PARTS):
+        at = gl.minimum(first + part * (C.OUT_N // C.PARTS), C.N - 1) * C.STEP
+        of_gate = scales + at // C.SCALE_ROWS * C.STEPS
+        of_up = scales + (at + C.UP) // C.SCALE_ROWS * C.STEPS
+        found += ((of_gate, of_up),)
+    return found
+
+
+@gluon.jit
+def finish_and_store(
+    acc, bias, row_scale, expert, first, v, out, slot, num_slots, C: gl.constexpr
+):  # fmt: skip
+    """The columns of a part, 32 at a time where a bias would need too many registers."""
+    COLS: gl.constexpr = acc.shape[1]
+    if C.GROUPS == 3 and COLS > 32 and bias is not None:
+        left, right = acc.reshape((acc.shape[0], 2, COLS // 2)).permute((0, 2, 1)).split()
+        THEN: gl.constexpr = COLS * C.OUT_N // C.BLOCK_N // 2
+        finish_and_store(left, bias, row_scale, expert, first, v, out, slot, num_slots, C)
+        finish_and_store(right, bias, row_scale, expert, first + THEN, v, out, slot, num_slots, C)
+    else:
+        value = finish(acc, bias, row_scale, expert, first, v, C)
+        store_rows(out, value, slot, first, num_slots, C)
+
+
+@gluon.jit
+def multiply_tile(out, bias, ring, v, tile, step, GROUP: gl.constexpr, C: gl.constexpr):
+    """A warp group's share of a tile; returns the next step of the ring."""
+    PARTS: gl.constexpr = C.PARTS
+    COLS: gl.constexpr = C.BLOCK_N // 2 if C.BY_COLUMNS else C.BLOCK_N // C.PARTS
+    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLS, 32 // C.ITEMSIZE])
+    FIRST_ROW: gl.constexpr = 0 if C.BY_COLUMNS else GROUP * BOX_ROWS
+    FIRST_COL: gl.constexpr = GROUP * (C.OUT_N // 2) if C.BY_COLUMNS else 0
+    m, n, found, first_row = tile
+    expert = gl.maximum(found, 0).to(gl.int64)
+    first = n * C.OUT_N + FIRST_COL
+    zeros = gl.full((BOX_ROWS, COLS), 0, gl.float32, LAYOUT)
+    sums = (zeros, zeros) if C.PARTS == 2 else (zeros,)
+    if C.SCALE_COLS is not None:
+        scales = find_scales(expert, first, v, C)
+        sums, step = add_scaled(step, ring, scales, sums, GROUP, C)
+    elif C.ITEMSIZE == 1:
+        sums, step = add_wide(step, ring, sums, GROUP, C)
+    else:
+        sums, step = add_products(step, ring, sums, GROUP, C)
+    inside = FIRST_ROW + gl.arange(0, BOX_ROWS, layout=gl.SliceLayout(1, LAYOUT))
+    row = m * C.BLOCK_M + inside
+    slot = gl.load(v.tiles + HEADER + row)
+    slot = gl.where(slot < 0, v.num_slots, slot)
+    row_scale = slot
+    if C.WEIGHTED:
+        row_scale = gl.load(v.row_scale + slot, mask=slot < v.num_slots, other=0.0)
+    elif C.ITEMSIZE == 1 and C.SCALE_COLS is None:
+        row_scale = gl.load(v.row_scale + row)
+    if C.ORDERED == "out":
+        slot = gl.where(slot < v.num_slots, first_row + inside, slot)
+    # Nothing is written for a tile without an expert.
+    num_slots = gl.where(found < 0, 0, v.num_slots)
+    for part in gl.static_range(PARTS):
+        column = first + part * (C.OUT_N // C.PARTS)
+        finish_and_store(sums[part], bias, row_scale, expert, column, v, out, slot, num_slots, C)
+    return step
+
+
+@gluon.jit
+def multiply(out, bias, ring, queue, v, GROUP: gl.constexpr, C: gl.constexpr):
+    """A multiplying warp group: its share of every tile of this program."""
+    step, number = gl.to_tensor(0), gl.to_tensor(0)
+    m, n, found, first, boxes = hear(queue, number, 4)
+    while boxes > 0:
+        tile = m, n, found, first
+        if C.BY_COLUMNS or GROUP == 0:
+            step = multiply_tile(out, bias, ring, v, tile, step, GROUP, C)
+        else:
+            if boxes > GROUP:
+                step = multiply_tile(out, bias, ring, v, tile, step, GROUP, C)
+            else:
+                step = pass_by(step, ring, C)
+        number += 1
+        m, n, found, first, boxes = hear(queue, number, 4)
+
+
+@gluon.jit
+def multiply_first(out, bias, ring, queue, v, C: gl.constexpr):
+    """See `multiply`."""
+    multiply(out, bias, ring, queue, v, 0, C)
+
+
+@gluon.jit
+def multiply_second(out, bias, ring, queue, v, C: gl.constexpr):
+    """See `multiply`."""
+    multiply(out, bias, ring, queue, v, 1, C)
+
+
+@gluon.jit
+def multiply_third(out, bias, ring, queue, v, C: gl.constexpr):
+    """See `multiply`."""
+    multiply(out, bias, ring, queue, v, 2, C)
+
+
+@gluon.jit(do_not_specialize=COUNTED)
+def hopper_gemm_kernel(
+    out, a_desc, w_desc, scale_desc, bias, row_scale, weight_scale, counter,
+    tiles, expert_map, num_slots, num_ids, num_experts, num_entries, C: gl.constexpr,
+):  # fmt: skip
+    """``out[s] = f(a[row of s] @ w[e].T + bias[e])``; padding rows are not written."""
+    STAGES: gl.constexpr = C.STAGES
+    boxes: gl.constexpr = [STAGES * (C.BLOCK_M // BOX_ROWS)]
+    rows = gl.allocate_shared_memory(a_desc.dtype, boxes + a_desc.block_shape, a_desc.layout)
+    weights = gl.allocate_shared_memory(w_desc.dtype, [STAGES] + w_desc.block_shape, w_desc.layout)
+    scales = rows
+    if C.SCALE_COLS is not None:
+        shape: gl.constexpr = [STAGES] + scale_desc.block_shape
+        scales = gl.allocate_shared_memory(gl.float32, shape, scale_desc.layout)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(full.index(stage), count=1)
+        mbarrier.init(empty.index(stage), count=C.GROUPS)
+    queue = make_queue(C.GROUPS + 1)
+    fence_async_shared()
+    ring = Ring(rows, weights, scales, full, empty)
+    take_turn(LONG=True)
+    num_tiles = count_tiles(tiles, num_slots, num_ids, num_entries, C)
+    scales = row_scale, weight_scale
+    v = Vectors(scales, tiles, expert_map, num_tiles, num_slots, num_ids, num_experts)
+    if C.GROUPS == 3:
+        gl.warp_specialize(
+            [
+                (multiply_first, (out, bias, ring, queue, v, C)),
+                (multiply_second, (out, bias, ring, queue, v, C)),
+                (multiply_third, (out, bias, ring, queue, v, C)),
+                (copy_tiles, (a_desc, w_desc, scale_desc, ring, queue, C)),
+                (schedule, (queue, counter, v, C)),
+            ],
+            [4, 4, 1, 1],
+            [160, 160, 24, 24],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (multiply_first, (out, bias, ring, queue, v, C)),
+                (multiply_second, (out, bias, ring, queue, v, C)),
+                (copy_tiles, (a_desc, w_desc, scale_desc, ring, queue, C)),
+                (schedule, (queue, counter, v, C)),
+            ],
+            [4, 1, 1],  # warps of the second and of the others
+            [232, 24, 24],  # registers of a thread of theirs; the first takes what is left
+        )

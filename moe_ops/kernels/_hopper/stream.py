@@ -1,0 +1,220 @@
+"""Gluon kernel of the expert GEMMs of few rows on Hopper: weights stream through a ring.
+
+With few rows a product takes no time, and reading weights all of it. So weights are the first
+operand of the matrix instructions (64 of their rows at least) and tokens the second (8 at least):
+no work is spent on padding, accumulators are small, and two programs fit a processor, whose rings
+keep enough bytes under way. One warp group copies: weights as boxes (TMA), the rows of a tile's
+slots by themselves, as they lie anywhere. The other multiplies and writes.
+
+Source: swapped operands as in FlashInfer's and SGLang's low-latency kernels.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from moe_ops.kernels._gemm.tile import COUNTED, activate
+from moe_ops.kernels._hopper.packed import load_box
+from moe_ops.kernels._hopper.products import Ring
+from moe_ops.kernels._hopper.schedule import find_tile
+from moe_ops.kernels._hopper.slots import Vectors, count_tiles, expert_of, slots_of
+from moe_ops.kernels._runtime.dependent import take_turn
+
+COPYING = gl.constexpr(128)
+"""Threads that copy rows."""
+load_rows = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
+"""Its name from Triton 3.9 on, and before."""
+
+
+@gluon.jit
+def load_slots(v, m, LAYOUT: gl.constexpr, C: gl.constexpr):
+    """The slots of a tile (0 for padding), and which are real."""
+    slot, real = slots_of(v, m, gl.arange(0, C.BLOCK_M, layout=LAYOUT), C)
+    return gl.where(real, slot, 0), real
+
+
+@gluon.jit
+def copy_tiles(a, stride_am, w_desc, ring, v, C: gl.constexpr):
+    """The copying warp group: every tile of both operands, in the order of the products."""
+    BYTES: gl.constexpr = C.BLOCK_K * C.ITEMSIZE * C.BLOCK_N
+    WIDE: gl.constexpr = 16 // C.ITEMSIZE
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, WIDE], [4, 8], [4, 1], [1, 0])
+    step = gl.to_tensor(0)
+    for tile in range(gl.program_id(0), v.num_tiles * C.NUM_N, gl.num_programs(0)):
+        m, n = find_tile(tile, v.num_tiles, C)
+        expert = expert_of(v, m)
+        slot, real = load_slots(v, m, gl.SliceLayout(1, LAYOUT), C)
+        col = gl.arange(0, C.BLOCK_K, layout=gl.SliceLayout(0, LAYOUT))[None, :]
+        row = a + (slot // C.TOP_K).to(gl.int64)[:, None] * stride_am
+        for k in range(C.STEPS):
+            stage = step % C.STAGES
+            mbarrier.wait(ring.empty.index(stage), (step // C.STAGES + 1) & 1)
+            full = ring.full.index(stage)
+            mbarrier.expect(full, BYTES)
+            if C.GATED:
+                at = [expert, n * (C.OUT_N // 8), 0, 0, k * C.BLOCK_K]
+            else:
+                at = [expert, n * C.OUT_N, k * C.BLOCK_K]
+            load_box(w_desc, at, full, ring.weights.index(stage))
+            inside = real[:, None] & (k * C.BLOCK_K + col < C.K)
+            load_rows(ring.rows.index(stage), row + k * C.BLOCK_K + col, mask=inside)
+            async_copy.mbarrier_arrive(full, increment_count=False)
+            step += 1
+
+
+@gluon.jit
+def gate_or_up(LAYOUT: gl.constexpr, C: gl.constexpr):
+    """Which rows of a weight tile are gate rows, and the output column of each."""
+    r = gl.arange(0, C.BLOCK_N, layout=gl.SliceLayout(1, LAYOUT))
+    if C.GATED:
+        of_gate, n = r // 8 % 2 == 0, r // 16 * 8 + r % 8
+    else:
+        of_gate, n = r >= 0, r
+    return of_gate, n
+
+
+@gluon.jit
+def next_product(step, ring, C: gl.constexpr, LAYOUT: gl.constexpr):
+    """Wait for a stage; begin its product."""
+    stage = step % C.STAGES
+    mbarrier.wait(ring.full.index(stage), (step // C.STAGES) & 1)
+    fence_async_shared()  # rows were written by threads; matrix instructions read past their caches
+    weights = ring.weights.index(stage).reshape((C.BLOCK_N, C.BLOCK_K))
+    rows = ring.rows.index(stage).permute((1, 0))
+    zero = gl.full((C.BLOCK_N, C.BLOCK_M), 0, gl.float32, LAYOUT)
+    return warpgroup_mma(weights, rows, zero, is_async=True), stage
+
+
+@gluon.jit
+def add_scaled(step, ring, w_at, up_at, x_at, real, acc, LAYOUT: gl.constexpr, C: gl.constexpr):
+    """Each product has scales, which are loaded two steps ahead.
+
+    One of the gate rows, one of the up rows, one of each slot's row.
+    """
+    of_gate, _ = gate_or_up(LAYOUT, C)
+    NEXT: gl.constexpr = min(1, C.STEPS - 1)
+    g0, g1 = gl.load(w_at), gl.load(w_at + NEXT)
+    u0, u1 = gl.load(up_at), gl.load(up_at + NEXT)
+    x0, x1 = gl.load(x_at, mask=real, other=0.0), gl.load(x_at + NEXT, mask=real, other=0.0)
+    for k in range(C.STEPS):
+        p, stage = next_product(step, ring, C, LAYOUT)
+        ahead = gl.minimum(k + 2, C.STEPS - 1)
+        g2, u2 = gl.load(w_at + ahead), gl.load(up_at + ahead)
+        x2 = gl.load(x_at + ahead, mask=real, other=0.0)
+        p = warpgroup_mma_wait(0, [p])
+        mbarrier.arrive(ring.empty.index(stage))
+        if C.GATED:
+            acc += p * gl.where(of_gate[:, None], (x0 * g0)[None, :], (x0 * u0)[None, :])
+        else:
+            acc += p * (x0 * g0)[None, :]
+        # Sums, so that the names stay variables of the loop (Triton 3.6 loses plain copies).
+        g0, u0, x0, g1, u1, x1 = g1 + 0.0, u1 + 0.0, x1 + 0.0, g2 + 0.0, u2 + 0.0, x2 + 0.0
+        step += 1
+    return acc, step
+
+
+@gluon.jit
+def add_products(step, ring, acc, LAYOUT: gl.constexpr, C: gl.constexpr):
+    """Operands without scales of pieces of K."""
+    for _ in range(C.STEPS):
+        p, stage = next_product(step, ring, C, LAYOUT)
+        p = warpgroup_mma_wait(0, [p])
+        mbarrier.arrive(ring.empty.index(stage))
+        acc += p
+        step += 1
+    return acc, step
+
+
+@gluon.jit
+def multiply(out, bias, ring, v, C: gl.constexpr):
+    """The multiplying warp group: every tile of this program."""
+    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(
+        [3, 0], [4, 1], [16, C.BLOCK_M, 32 // C.ITEMSIZE]
+    )
+    RULE: gl.constexpr = C.RULE
+    GROUPS: gl.constexpr = (C.WEIGHT_ROWS + C.SCALE_ROWS - 1) // C.SCALE_ROWS
+    of_gate, column = gate_or_up(LAYOUT, C)
+    step = gl.to_tensor(0)
+    for tile in range(gl.program_id(0), v.num_tiles * C.NUM_N, gl.num_programs(0)):
+        m, n = find_tile(tile, v.num_tiles, C)
+        found = expert_of(v, m).to(gl.int64)
+        expert = gl.maximum(found, 0)
+        slot, real = load_slots(v, m, gl.SliceLayout(0, LAYOUT), C)
+        source = slot // C.TOP_K
+        acc = gl.full((C.BLOCK_N, C.BLOCK_M), 0, gl.float32, LAYOUT)
+        if C.SCALE_COLS is not None:
+            w_at = v.weight_scale + expert * (GROUPS * C.STEPS)
+            at = n * C.OUT_N * C.STEP
+            up_at = w_at + (at + C.UP) // C.SCALE_ROWS * C.STEPS
+            w_at += at // C.SCALE_ROWS * C.STEPS
+            x_at = v.row_scale + source * C.STEPS
+            acc, step = add_scaled(step, ring, w_at, up_at, x_at, real, acc, LAYOUT, C)
+        else:
+            acc, step = add_products(step, ring, acc, LAYOUT, C)
+        col = n * C.OUT_N + column
+        weight_row = gl.where(of_gate, col * C.STEP, col * C.STEP + C.UP)
+        inside = col < C.N
+        if C.ITEMSIZE == 1 and C.SCALE_COLS is None:
+            at = v.weight_scale + expert * GROUPS + weight_row // C.SCALE_ROWS
+            w_scale = gl.load(at, mask=inside, other=0.0)
+            x_scale = gl.load(v.row_scale + source * C.ROW_SCALE_STRIDE, mask=real, other=0.0)
+            acc *= x_scale[None, :] * w_scale[:, None]
+        if bias is not None:
+            at = bias + expert * C.WEIGHT_ROWS + weight_row
+            acc += gl.load(at, mask=inside, other=0.0).to(gl.float32)[:, None]
+        if C.GATED:
+            pairs = acc.reshape((C.BLOCK_N // 16, 2, 8, C.BLOCK_M)).permute((0, 2, 3, 1))
+            g, u = pairs.split()
+            acc_out = activate(g, u, RULE).reshape((C.OUT_N, C.BLOCK_M))
+        elif RULE is not None:
+            acc_out = activate(acc, acc, RULE)
+        else:
+            acc_out = acc
+        store_columns(out, acc_out, v, m, n, found, C)
+
+
+@gluon.jit
+def store_columns(out, value, v, m, n, found, C: gl.constexpr):
+    """The columns of an accumulator are slots: 16 bytes of a slot's row for each thread."""
+    WIDE: gl.constexpr = gl.BlockedLayout([8, 1], [8, 4], [1, 4], [0, 1])
+    slot, real = load_slots(v, m, gl.SliceLayout(0, WIDE), C)
+    col = n * C.OUT_N + gl.arange(0, C.OUT_N, layout=gl.SliceLayout(1, WIDE))
+    at = out + slot.to(gl.int64)[None, :] * C.N + col[:, None]
+    mask = (real & (found >= 0))[None, :] & (col < C.N)[:, None]
+    gl.store(at, gl.convert_layout(value.to(out.dtype.element_ty), WIDE), mask=mask)
+
+
+@gluon.jit(do_not_specialize=COUNTED)
+def hopper_stream_kernel(
+    a, stride_am, w_desc, bias, out, row_scale, weight_scale,
+    tiles, expert_map, num_slots, num_ids, num_experts, num_entries, C: gl.constexpr,
+):  # fmt: skip
+    """``out[s] = f(a[s // TOP_K] @ w[e].T + bias[e])``."""
+    STAGES: gl.constexpr = C.STAGES
+    BITS: gl.constexpr = 8 * C.ITEMSIZE
+    SWIZZLED: gl.constexpr = gl.NVMMASharedLayout(128, BITS, rank=2)
+    shape: gl.constexpr = [STAGES, C.BLOCK_M, C.BLOCK_K]
+    rows = gl.allocate_shared_memory(a.dtype.element_ty, shape, SWIZZLED)
+    weights = gl.allocate_shared_memory(w_desc.dtype, [STAGES] + w_desc.block_shape, w_desc.layout)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(full.index(stage), count=1 + COPYING)
+        mbarrier.init(empty.index(stage), count=1)
+    fence_async_shared()
+    ring = Ring(rows, weights, rows, full, empty)
+    take_turn()
+    num_tiles = count_tiles(tiles, num_slots, num_ids, num_entries, C)
+    scales = row_scale, weight_scale
+    v = Vectors(scales, tiles, expert_map, num_tiles, num_slots, num_ids, num_experts)
+    gl.warp_specialize(
+        [(multiply, (out, bias, ring, v, C)), (copy_tiles, (a, stride_am, w_desc, ring, v, C))],
+        [4],
+        [40],
+    )

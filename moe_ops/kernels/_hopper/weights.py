@@ -1,0 +1,240 @@
+"""Weights that stream past few vectors on Hopper: a ring of them in shared memory, the products.
+
+Weights are the first operand of the matrix instructions, 64 rows at a time. Two pieces of a tile,
+128 bytes of K each, are a stage of the ring. Two warps copy one each: one alone cannot ask for
+boxes as fast as memory sends them.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.language.core import _aggregate as aggregate
+
+from moe_ops.dispatch import hopper as hopper_tiles
+from moe_ops.kernels._hopper.slots import _optional
+from moe_ops.kernels._hopper.vectors import PIECES, of_chunk
+from moe_ops.kernels._runtime.slots import experts_of
+
+ROWS = gl.constexpr(hopper_tiles.TOKEN_ROWS)
+PIECE_BYTES = gl.constexpr(hopper_tiles.TOKEN_ROWS * hopper_tiles.ROW_BYTES)
+OF_WARP = gl.constexpr(gl.BlockedLayout([2], [32], [1], [0]))
+"""Rows of a tile in a copying warp."""
+load_words = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
+"""Its name from Triton 3.9 on, and before."""
+
+
+@aggregate
+class WeightRing:
+    """Weights in shared memory: boxes to copy, pieces of tiles to multiply; see `Ring`."""
+
+    boxes: gl.shared_memory_descriptor
+    pieces: gl.shared_memory_descriptor
+    scales: gl.shared_memory_descriptor
+    full: gl.shared_memory_descriptor
+    empty: gl.shared_memory_descriptor
+
+    @gluon.constexpr_function
+    def __init__(self, boxes, pieces, scales, full, empty):
+        self.boxes, self.pieces, self.scales = boxes, pieces, scales
+        self.full, self.empty = full, empty
+
+
+@aggregate
+class Choices:
+    """The routing of a token."""
+
+    ids: gl.tensor
+    weights: gl.tensor
+    expert_map: gl.tensor | gl.constexpr
+    num_ids: gl.tensor
+    num_experts: gl.tensor
+
+    @gluon.constexpr_function
+    def __init__(self, ids, weights, expert_map, num_ids, num_experts):
+        self.ids, self.weights, self.expert_map = ids, weights, _optional(expert_map)
+        self.num_ids, self.num_experts = num_ids, num_experts
+
+
+@gluon.jit
+def expert_of(choices, slot, inside):
+    """The experts of slots, -1 where there is none."""
+    found = gl.load(choices.ids + slot, mask=inside, other=-1)
+    return experts_of(found, choices.expert_map, choices.num_ids, choices.num_experts)
+
+
+@gluon.jit
+def make_ring(desc, BOXES: gl.constexpr, G: gl.constexpr):
+    """Of G.STAGES stages, whose pieces are copied in so many boxes."""
+    STAGES: gl.constexpr = G.STAGES
+    SWIZZLED: gl.constexpr = gl.NVMMASharedLayout(128, 8 * G.ITEMSIZE, rank=2)
+    shape: gl.constexpr = [STAGES * PIECES, ROWS, G.BLOCK_K]
+    pieces = gl.allocate_shared_memory(desc.dtype, shape, SWIZZLED)
+    SCALED: gl.constexpr = G.SCALE_COLS is not None
+    FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    count: gl.constexpr = [STAGES * PIECES if SCALED else 1, ROWS]
+    scales = gl.allocate_shared_memory(gl.float32, count, FLAT)
+    boxed: gl.constexpr = [STAGES * PIECES * BOXES] + desc.block_shape
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for stage in gl.static_range(STAGES):
+        # Of each copying warp the engine, and where it copies scales every thread of it.
+        mbarrier.init(full.index(stage), count=PIECES * (1 + 32 if SCALED else 1))
+        mbarrier.init(empty.index(stage), count=1)
+    fence_async_shared()
+    boxes = pieces._reinterpret(desc.dtype, boxed, desc.layout)
+    return WeightRing(boxes, pieces, scales, full, empty)
+
+
+@gluon.jit
+def stage_to_fill(step, ring, G: gl.constexpr):
+    """A stage that may be written, and whom to tell when it is."""
+    stage = step % G.STAGES
+    mbarrier.wait(ring.empty.index(stage), (step // G.STAGES + 1) & 1)
+    full = ring.full.index(stage)
+    mbarrier.expect(full, PIECE_BYTES)
+    return stage, full
+
+
+@gluon.jit
+def scales_at(w_scale, expert, row, G: gl.constexpr):
+    """Where the scales of weight rows begin, if pieces have scales; past the end: any others."""
+    if G.SCALE_COLS is not None:
+        GROUPS: gl.constexpr = G.groups
+        BANDS: gl.constexpr = G.bands
+        band = gl.minimum(row, G.WEIGHT_ROWS - 1) // G.SCALE_ROWS
+        w_scale += (expert.to(gl.int64) * BANDS + band) * GROUPS
+    return w_scale
+
+
+@gluon.jit
+def copy_scales(scale_at, ring, stage, full, piece, PIECE: gl.constexpr, G: gl.constexpr):
+    """Those of a piece, of which ``scale_at`` says where each row's begin."""
+    if G.SCALE_COLS is not None:
+        LAST: gl.constexpr = G.groups - 1
+        to = ring.scales.index(stage * PIECES + PIECE)
+        load_words(to, scale_at + gl.minimum(piece, LAST))
+        async_copy.mbarrier_arrive(full, increment_count=False)
+
+
+@gluon.jit
+def stage_to_read(step, ring, G: gl.constexpr):
+    """A stage that is there."""
+    stage = step % G.STAGES
+    mbarrier.wait(ring.full.index(stage), (step // G.STAGES) & 1)
+    return stage
+
+
+@gluon.jit
+def product(ring, stage, vectors, q, PIECE: gl.constexpr, acc):
+    """Begin the product of a piece of the weights and one of the vectors."""
+    columns = vectors.data.index(q * PIECES + PIECE).permute((1, 0))
+    return warpgroup_mma(ring.pieces.index(stage * PIECES + PIECE), columns, acc, is_async=True)
+
+
+@gluon.jit
+def add_products(step, ring, vectors, L: gl.constexpr, G: gl.constexpr):
+    """16-bit operands: the products of a stage are under way while those of the next are begun."""
+    zero = gl.full([ROWS, G.COLUMNS], 0, gl.float32, L)
+    total = zero
+    for c in range(G.CHUNKS):
+        acc = zero
+        for q in range(G.STEPS):
+            stage = stage_to_read(step, ring, G)
+            acc = product(ring, stage, vectors, q, 0, acc)
+            acc = product(ring, stage, vectors, q, 1, acc)
+            acc = warpgroup_mma_wait(2, [acc])
+            if q > 0:
+                mbarrier.arrive(ring.empty.index((step - 1) % G.STAGES))
+            step += 1
+        acc = warpgroup_mma_wait(0, [acc])
+        mbarrier.arrive(ring.empty.index((step - 1) % G.STAGES))
+        total += gl.where(of_chunk(c, L, G), acc, 0.0)
+    return total, step
+
+
+@gluon.jit
+def add_wide(step, ring, vectors, L: gl.constexpr, G: gl.constexpr):
+    """8-bit operands, scaled later.
+
+    The units add in fewer bits than float32 has: each product starts from zero.
+    """
+    zero = gl.full([ROWS, G.COLUMNS], 0, gl.float32, L)
+    total = zero
+    for c in range(G.CHUNKS):
+        chosen = of_chunk(c, L, G)
+        for q in range(G.STEPS):
+            stage = stage_to_read(step, ring, G)
+            left = product(ring, stage, vectors, q, 0, zero)
+            right = product(ring, stage, vectors, q, 1, zero)
+            left, right = warpgroup_mma_wait(0, [left, right])
+            mbarrier.arrive(ring.empty.index(stage))
+            total += gl.where(chosen, left, 0.0)
+            total += gl.where(chosen, right, 0.0)
+            step += 1
+    return total * vectors.scales.index(0).load(gl.SliceLayout(0, L))[None, :], step
+
+
+@gluon.jit
+def add_scaled(step, ring, vectors, L: gl.constexpr, G: gl.constexpr):
+    """8-bit operands of which each piece has scales, in shared memory both."""
+    zero = gl.full([ROWS, G.COLUMNS], 0, gl.float32, L)
+    total = zero
+    for c in range(G.CHUNKS):
+        chosen = of_chunk(c, L, G)
+        for q in range(G.STEPS):
+            stage = stage_to_read(step, ring, G)
+            left = product(ring, stage, vectors, q, 0, zero)
+            right = product(ring, stage, vectors, q, 1, zero)
+            x0 = vectors.scales.index(q * PIECES).load(gl.SliceLayout(0, L))
+            x1 = vectors.scales.index(q * PIECES + 1).load(gl.SliceLayout(0, L))
+            w0 = ring.scales.index(stage * PIECES).load(gl.SliceLayout(1, L))
+            w1 = ring.scales.index(stage * PIECES + 1).load(gl.SliceLayout(1, L))
+            left, right = warpgroup_mma_wait(0, [left, right])
+            mbarrier.arrive(ring.empty.index(stage))
+            total += gl.where(chosen, left * (x0[None, :] * w0[:, None]), 0.0)
+            total += gl.where(chosen, right * (x1[None, :] * w1[:, None]), 0.0)
+            step += 1
+    return total, step
+
+
+@gluon.jit
+def multiply_tile(step, ring, vectors, L: gl.constexpr, G: gl.constexpr):
+    """Sums (ROWS, COLUMNS) of a tile, 0 in columns of other chunks; `scale_and_shift` follows."""
+    if G.SCALE_COLS is not None:
+        total, step = add_scaled(step, ring, vectors, L, G)
+    elif G.ITEMSIZE == 1:
+        total, step = add_wide(step, ring, vectors, L, G)
+    else:
+        total, step = add_products(step, ring, vectors, L, G)
+    return total, step
+
+
+@gluon.jit
+def row_vectors(w_scale, bias, expert, row, inside, G: gl.constexpr):
+    """What the rows of a tile are multiplied with, and what is added to them, in float32.
+
+    Asked for before the products, to be there after them.
+    """
+    factor, shift = inside, inside
+    if G.ITEMSIZE == 1 and G.SCALE_COLS is None:
+        BANDS: gl.constexpr = G.bands
+        factor = gl.load(w_scale + expert * BANDS + row // G.SCALE_ROWS, mask=inside, other=0.0)
+    if bias is not None:
+        shift = gl.load(bias + expert * G.WEIGHT_ROWS + row, mask=inside, other=0.0)
+    return factor, shift
+
+
+@gluon.jit
+def scale_and_shift(acc, rows, bias, G: gl.constexpr):
+    """With the two of `row_vectors`."""
+    if G.ITEMSIZE == 1 and G.SCALE_COLS is None:
+        acc *= rows[0]
+    if bias is not None:
+        acc += rows[1].to(gl.float32)
+    return acc

@@ -1,0 +1,1 @@
+"""Rounding and row quantization shared by the quantizing kernels."""

@@ -1,0 +1,181 @@
+"""Triton kernels of quantization: of groups, which rows may be, and with scales that are known.
+
+A group's numbers stay in registers while its scale is found. Pieces of several rows fill a program
+where rows are short.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+
+from moe_ops.kernels._quantize.rounding import (
+    divide,
+    divide_given,
+    encode,
+    magnitude,
+    scale_of,
+    stored_scale,
+)
+from moe_ops.kernels._quantize.rows import load_values, readable
+from moe_ops.kernels._runtime.dependent import take_turn
+
+
+class Split(NamedTuple):
+    """How rows are shared out: a constant of a kernel."""
+
+    pieces: int
+    """Of a row."""
+    count: int
+    """Pieces of a program, a power of two."""
+    cols: int
+    """Columns of a part of a piece, a power of two."""
+    parts: int = 1
+    """Of a piece."""
+
+
+@triton.jit
+def find_pieces(num_rows, PIECES: tl.constexpr, COUNT: tl.constexpr):
+    """COUNT pieces of one expert's rows for each program, one after the other.
+
+    Returns their rows and their places in those (COUNT, 1), and which are real (COUNT,). What is
+    not real is a piece of the last row again: it may be read.
+    """
+    # The program's first piece is number_of_program * COUNT, which may pass 2**31.
+    program = tl.program_id(0)
+    piece = program % PIECES * COUNT + tl.arange(0, COUNT)
+    rank = program // PIECES * COUNT + piece // PIECES
+    last = tl.minimum(rank, num_rows - 1)
+    return last[:, None], (piece % PIECES)[:, None], rank < num_rows
+
+
+@triton.jit
+def store_values(q, stored, row, first, WIDTH, known, RULE: tl.constexpr):
+    """What `encode` said (ROWS, COLS) of columns from ``first`` on."""
+    if RULE.kind == "fp4":
+        PAIRS: tl.constexpr = stored.shape[1] // 2
+        even, odd = tl.split(tl.reshape(stored, (stored.shape[0], PAIRS, 2)))
+        stored, first, WIDTH = even | (odd << 4), first // 2, WIDTH // 2
+    col = first + tl.arange(0, stored.shape[1])[None, :]
+    inside = known[:, None] & (col < WIDTH)
+    tl.store(q + row * WIDTH + col, stored.to(q.dtype.element_ty), mask=inside)
+
+
+@triton.jit(do_not_specialize=["num_experts", "num_local_experts", "num_rows"])
+def quantize_kernel(
+    x, slots, topk_weights, topk_ids, expert_map, counts, num_experts, num_local_experts,
+    stride_expert, stride_row, WIDTH, global_scale, q, scale, num_rows,
+    TOP_K: tl.constexpr, SLOTS: tl.constexpr, UP: tl.constexpr,
+    FUNCTION: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.constexpr, BETA: tl.constexpr,
+    LINEAR_BETA: tl.constexpr, RULE: tl.constexpr, SPLIT: tl.constexpr,
+):  # fmt: skip
+    """One program quantizes groups, perhaps of several rows: these are the pieces of SPLIT.
+
+    They are divided by a global scale if there is one.
+    """
+    take_turn()
+    COUNT: tl.constexpr = SPLIT.count
+    COLS: tl.constexpr = SPLIT.cols
+    PARTS: tl.constexpr = SPLIT.parts
+    expert = tl.program_id(1)
+    rank, group, known = find_pieces(num_rows, SPLIT.pieces, COUNT)
+    row = expert.to(tl.int64) * num_rows + rank
+    col = tl.arange(0, COLS)[None, :]
+    width = readable(
+        topk_ids, expert_map, counts, num_experts, num_local_experts, WIDTH, expert, rank, SLOTS
+    )
+    values, most = (), tl.zeros((COUNT, COLS), dtype=tl.int32)
+    for part in tl.static_range(PARTS):
+        value = load_values(
+            x, slots, topk_weights, stride_expert, stride_row, WIDTH, expert, rank, row,
+            (group + part) * COLS + col, width,
+            TOP_K, UP, FUNCTION, LIMIT, ALPHA, BETA, LINEAR_BETA,
+        )  # fmt: skip
+        if global_scale is not None:
+            value = tl.div_rn(value, tl.load(global_scale).to(tl.float32))
+        most = tl.maximum(most, magnitude(value))
+        values = values + (value,)
+    own = scale_of(tl.max(most, 1).to(tl.float32, bitcast=True), RULE)
+    for part in tl.static_range(PARTS):
+        stored = encode(divide(values[part], own[:, None], RULE), RULE)
+        store_values(q, stored, row, (group + part) * COLS, WIDTH, known, RULE)
+    used = tl.reshape(width, (COUNT,)) > 0
+    own = stored_scale(tl.where(used, own, 0.0), RULE).to(scale.dtype.element_ty)
+    first = expert.to(tl.int64) * num_rows * SPLIT.pieces + tl.program_id(0).to(tl.int64) * COUNT
+    tl.store(scale + first + tl.arange(0, COUNT), own, mask=known)
+
+
+@triton.jit(do_not_specialize=["num_experts", "num_local_experts", "max_rows"])
+def amax_kernel(
+    x, slots, topk_weights, topk_ids, expert_map, counts, num_experts, num_local_experts,
+    stride_expert, stride_row, WIDTH, partials, max_rows, TOP_K: tl.constexpr, SLOTS: tl.constexpr,
+    UP: tl.constexpr, FUNCTION: tl.constexpr, LIMIT: tl.constexpr,
+    ALPHA: tl.constexpr, BETA: tl.constexpr, LINEAR_BETA: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One program finds the largest magnitude of its share of one expert's rows."""
+    take_turn()
+    first, step, expert = tl.program_id(0), tl.num_programs(0), tl.program_id(1)
+    last = max_rows
+    if counts is not None:
+        last = tl.minimum(max_rows, tl.load(counts + expert))
+    most = tl.zeros((BLOCK,), dtype=tl.int32)
+    for i in range(0, (last - first + step - 1) // step):
+        rank = first + i * step
+        row = expert.to(tl.int64) * max_rows + rank
+        width = readable(
+            topk_ids, expert_map, counts, num_experts, num_local_experts, WIDTH, expert, rank, SLOTS
+        )
+        for at in range(0, width, BLOCK):
+            value = load_values(
+                x, slots, topk_weights, stride_expert, stride_row, WIDTH, expert, rank, row,
+                at + tl.arange(0, BLOCK), width,
+                TOP_K, UP, FUNCTION, LIMIT, ALPHA, BETA, LINEAR_BETA,
+            )  # fmt: skip
+            most = tl.maximum(most, magnitude(value))
+    tl.store(partials + expert * step + first, tl.max(most, 0))
+
+
+@triton.jit(do_not_specialize=["num_experts", "num_local_experts", "given_expert", "num_rows"])
+def scaled_kernel(
+    x, slots, topk_weights, topk_ids, expert_map, counts, num_experts, num_local_experts,
+    stride_expert, stride_row, WIDTH, given, given_expert, given_row, q, scale, num_rows,
+    TOP_K: tl.constexpr, SLOTS: tl.constexpr, UP: tl.constexpr,
+    FUNCTION: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.constexpr, BETA: tl.constexpr,
+    LINEAR_BETA: tl.constexpr, PARTIALS: tl.constexpr, PER_ROW: tl.constexpr,
+    RULE: tl.constexpr, SPLIT: tl.constexpr,
+):  # fmt: skip
+    """One program quantizes pieces of rows with scales that are known before.
+
+    ``given`` holds scales, or (PARTIALS) each expert's ``given_expert`` partial maxima.
+    """
+    take_turn()
+    expert = tl.program_id(1)
+    rank, piece, known = find_pieces(num_rows, SPLIT.pieces, SPLIT.count)
+    row = expert.to(tl.int64) * num_rows + rank
+    col = piece * SPLIT.cols + tl.arange(0, SPLIT.cols)[None, :]
+    width = readable(
+        topk_ids, expert_map, counts, num_experts, num_local_experts, WIDTH, expert, rank, SLOTS
+    )
+    value = load_values(
+        x, slots, topk_weights, stride_expert, stride_row, WIDTH, expert, rank, row, col, width,
+        TOP_K, UP, FUNCTION, LIMIT, ALPHA, BETA, LINEAR_BETA,
+    )  # fmt: skip
+    if PARTIALS is None:
+        at = given + expert * given_expert
+        if PER_ROW:
+            at += rank // TOP_K * given_row
+        own = tl.load(at).to(tl.float32)
+        ratio = divide_given(value, own)
+    else:
+        part = tl.arange(0, PARTIALS)
+        bits = tl.load(given + expert * given_expert + part, mask=part < given_expert, other=0)
+        own = scale_of(tl.max(bits, 0).to(tl.float32, bitcast=True), RULE)
+        ratio = divide(value, own, RULE)
+    stored = encode(tl.where(col < width, ratio, 0.0), RULE)
+    store_values(q, stored, row, piece * SPLIT.cols, WIDTH, known, RULE)
+    if PER_ROW:
+        tl.store(scale + row, tl.where(width > 0, own, 0.0), mask=known[:, None] & (piece == 0))
+    else:
+        tl.store(scale + expert, own, mask=tl.program_id(0) == 0)

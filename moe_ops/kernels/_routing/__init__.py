@@ -1,0 +1,1 @@
+"""Scores, choice and grouping of the routing kernels."""

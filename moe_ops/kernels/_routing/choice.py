@@ -1,0 +1,236 @@
+"""How a program chooses the experts of its tokens, when all of them compete."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from moe_ops.kernels._routing.lanes import (
+    by_lanes,
+    finalists,
+    in_rounds,
+    largest,
+    of_tokens,
+    sum_by_lanes,
+)
+from moe_ops.kernels._routing.near import exceeds, near_choice, near_exp
+from moe_ops.kernels._routing.scores import (
+    best_positions,
+    biased,
+    chosen_weights,
+    exp64,
+    is_finite,
+    number,
+    ordered,
+    scores,
+    scores_and_choice,
+    signed_key,
+    store_routing,
+)
+
+
+@triton.jit
+def pack(key, position, COUNT: tl.constexpr):
+    """Keys with the position in place of their lowest bits: all differ, ties to the lowest."""
+    return (key | (COUNT - 1)) - position
+
+
+@triton.jit
+def chosen_of(packed, slot, TOPK: tl.constexpr, EXPERTS: tl.constexpr, MANY: tl.constexpr):
+    """The experts of the largest keys, falling, the last of these keys, and that of the others.
+
+    Where others may be larger than is known, theirs is the largest of all. That may be where tokens
+    are MANY, for which what takes the fewest instructions is best; of few all wait for the slowest.
+    """
+    COUNT: tl.constexpr = packed.shape[0] * packed.shape[2] * packed.shape[3]
+    if MANY and in_rounds(COUNT, TOPK):
+        packed, last = finalists(packed)
+        chosen, best, left = largest(packed, slot, TOPK)
+        left = tl.where(last >= best, 0x7FFFFFFF, left)
+    else:
+        chosen, best, left = largest(packed, slot, TOPK)
+    return EXPERTS - 1 - (chosen & (EXPERTS - 1)), best, left
+
+
+@triton.jit
+def _load_logits(rows, expert, EXPERTS: tl.constexpr, NUM_EXPERTS: tl.constexpr):
+    """By lanes; those of no expert are -inf."""
+    if NUM_EXPERTS == EXPERTS:
+        logits = tl.load(of_tokens(rows) + expert)
+    else:
+        logits = tl.load(of_tokens(rows) + expert, mask=expert < NUM_EXPERTS, other=float("-inf"))
+    return logits.to(tl.float32)
+
+
+@triton.constexpr_function
+def _step(dtype):
+    """Between the keys of different numbers of a type, at least."""
+    return {tl.bfloat16: 0x10000, tl.float16: 0x2000}.get(dtype, 1)
+
+
+@triton.jit
+def _choose_by_logits(
+    rows, slot,
+    TOPK: tl.constexpr, EXPERTS: tl.constexpr, NUM_EXPERTS: tl.constexpr, MANY: tl.constexpr,
+):  # fmt: skip
+    """The largest logits of each token, a number that no other exceeds, and a sum of exponentials.
+
+    None other than those that equal a chosen one and come after it: that is known where positions
+    take no bits of keys that differ, STEP or more from each other.
+
+    Exponentials are not of a distance to the largest, which nobody has to wait for then: see
+    `near_exp`. What is NaN or infinite is wrong in the sum. Where it is not the largest, either, it
+    is as little as -inf: a minimum of NaN and a number is the number.
+    """
+    STEP: tl.constexpr = _step(rows.dtype.element_ty)
+    expert = by_lanes(EXPERTS)
+    logits = _load_logits(rows, expert, EXPERTS, NUM_EXPERTS)
+    total = sum_by_lanes(near_exp(tl.maximum(logits, -600.0).to(tl.float64)))
+    key = signed_key(logits)
+    if NUM_EXPERTS != EXPERTS:  # less than -inf, as some NaN are
+        key = tl.where(expert < NUM_EXPERTS, key, -0x80000000)
+    ids, best, left = chosen_of(pack(key, expert, EXPERTS), slot, TOPK, EXPERTS, MANY)
+    bound = left | (EXPERTS - 1)
+    if STEP >= EXPERTS:
+        equal = (left & -STEP) == (best & -STEP)
+        bound = tl.where(equal, (best & -STEP) + ((best >> 31) & (STEP - 1)) - STEP, bound)
+    return ids, number(bound)[:, None, None], total[:, None, None]
+
+
+@triton.jit
+def _near_softmax(picked, known, total):
+    """float32 scores by a sum that is good to 2**-39, and where that decides how they are rounded.
+
+    There, the scores are not far below the largest, so that logits that differ by more than 2**-20
+    have scores that differ.
+    """
+    score = tl.where(known, exp64(picked.to(tl.float64)) / total, 0.0)
+    above, below = (score * (1 + 2.0**-38)).to(tl.float32), (score * (1 - 2.0**-38)).to(tl.float32)
+    return above, (above == below) & (above > 2.0**-100) & (tl.abs(picked) <= 256.0)
+
+
+@triton.jit
+def _choose_by_near_scores(
+    rows, bias, slot, TOPK: tl.constexpr, EXPERTS: tl.constexpr, NUM_EXPERTS: tl.constexpr,
+    SCORING: tl.constexpr, MANY: tl.constexpr,
+):  # fmt: skip
+    """The nearly largest sums of a score and a bias, and a number nearly none other exceeds."""
+    expert = by_lanes(EXPERTS)
+    logits = _load_logits(rows, expert, EXPERTS, NUM_EXPERTS)
+    choice = near_choice(logits, bias, expert, expert < NUM_EXPERTS, SCORING)
+    packed = pack(signed_key(choice), expert, EXPERTS)
+    ids, _, left = chosen_of(packed, slot, TOPK, EXPERTS, MANY)
+    return ids, number(left | (EXPERTS - 1))[:, None, None]
+
+
+@triton.jit
+def _choose_by_scores(
+    rows, bias, expert, slot, TOPK: tl.constexpr, NUM_EXPERTS: tl.constexpr, SCORING: tl.constexpr
+):
+    """The best by their scores, if keys of scores differ not in their lowest bits only.
+
+    Returns:
+        The experts, for each token 1 if no key left is larger than a chosen one (then these are the
+        best, though perhaps in another order), and a softmax's terms.
+    """
+    COUNT: tl.constexpr = expert.shape[1]
+    valid = expert < NUM_EXPERTS
+    logits = tl.load(rows + expert, mask=valid, other=float("-inf")).to(tl.float32)
+    choice, peak, inverse = scores_and_choice(logits, bias, expert, valid, SCORING)
+    key = ordered(choice, bias is not None)
+    packed = pack(key, expert, COUNT)
+    chosen, best, _ = largest(packed[None, :, :, None], slot, TOPK)
+    others = packed < best[:, None]
+    left = tl.max(tl.where(others, key, -0x80000000), 1)
+    least = tl.min(tl.where(others, 0x7FFFFFFF, key), 1)
+    complete = (left <= least)[:, None, None]
+    return COUNT - 1 - (chosen & (COUNT - 1)), complete, peak, inverse
+
+
+@triton.jit
+def in_falling_order(x, ids):
+    """Which ones of each row's are less than the one before them, or as much with a later id."""
+    before = tl.maximum(tl.arange(0, x.shape[2]) - 1, 0)[None, None, :]
+    before = tl.broadcast_to(before, x.shape)
+    x_before, id_before = tl.gather(x, before, 2), tl.gather(ids, before, 2)
+    return (x < x_before) | ((x == x_before) & (ids >= id_before))
+
+
+@triton.jit
+def one_a_thread(x):
+    """``(rows, SLOTS)`` as ``(rows, copies, SLOTS)``: enough elements for the threads of a warp.
+
+    With fewer, Triton 3.6 keeps them as the row of experts is kept, all of them in every thread.
+    """
+    ROWS: tl.constexpr = x.shape[0]
+    SLOTS: tl.constexpr = x.shape[1]
+    COPIES: tl.constexpr = 32 // (ROWS * SLOTS) if ROWS * SLOTS < 32 else 1
+    return tl.broadcast_to(x[:, None, :], (ROWS, COPIES, SLOTS))
+
+
+@triton.jit
+def _best_of(
+    rows, bias, expert, known,
+    TOPK: tl.constexpr, NUM_EXPERTS: tl.constexpr, SLOTS: tl.constexpr, SCORING: tl.constexpr,
+):  # fmt: skip
+    """Whom the scores of all experts choose, and their scores."""
+    valid = expert < NUM_EXPERTS
+    logits = tl.load(rows + expert, mask=valid, other=0.0).to(tl.float32)
+    choice, peak, inverse = scores_and_choice(logits, bias, expert, valid, SCORING)
+    key = ordered(choice, bias is not None)
+    ids = one_a_thread(best_positions(key, TOPK, expert.shape[1], SLOTS))
+    if SCORING == "softmax":
+        peak, inverse = peak[:, None], inverse[:, None]
+    return ids, chosen_weights(rows[:, None], ids, known, peak, inverse, SCORING)
+
+
+@triton.jit
+def route_tokens(
+    gating_output, bias, topk_weights, topk_ids, first_token, num_tokens, stride_row,
+    NUM_EXPERTS: tl.constexpr,
+    SCALE: tl.constexpr, TOPK: tl.constexpr, RENORMALIZE: tl.constexpr, SCORING: tl.constexpr,
+    TOKENS: tl.constexpr, EXPERTS: tl.constexpr, SLOTS: tl.constexpr, MANY: tl.constexpr,
+):  # fmt: skip
+    """All experts compete, for each of TOKENS tokens: the chosen ``(TOKENS, SLOTS)``.
+
+    A quick way finds nearly always what the slow one would. Where it need not have, all tokens of
+    the program take the slow one. A softmax without a bias chooses by the logits: their order is
+    that of the scores, but for close ones, whose scores may be equal, and very small scores. Others
+    with a bias choose by scores in float32, of which close ones may be in another order.
+    """
+    BY_LOGITS: tl.constexpr = bias is None and SCORING == "softmax"
+    NEAR: tl.constexpr = bias is not None and SCORING != "softmax"
+    token = first_token.to(tl.int64) + tl.arange(0, TOKENS)[:, None]
+    expert, slot = tl.arange(0, EXPERTS)[None, :], tl.arange(0, SLOTS)[None, :]
+    rows = gating_output + tl.minimum(token, num_tokens - 1) * stride_row
+    mask = slot < tl.where(token < num_tokens, TOPK, 0)
+    known, at = one_a_thread(mask), one_a_thread(token * TOPK + slot)
+    place = one_a_thread(tl.zeros((TOKENS, 1), dtype=tl.int32) + slot)
+    near, peak, inverse = rows[:, None], 0.0, 0.0
+    if BY_LOGITS:
+        ids, bound, total = _choose_by_logits(rows, place, TOPK, EXPERTS, NUM_EXPERTS, MANY)
+    elif NEAR:
+        ids, bound = _choose_by_near_scores(
+            rows, bias, place, TOPK, EXPERTS, NUM_EXPERTS, SCORING, MANY
+        )
+    else:
+        ids, sure, peak, inverse = _choose_by_scores(
+            rows, bias, expert, place, TOPK, NUM_EXPERTS, SCORING
+        )
+        if SCORING == "softmax":
+            peak, inverse = peak[:, None], inverse[:, None]
+    picked = tl.load(near + ids, mask=known, other=0.0).to(tl.float32)
+    if BY_LOGITS:
+        weights, sure = _near_softmax(picked, known, total)
+        sure = sure & (picked - bound > 2.0**-20)
+        rank = weights
+    else:
+        weights = scores(picked, known & is_finite(picked), peak, inverse, SCORING)
+        rank = tl.where(known, biased(weights, bias, ids, known), float("-inf"))
+    if NEAR:
+        sure = exceeds(rank, bound, SCORING, 1)
+    sure = tl.where(known, (sure & in_falling_order(rank, ids)).to(tl.int32), 1)
+    if tl.min(sure) == 0:
+        ids, weights = _best_of(rows, bias, expert, known, TOPK, NUM_EXPERTS, SLOTS, SCORING)
+    store_routing(topk_weights, topk_ids, at, known, weights, ids, RENORMALIZE, SCALE)
+    return tl.max(tl.where(known, ids, -1), 1)

@@ -1,0 +1,1 @@
+"""Launching: binaries, programmatic dependent launch, cache keys, slot helpers."""

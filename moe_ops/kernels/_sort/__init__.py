@@ -1,0 +1,1 @@
+"""Counting sort of slots by expert, and the plan made of it."""
