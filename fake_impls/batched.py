@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from moe_ops import sizes
-from moe_ops.activation import formula
 from moe_ops.dispatch.tiles import MAX_PLAN_ENTRIES
 from moe_ops.fake_impls.quantize import check_width
 from moe_ops.scheme import parse_quant
@@ -99,7 +98,7 @@ def _check_rows(
 
 def _activated(x: Tensor, activation: str) -> tuple[int, int, int]:
     experts, rows, width = x.shape
-    return experts, rows, sizes.activated("x", width, formula(activation))
+    return experts, rows, sizes.activated("x", width, activation)
 
 
 def _rows(x: Tensor, shape: tuple[int, int, int], quant: str) -> tuple[Tensor, Tensor]:

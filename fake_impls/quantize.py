@@ -5,7 +5,6 @@ from __future__ import annotations
 from torch import Tensor
 
 from moe_ops import sizes
-from moe_ops.activation import formula
 from moe_ops.scheme import Quant, parse_quant
 
 
@@ -43,7 +42,7 @@ def activation_quantize(
     rows, width = x.shape
     sizes.row_scale(scale, parse_quant(quant), rows)
     _check_slots(topk_ids, expert_map, rows)
-    return _rows(x, rows, sizes.activated("x", width, formula(activation)), quant)
+    return _rows(x, rows, sizes.activated("x", width, activation), quant)
 
 
 def _check_slots(topk_ids: Tensor | None, expert_map: Tensor | None, rows: int) -> None:

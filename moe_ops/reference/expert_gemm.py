@@ -39,6 +39,6 @@ def expert_matmul(
 
     permuted = None if not expert_order else "out" if activation else "a"
     return grouped(
-        out, product, *w.shape[:2], tiles, row_tiles, top_k,
+        out, product, w.shape, tiles, row_tiles, top_k,
         bias=bias, topk_weights=topk_weights, activation=activation, permuted=permuted,
     )  # fmt: skip

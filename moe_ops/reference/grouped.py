@@ -19,8 +19,7 @@ Product = Callable[[int, Tensor, Tensor], None]
 def grouped(
     out: Tensor,
     product: Product,
-    num_experts: int,
-    n: int,
+    weight: Sequence[int],
     tiles: AnyTiles,
     row_tiles: Sequence[int],
     top_k: int,
@@ -35,8 +34,7 @@ def grouped(
     Args:
         out: ``(slots, columns)``.
         product: see `Product`.
-        num_experts: El.
-        n: columns of a product.
+        weight: ``(El, n, ..)``, the shape of the weight; n: columns of a product.
         tiles: plan, ``topk_ids`` and expert map.
         row_tiles: what the plan was made with.
         top_k: slots of a row of ``a``.
@@ -46,7 +44,7 @@ def grouped(
         permuted: which of ``a`` and ``out`` has its rows in expert order, if any.
     """
     out.zero_()
-    num_slots = out.shape[0]
+    num_slots, (num_experts, n) = out.shape[0], weight[:2]
     if num_slots == 0:
         return out
     slots, experts = planned_slots(tiles, row_tiles, num_slots, num_experts)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,7 +24,7 @@ from moe_ops.scheme import (
 )
 from moe_ops.scheme.rounding import decode, scale_value
 from moe_ops.scheme.weights import rows_per_scale
-from moe_ops.tensors import QTensor, Rows
+from moe_ops.tensors import QTensor
 
 
 def scaled_matmul(
@@ -70,53 +71,60 @@ def scaled_matmul(
         activation: key of f; empty: there is none.
     """
     tiles = (plan, topk_ids, expert_map)
-    weight, rest = (w, w_scale, w_global_scale), (row_tiles, top_k, scheme, out_dtype, activation)
-    out = empty_rows(a, a_scale, *weight, bias, *tiles, *rest)
+    out = empty_rows(
+        a, a_scale, w, w_scale, w_global_scale, bias, *tiles,
+        row_tiles, top_k, scheme, out_dtype, activation,
+    )  # fmt: skip
     known, stored = get_scheme(scheme), QTensor(w, w_scale, None, w_global_scale)
-    quant = known.activation
+    quant, _ = known.quants
+    rows: tuple[Any, Any] = a, a_scale
     if a.dtype != quant.dtype:
-        a, a_scale = moe_quantize(a, a_scale, None, topk_ids, expert_map, w.shape[0], quant.key)
+        rows = moe_quantize(a, a_scale, None, topk_ids, expert_map, w.shape[0], quant.key)
     make = _decoded if known.decoded else _scaled
-    product = make(Rows(a, a_scale), stored, known, row_tiles)
-    return grouped(
-        out, product, *w.shape[:2], tiles, row_tiles, top_k, bias=bias, activation=activation
-    )
+    product = make(*rows, stored, known, row_tiles)
+    return grouped(out, product, w.shape, tiles, row_tiles, top_k, bias=bias, activation=activation)
 
 
-def _row_scales(rows: Rows, quant: Quant, expert: int, source: Tensor, num_experts: int) -> Tensor:
-    """``(R, groups)``: the scales of some rows, which may share one, or have one of the expert."""
+def _row_scales(
+    scale: Tensor, quant: Quant, expert: int, source: Tensor, rows: int, num_experts: int
+) -> Tensor:
+    """``(R, groups)``: the scales of some of ``rows``, or that of all, or the expert's."""
     if quant.per_tensor:
-        return rows.scale.flatten().expand(num_experts)[expert].expand(len(source), 1)
-    return rows.scale.view(len(rows.data), -1)[source]
+        return scale.flatten().expand(num_experts)[expert].expand(len(source), 1)
+    return scale.view(rows, -1)[source]
 
 
-def _decoded(rows: Rows, stored: QTensor, scheme: Scheme, row_tiles: Sequence[int]) -> Product:
+def _decoded(
+    a: Tensor, a_scale: Tensor, stored: QTensor, scheme: Scheme, row_tiles: Sequence[int]
+) -> Product:
     """Products of the numbers that stored values stand for."""
-    num_experts = len(stored.data)
+    (quant, _), num_experts = scheme.quants, len(stored.data)
 
     def product(expert: int, source: Tensor, out: Tensor) -> None:
-        scales = _row_scales(rows, scheme.activation, expert, source, num_experts)
-        x = dequantize_rows(rows.data[source], scales, scheme.activation)
+        scales = _row_scales(a_scale, quant, expert, source, len(a), num_experts)
+        x = dequantize_rows(a[source], scales, quant)
         weight = dequantize_weight(one_expert(stored, expert), scheme)[0]
         multiply(x, weight, out, row_tiles)
 
     return product
 
 
-def _scaled(rows: Rows, stored: QTensor, scheme: Scheme, row_tiles: Sequence[int]) -> Product:
+def _scaled(
+    a: Tensor, a_scale: Tensor, stored: QTensor, scheme: Scheme, row_tiles: Sequence[int]
+) -> Product:
     """Products of stored values, scaled group by group."""
-    w, w_scale, _, _ = stored
-    num_experts, n, k = w.shape
-    quant = scheme.weight
-    cols = 1 if quant.group.cols == WHOLE else -(-k // quant.group.cols)
+    w, (num_experts, n, k) = stored.data, stored.data.shape
+    quant, weight_quant = scheme.quants
+    cols = 1 if weight_quant.group.cols == WHOLE else -(-k // weight_quant.group.cols)
+    w_scale: Any = stored.scale
     groups = w_scale.view(num_experts, -1, cols)
-    w_row = torch.arange(n, device=w.device) // rows_per_scale(w_scale, quant, n)
+    w_row = torch.arange(n, device=w.device) // rows_per_scale(w_scale, weight_quant, n)
 
     def product(expert: int, source: Tensor, out: Tensor) -> None:
-        a_scales = _row_scales(rows, scheme.activation, expert, source, num_experts).float()
+        a_scales = _row_scales(a_scale, quant, expert, source, len(a), num_experts).float()
         w_scales = scale_value(groups[expert, w_row])
-        both = (rows.data[source], a_scales), (w[expert], w_scales)
-        out.copy_(_product(*both, quant, row_tiles))
+        both = (a[source], a_scales), (w[expert], w_scales)
+        out.copy_(_product(*both, weight_quant, row_tiles))
 
     return product
 

@@ -43,7 +43,7 @@ def weight_only_matmul(
         multiply(a[source].float(), weight, rows, row_tiles)
 
     return grouped(
-        out, product, *w.shape[:2], tiles, row_tiles, top_k,
+        out, product, w.shape, tiles, row_tiles, top_k,
         bias=bias, topk_weights=topk_weights, activation=activation,
     )  # fmt: skip
 

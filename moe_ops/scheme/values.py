@@ -211,6 +211,13 @@ class Scheme:
     exact, times their group's scale.
     """
 
+    @property
+    def quants(self) -> tuple[Quant, Quant]:
+        """How activations and weights are quantized; ValueError unless both are."""
+        if self.activation is None or self.weight is None:
+            raise ValueError(f"scheme must quantize activations and weights, got {self.name!r}")
+        return self.activation, self.weight
+
     def __post_init__(self) -> None:
         a, w, decoded = self.activation, self.weight, False
         if a is not None and w is not None:
