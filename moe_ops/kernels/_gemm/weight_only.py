@@ -1,8 +1,8 @@
-"""Triton kernel of the expert GEMMs that dequantize weights (and rows), and its steps.
+"""Triton kernel of the expert GEMMs that dequantize weights, or both operands, and its steps.
 
 ``M`` counts slots, ``N`` output columns, ``K`` is the contraction. Weights are the second operand
-of each product: matrix units that read registers take what was dequantized there, those that read
-shared memory get it written there first.
+of each product. Tensor cores that read registers take the dequantized weights from registers; for
+those that read shared memory (WGMMA, tcgen05) the weights are written there first.
 """
 
 from __future__ import annotations
@@ -30,7 +30,10 @@ from moe_ops.kernels._runtime.dependent import take_turn
 
 @triton.jit
 def per_row(vector, expert, row, SHARE: tl.constexpr, COLS: tl.constexpr, FORMAT: tl.constexpr):
-    """Where what belongs to weight rows begins, SHARE rows sharing COLS entries; None of None."""
+    """Pointers to the first entry of each weight row; None if there is no vector.
+
+    Every SHARE weight rows of an expert share COLS entries.
+    """
     at = None
     if vector is not None:
         PER_EXPERT: tl.constexpr = (FORMAT.weight_rows + SHARE - 1) // SHARE * COLS
@@ -42,7 +45,7 @@ def per_row(vector, expert, row, SHARE: tl.constexpr, COLS: tl.constexpr, FORMAT
 def load_zero_points(
     zero_points, row, start, inside, K: tl.constexpr, BLOCK_K: tl.constexpr, FORMAT: tl.constexpr
 ):
-    """Those of the groups that a step meets, less the offset of numbers; None without any."""
+    """Zero points of the groups that a step touches, minus the storage offset; None without any."""
     value = None
     if zero_points is not None:
         value = load_groups(zero_points, start, inside, K, BLOCK_K, FORMAT).to(tl.int32)
@@ -54,9 +57,9 @@ def load_zero_points(
 
 @triton.jit
 def row_pointers(a, row, stride_am, BLOCK_K: tl.constexpr, ROWS: tl.constexpr):
-    """Where a tile's rows begin; the entries of a step along K.
+    """Pointers to a tile's rows, and the entries of a step along K.
 
-    Quantized rows lie with K first, (K, M), as weights do.
+    Quantized rows are addressed with K first, (K, M), as weights are.
     """
     if ROWS is None:
         k = tl.arange(0, BLOCK_K)
@@ -69,7 +72,10 @@ def row_pointers(a, row, stride_am, BLOCK_K: tl.constexpr, ROWS: tl.constexpr):
 
 @triton.jit
 def row_scales(a_scale, expert, row, stride_se, stride_sm):
-    """Where the scales of rows begin; None (which no tuple takes) where rows are numbers."""
+    """Pointers to the scales of rows; None if rows are not quantized.
+
+    None becomes a value here because a tuple in a kernel cannot hold it.
+    """
     scales = a_scale
     if a_scale is not None:
         scales = a_scale + expert * stride_se + row * stride_sm
@@ -80,7 +86,7 @@ def row_scales(a_scale, expert, row, stride_se, stride_sm):
 def load_rows(
     tile, scales, k, start, real, K: tl.constexpr, BLOCK_K: tl.constexpr, ROWS: tl.constexpr
 ):
-    """A tile of rows (M, BLOCK_K); of quantized ones bf16 numbers times group scales, all exact."""
+    """A tile of rows (M, BLOCK_K); quantized rows are dequantized to bf16, which is exact."""
     if ROWS is None:
         x = load_tile(tile + start, k + start, real, K, BLOCK_K, 1)
     else:
@@ -99,7 +105,7 @@ def add_product(
     acc, x, stored, scales, zero_points, row, start, inside,
     K: tl.constexpr, BLOCK_K: tl.constexpr, FORMAT: tl.constexpr,
 ):  # fmt: skip
-    """``acc`` plus the product of two tiles; scales and zero points lie at the rows' pointers."""
+    """``acc + x @ dequantized(stored)``; ``scales`` and ``zero_points`` are pointers per row."""
     scale = load_groups(scales, start, inside, K, BLOCK_K, FORMAT)
     zero_point = load_zero_points(zero_points, row, start, inside, K, BLOCK_K, FORMAT)
     y = dequantize(stored, scale, zero_point, x.dtype, BLOCK_K, FORMAT)
@@ -115,7 +121,7 @@ def finish_sums(
     acc, scales, a_scales, global_scale, bias, input_weights, expert, row, slot, real, inside,
     FORMAT: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Scales that span K, router weights and the bias of each weight row."""
+    """Apply scales that span K, the global scale, router weights and the bias."""
     if ROWS is not None and ROWS.cols is None:
         acc *= tl.load(a_scales, mask=real, other=0.0)[:, None]
     if FORMAT.cols is None:
@@ -138,8 +144,9 @@ def weight_only_gemm_kernel(
 ):  # fmt: skip
     """``out[s] = f(input_weights[s] * a[s // TOP_K] @ dequantized(w[e]).T + bias[e])``.
 
-    RULE (a `Formula` or None), FORMAT (a `Format`) and ROWS (one too; None: rows are numbers) are
-    NamedTuples. Quantized rows become bf16 numbers; scales of whole rows multiply sums.
+    RULE is a `Formula` or None, FORMAT the `Format` of weights, ROWS the `Format` of rows, or None
+    if rows are not quantized. Quantized rows are dequantized to bf16; scales of whole rows multiply
+    the sums.
     """
     take_turn(LONG=True)
     pid_m, pid_n, expert = find_tile(
