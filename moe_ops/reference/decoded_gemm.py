@@ -32,23 +32,23 @@ def decoded_gemm(
     scheme: str,
     out_dtype: torch.dtype,
 ) -> Tensor:
-    """``out[s] = numbers(a[s // top_k]) @ numbers(w[e]).T + bias[e]``, rounded once.
+    """``out[s] = dequantized(a[s // top_k]) @ dequantized(w[e]).T + bias[e]``, rounded once.
 
     Args:
         a: ``(R, K)`` as the scheme stores activations; 4-bit numbers packed, ``(R, K / 2)``.
-        a_scale: ``(R, groups)``; one a tensor: one element, or one for each expert.
-        w: as the scheme stores weights, like ``w_scale``.
-        w_scale: scales of groups.
-        w_global_scale: a float32 factor on the product of ``(E,)``, ``(E, 2)`` (gate, up) or
-            ``(E, N)``; that of rows is in it.
+        a_scale: ``(R, groups)``; per-tensor scales: one element, or one per expert.
+        w: weights as the scheme stores them.
+        w_scale: scales of the weights' groups, as the scheme stores them.
+        w_global_scale: a float32 factor on the product, ``(E,)``, ``(E, 2)`` (gate, up) or
+            ``(E, N)``, that includes the global scale of the rows.
         bias: added in float32.
-        plan: of tiles; with the next two a `Tiles`.
-        topk_ids: see there.
-        expert_map: see there.
-        row_tiles: what the plan was made with.
-        top_k: slots of a row of ``a``.
-        scheme: its name.
-        out_dtype: of the result.
+        plan: the plan of tiles; a field of `Tiles`, as are ``topk_ids`` and ``expert_map``.
+        topk_ids: see `Tiles`.
+        expert_map: see `Tiles`.
+        row_tiles: the row tiles that the plan was made with.
+        top_k: slots per row of ``a``.
+        scheme: name of the scheme.
+        out_dtype: dtype of the result.
     """
     tiles = (plan, topk_ids, expert_map)
     rest = (bias, *tiles, row_tiles, top_k, scheme, out_dtype)
@@ -73,7 +73,7 @@ def decoded_gemm_act(
     out_dtype: torch.dtype,
     activation: str,
 ) -> Tensor:
-    """The activation of the same rows, in float32, rounded once."""
+    """The activation of the rows of `decoded_gemm`, in float32, rounded once."""
     tiles = (plan, topk_ids, expert_map)
     rest = (bias, *tiles, row_tiles, top_k, scheme, out_dtype, activation)
     out = empty_activated_rows(a, a_scale, w, w_scale, w_global_scale, *rest)
@@ -96,7 +96,7 @@ def _grouped(
     scheme: str,
     finish: Callable[[Tensor], Tensor],
 ) -> Tensor:
-    """``out[slot] = finish(product of the slot's row)``, with zeros in skipped slots."""
+    """``out[slot] = finish(product of the slot's row)``, zeros for skipped slots."""
     out.zero_()
     if out.shape[0] == 0:
         return out
@@ -117,9 +117,9 @@ def _grouped(
 def _numbers(
     q: Tensor, scale: Tensor, quant: Quant | None, row: Tensor, experts: Tensor, num_experts: int
 ) -> Tensor:
-    """Row by row the numbers of each slot, in float32."""
+    """The dequantized rows ``row``, one per slot, in float32."""
     if quant is None:
         return q[row].float()
-    if quant.per_tensor:  # one, or one for each expert
+    if quant.per_tensor:  # one scale, or one per expert
         return dequantize_rows(q[row], scale.flatten().expand(num_experts)[experts, None], quant)
     return dequantize_rows(q[row], scale.view(len(q), -1)[row], quant)

@@ -1,9 +1,9 @@
 """Reference of the expert GEMMs: one matrix product for each expert that has rows.
 
-With ``expert_order`` the rows between two of them, which `expert_gemm_act` writes and `expert_gemm`
-reads, lie as their plan has them, without its padding: the next expert's begin where one's end.
-Batched and permuted rows, which lie by expert anyway, stay where they are. Rows past those in use
-hold anything. Everything else stays in slot order: ``out`` of `expert_gemm`, and router weights.
+With ``expert_order`` the rows between the two GEMMs, which `expert_gemm_act` writes and
+`expert_gemm` reads, are permuted: sorted by expert as in the plan, without its padding. Batched and
+permuted rows, which are grouped by expert already, keep their places. Rows past the rows in use are
+undefined. Everything else stays in slot order: ``out`` of `expert_gemm`, and router weights.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ def _grouped(
     ordered: str | None,
     finish: Callable[[Tensor, Tensor], Tensor],
 ) -> Tensor:
-    """``out[slot] = finish(rows @ w[e].T, slots)`` in float32, with zeros in all other rows.
+    """``out[slot] = finish(rows @ w[e].T, slots)`` in float32, zeros in all other rows.
 
-    ``ordered``: which of ``a`` and ``out`` has its rows in expert order, if any.
+    ``ordered``: which of ``"a"`` and ``"out"`` has permuted rows, if any.
     """
     out.zero_()
     num_slots = out.shape[0]

@@ -1,6 +1,6 @@
-"""Reference of the expert GEMMs of which both operands are quantized.
+"""Reference of the expert GEMMs with two quantized operands.
 
-One matrix product for each expert that has rows and each group of columns that shares scales.
+One matrix product for each expert that has rows and each scale group along K.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from moe_ops.tensors import AnyTiles
 
 
 class _Operands(NamedTuple):
-    """What is multiplied: stored values and their scales."""
+    """The operands: stored values, their scales and the bias."""
 
     a: Tensor
     a_scale: Tensor
@@ -51,11 +51,10 @@ def scaled_gemm(
 ) -> Tensor:
     """``out[s] = a_scale * w_scale * (a[s // top_k] @ w[e].T) + bias[e]``, rounded once.
 
-    Rows that are not quantized yet are so first, with a scale that is given or with their own.
+    Rows that are not quantized yet are quantized first, with ``a_scale`` or scales from the data.
 
-    The products of a group of columns that shares scales are summed first (exactly for int8), then
-    scaled, then added up, all in float32; Hopper's tensor cores keep about 14 bits of the first
-    sum of 8-bit floats.
+    The products within a scale group along K are summed (exactly for int8), then scaled, then added
+    up, all in float32. (Hopper's fp8 tensor cores keep about 14 bits of the sum within a group.)
     """
     tiles = (plan, topk_ids, expert_map)
     out = empty_rows(a, a_scale, w, w_scale, bias, *tiles, row_tiles, top_k, scheme, out_dtype)
@@ -79,7 +78,7 @@ def scaled_gemm_act(
     out_dtype: torch.dtype,
     activation: str,
 ) -> Tensor:
-    """The activation of the same rows, in float32, rounded once."""
+    """The activation of the rows of `scaled_gemm`, in float32, rounded once."""
     tiles = (plan, topk_ids, expert_map)
     rest = (bias, *tiles, row_tiles, top_k, scheme, out_dtype, activation)
     out = empty_activated_rows(a, a_scale, w, w_scale, *rest)
@@ -97,7 +96,10 @@ def scaled_gemm_act(
 def _quantized(
     a: Tensor, a_scale: Tensor | None, w: Tensor, scheme: str, tiles: AnyTiles
 ) -> tuple[Tensor, Tensor]:
-    """Rows that are not quantized yet, but those of skipped slots, quantized."""
+    """The quantized rows and their scales; rows that are not quantized yet are quantized here.
+
+    Rows whose slots are all skipped are left out: they are zeros.
+    """
     quant, _ = quants(scheme)
     slots = (*tiles[1:], w.shape[0])
     return stored_rows(a, a_scale, quant) or moe_quantize(a, a_scale, None, *slots, quant.key)
@@ -111,7 +113,7 @@ def _grouped(
     top_k: int,
     finish: Callable[[Tensor], Tensor],
 ) -> Tensor:
-    """``out[slot] = finish(product of the slot's row)``, with zeros in skipped slots."""
+    """``out[slot] = finish(product of the slot's row)``, zeros for skipped slots."""
     a, a_scale, w, w_scale, bias, scheme = operands
     out.zero_()
     num_experts, n, _ = w.shape
@@ -122,7 +124,7 @@ def _grouped(
     x = a[slots // top_k]
     if not a_quant.per_tensor:
         x_scale = a_scale.view(a.shape[0], -1)[slots // top_k].float()
-    else:  # one, or one for each expert
+    else:  # one scale, or one per expert
         x_scale = a_scale.flatten().expand(num_experts)[experts, None].float()
     groups = w_scale.view(num_experts, -1, 1 if quant.group.cols == WHOLE else x_scale.shape[1])
     w_row = torch.arange(n, device=w.device) // rows_per_scale(w_scale, quant, n)
@@ -154,7 +156,7 @@ def _product(
 
 
 def _exact(data: Tensor, element: Element) -> Tensor:
-    """Stored values in a dtype that sums their products: those of int8 exactly."""
+    """Stored values in a dtype that can sum their products, exactly for int8."""
     value = decode(data, element)
     largest_sum = element.largest**2 * data.shape[1]
     return value.double() if element.name == "int8" and largest_sum > 2**24 else value

@@ -1,4 +1,4 @@
-"""Reference of the expert GEMMs of which only the weights are quantized.
+"""Reference of the expert GEMMs with quantized weights only.
 
 The weight of each expert that has rows is dequantized and rounded to the rows' dtype, as upstream
 does; products are summed in float32.
@@ -61,7 +61,7 @@ def weight_only_gemm_act(
     scheme: str,
     activation: str,
 ) -> Tensor:
-    """The activation of the same rows, in float32, rounded once."""
+    """The activation of the rows of `weight_only_gemm`, in float32, rounded once."""
     tiles = (plan, topk_ids, expert_map)
     stored = QTensor(w, w_scale, w_zero_point, w_global_scale)
     out = empty_activated_rows(
@@ -87,7 +87,7 @@ def _grouped(
     scheme: str,
     finish: Callable[[Tensor], Tensor],
 ) -> Tensor:
-    """``out[slot] = finish(product of the slot's row)``, with zeros in skipped slots."""
+    """``out[slot] = finish(product of the slot's row)``, zeros for skipped slots."""
     out.zero_()
     if out.shape[0] == 0:
         return out
@@ -107,7 +107,7 @@ def _grouped(
 
 
 def one_expert(stored: QTensor, expert: int) -> QTensor:
-    """The weight of one expert."""
+    """The stored weight of one expert, with its scales and zero points."""
     only = slice(expert, expert + 1)
     rest = (None if t is None else t[only] for t in stored[1:])
     return QTensor(stored.data[only], *rest)
