@@ -65,7 +65,7 @@ def _slots(
     top_k: int,
     scheme: str,
 ) -> int:
-    """How many there are; ValueError for another scheme, and where sizes disagree."""
+    """The number of slots; ValueError for another kind of scheme, or if sizes disagree."""
     (a, a_scale, w, w_scale, global_scale), known = operands, get_scheme(scheme)
     if known.activation is None or known.weight is None or not known.decoded:
         raise ValueError(f"scheme must be one whose operands are decoded, got {scheme!r}")

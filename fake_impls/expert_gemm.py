@@ -43,7 +43,7 @@ def expert_gemm_act(
     activation: str,
     expert_order: bool = False,
 ) -> Tensor:
-    """One row of ``I`` for each slot, in slot order or in expert order."""
+    """One row of ``I`` for each slot, in slot order or permuted (``expert_order``)."""
     slots = sizes.gemm(a, w, (1, 1), bias, (plan, topk_ids, expert_map), row_tiles, top_k)
     sizes.entries("input_weights", input_weights, slots)
     return a.new_empty(slots, sizes.activated("w", w.shape[1], formula(activation)))

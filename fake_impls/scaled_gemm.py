@@ -1,4 +1,4 @@
-"""Outputs of the expert GEMMs of which both operands are quantized."""
+"""Outputs of the expert GEMMs with two quantized operands."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def num_slots(
     top_k: int,
     scheme: str,
 ) -> int:
-    """How many there are; ValueError where sizes disagree."""
+    """The number of slots; ValueError if sizes disagree."""
     quant, _ = quants(scheme)
     slots = sizes.gemm(a, w, (1, 1), bias, tiles, row_tiles, top_k)
     sizes.weight_scales(scheme, w.shape, w_scale)
@@ -82,9 +82,9 @@ def num_slots(
 
 @lru_cache(maxsize=256)
 def quants(scheme: str) -> tuple[Quant, Quant]:
-    """How a scheme quantizes activations and weights.
+    """The quantization of activations and of weights in a scheme.
 
-    ValueError where it leaves either, and where products of stored values are not what it wants.
+    ValueError if either is not quantized, or if the scheme's GEMM dequantizes both operands first.
     """
     found = get_scheme(scheme)
     if found.activation is None or found.weight is None or found.decoded:
@@ -93,9 +93,9 @@ def quants(scheme: str) -> tuple[Quant, Quant]:
 
 
 def stored_rows(a: Tensor, a_scale: Tensor | None, quant: Quant) -> tuple[Tensor, Tensor] | None:
-    """Rows that are quantized, with their scales; None where that is left to the operator.
+    """Rows that are quantized already, with their scales; None if the operator quantizes them.
 
-    ValueError where the scales are missing.
+    ValueError if quantized rows have no scales.
     """
     if a.dtype != quant.dtype:
         return None

@@ -1,4 +1,4 @@
-"""Outputs of the expert GEMMs of which only the weights are quantized."""
+"""Outputs of the expert GEMMs with quantized weights only."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def _slots(
     top_k: int,
     scheme: str,
 ) -> int:
-    """How many there are; ValueError for another scheme, and where sizes disagree."""
+    """The number of slots; ValueError for another kind of scheme, or if sizes disagree."""
     w, scale, zero_point, global_scale = stored
     each = _numbers_each(scale, zero_point, global_scale, scheme)
     slots = sizes.gemm(a, w, (1, each), bias, tiles, row_tiles, top_k)
@@ -79,7 +79,11 @@ def _slots(
 def _numbers_each(
     scale: Tensor | None, zero_point: Tensor | None, global_scale: Tensor | None, scheme: str
 ) -> int:
-    """Numbers of an entry of a weight; ValueError unless a scheme of weights has what it needs."""
+    """Numbers per entry of a weight: 2 if packed, else 1.
+
+    ValueError if the scheme does not quantize weights only, or if a tensor that it needs is missing
+    or one that it does not take is given.
+    """
     known = get_scheme(scheme)
     quant = known.weight
     if quant is None or known.activation is not None:
