@@ -68,7 +68,7 @@ def _slots(
     """The number of slots; ValueError for another kind of scheme, or if sizes disagree."""
     (a, a_scale, w, w_scale, global_scale), known = operands, get_scheme(scheme)
     if known.activation is None or known.weight is None or not known.decoded:
-        raise ValueError(f"scheme must be one whose operands are decoded, got {scheme!r}")
+        raise ValueError(f"scheme must be one whose GEMM dequantizes both operands, got {scheme!r}")
     if (global_scale is not None) != known.weight.global_scale:
         rule = "be a Tensor" if known.weight.global_scale else "be None"
         got = "None" if global_scale is None else "a Tensor"
