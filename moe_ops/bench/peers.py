@@ -61,7 +61,7 @@ def hf_grouped_mm_compiled(experts: Experts, inputs: Inputs) -> Call:
 
 
 def vllm_triton(experts: Experts, inputs: Inputs) -> Call:
-    """vLLM's Triton ``fused_experts``."""
+    """The Triton ``fused_experts`` of vLLM."""
     run = import_module("vllm.model_executor.layers.fused_moe.fused_moe").fused_experts
     arguments = (inputs.x, experts.w1, experts.w2, inputs.topk_weights, inputs.topk_ids)
     return lambda: run(*arguments)

@@ -19,7 +19,7 @@ def split(x: Tensor, rule: Formula) -> tuple[Tensor, Tensor | None]:
 
 
 def sigmoid(x: Tensor) -> Tensor:
-    """``1 / (1 + exp(-x))``. (`torch.sigmoid` rounds the last elements of a tensor differently.)"""
+    """``1 / (1 + exp(-x))``; `torch.sigmoid` rounds the last elements of a tensor differently."""
     return 1 / (1 + torch.exp(-x))
 
 

@@ -18,7 +18,7 @@ SMALLEST_AMAX = 1e-10
 
 
 def over(x: Tensor, number: float) -> Tensor:
-    """``x / number`` by IEEE division. (For a Python number CUDA multiplies by the reciprocal.)"""
+    """``x / number`` by IEEE division; for a Python number CUDA multiplies by the reciprocal."""
     return x / torch.full((), number, dtype=x.dtype, device=x.device)
 
 
