@@ -1,4 +1,4 @@
-"""Output of the expert GEMM of which both operands are quantized."""
+"""Output of the expert GEMM with two quantized operands."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def num_slots(
     top_k: int,
     scheme: str,
 ) -> int:
-    """How many slots there are; ValueError where sizes disagree, or the scheme is another."""
+    """The number of slots; ValueError if sizes disagree, or for another kind of scheme."""
     known, (w, w_scale, global_scale) = get_scheme(scheme), weight
     quant = _row_quant(known)
     if (global_scale is not None) != known.weight.global_scale:
@@ -69,7 +69,7 @@ def num_slots(
 
 
 def _row_quant(scheme: Scheme) -> Quant:
-    """How a scheme quantizes activations; ValueError unless it quantizes both operands."""
+    """The scheme's quantization of activations; ValueError unless it quantizes both operands."""
     if scheme.activation is None or scheme.weight is None:
         raise ValueError(f"scheme must quantize activations and weights, got {scheme.name!r}")
     return scheme.activation

@@ -1,4 +1,4 @@
-"""Output of the expert GEMM of which only the weights are quantized."""
+"""Output of the expert GEMM with quantized weights only."""
 
 from __future__ import annotations
 

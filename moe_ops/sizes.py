@@ -215,7 +215,7 @@ def _weight_entries(scheme: str, experts: int, n: int, k: int) -> tuple[tuple[in
 
 
 def activated(name: str, width: int, activation: str) -> int:
-    """The columns that an activation makes of ``width``: half where it has a gate."""
+    """Output columns of an activation of ``width`` columns: half of them if it is gated."""
     if not activation or not formula(activation).gated:
         return width
     if type(width) is int and width % 2:

@@ -30,7 +30,7 @@ def gemm_sum(
 ) -> Tensor:
     """``out[t] = sum_j topk_weights[t, j] * y[t * k + j]``, where y is the result of the GEMM.
 
-    The GEMM is `expert_matmul` where there are no scales of weights, else `scaled_matmul`.
+    The GEMM is `expert_matmul` if ``w_scale`` is None, else `scaled_matmul`.
     """
     tiles = (plan, topk_ids, expert_map)
     out = empty_tokens(

@@ -1,4 +1,4 @@
-"""Reference of the expert GEMM of which both operands are quantized."""
+"""Reference of the expert GEMM with two quantized operands."""
 
 from __future__ import annotations
 
@@ -46,28 +46,28 @@ def scaled_matmul(
 
     Rows that are not quantized yet are quantized first, with ``a_scale`` or scales from the data.
 
-    A scheme whose stored values are multiplied: the products of a group of columns that shares
-    scales are summed first (exactly for int8), then scaled, then added up, all in float32; Hopper's
-    tensor cores keep about 14 bits of the first sum of 8-bit floats. A scheme that is `decoded`:
-    both operands become numbers (times ``w_global_scale``), whose products are summed in float32.
+    If the scheme multiplies stored values, the products within a scale group along K are summed
+    first (exactly for int8), then scaled, then added up, all in float32. (Hopper's fp8 tensor cores
+    keep about 14 bits of the sum within a group.) If the scheme is `decoded`, both operands are
+    dequantized (times ``w_global_scale``) and products are summed in float32.
 
     Args:
         a: ``(R, K)``; or as the scheme stores activations, 4-bit numbers packed, ``(R, K / 2)``.
-        a_scale: ``(R, groups)``; one a tensor: one element, or one for each expert. Of rows that
-            are not quantized: the given one, or None.
-        w: as the scheme stores weights, like ``w_scale``.
-        w_scale: scales of groups.
-        w_global_scale: a float32 factor on the product of ``(E,)``, ``(E, 2)`` (gate, up) or
-            ``(E, N)``; that of rows is in it.
+        a_scale: ``(R, groups)``; per-tensor scales: one element, or one per expert. For rows that
+            are not quantized: the given scale, or None.
+        w: weights as the scheme stores them.
+        w_scale: scales of the weights' groups, as the scheme stores them.
+        w_global_scale: a float32 factor on the product, ``(E,)``, ``(E, 2)`` (gate, up) or
+            ``(E, N)``, that includes the global scale of the rows.
         bias: ``(E, N)``, added in float32.
-        plan: of tiles; with the next two a `Tiles`.
-        topk_ids: see there.
-        expert_map: see there.
-        row_tiles: what the plan was made with.
-        top_k: slots of a row of ``a``.
-        scheme: its key.
-        out_dtype: of the result.
-        activation: key of f; empty: there is none.
+        plan: the plan of tiles; a field of `Tiles`, as are ``topk_ids`` and ``expert_map``.
+        topk_ids: see `Tiles`.
+        expert_map: see `Tiles`.
+        row_tiles: the row tiles that the plan was made with.
+        top_k: slots per row of ``a``.
+        scheme: key of the scheme.
+        out_dtype: dtype of the result.
+        activation: key of f; empty: no activation.
     """
     tiles = (plan, topk_ids, expert_map)
     weight, rest = (w, w_scale, w_global_scale), (row_tiles, top_k, scheme, out_dtype, activation)
@@ -84,14 +84,14 @@ def scaled_matmul(
 
 
 def _row_scales(rows: Rows, quant: Quant, expert: int, source: Tensor, num_experts: int) -> Tensor:
-    """``(R, groups)``: the scales of some rows, which may share one, or have one of the expert."""
+    """The scales ``(R, groups)`` of the rows ``source``; per-tensor scales are expanded to rows."""
     if quant.per_tensor:
         return rows.scale.flatten().expand(num_experts)[expert].expand(len(source), 1)
     return rows.scale.view(len(rows.data), -1)[source]
 
 
 def _decoded(rows: Rows, stored: QTensor, scheme: Scheme, row_tiles: Sequence[int]) -> Product:
-    """Products of the numbers that stored values stand for."""
+    """Products of dequantized operands."""
     num_experts = len(stored.data)
 
     def product(expert: int, source: Tensor, out: Tensor) -> None:
@@ -104,7 +104,7 @@ def _decoded(rows: Rows, stored: QTensor, scheme: Scheme, row_tiles: Sequence[in
 
 
 def _scaled(rows: Rows, stored: QTensor, scheme: Scheme, row_tiles: Sequence[int]) -> Product:
-    """Products of stored values, scaled group by group."""
+    """Products of stored values, scaled per group along K."""
     w, w_scale, _, _ = stored
     num_experts, n, k = w.shape
     quant = scheme.weight

@@ -1,7 +1,7 @@
-"""Reference of the expert GEMM of which only the weights are quantized.
+"""Reference of the expert GEMM with quantized weights only.
 
-The weight of each expert that has rows is dequantized and rounded to the rows' dtype, as upstream
-does; products are summed in float32.
+The weight of each expert that has rows is dequantized and rounded to the rows' dtype, as in vLLM;
+products are summed in float32.
 """
 
 from __future__ import annotations

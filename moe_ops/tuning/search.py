@@ -120,13 +120,13 @@ class Subject:
         return Gemm(num_tokens * self.top_k, experts, n, k, 2, halves, (row_tile, row_tile))
 
     def problem(self, num_tokens: int, which: int, row_tile: int) -> GemmProblem:
-        """GEMM 1 or 2 as a layer has it, with tiles of so many rows."""
+        """GEMM 1 or 2 of the layer, with a row tile."""
         gemm = self._gemm(num_tokens, which, row_tile)
         activation, top_k = ("silu", self.top_k) if which == 1 else ("", 1)
         return layer_problem(gemm, self.scheme, activation, num_tokens, top_k)
 
     def kernels(self, num_tokens: int, which: int, row_tile: int) -> list[KernelTiles]:
-        """Every kernel's analytic tiles for GEMM 1 or 2, in so many rows; the default first."""
+        """Every kernel's analytic tiles for GEMM 1 or 2 with a row tile; the default first."""
         problem = self.problem(num_tokens, which, row_tile)
         plain = analytic_tiles(problem, self.device)
         found: list[KernelTiles] = [plain] * (row_tile in ROW_TILES)
