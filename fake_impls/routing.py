@@ -68,7 +68,7 @@ def hash_topk(
     scoring_func: str,
     routed_scaling_factor: float,
 ) -> tuple[Tensor, Tensor]:
-    """As many slots per token as the table has columns."""
+    """``table.shape[1]`` slots per token."""
     sizes.axes("table", table, 2)
     words, topk = table.shape
     sizes.between("table.shape[0]", words, 1, 2**31 - 1)

@@ -19,7 +19,7 @@ def schemes_instead(scheme: Scheme, capability: int) -> tuple[str, tuple[str, ..
         return "the same weights", same
     element = scheme.weight.element
     alike = [s for s in able if s.activation is None and s.weight and s.weight.element == element]
-    return "weights quantized anew", tuple(s.name for s in alike)
+    return "requantized weights", tuple(s.name for s in alike)
 
 
 def what_lacks(scheme: Scheme, capability: int) -> str | None:

@@ -203,7 +203,7 @@ def scaled_gemm_kernel(
 
 
 class ScaledGemm:
-    """The portable kernel of two quantized operands, ready to run."""
+    """The portable kernel for two quantized operands, ready to run."""
 
     def __init__(self, problem: GemmProblem, plan: GemmPlan) -> None:
         self.quant, self.programs = problem.quant, max_programs(problem.sizes, plan.config)
@@ -219,14 +219,14 @@ class ScaledGemm:
 
 
 class Variant(NamedTuple):
-    """What a launch is made for besides its tiles, whatever the number of slots is."""
+    """Constants of a launch besides its tiles; they do not depend on the number of slots."""
 
     n: int
     """Output columns."""
     k: int
     top_k: int
     quant: Quant
-    """How rows are quantized."""
+    """Quantization of rows."""
     activation: str
     scale_rows: int
     """Weight rows that share a scale."""
@@ -239,14 +239,14 @@ class Variant(NamedTuple):
         return Variant(sizes.n, sizes.k, problem.top_k, quant, *rest)
 
     def constants(self, tiles: TileConfig) -> dict[str, Any]:
-        """The constants of a kernel of two quantized operands."""
+        """The constexpr arguments of a kernel for two quantized operands."""
         rule = formula(self.activation) if self.activation else None
         sizes = {"N": self.n, "K": self.k, "TOP_K": self.top_k}
         layout = self._layout(rule, tiles.block_n)
         return {**sizes, "RULE": rule, "LAYOUT": layout, **tiles.constants()}
 
     def _layout(self, rule: Formula | None, block_n: int) -> Layout:
-        """How rows and scales lie in tiles of ``block_n`` output columns."""
+        """The `Layout` for tiles of ``block_n`` output columns."""
         groups = scale_groups(self.n, self.quant.shared_cols, self.scale_rows, rule)
         step, up = row_steps(rule, self.n)
         return Layout(
@@ -266,7 +266,7 @@ def _launch(variant: Variant, tiles: TileConfig) -> Launch:
 
 
 def _scale_strides(a: Tensor, a_scale: Tensor, quant: Quant) -> tuple[int, int]:
-    """From one row's scales to the next's, and from one expert's to the next's."""
+    """Strides of row scales: from row to row, and from expert to expert."""
     if quant.per_tensor:
         return 0, int(a_scale.numel() > 1)
     return a_scale.numel() // a.shape[0], 0

@@ -146,7 +146,7 @@ def scaled_gemm_slot_kernel(
 
 
 class SlotGemm:
-    """The kernel of few slots that quantizes their rows, ready to run."""
+    """The kernel for few slots that quantizes their rows, ready to run."""
 
     def __init__(self, problem: GemmProblem, plan: GemmPlan) -> None:
         sizes, tiles = problem.sizes, plan.config
@@ -156,7 +156,7 @@ class SlotGemm:
         self.launch = _launch(Variant.of(problem), chunk, tiles)
 
     def __call__(self, out: Tensor, given: GemmOperands) -> None:
-        """Launch one program for each slot and tile of columns."""
+        """Launch one program per slot and tile of columns."""
         a, w = given.a, given.w
         scales = dense(given.a_scale), dense(given.w_scale)
         told = tile_arguments(given.tiles, out.shape[0], w.shape[0])

@@ -245,7 +245,7 @@ class DequantizeGemm:
 
 
 class Variant(NamedTuple):
-    """What a launch is made for besides its tiles, whatever the number of slots is."""
+    """Constants of a launch besides its tiles; they do not depend on the number of slots."""
 
     n: int
     """Output columns."""
@@ -260,7 +260,7 @@ class Variant(NamedTuple):
     words: bool
     """Whether the kernel loads words of two neighbours along K from the weight."""
     row_words: bool
-    """Whether it does so from quantized rows."""
+    """Whether the kernel loads words of two neighbours along K from quantized rows."""
 
     @staticmethod
     def of(
@@ -275,7 +275,7 @@ class Variant(NamedTuple):
         return Variant(*what, *shares, words, row_words)
 
     def weight_format(self, tiles: TileConfig) -> Format:
-        """How weights lie in these tiles."""
+        """The `Format` of the weights for these tiles."""
         quant, n = self.scheme.weight, self.n
         cols = quant.shared_cols
         rule = formula(self.activation) if self.activation else None
@@ -293,7 +293,7 @@ class Variant(NamedTuple):
         )
 
     def row_format(self) -> Format | None:
-        """How quantized rows lie; None: rows are not quantized."""
+        """The `Format` of quantized rows; None if rows are not quantized."""
         quant = self.scheme.activation
         if quant is None:
             return None
@@ -313,7 +313,7 @@ class Variant(NamedTuple):
 
 @lru_cache(maxsize=1024)
 def stored_launch(kernel: Any, variant: Variant, tiles: TileConfig) -> Launch:
-    """A kernel of stored weights."""
+    """The launch of a kernel for stored weights, cached."""
     return Launch(
         kernel,
         N=variant.n,
@@ -327,7 +327,7 @@ def stored_launch(kernel: Any, variant: Variant, tiles: TileConfig) -> Launch:
 
 
 def _stored(quant: Quant) -> dict[str, Any]:
-    """How a number and a scale are stored."""
+    """The fields of a `Format` that say how a number and a scale are stored."""
     return {
         "bits": quant.element.bits,
         "exponent": 4 if quant.element.name == "fp8" else quant.element.exponent,
@@ -337,16 +337,16 @@ def _stored(quant: Quant) -> dict[str, Any]:
 
 
 def scale_strides(scale: Tensor | None, rows: Quant | None, num_experts: int) -> tuple[int, int]:
-    """From the row scales of one expert to those of the next, and of one row to the next."""
+    """Strides of row scales: from expert to expert, and from row to row."""
     if scale is None or rows is None:
         return 0, 0
-    if rows.per_tensor:  # one, or one for each expert
+    if rows.per_tensor:  # one scale, or one per expert
         return int(scale.numel() == num_experts > 1), 0
     return 0, scale.shape[1]
 
 
 def entries(x: Tensor, quant: Quant) -> Tensor:
-    """What a kernel loads: bytes, or words of two neighbours along K where the layout has them."""
+    """View stored values as bytes, or as words of two neighbours along K if the layout allows."""
     if quant.element.packed:
         return x
     sizes = x.shape[-1] | x.stride(-2) | x.stride(0) | x.storage_offset()
@@ -354,5 +354,5 @@ def entries(x: Tensor, quant: Quant) -> Tensor:
 
 
 def as_bytes(x: Tensor) -> Tensor:
-    """fp8 as bytes: not every architecture has the type, and kernels decode its bits."""
+    """View fp8 as bytes: not every architecture has the dtype, and kernels decode its bits."""
     return x.view(torch.uint8) if x.dtype == torch.float8_e4m3fn else x

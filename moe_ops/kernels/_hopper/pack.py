@@ -1,6 +1,6 @@
 """Triton kernels that gather rows into the padded row order of a tile plan, for TMA to copy tiles.
 
-Rows are copied as they are (`pack_rows`) or quantized on the way (`quantize_rows`).
+`pack_rows` copies rows as they are, `quantize_rows` quantizes them while gathering.
 """
 
 from __future__ import annotations
