@@ -156,7 +156,7 @@ def row_scale(scale: Tensor | None, quant: Quant, rows: int, experts: int = 1) -
     if scale is None:
         return
     if quant.local and not quant.global_scale:
-        raise ValueError("scale must be None where groups of columns have scales, got a Tensor")
+        raise ValueError("scale must be None if scales are per group of columns, got a Tensor")
     alone = quant.global_scale or quant.per_tensor
     more = () if quant.global_scale else (experts,) if alone else (experts, experts * rows)
     entries("scale", scale, 1, *more)

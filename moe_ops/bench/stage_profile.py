@@ -157,7 +157,7 @@ def parts_of(trace: dict[str, Any], *, on_gpu: bool) -> list[StageTime]:
             durations.setdefault(OTHER, [[] for _ in calls])[number] = [rest]
     if not durations:
         raise RuntimeError(
-            "the profiler saw no work of the GPU: it needs CUPTI and the right to it"
+            "the profiler recorded no GPU work: it needs CUPTI and the permission to use it"
         )
     return _medians(durations, on_gpu=on_gpu)
 
@@ -182,7 +182,7 @@ def _launched(events: list[dict[str, Any]]) -> list[tuple[float, float]]:
             caller = callers.get(arguments.get("External id"))
             launch = launches.get(arguments.get("correlation"), caller)
             if launch is None:
-                raise RuntimeError(f"the profiler saw no launch of {event['name']}")
+                raise RuntimeError(f"the profiler recorded no launch of {event['name']}")
             work.append((launch, event["dur"]))
     return sorted(work)
 

@@ -246,7 +246,7 @@ def _check_zero_experts(
     checks.one_of("zero_expert_type", str(zero_expert_type), ("identity",))
     if num_experts < 1:
         raise ValueError(
-            f"zero_expert_num must leave an expert that computes something, got {num_experts} left"
+            f"zero_expert_num must leave at least one other expert, got {num_experts} others"
         )
     if global_num_experts is not None and not enable_eplb:  # with EPLB: physical experts
         rule = "router_logits.shape[1] - zero_expert_num"

@@ -186,7 +186,7 @@ def hash_topk(
     for name, x in (("input_ids", input_ids), ("hash_indices_table", hash_indices_table)):
         checks.same_device(name, x, "gating_output", gating_output)
     if hash_indices_table.shape[0] == 0:
-        raise ValueError("hash_indices_table must have a row for each word, got none")
+        raise ValueError("hash_indices_table must have a row for each token id, got no rows")
     return ops.hash_topk(
         gating_output,
         input_ids,

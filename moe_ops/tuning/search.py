@@ -94,7 +94,7 @@ class Subject:
     def __post_init__(self) -> None:
         if is_block_scaled(self.scheme.name, self.device.arch):
             raise NotImplementedError(
-                f"scheme must not run on block-scaled instructions, whose tiles are not looked up, "
+                f"scheme must not run on block-scaled instructions, whose tiles cannot be tuned, "
                 f"got {self.scheme.name} on sm_{self.device.arch}"
             )
 
