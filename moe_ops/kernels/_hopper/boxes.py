@@ -2,7 +2,7 @@
 
 A TMA descriptor holds the address, shape and strides of a tensor and the TMA box, the block that
 one copy transfers. It depends on these values alone, so a descriptor made for an address serves any
-later tensor of the same shape and strides at that address.
+later tensor of the same dtype, shape and strides at that address.
 """
 
 from __future__ import annotations

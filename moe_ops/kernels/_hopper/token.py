@@ -193,7 +193,7 @@ def place_columns(unit, tile, choices, G: gl.constexpr, LAYOUT: gl.constexpr):
 
 @gluon.jit
 def copy_columns(w_desc, w_scale, ring, choices, PIECE: gl.constexpr, G: gl.constexpr):
-    """A copying warp of GEMM 2, which does not wait for GEMM 1."""
+    """A copying warp of GEMM 2, which does not wait for GEMM 1 (if G.EARLY)."""
     TILES: gl.constexpr = G.TILES
     SLOTS: gl.constexpr = G.SLOTS_OF_TILE
     experts = ()
