@@ -12,7 +12,7 @@ from moe_ops.fake_impls.quantize import check_width
 from moe_ops.scheme import parse_quant
 
 MAX_FIRST_EXPERT = 2**30
-"""Kernels count experts in 32 bits."""
+"""Upper bound of expert ids, which kernels count in 32 bits."""
 
 
 def check_room(x: Tensor, max_num_tokens: int, drops: bool) -> None:

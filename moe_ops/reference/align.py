@@ -24,7 +24,7 @@ def moe_align_block_size(
     pad_sorted_ids: bool,
     ignore_invalid_experts: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """A stable counting sort of the slots by expert, each group padded to the row tile."""
+    """Sort the slots by expert, stably, with each expert's group padded to the row tile."""
     plan = TilePlan(
         *empty_plan(
             topk_ids, expert_map, row_tiles, num_experts, pad_sorted_ids, ignore_invalid_experts

@@ -202,7 +202,7 @@ def _scale(size: Tensor, quant: Quant, given: Tensor | None) -> Tensor:
     elif quant.scale == "e8m0" and quant.element.exponent:
         element = (
             quant.element
-        )  # the largest magnitude is rounded to it: to the next exponent, if near
+        )  # the largest magnitude is rounded to the element, and so may reach the next exponent
         near = 1 - 2.0 ** -(_mantissa(element) + 2)
         raw = 2.0 ** (_exponent(raw * element.largest / near) - _largest(element))
     elif quant.scale in ("pow2", "e8m0"):

@@ -24,9 +24,9 @@ class Format(NamedTuple):
     """How a weight and its scales are stored: constants of a kernel."""
 
     step: int
-    """From the weight row of an output column to that of the next one."""
+    """Distance in weight rows from one output column to the next."""
     up: int
-    """From a gate row to its up row; 0 where there is no gate."""
+    """Distance in weight rows from a gate row to its up row; 0 without a gate."""
     weight_rows: int
     """Weight rows per expert."""
     bits: int
@@ -57,7 +57,7 @@ def missing(DTYPE, exponent):
 
 @triton.jit
 def constant(VALUE: tl.constexpr, DTYPE: tl.constexpr):
-    """A number in DTYPE, through float32: the interpreter has no bf16 constants."""
+    """A (1, 1) constant in DTYPE, made via float32: the interpreter has no bf16 constants."""
     return tl.full((1, 1), VALUE, tl.float32).to(DTYPE)
 
 
@@ -85,7 +85,7 @@ def pairs(stored, FORMAT: tl.constexpr):
 
 @triton.jit
 def lanes(word, DTYPE: tl.constexpr):
-    """The two 16-bit floats of each word as neighbours along K: (K / 2, N) to (K, N)."""
+    """Unpack the two 16-bit floats of each word to neighbours along K: (K / 2, N) to (K, N)."""
     low = word.to(tl.int16).to(DTYPE, bitcast=True)
     high = (word >> 16).to(tl.int16).to(DTYPE, bitcast=True)
     both = tl.permute(tl.join(low, high), (0, 2, 1))

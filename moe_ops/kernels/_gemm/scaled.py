@@ -39,9 +39,9 @@ class Layout(NamedTuple):
     """Layout of a weight's rows and of the scales: constants of the kernel."""
 
     step: int
-    """From the weight row of an output column to that of the next one."""
+    """Distance in weight rows from one output column to the next."""
     up: int
-    """From a gate row to its up row; 0 where there is no gate."""
+    """Distance in weight rows from a gate row to its up row; 0 without a gate."""
     weight_rows: int
     """Weight rows per expert."""
     rows: int
@@ -155,9 +155,9 @@ def scaled_gemm_kernel(
     RULE: tl.constexpr, LAYOUT: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
 ):  # fmt: skip
-    """``out[s] = f(a_scale * w_scale * a[s // TOP_K] @ w[e].T + bias[e])``, f a `Formula` or None.
+    """``out[s] = f(a_scale * w_scale * a[s // TOP_K] @ w[e].T + bias[e])``.
 
-    RULE and LAYOUT are NamedTuples: a `Formula` (or None) and a `Layout`.
+    RULE is the `Formula` of f or None, LAYOUT a `Layout`; both are NamedTuples.
     """
     take_turn(LONG=True)
     pid_m, pid_n, expert = find_tile(

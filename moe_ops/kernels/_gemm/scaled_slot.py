@@ -63,7 +63,7 @@ def quantize_piece(
     """Quantize a piece (1, BLOCK_K) of a row with the scale (1,) of the row."""
     ratio = tl.div_rn(x.to(tl.float32), scale[:, None])
     if K % BLOCK_K > 0:
-        ratio = tl.where((k < K)[None, :], ratio, 0.0)  # 0 over a given scale may be NaN
+        ratio = tl.where((k < K)[None, :], ratio, 0.0)  # 0 / (a given scale) may be NaN
     return encode(ratio, QUANT).to(dtype)
 
 

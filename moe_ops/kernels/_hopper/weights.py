@@ -47,7 +47,7 @@ class WeightRing:
 
 @aggregate
 class Choices:
-    """The routing of a token."""
+    """The routing of the token: ids, weights and expert map."""
 
     ids: gl.tensor
     weights: gl.tensor

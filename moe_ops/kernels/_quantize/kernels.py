@@ -43,7 +43,7 @@ def find_pieces(num_rows, PIECES: tl.constexpr, COUNT: tl.constexpr):
     Returns their rows and their indices in these rows, both (COUNT, 1), and which pieces are real
     (COUNT,). Pieces past the last row are clamped to the last row, so that reading them is safe.
     """
-    # The program's first piece is number_of_program * COUNT, which may pass 2**31.
+    # Computed in steps: the program's first piece, program * COUNT, may exceed 2**31.
     program = tl.program_id(0)
     piece = program % PIECES * COUNT + tl.arange(0, COUNT)
     rank = program // PIECES * COUNT + piece // PIECES

@@ -18,7 +18,7 @@ class Rule(NamedTuple):
     kind: str
     """``fp8``; ``integer``; ``fp6``; or ``fp4``, whose codes are packed two to a byte."""
     scale: str
-    """``float32``, ``pow2``, ``e8m0`` or ``e4m3``."""
+    """Form of the scale: ``float32``, ``pow2``, ``e8m0`` or ``e4m3``."""
     mantissa: int = 0
     """Mantissa bits of fp4 and fp6."""
     top: int = 0
@@ -118,7 +118,7 @@ def encode(ratio, RULE: tl.constexpr):
         below_half = (value.to(tl.int32, bitcast=True) & ~0x7FFFFFFF) | 0x3EFFFFFF
         value = (value + below_half.to(tl.float32, bitcast=True)).to(tl.int32)
     else:
-        value = ratio  # the cast saturates, and keeps a NaN
+        value = ratio  # the cast saturates, and keeps NaN
     return value
 
 
@@ -130,7 +130,7 @@ def divide(x, scale, RULE: tl.constexpr):
     takes fifteen operations, and many more where the numerator is zero. If the scale is a power of
     two, the product with the reciprocal is the quotient; other scales need `correct`.
     """
-    if RULE.scale == "e4m3":  # may be 0
+    if RULE.scale == "e4m3":  # the scale may be 0
         ratio = tl.where(scale == 0, 0.0, tl.div_rn(x, tl.where(scale == 0, 1.0, scale)))
     else:
         inverse = tl.div_rn(1.0, scale)

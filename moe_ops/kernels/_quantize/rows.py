@@ -19,7 +19,7 @@ from moe_ops.kernels.activation import constants, load_activated
 
 
 class Rows(NamedTuple):
-    """Where the rows of a result come from."""
+    """The source of a result's rows."""
 
     x: Tensor
     shape: tuple[int, int, int]

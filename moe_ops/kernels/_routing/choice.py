@@ -91,7 +91,7 @@ def _choose_by_logits(
     logits = _load_logits(rows, expert, EXPERTS, NUM_EXPERTS)
     total = sum_by_lanes(near_exp(tl.maximum(logits, -600.0).to(tl.float64)))
     key = signed_key(logits)
-    if NUM_EXPERTS != EXPERTS:  # less than -inf, as some NaN are
+    if NUM_EXPERTS != EXPERTS:  # padding below -inf, as negative NaN are
         key = tl.where(expert < NUM_EXPERTS, key, -0x80000000)
     ids, best, left = chosen_of(pack(key, expert, EXPERTS), slot, TOPK, EXPERTS, MANY)
     bound = left | (EXPERTS - 1)
@@ -162,9 +162,10 @@ def in_falling_order(x, ids):
 
 @triton.jit
 def one_a_thread(x):
-    """``(rows, SLOTS)`` as ``(rows, copies, SLOTS)``: enough elements for the threads of a warp.
+    """Broadcast ``(rows, SLOTS)`` to ``(rows, copies, SLOTS)``, at least an element per thread.
 
-    With fewer, Triton 3.6 keeps them as the row of experts is kept, all of them in every thread.
+    With fewer elements than threads of a warp, Triton 3.6 gives the tensor the layout of the row of
+    experts, with all elements in every thread.
     """
     ROWS: tl.constexpr = x.shape[0]
     SLOTS: tl.constexpr = x.shape[1]

@@ -194,7 +194,7 @@ def _in_best_groups(
         group_score = group_score + tl.max(others, 1)
     group = tl.arange(0, GROUPS)
     group_score = tl.where(group < NUM_GROUPS, tl.maximum(group_score, LOWEST), float("-inf"))
-    # No reshape back: Triton 3.6 reorders one that only an argmax reads, and so its positions.
+    # No reshape back: Triton 3.6 reorders a reshaped tensor that only an argmax reads.
     own_group = tl.arange(0, GROUPS * WIDTH) // WIDTH
     kept = tl.zeros((GROUPS * WIDTH,), dtype=tl.int32)
     for _ in range(TOPK_GROUP):

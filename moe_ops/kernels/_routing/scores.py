@@ -20,7 +20,7 @@ def is_finite(x):
 
 @triton.jit
 def _log1p(z):
-    """log(1 + z) for 0 <= z <= 1 in float64, also where 1 + z rounds."""
+    """log(1 + z) for 0 <= z <= 1 in float64, accurate also if 1 + z is rounded."""
     rounded = 1.0 + z
     lost = rounded - 1.0
     return tl.where(lost > 0, tl.log(rounded) * (z / tl.where(lost > 0, lost, 1.0)), z)
@@ -63,7 +63,7 @@ def _exp_parts(x):
     0 in float32.
     """
     LOG2E: tl.constexpr = 1.4426950408889634
-    WHOLE: tl.constexpr = 1.5 * 2.0**52  # so large that what is added is rounded to an integer
+    WHOLE: tl.constexpr = 1.5 * 2.0**52  # adding it rounds to an integer
     shifted = x * LOG2E + WHOLE
     power = ((shifted.to(tl.int64, bitcast=True) + 1023) << 52).to(tl.float64, bitcast=True)
     f = x * LOG2E - (shifted - WHOLE)  # from -1/2 to 1/2, where the polynomial is within 2**-53
@@ -133,7 +133,7 @@ def _one_over_sum(x):
 
 @triton.jit
 def _peak(x):
-    """The largest along the last axis, as a finite number."""
+    """The maximum along the last axis, at least the lowest finite number."""
     return tl.maximum(number(tl.max(ordered(x, True), -1, keep_dims=True)), LOWEST)
 
 
@@ -151,7 +151,7 @@ def _softmax(x, finite):
 
 @triton.jit
 def softmax_terms(logits, finite):
-    """The largest logit, and one over the sum of ``exp(logit - largest)`` (0 without any)."""
+    """The largest logit, and 1 / sum of ``exp(logit - largest)`` (0 without a finite logit)."""
     peak, _, inverse = _softmax(logits, finite)
     return peak, inverse
 
