@@ -17,7 +17,7 @@ def moe_quantize(
     num_local_experts: int,
     quant: str,
 ) -> tuple[Tensor, Tensor]:
-    """A row for each row of ``x``; with weights on the input, for each slot."""
+    """A quantized row per row of ``x``, or with ``topk_weights`` per slot; and scales."""
     sizes.axes("x", x, 2)
     rows, width = x.shape
     sizes.row_scale(scale, parse_quant(quant), rows)
@@ -37,7 +37,7 @@ def activation_quantize(
     activation: str,
     quant: str,
 ) -> tuple[Tensor, Tensor]:
-    """A row of the activation's width for each row of ``x``."""
+    """A quantized row of the activation's width per row of ``x``, and scales."""
     sizes.axes("x", x, 2)
     rows, width = x.shape
     sizes.row_scale(scale, parse_quant(quant), rows)
@@ -46,7 +46,7 @@ def activation_quantize(
 
 
 def _check_slots(topk_ids: Tensor | None, expert_map: Tensor | None, rows: int) -> None:
-    """The rows are slots, or each has as many of them."""
+    """Check that the rows are slots, or that each row has the same number of slots."""
     if topk_ids is None:
         return
     sizes.slots(topk_ids, expert_map)
@@ -66,6 +66,6 @@ def _rows(x: Tensor, rows: int, width: int, quant: str) -> tuple[Tensor, Tensor]
 
 
 def check_width(width: int, rule: Quant) -> None:
-    """ValueError for rows that do not fill their bytes."""
+    """ValueError for packed 4-bit rows with an odd number of columns."""
     if rule.element.packed and width % 2:
         raise ValueError(f"x must have an even number of columns for 4-bit elements, got {width}")

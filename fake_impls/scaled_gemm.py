@@ -1,4 +1,4 @@
-"""Output of the expert GEMM of which both operands are quantized."""
+"""Output of the expert GEMM with two quantized operands."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def num_slots(
     top_k: int,
     scheme: str,
 ) -> int:
-    """How many slots there are; ValueError where sizes disagree, or the scheme is another."""
+    """The number of slots; ValueError if sizes disagree, or for another kind of scheme."""
     known, (w, w_scale, global_scale) = get_scheme(scheme), weight
     quant, weight_quant = known.quants
     if (global_scale is not None) != weight_quant.global_scale:

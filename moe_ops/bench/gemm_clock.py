@@ -1,4 +1,4 @@
-"""Times one expert GEMM under given tiles, for ``python -m moe_ops tune``."""
+"""Timing of one expert GEMM with given tiles, for ``python -m moe_ops tune``."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ BUDGET_S = 0.05
 
 
 class _Inputs(NamedTuple):
-    """Of both GEMMs, and what comes out with the default tiles."""
+    """Inputs of both GEMMs, and their results with the default tiles."""
 
     ids: Tensor
     rows: tuple[Rows, Rows]
@@ -35,14 +35,14 @@ class _Inputs(NamedTuple):
 
 
 class GemmClock:
-    """A `moe_ops.tuning.search.Clock`: CUDA graph replay with an evicted L2, the median.
+    """A `moe_ops.tuning.search.Clock`: median time of CUDA graph replays with an evicted L2.
 
     A trial runs in its tiles, whatever a file says; its result has to agree with the default's.
 
     Args:
         problem: the sizes of the layer.
-        subject: the same, with its scheme and the GPU.
-        timer: `harness.measure`, or what stands for it in tests.
+        subject: the same sizes with scheme and GPU.
+        timer: `harness.measure`, or its replacement in tests.
     """
 
     def __init__(self, problem: Problem, subject: Subject, timer=measure) -> None:
@@ -55,7 +55,7 @@ class GemmClock:
 
     @torch.no_grad()
     def __call__(self, trial: Trial) -> float:
-        """Microseconds; infinite where tiles do not run, or compute something else."""
+        """Microseconds; infinite if the tiles do not run, or if their result is wrong."""
         inputs = self.inputs(trial.num_tokens)
         try:
             space = self._space(inputs.ids, trial.tiles.block_m)
@@ -83,7 +83,10 @@ class GemmClock:
         return _Inputs(ids, (tokens, between), (h, self._product(2, between, space)))
 
     def _space(self, ids: Tensor, row_tile: int) -> SlotRows:
-        """With a choice of one row tile, twice: what a file says is not for a single one."""
+        """The plan and row tiles for one row tile.
+
+        The row tile is listed twice, because tuned files do not apply to plans of one row tile.
+        """
         tiles, experts = (row_tile, row_tile), self.problem.num_experts
         plan = ops.plan_slots(ids, None, tiles, experts)
         return SlotRows(Tiles(plan, ids), tiles, experts)
@@ -106,9 +109,9 @@ class GemmClock:
 
 
 def agree(actual: Tensor, expected: Tensor) -> bool:
-    """Whether rows differ by roundings: two of each row's largest number. Nothing moves to a CPU.
+    """Whether rows differ by at most two roundings of the row's largest number.
 
-    Both are roundings of float32 sums in different orders.
+    Both results are float32 sums in different orders, rounded. Compares on the tensors' device.
     """
     largest = expected.abs().amax(-1).float()
     error = (actual - expected).abs().amax(-1).float()

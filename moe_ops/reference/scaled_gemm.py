@@ -1,4 +1,4 @@
-"""Reference of the expert GEMM of which both operands are quantized."""
+"""Reference of the expert GEMM with two quantized operands."""
 
 from __future__ import annotations
 
@@ -45,30 +45,30 @@ def scaled_matmul(
 ) -> Tensor:
     """``out[s] = f(a_scale * w_scale * (a[s // top_k] @ w[e].T) + bias[e])``, rounded once.
 
-    Rows that are not quantized yet are so first, with a scale that is given or with their own.
+    Rows that are not quantized yet are quantized first, with ``a_scale`` or scales from the data.
 
-    A scheme whose stored values are multiplied: the products of a group of columns that shares
-    scales are summed first (exactly for int8), then scaled, then added up, all in float32; Hopper's
-    tensor cores keep about 14 bits of the first sum of 8-bit floats. A scheme that is `decoded`:
-    both operands become numbers (times ``w_global_scale``), whose products are summed in float32.
+    If the scheme multiplies stored values, the products within a scale group along K are summed
+    first (exactly for int8), then scaled, then added up, all in float32. (Hopper's fp8 tensor cores
+    keep about 14 bits of the sum within a group.) If the scheme is `decoded`, both operands are
+    dequantized (times ``w_global_scale``) and products are summed in float32.
 
     Args:
         a: ``(R, K)``; or as the scheme stores activations, 4-bit numbers packed, ``(R, K / 2)``.
-        a_scale: ``(R, groups)``; one a tensor: one element, or one for each expert. Of rows that
-            are not quantized: the given one, or None.
-        w: as the scheme stores weights, like ``w_scale``.
-        w_scale: scales of groups.
-        w_global_scale: a float32 factor on the product of ``(E,)``, ``(E, 2)`` (gate, up) or
-            ``(E, N)``; that of rows is in it.
+        a_scale: ``(R, groups)``; per-tensor scales: one element, or one per expert. For rows that
+            are not quantized: the given scale, or None.
+        w: weights as the scheme stores them.
+        w_scale: scales of the weights' groups, as the scheme stores them.
+        w_global_scale: a float32 factor on the product, ``(E,)``, ``(E, 2)`` (gate, up) or
+            ``(E, N)``, that includes the global scale of the rows.
         bias: ``(E, N)``, added in float32.
-        plan: of tiles; with the next two a `Tiles`.
-        topk_ids: see there.
-        expert_map: see there.
-        row_tiles: what the plan was made with.
-        top_k: slots of a row of ``a``.
-        scheme: its key.
-        out_dtype: of the result.
-        activation: key of f; empty: there is none.
+        plan: the plan of tiles; a field of `Tiles`, as are ``topk_ids`` and ``expert_map``.
+        topk_ids: see `Tiles`.
+        expert_map: see `Tiles`.
+        row_tiles: the row tiles that the plan was made with.
+        top_k: slots per row of ``a``.
+        scheme: key of the scheme.
+        out_dtype: dtype of the result.
+        activation: key of f; empty: no activation.
     """
     tiles = (plan, topk_ids, expert_map)
     out = empty_rows(
@@ -146,7 +146,7 @@ def _product(
 
 
 def _exact(data: Tensor, element: Element) -> Tensor:
-    """Stored values in a dtype that sums their products: those of int8 exactly."""
+    """Stored values in a dtype that can sum their products, exactly for int8."""
     value = decode(data, element)
     largest_sum = element.largest**2 * data.shape[1]
     return value.double() if element.name == "int8" and largest_sum > 2**24 else value

@@ -1,7 +1,7 @@
-"""Reference of the expert GEMM of which only the weights are quantized.
+"""Reference of the expert GEMM with quantized weights only.
 
-The weight of each expert that has rows is dequantized and rounded to the rows' dtype, as upstream
-does; products are summed in float32.
+The weight of each expert that has rows is dequantized and rounded to the rows' dtype, as in vLLM;
+products are summed in float32.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def weight_only_matmul(
 
 
 def one_expert(stored: QTensor, expert: int) -> QTensor:
-    """The weight of one expert."""
+    """The stored weight of one expert, with its scales and zero points."""
     only = slice(expert, expert + 1)
     rest = (None if t is None else t[only] for t in stored[1:])
     return QTensor(stored.data[only], *rest)
