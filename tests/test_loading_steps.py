@@ -7,7 +7,7 @@ from test_loading import RANKS, held
 from test_loading_formats import AWQ_ORDER, codes_of, words
 
 import moe_ops
-from moe_ops.loading.steps import copy_front
+from moe_ops.layer.steps import copy_front
 from moe_ops.scheme import SCHEMES
 
 E, K, H, I = 8, 2, 256, 512  # noqa: E741

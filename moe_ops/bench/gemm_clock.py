@@ -19,8 +19,8 @@ from moe_ops.dispatch import tuned
 from moe_ops.dispatch.tuned_file import Entry, TunedLayer, plain_name
 from moe_ops.pipeline.fused_experts import NOT_QUANTIZED
 from moe_ops.pipeline.gemms import activated_product, expert_weights, gemm
-from moe_ops.pipeline.no_ep import quantize_tokens
 from moe_ops.pipeline.row_spaces import SlotRows
+from moe_ops.pipeline.token_rows import quantize_tokens
 from moe_ops.tensors import ExpertWeights, Routing, Rows, Tiles
 from moe_ops.tuning.search import Subject, Trial
 

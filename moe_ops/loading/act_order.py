@@ -9,12 +9,12 @@ was.
   put into that order when they are loaded, before anything is cut over ranks: nothing is left to do
   later.
 * The columns of gate and up meet those of the tokens. The layer keeps their order, and reads tokens
-  in it: see `moe_ops.layers.FusedMoEMethodBase.apply`.
+  in it: see `moe_ops.FusedMoEMethodBase.apply`.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -22,9 +22,6 @@ from torch import Tensor
 from moe_ops.loading.stored import Form
 from moe_ops.scheme import WHOLE, Quant
 from moe_ops.scheme.formats import pack, unpack
-
-if TYPE_CHECKING:
-    from moe_ops.layer import FusedMoE
 
 
 class ActOrder:
@@ -71,28 +68,42 @@ class ActOrder:
             x = pack(unpack(x, 1)[:, columns], 1) if packed else x[:, columns]
         return x if rows is None else x[rows.to(x.device)]
 
-    def input_order(self, layer: FusedMoE) -> Tensor | None:
-        """In which order the experts' rows of ``w13`` take the columns of tokens.
+    def input_order(
+        self,
+        rows: Mapping[int, Sequence[int]],
+        hidden_size: int,
+        device: torch.device,
+        *,
+        is_gated: bool,
+    ) -> Tensor | None:
+        """The order in which each row of ``w13_weight`` takes the columns of the tokens.
 
-        int32 ``(El, H)``; ``(1, H)`` where it is the same for all; None where it is the tokens'.
+        Args:
+            rows: the rows of this rank's parameters that hold each expert.
+            hidden_size: H of the parameters.
+            device: where the result is.
+            is_gated: whether experts have a gate projection.
+
+        Returns:
+            int32 ``(El, H)``; ``(1, H)`` if all rows have the same order; None if all columns are
+            in the order of the tokens.
 
         Raises:
-            NotImplementedError: gate and up of an expert want different ones.
+            NotImplementedError: gate and up of an expert have different orders.
         """
-        wanted = {e: self._input(layer, e) for e, rows in layer.placement.rows.items() if rows}
+        wanted = {e: self._input(e, is_gated=is_gated) for e, held in rows.items() if held}
         if all(order is None for order in wanted.values()):
             return None
-        device, width = layer.w13_weight.device, layer.hidden_size
-        plain = torch.arange(width, dtype=torch.int32, device=device)
-        found = plain.repeat(layer.sizes.num_experts, 1)
+        plain = torch.arange(hidden_size, dtype=torch.int32, device=device)
+        found = plain.repeat(sum(map(len, rows.values())), 1)
         for expert, order in wanted.items():
             if order is not None:
-                found[layer.placement.rows[expert], : len(order)] = order.int().to(device)
+                found[rows[expert], : len(order)] = order.int().to(device)
         return found[:1].clone() if bool((found == found[:1]).all()) else found
 
-    def _input(self, layer: FusedMoE, expert: int) -> Tensor | None:
+    def _input(self, expert: int, *, is_gated: bool) -> Tensor | None:
         gate = self.columns.get((expert, "w1"))
-        up = self.columns.get((expert, "w3")) if layer.sizes.gated else gate
+        up = self.columns.get((expert, "w3")) if is_gated else gate
         same = gate is up or (gate is not None and up is not None and torch.equal(gate, up))
         if not same:
             raise NotImplementedError(

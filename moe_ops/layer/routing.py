@@ -7,17 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from moe_ops import checks
+from moe_ops.layer.base import ExpertLayer
 from moe_ops.parallel.eplb_state import LayerEplbState, layer_of
 from moe_ops.routing import CaptureFn, SelectedExperts, fused_topk, select_experts
-
-if TYPE_CHECKING:
-    from moe_ops.pipeline.modular_kernel import FusedMoEKernel
 
 
 def token_arguments(
@@ -76,28 +74,17 @@ def _differ(shape: torch.Size, other: torch.Size) -> bool:
     return not torch.compiler.is_compiling() and shape != other
 
 
-class RoutesTokens(nn.Module):
+class RoutesTokens(ExpertLayer):
     """`route`, the state of load balancing, and the capture of chosen experts."""
 
+    routes_plainly: bool
+    """Whether `fused_topk` is all of the routing."""
+    enable_eplb: bool
     eplb_state: LayerEplbState | None
     eplb_step: Tensor
     """Calls since `set_eplb_state`, unless that was given a ``step``."""
     capture_fn: CaptureFn | None = None
     capture_buffer: Tensor | None = None
-
-    if TYPE_CHECKING:
-        num_experts: int
-        global_num_experts: int
-        top_k: int
-        num_logits: int
-        renormalize: bool
-        scoring_func: str
-        routing: dict[str, Any]
-        routes_plainly: bool
-        enable_eplb: bool
-        e_score_correction_bias: Tensor | None
-        hash_indices_table: Tensor | None
-        kernel: FusedMoEKernel | None
 
     def set_eplb_state(
         self,

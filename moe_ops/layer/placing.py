@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from moe_ops.layers.parameters import SUFFIX, ParameterSpec, parameter_specs
-from moe_ops.layers.state import STATE, stored_as
+from moe_ops.layer.parameters import SUFFIX, ParameterSpec, parameter_specs
+from moe_ops.layer.state import STATE, stored_as
+from moe_ops.layer.weight_loader import WeightLoading
 from moe_ops.loading import names
 from moe_ops.loading.act_order import ActOrder, sortable
 from moe_ops.loading.derived import channel_scales, has_plain_scales, kinds_of, quantized
@@ -18,9 +19,6 @@ from moe_ops.loading.names import CheckpointLayout, Piece
 from moe_ops.loading.sources import Entry
 from moe_ops.loading.split import halves
 from moe_ops.loading.stored import Form, PlainWeightError, canonical
-
-if TYPE_CHECKING:
-    from moe_ops.layer import FusedMoE
 
 
 class Part(NamedTuple):
@@ -43,7 +41,7 @@ class Placing:
         quantize: whether weights are plain, and are quantized to the layer's scheme.
     """
 
-    def __init__(self, layer: FusedMoE, layout: CheckpointLayout, *, quantize: bool) -> None:
+    def __init__(self, layer: WeightLoading, layout: CheckpointLayout, *, quantize: bool) -> None:
         self.layer, self.layout, self.quantize = layer, layout, quantize
         self.plain_weights: list[str] = []
         """Names of weights that are not quantized, though the layer is."""
@@ -170,7 +168,7 @@ class Placing:
     def _kinds(self, entry: Entry, piece: Piece) -> tuple[str, ...]:
         """The kinds of parameters that a tensor fills: more than its own where some are derived."""
         quant = self.layer.checkpoint_scheme.weight
-        if self.quantize and piece.kind == "weight":
+        if self.quantize and quant is not None and piece.kind == "weight":
             return kinds_of(quant)
         derives = piece.kind == "scale" and has_plain_scales("scale", entry.read(), quant)
         return ("scale", "channel_scale") if derives else (piece.kind,)
@@ -311,7 +309,7 @@ class Placing:
             self.loaded.append(entry.name)
 
     def _check_state(self, entry: Entry) -> None:
-        """A layer's state says how its tensors are stored: see `moe_ops.layers.state`.
+        """A layer's state says how its tensors are stored: see `moe_ops.layer.state`.
 
         Raises:
             ValueError: not as this layer's checkpoints are.

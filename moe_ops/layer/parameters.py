@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import torch
 
-from moe_ops.layers.partition import LayerSizes
+from moe_ops.layer.partition import LayerSizes
 from moe_ops.scheme import WHOLE, Quant
 
 

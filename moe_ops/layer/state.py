@@ -9,29 +9,21 @@ one of an earlier version, and is loaded without a check.
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from moe_ops.layer.base import ExpertLayer
 from moe_ops.scheme import Quant
-
-if TYPE_CHECKING:
-    from moe_ops.layers.partition import LayerSizes
-    from moe_ops.loading.given import GivenScales
 
 STATE = "_extra_state"
 """The entry's name, which PyTorch gives it."""
 MAX_BYTES = 4096
 
 
-class SchemeState(nn.Module):
+class SchemeState(ExpertLayer):
     """A module whose state says in which scheme its weights are, and in which order its rows."""
-
-    sizes: LayerSizes
-    w13_weight: Tensor
-    w13_input_order: Tensor | None
-    given_scales: GivenScales
 
     def get_extra_state(self) -> Tensor:
         """The scheme of the parameters as a uint8 tensor on the CPU; never read from a buffer."""

@@ -5,14 +5,15 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from operator import is_
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from moe_ops import ops
-from moe_ops.layers.parameters import SUFFIX, parameter_specs
-from moe_ops.layers.partition import LayerSizes
+from moe_ops.layer.base import ExpertLayer
+from moe_ops.layer.parameters import SUFFIX, parameter_specs
+from moe_ops.layer.partition import LayerSizes
 from moe_ops.pipeline.calls import Call
 from moe_ops.pipeline.experts import BatchedTritonExperts, FusedMoEExperts, TritonExperts
 from moe_ops.pipeline.formats import FusedMoEActivationFormat
@@ -20,9 +21,6 @@ from moe_ops.pipeline.fused_experts import fused_experts
 from moe_ops.pipeline.modular_kernel import FusedMoEKernel
 from moe_ops.pipeline.prepare_finalize import FusedMoEPrepareAndFinalize
 from moe_ops.scheme import FusedMoEQuantConfig
-
-if TYPE_CHECKING:
-    from moe_ops.layer import FusedMoE
 
 
 class FusedMoEMethodBase(ABC):
@@ -50,7 +48,7 @@ class FusedMoEMethodBase(ABC):
                 value = nn.Parameter(filled.fill_(spec.fill) if spec.fill else filled, False)
             layer.register_parameter(name, value)
 
-    def process_weights_after_loading(self, layer: FusedMoE) -> None:  # noqa: B027 (a default)
+    def process_weights_after_loading(self, layer: ExpertLayer) -> None:  # noqa: B027 (a default)
         """Called when the parameters have been filled, however that was done; may be called again.
 
         Raises:
@@ -58,12 +56,12 @@ class FusedMoEMethodBase(ABC):
         """
 
     @abstractmethod
-    def get_fused_moe_quant_config(self, layer: FusedMoE) -> FusedMoEQuantConfig | None:
+    def get_fused_moe_quant_config(self, layer: ExpertLayer) -> FusedMoEQuantConfig | None:
         """The layer's parameters as kernels take them; None: not quantized."""
 
     def apply(
         self,
-        layer: FusedMoE,
+        layer: ExpertLayer,
         x: Tensor,
         topk_weights: Tensor,
         topk_ids: Tensor,
@@ -100,7 +98,7 @@ class FusedMoEMethodBase(ABC):
 
     def _experts(
         self,
-        layer: FusedMoE,
+        layer: ExpertLayer,
         x: Tensor,
         topk_weights: Tensor,
         topk_ids: Tensor,
@@ -140,7 +138,7 @@ class FusedMoEMethodBase(ABC):
         """What brings tokens to other ranks' experts; None: nothing does."""
         return None
 
-    def init_prepare_finalize(self, layer: FusedMoE) -> None:
+    def init_prepare_finalize(self, layer: ExpertLayer) -> None:
         """Give the layer a kernel with what `maybe_make_prepare_finalize` makes, if anything."""
         prepare_finalize = self.maybe_make_prepare_finalize()
         if prepare_finalize is not None:
@@ -148,7 +146,7 @@ class FusedMoEMethodBase(ABC):
             layer.kernel = FusedMoEKernel(prepare_finalize, experts)
 
     def select_gemm_impl(
-        self, prepare_finalize: FusedMoEPrepareAndFinalize, layer: FusedMoE
+        self, prepare_finalize: FusedMoEPrepareAndFinalize, layer: ExpertLayer
     ) -> FusedMoEExperts:
         """Experts of the format that ``prepare_finalize`` produces.
 
@@ -164,7 +162,7 @@ class FusedMoEMethodBase(ABC):
         )
 
 
-def shared_experts_of(layer: FusedMoE) -> Callable[[Tensor], Tensor] | None:
+def shared_experts_of(layer: ExpertLayer) -> Callable[[Tensor], Tensor] | None:
     """The shared experts of the layer, or of its kernel; each token goes to them once.
 
     Raises:
@@ -185,7 +183,7 @@ def shared_experts_of(layer: FusedMoE) -> Callable[[Tensor], Tensor] | None:
 class UnquantizedFusedMoEMethod(FusedMoEMethodBase):
     """Weights ``(El, 2I, H)`` and ``(El, H, I)`` in the dtype of the tokens, and biases."""
 
-    def get_fused_moe_quant_config(self, layer: FusedMoE) -> None:
+    def get_fused_moe_quant_config(self, layer: ExpertLayer) -> None:
         """None."""
 
 
@@ -197,7 +195,7 @@ class QuantizedFusedMoEMethod(FusedMoEMethodBase):
         self._made_of: list[Tensor | None] = []
         self._has_global_scales = False
 
-    def process_weights_after_loading(self, layer: FusedMoE) -> None:
+    def process_weights_after_loading(self, layer: ExpertLayer) -> None:
         """Check that global and static scales are positive and finite; share the static scale.
 
         A static scale is one number for the input of all experts: their largest. Experts of other
@@ -218,10 +216,10 @@ class QuantizedFusedMoEMethod(FusedMoEMethodBase):
                 scale.fill_(scale.amax().clamp(min=layer.given_scales.largest(name)))
         layer.given_scales.clear()
 
-    def get_fused_moe_quant_config(self, layer: FusedMoE) -> FusedMoEQuantConfig:
+    def get_fused_moe_quant_config(self, layer: ExpertLayer) -> FusedMoEQuantConfig:
         """The same object for as long as the layer has the same parameters."""
         own = layer._parameters
-        tensors = [own[name] for name in _CONFIG_PARAMETERS]
+        tensors: list[Tensor | None] = [own[name] for name in _CONFIG_PARAMETERS]
         if torch.compiler.is_compiling():  # a compiler traces the making
             return _config(layer, tensors)
         if self._config is None or not all(map(is_, tensors, self._made_of)):
@@ -256,7 +254,7 @@ _CONFIG_PARAMETERS = tuple(
 )
 
 
-def _config(layer: FusedMoE, tensors: list[Any]) -> FusedMoEQuantConfig:
+def _config(layer: ExpertLayer, tensors: list[Any]) -> FusedMoEQuantConfig:
     w1, w2, w1_zp, w2_zp, w1_gscale, w2_gscale, g1_alphas, g2_alphas, *inputs = tensors
     quant = layer.scheme.activation
     kind = "gscale" if quant is not None and quant.global_scale else "scale"
@@ -275,5 +273,5 @@ def _config(layer: FusedMoE, tensors: list[Any]) -> FusedMoEQuantConfig:
     )
 
 
-def _unquantized_config(layer: FusedMoE) -> FusedMoEQuantConfig:
+def _unquantized_config(layer: ExpertLayer) -> FusedMoEQuantConfig:
     return FusedMoEQuantConfig("unquantized", w1_bias=layer.w13_bias, w2_bias=layer.w2_bias)

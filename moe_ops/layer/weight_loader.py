@@ -6,30 +6,24 @@ A mixin of `moe_ops.FusedMoE`.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 from torch.nn.functional import pad
 
 from moe_ops import checks
-from moe_ops.layers.parameters import (
+from moe_ops.layer.parameters import (
     SUFFIX,
     FusedMoeWeightScaleSupported,
     ParameterSpec,
     parameter_specs,
 )
+from moe_ops.layer.steps import LoadSteps, copy_front
 from moe_ops.loading.act_order import column_order
 from moe_ops.loading.derived import channel_scales, has_plain_scales
-from moe_ops.loading.given import GivenScales
 from moe_ops.loading.names import KINDS, SHARDS, CheckpointLayout, suffix_of
-from moe_ops.loading.steps import LoadSteps, copy_front
 from moe_ops.loading.stored import Form, canonical
 from moe_ops.parallel import make_expert_params_mapping
 from moe_ops.scheme.formats import pack
-
-if TYPE_CHECKING:
-    from moe_ops.layers import LayerSizes
-    from moe_ops.layers.options import ExpertPlacement
 
 SHARD_DIMS = {"w1": 0, "w2": 1, "w3": 0}
 """The axis of one expert's projection that ranks share."""
@@ -38,24 +32,6 @@ QUANT_METHODS = [method.value for method in FusedMoeWeightScaleSupported]
 
 class WeightLoading(LoadSteps):
     """`weight_loader`, and what it is made of."""
-
-    if TYPE_CHECKING:
-        _parameters: dict[str, Any]
-        sizes: LayerSizes
-        given_scales: GivenScales
-        placement: ExpertPlacement
-        moe_parallel_config: Any
-        checkpoint_scheme: Any
-        intermediate_size: int
-        model_hidden_size: int
-        num_experts: int
-        prefix: str
-        expert_mapping: Any
-        w13_input_order: Tensor | None
-
-        def aligned_sizes(self) -> LayerSizes:
-            """See `moe_ops.FusedMoE`."""
-            ...
 
     def weight_loader(
         self,
@@ -216,7 +192,7 @@ class WeightLoading(LoadSteps):
         """
         scale = self.given_scales.take(spec.name, expert, shard_id, float(x))
         for row in rows:
-            self._parameters[spec.name].data[row] = scale
+            getattr(self, spec.name).data[row] = scale
 
     def _load_stored(
         self, param: Tensor, spec: ParameterSpec, x: Tensor, name: str, shard_id: str, row: int
@@ -243,14 +219,14 @@ class WeightLoading(LoadSteps):
         for kind, suffix, part in channel_scales(x.to(param.device)):
             of = parameter_specs(self.sizes)[f"{which}_{SUFFIX[kind]}"]
             part = self._stored(of, part, f"{name}.{suffix}", shard_id, row)
-            self.place(self._parameters[of.name], of, part, shard_id, row)
+            self.place(getattr(self, of.name), of, part, shard_id, row)
 
     def _stored(
         self, spec: ParameterSpec, x: Tensor, name: str, shard_id: str, expert: int
     ) -> Tensor:
         """One expert's tensor in its canonical form; an error says its name."""
         form = self.form(spec, shard_id, CheckpointLayout())
-        device = self._parameters[spec.name].device
+        device = getattr(self, spec.name).device
         try:
             return canonical(spec.kind, x.to(device), suffix_of(name), form)
         except (TypeError, ValueError) as error:

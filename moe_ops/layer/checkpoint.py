@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import copy
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from moe_ops import checks
-from moe_ops.layers.parameters import parameter_specs
+from moe_ops.layer.module import FusedMoE
+from moe_ops.layer.parameters import parameter_specs
+from moe_ops.layer.placing import Placing
 from moe_ops.loading.declared import check_declared
 from moe_ops.loading.given import GivenScales
 from moe_ops.loading.names import LAYOUTS, CheckpointLayout, prefixes_of
-from moe_ops.loading.placing import Placing
 from moe_ops.loading.sources import Opened, Source, open_source
-from moe_ops.loading.weight_loader import WeightLoading
-
-if TYPE_CHECKING:
-    from moe_ops.layer import FusedMoE
 
 SHOWN = 4
 """Names of each list that an error quotes."""
@@ -113,7 +110,7 @@ def load_checkpoint(
     if isinstance(layout, str):
         checks.one_of("layout", layout, list(LAYOUTS))
         layout = LAYOUTS[layout]
-    if not isinstance(layer, WeightLoading):
+    if not isinstance(layer, FusedMoE):
         raise TypeError(f"layer must be a FusedMoE, got {type(layer).__name__}")
     if layer.w13_weight.is_meta:
         raise ValueError("layer must have memory (call to_empty first), got parameters on meta")
@@ -130,7 +127,12 @@ def load_checkpoint(
     report = LoadReport(*map(tuple, placing.report()))
     if strict and not report.is_complete:
         raise ValueError(_message(report, prefix, ignored) + _way_out(placing))
-    order = placing.act_order.input_order(stage)
+    order = placing.act_order.input_order(
+        stage.placement.rows,
+        stage.hidden_size,
+        stage.w13_weight.device,
+        is_gated=stage.sizes.gated,
+    )
     if report.missing and (placing.act_order or layer.w13_input_order is not None):
         raise ValueError(f"with act-order, {_message(report, prefix, ignored)}")
     if not strict:

@@ -7,33 +7,25 @@ What follows from a layer's settings instead of a checkpoint (the numbers of ``e
 from __future__ import annotations
 
 from collections.abc import Container
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import init
 
-from moe_ops.layers.param_loader import attach_loader
-from moe_ops.layers.parameters import parameter_specs
-
-if TYPE_CHECKING:
-    from moe_ops.layers.methods import FusedMoEMethodBase
-    from moe_ops.layers.options import ExpertPlacement
-    from moe_ops.layers.partition import LayerSizes
+from moe_ops.layer.base import ExpertLayer
+from moe_ops.layer.methods import FusedMoEMethodBase
+from moe_ops.layer.param_loader import attach_loader
+from moe_ops.layer.parameters import parameter_specs
 
 CAST = ("w13_bias", "w2_bias")
 CAST_UNQUANTIZED = (*CAST, "w13_weight", "w2_weight")
 
 
-class KeepsBits(nn.Module):
+class KeepsBits(ExpertLayer):
     """A module whose stored values and router tensors keep their dtypes."""
 
-    sizes: LayerSizes
-    placement: ExpertPlacement
     quant_method: FusedMoEMethodBase
-    w13_weight: Tensor
-    w13_input_order: Tensor | None
-    e_score_correction_bias: Tensor | None
 
     def reset_parameters(self) -> None:
         """Set parameters and buffers to what they hold before a checkpoint is loaded.

@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from torch import Tensor
 
+from moe_ops.layer.base import ExpertLayer
 from moe_ops.loading.given import SHARED
 
-if TYPE_CHECKING:
-    from moe_ops.layers import LayerSizes
-    from moe_ops.loading.given import GivenScales
 
-
-class LoadSteps:
+class LoadSteps(ExpertLayer):
     """Where a projection goes in an expert's parameter, and which part of it is this rank's.
 
     Ranks take parts as long as their parameter is: ``[rank * each, (rank + 1) * each)`` of what
@@ -22,10 +17,6 @@ class LoadSteps:
     Source:
         vLLM ``FusedMoE._load_w13`` and its neighbours.
     """
-
-    if TYPE_CHECKING:
-        sizes: LayerSizes
-        given_scales: GivenScales
 
     def _load_model_weight_or_group_weight_scale(
         self,

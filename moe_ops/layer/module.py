@@ -12,29 +12,22 @@ from torch.nn.functional import pad
 from moe_ops import checks
 from moe_ops.activation import kind_and_key
 from moe_ops.dispatch.tiles import cdiv
-from moe_ops.layers import (
+from moe_ops.layer.collectives import RankGroup
+from moe_ops.layer.methods import (
     FusedMoEMethodBase,
-    FusedMoEOptions,
-    KeepsBits,
-    LayerSizes,
     QuantizedFusedMoEMethod,
-    RankGroup,
-    RoutesTokens,
-    SchemeState,
     UnquantizedFusedMoEMethod,
-    aligned_sizes,
-    moe_config,
     shared_experts_of,
-    summary,
-    takes_options,
-    token_arguments,
 )
+from moe_ops.layer.moving import KeepsBits
+from moe_ops.layer.options import FusedMoEOptions, takes_options
+from moe_ops.layer.partition import LayerSizes
+from moe_ops.layer.routing import RoutesTokens, token_arguments
+from moe_ops.layer.state import SchemeState
+from moe_ops.layer.weight_loader import WeightLoading
 from moe_ops.loading.given import GivenScales
-from moe_ops.loading.weight_loader import WeightLoading
 from moe_ops.parallel import make_expert_params_mapping, maybe_roundup_hidden_size
 from moe_ops.parallel.eplb_state import LayerEplbState
-from moe_ops.pipeline.config import FusedMoEConfig
-from moe_ops.pipeline.modular_kernel import FusedMoEKernel
 from moe_ops.pipeline.warmup import Variants, run_variants
 from moe_ops.routing import SelectedExperts, check_tokens, select_experts
 from moe_ops.scheme import UNQUANTIZED, get_scheme
@@ -75,15 +68,6 @@ class FusedMoE(RoutesTokens, WeightLoading, SchemeState, KeepsBits):
         vLLM ``FusedMoE``. There prefixes must differ between layers, because they name the layer in
         the graph; here they are names for loading only, and no graph has them.
     """
-
-    w13_weight: Tensor
-    w2_weight: Tensor
-    w13_bias: Tensor | None
-    w2_bias: Tensor | None
-    e_score_correction_bias: Tensor | None
-    hash_indices_table: Tensor | None
-    expert_map: Tensor | None
-    w13_input_order: Tensor | None
 
     select_experts = staticmethod(select_experts)
     make_expert_params_mapping = staticmethod(make_expert_params_mapping)
@@ -132,28 +116,11 @@ class FusedMoE(RoutesTokens, WeightLoading, SchemeState, KeepsBits):
         expert_map = self.placement.expert_map(given.device)
         self.register_buffer("expert_map", expert_map, persistent=False)
         self.register_buffer("w13_input_order", None)
-        self.kernel: FusedMoEKernel | None = None
+        self.kernel = None
         self.routing = given.routing(self.global_num_experts)
         self.num_logits = num_experts + given.zero_expert_num
         self.routes_plainly, self.shared_experts = given.routes_plainly(), given.shared_experts
         self.eplb_state: LayerEplbState | None = None
-
-    @property
-    def scheme(self) -> Any:
-        """That of the parameters."""
-        return self.sizes.scheme
-
-    @property
-    def moe_config(self) -> FusedMoEConfig:
-        """The layer as a value, for the choice of a kernel."""
-        return moe_config(self)
-
-    def aligned_sizes(self) -> LayerSizes:
-        """Sizes with which a rank's scales are its own, and gate and up have scales of their own.
-
-        Those of the parameters with several ranks; with one, those that `load_checkpoint` makes.
-        """
-        return aligned_sizes(self.sizes, self.intermediate_size, self.moe_parallel_config.tp_size)
 
     def forward(
         self,
@@ -355,7 +322,3 @@ class FusedMoE(RoutesTokens, WeightLoading, SchemeState, KeepsBits):
         how = (self.scheme, dtype, self.activation, self.batch_invariant)
         with self.unobserved():
             return run_variants(run, num_tokens, Variants(w1, w2, self.top_k, *how))
-
-    def extra_repr(self) -> str:
-        """Sizes, scheme, ranks and routing."""
-        return summary(self)
