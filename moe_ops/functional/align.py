@@ -1,4 +1,4 @@
-"""Alignment: slots sorted by expert, in groups of whole tiles; slots of each expert counted."""
+"""Alignment: sort slots by expert in groups of whole tiles, and count the slots of each expert."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ def moe_align_block_size(
 ) -> TilePlan:
     """Sort slots by expert and pad each group to whole tiles of ``block_size`` rows.
 
-    The sort is stable (slots of an expert stay in slot order). Out-of-range ids are dropped.
+    The sort is stable: slots of an expert stay in slot order. Out-of-range ids are dropped.
 
     Args:
         topk_ids: ``(T, k)`` int32 or int64.
         block_size: rows of a tile, a power of two up to 4096.
         num_experts: E, up to 4096; need not be a power of two.
-        expert_map: ``(E,)``, the local expert of each global one or -1. Without
-            ``ignore_invalid_experts`` all slots are kept in the order of their global experts, and
-            ``expert_ids`` is mapped afterwards (-1: a tile of another rank).
+        expert_map: ``(E,)``, the local expert of each global one, or -1. Without
+            ``ignore_invalid_experts`` all slots are sorted by global expert, and ``expert_ids`` is
+            mapped afterwards (-1: a tile of another rank's expert).
         pad_sorted_ids: round the length of ``sorted_token_ids`` up to a multiple of ``block_size``.
         ignore_invalid_experts: drop slots of experts that are not local before sorting, and sort
             the rest by local expert.
@@ -38,8 +38,8 @@ def moe_align_block_size(
 
     Raises:
         TypeError: a wrong dtype.
-        ValueError: ``block_size`` not such a power of two, ``num_experts`` not in 1..4096, an
-            ``expert_map`` of another length.
+        ValueError: ``block_size`` is not such a power of two, ``num_experts`` is outside 1..4096,
+            or ``expert_map`` has another length.
 
     Source:
         vLLM ``moe_align_block_size``, whose kernel stops at 1024 experts.
@@ -63,7 +63,7 @@ def moe_align_block_size(
 def count_expert_num_tokens(
     topk_ids: Tensor, num_local_experts: int, expert_map: Tensor | None = None
 ) -> Tensor:
-    """How many slots each local expert has: int32 ``(El,)``; skipped slots count nowhere.
+    """Count the slots of each local expert: int32 ``(El,)``. Skipped slots are not counted.
 
     Args:
         topk_ids: ``(T, k)`` int32 or int64.
@@ -71,7 +71,7 @@ def count_expert_num_tokens(
         expert_map: ``(E,)`` or None.
 
     Raises:
-        TypeError, ValueError: a wrong dtype or shape, ``num_local_experts`` not in 1..4096.
+        TypeError, ValueError: a wrong dtype or shape, or ``num_local_experts`` outside 1..4096.
 
     Source:
         vLLM ``count_expert_num_tokens``.

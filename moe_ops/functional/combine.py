@@ -1,4 +1,4 @@
-"""Elementwise stages beside the GEMMs: the activation, and the weighted sum of expert rows."""
+"""Elementwise stages between and after the GEMMs: the activation, and the weighted sum."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from moe_ops.activation import Activation, MoEActivation, kind_and_key
 from moe_ops.gradients import inference_only
 
 _ANY_NUMBER = 2**31 - 1
-"""As a number of experts: every id that is not negative is an expert."""
+"""A number of experts with which every id that is not negative is an expert."""
 
 
 def moe_fused_mul_sum(
@@ -22,27 +22,28 @@ def moe_fused_mul_sum(
     expert_map: Tensor | None = None,
     num_valid_tokens: Tensor | None = None,
 ) -> Tensor:
-    """Combine each token's expert rows with its routing weights.
+    """Sum each token's expert rows with its routing weights.
 
     ``out[t] = sum_j topk_weights[t, j] * inputs[t, j]``, accumulated in float32 for j = 0..k-1 in
     that order and rounded once to the output dtype. Skipped slots (a negative id, an id past
-    ``expert_map``, or one it maps to -1) are not read; a token without slots gets zeros.
+    ``expert_map``, or one that it maps to -1) are not read; a token without slots gets zeros.
 
     Args:
         inputs: ``(T, k, H)`` bf16, fp16 or fp32, contiguous.
         topk_weights: ``(T, k)`` bf16, fp16 or fp32, contiguous; need not sum to one.
-        outputs: ``(T, H)`` to write into, rows contiguous and apart; a fresh tensor without it.
-        topk_ids: ``(T, k)`` int32 or int64; needed with ``expert_map``.
+        outputs: ``(T, H)`` to write to, with contiguous rows that do not overlap; None: a fresh
+            tensor.
+        topk_ids: ``(T, k)`` int32 or int64; required with ``expert_map``.
         expert_map: ``(E,)`` or None.
-        num_valid_tokens: int32 or int64 ``[1]`` on the device; rows past it are zeros.
+        num_valid_tokens: int32 or int64 ``[1]`` on the device; rows from this index on are zeros.
 
     Returns:
         ``(T, H)``: ``outputs``, or a contiguous tensor with the dtype of ``inputs``.
 
     Raises:
         TypeError, ValueError: a wrong dtype, shape, device or layout; ``expert_map`` without ids.
-        NotImplementedError: a backward pass through the result; ``outputs`` together with inputs
-            that require grad, in grad mode.
+        NotImplementedError: a backward pass through the result; in grad mode, ``outputs`` together
+            with inputs that require grad.
 
     Source:
         vLLM ``moe_fused_mul_sum``, which leaves rows without slots untouched and whose output
@@ -81,13 +82,13 @@ def _mul_sum(*arguments: Any) -> Tensor:
 
 @inference_only
 def apply_moe_activation(activation: MoEActivation | Activation | str, x: Tensor) -> Tensor:
-    """An activation by itself: ``(R, 2d)`` with a gate, ``(R, d)`` without, to ``(R, d)``.
+    """Apply an activation by itself: ``(R, 2d)`` with a gate, or ``(R, d)`` without, to ``(R, d)``.
 
-    Computed in float32 and rounded once; formulas in `moe_ops.activation`.
+    Computed in float32 and rounded once; `moe_ops.activation` has the formulas.
 
     Raises:
         TypeError: a dtype other than bf16, fp16 and fp32.
-        ValueError: not 2-D, an odd width with a gate, an unknown activation.
+        ValueError: ``x`` is not 2-D, has an odd width with a gate, or the activation is unknown.
     """
     kind, key = kind_and_key(activation)
     checks.tensor("x", x, 2, checks.FLOATS)

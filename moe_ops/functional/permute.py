@@ -1,4 +1,4 @@
-"""Permutation: token rows copied into the order of their experts, and back."""
+"""Permutation: copy token rows into the order of their experts, and back."""
 
 from __future__ import annotations
 
@@ -19,19 +19,21 @@ def moe_permute(
     n_local_expert: int = -1,
     expert_map: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor, Tensor, Tensor]:
-    """Copy each slot's row into the order of the experts, skipped slots last (as zeros).
+    """Copy each slot's row into the order of the experts; skipped slots come last, as zeros.
 
     Args:
         hidden_states: ``(T, H)`` of any dtype.
-        a1q_scale: ``(T, G)`` per-token scales, permuted alike; one element: returned as it is.
+        a1q_scale: ``(T, G)`` per-token scales, which are permuted too; a single scale is returned
+            as it is.
         topk_ids: ``(T, k)`` int32 or int64.
         n_expert: E.
         n_local_expert: El; -1 means E.
         expert_map: ``(E,)`` or None.
 
     Returns:
-        ``(rows (T*k, H), scale, expert_first_token_offset int64 (El+1,), inv_permuted_idx int32
-        (T, k), permuted_idx int32 (T*k,))``; the order within an expert is that of the slots.
+        ``(rows, scale, expert_first_token_offset, inv_permuted_idx, permuted_idx)``: rows
+        ``(T*k, H)``, their scale, int64 ``(El+1,)``, int32 ``(T, k)`` and int32 ``(T*k,)``. The
+        rows of an expert are in slot order.
 
     Raises:
         TypeError, ValueError: a wrong dtype or shape.
@@ -74,19 +76,19 @@ def moe_unpermute(
     inv_permuted_idx: Tensor,
     expert_first_token_offset: Tensor | None = None,
 ) -> Tensor:
-    """The inverse of `moe_permute`, weighted and summed over each token's slots.
+    """Invert `moe_permute`, and sum each token's rows with their weights.
 
-    Accumulated in float32 for j = 0..k-1 in that order and rounded once.
+    The sum is accumulated in float32 for j = 0..k-1 in that order and rounded once.
 
     Args:
         permuted_hidden_states: ``(T*k, H)`` bf16, fp16 or fp32.
         topk_weights: ``(T, k)``, or None for weight 1.
-        inv_permuted_idx: int32 ``(T, k)``, the row of each slot; rows outside are skipped.
-        expert_first_token_offset: int64 ``(El+1,)``; rows from its last entry on belong to skipped
+        inv_permuted_idx: int32 ``(T, k)``, the row of each slot; indices out of range are skipped.
+        expert_first_token_offset: int64 ``(El+1,)``. Rows from its last entry on belong to skipped
             slots and are not read. Without it every row counts.
 
     Returns:
-        ``(T, H)``, contiguous, dtype of the rows.
+        ``(T, H)``, contiguous, in the dtype of the rows.
 
     Raises:
         TypeError, ValueError: a wrong dtype or shape.
