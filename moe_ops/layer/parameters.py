@@ -100,7 +100,8 @@ def _of_weight(which: str, n: int, k: int, sizes: LayerSizes) -> Iterator[Parame
         return
     element = quant.element
     packed = 2 if element.packed else 1
-    zero = element.offset * (17 if element.packed else 1)  # zero, in both nibbles
+    # The code of zero; in both nibbles, if two codes share a byte.
+    zero = element.offset * (17 if element.packed else 1)
     yield spec("weight", (n, k // packed), quant.dtype, zero)
     halves = (2,) if which == "w13" and sizes.gated and not sizes.interleaved else ()
     shape = halves if quant.per_tensor else quant.weight_scale_shape(experts, n, k)[1:]
