@@ -9,23 +9,27 @@ last, and -1 means "no expert here".
 
 from moe_ops import ops as _ops  # noqa: F401  (registers the operators)
 from moe_ops.activation import Activation, MoEActivation
-from moe_ops.alignment import (
+from moe_ops.functional import (
     apply_moe_activation,
+    batched_moe_kernel_quantize_input,
     count_expert_num_tokens,
     moe_align_block_size,
     moe_fused_mul_sum,
+    moe_kernel_quantize_input,
     moe_permute,
     moe_unpermute,
 )
-from moe_ops.layer import FusedMoE
-from moe_ops.layers import (
+from moe_ops.layer import (
+    FusedMoE,
     FusedMoEMethodBase,
     FusedMoEOptions,
     FusedMoeWeightScaleSupported,
+    LoadReport,
     QuantizedFusedMoEMethod,
     UnquantizedFusedMoEMethod,
+    load_checkpoint,
 )
-from moe_ops.loading import CheckpointLayout, LoadReport, load_checkpoint
+from moe_ops.loading import CheckpointLayout
 from moe_ops.parallel import (
     EplbState,
     FusedMoEParallelConfig,
@@ -85,10 +89,6 @@ from moe_ops.pipeline.weight_and_reduce import (
     TopKWeightAndReduceNoOP,
 )
 from moe_ops.pipeline.workspace import workspace_nbytes
-from moe_ops.quantization import (
-    batched_moe_kernel_quantize_input,
-    moe_kernel_quantize_input,
-)
 from moe_ops.routing import (
     RoutingMethodType,
     SelectedExperts,

@@ -12,7 +12,7 @@ from checkpoints import Experts, per_expert
 from torch import nn
 
 import moe_ops
-from moe_ops.layers import parameter_specs
+from moe_ops.layer import parameter_specs
 
 E, K, H, I, T = 8, 2, 64, 32, 5  # noqa: E741
 SECOND_OF_TWO = {"ep_size": 2, "ep_rank": 1}

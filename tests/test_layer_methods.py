@@ -8,7 +8,7 @@ from checkpoints import Experts, per_expert
 from test_layer_options import E, H, K, T, batch, make
 
 import moe_ops
-from moe_ops.layers import parameter_specs
+from moe_ops.layer import parameter_specs
 
 
 def test_a_kernel_that_was_chosen():

@@ -108,7 +108,7 @@ def test_two_square_tensors_need_a_layout():
     w = Experts.random(E, 32, 32)
     source = {"experts.up_proj": w.up, "experts.down_proj": w.down}
     layer = make(None, E, 32, 32, activation="relu2_no_mul")
-    with pytest.raises(ValueError, match="layout must say transposed"):
+    with pytest.raises(ValueError, match="layout must set transposed"):
         load(layer, source)
     load(layer, source, layout="fused")
     assert torch.equal(layer.w13_weight, w.up)

@@ -297,5 +297,5 @@ def test_kernels_take_one_order_for_all():
     )
     assert torch.equal(applied(layer, inputs), wanted)
     load(layer, gptq(act_ordered("int4_w4a16_g32")))
-    with pytest.raises(NotImplementedError, match="layer.kernel must be None where"):
+    with pytest.raises(NotImplementedError, match="layer.kernel must be None if the act-order"):
         applied(layer, inputs)

@@ -207,6 +207,6 @@ def test_other_errors(source):
     with pytest.raises(TypeError, match="pairs"):
         load(make(), [1])
     with pytest.raises(
-        NotImplementedError, match="blocks of rows where gate and up rows alternate"
+        NotImplementedError, match="blocks of one row if gate and up rows alternate"
     ):
         load(make("fp8_block32", activation="swigluoai"), source)

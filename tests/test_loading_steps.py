@@ -7,7 +7,7 @@ from test_loading import RANKS, held
 from test_loading_formats import AWQ_ORDER, codes_of, words
 
 import moe_ops
-from moe_ops.loading.steps import copy_front
+from moe_ops.layer.steps import copy_front
 from moe_ops.scheme import SCHEMES
 
 E, K, H, I = 8, 2, 256, 512  # noqa: E741
@@ -204,7 +204,7 @@ class TestSteps:
         assert one.tolist() == [0, 3]
 
     def test_parts_that_do_not_fit(self):
-        with pytest.raises(ValueError, match="loaded_weight must have the axes of the parameter's"):
+        with pytest.raises(ValueError, match="loaded_weight must have as many axes as the par"):
             self.layer._load_w2(torch.zeros(6, 4), 1, self.rows[0], 0)
         with pytest.raises(ValueError, match=r"must fit into shape \(2,\), got \(8,\)"):
             copy_front(torch.zeros(2), self.rows[:, 0])

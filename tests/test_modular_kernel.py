@@ -340,6 +340,20 @@ def test_prepare_may_replace_the_routing(experts, chunk_size):
     assert torch.equal(kernel.apply(**s.arguments()), s.apply(**changes))
 
 
+def test_rows_of_experts_that_quantize_have_their_weights(device):
+    """With ``defer_input_quant`` prepare still scales rows, if the weights belong on the input."""
+    g = torch.Generator().manual_seed(0)
+    x = torch.randn(5, 16, generator=g).bfloat16().to(device)
+    weights, ids = torch.rand(5, 2, generator=g).to(device), torch.zeros(5, 2, dtype=torch.int32)
+    one = torch.ones(1, 1, 1, device=device)
+    config = moe_ops.FusedMoEQuantConfig("fp8_channel", w1_scale=one, w2_scale=one)
+    part = moe_ops.MoEPrepareAndFinalizeNoEP()
+    result = part.prepare(x, weights, ids.to(device), 1, None, True, config, True)
+    slots = (x[:, None].float() * weights[:, :, None]).bfloat16().flatten(0, 1)
+    assert torch.equal(result.a1q, slots) and result.a1q_scale is None
+    assert part.prepare(x, weights, ids.to(device), 1, None, False, config, True).a1q is x
+
+
 def test_delegation():
     s = setup(problem("unquantized"), moe_ops.BatchedTritonExperts, shared_experts=None)
     k = s.kernel

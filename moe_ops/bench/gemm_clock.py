@@ -18,8 +18,8 @@ from moe_ops.dispatch.hopper import KernelTiles
 from moe_ops.ops import STAGES
 from moe_ops.pipeline.fused_experts import NOT_QUANTIZED
 from moe_ops.pipeline.gemms import expert_weights, gemm_call
-from moe_ops.pipeline.no_ep import quantize_tokens
 from moe_ops.pipeline.row_spaces import SlotRows
+from moe_ops.pipeline.token_rows import quantize_tokens
 from moe_ops.tensors import ExpertWeights, Routing, Rows, Tiles
 from moe_ops.tuning.search import Subject, Trial
 

@@ -1,4 +1,4 @@
-"""What an experts module of transformers holds, as `fused_experts` takes it."""
+"""The weights of transformers' experts modules, as `fused_experts` takes them."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ class Weights(NamedTuple):
     w1_bias: Tensor | None
     w2_bias: Tensor | None
     quant_config: FusedMoEQuantConfig | None = None
-    """How the weights are stored, where they are quantized."""
+    """Scheme and scales, if the weights are quantized."""
 
 
 def weights_of(experts: Any) -> Weights:
-    """The weights of a module decorated with ``use_experts_implementation``, any layout.
+    """Return the weights of a module with ``use_experts_implementation``, of any layout.
 
     Raises:
-        NotImplementedError: the module norms what an expert returns (``has_post_expert_norm``);
-            quantized weights of a kind that is not supported.
+        NotImplementedError: a module that norms the result of each expert
+            (``has_post_expert_norm``); quantized weights of a kind that is not supported.
     """
     if getattr(experts, "has_post_expert_norm", False):
         raise NotImplementedError(
@@ -60,18 +60,18 @@ def weights_of(experts: Any) -> Weights:
 
 
 def axes_of(experts: Any) -> tuple[int, int, int]:
-    """Which axes of a module's weights are ``(E, N, K)``."""
+    """Return which axes of a module's weights are ``(E, N, K)``."""
     return (0, 2, 1) if experts.is_transposed else (0, 1, 2)
 
 
 def scheme_named(name: str) -> Scheme:
-    """`get_scheme`, whose parsing of names Dynamo does not look into."""
+    """Call `get_scheme`, without letting Dynamo trace how it parses names."""
     return _SCHEMES[_known(name)]
 
 
 @torch.compiler.assume_constant_result
 def _known(name: str) -> str:
-    """A name that `_SCHEMES` has: Dynamo finds schemes there, and cannot make one of its own."""
+    """Ensure that `_SCHEMES` has ``name``, since Dynamo cannot make a scheme itself."""
     _SCHEMES.setdefault(name, get_scheme(name))
     return name
 
@@ -80,9 +80,9 @@ _SCHEMES = dict(SCHEMES)
 
 
 def map_for_few_experts(topk_ids: Tensor, num_experts: int) -> Tensor | None:
-    """An expert map where a rank of expert parallelism has fewer experts than a token has slots.
+    """Return an expert map if a rank has fewer experts than a token has slots, else None.
 
-    `fused_experts` rejects k > E. There it is sound: the ids of other ranks are sentinels >= E.
+    `fused_experts` rejects k > E. Here it is sound, because ids of other ranks are sentinels >= E.
     """
     k = topk_ids.shape[1]
     if k <= num_experts:

@@ -1,8 +1,8 @@
-"""The fp8 experts of transformers (``FP8Experts``), as `fused_experts` takes them.
+"""transformers' fp8 experts (``FP8Experts``), as `fused_experts` takes them.
 
-Weights are e4m3 with scales of blocks, or one scale an expert (gate and up each have their own), or
-packed e2m1 with scales of 32 elements. Nothing is copied, but scales where gate rows do not fill
-their last block.
+Weights are e4m3 with block scales or one scale per expert (gate and up each have their own), or
+packed e2m1 with one scale per 32 elements. Nothing is copied, except scales if gate rows do not
+fill their last block.
 """
 
 from __future__ import annotations
@@ -29,23 +29,23 @@ EXPONENTS = (torch.float8_e8m0fnu, torch.uint8)
 
 
 class Blocks(NamedTuple):
-    """How the scales of a module's weights lie."""
+    """The layout of the scales of a module's weights."""
 
     stored: int
-    """Rows of a block."""
+    """Rows of a block in the module."""
     used: int
-    """Rows of the scheme's blocks: fewer where gate rows do not fill their last block."""
+    """Rows of a block in the scheme: fewer if gate rows do not fill their last block."""
     parts: int
-    """Pieces of the first weight whose blocks are counted from their own first row."""
+    """Number of pieces of the first weight whose blocks begin at their own first row."""
 
 
 def is_quantized(module: Any) -> bool:
-    """Whether a module is transformers' ``FP8Experts`` and its weights are not floats again."""
+    """Whether a module is transformers' ``FP8Experts`` and its weights are not dequantized."""
     return isinstance(module, FP8Experts) and module.down_proj.dtype not in checks.FLOATS
 
 
 def unsupported(experts: Any) -> str:
-    """Why this library does not run a quantized module; empty where it does."""
+    """Say why this library does not run a quantized module; empty if it does."""
     (w1, w1_scale), block = _first(experts), experts.block_size
     if w1.dtype == torch.int8:
         if w1_scale.dtype not in EXPONENTS:
@@ -66,13 +66,13 @@ def unsupported(experts: Any) -> str:
 
 
 def weights_of(experts: Any) -> Weights:
-    """The weights of an ``FP8Experts`` module with their scales.
+    """Return the weights of an ``FP8Experts`` module with their scales.
 
-    Scales of activations are not powers of two where those of weights are (e8m0): as in
+    Scales of activations are not powers of two if those of the weights are (e8m0), as in
     transformers' kernels on Hopper.
 
     Raises:
-        NotImplementedError: what `unsupported` says.
+        NotImplementedError: a module that is not supported, with the reason from `unsupported`.
     """
     reason = unsupported(experts)
     if reason:
@@ -81,11 +81,12 @@ def weights_of(experts: Any) -> Weights:
             f"{type(experts).__name__} with {reason}"
         )
     (w1, w1_scale), (w2, w2_scale) = _first(experts), _second(experts)
-    if w1.dtype == torch.int8:  # the kernels' own layout: even k in the low nibble
+    if w1.dtype == torch.int8:  # already in the layout of kernels: even k in the low nibble
         scales = {"w1_scale": w1_scale.view(torch.uint8), "w2_scale": w2_scale.view(torch.uint8)}
         config = FusedMoEQuantConfig(scheme_named("mxfp4_w4a16"), **scales)
         return Weights(w1.view(torch.uint8), w2.view(torch.uint8), None, None, config)
-    blocks, scheme = _blocks(experts), "fp8_channel"  # one scale an expert is one of every row
+    blocks = _blocks(experts)
+    scheme = "fp8_channel"  # one scale per expert is the scale of each row
     if blocks is None:
         blocks = Blocks(WHOLE, WHOLE, 1)
     else:
@@ -98,7 +99,7 @@ def weights_of(experts: Any) -> Weights:
 
 
 def static_scales(experts: Any) -> tuple[Tensor, Tensor]:
-    """The scales ``(E,)`` of both GEMMs' inputs, where ``activation_scheme`` is static."""
+    """Return the scales ``(E,)`` of both GEMMs' inputs, for a static ``activation_scheme``."""
     return experts.gate_up_proj_activation_scale, experts.down_proj_activation_scale
 
 
@@ -111,16 +112,16 @@ def static_experts(
     routing: Routing,
     gate: Callable[[Tensor], Tensor],
 ) -> Tensor:
-    """`gated_experts` where each expert has given scales of its inputs: rows are those of slots.
+    """Run `gated_experts` with given input scales per expert, which makes one row per slot.
 
     Args:
         hidden_states: ``(T, H)``.
-        w1: as in `gated_experts`, like ``w2`` and ``gate``.
-        w2: see there.
+        w1: see `gated_experts`.
+        w2: see `gated_experts`.
         config: scheme and scales of the weights.
         input_scales: float32 ``(E,)``, for the first and the second GEMM.
-        routing: of the tokens.
-        gate: see there.
+        routing: routing of the tokens.
+        gate: see `gated_experts`.
     """
     topk_weights, topk_ids, expert_map = routing
     scheme, num_experts, dtype = config.scheme, w1.shape[0], hidden_states.dtype
@@ -128,7 +129,7 @@ def static_experts(
     experts = (hidden_states, w1, w2, None, None, kind, scheme, *config.tensors)
     check_layer(*routing, -1, *experts)
     tokens, k = topk_ids.shape
-    expert = topk_ids.flatten().clamp(0, num_experts - 1)  # what a sentinel names is not read
+    expert = topk_ids.flatten().clamp(0, num_experts - 1)  # rows of sentinels are not read
     space = SlotRows.of(routing, num_experts, row_tiles_of(scheme, w2))
     both = expert_weights(w1, w2, config)
 
@@ -162,11 +163,11 @@ def _second(experts: Any) -> tuple[Tensor, Tensor]:
 
 
 def _blocks(experts: Any) -> Blocks | None:
-    """How scales of blocks lie; None: there is no way that fits, or one scale an expert.
+    """Return the layout of block scales; None: one scale per expert, or scales that do not fit.
 
-    Gate and up are quantized apart. Where gate rows do not fill their last block, the up rows'
-    first block begins in the middle of one counted from the first gate row; smaller blocks, that
-    do end with the gate rows, say the same.
+    Gate and up are quantized separately. If gate rows do not fill their last block, the up rows'
+    first block begins in the middle of a block that is counted from the first gate row. Smaller
+    blocks that end with the gate rows store the same scales.
     """
     if experts.block_size is None:
         return None
@@ -181,7 +182,7 @@ def _blocks(experts: Any) -> Blocks | None:
 
 
 def _scales(scale: Tensor, n: int, blocks: Blocks) -> Tensor:
-    """Scales of a weight of ``n`` rows, one for each block that the scheme has; e8m0 as bytes."""
+    """Return the scales of a weight with ``n`` rows, one per block of the scheme; e8m0 as bytes."""
     if scale.dtype == torch.float8_e8m0fnu:
         scale = scale.view(torch.uint8)
     if blocks.used == blocks.stored:

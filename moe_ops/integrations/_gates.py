@@ -1,10 +1,10 @@
-"""Which activation of this library the gate of an experts module is: found by running the gate.
+"""Finds the activation of this library that equals the gate of an experts module, by running it.
 
 Nothing is recognised by name. transformers' gate functions read a few numbers from their module
-(``limit``, ``swiglu_alpha`` ...). The function runs on a stand-in that has the module's numbers and
-nothing else: on values on both sides of every number, and of all magnitudes up to the largest of
-bf16, since a limit may be written into the code. It is fused only if an activation of ours returns
-the same; a gate that reads anything else, or computes anything else, runs unfused.
+(``limit``, ``swiglu_alpha`` ...). The function runs on a stand-in that has these numbers and
+nothing else, on values on both sides of every number, and of all magnitudes up to the largest of
+bf16, since a limit may be written into the code. The gate is fused only if an activation of this
+library returns the same. A gate that reads or computes anything else runs unfused.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _KINDS: dict[type, MoEActivation] = {
     activations.NewGELUActivation: MoEActivation.GELU_TANH,
     activations.ReLUSquaredActivation: MoEActivation.RELU2,
 }
-"""transformers' activation modules that are activations of this library."""
+"""transformers' activation modules, and the activations of this library that they are."""
 
 _FUNCTIONS: dict[MoEActivation, Callable[[Tensor], Tensor]] = {
     MoEActivation.SILU: functional.silu,
@@ -42,18 +42,18 @@ _FUNCTIONS: dict[MoEActivation, Callable[[Tensor], Tensor]] = {
 }
 LARGEST = torch.finfo(torch.bfloat16).max
 MAGNITUDES = (*(2.0**e for e in (*range(-16, -2, 2), *range(3, 128, 2))), LARGEST)
-"""Magnitudes that every gate is probed on, beside those near 0 and near its module's numbers."""
+"""Magnitudes on which every gate is probed, besides those near 0 and near its module's numbers."""
 _NO_MUL = {kind: Activation(kind.without_mul()) for kind in _FUNCTIONS}
 
 
 def activation_of(experts: Any) -> Activation | None:
-    """What `fused_experts` computes instead of the gate of an experts module, if it can.
+    """Return what `fused_experts` computes instead of the gate of an experts module.
 
-    Dynamo traces this: what it must not look into are the two functions below that return
-    constants, and it guards on their arguments only, so equal layers share one compilation.
+    Dynamo traces this function, but not the two functions below that it calls: they return
+    constants. It guards on their arguments only, so equal layers share one compilation.
 
     Returns:
-        None where the module's own gate must run.
+        None if the module's own gate must run.
     """
     kind = kind_of(getattr(experts, "act_fn", None))
     if not experts.has_gate:
@@ -65,7 +65,7 @@ def activation_of(experts: Any) -> Activation | None:
     names = attributes_read(gate, absent)
     while names is not None and any(getattr(experts, name, 0) is None for name in names):
         absent += tuple(name for name in names if getattr(experts, name, 0) is None)
-        names = attributes_read(gate, absent)  # a gate may branch on what is None
+        names = attributes_read(gate, absent)  # a gate may branch on attributes that are None
     if names is None:
         return None
     values = []
@@ -73,24 +73,24 @@ def activation_of(experts: Any) -> Activation | None:
         value = getattr(experts, name, None)
         if not isinstance(value, (int, float)):
             return None
-        values.append(float(value).hex())  # a string: Dynamo makes inputs of floats
+        values.append(float(value).hex())  # as a string, because Dynamo turns floats into inputs
     return recognised(gate, kind, absent, *values)
 
 
 def kind_of(function: Any) -> MoEActivation | None:
-    """The activation that an ``act_fn`` is, if it is one of this library."""
+    """Return the activation of this library that an ``act_fn`` is, or None."""
     if isinstance(function, nn.Module):
         if "forward" in function.__dict__ or function._forward_hooks or function._forward_pre_hooks:
-            return None  # what it computes is more than its class says
+            return None  # hooks may change what its class computes
         return _KINDS.get(type(function))
     return MoEActivation.SILU if function is functional.silu else None
 
 
 @torch.compiler.assume_constant_result
 def attributes_read(gate: Callable[..., Tensor], absent: tuple[str, ...]) -> tuple[str, ...] | None:
-    """Names of the numbers that a gate function reads from its module; None if it reads more.
+    """Return the names of the numbers that a gate reads from its module; None if it reads more.
 
-    ``absent``: attributes that are None.
+    ``absent`` names the attributes that are None.
     """
     return _attributes_read(gate, absent)
 
@@ -99,12 +99,12 @@ def attributes_read(gate: Callable[..., Tensor], absent: tuple[str, ...]) -> tup
 def recognised(
     gate: Callable[..., Tensor], kind: MoEActivation | None, absent: tuple[str, ...], *values: str
 ) -> Activation | None:
-    """The activation that a gate function is, for an ``act_fn`` and the numbers it reads."""
+    """Return the activation that a gate is, with its ``act_fn`` and the numbers that it reads."""
     return _recognised(gate, kind, absent, values)
 
 
 class _Recorder:
-    """Stands for an experts module: attributes are numbers, and asking for one is noted."""
+    """Stands in for an experts module: every attribute is a number, and each access is recorded."""
 
     def __init__(self, absent: tuple[str, ...]) -> None:
         self.read: list[str] = []
@@ -119,10 +119,10 @@ class _Recorder:
 
 
 def _run(gate: Callable[..., Tensor], stand_in: Any, x: Tensor) -> Tensor | None:
-    """What the gate returns for a stand-in, or None when it wants more than that has."""
+    """Run the gate on a stand-in; None if the gate needs more than the stand-in has."""
     try:
         return gate(stand_in, x)
-    except Exception:  # whatever an unknown function does with a stand-in, it is not recognised
+    except Exception:  # an unknown function may raise anything
         return None
 
 
@@ -156,17 +156,17 @@ def _recognised(
         for x, y in zip(probes, expected, strict=True):
             if not isinstance(y, Tensor) or y.shape != (x.shape[0], x.shape[1] // 2):
                 return None
-        for candidate in _candidates(kind, limits):  # most of them fail on the first, small probe
+        for candidate in _candidates(kind, limits):  # most fail on the first, small probe
             if all(_same(candidate, x, y) for x, y in zip(probes, expected, strict=True)):
                 return candidate
     return None
 
 
 def _same(candidate: Activation, x: Tensor, expected: Any) -> bool:
-    """Whether an activation returns what a gate does, but for roundings; infinities are equal.
+    """Whether an activation returns what a gate does, up to rounding; infinities are equal.
 
-    ``|actual - expected| <= 1e-5 * |expected| + 1e-6 * max(1, |up|)``: where an activation is
-    nearly 0, one way of writing it may round it to 0, and ``up`` multiplies the difference.
+    ``|actual - expected| <= 1e-5 * |expected| + 1e-6 * max(1, |up|)``. The second term is for
+    values near 0, which one formula may round to 0; ``up`` multiplies the difference.
     """
     actual, expected = ops.activation(x, candidate.key), expected.float()
     up = x[:, 1::2] if candidate.kind.is_interleaved else x.chunk(2, dim=1)[1]
@@ -175,7 +175,7 @@ def _same(candidate: Activation, x: Tensor, expected: Any) -> bool:
 
 
 def _probe(numbers: list[float], magnitudes: tuple[float, ...] = ()) -> Tensor:
-    """Two rows in which every gate value meets every up value: as halves, and alternating."""
+    """Return two rows with all pairs of gate and up values: as halves, and alternating."""
     points = [x / 4 for x in range(-24, 25)]
     near = [f * n for n in numbers for f in (0.5, 0.99, 1.01, 2.0)]
     points += [sign * x for x in (*near, *magnitudes) for sign in (-1, 1)]
@@ -185,7 +185,7 @@ def _probe(numbers: list[float], magnitudes: tuple[float, ...] = ()) -> Tensor:
 
 
 def _candidates(kind: MoEActivation | None, numbers: list[float]) -> Iterator[Activation]:
-    """Activations that a gate with these numbers may be, the plain one first."""
+    """Yield activations that a gate with these numbers may be, the plain one first."""
     if kind is not None:
         yield Activation(kind)
     if kind not in (None, MoEActivation.SILU):

@@ -1,7 +1,7 @@
-"""Llama 4, whose experts transformers does not dispatch: its MoE block is adapted as a whole.
+"""Llama 4, whose experts transformers does not dispatch: the whole MoE block is adapted.
 
-Upstream runs every expert on every token, with the token scaled by the router's score first (0 for
-experts that were not chosen). Here the chosen experts run, and the first GEMM applies the scale.
+transformers runs every expert on every token, scaled by the router's score (0 for experts that were
+not chosen). Here only the chosen experts run, and the first GEMM applies the score.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ BLOCK = "Llama4TextMoe"
 
 
 def is_block(module: nn.Module) -> bool:
-    """Whether a module is transformers' MoE block of Llama 4 (not one that only has its name)."""
+    """Whether a module is transformers' MoE block of Llama 4, and not just of the same name."""
     return any(
         c.__name__ == BLOCK and c.__module__.startswith("transformers.models.llama4.")
         for c in type(module).__mro__
@@ -26,16 +26,16 @@ def is_block(module: nn.Module) -> bool:
 
 
 def is_adapted(module: nn.Module) -> bool:
-    """Whether `adapt_block` was here."""
+    """Whether `adapt_block` was applied."""
     forward = module.__dict__.get("forward")
     return getattr(forward, "__func__", None) is block_forward
 
 
 def block_forward(self: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
-    """``Llama4TextMoe.forward``: the tokens' rows and the router's logits."""
+    """Run as ``Llama4TextMoe.forward``: return the tokens' rows and the router's logits."""
     hidden_states = hidden_states.reshape(-1, self.hidden_dim)
     router_scores, router_logits = self.router(hidden_states)
-    # A chosen expert whose score is 0 may lose to another 0: neither adds anything.
+    # Of experts with score 0 any may be chosen: they add nothing.
     topk_weights, topk_ids = router_scores.topk(self.top_k, dim=1)
     activation: Any = kind_of(self.experts.act_fn)
     routed = fused_experts(
@@ -51,7 +51,7 @@ def block_forward(self: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def adapt_block(name: str, block: nn.Module) -> None:
-    """Give one block `block_forward`; ``del block.forward`` takes it back.
+    """Give one block the forward `block_forward`; ``del block.forward`` undoes it.
 
     Raises:
         NotImplementedError: an activation that this library does not have.

@@ -1,9 +1,9 @@
 """The MXFP4 experts of gpt-oss, which transformers runs with triton_kernels.
 
-transformers gives the MoE blocks a forward that routes with triton_kernels, and keeps the weights
-in its layouts. Adapted, a block runs its class's own forward, whose router is plain PyTorch, and
-the experts run `fused_experts` on the checkpoint's layout: two numbers to a byte, the even k in the
-low nibble, as in this library.
+transformers replaces the forward of MoE blocks by one that routes with triton_kernels, and keeps
+the weights in triton_kernels' layouts. An adapted block runs the forward of its class, whose router
+is plain PyTorch, and its experts run `fused_experts` on the checkpoint's layout, which is also that
+of this library: two numbers per byte, the even k in the low nibble.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ def is_experts(module: Any) -> bool:
 
 
 def is_block(module: Any) -> bool:
-    """Whether a module is a MoE block with such experts."""
+    """Whether a module is a MoE block with ``Mxfp4GptOssExperts``."""
     return is_experts(getattr(module, "experts", None))
 
 
 def is_adapted(module: nn.Module) -> bool:
-    """Whether `adapt_block` was here."""
+    """Whether `adapt_block` was applied."""
     return getattr(module.__dict__.get("forward"), "__func__", None) is experts_forward
 
 
 def experts_forward(
     self: Any, hidden_states: Tensor, router_indices: Tensor, routing_weights: Tensor
 ) -> Tensor:
-    """``GptOssExperts.forward`` on the weights that `adapt_block` left."""
+    """Run as ``GptOssExperts.forward``, on the weights that `adapt_block` stored."""
     config = FusedMoEQuantConfig(
         SCHEME,
         w1_scale=self.gate_up_proj_scales,
@@ -64,7 +64,7 @@ def experts_forward(
 
 
 def adapt_block(name: str, block: Any) -> None:
-    """Take one block's weights out of the layout of triton_kernels, and give its experts a forward.
+    """Convert one block's weights from triton_kernels' layout, and give its experts a forward.
 
     Weights may also be parameters in the layout of checkpoints, ``(E, N, K / 32, 16)`` with
     ``*_scales`` ``(E, N, K / 32)`` beside them.
@@ -87,14 +87,14 @@ def adapt_block(name: str, block: Any) -> None:
         experts.__dict__.pop(f"{key}_precision_config", None)
         setattr(experts, key, nn.Parameter(data, requires_grad=False))
         setattr(experts, f"{key}_scales", nn.Parameter(scales, requires_grad=False))
-    # Made once: Dynamo reads its key, and would make inputs of the graph of the module's floats.
+    # Made once: Dynamo reads its key; floats of the module would become inputs of the graph.
     experts.activation = Activation(MoEActivation.SWIGLUOAI, experts.limit, experts.alpha, 1.0)
     experts.forward = MethodType(experts_forward, experts)
-    block.__dict__.pop("forward", None)  # that of transformers, which routes in triton_kernels
+    block.__dict__.pop("forward", None)  # the one of transformers, which routes in triton_kernels
 
 
 def _stored(name: str, experts: Any, key: str, n: int, k: int) -> tuple[Tensor, Tensor]:
-    """``(E, N, K / 2)`` bytes and ``(E, N, K / 32)`` exponents of one weight."""
+    """Return one weight as ``(E, N, K / 2)`` bytes, and its scales ``(E, N, K / 32)``."""
     weight = getattr(experts, key)
     if isinstance(weight, Tensor):
         data, scales = weight.flatten(2), getattr(experts, f"{key}_scales")
@@ -112,6 +112,6 @@ def _stored(name: str, experts: Any, key: str, n: int, k: int) -> tuple[Tensor, 
 
 
 def _plain(swizzled: Any) -> Tensor:
-    """A tensor of triton_kernels, which is ``(E, K, N)``, as ``(E, N, K)``."""
+    """Return a triton_kernels tensor, which is ``(E, K, N)``, as ``(E, N, K)``."""
     storage = swizzled.storage
     return storage.layout.unswizzle_data(storage.data).transpose(1, 2)

@@ -1,4 +1,4 @@
-"""Which expert modules of a model do not run this library's function, and why."""
+"""Expert modules of a model that do not run this library, and why."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ class Unreached(NamedTuple):
     """An expert module that runs transformers' code."""
 
     name: str
-    """Its path in the model, as in ``named_modules``."""
+    """Path of the module in the model, as in ``named_modules``."""
     class_name: str
     reason: str
 
 
 def unreached(model: nn.Module, implementation: str) -> Iterator[Unreached]:
-    """Expert modules that ``implementation`` does not reach, outermost first."""
+    """Yield the expert modules that ``implementation`` does not reach, outermost first."""
     for name, module in _expert_modules(model, ""):
         reason = _reason(module, implementation)
         if reason:
@@ -31,7 +31,7 @@ def unreached(model: nn.Module, implementation: str) -> Iterator[Unreached]:
 
 
 def _is_decorated(module: Any) -> bool:
-    """Whether ``use_experts_implementation`` of transformers left its attributes there."""
+    """Whether a module has the attributes that ``use_experts_implementation`` sets."""
     return all(hasattr(module, name) for name in ("has_gate", "has_bias", "is_transposed"))
 
 
@@ -45,7 +45,7 @@ def _expert_modules(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Modu
         for found in _expert_modules(child, f"{name}.{child_name}".lstrip("."))
     ]
     yield from inner
-    # A block whose experts look like nothing known (Doge's are embeddings).
+    # A block whose experts are not recognised (Doge's are embeddings).
     if not inner and type(module).__name__.endswith("MoE") and not _is_model(module):
         yield name, module
 
@@ -54,7 +54,7 @@ def _is_expert_module(module: nn.Module, name: str) -> bool:
     class_name = type(module).__name__
     if _is_decorated(module) or _llama4.is_adapted(module):
         return True
-    if _is_model(module) or "Shared" in class_name:  # every token runs through shared experts
+    if _is_model(module) or "Shared" in class_name:  # shared experts need no routing
         return False
     named = "expert" in class_name.lower() or "moe" in class_name.lower()
     if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
@@ -68,7 +68,7 @@ def _is_model(module: nn.Module) -> bool:
 
 
 def _reason(module: Any, implementation: str) -> str:
-    """Empty for a module that is reached."""
+    """Return why a module is not reached; empty if it is."""
     if _llama4.is_adapted(module) or _mxfp4.is_adapted(module):
         return ""
     if _mxfp4.is_experts(module):
@@ -89,7 +89,7 @@ def _reason(module: Any, implementation: str) -> str:
 
 
 def _weights_reason(module: Any) -> str:
-    """What of a dispatched module's weights is not supported."""
+    """Return why a dispatched module's weights are not supported; empty if they are."""
     if _fp8.is_quantized(module):
         reason = _fp8.unsupported(module)
         return f"not supported: {reason}" if reason else ""

@@ -1,7 +1,7 @@
-"""Weights that torchao quantized: tensor subclasses, taken apart into what they store.
+"""Weights that torchao quantized: tensor subclasses, split into the tensors that they store.
 
-Known by the names of their classes and attributes; torchao is not imported. ``axes`` says which
-axes of a weight are ``(E, N, K)``.
+They are known by the names of their classes and attributes; torchao is not imported. ``axes`` says
+which axes of a weight are ``(E, N, K)``.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ Axes = tuple[int, int, int]
 
 
 def is_quantized(weight: Any) -> bool:
-    """Whether a weight is one of torchao's tensors that are known here."""
+    """Whether a weight is one of the torchao tensors that are known here."""
     return type(weight).__name__ in (FLOAT8, MX, NVFP4)
 
 
 def unsupported(w1: Any, w2: Any, axes: Axes) -> str:
-    """Why two weights, of which one or both are quantized, are not taken; empty where they are."""
+    """Say why two weights, one or both of them quantized, are not supported; empty if they are."""
     for weight in (w1, w2):
         if not is_quantized(weight):
             return f"a quantized weight beside one of {weight.dtype} (two of a kind work)"
@@ -34,10 +34,10 @@ def unsupported(w1: Any, w2: Any, axes: Axes) -> str:
 
 
 def scheme_of(weight: Any, axes: Axes) -> str:
-    """The scheme that a supported weight is stored in.
+    """Return the name of the scheme in which a supported weight is stored.
 
-    Activations are quantized where a Float8Tensor asks for it. With 4-bit weights they stay as
-    they are, also where torchao would quantize them.
+    Activations are quantized if a Float8Tensor asks for it. With 4-bit weights activations are
+    never quantized, even if torchao would quantize them.
     """
     kind = type(weight).__name__
     if kind == FLOAT8:
@@ -46,7 +46,7 @@ def scheme_of(weight: Any, axes: Axes) -> str:
 
 
 def stored(weight: Any, axes: Axes) -> QTensor:
-    """What a supported weight stores, ``(E, N, K)``; no weight is copied."""
+    """Return the tensors of a supported weight as ``(E, N, K)``; no weight is copied."""
     kind, data, scale = type(weight).__name__, weight.qdata, weight.scale
     if kind == FLOAT8:
         return QTensor(data.permute(axes), scale.permute(axes))
@@ -80,13 +80,13 @@ def _unsupported(weight: Any, axes: Axes) -> str:
 
 
 def _float8_scheme(weight: Any, axes: Axes) -> str | None:
-    """None where scales are neither of rows, experts nor blocks that a scheme has."""
+    """Return the scheme, or None if its scales are neither per row, per expert nor per block."""
     experts, rows, cols = (weight.block_size[axis] for axis in axes)
     _, n, k = (weight.qdata.shape[axis] for axis in axes)
     quantized = weight.act_quant_kwargs is not None
     if experts != 1:
         return None
-    if cols == k and rows in (1, n):  # one scale an expert is one of every row
+    if cols == k and rows in (1, n):  # one scale per expert is the scale of each row
         return "fp8_channel" if quantized else "fp8_w8a16"
     if any(size < 16 or size & (size - 1) for size in (rows, cols)):
         return None

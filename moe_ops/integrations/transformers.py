@@ -44,17 +44,17 @@ NAME = "moe_ops"
 def moe_ops_experts(
     self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
 ) -> Tensor:
-    """The experts forward of transformers, by `fused_experts` or `gated_experts`.
+    """Run the experts forward of transformers by `fused_experts` or `gated_experts`.
 
-    The gate is fused into the first GEMM when it is an activation of this library. Any other
-    ``_apply_gate`` runs between the GEMMs on all ``T * k`` rows, in slot order; it must treat each
-    row by itself, as transformers' own implementations ask too. Rows of skipped slots hold
-    anything.
+    If the gate is an activation of this library, it is fused into the first GEMM. Any other
+    ``_apply_gate`` runs between the GEMMs on all ``T * k`` rows, in slot order. It must treat each
+    row by itself, as transformers' own implementations require; rows of skipped slots are
+    undefined.
 
     Args:
         self: an experts module of any layout that ``use_experts_implementation`` describes:
             default, transposed, with interleaved gate and up, with biases, without a gate. Weights
-            may be tensors of torchao: ``Float8Tensor`` in rows or blocks, ``MXTensor`` of fp4,
+            may be torchao tensors: ``Float8Tensor`` in rows or blocks, ``MXTensor`` of fp4,
             ``NVFP4Tensor``.
         hidden_states: ``(T, H)``.
         top_k_index: ``(T, k)`` int64; ids >= E (expert parallelism's sentinels) are skipped.
@@ -74,15 +74,18 @@ def moe_ops_experts(
 def moe_ops_fp8_experts(
     self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
 ) -> Tensor:
-    """The forward of transformers' ``FP8Experts``: `moe_ops_experts` on quantized weights.
+    """Run the forward of transformers' ``FP8Experts``: `moe_ops_experts` on quantized weights.
 
-    Weights in blocks (any powers of two from 16 on, scales float32 or e8m0), with one scale an
-    expert (or one each for gate and up), or packed fp4. Activations are quantized in groups along a
-    row, where weights have blocks; one scale a row, where they have one an expert; by each expert's
-    own scales, where those are given (``activation_scheme="static"``); not at all with fp4.
+    Weights have block scales (any powers of two from 16 on, float32 or e8m0), one scale per expert
+    (or one each for gate and up), or are packed fp4. Activations are quantized
+
+    * in groups along a row, if weights have block scales,
+    * with one scale per row, if weights have one scale per expert,
+    * with each expert's own scales, if those are given (``activation_scheme="static"``),
+    * not at all, with fp4 weights.
 
     Args:
-        self: an ``FP8Experts`` module, with weights that are quantized or floats again.
+        self: an ``FP8Experts`` module, whose weights may also be dequantized.
         hidden_states: ``(T, H)`` bf16, fp16 or fp32.
         top_k_index: as in `moe_ops_experts`.
         top_k_weights: as in `moe_ops_experts`.
@@ -95,8 +98,8 @@ def moe_ops_fp8_experts(
             the result.
 
     Source:
-        transformers ``FP8Experts``, whose kernels take one scale an expert only without a gate, and
-        static scales only with blocks.
+        transformers ``FP8Experts``, whose kernels take one scale per expert only without a gate,
+        and static scales only with blocks.
     """
     if not _fp8.is_quantized(self):
         return moe_ops_experts(self, hidden_states, top_k_index, top_k_weights)
@@ -121,7 +124,7 @@ def _run(
     top_k_index: Tensor,
     top_k_weights: Tensor,
 ) -> Tensor:
-    """With the gate fused, if it is an activation of this library, or else between the GEMMs."""
+    """Run the experts with the gate fused, if it is an activation of this library, or unfused."""
     w1, w2, w1_bias, w2_bias, config = weights
     activation = activation_of(experts)
     expert_map = map_for_few_experts(top_k_index, w1.shape[0])
@@ -141,13 +144,13 @@ def _run(
 
 
 def check(model: nn.Module) -> list[Unreached]:
-    """Expert modules of a model that do not run this library, with the reason; empty when all do.
+    """Return the expert modules of a model that do not run this library, with the reason.
 
-    What transformers dispatches is certain. The rest is found by its looks: a class named
-    ``...Experts`` (``Shared`` excepted: every token runs through those), a class with ``expert`` or
+    What transformers dispatches is certain. Other modules are found by their looks: a class named
+    ``...Experts`` (except ``Shared``, through which every token runs), a class with ``expert`` or
     ``moe`` in its name that holds 3-D parameters, a ``ModuleList`` or ``ModuleDict`` called
-    ``experts``, and a class named ``...MoE`` with none of these inside. Experts that are named and
-    built otherwise are not seen.
+    ``experts``, and a class named ``...MoE`` with none of these inside. Experts with other names
+    and forms are not found.
     """
     return list(unreached(model, NAME))
 
@@ -155,10 +158,10 @@ def check(model: nn.Module) -> list[Unreached]:
 def adapt(model: nn.Module) -> list[str]:
     """Run this library in expert modules that transformers does not dispatch.
 
-    These are the blocks of Llama 4, whose instances get a forward of their own (``del
-    module.forward`` takes it back), and the MXFP4 experts of gpt-oss, whose weights are taken out
-    of the layout of triton_kernels (for good: a second copy would not fit). Classes stay as they
-    are. Modules that are adapted already are left alone.
+    These are the blocks of Llama 4, whose instances get a forward of their own
+    (``del module.forward`` undoes it), and the MXFP4 experts of gpt-oss, whose weights are
+    converted from triton_kernels' layout (for good: there may be no memory for a second copy).
+    Classes stay as they are. Adapted modules are skipped.
 
     Returns:
         The names of the modules that were adapted.

@@ -1,6 +1,8 @@
-"""Weights into a layer: one tensor at a time, or a whole checkpoint."""
+"""Checkpoints: their files, the names of their tensors, and how their weights are stored.
 
-from moe_ops.loading.checkpoint import LoadReport, load_checkpoint
+Nothing here knows a layer; `moe_ops.layer` places the tensors.
+"""
+
 from moe_ops.loading.names import LAYOUTS, CheckpointLayout
 
-__all__ = ["LAYOUTS", "CheckpointLayout", "LoadReport", "load_checkpoint"]
+__all__ = ["LAYOUTS", "CheckpointLayout"]

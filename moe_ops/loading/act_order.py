@@ -1,20 +1,19 @@
-"""Act-order: weights whose columns belong to groups in an order of their own.
+"""Act-order: weights whose columns belong to groups in any order.
 
 GPTQ and compressed-tensors store ``g_idx`` with such a weight: column k has the scale and the zero
-point of group ``g_idx[k]``. In a layer the columns of a group are side by side. So columns are
-sorted by group, and what they are multiplied with takes the same order: every product stays what it
-was.
+point of group ``g_idx[k]``. A layer stores the columns of a group side by side. So columns are
+sorted by group when they are loaded, and their input takes the same order, which leaves every
+product as it was.
 
-* The columns of ``w2`` meet what the rows of gate and up return, number by number. Those rows are
-  put into that order when they are loaded, before anything is cut over ranks: nothing is left to do
-  later.
-* The columns of gate and up meet those of the tokens. The layer keeps their order, and reads tokens
-  in it: see `moe_ops.layers.FusedMoEMethodBase.apply`.
+* The input of ``w2`` consists of the rows of gate and up. These rows are sorted when they are
+  loaded, before ranks cut them: nothing is left to do later.
+* The input of gate and up is the tokens. The layer keeps the order of the columns, and reads
+  tokens in this order: see `moe_ops.FusedMoEMethodBase.apply`.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -23,26 +22,23 @@ from moe_ops.loading.stored import Form
 from moe_ops.scheme import WHOLE, Quant
 from moe_ops.scheme.formats import pack, unpack
 
-if TYPE_CHECKING:
-    from moe_ops.layer import FusedMoE
-
 
 class ActOrder:
-    """The orders of columns that the tensors of a checkpoint speak of; false where there is none.
+    """The orders of columns that the tensors of a checkpoint give; false if there are none.
 
-    Shared experts that are side by side have the same ones: those of their common tensors.
+    Shared experts that are side by side have the same orders, those of their common tensors.
     """
 
     def __init__(self) -> None:
         self.columns: dict[tuple[int, str], Tensor] = {}
-        """In which order those of an expert's projection are to be."""
+        """For each expert and projection, the order in which its columns are to be stored."""
         self._inputs: dict[int, Tensor] = {}
 
     def __bool__(self) -> bool:
         return bool(self.columns or self._inputs)
 
     def note(self, expert: int, shard: str, g_idx: Tensor, form: Form) -> None:
-        """Take the groups of a projection's columns.
+        """Note the groups of a projection's columns.
 
         Raises:
             ValueError: groups of other sizes than the scheme's.
@@ -53,13 +49,13 @@ class ActOrder:
             self.columns |= dict.fromkeys(((expert, shard) for shard in shards), order)
 
     def note_input(self, expert: int, order: Tensor) -> None:
-        """Take the order of tokens' columns from a saved layer, whose weights are sorted."""
+        """Note the order of the tokens' columns of a saved layer, whose weights are sorted."""
         if not torch.equal(order.sort().values, torch.arange(len(order), device=order.device)):
             raise ValueError(f"expert {expert}: numbers must be a permutation of 0..H-1")
         self._inputs[expert] = order.long()
 
     def ordered(self, x: Tensor, kind: str, expert: int, shard: str, form: Form) -> Tensor:
-        """A projection's tensor in its canonical form, with its rows and columns sorted."""
+        """Sort the rows and columns of a projection's canonical tensor."""
         if x.dim() == 0:
             return x
         columns, rows = self.columns.get((expert, shard)), None
@@ -71,28 +67,42 @@ class ActOrder:
             x = pack(unpack(x, 1)[:, columns], 1) if packed else x[:, columns]
         return x if rows is None else x[rows.to(x.device)]
 
-    def input_order(self, layer: FusedMoE) -> Tensor | None:
-        """In which order the experts' rows of ``w13`` take the columns of tokens.
+    def input_order(
+        self,
+        rows: Mapping[int, Sequence[int]],
+        hidden_size: int,
+        device: torch.device,
+        *,
+        is_gated: bool,
+    ) -> Tensor | None:
+        """The order in which each row of ``w13_weight`` takes the columns of the tokens.
 
-        int32 ``(El, H)``; ``(1, H)`` where it is the same for all; None where it is the tokens'.
+        Args:
+            rows: the rows of this rank's parameters that hold each expert.
+            hidden_size: H of the parameters.
+            device: where the result is.
+            is_gated: whether experts have a gate projection.
+
+        Returns:
+            int32 ``(El, H)``; ``(1, H)`` if all rows have the same order; None if all columns are
+            in the order of the tokens.
 
         Raises:
-            NotImplementedError: gate and up of an expert want different ones.
+            NotImplementedError: gate and up of an expert have different orders.
         """
-        wanted = {e: self._input(layer, e) for e, rows in layer.placement.rows.items() if rows}
+        wanted = {e: self._input(e, is_gated=is_gated) for e, held in rows.items() if held}
         if all(order is None for order in wanted.values()):
             return None
-        device, width = layer.w13_weight.device, layer.hidden_size
-        plain = torch.arange(width, dtype=torch.int32, device=device)
-        found = plain.repeat(layer.sizes.num_experts, 1)
+        plain = torch.arange(hidden_size, dtype=torch.int32, device=device)
+        found = plain.repeat(sum(map(len, rows.values())), 1)
         for expert, order in wanted.items():
             if order is not None:
-                found[layer.placement.rows[expert], : len(order)] = order.int().to(device)
+                found[rows[expert], : len(order)] = order.int().to(device)
         return found[:1].clone() if bool((found == found[:1]).all()) else found
 
-    def _input(self, layer: FusedMoE, expert: int) -> Tensor | None:
+    def _input(self, expert: int, *, is_gated: bool) -> Tensor | None:
         gate = self.columns.get((expert, "w1"))
-        up = self.columns.get((expert, "w3")) if layer.sizes.gated else gate
+        up = self.columns.get((expert, "w3")) if is_gated else gate
         same = gate is up or (gate is not None and up is not None and torch.equal(gate, up))
         if not same:
             raise NotImplementedError(
@@ -104,15 +114,15 @@ class ActOrder:
 
 
 def sortable(quant: Quant) -> bool:
-    """Whether a weight has groups of columns that tools quantize in any order: integers alone."""
+    """Whether tools quantize such a weight in act-order: groups of columns, of integers only."""
     small_float = quant.element.exponent or quant.dtype.is_floating_point
     return quant.group.rows == 1 and quant.group.cols != WHOLE and not small_float
 
 
 def column_order(g_idx: Tensor, form: Form) -> Tensor | None:
-    """Columns sorted by their groups, int64 ``(K,)``; None where they are sorted already.
+    """Return columns sorted by their groups, int64 ``(K,)``; None if they are sorted already.
 
-    Negative groups stand for none that were chosen (compressed-tensors).
+    Negative groups mean that none were chosen (compressed-tensors).
     """
     if g_idx.numel() != form.k:
         raise ValueError(f"shape must be {(form.k,)}, got {tuple(g_idx.shape)}")

@@ -1,8 +1,8 @@
-"""What the configuration beside a checkpoint says of its quantized weights.
+"""What a checkpoint's ``config.json`` says of its quantized weights.
 
-Some formats have tensors of the same names, shapes and dtypes, such as both 6-bit floats of MX. The
-``quantization_config`` of a ``config.json`` tells them apart. What it does not say, or says of a
-tool that is not known here, is left to the tensors themselves.
+Some formats have tensors of the same names, shapes and dtypes, such as both 6-bit floats of MX; the
+``quantization_config`` tells them apart. Anything it does not say, or says of an unknown tool, is
+decided by the tensors themselves.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ class Declared(NamedTuple):
     """The weights of some of a checkpoint's layers."""
 
     elements: tuple[str, ...]
-    """Names of `Element` values, of which the weights have one."""
+    """Names of the `Element` values that the weights may have."""
     cols: int | None = None
     """Columns that share a scale, or `WHOLE`; None: not said."""
 
     def fits(self, quant: Quant) -> bool:
-        """Whether weights of a scheme can be those."""
+        """Whether these may be the weights of a scheme."""
         return quant.element.name in self.elements and self.cols in (None, quant.group.cols)
 
     def __str__(self) -> str:
@@ -48,7 +48,7 @@ def check_declared(folder: Path | None, quant: Quant | None) -> None:
     """Compare the configuration in a checkpoint's folder with the weights of a layer's scheme.
 
     Raises:
-        ValueError: the configuration is of other weights, or is no JSON object.
+        ValueError: the configuration says other weights, or is not a JSON object.
     """
     if folder is None or quant is None or not (folder / CONFIG).exists():
         return
@@ -62,14 +62,14 @@ def check_declared(folder: Path | None, quant: Quant | None) -> None:
 
 
 def declared(config: Mapping[str, Any]) -> Iterator[Declared]:
-    """The kinds of quantized weights that a ``config.json`` speaks of; none: it does not say."""
+    """Yield the kinds of quantized weights that a ``config.json`` names; none: it does not say."""
     text = config.get("text_config")
     inner = text if isinstance(text, Mapping) else {}
     for holder in (config, inner):
         for key in ("quantization_config", "compression_config"):
             said = holder.get(key)
             if isinstance(said, Mapping):
-                # Experts of their own dtype, and rules for single layers, are not looked into.
+                # Dtypes of experts and rules for single layers are not read: the tensors decide.
                 if "expert_dtype" in {**config, **inner, **said} or said.get("dynamic"):
                     return
                 yield from filter(None, _of_method(said))
@@ -118,14 +118,14 @@ def _sized(elements: tuple[str, ...] | None, group_size: Any) -> Declared | None
 
 
 def _of_bits(said: Mapping[str, Any]) -> Declared | None:
-    """The weights of GPTQ, AWQ and AutoRound, which also writes MX formats."""
+    """Return the weights of GPTQ, AWQ and AutoRound; AutoRound also writes MX formats."""
     if said.get("data_type", "int") != "int":
         return None
     return _sized(_INTEGERS.get(_whole(said.get("bits"))), said.get("group_size"))
 
 
 def _compressed(weights: Mapping[str, Any]) -> Declared | None:
-    """The weights of a group of compressed-tensors."""
+    """Return the weights of one group of compressed-tensors."""
     by_bits = _FLOATS if weights.get("type") == "float" else _INTEGERS
     elements, strategy = by_bits.get(_whole(weights.get("num_bits"))), weights.get("strategy")
     if strategy in ("tensor", "channel"):
@@ -136,7 +136,7 @@ def _compressed(weights: Mapping[str, Any]) -> Declared | None:
 
 
 def _quark(said: Mapping[str, Any]) -> Declared | None:
-    """The weights of Quark's global configuration, where no layer has one of its own."""
+    """Return the weights of Quark's global configuration, unless single layers have their own."""
     if not _has(said.get("global_quant_config"), "weight") or said.get("layer_quant_config"):
         return None
     weight = said["global_quant_config"]["weight"]

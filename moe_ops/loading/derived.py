@@ -1,4 +1,4 @@
-"""What a checkpoint's tensors become in a layer of another form: quantized weights, e4m3 scales."""
+"""Tensors that are derived from a checkpoint's: quantized weights, e4m3 scales."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from moe_ops.scheme import FLOAT8_E4M3_MAX, Quant, Scheme, quantize_weight
 from moe_ops.scheme.rounding import SMALLEST_AMAX, over
 
 FLOATS = (*checks.FLOATS, torch.float64)
-"""Dtypes of plain numbers."""
+"""Dtypes of weights and scales that are not quantized."""
 _SUFFIXES = {
     "scale": "weight_scale",
     "zero_point": "weight_zero_point",
@@ -24,18 +24,18 @@ _SUFFIXES = {
 def quantized(
     projections: dict[str, Tensor], scheme: Scheme, interleaved: bool
 ) -> Iterator[tuple[str, str, str, Tensor]]:
-    """Plain projections ``(N, K)`` of one expert as checkpoints of a scheme store them.
+    """Quantize plain projections ``(N, K)`` of one expert, into the tensors of a checkpoint.
 
-    Gate and up are quantized by themselves, but together where their rows alternate and all rows
-    share a scale.
+    Gate and up are quantized separately. They are quantized together if their rows alternate and
+    all rows share a scale.
 
     Args:
-        projections: by shard, all in the layer's dtype.
-        scheme: the layer's.
+        projections: the projections by shard, all in the layer's dtype.
+        scheme: the layer's scheme.
         interleaved: whether gate and up rows alternate in the layer.
 
     Yields:
-        Shard, kind, the end of its name, and the tensor without an axis for experts.
+        Shard, kind, the end of the tensor's name, and the tensor without an axis for experts.
     """
     quant = scheme.weight
     shares = quant is not None and (quant.per_tensor or "global_scale" in kinds_of(quant))
@@ -60,7 +60,7 @@ def _fields(w: Tensor, scheme: Scheme) -> Iterator[tuple[str, str, Tensor]]:
 
 
 def kinds_of(quant: Quant) -> tuple[str, ...]:
-    """The kinds of tensors that a quantized weight consists of."""
+    """Return the kinds of tensors that a quantized weight consists of."""
     there = {
         "zero_point": quant.zero_point,
         "channel_scale": quant.channel_scale,
@@ -70,24 +70,25 @@ def kinds_of(quant: Quant) -> tuple[str, ...]:
 
 
 def has_plain_scales(kind: str, x: Tensor, quant: Quant | None) -> bool:
-    """Whether ``x`` are group scales in floats, for a scheme of e4m3 scales and one a row."""
+    """Whether ``x`` are float group scales, for a scheme with e4m3 scales and one scale per row."""
     return kind == "scale" and quant is not None and quant.channel_scale and x.dtype in FLOATS
 
 
 def channel_scales(scales: Tensor) -> Iterator[tuple[str, str, Tensor]]:
-    """Group scales ``(N, G)`` in floats as e4m3 group scales and one float32 scale a row.
+    """Split float group scales ``(N, G)`` into e4m3 group scales and one float32 scale per row.
 
-    With ``c = max(amax of a row, 1e-10) / 448`` they are ``e4m3(e4m3(s / c) / 8)`` and ``8 * c``:
-    at most 56, so that a 4-bit integer times its scale is an e4m3 number's size.
+    With ``c = max(amax of a row, 1e-10) / 448`` the scales are ``e4m3(e4m3(s / c) / 8)`` and
+    ``8 * c``. Group scales are at most 56, so that a 4-bit integer times its scale is within e4m3's
+    range.
 
     Yields:
-        Kind, the end of its name, and the tensor.
+        Kind, the end of the tensor's name, and the tensor.
 
     Source:
         vLLM ``convert_bf16_scales_to_fp8``, which keeps c above 1 / (448 * 512).
     """
     s = scales.float()
-    if s.dim() != 2 or not s.numel():  # a wrong shape is refused where scales are placed
+    if s.dim() != 2 or not s.numel():  # a wrong shape is refused when scales are placed
         yield "scale", _SUFFIXES["scale"], s.to(torch.float8_e4m3fn)
         return
     row = over(s.abs().amax(1, keepdim=True).clamp(min=SMALLEST_AMAX), FLOAT8_E4M3_MAX)

@@ -1,4 +1,4 @@
-"""Opening files that somebody else wrote: regular files only, and JSON of any content."""
+"""Safe reading of files from anywhere: regular files only, and JSON of any content."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+", re.ASCII)
 
 
 def regular(path: Path) -> Path:
-    """``path``, if it is a regular file or a link to one: reading a pipe would wait for ever.
+    """Return ``path`` if it is a regular file or a link to one; reading a pipe would never return.
 
     Raises:
         FileNotFoundError: nothing is there.
-        ValueError: a folder, a pipe, a device.
+        ValueError: a folder, a pipe or a device.
     """
     if not path.exists():
         raise FileNotFoundError(f"{path} must be a file, got none{_download(path)}")
@@ -29,15 +29,15 @@ def regular(path: Path) -> Path:
 
 
 def read_object(path: Path, what: str) -> dict[str, Any]:
-    """The JSON object in a file.
+    """Read the JSON object in a file.
 
     Args:
-        path: of the file.
-        what: what the file must be, for the error.
+        path: the file.
+        what: what the file must be, for the error message.
 
     Raises:
-        FileNotFoundError, ValueError: as `regular`; text that is no JSON object, is nested too
-            deeply or longer than `MAX_JSON`.
+        FileNotFoundError, ValueError: as `regular`; text that is not a JSON object, is nested too
+            deeply, or is longer than `MAX_JSON`.
     """
     size = regular(path).stat().st_size
     if size > MAX_JSON:
@@ -50,10 +50,10 @@ def read_object(path: Path, what: str) -> dict[str, Any]:
 
 
 def parse_object(text: str) -> dict[str, Any]:
-    """A JSON object whose keys are there once each.
+    """Parse a JSON object whose keys are unique.
 
     Raises:
-        ValueError: saying what the text is instead.
+        ValueError: the message says what the text is instead.
     """
     try:
         found = json.loads(text, object_pairs_hook=_once)
@@ -76,12 +76,12 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def weight_map(index: Path) -> dict[str, Path]:
-    """Which file holds each tensor, by an index: files in the index's folder or below it.
+    """Return the file of each tensor by an index: files in the index's folder or below it.
 
-    Links in the folder are followed: caches of downloads consist of them.
+    Links in the folder are followed, because download caches consist of them.
 
     Raises:
-        ValueError: no index, or a file name that leads out of the folder.
+        ValueError: not an index, or a file name that leads out of the folder.
     """
     entries = read_object(index, "an index with a weight_map").get("weight_map")
     if not isinstance(entries, Mapping):
@@ -97,14 +97,14 @@ def weight_map(index: Path) -> dict[str, Path]:
 
 
 def _is_inside(file: str) -> bool:
-    """Whether a file name is relative and has no ``..``, by the rules of every system."""
+    """Whether a file name is relative and has no ``..``, by the rules of POSIX and Windows."""
     paths = PurePosixPath(file), PureWindowsPath(file)
     leaves = any(path.anchor or path.drive or ".." in path.parts for path in paths)
     return bool(file) and "\0" not in file and not leaves
 
 
 def reject_other_formats(path: Path) -> None:
-    """ValueError with the way out for a file in a format that is not read."""
+    """Raise ValueError for a file in a known other format, and say how to load it."""
     suffix = path.suffix.lower()
     if suffix in PICKLED:
         raise ValueError(
@@ -119,7 +119,7 @@ def reject_other_formats(path: Path) -> None:
 
 
 def _download(path: Path) -> str:
-    """What to do about a path that looks like a model's name on a hub."""
+    """Return a hint for a path that looks like a model's name on a hub."""
     if _HUB_ID.fullmatch(str(path)) is None or path.suffix in (".json", ".safetensors", *PICKLED):
         return ""
     return (

@@ -1,4 +1,4 @@
-"""Scales that are handed over one projection at a time and that several projections share."""
+"""Scales that several projections share, while loaders pass them one at a time."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 
 class Agreement(NamedTuple):
-    """How far the scales of gate and up may be apart, and what to say if they are further apart."""
+    """How much the scales of gate and up may differ, and the error message if they differ more."""
 
     tolerance: float
     rule: str
@@ -17,12 +17,12 @@ SHARED = Agreement(0, "scales of w1 and w3 must be equal where their rows altern
 
 
 class GivenScales:
-    """Scales of one round of loading, which ends when the layer's weights are processed.
+    """The scales of one round of loading, which ends when the layer's weights are processed.
 
-    In the next round a layer may be loaded again, with other scales.
+    In the next round the layer may be loaded with other scales.
 
-    The input scale of a GEMM is one number for all experts: their largest. It must not depend on
-    which experts a rank holds, so loaders hand over the scales of all of them.
+    The input scale of a GEMM is one number for all experts: the largest of theirs. It must not
+    depend on which experts a rank holds, so loaders pass the scales of all experts.
     """
 
     def __init__(self) -> None:
@@ -31,17 +31,17 @@ class GivenScales:
     def take(
         self, name: str, expert: int, shard: str, scale: float, agreement: Agreement = INPUT
     ) -> float:
-        """Note the scale of a projection, in place of one that was given in this round before.
+        """Note the scale of a projection; it replaces an earlier one of this round.
 
         Args:
-            name: of the parameter.
-            expert: any number that tells the experts of this parameter apart.
+            name: name of the parameter.
+            expert: any number that identifies the expert among those of this parameter.
             shard: ``w1``, ``w2`` or ``w3``.
-            scale: its scale.
-            agreement: what holds between gate and up.
+            scale: the projection's scale.
+            agreement: how gate and up must agree.
 
         Returns:
-            The larger scale of gate and up, as far as they are known.
+            The larger scale of gate and up, or the one that is known.
 
         Raises:
             ValueError: gate and up differ.
@@ -54,7 +54,7 @@ class GivenScales:
         return max(given.values())
 
     def largest(self, name: str) -> float:
-        """The largest scale of a parameter in this round; 0 if none was given."""
+        """Return the largest scale of a parameter in this round; 0 if there is none."""
         scales = (max(given.values()) for (of, _), given in self._given.items() if of == name)
         return max(scales, default=0.0)
 

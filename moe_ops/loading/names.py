@@ -1,4 +1,4 @@
-"""What the name of a tensor in a checkpoint says: which weight, which expert, and what of it."""
+"""What a tensor's name in a checkpoint says: the projection, the expert, and the kind of tensor."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 SHARDS = ("w1", "w2", "w3")
-"""Gate, down and up projection, as checkpoints of Mixtral call them."""
+"""Gate, down and up projection, by their names in Mixtral's checkpoints."""
 
 PROJECTIONS = {
     "w1": "w1", "gate_proj": "w1", "linear_1": "w1",
@@ -15,7 +15,7 @@ PROJECTIONS = {
     "w2": "w2", "down_proj": "w2", "output_linear": "w2",
     "w13": "w13", "gate_up_proj": "w13", "input_linear": "w13",
 }  # fmt: skip
-"""``w13`` is gate and up in one tensor."""
+"""Names of projections; ``w13`` is gate and up in one tensor."""
 
 KINDS = {
     "weight": "weight", "weight_packed": "weight", "qweight": "weight", "blocks": "weight",
@@ -28,13 +28,14 @@ KINDS = {
     "bias": "bias", "weight_g_idx": "g_idx", "g_idx": "g_idx", "weight_shape": "shape",
     "input_order": "input_order",
 }  # fmt: skip
-"""The last part of a name, and what it is. Scales multiply, except those in `DIVISORS`."""
+"""Kinds by the last part of a name. Scales multiply, except those in `DIVISORS`."""
 
 DIVISORS = ("weight_global_scale", "input_global_scale")
+"""Scales that checkpoints divide by."""
 
 
 class Piece(NamedTuple):
-    """What one tensor is."""
+    """What one tensor of a checkpoint is."""
 
     shard: str
     """``w1``, ``w2``, ``w3``, or ``w13`` for gate and up together."""
@@ -43,20 +44,20 @@ class Piece(NamedTuple):
     expert: int | None = None
     """None: all experts, along the first axis."""
     is_shared: bool = False
-    """Of the shared experts, which are side by side along I."""
+    """Whether the tensor is of the shared experts, which are side by side along I."""
 
 
 @dataclass(frozen=True)
 class CheckpointLayout:
-    """What the shapes of a checkpoint do not say. ``None``: found out.
+    """What the shapes of a checkpoint do not say. ``None``: found out from shapes.
 
     Args:
         transposed: tensors of all experts are ``(E, H, 2I)`` and ``(E, I, H)`` instead of
-            ``(E, 2I, H)`` and ``(E, H, I)``. Found out unless both tensors are square.
-        interleaved: gate and up rows alternate in tensors of both. None: if and only if the layer's
-            activation takes them so.
+            ``(E, 2I, H)`` and ``(E, H, I)``. None: found out unless both tensors are square.
+        interleaved: gate and up rows alternate in tensors of both. None: as the layer's activation
+            takes them.
         awq: 4-bit ``qweight`` is packed as AWQ does. None: by its shape.
-        zeros_plus_one: GPTQ's ``qzeros`` are one less than the zero points (version 1 of it).
+        zeros_plus_one: GPTQ's ``qzeros`` are the zero points less one (version 1 of the format).
     """
 
     transposed: bool | None = None
@@ -74,7 +75,7 @@ LAYOUTS = {
     "gptq": CheckpointLayout(awq=False),
     "gptq_v2": CheckpointLayout(awq=False, zeros_plus_one=False),
 }
-"""By name."""
+"""The layouts by name."""
 
 # Compiled when a checkpoint is loaded, not when the library is imported.
 _PROJECTION = "|".join(sorted(PROJECTIONS, key=len, reverse=True))
@@ -88,7 +89,7 @@ _OTHERS = r"(gate|router|wg|shared?_experts?|shared_mlp|shared_experts?_gate|fc[
 
 
 def parse(name: str) -> Piece | None:
-    """What a tensor is by its name behind the prefix; None: nothing of the experts.
+    """Parse a tensor's name after the prefix; None: it does not belong to the experts.
 
     ``experts.3.gate_proj.weight_scale_inv``, ``3.w1.weight``, ``experts.gate_up_proj``,
     ``experts.down_proj_bias``, ``w13_weight``, ``shared_experts.up_proj.weight``.
@@ -104,22 +105,22 @@ def parse(name: str) -> Piece | None:
 
 
 def is_correction_bias(name: str) -> bool:
-    """The router's bias, which the layer may hold."""
+    """Whether the tensor is the router's correction bias, which the layer may hold."""
     return re.fullmatch(_BIAS, name) is not None
 
 
 def is_beside_experts(name: str) -> bool:
-    """A tensor of the same block that is not of the routed experts: the caller's business."""
+    """Whether the tensor belongs to another part of the same block, which the caller loads."""
     return is_correction_bias(name) or re.match(_OTHERS, name) is not None
 
 
 def suffix_of(weight_name: str) -> str:
-    """The last part of a name that is in `KINDS`, or ``""``."""
+    """Return the last part of a name if it is in `KINDS`, else ``""``."""
     match = re.search(rf"(?:^|[._])({_SUFFIX})$", weight_name)
     return match[1] if match else ""
 
 
 def prefixes_of(names: list[str]) -> list[str]:
-    """With what ``names`` of experts begin: what a caller may have meant."""
+    """Return the prefixes of experts in ``names``, which a caller may have meant."""
     matches = (re.match(r"(|.*?\.)experts\.", name) for name in names)
     return list(dict.fromkeys(match[1] for match in matches if match))[:5]

@@ -16,7 +16,7 @@ from moe_ops.loading.files import parse_object, regular
 
 
 def package() -> Any:
-    """The ``safetensors`` package.
+    """Import the ``safetensors`` package.
 
     Raises:
         ImportError: it is not installed.
@@ -30,16 +30,16 @@ def package() -> Any:
 
 
 class SafetensorsFile:
-    """One file; the data stays mapped for as long as a tensor of it is alive.
+    """One file; its data stays mapped as long as one of its tensors is alive.
 
-    The package refuses data that overlaps, has holes or ends before or after the file, sizes that
-    are negative or do not fit the data, and headers that are no JSON or too long. Names that are
-    there twice, of which it would take the last, are refused here.
+    The package refuses data that overlaps, has holes, or ends before or after the file; sizes that
+    are negative or do not match the data; and headers that are too long or not JSON. Of duplicate
+    names it would take the last; they are refused here.
 
     Raises:
-        FileNotFoundError: no such file.
+        FileNotFoundError: the file does not exist.
         ImportError: the package is not installed.
-        ValueError: not a safetensors file, or not all of one.
+        ValueError: not a safetensors file, or an incomplete one.
     """
 
     def __init__(self, path: Path) -> None:
@@ -52,11 +52,11 @@ class SafetensorsFile:
                 raise self._broken(str(error)) from None
 
     def names(self) -> list[str]:
-        """Names of the tensors, in the order of their data."""
+        """Return the names of the tensors, in the order of their data."""
         return list(self._file.offset_keys())
 
     def tensor(self, name: str) -> Tensor:
-        """A view of the mapped file (a copy where it is not aligned); not to be written to."""
+        """Return a view of the mapped file, or a copy if it is not aligned; do not write to it."""
         try:
             x = self._file.get_tensor(name)
         except self._package.SafetensorError as error:

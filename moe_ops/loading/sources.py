@@ -1,4 +1,4 @@
-"""Where tensors come from: files, a folder, an index, a mapping, or pairs one after another."""
+"""Sources of tensors: files, a folder, an index, a mapping, or an iterable of pairs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from moe_ops.loading.safetensors import SafetensorsFile
 
 try:
     from tqdm import tqdm
-except ImportError:  # the bar is a convenience
+except ImportError:  # the progress bar is optional
     tqdm = None
 
 INDEX = "model.safetensors.index.json"
@@ -24,31 +24,31 @@ Source = Any
 
 
 class Entry(NamedTuple):
-    """A tensor that can be read."""
+    """A named tensor that can be read."""
 
     name: str
     read: Callable[[], Tensor]
 
 
 class Opened(NamedTuple):
-    """A source that is about to be read."""
+    """A source that can be read, entry by entry."""
 
     entries: Iterable[Entry]
     total: int | None = None
-    """The number of entries, where it is known."""
+    """The number of entries, if it is known."""
     folder: Path | None = None
-    """The folder of its files, where a ``config.json`` may say how they are quantized."""
+    """The folder of the files, where a ``config.json`` may say how they are quantized."""
 
 
 def open_source(source: Source, prefix: str, *, progress: bool) -> Opened:
-    """Every tensor of ``source``, in its order; of files with an index, those under ``prefix``.
+    """Open every tensor of ``source`` in its order; of files with an index, those under ``prefix``.
 
     One file is open at a time, and a tensor is read when it is asked for.
 
     Raises:
-        TypeError: no kind of source.
-        FileNotFoundError: a path that does not exist, a shard that an index names.
-        ValueError: a file that is broken or of another format, an empty folder.
+        TypeError: an unknown kind of source.
+        FileNotFoundError: a path, or a file that an index names, does not exist.
+        ValueError: a file that is broken or of another format, or an empty folder.
     """
     found = _opened(source, prefix)
     if progress and tqdm is not None:
@@ -89,7 +89,7 @@ def _pair(item: Any) -> Entry:
 
 
 def _shards(path: Path, prefix: str) -> tuple[list[Path], dict[Path, list[str]] | None]:
-    """The files of a checkpoint, and which of their tensors are wanted (None: all)."""
+    """Return the files of a checkpoint, and which tensors of each are wanted (None: all)."""
     if path.is_dir():
         if (path / INDEX).exists():
             return _shards(path / INDEX, prefix)
@@ -102,7 +102,7 @@ def _shards(path: Path, prefix: str) -> tuple[list[Path], dict[Path, list[str]] 
     if path.suffix != ".json":
         return [path], None
     wanted = sorted((file, name) for name, file in weight_map(path).items())
-    # Without any tensor under the prefix all are listed, for the error to say what there is.
+    # If no tensor is under the prefix, all are listed, so that the error can name some.
     under = [(file, name) for file, name in wanted if name.startswith(prefix)] or wanted
     groups = {f: [name for _, name in group] for f, group in groupby(under, lambda item: item[0])}
     return list(groups), groups

@@ -1,4 +1,4 @@
-"""Gate and up rows out of one tensor."""
+"""Splits one tensor of gate and up rows into gate and up."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from moe_ops.loading.stored import Form, canonical
 
 
 def halves(piece: Piece, x: Tensor, form: Form, interleaved: bool) -> tuple[Tensor, Tensor]:
-    """One expert's gate and up projection, canonical, from a tensor of both.
+    """Return one expert's gate and up projection, canonical, from one tensor of both.
 
     Args:
         piece: what the tensor is.
-        x: without an axis for experts.
-        form: of both together, ``n = 2I``.
+        x: the tensor, without an axis for experts.
+        form: the form of both together, ``n = 2I``.
         interleaved: whether rows alternate.
 
     Raises:
@@ -40,7 +40,7 @@ def halves(piece: Piece, x: Tensor, form: Form, interleaved: bool) -> tuple[Tens
 
 
 def _split_blocks(scales: Tensor, width: int, rows: int) -> tuple[Tensor, Tensor]:
-    """Scales of blocks of rows, counted from the first gate row, counted anew from the first up."""
+    """Split scales counted in blocks from the first gate row; up's blocks begin with its rows."""
     if width % rows == 0:
         gate, up = scales.chunk(2)
         return gate, up

@@ -1,8 +1,8 @@
-"""Tensors of checkpoints as this library stores them, before they are cut over ranks.
+"""Turns tensors of checkpoints into this library's canonical form, before ranks cut them.
 
 The canonical form of one expert's projection of N rows and K columns: weights ``(N, K)`` or packed
-``(N, K / 2)``; scales ``(N, 1)``, ``(N,)``, blocks of the layer's own size or, of a whole tensor,
-``()``; zero points one to an entry ``(N, G)``; biases ``(N,)``; single numbers ``()``.
+``(N, K / 2)``; scales ``(N, 1)``, ``(N,)``, one per block of the layer's size, or ``()`` for a
+whole tensor; zero points unpacked, ``(N, G)``; biases ``(N,)``; single numbers ``()``.
 """
 
 from __future__ import annotations
@@ -19,42 +19,42 @@ from moe_ops.scheme import WHOLE, Quant
 from moe_ops.scheme.formats import e8m0_value, pack
 
 AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
-"""Where in an AWQ word the columns 0, 1, 2, ... are."""
+"""Positions of the columns 0, 1, 2, ... in an AWQ word."""
 _BYTES = (torch.uint8, torch.int8)
 _BYTE_EXPONENTS = (torch.uint8, torch.float8_e8m0fnu)
 
 
 class PlainWeightError(TypeError):
-    """A weight that is not quantized, for a layer that is."""
+    """An unquantized weight for a quantized layer."""
 
 
 class Form(NamedTuple):
-    """How a projection is to be stored."""
+    """The form in which a projection is stored."""
 
     n: int
     k: int
     dtype: torch.dtype
-    """Of the parameter that takes it."""
+    """Dtype of the parameter that takes the tensor."""
     quant: Quant | None
-    """As checkpoints of the layer's scheme have it."""
+    """How checkpoints of the layer's scheme store it."""
     own: Quant | None
-    """As the layer has it: the same, or smaller blocks."""
+    """How the layer stores it: likewise, or in smaller blocks."""
     layout: CheckpointLayout
 
 
 def canonical(kind: str, x: Tensor, suffix: str, form: Form) -> Tensor:
-    """``x`` in the canonical form.
+    """Return ``x`` in canonical form.
 
     Args:
         kind: a kind of `ParameterSpec`.
         x: a tensor of a checkpoint, without an axis for experts.
-        suffix: the end of its name.
-        form: what is wanted.
+        suffix: the end of the tensor's name.
+        form: the form that is wanted.
 
     Raises:
-        ValueError: another shape, or numbers that are not finite or not of the scheme's form.
-        TypeError: another dtype, or a form that tools write for other elements.
-        PlainWeightError: a weight that is not quantized, and the layer is.
+        ValueError: a wrong shape, or numbers that are not finite or not in the scheme's form.
+        TypeError: a wrong dtype, or a form that tools write for other elements only.
+        PlainWeightError: an unquantized weight for a quantized layer.
     """
     return _RULES[kind](x, suffix, form)
 
@@ -101,7 +101,7 @@ def _weight(x: Tensor, suffix: str, form: Form) -> Tensor:
 
 
 def _expect_element(x: Tensor, suffix: str, quant: Quant) -> None:
-    """TypeError for a form of weight that tools write for other elements only."""
+    """Raise TypeError for a form of weight that tools write for other elements only."""
     element = quant.element
     words = suffix == "qweight" or x.dtype == torch.int32
     if words and element.exponent:
@@ -111,7 +111,7 @@ def _expect_element(x: Tensor, suffix: str, quant: Quant) -> None:
 
 
 def within(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """``x`` in the parameter's dtype; ValueError for a number that is finite in its own only."""
+    """Cast ``x`` if ``dtype`` has a smaller range; ValueError if a number becomes infinite."""
     if torch.finfo(x.dtype).max <= torch.finfo(dtype).max:
         return x
     found = x.to(dtype)
@@ -122,7 +122,7 @@ def within(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _qweight(x: Tensor, bits: int, form: Form) -> Tensor:
-    """AWQ ``(K, N / 8)`` or GPTQ ``(K / 8, N)``, int32."""
+    """Unpack int32 words of AWQ, ``(K, N / 8)``, or GPTQ, ``(K / 8, N)``, and pack them again."""
     per_word = 32 // bits
     _expect_dtype(x, torch.int32)
     _expect(x, (form.k, form.n // per_word), (form.k // per_word, form.n))
@@ -131,20 +131,20 @@ def _qweight(x: Tensor, bits: int, form: Form) -> Tensor:
 
 
 def is_awq(qweight: Tensor, form: Form) -> bool:
-    """By its shape, unless the layout says it."""
+    """Whether the words are packed as AWQ does: as the layout says, else by their shape."""
     if form.layout.awq is not None:
         return form.layout.awq
     return qweight.shape[0] == form.k
 
 
 def _words(x: Tensor, bits: int) -> Tensor:
-    """int32 words as their numbers, the lowest bits first, along the last axis; uint8."""
+    """Unpack int32 words along the last axis into uint8 numbers, the lowest bits first."""
     shift = torch.arange(0, 32, bits, device=x.device)
     return (x[..., None] >> shift & (2**bits - 1)).flatten(-2).to(torch.uint8)
 
 
 def _awq(x: Tensor, bits: int) -> Tensor:
-    """``(rows, words)`` as ``(rows, columns)``."""
+    """Unpack AWQ words ``(rows, words)`` into ``(rows, columns)``."""
     words = _words(x, bits).unflatten(1, (-1, 32 // bits))
     order = AWQ_ORDER if bits == 4 else range(32 // bits)
     return words[..., list(order)].flatten(1)
@@ -153,7 +153,7 @@ def _awq(x: Tensor, bits: int) -> Tensor:
 def _scale(x: Tensor, suffix: str, form: Form) -> Tensor:
     n, k, quant, own = form.n, form.k, form.quant, form.own
     if quant is None or own is None:
-        raise TypeError(f"no scale belongs to a layer without a scheme, got {x.dtype}")
+        raise TypeError(f"scales must be left out for a layer without a scheme, got {x.dtype}")
     x = _scale_numbers(x, quant, form.dtype)
     if quant.per_tensor:
         return _single(x)
@@ -171,10 +171,10 @@ def _scale(x: Tensor, suffix: str, form: Form) -> Tensor:
 
 
 def _scale_numbers(x: Tensor, quant: Quant, dtype: torch.dtype) -> Tensor:
-    """In the dtype of the parameter; no NaN, no infinity, and of the sign that its form has.
+    """Return scales in the parameter's dtype; check that they are finite and have an allowed sign.
 
-    Blocks of zeros may have an e4m3 scale of 0. Scales of integers may be 0 too (an underflow), or
-    negative: AutoRound gives the magnitude that is largest the code -8.
+    Blocks of zeros may have an e4m3 scale of 0. Scales of integers may also be 0 (by underflow) or
+    negative: AutoRound gives the element of the largest magnitude the code -8.
     """
     if quant.scale == "e8m0":
         _expect_dtype(x, *_BYTE_EXPONENTS)
@@ -184,7 +184,7 @@ def _scale_numbers(x: Tensor, quant: Quant, dtype: torch.dtype) -> Tensor:
         _expect_dtype(x, torch.float8_e4m3fn)
         good, rule = x.float().isfinite() & (x.float() >= 0), "finite and not negative"
     else:
-        # Tools write exponents beside fp8 weights; beside integers they would be those of MXFP4.
+        # Tools store fp8 scales as exponents too; beside integers, exponents would mean MXFP4.
         exponents = _BYTE_EXPONENTS if quant.element.name == "fp8" else ()
         _expect_dtype(x, *FLOATS, *exponents)
         x = (e8m0_value(x) if x.dtype in exponents else x).to(dtype)
@@ -199,7 +199,7 @@ def _scale_numbers(x: Tensor, quant: Quant, dtype: torch.dtype) -> Tensor:
 
 
 def _finer(x: Tensor, axis: int, length: int, quant: Quant, own: Quant) -> Tensor:
-    """Repeated where the layer's blocks are smaller."""
+    """Repeat scales along ``axis`` if the layer's blocks are smaller."""
     old, new = quant.group[axis], own.group[axis]
     if old == new or WHOLE in (old, new):
         return x
@@ -209,7 +209,7 @@ def _finer(x: Tensor, axis: int, length: int, quant: Quant, own: Quant) -> Tenso
 def _zero_point(x: Tensor, suffix: str, form: Form) -> Tensor:
     n, quant, own = form.n, form.quant, form.own
     if quant is None or own is None:
-        raise TypeError(f"no zero point belongs to a layer without a scheme, got {x.dtype}")
+        raise TypeError(f"zero points must be left out for a layer without a scheme, got {x.dtype}")
     bits, groups = quant.element.stored_bits, quant.weight_scale_shape(1, n, form.k)[2]
     per_word = 32 // bits
     if suffix == "qzeros":
@@ -221,12 +221,12 @@ def _zero_point(x: Tensor, suffix: str, form: Form) -> Tensor:
             )
         if form.layout.awq:
             x = _awq(x, bits).t()
-        else:  # a zero point of 0, less one, is stored as the largest number
+        else:  # zero point 0 less one wraps to the largest code
             x = _words(x, bits).t() + int(form.layout.zeros_plus_one) & 2**bits - 1
     elif x.dtype == torch.int32:
         _expect(x, (cdiv(n, per_word), groups))
         x = _words(x.t(), bits).t()[:n]
-    elif x.dtype == torch.int8:  # one to an entry, with a sign
+    elif x.dtype == torch.int8:  # unpacked and signed
         _expect(x, (n, groups))
         x = (x.int() + quant.element.offset).to(torch.uint8)
     else:
@@ -239,7 +239,7 @@ def _zero_point(x: Tensor, suffix: str, form: Form) -> Tensor:
 
 
 def _factor(x: Tensor, suffix: str, form: Form) -> Tensor:
-    """A number that multiplies, also where checkpoints store what they divide by."""
+    """Return one number that multiplies, also if the checkpoint stores its reciprocal."""
     _expect_dtype(x, *FLOATS)
     value = _single(x).to(form.dtype)
     if suffix in DIVISORS:

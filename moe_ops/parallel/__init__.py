@@ -1,4 +1,4 @@
-"""Several ranks: how a layer is spread over them, which rank holds which expert, and balancing."""
+"""Several ranks: how they share a layer, which rank holds which expert, and load balancing."""
 
 from moe_ops.parallel.eplb import eplb_map_to_physical_and_record
 from moe_ops.parallel.eplb_state import EplbState

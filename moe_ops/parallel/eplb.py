@@ -1,4 +1,4 @@
-"""Expert-parallel load balancing in the forward pass: replicas are chosen and counted."""
+"""Expert-parallel load balancing in the forward pass: choose replicas, and count their slots."""
 
 from __future__ import annotations
 
@@ -23,29 +23,31 @@ def eplb_map_to_physical_and_record(
     """Send each slot to one replica of its expert, and count it there.
 
     Token t goes to replica ``((t + seed + step) * 2654435769 mod 2**32) mod count[id]`` of each of
-    its experts: all replicas of an expert get their share, whatever k is. An id outside ``[0, E)``
-    becomes -1. ``expert_load_view[p]`` grows by one for every slot sent to p, with integer atomics,
-    so that the counts do not depend on the order of the slots.
+    its experts, so that all replicas of an expert get their share, for any k. An id outside
+    ``[0, E)`` becomes -1. ``expert_load_view[p]`` grows by one for every slot sent to p, with
+    integer atomics, so that the counts do not depend on the order of the slots.
 
-    The three scalars are read on the device: a captured graph sees what they hold at replay.
+    The three scalars are read on the device: a replayed graph reads their current values.
 
     Args:
         topk_ids: ``(T, k)`` int32 or int64, logical experts.
         expert_load_view: ``(P,)`` int32 or int64, one layer's load of every physical expert:
             **mutated**. For Inductor's CUDA graphs make it a buffer, or mark its address static.
-        logical_to_physical_map: ``(E, R)`` int32 or int64, the replicas of each expert, then -1.
-        logical_replica_count: ``(E,)`` int32 or int64; taken as within 1..R.
-        indices_type: dtype of the result, int32 or int64; None: that of ``topk_ids``.
+        logical_to_physical_map: ``(E, R)`` int32 or int64, the replicas of each expert, padded with
+            -1.
+        logical_replica_count: ``(E,)`` int32 or int64, assumed to be in 1..R.
+        indices_type: dtype of the result, int32 or int64; None: the dtype of ``topk_ids``.
         record_enabled: one bool or integer; 0 counts nothing. None counts.
-        num_unpadded_tokens: one integer; tokens from it on are padding, and not counted.
-        seed: moves the hash along: ranks that each hold few tokens need different ones, since
-            token 0 of all of them would otherwise pick the same replica. In 0..2**31 - 1.
+        num_unpadded_tokens: one integer; tokens from this index on are padding, and not counted.
+        seed: a number in 0..2**31 - 1, added to the token's index. Ranks that each hold few tokens
+            need different seeds, since token 0 of all ranks would otherwise choose the same
+            replica.
         step: one integer that is added to ``seed``; None: 0. Calls of few tokens need different
             ones, such as the number of the decoding step.
 
     Returns:
-        ``(T, k)`` ids of physical experts, contiguous. An entry of the map that is no physical
-        expert is returned as it is (int32: as the nearest that there is), and counted nowhere.
+        ``(T, k)`` ids of physical experts, contiguous. An entry of the map that is not a physical
+        expert is returned as it is (int32: clamped to int32), and not counted.
 
     Raises:
         TypeError, ValueError: a wrong dtype, shape, device or seed.

@@ -1,4 +1,4 @@
-"""The tensors of expert-parallel load balancing: what a model with many layers keeps of it."""
+"""The tensors of expert-parallel load balancing for all layers of a model."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from moe_ops.parallel.rebalance import compute_logical_maps, rebalance_experts
 
 
 class EplbState(NamedTuple):
-    """Placement and load of every layer; the tensors keep their addresses for good."""
+    """Placement and load of every layer. The tensors keep their addresses."""
 
     physical_to_logical_map: Tensor
     """int64 ``(L, P)``."""
     expert_load: Tensor
     """int32 ``(L, P)``: slots sent to each physical expert since the last `rebalance_`."""
     logical_to_physical_map: Tensor
-    """int64 ``(L, E, R)``, padded with -1; R is one more than there are redundant experts."""
+    """int64 ``(L, E, R)``, padded with -1; R is the number of redundant experts plus one."""
     logical_replica_count: Tensor
     """int64 ``(L, E)``."""
 
@@ -35,10 +35,10 @@ class EplbState(NamedTuple):
         ep_size: int = 1,
         device: torch.device | str | None = None,
     ) -> EplbState:
-        """The state before any load is known.
+        """Make the state before any load is known.
 
         Raises:
-            ValueError: ``num_experts + num_redundant_experts`` is no multiple of ``ep_size``.
+            ValueError: ``num_experts + num_redundant_experts`` is not a multiple of ``ep_size``.
         """
         placement = initial_physical_to_logical_map(num_experts, num_redundant_experts, ep_size)
         placement = placement.to(device).repeat(num_layers, 1)
@@ -46,7 +46,7 @@ class EplbState(NamedTuple):
         return cls(placement, torch.zeros_like(placement, dtype=torch.int32), *maps)
 
     def logical_load(self) -> Tensor:
-        """The load of every logical expert, all replicas together: int64 ``(L, E)``."""
+        """Return the load of every logical expert, summed over its replicas: int64 ``(L, E)``."""
         load = torch.zeros_like(self.logical_replica_count)
         return load.scatter_add_(1, self.physical_to_logical_map, self.expert_load.long())
 
@@ -57,16 +57,16 @@ class EplbState(NamedTuple):
         num_nodes: int,
         num_gpus: int,
     ) -> None:
-        """Place the experts by the load recorded, move their weights, and count from 0 again.
+        """Place the experts by the recorded load, move their weights, and count from 0 again.
 
-        Everything is overwritten in place, between two forward passes: captured graphs go on with
+        Everything is overwritten in place, between two forward passes, so that captured graphs use
         the new placement. All physical experts are in this process.
 
         Args:
             weights: for every layer its tensors ``(P, ...)``: weights, scales, biases.
             num_groups: see `rebalance_experts`.
-            num_nodes: likewise.
-            num_gpus: likewise.
+            num_nodes: see `rebalance_experts`.
+            num_gpus: see `rebalance_experts`.
 
         Raises:
             TypeError, ValueError: as `rebalance_experts` and `move_experts`, also for tensors of
@@ -99,7 +99,7 @@ class EplbState(NamedTuple):
 
 
 class LayerEplbState(NamedTuple):
-    """What one layer's calls read, and count in: see `eplb_map_to_physical_and_record`."""
+    """What the calls of one layer read and count: see `eplb_map_to_physical_and_record`."""
 
     expert_load_view: Tensor
     """``(P,)``."""
@@ -121,11 +121,11 @@ def layer_of(
     num_experts: int,
     num_physical: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """One layer's views of the tensors of all layers, for a layer of so many experts.
+    """Return one layer's views of the tensors of all layers, checked against the layer's sizes.
 
     Raises:
-        TypeError, ValueError: a wrong dtype or number of axes, a layer that is not there, sizes or
-            a placement of other experts than the layer's.
+        TypeError, ValueError: a wrong dtype or number of axes, a layer out of range, or sizes and a
+            placement that do not match the layer's experts.
     """
     checks.integer("moe_layer_idx", layer)
     for name, x, ndim in (
@@ -151,10 +151,12 @@ def layer_of(
 
 
 def check_placement(places: Tensor, counts: Tensor, num_physical: int) -> None:
-    """Every expert has replicas, all of them physical experts: a slot sent elsewhere adds zeros.
+    """Check that every expert has replicas, all of them physical experts.
+
+    A slot that is sent anywhere else would add zeros to the result.
 
     Raises:
-        ValueError: a count outside of ``1..R``, or a replica that the layer does not hold.
+        ValueError: a count outside ``1..R``, or a replica that the layer does not hold.
     """
     most = places.shape[1]
     lowest, highest = (int(x) for x in counts.aminmax())

@@ -1,4 +1,4 @@
-"""Moving experts to their new places, inside the tensors that hold them."""
+"""Moving experts to new places inside the tensors that hold them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ STAGING = -1
 
 
 class Move(NamedTuple):
-    """Copy one expert over another."""
+    """Copy row ``source`` over row ``target``."""
 
     target: int
     source: int
@@ -26,18 +26,18 @@ def move_experts(weights: Sequence[Tensor], old_phy2log: Tensor, new_phy2log: Te
     """Rearrange the experts of ``weights`` from one placement into another, in place.
 
     No tensor is replaced, so captured graphs, compiled code and other holders of the parameters see
-    the new experts. Besides the weights one expert of one tensor is allocated. Experts that stay
-    are not copied. The copies are in the order of the current stream.
+    the new experts. The memory of one row of one tensor is allocated. Experts that stay are not
+    copied. The copies run on the current stream.
 
     Args:
-        weights: tensors ``(P, ...)`` of any dtypes, expert by expert: weights, scales, biases. None
-            shares memory with another.
+        weights: tensors ``(P, ...)`` of any dtypes, one row per expert: weights, scales, biases.
+            They must not share memory.
         old_phy2log: ``(P,)`` int32 or int64, the logical expert that each row holds now; -1: none.
-        new_phy2log: ``(P,)``, the one that it shall hold; -1: whatever is there.
+        new_phy2log: ``(P,)``, the logical expert that each row is to hold; -1: any.
 
     Raises:
-        TypeError, ValueError: a wrong dtype or shape; weights that share memory; ``new_phy2log``
-            has an expert that ``old_phy2log`` has not. Nothing has been moved then.
+        TypeError, ValueError: a wrong dtype or shape; weights that share memory; an expert in
+            ``new_phy2log`` that is not in ``old_phy2log``. Nothing has been moved then.
     """
     moves = checked_moves("weights", weights, old_phy2log, new_phy2log)
     check_apart({f"weights[{i}]": weight for i, weight in enumerate(weights)})
@@ -47,7 +47,7 @@ def move_experts(weights: Sequence[Tensor], old_phy2log: Tensor, new_phy2log: Te
 def checked_moves(
     name: str, weights: Sequence[Tensor], old_phy2log: Tensor, new_phy2log: Tensor
 ) -> list[Move]:
-    """The plan of `move_experts` for one layer's ``weights``, which errors call ``name``."""
+    """Plan `move_experts` for one layer's ``weights``, which errors call ``name``."""
     for which, x in (("old_phy2log", old_phy2log), ("new_phy2log", new_phy2log)):
         checks.tensor(which, x, 1, checks.INDICES)
     num_physical = old_phy2log.shape[0]
@@ -66,7 +66,7 @@ def checked_moves(
 
 
 def check_apart(weights: dict[str, Tensor]) -> None:
-    """No two weights share memory: what one moves would be moved again by the other.
+    """Check that no two weights share memory, since a shared row would be moved twice.
 
     Raises:
         ValueError: two tensors, or views, that overlap.
@@ -85,7 +85,7 @@ def check_apart(weights: dict[str, Tensor]) -> None:
 
 
 def _extent(weight: Tensor) -> tuple[int, int]:
-    """Addresses of the first byte, and of the one past the last."""
+    """Return the addresses of the first byte and of the byte after the last."""
     start = weight.data_ptr()
     return start, start + weight.itemsize + _reach(weight.shape, weight.stride()) * weight.itemsize
 
@@ -99,7 +99,7 @@ def _reach(shape: Sequence[int], strides: Sequence[int]) -> int:
 
 
 def staging_for(weights: Iterable[Tensor]) -> dict[torch.device, Tensor]:
-    """A buffer on each device, as large as the largest row of ``weights``, for one row."""
+    """Allocate on each device a buffer for one row, as large as the largest row of ``weights``."""
     largest: dict[torch.device, int] = {}
     for weight in weights:
         row_bytes = weight.itemsize * weight.shape[1:].numel()
@@ -110,7 +110,7 @@ def staging_for(weights: Iterable[Tensor]) -> dict[torch.device, Tensor]:
 def apply_moves(
     weights: Sequence[Tensor], moves: Sequence[Move], staging: dict[torch.device, Tensor]
 ) -> None:
-    """Copy rows of every weight as planned; allocates nothing."""
+    """Copy the rows of every weight as planned; allocates nothing."""
     with torch.no_grad():
         for weight in weights:
             shape = weight.shape[1:]
@@ -122,10 +122,10 @@ def apply_moves(
 
 
 def plan_moves(old: Sequence[int], new: Sequence[int]) -> list[Move]:
-    """Copies, one after another, that turn placement ``old`` into ``new``.
+    """Plan the copies, one after another, that turn placement ``old`` into ``new``.
 
-    Rows that no later copy reads are overwritten first. What is left are cycles, in which every row
-    waits for the next: each is opened by putting one row aside.
+    Rows that no later copy reads are overwritten first. Only cycles are left then, in which every
+    row waits for the next. Copying one row of a cycle to the staging row opens it.
 
     Raises:
         ValueError: an expert of ``new`` that ``old`` does not hold.

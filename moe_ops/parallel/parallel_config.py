@@ -1,4 +1,4 @@
-"""How a layer is spread over ranks: sizes, this process's place in them, and the exchange."""
+"""How ranks share a layer: group sizes, this process's ranks, and the exchange of tokens."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ ALL2ALL_BACKENDS = (
     "flashinfer_nvlink_one_sided",
     "flashinfer_nvlink_two_sided",
 )
-"""The field's names of the ways in which ranks exchange tokens."""
+"""vLLM's names for the ways in which ranks exchange tokens."""
 IMPLEMENTED_BACKENDS = ("allgather_reducescatter",)
-"""The backends that a layer of several ranks can use today."""
+"""The backends that a layer with several ranks can use today."""
 
 
 @dataclass(frozen=True)
 class FusedMoEParallelConfig:
     """Sizes of the parallel groups and this process's ranks in them; hashable, no tensors.
 
-    Without expert parallelism every expert is cut along I over ``tp_size`` ranks; with it
+    Without expert parallelism every expert is cut along I over ``tp_size`` ranks. With it
     (``use_ep``) every rank holds whole experts, a share of them.
 
-    A config may describe an exchange of tokens that this library does not have yet; layers and
+    A config may describe an exchange of tokens that this library does not have yet. Layers and
     kernels of such a config are refused (see `lacks`).
 
     Raises:
-        TypeError: a size or rank that is no int, a flag that is no bool.
-        ValueError: a size below 1, a rank outside its group, ``ep_size > 1`` without ``use_ep``, an
-            unknown ``all2all_backend``.
+        TypeError: a size or rank that is not an int, or a flag that is not a bool.
+        ValueError: a size below 1, a rank outside its group, ``ep_size > 1`` without ``use_ep``, or
+            an unknown ``all2all_backend``.
 
     Source:
         vLLM ``FusedMoEParallelConfig``.
@@ -49,11 +49,11 @@ class FusedMoEParallelConfig:
     ep_size: int = 1
     ep_rank: int = 0
     sp_size: int = 1
-    """Ranks over which tokens are cut before the layer."""
+    """Ranks over which tokens are split before the layer."""
     use_ep: bool = False
     all2all_backend: str = "allgather_reducescatter"
     enable_eplb: bool = False
-    """Router ids are physical, and the load of every physical expert is recorded."""
+    """Ids of the router are mapped to physical experts, whose load is recorded."""
 
     def __post_init__(self) -> None:
         for group in ("tp", "dp", "ep"):
@@ -79,7 +79,7 @@ class FusedMoEParallelConfig:
         all2all_backend: str = "allgather_reducescatter",
         enable_eplb: bool = False,
     ) -> FusedMoEParallelConfig:
-        """The layer's groups, from those of the model around it.
+        """Derive the layer's groups from the groups of the model.
 
         The ranks of all tensor-, data- and prefill-context-parallel groups form one group of
         ``n = tp * dp * pcp`` with rank ``(dp_rank * pcp + pcp_rank) * tp + tp_rank``. With
@@ -88,15 +88,15 @@ class FusedMoEParallelConfig:
 
         Args:
             tp_size: ranks of a tensor-parallel group of the model.
-            tp_rank: this process's rank in it.
+            tp_rank: this process's rank in that group.
             dp_size: data-parallel replicas.
             dp_rank: the replica of this process.
             pcp_size: ranks that share the tokens of a prefill.
             pcp_rank: this process's rank among them.
-            sp_size: ranks over which tokens are cut before the layer.
-            enable_expert_parallel: hold whole experts where there is more than one rank.
+            sp_size: ranks over which tokens are split before the layer.
+            enable_expert_parallel: hold whole experts, if there is more than one rank.
             all2all_backend: one of `ALL2ALL_BACKENDS`.
-            enable_eplb: ids of the router are physical and load is recorded.
+            enable_eplb: ids of the router are mapped to physical experts, whose load is recorded.
 
         Raises:
             ValueError: a size below 1, or a rank outside its group.
@@ -121,9 +121,9 @@ class FusedMoEParallelConfig:
         )
 
     def lacks(self) -> str | None:
-        """What a layer of this config needs and the library does not have; None: it runs.
+        """Return what a layer of this config needs and the library does not have; None: it can run.
 
-        The text is an error message: the field, the rule, the value and the way out.
+        The text is an error message: argument, rule, way out and value.
         """
         if self.dp_size > 1:
             return (
@@ -142,22 +142,22 @@ class FusedMoEParallelConfig:
 
     @property
     def is_sequence_parallel(self) -> bool:
-        """Tokens are cut over ranks before the layer."""
+        """Whether tokens are split over ranks before the layer."""
         return self.sp_size > 1
 
     @property
     def use_all2all_kernels(self) -> bool:
-        """Tokens travel to the ranks of their experts."""
+        """Whether tokens are sent to the ranks of their experts."""
         return self.use_ep and (self.dp_size > 1 or self.is_sequence_parallel)
 
     @property
     def use_deepep_ht_kernels(self) -> bool:
-        """Buffers are those of DeepEP's high-throughput kernels."""
+        """Whether buffers are those of DeepEP's high-throughput kernels."""
         return self.use_ep and self.all2all_backend == "deepep_high_throughput"
 
     @property
     def use_deepep_ll_kernels(self) -> bool:
-        """Buffers are those of DeepEP's low-latency kernels."""
+        """Whether buffers are those of DeepEP's low-latency kernels."""
         return self.use_ep and self.all2all_backend == "deepep_low_latency"
 
 
@@ -166,7 +166,7 @@ def _check_size(name: str, size: int) -> None:
 
 
 def check_group(group: str, size: int, rank: int) -> None:
-    """A group has at least one rank, and this process is one of its ranks."""
+    """Check that a group has at least one rank, and that this process is one of its ranks."""
     _check_size(f"{group}_size", size)
     checks.integer(f"{group}_rank", rank)
     if not 0 <= rank < size:

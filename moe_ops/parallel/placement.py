@@ -1,4 +1,4 @@
-"""Which rank holds which expert, and under which names a checkpoint has it."""
+"""Which rank holds which expert, and the names of experts in checkpoints."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PLACEMENT_STRATEGIES = ("linear", "round_robin")
 DEEPEP_LL_HIDDEN_SIZES = (2048, 2560, 3072, 4096, 5120, 6144, 7168, 8192)
 """The hidden sizes that DeepEP's low-latency kernels are compiled for."""
 DEEPEP_HT_BYTES = 512
-"""DeepEP's high-throughput kernels move rows of whole multiples of this."""
+"""DeepEP's high-throughput kernels need rows of a multiple of this many bytes."""
 
 
 def determine_expert_map(
@@ -25,14 +25,14 @@ def determine_expert_map(
     expert_placement_strategy: str = "linear",
     num_fused_shared_experts: int = 0,
 ) -> tuple[int, Tensor | None, Tensor | None]:
-    """Which of the E experts rank ``ep_rank`` holds, and where.
+    """Return which of the E experts rank ``ep_rank`` holds, and where.
 
     The first ``E % ep_size`` ranks hold one expert more than the others.
 
     Args:
         ep_size: ranks that share the experts.
-        ep_rank: the rank asked for.
-        global_num_experts: E; with redundant experts that of the physical ones.
+        ep_rank: the rank in question.
+        global_num_experts: E; with redundant experts the number of physical ones.
         expert_placement_strategy: ``linear`` (a range of experts each) or ``round_robin`` (experts
             ``ep_rank``, ``ep_rank + ep_size``, ...).
         num_fused_shared_experts: shared experts with ids from E on, which every rank has.
@@ -43,7 +43,7 @@ def determine_expert_map(
         expert of this rank and each shared one, and ends with a 0. Both are None with one rank.
 
     Raises:
-        ValueError: a size below 1, a rank outside 0..ep_size-1, an unknown strategy.
+        ValueError: a size below 1, a rank outside 0..ep_size-1, or an unknown strategy.
 
     Source:
         vLLM ``determine_expert_map``.
@@ -71,7 +71,7 @@ def determine_expert_map(
 
 
 def get_compressed_expert_map(expert_map: Tensor) -> str:
-    """The experts of this rank for a log line: ``"0->4, 1->5"`` is ``local->global``."""
+    """Format the experts of this rank for a log line: ``"0->4, 1->5"`` is ``local->global``."""
     checks.tensor("expert_map", expert_map, 1, checks.INDICES)
     return ", ".join(
         f"{local}->{expert}" for expert, local in enumerate(expert_map.tolist()) if local != -1
@@ -79,12 +79,12 @@ def get_compressed_expert_map(expert_map: Tensor) -> str:
 
 
 def remap_topk_to_local(topk_ids: Tensor, expert_map: Tensor, dtype: torch.dtype) -> Tensor:
-    """Global ids as local ones; -1 for an id that is out of range or of another rank.
+    """Map global ids to local ones; -1 for an id that is out of range or of another rank.
 
     Args:
         topk_ids: ``(T, k)`` int32 or int64.
         expert_map: ``(E,)``, the local expert of each global one, or -1.
-        dtype: of the result, int32 or int64.
+        dtype: dtype of the result, int32 or int64.
 
     Raises:
         TypeError, ValueError: a wrong dtype, shape or device.
@@ -105,12 +105,12 @@ def remap_topk_to_local(topk_ids: Tensor, expert_map: Tensor, dtype: torch.dtype
 def initial_physical_to_logical_map(
     num_experts: int, num_redundant_experts: int = 0, ep_size: int = 1
 ) -> Tensor:
-    """Which logical expert each physical one holds before any load is known: int64 ``(P,)``.
+    """Return the logical expert of each physical one before any load is known: int64 ``(P,)``.
 
-    First every expert once, then experts 0, 1, 2, ... again until the redundant ones are filled.
+    Every expert comes once, then experts 0, 1, 2, ... again until all redundant ones are filled.
 
     Raises:
-        ValueError: ``P = num_experts + num_redundant_experts`` is no multiple of ``ep_size``.
+        ValueError: ``P = num_experts + num_redundant_experts`` is not a multiple of ``ep_size``.
 
     Source:
         vLLM's initial EPLB map.
@@ -133,12 +133,12 @@ def make_expert_params_mapping(
     num_experts: int,
     num_redundant_experts: int = 0,
 ) -> list[tuple[str, str, int, str]]:
-    """Which tensor of a checkpoint goes to which part of which physical expert.
+    """Return which tensor of a checkpoint goes to which part of which physical expert.
 
     Returns:
         ``(param_name, weight_name, expert_id, shard_id)`` for the gate (``w1``), down (``w2``) and
         up (``w3``) projection of every physical expert in order. ``weight_name`` names the logical
-        expert that it starts with (see `initial_physical_to_logical_map`).
+        expert that it holds at first (see `initial_physical_to_logical_map`).
 
     Source:
         vLLM ``FusedMoE.make_expert_params_mapping``.
@@ -162,20 +162,22 @@ def maybe_roundup_hidden_size(
     quant_config: FusedMoEQuantConfig | None,
     moe_parallel_config: FusedMoEParallelConfig,
 ) -> int:
-    """The hidden size that a layer's buffers need where other libraries' kernels use them.
+    """Return the hidden size that a layer's buffers need for the kernels of other libraries.
 
-    DeepEP high-throughput: rows of whole multiples of 512 bytes. DeepEP low-latency: the next size
-    that its kernels are compiled for. mxfp4 weights: the next multiple of 128, with quantized
-    activations of 256. The kernels of this library take any hidden size.
+    * DeepEP high-throughput: rows of a multiple of 512 bytes.
+    * DeepEP low-latency: the next size that its kernels are compiled for.
+    * mxfp4 weights: the next multiple of 128, or of 256 with quantized activations.
+
+    The kernels of this library take any hidden size.
 
     Args:
         hidden_size: H of the model.
         act_dtype: dtype of the activations that are exchanged.
         quant_config: the layer's quantization, or None.
-        moe_parallel_config: how the layer is spread.
+        moe_parallel_config: how ranks share the layer.
 
     Raises:
-        ValueError: a hidden size past DeepEP's largest.
+        ValueError: a hidden size above DeepEP's largest.
 
     Source:
         vLLM ``maybe_roundup_hidden_size``.

@@ -1,8 +1,8 @@
 """Which experts get replicas, and which GPU holds them, given the load of each expert.
 
-Three greedy steps for every layer, by hand: groups of experts are packed onto nodes, the busiest
-experts of a node are replicated, and the replicas are packed onto the GPUs of the node. It runs on
-the host, outside the forward pass.
+Three greedy steps for every layer: pack groups of experts onto nodes, replicate the busiest experts
+of each node, and pack the replicas onto the GPUs of the node. This runs on the host, outside the
+forward pass.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from torch import Tensor
 from moe_ops import checks
 
 LOADS = (torch.int32, torch.int64, *checks.FLOATS, torch.float64)
+"""Dtypes of a load."""
 
 
 class LogicalMaps(NamedTuple):
@@ -34,27 +35,27 @@ def rebalance_experts(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Place ``num_replicas`` physical experts so that every GPU gets about the same load.
 
-    Where the nodes divide the groups, all replicas of a group's experts stay on one node, and every
-    node gets as many groups (for routers that choose groups first). Otherwise nodes and groups are
-    left out of it. The load of an expert is taken as shared evenly among its replicas. Replicas of
-    one expert may land on one GPU. Ties go to the lower index.
+    If ``num_nodes`` divides ``num_groups``, all replicas of a group's experts stay on one node, and
+    every node gets the same number of groups (for routers that choose groups first). Otherwise
+    nodes and groups are ignored. The load of an expert is assumed to be shared evenly among its
+    replicas. Replicas of one expert may land on one GPU. Ties go to the lower index.
 
     Args:
         weight: ``(L, E)``, the load of each expert of each layer, an integer or float dtype.
         num_replicas: P >= E, a multiple of ``num_gpus``.
         num_groups: groups of experts, dividing E.
         num_nodes: nodes, dividing ``num_gpus``.
-        num_gpus: GPU g holds physical experts ``g * P / num_gpus`` and on.
+        num_gpus: GPU g holds the physical experts from ``g * P / num_gpus`` on.
 
     Returns:
         ``(phy2log, log2phy, logcnt)``, int64 on the device of ``weight``: the logical expert of
         each physical one ``(L, P)``, its inverse ``(L, E, R)`` padded with -1, and the number of
-        replicas of each expert ``(L, E)``, of which R is the largest.
+        replicas of each expert ``(L, E)``, whose largest is R.
 
     Raises:
         TypeError: a wrong dtype.
-        ValueError: numbers that do not divide each other, fewer replicas than experts, a load that
-            is negative or not finite.
+        ValueError: numbers that do not divide each other, fewer replicas than experts, or a load
+            that is negative or not finite.
 
     Source:
         DeepSeek's expert-parallel load balancer, from its description.
@@ -103,7 +104,7 @@ def _check_sizes(
 def _place_layer(
     load: Sequence[float], num_replicas: int, num_groups: int, num_nodes: int, num_gpus: int
 ) -> list[int]:
-    """The logical expert of every physical one."""
+    """Return the logical expert of every physical one."""
     size = len(load) // num_groups
     group_load = [sum(load[start : start + size]) for start in range(0, len(load), size)]
     phy2log: list[int] = []
@@ -118,7 +119,7 @@ def _place_layer(
 
 
 def _pack(load: Sequence[float], num_packs: int) -> list[list[int]]:
-    """Equally many items in each pack: the heaviest item next, to the lightest pack with room."""
+    """Pack equally many items into each pack: the heaviest item next, into the lightest pack."""
     room = len(load) // num_packs
     if room == 1:
         return [[item] for item in range(num_packs)]
@@ -133,7 +134,7 @@ def _pack(load: Sequence[float], num_packs: int) -> list[list[int]]:
 
 
 def _replicate(load: Sequence[float], num_replicas: int) -> list[int]:
-    """Every item once, then again whichever item's replicas carry most each."""
+    """Return every item once, then again and again the item whose replicas carry most each."""
     replicas = list(range(len(load)))
     busiest = [(-item_load, item, 1) for item, item_load in enumerate(load)]
     heapq.heapify(busiest)
@@ -147,13 +148,13 @@ def _replicate(load: Sequence[float], num_replicas: int) -> list[int]:
 def compute_logical_maps(
     physical_to_logical_map: Tensor, num_logical_experts: int, max_replicas: int | None = None
 ) -> LogicalMaps:
-    """The inverse of a placement.
+    """Invert a placement.
 
     Args:
         physical_to_logical_map: ``(P,)`` or ``(L, P)`` int32 or int64; -1 is an empty slot.
         num_logical_experts: E.
-        max_replicas: R; None: the largest number of replicas. A fixed one keeps the shape, so that
-            the maps of a captured graph can be overwritten.
+        max_replicas: R; None: the largest number of replicas. A fixed number keeps the shape, so
+            that the maps of a captured graph can be overwritten.
 
     Raises:
         TypeError, ValueError: a wrong dtype or shape, an id of E or more, or more than
@@ -171,7 +172,7 @@ def compute_logical_maps(
             f"physical_to_logical_map must be below num_logical_experts = {num_logical_experts}, "
             f"got {placed.max()}"
         )
-    # An empty slot counts for an expert past the last one, which is cut off at the end.
+    # Empty slots count for an expert after the last one, which is removed at the end.
     expert = torch.where(placed < 0, num_logical_experts, placed)
     counts = placed.new_zeros((len(placed), num_logical_experts + 1))
     counts.scatter_add_(1, expert, torch.ones_like(expert))

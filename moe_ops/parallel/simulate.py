@@ -1,4 +1,4 @@
-"""What balancing is worth: the load of every rank under a skewed routing, before and after."""
+"""What balancing gains: the load of every rank under a skewed routing, before and after."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from moe_ops.parallel.eplb_state import EplbState
 
 
 class BalanceReport(NamedTuple):
-    """Slots that each rank had to do, of tokens that the balancer had not seen."""
+    """Number of slots of each rank, for tokens that the balancer had not seen."""
 
     before: Tensor
     """int64 ``(ep_size,)``: with the initial placement."""
@@ -22,7 +22,7 @@ class BalanceReport(NamedTuple):
 
 
 def imbalance(rank_load: Tensor) -> float:
-    """The busiest rank's load over the average one: 1 is balanced."""
+    """Return the busiest rank's load over the average load: 1 is balanced."""
     return (rank_load.max() / rank_load.double().mean()).item()
 
 
@@ -38,23 +38,23 @@ def simulate_balance(
     num_nodes: int = 1,
     seed: int = 0,
 ) -> BalanceReport:
-    """Route tokens by a Zipf law, balance, and route as many others by the same law.
+    """Route tokens by a Zipf law, balance, and route as many other tokens by the same law.
 
-    The odds of the r-th favourite expert are ``r ** -exponent``; favourites are anywhere.
+    The odds of the r-th favourite expert are ``r ** -exponent``; favourites are in random places.
 
     Args:
-        num_tokens: T, of each of the two batches.
+        num_tokens: T of each of the two batches.
         num_experts: E.
         top_k: k.
         num_redundant_experts: physical experts beyond E.
         ep_size: ranks, dividing the physical experts.
         exponent: 0 is uniform.
         num_groups: see `rebalance_experts`.
-        num_nodes: likewise.
-        seed: of the routing.
+        num_nodes: see `rebalance_experts`.
+        seed: seed of the routing.
 
     Raises:
-        ValueError: as `rebalance_experts`; ``top_k`` not in 1..E.
+        ValueError: as `rebalance_experts`; ``top_k`` outside 1..E.
     """
     checks.topk("top_k", top_k, num_experts)
     generator = torch.Generator().manual_seed(seed)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
 
 from moe_ops import checks, ops
 from moe_ops.pipeline.checking import check_none_dropped
+from moe_ops.pipeline.experts import FusedMoEExperts
 from moe_ops.pipeline.formats import (
     ExpertTokensMetadata,
     FusedMoEActivationFormat,
@@ -22,9 +21,6 @@ from moe_ops.pipeline.weight_and_reduce import (
 )
 from moe_ops.scheme import FusedMoEQuantConfig
 from moe_ops.tensors import narrowed
-
-if TYPE_CHECKING:
-    from moe_ops.pipeline.experts import FusedMoEExperts
 
 
 class BatchedPrepareAndFinalize(FusedMoEPrepareAndFinalizeModular):

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from moe_ops.activation import Activation, MoEActivation
-from moe_ops.alignment import count_expert_num_tokens
+from moe_ops.functional.align import count_expert_num_tokens
 from moe_ops.gradients import wanted
 from moe_ops.pipeline.formats import ExpertTokensMetadata, PrepareResult
 from moe_ops.pipeline.prepare_finalize import Hook, Receiver

@@ -10,8 +10,8 @@ from moe_ops.gradients import inference_only
 from moe_ops.pipeline.experts.standard import slot_experts
 from moe_ops.pipeline.gemms import expert_weights
 from moe_ops.pipeline.layer_checks import check_layer, check_not_quantized
-from moe_ops.pipeline.no_ep import quantize_tokens
 from moe_ops.pipeline.row_spaces import SlotRows, row_tiles_of
+from moe_ops.pipeline.token_rows import quantize_tokens
 from moe_ops.routing.arguments import check_logits, check_scoring
 from moe_ops.scheme import FusedMoEQuantConfig
 from moe_ops.tensors import Routing, Rows

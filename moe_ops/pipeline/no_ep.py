@@ -10,6 +10,7 @@ from moe_ops.pipeline.prepare_finalize import (
     FusedMoEPrepareAndFinalizeModular,
     FusedMoEPrepareAndFinalizeMonolithic,
 )
+from moe_ops.pipeline.token_rows import quantize_tokens, weighted_rows
 from moe_ops.pipeline.weight_and_reduce import (
     TopKWeightAndReduce,
     TopKWeightAndReduceContiguous,
@@ -17,40 +18,6 @@ from moe_ops.pipeline.weight_and_reduce import (
 )
 from moe_ops.scheme import FusedMoEQuantConfig
 from moe_ops.tensors import Routing
-
-
-def quantize_tokens(
-    a1: Tensor,
-    quant_config: FusedMoEQuantConfig,
-    routing: Routing,
-    num_experts: int,
-    weight_on_input: bool,
-) -> tuple[Tensor, Tensor | None]:
-    """Rows as the scheme takes them: of tokens, or of slots with their router weights in them.
-
-    Rows that no expert will read are not read here either: they may hold anything, and a
-    per-tensor scale must not depend on them.
-
-    Args:
-        a1: ``(T, H)``.
-        quant_config: the scheme, and the scale where that is static.
-        routing: of the tokens.
-        num_experts: El, or any larger number: ``expert_map`` tells what is local.
-        weight_on_input: whether to scale rows, in float32 before they are quantized.
-    """
-    topk_weights, topk_ids, expert_map = routing
-    weights = topk_weights if weight_on_input else None
-    quant = quant_config.scheme.activation
-    if quant is not None:
-        slots = (topk_ids, expert_map, num_experts)
-        return ops.moe_quantize(a1, quant_config.input_scales[0], weights, *slots, quant.key)
-    return (a1 if weights is None else weighted_rows(a1, weights)), None
-
-
-def weighted_rows(a1: Tensor, topk_weights: Tensor) -> Tensor:
-    """``(T * k, H)``: each slot's row times its weight, in float32, rounded once."""
-    rows = a1[:, None].float() * topk_weights[:, :, None].float()
-    return rows.to(a1.dtype).flatten(0, 1)
 
 
 class MoEPrepareAndFinalizeNoEP(FusedMoEPrepareAndFinalizeModular):

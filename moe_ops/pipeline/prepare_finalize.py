@@ -9,17 +9,15 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from moe_ops.pipeline.experts import FusedMoEExperts
 from moe_ops.pipeline.formats import FusedMoEActivationFormat, PrepareResult
 from moe_ops.pipeline.weight_and_reduce import TopKWeightAndReduce
 from moe_ops.scheme import FusedMoEQuantConfig
-
-if TYPE_CHECKING:
-    from moe_ops.pipeline.experts import FusedMoEExperts
 
 Receiver = Callable[[], Any]
 """Waits for what was launched, and returns it."""

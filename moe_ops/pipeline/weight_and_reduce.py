@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from moe_ops import checks, ops
-from moe_ops.alignment import moe_fused_mul_sum
+from moe_ops.functional.combine import moe_fused_mul_sum
 
 
 class TopKWeightAndReduce(ABC):

@@ -14,8 +14,8 @@ from moe_ops.pipeline.experts.standard import slot_experts
 from moe_ops.pipeline.experts.supports import EVERY_SCHEME, Supports
 from moe_ops.pipeline.formats import FusedMoEActivationFormat
 from moe_ops.pipeline.gemms import expert_weights
-from moe_ops.pipeline.no_ep import quantize_tokens
 from moe_ops.pipeline.row_spaces import SlotRows
+from moe_ops.pipeline.token_rows import quantize_tokens
 from moe_ops.routing import RoutingMethodType, select_experts
 from moe_ops.tensors import Routing, Rows
 

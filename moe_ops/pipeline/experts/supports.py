@@ -4,19 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Container
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from moe_ops.activation import MoEActivation
+from moe_ops.parallel import FusedMoEParallelConfig
 from moe_ops.pipeline.config import FusedMoEConfig
 from moe_ops.pipeline.formats import FusedMoEActivationFormat
 from moe_ops.pipeline.row_spaces import depends_on_batch
 from moe_ops.routing import RoutingMethodType
 from moe_ops.scheme import SCHEMES, Quant, get_scheme, min_capability
-
-if TYPE_CHECKING:
-    from moe_ops.parallel import FusedMoEParallelConfig
 
 SchemeKey = tuple[Quant | None, Quant | None]
 """``(weight, activation)``: what a kernel sees of a scheme."""

@@ -1,4 +1,4 @@
-"""The keywords of a layer: one documented list instead of a signature of forty lines."""
+"""The keyword arguments of a layer, in one documented list."""
 
 from __future__ import annotations
 
@@ -23,32 +23,33 @@ from moe_ops.scheme.weights import as_scheme
 
 SIZES_AND_RANKS = ("tp_size", "tp_rank", "dp_size", "dp_rank", "ep_size", "ep_rank")
 OTHER_NAMES = {"scheme": "quant_config", "dtype": "params_dtype", "bias": "has_bias"}
-"""Keywords that callers try, and what they are called here."""
+"""Keywords that callers try, and the keyword that is meant."""
 
 
 @dataclass(frozen=True, eq=False)
 class FusedMoEOptions:
-    """What a layer is besides its four sizes. None stands for the default of any option."""
+    """Everything about a layer but its four sizes. None stands for the default of any option."""
 
     params_dtype: torch.dtype | None = None
-    """Of what is not quantized; None: torch's default dtype."""
+    """Dtype of everything that is not quantized; None: torch's default dtype."""
     reduce_results: bool = False
     """Sum the result over the ranks that share the layer."""
     renormalize: bool = True
     """Divide a token's weights by their sum."""
     use_grouped_topk: bool = False
-    """Choose within the best groups of experts."""
+    """Choose experts within the best groups of experts."""
     num_expert_group: int | None = None
     topk_group: int | None = None
-    """Groups that a token may choose from."""
+    """Number of groups that a token may choose from."""
     quant_config: str | Scheme | None = None
     """A scheme or its name; None: not quantized."""
     tp_size: int = 1
-    """Ranks of a tensor-parallel group. Each has a part of every expert, cut along I, unless there
-    is expert parallelism."""
+    """Ranks of a tensor-parallel group. Each holds a part of every expert, cut along I, unless
+    there is expert parallelism."""
     ep_size: int = 1
-    """Ranks that share the experts; more than one is expert parallelism: no expert is cut. Given
-    with ``tp_size``, these are the ranks of that group: ``ep_size = tp_size * dp_size``."""
+    """Ranks that share the experts. More than one means expert parallelism, in which no expert is
+    cut. If ``tp_size`` is given too, these are the ranks of that group:
+    ``ep_size = tp_size * dp_size``."""
     dp_size: int = 1
     """Data-parallel replicas. Only 1 works until their ranks exchange tokens."""
     tp_rank: int = 0
@@ -56,53 +57,53 @@ class FusedMoEOptions:
     """None: the rank in the group of all ranks, ``dp_rank * tp_size + tp_rank``."""
     dp_rank: int = 0
     moe_parallel_config: FusedMoEParallelConfig | None = None
-    """Instead of the six numbers above, which must not contradict it."""
+    """Replaces the six numbers above, which must not contradict it."""
     tp_group: Any = None
     """The process group of the ranks that share the layer; None: all processes."""
     prefix: str = ""
-    """The layer's name in a checkpoint, where loading is not told another."""
+    """The layer's name in a checkpoint, unless loading is given another."""
     custom_routing_function: CustomRouting | None = None
     """``f(hidden_states, router_logits, k, renormalize) -> (weights, ids)``."""
     scoring_func: str = "softmax"
     """``softmax``, ``sigmoid`` or ``sqrtsoftplus``."""
     routed_scaling_factor: float = 1
-    """Multiplier of the weights, applied by the router, once."""
+    """Factor by which the router multiplies the weights, once."""
     e_score_correction_bias: Tensor | None = None
-    """``(E,)`` float32, added to the scores for the choice only."""
+    """``(E,)`` float32, added to the scores when experts are chosen, not to the weights."""
     hash_indices_table: Tensor | None = None
-    """``(vocabulary, k)`` int32 or int64: the experts of each word, looked up by the ``input_ids``
-    of a call; the logits only weigh them. See `hash_topk`."""
+    """``(vocabulary, k)`` int32 or int64: the experts of each vocabulary id, looked up by the
+    ``input_ids`` of a call. The logits only weight them. See `hash_topk`."""
     apply_router_weight_on_input: bool = False
-    """Scale the tokens instead of the experts' rows, for any k."""
+    """Scale the tokens instead of the experts' results, for any k."""
     activation: MoEActivation | Activation | str = "silu"
     enable_eplb: bool = False
-    """Ids become those of physical experts, whose load is recorded; see `set_eplb_state`."""
+    """Map ids to physical experts and record their load; see `set_eplb_state`."""
     num_redundant_experts: int = 0
-    """Physical experts beyond E, which hold copies."""
+    """Physical experts beyond E, which hold copies of experts."""
     has_bias: bool = False
-    """Whether both products have a bias."""
+    """Whether both GEMMs have a bias."""
     is_sequence_parallel: bool = False
-    """Every rank has as many of the tokens as any other: they are gathered first, and results are
-    scattered. Ranks with fewer tokens pad them: see `RankGroup.check_equal_counts`."""
+    """Every rank has the same number of tokens: the layer gathers them first, and scatters the
+    results. Ranks with fewer tokens pad them: see `RankGroup.check_equal_counts`."""
     zero_expert_num: int = 0
-    """How many of the router's logits, the last ones, belong to experts that return their input."""
+    """Number of logits, the last ones, of experts that return their input."""
     zero_expert_type: str | None = None
-    """``identity``."""
+    """Only ``identity``."""
     expert_mapping: Sequence[tuple[str, str, int, str]] | None = None
-    """For `load_weights`, as `make_expert_params_mapping` returns it."""
+    """The mapping that `load_weights` uses, as `make_expert_params_mapping` returns it."""
     n_shared_experts: int = 0
-    """Experts behind the E routed ones that every token goes to, with weight 1."""
+    """Experts after the E routed ones, to which every token goes with weight 1."""
     shared_experts: nn.Module | None = None
     """A module on tokens whose result is returned beside the routed one."""
     expert_placement_strategy: str = "linear"
     """Which experts a rank holds: see `determine_expert_map`."""
     chunk_size: int | None = None
-    """Run so many tokens at a time; compiled, there is one graph for each number of chunks."""
+    """Run at most this many tokens at a time. Compiled, each number of chunks has its own graph."""
     device: torch.device | str | None = None
-    """Of the parameters."""
+    """Device of the parameters."""
     batch_invariant: bool = False
-    """The bits of a token's result do not depend on other tokens: see `fused_experts`. (That a
-    custom router is so, too, is the caller's to see to.)"""
+    """The bits of a token's result do not depend on other tokens: see `fused_experts`. A custom
+    router must ensure this for its own part."""
 
     def __post_init__(self) -> None:
         for option in fields(self):
@@ -114,10 +115,10 @@ class FusedMoEOptions:
 
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> FusedMoEOptions:
-        """The options that a layer's keywords give.
+        """Make the options that a layer's keywords give.
 
         Raises:
-            TypeError: an unknown keyword; the error says which one is meant, if that is clear.
+            TypeError: an unknown keyword; the message suggests a known one if a similar one exists.
         """
         known = [option.name for option in fields(cls)]
         for name in given:
@@ -128,7 +129,7 @@ class FusedMoEOptions:
         return cls(**given)
 
     def check(self, num_experts: int, top_k: int, hidden_size: int, intermediate_size: int) -> None:
-        """TypeError, ValueError or NotImplementedError for settings that do not fit each other."""
+        """Raise for wrong types, settings that contradict each other, and missing features."""
         self._check_kinds()
         checks.at_least(1, num_experts=num_experts)
         checks.at_least(1, hidden_size=hidden_size, intermediate_size=intermediate_size)
@@ -164,7 +165,7 @@ class FusedMoEOptions:
             self._check_batch_invariant()
 
     def _check_kinds(self) -> None:
-        """TypeError for a value that is no flag, dtype, scheme or function where one belongs."""
+        """Raise TypeError for a value that is not the flag, dtype, scheme or function wanted."""
         flags = [f.name for f in fields(self) if f.default is False]
         checks.flags(**{name: getattr(self, name) for name in flags}, renormalize=self.renormalize)
         if self.params_dtype not in (None, *checks.FLOATS):
@@ -185,7 +186,7 @@ class FusedMoEOptions:
                 raise TypeError(f"{name} must be callable, got {type(value).__name__}")
 
     def _check_hash(self, top_k: int) -> None:
-        """A table of ``top_k`` columns, and no other router, or no table."""
+        """Check that the table has ``top_k`` columns and no other router beside it."""
         table = self.hash_indices_table
         if table is None:
             return
@@ -200,23 +201,23 @@ class FusedMoEOptions:
                 )
 
     def _check_batch_invariant(self) -> None:
-        """NotImplementedError for what makes tokens depend on each other."""
+        """Raise NotImplementedError for settings that make tokens depend on each other."""
         check_batch_invariant(as_scheme(self.quant_config or UNQUANTIZED))
         parallel = self.parallel_config()
         ranks = parallel.tp_size * parallel.ep_size
         if self.enable_eplb and parallel.ep_size > 1:
             raise NotImplementedError(
-                "batch_invariant must be False with enable_eplb over several ranks, where a "
-                "token's place in the batch decides which of them adds its part, got True"
+                "batch_invariant must be False with enable_eplb over several ranks, because a "
+                "token's index in the batch decides which rank computes it, got True"
             )
         if ranks > 2 and (self.reduce_results or parallel.is_sequence_parallel):
             raise NotImplementedError(
-                "batch_invariant must be False where results of more than two ranks are summed: "
-                f"the size of a message may decide about their order, got True with {ranks} ranks"
+                "batch_invariant must be False if results of more than two ranks are summed, whose "
+                f"order may depend on the message size, got True with {ranks} ranks"
             )
 
     def _check_ranks(self) -> None:
-        """The six numbers fit each other and a config, and the layer can run on such ranks."""
+        """Check that the six numbers fit each other and the config, and can be run."""
         for group in ("tp", "dp", "ep"):
             rank = getattr(self, f"{group}_rank")
             check_group(group, getattr(self, f"{group}_size"), 0 if rank is None else rank)
@@ -243,7 +244,7 @@ class FusedMoEOptions:
             raise NotImplementedError(lacks)
 
     def parallel_config(self) -> FusedMoEParallelConfig:
-        """The layer's groups: those given, or what `FusedMoEParallelConfig.make` makes of them."""
+        """Return the layer's groups: the given ones, or those of `FusedMoEParallelConfig.make`."""
         config = self.moe_parallel_config
         if config is None:
             use_ep, group = self.ep_size > 1, (self.tp_size, self.tp_rank)
@@ -258,7 +259,7 @@ class FusedMoEOptions:
         return replace(config, sp_size=sp_size, enable_eplb=self.enable_eplb)
 
     def routing(self, global_num_experts: int) -> dict[str, Any]:
-        """Those arguments of `select_experts` that are the same in every call."""
+        """Return the arguments of `select_experts` that are the same in every call."""
         return {
             "use_grouped_topk": self.use_grouped_topk,
             "topk_group": self.topk_group,
@@ -278,13 +279,13 @@ class FusedMoEOptions:
         return not any((*more, hashed, self.zero_expert_num, self.n_shared_experts))
 
     def placement(self, parallel: FusedMoEParallelConfig, num_experts: int) -> ExpertPlacement:
-        """Which rows of the parameters hold which experts.
+        """Return which rows of the parameters hold which experts.
 
-        Shared experts are on the first rank: each is computed once.
+        Shared experts are on the first rank only, so that each is computed once.
         """
         ep_size, rank = parallel.ep_size, parallel.ep_rank
         redundant, even = self.num_redundant_experts, ep_size if self.enable_eplb else 1
-        with torch.device("cpu"):  # its numbers are read here, also where parameters are on meta
+        with torch.device("cpu"):  # its numbers are read here, even if parameters are on meta
             logical = initial_physical_to_logical_map(num_experts, redundant, even)
             _, expert_map, _ = determine_expert_map(
                 ep_size, rank, len(logical), self.expert_placement_strategy
@@ -299,18 +300,18 @@ class FusedMoEOptions:
 
 @dataclass(frozen=True)
 class ExpertPlacement:
-    """Where experts are; physical ones are those that ids of the experts' kernels name."""
+    """Where experts are. The ids that the experts' kernels get are those of physical experts."""
 
     logical: tuple[int, ...]
-    """The logical expert that each physical one starts with; shared ones come after E."""
+    """The logical expert that each physical one holds at first; shared experts come after E."""
     row: tuple[int, ...]
     """The row of each physical expert in this rank's parameters; -1: another rank has it."""
     is_shared_out: bool
-    """Whether there are ranks that hold other experts."""
+    """Whether other ranks hold experts that this rank does not."""
 
     @property
     def num_local_experts(self) -> int:
-        """Rows of the parameters."""
+        """Number of rows of the parameters."""
         return sum(row >= 0 for row in self.row)
 
     @cached_property
@@ -323,14 +324,14 @@ class ExpertPlacement:
         return found
 
     def expert_map(self, device: torch.device | str | None) -> Tensor | None:
-        """int32 ``(physical,)``, or None where this rank has all of them."""
+        """Return int32 ``(physical,)``, or None if this rank holds all experts."""
         if not self.is_shared_out:
             return None
         return torch.tensor(self.row, dtype=torch.int32, device=device)
 
 
 def takes_options(cls: type) -> type:
-    """Give a class whose ``__init__`` ends with ``**options`` the signature that it has."""
+    """Give a class whose ``__init__`` ends with ``**options`` a signature with every option."""
     own = list(inspect.signature(cls.__init__).parameters.values())[1:-1]  # type: ignore[misc]
     keywords = [
         inspect.Parameter(f.name, inspect.Parameter.KEYWORD_ONLY, default=f.default)

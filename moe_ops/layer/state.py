@@ -1,40 +1,33 @@
-"""What a layer's state says besides its tensors: in which form they are stored.
+"""The form of a layer's stored tensors, as an entry of its state dict.
 
-Many schemes have tensors of the same names, shapes and dtypes: int4 in groups of 32 and MXFP4
-differ in the meaning of their bytes alone. So a state has one more entry, ``_extra_state``: a JSON
-text in a uint8 tensor, which every format of saved tensors can hold. A state without this entry is
-one of an earlier version, and is loaded without a check.
+Tensors of different schemes can have the same names, shapes and dtypes: int4 in groups of 32 and
+MXFP4 differ only in the meaning of their bytes. So a state dict has one more entry,
+``_extra_state``: JSON text in a uint8 tensor, which every format of saved tensors can hold. A state
+dict without this entry comes from an earlier version, and is loaded without a check.
 """
 
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from moe_ops.layer.base import ExpertLayer
 from moe_ops.scheme import Quant
 
-if TYPE_CHECKING:
-    from moe_ops.layers.partition import LayerSizes
-    from moe_ops.loading.given import GivenScales
-
 STATE = "_extra_state"
-"""The entry's name, which PyTorch gives it."""
+"""Name of the entry, which PyTorch chooses."""
 MAX_BYTES = 4096
+"""Largest size of the entry; a longer tensor is something else."""
 
 
-class SchemeState(nn.Module):
-    """A module whose state says in which scheme its weights are, and in which order its rows."""
-
-    sizes: LayerSizes
-    w13_weight: Tensor
-    w13_input_order: Tensor | None
-    given_scales: GivenScales
+class SchemeState(ExpertLayer):
+    """A layer whose state dict names the scheme of its weights and the order of their rows."""
 
     def get_extra_state(self) -> Tensor:
-        """The scheme of the parameters as a uint8 tensor on the CPU; never read from a buffer."""
+        """Return the scheme of the parameters as a uint8 tensor on the CPU."""
         scheme = self.sizes.scheme
         said = {
             "scheme": scheme.name,
@@ -44,13 +37,13 @@ class SchemeState(nn.Module):
         return torch.tensor(list(json.dumps(said).encode()), dtype=torch.uint8, device="cpu")
 
     def set_extra_state(self, state: Any) -> None:
-        """Compare a state's form with the layer's; nothing is kept.
+        """Compare the form in a state dict with the layer's; nothing is stored.
 
         Raises:
-            ValueError: the state is that of another scheme or order of rows.
+            ValueError: another scheme, or another order of rows.
         """
         if isinstance(state, Tensor) and state.is_meta:
-            return  # says nothing
+            return  # has no content
         problem = stored_as(state).differs_from(
             self.sizes.scheme.weight, interleaved=self.sizes.interleaved
         )
@@ -61,9 +54,9 @@ class SchemeState(nn.Module):
         self, state_dict: dict[str, Any], prefix: str, local_metadata: Any, strict: Any,
         missing_keys: list[str], unexpected_keys: list[str], error_msgs: list[str],
     ) -> None:  # fmt: skip
-        """As in `nn.Module`, but nothing is copied out of a state that does not belong here.
+        """Load as `nn.Module` does, but copy nothing from a state dict of another form.
 
-        An order of columns (``w13_input_order``) comes and goes with ``w13_weight``.
+        The columns' order ``w13_input_order`` is loaded or removed together with ``w13_weight``.
         """
         state_dict = dict(state_dict)
         saved, order_key = state_dict.get(prefix + STATE), prefix + "w13_input_order"
@@ -85,7 +78,7 @@ class SchemeState(nn.Module):
         super()._load_from_state_dict(state_dict, prefix, *rest)
 
     def _checked_order(self, order: Any) -> Tensor | None:
-        """int32 ``(1 or El, H)``, each row a permutation: kernels read columns by it."""
+        """Return ``order`` as int32 ``(1 or El, H)``; kernels index by its permutations."""
         if order is None:
             return None
         experts, width = self.sizes.num_experts, self.sizes.hidden_size
@@ -106,7 +99,7 @@ class SchemeState(nn.Module):
 
 
 class StoredAs(NamedTuple):
-    """The form that a state says its tensors have."""
+    """The form of the tensors of a state dict, as its entry says."""
 
     name: str
     """The scheme's name."""
@@ -116,10 +109,10 @@ class StoredAs(NamedTuple):
     """Whether gate and up rows alternate."""
 
     def differs_from(self, wanted: Quant | None, *, interleaved: bool) -> str | None:
-        """Why tensors of this form are not those of a layer; None: they are.
+        """Say why a layer cannot load tensors of this form; None: it can.
 
-        Scales that are powers of two are numbers like others, and one scale a row may have an axis
-        for groups.
+        Scales that are powers of two may be loaded as other scales. One scale per row may have an
+        axis for groups.
 
         Args:
             wanted: how the layer stores its weights.
@@ -138,7 +131,7 @@ class StoredAs(NamedTuple):
 
 
 def _numbers(key: str | None, wanted: Quant | None) -> str | None:
-    """A key without what does not change the numbers that a layer reads."""
+    """Return a key without the parts that do not change the numbers that a layer reads."""
     if key is None:
         return None
     key = key.replace(":vector", ":float32")
@@ -148,10 +141,10 @@ def _numbers(key: str | None, wanted: Quant | None) -> str | None:
 
 
 def stored_as(state: Any) -> StoredAs:
-    """What an entry ``_extra_state`` says.
+    """Parse an ``_extra_state`` entry.
 
     Raises:
-        ValueError: it is no such entry.
+        ValueError: it is not such an entry.
     """
     rule = f"{STATE} must be a layer's form, JSON in a uint8 Tensor"
     if not isinstance(state, Tensor) or state.dtype != torch.uint8 or state.numel() > MAX_BYTES:

@@ -1,61 +1,37 @@
-"""Loading one tensor of a checkpoint into a layer: its part of this rank, at its place.
+"""Loading one tensor of a checkpoint into a layer: this rank's part, at its place.
 
-A mixin of `moe_ops.FusedMoE`.
+A base class of `moe_ops.FusedMoE`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 from torch.nn.functional import pad
 
 from moe_ops import checks
-from moe_ops.layers.parameters import (
+from moe_ops.layer.parameters import (
     SUFFIX,
     FusedMoeWeightScaleSupported,
     ParameterSpec,
     parameter_specs,
 )
+from moe_ops.layer.steps import LoadSteps, copy_front
 from moe_ops.loading.act_order import column_order
 from moe_ops.loading.derived import channel_scales, has_plain_scales
-from moe_ops.loading.given import GivenScales
 from moe_ops.loading.names import KINDS, SHARDS, CheckpointLayout, suffix_of
-from moe_ops.loading.steps import LoadSteps, copy_front
 from moe_ops.loading.stored import Form, canonical
 from moe_ops.parallel import make_expert_params_mapping
 from moe_ops.scheme.formats import pack
 
-if TYPE_CHECKING:
-    from moe_ops.layers import LayerSizes
-    from moe_ops.layers.options import ExpertPlacement
-
 SHARD_DIMS = {"w1": 0, "w2": 1, "w3": 0}
-"""The axis of one expert's projection that ranks share."""
+"""The axis of one expert's projection that ranks cut."""
 QUANT_METHODS = [method.value for method in FusedMoeWeightScaleSupported]
 
 
 class WeightLoading(LoadSteps):
-    """`weight_loader`, and what it is made of."""
-
-    if TYPE_CHECKING:
-        _parameters: dict[str, Any]
-        sizes: LayerSizes
-        given_scales: GivenScales
-        placement: ExpertPlacement
-        moe_parallel_config: Any
-        checkpoint_scheme: Any
-        intermediate_size: int
-        model_hidden_size: int
-        num_experts: int
-        prefix: str
-        expert_mapping: Any
-        w13_input_order: Tensor | None
-
-        def aligned_sizes(self) -> LayerSizes:
-            """See `moe_ops.FusedMoE`."""
-            ...
+    """A layer with `weight_loader`, and the steps from which `load_checkpoint` is made."""
 
     def weight_loader(
         self,
@@ -72,24 +48,25 @@ class WeightLoading(LoadSteps):
         ``process_weights_after_loading`` finds.
 
         Args:
-            param: a parameter of this layer; its ``is_transposed``, where set, says that its last
-                two axes are swapped, and those of ``loaded_weight``. (Or a tensor of the caller's,
-                with a ``quant_method``.)
-            loaded_weight: one expert's projection, whole; 3-D: that of all experts, ``(E, N, K)``.
-            weight_name: its name, whose end says how it is stored.
+            param: a parameter of this layer, or a tensor of the caller's with a ``quant_method``. A
+                true ``is_transposed`` says that its last two axes are swapped, and those of
+                ``loaded_weight``.
+            loaded_weight: the whole projection of one expert or, for a parameter of this layer, of
+                all experts, ``(E, N, K)``.
+            weight_name: the tensor's name, whose end says how it is stored.
             shard_id: ``w1`` (gate), ``w2`` (down) or ``w3`` (up).
-            expert_id: the physical expert.
+            expert_id: the physical expert; not used if ``loaded_weight`` is of all experts.
             return_success: whether to return anything.
 
         Returns:
-            With ``return_success``, whether something was copied: not for an expert that is not on
-            this rank, nor for a tensor that belongs to no parameter.
+            With ``return_success``, whether something was copied: False for an expert that is not
+            on this rank, and for a tensor that belongs to no parameter.
 
         Raises:
-            ValueError: another ``shard_id`` or shape; input scales of gate and up that differ; zero
-                points of AWQ or GPTQ, which do not say in which order they are.
-            TypeError: another dtype.
-            NotImplementedError: the layer holds weights in act-order, whose order would stay.
+            ValueError: a wrong ``shard_id`` or shape; input scales of gate and up that differ; zero
+                points of AWQ or GPTQ, whose order cannot be known here.
+            TypeError: a wrong dtype.
+            NotImplementedError: the layer holds weights in act-order, and their order would stay.
 
         Source:
             vLLM ``FusedMoE.weight_loader``.
@@ -128,12 +105,13 @@ class WeightLoading(LoadSteps):
         return done if return_success else None
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[str]:
-        """Load tensors by the names of ``expert_mapping``; yields those that were loaded.
+        """Load tensors by the names of ``expert_mapping``; yield the names of loaded ones.
 
-        `moe_ops.load_checkpoint` also checks that all are there, and takes act-order.
+        `moe_ops.load_checkpoint` also checks that nothing is missing, and takes act-order.
 
         Raises:
-            NotImplementedError: a ``g_idx`` of columns in act-order, which concerns other tensors.
+            NotImplementedError: a ``g_idx`` in act-order, which also changes how other tensors are
+                loaded.
         """
         mapping = self.expert_mapping or make_expert_params_mapping(
             "gate_proj", "down_proj", "up_proj", self.num_experts,
@@ -157,6 +135,7 @@ class WeightLoading(LoadSteps):
                 yield name
 
     def _check_in_order(self, g_idx: Tensor, name: str, shard: str) -> None:
+        """Refuse a ``g_idx`` of columns in act-order."""
         spec = parameter_specs(self.sizes)["w2_weight"]
         if column_order(g_idx, self.form(spec, shard, CheckpointLayout())) is not None:
             raise NotImplementedError(
@@ -165,18 +144,18 @@ class WeightLoading(LoadSteps):
             )
 
     def rows_of(self, logical: int) -> list[int]:
-        """Where this rank holds an expert: nowhere, or in one row or (with copies) several."""
+        """Return the rows of this rank that hold a logical expert: none, one, or one per copy."""
         return self.placement.rows.get(logical, [])
 
     def form(self, spec: ParameterSpec, shard_id: str, layout: CheckpointLayout) -> Form:
-        """How a projection is stored: ``w13`` as both halves of the first one."""
+        """Return how a checkpoint's projection is stored; ``w13`` is gate and up in one tensor."""
         hidden, width = self.model_hidden_size, self.intermediate_size
         n, k = {"w2": (hidden, width), "w13": (2 * width, hidden)}.get(shard_id, (width, hidden))
         quant, own = self.checkpoint_scheme.weight, self.sizes.scheme.weight
         return Form(n, k, spec.dtype, quant, own, layout)
 
     def part(self, expert_data: Tensor, spec: ParameterSpec, shard_id: str) -> Tensor:
-        """What of one expert's row of a parameter is a shard's; a view."""
+        """Return the view of one expert's parameter that belongs to a shard."""
         if shard_id == "w2" or not self.sizes.gated or expert_data.dim() == 0:
             return expert_data
         if self.sizes.interleaved:
@@ -184,13 +163,13 @@ class WeightLoading(LoadSteps):
         return expert_data.chunk(2)[int(shard_id == "w3")]
 
     def place(self, param: Tensor, spec: ParameterSpec, x: Tensor, shard_id: str, row: int) -> None:
-        """Copy this rank's part of a tensor in its canonical form to row ``row`` of ``param``."""
+        """Copy this rank's part of a canonical tensor to row ``row`` of ``param``."""
         expert_data = param.data[row]
         if getattr(param, "is_transposed", False):
             expert_data = expert_data.transpose(-1, -2)
         shard_dim, tp_rank = SHARD_DIMS[shard_id], self.moe_parallel_config.tp_rank
         if spec.kind == "bias" and shard_id == "w2":
-            expert_data.zero_()  # ranks are summed: one of them has the bias
+            expert_data.zero_()  # results are summed over ranks, so only one of them has the bias
             if tp_rank == 0:
                 copy_front(expert_data, x)
         elif x.dim() == 0:
@@ -212,16 +191,16 @@ class WeightLoading(LoadSteps):
     ) -> None:
         """Note the input scale of an expert, and copy it to the rows that hold the expert.
 
-        Experts of other ranks have no rows here. Their scales count when the weights are processed.
+        An expert of another rank has no rows here. Its scale counts when the weights are processed.
         """
         scale = self.given_scales.take(spec.name, expert, shard_id, float(x))
         for row in rows:
-            self._parameters[spec.name].data[row] = scale
+            getattr(self, spec.name).data[row] = scale
 
     def _load_stored(
         self, param: Tensor, spec: ParameterSpec, x: Tensor, name: str, shard_id: str, row: int
     ) -> None:
-        """A tensor of a checkpoint, in whatever form."""
+        """Load a checkpoint's tensor, in any of the known forms."""
         in_halves = spec.kind in ("scale", "zero_point") and self.sizes != self.aligned_sizes()
         if in_halves and shard_id != "w2" and not self._is_channel():
             raise ValueError(
@@ -243,21 +222,21 @@ class WeightLoading(LoadSteps):
         for kind, suffix, part in channel_scales(x.to(param.device)):
             of = parameter_specs(self.sizes)[f"{which}_{SUFFIX[kind]}"]
             part = self._stored(of, part, f"{name}.{suffix}", shard_id, row)
-            self.place(self._parameters[of.name], of, part, shard_id, row)
+            self.place(getattr(self, of.name), of, part, shard_id, row)
 
     def _stored(
         self, spec: ParameterSpec, x: Tensor, name: str, shard_id: str, expert: int
     ) -> Tensor:
-        """One expert's tensor in its canonical form; an error says its name."""
+        """Return one expert's tensor in canonical form; an error names the tensor."""
         form = self.form(spec, shard_id, CheckpointLayout())
-        device = self._parameters[spec.name].device
+        device = getattr(self, spec.name).device
         try:
             return canonical(spec.kind, x.to(device), suffix_of(name), form)
         except (TypeError, ValueError) as error:
             raise type(error)(f"{name} ({spec.name}[{expert}]): {error}") from None
 
     def _load_by_name(self, param: Tensor, x: Tensor, name: str, shard_id: str, row: int) -> bool:
-        """Into a tensor that is no parameter of this layer, by its name and ``quant_method``."""
+        """Load into a caller's tensor, by the tensor's name and ``quant_method``."""
         flipped = bool(getattr(param, "is_transposed", False))
         shard_dim, tp_rank = SHARD_DIMS[shard_id] ^ flipped, self.moe_parallel_config.tp_rank
         expert_data = param.data[row] if param.dim() > 1 else param.data
@@ -287,7 +266,7 @@ class WeightLoading(LoadSteps):
         return True
 
     def _map_global_expert_id_to_local_expert_id(self, expert_id: int) -> int:
-        """The row of a physical expert; -1: another rank's."""
+        """Return the row of a physical expert; -1: another rank has it."""
         checks.integer("expert_id", expert_id)
         known = 0 <= expert_id < len(self.placement.row)
         if not known:

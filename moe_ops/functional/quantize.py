@@ -1,4 +1,4 @@
-"""Public functions of quantization: activations of a layer, in both formats."""
+"""Quantization of a layer's activations, in the Standard and the Batched format."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _FORMATS = {
         ("nvfp4", "fp4:1x16:e4m3:global_scale"),
     )
 }
-"""Formats with names of their own."""
+"""Formats that have a name."""
 
 
 @inference_only
@@ -33,46 +33,46 @@ def moe_kernel_quantize_input(
     per_act_token_quant: bool,
     block_shape: Sequence[int] | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Quantize rows: one scale for all of them, for each row, or for each group along a row.
+    """Quantize rows, with one scale for all rows, for each row, or for each group along a row.
 
     In float32, with true divisions: ``s = max(amax, 1e-10) / L`` and ``q = round(a / s)``, where L
     is 448 for fp8 (nearest, ties to even, saturated) and 127 for int8 (ties away from zero).
 
-    Formats with a name have a scale of one byte for each group; the last one may be partial.
+    Formats with a name have one byte of scale per group; the last group may be partial.
 
     * ``"mxfp8"``, ``"mxfp6_e2m3"``, ``"mxfp6_e3m2"``, ``"mxfp4"``: groups of 32 and scales
-      ``2**(s - 127)``, stored as s (uint8). For e4m3 numbers it is the least power of two that is
-      not below ``amax / 448``, else the exponent of amax (rounded to the element's precision) less
-      that of the element's largest.
+      ``2**(s - 127)``, stored as s (uint8). For mxfp8 the scale is the least power of two that is
+      at least ``amax / 448``. For the others its exponent is the exponent of amax (rounded to the
+      element's precision) minus the exponent of the element's largest number.
     * ``"nvfp4"``: groups of 16 and e4m3 scales ``e4m3(amax / 6)`` of ``A / A_scale``.
 
     Args:
         A: ``(R, K)`` bf16, fp16 or fp32.
-        A_scale: a given (static) scale, one element, or with ``per_act_token_quant`` also one a
-            row; None: computed from ``A``. Of ``"nvfp4"`` the global scale, which has to be given:
-            a factor like every scale here, ``amax / (448 * 6)``. Of other named formats None.
+        A_scale: a given (static) scale of one element, with ``per_act_token_quant`` also one per
+            row; None: computed from ``A``. For ``"nvfp4"`` the global scale, which is required and
+            multiplies like every scale here: ``amax / (448 * 6)``. For other named formats None.
         quant_dtype: ``torch.float8_e4m3fn``, ``torch.int8``, the name of a format, or None: ``A``
             is returned as it is.
-        per_act_token_quant: a scale for each row; False for named formats.
-        block_shape: ``[rows, cols]`` of a weight's blocks: a scale for ``cols`` elements of a row,
-            a power of two of at least 16; the last group may be partial. Named formats have groups
-            already: None, or ``cols`` is their size.
+        per_act_token_quant: one scale per row; must be False for named formats.
+        block_shape: ``[rows, cols]`` of a weight's blocks: one scale per ``cols`` elements of a
+            row. ``cols`` is a power of two of at least 16, and the last group may be partial. For
+            named formats None, or ``cols`` is their group size.
 
     Returns:
-        ``(q (R, K), scale float32)``, contiguous: ``(1,)``, or ``(R, 1)``, or
-        ``(R, ceil(K / cols))``. Named formats: codes in uint8 (e4m3 for ``"mxfp8"``), one to an
-        entry, those of 4 bits two to an entry, ``(R, K / 2)``, with even k in the low nibble; and
-        scales ``(R, ceil(K / 32))`` uint8 or ``(R, ceil(K / 16))`` e4m3. `moe_ops.scheme`'s
-        ``dequantize_rows`` is the inverse. With ``quant_dtype`` None ``(A, A_scale)``.
+        ``(q (R, K), scale float32)``, contiguous. The scale is ``(1,)``, ``(R, 1)`` or
+        ``(R, ceil(K / cols))``. Named formats return codes in uint8 (e4m3 for ``"mxfp8"``), with
+        two 4-bit codes per byte, ``(R, K / 2)``, even k in the low nibble; and scales
+        ``(R, ceil(K / 32))`` uint8 or ``(R, ceil(K / 16))`` e4m3. ``dequantize_rows`` of
+        `moe_ops.scheme` is the inverse. With ``quant_dtype`` None the result is ``(A, A_scale)``.
 
     Raises:
-        TypeError, ValueError: a wrong dtype or shape, groups together with a scale a row or with a
-            given scale, an odd K of 4-bit numbers, a global scale that is missing.
+        TypeError, ValueError: a wrong dtype or shape; groups together with one scale per row or
+            with a given scale; an odd K with 4-bit codes; a missing global scale.
         NotImplementedError: another ``quant_dtype``.
 
     Source:
         vLLM ``moe_kernel_quantize_input``, which multiplies by reciprocals in some paths, rounds
-        int8 differently by granularity, returns numbers turned back for ``"mxfp4"`` and
+        int8 differently by granularity, returns dequantized numbers for ``"mxfp4"`` and
         ``"mxfp6_.."``, and takes the reciprocal of nvfp4's global scale.
     """
     if quant_dtype is None:
@@ -100,28 +100,30 @@ def batched_moe_kernel_quantize_input(
     per_act_token_quant: bool,
     block_shape: Sequence[int] | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """`moe_kernel_quantize_input` for the batched format: padding is not read, and written as 0.
+    """Quantize rows in the Batched format; padding is not read, and becomes 0.
 
-    One scale a tensor is one an expert, from its valid rows, eager and compiled alike.
+    A per-tensor scale is one scale per expert, from the expert's valid rows, eager and compiled
+    alike.
 
     Args:
         A: ``(E, num_tokens, K)`` bf16, fp16 or fp32.
-        A_scale: a given scale of one element or one an expert; with ``per_act_token_quant`` also
-            one a row, ``(E, num_tokens, 1)``. None: computed from ``A``. Of ``"nvfp4"`` the global
-            scale, one element.
+        A_scale: a given scale of one element or one per expert; with ``per_act_token_quant`` also
+            one per row, ``(E, num_tokens, 1)``. None: computed from ``A``. For ``"nvfp4"`` the
+            global scale, one element.
         num_tokens: rows of an expert, padding included.
         E: experts.
-        N: not used; here for the signature's sake.
+        N: not used; part of the signature of vLLM's function.
         expert_num_tokens: int32 or int64 ``(E,)``, the valid rows of each expert.
         qtype: as ``quant_dtype`` of `moe_kernel_quantize_input`.
-        per_act_token_quant: a scale for each row.
+        per_act_token_quant: one scale per row.
         block_shape: as in `moe_kernel_quantize_input`.
 
     Returns:
-        ``(q (E, num_tokens, K), scale float32)``, contiguous: ``(E, 1, 1)``,
-        ``(E, num_tokens, 1)`` or ``(E, num_tokens, ceil(K / cols))``; of named formats codes and
-        scales as there, with an axis for experts. With ``qtype`` None ``(A, A_scale)``, a scale
-        that is not 3-D viewed as ``(E, .., ..)``.
+        ``(q (E, num_tokens, K), scale float32)``, contiguous. The scale is ``(E, 1, 1)``,
+        ``(E, num_tokens, 1)`` or ``(E, num_tokens, ceil(K / cols))``. Named formats return codes
+        and scales as `moe_kernel_quantize_input` does, with an axis for experts. With ``qtype``
+        None the result is ``(A, A_scale)``, where a scale that is not 3-D is viewed as
+        ``(E, .., ..)``.
 
     Raises:
         TypeError, ValueError, NotImplementedError: as `moe_kernel_quantize_input`.
@@ -179,13 +181,13 @@ def _quant(
     block_shape: Sequence[int] | None,
     given: Tensor | None,
 ) -> str:
-    """The key of the `moe_ops.Quant` that the arguments describe."""
+    """Return the key of the `moe_ops.Quant` that the arguments describe."""
     checks.flags(per_act_token_quant=per_row)
     if block_shape is not None and not (
         isinstance(block_shape, Sequence) and len(block_shape) == 2
     ):
         raise ValueError(f"block_shape must be [rows, cols], got {block_shape!r}")
-    cols = None if block_shape is None else int(block_shape[1])  # also where Dynamo has a symbol
+    cols = None if block_shape is None else int(block_shape[1])  # Dynamo may pass a symbol
     if block_shape is not None and per_row:
         raise ValueError("per_act_token_quant must be False with block_shape, got True")
     if isinstance(dtype, str) and dtype in _FORMATS:

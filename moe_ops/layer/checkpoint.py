@@ -1,39 +1,36 @@
-"""Loading a checkpoint into a layer: all of it, or nothing."""
+"""Loading a checkpoint into a layer: everything, or nothing."""
 
 from __future__ import annotations
 
 import copy
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from moe_ops import checks
-from moe_ops.layers.parameters import parameter_specs
+from moe_ops.layer.module import FusedMoE
+from moe_ops.layer.parameters import parameter_specs
+from moe_ops.layer.placing import Placing
 from moe_ops.loading.declared import check_declared
 from moe_ops.loading.given import GivenScales
 from moe_ops.loading.names import LAYOUTS, CheckpointLayout, prefixes_of
-from moe_ops.loading.placing import Placing
 from moe_ops.loading.sources import Opened, Source, open_source
-from moe_ops.loading.weight_loader import WeightLoading
-
-if TYPE_CHECKING:
-    from moe_ops.layer import FusedMoE
 
 SHOWN = 4
-"""Names of each list that an error quotes."""
+"""Number of names of each kind that an error quotes."""
 
 
 class LoadReport(NamedTuple):
     """What became of the tensors of a checkpoint."""
 
     loaded: tuple[str, ...]
-    """Names of tensors of which this rank took something."""
+    """Names of tensors that this rank took data from."""
     missing: tuple[str, ...]
-    """Parts of parameters that nothing was loaded for: ``w13_weight[5].w1`` is the gate projection
-    of expert 5."""
+    """Parts of parameters that no tensor was for: ``w13_weight[5].w1`` is the gate projection of
+    expert 5."""
     duplicated: tuple[str, ...]
-    """Names of tensors for parts that had been loaded before; the first one counts."""
+    """Names of tensors for parts that had been loaded already; the first tensor counts."""
     unexpected: tuple[str, ...]
     """Names under the prefix that mean nothing to this layer."""
     mismatched: tuple[str, ...]
@@ -41,7 +38,7 @@ class LoadReport(NamedTuple):
 
     @property
     def is_complete(self) -> bool:
-        """Everything was there, and nothing else."""
+        """Whether every tensor was there, and no other."""
         return not (self.missing or self.duplicated or self.unexpected or self.mismatched)
 
 
@@ -58,62 +55,61 @@ def load_checkpoint(
 ) -> LoadReport:
     """Load this rank's part of a layer from a checkpoint.
 
-    Tensors are read one by one, from one file at a time. Of experts on other ranks only the static
-    input scales are read: all experts share the largest one.
-    They go into new tensors, which are copied into the parameters when everything is there: a load
-    that fails leaves the layer as it was.
+    Tensors are read one by one, from one file at a time. For experts on other ranks only static
+    input scales are read, because all experts share the largest one. New tensors are filled first,
+    and copied into the parameters when they are complete: a load that fails leaves the layer as it
+    was.
 
-    Known are tensors of one expert (``experts.3.gate_proj.weight``, ``experts.3.w1.weight``) and of
-    all of them (``experts.gate_up_proj``, ``experts.down_proj_blocks``, ``w13_weight``), with the
-    scales and zero points of fine-grained fp8, compressed-tensors, ModelOpt, AWQ, GPTQ and gpt-oss.
-    A scheme's blocks are refined where they would not fit a rank's part of I: `aligned_sizes`.
-    Columns in act-order (``g_idx``) are sorted by their groups, without a loss: those of the down
-    projection at no cost, while tokens are read in the order that gate and up have, which the layer
-    keeps as ``w13_input_order``.
+    The tensors may be those of one expert each (``experts.3.gate_proj.weight``,
+    ``experts.3.w1.weight``) or of all experts (``experts.gate_up_proj``,
+    ``experts.down_proj_blocks``, ``w13_weight``), with the scales and zero points of fine-grained
+    fp8, compressed-tensors, ModelOpt, AWQ, GPTQ and gpt-oss. If a scheme's blocks do not fit a
+    rank's part of I, they are refined: see `aligned_sizes`. Columns in act-order (``g_idx``) are
+    sorted by group, without loss: columns of the down projection cost nothing later, while gate and
+    up need the tokens' columns in their order, which the layer keeps as ``w13_input_order``.
 
-    Formats that look alike are told apart by the form that a saved layer says it has, and by the
-    ``quantization_config`` of a ``config.json`` beside the files. Tensors that come without either
-    are told apart by their names and dtypes, which are the same for both 6-bit floats of MX.
+    Formats with equal tensors are told apart by ``_extra_state`` of a saved layer, or by the
+    ``quantization_config`` in a ``config.json`` beside the files. Without either, names and dtypes
+    decide, which are the same for both 6-bit floats of MX.
 
     Args:
-        layer: its parameters hold real memory (not ``meta``).
+        layer: its parameters must hold memory (not ``meta``).
         source: a safetensors file, several of them, a folder, an index (files need the
             ``safetensors`` package), a mapping of names to tensors, or an iterable of
             ``(name, tensor)``.
-        prefix: what the names of this layer begin with, up to or including ``experts``, with or
-            without a dot at the end; empty: the layer's own. The router's and shared experts'
-            tensors under it are left alone, but for the correction bias of a layer that has one.
-        strict: raise for anything that is missing, twice there, unknown or does not fit. Otherwise
-            what fits is loaded, and the rest stays as it is: complete the layer, then call its
+        prefix: the beginning of this layer's names, up to or including ``experts``, with or without
+            a dot at the end; empty: the layer's own prefix. Tensors of the router and of shared
+            experts under it are ignored, except the correction bias if the layer has one.
+        strict: raise for tensors that are missing, duplicated, unknown or do not fit. Otherwise
+            load what fits, and leave the rest as it is: complete the layer, then call its
             ``process_weights_after_loading``.
-        progress: show a bar, where tqdm is installed.
+        progress: show a progress bar, if tqdm is installed.
         quantize: the checkpoint's weights are plain: quantize them to the layer's scheme, expert by
             expert, as `quantize_weight` does with whole projections in the layer's dtype, before
             they are cut over ranks. Static input scales must be in the checkpoint.
-        layout: a name of `LAYOUTS`, or a `CheckpointLayout`, for what shapes do not say.
+        layout: a name in `LAYOUTS`, or a `CheckpointLayout`, for what shapes do not say.
 
     Returns:
         A `LoadReport`.
 
     Raises:
-        ValueError: not complete and ``strict``; weights that are stored in another form; a broken
-            file; a layer on ``meta``; ``quantize`` for a layer without a scheme.
-        FileNotFoundError: a file that is not there.
-        ImportError: a file, and the ``safetensors`` package is not installed.
-        TypeError: no such kind of source.
+        ValueError: an incomplete checkpoint with ``strict``; weights stored in another form; a
+            broken file; a layer on ``meta``; ``quantize`` for a layer without a scheme.
+        FileNotFoundError: a file does not exist.
+        ImportError: ``source`` is a file, and the ``safetensors`` package is not installed.
+        TypeError: an unknown kind of source.
         NotImplementedError: blocks of several rows in a layer whose gate and up rows alternate; an
-            expert whose gate and up columns are in two orders.
+            expert whose gate and up columns are in different orders.
 
     Source:
-        The loading of vLLM's and transformers' models; there parts that are missing are left
-        undefined.
+        The loaders of vLLM's and transformers' models, which leave missing parts undefined.
     """
     checks.instance("prefix", prefix, str)
     checks.flags(strict=strict, progress=progress, quantize=quantize)
     if isinstance(layout, str):
         checks.one_of("layout", layout, list(LAYOUTS))
         layout = LAYOUTS[layout]
-    if not isinstance(layer, WeightLoading):
+    if not isinstance(layer, FusedMoE):
         raise TypeError(f"layer must be a FusedMoE, got {type(layer).__name__}")
     if layer.w13_weight.is_meta:
         raise ValueError("layer must have memory (call to_empty first), got parameters on meta")
@@ -130,7 +126,12 @@ def load_checkpoint(
     report = LoadReport(*map(tuple, placing.report()))
     if strict and not report.is_complete:
         raise ValueError(_message(report, prefix, ignored) + _way_out(placing))
-    order = placing.act_order.input_order(stage)
+    order = placing.act_order.input_order(
+        stage.placement.rows,
+        stage.hidden_size,
+        stage.w13_weight.device,
+        is_gated=stage.sizes.gated,
+    )
     if report.missing and (placing.act_order or layer.w13_input_order is not None):
         raise ValueError(f"with act-order, {_message(report, prefix, ignored)}")
     if not strict:
@@ -143,7 +144,7 @@ def load_checkpoint(
 
 
 def _read(opened: Opened, placing: Placing, prefix: str) -> list[str]:
-    """Place what is under the prefix; the names of the rest."""
+    """Place the tensors under the prefix; return the names of the others."""
     ignored = []
     for entry in opened.entries:
         if entry.name.startswith(prefix):
@@ -154,7 +155,7 @@ def _read(opened: Opened, placing: Placing, prefix: str) -> list[str]:
 
 
 def _staged(layer: FusedMoE) -> FusedMoE:
-    """The same layer with parameters of its own, in the sizes that a checkpoint needs."""
+    """Return a copy of the layer with new parameters, in the sizes that a checkpoint needs."""
     stage = copy.copy(layer)
     stage._parameters = {}
     stage.sizes, stage.given_scales = layer.aligned_sizes(), GivenScales()
@@ -163,7 +164,7 @@ def _staged(layer: FusedMoE) -> FusedMoE:
 
 
 def _keep_missing(layer: FusedMoE, stage: FusedMoE, placing: Placing) -> None:
-    """Parts that were not loaded are what they were; zeros where the sizes have changed."""
+    """Copy missing parts from the layer; if the sizes have changed, they stay zeros."""
     if layer.sizes != stage.sizes:
         return
     for missing in placing.missing():
@@ -175,10 +176,10 @@ def _keep_missing(layer: FusedMoE, stage: FusedMoE, placing: Placing) -> None:
 
 
 def _commit(layer: FusedMoE, stage: FusedMoE, placing: Placing) -> None:
-    """Overwrite the parameters where they are, so that captured graphs see them."""
+    """Overwrite the parameters in place, so that captured graphs read the new values."""
     if layer.sizes != stage.sizes and layer.kernel is not None:
         raise ValueError(
-            f"layer must get its kernel after loading, which makes its scheme "
+            f"layer.kernel must be set after loading, which changes the scheme to "
             f"{stage.sizes.scheme.name}, got a kernel for {layer.sizes.scheme.name}"
         )
     for name in parameter_specs(stage.sizes):
@@ -202,7 +203,7 @@ def _set_input_order(layer: FusedMoE, order: Tensor | None) -> None:
 
 
 def _message(report: LoadReport, prefix: str, ignored: list[str]) -> str:
-    """What is wrong, with some names of each kind."""
+    """Return the error message, with some names of each kind."""
     parts = []
     for kind in ("missing", "duplicated", "unexpected", "mismatched"):
         names = getattr(report, kind)
@@ -218,7 +219,7 @@ def _message(report: LoadReport, prefix: str, ignored: list[str]) -> str:
 
 
 def _way_out(placing: Placing) -> str:
-    """How to load weights that are not quantized into a layer that is."""
+    """Return a hint for plain weights and a layer that is quantized; otherwise nothing."""
     if not placing.plain_weights:
         return ""
     name = placing.layer.checkpoint_scheme.name

@@ -1,31 +1,22 @@
-"""The steps of the field's loaders of weights, each on one expert's part of a parameter."""
+"""The loading steps that vLLM's loaders have, each on one expert's part of a parameter."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from torch import Tensor
 
+from moe_ops.layer.base import ExpertLayer
 from moe_ops.loading.given import SHARED
 
-if TYPE_CHECKING:
-    from moe_ops.layers import LayerSizes
-    from moe_ops.loading.given import GivenScales
 
+class LoadSteps(ExpertLayer):
+    """Places a projection in an expert's parameter, and selects the part of this rank.
 
-class LoadSteps:
-    """Where a projection goes in an expert's parameter, and which part of it is this rank's.
-
-    Ranks take parts as long as their parameter is: ``[rank * each, (rank + 1) * each)`` of what
-    there is, so that the last ones may have less, or nothing.
+    A rank takes ``[rank * each, (rank + 1) * each)`` of the checkpoint's axis, where ``each`` is
+    the length of the rank's parameter. The last ranks may get less, or nothing.
 
     Source:
         vLLM ``FusedMoE._load_w13`` and its neighbours.
     """
-
-    if TYPE_CHECKING:
-        sizes: LayerSizes
-        given_scales: GivenScales
 
     def _load_model_weight_or_group_weight_scale(
         self,
@@ -36,7 +27,7 @@ class LoadSteps:
         tp_rank: int,
         load_full_w2: bool = False,
     ) -> None:
-        """Weights, and scales and zero points of groups and blocks."""
+        """Load weights, or scales and zero points of groups and blocks."""
         if shard_id == "w2":
             self._load_w2(expert_data, shard_dim, loaded_weight, tp_rank, load_full_w2)
         else:
@@ -51,7 +42,7 @@ class LoadSteps:
         tp_rank: int,
         load_full: bool = False,
     ) -> None:
-        """Gate rows to the first half (or the even rows), up rows to the second (odd rows)."""
+        """Copy gate rows to the first half (or even rows), up rows to the other half."""
         if shard_id not in ("w1", "w3"):
             raise ValueError(f"shard_id must be w1 or w3, got {shard_id}")
         dest = expert_data
@@ -72,7 +63,7 @@ class LoadSteps:
         tp_rank: int,
         load_full: bool = False,
     ) -> None:
-        """Columns of this rank."""
+        """Copy the columns of this rank."""
         _copy_shard(expert_data, shard_dim, loaded_weight, 0 if load_full else tp_rank)
 
     def _load_per_channel_weight_scale(
@@ -83,7 +74,7 @@ class LoadSteps:
         loaded_weight: Tensor,
         tp_rank: int,
     ) -> None:
-        """One for each row: those of ``w2`` are on every rank."""
+        """Copy one scale per row; every rank has all scales of ``w2``."""
         if shard_id == "w2":
             copy_front(expert_data, loaded_weight)
         else:
@@ -92,7 +83,7 @@ class LoadSteps:
     def _load_per_tensor_weight_scale(
         self, shard_id: str, param: Tensor, loaded_weight: Tensor, expert_id: int
     ) -> None:
-        """Into ``(El, 2)`` (gate, up) or ``(El,)``, which gate and up share."""
+        """Set one scale in ``(El, 2)`` (gate, up) or ``(El,)``, which gate and up share."""
         if param.dim() == 1 and self.sizes.gated and shard_id != "w2":
             value = float(loaded_weight)
             self.given_scales.take(f"of {id(param)}", expert_id, shard_id, value, SHARED)
@@ -102,7 +93,7 @@ class LoadSteps:
     def _load_combined_w13_weight_scale(
         self, shard_dim: int, loaded_weight: Tensor, param: Tensor, tp_rank: int
     ) -> None:
-        """Scales of gate and up that are together already."""
+        """Copy scales of gate and up that are in one tensor."""
         _copy_shard(param.data, shard_dim, loaded_weight, tp_rank)
 
     def _load_g_idx(
@@ -113,23 +104,23 @@ class LoadSteps:
         loaded_weight: Tensor,
         tp_rank: int,
     ) -> None:
-        """Groups of columns: ranks share those of ``w2``."""
+        """Copy the group of each column; ranks share the columns of ``w2``."""
         if shard_id == "w2":
             self._load_w2(expert_data, shard_dim, loaded_weight, tp_rank)
         else:
             copy_front(expert_data, loaded_weight)
 
     def _load_single_value(self, param: Tensor, loaded_weight: Tensor, expert_id: int) -> None:
-        """A number, or a few."""
+        """Copy one number, or a few."""
         param.data[expert_id] = loaded_weight.to(param.device)
 
 
 def _copy_shard(dest: Tensor, dim: int, x: Tensor, rank: int) -> None:
-    """Of ``x`` the part of one rank; where it ends before the rank's, what is behind is zero."""
+    """Copy the part of one rank of ``x``; a part that ``x`` lacks stays as it is in ``dest``."""
     if x.dim() != dest.dim():
         raise ValueError(
-            f"loaded_weight must have the axes of the parameter's part, {tuple(dest.shape)}, got "
-            f"shape {tuple(x.shape)}"
+            "loaded_weight must have as many axes as the parameter's part "
+            f"{tuple(dest.shape)}, got shape {tuple(x.shape)}"
         )
     each = dest.shape[dim]
     length = min(each, x.shape[dim] - rank * each)
@@ -138,7 +129,7 @@ def _copy_shard(dest: Tensor, dim: int, x: Tensor, rank: int) -> None:
 
 
 def copy_front(dest: Tensor, x: Tensor) -> None:
-    """To the front of ``dest``, whose rest is padding; ValueError where it does not fit."""
+    """Copy to the front of ``dest``, whose rest is padding; ValueError if ``x`` does not fit."""
     if x.dim() > dest.dim() or any(n > room for n, room in zip(x.shape, dest.shape, strict=False)):
         raise ValueError(
             f"loaded_weight must fit into shape {tuple(dest.shape)}, got {tuple(x.shape)}"

@@ -1,4 +1,4 @@
-"""What the ranks of a layer do together: functional collectives, which trace and capture."""
+"""Collectives among the ranks of a layer: functional ones, which trace and are captured."""
 
 from __future__ import annotations
 
@@ -12,29 +12,29 @@ from moe_ops.pipeline.checking import may_wait
 
 
 class RankGroup(NamedTuple):
-    """The ranks that share a layer's experts or their rows: a value, which can be pickled."""
+    """The ranks that share a layer's experts or their rows; a value that can be pickled."""
 
     size: int = 1
-    """With one rank nothing is communicated."""
+    """Number of ranks; a single rank communicates nothing."""
     name: str | None = None
-    """Of a process group; None: all processes."""
+    """Name of the process group; None: all processes."""
 
     @classmethod
     def of(cls, size: int, group: Any = None) -> RankGroup:
-        """From a `torch.distributed` process group, or None for all processes."""
+        """Make the value from a `torch.distributed` process group; None: all processes."""
         return cls(size, None if group is None else group.group_name)
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """The sum over ranks, as a fresh tensor."""
+        """Sum ``x`` over the ranks into a fresh tensor."""
         if self.size == 1:
             return x
         functional = torch.ops._c10d_functional
         return functional.wait_tensor(functional.all_reduce(x, "sum", self._name()))
 
     def all_gather(self, x: Tensor | None) -> Any:
-        """``(T, ..)`` of every rank, one after another: ``(size * T, ..)``; None where it is None.
+        """Concatenate ``(T, ..)`` of all ranks to ``(size * T, ..)``; None stays None.
 
-        A bool travels as a byte, which every backend knows.
+        A bool tensor is sent as uint8, which every backend supports.
         """
         if self.size == 1 or x is None:
             return x
@@ -45,14 +45,14 @@ class RankGroup(NamedTuple):
         return functional.wait_tensor(gathered)
 
     def check_equal_counts(self, tokens: Tensor) -> None:
-        """The group's ranks have the same number of tokens, as `all_gather` needs.
+        """Check that all ranks have the same number of tokens, as `all_gather` needs.
 
         On a CPU the counts are compared in every eager call, because gloo would abort the process.
-        On a GPU that would make every call wait for the device: they are compared within
-        `moe_ops.checking`, and ranks that differ elsewhere wait for each other in NCCL.
+        On a GPU a comparison would make every call wait for the device, so it is made within
+        `moe_ops.checking` only; elsewhere ranks with different counts deadlock in NCCL.
 
         Raises:
-            ValueError: they differ; on every rank.
+            ValueError: the counts differ; on every rank.
         """
         if self.size == 1 or not may_wait(tokens):
             return
@@ -64,7 +64,7 @@ class RankGroup(NamedTuple):
             )
 
     def reduce_scatter(self, x: Tensor) -> Tensor:
-        """This rank's ``T`` of the sum of ``(size * T, ..)`` over ranks."""
+        """Sum ``(size * T, ..)`` over the ranks and return this rank's ``T`` rows."""
         if self.size == 1:
             return x
         functional = torch.ops._c10d_functional

@@ -1,23 +1,21 @@
-"""The routing of a layer: logits to experts, load balancing, and the capture of what is chosen.
+"""The routing of a layer: logits to experts, load balancing, and capture of the chosen experts.
 
-A mixin of `moe_ops.FusedMoE`.
+A base class of `moe_ops.FusedMoE`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from moe_ops import checks
+from moe_ops.layer.base import ExpertLayer
 from moe_ops.parallel.eplb_state import LayerEplbState, layer_of
 from moe_ops.routing import CaptureFn, SelectedExperts, fused_topk, select_experts
-
-if TYPE_CHECKING:
-    from moe_ops.pipeline.modular_kernel import FusedMoEKernel
 
 
 def token_arguments(
@@ -27,18 +25,18 @@ def token_arguments(
     input_ids: Tensor | None,
     num_unpadded_tokens: Tensor | None,
 ) -> tuple[Tensor | None, Tensor | None]:
-    """``is_padding`` (from a mask, a number of tokens, or both) and ``input_ids``, each ``(T,)``.
+    """Flatten ``is_padding`` (a mask, a number of tokens, or both) and ``input_ids`` to ``(T,)``.
 
     Args:
         hidden_states: ``(.., H)``.
         tokens: the same, flat: ``(T, H)``.
         is_padding: see `FusedMoE.forward`.
-        input_ids: likewise.
-        num_unpadded_tokens: likewise.
+        input_ids: see `FusedMoE.forward`.
+        num_unpadded_tokens: see `FusedMoE.forward`.
 
     Raises:
         TypeError: a wrong dtype.
-        ValueError: another shape or device.
+        ValueError: a wrong shape or device.
     """
     like = ("hidden_states", hidden_states)
     if input_ids is not None:
@@ -57,7 +55,7 @@ def token_arguments(
 def _flat(
     name: str, x: Tensor, hidden_states: Tensor, tokens: Tensor, dtypes: Sequence[torch.dtype]
 ) -> Tensor:
-    """``(T,)``, given so or with the axes of ``hidden_states`` but the last."""
+    """Return ``x`` as ``(T,)``; it may have all axes of ``hidden_states`` but the last."""
     checks.tensor(name, x, None, dtypes)
     checks.same_device(name, x, "hidden_states", hidden_states)
     axes = hidden_states.shape[:-1]
@@ -72,32 +70,21 @@ def _flat(
 
 
 def _differ(shape: torch.Size, other: torch.Size) -> bool:
-    """For a compiler, which knows no sizes, they do not."""
+    """Compare shapes in eager calls; a compiler does not know sizes, so there they are equal."""
     return not torch.compiler.is_compiling() and shape != other
 
 
-class RoutesTokens(nn.Module):
-    """`route`, the state of load balancing, and the capture of chosen experts."""
+class RoutesTokens(ExpertLayer):
+    """A layer that routes: `route`, the state of load balancing, and the capture of experts."""
 
+    routes_plainly: bool
+    """Whether `fused_topk` is all of the routing."""
+    enable_eplb: bool
     eplb_state: LayerEplbState | None
     eplb_step: Tensor
-    """Calls since `set_eplb_state`, unless that was given a ``step``."""
+    """Number of calls since `set_eplb_state`, if that got no ``step``."""
     capture_fn: CaptureFn | None = None
     capture_buffer: Tensor | None = None
-
-    if TYPE_CHECKING:
-        num_experts: int
-        global_num_experts: int
-        top_k: int
-        num_logits: int
-        renormalize: bool
-        scoring_func: str
-        routing: dict[str, Any]
-        routes_plainly: bool
-        enable_eplb: bool
-        e_score_correction_bias: Tensor | None
-        hash_indices_table: Tensor | None
-        kernel: FusedMoEKernel | None
 
     def set_eplb_state(
         self,
@@ -113,9 +100,10 @@ class RoutesTokens(nn.Module):
         """Take row ``moe_layer_idx`` of each tensor of an `EplbState`, as views.
 
         Token t of a call goes to the replica that the hash of ``t + seed + step`` chooses: see
-        `eplb_map_to_physical_and_record`. By default the layer counts its calls on the device, in
-        the buffer ``eplb_step``, so that decoding of few tokens reaches every replica, also in the
-        replays of a CUDA graph; the same calls after this one choose the same replicas.
+        `eplb_map_to_physical_and_record`. Without ``step`` the layer counts its calls on the
+        device, in the buffer ``eplb_step``, so that decoding few tokens reaches every replica, in
+        replays of a CUDA graph too. The count starts at 0 here, so equal calls after this one
+        choose equal replicas.
 
         Args:
             moe_layer_idx: the row.
@@ -123,13 +111,14 @@ class RoutesTokens(nn.Module):
             logical_to_physical_map: ``(L, E, R)`` int32 or int64.
             logical_replica_count: ``(L, E)`` int32 or int64.
             record_enabled: one bool or integer on the device; 0 counts nothing. None counts.
-            seed: different on ranks that route tokens of their own. In 0..2**31 - 1.
-            step: one integer on the device, which the caller advances (once for all layers, where
-                they share it); one that stays the same lets a token of a call keep its replicas.
+            seed: a number in 0..2**31 - 1, different on ranks that route tokens of their own.
+            step: one integer on the device, which the caller advances (once for all layers that
+                share it). A constant one gives each token of a call the same replicas in every
+                call.
 
         Raises:
-            TypeError, ValueError: a wrong dtype, number of axes, device or seed; a layer that is
-                not there.
+            TypeError, ValueError: a wrong dtype, number of axes, device or seed; a
+                ``moe_layer_idx`` out of range.
         """
         state = (expert_load_view, logical_to_physical_map, logical_replica_count)
         views = layer_of(moe_layer_idx, *state, self.num_experts, self.global_num_experts)
@@ -140,30 +129,30 @@ class RoutesTokens(nn.Module):
         checks.integer("seed", seed)
         if not 0 <= seed < 2**31:
             raise ValueError(f"seed must be in 0..{2**31 - 1}, got {seed}")
-        if step is None:  # a buffer: Inductor's CUDA graphs may mutate it
+        if step is None:  # a buffer, which Inductor's CUDA graphs may mutate
             calls = torch.zeros(1, dtype=torch.int64, device=expert_load_view.device)
             self.register_buffer("eplb_step", calls, persistent=False)
         self.eplb_state = LayerEplbState(*views, record_enabled, seed, step)
 
     def set_capture_fn(self, fn: CaptureFn | None, *, buffer: Tensor | None = None) -> None:
-        """Let ``fn``, or a buffer, have the experts that each call chooses.
+        """Pass the experts that each call chooses to ``fn``, or write them into ``buffer``.
 
-        The ids are those of logical experts, ``(T, k)``, in the order of the router: before
-        replicas are chosen, and without fused shared experts (``n_shared_experts``). Identity
-        experts are ``E`` and on; the slots of padding tokens are -1. With sequence parallelism the
-        tokens are those of all ranks.
+        The ids ``(T, k)`` are those of logical experts, in the order of the router: before replicas
+        are chosen, and without fused shared experts (``n_shared_experts``). Zero experts have ids
+        from E on; the slots of padding tokens are -1. With sequence parallelism the tokens are
+        those of all ranks.
 
         Args:
-            fn: called with the ids after routing, in eager calls only: neither a compiled layer nor
-                the replay of a CUDA graph runs Python, and the capture of a graph does not call
-                it. It must not write into them. None: no function.
-            buffer: ``(N, k)`` int32 or int64, any strides, N at least the tokens of a call: every
-                call writes its ids into the first T rows, compiled ones and replays too, and leaves
-                the others. One layer's columns of a tensor ``(N, L, k)`` will do. None: no buffer.
+            fn: called with the ids after routing, in eager calls only: compiled layers, replays and
+                captures of CUDA graphs do not call it. It must not write to the ids. None: no
+                function.
+            buffer: ``(N, k)`` int32 or int64, with any strides, such as one layer's view of
+                ``(N, L, k)``. Every call, compiled and replayed ones too, writes the ids into the
+                first T <= N rows and leaves the others. None: no buffer.
 
         Raises:
-            TypeError: ``fn`` cannot be called; a wrong dtype of ``buffer``.
-            ValueError: another shape of ``buffer``; in a call, more tokens than it has rows.
+            TypeError: ``fn`` is not callable; a wrong dtype of ``buffer``.
+            ValueError: a wrong shape of ``buffer``; in a call, more tokens than it has rows.
         """
         if fn is not None and not callable(fn):
             raise TypeError(f"fn must be callable or None, got {type(fn).__name__}")
@@ -174,7 +163,7 @@ class RoutesTokens(nn.Module):
 
     @contextmanager
     def unobserved(self) -> Iterator[None]:
-        """Calls within this context are captured by nobody, and what they count is forgotten."""
+        """Context in which calls are not captured, and what they count is forgotten."""
         observers = self.capture_fn, self.capture_buffer
         self.capture_fn = self.capture_buffer = None
         state = self.eplb_state
@@ -197,7 +186,7 @@ class RoutesTokens(nn.Module):
         is_padding: Tensor | None = None,
         input_ids: Tensor | None = None,
     ) -> SelectedExperts:
-        """``(T, H)`` tokens and ``(T, E)`` logits to weights and ids, each ``(T, k)``.
+        """Route ``(T, H)`` tokens by ``(T, E)`` logits: weights and ids, each ``(T, k)``.
 
         The ids have the dtype that the layer's kernel asks for; see `select_experts`.
         """
@@ -208,7 +197,7 @@ class RoutesTokens(nn.Module):
         indices_type = None if kernel is None else kernel.prepare_finalize.topk_indices_dtype()
         captures = self.capture_fn is not None or self.capture_buffer is not None
         if self.routes_plainly and is_padding is None and input_ids is None:
-            # What `select_experts` would do, without asking for its options.
+            # The result of `select_experts`, without the cost of checking its options.
             weights, ids = fused_topk(
                 hidden_states,
                 router_logits,
@@ -244,12 +233,12 @@ class RoutesTokens(nn.Module):
         return routed
 
     def _balancing(self, state: LayerEplbState) -> dict[str, Any]:
-        """Arguments of `select_experts`."""
+        """Return the arguments of `select_experts` for load balancing."""
         step = self.eplb_step if state.step is None else state.step
         return {**state._asdict(), "step": step}
 
     def _capture(self, topk_ids: Tensor) -> None:
-        """What `set_capture_fn` says."""
+        """Pass ids on as `set_capture_fn` says."""
         buffer, fn = self.capture_buffer, self.capture_fn
         if buffer is not None:
             tokens = topk_ids.shape[0]

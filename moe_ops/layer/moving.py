@@ -1,49 +1,45 @@
-"""Moving, copying, pickling and resetting a layer: what is stored in a scheme keeps its bits.
+"""Moving, copying, pickling and resetting a layer: values stored in a scheme keep their bits.
 
-What follows from a layer's settings instead of a checkpoint (the numbers of ``expert_map``, the
-``weight_loader`` of each parameter) is right after each of these.
+Values that follow from a layer's settings instead of a checkpoint are right after each of these:
+the numbers in ``expert_map``, and the ``weight_loader`` of each parameter.
 """
 
 from __future__ import annotations
 
 from collections.abc import Container
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import init
 
-from moe_ops.layers.param_loader import attach_loader
-from moe_ops.layers.parameters import parameter_specs
-
-if TYPE_CHECKING:
-    from moe_ops.layers.methods import FusedMoEMethodBase
-    from moe_ops.layers.options import ExpertPlacement
-    from moe_ops.layers.partition import LayerSizes
+from moe_ops.layer.base import ExpertLayer
+from moe_ops.layer.methods import FusedMoEMethodBase
+from moe_ops.layer.param_loader import attach_loader
+from moe_ops.layer.parameters import parameter_specs
 
 CAST = ("w13_bias", "w2_bias")
+"""Parameters that ``.to(dtype)`` casts in a quantized layer."""
 CAST_UNQUANTIZED = (*CAST, "w13_weight", "w2_weight")
+"""Parameters that ``.to(dtype)`` casts in an unquantized layer."""
 
 
-class KeepsBits(nn.Module):
-    """A module whose stored values and router tensors keep their dtypes."""
+class KeepsBits(ExpertLayer):
+    """A layer whose stored values and router tensors keep their dtypes when it is cast."""
 
-    sizes: LayerSizes
-    placement: ExpertPlacement
     quant_method: FusedMoEMethodBase
-    w13_weight: Tensor
-    w13_input_order: Tensor | None
-    e_score_correction_bias: Tensor | None
 
     def reset_parameters(self) -> None:
         """Set parameters and buffers to what they hold before a checkpoint is loaded.
 
-        Weights, scales and biases stand for zeros, static scales of activations are NaN (a result
-        shows that they are missing), columns are in no order of their own, and
-        ``e_score_correction_bias`` is zeros, whatever was given for it. ``expert_map`` gets the
-        numbers of this rank. Call it after ``to_empty()`` of a layer that was made on ``meta``
-        (then load), or from ``_init_weights`` of a transformers model: tensors that
-        ``from_pretrained`` has loaded stay as they are, since only `torch.nn.init` writes to them.
+        Weights, scales and biases become zeros (packed integers: the code of zero). Static scales
+        become NaN, so that a missing scale shows in the result. ``e_score_correction_bias`` becomes
+        zeros, even if the layer was made with other values. ``w13_input_order`` becomes None, and
+        ``expert_map`` gets the numbers of this rank.
+
+        Call it after ``to_empty()`` of a layer that was made on ``meta`` (then load), or from
+        ``_init_weights`` of a transformers model. Tensors that ``from_pretrained`` has loaded stay
+        as they are there, because only `torch.nn.init` writes to them.
         """
         for name, spec in parameter_specs(self.sizes).items():
             param = self._parameters.get(name)
@@ -55,24 +51,24 @@ class KeepsBits(nn.Module):
         self._fill_expert_map()
 
     def _fill_expert_map(self) -> None:
-        """Write this rank's numbers into the buffer, whose address stays the same."""
+        """Write this rank's numbers into the buffer, which keeps its address."""
         expert_map = self._buffers.get("expert_map")
         if type(expert_map) is Tensor:
             expert_map.copy_(torch.tensor(self.placement.row, dtype=expert_map.dtype, device="cpu"))
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
-        """As in `nn.Module`; the parameter gets a ``weight_loader``."""
+        """Register as `nn.Module` does, and give the parameter a ``weight_loader``."""
         super().register_parameter(name, param)
         attach_loader(self, param)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """As in `nn.Module`; new memory for ``expert_map`` (``from_pretrained``) is filled."""
+        """Set as `nn.Module` does; fill new memory of ``expert_map`` (from ``from_pretrained``)."""
         super().__setattr__(name, value)
         if name == "expert_map":
             self._fill_expert_map()
 
     def _apply(self, fn: Any, recurse: bool = True) -> KeepsBits:  # noqa: FBT001 (torch's signature)
-        """As in `nn.Module`, but only unquantized weights and biases take another dtype."""
+        """Apply ``fn`` as `nn.Module` does, but cast only unquantized weights and biases."""
         if recurse:
             for module in self.children():
                 module._apply(fn)
@@ -82,13 +78,13 @@ class KeepsBits(nn.Module):
         def moved(x: Tensor) -> Tensor:
             if id(x) not in kept:
                 return fn(x)
-            stored = x.data.contiguous()  # as bytes, which no `.to(dtype)` touches
+            stored = x.data.contiguous()  # `.to(dtype)` leaves integers alone
             return fn(stored.view(torch.uint8)).view(stored.dtype)
 
         expert_map = self._buffers.get("expert_map")
         super()._apply(moved, recurse=False)
         self.sizes = self.sizes.with_dtype(self.w13_weight.dtype)
-        if self._buffers.get("expert_map") is not expert_map:  # `to_empty` leaves anything in it
+        if self._buffers.get("expert_map") is not expert_map:  # `to_empty` leaves it undefined
             self._fill_expert_map()
         for param in self._parameters.values():
             attach_loader(self, param)
@@ -100,7 +96,7 @@ class KeepsBits(nn.Module):
         return {id(x) for name, x in tensors.items() if name not in cast and x is not None}
 
     def __getstate__(self) -> dict[str, Any]:
-        """With floats of 8 bits as bytes: torch cannot pickle them otherwise."""
+        """Replace 8-bit floats by bytes, since torch cannot pickle them."""
         parameters = {
             name: _Bytes(x.data.view(torch.uint8), x.dtype)
             if x is not None and x.is_floating_point() and x.dtype.itemsize == 1
@@ -110,6 +106,7 @@ class KeepsBits(nn.Module):
         return {**self.__dict__, "_parameters": parameters}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
+        """Restore 8-bit floats and give each parameter its ``weight_loader``."""
         parameters = {
             name: nn.Parameter(x.data.view(x.dtype), False) if isinstance(x, _Bytes) else x
             for name, x in state["_parameters"].items()

@@ -12,29 +12,22 @@ from torch.nn.functional import pad
 from moe_ops import checks
 from moe_ops.activation import kind_and_key
 from moe_ops.dispatch.tiles import cdiv
-from moe_ops.layers import (
+from moe_ops.layer.collectives import RankGroup
+from moe_ops.layer.methods import (
     FusedMoEMethodBase,
-    FusedMoEOptions,
-    KeepsBits,
-    LayerSizes,
     QuantizedFusedMoEMethod,
-    RankGroup,
-    RoutesTokens,
-    SchemeState,
     UnquantizedFusedMoEMethod,
-    aligned_sizes,
-    moe_config,
     shared_experts_of,
-    summary,
-    takes_options,
-    token_arguments,
 )
+from moe_ops.layer.moving import KeepsBits
+from moe_ops.layer.options import FusedMoEOptions, takes_options
+from moe_ops.layer.partition import LayerSizes
+from moe_ops.layer.routing import RoutesTokens, token_arguments
+from moe_ops.layer.state import SchemeState
+from moe_ops.layer.weight_loader import WeightLoading
 from moe_ops.loading.given import GivenScales
-from moe_ops.loading.weight_loader import WeightLoading
 from moe_ops.parallel import make_expert_params_mapping, maybe_roundup_hidden_size
 from moe_ops.parallel.eplb_state import LayerEplbState
-from moe_ops.pipeline.config import FusedMoEConfig
-from moe_ops.pipeline.modular_kernel import FusedMoEKernel
 from moe_ops.pipeline.warmup import Variants, run_variants
 from moe_ops.routing import SelectedExperts, check_tokens, select_experts
 from moe_ops.scheme import UNQUANTIZED, get_scheme
@@ -42,48 +35,41 @@ from moe_ops.scheme import UNQUANTIZED, get_scheme
 
 @takes_options
 class FusedMoE(RoutesTokens, WeightLoading, SchemeState, KeepsBits):
-    """Routed experts of one layer; the router's linear layer stays the caller's.
+    """The routed experts of a layer; the router's linear layer belongs to the caller.
 
-    Parameters: ``w13_weight (El, 2I, H)`` (gate rows, then up rows; alternating for an interleaved
-    activation; ``(El, I, H)`` without a gate) and ``w2_weight (El, H, I)``, stored as the scheme
-    says; with a scheme ``w13_weight_scale``, ``w2_weight_scale`` and where it has them
-    ``*_weight_zero_point``, ``*_weight_scale_2`` (global scales, factors) and ``*_input_scale``;
-    with biases ``w13_bias``, ``w2_bias``. They need no grad and hold zeros until they are loaded,
-    by `load_checkpoint`, `load_state_dict` or `weight_loader`, which is also an attribute of each.
-    `load_checkpoint` of weights in act-order adds a buffer, ``w13_input_order``. A state dict also
-    says how its tensors are stored (``_extra_state``): a layer of another scheme refuses it.
+    ``w13_weight (El, 2I, H)`` holds gate rows, then up rows (alternating for an interleaved
+    activation; ``(El, I, H)`` without a gate), and ``w2_weight`` is ``(El, H, I)``. Both are stored
+    as the scheme says. A scheme adds ``w13_weight_scale`` and ``w2_weight_scale``, and some schemes
+    also ``*_weight_zero_point``, ``*_weight_scale_2`` (global scales, which multiply) and
+    ``*_input_scale``. Biases are ``w13_bias`` and ``w2_bias``.
 
-    Spread over ranks, a rank's result is its part of a sum: ``reduce_results`` sums it, or the
-    caller does. Experts are cut along I (``tp_size``), so that each rank has whole scales (blocks
-    are refined or I is padded where they would not fit: see `aligned_sizes`), or each rank holds
-    some of them (``ep_size``).
+    Parameters do not require grad. They hold zeros until `load_checkpoint`, `load_state_dict` or
+    `weight_loader` (also an attribute of each parameter) fills them. `load_checkpoint` sets the
+    buffer ``w13_input_order`` for weights in act-order. A state dict says in ``_extra_state`` how
+    its tensors are stored, and a layer of another scheme refuses it.
+
+    With several ranks, the result of a rank is its part of a sum. ``reduce_results`` sums over the
+    ranks; without it the caller does. ``tp_size`` ranks cut every expert along I so that each rank
+    has whole scales: `aligned_sizes` refines blocks or pads I. ``ep_size`` ranks hold whole experts
+    each.
 
     Args:
         num_experts: E.
-        top_k: k, experts of a token.
+        top_k: k, experts per token.
         hidden_size: H.
-        intermediate_size: I, of one expert, of all ranks together.
+        intermediate_size: I of one expert, over all ranks.
         **options: see `FusedMoEOptions`.
 
     Raises:
-        TypeError: an unknown keyword, or a value of another kind.
-        ValueError: k not in 1..E, an unknown name, settings that do not fit each other.
-        NotImplementedError: ranks that would have to exchange tokens, such as ``dp_size > 1``; what
-            ``batch_invariant`` cannot keep.
+        TypeError: an unknown keyword, or a value of the wrong type.
+        ValueError: k outside 1..E, an unknown name, or settings that contradict each other.
+        NotImplementedError: ranks that would have to exchange tokens, such as ``dp_size > 1``;
+            settings with which results cannot be ``batch_invariant``.
 
     Source:
-        vLLM ``FusedMoE``. There prefixes must differ between layers, because they name the layer in
-        the graph; here they are names for loading only, and no graph has them.
+        vLLM ``FusedMoE``. Its prefixes name layers in the graph, so they must differ; here a prefix
+        is only a name for loading.
     """
-
-    w13_weight: Tensor
-    w2_weight: Tensor
-    w13_bias: Tensor | None
-    w2_bias: Tensor | None
-    e_score_correction_bias: Tensor | None
-    hash_indices_table: Tensor | None
-    expert_map: Tensor | None
-    w13_input_order: Tensor | None
 
     select_experts = staticmethod(select_experts)
     make_expert_params_mapping = staticmethod(make_expert_params_mapping)
@@ -113,7 +99,7 @@ class FusedMoE(RoutesTokens, WeightLoading, SchemeState, KeepsBits):
         self.rank_group = RankGroup.of(parallel.tp_size * parallel.ep_size, given.tp_group)
         dtype = given.params_dtype or torch.get_default_dtype()
         scheme = given.quant_config or UNQUANTIZED
-        # What checkpoints are stored in; a rank's own scheme may have smaller blocks.
+        # The scheme of checkpoints. A rank's own scheme may have smaller blocks.
         self.checkpoint_scheme = get_scheme(scheme) if isinstance(scheme, str) else scheme
         self.hidden_size = maybe_roundup_hidden_size(hidden_size, dtype, None, parallel)
         self.sizes = LayerSizes(
@@ -132,28 +118,11 @@ class FusedMoE(RoutesTokens, WeightLoading, SchemeState, KeepsBits):
         expert_map = self.placement.expert_map(given.device)
         self.register_buffer("expert_map", expert_map, persistent=False)
         self.register_buffer("w13_input_order", None)
-        self.kernel: FusedMoEKernel | None = None
+        self.kernel = None
         self.routing = given.routing(self.global_num_experts)
         self.num_logits = num_experts + given.zero_expert_num
         self.routes_plainly, self.shared_experts = given.routes_plainly(), given.shared_experts
         self.eplb_state: LayerEplbState | None = None
-
-    @property
-    def scheme(self) -> Any:
-        """That of the parameters."""
-        return self.sizes.scheme
-
-    @property
-    def moe_config(self) -> FusedMoEConfig:
-        """The layer as a value, for the choice of a kernel."""
-        return moe_config(self)
-
-    def aligned_sizes(self) -> LayerSizes:
-        """Sizes with which a rank's scales are its own, and gate and up have scales of their own.
-
-        Those of the parameters with several ranks; with one, those that `load_checkpoint` makes.
-        """
-        return aligned_sizes(self.sizes, self.intermediate_size, self.moe_parallel_config.tp_size)
 
     def forward(
         self,
@@ -165,34 +134,35 @@ class FusedMoE(RoutesTokens, WeightLoading, SchemeState, KeepsBits):
         input_ids: Tensor | None = None,
         num_unpadded_tokens: Tensor | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """Route the tokens and run their experts; leading axes may be more than one.
+        """Route the tokens and run their experts. There may be several leading axes.
 
         Args:
             hidden_states: ``(T, H)``.
-            router_logits: ``(T, E)``, and behind them those of the zero experts.
-            shared_experts_input: what the shared experts get instead of ``hidden_states``, such as
-                tokens before they were projected to the experts' latent space.
-            is_padding: ``(T,)`` bool, True where a token is padding: it is not routed, sent,
-                computed or counted, whatever it and its logits hold (NaN, too), and its row of the
-                result is zeros. The shared experts get all tokens. Mark padding for schemes with
-                one dynamic scale of all tokens (``fp8_tensor``, ``int8_tensor``): unmarked, it
-                takes part in that scale, and one NaN in it makes every row NaN.
-            input_ids: ``(T,)`` int32 or int64, the words of the tokens; needed by a layer with
-                ``hash_indices_table``, and by no other.
-            num_unpadded_tokens: one int32 or int64 on the device; tokens from it on are padding,
-                as well as those of ``is_padding``.
+            router_logits: ``(T, E)``, with the logits of zero experts after the E columns.
+            shared_experts_input: input of the shared experts instead of ``hidden_states``, such as
+                the tokens before their projection to the experts' latent space.
+            is_padding: ``(T,)`` bool, True for a padding token. Such a token is not routed, sent,
+                computed or counted, whatever its row and its logits hold (NaN too), and its row of
+                the result is zeros. The shared experts get all tokens. Mark padding for schemes
+                with one dynamic scale for all tokens (``fp8_tensor``, ``int8_tensor``): otherwise
+                padding takes part in that scale, and a NaN in it makes every row NaN.
+            input_ids: ``(T,)`` int32 or int64, the tokens' ids in the vocabulary. Required with
+                ``hash_indices_table``, refused without.
+            num_unpadded_tokens: one int32 or int64 on the device: tokens from this index on are
+                padding too.
 
         Returns:
-            ``(T, H)``; with shared experts (the layer's, or its kernel's) ``(their result,
-            (T, H))``. Their result is not summed over ranks here. With a kernel they run while rows
-            come back from other ranks.
+            ``(T, H)``. With shared experts (the layer's or its kernel's) a pair
+            ``(shared, routed)``; the shared result is not summed over ranks. With a kernel, the
+            shared experts run while rows come back from other ranks.
 
         Raises:
             TypeError: a wrong dtype.
-            ValueError: shapes or devices that do not fit; ``input_ids`` missing or not wanted;
-                shared experts in the layer and others in its kernel; with ``is_sequence_parallel``
-                numbers of tokens that differ between ranks (see `RankGroup.check_equal_counts`).
-            NotImplementedError: ``is_sequence_parallel`` and a kernel that exchanges no tokens.
+            ValueError: shapes or devices that do not match; ``input_ids`` missing or not wanted;
+                different shared experts in the layer and in its kernel; with
+                ``is_sequence_parallel`` different numbers of tokens on the ranks (see
+                `RankGroup.check_equal_counts`).
+            NotImplementedError: ``is_sequence_parallel`` with a kernel that exchanges no tokens.
         """
         check_tokens(hidden_states, router_logits)
         shape, tokens, logits = hidden_states.shape, hidden_states, router_logits
@@ -234,7 +204,7 @@ class FusedMoE(RoutesTokens, WeightLoading, SchemeState, KeepsBits):
         return shared if in_kernel else shared_experts(given), out
 
     def _check_gathered(self, tokens: Tensor) -> None:
-        """Tokens of all ranks can be gathered here, for experts that do not exchange them."""
+        """Refuse to gather tokens for a kernel, and ranks with different numbers of tokens."""
         if self.kernel is not None:
             part = type(self.kernel.prepare_finalize).__name__
             raise NotImplementedError(
@@ -252,10 +222,10 @@ class FusedMoE(RoutesTokens, WeightLoading, SchemeState, KeepsBits):
         is_padding: Tensor | None = None,
         input_ids: Tensor | None = None,
     ) -> Any:
-        """``(T, H)``: what this rank adds to the result. Tokens are padded to the layer's H.
+        """Compute this rank's part of the result, ``(T, H)``; tokens are padded to the layer's H.
 
-        With ``shared_experts_input`` the kernel runs the shared experts on that, and the result is
-        ``(theirs, (T, H))``. The rest as in `forward`, of flat tokens.
+        With ``shared_experts_input`` the kernel runs the shared experts on it, and the result is
+        ``(shared, routed)``. The other arguments are those of `forward`, with flat tokens.
         """
         routed = self.route(
             hidden_states, router_logits, is_padding=is_padding, input_ids=input_ids
@@ -272,13 +242,13 @@ class FusedMoE(RoutesTokens, WeightLoading, SchemeState, KeepsBits):
         is_padding: Tensor | None = None,
         input_ids: Tensor | None = None,
     ) -> Any:
-        """`forward_impl` whose experts run on ``chunk_size`` tokens at a time.
+        """Run `forward_impl` with at most ``chunk_size`` tokens in the experts at a time.
 
         Args:
             full_hidden_states: ``(T, H)``.
             full_router_logits: ``(T, E)``.
-            max_tokens_across_ranks: the largest T of the ranks that exchange tokens: all run as
-                many chunks, and one that has no tokens left a row of padding.
+            max_tokens_across_ranks: the largest T of the ranks that exchange tokens. All ranks run
+                the same number of chunks; a rank without tokens left runs a row of padding.
             shared_experts_input: see `forward_impl`.
             is_padding: see `forward_impl`.
             input_ids: see `forward_impl`.
@@ -297,7 +267,7 @@ class FusedMoE(RoutesTokens, WeightLoading, SchemeState, KeepsBits):
             else:
                 tokens = full_hidden_states.new_zeros(1, full_hidden_states.shape[1])
                 out = self._run_experts(tokens, routed.of_padding(), given)
-            if given is not None:  # the shared experts take all tokens at once, in the first chunk
+            if given is not None:  # the first chunk runs the shared experts on all tokens
                 (shared, out), given = out, None
             if i * size < num_tokens:
                 parts.append(out)
@@ -307,7 +277,7 @@ class FusedMoE(RoutesTokens, WeightLoading, SchemeState, KeepsBits):
     def _run_experts(
         self, hidden_states: Tensor, routed: SelectedExperts, shared_experts_input: Tensor | None
     ) -> Any:
-        """`forward_impl` of tokens that are routed."""
+        """Run the experts of tokens that are routed; the result is that of `forward_impl`."""
         weights, ids, zero = routed
         tokens, width, shared = hidden_states, hidden_states.shape[1], None
         if width != self.hidden_size:
@@ -325,11 +295,11 @@ class FusedMoE(RoutesTokens, WeightLoading, SchemeState, KeepsBits):
         return out if shared_experts_input is None else (shared, out)
 
     def must_reduce_shared_expert_outputs(self) -> bool:
-        """Whether the routed result is summed over ranks already, and the shared one is not."""
+        """Whether the kernel has summed the routed result over ranks; shared results are not."""
         return self.kernel is not None and self.kernel.output_is_reduced()
 
     def maybe_all_reduce_tensor_model_parallel(self, final_hidden_states: Tensor) -> Tensor:
-        """The sum over the layer's ranks, unless the kernel has summed already."""
+        """Sum over the layer's ranks, unless the kernel has done so."""
         if self.must_reduce_shared_expert_outputs():
             return final_hidden_states
         return self.rank_group.all_reduce(final_hidden_states)
@@ -340,8 +310,8 @@ class FusedMoE(RoutesTokens, WeightLoading, SchemeState, KeepsBits):
         These tokens are neither counted (`set_eplb_state`) nor captured (`set_capture_fn`).
 
         Args:
-            num_tokens: the token counts to come, or one number for all up to it.
-            router_logits_dtype: dtype of the logits; None means that of the tokens.
+            num_tokens: the token counts to expect, or one number for every count up to it.
+            router_logits_dtype: dtype of the logits; None means the dtype of the tokens.
         """
         w1, w2, dtype = self.w13_weight, self.w2_weight, self.sizes.dtype
 
@@ -355,7 +325,3 @@ class FusedMoE(RoutesTokens, WeightLoading, SchemeState, KeepsBits):
         how = (self.scheme, dtype, self.activation, self.batch_invariant)
         with self.unobserved():
             return run_variants(run, num_tokens, Variants(w1, w2, self.top_k, *how))
-
-    def extra_repr(self) -> str:
-        """Sizes, scheme, ranks and routing."""
-        return summary(self)

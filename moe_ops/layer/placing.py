@@ -1,16 +1,17 @@
-"""Tensors of a checkpoint, one after another, into the experts of a layer; and what was wrong."""
+"""Places the tensors of a checkpoint in a layer one by one, and notes what was wrong."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from moe_ops.layers.parameters import SUFFIX, ParameterSpec, parameter_specs
-from moe_ops.layers.state import STATE, stored_as
+from moe_ops.layer.parameters import SUFFIX, ParameterSpec, parameter_specs
+from moe_ops.layer.state import STATE, stored_as
+from moe_ops.layer.weight_loader import WeightLoading
 from moe_ops.loading import names
 from moe_ops.loading.act_order import ActOrder, sortable
 from moe_ops.loading.derived import channel_scales, has_plain_scales, kinds_of, quantized
@@ -18,9 +19,6 @@ from moe_ops.loading.names import CheckpointLayout, Piece
 from moe_ops.loading.sources import Entry
 from moe_ops.loading.split import halves
 from moe_ops.loading.stored import Form, PlainWeightError, canonical
-
-if TYPE_CHECKING:
-    from moe_ops.layer import FusedMoE
 
 
 class Part(NamedTuple):
@@ -35,18 +33,18 @@ class Part(NamedTuple):
 
 
 class Placing:
-    """Puts tensors into a layer that is being filled, and keeps account.
+    """Puts tensors into a layer that is being filled, and keeps track of them.
 
     Args:
-        layer: is overwritten.
+        layer: the layer, whose parameters are overwritten.
         layout: what shapes do not say.
-        quantize: whether weights are plain, and are quantized to the layer's scheme.
+        quantize: whether weights are plain, to be quantized to the layer's scheme.
     """
 
-    def __init__(self, layer: FusedMoE, layout: CheckpointLayout, *, quantize: bool) -> None:
+    def __init__(self, layer: WeightLoading, layout: CheckpointLayout, *, quantize: bool) -> None:
         self.layer, self.layout, self.quantize = layer, layout, quantize
         self.plain_weights: list[str] = []
-        """Names of weights that are not quantized, though the layer is."""
+        """Names of plain weights, where the layer is quantized."""
         self.specs = parameter_specs(layer.sizes)
         self.correction_bias: Tensor | None = None
         self.loaded: list[str] = []
@@ -57,10 +55,10 @@ class Placing:
         self._later: list[tuple[Entry, Piece]] = []
         self.act_order = ActOrder()
         self._placed: list[tuple[Entry, Piece]] = []
-        """Those that may have to be sorted, once all of the groups are known."""
+        """Tensors to place again in another order, once the groups of all columns are known."""
 
     def take(self, entry: Entry, relative: str) -> None:
-        """One tensor, by its name behind the prefix."""
+        """Take one tensor; ``relative`` is its name after the prefix."""
         piece = names.parse(relative)
         has_shared = len(self.layer.placement.logical) > self._shared_from()
         if relative.removeprefix("experts.") == STATE:
@@ -74,12 +72,13 @@ class Placing:
             self._guarded(self._take, entry, self._own_shard(piece))
 
     def finish(self) -> None:
-        """What had to wait for other tensors."""
+        """Place the tensors that had to wait for other tensors."""
         later, self._later = self._later, []
         for entry, piece in later:
             if self._waits(entry, piece):
                 field = "awq" if piece.suffix == "qzeros" else "transposed"
-                self.mismatched.append(f"{entry.name}: layout must say {field}: no shape does")
+                rule = f"layout must set {field}, which no shape shows"
+                self.mismatched.append(f"{entry.name}: {rule}")
             else:
                 self._guarded(self._place, entry, piece)
         if self.act_order.columns:
@@ -87,7 +86,7 @@ class Placing:
                 self._guarded(self._put, entry, piece)
 
     def missing(self) -> Iterator[Part]:
-        """What this rank needs and did not get: of input scales those of every expert."""
+        """Yield the parts that this rank needs and did not get: input scales for all experts."""
         gate_and_up = ("w1", "w3") if self.layer.sizes.gated else ("w1",)
         experts = self.layer.placement.rows
         for spec in self.specs.values():
@@ -97,11 +96,11 @@ class Placing:
                 shards = gate_and_up if spec.is_w13 else ("w2",)
                 absent = [s for s in shards if (spec.name, expert, s) not in self._taken]
                 if spec.kind == "input_scale" and len(absent) < len(shards):
-                    continue  # gate and up have the same input
+                    continue  # gate and up have the same input, so one of them is enough
                 yield from (Part(spec, expert, shard) for shard in absent)
 
     def report(self) -> tuple[list[str], ...]:
-        """The lists of a `LoadReport`."""
+        """Return the lists of a `LoadReport`."""
         missing = list(map(str, self.missing()))
         return self.loaded, missing, self.duplicated, self.unexpected, self.mismatched
 
@@ -130,7 +129,7 @@ class Placing:
         return self.specs.get(f"{which}_{SUFFIX.get(piece.kind)}")
 
     def _own_shard(self, piece: Piece) -> Piece:
-        """Without a gate, the projection up is the whole first weight."""
+        """Without a gate, the up projection is the whole first weight."""
         if self.layer.sizes.gated or piece.shard == "w2":
             return piece
         return piece._replace(shard="w1")
@@ -139,14 +138,14 @@ class Placing:
         return len(self.layer.placement.logical) - self.layer.routing["num_fused_shared_experts"]
 
     def _experts(self, piece: Piece) -> list[int]:
-        """The logical experts that a tensor is of."""
+        """Return the logical experts that a tensor belongs to."""
         if piece.is_shared:
             first = self.layer.num_experts
             return [*range(first, first + self.layer.routing["num_fused_shared_experts"])]
         return [piece.expert] if piece.expert is not None else [*range(self.layer.num_experts)]
 
     def _claim(self, entry: Entry, piece: Piece) -> bool:
-        """Note what a tensor is for; whether this rank is to read it."""
+        """Note which parts a tensor is for; return whether this rank must read it."""
         spec, experts = self._spec(piece), self._experts(piece)
         if spec is None or experts[-1] not in self.layer.placement.rows:
             self.unexpected.append(entry.name)
@@ -168,15 +167,15 @@ class Placing:
         return is_local or piece.kind == "input_scale"
 
     def _kinds(self, entry: Entry, piece: Piece) -> tuple[str, ...]:
-        """The kinds of parameters that a tensor fills: more than its own where some are derived."""
+        """Return the kinds of parameters that a tensor fills: several if some are derived."""
         quant = self.layer.checkpoint_scheme.weight
-        if self.quantize and piece.kind == "weight":
+        if self.quantize and quant is not None and piece.kind == "weight":
             return kinds_of(quant)
         derives = piece.kind == "scale" and has_plain_scales("scale", entry.read(), quant)
         return ("scale", "channel_scale") if derives else (piece.kind,)
 
     def _waits(self, entry: Entry, piece: Piece) -> bool:
-        """Whether its layout is not known yet; tensors that show it are looked at."""
+        """Whether the tensor's layout is not known yet. The shape of the tensor may show it."""
         layout = self.layout
         if piece.suffix in ("qweight", "qzeros") and layout.awq is None:
             if piece.suffix == "qzeros":
@@ -228,7 +227,7 @@ class Placing:
             if not layer.rows_of(expert) and piece.kind != "input_scale":
                 continue
             one = x[i] if of_all else x
-            if piece.kind != "input_scale":  # a number for the host
+            if piece.kind != "input_scale":  # which the host reads
                 one = one.to(layer.w13_weight.device)
             share = (i, len(experts)) if piece.is_shared else (0, 1)
             try:
@@ -239,13 +238,13 @@ class Placing:
                 raise type(error)(f"expert {expert}: {error}") from None
 
     def _put_expert(self, x: Tensor, piece: Piece, expert: int, share: tuple[int, int]) -> None:
-        """One expert's tensor, and what is derived from it.
+        """Copy one expert's tensor, and what is derived from it.
 
         Args:
             x: the tensor.
-            piece: what it is.
+            piece: what the tensor is.
             expert: a logical expert.
-            share: which of how many experts side by side the expert is.
+            share: ``(i, n)``: the expert is number i of n experts that are side by side in ``x``.
         """
         if self.quantize and piece.kind == "weight":
             self._put_quantized(x, piece, expert, share)
@@ -261,7 +260,7 @@ class Placing:
                 self._copy(of.kind, shard, _share(part, shard, share), expert)
 
     def _put_quantized(self, x: Tensor, piece: Piece, expert: int, share: tuple[int, int]) -> None:
-        """A plain weight: whole projections are quantized, in the dtype that they would have."""
+        """Quantize plain projections as a whole, in the layer's dtype, and copy them."""
         layer, scheme = self.layer, self.layer.checkpoint_scheme
         form = self._form(piece)._replace(dtype=layer.sizes.dtype, quant=None, own=None)
         whole = {
@@ -275,13 +274,13 @@ class Placing:
                 self._copy(kind, shard, canonical(kind, part, suffix, form), expert)
 
     def _check_count(self, x: Tensor, count: int) -> None:
-        """A row for each expert; identity experts may have rows too, which are not used."""
+        """Check that there is a row per expert; unused rows of zero experts may follow."""
         with_identity = count + (self.layer.routing["zero_expert_num"] or 0)
         if x.dim() == 0 or x.shape[0] not in (count, with_identity):
             raise ValueError(f"shape must begin with {count} experts, got {tuple(x.shape)}")
 
     def _shards(self, x: Tensor, piece: Piece, form: Form) -> Iterator[tuple[str, Tensor]]:
-        """Canonical projections, of which a tensor of gate and up has two."""
+        """Yield canonical projections: two for a tensor of gate and up, else one."""
         interleaved = self.layout.interleaved
         if interleaved is None:
             interleaved = self.layer.sizes.interleaved
@@ -311,10 +310,10 @@ class Placing:
             self.loaded.append(entry.name)
 
     def _check_state(self, entry: Entry) -> None:
-        """A layer's state says how its tensors are stored: see `moe_ops.layers.state`.
+        """Check a saved layer's entry ``_extra_state``: see `moe_ops.layer.state`.
 
         Raises:
-            ValueError: not as this layer's checkpoints are.
+            ValueError: the tensors are stored in another form than this layer's checkpoints.
         """
         quant = None if self.quantize else self.layer.checkpoint_scheme.weight
         interleaved = self.layout.interleaved
@@ -325,9 +324,9 @@ class Placing:
             raise ValueError(f"{entry.name}: {problem}")
 
     def _without_parameter(self, entry: Entry, piece: Piece) -> None:
-        """Tensors that a layer of this scheme may lack: such that say nothing new."""
+        """Handle tensors without a parameter: some are redundant, some order columns."""
         if piece.kind == "input_scale":
-            return  # tokens that are not quantized, or by their own data
+            return  # the layer does not quantize tokens, or quantizes them dynamically
         quant = self.layer.checkpoint_scheme.weight
         if piece.kind in ("g_idx", "input_order") and quant is not None:
             self._take_order(entry, piece)
@@ -339,7 +338,7 @@ class Placing:
             self.unexpected.append(entry.name)
 
     def _take_order(self, entry: Entry, piece: Piece) -> None:
-        """To which groups columns belong, or in which order a saved layer has them."""
+        """Note the groups of columns, or the order in which a saved layer has them."""
         experts = self._experts(piece)
         if experts[-1] not in self.layer.placement.rows:
             self.unexpected.append(entry.name)
@@ -355,7 +354,7 @@ class Placing:
                 self.act_order.note_input(expert, x[: self.layer.model_hidden_size])
 
     def _check_shape(self, entry: Entry, piece: Piece) -> None:
-        """compressed-tensors says what a packed weight's size is, without what fills words up."""
+        """Check the size that compressed-tensors gives for a packed weight, without padding."""
         if piece.expert is None or not self.layer.placement.rows.get(piece.expert):
             return
         form, found = (
@@ -366,7 +365,7 @@ class Placing:
             raise ValueError(f"numbers must be {[form.n, form.k]}, got {found.tolist()}")
 
     def _check_symmetric(self, words: Tensor, offset: int) -> None:
-        """Zero points of a scheme without any are all the offset; GPTQ's may be one less."""
+        """Check that zero points of a symmetric scheme are the offset; GPTQ may store one less."""
         values = words.contiguous().view(torch.uint8)
         codes = torch.stack((values & 15, values >> 4)) if offset == 8 else values
         offsets = [offset]
@@ -377,7 +376,7 @@ class Placing:
 
 
 def _share(x: Tensor, shard: str, share: tuple[int, int]) -> Tensor:
-    """The part of one of several experts whose projections are side by side along I."""
+    """Return the part of expert ``i`` of ``count`` experts that are side by side along I."""
     i, count = share
     if count == 1 or not x.dim():
         return x

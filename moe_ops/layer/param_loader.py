@@ -1,4 +1,4 @@
-"""``param.weight_loader``, where loaders of vLLM-style models look for it."""
+"""The ``weight_loader`` attribute of parameters, which loaders of vLLM-style models call."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from torch import Tensor, nn
 class ParameterLoader:
     """`FusedMoE.weight_loader` of the layer that holds a parameter, as the parameter's attribute.
 
-    It holds the layer weakly: a cycle of layer and parameters would keep their memory until the
-    garbage collector runs. Copied or pickled it belongs to no layer, and the layer that takes the
-    copied parameter gives it a loader of its own.
+    The reference to the layer is weak: a cycle of layer and parameters would keep their memory
+    until the garbage collector runs. A copied or unpickled loader belongs to no layer; the layer
+    that takes the copied parameter attaches a new one.
     """
 
     def __init__(self, layer: Any = None) -> None:
@@ -22,7 +22,7 @@ class ParameterLoader:
 
     @property
     def layer(self) -> Any:
-        """The layer, or None where there is none (any more)."""
+        """The layer; None if there is none, or if it is gone."""
         return None if self._layer is None else self._layer()
 
     def __call__(
@@ -34,7 +34,7 @@ class ParameterLoader:
         expert_id: int,
         return_success: bool = False,  # noqa: FBT001, FBT002 (the field's signature)
     ) -> bool | None:
-        """See `FusedMoE.weight_loader`. ValueError when the layer is gone."""
+        """Call `FusedMoE.weight_loader`; ValueError if the layer is gone."""
         layer = self.layer
         if layer is None:
             raise ValueError("param must belong to a FusedMoE that exists, got one without a layer")
@@ -47,7 +47,7 @@ class ParameterLoader:
 
 
 def attach_loader(layer: nn.Module, param: nn.Parameter | None) -> None:
-    """Give a parameter of ``layer`` its ``weight_loader``, unless it has a working one."""
+    """Give a parameter of ``layer`` a ``weight_loader``, unless it has one of a live layer."""
     if param is None:
         return
     loader = getattr(param, "weight_loader", None)
@@ -55,5 +55,5 @@ def attach_loader(layer: nn.Module, param: nn.Parameter | None) -> None:
         param.weight_loader = ParameterLoader(layer)  # type: ignore[attr-defined]
 
 
-# A parameter that is saved by itself can be read with weights_only.
+# Lets torch.load(.., weights_only=True) read a parameter that was saved by itself.
 torch.serialization.add_safe_globals([ParameterLoader])

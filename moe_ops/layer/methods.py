@@ -1,18 +1,19 @@
-"""How the weights of a layer are stored and multiplied: one method class for each way."""
+"""How a layer's weights are stored and multiplied: unquantized, or in any scheme."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from operator import is_
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from moe_ops import ops
-from moe_ops.layers.parameters import SUFFIX, parameter_specs
-from moe_ops.layers.partition import LayerSizes
+from moe_ops.layer.base import ExpertLayer
+from moe_ops.layer.parameters import SUFFIX, parameter_specs
+from moe_ops.layer.partition import LayerSizes
 from moe_ops.pipeline.calls import Call
 from moe_ops.pipeline.experts import BatchedTritonExperts, FusedMoEExperts, TritonExperts
 from moe_ops.pipeline.formats import FusedMoEActivationFormat
@@ -21,15 +22,11 @@ from moe_ops.pipeline.modular_kernel import FusedMoEKernel
 from moe_ops.pipeline.prepare_finalize import FusedMoEPrepareAndFinalize
 from moe_ops.scheme import FusedMoEQuantConfig
 
-if TYPE_CHECKING:
-    from moe_ops.layer import FusedMoE
-
 
 class FusedMoEMethodBase(ABC):
     """Creates a layer's parameters, finishes them after loading, and runs the experts.
 
-    Holds settings and what is derived from parameters, never parameters themselves: those belong to
-    the layer.
+    A method holds settings and values derived from parameters. Parameters belong to the layer.
 
     Source:
         vLLM ``FusedMoEMethodBase``.
@@ -38,7 +35,7 @@ class FusedMoEMethodBase(ABC):
     def create_weights(
         self, layer: nn.Module, sizes: LayerSizes, device: torch.device | str | None = None
     ) -> None:
-        """Register the parameters that `parameter_specs` lists, in place of those that are there.
+        """Register the parameters that `parameter_specs` lists, replacing earlier ones.
 
         They do not require grad, and hold zeros (static scales: NaN) until they are loaded.
         """
@@ -50,33 +47,33 @@ class FusedMoEMethodBase(ABC):
                 value = nn.Parameter(filled.fill_(spec.fill) if spec.fill else filled, False)
             layer.register_parameter(name, value)
 
-    def process_weights_after_loading(self, layer: FusedMoE) -> None:  # noqa: B027 (a default)
-        """Called when the parameters have been filled, however that was done; may be called again.
+    def process_weights_after_loading(self, layer: ExpertLayer) -> None:  # noqa: B027 (a default)
+        """Finish the parameters once they are filled, by whatever loader; may be called again.
 
         Raises:
             ValueError: a number that cannot be used, with its expert.
         """
 
     @abstractmethod
-    def get_fused_moe_quant_config(self, layer: FusedMoE) -> FusedMoEQuantConfig | None:
-        """The layer's parameters as kernels take them; None: not quantized."""
+    def get_fused_moe_quant_config(self, layer: ExpertLayer) -> FusedMoEQuantConfig | None:
+        """Return the layer's scheme and scales as kernels take them; None: not quantized."""
 
     def apply(
         self,
-        layer: FusedMoE,
+        layer: ExpertLayer,
         x: Tensor,
         topk_weights: Tensor,
         topk_ids: Tensor,
         shared_experts_input: Tensor | None = None,
     ) -> Any:
-        """``(T, H)`` of this rank's experts for ``(T, H)`` tokens and their routing.
+        """Run this rank's experts on routed tokens: ``(T, H)`` to ``(T, H)``.
 
-        Where weights are in act-order, tokens are read in the order of each expert's columns.
-        ``shared_experts_input`` is given to a layer with a kernel and shared experts only: the
-        kernel runs these beside, and the result is ``(theirs, (T, H))``.
+        Weights in act-order read the tokens' columns in the order ``layer.w13_input_order``.
+        ``shared_experts_input`` may be given only for a layer with a kernel and shared experts: the
+        kernel runs the shared experts too, and the result is ``(shared, routed)``.
 
         Raises:
-            NotImplementedError: such orders differ between experts, and the layer has a kernel.
+            NotImplementedError: act-order that differs between experts, in a layer with a kernel.
         """
         order = layer.w13_input_order
         if order is None:
@@ -87,10 +84,10 @@ class FusedMoEMethodBase(ABC):
             return self._experts(layer, x, topk_weights, topk_ids, shared_experts_input)
         if layer.kernel is not None:
             raise NotImplementedError(
-                "layer.kernel must be None where the columns of w13 are in an order of each expert "
-                "(act-order), got a kernel"
+                "layer.kernel must be None if the act-order of w13 differs between experts, got a "
+                "kernel"
             )
-        rows = ops.order_columns(x, order, topk_ids, layer.expert_map)  # of slots
+        rows = ops.order_columns(x, order, topk_ids, layer.expert_map)  # (T * k, H)
         on_input = layer.apply_router_weight_on_input
         weights = topk_weights if on_input else torch.ones_like(topk_weights)
         y = self._experts(layer, rows, weights.reshape(-1, 1), topk_ids.reshape(-1, 1))
@@ -100,7 +97,7 @@ class FusedMoEMethodBase(ABC):
 
     def _experts(
         self,
-        layer: FusedMoE,
+        layer: ExpertLayer,
         x: Tensor,
         topk_weights: Tensor,
         topk_ids: Tensor,
@@ -130,29 +127,29 @@ class FusedMoEMethodBase(ABC):
         )
 
     def forget(self) -> None:  # noqa: B027 (a default)
-        """Drop what was derived from parameters: called when their memory has been replaced."""
+        """Drop what was derived from parameters, whose memory has been replaced."""
 
     def uses_weight_scale_2_pattern(self) -> bool:
         """Whether checkpoints keep a global scale as ``weight_scale_2``."""
         return False
 
     def maybe_make_prepare_finalize(self) -> FusedMoEPrepareAndFinalize | None:
-        """What brings tokens to other ranks' experts; None: nothing does."""
+        """Return what sends tokens to other ranks' experts; None: nothing does."""
         return None
 
-    def init_prepare_finalize(self, layer: FusedMoE) -> None:
-        """Give the layer a kernel with what `maybe_make_prepare_finalize` makes, if anything."""
+    def init_prepare_finalize(self, layer: ExpertLayer) -> None:
+        """Build the layer's kernel around `maybe_make_prepare_finalize`, unless that is None."""
         prepare_finalize = self.maybe_make_prepare_finalize()
         if prepare_finalize is not None:
             experts = self.select_gemm_impl(prepare_finalize, layer)
             layer.kernel = FusedMoEKernel(prepare_finalize, experts)
 
     def select_gemm_impl(
-        self, prepare_finalize: FusedMoEPrepareAndFinalize, layer: FusedMoE
+        self, prepare_finalize: FusedMoEPrepareAndFinalize, layer: ExpertLayer
     ) -> FusedMoEExperts:
-        """Experts of the format that ``prepare_finalize`` produces.
+        """Build experts for the format that ``prepare_finalize`` produces.
 
-        They hold the parameters that the layer has now: call this after loading and moving.
+        They hold the layer's current parameters: call this after loading and moving.
         """
         config = self.get_fused_moe_quant_config(layer)
         config = _unquantized_config(layer) if config is None else config
@@ -164,11 +161,11 @@ class FusedMoEMethodBase(ABC):
         )
 
 
-def shared_experts_of(layer: FusedMoE) -> Callable[[Tensor], Tensor] | None:
-    """The shared experts of the layer, or of its kernel; each token goes to them once.
+def shared_experts_of(layer: ExpertLayer) -> Callable[[Tensor], Tensor] | None:
+    """Return the shared experts of the layer or of its kernel; each token goes to them once.
 
     Raises:
-        ValueError: both have some, and not the same.
+        ValueError: the layer and its kernel have different ones.
     """
     own, kernel = layer.shared_experts, layer.kernel
     beside = None if kernel is None else kernel.shared_experts
@@ -183,25 +180,25 @@ def shared_experts_of(layer: FusedMoE) -> Callable[[Tensor], Tensor] | None:
 
 
 class UnquantizedFusedMoEMethod(FusedMoEMethodBase):
-    """Weights ``(El, 2I, H)`` and ``(El, H, I)`` in the dtype of the tokens, and biases."""
+    """Weights ``(El, 2I, H)`` and ``(El, H, I)`` in the tokens' dtype, and optional biases."""
 
-    def get_fused_moe_quant_config(self, layer: FusedMoE) -> None:
-        """None."""
+    def get_fused_moe_quant_config(self, layer: ExpertLayer) -> None:
+        """Return None."""
 
 
 class QuantizedFusedMoEMethod(FusedMoEMethodBase):
-    """Any scheme: weights as it stores them, and its scales, zero points and global scales."""
+    """Weights of any scheme, with its scales, zero points and global scales."""
 
     def __init__(self) -> None:
         self._config: FusedMoEQuantConfig | None = None
         self._made_of: list[Tensor | None] = []
         self._has_global_scales = False
 
-    def process_weights_after_loading(self, layer: FusedMoE) -> None:
-        """Check that global and static scales are positive and finite; share the static scale.
+    def process_weights_after_loading(self, layer: ExpertLayer) -> None:
+        """Check that global and static scales are positive and finite, and share the static scale.
 
-        A static scale is one number for the input of all experts: their largest. Experts of other
-        ranks count as far as the scales were given, which loaders of all experts do.
+        A static scale is one number for the input of all experts: the largest of theirs. The scales
+        of other ranks' experts count if a loader passed them on, which loaders of all experts do.
         """
         for name, spec in parameter_specs(layer.sizes).items():
             if spec.kind not in ("global_scale", "input_scale"):
@@ -218,11 +215,11 @@ class QuantizedFusedMoEMethod(FusedMoEMethodBase):
                 scale.fill_(scale.amax().clamp(min=layer.given_scales.largest(name)))
         layer.given_scales.clear()
 
-    def get_fused_moe_quant_config(self, layer: FusedMoE) -> FusedMoEQuantConfig:
-        """The same object for as long as the layer has the same parameters."""
+    def get_fused_moe_quant_config(self, layer: ExpertLayer) -> FusedMoEQuantConfig:
+        """Return the same object as long as the layer has the same parameters."""
         own = layer._parameters
-        tensors = [own[name] for name in _CONFIG_PARAMETERS]
-        if torch.compiler.is_compiling():  # a compiler traces the making
+        tensors: list[Tensor | None] = [own[name] for name in _CONFIG_PARAMETERS]
+        if torch.compiler.is_compiling():  # the compiler traces how it is made
             return _config(layer, tensors)
         if self._config is None or not all(map(is_, tensors, self._made_of)):
             self._config, self._made_of = _config(layer, tensors), tensors
@@ -231,21 +228,21 @@ class QuantizedFusedMoEMethod(FusedMoEMethodBase):
     def create_weights(
         self, layer: nn.Module, sizes: LayerSizes, device: torch.device | str | None = None
     ) -> None:
-        """As in the base class."""
+        """Register the parameters as the base class does."""
         super().create_weights(layer, sizes, device)
         kinds = {spec.kind for spec in parameter_specs(sizes).values()}
         self._has_global_scales = "global_scale" in kinds
 
     def forget(self) -> None:
-        """Make the configuration anew at the next call."""
+        """Drop the configuration; the next call makes a new one."""
         self._config, self._made_of = None, []
 
     def uses_weight_scale_2_pattern(self) -> bool:
-        """Whether the scheme's weights have a global scale; ``weight_scale_2`` is its name."""
+        """Whether the scheme's weights have a global scale, whose name is ``weight_scale_2``."""
         return self._has_global_scales
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without what is derived from parameters: a copy makes it from its own."""
+        """Leave out what is derived from parameters: a copy derives it from its own."""
         return {**self.__dict__, "_config": None, "_made_of": []}
 
 
@@ -256,7 +253,7 @@ _CONFIG_PARAMETERS = tuple(
 )
 
 
-def _config(layer: FusedMoE, tensors: list[Any]) -> FusedMoEQuantConfig:
+def _config(layer: ExpertLayer, tensors: list[Any]) -> FusedMoEQuantConfig:
     w1, w2, w1_zp, w2_zp, w1_gscale, w2_gscale, g1_alphas, g2_alphas, *inputs = tensors
     quant = layer.scheme.activation
     kind = "gscale" if quant is not None and quant.global_scale else "scale"
@@ -275,5 +272,5 @@ def _config(layer: FusedMoE, tensors: list[Any]) -> FusedMoEQuantConfig:
     )
 
 
-def _unquantized_config(layer: FusedMoE) -> FusedMoEQuantConfig:
+def _unquantized_config(layer: ExpertLayer) -> FusedMoEQuantConfig:
     return FusedMoEQuantConfig("unquantized", w1_bias=layer.w13_bias, w2_bias=layer.w2_bias)

@@ -1,4 +1,4 @@
-"""The parameters of a layer: names, shapes and dtypes, derived from its scheme."""
+"""The parameters of a layer: their names, shapes and dtypes follow from its scheme."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from typing import NamedTuple
 
 import torch
 
-from moe_ops.layers.partition import LayerSizes
+from moe_ops.layer.partition import LayerSizes
 from moe_ops.scheme import WHOLE, Quant
 
 
 class FusedMoeWeightScaleSupported(Enum):
-    """What shares a scale, as loaders of weights call it."""
+    """Which elements share a scale, by the names that weight loaders use."""
 
     TENSOR = "tensor"
     CHANNEL = "channel"
@@ -24,7 +24,7 @@ class FusedMoeWeightScaleSupported(Enum):
 
     @classmethod
     def of(cls, quant: Quant) -> FusedMoeWeightScaleSupported:
-        """That of a weight."""
+        """Return the value for a weight's `Quant`."""
         if quant.per_tensor:
             return cls.TENSOR
         if quant.group.cols == WHOLE:
@@ -33,7 +33,7 @@ class FusedMoeWeightScaleSupported(Enum):
 
 
 class ParameterSpec(NamedTuple):
-    """One parameter."""
+    """Name, kind, shape and dtype of one parameter."""
 
     name: str
     kind: str
@@ -42,12 +42,12 @@ class ParameterSpec(NamedTuple):
     shape: tuple[int, ...]
     dtype: torch.dtype
     fill: float = 0
-    """What it holds before it is loaded, and in its padding. A static scale that is missing is a
-    NaN, which nobody overlooks."""
+    """What it holds before it is loaded, and in its padding. A missing static scale is NaN, which
+    shows in every result."""
 
     @property
     def is_w13(self) -> bool:
-        """Whether it belongs to the first product."""
+        """Whether the parameter belongs to the first GEMM."""
         return self.name.startswith("w13")
 
 
@@ -60,18 +60,18 @@ SUFFIX = {
     "input_scale": "input_scale",
     "bias": "bias",
 }
-"""Kinds, and how the names of their parameters end."""
+"""For each kind, how the names of its parameters end."""
 
 _SCALE_DTYPES = {"e8m0": torch.uint8, "e4m3": torch.float8_e4m3fn}
 
 
 @lru_cache(maxsize=64)
 def parameter_specs(sizes: LayerSizes) -> Mapping[str, ParameterSpec]:
-    """By name: ``w13_weight``, ``w2_weight``, then what else the scheme and the biases need.
+    """Return the parameters by name: ``w13_weight``, ``w2_weight``, then the rest.
 
-    ``w13`` has gate rows, then up rows (alternating for an interleaved activation). Scales are
-    shaped as `Quant.weight_scale_shape` says; those of whole tensors and global scales of ``w13``
-    are ``(El, 2)`` (gate, up), and ``(El,)`` without a gate and where rows alternate.
+    ``w13`` has gate rows, then up rows (alternating for an interleaved activation). Scales have the
+    shape `Quant.weight_scale_shape`. Global scales and scales of whole tensors are ``(El, 2)``
+    (gate, up) if ``w13`` has separate gate and up rows, else ``(El,)``.
     """
     hidden, width = sizes.hidden_size, sizes.intermediate_size
     weights = {"w13": (sizes.rows, hidden), "w2": (hidden, width)}
@@ -100,7 +100,8 @@ def _of_weight(which: str, n: int, k: int, sizes: LayerSizes) -> Iterator[Parame
         return
     element = quant.element
     packed = 2 if element.packed else 1
-    zero = element.offset * (17 if element.packed else 1)  # the number 0, also in both nibbles
+    # The code of zero; in both nibbles, if two codes share a byte.
+    zero = element.offset * (17 if element.packed else 1)
     yield spec("weight", (n, k // packed), quant.dtype, zero)
     halves = (2,) if which == "w13" and sizes.gated and not sizes.interleaved else ()
     shape = halves if quant.per_tensor else quant.weight_scale_shape(experts, n, k)[1:]

@@ -1,4 +1,4 @@
-"""How the experts' intermediate axis is cut over ranks, so that no two of them share a scale."""
+"""How ranks cut the intermediate axis of experts, so that no two ranks share a scale."""
 
 from __future__ import annotations
 
@@ -12,55 +12,56 @@ from moe_ops.dispatch.tiles import cdiv
 from moe_ops.scheme import WHOLE, Scheme, get_scheme
 
 SMALLEST_REFINED = 32
-"""Blocks are not refined below this: the axis is padded instead."""
+"""Smallest size to which blocks are refined. Below it the axis is padded instead."""
 
 
 @dataclass(frozen=True)
 class LayerSizes:
-    """Everything that the shapes of a layer's parameters follow from."""
+    """Everything that determines the shapes of a layer's parameters."""
 
     num_experts: int
     """Physical experts of this rank."""
     hidden_size: int
-    """H of the parameters: that of the model, or more where an exchange of tokens needs it."""
+    """H of the parameters: H of the model, or more if an exchange of tokens needs more."""
     intermediate_size: int
     """I of this rank."""
     scheme: Scheme
     gated: bool
     interleaved: bool
-    """Gate and up rows alternate."""
+    """Whether gate and up rows alternate."""
     has_bias: bool
     dtype: torch.dtype
-    """Of what is not quantized."""
+    """Dtype of everything that is not quantized."""
 
     @property
     def rows(self) -> int:
-        """Of ``w13``."""
+        """Rows of ``w13`` per expert."""
         return self.intermediate_size * (2 if self.gated else 1)
 
     def with_dtype(self, dtype: torch.dtype) -> LayerSizes:
-        """After weights that are not quantized took another dtype."""
+        """Return the sizes after unquantized weights were cast to ``dtype``."""
         same = self.scheme.weight is not None or dtype == self.dtype
         return self if same else replace(self, dtype=dtype)
 
 
 def aligned_sizes(sizes: LayerSizes, whole: int, tp_size: int) -> LayerSizes:
-    """The sizes of one of ``tp_size`` ranks, of which each owns whole scales.
+    """Return the sizes of one of ``tp_size`` ranks, such that each rank has whole scales.
 
-    A rank gets ``ceil(whole / tp_size)``. Where its end is no end of a scale's block, the block is
-    refined: blocks of the greatest common divisor, of at least 32, to which every scale is
-    repeated (nothing is lost). Where that is too small, or the scheme has one group size only,
-    ranks get a multiple of the block, so that the last ones have less than the others or nothing,
-    and zeros behind it. The same for gate and up rows, which have scales of their own in
+    A rank gets ``each = ceil(whole / tp_size)`` of I. If ``each`` is not a multiple of the scales'
+    blocks, blocks are refined to ``gcd(block, each)``, if that is at least `SMALLEST_REFINED`:
+    every scale is repeated, and nothing is lost. Otherwise, and for schemes with one group size
+    only, ranks get a multiple of the block; the last ranks then hold less, or nothing, and zeros in
+    the rest. Gate and up rows are aligned likewise, because they have scales of their own in
     checkpoints.
 
     Args:
-        sizes: of one rank that holds everything.
-        whole: I.
-        tp_size: ranks that share it.
+        sizes: the sizes of one rank that holds everything.
+        whole: I of all ranks together.
+        tp_size: ranks that share I.
 
     Raises:
-        NotImplementedError: a scheme with blocks of rows, and rows that alternate.
+        NotImplementedError: a scheme with blocks of several rows, in a layer whose gate and up rows
+            alternate.
 
     Source:
         vLLM ``refine_fp8_moe_block_shape`` and ``pad_tp_shard_to_weight_blocks``.
@@ -71,11 +72,11 @@ def aligned_sizes(sizes: LayerSizes, whole: int, tp_size: int) -> LayerSizes:
         return replace(sizes, intermediate_size=each)
     if sizes.interleaved and quant.group.rows > 1:
         raise NotImplementedError(
-            f"quant_config must not have blocks of rows where gate and up rows alternate, "
-            f"got {sizes.scheme.name}"
+            "quant_config must have blocks of one row if gate and up rows alternate, got "
+            f"{sizes.scheme.name}"
         )
     packed = 2 if quant.element.packed else 1
-    # Rows of w13 matter where there is more than one part of them: ranks, or gate and up.
+    # Rows of w13 are cut by ranks, and into gate and up. Columns of w2 are cut by ranks only.
     parted = (tp_size > 1 or (sizes.gated and not sizes.interleaved), tp_size > 1)
     blocks = [
         length if cut and length != WHOLE else 1
@@ -91,7 +92,7 @@ def aligned_sizes(sizes: LayerSizes, whole: int, tp_size: int) -> LayerSizes:
 
 
 def _refined(scheme: Scheme, blocks: list[int], width: int) -> Scheme | None:
-    """The same scheme with blocks that divide ``width``; None where there is none."""
+    """Return the scheme with blocks that divide ``width``; None if there is no such scheme."""
     group = scheme.weight.group if scheme.weight else ()
     rows, cols = (
         old if block == 1 else math.gcd(block, width)

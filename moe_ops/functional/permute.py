@@ -1,0 +1,115 @@
+"""Permutation: copy token rows into the order of their experts, and back."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from moe_ops import checks, ops
+from moe_ops.gradients import inference_only
+from moe_ops.tensors import Permutation
+
+
+@inference_only
+def moe_permute(
+    hidden_states: Tensor,
+    a1q_scale: Tensor | None,
+    topk_ids: Tensor,
+    n_expert: int,
+    n_local_expert: int = -1,
+    expert_map: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None, Tensor, Tensor, Tensor]:
+    """Copy each slot's row into the order of the experts; skipped slots come last, as zeros.
+
+    Args:
+        hidden_states: ``(T, H)`` of any dtype.
+        a1q_scale: ``(T, G)`` per-token scales, which are permuted too; a single scale is returned
+            as it is.
+        topk_ids: ``(T, k)`` int32 or int64.
+        n_expert: E.
+        n_local_expert: El; -1 means E.
+        expert_map: ``(E,)`` or None.
+
+    Returns:
+        ``(rows, scale, expert_first_token_offset, inv_permuted_idx, permuted_idx)``: rows
+        ``(T*k, H)``, their scale, int64 ``(El+1,)``, int32 ``(T, k)`` and int32 ``(T*k,)``. The
+        rows of an expert are in slot order.
+
+    Raises:
+        TypeError, ValueError: a wrong dtype or shape.
+
+    Source:
+        vLLM ``moe_permute``.
+    """
+    checks.tensor("topk_ids", topk_ids, 2, checks.INDICES)
+    checks.tensor("hidden_states", hidden_states, 2, None)
+    checks.between(1, checks.MAX_EXPERTS, n_expert=n_expert)
+    num_local_experts = n_expert
+    if n_local_expert != -1:
+        checks.between(1, checks.MAX_EXPERTS, n_local_expert=n_local_expert)
+        num_local_experts = n_local_expert
+    checks.same_tokens("hidden_states", hidden_states, "topk_ids", topk_ids)
+    checks.same_device("hidden_states", hidden_states, "topk_ids", topk_ids)
+    checks.expert_map(expert_map, topk_ids, n_expert)
+    order = Permutation(*ops.moe_permutation(topk_ids, expert_map, num_local_experts))
+
+    def permute(x: Tensor) -> Tensor:
+        return ops.gather_rows(
+            x, order.permuted_idx, order.expert_first_token_offset, topk_ids.shape[1]
+        )
+
+    scale = a1q_scale
+    if scale is not None:
+        checks.tensor("a1q_scale", scale, None, None)
+    if scale is not None and scale.numel() != 1:
+        checks.tensor("a1q_scale", scale, 2, None)
+        checks.same_tokens("a1q_scale", scale, "hidden_states", hidden_states)
+        checks.same_device("a1q_scale", scale, "hidden_states", hidden_states)
+        scale = permute(scale)
+    return permute(hidden_states), scale, *order
+
+
+@inference_only
+def moe_unpermute(
+    permuted_hidden_states: Tensor,
+    topk_weights: Tensor | None,
+    inv_permuted_idx: Tensor,
+    expert_first_token_offset: Tensor | None = None,
+) -> Tensor:
+    """Invert `moe_permute`, and sum each token's rows with their weights.
+
+    The sum is accumulated in float32 for j = 0..k-1 in that order and rounded once.
+
+    Args:
+        permuted_hidden_states: ``(T*k, H)`` bf16, fp16 or fp32.
+        topk_weights: ``(T, k)``, or None for weight 1.
+        inv_permuted_idx: int32 ``(T, k)``, the row of each slot; indices out of range are skipped.
+        expert_first_token_offset: int64 ``(El+1,)``. Rows from its last entry on belong to skipped
+            slots and are not read. Without it every row counts.
+
+    Returns:
+        ``(T, H)``, contiguous, in the dtype of the rows.
+
+    Raises:
+        TypeError, ValueError: a wrong dtype or shape.
+
+    Source:
+        vLLM ``moe_unpermute``.
+    """
+    checks.tensor("permuted_hidden_states", permuted_hidden_states, 2, checks.FLOATS)
+    checks.tensor("inv_permuted_idx", inv_permuted_idx, 2, (torch.int32,))
+    rows = ("permuted_hidden_states", permuted_hidden_states)
+    checks.same_device("inv_permuted_idx", inv_permuted_idx, *rows)
+    if topk_weights is not None:
+        checks.topk_pair(topk_weights, inv_permuted_idx, "inv_permuted_idx")
+    if expert_first_token_offset is not None:
+        checks.tensor("expert_first_token_offset", expert_first_token_offset, 1, (torch.int64,))
+        offsets = expert_first_token_offset.shape[0]
+        if offsets < 2:
+            raise ValueError(
+                f"expert_first_token_offset must have at least 2 entries, got {offsets}"
+            )
+        checks.same_device("expert_first_token_offset", expert_first_token_offset, *rows)
+    return ops.moe_unpermute(
+        permuted_hidden_states, topk_weights, inv_permuted_idx, expert_first_token_offset
+    )

@@ -1,0 +1,128 @@
+"""The attributes that all parts of a layer share, and what follows from them alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+from moe_ops.layer.options import ExpertPlacement
+from moe_ops.layer.partition import LayerSizes, aligned_sizes
+from moe_ops.loading.given import GivenScales
+from moe_ops.parallel import FusedMoEParallelConfig
+from moe_ops.pipeline.config import FusedMoEConfig
+from moe_ops.pipeline.modular_kernel import FusedMoEKernel
+from moe_ops.routing import RoutingMethodType, get_routing_method_type
+from moe_ops.scheme import Scheme
+
+
+class ExpertLayer(nn.Module):
+    """What routing, loading, moving and the methods of `FusedMoE` know of the layer.
+
+    `FusedMoE` sets all of these attributes and documents its parameters.
+    """
+
+    num_experts: int
+    """E, without redundant and shared experts."""
+    top_k: int
+    hidden_size: int
+    """H of the parameters."""
+    model_hidden_size: int
+    """H of the tokens."""
+    intermediate_size: int
+    """I of one expert, all ranks together."""
+    global_num_experts: int
+    """Physical experts of all ranks."""
+    num_logits: int
+    sizes: LayerSizes
+    """Sizes of this rank's parameters."""
+    checkpoint_scheme: Scheme
+    """The scheme of the layer's checkpoints, whose blocks may be larger than those of ``sizes``."""
+    placement: ExpertPlacement
+    moe_parallel_config: FusedMoEParallelConfig
+    activation: str
+    """The key of an `Activation`."""
+    renormalize: bool
+    scoring_func: str
+    apply_router_weight_on_input: bool
+    reduce_results: bool
+    batch_invariant: bool
+    routing: dict[str, Any]
+    """The arguments of `select_experts` that are the same in every call."""
+    given_scales: GivenScales
+    kernel: FusedMoEKernel | None
+    shared_experts: Callable[[Tensor], Tensor] | None
+    prefix: str
+    expert_mapping: Sequence[tuple[str, str, int, str]] | None
+    w13_weight: Tensor
+    w2_weight: Tensor
+    w13_bias: Tensor | None
+    w2_bias: Tensor | None
+    w13_input_order: Tensor | None
+    e_score_correction_bias: Tensor | None
+    hash_indices_table: Tensor | None
+    expert_map: Tensor | None
+
+    @property
+    def scheme(self) -> Scheme:
+        """The scheme of the parameters."""
+        return self.sizes.scheme
+
+    @property
+    def moe_config(self) -> FusedMoEConfig:
+        """The layer as a value, from which a kernel is chosen."""
+        sizes, routing = self.sizes, self.routing
+        method = RoutingMethodType.Custom
+        if routing["custom_routing_function"] is None and self.hash_indices_table is None:
+            bias = self.e_score_correction_bias is not None
+            groups = routing["num_expert_group"] if routing["use_grouped_topk"] else None
+            arguments = (self.scoring_func, self.top_k, self.renormalize, groups, bias)
+            method = get_routing_method_type(*arguments)
+        return FusedMoEConfig(
+            self.global_num_experts,
+            self.top_k,
+            self.hidden_size,
+            sizes.intermediate_size,
+            sizes.num_experts,
+            self.activation,
+            self.w13_weight.device,
+            method,
+            self.moe_parallel_config,
+            in_dtype=sizes.dtype,
+            renormalize=self.renormalize,
+            scoring_func=self.scoring_func,
+            has_bias=sizes.has_bias,
+            is_act_and_mul=sizes.gated,
+            batch_invariant=self.batch_invariant,
+        )
+
+    def aligned_sizes(self) -> LayerSizes:
+        """Sizes with which every rank has whole scales, and gate and up have their own.
+
+        With several ranks these are the sizes of the parameters from the start; with one,
+        `load_checkpoint` makes parameters of these sizes.
+        """
+        return aligned_sizes(self.sizes, self.intermediate_size, self.moe_parallel_config.tp_size)
+
+    def extra_repr(self) -> str:
+        """Sizes, ranks, scheme and routing."""
+        parallel, sizes, routing = self.moe_parallel_config, self.sizes, self.routing
+        facts = {
+            "num_experts": self.num_experts,
+            "top_k": self.top_k,
+            "hidden_size": self.hidden_size,
+            "global_num_experts": self.global_num_experts,
+            "local_num_experts": sizes.num_experts,
+            "intermediate_size_per_partition": sizes.intermediate_size,
+            "tp_size": parallel.tp_size,
+            "ep_size": parallel.ep_size,
+            "reduce_results": self.reduce_results,
+            "scheme": sizes.scheme.name,
+            "activation": self.activation,
+            "scoring_func": self.scoring_func,
+            "renormalize": self.renormalize,
+            "use_grouped_topk": routing["use_grouped_topk"],
+            "batch_invariant": self.batch_invariant,
+        }
+        return ", ".join(f"{name}={value}" for name, value in facts.items())
