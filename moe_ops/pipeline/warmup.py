@@ -18,7 +18,6 @@ from moe_ops.dispatch.tiles import (
     few_tokens,
     is_direct,
     scan_sizes,
-    sort_block,
 )
 from moe_ops.pipeline.costs import slot_tiles_of
 from moe_ops.pipeline.fused_experts import NOT_QUANTIZED, fused_experts
@@ -138,7 +137,7 @@ class Variants(NamedTuple):
         tiles = ((choice.hopper, choice.plain) for choice in chosen)
         slots = (slot_tiles_of(gemm, self.scheme) for gemm, _ in gemms)
         routing = num_tokens >= MANY_TOKENS, few_tokens(num_tokens, num_experts), num_tokens == 1
-        sorting = is_direct(sizes, num_experts), scan_sizes(sizes), sort_block(sizes)
+        sorting = is_direct(sizes, num_experts), scan_sizes(sizes)
         return (*tiles, *slots, *sorting, *routing)
 
 
