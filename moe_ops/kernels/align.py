@@ -34,13 +34,7 @@ from moe_ops.fake_impls.align import plan_slots as empty_plan_slots
 from moe_ops.kernels._runtime.dependent import take_turn
 from moe_ops.kernels._runtime.launch import Launch
 from moe_ops.kernels._runtime.slots import dense, local_experts, map_size, next_power_of_2
-from moe_ops.kernels._sort.counting_sort import (
-    Blocks,
-    block_buckets,
-    count_blocks,
-    count_buckets,
-    sort_in_block,
-)
+from moe_ops.kernels._sort.counting_sort import Blocks, count_blocks, count_slots, sort_in_block
 from moe_ops.kernels._sort.plan import (
     as_name,
     finish_plan,
@@ -59,12 +53,12 @@ def _count_kernel(
 ):  # fmt: skip
     """The first program stores the counts of all slots; the others have nothing to do."""
     take_turn()
-    bucket = tl.arange(0, BUCKETS)
     if tl.program_id(0) == 0:
-        found = block_buckets(
-            topk_ids, expert_map, num_slots, first_expert, num_experts, num_buckets, BLOCK
-        )
-        count, _, _ = count_buckets(found, table, BUCKETS, ACROSS, ROWS)
+        _, count, _, _ = count_slots(
+            topk_ids, expert_map, table, num_slots, first_expert, num_experts, num_buckets,
+            BUCKETS, BLOCK, ACROSS, ROWS,
+        )  # fmt: skip
+        bucket = tl.arange(0, BUCKETS)
         tl.store(counts + bucket, count, mask=bucket < num_buckets)
 
 
@@ -113,10 +107,10 @@ def _align_blocks_kernel(
     )
     block, blocks = tl.program_id(0), tl.num_programs(0)
     bucket = tl.arange(0, BUCKETS)
-    found = block_buckets(
-        topk_ids, expert_map, num_slots, first_expert, num_experts, num_buckets, BLOCK
-    )
-    count, before, own = count_buckets(found, table, BUCKETS, ACROSS, ROWS)
+    found, count, before, own = count_slots(
+        topk_ids, expert_map, table, num_slots, first_expert, num_experts, num_buckets,
+        BUCKETS, BLOCK, ACROSS, ROWS,
+    )  # fmt: skip
     tiles = (count + TILE - 1) // TILE
     start, first_tile = tl.cumsum(count, 0) - count, tl.cumsum(tiles, 0) - tiles
     first_row, used_tiles = first_tile * TILE, tl.sum(tiles)

@@ -24,13 +24,7 @@ from moe_ops.kernels._quantize.rows import Rows, load_values, readable, row_cons
 from moe_ops.kernels._runtime.dependent import take_turn
 from moe_ops.kernels._runtime.launch import Launch
 from moe_ops.kernels._runtime.slots import next_power_of_2
-from moe_ops.kernels._sort.counting_sort import (
-    Blocks,
-    block_buckets,
-    count_blocks,
-    count_buckets,
-    sort_in_block,
-)
+from moe_ops.kernels._sort.counting_sort import Blocks, count_blocks, count_slots, sort_in_block
 from moe_ops.kernels.quantize import quantize_rows, unpacked, warps
 
 
@@ -45,10 +39,10 @@ def _places_kernel(
     Outputs that are None are not written; ``rows`` is -1 for a slot without a place.
     """
     take_turn()
-    found = block_buckets(
-        topk_ids, expert_map, num_slots, first_expert, num_experts, num_buckets, BLOCK
-    )
-    count, before, own = count_buckets(found, table, BUCKETS, ACROSS, ROWS)
+    found, count, before, own = count_slots(
+        topk_ids, expert_map, table, num_slots, first_expert, num_experts, num_buckets,
+        BUCKETS, BLOCK, ACROSS, ROWS,
+    )  # fmt: skip
     slot, bucket, rank = sort_in_block(found, before, own, num_buckets, BLOCK)
     placed = (bucket < num_buckets) & (rank < max_rows)
     row = tl.where(placed, bucket * max_rows + rank, -1)

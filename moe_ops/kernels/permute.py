@@ -17,13 +17,7 @@ from moe_ops.fake_impls.permute import order_columns as empty_ordered
 from moe_ops.kernels._runtime.dependent import take_turn
 from moe_ops.kernels._runtime.launch import Launch
 from moe_ops.kernels._runtime.slots import dense, local_experts, map_size, next_power_of_2
-from moe_ops.kernels._sort.counting_sort import (
-    Blocks,
-    block_buckets,
-    count_blocks,
-    count_buckets,
-    sort_in_block,
-)
+from moe_ops.kernels._sort.counting_sort import Blocks, count_blocks, count_slots, sort_in_block
 
 
 @triton.jit(do_not_specialize=["num_slots", "first_expert"])
@@ -34,10 +28,10 @@ def _permutation_kernel(
 ):  # fmt: skip
     """One program places the slots of one block; skipped slots go behind all others."""
     take_turn()
-    found = block_buckets(
-        topk_ids, expert_map, num_slots, first_expert, num_experts, num_buckets, BLOCK
-    )
-    count, before, own = count_buckets(found, table, BUCKETS, ACROSS, ROWS)
+    found, count, before, own = count_slots(
+        topk_ids, expert_map, table, num_slots, first_expert, num_experts, num_buckets,
+        BUCKETS, BLOCK, ACROSS, ROWS,
+    )  # fmt: skip
     end, block = tl.cumsum(count, 0), tl.program_id(0)
     slot, bucket, row = sort_in_block(found, end - count + before, own, num_buckets, BLOCK)
     # Ahead of a skipped slot: earlier blocks, this one's slots up to it, later blocks' placed ones.

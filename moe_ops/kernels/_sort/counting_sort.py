@@ -33,17 +33,16 @@ ROWS = 8
 
 
 @triton.jit
-def block_buckets(
+def _block_buckets(
     topk_ids, expert_map, num_slots, first_expert, num_experts, num_buckets, BLOCK: tl.constexpr
 ):
-    """The bucket of each slot of this program's block, -1 where the slot is skipped.
+    """The bucket of each slot of this program's block, negative where the slot is skipped.
 
     Bucket b is local expert ``first_expert + b``.
     """
     slot = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside, last = slot < num_slots, first_expert + num_buckets
-    expert = local_experts(topk_ids, expert_map, slot, inside, num_experts, last)
-    return tl.maximum(expert - first_expert, -1)
+    return local_experts(topk_ids, expert_map, slot, inside, num_experts, last) - first_expert
 
 
 @triton.jit
@@ -59,7 +58,7 @@ def _count_blocks_kernel(
 ):  # fmt: skip
     """One program counts the slots of one block, by bucket."""
     take_turn()
-    found = block_buckets(
+    found = _block_buckets(
         topk_ids, expert_map, num_slots, first_expert, num_experts, num_buckets, BLOCK
     )
     row = table + tl.program_id(0) * BUCKETS
@@ -68,7 +67,7 @@ def _count_blocks_kernel(
 
 @triton.jit
 def _add_blocks(table, BUCKETS: tl.constexpr, ACROSS: tl.constexpr, ROWS: tl.constexpr):
-    """`count_buckets` from a table.
+    """For each bucket: all slots, those in the blocks before this program's, and those in it.
 
     A step reads ROWS rows in each of ACROSS groups of threads. Triton gives a thread the rows of
     the middle axis: it adds them up by itself, two buckets at a time, since 16 bits hold the sums.
@@ -95,16 +94,24 @@ def _add_blocks(table, BUCKETS: tl.constexpr, ACROSS: tl.constexpr, ROWS: tl.con
 
 
 @triton.jit
-def count_buckets(found, table, BUCKETS: tl.constexpr, ACROSS: tl.constexpr, ROWS: tl.constexpr):
-    """For each bucket: all slots, those in the blocks before this program's, and those in it.
+def count_slots(
+    topk_ids, expert_map, table, num_slots, first_expert, num_experts, num_buckets,
+    BUCKETS: tl.constexpr, BLOCK: tl.constexpr, ACROSS: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """The bucket of each slot of this program's block, and three counts for each bucket.
 
-    Without a table the program's block has all slots.
+    They are of all slots, of those in earlier blocks, and of those in this one. Without a table
+    this block has all slots.
     """
+    found = _block_buckets(
+        topk_ids, expert_map, num_slots, first_expert, num_experts, num_buckets, BLOCK
+    )
     if table is None:
-        own = _count_block(found, BUCKETS)
-        return own, own * 0, own
+        count = _count_block(found, BUCKETS)
+        before, own = count * 0, count
     else:
-        return _add_blocks(table, BUCKETS, ACROSS, ROWS)
+        count, before, own = _add_blocks(table, BUCKETS, ACROSS, ROWS)
+    return found, count, before, own
 
 
 @triton.jit
@@ -114,7 +121,7 @@ def sort_in_block(found, first_row, own, num_buckets, BLOCK: tl.constexpr):
     Skipped slots come last; their bucket is ``num_buckets``, and their row means nothing.
 
     Args:
-        found: the bucket of each slot, -1 where the slot is skipped.
+        found: the bucket of each slot, negative where the slot is skipped.
         first_row: the row of each bucket's first slot in this block.
         own: the slots of each bucket in this block.
         num_buckets: how many buckets there are.
