@@ -34,7 +34,13 @@ from moe_ops.fake_impls.align import plan_slots as empty_plan_slots
 from moe_ops.kernels._runtime.dependent import take_turn
 from moe_ops.kernels._runtime.launch import Launch
 from moe_ops.kernels._runtime.slots import dense, local_experts, map_size, next_power_of_2
-from moe_ops.kernels._sort.counting_sort import Blocks, count_blocks, count_slots, sort_in_block
+from moe_ops.kernels._sort.counting_sort import (
+    Blocks,
+    block_sizes,
+    count_blocks,
+    count_slots,
+    sort_in_block,
+)
 from moe_ops.kernels._sort.plan import (
     as_name,
     finish_plan,
@@ -133,6 +139,15 @@ def _align_blocks_kernel(
     )  # fmt: skip
 
 
+@lru_cache(maxsize=4096)
+def _align_launch(num_slots: int, row_tiles: tuple[int, ...], num_experts: int) -> Launch:
+    """The kernel for a number of slots."""
+    tile = pick_row_tile(row_tiles, num_slots, num_experts)
+    if num_slots > SINGLE_LAUNCH_SLOTS:
+        return _align_blocks(block_sizes(num_slots, num_experts), tile)
+    return _align_few(scan_sizes(num_slots), tile, num_experts)
+
+
 @lru_cache(maxsize=1024)
 def _align_few(scan: Scan, tile: int, num_experts: int) -> Launch:
     buckets = next_power_of_2(max(num_experts, 2))
@@ -187,16 +202,14 @@ def _align_slots(
 ) -> None:
     """Write the plan of the slots, sorted by what ``bucket_map`` makes of their ids."""
     num_slots = topk_ids.numel()
-    tile = pick_row_tile(row_tiles, num_slots, num_experts)
-    plan = (dense(names), *parts, *sizes)
+    launch = _align_launch(num_slots, tuple(row_tiles), num_experts)
     if num_slots > SINGLE_LAUNCH_SLOTS:
-        blocks, grid, slots = count_blocks(topk_ids, bucket_map, num_experts)
-        _align_blocks(blocks, tile)(grid, *slots, *plan)
-        return
-    _align_few(scan_sizes(num_slots), tile, num_experts)(
-        (plan_programs(num_experts),), topk_ids.contiguous(), dense(bucket_map),
-        num_slots, map_size(bucket_map, num_experts), num_experts, *plan,
-    )  # fmt: skip
+        _, grid, slots = count_blocks(topk_ids, bucket_map, num_experts)
+    else:
+        grid = (plan_programs(num_experts),)
+        counted = (num_slots, map_size(bucket_map, num_experts), num_experts)
+        slots = (topk_ids.contiguous(), dense(bucket_map), *counted)
+    launch(grid, *slots, dense(names), *parts, *sizes)
 
 
 @triton.jit
