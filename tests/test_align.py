@@ -119,6 +119,8 @@ def test_blocks_of_few_and_many_experts(num_experts, device):
     ids[256:512] = num_experts - 1
     plan = moe_ops.moe_align_block_size(ids.to(device), 16, num_experts)
     assert_plan(plan, looped(ids, 16, num_experts))
+    counts = moe_ops.count_expert_num_tokens(ids.to(device), num_experts)
+    assert counts.tolist() == [int((ids == e).sum()) for e in range(num_experts)]
 
 
 @pytest.mark.parametrize("ignore", [False, True])
@@ -140,6 +142,9 @@ def test_many_slots(num_slots, num_experts, ignore, device):
     assert_plan(plan, looped(ids, 16, local, expert_map.tolist(), ignore))
     plan = ops.plan_slots(ids.to(device), expert_map.to(device), [16], local)
     assert torch.equal(plan.cpu(), plan_slots(ids, expert_map, [16], local))
+    counts = ops.count_expert_num_tokens(ids.to(device), expert_map.to(device), local)
+    experts = local_experts(ids, expert_map, local)
+    assert counts.tolist() == torch.bincount(experts + 1, minlength=local + 1).tolist()[1:]
 
 
 def test_ids_wider_than_int32_are_no_expert(device):
@@ -227,11 +232,10 @@ def test_entries_of_a_map_that_are_no_local_expert(tokens, dtype, device):
     g = torch.Generator().manual_seed(tokens)
     ids = torch.randint(-1, 8, (tokens, 2), generator=g, dtype=torch.int32).to(device)
     results = [[ops.plan_slots(ids, expert_map, [16], 2)] for expert_map in (hostile, tame)]
-    if ids.numel() <= SINGLE_LAUNCH_SLOTS:
-        for result, expert_map in zip(results, (hostile, tame), strict=True):
-            result += ops.moe_align_block_size(ids, expert_map, [4], 2, False, True)
-            result += [ops.count_expert_num_tokens(ids, expert_map, 2)]
-            result += ops.moe_permutation(ids, expert_map, 2)
+    for result, expert_map in zip(results, (hostile, tame), strict=True):
+        result += ops.moe_align_block_size(ids, expert_map, [4], 2, False, True)
+        result += [ops.count_expert_num_tokens(ids, expert_map, 2)]
+        result += ops.moe_permutation(ids, expert_map, 2)
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
     expected = [{0: 1, 3: 0}.get(e, -1) for e in ids.flatten().tolist()]
     assert local_experts(ids, hostile, 2).tolist() == expected

@@ -119,6 +119,22 @@ def test_rows_of_slots(case, device):
     assert rows.flatten().tolist() == expected
 
 
+@pytest.mark.parametrize(
+    ("num_slots", "first", "here", "room"),
+    [(1024, 0, 1, 0), (1026, 3, 40, 20), (1500, 2**30, 257, 3)],
+)
+def test_rows_of_many_slots(num_slots, first, here, room, device):
+    """One launch and two; some experts have more slots than room, and ids are anything."""
+    g = torch.Generator().manual_seed(0)
+    ids = torch.randint(first - 2, first + here + 2, (num_slots // 2, 2), generator=g)
+    ids[100:300], ids[::9, 0], ids[1::9, 1] = first + here - 1, first + 2**32, -(2**63)
+    rows = ops.batched_rows(ids.to(device), first, here, room)
+    expected = torch.full((num_slots,), -1)
+    for expert, mine in enumerate(looped(ids, first, here, room)[0]):
+        expected[mine] = expert * room + torch.arange(len(mine))
+    assert torch.equal(rows.flatten().cpu(), expected.int())
+
+
 @given(case=placements(), dtype=st.sampled_from(DTYPES))
 def test_dispatched_rows_come_back(case, dtype, device):
     """batched_rows and moe_unpermute combine: dropped and other ranks' slots add nothing."""

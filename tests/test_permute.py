@@ -2,11 +2,13 @@
 
 import pytest
 import torch
+from conftest import INTERPRETED
 from hypothesis import given
 from hypothesis import strategies as st
 from strategies import topk_ids
 
 import moe_ops
+from moe_ops import ops
 from moe_ops.reference import permute
 from moe_ops.testing import Bounded, assert_matches_reference
 
@@ -50,6 +52,39 @@ def test_any_ids(case, mapped, device):
     token = slots[:used].long() // k
     assert torch.equal(rows[:used], x[token])
     assert (rows[used:] == 0).all()
+
+
+BLOCKS = [(1024, 257, True), (1025, 256, True), (5100, 2, False)]
+if not INTERPRETED:
+    BLOCKS += [(33000, 7, True), (262200, 512, True), (1000, 4096, False), (1100, 4096, True)]
+
+
+@pytest.mark.parametrize(("num_slots", "num_experts", "mapped"), BLOCKS)
+def test_blocks_of_slots(num_slots, num_experts, mapped, device):
+    """One launch's last number of slots, and two launches' with blocks of every size.
+
+    One block has slots of one expert only, one has none of an expert, and some ids are skipped.
+    """
+    g = torch.Generator().manual_seed(0)
+    ids = torch.randint(-1, num_experts + 2, (num_slots, 1), generator=g)
+    ids[256:512], ids[512:768], ids[::7] = num_experts - 1, -1, 2**32
+    expert_map = torch.randperm(num_experts, generator=g, dtype=torch.int32) if mapped else None
+    order, key = sorted_slots(ids, num_experts, expert_map.tolist() if mapped else None)
+    on_device = expert_map.to(device) if mapped else None
+    offset, inverse, slots = ops.moe_permutation(ids.to(device), on_device, num_experts)
+    assert slots.tolist() == order
+    assert inverse.flatten()[slots.long()].tolist() == list(range(num_slots))
+    group = torch.tensor([key((0, i)) for i in ids.flatten().tolist()])
+    counts = torch.bincount(group, minlength=num_experts + 1)
+    assert offset.tolist() == (counts.cumsum(0) - counts).tolist()
+
+
+def test_no_slots(device):
+    ids = torch.zeros(0, 2, dtype=torch.int32, device=device)
+    offset, inverse, slots = ops.moe_permutation(ids, None, 5)
+    assert offset.tolist() == [0] * 6 and inverse.shape == (0, 2) and slots.shape == (0,)
+    assert ops.count_expert_num_tokens(ids, None, 5).tolist() == [0] * 5
+    assert ops.batched_rows(ids, 1, 5, 3).shape == (0, 2)
 
 
 def test_scales_move_with_their_rows(device):

@@ -65,10 +65,10 @@ tiles' first rows begin, and a zero, so that slots begin at a multiple of 16 byt
 MAX_PLAN_ENTRIES = 2**31 - 1
 """Kernels count them in 32 bits."""
 SINGLE_LAUNCH_SLOTS = 1024
-"""Up to here one launch aligns: each of its programs counts all experts itself."""
+"""Up to so many slots one launch sorts: each of its programs counts all of them itself."""
 PLAN_PROGRAMS = 128
-"""Programs of that launch where experts are up to four times as many: each counts all slots, which
-more at a time only slow down."""
+"""Programs of that launch in alignment, for up to four times as many experts. Each program counts
+all slots, so that more programs at a time only slow down."""
 MANY_TOKENS = 2048
 """From here on a program of top-k routes several tokens: else it would end before others begin."""
 ONE_LAUNCH_LOGITS = 512
@@ -238,30 +238,24 @@ def max_row_tiles(num_slots: int, num_experts: int, block_m: int) -> int:
 
 
 class Scan(NamedTuple):
-    """How the programs of a counting sort walk over the slots."""
+    """Slots and warps of one program of a counting sort."""
 
     chunk: int
-    """Slots in a step."""
     num_warps: int
 
 
 def scan_sizes(num_slots: int) -> Scan:
-    """Many slots in a step where there are many, since every step waits for a sum.
+    """Few slots: all of them in one program, without idle places and threads, which cost time.
 
-    Few, all in one: with twice as many places or threads as they need, it takes longer.
+    Many: a block of them. Blocks grow with the slots, since every program adds up the counts of all
+    blocks.
     """
-    if num_slots > SINGLE_LAUNCH_SLOTS:
-        return Scan(4096, 16)
-    chunk = max(64, next_power_of_2(num_slots))
-    return Scan(chunk, 2 if chunk <= 256 else 4)
-
-
-def sort_block(num_slots: int) -> int:
-    """Slots that one program of a counting sort places.
-
-    More where there would be many programs, each of which adds up what all of them counted.
-    """
-    return 256 if num_slots <= 32768 else 1024 if num_slots <= 262144 else 4096
+    if num_slots <= SINGLE_LAUNCH_SLOTS:
+        chunk = max(64, next_power_of_2(num_slots))
+        return Scan(chunk, 2 if chunk <= 256 else 4)
+    if num_slots <= 32768:
+        return Scan(256, 4)
+    return Scan(1024 if num_slots <= 262144 else 4096, 8)
 
 
 def few_tokens(num_tokens: int, num_experts: int) -> int:

@@ -1,9 +1,10 @@
 """Triton kernels of the alignment stage: a stable counting sort.
 
-Few slots: every program looks at all of them and places those of its own experts, up to four. Many:
-see `counting_sort`. No two programs write the same entry, and the order never depends on timing.
+Few slots take one launch: every program looks at all slots and places those of up to four experts.
+Many take `counting_sort`. No two programs write the same entry, and the order never depends on
+timing.
 
-Kernels take the three parts of a plan, or None for the last two: see `plan_parts`.
+Kernels take the three parts of a plan, or the plan and None twice: see `plan_parts`.
 """
 
 from __future__ import annotations
@@ -35,10 +36,9 @@ from moe_ops.kernels._runtime.launch import Launch
 from moe_ops.kernels._runtime.slots import dense, local_experts, map_size, next_power_of_2
 from moe_ops.kernels._sort.counting_sort import (
     Blocks,
-    add_blocks,
-    block_buckets,
     block_sizes,
     count_blocks,
+    count_slots,
     sort_in_block,
 )
 from moe_ops.kernels._sort.plan import (
@@ -52,48 +52,44 @@ from moe_ops.kernels._sort.plan import (
 )
 
 
-@triton.jit(do_not_specialize=["num_slots"])
+@triton.jit(do_not_specialize=["num_slots", "first_expert"])
 def _count_kernel(
-    topk_ids, expert_map, counts, num_slots, num_experts, num_local_experts, CHUNK: tl.constexpr
-):
-    """One program counts the slots of one expert."""
+    topk_ids, expert_map, table, num_slots, first_expert, num_experts, num_buckets, counts,
+    BUCKETS: tl.constexpr, BLOCK: tl.constexpr, ACROSS: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """The first program stores the counts of all slots; the others have nothing to do."""
     take_turn()
-    expert = tl.program_id(0)
-    hits = tl.zeros((CHUNK,), dtype=tl.int32)
-    for start in range(0, num_slots, CHUNK):
-        slot = start + tl.arange(0, CHUNK)
-        found = local_experts(
-            topk_ids, expert_map, slot, slot < num_slots, num_experts, num_local_experts
-        )
-        hits += (found == expert).to(tl.int32)
-    tl.store(counts + expert, tl.sum(hits))
+    if tl.program_id(0) == 0:
+        _, count, _, _ = count_slots(
+            topk_ids, expert_map, table, num_slots, first_expert, num_experts, num_buckets,
+            BUCKETS, BLOCK, ACROSS, ROWS,
+        )  # fmt: skip
+        bucket = tl.arange(0, BUCKETS)
+        tl.store(counts + bucket, count, mask=bucket < num_buckets)
 
 
 @lru_cache(maxsize=1024)
-def _count_launch(scan: Scan) -> Launch:
-    return Launch(_count_kernel, CHUNK=scan.chunk, num_warps=scan.num_warps)
+def _count_launch(sizes: Blocks) -> Launch:
+    return Launch(_count_kernel, **sizes.constants())
 
 
 def count_expert_num_tokens(
     topk_ids: Tensor, expert_map: Tensor | None, num_local_experts: int
 ) -> Tensor:
-    """Launch one program an expert."""
+    """One launch for few slots; for many one that counts blocks and one that adds them up."""
     counts = empty_counts(topk_ids, expert_map, num_local_experts)
-    num_slots = topk_ids.numel()
-    _count_launch(scan_sizes(num_slots))(
-        (num_local_experts,), topk_ids.contiguous(), dense(expert_map), counts, num_slots,
-        map_size(expert_map, num_local_experts), num_local_experts,
-    )  # fmt: skip
+    sizes, grid, slots = count_blocks(topk_ids, expert_map, num_local_experts)
+    _count_launch(sizes)(grid, *slots, counts)
     return counts
 
 
 @triton.jit(do_not_specialize=["num_slots", "num_rows", "num_tiles"])
 def _align_kernel(
-    topk_ids, expert_map, names, sorted_token_ids, expert_ids, num_tokens_post_padded,
-    num_slots, num_rows, num_tiles, num_experts, num_buckets,
+    topk_ids, expert_map, num_slots, num_experts, num_buckets,
+    names, sorted_token_ids, expert_ids, num_tokens_post_padded, num_rows, num_tiles,
     TILE: tl.constexpr, BUCKETS: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """One program an expert, or a few."""
+    """One program places the slots of one expert, or of a few."""
     take_turn()
     slot = tl.arange(0, CHUNK)
     found = local_experts(topk_ids, expert_map, slot, slot < num_slots, num_experts, num_buckets)
@@ -103,10 +99,10 @@ def _align_kernel(
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["num_slots", "num_rows", "num_tiles"])
+@triton.jit(do_not_specialize=["num_slots", "first_expert", "num_rows", "num_tiles"])
 def _align_blocks_kernel(
-    topk_ids, expert_map, names, table, sorted_token_ids, expert_ids, num_tokens_post_padded,
-    num_slots, num_rows, num_tiles, num_experts, num_buckets,
+    topk_ids, expert_map, table, num_slots, first_expert, num_experts, num_buckets,
+    names, sorted_token_ids, expert_ids, num_tokens_post_padded, num_rows, num_tiles,
     TILE: tl.constexpr, BUCKETS: tl.constexpr, BLOCK: tl.constexpr,
     ACROSS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
@@ -117,15 +113,17 @@ def _align_blocks_kernel(
     )
     block, blocks = tl.program_id(0), tl.num_programs(0)
     bucket = tl.arange(0, BUCKETS)
-    count, before, own = add_blocks(table, blocks, BUCKETS, ACROSS, ROWS)
+    found, count, before, own = count_slots(
+        topk_ids, expert_map, table, num_slots, first_expert, num_experts, num_buckets,
+        BUCKETS, BLOCK, ACROSS, ROWS,
+    )  # fmt: skip
     tiles = (count + TILE - 1) // TILE
     start, first_tile = tl.cumsum(count, 0) - count, tl.cumsum(tiles, 0) - tiles
     first_row, used_tiles = first_tile * TILE, tl.sum(tiles)
     WHOLE: tl.constexpr = expert_ids is None
 
-    found = block_buckets(topk_ids, expert_map, num_slots, num_experts, num_buckets, BLOCK)
-    slot, row, placed = sort_in_block(found, first_row + before, own, num_buckets, BLOCK)
-    tl.store(slots + row, slot, mask=placed)
+    slot, own_bucket, row = sort_in_block(found, first_row + before, own, num_buckets, BLOCK)
+    tl.store(slots + row, slot, mask=own_bucket < num_buckets)
 
     name = bucket
     if names is not None:
@@ -160,9 +158,7 @@ def _align_few(scan: Scan, tile: int, num_experts: int) -> Launch:
 
 @lru_cache(maxsize=1024)
 def _align_blocks(sizes: Blocks, tile: int) -> Launch:
-    block, buckets, across, rows, num_warps = sizes
-    constants = {"BLOCK": block, "BUCKETS": buckets, "ACROSS": across, "ROWS": rows}
-    return Launch(_align_blocks_kernel, TILE=tile, **constants, num_warps=num_warps)
+    return Launch(_align_blocks_kernel, TILE=tile, **sizes.constants())
 
 
 def moe_align_block_size(
@@ -173,7 +169,7 @@ def moe_align_block_size(
     pad_sorted_ids: bool,
     ignore_invalid_experts: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """One launch for few slots: a program an expert. Two for many: a program a block of them."""
+    """One launch for few slots, a program per expert; for many two, a program per block."""
     how = (row_tiles, num_experts, pad_sorted_ids, ignore_invalid_experts)
     plan = empty_plan(topk_ids, expert_map, *how)
     bucket_map, names = (expert_map, None) if ignore_invalid_experts else (None, expert_map)
@@ -185,7 +181,7 @@ def moe_align_block_size(
 def plan_slots(
     topk_ids: Tensor, expert_map: Tensor | None, row_tiles: Sequence[int], num_experts: int
 ) -> Tensor:
-    """The same in one tensor; for so few slots that nobody reads it, nothing is launched."""
+    """A plan in one tensor; nothing is launched for so few slots that no GEMM reads a plan."""
     plan = empty_plan_slots(topk_ids, expert_map, row_tiles, num_experts)
     num_slots = topk_ids.numel()
     if not is_direct(num_slots, num_experts):
@@ -204,17 +200,16 @@ def _align_slots(
     row_tiles: Sequence[int],
     num_experts: int,
 ) -> None:
-    """Fill a plan with the slots, sorted by what ``bucket_map`` makes of their ids."""
-    topk_ids, bucket_map = topk_ids.contiguous(), dense(bucket_map)
+    """Write the plan of the slots, sorted by what ``bucket_map`` makes of their ids."""
     num_slots = topk_ids.numel()
-    programs, table = plan_programs(num_experts), ()
+    launch = _align_launch(num_slots, tuple(row_tiles), num_experts)
     if num_slots > SINGLE_LAUNCH_SLOTS:
-        table = (count_blocks(topk_ids, bucket_map, num_experts),)
-        programs = table[0].shape[0]
-    _align_launch(num_slots, tuple(row_tiles), num_experts)(
-        (programs,), topk_ids, bucket_map, dense(names), *table, *parts,
-        num_slots, *sizes, map_size(bucket_map, num_experts), num_experts,
-    )  # fmt: skip
+        _, grid, slots = count_blocks(topk_ids, bucket_map, num_experts)
+    else:
+        grid = (plan_programs(num_experts),)
+        counted = (num_slots, map_size(bucket_map, num_experts), num_experts)
+        slots = (topk_ids.contiguous(), dense(bucket_map), *counted)
+    launch(grid, *slots, dense(names), *parts, *sizes)
 
 
 @triton.jit
@@ -225,7 +220,7 @@ def _bounded(number, most):
 
 @triton.jit
 def _no_more_rows(count, num_rows):
-    """Counts of rows, cut where they begin to add up to more than there are."""
+    """Counts of rows, cut where their sum exceeds ``num_rows``."""
     count = tl.maximum(count, 0)
     before = tl.cumsum(count.to(tl.int64), 0) - count
     return tl.minimum(count, tl.maximum(num_rows - before, 0)).to(tl.int32)
@@ -236,9 +231,9 @@ def _spans_kernel(
     plan, counts, offset,
     max_rows, pad, num_rows, num_tiles, num_experts, TILE: tl.constexpr, BUCKETS: tl.constexpr,
 ):  # fmt: skip
-    """One program lists the rows of one expert, which lie side by side; and its share of the rest.
+    """One program lists the rows of one expert, which lie side by side, and its share of the rest.
 
-    With ``counts``: expert e's rows begin at ``e * max_rows``; with ``offset``: at ``offset[e]``.
+    Expert e's rows begin at ``e * max_rows`` if ``counts`` is given, else at ``offset[e]``.
     """
     take_turn()
     slots, names, firsts, header = plan_parts(plan, None, None, num_rows, num_tiles)
@@ -278,7 +273,7 @@ def _spans_launch(tile: int, num_experts: int) -> Launch:
 def plan_batched(
     expert_num_tokens: Tensor, max_num_tokens: int, row_tiles: Sequence[int]
 ) -> Tensor:
-    """Launch one program an expert."""
+    """Launch one program per expert."""
     plan = empty_batched(expert_num_tokens, max_num_tokens, row_tiles)
     num_experts = expert_num_tokens.shape[0]
     num_rows = num_experts * max_num_tokens
@@ -289,7 +284,7 @@ def plan_batched(
 def plan_permuted(
     expert_first_token_offset: Tensor, num_rows: int, row_tiles: Sequence[int]
 ) -> Tensor:
-    """Launch one program an expert."""
+    """Launch one program per expert."""
     plan = empty_permuted(expert_first_token_offset, num_rows, row_tiles)
     num_experts = expert_first_token_offset.shape[0] - 1
     spans = (None, expert_first_token_offset.contiguous())

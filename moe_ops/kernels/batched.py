@@ -1,7 +1,7 @@
 """Triton kernels of the batched format: each slot's row placed with its expert, in slot order.
 
-Two launches: a counting sort finds the slot of each row, then rows are copied, activated or
-quantized by programs of their own. Rows past an expert's count are zeros.
+A counting sort finds the slot of each row; another launch copies, activates or quantizes rows. Rows
+past an expert's count are zeros.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from moe_ops.dispatch.tiles import Scan, cdiv, scan_sizes
+from moe_ops.dispatch.tiles import cdiv
 from moe_ops.fake_impls.batched import batched_activation as empty_activated
 from moe_ops.fake_impls.batched import batched_activation_quantize as empty_activated_quantized
 from moe_ops.fake_impls.batched import batched_dispatch as empty_dispatched
@@ -23,77 +23,55 @@ from moe_ops.fake_impls.batched import check_room
 from moe_ops.kernels._quantize.rows import Rows, load_values, readable, row_constants
 from moe_ops.kernels._runtime.dependent import take_turn
 from moe_ops.kernels._runtime.launch import Launch
-from moe_ops.kernels._runtime.slots import local_experts, next_power_of_2
+from moe_ops.kernels._runtime.slots import next_power_of_2
+from moe_ops.kernels._sort.counting_sort import Blocks, count_blocks, count_slots, sort_in_block
 from moe_ops.kernels.quantize import quantize_rows, unpacked, warps
-
-
-@triton.jit
-def _experts_here(topk_ids, slot, num_slots, first_expert, num_experts):
-    """The expert of each slot, counted from ``first_expert``, and -1 past the last slot.
-
-    Slots of no expert here get ``num_experts``.
-    """
-    inside = slot < num_slots
-    last = first_expert + num_experts
-    expert = local_experts(topk_ids, None, slot, inside, last, last) - first_expert
-    return tl.where(inside, tl.where(expert < 0, num_experts, expert), -1)
 
 
 @triton.jit(do_not_specialize=["num_slots", "first_expert", "max_rows"])
 def _places_kernel(
-    topk_ids, slots, rows, counts, num_dropped, num_slots, first_expert, num_experts, max_rows,
-    BUCKETS: tl.constexpr, CHUNK: tl.constexpr,
+    topk_ids, expert_map, table, num_slots, first_expert, num_experts, num_buckets,
+    slots, rows, counts, num_dropped, max_rows,
+    BUCKETS: tl.constexpr, BLOCK: tl.constexpr, ACROSS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """One program places the slots of one expert; the last one those of no expert here."""
+    """One program places the slots of one block: up to ``max_rows`` with each expert.
+
+    Outputs that are None are not written; ``rows`` is -1 for a slot without a place.
+    """
     take_turn()
-    expert = tl.program_id(0)
-    taken = expert * 0
-    for start in range(0, num_slots, CHUNK):
-        slot = start + tl.arange(0, CHUNK)
-        mine = (_experts_here(topk_ids, slot, num_slots, first_expert, num_experts) == expert).to(
-            tl.int32
-        )
-        rank = taken + tl.cumsum(mine, 0) - mine
-        room = tl.where(expert < num_experts, max_rows, 0)
-        row = tl.where(rank < room, expert * max_rows + rank, -1)
-        if slots is not None:
-            tl.store(slots + row, slot, mask=(mine > 0) & (row >= 0))
-        if rows is not None:
-            tl.store(rows + slot, row, mask=mine > 0)
-        taken += tl.sum(mine)
-    if counts is not None:
-        tl.store(counts + expert, tl.minimum(taken, max_rows), mask=expert < num_experts)
-        if expert == num_experts:
-            total = tl.zeros((BUCKETS,), dtype=tl.int32)
-            # Half a chunk at a time: a histogram takes registers.
-            for start in range(0, num_slots, CHUNK // 2):
-                slot = start + tl.arange(0, CHUNK // 2)
-                found = _experts_here(topk_ids, slot, num_slots, first_expert, num_experts)
-                valid = (found >= 0) & (found < num_experts)
-                total += tl.histogram(tl.maximum(found, 0), BUCKETS, mask=valid)
-            tl.store(num_dropped, tl.sum(tl.maximum(total - max_rows, 0)))
+    found, count, before, own = count_slots(
+        topk_ids, expert_map, table, num_slots, first_expert, num_experts, num_buckets,
+        BUCKETS, BLOCK, ACROSS, ROWS,
+    )  # fmt: skip
+    slot, bucket, rank = sort_in_block(found, before, own, num_buckets, BLOCK)
+    placed = (bucket < num_buckets) & (rank < max_rows)
+    row = tl.where(placed, bucket * max_rows + rank, -1)
+    if slots is not None:
+        tl.store(slots + row, slot, mask=placed)
+    if rows is not None:
+        tl.store(rows + slot, row, mask=slot < num_slots)
+    if counts is not None and tl.program_id(0) == 0:
+        expert = tl.arange(0, BUCKETS)
+        tl.store(counts + expert, tl.minimum(count, max_rows), mask=expert < num_buckets)
+        tl.store(num_dropped, tl.sum(tl.maximum(count - max_rows, 0)))
 
 
 @lru_cache(maxsize=1024)
-def _places_launch(scan: Scan, num_experts: int) -> Launch:
-    buckets = next_power_of_2(max(num_experts, 2))
-    return Launch(_places_kernel, BUCKETS=buckets, CHUNK=scan.chunk, num_warps=scan.num_warps)
+def _places_launch(sizes: Blocks) -> Launch:
+    return Launch(_places_kernel, **sizes.constants())
 
 
 def _find_places(
     topk_ids: Tensor, first_expert: int, num_experts: int, max_rows: int, *out: Tensor | None
 ) -> None:
-    num_slots = topk_ids.numel()
-    _places_launch(scan_sizes(num_slots), num_experts)(
-        (num_experts + 1,), topk_ids.contiguous(), *out,
-        num_slots, first_expert, num_experts, max_rows,
-    )  # fmt: skip
+    sizes, grid, arguments = count_blocks(topk_ids, None, num_experts, first_expert)
+    _places_launch(sizes)(grid, *arguments, *out, max_rows)
 
 
 def batched_rows(
     topk_ids: Tensor, first_expert: int, num_local_experts: int, max_num_tokens: int
 ) -> Tensor:
-    """Launch one program an expert, and one more."""
+    """One launch for few slots; for many one that counts and one that places."""
     rows = empty_places(topk_ids, first_expert, num_local_experts, max_num_tokens)
     out = (None, rows, None, None)
     _find_places(topk_ids, first_expert, num_local_experts, max_num_tokens, *out)
@@ -124,7 +102,7 @@ def _copy_kernel(
 
 @lru_cache(maxsize=1024)
 def _copy_launch(source: tuple, width: int) -> tuple[Launch, int]:
-    """The kernel, and the programs along a row."""
+    """The kernel, and the number of programs per row."""
     block = min(1024, next_power_of_2(width))
     kernel = Launch(_copy_kernel, **row_constants(*source), BLOCK=block, num_warps=warps(block))
     return kernel, cdiv(width, block)
@@ -148,7 +126,7 @@ def batched_dispatch(
     quant: str,
     drops: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Place, then copy or quantize."""
+    """Find the places, then copy or quantize."""
     check_room(x, max_num_tokens, drops)
     places = (topk_ids, first_expert, num_local_experts, max_num_tokens)
     result = empty_dispatched(x, scale, topk_weights, *places, quant)
@@ -171,7 +149,7 @@ def batched_dispatch(
 
 
 def batched_activation(x: Tensor, expert_num_tokens: Tensor, activation: str) -> Tensor:
-    """Launch one program for each piece of a row."""
+    """Launch one program per piece of a row."""
     out = empty_activated(x, expert_num_tokens, activation)
     _copy_rows(Rows(x, out.shape, activation, counts=expert_num_tokens), out)
     return out
@@ -180,7 +158,7 @@ def batched_activation(x: Tensor, expert_num_tokens: Tensor, activation: str) ->
 def batched_quantize(
     x: Tensor, scale: Tensor | None, expert_num_tokens: Tensor, quant: str
 ) -> tuple[Tensor, Tensor]:
-    """One launch; two where an expert's rows share a scale that comes from the data."""
+    """One launch; two if an expert's rows share a scale that comes from the data."""
     out = empty_quantized(x, scale, expert_num_tokens, quant)
     rows = Rows(x, unpacked(out[0], quant), counts=expert_num_tokens)
     quantize_rows(rows, scale, quant, out)
@@ -190,7 +168,7 @@ def batched_quantize(
 def batched_activation_quantize(
     x: Tensor, scale: Tensor | None, expert_num_tokens: Tensor, activation: str, quant: str
 ) -> tuple[Tensor, Tensor]:
-    """One launch; two where an expert's rows share a scale that comes from the data."""
+    """One launch; two if an expert's rows share a scale that comes from the data."""
     out = empty_activated_quantized(x, scale, expert_num_tokens, activation, quant)
     rows = Rows(x, unpacked(out[0], quant), activation, counts=expert_num_tokens)
     quantize_rows(rows, scale, quant, out)

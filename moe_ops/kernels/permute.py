@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from moe_ops.dispatch.tiles import Scan, cdiv, scan_sizes
+from moe_ops.dispatch.tiles import cdiv
 from moe_ops.fake_impls.permute import gather_rows as empty_rows
 from moe_ops.fake_impls.permute import moe_permutation as empty_permutation
 from moe_ops.fake_impls.permute import moe_unpermute as empty_tokens
@@ -17,43 +17,43 @@ from moe_ops.fake_impls.permute import order_columns as empty_ordered
 from moe_ops.kernels._runtime.dependent import take_turn
 from moe_ops.kernels._runtime.launch import Launch
 from moe_ops.kernels._runtime.slots import dense, local_experts, map_size, next_power_of_2
-from moe_ops.kernels.align import count_expert_num_tokens
+from moe_ops.kernels._sort.counting_sort import Blocks, count_blocks, count_slots, sort_in_block
 
 
-@triton.jit(do_not_specialize=["num_slots"])
+@triton.jit(do_not_specialize=["num_slots", "first_expert"])
 def _permutation_kernel(
-    topk_ids, expert_map, counts, offset, inv_permuted_idx, permuted_idx,
-    num_slots, num_experts, num_local_experts, BUCKETS: tl.constexpr, CHUNK: tl.constexpr,
+    topk_ids, expert_map, table, num_slots, first_expert, num_experts, num_buckets,
+    offset, inv_permuted_idx, permuted_idx,
+    BUCKETS: tl.constexpr, BLOCK: tl.constexpr, ACROSS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """One program places the slots of one expert; the last program those that are skipped."""
+    """One program places the slots of one block; skipped slots go behind all others."""
     take_turn()
-    bucket = tl.program_id(0)
-    buckets = tl.arange(0, BUCKETS)
-    count = tl.load(counts + buckets, mask=buckets < num_local_experts, other=0)
-    row = tl.sum(tl.where(buckets < bucket, count, 0))
-    tl.store(offset + bucket, row.to(tl.int64))
-    for start in range(0, num_slots, CHUNK):
-        slot = start + tl.arange(0, CHUNK)
-        found = local_experts(
-            topk_ids, expert_map, slot, slot < num_slots, num_experts, num_local_experts
-        )
-        found = tl.where(found < 0, num_local_experts, found)
-        mine = ((found == bucket) & (slot < num_slots)).to(tl.int32)
-        rank = tl.cumsum(mine, 0) - mine
-        tl.store(permuted_idx + row + rank, slot, mask=mine > 0)
-        tl.store(inv_permuted_idx + slot, row + rank, mask=mine > 0)
-        row += tl.sum(mine)
+    found, count, before, own = count_slots(
+        topk_ids, expert_map, table, num_slots, first_expert, num_experts, num_buckets,
+        BUCKETS, BLOCK, ACROSS, ROWS,
+    )  # fmt: skip
+    end, block = tl.cumsum(count, 0), tl.program_id(0)
+    slot, bucket, row = sort_in_block(found, end - count + before, own, num_buckets, BLOCK)
+    # Ahead of a skipped slot: earlier blocks, this one's slots up to it, later blocks' placed ones.
+    placed_later = tl.sum(count - before - own)
+    last_rows = block * BLOCK + tl.arange(0, BLOCK) + placed_later
+    row = tl.where(bucket < num_buckets, row, last_rows)
+    tl.store(permuted_idx + row, slot, mask=slot < num_slots)
+    tl.store(inv_permuted_idx + slot, row, mask=slot < num_slots)
+    if block == 0:
+        expert = tl.arange(0, BUCKETS)
+        tl.store(offset, tl.zeros((), dtype=tl.int64))
+        tl.store(offset + 1 + expert, end.to(tl.int64), mask=expert < num_buckets)
 
 
 @lru_cache(maxsize=1024)
-def _permutation_launch(scan: Scan, num_local_experts: int) -> Launch:
-    buckets = next_power_of_2(max(num_local_experts, 2))
-    return Launch(_permutation_kernel, BUCKETS=buckets, CHUNK=scan.chunk, num_warps=scan.num_warps)
+def _permutation_launch(sizes: Blocks) -> Launch:
+    return Launch(_permutation_kernel, **sizes.constants())
 
 
 @lru_cache(maxsize=1024)
 def _row_launch(stage: str, top_k: int, width: int) -> tuple[Launch, int]:
-    """The kernel of a key of `_ROW_KERNELS`, and the number of programs along a row."""
+    """The kernel of a key of `_ROW_KERNELS`, and the number of programs per row."""
     kernel, widest = _ROW_KERNELS[stage]
     block = min(widest, next_power_of_2(width))
     return Launch(kernel, TOP_K=top_k, BLOCK=block), cdiv(width, block)
@@ -62,20 +62,10 @@ def _row_launch(stage: str, top_k: int, width: int) -> tuple[Launch, int]:
 def moe_permutation(
     topk_ids: Tensor, expert_map: Tensor | None, num_local_experts: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Count, then place."""
+    """One launch for few slots; for many one that counts and one that places."""
     result = empty_permutation(topk_ids, expert_map, num_local_experts)
-    topk_ids, expert_map = topk_ids.contiguous(), dense(expert_map)
-    num_slots = topk_ids.numel()
-    _permutation_launch(scan_sizes(num_slots), num_local_experts)(
-        (num_local_experts + 1,),
-        topk_ids,
-        expert_map,
-        count_expert_num_tokens(topk_ids, expert_map, num_local_experts),
-        *result,
-        num_slots,
-        map_size(expert_map, num_local_experts),
-        num_local_experts,
-    )
+    sizes, grid, slots = count_blocks(topk_ids, expert_map, num_local_experts)
+    _permutation_launch(sizes)(grid, *slots, *result)
     return result
 
 
@@ -98,7 +88,7 @@ def _gather_rows_kernel(
 def gather_rows(
     x: Tensor, permuted_idx: Tensor, expert_first_token_offset: Tensor, top_k: int
 ) -> Tensor:
-    """Launch one program for each piece of a row."""
+    """Launch one program per piece of a row."""
     out = empty_rows(x, permuted_idx, expert_first_token_offset, top_k)
     x = x if x.stride(1) == 1 else x.contiguous()
     rows, width = out.shape
@@ -123,7 +113,7 @@ def _order_columns_kernel(
     x, order, topk_ids, expert_map, out, num_experts, num_local_experts, stride_x, WIDTH,
     TOP_K: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One program gathers a piece of one slot's row, or writes zeros where that is skipped."""
+    """One program gathers a piece of one slot's row, or writes zeros if the slot is skipped."""
     take_turn()
     slot = tl.program_id(0).to(tl.int64)
     col = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -136,7 +126,7 @@ def _order_columns_kernel(
 
 
 def order_columns(x: Tensor, order: Tensor, topk_ids: Tensor, expert_map: Tensor | None) -> Tensor:
-    """Launch one program for each piece of a slot's row."""
+    """Launch one program per piece of a slot's row."""
     out = empty_ordered(x, order, topk_ids, expert_map)
     x = x if x.stride(1) == 1 else x.contiguous()
     rows, width = out.shape
@@ -188,7 +178,7 @@ def moe_unpermute(
     inv_permuted_idx: Tensor,
     expert_first_token_offset: Tensor | None,
 ) -> Tensor:
-    """Launch one program for each piece of a token's row."""
+    """Launch one program per piece of a token's row."""
     out = empty_tokens(
         permuted_hidden_states, topk_weights, inv_permuted_idx, expert_first_token_offset
     )

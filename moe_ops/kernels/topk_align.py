@@ -1,4 +1,4 @@
-"""Triton kernel of routing with alignment: for few tokens one launch does both."""
+"""Triton kernel of routing with alignment: one launch does both for few tokens."""
 
 from __future__ import annotations
 
@@ -78,9 +78,9 @@ def topk_plan(
     row_tiles: Sequence[int],
     num_local_experts: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """One launch for few tokens, a program an expert; else those of the two operators.
+    """One launch for few tokens, a program per expert or per few; else the two operators' launches.
 
-    Where slots are so few that nothing is aligned, those of routing alone.
+    Slots that are so few that no GEMM reads a plan are only routed.
     """
     how = (topk, renormalize, scoring_func, routed_scaling_factor)
     bias, aligned = e_score_correction_bias, (expert_map, row_tiles, num_local_experts)

@@ -13,7 +13,7 @@ from moe_ops.activation import kind_and_key
 from moe_ops.dispatch.device import Device, device_facts
 from moe_ops.dispatch.gemm_plan import plan_gemm
 from moe_ops.dispatch.problem import GemmProblem, layer_problem, sizes_of
-from moe_ops.dispatch.tiles import MANY_TOKENS, few_tokens, is_direct, scan_sizes, sort_block
+from moe_ops.dispatch.tiles import MANY_TOKENS, few_tokens, is_direct, scan_sizes
 from moe_ops.pipeline.fused_experts import NOT_QUANTIZED, fused_experts
 from moe_ops.pipeline.layer_checks import check_not_quantized
 from moe_ops.pipeline.row_spaces import row_tiles_of
@@ -108,7 +108,7 @@ class Variants(NamedTuple):
         plans = (plan_gemm(problem, self._device) for problem in self._problems(num_tokens))
         gemms = ((plan.kernel, plan.config, plan.quantizes_rows) for plan in plans)
         routing = num_tokens >= MANY_TOKENS, few_tokens(num_tokens, num_experts), num_tokens == 1
-        sorting = is_direct(slots, num_experts), scan_sizes(slots), sort_block(slots)
+        sorting = is_direct(slots, num_experts), scan_sizes(slots)
         return (*gemms, *sorting, *routing)
 
     @property

@@ -1,62 +1,79 @@
-"""A stable counting sort of many slots by expert, in two launches of one program a block of slots.
+"""A stable counting sort of slots by bucket, a block of slots per program.
 
-The first launch counts: a table has the slots of each bucket in each block. In the second, every
-program adds up that table (it is small and stays in the L2 cache), so that it knows where each
-bucket begins and how much of it lies in the blocks before its own; then it sorts its block. The
-order never depends on timing.
+Few slots are one block, which one launch counts and sorts. Many take two launches. The first one
+counts: a table has the slots of each bucket in each block. In the second one every program adds up
+that table (it is small and stays in the L2 cache), which tells where each bucket begins and how
+many of its slots lie in earlier blocks; then the program sorts its own block. The order never
+depends on timing.
+
+A bucket is a local expert. Alignment, permutation, the batched format and counting differ in what
+the last launch writes. Their kernels begin with the arguments that `count_blocks` returns, and end
+with the constants of `Blocks`.
 """
 
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from moe_ops.dispatch.tiles import cdiv, sort_block
+from moe_ops.dispatch.tiles import cdiv, scan_sizes
 from moe_ops.kernels._runtime.dependent import take_turn
 from moe_ops.kernels._runtime.launch import Launch
-from moe_ops.kernels._runtime.slots import local_experts, map_size, next_power_of_2
+from moe_ops.kernels._runtime.slots import dense, local_experts, map_size, next_power_of_2
 
 ENTRIES = 8
-"""Of the table, that a thread reads at once: 16 bytes."""
+"""Table entries that a thread reads at once: 16 bytes."""
 ROWS = 8
-"""Of the table, that a thread reads before it adds them up."""
+"""Table rows that a thread reads before it adds them up."""
 
 
 @triton.jit
-def block_buckets(topk_ids, expert_map, num_slots, num_experts, num_buckets, BLOCK: tl.constexpr):
-    """The bucket of each slot of this program's block, -1 where it is skipped."""
+def _block_buckets(
+    topk_ids, expert_map, num_slots, first_expert, num_experts, num_buckets, BLOCK: tl.constexpr
+):
+    """The bucket of each slot of this program's block, negative where the slot is skipped.
+
+    Bucket b is local expert ``first_expert + b``.
+    """
     slot = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    inside = slot < num_slots
-    return local_experts(topk_ids, expert_map, slot, inside, num_experts, num_buckets)
+    inside, last = slot < num_slots, first_expert + num_buckets
+    return local_experts(topk_ids, expert_map, slot, inside, num_experts, last) - first_expert
 
 
-@triton.jit(do_not_specialize=["num_slots"])
+@triton.jit
+def _count_block(found, BUCKETS: tl.constexpr):
+    """The slots of each bucket in this program's block."""
+    return tl.histogram(tl.maximum(found, 0), BUCKETS, mask=found >= 0)
+
+
+@triton.jit(do_not_specialize=["num_slots", "first_expert"])
 def _count_blocks_kernel(
-    topk_ids, expert_map, table, num_slots, num_experts, num_buckets,
+    topk_ids, expert_map, table, num_slots, first_expert, num_experts, num_buckets,
     BUCKETS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One program counts the slots of one block, by bucket."""
     take_turn()
-    found = block_buckets(topk_ids, expert_map, num_slots, num_experts, num_buckets, BLOCK)
-    count = tl.histogram(tl.maximum(found, 0), BUCKETS, mask=found >= 0)
+    found = _block_buckets(
+        topk_ids, expert_map, num_slots, first_expert, num_experts, num_buckets, BLOCK
+    )
     row = table + tl.program_id(0) * BUCKETS
-    tl.store(row + tl.arange(0, BUCKETS), count.to(tl.int16))
+    tl.store(row + tl.arange(0, BUCKETS), _count_block(found, BUCKETS).to(tl.int16))
 
 
 @triton.jit
-def add_blocks(table, num_blocks, BUCKETS: tl.constexpr, ACROSS: tl.constexpr, ROWS: tl.constexpr):
-    """Of each bucket: all slots, those in the blocks before this program's, and those in it.
+def _add_blocks(table, BUCKETS: tl.constexpr, ACROSS: tl.constexpr, ROWS: tl.constexpr):
+    """For each bucket: all slots, those in the blocks before this program's, and those in it.
 
     A step reads ROWS rows in each of ACROSS groups of threads. Triton gives a thread the rows of
     the middle axis: it adds them up by itself, two buckets at a time, since 16 bits hold the sums.
     All threads together only add up the sums of all steps.
     """
-    mine = tl.program_id(0)
+    mine, num_blocks = tl.program_id(0), tl.num_programs(0)
     PAIRS: tl.constexpr = BUCKETS // 2
     pairs = table.to(tl.pointer_type(tl.int32), bitcast=True) + tl.arange(0, PAIRS)[None, None, :]
     row = tl.arange(0, ACROSS)[:, None, None] + tl.arange(0, ROWS)[None, :, None] * ACROSS
@@ -77,42 +94,75 @@ def add_blocks(table, num_blocks, BUCKETS: tl.constexpr, ACROSS: tl.constexpr, R
 
 
 @triton.jit
-def sort_in_block(found, first_row, own, num_buckets, BLOCK: tl.constexpr):
-    """The slots of this program's block by bucket, the row of each, and which ones have a row.
+def count_slots(
+    topk_ids, expert_map, table, num_slots, first_expert, num_experts, num_buckets,
+    BUCKETS: tl.constexpr, BLOCK: tl.constexpr, ACROSS: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """The bucket of each slot of this program's block, and three counts for each bucket.
 
-    ``first_row`` is where each bucket's slots of this block go, ``own`` how many there are.
+    They are of all slots, of those in earlier blocks, and of those in this one. Without a table
+    this block has all slots.
+    """
+    found = _block_buckets(
+        topk_ids, expert_map, num_slots, first_expert, num_experts, num_buckets, BLOCK
+    )
+    if table is None:
+        count = _count_block(found, BUCKETS)
+        before, own = count * 0, count
+    else:
+        count, before, own = _add_blocks(table, BUCKETS, ACROSS, ROWS)
+    return found, count, before, own
+
+
+@triton.jit
+def sort_in_block(found, first_row, own, num_buckets, BLOCK: tl.constexpr):
+    """The slots of this program's block sorted by bucket, the bucket of each, and its row.
+
+    Skipped slots come last; their bucket is ``num_buckets``, and their row means nothing.
+
+    Args:
+        found: the bucket of each slot, negative where the slot is skipped.
+        first_row: the row of each bucket's first slot in this block.
+        own: the slots of each bucket in this block.
+        num_buckets: how many buckets there are.
+        BLOCK: slots in a block.
     """
     position = tl.arange(0, BLOCK)
     key = tl.sort(tl.where(found >= 0, found, num_buckets) * BLOCK + position)
     bucket = key // BLOCK
-    placed = bucket < num_buckets
     begin = tl.cumsum(own, 0) - own
-    row = position + tl.gather(first_row - begin, tl.where(placed, bucket, 0), 0)
-    return tl.program_id(0) * BLOCK + key % BLOCK, row, placed
+    row = position + tl.gather(first_row - begin, tl.where(bucket < num_buckets, bucket, 0), 0)
+    return tl.program_id(0) * BLOCK + key % BLOCK, bucket, row
 
 
 class Blocks(NamedTuple):
-    """How many slots a program sorts, and what it does it with."""
+    """Sizes of a counting sort."""
 
     block: int
-    """Slots: ROWS blocks of them are no more than 16 bits can count."""
+    """Slots of one program. 16 bits can count those of ROWS blocks."""
     buckets: int
+    """Rounded up to a power of two."""
     across: int
     """Groups of warps that read rows of the table."""
     rows: int
-    """Of the table, that each of them reads in a step."""
+    """Table rows that each of these groups reads in a step."""
     num_warps: int
+
+    def constants(self) -> dict[str, Any]:
+        """Constants and launch options of a kernel that sorts."""
+        names = ("BLOCK", "BUCKETS", "ACROSS", "ROWS", "num_warps")
+        return dict(zip(names, self, strict=True))
 
 
 @lru_cache(maxsize=4096)
 def block_sizes(num_slots: int, num_buckets: int) -> Blocks:
     """The sizes for a number of slots and of buckets."""
-    block, buckets = sort_block(num_slots), next_power_of_2(max(num_buckets, 2))
-    num_warps = 8 if block > 256 else 4
+    scan, buckets = scan_sizes(num_slots), next_power_of_2(max(num_buckets, 2))
+    num_warps = max(scan.num_warps, min(8, buckets // 256))
     at_once = num_warps * 32 * ENTRIES
     across = max(1, min(16, at_once // buckets))
     rows = max(1, min(ROWS, ROWS * at_once // buckets))
-    return Blocks(block, buckets, across, rows, num_warps)
+    return Blocks(scan.chunk, buckets, across, rows, num_warps)
 
 
 @lru_cache(maxsize=1024)
@@ -120,25 +170,28 @@ def _count_launch(buckets: int, block: int, num_warps: int) -> Launch:
     return Launch(_count_blocks_kernel, BUCKETS=buckets, BLOCK=block, num_warps=num_warps)
 
 
-def count_blocks(topk_ids: Tensor, expert_map: Tensor | None, num_buckets: int) -> Tensor:
-    """``(blocks, buckets)`` int16, buckets rounded up: launch one program a block.
+def count_blocks(
+    topk_ids: Tensor, expert_map: Tensor | None, num_buckets: int, first_expert: int = 0
+) -> tuple[Blocks, tuple[int], tuple[Any, ...]]:
+    """Count the slots of each block, unless they are few, to be sorted by the next launch.
 
     Args:
-        topk_ids: contiguous.
-        expert_map: contiguous, or None.
-        num_buckets: experts to sort by.
+        topk_ids: the expert of each slot.
+        expert_map: the local expert of each expert, or None: the same number.
+        num_buckets: local experts to sort by.
+        first_expert: the first one of them.
+
+    Returns:
+        The sizes, the grid and the first arguments of the launch that sorts.
     """
-    num_slots = topk_ids.numel()
+    topk_ids, expert_map = topk_ids.contiguous(), dense(expert_map)
+    num_slots, table = topk_ids.numel(), None
     sizes = block_sizes(num_slots, num_buckets)
-    blocks = cdiv(num_slots, sizes.block)
-    table = topk_ids.new_empty(blocks, sizes.buckets, dtype=torch.int16)
-    _count_launch(sizes.buckets, sizes.block, sizes.num_warps)(
-        (blocks,),
-        topk_ids,
-        expert_map,
-        table,
-        num_slots,
-        map_size(expert_map, num_buckets),
-        num_buckets,
-    )
-    return table
+    num_experts = map_size(expert_map, first_expert + num_buckets)
+    grid = (max(1, cdiv(num_slots, sizes.block)),)
+    counted = (num_slots, first_expert, num_experts, num_buckets)
+    if grid[0] > 1:
+        table = topk_ids.new_empty(grid[0], sizes.buckets, dtype=torch.int16)
+        count = _count_launch(sizes.buckets, sizes.block, sizes.num_warps)
+        count(grid, topk_ids, expert_map, table, *counted)
+    return sizes, grid, (topk_ids, expert_map, table, *counted)

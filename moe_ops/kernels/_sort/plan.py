@@ -1,7 +1,7 @@
-"""The steps of writing a tile plan, which the kernels of alignment share.
+"""Steps of writing a tile plan, shared by the kernels of alignment.
 
-They take the three parts of a plan, or one tensor with all (None for the other two): it is WHOLE
-then, and tells tiles' first rows, too. See `plan_parts`.
+A plan is three tensors, or one tensor that also has the tiles' first rows (a WHOLE plan; the other
+two arguments are then None). See `plan_parts`.
 """
 
 from __future__ import annotations
@@ -15,12 +15,13 @@ from moe_ops.dispatch.tiles import PLAN_PROGRAMS, cdiv, next_power_of_2
 from moe_ops.kernels._runtime.slots import HEADER
 
 BITS, LOW = tl.constexpr(16), tl.constexpr(0xFFFF)
-"""Of a count of slots, or of tiles, where several are added up in one integer: there are few."""
+"""Width and mask of one count where several are packed in one integer. Slots are so few that each
+count, of slots or of tiles, fits in 16 bits."""
 
 
 @triton.jit
 def fill(out, start, stop, first, step, value, CHUNK: tl.constexpr):
-    """``out[start:stop] = value``, the chunks ``first, first + step, ...`` of it."""
+    """``out[start:stop] = value``, for the chunks ``first, first + step, ...`` of that range."""
     for at in range(start + first * CHUNK, stop, step * CHUNK):
         index = at + tl.arange(0, CHUNK)
         tl.store(out + index, tl.zeros((CHUNK,), dtype=tl.int32) + value, mask=index < stop)
@@ -28,9 +29,9 @@ def fill(out, start, stop, first, step, value, CHUNK: tl.constexpr):
 
 @triton.jit
 def plan_parts(slots, experts, used, num_rows, num_tiles):
-    """Where the slots, the experts, the tiles' first rows and the number of rows in use are.
+    """Pointers to the slots, the experts, the tiles' first rows and the number of rows in use.
 
-    Given each (there are no first rows then), or a tensor with all.
+    ``slots`` is a whole plan if ``experts`` is None. Else there are no first rows.
     """
     if experts is None:
         used, experts, slots = slots, slots + HEADER + num_rows, slots + HEADER
@@ -39,14 +40,14 @@ def plan_parts(slots, experts, used, num_rows, num_tiles):
 
 @triton.jit
 def as_name(expert):
-    """What an expert map says, as int32; -1 where that is too narrow."""
+    """An entry of an expert map as int32, -1 if it does not fit."""
     name = expert.to(tl.int32)
     return tl.where(name == expert, name, -1)
 
 
 @triton.jit
 def name_tile(experts, firsts, tile, name, row, mask, WHOLE: tl.constexpr):
-    """The expert of some tiles, and their first row."""
+    """Store the expert of some tiles, and their first row."""
     tl.store(experts + tile, name, mask=mask)
     if WHOLE:
         tl.store(firsts + tile, row, mask=mask)
@@ -54,7 +55,7 @@ def name_tile(experts, firsts, tile, name, row, mask, WHOLE: tl.constexpr):
 
 @triton.jit
 def name_tiles(experts, firsts, tile, count, name, row, TILE: tl.constexpr, WHOLE: tl.constexpr):
-    """``count`` tiles of one expert, of which the first begins with ``row``."""
+    """Name ``count`` tiles of one expert; the first of these tiles begins with ``row``."""
     for at in range(0, count, 128):
         i = at + tl.arange(0, 128)
         own, first = i * 0 + name, row + i * TILE
@@ -66,7 +67,7 @@ def finish_plan(
     slots, experts, firsts, header, used_tiles, share, shares, pad, num_rows, num_tiles,
     TILE: tl.constexpr, CHUNK: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """This program's share of what no tile uses, and by the first program the header."""
+    """Fill this program's share of what no tile uses; the first program writes the header."""
     fill(slots, used_tiles * TILE, num_rows, share, shares, pad, CHUNK)
     fill(experts, used_tiles, num_tiles, share, shares, -1, 128)
     if WHOLE:
@@ -81,25 +82,25 @@ def finish_plan(
 
 @triton.constexpr_function
 def buckets_each(buckets):
-    """Those of one program, of so many (a power of two)."""
+    """Buckets per program, given how many there are (a power of two)."""
     return max(1, min(4, buckets // PLAN_PROGRAMS))
 
 
 @lru_cache(maxsize=1024)
 def plan_programs(num_buckets: int) -> int:
-    """How many programs place them."""
+    """Programs that place this many buckets."""
     return cdiv(num_buckets, buckets_each(next_power_of_2(num_buckets)))
 
 
 @triton.jit
 def _bits(packed, i):
-    """The count in some bits of an integer."""
+    """The i-th count of a packed integer."""
     return ((packed >> (i * BITS)) & LOW).to(tl.int32)
 
 
 @triton.jit
 def _before(found, first, BUCKETS: tl.constexpr, TILE: tl.constexpr):
-    """The tiles and the slots of the buckets before ``first``, and all tiles."""
+    """The number of tiles and of slots in the buckets before ``first``, and of all tiles."""
     bucket = tl.arange(0, BUCKETS)
     count = tl.histogram(tl.maximum(found, 0), BUCKETS, mask=found >= 0)
     tiles = (count + TILE - 1) // TILE
@@ -110,7 +111,7 @@ def _before(found, first, BUCKETS: tl.constexpr, TILE: tl.constexpr):
 
 @triton.jit
 def _spans(counts, tile, start, EACH: tl.constexpr, TILE: tl.constexpr):
-    """Of each bucket its first tile and slot, the row after its slots, and the tile after its."""
+    """For each bucket: its first tile, its first slot, the row after its slots, the next tile."""
     spans = ()
     for i in tl.static_range(EACH):
         count = _bits(counts, i)
@@ -125,7 +126,7 @@ def _finish_buckets(
     slots, experts, firsts, spans, names, first_bucket, num_buckets, pad,
     EACH: tl.constexpr, TILE: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """The rows of padding of some buckets, which lie side by side, and the names of their tiles."""
+    """Write the padding rows and the tiles' names of some buckets, which lie side by side."""
     begin, end = spans[0][0], spans[EACH - 1][3]  # see `_spans`
     for at in range(begin * TILE, end * TILE, 128):
         row = at + tl.arange(0, 128)
@@ -137,7 +138,7 @@ def _finish_buckets(
     for at in range(begin, end, 128):
         tile = at + tl.arange(0, 128)
         name, row = tile * 0 + first_bucket, tile * 0
-        for i in tl.static_range(EACH):  # a bucket without tiles gives way to the next one
+        for i in tl.static_range(EACH):  # the next bucket overwrites one without tiles
             first, start, _, _ = spans[i]
             name = tl.where(tile >= first, first_bucket + i, name)
             row = tl.where(tile >= first, start + (tile - first) * TILE, row)
@@ -154,8 +155,8 @@ def place_buckets(
 ):  # fmt: skip
     """Place the slots of this program's buckets, and fill its share of what no bucket uses.
 
-    ``found`` has the bucket of every slot, in the order of the slots. Every program counts them
-    all; those of its own buckets, up to four side by side, it numbers in one sum.
+    ``found`` has the bucket of every slot, in the order of the slots. Every program counts all
+    buckets, then ranks the slots of its own ones (up to four) in one packed prefix sum.
     """
     slots, experts, firsts, header = plan_parts(
         sorted_token_ids, expert_ids, num_tokens_post_padded, num_rows, num_tiles
