@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 import torch
 from torch import Tensor
 
 from moe_ops import sizes
-from moe_ops.scheme import get_scheme
+from moe_ops.scheme import Quant, get_scheme
 from moe_ops.tensors import AnyTiles
 
 
@@ -45,17 +46,16 @@ def num_slots(
     scheme: str,
 ) -> int:
     """The number of slots; ValueError if sizes disagree, or for another kind of scheme."""
-    known, (w, w_scale, global_scale) = get_scheme(scheme), weight
-    quant, weight_quant = known.quants
+    w, w_scale, global_scale = weight
+    quant, weight_quant, decoded, each = _facts(scheme)
     if (global_scale is not None) != weight_quant.global_scale:
         rule = "be a Tensor" if weight_quant.global_scale else "be None"
         got = "None" if global_scale is None else "a Tensor"
         raise ValueError(f"w_global_scale must {rule} for scheme {scheme}, got {got}")
-    each = [2 if q.element.packed else 1 for q in (quant, weight_quant)]
-    slots = sizes.gemm(a, w, (each[0], each[1]), bias, tiles, row_tiles, top_k)
+    slots = sizes.gemm(a, w, each, bias, tiles, row_tiles, top_k)
     (rows, width), (experts, n, k) = a.shape, w.shape
     sizes.weight_scales(scheme, (experts, n, each[1] * k), w_scale, global_scale)
-    if known.decoded and (a_scale is None or a.dtype != quant.dtype):
+    if decoded and (a_scale is None or a.dtype != quant.dtype):
         got = "None" if a_scale is None else f"rows of dtype {a.dtype}"
         raise ValueError(f"a must be rows as scheme {scheme} stores them, with scales, got {got}")
     if a_scale is not None:
@@ -66,3 +66,15 @@ def num_slots(
     elif a.dtype == quant.dtype:
         raise ValueError(f"a_scale must be given with rows of dtype {a.dtype}, got None")
     return slots
+
+
+@lru_cache(maxsize=256)
+def _facts(scheme: str) -> tuple[Quant, Quant, bool, tuple[int, int]]:
+    """How rows and weights are quantized, whether both are decoded, and numbers per stored entry.
+
+    ValueError unless the scheme quantizes both operands.
+    """
+    known = get_scheme(scheme)
+    quant, weight_quant = known.quants
+    each = (2 if quant.element.packed else 1, 2 if weight_quant.element.packed else 1)
+    return quant, weight_quant, known.decoded, each

@@ -16,7 +16,7 @@ The two operators defined here compute nothing; `moe_ops.ops` defines the operat
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import wraps
 from typing import Any, ParamSpec, TypeVar
 
@@ -95,16 +95,18 @@ def refuse(out: Any, inputs: list[Tensor], function: str) -> Any:
     return torch.ops.moe_ops.no_gradient(out, inputs, function)
 
 
-def _tensors(values: Any) -> Iterator[Tensor]:
+def _tensors(values: Any) -> list[Tensor]:
+    found: list[Tensor] = []
     for value in values:
         if isinstance(value, Tensor):
-            yield value
+            found.append(value)
         elif isinstance(value, FusedMoEQuantConfig):
-            yield from _tensors(value.tensors)
+            found += _tensors(value.tensors)
         elif isinstance(value, nn.Module):
-            yield from value.parameters()
+            found += value.parameters()
         elif isinstance(value, (tuple, list)):
-            yield from _tensors(value)
+            found += _tensors(value)
+    return found
 
 
 def asked_for(name: str, args: Any, kwargs: Any) -> bool:

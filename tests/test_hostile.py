@@ -48,7 +48,7 @@ def two_slots(call):
     """A GEMM of two slots, whose ids tell its tiles: no plan is read."""
     rows, k = 2 // call["top_k"], len(call["a"])
     cut = {name: x[:rows] for name, x in call.items() if name in ("a", "a_scale") and len(x) == k}
-    weights = {name: x[:1] for name, x in call.items() if "put_weights" in name and x is not None}
+    weights = {name: x[:1] for name, x in call.items() if name == "topk_weights" and x is not None}
     ids = torch.empty(1, 2, dtype=torch.int32, device=call["a"].device)
     return {**call, **cut, **weights, "plan": None, "topk_ids": ids, "expert_map": ids.new_empty(5)}
 

@@ -115,7 +115,7 @@ def dense_problem(
         activation=activation,
         top_k=top_k,
         boxes=boxable(w, a.dtype, a if permuted == "a" else None),
-        num_tokens=_tokens(tiles),
+        num_tokens=None if tiles[1] is None else tiles[1].shape[0],
         weighted=weighted,
         permuted=permuted,
     )
@@ -155,7 +155,7 @@ def scaled_problem(
         expert_scales=quant.per_tensor and given is not None and given > 1,
         shared_scale=quant.per_tensor and given == 1,
         boxes=floats and boxable(w, quant.dtype),
-        num_tokens=_tokens(tiles),
+        num_tokens=None if tiles[1] is None else tiles[1].shape[0],
     )
 
 
@@ -174,17 +174,19 @@ def stored_problem(
     k = a.shape[1] * (2 if packed else 1)
     itemsize = a.itemsize if known.activation is None else 2
     sizes = sizes_of(a.shape[0] * top_k, (num_experts, n, k), itemsize, row_tiles, activation)
-    return GemmProblem(sizes, scheme, activation, top_k, boxes=False, num_tokens=_tokens(tiles))
+    return GemmProblem(
+        sizes,
+        scheme,
+        activation,
+        top_k,
+        boxes=False,
+        num_tokens=None if tiles[1] is None else tiles[1].shape[0],
+    )
 
 
 def sum_problem(gemm: GemmProblem, weighted: bool, out_itemsize: int) -> GemmProblem:
     """The problem of a GEMM with the weighted sum, from that of the GEMM."""
     return gemm._replace(summed=True, weighted=weighted, out_itemsize=out_itemsize)
-
-
-def _tokens(tiles: AnyTiles) -> int | None:
-    """Tokens of the routing, if the GEMM gets it."""
-    return None if tiles[1] is None else tiles[1].shape[0]
 
 
 def boxable(w: Tensor, dtype: torch.dtype, in_place: Tensor | None = None) -> bool:

@@ -8,13 +8,15 @@ these GPUs and interpreted, **not yet run on one**.
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from moe_ops.dispatch.gemm_plan import GemmPlan
 from moe_ops.dispatch.problem import GemmProblem
-from moe_ops.dispatch.tiles import max_programs
+from moe_ops.dispatch.tiles import TileConfig, max_programs
 from moe_ops.kernels._gemm.operands import GemmOperands
 from moe_ops.kernels._gemm.tile import (
     COUNTED,
@@ -35,6 +37,7 @@ from moe_ops.kernels._gemm.weight_only import (
     stored_launch,
 )
 from moe_ops.kernels._runtime.dependent import take_turn
+from moe_ops.kernels._runtime.launch import Launch
 from moe_ops.kernels._runtime.slots import dense
 from moe_ops.scheme import get_scheme
 
@@ -136,7 +139,7 @@ class BlockScaledGemm:
         """Launch one program for each tile that the plan may hold."""
         a, w, scheme = given.a, given.w, self.scheme
         variant = Variant.of(self.problem, given, scheme, False, False)
-        stored_launch(block_scaled_gemm_kernel, variant, self.tiles)(
+        _launch(variant, self.tiles)(
             (self.programs,),
             a,
             as_bytes(dense(given.a_scale)),
@@ -150,3 +153,8 @@ class BlockScaledGemm:
             *scale_strides(given.a_scale, scheme.activation, w.shape[0]),
             *w.stride(),
         )
+
+
+@lru_cache(maxsize=1024)
+def _launch(variant: Variant, tiles: TileConfig) -> Launch:
+    return stored_launch(block_scaled_gemm_kernel, variant, tiles)

@@ -226,7 +226,7 @@ class DequantizeGemm:
             words = a.dtype == torch.uint16
         variant = Variant.of(self.problem, given, self.scheme, w.dtype == torch.uint16, words)
         num_experts, scale = w.shape[0], given.w_scale
-        stored_launch(weight_only_gemm_kernel, variant, self.tiles)(
+        _launch(variant, self.tiles)(
             (self.programs,),
             a,
             None if given.a_scale is None else as_bytes(dense(given.a_scale)),
@@ -312,6 +312,10 @@ class Variant(NamedTuple):
 
 
 @lru_cache(maxsize=1024)
+def _launch(variant: Variant, tiles: TileConfig) -> Launch:
+    return stored_launch(weight_only_gemm_kernel, variant, tiles)
+
+
 def stored_launch(kernel: Any, variant: Variant, tiles: TileConfig) -> Launch:
     """The launch of a kernel for stored weights, cached."""
     return Launch(
