@@ -37,8 +37,8 @@ demo: $(READY)
 test: test-reference test-interpreter
 
 # `make test` compiles kernels for sm_90 and sm_100, and for each other architecture one item of each
-# test; this compiles all of it.
-test-all: COMPILE := --every-architecture
+# test; this compiles everything.
+test-all: COMPILE := --exhaustive
 test-all: test-reference test-interpreter
 
 # The references, fakes and compiled graphs; and every kernel compiled without a GPU. Each worker runs

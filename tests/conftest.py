@@ -57,8 +57,8 @@ def device() -> str:
 
 
 def pytest_addoption(parser):
-    text = f"compile kernels for every architecture in full, not only for {COMPILED_FOR}"
-    parser.addoption("--every-architecture", action="store_true", help=text)
+    text = f"compile everything, not only for {COMPILED_FOR} what pairs of parameters need"
+    parser.addoption("--exhaustive", action="store_true", help=text)
 
 
 def of_other_architectures(items):
@@ -76,8 +76,9 @@ def of_other_architectures(items):
 
 
 def pytest_collection_modifyitems(config, items):
-    if not config.getoption("every_architecture"):
-        others = set(of_other_architectures(items))
+    if not config.getoption("exhaustive"):
+        others = {item for item in items if "exhaustive" in item.keywords}
+        others.update(of_other_architectures(items))
         config.hook.pytest_deselected(items=list(others))
         items[:] = [item for item in items if item not in others]
     for item in items:
