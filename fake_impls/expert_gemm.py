@@ -1,4 +1,4 @@
-"""Outputs of the expert GEMMs."""
+"""Output of the expert GEMM whose operands are not quantized."""
 
 from __future__ import annotations
 
@@ -7,43 +7,22 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from moe_ops import sizes
-from moe_ops.activation import formula
 
 
-def expert_gemm(
+def expert_matmul(
     a: Tensor,
     w: Tensor,
     bias: Tensor | None,
-    input_weights: Tensor | None,
-    output_weights: Tensor | None,
+    topk_weights: Tensor | None,
     plan: Tensor | None,
     topk_ids: Tensor | None,
     expert_map: Tensor | None,
     row_tiles: Sequence[int],
     top_k: int,
+    activation: str = "",
     expert_order: bool = False,
 ) -> Tensor:
-    """One row of ``N`` for each slot, in slot order."""
+    """``(slots, N)``, or ``(slots, I)`` with a gated activation; in slot order or expert order."""
     slots = sizes.gemm(a, w, (1, 1), bias, (plan, topk_ids, expert_map), row_tiles, top_k)
-    sizes.entries("input_weights", input_weights, slots)
-    sizes.entries("output_weights", output_weights, slots)
-    return a.new_empty(slots, w.shape[1])
-
-
-def expert_gemm_act(
-    a: Tensor,
-    w: Tensor,
-    bias: Tensor | None,
-    input_weights: Tensor | None,
-    plan: Tensor | None,
-    topk_ids: Tensor | None,
-    expert_map: Tensor | None,
-    row_tiles: Sequence[int],
-    top_k: int,
-    activation: str,
-    expert_order: bool = False,
-) -> Tensor:
-    """One row of ``I`` for each slot, in slot order or in expert order."""
-    slots = sizes.gemm(a, w, (1, 1), bias, (plan, topk_ids, expert_map), row_tiles, top_k)
-    sizes.entries("input_weights", input_weights, slots)
-    return a.new_empty(slots, sizes.activated("w", w.shape[1], formula(activation)))
+    sizes.entries("topk_weights", topk_weights, slots)
+    return a.new_empty(slots, sizes.activated("w", w.shape[1], activation))

@@ -36,5 +36,5 @@ def gemm_sum(
     if w_scale is None:
         sizes.gemm(a, w, (1, 1), bias, tiles, row_tiles, 1)
     else:
-        num_slots(a, a_scale, w, w_scale, bias, tiles, row_tiles, 1, scheme)
+        num_slots(a, a_scale, (w, w_scale, None), bias, tiles, row_tiles, 1, scheme)
     return a.new_empty(tokens, w.shape[1], dtype=out_dtype)

@@ -1,24 +1,23 @@
-"""Outputs of the expert GEMMs of which both operands are quantized."""
+"""Output of the expert GEMM of which both operands are quantized."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
 
 import torch
 from torch import Tensor
 
 from moe_ops import sizes
-from moe_ops.activation import formula
-from moe_ops.scheme import Quant, get_scheme
+from moe_ops.scheme import Quant, Scheme, get_scheme
 from moe_ops.tensors import AnyTiles
 
 
-def scaled_gemm(
+def scaled_matmul(
     a: Tensor,
     a_scale: Tensor | None,
     w: Tensor,
     w_scale: Tensor,
+    w_global_scale: Tensor | None,
     bias: Tensor | None,
     plan: Tensor | None,
     topk_ids: Tensor | None,
@@ -27,78 +26,50 @@ def scaled_gemm(
     top_k: int,
     scheme: str,
     out_dtype: torch.dtype,
+    activation: str = "",
 ) -> Tensor:
-    """One row of ``N`` for each slot, in slot order."""
-    tiles = (plan, topk_ids, expert_map)
-    slots = num_slots(a, a_scale, w, w_scale, bias, tiles, row_tiles, top_k, scheme)
-    return a.new_empty(slots, w.shape[1], dtype=out_dtype)
-
-
-def scaled_gemm_act(
-    a: Tensor,
-    a_scale: Tensor | None,
-    w: Tensor,
-    w_scale: Tensor,
-    bias: Tensor | None,
-    plan: Tensor | None,
-    topk_ids: Tensor | None,
-    expert_map: Tensor | None,
-    row_tiles: Sequence[int],
-    top_k: int,
-    scheme: str,
-    out_dtype: torch.dtype,
-    activation: str,
-) -> Tensor:
-    """One row of ``I`` for each slot, in slot order."""
-    tiles = (plan, topk_ids, expert_map)
-    slots = num_slots(a, a_scale, w, w_scale, bias, tiles, row_tiles, top_k, scheme)
-    width = sizes.activated("w", w.shape[1], formula(activation))
-    return a.new_empty(slots, width, dtype=out_dtype)
+    """``(slots, N)``, or ``(slots, I)`` with a gated activation, in slot order."""
+    weight, tiles = (w, w_scale, w_global_scale), (plan, topk_ids, expert_map)
+    slots = num_slots(a, a_scale, weight, bias, tiles, row_tiles, top_k, scheme)
+    return a.new_empty(slots, sizes.activated("w", w.shape[1], activation), dtype=out_dtype)
 
 
 def num_slots(
     a: Tensor,
     a_scale: Tensor | None,
-    w: Tensor,
-    w_scale: Tensor,
+    weight: tuple[Tensor, Tensor, Tensor | None],
     bias: Tensor | None,
     tiles: AnyTiles,
     row_tiles: Sequence[int],
     top_k: int,
     scheme: str,
 ) -> int:
-    """How many there are; ValueError where sizes disagree."""
-    quant, _ = quants(scheme)
-    slots = sizes.gemm(a, w, (1, 1), bias, tiles, row_tiles, top_k)
-    sizes.weight_scales(scheme, w.shape, w_scale)
+    """How many slots there are; ValueError where sizes disagree, or the scheme is another."""
+    known, (w, w_scale, global_scale) = get_scheme(scheme), weight
+    quant = _row_quant(known)
+    if (global_scale is not None) != known.weight.global_scale:
+        rule = "be a Tensor" if known.weight.global_scale else "be None"
+        got = "None" if global_scale is None else "a Tensor"
+        raise ValueError(f"w_global_scale must {rule} for scheme {scheme}, got {got}")
+    each = [2 if q.element.packed else 1 for q in (quant, known.weight)]
+    slots = sizes.gemm(a, w, (each[0], each[1]), bias, tiles, row_tiles, top_k)
+    (rows, width), (experts, n, k) = a.shape, w.shape
+    sizes.weight_scales(scheme, (experts, n, each[1] * k), w_scale, global_scale)
+    if known.decoded and (a_scale is None or a.dtype != quant.dtype):
+        got = "None" if a_scale is None else f"rows of dtype {a.dtype}"
+        raise ValueError(f"a must be rows as scheme {scheme} stores them, with scales, got {got}")
     if a_scale is not None:
-        rows, k = a.shape
         if a.dtype == quant.dtype:
-            sizes.stored_row_scale(a_scale, quant, rows, k, w.shape[0])
+            sizes.stored_row_scale(a_scale, quant, rows, each[0] * width, experts)
         else:
             sizes.row_scale(a_scale, quant, rows)
+    elif a.dtype == quant.dtype:
+        raise ValueError(f"a_scale must be given with rows of dtype {a.dtype}, got None")
     return slots
 
 
-@lru_cache(maxsize=256)
-def quants(scheme: str) -> tuple[Quant, Quant]:
-    """How a scheme quantizes activations and weights.
-
-    ValueError where it leaves either, and where products of stored values are not what it wants.
-    """
-    found = get_scheme(scheme)
-    if found.activation is None or found.weight is None or found.decoded:
-        raise ValueError(f"scheme must quantize activations and weights, got {scheme!r}")
-    return found.activation, found.weight
-
-
-def stored_rows(a: Tensor, a_scale: Tensor | None, quant: Quant) -> tuple[Tensor, Tensor] | None:
-    """Rows that are quantized, with their scales; None where that is left to the operator.
-
-    ValueError where the scales are missing.
-    """
-    if a.dtype != quant.dtype:
-        return None
-    if a_scale is None:
-        raise ValueError(f"a_scale must be given with rows of dtype {a.dtype}, got None")
-    return a, a_scale
+def _row_quant(scheme: Scheme) -> Quant:
+    """How a scheme quantizes activations; ValueError unless it quantizes both operands."""
+    if scheme.activation is None or scheme.weight is None:
+        raise ValueError(f"scheme must quantize activations and weights, got {scheme.name!r}")
+    return scheme.activation

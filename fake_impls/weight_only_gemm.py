@@ -1,4 +1,4 @@
-"""Outputs of the expert GEMMs of which only the weights are quantized."""
+"""Output of the expert GEMM of which only the weights are quantized."""
 
 from __future__ import annotations
 
@@ -7,73 +7,34 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from moe_ops import sizes
-from moe_ops.activation import formula
 from moe_ops.scheme import get_scheme
-from moe_ops.tensors import AnyTiles
 
 
-def weight_only_gemm(
+def weight_only_matmul(
     a: Tensor,
     w: Tensor,
     w_scale: Tensor | None,
     w_zero_point: Tensor | None,
     w_global_scale: Tensor | None,
     bias: Tensor | None,
-    input_weights: Tensor | None,
+    topk_weights: Tensor | None,
     plan: Tensor | None,
     topk_ids: Tensor | None,
     expert_map: Tensor | None,
     row_tiles: Sequence[int],
     top_k: int,
     scheme: str,
+    activation: str = "",
 ) -> Tensor:
-    """One row of ``N`` for each slot, in slot order."""
-    stored, tiles = (w, w_scale, w_zero_point, w_global_scale), (plan, topk_ids, expert_map)
-    slots = _slots(a, stored, bias, input_weights, tiles, row_tiles, top_k, scheme)
-    return a.new_empty(slots, w.shape[1])
-
-
-def weight_only_gemm_act(
-    a: Tensor,
-    w: Tensor,
-    w_scale: Tensor | None,
-    w_zero_point: Tensor | None,
-    w_global_scale: Tensor | None,
-    bias: Tensor | None,
-    input_weights: Tensor | None,
-    plan: Tensor | None,
-    topk_ids: Tensor | None,
-    expert_map: Tensor | None,
-    row_tiles: Sequence[int],
-    top_k: int,
-    scheme: str,
-    activation: str,
-) -> Tensor:
-    """One row of ``I`` for each slot, in slot order."""
-    stored, tiles = (w, w_scale, w_zero_point, w_global_scale), (plan, topk_ids, expert_map)
-    slots = _slots(a, stored, bias, input_weights, tiles, row_tiles, top_k, scheme)
-    return a.new_empty(slots, sizes.activated("w", w.shape[1], formula(activation)))
-
-
-def _slots(
-    a: Tensor,
-    stored: tuple[Tensor, Tensor | None, Tensor | None, Tensor | None],
-    bias: Tensor | None,
-    input_weights: Tensor | None,
-    tiles: AnyTiles,
-    row_tiles: Sequence[int],
-    top_k: int,
-    scheme: str,
-) -> int:
-    """How many there are; ValueError for another scheme, and where sizes disagree."""
-    w, scale, zero_point, global_scale = stored
-    each = _numbers_each(scale, zero_point, global_scale, scheme)
+    """``(slots, N)``, or ``(slots, I)`` with a gated activation, in slot order."""
+    tiles = (plan, topk_ids, expert_map)
+    each = _numbers_each(w_scale, w_zero_point, w_global_scale, scheme)
     slots = sizes.gemm(a, w, (1, each), bias, tiles, row_tiles, top_k)
-    sizes.entries("input_weights", input_weights, slots)
-    if scale is not None:
+    sizes.entries("topk_weights", topk_weights, slots)
+    if w_scale is not None:
         experts, n, k = w.shape
-        sizes.weight_scales(scheme, (experts, n, each * k), scale, global_scale, zero_point)
-    return slots
+        sizes.weight_scales(scheme, (experts, n, each * k), w_scale, w_global_scale, w_zero_point)
+    return a.new_empty(slots, sizes.activated("w", w.shape[1], activation))
 
 
 def _numbers_each(

@@ -22,7 +22,7 @@ from moe_ops.bench import layer
 from moe_ops.bench.gemm_clock import GemmClock
 from moe_ops.bench.harness import CHECKOUT, run_header
 from moe_ops.bench.problems import Problem, find_problem, unknown
-from moe_ops.dispatch.tiles import device_facts
+from moe_ops.dispatch.device import device_facts
 from moe_ops.pipeline.config import FusedMoEConfig
 from moe_ops.pipeline.devices import TARGETS, Target, target_of
 from moe_ops.pipeline.explanation import explain

@@ -216,43 +216,27 @@ batched_activation_quantize = _op(
     "batched_activation_quantize(Tensor x, Tensor? scale, Tensor expert_num_tokens,"
     " str activation, str quant) -> (Tensor q, Tensor q_scale)",
 )
-# With `expert_order` the rows between two expert GEMMs, what `expert_gemm_act` returns and `a` of
-# `expert_gemm`, lie in the order of the plan without its padding; see `reference/expert_gemm.py`.
-expert_gemm = _op(
+# With `expert_order` the rows between two expert GEMMs, `out` of the one with an activation and `a`
+# of the one without, lie in the order of the plan without its padding: `reference/expert_gemm.py`.
+expert_matmul = _op(
     "expert_gemm",
-    "expert_gemm(Tensor a, Tensor w, Tensor? bias, Tensor? input_weights, Tensor? output_weights,"
-    " Tensor? plan, Tensor? topk_ids, Tensor? expert_map, int[] row_tiles, SymInt top_k,"
+    "expert_matmul(Tensor a, Tensor w, Tensor? bias, Tensor? topk_weights, Tensor? plan,"
+    ' Tensor? topk_ids, Tensor? expert_map, int[] row_tiles, SymInt top_k, str activation="",'
     " bool expert_order=False) -> Tensor",
 )
-expert_gemm_act = _op(
-    "expert_gemm",
-    "expert_gemm_act(Tensor a, Tensor w, Tensor? bias, Tensor? input_weights,"
-    " Tensor? plan, Tensor? topk_ids, Tensor? expert_map, int[] row_tiles, SymInt top_k,"
-    " str activation, bool expert_order=False) -> Tensor",
+scaled_matmul = _op(
+    "scaled_gemm",
+    "scaled_matmul(Tensor a, Tensor? a_scale, Tensor w, Tensor w_scale, Tensor? w_global_scale,"
+    " Tensor? bias, Tensor? plan, Tensor? topk_ids, Tensor? expert_map, int[] row_tiles,"
+    ' SymInt top_k, str scheme, ScalarType out_dtype, str activation="") -> Tensor',
 )
-_SCALED = (
-    "(Tensor a, Tensor? a_scale, Tensor w, Tensor w_scale, Tensor? bias, Tensor? plan,"
-    " Tensor? topk_ids, Tensor? expert_map, int[] row_tiles, SymInt top_k, str scheme,"
-    " ScalarType out_dtype"
+weight_only_matmul = _op(
+    "weight_only_gemm",
+    "weight_only_matmul(Tensor a, Tensor w, Tensor? w_scale, Tensor? w_zero_point,"
+    " Tensor? w_global_scale, Tensor? bias, Tensor? topk_weights, Tensor? plan, Tensor? topk_ids,"
+    ' Tensor? expert_map, int[] row_tiles, SymInt top_k, str scheme, str activation="")'
+    " -> Tensor",
 )
-scaled_gemm = _op("scaled_gemm", f"scaled_gemm{_SCALED}) -> Tensor")
-scaled_gemm_act = _op("scaled_gemm", f"scaled_gemm_act{_SCALED}, str activation) -> Tensor")
-_WEIGHT_ONLY = (
-    "(Tensor a, Tensor w, Tensor? w_scale, Tensor? w_zero_point, Tensor? w_global_scale,"
-    " Tensor? bias, Tensor? input_weights, Tensor? plan, Tensor? topk_ids, Tensor? expert_map,"
-    " int[] row_tiles, SymInt top_k, str scheme"
-)
-weight_only_gemm = _op("weight_only_gemm", f"weight_only_gemm{_WEIGHT_ONLY}) -> Tensor")
-weight_only_gemm_act = _op(
-    "weight_only_gemm", f"weight_only_gemm_act{_WEIGHT_ONLY}, str activation) -> Tensor"
-)
-_DECODED = (
-    "(Tensor a, Tensor a_scale, Tensor w, Tensor w_scale, Tensor? w_global_scale, Tensor? bias,"
-    " Tensor? plan, Tensor? topk_ids, Tensor? expert_map, int[] row_tiles, SymInt top_k,"
-    " str scheme, ScalarType out_dtype"
-)
-decoded_gemm = _op("decoded_gemm", f"decoded_gemm{_DECODED}) -> Tensor")
-decoded_gemm_act = _op("decoded_gemm", f"decoded_gemm_act{_DECODED}, str activation) -> Tensor")
 activation = _op("activation", "activation(Tensor x, str activation) -> Tensor")
 moe_fused_mul_sum = _op(
     "weight_and_reduce",

@@ -13,7 +13,7 @@ from functools import lru_cache
 
 from torch import Tensor
 
-from moe_ops.activation import Formula
+from moe_ops.activation import formula
 from moe_ops.checks import MAX_EXPERTS
 from moe_ops.dispatch.tiles import KNOWN_ROW_TILES, MAX_ROW_TILE, is_direct, plan_sizes
 from moe_ops.scheme import WHOLE, Quant, get_scheme
@@ -214,9 +214,9 @@ def _weight_entries(scheme: str, experts: int, n: int, k: int) -> tuple[tuple[in
     return (experts * rows * groups,), experts * packed_rows * groups
 
 
-def activated(name: str, width: int, rule: Formula) -> int:
-    """The columns that an activation makes of ``width``: half of them where there is a gate."""
-    if not rule.gated:
+def activated(name: str, width: int, activation: str) -> int:
+    """The columns that an activation makes of ``width``: half where it has a gate."""
+    if not activation or not formula(activation).gated:
         return width
     if type(width) is int and width % 2:
         raise ValueError(f"{name} must have an even number of columns for gate and up, got {width}")

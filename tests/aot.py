@@ -25,22 +25,13 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import get_ptxas
 from triton.runtime.jit import JITFunction
 
-from moe_ops.dispatch.tiles import Device
-from moe_ops.kernels import decoded_gemm, expert_gemm, scaled_gemm, weight_only_gemm
-from moe_ops.kernels._gemm import block_scaled as block_scaled_gemm
-from moe_ops.kernels._hopper import gemm as hopper_gemm
-from moe_ops.kernels._hopper import token_gemm
+from moe_ops.dispatch.device import Device, assumed
 from moe_ops.kernels._runtime import launch
 from moe_ops.ops import STAGES
 
 SHARED_MEMORY = {80: 166912, 90: 232448, 100: 232448, 103: 232448, 120: 101376}
 """Shared memory of a block, in bytes, by architecture."""
 
-CHOOSING_TILES = (
-    block_scaled_gemm, decoded_gemm, expert_gemm, hopper_gemm, scaled_gemm,
-    token_gemm, weight_only_gemm,
-)  # fmt: skip
-"""The launchers that ask for a device's facts."""
 REPORTS: dict[str, str] = {}
 """What ptxas said of kernels as it assembled them; nothing of those that Triton had kept."""
 
@@ -71,13 +62,6 @@ class Forgetful(dict):
         """Forget."""
 
 
-def forget_tiles(module: Any) -> None:
-    """Choices that were made for another device."""
-    for value in vars(module).values():
-        if hasattr(value, "cache_clear"):
-            value.cache_clear()
-
-
 @contextmanager
 def compiling(gpu: int | Device, name: str = "") -> Iterator[list[Any]]:
     """Every launch inside compiles for a GPU, or an architecture, and lands in the list.
@@ -101,11 +85,7 @@ def compiling(gpu: int | Device, name: str = "") -> Iterator[list[Any]]:
     triton.runtime.driver.set_active(TargetOnly(facts.arch))
     try:
         with ExitStack() as patches:
-            for module in CHOOSING_TILES:
-                forget_tiles(module)
-                patches.enter_context(
-                    mock.patch.object(module, "device_facts", lambda device: facts)
-                )
+            patches.enter_context(assumed(facts))
             patches.enter_context(triton.knobs.nvidia.scope())
             triton.knobs.nvidia.dump_ptxas_log = True
             patches.enter_context(mock.patch.object(launch, "COMPILED", Forgetful()))

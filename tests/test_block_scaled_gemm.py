@@ -22,7 +22,8 @@ import moe_ops
 from moe_ops import get_scheme, ops, quantize_weight
 from moe_ops.activation import formula
 from moe_ops.dispatch.blackwell import BLOCK_SCALED, WEIGHT_ROWS, block_scaled_tiles
-from moe_ops.dispatch.tiles import ROW_TILES, Gemm, device_facts
+from moe_ops.dispatch.device import device_facts
+from moe_ops.dispatch.tiles import ROW_TILES, Gemm
 from moe_ops.pipeline.devices import TARGETS
 
 pytestmark = [

@@ -13,9 +13,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
 
 import moe_ops  # noqa: E402
 from moe_ops.dispatch import tuned  # noqa: E402
+from moe_ops.dispatch.device import plain_name  # noqa: E402
 from moe_ops.dispatch.hopper import PACKED, STREAM, TOKEN, HopperTiles  # noqa: E402
 from moe_ops.dispatch.tiles import TileConfig  # noqa: E402
-from moe_ops.dispatch.tuned_file import plain_name  # noqa: E402
 from moe_ops.kernels._hopper.gemm import Constants  # noqa: E402
 from moe_ops.kernels._runtime.launch import Launch  # noqa: E402
 from moe_ops.pipeline.devices import TARGETS  # noqa: E402

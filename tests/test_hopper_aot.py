@@ -14,8 +14,9 @@ pytest.importorskip("triton")
 import aot  # noqa: E402
 
 from moe_ops.dispatch import tuned  # noqa: E402
+from moe_ops.dispatch.device import Device
 from moe_ops.dispatch.hopper import PACKED, ROW_TILES, most_stages, takes, widths  # noqa: E402
-from moe_ops.dispatch.tiles import Device, Gemm, pick_row_tile  # noqa: E402
+from moe_ops.dispatch.tiles import Gemm, pick_row_tile  # noqa: E402
 from moe_ops.kernels import align, expert_gemm, scaled_gemm
 from moe_ops.kernels._hopper import gemm as hopper_gemm
 from moe_ops.kernels._hopper import packed as hopper_tile

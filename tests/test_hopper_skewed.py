@@ -15,8 +15,8 @@ from test_scaled_gemm import activated, exact_rows, numbers
 
 from moe_ops import ops
 from moe_ops.dispatch import tuned
+from moe_ops.dispatch.device import device_facts
 from moe_ops.dispatch.hopper import PACKED, HopperTiles, most_stages, widths
-from moe_ops.dispatch.tiles import device_facts
 from moe_ops.reference.slots import local_experts
 from moe_ops.scheme import get_scheme, quantize_weight
 from moe_ops.testing import assert_matches_reference

@@ -15,6 +15,7 @@ import moe_ops
 from moe_ops import FusedMoEConfig, RoutingMethodType, ops
 from moe_ops.activation import formula
 from moe_ops.dispatch import tuned
+from moe_ops.dispatch.device import name_and_arch
 from moe_ops.dispatch.hopper import PACKED, STREAM, HopperTiles
 from moe_ops.dispatch.portable import gemm_tiles
 from moe_ops.dispatch.tiles import (
@@ -27,7 +28,7 @@ from moe_ops.dispatch.tiles import (
     max_row_tiles,
     plan_sizes,
 )
-from moe_ops.dispatch.tuned import choose, merged, name_and_arch
+from moe_ops.dispatch.tuned import choose, merged
 from moe_ops.dispatch.tuned_file import written
 from moe_ops.pipeline.devices import TARGETS
 from moe_ops.reference import expert_gemm as reference

@@ -16,7 +16,8 @@ from moe_ops import ops
 from moe_ops.bench.harness import default_device, measure
 from moe_ops.bench.problems import Problem, make_experts, make_inputs
 from moe_ops.dispatch import tuned
-from moe_ops.dispatch.tuned_file import Entry, TunedLayer, plain_name
+from moe_ops.dispatch.device import plain_name
+from moe_ops.dispatch.tuned_file import Entry, TunedLayer
 from moe_ops.pipeline.fused_experts import NOT_QUANTIZED
 from moe_ops.pipeline.gemms import activated_product, expert_weights, gemm
 from moe_ops.pipeline.no_ep import quantize_tokens

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-from moe_ops.dispatch.tiles import Device, Gemm, TileConfig, pick_row_tile
+from moe_ops.dispatch.device import Device
+from moe_ops.dispatch.tiles import Gemm, TileConfig, pick_row_tile
 from moe_ops.scheme import get_scheme
 
 ONE_ELEMENT = frozenset({"mxfp4", "mxfp8", "nvfp4"})

@@ -12,10 +12,10 @@ from functools import lru_cache
 import torch
 
 from moe_ops.activation import Formula
+from moe_ops.dispatch.device import Device
 from moe_ops.dispatch.portable import ScaleGroups
 from moe_ops.dispatch.tiles import (
     TALL_ROW_TILE,
-    Device,
     Gemm,
     TileConfig,
     cdiv,

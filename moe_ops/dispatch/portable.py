@@ -11,7 +11,8 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from moe_ops.activation import Formula
-from moe_ops.dispatch.tiles import Device, Gemm, TileConfig, cdiv, is_direct, pick_row_tile
+from moe_ops.dispatch.device import Device
+from moe_ops.dispatch.tiles import Gemm, TileConfig, cdiv, is_direct, pick_row_tile
 from moe_ops.scheme import Quant
 
 ACCUMULATES_WIDE = (90, 100, 103)

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache, lru_cache
-from typing import Any, NamedTuple
+from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 
@@ -57,19 +57,6 @@ class TileConfig:
         }
 
 
-class Device(NamedTuple):
-    """What the choice of tiles asks of a GPU."""
-
-    arch: int
-    """Compute capability times ten: 90 is Hopper."""
-    shared_memory: int
-    """Of a block, in bytes."""
-    processors: int
-    """Streaming multiprocessors."""
-    name: str = ""
-    """As PyTorch has it, for files of tuned tiles to name; empty: there are none."""
-
-
 DIRECT_SLOTS = 16
 """The most slots of an expert GEMM without a plan: see `is_direct`."""
 PLAN_HEADER = 4
@@ -87,21 +74,6 @@ MANY_TOKENS = 2048
 ONE_LAUNCH_LOGITS = 512
 """Up to so many logits (4 tokens of 128 experts), routing them again in every program of alignment
 takes less time than another launch."""
-
-
-@cache
-def device_facts(device: torch.device) -> Device:
-    """The facts of the GPU; those of an H200 where there is none (the interpreter)."""
-    if device.type != "cuda":
-        return Device(90, 232448, 132)
-    major, minor = torch.cuda.get_device_capability(device)
-    properties: Any = torch.cuda.get_device_properties(device)
-    return Device(
-        10 * major + minor,
-        properties.shared_memory_per_block_optin,
-        properties.multi_processor_count,
-        properties.name,
-    )
 
 
 class Gemm(NamedTuple):

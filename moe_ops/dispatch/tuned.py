@@ -7,27 +7,16 @@ then those in the folder that ``MOE_OPS_TUNED_DIR`` names, which take the place 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
-from functools import cache
+from collections.abc import Iterable
 from importlib.resources import files
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
-
+from moe_ops.dispatch.device import Device, plain_name
 from moe_ops.dispatch.hopper import HopperTiles, KernelTiles, hopper_tiles, unfit
 from moe_ops.dispatch.portable import shared_bytes
-from moe_ops.dispatch.tiles import Device, Gemm, TileConfig, load_class, pick_row_tile
-from moe_ops.dispatch.tuned_file import (
-    Entry,
-    Sizes,
-    TunedLayer,
-    default_row_tiles,
-    parse,
-    plain_name,
-)
+from moe_ops.dispatch.tiles import Gemm, TileConfig, load_class, pick_row_tile
+from moe_ops.dispatch.tuned_file import Entry, Sizes, TunedLayer, default_row_tiles, parse
 from moe_ops.scheme import Scheme
 
 FOLDER = os.environ.get("MOE_OPS_TUNED_DIR")
@@ -66,13 +55,20 @@ def read_folder(folder: Any) -> list[TunedLayer]:
     return [parse(f.name, f.read_text()) for f in found]
 
 
-Tables = dict[tuple[str, str], dict[Sizes, TunedLayer]]
-"""Layers by GPU and scheme, then by their sizes."""
+class Tables(dict[tuple[str, str], dict[Sizes, TunedLayer]]):
+    """Layers by GPU and scheme, then by their sizes.
+
+    Hashed by identity, so that what was chosen from a table can be remembered with it.
+    """
+
+    __hash__ = object.__hash__  # type: ignore[assignment]
+    __eq__ = object.__eq__
+    __ne__ = object.__ne__
 
 
 def tables(layers: Iterable[TunedLayer]) -> Tables:
     """``layers`` to look up; of two for the same the later one counts."""
-    found: Tables = {}
+    found = Tables()
     for layer in layers:
         found.setdefault((layer.device, layer.scheme), {})[layer.sizes] = layer
     return found
@@ -111,40 +107,6 @@ def merged(default: tuple[int, ...], won: tuple[tuple[int, int], ...]) -> tuple[
     return tuple(tiles)
 
 
-_ASSUMED: ContextVar[Device | None] = ContextVar("assumed", default=None)
-
-
-@contextmanager
-def assumed(device: Device | None) -> Iterator[None]:
-    """Tensors without data are taken for those of a GPU."""
-    token = _ASSUMED.set(device)
-    try:
-        yield
-    finally:
-        _ASSUMED.reset(token)
-
-
-def name_and_arch(device: torch.device) -> tuple[str, int]:
-    """What files call a GPU, and its compute capability times ten; empty where there is none."""
-    if device.type == "meta":
-        facts = _ASSUMED.get()
-        return ("", 0) if facts is None else (plain_name(facts.name), facts.arch)
-    if device.type != "cuda":
-        return "", 0
-    # Dynamo folds the properties of a GPU, and warns where it has to look into a cache.
-    return _look_up(device) if torch.compiler.is_compiling() else _known(device)
-
-
-def _look_up(device: torch.device) -> tuple[str, int]:
-    if not torch.cuda.is_available():
-        return "", 0  # a device that only fake tensors are on
-    facts = torch.cuda.get_device_properties(device)
-    return plain_name(facts.name), 10 * facts.major + facts.minor
-
-
-_known = cache(_look_up)
-
-
 def choose(
     gemm: Gemm,
     scheme: str,
@@ -152,7 +114,8 @@ def choose(
     device: Device,
     default: TileConfig,
     *,
-    hopper: bool = False,
+    hopper: bool,
+    tables: Tables,
 ) -> Choice:
     """The kernel and the tiles of a GEMM: what a file says, else the analytic choice.
 
@@ -168,9 +131,10 @@ def choose(
         device: the GPU.
         default: of the kernel for all GPUs, where no file has others.
         hopper: whether Hopper's own kernels take the GEMM (`moe_ops.dispatch.hopper.takes`).
+        tables: what files say.
     """
     own = hopper_tiles(gemm, device) if hopper else None
-    layer = TABLES.get((plain_name(device.name), scheme), {}).get(_layer_sizes(gemm))
+    layer = tables.get((plain_name(device.name), scheme), {}).get(_layer_sizes(gemm))
     if layer is None or len(gemm.row_tiles) == 1 or gemm.itemsize == 4:
         return Choice(default, DEFAULT, own)
     entry = _nearest(layer, gemm)

@@ -14,6 +14,7 @@ import re
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
+from moe_ops.dispatch.device import plain_name
 from moe_ops.dispatch.hopper import (
     KERNELS,
     LEAST_STAGES,
@@ -75,11 +76,6 @@ def file_name(sizes: Sizes, device: str, scheme: str) -> str:
     """The name of the file for a layer, a GPU (by PyTorch's name) and a scheme."""
     experts, n, k = sizes
     return f"E={experts},N={n},K={k},device_name={plain_name(device)},scheme={scheme}.json"
-
-
-def plain_name(device: str) -> str:
-    """A GPU's name as it stands in the names of files."""
-    return device.replace(" ", "_").replace("/", "_")
 
 
 def default_row_tiles(scheme: Scheme, *, hopper: bool = False) -> tuple[int, ...]:

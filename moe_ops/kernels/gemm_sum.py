@@ -1,4 +1,4 @@
-"""Launcher of the second expert GEMM with the weighted sum: of one token in one, else in two."""
+"""Launcher of the second expert GEMM with the weighted sum: in one kernel, or in two."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from moe_ops.dispatch.device import device_facts
+from moe_ops.dispatch.gemm_plan import TOKEN_SUM, plan_gemm
+from moe_ops.dispatch.problem import dense_problem, scaled_problem, sum_problem
 from moe_ops.fake_impls.gemm_sum import gemm_sum as empty_tokens
-from moe_ops.kernels._hopper import token_gemm
-from moe_ops.kernels._hopper.token_gemm import Operands
-from moe_ops.kernels.expert_gemm import expert_gemm
-from moe_ops.kernels.scaled_gemm import scaled_gemm
+from moe_ops.kernels._gemm.operands import GemmOperands
+from moe_ops.kernels._gemm.run import run_gemm
 from moe_ops.kernels.weight_and_reduce import moe_fused_mul_sum_out
 
 
@@ -35,15 +36,15 @@ def gemm_sum(
     out = empty_tokens(
         a, a_scale, w, w_scale, bias, topk_weights, *tiles, row_tiles, scheme, out_dtype
     )
-    if token_gemm.summed(
-        out, Operands(a, a_scale, w, w_scale, bias), topk_weights, tiles, row_tiles, scheme
-    ):
-        return out
     if w_scale is None:
-        y = expert_gemm(a, w, bias, None, None, *tiles, row_tiles, 1, expert_order)
+        gemm = dense_problem(a, w, tiles, row_tiles, 1, "", False, expert_order)
     else:
-        operands = (a, a_scale, w, w_scale, bias)
-        y = scaled_gemm(*operands, *tiles, row_tiles, 1, scheme, out.dtype)
-    how = (topk_weights, topk_ids, expert_map, None, w.shape[0])
-    moe_fused_mul_sum_out(y, *how, out=out)
+        gemm = scaled_problem(a, a_scale, w, w_scale, tiles, row_tiles, 1, scheme)
+    given = GemmOperands(a, w, tiles, bias, None, a_scale, w_scale)
+    if topk_ids.shape[0] == 1:
+        problem = sum_problem(gemm, topk_weights is not None, out.element_size())
+        if plan_gemm(problem, device_facts(out.device)).kernel == TOKEN_SUM:
+            return run_gemm(out, given._replace(topk_weights=topk_weights), problem)
+    y = run_gemm(out.new_empty(a.shape[0], out.shape[1]), given, gemm)
+    moe_fused_mul_sum_out(y, topk_weights, topk_ids, expert_map, None, w.shape[0], out=out)
     return out

@@ -5,17 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import prod
 
-from moe_ops.activation import Formula, formula, kind_and_key
-from moe_ops.dispatch.choice import analytic_tiles, stored_gemm, tiles_of
-from moe_ops.dispatch.hopper import KernelTiles, plans_for, token_tiles
-from moe_ops.dispatch.portable import scaled_slot_tiles
-from moe_ops.dispatch.tiles import INVARIANT_ROW_TILES, Device, Gemm, TileConfig
-from moe_ops.dispatch.tuned import DEFAULT, Choice, row_tiles
-from moe_ops.dispatch.tuned_file import default_row_tiles, plain_name
+from moe_ops.activation import kind_and_key
+from moe_ops.dispatch.device import Device, plain_name
+from moe_ops.dispatch.gemm_plan import GemmPlan, plan_gemm
+from moe_ops.dispatch.hopper import KernelTiles, plans_for
+from moe_ops.dispatch.problem import layer_problem, sizes_of
+from moe_ops.dispatch.tiles import INVARIANT_ROW_TILES
+from moe_ops.dispatch.tuned import row_tiles
+from moe_ops.dispatch.tuned_file import default_row_tiles
 from moe_ops.pipeline.config import FusedMoEConfig
 from moe_ops.pipeline.devices import Target
 from moe_ops.pipeline.experts import FusedMoEExperts, FusedMoEExpertsModular
-from moe_ops.pipeline.row_spaces import depends_on_batch
 from moe_ops.scheme import Scheme
 
 
@@ -64,12 +64,12 @@ def cost_of(
     activation_bytes = 2 * num_tokens * hidden * itemsize
     h_bits = 8 * itemsize if scheme.activation is None else scheme.activation.element.stored_bits
     flops = round(2 * slots * sum(n * k for n, k in shapes))
-    tiles = _tiles(config, scheme, experts, num_tokens, target.facts)
+    plans = _plans(config, scheme, experts, num_tokens, target.facts)
     return Cost(
         num_tokens=num_tokens,
-        gemm1=tiles and tiles[0].tiles,
-        gemm2=tiles and tiles[1].tiles,
-        tiles_from=tiles and (tiles[0].source, tiles[1].source),
+        gemm1=plans and plans[0].config,
+        gemm2=plans and plans[1].config,
+        tiles_from=plans and (plans[0].source, plans[1].source),
         active_experts=active,
         weight_bytes=weight_bytes,
         activation_bytes=activation_bytes,
@@ -128,66 +128,36 @@ def _workspace_bytes(
     return sum(map(prod, shapes)) * config.in_dtype.itemsize
 
 
-def _tiles(
+def _plans(
     config: FusedMoEConfig,
     scheme: Scheme,
     experts: FusedMoEExperts,
     num_tokens: int,
     device: Device | None,
-) -> tuple[Choice, Choice] | None:
-    """Of both GEMMs, as their launchers choose them."""
+) -> tuple[GemmPlan, GemmPlan] | None:
+    """The plans of both GEMMs, as their launchers make them; None where GEMMs have none."""
     fused = experts.ACTIVATES_IN_GEMM1
     if device is None or fused is None:
         return None
     hidden, width = config.hidden_dim, config.intermediate_size
     num_experts, itemsize = config.num_local_experts, config.in_dtype.itemsize
-    rows = num_tokens * config.experts_per_token
+    top_k, slots = config.experts_per_token, num_tokens * config.experts_per_token
+    tokens: int | None = num_tokens
     if config.max_num_tokens is not None:
-        rows = num_experts * config.max_num_tokens
-    gates = 2 if config.is_act_and_mul else 1
-    rule = formula(kind_and_key(config.activation)[1]) if fused else None
-    halves, columns = (gates, width) if fused else (1, gates * width)
+        slots = num_experts * config.max_num_tokens
+    if config.max_num_tokens is not None or not fused:  # rows lie by expert
+        top_k, tokens = 1, None
+    activation = kind_and_key(config.activation)[1] if fused else ""
     picked = default_row_tiles(scheme)
     if config.batch_invariant:
         picked = INVARIANT_ROW_TILES
     elif fused and config.max_num_tokens is None:  # the pipeline that files are timed for
         hopper, name = plans_for(scheme, device.arch, itemsize, width), plain_name(device.name)
         picked = row_tiles(scheme, (num_experts, width, hidden), name, hopper=hopper)
-    gemm1 = Gemm(rows, num_experts, columns, hidden, itemsize, halves, picked)
-    gemm2 = Gemm(rows, num_experts, hidden, width, itemsize, 1, picked)
-    found = tiles_of(gemm1, scheme, rule, device), tiles_of(gemm2, scheme, None, device)
-    if not fused or config.max_num_tokens is not None:
-        return found
-    first, second = (
-        _slot_choice(gemm, scheme) or choice
-        for gemm, choice in zip((gemm1, gemm2), found, strict=True)
+    gates = 2 if config.is_act_and_mul else 1
+    first = sizes_of(slots, (num_experts, gates * width, hidden), itemsize, picked, activation)
+    second = sizes_of(slots, (num_experts, hidden, width), itemsize, picked, "")
+    return (
+        plan_gemm(layer_problem(first, scheme, activation, tokens, top_k), device),
+        plan_gemm(layer_problem(second, scheme, "", tokens, 1), device),
     )
-    if num_tokens == 1 and not config.batch_invariant:
-        first = tiles_of_token(gemm1, scheme, rule, device, summed=False) or first
-        second = tiles_of_token(gemm2, scheme, None, device, summed=True) or second
-    return first, second
-
-
-def _slot_choice(gemm: Gemm, scheme: Scheme) -> Choice | None:
-    """The kernel that quantizes the rows of few slots itself, where it goes before the others."""
-    tiles = slot_tiles_of(gemm, scheme)
-    return None if tiles is None else Choice(tiles, DEFAULT)
-
-
-def tiles_of_token(
-    gemm: Gemm, scheme: Scheme, rule: Formula | None, device: Device, *, summed: bool
-) -> Choice | None:
-    """Those of the kernels of one token, whose slots the GEMM's are."""
-    sizes, _ = stored_gemm(gemm, scheme)
-    weight = (gemm.num_experts, gemm.halves * gemm.n, gemm.k)
-    how = (weight, sizes.itemsize, gemm.num_slots, rule, scheme, device)
-    tiles = token_tiles(*how, summed=summed)
-    default = analytic_tiles(gemm, scheme, rule, device)
-    return None if tiles is None else Choice(default, DEFAULT, tiles)
-
-
-def slot_tiles_of(gemm: Gemm, scheme: Scheme) -> TileConfig | None:
-    """Of the kernel that quantizes the rows of few slots itself; None where there is none."""
-    if scheme.activation is None or scheme.decoded or depends_on_batch(scheme.activation):
-        return None
-    return scaled_slot_tiles(gemm, scheme.activation)

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-from moe_ops.dispatch.tiles import Device, device_facts
+from moe_ops.dispatch.device import Device, device_facts
 
 
 class Speed(NamedTuple):

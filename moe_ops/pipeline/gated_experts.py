@@ -75,12 +75,13 @@ def gated_experts(
     num_local_experts, dtype = w1.shape[0], hidden_states.dtype
     row_tiles = row_tiles_of(scheme, w2, batch_invariant)
     space = SlotRows.of(routing, num_local_experts, row_tiles)
-    rows = quantized(hidden_states, weights.a1_scale, space, scheme)
-    h = gate(gemm(rows, weights.w1, space, topk_ids.shape[1], scheme, dtype))
+    top_k = topk_ids.shape[1]
+    rows = quantized(hidden_states, weights.a1_scale, weights.w1, space, scheme, top_k)
+    h = gate(gemm(rows, weights.w1, space, top_k, scheme, dtype))
     checks.tensor("gate(rows)", h, 2, checks.FLOATS)
     width = w1.shape[1] // 2 if is_gated else w1.shape[1]
     checks.size("gate(rows).shape[1]", h.shape[1], "the columns of w2", width)
     h = h.to(dtype).contiguous()
-    rows = quantized(h, weights.a2_scale, space, scheme)
+    rows = quantized(h, weights.a2_scale, weights.w2, space, scheme)
     y = gemm(rows, weights.w2, space, 1, scheme, dtype)
     return ops.moe_fused_mul_sum(y, topk_weights, topk_ids, expert_map, None, num_local_experts)

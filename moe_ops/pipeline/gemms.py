@@ -6,10 +6,11 @@ import torch
 from torch import Tensor
 
 from moe_ops import ops
-from moe_ops.dispatch.hopper import operand_bytes, packs
-from moe_ops.dispatch.portable import quantizes_slots
+from moe_ops.dispatch.device import device_facts
+from moe_ops.dispatch.gemm_plan import plan_gemm
+from moe_ops.dispatch.hopper import operand_bytes
+from moe_ops.dispatch.problem import layer_problem, sizes_of
 from moe_ops.dispatch.tiles import direct_slots
-from moe_ops.dispatch.tuned import name_and_arch
 from moe_ops.pipeline.row_spaces import BatchedRows, SlotRows, always, depends_on_batch, sure
 from moe_ops.scheme import FusedMoEQuantConfig, Scheme
 from moe_ops.tensors import ExpertWeight, ExpertWeights, Rows
@@ -48,51 +49,72 @@ def _factor(global_scale: Tensor | None, of_rows: Tensor | None) -> Tensor | Non
 
 
 def stored(
-    rows: Rows, weights: ExpertWeights, space: SlotRows | BatchedRows, scheme: Scheme
+    rows: Rows,
+    weights: ExpertWeights,
+    space: SlotRows | BatchedRows,
+    scheme: Scheme,
+    top_k: int = 1,
+    activation: str = "",
 ) -> Rows:
-    """The input of the first GEMM; rows whose quantization was left to the experts have it now."""
-    return rows if rows.scale is not None else quantized(rows.data, weights.a1_scale, space, scheme)
+    """The input of the first GEMM: rows that prepare did not quantize are `quantized` now."""
+    if rows.scale is not None:
+        return rows
+    return quantized(rows.data, weights.a1_scale, weights.w1, space, scheme, top_k, activation)
 
 
 def quantized(
-    x: Tensor, scale: Tensor | None, space: SlotRows | BatchedRows, scheme: Scheme
+    x: Tensor,
+    scale: Tensor | None,
+    weight: ExpertWeight,
+    space: SlotRows | BatchedRows,
+    scheme: Scheme,
+    top_k: int = 1,
+    activation: str = "",
 ) -> Rows:
-    """Rows as a GEMM takes them: as they are where the scheme or the GEMM says so.
+    """The rows that a GEMM takes: quantized, unless the scheme keeps them or the GEMM does it.
 
-    ``scale``: the given one.
+    Args:
+        x: rows that are not quantized.
+        scale: the given scale, or None.
+        weight: what the GEMM multiplies them with.
+        space: where the rows lie.
+        scheme: the layer's.
+        top_k: slots that read the same row.
+        activation: key of the activation of the product.
     """
     if scheme.activation is None:
         return Rows(x)
-    if isinstance(space, SlotRows) and _on_the_way(x, space, scheme):
+    if isinstance(space, SlotRows) and _quantizes(x, weight, space, scheme, top_k, activation):
         return Rows(x, scale)
     return space.quantize(x, scale, scheme.activation)
 
 
-def _on_the_way(x: Tensor, space: SlotRows, scheme: Scheme) -> bool:
+def _quantizes(
+    x: Tensor,
+    weight: ExpertWeight,
+    space: SlotRows,
+    scheme: Scheme,
+    top_k: int,
+    activation: str,
+) -> bool:
     """Whether the operator of a GEMM quantizes its rows, which saves a pass.
 
-    Where slots are known to be few: if its kernel of few slots does so. Where they are known to be
-    many: if it packs rows that are its alone (not a token's, which several slots read). Else rows
-    are quantized before, so that they are not held in both forms. Where their number is a symbol,
-    nobody may ask, and the operator decides: it takes such rows in any number.
+    Its plan says so. Rows that it would pack must be slots' own, not a token's that several slots
+    read. A compiler, whose sizes may be symbols, cannot ask for a plan: unless slots are known to
+    be many, the operator decides. (Many rows would else be held in both forms.)
     """
     quant, (_, ids, _) = scheme.activation, space.tiles
     one_tile = len(space.row_tiles) == 1
     if quant is None or scheme.decoded or depends_on_batch(quant) or one_tile or ids is None:
         return False
-    tokens, top_k = ids.shape
-    slots, experts = tokens * top_k, space.num_local_experts
-    few = direct_slots(experts)
-    if always(slots <= few):
-        # Hopper's kernels of one token quantize, and the operator does where they do not serve.
-        alone = always(tokens == 1) and operand_bytes(scheme) == 1
-        hoppers = alone and name_and_arch(x.device)[1] == 90
-        return hoppers or quantizes_slots(quant, x.shape[-1], space.row_tiles)
-    if not always(sure(tokens) * top_k > few):
-        return True
-    # Not asked of a compiler, for which numbers may be symbols.
-    own = not torch.compiler.is_compiling() and x.shape[0] == slots
-    return own and packs(scheme, slots, experts)
+    tokens, k = ids.shape
+    slots = tokens * k
+    if torch.compiler.is_compiling() or type(slots) is not int:
+        return not always(sure(tokens) * k > direct_slots(space.num_local_experts))
+    sizes = sizes_of(slots, weight.data.shape, x.itemsize, space.row_tiles, activation)
+    problem = layer_problem(sizes, scheme, activation, tokens, top_k)
+    plan = plan_gemm(problem, device_facts(x.device))
+    return plan.quantizes_rows and (not plan.packed_rows or len(x) == slots)
 
 
 def gemm(
@@ -102,37 +124,30 @@ def gemm(
     top_k: int,
     scheme: Scheme,
     dtype: torch.dtype,
+    activation: str = "",
+    topk_weights: Tensor | None = None,
 ) -> Tensor:
-    """``rows[s // top_k] @ w[e].T + bias[e]`` for every row s of the plan, in ``dtype``."""
-    tiles = space.tiles
+    """``f(topk_weights[s] * rows[s // top_k] @ w[e].T + bias[e])`` for every row s of the plan.
+
+    Rounded to ``dtype`` once. ``topk_weights`` (of rows that are not quantized only) multiply the
+    product in float32; ``activation`` is the key of f.
+    """
+    where = (*space.tiles, space.row_tiles, top_k)
     if scheme.weight is None:
-        return ops.expert_gemm(
-            rows.data,
-            weight.data,
-            weight.bias,
-            None,
-            None,
-            *tiles,
-            space.row_tiles,
-            top_k,
-            space.expert_order,
-        )
+        return ops.expert_matmul(
+            rows.data, weight.data, weight.bias, topk_weights, *where,
+            activation, space.expert_order,
+        )  # fmt: skip
     if scheme.activation is None:
-        return ops.weight_only_gemm(
-            rows.data,
-            weight.data,
-            weight.scale,
-            weight.zero_point,
-            weight.global_scale,
-            weight.bias,
-            None,
-            *tiles,
-            space.row_tiles,
-            top_k,
-            scheme.name,
-        )
-    multiply = ops.decoded_gemm if scheme.decoded else ops.scaled_gemm
-    return multiply(*_scaled(rows, weight, space, top_k, scheme, dtype))
+        return ops.weight_only_matmul(
+            rows.data, weight.data, weight.scale, weight.zero_point, weight.global_scale,
+            weight.bias, topk_weights, *where, scheme.name, activation,
+        )  # fmt: skip
+    return ops.scaled_matmul(
+        rows.data, rows.scale, weight.data, weight.scale,
+        weight.global_scale if scheme.decoded else None, weight.bias, *where,
+        scheme.name, dtype, activation,
+    )  # fmt: skip
 
 
 def sums_at_once(space: SlotRows, scheme: Scheme) -> bool:
@@ -156,17 +171,10 @@ def gemm_sum(
 ) -> Tensor:
     """`gemm` with each token's weighted sum."""
     return ops.gemm_sum(
-        *rows,
-        weight.data,
-        weight.scale,
-        weight.bias,
-        topk_weights,
-        *space.tiles,
-        space.row_tiles,
-        scheme.name,
-        None if weight.scale is None else dtype,
-        space.expert_order,
-    )
+        rows.data, rows.scale, weight.data, weight.scale, weight.bias, topk_weights,
+        *space.tiles, space.row_tiles, scheme.name,
+        None if weight.scale is None else dtype, space.expert_order,
+    )  # fmt: skip
 
 
 def gemm_act(
@@ -177,58 +185,11 @@ def gemm_act(
     scheme: Scheme,
     dtype: torch.dtype,
     activation: str,
-    input_weights: Tensor | None = None,
+    topk_weights: Tensor | None = None,
 ) -> Rows:
-    """The first GEMM with its activation, as the second GEMM takes it.
-
-    ``input_weights`` (one a slot, of unquantized activations only) scale the product's rows in
-    float32.
-    """
-    h = activated_product(rows, weights.w1, space, top_k, scheme, dtype, activation, input_weights)
-    return quantized(h, weights.a2_scale, space, scheme)
-
-
-def activated_product(
-    rows: Rows,
-    weight: ExpertWeight,
-    space: SlotRows | BatchedRows,
-    top_k: int,
-    scheme: Scheme,
-    dtype: torch.dtype,
-    activation: str,
-    input_weights: Tensor | None = None,
-) -> Tensor:
-    """The first GEMM with its activation, rounded to ``dtype`` once."""
-    tiles = space.tiles
-    if scheme.weight is None:
-        return ops.expert_gemm_act(
-            rows.data,
-            weight.data,
-            weight.bias,
-            input_weights,
-            *tiles,
-            space.row_tiles,
-            top_k,
-            activation,
-            space.expert_order,
-        )
-    if scheme.activation is None:
-        return ops.weight_only_gemm_act(
-            rows.data,
-            weight.data,
-            weight.scale,
-            weight.zero_point,
-            weight.global_scale,
-            weight.bias,
-            input_weights,
-            *tiles,
-            space.row_tiles,
-            top_k,
-            scheme.name,
-            activation,
-        )
-    multiply = ops.decoded_gemm_act if scheme.decoded else ops.scaled_gemm_act
-    return multiply(*_scaled(rows, weight, space, top_k, scheme, dtype), activation)
+    """The first GEMM with its activation, as the second GEMM takes it; arguments as in `gemm`."""
+    h = gemm(rows, weights.w1, space, top_k, scheme, dtype, activation, topk_weights)
+    return quantized(h, weights.a2_scale, weights.w2, space, scheme)
 
 
 def activated(
@@ -242,27 +203,3 @@ def activated(
     if scheme.activation is None:
         return Rows(space.activate(product, activation))
     return space.activate_quantize(product, weights.a2_scale, activation, scheme.activation)
-
-
-def _scaled(
-    rows: Rows,
-    weight: ExpertWeight,
-    space: SlotRows | BatchedRows,
-    top_k: int,
-    scheme: Scheme,
-    dtype: torch.dtype,
-) -> tuple:
-    """The arguments that the operators of quantized operands share."""
-    return (
-        rows.data,
-        rows.scale,
-        weight.data,
-        weight.scale,
-        *((weight.global_scale,) if scheme.decoded else ()),
-        weight.bias,
-        *space.tiles,
-        space.row_tiles,
-        top_k,
-        scheme.name,
-        dtype,
-    )

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from moe_ops import checks
 from moe_ops.activation import MoEActivation
-from moe_ops.dispatch.tiles import device_facts
+from moe_ops.dispatch.device import device_facts
 from moe_ops.pipeline.quant_checks import check_quantized
 from moe_ops.scheme import TENSORS, UNQUANTIZED, FusedMoEQuantConfig, Scheme, what_lacks
 

@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 from moe_ops import ops
+from moe_ops.dispatch.device import name_and_arch
 from moe_ops.dispatch.hopper import plans_for
 from moe_ops.dispatch.tiles import INVARIANT_ROW_TILES, is_direct
-from moe_ops.dispatch.tuned import name_and_arch, row_tiles
+from moe_ops.dispatch.tuned import row_tiles
 from moe_ops.dispatch.tuned_file import default_row_tiles
 from moe_ops.scheme import Quant, Scheme
 from moe_ops.tensors import Routing, Rows, Tiles

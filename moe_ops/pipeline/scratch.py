@@ -6,16 +6,9 @@ from typing import Any
 
 from torch import Tensor
 
-from moe_ops.activation import formula
-from moe_ops.dispatch.choice import tiles_of
-from moe_ops.dispatch.hopper import packed_rows, token_tiles
-from moe_ops.dispatch.portable import quantizes_slots
-from moe_ops.dispatch.tiles import Device, Gemm, is_direct
-from moe_ops.fake_impls.scaled_gemm import stored_rows
-from moe_ops.scheme import get_scheme
-
-PACKING = ("expert_gemm", "expert_gemm_act", "scaled_gemm", "scaled_gemm_act", "gemm_sum")
-"""Operators whose kernels for Hopper may pack rows."""
+from moe_ops.dispatch.device import Device
+from moe_ops.dispatch.gemm_plan import plan_gemm
+from moe_ops.dispatch.problem import GemmProblem, dense_problem, scaled_problem, sum_problem
 
 
 def scratch_sizes(func: Any, given: tuple[Any, ...], out: Any, device: Device) -> tuple[int, ...]:
@@ -28,57 +21,38 @@ def scratch_sizes(func: Any, given: tuple[Any, ...], out: Any, device: Device) -
         device: the GPU that it would run on.
     """
     namespace, _, name = func._schema.name.partition("::")
-    if namespace != "moe_ops" or name not in PACKING:
+    if namespace != "moe_ops" or name not in _PROBLEMS:
         return ()
     names = (argument.name for argument in func._schema.arguments)
-    named = dict(zip(names, given, strict=False))
-    if name != "gemm_sum":
-        return _packed(named, out, device)
-    if _of_token(named, device, summed=True):
+    problem = _PROBLEMS[name](dict(zip(names, given, strict=False)), out)
+    if problem.sizes.num_slots == 0:
         return ()
-    rows = named["a"].new_empty(len(named["a"]), out.shape[1], dtype=out.dtype)
-    return (rows.nbytes, *_packed(named, rows, device))
+    return tuple(buffer.nbytes for buffer in plan_gemm(problem, device).scratch)
 
 
-def _of_token(given: dict[str, Any], device: Device, *, summed: bool) -> bool:
-    """Whether a GEMM is computed by a kernel of one token."""
-    w, ids, activation = given["w"], given["topk_ids"], given.get("activation")
-    if ids is None or len(ids) != 1 or len(given["row_tiles"]) == 1:
-        return False
-    rule, scheme = formula(activation) if activation else None, get_scheme(given["scheme"])
-    sizes = (tuple(w.shape), w.itemsize, ids.shape[1])
-    return token_tiles(*sizes, rule, scheme, device, summed=summed) is not None
+def _tiles(given: dict[str, Any]) -> tuple[Any, ...]:
+    return given["plan"], given["topk_ids"], given["expert_map"]
 
 
-def _packed(given: dict[str, Any], out: Tensor, device: Device) -> tuple[int, ...]:
-    """Of a GEMM: a count of tiles; its rows in the order of its plan, or quantized, their scales.
+def _dense(given: dict[str, Any], out: Tensor) -> GemmProblem:
+    return dense_problem(
+        given["a"], given["w"], _tiles(given), given["row_tiles"], given.get("top_k", 1),
+        given.get("activation", ""), given["topk_weights"] is not None,
+        given.get("expert_order", False),
+    )  # fmt: skip
 
-    Rows that lie by expert are not packed; rows that came quantized are not quantized.
-    """
-    weighted = given.get("output_weights") is not None
-    (num_experts, rows, k), num_slots = given["w"].shape, out.shape[0]
-    activation, scheme = given.get("activation"), get_scheme(given.get("scheme", "unquantized"))
-    in_order = given.get("expert_order", False) and activation is None
-    if weighted or num_slots == 0:
-        return ()
-    rule = formula(activation) if activation else None
-    halves, itemsize = 2 if rule is not None and rule.gated else 1, given["w"].itemsize
-    tiles = tuple(given["row_tiles"])
-    gemm = Gemm(num_slots, num_experts, rows // halves, k, itemsize, halves, tiles)
-    own, quant = tiles_of(gemm, scheme, rule, device).hopper, scheme.activation
-    counts: tuple[int, ...] = ()
-    a, scale, most = given["a"], given.get("a_scale"), 0
-    if own is not None and own.packed:
-        most = packed_rows(num_slots, num_experts, own.block_m)
-        counts = (4,) if own.on_demand else ()
-    if quant is None:
-        return (*counts, most * k * itemsize) if most and not in_order else counts
-    shared = quant.per_tensor and scale is not None and scale.numel() == 1
-    groups = 1 if shared else quant.row_scale_shape(1, k)[-1]
-    if stored_rows(a, scale, quant) is None and not most:
-        direct = is_direct(num_slots, num_experts) and quantizes_slots(quant, k, tiles)
-        direct |= activation is not None and _of_token(given, device, summed=False)
-        most = 0 if direct else len(a)
-    elif quant.per_tensor and not shared:
-        most, counts = 0, ()  # experts' own scales, which the kernel for all GPUs takes
-    return (*counts, most * k * quant.dtype.itemsize, most * groups * 4) if most else ()
+
+def _scaled(given: dict[str, Any], out: Tensor) -> GemmProblem:
+    return scaled_problem(
+        given["a"], given["a_scale"], given["w"], given["w_scale"], _tiles(given),
+        given["row_tiles"], given.get("top_k", 1), given["scheme"], given.get("activation", ""),
+    )  # fmt: skip
+
+
+def _summed(given: dict[str, Any], out: Tensor) -> GemmProblem:
+    gemm = (_dense if given["w_scale"] is None else _scaled)(given, out)
+    return sum_problem(gemm, given["topk_weights"] is not None, out.element_size())
+
+
+_PROBLEMS = {"expert_matmul": _dense, "scaled_matmul": _scaled, "gemm_sum": _summed}
+"""By operator; those of weights only allocate nothing."""

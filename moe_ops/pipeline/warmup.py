@@ -9,18 +9,11 @@ import torch
 from torch import Tensor
 
 from moe_ops import checks, ops
-from moe_ops.activation import formula, kind_and_key
-from moe_ops.dispatch.choice import tiles_of
-from moe_ops.dispatch.tiles import (
-    MANY_TOKENS,
-    Gemm,
-    device_facts,
-    few_tokens,
-    is_direct,
-    scan_sizes,
-    sort_block,
-)
-from moe_ops.pipeline.costs import slot_tiles_of
+from moe_ops.activation import kind_and_key
+from moe_ops.dispatch.device import Device, device_facts
+from moe_ops.dispatch.gemm_plan import plan_gemm
+from moe_ops.dispatch.problem import GemmProblem, layer_problem, sizes_of
+from moe_ops.dispatch.tiles import MANY_TOKENS, few_tokens, is_direct, scan_sizes, sort_block
 from moe_ops.pipeline.fused_experts import NOT_QUANTIZED, fused_experts
 from moe_ops.pipeline.layer_checks import check_not_quantized
 from moe_ops.pipeline.row_spaces import row_tiles_of
@@ -111,35 +104,31 @@ class Variants(NamedTuple):
 
     def of(self, num_tokens: int) -> tuple:
         """Equal variants run the same binaries."""
-        (num_experts, rows, _), device = self.w1.shape, device_facts(self.w1.device)
-        hidden, width = self.w2.shape[1:]
-        weight, rule = self.scheme.weight, formula(self.activation)
-        width *= 2 if weight is not None and weight.element.packed else 1
-        sizes = num_tokens * self.top_k
-        row_tiles = row_tiles_of(self.scheme, self.w2, self.batch_invariant)
-        halves = 2 if rule.gated else 1
-        gemms = (
-            (
-                Gemm(
-                    sizes,
-                    num_experts,
-                    rows // halves,
-                    hidden,
-                    self.dtype.itemsize,
-                    halves,
-                    row_tiles,
-                ),
-                rule,
-            ),
-            (Gemm(sizes, num_experts, hidden, width, self.dtype.itemsize, 1, row_tiles), None),
-        )
-        chosen = (tiles_of(gemm, self.scheme, act, device) for gemm, act in gemms)
-        # Hopper's own kernel, and the one that runs where it does not take the tensors.
-        tiles = ((choice.hopper, choice.plain) for choice in chosen)
-        slots = (slot_tiles_of(gemm, self.scheme) for gemm, _ in gemms)
+        num_experts, slots = self.w1.shape[0], num_tokens * self.top_k
+        plans = (plan_gemm(problem, self._device) for problem in self._problems(num_tokens))
+        gemms = ((plan.kernel, plan.config, plan.quantizes_rows) for plan in plans)
         routing = num_tokens >= MANY_TOKENS, few_tokens(num_tokens, num_experts), num_tokens == 1
-        sorting = is_direct(sizes, num_experts), scan_sizes(sizes), sort_block(sizes)
-        return (*tiles, *slots, *sorting, *routing)
+        sorting = is_direct(slots, num_experts), scan_sizes(slots), sort_block(slots)
+        return (*gemms, *sorting, *routing)
+
+    @property
+    def _device(self) -> Device:
+        return device_facts(self.w1.device)
+
+    def _problems(self, num_tokens: int) -> Iterator[GemmProblem]:
+        """Both GEMMs; and what they are where TMA boxes cannot be made of the tensors."""
+        num_experts, rows, hidden = self.w1.shape
+        weight, width = self.scheme.weight, self.w2.shape[2]
+        width *= 2 if weight is not None and weight.element.packed else 1
+        row_tiles = row_tiles_of(self.scheme, self.w2, self.batch_invariant)
+        for shape, activation, top_k in (
+            ((num_experts, rows, hidden), self.activation, self.top_k),
+            ((num_experts, hidden, width), "", 1),
+        ):
+            slots, itemsize = num_tokens * self.top_k, self.dtype.itemsize
+            sizes = sizes_of(slots, shape, itemsize, row_tiles, activation)
+            problem = layer_problem(sizes, self.scheme, activation, num_tokens, top_k)
+            yield from (problem, problem._replace(boxes=False))
 
 
 def first_counts(variant_of: Callable[[int], Any], most: int) -> dict[Any, int]:

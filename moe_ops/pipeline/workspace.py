@@ -12,8 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from moe_ops import checks
 from moe_ops.activation import Activation, MoEActivation, kind_and_key
-from moe_ops.dispatch.tiles import Device, device_facts
-from moe_ops.dispatch.tuned import assumed
+from moe_ops.dispatch.device import Device, assumed, device_facts
 from moe_ops.pipeline.batched_prepare import BatchedPrepareAndFinalize
 from moe_ops.pipeline.config import FusedMoEConfig
 from moe_ops.pipeline.devices import TARGETS

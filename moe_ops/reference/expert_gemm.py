@@ -1,106 +1,44 @@
-"""Reference of the expert GEMMs: one matrix product for each expert that has rows.
+"""Reference of the expert GEMM whose operands are not quantized.
 
-With ``expert_order`` the rows between two of them, which `expert_gemm_act` writes and `expert_gemm`
-reads, lie as their plan has them, without its padding: the next expert's begin where one's end.
-Batched and permuted rows, which lie by expert anyway, stay where they are. Rows past those in use
-hold anything. Everything else stays in slot order: ``out`` of `expert_gemm`, and router weights.
+With ``expert_order`` the rows between two of them, ``out`` of the one with an activation and ``a``
+of the one without, lie as their plan has them, without its padding: the next expert's begin where
+one's end. Batched and permuted rows, which lie by expert anyway, stay where they are. Rows past
+those in use hold anything. Router weights stay in slot order.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from torch import Tensor
 
-from moe_ops.activation import formula
-from moe_ops.fake_impls.expert_gemm import expert_gemm as empty_rows
-from moe_ops.fake_impls.expert_gemm import expert_gemm_act as empty_activated_rows
-from moe_ops.reference.activation import apply, split
-from moe_ops.reference.slots import multiply, planned_slots, rows_between, runs
-from moe_ops.tensors import AnyTiles
+from moe_ops.fake_impls.expert_gemm import expert_matmul as empty_rows
+from moe_ops.reference.grouped import grouped
+from moe_ops.reference.slots import multiply
 
 
-def _grouped(
-    out: Tensor,
+def expert_matmul(
     a: Tensor,
     w: Tensor,
     bias: Tensor | None,
-    input_weights: Tensor | None,
-    tiles: AnyTiles,
-    row_tiles: Sequence[int],
-    top_k: int,
-    ordered: str | None,
-    finish: Callable[[Tensor, Tensor], Tensor],
-) -> Tensor:
-    """``out[slot] = finish(rows @ w[e].T, slots)`` in float32, with zeros in all other rows.
-
-    ``ordered``: which of ``a`` and ``out`` has its rows in expert order, if any.
-    """
-    out.zero_()
-    num_slots = out.shape[0]
-    if num_slots == 0:
-        return out
-    slots, experts = planned_slots(tiles, row_tiles, num_slots, w.shape[0])
-    between = slots
-    if ordered is not None:
-        between = rows_between(tiles, row_tiles, num_slots, w.shape[0])
-    x = a[between if ordered == "a" else slots // top_k].float()
-    rows = x.new_empty((len(slots), w.shape[1]))
-    for expert, mine in runs(experts):
-        multiply(x[mine], w[expert].float(), rows[mine], row_tiles)
-    if input_weights is not None:
-        rows *= input_weights.flatten()[slots, None].float()
-    if bias is not None:
-        rows += bias[experts].float()
-    out[between if ordered == "out" else slots] = finish(rows, slots).to(out.dtype)
-    return out
-
-
-def expert_gemm(
-    a: Tensor,
-    w: Tensor,
-    bias: Tensor | None,
-    input_weights: Tensor | None,
-    output_weights: Tensor | None,
+    topk_weights: Tensor | None,
     plan: Tensor | None,
     topk_ids: Tensor | None,
     expert_map: Tensor | None,
     row_tiles: Sequence[int],
     top_k: int,
+    activation: str = "",
     expert_order: bool = False,
 ) -> Tensor:
-    """``out[s] = (input_weights[s] * a[s // top_k] @ w[e].T + bias[e]) * output_weights[s]``."""
+    """``out[s] = f(topk_weights[s] * a[s // top_k] @ w[e].T + bias[e])``; see `grouped`."""
     tiles = (plan, topk_ids, expert_map)
-    out = empty_rows(a, w, bias, input_weights, output_weights, *tiles, row_tiles, top_k)
-    ordered = "a" if expert_order else None
+    out = empty_rows(a, w, bias, topk_weights, *tiles, row_tiles, top_k, activation)
 
-    def finish(rows: Tensor, slots: Tensor) -> Tensor:
-        if output_weights is None:
-            return rows
-        return rows * output_weights.flatten()[slots, None].float()
+    def product(expert: int, source: Tensor, rows: Tensor) -> None:
+        multiply(a[source].float(), w[expert].float(), rows, row_tiles)
 
-    return _grouped(out, a, w, bias, input_weights, tiles, row_tiles, top_k, ordered, finish)
-
-
-def expert_gemm_act(
-    a: Tensor,
-    w: Tensor,
-    bias: Tensor | None,
-    input_weights: Tensor | None,
-    plan: Tensor | None,
-    topk_ids: Tensor | None,
-    expert_map: Tensor | None,
-    row_tiles: Sequence[int],
-    top_k: int,
-    activation: str,
-    expert_order: bool = False,
-) -> Tensor:
-    """``out[s] = act(input_weights[s] * a[s // top_k] @ w[e].T + bias[e])``."""
-    tiles = (plan, topk_ids, expert_map)
-    out = empty_activated_rows(a, w, bias, input_weights, *tiles, row_tiles, top_k, activation)
-    rule, ordered = formula(activation), "out" if expert_order else None
-
-    def finish(rows: Tensor, slots: Tensor) -> Tensor:
-        return apply(*split(rows, rule), rule)
-
-    return _grouped(out, a, w, bias, input_weights, tiles, row_tiles, top_k, ordered, finish)
+    permuted = None if not expert_order else "out" if activation else "a"
+    return grouped(
+        out, product, *w.shape[:2], tiles, row_tiles, top_k,
+        bias=bias, topk_weights=topk_weights, activation=activation, permuted=permuted,
+    )  # fmt: skip

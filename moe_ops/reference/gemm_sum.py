@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from moe_ops.fake_impls.gemm_sum import gemm_sum as empty_tokens
-from moe_ops.reference.expert_gemm import expert_gemm
-from moe_ops.reference.scaled_gemm import scaled_gemm
+from moe_ops.reference.expert_gemm import expert_matmul
+from moe_ops.reference.scaled_gemm import scaled_matmul
 from moe_ops.reference.weight_and_reduce import moe_fused_mul_sum_out
 
 
@@ -30,16 +30,16 @@ def gemm_sum(
 ) -> Tensor:
     """``out[t] = sum_j topk_weights[t, j] * y[t * k + j]``, y what the GEMM of a scheme returns.
 
-    The GEMM is `expert_gemm` where there are no scales of weights, else `scaled_gemm`.
+    The GEMM is `expert_matmul` where there are no scales of weights, else `scaled_matmul`.
     """
     tiles = (plan, topk_ids, expert_map)
     out = empty_tokens(
         a, a_scale, w, w_scale, bias, topk_weights, *tiles, row_tiles, scheme, out_dtype
     )
     if w_scale is None:
-        y = expert_gemm(a, w, bias, None, None, *tiles, row_tiles, 1, expert_order)
+        y = expert_matmul(a, w, bias, None, *tiles, row_tiles, 1, "", expert_order)
     else:
-        operands = (a, a_scale, w, w_scale, bias)
-        y = scaled_gemm(*operands, *tiles, row_tiles, 1, scheme, out.dtype)
+        operands = (a, a_scale, w, w_scale, None, bias)
+        y = scaled_matmul(*operands, *tiles, row_tiles, 1, scheme, out.dtype)
     moe_fused_mul_sum_out(y, topk_weights, topk_ids, expert_map, None, w.shape[0], out=out)
     return out

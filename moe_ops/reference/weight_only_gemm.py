@@ -1,4 +1,4 @@
-"""Reference of the expert GEMMs of which only the weights are quantized.
+"""Reference of the expert GEMM of which only the weights are quantized.
 
 The weight of each expert that has rows is dequantized and rounded to the rows' dtype, as upstream
 does; products are summed in float32.
@@ -6,104 +6,46 @@ does; products are summed in float32.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from torch import Tensor
 
-from moe_ops.activation import formula
-from moe_ops.fake_impls.weight_only_gemm import weight_only_gemm as empty_rows
-from moe_ops.fake_impls.weight_only_gemm import weight_only_gemm_act as empty_activated_rows
-from moe_ops.reference.activation import apply, split
-from moe_ops.reference.slots import multiply, planned_slots, runs
+from moe_ops.fake_impls.weight_only_gemm import weight_only_matmul as empty_rows
+from moe_ops.reference.grouped import grouped
+from moe_ops.reference.slots import multiply
 from moe_ops.scheme import dequantize_weight
-from moe_ops.tensors import AnyTiles, QTensor
+from moe_ops.tensors import QTensor
 
 
-def weight_only_gemm(
+def weight_only_matmul(
     a: Tensor,
     w: Tensor,
     w_scale: Tensor | None,
     w_zero_point: Tensor | None,
     w_global_scale: Tensor | None,
     bias: Tensor | None,
-    input_weights: Tensor | None,
+    topk_weights: Tensor | None,
     plan: Tensor | None,
     topk_ids: Tensor | None,
     expert_map: Tensor | None,
     row_tiles: Sequence[int],
     top_k: int,
     scheme: str,
+    activation: str = "",
 ) -> Tensor:
-    """``out[s] = input_weights[s] * a[s // top_k] @ dequantized(w[e]).T + bias[e]``."""
+    """``out[s] = f(topk_weights[s] * a[s // top_k] @ dequantized(w[e]).T + bias[e])``."""
     tiles = (plan, topk_ids, expert_map)
     stored = QTensor(w, w_scale, w_zero_point, w_global_scale)
-    out = empty_rows(a, *stored, bias, input_weights, *tiles, row_tiles, top_k, scheme)
+    out = empty_rows(a, *stored, bias, topk_weights, *tiles, row_tiles, top_k, scheme, activation)
 
-    def finish(rows: Tensor) -> Tensor:
-        return rows
-
-    return _grouped(out, a, stored, bias, input_weights, tiles, row_tiles, top_k, scheme, finish)
-
-
-def weight_only_gemm_act(
-    a: Tensor,
-    w: Tensor,
-    w_scale: Tensor | None,
-    w_zero_point: Tensor | None,
-    w_global_scale: Tensor | None,
-    bias: Tensor | None,
-    input_weights: Tensor | None,
-    plan: Tensor | None,
-    topk_ids: Tensor | None,
-    expert_map: Tensor | None,
-    row_tiles: Sequence[int],
-    top_k: int,
-    scheme: str,
-    activation: str,
-) -> Tensor:
-    """The activation of the same rows, in float32, rounded once."""
-    tiles = (plan, topk_ids, expert_map)
-    stored = QTensor(w, w_scale, w_zero_point, w_global_scale)
-    out = empty_activated_rows(
-        a, *stored, bias, input_weights, *tiles, row_tiles, top_k, scheme, activation
-    )
-    rule = formula(activation)
-
-    def finish(rows: Tensor) -> Tensor:
-        return apply(*split(rows, rule), rule)
-
-    return _grouped(out, a, stored, bias, input_weights, tiles, row_tiles, top_k, scheme, finish)
-
-
-def _grouped(
-    out: Tensor,
-    a: Tensor,
-    stored: QTensor,
-    bias: Tensor | None,
-    input_weights: Tensor | None,
-    tiles: AnyTiles,
-    row_tiles: Sequence[int],
-    top_k: int,
-    scheme: str,
-    finish: Callable[[Tensor], Tensor],
-) -> Tensor:
-    """``out[slot] = finish(product of the slot's row)``, with zeros in skipped slots."""
-    out.zero_()
-    if out.shape[0] == 0:
-        return out
-    num_experts, n, _ = stored.data.shape
-    slots, experts = planned_slots(tiles, row_tiles, out.shape[0], num_experts)
-    x = a[slots // top_k].float()
-    rows = x.new_empty((len(slots), n))
-    for expert, mine in runs(experts):
+    def product(expert: int, source: Tensor, rows: Tensor) -> None:
         weight = dequantize_weight(one_expert(stored, expert), scheme, a.dtype)[0].float()
-        multiply(x[mine], weight, rows[mine], row_tiles)
-    if input_weights is not None:
-        rows *= input_weights.flatten()[slots, None].float()
-    if bias is not None:
-        rows += bias[experts].float()
-    out[slots] = finish(rows).to(out.dtype)
-    return out
+        multiply(a[source].float(), weight, rows, row_tiles)
+
+    return grouped(
+        out, product, *w.shape[:2], tiles, row_tiles, top_k,
+        bias=bias, topk_weights=topk_weights, activation=activation,
+    )  # fmt: skip
 
 
 def one_expert(stored: QTensor, expert: int) -> QTensor:

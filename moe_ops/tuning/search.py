@@ -14,9 +14,9 @@ from functools import partial
 from itertools import chain
 from typing import Any, NamedTuple
 
-from moe_ops.activation import formula
 from moe_ops.dispatch.blackwell import is_block_scaled
-from moe_ops.dispatch.choice import analytic_tiles, is_hoppers, stored_gemm
+from moe_ops.dispatch.device import Device
+from moe_ops.dispatch.gemm_plan import analytic_tiles, is_hoppers, stored_gemm
 from moe_ops.dispatch.hopper import (
     KERNELS,
     PACKED,
@@ -31,14 +31,8 @@ from moe_ops.dispatch.hopper import (
     widths,
 )
 from moe_ops.dispatch.portable import shared_bytes
-from moe_ops.dispatch.tiles import (
-    KNOWN_ROW_TILES,
-    ROW_TILES,
-    Device,
-    Gemm,
-    load_class,
-    pick_row_tile,
-)
+from moe_ops.dispatch.problem import GemmProblem, layer_problem
+from moe_ops.dispatch.tiles import KNOWN_ROW_TILES, ROW_TILES, Gemm, load_class, pick_row_tile
 from moe_ops.dispatch.tuned_file import Sizes, default_row_tiles, file_name, scaled_group, written
 from moe_ops.scheme import Scheme
 
@@ -122,15 +116,20 @@ class Subject:
         # Twice the tile: a single one stands for tiles that do not follow the load.
         return Gemm(num_tokens * self.top_k, experts, n, k, 2, halves, (row_tile, row_tile))
 
+    def problem(self, num_tokens: int, which: int, row_tile: int) -> GemmProblem:
+        """GEMM 1 or 2 as a layer has it, with tiles of so many rows."""
+        gemm = self._gemm(num_tokens, which, row_tile)
+        activation, top_k = ("silu", self.top_k) if which == 1 else ("", 1)
+        return layer_problem(gemm, self.scheme, activation, num_tokens, top_k)
+
     def kernels(self, num_tokens: int, which: int, row_tile: int) -> list[KernelTiles]:
         """Every kernel's analytic tiles for GEMM 1 or 2, in so many rows; the default first."""
-        gemm = self._gemm(num_tokens, which, row_tile)
-        rule = formula("silu") if which == 1 else None
-        plain = analytic_tiles(gemm, self.scheme, rule, self.device)
+        problem = self.problem(num_tokens, which, row_tile)
+        plain = analytic_tiles(problem, self.device)
         found: list[KernelTiles] = [plain] * (row_tile in ROW_TILES)
-        if not is_hoppers(gemm, self.scheme, rule, self.device):
+        if not is_hoppers(problem, self.device):
             return found
-        gemm, _ = stored_gemm(gemm, self.scheme)
+        gemm, _ = stored_gemm(problem.sizes, self.scheme)
         for kernel in KERNELS:
             if widths(kernel, row_tile, gemm.itemsize):
                 make = packed_tiles if kernel == PACKED else stream_tiles

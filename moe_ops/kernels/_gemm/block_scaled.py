@@ -8,17 +8,14 @@ these GPUs and interpreted, **not yet run on one**.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import lru_cache
-
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from moe_ops.activation import formula
-from moe_ops.dispatch.blackwell import block_scaled_tiles
-from moe_ops.dispatch.tiles import Gemm, TileConfig, device_facts, max_programs
+from moe_ops.dispatch.gemm_plan import GemmPlan
+from moe_ops.dispatch.problem import GemmProblem
+from moe_ops.dispatch.tiles import max_programs
+from moe_ops.kernels._gemm.operands import GemmOperands
 from moe_ops.kernels._gemm.tile import (
     COUNTED,
     activate,
@@ -27,20 +24,19 @@ from moe_ops.kernels._gemm.tile import (
     load_tile,
     tile_arguments,
 )
-from moe_ops.kernels._gemm.weight_only import finish_sums, per_row, row_pointers, row_scales
-from moe_ops.kernels._runtime.dependent import take_turn
-from moe_ops.kernels._runtime.launch import Launch
-from moe_ops.kernels._runtime.slots import dense
-from moe_ops.kernels.weight_only_gemm import (
-    Operands,
+from moe_ops.kernels._gemm.weight_only import (
     Variant,
     as_bytes,
-    make,
+    finish_sums,
+    per_row,
+    row_pointers,
+    row_scales,
     scale_strides,
+    stored_launch,
 )
+from moe_ops.kernels._runtime.dependent import take_turn
+from moe_ops.kernels._runtime.slots import dense
 from moe_ops.scheme import get_scheme
-from moe_ops.scheme.weights import rows_per_scale
-from moe_ops.tensors import AnyTiles
 
 
 @triton.jit
@@ -128,64 +124,29 @@ def block_scaled_gemm_kernel(
     tl.store(out + slot[:, None] * N + n[None, :], acc.to(out.dtype.element_ty), mask=mask)
 
 
-@lru_cache(maxsize=4096)
-def _launch(
-    num_slots: int,
-    weight: tuple[int, int, int],
-    row_tiles: tuple[int, ...],
-    top_k: int,
-    device: torch.device,
-    variant: Variant,
-) -> tuple[Launch, int]:
-    """The kernel, and how many programs the plan may need."""
-    num_experts, rows, k = weight
-    rule = variant.activation and formula(variant.activation)
-    halves = 2 if rule and rule.gated else 1
-    gemm = Gemm(num_slots, num_experts, rows // halves, k, 1, halves, row_tiles)
-    tiles = block_scaled_tiles(gemm, variant.scheme, device_facts(device))
-    launch = _make(gemm.n, k, top_k, tiles, variant)
-    return launch, max_programs(gemm, tiles)
+class BlockScaledGemm:
+    """The kernel of block-scaled matrix instructions, ready to run."""
 
+    def __init__(self, problem: GemmProblem, plan: GemmPlan) -> None:
+        self.problem, self.tiles = problem, plan.config
+        self.scheme = get_scheme(problem.scheme)
+        self.programs = max_programs(problem.sizes, plan.config)
 
-@lru_cache(maxsize=1024)
-def _make(n: int, k: int, top_k: int, tiles: TileConfig, variant: Variant) -> Launch:
-    return make(block_scaled_gemm_kernel, n, k, top_k, tiles, variant)
-
-
-def multiply(
-    out: Tensor,
-    operands: Operands,
-    tiles: AnyTiles,
-    row_tiles: Sequence[int],
-    top_k: int,
-    scheme: str,
-    activation: str | None,
-) -> Tensor:
-    """``out``, filled by a program for each tile that the plan may hold."""
-    a, a_scale, (w, scale, _, global_scale), bias, _ = operands
-    num_slots = out.shape[0]
-    if num_slots == 0:
-        return out
-    quant, rows = get_scheme(scheme).weight, get_scheme(scheme).activation
-    a = a if a.stride(1) == 1 else a.contiguous()
-    num_experts, n, _ = w.shape
-    halves = 1 if global_scale is None else global_scale.numel() // num_experts
-    shares = (rows_per_scale(scale, quant, n), n // halves)
-    variant = Variant(scheme, activation, quant.element.packed, *shares)
-    weight = (num_experts, n, a.shape[1] * (2 if rows.element.packed else 1))
-    kernel, programs = _launch(num_slots, weight, tuple(row_tiles), top_k, w.device, variant)
-    kernel(
-        (programs,),
-        a,
-        as_bytes(dense(a_scale)),
-        w,
-        as_bytes(dense(scale)),
-        dense(global_scale),
-        dense(bias),
-        out,
-        *tile_arguments(tiles, num_slots, num_experts),
-        a.stride(0),
-        *scale_strides(a_scale, rows, num_experts),
-        *w.stride(),
-    )
-    return out
+    def __call__(self, out: Tensor, given: GemmOperands) -> None:
+        """Launch one program for each tile that the plan may hold."""
+        a, w, scheme = given.a, given.w, self.scheme
+        variant = Variant.of(self.problem, given, scheme, False, False)
+        stored_launch(block_scaled_gemm_kernel, variant, self.tiles)(
+            (self.programs,),
+            a,
+            as_bytes(dense(given.a_scale)),
+            w,
+            as_bytes(dense(given.w_scale)),
+            dense(given.w_global_scale),
+            dense(given.bias),
+            out,
+            *tile_arguments(given.tiles, out.shape[0], w.shape[0]),
+            a.stride(0),
+            *scale_strides(given.a_scale, scheme.activation, w.shape[0]),
+            *w.stride(),
+        )

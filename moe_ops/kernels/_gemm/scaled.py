@@ -7,11 +7,19 @@ the sum.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
+from torch import Tensor
 
+from moe_ops.activation import Formula, formula, row_steps
+from moe_ops.dispatch.gemm_plan import GemmPlan
+from moe_ops.dispatch.portable import scale_groups
+from moe_ops.dispatch.problem import GemmProblem
+from moe_ops.dispatch.tiles import TileConfig, max_programs
+from moe_ops.kernels._gemm.operands import GemmOperands
 from moe_ops.kernels._gemm.tile import (
     COUNTED,
     activate,
@@ -19,8 +27,12 @@ from moe_ops.kernels._gemm.tile import (
     find_tile,
     load_slots,
     load_tile,
+    tile_arguments,
 )
 from moe_ops.kernels._runtime.dependent import take_turn
+from moe_ops.kernels._runtime.launch import Launch
+from moe_ops.kernels._runtime.slots import dense
+from moe_ops.scheme import Quant
 
 
 class Layout(NamedTuple):
@@ -187,3 +199,73 @@ def scaled_gemm_kernel(
         acc = activate(acc, up, RULE)
     at = out + slot[:, None] * N + n[None, :]
     tl.store(at, acc.to(out.dtype.element_ty), mask=real[:, None] & inside[None, :])
+
+
+class ScaledGemm:
+    """The portable kernel of two quantized operands, ready to run."""
+
+    def __init__(self, problem: GemmProblem, plan: GemmPlan) -> None:
+        self.quant, self.programs = problem.quant, max_programs(problem.sizes, plan.config)
+        self.launch = _launch(Variant.of(problem), plan.config)
+
+    def __call__(self, out: Tensor, given: GemmOperands) -> None:
+        """Launch one program for each tile that the plan may hold."""
+        a, a_scale, w = given.a, given.a_scale, given.w
+        operands = (a, dense(a_scale), w, dense(given.w_scale), dense(given.bias), out)
+        told = tile_arguments(given.tiles, out.shape[0], w.shape[0])
+        strides = (a.stride(0), *_scale_strides(a, a_scale, self.quant), *w.stride())
+        self.launch((self.programs,), *operands, *told, *strides)
+
+
+class Variant(NamedTuple):
+    """What a launch is made for besides its tiles, whatever the number of slots is."""
+
+    n: int
+    """Output columns."""
+    k: int
+    top_k: int
+    quant: Quant
+    """How rows are quantized."""
+    activation: str
+    scale_rows: int
+    """Weight rows that share a scale."""
+
+    @staticmethod
+    def of(problem: GemmProblem) -> Variant:
+        """The variant of a problem."""
+        sizes, quant = problem.sizes, problem.quant
+        rest = (problem.activation, problem.scale_rows)
+        return Variant(sizes.n, sizes.k, problem.top_k, quant, *rest)
+
+    def constants(self, tiles: TileConfig) -> dict[str, Any]:
+        """The constants of a kernel of two quantized operands."""
+        rule = formula(self.activation) if self.activation else None
+        sizes = {"N": self.n, "K": self.k, "TOP_K": self.top_k}
+        layout = self._layout(rule, tiles.block_n)
+        return {**sizes, "RULE": rule, "LAYOUT": layout, **tiles.constants()}
+
+    def _layout(self, rule: Formula | None, block_n: int) -> Layout:
+        """How rows and scales lie in tiles of ``block_n`` output columns."""
+        groups = scale_groups(self.n, self.quant.shared_cols, self.scale_rows, rule)
+        step, up = row_steps(rule, self.n)
+        return Layout(
+            step=step,
+            up=up,
+            weight_rows=2 * self.n if up else self.n,
+            rows=self.scale_rows,
+            cols=groups.k,
+            uniform=block_n <= groups.n,
+            integer=not self.quant.dtype.is_floating_point,
+        )
+
+
+@lru_cache(maxsize=1024)
+def _launch(variant: Variant, tiles: TileConfig) -> Launch:
+    return Launch(scaled_gemm_kernel, **variant.constants(tiles))
+
+
+def _scale_strides(a: Tensor, a_scale: Tensor, quant: Quant) -> tuple[int, int]:
+    """From one row's scales to the next's, and from one expert's to the next's."""
+    if quant.per_tensor:
+        return 0, int(a_scale.numel() > 1)
+    return a_scale.numel() // a.shape[0], 0

@@ -7,19 +7,32 @@ it, which costs less than the launch that would do it once. Scales of rows and w
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import triton
 import triton.language as tl
+from torch import Tensor
 
+from moe_ops.dispatch.gemm_plan import GemmPlan
+from moe_ops.dispatch.problem import GemmProblem
+from moe_ops.dispatch.tiles import TileConfig, max_programs, next_power_of_2
+from moe_ops.kernels._gemm.operands import GemmOperands
 from moe_ops.kernels._gemm.scaled import (
+    Variant,
     add_product,
     find_scales,
     finish_sums,
     load_weight_scales,
     zero_sums,
 )
-from moe_ops.kernels._gemm.tile import COUNTED, activate, find_tile, load_tile
-from moe_ops.kernels._quantize.rounding import encode, magnitude, scale_of
+from moe_ops.kernels._gemm.tile import COUNTED, activate, find_tile, load_tile, tile_arguments
+from moe_ops.kernels._quantize.rounding import encode, magnitude, rule_of, scale_of
 from moe_ops.kernels._runtime.dependent import take_turn
+from moe_ops.kernels._runtime.launch import Launch
+from moe_ops.kernels._runtime.slots import dense
+
+BYTES_AT_ONCE = 256
+"""Bytes of a row that a thread reads at once to find the row's largest magnitude."""
 
 
 @triton.jit
@@ -129,3 +142,29 @@ def scaled_gemm_slot_kernel(
     acc = finish(acc, up, scale, scales, bias, expert, w_row, inside, RULE, LAYOUT)
     mask = (tl.arange(0, BLOCK_M) == 0)[:, None] & inside[None, :]  # all rows are the slot's
     tl.store(out + tl.broadcast_to(n[None, :], mask.shape), acc.to(out.dtype.element_ty), mask=mask)
+
+
+class SlotGemm:
+    """The kernel of few slots that quantizes their rows, ready to run."""
+
+    def __init__(self, problem: GemmProblem, plan: GemmPlan) -> None:
+        sizes, tiles = problem.sizes, plan.config
+        at_once = 32 * tiles.num_warps * BYTES_AT_ONCE // sizes.itemsize
+        chunk = min(next_power_of_2(sizes.k), at_once)
+        self.programs = max_programs(sizes, tiles)
+        self.launch = _launch(Variant.of(problem), chunk, tiles)
+
+    def __call__(self, out: Tensor, given: GemmOperands) -> None:
+        """Launch one program for each slot and tile of columns."""
+        a, w = given.a, given.w
+        scales = dense(given.a_scale), dense(given.w_scale)
+        told = tile_arguments(given.tiles, out.shape[0], w.shape[0])
+        operands = (a, scales[0], w, scales[1], dense(given.bias), out)
+        self.launch((self.programs,), *operands, *told, a.stride(0), *w.stride())
+
+
+@lru_cache(maxsize=1024)
+def _launch(variant: Variant, chunk: int, tiles: TileConfig) -> Launch:
+    quant = rule_of(variant.quant)
+    constants = variant.constants(tiles)
+    return Launch(scaled_gemm_slot_kernel, QUANT=quant, CHUNK=chunk, **constants)

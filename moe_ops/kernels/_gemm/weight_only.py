@@ -7,14 +7,25 @@ shared memory get it written there first.
 
 from __future__ import annotations
 
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
+from moe_ops.activation import formula
+from moe_ops.dispatch.gemm_plan import GemmPlan
+from moe_ops.dispatch.problem import GemmProblem
+from moe_ops.dispatch.tiles import TileConfig, max_programs
 from moe_ops.kernels._gemm.dequantize import (
+    Format,
     dequantize,
     load_groups,
     scale_value,
 )
+from moe_ops.kernels._gemm.operands import GemmOperands
 from moe_ops.kernels._gemm.tile import (
     COUNTED,
     activate,
@@ -24,8 +35,13 @@ from moe_ops.kernels._gemm.tile import (
     load_slots,
     load_tile,
     scale_rows,
+    tile_arguments,
 )
 from moe_ops.kernels._runtime.dependent import take_turn
+from moe_ops.kernels._runtime.launch import Launch
+from moe_ops.kernels._runtime.slots import dense
+from moe_ops.scheme import Quant, Scheme, get_scheme
+from moe_ops.scheme.weights import rows_per_scale
 
 
 @triton.jit
@@ -112,7 +128,7 @@ def add_product(
 
 @triton.jit
 def finish_sums(
-    acc, scales, a_scales, global_scale, bias, input_weights, expert, row, slot, real, inside,
+    acc, scales, a_scales, global_scale, bias, topk_weights, expert, row, slot, real, inside,
     FORMAT: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """Scales that span K, router weights and the bias of each weight row."""
@@ -123,20 +139,20 @@ def finish_sums(
     if global_scale is not None:
         at = per_row(global_scale, expert, row, FORMAT.global_rows, 1, FORMAT)
         acc *= tl.load(at, mask=inside, other=0.0)[None, :]
-    acc = scale_rows(acc, input_weights, slot, real)
+    acc = scale_rows(acc, topk_weights, slot, real)
     return add_bias(acc, bias, expert, row, inside, FORMAT.weight_rows)
 
 
 @triton.jit(do_not_specialize=COUNTED)
 def weight_only_gemm_kernel(
-    a, a_scale, w, w_scale, w_zero_point, w_global_scale, bias, input_weights, out,
+    a, a_scale, w, w_scale, w_zero_point, w_global_scale, bias, topk_weights, out,
     tiles, expert_map, num_slots, num_ids, num_experts, num_entries,
     stride_am, stride_se, stride_sm, stride_we, stride_wn, stride_wk,
     N: tl.constexpr, K: tl.constexpr, TOP_K: tl.constexpr,
     RULE: tl.constexpr, FORMAT: tl.constexpr, ROWS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
 ):  # fmt: skip
-    """``out[s] = f(input_weights[s] * a[s // TOP_K] @ dequantized(w[e]).T + bias[e])``.
+    """``out[s] = f(topk_weights[s] * a[s // TOP_K] @ dequantized(w[e]).T + bias[e])``.
 
     RULE (a `Formula` or None), FORMAT (a `Format`) and ROWS (one too; None: rows are numbers) are
     NamedTuples. Quantized rows become bf16 numbers; scales of whole rows multiply sums.
@@ -176,7 +192,7 @@ def weight_only_gemm_kernel(
             z_tile = y_tile + FORMAT.up * stride_wn
             z = load_tile(z_tile, p, n_inside, K // PACK, BLOCK_K // PACK, 0)
             u = add_product(u, x, z, u_scales, u_zeros, u_row, start, inside, K, BLOCK_K, FORMAT)
-    more = (w_global_scale, bias, input_weights, expert)
+    more = (w_global_scale, bias, topk_weights, expert)
     g = finish_sums(g, scales, a_scales, *more, row, slot, real, inside, FORMAT, ROWS)
     if FORMAT.up > 0:
         u = finish_sums(u, u_scales, a_scales, *more, u_row, slot, real, inside, FORMAT, ROWS)
@@ -184,3 +200,152 @@ def weight_only_gemm_kernel(
         g = activate(g, u, RULE)
     at = out + slot[:, None] * N + n[None, :]
     tl.store(at, g.to(out.dtype.element_ty), mask=real[:, None] & inside[None, :])
+
+
+class DequantizeGemm:
+    """The kernel that dequantizes weights, and quantized rows, ready to run."""
+
+    def __init__(self, problem: GemmProblem, plan: GemmPlan) -> None:
+        self.problem, self.tiles = problem, plan.config
+        self.scheme = get_scheme(problem.scheme)
+        self.programs = max_programs(problem.sizes, plan.config)
+
+    def __call__(self, out: Tensor, given: GemmOperands) -> None:
+        """Launch one program for each tile that the plan may hold."""
+        w, a = entries(given.w, self.scheme.weight), given.a
+        words = False
+        if self.scheme.activation is not None:
+            a = entries(a, self.scheme.activation)
+            words = a.dtype == torch.uint16
+        variant = Variant.of(self.problem, given, self.scheme, w.dtype == torch.uint16, words)
+        num_experts, scale = w.shape[0], given.w_scale
+        stored_launch(weight_only_gemm_kernel, variant, self.tiles)(
+            (self.programs,),
+            a,
+            None if given.a_scale is None else as_bytes(dense(given.a_scale)),
+            w,
+            as_bytes(dense(scale)),
+            dense(given.w_zero_point),
+            dense(given.w_global_scale),
+            dense(given.bias),
+            dense(given.topk_weights),
+            out,
+            *tile_arguments(given.tiles, out.shape[0], num_experts),
+            a.stride(0),
+            *scale_strides(given.a_scale, self.scheme.activation, num_experts),
+            *w.stride(),
+        )
+
+
+class Variant(NamedTuple):
+    """What a launch is made for besides its tiles, whatever the number of slots is."""
+
+    n: int
+    """Output columns."""
+    k: int
+    top_k: int
+    scheme: Scheme
+    activation: str
+    scale_rows: int
+    """Weight rows that share a scale."""
+    global_rows: int
+    """Weight rows that share a global scale."""
+    words: bool
+    """Whether the kernel loads words of two neighbours along K from the weight."""
+    row_words: bool
+    """Whether it does so from quantized rows."""
+
+    @staticmethod
+    def of(
+        problem: GemmProblem, given: GemmOperands, scheme: Scheme, words: bool, row_words: bool
+    ) -> Variant:
+        """The variant of a call."""
+        sizes, (num_experts, rows, _) = problem.sizes, given.w.shape
+        scale, factor = given.w_scale, given.w_global_scale
+        halves = 1 if factor is None else factor.numel() // num_experts
+        shares = (rows_per_scale(scale, scheme.weight, rows), rows // halves)
+        what = (sizes.n, sizes.k, problem.top_k, scheme, problem.activation)
+        return Variant(*what, *shares, words, row_words)
+
+    def weight_format(self, tiles: TileConfig) -> Format:
+        """How weights lie in these tiles."""
+        quant, n = self.scheme.weight, self.n
+        cols = quant.shared_cols
+        rule = formula(self.activation) if self.activation else None
+        gated, interleaved = rule is not None and rule.gated, rule is not None and rule.interleaved
+        return Format(
+            step=2 if interleaved else 1,
+            up=(1 if interleaved else n) if gated else 0,
+            weight_rows=2 * n if gated else n,
+            packed=quant.element.packed or self.words,
+            cols=cols,
+            in_tile=cols is not None and (cols < tiles.block_k or tiles.block_m > 32),
+            rows=self.scale_rows,
+            global_rows=self.global_rows,
+            **_stored(quant),
+        )
+
+    def row_format(self) -> Format | None:
+        """How quantized rows lie; None: rows are not quantized."""
+        quant = self.scheme.activation
+        if quant is None:
+            return None
+        cols = quant.group.cols if quant.local else None
+        return Format(
+            step=1,
+            up=0,
+            weight_rows=0,
+            packed=quant.element.packed or self.row_words,
+            cols=cols,
+            in_tile=cols is not None,
+            rows=1,
+            global_rows=0,
+            **_stored(quant),
+        )
+
+
+@lru_cache(maxsize=1024)
+def stored_launch(kernel: Any, variant: Variant, tiles: TileConfig) -> Launch:
+    """A kernel of stored weights."""
+    return Launch(
+        kernel,
+        N=variant.n,
+        K=variant.k,
+        TOP_K=variant.top_k,
+        RULE=formula(variant.activation) if variant.activation else None,
+        FORMAT=variant.weight_format(tiles),
+        ROWS=variant.row_format(),
+        **tiles.constants(),
+    )
+
+
+def _stored(quant: Quant) -> dict[str, Any]:
+    """How a number and a scale are stored."""
+    return {
+        "bits": quant.element.bits,
+        "exponent": 4 if quant.element.name == "fp8" else quant.element.exponent,
+        "offset": quant.element.offset,
+        "scale": quant.scale if quant.scale in ("e8m0", "e4m3") else "float",
+    }
+
+
+def scale_strides(scale: Tensor | None, rows: Quant | None, num_experts: int) -> tuple[int, int]:
+    """From the row scales of one expert to those of the next, and of one row to the next."""
+    if scale is None or rows is None:
+        return 0, 0
+    if rows.per_tensor:  # one, or one for each expert
+        return int(scale.numel() == num_experts > 1), 0
+    return 0, scale.shape[1]
+
+
+def entries(x: Tensor, quant: Quant) -> Tensor:
+    """What a kernel loads: bytes, or words of two neighbours along K where the layout has them."""
+    if quant.element.packed:
+        return x
+    sizes = x.shape[-1] | x.stride(-2) | x.stride(0) | x.storage_offset()
+    return x.view(torch.uint16 if x.stride(-1) == 1 and sizes % 2 == 0 else torch.uint8)
+
+
+def as_bytes(x: Tensor) -> Tensor:
+    """fp8 as bytes: not every architecture has the type, and kernels decode its bits."""
+    return x.view(torch.uint8) if x.dtype == torch.float8_e4m3fn else x

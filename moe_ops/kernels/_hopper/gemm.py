@@ -6,23 +6,25 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from moe_ops.activation import Formula, row_steps
-from moe_ops.dispatch.hopper import ROW_BYTES, HopperTiles, packed_rows
-from moe_ops.dispatch.tiles import TALL_ROW_TILE, cdiv, device_facts, max_row_tiles
+from moe_ops.dispatch.device import device_facts
+from moe_ops.dispatch.gemm_plan import GemmPlan
+from moe_ops.dispatch.hopper import ROW_BYTES, HopperTiles
+from moe_ops.dispatch.problem import GemmProblem
+from moe_ops.dispatch.tiles import TALL_ROW_TILE, cdiv, max_row_tiles
+from moe_ops.kernels._gemm.operands import GemmOperands
+from moe_ops.kernels._gemm.tile import tile_arguments
 from moe_ops.kernels._hopper.boxes import Boxes, descriptor
 from moe_ops.kernels._hopper.pack import pack_rows, quantize_rows
 from moe_ops.kernels._hopper.packed import hopper_gemm_kernel
 from moe_ops.kernels._hopper.products import BOX_ROWS
 from moe_ops.kernels._hopper.stream import hopper_stream_kernel
 from moe_ops.kernels._runtime.launch import Launch
-from moe_ops.scheme import Quant
+from moe_ops.kernels._runtime.slots import dense
 
-DTYPES = (torch.bfloat16, torch.float16, torch.float8_e4m3fn)
-"""Of operands."""
 STREAM_REGISTERS = 128
 """Of a thread, so that two programs fit a processor."""
 
@@ -176,84 +178,64 @@ def constants(
     )
 
 
-def serves(dtype: torch.dtype, w: Tensor, in_place: Tensor | None = None) -> bool:
-    """Whether boxes can be made of rows of a dtype, and of a weight with its strides and address.
+class HopperGemm:
+    """A warp-specialised kernel, ready to run."""
 
-    ``in_place``: the rows, where they are not packed first.
+    def __init__(self, problem: GemmProblem, plan: GemmPlan) -> None:
+        quant, tiles = problem.quant, plan.config
+        scales = Scales(of_slots=problem.weighted)
+        if quant is not None:
+            scales = Scales(problem.scale_rows, quant.shared_cols, quant.per_tensor)
+        itemsize = problem.sizes.itemsize if quant is None else 1
+        rest = (problem.top_k, problem.rule, scales, tiles, problem.permuted)
+        self.constants = constants(problem.weight, itemsize, *rest)
+        self.packed, self.packed_rows = tiles.packed, plan.packed_rows
+        self.quant = quant if plan.quantizes_rows else None
+        """How rows are quantized as they are packed, where they are not yet."""
 
-    On a GPU only: there is no interpreter for Gluon.
-    """
-    expert, row, unit = w.stride()
-    whole = expert * w.itemsize % 16 == row * w.itemsize % 16 == w.data_ptr() % 16 == 0
-    if in_place is not None:
-        whole &= in_place.stride(0) * w.itemsize % 16 == in_place.data_ptr() % 16 == 0
-    return w.is_cuda and w.dtype in DTYPES and dtype == w.dtype and unit == 1 and whole
+    def __call__(self, out: Tensor, given: GemmOperands) -> None:
+        """``out[s] = f(a[s // top_k] @ w[e].T + bias[e])`` for the slots s of some tiles."""
+        told = tile_arguments(given.tiles, out.shape[0], given.w.shape[0])
+        scales = given.topk_weights if self.constants.WEIGHTED else given.a_scale
+        vectors = dense(scales), dense(given.w_scale), dense(given.bias)
+        run = self._pack_and_run if self.packed else self._stream
+        run(out, given.a, given.w, vectors, told)
 
+    def _pack_and_run(
+        self, out: Tensor, a: Tensor, w: Tensor, vectors: Vectors, told: tuple[Any, ...]
+    ) -> None:
+        """Pack the rows unless they lie in expert order, then one program a processor."""
+        c, (a_scale, w_scale, bias) = self.constants, vectors
+        plan, _, num_slots, *_ = told
+        sizes = (plan, num_slots, self.packed_rows, c.TOP_K)
+        if c.ORDERED == "a":
+            rows, scales = a, a_scale
+        elif c.WEIGHTED:
+            (rows, _), scales = pack_rows(a, None, *sizes), a_scale
+        elif self.quant is None:
+            rows, scales = pack_rows(a, a_scale, *sizes)
+        else:
+            rows, scales = quantize_rows(a, a_scale, self.quant, *sizes)
+        a_box = c.rows.of(rows)
+        c.packed(
+            (device_facts(out.device).processors,), out, a_box, c.weights.of(w),
+            a_box if c.SCALE_COLS is None else c.row_scales.of(scales), bias,
+            plan if scales is None else scales, plan if w_scale is None else w_scale,
+            plan.new_zeros(1) if c.ON_DEMAND else plan, *told,
+        )  # fmt: skip
 
-class Operands(NamedTuple):
-    """Of a GEMM: vectors are contiguous, scales float32."""
-
-    a: Tensor
-    a_scale: Tensor | None
-    """Of its rows, or routing weights, one a slot."""
-    w: Tensor
-    w_scale: Tensor | None
-    bias: Tensor | None
-    quant: Quant | None = None
-    """How rows that are packed are quantized on the way, where they are not yet."""
-
-
-def run(
-    out: Tensor,
-    operands: Operands,
-    tiles: tuple[Any, ...],
-    c: Constants,
-    packed: bool,
-) -> None:
-    """``out[s] = f(a[s // top_k] @ w[e].T + bias[e])`` for the slots s of some tiles.
-
-    Args:
-        out: ``(slots, N)``, contiguous.
-        operands: that `serves` accepts.
-        tiles: from `tile_arguments`, of ``c.BLOCK_M`` rows.
-        c: see `constants`.
-        packed: see `HopperTiles`.
-    """
-    launch = _run_packed if packed else _run_stream
-    launch(out, operands, tiles, c, device_facts(out.device).processors)
-
-
-def _run_packed(
-    out: Tensor, operands: Operands, tiles: tuple[Any, ...], c: Constants, wide: int
-) -> None:
-    """Pack the rows unless they lie in expert order, then one program a processor."""
-    a, a_scale, w, w_scale, bias, quant = operands
-    plan, _, num_slots, _, num_experts, _ = tiles
-    sizes = (plan, num_slots, packed_rows(num_slots, num_experts, c.BLOCK_M), c.TOP_K)
-    if c.ORDERED == "a":
-        rows, scales = a, a_scale
-    elif c.WEIGHTED:
-        (rows, _), scales = pack_rows(a, None, *sizes), a_scale
-    elif quant is None:
-        rows, scales = pack_rows(a, a_scale, *sizes)
-    else:
-        rows, scales = quantize_rows(a, a_scale, quant, *sizes)
-    a_box = c.rows.of(rows)
-    c.packed(
-        (wide,), out, a_box, c.weights.of(w),
-        a_box if c.SCALE_COLS is None else c.row_scales.of(scales), bias,
-        plan if scales is None else scales, plan if w_scale is None else w_scale,
-        plan.new_zeros(1) if c.ON_DEMAND else plan, *tiles,
-    )  # fmt: skip
+    def _stream(
+        self, out: Tensor, a: Tensor, w: Tensor, vectors: Vectors, told: tuple[Any, ...]
+    ) -> None:
+        """Two programs a processor."""
+        c, (a_scale, w_scale, bias) = self.constants, vectors
+        most = max_row_tiles(out.shape[0], w.shape[0], c.BLOCK_M) * c.NUM_N
+        c.stream(
+            (min(2 * device_facts(out.device).processors, most),), a, a.stride(0), c.weights.of(w),
+            bias, out, out if a_scale is None else a_scale, out if w_scale is None else w_scale,
+            *told,
+        )  # fmt: skip
 
 
-def _run_stream(
-    out: Tensor, operands: Operands, tiles: tuple[Any, ...], c: Constants, wide: int
-) -> None:
-    """Two programs a processor."""
-    a, a_scale, w, w_scale, bias, _ = operands
-    most = max_row_tiles(out.shape[0], w.shape[0], c.BLOCK_M) * c.NUM_N
-    c.stream(
-        (min(2 * wide, most),), a, a.stride(0), c.weights.of(w), bias, out,
-        out if a_scale is None else a_scale, out if w_scale is None else w_scale, *tiles,
-    )  # fmt: skip
+Vectors = tuple[Tensor | None, Tensor | None, Tensor | None]
+"""Scales of rows (or a routing weight for each slot), scales of weights, bias."""

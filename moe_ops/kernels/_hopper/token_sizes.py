@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
 
-import torch
-
-from moe_ops.activation import Formula, formula, row_steps
+from moe_ops.activation import Formula, row_steps
+from moe_ops.dispatch.device import Device
 from moe_ops.dispatch.hopper import PIECES, ROW_BYTES, TOKEN_ROWS, token_tiles, vector_pieces
-from moe_ops.dispatch.tiles import Device, cdiv, next_power_of_2
+from moe_ops.dispatch.problem import STORED, GemmProblem
+from moe_ops.dispatch.tiles import cdiv, next_power_of_2
 from moe_ops.kernels._hopper.token import BOX_ROWS
 from moe_ops.kernels._quantize.rounding import Rule, rule_of
 from moe_ops.scheme import get_scheme
@@ -23,7 +22,7 @@ HELD = 64
 
 
 @dataclass(frozen=True)
-class TokenGemm:
+class TokenSizes:
     """What a kernel is made for; no tuple, which Triton would take apart."""
 
     N: int
@@ -91,71 +90,36 @@ class TokenGemm:
         return cdiv(self.WEIGHT_ROWS, self.SCALE_ROWS)
 
 
-class TokenKey(NamedTuple):
-    """What a kernel is looked up by."""
-
-    weight: tuple[int, int, int]
-    itemsize: int
-    top_k: int
-    activation: str | None
-    scheme: str
-    scale_rows: int
-    weighted: bool
-    stored: bool
-    """Whether rows are quantized already."""
-    device: torch.device
-    summed: bool
-    early: bool
-
-
-def token_gemm_of(key: TokenKey, facts: Device) -> TokenGemm | None:
-    """None where these kernels do not serve."""
-    rule = formula(key.activation) if key.activation else None
-    how = (key.weight, key.itemsize, key.top_k, rule, get_scheme(key.scheme), facts)
-    tiles = token_tiles(*how, summed=key.summed)
-    if tiles is None:
-        return None
-    lead = LEAD if _sum_follows(key, facts) else 0
-    return _constants(key, rule, tiles.num_stages, lead)
-
-
-def _sum_follows(key: TokenKey, facts: Device) -> bool:
-    """Whether GEMM 2 of one token follows GEMM 1: other programs would be put unevenly."""
-    num_experts, rows, hidden = key.weight
-    gated = key.activation is not None and formula(key.activation).gated
-    second = (num_experts, hidden, rows // 2 if gated else rows)
-    how = (second, key.itemsize, key.top_k, None, get_scheme(key.scheme), facts)
-    return token_tiles(*how, summed=True) is not None
-
-
-def _constants(key: TokenKey, rule: Formula | None, stages: int, lead: int) -> TokenGemm:
-    _, rows, k = key.weight
-    quant = get_scheme(key.scheme).activation
+def token_sizes(problem: GemmProblem, stages: int, early: bool, facts: Device) -> TokenSizes:
+    """The constants of the M = 1 kernel of a GEMM that `plan_gemm` gives to it."""
+    gemm, rule, quant = problem.sizes, problem.rule, problem.quant
+    num_experts, rows, k = problem.weight
+    itemsize = gemm.itemsize if quant is None else 1
     gated = rule is not None and rule.gated
-    n, block_k = rows // 2 if gated else rows, ROW_BYTES // key.itemsize
+    n, block_k = gemm.n, ROW_BYTES // itemsize
     step, up = row_steps(rule, n)
-    count = key.top_k if key.summed else 1
+    count = gemm.num_slots if problem.summed else 1
     vectors = next_power_of_2(count)
-    columns, steps = vector_pieces(k, key.itemsize, vectors)
+    columns, steps = vector_pieces(k, itemsize, vectors)
     whole = columns > vectors or cdiv(k, block_k) % PIECES == 0
     paired = PIECES * (steps if whole else steps - 1)
     slots = vectors if vectors <= SLOTS_OF_TILE else SLOTS_OF_TILE // 2
     box_columns = BOX_ROWS.value // 2 if gated else BOX_ROWS.value
-    return TokenGemm(
+    return TokenSizes(
         N=n,
         K=k,
-        SLOTS=key.top_k,
+        SLOTS=gemm.num_slots,
         COUNT=count,
         RULE=rule,
         GATED=gated,
         STEP=step,
         UP=up,
         WEIGHT_ROWS=rows,
-        QUANT=None if quant is None or key.stored else rule_of(quant),
-        SCALE_ROWS=key.scale_rows,
+        QUANT=None if quant is None or problem.rows == STORED else rule_of(quant),
+        SCALE_ROWS=1 if quant is None else problem.scale_rows,
         SCALE_COLS=None if quant is None else quant.shared_cols,
-        WEIGHTED=key.weighted,
-        ITEMSIZE=key.itemsize,
+        WEIGHTED=problem.weighted,
+        ITEMSIZE=itemsize,
         BLOCK_K=block_k,
         STAGES=stages,
         VECTORS=vectors,
@@ -166,11 +130,21 @@ def _constants(key: TokenKey, rule: Formula | None, stages: int, lead: int) -> T
         BATCH=_batch(paired, columns * block_k * 2 // 512),
         SLOTS_OF_TILE=slots,
         TILES=cdiv(count, slots),
-        UNITS=cdiv(n, TOKEN_ROWS // slots) if key.summed else cdiv(n, box_columns),
-        BOX_ROWS=TOKEN_ROWS // slots if key.summed else BOX_ROWS.value,
-        LEAD=lead,
-        EARLY=key.early,
+        UNITS=cdiv(n, TOKEN_ROWS // slots) if problem.summed else cdiv(n, box_columns),
+        BOX_ROWS=TOKEN_ROWS // slots if problem.summed else BOX_ROWS.value,
+        LEAD=LEAD if _sum_follows(problem, facts) else 0,
+        EARLY=early,
     )
+
+
+def _sum_follows(problem: GemmProblem, facts: Device) -> bool:
+    """Whether GEMM 2 of one token follows this GEMM: other programs would be put unevenly."""
+    num_experts, _, hidden = problem.weight
+    second = (num_experts, hidden, problem.sizes.n)
+    itemsize = problem.sizes.itemsize if problem.quant is None else 1
+    scheme, slots = get_scheme(problem.scheme), problem.sizes.num_slots
+    tiles = token_tiles(second, itemsize, slots, None, scheme, facts, summed=True)
+    return tiles is not None
 
 
 def _batch(pieces: int, registers: int) -> int:

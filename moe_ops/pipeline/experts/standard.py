@@ -45,7 +45,7 @@ def slot_experts(
     weighted = weight_on_input and scheme.activation is not None
     on_input = topk_weights if weight_on_input and not weighted else None
     top_k = 1 if weighted else topk_weights.shape[1]
-    rows = stored(rows, weights, space, scheme)
+    rows = stored(rows, weights, space, scheme, top_k, activation)
     space = space._replace(expert_order=scheme.weight is None)  # only the GEMMs touch rows between
     on_output = None if weight_on_input else topk_weights
     h = gemm_act(rows, weights, space, top_k, scheme, dtype, activation, on_input)

@@ -1,0 +1,87 @@
+"""What the choice of a kernel asks of a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+
+
+class Device(NamedTuple):
+    """The facts of a GPU that decide which kernel runs, and with which tiles."""
+
+    arch: int
+    """Compute capability times ten: 90 is Hopper."""
+    shared_memory: int
+    """Bytes of shared memory that a block may use."""
+    processors: int
+    """Streaming multiprocessors."""
+    name: str = ""
+    """The GPU's name in PyTorch, which files of tuned tiles are found by; empty: there are none."""
+    portable_only: bool = False
+    """Whether kernels that are written for one architecture are left out."""
+
+
+NO_GPU = Device(90, 232448, 132)
+"""An H200 stands in where there is no GPU: in Triton's interpreter."""
+_ASSUMED: ContextVar[Device | None] = ContextVar("assumed", default=None)
+
+
+@contextmanager
+def assumed(device: Device | None) -> Iterator[None]:
+    """Inside, kernels are chosen for ``device``, whatever GPU there is; None changes nothing."""
+    token = _ASSUMED.set(device)
+    try:
+        yield
+    finally:
+        _ASSUMED.reset(token)
+
+
+def device_facts(device: torch.device) -> Device:
+    """The facts of the GPU that a tensor is on; `NO_GPU` for any other device."""
+    return _ASSUMED.get() or _facts(device)
+
+
+@cache
+def _facts(device: torch.device) -> Device:
+    if device.type != "cuda":
+        return NO_GPU
+    major, minor = torch.cuda.get_device_capability(device)
+    properties: Any = torch.cuda.get_device_properties(device)
+    return Device(
+        10 * major + minor,
+        properties.shared_memory_per_block_optin,
+        properties.multi_processor_count,
+        properties.name,
+    )
+
+
+def plain_name(device: str) -> str:
+    """A GPU's name as it stands in the names of files."""
+    return device.replace(" ", "_").replace("/", "_")
+
+
+def name_and_arch(device: torch.device) -> tuple[str, int]:
+    """The GPU's name in files, and its compute capability times ten; ``("", 0)`` without a GPU."""
+    if device.type not in ("cuda", "meta"):
+        return "", 0
+    if torch.compiler.is_compiling():  # Dynamo folds the properties of a GPU, and traces no cache
+        return _look_up(device)
+    facts = _ASSUMED.get()
+    if facts is not None:
+        return plain_name(facts.name), facts.arch
+    return _known(device)
+
+
+def _look_up(device: torch.device) -> tuple[str, int]:
+    if device.type != "cuda" or not torch.cuda.is_available():
+        return "", 0  # a device that only fake tensors are on
+    facts = torch.cuda.get_device_properties(device)
+    return plain_name(facts.name), 10 * facts.major + facts.minor
+
+
+_known = cache(_look_up)

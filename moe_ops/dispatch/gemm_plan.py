@@ -1,0 +1,240 @@
+"""Which kernel computes an expert GEMM, with which tiles, and what it needs besides: one decision.
+
+`plan_gemm` is a pure function of values. Launchers run its answer, `explain` prints it, warm-up
+compares answers, the workspace adds up their scratch memory, and the pipeline asks them who
+quantizes. A kernel for another architecture is a file in ``kernels/`` and a rule in `RULES`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import lru_cache
+from typing import NamedTuple
+
+from moe_ops.dispatch import tuned
+from moe_ops.dispatch.blackwell import TILES_FROM, block_scaled_tiles, is_block_scaled
+from moe_ops.dispatch.device import Device
+from moe_ops.dispatch.hopper import (
+    TOKEN,
+    HopperTiles,
+    KernelTiles,
+    packed_rows,
+    takes,
+    token_tiles,
+)
+from moe_ops.dispatch.portable import (
+    ScaleGroups,
+    gemm_tiles,
+    scale_groups,
+    scaled_gemm_tiles,
+    scaled_slot_tiles,
+    weight_only_tiles,
+)
+from moe_ops.dispatch.problem import EACH, STORED, GemmProblem
+from moe_ops.dispatch.tiles import Gemm, TileConfig
+from moe_ops.dispatch.tuned import DEFAULT, Choice
+from moe_ops.dispatch.tuned_file import scaled_group
+from moe_ops.scheme import WHOLE, Scheme, get_scheme
+
+DENSE, SCALED, SLOT = "dense", "scaled", "scaled_slot"
+DEQUANTIZE, BLOCK_SCALED = "dequantize", "block_scaled"
+TOKEN_SUM = f"{TOKEN}_sum"
+"""The kernels besides those of `hopper.KERNELS` and `hopper.TOKEN`."""
+PIPELINE_LIMIT = 64
+"""From so many rows on, Triton 3.6 cannot pipeline a Blackwell product of a computed operand."""
+
+
+class BufferSpec(NamedTuple):
+    """Memory that an operator allocates and frees again before it returns."""
+
+    name: str
+    nbytes: int
+
+
+class GemmPlan(NamedTuple):
+    """How an expert GEMM is computed."""
+
+    kernel: str
+    """Key of the launchers' table of kernels."""
+    config: KernelTiles
+    quantizes_rows: bool
+    """Whether the kernel, or the pass that packs its rows, quantizes rows that are not yet."""
+    packed_rows: int
+    """Rows set aside to be packed in the order of the plan; 0: rows are read where they lie."""
+    scratch: tuple[BufferSpec, ...]
+    source: str
+    """Where the tiles come from, and why not from a file that there is."""
+
+
+def plan_gemm(
+    problem: GemmProblem, device: Device, *, config: KernelTiles | None = None
+) -> GemmPlan:
+    """The kernel, the tiles and the scratch memory of an expert GEMM.
+
+    Args:
+        problem: sizes, formats and facts of the tensors.
+        device: the GPU.
+        config: tiles to use instead of those that a file or the analytic rules say.
+
+    Raises:
+        ValueError: an unknown scheme or activation; no kernel of these tiles takes the problem.
+    """
+    return _plan(problem, device, config, tuned.TABLES)
+
+
+@lru_cache(maxsize=8192)
+def _plan(
+    problem: GemmProblem, device: Device, config: KernelTiles | None, tables: tuned.Tables
+) -> GemmPlan:
+    choice = choose_tiles(problem, device, tables)
+    if problem.summed:
+        return _token(problem, choice, device) or _apart(problem, device, tables)
+    if config is not None:
+        own = isinstance(config, HopperTiles)
+        choice = Choice(choice.plain if own else config, "given", config if own else None)
+    for rule in RULES if config is None else (_hopper, _portable):
+        plan = rule(problem, choice, device)
+        if plan is not None and config in (None, plan.config):
+            return plan
+    raise ValueError(f"config must be tiles of a kernel that takes this GEMM, got {config}")
+
+
+def _apart(problem: GemmProblem, device: Device, tables: tuned.Tables) -> GemmPlan:
+    """The GEMM, then the weighted sum, each by a kernel of its own."""
+    plan = _plan(problem._replace(summed=False, weighted=False), device, None, tables)
+    nbytes = problem.sizes.num_slots * problem.sizes.n * problem.out_itemsize
+    return plan._replace(scratch=(BufferSpec("product", nbytes), *plan.scratch))
+
+
+def _token(problem: GemmProblem, choice: Choice, device: Device) -> GemmPlan | None:
+    """The M = 1 kernels: GEMM 1 with its activation, and GEMM 2 with the weighted sum."""
+    sizes, scheme = problem.sizes, get_scheme(problem.scheme)
+    fused = problem.summed or problem.activation != ""
+    follows_load = len(sizes.row_tiles) > 1
+    if not (fused and problem.one_token and follows_load and problem.boxes) or device.portable_only:
+        return None
+    itemsize = sizes.itemsize if problem.quant is None else 1
+    tiles = token_tiles(
+        problem.weight, itemsize, sizes.num_slots, problem.rule, scheme, device,
+        summed=problem.summed,
+    )  # fmt: skip
+    if tiles is None:
+        return None
+    kernel = TOKEN_SUM if problem.summed else TOKEN
+    return GemmPlan(kernel, tiles, problem.rows != STORED, 0, (), DEFAULT)
+
+
+def _few_slots(problem: GemmProblem, choice: Choice, device: Device) -> GemmPlan | None:
+    """One slot per tile; every program quantizes the slot's row."""
+    if problem.rows != EACH or problem.num_tokens is None:
+        return None
+    tiles = scaled_slot_tiles(problem.sizes, problem.quant)
+    return None if tiles is None else GemmPlan(SLOT, tiles, True, 0, (), DEFAULT)
+
+
+def _hopper(problem: GemmProblem, choice: Choice, device: Device) -> GemmPlan | None:
+    """Warp-specialised kernels that load with TMA."""
+    tiles = choice.hopper
+    if tiles is None or not problem.boxes or problem.expert_scales:
+        return None
+    on_the_way = problem.rows == EACH and tiles.packed
+    num_slots, num_experts = problem.sizes.num_slots, problem.sizes.num_experts
+    rows, scratch = 0, _quantized(problem) if problem.rows != STORED and not on_the_way else ()
+    if tiles.packed:
+        scratch += (BufferSpec("next tile", 4),) if tiles.on_demand else ()
+        if problem.permuted != "a":
+            rows = packed_rows(num_slots, num_experts, tiles.block_m)
+            scratch += _rows_of(problem, rows, "packed rows")
+    return GemmPlan(tiles.kernel, tiles, on_the_way, rows, scratch, choice.source)
+
+
+def _portable(problem: GemmProblem, choice: Choice, device: Device) -> GemmPlan | None:
+    """The kernels that every architecture runs."""
+    scheme = get_scheme(problem.scheme)
+    kernel = DENSE if scheme.weight is None else DEQUANTIZE
+    if problem.quant is not None:
+        kernel = SCALED
+    elif is_block_scaled(scheme.name, device.arch):
+        kernel = BLOCK_SCALED
+    scratch = _quantized(problem) if problem.rows != STORED else ()
+    return GemmPlan(kernel, choice.plain, False, 0, scratch, choice.source)
+
+
+RULES: tuple[Callable[[GemmProblem, Choice, Device], GemmPlan | None], ...] = (
+    _token, _few_slots, _hopper, _portable,
+)  # fmt: skip
+"""The first that has an answer decides."""
+
+
+def _quantized(problem: GemmProblem) -> tuple[BufferSpec, ...]:
+    """Rows that the operator quantizes before the GEMM."""
+    return _rows_of(problem, problem.sizes.num_slots // problem.top_k, "quantized rows")
+
+
+def _rows_of(problem: GemmProblem, rows: int, name: str) -> tuple[BufferSpec, ...]:
+    """Rows as the kernel multiplies them, and their scales."""
+    quant, k = problem.quant, problem.sizes.k
+    if quant is None:
+        return (BufferSpec(name, rows * k * problem.sizes.itemsize),)
+    groups = 1 if problem.shared_scale else quant.row_scale_shape(1, k)[-1]
+    scales = BufferSpec(f"scales of {name}", rows * groups * 4)
+    return BufferSpec(name, rows * k * quant.dtype.itemsize), scales
+
+
+def choose_tiles(
+    problem: GemmProblem, device: Device, tables: tuned.Tables | None = None
+) -> Choice:
+    """Tiles of the portable kernel, and of Hopper's where it serves: a file's, else analytic."""
+    scheme = get_scheme(problem.scheme)
+    if is_block_scaled(scheme.name, device.arch):
+        return Choice(block_scaled_tiles(problem.sizes, scheme.name, device), TILES_FROM)
+    default = analytic_tiles(problem, device)
+    own = is_hoppers(problem, device)
+    sizes, bits = stored_gemm(problem.sizes, scheme)
+    found = tuned.choose(
+        sizes, scheme.name, bits, device, default, hopper=own,
+        tables=tuned.TABLES if tables is None else tables,
+    )  # fmt: skip
+    if scheme.decoded and device.arch in (100, 103) and found.plain.block_m >= PIPELINE_LIMIT:
+        found = found._replace(plain=replace(found.plain, num_stages=1))
+    return found
+
+
+def is_hoppers(problem: GemmProblem, device: Device) -> bool:
+    """Whether Hopper's own kernels compute a GEMM of these sizes and formats."""
+    scheme = get_scheme(problem.scheme)
+    sizes, _ = stored_gemm(problem.sizes, scheme)
+    groups = None if problem.quant is None else _groups(problem, scheme)
+    return not device.portable_only and takes(sizes, scheme, groups, device)
+
+
+def analytic_tiles(problem: GemmProblem, device: Device) -> TileConfig:
+    """The portable kernel's tiles where no file has others, and products are not block-scaled."""
+    scheme = get_scheme(problem.scheme)
+    sizes, bits = stored_gemm(problem.sizes, scheme)
+    if scheme.weight is None:
+        return gemm_tiles(sizes, device)
+    if problem.quant is None:
+        return weight_only_tiles(sizes, bits, device)
+    return scaled_gemm_tiles(sizes, _groups(problem, scheme), device)
+
+
+def _groups(problem: GemmProblem, scheme: Scheme) -> ScaleGroups:
+    """How the scales of two quantized operands lie."""
+    sizes, weight_rows = problem.sizes, problem.scale_rows
+    if weight_rows is None:
+        rows = WHOLE if scheme.weight is None else scheme.weight.group.rows
+        weight_rows = sizes.halves * sizes.n if rows == WHOLE else rows
+    return scale_groups(sizes.n, scaled_group(scheme), weight_rows, problem.rule)
+
+
+def stored_gemm(gemm: Gemm, scheme: Scheme) -> tuple[Gemm, int]:
+    """The GEMM with the bytes that a number of a row takes in it, and the bits of a weight."""
+    if scheme.weight is None:
+        return gemm, 8 * gemm.itemsize
+    if scheme.decoded:
+        gemm = gemm._replace(itemsize=2)
+    if scheme.activation is None or scheme.decoded:
+        return gemm, scheme.weight.element.stored_bits
+    return gemm._replace(itemsize=1), 8
