@@ -43,8 +43,9 @@ test-all: test-reference test-interpreter
 
 # The references, fakes and compiled graphs; and every kernel compiled without a GPU. Each worker runs
 # tests of neighbouring files, which share what they make, and ends by taking some of the other's.
+# Inductor compiles in the worker: processes of its own would only import torch once more.
 test-reference: $(READY)
-	$(TEST_ENV) $(PY) -m pytest tests -n $(WORKERS) --dist worksteal $(COMPILE)
+	$(TEST_ENV) TORCHINDUCTOR_COMPILE_THREADS=1 $(PY) -m pytest tests -n $(WORKERS) --dist worksteal $(COMPILE)
 
 # Every Triton kernel, in the interpreter, each access checked against its tensor.
 test-interpreter: $(READY)
