@@ -1,4 +1,4 @@
-"""Time the activation by itself: gate and up to one half, row by row."""
+"""Time the activation operator alone."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ from moe_ops import SCHEMES, ops
 from moe_ops.bench.problems import Inputs, Problem
 
 RANKS, MOST_TOKENS = 8, 512
-"""The rank has an eighth of the experts, and room for this many rows of each at most."""
+"""The number of ranks, of which one has an eighth of the experts, and its most rows per expert."""
 
 
 def cases(problem: Problem, inputs: Inputs) -> Iterator[Case]:
@@ -22,7 +22,7 @@ def cases(problem: Problem, inputs: Inputs) -> Iterator[Case]:
     used = int(counts.sum())
     shape = (experts, here[2], 2 * problem.intermediate_size)
     gate_up = torch.randn(shape, dtype=x.dtype, device=x.device)
-    read = used * gate_up[0, 0].nbytes  # padding is not
+    read = used * gate_up[0, 0].nbytes  # padding rows are not read
 
     for name in ("unquantized", "fp8_tensor", "fp8_channel", "fp8_block128"):
         quant = SCHEMES[name].activation

@@ -19,7 +19,7 @@ def cases(problem: Problem, inputs: Inputs) -> Iterator[Case]:
     placement = initial_physical_to_logical_map(problem.num_experts, REDUNDANT_EXPERTS)
     maps = compute_logical_maps(placement.to(ids.device), problem.num_experts)
     load = torch.zeros(placement.shape, dtype=torch.int32, device=ids.device)
-    # Of each expert with tokens: its count, a replica, and a load that is read and written.
+    # Per expert with tokens: its replica count, a replica, and a load that is read and written.
     touched = inputs.num_active * (8 + 8 + 2 * load.element_size())
     for name, enabled in (("", None), (":not_recorded", load.new_zeros(1))):
         yield Case(

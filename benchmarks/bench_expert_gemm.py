@@ -31,15 +31,15 @@ def cases(problem: Problem, inputs: Inputs) -> Iterator[Case]:
     k = problem.top_k
 
     def gemm_act() -> Tensor:
-        return ops.expert_gemm_act(x, w1, None, None, *plan, k, "silu")
+        return ops.expert_matmul(x, w1, None, None, *plan, k, "silu")
 
     def gemm1() -> Tensor:
-        return ops.expert_gemm(x, w1, None, None, None, *plan, k)
+        return ops.expert_matmul(x, w1, None, None, *plan, k)
 
     h = gemm_act()
 
     def gemm2() -> Tensor:
-        return ops.expert_gemm(h, w2, None, None, None, *plan, 1)
+        return ops.expert_matmul(h, w2, None, None, *plan, 1)
 
     slots = ids.numel()
     flops1, flops2 = (2 * slots * w[0].numel() for w in (w1, w2))

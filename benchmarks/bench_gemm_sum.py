@@ -46,11 +46,11 @@ def cases(problem: Problem, inputs: Inputs) -> Iterator[Case]:
             return ops.gemm_sum(h, None, w, scale, None, *rest)
 
         def apart(weight: tuple = weight, plan: tuple = plan, scheme: str = name) -> Tensor:
-            (w, scale), how = weight, (None, *plan, 1)
+            (w, scale), how = weight, (None, None, *plan, 1)
             if scale is None:
-                y = ops.expert_gemm(h, w, None, None, *how)
+                y = ops.expert_matmul(h, w, *how)
             else:
-                y = ops.scaled_gemm(h, None, w, scale, *how, scheme, x.dtype)
+                y = ops.scaled_matmul(h, None, w, scale, *how, scheme, x.dtype)
             return ops.moe_fused_mul_sum(y, weights, ids, None, None, experts_of_layer)
 
         read = active * sum(t[0].nbytes for t in (w, scale) if t is not None)

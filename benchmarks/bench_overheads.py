@@ -1,4 +1,4 @@
-"""Measure what a layer costs beside GPU time: the host's time, memory, and starting cold."""
+"""Measure the costs of a layer besides GPU time: host time, memory and cold starts."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ from moe_ops.pipeline.workspace import PeakMemory
 MODELS = "qwen3-30b,deepseek-v2-lite"
 OVERHEAD_KEY = (*KEY, "measure")
 CALLS, BATCHES = 16, 50
-"""A batch is enqueued without waiting: CUDA's queue of 1024 launches never gets full."""
+"""Calls per batch, and batches. A batch is enqueued without waiting, and is small enough that
+CUDA's queue of 1024 launches never fills up."""
 COLD_TIMEOUT_S = 300
 WIDTHS = {
     "scheme": 15, "shape": 16, "M": 6, "routing": 8, "impl": 22, "measure": 12, "value": 11,
@@ -40,7 +41,7 @@ WIDTHS = {
 
 
 def compiled(experts: Experts, inputs: Inputs) -> Call:
-    """This library under torch.compile, compiled afresh for these very sizes, as the peer is."""
+    """This library under torch.compile, compiled for these sizes, as the peer is."""
     torch.compiler.reset()
     return torch.compile(moe_ops_layer(experts, inputs), dynamic=False)
 
@@ -58,7 +59,7 @@ class Overhead:
     impl: str
     routing: str
     measure: str
-    """With its unit: ``host_us``, ``peak_bytes``, ``import_s``, ``first_call_s``, ``compile_s``."""
+    """``host_us``, ``peak_bytes``, ``import_s``, ``first_call_s`` or ``compile_s``."""
     value: float
     p10: float | None = None
     p90: float | None = None
@@ -67,7 +68,7 @@ class Overhead:
 
 
 class Case(NamedTuple):
-    """One layer with its tokens, for every implementation."""
+    """One layer with its tokens, to be measured with every implementation."""
 
     problem: Problem
     experts: Experts
@@ -75,7 +76,7 @@ class Case(NamedTuple):
     routing: str
 
     def row(self, impl: str, measure: str, value: float, **rest: Any) -> Overhead:
-        """A number measured of an implementation."""
+        """The record row of a number measured for an implementation."""
         name, tokens = self.experts.scheme.name, len(self.inputs.x)
         scheme = "bf16" if name == "unquantized" else name
         key = (scheme, self.problem.name, tokens, impl, self.routing, measure)
@@ -83,7 +84,7 @@ class Case(NamedTuple):
 
 
 def host_time(case: Case, impl: str, call: Call) -> Overhead:
-    """Microseconds until a call returns to the host; its kernels are not waited for."""
+    """Microseconds until a call returns to the host, without waiting for its kernels."""
     times = []
     for _ in range(BATCHES):
         _synchronize(case)
@@ -99,10 +100,10 @@ def host_time(case: Case, impl: str, call: Call) -> Overhead:
 
 
 def peak_memory(case: Case, impl: str, call: Call) -> Overhead:
-    """Bytes that the allocator hands out during a call at most, its output included.
+    """Peak bytes that the allocator hands out during a call, including the output.
 
-    What the first calls keep (cuBLAS's workspace, say) is there before. On the CPU, what operators
-    return is counted, of an eager call also where the layer is compiled.
+    Memory that the first calls keep (cuBLAS's workspace, for example) is not counted. On the CPU
+    the outputs of operators are counted, in an eager call even if the layer is compiled.
     """
     device, problem = case.inputs.x.device, case.problem
     told = {}
@@ -127,7 +128,7 @@ def peak_memory(case: Case, impl: str, call: Call) -> Overhead:
 
 
 def warm_rows(case: Case, impl: str) -> Iterator[Overhead]:
-    """Of a layer that has run before."""
+    """Measure a layer that has run before."""
     call = MAKERS[impl](case.experts, case.inputs)
     for _ in range(3):
         call()
@@ -136,11 +137,11 @@ def warm_rows(case: Case, impl: str) -> Iterator[Overhead]:
 
 
 def cold_rows(case: Case, impl: str) -> Iterator[Overhead]:
-    """Of a process that starts with empty caches of Triton and Inductor.
+    """Measure a process that starts with empty Triton and Inductor caches.
 
     Raises:
-        CalledProcessError: it failed; its error has been printed.
-        TimeoutExpired: it took `COLD_TIMEOUT_S`.
+        CalledProcessError: the process failed; its error has been printed.
+        TimeoutExpired: the process took longer than `COLD_TIMEOUT_S`.
     """
     script = Path(__file__).with_name("cold_start.py")
     tokens = len(case.inputs.x)
@@ -167,7 +168,7 @@ def _synchronize(case: Case) -> None:
 
 
 def options(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     command = parser(__doc__ or "", tokens="1,64,4096")
     if torch.cuda.is_available():
         command.set_defaults(problems=MODELS)
@@ -202,7 +203,7 @@ def options(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def planned(args: argparse.Namespace) -> Iterator[tuple[Case, str, Callable[..., Any]]]:
-    """What to measure, in this order: cases with an implementation each."""
+    """The measurements in order: pairs of a case and an implementation."""
     device = default_device()
     for scheme, problem in product(args.schemes, args.problems):
         experts, dense = make_experts(problem, scheme, device), scheme == "bf16"
@@ -218,7 +219,7 @@ def planned(args: argparse.Namespace) -> Iterator[tuple[Case, str, Callable[...,
 
 @torch.no_grad()
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure all that is asked for, within the time budget; 1 after a failure."""
+    """Run all requested measurements within the time budget; returns 1 after a failure."""
     args, started = options(arguments), time.monotonic()
     path = record_path(args.output, "overheads.json")
     count, skipped, failed = 0, 0, []
@@ -228,7 +229,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             continue
         try:
             rows = list(measure(case, impl))
-        except Exception:  # one failure must not cost the others their rows
+        except Exception:  # one failure must not lose the rows of other measurements
             traceback.print_exc()
             failed.append(f"{impl} {case.problem.name} {len(case.inputs.x)} {measure.__name__}")
             continue

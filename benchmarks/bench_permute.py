@@ -1,4 +1,4 @@
-"""Time the permutation operators: rows copied into the order of the experts, and back."""
+"""Time the permutation operators: sorting rows by expert, and the way back."""
 
 from __future__ import annotations
 

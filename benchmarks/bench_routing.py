@@ -1,4 +1,4 @@
-"""Time the routing operators: experts and weights out of router logits."""
+"""Time the routing operators: experts and weights from router logits."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def cases(problem: Problem, inputs: Inputs) -> Iterator[Case]:
             lambda: ops.grouped_topk(logits, bias, k, True, "sigmoid", 2.5, 8, 4),
             moved + nbytes(bias),
         )
-    # Of the logits only the chosen are read, and of the table one row a token.
+    # Only the logits of the chosen experts are read, and one row of the table per token.
     yield Case(
         "hash_topk",
         lambda: ops.hash_topk(logits, words, table, True, "sqrtsoftplus", 1.5),

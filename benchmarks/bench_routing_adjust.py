@@ -1,4 +1,4 @@
-"""Time what is done to a routing after the choice of experts."""
+"""Time the adjustments to a routing after top-k."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ def cases(problem: Problem, inputs: Inputs) -> Iterator[Case]:
     def adjust(scale: torch.Tensor | None, padding: torch.Tensor | None, shared: int) -> object:
         return ops.adjust_routing(weights, ids, scale, padding, experts, shared, 1.0)
 
-    shared = 8 * x.shape[0]  # a weight and an id for each token
+    shared = 8 * x.shape[0]  # a weight and an id per token
     yield Case("adjust_routing:padding", lambda: adjust(None, padding, 0), moved + nbytes(padding))
     yield Case(
         "adjust_routing:all",
         lambda: adjust(scale, padding, 1),
         moved + shared + nbytes(scale, padding),
     )
-    # A third of the experts is taken for identity experts, as in LongCat-Flash.
+    # A third of the experts count as identity experts, as in LongCat-Flash.
     yield Case(
         "zero_experts",
         lambda: ops.zero_experts(x, weights, ids, 2 * experts // 3, -1),

@@ -36,10 +36,10 @@ def cases(problem: Problem, inputs: Inputs) -> Iterator[Case]:
         rest = (None, None, *layer_plan(problem, scheme, ids))
 
         def act(w: QTensor = w1, scheme: str = scheme, rest: tuple = rest) -> Tensor:
-            return ops.weight_only_gemm_act(x, *w, *rest, problem.top_k, scheme, "silu")
+            return ops.weight_only_matmul(x, *w, *rest, problem.top_k, scheme, "silu")
 
         def gemm(w: QTensor = w2, scheme: str = scheme, rest: tuple = rest) -> Tensor:
-            return ops.weight_only_gemm(h, *w, *rest, 1, scheme)
+            return ops.weight_only_matmul(h, *w, *rest, 1, scheme)
 
         read1, read2 = (active * sum(t[0].nbytes for t in w if t is not None) for w in (w1, w2))
         yield Case(f"weight_only_gemm_act:{scheme}", act, read1 + x.nbytes + h.nbytes, flops)

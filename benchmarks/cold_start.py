@@ -1,4 +1,4 @@
-"""Time one implementation's start in this process: its import, its first call, and torch.compile.
+"""Time one implementation's cold start in this process: import, first call and torch.compile.
 
 Prints one line of JSON, in seconds. `bench_overheads.py` runs it with empty caches.
 """
@@ -20,11 +20,11 @@ MODULES = {
     "hf-grouped_mm": "transformers.integrations.moe",
     "vllm-triton": "vllm.model_executor.layers.fused_moe.fused_moe",
 }
-"""Implementation -> what has to be imported for it, after torch."""
+"""Implementation -> module to import after torch."""
 
 
 def seconds(work: Callable[[], Any]) -> float:
-    """How long it takes, all that it has put on the GPU included."""
+    """Seconds that a call takes, including its work on the GPU."""
     start = time.perf_counter()
     work()
     if torch.cuda.is_available():
@@ -36,12 +36,12 @@ def seconds(work: Callable[[], Any]) -> float:
 def times_of(impl: str, model: str, tokens: int, routing: str) -> dict[str, float]:
     """``import_s``, ``first_call_s`` of the eager layer, then ``compile_s``.
 
-    The last is the first call under torch.compile for this number of tokens. The eager call has
-    compiled and loaded the kernels of the implementation itself by then.
+    ``compile_s`` is the first call under torch.compile with this number of tokens. The eager call
+    before it has already compiled and loaded the kernels of the implementation.
     """
     torch.ones(1, device="cuda" if torch.cuda.is_available() else "cpu").sum().item()
     import_s = seconds(lambda: import_module(MODULES[impl]))
-    # The modules beside this one import moe_ops, so not before its import was timed.
+    # Imported only here: these modules import moe_ops, whose import had to be timed first.
     bench_layer = import_module("moe_ops.bench.layer")
     problems = import_module("moe_ops.bench.problems")
     problem, device = problems.find_problem(model), bench_layer.default_device()

@@ -27,7 +27,7 @@ RATIOS = ("x floor", "x vllm", "x best", "x goal")
 
 
 def compared(record: dict[str, Any], targets: Any, impl: str = "moe_ops") -> list[dict[str, Any]]:
-    """The cells that both have, with the ratios of the measured time to the targets' times."""
+    """The cells in both files, with the ratios of the measured time to the targets' times."""
     times = {
         (row["scheme"], row["shape"], row["M"]): row["time_us"]
         for row in record["rows"]
@@ -50,7 +50,7 @@ def compared(record: dict[str, Any], targets: Any, impl: str = "moe_ops") -> lis
 
 
 def summary(cells: list[dict[str, Any]]) -> str:
-    """How many cells reach each bound, and the geometric mean of each ratio."""
+    """The number of cells that reach each target, and the geometric mean of each ratio."""
     lines = []
     for name in RATIOS:
         ratios = [cell[name] for cell in cells if cell[name] is not None]
@@ -64,7 +64,7 @@ def find_record(results: Path) -> Path:
     """The only layer record under ``results``.
 
     Raises:
-        SystemExit: there are none or several.
+        SystemExit: there is no record, or more than one.
     """
     records = sorted(results.glob("*/layer.json"))
     if len(records) != 1:
@@ -73,7 +73,7 @@ def find_record(results: Path) -> Path:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Print one line a cell, and a summary."""
+    """Print one line per cell, and a summary."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

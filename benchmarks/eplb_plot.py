@@ -1,4 +1,4 @@
-"""Plot what expert-parallel load balancing does to the load of ranks: a simulation, no times."""
+"""Plot a simulation of the load of ranks with and without expert-parallel load balancing."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SEEDS = 5
 
 
 def simulate(exponent: float, redundant: int, seed: int) -> BalanceReport:
-    """The load of every rank, before and after."""
+    """The load of every rank, before and after balancing."""
     problem = load_problems()[SHAPE]
     return simulate_balance(
         TOKENS,
@@ -38,7 +38,7 @@ def simulate(exponent: float, redundant: int, seed: int) -> BalanceReport:
 
 
 def measure() -> list[dict[str, Any]]:
-    """The busiest rank over the mean, for each exponent and number of redundant experts."""
+    """Imbalance (busiest rank / mean) for each exponent and number of redundant experts."""
     rows = []
     for exponent, redundant in product(EXPONENTS, REDUNDANT):
         reports = [simulate(exponent, redundant, seed) for seed in range(SEEDS)]
@@ -54,7 +54,7 @@ def measure() -> list[dict[str, Any]]:
 
 
 def draw_curves(axis: Any, rows: list[dict[str, Any]]) -> None:
-    """The imbalance against the skew."""
+    """Draw the imbalance over the exponent."""
 
     def curve(key: str, redundant: int, style: str, label: str) -> None:
         values = [row[key] for row in rows if row["redundant_experts"] == redundant]
@@ -71,7 +71,7 @@ def draw_curves(axis: Any, rows: list[dict[str, Any]]) -> None:
 
 
 def draw_ranks(axis: Any) -> None:
-    """One draw at exponent 1, rank by rank."""
+    """Draw the load of every rank for one sample at exponent 1."""
     for name, load in (
         ("not balanced", simulate(1.0, 0, 0).before),
         (f"balanced, {REDUNDANT[1]} redundant experts", simulate(1.0, REDUNDANT[1], 0).after),

@@ -1,4 +1,4 @@
-"""Plot a layer record: time against tokens, one panel a shape, with the floor; and a roofline."""
+"""Plot a layer record: time over tokens with the lower bound, one panel per shape; a roofline."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ COLUMNS = 3
 
 
 def plot(rows: list[dict[str, Any]], title: str, path: Path) -> None:
-    """One figure of the rows of one scheme and routing."""
+    """Draw one figure of the rows of one scheme and routing."""
     shapes = sorted({row["shape"] for row in rows})
     columns = min(COLUMNS, len(shapes))
     lines = -(-len(shapes) // columns)

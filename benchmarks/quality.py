@@ -1,13 +1,13 @@
-"""What each scheme costs in quality: the demo's model reads held-out text with quantized experts.
+"""Quality loss of each scheme: the demo's model on held-out text, with quantized experts.
 
 python benchmarks/quality.py                              # every scheme; prints a table
 python benchmarks/quality.py --output benchmarks/results  # and writes quality.json, quality.png
 python benchmarks/quality.py --write README.md            # only the table, from the record
 
-The model (`examples/demo_model`) runs in float32, so that nothing but the experts is rounded; their
-bfloat16 weights are quantized by `quantize_weight`, and run by `fused_experts`. The text is the
-model's `heldout.txt`: documents that were not trained on (of 24 checkpoints, that with the least
-loss on them was kept). Static scales of activations come from training text.
+The model (`examples/demo_model`) runs in float32, so that only the experts round. Their bfloat16
+weights are quantized by `quantize_weight` and run by `fused_experts`. The text is the model's
+`heldout.txt`, documents that it was not trained on (though of 24 checkpoints the one with the
+lowest loss on them was kept). Static activation scales are calibrated on training text.
 """
 
 from __future__ import annotations
@@ -46,14 +46,14 @@ CALIBRATION_WINDOWS = 64
 
 
 class Peaks(NamedTuple):
-    """The largest magnitudes that the inputs of a layer's GEMMs had."""
+    """The largest magnitudes seen in the inputs of a layer's two GEMMs."""
 
     first: float
     second: float
 
 
 class QuantizedExperts(nn.Module):
-    """In place of a layer's experts: `fused_experts` on their weights in a scheme."""
+    """Replacement of a layer's experts: `fused_experts` on their weights in a scheme."""
 
     def __init__(self, experts: nn.Module, scheme: moe_ops.Scheme, peaks: Peaks) -> None:
         super().__init__()
@@ -66,7 +66,7 @@ class QuantizedExperts(nn.Module):
         self.w1, self.w2 = (w.data.float() if scheme.weight is None else w.data for w in (w1, w2))
 
     def forward(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Tensor:
-        """The experts of ``x`` ``(T, H)``."""
+        """Run the experts on ``x`` ``(T, H)``."""
         return moe_ops.fused_experts(
             x, self.w1, self.w2, topk_weights, topk_ids, quant_config=self.config
         )
@@ -75,7 +75,7 @@ class QuantizedExperts(nn.Module):
 def _static_scales(
     activation: moe_ops.Quant | None, peaks: Peaks, device: torch.device
 ) -> dict[str, Tensor]:
-    """Those that a scheme takes as given: peaks become the largest numbers that it can tell."""
+    """Static or global activation scales of a scheme, which map peaks to the largest numbers."""
     if activation is None or not (activation.static or activation.global_scale):
         return {}
     largest, name = activation.element.largest, "scale"
@@ -88,14 +88,20 @@ def _static_scales(
 
 
 class Sums:
-    """Over positions: what a row of the table is made of."""
+    """Sums over token positions, from which a row of the table is computed."""
 
     def __init__(self) -> None:
         self.loss = self.divergence = self.agreements = 0.0
         self.count = 0
 
     def add(self, reference: Tensor, logits: Tensor, targets: Tensor) -> None:
-        """Log-probabilities ``(P, V)``, float64; the other logits; the next tokens ``(P,)``."""
+        """Add positions.
+
+        Args:
+            reference: log-probabilities of the unquantized model, ``(P, V)`` float64.
+            logits: logits of the quantized model, ``(P, V)``.
+            targets: the next tokens, ``(P,)``.
+        """
         x = logits.double()
         total = x.logsumexp(-1)
         self.loss += (total - x.gather(1, targets[:, None])[:, 0]).sum().item()
@@ -113,7 +119,7 @@ class Sums:
 
 
 def load(device: str) -> PreTrainedModel:
-    """The demo's model with transformers' own loop over experts."""
+    """Load the demo's model with the eager experts of transformers."""
     model = AutoModelForCausalLM.from_pretrained(
         MODEL, experts_implementation="eager", dtype=torch.float32, local_files_only=True
     )
@@ -121,7 +127,7 @@ def load(device: str) -> PreTrainedModel:
 
 
 def windows_of(text: str, count: int | None = None) -> Tensor:
-    """Token ids ``(N, CONTEXT)`` of the beginning of a text, in whole windows."""
+    """Token ids ``(N, CONTEXT)`` of the first whole windows of a text."""
     tokenizer = PreTrainedTokenizerFast.from_pretrained(MODEL, local_files_only=True)
     ids = torch.tensor(tokenizer.backend_tokenizer.encode(text).ids)
     return ids[: len(ids) // CONTEXT * CONTEXT].view(-1, CONTEXT)[:count]
@@ -133,7 +139,7 @@ def heldout_text() -> str:
 
 
 def training_text() -> str:
-    """Training text, as the running Python has it, without documents that touch held-out ones."""
+    """Training text from the running Python, without documents that overlap held-out ones."""
 
     def paragraphs(text: str) -> set[str]:
         return {paragraph.strip() for paragraph in re.split(r"\n\s*\n", text)} - {""}
@@ -175,13 +181,13 @@ def calibrate(model: PreTrainedModel, windows: Tensor) -> list[Peaks]:
 def measure(
     model: PreTrainedModel, names: Iterable[str], windows: Tensor, peaks: list[Peaks]
 ) -> list[dict[str, Any]]:
-    """A row for each scheme: bytes of an expert, and how far the model is from what it was.
+    """A row per scheme: bytes per expert, and the model's distance from the unquantized model.
 
     Args:
-        model: unquantized, as `load` returns it; is itself again afterwards.
-        names: of schemes.
-        windows: ``(N, CONTEXT)`` token ids to read.
-        peaks: of every layer, for schemes whose activations have static scales.
+        model: unquantized, as `load` returns it; restored afterwards.
+        names: names of schemes.
+        windows: ``(N, CONTEXT)`` token ids to evaluate on.
+        peaks: the peaks of every layer, for schemes with static activation scales.
     """
     blocks = [layer.mlp for layer in model.model.layers]
     original = [block.experts for block in blocks]
@@ -211,7 +217,7 @@ def measure(
 
 
 def scheme_name(name: str) -> str:
-    """A scheme's name, or argparse's error."""
+    """Check a scheme's name for argparse."""
     try:
         return moe_ops.get_scheme(name).name
     except ValueError as error:
@@ -219,7 +225,7 @@ def scheme_name(name: str) -> str:
 
 
 def main() -> None:
-    """Measure, print, and write what is asked for."""
+    """Measure, print the table, and write the requested files."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -26,7 +26,7 @@ Perplexity may fall by chance. Bytes: of an expert, scales included. Hidden and 
 size are 128, so groups of 128 are whole rows here. A model this small says which schemes cost more
 than others, not what they cost a large one."""
 LABEL_GAP = 0.033
-"""Between the names of two points, of the height of the plot."""
+"""Least distance between two labels, as a fraction of the plot's height."""
 
 Record = dict[str, Any]
 
@@ -37,7 +37,7 @@ def read(folder: Path = RESULTS) -> Record:
 
 
 def table(record: Record) -> str:
-    """A line for each scheme, the one that changes the model least first; and the source."""
+    """The Markdown table, a line per scheme in ascending order of divergence, and the source."""
     head = ("scheme", "activations", "weights", "bytes", "KL, nats", "same choice", "perplexity")
     lines = [head, ("---", "---", "---", *["--:"] * 4)]
     for row in sorted(record["rows"], key=lambda row: row["kl"]):
@@ -58,7 +58,7 @@ def table(record: Record) -> str:
 
 
 def source(record: Record) -> str:
-    """What was measured, and on what."""
+    """A sentence that says what was measured, and with which versions."""
     return (
         f"{record['tokens']:,} held-out tokens, {record['tokens_of_a_call']:,} a call; moe_ops "
         f"{record['version']}, torch {record['torch']}, Python {record['python']}, "
@@ -67,7 +67,7 @@ def source(record: Record) -> str:
 
 
 def describe(quant: Quant | None) -> str:
-    """One operand: element, and what shares a scale."""
+    """Describe one operand: its element, and its scale groups."""
     if quant is None:
         return "-"
     rows, cols = quant.group
@@ -83,20 +83,20 @@ def describe(quant: Quant | None) -> str:
 
 
 def write(path: Path, record: Record) -> None:
-    """Put the table between the markers of a file."""
+    """Write the table between the markers of a file."""
     write_report(path, table(record), BEGIN, END)
     print(f"{path}: {source(record)}")
 
 
 def written(text: str) -> str | None:
-    """The table in a file's text; None where it has no markers."""
+    """The table between the markers of a file's text; None without markers."""
     return between_markers(text, BEGIN, END)
 
 
 def save(record: Record, folder: Path) -> None:
-    """Write the record, and the plot where matplotlib is installed.
+    """Write the record, and the plot if matplotlib is installed.
 
-    Rows of other schemes stay, if they are of as many tokens.
+    Rows of other schemes are kept if they were measured on the same number of tokens.
     """
     folder.mkdir(parents=True, exist_ok=True)
     old = read(folder) if (folder / "quality.json").exists() else {"tokens": 0, "rows": []}
@@ -111,7 +111,7 @@ def save(record: Record, folder: Path) -> None:
 
 
 def plot(record: Record, path: Path) -> None:
-    """Bytes of an expert against KL divergence."""
+    """Plot KL divergence over bytes per expert."""
     rows = [row for row in record["rows"] if row["scheme"] != "unquantized"]
     figure, axis = plt.subplots(figsize=(11, 7), layout="constrained")
     for label, color, quantized in (
@@ -141,13 +141,13 @@ def plot(record: Record, path: Path) -> None:
 
 
 def unquantized_kib(record: Record) -> float:
-    """What an expert takes in bfloat16."""
+    """KiB per expert in bfloat16."""
     size = next(r["bytes_per_expert"] for r in record["rows"] if r["scheme"] == "unquantized")
     return size / 1024
 
 
 def clusters(rows: list[Record]) -> list[list[Record]]:
-    """Rows that take about the same memory."""
+    """Group rows that take about the same memory."""
     found: list[list[Record]] = []
     for row in sorted(rows, key=lambda row: row["bytes_per_expert"]):
         if found and row["bytes_per_expert"] < 1.2 * found[-1][0]["bytes_per_expert"]:
@@ -158,7 +158,7 @@ def clusters(rows: list[Record]) -> list[list[Record]]:
 
 
 def _label(axis: Any, rows: list[Record]) -> None:
-    """Names in a column to the right of their points, apart from each other."""
+    """Draw names in a column to the right of their points, without overlaps."""
     low, high = map(math.log, axis.get_ylim())
     gap = LABEL_GAP * (high - low)
     rows = sorted(rows, key=lambda row: row["kl"])
@@ -174,9 +174,10 @@ def _label(axis: Any, rows: list[Record]) -> None:
 
 
 def spread(places: list[float], gap: float) -> list[float]:
-    """Ascending numbers moved apart to at least ``gap``, by as little as that takes.
+    """Move ascending numbers to distances of at least ``gap``, with the least total change.
 
-    Less ``gap`` times its index each may not fall: neighbours that do are pooled to their mean.
+    ``place - index * gap`` must not decrease; neighbours where it does are pooled to their mean
+    (isotonic regression).
     """
     pools: list[list[float]] = []
     for index, place in enumerate(places):

@@ -40,26 +40,26 @@ OVERHEADS = {
     "first_call_s": "first call (s)",
     "compile_s": "torch.compile (s)",
 }
-"""What is measured -> how the table calls it."""
+"""Name of a measure -> its label in the table."""
 
 Record = dict[str, Any]
 
 
 def read_records(results: Path, name: str = "layer.json") -> list[Record]:
-    """The layer records of every GPU under ``results``; or those of another ``name``."""
+    """The records called ``name`` of every GPU under ``results``."""
     return [json.loads(path.read_text()) for path in sorted(results.glob(f"*/{name}"))]
 
 
 def report(records: list[Record]) -> str:
-    """The Markdown of all ``records``: one table a GPU and scheme, uniform routing."""
+    """The Markdown of all ``records``: one table per GPU and scheme, uniform routing."""
     if not records:
         return "No results yet."
     return "\n\n".join([LEGEND, *(part for record in records for part in _parts(record))])
 
 
 def source(record: Record) -> str:
-    """What was measured, on what, when."""
-    # Rows of several runs may stand together: each says which commit it is of.
+    """A sentence with the GPU, the versions, the commits and the date of a record."""
+    # A record may have rows of several runs, and each row names its commit.
     rows = record["rows"]
     commits = sorted({_short(row.get("commit", record["commit"])) for row in rows})
     return (
@@ -86,7 +86,7 @@ def _parts(record: Record) -> list[str]:
 
 
 def _invariance(rows: list[Record]) -> str | None:
-    """What batch invariance costs, a line for each scheme and shape; None where nobody asked."""
+    """The cost of batch invariance, a line per scheme and shape; None without such rows."""
     times = {(row["scheme"], row["shape"], row["impl"], row["M"]): row["time_us"] for row in rows}
     invariant = [key for key in times if key[2] == INVARIANT]
     if not invariant:
@@ -111,7 +111,7 @@ def _us(time: float) -> str:
 
 
 def markdown(head: list[str], lines: list[list[str]], labels: int) -> str:
-    """A table; all but the first ``labels`` columns are numbers."""
+    """A Markdown table; all but the first ``labels`` columns are numbers."""
     rule = ["---"] * labels + ["--:"] * (len(head) - labels)
     return "\n".join(f"| {' | '.join(line)} |" for line in [head, rule, *lines])
 
@@ -125,7 +125,7 @@ def _table(rows: list[Record]) -> str:
 
 
 def _shape_lines(shape: str, rows: list[Record], tokens: list[int]) -> list[list[str]]:
-    """The lines of one shape: moe_ops, the floor, and each peer."""
+    """The lines of one shape: moe_ops, the lower bound, and each peer."""
     times: dict[str, dict[int, float]] = {OURS: {}, "floor": {}}
     for row in rows:
         times.setdefault(row["impl"], {})[row["M"]] = row["time_us"]
@@ -151,18 +151,18 @@ def _shape_lines(shape: str, rows: list[Record], tokens: list[int]) -> list[list
 
 
 def overheads_report(records: list[Record]) -> str:
-    """The Markdown of all ``records`` of overheads: one table a GPU, uniform routing."""
+    """The Markdown of all ``records`` of overheads: one table per GPU, uniform routing."""
     parts = [part for record in records for part in (source(record), _overheads(record["rows"]))]
     return "\n\n".join([OVERHEADS_LEGEND, *parts])
 
 
 def _overheads(rows: list[Record]) -> str:
-    """A line for each shape, measure and number of tokens; a column for each implementation."""
+    """A line per shape, measure and number of tokens, with a column per implementation."""
     impls = sorted({row["impl"] for row in rows}, key=lambda impl: (not _ours(impl), impl))
     cells: dict[tuple[str, str, int], dict[str, str]] = defaultdict(dict)
     for row in rows:
         shape, measure, tokens, impl = (row[name] for name in ("shape", "measure", "M", "impl"))
-        # One token takes hardly any memory; in bf16 one or many are the same to the host.
+        # One token takes hardly any memory; in bf16 host time does not depend on the tokens.
         dense = row["scheme"] == "bf16"
         shown = {"host_us": tokens == 1 or not dense, "peak_bytes": tokens > 1}.get(measure, True)
         shape = shape if dense else f"{shape}, {row['scheme']}"
@@ -196,7 +196,7 @@ def _mib(nbytes: float) -> str:
 
 
 def between_markers(text: str, begin: str = BEGIN, end: str = END) -> str | None:
-    """What stands between the markers of ``text``; None where it has none."""
+    """The text between the markers of ``text``; None without markers."""
     if text.count(begin) != 1 or text.count(end) != 1 or text.index(end) < text.index(begin):
         return None
     return text.partition(begin)[2].partition(end)[0].strip()
@@ -206,7 +206,7 @@ def write_report(path: Path, content: str, begin: str = BEGIN, end: str = END) -
     """Put ``content`` between the markers of the file.
 
     Raises:
-        SystemExit: it lacks the markers, or has them more than once.
+        SystemExit: the file lacks the markers, or has them more than once.
     """
     text = path.read_text()
     if between_markers(text, begin, end) is None:
@@ -216,7 +216,7 @@ def write_report(path: Path, content: str, begin: str = BEGIN, end: str = END) -
 
 
 def main() -> None:
-    """Print the report, and write it where asked to."""
+    """Print the report, and write it with ``--write``."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

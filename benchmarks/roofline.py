@@ -1,7 +1,8 @@
-"""Plot a layer record as a roofline: the rates reached against the arithmetic intensity.
+"""Plot a layer record as a roofline: achieved rates over arithmetic intensity.
 
-Flops and bytes are those of the floor (`bench_layer.layer_floor_us`): active weights, tokens and
-outputs moved once, and the products of every slot. So a point on the ceiling takes its floor.
+Flops and bytes are those of the lower bound (`moe_ops.bench.layer.layer_floor_us`): active weights,
+tokens and outputs moved once, and the products of every slot. A point on the ceiling reaches its
+lower bound.
 """
 
 from __future__ import annotations
@@ -21,18 +22,18 @@ from moe_ops.scheme import Scheme
 
 OURS = "moe_ops"
 _MARKERS = "os^Dv"
-"""The first is this library's, filled; the others are hollow."""
+"""Markers by implementation: the first, filled, is this library's; the others are hollow."""
 
 
 class Work(NamedTuple):
-    """What one call must do."""
+    """The least work of one call."""
 
     flops: int
     nbytes: float
 
     @property
     def intensity(self) -> float:
-        """Flops a byte."""
+        """Flops per byte."""
         return self.flops / self.nbytes
 
 
@@ -47,17 +48,17 @@ class Point(NamedTuple):
 
     @property
     def tflop_per_s(self) -> float:
-        """Products per second."""
+        """Achieved TFLOP/s."""
         return 1e-6 * self.work.flops / self.time_us
 
     @property
     def tb_per_s(self) -> float:
-        """Bytes that must move, per second."""
+        """Achieved TB/s, counting only bytes that must move."""
         return 1e-6 * self.work.nbytes / self.time_us
 
 
 class Roof(NamedTuple):
-    """The ceilings of a GPU, measured, for one dtype of products."""
+    """The measured ceilings of a GPU for one dtype of products."""
 
     tflop_per_s: float
     tb_per_s: float
@@ -70,12 +71,12 @@ class Roof(NamedTuple):
 
 
 def scheme_of(name: str) -> Scheme:
-    """The scheme that a record calls so."""
+    """The scheme of a name in a record."""
     return moe_ops.get_scheme("unquantized" if name == "bf16" else name)
 
 
 def work_of(problem: Problem, scheme: Scheme, tokens: int, active_experts: int) -> Work:
-    """Of one call, its tokens in bf16. Scales of whole experts are too few to count."""
+    """The work of one call with tokens in bf16; per-expert scales are not counted."""
     hidden, inner = problem.hidden_size, problem.intermediate_size
     bits = sum(n * k * scheme.weight_bits(n, k) for n, k in ((2 * inner, hidden), (hidden, inner)))
     nbytes = active_experts * bits / 8 + 2 * tokens * hidden * 2
@@ -83,7 +84,7 @@ def work_of(problem: Problem, scheme: Scheme, tokens: int, active_experts: int) 
 
 
 def points_of(rows: Iterable[dict[str, Any]]) -> list[Point]:
-    """Those of the named shapes, in the order of tokens."""
+    """The points of the named shapes, in the order of tokens."""
     problems = load_problems()
     return [
         Point(
@@ -103,13 +104,13 @@ def points_of(rows: Iterable[dict[str, Any]]) -> list[Point]:
 
 
 def roof_of(gpu: str, scheme: Scheme) -> Roof | None:
-    """None where the GPU's bandwidth and peak have not been measured."""
+    """The ceilings of a GPU; None if its bandwidth and peak have not been measured."""
     speed, math = HARDWARE.get(gpu), math_of(scheme)
     return speed and Roof(1e-12 * speed.flops[math], 1e-12 * speed.read_bytes_per_s, math)
 
 
 def plot(rows: list[dict[str, Any]], gpu: str, title: str, path: Path) -> None:
-    """One figure of the rows of one scheme and routing: flops, and bytes, per second."""
+    """Draw one figure of the rows of one scheme and routing: flops and bytes per second."""
     points, roof = points_of(rows), roof_of(gpu, scheme_of(rows[0]["scheme"]))
     shapes = sorted({point.shape for point in points})
     impls = sorted({point.impl for point in points}, key=lambda impl: (impl != OURS, impl))
@@ -143,7 +144,7 @@ def _tick(number: float, _: int | None = None) -> str:
 
 
 def _draw(points: list[Point], axis: Any, rate: str, shapes: list[str], impls: list[str]) -> None:
-    """The points of one shape."""
+    """Draw the points of one shape."""
     for impl in impls:
         mine = [point for point in points if point.impl == impl]
         color = f"C{shapes.index(points[0].shape)}"
@@ -160,7 +161,7 @@ def _marker(impl: str, impls: list[str]) -> dict[str, Any]:
 
 
 def _draw_roof(axis: Any, roof: Roof, rate: str, intensities: list[float]) -> None:
-    """What the products, and what the memory allow: the lower of both is the ceiling."""
+    """Draw the ceiling: the lower of the compute limit and the memory limit."""
     low, high = min(roof.ridge, *intensities) / 1.5, max(6 * roof.ridge, *intensities) * 1.5
     names = f"{roof.tb_per_s:.2f} TB/s", f"{roof.tflop_per_s:.0f} TFLOP/s ({roof.math})"
     places, flops = (low, roof.ridge, high), rate == "tflop_per_s"

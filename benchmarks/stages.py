@@ -1,4 +1,4 @@
-"""What the benchmarks of single stages share: each lists cases, this times and records them."""
+"""Shared code of the single-stage benchmarks: times and records the cases that each lists."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Case(NamedTuple):
 
 @dataclass(frozen=True)
 class StageRow(Row):
-    """A row of ``stages.json``; ``floor_us`` is the bound of the one operator."""
+    """A row of ``stages.json``; ``floor_us`` is the lower bound of the one operator."""
 
     gb_per_s: float
     tflop_per_s: float
@@ -57,7 +57,7 @@ def row_tiles(problem: Problem, scheme: str, device: torch.device) -> tuple[int,
 
 
 class LayerPlan(NamedTuple):
-    """What tells the GEMMs of a layer their tiles, in the order of the operators' arguments."""
+    """The plan arguments of a layer's GEMMs, in the order of the operators' arguments."""
 
     plan: Tensor
     topk_ids: Tensor
@@ -72,7 +72,7 @@ def layer_plan(problem: Problem, scheme: str, ids: Tensor) -> LayerPlan:
 
 
 def main(stage: str, make_cases: MakeCases) -> None:
-    """Time the cases of every shape, number of tokens and routing asked for.
+    """Time the cases of every requested shape, number of tokens and routing.
 
     Raises:
         SystemExit: an operator of the stage has no case.

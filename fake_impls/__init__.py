@@ -1,5 +1,5 @@
-"""What each operator returns, without computing it: one file a stage, one function an operator.
+"""FakeTensor functions of the operators: one file per stage, one function per operator.
 
-These functions are the FakeTensor functions that tracing uses and the allocators of the kernels.
-They read shapes and dtypes only and never branch on a token count.
+Each checks sizes and returns empty outputs. Tracing uses them, and so do the kernels' launchers, to
+allocate. They read shapes and dtypes only, and never branch on a token count.
 """

@@ -20,7 +20,7 @@ def moe_align_block_size(
     pad_sorted_ids: bool,
     ignore_invalid_experts: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The three int32 vectors of a plan, as long as any of ``row_tiles`` may need."""
+    """The three int32 vectors of a plan, long enough for any of ``row_tiles``."""
     tokens, k = sizes.slots(topk_ids, expert_map)
     sizes.num_experts("num_experts", num_experts)
     sizes.row_tiles(row_tiles)

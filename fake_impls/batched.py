@@ -6,17 +6,19 @@ import torch
 from torch import Tensor
 
 from moe_ops import sizes
-from moe_ops.activation import formula
 from moe_ops.dispatch.tiles import MAX_PLAN_ENTRIES
 from moe_ops.fake_impls.quantize import check_width
 from moe_ops.scheme import parse_quant
 
 MAX_FIRST_EXPERT = 2**30
-"""Kernels count experts in 32 bits."""
+"""Upper bound of expert ids, which kernels count in 32 bits."""
 
 
 def check_room(x: Tensor, max_num_tokens: int, drops: bool) -> None:
-    """ValueError where rows may be dropped and must not be. A fake does not know how many come."""
+    """ValueError if rows might be dropped although ``drops`` is False.
+
+    Takes the largest possible load: the number of rows per expert depends on data.
+    """
     if not drops and x.shape[0] > max_num_tokens:
         raise ValueError(
             f"hidden_states must have at most max_num_tokens = {max_num_tokens} tokens, "
@@ -35,7 +37,7 @@ def batched_dispatch(
     quant: str,
     drops: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Rows, scales, the rows of each expert, and how many found no place."""
+    """Rows, scales, the number of rows of each expert, and the number of dropped slots."""
     _check_places(topk_ids, first_expert, num_local_experts, max_num_tokens)
     sizes.shaped("x", x, topk_ids.shape[0], None)
     if topk_weights is not None:
@@ -65,7 +67,7 @@ def batched_activation(x: Tensor, expert_num_tokens: Tensor, activation: str) ->
 def batched_quantize(
     x: Tensor, scale: Tensor | None, expert_num_tokens: Tensor, quant: str
 ) -> tuple[Tensor, Tensor]:
-    """Rows like those of ``x``, and their scales."""
+    """Quantized rows with the columns of ``x``, and their scales."""
     _check_rows(x, expert_num_tokens, scale, quant)
     return _rows(x, (x.shape[0], x.shape[1], x.shape[2]), quant)
 
@@ -73,7 +75,7 @@ def batched_quantize(
 def batched_activation_quantize(
     x: Tensor, scale: Tensor | None, expert_num_tokens: Tensor, activation: str, quant: str
 ) -> tuple[Tensor, Tensor]:
-    """Rows of the activation's width, and their scales."""
+    """Quantized rows of the activation's width, and their scales."""
     _check_rows(x, expert_num_tokens, scale, quant)
     return _rows(x, _activated(x, activation), quant)
 
@@ -99,7 +101,7 @@ def _check_rows(
 
 def _activated(x: Tensor, activation: str) -> tuple[int, int, int]:
     experts, rows, width = x.shape
-    return experts, rows, sizes.activated("x", width, formula(activation))
+    return experts, rows, sizes.activated("x", width, activation)
 
 
 def _rows(x: Tensor, shape: tuple[int, int, int], quant: str) -> tuple[Tensor, Tensor]:

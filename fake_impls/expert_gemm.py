@@ -22,7 +22,7 @@ def expert_matmul(
     activation: str = "",
     expert_order: bool = False,
 ) -> Tensor:
-    """``(slots, N)``, or ``(slots, I)`` with a gated activation; in slot order or expert order."""
+    """``(slots, N)``, or ``(slots, I)`` with a gated activation; in slot order or permuted."""
     slots = sizes.gemm(a, w, (1, 1), bias, (plan, topk_ids, expert_map), row_tiles, top_k)
     sizes.entries("topk_weights", topk_weights, slots)
     return a.new_empty(slots, sizes.activated("w", w.shape[1], activation))

@@ -26,7 +26,7 @@ def gemm_sum(
     out_dtype: torch.dtype | None = None,
     expert_order: bool = False,
 ) -> Tensor:
-    """``(T, N)``, with ``w_scale`` in ``out_dtype``, which is None else, in the dtype of ``a``."""
+    """``(T, N)`` in ``out_dtype`` with ``w_scale``; without, in the dtype of ``a``."""
     if (out_dtype is None) != (w_scale is None):
         rule = "None without w_scale" if w_scale is None else "a dtype with w_scale"
         raise ValueError(f"out_dtype must be {rule}, got {out_dtype}")

@@ -58,7 +58,7 @@ def moe_unpermute(
 
 
 def _check_offset(offset: Tensor) -> None:
-    """``(El + 1,)``, of which the last entry is read."""
+    """Check offsets ``(El + 1,)``, of which only the last entry is read."""
     sizes.axes("expert_first_token_offset", offset, 1)
     entries = offset.shape[0] - 1
     sizes.between("expert_first_token_offset.shape[0] - 1", entries, 1, sizes.MAX_EXPERTS)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from torch import Tensor
 
 from moe_ops import sizes
-from moe_ops.activation import formula
 from moe_ops.scheme import Quant, parse_quant
 
 
@@ -18,7 +17,7 @@ def moe_quantize(
     num_local_experts: int,
     quant: str,
 ) -> tuple[Tensor, Tensor]:
-    """A row for each row of ``x``; with weights on the input, for each slot."""
+    """A quantized row per row of ``x``, or with ``topk_weights`` per slot; and scales."""
     sizes.axes("x", x, 2)
     rows, width = x.shape
     sizes.row_scale(scale, parse_quant(quant), rows)
@@ -38,16 +37,16 @@ def activation_quantize(
     activation: str,
     quant: str,
 ) -> tuple[Tensor, Tensor]:
-    """A row of the activation's width for each row of ``x``."""
+    """A quantized row of the activation's width per row of ``x``, and scales."""
     sizes.axes("x", x, 2)
     rows, width = x.shape
     sizes.row_scale(scale, parse_quant(quant), rows)
     _check_slots(topk_ids, expert_map, rows)
-    return _rows(x, rows, sizes.activated("x", width, formula(activation)), quant)
+    return _rows(x, rows, sizes.activated("x", width, activation), quant)
 
 
 def _check_slots(topk_ids: Tensor | None, expert_map: Tensor | None, rows: int) -> None:
-    """The rows are slots, or each has as many of them."""
+    """Check that the rows are slots, or that each row has the same number of slots."""
     if topk_ids is None:
         return
     sizes.slots(topk_ids, expert_map)
@@ -67,6 +66,6 @@ def _rows(x: Tensor, rows: int, width: int, quant: str) -> tuple[Tensor, Tensor]
 
 
 def check_width(width: int, rule: Quant) -> None:
-    """ValueError for rows that do not fill their bytes."""
+    """ValueError for packed 4-bit rows with an odd number of columns."""
     if rule.element.packed and width % 2:
         raise ValueError(f"x must have an even number of columns for 4-bit elements, got {width}")

@@ -9,7 +9,7 @@ from moe_ops import sizes
 
 
 def _routing(gating_output: Tensor, topk: int, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """``(T, k)`` float32 weights and int32 ids."""
+    """Check the arguments of a top-k; ``(T, k)`` float32 weights and int32 ids."""
     sizes.axes("gating_output", gating_output, 2)
     tokens, num_experts = gating_output.shape
     sizes.num_experts("gating_output.shape[1]", num_experts)
@@ -31,7 +31,7 @@ def fused_topk(
     scoring_func: str,
     routed_scaling_factor: float,
 ) -> tuple[Tensor, Tensor]:
-    """``topk`` slots a token."""
+    """``topk`` slots per token."""
     return _routing(gating_output, topk, e_score_correction_bias)
 
 
@@ -45,14 +45,14 @@ def grouped_topk(
     num_expert_group: int,
     topk_group: int,
 ) -> tuple[Tensor, Tensor]:
-    """``topk`` slots a token."""
+    """``topk`` slots per token."""
     result = _routing(gating_output, topk, e_score_correction_bias)
     check_groups(gating_output.shape[1], topk, num_expert_group, topk_group)
     return result
 
 
 def check_groups(num_experts: int, topk: int, num_expert_group: int, topk_group: int) -> None:
-    """Groups of the same size, of which ``topk_group`` hold ``topk`` experts."""
+    """Check that groups have equal sizes and that ``topk_group`` of them hold ``topk`` experts."""
     sizes.between("num_expert_group", num_expert_group, 1, num_experts)
     sizes.between("topk_group", topk_group, 1, num_expert_group)
     size = num_experts // num_expert_group
@@ -68,7 +68,7 @@ def hash_topk(
     scoring_func: str,
     routed_scaling_factor: float,
 ) -> tuple[Tensor, Tensor]:
-    """As many slots a token as the table has columns."""
+    """``table.shape[1]`` slots per token."""
     sizes.axes("table", table, 2)
     words, topk = table.shape
     sizes.between("table.shape[0]", words, 1, 2**31 - 1)
@@ -78,5 +78,5 @@ def hash_topk(
 
 
 def sparsemixer(gating_output: Tensor, jitter_eps: float) -> tuple[Tensor, Tensor]:
-    """Two slots a token."""
+    """Two slots per token."""
     return _routing(gating_output, 2)

@@ -1,4 +1,4 @@
-"""Outputs of what is done to a routing after the choice."""
+"""Outputs of the adjustments to a routing after top-k."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Output of the expert GEMM of which both operands are quantized."""
+"""Output of the expert GEMM with two quantized operands."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from moe_ops import sizes
-from moe_ops.scheme import Quant, Scheme, get_scheme
+from moe_ops.scheme import get_scheme
 from moe_ops.tensors import AnyTiles
 
 
@@ -44,14 +44,14 @@ def num_slots(
     top_k: int,
     scheme: str,
 ) -> int:
-    """How many slots there are; ValueError where sizes disagree, or the scheme is another."""
+    """The number of slots; ValueError if sizes disagree, or for another kind of scheme."""
     known, (w, w_scale, global_scale) = get_scheme(scheme), weight
-    quant = _row_quant(known)
-    if (global_scale is not None) != known.weight.global_scale:
-        rule = "be a Tensor" if known.weight.global_scale else "be None"
+    quant, weight_quant = known.quants
+    if (global_scale is not None) != weight_quant.global_scale:
+        rule = "be a Tensor" if weight_quant.global_scale else "be None"
         got = "None" if global_scale is None else "a Tensor"
         raise ValueError(f"w_global_scale must {rule} for scheme {scheme}, got {got}")
-    each = [2 if q.element.packed else 1 for q in (quant, known.weight)]
+    each = [2 if q.element.packed else 1 for q in (quant, weight_quant)]
     slots = sizes.gemm(a, w, (each[0], each[1]), bias, tiles, row_tiles, top_k)
     (rows, width), (experts, n, k) = a.shape, w.shape
     sizes.weight_scales(scheme, (experts, n, each[1] * k), w_scale, global_scale)
@@ -66,10 +66,3 @@ def num_slots(
     elif a.dtype == quant.dtype:
         raise ValueError(f"a_scale must be given with rows of dtype {a.dtype}, got None")
     return slots
-
-
-def _row_quant(scheme: Scheme) -> Quant:
-    """How a scheme quantizes activations; ValueError unless it quantizes both operands."""
-    if scheme.activation is None or scheme.weight is None:
-        raise ValueError(f"scheme must quantize activations and weights, got {scheme.name!r}")
-    return scheme.activation

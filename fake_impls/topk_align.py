@@ -21,7 +21,7 @@ def topk_plan(
     row_tiles: Sequence[int],
     num_local_experts: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """What `fused_topk` returns, and `plan_slots` of its ids."""
+    """The outputs of `fused_topk`, and of `plan_slots` of its ids."""
     how = (topk, renormalize, scoring_func, routed_scaling_factor)
     weights, ids = fused_topk(gating_output, e_score_correction_bias, *how)
     return weights, ids, plan_slots(ids, expert_map, row_tiles, num_local_experts)

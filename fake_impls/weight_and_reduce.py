@@ -15,7 +15,7 @@ def moe_fused_mul_sum(
     num_valid_tokens: Tensor | None,
     num_local_experts: int,
 ) -> Tensor:
-    """``(T, H)`` for ``(T, k, H)``, or for the ``(T * k, H)`` of ``topk_ids``; same dtype."""
+    """``(T, H)`` for ``(T, k, H)``, or with ``topk_ids`` for ``(T * k, H)``; same dtype."""
     tokens, width = _check(inputs, topk_weights, topk_ids, expert_map, num_valid_tokens)
     return inputs.new_empty(tokens, width)
 
@@ -30,7 +30,7 @@ def moe_fused_mul_sum_out(
     *,
     out: Tensor,
 ) -> None:
-    """Nothing: ``out`` is written, whose rows must be contiguous and lie apart."""
+    """Check ``out``, which is written: its rows must be contiguous and must not overlap."""
     tokens, width = _check(inputs, topk_weights, topk_ids, expert_map, num_valid_tokens)
     sizes.shaped("out", out, tokens, width)
     sizes.rows_apart("out", out)
@@ -43,7 +43,7 @@ def _check(
     expert_map: Tensor | None,
     num_valid_tokens: Tensor | None,
 ) -> tuple[int, int]:
-    """The tokens and the columns of the result; ValueError where sizes disagree."""
+    """The tokens and the columns of the result; ValueError if sizes disagree."""
     *rows, width = inputs.shape
     if topk_ids is not None:
         tokens, k = sizes.slots(topk_ids, expert_map)

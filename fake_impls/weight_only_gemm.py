@@ -1,4 +1,4 @@
-"""Output of the expert GEMM of which only the weights are quantized."""
+"""Output of the expert GEMM with quantized weights only."""
 
 from __future__ import annotations
 
@@ -40,7 +40,11 @@ def weight_only_matmul(
 def _numbers_each(
     scale: Tensor | None, zero_point: Tensor | None, global_scale: Tensor | None, scheme: str
 ) -> int:
-    """Numbers of an entry of a weight; ValueError unless a scheme of weights has what it needs."""
+    """Numbers per entry of a weight: 2 if packed, else 1.
+
+    ValueError if the scheme does not quantize weights only, or if a tensor that it needs is missing
+    or one that it does not take is given.
+    """
     known = get_scheme(scheme)
     quant = known.weight
     if quant is None or known.activation is not None:

@@ -1,7 +1,7 @@
-"""The activations of a Mixture-of-Experts layer, as values with names.
+"""The activations of a Mixture-of-Experts layer, as named values.
 
 ``g`` is the gate half of a row, ``u`` the up half, ``d`` the width of the output. Kernels and
-references never see these names: they get a :class:`Formula`, the resolved function and numbers.
+references never see the names: they get a :class:`Formula`, the resolved function and its numbers.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from moe_ops import checks
 
 
 class MoEActivation(Enum):
-    """Names of the field (vLLM's ``MoEActivation``); ``*_no_mul`` have no gate."""
+    """Activation names, as in vLLM's ``MoEActivation``; ``*_no_mul`` have no gate."""
 
     SILU = "silu"
     GELU = "gelu"
@@ -53,7 +53,7 @@ class MoEActivation(Enum):
         return self is MoEActivation.SWIGLUOAI
 
     def without_mul(self) -> MoEActivation:
-        """The same function without a gate; ValueError where there is none."""
+        """The same function without a gate; ValueError if there is no such activation."""
         name = self.value if not self.is_gated else f"{self.value}_no_mul"
         return MoEActivation.from_str(name)
 
@@ -64,16 +64,16 @@ _BY_NAME.update({alias: _BY_NAME[name] for alias, name in _ALIASES.items()})
 
 
 class Formula(NamedTuple):
-    """What a kernel computes: one of five functions and its numbers (``None``: not applied).
+    """The function that a kernel computes, and its numbers (``None``: not applied).
 
     * ``swiglu``: ``g = min(g, limit); u = clamp(u, -limit, limit)``;
       ``g * sigmoid(alpha * g) * (u + beta)``
     * ``swiglustep``: ``min(silu(g), limit) * clamp(u, -limit, limit)``
     * ``situ``: ``beta * tanh(g / beta) * sigmoid(g) * U``, with ``U = linear_beta * tanh(u /
-      linear_beta)`` where ``linear_beta`` is set and ``u`` elsewhere
+      linear_beta)`` if ``linear_beta`` is set, else ``u``
     * ``gelu``, ``gelu_tanh``, ``relu2``: the function of ``g``, times ``u``
 
-    Without a gate ``u`` is absent: ``swiglu`` is then ``silu(g)``.
+    Ungated functions have no ``u``: ``swiglu`` is then ``silu(g)``.
     """
 
     function: str
@@ -86,7 +86,7 @@ class Formula(NamedTuple):
 
 
 class _Rule(NamedTuple):
-    """The function behind a name, the settings it takes (with defaults), and those it needs."""
+    """The function of a name, the settings it takes (with defaults), and required settings."""
 
     function: str
     defaults: dict[str, float | None]
@@ -112,14 +112,14 @@ _SETTINGS = ("clamp_limit", "alpha", "beta", "linear_beta")
 
 
 def row_steps(rule: Formula | None, n: int) -> tuple[int, int]:
-    """Weight rows from an output column to the next one, and from its gate row to its up row.
+    """Distances in weight rows: from one output column to the next, and from gate row to up row.
 
     Args:
-        rule: of the product; None: it has no activation.
+        rule: the activation after the product; None: none.
         n: output columns.
 
     Returns:
-        The second is 0 where there is no gate.
+        ``(step, up)``; ``up`` is 0 without a gate.
     """
     if rule is None or not rule.gated:
         return 1, 0
@@ -128,7 +128,7 @@ def row_steps(rule: Formula | None, n: int) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class Activation:
-    """An activation with its numbers; ``None`` means the default of its kind.
+    """An activation with its settings; ``None`` means the default of its kind.
 
     Args:
         kind: a :class:`MoEActivation` or its name.
@@ -148,8 +148,8 @@ class Activation:
     beta: float | None = None
     linear_beta: float | None = None
     key: str = field(init=False, repr=False, compare=False)
-    """The one string that stands for this value in an operator's schema. Made here, once: Dynamo
-    would turn floats that it reads from an object into inputs of the graph."""
+    """The string that represents this value in operator calls. Computed once here, because Dynamo
+    would turn floats that it reads from an object into graph inputs."""
 
     def __post_init__(self) -> None:
         if isinstance(self.kind, str):
@@ -191,7 +191,7 @@ class Activation:
         return cls(MoEActivation.from_str(match[1]), **settings)
 
     def formula(self) -> Formula:
-        """Name and settings resolved to what is computed."""
+        """Resolve the kind and the settings to a `Formula`."""
         rule = _RULES[self.kind]
         numbers = {n: _either(getattr(self, n), rule.defaults.get(n)) for n in _SETTINGS}
         return Formula(
@@ -210,19 +210,19 @@ def _either(value: Any, default: Any) -> Any:
 
 
 _PLAIN = {name: (kind, kind.value) for name, kind in _BY_NAME.items() if not _RULES[kind].required}
-"""`kind_and_key` of the names that need no settings."""
+"""Results of `kind_and_key` for names without required settings."""
 
 
 @lru_cache(maxsize=256)
 def formula(key: str) -> Formula:
-    """What an operator computes for its ``activation`` argument."""
+    """The `Formula` of an operator's ``activation`` argument."""
     return Activation.parse(key).formula()
 
 
 def kind_and_key(activation: MoEActivation | Activation | str) -> tuple[MoEActivation, str]:
-    """The kind and the schema string of whatever a caller may pass as ``activation``.
+    """The kind and the key of an ``activation`` argument: an enum value, an `Activation` or a str.
 
-    Simple enough for Dynamo to trace; TypeError for anything else.
+    Simple enough for Dynamo to trace; TypeError for other types.
     """
     if isinstance(activation, str):
         plain = _PLAIN.get(activation)
@@ -234,7 +234,7 @@ def kind_and_key(activation: MoEActivation | Activation | str) -> tuple[MoEActiv
         activation = MoEActivation.from_str(activation)
     if isinstance(activation, MoEActivation):
         if _RULES[activation].required:
-            Activation(activation)  # names what is missing
+            Activation(activation)  # raises and names the missing setting
         return activation, activation.value
     if isinstance(activation, Activation):
         return activation.kind, activation.key

@@ -1,8 +1,8 @@
 """Argument validation: one error format, ``<argument> must <rule>, got <value>``.
 
-Wrong types and dtypes raise TypeError, wrong shapes, values and devices ValueError, and what the
-library does not do NotImplementedError. Everything here reads shapes, dtypes and devices only, so
-no check waits for the device; ids out of range are skipped by the kernels instead.
+Wrong types and dtypes raise TypeError; wrong shapes, values and devices raise ValueError; features
+that the library lacks raise NotImplementedError. Checks read shapes, dtypes and devices only, so no
+check synchronizes with the device. Ids out of range are not checked; kernels skip them.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ MAX_EXPERTS = 4096
 MAX_SIZE = 2**31 - 1
 LARGEST_FACTOR = torch.finfo(torch.float32).max
 REMEMBERED = 4096
-"""Sets of arguments that one check remembers: token counts are part of them."""
+"""The most sets of arguments that one check caches. Token counts are part of a set."""
 
 
 def remembered(check: Callable[..., None]) -> Callable[..., None]:
-    """``check``, skipped where it passed before for tensors like these and the same other values.
+    """Skip ``check`` if it passed before with equal arguments.
 
-    For checks that read nothing of a tensor but its shape, strides, dtype and device. What does not
-    pass is checked, and raises, every time; so are symbolic sizes. A compiler traces the check
-    itself.
+    Tensors are equal if their shapes, strides, dtypes and devices are; the check must not read
+    anything else of them. Failures are not cached, and calls with symbolic sizes are checked every
+    time. A compiler traces the check itself.
     """
     passed: set[tuple[Any, ...]] = set()
 
@@ -47,7 +47,7 @@ def remembered(check: Callable[..., None]) -> Callable[..., None]:
                 ]
             )
             known = key in passed
-        # A value without a hash, a tensor without strides: symbolic, or about to raise.
+        # An unhashable value or a tensor without strides: symbolic, or the check will raise.
         except (TypeError, RuntimeError):
             check(*arguments)
             return
@@ -61,7 +61,7 @@ def remembered(check: Callable[..., None]) -> Callable[..., None]:
 
 
 def tensor(name: str, x: Tensor, ndim: int | None, dtypes: Sequence[torch.dtype] | None) -> None:
-    """``x`` is a dense tensor with ``ndim`` axes and one of ``dtypes`` (None: any)."""
+    """Check that ``x`` is a dense tensor with ``ndim`` axes and one of ``dtypes`` (None: any)."""
     if not isinstance(x, Tensor):
         hint = " (pass its data)" if isinstance(x, tuple) and hasattr(x, "data") else ""
         raise TypeError(f"{name} must be a Tensor, got {type(x).__name__}{hint}")
@@ -77,7 +77,7 @@ def tensor(name: str, x: Tensor, ndim: int | None, dtypes: Sequence[torch.dtype]
 
 
 def same_device(name: str, x: Tensor, other_name: str, other: Tensor) -> None:
-    """``x`` is where ``other`` is."""
+    """Check that ``x`` is on the device of ``other``."""
     if x.device != other.device:
         raise ValueError(
             f"{name} must be on the device of {other_name}, {other.device}, got {x.device}"
@@ -85,19 +85,19 @@ def same_device(name: str, x: Tensor, other_name: str, other: Tensor) -> None:
 
 
 def same_dtype(name: str, x: Tensor, other_name: str, other: Tensor) -> None:
-    """``x`` has the dtype of ``other``."""
+    """Check that ``x`` has the dtype of ``other``."""
     if x.dtype != other.dtype:
         raise TypeError(f"{name} must have the dtype of {other_name}, {other.dtype}, got {x.dtype}")
 
 
 def size(name: str, actual: int, rule: str, expected: int) -> None:
-    """A static size equals what another argument asks for."""
+    """Check that a static size equals the size that another argument requires."""
     if actual != expected:
         raise ValueError(f"{name} must be {rule} = {expected}, got {actual}")
 
 
 def same_tokens(name: str, x: Tensor, other_name: str, other: Tensor) -> None:
-    """``x`` and ``other`` have the same number of tokens, also where that number is symbolic."""
+    """Check that ``x`` and ``other`` have equally many tokens, also if the number is symbolic."""
     if torch.compiler.is_compiling():
         torch._check(x.shape[0] == other.shape[0])
     elif x.shape[0] != other.shape[0]:
@@ -109,7 +109,7 @@ def same_tokens(name: str, x: Tensor, other_name: str, other: Tensor) -> None:
 def device_scalar(
     name: str, x: Tensor | None, dtypes: Sequence[torch.dtype], other_name: str, other: Tensor
 ) -> None:
-    """``x`` is one number where ``other`` is, which only the device reads; or None."""
+    """Check that ``x`` is None or one number on the device of ``other``; its value is not read."""
     if x is None:
         return
     tensor(name, x, None, dtypes)
@@ -118,7 +118,7 @@ def device_scalar(
 
 
 def topk_pair(topk_weights: Tensor, ids: Tensor, name: str = "topk_ids") -> None:
-    """``(T, k)`` weights and ids (or rows) that belong together."""
+    """Check ``(T, k)`` weights and ids (or rows) against each other."""
     tensor(name, ids, 2, INDICES)
     tensor("topk_weights", topk_weights, 2, FLOATS)
     size("topk_weights.shape[1]", topk_weights.shape[1], f"{name}.shape[1]", ids.shape[1])
@@ -127,7 +127,7 @@ def topk_pair(topk_weights: Tensor, ids: Tensor, name: str = "topk_ids") -> None
 
 
 def expert_map(expert_map: Tensor | None, like: Tensor, num_experts: int | None = None) -> None:
-    """``expert_map`` is an integer vector over the global experts, or None."""
+    """Check that ``expert_map`` is None or an integer vector over the global experts."""
     if expert_map is None:
         return
     tensor("expert_map", expert_map, 1, INDICES)
@@ -137,19 +137,19 @@ def expert_map(expert_map: Tensor | None, like: Tensor, num_experts: int | None 
 
 
 def one_unit_stride(name: str, w: Tensor) -> None:
-    """A weight ``(El, N, K)`` is contiguous along one of its last two axes."""
+    """Check that a weight ``(El, N, K)`` is contiguous along one of its last two axes."""
     if w.stride(-1) != 1 and w.stride(-2) != 1:
         raise ValueError(f"{name} must have stride 1 on one of its last two axes, got {w.stride()}")
 
 
 def instance(name: str, value: Any, kind: type) -> None:
-    """A value of one class of this library."""
+    """Check that a value is an instance of ``kind``."""
     if not isinstance(value, kind):
         raise TypeError(f"{name} must be a {kind.__name__}, got {type(value).__name__}")
 
 
 def device(name: str, value: torch.device | str | int) -> torch.device:
-    """The device that a value names."""
+    """The torch.device of a device argument."""
     rule = f"{name} must be a torch.device or its name, such as 'cuda:0'"
     try:
         return torch.device(value)
@@ -160,7 +160,7 @@ def device(name: str, value: torch.device | str | int) -> torch.device:
 
 
 def integer(name: str, value: int) -> None:
-    """A whole number, of Python, of a compiler or of numpy; not a bool."""
+    """Check for an integer (Python's, numpy's or a SymInt) that is not a bool."""
     if isinstance(value, (int, torch.SymInt)) and not isinstance(value, bool):
         return
     if isinstance(value, bool) or not isinstance(value, Integral):
@@ -168,7 +168,7 @@ def integer(name: str, value: int) -> None:
 
 
 def at_least(least: int, **numbers: int) -> None:
-    """Sizes and counts that are neither too small nor beyond 32 bits, in which kernels count."""
+    """Check sizes and counts: at least ``least``, and within the 32 bits that kernels count in."""
     for name, value in numbers.items():
         integer(name, value)
         if value < least:
@@ -178,7 +178,7 @@ def at_least(least: int, **numbers: int) -> None:
 
 
 def between(least: int, most: int, **numbers: int) -> None:
-    """Whole numbers in a range."""
+    """Check that integers are in ``least .. most``."""
     for name, value in numbers.items():
         integer(name, value)
         if not least <= value <= most:
@@ -186,7 +186,7 @@ def between(least: int, most: int, **numbers: int) -> None:
 
 
 def number(name: str, value: float) -> None:
-    """An int or a float; not a bool."""
+    """Check for an int or a float that is not a bool."""
     if isinstance(value, (int, float, torch.SymFloat)) and not isinstance(value, bool):
         return
     if isinstance(value, bool) or not isinstance(value, Real):
@@ -194,9 +194,10 @@ def number(name: str, value: float) -> None:
 
 
 def factor(name: str, value: float) -> None:
-    """A number that float32 has.
+    """Check for a number that is finite in float32.
 
-    A compiler is not asked to compare floats: each one that it reads becomes an input of the graph.
+    Under a compiler the value is not compared, because each float that Dynamo reads becomes a graph
+    input.
     """
     number(name, value)
     if not torch.compiler.is_compiling() and not abs(value) <= LARGEST_FACTOR:
@@ -204,27 +205,27 @@ def factor(name: str, value: float) -> None:
 
 
 def flags(**values: bool) -> None:
-    """Every value is True or False; 0, 1 and other objects are refused."""
+    """Check that every value is True or False; 0, 1 and other objects are rejected."""
     for name, value in values.items():
         if not isinstance(value, bool):
             raise TypeError(f"{name} must be a bool, got {_shown(value)}")
 
 
 def _shown(value: Any) -> str:
-    """The type of a value, and the value where it is a short one of Python's own."""
+    """The type of a value for an error, with the value if it is a bool, int, float or str."""
     kind = type(value).__name__
     return f"{kind} {value!r}" if isinstance(value, (bool, int, float, str)) else kind
 
 
 def topk(name: str, k: int, num_experts: int) -> None:
-    """A token has at least one expert and no more than there are."""
+    """Check that k is an integer from 1 to the number of experts."""
     integer(name, k)
     if not 1 <= k <= num_experts:
         raise ValueError(f"{name} must be between 1 and the {num_experts} experts, got {k}")
 
 
 def one_of(name: str, value: str, known: Sequence[str]) -> None:
-    """A name that is known; the error about a misspelt one says which known name is nearest."""
+    """Check for a known name; the error suggests the nearest known name."""
     if not isinstance(value, str):
         raise TypeError(f"{name} must be one of {list(known)}, got {type(value).__name__}")
     if value not in known:
@@ -233,8 +234,8 @@ def one_of(name: str, value: str, known: Sequence[str]) -> None:
 
 
 def did_you_mean(value: str, known: Iterable[str]) -> str:
-    """The end of an error about a misspelt name; empty where no known name resembles it."""
-    if torch.compiler.is_compiling():  # a compiler would trace the search
+    """Suffix of an error about an unknown name; empty if no known name is similar."""
+    if torch.compiler.is_compiling():  # Dynamo would trace the search
         return ""
     by_lower = {name.lower(): name for name in known}
     near = difflib.get_close_matches(value.lower(), by_lower, n=1)

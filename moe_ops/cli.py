@@ -1,6 +1,6 @@
 """The command line: ``python -m moe_ops <command>``.
 
-Every command runs wherever the package is installed, but for the demo, whose script and model are
+Every command runs wherever the package is installed, except the demo, whose script and model are
 part of the repository only.
 """
 
@@ -34,7 +34,7 @@ from moe_ops.version import __version__
 
 PROGRAM = "python -m moe_ops"
 USAGE_ERROR = 2
-"""The exit status after a command line that cannot be run as it is, as argparse has it."""
+"""The exit status after a usage error, as in argparse."""
 _CUDA = torch.device("cuda")
 
 
@@ -43,7 +43,7 @@ def _bench(arguments: Sequence[str]) -> int:
 
 
 def _explain(arguments: Sequence[str]) -> int:
-    """Print an `Explanation`; the exit status is 1 where nothing serves the configuration."""
+    """Print an `Explanation`; the exit status is 1 if no kernel serves the configuration."""
     parser = _explain_parser()
     chosen = parser.parse_args(arguments)
     if (chosen.format == "batched") is (chosen.max_num_tokens is None):
@@ -88,7 +88,7 @@ def _explain_parser() -> argparse.ArgumentParser:
 
 
 def _reads(read: Callable[[str], Any]) -> Callable[[str], Any]:
-    """The function, its ValueError's text for argparse to print."""
+    """Wrap ``read`` so that argparse prints the text of its ValueError."""
 
     def checked(text: str) -> Any:
         try:
@@ -100,7 +100,7 @@ def _reads(read: Callable[[str], Any]) -> Callable[[str], Any]:
 
 
 def _scheme(name: str) -> Scheme:
-    """A scheme; ``bf16`` is what records call unquantized bf16."""
+    """The scheme called ``name``; ``bf16`` means unquantized, as in the benchmark records."""
     return get_scheme("unquantized" if name == "bf16" else name)
 
 
@@ -120,7 +120,7 @@ def _count(text: str) -> int:
 
 
 def _tune(arguments: Sequence[str]) -> int:
-    """Time what a file of tuned tiles lacks, then print what it has; 2 where that needs a GPU."""
+    """Tune the token counts that a file lacks, then print its entries; 2 after a usage error."""
     chosen = _tune_parser().parse_args(arguments)
     problem, folder = chosen.model, chosen.output or files.default_folder()
     sizes = (problem.num_experts, problem.intermediate_size, problem.hidden_size)
@@ -137,7 +137,7 @@ def _tune(arguments: Sequence[str]) -> int:
             how = {"made_with": made_with, "budget_s": chosen.time_budget_s}
             timed = files.tune(subject, chosen.tokens, folder, clock, again=again, **how)
         entries = files.read(subject, folder)
-    except (NotImplementedError, ValueError) as error:  # of the scheme, or of a file
+    except (NotImplementedError, ValueError) as error:  # an unsupported scheme, an invalid file
         print(f"{PROGRAM} tune: {error}", file=sys.stderr)
         return USAGE_ERROR
     if chosen.json:
@@ -167,7 +167,7 @@ def _tune_parser() -> argparse.ArgumentParser:
 
 
 def _gpu(name: str) -> Target:
-    """The GPU of this machine if that is what is meant, else a known one."""
+    """The GPU called ``name``: this machine's GPU, or a known one."""
     here = target_of(_CUDA)
     known = {target.name: target for target in (*TARGETS.values(), here) if target.facts}
     if name not in known:
@@ -176,10 +176,10 @@ def _gpu(name: str) -> Target:
 
 
 def _gemm_clock(problem: Problem, subject: Subject) -> Clock:
-    """What times GEMMs on the GPU of this machine.
+    """The clock that times GEMMs on the GPU of this machine.
 
     Raises:
-        SystemExit: there is none, or another one was meant.
+        SystemExit: there is no GPU, or it is not the GPU of ``subject``.
     """
     here = device_facts(_CUDA) if torch.cuda.is_available() else None
     if here != subject.device:
@@ -194,7 +194,7 @@ def _gemm_clock(problem: Problem, subject: Subject) -> Clock:
 
 
 def _demo(arguments: Sequence[str]) -> int:
-    """Run the repository's demo; 2 without the repository, or without transformers."""
+    """Run the repository's demo; exit status 2 without the repository or without transformers."""
     script = CHECKOUT / "examples" / "demo.py"
     wants_help = any(argument in ("-h", "--help") for argument in arguments)
     lacks = None
@@ -213,18 +213,18 @@ def _demo(arguments: Sequence[str]) -> int:
         return USAGE_ERROR
     before, sys.argv = sys.argv, [str(script), *arguments]
     try:
-        runpy.run_path(str(script), run_name="__main__")  # leaves through SystemExit
+        runpy.run_path(str(script), run_name="__main__")  # exits through SystemExit
     finally:
         sys.argv = before
     return 0
 
 
 class Command(NamedTuple):
-    """What a command does, in words and in fact."""
+    """A command: its help text and its function."""
 
     help: str
     run: Callable[[Sequence[str]], int]
-    """Takes the arguments after the command's name, returns the exit status."""
+    """Takes the arguments after the command's name and returns the exit status."""
 
 
 COMMANDS = {
@@ -239,10 +239,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit status.
 
     Args:
-        arguments: those of the process by default.
+        arguments: command-line arguments; None: those of the process.
 
     Raises:
-        SystemExit: help was asked for (0), or the command line names something unknown (2).
+        SystemExit: help was requested (0), or the command line has an unknown name (2).
     """
     arguments = sys.argv[1:] if arguments is None else arguments
     parser = argparse.ArgumentParser(

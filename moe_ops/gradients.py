@@ -1,17 +1,17 @@
-"""What happens where a derivative is asked for: forward passes run, backward passes raise.
+"""Behaviour under autograd: forward passes run, backward passes raise.
 
-A model's weights require grad unless somebody said otherwise, also when nobody trains it. So a call
-in grad mode runs, without history of its own, and its result goes through ``moe_ops::no_gradient``:
-an operator whose backward raises. No gradient is ever silently absent or zero:
+The weights of a model require grad by default, even if nobody trains it. So a call in grad mode
+runs without recording history, and its result goes through ``moe_ops::no_gradient``, an operator
+whose backward raises. No gradient is ever silently missing or zero:
 
-* `inference_only` wraps Python functions: one such operator for a whole pipeline;
-* `asked_for` and `refusing` do the same for every operator's eager implementations, for whoever
-  calls ``torch.ops.moe_ops`` directly, and `traced` for AOTAutograd;
-* forward-mode derivatives and transforms of ``torch.func`` raise in the forward pass. The one gap:
-  of ``torch.func.grad`` an operator called directly, as ``torch.ops.moe_ops``, sees nothing (torch
+* `inference_only` wraps Python functions, with one such operator for a whole pipeline.
+* `asked_for` and `refusing` do the same in every operator's eager implementations, for callers of
+  ``torch.ops.moe_ops``; `traced` does so for AOTAutograd.
+* Forward-mode derivatives and transforms of ``torch.func`` raise in the forward pass. One gap
+  remains: an operator called directly (``torch.ops.moe_ops``) cannot see ``torch.func.grad`` (torch
   warns). ``torch.vmap`` runs operators sample by sample.
 
-The two operators here compute nothing, and are no stages: see `moe_ops.ops` for those.
+The two operators defined here compute nothing; `moe_ops.ops` defines the operators of the stages.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _library = torch.library.Library("moe_ops", "FRAGMENT")
 
 
 def message(function: str, kind: str = "gradients") -> str:
-    """What an error says of ``function``, and how to go on."""
+    """Text of the error for ``function``, with the alternatives."""
     return (
         f"{kind} of {function} are not implemented (training is not supported): train with another "
         'implementation, in transformers by model.set_experts_implementation("grouped_mm"), or '
@@ -42,10 +42,10 @@ def message(function: str, kind: str = "gradients") -> str:
 
 
 def inference_only(function: Callable[P, R]) -> Callable[P, R]:
-    """``function``, run without history; a backward pass through what it returns raises.
+    """Run ``function`` without autograd history; a backward pass through its result raises.
 
-    Looked at: tensors among the arguments, in tuples, in a `FusedMoEQuantConfig`, and the
-    parameters of modules. Free where grad mode is off.
+    Considers tensors among the arguments, in tuples and lists, in a `FusedMoEQuantConfig`, and the
+    parameters of modules. Costs nothing if grad mode is off.
     """
     name = function.__name__
 
@@ -64,19 +64,19 @@ def inference_only(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def wanted(*values: Any) -> list[Tensor]:
-    """The tensors among ``values`` whose gradient somebody may ask for; none without grad mode."""
+    """The tensors among ``values`` that require grad; an empty list if grad mode is off."""
     if not torch.is_grad_enabled():
         return []
     return [x for x in _tensors(values) if x.requires_grad]
 
 
 def refuse(out: Any, inputs: list[Tensor], function: str) -> Any:
-    """``out`` as a function of ``inputs`` that has no gradient: float tensors are copied.
+    """Make ``out`` depend on ``inputs`` with a backward pass that raises; float tensors are copied.
 
     Args:
-        out: a tensor, or a tuple of tensors and other things.
-        inputs: what `wanted` returned. With none of them ``out`` is returned as it is.
-        function: named in the error.
+        out: a tensor, or a tuple of tensors and other values.
+        inputs: the result of `wanted`. If it is empty, ``out`` is returned as it is.
+        function: name of the function in the error.
 
     Raises:
         NotImplementedError: under a transform of ``torch.func``, such as ``grad``.
@@ -90,7 +90,7 @@ def refuse(out: Any, inputs: list[Tensor], function: str) -> Any:
         return out._make(parts) if hasattr(out, "_make") else tuple(parts)
     if not isinstance(out, Tensor) or not out.is_floating_point():
         return out
-    if any(out is x for x in inputs):  # an input that was passed on
+    if any(out is x for x in inputs):  # an input that is returned as it is
         return out
     return torch.ops.moe_ops.no_gradient(out, inputs, function)
 
@@ -108,11 +108,11 @@ def _tensors(values: Any) -> Iterator[Tensor]:
 
 
 def asked_for(name: str, args: Any, kwargs: Any) -> bool:
-    """Whether a gradient may be asked for of what an operator returns.
+    """Whether a gradient of an operator's result may be requested.
 
     Raises:
-        NotImplementedError: as `check_forward_mode`; an output to write into, whose history is not
-            the operator's.
+        NotImplementedError: as `check_forward_mode`; or an ``out`` argument is given, whose history
+            the operator cannot change.
     """
     check_forward_mode(name, args)
     if not (torch.is_grad_enabled() and torch._C._any_requires_grad(*args, **kwargs)):
@@ -123,23 +123,24 @@ def asked_for(name: str, args: Any, kwargs: Any) -> bool:
 
 
 def check_forward_mode(name: str, args: Any) -> None:
-    """NotImplementedError within forward-mode differentiation, where there is a float input.
+    """Raise NotImplementedError in forward-mode differentiation if there is a float input.
 
-    An operator's implementation does not see tangents: ``torch.func`` has taken them off.
+    Any float input counts, because ``torch.func`` removes tangents before an operator's
+    implementation runs.
     """
     if forward_ad._current_level >= 0 and any(x.is_floating_point() for x in _tensors(args)):
         raise NotImplementedError(message(name, "forward-mode derivatives"))
 
 
 def refusing(name: str, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """What an operator's implementation ``run`` returns, with a backward pass that raises."""
+    """The result of an operator's implementation ``run``, with a backward pass that raises."""
     with torch.no_grad():
         result = run(*args, **kwargs)
     return refuse(result, wanted(*args, *kwargs.values()), name)
 
 
 def traced(operator: Any, name: str) -> Callable[..., Any]:
-    """The Autograd implementation of ``operator`` that AOTAutograd traces; eager has none."""
+    """The Autograd implementation of ``operator`` that AOTAutograd traces; eager mode has none."""
 
     def below_autograd(*args: Any, **kwargs: Any) -> Any:
         with torch._C._AutoDispatchBelowAutograd():
@@ -175,7 +176,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-    """Gradients from an operator that raises, which a compiler can trace."""
+    """Gradients from ``raise_no_gradient``, so that a compiler can trace the backward pass."""
     none = torch.ops.moe_ops.raise_no_gradient(grad, ctx.function)
     return None, [none.to(dtype).expand(shape) for shape, dtype in ctx.layouts], None
 

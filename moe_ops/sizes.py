@@ -1,9 +1,9 @@
-"""Sizes that operators ask for, whoever calls them.
+"""Size checks of the operators, made on every call.
 
-The functions that allocate an operator's outputs (`fake_impls`) call these, so that its kernel, its
-reference and its trace refuse the same. Public functions have checked more before, and these checks
-are on the way of every call: they compare numbers that are at hand. Symbolic sizes are not
-compared, as that would add guards.
+The functions that allocate an operator's outputs (`fake_impls`) call these checks, so that kernel,
+reference and trace reject the same arguments. Public functions check more, before they call
+operators. These checks run in every call, so they only compare numbers that are already known.
+Symbolic sizes are not compared, because that would add guards.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from moe_ops.tensors import AnyTiles
 
 
 def shaped(name: str, x: Tensor, *sizes: int | None) -> None:
-    """``x`` has these sizes (None: any)."""
+    """Check that ``x`` has these sizes (None: any)."""
     axes(name, x, len(sizes))
     shape = x.shape
     for axis, expected in enumerate(sizes):
@@ -30,32 +30,32 @@ def shaped(name: str, x: Tensor, *sizes: int | None) -> None:
 
 
 def axes(name: str, x: Tensor, count: int) -> None:
-    """``x`` has so many axes."""
+    """Check that ``x`` has ``count`` axes."""
     if x.dim() != count:
         raise ValueError(f"{name} must have {count} axes, got shape {tuple(x.shape)}")
 
 
 def equal(name: str, actual: int, expected: int) -> None:
-    """Two sizes are the same."""
+    """Check that two sizes are equal."""
     if type(actual) is int and type(expected) is int and actual != expected:
         raise ValueError(f"{name} must be {expected}, got {actual}")
 
 
 def between(name: str, value: int, least: int, most: int) -> None:
-    """A number in a range."""
+    """Check that a number is in ``least .. most``."""
     if type(value) is int and type(most) is int and not least <= value <= most:
         raise ValueError(f"{name} must be in {least}..{most}, got {value}")
 
 
 def weights(topk_weights: Tensor | None, tokens: int, k: int) -> None:
-    """Routing weights are ``(T, k)``, or None."""
+    """Check that routing weights are ``(T, k)`` or None."""
     if topk_weights is not None:
         axes("topk_weights", topk_weights, 2)
         entries("topk_weights", topk_weights, tokens * k)
 
 
 def entries(name: str, x: Tensor | None, *counts: int) -> None:
-    """``x`` has one of some numbers of entries, or is None."""
+    """Check that ``x`` is None or that its number of entries is one of ``counts``."""
     if x is None:
         return
     count = x.numel()
@@ -65,7 +65,7 @@ def entries(name: str, x: Tensor | None, *counts: int) -> None:
 
 
 def rows_apart(name: str, x: Tensor) -> None:
-    """The rows of ``x`` are contiguous, and no two of them share memory."""
+    """Check that the rows of ``x`` are contiguous and do not overlap."""
     (rows, width), (stride, unit) = x.shape, x.stride()
     if not (type(rows) is int and type(width) is int and type(stride) is int):
         return
@@ -77,12 +77,12 @@ def rows_apart(name: str, x: Tensor) -> None:
 
 
 def num_experts(name: str, count: int) -> None:
-    """A number of experts."""
+    """Check a number of experts."""
     between(name, count, 1, MAX_EXPERTS)
 
 
 def slots(topk_ids: Tensor, expert_map: Tensor | None = None) -> tuple[int, int]:
-    """The tokens and the slots of each in ``topk_ids (T, k)``; an expert map is a vector."""
+    """Check ``topk_ids (T, k)`` and the axes of an expert map; returns T and k."""
     axes("topk_ids", topk_ids, 2)
     if expert_map is not None:
         axes("expert_map", expert_map, 1)
@@ -91,7 +91,7 @@ def slots(topk_ids: Tensor, expert_map: Tensor | None = None) -> tuple[int, int]
 
 
 def row_tiles(tiles: Sequence[int]) -> None:
-    """Row tiles that a plan can have."""
+    """Check row tiles of a plan."""
     _plan_tiles(tuple(tiles))
 
 
@@ -120,9 +120,9 @@ def gemm(
     row_tiles: Sequence[int],
     top_k: int,
 ) -> int:
-    """The slots of an expert GEMM of rows ``(R, K)`` and a weight ``(E, N, K)``.
+    """Check an expert GEMM of rows ``(R, K)`` and a weight ``(E, N, K)``; returns its slots.
 
-    ``numbers``: how many an entry of ``a`` and of ``w`` holds.
+    ``numbers``: numbers per entry of ``a`` and of ``w``.
     """
     if a.dim() != 2 or w.dim() != 3:
         raise ValueError(
@@ -149,21 +149,21 @@ def gemm(
 
 
 def row_scale(scale: Tensor | None, quant: Quant, rows: int, experts: int = 1) -> None:
-    """Scales that are given to quantize ``rows`` rows of each expert with.
+    """Check the scales given for quantizing ``rows`` rows of each expert.
 
-    One for all; or one an expert; or one a row.
+    There may be one scale for all rows, one per expert or one per row.
     """
     if scale is None:
         return
     if quant.local and not quant.global_scale:
-        raise ValueError("scale must be None where groups of columns have scales, got a Tensor")
+        raise ValueError("scale must be None if scales are per group of columns, got a Tensor")
     alone = quant.global_scale or quant.per_tensor
     more = () if quant.global_scale else (experts,) if alone else (experts, experts * rows)
     entries("scale", scale, 1, *more)
 
 
 def stored_row_scale(scale: Tensor, quant: Quant, rows: int, k: int, experts: int) -> None:
-    """The scales of ``rows`` quantized rows of ``k`` numbers."""
+    """Check the scales of ``rows`` quantized rows of ``k`` numbers."""
     if quant.per_tensor:
         entries("a_scale", scale, 1, experts)
     else:
@@ -179,7 +179,7 @@ def weight_scales(
     global_scale: Tensor | None = None,
     zero_point: Tensor | None = None,
 ) -> None:
-    """What belongs to a weight whose numbers are ``(E, N, K)``."""
+    """Check the scales and zero points of a weight with ``(E, N, K)`` numbers."""
     experts, n, k = shape
     if not (type(experts) is int and type(n) is int and type(k) is int):
         return
@@ -192,7 +192,7 @@ def weight_scales(
 
 
 def _of_experts(name: str, x: Tensor, experts: int, counts: tuple[int, ...]) -> None:
-    """``x`` has a row for each expert, and one of some numbers of entries."""
+    """Check that ``x`` has a row per expert, and that its number of entries is in ``counts``."""
     if x.numel() not in counts or x.shape[0] != experts:
         rule = " or ".join(str(count) for count in dict.fromkeys(counts))
         raise ValueError(
@@ -203,11 +203,11 @@ def _of_experts(name: str, x: Tensor, experts: int, counts: tuple[int, ...]) -> 
 
 @lru_cache(maxsize=1024)
 def _weight_entries(scheme: str, experts: int, n: int, k: int) -> tuple[tuple[int, ...], int]:
-    """How many scales a weight may have, and how many zero points."""
+    """The numbers of scales that a weight may have, and its number of zero points."""
     quant = get_scheme(scheme).weight
     if quant is None:
         return (0,), 0
-    if quant.group.cols == WHOLE:  # one a tensor, a half or a row
+    if quant.group.cols == WHOLE:  # one per tensor, per half or per row
         return (experts, 2 * experts, experts * n), experts * n
     rows, groups = quant.weight_scale_shape(1, n, k)[1:]
     packed_rows = -(-n // 2) if quant.element.packed else n
@@ -215,7 +215,7 @@ def _weight_entries(scheme: str, experts: int, n: int, k: int) -> tuple[tuple[in
 
 
 def activated(name: str, width: int, activation: str) -> int:
-    """The columns that an activation makes of ``width``: half where it has a gate."""
+    """Output columns of an activation of ``width`` columns: half of them if it is gated."""
     if not activation or not formula(activation).gated:
         return width
     if type(width) is int and width % 2:

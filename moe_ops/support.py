@@ -1,4 +1,4 @@
-"""What runs where, as data: the README's table and the compile tests are made from it."""
+"""The support table as data, from which the README's table and the compile tests are made."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ ARCHITECTURES = (80, 90, 100, 120)
 
 
 class Support(NamedTuple):
-    """One row: a scheme in a format."""
+    """One row of the table: a scheme in an activation format."""
 
     scheme: str
     format: str
     dtypes: tuple[torch.dtype, ...]
-    """Of activations (and of weights, where those are not quantized)."""
+    """Dtypes of activations (and of weights, if they are not quantized)."""
     activations: tuple[MoEActivation, ...]
     architectures: tuple[int, ...]
-    """CUDA compute capabilities (times ten) that the kernels are compiled for in the tests."""
+    """CUDA compute capabilities (times ten) that the tests compile the kernels for."""
     measured: tuple[str, ...]
     """GPUs that the kernels have run on."""
 
 
 MEASURED = ("H200",)
-"""GPUs that `make gpu-test` has run on: it runs every scheme in both formats."""
+"""GPUs that `make gpu-test` has run on, which runs every scheme in both formats."""
 
 SUPPORT = tuple(
     Support(
@@ -46,7 +46,7 @@ SUPPORT = tuple(
 
 
 def block_scaled_note() -> str:
-    """What the README says of the products that Blackwell's matrix units scale themselves."""
+    """The README's note about block-scaled matrix instructions of Blackwell."""
     where = {
         f"`{name}`": ", ".join(f"sm_{a}" for a, names in BLOCK_SCALED.items() if name in names)
         for name in SCHEMES
@@ -64,7 +64,7 @@ def block_scaled_note() -> str:
 
 
 def support_table() -> str:
-    """The table of the README, as Markdown; formats that agree in the rest share a line."""
+    """The README's support table as Markdown; formats with equal entries share a line."""
     lines = [
         "| scheme | format | dtypes | activations | CPU | GPU kernels compiled for | run on |",
         "|---|---|---|---|---|---|---|",

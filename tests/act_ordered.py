@@ -1,4 +1,4 @@
-"""Checkpoints in act-order: columns belong to groups in an order of their own."""
+"""Checkpoints in act-order: the columns of a weight belong to scale groups in a permuted order."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ E, H, I = 4, 128, 256  # noqa: E741
 
 
 def rows(x, order):
-    """Those of each expert, in its order."""
+    """The rows of each expert, permuted by the expert's order."""
     return torch.stack([w[p] for w, p in zip(x, order, strict=True)])
 
 
 def columns(x, order):
-    """Those of each expert, in its order."""
+    """The columns of each expert, permuted by the expert's order."""
     return torch.stack([w[:, p] for w, p in zip(x, order, strict=True)])
 
 
 class Ordered(NamedTuple):
-    """Projections in the order of their columns, what they stand for, and how they were sorted."""
+    """Quantized projections with columns in their original order, their values, and the order."""
 
     codes: Experts
     scales: Experts
@@ -35,15 +35,15 @@ class Ordered(NamedTuple):
     order: Experts
 
     def sorted(self):
-        """What a layer stores: rows of gate and up as the columns of down, all columns sorted."""
+        """The weights as a layer stores them: columns sorted, rows of gate and up like down's."""
         gate, up, down = map(columns, self.dense, self.order)
         return Experts(*(rows(x, self.order.down) for x in (gate, up)), down)
 
 
 def act_ordered(scheme, seed=0, num_experts=E, width=I, hidden=H, same=False, halves=True):
-    """Quantized column after column, the largest diagonal numbers of a Hessian first.
+    """Random projections quantized in act-order, with a random order of columns.
 
-    gate and up of an expert (with ``halves``), or of all (``same``), have the same inputs.
+    The order is shared by gate and up of an expert (``halves``), or of all experts (``same``).
     """
     g = torch.Generator().manual_seed(seed)
     dense = Experts.random(num_experts, hidden, width, seed=seed)
@@ -67,7 +67,7 @@ def act_ordered(scheme, seed=0, num_experts=E, width=I, hidden=H, same=False, ha
 
 
 def gptq(x, bits=4):
-    """What AutoGPTQ and GPTQModel write (version 1), weights last."""
+    """Checkpoint tensors as AutoGPTQ and GPTQModel (version 1) write them, weights last."""
     out = {}
     for field, name in NAMES.items():
         codes, q, zeros, g_idx, *_ = (getattr(part, field) for part in x)
@@ -83,7 +83,7 @@ def gptq(x, bits=4):
 
 
 def compressed(x, bits=4):
-    """What llm-compressor writes with ``actorder="group"``, weights first."""
+    """Checkpoint tensors as llm-compressor writes them with ``actorder="group"``, weights first."""
     out = {}
     for field, name in NAMES.items():
         codes, q, zeros, g_idx, *_ = (getattr(part, field) for part in x)

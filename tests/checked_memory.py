@@ -1,9 +1,9 @@
-"""Triton's interpreter with every access checked: a pointer reaches only the tensor it comes from.
+"""Bounds checks for Triton's interpreter: a pointer may access only the tensor it comes from.
 
-A launch sees made-up addresses, a window of 2**48 of them for each tensor. An address thereby names
-its tensor however far an index went, and neighbours in memory hide nothing. Bins of histograms and
-indices of gathers are checked too: on a GPU these are addresses in shared memory. A launch of very
-many accesses is stopped: one of its loops runs up to a number that nothing bounds.
+A launch sees virtual addresses, with a window of 2**48 addresses per tensor. So an address
+identifies its tensor however far an index is off, and adjacent allocations hide no error. Bins of
+histograms and indices of gathers are checked too, because on a GPU they are addresses in shared
+memory. A launch with very many accesses is stopped: it has a loop without a valid bound.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from triton.runtime import interpreter
 BITS = 48
 MIDDLE = 1 << (BITS - 1)
 MOST_ACCESSES = 100_000
-"""More than any launch of a small problem needs."""
+"""Limit of accesses per launch, above what any launch of a small problem needs."""
 
 
 class Window:
-    """The addresses of one tensor."""
+    """The virtual addresses of one tensor."""
 
     def __init__(self, x: Tensor, number: int) -> None:
         self.x, self.real = x, x.data_ptr()
@@ -36,10 +36,10 @@ class Window:
             own = torch.zeros(1 + sum((size - 1) * step for size, step in steps), dtype=torch.bool)
             own.as_strided(x.shape, x.stride()).fill_(True)
         self.own = np.repeat(own.numpy(), x.itemsize)
-        """Which bytes from the first element on belong to elements of the tensor."""
+        """Mask of the bytes from the first element on that belong to elements of the tensor."""
 
     def real_addresses(self, made_up: np.ndarray, size: int, kernel: str) -> np.ndarray:
-        """Where ``size`` bytes at each address lie; IndexError unless the tensor has them all."""
+        """Real addresses of ``size`` bytes at each address; IndexError if any is out of bounds."""
         offset = (made_up - np.uint64(self.first)).astype(np.int64)
         inside = (offset >= 0) & (offset + size <= len(self.own))
         at = np.where(inside, offset, 0)
@@ -54,19 +54,19 @@ class Window:
 
 
 class Memory:
-    """The tensors of the launch that runs."""
+    """The tensors of the current launch."""
 
     def __init__(self) -> None:
         self.windows: list[Window] = []
         self.kernel, self.accesses, self.launches = "", 0, 0
 
     def begin(self, kernel: str) -> None:
-        """Forget the launch before."""
+        """Begin a launch: drop the windows of the previous one."""
         self.windows, self.kernel, self.accesses = [], kernel, 0
         self.launches += 1
 
     def window(self, x: Tensor) -> Window:
-        """A new one."""
+        """Make a window for a tensor."""
         self.windows.append(Window(x, len(self.windows) + 1))
         return self.windows[-1]
 
@@ -132,7 +132,7 @@ def _builder_patches(memory: Memory) -> dict[str, Callable[..., Any]]:
 
 @contextmanager
 def checked_memory() -> Iterator[Memory]:
-    """Every access of every kernel that is interpreted meanwhile; IndexError for a wrong one."""
+    """Check all accesses of kernels interpreted in this context; IndexError if out of bounds."""
     memory, convert, run = Memory(), interpreter._implicit_cvt, interpreter.GridExecutor.__call__
 
     def implicit_cvt(argument: Any) -> Any:
@@ -155,7 +155,7 @@ def checked_memory() -> Iterator[Memory]:
 
 
 def install() -> ExitStack:
-    """Check every access from now on, until what is returned is closed."""
+    """Check every access until the returned object is closed."""
     stack = ExitStack()
     stack.enter_context(checked_memory())
     return stack

@@ -1,4 +1,4 @@
-"""Checkpoints of known weights, as the field's families of models write them."""
+"""Checkpoints with known weights, in the formats of common model families."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ FIELDS = {
     "global_scale": "weight_scale_2",
 }
 CHANNEL = "weight_chan_scale"
-"""A global scale of each row."""
+"""Name of a per-row global scale."""
 
 
 class Experts(NamedTuple):
-    """One layer's projections by themselves: ``(E, I, H)``, ``(E, I, H)``, ``(E, H, I)``."""
+    """The separate projections of one layer: ``(E, I, H)``, ``(E, I, H)``, ``(E, H, I)``."""
 
     gate: Tensor
     up: Tensor
@@ -38,12 +38,12 @@ class Experts(NamedTuple):
         )
 
     def quantized(self, scheme):
-        """Each expert's projections by themselves, as a checkpoint has them."""
+        """Each expert's projections quantized separately, as in a checkpoint."""
         return Experts(*(moe_ops.quantize_weight(w, scheme) for w in self))
 
 
 def per_expert(experts, names=NAMES, prefix="", fields=FIELDS, input_scale=None):
-    """``experts.3.gate_proj.weight`` and what belongs to it, of tensors or of `QTensor` values."""
+    """Tensors named ``experts.3.gate_proj.weight`` etc., from tensors or `QTensor` values."""
     out = {}
     for field, weights in experts._asdict().items():
         q = weights if isinstance(weights, QTensor) else QTensor(weights)
@@ -61,7 +61,7 @@ def per_expert(experts, names=NAMES, prefix="", fields=FIELDS, input_scale=None)
 
 
 def fused(experts, *, transposed=False, interleaved=False, prefix="experts."):
-    """``gate_up_proj`` and ``down_proj`` of all experts."""
+    """Fused tensors ``gate_up_proj`` and ``down_proj`` of all experts."""
     gate, up, down = experts
     both = torch.stack((gate, up), 2).flatten(1, 2) if interleaved else torch.cat((gate, up), 1)
     if transposed:
@@ -70,7 +70,7 @@ def fused(experts, *, transposed=False, interleaved=False, prefix="experts."):
 
 
 def numbers(layer):
-    """The numbers that a layer's parameters stand for: ``w13``, ``w2`` in float32."""
+    """The dequantized parameters of a layer: ``w13``, ``w2`` in float32."""
     out = []
     for w in ("w13", "w2"):
         fields = ("weight", *FIELDS.values())
@@ -82,7 +82,7 @@ def numbers(layer):
 
 
 def expected(experts, scheme, layer, held):
-    """What `numbers` must return on a rank: whole experts ``held``, its rows, zeros behind."""
+    """The expected result of `numbers` on a rank: experts ``held``, its rows, then zeros."""
     scheme = get_scheme(scheme)
     gate, up, down = (
         moe_ops.dequantize_weight(q if isinstance(q, QTensor) else QTensor(q), scheme)[held]

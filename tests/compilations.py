@@ -1,13 +1,13 @@
-"""How often a function is compiled."""
+"""A counter of compilations."""
 
 from torch._dynamo.backends.registry import lookup_backend
 
 
 class Compilations:
-    """A backend that counts what it has compiled.
+    """A backend that counts completed compilations.
 
-    Not how often it was called: torch 2.11 may begin a frame again, and `CompileCounterWithBackend`
-    counts both.
+    `CompileCounterWithBackend` counts calls of the backend, but torch 2.11 may restart a frame and
+    call the backend twice.
     """
 
     def __init__(self, backend="aot_eager"):

@@ -1,4 +1,4 @@
-"""Every modular kernel that can be put together, found by what its parts declare."""
+"""Every valid combination of modular kernel parts, found from what the parts declare."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PUBLIC = [getattr(moe_ops, name) for name in moe_ops.__all__]
 
 
 def concrete(base: type) -> tuple[type, ...]:
-    """The public classes of a kind that can be built."""
+    """The public concrete subclasses of a class."""
     kinds = [c for c in PUBLIC if inspect.isclass(c) and issubclass(c, base)]
     return tuple(c for c in kinds if not inspect.isabstract(c))
 
@@ -30,7 +30,7 @@ PREPARES = tuple(
     for c in concrete(moe_ops.FusedMoEPrepareAndFinalize)
     if set(inspect.signature(c).parameters) <= SIZES
 )
-"""Those that run on one rank by themselves; others wrap one, or need a process group."""
+"""Prepare-finalize classes that run alone on one rank; others wrap one, or need a process group."""
 SEPARATE = (
     moe_ops.GroupedGemmExperts,
     moe_ops.BatchedGroupedGemmExperts,
@@ -40,7 +40,7 @@ SEPARATE = (
 
 
 def layer_config(problem: Problem, device: Any = "cpu") -> FusedMoEConfig:
-    """A problem as the value that experts are built with."""
+    """The `FusedMoEConfig` of a problem, with which experts are built."""
     local = problem.num_local_experts or problem.num_experts
     gated = moe_ops.MoEActivation.from_str(problem.activation.split("(")[0]).is_gated
     return FusedMoEConfig(
@@ -52,12 +52,12 @@ def layer_config(problem: Problem, device: Any = "cpu") -> FusedMoEConfig:
 
 
 def capacity(problem: Problem) -> int:
-    """Rows for each expert: no routing drops any."""
+    """Rows per expert, so many that no routing drops a row."""
     return max(1, problem.num_tokens * problem.top_k)
 
 
 def build_prepare(kind: type, problem: Problem, asynchronous: bool = False) -> Any:
-    """A prepare-finalize for a problem, on a stream of its own where asked."""
+    """A prepare-finalize for a problem; with ``asynchronous`` on its own stream."""
     local = problem.num_local_experts or problem.num_experts
     sizes = dict(
         max_num_tokens=capacity(problem), num_local_experts=local, num_dispatchers=1, rank=0
@@ -74,25 +74,25 @@ def build_experts(kind: type, problem: Problem, quant_config: Any, device: Any =
 
 @cache
 def example(kind: type) -> Any:
-    """Some experts of a class, to ask what they support."""
+    """Example experts of a class, to query what they support."""
     return build_experts(kind, Problem(), moe_ops.FusedMoEQuantConfig("unquantized"))
 
 
 @cache
 def example_prepare(kind: type) -> Any:
-    """Some prepare-finalize of a class."""
+    """An example prepare-finalize of a class."""
     return build_prepare(kind, Problem())
 
 
 def fit(experts: type, prepare: type) -> bool:
-    """Whether both route or both are told, and they speak of the same rows."""
+    """Whether both are modular or both monolithic, with the same activation format."""
     modular = issubclass(prepare, moe_ops.FusedMoEPrepareAndFinalizeModular)
     same = example_prepare(prepare).activation_format is experts.activation_format()
     return experts.is_monolithic() is not modular and same
 
 
 def supported(experts: type, scheme: str, activation: str) -> bool:
-    """What the class says of a scheme with an activation."""
+    """Whether the class supports a scheme with an activation."""
     rule = moe_ops.get_scheme(scheme)
     config = layer_config(Problem(activation=activation))
     form = experts.activation_format()
@@ -115,11 +115,11 @@ RULES = (
     (("experts", "inplace"), lambda e, wanted: not (wanted and e.is_monolithic())),
     (("shared", "inplace"), lambda shared, inplace: not (shared and inplace)),
 )
-"""Which values of factors go together, by what the classes declare."""
+"""Rules for which factor values go together, from what the classes declare."""
 
 
 def roundings(experts: type, problem: Problem, chunk_size: int | None = None) -> Roundings:
-    """Where an implementation rounds."""
+    """The roundings of an implementation."""
     batched, separate = experts.activation_format() is BATCHED, experts in SEPARATE
     return Roundings(separate, batched or separate, batched, chunk_size)
 
@@ -132,10 +132,10 @@ class Setup(NamedTuple):
     inputs: Inputs
     config: moe_ops.FusedMoEQuantConfig
     exact: Inputs
-    """What the oracle is given."""
+    """The inputs for the oracle."""
 
     def arguments(self, **changes: Any) -> dict[str, Any]:
-        """Of ``apply``, by name."""
+        """The arguments of ``apply`` by name."""
         x, w1, w2, weights, ids, expert_map, _, _ = self.inputs
         given = dict(
             hidden_states=x, w1=w1, w2=w2, topk_weights=weights, topk_ids=ids,
@@ -158,7 +158,7 @@ def setup(
     seed: int = 0,
     **kernel: Any,
 ) -> Setup:
-    """A kernel of one class of experts, with the prepare-finalize that fits unless one is given."""
+    """A kernel of one class of experts, with the given or a matching prepare-finalize."""
     if prepare is None:
         prepare = next(p for p in PREPARES if fit(experts, p))
     quantized = quantize_inputs(problem, make_inputs(problem, device, seed))
@@ -170,11 +170,11 @@ def setup(
 
 
 def twice(x: Tensor) -> Tensor:
-    """Stands for shared experts."""
+    """A stand-in for shared experts."""
     return 2 * x
 
 
 def router_logits(problem: Problem, device: Any) -> Tensor:
-    """Of experts that route themselves."""
+    """Router logits for experts that route themselves."""
     generator = torch.Generator().manual_seed(1)
     return torch.randn(problem.num_tokens, problem.num_experts, generator=generator).to(device)

@@ -1,13 +1,13 @@
-"""Plant faults, one at a time, and see whether the tests that answer for them fail.
+"""Mutation tests: plant faults one at a time, and check that their tests fail.
 
     make mutants                      every fault that this machine can see
-    make mutants ONLY=kernels/slots   those whose environment, file or texts contain this
-    make mutants ONLY=gpu             those that only a GPU can see
+    make mutants ONLY=kernels/slots   faults whose environment, file or texts contain this
+    make mutants ONLY=gpu             faults that only a GPU can see
 
 A fault is an edit of one file: its old text, which occurs there once, becomes the new text. Faults
-are planted in copies of the tree, never in the checkout. The tests run without any fault first: one
-that fails then cannot judge. Then each fault's own tests must fail. The exit status is 1 if a fault
-survives, 2 if one cannot be planted or judged.
+are planted in copies of the tree, never in the checkout. The tests run without any fault first; a
+test that fails then cannot judge a fault. Then each fault's own tests must fail. The exit status is
+1 if a fault survives, 2 if a fault cannot be planted or judged.
 
 `tests/faults/*.txt` list the faults:
 
@@ -16,9 +16,10 @@ survives, 2 if one cannot be planted or judged.
     - mapped < num_local_experts
     + mapped <= num_local_experts
 
-``file`` and ``on`` hold for all that follows. ``on`` names the environment (see `ENVIRONMENTS`) and
-what pytest runs there, in ``tests/``. Several ``-`` or ``+`` lines are one text; without ``+`` the
-old text is removed. ``= why`` after a fault says that it changes no result: it is not planted.
+``file`` and ``on`` apply to all faults that follow. ``on`` names the environment (`ENVIRONMENTS`)
+and the tests that pytest runs there, in ``tests/``. Several ``-`` or ``+`` lines are one text;
+without ``+`` the old text is removed. ``= why`` after a fault means that the fault changes no
+result: it is not planted.
 """
 
 from __future__ import annotations
@@ -48,11 +49,11 @@ ENVIRONMENTS = {
     "interpreter": ({"TRITON_INTERPRET": "1"}, ["-m", "kernel"]),
     "gpu": ({}, []),
 }
-"""Variables and options of pytest."""
+"""Environment variables and pytest options of each environment."""
 LEFT_OUT = (".*", "__pycache__", "build", "*.egg-info")
-"""What a copy of the tree does without."""
+"""Patterns of files that a copy of the tree leaves out."""
 PRELOADED = ("torch", "torch._dynamo", "triton", "hypothesis", "pytest")
-"""Imported once for each environment: tests run in forks, and a fork has them at once."""
+"""Modules imported once per environment: tests run in forks, which inherit them."""
 
 
 @dataclass(frozen=True)
@@ -60,14 +61,14 @@ class Fault:
     """An edit of a file, and the tests that must fail with it."""
 
     where: str
-    """The list and the line that name it."""
+    """The list and the line that define the fault."""
     file: str
     environment: str
     tests: tuple[str, ...]
     old: str
     new: str
     equivalent: str = ""
-    """Why it changes no result; empty: it does."""
+    """Why the fault changes no result; empty: it does change results."""
 
     def __str__(self) -> str:
         old, new = (" ".join(text.split()) or "nothing" for text in (self.old, self.new))
@@ -84,7 +85,7 @@ class Fault:
 
 
 class Reader:
-    """Makes faults of a list's lines."""
+    """Parser of the lines of a fault list."""
 
     def __init__(self, name: str) -> None:
         self.name, self.faults = name, []
@@ -94,7 +95,7 @@ class Reader:
         self.first = 0
 
     def take(self, number: int, line: str) -> None:
-        """One line; ValueError if a list cannot have it there."""
+        """Read one line; ValueError if the line is invalid there."""
         kind, _, text = line.partition(" ")
         if kind == "+" and self.old:
             self.new.append(text)
@@ -111,7 +112,7 @@ class Reader:
                 raise ValueError(f"{self.name}:{number}: no such line can be here: {line!r}")
 
     def _describes(self, kind: str, text: str) -> bool:
-        """What holds for the faults that follow; whether the line says it."""
+        """Read a ``file`` or ``on`` line; returns whether the line is one."""
         environment, _, tests = text.partition(":")
         if kind == "file":
             self.context = {"file": text, "environment": "", "tests": ()}
@@ -122,7 +123,7 @@ class Reader:
         return True
 
     def finish(self, why: str = "") -> None:
-        """The fault whose texts have been read, if there is one."""
+        """Append the fault whose texts have been read, if there is one."""
         if self.old:
             texts = {"old": "\n".join(self.old), "new": "\n".join(self.new), "equivalent": why}
             self.faults.append(Fault(f"{self.name}:{self.first}", **self.context, **texts))
@@ -130,7 +131,7 @@ class Reader:
 
 
 def read_list(path: Path) -> list[Fault]:
-    """The faults that a file lists; ValueError for lines that it cannot have."""
+    """The faults in a list file; ValueError for invalid lines."""
     reader = Reader(path.name)
     for number, line in enumerate(path.read_text().splitlines(), 1):
         reader.take(number, line)
@@ -139,30 +140,30 @@ def read_list(path: Path) -> list[Fault]:
 
 
 def read_faults(folder: Path) -> list[Fault]:
-    """All faults that a folder's lists have."""
+    """All faults in the list files of a folder."""
     return [fault for path in sorted(folder.glob("*.txt")) for fault in read_list(path)]
 
 
 def plant(fault: Fault, root: Path) -> str:
-    """Write the fault into the tree at ``root``; returns the text that was there."""
+    """Write the fault into the tree at ``root``; returns the original text of the file."""
     sound, text = (root / fault.file).read_text(), fault.apply(root)
     overwrite(root / fault.file, text)
     return sound
 
 
 def overwrite(path: Path, text: str) -> None:
-    """Write a source file whose bytecode may be as old and as long as the new text: drop that."""
+    """Write a source file and delete its bytecode, whose time and size might match the new text."""
     path.write_text(text)
     Path(importlib.util.cache_from_source(str(path.resolve()))).unlink(missing_ok=True)
 
 
 class Verdict(NamedTuple):
-    """What became of a fault."""
+    """The outcome of a fault."""
 
     kind: str
     """``caught``, ``survived``, ``timed out`` or ``not planted``."""
     word: str
-    """The first test that failed, or why none could."""
+    """The first test that failed, or why no test could."""
     seconds: float = 0.0
 
 
@@ -172,7 +173,7 @@ class Run:
     Args:
         root: the tree.
         arguments: of pytest.
-        timeout: seconds until it is killed, with whatever it has started.
+        timeout: seconds until it is killed with all processes that it started.
     """
 
     def __init__(self, root: Path, arguments: list[str], timeout: float) -> None:
@@ -184,7 +185,7 @@ class Run:
             self._work(root, arguments)
 
     def _work(self, root: Path, arguments: list[str]) -> None:
-        """Never returns."""
+        """Run pytest in the fork; never returns."""
         os.setsid()
         with self.output.open("w") as file:
             os.dup2(file.fileno(), 1)
@@ -215,11 +216,11 @@ class Run:
 
     @property
     def seconds(self) -> float:
-        """Since it began."""
+        """Seconds since the run began."""
         return time.monotonic() - self.start
 
     def verdict(self) -> Verdict:
-        """On the fault that it ran with: any other end than success is a failure."""
+        """The verdict on the planted fault: any end other than success counts as a failure."""
         if self.status is None:
             return Verdict("timed out", f"after {self.timeout:g} s", self.seconds)
         if self.status == 5:
@@ -235,7 +236,7 @@ class Run:
 
 
 def pytest_arguments(environment: str, tests: list[str], *options: str) -> list[str]:
-    """What pytest is called with."""
+    """The command-line arguments of pytest."""
     how = ["-q", "-p", "no:cacheprovider", "--tb=line", *ENVIRONMENTS[environment][1], *options]
     return [*how, *(f"tests/{test}" for test in tests)]
 
@@ -243,7 +244,7 @@ def pytest_arguments(environment: str, tests: list[str], *options: str) -> list[
 def sound_run(
     environment: str, faults: list[Fault], copies: list[Path]
 ) -> tuple[set[int | None], list[str]]:
-    """Run the tests of all faults without any, a share in each copy.
+    """Run the tests of all faults without a fault, a share in each copy.
 
     Returns:
         pytest's exit statuses, and the tests that failed.
@@ -263,7 +264,7 @@ def sound_run(
 def judge_all(
     environment: str, faults: list[Fault], copies: list[Path], timeout: float
 ) -> list[Verdict]:
-    """Judge the faults of one environment, each in one of some copies of the tree."""
+    """Judge the faults of one environment, in several copies of the tree in parallel."""
     common = {"OMP_NUM_THREADS": "1", "HYPOTHESIS_PROFILE": "mutants"}
     os.environ.update(common | ENVIRONMENTS[environment][0])
     for name in PRELOADED if (copies[0] / "moe_ops").exists() else ("pytest",):
@@ -290,7 +291,7 @@ def judge_all(
 def _judge(
     environment: str, faults: list[Fault], copies: list[Path], timeout: float
 ) -> Iterator[Verdict]:
-    """In the order of the faults; prints each as soon as it is known."""
+    """Verdicts in the order of the faults; each is printed as soon as it is known."""
     free, waiting, verdicts = list(copies), list(enumerate(faults)), {}
     running: list[tuple[int, Run, Path, str]] = []
     while waiting or running:
@@ -317,7 +318,7 @@ def _judge(
 
 
 def plant_all(faults: list[Fault], root: Path, jobs: int, timeout: float) -> list[Verdict]:
-    """Judge all faults: one environment after another, each in a process of its own."""
+    """Judge all faults, one environment after another, each in its own process."""
     verdicts: dict[Fault, Verdict] = {}
     with tempfile.TemporaryDirectory(prefix="moe_ops_mutants_") as folder:
         copies = [Path(folder) / str(i) for i in range(jobs)]
@@ -333,7 +334,7 @@ def plant_all(faults: list[Fault], root: Path, jobs: int, timeout: float) -> lis
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """The command: see the module."""
+    """Run the command; see the module's docstring."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--only", default="", help="those whose line contains this")
     parser.add_argument("--jobs", "-j", type=int, default=1, help="faults at a time")

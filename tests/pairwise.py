@@ -1,4 +1,4 @@
-"""Few combinations of many factors, such that any two values that go together do so in one."""
+"""Pairwise testing: few combinations of many factors that contain every allowed pair of values."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from itertools import combinations, product
 from typing import Any
 
 Rules = Sequence[tuple[tuple[str, ...], Callable[..., bool]]]
-"""Names of factors, and whether their values go together."""
+"""Names of factors, and a predicate that says whether their values go together."""
 
 
 def allowed(row: Mapping[str, Any], rules: Rules) -> bool:
-    """Whether a row, which may still lack factors, breaks no rule."""
+    """Whether a row, which may be incomplete, satisfies all rules."""
     return all(
         rule(*(row[n] for n in names)) for names, rule in rules if all(n in row for n in names)
     )
 
 
 def every(factors: Mapping[str, Sequence[Any]], rules: Rules) -> Iterator[dict[str, Any]]:
-    """The full product, as far as rules allow."""
+    """All rows of the full product that the rules allow."""
     for values in product(*factors.values()):
         row = dict(zip(factors, values, strict=True))
         if allowed(row, rules):
@@ -28,10 +28,10 @@ def every(factors: Mapping[str, Sequence[Any]], rules: Rules) -> Iterator[dict[s
 def cover(
     factors: Mapping[str, Sequence[Any]], rules: Rules, strength: int = 2
 ) -> list[dict[str, Any]]:
-    """Rows in which every ``strength`` values of different factors meet, if rules let them.
+    """Rows that contain every allowed group of ``strength`` values of different factors.
 
-    Greedy and deterministic: each row starts with a group that has not met, and takes for every
-    other factor the value that brings most groups together.
+    Greedy and deterministic: each row starts with a group that is not covered yet, and takes for
+    every other factor the value that covers the most new groups.
     """
     left = {
         frozenset(group.items()): None
@@ -52,13 +52,13 @@ def cover(
 def _completed(
     row: dict[str, Any], factors: Mapping[str, Sequence[Any]], rules: Rules, left: Mapping
 ) -> dict[str, Any] | None:
-    """``row`` with the other factors; None where rules leave no value (the group cannot meet)."""
+    """``row`` completed with the other factors; None if the rules leave no value for a factor."""
     strength = len(next(iter(left)))
     for turn, (name, values) in enumerate(factors.items()):
         if name in row:
             continue
         best, most = None, -1
-        shift = (turn + len(left)) % len(values)  # ties go round
+        shift = (turn + len(left)) % len(values)  # rotate which value wins ties
         for value in (*values[shift:], *values[:shift]):
             longer = {**row, name: value}
             if not allowed(longer, rules):
@@ -73,7 +73,7 @@ def _completed(
 
 
 def _groups(row: Mapping[str, Any], around: Iterable[str], strength: int) -> list[frozenset]:
-    """The groups of a row that hold one of the factors ``around``."""
+    """The groups of a row that contain one of the factors ``around``."""
     chosen = set(around)
     return [
         frozenset((n, row[n]) for n in names)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import ExitStack
-from unittest import mock
+from contextlib import AbstractContextManager
 
 import torch
-from conftest import HAS_CUDA, INTERPRETED
+from conftest import HAS_CUDA
 from torch import Tensor
 
+from moe_ops.dispatch.device import assumed, device_facts
 from moe_ops.reference.align import plan_slots
 from moe_ops.tensors import Tiles
 
@@ -35,14 +35,10 @@ def on(tiles: Tiles, device: str) -> Tiles:
     return Tiles(*(None if x is None else x.to(device) for x in tiles))
 
 
-def the_plain_kernel() -> ExitStack:
-    """Those for all GPUs: not Hopper's own, which add up in another order."""
-    stack = ExitStack()
-    if INTERPRETED or HAS_CUDA:
-        kernels = "moe_ops.kernels"
-        stack.enter_context(mock.patch(f"{kernels}.scaled_gemm._hopper", lambda *how: None))
-        stack.enter_context(mock.patch(f"{kernels}.token_gemm._run", lambda *how: False))
-    return stack
+def the_plain_kernel() -> AbstractContextManager[None]:
+    """The portable kernels: not Hopper's own, which add up in another order."""
+    facts = device_facts(torch.device("cuda" if HAS_CUDA else "cpu"))
+    return assumed(facts._replace(portable_only=True))
 
 
 def whole_numbers(*shape: int, most: int, seed: int = 0) -> Tensor:

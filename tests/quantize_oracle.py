@@ -1,4 +1,4 @@
-"""Quantization once more, number by number, from the definitions: an oracle for the tests."""
+"""An oracle of quantization: computed number by number from the definitions."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ FP8_VALUES = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).doub
 
 
 def nearest_fp8(ratio: np.ndarray) -> np.ndarray:
-    """Nearest of the 253 values, ties to the even one, too large ones the largest."""
+    """The nearest of the 253 values, ties to even, saturated at the largest."""
     size = np.minimum(np.abs(ratio), 448.0)
     above = np.clip(np.searchsorted(FP8_VALUES, size), 1, 126)
     below = above - 1
@@ -45,12 +45,12 @@ def nearest_fp8(ratio: np.ndarray) -> np.ndarray:
 
 
 def nearest_int8(ratio: np.ndarray) -> np.ndarray:
-    """Nearest integer, ties away from zero."""
+    """The nearest integer, ties away from zero."""
     return np.copysign(np.floor(np.minimum(np.abs(ratio), 127.0) + 0.5), ratio)
 
 
 def scale_of(amax: np.float32, quant: Quant) -> np.float32:
-    """``max(amax, 1e-10) / L`` in float32, rounded up to a power of two where asked for."""
+    """``max(amax, 1e-10) / L`` in float32, for ``pow2`` rounded up to a power of two."""
     scale = np.float32(max(amax, np.float32(1e-10))) / np.float32(quant.element.largest)
     if quant.scale == "pow2":
         mantissa, exponent = math.frexp(scale)
@@ -59,7 +59,7 @@ def scale_of(amax: np.float32, quant: Quant) -> np.float32:
 
 
 def quantize(rows: torch.Tensor, quant: Quant, given: float | None = None):
-    """Float rows ``(R, K)`` as values (float32) and scales, one group after another."""
+    """Quantize float rows ``(R, K)`` group by group; returns values (float32) and scales."""
     x = rows.float().cpu().numpy()
     count, width = x.shape
     cols = width if quant.group.cols == WHOLE else quant.group.cols
@@ -83,7 +83,7 @@ def quantize(rows: torch.Tensor, quant: Quant, given: float | None = None):
 
 
 def random_rows(seed: int, rows: int, width: int, dtype: torch.dtype) -> torch.Tensor:
-    """Rows of very different sizes, with zeros, whole groups of zeros, and ties."""
+    """Rows of very different magnitudes, with zeros, whole groups of zeros, and ties."""
     g = torch.Generator().manual_seed(seed)
     x = torch.randn(rows, width, generator=g)
     x *= 2.0 ** torch.randint(-12, 12, (rows, 1), generator=g)
@@ -97,7 +97,7 @@ def random_rows(seed: int, rows: int, width: int, dtype: torch.dtype) -> torch.T
 
 
 def assert_bits(actual: torch.Tensor, expected: torch.Tensor) -> None:
-    """Equal shapes, dtypes, strides and bytes; any two NaNs are equal."""
+    """Assert equal shapes, dtypes, strides and bytes; any two NaNs are equal."""
     assert actual.shape == expected.shape and actual.dtype == expected.dtype
     assert actual.is_contiguous() and expected.is_contiguous()
     actual, expected = actual.cpu(), expected.cpu()
@@ -110,5 +110,5 @@ def assert_bits(actual: torch.Tensor, expected: torch.Tensor) -> None:
 
 
 def to(device: str, *values):
-    """The same values, tensors among them on the device."""
+    """The values with tensors moved to the device."""
     return [v.to(device) if torch.is_tensor(v) else v for v in values]

@@ -1,4 +1,4 @@
-"""What `make gpu-test` writes: outcomes of the tests on this GPU, merged over parts by commit."""
+"""The record of `make gpu-test`: test outcomes on this GPU, merged over parts of one commit."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ EXAMPLES = "hypothesis_examples"
 
 
 def commit() -> str:
-    """``MOE_OPS_COMMIT``, or git's, or "unknown" where there is neither."""
+    """``MOE_OPS_COMMIT``, else git's commit, else "unknown"."""
     if "MOE_OPS_COMMIT" in os.environ:
         return os.environ["MOE_OPS_COMMIT"]
     done = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True)
@@ -27,7 +27,7 @@ def commit() -> str:
 
 @pytest.hookimpl(hookwrapper=True)
 def pytest_runtest_makereport(item, call):
-    """Hand the number of hypothesis examples on to the process that writes."""
+    """Pass the number of hypothesis examples to the process that writes the record."""
     report = (yield).get_result()
     text = getattr(item, "hypothesis_statistics", None)
     if call.when == "teardown" and text:

@@ -1,4 +1,4 @@
-"""Routers token by token, in Python, and logits to try them on."""
+"""Oracle routers, token by token in Python, and logits for testing."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ SCORING = ("softmax", "sigmoid", "sqrtsoftplus")
 LOWEST = torch.finfo(torch.float32).min
 TOKENS = 6 if INTERPRETED else 20
 KINDS = ("grid", "random", "equal", "near", "far", "broken")
-"""Logits: multiples of 1/16, so that equal ones are exact ties; any; all equal; with scores that
-differ in their lowest bits only, if at all; up to 200; with NaN and infinities among them."""
+"""Kinds of logits: multiples of 1/16 with exact ties; random; all equal; with scores that differ in
+their lowest bits at most; of magnitudes up to 200; with NaN and infinities."""
 
 
 def make_logits(kind: str, tokens: int, experts: int, seed: int) -> Tensor:
@@ -34,7 +34,7 @@ def make_logits(kind: str, tokens: int, experts: int, seed: int) -> Tensor:
         which = torch.randint(0, 12, (tokens, experts), generator=g)
         for value, place in ((torch.nan, 0), (torch.inf, 1), (-torch.inf, 2)):
             logits[which == place] = value
-        logits[:1] = torch.nan  # and a token of which nothing is left
+        logits[:1] = torch.nan  # and one token with NaN only
     return logits
 
 
@@ -50,7 +50,7 @@ class Call(NamedTuple):
     topk_group: int = 1
 
     def arguments(self, device: str) -> tuple[Any, ...]:
-        """Of the operators, from the bias on."""
+        """The arguments of the operators from the bias on."""
         bias = None if self.bias is None else self.bias.to(device)
         return (bias, self.k, self.renormalize, self.scoring, self.scale)
 
@@ -67,7 +67,7 @@ def biases(draw, experts: int) -> Tensor | None:
 
 @st.composite
 def topk_calls(draw, sizes=(1, 2, 8, 60, 257)) -> tuple[Tensor, Call]:
-    """Logits ``(T, E)`` and a top-k of all experts."""
+    """Logits ``(T, E)`` and a top-k over all experts."""
     experts = draw(st.sampled_from(sizes))
     call = Call(
         k=draw(st.integers(1, min(experts, 10))),
@@ -81,7 +81,7 @@ def topk_calls(draw, sizes=(1, 2, 8, 60, 257)) -> tuple[Tensor, Call]:
 
 @st.composite
 def grouped_calls(draw) -> tuple[Tensor, Call]:
-    """Logits ``(T, E)`` and a top-k of the experts in the best groups."""
+    """Logits ``(T, E)`` and a top-k over the experts of the best groups."""
     groups, size = draw(st.sampled_from(((8, 32), (8, 20), (4, 1), (2, 5), (3, 2), (1, 7), (5, 3))))
     topk_group = draw(st.integers(1, groups))
     call = Call(
@@ -119,12 +119,12 @@ def exact_scores(logits: Tensor, scoring: str) -> Tensor:
 
 
 def best(values: list[float], count: int) -> list[int]:
-    """Indices of the largest: Python's sort is stable, so ties go to the lowest index."""
+    """Indices of the largest values; Python's sort is stable, so ties go to the lowest index."""
     return sorted(range(len(values)), key=lambda i: -values[i])[:count]
 
 
 def chosen(score: Tensor, call: Call) -> list[list[int]]:
-    """Ids by float32 score plus bias, within the best groups."""
+    """The ids chosen by float32 score plus bias, within the best groups."""
     choice = score.float()
     if call.bias is not None:
         choice = choice + call.bias
@@ -144,7 +144,7 @@ def chosen(score: Tensor, call: Call) -> list[list[int]]:
 
 
 def final(weights: Tensor, call: Call) -> Tensor:
-    """Renormalized and scaled."""
+    """Weights renormalized and scaled."""
     if call.renormalize:
         total = weights.sum(-1, keepdim=True)
         weights = weights / torch.where(total > 0, total, 1.0)
@@ -152,7 +152,7 @@ def final(weights: Tensor, call: Call) -> Tensor:
 
 
 def assert_routed(logits: Tensor, call: Call, weights: Tensor, ids: Tensor) -> None:
-    """The weights and ids that the call asks for, with their dtypes and layouts."""
+    """Assert that weights and ids are those of the call, with the right dtypes and layouts."""
     assert ids.dtype == torch.int32 and ids.is_contiguous()
     assert ids.shape == weights.shape == (logits.shape[0], call.k)
     score = exact_scores(logits.float(), call.scoring)

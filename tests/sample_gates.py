@@ -1,4 +1,4 @@
-"""Gate functions as transformers' experts classes define them, and some that only look like one."""
+"""Gate functions as in transformers' experts classes, and functions that only resemble them."""
 
 from torch.nn import functional
 

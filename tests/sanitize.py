@@ -1,10 +1,10 @@
-"""Run small problems through every kernel, and say which kernels ran: for compute-sanitizer.
+"""Run small problems through every kernel, for compute-sanitizer, and list the kernels that ran.
 
     python tests/sanitize.py [--list] [--part 1/2] [--lines FILE] [NAME ...]
 
-One line a case: its name, ``ok`` or what is wrong, milliseconds, kernels. Exits with 1 where a
-value is wrong or, after all cases, a kernel of the GPU never ran. `make sanitize` runs this under
-the sanitizer's tools; on the CPU operators are their references, which launch nothing.
+Prints a line per case: its name, ``ok`` or what is wrong, milliseconds, kernels. Exits with 1 if a
+value is wrong or if, after all cases, a kernel for the GPU never ran. `make sanitize` runs this
+under the sanitizer's tools. On the CPU operators are their references, which launch no kernel.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ from moe_ops.dispatch.blackwell import BLOCK_SCALED
 SPECIALIZED = {
     "hopper_gemm_kernel", "hopper_stream_kernel", "hopper_token_kernel", "hopper_token_sum_kernel"
 }  # fmt: skip
-"""Their warps hand shared memory over to each other at mbarriers."""
+"""Warp-specialised kernels, whose warps pass shared memory to each other with mbarriers."""
 HOPPER = SPECIALIZED | {"_pack_kernel", "_quantize_pack_kernel"}
 BLACKWELL = {"block_scaled_gemm_kernel"}
 
 
 class Outcome(NamedTuple):
-    """Of a case."""
+    """The outcome of a case."""
 
     case: str
     wrong: str | None
@@ -48,7 +48,7 @@ class Outcome(NamedTuple):
 
 
 def part_of(text: str) -> tuple[int, int]:
-    """``i/n`` with 1 <= i <= n."""
+    """Parse a part ``i/n`` with 1 <= i <= n."""
     number, _, count = text.partition("/")
     if not (number.isdecimal() and count.isdecimal() and 1 <= int(number) <= int(count)):
         raise argparse.ArgumentTypeError(f"a part must be i/n with 1 <= i <= n, got {text}")
@@ -69,7 +69,7 @@ def kernels_of(arch: int) -> set[str]:
 
 @contextmanager
 def launches() -> Iterator[set[str]]:
-    """The names of the kernels that are launched inside, by Triton or past it."""
+    """The names of the kernels launched in this context, through Triton or through `Launch`."""
     names: set[str] = set()
     try:
         from triton.runtime.jit import JITFunction
@@ -96,14 +96,14 @@ def launches() -> Iterator[set[str]]:
 
 
 def copied(tree: Any, device: str) -> Any:
-    """A tree with tensors of its own on a device; strides stay."""
+    """A copy of a pytree with its tensors on a device; strides are kept."""
     return tree_map_only(
         Tensor, lambda t: t.clone() if t.device.type == device else t.to(device), tree
     )
 
 
 def run_case(case: Case, device: str) -> Outcome:
-    """Run and judge; any exception is what is wrong."""
+    """Run and check a case; an exception is reported as what is wrong."""
     started, wrong = time.perf_counter(), None
     with launches() as names:
         try:
@@ -120,7 +120,7 @@ def run_case(case: Case, device: str) -> Outcome:
 
 
 def arguments() -> argparse.Namespace:
-    """Of the command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("names", nargs="*", help="run cases whose names contain one of these")
     parser.add_argument("--part", type=part_of, default=(1, 1), help="i/n: every n-th case")
@@ -133,15 +133,15 @@ def arguments() -> argparse.Namespace:
 
 
 def chosen(names: Sequence[str], part: tuple[int, int]) -> list[Case]:
-    """Every n-th of the cases whose names contain one of ``names``, if there are any."""
+    """Every n-th of the cases; with ``names`` only cases whose names contain one of them."""
     number, count = part
     wanted = [c for c in cases() if not names or any(n in c.name for n in names)]
     return wanted[number - 1 :: count]
 
 
 def report(outcome: Outcome, lines: Path | None) -> None:
-    """One line for the reader, and one for the record."""
-    say = partial(print, flush=True)  # between what the sanitizer prints
+    """Print a line, and write one for the record."""
+    say = partial(print, flush=True)  # in order with the sanitizer's output
     first = "ok" if outcome.wrong is None else f"WRONG: {outcome.wrong.splitlines()[0]}"
     say(f"{outcome.case}: {first} ({1e3 * outcome.seconds:.0f} ms) {' '.join(outcome.kernels)}")
     if lines is not None:
@@ -150,7 +150,7 @@ def report(outcome: Outcome, lines: Path | None) -> None:
 
 
 def main() -> int:
-    """Run what is asked for; 1 where something is wrong."""
+    """Run the requested cases; returns 1 if something is wrong."""
     args = arguments()
     torch.utils.deterministic.fill_uninitialized_memory = not args.raw
     wanted = chosen(args.names, args.part)

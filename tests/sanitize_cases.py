@@ -190,23 +190,23 @@ def packing_case(scheme: str, tile: int) -> Case:
         x, w, _, _, ids, *_ = make_inputs(problem)
         given = torch.tensor([0.02]) if quant.static else None
         plan = align.plan_slots(ids, None, tiles, problem.num_experts)
-        return x, given, *quantize_weight(w, scheme)[:2], None, plan, ids, None
+        return x, given, *quantize_weight(w, scheme)[:2], None, None, plan, ids, None
 
     def tail() -> tuple[Any, ...]:
         return list(tiles), problem.top_k, scheme, BF16, "silu"
 
     def check(operands: Any, actual: Tensor) -> None:
-        x, given, w, w_scale, _, _, ids, _ = operands
+        x, given, w, w_scale, _, _, _, ids, _ = operands
         rows = quantize.moe_quantize(x, given, None, None, None, 1, quant.key)
         expert = local_experts(ids, None, problem.num_experts)
         product = numbers(*rows, scheme, problem.top_k)
         exact = exact_rows(product, w, w_scale, None, expert, scheme)
         exact = activated(exact, "silu").rounded(BF16)
-        expected = scaled_reference.scaled_gemm_act(*rows, *operands[2:], *tail())
+        expected = scaled_reference.scaled_matmul(*rows, *operands[2:], *tail())
         assert_matches_reference(actual, exact, expected)
 
     def run(operands: Any) -> Tensor:
-        return ops.scaled_gemm_act(*operands, *tail())
+        return ops.scaled_matmul(*operands, *tail())
 
     return Case(f"gemm/quantized-as-packed/{scheme}/{tile}", inputs, run, check)
 

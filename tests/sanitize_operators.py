@@ -1,4 +1,4 @@
-"""Calls of every operator, each against its reference: cases of `sanitize.py`."""
+"""Cases of `sanitize.py`: calls of every operator, compared with its reference."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ class Case(NamedTuple):
     """One or a few calls."""
 
     name: str
-    """``op/`` and the operator, or ``layer/``, ``format/`` or ``gemm/`` and what is special."""
+    """``op/`` and the operator; or ``layer/``, ``format/`` or ``gemm/`` and the variant."""
     inputs: Callable[[], Any]
-    """Tensors on the CPU in any pytree."""
+    """Makes a pytree of tensors on the CPU."""
     run: Callable[[Any], Any]
-    """On these tensors, wherever they are."""
+    """Runs the call on these tensors, on any device."""
     check: Callable[[Any, Any], None]
-    """The inputs and what `run` returned, both on the CPU; AssertionError where that is wrong."""
+    """Takes the inputs and the result of `run`, both on the CPU; AssertionError if it is wrong."""
 
 
 def assert_near(actual: Tensor, expected: Tensor) -> None:
-    """Integers to the bit; floats as PyTorch compares its own; 8-bit floats may be neighbours."""
+    """Compare integers bitwise, floats with PyTorch's tolerances, 8-bit floats up to neighbours."""
     actual, expected = actual.cpu(), expected.cpu()
     if not expected.dtype.is_floating_point:
         torch.testing.assert_close(actual, expected, rtol=0, atol=0)
@@ -50,7 +50,7 @@ def assert_near(actual: Tensor, expected: Tensor) -> None:
 
 
 def check_operator(qualified: str, arguments: Any, result: Any) -> None:
-    """Outputs and inputs are afterwards what the reference makes of them."""
+    """Assert that outputs, and inputs after the call, equal the reference's."""
     module = importlib.import_module(f"moe_ops.reference.{STAGES[qualified]}")
     args, kwargs = tree_map_only(Tensor, torch.clone, arguments)
     output = getattr(module, qualified.replace(".", "_"))(*args, **kwargs)
@@ -61,7 +61,7 @@ def check_operator(qualified: str, arguments: Any, result: Any) -> None:
 
 
 def check_sum(arguments: Any, result: Any) -> None:
-    """Rows within their budgets: 8-bit products have fewer bits on GPUs, and sums cancel."""
+    """Check rows against budgets, since 8-bit products have fewer bits on GPUs and sums cancel."""
     ((given, _), (actual, after)) = arguments, result
     expected = gemm_sum(*given)
     assert_matches_reference(actual, exact(SumCall(*given)), expected)
@@ -71,7 +71,7 @@ def check_sum(arguments: Any, result: Any) -> None:
 
 
 def operator_case(name: str, qualified: str, make: Callable[[], tuple[Any, ...]]) -> Case:
-    """A call of an operator; what it returns, and its inputs after it."""
+    """A case of an operator, which returns the outputs and the inputs after the call."""
 
     def inputs() -> Any:
         arguments = make()
@@ -86,12 +86,12 @@ def operator_case(name: str, qualified: str, make: Callable[[], tuple[Any, ...]]
 
 
 def some(*shape: int, dtype: torch.dtype = F32) -> Tensor:
-    """The same normal numbers every time."""
+    """Normal random numbers, the same every time."""
     return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape))).to(dtype)
 
 
 def ids_of(tokens: int, experts: int, top_k: int) -> Tensor:
-    """Distinct experts of each token, some slots skipped."""
+    """Distinct experts per token, with some skipped slots."""
     ids = some(tokens, experts).topk(top_k, 1).indices.to(I32)
     ids[::5, 0] = -1
     return ids
@@ -137,7 +137,7 @@ def larger() -> dict[str, list[tuple[Any, ...]]]:
 
 
 def operator_cases() -> Iterator[Case]:
-    """Every operator: the calls of `test_ops.samples`, and `larger` ones."""
+    """Cases of every operator: the calls of `test_ops.samples`, and of `larger`."""
     sources = {"sample": cache(partial(samples, "cpu")), "larger": cache(larger)}
     for source, calls in sources.items():
         for qualified, several in calls().items():

@@ -1,4 +1,4 @@
-"""Kernels that show what a sanitizer sees: one is wrong, one is right and may be called wrong.
+"""Kernels that test a sanitizer: one has a bug, one is correct but may be reported.
 
 python tests/sanitizer_canary.py out_of_bounds | handed_over
 """
@@ -21,7 +21,7 @@ COUNT, ROUNDS = gl.constexpr(128), gl.constexpr(4)
 
 @triton.jit
 def out_of_bounds_kernel(x, COUNT: tl.constexpr):
-    """Writes right behind COUNT numbers: what a sanitizer that works must report."""
+    """Write past the end of COUNT numbers, which a working sanitizer must report."""
     tl.store(x + COUNT + tl.arange(0, COUNT), 1.0)
 
 
@@ -49,7 +49,7 @@ def _read(out, words, full, empty):
 
 @gluon.jit
 def handed_over_kernel(out):
-    """One warp writes shared memory and tells so, four read it and tell so, in turn."""
+    """One warp writes shared memory, four warps read it, in turn, synchronized by mbarriers."""
     words = gl.allocate_shared_memory(gl.int32, [COUNT], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())

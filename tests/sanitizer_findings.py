@@ -1,4 +1,4 @@
-"""What compute-sanitizer printed, by kernel."""
+"""Findings in the output of compute-sanitizer, by kernel."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from dataclasses import dataclass, field
 
 @dataclass
 class Findings:
-    """Of one process; summed over several."""
+    """The findings of one process, or their sum over several."""
 
     errors: int = 0
     warnings: int = 0
     aborted: int = 0
-    """Processes without a summary: they, or the sanitizer, did not come to an end."""
+    """Processes without a summary, because they or the sanitizer did not finish."""
     by_kernel: dict[str, dict[str, int]] = field(default_factory=dict)
-    """How often a tool said what of which kernel."""
+    """Counts of messages, by kernel and message."""
 
     def add(self, other: Findings) -> None:
-        """What another process found."""
+        """Add the findings of another process."""
         self.errors += other.errors
         self.warnings += other.warnings
         self.aborted += other.aborted
@@ -29,7 +29,7 @@ class Findings:
                 mine[message] = mine.get(message, 0) + count
 
     def without(self, kernels: Collection[str]) -> tuple[Findings, dict[str, dict[str, int]]]:
-        """What races were found in other kernels, and what was said of these."""
+        """The findings without those of ``kernels``, and the messages about ``kernels``."""
         apart = {k: said for k, said in self.by_kernel.items() if k in kernels}
         rest = {k: said for k, said in self.by_kernel.items() if k not in kernels}
         counts = [
@@ -47,18 +47,18 @@ NOT_FOUND = ("COMPUTE-SANITIZER", "ERROR SUMMARY", "RACECHECK SUMMARY", "LEAK SU
 
 
 def supported(output: str) -> bool:
-    """Whether the sanitizer took the GPU."""
+    """Whether the sanitizer supports the GPU."""
     return "device not supported" not in output.lower()
 
 
 def parse(output: str) -> Findings:
-    """What one process of a tool said: its summary, and each message by kernel."""
+    """Parse the output of one process of a tool: its summary, and each message by kernel."""
     found, blocks = Findings(), []
     for line in output.splitlines():
         if not line.startswith("========="):
             continue
         text = line[9:]
-        if text.startswith("  "):  # more of the message before
+        if text.startswith("  "):  # continues the previous message
             if blocks:
                 blocks[-1].append(text.strip())
         elif text.strip() and not text.strip().startswith(NOT_FOUND):
@@ -83,7 +83,7 @@ def _kernel(first: str, rest: Sequence[str]) -> str:
 
 
 def _message(first: str) -> str:
-    """A message without what differs from one time to the next."""
+    """A message without the parts that vary between runs."""
     return re.sub(
         r"0x[0-9a-fA-F]+", "0x..", re.sub(r" in block \(.*?\)| \[\d+ hazards?\]", "", first)
     )

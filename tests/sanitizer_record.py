@@ -1,14 +1,15 @@
-"""What `make sanitize` runs: `sanitize.py` under compute-sanitizer's tools, and the record of it.
+"""`make sanitize`: run `sanitize.py` under compute-sanitizer's tools, and record the findings.
 
-Every kernel is compiled, and every value judged, in a run without the sanitizer before; so what the
-tools take is theirs. Parts of the same commit merge into one record. Nothing that a tool says is
-left out: errors and warnings are counted by kernel. Of warps that hand memory over at mbarriers
-racecheck says races that are none. It is tried with a kernel that has none
-(`sanitizer_canary.handed_over_kernel`): where it names one there, what it says of our kernels of
-that kind is kept as not judged.
+A run without the sanitizer comes first. It compiles every kernel and checks every value, so that
+the tools' times are their own. Parts of the same commit merge into one record. No finding of a tool
+is left out: errors and warnings are counted by kernel.
 
-Exits with 0 where everything is clean, 1 where not, 3 without compute-sanitizer, 4 where that does
-not support the machine, 5 where it does not see an error that is made for it.
+racecheck reports false races between warps that pass memory to each other with mbarriers. So it is
+tested with a kernel that has no race (`sanitizer_canary.handed_over_kernel`). If it reports one
+there, its findings about our kernels of that kind are recorded as not judged.
+
+Exits with 0 if everything is clean, 1 if not, 3 without compute-sanitizer, 4 if it does not support
+the machine, 5 if it misses a deliberate error.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from sanitizer_findings import Findings, parse, supported
 ROOT = Path(__file__).parent.parent
 CLEAN, FOUND, NO_SANITIZER, UNSUPPORTED, BLIND = 0, 1, 3, 4, 5
 PLAIN = "plain"
-"""In place of a tool: without the sanitizer."""
+"""Name of the run without the sanitizer."""
 OPTIONS = {
     "memcheck": ["--padding", "4096"],  # else the next allocation may begin where one ends
     "racecheck": [],
@@ -53,7 +54,7 @@ COMMON = [
 
 @dataclass
 class Run:
-    """Of a part of the cases by one tool, in several processes."""
+    """A run of a part of the cases under one tool, in several processes."""
 
     cases: int
     unfinished: list[str]
@@ -62,11 +63,11 @@ class Run:
     findings: Findings
     seconds: float
     unjudged: dict[str, dict[str, int]] = field(default_factory=dict)
-    """What racecheck says of kernels that it cannot follow, by kernel; not among the findings."""
+    """racecheck's messages about kernels that it cannot judge, by kernel; not in the findings."""
 
     @property
     def clean(self) -> bool:
-        """Whether all cases ran, gave what they must, and nothing was found."""
+        """Whether all cases ran with correct results and without findings."""
         found = self.findings
         silent = not (found.errors or found.warnings or found.aborted or found.by_kernel)
         return silent and not self.unfinished and not self.wrong
@@ -74,16 +75,16 @@ class Run:
 
 @dataclass(frozen=True)
 class How:
-    """How a tool is run."""
+    """Settings for running a tool."""
 
     jobs: int
-    """Processes beside each other."""
+    """Number of parallel processes."""
     logs: Path | None = None
-    """Where what they print is kept."""
+    """Folder that keeps the processes' output; None: the output is not kept."""
 
 
 def command(tool: str, sanitizer: str) -> list[str]:
-    """The beginning of a tool's command line; Python's alone without one."""
+    """The beginning of a tool's command line; without a tool, Python's."""
     program = [sys.executable, str(ROOT / "tests/sanitize.py")]
     if tool == PLAIN:
         return program
@@ -92,7 +93,7 @@ def command(tool: str, sanitizer: str) -> list[str]:
 
 
 def run(tool: str, sanitizer: str, part: tuple[int, int], how: How, deadline: float) -> Run:
-    """Every n-th case, in some processes beside each other, which are stopped when time is over."""
+    """Run every n-th case in parallel processes, which are stopped at the deadline."""
     (number, count), began = part, time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         logs = how.logs or Path(folder)
@@ -126,12 +127,12 @@ def run(tool: str, sanitizer: str, part: tuple[int, int], how: How, deadline: fl
 
 
 def _environment() -> dict[str, str]:
-    """Every allocation is the driver's, whose ends the tools know."""
+    """An environment in which the driver makes every allocation, so that the tools know its end."""
     return {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "OMP_NUM_THREADS": "1"}
 
 
 def _start(words: list[str], log: Path, lines: Path) -> subprocess.Popen[bytes]:
-    """A process of its own group."""
+    """Start a process in its own process group."""
     with log.open("w") as file:
         return subprocess.Popen(
             [*words, "--lines", str(lines)], env=_environment(), cwd=ROOT,
@@ -143,7 +144,7 @@ def _start(words: list[str], log: Path, lines: Path) -> subprocess.Popen[bytes]:
 
 
 def merged(old: dict[str, Any], header: dict[str, Any], tool: str, part: str, new: Run) -> dict:
-    """The record with a run in it; what another commit, or other parts, gave is dropped."""
+    """The record with a run added; runs of another commit or of other parts are dropped."""
     tools = old.get("tools", {}) if old.get("commit") == header["commit"] else {}
     parts = tools.get(tool, {}).get("parts", {})
     count = part.split("/")[1]
@@ -169,14 +170,14 @@ def merged(old: dict[str, Any], header: dict[str, Any], tool: str, part: str, ne
 
 
 def find_sanitizer() -> str | None:
-    """On the path, or in a CUDA toolkit."""
+    """The path of compute-sanitizer, found on PATH or in a CUDA toolkit."""
     homes = (os.environ.get("CUDA_HOME"), "/usr/local/cuda")
     folders = [str(Path(home, "bin")) for home in homes if home]
     return shutil.which("compute-sanitizer", path=os.pathsep.join([os.environ["PATH"], *folders]))
 
 
 def output_of(*words: str) -> str:
-    """All that a command prints."""
+    """The output of a command."""
     done = subprocess.run(
         words, env=_environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
@@ -184,13 +185,13 @@ def output_of(*words: str) -> str:
 
 
 def said_of(sanitizer: str, tool: str, kernel: str) -> str:
-    """What a tool says of a kernel of `sanitizer_canary`."""
+    """A tool's findings about a kernel of `sanitizer_canary`."""
     program = [sys.executable, str(ROOT / "tests/sanitizer_canary.py"), kernel]
     return output_of(sanitizer, "--tool", tool, *COMMON, *OPTIONS[tool], *program)
 
 
 def unjudged_kernels(sanitizer: str, arch: int) -> dict[str, Any]:
-    """Those whose races are not judged, and why: what racecheck says of a kernel without any."""
+    """Kernels whose races are not judged, and why: racecheck's report on a correct kernel."""
     if arch != 90:
         return {}
     found = parse(said_of(sanitizer, "racecheck", "handed_over")).by_kernel
@@ -198,7 +199,7 @@ def unjudged_kernels(sanitizer: str, arch: int) -> dict[str, Any]:
 
 
 def canary(sanitizer: str) -> tuple[int, str]:
-    """A code, and what memcheck says of a kernel that writes out of bounds."""
+    """An exit code, and memcheck's findings about a kernel that writes out of bounds."""
     said = said_of(sanitizer, "memcheck", "out_of_bounds")
     if not supported(said):
         return UNSUPPORTED, f"compute-sanitizer does not support this machine\n{said}"
@@ -208,7 +209,7 @@ def canary(sanitizer: str) -> tuple[int, str]:
 
 
 def header_of(sanitizer: str) -> dict[str, Any]:
-    """That of all records, and the sanitizer's version."""
+    """The header of all records, with the sanitizer's version."""
     sys.path.insert(0, str(ROOT / "benchmarks"))
     major, minor = torch.cuda.get_device_capability()
     version = re.search(r"Version (\S+)", output_of(sanitizer, "--version"))
@@ -220,7 +221,7 @@ def header_of(sanitizer: str) -> dict[str, Any]:
 
 
 def say(tool: str, result: Run, never: list[str] | None) -> None:
-    """A line for the reader, and what is not clean."""
+    """Print a line about a run, and its findings."""
     found = result.findings
     print(
         f"{tool}: {result.cases} cases, {len(result.wrong)} wrong, "
@@ -240,7 +241,7 @@ def say(tool: str, result: Run, never: list[str] | None) -> None:
 
 
 def arguments() -> argparse.Namespace:
-    """Of the command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--output", type=Path, required=True, help="the folder of records")
     parser.add_argument("--part", default="1/1", help="i/n: every n-th case")
@@ -252,7 +253,7 @@ def arguments() -> argparse.Namespace:
 
 
 def ready() -> tuple[int, str]:
-    """The sanitizer that works here; or the code, and why nothing can be checked."""
+    """A working sanitizer; or an exit code and the reason why nothing can be checked."""
     sanitizer = find_sanitizer()
     if sanitizer is None:
         return NO_SANITIZER, "compute-sanitizer is not installed"
@@ -264,7 +265,7 @@ def ready() -> tuple[int, str]:
 
 
 def main() -> int:
-    """Run the tools one after another; the record is written after each."""
+    """Run the tools one after another, writing the record after each."""
     args, began = arguments(), time.monotonic()
     part = part_of(args.part)
     code, sanitizer = ready()

@@ -16,14 +16,14 @@ ACTIVATIONS = tuple(
      "situ": "situ(beta=1.5,linear_beta=2.0)"}.get(a.value, a.value)
     for a in MoEActivation
 )  # fmt: skip
-"""Every activation, with the settings that it needs."""
+"""Every activation, with its required settings."""
 
 LARGE = 24 if INTERPRETED else 200
 
 
 @st.composite
 def problems(draw) -> Problem:
-    """Problems of the Standard format, small enough for the interpreter where that runs."""
+    """Problems of the Standard format, small enough for the interpreter if that runs the tests."""
     num_experts = draw(st.sampled_from((1, 2, 3, 8, 17, 60)))
     local = draw(st.none() | st.integers(1, num_experts))
     return Problem(
@@ -43,7 +43,7 @@ def problems(draw) -> Problem:
 
 @st.composite
 def layers(draw, schemes=tuple(SCHEMES)) -> Problem:
-    """Small problems in any scheme, for any format; all of their groups may be partial."""
+    """Small problems in any scheme, for any format; any scale group may be partial."""
     num_experts = draw(st.sampled_from((1, 2, 5, 8)))
     return Problem(
         num_tokens=draw(st.integers(0, 6 if INTERPRETED else 40)),
@@ -63,7 +63,7 @@ def layers(draw, schemes=tuple(SCHEMES)) -> Problem:
 
 @st.composite
 def topk_ids(draw, max_tokens: int = 60) -> tuple[torch.Tensor, int]:
-    """Ids ``(T, k)`` with repeats, negative and too large ones, and the number of experts."""
+    """Ids ``(T, k)`` with repeated, negative and too large ids, and the number of experts."""
     num_experts = draw(st.sampled_from((1, 2, 5, 8, 33, 64, 257)))
     tokens = draw(st.integers(0, max_tokens))
     k = draw(st.integers(1, 6))
@@ -76,7 +76,7 @@ def topk_ids(draw, max_tokens: int = 60) -> tuple[torch.Tensor, int]:
 
 @st.composite
 def placements(draw) -> tuple[torch.Tensor, int, int, int]:
-    """Ids, the first expert here and how many there are, and the room of each."""
+    """Ids, the first local expert, the number of local experts, and the rows per expert."""
     ids, num_experts = draw(topk_ids(max_tokens=12))
     first = draw(st.integers(0, num_experts - 1))
     here = draw(st.integers(1, min(num_experts - first, 40)))

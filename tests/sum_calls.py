@@ -105,9 +105,9 @@ def apart(call: SumCall, operators: Any = ops) -> Tensor:
     """The GEMM of the scheme, then the sum."""
     tiles = (call.plan, call.topk_ids, call.expert_map, call.row_tiles, 1)
     if call.w_scale is None:
-        y = operators.expert_gemm(call.a, call.w, call.bias, None, None, *tiles, call.expert_order)
+        y = operators.expert_matmul(call.a, call.w, call.bias, None, *tiles, "", call.expert_order)
     else:
-        y = operators.scaled_gemm(*call[:5], *tiles, call.scheme, call.out_dtype)
+        y = operators.scaled_matmul(*call[:4], None, call.bias, *tiles, call.scheme, call.out_dtype)
     skipping = (call.topk_ids, call.expert_map, None, call.w.shape[0])
     return operators.moe_fused_mul_sum(y, call.topk_weights, *skipping)
 

@@ -51,9 +51,9 @@ def launch_gemms(tile, dtype, activation_key, hidden=2048, width=768, has_bias=F
         plan = Tiles(align.plan_slots(ids, None, [tile], experts), ids)
         bias = empty(experts, 2 * width, dtype=dtype) if has_bias else None
         x, w1 = empty(slots, hidden, dtype=dtype), empty(experts, 2 * width, hidden, dtype=dtype)
-        h = expert_gemm.expert_gemm_act(x, w1, bias, None, *plan, [tile], 1, activation_key, True)
+        h = expert_gemm.expert_matmul(x, w1, bias, None, *plan, [tile], 1, activation_key, True)
         w2 = empty(experts, hidden, h.shape[1], dtype=dtype)
-        expert_gemm.expert_gemm(h, w2, None, None, None, *plan, [tile], 1, True)
+        expert_gemm.expert_matmul(h, w2, None, None, *plan, [tile], 1, "", True)
 
     return launch
 

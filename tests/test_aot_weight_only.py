@@ -56,9 +56,9 @@ def launch_gemms(scheme, tile, dtype, hidden=2048, width=768, activation="silu")
         x, bias = empty(slots, hidden, dtype=dtype), empty(experts, 2 * width, dtype=dtype)
         w1 = stored(empty, scheme, experts, 2 * width, hidden, dtype)
         rest = (None, *plan, [tile], 1, scheme)
-        h = weight_only_gemm.weight_only_gemm_act(x, *w1, bias, *rest, activation)
+        h = weight_only_gemm.weight_only_matmul(x, *w1, bias, *rest, activation)
         w2 = stored(empty, scheme, experts, hidden, width, dtype)
-        weight_only_gemm.weight_only_gemm(h, *w2, None, *rest)
+        weight_only_gemm.weight_only_matmul(h, *w2, None, *rest)
 
     return launch
 

@@ -15,7 +15,6 @@ import aot  # noqa: E402
 from moe_ops.dispatch.tiles import INVARIANT_ROW_TILES, MANY_TOKENS  # noqa: E402
 from moe_ops.kernels import (  # noqa: E402
     align,
-    decoded_gemm,
     expert_gemm,
     routing,
     scaled_gemm,
@@ -60,16 +59,13 @@ def launch_product(empty, name, slots, direct=False):
     plan = (align.plan_slots(ids, None, tiles, E), ids if direct else None, None, tiles, 1)
     x = empty(slots, K)
     if scheme.weight is None:
-        return expert_gemm.expert_gemm_act(x, empty(E, 2 * N, K), None, None, *plan, "silu")
+        return expert_gemm.expert_matmul(x, empty(E, 2 * N, K), None, None, *plan, "silu")
     data, scale, zero_point, factor = weight(empty, scheme)
     if scheme.activation is None:
         w = (data, scale, zero_point, factor)
-        return weight_only_gemm.weight_only_gemm_act(x, *w, None, None, *plan, name, "silu")
-    how = (*rows(empty, slots, scheme.activation), data, scale)
-    rest = (None, *plan, name, torch.bfloat16, "silu")
-    if scheme.decoded:
-        return decoded_gemm.decoded_gemm_act(*how, factor, *rest)
-    return scaled_gemm.scaled_gemm_act(*how, *rest)
+        return weight_only_gemm.weight_only_matmul(x, *w, None, None, *plan, name, "silu")
+    how = (*rows(empty, slots, scheme.activation), data, scale, factor)
+    return scaled_gemm.scaled_matmul(*how, None, *plan, name, torch.bfloat16, "silu")
 
 
 @pytest.mark.parametrize("arch", [80, 90, 100, 120])

@@ -289,9 +289,8 @@ def test_plot(tmp_path):
 STAGES_WITH_TILES = {
     "expert_gemm": ("unquantized",),
     "gemm_sum": ("unquantized", "fp8_channel", "fp8_block128"),
-    "scaled_gemm": ("fp8_tensor", "fp8_channel", "fp8_block128", "int8_channel"),
+    "scaled_gemm": ("fp8_tensor", "fp8_channel", "fp8_block128", "int8_channel", "mxfp8"),
     "weight_only_gemm": ("int4_w4a16_g128",),
-    "decoded_gemm": ("mxfp8",),
     "align": ("unquantized",),
     "topk_align": ("unquantized",),
 }

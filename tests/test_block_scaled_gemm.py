@@ -22,7 +22,7 @@ import moe_ops
 from moe_ops import get_scheme, ops, quantize_weight
 from moe_ops.activation import formula
 from moe_ops.dispatch.blackwell import BLOCK_SCALED, WEIGHT_ROWS, block_scaled_tiles
-from moe_ops.dispatch.device import device_facts
+from moe_ops.dispatch.device import assumed, device_facts
 from moe_ops.dispatch.tiles import ROW_TILES, Gemm
 from moe_ops.pipeline.devices import TARGETS
 
@@ -39,8 +39,6 @@ __all__ = ["test_one_scale_for_each_expert"]
 @pytest.fixture(autouse=True)
 def launches(monkeypatch):
     """Launchers take the device for a Blackwell GPU; what they launch lands in the list."""
-    from moe_ops.kernels import decoded_gemm
-    from moe_ops.kernels._gemm import block_scaled as block_scaled_gemm
     from moe_ops.kernels._runtime.launch import Launch
 
     launch, seen = Launch.__call__, []
@@ -51,9 +49,8 @@ def launches(monkeypatch):
         launch(self, *arguments)
 
     monkeypatch.setattr(Launch, "__call__", record)
-    for module in (block_scaled_gemm, decoded_gemm):
-        monkeypatch.setattr(module, "device_facts", lambda device: BLACKWELL)
-    yield seen
+    with assumed(BLACKWELL):
+        yield seen
     assert {launch.kernel.fn.__name__ for launch in seen} <= {"block_scaled_gemm_kernel"}
 
 
@@ -123,7 +120,7 @@ def run(scheme, x, w, ids, device, change=lambda rows, scale, weight: (rows, sca
     rows, scale, weight = change(rows, scale, q.data.to(device))
     plan = planned(ids.to(device), None, [16], w.shape[0])
     rest = (None if t is None else t.to(device) for t in (q.scale, q.global_scale, None))
-    return ops.decoded_gemm(rows, scale, weight, *rest, *plan, [16], 1, scheme, x.dtype)
+    return ops.scaled_matmul(rows, scale, weight, *rest, *plan, [16], 1, scheme, x.dtype)
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)

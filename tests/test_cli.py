@@ -95,7 +95,7 @@ def test_explain_unknown_values(option, value, known, capsys):
 
 
 def test_explain_prints_a_table(capsys, monkeypatch):
-    monkeypatch.setattr(tuned, "TABLES", {})
+    monkeypatch.setattr(tuned, "TABLES", tuned.tables([]))
     arguments = "--model qwen3-30b-a3b --scheme fp8_block128 --device sm_90 --tokens 1,64"
     assert exit_code(["explain", *arguments.split()]) == 0
     printed = capsys.readouterr().out

@@ -124,8 +124,8 @@ def test_the_graph_shows_every_stage(device):
         for name in (
             "fused_topk",
             "plan_slots",
-            "expert_gemm_act",
-            "expert_gemm",
+            "expert_matmul",
+            "expert_matmul",
             "moe_fused_mul_sum",
         )
     ]

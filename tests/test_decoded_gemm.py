@@ -11,7 +11,7 @@ from strategies import ACTIVATIONS, DTYPES
 from moe_ops import dequantize_weight, get_scheme, ops, quantize_weight
 from moe_ops.activation import formula
 from moe_ops.dispatch.tiles import ROW_TILES
-from moe_ops.reference import decoded_gemm as reference
+from moe_ops.reference import scaled_gemm as reference
 from moe_ops.reference.slots import local_experts
 from moe_ops.scheme import dequantize_rows
 from moe_ops.tensors import Tiles
@@ -53,14 +53,14 @@ def check(problem, scheme, tiles, device, activation=None, halves=False):
 
     plan = planned(on(ids), on(expert_map), tiles, local)
     head, tail = (q.data, q.scale, q.global_scale, bias), (tiles, k, scheme, x.dtype)
-    name, weight = "decoded_gemm", dequantize_weight(q, scheme).double()
+    weight = dequantize_weight(q, scheme).double()
     exact = exact_rows(numbers, weight, bias, ids, k, expert_map)
     if activation is not None:
-        name, tail = "decoded_gemm_act", (*tail, activation)
+        tail = (*tail, activation)
         exact = exact.activated(formula(activation))
-    actual = getattr(ops, name)(rows, scale, *map(on, head), *plan, *tail)
+    actual = ops.scaled_matmul(rows, scale, *map(on, head), *plan, *tail)
     there = (rows.cpu(), scale.cpu(), *head, *plans.on(plan, "cpu"), *tail)
-    expected = getattr(reference, name)(*there)
+    expected = reference.scaled_matmul(*there)
     mine = local_experts(ids, expert_map, local) >= 0
     exact = exact.rounded(x.dtype)
     assert_matches_reference(actual.cpu()[mine], exact[mine], expected[mine])
@@ -135,9 +135,9 @@ def test_whole_numbers_are_rounded_once(scheme, activation, dtype, device):
     weight = (t if t is None else t.to(device) for t in (q.data, q.scale, q.global_scale, bias))
     call = (rows, scale, *weight, *plan, list(ROW_TILES), 2, scheme, dtype)
     if activation is None:
-        actual = ops.decoded_gemm(*call)
+        actual = ops.scaled_matmul(*call)
     else:
-        actual = ops.decoded_gemm_act(*call, activation)
+        actual = ops.scaled_matmul(*call, activation)
     assert torch.equal(actual.cpu(), exact.to(dtype))
 
 
@@ -152,8 +152,8 @@ def test_one_scale_for_each_expert(device):
     plan = Tiles(ops.plan_batched(counts, count, list(ROW_TILES)))
     weight, tail = (q.data, q.scale, None, None), (list(ROW_TILES), 1, "mxfp4_w4a8", x.dtype)
     call = (a.flatten(0, 1), scale.flatten(0, 1), *weight, *plan)
-    y = ops.decoded_gemm(*(None if t is None else t.to(device) for t in call), *tail)
-    reference_y = reference.decoded_gemm(*(None if t is None else t.cpu() for t in call), *tail)
+    y = ops.scaled_matmul(*(None if t is None else t.to(device) for t in call), *tail)
+    reference_y = reference.scaled_matmul(*(None if t is None else t.cpu() for t in call), *tail)
     rows = Bounded.exactly((a.cpu().double() * scale.cpu()).flatten(0, 1))
     expert = torch.arange(local).repeat_interleave(count)
     exact = rows.products(dequantize_weight(q, quant), expert).rounded(x.dtype)
@@ -161,16 +161,19 @@ def test_one_scale_for_each_expert(device):
     assert_matches_reference(y.cpu()[used], exact[used], reference_y[used])
 
 
-def test_a_scheme_that_is_not_decoded_is_refused(device):
+def test_rows_must_be_stored(device):
+    """The operator quantizes rows only of schemes whose stored values are multiplied."""
     x = torch.ones(2, 32, device=device)
-    for scheme, name in (("fp8_channel", "scheme"), ("mxfp4_w4a16", "scheme")):
+    counts = torch.tensor([2], dtype=torch.int32, device=device)
+    plan = Tiles(ops.plan_batched(counts, 2, [16]))
+    for scheme, message in (
+        ("mxfp4_w4a16", "scheme must quantize activations and weights"),
+        ("mxfp8", "a must be rows as scheme mxfp8 stores them"),
+    ):
         q = quantize_weight(torch.ones(1, 8, 32, device=device), scheme)
-        counts = torch.tensor([2], dtype=torch.int32, device=device)
-        plan = Tiles(ops.plan_batched(counts, 2, [16]))
-        with pytest.raises(ValueError, match=name):
-            ops.decoded_gemm(
-                x, x[:, :1], q.data, q.scale, None, None, *plan, [16], 1, scheme, x.dtype
-            )
+        call = (x, x[:, :1], q.data, q.scale, None, None, *plan, [16], 1, scheme, x.dtype)
+        with pytest.raises(ValueError, match=message):
+            ops.scaled_matmul(*call)
 
 
 @pytest.mark.parametrize(("scheme", "rule"), [("nvfp4", "be a Tensor"), ("mxfp4", "be None")])
@@ -180,7 +183,7 @@ def test_global_scales_that_are_not_the_schemes(scheme, rule, device):
     wrong = None if q.global_scale is not None else torch.ones(1, device=device)
     call = (x, x[:, :1], q.data.to(device), q.scale.to(device), wrong, None, *plan, [16], 1, scheme)
     with pytest.raises(ValueError, match=f"w_global_scale must {rule}"):
-        ops.decoded_gemm(*call, x.dtype)
+        ops.scaled_matmul(*call, x.dtype)
 
 
 @pytest.mark.gpu
@@ -197,7 +200,7 @@ def test_replay(scheme):
         plan = Tiles(ops.plan_slots(ids, None, ROW_TILES, 8), ids)
         rows = ops.moe_quantize(x, given_scale, None, None, None, 0, quant.activation.key)
         weight = (q.data, q.scale, q.global_scale, None)
-        return ops.decoded_gemm(*rows, *weight, *plan, ROW_TILES, 2, scheme, dtype)
+        return ops.scaled_matmul(*rows, *weight, *plan, ROW_TILES, 2, scheme, dtype)
 
     layer()
     graph = torch.cuda.CUDAGraph()

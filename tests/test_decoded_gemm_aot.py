@@ -15,10 +15,10 @@ import aot  # noqa: E402
 from test_aot_weight_only import stored  # noqa: E402
 
 from moe_ops.activation import formula  # noqa: E402
-from moe_ops.dispatch import choice as gemm_choice
+from moe_ops.dispatch import gemm_plan, tuned
 from moe_ops.dispatch.blackwell import BLOCK_SCALED, is_block_scaled  # noqa: E402
 from moe_ops.dispatch.tiles import ROW_TILES  # noqa: E402
-from moe_ops.kernels import align, decoded_gemm, quantize
+from moe_ops.kernels import align, quantize, scaled_gemm
 from moe_ops.kernels._gemm import block_scaled as block_scaled_gemm
 from moe_ops.kernels._gemm import weight_only as weight_only_tile
 from moe_ops.scheme import get_scheme  # noqa: E402
@@ -69,8 +69,8 @@ def launch_layer(scheme, tile, hidden=2048, width=768, activation="silu"):
             return *rows, w.data, w.scale, factor, None, *plan, [tile], 1, scheme, torch.bfloat16
 
         rows = 2 * width if formula(activation).gated else width
-        decoded_gemm.decoded_gemm_act(*operands(rows, hidden), activation)
-        decoded_gemm.decoded_gemm(*operands(hidden, width))
+        scaled_gemm.scaled_matmul(*operands(rows, hidden), activation)
+        scaled_gemm.scaled_matmul(*operands(hidden, width))
 
     return launch
 
@@ -92,12 +92,9 @@ def compiled(arch, scheme, tile, **more):
 def check(arch, scheme, tile, **more):
     """Of the kernel that decodes operands, also where there is another one."""
 
-    def never(scheme, arch):
-        return False
-
     with (
-        mock.patch.object(decoded_gemm, "is_block_scaled", never),
-        mock.patch.object(gemm_choice, "is_block_scaled", never),
+        mock.patch.object(gemm_plan, "is_block_scaled", lambda scheme, arch: False),
+        mock.patch.object(tuned, "TABLES", tuned.tables([])),  # plans of their own
     ):
         gemms = compiled(arch, scheme, tile, **more)
     assert all(k.metadata.name == "weight_only_gemm_kernel" for k in gemms)

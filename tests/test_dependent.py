@@ -11,7 +11,7 @@ from moe_ops import ops
 from moe_ops.testing import Problem, make_inputs, quantize_inputs
 
 if HAS_CUDA:
-    from moe_ops.kernels._hopper import gemm as hopper_gemm
+    from moe_ops.kernels._hopper.gemm import HopperGemm
     from moe_ops.kernels._runtime.launch import Launch
 
 E, K, H, I = 16, 4, 512, 256  # noqa: E741
@@ -45,7 +45,7 @@ def one_by_one(function, *arguments):
     """What ``function`` returns if every kernel of the library runs alone."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Launch, "__call__", waiting(Launch.__call__))
-        patch.setattr(hopper_gemm, "run", waiting(hopper_gemm.run))
+        patch.setattr(HopperGemm, "__call__", waiting(HopperGemm.__call__))
         return function(*arguments)
 
 

@@ -22,7 +22,7 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 import moe_ops.kernels  # noqa: E402
 from moe_ops.dispatch.tiles import EIGHT_BIT_ROW_TILES  # noqa: E402
 from moe_ops.kernels import activation, align, scaled_gemm, topk_align
-from moe_ops.kernels._hopper import token_gemm
+from moe_ops.kernels._hopper import token_gemm, token_sizes
 from moe_ops.kernels._runtime import dependent
 from moe_ops.ops import STAGES  # noqa: E402
 
@@ -146,7 +146,7 @@ def launch_one_token(empty):
     w_scale = empty(64, 512, 1, dtype=torch.float32)
     plan = empty(0, dtype=torch.int32), empty(1, 4, dtype=torch.int32), None
     how = (*plan, EIGHT_BIT_ROW_TILES, 4, "fp8_channel", torch.bfloat16)
-    scaled_gemm.scaled_gemm(empty(1, 2048), None, w, w_scale, None, *how)
+    scaled_gemm.scaled_matmul(empty(1, 2048), None, w, w_scale, None, None, *how)
 
 
 def launch_small(empty):
@@ -215,14 +215,14 @@ def check_sum_turn(kernel):
 
 def constants(kernel):
     """Those that the launcher of one token made."""
-    return next(c for c in kernel.src.constants.values() if isinstance(c, token_gemm.TokenGemm))
+    return next(c for c in kernel.src.constants.values() if isinstance(c, token_sizes.TokenSizes))
 
 
 @pytest.fixture(scope="module")
 def on_hopper():
     """Kernels by name, as their launchers make them."""
     found = compiled(90, launch_samples(STAGES))
-    with mock.patch.object(token_gemm, "_lets_in", return_value=True):
+    with mock.patch.object(token_gemm, "_routing_was_read", return_value=True):
         early = compiled(90, launch_samples(["gemm_sum"]))
     for name, more in [*compiled(90, launch_more).items(), *early.items()]:
         found.setdefault(name, []).extend(more)
@@ -233,7 +233,7 @@ def on_hopper():
 def test_nothing_comes_before_the_turn(name, on_hopper):
     """In PTX, where loads of a loop's first steps have been moved to its front."""
     if name == "block_scaled_gemm_kernel":
-        found = compiled(100, launch_samples(["decoded_gemm", "decoded_gemm_act"]))[name]
+        found = compiled(100, launch_samples(["scaled_matmul"]))[name]
     else:
         found = on_hopper.get(name)
     assert found, "no sample launches it"

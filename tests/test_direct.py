@@ -8,7 +8,7 @@ from plans import planned, the_plain_kernel
 import moe_ops
 from moe_ops import ops
 from moe_ops.dispatch.tiles import is_direct
-from moe_ops.pipeline.gemms import activated_product, expert_weights, gemm
+from moe_ops.pipeline.gemms import expert_weights, gemm
 from moe_ops.pipeline.row_spaces import SlotRows, row_tiles_of
 from moe_ops.reference.slots import local_experts
 from moe_ops.scheme import FusedMoEQuantConfig, get_scheme, quantize_weight
@@ -79,10 +79,7 @@ def test_every_operator(name, routing, batch_invariant, device):
         assert one[mine].isfinite().all() and torch.equal(one[mine], two[mine])
     weights = None if scheme.activation else torch.rand(tokens, k, device=device)
     with the_plain_kernel():
-        one, two = (
-            activated_product(x, first, space, k, *how, "silu", weights)
-            for space in (direct, plain)
-        )
+        one, two = (gemm(x, first, space, k, *how, "silu", weights) for space in (direct, plain))
     assert one[mine].isfinite().all() and torch.equal(one[mine], two[mine])
 
 
@@ -100,7 +97,7 @@ def test_global_scales(scheme, device):
     x = torch.randn(1, H, device=device).bfloat16()
     rows = Rows(*ops.moe_quantize(x, weights.a1_scale, None, None, None, E, scheme.activation.key))
     how = (scheme, torch.bfloat16, "silu")
-    one, two = (activated_product(rows, weights.w1, s, ids.shape[1], *how) for s in (direct, plain))
+    one, two = (gemm(rows, weights.w1, s, ids.shape[1], *how) for s in (direct, plain))
     assert one[mine].isfinite().all() and torch.equal(one[mine], two[mine])
 
 

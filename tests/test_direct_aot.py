@@ -13,7 +13,6 @@ import aot  # noqa: E402
 from moe_ops.dispatch.tuned_file import default_row_tiles  # noqa: E402
 from moe_ops.kernels import (
     align,
-    decoded_gemm,
     expert_gemm,
     scaled_gemm,
     topk_align,
@@ -48,23 +47,19 @@ def launch_gemm(empty, scheme, rows, top_k, n, k, tiles, *activation):
     meta = torch.empty(E, n, k, device="meta", dtype=torch.bfloat16)
     row_tiles = default_row_tiles(scheme)
     if scheme.weight is None:
-        name, more = "expert_gemm", (None, None) if activation else (None, None, None)
-        call = (empty(rows, k), empty(E, n, k), *more, *tiles, row_tiles, top_k)
-        return getattr(expert_gemm, name + "_act" * len(activation))(*call, *activation)
+        call = (empty(rows, k), empty(E, n, k), None, None, *tiles, row_tiles, top_k)
+        return expert_gemm.expert_matmul(*call, *activation)
     stored = quantize_weight(meta, scheme)
     w = [None if x is None else empty(*x.shape, dtype=x.dtype) for x in stored]
     rest = (*tiles, row_tiles, top_k, scheme.name)
     if scheme.activation is None:
-        gemm = getattr(weight_only_gemm, "weight_only_gemm" + "_act" * len(activation))
+        gemm = weight_only_gemm.weight_only_matmul
         return gemm(empty(rows, k), *w, None, None, *rest, *activation)
-    quant, module = scheme.activation, decoded_gemm if scheme.decoded else scaled_gemm
+    quant = scheme.activation
     width = k // 2 if quant.element.packed else k
     scale = empty(*quant.row_scale_shape(rows, k), dtype=quant.scale_dtype)
-    weight = (*w[:2], w[3], None) if scheme.decoded else (*w[:2], None)
-    gemm = getattr(module, module.__name__.split(".")[-1] + "_act" * len(activation))
-    return gemm(
-        empty(rows, width, dtype=quant.dtype), scale, *weight, *rest, torch.bfloat16, *activation
-    )
+    q, weight = empty(rows, width, dtype=quant.dtype), (*w[:2], w[3], None)
+    return scaled_gemm.scaled_matmul(q, scale, *weight, *rest, torch.bfloat16, *activation)
 
 
 @pytest.mark.parametrize("arch", sorted(aot.SHARED_MEMORY))

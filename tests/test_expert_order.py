@@ -96,13 +96,12 @@ def check_both_orders(first, second, plan, tiles, k, activation, at):
     """Rows between two products by slot, and by expert: ``at`` says where they are."""
     (slots, rows), (w2, *rest) = at, second
     one, two = (
-        ops.expert_gemm_act(*first, *plan, tiles, k, activation, ordered)
-        for ordered in (False, True)
+        ops.expert_matmul(*first, *plan, tiles, k, activation, ordered) for ordered in (False, True)
     )
     assert one.shape == two.shape and torch.equal(one[slots], two[rows])
     h, count = one[slots], len(one)
     one, two = (
-        ops.expert_gemm(poisoned(h, at, count), w2, *rest, *plan, tiles, 1, at is rows)
+        ops.expert_matmul(poisoned(h, at, count), w2, *rest, *plan, tiles, 1, "", at is rows)
         for at in (slots, rows)
     )
     assert one[slots].isfinite().all() and torch.equal(one[slots], two[slots])
@@ -116,27 +115,27 @@ def check_both_orders(first, second, plan, tiles, k, activation, at):
     tiles=st.sampled_from(((16,), (64,), ROW_TILES, (192,), (192, 192))),
     activation=st.sampled_from(ACTIVATIONS),
     has_bias=st.booleans(),
-    scaled=st.sampled_from(("none", "input", "output")),
+    weighted=st.sampled_from((None, 1, 2)),
     routing=st.sampled_from(ROUTINGS),
     local=st.sampled_from((None, 3)),
     known=st.booleans(),
 )
 def test_both_orders(
-    tokens, k, sizes, dtype, tiles, activation, has_bias, scaled, routing, local, known, device
+    tokens, k, sizes, dtype, tiles, activation, has_bias, weighted, routing, local, known, device
 ):
     """Bit by bit the same rows, whatever lies around them; ``known``: ids are given, too."""
     problem = Problem(
         tokens, 5, k, *sizes, dtype, activation, has_bias, num_local_experts=local, routing=routing
     )
     x, w1, w2, weights, ids, expert_map, b1, b2 = make_inputs(problem, device)
-    inputs, outputs = (weights if scaled == name else None for name in ("input", "output"))
+    first, second = (weights if weighted == gemm else None for gemm in (1, 2))
     num_experts, num_slots = w1.shape[0], ids.numel()
     plan = planned(ids, expert_map, tiles, num_experts)
     if known:
         plan = Tiles(ops.plan_slots(ids, expert_map, tiles, num_experts), ids, expert_map)
     direct = known and is_direct(num_slots, num_experts)
     slots, rows = places(ids, expert_map, num_experts, direct)
-    layer = (x, w1, b1, inputs), (w2, b2, inputs, outputs)
+    layer = (x, w1, b1, first), (w2, b2, second)
     check_both_orders(*layer, plan, tiles, k, activation, (slots, rows))
 
 
@@ -148,10 +147,9 @@ def test_batched_rows(max_num_tokens, device):
     real = (torch.arange(max_num_tokens, device=device) < counts[:, None]).flatten()
     x[~real] = torch.nan
     plan = Tiles(ops.plan_batched(counts, max_num_tokens, ROW_TILES))
-    for arguments in ((x, w1, None, None), (x[:, :16], w2, None, None, None)):
-        gemm = ops.expert_gemm_act if len(arguments) == 4 else ops.expert_gemm
-        rest = (*plan, ROW_TILES, 1, *["silu"] * (len(arguments) == 4))
-        one, two = (gemm(*arguments, *rest, ordered)[real] for ordered in (False, True))
+    for arguments, activation in (((x, w1), "silu"), ((x[:, :16], w2), "")):
+        call = (*arguments, None, None, *plan, ROW_TILES, 1, activation)
+        one, two = (ops.expert_matmul(*call, ordered)[real] for ordered in (False, True))
         assert one.isfinite().all() and torch.equal(one, two)
 
 
@@ -163,7 +161,7 @@ class Orders(TorchDispatchMode):
         self.seen = []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func in (ops.expert_gemm, ops.expert_gemm_act):
+        if func is ops.expert_matmul:
             self.seen.append(True in [a for a in args if isinstance(a, bool)])
         return func(*args, **(kwargs or {}))
 

@@ -12,8 +12,6 @@ import aot  # noqa: E402
 from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
 
 import moe_ops  # noqa: E402
-from moe_ops.dispatch import tuned  # noqa: E402
-from moe_ops.dispatch.device import plain_name  # noqa: E402
 from moe_ops.dispatch.hopper import PACKED, STREAM, TOKEN, HopperTiles  # noqa: E402
 from moe_ops.dispatch.tiles import TileConfig  # noqa: E402
 from moe_ops.kernels._hopper.gemm import Constants  # noqa: E402
@@ -71,10 +69,8 @@ def launched(layer, target, mode):
         elif "BLOCK_K" in constants:
             seen.append(asdict(TileConfig(*(constants[size] for size in PLAIN))))
 
-    name = plain_name(target.facts.name)
-    known = mock.patch.object(tuned, "_known", lambda device: (name, target.facts.arch))
     recorded = mock.patch.object(Launch, "__call__", record)
-    with aot.compiling(target.facts), mode, aot.OnKernels(), recorded, known:
+    with aot.compiling(target.facts), mode, aot.OnKernels(), recorded:
         layer()
     return seen
 

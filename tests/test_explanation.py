@@ -4,6 +4,7 @@ import json
 from dataclasses import FrozenInstanceError, asdict, replace
 
 import pytest
+import torch
 from conftest import HAS_CUDA, INTERPRETED
 from hypothesis import given
 from hypothesis import strategies as st
@@ -14,6 +15,7 @@ import moe_ops
 from moe_ops import FusedMoEConfig, FusedMoEParallelConfig, RoutingMethodType
 from moe_ops.activation import kind_and_key
 from moe_ops.dispatch import tuned
+from moe_ops.dispatch.device import assumed, device_facts
 from moe_ops.dispatch.hopper import PACKED, STREAM, TOKEN
 from moe_ops.pipeline.devices import TARGETS
 from moe_ops.pipeline.selection import CANDIDATES, format_of
@@ -23,7 +25,7 @@ QWEN = FusedMoEConfig(128, 8, 2048, 768, 128, "silu", "cuda", RoutingMethodType.
 
 
 def test_explanation_of_the_choice(monkeypatch):
-    monkeypatch.setattr(tuned, "TABLES", {})
+    monkeypatch.setattr(tuned, "TABLES", tuned.tables([]))
     found = moe_ops.explain(QWEN, FP8, device="sm_90", num_tokens=(1, 64, 4096))
     assert (found.choice, found.prepare_finalize) == ("TritonExperts", "MoEPrepareAndFinalizeNoEP")
     assert [(row.supported, row.reason is None) for row in found.rows[:3]] == [
@@ -181,26 +183,27 @@ def test_explained_tiles_are_those_that_run(
     scheme, activation, tokens, experts, rows, device, monkeypatch
 ):
     """The constants of the launches, for every class that multiplies with the library's kernels."""
-    from moe_ops.kernels._hopper import gemm as hopper_gemm
+    from moe_ops.kernels._hopper.gemm import HopperGemm
     from moe_ops.kernels._runtime.launch import Launch
 
-    launch, run, seen = Launch.__call__, hopper_gemm.run, []
+    launch, run, seen = Launch.__call__, HopperGemm.__call__, []
 
     def record(self, *arguments):
         if "GROUP_M" in self.constants:
             seen.append(self.constants)
         launch(self, *arguments)
 
-    def record_hoppers(*arguments):
-        *_, c, packed = arguments
-        kernel, sizes = PACKED if packed else STREAM, {"num_stages": c.STAGES, **vars(c)}
-        seen.append({"kernel": kernel, **sizes})
-        run(*arguments)
+    def record_hoppers(self, *arguments):
+        c, kernel = self.constants, PACKED if self.packed else STREAM
+        seen.append({"kernel": kernel, "num_stages": c.STAGES, **vars(c)})
+        run(self, *arguments)
 
     monkeypatch.setattr(Launch, "__call__", record)
-    monkeypatch.setattr(hopper_gemm, "run", record_hoppers)
+    monkeypatch.setattr(HopperGemm, "__call__", record_hoppers)
+    facts = device_facts(torch.device(device))
     if not HAS_CUDA:  # there is no interpreter for Gluon
-        monkeypatch.setattr(tuned, "hopper_tiles", lambda gemm, device: None)
+        facts = TARGETS["sm_90"].facts._replace(portable_only=True)
+        monkeypatch.setitem(TARGETS, "sm_90", TARGETS["sm_90"]._replace(facts=facts))
     config = replace(
         STANDARD, device=device, num_experts=experts, num_local_experts=experts,
         max_num_tokens=rows, activation=activation,
@@ -212,7 +215,8 @@ def test_explained_tiles_are_those_that_run(
         if cls.ACTIVATES_IN_GEMM1 is None or cls.is_monolithic() or not serves:
             continue
         seen.clear()
-        moe_ops.select_kernel(config, quant, experts=cls).apply(*arguments, activation)
+        with assumed(facts):
+            moe_ops.select_kernel(config, quant, experts=cls).apply(*arguments, activation)
         (cost,) = moe_ops.explain(
             config, quant, device=target, num_tokens=(tokens,), candidates=(cls,)
         ).costs

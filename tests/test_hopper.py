@@ -99,15 +99,11 @@ class Twins:
     def run(self, tiles, activation, top_k):
         made = ops.plan_slots(self.ids, None, tiles, self.problem.num_experts)
         plan = Tiles(made, self.ids, None)
-        operands = (*self.rows, *self.weight, self.bias)
+        operands = (*self.rows, *self.weight, *[None] * self.scaled, self.bias)
         if self.scaled:
             rest = (*plan, tiles, top_k, self.scheme, self.problem.dtype)
-            if activation:
-                return ops.scaled_gemm_act(*operands, *rest, activation)
-            return ops.scaled_gemm(*operands, *rest)
-        if activation:
-            return ops.expert_gemm_act(*operands, None, *plan, tiles, top_k, activation)
-        return ops.expert_gemm(*operands, None, None, *plan, tiles, top_k)
+            return ops.scaled_matmul(*operands, *rest, activation or "")
+        return ops.expert_matmul(*operands, None, *plan, tiles, top_k, activation or "")
 
     def exact(self, activation, top_k):
         """In float64, on the CPU; without a bound: the reference is a kernel too, of fewer bits."""
@@ -131,13 +127,13 @@ def launched(monkeypatch):
         pytest.skip("needs a Hopper GPU")
     from moe_ops.kernels._hopper import gemm as hopper_gemm
 
-    names, run = [], hopper_gemm.run
+    names, run = [], hopper_gemm.HopperGemm.__call__
 
-    def counted(*arguments):
-        names.append("packed" if arguments[-1] else "stream")
-        return run(*arguments)
+    def counted(self, *arguments):
+        names.append("packed" if self.packed else "stream")
+        return run(self, *arguments)
 
-    monkeypatch.setattr(hopper_gemm, "run", counted)
+    monkeypatch.setattr(hopper_gemm.HopperGemm, "__call__", counted)
     return names
 
 
@@ -197,7 +193,6 @@ def test_twins(scheme, case, hidden, width, activation, has_bias, launched):
 def test_every_packed_tile(scheme, tile, block_n, width, activation, launched, monkeypatch):
     """Also those that are not the first choice; the last tile of a row is not whole."""
     from moe_ops.dispatch import tuned
-    from moe_ops.kernels import expert_gemm, scaled_gemm
 
     choice = tuned.hopper_tiles
 
@@ -210,8 +205,7 @@ def test_every_packed_tile(scheme, tile, block_n, width, activation, launched, m
         routing="holes", has_bias=True, **sizes,
     )  # fmt: skip
     plain = twins.run((tile,), activation, 2)
-    monkeypatch.setattr(expert_gemm, "_kernels", expert_gemm._kernels.__wrapped__)
-    monkeypatch.setattr(scaled_gemm, "_hopper", scaled_gemm._hopper.__wrapped__)
+    monkeypatch.setattr(tuned, "TABLES", tuned.tables([]))  # with plans of their own
     monkeypatch.setattr(tuned, "hopper_tiles", chosen)
     fast = twins.run((tile,) * 8, activation, 2)
     shared = scheme != "fp8_block128" or width != 704  # else up rows begin inside a scale's

@@ -62,18 +62,18 @@ def launch_layer(scheme, tokens, activation, hidden, width, has_bias):
             scale = empty(*quant.row_scale_shape(rows, k), dtype=torch.float32)
             w_scale = empty(*weight.weight_scale_shape(EXPERTS, n, k), dtype=torch.float32)
             w = empty(EXPERTS, n, k, dtype=weight.dtype)
-            return empty(rows, k, dtype=quant.dtype), scale, w, w_scale, bias
+            return empty(rows, k, dtype=quant.dtype), scale, w, w_scale, None, bias
 
         first = operands(tokens, 2 * width, hidden)
         second = operands(tokens * TOP_K, hidden, width)
         if weight is None:
-            expert_gemm.expert_gemm_act(*first, None, *plan, tiles, TOP_K, activation, True)
-            expert_gemm.expert_gemm(*second, None, None, *plan, tiles, 1, True)
+            expert_gemm.expert_matmul(*first, None, *plan, tiles, TOP_K, activation, True)
+            expert_gemm.expert_matmul(*second, None, *plan, tiles, 1, "", True)
         else:
             sizes = (*plan, tiles)
             settings = (scheme, torch.bfloat16)
-            scaled_gemm.scaled_gemm_act(*first, *sizes, TOP_K, *settings, activation)
-            scaled_gemm.scaled_gemm(*second, *sizes, 1, *settings)
+            scaled_gemm.scaled_matmul(*first, *sizes, TOP_K, *settings, activation)
+            scaled_gemm.scaled_matmul(*second, *sizes, 1, *settings)
 
     return launch
 
@@ -130,6 +130,7 @@ def choose_tiles(monkeypatch, **sizes):
         tiles = replace(choice(gemm, device), **sizes)
         return replace(tiles, num_stages=most_stages(tiles, device))
 
+    monkeypatch.setattr(tuned, "TABLES", tuned.tables([]))  # with plans of their own
     monkeypatch.setattr(tuned, "hopper_tiles", chosen)
 
 
@@ -185,8 +186,8 @@ def launch_ordered(activation, weights, ordered):
         first = empty(tokens, hidden), empty(EXPERTS, 2 * width, hidden), None
         second = empty(tokens * TOP_K, width), empty(EXPERTS, hidden, width), None
         given = None if weights is None else empty(tokens, TOP_K, dtype=weights)
-        expert_gemm.expert_gemm_act(*first, given, *plan, TOP_K, activation, ordered)
-        expert_gemm.expert_gemm(*second, given, None, *plan, 1, ordered)
+        expert_gemm.expert_matmul(*first, given, *plan, TOP_K, activation, ordered)
+        expert_gemm.expert_matmul(*second, given, *plan, 1, "", ordered)
 
     return launch
 
@@ -225,7 +226,7 @@ def launch_unquantized(scheme):
         w_scale = empty(*weight.weight_scale_shape(64, 512, 2048), dtype=torch.float32)
         given = empty(1, dtype=torch.float32) if "static" in scheme else None
         rest = (ids, None, (64, 64), 4, scheme, torch.bfloat16)
-        scaled_gemm.scaled_gemm(empty(4096, 2048), given, w, w_scale, None, plan[0], *rest)
+        scaled_gemm.scaled_matmul(empty(4096, 2048), given, w, w_scale, None, None, plan[0], *rest)
 
     return launch
 

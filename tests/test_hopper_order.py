@@ -31,7 +31,8 @@ def launched(monkeypatch):
 
         return call
 
-    monkeypatch.setattr(hopper_gemm, "run", counted("gemm", hopper_gemm.run))
+    gemm = hopper_gemm.HopperGemm
+    monkeypatch.setattr(gemm, "__call__", counted("gemm", gemm.__call__))
     monkeypatch.setattr(hopper_gemm, "pack_rows", counted("pack", hopper_gemm.pack_rows))
     return names
 
@@ -54,10 +55,10 @@ def test_expert_order(case, activation, hidden, width, launched):
 
     def first(ordered):
         rest = (*plan, tiles, p.top_k, activation, ordered)
-        return ops.expert_gemm_act(x, w1, b1, None, *rest)
+        return ops.expert_matmul(x, w1, b1, None, *rest)
 
     def second(rows, ordered):
-        return ops.expert_gemm(rows, w2, b2, None, None, *plan, tiles, 1, ordered)[slots]
+        return ops.expert_matmul(rows, w2, b2, None, *plan, tiles, 1, "", ordered)[slots]
 
     by_slot, by_expert = first(False), first(True)
     assert torch.equal(by_slot[slots], by_expert[: len(slots)])

@@ -42,10 +42,6 @@ def ways(scheme):
 @pytest.fixture
 def choose(monkeypatch):
     """A function that makes Hopper's kernel of many rows take its tiles in a way."""
-    from moe_ops.kernels import expert_gemm, scaled_gemm
-
-    monkeypatch.setattr(expert_gemm, "_kernels", expert_gemm._kernels.__wrapped__)
-    monkeypatch.setattr(scaled_gemm, "_hopper", scaled_gemm._hopper.__wrapped__)
 
     def chosen(way, group_m=3):
         rows, columns, on_demand = way
@@ -54,6 +50,7 @@ def choose(monkeypatch):
             tiles = HopperTiles(PACKED, rows, columns, group_m, 2, on_demand)
             return replace(tiles, num_stages=most_stages(tiles, device))
 
+        monkeypatch.setattr(tuned, "TABLES", tuned.tables([]))  # with plans of their own
         monkeypatch.setattr(tuned, "hopper_tiles", tiles_of)
 
     return chosen
@@ -101,17 +98,13 @@ class Skewed:
     def run(self, tiles, activation, weights=None, biased=True):
         """The first GEMM with its activation, or the second one: all slots, skipped ones too."""
         bias = self.biases[activation is None] if biased else None
-        operands = (*self.operands[activation is None], bias)
+        operands = self.operands[activation is None]
         made = ops.plan_slots(self.ids, self.expert_map, tiles, self.experts)
         plan = (made, self.ids, self.expert_map, tiles, self.top_k if activation else 1)
         if self.scheme != "unquantized":
             rest = (*plan, self.scheme, torch.bfloat16)
-            if activation:
-                return ops.scaled_gemm_act(*operands, *rest, activation)
-            return ops.scaled_gemm(*operands, *rest)
-        if activation:
-            return ops.expert_gemm_act(*operands, weights, *plan, activation)
-        return ops.expert_gemm(*operands, weights, None, *plan)
+            return ops.scaled_matmul(*operands, None, bias, *rest, activation or "")
+        return ops.expert_matmul(*operands, bias, weights, *plan, activation or "")
 
     def check(self, actual, activation, weights=None, biased=True):
         """Against float64, and the kernel for all GPUs (a plan of one row tile is its own)."""
@@ -189,13 +182,13 @@ def test_expert_order(way, weighted, choose, launched):  # noqa: F811
     slots = (expert >= 0).nonzero().flatten()
     slots = slots[expert[slots].argsort(stable=True)]
     first = (x, w1, b1, weights, *plan, layer.top_k, "silu")
-    by_slot = ops.expert_gemm_act(*first)
-    by_expert = ops.expert_gemm_act(*first, True)
+    by_slot = ops.expert_matmul(*first)
+    by_expert = ops.expert_matmul(*first, True)
     assert torch.equal(by_slot[slots], by_expert[: len(slots)])
     by_expert[len(slots) :] = torch.nan
-    second = (w2, b2, weights, None, *plan, 1)
-    wanted = ops.expert_gemm(by_slot, *second)[slots]
-    actual = ops.expert_gemm(by_expert, *second, True)[slots]
+    second = (w2, b2, weights, *plan, 1, "")
+    wanted = ops.expert_matmul(by_slot, *second)[slots]
+    actual = ops.expert_matmul(by_expert, *second, True)[slots]
     assert wanted.isfinite().all() and torch.equal(wanted, actual)
     assert launched == ["packed"] * 4
 

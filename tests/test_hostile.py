@@ -157,8 +157,8 @@ def test_headers_of_plans(header, device):
     plan, x = planned_problem(device)
     plan[:3], plan[37:40] = torch.tensor(header), 0
     how = (plan, None, None, [16], 1)
-    ops.expert_gemm_act(x, x[None, :16], None, None, *how, "silu_no_mul", True)
-    ops.expert_gemm(x, x[None, :16], None, None, None, *how, True)
+    ops.expert_matmul(x, x[None, :16], None, None, *how, "silu_no_mul", True)
+    ops.expert_matmul(x, x[None, :16], None, None, *how, "", True)
     if device == "cuda":
         torch.cuda.synchronize()
 
@@ -168,8 +168,8 @@ def test_rows_in_expert_order_that_begin_anywhere(first, device):
     plan, x = planned_problem(device)
     plan[40:] = first
     how = (plan, None, None, [16], 1)
-    ops.expert_gemm_act(x, x[None, :16], None, None, *how, "silu_no_mul", True)
-    ops.expert_gemm(x, x[None, :16], None, None, None, *how, True)
+    ops.expert_matmul(x, x[None, :16], None, None, *how, "silu_no_mul", True)
+    ops.expert_matmul(x, x[None, :16], None, None, *how, "", True)
     if device == "cuda":
         torch.cuda.synchronize()
 

@@ -92,7 +92,7 @@ def scaled(x, w, ids):
     plan = planned(ids, None, [16], len(w))
     scales = torch.ones(len(x), 1, device=x.device), torch.ones(w.shape[:2], device=x.device)
     sizes = ([16], ids.shape[1], "int8_channel", BF16)
-    return ops.scaled_gemm(x, scales[0], w, scales[1], None, *plan, *sizes)
+    return ops.scaled_matmul(x, scales[0], w, scales[1], None, None, *plan, *sizes)
 
 
 def integers(*shape):

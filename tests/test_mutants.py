@@ -24,6 +24,7 @@ PLANTED = (
 )
 """Files that have a fault."""
 WITHOUT = {
+    "moe_ops/kernels/_gemm/operands.py": "a tuple of tensors: nothing is computed",
     "moe_ops/pipeline/prepare_finalize.py": "an interface: nothing is computed",
 }
 

@@ -25,9 +25,9 @@ def samples(device):
     x, w1, w2, weights, ids, _, b1, b2 = inputs
     plan = planned(ids, None, ROW_TILES, E)
     direct, order = plan._replace(topk_ids=ids), ops.moe_permutation(ids, None, E)
-    h = ops.expert_gemm_act(x, w1, b1, None, *plan, ROW_TILES, K, "silu")
+    h = ops.expert_matmul(x, w1, b1, None, *plan, ROW_TILES, K, "silu")
     rows = ops.gather_rows(x, order[2], order[0], K)
-    y = ops.expert_gemm(h, w2, b2, None, None, *plan, ROW_TILES, 1).view(5, K, H)
+    y = ops.expert_matmul(h, w2, b2, None, *plan, ROW_TILES, 1).view(5, K, H)
     expert_map, columns = MAP.to(device), torch.rand(E, H, device=device).argsort(1).to(I32)
     valid, many = torch.tensor([4], dtype=I32, device=device), ids.repeat(3, 1)
     return {
@@ -44,19 +44,16 @@ def samples(device):
         "gather_rows": [(x, *order[2::-2], K), (x.t().contiguous().t(), *order[2::-2], K)],
         "order_columns": [(x, columns, ids, None), (x, columns[:3], ids.long(), expert_map)],
         "moe_unpermute": [(rows, weights, order[1], order[0]), (rows, None, order[1], None)],
-        "expert_gemm": [
-            (h, w2, b2, None, None, *plan, ROW_TILES, 1, True),
-            (x, w1, None, weights, weights, *direct, ROW_TILES, K),
-            (x.t().contiguous().t(), w1, None, None, None, *plan, ROW_TILES, K),
-        ],
-        "expert_gemm_act": [
+        "expert_matmul": [
+            (h, w2, b2, None, *plan, ROW_TILES, 1, "", True),
+            (x, w1, None, weights, *direct, ROW_TILES, K),
+            (x.t().contiguous().t(), w1, None, None, *plan, ROW_TILES, K),
             (x, w1, b1, weights, *plan, ROW_TILES, K, "silu", True),
             (x, w1, None, None, *direct, ROW_TILES, K, "swigluoai"),
             (x, w1, None, None, *plan, ROW_TILES, K, "gelu_no_mul"),
         ],
-        **scaled_samples(x, w1, b1, plan),
+        "scaled_matmul": scaled_samples(x, w1, b1, plan) + decoded_samples(x, w1, b1, plan),
         **weight_only_samples(x, w1, b1, weights, plan),
-        **decoded_samples(x, w1, b1, plan),
         **quantized_samples(x, h, weights, ids),
         **batched_samples(x, weights, ids),
         "activation": [(x, "silu"), (x.t().contiguous().t(), "gelu_tanh_no_mul")],
@@ -112,14 +109,11 @@ def scaled_samples(x, w1, b1, plan):
     channel, block = (quantize_weight(w1, f"int8_{groups}") for groups in ("channel", "block16x32"))
     rows = (x * 8).round().clamp(-127, 127).to(torch.int8)
     scale, sizes = torch.full((len(x), 1), 0.125, device=x.device), (*plan, ROW_TILES, K)
-    whole = (rows, scale, channel.data, channel.scale, b1, *sizes, "int8_channel", torch.float32)
+    whole = (rows, scale, *channel[:2], None, b1, *sizes, "int8_channel", torch.float32)
     groups = torch.full((len(x), 1), 0.25, device=x.device)
-    blocks = (rows, groups, block.data, block.scale, None, *sizes, "int8_block16x32", torch.float32)
+    blocks = (rows, groups, *block[:2], None, None, *sizes, "int8_block16x32", torch.float32)
     names, calls = ("silu", "swigluoai", "gelu_no_mul"), (whole, blocks, (x, None, *whole[2:]))
-    return {
-        "scaled_gemm": list(calls),  # rows of the last are not quantized yet
-        "scaled_gemm_act": [(*call, name) for call in calls for name in names],
-    }
+    return [*calls, *[(*call, name) for call in calls for name in names]]  # of the last: plain rows
 
 
 def quantized_samples(x, h, weights, ids):
@@ -171,16 +165,14 @@ def weight_only_samples(x, w1, b1, weights, plan):
     whole = (x, *channel, b1, weights, *sizes, "int8_w8a16")
     pieces = (x, *groups, None, None, *sizes, "int4_w4a16_g16_zp")
     names = ("silu", "swigluoai", "gelu_no_mul")
-    return {
-        "weight_only_gemm": [whole, pieces],
-        "weight_only_gemm_act": [(*call, name) for call in (whole, pieces) for name in names],
-    }
+    calls = (whole, pieces)
+    return {"weight_only_matmul": [*calls, *[(*call, name) for call in calls for name in names]]}
 
 
 def decoded_samples(x, w1, b1, plan):
     q, rows = quantize_weight(w1, "mxfp4"), ops.moe_quantize(x, *[None] * 4, 0, "fp4:1x32:e8m0")
     call = (*rows, *q[:2], None, b1, *plan, ROW_TILES, K, "mxfp4", torch.bfloat16)
-    return {"decoded_gemm": [call], "decoded_gemm_act": [(*call, "silu"), (*call, "gelu_no_mul")]}
+    return [call, (*call, "silu"), (*call, "gelu_no_mul")]
 
 
 def overload(qualified):
@@ -256,8 +248,8 @@ def test_fakes_add_no_guard_on_the_tokens(fake_device, unbacked):
         count = empty(E, dtype=I32)
         ops.moe_align_block_size(ids, count, ROW_TILES, E, True, True)
         plan = (ops.plan_slots(ids, count, ROW_TILES, E), ids, count)
-        h = ops.expert_gemm_act(x, w1, None, None, *plan, ROW_TILES, K, "silu")
-        y = ops.expert_gemm(h, w2, None, None, weights, *plan, ROW_TILES, 1)
+        h = ops.expert_matmul(x, w1, None, None, *plan, ROW_TILES, K, "silu")
+        y = ops.expert_matmul(h, w2, None, None, *plan, ROW_TILES, 1)
         out = ops.moe_fused_mul_sum(y.view(tokens, K, H), weights, ids, None, None, E)
         order = ops.moe_permutation(ids, None, E)
         rows = ops.gather_rows(x, order[2], order[0], K)

@@ -15,13 +15,14 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 import moe_ops
 from moe_ops import ops
+from moe_ops.dispatch import tuned
 from moe_ops.dispatch.portable import LONGEST_SLOT, SLOT_TILES, scaled_slot_tiles
 from moe_ops.dispatch.tiles import INVARIANT_ROW_TILES, ROW_TILES, Gemm, is_direct
 from moe_ops.pipeline.gemms import quantized
 from moe_ops.pipeline.row_spaces import SlotRows, depends_on_batch, row_tiles_of
 from moe_ops.reference.slots import local_experts
 from moe_ops.scheme import SCHEMES, get_scheme, quantize_weight
-from moe_ops.tensors import Tiles
+from moe_ops.tensors import ExpertWeight, Tiles
 from moe_ops.testing import Problem
 
 pytestmark = pytest.mark.kernel
@@ -62,16 +63,13 @@ class Case:
         plan = ops.plan_slots(self.ids, self.expert_map, tiles, experts)
         self.slots = (self.ids, self.expert_map, experts)
         self.rest = (
-            w.to(device), q.scale.to(device), b, plan, self.ids, self.expert_map, tiles,
+            w.to(device), q.scale.to(device), None, b, plan, self.ids, self.expert_map, tiles,
             self.ids.shape[1], name, dtype,
         )  # fmt: skip
 
     def run(self, rows, scale):
         """The GEMM of rows; of slots that are not skipped."""
-        op, more = ops.scaled_gemm, ()
-        if self.activation:
-            op, more = ops.scaled_gemm_act, (self.activation,)
-        return op(rows, scale, *self.rest, *more)[self.mine]
+        return ops.scaled_matmul(rows, scale, *self.rest, self.activation or "")[self.mine]
 
     def in_steps(self):
         """Quantize, then multiply."""
@@ -111,15 +109,14 @@ def test_bits(name, dtype, activation, ids, n, k, bias, transposed, device):
 @pytest.mark.parametrize("name", ["fp8_channel", "int8_channel"])
 def test_rows_longer_than_what_is_read_at_once(name, device, monkeypatch):
     """Their largest magnitude may be in any piece."""
-    kernels = pytest.importorskip("moe_ops.kernels.scaled_gemm")
+    kernels = pytest.importorskip("moe_ops.kernels._gemm.scaled_slot")
     monkeypatch.setattr(kernels, "BYTES_AT_ONCE", 2)
-    kernels._launch_slots.cache_clear()
+    monkeypatch.setattr(tuned, "TABLES", tuned.tables([]))  # with launches of their own
     case = Case(name, [[3, 5]], 48, 300, device, activation="silu", bias=True)
     case.x[0, 7] = 9.0
     rows = ops.moe_quantize(case.x, None, None, *case.slots, case.scheme.activation.key)
     with the_plain_kernel():
         assert torch.equal(case.run(case.x, None), case.run(*rows))
-    kernels._launch_slots.cache_clear()
 
 
 @pytest.mark.parametrize("name", ONE_SCALE + BEFORE)
@@ -180,7 +177,7 @@ def test_rows_without_a_routing(launched, device):  # noqa: F811
     from plans import planned
 
     plan = planned(case.ids, None, ROW_TILES, E)
-    case.rest = (*case.rest[:3], plan.plan, None, None, list(ROW_TILES), *case.rest[7:])
+    case.rest = (*case.rest[:4], plan.plan, None, None, list(ROW_TILES), *case.rest[8:])
     del launched[:]
     with the_plain_kernel():
         assert torch.equal(case.run(case.x, None), expected)
@@ -233,30 +230,31 @@ def test_rows_in_a_pipeline(name, tokens, k, device):
     scheme, ids = get_scheme(name), torch.zeros(tokens, 4, dtype=torch.int32, device=device)
     tiles = Tiles(torch.empty(0, dtype=torch.int32, device=device), ids)
     x = torch.randn(tokens, k, device=device)
-    rows = quantized(x, None, SlotRows(tiles, row_tiles_of(scheme), E), scheme)
+    w = ExpertWeight(torch.empty(E, 256, k, dtype=scheme.weight.dtype, device=device))
+    rows = quantized(x, None, w, SlotRows(tiles, row_tiles_of(scheme), E), scheme, 4)
     left = name == "int8_channel" and tokens * 4 <= 16 and k <= LONGEST_SLOT
     left |= HOPPER and name == "fp8_block128" and tokens == 1
     assert (rows.data is x) == (rows.scale is None) == left
-    rows = quantized(x, None, SlotRows(tiles, INVARIANT_ROW_TILES, E), scheme)
+    rows = quantized(x, None, w, SlotRows(tiles, INVARIANT_ROW_TILES, E), scheme, 4)
     assert rows.data.dtype == scheme.activation.dtype
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize("name", ["fp8_block128", "int8_channel"])
 def test_numbers_of_tokens_in_a_graph(name, dynamic):
-    """Known ones decide while a graph is made; a symbol of one leaves the rows as they are."""
+    """Rows are quantized in the graph where slots are known to be many, else in the operator."""
     torch._dynamo.reset()
     scheme = get_scheme(name)
 
     @torch.compile(fullgraph=True, backend="eager", dynamic=dynamic)
     def dtype_of(x, ids):
-        plan = torch.empty(0, dtype=torch.int32)
-        rows = quantized(x, None, SlotRows(Tiles(plan, ids), ROW_TILES, E), scheme)
+        plan, w = torch.empty(0, dtype=torch.int32), ExpertWeight(x)
+        rows = quantized(x, None, w, SlotRows(Tiles(plan, ids), ROW_TILES, E), scheme, 4)
         return rows.data.view(rows.data.dtype)
 
     for tokens in (3, 40):
         rows = dtype_of(torch.randn(tokens, 128), torch.zeros(tokens, 4, dtype=torch.int32))
-        left = dynamic or (tokens == 3 and name == "int8_channel")
+        left = dynamic or tokens == 3
         assert rows.dtype == (torch.float32 if left else scheme.activation.dtype)
 
 
@@ -270,10 +268,11 @@ def test_nobody_asks_for_the_number_of_tokens(unbacked):
     with mode:
         x, ids = torch.empty(tokens, 128), torch.empty(tokens, 4, dtype=torch.int32)
         plan = ops.plan_slots(ids, None, ROW_TILES, E)
-        rows = quantized(x, None, SlotRows(Tiles(plan, ids), ROW_TILES, E), scheme)
         w, w_scale = torch.empty(E, 64, 128, dtype=torch.float8_e4m3fn), torch.empty(E, 1, 1)
+        space = SlotRows(Tiles(plan, ids), ROW_TILES, E)
+        rows = quantized(x, None, ExpertWeight(w), space, scheme, 4)
         how = (plan, ids, None, ROW_TILES, 4, "fp8_block128", torch.float32)
-        out = ops.scaled_gemm(*rows, w, w_scale, None, *how)
+        out = ops.scaled_matmul(*rows, w, w_scale, None, None, *how)
     assert rows.data is x and rows.scale is None and not env.guards
     assert out.shape[1:] == (64,)
 

@@ -53,10 +53,10 @@ def launch_layer(name, shape, dtype):
             w = empty(experts, n, k, dtype=weight.dtype)
             scales = empty(*weight.weight_scale_shape(experts, n, k), dtype=torch.float32)
             how = (default_row_tiles(get_scheme(name)), top_k // rows, name, dtype)
-            return (empty(rows, k, dtype=dtype), scale, w, scales, None, *routing, *how)
+            return (empty(rows, k, dtype=dtype), scale, w, scales, None, None, *routing, *how)
 
-        scaled_gemm.scaled_gemm_act(*operands(1, 2 * width, hidden), "silu")
-        scaled_gemm.scaled_gemm(*operands(top_k, hidden, width))
+        scaled_gemm.scaled_matmul(*operands(1, 2 * width, hidden), "silu")
+        scaled_gemm.scaled_matmul(*operands(top_k, hidden, width))
 
     return launch
 

@@ -52,11 +52,11 @@ def launch_layer(
             w = empty(experts, n, k, dtype=weight.dtype)
             bias = empty(experts, n) if has_bias else None
             sizes = (*plan, [tile], 1, scheme, torch.bfloat16)
-            return (a, scale, w, w_scale, bias, *sizes)
+            return (a, scale, w, w_scale, None, bias, *sizes)
 
         first = operands(2 * width, hidden)
-        scaled_gemm.scaled_gemm_act(*first, activation)
-        scaled_gemm.scaled_gemm(*operands(hidden, width))
+        scaled_gemm.scaled_matmul(*first, activation)
+        scaled_gemm.scaled_matmul(*operands(hidden, width))
 
     return launch
 

@@ -65,11 +65,9 @@ WRONG = {
     "moe_quantize": ("scale", "topk_weights"),
     "activation_quantize": ("x",),
     "batched_quantize": ("expert_num_tokens",),
-    "expert_gemm": ("a", "w", "bias", "plan"),
-    "expert_gemm_act": ("a", "w", "bias", "input_weights", "plan"),
-    "scaled_gemm": ("a", "a_scale", "w", "w_scale", "bias", "plan"),
-    "weight_only_gemm": ("a", "w", "w_scale", "bias", "input_weights", "plan"),
-    "decoded_gemm": ("a", "a_scale", "w", "w_scale", "bias", "plan"),
+    "expert_matmul": ("a", "w", "bias", "topk_weights", "plan"),
+    "scaled_matmul": ("a", "a_scale", "w", "w_scale", "bias", "plan"),
+    "weight_only_matmul": ("a", "w", "w_scale", "bias", "topk_weights", "plan"),
     "moe_fused_mul_sum": ("inputs", "topk_weights"),
     "moe_unpermute": ("topk_weights", "inv_permuted_idx"),
     "order_columns": ("x", "topk_ids"),
@@ -112,7 +110,7 @@ def test_row_tiles_that_only_plans_have(tiles):
     ids = torch.zeros(40, 1, dtype=torch.int32)
     plan, x = ops.plan_slots(ids, None, tiles, 2), torch.ones(40, 16)
     with pytest.raises(ValueError, match="row_tiles must be of"):
-        ops.expert_gemm(x, torch.ones(2, 16, 16), None, None, None, plan, ids, None, tiles, 1)
+        ops.expert_matmul(x, torch.ones(2, 16, 16), None, None, plan, ids, None, tiles, 1)
 
 
 NUMBERS = {
@@ -122,7 +120,7 @@ NUMBERS = {
     "plan_slots": "num_experts", "topk_plan": "num_local_experts",
     "count_expert_num_tokens": "num_local_experts", "plan_batched": "max_num_tokens",
     "plan_permuted": "num_rows", "moe_permutation": "num_local_experts", "gather_rows": "top_k",
-    "batched_dispatch": "max_num_tokens", "batched_rows": "first_expert", "expert_gemm": "top_k",
+    "batched_dispatch": "max_num_tokens", "batched_rows": "first_expert", "expert_matmul": "top_k",
 }  # fmt: skip
 
 

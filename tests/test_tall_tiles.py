@@ -142,27 +142,24 @@ def test_products(counts, tiles, weight_dtype, activation, device):
     )
     on = [None if t is None else t.to(device) for t in (x, w, bias, inputs)]
     exact = exact_rows(x, w, bias, inputs, ids, 2)
-    if activation is None:
-        actual = ops.expert_gemm(*on, None, *plan, tiles, 2)
-        expected = reference.expert_gemm(x, w, bias, inputs, None, *cpu_plan, tiles, 2)
-    else:
-        actual = ops.expert_gemm_act(*on, *plan, tiles, 2, activation)
-        expected = reference.expert_gemm_act(x, w, bias, inputs, *cpu_plan, tiles, 2, activation)
+    actual = ops.expert_matmul(*on, *plan, tiles, 2, activation or "")
+    expected = reference.expert_matmul(x, w, bias, inputs, *cpu_plan, tiles, 2, activation or "")
+    if rule is not None:
         exact = exact.activated(rule)
     compare(actual, exact, expected, ids, len(counts))
 
 
 @pytest.mark.kernel
 @pytest.mark.parametrize("tiles", [(192,), TALL])
-@pytest.mark.parametrize("scaled", ["none", "input", "output"])
-def test_both_orders(tiles, scaled, device):
+@pytest.mark.parametrize("weighted", [None, 1, 2])
+def test_both_orders(tiles, weighted, device):
     """Rows between two products lie one after another, across tall tiles that are not full."""
     problem = Problem(3, len(COUNTS), 2, 40, 24, torch.bfloat16, has_bias=True)
     _, w1, w2, _, _, _, b1, b2 = make_inputs(problem, device)
     x, _, _, weights, ids = (t.to(device) for t in inputs_of(COUNTS, 40, 24, device))
-    inputs, outputs = (weights if scaled == name else None for name in ("input", "output"))
+    first, second = (weights if weighted == gemm else None for gemm in (1, 2))
     plan, at = planned(ids, None, tiles, len(COUNTS)), places(ids, None, len(COUNTS), False)
-    layer = (x, w1, b1, inputs), (w2, b2, inputs, outputs)
+    layer = (x, w1, b1, first), (w2, b2, second)
     check_both_orders(*layer, plan, tiles, 2, "silu", at)
 
 
@@ -175,7 +172,7 @@ def test_tall_tiles_that_nobody_asked_for(tokens, device):
     made = []
     for tiles in ((64,), (192,)):
         plan = (ops.plan_slots(ids, None, tiles, 32), ids, None)
-        made.append(ops.expert_gemm_act(x, w, None, None, *plan, tiles, 2, "silu"))
+        made.append(ops.expert_matmul(x, w, None, None, *plan, tiles, 2, "silu"))
     real = local_experts(ids, None, 32).flatten() >= 0
     assert torch.equal(made[0][real], made[1][real])
 
@@ -213,18 +210,18 @@ def test_files_without_the_way_of_tiles_deal_them_out():
     assert found.gemm1.on_demand is False
 
 
-def test_a_file_of_tall_tiles(monkeypatch):
+def test_a_file_of_tall_tiles():
     """Where Hopper's kernel takes them; the kernel for all GPUs takes a third at a time."""
     tall = own(PACKED, 256, 3, 3, ON_DEMAND=True)
     content = read(record(_500=entry(192, tall, tall)))
     assert content.row_tiles == ((4, 192),)
-    monkeypatch.setattr(tuned, "TABLES", tuned.tables([content]))
+    tables = {"tables": tuned.tables([content])}
     gemm = Gemm(1000, 8, 64, 128, 2, 2, merged(ROW_TILES, content.row_tiles))
     default = gemm_tiles(gemm, H200)
-    choice = choose(gemm, "unquantized", 16, H200, default, hopper=True)
+    choice = choose(gemm, "unquantized", 16, H200, default, hopper=True, **tables)
     assert choice.hopper == HopperTiles(PACKED, 192, 256, 3, 3, True)
     assert choice.plain == default and default.block_m == 64
-    assert choose(gemm, "unquantized", 16, H200, default, hopper=False).tiles == default
+    assert choose(gemm, "unquantized", 16, H200, default, hopper=False, **tables).tiles == default
 
 
 def test_a_device_that_is_no_gpu_has_no_name():
@@ -242,7 +239,7 @@ def test_the_name_of_a_gpu(device):
 
 def test_explained(monkeypatch):
     """Rows of tiles by load, on Hopper and elsewhere: 12, 96, 192, 384 and 1536 rows wanted."""
-    monkeypatch.setattr(tuned, "TABLES", {})
+    monkeypatch.setattr(tuned, "TABLES", tuned.tables([]))
     config = FusedMoEConfig(128, 8, 2048, 768, 128, "silu", "cuda", RoutingMethodType.Renormalize)
     tokens = (128, 1024, 2048, 4096, 16384)
 

@@ -21,7 +21,7 @@ from moe_ops.dispatch.tiles import INVARIANT_ROW_TILES  # noqa: E402
 from moe_ops.kernels import expert_gemm, gemm_sum, scaled_gemm, weight_and_reduce
 from moe_ops.kernels._hopper import stream as hopper_stream
 from moe_ops.kernels._hopper import token as hopper_token
-from moe_ops.kernels._hopper import token_gemm
+from moe_ops.kernels._hopper import token_gemm, token_sizes
 from moe_ops.kernels._runtime import launch
 
 pytestmark = [pytest.mark.aot, pytest.mark.filterwarnings("ignore")]
@@ -65,7 +65,7 @@ def no_other_driver():
 def last(kernel):
     """What was launched before, with the same routing, is a kernel, or None."""
     let_in = kernel is hopper_token.hopper_token_kernel
-    return mock.patch.object(token_gemm, "_lets_in", lambda *given: let_in)
+    return mock.patch.object(token_gemm, "_routing_was_read", lambda *given: let_in)
 
 
 def names(kernels):
@@ -73,13 +73,13 @@ def names(kernels):
 
 
 def constants(kernel):
-    return next(c for c in kernel.src.constants.values() if isinstance(c, token_gemm.TokenGemm))
+    return next(c for c in kernel.src.constants.values() if isinstance(c, token_sizes.TokenSizes))
 
 
 def check(kernel):
     """One of each GEMM fits a processor, nothing waits for registers, and zeros are zeros.
 
-    Those of a piece without numbers: see `TokenGemm.PAIRED`.
+    Those of a piece without numbers: see `TokenSizes.PAIRED`.
     """
     used = aot.resources(kernel, 90)
     most = token_gemm.REGISTERS[kernel.metadata.name == SUM]
@@ -115,7 +115,7 @@ def test_first_gemm(shape, scheme, dtype):
 @pytest.mark.parametrize("scheme", ["fp8_channel", "fp8_block128"])
 @pytest.mark.parametrize("width", [96, 272])
 def test_pieces_without_numbers(width, scheme, top_k):
-    """The last of an odd number is there for the engine only; see `TokenGemm.PAIRED`."""
+    """The last of an odd number is there for the engine only; see `TokenSizes.PAIRED`."""
     shape = (10 * top_k, 144, width, top_k)
     (kernel,) = aot.compile_launch(90, lambda empty: Layer(empty, shape, scheme).sum())
     assert kernel.metadata.name == SUM

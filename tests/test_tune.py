@@ -78,7 +78,7 @@ def test_candidates_are_worth_a_compile(scheme, tokens):
 
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_the_default_is_what_runs_without_files(scheme, monkeypatch):
-    monkeypatch.setattr(tuned, "TABLES", {})
+    monkeypatch.setattr(tuned, "TABLES", tuned.tables([]))
     config = FusedMoEConfig(128, 8, 2048, 768, 128, "silu", "cuda", RoutingMethodType.Renormalize)
     # Up to 16 slots may have kernels of their own, which are not tuned.
     layer, counts = subject(scheme), (3, 8, 64, 512, 4096, 30000)

@@ -7,7 +7,7 @@ import pytest
 import torch
 from conftest import HAS_CUDA, INTERPRETED
 from test_cli import exit_code
-from test_tune import H200, SCHEMES, Clock, kernel_of, plain_trial, subject
+from test_tune import SCHEMES, Clock, kernel_of, plain_trial, subject
 
 from moe_ops import cli
 from moe_ops.dispatch.tuned_file import parse
@@ -139,7 +139,6 @@ def test_the_gemm_clock(scheme, made):
 @pytest.mark.skipif(not (HAS_CUDA or INTERPRETED), reason="no kernel runs")
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_trials_launch_their_tiles(scheme, made, monkeypatch):
-    from moe_ops.kernels import decoded_gemm, expert_gemm, scaled_gemm, weight_only_gemm
     from moe_ops.kernels._runtime.launch import Launch
 
     launch, seen = Launch.__call__, []
@@ -150,8 +149,6 @@ def test_trials_launch_their_tiles(scheme, made, monkeypatch):
         launch(self, *given)
 
     monkeypatch.setattr(Launch, "__call__", record_constants)
-    for module in (decoded_gemm, expert_gemm, scaled_gemm, weight_only_gemm):
-        monkeypatch.setattr(module, "device_facts", lambda device: H200, raising=False)
     clock = made(scheme)
     for start in (plain_trial(clock.subject, 5, which, 32) for which in (1, 2)):
         for trial in [start, *clock.subject.neighbours(start, "block_k")]:
@@ -167,21 +164,18 @@ def test_trials_launch_their_tiles(scheme, made, monkeypatch):
 @pytest.mark.parametrize("scheme", ["unquantized", "fp8_channel", "fp8_block128"])
 @pytest.mark.parametrize(("tokens", "row_tile"), [(5, 32), (400, 64), (400, 128)])
 def test_trials_launch_hoppers_kernels(scheme, tokens, row_tile, made, monkeypatch):
-    from moe_ops.kernels import expert_gemm, scaled_gemm
     from moe_ops.kernels._hopper import gemm as hopper_gemm
 
     if not HAS_CUDA or torch.cuda.get_device_capability()[0] != 9:
         pytest.skip("needs a Hopper GPU")
-    run, seen = hopper_gemm.run, []
+    run, seen = hopper_gemm.HopperGemm.__call__, []
 
-    def record_constants(*given):
-        c = given[-2]
-        seen.append((c.BLOCK_M, c.BLOCK_N, c.GROUP_M, c.STAGES, given[-1]))
-        run(*given)
+    def record_constants(self, *given):
+        c = self.constants
+        seen.append((c.BLOCK_M, c.BLOCK_N, c.GROUP_M, c.STAGES, self.packed))
+        run(self, *given)
 
-    monkeypatch.setattr(hopper_gemm, "run", record_constants)
-    for module in (expert_gemm, scaled_gemm):
-        monkeypatch.setattr(module, "device_facts", lambda device: H200)
+    monkeypatch.setattr(hopper_gemm.HopperGemm, "__call__", record_constants)
     clock, tried = made(scheme), 0
     for start in (t for which in (1, 2) for t in clock.subject.beginnings(tokens, which, row_tile)):
         assert clock(start) == 7.0  # and its result is right

@@ -52,7 +52,8 @@ def first(rows, row_tiles=ROW_TILES, itemsize=2):
 
 def chosen(gemm, device=H200, scheme="unquantized", hopper=False):
     default = gemm_tiles(gemm, device)
-    return choose(gemm, scheme, 8 * gemm.itemsize, device, default, hopper=hopper)
+    bits, tables = 8 * gemm.itemsize, tuned.TABLES
+    return choose(gemm, scheme, bits, device, default, hopper=hopper, tables=tables)
 
 
 @pytest.fixture

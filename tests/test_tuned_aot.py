@@ -43,7 +43,7 @@ LAUNCHERS = SimpleNamespace(
     **{
         name: getattr(import_module(f"moe_ops.kernels.{stage}"), name)
         for name, stage in ops.STAGES.items()
-        if stage in ("expert_gemm", "scaled_gemm", "weight_only_gemm", "decoded_gemm")
+        if stage in ("expert_gemm", "scaled_gemm", "weight_only_gemm")
     }
 )
 SHIPPED = [layer for layers in tuned.read_all().values() for layer in layers.values()]
@@ -122,7 +122,7 @@ def launch_trial(known, trial):
             gemms.gemm(a, weight, space, 1, scheme, torch.bfloat16)
         else:
             last = (scheme, torch.bfloat16, "silu")
-            gemms.activated_product(a, weight, space, known.top_k, *last)
+            gemms.gemm(a, weight, space, known.top_k, *last)
 
     return launch
 

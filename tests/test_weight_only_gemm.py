@@ -42,13 +42,12 @@ def check(problem, q, scheme, tiles, device, activation=None, scaled=False):
 
     plan = planned(on(ids), on(expert_map), tiles, local)
     head, tail = (x, *q, bias, weights), (tiles, k, scheme)
-    name = "weight_only_gemm"
     rows = exact_rows(x, dequantize_weight(q, scheme), bias, weights, ids, k, expert_map)
     if activation is not None:
-        name, tail = "weight_only_gemm_act", (*tail, activation)
+        tail = (*tail, activation)
         rows = rows.activated(formula(activation))
-    actual = getattr(ops, name)(*map(on, head), *plan, *tail)
-    expected = getattr(reference, name)(*head, *plans.on(plan, "cpu"), *tail)
+    actual = ops.weight_only_matmul(*map(on, head), *plan, *tail)
+    expected = reference.weight_only_matmul(*head, *plans.on(plan, "cpu"), *tail)
     mine = local_experts(ids, expert_map, local) >= 0
     rows = rows.rounded(x.dtype)
     assert_matches_reference(actual.cpu()[mine], rows[mine], expected[mine])
@@ -174,7 +173,7 @@ def test_every_code_is_exact(scheme, dtype, device):
     )
     plan = planned(ids, None, ROW_TILES, 1)
     stored = (t if t is None else t.to(device) for t in q)
-    rows = ops.weight_only_gemm(x, *stored, None, None, *plan, ROW_TILES, 1, scheme)
+    rows = ops.weight_only_matmul(x, *stored, None, None, *plan, ROW_TILES, 1, scheme)
     assert torch.equal(rows.cpu().float().t(), dequantize_weight(q, scheme)[0])
 
 
@@ -195,7 +194,7 @@ def test_whole_numbers_are_rounded_once(scheme, dtype, device):
     rows = exact_rows(x, dequantize_weight(q, scheme).double(), bias, weights, ids, 2).value
     plan = planned(ids.to(device), None, ROW_TILES, 3)
     given = (t if t is None else t.to(device) for t in (x, *q, bias, weights))
-    actual = ops.weight_only_gemm(*given, *plan, ROW_TILES, 2, scheme)
+    actual = ops.weight_only_matmul(*given, *plan, ROW_TILES, 2, scheme)
     assert torch.equal(actual.cpu(), rows.float().to(dtype))
 
 
@@ -206,14 +205,14 @@ def test_errors(device):
     q = quantize_weight(w, "int4_w4a16_g32")
     rest = (None, None, *plan, ROW_TILES, 1)
     with pytest.raises(ValueError, match="w_scale must be a Tensor"):
-        ops.weight_only_gemm(x, q.data, None, None, None, *rest, "int4_w4a16_g32")
+        ops.weight_only_matmul(x, q.data, None, None, None, *rest, "int4_w4a16_g32")
     with pytest.raises(ValueError, match="w_zero_point must be None"):
-        ops.weight_only_gemm(x, q.data, q.scale, q.data, None, *rest, "int4_w4a16_g32")
+        ops.weight_only_matmul(x, q.data, q.scale, q.data, None, *rest, "int4_w4a16_g32")
     with pytest.raises(ValueError, match="w_global_scale must be None"):
-        ops.weight_only_gemm(x, q.data, q.scale, None, q.scale, *rest, "int4_w4a16_g32")
+        ops.weight_only_matmul(x, q.data, q.scale, None, q.scale, *rest, "int4_w4a16_g32")
     with pytest.raises(ValueError, match="w_global_scale must be a Tensor"):
-        ops.weight_only_gemm(x, q.data, q.scale, None, None, *rest, "nvfp4_w4a16")
+        ops.weight_only_matmul(x, q.data, q.scale, None, None, *rest, "nvfp4_w4a16")
     with pytest.raises(ValueError, match="w_zero_point must be a Tensor"):
-        ops.weight_only_gemm(x, q.data, q.scale, None, None, *rest, "int4_w4a16_g32_zp")
+        ops.weight_only_matmul(x, q.data, q.scale, None, None, *rest, "int4_w4a16_g32_zp")
     with pytest.raises(ValueError, match="scheme must quantize weights only"):
-        ops.weight_only_gemm(x, *q, *rest, "fp8_channel")
+        ops.weight_only_matmul(x, *q, *rest, "fp8_channel")

@@ -1,4 +1,4 @@
-"""A tiny random model of every experts class that transformers dispatches, and a class of ours."""
+"""A tiny random model for every experts class that transformers dispatches; a class for tests."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ SIZES: dict[str, Any] = {
     "mamba_num_heads": 4, "mamba_head_dim": 16, "ssm_state_size": 8, "mamba_n_heads": 4,
     "mamba_d_head": 16, "mamba_n_groups": 1, "n_groups": 1,
 }  # fmt: skip
-"""Set where a configuration has the attribute."""
+"""Sizes that are set if a configuration has the attribute."""
 
 _SPARSE = {"mlp_layer_types": ["sparse"] * 2}
 _ROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}
@@ -65,15 +65,15 @@ CHANGES: dict[str, dict[str, Any]] = {
     "Qwen3OmniMoeTalkerTextExperts": {"shared_expert_intermediate_size": 16},
     "ZayaExperts": {"num_experts_per_tok": 1},
 }  # fmt: skip
-"""What one architecture needs besides."""
+"""Additional settings that an architecture needs."""
 
 NO_TOKEN_EMBEDDING = {"Qwen3OmniMoeTalkerTextExperts"}
-"""Models that are called with embeddings."""
+"""Models that take embeddings instead of token ids."""
 
 
 @functools.cache
 def decorated_classes() -> list[tuple[str, str]]:
-    """(module, class) of every experts class in the sources of the installed transformers."""
+    """``(module, class)`` of every experts class in the sources of the installed transformers."""
     found = []
     root = Path(transformers.__file__).parent
     for path in sorted(root.glob("models/*/modeling_*.py")):
@@ -92,12 +92,12 @@ def decorated_classes() -> list[tuple[str, str]]:
 def _has(config: Any, name: str) -> bool:
     try:
         return hasattr(config, name)
-    except Exception:  # Gemma 4: an attribute that differs from layer to layer
+    except Exception:  # Gemma 4: an attribute with a value per layer
         return True
 
 
 def _model_classes(module: Any) -> list[type[PreTrainedModel]]:
-    """Text models, those with a head first."""
+    """Text models, first the ones with a head."""
     models = [
         m
         for m in vars(module).values()
@@ -115,7 +115,7 @@ def _model_classes(module: Any) -> list[type[PreTrainedModel]]:
 def build(
     module_name: str, class_name: str, device: str = "cpu"
 ) -> tuple[PreTrainedModel, dict[str, Any]]:
-    """A float32 model that has the class in it, and arguments to call it with."""
+    """A float32 model that contains the class, and arguments for a call."""
     module = importlib.import_module(module_name)
     experts_class = getattr(module, class_name)
     for model_class in _model_classes(module):
@@ -143,7 +143,7 @@ def arguments(class_name: str, device: str) -> dict[str, Any]:
 
 @torch.no_grad()
 def fill(model: nn.Module) -> None:
-    """Parameters that were left as they were found; experts whose gates reach their limits."""
+    """Fill uninitialized parameters, and scale experts so that gates reach their limits."""
     g = torch.Generator().manual_seed(2)
     for parameter in model.parameters():
         if not parameter.isfinite().all():
@@ -171,7 +171,7 @@ class Config:
 
 @use_experts_implementation
 class Experts(nn.Module):
-    """An experts module with whatever gate is asked for."""
+    """An experts module with a configurable gate."""
 
     def __init__(self, config, **attributes):
         super().__init__()
@@ -188,7 +188,7 @@ class Experts(nn.Module):
 
 
 def with_gate(gate, **attributes):
-    """An experts module whose class has the gate."""
+    """An experts module whose class has the given gate function."""
     return type("Gated", (Experts,), {"_apply_gate": gate})(Config, **attributes)
 
 

@@ -45,10 +45,10 @@ class Layer:
         n = self.width * (2 if formula(activation).gated else 1)
         a, a_scale, w, w_scale, bias = self.operands(self.tokens, n, self.hidden, has_bias)
         if w_scale is None:
-            expert_gemm.expert_gemm_act(a, w, bias, None, *self.how, self.top_k, activation, True)
+            expert_gemm.expert_matmul(a, w, bias, None, *self.how, self.top_k, activation, True)
         else:
             rest = (*self.how, self.top_k, self.scheme.name, self.dtype, activation)
-            scaled_gemm.scaled_gemm_act(a, a_scale, w, w_scale, bias, *rest)
+            scaled_gemm.scaled_matmul(a, a_scale, w, w_scale, None, bias, *rest)
 
     def sum(self, has_bias=False, weighted=True):
         """GEMM 2, with the sum."""

@@ -1,5 +1,5 @@
-"""The sizes of models by name, and the benchmark of whole layers.
+"""Named model sizes, and the benchmark of whole layers.
 
-``python -m moe_ops bench | explain | tune`` need them wherever the package is installed, and so do
-the scripts in ``benchmarks/`` of the repository. The package itself imports none of them.
+Used by ``python -m moe_ops bench | explain | tune`` and by the scripts in ``benchmarks/`` of the
+repository. The rest of the package does not import these modules.
 """

@@ -1,4 +1,4 @@
-"""The command line and the printed table of every benchmark."""
+"""The command line and the printed table that all benchmarks share."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Value = TypeVar("Value")
 
 
 def device_name() -> str:
-    """What ``--device`` calls the device of this machine, such as ``sm_90``; or ``cpu``."""
+    """The name of this machine's device for ``--device``, such as ``sm_90``; or ``cpu``."""
     if not torch.cuda.is_available():
         return "cpu"
     major, minor = torch.cuda.get_device_capability()
@@ -26,7 +26,7 @@ def device_name() -> str:
 def parser(
     description: str, tokens: str, *, cpu_tokens: str = "1,8", prog: str | None = None
 ) -> argparse.ArgumentParser:
-    """The options that all benchmarks share; without a GPU the defaults are a tiny problem."""
+    """A parser with the options that all benchmarks share; defaults without a GPU are tiny."""
     cuda = torch.cuda.is_available()
     timed = ",".join(p.name for p in load_problems().values() if p.timed)
     result = argparse.ArgumentParser(prog=prog, description=description, allow_abbrev=False)
@@ -75,7 +75,7 @@ def parser(
 
 
 def one_or_more(read: Callable[[str], Value]) -> Callable[[str], list[Value]]:
-    """Reads a list with commas; an error says what was read and what is known."""
+    """A reader of comma-separated lists, whose errors name the value and the known values."""
 
     def read_all(text: str) -> list[Value]:
         try:
@@ -90,7 +90,7 @@ def one_or_more(read: Callable[[str], Value]) -> Callable[[str], list[Value]]:
 
 
 def one_of(what: str, known: dict[str, Value]) -> Callable[[str], Value]:
-    """Reads one of the names in ``known``."""
+    """A reader of one of the names in ``known``."""
 
     def read(text: str) -> Value:
         if text not in known:
@@ -110,7 +110,7 @@ def _count(text: str) -> int:
 
 
 def print_row(cells: dict[str, Any], widths: dict[str, int], *, head: bool = False) -> None:
-    """One aligned line, two with the ``head``."""
+    """Print one aligned line, with ``head`` the column names above it."""
     if head:
         print("  ".join(f"{name:>{width}}" for name, width in widths.items()))
     texts = {name: _text(cells.get(name)) for name in widths}

@@ -1,4 +1,4 @@
-"""How everything here is timed, bounded and recorded."""
+"""Timing, lower bounds and records, shared by all benchmarks."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ import moe_ops
 from moe_ops.pipeline.devices import MEASURED as HARDWARE
 
 CHECKOUT = Path(moe_ops.__file__).resolve().parent.parent
-"""The root of the repository, where the package is not installed apart from it."""
+"""The root of the repository, if the package is imported from a checkout."""
 KEY = ("scheme", "shape", "M", "impl", "routing")
 _FLUSH_BYTES = 512 * 10**6
 _WARM_UPS = 3
 _WARM_UP_S = 0.05
-"""Of replays before the timed ones: after a pause (weights are made, kernels compiled) those of the
-first 20 to 30 ms took up to a tenth longer on an H200."""
+"""Seconds of untimed replays before the timed ones. After a pause (while weights are made and
+kernels compiled) the replays of the first 20 to 30 ms took up to a tenth longer on an H200."""
 
 
 def default_device() -> torch.device:
@@ -46,7 +46,10 @@ def gpu_name() -> str:
 
 
 def floor_us(nbytes: int, flops: int = 0, math: str = "bf16") -> float | None:
-    """The time that reading ``nbytes`` or doing ``flops`` takes at best, whichever is longer."""
+    """Lower bound: the time to read ``nbytes`` or to do ``flops``, whichever is longer.
+
+    None if the GPU's rates are not known.
+    """
     hardware = HARDWARE.get(gpu_name())
     if hardware is None:
         return None
@@ -57,7 +60,7 @@ def floor_us(nbytes: int, flops: int = 0, math: str = "bf16") -> float | None:
 
 
 class Timing(NamedTuple):
-    """Times of one call in microseconds, and what the last timed call returned."""
+    """Times of one call in microseconds, and the output of the call."""
 
     time_us: float
     p10_us: float
@@ -67,15 +70,15 @@ class Timing(NamedTuple):
 
 
 def measure(call: Callable[[], Any], device: torch.device, budget_s: float = 1.0) -> Timing:
-    """Median, 10th and 90th percentile over 20 to 100 calls; nothing is subtracted.
+    """Median, 10th and 90th percentile over 20 to 100 calls; no overhead is subtracted.
 
-    On CUDA a call is one replay of a graph between two events, after `evict_cache`. On the CPU it
-    is one eager call by the wall clock.
+    On CUDA a call is one graph replay between two events, after `evict_cache`. On the CPU it is one
+    eager call, by the wall clock.
 
     Args:
         call: runs on static inputs; the first calls, which compile, are not timed.
-        device: where it runs.
-        budget_s: seconds that the timed calls should take, within the limits of their number.
+        device: the device that the call runs on.
+        budget_s: target duration of all timed calls in seconds, within the limits of their number.
     """
     time_calls, output = _on_cuda(call, device) if device.type == "cuda" else _on_cpu(call)
     estimate = statistics.median(time_calls(_WARM_UPS))
@@ -100,7 +103,7 @@ def _on_cuda(call: Callable[[], Any], device: torch.device) -> tuple[_Timer, Any
     with torch.cuda.graph(graph):
         output = call()
     if isinstance(output, Tensor) and output.is_floating_point():
-        output.fill_(torch.nan)  # what a replay does not write is seen in the error
+        output.fill_(torch.nan)  # elements that a replay does not write show up in the error
 
     def time_calls(count: int) -> list[float]:
         events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(count)]
@@ -119,9 +122,9 @@ def _on_cuda(call: Callable[[], Any], device: torch.device) -> tuple[_Timer, Any
 
 
 def evict_cache(device: torch.device) -> None:
-    """Read so much that nothing of use is left in the GPU's L2 cache; enqueued, not waited for.
+    """Enqueue a read that is large enough to evict the GPU's L2 cache.
 
-    (A large write would leave dirty lines, whose write-back lands in the timed region.)
+    (A large write would leave dirty lines, whose write-back would fall into the timed region.)
     """
     if device.type == "cuda":
         _flush_buffer(device).sum()
@@ -146,7 +149,7 @@ def _on_cpu(call: Callable[[], Any]) -> tuple[_Timer, Any]:
 
 
 def relative_error(actual: Tensor, reference: Tensor) -> float:
-    """``||actual - reference|| / ||reference||``; NaN where anything is not finite."""
+    """``||actual - reference|| / ||reference||``; NaN if ``actual`` is not finite."""
     difference = torch.linalg.vector_norm(actual.float() - reference)
     return (difference / torch.linalg.vector_norm(reference)).item()
 
@@ -173,10 +176,10 @@ class Row:
 
 
 def write_rows(path: Path, rows: Sequence[Any], key: Sequence[str] = KEY) -> None:
-    """Put ``rows`` (dataclasses) into the record at ``path``, in place of those of equal ``key``.
+    """Merge ``rows`` (dataclasses) into the record at ``path``, replacing rows of equal ``key``.
 
-    The header tells of the latest run; ``parts`` lists every run that added to the record, and each
-    row has the commit of its own.
+    The header describes the latest run. ``parts`` lists every run that added to the record, and
+    each row has the commit of its own run.
     """
     header = run_header()
     old = json.loads(path.read_text()) if path.exists() else {"rows": [], "parts": []}
@@ -184,7 +187,7 @@ def write_rows(path: Path, rows: Sequence[Any], key: Sequence[str] = KEY) -> Non
     merged = {tuple(row[name] for name in key): row for row in old["rows"]}
     for row in map(asdict, rows):
         merged[tuple(row[name] for name in key)] = {**row, "commit": header["commit"]}
-    # A run writes after every case: its own entry is replaced, not repeated.
+    # A run writes after every case, so its own entry in ``parts`` is replaced.
     parts = [p for p in old["parts"] if p["date"] != part["date"]] + [part]
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_suffix(".tmp")
@@ -195,7 +198,7 @@ def write_rows(path: Path, rows: Sequence[Any], key: Sequence[str] = KEY) -> Non
 
 @cache
 def run_header() -> dict[str, str]:
-    """Which GPU, driver, versions, commit, date and command this run is."""
+    """The GPU, driver, versions, commit, date and command of this run."""
     return {
         "gpu": gpu_name(),
         "driver": _output_of("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
@@ -208,7 +211,7 @@ def run_header() -> dict[str, str]:
 
 
 def _commit() -> str:
-    """What git says of a checkout; the version of an installed package, wherever it lies."""
+    """The git commit of a checkout, or the version of an installed package."""
     if not (CHECKOUT / ".git").exists():
         return f"moe_ops {moe_ops.__version__}"
     describe = ("git", "-C", str(CHECKOUT), "describe", "--always", "--dirty", "--exclude=*")
@@ -216,7 +219,7 @@ def _commit() -> str:
 
 
 def _command() -> str:
-    """The command as it is typed in the root of the checkout."""
+    """The command line as typed in the root of the checkout."""
     program = Path(sys.argv[0])
     if program.name == "__main__.py":
         typed = ["-m", program.parent.name]
@@ -242,7 +245,7 @@ def _version(distribution: str) -> str:
 
 
 def default_output() -> Path | None:
-    """The records of the repository, for runs on a GPU; None where the package is installed."""
+    """The repository's folder of records; None without a GPU or outside of a checkout."""
     folder = CHECKOUT / "benchmarks" / "results"
     return folder if torch.cuda.is_available() and folder.is_dir() else None
 

@@ -1,4 +1,4 @@
-"""Time the whole layer, from (hidden_states, topk_weights, topk_ids) to the output."""
+"""Benchmark of the whole layer, from (hidden_states, topk_weights, topk_ids) to the output."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ from moe_ops.scheme import Scheme
 
 SAMPLED_TOKENS = 64
 MAX_REL_ERR = {"bf16": 0.02, "fp8": 0.1}
-"""By the dtype of the products. A result further off is wrong, and its time is not recorded."""
+"""Largest relative error by dtype of the products; a case with a larger error is not recorded."""
 
 WIDTHS = {
     "scheme": 15, "shape": 16, "M": 6, "routing": 8, "impl": 22, "time_us": 9, "p10_us": 9,
@@ -59,14 +59,15 @@ def moe_ops_layer(experts: Experts, inputs: Inputs, *, batch_invariant: bool = F
 
 
 INVARIANT = "moe_ops-invariant"
-"""In batch-invariant mode: timed only where it is asked for by name."""
+"""This library in batch-invariant mode; timed only if ``--impls`` names it."""
 IMPLS: dict[str, Callable[[Experts, Inputs], Call]] = {
     "moe_ops": moe_ops_layer,
     INVARIANT: partial(moe_ops_layer, batch_invariant=True),
     **{name: make for name, (_, make) in PEERS.items()},
 }
 OURS = ("moe_ops", INVARIANT)
-"""They take every scheme (the second all but those with one scale of all tokens)."""
+"""This library's implementations, which run every scheme. (Batch-invariant mode does not run
+schemes with a scale shared by all tokens.)"""
 
 
 def math_of(scheme: Scheme) -> str:
@@ -75,7 +76,7 @@ def math_of(scheme: Scheme) -> str:
 
 
 def layer_floor_us(problem: Problem, experts: Experts, inputs: Inputs) -> float | None:
-    """Active weights, tokens and outputs moved once, or the products done at the peak rate."""
+    """Lower bound: active weights, tokens and outputs moved once, or products at the peak rate."""
     nbytes = inputs.num_active * experts.bytes_per_expert + 2 * inputs.x.nbytes
     slots = inputs.topk_ids.numel()
     flops = 2 * slots * 3 * problem.hidden_size * problem.intermediate_size
@@ -83,7 +84,7 @@ def layer_floor_us(problem: Problem, experts: Experts, inputs: Inputs) -> float 
 
 
 def config_of(impl: str, problem: Problem, experts: Experts, inputs: Inputs) -> dict[str, Any]:
-    """What the time depends on besides the row's key."""
+    """Facts besides the row's key that the time depends on: active experts and tiles."""
     config: dict[str, Any] = {"active_experts": inputs.num_active}
     if impl in OURS and inputs.x.is_cuda:
         layer = moe_ops.FusedMoEConfig(
@@ -105,7 +106,7 @@ def config_of(impl: str, problem: Problem, experts: Experts, inputs: Inputs) -> 
 
 @dataclass(frozen=True)
 class Case:
-    """One (scheme, shape, M, routing), for every implementation."""
+    """One (scheme, shape, M, routing), to be run with every implementation."""
 
     key: dict[str, Any]
     problem: Problem
@@ -114,10 +115,10 @@ class Case:
 
 
 def time_case(case: Case, impl: str) -> Row:
-    """The row of one implementation.
+    """Time one implementation.
 
     Raises:
-        ArithmeticError: what it computes is wrong.
+        ArithmeticError: its result is wrong.
     """
     experts, inputs = case.experts, case.inputs
     device = inputs.x.device
@@ -139,7 +140,7 @@ def time_case(case: Case, impl: str) -> Row:
 
 
 def profile_case(case: Case, impl: str) -> ProfileRow:
-    """The parts of one implementation's call."""
+    """Profile one implementation's call."""
     call = IMPLS[impl](case.experts, case.inputs)
     return profile_row({**case.key, "impl": impl}, call, case.inputs.x.device)
 
@@ -149,7 +150,7 @@ def _times(timing: Timing) -> dict[str, Any]:
 
 
 def print_times(rows: list[Row], *, head: bool) -> None:
-    """One line a row, with its ratios to the floor and to the best peer of this run."""
+    """Print a line per row, with its ratios to the lower bound and to the best peer of this run."""
     best_peer = min((row.time_us for row in rows if row.impl not in OURS), default=None)
     for number, row in enumerate(rows):
         ratios = {
@@ -160,13 +161,13 @@ def print_times(rows: list[Row], *, head: bool) -> None:
 
 
 def print_profiles(rows: list[ProfileRow], *, head: bool) -> None:
-    """One table a row."""
+    """Print a table per row."""
     for row in rows:
         print_profile(row)
 
 
 class Work(NamedTuple):
-    """What is done with every case: it is timed, or profiled."""
+    """What to do with every case (timing or profiling), and where to record it."""
 
     file: str
     run: Callable[[Case, str], Any]
@@ -178,7 +179,7 @@ PROFILE = Work("profile.json", profile_case, print_profiles)
 
 
 def options(arguments: Sequence[str] | None, prog: str | None) -> argparse.Namespace:
-    """The command line; exits with 2 and the known names where it names something unknown."""
+    """Parse the command line; for an unknown name exits with 2 and prints the known names."""
     command = parser(__doc__ or "", tokens="1,8,64,512,4096,16384", prog=prog)
     schemes = {"bf16": "bf16", **{name: name for name in moe_ops.SCHEMES}, "unquantized": "bf16"}
     impls = {impl: impl for impl in IMPLS}
@@ -210,7 +211,7 @@ def options(arguments: Sequence[str] | None, prog: str | None) -> argparse.Names
 
 @torch.no_grad()
 def run(args: argparse.Namespace, work: Work) -> tuple[list[Any], list[str]]:
-    """Every case asked for, within the time budget: the rows, and what failed."""
+    """Run every requested case within the time budget; returns the rows and the failed cases."""
     device, started = default_device(), time.monotonic()
     path = record_path(args.output, work.file)
     done: list[Any] = []
@@ -218,7 +219,7 @@ def run(args: argparse.Namespace, work: Work) -> tuple[list[Any], list[str]]:
     skipped = 0
     for scheme, problem in product(args.schemes, args.problems):
         impls = [impl for impl in args.impls if impl in OURS or scheme == "bf16"]
-        experts = case = None  # before the next weights are made
+        experts = case = None  # frees the weights before the next ones are made
         for routing, tokens in product(args.routing, args.tokens):
             if time.monotonic() - started > args.time_budget_s:
                 skipped += 1
@@ -231,7 +232,7 @@ def run(args: argparse.Namespace, work: Work) -> tuple[list[Any], list[str]]:
             for impl in impls:
                 try:
                     rows.append(work.run(case, impl))
-                except Exception:  # one failure must not cost the others their rows
+                except Exception:  # one failure must not lose the rows of other implementations
                     traceback.print_exc()
                     failed.append(" ".join(map(str, (impl, *key.values()))))
             work.show(rows, head=not done)
@@ -244,11 +245,11 @@ def run(args: argparse.Namespace, work: Work) -> tuple[list[Any], list[str]]:
 
 
 def main(arguments: Sequence[str] | None = None, prog: str | None = None) -> int:
-    """The exit status: 1 after a failure.
+    """Run the benchmark and return the exit status: 1 after a failure.
 
     Args:
-        arguments: those of the command line by default.
-        prog: how the command is called in its help.
+        arguments: command-line arguments; None: those of the process.
+        prog: name of the command in its help.
     """
     args = options(arguments, prog)
     with redirect_stdout(sys.stderr) if args.json else nullcontext():

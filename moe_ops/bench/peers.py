@@ -16,7 +16,7 @@ Call = Callable[[], Tensor]
 
 
 class _TransformersExperts(torch.nn.Module):
-    """What transformers' experts functions expect of a model's experts module."""
+    """The attributes of a model's experts module that transformers' experts functions use."""
 
     has_gate = True
     has_bias = False
@@ -40,7 +40,7 @@ class _TransformersExperts(torch.nn.Module):
 
 
 def _transformers_arguments(inputs: Inputs) -> tuple[Tensor, Tensor, Tensor]:
-    """As in a model: int64 ids, and weights in the dtype of the tokens."""
+    """Arguments as a model passes them: int64 ids, and weights in the dtype of the tokens."""
     return inputs.x, inputs.topk_ids.long(), inputs.topk_weights.to(inputs.x.dtype)
 
 
@@ -52,7 +52,7 @@ def hf_grouped_mm(experts: Experts, inputs: Inputs) -> Call:
 
 
 def hf_grouped_mm_compiled(experts: Experts, inputs: Inputs) -> Call:
-    """The same under torch.compile, compiled afresh for these very sizes, its best case."""
+    """`hf_grouped_mm` under torch.compile, compiled for these sizes: its best case."""
     warnings.filterwarnings("ignore", message="Dynamo detected a call to a `functools.lru_cache`")
     torch.compiler.reset()
     layer = torch.compile(_TransformersExperts(experts), dynamic=False)
@@ -61,7 +61,7 @@ def hf_grouped_mm_compiled(experts: Experts, inputs: Inputs) -> Call:
 
 
 def vllm_triton(experts: Experts, inputs: Inputs) -> Call:
-    """The Triton path of vLLM."""
+    """The Triton ``fused_experts`` of vLLM."""
     run = import_module("vllm.model_executor.layers.fused_moe.fused_moe").fused_experts
     arguments = (inputs.x, experts.w1, experts.w2, inputs.topk_weights, inputs.topk_ids)
     return lambda: run(*arguments)
@@ -72,7 +72,7 @@ PEERS: dict[str, tuple[str, Callable[[Experts, Inputs], Call]]] = {
     "hf-grouped_mm-compiled": ("transformers", hf_grouped_mm_compiled),
     "vllm-triton": ("vllm", vllm_triton),
 }
-"""Name -> the package that it needs, and what makes its call. All are for unquantized weights."""
+"""Name -> required package and factory of the timed call. All take unquantized weights."""
 
 
 def available() -> list[str]:

@@ -1,4 +1,4 @@
-"""The named problems: their sizes, and seeded inputs made on the device."""
+"""Named problems: their sizes, and seeded inputs on the device."""
 
 from __future__ import annotations
 
@@ -25,8 +25,9 @@ ACTIVE_EXPERTS = {
     "llama4-scout": {8: 8, 64: 16},
     "mixtral": {8: 8},
 }
-"""Experts hit by a uniform draw, by shape and number of tokens, where draws differ. The time of a
-small batch is that of the weights it reads, so two records compare only if they hit as many."""
+"""Number of active experts that uniform routing must have, by shape and number of tokens, where
+random draws differ. A small batch takes the time to read its active experts' weights, so records
+are comparable only with equal numbers of active experts."""
 
 _MAX_DRAWS = 2000
 _EXPERTS_AT_ONCE = 16
@@ -34,7 +35,7 @@ _EXPERTS_AT_ONCE = 16
 
 @dataclass(frozen=True)
 class Problem:
-    """The sizes of one model's MoE layer; every problem is timed as gated SiLU."""
+    """The sizes of one model's MoE layer; the activation is always gated SiLU."""
 
     name: str
     num_experts: int
@@ -59,7 +60,7 @@ def _shapes() -> dict[str, dict[str, Any]]:
 
 
 def known_names() -> dict[str, str]:
-    """The name of every problem, and the names of the models with these sizes -> the problem."""
+    """Names of problems, and names of models with these sizes -> name of the problem."""
     names = {name: name for name in load_problems()}
     for name, shape in _shapes().items():
         names.update(dict.fromkeys(shape["aliases"], name))
@@ -67,10 +68,10 @@ def known_names() -> dict[str, str]:
 
 
 def find_problem(name: str) -> Problem:
-    """The problem called ``name``, which may be a model's name, organization and capitals included.
+    """The problem called ``name``, or of the model ``name`` (any case, with or without its org).
 
     Raises:
-        ValueError: an unknown name; the message has the known ones.
+        ValueError: an unknown name; the message lists the known names.
     """
     known = known_names()
     plain = name.rpartition("/")[2].lower().replace("_", "-")
@@ -80,7 +81,7 @@ def find_problem(name: str) -> Problem:
 
 
 def unknown(what: str, name: str, known: Iterable[str], spelled: str | None = None) -> str:
-    """An error's text: the name that is closest in spelling, if any is close, and all names."""
+    """Error text for an unknown name: the closest known name, if any is close, and all names."""
     known = list(known)
     close = get_close_matches(name if spelled is None else spelled, known, n=1)
     meant = f" (did you mean {close[0]!r}?)" if close else ""
@@ -88,7 +89,7 @@ def unknown(what: str, name: str, known: Iterable[str], spelled: str | None = No
 
 
 class Inputs(NamedTuple):
-    """What one call of the layer gets besides the weights."""
+    """The arguments of one call of the layer besides the weights."""
 
     x: Tensor
     """``(T, H)`` bf16."""
@@ -104,7 +105,7 @@ class Inputs(NamedTuple):
 class Experts:
     """The weights of one layer, as `moe_ops.fused_experts` takes them.
 
-    ``stored`` holds them as `moe_ops.scheme.QTensor` where the scheme quantizes them.
+    If the scheme quantizes weights, ``stored`` holds them as a pair of `moe_ops.scheme.QTensor`.
     """
 
     scheme: schemes.Scheme
@@ -115,14 +116,14 @@ class Experts:
 
     @property
     def bytes_per_expert(self) -> int:
-        """Bytes that one active expert makes a layer read, scales included."""
+        """Bytes that a layer reads for one active expert, including scales."""
         if self.stored is None:
             return self.w1[0].nbytes + self.w2[0].nbytes
         tensors = [t for weight in self.stored for t in weight if t is not None]
         return sum(t.nbytes for t in tensors) // self.w1.shape[0]
 
     def dense(self, expert: int) -> tuple[Tensor, Tensor]:
-        """The (dequantized) float32 weights of one expert."""
+        """The weights of one expert in float32, dequantized if necessary."""
         if self.stored is None:
             return self.w1[expert].float(), self.w2[expert].float()
         parts = [
@@ -139,7 +140,7 @@ def make_experts(problem: Problem, scheme_name: str, device: torch.device) -> Ex
     Args:
         problem: the sizes.
         scheme_name: a name in `moe_ops.SCHEMES`, or ``bf16`` for unquantized bf16.
-        device: where they are made; a quantized scheme needs room for one weight in bf16 as well.
+        device: device of the weights; a quantized scheme also needs room for one weight in bf16.
 
     Raises:
         ValueError: an unknown scheme.
@@ -158,7 +159,7 @@ def make_experts(problem: Problem, scheme_name: str, device: torch.device) -> Ex
 def _random_weight(
     shape: tuple[int, int, int], generator: torch.Generator, scheme: schemes.Scheme
 ) -> Any:
-    """A bf16 tensor, or a `QTensor` of it, quantized a few experts at a time to bound memory."""
+    """A random bf16 tensor, or its `QTensor`, quantized a few experts at a time to bound memory."""
     w = torch.empty(shape, dtype=torch.bfloat16, device=generator.device)
     for expert in w:
         expert.normal_(0.0, shape[2] ** -0.5, generator=generator)
@@ -170,7 +171,7 @@ def _random_weight(
 
 
 def make_inputs(problem: Problem, tokens: int, routing: str, device: torch.device) -> Inputs:
-    """Tokens ~ N(0, 1), and their routing: the renormalized top-k of a softmax of random logits.
+    """Tokens ~ N(0, 1) with a routing: the renormalized top-k of a softmax of random logits.
 
     The routing is drawn on the CPU, so that it is the same on every device.
     """
@@ -191,7 +192,7 @@ def _draw_routing(problem: Problem, tokens: int, routing: str, seed: int) -> tup
     generator = torch.Generator().manual_seed(seed)
     logits = torch.randn((tokens, problem.num_experts), generator=generator)
     if routing == "zipf":
-        # The odds of the r-th favourite are 1/r of the first's; favourites are anywhere.
+        # The r-th most likely expert has 1/r of the odds of the first; their order is random.
         rank = torch.randperm(problem.num_experts, generator=generator) + 1
         logits -= rank.log()
     weights, ids = logits.softmax(-1).topk(problem.top_k, dim=-1)

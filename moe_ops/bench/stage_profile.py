@@ -1,7 +1,7 @@
-"""Where the time of one call goes: its kernels, by the stage and the operator that launch them.
+"""Profile of one call: its kernels by the stage and the operator that launch them.
 
-The stages get their names here, not in the library: while a call is profiled, every operator of
-`moe_ops.ops` is wrapped in a range of the profiler called ``stage/operator``.
+While a call is profiled, every operator of `moe_ops.ops` is wrapped in a profiler range called
+``stage/operator``. The library itself has no such ranges.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from moe_ops.bench.command import print_row
 from moe_ops.bench.harness import evict_cache
 
 LAYER = "moe_ops.benchmarks/layer"
-"""The range around a whole call."""
+"""Name of the profiler range around a whole call."""
 OTHER = "other"
-"""What a call does outside of this library's operators; all of it, for a peer."""
+"""Stage of work outside of this library's operators; for a peer that is all work."""
 WIDTHS = {"stage": 18, "operator": 26, "kernels": 8, "time_us": 9, "share": 7}
 
 _CALLS = 5
@@ -41,11 +41,11 @@ class StageTime:
     stage: str
     operator: str
     kernels: int
-    """Launched, copies and fills included; 0 on the CPU."""
+    """Number of launched kernels, copies and fills; 0 on the CPU."""
     time_us: float
-    """Of its kernels, one after the other; on the CPU by the wall clock."""
+    """Sum of its kernels' durations; on the CPU wall-clock time."""
     share: float
-    """Of the sum over all operators."""
+    """Fraction of the sum over all operators."""
 
 
 @dataclass(frozen=True)
@@ -61,13 +61,13 @@ class ProfileRow:
     """``gpu`` or ``cpu``."""
     kernels: int
     time_us: float
-    """The sum over its parts: the gaps between kernels are not in it."""
+    """Sum over the parts, without the gaps between kernels."""
     stages: list[StageTime]
 
 
 @contextmanager
 def named_stages() -> Iterator[None]:
-    """While it is open, every operator of `moe_ops.ops` runs in a range ``stage/operator``."""
+    """Run every operator of `moe_ops.ops` in a profiler range ``stage/operator``."""
     overloads = {
         name: value
         for name, value in vars(ops).items()
@@ -98,10 +98,10 @@ def profile_call(call: Callable[[], Any], device: torch.device) -> list[StageTim
 
     Args:
         call: runs on static inputs; it is called a few times first, which compiles.
-        device: where it runs.
+        device: the device that the call runs on.
 
     Raises:
-        RuntimeError: the profiler saw none of the GPU's work.
+        RuntimeError: the profiler recorded no GPU work.
     """
     on_gpu = device.type == "cuda"
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
@@ -122,7 +122,7 @@ def profile_call(call: Callable[[], Any], device: torch.device) -> list[StageTim
 
 
 class _Range(NamedTuple):
-    """A range of the profiler, by the CPU's clock."""
+    """A profiler range, in CPU time."""
 
     name: str
     start: float
@@ -130,10 +130,10 @@ class _Range(NamedTuple):
 
 
 def parts_of(trace: dict[str, Any], *, on_gpu: bool) -> list[StageTime]:
-    """The parts of the median call in a Chrome trace: kernels by the range they are launched in.
+    """The parts of a call in a Chrome trace, medians over calls: kernels by their launching range.
 
     Raises:
-        RuntimeError: there is no call, or none of the GPU's work in the trace.
+        RuntimeError: the trace has no call, or no GPU work.
     """
     events = [event for event in trace["traceEvents"] if event.get("ph") == "X"]
     ranges = [
@@ -157,16 +157,16 @@ def parts_of(trace: dict[str, Any], *, on_gpu: bool) -> list[StageTime]:
             durations.setdefault(OTHER, [[] for _ in calls])[number] = [rest]
     if not durations:
         raise RuntimeError(
-            "the profiler saw no work of the GPU: it needs CUPTI and the right to it"
+            "the profiler recorded no GPU work: it needs CUPTI and the permission to use it"
         )
     return _medians(durations, on_gpu=on_gpu)
 
 
 def _launched(events: list[dict[str, Any]]) -> list[tuple[float, float]]:
-    """When each of the GPU's pieces of work was launched, by the CPU's clock, and how long it took.
+    """The launch time (CPU clock) and the duration of each kernel, copy and fill on the GPU.
 
     Raises:
-        RuntimeError: a piece of work without its launch.
+        RuntimeError: the trace lacks the launch of some GPU work.
     """
     launches, callers = {}, {}
     for event in events:
@@ -182,7 +182,7 @@ def _launched(events: list[dict[str, Any]]) -> list[tuple[float, float]]:
             caller = callers.get(arguments.get("External id"))
             launch = launches.get(arguments.get("correlation"), caller)
             if launch is None:
-                raise RuntimeError(f"the profiler saw no launch of {event['name']}")
+                raise RuntimeError(f"the profiler recorded no launch of {event['name']}")
             work.append((launch, event["dur"]))
     return sorted(work)
 
@@ -207,7 +207,7 @@ def profile_row(key: dict[str, Any], call: Callable[[], Any], device: torch.devi
 
 
 def print_profile(row: ProfileRow) -> None:
-    """A table of the parts, and their sum."""
+    """Print a table of the parts and their sum."""
     print(f"\n{row.impl}, {row.shape}, {row.scheme}, {row.routing} routing, {row.M} tokens")
     for number, part in enumerate(row.stages):
         kernels = part.kernels if row.clock == "gpu" else None

@@ -91,8 +91,11 @@ def _plan(
     if problem.summed:
         return _token(problem, choice, device) or _apart(problem, device, tables)
     if config is not None:
-        own = isinstance(config, HopperTiles)
-        choice = Choice(choice.plain if own else config, "given", config if own else None)
+        choice = (
+            Choice(choice.plain, "given", config)
+            if isinstance(config, HopperTiles)
+            else Choice(config, "given")
+        )
     for rule in RULES if config is None else (_hopper, _portable):
         plan = rule(problem, choice, device)
         if plan is not None and config in (None, plan.config):
@@ -127,7 +130,7 @@ def _token(problem: GemmProblem, choice: Choice, device: Device) -> GemmPlan | N
 
 def _few_slots(problem: GemmProblem, choice: Choice, device: Device) -> GemmPlan | None:
     """One slot per tile; every program quantizes the slot's row."""
-    if problem.rows != EACH or problem.num_tokens is None:
+    if problem.rows != EACH or problem.num_tokens is None or problem.quant is None:
         return None
     tiles = scaled_slot_tiles(problem.sizes, problem.quant)
     return None if tiles is None else GemmPlan(SLOT, tiles, True, 0, (), DEFAULT)

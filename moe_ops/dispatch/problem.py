@@ -136,7 +136,7 @@ def scaled_problem(
     known = get_scheme(scheme)
     if known.decoded:
         return stored_problem(a, w, tiles, row_tiles, top_k, scheme, activation)
-    quant, weight_quant = known.activation, known.weight
+    quant, weight_quant = known.quants
     given = None if a_scale is None else a_scale.numel()
     rows = STORED
     if a.dtype != quant.dtype:
@@ -144,7 +144,7 @@ def scaled_problem(
         rows = EACH if alone else ALL
     floats = quant.scale_dtype == w_scale.dtype == torch.float32
     if rows == STORED:
-        floats &= a_scale.dtype == torch.float32
+        floats &= a_scale is not None and a_scale.dtype == torch.float32
     return GemmProblem(
         sizes_of(a.shape[0] * top_k, w.shape, a.itemsize, row_tiles, activation),
         scheme,

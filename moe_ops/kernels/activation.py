@@ -1,4 +1,4 @@
-"""Triton kernel of the activations, and the formulas that GEMM epilogues share."""
+"""Triton kernel of the activations, and the formulas that GEMM epilogues use as well."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from moe_ops.kernels._runtime.slots import next_power_of_2
 
 
 def constants(rule: Formula) -> dict:
-    """The constexpr arguments of a kernel that ends in an activation."""
+    """The constexpr arguments of a kernel that applies an activation."""
     return {
         "FUNCTION": rule.function,
         "LIMIT": rule.limit,
@@ -29,7 +29,7 @@ def constants(rule: Formula) -> dict:
 
 @triton.jit
 def tanh(x):
-    """Tanh without libdevice (which the interpreter lacks): a series where exp would cancel."""
+    """Tanh without libdevice (which the interpreter lacks); a series where ``1 - e`` cancels."""
     e = tl.exp(-2.0 * tl.abs(x))
     large = (1.0 - e) / (1.0 + e)
     large = tl.where(x < 0, -large, large)
@@ -40,7 +40,7 @@ def tanh(x):
 
 @triton.jit
 def gate(g, FUNCTION: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.constexpr, BETA: tl.constexpr):
-    """The factor that the gate contributes, in float32."""
+    """The activation function of the gate, in float32."""
     if FUNCTION == "swiglu":
         if LIMIT is not None:
             g = tl.where(g > LIMIT, LIMIT, g)
@@ -66,7 +66,7 @@ def gate_up(
     g, u, FUNCTION: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.constexpr, BETA: tl.constexpr,
     LINEAR_BETA: tl.constexpr,
 ):  # fmt: skip
-    """The whole formula, in float32. Comparisons, not min/max: a NaN stays a NaN."""
+    """The gated activation in float32. Clamps by comparison, not min/max, so that NaN stays NaN."""
     if LIMIT is not None:
         u = tl.where(u > LIMIT, LIMIT, tl.where(u < -LIMIT, -LIMIT, u))
     if FUNCTION == "swiglu":
@@ -117,7 +117,7 @@ def _activation_kernel(
 
 @lru_cache(maxsize=1024)
 def _launch(activation: str, width: int) -> tuple[Launch, int]:
-    """The kernel, and the programs along a row."""
+    """The kernel, and programs along a row."""
     rule, block = formula(activation), min(1024, next_power_of_2(width))
     kernel = Launch(
         _activation_kernel,

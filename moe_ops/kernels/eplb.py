@@ -16,7 +16,7 @@ from moe_ops.kernels._runtime.launch import Launch
 from moe_ops.kernels._runtime.slots import dense
 
 BLOCK = 256
-"""Slots of a program. No slot waits for another, so many small programs finish first."""
+"""Slots per program. Slots are independent, so many small programs finish soonest."""
 
 
 @triton.jit(do_not_specialize=["num_slots", "seed"])
@@ -30,7 +30,7 @@ def _eplb_map_kernel(
     slot = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     token = slot // TOP_K
     ids = tl.load(topk_ids + slot, mask=slot < num_slots, other=-1)
-    # Compared in their own width before they are narrowed: 2**32 is not expert 0.
+    # Ids are compared in their own width before they are narrowed: 2**32 is not expert 0.
     valid = (ids >= 0) & (ids < num_experts)
     expert = tl.where(valid, ids, 0).to(tl.int32)
     count = tl.load(replica_count + expert, mask=valid, other=1)
@@ -43,7 +43,7 @@ def _eplb_map_kernel(
     entry = logical_to_physical + expert * max_replicas + replica
     physical = tl.load(entry, mask=valid, other=-1)
     shown = physical
-    if physical.dtype == tl.int64 and out.dtype.element_ty == tl.int32:  # as `tensors.narrowed`
+    if physical.dtype == tl.int64 and out.dtype.element_ty == tl.int32:  # like `tensors.narrowed`
         shown = tl.minimum(tl.maximum(physical, -(2**31)), 2**31 - 1)
     tl.store(out + slot, shown.to(out.dtype.element_ty), mask=slot < num_slots)
 

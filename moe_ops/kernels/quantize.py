@@ -1,7 +1,7 @@
-"""Quantization: scales from the data of a group, a row, or all rows; or given.
+"""Launchers of quantization, with given scales or with scales from the data.
 
-A scale of a group or a row needs one pass: the row stays in registers. One scale for all rows needs
-two launches: partial maxima first, which every program of the second one reduces in the same way.
+Scales of groups or rows need one launch, in which the row stays in registers. One scale for all
+rows needs two: the first finds partial maxima, and every program of the second reduces them.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from moe_ops.kernels._runtime.slots import dense, next_power_of_2, parts_of
 from moe_ops.scheme import WHOLE, Quant, parse_quant, rounding
 
 TILE, EACH = 2048, 16
-"""Numbers of a program, if a group has not more, and of a thread: two loads of 16 bytes."""
+"""Numbers per program, unless a group has more, and per thread: two 16-byte loads."""
 PARTIALS, FEWEST_PARTIALS = 512, 8
-"""Programs that look for the largest magnitude: of all experts together, and at least of each."""
+"""Programs that find the largest magnitude: for all experts together, and at least per expert."""
 
 
 @lru_cache(maxsize=1024)
 def _quantize_launch(source: tuple, quant: str, width: int) -> tuple[Launch, Split]:
-    """The kernel, and what its programs do."""
+    """The kernel, and how its programs split rows."""
     rule = parse_quant(quant)
     cols, parts = rule.group.cols, 1
     if cols == WHOLE:
         cols, parts = parts_of(width)
-    # Of a part among several a thread takes half as much: one load.
+    # With several parts a thread takes half as much of each: one load.
     count = max(1, TILE // cols // min(parts, 2))
     split = Split(cdiv(width, cols * parts), count, cols, parts)
     threads = count * cols * min(parts, 2) // EACH
@@ -59,9 +59,10 @@ def _amax_launch(source: tuple, width: int) -> Launch:
 def _scaled_launch(
     source: tuple, quant: str, width: int, partials: int | None
 ) -> tuple[Launch, Split]:
-    """The kernel, and what its programs do; ``partials``: as many as an expert may have."""
+    """The kernel, and how its programs split rows; ``partials``: the most partials per expert."""
     cols = min(256, next_power_of_2(width))
-    split = Split(cdiv(width, cols), 2 * TILE // cols, cols)  # for many partial maxima
+    # Twice TILE, because every program reduces all partial maxima.
+    split = Split(cdiv(width, cols), 2 * TILE // cols, cols)
     kernel = Launch(
         scaled_kernel,
         **row_constants(*source),
@@ -75,7 +76,7 @@ def _scaled_launch(
 
 
 def warps(block: int) -> int:
-    """Eight elements a thread, more where a row is long."""
+    """Number of warps for a block: eight elements per thread, more if the block is long."""
     return max(1, min(16, block // 256))
 
 
@@ -99,13 +100,13 @@ def quantize_rows(rows: Rows, scale: Tensor | None, quant: str, out: tuple[Tenso
 
 
 def unpacked(q: Tensor, quant: str) -> tuple[int, ...]:
-    """The shape of the numbers that are stored in ``q``."""
+    """The shape of ``q`` in numbers: 4-bit elements are stored two to a byte."""
     *rows, width = q.shape
     return (*rows, 2 * width) if quant and parse_quant(quant).element.packed else (*rows, width)
 
 
 def _scale_nothing(scale: Tensor | None, quant: Quant, out: Tensor) -> None:
-    """The one scale (of each expert) where there are no rows."""
+    """Write the scale of the tensor (or of each expert) if there are no rows."""
     if scale is None:
         out.copy_(rounding.scale_of(torch.zeros_like(out), quant))
     else:
@@ -113,7 +114,7 @@ def _scale_nothing(scale: Tensor | None, quant: Quant, out: Tensor) -> None:
 
 
 def _given(rows: Rows, scale: Tensor) -> tuple[tuple[Any, ...], None]:
-    """Scales that came in, and where an expert's and a row's are."""
+    """The given scales with the strides from expert to expert and from row to row."""
     experts, count, _ = rows.shape
     if scale.numel() == 1:
         strides = (0, 0)
@@ -123,7 +124,7 @@ def _given(rows: Rows, scale: Tensor) -> tuple[tuple[Any, ...], None]:
 
 
 def _partial_maxima(rows: Rows) -> tuple[tuple[Any, ...], int]:
-    """Bits of the largest magnitudes that each program found, and how many it may be."""
+    """Launch the search for partial maxima: the bits found, and the most partials per expert."""
     experts, count, width = rows.shape
     most = max(FEWEST_PARTIALS, PARTIALS // next_power_of_2(experts))
     programs = min(most, count)
@@ -141,7 +142,7 @@ def moe_quantize(
     num_local_experts: int,
     quant: str,
 ) -> tuple[Tensor, Tensor]:
-    """One launch; two where all rows share a scale that comes from the data."""
+    """Quantize rows: one launch, or two if all rows share a scale from the data."""
     out = empty_rows(x, scale, topk_weights, topk_ids, expert_map, num_local_experts, quant)
     rows = Rows(
         x,
@@ -165,7 +166,7 @@ def activation_quantize(
     activation: str,
     quant: str,
 ) -> tuple[Tensor, Tensor]:
-    """One launch; two where all rows share a scale that comes from the data."""
+    """Apply the activation and quantize: one launch, or two if all rows share a scale from data."""
     out = empty_activated(x, scale, topk_ids, expert_map, num_local_experts, activation, quant)
     rows = Rows(
         x,

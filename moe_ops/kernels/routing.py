@@ -1,4 +1,4 @@
-"""Triton kernels of the routing stage: one program routes one token (or, in top-k, a few)."""
+"""Triton kernels of the routing stage: one program routes one token, or with top-k a few."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from moe_ops.kernels._runtime.launch import Launch
 from moe_ops.kernels._runtime.slots import dense, next_power_of_2
 
 REGISTERS = 64
-"""Of a thread, where there are many tokens: an SM has room for 32 programs of one warp."""
+"""Registers per thread with many tokens, so that 32 one-warp programs fit on an SM."""
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
@@ -53,7 +53,7 @@ def _hash_topk_kernel(
     SCALE: tl.constexpr, TOPK: tl.constexpr, RENORMALIZE: tl.constexpr, SCORING: tl.constexpr,
     EXPERTS: tl.constexpr, SLOTS: tl.constexpr,
 ):  # fmt: skip
-    """The table chooses; only a softmax needs the logits of experts that are not chosen."""
+    """Experts come from the table; only softmax reads the logits of experts not chosen."""
     take_turn()
     token = tl.program_id(0).to(tl.int64)
     row = gating_output + token * stride_row
@@ -79,7 +79,11 @@ def _sparsemixer_kernel(
     gating_output, topk_weights, topk_ids, stride_row, NUM_EXPERTS, THRESHOLD: tl.constexpr,
     EXPERTS: tl.constexpr,
 ):  # fmt: skip
-    """Twice the largest logit, weighed by a softmax of it and the close ones below it."""
+    """Choose two experts, one after the other.
+
+    Each has the largest logit left, and its weight is a softmax over the logits left that are close
+    to it.
+    """
     take_turn()
     token = tl.program_id(0).to(tl.int64)
     expert = tl.arange(0, EXPERTS)
@@ -105,7 +109,7 @@ def _sparsemixer_kernel(
 
 
 def _block(count: int) -> int:
-    """Lanes for ``count`` entries; a reduction wants two at least, also of pairs."""
+    """``count`` padded to a power of two, at least 4: reductions, also over pairs, need two."""
     return next_power_of_2(max(count, 4))
 
 
@@ -114,7 +118,7 @@ def _num_warps(lanes: int) -> int:
 
 
 def _meaning(topk: int, renormalize: bool, scoring_func: str, scale: float) -> dict[str, Any]:
-    """Constants that every top-k has."""
+    """The constexpr arguments that all top-k kernels share."""
     return {
         "SCALE": scale,
         "TOPK": topk,
@@ -131,7 +135,7 @@ def by_rows(gating_output: Tensor) -> Tensor:
 def topk_constants(
     tokens: int, num_experts: int, topk: int, renormalize: bool, scoring_func: str, scale: float
 ) -> dict[str, Any]:
-    """The constants of `route_tokens`."""
+    """The constexpr arguments of `route_tokens`."""
     meaning = _meaning(topk, renormalize, scoring_func, scale)
     experts = {"NUM_EXPERTS": num_experts, "EXPERTS": _block(num_experts)}
     return {**meaning, **experts, "TOKENS": tokens}
@@ -139,10 +143,10 @@ def topk_constants(
 
 @lru_cache(maxsize=1024)
 def _topk_launch(many: bool, num_experts: int, *how: Any) -> tuple[int, Launch]:
-    """The tokens of a program, and the kernel.
+    """Tokens per program, and the kernel.
 
-    Of many tokens so many that a thread has up to 16 experts and 4 slots; only the slow way, seldom
-    taken, needs more registers.
+    With many tokens a program takes as many as give a thread up to 16 experts and 4 slots. Only the
+    exact path, which is rarely taken, needs more registers.
     """
     each = max(1, min(512 // _block(num_experts), 128 // _block(how[0]))) if many else 1
     limit = {"maxnreg": REGISTERS} if many and num_experts <= 512 else {}
@@ -158,7 +162,7 @@ def fused_topk(
     scoring_func: str,
     routed_scaling_factor: float,
 ) -> tuple[Tensor, Tensor]:
-    """Launch one program a token, or a few tokens where there are many."""
+    """Launch one program per token, or one per few tokens if there are many."""
     bias, how = e_score_correction_bias, (topk, renormalize, scoring_func, routed_scaling_factor)
     result = empty_topk(gating_output, bias, *how)
     tokens, num_experts = gating_output.shape
@@ -175,14 +179,15 @@ def _grouped_launch(
     many: bool, num_experts: int, topk: int, renormalize: bool, scoring_func: str, scale: float,
     num_groups: int, topk_group: int, has_bias: bool,
 ) -> tuple[int, Launch]:  # fmt: skip
-    """The tokens of a program, and the kernel; see `_topk_launch`. Softmax routes one."""
+    """Tokens per program (one with softmax), and the kernel; see `_topk_launch`."""
     size, groups = num_experts // num_groups, _block(num_groups)
     width = max(_block(size), 128 // groups)
     lanes = groups * width
     many = many and lanes <= 512 and scoring_func != "softmax"
     meaning = _meaning(topk, renormalize, scoring_func, scale)
     each = max(1, min(512 // lanes, 128 // meaning["SLOTS"])) if many else 1
-    masked = scoring_func == "softmax" and 512 >= lanes > max(num_experts, 255)  # in registers, too
+    # With padding, softmax also keeps masks in registers, which takes two warps.
+    masked = scoring_func == "softmax" and 512 >= lanes > max(num_experts, 255)
     constants = dict(
         **meaning,
         NUM_GROUPS=num_groups,
@@ -209,7 +214,7 @@ def grouped_topk(
     num_expert_group: int,
     topk_group: int,
 ) -> tuple[Tensor, Tensor]:
-    """Launch as `fused_topk` does, which it is where all groups are the best."""
+    """Launch as `fused_topk` does; call `fused_topk` if every group is chosen."""
     bias, how = e_score_correction_bias, (topk, renormalize, scoring_func, routed_scaling_factor)
     if topk_group == num_expert_group:
         check_groups(gating_output.shape[-1], topk, num_expert_group, topk_group)
@@ -246,7 +251,7 @@ def hash_topk(
     scoring_func: str,
     routed_scaling_factor: float,
 ) -> tuple[Tensor, Tensor]:
-    """Launch one program a token."""
+    """Launch one program per token."""
     how = (renormalize, scoring_func, routed_scaling_factor)
     result = empty_hashed(gating_output, input_ids, table, *how)
     tokens, num_experts = gating_output.shape
@@ -271,7 +276,7 @@ def _sparsemixer_launch(num_experts: int, jitter_eps: float) -> Launch:
 
 
 def sparsemixer(gating_output: Tensor, jitter_eps: float) -> tuple[Tensor, Tensor]:
-    """Launch one program a token."""
+    """Launch one program per token."""
     result = empty_pair(gating_output, jitter_eps)
     tokens, num_experts = gating_output.shape
     if tokens:

@@ -1,4 +1,4 @@
-"""Triton kernels of what is done to a routing after the choice."""
+"""Triton kernels that adjust a routing after top-k."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def _zero_experts_kernel(
     hidden_states, topk_weights, topk_ids, out_weights, out_ids, out, stride_hidden, NUM_EXPERTS,
     SIZE, SKIPPED_ID: tl.constexpr, TOP_K: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One program writes a piece of one token's row; the first piece also the token's slots."""
+    """One program writes a piece of one token's row; piece 0 also writes the token's slots."""
     take_turn()
     token = tl.program_id(0).to(tl.int64)
     piece = tl.program_id(1)
@@ -113,7 +113,7 @@ def _zero_experts_kernel(
 
 @lru_cache(maxsize=1024)
 def _zero_launch(top_k: int, size: int, skipped_id: int) -> tuple[Launch, int]:
-    """The kernel, and the programs along a row."""
+    """The kernel, and programs along a row."""
     block = min(1024, next_power_of_2(max(size, 1)))
     launch = Launch(_zero_experts_kernel, SKIPPED_ID=skipped_id, TOP_K=top_k, BLOCK=block)
     return launch, max(cdiv(size, block), 1)

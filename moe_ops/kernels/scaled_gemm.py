@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from moe_ops.dispatch.hopper import KernelTiles
 from moe_ops.dispatch.problem import scaled_problem
 from moe_ops.fake_impls.scaled_gemm import scaled_matmul as empty_rows
 from moe_ops.kernels._gemm.operands import GemmOperands
@@ -28,10 +29,12 @@ def scaled_matmul(
     scheme: str,
     out_dtype: torch.dtype,
     activation: str = "",
+    *,
+    config: KernelTiles | None = None,
 ) -> Tensor:
     """Run the kernel that `plan_gemm` chooses, on rows that it, or the operator, quantizes."""
     tiles, scales = (plan, topk_ids, expert_map), (w_scale, None, w_global_scale)
     rest = (row_tiles, top_k, scheme, out_dtype, activation)
     out = empty_rows(a, a_scale, w, w_scale, w_global_scale, bias, *tiles, *rest)
     problem = scaled_problem(a, a_scale, w, w_scale, tiles, row_tiles, top_k, scheme, activation)
-    return run_gemm(out, GemmOperands(a, w, tiles, bias, None, a_scale, *scales), problem)
+    return run_gemm(out, GemmOperands(a, w, tiles, bias, None, a_scale, *scales), problem, config)

@@ -21,7 +21,7 @@ def _mul_sum_kernel(
     inputs, topk_weights, topk_ids, expert_map, num_valid_tokens, out, num_experts,
     num_local_experts, WIDTH, stride_out, TOP_K: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One program sums a piece of one token's rows; skipped rows are not read."""
+    """One program sums one piece (BLOCK columns) of a token's rows; skipped rows are not read."""
     take_turn()
     token = tl.program_id(0).to(tl.int64)
     col = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -47,7 +47,7 @@ def _mul_sum_kernel(
 
 @lru_cache(maxsize=1024)
 def _launch(k: int, width: int) -> tuple[Launch, int]:
-    """The kernel, and the programs along a row."""
+    """The kernel, and programs along a row."""
     block = min(1024, next_power_of_2(width))
     return Launch(_mul_sum_kernel, TOP_K=k, BLOCK=block), cdiv(width, block)
 
@@ -92,7 +92,7 @@ def moe_fused_mul_sum(
     num_valid_tokens: Tensor | None,
     num_local_experts: int,
 ) -> Tensor:
-    """The same into a fresh tensor."""
+    """`moe_fused_mul_sum_out` into a new tensor."""
     arguments = (inputs, topk_weights, topk_ids, expert_map, num_valid_tokens, num_local_experts)
     out = empty_output(*arguments)
     moe_fused_mul_sum_out(*arguments, out=out)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+from moe_ops.dispatch.hopper import KernelTiles
 from moe_ops.dispatch.problem import stored_problem
 from moe_ops.fake_impls.weight_only_gemm import weight_only_matmul as empty_rows
 from moe_ops.kernels._gemm.operands import GemmOperands
@@ -27,10 +28,14 @@ def weight_only_matmul(
     top_k: int,
     scheme: str,
     activation: str = "",
+    *,
+    config: KernelTiles | None = None,
 ) -> Tensor:
-    """Run the kernel that `plan_gemm` chooses."""
+    """Run the kernel that `plan_gemm` chooses, or that of a given ``config``."""
     tiles, scales = (plan, topk_ids, expert_map), (w_scale, w_zero_point, w_global_scale)
     rest = (row_tiles, top_k, scheme, activation)
     out = empty_rows(a, w, *scales, bias, topk_weights, *tiles, *rest)
     problem = stored_problem(a, w, tiles, row_tiles, top_k, scheme, activation)
-    return run_gemm(out, GemmOperands(a, w, tiles, bias, topk_weights, None, *scales), problem)
+    return run_gemm(
+        out, GemmOperands(a, w, tiles, bias, topk_weights, None, *scales), problem, config
+    )

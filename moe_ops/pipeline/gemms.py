@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -132,18 +134,35 @@ def gemm(
     Rounded to ``dtype`` once. ``topk_weights`` (of rows that are not quantized only) multiply the
     product in float32; ``activation`` is the key of f.
     """
+    operator, arguments = gemm_call(
+        rows, weight, space, top_k, scheme, dtype, activation, topk_weights
+    )
+    return operator(*arguments)
+
+
+def gemm_call(
+    rows: Rows,
+    weight: ExpertWeight,
+    space: SlotRows | BatchedRows,
+    top_k: int,
+    scheme: Scheme,
+    dtype: torch.dtype,
+    activation: str = "",
+    topk_weights: Tensor | None = None,
+) -> tuple[Any, tuple[Any, ...]]:
+    """The operator that is `gemm`, and its arguments."""
     where = (*space.tiles, space.row_tiles, top_k)
     if scheme.weight is None:
-        return ops.expert_matmul(
+        return ops.expert_matmul, (
             rows.data, weight.data, weight.bias, topk_weights, *where,
             activation, space.expert_order,
         )  # fmt: skip
     if scheme.activation is None:
-        return ops.weight_only_matmul(
+        return ops.weight_only_matmul, (
             rows.data, weight.data, weight.scale, weight.zero_point, weight.global_scale,
             weight.bias, topk_weights, *where, scheme.name, activation,
         )  # fmt: skip
-    return ops.scaled_matmul(
+    return ops.scaled_matmul, (
         rows.data, rows.scale, weight.data, weight.scale,
         weight.global_scale if scheme.decoded else None, weight.bias, *where,
         scheme.name, dtype, activation,

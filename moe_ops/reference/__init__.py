@@ -1,5 +1,5 @@
-"""Eager PyTorch: what every operator computes, and its implementation on devices without a kernel.
+"""Eager PyTorch references: the definition of every operator, and its CPU implementation.
 
-One file a stage. Plain enough to check by reading; loops run over experts that have rows, never
-over tokens.
+One file per stage. The code is plain enough to check by reading. Loops run over experts that have
+rows, never over tokens.
 """

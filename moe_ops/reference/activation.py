@@ -1,4 +1,4 @@
-"""Reference of the activations, in float32 (or float64, for the oracle)."""
+"""Reference of the activations, in float32 (in float64 for the oracle)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from moe_ops.activation import Formula, formula
 
 
 def split(x: Tensor, rule: Formula) -> tuple[Tensor, Tensor | None]:
-    """Gate and up along the last axis; the gate alone where there is no up."""
+    """Split the last axis into gate and up; ``(x, None)`` if the formula is not gated."""
     if not rule.gated:
         return x, None
     if rule.interleaved:
@@ -19,12 +19,12 @@ def split(x: Tensor, rule: Formula) -> tuple[Tensor, Tensor | None]:
 
 
 def sigmoid(x: Tensor) -> Tensor:
-    """As a formula: `torch.sigmoid` rounds the last elements of its memory in another way."""
+    """``1 / (1 + exp(-x))``; `torch.sigmoid` rounds the last elements of a tensor differently."""
     return 1 / (1 + torch.exp(-x))
 
 
 def apply(g: Tensor, u: Tensor | None, rule: Formula) -> Tensor:
-    """The formula on gate and up, in their dtype."""
+    """Apply the formula to gate and up, in their dtype."""
     if rule.limit is not None:
         if rule.function == "swiglu":
             g = g.clamp(max=rule.limit)
@@ -46,6 +46,6 @@ def apply(g: Tensor, u: Tensor | None, rule: Formula) -> Tensor:
 
 
 def activation(x: Tensor, activation: str) -> Tensor:
-    """``(R, 2d)`` or ``(R, d)`` -> ``(R, d)``: in float32, rounded once."""
+    """``(R, 2d)`` or ``(R, d)`` -> ``(R, d)``, computed in float32 and rounded once."""
     rule = formula(activation)
     return apply(*split(x.float(), rule), rule).to(x.dtype).contiguous()

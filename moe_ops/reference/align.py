@@ -24,7 +24,7 @@ def moe_align_block_size(
     pad_sorted_ids: bool,
     ignore_invalid_experts: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """A stable counting sort of the slots by expert, each group padded to the row tile."""
+    """Sort the slots by expert, stably, with each expert's group padded to the row tile."""
     plan = TilePlan(
         *empty_plan(
             topk_ids, expert_map, row_tiles, num_experts, pad_sorted_ids, ignore_invalid_experts
@@ -38,7 +38,7 @@ def moe_align_block_size(
 def plan_slots(
     topk_ids: Tensor, expert_map: Tensor | None, row_tiles: Sequence[int], num_experts: int
 ) -> Tensor:
-    """The same plan in one tensor, of the slots of local experts only."""
+    """`moe_align_block_size` of the slots of local experts, as a plan in one tensor."""
     plan = empty_plan_slots(topk_ids, expert_map, row_tiles, num_experts)
     num_slots = topk_ids.numel()
     parts = unpack_plan(plan, num_slots, num_experts, row_tiles)
@@ -50,15 +50,15 @@ def plan_slots(
 def _fill_rest(
     plan: Tensor, starts: Tensor, counts: Tensor, num_slots: int, row_tiles: Sequence[int]
 ) -> None:
-    """Write what only a plan in one tensor has: where its parts are, and the tiles' first rows.
+    """Write the parts that only a plan in one tensor has: the header, and the tiles' first rows.
 
-    In expert order the rows of expert e begin at ``starts[e]``.
+    The permuted rows of expert e begin at ``starts[e]``.
     """
     sizes = plan_sizes(num_slots, len(counts), row_tiles)
     plan[1:PLAN_HEADER] = plan.new_tensor((sizes.experts_at, sizes.firsts_at, 0))
     tile = pick_row_tile(row_tiles, num_slots, len(counts))
     tiles = cdiv(counts, tile)
-    # Where expert e would begin if all tiles lay side by side from there on.
+    # starts[e] less the padded rows before expert e: tile i of the plan begins at origin + i * tile
     origin = (starts - (tiles.cumsum(0) - tiles) * tile).repeat_interleave(tiles)
     firsts = first_rows(plan, num_slots, len(counts), row_tiles)
     firsts.fill_(-1)
@@ -73,7 +73,11 @@ def _fill_slots(
     row_tiles: Sequence[int],
     num_experts: int,
 ) -> Tensor:
-    """Write the plan of slots sorted by what ``bucket_map`` makes of their ids; their counts."""
+    """Write the plan of slots sorted by bucket, and return the number of slots per bucket.
+
+    The bucket of a slot is its id mapped by ``bucket_map``. ``names[b]`` is written as the expert
+    id of bucket b (None: b itself).
+    """
     num_slots = topk_ids.numel()
     tile = pick_row_tile(row_tiles, num_slots, num_experts)
     bucket = local_experts(topk_ids, bucket_map, num_experts)
@@ -89,7 +93,7 @@ def _fill_slots(
 def count_expert_num_tokens(
     topk_ids: Tensor, expert_map: Tensor | None, num_local_experts: int
 ) -> Tensor:
-    """How many slots each local expert has."""
+    """Number of slots of each local expert."""
     bucket = local_experts(topk_ids, expert_map, num_local_experts)
     return torch.bincount(bucket[bucket >= 0], minlength=num_local_experts).to(torch.int32)
 
@@ -97,7 +101,7 @@ def count_expert_num_tokens(
 def plan_batched(
     expert_num_tokens: Tensor, max_num_tokens: int, row_tiles: Sequence[int]
 ) -> Tensor:
-    """Expert e's rows are ``e * max_num_tokens`` and what follows, as many as it has."""
+    """Plan for batched rows: expert e has the first rows from ``e * max_num_tokens`` on."""
     plan = empty_batched(expert_num_tokens, max_num_tokens, row_tiles)
     counts = expert_num_tokens.long().clamp(0, max_num_tokens)
     starts = torch.arange(len(counts), device=counts.device) * max_num_tokens
@@ -107,9 +111,9 @@ def plan_batched(
 def plan_permuted(
     expert_first_token_offset: Tensor, num_rows: int, row_tiles: Sequence[int]
 ) -> Tensor:
-    """Expert e's rows are ``offset[e]`` to ``offset[e + 1] - 1``.
+    """Plan for permuted rows: expert e has the rows ``offset[e]`` to ``offset[e + 1] - 1``.
 
-    Offsets are bounded by the rows, and counts by what the experts before leave of them.
+    Offsets are clamped to the number of rows, and counts to the rows that earlier experts leave.
     """
     plan = empty_permuted(expert_first_token_offset, num_rows, row_tiles)
     offset = expert_first_token_offset.long().clamp(0, num_rows)
@@ -121,7 +125,7 @@ def plan_permuted(
 def _spans(
     plan: Tensor, starts: Tensor, counts: Tensor, num_rows: int, row_tiles: Sequence[int]
 ) -> Tensor:
-    """The plan of experts whose rows lie side by side."""
+    """Write the plan of experts whose rows are contiguous: ``counts[e]`` from ``starts[e]`` on."""
     gaps = starts - (counts.cumsum(0) - counts)
     rows = torch.arange(int(counts.sum()), device=counts.device) + gaps.repeat_interleave(counts)
     tile = pick_row_tile(row_tiles, num_rows, len(counts))
@@ -135,11 +139,11 @@ def _spans(
 def _fill(
     plan: TilePlan, tile: int, order: Tensor, counts: Tensor, names: Tensor, pad: int
 ) -> None:
-    """Write ``order``, in groups of ``counts``, each padded to the tile and named."""
+    """Write ``order`` in groups of ``counts``, padded to the tile, with ``names`` as expert ids."""
     sorted_token_ids, expert_ids, num_tokens_post_padded = plan
     tiles = cdiv(counts, tile)
     used_rows, used_tiles = torch.stack((counts.sum(), tiles.sum())).tolist()
-    # A row moves down by the padding of the groups before its own.
+    # A row moves down by the padding of all groups before its own.
     padding = tiles * tile - counts
     moved = (padding.cumsum(0) - padding).repeat_interleave(counts, output_size=used_rows)
     row = torch.arange(used_rows, device=order.device) + moved

@@ -23,7 +23,7 @@ def batched_dispatch(
     quant: str,
     drops: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Each slot's row copied to its expert, in slot order; what does not fit is counted."""
+    """Copy each slot's row to its expert, in slot order, and count the slots that do not fit."""
     check_room(x, max_num_tokens, drops)
     row, counts = _places(topk_ids, first_expert, num_local_experts, max_num_tokens)
     slots = (row >= 0).nonzero().flatten()
@@ -52,7 +52,7 @@ def batched_rows(
 def _places(
     topk_ids: Tensor, first_expert: int, num_local_experts: int, max_num_tokens: int
 ) -> tuple[Tensor, Tensor]:
-    """Each slot's row or -1, and how many slots each expert has, also those that do not fit."""
+    """The row of each slot or -1, and the number of slots per expert, including dropped slots."""
     expert = local_experts(topk_ids.long() - first_expert, None, num_local_experts)
     bucket = torch.where(expert < 0, num_local_experts, expert)
     order = torch.argsort(bucket, stable=True)
@@ -65,14 +65,14 @@ def _places(
 
 
 def used_rows(expert_num_tokens: Tensor, max_num_tokens: int) -> Tensor:
-    """``(E, MT)``: which rows are an expert's, and not padding."""
+    """Mask ``(E, MT)`` of the rows that are not padding."""
     return (
         torch.arange(max_num_tokens, device=expert_num_tokens.device) < expert_num_tokens[:, None]
     )
 
 
 def batched_activation(x: Tensor, expert_num_tokens: Tensor, activation: str) -> Tensor:
-    """The activation of every row; padding is zeros."""
+    """Apply the activation to every row; padding rows are zeros."""
     h = activations.activation(x, activation)
     return torch.where(used_rows(expert_num_tokens, x.shape[1])[..., None], h, torch.zeros_like(h))
 
@@ -80,7 +80,7 @@ def batched_activation(x: Tensor, expert_num_tokens: Tensor, activation: str) ->
 def batched_quantize(
     x: Tensor, scale: Tensor | None, expert_num_tokens: Tensor, quant: str
 ) -> tuple[Tensor, Tensor]:
-    """Every row quantized; padding is zeros."""
+    """Quantize every row; padding rows are zeros."""
     used = used_rows(expert_num_tokens, x.shape[1])
     return quantize_rows(x.float(), scale, used, parse_quant(quant))
 
@@ -88,6 +88,6 @@ def batched_quantize(
 def batched_activation_quantize(
     x: Tensor, scale: Tensor | None, expert_num_tokens: Tensor, activation: str, quant: str
 ) -> tuple[Tensor, Tensor]:
-    """The activation, rounded to the dtype of ``x``, then `batched_quantize`."""
+    """Apply the activation, round to the dtype of ``x``, then `batched_quantize`."""
     h = activations.activation(x, activation)
     return batched_quantize(h, scale, expert_num_tokens, quant)

@@ -8,7 +8,7 @@ from torch import Tensor
 from moe_ops.tensors import narrowed
 
 HASH = 2654435769
-"""2**32 divided by the golden ratio: consecutive tokens land far apart."""
+"""2**32 divided by the golden ratio: hashes of consecutive tokens are far apart."""
 
 
 def eplb_map_to_physical_and_record(
@@ -22,9 +22,10 @@ def eplb_map_to_physical_and_record(
     seed: int,
     step: Tensor | None = None,
 ) -> Tensor:
-    """Each slot's replica, chosen by a hash of its token, and counted in ``expert_load_view``.
+    """Choose each slot's replica by a hash of its token, and count it in ``expert_load_view``.
 
-    -1 for an id of no expert, and where a replica does not fit into ``indices_type``.
+    The result is -1 for an id without an expert, and for a replica that does not fit into
+    ``indices_type``.
     """
     num_experts, max_replicas = logical_to_physical_map.shape
     num_physical = expert_load_view.shape[0]

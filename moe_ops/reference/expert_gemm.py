@@ -1,9 +1,9 @@
 """Reference of the expert GEMM whose operands are not quantized.
 
-With ``expert_order`` the rows between two of them, ``out`` of the one with an activation and ``a``
-of the one without, lie as their plan has them, without its padding: the next expert's begin where
-one's end. Batched and permuted rows, which lie by expert anyway, stay where they are. Rows past
-those in use hold anything. Router weights stay in slot order.
+With ``expert_order`` the rows between two GEMMs (``out`` of the GEMM with an activation, ``a`` of
+the GEMM without) are permuted: sorted by expert as in the plan, without its padding. Batched and
+permuted rows, which are grouped by expert already, keep their places. Rows past the rows in use are
+undefined. Router weights stay in slot order.
 """
 
 from __future__ import annotations
@@ -39,6 +39,6 @@ def expert_matmul(
 
     permuted = None if not expert_order else "out" if activation else "a"
     return grouped(
-        out, product, *w.shape[:2], tiles, row_tiles, top_k,
+        out, product, w.shape, tiles, row_tiles, top_k,
         bias=bias, topk_weights=topk_weights, activation=activation, permuted=permuted,
     )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Reference of the second expert GEMM with the weighted sum: one after the other."""
+"""Reference of the second expert GEMM with the weighted sum, computed one after the other."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ def gemm_sum(
     out_dtype: torch.dtype | None = None,
     expert_order: bool = False,
 ) -> Tensor:
-    """``out[t] = sum_j topk_weights[t, j] * y[t * k + j]``, y what the GEMM of a scheme returns.
+    """``out[t] = sum_j topk_weights[t, j] * y[t * k + j]``, where y is the result of the GEMM.
 
-    The GEMM is `expert_matmul` where there are no scales of weights, else `scaled_matmul`.
+    The GEMM is `expert_matmul` if ``w_scale`` is None, else `scaled_matmul`.
     """
     tiles = (plan, topk_ids, expert_map)
     out = empty_tokens(

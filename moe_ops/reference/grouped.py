@@ -1,4 +1,4 @@
-"""The loop that the references of all expert GEMMs share: one product for each expert with rows."""
+"""The loop shared by the references of all expert GEMMs: one product for each expert with rows."""
 
 from __future__ import annotations
 
@@ -19,8 +19,7 @@ Product = Callable[[int, Tensor, Tensor], None]
 def grouped(
     out: Tensor,
     product: Product,
-    num_experts: int,
-    n: int,
+    weight: Sequence[int],
     tiles: AnyTiles,
     row_tiles: Sequence[int],
     top_k: int,
@@ -30,23 +29,24 @@ def grouped(
     activation: str = "",
     permuted: str | None = None,
 ) -> Tensor:
-    """``out[s] = f(topk_weights[s] * product + bias[e])`` in float32, rounded once; else zeros.
+    """``out[s] = f(topk_weights[s] * product + bias[e])`` in float32, rounded once.
+
+    Rows of skipped slots are zeros.
 
     Args:
         out: ``(slots, columns)``.
         product: see `Product`.
-        num_experts: El.
-        n: columns of a product.
+        weight: ``(El, n, ..)``, the shape of the weight; n: columns of a product.
         tiles: plan, ``topk_ids`` and expert map.
-        row_tiles: what the plan was made with.
-        top_k: slots of a row of ``a``.
+        row_tiles: the row tiles that the plan was made with.
+        top_k: slots per row of ``a``.
         bias: ``(El, n)`` or None.
-        topk_weights: one for each slot, or None.
-        activation: key of f; empty: there is none.
-        permuted: which of ``a`` and ``out`` has its rows in expert order, if any.
+        topk_weights: one per slot, or None.
+        activation: key of f; empty: no activation.
+        permuted: which of ``"a"`` and ``"out"`` has permuted rows, if any.
     """
     out.zero_()
-    num_slots = out.shape[0]
+    num_slots, (num_experts, n) = out.shape[0], weight[:2]
     if num_slots == 0:
         return out
     slots, experts = planned_slots(tiles, row_tiles, num_slots, num_experts)

@@ -27,7 +27,7 @@ def gather_rows(
 ) -> Tensor:
     """``out[r] = x[permuted_idx[r] // top_k]``.
 
-    Zeros past the last expert's rows, and where ``permuted_idx[r]`` is no slot of ``x``.
+    Rows past the last expert's are zeros, and so are rows whose ``permuted_idx[r]`` is not a slot.
     """
     slot = permuted_idx.long()
     used = torch.arange(len(slot), device=x.device) < expert_first_token_offset[-1]
@@ -40,7 +40,7 @@ def gather_rows(
 def order_columns(x: Tensor, order: Tensor, topk_ids: Tensor, expert_map: Tensor | None) -> Tensor:
     """``out[s] = x[s // k, order[e]]`` for the expert e of slot s.
 
-    Zeros where that is skipped, and where ``order`` names no column.
+    Rows of skipped slots are zeros, and so are columns whose entry of ``order`` is out of range.
     """
     k, experts = topk_ids.shape[1], local_experts(topk_ids, expert_map, order.shape[0])
     out = x.new_zeros((experts.shape[0], x.shape[1]))
@@ -72,5 +72,5 @@ def moe_unpermute(
         rows = permuted_hidden_states[torch.where(valid, row, 0)].float()
         weights = rows.new_ones(tokens) if topk_weights is None else topk_weights[:, j].float()
         rows, weights = (torch.where(valid[:, None], x, 0.0) for x in (rows, weights[:, None]))
-        total.addcmul_(rows, weights)  # as `moe_fused_mul_sum` adds: the formats agree bit by bit
+        total.addcmul_(rows, weights)  # as in `moe_fused_mul_sum`: both formats agree bitwise
     return total.to(permuted_hidden_states.dtype)

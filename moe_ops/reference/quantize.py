@@ -22,9 +22,10 @@ def moe_quantize(
     num_local_experts: int,
     quant: str,
 ) -> tuple[Tensor, Tensor]:
-    """Rows of ``x``, or of each slot times its router weight, quantized; skipped rows are zeros.
+    """Quantize the rows of ``x``, or each slot's row times its router weight.
 
-    A row of ``x`` that several slots share is skipped when all of them are.
+    Skipped rows are zeros. A row of ``x`` that several slots share is skipped if all of its slots
+    are.
     """
     rows, rule = x.float(), parse_quant(quant)
     if topk_weights is not None:
@@ -46,7 +47,7 @@ def activation_quantize(
     activation: str,
     quant: str,
 ) -> tuple[Tensor, Tensor]:
-    """The activation, rounded to the dtype of ``x``, then `moe_quantize`."""
+    """Apply the activation, round to the dtype of ``x``, then `moe_quantize`."""
     h = activations.activation(x, activation)
     return moe_quantize(h, scale, None, topk_ids, expert_map, num_local_experts, quant)
 
@@ -58,7 +59,7 @@ def _used_rows(
     num_local_experts: int,
     device: torch.device,
 ) -> Tensor:
-    """Which rows have a slot that is not skipped."""
+    """Mask of the rows with at least one slot that is not skipped."""
     if topk_ids is None or rows == 0:
         return torch.ones(rows, dtype=torch.bool, device=device)
     return (local_experts(topk_ids, expert_map, num_local_experts).view(rows, -1) >= 0).any(1)
@@ -67,10 +68,10 @@ def _used_rows(
 def quantize_rows(
     x: Tensor, scale: Tensor | None, used: Tensor, rule: Quant
 ) -> tuple[Tensor, Tensor]:
-    """Rows ``(E, M, K)`` in float32, of which those ``used`` ``(E, M)`` count; others are zeros.
+    """Quantize the ``used`` ``(E, M)`` rows of ``x`` ``(E, M, K)``, float32; others are zeros.
 
-    ``scale``: given ones, for all rows, for each expert or for each row; or the global one, which
-    rows are divided by first. None: from the data.
+    ``scale``: given scales, one for all rows, one per expert or one per row; or the global scale,
+    by which rows are divided first. None: scales from the data.
     """
     check_width(x.shape[2], rule)
     x = torch.where(used[..., None], x, 0.0).contiguous()
@@ -84,7 +85,7 @@ def quantize_rows(
         experts, rows, _ = x.shape
         per_expert = scale.float().reshape((1, 1, 1) if scale.numel() == 1 else (experts, -1, 1))
         scale = per_expert.expand(shape).clone()
-    if not rule.per_tensor and rule.scale_dtype == torch.float32:  # else that of zeros is 0
+    if not rule.per_tensor and rule.scale_dtype == torch.float32:  # one-byte scales: 0 already
         scale = torch.where(used[..., None], scale, 0.0)
     divisor = _spread(scale_value(scale), rule, x.shape[2])
     ratio = torch.where(used[..., None] & (divisor != 0), x / divisor, 0.0)
@@ -93,7 +94,7 @@ def quantize_rows(
 
 
 def _group_amax(x: Tensor, rule: Quant) -> Tensor:
-    """The largest magnitude of each group: of each expert, row, or piece of a row."""
+    """The largest magnitude of each group: an expert's rows, a row, or a piece of a row."""
     experts, rows, width = x.shape
     if x.numel() == 0:
         return x.new_zeros(rule.batched_scale_shape(*x.shape))
@@ -105,7 +106,7 @@ def _group_amax(x: Tensor, rule: Quant) -> Tensor:
 
 
 def _spread(scale: Tensor, rule: Quant, width: int) -> Tensor:
-    """Scales, broadcastable to the rows."""
+    """Expand scales so that they broadcast to the rows."""
     if rule.group.cols == WHOLE:
         return scale
     return scale.repeat_interleave(rule.group.cols, 2)[..., :width]

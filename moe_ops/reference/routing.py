@@ -1,7 +1,7 @@
 """Reference of the routing operators.
 
-Scores are computed in float64 and rounded once to float32. So the kernels' exponentials, which are
-not those of the CPU, lead to the same scores, and thereby to the same experts.
+Scores are computed in float64 and rounded once to float32, so that the kernels' exponentials, which
+differ from the CPU's, lead to the same scores and the same experts.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def scores(logits: Tensor, scoring_func: str) -> Tensor:
     if scoring_func == "sigmoid":
         score = sigmoid(logits)
     elif scoring_func == "sqrtsoftplus":
-        decayed = torch.exp(-logits.abs())  # `softplus` rounds the last elements in another way
+        decayed = torch.exp(-logits.abs())  # `softplus` rounds the last elements differently
         score = torch.where(logits > 20, logits, logits.clamp(min=0) + decayed.log1p()).sqrt()
     else:
         score = logits.masked_fill(~finite, -torch.inf).softmax(-1)
@@ -29,7 +29,7 @@ def scores(logits: Tensor, scoring_func: str) -> Tensor:
 
 
 def biased(score: Tensor, bias: Tensor | None) -> Tensor:
-    """What experts are chosen by; what is not finite is chosen last."""
+    """The score plus the bias, by which experts are chosen; a sum that is not finite comes last."""
     if bias is None:
         return score
     choice = score + bias.float()
@@ -37,12 +37,12 @@ def biased(score: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def largest(choice: Tensor, count: int) -> Tensor:
-    """Positions of the ``count`` largest of each row, ties to the lowest position."""
+    """Positions of the ``count`` largest entries of each row, ties to the lowest position."""
     return torch.sort(choice, dim=-1, descending=True, stable=True).indices[:, :count]
 
 
 def weigh(weights: Tensor, renormalize: bool, factor: float) -> Tensor:
-    """Divide by the sum (summed in float64, rounded to float32), then multiply."""
+    """Divide weights by their sum (in float64, rounded to float32), then multiply by ``factor``."""
     if renormalize:
         total = weights.double().sum(-1, keepdim=True).float()
         weights = weights / torch.where(total > 0, total, 1.0)
@@ -74,7 +74,7 @@ def grouped_topk(
     num_expert_group: int,
     topk_group: int,
 ) -> tuple[Tensor, Tensor]:
-    """As `fused_topk`, of the experts in the best groups."""
+    """`fused_topk` among the experts of the best groups."""
     score = scores(gating_output, scoring_func)
     choice = biased(score, e_score_correction_bias)
     members = choice.unflatten(-1, (num_expert_group, -1))
@@ -95,7 +95,7 @@ def hash_topk(
     scoring_func: str,
     routed_scaling_factor: float,
 ) -> tuple[Tensor, Tensor]:
-    """The table chooses, the scores weigh."""
+    """Experts from a table by token id; weights are their scores."""
     known = (input_ids >= 0) & (input_ids < table.shape[0])
     ids = table[torch.where(known, input_ids, 0)].long()
     known = known[:, None] & (ids >= 0) & (ids < gating_output.shape[1])
@@ -105,11 +105,14 @@ def hash_topk(
 
 
 def sparsemixer(gating_output: Tensor, jitter_eps: float) -> tuple[Tensor, Tensor]:
-    """The two largest, each weighed by a softmax of itself and the close ones below it."""
+    """The two largest logits; each weight is a softmax over the logits left that are close to it.
+
+    The first choice takes no part in the second softmax.
+    """
     logits = gating_output.float()
     finite = logits.isfinite()
     choice = torch.where(finite, logits, LOWEST)
-    left = finite  # experts that may still share in the softmax
+    left = finite  # experts that take part in the softmax
     weights, ids = [], []
     for _ in range(2):
         chosen = largest(choice, 1)

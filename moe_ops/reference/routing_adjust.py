@@ -1,4 +1,4 @@
-"""Reference of what is done to a routing after the choice."""
+"""Reference of the adjustments to a routing after top-k."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def adjust_routing(
     num_shared_experts: int,
     shared_expert_weight: float,
 ) -> tuple[Tensor, Tensor]:
-    """Scale, append, then mask."""
+    """Scale weights by expert, append shared experts, then mask padding tokens."""
     weights, ids = topk_weights.float(), topk_ids
     if per_expert_scale is not None:
         known = (ids >= 0) & (ids < num_experts)
@@ -34,12 +34,12 @@ def adjust_routing(
 def zero_experts(
     hidden_states: Tensor, topk_weights: Tensor, topk_ids: Tensor, num_experts: int, skipped_id: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Take the slots of identity experts out, and compute what they return."""
+    """Remove the slots of identity experts from the routing, and compute their output."""
     identity = topk_ids >= num_experts
     weights = topk_weights.float()
     share = torch.where(identity, weights, 0.0)
     total = share.new_zeros(share.shape[0])
-    for j in range(share.shape[1]):  # in the order of the slots
+    for j in range(share.shape[1]):  # summed in slot order, as the kernel does
         total = total + share[:, j]
     result = (total[:, None] * hidden_states.float()).to(hidden_states.dtype)
     return (

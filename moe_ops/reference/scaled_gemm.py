@@ -1,8 +1,9 @@
-"""Reference of the expert GEMM of which both operands are quantized."""
+"""Reference of the expert GEMM with two quantized operands."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,7 +24,7 @@ from moe_ops.scheme import (
 )
 from moe_ops.scheme.rounding import decode, scale_value
 from moe_ops.scheme.weights import rows_per_scale
-from moe_ops.tensors import QTensor, Rows
+from moe_ops.tensors import QTensor
 
 
 def scaled_matmul(
@@ -44,79 +45,86 @@ def scaled_matmul(
 ) -> Tensor:
     """``out[s] = f(a_scale * w_scale * (a[s // top_k] @ w[e].T) + bias[e])``, rounded once.
 
-    Rows that are not quantized yet are so first, with a scale that is given or with their own.
+    Rows that are not quantized yet are quantized first, with ``a_scale`` or scales from the data.
 
-    A scheme whose stored values are multiplied: the products of a group of columns that shares
-    scales are summed first (exactly for int8), then scaled, then added up, all in float32; Hopper's
-    tensor cores keep about 14 bits of the first sum of 8-bit floats. A scheme that is `decoded`:
-    both operands become numbers (times ``w_global_scale``), whose products are summed in float32.
+    If the scheme multiplies stored values, the products within a scale group along K are summed
+    first (exactly for int8), then scaled, then added up, all in float32. (Hopper's fp8 tensor cores
+    keep about 14 bits of the sum within a group.) If the scheme is `decoded`, both operands are
+    dequantized (times ``w_global_scale``) and products are summed in float32.
 
     Args:
         a: ``(R, K)``; or as the scheme stores activations, 4-bit numbers packed, ``(R, K / 2)``.
-        a_scale: ``(R, groups)``; one a tensor: one element, or one for each expert. Of rows that
-            are not quantized: the given one, or None.
-        w: as the scheme stores weights, like ``w_scale``.
-        w_scale: scales of groups.
-        w_global_scale: a float32 factor on the product of ``(E,)``, ``(E, 2)`` (gate, up) or
-            ``(E, N)``; that of rows is in it.
+        a_scale: ``(R, groups)``; per-tensor scales: one element, or one per expert. For rows that
+            are not quantized: the given scale, or None.
+        w: weights as the scheme stores them.
+        w_scale: scales of the weights' groups, as the scheme stores them.
+        w_global_scale: a float32 factor on the product, ``(E,)``, ``(E, 2)`` (gate, up) or
+            ``(E, N)``, that includes the global scale of the rows.
         bias: ``(E, N)``, added in float32.
-        plan: of tiles; with the next two a `Tiles`.
-        topk_ids: see there.
-        expert_map: see there.
-        row_tiles: what the plan was made with.
-        top_k: slots of a row of ``a``.
-        scheme: its key.
-        out_dtype: of the result.
-        activation: key of f; empty: there is none.
+        plan: the plan of tiles; a field of `Tiles`, as are ``topk_ids`` and ``expert_map``.
+        topk_ids: see `Tiles`.
+        expert_map: see `Tiles`.
+        row_tiles: the row tiles that the plan was made with.
+        top_k: slots per row of ``a``.
+        scheme: key of the scheme.
+        out_dtype: dtype of the result.
+        activation: key of f; empty: no activation.
     """
     tiles = (plan, topk_ids, expert_map)
-    weight, rest = (w, w_scale, w_global_scale), (row_tiles, top_k, scheme, out_dtype, activation)
-    out = empty_rows(a, a_scale, *weight, bias, *tiles, *rest)
+    out = empty_rows(
+        a, a_scale, w, w_scale, w_global_scale, bias, *tiles,
+        row_tiles, top_k, scheme, out_dtype, activation,
+    )  # fmt: skip
     known, stored = get_scheme(scheme), QTensor(w, w_scale, None, w_global_scale)
-    quant = known.activation
+    quant, _ = known.quants
+    rows: tuple[Any, Any] = a, a_scale
     if a.dtype != quant.dtype:
-        a, a_scale = moe_quantize(a, a_scale, None, topk_ids, expert_map, w.shape[0], quant.key)
+        rows = moe_quantize(a, a_scale, None, topk_ids, expert_map, w.shape[0], quant.key)
     make = _decoded if known.decoded else _scaled
-    product = make(Rows(a, a_scale), stored, known, row_tiles)
-    return grouped(
-        out, product, *w.shape[:2], tiles, row_tiles, top_k, bias=bias, activation=activation
-    )
+    product = make(*rows, stored, known, row_tiles)
+    return grouped(out, product, w.shape, tiles, row_tiles, top_k, bias=bias, activation=activation)
 
 
-def _row_scales(rows: Rows, quant: Quant, expert: int, source: Tensor, num_experts: int) -> Tensor:
-    """``(R, groups)``: the scales of some rows, which may share one, or have one of the expert."""
+def _row_scales(
+    scale: Tensor, quant: Quant, expert: int, source: Tensor, rows: int, num_experts: int
+) -> Tensor:
+    """``(R, groups)``: the scales of some of ``rows``, or that of all, or the expert's."""
     if quant.per_tensor:
-        return rows.scale.flatten().expand(num_experts)[expert].expand(len(source), 1)
-    return rows.scale.view(len(rows.data), -1)[source]
+        return scale.flatten().expand(num_experts)[expert].expand(len(source), 1)
+    return scale.view(rows, -1)[source]
 
 
-def _decoded(rows: Rows, stored: QTensor, scheme: Scheme, row_tiles: Sequence[int]) -> Product:
+def _decoded(
+    a: Tensor, a_scale: Tensor, stored: QTensor, scheme: Scheme, row_tiles: Sequence[int]
+) -> Product:
     """Products of the numbers that stored values stand for."""
-    num_experts = len(stored.data)
+    (quant, _), num_experts = scheme.quants, len(stored.data)
 
     def product(expert: int, source: Tensor, out: Tensor) -> None:
-        scales = _row_scales(rows, scheme.activation, expert, source, num_experts)
-        x = dequantize_rows(rows.data[source], scales, scheme.activation)
+        scales = _row_scales(a_scale, quant, expert, source, len(a), num_experts)
+        x = dequantize_rows(a[source], scales, quant)
         weight = dequantize_weight(one_expert(stored, expert), scheme)[0]
         multiply(x, weight, out, row_tiles)
 
     return product
 
 
-def _scaled(rows: Rows, stored: QTensor, scheme: Scheme, row_tiles: Sequence[int]) -> Product:
+def _scaled(
+    a: Tensor, a_scale: Tensor, stored: QTensor, scheme: Scheme, row_tiles: Sequence[int]
+) -> Product:
     """Products of stored values, scaled group by group."""
-    w, w_scale, _, _ = stored
-    num_experts, n, k = w.shape
-    quant = scheme.weight
-    cols = 1 if quant.group.cols == WHOLE else -(-k // quant.group.cols)
+    w, (num_experts, n, k) = stored.data, stored.data.shape
+    quant, weight_quant = scheme.quants
+    cols = 1 if weight_quant.group.cols == WHOLE else -(-k // weight_quant.group.cols)
+    w_scale: Any = stored.scale
     groups = w_scale.view(num_experts, -1, cols)
-    w_row = torch.arange(n, device=w.device) // rows_per_scale(w_scale, quant, n)
+    w_row = torch.arange(n, device=w.device) // rows_per_scale(w_scale, weight_quant, n)
 
     def product(expert: int, source: Tensor, out: Tensor) -> None:
-        a_scales = _row_scales(rows, scheme.activation, expert, source, num_experts).float()
+        a_scales = _row_scales(a_scale, quant, expert, source, len(a), num_experts).float()
         w_scales = scale_value(groups[expert, w_row])
-        both = (rows.data[source], a_scales), (w[expert], w_scales)
-        out.copy_(_product(*both, quant, row_tiles))
+        both = (a[source], a_scales), (w[expert], w_scales)
+        out.copy_(_product(*both, weight_quant, row_tiles))
 
     return product
 
@@ -138,7 +146,7 @@ def _product(
 
 
 def _exact(data: Tensor, element: Element) -> Tensor:
-    """Stored values in a dtype that sums their products: those of int8 exactly."""
+    """Stored values in a dtype that can sum their products, exactly for int8."""
     value = decode(data, element)
     largest_sum = element.largest**2 * data.shape[1]
     return value.double() if element.name == "int8" and largest_sum > 2**24 else value

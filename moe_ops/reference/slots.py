@@ -1,4 +1,7 @@
-"""Which expert each slot goes to: the one rule by which slots are skipped."""
+"""The local expert of each slot, and the rows and experts of a plan.
+
+`local_experts` is the one rule by which slots are skipped.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ from moe_ops.tensors import AnyTiles, first_rows, plan_to_read, unpack_plan
 
 
 def local_experts(topk_ids: Tensor, expert_map: Tensor | None, num_local_experts: int) -> Tensor:
-    """The local expert of each slot, -1 where it is skipped: int64, flat, in slot order.
+    """The local expert of each slot, -1 for a skipped slot: int64, flat, in slot order.
 
     A slot is skipped when its id is negative, not less than the number of experts (the length of
     ``expert_map``, or ``num_local_experts`` without one), or mapped to no local expert.
@@ -30,10 +33,10 @@ def local_experts(topk_ids: Tensor, expert_map: Tensor | None, num_local_experts
 def planned_slots(
     tiles: AnyTiles, row_tiles: Sequence[int], num_slots: int, num_experts: int
 ) -> tuple[Tensor, Tensor]:
-    """The slots of some tiles, padding and other ranks' slots left out, and their experts.
+    """The slots of a plan without padding and other ranks' slots, and their experts, both int64.
 
-    Both int64, so that slots of an expert lie together, in their order. So few slots that no kernel
-    reads the plan are found without it here, too.
+    Slots are grouped by expert, in slot order within an expert. Where kernels use one slot per tile
+    and do not read the plan, this function does not read it either.
     """
     plan = plan_to_read(tiles, num_slots, num_experts)
     if plan is None:
@@ -48,9 +51,9 @@ def planned_slots(
 def _planned_rows(
     plan: Tensor, row_tiles: Sequence[int], num_slots: int, num_experts: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The slot and the expert of each row in use, and which rows are neither padding nor skipped.
+    """The slot and the expert of each row in use, and a mask of rows not padding and not skipped.
 
-    No row is in use where a plan says that more are than it has.
+    If the plan's number of rows in use is negative or larger than the plan, no row is in use.
     """
     sorted_token_ids, expert_ids, num_tokens_post_padded = unpack_plan(
         plan, num_slots, num_experts, row_tiles
@@ -67,9 +70,9 @@ def _planned_rows(
 def rows_between(
     tiles: AnyTiles, row_tiles: Sequence[int], num_slots: int, num_experts: int
 ) -> Tensor:
-    """Where the rows of `planned_slots` lie in expert order: int64.
+    """The permuted row of each of `planned_slots`, int64.
 
-    Row i of a tile lies i rows after the tile's first; without a plan every row lies by slot.
+    Row i of a tile is permuted row ``first row of the tile + i``. Without a plan rows are slots.
     """
     plan = plan_to_read(tiles, num_slots, num_experts)
     if plan is None:
@@ -82,10 +85,10 @@ def rows_between(
 
 
 def multiply(x: Tensor, w: Tensor, out: Tensor, row_tiles: Sequence[int]) -> None:
-    """Write ``x @ w.T`` to ``out``; where there is one row tile, row by row.
+    """Write ``x @ w.T`` to ``out``; row by row in a batch-invariant plan (one row tile).
 
-    One tile promises that a row's bits depend on no other row. The order in which BLAS adds depends
-    on how many rows there are, and on where they lie in memory: each row is multiplied as a copy.
+    In such a plan the bits of a row must not depend on other rows. The order in which BLAS adds
+    depends on the number of rows and on their address, so each row is copied and multiplied alone.
     """
     if len(row_tiles) > 1:
         torch.mm(x, w.t(), out=out)
@@ -95,7 +98,7 @@ def multiply(x: Tensor, w: Tensor, out: Tensor, row_tiles: Sequence[int]) -> Non
 
 
 def runs(experts: Tensor) -> Iterator[tuple[int, slice]]:
-    """Each expert that has rows, and where they are."""
+    """Each expert that has rows, and the slice of its rows."""
     present, counts = torch.unique_consecutive(experts, return_counts=True)
     first = 0
     for expert, count in zip(present.tolist(), counts.tolist(), strict=True):

@@ -29,7 +29,7 @@ def moe_fused_mul_sum(
         valid = (torch.arange(tokens, device=inputs.device) < num_valid_tokens.flatten())[:, None]
         keep = valid if keep is None else keep & valid
     rows = inputs.float().reshape(tokens, k, hidden_size)
-    if keep is not None:  # what is skipped may be NaN
+    if keep is not None:  # skipped rows and weights may be NaN
         weights = torch.where(keep, weights, 0.0)
         rows = torch.where(keep[..., None], rows, 0.0)
     total = rows.new_zeros((tokens, hidden_size))
@@ -48,7 +48,7 @@ def moe_fused_mul_sum_out(
     *,
     out: Tensor,
 ) -> None:
-    """The same, written to ``out``."""
+    """`moe_fused_mul_sum` written to ``out``."""
     out.copy_(
         moe_fused_mul_sum(
             inputs, topk_weights, topk_ids, expert_map, num_valid_tokens, num_local_experts

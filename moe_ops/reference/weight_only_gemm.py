@@ -1,7 +1,7 @@
-"""Reference of the expert GEMM of which only the weights are quantized.
+"""Reference of the expert GEMM with quantized weights only.
 
-The weight of each expert that has rows is dequantized and rounded to the rows' dtype, as upstream
-does; products are summed in float32.
+The weight of each expert that has rows is dequantized and rounded to the rows' dtype, as in vLLM;
+products are summed in float32.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ def weight_only_matmul(
         multiply(a[source].float(), weight, rows, row_tiles)
 
     return grouped(
-        out, product, *w.shape[:2], tiles, row_tiles, top_k,
+        out, product, w.shape, tiles, row_tiles, top_k,
         bias=bias, topk_weights=topk_weights, activation=activation,
     )  # fmt: skip
 
 
 def one_expert(stored: QTensor, expert: int) -> QTensor:
-    """The weight of one expert."""
+    """The stored weight of one expert, with its scales and zero points."""
     only = slice(expert, expert + 1)
     rest = (None if t is None else t[only] for t in stored[1:])
     return QTensor(stored.data[only], *rest)

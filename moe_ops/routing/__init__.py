@@ -1,4 +1,4 @@
-"""Routers: which experts a token goes to, and with what weight."""
+"""Routers: which experts a token goes to, and with which weights."""
 
 from moe_ops.routing import simulate
 from moe_ops.routing.adjust import adjust_routing, zero_experts

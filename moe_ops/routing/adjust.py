@@ -1,4 +1,4 @@
-"""What is done to a routing after the choice, whatever router made it. Nothing is mutated."""
+"""Adjustments to a routing after top-k, for any router. Nothing is mutated."""
 
 from __future__ import annotations
 
@@ -20,20 +20,21 @@ def adjust_routing(
     shared_expert_weight: float = 1,
     is_padding: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Scale weights by expert, append shared experts, skip padding tokens; one launch for all.
+    """Scale weights by expert, append shared experts, skip padding tokens, all in one launch.
 
-    In this order: ``weights *= per_expert_scale[ids]`` in float32; the ids ``E .. E + n - 1``
-    behind every token's, with ``shared_expert_weight``; every id of a padding token becomes -1 and
-    its weight 0, so that nothing of it is computed. The mask is read when the kernel runs, also in
-    the replay of a CUDA graph.
+    In this order: ``weights *= per_expert_scale[ids]`` in float32; the ids ``E .. E + n - 1`` are
+    appended to every token's ids, with ``shared_expert_weight``; every id of a padding token
+    becomes -1 and its weight 0, so that nothing is computed for it. The mask is read when the
+    kernel runs, also in the replay of a CUDA graph.
 
     Args:
         topk_weights: ``(T, k)`` fp32, bf16 or fp16.
-        topk_ids: ``(T, k)`` int32 or int64; ids outside of ``0 .. E - 1`` are not scaled.
-        num_experts: E, without the shared ones.
+        topk_ids: ``(T, k)`` int32 or int64; weights of ids outside of ``0 .. E - 1`` are not
+            scaled.
+        num_experts: E, without shared experts.
         per_expert_scale: ``(E,)`` fp32, bf16 or fp16.
         num_shared_experts: n.
-        shared_expert_weight: 1, or 1 / scale where the output is scaled instead of the weights.
+        shared_expert_weight: 1, or 1 / scale if the output is scaled instead of the weights.
         is_padding: ``(T,)`` bool, on the device of the ids.
 
     Returns:
@@ -42,7 +43,7 @@ def adjust_routing(
     Raises:
         TypeError: a wrong dtype.
         ValueError: shapes or devices that disagree; a negative number of experts, or more than
-            4096 shared ones; a ``shared_expert_weight`` that is not finite in float32.
+            4096 shared experts; a ``shared_expert_weight`` that is not finite in float32.
         NotImplementedError: a backward pass through the result.
 
     Source:
@@ -82,20 +83,21 @@ def zero_experts(
     *,
     skipped_id: int = -1,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Take identity experts out of a routing, and compute what they return.
+    """Remove identity experts from a routing, and compute their output.
 
     Ids from ``num_experts`` on are experts that return their input:
-    ``result[t] = sum_j w[t, j] * hidden_states[t]`` over their slots, the sum in float32 for
-    j = 0..k-1 in that order, the product rounded once. A token without such a slot gets zeros, and
-    its data is not read. In the routing their weight becomes 0 and their id ``skipped_id``.
+    ``result[t] = sum_j w[t, j] * hidden_states[t]`` over the slots of identity experts. The weights
+    are summed in float32 in the order j = 0..k-1, and the product is rounded once. A token without
+    such a slot gets zeros, and its data is not read. In the returned routing these slots have
+    weight 0 and id ``skipped_id``.
 
     Args:
         hidden_states: ``(T, H)`` bf16, fp16 or fp32; any H.
-        topk_weights: ``(T, k)`` fp32, bf16 or fp16, scaled already.
+        topk_weights: ``(T, k)`` fp32, bf16 or fp16, already multiplied by any scaling factor.
         topk_ids: ``(T, k)`` int32 or int64.
-        num_experts: of the experts that compute something.
-        skipped_id: -1: the slots are skipped. vLLM's 0 makes expert 0 compute rows of weight 0,
-            and load balancing counts them.
+        num_experts: number of experts that are not identity experts.
+        skipped_id: id written to the removed slots. -1 skips them. vLLM's 0 makes expert 0 compute
+            rows with weight 0, and load balancing counts them.
 
     Returns:
         ``(T, k)`` float32 weights, ids in their dtype, and ``result (T, H)`` in the dtype of
@@ -103,8 +105,8 @@ def zero_experts(
 
     Raises:
         TypeError: a wrong dtype.
-        ValueError: shapes or devices that disagree; a ``skipped_id`` that is neither -1 nor one of
-            these experts.
+        ValueError: shapes or devices that disagree; a ``skipped_id`` that is neither -1 nor in
+            ``0 .. num_experts - 1``.
         NotImplementedError: a backward pass through the result.
 
     Source:

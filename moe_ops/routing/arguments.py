@@ -1,4 +1,4 @@
-"""Checks that the routers share."""
+"""Argument checks shared by the routers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from moe_ops.routing.methods import SCORING_FUNCS
 
 
 def check_logits(hidden_states: Tensor, gating_output: Tensor, topk: int) -> int:
-    """Router logits ``(T, E)`` of which ``topk`` experts can be chosen; returns E."""
+    """Check router logits ``(T, E)`` from which ``topk`` experts are chosen; returns E."""
     checks.tensor("hidden_states", hidden_states, 2, None)
     checks.tensor("gating_output", gating_output, 2, checks.FLOATS)
     checks.same_tokens("gating_output", gating_output, "hidden_states", hidden_states)
@@ -24,9 +24,9 @@ def check_logits(hidden_states: Tensor, gating_output: Tensor, topk: int) -> int
 
 
 def check_tokens(hidden_states: Tensor, router_logits: Tensor) -> None:
-    """Tokens and their logits: ``(T, E)``, or of the tokens' axes but for the last one.
+    """Check the axes of tokens ``(.., T, H)`` and of logits, ``(.., T, E)`` or ``(T, E)``.
 
-    How many tokens there are is checked where both are flat.
+    The number of tokens is checked later, once both are flattened.
     """
     for name, x in (("hidden_states", hidden_states), ("router_logits", router_logits)):
         checks.tensor(name, x, None, checks.FLOATS)
@@ -49,7 +49,7 @@ def check_tokens(hidden_states: Tensor, router_logits: Tensor) -> None:
 def check_scoring(
     gating_output: Tensor, scoring_func: str, e_score_correction_bias: Tensor | None
 ) -> None:
-    """A known scoring function, and a float32 bias for each expert or none."""
+    """Check for a known scoring function, and a bias that is None or ``(E,)`` float32."""
     checks.one_of("scoring_func", scoring_func, SCORING_FUNCS)
     if e_score_correction_bias is not None:
         name, bias = "e_score_correction_bias", e_score_correction_bias
@@ -60,12 +60,12 @@ def check_scoring(
 
 
 def check_weighing(renormalize: bool, routed_scaling_factor: float) -> None:
-    """What becomes of the scores of the chosen."""
+    """Check the arguments that turn scores into weights."""
     checks.flags(renormalize=renormalize)
     checks.factor("routed_scaling_factor", routed_scaling_factor)
 
 
 def check_indices_type(indices_type: torch.dtype | None) -> None:
-    """A dtype of ids, or None for int32."""
+    """Check the dtype of ids: int32, int64 or None (int32)."""
     if indices_type not in (None, *checks.INDICES):
         raise TypeError(f"indices_type must be one of {list(checks.INDICES)}, got {indices_type}")

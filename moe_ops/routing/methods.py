@@ -1,4 +1,4 @@
-"""The name of a routing method, for kernels that are chosen by it."""
+"""Names of routing methods, by which kernels are selected."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from enum import IntEnum
 from moe_ops import checks
 
 SCORING_FUNCS = ("softmax", "sigmoid", "sqrtsoftplus")
-"""``f`` of ``s = f(logits)``, in float32: softmax over all experts, the logistic function,
-``sqrt(softplus(x))``."""
+"""Scoring functions ``f`` of ``s = f(logits)``, rounded to float32: softmax over all experts, the
+logistic function, ``sqrt(softplus(x))``."""
 
 
 class RoutingMethodType(IntEnum):
-    """How ids and weights come from logits; the values are those of the field's kernels.
+    """How ids and weights are computed from logits.
 
     Source:
-        vLLM ``RoutingMethodType``; below 100 the values of FlashInfer's TensorRT-LLM kernels.
+        vLLM ``RoutingMethodType``; values below 100 are those of FlashInfer's TensorRT-LLM kernels.
     """
 
     Default = 0
@@ -29,7 +29,7 @@ class RoutingMethodType(IntEnum):
     RenormalizeNaive = 4
     """softmax, then top-k, then renormalized: equal to ``Renormalize`` in exact arithmetic."""
     TopK = 5
-    """top-k of the logits, which are the weights."""
+    """top-k of the logits, with the logits as weights."""
     SigmoidRenorm = 6
     """sigmoid, then top-k, then renormalized."""
     MiniMax2 = 7
@@ -37,11 +37,11 @@ class RoutingMethodType(IntEnum):
     Sigmoid = 8
     """sigmoid, then top-k."""
     Unspecified = 9
-    """None of the others."""
+    """Any other method."""
     DeepseekV4 = 100
     """sqrt(softplus), plus a correction bias, top-k, renormalized."""
     Custom = 101
-    """A function or a hash table of the caller."""
+    """A function or a hash table given by the caller."""
     Simulated = 102
     """Ids that do not depend on the logits, for benchmarks."""
 
@@ -57,13 +57,13 @@ def get_routing_method_type(
 
     Args:
         scoring_func: ``softmax``, ``sigmoid`` or ``sqrtsoftplus``.
-        top_k: k; no method depends on it, the interface of the field has it.
+        top_k: k; no method depends on it, but vLLM's interface has it.
         renormalize: whether a token's weights are divided by their sum.
-        num_expert_group: the number of groups of grouped top-k, None or 0 without.
-        has_e_score_bias: whether a correction bias takes part in the choice.
+        num_expert_group: number of groups of grouped top-k; None or 0 without groups.
+        has_e_score_bias: whether a correction bias is added for the choice.
 
     Returns:
-        ``Unspecified`` where none of the named methods does exactly this.
+        The method; ``Unspecified`` if no named method does exactly this.
 
     Raises:
         ValueError: an unknown ``scoring_func``.

@@ -1,4 +1,4 @@
-"""Routers of single models, each usable as a ``custom_routing_function``."""
+"""Routers of particular models, each usable as a ``custom_routing_function``."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ def topk_softmax(
 ) -> tuple[Tensor, Tensor]:
     """Softmax of the ``topk`` largest logits: Mixtral, gpt-oss.
 
-    That is the renormalized top-k of a softmax over all experts, and computed so; ``renormalize``
-    changes nothing. Arguments, results and errors as `fused_topk`.
+    Equal to, and computed as, the renormalized top-k of a softmax over all experts; ``renormalize``
+    has no effect. Arguments, results and errors as `fused_topk`.
 
     Source:
         ``RoutingMethodType.Renormalize``; transformers ``GptOssTopKRouter``.
@@ -28,15 +28,15 @@ def topk_softmax(
 def llama4_routing(
     hidden_states: Tensor, gating_output: Tensor, topk: int, renormalize: bool
 ) -> tuple[Tensor, Tensor]:
-    """The logistic function of the largest logits: Llama 4, with k = 1 and ``renormalize`` False.
+    """The sigmoid of the largest logits: Llama 4, with k = 1 and ``renormalize`` False.
 
-    The layer applies these weights on its input (``apply_router_weight_on_input``). Arguments,
+    The layer applies these weights to its input (``apply_router_weight_on_input``). Arguments,
     results and errors as `fused_topk`.
 
     Source:
         ``RoutingMethodType.Llama4``; vLLM ``Llama4MoE.custom_routing_function``, transformers
-        ``Llama4Router``. These choose by logits: experts whose scores are equal in float32 (above
-        17, where they are 1) go by index here.
+        ``Llama4Router``. These choose by logits. Here experts whose scores are equal in float32
+        (for logits above 17 the score is 1) are chosen by lowest index.
     """
     return fused_topk(hidden_states, gating_output, topk, renormalize, scoring_func="sigmoid")
 
@@ -48,13 +48,13 @@ def gemma4_routing(
     renormalize: bool,
     per_expert_scale: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """Top-k of a softmax, renormalized, times a scale of each expert: Gemma 4.
+    """Renormalized top-k of a softmax, times a scale per expert: Gemma 4.
 
     Args:
         hidden_states: as in `fused_topk`, like every argument not named here.
         gating_output: see `fused_topk`.
         topk: see `fused_topk`.
-        renormalize: True in the model.
+        renormalize: see `fused_topk`; True in the model.
         per_expert_scale: ``(E,)``; bind it with `functools.partial`.
 
     Returns:
@@ -79,26 +79,27 @@ def sparsemixer(
     renormalize: bool = False,
     jitter_eps: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Two experts, each weighed by a softmax over the experts that come close to it: Phi-3.5-MoE.
+    """Top-2, each weight a softmax over the experts close to the chosen one: Phi-3.5-MoE.
 
     For the largest logit ``m`` (ties to the lowest index), experts with
     ``(m - s) / max(|s|, m) > 2 * jitter_eps`` in float32 are left out, and the weight is the
-    softmax of ``m`` among the rest, in float64, rounded once. Then the same without the winner. A
-    logit that is not finite is chosen last and weighs 0.
+    softmax of ``m`` among the rest, in float64, rounded once. The second expert is chosen in the
+    same way among all experts but the first. A logit that is not finite is chosen last and has
+    weight 0.
 
     Args:
         hidden_states: ``(T, H)``; only its number of tokens matters.
         gating_output: ``(T, E)`` logits, bf16, fp16 or fp32. E up to 4096.
-        topk: 2; the method has no other.
-        renormalize: False; the method does not.
-        jitter_eps: see above; None is 0.01, the model's.
+        topk: must be 2.
+        renormalize: must be False.
+        jitter_eps: see above; None means 0.01, as in the model.
 
     Returns:
         ``topk_weights (T, 2)`` float32 and ``topk_ids (T, 2)`` int32.
 
     Raises:
         TypeError: a wrong dtype.
-        ValueError: another ``topk`` or ``renormalize``, fewer than two experts, shapes that
+        ValueError: ``topk`` other than 2, ``renormalize`` True, fewer than two experts, shapes that
             disagree.
         NotImplementedError: more than 4096 experts; a backward pass through the result.
 
@@ -110,5 +111,5 @@ def sparsemixer(
     if renormalize:
         raise ValueError(f"renormalize must be False, got {renormalize}")
     check_logits(hidden_states, gating_output, topk)
-    # Not 0.01 as a default: Dynamo makes inputs of the graph of float defaults.
+    # The default is not 0.01 itself, because Dynamo turns float defaults into graph inputs.
     return ops.sparsemixer(gating_output, 0.01 if jitter_eps is None else jitter_eps)

@@ -1,4 +1,4 @@
-"""One entry to every router, as a layer calls it."""
+"""`select_experts`: the entry point to every router, which a layer calls."""
 
 from __future__ import annotations
 
@@ -18,19 +18,20 @@ from moe_ops.tensors import narrowed
 CustomRouting = Callable[[Tensor, Tensor, int, bool], tuple[Tensor, Tensor]]
 """``f(hidden_states, gating_output, topk, renormalize) -> (topk_weights, topk_ids)``."""
 CaptureFn = Callable[[Tensor], object]
-"""``f(topk_ids)``."""
+"""``f(topk_ids)``, called with the chosen ids."""
 
 
 class SelectedExperts(NamedTuple):
-    """What `select_experts` returns."""
+    """The result of `select_experts`."""
 
     topk_weights: Tensor
-    """``(T, k)`` float32, scaled: whoever uses them does not scale again."""
+    """``(T, k)`` float32, already multiplied by ``routed_scaling_factor``."""
     topk_ids: Tensor
-    """``(T, k)`` int32 or ``indices_type``: logical experts; physical ones with EPLB; -1 in slots
-    that are skipped: those of padding and of identity experts."""
+    """``(T, k)`` int32 or ``indices_type``: logical experts, or physical experts with EPLB; -1 in
+    the skipped slots of padding tokens and identity experts."""
     zero_expert_result: Tensor | None
-    """``(T, H)`` what the identity experts return, to be added to the output; None without any."""
+    """``(T, H)``: the output of the identity experts, to be added to the layer's output; None
+    without identity experts."""
 
     def tokens(self, first: int, last: int) -> SelectedExperts:
         """The routing of tokens ``first .. last - 1``."""
@@ -39,7 +40,7 @@ class SelectedExperts(NamedTuple):
         return SelectedExperts(weights[part], ids[part], None if result is None else result[part])
 
     def of_padding(self) -> SelectedExperts:
-        """The routing of one token that goes nowhere."""
+        """The routing of one token whose slots are all skipped."""
         weights, ids, _ = self
         return SelectedExperts(
             weights.new_zeros(1, weights.shape[1]), ids.new_full((1, ids.shape[1]), -1), None
@@ -56,7 +57,7 @@ def select_experts(
     num_expert_group: int | None = None,
     custom_routing_function: CustomRouting | None = None,
     scoring_func: str = "softmax",
-    routed_scaling_factor: float = 1,  # no 1.0: Dynamo makes inputs of the graph of float defaults
+    routed_scaling_factor: float = 1,  # not 1.0: Dynamo turns float defaults into graph inputs
     e_score_correction_bias: Tensor | None = None,
     indices_type: torch.dtype | None = None,
     enable_eplb: bool = False,
@@ -77,13 +78,13 @@ def select_experts(
     seed: int = 0,
     step: Tensor | None = None,
 ) -> SelectedExperts:
-    """Route with the method that the arguments name, then do what follows the choice.
+    """Route with the method that the arguments select, then adjust the routing.
 
     The method is `grouped_topk` with ``use_grouped_topk``, else ``custom_routing_function``, else
-    `hash_topk` with ``hash_indices_table``, else `fused_topk`. ``routed_scaling_factor`` multiplies
-    the weights once, whichever it is. Then, in this order: every slot of a padding token is
-    skipped; ``capture_fn`` is called; `zero_experts`; `eplb_map_to_physical_and_record`; shared
-    experts, behind every token's experts with weight 1.
+    `hash_topk` with ``hash_indices_table``, else `fused_topk`. With every method the weights are
+    multiplied once by ``routed_scaling_factor``. Then, in this order: every slot of a padding token
+    is skipped; ``capture_fn`` is called; `zero_experts`; `eplb_map_to_physical_and_record`; shared
+    experts are appended to every token's experts with weight 1.
 
     Args:
         hidden_states: ``(T, H)``.
@@ -99,23 +100,23 @@ def select_experts(
         routed_scaling_factor: see above.
         e_score_correction_bias: see `fused_topk`.
         indices_type: dtype of the ids, int32 (the default) or int64.
-        enable_eplb: whether ids become physical; needs the three tensors that follow. The load is
-            mutated.
+        enable_eplb: whether ids are mapped to physical experts; needs ``expert_load_view`` (which
+            is mutated), ``logical_to_physical_map`` and ``logical_replica_count``.
         expert_map: not used: ids are global, and the experts' kernels map them.
         expert_load_view: see `eplb_map_to_physical_and_record`.
         logical_to_physical_map: see `eplb_map_to_physical_and_record`.
         logical_replica_count: see `eplb_map_to_physical_and_record`.
-        global_num_experts: the number of experts that compute something, redundant ones included.
-        zero_expert_num: how many of the logits, the last ones, belong to identity experts.
-        zero_expert_type: ``identity``, the only one.
-        num_fused_shared_experts: n experts ``E .. E + n - 1`` that every token goes to.
+        global_num_experts: number of experts without identity experts, with redundant experts.
+        zero_expert_num: number of identity experts, which have the last logits.
+        zero_expert_type: ``identity``, the only known type.
+        num_fused_shared_experts: n shared experts ``E .. E + n - 1`` that every token goes to.
         hash_indices_table: see `hash_topk`.
         input_ids: ``(T,)``, with ``hash_indices_table``: see `hash_topk`.
-        is_padding: ``(T,)`` bool, True where a token is padding: its ids are -1 and its weights 0,
-            whatever its logits are, it is not counted, and its row of ``hidden_states`` is not
-            read.
-        capture_fn: called with the ids ``(T, k)`` of logical experts (identity experts among
-            them), -1 in padding.
+        is_padding: ``(T,)`` bool, True for padding tokens. A padding token gets ids -1 and weights
+            0 whatever its logits are, it is not counted in the load, and its row of
+            ``hidden_states`` is not read.
+        capture_fn: called with the ids ``(T, k)`` of logical experts, identity experts included; -1
+            for padding tokens.
         record_enabled: see `eplb_map_to_physical_and_record`.
         seed: see `eplb_map_to_physical_and_record`.
         step: see `eplb_map_to_physical_and_record`.
@@ -125,14 +126,14 @@ def select_experts(
 
     Raises:
         TypeError: a wrong dtype.
-        ValueError: as the routers; tensors that EPLB lacks; a ``zero_expert_num`` that does not fit
-            the logits, or another ``zero_expert_type``.
-        NotImplementedError: shared experts together with EPLB, which has no replicas of them; and
-            as the routers.
+        ValueError: as the routers; missing tensors for EPLB; a ``zero_expert_num`` that does not
+            fit the logits, or an unknown ``zero_expert_type``.
+        NotImplementedError: shared experts together with EPLB, which has no replicas of shared
+            experts; and as the routers.
 
     Source:
-        vLLM ``FusedMoE.select_experts`` and the routers of 0.33; upstream applies
-        ``routed_scaling_factor`` in some of them only.
+        vLLM ``FusedMoE.select_experts`` and the routers of 0.33; only some of vLLM's routers apply
+        ``routed_scaling_factor``.
     """
     shared, identity, result = num_fused_shared_experts, zero_expert_num or 0, None
     flags = {"use_grouped_topk": use_grouped_topk, "enable_eplb": enable_eplb}
@@ -168,7 +169,7 @@ def select_experts(
 def _check_sizes(
     hidden_states: Tensor, router_logits: Tensor, top_k: int, identity: int, shared: int
 ) -> None:
-    """Tokens have logits, and there are so many experts of each kind."""
+    """Check that tokens and logits agree, and the numbers of identity and shared experts."""
     checks.tensor("router_logits", router_logits, 2, checks.FLOATS)
     checks.tensor("hidden_states", hidden_states, 2, None)
     checks.same_tokens("router_logits", router_logits, "hidden_states", hidden_states)
@@ -184,7 +185,7 @@ def _choose(
     hashed: tuple[Tensor | None, Tensor | None],
     how: tuple[str, float, Tensor | None],
 ) -> tuple[Tensor, Tensor]:
-    """Weights and ids of the method that the arguments name."""
+    """Weights and ids from the method that the arguments select."""
     (table, input_ids), (scoring_func, factor, bias) = hashed, how
     if input_ids is not None and table is None:
         raise ValueError("input_ids must be None without hash_indices_table, got a Tensor")
@@ -205,7 +206,7 @@ def _custom(
     renormalize: bool,
     routed_scaling_factor: float,
 ) -> tuple[Tensor, Tensor]:
-    """What the caller's function returns, in float32, scaled, checked."""
+    """The checked result of the caller's function, with weights in float32 and scaled."""
     if not callable(function):
         name = type(function).__name__
         raise TypeError(f"custom_routing_function must be callable, got {name}")
@@ -241,11 +242,11 @@ def _check_zero_experts(
     enable_eplb: bool,
     global_num_experts: int | None,
 ) -> None:
-    """Identity experts come behind all others."""
+    """Check the arguments of identity experts, which have the last ids."""
     checks.one_of("zero_expert_type", str(zero_expert_type), ("identity",))
     if num_experts < 1:
         raise ValueError(
-            f"zero_expert_num must leave an expert that computes something, got {num_experts} left"
+            f"zero_expert_num must leave at least one other expert, got {num_experts} others"
         )
     if global_num_experts is not None and not enable_eplb:  # with EPLB: physical experts
         rule = "router_logits.shape[1] - zero_expert_num"
@@ -253,7 +254,7 @@ def _check_zero_experts(
 
 
 def _check_no_shared_experts(count: int, enable_eplb: bool) -> None:
-    """EPLB has no replicas of them."""
+    """NotImplementedError for shared experts with EPLB, which has no replicas of shared experts."""
     if count and enable_eplb:
         raise NotImplementedError(
             f"num_fused_shared_experts must be 0 with enable_eplb, got {count}"
@@ -270,7 +271,7 @@ def _physical(
     seed: int,
     step: Tensor | None,
 ) -> Tensor:
-    """Ids of replicas, counted; the first three tensors are not missing."""
+    """Map ids to physical experts and count the load; ValueError if a required tensor is None."""
     return eplb_map_to_physical_and_record(
         ids,
         _given("expert_load_view", expert_load_view, "enable_eplb"),
@@ -284,7 +285,7 @@ def _physical(
 
 
 def _given(name: str, x: Tensor | None, option: str) -> Tensor:
-    """A tensor that ``option`` needs."""
+    """The tensor, which ``option`` requires; ValueError if it is None."""
     if x is None:
         raise ValueError(f"{name} must be a Tensor with {option}, got None")
     return x

@@ -1,8 +1,8 @@
-"""Routings that do not depend on the logits, for benchmarks: each a ``custom_routing_function``.
+"""Simulated routings for benchmarks, each usable as a ``custom_routing_function``.
 
-Ids of a token are distinct, weights are 1 / k. Expert e is drawn with odds ``p[e]``: a token's
-experts are those of the ``k`` largest ``log p[e] + Gumbel noise``, which is a draw without
-replacement.
+They do not depend on the logits. The ids of a token are distinct and the weights are 1 / k. Expert
+e is drawn with odds ``p[e]``, without replacement: a token's experts have the ``k`` largest values
+of ``log p[e] + Gumbel noise``.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ def uniform_random(
     renormalize: bool = True,
     generator: torch.Generator | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Every expert with the same odds.
+    """Draw all experts with the same odds.
 
     Args:
         hidden_states: ``(T, H)``; only its number of tokens matters.
         gating_output: ``(T, E)``; only its shape and device matter.
         topk: k, between 1 and E.
-        renormalize: changes nothing.
-        generator: of the noise; None is torch's own.
+        renormalize: has no effect.
+        generator: generator of the noise; None means PyTorch's default.
 
     Returns:
         ``topk_weights (T, k)`` float32 and ``topk_ids (T, k)`` int32.
@@ -49,7 +49,7 @@ def normal_routing(
     renormalize: bool = True,
     generator: torch.Generator | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Odds of a normal distribution over the indices: mean in the middle, deviation E / 6.
+    """Draw experts with the odds of a normal distribution over ids: mean (E - 1) / 2, sigma E / 6.
 
     Arguments, results and errors as `uniform_random`.
 
@@ -69,7 +69,7 @@ def zipf(
     renormalize: bool = True,
     generator: torch.Generator | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Odds 1 / (e + 1): few experts get most tokens, as in trained models.
+    """Draw expert e with odds 1 / (e + 1): few experts get most tokens, as in trained models.
 
     Arguments, results and errors as `uniform_random`.
     """

@@ -1,4 +1,4 @@
-"""Top-k of scores: of all experts, of those in the best groups, or of those that a table names."""
+"""Top-k routers: over all experts, over the best groups of experts, or from a hash table."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ def fused_topk(
     indices_type: torch.dtype | None = None,
     scoring_func: str = "softmax",
     e_score_correction_bias: Tensor | None = None,
-    routed_scaling_factor: float = 1,  # no 1.0: Dynamo makes inputs of the graph of float defaults
+    routed_scaling_factor: float = 1,  # not 1.0: Dynamo turns float defaults into graph inputs
 ) -> tuple[Tensor, Tensor]:
     """Choose each token's ``topk`` experts by score.
 
-    ``s = f(logits)`` over all E experts, computed in float64 and rounded once to float32; the
-    ``topk`` largest ``s + bias`` (a float32 sum) are chosen, ties to the lowest index; weights are
-    ``s`` of the chosen, in descending order of ``s + bias``, divided by their sum with
-    ``renormalize`` (a sum of 0 divides by 1), then multiplied by ``routed_scaling_factor``. A logit
-    that is not finite scores 0. Ids of a token are distinct.
+    Scores ``s = f(logits)`` over all E experts are computed in float64 and rounded once to float32.
+    The experts with the ``topk`` largest ``s + bias`` (a float32 sum) are chosen, ties to the
+    lowest index. Their weights are ``s``, in descending order of ``s + bias``, divided by their sum
+    with ``renormalize`` (by 1 if the sum is 0), then multiplied by ``routed_scaling_factor``. A
+    logit that is not finite scores 0. The ids of a token are distinct.
 
     Args:
         hidden_states: ``(T, H)``; only its number of tokens matters.
@@ -42,7 +42,7 @@ def fused_topk(
         indices_type: dtype of the ids, int32 (the default) or int64.
         scoring_func: ``softmax``, ``sigmoid`` or ``sqrtsoftplus`` (``sqrt(log(1 + exp(x)))``, with
             ``sqrt(x)`` above 20).
-        e_score_correction_bias: ``(E,)`` float32, used in the choice only.
+        e_score_correction_bias: ``(E,)`` float32, used only to choose experts, not for weights.
         routed_scaling_factor: multiplier of the weights.
 
     Returns:
@@ -54,8 +54,8 @@ def fused_topk(
         NotImplementedError: more than 4096 experts; a backward pass through the result.
 
     Source:
-        vLLM ``FusedTopKRouter`` and ``FusedTopKBiasRouter``; upstream leaves
-        ``routed_scaling_factor`` out of the former.
+        vLLM ``FusedTopKRouter``, which does not apply ``routed_scaling_factor``, and
+        ``FusedTopKBiasRouter``.
     """
     check_logits(hidden_states, gating_output, topk)
     check_scoring(gating_output, scoring_func, e_score_correction_bias)
@@ -86,18 +86,18 @@ def grouped_topk(
 ) -> tuple[Tensor, Tensor]:
     """Choose each token's best groups of experts, then ``topk`` experts in them.
 
-    The E experts are ``num_expert_group`` runs of equal length. A group's score is the largest
+    A group is ``E / num_expert_group`` consecutive experts. The score of a group is the largest
     ``s`` of its experts or, with a bias, the float32 sum of its two largest ``s + bias``. The
-    ``topk_group`` best groups stay, ties to the lowest index; the rest is `fused_topk` of their
-    experts. With one group (or 0, and ``topk_group`` 1 or 0) this is `fused_topk`.
+    ``topk_group`` best groups are kept, ties to the lowest index, and `fused_topk` chooses among
+    their experts. With one group (or 0, and ``topk_group`` 1 or 0) this is `fused_topk`.
 
     Args:
         hidden_states: as in `fused_topk`, like every argument not named here.
         gating_output: see `fused_topk`.
-        topk: k; no more than the experts of ``topk_group`` groups.
+        topk: k; at most the number of experts in ``topk_group`` groups.
         renormalize: see `fused_topk`.
-        num_expert_group: the number of groups; it divides E.
-        topk_group: how many of them stay.
+        num_expert_group: number of groups; must divide E.
+        topk_group: number of groups to keep.
         scoring_func: see `fused_topk`.
         routed_scaling_factor: see `fused_topk`.
         e_score_correction_bias: see `fused_topk`.
@@ -151,11 +151,11 @@ def hash_topk(
     scoring_func: str = "sqrtsoftplus",
     routed_scaling_factor: float = 1,
 ) -> tuple[Tensor, Tensor]:
-    """Let a table choose experts by the token's word; the logits only weigh them.
+    """Look up each token's experts in a table by its token id; logits only give the weights.
 
-    ``ids = table[input_ids]``; weights are ``s`` of these (see `fused_topk`), renormalized and
-    scaled as there. A word outside of the table, and an entry that is no expert, gives a skipped
-    slot: id -1, weight 0.
+    ``ids = table[input_ids]``. The weights are the scores ``s`` of these experts, renormalized and
+    scaled as in `fused_topk`. A token id outside of the table, or an entry that is not an expert,
+    gives a skipped slot: id -1, weight 0.
 
     Args:
         hidden_states: ``(T, H)``; only its number of tokens matters.
@@ -186,7 +186,7 @@ def hash_topk(
     for name, x in (("input_ids", input_ids), ("hash_indices_table", hash_indices_table)):
         checks.same_device(name, x, "gating_output", gating_output)
     if hash_indices_table.shape[0] == 0:
-        raise ValueError("hash_indices_table must have a row for each word, got none")
+        raise ValueError("hash_indices_table must have a row for each token id, got no rows")
     return ops.hash_topk(
         gating_output,
         input_ids,

@@ -1,4 +1,4 @@
-"""Quantization schemes: values with names, and how weights are stored in them."""
+"""Quantization schemes: named values, and the storage formats of weights in them."""
 
 from moe_ops.scheme.capability import schemes_instead, what_lacks
 from moe_ops.scheme.named import SCHEMES, UNQUANTIZED, get_scheme

@@ -1,4 +1,4 @@
-"""Which GPUs run a scheme, and what others run in its place."""
+"""The GPUs that can run a scheme, and the schemes that other GPUs can run instead."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from moe_ops.scheme.values import Scheme, min_capability
 
 
 def schemes_instead(scheme: Scheme, capability: int) -> tuple[str, tuple[str, ...]]:
-    """What a GPU of a compute capability (times ten) runs in place of a scheme.
+    """Schemes that a GPU of a compute capability (times ten) can run instead of a scheme.
 
     Returns:
-        What becomes of the weights, and the names of schemes: those that take the very weights that
-        are stored; if there are none, those that quantize weights only, to the same element.
+        What happens to the weights, and the names of the schemes. These take the same stored
+        weights; if there are none, the schemes that quantize weights only, to the same element.
     """
     able = [s for s in SCHEMES.values() if min_capability(s.activation) <= capability]
     same = tuple(s.name for s in able if s.weight == scheme.weight)
@@ -19,13 +19,13 @@ def schemes_instead(scheme: Scheme, capability: int) -> tuple[str, tuple[str, ..
         return "the same weights", same
     element = scheme.weight.element
     alike = [s for s in able if s.activation is None and s.weight and s.weight.element == element]
-    return "weights quantized anew", tuple(s.name for s in alike)
+    return "requantized weights", tuple(s.name for s in alike)
 
 
 def what_lacks(scheme: Scheme, capability: int) -> str | None:
-    """Why a GPU of a compute capability (times ten) cannot run a scheme, and what works there.
+    """Why a GPU of a compute capability (times ten) cannot run a scheme, and what would work.
 
-    None where it can.
+    None if the GPU can run it.
     """
     lowest = min_capability(scheme.activation)
     if capability >= lowest:

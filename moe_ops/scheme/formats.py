@@ -1,4 +1,4 @@
-"""Numbers that are narrower than a byte, two numbers in a byte, and scales of one byte."""
+"""Elements narrower than a byte, packing of two to a byte, and one-byte (e8m0) scales."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from moe_ops.scheme.values import Element
 
 @lru_cache(maxsize=8)
 def _magnitudes(element: Element) -> tuple[float, ...]:
-    """What the codes of a small float without its sign stand for, in their order."""
+    """The values of a small float's codes without sign, in the order of the codes."""
     mantissa = element.bits - 1 - element.exponent
     bias, steps = 2 ** (element.exponent - 1) - 1, 2**mantissa
     subnormal = [m * 2.0 ** (1 - bias - mantissa) for m in range(steps)]
@@ -28,7 +28,7 @@ def _magnitudes(element: Element) -> tuple[float, ...]:
 def encode(value: Tensor, element: Element) -> Tensor:
     """Codes (sign, exponent, mantissa) of the nearest numbers, ties to the even code.
 
-    The rule of the hardware's conversions, which also keep the sign of a zero.
+    Rounds as the hardware's conversions do, and like them keeps the sign of a zero.
     """
     grid = torch.tensor(_magnitudes(element), device=value.device)
     middle = (grid[1:] + grid[:-1]) / 2
@@ -40,10 +40,10 @@ def encode(value: Tensor, element: Element) -> Tensor:
 
 
 def decode(codes: Tensor, element: Element) -> Tensor:
-    """Codes as float32.
+    """The values of codes, as float32.
 
-    A normal number's bits are moved to where float32 has them. (No table: it would be copied from
-    the host, which a CUDA graph cannot record.)
+    The bits of a normal number are shifted to their float32 positions. (A lookup table would be
+    copied from the host, which a CUDA graph cannot capture.)
     """
     mantissa = element.bits - 1 - element.exponent
     bias = 2 ** (element.exponent - 1) - 1
@@ -55,7 +55,7 @@ def decode(codes: Tensor, element: Element) -> Tensor:
 
 
 def pack(codes: Tensor, axis: int) -> Tensor:
-    """4-bit codes two to a byte along ``axis``, the even index in the low nibble."""
+    """Pack 4-bit codes two to a byte along ``axis``, the even index in the low nibble."""
     low, high = codes.unflatten(axis, (-1, 2)).unbind(axis + 1)
     return low | (high << 4)
 
@@ -66,10 +66,11 @@ def unpack(packed: Tensor, axis: int) -> Tensor:
 
 
 def e8m0_of(amax: Tensor, element: Element) -> Tensor:
-    """The exponent s (uint8, for ``2**(s - 127)``) that groups of a small float share.
+    """The e8m0 scale s (uint8, for ``2**(s - 127)``) of groups of a small float.
 
-    That of the largest magnitude, rounded to the element's precision, less that of the element's
-    own largest; on the bits of a float32, with no logarithm. 255, a NaN, where amax is not finite.
+    The exponent of ``amax``, rounded to the element's precision, minus the exponent of the
+    element's largest number; computed on float32 bits, without a logarithm. 255 (NaN) if ``amax``
+    is not finite.
     """
     half = 1 << (22 - (element.bits - 1 - element.exponent))
     exponent = (amax.float().view(torch.int32) + half) >> 23
@@ -77,7 +78,7 @@ def e8m0_of(amax: Tensor, element: Element) -> Tensor:
 
 
 def e8m0_above(scale: Tensor) -> Tensor:
-    """The least power of two that is not below a float32 scale, as its exponent; 255 for a NaN."""
+    """A float32 scale rounded up to a power of two, as an e8m0 exponent; 255 if not finite."""
     return _e8m0((scale.view(torch.int32) + 0x7FFFFF) >> 23, scale)
 
 

@@ -1,4 +1,4 @@
-"""The schemes that have names."""
+"""The registered schemes, and the names that `get_scheme` understands."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ SCHEMES: dict[str, Scheme] = {
         _int4_under_fp8("int4_w4a8_g128", 128),
     )
 }
-"""Every scheme that has a name of its own."""
+"""Every registered scheme by its name."""
 
 _BLOCKS = re.compile(r"(fp8|int8)(_w8a16)?_block(\d+)(?:x(\d+))?(_ue8m0)?", re.ASCII)
 _GROUPS = re.compile(r"(int4_w4a16|int8_w8a16)_g(\d+)(_zp)?", re.ASCII)
@@ -71,14 +71,14 @@ _GROUPS_UNDER_FP8 = re.compile(r"int4_w4a8_g(\d+)", re.ASCII)
 
 @lru_cache(maxsize=256)
 def get_scheme(name: str) -> Scheme:
-    """The scheme called ``name``, also one that differs only in its group sizes.
+    """The scheme called ``name``: a registered one, or one with other group sizes.
 
-    ``fp8_block64x128`` has weight blocks of 64 rows x 128 columns and activation groups of 128;
-    ``int4_w4a16_g64_zp`` groups of 64 along K.
+    For example, ``fp8_block64x128`` has weight blocks of 64 rows x 128 columns and activation
+    groups of 128, and ``int4_w4a16_g64_zp`` has groups of 64 along K.
 
     Raises:
-        ValueError: an unknown name (the error says which known name is nearest), or a group that is
-            not a power of two of at least 16.
+        ValueError: an unknown name (the error suggests the nearest known name), or a group size
+            that is not a power of two of at least 16.
     """
     if name in SCHEMES:
         return SCHEMES[name]

@@ -1,4 +1,4 @@
-"""A scheme together with the tensors that belong to it: what a quantized layer is called with."""
+"""`FusedMoEQuantConfig`: a scheme with its scales, zero points and biases, for a layer call."""
 
 from __future__ import annotations
 
@@ -24,27 +24,27 @@ class FusedMoEQuantConfig:
 
     Args:
         scheme: a name in `SCHEMES` (or one that `get_scheme` makes), or a `Scheme`.
-        w1_scale: scales of ``w1``, shaped as `Quant.weight_scale_shape` says; one a tensor may be
-            ``(El,)`` or ``(El, 2)`` (gate, up), and in place of one a row ``(El, 1, 1)`` or
-            ``(El, 2, 1)``. Where activations are quantized, powers of two may be uint8 (e8m0).
+        w1_scale: scales of ``w1``, shaped as `Quant.weight_scale_shape` says. Per-tensor scales may
+            be ``(El,)`` or ``(El, 2)`` (gate, up), and in place of per-row scales ``(El, 1, 1)`` or
+            ``(El, 2, 1)``. If activations are quantized, powers of two may be uint8 (e8m0).
         w2_scale: scales of ``w2``.
         a1_scale: static scale of the input of GEMM 1, one element, for static schemes only.
         a2_scale: static scale of the input of GEMM 2.
         w1_zp: zero points of ``w1``, for schemes that have them.
         w2_zp: zero points of ``w2``.
         a1_gscale: global scale of the input of GEMM 1 (NVFP4), one element: a factor like every
-            scale here, ``amax / (448 * 6)``; upstream passes what it divides by.
+            scale here, ``amax / (448 * 6)``; vLLM passes its reciprocal.
         a2_gscale: global scale of the input of GEMM 2.
         w1_gscale: global scales of ``w1``, ``(El,)`` or ``(El, 2)``.
         w2_gscale: global scales of ``w2``, ``(El,)``.
-        g1_alphas: factors on the result of GEMM 1, for schemes that have them: one of each row of
-            ``w1`` (int4 under fp8), ``(El, 2I)``.
+        g1_alphas: factors on the result of GEMM 1, for schemes that have them (int4 weights with
+            fp8 activations): one per row of ``w1``, ``(El, 2I)``.
         g2_alphas: factors on the result of GEMM 2, ``(El, H)``.
         w1_bias: ``(El, 2I)`` or ``(El, I)``, added in float32 after the scales.
         w2_bias: ``(El, H)``.
 
     Raises:
-        ValueError: an unknown scheme; a tensor that the scheme does not take. (One that is missing
+        ValueError: an unknown scheme; a tensor that the scheme does not take. (A missing tensor
             raises when a layer runs: a configuration may exist before its weights.)
     """
 
@@ -78,11 +78,11 @@ class FusedMoEQuantConfig:
                 raise ValueError(f"{name} must be None for scheme {self.scheme.name}, got a Tensor")
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickled by its scheme's name, so that ``torch.export.load`` may read it."""
+        """Pickle with the scheme's name, so that ``torch.export.load`` can read it."""
         return _unflatten, _flatten(self)
 
     def check_complete(self) -> None:
-        """ValueError for a tensor that the scheme needs and that is None."""
+        """Raise ValueError if a tensor that the scheme needs is None."""
         for name, needed in _needed(self.scheme).items():
             if needed and getattr(self, name) is None:
                 raise ValueError(f"{name} must be a Tensor for scheme {self.scheme.name}, got None")
@@ -94,17 +94,17 @@ class FusedMoEQuantConfig:
         """The configuration of two quantized weights (whose ``data`` is passed to the layer).
 
         Args:
-            scheme: that of the weights.
+            scheme: the scheme of the weights.
             w1: from `quantize_weight`.
-            w2: likewise.
-            **rest: what is not of the weights: biases, and with static activations their scales:
-                ``a1_scale``, ``a2_scale`` for ``fp8_tensor_static`` and ``mxfp4_w4a8`` (``amax /
-                448`` of a GEMM's input), ``a1_gscale``, ``a2_gscale`` for ``nvfp4`` (``amax / (448
-                * 6)``).
+            w2: from `quantize_weight`.
+            **rest: tensors that do not come from the weights: biases, and the scales of static
+                activations: ``a1_scale``, ``a2_scale`` for ``fp8_tensor_static`` and ``mxfp4_w4a8``
+                (``amax / 448`` of a GEMM's input), ``a1_gscale``, ``a2_gscale`` for ``nvfp4``
+                (``amax / (448 * 6)``).
 
         Raises:
-            TypeError: weights that `quantize_weight` did not make, such as plain tensors.
-            ValueError: as the class.
+            TypeError: weights that are not from `quantize_weight`, such as plain tensors.
+            ValueError: see `FusedMoEQuantConfig`.
         """
         for name, q in (("w1", w1), ("w2", w2)):
             if not isinstance(q, QTensor):
@@ -126,7 +126,7 @@ class FusedMoEQuantConfig:
         )
 
     def weights(self, w1: Tensor, w2: Tensor) -> tuple[QTensor, QTensor]:
-        """The weights with what belongs to them: the inverse of `from_weights`."""
+        """The weights with their scales and zero points: the inverse of `from_weights`."""
         g1 = self.g1_alphas if self.w1_gscale is None else self.w1_gscale
         g2 = self.g2_alphas if self.w2_gscale is None else self.w2_gscale
         return (
@@ -137,13 +137,13 @@ class FusedMoEQuantConfig:
     def biases(
         self, w1_bias: Tensor | None, w2_bias: Tensor | None
     ) -> tuple[Tensor | None, Tensor | None]:
-        """Those given, else its own."""
+        """The given biases; the configuration's biases in place of None."""
         first = self.w1_bias if w1_bias is None else w1_bias
         return first, self.w2_bias if w2_bias is None else w2_bias
 
     @property
     def input_scales(self) -> tuple[Tensor | None, Tensor | None]:
-        """What the inputs of both GEMMs are quantized with besides their data: static or global."""
+        """The given (static or global) scales of the inputs of both GEMMs, or None."""
         quant = self.scheme.activation
         if quant is not None and quant.global_scale:
             return self.a1_gscale, self.a2_gscale
@@ -151,22 +151,22 @@ class FusedMoEQuantConfig:
 
     @property
     def tensors(self) -> tuple[Tensor | None, ...]:
-        """All of them, in the order of the fields."""
+        """All tensors or Nones, in the order of the fields."""
         return tuple([getattr(self, name) for name in TENSORS])  # faster than a generator
 
     @property
     def quant_dtype(self) -> torch.dtype | None:
-        """Of quantized activations; None where they stay as they are."""
+        """Dtype of quantized activations; None if activations are not quantized."""
         return None if self.scheme.activation is None else self.scheme.activation.dtype
 
     @property
     def weight_quant_dtype(self) -> torch.dtype | None:
-        """Of stored weights; None where they are not quantized."""
+        """Dtype of stored weights; None if weights are not quantized."""
         return None if self.scheme.weight is None else self.scheme.weight.dtype
 
     @property
     def block_shape(self) -> list[int] | None:
-        """``[rows, cols]`` of a weight's block, or None."""
+        """``[rows, cols]`` of a weight's scale block, or None."""
         return self.scheme.block_shape
 
     @property
@@ -190,7 +190,7 @@ FusedMoEQuantConfig.__signature__ = Signature(  # type: ignore[attr-defined]
 
 
 def _needed(scheme: Scheme) -> dict[str, bool]:
-    """Which tensors a scheme takes; all of those are needed."""
+    """Whether a scheme takes each tensor; every tensor that it takes is required."""
     weight, activation = scheme.weight, scheme.activation
     of_rows = weight is not None and weight.channel_scale
     rules = {
@@ -216,7 +216,7 @@ def _flatten_with_keys(config: FusedMoEQuantConfig) -> tuple[list[Any], Any]:
 
 
 def _unflatten(leaves: Any, context: Any) -> FusedMoEQuantConfig:
-    """Without checks: a pytree's leaves need not be tensors."""
+    """Rebuild without checks, because the leaves of a pytree need not be tensors."""
     config = object.__new__(FusedMoEQuantConfig)
     object.__setattr__(config, "scheme", as_scheme(context[0]))
     given = dict(zip(context[1], leaves, strict=True))
@@ -234,5 +234,5 @@ _pytree.register_pytree_node(
     to_dumpable_context=lambda context: [context[0], list(context[1])],
     from_dumpable_context=lambda context: (context[0], tuple(context[1])),
 )
-# An exported program holds its example arguments.
+# An exported program contains its example arguments.
 torch.serialization.add_safe_globals([_unflatten])

@@ -1,7 +1,7 @@
-"""The arithmetic of quantization, to the bit: one definition, in plain PyTorch.
+"""The arithmetic of quantization, exact to the bit: one definition, in plain PyTorch.
 
-References and the offline quantizer of weights use these functions; kernels repeat them and are
-compared with them bit by bit. ``q = round(x / s)`` with a true division, in float32. Numbers of
+References and the offline weight quantizer use these functions. Kernels reimplement them and are
+tested to be bitwise equal. ``q = round(x / s)`` with an IEEE division, in float32. Elements of
 fewer than 8 bits are in `formats.py`.
 """
 
@@ -14,19 +14,19 @@ from moe_ops.scheme import formats
 from moe_ops.scheme.values import Element, Quant
 
 SMALLEST_AMAX = 1e-10
-"""Groups of zeros get this as their largest magnitude, so that no scale is zero."""
+"""Lower bound of a group's largest magnitude, so that no scale is zero."""
 
 
 def over(x: Tensor, number: float) -> Tensor:
-    """``x / number``, truly divided: over a Python number CUDA multiplies by the reciprocal."""
+    """``x / number`` by IEEE division; for a Python number CUDA multiplies by the reciprocal."""
     return x / torch.full((), number, dtype=x.dtype, device=x.device)
 
 
 def scale_of(amax: Tensor, quant: Quant) -> Tensor:
     """The scale of groups with largest magnitude ``amax`` (float32): ``max(amax, 1e-10) / L``.
 
-    ``pow2`` rounds it up to a power of two by its bits: adding all ones below the exponent carries
-    into the exponent exactly when the mantissa is not zero. A NaN stays one.
+    ``pow2`` rounds the scale up to a power of two: adding ones in all mantissa bits carries into
+    the exponent exactly if the mantissa is not zero. NaN stays NaN.
     """
     scale = over(amax.float().clamp(min=SMALLEST_AMAX), quant.element.largest)
     if quant.scale == "pow2":
@@ -39,13 +39,13 @@ def scale_of(amax: Tensor, quant: Quant) -> Tensor:
 def range_scale(
     low: Tensor, high: Tensor, quant: Quant, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor | None]:
-    """Scales in their stored form, and zero points where there are any, of groups.
+    """Scales of groups in their stored form, and zero points if the quantization has them.
 
     Args:
         low: float32, the lowest number of each group, at most 0.
-        high: the highest, at least 0.
+        high: float32, the highest number of each group, at least 0.
         quant: how the groups are quantized.
-        dtype: of scales whose form is ``input``.
+        dtype: dtype of scales whose form is ``input``.
     """
     amax = torch.maximum(-low, high)
     if quant.scale == "e8m0":
@@ -68,7 +68,7 @@ def range_scale(
 
 
 def signed_scale(low: Tensor, high: Tensor) -> Tensor:
-    """The scale of int4, which reaches from -8 to 7."""
+    """The scale of int4, whose range is -8 to 7."""
     return torch.maximum(over(high, 7), over(-low, 8))
 
 
@@ -83,7 +83,7 @@ def encode_above(ratio: Tensor, zero_point: Tensor, element: Element) -> Tensor:
 
 
 def encode(ratio: Tensor, element: Element) -> Tensor:
-    """``x / s`` (float32) as stored values, one to an entry.
+    """Round ``x / s`` (float32) to stored values, one per entry.
 
     Floats: nearest, ties to even, saturated at the largest. 8-bit integers: nearest, ties away from
     zero, saturated at +-127. int4: nearest, ties to even, saturated at -8 and 7.
@@ -101,7 +101,7 @@ def encode(ratio: Tensor, element: Element) -> Tensor:
 
 
 def decode(data: Tensor, element: Element) -> Tensor:
-    """Stored values, one to an entry, as float32."""
+    """Stored values, one per entry, as float32."""
     if element.exponent:
         return formats.decode(data, element)
     return data.float() - element.offset

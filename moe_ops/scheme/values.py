@@ -1,8 +1,8 @@
 """Schemes as small frozen values.
 
-Whatever follows from one (scale shapes, bytes per weight, the constants of a kernel) is derived
-here and nowhere else. A new scheme is a line in `named.py`; a kernel never hears its name, only
-what is derived from it.
+Everything that follows from a scheme (scale shapes, bytes per weight, the constants of a kernel) is
+derived here and nowhere else. A new scheme is a line in `named.py`. Kernels never see a scheme's
+name, only values derived from the scheme.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ FLOAT4_E2M1_MAX = 6.0
 class Group(NamedTuple):
     """The elements that share one scale: ``rows`` x ``cols`` of the 2-D operand, K along columns.
 
-    ``(WHOLE, WHOLE)``: one scale a tensor (of a weight: an expert); ``(1, WHOLE)``: one a row
-    (token, or output channel); ``(1, 128)``: one for 128 elements along K.
+    ``(WHOLE, WHOLE)``: one scale per tensor (of a weight: per expert); ``(1, WHOLE)``: one per row
+    (token, or output channel); ``(1, 128)``: one per 128 elements along K.
     """
 
     rows: int
@@ -36,21 +36,21 @@ class Element(NamedTuple):
     name: str
     bits: int
     largest: float
-    """The largest magnitude that a quantized value takes."""
+    """The largest magnitude of a quantized value."""
     storage: torch.dtype
     offset: int = 0
-    """What is added to an integer to store it."""
+    """The offset added to an integer when it is stored."""
     exponent: int = 0
-    """Bits of the exponent of a float narrower than a byte, stored as sign, exponent, mantissa."""
+    """Exponent bits of a float narrower than a byte, stored as sign, exponent, mantissa."""
 
     @property
     def packed(self) -> bool:
-        """Whether two numbers share a byte: even k in the low nibble."""
+        """Whether two numbers share a byte, even k in the low nibble."""
         return self.bits == 4
 
     @property
     def stored_bits(self) -> int:
-        """Bits of memory: numbers of 6 bits take a byte each."""
+        """Bits of memory per number: a 6-bit number takes a byte."""
         return 4 if self.packed else 8
 
 
@@ -67,7 +67,7 @@ ELEMENTS = {
     )
 }
 SCALE_BITS = {"float32": 32, "pow2": 32, "vector": 32, "input": 16, "e8m0": 8, "e4m3": 8}
-"""The forms of a scale, and what one takes of memory."""
+"""Bits of memory per scale, by the form of the scale."""
 
 
 @dataclass(frozen=True)
@@ -78,12 +78,12 @@ class Quant:
         element: how a number is stored.
         group: the elements that share a scale.
         scale: ``float32``; ``pow2`` (float32 too, but a power of two, rounded up: ue8m0);
-            ``vector`` (float32, one a row, without an axis for groups); ``input`` (the dtype of the
-            weight before it was quantized); ``e8m0`` (uint8 s for ``2**(s - 127)``); ``e4m3``.
+            ``vector`` (float32, one per row, without an axis for groups); ``input`` (the dtype of
+            the weight before it was quantized); ``e8m0`` (uint8 s for ``2**(s - 127)``); ``e4m3``.
         static: whether the scale is given (calibrated) instead of computed from the data.
-        zero_point: whether groups have a zero point, an integer that is stored as the numbers are.
-        global_scale: whether there is a float32 factor on top of the scales. That of activations
-            is always given.
+        zero_point: whether groups have a zero point, an integer stored like the numbers.
+        global_scale: whether there is a float32 factor on top of the scales. For activations this
+            factor is always given.
     """
 
     element: Element
@@ -94,16 +94,16 @@ class Quant:
     global_scale: bool = False
 
     key: str = field(init=False, repr=False, compare=False)
-    """The one string that stands for this value in an operator's schema."""
+    """The string that represents this value in operator calls; see `parse_quant`."""
     dtype: torch.dtype = field(init=False, repr=False, compare=False)
     """Dtype of the stored values."""
     scale_dtype: torch.dtype = field(init=False, repr=False, compare=False)
-    """Dtype of the scales of activations, and of weights unless those have ``input`` scales."""
+    """Dtype of scales. (``input`` scales of weights have the weight's dtype instead.)"""
     per_tensor: bool = field(init=False, repr=False, compare=False)
-    """Whether all of the operand shares one scale."""
+    """Whether the whole operand shares one scale."""
 
     def __post_init__(self) -> None:
-        # Not cached properties: before Python 3.12 those take a lock, which Dynamo cannot trace.
+        # Not cached properties, which before Python 3.12 take a lock that Dynamo cannot trace.
         rows, cols = ("*" if n == WHOLE else n for n in self.group)
         more = [name for name in _SWITCHES if getattr(self, name)]
         scale_dtypes = {"e8m0": torch.uint8, "e4m3": torch.float8_e4m3fn}
@@ -121,15 +121,15 @@ class Quant:
 
     @property
     def channel_scale(self) -> bool:
-        """Whether the global scale of a weight is one of each row, not one of the tensor.
+        """Whether the global scale of a weight is per row instead of per tensor.
 
-        So it is for integers: their groups' scales fit in e4m3 once a row's own size is taken out.
+        True for integers: dividing by a scale per row makes their group scales fit into e4m3.
         """
         return self.global_scale and not self.element.exponent
 
     @property
     def shared_cols(self) -> int | None:
-        """Elements along K that share a scale; None: all."""
+        """Number of elements along K that share a scale; None: all."""
         return None if self.group.cols == WHOLE else self.group.cols
 
     @property
@@ -139,14 +139,15 @@ class Quant:
 
     @property
     def local(self) -> bool:
-        """Whether a scale belongs to a piece of one row, which a GEMM meets tile by tile."""
+        """Whether a row has several scales along K, which a GEMM applies step by step."""
         return self.group.rows == 1 and self.group.cols != WHOLE
 
     def weight_scale_shape(self, num_experts: int, n: int, k: int) -> tuple[int, ...]:
-        """Of a weight ``(E, N, K)``: ``(E,)`` a tensor, else ``(E, ceil(N/rows), ceil(K/cols))``.
+        """Scale shape of a weight ``(E, N, K)``: ``(E, ceil(N/rows), ceil(K/cols))``.
 
-        A ``vector`` is ``(E, N)``. Groups count from row 0 of the weight (in ``w1`` a group may
-        hold the last gate rows and the first up rows); the last group of an axis may be partial.
+        ``(E,)`` if per tensor; ``(E, N)`` for the form ``vector``. Groups count from row 0 of the
+        weight (in ``w1`` a group may hold the last gate rows and the first up rows); the last group
+        of an axis may be partial.
         """
         if self.per_tensor:
             return (num_experts,)
@@ -156,15 +157,15 @@ class Quant:
         return (num_experts, _groups(n, rows), _groups(k, cols))
 
     def data_width(self, k: int) -> int:
-        """Entries that K numbers take."""
+        """Number of stored entries of K numbers."""
         return k // 2 if self.element.packed else k
 
     def row_scale_shape(self, rows, k: int) -> tuple:
-        """Of activations ``(rows, K)``: ``(1,)`` a tensor, else ``(rows, ceil(K/cols))``."""
+        """Scale shape of ``(rows, K)``: ``(rows, ceil(K/cols))``; per tensor ``(1,)``."""
         return (1,) if self.per_tensor else (rows, _groups(k, self.group.cols))
 
     def batched_scale_shape(self, num_experts: int, rows: int, k: int) -> tuple[int, int, int]:
-        """Of batched activations ``(E, rows, K)``: ``(E, 1, 1)``, else ``(E, rows, groups)``."""
+        """Scale shape of ``(E, rows, K)``: ``(E, rows, groups)``; per tensor ``(E, 1, 1)``."""
         if self.per_tensor:
             return (num_experts, 1, 1)
         return (num_experts, rows, _groups(k, self.group.cols))
@@ -186,10 +187,10 @@ def parse_quant(key: str) -> Quant:
 
 
 def min_capability(activation: Quant | None) -> int:
-    """The lowest compute capability times ten at which kernels with such activations compile.
+    """The lowest compute capability (times ten) at which kernels with such activations compile.
 
-    Triton's matrix products want 80, and those of e4m3 numbers 89. Stored weights do not matter:
-    where only those are quantized, their bits become numbers by integer operations.
+    Triton's matrix products need 80, and e4m3 activations or activation scales need 89. The
+    weights' format does not matter: integer operations dequantize them.
     """
     made = () if activation is None else (activation.dtype, activation.scale_dtype)
     return 89 if torch.float8_e4m3fn in made else 80
@@ -204,19 +205,26 @@ class Scheme:
     weight: Quant | None
 
     decoded: bool = field(init=False, repr=False, compare=False)
-    """Whether stored values of both operands become bf16 numbers inside a GEMM.
+    """Whether the GEMM dequantizes both operands to bf16.
 
-    No matrix unit before Blackwell's (see `dispatch.blackwell`) multiplies operands of different
-    elements, of fewer than 8 bits, or with scales of one byte. In bf16 all of these numbers are
-    exact, times their group's scale.
+    No tensor core before Blackwell's (see `dispatch.blackwell`) multiplies operands of different
+    elements, of fewer than 8 bits, or with one-byte scales. In bf16 all of these numbers, times
+    their group's scale, are exact.
     """
+
+    @property
+    def quants(self) -> tuple[Quant, Quant]:
+        """How activations and weights are quantized; ValueError unless both are."""
+        if self.activation is None or self.weight is None:
+            raise ValueError(f"scheme must quantize activations and weights, got {self.name!r}")
+        return self.activation, self.weight
 
     def __post_init__(self) -> None:
         a, w, decoded = self.activation, self.weight, False
         if a is not None and w is not None:
-            # By name: comparing the tuples reads `largest`, and a float that Dynamo of torch 2.11
-            # reads is an input of the graph until a tensor operation takes it: then all is compiled
-            # again.
+            # Compared by name: comparing the tuples reads the float `largest`, which Dynamo of
+            # torch 2.11 makes an input of the graph until a tensor operation uses it, and then
+            # compiles everything again.
             decoded = a.element.name != w.element.name or a.scale in ("e8m0", "e4m3")
         object.__setattr__(self, "decoded", decoded)
 
@@ -225,13 +233,13 @@ class Scheme:
 
     @property
     def block_shape(self) -> list[int] | None:
-        """``[rows, cols]`` of a weight's block, as vLLM has it; None where scales are coarser."""
+        """``[rows, cols]`` of a weight's block, as in vLLM; None if scales are not per block."""
         if self.weight is None or WHOLE in self.weight.group or self.weight.group.rows == 1:
             return None
         return list(self.weight.group)
 
     def weight_bits(self, n: int, k: int) -> float:
-        """Bits of memory a weight of an ``(N, K)`` expert takes, its share of scales included."""
+        """Bits of memory per weight of an ``(N, K)`` expert, including its share of the scales."""
         if self.weight is None:
             return 16.0
         quant, scales = self.weight, 1

@@ -1,4 +1,4 @@
-"""Weights into a scheme and back, offline: plain PyTorch on whatever device they are on."""
+"""Offline quantization and dequantization of weights, in plain PyTorch on the weights' device."""
 
 from __future__ import annotations
 
@@ -29,21 +29,21 @@ from moe_ops.tensors import QTensor
 
 
 def quantize_weight(w: Tensor, scheme: str | Scheme) -> QTensor:
-    """A weight as ``scheme`` stores it, every scale from the data of its group.
+    """Quantize a weight to ``scheme``, with scales from the data of each group.
 
-    Scales are rounded to their stored form first, and values are divided by what is stored; a group
-    whose stored scale is 0 becomes zeros.
+    Scales are rounded to their stored form first, and values are divided by the rounded scales; a
+    group whose stored scale is 0 becomes zeros.
 
     * fp8, int8: ``s = max(amax, 1e-10) / L``.
     * int4: ``s = max(max / 7, -min / 8)``. With zero points: ``s = max(max - min, 1e-5) / 15``,
       ``zp = round(-min / s)``, where the range always includes 0.
     * mxfp4, mxfp6: a power of two, from the exponent bits of amax rounded to the element's
       precision.
-    * nvfp4: ``g = 448 * 6 / amax`` of an expert, ``s = e4m3(g * amax / 6)`` of a block,
+    * nvfp4: ``g = 448 * 6 / amax`` per expert, ``s = e4m3(g * amax / 6)`` per block,
       ``q = e2m1(x * g / s)``; ``global_scale`` is ``1 / g``.
-    * int4 under fp8 (w4a8): ``c = 8 / 448 * max(max / 7, -min / 8)`` of a row, which is its
-      ``global_scale``; then ``s = e4m3(max(max / 7, -min / 8) / c)`` of a group, at most 56, so
-      that ``q * s`` is an e4m3 number's size; ``q = round(x / c / s)``.
+    * int4 with fp8 activations (w4a8): ``c = 8 / 448 * max(max / 7, -min / 8)`` per row, which is
+      the ``global_scale``; then ``s = e4m3(max(max / 7, -min / 8) / c)`` per group, at most 56, so
+      that ``q * s`` stays in the range of e4m3; ``q = round(x / c / s)``.
 
     Args:
         w: ``(E, N, K)`` bf16, fp16 or fp32.
@@ -51,14 +51,14 @@ def quantize_weight(w: Tensor, scheme: str | Scheme) -> QTensor:
 
     Returns:
         A `QTensor`. ``data`` ``(E, N, K)``, or ``(E, N, K / 2)`` uint8 for 4-bit elements, even k
-        in the low nibble. The scale as `Quant.weight_scale_shape` says. Zero points ``(E, N, G)``
+        in the low nibble. Scales as `Quant.weight_scale_shape` says. Zero points ``(E, N, G)``
         uint8, packed to ``(E, ceil(N / 2), G)`` with even n in the low nibble for 4-bit elements.
-        A global scale is ``(E,)``; ``(E, N)`` under fp8.
+        A global scale is ``(E,)``, or ``(E, N)`` for int4 with fp8 activations.
         Unquantized: ``data`` is ``w``.
 
     Raises:
-        TypeError, ValueError: not a 3-D float weight; a size of 0; an odd K of 4-bit elements; an
-            unknown scheme.
+        TypeError, ValueError: not a 3-D float weight; a size of 0; an odd K with 4-bit elements;
+            an unknown scheme.
 
     Source:
         OCP MX v1.0 elements; vLLM ``quantize_weights`` (int4), whose zero points miss groups
@@ -81,7 +81,7 @@ def quantize_weight(w: Tensor, scheme: str | Scheme) -> QTensor:
     elif quant.global_scale:
         amax = x.abs().amax((1, 2), keepdim=True).clamp(min=SMALLEST_AMAX)
         factor = FLOAT8_E4M3_MAX * FLOAT4_E2M1_MAX / amax
-        x, global_scale = x * factor, 1 / factor.flatten()  # no view: Dynamo guards on those
+        x, global_scale = x * factor, 1 / factor.flatten()  # not a view: Dynamo guards on views
     low, high = _group_range(x, quant)
     scale, zero_point = range_scale(low, high, quant, w.dtype)
     divisor = spread(scale_value(scale), quant, n, k)
@@ -98,16 +98,16 @@ def quantize_weight(w: Tensor, scheme: str | Scheme) -> QTensor:
 def dequantize_weight(
     q: QTensor, scheme: str | Scheme, dtype: torch.dtype = torch.float32
 ) -> Tensor:
-    """The numbers that a quantized weight stands for: ``(E, N, K)``, product in float32.
+    """Dequantize a weight to ``(E, N, K)``, computed in float32.
 
     ``(q - zero_point) * scale * global_scale``, in that order.
 
     Args:
-        q: as `quantize_weight` returns it; a scale of tensors or channels may also be ``(E,)``,
+        q: as `quantize_weight` returns it; a per-tensor or per-channel scale may also be ``(E,)``,
             ``(E, 2)`` (one for the first and one for the second half of the rows) or ``(E, N)``,
             and a global scale ``(E, 2)``.
         scheme: a name or value.
-        dtype: of the result, rounded once.
+        dtype: dtype of the result, rounded once.
     """
     scheme = as_scheme(scheme)
     quant = scheme.weight
@@ -129,14 +129,12 @@ def dequantize_weight(
 
 
 def dequantize_rows(q: Tensor, scale: Tensor, quant: Quant) -> Tensor:
-    """The numbers that quantized activations ``(.., R, K)`` stand for, in float32.
-
-    Without the global scale, where there is one.
+    """Dequantize activations ``(.., R, K)`` to float32, without their global scale.
 
     Args:
-        q: as `quant` stores them.
-        scale: ``(.., R, groups)``, or one that is broadcast.
-        quant: how they are quantized.
+        q: activations as ``quant`` stores them.
+        scale: ``(.., R, groups)``, or a shape that broadcasts to it.
+        quant: how the activations are quantized.
     """
     last = q.dim() - 1
     value = decode(unpack(q, last) if quant.element.packed else q, quant.element)
@@ -154,12 +152,12 @@ def _field(q: QTensor, name: str, scheme: Scheme) -> Tensor:
 
 
 def as_scheme(scheme: str | Scheme) -> Scheme:
-    """The value behind a name; a value stays itself.
+    """The scheme of a name; a `Scheme` is checked and returned.
 
     Raises:
-        TypeError: neither.
-        ValueError: an unknown name; a value that is not what `get_scheme` makes of its name, by
-            which operators know it.
+        TypeError: neither a name nor a `Scheme`.
+        ValueError: an unknown name; a `Scheme` that differs from ``get_scheme(scheme.name)``,
+            because operators receive the name only.
     """
     if isinstance(scheme, str):
         return get_scheme(scheme)
@@ -175,7 +173,7 @@ def as_scheme(scheme: str | Scheme) -> Scheme:
 
 def _is_registered(scheme: Scheme) -> bool:
     if torch.compiler.is_compiling() and scheme.name not in SCHEMES:
-        return True  # Dynamo cannot parse names; eager calls and kernels do
+        return True  # Dynamo cannot trace the parsing of names; eager calls and kernels check them
     try:
         return get_scheme(scheme.name) == scheme
     except ValueError:
@@ -183,7 +181,7 @@ def _is_registered(scheme: Scheme) -> bool:
 
 
 def spread(scale: Tensor, quant: Quant, n: int, k: int) -> Tensor:
-    """A weight's scales, broadcastable to ``(E, N, K)``."""
+    """Expand a weight's scales so that they broadcast to ``(E, N, K)``."""
     rows, cols = quant.group
     if cols == WHOLE:
         return halves(scale, n)
@@ -193,27 +191,27 @@ def spread(scale: Tensor, quant: Quant, n: int, k: int) -> Tensor:
 
 
 def halves(scale: Tensor, n: int) -> Tensor:
-    """Scales of whole rows as ``(E, N, 1)``: one a tensor, one a half or one a row."""
+    """Scales that span K as ``(E, N, 1)``, from one per tensor, per half or per row."""
     scale = scale.reshape(len(scale), -1, 1)
     return scale.repeat_interleave(n // scale.shape[1], 1)
 
 
 def rows_per_scale(scale: Tensor, quant: Quant, n: int) -> int:
-    """How many of a weight's ``n`` rows share a scale: all, a half (w1), one or a block's."""
+    """Number of a weight's ``n`` rows that share a scale: all, half (w1), one or a block's rows."""
     if quant.group.cols == WHOLE:
         return n // (scale.numel() // scale.shape[0])
     return quant.group.rows
 
 
 def zero_point_value(zero_point: Tensor, quant: Quant, n: int) -> Tensor:
-    """Zero points ``(E, N, G)`` in float32, as they are subtracted from decoded values."""
+    """Zero points ``(E, N, G)`` in float32, to be subtracted from decoded values."""
     if quant.element.packed:
         zero_point = unpack(zero_point, 1)[:, :n]
     return zero_point.float() - quant.element.offset
 
 
 def _group_range(x: Tensor, quant: Quant) -> tuple[Tensor, Tensor]:
-    """The lowest and highest number of each group, zero included, in the shape of its scales."""
+    """The lowest and highest number of each group, zero included, in the shape of the scales."""
     experts, n, k = x.shape
     rows = n if quant.group.rows == WHOLE else quant.group.rows
     cols = k if quant.group.cols == WHOLE else quant.group.cols

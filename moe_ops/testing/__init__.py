@@ -1,9 +1,9 @@
-"""Problems, oracles and comparison, for whoever writes kernels against these operators.
+"""Problems, oracles and comparisons for testing kernels of these operators.
 
-The oracle is the computation in float64 on unrounded intermediates. A float result is right when
-the error of each output row is within a budget that the error of a same-dtype reference sets, and
-the reference is within a bound that follows from the problem; index results and layouts are
-compared bit by bit.
+The oracle is the computation in float64 on unrounded intermediates. A float result is correct if
+the error of each output row is within a budget set by the error of a same-dtype reference, and that
+reference is within a bound derived from the problem. Index results and layouts are compared
+bitwise.
 """
 
 from moe_ops.testing.bounds import Bounded

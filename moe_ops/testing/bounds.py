@@ -1,13 +1,13 @@
-"""Exact numbers with a bound on the error of computing them in float32 with named roundings.
+"""Exact numbers with a bound on the error of computing them in float32 with given roundings.
 
-The bound follows from the problem alone (running error analysis): unit roundoffs of the roundings
-that the semantics name, the lengths of float32 sums, half a step of each quantized number. So a
-fault of a reference cannot widen it. First order; rounding errors are taken as independent and
-uniform within their half steps, which is why terms of a sum add up by their squares.
+The bound follows from the problem alone (running error analysis): unit roundoffs of the specified
+roundings, the lengths of float32 sums, half a quantization step of each quantized number. So a bug
+in a reference cannot widen the bound. The analysis is first order. Rounding errors are taken as
+independent and uniform within half a step, so the variances of a sum's terms add up.
 
 Source:
-    Higham and Mary, "A new approach to probabilistic rounding error analysis", 2019: a sum of n
-    terms is off by at most ``s * sqrt(n) * u`` unless with probability ``2 exp(-s**2 / 2)``.
+    Higham and Mary, "A new approach to probabilistic rounding error analysis", 2019: the error of a
+    sum of n terms exceeds ``s * sqrt(n) * u`` with a probability below ``2 exp(-s**2 / 2)``.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from moe_ops.reference import activation as activations
 from moe_ops.scheme import WHOLE, Element, Quant
 
 SIGMAS = 8.0
-"""Standard deviations that no sum of errors exceeds: ``2 exp(-32)`` of them do, 3 in 10**14."""
+"""Bound of a sum of errors in standard deviations; ``2 exp(-32)``, 3 in 10**14, exceed it."""
 UNIT = torch.finfo(torch.float32).eps / 2
 """Unit roundoff of float32."""
 _FUNCTION_ROUNDINGS = 8.0
-"""Unit roundoffs by which a float32 activation is off, relative to its result and to ``g * u``."""
+"""Error of a float32 activation in unit roundoffs, relative to its result and to ``g * u``."""
 
 
 @dataclass(frozen=True)
 class Bounded:
-    """Exact numbers, and how far from them their float32 computation may be.
+    """Exact numbers, and bounds on the errors of their float32 computation.
 
     ``x[rows]`` selects rows of all three tensors.
     """
@@ -41,45 +41,45 @@ class Bounded:
     value: Tensor
     """float64."""
     variance: Tensor
-    """Variance of the errors that came through sums of many terms."""
+    """Variance of the errors that have passed through sums of many terms."""
     limit: Tensor
     """Bound on the absolute error of the roundings since the last such sum."""
 
     @classmethod
     def exactly(cls, value: Tensor) -> Bounded:
-        """Numbers without an error, on the CPU."""
+        """Numbers without errors, on the CPU."""
         value = value.detach().cpu().double()
         return cls(value, torch.zeros_like(value), torch.zeros_like(value))
 
     @classmethod
     def unbounded(cls, value: Tensor) -> Bounded:
-        """Numbers whose computation is not known."""
+        """Numbers with an infinite bound, because their computation is not known."""
         return cls(value, torch.full_like(value, torch.inf), torch.zeros_like(value))
 
     @property
     def bound(self) -> Tensor:
-        """How far off each number may be."""
+        """Bound on the absolute error of each number."""
         return SIGMAS * self.variance.sqrt() + self.limit
 
     def __getitem__(self, rows: Tensor | slice | tuple[Tensor | slice, ...]) -> Bounded:
-        """Some rows."""
+        """Select rows of all three tensors."""
         return self._each(lambda x: x[rows])
 
     def unflatten(self, *sizes: int) -> Bounded:
-        """The first axis as several."""
+        """Split the first axis into several."""
         return self._each(lambda x: x.unflatten(0, sizes))
 
     def products(self, w: Tensor, expert: Tensor, stored: torch.dtype | None = None) -> Bounded:
-        """Each row times the weight of its expert, summed in float32; zeros where there is none.
+        """Each row times the weight of its expert, summed in float32; zeros without an expert.
 
         Args:
-            w: ``(E, N, K)``, the numbers that weights stand for.
+            w: ``(E, N, K)``, the dequantized weights.
             expert: ``(R,)`` expert of each row, -1 for none.
-            stored: dtype that the weights are rounded to before they are multiplied.
+            stored: dtype that the weights are rounded to before the product.
         """
         out = Bounded.exactly(self.value.new_zeros(len(self.value), w.shape[1]))
         variance = self.variance + self.limit**2 / 3
-        # A sum of n terms, and the products with scales.
+        # Roundings of a sum of n terms, and of the products with scales.
         roundings = UNIT * (min(w.shape[2], SIGMAS * w.shape[2] ** 0.5) + 4)
         for e in expert.unique().tolist():
             if e < 0:
@@ -95,21 +95,21 @@ class Bounded:
         return out
 
     def plus(self, x: Tensor) -> Bounded:
-        """With exact numbers added in float32."""
+        """Add exact numbers in float32."""
         return replace(self, value=self.value + x.cpu().double())._rounded_by(UNIT)
 
     def times(self, factor: Tensor) -> Bounded:
-        """Times exact numbers, in float32."""
+        """Multiply by exact numbers in float32."""
         factor = factor.detach().cpu().double()
         scaled = (self.value * factor, self.variance * factor**2, self.limit * factor.abs())
         return Bounded(*scaled)._rounded_by(UNIT)
 
     def activated(self, rule: Formula) -> Bounded:
-        """The activation in float32.
+        """Apply the activation in float32.
 
-        Errors are followed by differences instead of derivatives: the mean square of the changes at
-        two deviations, halved, and the largest change at the limits. Where a clamp or a ReLU hides
-        them, a quarter of that at the bound counts.
+        Errors are propagated by differences instead of derivatives: the variance from the changes
+        at two standard deviations, the limit from the largest change at the limits. Where a clamp
+        or a ReLU hides these changes, a sixteenth of the variance at SIGMAS deviations counts.
         """
         g, u = activations.split(self.value, rule)
         value = activations.apply(g, u, rule)
@@ -126,16 +126,16 @@ class Bounded:
         return Bounded(value, torch.maximum(near, far / 16), limit)
 
     def rounded(self, dtype: torch.dtype) -> Bounded:
-        """Rounded to a dtype."""
+        """Round to a dtype."""
         kind = torch.finfo(dtype)
         return self._rounded_by(kind.eps / 2, kind.smallest_normal * kind.eps / 2)
 
     def quantized(self, quant: Quant | None, given: Tensor | None = None) -> Bounded:
-        """Quantized and turned back: half a step of each number, and what a given scale cuts off.
+        """Quantize and dequantize: half a step per number, plus what a given scale clips.
 
         Args:
-            quant: how; None: not at all. All rows share the scale of a tensor.
-            given: the static scale, or the global one.
+            quant: the quantization; None: none. A per-tensor scale is shared by all rows.
+            given: the static scale or the global scale.
         """
         if quant is None:
             return self
@@ -152,7 +152,8 @@ class Bounded:
     def weighted_sum(self, weights: Tensor) -> Bounded:
         """``(T, k, N)`` times ``(T, k)``, summed over k in float32.
 
-        Errors of slots may be equal, where a token has an expert twice: they add up by their sizes.
+        Deviations of slots add up linearly, not by their squares: if a token has an expert twice,
+        the errors of both slots are equal.
         """
         weights = weights.detach().cpu().double()[..., None]
         deviation = (weights.abs() * self.variance.sqrt()).sum(1)
@@ -170,7 +171,7 @@ class Bounded:
 
 
 def _half_step(size: Tensor, element: Element) -> Tensor:
-    """Half the distance of an element's numbers at some size."""
+    """Half the distance between neighbouring numbers of an element at magnitude ``size``."""
     if element.name == "fp8":
         mantissa, smallest = 3, -6
     elif element.exponent:
@@ -191,7 +192,7 @@ def _largest(element: Element) -> int:
 
 
 def _scale(size: Tensor, quant: Quant, given: Tensor | None) -> Tensor:
-    """The scale of each number, by what the semantics say: not by the library's quantizer."""
+    """The scale of each number from the specification, independent of the library's quantizer."""
     factor = 1.0 if given is None else float(given.max())
     if given is not None and not quant.global_scale:
         return torch.full_like(size, factor)
@@ -201,7 +202,7 @@ def _scale(size: Tensor, quant: Quant, given: Tensor | None) -> Tensor:
     elif quant.scale == "e8m0" and quant.element.exponent:
         element = (
             quant.element
-        )  # the largest magnitude is rounded to it: to the next exponent, if near
+        )  # the largest magnitude is rounded to the element, and so may reach the next exponent
         near = 1 - 2.0 ** -(_mantissa(element) + 2)
         raw = 2.0 ** (_exponent(raw * element.largest / near) - _largest(element))
     elif quant.scale in ("pow2", "e8m0"):
@@ -215,7 +216,7 @@ def _exponent(x: Tensor) -> Tensor:
 
 
 def _amax(size: Tensor, quant: Quant) -> Tensor:
-    """The largest of each group of rows ``(R, K)``, for each number."""
+    """The largest magnitude of each number's group, for rows ``(R, K)``."""
     if size.numel() == 0 or quant.per_tensor:
         return size.new_full((1, 1), float(size.max()) if size.numel() else 0.0).expand_as(size)
     cols = size.shape[1] if quant.group.cols == WHOLE else quant.group.cols

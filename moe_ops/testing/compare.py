@@ -1,9 +1,9 @@
-"""Whether results are right: budgets for each row and for a whole layer.
+"""Comparison of results with the oracle: error budgets per row and for a whole layer.
 
-Three things are asked. The reference is as close to the oracle as its roundings allow (`Bounded`),
-so that no fault of it widens a budget. A row is about as close as the reference. And neither is
-longer or shorter than the oracle as a whole: errors of roundings point anywhere, a wrong factor
-points along the result.
+Three checks are made. The reference is as close to the oracle as its roundings allow (`Bounded`),
+so that no bug in it widens a budget. Each row of the result is about as close to the oracle as the
+reference. And neither result nor reference is scaled as a whole: rounding errors point in any
+direction, the error of a wrong factor points along the result.
 """
 
 from __future__ import annotations
@@ -14,29 +14,29 @@ from torch import Tensor
 from moe_ops.testing.bounds import Bounded
 
 _FLOAT32 = 8 * torch.finfo(torch.float32).eps
-"""What another order of float32 sums makes, relative to the result."""
+"""Error of a different summation order in float32, relative to the result."""
 _COARSEST = 0.25
 """Unit roundoff of e2m1, the coarsest element."""
 
 
 def assert_matches_reference(actual: Tensor, exact: Tensor | Bounded, reference: Tensor) -> None:
-    """Every row of ``actual`` is as close to ``exact`` as the reference's own error allows.
+    """Assert that every row of ``actual`` is as close to ``exact`` as the reference's error allows.
 
-    The budget of a row is ``2 * (largest error of the reference in it + eps * largest |exact|)``;
-    shape, dtype and contiguity are those of the reference. Neither may be scaled as a whole:
-    ``|<x - exact, exact>|`` is at most six times the norm of its parts by rows, plus a rounding of
-    the dtype or twice the squared error.
+    The budget of a row is ``2 * (largest error of the reference in it + eps * largest |exact|)``.
+    Shape and dtype must be those of the reference, and ``actual`` contiguous. Neither tensor may be
+    scaled as a whole: ``|<x - exact, exact>|`` is at most six times the norm of its parts by rows,
+    plus a rounding of the dtype or twice the squared error.
 
     Args:
         actual: the result.
-        exact: the oracle in float64. As a `Bounded` (`bounded_oracle`), the reference must be
-            within its bound. A bare tensor trusts the reference, unless as a whole it is off by
-            more than a quarter, the unit roundoff of the coarsest element.
+        exact: the oracle in float64. If it is a `Bounded` (from `bounded_oracle`), the reference
+            must be within its bound. With a plain tensor the reference is trusted, unless it is
+            scaled as a whole by more than a quarter, the unit roundoff of the coarsest element.
         reference: the same computation in the dtype of ``actual``.
 
     Raises:
-        AssertionError: naming the number of the reference that is furthest over its bound, the row
-            that is furthest over its budget, or the factor by which a whole is scaled.
+        AssertionError: with the number of the reference that is furthest over its bound, the row
+            that is furthest over its budget, or the factor by which a tensor is scaled.
     """
     _assert_same_kind(actual, reference)
     if actual.numel():
@@ -47,16 +47,16 @@ def assert_matches_reference(actual: Tensor, exact: Tensor | Bounded, reference:
 
 
 def assert_layer_matches(actual: Tensor, exact: Tensor | Bounded, reference: Tensor) -> None:
-    """For a layer: budgets for each row, and for the whole.
+    """Assert that a layer's output is within budgets for each row and for the whole.
 
-    Rows and arguments as in `assert_matches_reference`, where a row in which the reference was
-    lucky has the error, relative to its largest number, of the median row. The whole is no further
-    from the oracle than the reference: ``|actual - exact| / |exact|`` (Frobenius norms) may be 1.05
-    times that of the reference, times ``1 + 2 / sqrt(n)`` for n numbers (by so much two roundings
-    that are equally good differ by chance), plus what another order of float32 sums makes.
+    Rows and arguments as in `assert_matches_reference`, but the reference's error in a row counts
+    as at least the median row's error relative to the largest number of the row. The whole may be
+    about as far from the oracle as the reference: ``|actual - exact| / |exact|`` (Frobenius norms)
+    may be 1.05 times that of the reference, times ``1 + 2 / sqrt(n)`` for n numbers (the chance
+    difference of two equally good roundings), plus the error of a different summation order.
 
     Raises:
-        AssertionError: as `assert_matches_reference`, or naming both errors of the whole.
+        AssertionError: as `assert_matches_reference`, or with both errors of the whole.
     """
     _assert_same_kind(actual, reference)
     if actual.numel() == 0:
@@ -84,7 +84,7 @@ def _rows(x: Tensor) -> Tensor:
 
 
 def _assert_reference(reference: Tensor, exact: Tensor | Bounded) -> Bounded:
-    """The oracle as rows, after the reference was held against it."""
+    """Check the reference against the oracle, and return the oracle as rows."""
     if isinstance(exact, Bounded):
         exact = Bounded(*map(_rows, (exact.value, exact.variance, exact.limit)))
     else:
@@ -104,14 +104,16 @@ def _assert_reference(reference: Tensor, exact: Tensor | Bounded) -> Bounded:
 
 
 def _assert_unscaled(name: str, x: Tensor, exact: Bounded) -> None:
-    """AssertionError where ``x`` is longer or shorter than the oracle as a whole.
+    """Raise AssertionError if ``x`` as a whole is a scaled copy of the oracle.
 
-    Three limits hold. Where the errors of rows are independent and as likely up as down,
-    ``|sum(along)|`` exceeds six times ``norm(along)`` with a probability below ``2 exp(-18)``
-    (Hoeffding, given their sizes); what is not symmetric is a rounding of the dtype, or twice the
-    square of the errors: small floats are rounded down more often, by up to 1.5 squares. No element
-    is so coarse that it scales the whole by a quarter. And where a bound is known, errors of a row
-    lie along it entirely at worst.
+    The component of the error along the oracle has three limits:
+
+    * If the errors of rows are independent and symmetric, ``|sum(along)|`` exceeds six times
+      ``norm(along)`` with a probability below ``2 exp(-18)`` (Hoeffding, given their sizes). The
+      asymmetric part is a rounding of the dtype, or twice the squared error: small floats are
+      rounded down more often, by up to 1.5 squares.
+    * No element is so coarse that it scales the whole by a quarter.
+    * If a bound is known, at worst all errors of a row lie along the row.
     """
     value = exact.value
     error = _rows(x) - value
@@ -145,13 +147,13 @@ def _assert_same_kind(actual: Tensor, reference: Tensor) -> None:
 
 
 def _row_errors(actual: Tensor, exact: Tensor, reference: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The largest error of each row, that of the reference's row, and the largest number."""
+    """Per row: the largest error, the reference's largest error, the oracle's largest magnitude."""
     errors = [(_rows(x) - exact).abs().amax(-1) for x in (actual, reference)]
     return errors[0], errors[1], exact.abs().amax(-1)
 
 
 def _assert_rows(error: Tensor, budget: Tensor) -> None:
-    """AssertionError that names the row furthest over its budget; a NaN is over."""
+    """Raise AssertionError with the row furthest over its budget; NaN counts as over."""
     over = ~(error <= budget)
     if over.any():
         excess = torch.where(over, (error - budget).nan_to_num(torch.inf), -1.0)

@@ -1,4 +1,4 @@
-"""The layer in float64, and problems whose weights are stored in a scheme."""
+"""The layer in float64 (the oracle), and problems with quantized weights."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from moe_ops.testing.references import Roundings
 
 
 def _exact_rows(problem: Problem, inputs: Inputs) -> tuple[Tensor, Tensor]:
-    """What both GEMMs of the oracle take, of all slots that are not skipped."""
+    """The inputs of both GEMMs in the oracle, for all slots that are not skipped."""
     parts = list(_experts(problem, inputs.cpu()))
     empty = torch.zeros(0, dtype=torch.float64)
     rows, activated = (torch.cat([empty, *(p[i].flatten() for p in parts)]) for i in (2, 3))
@@ -31,7 +31,7 @@ def _exact_rows(problem: Problem, inputs: Inputs) -> tuple[Tensor, Tensor]:
 
 
 def _experts(problem: Problem, inputs: Inputs) -> Iterator[tuple[Tensor, ...]]:
-    """Expert by expert in float64: tokens, weights, rows, activated rows, results."""
+    """Per expert in float64: tokens, router weights, rows, activated rows, results."""
     x, w1, w2, weights, ids, expert_map, b1, b2 = inputs
     rule = formula(problem.activation)
     expert = _chosen(ids, expert_map, len(w1))
@@ -47,7 +47,7 @@ def _experts(problem: Problem, inputs: Inputs) -> Iterator[tuple[Tensor, ...]]:
 
 
 def _chosen(ids: Tensor, expert_map: Tensor | None, num_local_experts: int) -> Tensor:
-    """The local expert of each slot, -1 where it is skipped: a rule of its own, of Python."""
+    """The local expert of each slot, -1 if skipped; in plain Python, independent of the library."""
     local = list(range(num_local_experts)) if expert_map is None else expert_map.tolist()
 
     def place(i: int) -> int:
@@ -61,7 +61,7 @@ def _chosen(ids: Tensor, expert_map: Tensor | None, num_local_experts: int) -> T
 def oracle(problem: Problem, inputs: Inputs) -> Tensor:
     """The layer in float64, expert by expert, on the CPU; activations are not quantized.
 
-    Of a quantized problem, ``inputs`` are `Quantized.exact`.
+    For a quantized problem pass `Quantized.exact` as ``inputs``.
     """
     inputs = inputs.cpu()
     out = inputs.hidden_states.new_zeros(inputs.hidden_states.shape, dtype=torch.float64)
@@ -76,19 +76,19 @@ def bounded_oracle(
     config: FusedMoEQuantConfig | None = None,
     roundings: Roundings = Roundings(),  # noqa: B008 (immutable)
 ) -> Bounded:
-    """The oracle, with a bound on the error of whatever rounds as ``roundings`` say.
+    """The oracle, with a bound on the error of an implementation with the given ``roundings``.
 
-    Compare with it instead of `oracle` where the reference may share a fault with what is compared:
-    a reference outside of the bound is refused.
+    Use it instead of `oracle` if the reference may share a bug with the tested implementation: a
+    reference outside of the bound is rejected.
 
     Args:
-        problem: what the inputs belong to.
-        inputs: what `oracle` takes: `Quantized.exact` of a quantized problem.
-        config: of a problem with static or global scales of activations.
-        roundings: those of the implementation, as in `reference_experts`.
+        problem: the problem of the inputs.
+        inputs: as for `oracle`; for a quantized problem `Quantized.exact`.
+        config: the configuration, for problems with static or global activation scales.
+        roundings: the implementation's roundings, as in `reference_experts`.
 
     Returns:
-        ``(T, H)`` on the CPU; its ``value`` is the oracle's.
+        ``(T, H)`` on the CPU; its ``value`` equals the oracle's.
     """
     scheme, rule = get_scheme(problem.scheme), formula(problem.activation)
     quant = scheme.activation
@@ -116,17 +116,17 @@ def bounded_oracle(
 
 
 class Quantized(NamedTuple):
-    """A problem whose weights are stored as its scheme says."""
+    """A problem with weights quantized to its scheme."""
 
     inputs: Inputs
-    """``w1`` and ``w2`` as they are stored; the biases are in ``config``."""
+    """The inputs with stored ``w1`` and ``w2``; the biases are in ``config``."""
     config: FusedMoEQuantConfig
     exact: Inputs
-    """The numbers that the stored weights stand for (float32): what the oracle is given."""
+    """The inputs with dequantized weights (float32), for the oracle."""
 
 
 def quantize_inputs(problem: Problem, inputs: Inputs) -> Quantized:
-    """Inputs in the scheme of the problem; static scales are calibrated on these very tokens."""
+    """Quantize inputs to the problem's scheme; static scales are calibrated on the same tokens."""
     scheme = get_scheme(problem.scheme)
     stored = [quantize_weight(w, scheme) for w in (inputs.w1, inputs.w2)]
     exact = inputs

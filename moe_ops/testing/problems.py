@@ -1,4 +1,4 @@
-"""Problems: sizes and settings, and random inputs for them."""
+"""Problems (sizes and settings), and random inputs for them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from moe_ops.activation import kind_and_key
 
 @dataclass(frozen=True)
 class Problem:
-    """Sizes and settings of one call; ``num_local_experts`` below E makes an expert_map."""
+    """Sizes and settings of one call; with ``num_local_experts`` there is an expert_map."""
 
     num_tokens: int = 33
     num_experts: int = 8
@@ -51,7 +51,7 @@ class Inputs(NamedTuple):
 
 
 ROUTINGS = ("uniform", "skewed", "one_expert", "duplicates", "holes")
-"""How tokens choose: evenly; half of the experts empty; all on expert 0 (then 1, ..); the same
+"""Kinds of routing: uniform; half of the experts empty; all tokens on experts 0 .. k - 1; the same
 expert k times; with ids that are negative or too large."""
 
 
@@ -77,7 +77,7 @@ def make_routing(problem: Problem, generator: torch.Generator) -> tuple[Tensor, 
 
 
 def make_inputs(problem: Problem, device: str = "cpu", seed: int = 0) -> Inputs:
-    """Random normal tokens and weights (scaled by the square root of the fan-in) and a routing."""
+    """Random normal tokens and weights (weights over the square root of the fan-in), a routing."""
     g = torch.Generator().manual_seed(seed)
     kind, _ = kind_and_key(problem.activation)
     E, H, I = problem.num_experts, problem.hidden_size, problem.intermediate_size  # noqa: E741
@@ -108,7 +108,7 @@ def make_inputs(problem: Problem, device: str = "cpu", seed: int = 0) -> Inputs:
 
 
 def call(function, problem: Problem, inputs: Inputs, **more):
-    """``function`` called as `moe_ops.fused_experts` is."""
+    """Call ``function`` with the arguments of `moe_ops.fused_experts` for a problem."""
     return function(
         inputs.hidden_states,
         inputs.w1,

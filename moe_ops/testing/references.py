@@ -1,4 +1,4 @@
-"""The layer in float32 with the roundings of an implementation."""
+"""A reference of the layer in float32 with the roundings of an implementation."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ class Roundings(NamedTuple):
     """
 
     before_activation: bool = False
-    """GEMM 1's product is rounded before it is activated."""
+    """Whether the product of GEMM 1 is rounded before the activation."""
     weighted_rows: bool = False
-    """Rows times their router weights are rounded, also where they are not quantized."""
+    """Whether rows times router weights are rounded, also if they are not quantized."""
     per_expert: bool = False
-    """Each expert has scales of its own (the Batched format); else there is one for all rows."""
+    """Whether each expert has its own per-tensor scale (Batched format); else all rows share it."""
     chunk_size: int | None = None
-    """So many tokens at a time share the scale of the intermediate."""
+    """Number of tokens that share a scale of the intermediate; None: all."""
 
 
 def reference_experts(
@@ -46,15 +46,15 @@ def reference_experts(
 ) -> Tensor:
     """The layer in float32 with the roundings of an implementation, row by row.
 
-    It shares no step with the pipelines: rows are quantized and turned back into numbers, and each
-    expert's product is one `matmul`. Runs where the inputs are, so that its sums are ordered as
-    that device orders them.
+    The reference shares no step with the pipelines: rows are quantized and dequantized, and each
+    expert's product is one `matmul`. It runs on the device of the inputs, so that sums have that
+    device's order.
 
     Args:
-        problem: what the inputs belong to.
-        inputs: as the layer gets them; those of `Quantized` with their ``config``.
-        config: of a quantized problem.
-        roundings: of the implementation.
+        problem: the problem of the inputs.
+        inputs: as passed to the layer; for a quantized problem `Quantized.inputs`.
+        config: the configuration of a quantized problem.
+        roundings: the implementation's roundings.
     """
     scheme = get_scheme(problem.scheme)
     config = FusedMoEQuantConfig(scheme) if config is None else config
@@ -92,9 +92,9 @@ def reference_experts(
 
 
 def _numbers(inputs: Inputs, config: FusedMoEQuantConfig) -> tuple[Tensor, Tensor]:
-    """The weights in float32, as the products take them."""
+    """The dequantized weights in float32, rounded as the implementation rounds them."""
     stored, scheme = config.weights(inputs.w1, inputs.w2), config.scheme
-    # Rows that are quantized take the stored values themselves, others weights of their own dtype.
+    # Quantized rows take dequantized weights exactly; else weights are rounded to the rows' dtype.
     dtype = torch.float32 if scheme.activation is not None else inputs.hidden_states.dtype
     w1, w2 = (dequantize_weight(q, scheme, dtype).float() for q in stored)
     return w1, w2
@@ -105,7 +105,7 @@ def _activated(product: Tensor, rule: Formula) -> Tensor:
 
 
 def _products(rows: Tensor, w: Tensor, expert: Tensor) -> Tensor:
-    """Each row times the weight of its expert; zeros where there is none."""
+    """Each row times the weight of its expert; zeros without an expert."""
     out = rows.new_zeros(len(rows), w.shape[1])
     for e in range(w.shape[0]):
         mine = expert == e
@@ -116,7 +116,7 @@ def _products(rows: Tensor, w: Tensor, expert: Tensor) -> Tensor:
 def _as_stored(
     rows: Tensor, scale: Tensor | None, quant: Quant | None, sharing: Tensor, used: Tensor
 ) -> Tensor:
-    """Rows quantized, as the numbers that they then are."""
+    """Rows quantized and dequantized."""
     if quant is None:
         return rows
     out = torch.zeros_like(rows)

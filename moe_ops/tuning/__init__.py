@@ -1,4 +1,4 @@
 """``python -m moe_ops tune``: the search for tiles, and the files that it writes.
 
-Not imported by the package: nothing tunes on the hot path.
+The rest of the package does not import these modules: nothing is tuned during calls.
 """

@@ -1,4 +1,4 @@
-"""Tuning a layer: what its file lacks is searched for and written, token count by token count."""
+"""Tune a layer: search tiles for the token counts that its file lacks, and write the file."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ PACKAGED = Path(moe_ops.dispatch.tuned.__file__).parent / "configs"
 
 
 def default_folder() -> Path:
-    """The user's, or the package's."""
+    """The user's folder of tuned files if there is one, else the package's."""
     return Path(FOLDER) if FOLDER else PACKAGED
 
 
 def read(subject: Subject, folder: Path) -> dict[str, Any]:
-    """The entries of its file by number of tokens; none without a file.
+    """The entries of a layer's tuned file by number of tokens; empty without a file.
 
     Raises:
-        ValueError: a file that is refused, or one for layers of another ``top_k``.
+        ValueError: an invalid file, or a file for another ``top_k``.
     """
     path = folder / subject.file
     if not path.is_file():
@@ -47,7 +47,7 @@ def read(subject: Subject, folder: Path) -> dict[str, Any]:
 
 
 def write(subject: Subject, folder: Path, entries: dict[str, Any]) -> None:
-    """Put a file in place of the old one, if it is one that would be read."""
+    """Replace a layer's tuned file, after checking that the new file can be read."""
     ordered = {key: entries[key] for key in sorted(entries, key=int)}
     text = json.dumps({"top_k": subject.top_k, **ordered}, indent=1) + "\n"
     parse(subject.file, text)
@@ -67,18 +67,18 @@ def tune(
     made_with: str = "",
     budget_s: float = math.inf,
 ) -> list[int]:
-    """Tune what the file lacks, and write after each number of tokens, the largest first.
+    """Tune the token counts that the file lacks, the largest first, and write after each.
 
-    Numbers of tokens of one class of load share a row tile: that of the first that was tuned.
+    Token counts of one rows-per-expert bucket share a row tile: the tile of the first tuned count.
 
     Args:
         subject: the layer.
-        num_tokens: those wanted.
-        folder: of the file.
-        clock: what times a GEMM.
-        again: whether to tune those that the file has too.
-        made_with: noted in each entry.
-        budget_s: after so many seconds none is begun any more.
+        num_tokens: the requested token counts.
+        folder: folder of the file.
+        clock: times a GEMM.
+        again: whether to tune token counts again that the file already has.
+        made_with: note stored in each entry.
+        budget_s: no token count is started after this many seconds.
 
     Returns:
         The numbers of tokens that were tuned.
@@ -104,14 +104,14 @@ def tune(
 
 
 class _Progress:
-    """A bar where tqdm is installed, else a line that counts; on stderr."""
+    """A progress bar if tqdm is installed, else a line with a count; on stderr."""
 
     def __init__(self, total: int, what: str) -> None:
         self.total, self.what, self.done = total, what, 0
         self.bar = tqdm and tqdm(total=total, desc=what, unit="trial")
 
     def ticking(self, clock: Clock, last: int) -> Clock:
-        """The clock, whose trials count up to ``last``: how many there will be is a guess."""
+        """The clock, counting trials up to ``last``; the number of trials is only an estimate."""
 
         def timed(trial: Trial) -> float:
             self.reach(min(self.done + 1, last))
@@ -120,7 +120,7 @@ class _Progress:
         return timed
 
     def reach(self, done: int) -> None:
-        """Show that so much is done."""
+        """Show ``done`` trials as done."""
         if self.bar is not None:
             self.bar.update(done - self.done)
         else:
@@ -128,7 +128,7 @@ class _Progress:
         self.done = done
 
     def close(self) -> None:
-        """End the line."""
+        """Close the bar, or end the line."""
         if self.bar is not None:
             self.bar.close()
         elif self.total:

@@ -1,4 +1,4 @@
-"""What ``python -m moe_ops tune`` prints: what would be tried, and what a file has."""
+"""The output of ``python -m moe_ops tune``: the trials of a dry run, and the entries of a file."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _SIZES = "columns x K / warps / stages / group"
 
 
 def trials_table(trials: Iterable[Trial]) -> str:
-    """A line for each trial."""
+    """A table with a line for each trial."""
     lines: list[Sequence[str]] = [("tokens", "GEMM", "rows", _SIZES)]
     for tokens, gemm, tiles in trials:
         lines.append((str(tokens), str(gemm), str(tiles.block_m), _sizes(written(tiles))))
@@ -23,13 +23,13 @@ def trials_table(trials: Iterable[Trial]) -> str:
 
 
 def trials_json(subject: Subject, trials: Iterable[Trial]) -> str:
-    """The same as a JSON object."""
+    """The trials as a JSON object."""
     found = [{**trial._asdict(), "tiles": asdict(trial.tiles)} for trial in trials]
     return json.dumps({**_subject(subject), "candidates": found}, indent=1)
 
 
 def entries_table(entries: dict[str, Any]) -> str:
-    """A line for each number of tokens, with the default's time beside the winner's."""
+    """A table with a line for each number of tokens, with default and tuned times."""
     head = ("tokens", "rows", f"GEMM 1 ({_SIZES})", "GEMM 2", "default us", "us", "ratio")
     lines: list[Sequence[str]] = [head]
     ratios = [entry["default_us"] / entry["time_us"] for entry in entries.values()]
@@ -44,7 +44,7 @@ def entries_table(entries: dict[str, Any]) -> str:
 def entries_json(
     subject: Subject, folder: Path, timed: Sequence[int], entries: dict[str, Any]
 ) -> str:
-    """The same as a JSON object, with the token counts that were timed just now."""
+    """The entries as a JSON object, with the token counts that were timed in this run."""
     parts = {"file": str(folder / subject.file), **_subject(subject)}
     return json.dumps({**parts, "timed": list(timed), "entries": entries}, indent=1)
 
@@ -62,7 +62,7 @@ def _subject(subject: Subject) -> dict[str, Any]:
 
 
 def _sizes(gemm: dict[str, Any]) -> str:
-    """What a file says of one GEMM."""
+    """The tiles of one GEMM in a file's entry, as a table cell."""
     if "kernel" in gemm:
         block_n, group_m, num_stages = (gemm[size] for size in HOPPER_SIZES)
         how = " on demand" if gemm["ON_DEMAND"] else ""

@@ -1,7 +1,8 @@
-"""The search for tiles: which are tried, and which win.
+"""The search for tiles: coordinate descent from the analytic defaults.
 
-Both GEMMs of a layer are timed at each number of tokens, from the analytic default of every kernel
-outwards: one size of a tile at a time, keeping what is faster. What times them is passed in.
+Both GEMMs of a layer are timed at each number of tokens. The search starts from the analytic
+default of every kernel, changes one field of the config at a time, and keeps what is faster. The
+clock that times a GEMM is passed in.
 """
 
 from __future__ import annotations
@@ -37,17 +38,19 @@ from moe_ops.dispatch.tuned_file import Sizes, default_row_tiles, file_name, sca
 from moe_ops.scheme import Scheme
 
 DIMENSIONS = ("block_n", "num_warps", "block_k", "num_stages", "group_m", "on_demand")
-"""The order in which sizes are tried; twice, if the first round found anything."""
+"""The order in which fields are tried; twice, if the first round found anything."""
 GROUPS = (1, 8, 32)
+"""Values of ``group_m`` to try for the portable kernels."""
 PACKED_GROUPS = (3, 4, 8, 16, 32)
-"""Of Hopper's kernel of packed rows."""
+"""Values of ``group_m`` to try for the persistent Hopper kernel."""
 ACCUMULATORS = 128
-"""Registers of a thread that sums may take, of 255."""
+"""The most registers per thread for accumulators, of 255."""
 HOPELESS = 1.25
-"""Row tiles and kernels whose defaults take so many times the best are not searched."""
+"""Row tiles and kernels are not searched if their defaults take this many times the best."""
 MARGIN = 0.02
-"""By how much of its time a winner has to beat the default: less is chance."""
+"""Fraction of its time by which a winner has to beat the default; less is noise."""
 REPEATS = 3
+"""Repeated timings of the default and of the winner, in turn."""
 
 
 class Trial(NamedTuple):
@@ -55,12 +58,12 @@ class Trial(NamedTuple):
 
     num_tokens: int
     gemm: int
-    """1 or 2."""
+    """GEMM 1 or 2."""
     tiles: KernelTiles
 
 
 Clock = Callable[[Trial], float]
-"""Microseconds; infinite for tiles that do not run, or whose result is wrong."""
+"""Times a trial in microseconds; infinite if the tiles do not run or their result is wrong."""
 
 
 class Pair(NamedTuple):
@@ -71,16 +74,16 @@ class Pair(NamedTuple):
 
     @property
     def time_us(self) -> float:
-        """Of both."""
+        """The time of both GEMMs."""
         return sum(self.times)
 
 
 @dataclass(frozen=True)
 class Subject:
-    """What is tuned: a gated layer of bf16 rows, on a GPU.
+    """The layer to tune: gated, with bf16 rows, on a GPU.
 
     Raises:
-        NotImplementedError: a scheme whose products are block-scaled on that GPU.
+        NotImplementedError: a scheme that runs on block-scaled instructions on that GPU.
     """
 
     sizes: Sizes
@@ -91,21 +94,21 @@ class Subject:
     def __post_init__(self) -> None:
         if is_block_scaled(self.scheme.name, self.device.arch):
             raise NotImplementedError(
-                f"scheme must not run on block-scaled instructions, whose tiles are not looked up, "
+                f"scheme must not run on block-scaled instructions, whose tiles cannot be tuned, "
                 f"got {self.scheme.name} on sm_{self.device.arch}"
             )
 
     @property
     def file(self) -> str:
-        """The name of its file."""
+        """The name of the layer's tuned file."""
         return file_name(self.sizes, self.device.name, self.scheme.name)
 
     def load(self, num_tokens: int) -> int:
-        """The class of load that a number of tokens is in."""
+        """The rows-per-expert bucket of a number of tokens."""
         return load_class(num_tokens * self.top_k, self.sizes[0])
 
     def row_tile(self, num_tokens: int) -> int:
-        """The default."""
+        """The default row tile."""
         hopper = plans_for(self.scheme, self.device.arch, 2, self.sizes[1])
         tiles = default_row_tiles(self.scheme, hopper=hopper)
         return pick_row_tile(tiles, num_tokens * self.top_k, self.sizes[0])
@@ -113,17 +116,17 @@ class Subject:
     def _gemm(self, num_tokens: int, which: int, row_tile: int) -> Gemm:
         experts, width, hidden = self.sizes
         n, k, halves = (width, hidden, 2) if which == 1 else (hidden, width, 1)
-        # Twice the tile: a single one stands for tiles that do not follow the load.
+        # The tile is listed twice, because one row tile means a batch-invariant plan.
         return Gemm(num_tokens * self.top_k, experts, n, k, 2, halves, (row_tile, row_tile))
 
     def problem(self, num_tokens: int, which: int, row_tile: int) -> GemmProblem:
-        """GEMM 1 or 2 as a layer has it, with tiles of so many rows."""
+        """GEMM 1 or 2 of the layer, with a row tile."""
         gemm = self._gemm(num_tokens, which, row_tile)
         activation, top_k = ("silu", self.top_k) if which == 1 else ("", 1)
         return layer_problem(gemm, self.scheme, activation, num_tokens, top_k)
 
     def kernels(self, num_tokens: int, which: int, row_tile: int) -> list[KernelTiles]:
-        """Every kernel's analytic tiles for GEMM 1 or 2, in so many rows; the default first."""
+        """Every kernel's analytic tiles for GEMM 1 or 2 with a row tile; the default first."""
         problem = self.problem(num_tokens, which, row_tile)
         plain = analytic_tiles(problem, self.device)
         found: list[KernelTiles] = [plain] * (row_tile in ROW_TILES)
@@ -139,14 +142,14 @@ class Subject:
         return sorted(found, key=lambda tiles: tiles != default)
 
     def allows(self, trial: Trial) -> bool:
-        """Whether tiles fit the scheme's groups, the shared memory and the registers."""
+        """Whether a trial's tiles fit the scheme's groups, shared memory and registers."""
         tokens, which, tiles = trial
         gemm, bits = stored_gemm(self._gemm(tokens, which, tiles.block_m), self.scheme)
         if isinstance(tiles, HopperTiles):
             return unfit(tiles, gemm, self.device) is None
         group = scaled_group(self.scheme)
         sums = tiles.block_m * tiles.block_n * gemm.halves // (32 * tiles.num_warps)
-        if gemm.itemsize == 1:  # those of a piece of K are added up in registers of their own
+        if gemm.itemsize == 1:  # the product of a step of K takes registers of its own
             sums *= 2
         return (
             16 <= tiles.block_n <= 256
@@ -158,20 +161,20 @@ class Subject:
         )
 
     def neighbours(self, trial: Trial, size: str) -> list[Trial]:
-        """The trials that differ in one size, by a step."""
+        """The allowed trials that differ in one field by a step."""
         if isinstance(trial.tiles, HopperTiles):
             return self._hopper_neighbours(trial, trial.tiles, size)
-        now = getattr(trial.tiles, size, 0)  # there is no "on_demand"
+        now = getattr(trial.tiles, size, 0)  # a TileConfig has no "on_demand"
         values: Sequence[int] = (now // 2, now * 2) if now else ()
         if size == "num_stages":
             values = (now - 1, now + 1)
-        elif size == "group_m":  # with one tile an expert there is nothing to group
+        elif size == "group_m":  # with one row tile per expert there is nothing to group
             values = [g for g in GROUPS if g != now] if self.load(trial.num_tokens) else ()
         tried = (trial._replace(tiles=replace(trial.tiles, **{size: v})) for v in values)
         return [trial for trial in tried if self.allows(trial)]
 
     def _hopper_neighbours(self, trial: Trial, tiles: HopperTiles, size: str) -> list[Trial]:
-        """With another width also as many stages as that leaves room for."""
+        """`neighbours` for a Hopper kernel; another ``block_n`` comes with the most stages."""
         found: list[HopperTiles] = []
         if size == "block_n":
             gemm, _ = stored_gemm(self._gemm(trial.num_tokens, 1, tiles.block_m), self.scheme)
@@ -188,7 +191,7 @@ class Subject:
         return [trial for trial in tried if self.allows(trial)]
 
     def row_tiles(self, num_tokens: int) -> list[int]:
-        """The default and its neighbours."""
+        """The default row tile and its neighbours, as far as a kernel has them."""
         default = self.row_tile(num_tokens)
         place = KNOWN_ROW_TILES.index(default)
         near = KNOWN_ROW_TILES[max(place - 1, 0) : place + 2]
@@ -196,17 +199,17 @@ class Subject:
         return sorted(there, key=lambda tile: tile != default)
 
     def starts(self, num_tokens: int, row_tile: int) -> tuple[Trial, Trial]:
-        """What runs without a file."""
+        """The tiles of both GEMMs that run without a tuned file."""
         first, second = (self.beginnings(num_tokens, which, row_tile)[0] for which in (1, 2))
         return first, second
 
     def beginnings(self, num_tokens: int, which: int, row_tile: int) -> list[Trial]:
-        """Where the search begins: one trial for each kernel, the default first."""
+        """The starting points of the search: one trial per kernel, the default first."""
         make = partial(Trial, num_tokens, which)
         return [make(tiles) for tiles in self.kernels(num_tokens, which, row_tile)]
 
     def candidates(self, num_tokens: int) -> list[Trial]:
-        """What the search may try first: defaults and all that is one step from them."""
+        """The trials that the search may try first: defaults and their neighbours."""
         found: list[Trial] = []
         for tile in self.row_tiles(num_tokens):
             kernels = (self.beginnings(num_tokens, which, tile) for which in (1, 2))
@@ -217,14 +220,14 @@ class Subject:
 
 
 def _search(subject: Subject, times: dict[Trial, float], clock: Clock) -> tuple[Trial, float]:
-    """The fastest trial of a GEMM, from the beginnings of kernels that are not hopeless."""
+    """The fastest trial of a GEMM, searched from all kernels' starts that are not hopeless."""
     near = [trial for trial, us in times.items() if us <= HOPELESS * min(times.values())]
     walks = (_walk(subject, start, times[start], clock) for start in near)
     return min(walks, key=lambda walk: walk[1])
 
 
 def _walk(subject: Subject, start: Trial, start_us: float, clock: Clock) -> tuple[Trial, float]:
-    """From the start to what is faster, one size at a time."""
+    """Coordinate descent from ``start``: the fastest trial and its time."""
     known, best = {start: start_us}, start
     for _ in range(2):
         before = best
@@ -242,16 +245,16 @@ def _walk(subject: Subject, start: Trial, start_us: float, clock: Clock) -> tupl
 def tune_tokens(
     subject: Subject, num_tokens: int, row_tiles: Sequence[int], clock: Clock
 ) -> dict[str, Any]:
-    """The entry of a file for one number of tokens.
+    """Search the tiles for one number of tokens; returns the entry of the tuned file.
 
-    The winner and the default are timed again, in turn; the default stays where the winner is
-    not clearly faster.
+    The winner and the default are timed again, in turn. The default wins unless the winner is
+    clearly faster.
 
     Args:
         subject: the layer.
         num_tokens: T.
-        row_tiles: those that may win.
-        clock: what times a GEMM.
+        row_tiles: the allowed row tiles.
+        clock: times a GEMM.
 
     Raises:
         RuntimeError: the default does not run.
@@ -283,7 +286,7 @@ def _timed(trials: tuple[Trial, Trial], clock: Clock) -> Pair:
 def _side_by_side(
     starts: tuple[Trial, Trial], best: tuple[Trial, Trial], clock: Clock
 ) -> tuple[Pair, Pair]:
-    """Medians of the default and of the winner."""
+    """Median times of the default and of the winner, timed in turn."""
     runs = [(_timed(starts, clock), _timed(best, clock)) for _ in range(REPEATS)]
 
     def median(pairs: Sequence[Pair]) -> Pair:

@@ -1,14 +1,15 @@
-"""Stored weights to numbers inside a kernel: `scheme/rounding.py::decode` in few instructions.
+"""Dequantize stored weights inside a kernel: `scheme/rounding.py::decode` in few instructions.
 
-For 16-bit activations two neighbours along K are handled at once, in the 16-bit lanes of one word:
+For 16-bit activations two neighbours along K are converted at once, in the 16-bit lanes of a word:
 
-* Integers are put into the mantissa of a float whose last bit counts ones; what that float stands
-  for with a zero there is subtracted.
-* Small floats are moved to where the wider float has its sign, exponent and mantissa. That is the
-  number (a subnormal one, too) times a power of two, which the next product takes away.
+* Integers are written into the low mantissa bits of a float whose last mantissa bit has the value
+  1 (128 in bf16, 1024 in fp16); that float is subtracted.
+* The bits of small floats are moved to the sign, exponent and mantissa positions of the wider
+  format. The result is the number (subnormals included) times a power of two, which a
+  multiplication by `missing` corrects.
 
-Both are exact. Scales of groups that a step of K does not leave multiply the step's product in
-float32, if the tile has few rows; else scales multiply the weights, rounded once.
+Both are exact. If a tile has few rows and each step of K lies within one scale group, scales
+multiply the step's product in float32. Otherwise they multiply the weights, rounded once.
 """
 
 from __future__ import annotations
@@ -23,21 +24,21 @@ class Format(NamedTuple):
     """How a weight and its scales are stored: constants of a kernel."""
 
     step: int
-    """From the weight row of an output column to that of the next one."""
+    """Distance in weight rows from one output column to the next."""
     up: int
-    """From a gate row to its up row; 0 where there is no gate."""
+    """Distance in weight rows from a gate row to its up row; 0 without a gate."""
     weight_rows: int
-    """Of an expert."""
+    """Weight rows per expert."""
     bits: int
-    """4, 6 or 8."""
+    """Bits per number: 4, 6 or 8."""
     packed: bool
-    """Whether an entry holds two neighbours along K: bytes two of 4 bits, words two bytes."""
+    """Whether an entry holds two neighbours along K: a byte two 4-bit numbers, a word two bytes."""
     exponent: int
-    """Bits of a float's exponent; 0: an integer."""
+    """Exponent bits of a float; 0: an integer."""
     offset: int
-    """What is added to an integer to store it; 0: two's complement."""
+    """The offset added to an integer when it is stored; 0: two's complement."""
     scale: str
-    """``float``; or bytes: ``e8m0``, ``e4m3``."""
+    """The form of scales: ``float``, or one byte: ``e8m0``, ``e4m3``."""
     cols: int | None
     """Elements along K that share a scale; None: all."""
     in_tile: bool
@@ -50,25 +51,26 @@ class Format(NamedTuple):
 
 @triton.constexpr_function
 def missing(DTYPE, exponent):
-    """By what small floats are too small in DTYPE: two to the difference of the biases."""
+    """Exponent-bias correction of small floats in DTYPE: ``2 ** (bias difference)``."""
     return 2.0 ** ((16 if tl.float16 == DTYPE else 128) - 2 ** (exponent - 1))
 
 
 @triton.jit
 def constant(VALUE: tl.constexpr, DTYPE: tl.constexpr):
-    """A number in DTYPE, through float32: the interpreter has no bf16 constants."""
+    """A (1, 1) constant in DTYPE, made via float32: the interpreter has no bf16 constants."""
     return tl.full((1, 1), VALUE, tl.float32).to(DTYPE)
 
 
 @triton.jit
 def pairs(stored, FORMAT: tl.constexpr):
-    """Neighbours along K in one int32 each: stored (K, N), or (K / 2, N) where an entry holds two.
+    """Two neighbours along K per int32: ``stored`` (K, N), or (K / 2, N) if packed, to (K / 2, N).
 
-    Integers at the bottom of the 16-bit lanes. Floats at the top; below them may be anything.
+    Each 16-bit lane holds an integer in its low bits, the other bits 0; or a small float in its
+    high bits, the other bits undefined.
     """
     LIFT: tl.constexpr = 16 - FORMAT.bits if FORMAT.exponent > 0 else 0
     if FORMAT.packed:
-        APART: tl.constexpr = 4 if FORMAT.bits == 4 else 8  # from one number to the next
+        APART: tl.constexpr = 4 if FORMAT.bits == 4 else 8  # bits from one number to the next
         ONES: tl.constexpr = (1 << FORMAT.bits) - 1
         both = stored.to(tl.int32)
         word = (both | (both << (16 - APART))) << LIFT
@@ -83,7 +85,7 @@ def pairs(stored, FORMAT: tl.constexpr):
 
 @triton.jit
 def lanes(word, DTYPE: tl.constexpr):
-    """The two 16-bit floats of each word as neighbours along K: (K / 2, N) to (K, N)."""
+    """Unpack the two 16-bit floats of each word to neighbours along K: (K / 2, N) to (K, N)."""
     low = word.to(tl.int16).to(DTYPE, bitcast=True)
     high = (word >> 16).to(tl.int16).to(DTYPE, bitcast=True)
     both = tl.permute(tl.join(low, high), (0, 2, 1))
@@ -92,16 +94,16 @@ def lanes(word, DTYPE: tl.constexpr):
 
 @triton.jit
 def integers(stored, DTYPE: tl.constexpr, FORMAT: tl.constexpr):
-    """Integers less their offset, exactly, as 16-bit floats."""
+    """Integers minus their offset as 16-bit floats, exactly."""
     OFFSET: tl.constexpr = 1 << (FORMAT.bits - 1)
     word = pairs(stored, FORMAT)
     if FORMAT.offset == 0:
         word ^= OFFSET * 0x00010001
-    if tl.float16 == DTYPE:  # 1024 and ones
+    if tl.float16 == DTYPE:  # 1024 + integer
         value = lanes(word | 0x64006400, DTYPE) - constant(1024 + OFFSET, DTYPE)
-    elif FORMAT.bits == 4:  # 128 and ones
+    elif FORMAT.bits == 4:  # 128 + integer
         value = lanes(word | 0x43004300, DTYPE) - constant(128 + OFFSET, DTYPE)
-    else:  # the mantissa has seven bits: without the eighth, 256 is subtracted instead of 128
+    else:  # bf16 has seven mantissa bits: bit 7 decides whether 128 or 256 is subtracted
         value = lanes((word & 0x007F007F) | 0x43004300, DTYPE)
         value -= lanes((~word & 0x00800080) | 0x43004300, DTYPE)
     return value
@@ -109,7 +111,7 @@ def integers(stored, DTYPE: tl.constexpr, FORMAT: tl.constexpr):
 
 @triton.jit
 def floats(stored, DTYPE: tl.constexpr, FORMAT: tl.constexpr):
-    """Small floats as 16-bit floats, too small by `missing`."""
+    """Small floats as 16-bit floats, still to be multiplied by `missing`."""
     EXPONENT: tl.constexpr = 5 if tl.float16 == DTYPE else 8
     MAGNITUDE: tl.constexpr = (1 << (15 - EXPONENT + FORMAT.exponent)) - (
         1 << (16 - EXPONENT + FORMAT.exponent - FORMAT.bits)
@@ -121,7 +123,7 @@ def floats(stored, DTYPE: tl.constexpr, FORMAT: tl.constexpr):
 
 @triton.jit
 def wide(stored, FORMAT: tl.constexpr):
-    """Integers less their offset, or small floats too small by `missing`, as float32."""
+    """Integers minus their offset, or small floats still to be multiplied by `missing`: float32."""
     code = stored.to(tl.int32)
     if FORMAT.packed:
         APART: tl.constexpr = 4 if FORMAT.bits == 4 else 8
@@ -130,7 +132,7 @@ def wide(stored, FORMAT: tl.constexpr):
         code = tl.reshape(both, (2 * stored.shape[0], stored.shape[1]))
     if FORMAT.exponent == 0:
         if FORMAT.offset == 0:
-            code = (code ^ 128) - 128  # the sign of two's complement
+            code = (code ^ 128) - 128  # sign-extend two's complement
         value = code.to(tl.float32) - FORMAT.offset
     else:
         SIGN: tl.constexpr = 1 << (FORMAT.bits - 1)
@@ -141,7 +143,7 @@ def wide(stored, FORMAT: tl.constexpr):
 
 @triton.jit
 def numbers(stored, DTYPE: tl.constexpr, FORMAT: tl.constexpr):
-    """What is stored, (K, N), in DTYPE."""
+    """The stored numbers, (K, N), in DTYPE, before `missing`, zero points and scales."""
     if tl.float32 == DTYPE:
         value = wide(stored, FORMAT)
     elif FORMAT.exponent == 0:
@@ -153,7 +155,7 @@ def numbers(stored, DTYPE: tl.constexpr, FORMAT: tl.constexpr):
 
 @triton.jit
 def spread(groups, BLOCK_K: tl.constexpr):
-    """A row (or the one row) for each group of columns, (G, N), as (BLOCK_K, N)."""
+    """Repeat one entry per group along K, (G, N), for every element of K: (BLOCK_K, N)."""
     GROUPS: tl.constexpr = groups.shape[0]
     COLS: tl.constexpr = groups.shape[1]
     shape: tl.constexpr = (GROUPS, BLOCK_K // GROUPS, COLS)
@@ -162,7 +164,10 @@ def spread(groups, BLOCK_K: tl.constexpr):
 
 @triton.jit
 def load_groups(base, start, inside, K: tl.constexpr, BLOCK_K: tl.constexpr, FORMAT: tl.constexpr):
-    """What belongs to the groups of columns that a step meets, (G, N); ``base``: of each row."""
+    """Load the entries (scales, zero points) of the groups that a step of K touches, (G, N).
+
+    ``base`` points to the first entry of each weight row.
+    """
     if FORMAT.cols is None:
         value = tl.load(base, mask=inside, other=0)[None, :]
     else:
@@ -175,7 +180,7 @@ def load_groups(base, start, inside, K: tl.constexpr, BLOCK_K: tl.constexpr, FOR
 
 @triton.jit
 def scale_value(stored, FORMAT: tl.constexpr):
-    """Scales in float32; a 0 of e8m0 stands for 2**-127 and becomes 0."""
+    """Scales in float32. An e8m0 code of 0 stands for 2**-127 and becomes 0."""
     if FORMAT.scale == "e8m0":
         value = (stored.to(tl.int32) << 23).to(tl.float32, bitcast=True)
     elif FORMAT.scale == "e4m3":
@@ -189,7 +194,7 @@ def scale_value(stored, FORMAT: tl.constexpr):
 def dequantize(
     stored, scale, zero_point, DTYPE: tl.constexpr, BLOCK_K: tl.constexpr, FORMAT: tl.constexpr
 ):
-    """A tile of weights (BLOCK_K, N) in DTYPE, times ``scale`` (G, N) if that is to be here."""
+    """Dequantize a tile of weights (BLOCK_K, N) to DTYPE, times ``scale`` (G, N) if in_tile."""
     value = numbers(stored, DTYPE, FORMAT)
     if FORMAT.exponent > 0:
         MISSING: tl.constexpr = missing(DTYPE, FORMAT.exponent)
@@ -197,7 +202,7 @@ def dequantize(
     if zero_point is not None:
         value -= spread(zero_point, BLOCK_K).to(DTYPE)
     if FORMAT.in_tile:
-        # Rounded once, in DTYPE as in float32, where DTYPE holds the scale.
+        # If DTYPE represents the scale exactly, a product in DTYPE is rounded once, as in float32.
         HOLDS: tl.constexpr = (
             scale.dtype == DTYPE
             or FORMAT.scale == "e4m3"

@@ -1,8 +1,8 @@
-"""Triton kernel of the expert GEMMs of which both operands are quantized, and its steps.
+"""Triton kernel of the expert GEMMs with two quantized operands, and its steps.
 
-``M`` counts slots, ``N`` output columns, ``K`` is the contraction. Scales that belong to a piece of
-K multiply the product of that piece before it is added up in float32; scales that span K multiply
-the sum.
+``M`` counts slots, ``N`` output columns, ``K`` is the contraction. A scale of a group along K
+multiplies the product of that group before it is added in float32; scales that span K multiply the
+sum.
 """
 
 from __future__ import annotations
@@ -36,27 +36,27 @@ from moe_ops.scheme import Quant
 
 
 class Layout(NamedTuple):
-    """How a weight's rows and the scales lie: constants of the kernel."""
+    """Layout of a weight's rows and of the scales: constants of the kernel."""
 
     step: int
-    """From the weight row of an output column to that of the next one."""
+    """Distance in weight rows from one output column to the next."""
     up: int
-    """From a gate row to its up row; 0 where there is no gate."""
+    """Distance in weight rows from a gate row to its up row; 0 without a gate."""
     weight_rows: int
-    """Of an expert."""
+    """Weight rows per expert."""
     rows: int
     """Weight rows that share a scale."""
     cols: int | None
-    """Elements along K that share one, of both operands; None: all."""
+    """Elements along K that share a scale, of both operands; None: all."""
     uniform: bool
-    """Whether the rows of every weight tile share one."""
+    """Whether the rows of every weight tile share a scale."""
     integer: bool
     """Whether stored values are integers."""
 
 
 @triton.jit
 def find_scales(w_scale, expert, first, row, K: tl.constexpr, LAYOUT: tl.constexpr):
-    """Where the scales of a tile's weight rows begin, and those of its up rows."""
+    """Pointers to the scales of a tile's weight rows (gate rows), and of its up rows."""
     GROUPS: tl.constexpr = 1 if LAYOUT.cols is None else (K + LAYOUT.cols - 1) // LAYOUT.cols
     PER_EXPERT: tl.constexpr = (LAYOUT.weight_rows + LAYOUT.rows - 1) // LAYOUT.rows * GROUPS
     w_scale += expert * PER_EXPERT
@@ -75,7 +75,7 @@ def load_scales(a_scale, y_scales, z_scales, group, real, inside, LAYOUT: tl.con
 
 @triton.jit
 def load_weight_scales(y_scales, z_scales, group, inside, LAYOUT: tl.constexpr):
-    """Those of weight rows and up rows."""
+    """The scales of a group along K: of weight rows (gate rows) and of up rows."""
     if LAYOUT.uniform:
         y_scale = scale_value(tl.load(y_scales + group))
     else:
@@ -91,7 +91,7 @@ def load_weight_scales(y_scales, z_scales, group, inside, LAYOUT: tl.constexpr):
 
 @triton.jit
 def scale_value(stored):
-    """A weight's scales in float32; bytes are e8m0, of which 0 stands for 2**-127 and becomes 0."""
+    """A weight's scales in float32. Bytes are e8m0 codes; code 0 (2**-127) becomes 0."""
     if stored.dtype == tl.uint8:
         value = (stored.to(tl.int32) << 23).to(tl.float32, bitcast=True)
     else:
@@ -101,7 +101,7 @@ def scale_value(stored):
 
 @triton.jit
 def zero_sums(ROWS: tl.constexpr, COLS: tl.constexpr, LAYOUT: tl.constexpr):
-    """Sums: exact ones of int8 over all of K, else float32."""
+    """Zero accumulators: int32 (exact) for int8 with scales that span K, else float32."""
     if LAYOUT.integer and LAYOUT.cols is None:
         acc = tl.zeros((ROWS, COLS), dtype=tl.int32)
     else:
@@ -122,16 +122,17 @@ def apply_scales(product, x_scale, w_scale, LAYOUT: tl.constexpr):
 
 @triton.jit
 def add_product(acc, x, y, x_scale, w_scale, LAYOUT: tl.constexpr):
-    """``acc`` plus the product of two tiles, scaled where scales belong to a piece of K.
+    """``acc + x @ y``, the product scaled if scales are per group along K.
 
-    Hopper's fp8 units add in fewer bits than float32 has: each product starts from zero.
+    Hopper's fp8 tensor cores accumulate in fewer bits than float32 has, so each product starts from
+    zero and is added in float32.
     """
     if LAYOUT.integer and LAYOUT.cols is None:
         acc = tl.dot(x, y, acc, out_dtype=tl.int32)
     elif LAYOUT.cols is None:
         acc += tl.dot(x, y)
     else:
-        if LAYOUT.cols < 32:  # fewer than 8-bit units take at once; exact in fp16
+        if LAYOUT.cols < 32:  # less than the K of an 8-bit MMA; the product is exact in fp16
             x, y = x.to(tl.float16), y.to(tl.float16)
         acc += apply_scales(tl.dot(x, y), x_scale, w_scale, LAYOUT)
     return acc
@@ -139,7 +140,7 @@ def add_product(acc, x, y, x_scale, w_scale, LAYOUT: tl.constexpr):
 
 @triton.jit
 def finish_sums(acc, x_scale, w_scale, bias, expert, row, inside, LAYOUT: tl.constexpr):
-    """Scales that span K, and the bias of each weight row."""
+    """Apply scales that span K, and add the bias of each weight row."""
     if LAYOUT.cols is None:
         acc = apply_scales(acc, x_scale, w_scale, LAYOUT)
     return add_bias(acc, bias, expert, row, inside, LAYOUT.weight_rows)
@@ -154,9 +155,9 @@ def scaled_gemm_kernel(
     RULE: tl.constexpr, LAYOUT: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
 ):  # fmt: skip
-    """``out[s] = f(a_scale * w_scale * a[s // TOP_K] @ w[e].T + bias[e])``, f a `Formula` or None.
+    """``out[s] = f(a_scale * w_scale * a[s // TOP_K] @ w[e].T + bias[e])``.
 
-    RULE and LAYOUT are NamedTuples: a `Formula` (or None) and a `Layout`.
+    RULE is the `Formula` of f or None, LAYOUT a `Layout`; both are NamedTuples.
     """
     take_turn(LONG=True)
     pid_m, pid_n, expert = find_tile(
@@ -180,7 +181,7 @@ def scaled_gemm_kernel(
     acc, up = zero_sums(BLOCK_M, BLOCK_N, LAYOUT), zero_sums(BLOCK_M, BLOCK_N, LAYOUT)
     for start in range(0, K, BLOCK_K):
         x_scale, y_scale, z_scale = scales
-        if LAYOUT.cols is not None:  # those of the next step are loaded a step ahead
+        if LAYOUT.cols is not None:  # the scales of the next step are loaded one step ahead
             group = tl.minimum(start + BLOCK_K, K - 1) // LAYOUT.cols
             scales = load_scales(a_scale, y_scales, z_scales, group, real, inside, LAYOUT)
         x = load_tile(a_tile + start, k + start, real, K, BLOCK_K, 1)
@@ -190,7 +191,7 @@ def scaled_gemm_kernel(
         if LAYOUT.up > 0:
             z = load_tile(y_tile + LAYOUT.up * stride_wn, k + start, n_inside, K, BLOCK_K, 0)
             up = add_product(up, x, z, x_scale, z_scale, LAYOUT)
-    if LAYOUT.cols is None:  # loaded only now: they would hold registers in the loop
+    if LAYOUT.cols is None:  # loaded only now: in the loop they would occupy registers
         scales = load_scales(a_scale, y_scales, z_scales, 0, real, inside, LAYOUT)
     acc = finish_sums(acc, scales[0], scales[1], bias, expert, row, inside, LAYOUT)
     if LAYOUT.up > 0:
@@ -202,7 +203,7 @@ def scaled_gemm_kernel(
 
 
 class ScaledGemm:
-    """The portable kernel of two quantized operands, ready to run."""
+    """The portable kernel for two quantized operands, ready to run."""
 
     def __init__(self, problem: GemmProblem, plan: GemmPlan) -> None:
         self.quant, self.programs = problem.quant, max_programs(problem.sizes, plan.config)
@@ -218,14 +219,14 @@ class ScaledGemm:
 
 
 class Variant(NamedTuple):
-    """What a launch is made for besides its tiles, whatever the number of slots is."""
+    """Constants of a launch besides its tiles; they do not depend on the number of slots."""
 
     n: int
     """Output columns."""
     k: int
     top_k: int
     quant: Quant
-    """How rows are quantized."""
+    """Quantization of rows."""
     activation: str
     scale_rows: int
     """Weight rows that share a scale."""
@@ -238,14 +239,14 @@ class Variant(NamedTuple):
         return Variant(sizes.n, sizes.k, problem.top_k, quant, *rest)
 
     def constants(self, tiles: TileConfig) -> dict[str, Any]:
-        """The constants of a kernel of two quantized operands."""
+        """The constexpr arguments of a kernel for two quantized operands."""
         rule = formula(self.activation) if self.activation else None
         sizes = {"N": self.n, "K": self.k, "TOP_K": self.top_k}
         layout = self._layout(rule, tiles.block_n)
         return {**sizes, "RULE": rule, "LAYOUT": layout, **tiles.constants()}
 
     def _layout(self, rule: Formula | None, block_n: int) -> Layout:
-        """How rows and scales lie in tiles of ``block_n`` output columns."""
+        """The `Layout` for tiles of ``block_n`` output columns."""
         groups = scale_groups(self.n, self.quant.shared_cols, self.scale_rows, rule)
         step, up = row_steps(rule, self.n)
         return Layout(
@@ -265,7 +266,7 @@ def _launch(variant: Variant, tiles: TileConfig) -> Launch:
 
 
 def _scale_strides(a: Tensor, a_scale: Tensor, quant: Quant) -> tuple[int, int]:
-    """From one row's scales to the next's, and from one expert's to the next's."""
+    """Strides of row scales: from row to row, and from expert to expert."""
     if quant.per_tensor:
         return 0, int(a_scale.numel() > 1)
     return a_scale.numel() // a.shape[0], 0

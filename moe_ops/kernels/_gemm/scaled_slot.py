@@ -1,8 +1,8 @@
-"""Triton kernel of the expert GEMMs of two quantized operands for few slots: it quantizes its rows.
+"""Triton kernel of the expert GEMMs with two quantized operands for few slots: quantizes rows too.
 
-A tile is one slot. Every program quantizes the slot's row anew, piece by piece as the product takes
-it, which costs less than the launch that would do it once. Scales of rows and weights span K:
-`moe_ops.dispatch.portable.quantizes_slots` says why.
+One slot per tile. Every program quantizes the row of its slot again, piece by piece in the main
+loop, which costs less than a separate launch that does it once. The scales of rows and weights span
+K: see `moe_ops.dispatch.portable.quantizes_slots`.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ BYTES_AT_ONCE = 256
 
 @triton.jit
 def scale_of_row(row, given, K: tl.constexpr, QUANT: tl.constexpr, CHUNK: tl.constexpr):
-    """The scale (1,) of all of a row: the given one, or that of its largest magnitude."""
+    """The scale (1,) of a whole row: the given one, or one from the row's largest magnitude."""
     if given is not None:
         scale = tl.load(given + tl.arange(0, 1)).to(tl.float32)
     else:
@@ -60,18 +60,18 @@ def load_piece(row, k, K: tl.constexpr, BLOCK_K: tl.constexpr):
 def quantize_piece(
     x, scale, k, K: tl.constexpr, BLOCK_K: tl.constexpr, QUANT: tl.constexpr, dtype: tl.constexpr
 ):
-    """A piece (1, BLOCK_K) of a row as it is stored, with the scale (1,) of the row."""
+    """Quantize a piece (1, BLOCK_K) of a row with the scale (1,) of the row."""
     ratio = tl.div_rn(x.to(tl.float32), scale[:, None])
     if K % BLOCK_K > 0:
-        ratio = tl.where((k < K)[None, :], ratio, 0.0)  # 0 over a given scale may be NaN
+        ratio = tl.where((k < K)[None, :], ratio, 0.0)  # 0 / (a given scale) may be NaN
     return encode(ratio, QUANT).to(dtype)
 
 
 @triton.jit
 def add_row(acc, x, y, LAYOUT: tl.constexpr):
-    """`add_product` of one row, with weight rows first: ``acc`` (BLOCK_N, COLUMNS).
+    """`add_product` of one row with operands swapped: ``acc`` (BLOCK_N, COLUMNS).
 
-    The matrix units' smallest second operand has 8 columns: all are the row.
+    The second operand of an MMA has at least 8 columns: each column is a copy of the row.
     """
     x = tl.broadcast_to(tl.trans(x), (x.shape[1], acc.shape[1]))
     return add_product(acc, y, x, None, None, LAYOUT)
@@ -81,7 +81,7 @@ def add_row(acc, x, y, LAYOUT: tl.constexpr):
 def finish(
     acc, up, scale, scales, bias, expert, w_row, inside, RULE: tl.constexpr, LAYOUT: tl.constexpr
 ):
-    """Output columns (COLUMNS, BLOCK_N) from the sums of weight rows, and of up rows."""
+    """The outputs (COLUMNS, BLOCK_N) from the sums of gate rows and up rows (BLOCK_N, COLUMNS)."""
     acc = finish_sums(tl.trans(acc), scale, scales[0], bias, expert, w_row, inside, LAYOUT)
     if LAYOUT.up > 0:
         w_row += LAYOUT.up
@@ -100,11 +100,12 @@ def scaled_gemm_slot_kernel(
     RULE: tl.constexpr, LAYOUT: tl.constexpr, QUANT: tl.constexpr, CHUNK: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
 ):  # fmt: skip
-    """``out[s] = f(scale * w_scale * q(a[s // TOP_K]) @ w[e].T + bias[e])``, with its scale and q.
+    """``out[s] = f(scale * w_scale * q(a[s // TOP_K]) @ w[e].T + bias[e])``.
 
-    Bit by bit what `scaled_gemm_kernel` makes of rows that were quantized before. ``a_scale`` is
-    the given scale of all rows, or None. QUANT is the `Rule` of rows, CHUNK what is read at once to
-    find the scale of one; the others are those of that kernel.
+    Quantizes row ``a[s // TOP_K]`` to ``q`` and ``scale``. Bitwise equal to `scaled_gemm_kernel` on
+    rows quantized before. ``a_scale`` is the given scale of all rows, or None. QUANT is the `Rule`
+    of rows, CHUNK the columns read at once to find a row's scale; for the other arguments see
+    `scaled_gemm_kernel`.
     """
     take_turn(LONG=True)
     slot, pid_n, expert = find_tile(
@@ -112,7 +113,7 @@ def scaled_gemm_slot_kernel(
         N, BLOCK_M, BLOCK_N, GROUP_M,
     )  # fmt: skip
     row, out = a + slot.to(tl.int64) // TOP_K * stride_am, out + slot.to(tl.int64) * N
-    scale = scale_of_row(row, a_scale, K, QUANT, CHUNK)  # while the expert's number is on its way
+    scale = scale_of_row(row, a_scale, K, QUANT, CHUNK)  # overlaps the load of the expert's id
     if expert < 0:
         return
     n = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -140,12 +141,12 @@ def scaled_gemm_slot_kernel(
         x = quantize_piece(ahead, scale, k + after, K, BLOCK_K, QUANT, ELEMENT)
         ahead = load_piece(row, k + tl.minimum(start + 2 * BLOCK_K, LAST), K, BLOCK_K)
     acc = finish(acc, up, scale, scales, bias, expert, w_row, inside, RULE, LAYOUT)
-    mask = (tl.arange(0, BLOCK_M) == 0)[:, None] & inside[None, :]  # all rows are the slot's
+    mask = (tl.arange(0, BLOCK_M) == 0)[:, None] & inside[None, :]  # all rows are copies
     tl.store(out + tl.broadcast_to(n[None, :], mask.shape), acc.to(out.dtype.element_ty), mask=mask)
 
 
 class SlotGemm:
-    """The kernel of few slots that quantizes their rows, ready to run."""
+    """The kernel for few slots that quantizes their rows, ready to run."""
 
     def __init__(self, problem: GemmProblem, plan: GemmPlan) -> None:
         sizes, tiles = problem.sizes, plan.config
@@ -155,7 +156,7 @@ class SlotGemm:
         self.launch = _launch(Variant.of(problem), chunk, tiles)
 
     def __call__(self, out: Tensor, given: GemmOperands) -> None:
-        """Launch one program for each slot and tile of columns."""
+        """Launch one program per slot and tile of columns."""
         a, w = given.a, given.w
         scales = dense(given.a_scale), dense(given.w_scale)
         told = tile_arguments(given.tiles, out.shape[0], w.shape[0])

@@ -1,8 +1,9 @@
-"""What the kernels of expert GEMMs share: how tiles are found, and the steps of one.
+"""Steps shared by the expert GEMM kernels: finding tiles, loading operands, epilogues.
 
-Kernels take ``tiles, expert_map, num_slots, num_ids, num_experts, num_entries`` from
-`tile_arguments`: a plan of ``num_entries``, or with ``num_ids`` the ids of few slots. With ids a
-tile is one slot, in the first of its rows. Whatever a plan holds, kernels stay inside tensors.
+Kernels take the plan arguments ``tiles, expert_map, num_slots, num_ids, num_experts, num_entries``
+from `tile_arguments`. ``tiles`` is a plan of ``num_entries``; or, if ``num_ids`` is not None, the
+expert ids of few slots, with one slot per tile, in the first row of the tile. Kernels stay inside
+their tensors whatever a plan holds.
 """
 
 from __future__ import annotations
@@ -17,11 +18,11 @@ from moe_ops.kernels.activation import gate, gate_up
 from moe_ops.tensors import AnyTiles, plan_to_read
 
 COUNTED = ["num_slots", "num_ids", "num_experts", "num_entries"]
-"""What no kernel is made anew for."""
+"""Integer arguments that kernels are not specialized for (``do_not_specialize``)."""
 
 
 def tile_arguments(tiles: AnyTiles, num_slots: int, num_experts: int) -> tuple[Any, ...]:
-    """A kernel's arguments that tell its tiles."""
+    """The plan arguments of a kernel: ``tiles, expert_map, num_slots, num_ids, ...``."""
     plan = plan_to_read(tiles, num_slots, num_experts)
     if plan is not None:
         return plan, None, num_slots, None, num_experts, plan.shape[0]
@@ -34,7 +35,11 @@ def tile_arguments(tiles: AnyTiles, num_slots: int, num_experts: int) -> tuple[A
 
 @triton.jit
 def map_tile(pid, num_pid_m, num_pid_n, GROUP_M: tl.constexpr):
-    """Tiles in bands of GROUP_M rows, down each band first: its weights stay in the L2 cache."""
+    """The row and column of tile ``pid``.
+
+    Tiles are ordered in bands of GROUP_M row tiles, column by column within a band, so that the
+    weights of a column stay in the L2 cache.
+    """
     band = pid // (GROUP_M * num_pid_n)
     first = band * GROUP_M
     height = tl.minimum(num_pid_m - first, GROUP_M)
@@ -44,7 +49,7 @@ def map_tile(pid, num_pid_m, num_pid_n, GROUP_M: tl.constexpr):
 
 @triton.jit
 def planned_tiles(tiles, num_entries, BLOCK_M: tl.constexpr):
-    """How many tiles a plan has; none where its header does not fit its length."""
+    """Number of row tiles of a plan; 0 if its header contradicts its length."""
     used, experts_at, firsts_at = tl.load(tiles), tl.load(tiles + 1), tl.load(tiles + 2)
     count = used // BLOCK_M
     ordered = (used >= 0) & (experts_at >= HEADER) & (firsts_at >= experts_at)
@@ -57,7 +62,7 @@ def find_tile(
     tiles, expert_map, num_slots, num_ids, num_experts, num_entries,
     N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP_M: tl.constexpr,
 ):  # fmt: skip
-    """This program's tile (row and column) and its expert, -1 where there is nothing to do."""
+    """This program's row tile and column tile, and its expert, -1 if there is nothing to do."""
     num_pid_m = planned_tiles(tiles, num_entries, BLOCK_M) if num_ids is None else num_slots
     num_pid_n: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
     used = tl.program_id(0) < num_pid_m * num_pid_n
@@ -74,11 +79,11 @@ def find_tile(
 
 @triton.jit
 def load_slots(tiles, pid_m, num_slots, num_ids, BLOCK_M: tl.constexpr):
-    """The slots of a tile (0 for padding, so that addresses stay inside) and which are real."""
+    """The slots of a tile (0 for padding, a safe address), and which of them are real."""
     row = tl.arange(0, BLOCK_M)
     if num_ids is None:
         slot = tl.load(tiles + HEADER + pid_m * BLOCK_M + row)
-        real = slot.to(tl.uint32) < num_slots.to(tl.uint32)  # no negative slot either
+        real = slot.to(tl.uint32) < num_slots.to(tl.uint32)  # also excludes negative slots
     else:
         slot, real = pid_m + row, row == 0
     return tl.where(real, slot, 0).to(tl.int64), real
@@ -88,8 +93,11 @@ def load_slots(tiles, pid_m, num_slots, num_ids, BLOCK_M: tl.constexpr):
 def rows_between(
     tiles, pid_m, row, num_slots, num_ids, EXPERT_ORDER: tl.constexpr, BLOCK_M: tl.constexpr
 ):
-    """Where a tile's rows lie: in expert order (no matter where for padding), else by slot."""
-    if EXPERT_ORDER and num_ids is None:  # few slots, a tile each, stay where they are
+    """The rows of a tile: its permuted rows (any valid row for padding) if EXPERT_ORDER, else row.
+
+    Permuted rows are sorted by expert, without padding.
+    """
+    if EXPERT_ORDER and num_ids is None:  # with one slot per tile rows are not permuted
         last = num_slots - 1
         first = tl.minimum(tl.maximum(tl.load(tiles + tl.load(tiles + 2) + pid_m), 0), last)
         row = tl.minimum(first + tl.arange(0, BLOCK_M), last).to(tl.int64)
@@ -100,7 +108,7 @@ def rows_between(
 def load_tile(
     pointers, k, rows_inside, K: tl.constexpr, BLOCK_K: tl.constexpr, K_AXIS: tl.constexpr
 ):
-    """A tile of an operand, zero past K and outside (rows_inside None: all inside)."""
+    """A tile of an operand, zero past K and outside of rows_inside (None: all rows are inside)."""
     if K % BLOCK_K == 0:
         if rows_inside is None:
             tile = tl.load(pointers)
@@ -116,10 +124,14 @@ def load_tile(
 
 @triton.jit
 def add_dot(acc, x, y):
-    """``acc + x @ y``; of float32 the product first: sums of pieces lose less than one long sum."""
+    """``acc + x @ y``.
+
+    In float32 the product starts from zero and is added: sums of partial sums lose less precision
+    than one long sum.
+    """
     if x.dtype == tl.float32:
         product = tl.dot(x, y, input_precision="ieee")
-        # Triton would make a plain sum part of the product again.
+        # An fma, because Triton would fuse a plain addition into the dot.
         acc = tl.fma(product, tl.full(product.shape, 1.0, tl.float32), acc)
     else:
         acc = tl.dot(x, y, acc)
@@ -128,7 +140,7 @@ def add_dot(acc, x, y):
 
 @triton.jit
 def scale_rows(acc, weights, slot, real):
-    """Each row times its router weight, in float32."""
+    """Multiply each row by its router weight, in float32; nothing without weights."""
     if weights is not None:
         scale = tl.load(weights + slot, mask=real, other=0.0).to(tl.float32)
         acc = acc * scale[:, None]
@@ -137,7 +149,7 @@ def scale_rows(acc, weights, slot, real):
 
 @triton.jit
 def add_bias(acc, bias, expert, n, inside, ROWS):
-    """The bias of each weight row, in float32."""
+    """Add the bias of each weight row, in float32; nothing without a bias."""
     if bias is not None:
         acc += tl.load(bias + expert * ROWS + n, mask=inside, other=0.0).to(tl.float32)[None, :]
     return acc
@@ -145,7 +157,7 @@ def add_bias(acc, bias, expert, n, inside, ROWS):
 
 @triton.jit
 def activate(g, u, RULE: tl.constexpr):
-    """A `Formula` of gate and up, in float32; of the gate alone where the formula has no gate."""
+    """Apply a `Formula` to gate and up, in float32; to ``g`` alone if the formula is not gated."""
     FUNCTION: tl.constexpr = RULE.function
     LIMIT: tl.constexpr = RULE.limit
     ALPHA: tl.constexpr = RULE.alpha

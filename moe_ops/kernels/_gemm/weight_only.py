@@ -1,8 +1,8 @@
-"""Triton kernel of the expert GEMMs that dequantize weights (and rows), and its steps.
+"""Triton kernel of the expert GEMMs that dequantize weights, or both operands, and its steps.
 
 ``M`` counts slots, ``N`` output columns, ``K`` is the contraction. Weights are the second operand
-of each product: matrix units that read registers take what was dequantized there, those that read
-shared memory get it written there first.
+of each product. Tensor cores that read registers take the dequantized weights from registers; for
+those that read shared memory (WGMMA, tcgen05) the weights are written there first.
 """
 
 from __future__ import annotations
@@ -46,7 +46,10 @@ from moe_ops.scheme.weights import rows_per_scale
 
 @triton.jit
 def per_row(vector, expert, row, SHARE: tl.constexpr, COLS: tl.constexpr, FORMAT: tl.constexpr):
-    """Where what belongs to weight rows begins, SHARE rows sharing COLS entries; None of None."""
+    """Pointers to the first entry of each weight row; None if there is no vector.
+
+    Every SHARE weight rows of an expert share COLS entries.
+    """
     at = None
     if vector is not None:
         PER_EXPERT: tl.constexpr = (FORMAT.weight_rows + SHARE - 1) // SHARE * COLS
@@ -58,7 +61,7 @@ def per_row(vector, expert, row, SHARE: tl.constexpr, COLS: tl.constexpr, FORMAT
 def load_zero_points(
     zero_points, row, start, inside, K: tl.constexpr, BLOCK_K: tl.constexpr, FORMAT: tl.constexpr
 ):
-    """Those of the groups that a step meets, less the offset of numbers; None without any."""
+    """Zero points of the groups that a step touches, minus the storage offset; None without any."""
     value = None
     if zero_points is not None:
         value = load_groups(zero_points, start, inside, K, BLOCK_K, FORMAT).to(tl.int32)
@@ -70,9 +73,9 @@ def load_zero_points(
 
 @triton.jit
 def row_pointers(a, row, stride_am, BLOCK_K: tl.constexpr, ROWS: tl.constexpr):
-    """Where a tile's rows begin; the entries of a step along K.
+    """Pointers to a tile's rows, and the entries of a step along K.
 
-    Quantized rows lie with K first, (K, M), as weights do.
+    Quantized rows are addressed with K first, (K, M), as weights are.
     """
     if ROWS is None:
         k = tl.arange(0, BLOCK_K)
@@ -85,7 +88,10 @@ def row_pointers(a, row, stride_am, BLOCK_K: tl.constexpr, ROWS: tl.constexpr):
 
 @triton.jit
 def row_scales(a_scale, expert, row, stride_se, stride_sm):
-    """Where the scales of rows begin; None (which no tuple takes) where rows are numbers."""
+    """Pointers to the scales of rows; None if rows are not quantized.
+
+    None becomes a value here because a tuple in a kernel cannot hold it.
+    """
     scales = a_scale
     if a_scale is not None:
         scales = a_scale + expert * stride_se + row * stride_sm
@@ -96,7 +102,7 @@ def row_scales(a_scale, expert, row, stride_se, stride_sm):
 def load_rows(
     tile, scales, k, start, real, K: tl.constexpr, BLOCK_K: tl.constexpr, ROWS: tl.constexpr
 ):
-    """A tile of rows (M, BLOCK_K); of quantized ones bf16 numbers times group scales, all exact."""
+    """A tile of rows (M, BLOCK_K); quantized rows are dequantized to bf16, which is exact."""
     if ROWS is None:
         x = load_tile(tile + start, k + start, real, K, BLOCK_K, 1)
     else:
@@ -115,7 +121,7 @@ def add_product(
     acc, x, stored, scales, zero_points, row, start, inside,
     K: tl.constexpr, BLOCK_K: tl.constexpr, FORMAT: tl.constexpr,
 ):  # fmt: skip
-    """``acc`` plus the product of two tiles; scales and zero points lie at the rows' pointers."""
+    """``acc + x @ dequantized(stored)``; ``scales`` and ``zero_points`` are pointers per row."""
     scale = load_groups(scales, start, inside, K, BLOCK_K, FORMAT)
     zero_point = load_zero_points(zero_points, row, start, inside, K, BLOCK_K, FORMAT)
     y = dequantize(stored, scale, zero_point, x.dtype, BLOCK_K, FORMAT)
@@ -131,7 +137,7 @@ def finish_sums(
     acc, scales, a_scales, global_scale, bias, topk_weights, expert, row, slot, real, inside,
     FORMAT: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Scales that span K, router weights and the bias of each weight row."""
+    """Apply scales that span K, the global scale, router weights and the bias."""
     if ROWS is not None and ROWS.cols is None:
         acc *= tl.load(a_scales, mask=real, other=0.0)[:, None]
     if FORMAT.cols is None:
@@ -154,8 +160,9 @@ def weight_only_gemm_kernel(
 ):  # fmt: skip
     """``out[s] = f(topk_weights[s] * a[s // TOP_K] @ dequantized(w[e]).T + bias[e])``.
 
-    RULE (a `Formula` or None), FORMAT (a `Format`) and ROWS (one too; None: rows are numbers) are
-    NamedTuples. Quantized rows become bf16 numbers; scales of whole rows multiply sums.
+    RULE is a `Formula` or None, FORMAT the `Format` of weights, ROWS the `Format` of rows, or None
+    if rows are not quantized. Quantized rows are dequantized to bf16; scales of whole rows multiply
+    the sums.
     """
     take_turn(LONG=True)
     pid_m, pid_n, expert = find_tile(
@@ -238,7 +245,7 @@ class DequantizeGemm:
 
 
 class Variant(NamedTuple):
-    """What a launch is made for besides its tiles, whatever the number of slots is."""
+    """Constants of a launch besides its tiles; they do not depend on the number of slots."""
 
     n: int
     """Output columns."""
@@ -253,7 +260,7 @@ class Variant(NamedTuple):
     words: bool
     """Whether the kernel loads words of two neighbours along K from the weight."""
     row_words: bool
-    """Whether it does so from quantized rows."""
+    """Whether the kernel loads words of two neighbours along K from quantized rows."""
 
     @staticmethod
     def of(
@@ -268,7 +275,7 @@ class Variant(NamedTuple):
         return Variant(*what, *shares, words, row_words)
 
     def weight_format(self, tiles: TileConfig) -> Format:
-        """How weights lie in these tiles."""
+        """The `Format` of the weights for these tiles."""
         quant, n = self.scheme.weight, self.n
         cols = quant.shared_cols
         rule = formula(self.activation) if self.activation else None
@@ -286,7 +293,7 @@ class Variant(NamedTuple):
         )
 
     def row_format(self) -> Format | None:
-        """How quantized rows lie; None: rows are not quantized."""
+        """The `Format` of quantized rows; None if rows are not quantized."""
         quant = self.scheme.activation
         if quant is None:
             return None
@@ -306,7 +313,7 @@ class Variant(NamedTuple):
 
 @lru_cache(maxsize=1024)
 def stored_launch(kernel: Any, variant: Variant, tiles: TileConfig) -> Launch:
-    """A kernel of stored weights."""
+    """The launch of a kernel for stored weights, cached."""
     return Launch(
         kernel,
         N=variant.n,
@@ -320,7 +327,7 @@ def stored_launch(kernel: Any, variant: Variant, tiles: TileConfig) -> Launch:
 
 
 def _stored(quant: Quant) -> dict[str, Any]:
-    """How a number and a scale are stored."""
+    """The fields of a `Format` that say how a number and a scale are stored."""
     return {
         "bits": quant.element.bits,
         "exponent": 4 if quant.element.name == "fp8" else quant.element.exponent,
@@ -330,16 +337,16 @@ def _stored(quant: Quant) -> dict[str, Any]:
 
 
 def scale_strides(scale: Tensor | None, rows: Quant | None, num_experts: int) -> tuple[int, int]:
-    """From the row scales of one expert to those of the next, and of one row to the next."""
+    """Strides of row scales: from expert to expert, and from row to row."""
     if scale is None or rows is None:
         return 0, 0
-    if rows.per_tensor:  # one, or one for each expert
+    if rows.per_tensor:  # one scale, or one per expert
         return int(scale.numel() == num_experts > 1), 0
     return 0, scale.shape[1]
 
 
 def entries(x: Tensor, quant: Quant) -> Tensor:
-    """What a kernel loads: bytes, or words of two neighbours along K where the layout has them."""
+    """View stored values as bytes, or as words of two neighbours along K if the layout allows."""
     if quant.element.packed:
         return x
     sizes = x.shape[-1] | x.stride(-2) | x.stride(0) | x.storage_offset()
@@ -347,5 +354,5 @@ def entries(x: Tensor, quant: Quant) -> Tensor:
 
 
 def as_bytes(x: Tensor) -> Tensor:
-    """fp8 as bytes: not every architecture has the type, and kernels decode its bits."""
+    """View fp8 as bytes: not every architecture has the dtype, and kernels decode its bits."""
     return x.view(torch.uint8) if x.dtype == torch.float8_e4m3fn else x

@@ -1,7 +1,8 @@
-"""TMA descriptors ("boxes") of tensors, remembered: making one takes as long as a launch.
+"""Caches of TMA descriptors: making a descriptor takes as long as a launch.
 
-A descriptor says where a tensor lies, its sizes, and the box that one copy takes. It depends on
-these values alone, so one that was made for an address serves whatever lies there later.
+A TMA descriptor holds the address, shape and strides of a tensor and the TMA box, the block that
+one copy transfers. It depends on these values alone, so a descriptor made for an address serves any
+later tensor of the same dtype, shape and strides at that address.
 """
 
 from __future__ import annotations
@@ -18,25 +19,25 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from moe_ops.dispatch.hopper import ROW_BYTES
 
 MOST = 4096
-"""Descriptors that one `Boxes` remembers."""
+"""The most descriptors that one `Boxes` caches."""
 
 
 class Base(NamedTuple):
-    """What a descriptor asks of its tensor, which need not live as long."""
+    """The address and dtype of a tensor, which the descriptor need not keep alive."""
 
     address: int
     dtype: torch.dtype
 
     def data_ptr(self) -> int:
-        """As tensors have it."""
+        """The address, as `Tensor.data_ptr` returns it."""
         return self.address
 
 
 class Boxes:
-    """The descriptors of the tensors that one kernel has seen.
+    """A cache of the TMA descriptors of the tensors that one kernel was called with.
 
     Args:
-        make: a tensor's descriptor; None if there can be none.
+        make: makes a tensor's descriptor; returns None if TMA cannot address the tensor.
     """
 
     def __init__(self, make: Callable[[Tensor], TensorDescriptor | None]) -> None:
@@ -44,7 +45,7 @@ class Boxes:
         self.known: dict[Any, TensorDescriptor | None] = {}
 
     def of(self, x: Tensor) -> TensorDescriptor | None:
-        """The tensor's descriptor, made once."""
+        """The descriptor of a tensor, from the cache or made now."""
         place = (x.data_ptr(), x.shape, x.stride(), x.dtype)
         found = self.known.get(place, self)
         if found is self:
@@ -57,9 +58,9 @@ class Boxes:
 def descriptor(
     x: Tensor, box: Sequence[int], shape: Sequence[int] = (), strides: Sequence[int] = ()
 ) -> TensorDescriptor:
-    """The descriptor of a tensor, or of what ``shape`` and ``strides`` make of its memory.
+    """The TMA descriptor of a tensor, or of a view with ``shape`` and ``strides`` of its memory.
 
-    A box lies in shared memory with the swizzle of 128 bytes; one of float32 is not swizzled.
+    A box has a 128-byte swizzle in shared memory; a float32 box is not swizzled.
     """
     layout = _layout(0 if x.dtype == torch.float32 else ROW_BYTES, 8 * x.itemsize, len(box))
     base = Base(x.data_ptr(), x.dtype)

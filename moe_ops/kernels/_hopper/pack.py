@@ -1,6 +1,6 @@
-"""Triton kernels that bring rows into the order of a tile plan, where copy engines take them.
+"""Triton kernels that gather rows into the padded row order of a tile plan, for TMA to copy tiles.
 
-As they are, or quantized on the way.
+`pack_rows` copies rows as they are, `quantize_rows` quantizes them while gathering.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from moe_ops.scheme import WHOLE, Quant
 
 @triton.jit
 def _rows_in_use(plan, num_rows, num_entries):
-    """How many rows of a plan are in use: what it says, where it and the result have so many."""
+    """Number of rows in use: as the plan says, but no more than it and the result have."""
     return tl.minimum(tl.load(plan), tl.minimum(num_rows, num_entries - HEADER))
 
 
@@ -39,7 +39,7 @@ def _pack_kernel(
     K: tl.constexpr, GROUPS: tl.constexpr, TOP_K: tl.constexpr,
     ROWS: tl.constexpr, COLS: tl.constexpr, GROUP_COLS: tl.constexpr,
 ):  # fmt: skip
-    """Program (i, j) copies COLS columns of ROWS rows; those of padding stay as they are."""
+    """Program (i, j) copies COLS columns of ROWS rows; padding rows of the result stay as is."""
     take_turn()
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     used = _rows_in_use(plan, num_rows, num_entries)
@@ -53,7 +53,7 @@ def _pack_kernel(
     x = tl.load(a + source[:, None] * stride_am + col[None, :], mask=inside, other=0.0)
     tl.store(out + row.to(tl.int64)[:, None] * K + col[None, :], x, mask=inside)
     if GROUPS > 0:
-        # This program's share of the scales; those of a group lie side by side.
+        # This program's share of the scales, which are stored (groups, rows).
         group = tl.program_id(1) * GROUP_COLS + tl.arange(0, GROUP_COLS)
         known = real[:, None] & (group < GROUPS)[None, :]
         scale = tl.load(a_scale + source[:, None] * stride_sm + group[None, :], mask=known)
@@ -67,9 +67,9 @@ def _quantize_pack_kernel(
     K: tl.constexpr, TOP_K: tl.constexpr, RULE: tl.constexpr,
     ROWS: tl.constexpr, COLS: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """Program (i, j) quantizes one group of ROWS rows; those of padding stay as they are.
+    """Program (i, j) quantizes group j of ROWS rows; padding rows of the result stay as they are.
 
-    A group is PARTS times COLS columns. ``given``: the one scale of all rows, or None.
+    A group has PARTS times COLS columns. ``given``: the one scale of all rows, or None.
     """
     take_turn()
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -106,12 +106,12 @@ def _quantize_pack_kernel(
 
 @lru_cache(maxsize=1024)
 def _launch(k: int, itemsize: int, groups: int, top_k: int) -> tuple[Launch, int, int]:
-    """The kernel, the rows of a program, and the programs along a row."""
+    """The kernel, rows per program, and programs along a row."""
     cols = min(next_power_of_2(k), 4096 // itemsize)
-    rows = min(64, 16384 // (cols * itemsize))  # no more than a tile has
+    rows = min(64, 16384 // (cols * itemsize))  # no more than the smallest row tile
     pieces = cdiv(k, cols)
     sizes = {
-        "launch_pdl": False,  # as the kernel that multiplies them: see `gemm`
+        "launch_pdl": False,  # as for the GEMM kernel that reads these rows: see `gemm`
         "ROWS": rows,
         "COLS": cols,
         "GROUP_COLS": next_power_of_2(max(1, cdiv(groups, pieces))),
@@ -127,15 +127,15 @@ def pack_rows(
     num_rows: int,
     top_k: int,
 ) -> tuple[Tensor, Tensor | None]:
-    """Row r of the result is ``a[slot of r // top_k]``, or anything where r is padding.
+    """Gather rows: row r of the result is ``a[slot of r // top_k]``; padding rows are undefined.
 
     Args:
         a: ``(rows, K)``, contiguous along K.
         a_scale: ``(rows, G)`` float32, contiguous; one element for all rows; or None.
-        plan: whose tiles have a multiple of 64 rows; nothing is written past those in use.
-        num_slots: what is less than this in a plan's row is a slot.
-        num_rows: R, as many as the plan may use, see `moe_ops.dispatch.hopper.packed_rows`.
-        top_k: slots of a row of ``a``.
+        plan: a plan whose row tile is a multiple of 64; nothing is written past its rows in use.
+        num_slots: a plan entry from 0 to ``num_slots - 1`` is a slot, any other is padding.
+        num_rows: R, the most rows that the plan may use, see `moe_ops.dispatch.hopper.packed_rows`.
+        top_k: slots per row of ``a``.
 
     Returns:
         Rows ``(R, K)`` and scales ``(G, R)``.
@@ -158,7 +158,7 @@ def pack_rows(
 
 @lru_cache(maxsize=1024)
 def _quantize_launch(k: int, top_k: int, quant: Quant, given: bool) -> tuple[Launch, int, int]:
-    """The kernel, the rows of a program, and the programs along a row."""
+    """The kernel, rows per program, and programs along a row."""
     cols, parts = quant.group.cols, 1
     if given:
         cols = min(256, next_power_of_2(k))
@@ -188,13 +188,13 @@ def quantize_rows(
     num_rows: int,
     top_k: int,
 ) -> tuple[Tensor, Tensor]:
-    """`pack_rows` of quantized rows, bit by bit, without the quantized rows in between.
+    """Quantize and gather rows, bitwise as `pack_rows` of quantized rows, in one pass.
 
     Args:
         a: ``(rows, K)``, contiguous along K.
-        a_scale: the one scale of all rows; None: each group or row has its own.
-        quant: how; a float32 scale for each group of columns or row, or ``a_scale``.
-        plan: see `pack_rows`, like the others.
+        a_scale: the one scale of all rows; None: each group or row gets its own.
+        quant: the quantization, with float32 scales per group of columns, per row, or ``a_scale``.
+        plan: see `pack_rows`.
         num_slots: see `pack_rows`.
         num_rows: see `pack_rows`.
         top_k: see `pack_rows`.

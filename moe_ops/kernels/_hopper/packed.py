@@ -1,13 +1,14 @@
-"""Gluon kernel of the expert GEMMs of many rows on Hopper, persistent and warp-specialised.
+"""Gluon kernel of the expert GEMMs for many rows on Hopper: persistent and warp-specialised.
 
-One warp copies tiles of both operands into a ring in shared memory (the TMA engine does); two or
-three warp groups multiply, each 64 rows of the output tile (half of the columns of 64 rows), and
-write rows to their slots. What the L2 cache sends is what bounds it: tiles are as tall as registers
-allow, and 64 rows of padding are neither copied nor multiplied. The rows of the first operand lie
-in plan order (`pack`), so that 64 of them are one box; or in expert order, where a tile ends with
-rows that are not stored. Where an activation has a gate, a box of the weight holds 8 gate rows,
-their 8 up rows, and so on: one thread then has both halves of a pair, and the activation costs
-nothing.
+One warp issues TMA copies of tiles of both operands into a ring in shared memory. Two or three warp
+groups multiply, each 64 rows of the output tile (or half of the columns of 64 rows), and write rows
+to their slots. The kernel is bound by L2 bandwidth: tiles are as tall as registers allow, and with
+a dynamic schedule boxes of 64 padding rows are neither copied nor multiplied.
+
+The rows of the first operand are gathered and padded (`pack`), so that 64 of them are one TMA box;
+or they are permuted rows without padding, and the last rows of a tile are not stored. If the
+activation has a gate, a weight box alternates 8 gate rows with their 8 up rows: a thread then holds
+both elements of each pair, and the activation needs no data exchange.
 
 Source: the structure is that of CUTLASS's and DeepGEMM's warp-specialised kernels.
 """
@@ -35,12 +36,12 @@ from moe_ops.kernels._runtime.dependent import take_turn
 from moe_ops.kernels._runtime.slots import HEADER
 
 load_box = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
-"""Its name from Triton 3.9 on, and before."""
+"""``tma.async_load`` from Triton 3.9 on, ``tma.async_copy_global_to_shared`` before."""
 
 
 @gluon.jit
 def copy_tiles(a_desc, w_desc, scale_desc, ring, queue, C: gl.constexpr):
-    """The copying warp: every tile of both operands, in the order of the products."""
+    """The copying warp: copy every tile of both operands, in the order of the products."""
     BOXES: gl.constexpr = C.BLOCK_M // BOX_ROWS
     BOX_BYTES: gl.constexpr = C.BLOCK_K * C.ITEMSIZE * BOX_ROWS
     SCALE_BYTES: gl.constexpr = 4 * C.BLOCK_M if C.SCALE_COLS is not None else 0
@@ -73,7 +74,10 @@ def copy_tiles(a_desc, w_desc, scale_desc, ring, queue, C: gl.constexpr):
 
 @gluon.jit
 def weight_rows(first, COLS: gl.constexpr, LAYOUT: gl.constexpr, C: gl.constexpr):
-    """The weight row of each column of an accumulator whose output columns begin at ``first``."""
+    """The weight row of each accumulator column, and whether it is inside.
+
+    The output columns of the accumulator begin at ``first``.
+    """
     c = gl.arange(0, COLS, layout=gl.SliceLayout(0, LAYOUT))
     if C.GATED:
         n = first + c // 16 * 8 + c % 8
@@ -86,7 +90,7 @@ def weight_rows(first, COLS: gl.constexpr, LAYOUT: gl.constexpr, C: gl.constexpr
 
 @gluon.jit
 def finish(acc, bias, row_scale, expert, first, v, C: gl.constexpr):
-    """Scales that span K or routing weights, the bias, and the activation, in float32."""
+    """Apply scales that span K or routing weights, the bias and the activation, in float32."""
     COLS: gl.constexpr = acc.shape[1]
     LAYOUT: gl.constexpr = acc.type.layout
     RULE: gl.constexpr = C.RULE
@@ -114,7 +118,7 @@ def finish(acc, bias, row_scale, expert, first, v, C: gl.constexpr):
 
 @gluon.jit
 def store_rows(out, value, slot, first, num_slots, C: gl.constexpr):
-    """Columns of rows to their slots: 128 bytes of a row side by side, 64 columns at a time."""
+    """Store columns of rows to their slots, 64 columns at a time: 128 contiguous bytes per row."""
     COLS: gl.constexpr = value.shape[1]
     if COLS > 64:
         left, right = value.reshape((value.shape[0], 2, COLS // 2)).permute((0, 2, 1)).split()
@@ -131,7 +135,7 @@ def store_rows(out, value, slot, first, num_slots, C: gl.constexpr):
 
 @gluon.jit
 def find_scales(expert, first, v, C: gl.constexpr):
-    """Where the scales of each part of a weight lie: of its gate rows, of its up rows."""
+    """Pointers to the scales of each part of a weight tile: of its gate rows and its up rows."""
     PARTS: gl.constexpr = C.PARTS
     GROUPS: gl.constexpr = (C.WEIGHT_ROWS + C.SCALE_ROWS - 1) // C.SCALE_ROWS
     scales = v.weight_scale + expert * (GROUPS * C.STEPS)
@@ -148,7 +152,7 @@ def find_scales(expert, first, v, C: gl.constexpr):
 def finish_and_store(
     acc, bias, row_scale, expert, first, v, out, slot, num_slots, C: gl.constexpr
 ):  # fmt: skip
-    """The columns of a part, 32 at a time where a bias would need too many registers."""
+    """Finish and store a part, 32 columns at a time where a bias would need too many registers."""
     COLS: gl.constexpr = acc.shape[1]
     if C.GROUPS == 3 and COLS > 32 and bias is not None:
         left, right = acc.reshape((acc.shape[0], 2, COLS // 2)).permute((0, 2, 1)).split()
@@ -162,7 +166,7 @@ def finish_and_store(
 
 @gluon.jit
 def multiply_tile(out, bias, ring, v, tile, step, GROUP: gl.constexpr, C: gl.constexpr):
-    """A warp group's share of a tile; returns the next step of the ring."""
+    """Compute and store a warp group's share of a tile; return the next step of the ring."""
     PARTS: gl.constexpr = C.PARTS
     COLS: gl.constexpr = C.BLOCK_N // 2 if C.BY_COLUMNS else C.BLOCK_N // C.PARTS
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLS, 32 // C.ITEMSIZE])
@@ -191,7 +195,7 @@ def multiply_tile(out, bias, ring, v, tile, step, GROUP: gl.constexpr, C: gl.con
         row_scale = gl.load(v.row_scale + row)
     if C.ORDERED == "out":
         slot = gl.where(slot < v.num_slots, first_row + inside, slot)
-    # Nothing is written for a tile without an expert.
+    # Store nothing for a tile without an expert.
     num_slots = gl.where(found < 0, 0, v.num_slots)
     for part in gl.static_range(PARTS):
         column = first + part * (C.OUT_N // C.PARTS)
@@ -201,7 +205,7 @@ def multiply_tile(out, bias, ring, v, tile, step, GROUP: gl.constexpr, C: gl.con
 
 @gluon.jit
 def multiply(out, bias, ring, queue, v, GROUP: gl.constexpr, C: gl.constexpr):
-    """A multiplying warp group: its share of every tile of this program."""
+    """A multiplying warp group: compute its share of every tile of this program."""
     step, number = gl.to_tensor(0), gl.to_tensor(0)
     m, n, found, first, boxes = hear(queue, number, 4)
     while boxes > 0:
@@ -281,6 +285,6 @@ def hopper_gemm_kernel(
                 (copy_tiles, (a_desc, w_desc, scale_desc, ring, queue, C)),
                 (schedule, (queue, counter, v, C)),
             ],
-            [4, 1, 1],  # warps of the second and of the others
-            [232, 24, 24],  # registers of a thread of theirs; the first takes what is left
+            [4, 1, 1],  # warps of each partition but the first
+            [232, 24, 24],  # registers per thread of these; the first partition gets the rest
         )

@@ -1,8 +1,9 @@
-"""The products of Hopper's kernel of many rows: tiles in a ring in shared memory, and their sums.
+"""The main loops of the persistent Hopper GEMM (`packed`): ring of tiles, products, accumulators.
 
-A multiplying warp group has the sums of 64 rows of a tile, or of half of their columns, in one part
-or two. 8-bit products are added to sums outside of the units, one part after the other: only one
-product needs registers then, and while one warp group adds, another one multiplies.
+A multiplying warp group accumulates 64 rows of a tile, or half of the columns of 64 rows, in one
+part or two. 8-bit products are added to float32 accumulators outside of the tensor cores, one part
+after the other: only one product needs registers then, and while one warp group adds, another one
+multiplies.
 """
 
 from triton.experimental import gluon
@@ -15,14 +16,15 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language.core import _aggregate as aggregate
 
 BOX_ROWS = gl.constexpr(64)
-"""Rows of a tile that are copied at a time, and that a warp group multiplies."""
+"""Rows of a TMA box of the first operand, and rows that a warp group multiplies."""
 
 
 @aggregate
 class Ring:
-    """Tiles in shared memory, and who may touch them: ``full`` to multiply, ``empty`` to copy.
+    """Ring of tiles in shared memory, with its barriers.
 
-    Of ``rows`` a stage has a box, or several.
+    ``full`` signals that a stage may be multiplied, ``empty`` that a stage may be filled. Each
+    stage has one or more boxes of ``rows``.
     """
 
     rows: gl.shared_memory_descriptor
@@ -39,7 +41,7 @@ class Ring:
 
 @gluon.jit
 def zeros(like):
-    """Sums of nothing."""
+    """A float32 zero accumulator of the shape and layout of ``like``."""
     return gl.full(like.shape, 0, gl.float32, like.type.layout)
 
 
@@ -47,10 +49,11 @@ def zeros(like):
 def product(
     ring, stage, acc, ADD: gl.constexpr, GROUP: gl.constexpr, PART: gl.constexpr, C: gl.constexpr
 ):
-    """Begin a part of the product of this warp group's share of a tile; ADD it to ``acc``.
+    """Start the product of one part of this warp group's share of a tile; ADD it to ``acc``.
 
-    Else it takes the registers of ``acc``, whose readers therefore come first. (Zeros in its place
-    let ptxas begin a product before the last one was read, and spill.)
+    Without ADD the product overwrites the registers of ``acc``, and so is ordered after all reads
+    of ``acc``. (Passing zeros instead lets ptxas start a product before the previous one is read,
+    and spill registers.)
     """
     COLS: gl.constexpr = acc.shape[1]
     FIRST: gl.constexpr = COLS * (GROUP if C.BY_COLUMNS else PART)
@@ -61,7 +64,7 @@ def product(
 
 @gluon.jit
 def wait_for(UNDER_WAY: gl.constexpr, sums, C: gl.constexpr):
-    """All products but the last few."""
+    """Wait until at most UNDER_WAY products are in flight; returns the sums."""
     if C.PARTS == 2:
         return warpgroup_mma_wait(UNDER_WAY, [sums[0], sums[1]])
     else:
@@ -70,7 +73,7 @@ def wait_for(UNDER_WAY: gl.constexpr, sums, C: gl.constexpr):
 
 @gluon.jit
 def pass_by(step, ring, C: gl.constexpr):
-    """Nothing to multiply in any step of a tile."""
+    """Release every stage of a tile in which this warp group has no rows to multiply."""
     for _ in range(C.STEPS):
         stage = step % C.STAGES
         mbarrier.wait(ring.full.index(stage), (step // C.STAGES) & 1)
@@ -81,7 +84,7 @@ def pass_by(step, ring, C: gl.constexpr):
 
 @gluon.jit
 def add_products(step, ring, sums, GROUP: gl.constexpr, C: gl.constexpr):
-    """16-bit operands: the products of one step are under way while those of the next are begun."""
+    """Main loop for 16-bit operands: a step's products overlap the start of the next step's."""
     PARTS: gl.constexpr = C.PARTS
     for k in range(C.STEPS):
         stage = step % C.STAGES
@@ -100,9 +103,10 @@ def add_products(step, ring, sums, GROUP: gl.constexpr, C: gl.constexpr):
 
 @gluon.jit
 def add_wide(step, ring, sums, GROUP: gl.constexpr, C: gl.constexpr):
-    """8-bit operands, scaled later.
+    """Main loop for 8-bit operands whose scales span K and are applied later.
 
-    The units add in fewer bits than float32 has: each product starts from zero.
+    Hopper's fp8 tensor cores accumulate in fewer bits than float32 has, so each product starts from
+    zero and is added in float32.
     """
     PARTS: gl.constexpr = C.PARTS
     p = zeros(sums[0])
@@ -122,7 +126,7 @@ def add_wide(step, ring, sums, GROUP: gl.constexpr, C: gl.constexpr):
 
 @gluon.jit
 def load_scales(scales, k, C: gl.constexpr):
-    """Of each part of the weight, in step k or the last one: of its gate rows, of its up rows."""
+    """The scales of step k (or the last step) of each weight part: of its gate and up rows."""
     PARTS: gl.constexpr = C.PARTS
     at = gl.minimum(k, C.STEPS - 1)
     found = ()
@@ -133,7 +137,7 @@ def load_scales(scales, k, C: gl.constexpr):
 
 @gluon.jit
 def keep(scales, C: gl.constexpr):
-    """The same as sums: names stay variables of a loop (Triton 3.6 loses plain copies)."""
+    """The same scales, plus 0.0: Triton 3.6 loses plain copies of loop-carried variables."""
     PARTS: gl.constexpr = C.PARTS
     kept = ()
     for part in gl.static_range(PARTS):
@@ -143,7 +147,7 @@ def keep(scales, C: gl.constexpr):
 
 @gluon.jit
 def scaled(p, x, scale, C: gl.constexpr):
-    """A product times the scales ``x`` of its rows and those of its part of the weight."""
+    """A product times the row scales ``x`` and the scales of its part of the weight."""
     factor = (x * scale[0])[:, None]
     if C.GATED:
         column = gl.arange(0, p.shape[1], layout=gl.SliceLayout(0, p.type.layout))
@@ -154,10 +158,10 @@ def scaled(p, x, scale, C: gl.constexpr):
 
 @gluon.jit
 def add_scaled(step, ring, scales, sums, GROUP: gl.constexpr, C: gl.constexpr):
-    """8-bit operands of which each product has scales.
+    """Main loop for 8-bit operands with scales per step of K.
 
-    Those of rows lie in the ring. The weight's rows share one in each part (gate rows one, up rows
-    one), which is loaded two steps ahead.
+    Row scales lie in the ring. The gate rows of a weight part share one scale and so do its up
+    rows; these scales are loaded two steps ahead.
     """
     PARTS: gl.constexpr = C.PARTS
     ROW: gl.constexpr = gl.SliceLayout(1, sums[0].type.layout)

@@ -1,12 +1,17 @@
-"""Which program of Hopper's kernel of many rows computes which tile, in one of two ways.
+"""Tile schedules of the persistent Hopper GEMM kernel (`packed`): static or dynamic.
 
-Dealt out in turn, all tiles take the same time, padding included: programs stay in step, and what
-they share they read together (neighbours share a pair of processors, and tiles of one weight).
-On demand, 64 rows of padding are skipped, tiles take unlike times, and each program takes the next
-one of a common count when it can: dealt out, some would get the long ones. In step or not matters
-as much as the padding, so that neither way is the faster one everywhere.
+Static: program p computes the tiles p, p + num_programs, ... All tiles take the same time, padding
+included, so programs stay in step and read shared data at the same time (neighbouring programs run
+on a pair of SMs and share weight tiles).
 
-A warp of its own looks a tile up while the one before is computed: nobody waits for memory.
+Dynamic: boxes of 64 padding rows are skipped, so tiles take different times, and each program takes
+the next tile from a global atomic counter when it is ready. A static schedule would give the long
+tiles to some programs only.
+
+Staying in step matters as much as skipping padding, so neither schedule is faster everywhere.
+
+A scheduling warp looks up the next tile while the current one is computed, so that the other warps
+do not wait for these loads.
 """
 
 from triton.experimental import gluon
@@ -20,12 +25,12 @@ from moe_ops.kernels._runtime.slots import HEADER
 
 FIELDS = gl.constexpr(5)
 wait_for_group = getattr(gl, "barrier", None) or gl.thread_barrier
-"""Its name from Triton 3.7 on, and before."""
+"""``gl.barrier`` from Triton 3.7 on, ``gl.thread_barrier`` before."""
 
 
 @aggregate
 class Queue:
-    """The next tile of a program in shared memory, and who may touch it."""
+    """The next tile of a program in shared memory, and its full and empty barriers."""
 
     fields: gl.shared_memory_descriptor
     full: gl.shared_memory_descriptor
@@ -38,7 +43,7 @@ class Queue:
 
 @gluon.jit
 def make_queue(READERS: gl.constexpr):
-    """For so many readers: warp groups, or a warp."""
+    """Allocate a `Queue` for READERS readers, each a warp group or a warp."""
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     fields = gl.allocate_shared_memory(gl.int32, [FIELDS, 1], FLAT)
     full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
@@ -50,7 +55,11 @@ def make_queue(READERS: gl.constexpr):
 
 @gluon.jit
 def find_tile(tile, num_tiles, C: gl.constexpr):
-    """Bands of GROUP_M row tiles, down each band first: its weights stay in the L2 cache."""
+    """The row and column of a tile index.
+
+    Tiles are ordered in bands of GROUP_M row tiles, column by column within a band, so that the
+    weights of a column stay in the L2 cache.
+    """
     band = tile // (C.GROUP_M * C.NUM_N)
     first = band * C.GROUP_M
     height = gl.minimum(num_tiles - first, C.GROUP_M)
@@ -60,7 +69,10 @@ def find_tile(tile, num_tiles, C: gl.constexpr):
 
 @gluon.jit
 def count_boxes(v, m, C: gl.constexpr):
-    """How many boxes of a tile have a row that is stored, or all: those of padding come last."""
+    """Number of boxes of a tile to compute: all, or those with a real row (dynamic schedule).
+
+    Padding rows come last in a tile, so these are the first boxes.
+    """
     boxes = gl.to_tensor(C.BLOCK_M // BOX_ROWS)
     if C.ON_DEMAND:
         for box in gl.static_range(1, C.BLOCK_M // BOX_ROWS):
@@ -71,7 +83,7 @@ def count_boxes(v, m, C: gl.constexpr):
 
 @gluon.jit
 def tell(queue, number, m, n, expert, first, boxes):
-    """Put a tile where all read it, when they have read the one before; of no boxes: the end."""
+    """Publish a tile once all readers have read the previous one; 0 boxes mean the end."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     mbarrier.wait(queue.empty, (number + 1) & 1)
     none = gl.full([1], 0, gl.int32, LAYOUT)
@@ -86,14 +98,14 @@ def tell(queue, number, m, n, expert, first, boxes):
 
 @gluon.jit
 def schedule(queue, counter, v, C: gl.constexpr):
-    """The scheduling warp: every tile of this program, then the end."""
+    """The scheduling warp: publish every tile of this program, then the end."""
     number = gl.to_tensor(0)
     tile = gl.program_id(0)
     while tile < v.num_tiles * C.NUM_N:
         m, n = find_tile(tile, v.num_tiles, C)
         tell(queue, number, m, n, expert_of(v, m), first_row(v, m), count_boxes(v, m, C))
         number += 1
-        if C.ON_DEMAND:  # the count begins after the first tile of each program
+        if C.ON_DEMAND:  # the counter starts after the first tile of each program
             tile = gl.num_programs(0) + gl.atomic_add(counter, 1, sem="relaxed")
         else:
             tile += gl.num_programs(0)
@@ -102,7 +114,7 @@ def schedule(queue, counter, v, C: gl.constexpr):
 
 @gluon.jit
 def hear(queue, number, WARPS: gl.constexpr):
-    """A tile: its row and column, its expert, its first row in expert order, its boxes."""
+    """Read the next tile: row, column, expert, first permuted row, number of boxes."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
     mbarrier.wait(queue.full, number & 1)
     m = gl.max(queue.fields.index(0).load(LAYOUT), 0)
@@ -110,6 +122,6 @@ def hear(queue, number, WARPS: gl.constexpr):
     expert = gl.max(queue.fields.index(2).load(LAYOUT), 0)
     first = gl.max(queue.fields.index(3).load(LAYOUT), 0)
     boxes = gl.max(queue.fields.index(4).load(LAYOUT), 0)
-    wait_for_group()  # all have read it
+    wait_for_group()  # all threads of this reader have read it
     mbarrier.arrive(queue.empty)
     return m, n, expert, first, boxes

@@ -1,4 +1,4 @@
-"""How Hopper's own kernels find their tiles, with a plan or without: see `_gemm.tile`."""
+"""How the Hopper kernels find tiles, from a plan or from the ids of few slots: see `_gemm.tile`."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -10,13 +10,13 @@ from moe_ops.kernels._runtime.slots import HEADER, experts_of
 
 @gluon.constexpr_function
 def _optional(value):
-    """None as a field of an aggregate."""
+    """None wrapped as a constexpr, so that it can be a field of an aggregate."""
     return gl.constexpr(None) if value is None else value
 
 
 @aggregate
 class Vectors:
-    """What the result is made of beside the products; tiles as `_gemm.tile` has them."""
+    """Scales and tile arguments of a kernel; for the tile arguments see `_gemm.tile`."""
 
     row_scale: gl.tensor
     weight_scale: gl.tensor
@@ -37,13 +37,13 @@ class Vectors:
 
 @gluon.jit
 def count_tiles(tiles, num_slots, num_ids, num_entries, C: gl.constexpr):
-    """How many tiles of rows there are."""
+    """Number of row tiles."""
     return planned_tiles(tiles, num_entries, C.BLOCK_M) if num_ids is None else num_slots
 
 
 @gluon.jit
 def expert_of(v, m):
-    """The expert of a tile, -1 where there is nothing to do."""
+    """The expert of a row tile, -1 where there is nothing to do."""
     if v.num_ids is None:
         found = gl.load(v.tiles + gl.load(v.tiles + 1) + m)
         found = gl.where(found < v.num_experts, found, -1)
@@ -54,14 +54,14 @@ def expert_of(v, m):
 
 @gluon.jit
 def first_row(v, m):
-    """The row with which a tile of a plan begins in expert order."""
+    """The first permuted (expert-sorted, not padded) row of a plan's tile."""
     first = gl.load(v.tiles + gl.load(v.tiles + 2) + m)
     return gl.minimum(gl.maximum(first, 0), v.num_slots)
 
 
 @gluon.jit
 def slots_of(v, m, row, C: gl.constexpr):
-    """The slots of some rows of a tile, and which are real."""
+    """The slots of ``row`` (row indices within a tile), and which of them are real."""
     if v.num_ids is None:
         slot = gl.load(v.tiles + HEADER + m * C.BLOCK_M + row)
         real = (slot >= 0) & (slot < v.num_slots)

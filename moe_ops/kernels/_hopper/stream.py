@@ -1,10 +1,10 @@
-"""Gluon kernel of the expert GEMMs of few rows on Hopper: weights stream through a ring.
+"""Gluon kernel of the expert GEMMs for few rows on Hopper: the swap-AB decode kernel.
 
-With few rows a product takes no time, and reading weights all of it. So weights are the first
-operand of the matrix instructions (64 of their rows at least) and tokens the second (8 at least):
-no work is spent on padding, accumulators are small, and two programs fit a processor, whose rings
-keep enough bytes under way. One warp group copies: weights as boxes (TMA), the rows of a tile's
-slots by themselves, as they lie anywhere. The other multiplies and writes.
+With few rows all time goes into reading weights. So weights are the first operand of WGMMA (M is a
+multiple of 64) and rows of tokens the second (N is at least 8): little work is spent on padding,
+accumulators are small, and two CTAs fit on an SM, whose rings keep enough bytes in flight. One warp
+group copies: weights as TMA boxes, the rows of a tile's slots with cp.async, as they may lie
+anywhere. The other warp group multiplies and stores.
 
 Source: swapped operands as in FlashInfer's and SGLang's low-latency kernels.
 """
@@ -27,21 +27,21 @@ from moe_ops.kernels._hopper.slots import Vectors, count_tiles, expert_of, slots
 from moe_ops.kernels._runtime.dependent import take_turn
 
 COPYING = gl.constexpr(128)
-"""Threads that copy rows."""
+"""Threads of the copying warp group."""
 load_rows = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
-"""Its name from Triton 3.9 on, and before."""
+"""``async_load`` from Triton 3.9 on, ``async_copy_global_to_shared`` before."""
 
 
 @gluon.jit
 def load_slots(v, m, LAYOUT: gl.constexpr, C: gl.constexpr):
-    """The slots of a tile (0 for padding), and which are real."""
+    """The slots of a tile (0 for padding), and which of them are real."""
     slot, real = slots_of(v, m, gl.arange(0, C.BLOCK_M, layout=LAYOUT), C)
     return gl.where(real, slot, 0), real
 
 
 @gluon.jit
 def copy_tiles(a, stride_am, w_desc, ring, v, C: gl.constexpr):
-    """The copying warp group: every tile of both operands, in the order of the products."""
+    """The copying warp group: copy every tile of both operands, in the order of the products."""
     BYTES: gl.constexpr = C.BLOCK_K * C.ITEMSIZE * C.BLOCK_N
     WIDE: gl.constexpr = 16 // C.ITEMSIZE
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, WIDE], [4, 8], [4, 1], [1, 0])
@@ -70,7 +70,7 @@ def copy_tiles(a, stride_am, w_desc, ring, v, C: gl.constexpr):
 
 @gluon.jit
 def gate_or_up(LAYOUT: gl.constexpr, C: gl.constexpr):
-    """Which rows of a weight tile are gate rows, and the output column of each."""
+    """Which rows of a weight tile are gate rows, and the output column of each row."""
     r = gl.arange(0, C.BLOCK_N, layout=gl.SliceLayout(1, LAYOUT))
     if C.GATED:
         of_gate, n = r // 8 % 2 == 0, r // 16 * 8 + r % 8
@@ -81,10 +81,10 @@ def gate_or_up(LAYOUT: gl.constexpr, C: gl.constexpr):
 
 @gluon.jit
 def next_product(step, ring, C: gl.constexpr, LAYOUT: gl.constexpr):
-    """Wait for a stage; begin its product."""
+    """Wait for the next stage and start its product."""
     stage = step % C.STAGES
     mbarrier.wait(ring.full.index(stage), (step // C.STAGES) & 1)
-    fence_async_shared()  # rows were written by threads; matrix instructions read past their caches
+    fence_async_shared()  # rows were written by threads, WGMMA reads through the async proxy
     weights = ring.weights.index(stage).reshape((C.BLOCK_N, C.BLOCK_K))
     rows = ring.rows.index(stage).permute((1, 0))
     zero = gl.full((C.BLOCK_N, C.BLOCK_M), 0, gl.float32, LAYOUT)
@@ -93,9 +93,9 @@ def next_product(step, ring, C: gl.constexpr, LAYOUT: gl.constexpr):
 
 @gluon.jit
 def add_scaled(step, ring, w_at, up_at, x_at, real, acc, LAYOUT: gl.constexpr, C: gl.constexpr):
-    """Each product has scales, which are loaded two steps ahead.
+    """Main loop for operands with scales per step of K, which are loaded two steps ahead.
 
-    One of the gate rows, one of the up rows, one of each slot's row.
+    A step has one scale of the gate rows, one of the up rows, and one of each slot's row.
     """
     of_gate, _ = gate_or_up(LAYOUT, C)
     NEXT: gl.constexpr = min(1, C.STEPS - 1)
@@ -113,7 +113,7 @@ def add_scaled(step, ring, w_at, up_at, x_at, real, acc, LAYOUT: gl.constexpr, C
             acc += p * gl.where(of_gate[:, None], (x0 * g0)[None, :], (x0 * u0)[None, :])
         else:
             acc += p * (x0 * g0)[None, :]
-        # Sums, so that the names stay variables of the loop (Triton 3.6 loses plain copies).
+        # Plus 0.0, because Triton 3.6 loses plain copies of loop-carried variables.
         g0, u0, x0, g1, u1, x1 = g1 + 0.0, u1 + 0.0, x1 + 0.0, g2 + 0.0, u2 + 0.0, x2 + 0.0
         step += 1
     return acc, step
@@ -121,7 +121,7 @@ def add_scaled(step, ring, w_at, up_at, x_at, real, acc, LAYOUT: gl.constexpr, C
 
 @gluon.jit
 def add_products(step, ring, acc, LAYOUT: gl.constexpr, C: gl.constexpr):
-    """Operands without scales of pieces of K."""
+    """Main loop for operands without scales, or with scales that span K."""
     for _ in range(C.STEPS):
         p, stage = next_product(step, ring, C, LAYOUT)
         p = warpgroup_mma_wait(0, [p])
@@ -133,7 +133,7 @@ def add_products(step, ring, acc, LAYOUT: gl.constexpr, C: gl.constexpr):
 
 @gluon.jit
 def multiply(out, bias, ring, v, C: gl.constexpr):
-    """The multiplying warp group: every tile of this program."""
+    """The multiplying warp group: compute and store every tile of this program."""
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(
         [3, 0], [4, 1], [16, C.BLOCK_M, 32 // C.ITEMSIZE]
     )
@@ -181,7 +181,7 @@ def multiply(out, bias, ring, v, C: gl.constexpr):
 
 @gluon.jit
 def store_columns(out, value, v, m, n, found, C: gl.constexpr):
-    """The columns of an accumulator are slots: 16 bytes of a slot's row for each thread."""
+    """Store an accumulator, whose columns are slots: each thread 16 bytes of a slot's row."""
     WIDE: gl.constexpr = gl.BlockedLayout([8, 1], [8, 4], [1, 4], [0, 1])
     slot, real = load_slots(v, m, gl.SliceLayout(0, WIDE), C)
     col = n * C.OUT_N + gl.arange(0, C.OUT_N, layout=gl.SliceLayout(1, WIDE))

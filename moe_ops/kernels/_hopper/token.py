@@ -1,11 +1,12 @@
-"""Gluon kernels of a layer for one token on Hopper: its two expert GEMMs, the second with the sum.
+"""M = 1 decode kernels in Gluon for Hopper: GEMM 1, and GEMM 2 with the sum over slots.
 
-All the time goes into reading weights, and what these kernels are about is that memory is never
-idle. GEMM 1 is shared out in boxes of 16 weight rows, so that all processors end together. GEMM 2
-is let in when the last weights of GEMM 1 are on their way (programmatic dependent launch): beside
-it on each processor it fills a ring with weights of its own, which depend on nothing that GEMM 1
-computes, and only then waits for it. A program of GEMM 2 has the same columns of all slots, and so
-all that is summed. Rows are quantized by every program anew, which takes less than a launch.
+All the time goes into reading weights, so these kernels keep memory busy throughout. GEMM 1 is
+divided into boxes of 16 weight rows, so that all SMs end at the same time. It triggers the
+programmatic dependent launch of GEMM 2 when its last weights are in flight. GEMM 2 then becomes
+resident on each SM beside GEMM 1, fills its ring with its own weights, which do not depend on
+GEMM 1, and only then waits for GEMM 1. A program of GEMM 2 computes the same columns of all slots,
+and so all terms of their sum. Every program quantizes the rows again, which takes less time than a
+launch.
 """
 
 from triton.experimental import gluon
@@ -31,25 +32,29 @@ from moe_ops.kernels._hopper.weights import (
 )
 
 BOX_ROWS = gl.constexpr(16)
-"""Of GEMM 1: 8 gate rows and their 8 up rows where an activation has a gate."""
+"""Weight rows of a box of GEMM 1: 8 gate rows and their 8 up rows if the activation has a gate."""
 BOXES = gl.constexpr(4)
-"""Of a tile of GEMM 1, at most."""
+"""The most boxes of a tile of GEMM 1."""
 
 
 @gluon.jit
 def share(G: gl.constexpr):
-    """The boxes of GEMM 1 that are this program's, and how many of them are a tile."""
+    """This program's boxes of GEMM 1, from ``first`` to ``last - 1``, and the boxes per tile."""
     count: gl.constexpr = G.SLOTS * G.UNITS
     program, programs = gl.program_id(0), gl.num_programs(0)
     first, last = program * count // programs, (program + 1) * count // programs
-    # Of six boxes four are a tile: few bytes on their way at the end cost less than fewer always.
+    # Five boxes are two tiles of 3 + 2. Six are 4 + 2, not 3 + 3: fewer bytes in flight at the end
+    # cost less than fewer bytes in flight all the time.
     size = gl.where(last - first == BOXES + 1, BOXES - 1, BOXES)
     return first, last, size
 
 
 @gluon.jit
 def experts_of_boxes(choices, box, last, G: gl.constexpr):
-    """Those of some boxes, and whether there are any; past the weight where there is none."""
+    """The experts of the boxes of a tile, and whether any box has one.
+
+    A box without an expert gets the index ``num_experts``, which lies past the end of the weight.
+    """
     experts, real = (), gl.to_tensor(0)
     for i in gl.static_range(BOXES):
         found = expert_of(choices, (box + i) // G.UNITS, box + i < last)
@@ -60,7 +65,7 @@ def experts_of_boxes(choices, box, last, G: gl.constexpr):
 
 @gluon.jit
 def place_rows(box, last, choices, G: gl.constexpr, LAYOUT: gl.constexpr):
-    """The slot, its expert (-1: none), the output column and the weight row of a tile's rows."""
+    """For each row of a tile: its slot, its expert (-1: none), output column and weight row."""
     r = gl.arange(0, ROWS, layout=LAYOUT)
     at, inside = box + r // BOX_ROWS, r % BOX_ROWS
     slot, n = at // G.UNITS, at % G.UNITS
@@ -76,7 +81,10 @@ def place_rows(box, last, choices, G: gl.constexpr, LAYOUT: gl.constexpr):
 
 @gluon.jit
 def copy_rows(w_desc, w_scale, ring, choices, PIECE: gl.constexpr, G: gl.constexpr):
-    """A copying warp of GEMM 1. Boxes past the weight's end become zeros, and nothing is read."""
+    """A copying warp of GEMM 1.
+
+    TMA fills a box past the end of the weight with zeros, and reads nothing.
+    """
     step = gl.to_tensor(0)
     first, last, size = share(G)
     leave = (last - first + size - 1) // size * (G.CHUNKS * G.STEPS) - G.LEAD
@@ -116,7 +124,7 @@ def copy_rows_right(w_desc, w_scale, ring, choices, G: gl.constexpr):
 
 @gluon.jit
 def multiply_rows(x, x_scale, bias, w_scale, h, ring, vectors, choices, G: gl.constexpr):
-    """The multiplying warp group of GEMM 1."""
+    """The multiplying warp group of GEMM 1: multiply, scale, activate and store."""
     L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, G.COLUMNS, 32 // G.ITEMSIZE])
     FLAT: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     RULE: gl.constexpr = G.RULE
@@ -156,7 +164,10 @@ def hopper_token_kernel(
     x, x_scale, w_desc, bias, w_scale, h, topk_weights, topk_ids, expert_map, num_ids, num_experts,
     G: gl.constexpr,
 ):  # fmt: skip
-    """GEMM 1: ``h[j] = f(x @ w[e].T + bias[e])`` with ``e = ids[j]``; rows of others stay."""
+    """GEMM 1: ``h[j] = f(x @ w[e].T + bias[e])`` with ``e = ids[j]``.
+
+    A row ``h[j]`` without a local expert is not written.
+    """
     ring, vectors = make_ring(w_desc, BOXES, G), make_vectors(w_desc.dtype, G)
     choices = Choices(topk_ids, topk_weights, expert_map, num_ids, num_experts)
     gdc_wait()
@@ -173,7 +184,7 @@ def hopper_token_kernel(
 
 @gluon.jit
 def place_columns(unit, tile, choices, G: gl.constexpr, LAYOUT: gl.constexpr):
-    """The slot, its expert (-1: none) and the output column of the rows of a tile of GEMM 2."""
+    """For each row of a tile of GEMM 2: its slot, its expert (-1: none) and its output column."""
     WIDE: gl.constexpr = ROWS // G.SLOTS_OF_TILE
     r = gl.arange(0, ROWS, layout=LAYOUT)
     slot = tile * G.SLOTS_OF_TILE + r // WIDE
@@ -182,7 +193,7 @@ def place_columns(unit, tile, choices, G: gl.constexpr, LAYOUT: gl.constexpr):
 
 @gluon.jit
 def copy_columns(w_desc, w_scale, ring, choices, PIECE: gl.constexpr, G: gl.constexpr):
-    """A copying warp of GEMM 2: does not wait for what computes the rows."""
+    """A copying warp of GEMM 2, which does not wait for GEMM 1 (if G.EARLY)."""
     TILES: gl.constexpr = G.TILES
     SLOTS: gl.constexpr = G.SLOTS_OF_TILE
     experts = ()
@@ -223,7 +234,7 @@ def copy_columns_right(w_desc, w_scale, ring, choices, G: gl.constexpr):
 
 @gluon.jit
 def multiply_columns(h, h_scale, bias, w_scale, out, ring, vectors, sums, choices, G: gl.constexpr):
-    """The multiplying warp group of GEMM 2, which weights and sums."""
+    """The multiplying warp group of GEMM 2: multiply, scale, weight, sum over slots and store."""
     L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, G.COLUMNS, 32 // G.ITEMSIZE])
     FLAT: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     TILES: gl.constexpr = G.TILES
@@ -233,7 +244,7 @@ def multiply_columns(h, h_scale, bias, w_scale, out, ring, vectors, sums, choice
     vector = gl.arange(0, G.COLUMNS, layout=gl.SliceLayout(0, L)) % G.VECTORS
     by_slot = sums._reinterpret(gl.float32, [TILES * SLOTS, WIDE], sums.layout)
     slots, experts, weights = (), (), ()
-    for tile in gl.static_range(TILES):  # before the wait, as they take as long as it
+    for tile in gl.static_range(TILES):  # loaded before the wait, so that the wait hides the loads
         slot, found, _ = place_columns(0, tile, choices, G, gl.SliceLayout(1, L))
         slots += (slot,)
         experts += (found,)

@@ -1,9 +1,9 @@
-"""The few vectors that Hopper's kernels of one token multiply weights with.
+"""The few vectors (rows of activations) that the M = 1 decode kernels multiply with weights.
 
-They are the second operand of the matrix instructions, of N columns, and lie in shared memory as a
-whole, quantized where the scheme says so. N is at least 8, and vectors may be fewer: they are cut
-into chunks along K, each a column. What a column gives with the weights of another chunk means
-nothing and is dropped.
+The vectors are the second operand of WGMMA, one per column, and lie in shared memory as a whole,
+quantized if the scheme quantizes activations. WGMMA needs at least 8 columns. With fewer vectors
+each is cut into chunks along K, one chunk per column. The product of a column with the weights of
+another chunk is meaningless and is dropped.
 """
 
 from triton.experimental import gluon
@@ -20,7 +20,7 @@ PIECES = gl.constexpr(hopper_tiles.PIECES)
 
 @aggregate
 class Vectors:
-    """The second operand, and the scales of its columns: of each piece, or of all of them."""
+    """The second operand, and the scales of its columns: one per piece, or one for all pieces."""
 
     data: gl.shared_memory_descriptor
     scales: gl.shared_memory_descriptor
@@ -32,7 +32,7 @@ class Vectors:
 
 @gluon.jit
 def make_vectors(dtype: gl.constexpr, G: gl.constexpr):
-    """Room for them."""
+    """Allocate `Vectors` in shared memory."""
     SWIZZLED: gl.constexpr = gl.NVMMASharedLayout(128, 8 * G.ITEMSIZE, rank=2)
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     COUNT: gl.constexpr = G.STEPS * PIECES
@@ -45,7 +45,7 @@ def make_vectors(dtype: gl.constexpr, G: gl.constexpr):
 
 @gluon.jit
 def load_pieces(source, first, COUNT: gl.constexpr, L: gl.constexpr, G: gl.constexpr):
-    """Some pieces of vectors that lie one after the other, zeros past their ends."""
+    """COUNT consecutive pieces of the vectors from ``first`` on; zeros past the ends of vectors."""
     column = gl.arange(0, G.COLUMNS, layout=gl.SliceLayout(1, L))
     inside = gl.arange(0, G.BLOCK_K, layout=gl.SliceLayout(0, L))[None, :]
     vector, chunk = column % G.VECTORS, column // G.VECTORS * (G.STEPS * PIECES)
@@ -59,7 +59,7 @@ def load_pieces(source, first, COUNT: gl.constexpr, L: gl.constexpr, G: gl.const
 
 @gluon.jit
 def most_of_pieces(source, first, most, COUNT: gl.constexpr, L: gl.constexpr, G: gl.constexpr):
-    """The largest magnitudes of columns, and of some pieces of them."""
+    """The elementwise maximum of ``most`` and the largest magnitudes of COUNT pieces, by column."""
     found = load_pieces(source, first, COUNT, L, G)
     for j in gl.static_range(COUNT):
         most = gl.maximum(most, gl.max(magnitude(found[j].to(gl.float32)), 1))
@@ -68,7 +68,7 @@ def most_of_pieces(source, first, most, COUNT: gl.constexpr, L: gl.constexpr, G:
 
 @gluon.jit
 def scales_of_vectors(source, L: gl.constexpr, G: gl.constexpr):
-    """One of each column: that of its vector."""
+    """The scale of each column where a vector has one scale: the scale of the column's vector."""
     QUANT: gl.constexpr = G.QUANT
     COLUMN: gl.constexpr = gl.SliceLayout(1, L)
     most = gl.full([G.COLUMNS], 0, gl.int32, COLUMN)
@@ -84,7 +84,7 @@ def scales_of_vectors(source, L: gl.constexpr, G: gl.constexpr):
 
 @gluon.jit
 def put_given_scales(given, vectors, L: gl.constexpr, G: gl.constexpr):
-    """Those of vectors that are quantized already: each has one, or one for each group."""
+    """Copy the scales of vectors that are quantized already: one per vector or one per group."""
     column = gl.arange(0, G.COLUMNS, layout=gl.SliceLayout(1, L))
     vector, real = column % G.VECTORS, column % G.VECTORS < G.COUNT
     if G.SCALE_COLS is None:
@@ -102,7 +102,7 @@ def put_given_scales(given, vectors, L: gl.constexpr, G: gl.constexpr):
 def put_pieces(
     source, scale, first, vectors, COUNT: gl.constexpr, L: gl.constexpr, G: gl.constexpr
 ):
-    """Some pieces of vectors, quantized where the scheme says so: by ``scale`` or their own."""
+    """Store COUNT pieces of the vectors, quantized (with ``scale`` or per piece) if G.QUANT."""
     QUANT: gl.constexpr = G.QUANT
     found = load_pieces(source, first, COUNT, L, G)
     for j in gl.static_range(COUNT):
@@ -119,7 +119,7 @@ def put_pieces(
 
 @gluon.jit
 def put_nothing(q, vectors, L: gl.constexpr, G: gl.constexpr):
-    """A piece without numbers."""
+    """Store a piece of zeros, with scales of 1."""
     zeros = gl.full([G.COLUMNS, G.BLOCK_K], 0, vectors.data.dtype, L)
     vectors.data.index(q).store(zeros)
     if G.QUANT is not None and G.SCALE_COLS is not None:
@@ -128,7 +128,7 @@ def put_nothing(q, vectors, L: gl.constexpr, G: gl.constexpr):
 
 @gluon.jit
 def put_vectors(source, given, vectors, G: gl.constexpr):
-    """The second operand of a GEMM: vectors, quantized where the scheme says so."""
+    """Store the vectors as the second operand of a GEMM, quantized if G.QUANT."""
     L: gl.constexpr = gl.BlockedLayout([1, G.BLOCK_K // 16], [2, 16], [4, 1], [1, 0])
     QUANT: gl.constexpr = G.QUANT
     scale = given
@@ -148,6 +148,6 @@ def put_vectors(source, given, vectors, G: gl.constexpr):
 
 @gluon.jit
 def of_chunk(c, L: gl.constexpr, G: gl.constexpr):
-    """Which columns are of a chunk."""
+    """Mask of the columns that hold chunk c."""
     column = gl.arange(0, G.COLUMNS, layout=gl.SliceLayout(0, L))
     return (column // G.VECTORS == c)[None, :]

@@ -1,8 +1,8 @@
-"""Weights that stream past few vectors on Hopper: a ring of them in shared memory, the products.
+"""Weights of the M = 1 decode kernels: their ring in shared memory, and the main loops.
 
-Weights are the first operand of the matrix instructions, 64 rows at a time. Two pieces of a tile,
-128 bytes of K each, are a stage of the ring. Two warps copy one each: one alone cannot ask for
-boxes as fast as memory sends them.
+Weights are the first operand of WGMMA, 64 rows at a time. A stage of the ring holds two pieces of a
+tile, 128 bytes of K each. Two warps copy one piece each: one warp alone cannot issue TMA copies as
+fast as memory delivers them.
 """
 
 from triton.experimental import gluon
@@ -24,14 +24,14 @@ from moe_ops.kernels._runtime.slots import experts_of
 ROWS = gl.constexpr(hopper_tiles.TOKEN_ROWS)
 PIECE_BYTES = gl.constexpr(hopper_tiles.TOKEN_ROWS * hopper_tiles.ROW_BYTES)
 OF_WARP = gl.constexpr(gl.BlockedLayout([2], [32], [1], [0]))
-"""Rows of a tile in a copying warp."""
+"""Layout of the rows of a tile in a copying warp."""
 load_words = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
-"""Its name from Triton 3.9 on, and before."""
+"""``async_load`` from Triton 3.9 on, ``async_copy_global_to_shared`` before."""
 
 
 @aggregate
 class WeightRing:
-    """Weights in shared memory: boxes to copy, pieces of tiles to multiply; see `Ring`."""
+    """Ring of weights in shared memory, as boxes to copy and as pieces to multiply; see `Ring`."""
 
     boxes: gl.shared_memory_descriptor
     pieces: gl.shared_memory_descriptor
@@ -47,7 +47,7 @@ class WeightRing:
 
 @aggregate
 class Choices:
-    """The routing of a token."""
+    """The routing of the token: ids, weights and expert map."""
 
     ids: gl.tensor
     weights: gl.tensor
@@ -63,14 +63,14 @@ class Choices:
 
 @gluon.jit
 def expert_of(choices, slot, inside):
-    """The experts of slots, -1 where there is none."""
+    """The local expert of each slot, -1 where there is none."""
     found = gl.load(choices.ids + slot, mask=inside, other=-1)
     return experts_of(found, choices.expert_map, choices.num_ids, choices.num_experts)
 
 
 @gluon.jit
 def make_ring(desc, BOXES: gl.constexpr, G: gl.constexpr):
-    """Of G.STAGES stages, whose pieces are copied in so many boxes."""
+    """Allocate a ring of G.STAGES stages, whose pieces are copied in BOXES boxes each."""
     STAGES: gl.constexpr = G.STAGES
     SWIZZLED: gl.constexpr = gl.NVMMASharedLayout(128, 8 * G.ITEMSIZE, rank=2)
     shape: gl.constexpr = [STAGES * PIECES, ROWS, G.BLOCK_K]
@@ -83,7 +83,7 @@ def make_ring(desc, BOXES: gl.constexpr, G: gl.constexpr):
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(STAGES):
-        # Of each copying warp the engine, and where it copies scales every thread of it.
+        # Arrivals: one for the TMA copies of each copying warp, one a thread if it copies scales.
         mbarrier.init(full.index(stage), count=PIECES * (1 + 32 if SCALED else 1))
         mbarrier.init(empty.index(stage), count=1)
     fence_async_shared()
@@ -93,7 +93,7 @@ def make_ring(desc, BOXES: gl.constexpr, G: gl.constexpr):
 
 @gluon.jit
 def stage_to_fill(step, ring, G: gl.constexpr):
-    """A stage that may be written, and whom to tell when it is."""
+    """Wait until the next stage may be filled; return it and its full barrier."""
     stage = step % G.STAGES
     mbarrier.wait(ring.empty.index(stage), (step // G.STAGES + 1) & 1)
     full = ring.full.index(stage)
@@ -103,7 +103,10 @@ def stage_to_fill(step, ring, G: gl.constexpr):
 
 @gluon.jit
 def scales_at(w_scale, expert, row, G: gl.constexpr):
-    """Where the scales of weight rows begin, if pieces have scales; past the end: any others."""
+    """Pointers to the first scales of weight rows, if pieces have scales.
+
+    Rows past the end of the weight are clamped to its last row.
+    """
     if G.SCALE_COLS is not None:
         GROUPS: gl.constexpr = G.groups
         BANDS: gl.constexpr = G.bands
@@ -114,7 +117,7 @@ def scales_at(w_scale, expert, row, G: gl.constexpr):
 
 @gluon.jit
 def copy_scales(scale_at, ring, stage, full, piece, PIECE: gl.constexpr, G: gl.constexpr):
-    """Those of a piece, of which ``scale_at`` says where each row's begin."""
+    """Copy the scales of a piece, if pieces have scales; ``scale_at`` is from `scales_at`."""
     if G.SCALE_COLS is not None:
         LAST: gl.constexpr = G.groups - 1
         to = ring.scales.index(stage * PIECES + PIECE)
@@ -124,7 +127,7 @@ def copy_scales(scale_at, ring, stage, full, piece, PIECE: gl.constexpr, G: gl.c
 
 @gluon.jit
 def stage_to_read(step, ring, G: gl.constexpr):
-    """A stage that is there."""
+    """Wait until the next stage is full; return it."""
     stage = step % G.STAGES
     mbarrier.wait(ring.full.index(stage), (step // G.STAGES) & 1)
     return stage
@@ -132,14 +135,14 @@ def stage_to_read(step, ring, G: gl.constexpr):
 
 @gluon.jit
 def product(ring, stage, vectors, q, PIECE: gl.constexpr, acc):
-    """Begin the product of a piece of the weights and one of the vectors."""
+    """Start the product of a piece of the weights with a piece of the vectors."""
     columns = vectors.data.index(q * PIECES + PIECE).permute((1, 0))
     return warpgroup_mma(ring.pieces.index(stage * PIECES + PIECE), columns, acc, is_async=True)
 
 
 @gluon.jit
 def add_products(step, ring, vectors, L: gl.constexpr, G: gl.constexpr):
-    """16-bit operands: the products of a stage are under way while those of the next are begun."""
+    """Main loop for 16-bit operands: a stage's products overlap the start of the next stage's."""
     zero = gl.full([ROWS, G.COLUMNS], 0, gl.float32, L)
     total = zero
     for c in range(G.CHUNKS):
@@ -160,9 +163,10 @@ def add_products(step, ring, vectors, L: gl.constexpr, G: gl.constexpr):
 
 @gluon.jit
 def add_wide(step, ring, vectors, L: gl.constexpr, G: gl.constexpr):
-    """8-bit operands, scaled later.
+    """Main loop for 8-bit operands whose scales span K; applies the scales of the vectors.
 
-    The units add in fewer bits than float32 has: each product starts from zero.
+    Hopper's fp8 tensor cores accumulate in fewer bits than float32 has, so each product starts from
+    zero and is added in float32.
     """
     zero = gl.full([ROWS, G.COLUMNS], 0, gl.float32, L)
     total = zero
@@ -182,7 +186,7 @@ def add_wide(step, ring, vectors, L: gl.constexpr, G: gl.constexpr):
 
 @gluon.jit
 def add_scaled(step, ring, vectors, L: gl.constexpr, G: gl.constexpr):
-    """8-bit operands of which each piece has scales, in shared memory both."""
+    """Main loop for 8-bit operands with scales per piece, all of which lie in shared memory."""
     zero = gl.full([ROWS, G.COLUMNS], 0, gl.float32, L)
     total = zero
     for c in range(G.CHUNKS):
@@ -205,7 +209,10 @@ def add_scaled(step, ring, vectors, L: gl.constexpr, G: gl.constexpr):
 
 @gluon.jit
 def multiply_tile(step, ring, vectors, L: gl.constexpr, G: gl.constexpr):
-    """Sums (ROWS, COLUMNS) of a tile, 0 in columns of other chunks; `scale_and_shift` follows."""
+    """The sums (ROWS, COLUMNS) of a tile, before `scale_and_shift`.
+
+    A column sums the products with its own chunk only.
+    """
     if G.SCALE_COLS is not None:
         total, step = add_scaled(step, ring, vectors, L, G)
     elif G.ITEMSIZE == 1:
@@ -217,9 +224,9 @@ def multiply_tile(step, ring, vectors, L: gl.constexpr, G: gl.constexpr):
 
 @gluon.jit
 def row_vectors(w_scale, bias, expert, row, inside, G: gl.constexpr):
-    """What the rows of a tile are multiplied with, and what is added to them, in float32.
+    """Load the weight scales that span K and the bias of a tile's rows.
 
-    Asked for before the products, to be there after them.
+    Called before the products, so that the loads overlap them.
     """
     factor, shift = inside, inside
     if G.ITEMSIZE == 1 and G.SCALE_COLS is None:
@@ -232,7 +239,7 @@ def row_vectors(w_scale, bias, expert, row, inside, G: gl.constexpr):
 
 @gluon.jit
 def scale_and_shift(acc, rows, bias, G: gl.constexpr):
-    """With the two of `row_vectors`."""
+    """Apply the scales and the bias that `row_vectors` loaded."""
     if G.ITEMSIZE == 1 and G.SCALE_COLS is None:
         acc *= rows[0]
     if bias is not None:

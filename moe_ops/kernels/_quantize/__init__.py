@@ -1,1 +1,1 @@
-"""Rounding and row quantization shared by the quantizing kernels."""
+"""Rounding, row loading and kernels of quantization."""

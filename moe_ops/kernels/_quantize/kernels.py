@@ -1,7 +1,7 @@
-"""Triton kernels of quantization: of groups, which rows may be, and with scales that are known.
+"""Triton kernels of quantization: per group (or whole row), and with scales known before.
 
-A group's numbers stay in registers while its scale is found. Pieces of several rows fill a program
-where rows are short.
+A group stays in registers while its scale is computed. A program takes pieces of several rows where
+rows are short.
 """
 
 from __future__ import annotations
@@ -24,26 +24,26 @@ from moe_ops.kernels._runtime.dependent import take_turn
 
 
 class Split(NamedTuple):
-    """How rows are shared out: a constant of a kernel."""
+    """How rows are split among programs: a constant of a kernel."""
 
     pieces: int
-    """Of a row."""
+    """Pieces per row."""
     count: int
-    """Pieces of a program, a power of two."""
+    """Pieces per program, a power of two."""
     cols: int
     """Columns of a part of a piece, a power of two."""
     parts: int = 1
-    """Of a piece."""
+    """Parts per piece."""
 
 
 @triton.jit
 def find_pieces(num_rows, PIECES: tl.constexpr, COUNT: tl.constexpr):
-    """COUNT pieces of one expert's rows for each program, one after the other.
+    """The COUNT consecutive pieces of one expert's rows that this program takes.
 
-    Returns their rows and their places in those (COUNT, 1), and which are real (COUNT,). What is
-    not real is a piece of the last row again: it may be read.
+    Returns their rows and their indices in these rows, both (COUNT, 1), and which pieces are real
+    (COUNT,). Pieces past the last row are clamped to the last row, so that reading them is safe.
     """
-    # The program's first piece is number_of_program * COUNT, which may pass 2**31.
+    # Computed in steps: the program's first piece, program * COUNT, may exceed 2**31.
     program = tl.program_id(0)
     piece = program % PIECES * COUNT + tl.arange(0, COUNT)
     rank = program // PIECES * COUNT + piece // PIECES
@@ -53,7 +53,7 @@ def find_pieces(num_rows, PIECES: tl.constexpr, COUNT: tl.constexpr):
 
 @triton.jit
 def store_values(q, stored, row, first, WIDTH, known, RULE: tl.constexpr):
-    """What `encode` said (ROWS, COLS) of columns from ``first`` on."""
+    """Store the values (ROWS, COLS) that `encode` returned, from column ``first`` on."""
     if RULE.kind == "fp4":
         PAIRS: tl.constexpr = stored.shape[1] // 2
         even, odd = tl.split(tl.reshape(stored, (stored.shape[0], PAIRS, 2)))
@@ -71,9 +71,9 @@ def quantize_kernel(
     FUNCTION: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.constexpr, BETA: tl.constexpr,
     LINEAR_BETA: tl.constexpr, RULE: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
-    """One program quantizes groups, perhaps of several rows: these are the pieces of SPLIT.
+    """One program quantizes groups, perhaps of several rows; a piece of SPLIT is a group.
 
-    They are divided by a global scale if there is one.
+    Values are divided by the global scale first, if there is one.
     """
     take_turn()
     COUNT: tl.constexpr = SPLIT.count
@@ -146,7 +146,7 @@ def scaled_kernel(
     LINEAR_BETA: tl.constexpr, PARTIALS: tl.constexpr, PER_ROW: tl.constexpr,
     RULE: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
-    """One program quantizes pieces of rows with scales that are known before.
+    """One program quantizes pieces of rows with known scales.
 
     ``given`` holds scales, or (PARTIALS) each expert's ``given_expert`` partial maxima.
     """

@@ -1,4 +1,4 @@
-"""The arithmetic of quantization inside a kernel: bit by bit that of `scheme/rounding.py`."""
+"""The arithmetic of quantization inside a kernel, bitwise equal to `scheme/rounding.py`."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from moe_ops.scheme import Quant
 
 
 class Rule(NamedTuple):
-    """How numbers become stored values: a constant of a kernel."""
+    """How numbers are rounded to stored values: a constant of a kernel."""
 
     largest: float
     """The largest magnitude of a stored value."""
     kind: str
     """``fp8``; ``integer``; ``fp6``; or ``fp4``, whose codes are packed two to a byte."""
     scale: str
-    """``float32``, ``pow2``, ``e8m0`` or ``e4m3``."""
+    """Form of the scale: ``float32``, ``pow2``, ``e8m0`` or ``e4m3``."""
     mantissa: int = 0
-    """Bits of it, of fp4 and fp6."""
+    """Mantissa bits of fp4 and fp6."""
     top: int = 0
-    """The exponent of their largest number; it is above their bias by one."""
+    """The exponent of the largest fp4 or fp6 number, which is the exponent bias plus one."""
 
 
 def rule_of(quant: Quant) -> Rule:
-    """That of activations."""
+    """The `Rule` of quantized activations."""
     element = quant.element
     if element.exponent:
         kind, mantissa = f"fp{element.bits}", element.bits - 1 - element.exponent
@@ -37,7 +37,7 @@ def rule_of(quant: Quant) -> Rule:
 
 @triton.jit
 def magnitude(x):
-    """``|x|`` (float32) as int32 bits, which have its order; a NaN is above infinity."""
+    """``|x|`` (float32) as int32 bits, which sort as ``|x|`` does, with NaN above infinity."""
     return x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
 
 
@@ -45,8 +45,8 @@ def magnitude(x):
 def scale_of(amax, RULE: tl.constexpr):
     """The scale of groups with largest magnitude ``amax``, in float32.
 
-    ``max(amax, 1e-10) / largest``, as it is or rounded up to a power of two; what a scale of one
-    byte stands for.
+    ``max(amax, 1e-10) / largest``, for ``pow2`` rounded up to a power of two. For one-byte scales
+    (``e8m0``, ``e4m3``) the value that the byte stands for.
     """
     LARGEST: tl.constexpr = RULE.largest
     if RULE.scale == "e8m0":
@@ -70,7 +70,7 @@ def scale_of(amax, RULE: tl.constexpr):
 
 @triton.jit
 def stored_scale(scale, RULE: tl.constexpr):
-    """What is stored of a scale: cast it to that dtype. A float32 2**(s - 127) becomes s."""
+    """The number to cast to the dtype of stored scales: for e8m0 s, where scale = 2**(s - 127)."""
     if RULE.scale == "e8m0":
         scale = magnitude(scale) >> 23
     return scale
@@ -80,13 +80,13 @@ def stored_scale(scale, RULE: tl.constexpr):
 def small_code(size, MANTISSA: tl.constexpr, BIAS: tl.constexpr):
     """The code (int32, without a sign) of the nearest small float, ties to the even code.
 
-    ``size`` (float32) is not negative and not above the largest one.
+    ``size`` (float32) is from 0 to the largest small float.
     """
     DROPPED: tl.constexpr = 23 - MANTISSA
     SMALLEST: tl.constexpr = 2.0 ** (1 - BIAS)
     bits = size.to(tl.int32, bitcast=True)
     normal = (bits + (1 << (DROPPED - 1)) - 1 + ((bits >> DROPPED) & 1)) >> DROPPED
-    # Next to 2**23 floats are whole numbers: their last bits are the subnormal code, rounded.
+    # From 2**23 on floats are whole numbers, so the addition rounds: the low bits are the code.
     whole = size * (2.0**MANTISSA / SMALLEST) + 8388608.0
     subnormal = whole.to(tl.int32, bitcast=True) & 255
     return tl.where(size < SMALLEST, subnormal, normal - ((127 - BIAS) << MANTISSA))
@@ -94,9 +94,10 @@ def small_code(size, MANTISSA: tl.constexpr, BIAS: tl.constexpr):
 
 @triton.jit
 def encode(ratio, RULE: tl.constexpr):
-    """``x / s`` (float32), rounded and bounded by the cast to the stored dtype if not here.
+    """Round and clamp ``x / s`` (float32) to a stored value.
 
-    Integers, and the codes of fp4 and fp6: as int32.
+    Returns int32 for integers and for the codes of fp4 and fp6. fp8 is returned as it is: the cast
+    to the stored dtype rounds and saturates.
     """
     LARGEST: tl.constexpr = RULE.largest
     if RULE.kind == "fp4":
@@ -113,11 +114,11 @@ def encode(ratio, RULE: tl.constexpr):
     elif RULE.kind == "integer":
         value = tl.minimum(ratio, LARGEST, propagate_nan=tl.PropagateNan.ALL)
         value = tl.maximum(value, -LARGEST, propagate_nan=tl.PropagateNan.ALL)
-        # Half away from zero. (0.5 itself would carry its predecessor to 1.)
+        # Half away from zero. (Adding 0.5 itself would round the float below 0.5 up to 1.)
         below_half = (value.to(tl.int32, bitcast=True) & ~0x7FFFFFFF) | 0x3EFFFFFF
         value = (value + below_half.to(tl.float32, bitcast=True)).to(tl.int32)
     else:
-        value = ratio  # the cast saturates, and keeps a NaN
+        value = ratio  # the cast saturates, and keeps NaN
     return value
 
 
@@ -125,29 +126,29 @@ def encode(ratio, RULE: tl.constexpr):
 def divide(x, scale, RULE: tl.constexpr):
     """``x / scale`` (float32) as far as `encode` can tell, for scales that `scale_of` found for x.
 
-    One true division a scale, three operations a number: a true division of each takes fifteen,
-    and many more where the numerator is zero. Over a power of two the product with the reciprocal
-    is the quotient; over other scales it needs `correct`.
+    One IEEE division per scale and three operations per number. An IEEE division of each number
+    takes fifteen operations, and many more where the numerator is zero. If the scale is a power of
+    two, the product with the reciprocal is the quotient; other scales need `correct`.
     """
-    if RULE.scale == "e4m3":  # may be 0
+    if RULE.scale == "e4m3":  # the scale may be 0
         ratio = tl.where(scale == 0, 0.0, tl.div_rn(x, tl.where(scale == 0, 1.0, scale)))
     else:
         inverse = tl.div_rn(1.0, scale)
         ratio = x * inverse
-        if RULE.scale == "float32":  # infinity: quotients are 0 or NaN already
+        if RULE.scale == "float32":  # for an infinite scale the quotients are 0 or NaN already
             ratio = correct(ratio, x, tl.where(inverse == 0, 0.0, scale), inverse)
     return ratio
 
 
 @triton.jit
 def correct(ratio, x, scale, inverse):
-    """A finite ``x * inverse`` made ``x / scale``, as far as `encode` can tell.
+    """Correct a finite ``x * inverse`` to ``x / scale``, as far as `encode` can tell.
 
-    ``inverse`` is ``1 / scale``, correctly rounded. The result is off by less than 2**-47 of itself
-    before it is rounded; no quotient is that close to where `encode` would be misled but a few,
-    which are right (`tests/test_division.py` tries them all). That holds where residues are exact,
-    for x from 2**-100 on; quotients of smaller ones are rounded to zeros in any case. The signs of
-    zeros stay: the second term is ``0 * -inverse`` there.
+    ``inverse`` is ``1 / scale``, correctly rounded. Before it is rounded, the result has a relative
+    error below 2**-47. Only a few quotients lie that close to a rounding boundary of `encode`, and
+    these come out right (`tests/test_division.py` tries them all). This needs exact residues, which
+    holds for x from 2**-100 on; quotients of smaller x are encoded as zeros in any case. Zeros keep
+    their signs: the second term is ``0 * -inverse`` there.
     """
     residue = tl.fma(ratio, scale, x * -1.0)
     return tl.fma(residue, inverse * -1.0, ratio)
@@ -157,8 +158,9 @@ def correct(ratio, x, scale, inverse):
 def divide_given(x, scale):
     """``x / scale`` (float32) as far as `encode` can tell, for any scale.
 
-    Over the scale's mantissa, once x is divided by its power of two: exactly, or so that encoded
-    quotients are zeros or the largest. In two steps, as 2**149 is no float.
+    x is divided by the scale's power of two first, then by its mantissa. The first division is
+    exact, or its result is so small or large that the encoded quotient is zero or the largest
+    value. It takes two steps, because 2**149 is not a float32.
     """
     up = tl.where(tl.abs(scale) < 2.0**-64, 2.0**64, 1.0)
     scale = scale * up

@@ -1,8 +1,8 @@
-"""Rows that kernels of quantization and of the batched format read, wherever they come from.
+"""Source rows of the quantization kernels and of the batched format's kernels.
 
-A row of the result is row ``rank`` of ``expert``; flat results are those of one expert. It is a row
-of ``x``, a slot's row times its router weight, or the activation of a row; and it is skipped (never
-read, zeros in the result) past its expert's count or where none of its slots is local.
+A row of the result is row ``rank`` of ``expert``; a flat result has one expert. Its source is a row
+of ``x``, a slot's row times its router weight, or the activation of a row. A row past its expert's
+count, or without a local slot, is skipped: it is never read, and the result has zeros.
 """
 
 from __future__ import annotations
@@ -19,25 +19,25 @@ from moe_ops.kernels.activation import constants, load_activated
 
 
 class Rows(NamedTuple):
-    """Where the rows of a result come from."""
+    """The source of a result's rows."""
 
     x: Tensor
     shape: tuple[int, int, int]
-    """Of the result: experts, rows of each, columns."""
+    """Shape of the result: experts, rows per expert, columns."""
     activation: str | None = None
     slots: Tensor | None = None
-    """int32: the slot of each row; None: rows are slots (or rows of ``x``) themselves."""
+    """int32: the slot of each row of the result; None: row r is slot r (or row r of ``x``)."""
     topk_weights: Tensor | None = None
     top_k: int = 1
-    """Slots of a row of ``x``."""
+    """Slots per row of ``x``."""
     topk_ids: Tensor | None = None
     expert_map: Tensor | None = None
     num_local_experts: int = 0
     counts: Tensor | None = None
-    """int32: how many rows each expert has."""
+    """int32: the number of rows of each expert."""
 
     def arguments(self) -> tuple[Any, ...]:
-        """What every kernel of rows begins with."""
+        """The first arguments of every kernel that reads rows."""
         x = self.x if self.x.stride(-1) == 1 else self.x.contiguous()
         per_expert = x.stride(0) if x.dim() == 3 else 0
         return (
@@ -55,13 +55,13 @@ class Rows(NamedTuple):
         )
 
     def constants(self) -> tuple[str | None, int, int]:
-        """What `row_constants` takes."""
+        """The arguments of `row_constants`."""
         slots = 1 if self.topk_ids is None else self.topk_ids.numel() // max(self.shape[1], 1)
         return self.activation, self.top_k, slots
 
 
 def row_constants(activation: str | None, top_k: int, slots: int) -> dict:
-    """The constexpr arguments of every kernel of rows."""
+    """The constexpr arguments of every kernel that reads rows."""
     rule = formula(activation or "silu")
     return {
         "TOP_K": top_k,
@@ -77,7 +77,7 @@ def readable(
     topk_ids, expert_map, counts, num_experts, num_local_experts, WIDTH, expert, rank,
     SLOTS: tl.constexpr,
 ):  # fmt: skip
-    """How many columns of a row may be read: all, or none of a skipped row."""
+    """Number of columns of a row that may be read: all, or 0 for a skipped row."""
     used = rank >= 0
     if counts is not None:
         used = rank < tl.load(counts + expert)
@@ -99,7 +99,7 @@ def load_values(
 ):  # fmt: skip
     """Columns of a row in float32 (an activation rounded to the dtype of x first), zeros outside.
 
-    ``row`` is the row in the flat result, ``width`` what `readable` says.
+    ``row`` is the row in the flattened result, ``width`` the result of `readable`.
     """
     inside = col < width
     slot = rank

@@ -1,1 +1,1 @@
-"""Scores, choice and grouping of the routing kernels."""
+"""Scoring and top-k selection inside the routing kernels."""

@@ -1,4 +1,4 @@
-"""How a program chooses the experts of its tokens, when all of them compete."""
+"""Ungrouped top-k: a program chooses the experts of its tokens among all experts."""
 
 from __future__ import annotations
 
@@ -31,16 +31,18 @@ from moe_ops.kernels._routing.scores import (
 
 @triton.jit
 def pack(key, position, COUNT: tl.constexpr):
-    """Keys with the position in place of their lowest bits: all differ, ties to the lowest."""
+    """Replace the low bits of keys by ``COUNT - 1 - position``: unique, ties to the lowest."""
     return (key | (COUNT - 1)) - position
 
 
 @triton.jit
 def chosen_of(packed, slot, TOPK: tl.constexpr, EXPERTS: tl.constexpr, MANY: tl.constexpr):
-    """The experts of the largest keys, falling, the last of these keys, and that of the others.
+    """The experts of the TOPK largest keys, the smallest of these keys, the largest key left.
 
-    Where others may be larger than is known, theirs is the largest of all. That may be where tokens
-    are MANY, for which what takes the fewest instructions is best; of few all wait for the slowest.
+    The experts are in descending order of their keys. With MANY tokens only the `finalists` of each
+    lane compete, which takes fewer instructions. If a lane might hold a larger key than its last
+    finalist, the largest key left is reported as ``0x7FFFFFFF`` (unknown), and the caller takes the
+    exact path. With few tokens latency counts: all wait for the slowest, so all keys compete.
     """
     COUNT: tl.constexpr = packed.shape[0] * packed.shape[2] * packed.shape[3]
     if MANY and in_rounds(COUNT, TOPK):
@@ -54,7 +56,7 @@ def chosen_of(packed, slot, TOPK: tl.constexpr, EXPERTS: tl.constexpr, MANY: tl.
 
 @triton.jit
 def _load_logits(rows, expert, EXPERTS: tl.constexpr, NUM_EXPERTS: tl.constexpr):
-    """By lanes; those of no expert are -inf."""
+    """Logits in the layout of `by_lanes`, as float32; -inf past NUM_EXPERTS."""
     if NUM_EXPERTS == EXPERTS:
         logits = tl.load(of_tokens(rows) + expert)
     else:
@@ -64,7 +66,7 @@ def _load_logits(rows, expert, EXPERTS: tl.constexpr, NUM_EXPERTS: tl.constexpr)
 
 @triton.constexpr_function
 def _step(dtype):
-    """Between the keys of different numbers of a type, at least."""
+    """The least difference between the keys of two different numbers of a dtype."""
     return {tl.bfloat16: 0x10000, tl.float16: 0x2000}.get(dtype, 1)
 
 
@@ -73,21 +75,23 @@ def _choose_by_logits(
     rows, slot,
     TOPK: tl.constexpr, EXPERTS: tl.constexpr, NUM_EXPERTS: tl.constexpr, MANY: tl.constexpr,
 ):  # fmt: skip
-    """The largest logits of each token, a number that no other exceeds, and a sum of exponentials.
+    """The experts with the largest logits, a bound for the logits left, the sum of exponentials.
 
-    None other than those that equal a chosen one and come after it: that is known where positions
-    take no bits of keys that differ, STEP or more from each other.
+    No logit left exceeds the bound, except one that equals a chosen logit and loses the tie. Ties
+    are known exactly where STEP >= EXPERTS: keys of different logits then differ by more than the
+    position bits that `pack` puts into them.
 
-    Exponentials are not of a distance to the largest, which nobody has to wait for then: see
-    `near_exp`. What is NaN or infinite is wrong in the sum. Where it is not the largest, either, it
-    is as little as -inf: a minimum of NaN and a number is the number.
+    Exponentials are of the logits themselves, not relative to the maximum, so that the sum need not
+    wait for the maximum: see `near_exp`. A positive infinity or a NaN that is the largest key makes
+    the sum wrong; `_near_softmax` then reports that it is not sure. Any other NaN counts as -inf,
+    because the maximum of NaN and a number is the number.
     """
     STEP: tl.constexpr = _step(rows.dtype.element_ty)
     expert = by_lanes(EXPERTS)
     logits = _load_logits(rows, expert, EXPERTS, NUM_EXPERTS)
     total = sum_by_lanes(near_exp(tl.maximum(logits, -600.0).to(tl.float64)))
     key = signed_key(logits)
-    if NUM_EXPERTS != EXPERTS:  # less than -inf, as some NaN are
+    if NUM_EXPERTS != EXPERTS:  # padding below -inf, as negative NaN are
         key = tl.where(expert < NUM_EXPERTS, key, -0x80000000)
     ids, best, left = chosen_of(pack(key, expert, EXPERTS), slot, TOPK, EXPERTS, MANY)
     bound = left | (EXPERTS - 1)
@@ -99,10 +103,10 @@ def _choose_by_logits(
 
 @triton.jit
 def _near_softmax(picked, known, total):
-    """float32 scores by a sum that is good to 2**-39, and where that decides how they are rounded.
+    """float32 scores from a sum accurate to 2**-39, and which of them are surely rounded right.
 
-    There, the scores are not far below the largest, so that logits that differ by more than 2**-20
-    have scores that differ.
+    Those are larger than 2**-100, so that logits that differ by more than 2**-20 have scores that
+    differ.
     """
     score = tl.where(known, exp64(picked.to(tl.float64)) / total, 0.0)
     above, below = (score * (1 + 2.0**-38)).to(tl.float32), (score * (1 - 2.0**-38)).to(tl.float32)
@@ -114,7 +118,7 @@ def _choose_by_near_scores(
     rows, bias, slot, TOPK: tl.constexpr, EXPERTS: tl.constexpr, NUM_EXPERTS: tl.constexpr,
     SCORING: tl.constexpr, MANY: tl.constexpr,
 ):  # fmt: skip
-    """The nearly largest sums of a score and a bias, and a number nearly none other exceeds."""
+    """Top-k by approximate score plus bias, and a bound for the approximate sums left."""
     expert = by_lanes(EXPERTS)
     logits = _load_logits(rows, expert, EXPERTS, NUM_EXPERTS)
     choice = near_choice(logits, bias, expert, expert < NUM_EXPERTS, SCORING)
@@ -127,11 +131,11 @@ def _choose_by_near_scores(
 def _choose_by_scores(
     rows, bias, expert, slot, TOPK: tl.constexpr, NUM_EXPERTS: tl.constexpr, SCORING: tl.constexpr
 ):
-    """The best by their scores, if keys of scores differ not in their lowest bits only.
+    """Top-k by exact scores, from packed keys, whose lowest bits are positions.
 
     Returns:
-        The experts, for each token 1 if no key left is larger than a chosen one (then these are the
-        best, though perhaps in another order), and a softmax's terms.
+        The experts; for each token 1 if no full key left is larger than a chosen one (the experts
+        are then the right ones, though perhaps in another order); the terms of a softmax.
     """
     COUNT: tl.constexpr = expert.shape[1]
     valid = expert < NUM_EXPERTS
@@ -149,7 +153,7 @@ def _choose_by_scores(
 
 @triton.jit
 def in_falling_order(x, ids):
-    """Which ones of each row's are less than the one before them, or as much with a later id."""
+    """Which entries of each row are less than the entry before, or equal to it with a later id."""
     before = tl.maximum(tl.arange(0, x.shape[2]) - 1, 0)[None, None, :]
     before = tl.broadcast_to(before, x.shape)
     x_before, id_before = tl.gather(x, before, 2), tl.gather(ids, before, 2)
@@ -158,9 +162,10 @@ def in_falling_order(x, ids):
 
 @triton.jit
 def one_a_thread(x):
-    """``(rows, SLOTS)`` as ``(rows, copies, SLOTS)``: enough elements for the threads of a warp.
+    """Broadcast ``(rows, SLOTS)`` to ``(rows, copies, SLOTS)``, at least an element per thread.
 
-    With fewer, Triton 3.6 keeps them as the row of experts is kept, all of them in every thread.
+    With fewer elements than threads of a warp, Triton 3.6 gives the tensor the layout of the row of
+    experts, with all elements in every thread.
     """
     ROWS: tl.constexpr = x.shape[0]
     SLOTS: tl.constexpr = x.shape[1]
@@ -173,7 +178,7 @@ def _best_of(
     rows, bias, expert, known,
     TOPK: tl.constexpr, NUM_EXPERTS: tl.constexpr, SLOTS: tl.constexpr, SCORING: tl.constexpr,
 ):  # fmt: skip
-    """Whom the scores of all experts choose, and their scores."""
+    """The exact path: the top-k by the scores of all experts, and the scores of the chosen."""
     valid = expert < NUM_EXPERTS
     logits = tl.load(rows + expert, mask=valid, other=0.0).to(tl.float32)
     choice, peak, inverse = scores_and_choice(logits, bias, expert, valid, SCORING)
@@ -191,12 +196,17 @@ def route_tokens(
     SCALE: tl.constexpr, TOPK: tl.constexpr, RENORMALIZE: tl.constexpr, SCORING: tl.constexpr,
     TOKENS: tl.constexpr, EXPERTS: tl.constexpr, SLOTS: tl.constexpr, MANY: tl.constexpr,
 ):  # fmt: skip
-    """All experts compete, for each of TOKENS tokens: the chosen ``(TOKENS, SLOTS)``.
+    """Route TOKENS tokens among all experts; returns the chosen ids ``(TOKENS, SLOTS)``.
 
-    A quick way finds nearly always what the slow one would. Where it need not have, all tokens of
-    the program take the slow one. A softmax without a bias chooses by the logits: their order is
-    that of the scores, but for close ones, whose scores may be equal, and very small scores. Others
-    with a bias choose by scores in float32, of which close ones may be in another order.
+    A fast path nearly always finds what the exact path (`_best_of`) would. If it cannot prove so
+    for every token of the program, all of them take the exact path.
+
+    * Softmax without a bias chooses by logits. Their order is the order of the scores, except for
+      close logits, whose scores may be equal, and for very small scores.
+    * Other scoring with a bias chooses by approximate float32 scores (`near_choice`), whose order
+      may be wrong where scores are close.
+    * The rest (softmax with a bias, other scoring without one) chooses by exact scores in packed
+      keys, whose order may be wrong where scores differ in their lowest bits only.
     """
     BY_LOGITS: tl.constexpr = bias is None and SCORING == "softmax"
     NEAR: tl.constexpr = bias is not None and SCORING != "softmax"

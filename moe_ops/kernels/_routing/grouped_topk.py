@@ -1,9 +1,9 @@
-"""Top-k of the experts in the best groups: how a program chooses both.
+"""Grouped top-k: a program chooses the best groups, then the best experts in them.
 
-A quick way goes by float32 scores that are near the exact ones, as in `choice`. A group's
-positions, padded to WIDTH, lie in neighbouring lanes ``(lanes, tokens, parts, n)``, each of which
-has those of one group only. Once groups are chosen, their experts are dealt out to all lanes: PARTS
-lanes share what one had, and the rounds that choose experts look at no others.
+The fast path uses approximate float32 scores, as `choice` does. The layout of the keys is
+``(lanes, tokens, parts, n)``. The positions of a group, padded to WIDTH, lie in neighbouring lanes,
+and no lane holds two groups. Once the groups are chosen, their experts are redistributed over all
+lanes (PARTS lanes share what one lane held), so that top-k looks at the chosen groups only.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def _lanes(groups, width):
 
 @triton.constexpr_function
 def _parts(groups, topk_group, each):
-    """Lanes that share what a lane of a chosen group had: ``each`` experts."""
+    """Number of lanes that share the ``each`` experts of one lane of a chosen group."""
     return min(groups >> (topk_group - 1).bit_length(), each)
 
 
@@ -56,7 +56,7 @@ def _two_largest(a, a_second, b, b_second):
 
 @triton.jit
 def _best_of_groups(key, GROUPS: tl.constexpr):
-    """The two largest keys of each lane's group, ``(lanes, tokens)``."""
+    """The two largest keys of the group that each lane belongs to, both ``(lanes, tokens)``."""
     LANES: tl.constexpr = key.shape[0]
     none = tl.full(key.shape, -0x80000000, dtype=tl.int32)
     first, second = tl.reduce((key, none), 3, _two_largest)
@@ -74,10 +74,12 @@ def _choose_groups(
     key, place, TOPK_GROUP: tl.constexpr, BEST: tl.constexpr, GROUPS: tl.constexpr,
     SCORING: tl.constexpr,
 ):  # fmt: skip
-    """For each lane the group that came to its place, and whether that is sure, by what is near.
+    """The chosen group at the place of each lane, and whether approximate scores decide it surely.
 
-    A sum of two is as far from the exact one as both are, and rounded: by little of the sum, unless
-    that is much less than what was added. Numbers above 2**126 stand for more than is known.
+    A group's score is its largest choice, or with BEST = 2 the sum of its two largest. The error of
+    a sum is the sum of both errors plus a rounding, which is small relative to the sum unless the
+    two terms nearly cancel; such a sum is doubtful. So is a score from 2**126 on, which stands for
+    a score without an approximation: see `_choose_nearly`.
     """
     LANES: tl.constexpr = key.shape[0]
     first, second = _best_of_groups(key, GROUPS)
@@ -88,7 +90,7 @@ def _choose_groups(
         score = score + number(second)
         doubtful = doubtful | (spread > 2 * tl.abs(score) + 2.0)
     group = (tl.arange(0, LANES) // (LANES // GROUPS))[:, None]
-    score = tl.maximum(score, LOWEST)  # also of no group, which comes after all others
+    score = tl.maximum(score, LOWEST)  # padding groups as well: they lose ties by position
     packed = pack(signed_key(score), group, GROUPS)
     chosen, last, left = largest(packed[:, :, None, None], place, TOPK_GROUP)
     least, bound = number(last & -GROUPS), number(left | (GROUPS - 1))
@@ -98,7 +100,7 @@ def _choose_groups(
 
 @triton.jit
 def _deal(packed, group, place, TOPK_GROUP: tl.constexpr, GROUPS: tl.constexpr):
-    """The keys of the groups that came to lanes' places, ``(lanes, tokens, 1, n)``."""
+    """Redistribute the keys of the chosen groups over all lanes, ``(lanes, tokens, 1, n)``."""
     LANES: tl.constexpr = packed.shape[0]
     PARTS: tl.constexpr = packed.shape[2]
     OWN: tl.constexpr = LANES // GROUPS
@@ -116,9 +118,11 @@ def _choose_nearly(
     NUM_GROUPS: tl.constexpr, GROUP_SIZE: tl.constexpr, TOPK_GROUP: tl.constexpr,
     BEST: tl.constexpr, GROUPS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """The nearly best of nearly the best groups, and a number nearly none other of them exceeds.
+    """Top-k by approximate scores in the best groups by approximate scores.
 
-    Also whether these groups are the best, ``(lanes, tokens)``.
+    Returns:
+        The experts; a bound for the approximate sums left in these groups; whether these groups are
+        surely the best, ``(lanes, tokens)``.
     """
     LANES: tl.constexpr = _lanes(GROUPS, WIDTH)
     OWN: tl.constexpr = LANES // GROUPS
@@ -134,7 +138,7 @@ def _choose_nearly(
     else:
         logits = tl.load(of_tokens(rows) + expert, mask=valid, other=0.0).to(tl.float32)
     choice = near_choice(logits, bias, expert, valid, SCORING)
-    if SCORING == "sqrtsoftplus":  # of which no near score is known: more than any
+    if SCORING == "sqrtsoftplus":  # no approximation above 64: marked by a value above any score
         choice = tl.where(logits > 64.0, -LOWEST, choice)
     key = signed_key(choice)
     place = tl.zeros((1, rows.shape[0]), dtype=tl.int32) + tl.arange(0, LANES)[:, None]
@@ -155,7 +159,7 @@ def _route_nearly(
     BEST: tl.constexpr, GROUPS: tl.constexpr, WIDTH: tl.constexpr, SLOTS: tl.constexpr,
     TOKENS: tl.constexpr,
 ):  # fmt: skip
-    """Route TOKENS tokens where near scores decide. Returns 0, and writes nothing, where not."""
+    """Route TOKENS tokens by approximate scores; return 0 and write nothing if these are unsure."""
     token, slot = first_token + tl.arange(0, TOKENS)[:, None], tl.arange(0, SLOTS)[None, :]
     rows = gating_output + tl.minimum(token, num_tokens - 1) * stride_row
     known = one_a_thread(slot < tl.where(token < num_tokens, TOPK, 0))
@@ -178,7 +182,10 @@ def _in_best_groups(
     choice, NUM_GROUPS: tl.constexpr, TOPK_GROUP: tl.constexpr, BEST: tl.constexpr,
     GROUPS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """``choice`` with -inf outside of the groups whose BEST (one or two) largest sum is best."""
+    """``choice`` with -inf outside of the TOPK_GROUP best groups.
+
+    The score of a group is the sum of its BEST (one or two) largest choices.
+    """
     members = tl.reshape(choice, (GROUPS, WIDTH))
     group_score = tl.max(members, 1)
     if BEST == 2:
@@ -187,7 +194,7 @@ def _in_best_groups(
         group_score = group_score + tl.max(others, 1)
     group = tl.arange(0, GROUPS)
     group_score = tl.where(group < NUM_GROUPS, tl.maximum(group_score, LOWEST), float("-inf"))
-    # No reshape back: Triton 3.6 reorders one that only an argmax reads, and so its positions.
+    # No reshape back: Triton 3.6 reorders a reshaped tensor that only an argmax reads.
     own_group = tl.arange(0, GROUPS * WIDTH) // WIDTH
     kept = tl.zeros((GROUPS * WIDTH,), dtype=tl.int32)
     for _ in range(TOPK_GROUP):
@@ -204,7 +211,7 @@ def _route_exactly(
     NUM_GROUPS: tl.constexpr, GROUP_SIZE: tl.constexpr, TOPK_GROUP: tl.constexpr,
     BEST: tl.constexpr, GROUPS: tl.constexpr, WIDTH: tl.constexpr, SLOTS: tl.constexpr,
 ):  # fmt: skip
-    """Route one token by the scores of all experts."""
+    """Route one token by the exact scores of all experts."""
     position = tl.arange(0, GROUPS * WIDTH)
     group, member = position // WIDTH, position % WIDTH
     valid = (group < NUM_GROUPS) & (member < GROUP_SIZE)
@@ -230,7 +237,7 @@ def grouped_topk_kernel(
     BEST: tl.constexpr, GROUPS: tl.constexpr, WIDTH: tl.constexpr, SLOTS: tl.constexpr,
     TOKENS: tl.constexpr,
 ):  # fmt: skip
-    """One program routes TOKENS tokens: all of them exactly where near scores do not decide."""
+    """One program routes TOKENS tokens, all of them exactly if approximate scores are unsure."""
     take_turn()
     first = tl.program_id(0).to(tl.int64) * TOKENS
     sure = 0

@@ -1,9 +1,10 @@
-"""The largest of many, of tokens whose experts a warp's lanes have among them.
+"""Top-k over the experts of tokens, in a layout that spreads them over the lanes of a warp.
 
-Experts lie as ``(lanes, tokens, rows, 4)``: every lane of a warp reads four side by side, one row
-after the other. So Triton gives each lane a group of a token's experts, up to 16, of which it finds
-the largest by itself, and a warp the largest of all in one instruction. (The positions are made so:
-a row that was loaded and reshaped is reordered by Triton 3.6 where only a reduction reads it.)
+Keys have the shape ``(lanes, tokens, rows, 4)``: every lane of a warp reads four neighbouring
+experts, one row after the other. Triton then gives each lane up to 16 experts of a token. A lane
+finds its own maximum, and the warp finds the maximum of all lanes in one instruction. (Positions
+are computed in this shape and not by reshaping a loaded row, because Triton 3.6 reorders a reshaped
+row that only a reduction reads.)
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import triton.language as tl
 
 @triton.constexpr_function
 def lanes_of(experts):
-    """How many lanes have a token's experts: those of one warp, or of four or eight."""
+    """Number of lanes that hold the experts of a token: one warp, four warps or eight."""
     if experts > 512:
         return 128 if experts <= 2048 else 256
     return min(32, experts // 4)
@@ -22,7 +23,7 @@ def lanes_of(experts):
 
 @triton.jit
 def by_lanes(EXPERTS: tl.constexpr):
-    """The expert of each ``(lanes, 1, rows, 4)``."""
+    """The expert at each position of ``(lanes, 1, rows, 4)``."""
     LANES: tl.constexpr = lanes_of(EXPERTS)
     lane = tl.arange(0, LANES)[:, None, None, None]
     row = tl.arange(0, EXPERTS // (4 * LANES))[None, None, :, None]
@@ -31,37 +32,39 @@ def by_lanes(EXPERTS: tl.constexpr):
 
 @triton.jit
 def of_tokens(x):
-    """``(tokens, 1)`` beside what lies by lanes."""
+    """Broadcast ``(tokens, 1)`` against the layout of `by_lanes`."""
     return x[None, :, :, None]
 
 
 @triton.jit
 def sum_by_lanes(x):
-    """``(tokens,)``: the sums over all but the tokens."""
+    """Sum over all axes but the tokens: ``(tokens,)``."""
     return tl.sum(tl.sum(tl.sum(x, 3), 2), 0)
 
 
 @triton.jit
 def _most_of_lanes(packed, addend):
-    """The largest of each lane, after the addend."""
+    """The largest key of each lane, once the addend is added (modulo 2**32)."""
     return tl.max(tl.max(packed + addend[:, :, None, None], 3), 2)
 
 
 @triton.constexpr_function
 def in_rounds(experts, topk):
-    """Whether four finalists of each lane take fewer instructions than all experts.
+    """Whether top-k over four `finalists` a lane takes fewer instructions than over all experts.
 
-    To find them takes as long as five or six rounds of 16 experts, of which they leave a third.
-    Of more than 12 chosen ones too often more than three are of one lane.
+    Finding the finalists costs as much as five or six rounds over 16 experts; a round over the
+    finalists costs a third of one over all. With topk > 12 one lane holds more than three of the
+    chosen experts too often.
     """
     return experts == 16 * lanes_of(experts) and 6 <= topk <= 12
 
 
 @triton.jit
 def finalists(packed):
-    """The four largest of each lane ``(lanes, tokens, 2, 2)``, and for each token the last's most.
+    """The four largest keys of each lane ``(lanes, tokens, 2, 2)``, and the largest fourth key.
 
-    If one that large is chosen, others of its lane might have been.
+    If the smallest chosen key of a token is no larger than this fourth key, a key that is no
+    finalist might belong to the TOPK largest.
     """
     first = _most_of_lanes(packed, tl.zeros(packed.shape[:2], dtype=tl.int32))
     addend = -0x80000000 - first  # see `largest`
@@ -75,18 +78,18 @@ def finalists(packed):
 
 @triton.jit
 def _most(packed, addend):
-    """The largest of each token, after the addend."""
+    """The largest key of each token, once the addend is added (modulo 2**32)."""
     return tl.max(_most_of_lanes(packed, addend[None, :]), 0)
 
 
 @triton.jit
 def largest(packed, slot, TOPK: tl.constexpr):
-    """The TOPK largest of each token, falling, the last of them, and the largest of the others.
+    """The TOPK largest keys of each token in descending order, the last one, the largest key left.
 
-    One maximum a round. To pass over what was found, no key need change: an addend makes the last
-    one found the least of all, modulo 2**32, and keeps the order of the others.
-    All of ``packed``, int32, differ, or those that do not are found together. ``slot`` numbers the
-    places ``(tokens, copies, slots)`` or, of lanes, ``(lanes, tokens)``.
+    One maximum per round. Keys found in earlier rounds are skipped without changing any key: an
+    addend makes the last key found the least of all modulo 2**32, and keeps the order of those
+    below it. Equal keys of ``packed`` (int32) are found together, so all should differ. ``slot``
+    numbers the result's places: ``(tokens, copies, slots)``, or ``(lanes, tokens)`` by lanes.
     """
     chosen = slot
     best = tl.zeros((packed.shape[1],), dtype=tl.int32)

@@ -1,6 +1,6 @@
-"""What stands for scores where only their order counts, and how near to them it is.
+"""Fast approximations of scores, for where only the order of scores counts, and their error.
 
-`choice` looks whether that decides, and takes the scores themselves where it does not.
+`choice` checks whether an approximation decides the order, and computes exact scores if not.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from moe_ops.kernels._routing.scores import biased, is_finite
 
 @triton.jit
 def near_exp(x):
-    """exp(x) of float64 numbers from -600 to 256, within 2**-39 of it; see `_exp_parts`.
+    """exp(x) for float64 x from -600 to 256, with a relative error up to 2**-39; see `_exp_parts`.
 
-    The power of two is added to the exponent of ``p``: of such numbers that neither over- nor
-    underflows. Others, NaN too, come to nothing of use, without harm.
+    The power of two is added to the exponent bits of ``p``, which neither overflows nor underflows
+    in this range. Other x, NaN included, give meaningless numbers that the caller discards.
     """
     LOG2E: tl.constexpr = 1.4426950408889634
     WHOLE: tl.constexpr = 1.5 * 2.0**52
@@ -36,17 +36,17 @@ def near_exp(x):
 
 @triton.jit
 def near_sigmoid(logits):
-    """float32 scores, as near as `nearness` says; what is not finite scores 0."""
+    """Approximate float32 scores, see `nearness`; a logit that is not finite scores 0."""
     score = 1.0 / (1.0 + tl.exp(-logits))
     return tl.where(is_finite(logits), score, 0.0)
 
 
 @triton.jit
 def near_sqrtsoftplus(logits):
-    """float32 scores of logits up to 64; 2**100, more than any score, for those above.
+    """Approximate float32 scores of logits up to 64; 2**100, above any score, for larger logits.
 
-    What is not finite scores 0. ``log(1 + z)`` is ``2 * atanh(z / (2 + z))``: a series without
-    differences, so that small ones are as exact.
+    A logit that is not finite scores 0. ``log(1 + z)`` is computed as ``2 * atanh(z / (2 + z))``,
+    whose series has no cancellation, so that small results are accurate too.
     """
     z = tl.exp(-tl.abs(logits))
     s = z / (2.0 + z)
@@ -62,13 +62,13 @@ def near_sqrtsoftplus(logits):
 
 @triton.constexpr_function
 def nearness(scoring):
-    """How far from the scores these are at most."""
+    """Largest absolute error of the approximate scores."""
     return {"sigmoid": 2.0**-20, "sqrtsoftplus": 2.0**-18}[scoring]
 
 
 @triton.jit
 def near_choice(logits, bias, expert, valid, SCORING: tl.constexpr):
-    """What experts are nearly chosen by: the sums of scores and a bias; -inf is no expert."""
+    """Approximate score plus bias, by which experts are chosen; -inf where there is no expert."""
     if SCORING == "sigmoid":
         score = near_sigmoid(logits)
     else:
@@ -79,11 +79,11 @@ def near_choice(logits, bias, expert, valid, SCORING: tl.constexpr):
 
 @triton.jit
 def exceeds(rank, bound, SCORING: tl.constexpr, COUNT: tl.constexpr):
-    """Whether ranks are larger than whatever is nearly no larger than a bound.
+    """Whether ranks surely exceed every exact value whose approximation is at most ``bound``.
 
-    Both are nearly sums of COUNT choices. These are rounded, which the second term allows for: of
-    one, by as little of it; of two, which add up to no more than twice the sum and 2 without signs,
-    three times.
+    Ranks and bound are approximate sums of COUNT choices, each with an error of up to `nearness`.
+    The second term allows for rounding: with COUNT = 1 one rounding relative to the rank; with
+    COUNT = 2 three roundings of terms whose magnitudes add up to at most ``2 * abs(rank) + 2``.
     """
     rounding = (tl.abs(rank) + (COUNT - 1)) * 2.0**-20
     return rank - bound > 2 * COUNT * nearness(SCORING) + rounding

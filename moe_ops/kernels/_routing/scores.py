@@ -1,8 +1,8 @@
-"""What the routing kernels share: scores of rows, the positions of the best, final weights.
+"""Steps shared by the routing kernels: exact scores, top-k positions, final weights.
 
-Scores are computed in float64 and rounded once to float32, so that they, and the experts chosen by
-them, are those of the reference. Sums are those of integers, whose order does not matter: how many
-tokens a program routes decides how they are added, and must not decide what comes out.
+Scores are computed in float64 and rounded once to float32, so that the scores and the chosen
+experts equal the reference's. Sums are taken over integers, whose result does not depend on the
+order of addition: that order changes with the number of tokens per program, the result must not.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ LOWEST = tl.constexpr(-3.4028234663852886e38)
 
 @triton.jit
 def is_finite(x):
-    return tl.abs(x) < float("inf")  # not so of NaN
+    return tl.abs(x) < float("inf")  # False for NaN
 
 
 @triton.jit
 def _log1p(z):
-    """log(1 + z) for 0 <= z <= 1 in float64, also where 1 + z rounds."""
+    """log(1 + z) for 0 <= z <= 1 in float64, accurate also if 1 + z is rounded."""
     rounded = 1.0 + z
     lost = rounded - 1.0
     return tl.where(lost > 0, tl.log(rounded) * (z / tl.where(lost > 0, lost, 1.0)), z)
@@ -28,10 +28,10 @@ def _log1p(z):
 
 @triton.jit
 def _sum(x, per_bound, bound):
-    """Along the last axis, of float64 numbers from 0 to ``bound``.
+    """Sum float64 numbers from 0 to ``bound`` along the last axis, in any order the same.
 
-    Each is rounded to a multiple of the smallest unit with which the sum of all fits into an int64.
-    ``bound`` and ``per_bound``, one over it, are powers of two.
+    Each number is rounded to a multiple of the smallest unit with which the sum fits into an int64.
+    ``bound`` and ``per_bound = 1 / bound`` are powers of two.
     """
     COUNT: tl.constexpr = x.shape[-1]
     PER_UNIT: tl.constexpr = 2.0**62 / COUNT
@@ -42,28 +42,28 @@ def _sum(x, per_bound, bound):
 
 @triton.jit
 def _power_of_two(exponent):
-    """float64 2**exponent, of int32."""
+    """2**exponent as float64, for an int32 exponent."""
     return ((1023 + exponent).to(tl.int64) << 52).to(tl.float64, bitcast=True)
 
 
 @triton.jit
 def _total(weights):
-    """The sum along the last axis of float32 numbers from 0 on, rounded to float32."""
+    """Sum non-negative float32 numbers along the last axis, rounded to float32."""
     largest = tl.max(weights, -1, keep_dims=True)
-    above = (largest.to(tl.int32, bitcast=True) >> 23) - 126  # less than 2**above
+    above = (largest.to(tl.int32, bitcast=True) >> 23) - 126  # largest < 2**above
     x = weights.to(tl.float64)
     return _sum(x, _power_of_two(-above), _power_of_two(above)).to(tl.float32)
 
 
 @triton.jit
 def _exp_parts(x):
-    """``p`` and a power of two whose product is exp(x), of float64 numbers from -300 to 0.
+    """``p`` and a power of two whose product is exp(x), for float64 x from -300 to 0.
 
-    A library's exponential branches, for one number after the other; this one does not. Below -300
-    nothing is left in a float32.
+    The library's float64 exponential branches per element; this one does not. Below -300 exp(x) is
+    0 in float32.
     """
     LOG2E: tl.constexpr = 1.4426950408889634
-    WHOLE: tl.constexpr = 1.5 * 2.0**52  # so large that what is added is rounded to an integer
+    WHOLE: tl.constexpr = 1.5 * 2.0**52  # adding it rounds to an integer
     shifted = x * LOG2E + WHOLE
     power = ((shifted.to(tl.int64, bitcast=True) + 1023) << 52).to(tl.float64, bitcast=True)
     f = x * LOG2E - (shifted - WHOLE)  # from -1/2 to 1/2, where the polynomial is within 2**-53
@@ -88,28 +88,28 @@ def exp64(x):
 
 @triton.jit
 def signed_key(x):
-    """int32 keys in the order of float32 numbers; a negative zero is less than another."""
+    """int32 keys in the order of float32 numbers, -0.0 below 0.0."""
     key = x.to(tl.int32, bitcast=True)
     return key ^ ((key >> 31) & 0x7FFFFFFF)
 
 
 @triton.jit
 def ordered(choice, SIGNED: tl.constexpr):
-    """int32 keys in the order of float32 numbers, of which a warp finds the largest at once."""
-    if SIGNED:  # not only -inf is negative
+    """int32 keys in the order of float32 numbers: a warp reduces integers in one instruction."""
+    if SIGNED:  # other numbers than -inf may be negative
         return signed_key(choice + 0.0)
     return choice.to(tl.int32, bitcast=True)
 
 
 @triton.jit
 def number(key):
-    """The float32 number that has this key among signed ones."""
+    """The float32 number of a `signed_key`."""
     return (key ^ ((key >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def _shares(x, peak):
-    """`_exp_parts` of ``x - peak``; of what is not finite or far below the power of two is 0."""
+    """`_exp_parts` of ``x - peak``; the power of two is 0 unless x is within 300 of the peak."""
     near = tl.abs(x - peak) <= 300.0
     distance = tl.where(near, x, peak).to(tl.float64) - peak.to(tl.float64)
     p, power = _exp_parts(distance)
@@ -118,11 +118,11 @@ def _shares(x, peak):
 
 @triton.jit
 def _one_over_sum(x):
-    """Along the last axis, of float64 numbers from 0 to 1; or 0.
+    """1 / sum of float64 numbers from 0 to 1 along the last axis; 0 if the sum is 0.
 
-    What is added up are the bits of float64 numbers of one exponent, from 2 to 3, whose sum is that
-    of their fractions: the 2s of so many numbers (a power of two from 4 on) are lost above the
-    highest bit.
+    Adding ONES gives all numbers the same exponent, and their bits are summed as int64. The axis
+    has a power of two of at least 4 elements, so that the sum of the bits of ONES overflows to 0
+    and the sum of the fractions is left.
     """
     COUNT: tl.constexpr = x.shape[-1]
     ONES: tl.constexpr = 2.0 if COUNT <= 2048 else COUNT / 1024.0
@@ -133,15 +133,15 @@ def _one_over_sum(x):
 
 @triton.jit
 def _peak(x):
-    """The largest along the last axis, as a finite number."""
+    """The maximum along the last axis, at least the lowest finite number."""
     return tl.maximum(number(tl.max(ordered(x, True), -1, keep_dims=True)), LOWEST)
 
 
 @triton.jit
 def _softmax(x, finite):
-    """Along the last axis: the largest, ``exp(x - largest)``, and one over their sum (or 0).
+    """The terms of a softmax along the last axis: the peak, ``exp(x - peak)``, 1 / sum (or 0).
 
-    What is not finite counts as -inf, whose exponential is 0.
+    A number that is not finite counts as -inf, whose exponential is 0.
     """
     x = tl.where(finite, x, float("-inf"))
     peak = _peak(x)
@@ -151,14 +151,14 @@ def _softmax(x, finite):
 
 @triton.jit
 def softmax_terms(logits, finite):
-    """The largest logit, and one over the sum of ``exp(logit - largest)`` (0 without any)."""
+    """The largest logit, and 1 / sum of ``exp(logit - largest)`` (0 without a finite logit)."""
     peak, _, inverse = _softmax(logits, finite)
     return peak, inverse
 
 
 @triton.jit
 def scores(logits, finite, peak, inverse, SCORING: tl.constexpr):
-    """float32 scores of float32 logits; what is not finite (or no expert) scores 0."""
+    """float32 scores of float32 logits; 0 where ``finite`` is false."""
     x = tl.where(finite, logits, 0.0)
     if SCORING == "softmax":
         p, power = _shares(x, peak)
@@ -176,7 +176,7 @@ def scores(logits, finite, peak, inverse, SCORING: tl.constexpr):
 
 @triton.jit
 def biased(score, bias, expert, valid):
-    """What experts are chosen by."""
+    """The score plus the bias if there is one, by which experts are chosen."""
     choice = score
     if bias is not None:
         choice = choice + tl.load(bias + expert, mask=valid, other=0.0).to(tl.float32)
@@ -186,7 +186,7 @@ def biased(score, bias, expert, valid):
 
 @triton.jit
 def scores_and_choice(logits, bias, expert, valid, SCORING: tl.constexpr):
-    """What the experts of rows are chosen by (-inf is no expert), and a softmax's terms."""
+    """The score plus bias by which experts are chosen (-inf: no expert), and a softmax's terms."""
     finite = valid & is_finite(logits)
     peak, inverse = 0.0, 0.0
     if SCORING == "softmax":
@@ -199,10 +199,10 @@ def scores_and_choice(logits, bias, expert, valid, SCORING: tl.constexpr):
 
 @triton.jit
 def best_positions(key, TOPK: tl.constexpr, COUNT: tl.constexpr, SLOTS: tl.constexpr):
-    """The TOPK largest of each row of ``(rows, COUNT)``, ties to the lowest position.
+    """Positions of the TOPK largest keys of each row of ``(rows, COUNT)``, ties to the lowest.
 
-    Rounds of a maximum and of the lowest position that has it, both of integers, which a warp
-    reduces in one instruction. (Halving the rounds' work by looking at pairs needs a reshape and a
+    Each round finds the maximum, then the lowest position that has it. Both are integer reductions,
+    which a warp does in one instruction. (Halving the work by reducing pairs needs a reshape and a
     split, which Triton 3.6 gets wrong for some sizes on the GPU.)
     """
     at, slot = tl.arange(0, COUNT)[None, :], tl.arange(0, SLOTS)[None, :]
@@ -217,7 +217,7 @@ def best_positions(key, TOPK: tl.constexpr, COUNT: tl.constexpr, SLOTS: tl.const
 
 @triton.jit
 def chosen_weights(rows, ids, known, peak, inverse, SCORING: tl.constexpr):
-    """The scores of some experts of rows."""
+    """The scores of the experts ``ids`` of rows."""
     logits = tl.load(rows + ids, mask=known, other=0.0).to(tl.float32)
     return scores(logits, known & is_finite(logits), peak, inverse, SCORING)
 
@@ -226,7 +226,7 @@ def chosen_weights(rows, ids, known, peak, inverse, SCORING: tl.constexpr):
 def store_routing(
     topk_weights, topk_ids, at, mask, weights, ids, RENORMALIZE: tl.constexpr, SCALE: tl.constexpr
 ):  # fmt: skip
-    """Divide by the sum, multiply, and write tokens' slots."""
+    """Write the slots of tokens, with weights divided by their sum (RENORMALIZE), times SCALE."""
     if RENORMALIZE:
         total = _total(weights)
         weights = tl.div_rn(weights, tl.where(total > 0, total, 1.0))

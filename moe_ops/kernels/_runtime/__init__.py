@@ -1,1 +1,1 @@
-"""Launching: binaries, programmatic dependent launch, cache keys, slot helpers."""
+"""Kernel launches: cached binaries, programmatic dependent launch, cache keys, slot helpers."""

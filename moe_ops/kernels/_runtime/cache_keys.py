@@ -3,9 +3,9 @@
 Triton finds a compiled kernel on disk by its `cache_key`, a hash of its source, of the functions it
 calls and of the global constants that all of them use. Triton 3.6 merges the constants of a called
 function before it computes that function's own key, so the constants are missing if the called
-function had no key yet. A kernel's key then depends on which kernels came before it, and the next
-process compiles again what is on disk. With the keys of called functions computed first, the
-constants are always there (Triton 3.9 does the same itself).
+function had no key yet. A kernel's key then depends on which kernels were used before it, and the
+next process compiles again what is on disk. If the keys of called functions are computed first,
+the constants are always included (Triton 3.9 does this itself).
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from triton.runtime.jit import JITCallable, JITFunction
 _DONE: set[int] = set()
 """Ids of functions that have their final key, or will have it when the running call returns.
 
-Not the functions themselves: to hash one is to compute its key.
+Ids and not functions, because hashing a function computes its key.
 """
 _LOCK = RLock()
 
 
 def compute_cache_key(kernel: JITFunction) -> None:
-    """Compute a kernel's key after the keys of all that it calls, directly or not.
+    """Compute a kernel's key after the keys of all functions that it calls, directly or not.
 
     Must run before anything else asks for the key, ``hash(kernel)`` included.
     """
@@ -36,11 +36,11 @@ def compute_cache_key(kernel: JITFunction) -> None:
         _DONE.add(id(kernel))
         for called in _called(kernel):
             compute_cache_key(called)
-        kernel.cache_key  # noqa: B018 (a property that keeps what it computes)
+        kernel.cache_key  # noqa: B018 (a property that caches its result)
 
 
 def _called(kernel: JITFunction) -> list[JITFunction]:
-    """Triton functions that a kernel's source names, also in modules, and methods of aggregates."""
+    """Triton functions that a kernel's source names (also as ``module.name``), and methods."""
     scope = kernel.fn.__globals__
 
     def value(node: ast.AST) -> Any:

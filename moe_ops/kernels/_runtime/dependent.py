@@ -1,27 +1,29 @@
-"""Programmatic dependent launch: a kernel is launched while the one before it still runs.
+"""Programmatic dependent launch (PDL): a kernel is launched while the one before it still runs.
 
-On NVIDIA GPUs from Hopper on the blocks of the next kernel of a stream (or CUDA graph) may be put
-in place before this one ends, which hides most of a launch. Every kernel of the library takes
-part: it calls `take_turn` before it touches global memory, and is launched with `launch_options`.
+On NVIDIA GPUs from Hopper on, CTAs of the next kernel of a stream (or CUDA graph) may become
+resident before the kernel before it ends, which hides most of the launch latency. Every kernel of
+the library takes part: it calls `take_turn` before it touches global memory, and is launched with
+`launch_options`.
 
-Why that is safe:
+Why this is safe:
 
-* `take_turn` waits until the grids before this one are complete and their writes visible. Every
-  program of every kernel waits, also one with nothing to do, so that a grid completes after the
-  one before it and waiting for one is waiting for all. A kernel launched with the option that
-  does not wait would break the chain: what follows it could begin before what precedes it ends.
-* Only then does it let the next grid in. So a grid that has not waited yet runs beside its one
-  predecessor: waiting grids do not pile up, and a kernel of somebody else that reads older results
-  before it waits is right, too.
-* Other kernels (PyTorch's), and ours that are launched without the option, begin when the ones
-  before are complete, as ever.
+* `take_turn` waits (``griddepcontrol.wait``) until the previous grid is complete and its writes are
+  visible. Every program of every kernel waits, also one without work, so a grid completes only
+  after the grid before it, and waiting for the previous grid is waiting for all earlier ones. A
+  kernel that is launched with the option and does not wait would break this chain: the grid after
+  it could begin before the grid before it ends.
+* A program triggers the dependent launch (``griddepcontrol.launch_dependents``) only after its own
+  wait. So a grid that has not waited yet overlaps one predecessor only: waiting grids do not pile
+  up, and somebody else's kernel that reads older results before it waits is correct too.
+* Other kernels (PyTorch's), and ours launched without the option, begin after all kernels before
+  them are complete, as usual.
 
-One kernel reads before it waits: that of GEMM 2 of one token, experts' weights and ids, where the
-kernel before it is GEMM 1 of the same routing (`token_gemm`). That one lets it in late, having
-waited for the ids itself.
+One kernel reads before it waits: the M = 1 decode kernel of GEMM 2 reads expert weights and ids, if
+the kernel before it is GEMM 1 of the same routing (`token_gemm`). That GEMM 1 triggers the
+dependent launch late, after it has itself waited for the ids.
 
-``MOE_OPS_NO_PDL=1``, set before this module is imported, launches kernels one after the other; the
-instructions in them then do nothing.
+``MOE_OPS_NO_PDL=1``, set before this module is imported, turns PDL off: kernels run one after the
+other, and the PDL instructions in them do nothing.
 """
 
 from __future__ import annotations
@@ -32,23 +34,23 @@ import triton
 import triton.language as tl
 
 FEW = tl.constexpr(264)
-"""Programs: two for each processor of an H200."""
+"""Largest grid that triggers the dependent launch early: two programs per SM of an H200."""
 ENABLED = os.environ.get("MOE_OPS_NO_PDL", "0") in ("", "0")
 
 
 @triton.constexpr_function
 def served():
-    """Whether the GPU that kernels are now compiled for has it."""
+    """Whether the GPU that kernels are being compiled for has PDL."""
     interpreted = triton.knobs.runtime.interpret
     return not interpreted and tl.target_info.cuda_capability_geq(9)
 
 
 @triton.jit
 def take_turn(LONG: tl.constexpr = False):
-    """Wait for the grids before this one, then let the next one in.
+    """Wait for the grids before this one, then trigger the dependent launch.
 
-    One of many programs, or a LONG one, lets it in as its programs end: they fill the GPU, and
-    programs of the next kernel would be put, unevenly, where there is room beside them.
+    Large or LONG grids trigger it only when their CTAs exit: they fill the GPU, and early CTAs of
+    the next kernel would be placed unevenly, wherever an SM has room beside them.
     """
     if served():
         tl.extra.cuda.gdc_wait()
@@ -57,5 +59,5 @@ def take_turn(LONG: tl.constexpr = False):
 
 
 def launch_options() -> dict[str, bool]:
-    """The option of a launch on the current GPU, where that knows it."""
+    """The launch option for PDL if the current GPU has it, else nothing."""
     return {"launch_pdl": True} if ENABLED and served() else {}

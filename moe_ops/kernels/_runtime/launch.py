@@ -1,11 +1,11 @@
 """Launching without Triton's per-call argument analysis.
 
 Triton inspects every argument of every launch (about 20 microseconds for a GEMM kernel) to find
-the binary that fits. Here the binary is remembered under what that inspection looks at: dtypes,
-devices, 16-byte alignment and the values of specialised integers. Only the first launch of a
-combination goes through Triton; later ones hand the same arguments to its binary, past the launch
-hooks where nobody (a profiler) has added one. A kernel may be launched before the one before it
-ends: see `dependent`, which also tells how to turn that off.
+the binary that fits. Here binaries are cached by what that inspection looks at: dtypes, devices,
+16-byte alignment and the values of specialised integers. Only the first launch of a combination
+goes through Triton. Later launches pass the arguments straight to the binary, and skip the launch
+hooks unless somebody (a profiler) has added one. Kernels are launched with programmatic dependent
+launch: see `dependent`, which also says how to turn it off.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from moe_ops.kernels._runtime.dependent import launch_options
 
 
 class Binary:
-    """A compiled kernel, and how it is started."""
+    """A compiled kernel and its launch function."""
 
     def __init__(self, compiled: Any) -> None:
         self.compiled = compiled
 
     @cached_property
     def start(self) -> tuple[Any, tuple[Any, ...], bool]:
-        """What starts it, what that takes before the kernel's arguments, whether it takes pointers.
+        """The launch function, its leading arguments, and whether it takes addresses for tensors.
 
-        Triton 3.6's launcher for CUDA first asks, at every launch, how much scratch memory to
-        allocate: that of a kernel without any is passed by, for the C function behind it. That one
-        takes addresses for tensors, and then does not ask the driver about each.
+        Triton 3.6's CUDA launcher computes at every launch how much scratch memory to allocate. A
+        kernel that needs none skips this launcher and calls the C function behind it. Given
+        addresses instead of tensors, the C function does not query the driver about each.
         """
         run = self.compiled.run
         function, metadata = self.compiled.function, self.compiled.packed_metadata
@@ -46,23 +46,24 @@ class Binary:
 
 
 COMPILED: dict[tuple, Binary] = {}
-"""The binary of each combination. Kept for good: CUDA graphs hold its code."""
+"""The binary of each combination of arguments. Never evicted: CUDA graphs refer to its code."""
 
 LAST: dict[int, Any] = {}
-"""By stream: the kernel that was launched last by `Launch`."""
+"""The kernel that `Launch` launched last, by stream."""
 RUNTIME = triton.knobs.runtime
 _current_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)
-"""What Triton's driver asks too. A build without CUDA has none, and only compiles."""
+"""The current stream, as Triton's driver finds it. None in a build without CUDA, which can only
+compile kernels."""
 _INT32 = 2**31 - 1
 
 
 def last_kernel(device: int) -> Any:
-    """What `Launch` launched last on the current stream of a device; None: nothing is known."""
+    """The kernel that `Launch` launched last on the current stream of a device; None: unknown."""
     return None if _current_stream is None else LAST.get(_current_stream(device))
 
 
 class Launch:
-    """A kernel with its constants: call it with a grid and the other arguments.
+    """A kernel with its constexpr arguments bound: call it with a grid and the other arguments.
 
     Made once for each set of constants (by a cached function), called often.
 
@@ -75,14 +76,14 @@ class Launch:
         self.kernel, self.constants = kernel, constants
         self.interpreted = not isinstance(kernel, triton.runtime.JITFunction)
         if not self.interpreted:
-            if not RUNTIME.interpret:  # a Gluon kernel that nobody will run
+            if not RUNTIME.interpret:  # else a Gluon kernel, which the interpreter cannot run
                 compute_cache_key(kernel)
             self.counted = [p.do_not_specialize for p in kernel.params if not p.is_constexpr]
-            # In a binary's argument list constants stand in the places of their parameters.
+            # A binary's argument list has the constants too, at the places of their parameters.
             self.tail = [constants[p.name] for p in kernel.params if p.is_constexpr]
 
     def __call__(self, grid: tuple[int, ...], *arguments: Any) -> None:
-        """Launch; tensors, their boxes, integers or None in order, the first one a tensor."""
+        """Launch with tensors, TMA descriptors, integers or None in order, the first a tensor."""
         if self.interpreted:
             self.kernel[grid](*arguments, **self.constants)
             return
@@ -97,7 +98,7 @@ class Launch:
             elif argument is None:
                 seen.append(None)
                 values.append(None)
-            elif kind is TensorDescriptor:  # its sizes are no part of the binary
+            elif kind is TensorDescriptor:  # the binary does not depend on its sizes
                 seen.append(argument.base.dtype)
                 values.append(argument)
             else:

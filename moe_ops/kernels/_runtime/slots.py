@@ -1,4 +1,4 @@
-"""Which expert each slot goes to, inside a kernel: the rule of `reference/slots.py`."""
+"""The local expert of each slot inside a kernel (the rule of `reference/slots.py`), and sizes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ HEADER = tl.constexpr(PLAN_HEADER)
 
 @triton.jit
 def local_experts(topk_ids, expert_map, slot, mask, num_experts, num_local_experts):
-    """The local expert of each slot as int32, -1 where it is skipped or masked.
+    """The local expert of each slot as int32, -1 where the slot is skipped or masked.
 
     Ids are compared in their own width before they are narrowed: 2**32 is not expert 0.
     """
@@ -22,7 +22,7 @@ def local_experts(topk_ids, expert_map, slot, mask, num_experts, num_local_exper
 
 @triton.jit
 def experts_of(ids, expert_map, num_experts, num_local_experts):
-    """The local expert of each id as int32, -1 where it is none."""
+    """The local expert of each id as int32, -1 where the id has none."""
     valid = (ids >= 0) & (ids < num_experts)
     expert = tl.where(valid, ids, 0).to(tl.int32)
     if expert_map is not None:
@@ -33,7 +33,10 @@ def experts_of(ids, expert_map, num_experts, num_local_experts):
 
 
 def parts_of(width: int) -> tuple[int, int]:
-    """Columns (a power of two) of the parts of a row, and how many: few, and nowhere near empty."""
+    """Split a row into parts of a power-of-two width: the width, and the number of parts.
+
+    The fewest of 1, 3, 5, 6 or 7 parts with padding up to an eighth of the row; else one part.
+    """
     for parts in (1, 3, 5, 6, 7):
         cols = next_power_of_2(cdiv(width, parts))
         if cols >= 128 and 8 * parts * cols <= 9 * width:
@@ -42,10 +45,10 @@ def parts_of(width: int) -> tuple[int, int]:
 
 
 def dense(vector):
-    """A vector as kernels read it: entries side by side; None stays None."""
+    """A contiguous vector, as kernels read it; None stays None."""
     return None if vector is None else vector.contiguous()
 
 
 def map_size(expert_map, num_local_experts: int) -> int:
-    """How many ids there are."""
+    """Number of valid expert ids: the length of the map, or the number of local experts."""
     return num_local_experts if expert_map is None else expert_map.shape[0]
