@@ -21,7 +21,7 @@ export TOKENIZERS_PARALLELISM := false
 # Workers share the cores: threads of their own would only spin against each other.
 TEST_ENV := OMP_NUM_THREADS=1
 
-.PHONY: demo test test-reference test-interpreter mutants gpu-test sanitize bench lint clean
+.PHONY: demo test test-all test-reference test-interpreter mutants gpu-test sanitize bench lint clean
 
 $(VENV)/ready: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -36,13 +36,20 @@ demo: $(READY)
 
 test: test-reference test-interpreter
 
-# The references, fakes and compiled graphs; and every kernel compiled for every architecture.
+# `make test` compiles kernels for sm_90 and sm_100, and for each other architecture one item of each
+# test; this compiles everything.
+test-all: COMPILE := --exhaustive
+test-all: test-reference test-interpreter
+
+# The references, fakes and compiled graphs; and every kernel compiled without a GPU. Each worker runs
+# tests of neighbouring files, which share what they make, and ends by taking some of the other's.
+# Inductor compiles in the worker: processes of its own would only import torch once more.
 test-reference: $(READY)
-	$(TEST_ENV) $(PY) -m pytest tests -n $(WORKERS)
+	$(TEST_ENV) TORCHINDUCTOR_COMPILE_THREADS=1 $(PY) -m pytest tests -n $(WORKERS) --dist worksteal $(COMPILE)
 
 # Every Triton kernel, in the interpreter, each access checked against its tensor.
 test-interpreter: $(READY)
-	$(TEST_ENV) TRITON_INTERPRET=1 $(PY) -m pytest tests -n $(WORKERS) -m kernel
+	$(TEST_ENV) TRITON_INTERPRET=1 $(PY) -m pytest tests -n $(WORKERS) --dist worksteal -m kernel
 
 # Plants faults, one after another, in copies of this tree; each must fail a test of its module.
 # ONLY="kernels/slots" plants those whose line contains that, ONLY=gpu those that only a GPU can see

@@ -14,6 +14,8 @@ from __future__ import annotations
 
 import functools
 import importlib
+import math
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -202,6 +204,14 @@ def _patch_language_once() -> None:
     interpreter._patch_lang = lambda fn: nothing
 
 
+def _skip_overflow_checks() -> None:
+    """Compute no sum twice: without its debug mode the interpreter drops what the check says."""
+    builder = interpreter.interpreter_builder
+    if builder.options.debug:
+        raise RuntimeError("overflow checks are of use in debug mode")
+    builder.options = replace(builder.options, sanitize_overflow=False)
+
+
 def _patch_numpy_types() -> None:
     """Look dtypes up in one table: the interpreter makes a dictionary of all of them each time."""
     numpy_type = functools.cache(interpreter._get_np_dtype)
@@ -215,13 +225,28 @@ def _patch_numpy_types() -> None:
 
 
 def _patch_lazy_types() -> None:
-    """Name a block's type, and type a tuple, when somebody asks: for most values nobody does."""
+    """Name a block's type, and type a tuple, when somebody asks: for most values nobody does.
+
+    Shapes are few: blocks of one shape, and their types, share it.
+    """
     core = tl.core
+
+    @functools.lru_cache(maxsize=None, typed=True)  # a size of 4.0 is no size
+    def sizes_of_type(*shape):
+        sizes = core.tuple(shape)
+        return sizes, core.validate_block_shape(sizes)
+
+    @functools.cache
+    def sizes_of_tensor(*shape):
+        return core.tuple([core.constexpr(s) for s in shape]), core.constexpr(math.prod(shape))
 
     def init_block_type(self, element_ty, shape):
         self.element_ty = element_ty
-        self.shape = core.tuple(core._unwrap_shape(shape))
-        self.numel = core.validate_block_shape(self.shape)
+        self.shape, self.numel = sizes_of_type(*map(core._unwrap_if_constexpr, shape))
+
+    def init_tensor(self, handle, type):
+        self.handle, self.type, self.dtype = handle, type, type.scalar
+        self.shape, self.numel = sizes_of_tensor(*(type.shape if type.is_block() else ()))
 
     def init_tuple(self, args, type=None):
         self.values = list(args)
@@ -235,6 +260,7 @@ def _patch_lazy_types() -> None:
 
     core.block_type.__init__ = init_block_type
     core.block_type.name = property(lambda self: f"<{self.shape}, {self.element_ty}>")
+    core.tensor.__init__ = init_tensor
     core.tuple.__init__ = init_tuple
     core.tuple.type = property(type_of_tuple, lambda self, type: setattr(self, "_type", type))
 
@@ -254,6 +280,7 @@ def install() -> torch.library.Library:
         _patch_loop_bounds()
     if _version() < (3, 8):
         _patch_scaled_products()
+    _skip_overflow_checks()
     _patch_numpy_types()
     _patch_lazy_types()
     _patch_language_once()  # last: it takes what is patched so far

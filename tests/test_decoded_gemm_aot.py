@@ -108,11 +108,16 @@ def test_every_scheme(scheme, tile):
         assert ("wgmma.mma_async" if tile == 128 else "mma.sync") in kernel.asm["ptx"]
 
 
-@pytest.mark.parametrize("scheme", NAMED)
-@pytest.mark.parametrize("arch", [a for a in ARCHITECTURES if a != 90])
-def test_other_architectures(scheme, arch):
-    if arch < min_capability(get_scheme(scheme).activation):
-        pytest.skip("has no e4m3 conversions")
+OTHERS = [
+    (arch, scheme)
+    for arch in ARCHITECTURES
+    for scheme in NAMED
+    if arch != 90 and arch >= min_capability(get_scheme(scheme).activation)
+]
+
+
+@pytest.mark.parametrize(("arch", "scheme"), OTHERS)
+def test_other_architectures(arch, scheme):
     for tile in (32, 64) if scheme in SOME else (32,):
         check(arch, scheme, tile)
 
@@ -124,12 +129,12 @@ def test_tails(scheme):
 
 
 @pytest.mark.parametrize("scheme", NAMED)
-def test_the_choice_of_the_kernel(scheme):
+@pytest.mark.parametrize("arch", [90, 100, 103, 120])
+def test_the_choice_of_the_kernel(arch, scheme):
     """By architecture and scheme, as `BLOCK_SCALED` says."""
-    for arch in (90, 100, 103, 120):
-        special = is_block_scaled(scheme, arch)
-        name = "block_scaled_gemm_kernel" if special else "weight_only_gemm_kernel"
-        assert [k.metadata.name for k in compiled(arch, scheme, 64)] == [name] * 2
+    special = is_block_scaled(scheme, arch)
+    name = "block_scaled_gemm_kernel" if special else "weight_only_gemm_kernel"
+    assert [k.metadata.name for k in compiled(arch, scheme, 64)] == [name] * 2
 
 
 INSTRUCTIONS = {
@@ -160,10 +165,10 @@ def test_block_scaled(arch, scheme, tile):
     check_block_scaled(arch, scheme, tile)
 
 
-@pytest.mark.parametrize("scheme", sorted(BLOCK_SCALED[103]))
-def test_block_scaled_on_103(scheme):
+@pytest.mark.parametrize(("arch", "scheme"), [(103, s) for s in sorted(BLOCK_SCALED[103])])
+def test_block_scaled_on_103(arch, scheme):
     for tile in (16, 128):
-        check_block_scaled(103, scheme, tile)
+        check_block_scaled(arch, scheme, tile)
 
 
 @pytest.mark.parametrize(("arch", "scheme"), CASES)

@@ -84,9 +84,10 @@ torch._inductor.aoti_load_package(path)(torch.ones(2))
 """
 
 
-def needs_working_aoti(path):
+@pytest.fixture(scope="module")
+def working_aoti(tmp_path_factory):
     """Some builds of torch crash on loading any package, which would take this process with it."""
-    code = PLAIN_PACKAGE.format(path=str(path))
+    code = PLAIN_PACKAGE.format(path=str(tmp_path_factory.mktemp("plain") / "plain.pt2"))
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     if done.returncode:
         pytest.skip(f"torch {torch.__version__} cannot load a package without moe_ops in it either")
@@ -110,8 +111,8 @@ class Quantized(Block):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", [Block, Quantized])
+@pytest.mark.usefixtures("working_aoti")
 def test_aot_inductor(kind, device, tmp_path):
-    needs_working_aoti(tmp_path / "plain.pt2")
     if kind is Quantized and torch.__version__ < "2.13":
         pytest.skip("AOTInductor of torch 2.11 hands dtypes to operators as other ones")
     block, program = exported(device, kind)

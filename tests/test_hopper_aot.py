@@ -152,9 +152,19 @@ def check_packed(kernel, scheme, block_m, block_n, on_demand):
     return c
 
 
-@pytest.mark.parametrize("scheme", ["unquantized", "fp8_channel", "fp8_tensor", "fp8_block128"])
-@pytest.mark.parametrize(("block_m", "block_n"), PACKED_TILES)
-@pytest.mark.parametrize("on_demand", [False, True])
+SCHEMES = ["unquantized", "fp8_channel", "fp8_tensor", "fp8_block128"]
+EVERY_TILE = [
+    pytest.param(
+        scheme, *tile, on_demand,
+        marks=[pytest.mark.exhaustive] * ((i + j + on_demand) % 2),  # every two meet in the rest
+    )
+    for i, scheme in enumerate(SCHEMES)
+    for j, tile in enumerate(PACKED_TILES)
+    for on_demand in (False, True)
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("scheme", "block_m", "block_n", "on_demand"), EVERY_TILE)
 def test_every_packed_tile(scheme, block_m, block_n, on_demand, monkeypatch):
     if block_n not in widths(PACKED, block_m, 2 if scheme == "unquantized" else 1):
         pytest.skip("there is no such tile")

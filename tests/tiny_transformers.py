@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import importlib
 import inspect
 import math
@@ -70,6 +71,7 @@ NO_TOKEN_EMBEDDING = {"Qwen3OmniMoeTalkerTextExperts"}
 """Models that take embeddings instead of token ids."""
 
 
+@functools.cache
 def decorated_classes() -> list[tuple[str, str]]:
     """``(module, class)`` of every experts class in the sources of the installed transformers."""
     found = []
