@@ -55,14 +55,15 @@ from moe_ops.kernels._sort.plan import (
 @triton.jit(do_not_specialize=["num_slots", "first_expert"])
 def _count_kernel(
     topk_ids, expert_map, table, num_slots, first_expert, num_experts, num_buckets, counts,
-    BUCKETS: tl.constexpr, BLOCK: tl.constexpr, ACROSS: tl.constexpr, ROWS: tl.constexpr,
+    BUCKETS: tl.constexpr, BLOCK: tl.constexpr, FEW: tl.constexpr,
+    ACROSS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """The first program stores the counts of all slots; the others have nothing to do."""
     take_turn()
     if tl.program_id(0) == 0:
         _, count, _, _ = count_slots(
             topk_ids, expert_map, table, num_slots, first_expert, num_experts, num_buckets,
-            BUCKETS, BLOCK, ACROSS, ROWS,
+            BUCKETS, BLOCK, FEW, ACROSS, ROWS,
         )  # fmt: skip
         bucket = tl.arange(0, BUCKETS)
         tl.store(counts + bucket, count, mask=bucket < num_buckets)
@@ -103,7 +104,7 @@ def _align_kernel(
 def _align_blocks_kernel(
     topk_ids, expert_map, table, num_slots, first_expert, num_experts, num_buckets,
     names, sorted_token_ids, expert_ids, num_tokens_post_padded, num_rows, num_tiles,
-    TILE: tl.constexpr, BUCKETS: tl.constexpr, BLOCK: tl.constexpr,
+    TILE: tl.constexpr, BUCKETS: tl.constexpr, BLOCK: tl.constexpr, FEW: tl.constexpr,
     ACROSS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """One program places the slots of one block, and fills its share of everything else."""
@@ -115,7 +116,7 @@ def _align_blocks_kernel(
     bucket = tl.arange(0, BUCKETS)
     found, count, before, own = count_slots(
         topk_ids, expert_map, table, num_slots, first_expert, num_experts, num_buckets,
-        BUCKETS, BLOCK, ACROSS, ROWS,
+        BUCKETS, BLOCK, FEW, ACROSS, ROWS,
     )  # fmt: skip
     tiles = (count + TILE - 1) // TILE
     start, first_tile = tl.cumsum(count, 0) - count, tl.cumsum(tiles, 0) - tiles

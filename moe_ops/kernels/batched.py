@@ -32,7 +32,8 @@ from moe_ops.kernels.quantize import quantize_rows, unpacked, warps
 def _places_kernel(
     topk_ids, expert_map, table, num_slots, first_expert, num_experts, num_buckets,
     slots, rows, counts, num_dropped, max_rows,
-    BUCKETS: tl.constexpr, BLOCK: tl.constexpr, ACROSS: tl.constexpr, ROWS: tl.constexpr,
+    BUCKETS: tl.constexpr, BLOCK: tl.constexpr, FEW: tl.constexpr,
+    ACROSS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """One program places the slots of one block: up to ``max_rows`` with each expert.
 
@@ -41,7 +42,7 @@ def _places_kernel(
     take_turn()
     found, count, before, own = count_slots(
         topk_ids, expert_map, table, num_slots, first_expert, num_experts, num_buckets,
-        BUCKETS, BLOCK, ACROSS, ROWS,
+        BUCKETS, BLOCK, FEW, ACROSS, ROWS,
     )  # fmt: skip
     slot, bucket, rank = sort_in_block(found, before, own, num_buckets, BLOCK)
     placed = (bucket < num_buckets) & (rank < max_rows)

@@ -24,13 +24,14 @@ from moe_ops.kernels._sort.counting_sort import Blocks, count_blocks, count_slot
 def _permutation_kernel(
     topk_ids, expert_map, table, num_slots, first_expert, num_experts, num_buckets,
     offset, inv_permuted_idx, permuted_idx,
-    BUCKETS: tl.constexpr, BLOCK: tl.constexpr, ACROSS: tl.constexpr, ROWS: tl.constexpr,
+    BUCKETS: tl.constexpr, BLOCK: tl.constexpr, FEW: tl.constexpr,
+    ACROSS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """One program places the slots of one block; skipped slots go behind all others."""
     take_turn()
     found, count, before, own = count_slots(
         topk_ids, expert_map, table, num_slots, first_expert, num_experts, num_buckets,
-        BUCKETS, BLOCK, ACROSS, ROWS,
+        BUCKETS, BLOCK, FEW, ACROSS, ROWS,
     )  # fmt: skip
     end, block = tl.cumsum(count, 0), tl.program_id(0)
     slot, bucket, row = sort_in_block(found, end - count + before, own, num_buckets, BLOCK)

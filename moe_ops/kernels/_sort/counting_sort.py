@@ -1,10 +1,10 @@
 """A stable counting sort of slots by bucket, a block of slots per program.
 
-Few slots are one block, which one launch counts and sorts. Many take two launches. The first one
-counts: a table has the slots of each bucket in each block. In the second one every program adds up
-that table (it is small and stays in the L2 cache), which tells where each bucket begins and how
-many of its slots lie in earlier blocks; then the program sorts its own block. The order never
-depends on timing.
+Few slots take one launch, in which every program counts all slots. Many take two launches. The
+first one counts: a table has the slots of each bucket in each block. In the second one every
+program adds up that table (it is small and stays in the L2 cache). Either way a program then knows
+where each bucket begins and how many of its slots lie in earlier blocks, and sorts its own block.
+The order never depends on timing.
 
 A bucket is a local expert. Alignment, permutation, the batched format and counting differ in what
 the last launch writes. Their kernels begin with the arguments that `count_blocks` returns, and end
@@ -21,11 +21,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from moe_ops.dispatch.tiles import cdiv, scan_sizes
+from moe_ops.dispatch.tiles import SINGLE_LAUNCH_SLOTS, cdiv, scan_sizes
 from moe_ops.kernels._runtime.dependent import take_turn
 from moe_ops.kernels._runtime.launch import Launch
 from moe_ops.kernels._runtime.slots import dense, local_experts, map_size, next_power_of_2
 
+FEW_BLOCK = 64
+"""Slots of one program where they are few: sorting more in a program takes longer."""
 ENTRIES = 8
 """Table entries that a thread reads at once: 16 bytes."""
 ROWS = 8
@@ -41,14 +43,22 @@ def _block_buckets(
     Bucket b is local expert ``first_expert + b``.
     """
     slot = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    return _buckets_of(
+        slot, topk_ids, expert_map, num_slots, first_expert, num_experts, num_buckets
+    )
+
+
+@triton.jit
+def _buckets_of(slot, topk_ids, expert_map, num_slots, first_expert, num_experts, num_buckets):
+    """The bucket of each of some slots; see `_block_buckets`."""
     inside, last = slot < num_slots, first_expert + num_buckets
     return local_experts(topk_ids, expert_map, slot, inside, num_experts, last) - first_expert
 
 
 @triton.jit
-def _count_block(found, BUCKETS: tl.constexpr):
-    """The slots of each bucket in this program's block."""
-    return tl.histogram(tl.maximum(found, 0), BUCKETS, mask=found >= 0)
+def _count(found, counted, BUCKETS: tl.constexpr):
+    """The slots of each bucket among those that are counted and not skipped."""
+    return tl.histogram(tl.maximum(found, 0), BUCKETS, mask=counted & (found >= 0))
 
 
 @triton.jit(do_not_specialize=["num_slots", "first_expert"])
@@ -62,7 +72,7 @@ def _count_blocks_kernel(
         topk_ids, expert_map, num_slots, first_expert, num_experts, num_buckets, BLOCK
     )
     row = table + tl.program_id(0) * BUCKETS
-    tl.store(row + tl.arange(0, BUCKETS), _count_block(found, BUCKETS).to(tl.int16))
+    tl.store(row + tl.arange(0, BUCKETS), _count(found, found >= 0, BUCKETS).to(tl.int16))
 
 
 @triton.jit
@@ -96,18 +106,27 @@ def _add_blocks(table, BUCKETS: tl.constexpr, ACROSS: tl.constexpr, ROWS: tl.con
 @triton.jit
 def count_slots(
     topk_ids, expert_map, table, num_slots, first_expert, num_experts, num_buckets,
-    BUCKETS: tl.constexpr, BLOCK: tl.constexpr, ACROSS: tl.constexpr, ROWS: tl.constexpr,
+    BUCKETS: tl.constexpr, BLOCK: tl.constexpr, FEW: tl.constexpr,
+    ACROSS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """The bucket of each slot of this program's block, and three counts for each bucket.
 
     They are of all slots, of those in earlier blocks, and of those in this one. Without a table
-    this block has all slots.
+    there are at most FEW slots, which every program counts.
     """
     found = _block_buckets(
         topk_ids, expert_map, num_slots, first_expert, num_experts, num_buckets, BLOCK
     )
-    if table is None:
-        count = _count_block(found, BUCKETS)
+    if table is None and FEW > BLOCK:
+        slot = tl.arange(0, FEW)
+        every = _buckets_of(
+            slot, topk_ids, expert_map, num_slots, first_expert, num_experts, num_buckets
+        )
+        count = _count(every, every >= 0, BUCKETS)
+        before = _count(every, slot < tl.program_id(0) * BLOCK, BUCKETS)
+        own = _count(found, found >= 0, BUCKETS)
+    elif table is None:
+        count = _count(found, found >= 0, BUCKETS)
         before, own = count * 0, count
     else:
         count, before, own = _add_blocks(table, BUCKETS, ACROSS, ROWS)
@@ -142,6 +161,8 @@ class Blocks(NamedTuple):
     """Slots of one program. 16 bits can count those of ROWS blocks."""
     buckets: int
     """Rounded up to a power of two."""
+    few: int
+    """Slots, rounded up to a power of two, that every program counts; 0: a table has the counts."""
     across: int
     """Groups of warps that read rows of the table."""
     rows: int
@@ -150,7 +171,7 @@ class Blocks(NamedTuple):
 
     def constants(self) -> dict[str, Any]:
         """Constants and launch options of a kernel that sorts."""
-        names = ("BLOCK", "BUCKETS", "ACROSS", "ROWS", "num_warps")
+        names = ("BLOCK", "BUCKETS", "FEW", "ACROSS", "ROWS", "num_warps")
         return dict(zip(names, self, strict=True))
 
 
@@ -162,7 +183,9 @@ def block_sizes(num_slots: int, num_buckets: int) -> Blocks:
     at_once = num_warps * 32 * ENTRIES
     across = max(1, min(16, at_once // buckets))
     rows = max(1, min(ROWS, ROWS * at_once // buckets))
-    return Blocks(scan.chunk, buckets, across, rows, num_warps)
+    few = scan.chunk if num_slots <= SINGLE_LAUNCH_SLOTS else 0
+    block = min(few, FEW_BLOCK) if few else scan.chunk
+    return Blocks(block, buckets, few, across, rows, num_warps)
 
 
 @lru_cache(maxsize=1024)
@@ -190,7 +213,7 @@ def count_blocks(
     num_experts = map_size(expert_map, first_expert + num_buckets)
     grid = (max(1, cdiv(num_slots, sizes.block)),)
     counted = (num_slots, first_expert, num_experts, num_buckets)
-    if grid[0] > 1:
+    if not sizes.few:
         table = topk_ids.new_empty(grid[0], sizes.buckets, dtype=torch.int16)
         count = _count_launch(sizes.buckets, sizes.block, sizes.num_warps)
         count(grid, topk_ids, expert_map, table, *counted)
