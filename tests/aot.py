@@ -112,7 +112,7 @@ class OnKernels(TorchDispatchMode):
 
 
 def compile_launch(
-    arch: int, launch: Callable[[Callable[..., torch.Tensor]], Any], gpu: str = ""
+    arch: int | Device, launch: Callable[[Callable[..., torch.Tensor]], Any], gpu: str = ""
 ) -> list[Any]:
     """The kernels of ``launch(empty)``; ``empty(*shape, dtype=..)`` makes a fake CUDA tensor."""
 

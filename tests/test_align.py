@@ -9,6 +9,7 @@ from strategies import topk_ids
 
 import moe_ops
 from moe_ops import ops
+from moe_ops.dispatch.tile_plan import unpack_plan
 from moe_ops.dispatch.tiles import (
     ROW_TILES,
     SINGLE_LAUNCH_SLOTS,
@@ -20,7 +21,6 @@ from moe_ops.dispatch.tiles import (
 )
 from moe_ops.reference.align import plan_slots
 from moe_ops.reference.slots import local_experts
-from moe_ops.tensors import unpack_plan
 
 ROW_TILE_LISTS = (ROW_TILES, (16, 32, 192), (192, 192))
 

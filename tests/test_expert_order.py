@@ -11,11 +11,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import moe_ops
 from moe_ops import ops
+from moe_ops.dispatch.tile_plan import first_rows, unpack_plan
 from moe_ops.dispatch.tiles import ROW_TILES, is_direct, pick_row_tile, plan_sizes
 from moe_ops.pipeline.gated_experts import gated_experts
 from moe_ops.reference import align as reference
 from moe_ops.reference.slots import local_experts
-from moe_ops.tensors import Tiles, first_rows, unpack_plan
+from moe_ops.tensors import Tiles
 from moe_ops.testing import ROUTINGS, Problem, call, make_inputs
 
 pytestmark = pytest.mark.kernel

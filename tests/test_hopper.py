@@ -11,9 +11,10 @@ from test_scaled_gemm import activated, exact_rows, numbers
 
 from moe_ops import ops
 from moe_ops.dispatch.hopper import packed_rows
+from moe_ops.dispatch.tile_plan import unpack_plan
 from moe_ops.reference.slots import local_experts
 from moe_ops.scheme import get_scheme, quantize_weight
-from moe_ops.tensors import Tiles, unpack_plan
+from moe_ops.tensors import Tiles
 from moe_ops.testing import Problem, assert_matches_reference, make_inputs
 
 pytest.importorskip("triton")

@@ -18,6 +18,7 @@ from moe_ops.dispatch import tuned
 from moe_ops.dispatch.device import name_and_arch
 from moe_ops.dispatch.hopper import PACKED, STREAM, HopperTiles
 from moe_ops.dispatch.portable import gemm_tiles
+from moe_ops.dispatch.tile_plan import first_rows, split_tiles, unpack_plan
 from moe_ops.dispatch.tiles import (
     KNOWN_ROW_TILES,
     ROW_TILES,
@@ -34,7 +35,6 @@ from moe_ops.pipeline.devices import TARGETS
 from moe_ops.reference import expert_gemm as reference
 from moe_ops.reference.align import plan_slots
 from moe_ops.reference.slots import local_experts
-from moe_ops.tensors import first_rows, split_tiles, unpack_plan
 from moe_ops.testing import Problem, make_inputs
 
 TALL = (192, 192)

@@ -48,7 +48,7 @@ def device_facts(device: torch.device) -> Device:
 
 @cache
 def _facts(device: torch.device) -> Device:
-    if device.type != "cuda":
+    if device.type != "cuda" or not torch.cuda.is_available():  # or only fake tensors are on it
         return NO_GPU
     major, minor = torch.cuda.get_device_capability(device)
     properties: Any = torch.cuda.get_device_properties(device)

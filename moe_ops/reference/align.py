@@ -7,13 +7,14 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from moe_ops.dispatch.tile_plan import first_rows, unpack_plan
 from moe_ops.dispatch.tiles import PLAN_HEADER, cdiv, pick_row_tile, plan_sizes
 from moe_ops.fake_impls.align import moe_align_block_size as empty_plan
 from moe_ops.fake_impls.align import plan_batched as empty_batched
 from moe_ops.fake_impls.align import plan_permuted as empty_permuted
 from moe_ops.fake_impls.align import plan_slots as empty_plan_slots
 from moe_ops.reference.slots import local_experts
-from moe_ops.tensors import TilePlan, first_rows, unpack_plan
+from moe_ops.tensors import TilePlan
 
 
 def moe_align_block_size(

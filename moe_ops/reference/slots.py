@@ -11,8 +11,9 @@ from typing import cast
 import torch
 from torch import Tensor
 
+from moe_ops.dispatch.tile_plan import first_rows, plan_to_read, unpack_plan
 from moe_ops.dispatch.tiles import pick_row_tile
-from moe_ops.tensors import AnyTiles, first_rows, plan_to_read, unpack_plan
+from moe_ops.tensors import AnyTiles
 
 
 def local_experts(topk_ids: Tensor, expert_map: Tensor | None, num_local_experts: int) -> Tensor:

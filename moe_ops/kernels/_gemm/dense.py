@@ -17,6 +17,7 @@ from torch import Tensor
 from moe_ops.activation import formula
 from moe_ops.dispatch.gemm_plan import GemmPlan
 from moe_ops.dispatch.problem import GemmProblem
+from moe_ops.dispatch.tile_plan import split_tiles
 from moe_ops.dispatch.tiles import TileConfig, cuts_up, max_programs
 from moe_ops.kernels._gemm.operands import GemmOperands
 from moe_ops.kernels._gemm.tile import (
@@ -34,7 +35,6 @@ from moe_ops.kernels._runtime.dependent import take_turn
 from moe_ops.kernels._runtime.launch import Launch
 from moe_ops.kernels._runtime.slots import dense
 from moe_ops.kernels.activation import constants, gate, gate_up
-from moe_ops.tensors import split_tiles
 
 
 @triton.jit(do_not_specialize=COUNTED)

@@ -80,4 +80,5 @@ def _ready(
     """The kernel; and how its rows are quantized before it, where it is not the one that does."""
     plan = plan_gemm(problem, device, config=config)
     before = problem.rows != STORED and not plan.quantizes_rows
-    return KERNELS[plan.kernel](problem, plan), problem.quant if before else None
+    make = KERNELS[plan.kernel]
+    return make(problem, plan), problem.quant if before else None

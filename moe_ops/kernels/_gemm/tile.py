@@ -13,9 +13,10 @@ from typing import Any
 import triton
 import triton.language as tl
 
+from moe_ops.dispatch.tile_plan import plan_to_read
 from moe_ops.kernels._runtime.slots import HEADER, experts_of
 from moe_ops.kernels.activation import gate, gate_up
-from moe_ops.tensors import AnyTiles, plan_to_read
+from moe_ops.tensors import AnyTiles
 
 COUNTED = ["num_slots", "num_ids", "num_experts", "num_entries"]
 """Integer arguments that kernels are not specialized for (``do_not_specialize``)."""
