@@ -172,7 +172,7 @@ def _nearest(layer: TunedLayer, gemm: Gemm) -> Entry | None:
         return min(load_class(rows, gemm.num_experts), last)
 
     def distance(entry: Entry) -> float:
-        ratio = entry.num_tokens * layer.top_k / gemm.num_slots
+        ratio = entry.num_tokens * layer.top_k / max(gemm.num_slots, 1)
         return max(ratio, 1 / ratio)
 
     load = load_of(gemm.num_slots)

@@ -1,0 +1,126 @@
+"""`plan_gemm`: a pure function of values, whose answer is what a GEMM runs."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import moe_ops
+from moe_ops.dispatch import GemmProblem, plan_gemm, tuned
+from moe_ops.dispatch.gemm_plan import (
+    BLOCK_SCALED,
+    DENSE,
+    DEQUANTIZE,
+    SCALED,
+    SLOT,
+    TOKEN_SUM,
+)
+from moe_ops.dispatch.hopper import PACKED, STREAM, TOKEN, HopperTiles, plans_for
+from moe_ops.dispatch.problem import EACH, STORED, layer_problem, sizes_of
+from moe_ops.dispatch.tiles import INVARIANT_ROW_TILES, TileConfig
+from moe_ops.dispatch.tuned_file import default_row_tiles
+from moe_ops.pipeline.devices import TARGETS
+
+E, H, I, K = 32, 2048, 1024, 4  # noqa: E741
+FACTS = {name: target.facts for name, target in TARGETS.items() if target.facts is not None}
+HOPPER = FACTS["sm_90"]
+
+
+def problems(scheme, tokens, facts=HOPPER, row_tiles=None):
+    """Both GEMMs of a layer."""
+    known = moe_ops.get_scheme(scheme)
+    hopper = plans_for(known, facts.arch, 2, I)
+    tiles = row_tiles or default_row_tiles(known, hopper=hopper)
+    first = sizes_of(tokens * K, (E, 2 * I, H), 2, tiles, "silu")
+    second = sizes_of(tokens * K, (E, H, I), 2, tiles, "")
+    return (
+        layer_problem(first, known, "silu", tokens, K),
+        layer_problem(second, known, "", tokens, 1),
+    )
+
+
+def kernels(*arguments, **options):
+    return [plan_gemm(p, HOPPER).kernel for p in problems(*arguments, **options)]
+
+
+def test_kernels_by_load():
+    assert kernels("unquantized", 1) == kernels("fp8_block128", 1) == [TOKEN, TOKEN_SUM]
+    assert kernels("unquantized", 64) == [DENSE, DENSE]
+    assert kernels("unquantized", 4096) == [PACKED, PACKED]
+    assert kernels("fp8_channel", 64) == [STREAM, STREAM]
+    assert kernels("fp8_channel", 4096) == [PACKED, PACKED]
+    assert kernels("int8_channel", 1) == [SLOT, SLOT]
+    assert kernels("int8_channel", 64) == [SCALED, SCALED]
+    for tokens in (1, 64, 4096):
+        assert kernels("mxfp4_w4a16", tokens) == kernels("nvfp4", tokens) == [DEQUANTIZE] * 2
+    blackwell = [plan_gemm(p, FACTS["sm_100"]).kernel for p in problems("nvfp4", 64)]
+    assert blackwell == [BLOCK_SCALED] * 2
+
+
+def test_what_keeps_hoppers_kernels_out():
+    """Tensors that boxes cannot be made of, a plan of one row tile, scales of each expert."""
+    problem, _ = problems("fp8_tensor_static", 4096)
+    assert plan_gemm(problem, HOPPER).kernel == PACKED
+    for changes in ({"boxes": False}, {"expert_scales": True}):
+        assert plan_gemm(problem._replace(**changes), HOPPER).kernel == SCALED
+    assert plan_gemm(problem, HOPPER._replace(portable_only=True)).kernel == SCALED
+    assert kernels("fp8_channel", 4096, row_tiles=INVARIANT_ROW_TILES) == [SCALED] * 2
+
+
+def test_who_quantizes():
+    """The kernel of one token, that of few slots, and the pass that packs rows."""
+    first, second = problems("fp8_block128", 4096)
+    plan = plan_gemm(second, HOPPER)
+    assert second.rows == EACH and plan.quantizes_rows and plan.packed_rows
+    assert [buffer.name for buffer in plan.scratch][-2:] == ["packed rows", "scales of packed rows"]
+    stored = plan_gemm(second._replace(rows=STORED), HOPPER)
+    assert not stored.quantizes_rows and stored.packed_rows == plan.packed_rows
+    portable = plan_gemm(first._replace(boxes=False), HOPPER)
+    assert not portable.quantizes_rows
+    assert [buffer.name for buffer in portable.scratch] == [
+        "quantized rows",
+        "scales of quantized rows",
+    ]
+    assert portable.scratch[0].nbytes == 4096 * H  # a row for each token, a byte for each number
+
+
+@given(
+    scheme=st.sampled_from(sorted(moe_ops.SCHEMES)),
+    tokens=st.sampled_from((0, 1, 2, 7, 64, 500, 5000, 2**17)),
+    gpu=st.sampled_from(sorted(FACTS)),
+    one_tile=st.booleans(),
+)
+def test_a_pure_function(scheme, tokens, gpu, one_tile):
+    """The same value for equal arguments, remembered; of tables that are installed, too."""
+    tiles = INVARIANT_ROW_TILES if one_tile else None
+    for problem in problems(scheme, tokens, FACTS[gpu], tiles):
+        plan = plan_gemm(problem, FACTS[gpu])
+        assert plan_gemm(GemmProblem(*problem), FACTS[gpu]) is plan
+        assert all(buffer.nbytes >= 0 for buffer in plan.scratch) and plan.source
+
+
+def test_given_tiles():
+    """Of the kernel that they are for; refused where none of that kind takes the GEMM."""
+    problem, _ = problems("unquantized", 4096)
+    portable = TileConfig(64, 64, 64, 8, 4, 2)
+    plan = plan_gemm(problem, HOPPER, config=portable)
+    assert (plan.kernel, plan.config, plan.source) == (DENSE, portable, "given")
+    own = HopperTiles(PACKED, 128, 128, 8, 3)
+    assert plan_gemm(problem, HOPPER, config=own).kernel == PACKED
+    with pytest.raises(ValueError, match="config must be tiles of a kernel that takes this GEMM"):
+        plan_gemm(problem._replace(boxes=False), HOPPER, config=own)
+
+
+def test_tables_are_part_of_the_question(monkeypatch):
+    """Other tables, other plans; nothing has to be forgotten."""
+    problem, _ = problems("unquantized", 64)
+    before = plan_gemm(problem, HOPPER)
+    tiles = replace(before.config, num_warps=2)
+    entry = tuned.Entry(64, tiles, tiles)
+    layer = tuned.TunedLayer("made-up", (E, I, H), "NVIDIA_H200", "unquantized", K, (), (entry,))
+    monkeypatch.setattr(tuned, "TABLES", tuned.tables([layer]))
+    plan = plan_gemm(problem, HOPPER)
+    assert (plan.config, plan.source) == (tiles, "tuned (made-up)")
+    monkeypatch.undo()
+    assert plan_gemm(problem, HOPPER) is before
