@@ -148,12 +148,12 @@ class PlanSizes(NamedTuple):
     @property
     def firsts_at(self) -> int:
         """Where the tiles' first rows begin."""
-        return self.experts_at + self.tiles
+        return PLAN_HEADER + self.rows + self.tiles
 
     @property
     def entries(self) -> int:
         """Of the tensor."""
-        return self.firsts_at + self.tiles
+        return PLAN_HEADER + self.rows + 2 * self.tiles
 
 
 def plan_sizes(num_slots, num_experts, row_tiles: Sequence[int], pad_to: int = 1) -> PlanSizes:
@@ -184,6 +184,7 @@ def _plan_sizes(
     return sizes
 
 
+@lru_cache(maxsize=4096)
 def load_class(num_slots: int, num_experts: int) -> int:
     """The first i for which ``16 * 2**i`` holds 1.5 times the average expert's rows, or all."""
     wanted, i = min(1.5 * num_slots / num_experts, num_slots), 0
