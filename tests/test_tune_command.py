@@ -150,6 +150,7 @@ def test_trials_launch_their_tiles(scheme, made, monkeypatch):
 
     monkeypatch.setattr(Launch, "__call__", record_constants)
     clock = made(scheme)
+    clock.launches = True  # in the interpreter, too
     for start in (plain_trial(clock.subject, 5, which, 32) for which in (1, 2)):
         for trial in [start, *clock.subject.neighbours(start, "block_k")]:
             seen.clear()

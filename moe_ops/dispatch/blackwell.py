@@ -1,4 +1,4 @@
-"""Where expert GEMMs run on block-scaled matrix instructions, and in which tiles.
+"""Rules for block-scaled matrix instructions: which GEMMs run on them, and with which tiles.
 
 Blackwell's matrix units multiply small floats as they are stored, together with the one-byte scales
 of their groups. Elsewhere, and for all other formats, stored numbers are decoded in the kernel.
@@ -21,7 +21,7 @@ BLOCK_SCALED = {
     103: ONE_ELEMENT | TWO_ELEMENTS,
     120: ONE_ELEMENT,
 }
-"""By architecture the schemes whose products Triton 3.6 compiles to block-scaled instructions:
+"""Schemes whose products Triton 3.6 compiles to block-scaled instructions, by architecture:
 ``tcgen05.mma`` on sm_100 and sm_103, ``mma.sync`` on sm_120. It decodes two elements on sm_120, and
 everything on sm_121. Compiled and interpreted by the tests; **not yet run on such a GPU**."""
 

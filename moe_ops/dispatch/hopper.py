@@ -1,4 +1,4 @@
-"""Which of Hopper's own kernels computes an expert GEMM, if any, and with which tiles.
+"""Rules for Hopper's own GEMM kernels: which of them serves, if any, and with which tiles.
 
 Host arithmetic, which runs inside operators, where sizes are numbers. The numbers that choose come
 from GEMMs that were timed on an H200 one by one: `benchmarks/NOTES.md` has them.
@@ -28,31 +28,31 @@ from moe_ops.dispatch.tiles import (
 from moe_ops.scheme import WHOLE, Scheme
 
 PACKED, STREAM = KERNELS = ("hopper_packed", "hopper_stream")
-"""Rows are packed in plan order, for many of them; weights stream past few rows."""
+"""Many rows: packed in the order of the plan. Few rows: the swap-AB decode kernel."""
 TOKEN = "hopper_token"
-"""Weights stream past the one token, and past the rows of its slots."""
+"""The M = 1 decode kernels, of GEMM 1 and of GEMM 2 with the weighted sum."""
 ROW_TILES = {
     1: (16, 32, 64, 64, 128),
     2: (16, 32, 64, 128, TALL_ROW_TILE, 128, TALL_ROW_TILE, 128),
 }
-"""By bytes of a number: the row tiles by class of load (see `tiles.ROW_TILES`). Where
-experts have some 128 rows one tile of 192 takes all, where they have some 512 three do, and weights
-are read from L2 least; with 256 or 1024 rows tiles of 128 in step are faster."""
+"""Row tiles per rows-per-expert bucket (see `tiles.ROW_TILES`), keyed by bytes per number.
+
+If experts have about 128 rows, one tile of 192 takes them all; with about 512 rows three such tiles
+do, and weights are read from L2 least. With 256 or 1024 rows tiles of 128 in step are faster."""
 ON_DEMAND_LOAD = 6
-"""Of 8-bit numbers, up to this class of load (683 rows an expert) tiles of 128 rows are taken on
-demand: padding that is skipped outweighs being in step. Above, experts' last tiles are few."""
+"""Up to this bucket (683 rows per expert), 8-bit tiles of 128 rows have a dynamic schedule:
+skipping padding outweighs running in step. Above it, few tiles are the last of an expert."""
 GROUP_ON_DEMAND = {1: 4, 2: 3}
-"""Row tiles of a band, by bytes of a number: few, since programs are not in step."""
+"""Row tiles per band with a dynamic schedule, by bytes per number: few, as CTAs are not in step."""
 ROW_BYTES = 128
-"""Of a row of a tile in shared memory: what its swizzle spans, and how much of K a step takes."""
+"""Bytes of one row of a tile in shared memory: the span of the swizzle, and K per step."""
 PACKED_LOAD = {1: 3, 2: 5}
-"""By bytes of a number: from this class of load on (more than 42 rows an expert, or 170), and for
-tiles of 192 rows, rows are packed for boxes to be made of them. Below, a pass over the rows costs
-more than it saves."""
+"""The first bucket in which rows are packed (more than 42 rows per expert, or 170), by bytes per
+number; tiles of 192 rows always are. Below it, a pass over the rows costs more than it saves."""
 STREAM_ROWS = 32
-"""The largest row tile that weights stream past where nothing was timed."""
+"""The largest row tile of the swap-AB decode kernel where nothing was timed."""
 STREAM_STAGES = 5
-"""Of 128 weight rows: more bring nothing."""
+"""Stages of 128 weight rows; more bring nothing."""
 LEAST_STAGES = 2
 """A stage is given back when the product after its own has begun."""
 
@@ -60,25 +60,26 @@ LEAST_STAGES = 2
 TOKEN_ROWS, PIECES = 64, 2
 """Weight rows of a tile of the kernels of one token, and pieces of `ROW_BYTES` in a stage."""
 TOKEN_STAGES, LEAST_TOKEN_STAGES = 6, 4
-"""More bring nothing, and take from what GEMM 1 waits for; fewer do not keep memory busy."""
+"""Most and fewest stages of the M = 1 kernels: more bring nothing, and take bandwidth from what
+GEMM 1 waits for; fewer do not keep memory busy."""
 OTHER_BYTES = 2560
-"""Of shared memory, for what is not counted."""
+"""Bytes of shared memory set aside for what is not counted."""
 
 
 @dataclass(frozen=True)
 class HopperTiles:
-    """The tiles of one of the kernels."""
+    """The config of one of Hopper's kernels."""
 
     kernel: str
     """Among `KERNELS`, or `TOKEN`."""
     block_m: int
-    """Rows: the row tile of the plan."""
+    """Rows of a tile: the row tile of the plan."""
     block_n: int
-    """Weight rows, gate and up rows together."""
+    """Weight rows of a tile, gate and up rows together."""
     group_m: int
     num_stages: int
     on_demand: bool = False
-    """Whether padding is skipped and tiles are taken as programs can, or all are dealt out."""
+    """Dynamic persistent schedule that skips padding, else a static one."""
 
     @property
     def packed(self) -> bool:
@@ -87,11 +88,11 @@ class HopperTiles:
 
 
 KernelTiles = TileConfig | HopperTiles
-"""Of the kernel for all GPUs, or of one of Hopper's own."""
+"""Config of the portable kernel or of a Hopper kernel."""
 
 
 def operand_bytes(scheme: Scheme) -> int | None:
-    """Bytes of a number in the products that Hopper's kernels compute; None: they do not."""
+    """Bytes per number of the operands in Hopper's kernels; None: they do not serve the scheme."""
     weight, rows = scheme.weight, scheme.activation
     if weight is None:
         return 2
@@ -119,9 +120,8 @@ def plans_for(scheme: Scheme, arch: int, itemsize: int, width: int) -> bool:
 def takes(gemm: Gemm, scheme: Scheme, groups: ScaleGroups | None, device: Device) -> bool:
     """Whether Hopper's kernels compute a GEMM, by its sizes and the GPU.
 
-    Boxes begin and end at multiples of 16 bytes, and hold 8 gate rows beside 8 up rows. The columns
-    of a warp group share a scale. A plan of one row tile wants the same sums at every load, which
-    two kernels would not give.
+    TMA boxes begin and end at multiples of 16 bytes, and hold 8 gate rows beside 8 up rows. The
+    columns of a warp group share a scale. Batch-invariant plans must use one kernel at every load.
 
     Args:
         gemm: its sizes; ``itemsize`` of what is multiplied.
@@ -198,7 +198,7 @@ def widths(kernel: str, block_m: int, itemsize: int) -> tuple[int, ...]:
 
 
 def most_stages(tiles: HopperTiles, device: Device) -> int:
-    """As many as fit beside what is written: of packed rows alone, of a stream two programs."""
+    """Largest stage count beside the epilogue buffer: one CTA per SM if packed, else two."""
     stage = (tiles.block_m + tiles.block_n) * ROW_BYTES
     if tiles.packed:
         return (device.shared_memory - 17 * 1024) // (stage + 4 * tiles.block_m)
@@ -206,7 +206,7 @@ def most_stages(tiles: HopperTiles, device: Device) -> int:
 
 
 def unfit(tiles: HopperTiles, gemm: Gemm, device: Device) -> str | None:
-    """Why tiles that were timed elsewhere cannot be those of a GEMM; None: they can."""
+    """Why a GEMM cannot use tiles that were timed elsewhere; None: it can."""
     if tiles.packed and is_direct(gemm.num_slots, gemm.num_experts):
         return "packs rows, and so few have no plan"
     most = most_stages(tiles, device)
@@ -222,7 +222,7 @@ def packs(scheme: Scheme, num_slots: int, num_experts: int) -> bool:
 
 
 def packed_tiles(gemm: Gemm, block_m: int, device: Device) -> HopperTiles:
-    """The largest tile whose sums stay in registers, in as many stages as fit."""
+    """The largest tile whose accumulators stay in registers, with as many stages as fit."""
     size, load = gemm.itemsize, load_class(gemm.num_slots, gemm.num_experts)
     block_n = widths(PACKED, block_m, size)[-1]
     by_load = size == 1 and block_m == 128 and load <= ON_DEMAND_LOAD
@@ -233,7 +233,7 @@ def packed_tiles(gemm: Gemm, block_m: int, device: Device) -> HopperTiles:
 
 
 def stream_tiles(gemm: Gemm, block_m: int, device: Device) -> HopperTiles:
-    """Long boxes, unless too few of them keep all processors busy."""
+    """Long TMA boxes, unless they are too few to keep all SMs busy."""
     boxes = gemm.active * cdiv(gemm.n * gemm.halves, 128)
     busy = 3 * boxes >= 2 * device.processors
     block_n = widths(STREAM, block_m, gemm.itemsize)[-1 if busy else 0]
@@ -262,5 +262,5 @@ def hopper_tiles(gemm: Gemm, device: Device) -> HopperTiles | None:
 
 
 def packed_rows(num_slots: int, num_experts: int, block_m: int) -> int:
-    """Rows that are set aside for packing: a multiple of 4, for boxes of scales along them."""
+    """Rows allocated for packed rows: a multiple of 4, as TMA boxes of their scales need."""
     return 4 * cdiv(padded_slots(num_slots, num_experts, (block_m,)), 4)

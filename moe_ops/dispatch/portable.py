@@ -1,4 +1,4 @@
-"""Which tiles a GEMM uses where nobody has timed any: chosen from its sizes and the GPU.
+"""Analytic tiles of the portable GEMM kernels, from sizes and the GPU, where none were timed.
 
 Host arithmetic, which runs inside operators, where sizes are numbers.
 """
@@ -63,7 +63,7 @@ def gemm_tiles(gemm: Gemm, device: Device) -> TileConfig:
 
 
 EVERY_COLUMN = 2**30
-"""More columns than any weight has rows, a power of two."""
+"""A power of two larger than any number of columns."""
 
 
 class ScaleGroups(NamedTuple):
@@ -133,7 +133,7 @@ LONGEST_SLOT = 7168
 
 
 def quantizes_slots(quant: Quant, k: int, row_tiles: Sequence[int]) -> bool:
-    """Whether that kernel is better, of few slots, than to quantize the rows before.
+    """Whether, for few slots, quantizing in the GEMM is faster than quantizing the rows before it.
 
     Where a row has one scale and is not too long: on an H200 it took 12.9 us against 13.5 (8 slots
     of 2 x 768 rows, K 2048), 59.0 against 63.1 (8 of 2 x 2048, K 7168), but with groups of 128

@@ -18,16 +18,16 @@ ROW_TILES = (16, 32, 64, 128)
 """The row tiles of expert GEMMs, by load: the i-th serves experts with up to ``16 * 2**i / 1.5``
 rows on average, the last one all others."""
 EIGHT_BIT_ROW_TILES = (16, 32, 64, 64, 64, 64, 128)
-"""Those of products of 8-bit operands, which take more registers a row: 128 rows pay only where
-nearly every tile is full."""
+"""Row tiles for 8-bit GEMMs, which need more registers per row: 128 rows pay only where nearly
+every tile is full."""
 TALL_ROW_TILE = 192
-"""Of 16-bit products on Hopper; the kernels for all GPUs take powers of two."""
+"""A row tile of 16-bit GEMMs on Hopper; the portable kernels take powers of two."""
 KNOWN_ROW_TILES = (*ROW_TILES, TALL_ROW_TILE)
-"""All that a plan for GEMMs may have."""
+"""Every row tile that a plan for GEMMs may have."""
 MAX_ROW_TILE = 4096
-"""Of any plan."""
+"""The largest row tile of any plan."""
 INVARIANT_ROW_TILES = (64,)
-"""In batch-invariant mode: one tile at any load, and with it one way to add up along K.
+"""The row tile of batch-invariant mode: one tile at any load, and so one order of sums along K.
 
 The smallest with which Hopper's and Blackwell's wide matrix instructions work, for many tokens; for
 few, whose time goes into reading weights, padding adds products only.
@@ -70,9 +70,9 @@ PLAN_PROGRAMS = 128
 """Programs of that launch in alignment, for up to four times as many experts. Each program counts
 all slots, so that more programs at a time only slow down."""
 MANY_TOKENS = 2048
-"""From here on a program of top-k routes several tokens: else it would end before others begin."""
+"""From so many tokens on a top-k program routes several: else it would end before others begin."""
 ONE_LAUNCH_LOGITS = 512
-"""Up to so many logits (4 tokens of 128 experts), routing them again in every program of alignment
+"""The most logits (4 tokens of 128 experts) that every program of alignment routes again, which
 takes less time than another launch."""
 
 
@@ -84,13 +84,13 @@ class Gemm(NamedTuple):
     n: int
     """Output columns."""
     k: int
-    """Contraction."""
+    """Length of the contraction."""
     itemsize: int
-    """Bytes of a number in a row."""
+    """Bytes per number of a row."""
     halves: int
     """Weight tiles for each output tile: 2 where gate and up are computed together."""
     row_tiles: tuple[int, ...]
-    """Of one tile nothing that follows may depend on ``num_slots``: see `INVARIANT_ROW_TILES`."""
+    """With a single tile nothing that follows may depend on ``num_slots``."""
 
     @property
     def active(self) -> int:
@@ -130,11 +130,11 @@ def num_tiles(num_slots, num_experts, row_tiles: Sequence[int]):
 
 
 class PlanSizes(NamedTuple):
-    """How a plan lies in one int32 tensor: header, the slot of each row, of each tile two entries.
+    """The layout of a plan in one int32 tensor: header, the slot of each row, two entries a tile.
 
-    They are its expert, and the row with which it begins where rows lie in expert order: those of
-    slots in the order of the plan, padding left out; batched and permuted rows where they are. Both
-    are -1 past the last tile.
+    They are the tile's expert, and the first row of the tile if rows lie in expert order:
+    rows of slots in the order of the plan without padding; batched and permuted rows where they
+    are. Both entries are -1 past the last tile.
     """
 
     rows: int
@@ -152,7 +152,7 @@ class PlanSizes(NamedTuple):
 
     @property
     def entries(self) -> int:
-        """Of the tensor."""
+        """Length of the tensor."""
         return PLAN_HEADER + self.rows + 2 * self.tiles
 
 
@@ -203,7 +203,7 @@ def pick_row_tile(row_tiles: Sequence[int], num_slots: int, num_experts: int) ->
 
 
 def is_direct(num_slots: int, num_experts: int) -> bool:
-    """Whether an expert GEMM that has the routing needs no plan: its tiles are the slots, one each.
+    """Whether an expert GEMM that gets the routing needs no plan: it has one slot per tile.
 
     The weights of an expert with several slots are then read once for each. Slots are so few of the
     experts that this seldom happens: it costs less than the launch that makes a plan. (8 tokens of
@@ -214,26 +214,26 @@ def is_direct(num_slots: int, num_experts: int) -> bool:
 
 @lru_cache(maxsize=1024)
 def direct_slots(num_experts: int) -> int:
-    """The most slots of which `is_direct` holds."""
+    """The largest number of slots for which `is_direct` holds."""
     return min(DIRECT_SLOTS, max(2, num_experts // 8))
 
 
 def max_programs(gemm: Gemm, config: TileConfig) -> int:
-    """Upper bound of the programs that a GEMM may need, with a plan or without."""
+    """Upper bound on the programs of a GEMM, with a plan or without."""
     row_tile = pick_row_tile(gemm.row_tiles, gemm.num_slots, gemm.num_experts)
     blocks = row_tile // config.block_m * cdiv(gemm.n, config.block_n)
     return max_row_tiles(gemm.num_slots, gemm.num_experts, row_tile) * blocks
 
 
 def cuts_up(gemm: Gemm, config: TileConfig) -> int | None:
-    """The rows of its tiles where a kernel takes less at a time than a tile of the plan has."""
+    """BLOCK_M if smaller than the plan's row tile, else None."""
     row_tile = pick_row_tile(gemm.row_tiles, gemm.num_slots, gemm.num_experts)
     return None if config.block_m == row_tile else config.block_m
 
 
 @lru_cache(maxsize=4096)
 def max_row_tiles(num_slots: int, num_experts: int, block_m: int) -> int:
-    """Upper bound of the tiles of a GEMM's rows, with a plan or without."""
+    """Upper bound on the row tiles of a GEMM, with a plan or without."""
     if is_direct(num_slots, num_experts):
         return num_slots
     return num_tiles(num_slots, num_experts, (block_m,))

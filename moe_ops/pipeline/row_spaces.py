@@ -81,7 +81,7 @@ def always(condition) -> bool:
 
 
 def sure(tokens: int) -> int:
-    """How many of the tokens there are in any case, for comparisons with `always`.
+    """Lower bound on the token count, for comparisons with `always`.
 
     A program that is exported for one token or more is traced as if there were two.
     """
