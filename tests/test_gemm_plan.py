@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -17,7 +18,7 @@ from moe_ops.dispatch.gemm_plan import (
     TOKEN_SUM,
 )
 from moe_ops.dispatch.hopper import PACKED, STREAM, TOKEN, HopperTiles, plans_for
-from moe_ops.dispatch.problem import EACH, STORED, layer_problem, sizes_of
+from moe_ops.dispatch.problem import EACH, STORED, layer_problem, sizes_of, stored_problem
 from moe_ops.dispatch.tiles import INVARIANT_ROW_TILES, TileConfig
 from moe_ops.dispatch.tuned_file import default_row_tiles
 from moe_ops.pipeline.devices import TARGETS
@@ -83,6 +84,41 @@ def test_who_quantizes():
         "scales of quantized rows",
     ]
     assert portable.scratch[0].nbytes == 4096 * H  # a row for each token, a byte for each number
+
+
+def test_rows_that_a_layer_leaves_to_its_gemms():
+    """All but those whose scale depends on all tokens, or that are dequantized."""
+    for scheme, rows in (
+        ("fp8_tensor", STORED), ("fp8_tensor_static", EACH), ("int8_channel", EACH),
+        ("nvfp4", STORED), ("mxfp4_w4a16", STORED),
+    ):  # fmt: skip
+        assert [problem.rows for problem in problems(scheme, 64)] == [rows] * 2
+
+
+def test_a_sum_of_its_own():
+    """Where the kernel that sums does not serve, the product of the GEMM is scratch memory."""
+    _, second = problems("unquantized", 1)
+    assert second.summed and plan_gemm(second, HOPPER).scratch == ()
+    apart = plan_gemm(second._replace(boxes=False), HOPPER)
+    assert apart.kernel == DENSE and apart.scratch == (("product", K * H * 2),)
+
+
+def test_stages_of_computed_operands_on_blackwell():
+    """Triton cannot pipeline tiles of 64 rows and more whose first operand is computed."""
+    stages = {}
+    for tokens in (8, 4096):
+        plan = plan_gemm(problems("int4_w4a8_g128", tokens)[0], FACTS["sm_100"])
+        stages[plan.config.block_m >= 64] = plan.config.num_stages
+    assert stages[True] == 1 < stages[False]
+
+
+def test_numbers_of_packed_rows():
+    """K counts numbers; rows of 4 bits have two in an entry."""
+    rows, w = torch.zeros(3, 32, dtype=torch.uint8), torch.zeros(2, 8, 32, dtype=torch.uint8)
+    problem = stored_problem(rows, w, (None, None, None), (16,), 1, "nvfp4")
+    assert problem.weight == (2, 8, 64)
+    problem = stored_problem(rows.bfloat16(), w, (None, None, None), (16,), 1, "mxfp4_w4a16")
+    assert problem.weight == (2, 8, 32)
 
 
 @given(
