@@ -137,7 +137,7 @@ def test_a_pure_function(scheme, tokens, gpu, one_tile):
 
 
 def test_given_tiles():
-    """Of the kernel that they are for; refused where none of that kind takes the GEMM."""
+    """A given config selects its kernel; refused if that kernel does not take the GEMM."""
     problem, _ = problems("unquantized", 4096)
     portable = TileConfig(64, 64, 64, 8, 4, 2)
     plan = plan_gemm(problem, HOPPER, config=portable)
@@ -146,6 +146,8 @@ def test_given_tiles():
     assert plan_gemm(problem, HOPPER, config=own).kernel == PACKED
     with pytest.raises(ValueError, match="config must be tiles of a kernel that takes this GEMM"):
         plan_gemm(problem._replace(boxes=False), HOPPER, config=own)
+    with pytest.raises(ValueError, match="config must be None for a GEMM with the weighted sum"):
+        plan_gemm(problem._replace(summed=True), HOPPER, config=portable)
 
 
 def test_tables_are_part_of_the_question(monkeypatch):

@@ -89,6 +89,8 @@ def _plan(
 ) -> GemmPlan:
     choice = choose_tiles(problem, device, tables)
     if problem.summed:
+        if config is not None:
+            raise ValueError(f"config must be None for a GEMM with the weighted sum, got {config}")
         return _token(problem, choice, device) or _apart(problem, device, tables)
     if config is not None:
         choice = (

@@ -215,12 +215,6 @@ def unfit(tiles: HopperTiles, gemm: Gemm, device: Device) -> str | None:
     return None
 
 
-def packs(scheme: Scheme, num_slots: int, num_experts: int) -> bool:
-    """Whether so many slots are packed in 8 bits on Hopper: rows may be quantized on the way."""
-    load = load_class(num_slots, num_experts)
-    return operand_bytes(scheme) == 1 and load >= PACKED_LOAD[1]
-
-
 def packed_tiles(gemm: Gemm, block_m: int, device: Device) -> HopperTiles:
     """The largest tile whose accumulators stay in registers, with as many stages as fit."""
     size, load = gemm.itemsize, load_class(gemm.num_slots, gemm.num_experts)

@@ -35,7 +35,7 @@ def block_forward(self: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
     """Run as ``Llama4TextMoe.forward``: return the tokens' rows and the router's logits."""
     hidden_states = hidden_states.reshape(-1, self.hidden_dim)
     router_scores, router_logits = self.router(hidden_states)
-    # Of experts with score 0 any may be chosen: they add nothing.
+    # Which experts of score 0 are chosen does not matter: they add nothing.
     topk_weights, topk_ids = router_scores.topk(self.top_k, dim=1)
     activation: Any = kind_of(self.experts.act_fn)
     routed = fused_experts(

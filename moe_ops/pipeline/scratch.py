@@ -55,4 +55,4 @@ def _summed(given: dict[str, Any], out: Tensor) -> GemmProblem:
 
 
 _PROBLEMS = {"expert_matmul": _dense, "scaled_matmul": _scaled, "gemm_sum": _summed}
-"""By operator; those of weights only allocate nothing."""
+"""Problem builders by operator; weight-only GEMMs allocate no scratch memory."""

@@ -43,7 +43,7 @@ KERNELS: dict[str, Callable[..., Kernel]] = {
     TOKEN: TokenGemm,
     TOKEN_SUM: TokenGemm,
 }
-"""By `GemmPlan.kernel`: made of a problem and its plan, called with an output and operands."""
+"""Kernels by `GemmPlan.kernel`: built from a problem and a plan, called with out and operands."""
 
 
 def run_gemm(
@@ -54,15 +54,14 @@ def run_gemm(
     Args:
         out: ``(slots, N)``, contiguous.
         given: the operands that ``problem`` describes.
-        problem: see there.
+        problem: sizes, formats and facts of the tensors.
         config: tiles to use instead of those of the plan.
     """
     if problem.sizes.num_slots == 0:
         return out
     kernel, quant = _ready(problem, device_facts(out.device), config, tuned.TABLES)
-    a = given.a
-    if a.stride(1) != 1:
-        given = given._replace(a=a.contiguous())
+    if given.a.stride(1) != 1:
+        given = given._replace(a=given.a.contiguous())
     if quant is not None:
         routing = given.tiles[1:]
         rows, scale = moe_quantize(
@@ -77,7 +76,7 @@ def run_gemm(
 def _ready(
     problem: GemmProblem, device: Device, config: KernelTiles | None, tables: tuned.Tables
 ) -> tuple[Kernel, Quant | None]:
-    """The kernel; and how its rows are quantized before it, where it is not the one that does."""
+    """The kernel, and how to quantize rows before it; None if there is nothing to quantize then."""
     plan = plan_gemm(problem, device, config=config)
     before = problem.rows != STORED and not plan.quantizes_rows
     make = KERNELS[plan.kernel]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
-
 from torch import Tensor
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
@@ -18,10 +16,12 @@ from moe_ops.kernels._runtime.launch import Launch, last_kernel
 from moe_ops.kernels._runtime.slots import dense, map_size
 
 REGISTERS = {False: 96, True: 160}
-"""Of a thread of GEMM 1, and of GEMM 2: a program of either fits a processor, and two of GEMM 2 do
-not, which would be put where programs of GEMM 1 have ended, two here and none there."""
+"""maxnreg of GEMM 1 (False) and of GEMM 2 with the sum (True).
+
+One CTA of each fits on an SM, two of GEMM 2 never do: they would go where CTAs of GEMM 1 have
+ended, two on one SM and none on another."""
 ROUTED: dict[int, tuple[int, int | None]] = {}
-"""By device: where the ids and the expert map lie that the last GEMM 1 of one token has read."""
+"""Addresses of the ids and the expert map that the last M = 1 GEMM 1 read, by device."""
 
 
 class TokenGemm:
@@ -30,6 +30,8 @@ class TokenGemm:
     def __init__(self, problem: GemmProblem, plan: GemmPlan) -> None:
         self.problem, self.stages = problem, plan.config.num_stages
         self.summed = problem.summed
+        self.known: dict[bool, _Ready] = {}
+        """Kernels by whether they may read the routing early."""
 
     def __call__(self, out: Tensor, given: GemmOperands) -> None:
         """``out[j] = f(weights[j] * a @ w[e].T + bias[e])``, ``e = topk_ids[0, j]``; or the sum.
@@ -41,7 +43,10 @@ class TokenGemm:
         routed = (topk_ids.data_ptr(), None if expert_map is None else expert_map.data_ptr())
         early = self.summed and _routing_was_read(device, routed)
         early = early and _all_dense(given.w_scale, topk_ids, expert_map)
-        ready = _ready(self.problem, self.stages, early, device_facts(w.device))
+        ready = self.known.get(early)
+        if ready is None:
+            ready = _ready(self.problem, self.stages, early, device_facts(w.device))
+            self.known[early] = ready
         if not self.summed:
             ROUTED[device] = routed
         num_experts, weights = w.shape[0], given.topk_weights
@@ -69,9 +74,8 @@ class _Ready:
         self.boxes = Boxes(lambda w: _boxes(w, sizes))
 
 
-@lru_cache(maxsize=1024)
 def _ready(problem: GemmProblem, stages: int, early: bool, facts: Device) -> _Ready:
-    """``early``: whether GEMM 2 may read the routing before the kernel before it has ended."""
+    """Build the kernel; ``early``: GEMM 2 may read the routing before the previous kernel ends."""
     sizes = token_sizes(problem, stages, early, facts)
     kernel = hopper_token_sum_kernel if problem.summed else hopper_token_kernel
     launch = Launch(kernel, G=sizes, num_warps=4, maxnreg=REGISTERS[problem.summed])
@@ -79,7 +83,7 @@ def _ready(problem: GemmProblem, stages: int, early: bool, facts: Device) -> _Re
 
 
 def _boxes(w: Tensor, sizes: TokenSizes) -> TensorDescriptor:
-    """Boxes of a weight; of gate and up rows, 8 of each, where there are both."""
+    """TMA boxes of a weight; with a gate, each holds 8 gate rows and 8 up rows."""
     if not sizes.GATED:
         return descriptor(w, [1, sizes.BOX_ROWS, sizes.BLOCK_K])
     expert, row, _ = w.stride()
