@@ -119,9 +119,8 @@ def _token(problem: GemmProblem, choice: Choice, device: Device) -> GemmPlan | N
     follows_load = len(sizes.row_tiles) > 1
     if not (fused and problem.one_token and follows_load and problem.boxes) or device.portable_only:
         return None
-    itemsize = sizes.itemsize if problem.quant is None else 1
     tiles = token_tiles(
-        problem.weight, itemsize, sizes.num_slots, problem.rule, scheme, device,
+        problem.weight, problem.operand_itemsize, sizes.num_slots, problem.rule, scheme, device,
         summed=problem.summed,
     )  # fmt: skip
     if tiles is None:

@@ -68,6 +68,11 @@ class GemmProblem(NamedTuple):
         return None if scheme.decoded else scheme.activation
 
     @property
+    def operand_itemsize(self) -> int:
+        """Bytes per number of the operands that are multiplied: stored values take one."""
+        return self.sizes.itemsize if self.quant is None else 1
+
+    @property
     def rule(self) -> Formula | None:
         """The activation's formula."""
         return formula(self.activation) if self.activation else None

@@ -186,9 +186,8 @@ class HopperGemm:
         scales = Scales(of_slots=problem.weighted)
         if quant is not None:
             scales = Scales(problem.scale_rows, quant.shared_cols, quant.per_tensor)
-        itemsize = problem.sizes.itemsize if quant is None else 1
         rest = (problem.top_k, problem.rule, scales, tiles, problem.permuted)
-        self.constants = constants(problem.weight, itemsize, *rest)
+        self.constants = constants(problem.weight, problem.operand_itemsize, *rest)
         self.packed, self.packed_rows = tiles.packed, plan.packed_rows
         self.quant = quant if plan.quantizes_rows else None
         """How rows are quantized as they are packed, where they are not yet."""

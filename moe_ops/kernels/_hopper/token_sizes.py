@@ -94,7 +94,7 @@ def token_sizes(problem: GemmProblem, stages: int, early: bool, facts: Device) -
     """The constants of the M = 1 kernel of a GEMM that `plan_gemm` gives to it."""
     gemm, rule, quant = problem.sizes, problem.rule, problem.quant
     num_experts, rows, k = problem.weight
-    itemsize = gemm.itemsize if quant is None else 1
+    itemsize = problem.operand_itemsize
     gated = rule is not None and rule.gated
     n, block_k = gemm.n, ROW_BYTES // itemsize
     step, up = row_steps(rule, n)
@@ -141,9 +141,8 @@ def _sum_follows(problem: GemmProblem, facts: Device) -> bool:
     """Whether GEMM 2 of one token follows this GEMM: other programs would be put unevenly."""
     num_experts, _, hidden = problem.weight
     second = (num_experts, hidden, problem.sizes.n)
-    itemsize = problem.sizes.itemsize if problem.quant is None else 1
     scheme, slots = get_scheme(problem.scheme), problem.sizes.num_slots
-    tiles = token_tiles(second, itemsize, slots, None, scheme, facts, summed=True)
+    tiles = token_tiles(second, problem.operand_itemsize, slots, None, scheme, facts, summed=True)
     return tiles is not None
 
 
