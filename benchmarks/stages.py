@@ -11,11 +11,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from moe_ops import get_scheme, ops
+from moe_ops import ops
 from moe_ops.bench.command import parser, print_row
 from moe_ops.bench.harness import Row, default_device, floor_us, measure, record_path, write_rows
 from moe_ops.bench.problems import Inputs, Problem, make_inputs
-from moe_ops.pipeline.row_spaces import row_tiles_of_sizes
 
 WIDTHS = {
     "shape": 16, "M": 6, "routing": 8, "impl": 28, "time_us": 9, "p10_us": 9, "p90_us": 9,
@@ -50,25 +49,9 @@ def nbytes(*tensors: Tensor) -> int:
     return sum(tensor.nbytes for tensor in tensors)
 
 
-def row_tiles(problem: Problem, scheme: str, device: torch.device) -> tuple[int, ...]:
-    """The row tiles that a layer of these sizes chooses from, in bf16 or a quantized scheme."""
-    sizes = (problem.num_experts, problem.intermediate_size, problem.hidden_size)
-    return row_tiles_of_sizes(get_scheme(scheme), sizes, 2, device)
-
-
-class LayerPlan(NamedTuple):
-    """The plan arguments of a layer's GEMMs, in the order of the operators' arguments."""
-
-    plan: Tensor
-    topk_ids: Tensor
-    expert_map: None
-    row_tiles: tuple[int, ...]
-
-
-def layer_plan(problem: Problem, scheme: str, ids: Tensor) -> LayerPlan:
-    """The plan that a layer in this scheme makes for a routing."""
-    tiles = row_tiles(problem, scheme, ids.device)
-    return LayerPlan(ops.plan_slots(ids, None, tiles, problem.num_experts), ids, None, tiles)
+def layer_plan(problem: Problem, scheme: str, ids: Tensor) -> list[Tensor | None]:
+    """The ``tiles`` that a layer in this scheme passes to its GEMMs."""
+    return [ops.plan_slots(ids, None, problem.num_experts, scheme, torch.bfloat16), ids, None]
 
 
 def main(stage: str, make_cases: MakeCases) -> None:

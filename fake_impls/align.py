@@ -2,43 +2,48 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
 from moe_ops import sizes
+from moe_ops.dispatch.row_tiles import expert_rule, tile_rule
 from moe_ops.dispatch.tiles import MAX_PLAN_ENTRIES as MOST_ROWS
-from moe_ops.dispatch.tiles import plan_sizes
+from moe_ops.dispatch.tiles import TileRule, one_row_tile, plan_sizes
 
 
 def moe_align_block_size(
     topk_ids: Tensor,
     expert_map: Tensor | None,
-    row_tiles: Sequence[int],
+    block_size: int,
     num_experts: int,
     pad_sorted_ids: bool,
     ignore_invalid_experts: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The three int32 vectors of a plan, long enough for any of ``row_tiles``."""
+    """The three int32 vectors of a plan with tiles of ``block_size`` rows."""
     tokens, k = sizes.slots(topk_ids, expert_map)
     sizes.num_experts("num_experts", num_experts)
-    sizes.row_tiles(row_tiles)
+    sizes.block_size(block_size)
     if expert_map is not None and not ignore_invalid_experts:
         sizes.shaped("expert_map", expert_map, num_experts)
     num_slots = tokens * k
-    pad_to = max(row_tiles) if pad_sorted_ids else 1
-    rows, tiles = plan_sizes(num_slots, num_experts, row_tiles, pad_to)
+    pad_to = block_size if pad_sorted_ids else 1
+    rows, tiles = plan_sizes(num_slots, num_experts, one_row_tile(block_size), pad_to)
     sorted_token_ids = topk_ids.new_empty(rows, dtype=torch.int32)
     return sorted_token_ids, sorted_token_ids.new_empty(tiles), sorted_token_ids.new_empty(1)
 
 
 def plan_slots(
-    topk_ids: Tensor, expert_map: Tensor | None, row_tiles: Sequence[int], num_experts: int
+    topk_ids: Tensor,
+    expert_map: Tensor | None,
+    num_experts: int,
+    scheme: str,
+    dtype: torch.dtype,
+    batch_invariant: bool = False,
 ) -> Tensor:
     """A plan for the slots of a routing."""
     tokens, k = sizes.slots(topk_ids, expert_map)
-    return _plan(topk_ids, tokens * k, num_experts, row_tiles)
+    rule = tile_rule(scheme, dtype, topk_ids.device, batch_invariant=batch_invariant)
+    return _plan(topk_ids, tokens * k, num_experts, rule)
 
 
 def count_expert_num_tokens(
@@ -51,27 +56,28 @@ def count_expert_num_tokens(
 
 
 def plan_batched(
-    expert_num_tokens: Tensor, max_num_tokens: int, row_tiles: Sequence[int]
+    expert_num_tokens: Tensor, max_num_tokens: int, scheme: str, batch_invariant: bool = False
 ) -> Tensor:
     """A plan for ``El * max_num_tokens`` rows."""
     sizes.axes("expert_num_tokens", expert_num_tokens, 1)
     sizes.between("max_num_tokens", max_num_tokens, 0, MOST_ROWS)
     num_experts = expert_num_tokens.shape[0]
-    return _plan(expert_num_tokens, num_experts * max_num_tokens, num_experts, row_tiles)
+    rule = expert_rule(scheme, expert_num_tokens.device, batch_invariant)
+    return _plan(expert_num_tokens, num_experts * max_num_tokens, num_experts, rule)
 
 
 def plan_permuted(
-    expert_first_token_offset: Tensor, num_rows: int, row_tiles: Sequence[int]
+    expert_first_token_offset: Tensor, num_rows: int, scheme: str, batch_invariant: bool = False
 ) -> Tensor:
     """A plan for ``num_rows`` rows."""
     sizes.axes("expert_first_token_offset", expert_first_token_offset, 1)
     num_experts = expert_first_token_offset.shape[0] - 1
     sizes.between("num_rows", num_rows, 0, MOST_ROWS)
-    return _plan(expert_first_token_offset, num_rows, num_experts, row_tiles)
+    rule = expert_rule(scheme, expert_first_token_offset.device, batch_invariant)
+    return _plan(expert_first_token_offset, num_rows, num_experts, rule)
 
 
-def _plan(like: Tensor, num_slots: int, num_experts: int, row_tiles: Sequence[int]) -> Tensor:
+def _plan(like: Tensor, num_slots: int, num_experts: int, rule: TileRule) -> Tensor:
     sizes.num_experts("the number of experts", num_experts)
-    sizes.row_tiles(row_tiles)
-    entries = plan_sizes(num_slots, num_experts, row_tiles).entries
+    entries = plan_sizes(num_slots, num_experts, rule).entries
     return like.new_empty(entries, dtype=torch.int32)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from torch import Tensor
 
 from moe_ops import sizes
+from moe_ops.dispatch.row_tiles import gemm_rule
+from moe_ops.scheme import UNQUANTIZED
+from moe_ops.tensors import AnyTiles
 
 
 def expert_matmul(
@@ -14,15 +15,14 @@ def expert_matmul(
     w: Tensor,
     bias: Tensor | None,
     topk_weights: Tensor | None,
-    plan: Tensor | None,
-    topk_ids: Tensor | None,
-    expert_map: Tensor | None,
-    row_tiles: Sequence[int],
+    tiles: AnyTiles,
     top_k: int,
     activation: str = "",
     expert_order: bool = False,
+    batch_invariant: bool = False,
 ) -> Tensor:
     """``(slots, N)``, or ``(slots, I)`` with a gated activation; in slot order or permuted."""
-    slots = sizes.gemm(a, w, (1, 1), bias, (plan, topk_ids, expert_map), row_tiles, top_k)
+    rule = gemm_rule(UNQUANTIZED.name, a, tiles, batch_invariant)
+    slots = sizes.gemm(a, w, (1, 1), bias, tiles, rule, top_k)
     sizes.entries("topk_weights", topk_weights, slots)
     return a.new_empty(slots, sizes.activated("w", w.shape[1], activation))

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
 from moe_ops import sizes
+from moe_ops.dispatch.row_tiles import gemm_rule
 from moe_ops.fake_impls.scaled_gemm import num_slots
+from moe_ops.tensors import AnyTiles
 
 
 def gemm_sum(
@@ -18,23 +18,24 @@ def gemm_sum(
     w_scale: Tensor | None,
     bias: Tensor | None,
     topk_weights: Tensor | None,
-    plan: Tensor | None,
-    topk_ids: Tensor,
-    expert_map: Tensor | None,
-    row_tiles: Sequence[int],
+    tiles: AnyTiles,
     scheme: str,
     out_dtype: torch.dtype | None = None,
     expert_order: bool = False,
+    batch_invariant: bool = False,
 ) -> Tensor:
     """``(T, N)`` in ``out_dtype`` with ``w_scale``; without, in the dtype of ``a``."""
     if (out_dtype is None) != (w_scale is None):
-        rule = "None without w_scale" if w_scale is None else "a dtype with w_scale"
-        raise ValueError(f"out_dtype must be {rule}, got {out_dtype}")
+        must = "None without w_scale" if w_scale is None else "a dtype with w_scale"
+        raise ValueError(f"out_dtype must be {must}, got {out_dtype}")
+    _, topk_ids, expert_map = tiles
+    if topk_ids is None:
+        raise ValueError("tiles[1] must be topk_ids, got None")
     tokens, k = sizes.slots(topk_ids, expert_map)
     sizes.weights(topk_weights, tokens, k)
-    tiles = (plan, topk_ids, expert_map)
+    rule = gemm_rule(scheme, a, tiles, batch_invariant)
     if w_scale is None:
-        sizes.gemm(a, w, (1, 1), bias, tiles, row_tiles, 1)
+        sizes.gemm(a, w, (1, 1), bias, tiles, rule, 1)
     else:
-        num_slots(a, a_scale, (w, w_scale, None), bias, tiles, row_tiles, 1, scheme)
+        num_slots(a, a_scale, (w, w_scale, None), bias, tiles, rule, 1, scheme)
     return a.new_empty(tokens, w.shape[1], dtype=out_dtype)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import lru_cache
 
 import torch
 from torch import Tensor
 
 from moe_ops import sizes
+from moe_ops.dispatch.row_tiles import gemm_rule
+from moe_ops.dispatch.tiles import TileRule
 from moe_ops.scheme import Quant, get_scheme
 from moe_ops.tensors import AnyTiles
 
@@ -20,18 +21,16 @@ def scaled_matmul(
     w_scale: Tensor,
     w_global_scale: Tensor | None,
     bias: Tensor | None,
-    plan: Tensor | None,
-    topk_ids: Tensor | None,
-    expert_map: Tensor | None,
-    row_tiles: Sequence[int],
+    tiles: AnyTiles,
     top_k: int,
     scheme: str,
     out_dtype: torch.dtype,
     activation: str = "",
+    batch_invariant: bool = False,
 ) -> Tensor:
     """``(slots, N)``, or ``(slots, I)`` with a gated activation, in slot order."""
-    weight, tiles = (w, w_scale, w_global_scale), (plan, topk_ids, expert_map)
-    slots = num_slots(a, a_scale, weight, bias, tiles, row_tiles, top_k, scheme)
+    weight, rule = (w, w_scale, w_global_scale), gemm_rule(scheme, a, tiles, batch_invariant)
+    slots = num_slots(a, a_scale, weight, bias, tiles, rule, top_k, scheme)
     return a.new_empty(slots, sizes.activated("w", w.shape[1], activation), dtype=out_dtype)
 
 
@@ -41,7 +40,7 @@ def num_slots(
     weight: tuple[Tensor, Tensor, Tensor | None],
     bias: Tensor | None,
     tiles: AnyTiles,
-    row_tiles: Sequence[int],
+    rule: TileRule,
     top_k: int,
     scheme: str,
 ) -> int:
@@ -49,10 +48,10 @@ def num_slots(
     w, w_scale, global_scale = weight
     quant, weight_quant, decoded, each = _facts(scheme)
     if (global_scale is not None) != weight_quant.global_scale:
-        rule = "be a Tensor" if weight_quant.global_scale else "be None"
+        must = "be a Tensor" if weight_quant.global_scale else "be None"
         got = "None" if global_scale is None else "a Tensor"
-        raise ValueError(f"w_global_scale must {rule} for scheme {scheme}, got {got}")
-    slots = sizes.gemm(a, w, each, bias, tiles, row_tiles, top_k)
+        raise ValueError(f"w_global_scale must {must} for scheme {scheme}, got {got}")
+    slots = sizes.gemm(a, w, each, bias, tiles, rule, top_k)
     (rows, width), (experts, n, k) = a.shape, w.shape
     sizes.weight_scales(scheme, (experts, n, each[1] * k), w_scale, global_scale)
     if decoded and (a_scale is None or a.dtype != quant.dtype):

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from torch import Tensor
 
 from moe_ops import sizes
+from moe_ops.dispatch.row_tiles import gemm_rule
 from moe_ops.scheme import get_scheme
+from moe_ops.tensors import AnyTiles
 
 
 def weight_only_matmul(
@@ -18,18 +18,16 @@ def weight_only_matmul(
     w_global_scale: Tensor | None,
     bias: Tensor | None,
     topk_weights: Tensor | None,
-    plan: Tensor | None,
-    topk_ids: Tensor | None,
-    expert_map: Tensor | None,
-    row_tiles: Sequence[int],
+    tiles: AnyTiles,
     top_k: int,
     scheme: str,
     activation: str = "",
+    batch_invariant: bool = False,
 ) -> Tensor:
     """``(slots, N)``, or ``(slots, I)`` with a gated activation, in slot order."""
-    tiles = (plan, topk_ids, expert_map)
     each = _numbers_each(w_scale, w_zero_point, w_global_scale, scheme)
-    slots = sizes.gemm(a, w, (1, each), bias, tiles, row_tiles, top_k)
+    rule = gemm_rule(scheme, a, tiles, batch_invariant)
+    slots = sizes.gemm(a, w, (1, each), bias, tiles, rule, top_k)
     sizes.entries("topk_weights", topk_weights, slots)
     if w_scale is not None:
         experts, n, k = w.shape

@@ -132,20 +132,20 @@ zero_experts = _op(
 )
 moe_align_block_size = _op(
     "align",
-    "moe_align_block_size(Tensor topk_ids, Tensor? expert_map, int[] row_tiles, SymInt num_experts,"
+    "moe_align_block_size(Tensor topk_ids, Tensor? expert_map, int block_size, SymInt num_experts,"
     " bool pad_sorted_ids, bool ignore_invalid_experts)"
     " -> (Tensor sorted_token_ids, Tensor expert_ids, Tensor num_tokens_post_padded)",
 )
 plan_slots = _op(
     "align",
-    "plan_slots(Tensor topk_ids, Tensor? expert_map, int[] row_tiles, SymInt num_experts)"
-    " -> Tensor",
+    "plan_slots(Tensor topk_ids, Tensor? expert_map, SymInt num_experts, str scheme,"
+    " ScalarType dtype, bool batch_invariant=False) -> Tensor",
 )
 topk_plan = _op(
     "topk_align",
     "topk_plan(Tensor gating_output, Tensor? e_score_correction_bias, SymInt topk,"
     " bool renormalize, str scoring_func, float routed_scaling_factor, Tensor? expert_map,"
-    " int[] row_tiles, SymInt num_local_experts)"
+    " SymInt num_local_experts, str scheme, ScalarType dtype, bool batch_invariant=False)"
     " -> (Tensor topk_weights, Tensor topk_ids, Tensor plan)",
 )
 count_expert_num_tokens = _op(
@@ -155,11 +155,13 @@ count_expert_num_tokens = _op(
 )
 plan_batched = _op(
     "align",
-    "plan_batched(Tensor expert_num_tokens, SymInt max_num_tokens, int[] row_tiles) -> Tensor",
+    "plan_batched(Tensor expert_num_tokens, SymInt max_num_tokens, str scheme,"
+    " bool batch_invariant=False) -> Tensor",
 )
 plan_permuted = _op(
     "align",
-    "plan_permuted(Tensor expert_first_token_offset, SymInt num_rows, int[] row_tiles) -> Tensor",
+    "plan_permuted(Tensor expert_first_token_offset, SymInt num_rows, str scheme,"
+    " bool batch_invariant=False) -> Tensor",
 )
 moe_permutation = _op(
     "permute",
@@ -216,26 +218,26 @@ batched_activation_quantize = _op(
     "batched_activation_quantize(Tensor x, Tensor? scale, Tensor expert_num_tokens,"
     " str activation, str quant) -> (Tensor q, Tensor q_scale)",
 )
+# ``tiles`` are the fields of a `moe_ops.tensors.Tiles`: plan, ``topk_ids`` and expert map.
 # With `expert_order` the rows between two expert GEMMs, `out` of the one with an activation and `a`
 # of the one without, lie in the order of the plan without its padding: `reference/expert_gemm.py`.
 expert_matmul = _op(
     "expert_gemm",
-    "expert_matmul(Tensor a, Tensor w, Tensor? bias, Tensor? topk_weights, Tensor? plan,"
-    ' Tensor? topk_ids, Tensor? expert_map, int[] row_tiles, SymInt top_k, str activation="",'
-    " bool expert_order=False) -> Tensor",
+    "expert_matmul(Tensor a, Tensor w, Tensor? bias, Tensor? topk_weights, Tensor?[] tiles,"
+    ' SymInt top_k, str activation="", bool expert_order=False, bool batch_invariant=False)'
+    " -> Tensor",
 )
 scaled_matmul = _op(
     "scaled_gemm",
     "scaled_matmul(Tensor a, Tensor? a_scale, Tensor w, Tensor w_scale, Tensor? w_global_scale,"
-    " Tensor? bias, Tensor? plan, Tensor? topk_ids, Tensor? expert_map, int[] row_tiles,"
-    ' SymInt top_k, str scheme, ScalarType out_dtype, str activation="") -> Tensor',
+    " Tensor? bias, Tensor?[] tiles, SymInt top_k, str scheme, ScalarType out_dtype,"
+    ' str activation="", bool batch_invariant=False) -> Tensor',
 )
 weight_only_matmul = _op(
     "weight_only_gemm",
     "weight_only_matmul(Tensor a, Tensor w, Tensor? w_scale, Tensor? w_zero_point,"
-    " Tensor? w_global_scale, Tensor? bias, Tensor? topk_weights, Tensor? plan, Tensor? topk_ids,"
-    ' Tensor? expert_map, int[] row_tiles, SymInt top_k, str scheme, str activation="")'
-    " -> Tensor",
+    " Tensor? w_global_scale, Tensor? bias, Tensor? topk_weights, Tensor?[] tiles, SymInt top_k,"
+    ' str scheme, str activation="", bool batch_invariant=False) -> Tensor',
 )
 activation = _op("activation", "activation(Tensor x, str activation) -> Tensor")
 moe_fused_mul_sum = _op(
@@ -253,8 +255,8 @@ moe_fused_mul_sum_out = _op(
 gemm_sum = _op(
     "gemm_sum",
     "gemm_sum(Tensor a, Tensor? a_scale, Tensor w, Tensor? w_scale, Tensor? bias,"
-    " Tensor? topk_weights, Tensor? plan, Tensor topk_ids, Tensor? expert_map, int[] row_tiles,"
-    " str scheme, ScalarType? out_dtype=None, bool expert_order=False) -> Tensor",
+    " Tensor? topk_weights, Tensor?[] tiles, str scheme, ScalarType? out_dtype=None,"
+    " bool expert_order=False, bool batch_invariant=False) -> Tensor",
 )
 eplb_map_to_physical_and_record = _op(
     "eplb",

@@ -8,14 +8,13 @@ Symbolic sizes are not compared, because that would add guards.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import lru_cache
 
 from torch import Tensor
 
 from moe_ops.activation import formula
 from moe_ops.checks import MAX_EXPERTS
-from moe_ops.dispatch.tiles import KNOWN_ROW_TILES, MAX_ROW_TILE, is_direct, plan_sizes
+from moe_ops.dispatch.tiles import MAX_ROW_TILE, TileRule, is_direct, plan_sizes
 from moe_ops.scheme import WHOLE, Quant, get_scheme
 from moe_ops.tensors import AnyTiles
 
@@ -90,25 +89,11 @@ def slots(topk_ids: Tensor, expert_map: Tensor | None = None) -> tuple[int, int]
     return tokens, k
 
 
-def row_tiles(tiles: Sequence[int]) -> None:
-    """Check row tiles of a plan."""
-    _plan_tiles(tuple(tiles))
-
-
-@lru_cache(maxsize=256)
-def _plan_tiles(tiles: tuple[int, ...]) -> None:
-    known = [1 << i for i in range(MAX_ROW_TILE.bit_length())]
-    if not tiles or any(tile not in (*known, *KNOWN_ROW_TILES) for tile in tiles):
-        raise ValueError(
-            f"row_tiles must be powers of two up to {MAX_ROW_TILE}, or of {list(KNOWN_ROW_TILES)}, "
-            f"got {list(tiles)}"
-        )
-
-
-@lru_cache(maxsize=256)
-def _gemm_tiles(tiles: tuple[int, ...]) -> None:
-    if not tiles or any(tile not in KNOWN_ROW_TILES for tile in tiles):
-        raise ValueError(f"row_tiles must be of {list(KNOWN_ROW_TILES)}, got {list(tiles)}")
+def block_size(rows: int) -> None:
+    """Check the rows of a tile of alignment."""
+    between("block_size", rows, 1, MAX_ROW_TILE)
+    if rows & (rows - 1):
+        raise ValueError(f"block_size must be a power of two, got {rows}")
 
 
 def gemm(
@@ -117,7 +102,7 @@ def gemm(
     numbers: tuple[int, int],
     bias: Tensor | None,
     tiles: AnyTiles,
-    row_tiles: Sequence[int],
+    rule: TileRule,
     top_k: int,
 ) -> int:
     """Check an expert GEMM of rows ``(R, K)`` and a weight ``(E, N, K)``; returns its slots.
@@ -128,8 +113,9 @@ def gemm(
         raise ValueError(
             f"a and w must have 2 and 3 axes, got shapes {tuple(a.shape)} and {tuple(w.shape)}"
         )
+    if len(tiles) != 3:
+        raise ValueError(f"tiles must be [plan, topk_ids, expert_map], got {len(tiles)} entries")
     (rows, width), (experts, n, k), (plan, topk_ids, expert_map) = a.shape, w.shape, tiles
-    _gemm_tiles(tuple(row_tiles))
     equal("a.shape[1]", width, k * numbers[1] // numbers[0])
     if type(experts) is type(n) is type(k) is int and 0 in w.shape:
         raise ValueError(f"w must have no size of 0, got shape {tuple(w.shape)}")
@@ -144,7 +130,7 @@ def gemm(
             equal("topk_ids.numel()", topk_ids.numel(), num_slots)
         if plan is not None and (topk_ids is None or not is_direct(num_slots, experts)):
             axes("plan", plan, 1)
-            equal("plan.numel()", plan.numel(), plan_sizes(num_slots, experts, row_tiles).entries)
+            equal("plan.numel()", plan.numel(), plan_sizes(num_slots, experts, rule).entries)
     return num_slots
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -44,9 +45,8 @@ class Tiles(NamedTuple):
     """Of that routing."""
 
 
-AnyTiles = tuple[Tensor | None, Tensor | None, Tensor | None]
-"""A `Tiles`, or its fields: operators, which get them one by one, do not take the time to name
-them."""
+AnyTiles = Sequence[Tensor | None]
+"""A `Tiles`, or a list of its three fields, as operators get them."""
 
 
 class Permutation(NamedTuple):

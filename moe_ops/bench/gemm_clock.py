@@ -59,7 +59,7 @@ class GemmClock:
         """Microseconds; infinite if the tiles do not run, or if their result is wrong."""
         inputs = self.inputs(trial.num_tokens)
         try:
-            space = self._space(inputs.ids, trial.tiles.block_m)
+            space = self._space(inputs.ids)
             rows = inputs.rows[trial.gemm - 1]
             timing = self.timer(
                 lambda: self._product(trial.gemm, rows, space, trial.tiles), self.device, BUDGET_S
@@ -76,21 +76,17 @@ class GemmClock:
         x, weights, ids, _ = make_inputs(self.problem, num_tokens, "uniform", self.device)
         scheme, experts = self.subject.scheme, self.problem.num_experts
         tokens = Rows(*quantize_tokens(x, self.config, Routing(weights, ids), experts, False))
-        space = self._space(ids, self.subject.row_tile(num_tokens))
+        space = self._space(ids)
         h = self._product(1, tokens, space)
         between = Rows(h)
         if scheme.activation is not None:
             between = space.quantize(h, self.weights.a2_scale, scheme.activation)
         return _Inputs(ids, (tokens, between), (h, self._product(2, between, space)))
 
-    def _space(self, ids: Tensor, row_tile: int) -> SlotRows:
-        """The plan and row tiles for one row tile.
-
-        The row tile is listed twice, because tuned files do not apply to plans of one row tile.
-        """
-        tiles, experts = (row_tile, row_tile), self.problem.num_experts
-        plan = ops.plan_slots(ids, None, tiles, experts)
-        return SlotRows(Tiles(plan, ids), tiles, experts)
+    def _space(self, ids: Tensor) -> SlotRows:
+        experts, scheme = self.problem.num_experts, self.subject.scheme
+        plan = ops.plan_slots(ids, None, experts, scheme.name, torch.bfloat16)
+        return SlotRows(Tiles(plan, ids), experts)
 
     def _product(
         self, which: int, rows: Rows, space: SlotRows, config: KernelTiles | None = None

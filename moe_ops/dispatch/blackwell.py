@@ -9,7 +9,7 @@ from __future__ import annotations
 from functools import lru_cache
 
 from moe_ops.dispatch.device import Device
-from moe_ops.dispatch.tiles import Gemm, TileConfig, pick_row_tile
+from moe_ops.dispatch.tiles import Gemm, TileConfig
 from moe_ops.scheme import get_scheme
 
 ONE_ELEMENT = frozenset({"mxfp4", "mxfp8", "nvfp4"})
@@ -52,7 +52,7 @@ def block_scaled_tiles(gemm: Gemm, scheme: str, device: Device) -> TileConfig:
         scheme: the name of one that `is_block_scaled` there.
         device: the GPU.
     """
-    block_m = pick_row_tile(gemm.row_tiles, gemm.num_slots, gemm.num_experts)
+    block_m = gemm.row_tile
     known = get_scheme(scheme)
     operands = known.activation, known.weight
     block_k = 256 if all(q is not None and q.element.packed for q in operands) else 128

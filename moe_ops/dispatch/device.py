@@ -24,6 +24,8 @@ class Device(NamedTuple):
     """The GPU's name in PyTorch, which files of tuned tiles are found by; empty: there are none."""
     portable_only: bool = False
     """Whether kernels that are written for one architecture are left out."""
+    row_tile: int | None = None
+    """The row tile of every plan that need not be batch-invariant; None: as its load asks for."""
 
 
 NO_GPU = Device(90, 232448, 132)
@@ -65,23 +67,21 @@ def plain_name(device: str) -> str:
     return device.replace(" ", "_").replace("/", "_")
 
 
-def name_and_arch(device: torch.device) -> tuple[str, int]:
-    """The GPU's name in files, and its compute capability times ten; ``("", 0)`` without a GPU."""
-    if device.type not in ("cuda", "meta"):
-        return "", 0
-    if torch.compiler.is_compiling():  # Dynamo folds the properties of a GPU, and traces no cache
-        return _look_up(device)
+def row_tile_facts(device: torch.device) -> tuple[int, int | None]:
+    """What the row tile of a plan depends on: the GPU's ``arch`` and ``row_tile`` of `Device`.
+
+    The architecture is 0 without a GPU, also where a `Device` is assumed for tensors of the CPU.
+    """
     facts = _ASSUMED.get()
-    if facts is not None:
-        return plain_name(facts.name), facts.arch
-    return _known(device)
+    row_tile = None if facts is None else facts.row_tile
+    if device.type not in ("cuda", "meta"):
+        return 0, row_tile
+    return _arch(device) if facts is None else facts.arch, row_tile
 
 
-def _look_up(device: torch.device) -> tuple[str, int]:
+@cache
+def _arch(device: torch.device) -> int:
     if device.type != "cuda" or not torch.cuda.is_available():
-        return "", 0  # a device that only fake tensors are on
-    facts = torch.cuda.get_device_properties(device)
-    return plain_name(facts.name), 10 * facts.major + facts.minor
-
-
-_known = cache(_look_up)
+        return 0  # a device that only fake tensors are on
+    major, minor = torch.cuda.get_device_capability(device)
+    return 10 * major + minor

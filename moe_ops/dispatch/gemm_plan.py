@@ -116,7 +116,7 @@ def _token(problem: GemmProblem, choice: Choice, device: Device) -> GemmPlan | N
     """The M = 1 kernels: GEMM 1 with its activation, and GEMM 2 with the weighted sum."""
     sizes, scheme = problem.sizes, get_scheme(problem.scheme)
     fused = problem.summed or problem.activation != ""
-    follows_load = len(sizes.row_tiles) > 1
+    follows_load = not sizes.rule.batch_invariant
     if not (fused and problem.one_token and follows_load and problem.boxes) or device.portable_only:
         return None
     tiles = token_tiles(

@@ -23,22 +23,13 @@ from moe_ops.dispatch.tiles import (
     load_class,
     next_power_of_2,
     padded_slots,
-    pick_row_tile,
 )
-from moe_ops.scheme import WHOLE, Scheme
+from moe_ops.scheme import Scheme
 
 PACKED, STREAM = KERNELS = ("hopper_packed", "hopper_stream")
 """Many rows: packed in the order of the plan. Few rows: the swap-AB decode kernel."""
 TOKEN = "hopper_token"
 """The M = 1 decode kernels, of GEMM 1 and of GEMM 2 with the weighted sum."""
-ROW_TILES = {
-    1: (16, 32, 64, 64, 128),
-    2: (16, 32, 64, 128, TALL_ROW_TILE, 128, TALL_ROW_TILE, 128),
-}
-"""Row tiles per rows-per-expert bucket (see `tiles.ROW_TILES`), keyed by bytes per number.
-
-If experts have about 128 rows, one tile of 192 takes them all; with about 512 rows three such tiles
-do, and weights are read from L2 least. With 256 or 1024 rows tiles of 128 in step are faster."""
 ON_DEMAND_LOAD = 6
 """Up to this bucket (683 rows per expert), 8-bit tiles of 128 rows have a dynamic schedule:
 skipping padding outweighs running in step. Above it, few tiles are the last of an expert."""
@@ -101,22 +92,6 @@ def operand_bytes(scheme: Scheme) -> int | None:
     return 1 if rows.dtype == weight.dtype == torch.float8_e4m3fn else None
 
 
-def plans_for(scheme: Scheme, arch: int, itemsize: int, width: int) -> bool:
-    """Whether the tiles of a layer's plan are `ROW_TILES`.
-
-    Where they are not, or Hopper's kernels take one of its GEMMs only, those for all GPUs serve.
-
-    Args:
-        scheme: of the layer.
-        arch: of its GPU, as `Device` has it.
-        itemsize: bytes of a number in a weight that is not quantized.
-        width: the intermediate size, by which the up rows of a weight begin.
-    """
-    size, weight = operand_bytes(scheme), scheme.weight
-    whole = weight is None or weight.group.rows == WHOLE or width % weight.group.rows == 0
-    return arch == 90 and size is not None and (itemsize == 2 or size == 1) and whole
-
-
 def takes(gemm: Gemm, scheme: Scheme, groups: ScaleGroups | None, device: Device) -> bool:
     """Whether Hopper's kernels compute a GEMM, by its sizes and the GPU.
 
@@ -132,7 +107,7 @@ def takes(gemm: Gemm, scheme: Scheme, groups: ScaleGroups | None, device: Device
     whole = gemm.k * gemm.itemsize % 16 == 0 and (gemm.halves == 1 or gemm.n % 8 == 0)
     if groups is not None and groups.k is not None:
         whole &= groups.k == ROW_BYTES and groups.n >= 64 * (3 - gemm.halves)
-    served = operand_bytes(scheme) == gemm.itemsize and len(gemm.row_tiles) > 1
+    served = operand_bytes(scheme) == gemm.itemsize and not gemm.rule.batch_invariant
     return device.arch == 90 and served and whole
 
 
@@ -245,7 +220,7 @@ def hopper_tiles(gemm: Gemm, device: Device) -> HopperTiles | None:
         device: the GPU.
     """
     load = load_class(gemm.num_slots, gemm.num_experts)
-    block_m = pick_row_tile(gemm.row_tiles, gemm.num_slots, gemm.num_experts)
+    block_m = gemm.row_tile
     many = load >= PACKED_LOAD[gemm.itemsize] or block_m == TALL_ROW_TILE
     planned = not is_direct(gemm.num_slots, gemm.num_experts)
     if many and planned and widths(PACKED, block_m, gemm.itemsize):
@@ -257,4 +232,4 @@ def hopper_tiles(gemm: Gemm, device: Device) -> HopperTiles | None:
 
 def packed_rows(num_slots: int, num_experts: int, block_m: int) -> int:
     """Rows allocated for packed rows: a multiple of 4, as TMA boxes of their scales need."""
-    return 4 * cdiv(padded_slots(num_slots, num_experts, (block_m,)), 4)
+    return 4 * cdiv(padded_slots(num_slots, num_experts, block_m), 4)

@@ -5,14 +5,13 @@ Host arithmetic, which runs inside operators, where sizes are numbers.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
 from typing import NamedTuple
 
 from moe_ops.activation import Formula
 from moe_ops.dispatch.device import Device
-from moe_ops.dispatch.tiles import Gemm, TileConfig, cdiv, is_direct, pick_row_tile
+from moe_ops.dispatch.tiles import Gemm, TileConfig, cdiv, is_direct
 from moe_ops.scheme import Quant
 
 ACCUMULATES_WIDE = (90, 100, 103)
@@ -40,7 +39,7 @@ def gemm_tiles(gemm: Gemm, device: Device) -> TileConfig:
     the largest output tile whose accumulators stay in registers. float32 products run on the
     ordinary cores, whose unrolled loops fit the registers with small tiles only.
     """
-    block_m = pick_row_tile(gemm.row_tiles, gemm.num_slots, gemm.num_experts)
+    block_m = gemm.row_tile
     block_m &= -block_m  # of 192 rows a third: blocks are powers of two
     small, gated = block_m <= 32, gemm.halves == 2
     hopper = device.arch in ACCUMULATES_WIDE
@@ -105,7 +104,7 @@ def scaled_gemm_tiles(gemm: Gemm, groups: ScaleGroups, device: Device) -> TileCo
         groups: its scales.
         device: the GPU.
     """
-    block_m = pick_row_tile(gemm.row_tiles, gemm.num_slots, gemm.num_experts)
+    block_m = gemm.row_tile
     small, gated = block_m <= 32, gemm.halves == 2
     block_n, num_warps, group_m = 128, 4, 8 if block_m == 128 else 16
     if small:
@@ -132,26 +131,26 @@ LONGEST_SLOT = 7168
 """The most columns of a row that it takes: each program walks all of them."""
 
 
-def quantizes_slots(quant: Quant, k: int, row_tiles: Sequence[int]) -> bool:
+def quantizes_slots(quant: Quant, gemm: Gemm) -> bool:
     """Whether, for few slots, quantizing in the GEMM is faster than quantizing the rows before it.
 
     Where a row has one scale and is not too long: on an H200 it took 12.9 us against 13.5 (8 slots
     of 2 x 768 rows, K 2048), 59.0 against 63.1 (8 of 2 x 2048, K 7168), but with groups of 128
-    columns 16.8 against 12.4, and with K 14336 (2 of 4096) 47 against 37. A plan of one row tile
-    wants the same sums at every load, which two kernels would not give.
+    columns 16.8 against 12.4, and with K 14336 (2 of 4096) 47 against 37. A
+    batch-invariant plan wants the same sums at every load, which two kernels would not give.
 
     Args:
         quant: of the rows.
-        k: columns of a row.
-        row_tiles: of the plan.
+        gemm: the sizes.
     """
-    return quant.shared_cols is None and k <= LONGEST_SLOT and len(row_tiles) > 1
+    follows_load = not gemm.rule.batch_invariant
+    return quant.shared_cols is None and gemm.k <= LONGEST_SLOT and follows_load
 
 
 def scaled_slot_tiles(gemm: Gemm, quant: Quant) -> TileConfig | None:
     """The tiles of a GEMM that quantizes its rows itself; None where they are quantized before."""
     few = is_direct(gemm.num_slots, gemm.num_experts)
-    return SLOT_TILES if few and quantizes_slots(quant, gemm.k, gemm.row_tiles) else None
+    return SLOT_TILES if few and quantizes_slots(quant, gemm) else None
 
 
 @lru_cache(maxsize=4096)
@@ -166,7 +165,7 @@ def weight_only_tiles(gemm: Gemm, bits: int, device: Device) -> TileConfig:
         bits: of a stored weight.
         device: the GPU.
     """
-    block_m = pick_row_tile(gemm.row_tiles, gemm.num_slots, gemm.num_experts)
+    block_m = gemm.row_tile
     block_n, block_k, num_warps, group_m = 128, 64, 8, 8
     hopper = device.arch == 90
     if gemm.itemsize == 4:

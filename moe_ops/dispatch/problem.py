@@ -15,8 +15,9 @@ from torch import Tensor
 
 from moe_ops.activation import Formula, formula
 from moe_ops.dispatch.hopper import operand_bytes
-from moe_ops.dispatch.tiles import Gemm
-from moe_ops.scheme import Quant, Scheme, get_scheme
+from moe_ops.dispatch.row_tiles import gemm_rule
+from moe_ops.dispatch.tiles import Gemm, TileRule
+from moe_ops.scheme import UNQUANTIZED, Quant, Scheme, get_scheme
 from moe_ops.scheme.weights import rows_per_scale
 from moe_ops.tensors import AnyTiles
 
@@ -93,30 +94,31 @@ def sizes_of(
     num_slots: int,
     weight: Sequence[int],
     itemsize: int,
-    row_tiles: Sequence[int],
+    rule: TileRule,
     activation: str,
 ) -> Gemm:
     """The sizes of a GEMM with a weight of ``(E, rows, K)`` numbers."""
     num_experts, rows, k = weight
     halves = 2 if activation and formula(activation).gated else 1
-    return Gemm(num_slots, num_experts, rows // halves, k, itemsize, halves, tuple(row_tiles))
+    return Gemm(num_slots, num_experts, rows // halves, k, itemsize, halves, rule)
 
 
 def dense_problem(
     a: Tensor,
     w: Tensor,
     tiles: AnyTiles,
-    row_tiles: Sequence[int],
     top_k: int,
     activation: str = "",
+    *,
     weighted: bool = False,
     expert_order: bool = False,
+    batch_invariant: bool = False,
 ) -> GemmProblem:
     """The problem of operands that are not quantized; arguments as the operator has them."""
-    num_slots = a.shape[0] * top_k
+    rule = gemm_rule(UNQUANTIZED.name, a, tiles, batch_invariant)
     permuted = None if not expert_order else "out" if activation else "a"
     return GemmProblem(
-        sizes_of(num_slots, w.shape, w.itemsize, row_tiles, activation),
+        sizes_of(a.shape[0] * top_k, w.shape, w.itemsize, rule, activation),
         activation=activation,
         top_k=top_k,
         boxes=boxable(w, a.dtype, a if permuted == "a" else None),
@@ -132,15 +134,18 @@ def scaled_problem(
     w: Tensor,
     w_scale: Tensor,
     tiles: AnyTiles,
-    row_tiles: Sequence[int],
     top_k: int,
     scheme: str,
     activation: str = "",
+    *,
+    batch_invariant: bool = False,
 ) -> GemmProblem:
     """The problem of two quantized operands, of which rows may still have to be quantized."""
     known = get_scheme(scheme)
     if known.decoded:
-        return stored_problem(a, w, tiles, row_tiles, top_k, scheme, activation)
+        return stored_problem(
+            a, w, tiles, top_k, scheme, activation, batch_invariant=batch_invariant
+        )
     quant, weight_quant = known.quants
     given = None if a_scale is None else a_scale.numel()
     rows = STORED
@@ -150,8 +155,9 @@ def scaled_problem(
     floats = quant.scale_dtype == w_scale.dtype == torch.float32
     if rows == STORED:
         floats &= a_scale is not None and a_scale.dtype == torch.float32
+    rule = gemm_rule(scheme, a, tiles, batch_invariant)
     return GemmProblem(
-        sizes_of(a.shape[0] * top_k, w.shape, a.itemsize, row_tiles, activation),
+        sizes_of(a.shape[0] * top_k, w.shape, a.itemsize, rule, activation),
         scheme,
         activation,
         top_k,
@@ -168,17 +174,19 @@ def stored_problem(
     a: Tensor,
     w: Tensor,
     tiles: AnyTiles,
-    row_tiles: Sequence[int],
     top_k: int,
     scheme: str,
     activation: str = "",
+    *,
+    batch_invariant: bool = False,
 ) -> GemmProblem:
     """The problem of weights, or of both operands, that become numbers in the kernel."""
     known, (num_experts, n, _) = get_scheme(scheme), w.shape
     packed = known.activation is not None and known.activation.element.packed
     k = a.shape[1] * (2 if packed else 1)
     itemsize = a.itemsize if known.activation is None else 2
-    sizes = sizes_of(a.shape[0] * top_k, (num_experts, n, k), itemsize, row_tiles, activation)
+    rule = gemm_rule(scheme, a, tiles, batch_invariant)
+    sizes = sizes_of(a.shape[0] * top_k, (num_experts, n, k), itemsize, rule, activation)
     return GemmProblem(
         sizes,
         scheme,

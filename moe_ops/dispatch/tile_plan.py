@@ -2,39 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
-from moe_ops.dispatch.tiles import PLAN_HEADER, is_direct, pick_row_tile, plan_sizes
+from moe_ops.dispatch.tiles import PLAN_HEADER, TileRule, is_direct, plan_sizes
 from moe_ops.tensors import AnyTiles, TilePlan
 
 
-def unpack_plan(
-    plan: Tensor, num_slots: int, num_experts: int, row_tiles: Sequence[int]
-) -> TilePlan:
+def unpack_plan(plan: Tensor, num_slots: int, num_experts: int, rule: TileRule) -> TilePlan:
     """Views of the parts of a plan that is one tensor, as operators pass it on: see `PlanSizes`."""
-    sizes = plan_sizes(num_slots, num_experts, row_tiles)
+    sizes = plan_sizes(num_slots, num_experts, rule)
     slots, experts = plan[PLAN_HEADER : sizes.experts_at], plan[sizes.experts_at : sizes.firsts_at]
     return TilePlan(slots, experts, plan[:1])
 
 
-def first_rows(plan: Tensor, num_slots: int, num_experts: int, row_tiles: Sequence[int]) -> Tensor:
+def first_rows(plan: Tensor, num_slots: int, num_experts: int, rule: TileRule) -> Tensor:
     """View of the row with which each tile begins in expert order: see `PlanSizes`."""
-    return plan[plan_sizes(num_slots, num_experts, row_tiles).firsts_at :]
+    return plan[plan_sizes(num_slots, num_experts, rule).firsts_at :]
 
 
 def split_tiles(
-    plan: Tensor, num_slots: int, num_experts: int, row_tiles: Sequence[int], block_m: int
+    plan: Tensor, num_slots: int, num_experts: int, rule: TileRule, block_m: int
 ) -> Tensor:
-    """The plan with tiles of ``block_m`` rows, which divides the row tile that was picked.
+    """The plan with tiles of ``block_m`` rows, which divides its row tile.
 
     Those past the last row of an expert are of that expert, and all padding.
     """
-    tile = pick_row_tile(row_tiles, num_slots, num_experts)
-    _, experts, _ = unpack_plan(plan, num_slots, num_experts, row_tiles)
-    firsts, parts = first_rows(plan, num_slots, num_experts, row_tiles), tile // block_m
+    tile = rule.row_tile(num_slots, num_experts)
+    _, experts, _ = unpack_plan(plan, num_slots, num_experts, rule)
+    firsts, parts = first_rows(plan, num_slots, num_experts, rule), tile // block_m
     offsets = torch.arange(0, tile, block_m, dtype=plan.dtype, device=plan.device)
     split = plan[: len(plan) - len(experts) - len(firsts)].clone()
     split[2] += (parts - 1) * len(experts)  # where the first rows begin

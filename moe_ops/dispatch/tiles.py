@@ -1,13 +1,13 @@
 """Tile sizes: how many rows a tile has, how large plans get, what a choice of tiles asks of a GPU.
 
 All of it is host arithmetic on sizes. Sizes of tensors (`padded_slots`, `num_tiles`) also run on
-symbolic integers, and then add no guards; choices (`pick_row_tile`) run inside an operator, where
-sizes are numbers.
+symbolic integers, and then add no guards; choices (`TileRule.row_tile`) run inside an operator,
+where sizes are numbers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
@@ -15,23 +15,58 @@ from typing import NamedTuple
 import torch
 
 ROW_TILES = (16, 32, 64, 128)
-"""The row tiles of expert GEMMs, by load: the i-th serves experts with up to ``16 * 2**i / 1.5``
-rows on average, the last one all others."""
-EIGHT_BIT_ROW_TILES = (16, 32, 64, 64, 64, 64, 128)
-"""Row tiles for 8-bit GEMMs, which need more registers per row: 128 rows pay only where nearly
-every tile is full."""
+"""The row tiles of the portable kernels."""
 TALL_ROW_TILE = 192
 """A row tile of 16-bit GEMMs on Hopper; the portable kernels take powers of two."""
 KNOWN_ROW_TILES = (*ROW_TILES, TALL_ROW_TILE)
 """Every row tile that a plan for GEMMs may have."""
 MAX_ROW_TILE = 4096
 """The largest row tile of any plan."""
-INVARIANT_ROW_TILES = (64,)
-"""The row tile of batch-invariant mode: one tile at any load, and so one order of sums along K.
 
-The smallest with which Hopper's and Blackwell's wide matrix instructions work, for many tokens; for
-few, whose time goes into reading weights, padding adds products only.
-"""
+
+@dataclass(frozen=True, eq=False)
+class TileRule:
+    """Which row tile a plan has, by load. Rules are few, and compared by identity.
+
+    The load is 1.5 times the rows that an expert has on average (see `load`): a tile of so many
+    rows covers most experts, whose weights are then read once, and few of its rows are padding.
+    """
+
+    steps: tuple[tuple[float, int], ...]
+    """Pairs of a load and of the row tile that serves up to it, in ascending order of loads."""
+    batch_invariant: bool = False
+    """Whether nothing that follows may depend on the number of rows either."""
+
+    @property
+    def smallest(self) -> int:
+        """The smallest row tile."""
+        return min(tile for _, tile in self.steps)
+
+    @property
+    def largest(self) -> int:
+        """The largest row tile."""
+        return max(tile for _, tile in self.steps)
+
+    def row_tile(self, num_slots: int, num_experts: int) -> int:
+        """The row tile for ``num_slots`` routed rows over ``num_experts`` experts."""
+        return _row_tile(self, num_slots, num_experts)
+
+
+@lru_cache(maxsize=4096)
+def _row_tile(rule: TileRule, num_slots: int, num_experts: int) -> int:
+    wanted = load(num_slots, num_experts)
+    return next(tile for limit, tile in rule.steps if wanted <= limit)
+
+
+@lru_cache(maxsize=64)
+def one_row_tile(row_tile: int) -> TileRule:
+    """The rule of one row tile at every load."""
+    return TileRule(((math.inf, row_tile),))
+
+
+def load(num_slots: int, num_experts: int) -> float:
+    """1.5 times the rows of an average expert, or all rows."""
+    return min(1.5 * num_slots / num_experts, num_slots)
 
 
 @dataclass(frozen=True)
@@ -89,14 +124,19 @@ class Gemm(NamedTuple):
     """Bytes per number of a row."""
     halves: int
     """Weight tiles for each output tile: 2 where gate and up are computed together."""
-    row_tiles: tuple[int, ...]
-    """With a single tile nothing that follows may depend on ``num_slots``."""
+    rule: TileRule
+    """By which the row tile of the plan was chosen."""
+
+    @property
+    def row_tile(self) -> int:
+        """The row tile of the plan."""
+        return self.rule.row_tile(self.num_slots, self.num_experts)
 
     @property
     def active(self) -> int:
         """Experts that may have rows."""
-        one_tile = len(self.row_tiles) == 1
-        return self.num_experts if one_tile else min(self.num_slots, self.num_experts)
+        every = self.rule.batch_invariant
+        return self.num_experts if every else min(self.num_slots, self.num_experts)
 
 
 def cdiv(a, b):
@@ -109,12 +149,11 @@ def next_power_of_2(n: int) -> int:
     return 1 << max(n - 1, 0).bit_length()
 
 
-def padded_slots(num_slots, num_experts, row_tiles: Sequence[int]):
-    """Upper bound of the rows in a plan, whichever of ``row_tiles`` is picked.
+def padded_slots(num_slots, num_experts, tile: int):
+    """Upper bound of the rows in a plan of row tiles up to ``tile``.
 
     No expert is padded by more than ``tile - 1`` rows, and no slot to more than ``tile`` rows.
     """
-    tile = max(row_tiles)
     bounds = num_slots * tile, num_slots + num_experts * (tile - 1)
     if isinstance(bounds[0], int):
         return min(bounds)
@@ -123,10 +162,9 @@ def padded_slots(num_slots, num_experts, row_tiles: Sequence[int]):
     return torch.sym_max(0, torch.sym_min(*bounds))
 
 
-def num_tiles(num_slots, num_experts, row_tiles: Sequence[int]):
-    """Upper bound of the tiles in a plan, whichever of ``row_tiles`` is picked."""
-    tile = min(row_tiles)
-    return cdiv(padded_slots(num_slots, num_experts, (tile,)), tile)
+def num_tiles(num_slots, num_experts, tile: int):
+    """Upper bound of the tiles in a plan of row tiles from ``tile`` on."""
+    return cdiv(padded_slots(num_slots, num_experts, tile), tile)
 
 
 class PlanSizes(NamedTuple):
@@ -156,29 +194,28 @@ class PlanSizes(NamedTuple):
         return PLAN_HEADER + self.rows + 2 * self.tiles
 
 
-def plan_sizes(num_slots, num_experts, row_tiles: Sequence[int], pad_to: int = 1) -> PlanSizes:
-    """The sizes of a plan that serves whichever of ``row_tiles`` is picked.
+def plan_sizes(num_slots, num_experts, rule: TileRule, pad_to: int = 1) -> PlanSizes:
+    """The sizes of a plan, whichever row tile its rule says: one formula for all numbers of slots.
 
     Args:
         num_slots: rows to be sorted.
         num_experts: experts that they go to.
-        row_tiles: to choose from.
+        rule: by which the row tile is chosen.
         pad_to: what the number of rows is a multiple of.
     """
     known = isinstance(num_slots, int) and isinstance(num_experts, int)
     sizes = _plan_sizes if known else _plan_sizes.__wrapped__  # symbols cannot be looked up
-    return sizes(num_slots, num_experts, tuple(row_tiles), pad_to)
+    return sizes(num_slots, num_experts, rule, pad_to)
 
 
 @lru_cache(maxsize=4096)
-def _plan_sizes(
-    num_slots: int, num_experts: int, row_tiles: tuple[int, ...], pad_to: int
-) -> PlanSizes:
-    rows = cdiv(padded_slots(num_slots, num_experts, row_tiles), pad_to) * pad_to
-    sizes = PlanSizes(rows, num_tiles(num_slots, num_experts, row_tiles))
+def _plan_sizes(num_slots: int, num_experts: int, rule: TileRule, pad_to: int) -> PlanSizes:
+    rows = cdiv(padded_slots(num_slots, num_experts, rule.largest), pad_to) * pad_to
+    sizes = PlanSizes(rows, num_tiles(num_slots, num_experts, rule.smallest))
     if type(sizes.entries) is int and sizes.entries > MAX_PLAN_ENTRIES:
+        tiles = sorted({tile for _, tile in rule.steps})
         raise NotImplementedError(
-            f"topk_ids must have so few slots that a plan with row tiles {list(row_tiles)} has at "
+            f"topk_ids must have so few slots that a plan with row tiles {tiles} has at "
             f"most {MAX_PLAN_ENTRIES} entries, got {num_slots} slots"
         )
     return sizes
@@ -186,20 +223,20 @@ def _plan_sizes(
 
 @lru_cache(maxsize=4096)
 def load_class(num_slots: int, num_experts: int) -> int:
-    """The first i for which ``16 * 2**i`` holds 1.5 times the average expert's rows, or all."""
-    wanted, i = min(1.5 * num_slots / num_experts, num_slots), 0
+    """The first i for which ``16 * 2**i`` is at least the `load`."""
+    return _class_of(load(num_slots, num_experts))
+
+
+def last_class(rule: TileRule) -> int:
+    """The first class of the loads that all have a rule's last row tile."""
+    return _class_of(rule.steps[-2][0]) + 1 if len(rule.steps) > 1 else 0
+
+
+def _class_of(wanted: float) -> int:
+    i = 0
     while ROW_TILES[0] << i < wanted:
         i += 1
     return i
-
-
-def pick_row_tile(row_tiles: Sequence[int], num_slots: int, num_experts: int) -> int:
-    """The row tile for ``num_slots`` routed rows over ``num_experts`` experts, by load.
-
-    In `ROW_TILES` it is the smallest that holds 1.5 times the average expert's rows: one tile then
-    covers most experts (their weights are read once), and few rows are padding.
-    """
-    return row_tiles[min(load_class(num_slots, num_experts), len(row_tiles) - 1)]
 
 
 def is_direct(num_slots: int, num_experts: int) -> bool:
@@ -220,15 +257,14 @@ def direct_slots(num_experts: int) -> int:
 
 def max_programs(gemm: Gemm, config: TileConfig) -> int:
     """Upper bound on the programs of a GEMM, with a plan or without."""
-    row_tile = pick_row_tile(gemm.row_tiles, gemm.num_slots, gemm.num_experts)
+    row_tile = gemm.row_tile
     blocks = row_tile // config.block_m * cdiv(gemm.n, config.block_n)
     return max_row_tiles(gemm.num_slots, gemm.num_experts, row_tile) * blocks
 
 
 def cuts_up(gemm: Gemm, config: TileConfig) -> int | None:
     """BLOCK_M if smaller than the plan's row tile, else None."""
-    row_tile = pick_row_tile(gemm.row_tiles, gemm.num_slots, gemm.num_experts)
-    return None if config.block_m == row_tile else config.block_m
+    return None if config.block_m == gemm.row_tile else config.block_m
 
 
 @lru_cache(maxsize=4096)
@@ -236,7 +272,7 @@ def max_row_tiles(num_slots: int, num_experts: int, block_m: int) -> int:
     """Upper bound on the row tiles of a GEMM, with a plan or without."""
     if is_direct(num_slots, num_experts):
         return num_slots
-    return num_tiles(num_slots, num_experts, (block_m,))
+    return num_tiles(num_slots, num_experts, block_m)
 
 
 class Scan(NamedTuple):

@@ -15,9 +15,8 @@ from typing import Any, NamedTuple
 from moe_ops.dispatch.device import Device, plain_name
 from moe_ops.dispatch.hopper import HopperTiles, KernelTiles, hopper_tiles, unfit
 from moe_ops.dispatch.portable import shared_bytes
-from moe_ops.dispatch.tiles import Gemm, TileConfig, load_class, pick_row_tile
-from moe_ops.dispatch.tuned_file import Entry, Sizes, TunedLayer, default_row_tiles, parse
-from moe_ops.scheme import Scheme
+from moe_ops.dispatch.tiles import Gemm, TileConfig, last_class, load_class
+from moe_ops.dispatch.tuned_file import Entry, Sizes, TunedLayer, parse
 
 FOLDER = os.environ.get("MOE_OPS_TUNED_DIR")
 """Where a user's files lie, if anywhere."""
@@ -83,30 +82,6 @@ def read_all() -> Tables:
 TABLES = read_all()
 
 
-def row_tiles(
-    scheme: Scheme, sizes: Sizes, device: str, *, hopper: bool = False
-) -> tuple[int, ...]:
-    """The row tiles that the plan and the GEMMs of a layer choose from, by class of load.
-
-    ``hopper`` as `default_row_tiles` has it.
-
-    Dynamo traces this, and ``sizes`` may be symbols: where a file has them, they get their values.
-    """
-    for known, layer in TABLES.get((device, scheme.name), {}).items():
-        if known == sizes:
-            return merged(default_row_tiles(scheme, hopper=hopper), layer.row_tiles)
-    return default_row_tiles(scheme, hopper=hopper)
-
-
-def merged(default: tuple[int, ...], won: tuple[tuple[int, int], ...]) -> tuple[int, ...]:
-    """By class of load: the row tiles that won, else the default's, whose last one goes on."""
-    tiles = list(default)
-    for load, tile in won:
-        tiles += [default[-1]] * (load + 1 - len(tiles))
-        tiles[load] = tile
-    return tuple(tiles)
-
-
 def choose(
     gemm: Gemm,
     scheme: str,
@@ -120,8 +95,8 @@ def choose(
     """The kernel and the tiles of a GEMM: what a file says, else the analytic choice.
 
     That is Hopper's own kernel where it was measured to be faster, else the one for all GPUs. An
-    entry serves the loads of its class; of several that whose number of tokens is nearest. A plan
-    of one row tile, which does not follow the load, is nobody's that was timed, and neither are
+    entry serves the loads of its class for which the plan has the row tile that it was timed with;
+    of several that whose number of tokens is nearest. Nobody timed batch-invariant plans, nor
     float32 rows.
 
     Args:
@@ -135,7 +110,7 @@ def choose(
     """
     own = hopper_tiles(gemm, device) if hopper else None
     layer = tables.get((plain_name(device.name), scheme), {}).get(_layer_sizes(gemm))
-    if layer is None or len(gemm.row_tiles) == 1 or gemm.itemsize == 4:
+    if layer is None or gemm.rule.batch_invariant or gemm.itemsize == 4:
         return Choice(default, DEFAULT, own)
     entry = _nearest(layer, gemm)
     if entry is None:
@@ -166,20 +141,19 @@ def _layer_sizes(gemm: Gemm) -> Sizes:
 
 def _nearest(layer: TunedLayer, gemm: Gemm) -> Entry | None:
     """The entry of the same class of load and row tile whose number of rows is nearest."""
-    last = len(gemm.row_tiles) - 1
+    last = last_class(gemm.rule)
 
-    def load_of(rows: int) -> int:
+    def class_of(rows: int) -> int:
         return min(load_class(rows, gemm.num_experts), last)
 
     def distance(entry: Entry) -> float:
         ratio = entry.num_tokens * layer.top_k / max(gemm.num_slots, 1)
         return max(ratio, 1 / ratio)
 
-    load = load_of(gemm.num_slots)
-    block_m = pick_row_tile(gemm.row_tiles, gemm.num_slots, gemm.num_experts)
+    mine, block_m = class_of(gemm.num_slots), gemm.row_tile
     near = [
         entry
         for entry in layer.entries
-        if load_of(entry.num_tokens * layer.top_k) == load and entry.gemm1.block_m == block_m
+        if class_of(entry.num_tokens * layer.top_k) == mine and entry.gemm1.block_m == block_m
     ]
     return min(near, key=distance, default=None)

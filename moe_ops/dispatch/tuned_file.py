@@ -3,15 +3,15 @@
 A file serves one GPU, one scheme and layers of one size, all of which its name tells:
 ``E=128,N=768,K=2048,device_name=NVIDIA_H200,scheme=fp8_block128.json`` (E local experts, N the
 intermediate size, K the hidden size). It holds the ``top_k`` of the layer that was timed, and by
-number of tokens the row tile of a plan and, for both GEMMs, the kernel and the rest of its tiles:
-without a name it is the kernel for all GPUs.
+number of tokens the row tile that the plan had and, for both GEMMs, the kernel and the rest of its
+tiles: without a name it is the kernel for all GPUs. (A file does not choose the row tile of a plan:
+`moe_ops.dispatch.row_tiles` does, and an entry serves plans with the row tile that it had.)
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from moe_ops.dispatch.device import plain_name
@@ -23,14 +23,7 @@ from moe_ops.dispatch.hopper import (
     operand_bytes,
     widths,
 )
-from moe_ops.dispatch.hopper import ROW_TILES as HOPPER_ROW_TILES
-from moe_ops.dispatch.tiles import (
-    EIGHT_BIT_ROW_TILES,
-    KNOWN_ROW_TILES,
-    ROW_TILES,
-    TileConfig,
-    load_class,
-)
+from moe_ops.dispatch.tiles import KNOWN_ROW_TILES, ROW_TILES, TileConfig
 from moe_ops.scheme import Scheme, get_scheme
 
 _NUMBER = r"([1-9][0-9]{0,8})"
@@ -67,8 +60,6 @@ class TunedLayer(NamedTuple):
     """The GPU's name; spaces are ``_``."""
     scheme: str
     top_k: int
-    row_tiles: tuple[tuple[int, int], ...]
-    """Those that won: class of load, row tile."""
     entries: tuple[Entry, ...]
 
 
@@ -76,20 +67,6 @@ def file_name(sizes: Sizes, device: str, scheme: str) -> str:
     """The name of the file for a layer, a GPU (by PyTorch's name) and a scheme."""
     experts, n, k = sizes
     return f"E={experts},N={n},K={k},device_name={plain_name(device)},scheme={scheme}.json"
-
-
-def default_row_tiles(scheme: Scheme, *, hopper: bool = False) -> tuple[int, ...]:
-    """The row tiles that the plan and the GEMMs of a scheme choose from where nothing was timed.
-
-    Args:
-        scheme: the scheme.
-        hopper: what `moe_ops.dispatch.hopper.plans_for` says of the layer.
-    """
-    size = operand_bytes(scheme)
-    if hopper and size is not None:
-        return HOPPER_ROW_TILES[size]
-    wide = scheme.activation is None or scheme.decoded
-    return ROW_TILES if wide else EIGHT_BIT_ROW_TILES
 
 
 def written(tiles: KernelTiles) -> dict[str, Any]:
@@ -121,8 +98,7 @@ def parse(file: str, text: str) -> TunedLayer:
     _whole(file, "top_k", top_k, most=MAX_TOP_K)
     entries = tuple(_entry(file, key, record[key], known) for key in record)
     experts, n, k = map(int, sizes)
-    row_tiles = _row_tiles(file, entries, top_k, experts)
-    return TunedLayer(file, (experts, n, k), device, known.name, top_k, row_tiles, entries)
+    return TunedLayer(file, (experts, n, k), device, known.name, top_k, entries)
 
 
 def _require(holds: Any, file: str, key: str, rule: str, got: object) -> None:
@@ -192,17 +168,3 @@ def scaled_group(scheme: Scheme) -> int | None:
     """Elements along K that share the scale of a row, which a K block may not cross; None: any."""
     quant = scheme.activation
     return None if quant is None or scheme.decoded else quant.shared_cols
-
-
-def _row_tiles(
-    file: str, entries: Iterable[Entry], top_k: int, experts: int
-) -> tuple[tuple[int, int], ...]:
-    """With its class of load each. One plan serves a class, so that its entries have to agree."""
-    won: dict[int, Entry] = {}
-    for entry in entries:
-        load = load_class(entry.num_tokens * top_k, experts)
-        first = won.setdefault(load, entry)
-        rule = f"be {first.gemm1.block_m} as for {first.num_tokens}, of the same load"
-        got = entry.gemm1.block_m
-        _require(got == first.gemm1.block_m, file, f"{entry.num_tokens}.BLOCK_M", rule, got)
-    return tuple((load, entry.gemm1.block_m) for load, entry in won.items())

@@ -19,7 +19,7 @@ from moe_ops.activation import MoEActivation
 from moe_ops.integrations._experts import Weights, scheme_named
 from moe_ops.pipeline.gemms import expert_weights, gemm
 from moe_ops.pipeline.layer_checks import check_layer
-from moe_ops.pipeline.row_spaces import SlotRows, row_tiles_of
+from moe_ops.pipeline.row_spaces import SlotRows
 from moe_ops.scheme import WHOLE, FusedMoEQuantConfig, Group, Quant
 from moe_ops.scheme.values import ELEMENTS
 from moe_ops.tensors import Routing, Rows
@@ -130,7 +130,7 @@ def static_experts(
     check_layer(*routing, -1, *experts)
     tokens, k = topk_ids.shape
     expert = topk_ids.flatten().clamp(0, num_experts - 1)  # rows of sentinels are not read
-    space = SlotRows.of(routing, num_experts, row_tiles_of(scheme, w2))
+    space = SlotRows.of(routing, num_experts, scheme, dtype)
     both = expert_weights(w1, w2, config)
 
     cols = None if config.block_shape is None else config.block_shape[1]

@@ -9,20 +9,21 @@ Kernels take the three parts of a plan, or the plan and None twice: see `plan_pa
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from moe_ops.dispatch.row_tiles import expert_rule, tile_rule
 from moe_ops.dispatch.tiles import (
     SINGLE_LAUNCH_SLOTS,
     PlanSizes,
     Scan,
+    TileRule,
     is_direct,
-    pick_row_tile,
     plan_sizes,
     scan_sizes,
 )
@@ -141,9 +142,8 @@ def _align_blocks_kernel(
 
 
 @lru_cache(maxsize=4096)
-def _align_launch(num_slots: int, row_tiles: tuple[int, ...], num_experts: int) -> Launch:
+def _align_launch(num_slots: int, tile: int, num_experts: int) -> Launch:
     """The kernel for a number of slots."""
-    tile = pick_row_tile(row_tiles, num_slots, num_experts)
     if num_slots > SINGLE_LAUNCH_SLOTS:
         return _align_blocks(block_sizes(num_slots, num_experts), tile)
     return _align_few(scan_sizes(num_slots), tile, num_experts)
@@ -165,30 +165,39 @@ def _align_blocks(sizes: Blocks, tile: int) -> Launch:
 def moe_align_block_size(
     topk_ids: Tensor,
     expert_map: Tensor | None,
-    row_tiles: Sequence[int],
+    block_size: int,
     num_experts: int,
     pad_sorted_ids: bool,
     ignore_invalid_experts: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """One launch for few slots, a program per expert; for many two, a program per block."""
-    how = (row_tiles, num_experts, pad_sorted_ids, ignore_invalid_experts)
+    how = (block_size, num_experts, pad_sorted_ids, ignore_invalid_experts)
     plan = empty_plan(topk_ids, expert_map, *how)
     bucket_map, names = (expert_map, None) if ignore_invalid_experts else (None, expert_map)
     sizes = PlanSizes(plan[0].shape[0], plan[1].shape[0])
-    _align_slots(plan, sizes, topk_ids, bucket_map, names, row_tiles, num_experts)
+    _align_slots(plan, sizes, topk_ids, bucket_map, names, block_size, num_experts)
     return plan
 
 
 def plan_slots(
-    topk_ids: Tensor, expert_map: Tensor | None, row_tiles: Sequence[int], num_experts: int
+    topk_ids: Tensor,
+    expert_map: Tensor | None,
+    num_experts: int,
+    scheme: str,
+    dtype: torch.dtype,
+    batch_invariant: bool = False,
 ) -> Tensor:
     """A plan in one tensor; nothing is launched for so few slots that no GEMM reads a plan."""
-    plan = empty_plan_slots(topk_ids, expert_map, row_tiles, num_experts)
+    layer = (num_experts, scheme, dtype, batch_invariant)
+    plan = empty_plan_slots(topk_ids, expert_map, *layer)
     num_slots = topk_ids.numel()
     if not is_direct(num_slots, num_experts):
-        sizes = plan_sizes(num_slots, num_experts, row_tiles)
-        parts = (plan, None, None)
-        _align_slots(parts, sizes, topk_ids, expert_map, None, row_tiles, num_experts)
+        rule = tile_rule(scheme, dtype, topk_ids.device, batch_invariant)
+        sizes, tile = (
+            plan_sizes(num_slots, num_experts, rule),
+            rule.row_tile(num_slots, num_experts),
+        )
+        _align_slots((plan, None, None), sizes, topk_ids, expert_map, None, tile, num_experts)
     return plan
 
 
@@ -198,12 +207,12 @@ def _align_slots(
     topk_ids: Tensor,
     bucket_map: Tensor | None,
     names: Tensor | None,
-    row_tiles: Sequence[int],
+    tile: int,
     num_experts: int,
 ) -> None:
     """Write the plan of the slots, sorted by what ``bucket_map`` makes of their ids."""
     num_slots = topk_ids.numel()
-    launch = _align_launch(num_slots, tuple(row_tiles), num_experts)
+    launch = _align_launch(num_slots, tile, num_experts)
     if num_slots > SINGLE_LAUNCH_SLOTS:
         _, grid, slots = count_blocks(topk_ids, bucket_map, num_experts)
     else:
@@ -272,24 +281,26 @@ def _spans_launch(tile: int, num_experts: int) -> Launch:
 
 
 def plan_batched(
-    expert_num_tokens: Tensor, max_num_tokens: int, row_tiles: Sequence[int]
+    expert_num_tokens: Tensor, max_num_tokens: int, scheme: str, batch_invariant: bool = False
 ) -> Tensor:
     """Launch one program per expert."""
-    plan = empty_batched(expert_num_tokens, max_num_tokens, row_tiles)
+    plan = empty_batched(expert_num_tokens, max_num_tokens, scheme, batch_invariant)
     num_experts = expert_num_tokens.shape[0]
     num_rows = num_experts * max_num_tokens
     spans = (expert_num_tokens.contiguous(), None)
-    return _run_spans(plan, spans, max_num_tokens, num_rows, num_experts, row_tiles)
+    rule = expert_rule(scheme, plan.device, batch_invariant)
+    return _run_spans(plan, spans, max_num_tokens, num_rows, num_experts, rule)
 
 
 def plan_permuted(
-    expert_first_token_offset: Tensor, num_rows: int, row_tiles: Sequence[int]
+    expert_first_token_offset: Tensor, num_rows: int, scheme: str, batch_invariant: bool = False
 ) -> Tensor:
     """Launch one program per expert."""
-    plan = empty_permuted(expert_first_token_offset, num_rows, row_tiles)
+    plan = empty_permuted(expert_first_token_offset, num_rows, scheme, batch_invariant)
     num_experts = expert_first_token_offset.shape[0] - 1
     spans = (None, expert_first_token_offset.contiguous())
-    return _run_spans(plan, spans, 0, num_rows, num_experts, row_tiles)
+    rule = expert_rule(scheme, plan.device, batch_invariant)
+    return _run_spans(plan, spans, 0, num_rows, num_experts, rule)
 
 
 def _run_spans(
@@ -298,11 +309,11 @@ def _run_spans(
     max_rows: int,
     num_rows: int,
     num_experts: int,
-    row_tiles: Sequence[int],
+    rule: TileRule,
 ) -> Tensor:
-    tile = pick_row_tile(row_tiles, num_rows, num_experts)
+    tile = rule.row_tile(num_rows, num_experts)
     _spans_launch(tile, num_experts)(
         (num_experts,), plan, *spans, max_rows, num_rows,
-        *plan_sizes(num_rows, num_experts, row_tiles), num_experts,
+        *plan_sizes(num_rows, num_experts, rule), num_experts,
     )  # fmt: skip
     return plan

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
@@ -14,6 +12,7 @@ from moe_ops.fake_impls.gemm_sum import gemm_sum as empty_tokens
 from moe_ops.kernels._gemm.operands import GemmOperands
 from moe_ops.kernels._gemm.run import run_gemm
 from moe_ops.kernels.weight_and_reduce import moe_fused_mul_sum_out
+from moe_ops.tensors import AnyTiles
 
 
 def gemm_sum(
@@ -23,28 +22,29 @@ def gemm_sum(
     w_scale: Tensor | None,
     bias: Tensor | None,
     topk_weights: Tensor | None,
-    plan: Tensor | None,
-    topk_ids: Tensor,
-    expert_map: Tensor | None,
-    row_tiles: Sequence[int],
+    tiles: AnyTiles,
     scheme: str,
     out_dtype: torch.dtype | None = None,
     expert_order: bool = False,
+    batch_invariant: bool = False,
 ) -> Tensor:
     """The kernel that sums where it serves; else that of the GEMM, then that of the sum."""
-    tiles = (plan, topk_ids, expert_map)
-    out = empty_tokens(
-        a, a_scale, w, w_scale, bias, topk_weights, *tiles, row_tiles, scheme, out_dtype
-    )
+    how = (scheme, out_dtype, expert_order, batch_invariant)
+    out = empty_tokens(a, a_scale, w, w_scale, bias, topk_weights, tiles, *how)
     if w_scale is None:
-        gemm = dense_problem(a, w, tiles, row_tiles, 1, "", False, expert_order)
+        gemm = dense_problem(
+            a, w, tiles, 1, expert_order=expert_order, batch_invariant=batch_invariant
+        )
     else:
-        gemm = scaled_problem(a, a_scale, w, w_scale, tiles, row_tiles, 1, scheme)
+        gemm = scaled_problem(
+            a, a_scale, w, w_scale, tiles, 1, scheme, batch_invariant=batch_invariant
+        )
     given = GemmOperands(a, w, tiles, bias, None, a_scale, w_scale)
-    if topk_ids.shape[0] == 1:
+    if out.shape[0] == 1:
         problem = sum_problem(gemm, topk_weights is not None, out.element_size())
         if plan_gemm(problem, device_facts(out.device)).kernel == TOKEN_SUM:
             return run_gemm(out, given._replace(topk_weights=topk_weights), problem)
     y = run_gemm(out.new_empty(a.shape[0], out.shape[1]), given, gemm)
+    _, topk_ids, expert_map = tiles
     moe_fused_mul_sum_out(y, topk_weights, topk_ids, expert_map, None, w.shape[0], out=out)
     return out

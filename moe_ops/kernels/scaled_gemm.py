@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
@@ -12,6 +10,7 @@ from moe_ops.dispatch.problem import scaled_problem
 from moe_ops.fake_impls.scaled_gemm import scaled_matmul as empty_rows
 from moe_ops.kernels._gemm.operands import GemmOperands
 from moe_ops.kernels._gemm.run import run_gemm
+from moe_ops.tensors import AnyTiles
 
 
 def scaled_matmul(
@@ -21,20 +20,20 @@ def scaled_matmul(
     w_scale: Tensor,
     w_global_scale: Tensor | None,
     bias: Tensor | None,
-    plan: Tensor | None,
-    topk_ids: Tensor | None,
-    expert_map: Tensor | None,
-    row_tiles: Sequence[int],
+    tiles: AnyTiles,
     top_k: int,
     scheme: str,
     out_dtype: torch.dtype,
     activation: str = "",
+    batch_invariant: bool = False,
     *,
     config: KernelTiles | None = None,
 ) -> Tensor:
     """Run the kernel that `plan_gemm` chooses, on rows that it, or the operator, quantizes."""
-    tiles, scales = (plan, topk_ids, expert_map), (w_scale, None, w_global_scale)
-    rest = (row_tiles, top_k, scheme, out_dtype, activation)
-    out = empty_rows(a, a_scale, w, w_scale, w_global_scale, bias, *tiles, *rest)
-    problem = scaled_problem(a, a_scale, w, w_scale, tiles, row_tiles, top_k, scheme, activation)
-    return run_gemm(out, GemmOperands(a, w, tiles, bias, None, a_scale, *scales), problem, config)
+    how = (top_k, scheme, out_dtype, activation, batch_invariant)
+    out = empty_rows(a, a_scale, w, w_scale, w_global_scale, bias, tiles, *how)
+    problem = scaled_problem(
+        a, a_scale, w, w_scale, tiles, top_k, scheme, activation, batch_invariant=batch_invariant
+    )
+    scales = (a_scale, w_scale, None, w_global_scale)
+    return run_gemm(out, GemmOperands(a, w, tiles, bias, None, *scales), problem, config)

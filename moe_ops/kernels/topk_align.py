@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from moe_ops.dispatch.tiles import few_tokens, is_direct, pick_row_tile, plan_sizes
+from moe_ops.dispatch.row_tiles import tile_rule
+from moe_ops.dispatch.tiles import few_tokens, is_direct, plan_sizes
 from moe_ops.fake_impls.topk_align import topk_plan as empty_routing
 from moe_ops.kernels._routing.choice import route_tokens
 from moe_ops.kernels._runtime.dependent import take_turn
@@ -47,16 +48,8 @@ def _topk_align_kernel(
 
 
 @lru_cache(maxsize=4096)
-def _launch(
-    num_tokens: int, num_experts: int, how: tuple, row_tiles: tuple[int, ...], buckets: int
-) -> Launch:
-    """The kernel for a number of tokens."""
-    tile = pick_row_tile(row_tiles, num_tokens * how[0], buckets)
-    return _rounded(few_tokens(num_tokens, num_experts), num_experts, how, tile, buckets)
-
-
-@lru_cache(maxsize=1024)
-def _rounded(tokens: int, num_experts: int, how: tuple, tile: int, buckets: int) -> Launch:
+def _launch(tokens: int, num_experts: int, how: tuple[Any, ...], tile: int, buckets: int) -> Launch:
+    """The kernel for up to so many tokens."""
     constants: dict[str, Any] = topk_constants(tokens, num_experts, *how)
     return Launch(
         _topk_align_kernel,
@@ -75,15 +68,18 @@ def topk_plan(
     scoring_func: str,
     routed_scaling_factor: float,
     expert_map: Tensor | None,
-    row_tiles: Sequence[int],
     num_local_experts: int,
+    scheme: str,
+    dtype: torch.dtype,
+    batch_invariant: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """One launch for few tokens, a program per expert or per few; else the two operators' launches.
 
     Slots that are so few that no GEMM reads a plan are only routed.
     """
     how = (topk, renormalize, scoring_func, routed_scaling_factor)
-    bias, aligned = e_score_correction_bias, (expert_map, row_tiles, num_local_experts)
+    layer = (num_local_experts, scheme, dtype, batch_invariant)
+    bias, aligned = e_score_correction_bias, (expert_map, *layer)
     axes("gating_output", gating_output, 2)
     tokens, num_experts = gating_output.shape
     if is_direct(tokens * topk, num_local_experts) or not few_tokens(tokens, num_experts):
@@ -91,10 +87,12 @@ def topk_plan(
         return weights, ids, plan_slots(ids, *aligned)
     result = empty_routing(gating_output, bias, *how, *aligned)
     gating_output = by_rows(gating_output)
-    _launch(tokens, num_experts, how, tuple(row_tiles), num_local_experts)(
+    rule = tile_rule(scheme, dtype, gating_output.device, batch_invariant)
+    tile = rule.row_tile(tokens * topk, num_local_experts)
+    _launch(few_tokens(tokens, num_experts), num_experts, how, tile, num_local_experts)(
         (plan_programs(num_local_experts),),
         gating_output, dense(bias), dense(expert_map), *result,
-        tokens, *plan_sizes(tokens * topk, num_local_experts, row_tiles),
+        tokens, *plan_sizes(tokens * topk, num_local_experts, rule),
         gating_output.stride(0),
         map_size(expert_map, num_local_experts), num_local_experts,
     )  # fmt: skip

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from torch import Tensor
 
 from moe_ops.dispatch.hopper import KernelTiles
@@ -11,6 +9,7 @@ from moe_ops.dispatch.problem import stored_problem
 from moe_ops.fake_impls.weight_only_gemm import weight_only_matmul as empty_rows
 from moe_ops.kernels._gemm.operands import GemmOperands
 from moe_ops.kernels._gemm.run import run_gemm
+from moe_ops.tensors import AnyTiles
 
 
 def weight_only_matmul(
@@ -21,21 +20,17 @@ def weight_only_matmul(
     w_global_scale: Tensor | None,
     bias: Tensor | None,
     topk_weights: Tensor | None,
-    plan: Tensor | None,
-    topk_ids: Tensor | None,
-    expert_map: Tensor | None,
-    row_tiles: Sequence[int],
+    tiles: AnyTiles,
     top_k: int,
     scheme: str,
     activation: str = "",
+    batch_invariant: bool = False,
     *,
     config: KernelTiles | None = None,
 ) -> Tensor:
     """Run the kernel that `plan_gemm` chooses, or that of a given ``config``."""
-    tiles, scales = (plan, topk_ids, expert_map), (w_scale, w_zero_point, w_global_scale)
-    rest = (row_tiles, top_k, scheme, activation)
-    out = empty_rows(a, w, *scales, bias, topk_weights, *tiles, *rest)
-    problem = stored_problem(a, w, tiles, row_tiles, top_k, scheme, activation)
-    return run_gemm(
-        out, GemmOperands(a, w, tiles, bias, topk_weights, None, *scales), problem, config
-    )
+    scales, how = (w_scale, w_zero_point, w_global_scale), (top_k, scheme, activation)
+    out = empty_rows(a, w, *scales, bias, topk_weights, tiles, *how, batch_invariant)
+    problem = stored_problem(a, w, tiles, *how, batch_invariant=batch_invariant)
+    given = GemmOperands(a, w, tiles, bias, topk_weights, None, *scales)
+    return run_gemm(out, given, problem, config)

@@ -6,13 +6,11 @@ from dataclasses import dataclass
 from math import prod
 
 from moe_ops.activation import kind_and_key
-from moe_ops.dispatch.device import Device, plain_name
+from moe_ops.dispatch.device import Device
 from moe_ops.dispatch.gemm_plan import GemmPlan, plan_gemm
-from moe_ops.dispatch.hopper import KernelTiles, plans_for
+from moe_ops.dispatch.hopper import KernelTiles
 from moe_ops.dispatch.problem import layer_problem, sizes_of
-from moe_ops.dispatch.tiles import INVARIANT_ROW_TILES
-from moe_ops.dispatch.tuned import row_tiles
-from moe_ops.dispatch.tuned_file import default_row_tiles
+from moe_ops.dispatch.row_tiles import BY_EXPERT, rule_of
 from moe_ops.pipeline.config import FusedMoEConfig
 from moe_ops.pipeline.devices import Target
 from moe_ops.pipeline.experts import FusedMoEExperts, FusedMoEExpertsModular
@@ -148,15 +146,11 @@ def _plans(
     if config.max_num_tokens is not None or not fused:  # rows lie by expert
         top_k, tokens = 1, None
     activation = kind_and_key(config.activation)[1] if fused else ""
-    picked = default_row_tiles(scheme)
-    if config.batch_invariant:
-        picked = INVARIANT_ROW_TILES
-    elif fused and config.max_num_tokens is None:  # the pipeline that files are timed for
-        hopper, name = plans_for(scheme, device.arch, itemsize, width), plain_name(device.name)
-        picked = row_tiles(scheme, (num_experts, width, hidden), name, hopper=hopper)
+    arch = device.arch if tokens is not None else BY_EXPERT
+    rule = rule_of(scheme.name, itemsize, arch, device.row_tile, config.batch_invariant)
     gates = 2 if config.is_act_and_mul else 1
-    first = sizes_of(slots, (num_experts, gates * width, hidden), itemsize, picked, activation)
-    second = sizes_of(slots, (num_experts, hidden, width), itemsize, picked, "")
+    first = sizes_of(slots, (num_experts, gates * width, hidden), itemsize, rule, activation)
+    second = sizes_of(slots, (num_experts, hidden, width), itemsize, rule, "")
     return (
         plan_gemm(layer_problem(first, scheme, activation, tokens, top_k), device),
         plan_gemm(layer_problem(second, scheme, "", tokens, 1), device),

@@ -10,7 +10,7 @@ from moe_ops.gradients import inference_only
 from moe_ops.pipeline.experts.standard import slot_experts
 from moe_ops.pipeline.gemms import expert_weights
 from moe_ops.pipeline.layer_checks import check_layer, check_not_quantized
-from moe_ops.pipeline.row_spaces import SlotRows, row_tiles_of
+from moe_ops.pipeline.row_spaces import SlotRows, check_batch_invariant
 from moe_ops.pipeline.token_rows import quantize_tokens
 from moe_ops.routing.arguments import check_logits, check_scoring
 from moe_ops.scheme import FusedMoEQuantConfig
@@ -141,13 +141,15 @@ def _experts(
     quantization = () if scheme.weight is None else config.tensors
     experts = (hidden_states, w1, w2, *biases, kind, scheme, *quantization)
     check_layer(*routing, global_num_experts, *experts)
-    tiles = row_tiles_of(scheme, w2, batch_invariant)
+    if batch_invariant:
+        check_batch_invariant(scheme)
     weights = expert_weights(w1, w2, config, *biases)
     rows, on_input = Rows(hidden_states), apply_router_weight_on_input
     if scheme.activation is not None and on_input:  # router weights go in first
         rows = Rows(*quantize_tokens(hidden_states, config, routing, w1.shape[0], on_input))
-    space = SlotRows.of(routing, w1.shape[0], tiles, plan)
-    how = (scheme, space, routing.topk_weights, key, hidden_states.dtype, on_input)
+    dtype = hidden_states.dtype
+    space = SlotRows.of(routing, w1.shape[0], scheme, dtype, batch_invariant, plan)
+    how = (scheme, space, routing.topk_weights, key, dtype, on_input)
     return slot_experts(rows, weights, *how)
 
 
@@ -207,11 +209,11 @@ def fused_moe(
             checks.tensor(name, w, 3, None)
     experts = w1.shape[0] if expert_map is None else expert_map.shape[0]
     checks.size("gating_output.shape[1]", gating_output.shape[1], "the number of experts", experts)
-    tiles = list(row_tiles_of(scheme, w2, batch_invariant))
+    if batch_invariant:
+        check_batch_invariant(scheme)
     how = (None, topk, renormalize, scoring_func, 1)
-    topk_weights, topk_ids, plan = ops.topk_plan(
-        gating_output, *how, expert_map, tiles, w1.shape[0]
-    )
+    layer = (w1.shape[0], scheme.name, hidden_states.dtype, batch_invariant)
+    topk_weights, topk_ids, plan = ops.topk_plan(gating_output, *how, expert_map, *layer)
     return _experts(
         plan,
         hidden_states,

@@ -12,7 +12,7 @@ from moe_ops.gradients import inference_only
 from moe_ops.pipeline.fused_experts import NOT_QUANTIZED
 from moe_ops.pipeline.gemms import expert_weights, gemm, quantized
 from moe_ops.pipeline.layer_checks import check_layer
-from moe_ops.pipeline.row_spaces import SlotRows, row_tiles_of
+from moe_ops.pipeline.row_spaces import SlotRows, check_batch_invariant
 from moe_ops.scheme import FusedMoEQuantConfig
 from moe_ops.tensors import Routing
 
@@ -72,9 +72,10 @@ def gated_experts(
     check_layer(*routing, -1, hidden_states, w1, w2, *biases, kind, scheme, *quantization)
     weights = expert_weights(w1, w2, config, *biases)
 
+    if batch_invariant:
+        check_batch_invariant(scheme)
     num_local_experts, dtype = w1.shape[0], hidden_states.dtype
-    row_tiles = row_tiles_of(scheme, w2, batch_invariant)
-    space = SlotRows.of(routing, num_local_experts, row_tiles)
+    space = SlotRows.of(routing, num_local_experts, scheme, dtype, batch_invariant)
     top_k = topk_ids.shape[1]
     rows = quantized(hidden_states, weights.a1_scale, weights.w1, space, scheme, top_k)
     h = gate(gemm(rows, weights.w1, space, top_k, scheme, dtype))

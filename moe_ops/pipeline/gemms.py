@@ -12,6 +12,7 @@ from moe_ops.dispatch.device import device_facts
 from moe_ops.dispatch.gemm_plan import plan_gemm
 from moe_ops.dispatch.hopper import operand_bytes
 from moe_ops.dispatch.problem import layer_problem, sizes_of
+from moe_ops.dispatch.row_tiles import tile_rule
 from moe_ops.dispatch.tiles import direct_slots
 from moe_ops.pipeline.row_spaces import BatchedRows, SlotRows, always, depends_on_batch, sure
 from moe_ops.scheme import FusedMoEQuantConfig, Scheme
@@ -106,14 +107,16 @@ def _quantizes(
     be many, the operator decides. (Many rows would else be held in both forms.)
     """
     quant, (_, ids, _) = scheme.activation, space.tiles
-    one_tile = len(space.row_tiles) == 1
-    if quant is None or scheme.decoded or depends_on_batch(quant) or one_tile or ids is None:
+    if quant is None or scheme.decoded or depends_on_batch(quant) or ids is None:
+        return False
+    if space.batch_invariant:
         return False
     tokens, k = ids.shape
     slots = tokens * k
     if torch.compiler.is_compiling() or type(slots) is not int:
         return not always(sure(tokens) * k > direct_slots(space.num_local_experts))
-    sizes = sizes_of(slots, weight.data.shape, x.itemsize, space.row_tiles, activation)
+    rule = tile_rule(scheme.name, x.dtype, x.device)
+    sizes = sizes_of(slots, weight.data.shape, x.itemsize, rule, activation)
     problem = layer_problem(sizes, scheme, activation, tokens, top_k)
     plan = plan_gemm(problem, device_facts(x.device))
     return plan.quantizes_rows and (not plan.packed_rows or len(x) == slots)
@@ -151,21 +154,21 @@ def gemm_call(
     topk_weights: Tensor | None = None,
 ) -> tuple[Any, tuple[Any, ...]]:
     """The operator that is `gemm`, and its arguments."""
-    where = (*space.tiles, space.row_tiles, top_k)
+    where, invariant = ([*space.tiles], top_k), space.batch_invariant
     if scheme.weight is None:
         return ops.expert_matmul, (
             rows.data, weight.data, weight.bias, topk_weights, *where,
-            activation, space.expert_order,
+            activation, space.expert_order, invariant,
         )  # fmt: skip
     if scheme.activation is None:
         return ops.weight_only_matmul, (
             rows.data, weight.data, weight.scale, weight.zero_point, weight.global_scale,
-            weight.bias, topk_weights, *where, scheme.name, activation,
+            weight.bias, topk_weights, *where, scheme.name, activation, invariant,
         )  # fmt: skip
     return ops.scaled_matmul, (
         rows.data, rows.scale, weight.data, weight.scale,
         weight.global_scale if scheme.decoded else None, weight.bias, *where,
-        scheme.name, dtype, activation,
+        scheme.name, dtype, activation, invariant,
     )  # fmt: skip
 
 
@@ -191,8 +194,8 @@ def gemm_sum(
     """`gemm` with each token's weighted sum."""
     return ops.gemm_sum(
         rows.data, rows.scale, weight.data, weight.scale, weight.bias, topk_weights,
-        *space.tiles, space.row_tiles, scheme.name,
-        None if weight.scale is None else dtype, space.expert_order,
+        [*space.tiles], scheme.name, None if weight.scale is None else dtype,
+        space.expert_order, space.batch_invariant,
     )  # fmt: skip
 
 

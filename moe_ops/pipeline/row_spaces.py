@@ -12,50 +12,9 @@ import torch
 from torch import Tensor
 
 from moe_ops import ops
-from moe_ops.dispatch.device import name_and_arch
-from moe_ops.dispatch.hopper import plans_for
-from moe_ops.dispatch.tiles import INVARIANT_ROW_TILES, is_direct
-from moe_ops.dispatch.tuned import row_tiles
-from moe_ops.dispatch.tuned_file import default_row_tiles
+from moe_ops.dispatch.tiles import is_direct
 from moe_ops.scheme import Quant, Scheme
 from moe_ops.tensors import Routing, Rows, Tiles
-
-RowTiles = tuple[int, ...]
-
-
-def row_tiles_of(
-    scheme: Scheme, w2: Tensor | None = None, batch_invariant: bool = False
-) -> RowTiles:
-    """The row tiles that the plan and the GEMMs of a scheme choose from.
-
-    Those that were timed for layers of the sizes of ``w2``, where there are any; one tile for a
-    result that is ``batch_invariant``.
-
-    Raises:
-        NotImplementedError: ``batch_invariant`` with a scheme that cannot be.
-    """
-    if batch_invariant:
-        check_batch_invariant(scheme)
-        return INVARIANT_ROW_TILES
-    if w2 is None:
-        return default_row_tiles(scheme)
-    num_experts, hidden, width = w2.shape
-    if scheme.weight is not None and scheme.weight.element.packed:
-        width *= 2
-    sizes = (num_experts, width, hidden)
-    return row_tiles_of_sizes(scheme, sizes, w2.element_size(), w2.device)
-
-
-def row_tiles_of_sizes(
-    scheme: Scheme, sizes: tuple[int, int, int], itemsize: int, device: torch.device
-) -> RowTiles:
-    """The row tiles of a layer with ``(E, I, H)``.
-
-    ``itemsize``: bytes of a number in a weight that is not quantized.
-    """
-    name, arch = name_and_arch(device)
-    hopper = plans_for(scheme, arch, itemsize, sizes[1])
-    return row_tiles(scheme, sizes, name, hopper=hopper)
 
 
 def depends_on_batch(quant: Quant | None) -> bool:
@@ -92,25 +51,38 @@ class SlotRows(NamedTuple):
     """Row ``t * k + j`` is slot j of token t; the rows of skipped slots hold anything."""
 
     tiles: Tiles
-    row_tiles: tuple[int, ...]
     num_local_experts: int
+    batch_invariant: bool = False
+    """Whether the plan has one row tile at every load."""
     expert_order: bool = False
     """Whether rows between the GEMMs lie in the order of the plan instead, for these to read."""
 
     @staticmethod
     def of(
-        routing: Routing, num_local_experts: int, row_tiles: RowTiles, plan: Tensor | None = None
+        routing: Routing,
+        num_local_experts: int,
+        scheme: Scheme,
+        dtype: torch.dtype,
+        batch_invariant: bool = False,
+        plan: Tensor | None = None,
     ) -> SlotRows:
-        """The space of a routing: local experts only, tiles picked by the op.
+        """The space of a routing, for local experts only.
 
-        With its plan, or one that `topk_plan` has made for the same row tiles; without one where
-        nobody would read it.
+        Args:
+            routing: of the tokens.
+            num_local_experts: El.
+            scheme: of the layer.
+            dtype: of the tokens.
+            batch_invariant: whether the plan has one row tile at every load.
+            plan: what `topk_plan` has made for the same layer; None: a plan is made here, unless
+                slots are so few that nobody would read it.
         """
         _, ids, expert_map = routing
         direct = is_direct(ids.shape[0] * ids.shape[1], num_local_experts)
         if plan is None and not always(direct):
-            plan = ops.plan_slots(ids, expert_map, row_tiles, num_local_experts)
-        return SlotRows(Tiles(plan, ids, expert_map), row_tiles, num_local_experts)
+            layer = (num_local_experts, scheme.name, dtype, batch_invariant)
+            plan = ops.plan_slots(ids, expert_map, *layer)
+        return SlotRows(Tiles(plan, ids, expert_map), num_local_experts, batch_invariant)
 
     def quantize(self, x: Tensor, scale: Tensor | None, quant: Quant) -> Rows:
         """The rows of slots that are not skipped; the others become zeros."""
@@ -133,9 +105,10 @@ class BatchedRows(NamedTuple):
     """Row ``e * M + i`` is the i-th of expert e; those past its count hold anything."""
 
     tiles: Tiles
-    row_tiles: tuple[int, ...]
     expert_num_tokens: Tensor
     max_num_tokens: int
+    batch_invariant: bool = False
+    """Whether the plan has one row tile at every load."""
 
     @property
     def expert_order(self) -> bool:
@@ -143,10 +116,13 @@ class BatchedRows(NamedTuple):
         return True
 
     @staticmethod
-    def of(expert_num_tokens: Tensor, max_num_tokens: int, row_tiles: RowTiles) -> BatchedRows:
+    def of(
+        expert_num_tokens: Tensor, max_num_tokens: int, scheme: Scheme, batch_invariant: bool
+    ) -> BatchedRows:
         """The space of ``(El, M, ..)`` tensors, with its plan."""
-        plan = ops.plan_batched(expert_num_tokens, max_num_tokens, row_tiles)
-        return BatchedRows(Tiles(plan), row_tiles, expert_num_tokens, max_num_tokens)
+        layer = (scheme.name, batch_invariant)
+        plan = ops.plan_batched(expert_num_tokens, max_num_tokens, *layer)
+        return BatchedRows(Tiles(plan), expert_num_tokens, max_num_tokens, batch_invariant)
 
     def _batched(self, x: Tensor) -> Tensor:
         return x.view(self.expert_num_tokens.shape[0], self.max_num_tokens, x.shape[-1])
@@ -171,13 +147,14 @@ class BatchedRows(NamedTuple):
 
 
 def permuted_rows(
-    expert_first_token_offset: Tensor, num_rows: int, row_tiles: RowTiles
+    expert_first_token_offset: Tensor, num_rows: int, scheme: Scheme, batch_invariant: bool
 ) -> BatchedRows:
     """The space of permuted rows: those in use come first, so it is one expert's to quantize."""
-    plan = ops.plan_permuted(expert_first_token_offset, num_rows, row_tiles)
+    layer = (scheme.name, batch_invariant)
+    plan = ops.plan_permuted(expert_first_token_offset, num_rows, *layer)
     # The last offset, as the largest: torch 2.11's Inductor cannot slice a symbolic number of them.
     used = expert_first_token_offset.amax(0, keepdim=True).to(torch.int32)
-    return BatchedRows(Tiles(plan), row_tiles, used, num_rows)
+    return BatchedRows(Tiles(plan), used, num_rows, batch_invariant)
 
 
 def _flat(quantized: tuple[Tensor, Tensor]) -> Rows:

@@ -30,22 +30,20 @@ def scratch_sizes(func: Any, given: tuple[Any, ...], out: Any, device: Device) -
     return tuple(buffer.nbytes for buffer in plan_gemm(problem, device).scratch)
 
 
-def _tiles(given: dict[str, Any]) -> tuple[Any, ...]:
-    return given["plan"], given["topk_ids"], given["expert_map"]
-
-
 def _dense(given: dict[str, Any], out: Tensor) -> GemmProblem:
     return dense_problem(
-        given["a"], given["w"], _tiles(given), given["row_tiles"], given.get("top_k", 1),
-        given.get("activation", ""), given["topk_weights"] is not None,
-        given.get("expert_order", False),
+        given["a"], given["w"], given["tiles"], given.get("top_k", 1),
+        given.get("activation", ""), weighted=given["topk_weights"] is not None,
+        expert_order=given.get("expert_order", False),
+        batch_invariant=given.get("batch_invariant", False),
     )  # fmt: skip
 
 
 def _scaled(given: dict[str, Any], out: Tensor) -> GemmProblem:
     return scaled_problem(
-        given["a"], given["a_scale"], given["w"], given["w_scale"], _tiles(given),
-        given["row_tiles"], given.get("top_k", 1), given["scheme"], given.get("activation", ""),
+        given["a"], given["a_scale"], given["w"], given["w_scale"], given["tiles"],
+        given.get("top_k", 1), given["scheme"], given.get("activation", ""),
+        batch_invariant=given.get("batch_invariant", False),
     )  # fmt: skip
 
 

@@ -13,10 +13,10 @@ from moe_ops.activation import kind_and_key
 from moe_ops.dispatch.device import Device, device_facts
 from moe_ops.dispatch.gemm_plan import plan_gemm
 from moe_ops.dispatch.problem import GemmProblem, layer_problem, sizes_of
+from moe_ops.dispatch.row_tiles import tile_rule
 from moe_ops.dispatch.tiles import MANY_TOKENS, few_tokens, is_direct, scan_sizes
 from moe_ops.pipeline.fused_experts import NOT_QUANTIZED, fused_experts
 from moe_ops.pipeline.layer_checks import check_not_quantized
-from moe_ops.pipeline.row_spaces import row_tiles_of
 from moe_ops.routing import fused_topk
 from moe_ops.scheme import Scheme
 
@@ -79,9 +79,9 @@ def warmup(
         x = torch.randn(tokens, w2.shape[1], device=w1.device, dtype=dtype)
         logits = torch.randn(tokens, num_experts, device=w1.device)
         logits = logits.to(router_logits_dtype or dtype)
-        tiles = list(row_tiles_of(scheme, w2, invariant))
         how = (None, top_k, True, scoring_func, 1)
-        ops.topk_plan(logits, *how, expert_map, tiles, w1.shape[0])
+        layer = (w1.shape[0], scheme.name, dtype, invariant)
+        ops.topk_plan(logits, *how, expert_map, *layer)
         weights, ids = fused_topk(x, logits, top_k, True, scoring_func=scoring_func)
         weights, ids = weights.to(topk_weights_dtype), ids.to(topk_ids_dtype)
         fused_experts(x, w1, w2, weights, ids, **experts)
@@ -120,13 +120,13 @@ class Variants(NamedTuple):
         num_experts, rows, hidden = self.w1.shape
         weight, width = self.scheme.weight, self.w2.shape[2]
         width *= 2 if weight is not None and weight.element.packed else 1
-        row_tiles = row_tiles_of(self.scheme, self.w2, self.batch_invariant)
+        rule = tile_rule(self.scheme.name, self.dtype, self.w1.device, self.batch_invariant)
         for shape, activation, top_k in (
             ((num_experts, rows, hidden), self.activation, self.top_k),
             ((num_experts, hidden, width), "", 1),
         ):
             slots, itemsize = num_tokens * self.top_k, self.dtype.itemsize
-            sizes = sizes_of(slots, shape, itemsize, row_tiles, activation)
+            sizes = sizes_of(slots, shape, itemsize, rule, activation)
             problem = layer_problem(sizes, self.scheme, activation, num_tokens, top_k)
             yield from (problem, problem._replace(boxes=False))
 

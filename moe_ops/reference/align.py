@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
+from moe_ops.dispatch.row_tiles import expert_rule, tile_rule
 from moe_ops.dispatch.tile_plan import first_rows, unpack_plan
-from moe_ops.dispatch.tiles import PLAN_HEADER, cdiv, pick_row_tile, plan_sizes
+from moe_ops.dispatch.tiles import PLAN_HEADER, TileRule, cdiv, plan_sizes
 from moe_ops.fake_impls.align import moe_align_block_size as empty_plan
 from moe_ops.fake_impls.align import plan_batched as empty_batched
 from moe_ops.fake_impls.align import plan_permuted as empty_permuted
@@ -20,48 +19,55 @@ from moe_ops.tensors import TilePlan
 def moe_align_block_size(
     topk_ids: Tensor,
     expert_map: Tensor | None,
-    row_tiles: Sequence[int],
+    block_size: int,
     num_experts: int,
     pad_sorted_ids: bool,
     ignore_invalid_experts: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Sort the slots by expert, stably, with each expert's group padded to the row tile."""
-    plan = TilePlan(
-        *empty_plan(
-            topk_ids, expert_map, row_tiles, num_experts, pad_sorted_ids, ignore_invalid_experts
-        )
-    )
+    """Sort the slots by expert, stably, with each expert's group padded to whole tiles."""
+    how = (block_size, num_experts, pad_sorted_ids, ignore_invalid_experts)
+    plan = TilePlan(*empty_plan(topk_ids, expert_map, *how))
     bucket_map, names = (expert_map, None) if ignore_invalid_experts else (None, expert_map)
-    _fill_slots(plan, topk_ids, bucket_map, names, row_tiles, num_experts)
+    _fill_slots(plan, topk_ids, bucket_map, names, block_size, num_experts)
     return plan
 
 
 def plan_slots(
-    topk_ids: Tensor, expert_map: Tensor | None, row_tiles: Sequence[int], num_experts: int
+    topk_ids: Tensor,
+    expert_map: Tensor | None,
+    num_experts: int,
+    scheme: str,
+    dtype: torch.dtype,
+    batch_invariant: bool = False,
 ) -> Tensor:
     """`moe_align_block_size` of the slots of local experts, as a plan in one tensor."""
-    plan = empty_plan_slots(topk_ids, expert_map, row_tiles, num_experts)
+    layer = (num_experts, scheme, dtype, batch_invariant)
+    plan = empty_plan_slots(topk_ids, expert_map, *layer)
+    rule = tile_rule(scheme, dtype, topk_ids.device, batch_invariant)
     num_slots = topk_ids.numel()
-    parts = unpack_plan(plan, num_slots, num_experts, row_tiles)
-    counts = _fill_slots(parts, topk_ids, expert_map, None, row_tiles, num_experts)
-    _fill_rest(plan, counts.cumsum(0) - counts, counts, num_slots, row_tiles)
+    parts, tile = (
+        unpack_plan(plan, num_slots, num_experts, rule),
+        rule.row_tile(num_slots, num_experts),
+    )
+    counts = _fill_slots(parts, topk_ids, expert_map, None, tile, num_experts)
+    _fill_rest(plan, counts.cumsum(0) - counts, counts, num_slots, rule)
     return plan
 
 
 def _fill_rest(
-    plan: Tensor, starts: Tensor, counts: Tensor, num_slots: int, row_tiles: Sequence[int]
+    plan: Tensor, starts: Tensor, counts: Tensor, num_slots: int, rule: TileRule
 ) -> None:
     """Write the parts that only a plan in one tensor has: the header, and the tiles' first rows.
 
     The permuted rows of expert e begin at ``starts[e]``.
     """
-    sizes = plan_sizes(num_slots, len(counts), row_tiles)
+    sizes = plan_sizes(num_slots, len(counts), rule)
     plan[1:PLAN_HEADER] = plan.new_tensor((sizes.experts_at, sizes.firsts_at, 0))
-    tile = pick_row_tile(row_tiles, num_slots, len(counts))
+    tile = rule.row_tile(num_slots, len(counts))
     tiles = cdiv(counts, tile)
     # starts[e] less the padded rows before expert e: tile i of the plan begins at origin + i * tile
     origin = (starts - (tiles.cumsum(0) - tiles) * tile).repeat_interleave(tiles)
-    firsts = first_rows(plan, num_slots, len(counts), row_tiles)
+    firsts = first_rows(plan, num_slots, len(counts), rule)
     firsts.fill_(-1)
     firsts[: len(origin)] = origin + torch.arange(len(origin), device=plan.device) * tile
 
@@ -71,7 +77,7 @@ def _fill_slots(
     topk_ids: Tensor,
     bucket_map: Tensor | None,
     names: Tensor | None,
-    row_tiles: Sequence[int],
+    tile: int,
     num_experts: int,
 ) -> Tensor:
     """Write the plan of slots sorted by bucket, and return the number of slots per bucket.
@@ -80,7 +86,6 @@ def _fill_slots(
     id of bucket b (None: b itself).
     """
     num_slots = topk_ids.numel()
-    tile = pick_row_tile(row_tiles, num_slots, num_experts)
     bucket = local_experts(topk_ids, bucket_map, num_experts)
     bucket = torch.where(bucket < 0, num_experts, bucket)
     order = torch.argsort(bucket, stable=True)
@@ -100,40 +105,40 @@ def count_expert_num_tokens(
 
 
 def plan_batched(
-    expert_num_tokens: Tensor, max_num_tokens: int, row_tiles: Sequence[int]
+    expert_num_tokens: Tensor, max_num_tokens: int, scheme: str, batch_invariant: bool = False
 ) -> Tensor:
     """Plan for batched rows: expert e has the first rows from ``e * max_num_tokens`` on."""
-    plan = empty_batched(expert_num_tokens, max_num_tokens, row_tiles)
+    plan = empty_batched(expert_num_tokens, max_num_tokens, scheme, batch_invariant)
+    rule = expert_rule(scheme, plan.device, batch_invariant)
     counts = expert_num_tokens.long().clamp(0, max_num_tokens)
     starts = torch.arange(len(counts), device=counts.device) * max_num_tokens
-    return _spans(plan, starts, counts, len(counts) * max_num_tokens, row_tiles)
+    return _spans(plan, starts, counts, len(counts) * max_num_tokens, rule)
 
 
 def plan_permuted(
-    expert_first_token_offset: Tensor, num_rows: int, row_tiles: Sequence[int]
+    expert_first_token_offset: Tensor, num_rows: int, scheme: str, batch_invariant: bool = False
 ) -> Tensor:
     """Plan for permuted rows: expert e has the rows ``offset[e]`` to ``offset[e + 1] - 1``.
 
     Offsets are clamped to the number of rows, and counts to the rows that earlier experts leave.
     """
-    plan = empty_permuted(expert_first_token_offset, num_rows, row_tiles)
+    plan = empty_permuted(expert_first_token_offset, num_rows, scheme, batch_invariant)
+    rule = expert_rule(scheme, plan.device, batch_invariant)
     offset = expert_first_token_offset.long().clamp(0, num_rows)
     counts = offset.diff().clamp(min=0)
     counts = counts.minimum((num_rows - (counts.cumsum(0) - counts)).clamp(min=0))
-    return _spans(plan, offset[:-1], counts, num_rows, row_tiles)
+    return _spans(plan, offset[:-1], counts, num_rows, rule)
 
 
-def _spans(
-    plan: Tensor, starts: Tensor, counts: Tensor, num_rows: int, row_tiles: Sequence[int]
-) -> Tensor:
+def _spans(plan: Tensor, starts: Tensor, counts: Tensor, num_rows: int, rule: TileRule) -> Tensor:
     """Write the plan of experts whose rows are contiguous: ``counts[e]`` from ``starts[e]`` on."""
     gaps = starts - (counts.cumsum(0) - counts)
     rows = torch.arange(int(counts.sum()), device=counts.device) + gaps.repeat_interleave(counts)
-    tile = pick_row_tile(row_tiles, num_rows, len(counts))
+    tile = rule.row_tile(num_rows, len(counts))
     names = torch.arange(len(counts), device=counts.device)
-    parts = unpack_plan(plan, num_rows, len(counts), row_tiles)
+    parts = unpack_plan(plan, num_rows, len(counts), rule)
     _fill(parts, tile, rows, counts, names, num_rows)
-    _fill_rest(plan, starts, counts, num_rows, row_tiles)
+    _fill_rest(plan, starts, counts, num_rows, rule)
     return plan
 
 

@@ -8,13 +8,14 @@ undefined. Router weights stay in slot order.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from torch import Tensor
 
+from moe_ops.dispatch.row_tiles import gemm_rule
 from moe_ops.fake_impls.expert_gemm import expert_matmul as empty_rows
 from moe_ops.reference.grouped import grouped
 from moe_ops.reference.slots import multiply
+from moe_ops.scheme import UNQUANTIZED
+from moe_ops.tensors import AnyTiles
 
 
 def expert_matmul(
@@ -22,23 +23,22 @@ def expert_matmul(
     w: Tensor,
     bias: Tensor | None,
     topk_weights: Tensor | None,
-    plan: Tensor | None,
-    topk_ids: Tensor | None,
-    expert_map: Tensor | None,
-    row_tiles: Sequence[int],
+    tiles: AnyTiles,
     top_k: int,
     activation: str = "",
     expert_order: bool = False,
+    batch_invariant: bool = False,
 ) -> Tensor:
     """``out[s] = f(topk_weights[s] * a[s // top_k] @ w[e].T + bias[e])``; see `grouped`."""
-    tiles = (plan, topk_ids, expert_map)
-    out = empty_rows(a, w, bias, topk_weights, *tiles, row_tiles, top_k, activation)
+    how = (top_k, activation, expert_order, batch_invariant)
+    out = empty_rows(a, w, bias, topk_weights, tiles, *how)
+    rule = gemm_rule(UNQUANTIZED.name, a, tiles, batch_invariant)
 
     def product(expert: int, source: Tensor, rows: Tensor) -> None:
-        multiply(a[source].float(), w[expert].float(), rows, row_tiles)
+        multiply(a[source].float(), w[expert].float(), rows, batch_invariant)
 
     permuted = None if not expert_order else "out" if activation else "a"
     return grouped(
-        out, product, w.shape, tiles, row_tiles, top_k,
+        out, product, w.shape, tiles, rule, top_k,
         bias=bias, topk_weights=topk_weights, activation=activation, permuted=permuted,
     )  # fmt: skip

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from moe_ops.activation import formula
+from moe_ops.dispatch.tiles import TileRule
 from moe_ops.reference.activation import apply, split
 from moe_ops.reference.slots import planned_slots, rows_between, runs
 from moe_ops.tensors import AnyTiles
@@ -21,7 +22,7 @@ def grouped(
     product: Product,
     weight: Sequence[int],
     tiles: AnyTiles,
-    row_tiles: Sequence[int],
+    rule: TileRule,
     top_k: int,
     *,
     bias: Tensor | None,
@@ -38,7 +39,7 @@ def grouped(
         product: see `Product`.
         weight: ``(El, n, ..)``, the shape of the weight; n: columns of a product.
         tiles: plan, ``topk_ids`` and expert map.
-        row_tiles: the row tiles that the plan was made with.
+        rule: by which the row tile of the plan was chosen.
         top_k: slots per row of ``a``.
         bias: ``(El, n)`` or None.
         topk_weights: one per slot, or None.
@@ -49,10 +50,10 @@ def grouped(
     num_slots, (num_experts, n) = out.shape[0], weight[:2]
     if num_slots == 0:
         return out
-    slots, experts = planned_slots(tiles, row_tiles, num_slots, num_experts)
+    slots, experts = planned_slots(tiles, rule, num_slots, num_experts)
     between = slots
     if permuted is not None:
-        between = rows_between(tiles, row_tiles, num_slots, num_experts)
+        between = rows_between(tiles, rule, num_slots, num_experts)
     source = between if permuted == "a" else slots // top_k
     rows = torch.empty((len(slots), n), device=out.device)
     for expert, mine in runs(experts):
@@ -62,7 +63,7 @@ def grouped(
     if bias is not None:
         rows += bias[experts].float()
     if activation:
-        rule = formula(activation)
-        rows = apply(*split(rows, rule), rule)
+        applied = formula(activation)
+        rows = apply(*split(rows, applied), applied)
     out[between if permuted == "out" else slots] = rows.to(out.dtype)
     return out

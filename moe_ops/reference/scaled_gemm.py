@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from moe_ops.dispatch.row_tiles import gemm_rule
 from moe_ops.fake_impls.scaled_gemm import scaled_matmul as empty_rows
 from moe_ops.reference.grouped import Product, grouped
 from moe_ops.reference.quantize import moe_quantize
@@ -24,7 +24,7 @@ from moe_ops.scheme import (
 )
 from moe_ops.scheme.rounding import decode, scale_value
 from moe_ops.scheme.weights import rows_per_scale
-from moe_ops.tensors import QTensor
+from moe_ops.tensors import AnyTiles, QTensor
 
 
 def scaled_matmul(
@@ -34,14 +34,12 @@ def scaled_matmul(
     w_scale: Tensor,
     w_global_scale: Tensor | None,
     bias: Tensor | None,
-    plan: Tensor | None,
-    topk_ids: Tensor | None,
-    expert_map: Tensor | None,
-    row_tiles: Sequence[int],
+    tiles: AnyTiles,
     top_k: int,
     scheme: str,
     out_dtype: torch.dtype,
     activation: str = "",
+    batch_invariant: bool = False,
 ) -> Tensor:
     """``out[s] = f(a_scale * w_scale * (a[s // top_k] @ w[e].T) + bias[e])``, rounded once.
 
@@ -61,28 +59,25 @@ def scaled_matmul(
         w_global_scale: a float32 factor on the product, ``(E,)``, ``(E, 2)`` (gate, up) or
             ``(E, N)``, that includes the global scale of the rows.
         bias: ``(E, N)``, added in float32.
-        plan: the plan of tiles; a field of `Tiles`, as are ``topk_ids`` and ``expert_map``.
-        topk_ids: see `Tiles`.
-        expert_map: see `Tiles`.
-        row_tiles: the row tiles that the plan was made with.
+        tiles: the fields of a `Tiles`.
         top_k: slots per row of ``a``.
         scheme: key of the scheme.
         out_dtype: dtype of the result.
         activation: key of f; empty: no activation.
+        batch_invariant: whether the plan is; each row is then multiplied by itself.
     """
-    tiles = (plan, topk_ids, expert_map)
-    out = empty_rows(
-        a, a_scale, w, w_scale, w_global_scale, bias, *tiles,
-        row_tiles, top_k, scheme, out_dtype, activation,
-    )  # fmt: skip
+    how = (top_k, scheme, out_dtype, activation, batch_invariant)
+    out = empty_rows(a, a_scale, w, w_scale, w_global_scale, bias, tiles, *how)
     known, stored = get_scheme(scheme), QTensor(w, w_scale, None, w_global_scale)
     quant, _ = known.quants
     rows: tuple[Any, Any] = a, a_scale
     if a.dtype != quant.dtype:
+        _, topk_ids, expert_map = tiles
         rows = moe_quantize(a, a_scale, None, topk_ids, expert_map, w.shape[0], quant.key)
     make = _decoded if known.decoded else _scaled
-    product = make(*rows, stored, known, row_tiles)
-    return grouped(out, product, w.shape, tiles, row_tiles, top_k, bias=bias, activation=activation)
+    product = make(*rows, stored, known, batch_invariant)
+    rule = gemm_rule(scheme, a, tiles, batch_invariant)
+    return grouped(out, product, w.shape, tiles, rule, top_k, bias=bias, activation=activation)
 
 
 def _row_scales(
@@ -95,7 +90,7 @@ def _row_scales(
 
 
 def _decoded(
-    a: Tensor, a_scale: Tensor, stored: QTensor, scheme: Scheme, row_tiles: Sequence[int]
+    a: Tensor, a_scale: Tensor, stored: QTensor, scheme: Scheme, batch_invariant: bool
 ) -> Product:
     """Products of the numbers that stored values stand for."""
     (quant, _), num_experts = scheme.quants, len(stored.data)
@@ -104,13 +99,13 @@ def _decoded(
         scales = _row_scales(a_scale, quant, expert, source, len(a), num_experts)
         x = dequantize_rows(a[source], scales, quant)
         weight = dequantize_weight(one_expert(stored, expert), scheme)[0]
-        multiply(x, weight, out, row_tiles)
+        multiply(x, weight, out, batch_invariant)
 
     return product
 
 
 def _scaled(
-    a: Tensor, a_scale: Tensor, stored: QTensor, scheme: Scheme, row_tiles: Sequence[int]
+    a: Tensor, a_scale: Tensor, stored: QTensor, scheme: Scheme, batch_invariant: bool
 ) -> Product:
     """Products of stored values, scaled group by group."""
     w, (num_experts, n, k) = stored.data, stored.data.shape
@@ -124,13 +119,13 @@ def _scaled(
         a_scales = _row_scales(a_scale, quant, expert, source, len(a), num_experts).float()
         w_scales = scale_value(groups[expert, w_row])
         both = (a[source], a_scales), (w[expert], w_scales)
-        out.copy_(_product(*both, weight_quant, row_tiles))
+        out.copy_(_product(*both, weight_quant, batch_invariant))
 
     return product
 
 
 def _product(
-    x: tuple[Tensor, Tensor], w: tuple[Tensor, Tensor], quant: Quant, row_tiles: Sequence[int]
+    x: tuple[Tensor, Tensor], w: tuple[Tensor, Tensor], quant: Quant, batch_invariant: bool
 ) -> Tensor:
     """``(R, K) @ (N, K).T`` with scales ``(R, groups)`` and ``(N, groups)``, in float32."""
     (a, a_scale), (b, b_scale) = x, w
@@ -140,7 +135,7 @@ def _product(
     for group, piece in enumerate(pieces):
         x_piece, w_piece = (_exact(part, quant.element) for part in piece)
         exact = torch.empty_like(acc, dtype=x_piece.dtype)
-        multiply(x_piece, w_piece, exact, row_tiles)
+        multiply(x_piece, w_piece, exact, batch_invariant)
         acc += exact.float() * a_scale[:, group, None] * b_scale[:, group]
     return acc
 

@@ -5,14 +5,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import cast
 
 import torch
 from torch import Tensor
 
 from moe_ops.dispatch.tile_plan import first_rows, plan_to_read, unpack_plan
-from moe_ops.dispatch.tiles import pick_row_tile
+from moe_ops.dispatch.tiles import TileRule
 from moe_ops.tensors import AnyTiles
 
 
@@ -32,7 +32,7 @@ def local_experts(topk_ids: Tensor, expert_map: Tensor | None, num_local_experts
 
 
 def planned_slots(
-    tiles: AnyTiles, row_tiles: Sequence[int], num_slots: int, num_experts: int
+    tiles: AnyTiles, rule: TileRule, num_slots: int, num_experts: int
 ) -> tuple[Tensor, Tensor]:
     """The slots of a plan without padding and other ranks' slots, and their experts, both int64.
 
@@ -45,21 +45,21 @@ def planned_slots(
         slots = experts.argsort(stable=True)
         slots = slots[experts[slots] >= 0]
         return slots, experts[slots]
-    slots, experts, real = _planned_rows(plan, row_tiles, num_slots, num_experts)
+    slots, experts, real = _planned_rows(plan, rule, num_slots, num_experts)
     return slots[real], experts[real]
 
 
 def _planned_rows(
-    plan: Tensor, row_tiles: Sequence[int], num_slots: int, num_experts: int
+    plan: Tensor, rule: TileRule, num_slots: int, num_experts: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The slot and the expert of each row in use, and a mask of rows not padding and not skipped.
 
     If the plan's number of rows in use is negative or larger than the plan, no row is in use.
     """
     sorted_token_ids, expert_ids, num_tokens_post_padded = unpack_plan(
-        plan, num_slots, num_experts, row_tiles
+        plan, num_slots, num_experts, rule
     )
-    tile = pick_row_tile(row_tiles, num_slots, num_experts)
+    tile = rule.row_tile(num_slots, num_experts)
     tiles = int(num_tokens_post_padded) // tile
     tiles = tiles if 0 <= tiles <= len(sorted_token_ids) // tile else 0
     slots = sorted_token_ids[: tiles * tile].long()
@@ -68,30 +68,28 @@ def _planned_rows(
     return slots, experts, real
 
 
-def rows_between(
-    tiles: AnyTiles, row_tiles: Sequence[int], num_slots: int, num_experts: int
-) -> Tensor:
+def rows_between(tiles: AnyTiles, rule: TileRule, num_slots: int, num_experts: int) -> Tensor:
     """The permuted row of each of `planned_slots`, int64.
 
     Row i of a tile is permuted row ``first row of the tile + i``. Without a plan rows are slots.
     """
     plan = plan_to_read(tiles, num_slots, num_experts)
     if plan is None:
-        return planned_slots(tiles, row_tiles, num_slots, num_experts)[0]
-    tile = pick_row_tile(row_tiles, num_slots, num_experts)
-    _, _, real = _planned_rows(plan, row_tiles, num_slots, num_experts)
-    firsts = first_rows(plan, num_slots, num_experts, row_tiles)[: len(real) // tile, None]
+        return planned_slots(tiles, rule, num_slots, num_experts)[0]
+    tile = rule.row_tile(num_slots, num_experts)
+    _, _, real = _planned_rows(plan, rule, num_slots, num_experts)
+    firsts = first_rows(plan, num_slots, num_experts, rule)[: len(real) // tile, None]
     rows = firsts.long() + torch.arange(tile, device=plan.device)
     return rows.flatten()[real].clamp(0, num_slots - 1)
 
 
-def multiply(x: Tensor, w: Tensor, out: Tensor, row_tiles: Sequence[int]) -> None:
-    """Write ``x @ w.T`` to ``out``; row by row in a batch-invariant plan (one row tile).
+def multiply(x: Tensor, w: Tensor, out: Tensor, batch_invariant: bool) -> None:
+    """Write ``x @ w.T`` to ``out``; row by row if it is to be batch-invariant.
 
-    In such a plan the bits of a row must not depend on other rows. The order in which BLAS adds
+    Then the bits of a row must not depend on other rows. The order in which BLAS adds
     depends on the number of rows and on their address, so each row is copied and multiplied alone.
     """
-    if len(row_tiles) > 1:
+    if not batch_invariant:
         torch.mm(x, w.t(), out=out)
     else:
         for row, result in zip(x.split(1), out, strict=True):

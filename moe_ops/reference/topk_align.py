@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
+import torch
 from torch import Tensor
 
 from moe_ops.reference.align import plan_slots
@@ -18,10 +17,13 @@ def topk_plan(
     scoring_func: str,
     routed_scaling_factor: float,
     expert_map: Tensor | None,
-    row_tiles: Sequence[int],
     num_local_experts: int,
+    scheme: str,
+    dtype: torch.dtype,
+    batch_invariant: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`fused_topk`, then `plan_slots` of the chosen ids."""
     how = (topk, renormalize, scoring_func, routed_scaling_factor)
     weights, ids = fused_topk(gating_output, e_score_correction_bias, *how)
-    return weights, ids, plan_slots(ids, expert_map, row_tiles, num_local_experts)
+    layer = (num_local_experts, scheme, dtype, batch_invariant)
+    return weights, ids, plan_slots(ids, expert_map, *layer)

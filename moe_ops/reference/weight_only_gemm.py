@@ -6,15 +6,14 @@ products are summed in float32.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from torch import Tensor
 
+from moe_ops.dispatch.row_tiles import gemm_rule
 from moe_ops.fake_impls.weight_only_gemm import weight_only_matmul as empty_rows
 from moe_ops.reference.grouped import grouped
 from moe_ops.reference.slots import multiply
 from moe_ops.scheme import dequantize_weight
-from moe_ops.tensors import QTensor
+from moe_ops.tensors import AnyTiles, QTensor
 
 
 def weight_only_matmul(
@@ -25,25 +24,24 @@ def weight_only_matmul(
     w_global_scale: Tensor | None,
     bias: Tensor | None,
     topk_weights: Tensor | None,
-    plan: Tensor | None,
-    topk_ids: Tensor | None,
-    expert_map: Tensor | None,
-    row_tiles: Sequence[int],
+    tiles: AnyTiles,
     top_k: int,
     scheme: str,
     activation: str = "",
+    batch_invariant: bool = False,
 ) -> Tensor:
     """``out[s] = f(topk_weights[s] * a[s // top_k] @ dequantized(w[e]).T + bias[e])``."""
-    tiles = (plan, topk_ids, expert_map)
     stored = QTensor(w, w_scale, w_zero_point, w_global_scale)
-    out = empty_rows(a, *stored, bias, topk_weights, *tiles, row_tiles, top_k, scheme, activation)
+    how = (top_k, scheme, activation, batch_invariant)
+    out = empty_rows(a, *stored, bias, topk_weights, tiles, *how)
+    rule = gemm_rule(scheme, a, tiles, batch_invariant)
 
     def product(expert: int, source: Tensor, rows: Tensor) -> None:
         weight = dequantize_weight(one_expert(stored, expert), scheme, a.dtype)[0].float()
-        multiply(a[source].float(), weight, rows, row_tiles)
+        multiply(a[source].float(), weight, rows, batch_invariant)
 
     return grouped(
-        out, product, w.shape, tiles, row_tiles, top_k,
+        out, product, w.shape, tiles, rule, top_k,
         bias=bias, topk_weights=topk_weights, activation=activation,
     )  # fmt: skip
 

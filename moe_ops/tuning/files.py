@@ -69,8 +69,6 @@ def tune(
 ) -> list[int]:
     """Tune the token counts that the file lacks, the largest first, and write after each.
 
-    Token counts of one rows-per-expert bucket share a row tile: the tile of the first tuned count.
-
     Args:
         subject: the layer.
         num_tokens: the requested token counts.
@@ -92,9 +90,7 @@ def tune(
         if time.monotonic() - started > budget_s:
             break
         expected += share
-        same = [e for n, e in entries.items() if subject.load(int(n)) == subject.load(tokens)]
-        tiles = [same[0]["BLOCK_M"]] if same else subject.row_tiles(tokens)
-        entry = tune_tokens(subject, tokens, tiles, progress.ticking(clock, expected))
+        entry = tune_tokens(subject, tokens, progress.ticking(clock, expected))
         entries[str(tokens)] = {**entry, "made_with": made_with}
         write(subject, folder, entries)
         progress.reach(expected)

@@ -26,15 +26,15 @@ from moe_ops.dispatch.hopper import (
     hopper_tiles,
     most_stages,
     packed_tiles,
-    plans_for,
     stream_tiles,
     unfit,
     widths,
 )
 from moe_ops.dispatch.portable import shared_bytes
 from moe_ops.dispatch.problem import GemmProblem, layer_problem
-from moe_ops.dispatch.tiles import KNOWN_ROW_TILES, ROW_TILES, Gemm, load_class, pick_row_tile
-from moe_ops.dispatch.tuned_file import Sizes, default_row_tiles, file_name, scaled_group, written
+from moe_ops.dispatch.row_tiles import rule_of
+from moe_ops.dispatch.tiles import ROW_TILES, Gemm, load_class
+from moe_ops.dispatch.tuned_file import Sizes, file_name, scaled_group, written
 from moe_ops.scheme import Scheme
 
 DIMENSIONS = ("block_n", "num_warps", "block_k", "num_stages", "group_m", "on_demand")
@@ -46,7 +46,7 @@ PACKED_GROUPS = (3, 4, 8, 16, 32)
 ACCUMULATORS = 128
 """The most registers per thread for accumulators, of 255."""
 HOPELESS = 1.25
-"""Row tiles and kernels are not searched if their defaults take this many times the best."""
+"""Kernels are not searched if their defaults take this many times the best."""
 MARGIN = 0.02
 """Fraction of its time by which a winner has to beat the default; less is noise."""
 REPEATS = 3
@@ -107,28 +107,22 @@ class Subject:
         """The rows-per-expert bucket of a number of tokens."""
         return load_class(num_tokens * self.top_k, self.sizes[0])
 
-    def row_tile(self, num_tokens: int) -> int:
-        """The default row tile."""
-        hopper = plans_for(self.scheme, self.device.arch, 2, self.sizes[1])
-        tiles = default_row_tiles(self.scheme, hopper=hopper)
-        return pick_row_tile(tiles, num_tokens * self.top_k, self.sizes[0])
-
-    def _gemm(self, num_tokens: int, which: int, row_tile: int) -> Gemm:
+    def _gemm(self, num_tokens: int, which: int) -> Gemm:
         experts, width, hidden = self.sizes
         n, k, halves = (width, hidden, 2) if which == 1 else (hidden, width, 1)
-        # The tile is listed twice, because one row tile means a batch-invariant plan.
-        return Gemm(num_tokens * self.top_k, experts, n, k, 2, halves, (row_tile, row_tile))
+        rule = rule_of(self.scheme.name, 2, self.device.arch, self.device.row_tile, False)
+        return Gemm(num_tokens * self.top_k, experts, n, k, 2, halves, rule)
 
-    def problem(self, num_tokens: int, which: int, row_tile: int) -> GemmProblem:
-        """GEMM 1 or 2 of the layer, with a row tile."""
-        gemm = self._gemm(num_tokens, which, row_tile)
+    def problem(self, num_tokens: int, which: int) -> GemmProblem:
+        """GEMM 1 or 2 of the layer."""
+        gemm = self._gemm(num_tokens, which)
         activation, top_k = ("silu", self.top_k) if which == 1 else ("", 1)
         return layer_problem(gemm, self.scheme, activation, num_tokens, top_k)
 
-    def kernels(self, num_tokens: int, which: int, row_tile: int) -> list[KernelTiles]:
-        """Every kernel's analytic tiles for GEMM 1 or 2 with a row tile; the default first."""
-        problem = self.problem(num_tokens, which, row_tile)
-        plain = analytic_tiles(problem, self.device)
+    def kernels(self, num_tokens: int, which: int) -> list[KernelTiles]:
+        """Every kernel's analytic tiles for GEMM 1 or 2; the default first."""
+        problem = self.problem(num_tokens, which)
+        row_tile, plain = problem.sizes.row_tile, analytic_tiles(problem, self.device)
         found: list[KernelTiles] = [plain] * (row_tile in ROW_TILES)
         if not is_hoppers(problem, self.device):
             return found
@@ -144,7 +138,7 @@ class Subject:
     def allows(self, trial: Trial) -> bool:
         """Whether a trial's tiles fit the scheme's groups, shared memory and registers."""
         tokens, which, tiles = trial
-        gemm, bits = stored_gemm(self._gemm(tokens, which, tiles.block_m), self.scheme)
+        gemm, bits = stored_gemm(self._gemm(tokens, which), self.scheme)
         if isinstance(tiles, HopperTiles):
             return unfit(tiles, gemm, self.device) is None
         group = scaled_group(self.scheme)
@@ -177,7 +171,7 @@ class Subject:
         """`neighbours` for a Hopper kernel; another ``block_n`` comes with the most stages."""
         found: list[HopperTiles] = []
         if size == "block_n":
-            gemm, _ = stored_gemm(self._gemm(trial.num_tokens, 1, tiles.block_m), self.scheme)
+            gemm, _ = stored_gemm(self._gemm(trial.num_tokens, 1), self.scheme)
             wide = widths(tiles.kernel, tiles.block_m, gemm.itemsize)
             found = [replace(tiles, block_n=n) for n in wide if n != tiles.block_n]
             found = [replace(t, num_stages=most_stages(t, self.device)) for t in found]
@@ -190,40 +184,30 @@ class Subject:
         tried = (trial._replace(tiles=other) for other in found)
         return [trial for trial in tried if self.allows(trial)]
 
-    def row_tiles(self, num_tokens: int) -> list[int]:
-        """The default row tile and its neighbours, as far as a kernel has them."""
-        default = self.row_tile(num_tokens)
-        place = KNOWN_ROW_TILES.index(default)
-        near = KNOWN_ROW_TILES[max(place - 1, 0) : place + 2]
-        there = (tile for tile in near if self.kernels(num_tokens, 1, tile))
-        return sorted(there, key=lambda tile: tile != default)
-
-    def starts(self, num_tokens: int, row_tile: int) -> tuple[Trial, Trial]:
+    def starts(self, num_tokens: int) -> tuple[Trial, Trial]:
         """The tiles of both GEMMs that run without a tuned file."""
-        first, second = (self.beginnings(num_tokens, which, row_tile)[0] for which in (1, 2))
+        first, second = (self.beginnings(num_tokens, which)[0] for which in (1, 2))
         return first, second
 
-    def beginnings(self, num_tokens: int, which: int, row_tile: int) -> list[Trial]:
+    def beginnings(self, num_tokens: int, which: int) -> list[Trial]:
         """The starting points of the search: one trial per kernel, the default first."""
         make = partial(Trial, num_tokens, which)
-        return [make(tiles) for tiles in self.kernels(num_tokens, which, row_tile)]
+        return [make(tiles) for tiles in self.kernels(num_tokens, which)]
 
     def candidates(self, num_tokens: int) -> list[Trial]:
         """The trials that the search may try first: defaults and their neighbours."""
         found: list[Trial] = []
-        for tile in self.row_tiles(num_tokens):
-            kernels = (self.beginnings(num_tokens, which, tile) for which in (1, 2))
-            for start in chain.from_iterable(kernels):
-                steps = (self.neighbours(start, size) for size in DIMENSIONS)
-                found += [start, *chain.from_iterable(steps)]
+        for start in chain.from_iterable(self.beginnings(num_tokens, which) for which in (1, 2)):
+            steps = (self.neighbours(start, size) for size in DIMENSIONS)
+            found += [start, *chain.from_iterable(steps)]
         return found
 
 
-def _search(subject: Subject, times: dict[Trial, float], clock: Clock) -> tuple[Trial, float]:
+def _search(subject: Subject, times: dict[Trial, float], clock: Clock) -> Trial:
     """The fastest trial of a GEMM, searched from all kernels' starts that are not hopeless."""
     near = [trial for trial, us in times.items() if us <= HOPELESS * min(times.values())]
     walks = (_walk(subject, start, times[start], clock) for start in near)
-    return min(walks, key=lambda walk: walk[1])
+    return min(walks, key=lambda walk: walk[1])[0]
 
 
 def _walk(subject: Subject, start: Trial, start_us: float, clock: Clock) -> tuple[Trial, float]:
@@ -242,9 +226,7 @@ def _walk(subject: Subject, start: Trial, start_us: float, clock: Clock) -> tupl
     return best, known[best]
 
 
-def tune_tokens(
-    subject: Subject, num_tokens: int, row_tiles: Sequence[int], clock: Clock
-) -> dict[str, Any]:
+def tune_tokens(subject: Subject, num_tokens: int, clock: Clock) -> dict[str, Any]:
     """Search the tiles for one number of tokens; returns the entry of the tuned file.
 
     The winner and the default are timed again, in turn. The default wins unless the winner is
@@ -253,27 +235,20 @@ def tune_tokens(
     Args:
         subject: the layer.
         num_tokens: T.
-        row_tiles: the allowed row tiles.
         clock: times a GEMM.
 
     Raises:
         RuntimeError: the default does not run.
     """
-    starts = subject.starts(num_tokens, subject.row_tile(num_tokens))
+    starts = subject.starts(num_tokens)
     default = _timed(starts, clock)
     if not math.isfinite(default.time_us):
         raise RuntimeError(f"the default tiles do not run: {default}")
-    best, best_us = starts, math.inf
-    for tile in row_tiles:
-        kernels = (subject.beginnings(num_tokens, which, tile) for which in (1, 2))
-        begin = [{trial: clock(trial) for trial in found} for found in kernels]
-        if sum(min(times.values()) for times in begin) > HOPELESS * best_us:
-            continue
-        (first, us1), (second, us2) = (_search(subject, times, clock) for times in begin)
-        if us1 + us2 < best_us:
-            best, best_us = (first, second), us1 + us2
-    default, won = _side_by_side(starts, best, clock)
-    if starts[0].tiles.block_m in row_tiles and won.time_us > (1 - MARGIN) * default.time_us:
+    kernels = (subject.beginnings(num_tokens, which) for which in (1, 2))
+    begin = ({trial: clock(trial) for trial in found} for found in kernels)
+    first, second = (_search(subject, times, clock) for times in begin)
+    default, won = _side_by_side(starts, (first, second), clock)
+    if won.time_us > (1 - MARGIN) * default.time_us:
         won = default
     return _entry(won, default)
 

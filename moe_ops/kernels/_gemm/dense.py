@@ -130,7 +130,7 @@ class DenseGemm:
 
     def __init__(self, problem: GemmProblem, plan: GemmPlan) -> None:
         sizes, tiles = problem.sizes, plan.config
-        self.row_tiles, self.part = sizes.row_tiles, cuts_up(sizes, tiles)
+        self.rule, self.part = sizes.rule, cuts_up(sizes, tiles)
         self.programs = max_programs(sizes, tiles)
         make = _gated if sizes.halves == 2 else _plain
         variant = (problem.permuted, problem.activation)
@@ -141,7 +141,7 @@ class DenseGemm:
         a, w, num_slots = given.a, given.w, out.shape[0]
         told = tile_arguments(given.tiles, num_slots, w.shape[0])
         if self.part and told[3] is None:  # a plan for Hopper's kernels, which do not serve
-            plan = split_tiles(told[0], num_slots, w.shape[0], self.row_tiles, self.part)
+            plan = split_tiles(told[0], num_slots, w.shape[0], self.rule, self.part)
             told = (plan, *told[1:-1], plan.shape[0])
         vectors = dense(given.bias), dense(given.topk_weights)
         self.launch((self.programs,), a, w, *vectors, out, *told, a.stride(0), *w.stride())

@@ -17,7 +17,7 @@ from moe_ops.activation import Activation, MoEActivation
 from moe_ops.pipeline.config import FusedMoEConfig
 from moe_ops.pipeline.experts.supports import Supports
 from moe_ops.pipeline.formats import ExpertTokensMetadata, FusedMoEActivationFormat
-from moe_ops.pipeline.row_spaces import RowTiles, check_batch_invariant, row_tiles_of
+from moe_ops.pipeline.row_spaces import check_batch_invariant
 from moe_ops.pipeline.weight_and_reduce import TopKWeightAndReduce
 from moe_ops.scheme import FusedMoEQuantConfig, Quant
 
@@ -84,10 +84,6 @@ class FusedMoEExperts(ABC):
     def applies_router_weight_on_input(self) -> bool:
         """Whether the experts scale rows by a router weight on the input; else prepare does."""
         return False
-
-    def row_tiles(self, w2: Tensor | None = None) -> RowTiles:
-        """What the tiles of this library's GEMMs are chosen from: see `row_tiles_of`."""
-        return row_tiles_of(self.quant_config.scheme, w2, self.moe_config.batch_invariant)
 
     @staticmethod
     @abstractmethod

@@ -12,7 +12,7 @@ from moe_ops.pipeline.experts.base import FusedMoEExpertsModular
 from moe_ops.pipeline.experts.supports import EVERY_SCHEME, Supports
 from moe_ops.pipeline.formats import ExpertTokensMetadata, FusedMoEActivationFormat
 from moe_ops.pipeline.gemms import expert_weights, gemm, gemm_act, stored
-from moe_ops.pipeline.row_spaces import BatchedRows, RowTiles
+from moe_ops.pipeline.row_spaces import BatchedRows
 from moe_ops.pipeline.weight_and_reduce import TopKWeightAndReduce, TopKWeightAndReduceDelegate
 from moe_ops.scheme import Scheme
 from moe_ops.tensors import ExpertWeights, Rows
@@ -23,7 +23,7 @@ def batched_input(
     meta: ExpertTokensMetadata | None,
     weights: ExpertWeights,
     scheme: Scheme,
-    row_tiles: RowTiles,
+    batch_invariant: bool,
 ) -> tuple[Rows, BatchedRows]:
     """Rows ``(El, M, H)`` as GEMMs take them, and the space they lie in.
 
@@ -38,7 +38,8 @@ def batched_input(
     checks.size("hidden_states.shape[0]", hidden_states.shape[0], "w1.shape[0]", num_local_experts)
     counted = meta.expert_num_tokens.shape[0]
     checks.size("expert_num_tokens.shape[0]", counted, "w1.shape[0]", num_local_experts)
-    space = BatchedRows.of(meta.expert_num_tokens, hidden_states.shape[1], row_tiles)
+    count, most = meta.expert_num_tokens, hidden_states.shape[1]
+    space = BatchedRows.of(count, most, scheme, batch_invariant)
     scale = None if a1q_scale is None else a1q_scale.flatten(0, 1)
     return stored(Rows(hidden_states.flatten(0, 1), scale), weights, space, scheme), space
 
@@ -105,8 +106,9 @@ class BatchedTritonExperts(BatchedExperts):
         """``(El, M, H)``; rows past an expert's count hold anything."""
         weights = expert_weights(w1, w2, self.quant_config)
         scheme, dtype = self.quant_config.scheme, self.moe_config.in_dtype
-        meta, shape, tiles = expert_tokens_meta, hidden_states.shape[:2], self.row_tiles()
-        rows, space = batched_input(Rows(hidden_states, a1q_scale), meta, weights, scheme, tiles)
+        meta, shape = expert_tokens_meta, hidden_states.shape[:2]
+        how = (scheme, self.moe_config.batch_invariant)
+        rows, space = batched_input(Rows(hidden_states, a1q_scale), meta, weights, *how)
         key = kind_and_key(activation)[1]
         h = gemm_act(rows, weights, space, 1, scheme, dtype, key)
         del hidden_states, a1q_scale, rows  # as large as what the second GEMM returns

@@ -81,7 +81,12 @@ class GroupedGemmExperts(FusedMoEExpertsModular):
         rows = Rows(_permuted(hidden_states, order, top_k), a1q_scale)
         if a1q_scale is not None and not per_tensor:
             rows = rows._replace(scale=_permuted(a1q_scale, order, top_k))
-        space = permuted_rows(order.expert_first_token_offset, topk_ids.numel(), self.row_tiles())
+        space = permuted_rows(
+            order.expert_first_token_offset,
+            topk_ids.numel(),
+            scheme,
+            self.moe_config.batch_invariant,
+        )
         rows = stored(rows, weights, space, scheme)
         key = kind_and_key(activation)[1]
         product = gemm(rows, weights.w1, space, 1, scheme, dtype)
@@ -147,8 +152,9 @@ class BatchedGroupedGemmExperts(BatchedExperts):
         """``(El, M, H)``; rows past an expert's count hold anything."""
         weights = expert_weights(w1, w2, self.quant_config)
         scheme, dtype = self.quant_config.scheme, self.moe_config.in_dtype
-        meta, shape, tiles = expert_tokens_meta, hidden_states.shape[:2], self.row_tiles()
-        rows, space = batched_input(Rows(hidden_states, a1q_scale), meta, weights, scheme, tiles)
+        meta, shape = expert_tokens_meta, hidden_states.shape[:2]
+        how = (scheme, self.moe_config.batch_invariant)
+        rows, space = batched_input(Rows(hidden_states, a1q_scale), meta, weights, *how)
         key = kind_and_key(activation)[1]
         product = gemm(rows, weights.w1, space, 1, scheme, dtype)
         del hidden_states, a1q_scale, rows

@@ -122,11 +122,12 @@ class MonolithicExperts(FusedMoEExpertsMonolithic):
         if scheme.activation is not None and on_input:  # router weights go in first
             arguments = (self.quant_config, routing, w1.shape[0], on_input)
             rows = Rows(*quantize_tokens(hidden_states, *arguments))
+        layer = (w1.shape[0], scheme, config.in_dtype, config.batch_invariant)
         return slot_experts(
             rows,
             expert_weights(w1, w2, self.quant_config),
             scheme,
-            SlotRows.of(routing, w1.shape[0], self.row_tiles(w2)),
+            SlotRows.of(routing, *layer),
             topk_weights,
             kind_and_key(activation)[1],
             config.in_dtype,

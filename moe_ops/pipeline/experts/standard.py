@@ -41,7 +41,7 @@ def slot_experts(
     Router weights on the input are in quantized rows already (one row a slot); rows that are not
     quantized are tokens, and GEMM 1 scales its product instead.
     """
-    (_, topk_ids, expert_map), _, num_local_experts, _ = space
+    _, topk_ids, expert_map = space.tiles
     weighted = weight_on_input and scheme.activation is not None
     on_input = topk_weights if weight_on_input and not weighted else None
     top_k = 1 if weighted else topk_weights.shape[1]
@@ -53,7 +53,7 @@ def slot_experts(
         return gemm_sum(h, weights.w2, space, on_output, scheme, dtype)
     y = gemm(h, weights.w2, space, 1, scheme, dtype)
     del h  # gone before the output is allocated: `workspace_nbytes` counts on it
-    return ops.moe_fused_mul_sum(y, on_output, topk_ids, expert_map, None, num_local_experts)
+    return ops.moe_fused_mul_sum(y, on_output, topk_ids, expert_map, None, space.num_local_experts)
 
 
 class TritonExperts(FusedMoEExpertsModular):
@@ -111,13 +111,15 @@ class TritonExperts(FusedMoEExpertsModular):
     ) -> Tensor:
         """``(T, H)``: weighted and summed."""
         routing = Routing(topk_weights, topk_ids, expert_map)
+        scheme, dtype = self.quant_config.scheme, self.moe_config.in_dtype
+        layer = (w1.shape[0], scheme, dtype, self.moe_config.batch_invariant)
         return slot_experts(
             Rows(hidden_states, a1q_scale),
             expert_weights(w1, w2, self.quant_config),
-            self.quant_config.scheme,
-            SlotRows.of(routing, w1.shape[0], self.row_tiles(w2)),
+            scheme,
+            SlotRows.of(routing, *layer),
             topk_weights,
             kind_and_key(activation)[1],
-            self.moe_config.in_dtype,
+            dtype,
             apply_router_weight_on_input,
         )
