@@ -8,7 +8,7 @@ from torch import Tensor
 from moe_ops import sizes
 from moe_ops.dispatch.row_tiles import expert_rule, tile_rule
 from moe_ops.dispatch.tiles import MAX_PLAN_ENTRIES as MOST_ROWS
-from moe_ops.dispatch.tiles import TileRule, one_row_tile, plan_sizes
+from moe_ops.dispatch.tiles import TileRule, one_row_tile, symbolic_plan_sizes
 
 
 def moe_align_block_size(
@@ -27,7 +27,7 @@ def moe_align_block_size(
         sizes.shaped("expert_map", expert_map, num_experts)
     num_slots = tokens * k
     pad_to = block_size if pad_sorted_ids else 1
-    rows, tiles = plan_sizes(num_slots, num_experts, one_row_tile(block_size), pad_to)
+    rows, tiles, *_ = symbolic_plan_sizes(num_slots, num_experts, one_row_tile(block_size), pad_to)
     sorted_token_ids = topk_ids.new_empty(rows, dtype=torch.int32)
     return sorted_token_ids, sorted_token_ids.new_empty(tiles), sorted_token_ids.new_empty(1)
 
@@ -79,5 +79,5 @@ def plan_permuted(
 
 def _plan(like: Tensor, num_slots: int, num_experts: int, rule: TileRule) -> Tensor:
     sizes.num_experts("the number of experts", num_experts)
-    entries = plan_sizes(num_slots, num_experts, rule).entries
+    entries = symbolic_plan_sizes(num_slots, num_experts, rule).entries
     return like.new_empty(entries, dtype=torch.int32)

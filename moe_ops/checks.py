@@ -40,12 +40,7 @@ def remembered(check: Callable[..., None]) -> Callable[..., None]:
             check(*arguments)
             return
         try:
-            key = tuple(
-                [
-                    (x.shape, x.stride(), x.dtype, x.device) if isinstance(x, Tensor) else x
-                    for x in arguments
-                ]
-            )
+            key = described(arguments)
             known = key in passed
         # An unhashable value or a tensor without strides: symbolic, or the check will raise.
         except (TypeError, RuntimeError):
@@ -58,6 +53,23 @@ def remembered(check: Callable[..., None]) -> Callable[..., None]:
             passed.add(key)
 
     return checked
+
+
+def described(arguments: Iterable[Any]) -> tuple[Any, ...]:
+    """What a check may read of its arguments, to compare: of tensors everything but numbers.
+
+    Other values come with their types, since ``True == 1 == 1.0``.
+    """
+    return tuple(
+        [
+            (x.shape, x.stride(), x.dtype, x.device)
+            if isinstance(x, Tensor)
+            else described(x)
+            if isinstance(x, (list, tuple))
+            else (x.__class__, x)
+            for x in arguments
+        ]
+    )
 
 
 def tensor(name: str, x: Tensor, ndim: int | None, dtypes: Sequence[torch.dtype] | None) -> None:

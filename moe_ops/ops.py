@@ -28,6 +28,7 @@ import torch
 from torch.autograd import forward_ad
 
 from moe_ops import gradients
+from moe_ops.checks import remembered
 
 NAMESPACE = "moe_ops"
 _library = torch.library.Library(NAMESPACE, "FRAGMENT")
@@ -45,11 +46,12 @@ def _leg(package: str, stage: str, name: str) -> Callable[..., Any]:
 
     A kernel runs on the first tensor's device, also when that is not the current one; its launcher
     allocates with the fake, which refuses sizes that disagree. A reference allocates by itself, so
-    the fake is asked first. Where a derivative may be asked for, `gradients` sees to it that nobody
-    gets a wrong one.
+    the fake is asked first, once for arguments that look alike. Where a derivative may be asked
+    for, `gradients` sees to it that nobody gets a wrong one.
     """
     function: Callable[..., Any] | None = None
     is_kernel = package == "kernels"
+    check = remembered(lambda *args: _function("fake_impls", stage, name)(*args))
 
     def call(*args: Any, **kwargs: Any) -> Any:
         nonlocal function
@@ -65,7 +67,7 @@ def _leg(package: str, stage: str, name: str) -> Callable[..., Any]:
                 with torch.cuda.device(device):
                     return function(*args, **kwargs)
         else:
-            _function("fake_impls", stage, name)(*args, **kwargs)
+            check(*args, **kwargs)
         return function(*args, **kwargs)
 
     return call

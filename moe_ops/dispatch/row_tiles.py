@@ -62,21 +62,21 @@ def tile_rule(
         device: where the plan is.
         batch_invariant: whether the tiles may not follow the load.
     """
-    arch, row_tile = row_tile_facts(device)
-    return rule_of(scheme, dtype.itemsize, arch, row_tile, batch_invariant)
+    return rule_of(scheme, dtype.itemsize, *row_tile_facts(device), batch_invariant)
 
 
 def expert_rule(scheme: str, device: torch.device, batch_invariant: bool = False) -> TileRule:
     """The rule of a plan of rows that lie by expert, and of the GEMMs that follow it."""
-    _, row_tile = row_tile_facts(device)
+    row_tile = row_tile_facts(device)[1]
     return rule_of(scheme, 0, BY_EXPERT, row_tile, batch_invariant)
 
 
 def gemm_rule(scheme: str, a: Tensor, tiles: AnyTiles, batch_invariant: bool = False) -> TileRule:
     """The rule of the plan that an expert GEMM of the rows ``a`` is given."""
+    arch, row_tile = row_tile_facts(a.device)
     if tiles[1] is None:
-        return expert_rule(scheme, a.device, batch_invariant)
-    return tile_rule(scheme, a.dtype, a.device, batch_invariant)
+        arch = BY_EXPERT
+    return rule_of(scheme, a.dtype.itemsize, arch, row_tile, batch_invariant)
 
 
 @lru_cache(maxsize=1024)

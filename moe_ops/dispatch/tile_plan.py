@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from moe_ops.dispatch.tiles import PLAN_HEADER, TileRule, is_direct, plan_sizes
+from moe_ops.dispatch.tiles import PLAN_HEADER, TileRule, is_direct, plan_sizes, row_tile
 from moe_ops.tensors import AnyTiles, TilePlan
 
 
@@ -28,7 +28,7 @@ def split_tiles(
 
     Those past the last row of an expert are of that expert, and all padding.
     """
-    tile = rule.row_tile(num_slots, num_experts)
+    tile = row_tile(rule, num_slots, num_experts)
     _, experts, _ = unpack_plan(plan, num_slots, num_experts, rule)
     firsts, parts = first_rows(plan, num_slots, num_experts, rule), tile // block_m
     offsets = torch.arange(0, tile, block_m, dtype=plan.dtype, device=plan.device)

@@ -1,7 +1,7 @@
 """Tile sizes: how many rows a tile has, how large plans get, what a choice of tiles asks of a GPU.
 
 All of it is host arithmetic on sizes. Sizes of tensors (`padded_slots`, `num_tiles`) also run on
-symbolic integers, and then add no guards; choices (`TileRule.row_tile`) run inside an operator,
+symbolic integers, and then add no guards; choices (`row_tile`) run inside an operator,
 where sizes are numbers.
 """
 
@@ -47,21 +47,18 @@ class TileRule:
         """The largest row tile."""
         return max(tile for _, tile in self.steps)
 
-    def row_tile(self, num_slots: int, num_experts: int) -> int:
-        """The row tile for ``num_slots`` routed rows over ``num_experts`` experts."""
-        return _row_tile(self, num_slots, num_experts)
-
 
 @lru_cache(maxsize=4096)
-def _row_tile(rule: TileRule, num_slots: int, num_experts: int) -> int:
+def row_tile(rule: TileRule, num_slots: int, num_experts: int) -> int:
+    """The row tile for ``num_slots`` routed rows over ``num_experts`` experts."""
     wanted = load(num_slots, num_experts)
     return next(tile for limit, tile in rule.steps if wanted <= limit)
 
 
 @lru_cache(maxsize=64)
-def one_row_tile(row_tile: int) -> TileRule:
-    """The rule of one row tile at every load."""
-    return TileRule(((math.inf, row_tile),))
+def one_row_tile(rows: int) -> TileRule:
+    """The rule of tiles of so many rows at every load."""
+    return TileRule(((math.inf, rows),))
 
 
 def load(num_slots: int, num_experts: int) -> float:
@@ -130,7 +127,7 @@ class Gemm(NamedTuple):
     @property
     def row_tile(self) -> int:
         """The row tile of the plan."""
-        return self.rule.row_tile(self.num_slots, self.num_experts)
+        return row_tile(self.rule, self.num_slots, self.num_experts)
 
     @property
     def active(self) -> int:
@@ -177,24 +174,16 @@ class PlanSizes(NamedTuple):
 
     rows: int
     tiles: int
-
-    @property
-    def experts_at(self) -> int:
-        """Where the experts begin."""
-        return PLAN_HEADER + self.rows
-
-    @property
-    def firsts_at(self) -> int:
-        """Where the tiles' first rows begin."""
-        return PLAN_HEADER + self.rows + self.tiles
-
-    @property
-    def entries(self) -> int:
-        """Length of the tensor."""
-        return PLAN_HEADER + self.rows + 2 * self.tiles
+    experts_at: int
+    """Where the experts begin."""
+    firsts_at: int
+    """Where the tiles' first rows begin."""
+    entries: int
+    """Length of the tensor."""
 
 
-def plan_sizes(num_slots, num_experts, rule: TileRule, pad_to: int = 1) -> PlanSizes:
+@lru_cache(maxsize=4096)
+def plan_sizes(num_slots: int, num_experts: int, rule: TileRule, pad_to: int = 1) -> PlanSizes:
     """The sizes of a plan, whichever row tile its rule says: one formula for all numbers of slots.
 
     Args:
@@ -203,22 +192,24 @@ def plan_sizes(num_slots, num_experts, rule: TileRule, pad_to: int = 1) -> PlanS
         rule: by which the row tile is chosen.
         pad_to: what the number of rows is a multiple of.
     """
-    known = isinstance(num_slots, int) and isinstance(num_experts, int)
-    sizes = _plan_sizes if known else _plan_sizes.__wrapped__  # symbols cannot be looked up
-    return sizes(num_slots, num_experts, rule, pad_to)
-
-
-@lru_cache(maxsize=4096)
-def _plan_sizes(num_slots: int, num_experts: int, rule: TileRule, pad_to: int) -> PlanSizes:
     rows = cdiv(padded_slots(num_slots, num_experts, rule.largest), pad_to) * pad_to
-    sizes = PlanSizes(rows, num_tiles(num_slots, num_experts, rule.smallest))
-    if type(sizes.entries) is int and sizes.entries > MAX_PLAN_ENTRIES:
-        tiles = sorted({tile for _, tile in rule.steps})
+    tiles = num_tiles(num_slots, num_experts, rule.smallest)
+    experts_at = PLAN_HEADER + rows
+    entries = experts_at + 2 * tiles
+    if type(entries) is int and entries > MAX_PLAN_ENTRIES:
+        known = sorted({tile for _, tile in rule.steps})
         raise NotImplementedError(
-            f"topk_ids must have so few slots that a plan with row tiles {tiles} has at "
+            f"topk_ids must have so few slots that a plan with row tiles {known} has at "
             f"most {MAX_PLAN_ENTRIES} entries, got {num_slots} slots"
         )
-    return sizes
+    return PlanSizes(rows, tiles, experts_at, experts_at + tiles, entries)
+
+
+def symbolic_plan_sizes(num_slots, num_experts, rule: TileRule, pad_to: int = 1) -> PlanSizes:
+    """`plan_sizes` where numbers may be symbols, which cannot be looked up in a cache."""
+    known = isinstance(num_slots, int) and isinstance(num_experts, int)
+    sizes = plan_sizes if known else plan_sizes.__wrapped__
+    return sizes(num_slots, num_experts, rule, pad_to)
 
 
 @lru_cache(maxsize=4096)
@@ -239,6 +230,7 @@ def _class_of(wanted: float) -> int:
     return i
 
 
+@lru_cache(maxsize=4096)
 def is_direct(num_slots: int, num_experts: int) -> bool:
     """Whether an expert GEMM that gets the routing needs no plan: it has one slot per tile.
 
@@ -257,9 +249,9 @@ def direct_slots(num_experts: int) -> int:
 
 def max_programs(gemm: Gemm, config: TileConfig) -> int:
     """Upper bound on the programs of a GEMM, with a plan or without."""
-    row_tile = gemm.row_tile
-    blocks = row_tile // config.block_m * cdiv(gemm.n, config.block_n)
-    return max_row_tiles(gemm.num_slots, gemm.num_experts, row_tile) * blocks
+    tile = gemm.row_tile
+    blocks = tile // config.block_m * cdiv(gemm.n, config.block_n)
+    return max_row_tiles(gemm.num_slots, gemm.num_experts, tile) * blocks
 
 
 def cuts_up(gemm: Gemm, config: TileConfig) -> int | None:

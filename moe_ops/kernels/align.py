@@ -20,11 +20,11 @@ from torch import Tensor
 from moe_ops.dispatch.row_tiles import expert_rule, tile_rule
 from moe_ops.dispatch.tiles import (
     SINGLE_LAUNCH_SLOTS,
-    PlanSizes,
     Scan,
     TileRule,
     is_direct,
     plan_sizes,
+    row_tile,
     scan_sizes,
 )
 from moe_ops.fake_impls.align import count_expert_num_tokens as empty_counts
@@ -174,7 +174,7 @@ def moe_align_block_size(
     how = (block_size, num_experts, pad_sorted_ids, ignore_invalid_experts)
     plan = empty_plan(topk_ids, expert_map, *how)
     bucket_map, names = (expert_map, None) if ignore_invalid_experts else (None, expert_map)
-    sizes = PlanSizes(plan[0].shape[0], plan[1].shape[0])
+    sizes = plan[0].shape[0], plan[1].shape[0]
     _align_slots(plan, sizes, topk_ids, bucket_map, names, block_size, num_experts)
     return plan
 
@@ -195,7 +195,7 @@ def plan_slots(
         rule = tile_rule(scheme, dtype, topk_ids.device, batch_invariant)
         sizes, tile = (
             plan_sizes(num_slots, num_experts, rule),
-            rule.row_tile(num_slots, num_experts),
+            row_tile(rule, num_slots, num_experts),
         )
         _align_slots((plan, None, None), sizes, topk_ids, expert_map, None, tile, num_experts)
     return plan
@@ -203,7 +203,7 @@ def plan_slots(
 
 def _align_slots(
     parts: tuple[Any, ...],
-    sizes: PlanSizes,
+    sizes: tuple[int, int],
     topk_ids: Tensor,
     bucket_map: Tensor | None,
     names: Tensor | None,
@@ -311,9 +311,9 @@ def _run_spans(
     num_experts: int,
     rule: TileRule,
 ) -> Tensor:
-    tile = rule.row_tile(num_rows, num_experts)
+    tile = row_tile(rule, num_rows, num_experts)
     _spans_launch(tile, num_experts)(
         (num_experts,), plan, *spans, max_rows, num_rows,
-        *plan_sizes(num_rows, num_experts, rule), num_experts,
+        *plan_sizes(num_rows, num_experts, rule)[:2], num_experts,
     )  # fmt: skip
     return plan

@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from moe_ops.dispatch.row_tiles import tile_rule
-from moe_ops.dispatch.tiles import few_tokens, is_direct, plan_sizes
+from moe_ops.dispatch.tiles import few_tokens, is_direct, plan_sizes, row_tile
 from moe_ops.fake_impls.topk_align import topk_plan as empty_routing
 from moe_ops.kernels._routing.choice import route_tokens
 from moe_ops.kernels._runtime.dependent import take_turn
@@ -88,11 +88,11 @@ def topk_plan(
     result = empty_routing(gating_output, bias, *how, *aligned)
     gating_output = by_rows(gating_output)
     rule = tile_rule(scheme, dtype, gating_output.device, batch_invariant)
-    tile = rule.row_tile(tokens * topk, num_local_experts)
+    tile = row_tile(rule, tokens * topk, num_local_experts)
     _launch(few_tokens(tokens, num_experts), num_experts, how, tile, num_local_experts)(
         (plan_programs(num_local_experts),),
         gating_output, dense(bias), dense(expert_map), *result,
-        tokens, *plan_sizes(tokens * topk, num_local_experts, rule),
+        tokens, *plan_sizes(tokens * topk, num_local_experts, rule)[:2],
         gating_output.stride(0),
         map_size(expert_map, num_local_experts), num_local_experts,
     )  # fmt: skip

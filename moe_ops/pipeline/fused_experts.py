@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor
 
 from moe_ops import checks, ops
@@ -13,7 +15,7 @@ from moe_ops.pipeline.layer_checks import check_layer, check_not_quantized
 from moe_ops.pipeline.row_spaces import SlotRows, check_batch_invariant
 from moe_ops.pipeline.token_rows import quantize_tokens
 from moe_ops.routing.arguments import check_logits, check_scoring
-from moe_ops.scheme import FusedMoEQuantConfig
+from moe_ops.scheme import FusedMoEQuantConfig, Scheme
 from moe_ops.tensors import Routing, Rows
 
 NOT_QUANTIZED = FusedMoEQuantConfig("unquantized")
@@ -105,6 +107,19 @@ def fused_experts(
     )
 
 
+@checks.remembered
+def _check_call(
+    apply_router_weight_on_input: bool, batch_invariant: bool, scheme: Scheme, *layer: Any
+) -> None:
+    """What `fused_experts` asks of its arguments; ``layer``: those of `check_layer`."""
+    checks.flags(
+        apply_router_weight_on_input=apply_router_weight_on_input, batch_invariant=batch_invariant
+    )
+    check_layer(*layer)
+    if batch_invariant:
+        check_batch_invariant(scheme)
+
+
 def _config(quant_config: FusedMoEQuantConfig | None) -> FusedMoEQuantConfig:
     config = NOT_QUANTIZED if quant_config is None else quant_config
     if not isinstance(config, FusedMoEQuantConfig):
@@ -134,16 +149,12 @@ def _experts(
     kind, key = kind_and_key(activation)
     config = _config(quant_config)
     scheme = config.scheme
-    checks.flags(
-        apply_router_weight_on_input=apply_router_weight_on_input, batch_invariant=batch_invariant
-    )
     biases = config.biases(w1_bias, w2_bias)
     quantization = () if scheme.weight is None else config.tensors
     experts = (hidden_states, w1, w2, *biases, kind, scheme, *quantization)
-    check_layer(*routing, global_num_experts, *experts)
-    if batch_invariant:
-        check_batch_invariant(scheme)
-    weights = expert_weights(w1, w2, config, *biases)
+    flags = (apply_router_weight_on_input, batch_invariant)
+    _check_call(*flags, scheme, *routing, global_num_experts, *experts)
+    weights = expert_weights(w1, w2, config, biases)
     rows, on_input = Rows(hidden_states), apply_router_weight_on_input
     if scheme.activation is not None and on_input:  # router weights go in first
         rows = Rows(*quantize_tokens(hidden_states, config, routing, w1.shape[0], on_input))
@@ -151,6 +162,35 @@ def _experts(
     space = SlotRows.of(routing, w1.shape[0], scheme, dtype, batch_invariant, plan)
     how = (scheme, space, routing.topk_weights, key, dtype, on_input)
     return slot_experts(rows, weights, *how)
+
+
+@checks.remembered
+def _check_routed(
+    hidden_states: Tensor,
+    w1: Tensor,
+    w2: Tensor,
+    gating_output: Tensor,
+    topk: int,
+    renormalize: bool,
+    scoring_func: str,
+    expert_map: Tensor | None,
+    scheme: Scheme,
+    batch_invariant: bool,
+) -> None:
+    """What `fused_moe` has to know before it routes."""
+    check_logits(hidden_states, gating_output, topk)
+    check_scoring(gating_output, scoring_func, None)
+    checks.expert_map(expert_map, gating_output)
+    checks.flags(renormalize=renormalize, batch_invariant=batch_invariant)
+    for name, w in (("w1", w1), ("w2", w2)):
+        if scheme.weight is None:
+            check_not_quantized(name, w)
+        else:
+            checks.tensor(name, w, 3, None)
+    experts = w1.shape[0] if expert_map is None else expert_map.shape[0]
+    checks.size("gating_output.shape[1]", gating_output.shape[1], "the number of experts", experts)
+    if batch_invariant:
+        check_batch_invariant(scheme)
 
 
 @inference_only
@@ -197,20 +237,12 @@ def fused_moe(
     Raises:
         TypeError, ValueError, NotImplementedError: as `fused_topk` and `fused_experts`.
     """
-    check_logits(hidden_states, gating_output, topk)
-    check_scoring(gating_output, scoring_func, None)
-    checks.expert_map(expert_map, gating_output)
-    checks.flags(renormalize=renormalize, batch_invariant=batch_invariant)
-    scheme = _config(quant_config).scheme
-    for name, w in (("w1", w1), ("w2", w2)):
-        if scheme.weight is None:
-            check_not_quantized(name, w)
-        else:
-            checks.tensor(name, w, 3, None)
-    experts = w1.shape[0] if expert_map is None else expert_map.shape[0]
-    checks.size("gating_output.shape[1]", gating_output.shape[1], "the number of experts", experts)
-    if batch_invariant:
-        check_batch_invariant(scheme)
+    quant_config = _config(quant_config)
+    scheme = quant_config.scheme
+    _check_routed(
+        hidden_states, w1, w2, gating_output, topk, renormalize, scoring_func, expert_map, scheme,
+        batch_invariant,
+    )  # fmt: skip
     how = (None, topk, renormalize, scoring_func, 1)
     layer = (w1.shape[0], scheme.name, hidden_states.dtype, batch_invariant)
     topk_weights, topk_ids, plan = ops.topk_plan(gating_output, *how, expert_map, *layer)

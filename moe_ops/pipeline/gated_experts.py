@@ -70,7 +70,7 @@ def gated_experts(
     routing = Routing(topk_weights, topk_ids, expert_map)
     quantization = () if scheme.weight is None else config.tensors
     check_layer(*routing, -1, hidden_states, w1, w2, *biases, kind, scheme, *quantization)
-    weights = expert_weights(w1, w2, config, *biases)
+    weights = expert_weights(w1, w2, config, biases)
 
     if batch_invariant:
         check_batch_invariant(scheme)

@@ -14,7 +14,14 @@ from moe_ops.dispatch.hopper import operand_bytes
 from moe_ops.dispatch.problem import layer_problem, sizes_of
 from moe_ops.dispatch.row_tiles import tile_rule
 from moe_ops.dispatch.tiles import direct_slots
-from moe_ops.pipeline.row_spaces import BatchedRows, SlotRows, always, depends_on_batch, sure
+from moe_ops.pipeline.row_spaces import (
+    BatchedRows,
+    SlotRows,
+    always,
+    depends_on_batch,
+    may_be_one,
+    sure,
+)
 from moe_ops.scheme import FusedMoEQuantConfig, Scheme
 from moe_ops.tensors import ExpertWeight, ExpertWeights, Rows
 
@@ -23,11 +30,10 @@ def expert_weights(
     w1: Tensor,
     w2: Tensor,
     config: FusedMoEQuantConfig,
-    w1_bias: Tensor | None = None,
-    w2_bias: Tensor | None = None,
+    biases: tuple[Tensor | None, Tensor | None] | None = None,
 ) -> ExpertWeights:
-    """Weights together with what a configuration says of them."""
-    b1, b2 = config.biases(w1_bias, w2_bias)
+    """Weights together with what a configuration says of them; its biases unless others are given."""
+    b1, b2 = (config.w1_bias, config.w2_bias) if biases is None else biases
     if config.scheme.weight is None:
         return ExpertWeights(ExpertWeight(w1, b1), ExpertWeight(w2, b2))
     a1, a2 = config.input_scales
@@ -106,10 +112,8 @@ def _quantizes(
     read. A compiler, whose sizes may be symbols, cannot ask for a plan: unless slots are known to
     be many, the operator decides. (Many rows would else be held in both forms.)
     """
-    quant, (_, ids, _) = scheme.activation, space.tiles
-    if quant is None or scheme.decoded or depends_on_batch(quant) or ids is None:
-        return False
-    if space.batch_invariant:
+    quant, ids = scheme.activation, space.tiles.topk_ids
+    if ids is None or space.batch_invariant or scheme.decoded or depends_on_batch(quant):
         return False
     tokens, k = ids.shape
     slots = tokens * k
@@ -178,9 +182,7 @@ def sums_at_once(space: SlotRows, scheme: Scheme) -> bool:
     Else they are two, and the rows in are gone before the tokens are allocated.
     """
     _, ids, _ = space.tiles
-    return (
-        operand_bytes(scheme) is not None and ids is not None and not always(sure(ids.shape[0]) > 1)
-    )
+    return ids is not None and may_be_one(ids.shape[0]) and operand_bytes(scheme) is not None
 
 
 def gemm_sum(

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from moe_ops import ops
-from moe_ops.dispatch.tiles import is_direct
+from moe_ops.dispatch.tiles import direct_slots
 from moe_ops.scheme import Quant, Scheme
 from moe_ops.tensors import Routing, Rows, Tiles
 
@@ -47,6 +47,13 @@ def sure(tokens: int) -> int:
     return tokens - 1 if torch.compiler.is_exporting() else tokens
 
 
+def may_be_one(tokens: int) -> bool:
+    """Whether there may be a single token; a compiler may not know."""
+    if torch.compiler.is_compiling():
+        return not always(sure(tokens) > 1)
+    return not tokens > 1
+
+
 class SlotRows(NamedTuple):
     """Row ``t * k + j`` is slot j of token t; the rows of skipped slots hold anything."""
 
@@ -78,8 +85,8 @@ class SlotRows(NamedTuple):
                 slots are so few that nobody would read it.
         """
         _, ids, expert_map = routing
-        direct = is_direct(ids.shape[0] * ids.shape[1], num_local_experts)
-        if plan is None and not always(direct):
+        slots = ids.shape[0] * ids.shape[1]
+        if plan is None and not always(slots <= direct_slots(num_local_experts)):
             layer = (num_local_experts, scheme.name, dtype, batch_invariant)
             plan = ops.plan_slots(ids, expert_map, *layer)
         return SlotRows(Tiles(plan, ids, expert_map), num_local_experts, batch_invariant)

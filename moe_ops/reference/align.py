@@ -7,11 +7,7 @@ from torch import Tensor
 
 from moe_ops.dispatch.row_tiles import expert_rule, tile_rule
 from moe_ops.dispatch.tile_plan import first_rows, unpack_plan
-from moe_ops.dispatch.tiles import PLAN_HEADER, TileRule, cdiv, plan_sizes
-from moe_ops.fake_impls.align import moe_align_block_size as empty_plan
-from moe_ops.fake_impls.align import plan_batched as empty_batched
-from moe_ops.fake_impls.align import plan_permuted as empty_permuted
-from moe_ops.fake_impls.align import plan_slots as empty_plan_slots
+from moe_ops.dispatch.tiles import PLAN_HEADER, TileRule, cdiv, one_row_tile, plan_sizes, row_tile
 from moe_ops.reference.slots import local_experts
 from moe_ops.tensors import TilePlan
 
@@ -25,8 +21,9 @@ def moe_align_block_size(
     ignore_invalid_experts: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Sort the slots by expert, stably, with each expert's group padded to whole tiles."""
-    how = (block_size, num_experts, pad_sorted_ids, ignore_invalid_experts)
-    plan = TilePlan(*empty_plan(topk_ids, expert_map, *how))
+    rule, pad_to = one_row_tile(block_size), block_size if pad_sorted_ids else 1
+    rows, tiles, *_ = plan_sizes(topk_ids.numel(), num_experts, rule, pad_to)
+    plan = TilePlan(*(_empty(topk_ids, entries) for entries in (rows, tiles, 1)))
     bucket_map, names = (expert_map, None) if ignore_invalid_experts else (None, expert_map)
     _fill_slots(plan, topk_ids, bucket_map, names, block_size, num_experts)
     return plan
@@ -41,17 +38,20 @@ def plan_slots(
     batch_invariant: bool = False,
 ) -> Tensor:
     """`moe_align_block_size` of the slots of local experts, as a plan in one tensor."""
-    layer = (num_experts, scheme, dtype, batch_invariant)
-    plan = empty_plan_slots(topk_ids, expert_map, *layer)
     rule = tile_rule(scheme, dtype, topk_ids.device, batch_invariant)
     num_slots = topk_ids.numel()
+    plan = _empty(topk_ids, plan_sizes(num_slots, num_experts, rule).entries)
     parts, tile = (
         unpack_plan(plan, num_slots, num_experts, rule),
-        rule.row_tile(num_slots, num_experts),
+        row_tile(rule, num_slots, num_experts),
     )
     counts = _fill_slots(parts, topk_ids, expert_map, None, tile, num_experts)
     _fill_rest(plan, counts.cumsum(0) - counts, counts, num_slots, rule)
     return plan
+
+
+def _empty(like: Tensor, entries: int) -> Tensor:
+    return like.new_empty(entries, dtype=torch.int32)
 
 
 def _fill_rest(
@@ -63,7 +63,7 @@ def _fill_rest(
     """
     sizes = plan_sizes(num_slots, len(counts), rule)
     plan[1:PLAN_HEADER] = plan.new_tensor((sizes.experts_at, sizes.firsts_at, 0))
-    tile = rule.row_tile(num_slots, len(counts))
+    tile = row_tile(rule, num_slots, len(counts))
     tiles = cdiv(counts, tile)
     # starts[e] less the padded rows before expert e: tile i of the plan begins at origin + i * tile
     origin = (starts - (tiles.cumsum(0) - tiles) * tile).repeat_interleave(tiles)
@@ -108,11 +108,10 @@ def plan_batched(
     expert_num_tokens: Tensor, max_num_tokens: int, scheme: str, batch_invariant: bool = False
 ) -> Tensor:
     """Plan for batched rows: expert e has the first rows from ``e * max_num_tokens`` on."""
-    plan = empty_batched(expert_num_tokens, max_num_tokens, scheme, batch_invariant)
-    rule = expert_rule(scheme, plan.device, batch_invariant)
+    rule = expert_rule(scheme, expert_num_tokens.device, batch_invariant)
     counts = expert_num_tokens.long().clamp(0, max_num_tokens)
     starts = torch.arange(len(counts), device=counts.device) * max_num_tokens
-    return _spans(plan, starts, counts, len(counts) * max_num_tokens, rule)
+    return _spans(starts, counts, len(counts) * max_num_tokens, rule)
 
 
 def plan_permuted(
@@ -122,19 +121,19 @@ def plan_permuted(
 
     Offsets are clamped to the number of rows, and counts to the rows that earlier experts leave.
     """
-    plan = empty_permuted(expert_first_token_offset, num_rows, scheme, batch_invariant)
-    rule = expert_rule(scheme, plan.device, batch_invariant)
+    rule = expert_rule(scheme, expert_first_token_offset.device, batch_invariant)
     offset = expert_first_token_offset.long().clamp(0, num_rows)
     counts = offset.diff().clamp(min=0)
     counts = counts.minimum((num_rows - (counts.cumsum(0) - counts)).clamp(min=0))
-    return _spans(plan, offset[:-1], counts, num_rows, rule)
+    return _spans(offset[:-1], counts, num_rows, rule)
 
 
-def _spans(plan: Tensor, starts: Tensor, counts: Tensor, num_rows: int, rule: TileRule) -> Tensor:
-    """Write the plan of experts whose rows are contiguous: ``counts[e]`` from ``starts[e]`` on."""
+def _spans(starts: Tensor, counts: Tensor, num_rows: int, rule: TileRule) -> Tensor:
+    """The plan of experts whose rows are contiguous: ``counts[e]`` from ``starts[e]`` on."""
+    plan = _empty(counts, plan_sizes(num_rows, len(counts), rule).entries)
     gaps = starts - (counts.cumsum(0) - counts)
     rows = torch.arange(int(counts.sum()), device=counts.device) + gaps.repeat_interleave(counts)
-    tile = rule.row_tile(num_rows, len(counts))
+    tile = row_tile(rule, num_rows, len(counts))
     names = torch.arange(len(counts), device=counts.device)
     parts = unpack_plan(plan, num_rows, len(counts), rule)
     _fill(parts, tile, rows, counts, names, num_rows)

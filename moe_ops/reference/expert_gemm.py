@@ -11,7 +11,6 @@ from __future__ import annotations
 from torch import Tensor
 
 from moe_ops.dispatch.row_tiles import gemm_rule
-from moe_ops.fake_impls.expert_gemm import expert_matmul as empty_rows
 from moe_ops.reference.grouped import grouped
 from moe_ops.reference.slots import multiply
 from moe_ops.scheme import UNQUANTIZED
@@ -30,8 +29,6 @@ def expert_matmul(
     batch_invariant: bool = False,
 ) -> Tensor:
     """``out[s] = f(topk_weights[s] * a[s // top_k] @ w[e].T + bias[e])``; see `grouped`."""
-    how = (top_k, activation, expert_order, batch_invariant)
-    out = empty_rows(a, w, bias, topk_weights, tiles, *how)
     rule = gemm_rule(UNQUANTIZED.name, a, tiles, batch_invariant)
 
     def product(expert: int, source: Tensor, rows: Tensor) -> None:
@@ -39,6 +36,6 @@ def expert_matmul(
 
     permuted = None if not expert_order else "out" if activation else "a"
     return grouped(
-        out, product, w.shape, tiles, rule, top_k,
+        product, w, a.dtype, len(a) * top_k, tiles, rule, top_k,
         bias=bias, topk_weights=topk_weights, activation=activation, permuted=permuted,
     )  # fmt: skip

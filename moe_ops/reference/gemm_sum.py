@@ -5,10 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from moe_ops.fake_impls.gemm_sum import gemm_sum as empty_tokens
 from moe_ops.reference.expert_gemm import expert_matmul
 from moe_ops.reference.scaled_gemm import scaled_matmul
-from moe_ops.reference.weight_and_reduce import moe_fused_mul_sum_out
+from moe_ops.reference.weight_and_reduce import moe_fused_mul_sum
 from moe_ops.tensors import AnyTiles
 
 
@@ -29,13 +28,10 @@ def gemm_sum(
 
     The GEMM is `expert_matmul` if ``w_scale`` is None, else `scaled_matmul`.
     """
-    how = (scheme, out_dtype, expert_order, batch_invariant)
-    out = empty_tokens(a, a_scale, w, w_scale, bias, topk_weights, tiles, *how)
     if w_scale is None:
         y = expert_matmul(a, w, bias, None, tiles, 1, "", expert_order, batch_invariant)
     else:
         operands = (a, a_scale, w, w_scale, None, bias)
-        y = scaled_matmul(*operands, tiles, 1, scheme, out.dtype, "", batch_invariant)
+        y = scaled_matmul(*operands, tiles, 1, scheme, out_dtype, "", batch_invariant)  # type: ignore[arg-type]
     _, topk_ids, expert_map = tiles
-    moe_fused_mul_sum_out(y, topk_weights, topk_ids, expert_map, None, w.shape[0], out=out)
-    return out
+    return moe_fused_mul_sum(y, topk_weights, topk_ids, expert_map, None, w.shape[0])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -10,7 +10,7 @@ from torch import Tensor
 from moe_ops.activation import formula
 from moe_ops.dispatch.tiles import TileRule
 from moe_ops.reference.activation import apply, split
-from moe_ops.reference.slots import planned_slots, rows_between, runs
+from moe_ops.reference.slots import planned_rows, runs
 from moe_ops.tensors import AnyTiles
 
 Product = Callable[[int, Tensor, Tensor], None]
@@ -18,9 +18,10 @@ Product = Callable[[int, Tensor, Tensor], None]
 
 
 def grouped(
-    out: Tensor,
     product: Product,
-    weight: Sequence[int],
+    weight: Tensor,
+    dtype: torch.dtype,
+    num_slots: int,
     tiles: AnyTiles,
     rule: TileRule,
     top_k: int,
@@ -35,9 +36,10 @@ def grouped(
     Rows of skipped slots are zeros.
 
     Args:
-        out: ``(slots, columns)``.
         product: see `Product`.
-        weight: ``(El, n, ..)``, the shape of the weight; n: columns of a product.
+        weight: ``(El, n, ..)``; n is the number of columns of a product.
+        dtype: of the result.
+        num_slots: rows of the result.
         tiles: plan, ``topk_ids`` and expert map.
         rule: by which the row tile of the plan was chosen.
         top_k: slots per row of ``a``.
@@ -46,14 +48,13 @@ def grouped(
         activation: key of f; empty: no activation.
         permuted: which of ``"a"`` and ``"out"`` has permuted rows, if any.
     """
-    out.zero_()
-    num_slots, (num_experts, n) = out.shape[0], weight[:2]
+    num_experts, n, _ = weight.shape
+    applied = formula(activation) if activation else None
+    width = n // 2 if applied is not None and applied.gated else n
+    out = weight.new_zeros((num_slots, width), dtype=dtype)
     if num_slots == 0:
         return out
-    slots, experts = planned_slots(tiles, rule, num_slots, num_experts)
-    between = slots
-    if permuted is not None:
-        between = rows_between(tiles, rule, num_slots, num_experts)
+    slots, experts, between = planned_rows(tiles, rule, num_slots, num_experts)
     source = between if permuted == "a" else slots // top_k
     rows = torch.empty((len(slots), n), device=out.device)
     for expert, mine in runs(experts):
@@ -62,8 +63,7 @@ def grouped(
         rows *= topk_weights.flatten()[slots, None].float()
     if bias is not None:
         rows += bias[experts].float()
-    if activation:
-        applied = formula(activation)
+    if applied is not None:
         rows = apply(*split(rows, applied), applied)
     out[between if permuted == "out" else slots] = rows.to(out.dtype)
     return out

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from moe_ops.dispatch.row_tiles import gemm_rule
-from moe_ops.fake_impls.scaled_gemm import scaled_matmul as empty_rows
 from moe_ops.reference.grouped import Product, grouped
 from moe_ops.reference.quantize import moe_quantize
 from moe_ops.reference.slots import multiply
@@ -66,8 +65,6 @@ def scaled_matmul(
         activation: key of f; empty: no activation.
         batch_invariant: whether the plan is; each row is then multiplied by itself.
     """
-    how = (top_k, scheme, out_dtype, activation, batch_invariant)
-    out = empty_rows(a, a_scale, w, w_scale, w_global_scale, bias, tiles, *how)
     known, stored = get_scheme(scheme), QTensor(w, w_scale, None, w_global_scale)
     quant, _ = known.quants
     rows: tuple[Any, Any] = a, a_scale
@@ -77,7 +74,9 @@ def scaled_matmul(
     make = _decoded if known.decoded else _scaled
     product = make(*rows, stored, known, batch_invariant)
     rule = gemm_rule(scheme, a, tiles, batch_invariant)
-    return grouped(out, product, w.shape, tiles, rule, top_k, bias=bias, activation=activation)
+    return grouped(
+        product, w, out_dtype, len(a) * top_k, tiles, rule, top_k, bias=bias, activation=activation
+    )
 
 
 def _row_scales(
@@ -112,12 +111,12 @@ def _scaled(
     quant, weight_quant = scheme.quants
     cols = 1 if weight_quant.group.cols == WHOLE else -(-k // weight_quant.group.cols)
     w_scale: Any = stored.scale
-    groups = w_scale.view(num_experts, -1, cols)
+    groups = scale_value(w_scale).view(num_experts, -1, cols)
     w_row = torch.arange(n, device=w.device) // rows_per_scale(w_scale, weight_quant, n)
 
     def product(expert: int, source: Tensor, out: Tensor) -> None:
         a_scales = _row_scales(a_scale, quant, expert, source, len(a), num_experts).float()
-        w_scales = scale_value(groups[expert, w_row])
+        w_scales = groups[expert, w_row]
         both = (a[source], a_scales), (w[expert], w_scales)
         out.copy_(_product(*both, weight_quant, batch_invariant))
 
@@ -130,18 +129,18 @@ def _product(
     """``(R, K) @ (N, K).T`` with scales ``(R, groups)`` and ``(N, groups)``, in float32."""
     (a, a_scale), (b, b_scale) = x, w
     size = a.shape[1] if quant.group.cols == WHOLE else quant.group.cols
+    a, b = _exact(a, quant.element, size), _exact(b, quant.element, size)
     acc = torch.zeros((a.shape[0], b.shape[0]), device=a.device)
     pieces = zip(a.split(size, 1), b.split(size, 1), strict=True)
-    for group, piece in enumerate(pieces):
-        x_piece, w_piece = (_exact(part, quant.element) for part in piece)
+    for group, (x_piece, w_piece) in enumerate(pieces):
         exact = torch.empty_like(acc, dtype=x_piece.dtype)
         multiply(x_piece, w_piece, exact, batch_invariant)
         acc += exact.float() * a_scale[:, group, None] * b_scale[:, group]
     return acc
 
 
-def _exact(data: Tensor, element: Element) -> Tensor:
-    """Stored values in a dtype that can sum their products, exactly for int8."""
+def _exact(data: Tensor, element: Element, count: int) -> Tensor:
+    """Stored values in a dtype that can sum ``count`` of their products, exactly for int8."""
     value = decode(data, element)
-    largest_sum = element.largest**2 * data.shape[1]
+    largest_sum = element.largest**2 * min(count, data.shape[1])
     return value.double() if element.name == "int8" and largest_sum > 2**24 else value

@@ -6,13 +6,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import cast
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
 
 from moe_ops.dispatch.tile_plan import first_rows, plan_to_read, unpack_plan
-from moe_ops.dispatch.tiles import TileRule
+from moe_ops.dispatch.tiles import TileRule, row_tile
 from moe_ops.tensors import AnyTiles
 
 
@@ -31,56 +31,41 @@ def local_experts(topk_ids: Tensor, expert_map: Tensor | None, num_local_experts
     return torch.where(valid, ids, -1)
 
 
-def planned_slots(
-    tiles: AnyTiles, rule: TileRule, num_slots: int, num_experts: int
-) -> tuple[Tensor, Tensor]:
-    """The slots of a plan without padding and other ranks' slots, and their experts, both int64.
+class PlannedRows(NamedTuple):
+    """The rows of a plan without padding and without the slots of other ranks' experts, int64.
 
-    Slots are grouped by expert, in slot order within an expert. Where kernels use one slot per tile
-    and do not read the plan, this function does not read it either.
+    They are grouped by expert, in slot order within an expert.
+    """
+
+    slots: Tensor
+    experts: Tensor
+    between: Tensor
+    """Their places where rows between two GEMMs are permuted."""
+
+
+def planned_rows(tiles: AnyTiles, rule: TileRule, num_slots: int, num_experts: int) -> PlannedRows:
+    """The rows that a plan says.
+
+    Where kernels use one slot per tile and do not read the plan, this function does not read it
+    either; permuted rows are then slots. If the plan's number of rows in use is negative or larger
+    than the plan, no row is in use.
     """
     plan = plan_to_read(tiles, num_slots, num_experts)
     if plan is None:
         experts = local_experts(cast(Tensor, tiles[1]), tiles[2], num_experts)
         slots = experts.argsort(stable=True)
         slots = slots[experts[slots] >= 0]
-        return slots, experts[slots]
-    slots, experts, real = _planned_rows(plan, rule, num_slots, num_experts)
-    return slots[real], experts[real]
-
-
-def _planned_rows(
-    plan: Tensor, rule: TileRule, num_slots: int, num_experts: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The slot and the expert of each row in use, and a mask of rows not padding and not skipped.
-
-    If the plan's number of rows in use is negative or larger than the plan, no row is in use.
-    """
-    sorted_token_ids, expert_ids, num_tokens_post_padded = unpack_plan(
-        plan, num_slots, num_experts, rule
-    )
-    tile = rule.row_tile(num_slots, num_experts)
-    tiles = int(num_tokens_post_padded) // tile
-    tiles = tiles if 0 <= tiles <= len(sorted_token_ids) // tile else 0
-    slots = sorted_token_ids[: tiles * tile].long()
-    experts = expert_ids[:tiles].long().repeat_interleave(tile)
+        return PlannedRows(slots, experts[slots], slots)
+    tile = row_tile(rule, num_slots, num_experts)
+    all_slots, all_experts, used = unpack_plan(plan, num_slots, num_experts, rule)
+    count = int(used) // tile
+    count = count if 0 <= count <= len(all_slots) // tile else 0
+    slots = all_slots[: count * tile].long()
+    experts = all_experts[:count].long().repeat_interleave(tile)
     real = (slots >= 0) & (slots < num_slots) & (experts >= 0) & (experts < num_experts)
-    return slots, experts, real
-
-
-def rows_between(tiles: AnyTiles, rule: TileRule, num_slots: int, num_experts: int) -> Tensor:
-    """The permuted row of each of `planned_slots`, int64.
-
-    Row i of a tile is permuted row ``first row of the tile + i``. Without a plan rows are slots.
-    """
-    plan = plan_to_read(tiles, num_slots, num_experts)
-    if plan is None:
-        return planned_slots(tiles, rule, num_slots, num_experts)[0]
-    tile = rule.row_tile(num_slots, num_experts)
-    _, _, real = _planned_rows(plan, rule, num_slots, num_experts)
-    firsts = first_rows(plan, num_slots, num_experts, rule)[: len(real) // tile, None]
-    rows = firsts.long() + torch.arange(tile, device=plan.device)
-    return rows.flatten()[real].clamp(0, num_slots - 1)
+    firsts = first_rows(plan, num_slots, num_experts, rule)[:count, None].long()
+    between = (firsts + torch.arange(tile, device=plan.device)).flatten()[real]
+    return PlannedRows(slots[real], experts[real], between.clamp(0, num_slots - 1))
 
 
 def multiply(x: Tensor, w: Tensor, out: Tensor, batch_invariant: bool) -> None:

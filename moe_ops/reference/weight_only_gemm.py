@@ -9,7 +9,6 @@ from __future__ import annotations
 from torch import Tensor
 
 from moe_ops.dispatch.row_tiles import gemm_rule
-from moe_ops.fake_impls.weight_only_gemm import weight_only_matmul as empty_rows
 from moe_ops.reference.grouped import grouped
 from moe_ops.reference.slots import multiply
 from moe_ops.scheme import dequantize_weight
@@ -32,8 +31,6 @@ def weight_only_matmul(
 ) -> Tensor:
     """``out[s] = f(topk_weights[s] * a[s // top_k] @ dequantized(w[e]).T + bias[e])``."""
     stored = QTensor(w, w_scale, w_zero_point, w_global_scale)
-    how = (top_k, scheme, activation, batch_invariant)
-    out = empty_rows(a, *stored, bias, topk_weights, tiles, *how)
     rule = gemm_rule(scheme, a, tiles, batch_invariant)
 
     def product(expert: int, source: Tensor, rows: Tensor) -> None:
@@ -41,7 +38,7 @@ def weight_only_matmul(
         multiply(a[source].float(), weight, rows, batch_invariant)
 
     return grouped(
-        out, product, w.shape, tiles, rule, top_k,
+        product, w, a.dtype, len(a) * top_k, tiles, rule, top_k,
         bias=bias, topk_weights=topk_weights, activation=activation,
     )  # fmt: skip
 

@@ -15,6 +15,23 @@ from moe_ops.routing.arguments import (
 )
 
 
+@checks.remembered
+def _check_topk(
+    hidden_states: Tensor,
+    gating_output: Tensor,
+    topk: int,
+    renormalize: bool,
+    indices_type: torch.dtype | None,
+    scoring_func: str,
+    e_score_correction_bias: Tensor | None,
+    routed_scaling_factor: float,
+) -> None:
+    check_logits(hidden_states, gating_output, topk)
+    check_scoring(gating_output, scoring_func, e_score_correction_bias)
+    check_weighing(renormalize, routed_scaling_factor)
+    check_indices_type(indices_type)
+
+
 @inference_only
 def fused_topk(
     hidden_states: Tensor,
@@ -57,10 +74,10 @@ def fused_topk(
         vLLM ``FusedTopKRouter``, which does not apply ``routed_scaling_factor``, and
         ``FusedTopKBiasRouter``.
     """
-    check_logits(hidden_states, gating_output, topk)
-    check_scoring(gating_output, scoring_func, e_score_correction_bias)
-    check_weighing(renormalize, routed_scaling_factor)
-    check_indices_type(indices_type)
+    _check_topk(
+        hidden_states, gating_output, topk, renormalize, indices_type, scoring_func,
+        e_score_correction_bias, routed_scaling_factor,
+    )  # fmt: skip
     weights, ids = ops.fused_topk(
         gating_output,
         e_score_correction_bias,

@@ -15,8 +15,8 @@ from moe_ops.pipeline.formats import ExpertTokensMetadata, FusedMoEActivationFor
 from moe_ops.pipeline.gemms import (
     expert_weights,
     gemm,
-    gemm_act,
     gemm_sum,
+    quantized,
     stored,
     sums_at_once,
 )
@@ -48,7 +48,8 @@ def slot_experts(
     rows = stored(rows, weights, space, scheme, top_k, activation)
     space = space._replace(expert_order=scheme.weight is None)  # only the GEMMs touch rows between
     on_output = None if weight_on_input else topk_weights
-    h = gemm_act(rows, weights, space, top_k, scheme, dtype, activation, on_input)
+    h = gemm(rows, weights.w1, space, top_k, scheme, dtype, activation, on_input)
+    h = quantized(h, weights.a2_scale, weights.w2, space, scheme)
     if sums_at_once(space, scheme):
         return gemm_sum(h, weights.w2, space, on_output, scheme, dtype)
     y = gemm(h, weights.w2, space, 1, scheme, dtype)
