@@ -2,26 +2,32 @@
 
 import aot
 import torch
+from plans import row_tile
 
-from moe_ops.dispatch.hopper import ROW_TILES
 from moe_ops.kernels import align, expert_gemm, scaled_gemm
 from moe_ops.scheme import get_scheme
 from moe_ops.support import SUPPORT
-from moe_ops.tensors import QTensor, Tiles
+from moe_ops.tensors import QTensor
 
 ARCHITECTURES = sorted({arch for row in SUPPORT for arch in row.architectures})
+
+
+def slot_plan(ids, num_experts, scheme, dtype=torch.bfloat16, expert_map=None):
+    """The ``tiles`` of a routing, as the launchers make them."""
+    return [align.plan_slots(ids, expert_map, num_experts, scheme, dtype), ids, expert_map]
 
 
 def launch_gemms(tile, dtype, activation_key, hidden=2048, width=768, has_bias=False, experts=4):
     def launch(empty):
         slots = tile * experts
         ids = empty(slots, 1, dtype=torch.int32)
-        plan = Tiles(align.plan_slots(ids, None, [tile], experts), ids)
         bias = empty(experts, 2 * width, dtype=dtype) if has_bias else None
         x, w1 = empty(slots, hidden, dtype=dtype), empty(experts, 2 * width, hidden, dtype=dtype)
-        h = expert_gemm.expert_matmul(x, w1, bias, None, *plan, [tile], 1, activation_key, True)
-        w2 = empty(experts, hidden, h.shape[1], dtype=dtype)
-        expert_gemm.expert_matmul(h, w2, None, None, *plan, [tile], 1, "", True)
+        with row_tile(tile):
+            tiles = slot_plan(ids, experts, "unquantized", dtype)
+            h = expert_gemm.expert_matmul(x, w1, bias, None, tiles, 1, activation_key, True)
+            w2 = empty(experts, hidden, h.shape[1], dtype=dtype)
+            expert_gemm.expert_matmul(h, w2, None, None, tiles, 1, "", True)
 
     return launch
 
@@ -64,11 +70,10 @@ HALF = (232448 - 1024) // 2
 def launch_hopper_layer(scheme, tokens, activation, hidden, width, has_bias):
     """Both GEMMs of a layer."""
     quant, weight = get_scheme(scheme).activation, get_scheme(scheme).weight
-    tiles = ROW_TILES[2 if weight is None else 1]
 
     def launch(empty):
         ids = empty(tokens, TOP_K, dtype=torch.int32)
-        plan = Tiles(align.plan_slots(ids, None, tiles, EXPERTS), ids)
+        tiles = slot_plan(ids, EXPERTS, scheme)
 
         def operands(rows, n, k):
             bias = empty(EXPERTS, n) if has_bias else None
@@ -82,13 +87,12 @@ def launch_hopper_layer(scheme, tokens, activation, hidden, width, has_bias):
         first = operands(tokens, 2 * width, hidden)
         second = operands(tokens * TOP_K, hidden, width)
         if weight is None:
-            expert_gemm.expert_matmul(*first, None, *plan, tiles, TOP_K, activation, True)
-            expert_gemm.expert_matmul(*second, None, *plan, tiles, 1, "", True)
+            expert_gemm.expert_matmul(*first, None, tiles, TOP_K, activation, True)
+            expert_gemm.expert_matmul(*second, None, tiles, 1, "", True)
         else:
-            sizes = (*plan, tiles)
             settings = (scheme, torch.bfloat16)
-            scaled_gemm.scaled_matmul(*first, *sizes, TOP_K, *settings, activation)
-            scaled_gemm.scaled_matmul(*second, *sizes, 1, *settings)
+            scaled_gemm.scaled_matmul(*first, tiles, TOP_K, *settings, activation)
+            scaled_gemm.scaled_matmul(*second, tiles, 1, *settings)
 
     return launch
 
@@ -97,12 +101,13 @@ def launch_unquantized(scheme):
     """A GEMM of many rows that are not quantized yet."""
 
     def launch(empty):
-        plan = Tiles(align.plan_slots(ids := empty(4096, 4, dtype=torch.int32), None, (64, 64), 64))
+        ids = empty(4096, 4, dtype=torch.int32)
         weight = get_scheme(scheme).weight
         w = empty(64, 512, 2048, dtype=weight.dtype)
         w_scale = empty(*weight.weight_scale_shape(64, 512, 2048), dtype=torch.float32)
         given = empty(1, dtype=torch.float32) if "static" in scheme else None
-        rest = (ids, None, (64, 64), 4, scheme, torch.bfloat16)
-        scaled_gemm.scaled_matmul(empty(4096, 2048), given, w, w_scale, None, None, plan[0], *rest)
+        with row_tile(64, portable_only=False):
+            rest = (slot_plan(ids, 64, scheme), 4, scheme, torch.bfloat16)
+            scaled_gemm.scaled_matmul(empty(4096, 2048), given, w, w_scale, None, None, *rest)
 
     return launch

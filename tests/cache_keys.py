@@ -45,18 +45,18 @@ def use_weights() -> None:
     """Weights that are dequantized, or multiplied as they are where a GPU does that."""
     ids, w = empty(1, 2, dtype=torch.int32), empty(4, 64, 64, dtype=torch.uint8)
     scale = empty(4, 64, 4, dtype=torch.uint8)
-    rest = (None, None, None, ids, None, [16], 2)
+    rest = (None, None, [None, ids, None], 2)
     weight_only_gemm.weight_only_matmul(empty(1, 128), w, scale, None, None, *rest, "mxfp4_w4a16")
     rows, row_scale = empty(2, 128, dtype=torch.float8_e4m3fn), empty(2, 4, dtype=torch.uint8)
-    rest = (None, None, ids, None, [16], 1)
+    rest = (None, [None, ids, None], 1)
     scaled_gemm.scaled_matmul(rows, row_scale, w, scale, None, *rest, "mxfp4_mxfp8", torch.bfloat16)
 
 
 def use_plan() -> None:
     """Alignment, a GEMM and the sum."""
     ids = empty(64, 2, dtype=torch.int32)
-    plan = align.plan_slots(ids, None, [16], 4)
-    rest = (None, None, plan, ids, None, [16])
+    plan = align.plan_slots(ids, None, 4, "unquantized", torch.bfloat16)
+    rest = (None, None, [plan, ids, None])
     expert_gemm.expert_matmul(empty(64, 64), empty(4, 64, 64), *rest, 2)
     weight_and_reduce.moe_fused_mul_sum(empty(64, 2, 64), empty(64, 2), ids, None, None, 4)
 

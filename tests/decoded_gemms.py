@@ -7,7 +7,6 @@ from plans import planned
 
 from moe_ops import dequantize_weight, get_scheme, ops, quantize_weight
 from moe_ops.activation import formula
-from moe_ops.dispatch.tiles import ROW_TILES
 from moe_ops.reference import scaled_gemm as reference
 from moe_ops.reference.slots import local_experts
 from moe_ops.scheme import dequantize_rows
@@ -25,7 +24,7 @@ def quantized_rows(x, quant):
     return q, scale, number
 
 
-def check_decoded(problem, scheme, tiles, device, activation=None, halves=False):
+def check_decoded(problem, scheme, device, activation=None, halves=False):
     """The operator (with an activation, or without) is within the budget of its reference."""
     x, w, _, _, ids, expert_map, bias, _ = make_inputs(problem)
     local, k, quant = w.shape[0], problem.top_k, get_scheme(scheme)
@@ -37,15 +36,15 @@ def check_decoded(problem, scheme, tiles, device, activation=None, halves=False)
     def on(t):
         return None if t is None else t.to(device)
 
-    plan = planned(on(ids), on(expert_map), tiles, local)
-    head, tail = (q.data, q.scale, q.global_scale, bias), (tiles, k, scheme, x.dtype)
+    plan = planned(on(ids), on(expert_map), local, scheme)
+    head, tail = (q.data, q.scale, q.global_scale, bias), (k, scheme, x.dtype)
     weight = dequantize_weight(q, scheme).double()
     exact = exact_rows(numbers, weight, bias, None, ids, k, expert_map)
     if activation is not None:
         tail = (*tail, activation)
         exact = exact.activated(formula(activation))
-    actual = ops.scaled_matmul(rows, scale, *map(on, head), *plan, *tail)
-    there = (rows.cpu(), scale.cpu(), *head, *plans.on(plan, "cpu"), *tail)
+    actual = ops.scaled_matmul(rows, scale, *map(on, head), [*plan], *tail)
+    there = (rows.cpu(), scale.cpu(), *head, plans.on(plan, "cpu"), *tail)
     expected = reference.scaled_matmul(*there)
     mine = local_experts(ids, expert_map, local) >= 0
     exact = exact.rounded(x.dtype)
@@ -61,11 +60,12 @@ def check_one_scale_for_each_expert(device):
     counts = torch.tensor([4, 1, 3], dtype=torch.int32, device=device)
     a, scale = ops.batched_quantize(x.to(device), GIVEN.to(device), counts, quant.activation.key)
     scale = scale * torch.tensor([1.0, 2.0, 3.0], device=device)[:, None, None]
-    plan = Tiles(ops.plan_batched(counts, count, list(ROW_TILES)))
-    weight, tail = (q.data, q.scale, None, None), (list(ROW_TILES), 1, "mxfp4_w4a8", x.dtype)
-    call = (a.flatten(0, 1), scale.flatten(0, 1), *weight, *plan)
-    y = ops.scaled_matmul(*(None if t is None else t.to(device) for t in call), *tail)
-    reference_y = reference.scaled_matmul(*(None if t is None else t.cpu() for t in call), *tail)
+    plan = Tiles(ops.plan_batched(counts, count, "mxfp4_w4a8"))
+    weight, tail = (q.data, q.scale, None, None), (1, "mxfp4_w4a8", x.dtype)
+    call = (a.flatten(0, 1), scale.flatten(0, 1), *weight)
+    y = ops.scaled_matmul(*(None if t is None else t.to(device) for t in call), [*plan], *tail)
+    call = (None if t is None else t.cpu() for t in call)
+    reference_y = reference.scaled_matmul(*call, plans.on(plan, "cpu"), *tail)
     rows = Bounded.exactly((a.cpu().double() * scale.cpu()).flatten(0, 1))
     expert = torch.arange(local).repeat_interleave(count)
     exact = rows.products(dequantize_weight(q, quant), expert).rounded(x.dtype)

@@ -8,7 +8,6 @@ from sum_calls import sum_samples
 from torch.fx.experimental.symbolic_shapes import DimDynamic, StatelessSymbolicContext
 
 from moe_ops import ops
-from moe_ops.dispatch.tiles import ROW_TILES
 from moe_ops.scheme import quantize_weight
 from moe_ops.testing import Problem, make_inputs
 
@@ -21,34 +20,37 @@ def samples(device):
     """Calls of every operator on which all of the output is specified."""
     inputs = make_inputs(Problem(5, E, K, H, I, torch.float32, has_bias=True), device)
     x, w1, w2, weights, ids, _, b1, b2 = inputs
-    plan = planned(ids, None, ROW_TILES, E)
+    plan = planned(ids, None, E)
     direct, order = plan._replace(topk_ids=ids), ops.moe_permutation(ids, None, E)
-    h = ops.expert_matmul(x, w1, b1, None, *plan, ROW_TILES, K, "silu")
+    h = ops.expert_matmul(x, w1, b1, None, [*plan], K, "silu")
     rows = ops.gather_rows(x, order[2], order[0], K)
-    y = ops.expert_matmul(h, w2, b2, None, *plan, ROW_TILES, 1).view(5, K, H)
+    y = ops.expert_matmul(h, w2, b2, None, [*plan], 1).view(5, K, H)
     expert_map, columns = MAP.to(device), torch.rand(E, H, device=device).argsort(1).to(I32)
     valid, many = torch.tensor([4], dtype=I32, device=device), ids.repeat(3, 1)
     return {
         **routing_samples(x, weights, ids),
         "moe_align_block_size": [
-            (ids, None, [8], E, True, False),
-            (ids, expert_map, [16], E, False, False),
-            (ids.long(), expert_map, list(ROW_TILES), 3, False, True),
+            (ids, None, 8, E, True, False),
+            (ids, expert_map, 16, E, False, False),
+            (ids.long(), expert_map, 32, 3, False, True),
         ],
-        "plan_slots": [(many, None, [8], E), (many.long(), expert_map, list(ROW_TILES), 3)],
-        "plan_permuted": [(order[0], 5 * K, [16]), (order[0], 5 * K, list(ROW_TILES))],
+        "plan_slots": [
+            (many, None, E, "unquantized", torch.float32),
+            (many.long(), expert_map, 3, "int8_channel", torch.bfloat16, True),
+        ],
+        "plan_permuted": [(order[0], 5 * K, "mxfp8"), (order[0], 5 * K, "unquantized", True)],
         "count_expert_num_tokens": [(ids, None, E), (ids.long(), expert_map, 3)],
         "moe_permutation": [(ids, None, E), (ids.long(), expert_map, 3)],
         "gather_rows": [(x, *order[2::-2], K), (x.t().contiguous().t(), *order[2::-2], K)],
         "order_columns": [(x, columns, ids, None), (x, columns[:3], ids.long(), expert_map)],
         "moe_unpermute": [(rows, weights, order[1], order[0]), (rows, None, order[1], None)],
         "expert_matmul": [
-            (h, w2, b2, None, *plan, ROW_TILES, 1, "", True),
-            (x, w1, None, weights, *direct, ROW_TILES, K),
-            (x.t().contiguous().t(), w1, None, None, *plan, ROW_TILES, K),
-            (x, w1, b1, weights, *plan, ROW_TILES, K, "silu", True),
-            (x, w1, None, None, *direct, ROW_TILES, K, "swigluoai"),
-            (x, w1, None, None, *plan, ROW_TILES, K, "gelu_no_mul"),
+            (h, w2, b2, None, [*plan], 1, "", True),
+            (x, w1, None, weights, [*direct], K),
+            (x.t().contiguous().t(), w1, None, None, [*plan], K),
+            (x, w1, b1, weights, [*plan], K, "silu", True),
+            (x, w1, None, None, [*direct], K, "swigluoai"),
+            (x, w1, None, None, [*plan], K, "gelu_no_mul"),
         ],
         "scaled_matmul": scaled_samples(x, w1, b1, plan) + decoded_samples(x, w1, b1, plan),
         **weight_only_samples(x, w1, b1, weights, plan),
@@ -78,7 +80,7 @@ def routing_samples(x, weights, ids):
         "fused_topk": [(logits, None, K, True, "softmax", 1.0),
                        (logits.half(), bias, K, False, "sigmoid", 2.0)],
         "topk_plan": [(logits.repeat(2, 1), bias, K, True, "softmax", 1.0,
-                        MAP.to(device), list(ROW_TILES), 3)],
+                        MAP.to(device), 3, "unquantized", torch.bfloat16)],
         "grouped_topk": [
             (logits, bias, K, True, "sqrtsoftplus", 2.5, 2, 1),
             (logits, None, K, False, "softmax", 1.0, 2, 2),
@@ -106,7 +108,7 @@ def scaled_samples(x, w1, b1, plan):
     """
     channel, block = (quantize_weight(w1, f"int8_{groups}") for groups in ("channel", "block16x32"))
     rows = (x * 8).round().clamp(-127, 127).to(torch.int8)
-    scale, sizes = torch.full((len(x), 1), 0.125, device=x.device), (*plan, ROW_TILES, K)
+    scale, sizes = torch.full((len(x), 1), 0.125, device=x.device), ([*plan], K)
     whole = (rows, scale, *channel[:2], None, b1, *sizes, "int8_channel", torch.float32)
     groups = torch.full((len(x), 1), 0.25, device=x.device)
     blocks = (rows, groups, *block[:2], None, None, *sizes, "int8_block16x32", torch.float32)
@@ -137,7 +139,7 @@ def batched_samples(x, weights, ids):
     batch = x.view(5, 1, H).repeat(1, 6, 1)[:3].contiguous()
     turned = batch.transpose(1, 2).contiguous().transpose(1, 2)
     return {
-        "plan_batched": [(counts, 6, [16]), (counts, 6, list(ROW_TILES))],
+        "plan_batched": [(counts, 6, "fp8_channel"), (counts, 6, "unquantized", True)],
         "batched_dispatch": [
             (x, None, weights, ids, 1, 3, 4, "int8:1x*:float32"),
             (x, None, None, ids, 0, E, 2, "fp8:*x*:float32"),
@@ -159,7 +161,7 @@ def batched_samples(x, weights, ids):
 def weight_only_samples(x, w1, b1, weights, plan):
     """A scale a row, and groups with zero points; with and without a gate."""
     channel, groups = (quantize_weight(w1, s) for s in ("int8_w8a16", "int4_w4a16_g16_zp"))
-    sizes = (*plan, ROW_TILES, K)
+    sizes = ([*plan], K)
     whole = (x, *channel, b1, weights, *sizes, "int8_w8a16")
     pieces = (x, *groups, None, None, *sizes, "int4_w4a16_g16_zp")
     names = ("silu", "swigluoai", "gelu_no_mul")
@@ -169,7 +171,7 @@ def weight_only_samples(x, w1, b1, weights, plan):
 
 def decoded_samples(x, w1, b1, plan):
     q, rows = quantize_weight(w1, "mxfp4"), ops.moe_quantize(x, *[None] * 4, 0, "fp4:1x32:e8m0")
-    call = (*rows, *q[:2], None, b1, *plan, ROW_TILES, K, "mxfp4", torch.bfloat16)
+    call = (*rows, *q[:2], None, b1, [*plan], K, "mxfp4", torch.bfloat16)
     return [call, (*call, "silu"), (*call, "gelu_no_mul")]
 
 
@@ -203,7 +205,7 @@ def two_slots(call):
     cut = {name: x[:rows] for name, x in call.items() if name in ("a", "a_scale") and len(x) == k}
     weights = {name: x[:1] for name, x in call.items() if name == "topk_weights" and x is not None}
     ids = torch.empty(1, 2, dtype=torch.int32, device=call["a"].device)
-    return {**call, **cut, **weights, "plan": None, "topk_ids": ids, "expert_map": ids.new_empty(5)}
+    return {**call, **cut, **weights, "tiles": [None, ids, ids.new_empty(5)]}
 
 
 cached_samples = cache(samples)
@@ -214,7 +216,7 @@ def called(qualified, device):
     """Calls of an operator by argument: its samples, and what else takes another way."""
     names = [argument.name for argument in overload(qualified)._schema.arguments]
     several = [dict(zip(names, call, strict=False)) for call in cached_samples(device)[qualified]]
-    if "top_k" in names and "plan" in names:
+    if "top_k" in names and "tiles" in names:
         several += [two_slots(several[0])]
     for name in ("expert_num_tokens", "expert_map"):
         given = [call for call in several if call.get(name) is not None]

@@ -9,16 +9,30 @@ import torch
 from conftest import HAS_CUDA
 from torch import Tensor
 
-from moe_ops.dispatch.device import assumed, device_facts
+from moe_ops.dispatch.device import Device, assumed, device_facts
+from moe_ops.dispatch.row_tiles import BY_EXPERT
 from moe_ops.reference.align import plan_slots
 from moe_ops.tensors import Tiles
 
 
 def planned(
-    ids: Tensor, expert_map: Tensor | None, row_tiles: Sequence[int], num_experts: int
+    ids: Tensor, expert_map: Tensor | None, num_experts: int, scheme: str = "unquantized"
 ) -> Tiles:
     """A plan without the routing it comes from: kernels read it, however few slots there are."""
-    return Tiles(plan_slots(ids, expert_map, row_tiles, num_experts))
+    with assumed(device_facts(ids.device)._replace(arch=BY_EXPERT)):
+        return Tiles(plan_slots(ids, expert_map, num_experts, scheme, torch.bfloat16))
+
+
+def row_tile(
+    rows: int | None, facts: Device | None = None, *, portable_only: bool = True
+) -> AbstractContextManager[None]:
+    """Inside, plans have tiles of so many rows, whatever the load; None: as the load asks for.
+
+    Kernels are those for ``facts`` (of this machine's GPU, if there is one), the portable ones
+    unless told otherwise.
+    """
+    facts = facts or device_facts(torch.device("cuda" if HAS_CUDA else "cpu"))
+    return assumed(facts._replace(row_tile=rows, portable_only=portable_only))
 
 
 def ids_of(counts: Sequence[int], top_k: int = 1, device: str = "cpu") -> Tensor:

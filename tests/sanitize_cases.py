@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from gemm_rows import activated, exact_scaled_rows, numbers
 from modular import EXPERTS, PREPARES, build_experts, build_prepare, fit, roundings, supported
+from plans import row_tile
 from sanitize_operators import BF16, F16, F32, Case, assert_near, operator_cases, some
 from torch import Tensor
 
@@ -184,29 +185,31 @@ def packing_case(scheme: str, tile: int) -> Case:
     problem = Problem(
         **{**PACKED, "num_tokens": 400, "hidden_size": 1040}, dtype=BF16, scheme=scheme
     )
-    quant, tiles = get_scheme(scheme).activation, (tile,) * 8
+    quant = get_scheme(scheme).activation
 
     def inputs() -> Any:
         x, w, _, _, ids, *_ = make_inputs(problem)
         given = torch.tensor([0.02]) if quant.static else None
-        plan = align.plan_slots(ids, None, tiles, problem.num_experts)
-        return x, given, *quantize_weight(w, scheme)[:2], None, None, plan, ids, None
+        with row_tile(tile, portable_only=False):
+            plan = align.plan_slots(ids, None, problem.num_experts, scheme, BF16)
+        return x, given, *quantize_weight(w, scheme)[:2], None, None, [plan, ids, None]
 
-    def tail() -> tuple[Any, ...]:
-        return list(tiles), problem.top_k, scheme, BF16, "silu"
+    tail = (problem.top_k, scheme, BF16, "silu")
 
     def check(operands: Any, actual: Tensor) -> None:
-        x, given, w, w_scale, _, _, _, ids, _ = operands
+        x, given, w, w_scale, _, _, (_, ids, _) = operands
         rows = quantize.moe_quantize(x, given, None, None, None, 1, quant.key)
         expert = local_experts(ids, None, problem.num_experts)
         product = numbers(*rows, scheme, problem.top_k)
         exact = exact_scaled_rows(product, w, w_scale, None, expert, scheme)
         exact = activated(exact, "silu").rounded(BF16)
-        expected = scaled_reference.scaled_matmul(*rows, *operands[2:], *tail())
+        with row_tile(tile):
+            expected = scaled_reference.scaled_matmul(*rows, *operands[2:], *tail)
         assert_matches_reference(actual, exact, expected)
 
     def run(operands: Any) -> Tensor:
-        return ops.scaled_matmul(*operands, *tail())
+        with row_tile(tile, portable_only=False):
+            return ops.scaled_matmul(*operands, *tail)
 
     return Case(f"gemm/quantized-as-packed/{scheme}/{tile}", inputs, run, check)
 

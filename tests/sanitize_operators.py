@@ -13,14 +13,13 @@ from sum_calls import SumCall, SumProblem, exact, sum_call
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from moe_ops.dispatch.tiles import ROW_TILES
 from moe_ops.ops import STAGES
 from moe_ops.reference.gemm_sum import gemm_sum
 from moe_ops.reference.permute import moe_permutation
 from moe_ops.testing import assert_matches_reference
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
-TILES = list(ROW_TILES)
+BF = ("unquantized", torch.bfloat16)
 
 
 class Case(NamedTuple):
@@ -111,12 +110,12 @@ def larger() -> dict[str, list[tuple[Any, ...]]]:
         + [(some(2053, 8, dtype=BF16), None, 2, False, "softmax", 1.0)],
         "grouped_topk": [(some(9, 256), some(256), 8, True, "sigmoid", 2.5, 8, 4)],
         "sparsemixer": [(some(21, 16), 0.01)],
-        "topk_plan": [(some(tokens, 24), None, 4, True, "softmax", 1.0, None, TILES, 24)
+        "topk_plan": [(some(tokens, 24), None, 4, True, "softmax", 1.0, None, 24, *BF)
                       for tokens in (8, 33, 400)],
-        "moe_align_block_size": [(t, mapping, [16, 64], 4, True, True) for t in (few, many)],
-        "plan_slots": [(t, mapping, TILES, 4) for t in (few, many)],
-        "plan_permuted": [(order[0], many.numel(), TILES)],
-        "plan_batched": [(counts, 40, [16])],
+        "moe_align_block_size": [(t, mapping, 16, 4, True, True) for t in (few, many)],
+        "plan_slots": [(t, mapping, 4, *BF) for t in (few, many)],
+        "plan_permuted": [(order[0], many.numel(), "unquantized")],
+        "plan_batched": [(counts, 40, "unquantized")],
         "count_expert_num_tokens": [(many, mapping, 4)],
         "moe_permutation": [(many, mapping, 4)],
         "moe_quantize": [

@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 
 from moe_ops import ops
-from moe_ops.pipeline.row_spaces import SlotRows, row_tiles_of
+from moe_ops.dispatch.row_tiles import gemm_rule
+from moe_ops.pipeline.row_spaces import SlotRows
 from moe_ops.reference.quantize import moe_quantize
-from moe_ops.reference.slots import local_experts, planned_slots, rows_between
+from moe_ops.reference.slots import local_experts, planned_rows
 from moe_ops.scheme import get_scheme, quantize_weight
 from moe_ops.scheme.weights import spread
 from moe_ops.tensors import Routing
@@ -48,19 +49,25 @@ class SumCall(NamedTuple):
     w_scale: Tensor | None
     bias: Tensor | None
     topk_weights: Tensor | None
-    plan: Tensor | None
-    topk_ids: Tensor
-    expert_map: Tensor | None
-    row_tiles: tuple[int, ...]
+    tiles: list[Tensor | None]
     scheme: str
     out_dtype: torch.dtype | None
     expert_order: bool = False
+    batch_invariant: bool = False
 
     @property
     def used(self) -> Tensor:
         """Which slots are not skipped, ``(T, k)``."""
-        expert = local_experts(self.topk_ids, self.expert_map, self.w.shape[0])
-        return (expert >= 0).view(self.topk_ids.shape)
+        return (self.experts >= 0).view(self.topk_ids.shape)
+
+    @property
+    def topk_ids(self) -> Tensor:
+        return self.tiles[1]
+
+    @property
+    def experts(self) -> Tensor:
+        """The local expert of each slot."""
+        return local_experts(*self.tiles[1:], self.w.shape[0])
 
 
 def routed(p: SumProblem, generator: torch.Generator) -> tuple[Tensor, Tensor | None]:
@@ -94,28 +101,31 @@ def sum_call(p: SumProblem, device: str = "cpu", seed: int = 0) -> SumCall:
     if p.stored and scheme.activation is not None:
         slots = (ids, expert_map, p.experts)
         a, a_scale = ops.moe_quantize(a, None, None, *slots, scheme.activation.key)
-    tiles = row_tiles_of(scheme, None, p.invariant)
-    space = SlotRows.of(Routing(weights, ids, expert_map), p.experts, tiles)
-    how = (weights if p.weighted else None, *space.tiles, space.row_tiles)
+    layer = (p.experts, scheme, p.dtype, p.invariant)
+    space = SlotRows.of(Routing(weights, ids, expert_map), *layer)
+    how = (weights if p.weighted else None, [*space.tiles], p.scheme)
     dtype = None if w_scale is None else p.dtype
-    return SumCall(a, a_scale, w, w_scale, bias, *how, p.scheme, dtype, p.expert_order)
+    flags = (p.expert_order, p.invariant)
+    return SumCall(a, a_scale, w, w_scale, bias, *how, dtype, *flags)
 
 
 def apart(call: SumCall, operators: Any = ops) -> Tensor:
     """The GEMM of the scheme, then the sum."""
-    tiles = (call.plan, call.topk_ids, call.expert_map, call.row_tiles, 1)
+    where, flags = (call.tiles, 1), (call.expert_order, call.batch_invariant)
     if call.w_scale is None:
-        y = operators.expert_matmul(call.a, call.w, call.bias, None, *tiles, "", call.expert_order)
+        y = operators.expert_matmul(call.a, call.w, call.bias, None, *where, "", *flags)
     else:
-        y = operators.scaled_matmul(*call[:4], None, call.bias, *tiles, call.scheme, call.out_dtype)
-    skipping = (call.topk_ids, call.expert_map, None, call.w.shape[0])
+        rest = (call.scheme, call.out_dtype, "", call.batch_invariant)
+        y = operators.scaled_matmul(*call[:4], None, call.bias, *where, *rest)
+    skipping = (*call.tiles[1:], None, call.w.shape[0])
     return operators.moe_fused_mul_sum(y, call.topk_weights, *skipping)
 
 
 def exact(call: SumCall) -> Bounded:
     """The result in float64, of the numbers that are multiplied; on the CPU."""
     call = SumCall(*(x.cpu() if isinstance(x, Tensor) else x for x in call))
-    expert = local_experts(call.topk_ids, call.expert_map, call.w.shape[0])
+    call = call._replace(tiles=[None if x is None else x.cpu() for x in call.tiles])
+    expert = call.experts
     w, dtype = call.w.double(), call.out_dtype or call.a.dtype
     if call.w_scale is not None:
         w *= spread(call.w_scale.double(), get_scheme(call.scheme).weight, *w.shape[1:])
@@ -133,14 +143,13 @@ def _rows(call: SumCall) -> Tensor:
     if quant is None:
         rows = call.a.double()
         if call.expert_order:
-            how = (call[6:9], call.row_tiles, len(rows), num_experts)
-            rows = torch.zeros_like(rows).index_copy(
-                0, planned_slots(*how)[0], rows[rows_between(*how)]
-            )
+            rule = gemm_rule(call.scheme, call.a, call.tiles, call.batch_invariant)
+            slots, _, between = planned_rows(call.tiles, rule, len(rows), num_experts)
+            rows = torch.zeros_like(rows).index_copy(0, slots, rows[between])
         return rows
     q, scale = call.a, call.a_scale
     if scale is None:
-        slots = (call.topk_ids, call.expert_map, num_experts)
+        slots = (*call.tiles[1:], num_experts)
         q, scale = moe_quantize(q, None, None, *slots, quant.key)
     width = q.shape[1] if quant.group.cols < 0 else quant.group.cols
     return q.double() * scale.double().repeat_interleave(width, 1)[:, : q.shape[1]]

@@ -3,7 +3,6 @@
 import torch
 
 from moe_ops.activation import formula
-from moe_ops.dispatch.tuned_file import default_row_tiles
 from moe_ops.kernels import expert_gemm, gemm_sum, scaled_gemm
 from moe_ops.pipeline.row_spaces import SlotRows
 from moe_ops.scheme import get_scheme
@@ -20,12 +19,12 @@ class Layer:
         self.experts, self.hidden, self.width, self.top_k = shape
         self.tokens = changes.get("tokens", 1)
         self.stored = changes.get("stored", False)
-        tiles = changes.get("row_tiles", default_row_tiles(self.scheme))
+        self.invariant = changes.get("batch_invariant", False)
         ids = empty(self.tokens, self.top_k, dtype=changes.get("ids", torch.int32))
         expert_map = empty(2 * self.experts, dtype=torch.int32) if changes.get("mapped") else None
         self.weights = empty(self.tokens, self.top_k, dtype=F32)
-        space = SlotRows.of(Routing(self.weights, ids, expert_map), self.experts, tiles)
-        self.how = (*space.tiles, space.row_tiles)
+        layer = (self.experts, self.scheme, dtype, self.invariant)
+        self.tiles = [*SlotRows.of(Routing(self.weights, ids, expert_map), *layer).tiles]
 
     def operands(self, rows, n, k, has_bias):
         """Rows, a weight, their scales, and a bias."""
@@ -45,10 +44,11 @@ class Layer:
         n = self.width * (2 if formula(activation).gated else 1)
         a, a_scale, w, w_scale, bias = self.operands(self.tokens, n, self.hidden, has_bias)
         if w_scale is None:
-            expert_gemm.expert_matmul(a, w, bias, None, *self.how, self.top_k, activation, True)
+            rest = (self.top_k, activation, True, self.invariant)
+            expert_gemm.expert_matmul(a, w, bias, None, self.tiles, *rest)
         else:
-            rest = (*self.how, self.top_k, self.scheme.name, self.dtype, activation)
-            scaled_gemm.scaled_matmul(a, a_scale, w, w_scale, None, bias, *rest)
+            rest = (self.top_k, self.scheme.name, self.dtype, activation, self.invariant)
+            scaled_gemm.scaled_matmul(a, a_scale, w, w_scale, None, bias, self.tiles, *rest)
 
     def sum(self, has_bias=False, weighted=True):
         """GEMM 2, with the sum."""
@@ -58,5 +58,6 @@ class Layer:
         """Of its launcher."""
         slots = self.tokens * self.top_k
         operands = self.operands(slots, self.hidden, self.width, has_bias)
-        rest = (self.weights if weighted else None, *self.how, self.scheme.name)
-        return *operands, *rest, *((None, True) if self.scheme.weight is None else (self.dtype,))
+        rest = (self.weights if weighted else None, self.tiles, self.scheme.name)
+        dense = self.scheme.weight is None
+        return *operands, *rest, None if dense else self.dtype, dense, self.invariant

@@ -48,8 +48,9 @@ def slot_experts(
     rows = stored(rows, weights, space, scheme, top_k, activation)
     space = space._replace(expert_order=scheme.weight is None)  # only the GEMMs touch rows between
     on_output = None if weight_on_input else topk_weights
-    h = gemm(rows, weights.w1, space, top_k, scheme, dtype, activation, on_input)
-    h = quantized(h, weights.a2_scale, weights.w2, space, scheme)
+    product = gemm(rows, weights.w1, space, top_k, scheme, dtype, activation, on_input)
+    h = quantized(product, weights.a2_scale, weights.w2, space, scheme)
+    del product  # `h` is another tensor where it is quantized
     if sums_at_once(space, scheme):
         return gemm_sum(h, weights.w2, space, on_output, scheme, dtype)
     y = gemm(h, weights.w2, space, 1, scheme, dtype)
