@@ -35,19 +35,19 @@ def remembered(check: Callable[..., None]) -> Callable[..., None]:
     passed: set[tuple[Any, ...]] = set()
 
     @wraps(check)
-    def checked(*arguments: Any) -> None:
+    def checked(*arguments: Any, **named: Any) -> None:
         if torch.compiler.is_compiling():
-            check(*arguments)
+            check(*arguments, **named)
             return
         try:
-            key = described(arguments)
+            key = described((*arguments, *named.values()))
             known = key in passed
         # An unhashable value or a tensor without strides: symbolic, or the check will raise.
         except (TypeError, RuntimeError):
-            check(*arguments)
+            check(*arguments, **named)
             return
         if not known:
-            check(*arguments)
+            check(*arguments, **named)
             if len(passed) >= REMEMBERED:
                 passed.clear()
             passed.add(key)

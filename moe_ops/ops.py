@@ -51,7 +51,7 @@ def _leg(package: str, stage: str, name: str) -> Callable[..., Any]:
     """
     function: Callable[..., Any] | None = None
     is_kernel = package == "kernels"
-    check = remembered(lambda *args: _function("fake_impls", stage, name)(*args))
+    check = remembered(lambda *args, **named: _function("fake_impls", stage, name)(*args, **named))
 
     def call(*args: Any, **kwargs: Any) -> Any:
         nonlocal function
