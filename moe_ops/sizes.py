@@ -113,8 +113,6 @@ def gemm(
         raise ValueError(
             f"a and w must have 2 and 3 axes, got shapes {tuple(a.shape)} and {tuple(w.shape)}"
         )
-    if len(tiles) != 3:
-        raise ValueError(f"tiles must be [plan, topk_ids, expert_map], got {len(tiles)} entries")
     (rows, width), (experts, n, k), (plan, topk_ids, expert_map) = a.shape, w.shape, tiles
     equal("a.shape[1]", width, k * numbers[1] // numbers[0])
     if type(experts) is type(n) is type(k) is int and 0 in w.shape:

@@ -119,9 +119,7 @@ def test_many_slots(num_slots, num_experts, ignore, device):
     expert_map = torch.randperm(num_experts, generator=g, dtype=torch.int32)
     expert_map[::3] = -1
     local = num_experts if not ignore else 1 + int(expert_map.max())
-    plan = ops.moe_align_block_size(
-        ids.to(device), expert_map.to(device), 16, local, False, ignore
-    )
+    plan = ops.moe_align_block_size(ids.to(device), expert_map.to(device), 16, local, False, ignore)
     padded = ids.numel() + local * 15
     assert plan[0].shape == (padded,)
     assert_plan(plan, looped(ids, 16, local, expert_map.tolist(), ignore))

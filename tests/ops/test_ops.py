@@ -18,6 +18,7 @@ from operator_samples import (
 )
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.utils._pytree import tree_map_only
 
 from moe_ops import ops
 from moe_ops.ops import STAGES
@@ -46,7 +47,7 @@ def test_fakes_return_what_runs_return(qualified, device):
     for arguments in samples(device)[qualified]:
         real = overload(qualified)(*arguments, **keywords(qualified, arguments))
         with FakeTensorMode(allow_non_fake_inputs=True) as mode:
-            faked = [mode.from_tensor(a) if torch.is_tensor(a) else a for a in arguments]
+            faked = tree_map_only(torch.Tensor, mode.from_tensor, arguments)
             extra = {k: mode.from_tensor(v) for k, v in keywords(qualified, arguments).items()}
             fake = overload(qualified)(*faked, **extra)
         for a, b in zip(outputs(real), outputs(fake), strict=True):
@@ -93,7 +94,7 @@ def test_tensors_of_another_device_than_the_current_one(qualified):
         pytest.skip("needs two CUDA devices")
     for arguments in samples("cuda:1")[qualified]:
         there = overload(qualified)(*arguments, **keywords(qualified, arguments))
-        moved = [a.to("cuda:0") if torch.is_tensor(a) else a for a in arguments]
+        moved = tree_map_only(torch.Tensor, lambda x: x.to("cuda:0"), arguments)
         here = overload(qualified)(*moved, **keywords(qualified, moved))
         for a, b in zip(outputs(there), outputs(here), strict=True):
             assert a.device.index == 1 and torch.equal(a.to("cuda:0"), b)
