@@ -36,6 +36,7 @@ class GemmProblem(NamedTuple):
     sizes: Gemm
     """``itemsize`` is that of the rows as they are given."""
     scheme: str = "unquantized"
+    """Key of the scheme."""
     activation: str = ""
     """Key of the activation of the product; empty: the product is the result."""
     top_k: int = 1
@@ -232,7 +233,7 @@ def layer_problem(
     summed = num_tokens == 1 and not activation and top_k == 1 and operand_bytes(scheme) is not None
     return GemmProblem(
         sizes,
-        scheme.name,
+        scheme.key,
         activation,
         top_k,
         rows,

@@ -92,7 +92,7 @@ def row_tiles(
 
     Dynamo traces this, and ``sizes`` may be symbols: where a file has them, they get their values.
     """
-    for known, layer in TABLES.get((device, scheme.name), {}).items():
+    for known, layer in TABLES.get((device, scheme.key), {}).items():
         if known == sizes:
             return merged(default_row_tiles(scheme, hopper=hopper), layer.row_tiles)
     return default_row_tiles(scheme, hopper=hopper)
@@ -126,7 +126,7 @@ def choose(
 
     Args:
         gemm: its sizes.
-        scheme: the name of its scheme.
+        scheme: the key of its scheme.
         weight_bits: of a stored weight.
         device: the GPU.
         default: of the kernel for all GPUs, where no file has others.

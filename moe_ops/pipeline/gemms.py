@@ -160,12 +160,12 @@ def gemm_call(
     if scheme.activation is None:
         return ops.weight_only_matmul, (
             rows.data, weight.data, weight.scale, weight.zero_point, weight.global_scale,
-            weight.bias, topk_weights, *where, scheme.name, activation,
+            weight.bias, topk_weights, *where, scheme.key, activation,
         )  # fmt: skip
     return ops.scaled_matmul, (
         rows.data, rows.scale, weight.data, weight.scale,
         weight.global_scale if scheme.decoded else None, weight.bias, *where,
-        scheme.name, dtype, activation,
+        scheme.key, dtype, activation,
     )  # fmt: skip
 
 
@@ -191,7 +191,7 @@ def gemm_sum(
     """`gemm` with each token's weighted sum."""
     return ops.gemm_sum(
         rows.data, rows.scale, weight.data, weight.scale, weight.bias, topk_weights,
-        *space.tiles, space.row_tiles, scheme.name,
+        *space.tiles, space.row_tiles, scheme.key,
         None if weight.scale is None else dtype, space.expert_order,
     )  # fmt: skip
 

@@ -92,7 +92,7 @@ class Subject:
     device: Device
 
     def __post_init__(self) -> None:
-        if is_block_scaled(self.scheme.name, self.device.arch):
+        if is_block_scaled(self.scheme.key, self.device.arch):
             raise NotImplementedError(
                 f"scheme must not run on block-scaled instructions, whose tiles cannot be tuned, "
                 f"got {self.scheme.name} on sm_{self.device.arch}"
@@ -101,7 +101,7 @@ class Subject:
     @property
     def file(self) -> str:
         """The name of the layer's tuned file."""
-        return file_name(self.sizes, self.device.name, self.scheme.name)
+        return file_name(self.sizes, self.device.name, self.scheme.key)
 
     def load(self, num_tokens: int) -> int:
         """The rows-per-expert bucket of a number of tokens."""
