@@ -1,4 +1,4 @@
-"""Schemes of a caller's own: known to operators by what they mean, never by what they are called."""
+"""Schemes of a caller's own: operators know them by what they mean, not by their names."""
 
 import copy
 import io
@@ -102,8 +102,13 @@ def test_registered_schemes_are_known_by_their_names(name):
     assert mine == scheme and hash(mine) == hash(scheme) and mine.key == name
 
 
-@pytest.mark.parametrize("name", ["fp8_block64", "fp8_block64x32_ue8m0", "int8_w8a16_block32",
-                                  "int4_w4a16_g64", "int8_w8a16_g32_zp", "int4_w4a8_g32"])  # fmt: skip
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("fp8_block64", "fp8_block64x32_ue8m0", "int8_w8a16_block32", "int4_w4a16_g64"),
+        *("int8_w8a16_g32_zp", "int4_w4a8_g32"),
+    ],
+)
 def test_names_with_group_sizes_are_keys(name):
     scheme = get_scheme(name)
     assert scheme.key == name == Scheme("mine", scheme.activation, scheme.weight).key
