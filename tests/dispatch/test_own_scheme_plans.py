@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import replace
 
 import pytest
 import torch
@@ -61,6 +62,16 @@ def test_plans_follow_the_meaning(scheme, device):
         kernel = plan_gemm(problem, facts).kernel
         dequantizes = scheme.activation is None or scheme.decoded
         assert ("dequantize" in kernel) == dequantizes, kernel
+
+
+def test_hoppers_kernels_read_floats_as_scales():
+    """Scales in another form go to the portable kernel, and so do their plans' row tiles."""
+    known, facts = get_scheme("fp8_block128"), TARGETS["sm_90"].facts
+    for scale, hopper in (("float32", True), ("pow2", True), ("e8m0", False), ("input", False)):
+        scheme = Scheme("fp8_block128", known.activation, replace(known.weight, scale=scale))
+        sizes = Gemm(8 * 4096, 128, 768, 2048, 2, 2, ROW_TILES)
+        plan = plan_gemm(layer_problem(sizes, scheme, "silu", 4096, 8), facts)
+        assert plan.kernel.startswith("hopper") == plans_for(scheme, 90, 2, 768) == hopper
 
 
 def test_a_registered_meaning_has_a_registered_plan():
