@@ -147,7 +147,7 @@ class Subject:
             sums *= 2
         return (
             16 <= tiles.block_n <= 256
-            and 32 <= tiles.block_k <= min(256, group or 256)
+            and min(32, group or 32) <= tiles.block_k <= min(256, group or 256)
             and 2 <= tiles.num_warps <= 16
             and 1 <= tiles.num_stages <= 6
             and sums <= ACCUMULATORS

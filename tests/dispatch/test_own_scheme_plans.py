@@ -15,16 +15,20 @@ from strategies import schemes
 import moe_ops
 from moe_ops import SCHEMES, Scheme, get_scheme, ops, quantize_weight
 from moe_ops.dispatch import tuned
-from moe_ops.dispatch.device import plain_name
 from moe_ops.dispatch.gemm_plan import plan_gemm
-from moe_ops.dispatch.hopper import plans_for
 from moe_ops.dispatch.problem import layer_problem
-from moe_ops.dispatch.tiles import ROW_TILES, Gemm
+from moe_ops.dispatch.row_tiles import HOPPER, rule_of
+from moe_ops.dispatch.tiles import Gemm
 from moe_ops.dispatch.tuned_file import SPELLED, file_name, parse
 from moe_ops.pipeline.devices import TARGETS
 from moe_ops.testing import Problem, make_inputs
 from moe_ops.tuning import files
 from moe_ops.tuning.search import Subject
+
+
+def rule(scheme, facts):
+    """By which the plan of a routing gets its row tile."""
+    return rule_of(scheme.key, 2, facts.arch, None, False)
 
 
 @pytest.mark.kernel
@@ -33,7 +37,7 @@ def test_opcheck(scheme, device):
     """(opcheck cannot compare fp8 with what it was.)"""
     problem = Problem(5, 3, 2, 64, 32, scheme=scheme)
     x, w, _, _, ids, *_ = make_inputs(problem, device)
-    q, tiles = quantize_weight(w, scheme), (*planned(ids, None, ROW_TILES, 3), ROW_TILES, K)
+    q, tiles = quantize_weight(w, scheme), ([*planned(ids, None, 3, scheme.key)], K)
     if scheme.activation is None:
         operator = torch.ops.moe_ops.weight_only_matmul.default
         arguments = (x, *q, None, None, *tiles, scheme.key, "silu")
@@ -56,7 +60,7 @@ def test_plans_follow_the_meaning(scheme, device):
     """A kernel that takes the formats; registered schemes' own kernels only by meaning."""
     facts = TARGETS[device].facts
     for tokens in (1, 64, 4096):
-        sizes = Gemm(K * tokens, E, 128, 256, 2, 2, ROW_TILES)
+        sizes = Gemm(K * tokens, E, 128, 256, 2, 2, rule(scheme, facts))
         problem = layer_problem(sizes, scheme, "silu", tokens, K)
         assert problem.scheme == scheme.key
         kernel = plan_gemm(problem, facts).kernel
@@ -69,9 +73,9 @@ def test_hoppers_kernels_read_floats_as_scales():
     known, facts = get_scheme("fp8_block128"), TARGETS["sm_90"].facts
     for scale, hopper in (("float32", True), ("pow2", True), ("e8m0", False), ("input", False)):
         scheme = Scheme("fp8_block128", known.activation, replace(known.weight, scale=scale))
-        sizes = Gemm(8 * 4096, 128, 768, 2048, 2, 2, ROW_TILES)
+        sizes = Gemm(8 * 4096, 128, 768, 2048, 2, 2, rule(scheme, facts))
         plan = plan_gemm(layer_problem(sizes, scheme, "silu", 4096, 8), facts)
-        assert plan.kernel.startswith("hopper") == plans_for(scheme, 90, 2, 768) == hopper
+        assert plan.kernel.startswith("hopper") == (sizes.rule is HOPPER[1]) == hopper
 
 
 def test_a_registered_meaning_has_a_registered_plan():
@@ -80,9 +84,10 @@ def test_a_registered_meaning_has_a_registered_plan():
         known, facts = get_scheme(name), TARGETS[device].facts
         mine = Scheme("mine", known.activation, known.weight)
         for tokens in (1, 4096):
-            sizes = Gemm(8 * tokens, 128, 768, 2048, 2, 2, ROW_TILES)
+            sizes = [Gemm(8 * tokens, 128, 768, 2048, 2, 2, rule(s, facts)) for s in (mine, known)]
             plans = [
-                plan_gemm(layer_problem(sizes, s, "silu", tokens, 8), facts) for s in (mine, known)
+                plan_gemm(layer_problem(gemm, s, "silu", tokens, 8), facts)
+                for gemm, s in zip(sizes, (mine, known), strict=True)
             ]
             assert plans[0] == plans[1]
 
@@ -109,7 +114,7 @@ class Clock:
 
 @each
 def test_tuned_under_its_key(scheme, tmp_path, monkeypatch):
-    """Written by `tune`, read back, and chosen by `plan_gemm` and for the plan's row tiles."""
+    """Written by `tune`, read back, and chosen by `plan_gemm`."""
     facts, sizes = TARGETS["sm_90"].facts, (E, I, H)
     subject = Subject(sizes, K, scheme, facts)
     assert files.tune(subject, [64], tmp_path, Clock()) == [64]
@@ -117,9 +122,7 @@ def test_tuned_under_its_key(scheme, tmp_path, monkeypatch):
     assert layer.scheme == scheme.key and layer.file == subject.file
     assert re.fullmatch(r"[\w=,.+@-]+", layer.file, re.ASCII)
     monkeypatch.setattr(tuned, "TABLES", tuned.tables([layer]))
-    hopper = plans_for(scheme, facts.arch, 2, I)
-    row_tiles = tuned.row_tiles(scheme, sizes, plain_name(facts.name), hopper=hopper)
-    gemm = Gemm(64 * K, E, I, H, 2, 2, row_tiles)
+    gemm = Gemm(64 * K, E, I, H, 2, 2, rule(scheme, facts))
     plan = plan_gemm(layer_problem(gemm, scheme, "silu", 64, K), facts)
     assert plan.source == f"tuned ({layer.file})" and plan.config.block_n == 32
     if scheme.name in SCHEMES:

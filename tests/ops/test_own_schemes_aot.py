@@ -9,13 +9,13 @@ if INTERPRETED:
 pytest.importorskip("triton")
 
 import aot  # noqa: E402
-from aot_launches import stored  # noqa: E402
+from aot_launches import slot_plan, stored  # noqa: E402
 from own_schemes import each  # noqa: E402
+from plans import row_tile  # noqa: E402
 
 from moe_ops.kernels import align, quantize, scaled_gemm, weight_only_gemm  # noqa: E402
 from moe_ops.kernels._gemm import scaled, weight_only  # noqa: E402
 from moe_ops.scheme import min_capability  # noqa: E402
-from moe_ops.tensors import Tiles  # noqa: E402
 
 pytestmark = [pytest.mark.aot, pytest.mark.filterwarnings("ignore")]
 BF16, EXPERTS = torch.bfloat16, 4
@@ -32,19 +32,21 @@ def launch_layer(scheme, tile, hidden=2048, width=768):
     def launch(empty):
         slots = tile * EXPERTS // 2
         ids = empty(slots, 1, dtype=torch.int32)
-        plan = Tiles(align.plan_slots(ids, None, [tile], EXPERTS), ids)
-        for n, k, activation in ((2 * width, hidden, "silu"), (hidden, width, "")):
-            x, w = empty(slots, k, dtype=BF16), stored(empty, scheme.key, EXPERTS, n, k, BF16)
-            sizes = (*plan, [tile], 1, scheme.key)
-            if rows_quant is None:
-                weight_only_gemm.weight_only_matmul(x, *w, None, None, *sizes, activation)
-                continue
-            one = empty(1) if rows_quant.static or rows_quant.global_scale else None
-            rows = quantize.moe_quantize(x, one, None, ids, None, EXPERTS, rows_quant.key)
-            factor = empty(EXPERTS, n) if weight_quant.channel_scale else w.global_scale
-            scaled_gemm.scaled_matmul(
-                *rows, w.data, w.scale, factor, None, *sizes, BF16, activation
-            )
+        with row_tile(tile):
+            sizes = (slot_plan(ids, EXPERTS, scheme.key), 1, scheme.key)
+            for gemm in ((2 * width, hidden, "silu"), (hidden, width, "")):
+                launch_gemm(empty, ids, sizes, *gemm)
+
+    def launch_gemm(empty, ids, sizes, n, k, activation):
+        slots = ids.shape[0]
+        x, w = empty(slots, k, dtype=BF16), stored(empty, scheme.key, EXPERTS, n, k, BF16)
+        if rows_quant is None:
+            weight_only_gemm.weight_only_matmul(x, *w, None, None, *sizes, activation)
+            return
+        one = empty(1) if rows_quant.static or rows_quant.global_scale else None
+        rows = quantize.moe_quantize(x, one, None, ids, None, EXPERTS, rows_quant.key)
+        factor = empty(EXPERTS, n) if weight_quant.channel_scale else w.global_scale
+        scaled_gemm.scaled_matmul(*rows, w.data, w.scale, factor, None, *sizes, BF16, activation)
 
     return launch
 
