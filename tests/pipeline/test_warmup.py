@@ -95,9 +95,9 @@ def test_warmup_knows_every_kernel_of_hoppers(scheme, file, monkeypatch):
 
     def kernels(tokens):
         """As the launchers choose them."""
-        slots, tiles = tokens * K, row_spaces.row_tiles_of(known, w2)
+        slots, rule = tokens * K, tile_rule(scheme, dtype, w1.device)
         for w, top_k, activation in ((w1, K, "silu"), (w2, 1, "")):
-            sizes = sizes_of(slots, w.shape, 2, tiles, activation)
+            sizes = sizes_of(slots, w.shape, 2, rule, activation)
             plan = plan_gemm(layer_problem(sizes, known, activation, tokens, top_k), facts)
             yield plan.kernel, plan.config, is_direct(slots, experts)
 
