@@ -67,13 +67,12 @@ HALF = (232448 - 1024) // 2
 """Shared memory of a program of which two fit a processor, in bytes."""
 
 
-def launch_hopper_layer(scheme, tokens, activation, hidden, width, has_bias):
-    """Both GEMMs of a layer."""
+def launch_hopper_layer(scheme, tokens, activation, hidden, width, has_bias, config=None):
+    """Both GEMMs of a layer, in the tiles that ``config`` says, if it is given."""
     quant, weight = get_scheme(scheme).activation, get_scheme(scheme).weight
 
     def launch(empty):
         ids = empty(tokens, TOP_K, dtype=torch.int32)
-        tiles = slot_plan(ids, EXPERTS, scheme)
 
         def operands(rows, n, k):
             bias = empty(EXPERTS, n) if has_bias else None
@@ -86,13 +85,16 @@ def launch_hopper_layer(scheme, tokens, activation, hidden, width, has_bias):
 
         first = operands(tokens, 2 * width, hidden)
         second = operands(tokens * TOP_K, hidden, width)
-        if weight is None:
-            expert_gemm.expert_matmul(*first, None, tiles, TOP_K, activation, True)
-            expert_gemm.expert_matmul(*second, None, tiles, 1, "", True)
-        else:
-            settings = (scheme, torch.bfloat16)
-            scaled_gemm.scaled_matmul(*first, tiles, TOP_K, *settings, activation)
-            scaled_gemm.scaled_matmul(*second, tiles, 1, *settings)
+        with row_tile(config and config.block_m, portable_only=False):
+            tiles = slot_plan(ids, EXPERTS, scheme)
+            if weight is None:
+                rest = (tiles, TOP_K, activation, True)
+                expert_gemm.expert_matmul(*first, None, *rest, config=config)
+                expert_gemm.expert_matmul(*second, None, tiles, 1, "", True, config=config)
+            else:
+                rest = (scheme, torch.bfloat16)
+                scaled_gemm.scaled_matmul(*first, tiles, TOP_K, *rest, activation, config=config)
+                scaled_gemm.scaled_matmul(*second, tiles, 1, *rest, config=config)
 
     return launch
 

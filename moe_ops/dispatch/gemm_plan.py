@@ -93,6 +93,11 @@ def _plan(
             raise ValueError(f"config must be None for a GEMM with the weighted sum, got {config}")
         return _token(problem, choice, device) or _apart(problem, device, tables)
     if config is not None:
+        if not _cuts(config, problem.sizes.row_tile):
+            raise ValueError(
+                f"config must have tiles that cut up the plan's row tile of "
+                f"{problem.sizes.row_tile}, got {config}"
+            )
         choice = (
             Choice(choice.plain, "given", config)
             if isinstance(config, HopperTiles)
@@ -103,6 +108,12 @@ def _plan(
         if plan is not None and config in (None, plan.config):
             return plan
     raise ValueError(f"config must be tiles of a kernel that takes this GEMM, got {config}")
+
+
+def _cuts(config: KernelTiles, row_tile: int) -> bool:
+    """Whether a kernel with these tiles follows a plan: only the portable ones cut its tiles up."""
+    whole = config.block_m == row_tile
+    return whole or (isinstance(config, TileConfig) and row_tile % config.block_m == 0)
 
 
 def _apart(problem: GemmProblem, device: Device, tables: tuned.Tables) -> GemmPlan:

@@ -193,11 +193,9 @@ def plan_slots(
     num_slots = topk_ids.numel()
     if not is_direct(num_slots, num_experts):
         rule = tile_rule(scheme, dtype, topk_ids.device, batch_invariant)
-        sizes, tile = (
-            plan_sizes(num_slots, num_experts, rule),
-            row_tile(rule, num_slots, num_experts),
-        )
-        _align_slots((plan, None, None), sizes, topk_ids, expert_map, None, tile, num_experts)
+        rows, tiles, *_ = plan_sizes(num_slots, num_experts, rule)
+        where = (topk_ids, expert_map, None, row_tile(rule, num_slots, num_experts), num_experts)
+        _align_slots((plan, None, None), (rows, tiles), *where)
     return plan
 
 

@@ -80,11 +80,11 @@ def launch_rest(tokens, experts=257, k=8):
             )
             how = (bias, k, True, scoring, 1.0)
             routing.fused_topk(logits, *how)
-        align.plan_slots(ids, expert_map, ROW_TILES, experts)
+        align.plan_slots(ids, expert_map, experts, "unquantized", torch.bfloat16)
         counts = align.count_expert_num_tokens(ids, None, experts)
-        align.plan_batched(counts, tokens, ROW_TILES)
+        align.plan_batched(counts, tokens, "unquantized")
         order = permute.moe_permutation(ids, None, experts)
-        align.plan_permuted(order[0], tokens * k, ROW_TILES)
+        align.plan_permuted(order[0], tokens * k, "unquantized")
         rows = permute.gather_rows(empty(tokens, 2880), order[2], order[0], k)
         permute.order_columns(
             empty(tokens, 2880), empty(experts, 2880, dtype=torch.int32), ids, expert_map
@@ -126,9 +126,10 @@ def test_routing_with_alignment(arch, shape):
 
     def launch(empty):
         logits, bias = empty(*shape), empty(shape[1], dtype=torch.float32)
+        layer = ("unquantized", torch.bfloat16)
         for scoring in ("softmax", "sigmoid", "sqrtsoftplus"):
             how = (bias, 9, True, scoring, 1.0)
-            topk_align.topk_plan(logits, *how, None, ROW_TILES, shape[1])
+            topk_align.topk_plan(logits, *how, None, shape[1], *layer)
 
     kernels = aot.compile_launch(arch, launch)
     assert {k.metadata.name for k in kernels} == {"_topk_align_kernel"}

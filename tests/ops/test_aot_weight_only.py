@@ -9,14 +9,12 @@ if INTERPRETED:
 pytest.importorskip("triton")
 
 import aot  # noqa: E402
-from aot_launches import stored  # noqa: E402
+from aot_launches import slot_plan, stored  # noqa: E402
+from plans import row_tile  # noqa: E402
 
 from moe_ops.kernels import align, weight_only_gemm
 from moe_ops.kernels._gemm import weight_only as weight_only_tile  # noqa: E402
 from moe_ops.scheme import SCHEMES  # noqa: E402
-from moe_ops.tensors import (
-    Tiles,  # noqa: E402
-)
 
 pytestmark = [pytest.mark.aot, pytest.mark.filterwarnings("ignore")]
 NAMED = [n for n, s in SCHEMES.items() if s.weight is not None and s.activation is None]
@@ -33,13 +31,13 @@ def launch_gemms(scheme, tile, dtype, hidden=2048, width=768, activation="silu")
         experts = 256 if tile <= 32 else 4
         slots = tile * experts // 2
         ids = empty(slots, 1, dtype=torch.int32)
-        plan = Tiles(align.plan_slots(ids, None, [tile], experts), ids)
         x, bias = empty(slots, hidden, dtype=dtype), empty(experts, 2 * width, dtype=dtype)
         w1 = stored(empty, scheme, experts, 2 * width, hidden, dtype)
-        rest = (None, *plan, [tile], 1, scheme)
-        h = weight_only_gemm.weight_only_matmul(x, *w1, bias, *rest, activation)
         w2 = stored(empty, scheme, experts, hidden, width, dtype)
-        weight_only_gemm.weight_only_matmul(h, *w2, None, *rest)
+        with row_tile(tile):
+            rest = (None, slot_plan(ids, experts, scheme, dtype), 1, scheme)
+            h = weight_only_gemm.weight_only_matmul(x, *w1, bias, *rest, activation)
+            weight_only_gemm.weight_only_matmul(h, *w2, None, *rest)
 
     return launch
 

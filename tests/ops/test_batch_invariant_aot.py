@@ -12,7 +12,7 @@ pytest.importorskip("triton")
 
 import aot  # noqa: E402
 
-from moe_ops.dispatch.tiles import INVARIANT_ROW_TILES, MANY_TOKENS  # noqa: E402
+from moe_ops.dispatch.tiles import MANY_TOKENS  # noqa: E402
 from moe_ops.kernels import (  # noqa: E402
     align,
     expert_gemm,
@@ -50,18 +50,20 @@ def rows(empty, slots, quant):
 
 def launch_product(empty, name, slots, direct=False):
     """The first product of a layer, with its activation, for some slots."""
-    scheme, tiles = get_scheme(name), INVARIANT_ROW_TILES
-    ids = empty(slots, 1, dtype=torch.int32)
-    plan = (align.plan_slots(ids, None, tiles, E), ids if direct else None, None, tiles, 1)
+    scheme, ids = get_scheme(name), empty(slots, 1, dtype=torch.int32)
+    plan = align.plan_slots(ids, None, E, name, torch.bfloat16, True)
+    tiles = [plan, ids if direct else None, None]
     x = empty(slots, K)
     if scheme.weight is None:
-        return expert_gemm.expert_matmul(x, empty(E, 2 * N, K), None, None, *plan, "silu")
+        return expert_gemm.expert_matmul(
+            x, empty(E, 2 * N, K), None, None, tiles, 1, "silu", False, True
+        )
     data, scale, zero_point, factor = weight(empty, scheme)
     if scheme.activation is None:
         w = (data, scale, zero_point, factor)
-        return weight_only_gemm.weight_only_matmul(x, *w, None, None, *plan, name, "silu")
+        return weight_only_gemm.weight_only_matmul(x, *w, None, None, tiles, 1, name, "silu", True)
     how = (*rows(empty, slots, scheme.activation), data, scale, factor)
-    return scaled_gemm.scaled_matmul(*how, None, *plan, name, torch.bfloat16, "silu")
+    return scaled_gemm.scaled_matmul(*how, None, tiles, 1, name, torch.bfloat16, "silu", True)
 
 
 @pytest.mark.parametrize("arch", [80, 90, 100, 120])
@@ -132,7 +134,7 @@ def test_routing_adds_no_floats_that_decide(scoring):
         how = (None, 6, True, scoring, 1.0)
         for tokens in (1, 2 * MANY_TOKENS):
             routing.fused_topk(empty(tokens, 100), *how)
-        topk_align.topk_plan(empty(4, 100), *how, None, [64], 100)
+        topk_align.topk_plan(empty(4, 100), *how, None, 100, "unquantized", torch.bfloat16, True)
 
     kernels = aot.compile_launch(90, launch)
     names = [kernel.metadata.name for kernel in kernels]

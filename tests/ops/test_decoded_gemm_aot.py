@@ -12,7 +12,8 @@ if INTERPRETED:
 pytest.importorskip("triton")
 
 import aot  # noqa: E402
-from aot_launches import stored  # noqa: E402
+from aot_launches import slot_plan, stored  # noqa: E402
+from plans import row_tile  # noqa: E402
 
 from moe_ops.activation import formula  # noqa: E402
 from moe_ops.dispatch import gemm_plan, tuned
@@ -23,7 +24,6 @@ from moe_ops.kernels._gemm import block_scaled as block_scaled_gemm
 from moe_ops.kernels._gemm import weight_only as weight_only_tile
 from moe_ops.scheme import get_scheme  # noqa: E402
 from moe_ops.support import ARCHITECTURES, min_capability  # noqa: E402
-from moe_ops.tensors import Tiles  # noqa: E402
 
 pytestmark = [pytest.mark.aot, pytest.mark.filterwarnings("ignore")]
 NAMED = ("mxfp8", "mxfp4", "mxfp4_mxfp8", "mxfp4_w4a8", "nvfp4", "int4_w4a8_g128")
@@ -54,7 +54,6 @@ def launch_layer(scheme, tile, hidden=2048, width=768, activation="silu"):
         experts = 256 if tile <= 32 else 4
         slots = tile * experts // 2
         ids = empty(slots, 1, dtype=torch.int32)
-        plan = Tiles(align.plan_slots(ids, None, [tile], experts), ids)
 
         def operands(n, k):
             x = empty(slots, k, dtype=torch.bfloat16)
@@ -62,11 +61,13 @@ def launch_layer(scheme, tile, hidden=2048, width=768, activation="silu"):
             rows = quantize.moe_quantize(x, one, None, ids, None, experts, quant.key)
             w = stored(empty, scheme, experts, n, k, torch.bfloat16)
             factor = empty(experts, n) if weight.channel_scale else w.global_scale
-            return *rows, w.data, w.scale, factor, None, *plan, [tile], 1, scheme, torch.bfloat16
+            return *rows, w.data, w.scale, factor, None
 
         rows = 2 * width if formula(activation).gated else width
-        scaled_gemm.scaled_matmul(*operands(rows, hidden), activation)
-        scaled_gemm.scaled_matmul(*operands(hidden, width))
+        with row_tile(tile):
+            how = (slot_plan(ids, experts, scheme), 1, scheme, torch.bfloat16)
+            scaled_gemm.scaled_matmul(*operands(rows, hidden), *how, activation)
+            scaled_gemm.scaled_matmul(*operands(hidden, width), *how)
 
     return launch
 

@@ -20,7 +20,6 @@ import operator_samples  # noqa: E402
 from triton.backends.compiler import GPUTarget  # noqa: E402
 
 import moe_ops.kernels  # noqa: E402
-from moe_ops.dispatch.tiles import EIGHT_BIT_ROW_TILES  # noqa: E402
 from moe_ops.kernels import activation, align, scaled_gemm, topk_align
 from moe_ops.kernels._hopper import token_gemm, token_sizes
 from moe_ops.kernels._runtime import dependent
@@ -31,6 +30,7 @@ FILES = sorted(Path(moe_ops.kernels.__file__).parent.rglob("*.py"))
 GLOBAL = re.compile(
     r"^\s*(@!?%\w+ )?(ld|st|atom|red|prefetch)\S*\.global|cp\.async\.(ca|cg|bulk\.tensor|bulk\.sh)"
 )
+UNQUANTIZED = ("unquantized", torch.bfloat16)
 ALONE = ("hopper_gemm_kernel", "_pack_kernel", "_quantize_pack_kernel")
 """Launched without the option: they ran slower with it."""
 TOKEN, TOKEN_SUM = BY_THEMSELVES = ("hopper_token_kernel", "hopper_token_sum_kernel")
@@ -116,6 +116,8 @@ def launch_samples(names):
 
     def launch(empty):
         def moved(x):
+            if isinstance(x, list):
+                return [moved(value) for value in x]
             return empty(*x.shape, dtype=x.dtype) if torch.is_tensor(x) else x
 
         for qualified in names:
@@ -130,9 +132,9 @@ def launch_samples(names):
 
 def launch_more(empty):
     """What samples are too small for."""
-    ids, logits = empty(4096, 8, dtype=torch.int32), empty(8, 64)
-    align.plan_slots(ids, None, [64], 64)
-    topk_align.topk_plan(logits, None, 8, True, "softmax", 1.0, None, [16], 64)
+    ids, logits, layer = empty(4096, 8, dtype=torch.int32), empty(8, 64), (64, *UNQUANTIZED)
+    align.plan_slots(ids, None, *layer)
+    topk_align.topk_plan(logits, None, 8, True, "softmax", 1.0, None, *layer)
     for scheme in ("fp8_channel", "fp8_block128"):
         aot_launches.launch_unquantized(scheme)(empty)
         for tokens in (1, 65536):
@@ -144,8 +146,8 @@ def launch_one_token(empty):
     """A GEMM that quantizes its rows itself."""
     w = empty(64, 512, 2048, dtype=torch.float8_e4m3fn)
     w_scale = empty(64, 512, 1, dtype=torch.float32)
-    plan = empty(0, dtype=torch.int32), empty(1, 4, dtype=torch.int32), None
-    how = (*plan, EIGHT_BIT_ROW_TILES, 4, "fp8_channel", torch.bfloat16)
+    tiles = [empty(0, dtype=torch.int32), empty(1, 4, dtype=torch.int32), None]
+    how = (tiles, 4, "fp8_channel", torch.bfloat16)
     scaled_gemm.scaled_matmul(empty(1, 2048), None, w, w_scale, None, None, *how)
 
 

@@ -9,10 +9,9 @@ if INTERPRETED:
 pytest.importorskip("triton")
 
 import aot  # noqa: E402
+from aot_launches import slot_plan  # noqa: E402
 
-from moe_ops.dispatch.tuned_file import default_row_tiles  # noqa: E402
 from moe_ops.kernels import (
-    align,
     expert_gemm,
     scaled_gemm,
     topk_align,
@@ -20,7 +19,6 @@ from moe_ops.kernels import (
 )
 from moe_ops.kernels._hopper import stream as hopper_stream
 from moe_ops.scheme import get_scheme, min_capability, quantize_weight  # noqa: E402
-from moe_ops.tensors import Tiles  # noqa: E402
 
 pytestmark = [pytest.mark.aot, pytest.mark.filterwarnings("ignore")]
 E, GLOBAL, K, N, TOP_K = 64, 128, 2048, 768, 8
@@ -41,13 +39,12 @@ def no_other_driver():
 def launch_gemm(empty, scheme, rows, top_k, n, k, tiles, *activation):
     """One GEMM of a layer, by its launcher."""
     meta = torch.empty(E, n, k, device="meta", dtype=torch.bfloat16)
-    row_tiles = default_row_tiles(scheme)
     if scheme.weight is None:
-        call = (empty(rows, k), empty(E, n, k), None, None, *tiles, row_tiles, top_k)
+        call = (empty(rows, k), empty(E, n, k), None, None, tiles, top_k)
         return expert_gemm.expert_matmul(*call, *activation)
     stored = quantize_weight(meta, scheme)
     w = [None if x is None else empty(*x.shape, dtype=x.dtype) for x in stored]
-    rest = (*tiles, row_tiles, top_k, scheme.name)
+    rest = (tiles, top_k, scheme.name)
     if scheme.activation is None:
         gemm = weight_only_gemm.weight_only_matmul
         return gemm(empty(rows, k), *w, None, None, *rest, *activation)
@@ -69,8 +66,7 @@ def test_a_layer_of_one_token(name, ids, arch):
 
     def launch(empty):
         topk_ids, expert_map = empty(1, TOP_K, dtype=ids), empty(GLOBAL, dtype=torch.int32)
-        plan = align.plan_slots(topk_ids, expert_map, default_row_tiles(scheme), E)
-        tiles = Tiles(plan, topk_ids, expert_map)
+        tiles = slot_plan(topk_ids, E, name, expert_map=expert_map)
         launch_gemm(empty, scheme, 1, TOP_K, 2 * N, K, tiles, "silu")
         launch_gemm(empty, scheme, TOP_K, 1, K, N, tiles)
 
@@ -88,7 +84,7 @@ def test_a_layer_of_one_token(name, ids, arch):
 def test_few_slots_are_only_routed():
     def launch(empty):
         how = (None, TOP_K, True, "softmax", 1.0)
-        topk_align.topk_plan(empty(2, GLOBAL), *how, None, (16,), GLOBAL)
+        topk_align.topk_plan(empty(2, GLOBAL), *how, None, GLOBAL, "unquantized", torch.bfloat16)
 
     kernels = aot.compile_launch(90, launch)
     assert [k.metadata.name for k in kernels] == ["_fused_topk_kernel"]

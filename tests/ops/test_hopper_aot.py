@@ -12,13 +12,14 @@ if INTERPRETED:
 pytest.importorskip("triton")
 
 import aot  # noqa: E402
-from aot_launches import EXPERTS, HALF, TOP_K, launch_hopper_layer, launch_unquantized  # noqa: E402
+import plans  # noqa: E402
+from aot_launches import EXPERTS, HALF, TOP_K, launch_hopper_layer, launch_unquantized, slot_plan  # noqa: E402
 
-from moe_ops.dispatch import tuned  # noqa: E402
 from moe_ops.dispatch.device import Device
-from moe_ops.dispatch.hopper import PACKED, ROW_TILES, most_stages, takes, widths  # noqa: E402
-from moe_ops.dispatch.tiles import Gemm, pick_row_tile  # noqa: E402
-from moe_ops.kernels import align, expert_gemm
+from moe_ops.dispatch.hopper import PACKED, HopperTiles, most_stages, takes, widths  # noqa: E402
+from moe_ops.dispatch.row_tiles import HOPPER, INVARIANT
+from moe_ops.dispatch.tiles import Gemm, row_tile
+from moe_ops.kernels import expert_gemm
 from moe_ops.kernels._hopper import gemm as hopper_gemm
 from moe_ops.kernels._hopper import packed as hopper_tile
 from moe_ops.kernels._hopper import stream as hopper_stream
@@ -60,7 +61,7 @@ def test_a_layer(scheme, tokens, activation, hidden, width):
     kernels = [k for k in launched if "hopper" in k.metadata.name and k not in one]
     assert len(one) == (tokens == 1 and scheme != "fp8_tensor")  # see `test_token_gemm_aot`
     rows, wide = tokens * TOP_K / EXPERTS, scheme == "unquantized"
-    tile = pick_row_tile(ROW_TILES[2 if wide else 1], tokens * TOP_K, EXPERTS)
+    tile = row_tile(HOPPER[2 if wide else 1], tokens * TOP_K, EXPERTS)
     stream = not wide and rows < 21
     packed = rows > (170 if wide else 42) or tile == 192
     assert len(kernels) + len(one) * stream == 2 * (stream or packed)
@@ -83,16 +84,10 @@ PARTS = {("unquantized", 192): 2, ("fp8", 128): 2}
 """Of a warp group's share of a tile of 256 columns."""
 
 
-def choose_tiles(monkeypatch, **sizes):
-    """Hopper's tiles of other sizes than its first choice."""
-    choice = tuned.hopper_tiles
-
-    def chosen(gemm, device):
-        tiles = replace(choice(gemm, device), **sizes)
-        return replace(tiles, num_stages=most_stages(tiles, device))
-
-    monkeypatch.setattr(tuned, "TABLES", tuned.tables([]))  # with plans of their own
-    monkeypatch.setattr(tuned, "hopper_tiles", chosen)
+def packed(block_m, block_n, on_demand):
+    """Tiles of the kernel that packs rows, with as many stages as fit."""
+    tiles = HopperTiles(PACKED, block_m, block_n, 8, 2, on_demand)
+    return replace(tiles, num_stages=most_stages(tiles, H200))
 
 
 def check_packed(kernel, scheme, block_m, block_n, on_demand):
@@ -126,29 +121,31 @@ EVERY_TILE = [
 
 
 @pytest.mark.parametrize(("scheme", "block_m", "block_n", "on_demand"), EVERY_TILE)
-def test_every_packed_tile(scheme, block_m, block_n, on_demand, monkeypatch):
+def test_every_packed_tile(scheme, block_m, block_n, on_demand):
     if block_n not in widths(PACKED, block_m, 2 if scheme == "unquantized" else 1):
         pytest.skip("there is no such tile")
-    choose_tiles(monkeypatch, block_m=block_m, block_n=block_n, on_demand=on_demand)
-    launch = launch_hopper_layer(scheme, 65536, "swigluoai", 2880, 1408, True)
+    config = packed(block_m, block_n, on_demand)
+    launch = launch_hopper_layer(scheme, 65536, "swigluoai", 2880, 1408, True, config)
     kernels = [k for k in aot.compile_launch(90, launch) if "hopper" in k.metadata.name]
     assert len(kernels) == 2
     for kernel in kernels:
         check_packed(kernel, scheme, block_m, block_n, on_demand)
 
 
-def launch_ordered(activation, weights, ordered):
+def launch_ordered(activation, weights, ordered, config):
     """Two unquantized GEMMs, between which rows lie by slot or by expert, with routing weights."""
 
     def launch(empty):
-        tiles, tokens, (hidden, width) = (192, 192), 4096, (2048, 768)
+        tokens, (hidden, width) = 4096, (2048, 768)
         ids = empty(tokens, TOP_K, dtype=torch.int32)
-        plan = (align.plan_slots(ids, None, tiles, EXPERTS), ids, None, tiles)
         first = empty(tokens, hidden), empty(EXPERTS, 2 * width, hidden), None
         second = empty(tokens * TOP_K, width), empty(EXPERTS, hidden, width), None
         given = None if weights is None else empty(tokens, TOP_K, dtype=weights)
-        expert_gemm.expert_matmul(*first, given, *plan, TOP_K, activation, ordered)
-        expert_gemm.expert_matmul(*second, given, *plan, 1, "", ordered)
+        with plans.row_tile(config.block_m, portable_only=False):
+            tiles = slot_plan(ids, EXPERTS, "unquantized")
+            rest = (tiles, TOP_K, activation, ordered)
+            expert_gemm.expert_matmul(*first, given, *rest, config=config)
+            expert_gemm.expert_matmul(*second, given, tiles, 1, "", ordered, config=config)
 
     return launch
 
@@ -158,14 +155,14 @@ WEIGHTS = [None, torch.float32, torch.bfloat16]
 
 @pytest.mark.parametrize("weights", WEIGHTS)
 @pytest.mark.parametrize(("block_m", "block_n"), PACKED_TILES)
-def test_order_and_routing_weights(block_m, block_n, weights, monkeypatch):
+def test_order_and_routing_weights(block_m, block_n, weights):
     """Rows in both orders; products are multiplied by weights of any dtype where there are any.
 
     Every two of tile, weights and order meet.
     """
     ordered = (PACKED_TILES.index((block_m, block_n)) + WEIGHTS.index(weights)) % 2 == 1
-    choose_tiles(monkeypatch, block_m=block_m, block_n=block_n, on_demand=block_m > 64)
-    launched = aot.compile_launch(90, launch_ordered("silu", weights, ordered))
+    config = packed(block_m, block_n, block_m > 64)
+    launched = aot.compile_launch(90, launch_ordered("silu", weights, ordered, config))
     kernels = [k for k in launched if "hopper" in k.metadata.name]
     orders = ["out", "a"] if ordered else [None, None]
     assert len(kernels) == 2
@@ -194,8 +191,8 @@ def test_only_on_hopper(arch):
     assert not any("hopper" in k.metadata.name for k in aot.compile_launch(arch, launch))
 
 
-def test_one_row_tile_is_the_other_kernels():
-    """It stands for the same sums at every load."""
-    gemm, scheme = Gemm(32768, 64, 768, 2048, 1, 2, (64,)), get_scheme("fp8_channel")
+def test_batch_invariant_plans_are_the_other_kernels():
+    """The same sums at every load."""
+    gemm, scheme = Gemm(32768, 64, 768, 2048, 1, 2, INVARIANT), get_scheme("fp8_channel")
     assert not takes(gemm, scheme, None, H200)
-    assert takes(gemm._replace(row_tiles=(64, 64)), scheme, None, H200)
+    assert takes(gemm._replace(rule=HOPPER[1]), scheme, None, H200)

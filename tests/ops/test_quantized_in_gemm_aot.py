@@ -13,7 +13,6 @@ pytest.importorskip("triton")
 import aot  # noqa: E402
 
 from moe_ops.dispatch.device import Device  # noqa: E402
-from moe_ops.dispatch.tuned_file import default_row_tiles  # noqa: E402
 from moe_ops.kernels import scaled_gemm
 from moe_ops.kernels._gemm import scaled_slot
 from moe_ops.scheme import get_scheme  # noqa: E402
@@ -41,14 +40,14 @@ def launch_layer(name, shape, dtype):
     weight, given = get_scheme(name).weight, get_scheme(name).activation.static
 
     def launch(empty):
-        routing = empty(0, dtype=torch.int32), empty(1, top_k, dtype=torch.int32), None
+        tiles = [empty(0, dtype=torch.int32), empty(1, top_k, dtype=torch.int32), None]
         scale = empty(1, dtype=torch.float32) if given else None
 
         def operands(rows, n, k):
             w = empty(experts, n, k, dtype=weight.dtype)
             scales = empty(*weight.weight_scale_shape(experts, n, k), dtype=torch.float32)
-            how = (default_row_tiles(get_scheme(name)), top_k // rows, name, dtype)
-            return (empty(rows, k, dtype=dtype), scale, w, scales, None, None, *routing, *how)
+            how = (tiles, top_k // rows, name, dtype)
+            return (empty(rows, k, dtype=dtype), scale, w, scales, None, None, *how)
 
         scaled_gemm.scaled_matmul(*operands(1, 2 * width, hidden), "silu")
         scaled_gemm.scaled_matmul(*operands(top_k, hidden, width))

@@ -12,6 +12,7 @@ import aot  # noqa: E402
 import aot_launches  # noqa: E402
 import triton  # noqa: E402
 import triton.language as tl  # noqa: E402
+from plans import row_tile  # noqa: E402
 
 from moe_ops.dispatch.tiles import ROW_TILES  # noqa: E402
 from moe_ops.kernels import align, quantize, scaled_gemm
@@ -19,7 +20,6 @@ from moe_ops.kernels._gemm import scaled as scaled_tile  # noqa: E402
 from moe_ops.kernels._runtime.launch import Launch  # noqa: E402
 from moe_ops.scheme import get_scheme  # noqa: E402
 from moe_ops.support import ARCHITECTURES, min_capability  # noqa: E402
-from moe_ops.tensors import Tiles  # noqa: E402
 
 pytestmark = [pytest.mark.aot, pytest.mark.filterwarnings("ignore")]
 SCHEMES = ("fp8_tensor", "fp8_channel", "fp8_block128", "int8_channel", "int8_block128")
@@ -39,7 +39,6 @@ def launch_layer(
     def launch(empty):
         slots = tile * experts
         ids = empty(slots, 1, dtype=torch.int32)
-        plan = Tiles(align.plan_slots(ids, None, [tile], experts), ids)
 
         def operands(n, k):
             scale = empty(*quant.row_scale_shape(slots, k), dtype=torch.float32)
@@ -47,12 +46,12 @@ def launch_layer(
             w_scale = empty(*weight.weight_scale_shape(experts, n, k), dtype=scales)
             w = empty(experts, n, k, dtype=weight.dtype)
             bias = empty(experts, n) if has_bias else None
-            sizes = (*plan, [tile], 1, scheme, torch.bfloat16)
-            return (a, scale, w, w_scale, None, bias, *sizes)
+            return a, scale, w, w_scale, None, bias
 
-        first = operands(2 * width, hidden)
-        scaled_gemm.scaled_matmul(*first, activation)
-        scaled_gemm.scaled_matmul(*operands(hidden, width))
+        with row_tile(tile):
+            how = (aot_launches.slot_plan(ids, experts, scheme), 1, scheme, torch.bfloat16)
+            scaled_gemm.scaled_matmul(*operands(2 * width, hidden), *how, activation)
+            scaled_gemm.scaled_matmul(*operands(hidden, width), *how)
 
     return launch
 

@@ -17,7 +17,6 @@ from sum_calls import SumCall  # noqa: E402
 from token_layers import Layer  # noqa: E402
 
 from moe_ops.dispatch.hopper import LEAST_TOKEN_STAGES  # noqa: E402
-from moe_ops.dispatch.tiles import INVARIANT_ROW_TILES  # noqa: E402
 from moe_ops.kernels import expert_gemm, gemm_sum, scaled_gemm, weight_and_reduce
 from moe_ops.kernels._hopper import stream as hopper_stream
 from moe_ops.kernels._hopper import token as hopper_token
@@ -219,8 +218,8 @@ def test_only_on_hopper(arch, scheme):
 @pytest.mark.parametrize(
     ("scheme", "changes"),
     [
-        ("unquantized", {"row_tiles": INVARIANT_ROW_TILES}),
-        ("fp8_channel", {"row_tiles": INVARIANT_ROW_TILES}),
+        ("unquantized", {"batch_invariant": True}),
+        ("fp8_channel", {"batch_invariant": True}),
         ("unquantized", {"tokens": 2}),
         ("fp8_block128", {"tokens": 2}),
         ("fp8_tensor", {}),
@@ -229,7 +228,7 @@ def test_only_on_hopper(arch, scheme):
     ],
 )
 def test_what_other_kernels_serve(scheme, changes):
-    """One row tile stands for the same sums at every load; no program knows a scale of all rows."""
+    """Batch-invariant: the same sums at every load. No program knows a scale of all rows."""
     found = other_kernels(90, launch_both("qwen3-30b", scheme, **changes))
     assert found[-1] == "_mul_sum_kernel"
 
@@ -267,10 +266,13 @@ def test_it_does_not_read_copies_early(name):
             return None if x is None else empty(*x.shape, dtype=x.dtype)
 
         given = SumCall(*Layer(empty, SHAPES["odd"], "fp8_block128", mapped=True).sum_arguments())
-        x = getattr(given, name)
-        strided = empty(*x.shape, 2, dtype=x.dtype).select(-1, 0)
+        plan, ids, expert_map = given.tiles
+        copied = {"w_scale": given.w_scale, "topk_ids": ids, "expert_map": expert_map}
+        x = copied[name]
+        copied[name] = empty(*x.shape, 2, dtype=x.dtype).select(-1, 0)
+        tiles = [plan, copied["topk_ids"], copied["expert_map"]]
         with mock.patch.object(token_gemm, "dense", copy):
-            gemm_sum.gemm_sum(*given._replace(**{name: strided}))
+            gemm_sum.gemm_sum(*given._replace(w_scale=copied["w_scale"], tiles=tiles))
 
     with last(hopper_token.hopper_token_kernel):
         (kernel,) = aot.compile_launch(90, run)
