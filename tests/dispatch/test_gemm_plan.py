@@ -143,8 +143,11 @@ def test_given_tiles():
     portable = TileConfig(64, 64, 64, 8, 4, 2)
     plan = plan_gemm(problem, HOPPER, config=portable)
     assert (plan.kernel, plan.config, plan.source) == (DENSE, portable, "given")
-    own = HopperTiles(PACKED, 128, 128, 8, 3)
+    own = HopperTiles(PACKED, 192, 256, 8, 3)
     assert plan_gemm(problem, HOPPER, config=own).kernel == PACKED
+    for other in (replace(own, block_m=64), replace(portable, block_m=128)):
+        with pytest.raises(ValueError, match="config must have tiles that cut up .* tile of 192"):
+            plan_gemm(problem, HOPPER, config=other)
     with pytest.raises(ValueError, match="config must be tiles of a kernel that takes this GEMM"):
         plan_gemm(problem._replace(boxes=False), HOPPER, config=own)
     with pytest.raises(ValueError, match="config must be None for a GEMM with the weighted sum"):
