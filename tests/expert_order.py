@@ -23,16 +23,17 @@ def poisoned(rows, places, count):
     return out
 
 
-def check_both_orders(first, second, plan, k, activation, at):
+def check_both_orders(first, second, plan, k, activation, at, invariant=False):
     """Rows between two products by slot, and by expert: ``at`` says where they are."""
     (slots, rows), (w2, *rest) = at, second
     one, two = (
-        ops.expert_matmul(*first, [*plan], k, activation, ordered) for ordered in (False, True)
+        ops.expert_matmul(*first, [*plan], k, activation, ordered, invariant)
+        for ordered in (False, True)
     )
     assert one.shape == two.shape and torch.equal(one[slots], two[rows])
     h, count = one[slots], len(one)
     one, two = (
-        ops.expert_matmul(poisoned(h, at, count), w2, *rest, [*plan], 1, "", at is rows)
+        ops.expert_matmul(poisoned(h, at, count), w2, *rest, [*plan], 1, "", at is rows, invariant)
         for at in (slots, rows)
     )
     assert one[slots].isfinite().all() and torch.equal(one[slots], two[slots])

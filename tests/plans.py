@@ -16,11 +16,16 @@ from moe_ops.tensors import Tiles
 
 
 def planned(
-    ids: Tensor, expert_map: Tensor | None, num_experts: int, scheme: str = "unquantized"
+    ids: Tensor,
+    expert_map: Tensor | None,
+    num_experts: int,
+    scheme: str = "unquantized",
+    batch_invariant: bool = False,
 ) -> Tiles:
     """A plan without the routing it comes from: kernels read it, however few slots there are."""
     with assumed(device_facts(ids.device)._replace(arch=BY_EXPERT)):
-        return Tiles(plan_slots(ids, expert_map, num_experts, scheme, torch.bfloat16))
+        slots = (ids, expert_map, num_experts)
+        return Tiles(plan_slots(*slots, scheme, torch.bfloat16, batch_invariant))
 
 
 def row_tile(

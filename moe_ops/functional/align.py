@@ -55,7 +55,7 @@ def moe_align_block_size(
     checks.expert_map(expert_map, topk_ids, num_experts)
     return TilePlan(
         *ops.moe_align_block_size(
-            topk_ids, expert_map, [block_size], num_experts, pad_sorted_ids, ignore_invalid_experts
+            topk_ids, expert_map, block_size, num_experts, pad_sorted_ids, ignore_invalid_experts
         )
     )
 

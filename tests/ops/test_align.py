@@ -6,26 +6,41 @@ from conftest import INTERPRETED
 from hypothesis import given
 from hypothesis import strategies as st
 from looped_plan import assert_plan, cdiv, looped
+from plans import row_tile
 from strategies import topk_ids
 
 import moe_ops
 from moe_ops import ops
+from moe_ops.dispatch.row_tiles import HOPPER, expert_rule, tile_rule
 from moe_ops.dispatch.tile_plan import unpack_plan
 from moe_ops.dispatch.tiles import (
-    ROW_TILES,
     SINGLE_LAUNCH_SLOTS,
     is_direct,
     num_tiles,
+    one_row_tile,
     padded_slots,
-    pick_row_tile,
     plan_sizes,
 )
+from moe_ops.dispatch.tiles import row_tile as tile_of
 from moe_ops.reference.align import plan_slots
 from moe_ops.reference.slots import local_experts
 
-ROW_TILE_LISTS = (ROW_TILES, (16, 32, 192), (192, 192))
-
 pytestmark = pytest.mark.kernel
+
+BF16 = torch.bfloat16
+DENSE = ("unquantized", BF16)
+RULES = (DENSE, ("fp8_channel", BF16), ("unquantized", BF16, True))
+"""Scheme, dtype and mode: one kind of rule each."""
+TILES = (*((tile, DENSE) for tile in (16, 192)), *((None, rule) for rule in RULES))
+"""A row tile, or None for the one that the load asks for, and one of `RULES`."""
+
+
+def slot_plan(ids, expert_map, num_experts, tile, device):
+    """The parts of a plan of one row tile."""
+    on = [None if x is None else x.to(device) for x in (ids, expert_map)]
+    with row_tile(tile):
+        plan = ops.plan_slots(*on, num_experts, *DENSE)
+    return unpack_plan(plan, ids.numel(), num_experts, one_row_tile(tile))
 
 
 def test_worked_example(device):
@@ -68,14 +83,17 @@ def test_many_experts(num_experts, device):
 
 
 @pytest.mark.parametrize("num_tokens", [128, 129, 200 if INTERPRETED else 500])
-@pytest.mark.parametrize("tile", [16, 192])
+@pytest.mark.parametrize("tile", [16, 128, 192])
 def test_both_sides_of_the_single_launch(num_tokens, tile, device):
     """1024 slots are the last that one launch sorts, with counts of 16 bits."""
     assert SINGLE_LAUNCH_SLOTS < 2**15
     g = torch.Generator().manual_seed(0)
     ids = torch.randint(-1, 7, (num_tokens, 8), generator=g, dtype=torch.int32)
-    plan = ops.moe_align_block_size(ids.to(device), None, [tile], 6, False, True)
-    assert_plan(plan, looped(ids, tile, 6))
+    expected = looped(ids, tile, 6)
+    assert_plan(slot_plan(ids, None, 6, tile, device), expected)
+    if tile != 192:
+        plan = ops.moe_align_block_size(ids.to(device), None, tile, 6, False, True)
+        assert_plan(plan, expected)
 
 
 @pytest.mark.parametrize("num_experts", [1, 2, 257, 512])
@@ -102,13 +120,14 @@ def test_many_slots(num_slots, num_experts, ignore, device):
     expert_map[::3] = -1
     local = num_experts if not ignore else 1 + int(expert_map.max())
     plan = ops.moe_align_block_size(
-        ids.to(device), expert_map.to(device), [16], local, False, ignore
+        ids.to(device), expert_map.to(device), 16, local, False, ignore
     )
     padded = ids.numel() + local * 15
     assert plan[0].shape == (padded,)
     assert_plan(plan, looped(ids, 16, local, expert_map.tolist(), ignore))
-    plan = ops.plan_slots(ids.to(device), expert_map.to(device), [16], local)
-    assert torch.equal(plan.cpu(), plan_slots(ids, expert_map, [16], local))
+    with row_tile(16):
+        plan = ops.plan_slots(ids.to(device), expert_map.to(device), local, *DENSE)
+        assert torch.equal(plan.cpu(), plan_slots(ids, expert_map, local, *DENSE))
     counts = ops.count_expert_num_tokens(ids.to(device), expert_map.to(device), local)
     experts = local_experts(ids, expert_map, local)
     assert counts.tolist() == torch.bincount(experts + 1, minlength=local + 1).tolist()[1:]
@@ -128,41 +147,58 @@ def test_pad_sorted_ids_rounds_the_length(device):
     assert moe_ops.moe_align_block_size(ids, 4, 2).sorted_token_ids.shape == (9,)
 
 
-@pytest.mark.parametrize("num_tokens", [0, 1, 7, 64, 300])
-@pytest.mark.parametrize("row_tiles", ROW_TILE_LISTS)
-def test_several_row_tiles_make_the_plan_of_the_one_picked(num_tokens, row_tiles, device):
+@pytest.mark.parametrize("num_tokens", [0, 1, 7, 64, 300, 800])
+@pytest.mark.parametrize("rule", RULES, ids=str)
+def test_a_plan_has_the_row_tile_of_its_load(num_tokens, rule, device):
     """The plan is as long as the largest tile may need, and filled for the tile that is used."""
     g = torch.Generator().manual_seed(0)
     ids = torch.randint(0, 4, (num_tokens, 2), generator=g, dtype=torch.int32)
-    plan = ops.moe_align_block_size(ids.to(device), None, row_tiles, 4, False, True)
-    tile = pick_row_tile(row_tiles, ids.numel(), 4)
+    plan, rule = ops.plan_slots(ids.to(device), None, 4, *rule), tile_rule_on(device, *rule)
+    assert len(plan) == plan_sizes(ids.numel(), 4, rule).entries
+    tile, parts = tile_of(rule, ids.numel(), 4), unpack_plan(plan, ids.numel(), 4, rule)
     rows, experts, used = looped(ids, tile, 4)
-    assert plan[2].tolist() == used
-    assert plan[0][: used[0]].tolist() == rows[: used[0]]
-    assert plan[1][: used[0] // tile].tolist() == experts[: used[0] // tile]
-    assert (plan[0][used[0] :] == ids.numel()).all()
-    assert (plan[1][used[0] // tile :] == -1).all()
+    assert parts[2].tolist() == used
+    assert parts[0][: used[0]].tolist() == rows[: used[0]]
+    assert parts[1][: used[0] // tile].tolist() == experts[: used[0] // tile]
+    assert (parts[0][used[0] :] == ids.numel()).all()
+    assert (parts[1][used[0] // tile :] == -1).all()
+
+
+def tile_rule_on(device, scheme, dtype, batch_invariant=False):
+    return tile_rule(scheme, dtype, torch.device(device), batch_invariant)
+
+
+@given(slots=st.integers(0, 5000), experts=st.integers(1, 300))
+def test_a_plan_has_room_for_the_row_tile_of_any_load(slots, experts):
+    """One length serves all of the rule's row tiles, which need not grow with the load."""
+    for rule in (*(tile_rule_on("cpu", *rule) for rule in RULES), *HOPPER.values()):
+        sizes, used = plan_sizes(slots, experts, rule), one_row_tile(tile_of(rule, slots, experts))
+        least = plan_sizes(slots, experts, used)
+        assert sizes.rows >= least.rows and sizes.tiles >= least.tiles
 
 
 @given(case=topk_ids(), local=st.none() | st.integers(1, 40), tile=st.sampled_from((1, 16, 192)))
 def test_the_slot_plan_is_the_same_in_one_tensor(case, local, tile, device):
     """Where anybody reads it: so few slots that nobody does leave it as it is."""
     ids, num_experts = case
-    ids, expert_map = ids.to(device), None
+    expert_map = None
     if local is not None:
         local = min(local, num_experts)
-        expert_map = torch.arange(-1, num_experts - 1, dtype=torch.int32, device=device)
+        expert_map = torch.arange(-1, num_experts - 1, dtype=torch.int32)
         expert_map[expert_map >= local] = -1
-    sizes = ([tile], local or num_experts)
-    plan = ops.plan_slots(ids, expert_map, *sizes)
-    parts = unpack_plan(plan, ids.numel(), sizes[1], sizes[0])
-    expected = ops.moe_align_block_size(ids, expert_map, *sizes, False, True)
+    size = local or num_experts
+    expected = looped(ids, tile, size, None if local is None else expert_map.tolist(), True)
+    on = [None if x is None else x.to(device) for x in (ids, expert_map)]
+    with row_tile(tile):
+        plan, plain = ops.plan_slots(*on, size, *DENSE), plan_slots(*on, size, *DENSE)
+    parts = unpack_plan(plan, ids.numel(), size, one_row_tile(tile))
     assert plan.dtype == torch.int32 and plan.data_ptr() % 16 == 0
-    assert [x.shape for x in parts] == [x.shape for x in expected]
-    if not is_direct(ids.numel(), sizes[1]):
-        assert all(torch.equal(a, b) for a, b in zip(parts, expected, strict=True))
-    parts = unpack_plan(plan_slots(ids, expert_map, *sizes), ids.numel(), sizes[1], sizes[0])
-    assert all(torch.equal(a, b) for a, b in zip(parts, expected, strict=True))
+    assert [len(x) for x in parts] == [len(x) for x in expected]
+    if not is_direct(ids.numel(), size):
+        assert_plan(parts, expected)
+    assert_plan(unpack_plan(plain, ids.numel(), size, one_row_tile(tile)), expected)
+    if tile != 192:
+        assert_plan(ops.moe_align_block_size(*on, tile, size, False, True), expected)
 
 
 @given(case=topk_ids())
@@ -198,16 +234,17 @@ def test_entries_of_a_map_that_are_no_local_expert(tokens, dtype, device):
     tame = torch.where((hostile >= 0) & (hostile < 2), hostile, -1)
     g = torch.Generator().manual_seed(tokens)
     ids = torch.randint(-1, 8, (tokens, 2), generator=g, dtype=torch.int32).to(device)
-    results = [[ops.plan_slots(ids, expert_map, [16], 2)] for expert_map in (hostile, tame)]
+    with row_tile(16):
+        results = [[ops.plan_slots(ids, expert_map, 2, *DENSE)] for expert_map in (hostile, tame)]
     for result, expert_map in zip(results, (hostile, tame), strict=True):
-        result += ops.moe_align_block_size(ids, expert_map, [4], 2, False, True)
+        result += ops.moe_align_block_size(ids, expert_map, 4, 2, False, True)
         result += [ops.count_expert_num_tokens(ids, expert_map, 2)]
         result += ops.moe_permutation(ids, expert_map, 2)
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
     expected = [{0: 1, 3: 0}.get(e, -1) for e in ids.flatten().tolist()]
     assert local_experts(ids, hostile, 2).tolist() == expected
     slots = [slot for expert in (0, 1) for slot, e in enumerate(expected) if e == expert]
-    planned = unpack_plan(results[0][0], ids.numel(), 2, [16])[0].tolist()
+    planned = unpack_plan(results[0][0], ids.numel(), 2, one_row_tile(16))[0].tolist()
     assert [slot for slot in planned if slot < ids.numel()] == slots
 
 
@@ -223,7 +260,9 @@ def test_tiles_have_the_names_of_a_map_that_drops_nothing(tokens, device):
 
 def test_unused_tiles_of_a_plan_have_no_first_row(device):
     ids = torch.arange(60, device=device, dtype=torch.int32).view(30, 2) % 3
-    for plan in (ops.plan_slots(ids, None, [16], 3), ops.plan_batched(ids[0], 40, [16])):
+    with row_tile(16):
+        plans = ops.plan_slots(ids, None, 3, *DENSE), ops.plan_batched(ids[0], 40, "unquantized")
+    for plan in plans:
         firsts = plan[int(plan[2]) :].tolist()
         used = int(plan[0]) // 16
         assert used < len(firsts) and min(firsts[:used]) >= 0 and set(firsts[used:]) == {-1}
@@ -264,58 +303,76 @@ def spans_plan(starts, counts, num_rows, tile):
     return rows, experts
 
 
-def assert_spans(plan, starts, counts, num_rows, row_tiles):
-    tile = pick_row_tile(row_tiles, num_rows, len(counts))
-    assert len(plan) == plan_sizes(num_rows, len(counts), row_tiles).entries
+def assert_spans(make, tile, rule, starts, counts, num_rows, device):
+    """``make(scheme, batch_invariant)`` makes the plan of these rows, of one of `TILES`."""
+    scheme, _, *mode = rule
+    with row_tile(tile):
+        plan = make(scheme, *mode)
+        rule = expert_rule(scheme, torch.device(device), *mode)
+    tile = tile or tile_of(rule, num_rows, len(counts))
+    assert len(plan) == plan_sizes(num_rows, len(counts), rule).entries
     rows, experts = spans_plan(starts, counts, num_rows, tile)
-    length = padded_slots(num_rows, len(counts), row_tiles)
-    tiles = num_tiles(num_rows, len(counts), row_tiles)
-    plan = unpack_plan(plan, num_rows, len(counts), row_tiles)
+    length = padded_slots(num_rows, len(counts), rule.largest)
+    tiles = num_tiles(num_rows, len(counts), rule.smallest)
+    plan = unpack_plan(plan, num_rows, len(counts), rule)
     rows_and_padding = rows + [num_rows] * (length - len(rows))
     assert_plan(plan, (rows_and_padding, experts + [-1] * (tiles - len(experts)), [len(rows)]))
 
 
 @given(
     counts=st.lists(st.integers(0, 40), min_size=1, max_size=9),
-    max_num_tokens=st.sampled_from((1, 7, 16, 40, 300)),
-    row_tiles=st.sampled_from(((16,), *ROW_TILE_LISTS)),
+    max_num_tokens=st.sampled_from((1, 7, 16, 40, 400)),
+    tiles=st.sampled_from(TILES),
 )
-def test_batched_rows(counts, max_num_tokens, row_tiles, device):
+def test_batched_rows(counts, max_num_tokens, tiles, device):
     counts = [min(count, max_num_tokens) for count in counts]
     vector = torch.tensor(counts, dtype=torch.int32, device=device)
-    plan = ops.plan_batched(vector, max_num_tokens, row_tiles)
     starts = [e * max_num_tokens for e in range(len(counts))]
-    assert_spans(plan, starts, counts, len(counts) * max_num_tokens, row_tiles)
+    num_rows = len(counts) * max_num_tokens
+
+    def make(*rule):
+        return ops.plan_batched(vector, max_num_tokens, *rule)
+
+    assert_spans(make, *tiles, starts, counts, num_rows, device)
 
 
 @given(
     counts=st.lists(st.integers(0, 70), min_size=1, max_size=9),
     skipped=st.integers(0, 9),
-    row_tiles=st.sampled_from(((32,), *ROW_TILE_LISTS)),
+    tiles=st.sampled_from(((32, DENSE), *TILES)),
 )
-def test_permuted_rows(counts, skipped, row_tiles, device):
+def test_permuted_rows(counts, skipped, tiles, device):
     """Rows past the last expert's belong to skipped slots: no tile has them."""
     starts = [sum(counts[:e]) for e in range(len(counts))]
     num_rows = sum(counts) + skipped
     offset = torch.tensor([*starts, sum(counts)], device=device)
-    plan = ops.plan_permuted(offset, num_rows, row_tiles)
-    assert_spans(plan, starts, counts, num_rows, row_tiles)
+    assert_spans(
+        lambda *rule: ops.plan_permuted(offset, num_rows, *rule),
+        *tiles, starts, counts, num_rows, device,
+    )  # fmt: skip
 
 
 def test_the_permuted_plan_is_that_of_its_slots(device):
     """The tiles of permuted rows hold the slots that the Standard plan has there."""
     ids = torch.randint(-1, 6, (37, 3), generator=torch.Generator().manual_seed(0)).to(device)
-    standard = unpack_plan(ops.plan_slots(ids, None, ROW_TILES, 5), ids.numel(), 5, ROW_TILES)
+    sizes = (ids.numel(), 5)
+    slot_rule, rule = tile_rule_on(device, *DENSE), expert_rule("unquantized", ids.device)
+    assert tile_of(slot_rule, *sizes) == tile_of(rule, *sizes)
+    standard = unpack_plan(ops.plan_slots(ids, None, 5, *DENSE), *sizes, slot_rule)
     offset, _, slots = ops.moe_permutation(ids, None, 5)
-    permuted = ops.plan_permuted(offset, ids.numel(), ROW_TILES)
-    permuted = unpack_plan(permuted, ids.numel(), 5, ROW_TILES)
-    padded = torch.cat((slots, slots.new_tensor([ids.numel()])))
-    assert torch.equal(padded[permuted[0].long()], standard[0])
-    assert torch.equal(permuted[1], standard[1]) and torch.equal(permuted[2], standard[2])
+    permuted = unpack_plan(ops.plan_permuted(offset, sizes[0], "unquantized"), *sizes, rule)
+    padded = torch.cat((slots, slots.new_tensor([sizes[0]])))
+    rows, tiles = (min(len(x), len(y)) for x, y in zip(standard[:2], permuted[:2], strict=True))
+    assert torch.equal(padded[permuted[0][:rows].long()], standard[0][:rows])
+    assert torch.equal(permuted[1][:tiles], standard[1][:tiles])
+    assert torch.equal(permuted[2], standard[2])
 
 
 def test_more_tokens_than_fit_are_cut(device):
     """Counts past the capacity (before anyone clamped them) reach no other expert's rows."""
     counts = torch.tensor([9, 2, -3], dtype=torch.int32, device=device)
-    plan = ops.plan_batched(counts, 4, [2])
-    assert_spans(plan, [0, 4, 8], [4, 2, 0], 12, [2])
+
+    def make(*rule):
+        return ops.plan_batched(counts, 4, *rule)
+
+    assert_spans(make, 2, DENSE, [0, 4, 8], [4, 2, 0], 12, device)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from looped_plan import assert_plan, looped
-from plans import ids_of
+from plans import ids_of, row_tile
 
 from moe_ops import ops
 from moe_ops.kernels._sort.plan import plan_programs
@@ -25,8 +25,10 @@ def test_a_large_expert_between_small_ones(num_experts, each, tile, device):
     """More rows of padding, and more tiles, than are written at once."""
     assert plan_programs(num_experts) == -(-num_experts // each)
     ids = skewed_ids(num_experts)
-    plan = ops.plan_slots(ids.to(device), None, [tile], num_experts)
-    assert torch.equal(plan.cpu(), plan_slots(ids, None, [tile], num_experts))
+    rest = (None, num_experts, "unquantized", torch.bfloat16)
+    with row_tile(tile):
+        plan = ops.plan_slots(ids.to(device), *rest)
+        assert torch.equal(plan.cpu(), plan_slots(ids, *rest))
 
 
 @pytest.mark.parametrize("ignore", [False, True])
@@ -37,6 +39,6 @@ def test_names_of_tiles(ignore, device):
     expert_map = torch.randperm(num_experts, generator=g, dtype=torch.int32)
     expert_map[::3] = -1
     plan = ops.moe_align_block_size(
-        ids.to(device), expert_map.to(device), [16], num_experts, False, ignore
+        ids.to(device), expert_map.to(device), 16, num_experts, False, ignore
     )
     assert_plan(plan, looped(ids, 16, num_experts, expert_map.tolist(), ignore))

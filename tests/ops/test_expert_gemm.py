@@ -6,12 +6,12 @@ import torch
 from gemm_rows import compare, exact_rows
 from hypothesis import given
 from hypothesis import strategies as st
-from plans import bias_of, planned, whole_numbers
+from plans import bias_of, planned, row_tile, whole_numbers
 from strategies import ACTIVATIONS, DTYPES
 
 from moe_ops import ops
 from moe_ops.activation import formula
-from moe_ops.dispatch.tiles import KNOWN_ROW_TILES, ROW_TILES
+from moe_ops.dispatch.tiles import KNOWN_ROW_TILES
 from moe_ops.reference import expert_gemm as reference
 from moe_ops.tensors import Tiles
 from moe_ops.testing import Problem, make_inputs
@@ -38,12 +38,12 @@ def test_gemm(tokens, k, n, kk, dtype, tile, has_bias, weighted, routing, device
     def on(t):
         return None if t is None else t.to(device)
 
-    plan = planned(on(ids), None, [tile], 5)
-    actual = ops.expert_matmul(on(x), on(w), on(bias), on(weights), *plan, [tile], k)
+    with row_tile(tile):
+        plan = planned(on(ids), None, 5)
+        actual = ops.expert_matmul(on(x), on(w), on(bias), on(weights), [*plan], k)
+        expected = reference.expert_matmul(x, w, bias, weights, plans.on(plan, "cpu"), k)
     assert actual.shape == (tokens * k, n) and actual.dtype == dtype
     exact = exact_rows(x, w, bias, weights, ids, k)
-    cpu_plan = plans.on(plan, "cpu")
-    expected = reference.expert_matmul(x, w, bias, weights, *cpu_plan, [tile], k)
     compare(actual, exact, expected, ids, 5)
 
 
@@ -57,13 +57,13 @@ def test_fused_activation(activation, dtype, device):
     problem = Problem(40, 4, 2, 72, 70, dtype, activation, has_bias=True)
     x, w, _, weights, ids, _, bias, _ = make_inputs(problem)
     on = [t.to(device) for t in (x, w, bias, weights, ids)]
-    plan = planned(on[4], None, ROW_TILES, 4)
-    fused = ops.expert_matmul(*on[:4], *plan, ROW_TILES, 2, activation)
+    plan = planned(on[4], None, 4)
+    fused = ops.expert_matmul(*on[:4], [*plan], 2, activation)
     exact = exact_rows(x, w, bias, weights, ids, 2).activated(formula(activation))
     cpu_plan = plans.on(plan, "cpu")
-    expected = reference.expert_matmul(x, w, bias, weights, *cpu_plan, ROW_TILES, 2, activation)
+    expected = reference.expert_matmul(x, w, bias, weights, cpu_plan, 2, activation)
     compare(fused, exact, expected, ids, 4)
-    pair = ops.activation(ops.expert_matmul(*on[:4], *plan, ROW_TILES, 2), activation)
+    pair = ops.activation(ops.expert_matmul(*on[:4], [*plan], 2), activation)
     error, unfused = ((t.cpu().double() - exact.value).norm() for t in (fused, pair))
     assert error <= unfused + torch.finfo(torch.float32).eps * exact.value.norm()
 
@@ -76,11 +76,11 @@ def test_shapes_that_no_tile_divides(shape, device):
     problem = Problem(3, 3, 2, hidden, width, torch.bfloat16)
     x, w, _, _, ids, *_ = make_inputs(problem)
     on = [t.to(device) for t in (x, w, ids)]
-    plan = planned(on[2], None, ROW_TILES, 3)
-    actual = ops.expert_matmul(*on[:2], None, None, *plan, ROW_TILES, 2, "silu")
+    plan = planned(on[2], None, 3)
+    actual = ops.expert_matmul(*on[:2], None, None, [*plan], 2, "silu")
     exact = exact_rows(x, w, None, None, ids, 2).activated(formula("silu"))
     cpu_plan = plans.on(plan, "cpu")
-    expected = reference.expert_matmul(x, w, None, None, *cpu_plan, ROW_TILES, 2, "silu")
+    expected = reference.expert_matmul(x, w, None, None, cpu_plan, 2, "silu")
     compare(actual, exact, expected, ids, 3)
 
 
@@ -107,9 +107,9 @@ def test_whole_numbers_are_rounded_once(activation, dtype, device):
     a, w, bias, weights, ids = (t.to(device) for t in (*strided, weights.repeat(1, 2)[:, :2], ids))
 
     def multiply(a, weights, tiles):
-        return ops.expert_matmul(a, w, bias, weights, *tiles, ROW_TILES, 2, activation)
+        return ops.expert_matmul(a, w, bias, weights, [*tiles], 2, activation)
 
-    actual = multiply(a, weights, planned(ids, None, ROW_TILES, 3))
+    actual = multiply(a, weights, planned(ids, None, 3))
     assert torch.equal(actual.cpu(), expected.to(dtype))
     for token in range(6):  # few slots need no plan
         one, tiles = slice(token, token + 1), Tiles(None, ids[token : token + 1])
@@ -120,7 +120,7 @@ def test_whole_numbers_are_rounded_once(activation, dtype, device):
 def test_bias_may_have_another_dtype(device):
     problem = Problem(5, 3, 2, 32, 32, torch.bfloat16, "silu_no_mul", has_bias=True)
     x, w, _, _, ids, _, bias, _ = make_inputs(problem, device)
-    plan = planned(ids, None, ROW_TILES, 3)
-    narrow = ops.expert_matmul(x, w, bias, None, *plan, ROW_TILES, 2)
-    wide = ops.expert_matmul(x, w, bias.float(), None, *plan, ROW_TILES, 2)
+    plan = planned(ids, None, 3)
+    narrow = ops.expert_matmul(x, w, bias, None, [*plan], 2)
+    wide = ops.expert_matmul(x, w, bias.float(), None, [*plan], 2)
     assert torch.equal(narrow, wide)

@@ -7,7 +7,7 @@ from conftest import INTERPRETED
 from gemm_rows import exact_rows, gemm_problem
 from hypothesis import given
 from hypothesis import strategies as st
-from plans import bias_of, planned, whole_numbers
+from plans import bias_of, planned, row_tile, whole_numbers
 from strategies import ACTIVATIONS, DTYPES
 
 from moe_ops import SCHEMES, dequantize_weight, get_scheme, ops, quantize_weight
@@ -24,8 +24,11 @@ NAMED = [n for n, s in SCHEMES.items() if s.weight is not None and s.activation 
 MORE = ["int4_w4a16_g16", "int4_w4a16_g64_zp", "int8_w8a16_g32_zp", "fp8_w8a16_block16x32"]
 
 
-def check(problem, q, scheme, tiles, device, activation=None, scaled=False):
-    """The operator (with an activation, or without) is within the budget of its reference."""
+def check(problem, q, scheme, device, activation=None, scaled=False, tile=None):
+    """The operator (with an activation, or without) is within the budget of its reference.
+
+    ``tile``: the row tile; None: as the load asks for.
+    """
     x, w, _, weights, ids, expert_map, bias, _ = make_inputs(problem)
     local, k = w.shape[0], problem.top_k
     weights = weights if scaled else None
@@ -33,14 +36,15 @@ def check(problem, q, scheme, tiles, device, activation=None, scaled=False):
     def on(t):
         return None if t is None else t.to(device)
 
-    plan = planned(on(ids), on(expert_map), tiles, local)
-    head, tail = (x, *q, bias, weights), (tiles, k, scheme)
+    head, tail = (x, *q, bias, weights), (k, scheme)
     rows = exact_rows(x, dequantize_weight(q, scheme), bias, weights, ids, k, expert_map, x.dtype)
     if activation is not None:
         tail = (*tail, activation)
         rows = rows.activated(formula(activation))
-    actual = ops.weight_only_matmul(*map(on, head), *plan, *tail)
-    expected = reference.weight_only_matmul(*head, *plans.on(plan, "cpu"), *tail)
+    with row_tile(tile, portable_only=tile is not None):
+        plan = planned(on(ids), on(expert_map), local, scheme)
+        actual = ops.weight_only_matmul(*map(on, head), [*plan], *tail)
+        expected = reference.weight_only_matmul(*head, plans.on(plan, "cpu"), *tail)
     mine = local_experts(ids, expert_map, local) >= 0
     rows = rows.rounded(x.dtype)
     assert_matches_reference(actual.cpu()[mine], rows[mine], expected[mine])
@@ -64,7 +68,7 @@ def test_gemm(scheme, tokens, k, n, kk, dtype, tile, has_bias, scaled, local, ro
     problem = gemm_problem(tokens, k, kk, n, dtype, has_bias=has_bias, routing=routing,
                            num_local_experts=local)  # fmt: skip
     q = quantize_weight(make_inputs(problem).w1, scheme)
-    actual = check(problem, q, scheme, [tile], device, scaled=scaled)
+    actual = check(problem, q, scheme, device, scaled=scaled, tile=tile)
     assert actual.shape == (tokens * k, n) and actual.dtype == dtype
 
 
@@ -73,7 +77,7 @@ def test_gemm(scheme, tokens, k, n, kk, dtype, tile, has_bias, scaled, local, ro
 def test_every_scheme_with_a_gate(scheme, dtype, device):
     problem = Problem(9, 4, 2, 144, 34, dtype, "silu", has_bias=True)
     q = quantize_weight(make_inputs(problem).w1, scheme)
-    check(problem, q, scheme, ROW_TILES, device, "silu", scaled=True)
+    check(problem, q, scheme, device, "silu", scaled=True)
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
@@ -81,7 +85,7 @@ def test_every_scheme_with_a_gate(scheme, dtype, device):
 def test_fused_activation(activation, scheme, device):
     problem = Problem(20, 4, 2, 72, 70, torch.bfloat16, activation, has_bias=True)
     q = quantize_weight(make_inputs(problem).w1, scheme)
-    check(problem, q, scheme, ROW_TILES, device, activation)
+    check(problem, q, scheme, device, activation)
 
 
 @pytest.mark.parametrize("tile", ROW_TILES)
@@ -89,7 +93,7 @@ def test_fused_activation(activation, scheme, device):
 def test_every_row_tile(scheme, tile, device):
     problem = gemm_problem(40 if INTERPRETED else 300, 1, 256, 128, torch.bfloat16)
     q = quantize_weight(make_inputs(problem).w1, scheme)
-    check(problem, q, scheme, [tile], device)
+    check(problem, q, scheme, device, tile=tile)
 
 
 @pytest.mark.parametrize("activation", [None, "silu", "swigluoai"])
@@ -100,7 +104,7 @@ def test_scales_of_experts_and_of_halves(scheme, activation, device):
     for shape in ((4,), (4, 2)):
         some = torch.rand(shape) / 8 + 0.01
         field = "global_scale" if get_scheme(scheme).weight.global_scale else "scale"
-        check(problem, q._replace(**{field: some}), scheme, ROW_TILES, device, activation)
+        check(problem, q._replace(**{field: some}), scheme, device, activation)
 
 
 @pytest.mark.parametrize("scheme", ["int4_w4a16_g32_zp", "fp8_w8a16_block128", "int8_w8a16"])
@@ -113,7 +117,7 @@ def test_strided_weights_and_rows(scheme, device):
     odd = torch.cat([data.new_zeros(1), data.flatten()])[1:].view(data.shape)
     for other in (data.transpose(1, 2).contiguous().transpose(1, 2), apart, odd):
         other = other.view(q.data.dtype)
-        check(problem, q._replace(data=other), scheme, ROW_TILES, device)
+        check(problem, q._replace(data=other), scheme, device)
 
 
 @pytest.mark.parametrize("magnitude", [1e-4, 1.0, 300.0])
@@ -122,7 +126,7 @@ def test_small_and_large_weights(scheme, magnitude, device):
     """Scales far from one: no factor overflows or vanishes on the way."""
     problem = gemm_problem(5, 2, 64, 32, torch.bfloat16)
     q = quantize_weight(make_inputs(problem).w1 * magnitude, scheme)
-    check(problem, q, scheme, ROW_TILES, device)
+    check(problem, q, scheme, device)
 
 
 def every_code(scheme):
@@ -160,9 +164,9 @@ def test_every_code_is_exact(scheme, dtype, device):
         torch.eye(k, dtype=dtype).to(device),
         torch.zeros(k, 1, dtype=torch.int32, device=device),
     )
-    plan = planned(ids, None, ROW_TILES, 1)
+    plan = planned(ids, None, 1, scheme)
     stored = (t if t is None else t.to(device) for t in q)
-    rows = ops.weight_only_matmul(x, *stored, None, None, *plan, ROW_TILES, 1, scheme)
+    rows = ops.weight_only_matmul(x, *stored, None, None, [*plan], 1, scheme)
     assert torch.equal(rows.cpu().float().t(), dequantize_weight(q, scheme)[0])
 
 
@@ -182,18 +186,18 @@ def test_whole_numbers_are_rounded_once(scheme, dtype, device):
         q = q._replace(scale=2.0 ** whole_numbers(*q.scale.shape, most=2, seed=2))
     weight = dequantize_weight(q, scheme).double()
     rows = exact_rows(x, weight, bias, weights, ids, 2, stored=x.dtype).value
-    plan = planned(ids.to(device), None, ROW_TILES, 3)
+    plan = planned(ids.to(device), None, 3, scheme)
     given = (t if t is None else t.to(device) for t in (x, *q, bias, weights))
-    actual = ops.weight_only_matmul(*given, *plan, ROW_TILES, 2, scheme)
+    actual = ops.weight_only_matmul(*given, [*plan], 2, scheme)
     assert torch.equal(actual.cpu(), rows.float().to(dtype))
 
 
 def test_errors(device):
     problem = gemm_problem(3, 1, 32, 8, torch.bfloat16)
     x, w, _, _, ids, *_ = make_inputs(problem, device)
-    plan = planned(ids, None, ROW_TILES, 5)
+    plan = planned(ids, None, 5)
     q = quantize_weight(w, "int4_w4a16_g32")
-    rest = (None, None, *plan, ROW_TILES, 1)
+    rest = (None, None, [*plan], 1)
     with pytest.raises(ValueError, match="w_scale must be a Tensor"):
         ops.weight_only_matmul(x, q.data, None, None, None, *rest, "int4_w4a16_g32")
     with pytest.raises(ValueError, match="w_zero_point must be None"):
