@@ -20,7 +20,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from moe_ops import ops
-from moe_ops.dispatch.tiles import ROW_TILES
 from moe_ops.ops import STAGES
 
 
@@ -71,10 +70,10 @@ def test_fakes_add_no_guard_on_the_tokens(fake_device, unbacked):
         x, w1, w2 = empty(tokens, H), empty(E, 2 * I, H), empty(E, H, I)
         weights, ids = ops.fused_topk(empty(tokens, E), None, K, True, "softmax", 1.0)
         count = empty(E, dtype=I32)
-        ops.moe_align_block_size(ids, count, ROW_TILES, E, True, True)
-        plan = (ops.plan_slots(ids, count, ROW_TILES, E), ids, count)
-        h = ops.expert_matmul(x, w1, None, None, *plan, ROW_TILES, K, "silu")
-        y = ops.expert_matmul(h, w2, None, None, *plan, ROW_TILES, 1)
+        ops.moe_align_block_size(ids, count, 16, E, True, True)
+        plan = [ops.plan_slots(ids, count, E, "unquantized", torch.bfloat16), ids, count]
+        h = ops.expert_matmul(x, w1, None, None, plan, K, "silu")
+        y = ops.expert_matmul(h, w2, None, None, plan, 1)
         out = ops.moe_fused_mul_sum(y.view(tokens, K, H), weights, ids, None, None, E)
         order = ops.moe_permutation(ids, None, E)
         rows = ops.gather_rows(x, order[2], order[0], K)
