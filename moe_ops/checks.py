@@ -40,7 +40,7 @@ def remembered(check: Callable[..., None]) -> Callable[..., None]:
             check(*arguments, **named)
             return
         try:
-            key = described((*arguments, *named.values()))
+            key = described((*arguments, *named.items()))
             known = key in passed
         # An unhashable value or a tensor without strides: symbolic, or the check will raise.
         except (TypeError, RuntimeError):

@@ -10,26 +10,25 @@ H200 = TARGETS["sm_90"].facts
 SCHEMES = ("unquantized", "fp8_block128", "fp8_channel", "int8_w8a16", "mxfp4_w4a16", "mxfp4")
 
 
-def subject(scheme="fp8_block128", sizes=(128, 768, 2048), top_k=8):
-    return Subject(sizes, top_k, get_scheme(scheme), H200)
+def subject(scheme="fp8_block128", sizes=(128, 768, 2048), top_k=8, row_tile=None):
+    return Subject(sizes, top_k, get_scheme(scheme), H200._replace(row_tile=row_tile))
 
 
 def kernel_of(trial):
     return getattr(trial.tiles, "kernel", None)
 
 
-def plain_trial(layer, tokens, which, row_tile):
+def plain_trial(layer, tokens, which):
     """Where the search for the kernel for all GPUs begins."""
-    (trial,) = (t for t in layer.beginnings(tokens, which, row_tile) if kernel_of(t) is None)
+    (trial,) = (t for t in layer.beginnings(tokens, which) if kernel_of(t) is None)
     return trial
 
 
 class Clock:
     """Microseconds that tell how far tiles are from some that were made up."""
 
-    def __init__(self, row_tile=None, stop_after=math.inf, kernel=None, **best):
-        self.row_tile, self.best, self.stop_after = row_tile, best, stop_after
-        self.kernel = kernel
+    def __init__(self, stop_after=math.inf, kernel=None, **best):
+        self.best, self.stop_after, self.kernel = best, stop_after, kernel
         self.trials = []
 
     def __call__(self, trial):
@@ -42,6 +41,4 @@ class Clock:
             abs(math.log2((1 + getattr(trial.tiles, size)) / (1 + value)))
             for size, value in self.best.items()
         ]
-        if self.row_tile:
-            steps.append(abs(math.log2(trial.tiles.block_m / self.row_tile)) / 2)
         return 100 * trial.gemm + 20 * sum(steps)

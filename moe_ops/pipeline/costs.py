@@ -11,6 +11,7 @@ from moe_ops.dispatch.gemm_plan import GemmPlan, plan_gemm
 from moe_ops.dispatch.hopper import KernelTiles
 from moe_ops.dispatch.problem import layer_problem, sizes_of
 from moe_ops.dispatch.row_tiles import BY_EXPERT, rule_of
+from moe_ops.dispatch.tiles import Gemm
 from moe_ops.pipeline.config import FusedMoEConfig
 from moe_ops.pipeline.devices import Target
 from moe_ops.pipeline.experts import FusedMoEExperts, FusedMoEExpertsModular
@@ -141,17 +142,23 @@ def _plans(
     num_experts, itemsize = config.num_local_experts, config.in_dtype.itemsize
     top_k, slots = config.experts_per_token, num_tokens * config.experts_per_token
     tokens: int | None = num_tokens
-    if config.max_num_tokens is not None:
-        slots = num_experts * config.max_num_tokens
-    if config.max_num_tokens is not None or not fused:  # rows lie by expert
+    most = config.max_num_tokens
+    if most is not None:
+        slots = num_experts * most
+    if most is not None or not fused:  # rows lie by expert
         top_k, tokens = 1, None
     activation = kind_and_key(config.activation)[1] if fused else ""
     arch = device.arch if tokens is not None else BY_EXPERT
-    rule = rule_of(scheme.name, itemsize, arch, device.row_tile, config.batch_invariant)
+    rule = rule_of(scheme.key, itemsize, arch, device.row_tile, config.batch_invariant)
     gates = 2 if config.is_act_and_mul else 1
     first = sizes_of(slots, (num_experts, gates * width, hidden), itemsize, rule, activation)
     second = sizes_of(slots, (num_experts, hidden, width), itemsize, rule, "")
-    return (
-        plan_gemm(layer_problem(first, scheme, activation, tokens, top_k), device),
-        plan_gemm(layer_problem(second, scheme, "", tokens, 1), device),
-    )
+
+    def plan(sizes: Gemm, activation: str, top_k: int) -> GemmPlan:
+        # In the Batched format every expert has a scale of its own where a tensor has one.
+        problem = layer_problem(sizes, scheme, activation, tokens, top_k)
+        if most is not None and problem.shared_scale and num_experts > 1:
+            problem = problem._replace(expert_scales=True, shared_scale=False)
+        return plan_gemm(problem, device)
+
+    return plan(first, activation, top_k), plan(second, "", 1)

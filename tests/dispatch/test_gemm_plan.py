@@ -17,10 +17,10 @@ from moe_ops.dispatch.gemm_plan import (
     SLOT,
     TOKEN_SUM,
 )
-from moe_ops.dispatch.hopper import PACKED, STREAM, TOKEN, HopperTiles, plans_for
+from moe_ops.dispatch.hopper import PACKED, STREAM, TOKEN, HopperTiles
 from moe_ops.dispatch.problem import EACH, STORED, layer_problem, sizes_of, stored_problem
-from moe_ops.dispatch.tiles import INVARIANT_ROW_TILES, TileConfig
-from moe_ops.dispatch.tuned_file import default_row_tiles
+from moe_ops.dispatch.row_tiles import rule_of
+from moe_ops.dispatch.tiles import TileConfig, one_row_tile
 from moe_ops.pipeline.devices import TARGETS
 
 E, H, I, K = 32, 2048, 1024, 4  # noqa: E741
@@ -28,13 +28,12 @@ FACTS = {name: target.facts for name, target in TARGETS.items() if target.facts 
 HOPPER = FACTS["sm_90"]
 
 
-def problems(scheme, tokens, facts=HOPPER, row_tiles=None):
+def problems(scheme, tokens, facts=HOPPER, batch_invariant=False):
     """Both GEMMs of a layer."""
     known = moe_ops.get_scheme(scheme)
-    hopper = plans_for(known, facts.arch, 2, I)
-    tiles = row_tiles or default_row_tiles(known, hopper=hopper)
-    first = sizes_of(tokens * K, (E, 2 * I, H), 2, tiles, "silu")
-    second = sizes_of(tokens * K, (E, H, I), 2, tiles, "")
+    rule = rule_of(scheme, 2, facts.arch, facts.row_tile, batch_invariant)
+    first = sizes_of(tokens * K, (E, 2 * I, H), 2, rule, "silu")
+    second = sizes_of(tokens * K, (E, H, I), 2, rule, "")
     return (
         layer_problem(first, known, "silu", tokens, K),
         layer_problem(second, known, "", tokens, 1),
@@ -60,13 +59,16 @@ def test_kernels_by_load():
 
 
 def test_what_keeps_hoppers_kernels_out():
-    """Tensors that boxes cannot be made of, a plan of one row tile, scales of each expert."""
+    """Tensors that boxes cannot be made of, scales of each expert, batch-invariant mode."""
     problem, _ = problems("fp8_tensor_static", 4096)
     assert plan_gemm(problem, HOPPER).kernel == PACKED
     for changes in ({"boxes": False}, {"expert_scales": True}):
         assert plan_gemm(problem._replace(**changes), HOPPER).kernel == SCALED
     assert plan_gemm(problem, HOPPER._replace(portable_only=True)).kernel == SCALED
-    assert kernels("fp8_channel", 4096, row_tiles=INVARIANT_ROW_TILES) == [SCALED] * 2
+    assert kernels("fp8_channel", 4096, batch_invariant=True) == [SCALED] * 2
+    # One row tile at every load by itself keeps nothing out.
+    one = problem._replace(sizes=problem.sizes._replace(rule=one_row_tile(64)))
+    assert plan_gemm(one, HOPPER).kernel == PACKED
 
 
 def test_who_quantizes():
@@ -115,9 +117,9 @@ def test_stages_of_computed_operands_on_blackwell():
 def test_numbers_of_packed_rows():
     """K counts numbers; rows of 4 bits have two in an entry."""
     rows, w = torch.zeros(3, 32, dtype=torch.uint8), torch.zeros(2, 8, 32, dtype=torch.uint8)
-    problem = stored_problem(rows, w, (None, None, None), (16,), 1, "nvfp4")
+    problem = stored_problem(rows, w, (None, None, None), 1, "nvfp4")
     assert problem.weight == (2, 8, 64)
-    problem = stored_problem(rows.bfloat16(), w, (None, None, None), (16,), 1, "mxfp4_w4a16")
+    problem = stored_problem(rows.bfloat16(), w, (None, None, None), 1, "mxfp4_w4a16")
     assert problem.weight == (2, 8, 32)
 
 
@@ -125,12 +127,11 @@ def test_numbers_of_packed_rows():
     scheme=st.sampled_from(sorted(moe_ops.SCHEMES)),
     tokens=st.sampled_from((0, 1, 2, 7, 64, 500, 5000, 2**17)),
     gpu=st.sampled_from(sorted(FACTS)),
-    one_tile=st.booleans(),
+    batch_invariant=st.booleans(),
 )
-def test_a_pure_function(scheme, tokens, gpu, one_tile):
+def test_a_pure_function(scheme, tokens, gpu, batch_invariant):
     """The same value for equal arguments, remembered; of tables that are installed, too."""
-    tiles = INVARIANT_ROW_TILES if one_tile else None
-    for problem in problems(scheme, tokens, FACTS[gpu], tiles):
+    for problem in problems(scheme, tokens, FACTS[gpu], batch_invariant):
         plan = plan_gemm(problem, FACTS[gpu])
         assert plan_gemm(GemmProblem(*problem), FACTS[gpu]) is plan
         assert all(buffer.nbytes >= 0 for buffer in plan.scratch) and plan.source
@@ -142,8 +143,11 @@ def test_given_tiles():
     portable = TileConfig(64, 64, 64, 8, 4, 2)
     plan = plan_gemm(problem, HOPPER, config=portable)
     assert (plan.kernel, plan.config, plan.source) == (DENSE, portable, "given")
-    own = HopperTiles(PACKED, 128, 128, 8, 3)
+    own = HopperTiles(PACKED, 192, 256, 8, 3)
     assert plan_gemm(problem, HOPPER, config=own).kernel == PACKED
+    for other in (replace(own, block_m=64), replace(portable, block_m=128)):
+        with pytest.raises(ValueError, match="config must have tiles that cut up .* tile of 192"):
+            plan_gemm(problem, HOPPER, config=other)
     with pytest.raises(ValueError, match="config must be tiles of a kernel that takes this GEMM"):
         plan_gemm(problem._replace(boxes=False), HOPPER, config=own)
     with pytest.raises(ValueError, match="config must be None for a GEMM with the weighted sum"):
@@ -156,7 +160,7 @@ def test_tables_are_part_of_the_question(monkeypatch):
     before = plan_gemm(problem, HOPPER)
     tiles = replace(before.config, num_warps=2)
     entry = tuned.Entry(64, tiles, tiles)
-    layer = tuned.TunedLayer("made-up", (E, I, H), "NVIDIA_H200", "unquantized", K, (), (entry,))
+    layer = tuned.TunedLayer("made-up", (E, I, H), "NVIDIA_H200", "unquantized", K, (entry,))
     monkeypatch.setattr(tuned, "TABLES", tuned.tables([layer]))
     plan = plan_gemm(problem, HOPPER)
     assert (plan.config, plan.source) == (tiles, "tuned (made-up)")

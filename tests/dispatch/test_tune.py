@@ -9,32 +9,31 @@ from tune_trials import H200, SCHEMES, Clock, kernel_of, plain_trial, subject
 
 from moe_ops import FusedMoEConfig, RoutingMethodType, explain
 from moe_ops.dispatch import tuned
+from moe_ops.dispatch.gemm_plan import plan_gemm
 from moe_ops.dispatch.hopper import PACKED, STREAM, HopperTiles, most_stages, widths
-from moe_ops.dispatch.tiles import KNOWN_ROW_TILES, pick_row_tile
-from moe_ops.dispatch.tuned_file import default_row_tiles, parse
+from moe_ops.dispatch.row_tiles import rule_of
+from moe_ops.dispatch.tiles import row_tile
+from moe_ops.dispatch.tuned_file import parse
 from moe_ops.pipeline.devices import TARGETS
 from moe_ops.tuning import files
 from moe_ops.tuning.search import DIMENSIONS, MARGIN, PACKED_GROUPS, Subject, tune_tokens
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
-@pytest.mark.parametrize("tokens", [1, 64, 512, 4096])
+@pytest.mark.parametrize("tokens", [1, 64, 512, 2048, 4096])
 def test_candidates_are_worth_a_compile(scheme, tokens):
     layer = subject(scheme)
     found = layer.candidates(tokens)
     assert len(set(found)) == len(found) and 10 < len(found) < 120
     group = 128 if scheme == "fp8_block128" else 256
     for trial in found:
-        kernels = layer.beginnings(tokens, trial.gemm, trial.tiles.block_m)
+        kernels = layer.beginnings(tokens, trial.gemm)
         assert trial in kernels or layer.allows(trial)
         assert isinstance(trial.tiles, HopperTiles) or trial.tiles.block_k <= group
-    default = layer.row_tile(tokens)
-    assert found[0].tiles.block_m == default
-    tiles = default_row_tiles(layer.scheme, hopper=True)
-    assert default == pick_row_tile(tiles, 8 * tokens, 128)
-    assert {t.tiles.block_m for t in found} <= set(KNOWN_ROW_TILES)
-    tall = {kernel_of(t) for t in found if t.tiles.block_m == 192}
-    assert tall == ({PACKED} if scheme == "unquantized" and tokens == 4096 else set())
+    rows = row_tile(rule_of(scheme, 2, 90, None, False), 8 * tokens, 128)
+    assert {t.tiles.block_m for t in found} == {rows}  # that of the plan is not searched
+    if scheme == "unquantized" and tokens == 2048:
+        assert rows == 192 and {kernel_of(t) for t in found} == {PACKED}
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
@@ -45,14 +44,13 @@ def test_the_default_is_what_runs_without_files(scheme, monkeypatch):
     layer, counts = subject(scheme), (3, 8, 64, 512, 4096, 30000)
     found = explain(config, scheme, num_tokens=counts, device="sm_90")
     for tokens, cost in zip(counts, found.costs, strict=True):
-        starts = layer.starts(tokens, layer.row_tile(tokens))
-        assert [trial.tiles for trial in starts] == [cost.gemm1, cost.gemm2]
+        assert [trial.tiles for trial in layer.starts(tokens)] == [cost.gemm1, cost.gemm2]
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_what_takes_too_much_is_not_tried(scheme):
     layer = subject(scheme)
-    trial = plain_trial(layer, 4096, 1, 128)
+    trial = plain_trial(layer, 4096, 1)
     for changes in ({"num_stages": 30}, {"block_n": 512}, {"num_warps": 1}, {"block_k": 16}):
         assert not layer.allows(trial._replace(tiles=replace(trial.tiles, **changes)))
     small = Subject(layer.sizes, 8, layer.scheme, H200._replace(shared_memory=1000))
@@ -60,15 +58,15 @@ def test_what_takes_too_much_is_not_tried(scheme):
     assert all(small.neighbours(trial, size) == [] for size in DIMENSIONS)
 
 
-@pytest.mark.parametrize("kernel, row_tile, tokens", [(PACKED, 64, 4096), (STREAM, 32, 512)])
-def test_what_hoppers_kernels_lack_is_not_tried(kernel, row_tile, tokens):
-    layer = subject()
-    (trial,) = (t for t in layer.beginnings(tokens, 2, row_tile) if kernel_of(t) == kernel)
+@pytest.mark.parametrize("kernel, rows, tokens", [(PACKED, 64, 4096), (STREAM, 32, 512)])
+def test_what_hoppers_kernels_lack_is_not_tried(kernel, rows, tokens):
+    layer = subject(row_tile=rows)
+    (trial,) = (t for t in layer.beginnings(tokens, 2) if kernel_of(t) == kernel)
     assert trial.tiles.num_stages == most_stages(trial.tiles, H200) or kernel == STREAM
     for stages in (1, 30):
         assert not layer.allows(trial._replace(tiles=replace(trial.tiles, num_stages=stages)))
     (other,) = layer.neighbours(trial, "block_n")
-    assert {trial.tiles.block_n, other.tiles.block_n} == set(widths(kernel, row_tile, 1))
+    assert {trial.tiles.block_n, other.tiles.block_n} == set(widths(kernel, rows, 1))
     assert other.tiles.num_stages == most_stages(other.tiles, H200)
     assert not layer.neighbours(trial, "num_warps") and not layer.neighbours(trial, "block_k")
     groups = {t.tiles.group_m for t in layer.neighbours(trial, "group_m")}
@@ -77,33 +75,36 @@ def test_what_hoppers_kernels_lack_is_not_tried(kernel, row_tile, tokens):
     other_way = replace(trial.tiles, on_demand=not trial.tiles.on_demand)
     found = [t.tiles for t in layer.neighbours(trial, "on_demand")]
     assert found == [other_way] * (kernel == PACKED)
-    assert not layer.neighbours(plain_trial(layer, tokens, 2, row_tile), "on_demand")
+    assert not layer.neighbours(plain_trial(layer, tokens, 2), "on_demand")
 
 
 def test_hoppers_kernels_are_tried_where_they_serve():
-    def tried(layer, tokens, row_tile):
-        return [kernel_of(t) for t in layer.beginnings(tokens, 1, row_tile)]
+    def tried(tokens, rows, *layer):
+        found = subject(*layer, row_tile=rows).beginnings(tokens, 1)
+        assert {t.tiles.block_m for t in found} == {rows}
+        return [kernel_of(t) for t in found]
 
-    assert tried(subject(), 4096, 64) == [PACKED, None, STREAM]
-    assert tried(subject(), 512, 64) == [None, PACKED, STREAM]
-    assert tried(subject(), 1, 16) == [STREAM, None]
-    assert tried(subject(), 1, 64) == [None, STREAM]  # there is no plan to pack by
-    assert tried(subject("unquantized"), 4096, 128) == [PACKED, None]
-    assert tried(subject("unquantized"), 64, 16) == [None]
+    assert tried(4096, 64) == [PACKED, None, STREAM]
+    assert tried(512, 64) == [None, PACKED, STREAM]
+    assert tried(1, 16) == [STREAM, None]
+    assert tried(1, 64) == [None, STREAM]  # there is no plan to pack by
+    assert tried(4096, 128, "unquantized") == [PACKED, None]
+    assert tried(4096, 192, "unquantized") == [PACKED]  # the others take powers of two
+    assert tried(64, 16, "unquantized") == [None]
     for scheme in ("int8_channel", "int8_w8a16", "mxfp4", "fp8_block64x32"):
-        assert tried(subject(scheme), 4096, 64) == [None]
+        assert tried(4096, 64, scheme) == [None]
     for sizes in ((128, 768, 2056), (128, 764, 2048)):  # no whole 16 bytes; no 8 gate rows
-        assert tried(subject("fp8_channel", sizes), 4096, 64) == [None]
+        assert tried(4096, 64, "fp8_channel", sizes) == [None]
     on_a100 = replace(subject("unquantized"), device=TARGETS["sm_80"].facts)
-    assert tried(on_a100, 4096, 128) == [None]
+    assert [kernel_of(t) for t in on_a100.beginnings(4096, 1)] == [None]
 
 
 @pytest.mark.parametrize("demand", [False, True])
 def test_the_search_finds_the_fastest_kernel(demand):
     """Tiles are taken on demand in this class where nothing was timed."""
-    clock = Clock(128, kernel=PACKED, on_demand=demand, block_n=128, group_m=8, num_stages=5)
+    clock = Clock(kernel=PACKED, on_demand=demand, block_n=128, group_m=8, num_stages=5)
     layer = subject()
-    entry = tune_tokens(layer, 4096, layer.row_tiles(4096), clock)
+    entry = tune_tokens(layer, 4096, clock)
     won = {"kernel": PACKED, "BLOCK_N": 128, "GROUP_M": 8, "num_stages": 5, "ON_DEMAND": demand}
     times = {"time_us": 100, "default_us": entry["gemm1"]["default_us"]}
     assert entry["gemm1"] == {**won, **times} and entry["BLOCK_M"] == 128
@@ -112,9 +113,8 @@ def test_the_search_finds_the_fastest_kernel(demand):
 
 
 def test_the_search_finds_the_fastest():
-    clock = Clock(64, block_n=32, num_warps=8, num_stages=2, block_k=64, group_m=8)
-    layer = subject()
-    entry = tune_tokens(layer, 512, layer.row_tiles(512), clock)
+    clock = Clock(block_n=32, num_warps=8, num_stages=2, block_k=64, group_m=8)
+    entry = tune_tokens(subject(), 512, clock)
     won = {"BLOCK_N": 32, "BLOCK_K": 64, "GROUP_M": 8, "num_warps": 8, "num_stages": 2}
     assert entry["BLOCK_M"] == 64
     for gemm in ("gemm1", "gemm2"):
@@ -123,48 +123,49 @@ def test_the_search_finds_the_fastest():
     assert entry["gemm1"]["time_us"] == 100 and entry["gemm2"]["time_us"] == 200
 
 
-def test_the_row_tile_is_searched_too_unless_it_is_given():
-    layer, clock = subject(), Clock(32)
-    assert tune_tokens(layer, 512, layer.row_tiles(512), clock)["BLOCK_M"] == 32
-    assert tune_tokens(layer, 512, [128], Clock(32))["BLOCK_M"] == 128
-    seen = {t.tiles.block_m for t in clock.trials}
-    assert seen == {32, 64, 128}
+@pytest.mark.parametrize(("given", "rows"), [(None, 64), (32, 32)])
+def test_the_row_tile_is_that_of_the_plan(given, rows):
+    """By load, unless all plans of the device have another one; it is not searched."""
+    clock = Clock(block_n=32)
+    assert tune_tokens(subject(row_tile=given), 512, clock)["BLOCK_M"] == rows
+    assert {t.tiles.block_m for t in clock.trials} == {rows}
 
 
-def test_hopeless_row_tiles_are_left_alone():
+def test_hopeless_kernels_are_left_alone():
     layer, trials = subject(), []
 
     def time(trial):
         trials.append(trial)
-        return 100.0 if trial.tiles.block_m == 64 else 200.0
+        return 100.0 if kernel_of(trial) is None else 200.0
 
-    assert tune_tokens(layer, 512, layer.row_tiles(512), time)["BLOCK_M"] == 64
-    begin = [layer.beginnings(512, which, 128) for which in (1, 2)]
-    assert [t for t in trials if t.tiles.block_m == 128] == sum(begin, [])
+    assert "kernel" not in tune_tokens(layer, 512, time)["gemm1"]
+    begin = [t for which in (1, 2) for t in layer.beginnings(512, which)]
+    hoppers = [t for t in trials if kernel_of(t) is not None]
+    assert hoppers == [t for t in begin if kernel_of(t) is not None] != []
 
 
 def test_the_default_stays_where_nothing_is_clearly_faster():
     layer = subject()
-    first, second = (trial.tiles for trial in layer.starts(64, 16))
+    first, second = (trial.tiles for trial in layer.starts(64))
 
     def time(trial):
         return 100.0 if trial.tiles in (first, second) else 100.0 * (1 - MARGIN / 2)
 
-    entry = tune_tokens(layer, 64, layer.row_tiles(64), time)
+    entry = tune_tokens(layer, 64, time)
     assert entry["BLOCK_M"] == 16 and entry["gemm1"]["BLOCK_N"] == first.block_n
     assert entry["time_us"] == entry["default_us"] == 200
 
 
 def test_tiles_that_fail_do_not_win():
     layer = subject()
-    starts = layer.starts(64, 16)
+    starts = layer.starts(64)
 
     def time(trial):
         return 100.0 if trial in starts else math.inf
 
-    assert tune_tokens(layer, 64, layer.row_tiles(64), time)["time_us"] == 200
+    assert tune_tokens(layer, 64, time)["time_us"] == 200
     with pytest.raises(RuntimeError, match="the default tiles do not run"):
-        tune_tokens(layer, 64, layer.row_tiles(64), lambda trial: math.inf)
+        tune_tokens(layer, 64, lambda trial: math.inf)
 
 
 # Files
@@ -172,20 +173,20 @@ def test_tiles_that_fail_do_not_win():
 
 def test_what_was_stopped_goes_on(tmp_path):
     layer, counts = subject(), [1, 64, 4096]
-    whole = Clock(32, block_n=32)
+    whole = Clock(block_n=32)
     assert files.tune(layer, counts, tmp_path / "whole", whole, made_with="x") == [4096, 64, 1]
     of_largest = sum(trial.num_tokens == 4096 for trial in whole.trials)
     with pytest.raises(KeyboardInterrupt):
-        files.tune(layer, counts, tmp_path, Clock(32, of_largest + 5, block_n=32), made_with="x")
+        files.tune(layer, counts, tmp_path, Clock(of_largest + 5, block_n=32), made_with="x")
     assert list(files.read(layer, tmp_path)) == ["4096"]
-    rest = Clock(32, block_n=32)
+    rest = Clock(block_n=32)
     assert files.tune(layer, counts, tmp_path, rest, made_with="x") == [64, 1]
     assert {trial.num_tokens for trial in rest.trials} == {1, 64}
     assert files.tune(layer, counts, tmp_path, Clock(stop_after=0)) == []
     path = tmp_path / layer.file
     assert path.read_text() == (tmp_path / "whole" / layer.file).read_text()
     assert [p.name for p in tmp_path.glob("*.*")] == [layer.file]
-    again = Clock(32, block_n=64)
+    again = Clock(block_n=64)
     assert files.tune(layer, [64], tmp_path, again, again=True) == [64]
     assert list(files.read(layer, tmp_path)) == ["1", "64", "4096"]
 
@@ -195,14 +196,20 @@ def test_a_budget_of_time(tmp_path):
     assert not (tmp_path / subject().file).exists()
 
 
-def test_one_load_has_one_row_tile(tmp_path):
-    layer = subject()
-    files.tune(layer, [64], tmp_path, Clock(32))
-    files.tune(layer, [1, 8], tmp_path, Clock(16))
-    entries = files.read(layer, tmp_path)
-    assert {entry["BLOCK_M"] for entry in entries.values()} == {32}
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_what_was_tuned_is_found(scheme, tmp_path, monkeypatch):
+    """By the plans of the token counts that were timed, whichever of a load was timed first."""
+    layer, clock = subject(scheme), Clock(block_n=32)
+    counts = [5, 64, 100, 512, 1200, 1365, 1366, 2048, 4096]
+    assert files.tune(layer, [64], tmp_path, clock) == [64]
+    files.tune(layer, counts, tmp_path, clock)
     known = parse(layer.file, (tmp_path / layer.file).read_text())
-    assert known.row_tiles == ((0, 32),) and len(known.entries) == 3
+    assert [entry.num_tokens for entry in known.entries] == counts
+    monkeypatch.setattr(tuned, "TABLES", tuned.tables([known]))
+    for num_tokens, *both in known.entries:
+        for which, tiles in enumerate(both, start=1):
+            plan = plan_gemm(layer.problem(num_tokens, which), layer.device)
+            assert (plan.config, plan.source) == (tiles, f"tuned ({layer.file})")
 
 
 def test_a_file_of_another_layer_is_refused(tmp_path):

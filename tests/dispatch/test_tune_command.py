@@ -7,6 +7,7 @@ import pytest
 import torch
 from command_line import exit_code
 from conftest import HAS_CUDA, INTERPRETED
+from plans import row_tile
 from tune_trials import SCHEMES, Clock, kernel_of, plain_trial, subject
 
 from moe_ops import cli
@@ -20,7 +21,7 @@ COMMAND = ["tune", "--model", "qwen3-30b-a3b", "--scheme", "fp8_block128", "--de
 @pytest.fixture
 def clock(monkeypatch):
     """The GPU that a command finds."""
-    made = Clock(32, block_n=32)
+    made = Clock(block_n=32)
     monkeypatch.setattr(cli, "_gemm_clock", lambda problem, layer: made)
     return made
 
@@ -113,12 +114,12 @@ def made():
     from moe_ops.bench.harness import Timing
     from moe_ops.bench.problems import Problem
 
-    def make(scheme, change=lambda output: output):
+    def make(scheme, change=lambda output: output, row_tile=None):
         def timer(call, device, budget_s):
             return Timing(7.0, 7.0, 7.0, 1, change(call()))
 
         sizes, problem = (4, 128, 128), Problem("small", 4, 2, 128, 128, timed=False)
-        return gemm_clock.GemmClock(problem, subject(scheme, sizes, 2), timer)
+        return gemm_clock.GemmClock(problem, subject(scheme, sizes, 2, row_tile), timer)
 
     return make
 
@@ -128,7 +129,7 @@ def test_the_gemm_clock(scheme, made):
     """Every kind of scheme runs both GEMMs; a wrong result or an error takes forever."""
     changes = []
     clock = made(scheme, lambda output: changes[0](output) if changes else output)
-    trials = clock.subject.starts(5, 16)
+    trials = clock.subject.starts(5)
     assert [clock(trial) for trial in trials] == [7.0, 7.0]
     for change in (lambda y: y * 1.1, lambda y: y * math.nan, lambda y: 1 / 0):
         changes[:] = [change]
@@ -149,22 +150,23 @@ def test_trials_launch_their_tiles(scheme, made, monkeypatch):
         launch(self, *given)
 
     monkeypatch.setattr(Launch, "__call__", record_constants)
-    clock = made(scheme)
+    clock = made(scheme, row_tile=32)
     clock.launches = True  # in the interpreter, too
-    for start in (plain_trial(clock.subject, 5, which, 32) for which in (1, 2)):
+    for start in (plain_trial(clock.subject, 5, which) for which in (1, 2)):
         for trial in [start, *clock.subject.neighbours(start, "block_k")]:
             seen.clear()
-            assert clock(Trial(5, trial.gemm, trial.tiles)) == 7.0
+            with row_tile(32, portable_only=False):
+                assert clock(Trial(5, trial.gemm, trial.tiles)) == 7.0
             tiles = trial.tiles
             assert seen[-1] == (
-                tiles.block_m, tiles.block_n, tiles.block_k, tiles.num_warps, tiles.num_stages,
+                32, tiles.block_n, tiles.block_k, tiles.num_warps, tiles.num_stages,
             )  # fmt: skip
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("scheme", ["unquantized", "fp8_channel", "fp8_block128"])
-@pytest.mark.parametrize(("tokens", "row_tile"), [(5, 32), (400, 64), (400, 128)])
-def test_trials_launch_hoppers_kernels(scheme, tokens, row_tile, made, monkeypatch):
+@pytest.mark.parametrize(("tokens", "rows"), [(5, 32), (400, 64), (400, 128)])
+def test_trials_launch_hoppers_kernels(scheme, tokens, rows, made, monkeypatch):
     from moe_ops.kernels._hopper import gemm as hopper_gemm
 
     if not HAS_CUDA or torch.cuda.get_device_capability()[0] != 9:
@@ -177,13 +179,14 @@ def test_trials_launch_hoppers_kernels(scheme, tokens, row_tile, made, monkeypat
         run(self, *given)
 
     monkeypatch.setattr(hopper_gemm.HopperGemm, "__call__", record_constants)
-    clock, tried = made(scheme), 0
-    for start in (t for which in (1, 2) for t in clock.subject.beginnings(tokens, which, row_tile)):
-        assert clock(start) == 7.0  # and its result is right
+    clock, tried = made(scheme, row_tile=rows), 0
+    for start in (t for which in (1, 2) for t in clock.subject.beginnings(tokens, which)):
         tiles, own = start.tiles, kernel_of(start)
-        expected = own and (tiles.block_m, tiles.block_n, tiles.group_m, tiles.num_stages)
-        seen.clear()
-        clock(start)
+        expected = own and (rows, tiles.block_n, tiles.group_m, tiles.num_stages)
+        with row_tile(rows, portable_only=False):
+            assert clock(start) == 7.0  # and its result is right
+            seen.clear()
+            clock(start)
         assert seen == ([(*expected, tiles.packed)] if own else [])
         tried += own is not None
-    assert tried >= (0 if scheme == "unquantized" and row_tile == 32 else 2)
+    assert tried >= (0 if scheme == "unquantized" and rows == 32 else 2)

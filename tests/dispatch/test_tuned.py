@@ -11,17 +11,18 @@ from tuned_entries import H200, SIZES, entry, gemm_of, layer, own, record
 from moe_ops.dispatch import tuned
 from moe_ops.dispatch.hopper import PACKED, STREAM, HopperTiles, hopper_tiles
 from moe_ops.dispatch.portable import gemm_tiles, shared_bytes
-from moe_ops.dispatch.tiles import EIGHT_BIT_ROW_TILES, ROW_TILES, Gemm, TileConfig, pick_row_tile
-from moe_ops.dispatch.tuned import DEFAULT, choose, merged
+from moe_ops.dispatch.row_tiles import EIGHT_BIT, HOPPER, INVARIANT, PORTABLE
+from moe_ops.dispatch.tiles import ROW_TILES, Gemm, TileConfig, one_row_tile, row_tile
+from moe_ops.dispatch.tuned import DEFAULT, choose
 from moe_ops.dispatch.tuned_file import file_name, parse
 from moe_ops.pipeline.devices import TARGETS
 
 NAME = file_name(SIZES, "NVIDIA H200", "unquantized")
 
 
-def first(rows, row_tiles=ROW_TILES, itemsize=2):
+def first(rows, rule=PORTABLE, itemsize=2):
     """GEMM 1 of the layer."""
-    return Gemm(rows, 8, 64, 128, itemsize, 2, row_tiles)
+    return Gemm(rows, 8, 64, 128, itemsize, 2, rule)
 
 
 def chosen(gemm, device=H200, scheme="unquantized", hopper=False):
@@ -102,7 +103,6 @@ def changed(path, value):
         ),
         (["5"], entry(64, own(ON_DEMAND=1)), "5.gemm1.ON_DEMAND must be true or false, got 1"),
         (["5"], entry(64, own(ON_DEMAND=None)), "5.gemm1.ON_DEMAND must be true or false, got"),
-        (["5"], entry(32), "5.BLOCK_M must be 16 as for 4, of the same load, got 32"),
     ],
 )
 def test_refused_content(path, value, named):
@@ -151,62 +151,79 @@ def test_schemes_that_hoppers_kernels_lack(scheme):
 def test_a_file_names_the_kernel(installed):
     """Hopper's where it says so, and the one for all GPUs where it does not."""
     installed(layer(record(_500=entry(64, own(), gemm_of())), scheme="fp8_channel"))
-    tiles = EIGHT_BIT_ROW_TILES[:5] + (64,)
-    first_gemm = chosen(first(1000, tiles, 1), scheme="fp8_channel", hopper=True)
+    gemm, less = first(1000, EIGHT_BIT, 1), first(600, EIGHT_BIT, 1)
+    first_gemm = chosen(gemm, scheme="fp8_channel", hopper=True)
     assert first_gemm.tiles == HopperTiles(PACKED, 64, 128, 8, 4)
-    assert first_gemm.plain == gemm_tiles(first(1000, tiles, 1), H200)  # for other operands
+    assert first_gemm.plain == gemm_tiles(gemm, H200)  # for other operands
     assert first_gemm.source.startswith("tuned")
-    second = chosen(Gemm(1000, 8, 128, 64, 1, 1, tiles), scheme="fp8_channel", hopper=True)
+    second = chosen(Gemm(1000, 8, 128, 64, 1, 1, EIGHT_BIT), scheme="fp8_channel", hopper=True)
     assert second.hopper is None and second.tiles == TileConfig(64, 64, 64, 1, 4, 3)
-    other = chosen(first(600, tiles, 1), scheme="fp8_channel", hopper=True)
-    assert "has nothing" in other.source and other.hopper == hopper_tiles(
-        first(600, tiles, 1), H200
-    )
+    other = chosen(less, scheme="fp8_channel", hopper=True)
+    assert "has nothing" in other.source and other.hopper == hopper_tiles(less, H200)
 
 
 def test_hoppers_kernels_that_do_not_serve(installed):
-    tiles = (64,) * 8
+    rule = one_row_tile(64)
     installed(layer(record(_1=entry(64, own()), _500=entry(64, own(num_stages=40)))))
-    few = chosen(first(2, tiles), hopper=True)
+    few = chosen(first(2, rule), hopper=True)
     assert few.source == f"{DEFAULT} ({NAME} packs rows, and so few have no plan)"
-    assert chosen(first(6, tiles), hopper=True).hopper is not None
-    other = chosen(first(6, tiles), hopper=False)
-    assert other.hopper is None and other.tiles == gemm_tiles(first(6, tiles), H200)
+    assert chosen(first(6, rule), hopper=True).hopper is not None
+    other = chosen(first(6, rule), hopper=False)
+    assert other.hopper is None and other.tiles == gemm_tiles(first(6, rule), H200)
     assert other.source == f"{DEFAULT} ({NAME} names hopper_packed, which does not take this GEMM)"
-    many = chosen(first(1000, tiles), hopper=True)
+    many = chosen(first(1000, rule), hopper=True)
     assert many.source.startswith(f"{DEFAULT} ({NAME} has 40 stages, shared memory holds")
-
-
-def test_row_tiles_by_load():
-    # 8 experts, 2 a token: 1.5 * 2 T / 8 rows wanted.
-    small, large = entry(32), entry(64)
-    assert layer(record()).row_tiles == () and merged(ROW_TILES, ()) == ROW_TILES
-    assert layer(record(_4=small)).row_tiles == ((0, 32),)
-    assert merged(ROW_TILES, ((0, 32),)) == (32, 32, 64, 128)
-    won = layer(record(_4=small, _1000=large)).row_tiles
-    assert won == ((0, 32), (5, 64))  # 375 rows: class 5
-    found = merged(ROW_TILES, won)
-    assert found == (32, 32, 64, 128, 128, 64)
-    eight_bit = layer(record(_1000=entry(128)), scheme="fp8_channel").row_tiles
-    assert merged(EIGHT_BIT_ROW_TILES, eight_bit) == (16, 32, 64, 64, 64, 128, 128)
-    for tokens in (1, 42, 43, 500, 683, 4000):
-        expected = 32 if tokens < 86 else 64 if tokens < 171 or tokens >= 683 else 128
-        assert pick_row_tile(found, 2 * tokens, 8) == expected
 
 
 def test_the_nearest_entry_of_the_load(installed):
     installed(layer(record(_1=entry(gemm1=gemm_of(16)), _30=entry(gemm1=gemm_of(128)))))
-    tiles = merged(ROW_TILES, layer(record(_1=entry(), _30=entry())).row_tiles)
-    widths = {t: chosen(first(2 * t, tiles)).tiles.block_n for t in (1, 2, 5, 6, 42)}
+    widths = {t: chosen(first(2 * t)).tiles.block_n for t in (1, 2, 5, 6, 42)}
     assert widths == {1: 16, 2: 16, 5: 16, 6: 128, 42: 128}
-    other = chosen(first(2 * 60, tiles))
+    other = chosen(first(2 * 60))
     assert other.source == f"{DEFAULT} ({NAME} has nothing for this load)"
-    assert other.tiles == gemm_tiles(first(2 * 60, tiles), H200)
+    assert other.tiles == gemm_tiles(first(2 * 60), H200)
+
+
+def test_the_row_tile_is_that_of_the_plan(installed):
+    """An entry serves the plans that have the row tile it was timed with, and changes none."""
+    # 8 experts, 2 a token: a load of 1.5 * 2 T / 8.
+    installed(layer(record(_4=entry(32), _50=entry(32), _1000=entry(64))))
+    found, nothing = f"tuned ({NAME})", f"{DEFAULT} ({NAME} has nothing for this load)"
+    for tokens, rule, rows, source in (
+        (4, PORTABLE, 16, nothing), (4, HOPPER[2], 16, nothing), (4, one_row_tile(32), 32, found),
+        (50, PORTABLE, 32, found), (50, one_row_tile(64), 64, found),
+        (1000, PORTABLE, 128, nothing), (1000, EIGHT_BIT, 64, found),
+        (1000, one_row_tile(16), 16, nothing), (1000, one_row_tile(32), 32, found),
+    ):  # fmt: skip
+        choice = chosen(first(2 * tokens, rule))
+        assert (choice.tiles.block_m, choice.source) == (rows, source), (tokens, rule)
+
+
+def test_loads_past_a_rules_last_step_are_one(installed):
+    """Since they all have its last row tile, an entry of any of them serves all of them."""
+    installed(layer(record(_400=entry(128, gemm_of(32)))))  # a load of 150
+    assert chosen(first(2 * 10000, PORTABLE)).tiles.block_n == 32
+    assert "has nothing" in chosen(first(2 * 10000, HOPPER[2])).source
+    installed(layer(record(_400=entry(64, gemm_of(32)))))
+    assert chosen(first(2 * 600, EIGHT_BIT)).tiles.block_n == 32
+    assert "has nothing" in chosen(first(2 * 800, EIGHT_BIT)).source
+
+
+def test_half_a_class_of_loads(installed):
+    """8-bit rows on Hopper: up to a load of 96 in tiles of 64, then 128, within one class."""
+    content = record(_240=entry(64, gemm_of(32)), _280=entry(128, gemm_of(16)))
+    installed(layer(content, scheme="fp8_channel"))
+    for tokens, rows, width in ((200, 64, 32), (256, 64, 32), (257, 128, 16), (341, 128, 16)):
+        choice = chosen(first(2 * tokens, HOPPER[1], 1), scheme="fp8_channel")
+        assert (choice.tiles.block_m, choice.tiles.block_n) == (rows, width)
+    for tokens in (170, 342):
+        choice = chosen(first(2 * tokens, HOPPER[1], 1), scheme="fp8_channel")
+        assert "has nothing" in choice.source
 
 
 def test_both_gemms_find_theirs(installed):
     installed(layer(record(_4=entry(gemm1=gemm_of(64, 32), gemm2=gemm_of(16, 128, 2, 8, 2)))))
-    second = Gemm(8, 8, 128, 64, 2, 1, ROW_TILES)
+    second = Gemm(8, 8, 128, 64, 2, 1, PORTABLE)
     assert chosen(first(8)).tiles == TileConfig(16, 64, 32, 1, 4, 3)
     assert chosen(second).tiles == TileConfig(16, 16, 128, 2, 8, 2)
     assert chosen(second).source == f"tuned ({NAME})"
@@ -219,7 +236,7 @@ def test_who_finds_nothing(installed):
     others = [
         (gemm._replace(num_experts=4), H200, "unquantized"),
         (gemm._replace(n=96), H200, "unquantized"),
-        (gemm._replace(row_tiles=(16,)), H200, "unquantized"),  # fixed, whatever the load
+        (gemm._replace(rule=INVARIANT), H200, "unquantized"),
         (gemm._replace(itemsize=4), H200, "unquantized"),
         (gemm, H200._replace(name="NVIDIA H100"), "unquantized"),
         (gemm, H200._replace(name=""), "unquantized"),
@@ -227,8 +244,6 @@ def test_who_finds_nothing(installed):
     ]
     for one, device, scheme in others:
         assert chosen(one, device, scheme).source == DEFAULT
-    # A plan with other rows, as the caller of an operator may have made it.
-    assert "has nothing" in chosen(gemm._replace(row_tiles=(32, 64))).source
 
 
 def test_what_does_not_fit_is_not_used(installed):
@@ -243,21 +258,21 @@ def test_what_does_not_fit_is_not_used(installed):
         st.integers(1, 5000), st.sampled_from([16, 64, 256]), min_size=1, max_size=6
     ),
     rows=st.sampled_from(ROW_TILES),
+    rule=st.sampled_from([PORTABLE, EIGHT_BIT, *map(one_row_tile, ROW_TILES)]),
     tokens=st.integers(1, 10**6),
     arch=st.sampled_from(["sm_86", "sm_90"]),
 )
-def test_every_choice_can_run(entries, rows, tokens, arch):
+def test_every_choice_can_run(entries, rows, rule, tokens, arch):
     """It has the rows of the plan, and fits; what is not the file's is the default's."""
     content = {str(t): entry(rows, gemm_of(n, 128, num_stages=4)) for t, n in entries.items()}
     known = layer({"top_k": 2, **content})
     device = TARGETS[arch].facts._replace(name="NVIDIA H200")
-    row_tiles = merged(ROW_TILES, known.row_tiles)
-    gemm = first(2 * tokens, row_tiles)
+    gemm = first(2 * tokens, rule)
     before, tuned.TABLES = tuned.TABLES, tuned.tables([known])
     try:
         choice = chosen(gemm, device)
     finally:
         tuned.TABLES = before
-    assert choice.tiles.block_m == pick_row_tile(row_tiles, 2 * tokens, 8)
+    assert choice.tiles.block_m == row_tile(rule, 2 * tokens, 8)
     assert shared_bytes(choice.tiles, gemm, 16) <= device.shared_memory
     assert choice.source.startswith("tuned") or choice.tiles == gemm_tiles(gemm, device)

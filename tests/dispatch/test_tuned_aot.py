@@ -30,6 +30,7 @@ from moe_ops.dispatch.hopper import (  # noqa: E402
     operand_bytes,
     widths,
 )
+from moe_ops.dispatch.row_tiles import tile_rule  # noqa: E402
 from moe_ops.dispatch.tiles import plan_sizes  # noqa: E402
 from moe_ops.pipeline import gemms  # noqa: E402
 from moe_ops.pipeline.devices import TARGETS  # noqa: E402
@@ -50,7 +51,7 @@ SHIPPED = [layer for layers in tuned.read_all().values() for layer in layers.val
 MADE_UP = [
     tuned_file.parse(
         tuned_file.file_name((4, 256, 512), "NVIDIA H200", scheme),
-        json.dumps(record(_4=entry(), _500=entry(64, gemm_of(32, num_stages=2)))),
+        json.dumps(record(_4=entry(), _80=entry(64, gemm_of(32, num_stages=2)))),
     )
     for scheme in ("unquantized", "fp8_block128", "int4_w4a16_g32", "mxfp4")
 ]
@@ -70,9 +71,10 @@ def all_of_hoppers(scheme, order):
 
 
 HOPPER_ROWS = [
-    (4, STREAM, 16), (30, STREAM, 32), (60, STREAM, 64), (100, PACKED, 64), (200, PACKED, 128),
+    (4, STREAM, 16), (30, STREAM, 32), (60, STREAM, 64), (80, PACKED, 64), (160, PACKED, 128),
+    (300, PACKED, 192),
 ]  # fmt: skip
-"""Tokens, each of another load."""
+"""Tokens, whose plans have these row tiles."""
 
 
 def subject_of(known):
@@ -89,25 +91,26 @@ def trials(known):
 
 @pytest.mark.parametrize("known", SHIPPED, ids=lambda known: known.file)
 def test_tiles_are_ones_that_may_win(known):
+    """In the row tile of the plan, too: no plan would use others."""
     subject = subject_of(known)
     for trial in trials(known):
-        defaults = subject.kernels(trial.num_tokens, trial.gemm, trial.tiles.block_m)
+        defaults = subject.kernels(trial.num_tokens, trial.gemm)
         assert trial.tiles in defaults or subject.allows(trial), trial
+        assert trial.tiles.block_m == defaults[0].block_m, trial
 
 
 def launch_trial(known, trial):
-    """One GEMM of the layer, on the plan that the file makes."""
+    """One GEMM of the layer."""
     scheme, (experts, width, hidden) = get_scheme(known.scheme), known.sizes
     slots, quant = trial.num_tokens * known.top_k, scheme.activation
     n, k = (2 * width, hidden) if trial.gemm == 1 else (hidden, width)
-    row_tiles = tuned.merged(tuned_file.default_row_tiles(scheme), known.row_tiles)
     rows = trial.num_tokens if trial.gemm == 1 else slots
 
     def launch(empty):
         ids = empty(trial.num_tokens, known.top_k, dtype=torch.int32)
-        entries = plan_sizes(slots, experts, row_tiles).entries
-        plan = empty(entries, dtype=torch.int32)
-        space = SlotRows(Tiles(plan, ids), row_tiles, experts)
+        rule = tile_rule(known.scheme, torch.bfloat16, ids.device)
+        plan = empty(plan_sizes(slots, experts, rule).entries, dtype=torch.int32)
+        space = SlotRows(Tiles(plan, ids), experts)
         meta = quantize_weight(
             torch.empty(experts, n, k, dtype=torch.bfloat16, device="meta"), scheme
         )

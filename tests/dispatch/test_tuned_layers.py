@@ -8,16 +8,15 @@ import sys
 import pytest
 import torch
 from conftest import HAS_CUDA, INTERPRETED
+from plans import row_tile
 from tuned_entries import H200, SIZES, entry, gemm_of, layer, record
 
 import moe_ops
-from moe_ops import cli, get_scheme
+from moe_ops import cli
 from moe_ops.dispatch import tuned
 from moe_ops.dispatch.device import assumed
-from moe_ops.dispatch.hopper import ROW_TILES as HOPPER_ROW_TILES
-from moe_ops.dispatch.tuned import DEFAULT, merged
-from moe_ops.dispatch.tuned_file import default_row_tiles, file_name, parse
-from moe_ops.pipeline import row_spaces
+from moe_ops.dispatch.tuned import DEFAULT
+from moe_ops.dispatch.tuned_file import file_name, parse
 from moe_ops.testing import assert_matches_reference
 
 
@@ -38,7 +37,7 @@ def python(code, **environment):
 
 def test_the_folder_of_the_environment(tmp_path):
     name = "E=128,N=768,K=2048,device_name=NVIDIA_H200,scheme=fp8_block128.json"
-    (tmp_path / name).write_text(json.dumps(record(8, _64=entry(32))))
+    (tmp_path / name).write_text(json.dumps(record(8, _64=entry(), _512=entry(32))))
     (tmp_path / "README.md").write_text("not a file of tiles")
     run = (
         "from moe_ops.cli import main; main('explain --model qwen3-30b --scheme fp8_block128"
@@ -47,8 +46,10 @@ def test_the_folder_of_the_environment(tmp_path):
     done = python(run, MOE_OPS_TUNED_DIR=str(tmp_path))
     small, large = json.loads(done.stdout)["costs"]
     assert small["tiles_from"] == [f"tuned ({name})"] * 2
-    assert small["gemm1"]["block_m"] == 32 and small["gemm2"]["block_n"] == 32
+    assert small["gemm1"]["block_m"] == 16 and small["gemm2"]["block_n"] == 32
+    # A plan for 512 tokens has tiles of 64 rows.
     assert large["tiles_from"] == [f"{DEFAULT} ({name} has nothing for this load)"] * 2
+    assert large["gemm1"]["block_m"] == large["gemm2"]["block_m"] == 64
     text = python(run.replace(" --json", ""), MOE_OPS_TUNED_DIR=str(tmp_path)).stdout
     assert f"tiles: tuned ({name}): GEMM 1 of 64, GEMM 2 of 64" in text
     (tmp_path / name).write_text("{}")
@@ -68,11 +69,26 @@ def test_the_users_files_take_the_place_of_the_packages(monkeypatch, tmp_path):
 
 
 @pytest.fixture
-def at_home(installed, monkeypatch):
-    """A file for the layer of `arguments`, on whatever device this is."""
-    monkeypatch.setattr(row_spaces, "name_and_arch", lambda device: ("NVIDIA_H200", 90))
+def at_home(installed):
+    """A file for the layer of `arguments`."""
     tiles = gemm_of(32, 32, 1, 4, 2)
-    installed(layer(record(_4=entry(32, tiles, tiles), _5000=entry(64, tiles, tiles))))
+    installed(layer(record(_4=entry(16, tiles, tiles), _5000=entry(64, tiles, tiles))))
+
+
+@pytest.fixture
+def seen(monkeypatch):
+    """The blocks of the GEMMs that are launched from now on."""
+    from moe_ops.kernels._runtime.launch import Launch
+
+    launch, blocks = Launch.__call__, []
+
+    def record_constants(self, *given):
+        if "GROUP_M" in self.constants:
+            blocks.append([self.constants[f"BLOCK_{axis}"] for axis in "MNK"])
+        launch(self, *given)
+
+    monkeypatch.setattr(Launch, "__call__", record_constants)
+    return blocks
 
 
 def arguments(tokens, experts=8, width=64, hidden=128, device="cpu", dtype=torch.bfloat16):
@@ -92,6 +108,7 @@ def arguments(tokens, experts=8, width=64, hidden=128, device="cpu", dtype=torch
 
 
 def test_one_graph_for_all_token_counts(at_home):
+    """Neither row tiles nor files are in a graph: the operators look them up."""
     graphs = []
 
     @torch.compile(
@@ -101,52 +118,57 @@ def test_one_graph_for_all_token_counts(at_home):
         return moe_ops.fused_experts(*tensors)
 
     torch._dynamo.reset()
-    expected = moe_ops.fused_experts(*arguments(5))
-    assert torch.equal(run(*arguments(5)), expected)
-    with torch.compiler.set_stance("fail_on_recompile"):
-        for tokens in (2, 64, 5000):
-            run(*arguments(tokens))
-    run(*arguments(5, width=32))
-    tiles = [
-        next(node.args[2] for node in graph.graph.nodes if "plan_slots" in str(node.target))
-        for graph in graphs
-    ]
-    default = HOPPER_ROW_TILES[2]
-    assert [tuple(t) for t in tiles] == [(32, *default[1:7], 64), default]
+    with assumed(H200):
+        expected = moe_ops.fused_experts(*arguments(5))
+        assert torch.equal(run(*arguments(5)), expected)
+        with torch.compiler.set_stance("fail_on_recompile"):
+            for tokens in (2, 64, 5000):
+                run(*arguments(tokens))
+            with row_tile(32):
+                run(*arguments(64))
+    (graph,) = graphs
+    plan = next(node for node in graph.graph.nodes if "plan_slots" in str(node.target))
+    assert plan.args[3:5] == ("unquantized", torch.bfloat16)
 
 
 @pytest.mark.kernel
 @pytest.mark.skipif(not (HAS_CUDA or INTERPRETED), reason="no kernel runs")
 @pytest.mark.parametrize("tokens", [5, 30])
-def test_layers_run_on_what_a_file_says(tokens, at_home, monkeypatch, device):
+def test_layers_run_on_what_a_file_says(tokens, at_home, seen, device):
     """The launches have the file's constants, and the result is the one of other tiles."""
-    from moe_ops.kernels._runtime.launch import Launch
-
-    inputs, launch, seen = arguments(tokens, device=device), Launch.__call__, []
-    expected = moe_ops.fused_experts(*inputs)  # on the default, as nobody knows this device
-
-    def record_constants(self, *given):
-        if "GROUP_M" in self.constants:
-            seen.append([self.constants[f"BLOCK_{axis}"] for axis in "MNK"])
-        launch(self, *given)
-
-    monkeypatch.setattr(Launch, "__call__", record_constants)
+    inputs = arguments(tokens, device=device)
+    with assumed(H200._replace(name="")):  # nobody knows this device
+        expected = moe_ops.fused_experts(*inputs)
+    assert [16, 32, 32] not in seen
+    seen.clear()
     with assumed(H200):
         actual = moe_ops.fused_experts(*inputs)
-    assert seen == [[32, 32, 32]] * 2
+    assert seen == [[16, 32, 32]] * 2
     assert_matches_reference(actual, expected.double(), expected)
 
 
+@pytest.mark.kernel
+@pytest.mark.skipif(not (HAS_CUDA or INTERPRETED), reason="no kernel runs")
+def test_a_file_does_not_change_a_plan(installed, seen, device):
+    """What was timed with another row tile is not used."""
+    tiles = gemm_of(32, 32, 1, 4, 2)
+    installed(layer(record(_4=entry(32, tiles, tiles))))
+    inputs = arguments(5, device=device)
+    with assumed(H200):
+        moe_ops.fused_experts(*inputs)
+    assert [rows for rows, *_ in seen] == [16, 16] and [16, 32, 32] not in seen
+    seen.clear()
+    with row_tile(32, H200):
+        moe_ops.fused_experts(*inputs)
+    assert seen == [[32, 32, 32]] * 2
+
+
 @pytest.mark.gpu
-def test_a_gpu_finds_its_files(installed, device):
-    """Compiled too: Dynamo folds the name of the GPU."""
+def test_a_gpu_finds_its_files(installed, seen, device):
+    """Compiled too."""
     name = torch.cuda.get_device_name()
-    content = record(_4=entry(32, gemm_of(32, 32), gemm_of(32, 32)))
+    content = record(_4=entry(16, gemm_of(32, 32), gemm_of(32, 32)))
     installed(parse(file_name(SIZES, name, "unquantized"), json.dumps(content)))
-    w2, scheme = arguments(4, device=device)[2], get_scheme("unquantized")
-    hopper = torch.cuda.get_device_capability() == (9, 0)
-    expected = merged(default_row_tiles(scheme, hopper=hopper), ((0, 32),))
-    assert row_spaces.row_tiles_of(scheme, w2) == expected
     graphs = []
 
     @torch.compile(
@@ -160,6 +182,4 @@ def test_a_gpu_finds_its_files(installed, device):
         for tokens in (5, 9):
             inputs = arguments(tokens, device=device)
             assert torch.equal(run(*inputs), moe_ops.fused_experts(*inputs))
-    (graph,) = graphs
-    tiles = next(node.args[2] for node in graph.graph.nodes if "plan_slots" in str(node.target))
-    assert tuple(tiles) == expected
+    assert len(graphs) == 1 and seen == [[16, 32, 32]] * 8

@@ -13,9 +13,10 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 import moe_ops
 from moe_ops import ops
-from moe_ops.dispatch.tiles import INVARIANT_ROW_TILES, MANY_TOKENS, num_tiles, padded_slots
+from moe_ops.dispatch.row_tiles import INVARIANT, PORTABLE
+from moe_ops.dispatch.tiles import MANY_TOKENS, plan_sizes
 from moe_ops.pipeline.gated_experts import gated_experts
-from moe_ops.pipeline.row_spaces import depends_on_batch, row_tiles_of
+from moe_ops.pipeline.row_spaces import depends_on_batch
 from moe_ops.pipeline.workspace import PeakMemory
 from moe_ops.scheme import min_capability
 from moe_ops.testing import Problem, make_inputs, quantize_inputs
@@ -128,8 +129,9 @@ def test_routing_is_invariant_without_asking(scoring, renormalize, device):
         for actual, expected in zip(route(logits[rows].contiguous()), whole, strict=True):
             assert torch.equal(actual, expected[rows])
     how = (None, 3, renormalize, scoring, 1)
+    layer = (None, experts, "unquantized", torch.bfloat16, True)
     for count in (1, tokens):
-        aligned = ops.topk_plan(logits[:count], *how, None, [64], experts)
+        aligned = ops.topk_plan(logits[:count], *how, *layer)
         assert torch.equal(aligned[0], whole[0][:count])
 
 
@@ -246,7 +248,7 @@ def test_explained_tiles_are_the_same_at_any_load(scheme, arch, format):
     rows = 64 if format == "batched" else None
     config = replace(layer_config(Problem()), batch_invariant=True, max_num_tokens=rows)
     told = moe_ops.explain(config, scheme, num_tokens=(1, 7, 64, 4096), device=f"sm_{arch}")
-    assert {c.gemm1.block_m for c in told.costs} == set(INVARIANT_ROW_TILES)
+    assert {c.gemm1.block_m for c in told.costs} == {64}
     assert len({c.gemm1 for c in told.costs}) == len({c.gemm2 for c in told.costs}) == 1
 
 
@@ -257,15 +259,13 @@ def test_memory_and_warmup_know_the_mode():
     with PeakMemory() as memory:
         layer(slice(None))
 
-    def plan(row_tiles):
-        lengths = (f(tokens * k, experts, row_tiles) for f in (padded_slots, num_tiles))
-        return sum(-(-4 * n // 512) * 512 for n in lengths)
+    def plan(rule):
+        return -(-4 * plan_sizes(tokens * k, experts, rule).entries // 512) * 512
 
     sizes = (tokens, 64, 48, experts, k, torch.bfloat16)
     assert moe_ops.workspace_nbytes(*sizes, batch_invariant=True) == memory.peak
-    default = row_tiles_of(moe_ops.get_scheme("unquantized"))
     more = moe_ops.workspace_nbytes(*sizes, device="cpu") - memory.peak
-    assert more == plan(default) - plan(INVARIANT_ROW_TILES)
+    assert more == plan(PORTABLE) - plan(INVARIANT)
     x, w1, w2, *_ = layer.inputs
     ran = moe_ops.warmup(w1, w2, k, 4000, batch_invariant=True)
     assert len(ran) < len(moe_ops.warmup(w1, w2, k, 4000))

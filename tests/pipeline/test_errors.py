@@ -160,6 +160,24 @@ def test_a_check_runs_once_for_what_looks_the_same():
     assert len(calls) == 1 + len(different) + 1
 
 
+def test_a_check_runs_for_other_lists_names_and_types():
+    calls = []
+
+    @checks.remembered
+    def check(tensors, flag=True, **named):
+        calls.append(named)
+
+    x = torch.zeros(4, 4)
+    for _ in range(2):
+        for tensors in ([x, None], [None, x], [x, x[:2]], [x], (), [[x]]):
+            check(tensors)
+        for flag in (True, 1, 1.0, "1"):
+            check([], flag)
+        for named in ({"a": 1, "b": 2}, {"b": 1, "a": 2}, {"a": x, "b": x[:2]}, {"a": x, "b": x}):
+            check([], **named)
+    assert len(calls) == 6 + 4 + 4
+
+
 @pytest.mark.parametrize("bad", [torch.zeros(3), torch.zeros(3, 3).int(), [1.0], None])
 def test_a_check_that_raised_raises_again(bad):
     check, calls = counting_check()

@@ -1,6 +1,7 @@
 """What `explain` says of tiles is what launchers take: every scheme, load and architecture."""
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
+from itertools import product
 from unittest import mock
 
 import pytest
@@ -17,11 +18,22 @@ from moe_ops.dispatch.tiles import TileConfig  # noqa: E402
 from moe_ops.kernels._hopper.gemm import Constants  # noqa: E402
 from moe_ops.kernels._runtime.launch import Launch  # noqa: E402
 from moe_ops.pipeline.devices import TARGETS  # noqa: E402
+from moe_ops.pipeline.row_spaces import depends_on_batch  # noqa: E402
 from moe_ops.scheme import TENSORS, what_lacks  # noqa: E402
 
 E, H, I, K = 32, 512, 256, 4  # noqa: E741
 TOKENS = (1, 2, 8, 64, 512, 4096)
 ARCHITECTURES = (80, 90, 100, 120)
+CONFIG = moe_ops.FusedMoEConfig(
+    E, K, H, I, E, "silu", "cuda", moe_ops.RoutingMethodType.Renormalize
+)
+ROWS_BY_EXPERT = {
+    "permuted": (moe_ops.GroupedGemmExperts, None),
+    "batched, few rows": (moe_ops.BatchedTritonExperts, 3),
+    "batched, some rows": (moe_ops.BatchedTritonExperts, 50),
+    "batched, many rows": (moe_ops.BatchedGroupedGemmExperts, 400),
+}
+"""Experts whose rows lie by expert, and rows of an expert in the Batched format."""
 GEMM_KERNELS = {
     "hopper_gemm_kernel": PACKED, "hopper_stream_kernel": STREAM,
     "hopper_token_kernel": TOKEN, "hopper_token_sum_kernel": TOKEN,
@@ -97,10 +109,7 @@ def test_explained_tiles_are_launched(name):
         target = TARGETS[f"sm_{arch}"]
         if what_lacks(scheme, arch) is not None:
             continue
-        config = moe_ops.FusedMoEConfig(
-            E, K, H, I, E, "silu", "cuda", moe_ops.RoutingMethodType.Renormalize
-        )
-        told = moe_ops.explain(config, scheme, num_tokens=TOKENS, device=target.name)
+        told = moe_ops.explain(CONFIG, scheme, num_tokens=TOKENS, device=target.name)
         for cost in told.costs:
             tokens = cost.num_tokens
 
@@ -114,4 +123,43 @@ def test_explained_tiles_are_launched(name):
             said = [explained(cost.gemm1), explained(cost.gemm2)]
             if ran != said:
                 wrong.append((arch, tokens, ran, said))
+    assert not wrong, "\n".join(map(str, wrong))
+
+
+@pytest.mark.skipif(INTERPRETED, reason="what is launched on a GPU")
+@pytest.mark.filterwarnings("ignore")  # of addresses of fake tensors
+@pytest.mark.parametrize("kind", ROWS_BY_EXPERT)
+@pytest.mark.parametrize("name", moe_ops.SCHEMES)
+def test_explained_tiles_of_rows_by_expert_are_launched(name, kind):
+    """Their plans have other row tiles than those of slots have; also in batch-invariant mode."""
+    scheme, (cls, most), mode = moe_ops.get_scheme(name), ROWS_BY_EXPERT[kind], FakeTensorMode()
+    w1, w2, quant = weights_of(scheme, mode)
+    modes = (False,) if depends_on_batch(scheme.activation) else (False, True)
+    wrong = []
+    for arch, invariant in product((80, 90, 100), modes):
+        if what_lacks(scheme, arch) is not None:
+            continue
+        target = TARGETS[f"sm_{arch}"]
+        config = replace(CONFIG, max_num_tokens=most, batch_invariant=invariant)
+        counts = (2, 512) if most is None else (2,)
+        options = {"device": target.name, "candidates": (cls,)}
+        told = moe_ops.explain(config, quant or scheme, num_tokens=counts, **options)
+        sizes = () if most is None else (most, 1)
+        experts = cls(config, quant or moe_ops.FusedMoEQuantConfig(name), *sizes)
+        for cost in told.costs:
+
+            def layer(tokens=cost.num_tokens, experts=experts):
+                rows = (tokens,) if most is None else (E, most)
+                x = torch.empty(*rows, H, dtype=torch.bfloat16, device="cuda")
+                ids = torch.empty(tokens, K, dtype=torch.int32, device="cuda")
+                weights = torch.empty(tokens, K, device="cuda")
+                counted = torch.empty(E, dtype=torch.int32, device="cuda")
+                meta = moe_ops.ExpertTokensMetadata(counted, None) if most else None
+                routing = (weights, ids, "silu", E, None, None, meta, False)
+                experts.apply(x, w1, w2, *routing)
+
+            ran = launched(layer, target, mode)
+            said = [explained(cost.gemm1), explained(cost.gemm2)]
+            if ran != said:
+                wrong.append((arch, invariant, cost.num_tokens, ran, said))
     assert not wrong, "\n".join(map(str, wrong))

@@ -14,9 +14,10 @@ from moe_ops.dispatch.device import assumed
 from moe_ops.dispatch.gemm_plan import plan_gemm
 from moe_ops.dispatch.hopper import PACKED, STREAM
 from moe_ops.dispatch.problem import layer_problem, sizes_of
+from moe_ops.dispatch.row_tiles import tile_rule
 from moe_ops.dispatch.tiles import is_direct
 from moe_ops.dispatch.tuned_file import file_name, parse
-from moe_ops.pipeline import row_spaces, warmup
+from moe_ops.pipeline import warmup
 from moe_ops.pipeline.devices import TARGETS
 from moe_ops.testing import Problem, make_inputs
 
@@ -67,7 +68,8 @@ HOPPER_FILE = {
     "top_k": 4,
     "8": entry(16, own(STREAM, 64, num_stages=3), gemm_of()),
     "60": entry(16, gemm_of(), own(STREAM, 128)),
-    "700": entry(64, own(PACKED, 128), own(PACKED, 256, 4, 3)),
+    "400": entry(64, own(PACKED, 128), own(PACKED, 256, 4, 3)),
+    "700": entry(128, own(PACKED, 128), own(PACKED, 256, 4, 3)),
 }
 
 
@@ -95,9 +97,9 @@ def test_warmup_knows_every_kernel_of_hoppers(scheme, file, monkeypatch):
 
     def kernels(tokens):
         """As the launchers choose them."""
-        slots, tiles = tokens * K, row_spaces.row_tiles_of(known, w2)
+        slots, rule = tokens * K, tile_rule(scheme, dtype, w1.device)
         for w, top_k, activation in ((w1, K, "silu"), (w2, 1, "")):
-            sizes = sizes_of(slots, w.shape, 2, tiles, activation)
+            sizes = sizes_of(slots, w.shape, 2, rule, activation)
             plan = plan_gemm(layer_problem(sizes, known, activation, tokens, top_k), facts)
             yield plan.kernel, plan.config, is_direct(slots, experts)
 

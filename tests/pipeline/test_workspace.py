@@ -5,7 +5,7 @@ import torch
 from modular import SEPARATE, setup
 
 import moe_ops
-from moe_ops.dispatch.tiles import ROW_TILES, num_tiles, padded_slots
+from moe_ops.dispatch.tiles import num_tiles, padded_slots
 from moe_ops.pipeline.workspace import PeakMemory
 from moe_ops.testing import Problem
 
@@ -20,9 +20,9 @@ def nbytes(*sizes):
     return sum(-(-n // 512) * 512 for n in sizes)
 
 
-def plan(rows, *tall):
-    tiles = (*ROW_TILES, *tall)
-    return nbytes(4 * (4 + padded_slots(rows, E, tiles) + 2 * num_tiles(rows, E, tiles)))
+def plan(rows, largest=128, smallest=16):
+    entries = 4 + padded_slots(rows, E, largest) + 2 * num_tiles(rows, E, smallest)
+    return nbytes(4 * entries)
 
 
 def test_standard_by_hand():
@@ -59,10 +59,10 @@ def test_packed_by_hand():
     assert moe_ops.workspace_nbytes(*sizes, device="sm_80") == plan(slots) + least
     # Plans that may have tiles of 192 rows are longer.
     assert moe_ops.workspace_nbytes(*sizes, device="sm_90") == plan(slots, 192) + most
-    # Plans of one row tile are the other kernel's.
+    # Batch-invariant plans are the other kernel's.
     mode = {"batch_invariant": True}
     one_tile = [moe_ops.workspace_nbytes(*sizes, device=d, **mode) for d in ("cpu", "sm_90")]
-    assert one_tile[0] == one_tile[1]
+    assert one_tile == [plan(slots, 64, 64) + least] * 2
     rows, groups = slots + 127 * E, 4 * 2  # bytes of a row's scales
     tokens_in, count = nbytes(tokens * H, groups * tokens), nbytes(4)
     expected = count + tokens_in + plan(slots) + nbytes(h, y, rows * width, groups * rows)

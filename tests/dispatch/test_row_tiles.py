@@ -1,0 +1,137 @@
+"""Which row tile a plan has, and that the GEMMs of a layer have the same."""
+
+import math
+
+import pytest
+import torch
+
+import moe_ops
+from moe_ops import ops, testing
+from moe_ops.dispatch.device import Device, assumed
+from moe_ops.dispatch.row_tiles import (
+    EIGHT_BIT,
+    HOPPER,
+    INVARIANT,
+    PORTABLE,
+    expert_rule,
+    gemm_rule,
+    rule_of,
+    tile_rule,
+)
+from moe_ops.dispatch.tiles import last_class, load_class, one_row_tile, row_tile
+from moe_ops.pipeline.devices import TARGETS
+
+H200 = TARGETS["sm_90"].facts
+CPU, CUDA = torch.device("cpu"), torch.device("meta")
+SIXTEEN_BITS, EIGHT_BITS, STORED = "unquantized", "fp8_channel", "mxfp4_w4a16"
+
+BY_CLASS = (
+    (PORTABLE, (16, 32, 64, 128)),
+    (EIGHT_BIT, (16, 32, 64, 64, 64, 64, 128)),
+    (HOPPER[2], (16, 32, 64, 128, 192, 128, 192, 128)),
+)
+"""Row tiles by class of load: class i ends at a load of ``16 * 2**i``, the last one has no end."""
+
+
+@pytest.mark.parametrize("rule, tiles", BY_CLASS)
+def test_row_tiles_by_class_of_load(rule, tiles):
+    for experts in (1, 8, 128):
+        for slots in (*range(3000), *range(3000, 300000, 997)):
+            expected = tiles[min(load_class(slots, experts), len(tiles) - 1)]
+            assert row_tile(rule, slots, experts) == expected, (slots, experts)
+    assert (rule.smallest, rule.largest) == (min(tiles), max(tiles))
+    assert last_class(rule) == len(tiles) - 1
+    assert not rule.batch_invariant
+
+
+def test_row_tiles_of_8_bit_rows_on_hopper():
+    """One step is within a class: from 64 rows an expert on, one tile of 128 takes them."""
+    rule, experts = HOPPER[1], 8
+    for rows, expected in (
+        (0, 16), (10, 16), (11, 32), (21, 32), (22, 64), (43, 64), (64, 64), (65, 128), (85, 128),
+        (86, 128), (10000, 128),
+    ):  # fmt: skip
+        assert row_tile(rule, rows * experts, experts) == expected
+    assert row_tile(rule, 64 * experts + 1, experts) == 128
+    assert (rule.smallest, rule.largest, last_class(rule)) == (16, 128, 4)
+
+
+def test_one_row_tile_at_every_load():
+    for slots in (0, 1, 500, 10**6):
+        assert row_tile(INVARIANT, slots, 8) == 64 and row_tile(one_row_tile(192), slots, 8) == 192
+    assert one_row_tile(192) is one_row_tile(192)  # rules are compared by identity
+    assert INVARIANT.batch_invariant and not one_row_tile(64).batch_invariant
+    assert last_class(INVARIANT) == 0
+
+
+def test_every_load_has_a_row_tile():
+    """Limits ascend to infinity, so that the first that holds a load is its own."""
+    for rule in (PORTABLE, EIGHT_BIT, *HOPPER.values(), INVARIANT, one_row_tile(32)):
+        limits = [limit for limit, _ in rule.steps]
+        assert limits == sorted(set(limits)) and limits[-1] == math.inf
+
+
+@pytest.mark.parametrize(
+    "scheme, itemsize, arch, expected",
+    [
+        (SIXTEEN_BITS, 2, 90, HOPPER[2]),
+        (SIXTEEN_BITS, 4, 90, PORTABLE),  # Hopper's kernels take no float32
+        (SIXTEEN_BITS, 2, 80, PORTABLE),
+        (SIXTEEN_BITS, 2, 100, PORTABLE),
+        (SIXTEEN_BITS, 2, 0, PORTABLE),
+        (EIGHT_BITS, 2, 90, HOPPER[1]),
+        (EIGHT_BITS, 4, 90, HOPPER[1]),
+        (EIGHT_BITS, 2, 100, EIGHT_BIT),
+        (EIGHT_BITS, 2, 0, EIGHT_BIT),
+        ("int8_channel", 2, 90, EIGHT_BIT),
+        (STORED, 2, 90, PORTABLE),
+        ("fp8_w8a16", 2, 90, PORTABLE),
+        ("mxfp4_w4a8", 2, 90, PORTABLE),  # products of numbers that were dequantized
+    ],
+)
+def test_rules_by_scheme_and_gpu(scheme, itemsize, arch, expected):
+    assert rule_of(scheme, itemsize, arch, None, False) is expected
+    assert rule_of(scheme, itemsize, arch, 32, False) is one_row_tile(32)
+    for tile in (None, 32):
+        assert rule_of(scheme, itemsize, arch, tile, True) is INVARIANT
+
+
+@pytest.mark.parametrize("scheme", moe_ops.SCHEMES)
+@pytest.mark.parametrize("facts", [H200, H200._replace(row_tile=16), TARGETS["sm_80"].facts, None])
+def test_plans_and_gemms_agree(facts, scheme):
+    """A GEMM assumes the rule of the plan that it is given, on every device."""
+    for device in (CPU, CUDA):
+        a, ids = torch.empty(4, 8, dtype=torch.bfloat16, device=device), torch.empty(2, 2)
+        for mode in (False, True):
+            with assumed(facts):
+                of_slots = tile_rule(scheme, a.dtype, device, mode)
+                of_experts = expert_rule(scheme, device, mode)
+                assert gemm_rule(scheme, a, (None, ids, None), mode) is of_slots
+                assert gemm_rule(scheme, a, (None, None, None), mode) is of_experts
+            assert of_experts is rule_of(scheme, 2, 0, facts and facts.row_tile, mode)
+            arch = facts.arch if facts is not None and device == CUDA else 0
+            assert of_slots is rule_of(scheme, 2, arch, facts and facts.row_tile, mode)
+
+
+def test_the_row_tile_of_a_device():
+    """All plans have it, of a CPU too, and one operator's plan is the other's."""
+    ids = torch.arange(48).view(12, 4).int() % 8
+    lengths = set()
+    for tile in (None, 16, 64):
+        with assumed(Device(90, 232448, 132, row_tile=tile)):
+            plan = ops.plan_slots(ids, None, 8, SIXTEEN_BITS, torch.bfloat16)
+            used = plan[0].item()
+        lengths.add(plan.numel())
+        assert used == 8 * (16 if tile is None else tile)
+    assert len(lengths) == 3
+
+
+@pytest.mark.parametrize("tile", [None, 16, 64, 192])
+def test_a_layer_follows_it(tile):
+    """Whatever the row tile, the result is that of the references, to rounding."""
+    problem = testing.Problem(24, 4, 2, 64, 48, torch.float32)
+    x, w1, w2, weights, ids, *_ = testing.make_inputs(problem)
+    expected = moe_ops.fused_experts(x, w1, w2, weights, ids)
+    with assumed(H200._replace(row_tile=tile)):
+        actual = moe_ops.fused_experts(x, w1, w2, weights, ids)
+    torch.testing.assert_close(actual, expected)
