@@ -5,19 +5,19 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
-from stages import Case, main, nbytes
+from stages import Case, Layer, main, nbytes
 
 from moe_ops import ops
-from moe_ops.bench.problems import Inputs, Problem
 
 
-def cases(problem: Problem, inputs: Inputs) -> Iterator[Case]:
-    (tokens, k), x, experts = inputs.topk_ids.shape, inputs.x, problem.num_experts
+def cases(layer: Layer) -> Iterator[Case]:
+    x, weights, ids, _ = layer.inputs
+    (tokens, k), experts = ids.shape, layer.problem.num_experts
     logits = torch.randn((tokens, experts), dtype=x.dtype, device=x.device)
     bias = torch.randn(experts, dtype=torch.float32, device=x.device)
     table = torch.randint(experts, (1000, k), device=x.device)
     words = torch.randint(1000, (tokens,), device=x.device)
-    written = nbytes(inputs.topk_weights, inputs.topk_ids)
+    written = nbytes(weights, ids)
     moved = nbytes(logits) + written
 
     def route(scoring: str, correction: torch.Tensor | None) -> object:
