@@ -58,7 +58,7 @@ ONLY ?=
 mutants: $(READY)
 	$(PY) tests/mutants.py -j $(WORKERS) --only "$(ONLY)"
 
-# The same tests on the real kernels. PART="tests/test_align.py ..." runs some of them; parts of the
+# The same tests on the real kernels. PART="tests/ops/test_align.py ..." runs some of them; parts of the
 # same commit merge into one record.
 PART ?= tests
 gpu-test: $(READY)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
+from checkpoint_formats import words
 from checkpoints import NAMES, Experts
-from test_loading_formats import words
 
 import moe_ops
 from moe_ops.scheme.formats import unpack

@@ -14,6 +14,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, redirect_stdout
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 from unittest import mock
 
@@ -60,6 +61,14 @@ class Forgetful(dict):
 
     def __setitem__(self, key: Any, value: Any) -> None:
         """Forget."""
+
+
+def forget_kernels(*modules: ModuleType) -> None:
+    """Kernels cached for one architecture must not serve the next."""
+    for module in modules:
+        for value in vars(module).values():
+            if hasattr(value, "device_caches"):
+                value.device_caches.clear()
 
 
 @contextmanager

@@ -19,6 +19,9 @@ FIELDS = {
     "global_scale": "weight_scale_2",
 }
 CHANNEL = "weight_chan_scale"
+RANKS = [{}, *({"tp_size": 2, "tp_rank": r} for r in range(2)), {"tp_size": 4, "tp_rank": 3},
+         {"ep_size": 2, "ep_rank": 1}, {"ep_size": 4, "ep_rank": 2},
+         {"ep_size": 2, "ep_rank": 1, "expert_placement_strategy": "round_robin"}]  # fmt: skip
 """Name of a per-row global scale."""
 
 
@@ -101,3 +104,10 @@ def expected(experts, scheme, layer, held):
     if layer.sizes.interleaved:
         return torch.stack(rows, 2).flatten(1, 2), padded(down[:, :, mine], 2)
     return torch.cat(rows, 1), padded(down[:, :, mine], 2)
+
+
+def held(layer):
+    """The logical expert of each row."""
+    placement = zip(layer.placement.logical, layer.placement.row, strict=True)
+    rows = {row: e for e, row in placement if row >= 0}
+    return [rows[row] for row in range(len(rows))]

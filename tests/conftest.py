@@ -11,6 +11,7 @@ import os
 import shutil
 import tempfile
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
@@ -39,6 +40,9 @@ settings.register_profile("mutants", settings.get_profile("ci"), phases=unshrunk
 settings.register_profile("dev", max_examples=100, **common)
 settings.register_profile("nightly", max_examples=1000, **common)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
+
+# Asserts in what tests share say as much as their own.
+pytest.register_assert_rewrite(*(path.stem for path in Path(__file__).parent.glob("*.py")))
 
 if INTERPRETED:
     import checked_memory

@@ -1,4 +1,4 @@
-"""Every valid combination of modular kernel parts, found from what the parts declare."""
+"""Every valid combination of modular kernel parts, from what they declare; one that takes notes."""
 
 from __future__ import annotations
 
@@ -178,3 +178,27 @@ def router_logits(problem: Problem, device: Any) -> Tensor:
     """Router logits for experts that route themselves."""
     generator = torch.Generator().manual_seed(1)
     return torch.randn(problem.num_tokens, problem.num_experts, generator=generator).to(device)
+
+
+class Recorder(moe_ops.AsyncPrepareAndFinalize):
+    """Notes what is started, and when hooks and receivers run."""
+
+    def __init__(self, inner, events):
+        super().__init__(inner)
+        self.events, self.count = events, {"prepare": 0, "finalize": 0}
+
+    def _noted(self, what, started):
+        number = self.count[what]
+        self.count[what] += 1
+        hook, receiver = started
+        self.events.append(f"start {what} {number}")
+        return (
+            lambda: (self.events.append(f"hook {what} {number}"), hook()),
+            lambda: (self.events.append(f"receive {what} {number}"), receiver())[1],
+        )
+
+    def prepare_async(self, *arguments):
+        return self._noted("prepare", super().prepare_async(*arguments))
+
+    def finalize_async(self, *arguments):
+        return self._noted("finalize", super().finalize_async(*arguments))

@@ -17,9 +17,9 @@ test that fails then cannot judge a fault. Then each fault's own tests must fail
     + mapped <= num_local_experts
 
 ``file`` and ``on`` apply to all faults that follow. ``on`` names the environment (`ENVIRONMENTS`)
-and the tests that pytest runs there, in ``tests/``. Several ``-`` or ``+`` lines are one text;
-without ``+`` the old text is removed. ``= why`` after a fault means that the fault changes no
-result: it is not planted.
+and the tests that pytest runs there, by the names of their files, which are unique below
+``tests/``. Several ``-`` or ``+`` lines are one text; without ``+`` the old text is removed.
+``= why`` after a fault means that the fault changes no result: it is not planted.
 """
 
 from __future__ import annotations
@@ -235,10 +235,17 @@ class Run:
         return [line.split()[1] for line in lines if line.startswith(("FAILED ", "ERROR "))]
 
 
+def located(root: Path, test: str) -> str:
+    """A test as pytest names it: the path of its file below ``root`` instead of the file's name."""
+    name, *inside = test.split("::")
+    (path,) = (root / "tests").rglob(name)
+    return "::".join([path.relative_to(root).as_posix(), *inside])
+
+
 def pytest_arguments(environment: str, tests: list[str], *options: str) -> list[str]:
-    """The command-line arguments of pytest."""
+    """The command-line arguments of pytest; ``tests`` as pytest names them."""
     how = ["-q", "-p", "no:cacheprovider", "--tb=line", *ENVIRONMENTS[environment][1], *options]
-    return [*how, *(f"tests/{test}" for test in tests)]
+    return [*how, *tests]
 
 
 def sound_run(
@@ -249,7 +256,7 @@ def sound_run(
     Returns:
         pytest's exit statuses, and the tests that failed.
     """
-    tests = sorted({test for fault in faults for test in fault.tests})
+    tests = sorted({located(copies[0], test) for fault in faults for test in fault.tests})
     shares = [tests[i :: len(copies)] for i in range(min(len(copies), len(tests)))]
     runs = [
         Run(copy, pytest_arguments(environment, share), math.inf)
@@ -277,7 +284,7 @@ def judge_all(
         return [Verdict("not planted", "its tests could not be run")] * len(faults)
 
     def blind(fault: Fault) -> list[str]:
-        named = [f"tests/{test}" for test in fault.tests]
+        named = [located(copies[0], test) for test in fault.tests]
         return [
             f for f in failed if any(f == n or f.startswith((n + "[", n + "::")) for n in named)
         ]
@@ -302,7 +309,8 @@ def _judge(
             except ValueError as error:
                 verdicts[number] = Verdict("not planted", str(error))
                 continue
-            arguments = pytest_arguments(environment, list(fault.tests), "-x")
+            tests = [located(free[-1], test) for test in fault.tests]
+            arguments = pytest_arguments(environment, tests, "-x")
             running.append((number, Run(free[-1], arguments, timeout), free.pop(), sound))
         for step in list(running):
             number, run, copy, sound = step

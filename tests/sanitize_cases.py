@@ -10,9 +10,9 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from gemm_rows import activated, exact_scaled_rows, numbers
 from modular import EXPERTS, PREPARES, build_experts, build_prepare, fit, roundings, supported
 from sanitize_operators import BF16, F16, F32, Case, assert_near, operator_cases, some
-from test_scaled_gemm import activated, exact_rows, numbers
 from torch import Tensor
 
 import moe_ops
@@ -200,7 +200,7 @@ def packing_case(scheme: str, tile: int) -> Case:
         rows = quantize.moe_quantize(x, given, None, None, None, 1, quant.key)
         expert = local_experts(ids, None, problem.num_experts)
         product = numbers(*rows, scheme, problem.top_k)
-        exact = exact_rows(product, w, w_scale, None, expert, scheme)
+        exact = exact_scaled_rows(product, w, w_scale, None, expert, scheme)
         exact = activated(exact, "silu").rounded(BF16)
         expected = scaled_reference.scaled_matmul(*rows, *operands[2:], *tail())
         assert_matches_reference(actual, exact, expected)

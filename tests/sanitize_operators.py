@@ -8,8 +8,8 @@ from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
+from operator_samples import I32, keywords, overload, samples
 from sum_calls import SumCall, SumProblem, exact, sum_call
-from test_ops import I32, keywords, overload, samples
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
@@ -137,7 +137,7 @@ def larger() -> dict[str, list[tuple[Any, ...]]]:
 
 
 def operator_cases() -> Iterator[Case]:
-    """Cases of every operator: the calls of `test_ops.samples`, and of `larger`."""
+    """Cases of every operator: the calls of `operator_samples`, and of `larger`."""
     sources = {"sample": cache(partial(samples, "cpu")), "larger": cache(larger)}
     for source, calls in sources.items():
         for qualified, several in calls().items():

@@ -197,3 +197,24 @@ def routed(tokens, device="cpu"):
     x = torch.randn(tokens, H, generator=g)
     ids = torch.rand(tokens, E, generator=g).topk(K).indices
     return x.to(device), ids.to(device), torch.rand(tokens, K, generator=g).to(device)
+
+
+QWEN3 = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "intermediate_size": 64,
+    "moe_intermediate_size": 24,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "max_position_embeddings": 128,
+}
+
+
+def tiny_qwen3(device, **changes):
+    torch.manual_seed(0)
+    config = transformers.Qwen3MoeConfig(**{**QWEN3, **changes})
+    return transformers.Qwen3MoeForCausalLM(config).to(device).eval()

@@ -146,9 +146,9 @@ def correct(ratio, x, scale, inverse):
 
     ``inverse`` is ``1 / scale``, correctly rounded. Before it is rounded, the result has a relative
     error below 2**-47. Only a few quotients lie that close to a rounding boundary of `encode`, and
-    these come out right (`tests/test_division.py` tries them all). This needs exact residues, which
-    holds for x from 2**-100 on; quotients of smaller x are encoded as zeros in any case. Zeros keep
-    their signs: the second term is ``0 * -inverse`` there.
+    these come out right (`tests/ops/test_division.py` tries them all). This needs exact residues,
+    which holds for x from 2**-100 on; quotients of smaller x are encoded as zeros in any case.
+    Zeros keep their signs: the second term is ``0 * -inverse`` there.
     """
     residue = tl.fma(ratio, scale, x * -1.0)
     return tl.fma(residue, inverse * -1.0, ratio)

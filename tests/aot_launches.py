@@ -1,0 +1,108 @@
+"""Launches that compile tests share, and what every compiled kernel must keep to."""
+
+import aot
+import torch
+
+from moe_ops.dispatch.hopper import ROW_TILES
+from moe_ops.kernels import align, expert_gemm, scaled_gemm
+from moe_ops.scheme import get_scheme
+from moe_ops.support import SUPPORT
+from moe_ops.tensors import QTensor, Tiles
+
+ARCHITECTURES = sorted({arch for row in SUPPORT for arch in row.architectures})
+
+
+def launch_gemms(tile, dtype, activation_key, hidden=2048, width=768, has_bias=False, experts=4):
+    def launch(empty):
+        slots = tile * experts
+        ids = empty(slots, 1, dtype=torch.int32)
+        plan = Tiles(align.plan_slots(ids, None, [tile], experts), ids)
+        bias = empty(experts, 2 * width, dtype=dtype) if has_bias else None
+        x, w1 = empty(slots, hidden, dtype=dtype), empty(experts, 2 * width, hidden, dtype=dtype)
+        h = expert_gemm.expert_matmul(x, w1, bias, None, *plan, [tile], 1, activation_key, True)
+        w2 = empty(experts, hidden, h.shape[1], dtype=dtype)
+        expert_gemm.expert_matmul(h, w2, None, None, *plan, [tile], 1, "", True)
+
+    return launch
+
+
+def check_resources(kernels, arch):
+    assert kernels
+    for kernel in kernels:
+        used = aot.resources(kernel, arch)
+        assert used["shared"] <= aot.SHARED_MEMORY[arch], (kernel.metadata.name, used)
+        # ptxas may spill a word that lives across a small kernel; in a product's loop none. Top-k
+        # of many tokens is given few registers: more do on the way that is seldom taken.
+        few = getattr(kernel.metadata, "maxnreg", None) and "topk" in kernel.metadata.name
+        allowed = 640 if few else 0 if "gemm" in kernel.metadata.name else 8
+        assert used["spilled"] <= allowed, (kernel.metadata.name, used)
+        assert used["serialized"] == 0, (kernel.metadata.name, used)
+
+
+SCALES = {"e8m0": torch.uint8, "e4m3": torch.float8_e4m3fn}
+
+
+def stored(empty, scheme, experts, n, k, dtype):
+    """An empty weight as a scheme stores it."""
+    quant = get_scheme(scheme).weight
+    packed, shape = quant.element.packed, quant.weight_scale_shape(experts, n, k)
+    other = dtype if quant.scale == "input" else torch.float32
+    return QTensor(
+        empty(experts, n, k // 2 if packed else k, dtype=quant.dtype),
+        empty(*shape, dtype=SCALES.get(quant.scale, other)),
+        empty(experts, n // 2 if packed else n, shape[-1], dtype=torch.uint8)
+        if quant.zero_point else None,
+        empty(experts, dtype=torch.float32) if quant.global_scale else None,
+    )  # fmt: skip
+
+
+EXPERTS, TOP_K = 64, 4
+HALF = (232448 - 1024) // 2
+"""Shared memory of a program of which two fit a processor, in bytes."""
+
+
+def launch_hopper_layer(scheme, tokens, activation, hidden, width, has_bias):
+    """Both GEMMs of a layer."""
+    quant, weight = get_scheme(scheme).activation, get_scheme(scheme).weight
+    tiles = ROW_TILES[2 if weight is None else 1]
+
+    def launch(empty):
+        ids = empty(tokens, TOP_K, dtype=torch.int32)
+        plan = Tiles(align.plan_slots(ids, None, tiles, EXPERTS), ids)
+
+        def operands(rows, n, k):
+            bias = empty(EXPERTS, n) if has_bias else None
+            if weight is None:
+                return empty(rows, k), empty(EXPERTS, n, k), bias
+            scale = empty(*quant.row_scale_shape(rows, k), dtype=torch.float32)
+            w_scale = empty(*weight.weight_scale_shape(EXPERTS, n, k), dtype=torch.float32)
+            w = empty(EXPERTS, n, k, dtype=weight.dtype)
+            return empty(rows, k, dtype=quant.dtype), scale, w, w_scale, None, bias
+
+        first = operands(tokens, 2 * width, hidden)
+        second = operands(tokens * TOP_K, hidden, width)
+        if weight is None:
+            expert_gemm.expert_matmul(*first, None, *plan, tiles, TOP_K, activation, True)
+            expert_gemm.expert_matmul(*second, None, *plan, tiles, 1, "", True)
+        else:
+            sizes = (*plan, tiles)
+            settings = (scheme, torch.bfloat16)
+            scaled_gemm.scaled_matmul(*first, *sizes, TOP_K, *settings, activation)
+            scaled_gemm.scaled_matmul(*second, *sizes, 1, *settings)
+
+    return launch
+
+
+def launch_unquantized(scheme):
+    """A GEMM of many rows that are not quantized yet."""
+
+    def launch(empty):
+        plan = Tiles(align.plan_slots(ids := empty(4096, 4, dtype=torch.int32), None, (64, 64), 64))
+        weight = get_scheme(scheme).weight
+        w = empty(64, 512, 2048, dtype=weight.dtype)
+        w_scale = empty(*weight.weight_scale_shape(64, 512, 2048), dtype=torch.float32)
+        given = empty(1, dtype=torch.float32) if "static" in scheme else None
+        rest = (ids, None, (64, 64), 4, scheme, torch.bfloat16)
+        scaled_gemm.scaled_matmul(empty(4096, 2048), given, w, w_scale, None, None, plan[0], *rest)
+
+    return launch

@@ -1,0 +1,10 @@
+"""The command line, called in this process."""
+
+from moe_ops import cli
+
+
+def exit_code(arguments):
+    try:
+        return cli.main(arguments)
+    except SystemExit as left:
+        return left.code

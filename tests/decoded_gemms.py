@@ -1,0 +1,73 @@
+"""Expert GEMMs that dequantize both operands, checked against float64."""
+
+import plans
+import torch
+from gemm_rows import exact_rows
+from plans import planned
+
+from moe_ops import dequantize_weight, get_scheme, ops, quantize_weight
+from moe_ops.activation import formula
+from moe_ops.dispatch.tiles import ROW_TILES
+from moe_ops.reference import scaled_gemm as reference
+from moe_ops.reference.slots import local_experts
+from moe_ops.scheme import dequantize_rows
+from moe_ops.tensors import Tiles
+from moe_ops.testing import Bounded, assert_matches_reference, make_inputs
+
+GIVEN = torch.tensor([0.0123])
+
+
+def quantized_rows(x, quant):
+    """Rows as they are stored, their scales, and in float64 what they stand for."""
+    given_scale = GIVEN.to(x.device) if quant.static or quant.global_scale else None
+    q, scale = ops.moe_quantize(x, given_scale, None, None, None, 0, quant.key)
+    number = dequantize_rows(q.cpu(), scale.cpu(), quant).double()
+    return q, scale, number
+
+
+def check_decoded(problem, scheme, tiles, device, activation=None, halves=False):
+    """The operator (with an activation, or without) is within the budget of its reference."""
+    x, w, _, _, ids, expert_map, bias, _ = make_inputs(problem)
+    local, k, quant = w.shape[0], problem.top_k, get_scheme(scheme)
+    q = quantize_weight(w, scheme)
+    if halves and quant.weight.global_scale and not quant.weight.channel_scale:
+        q = q._replace(global_scale=torch.stack((q.global_scale, 2 * q.global_scale), 1))
+    rows, scale, numbers = quantized_rows(x.to(device), quant.activation)
+
+    def on(t):
+        return None if t is None else t.to(device)
+
+    plan = planned(on(ids), on(expert_map), tiles, local)
+    head, tail = (q.data, q.scale, q.global_scale, bias), (tiles, k, scheme, x.dtype)
+    weight = dequantize_weight(q, scheme).double()
+    exact = exact_rows(numbers, weight, bias, None, ids, k, expert_map)
+    if activation is not None:
+        tail = (*tail, activation)
+        exact = exact.activated(formula(activation))
+    actual = ops.scaled_matmul(rows, scale, *map(on, head), *plan, *tail)
+    there = (rows.cpu(), scale.cpu(), *head, *plans.on(plan, "cpu"), *tail)
+    expected = reference.scaled_matmul(*there)
+    mine = local_experts(ids, expert_map, local) >= 0
+    exact = exact.rounded(x.dtype)
+    assert_matches_reference(actual.cpu()[mine], exact[mine], expected[mine])
+    return actual
+
+
+def check_one_scale_for_each_expert(device):
+    """Static scales of the Batched format are one an expert: each multiplies its own rows."""
+    quant, local, count = get_scheme("mxfp4_w4a8"), 3, 4
+    x, w = torch.randn(local, count, 64), torch.randn(local, 24, 64)
+    q = quantize_weight(w, "mxfp4_w4a8")
+    counts = torch.tensor([4, 1, 3], dtype=torch.int32, device=device)
+    a, scale = ops.batched_quantize(x.to(device), GIVEN.to(device), counts, quant.activation.key)
+    scale = scale * torch.tensor([1.0, 2.0, 3.0], device=device)[:, None, None]
+    plan = Tiles(ops.plan_batched(counts, count, list(ROW_TILES)))
+    weight, tail = (q.data, q.scale, None, None), (list(ROW_TILES), 1, "mxfp4_w4a8", x.dtype)
+    call = (a.flatten(0, 1), scale.flatten(0, 1), *weight, *plan)
+    y = ops.scaled_matmul(*(None if t is None else t.to(device) for t in call), *tail)
+    reference_y = reference.scaled_matmul(*(None if t is None else t.cpu() for t in call), *tail)
+    rows = Bounded.exactly((a.cpu().double() * scale.cpu()).flatten(0, 1))
+    expert = torch.arange(local).repeat_interleave(count)
+    exact = rows.products(dequantize_weight(q, quant), expert).rounded(x.dtype)
+    used = (torch.arange(count) < counts.cpu()[:, None]).flatten()
+    assert_matches_reference(y.cpu()[used], exact[used], reference_y[used])

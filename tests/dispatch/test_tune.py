@@ -1,0 +1,225 @@
+"""The search for tiles and its files, on a clock that is made up."""
+
+import json
+import math
+from dataclasses import replace
+
+import pytest
+from tune_trials import H200, SCHEMES, Clock, kernel_of, plain_trial, subject
+
+from moe_ops import FusedMoEConfig, RoutingMethodType, explain
+from moe_ops.dispatch import tuned
+from moe_ops.dispatch.hopper import PACKED, STREAM, HopperTiles, most_stages, widths
+from moe_ops.dispatch.tiles import KNOWN_ROW_TILES, pick_row_tile
+from moe_ops.dispatch.tuned_file import default_row_tiles, parse
+from moe_ops.pipeline.devices import TARGETS
+from moe_ops.tuning import files
+from moe_ops.tuning.search import DIMENSIONS, MARGIN, PACKED_GROUPS, Subject, tune_tokens
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("tokens", [1, 64, 512, 4096])
+def test_candidates_are_worth_a_compile(scheme, tokens):
+    layer = subject(scheme)
+    found = layer.candidates(tokens)
+    assert len(set(found)) == len(found) and 10 < len(found) < 120
+    group = 128 if scheme == "fp8_block128" else 256
+    for trial in found:
+        kernels = layer.beginnings(tokens, trial.gemm, trial.tiles.block_m)
+        assert trial in kernels or layer.allows(trial)
+        assert isinstance(trial.tiles, HopperTiles) or trial.tiles.block_k <= group
+    default = layer.row_tile(tokens)
+    assert found[0].tiles.block_m == default
+    tiles = default_row_tiles(layer.scheme, hopper=True)
+    assert default == pick_row_tile(tiles, 8 * tokens, 128)
+    assert {t.tiles.block_m for t in found} <= set(KNOWN_ROW_TILES)
+    tall = {kernel_of(t) for t in found if t.tiles.block_m == 192}
+    assert tall == ({PACKED} if scheme == "unquantized" and tokens == 4096 else set())
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_the_default_is_what_runs_without_files(scheme, monkeypatch):
+    monkeypatch.setattr(tuned, "TABLES", tuned.tables([]))
+    config = FusedMoEConfig(128, 8, 2048, 768, 128, "silu", "cuda", RoutingMethodType.Renormalize)
+    # Up to 16 slots may have kernels of their own, which are not tuned.
+    layer, counts = subject(scheme), (3, 8, 64, 512, 4096, 30000)
+    found = explain(config, scheme, num_tokens=counts, device="sm_90")
+    for tokens, cost in zip(counts, found.costs, strict=True):
+        starts = layer.starts(tokens, layer.row_tile(tokens))
+        assert [trial.tiles for trial in starts] == [cost.gemm1, cost.gemm2]
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_what_takes_too_much_is_not_tried(scheme):
+    layer = subject(scheme)
+    trial = plain_trial(layer, 4096, 1, 128)
+    for changes in ({"num_stages": 30}, {"block_n": 512}, {"num_warps": 1}, {"block_k": 16}):
+        assert not layer.allows(trial._replace(tiles=replace(trial.tiles, **changes)))
+    small = Subject(layer.sizes, 8, layer.scheme, H200._replace(shared_memory=1000))
+    assert not small.allows(trial)
+    assert all(small.neighbours(trial, size) == [] for size in DIMENSIONS)
+
+
+@pytest.mark.parametrize("kernel, row_tile, tokens", [(PACKED, 64, 4096), (STREAM, 32, 512)])
+def test_what_hoppers_kernels_lack_is_not_tried(kernel, row_tile, tokens):
+    layer = subject()
+    (trial,) = (t for t in layer.beginnings(tokens, 2, row_tile) if kernel_of(t) == kernel)
+    assert trial.tiles.num_stages == most_stages(trial.tiles, H200) or kernel == STREAM
+    for stages in (1, 30):
+        assert not layer.allows(trial._replace(tiles=replace(trial.tiles, num_stages=stages)))
+    (other,) = layer.neighbours(trial, "block_n")
+    assert {trial.tiles.block_n, other.tiles.block_n} == set(widths(kernel, row_tile, 1))
+    assert other.tiles.num_stages == most_stages(other.tiles, H200)
+    assert not layer.neighbours(trial, "num_warps") and not layer.neighbours(trial, "block_k")
+    groups = {t.tiles.group_m for t in layer.neighbours(trial, "group_m")}
+    others = set(PACKED_GROUPS) - {trial.tiles.group_m} if kernel == PACKED else set()
+    assert groups == others
+    other_way = replace(trial.tiles, on_demand=not trial.tiles.on_demand)
+    found = [t.tiles for t in layer.neighbours(trial, "on_demand")]
+    assert found == [other_way] * (kernel == PACKED)
+    assert not layer.neighbours(plain_trial(layer, tokens, 2, row_tile), "on_demand")
+
+
+def test_hoppers_kernels_are_tried_where_they_serve():
+    def tried(layer, tokens, row_tile):
+        return [kernel_of(t) for t in layer.beginnings(tokens, 1, row_tile)]
+
+    assert tried(subject(), 4096, 64) == [PACKED, None, STREAM]
+    assert tried(subject(), 512, 64) == [None, PACKED, STREAM]
+    assert tried(subject(), 1, 16) == [STREAM, None]
+    assert tried(subject(), 1, 64) == [None, STREAM]  # there is no plan to pack by
+    assert tried(subject("unquantized"), 4096, 128) == [PACKED, None]
+    assert tried(subject("unquantized"), 64, 16) == [None]
+    for scheme in ("int8_channel", "int8_w8a16", "mxfp4", "fp8_block64x32"):
+        assert tried(subject(scheme), 4096, 64) == [None]
+    for sizes in ((128, 768, 2056), (128, 764, 2048)):  # no whole 16 bytes; no 8 gate rows
+        assert tried(subject("fp8_channel", sizes), 4096, 64) == [None]
+    on_a100 = replace(subject("unquantized"), device=TARGETS["sm_80"].facts)
+    assert tried(on_a100, 4096, 128) == [None]
+
+
+@pytest.mark.parametrize("demand", [False, True])
+def test_the_search_finds_the_fastest_kernel(demand):
+    """Tiles are taken on demand in this class where nothing was timed."""
+    clock = Clock(128, kernel=PACKED, on_demand=demand, block_n=128, group_m=8, num_stages=5)
+    layer = subject()
+    entry = tune_tokens(layer, 4096, layer.row_tiles(4096), clock)
+    won = {"kernel": PACKED, "BLOCK_N": 128, "GROUP_M": 8, "num_stages": 5, "ON_DEMAND": demand}
+    times = {"time_us": 100, "default_us": entry["gemm1"]["default_us"]}
+    assert entry["gemm1"] == {**won, **times} and entry["BLOCK_M"] == 128
+    known = parse(layer.file, json.dumps({"top_k": 8, "4096": entry}))
+    assert known.entries[0].gemm2 == HopperTiles(PACKED, 128, 128, 8, 5, demand)
+
+
+def test_the_search_finds_the_fastest():
+    clock = Clock(64, block_n=32, num_warps=8, num_stages=2, block_k=64, group_m=8)
+    layer = subject()
+    entry = tune_tokens(layer, 512, layer.row_tiles(512), clock)
+    won = {"BLOCK_N": 32, "BLOCK_K": 64, "GROUP_M": 8, "num_warps": 8, "num_stages": 2}
+    assert entry["BLOCK_M"] == 64
+    for gemm in ("gemm1", "gemm2"):
+        assert {size: entry[gemm][size] for size in won} == won
+    assert entry["time_us"] == 300 < entry["default_us"]
+    assert entry["gemm1"]["time_us"] == 100 and entry["gemm2"]["time_us"] == 200
+
+
+def test_the_row_tile_is_searched_too_unless_it_is_given():
+    layer, clock = subject(), Clock(32)
+    assert tune_tokens(layer, 512, layer.row_tiles(512), clock)["BLOCK_M"] == 32
+    assert tune_tokens(layer, 512, [128], Clock(32))["BLOCK_M"] == 128
+    seen = {t.tiles.block_m for t in clock.trials}
+    assert seen == {32, 64, 128}
+
+
+def test_hopeless_row_tiles_are_left_alone():
+    layer, trials = subject(), []
+
+    def time(trial):
+        trials.append(trial)
+        return 100.0 if trial.tiles.block_m == 64 else 200.0
+
+    assert tune_tokens(layer, 512, layer.row_tiles(512), time)["BLOCK_M"] == 64
+    begin = [layer.beginnings(512, which, 128) for which in (1, 2)]
+    assert [t for t in trials if t.tiles.block_m == 128] == sum(begin, [])
+
+
+def test_the_default_stays_where_nothing_is_clearly_faster():
+    layer = subject()
+    first, second = (trial.tiles for trial in layer.starts(64, 16))
+
+    def time(trial):
+        return 100.0 if trial.tiles in (first, second) else 100.0 * (1 - MARGIN / 2)
+
+    entry = tune_tokens(layer, 64, layer.row_tiles(64), time)
+    assert entry["BLOCK_M"] == 16 and entry["gemm1"]["BLOCK_N"] == first.block_n
+    assert entry["time_us"] == entry["default_us"] == 200
+
+
+def test_tiles_that_fail_do_not_win():
+    layer = subject()
+    starts = layer.starts(64, 16)
+
+    def time(trial):
+        return 100.0 if trial in starts else math.inf
+
+    assert tune_tokens(layer, 64, layer.row_tiles(64), time)["time_us"] == 200
+    with pytest.raises(RuntimeError, match="the default tiles do not run"):
+        tune_tokens(layer, 64, layer.row_tiles(64), lambda trial: math.inf)
+
+
+# Files
+
+
+def test_what_was_stopped_goes_on(tmp_path):
+    layer, counts = subject(), [1, 64, 4096]
+    whole = Clock(32, block_n=32)
+    assert files.tune(layer, counts, tmp_path / "whole", whole, made_with="x") == [4096, 64, 1]
+    of_largest = sum(trial.num_tokens == 4096 for trial in whole.trials)
+    with pytest.raises(KeyboardInterrupt):
+        files.tune(layer, counts, tmp_path, Clock(32, of_largest + 5, block_n=32), made_with="x")
+    assert list(files.read(layer, tmp_path)) == ["4096"]
+    rest = Clock(32, block_n=32)
+    assert files.tune(layer, counts, tmp_path, rest, made_with="x") == [64, 1]
+    assert {trial.num_tokens for trial in rest.trials} == {1, 64}
+    assert files.tune(layer, counts, tmp_path, Clock(stop_after=0)) == []
+    path = tmp_path / layer.file
+    assert path.read_text() == (tmp_path / "whole" / layer.file).read_text()
+    assert [p.name for p in tmp_path.glob("*.*")] == [layer.file]
+    again = Clock(32, block_n=64)
+    assert files.tune(layer, [64], tmp_path, again, again=True) == [64]
+    assert list(files.read(layer, tmp_path)) == ["1", "64", "4096"]
+
+
+def test_a_budget_of_time(tmp_path):
+    assert files.tune(subject(), [1, 8], tmp_path, Clock(), budget_s=-1) == []
+    assert not (tmp_path / subject().file).exists()
+
+
+def test_one_load_has_one_row_tile(tmp_path):
+    layer = subject()
+    files.tune(layer, [64], tmp_path, Clock(32))
+    files.tune(layer, [1, 8], tmp_path, Clock(16))
+    entries = files.read(layer, tmp_path)
+    assert {entry["BLOCK_M"] for entry in entries.values()} == {32}
+    known = parse(layer.file, (tmp_path / layer.file).read_text())
+    assert known.row_tiles == ((0, 32),) and len(known.entries) == 3
+
+
+def test_a_file_of_another_layer_is_refused(tmp_path):
+    files.tune(subject(), [1], tmp_path, Clock())
+    with pytest.raises(ValueError, match=r"E=128.*top_k must be 4, got 8"):
+        files.tune(subject(top_k=4), [1], tmp_path, Clock())
+
+
+@pytest.mark.parametrize("bar", [True, False])
+def test_progress_is_shown(bar, tmp_path, monkeypatch, capsys):
+    if bar:
+        pytest.importorskip("tqdm")
+    else:
+        monkeypatch.setattr(files, "tqdm", None)
+    layer = subject()
+    files.tune(layer, [1, 64], tmp_path, Clock())
+    total = sum(len(layer.candidates(tokens)) for tokens in (1, 64))
+    shown = capsys.readouterr().err
+    assert "fp8_block128, 2 counts" in shown
+    assert (f"{total}/{total}" if bar else f"{total} of {total}\n") in shown

@@ -1,0 +1,189 @@
+"""``python -m moe_ops tune``, and the clock that it times GEMMs with."""
+
+import json
+import math
+
+import pytest
+import torch
+from command_line import exit_code
+from conftest import HAS_CUDA, INTERPRETED
+from tune_trials import SCHEMES, Clock, kernel_of, plain_trial, subject
+
+from moe_ops import cli
+from moe_ops.dispatch.tuned_file import parse
+from moe_ops.tuning import files
+from moe_ops.tuning.search import Trial
+
+COMMAND = ["tune", "--model", "qwen3-30b-a3b", "--scheme", "fp8_block128", "--device", "sm_90"]
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """The GPU that a command finds."""
+    made = Clock(32, block_n=32)
+    monkeypatch.setattr(cli, "_gemm_clock", lambda problem, layer: made)
+    return made
+
+
+def test_tune_prints_json_and_resumes(clock, tmp_path, capsys):
+    command = [*COMMAND, "--tokens", "1,512", "--output", str(tmp_path), "--json"]
+    assert exit_code(command) == 0
+    record = json.loads(capsys.readouterr().out)
+    assert (record["gpu"], record["scheme"], record["top_k"]) == ("NVIDIA H200", "fp8_block128", 8)
+    assert record["timed"] == [512, 1] and list(record["entries"]) == ["1", "512"]
+    assert "torch" not in record["entries"]["1"]["made_with"].split(", ")[0]
+    assert torch.__version__ in record["entries"]["1"]["made_with"]
+    name = "E=128,N=768,K=2048,device_name=NVIDIA_H200,scheme=fp8_block128.json"
+    assert record["file"] == str(tmp_path / name)
+    parse(name, (tmp_path / name).read_text())
+    before = len(clock.trials)
+    assert exit_code(command) == 0
+    assert json.loads(capsys.readouterr().out)["timed"] == [] and len(clock.trials) == before
+    assert exit_code([*command, "--again"]) == 0
+    assert json.loads(capsys.readouterr().out)["timed"] == [512, 1] and len(clock.trials) > before
+
+
+def test_tune_prints_a_table(clock, tmp_path, capsys):
+    assert exit_code([*COMMAND, "--tokens", "1,512", "--output", str(tmp_path)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines[2:4]] == ["1", "512"]
+    entry = files.read(subject(), tmp_path)["512"]
+    ratio = f"{entry['default_us'] / entry['time_us']:.2f}"
+    assert lines[3].endswith(ratio)
+    assert lines[-1].startswith("the analytic default takes at most ")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_tune_without_a_gpu(tmp_path, capsys):
+    command = [*COMMAND, "--tokens", "1", "--output", str(tmp_path)]
+    assert exit_code(command) == 2
+    error = capsys.readouterr().err
+    assert "NVIDIA H200" in error and "this machine has none" in error and "--dry-run" in error
+    files.tune(subject(), [1], tmp_path, Clock())
+    assert exit_code(command) == 0  # there is nothing to time
+
+
+def test_dry_run(capsys):
+    assert exit_code([*COMMAND, "--tokens", "8,512", "--dry-run", "--json"]) == 0
+    record = json.loads(capsys.readouterr().out)
+    found = [trial for tokens in (8, 512) for trial in subject().candidates(tokens)]
+    assert len(record["candidates"]) == len(found)
+    assert record["candidates"][0]["tiles"]["block_n"] == found[0].tiles.block_n
+    assert exit_code([*COMMAND, "--tokens", "8,512", "--dry-run"]) == 0
+    assert len(capsys.readouterr().out.splitlines()) == 1 + len(found)
+
+
+@pytest.mark.parametrize(
+    "option, value, known",
+    [
+        ("--model", "qwen4-1b", ["tiny", "mixtral", "qwen3-30b-a3b"]),
+        ("--scheme", "fp7", ["unquantized", "fp8_block128"]),
+        ("--device", "sm_10", ["sm_80", "sm_90", "sm_120"]),
+        ("--device", "cpu", ["sm_80"]),
+        ("--tokens", "0", ["positive integer"]),
+    ],
+)
+def test_unknown_values(option, value, known, capsys):
+    assert exit_code([*COMMAND, option, value]) == 2
+    error = capsys.readouterr().err
+    assert option in error and all(name in error for name in known)
+
+
+def test_tiles_that_are_not_looked_up_are_not_tuned(capsys):
+    command = ["tune", "--model", "tiny", "--scheme", "mxfp4", "--device", "sm_100", "--dry-run"]
+    assert exit_code(command) == 2
+    assert "got mxfp4 on sm_100" in capsys.readouterr().err
+
+
+def test_a_broken_file_is_an_error(clock, tmp_path, capsys):
+    (tmp_path / subject().file).write_text('{"top_k": 8, "one": {}}')
+    assert exit_code([*COMMAND, "--tokens", "1", "--output", str(tmp_path)]) == 2
+    assert "a key must be top_k or a token count, got 'one'" in capsys.readouterr().err
+
+
+# The clock
+
+BLOCKS = ("BLOCK_M", "BLOCK_N", "BLOCK_K", "num_warps", "num_stages")
+
+
+@pytest.fixture
+def made():
+    """Makes a clock of a small layer, with a timer that runs a call once."""
+    from moe_ops.bench import gemm_clock
+    from moe_ops.bench.harness import Timing
+    from moe_ops.bench.problems import Problem
+
+    def make(scheme, change=lambda output: output):
+        def timer(call, device, budget_s):
+            return Timing(7.0, 7.0, 7.0, 1, change(call()))
+
+        sizes, problem = (4, 128, 128), Problem("small", 4, 2, 128, 128, timed=False)
+        return gemm_clock.GemmClock(problem, subject(scheme, sizes, 2), timer)
+
+    return make
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_the_gemm_clock(scheme, made):
+    """Every kind of scheme runs both GEMMs; a wrong result or an error takes forever."""
+    changes = []
+    clock = made(scheme, lambda output: changes[0](output) if changes else output)
+    trials = clock.subject.starts(5, 16)
+    assert [clock(trial) for trial in trials] == [7.0, 7.0]
+    for change in (lambda y: y * 1.1, lambda y: y * math.nan, lambda y: 1 / 0):
+        changes[:] = [change]
+        assert [clock(trial) for trial in trials] == [math.inf, math.inf]
+
+
+@pytest.mark.kernel
+@pytest.mark.skipif(not (HAS_CUDA or INTERPRETED), reason="no kernel runs")
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_trials_launch_their_tiles(scheme, made, monkeypatch):
+    from moe_ops.kernels._runtime.launch import Launch
+
+    launch, seen = Launch.__call__, []
+
+    def record_constants(self, *given):
+        if "GROUP_M" in self.constants:
+            seen.append(tuple(self.constants[size] for size in BLOCKS))
+        launch(self, *given)
+
+    monkeypatch.setattr(Launch, "__call__", record_constants)
+    clock = made(scheme)
+    clock.launches = True  # in the interpreter, too
+    for start in (plain_trial(clock.subject, 5, which, 32) for which in (1, 2)):
+        for trial in [start, *clock.subject.neighbours(start, "block_k")]:
+            seen.clear()
+            assert clock(Trial(5, trial.gemm, trial.tiles)) == 7.0
+            tiles = trial.tiles
+            assert seen[-1] == (
+                tiles.block_m, tiles.block_n, tiles.block_k, tiles.num_warps, tiles.num_stages,
+            )  # fmt: skip
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("scheme", ["unquantized", "fp8_channel", "fp8_block128"])
+@pytest.mark.parametrize(("tokens", "row_tile"), [(5, 32), (400, 64), (400, 128)])
+def test_trials_launch_hoppers_kernels(scheme, tokens, row_tile, made, monkeypatch):
+    from moe_ops.kernels._hopper import gemm as hopper_gemm
+
+    if not HAS_CUDA or torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("needs a Hopper GPU")
+    run, seen = hopper_gemm.HopperGemm.__call__, []
+
+    def record_constants(self, *given):
+        c = self.constants
+        seen.append((c.BLOCK_M, c.BLOCK_N, c.GROUP_M, c.STAGES, self.packed))
+        run(self, *given)
+
+    monkeypatch.setattr(hopper_gemm.HopperGemm, "__call__", record_constants)
+    clock, tried = made(scheme), 0
+    for start in (t for which in (1, 2) for t in clock.subject.beginnings(tokens, which, row_tile)):
+        assert clock(start) == 7.0  # and its result is right
+        tiles, own = start.tiles, kernel_of(start)
+        expected = own and (tiles.block_m, tiles.block_n, tiles.group_m, tiles.num_stages)
+        seen.clear()
+        clock(start)
+        assert seen == ([(*expected, tiles.packed)] if own else [])
+        tried += own is not None
+    assert tried >= (0 if scheme == "unquantized" and row_tile == 32 else 2)

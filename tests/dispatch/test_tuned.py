@@ -1,0 +1,263 @@
+"""Files of tuned tiles: what is refused, and what a layer finds in them."""
+
+import json
+import os
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tuned_entries import H200, SIZES, entry, gemm_of, layer, own, record
+
+from moe_ops.dispatch import tuned
+from moe_ops.dispatch.hopper import PACKED, STREAM, HopperTiles, hopper_tiles
+from moe_ops.dispatch.portable import gemm_tiles, shared_bytes
+from moe_ops.dispatch.tiles import EIGHT_BIT_ROW_TILES, ROW_TILES, Gemm, TileConfig, pick_row_tile
+from moe_ops.dispatch.tuned import DEFAULT, choose, merged
+from moe_ops.dispatch.tuned_file import file_name, parse
+from moe_ops.pipeline.devices import TARGETS
+
+NAME = file_name(SIZES, "NVIDIA H200", "unquantized")
+
+
+def first(rows, row_tiles=ROW_TILES, itemsize=2):
+    """GEMM 1 of the layer."""
+    return Gemm(rows, 8, 64, 128, itemsize, 2, row_tiles)
+
+
+def chosen(gemm, device=H200, scheme="unquantized", hopper=False):
+    default = gemm_tiles(gemm, device)
+    bits, tables = 8 * gemm.itemsize, tuned.TABLES
+    return choose(gemm, scheme, bits, device, default, hopper=hopper, tables=tables)
+
+
+@pytest.fixture
+def installed(monkeypatch):
+    def install(*layers):
+        monkeypatch.setattr(tuned, "TABLES", tuned.tables(layers))
+
+    return install
+
+
+def changed(path, value):
+    """A good file with one thing changed; a value of None: left out."""
+    content = record(_4=entry())
+    *outer, last = path
+    place = content
+    for key in outer:
+        place = place[key]
+    place[last] = value
+    if value is None:
+        del place[last]
+    return json.dumps(content)
+
+
+@pytest.mark.parametrize(
+    "path, value, named",
+    [
+        (["top_k"], None, "top_k must be a number >= 1, got None"),
+        (["top_k"], 0, "top_k must be a number >= 1, got 0"),
+        (["triton_version"], "3.6.0", "a key must be top_k or a token count, got 'triton_version'"),
+        (["0"], {}, "a key must be top_k or a token count, got '0'"),
+        (["4"], 7, "4 must be an object, got 7"),
+        (["4", "BLOCK_M"], 8, "4.BLOCK_M must be among (16, 32, 64, 128, 192), got 8"),
+        (["4", "BLOCK_M"], True, "4.BLOCK_M must be among"),
+        (["4", "gemm2"], None, "4.gemm2 must be an object, got None"),
+        (["4", "gemm1", "BLOCK_N"], 48, "4.gemm1.BLOCK_N must be a power of two, got 48"),
+        (["4", "gemm1", "BLOCK_N"], 8, "4.gemm1.BLOCK_N must be a number >= 16, got 8"),
+        (["4", "gemm1", "BLOCK_K"], "64", "4.gemm1.BLOCK_K must be a number >= 16, got '64'"),
+        (["4", "gemm2", "GROUP_M"], None, "4.gemm2.GROUP_M must be a number >= 1, got None"),
+        (["4", "gemm2", "num_warps"], 3, "4.gemm2.num_warps must be a power of two, got 3"),
+        (["4", "gemm2", "num_stages"], 0, "4.gemm2.num_stages must be a number >= 1, got 0"),
+        (["4", "gemm1", "BLOCK_N"], 2**20, "4.gemm1.BLOCK_N must be a number <= 256, got 1048576"),
+        (["4", "gemm1", "BLOCK_K"], 512, "4.gemm1.BLOCK_K must be a number <= 256, got 512"),
+        (["4", "gemm2", "GROUP_M"], 2**40, "4.gemm2.GROUP_M must be a number <= 128, got 10995"),
+        (["4", "gemm2", "num_warps"], 64, "4.gemm2.num_warps must be a number <= 16, got 64"),
+        (["4", "gemm2", "num_stages"], 10**9, "4.gemm2.num_stages must be a number <= 64, got 1"),
+        (["5"], entry(64, own(group_m=2**40)), "5.gemm1.GROUP_M must be a number <= 128, got 109"),
+        (["5"], entry(64, own(num_stages=10**9)), "5.gemm1.num_stages must be a number <= 64, got"),
+        (["top_k"], 2**70, "top_k must be a number <= 65536, got 1180591620717411303424"),
+        (["\u0664"], {}, "a key must be top_k or a token count, got '\u0664'"),
+        (["04"], {}, "a key must be top_k or a token count, got '04'"),
+        (["9" * 5000], {}, "a key must be top_k or a token count, got '999"),
+        (["4", "gemm1"], own("cutlass"), "4.gemm1.kernel must be among ('hopper_packed', 'hopper_"),
+        (["4", "gemm1"], own(["x"]), "4.gemm1.kernel must be among ('hopper_packed', 'hopper_"),
+        (
+            ["4", "gemm1"],
+            own(),
+            "4.gemm1.kernel must be one that has unquantized in tiles of 16 rows, got 'hopper_p",
+        ),
+        (
+            ["4", "gemm1"],
+            own(STREAM),
+            "4.gemm1.kernel must be one that has unquantized in tiles of",
+        ),
+        (["5"], entry(64, own(block_n=64)), "5.gemm1.BLOCK_N must be among (128, 256), got 64"),
+        (["5"], entry(64, own(block_n=None)), "5.gemm1.BLOCK_N must be among (128, 256), got None"),
+        (["5"], entry(64, own(group_m=0)), "5.gemm1.GROUP_M must be a number >= 1, got 0"),
+        (["5"], entry(64, own(num_stages=1)), "5.gemm1.num_stages must be a number >= 2, got 1"),
+        (
+            ["5"],
+            entry(192, own(block_n=128)),
+            "5.gemm1.BLOCK_N must be among (256,), got 128",
+        ),
+        (["5"], entry(64, own(ON_DEMAND=1)), "5.gemm1.ON_DEMAND must be true or false, got 1"),
+        (["5"], entry(64, own(ON_DEMAND=None)), "5.gemm1.ON_DEMAND must be true or false, got"),
+        (["5"], entry(32), "5.BLOCK_M must be 16 as for 4, of the same load, got 32"),
+    ],
+)
+def test_refused_content(path, value, named):
+    with pytest.raises(ValueError) as raised:
+        parse(NAME, changed(path, value))
+    assert str(raised.value).startswith(f"{NAME}: {named}")
+
+
+@pytest.mark.parametrize(
+    "name, text, named",
+    [
+        ("E=8,N=64,device_name=NVIDIA_H200.json", "{}", "the name must match"),
+        ("E=8,N=64,K=128,device_name=NVIDIA_H200,scheme=fp7.json", "{}", "unknown scheme|fp7"),
+        (NAME, "{", "Expecting property name"),
+        (NAME, "[]", "the file must be an object"),
+        (NAME, '{"4":' * 100_000, "the file must not be nested so deeply"),
+        (NAME.replace("E=8", "E=\u0668"), "{}", "the name must match"),
+        (NAME.replace("E=8", "E=" + "8" * 5000), "{}", "the name must match"),
+    ],
+)
+def test_refused_files(name, text, named):
+    with pytest.raises(ValueError, match=named) as raised:
+        parse(name, text)
+    assert str(raised.value).startswith(name)
+
+
+def test_a_pipe_is_not_waited_for(tmp_path):
+    os.mkfifo(tmp_path / NAME)
+    with pytest.raises(ValueError, match="must be a regular file, got a folder or a pipe"):
+        tuned.read_folder(tmp_path)
+
+
+def test_a_block_does_not_cross_a_scale():
+    wide = record(_4=entry(gemm2=gemm_of(block_k=256)))
+    layer(wide, scheme="fp8_channel")
+    with pytest.raises(ValueError, match=r"4.gemm2.BLOCK_K must not cross a scale's 128, got 256"):
+        layer(wide, scheme="fp8_block128")
+
+
+@pytest.mark.parametrize("scheme", ["int8_channel", "fp8_w8a16", "mxfp4"])
+def test_schemes_that_hoppers_kernels_lack(scheme):
+    with pytest.raises(ValueError, match=f"4.gemm2.kernel must be one that has {scheme} in tiles"):
+        layer(record(_4=entry(64, gemm2=own())), scheme=scheme)
+
+
+def test_a_file_names_the_kernel(installed):
+    """Hopper's where it says so, and the one for all GPUs where it does not."""
+    installed(layer(record(_500=entry(64, own(), gemm_of())), scheme="fp8_channel"))
+    tiles = EIGHT_BIT_ROW_TILES[:5] + (64,)
+    first_gemm = chosen(first(1000, tiles, 1), scheme="fp8_channel", hopper=True)
+    assert first_gemm.tiles == HopperTiles(PACKED, 64, 128, 8, 4)
+    assert first_gemm.plain == gemm_tiles(first(1000, tiles, 1), H200)  # for other operands
+    assert first_gemm.source.startswith("tuned")
+    second = chosen(Gemm(1000, 8, 128, 64, 1, 1, tiles), scheme="fp8_channel", hopper=True)
+    assert second.hopper is None and second.tiles == TileConfig(64, 64, 64, 1, 4, 3)
+    other = chosen(first(600, tiles, 1), scheme="fp8_channel", hopper=True)
+    assert "has nothing" in other.source and other.hopper == hopper_tiles(
+        first(600, tiles, 1), H200
+    )
+
+
+def test_hoppers_kernels_that_do_not_serve(installed):
+    tiles = (64,) * 8
+    installed(layer(record(_1=entry(64, own()), _500=entry(64, own(num_stages=40)))))
+    few = chosen(first(2, tiles), hopper=True)
+    assert few.source == f"{DEFAULT} ({NAME} packs rows, and so few have no plan)"
+    assert chosen(first(6, tiles), hopper=True).hopper is not None
+    other = chosen(first(6, tiles), hopper=False)
+    assert other.hopper is None and other.tiles == gemm_tiles(first(6, tiles), H200)
+    assert other.source == f"{DEFAULT} ({NAME} names hopper_packed, which does not take this GEMM)"
+    many = chosen(first(1000, tiles), hopper=True)
+    assert many.source.startswith(f"{DEFAULT} ({NAME} has 40 stages, shared memory holds")
+
+
+def test_row_tiles_by_load():
+    # 8 experts, 2 a token: 1.5 * 2 T / 8 rows wanted.
+    small, large = entry(32), entry(64)
+    assert layer(record()).row_tiles == () and merged(ROW_TILES, ()) == ROW_TILES
+    assert layer(record(_4=small)).row_tiles == ((0, 32),)
+    assert merged(ROW_TILES, ((0, 32),)) == (32, 32, 64, 128)
+    won = layer(record(_4=small, _1000=large)).row_tiles
+    assert won == ((0, 32), (5, 64))  # 375 rows: class 5
+    found = merged(ROW_TILES, won)
+    assert found == (32, 32, 64, 128, 128, 64)
+    eight_bit = layer(record(_1000=entry(128)), scheme="fp8_channel").row_tiles
+    assert merged(EIGHT_BIT_ROW_TILES, eight_bit) == (16, 32, 64, 64, 64, 128, 128)
+    for tokens in (1, 42, 43, 500, 683, 4000):
+        expected = 32 if tokens < 86 else 64 if tokens < 171 or tokens >= 683 else 128
+        assert pick_row_tile(found, 2 * tokens, 8) == expected
+
+
+def test_the_nearest_entry_of_the_load(installed):
+    installed(layer(record(_1=entry(gemm1=gemm_of(16)), _30=entry(gemm1=gemm_of(128)))))
+    tiles = merged(ROW_TILES, layer(record(_1=entry(), _30=entry())).row_tiles)
+    widths = {t: chosen(first(2 * t, tiles)).tiles.block_n for t in (1, 2, 5, 6, 42)}
+    assert widths == {1: 16, 2: 16, 5: 16, 6: 128, 42: 128}
+    other = chosen(first(2 * 60, tiles))
+    assert other.source == f"{DEFAULT} ({NAME} has nothing for this load)"
+    assert other.tiles == gemm_tiles(first(2 * 60, tiles), H200)
+
+
+def test_both_gemms_find_theirs(installed):
+    installed(layer(record(_4=entry(gemm1=gemm_of(64, 32), gemm2=gemm_of(16, 128, 2, 8, 2)))))
+    second = Gemm(8, 8, 128, 64, 2, 1, ROW_TILES)
+    assert chosen(first(8)).tiles == TileConfig(16, 64, 32, 1, 4, 3)
+    assert chosen(second).tiles == TileConfig(16, 16, 128, 2, 8, 2)
+    assert chosen(second).source == f"tuned ({NAME})"
+
+
+def test_who_finds_nothing(installed):
+    gemm = first(8)
+    installed(layer(record(_4=entry())))
+    assert chosen(gemm).source == f"tuned ({NAME})"
+    others = [
+        (gemm._replace(num_experts=4), H200, "unquantized"),
+        (gemm._replace(n=96), H200, "unquantized"),
+        (gemm._replace(row_tiles=(16,)), H200, "unquantized"),  # fixed, whatever the load
+        (gemm._replace(itemsize=4), H200, "unquantized"),
+        (gemm, H200._replace(name="NVIDIA H100"), "unquantized"),
+        (gemm, H200._replace(name=""), "unquantized"),
+        (gemm, H200, "fp8_w8a16"),
+    ]
+    for one, device, scheme in others:
+        assert chosen(one, device, scheme).source == DEFAULT
+    # A plan with other rows, as the caller of an operator may have made it.
+    assert "has nothing" in chosen(gemm._replace(row_tiles=(32, 64))).source
+
+
+def test_what_does_not_fit_is_not_used(installed):
+    installed(layer(record(_4=entry(gemm1=gemm_of(256, 128, num_stages=4)))))
+    choice = chosen(first(8))
+    assert choice.source.startswith(f"{DEFAULT} ({NAME} takes 540672 bytes of shared memory")
+    assert choice.tiles == gemm_tiles(first(8), H200)
+
+
+@given(
+    entries=st.dictionaries(
+        st.integers(1, 5000), st.sampled_from([16, 64, 256]), min_size=1, max_size=6
+    ),
+    rows=st.sampled_from(ROW_TILES),
+    tokens=st.integers(1, 10**6),
+    arch=st.sampled_from(["sm_86", "sm_90"]),
+)
+def test_every_choice_can_run(entries, rows, tokens, arch):
+    """It has the rows of the plan, and fits; what is not the file's is the default's."""
+    content = {str(t): entry(rows, gemm_of(n, 128, num_stages=4)) for t, n in entries.items()}
+    known = layer({"top_k": 2, **content})
+    device = TARGETS[arch].facts._replace(name="NVIDIA H200")
+    row_tiles = merged(ROW_TILES, known.row_tiles)
+    gemm = first(2 * tokens, row_tiles)
+    before, tuned.TABLES = tuned.TABLES, tuned.tables([known])
+    try:
+        choice = chosen(gemm, device)
+    finally:
+        tuned.TABLES = before
+    assert choice.tiles.block_m == pick_row_tile(row_tiles, 2 * tokens, 8)
+    assert shared_bytes(choice.tiles, gemm, 16) <= device.shared_memory
+    assert choice.source.startswith("tuned") or choice.tiles == gemm_tiles(gemm, device)

@@ -1,0 +1,162 @@
+"""Every file of tuned tiles in the package, checked and compiled for its GPU, without a GPU."""
+
+import json
+from dataclasses import replace
+from importlib import import_module
+from types import SimpleNamespace
+
+import pytest
+import torch
+from conftest import INTERPRETED
+
+if INTERPRETED:
+    pytest.skip("compiles kernels: not in the interpreter", allow_module_level=True)
+pytest.importorskip("triton")
+
+import aot  # noqa: E402
+from aot_launches import HALF  # noqa: E402
+from tuned_entries import entry, gemm_of, record  # noqa: E402
+
+from moe_ops import ops
+from moe_ops.dispatch import (
+    tuned,
+    tuned_file,  # noqa: E402
+)
+from moe_ops.dispatch.hopper import (  # noqa: E402
+    PACKED,
+    STREAM,
+    HopperTiles,
+    most_stages,
+    operand_bytes,
+    widths,
+)
+from moe_ops.dispatch.tiles import plan_sizes  # noqa: E402
+from moe_ops.pipeline import gemms  # noqa: E402
+from moe_ops.pipeline.devices import TARGETS  # noqa: E402
+from moe_ops.pipeline.row_spaces import SlotRows  # noqa: E402
+from moe_ops.scheme import get_scheme, quantize_weight  # noqa: E402
+from moe_ops.tensors import ExpertWeight, QTensor, Rows, Tiles  # noqa: E402
+from moe_ops.tuning.search import Subject, Trial  # noqa: E402
+
+pytestmark = [pytest.mark.aot, pytest.mark.filterwarnings("ignore")]
+LAUNCHERS = SimpleNamespace(
+    **{
+        name: getattr(import_module(f"moe_ops.kernels.{stage}"), name)
+        for name, stage in ops.STAGES.items()
+        if stage in ("expert_gemm", "scaled_gemm", "weight_only_gemm")
+    }
+)
+SHIPPED = [layer for layers in tuned.read_all().values() for layer in layers.values()]
+MADE_UP = [
+    tuned_file.parse(
+        tuned_file.file_name((4, 256, 512), "NVIDIA H200", scheme),
+        json.dumps(record(_4=entry(), _500=entry(64, gemm_of(32, num_stages=2)))),
+    )
+    for scheme in ("unquantized", "fp8_block128", "int4_w4a16_g32", "mxfp4")
+]
+
+
+def all_of_hoppers(scheme, order):
+    """A file whose entries have every size of tile that Hopper's kernels have, in most stages."""
+    itemsize, content, gpu = operand_bytes(get_scheme(scheme)), {}, TARGETS["sm_90"].facts
+    for tokens, kernel, block_m in HOPPER_ROWS:
+        wide = widths(kernel, block_m, itemsize)[::order]
+        if wide:
+            both = [HopperTiles(kernel, block_m, n, 4, 2) for n in (wide[0], wide[-1])]
+            both = [replace(t, num_stages=most_stages(t, gpu)) for t in both]
+            content[f"_{tokens}"] = entry(block_m, *map(tuned_file.written, both))
+    name = tuned_file.file_name((4, 256, 512), "NVIDIA H200", scheme)
+    return tuned_file.parse(name, json.dumps(record(**content)))
+
+
+HOPPER_ROWS = [
+    (4, STREAM, 16), (30, STREAM, 32), (60, STREAM, 64), (100, PACKED, 64), (200, PACKED, 128),
+]  # fmt: skip
+"""Tokens, each of another load."""
+
+
+def subject_of(known):
+    name = tuned_file.plain_name
+    gpu = next(t.facts for t in TARGETS.values() if name(t.gpu or "") == known.device)
+    return Subject(known.sizes, known.top_k, get_scheme(known.scheme), gpu)
+
+
+def trials(known):
+    for num_tokens, *both in known.entries:
+        for which, tiles in enumerate(both, start=1):
+            yield Trial(num_tokens, which, tiles)
+
+
+@pytest.mark.parametrize("known", SHIPPED, ids=lambda known: known.file)
+def test_tiles_are_ones_that_may_win(known):
+    subject = subject_of(known)
+    for trial in trials(known):
+        defaults = subject.kernels(trial.num_tokens, trial.gemm, trial.tiles.block_m)
+        assert trial.tiles in defaults or subject.allows(trial), trial
+
+
+def launch_trial(known, trial):
+    """One GEMM of the layer, on the plan that the file makes."""
+    scheme, (experts, width, hidden) = get_scheme(known.scheme), known.sizes
+    slots, quant = trial.num_tokens * known.top_k, scheme.activation
+    n, k = (2 * width, hidden) if trial.gemm == 1 else (hidden, width)
+    row_tiles = tuned.merged(tuned_file.default_row_tiles(scheme), known.row_tiles)
+    rows = trial.num_tokens if trial.gemm == 1 else slots
+
+    def launch(empty):
+        ids = empty(trial.num_tokens, known.top_k, dtype=torch.int32)
+        entries = plan_sizes(slots, experts, row_tiles).entries
+        plan = empty(entries, dtype=torch.int32)
+        space = SlotRows(Tiles(plan, ids), row_tiles, experts)
+        meta = quantize_weight(
+            torch.empty(experts, n, k, dtype=torch.bfloat16, device="meta"), scheme
+        )
+        q = QTensor(*(None if t is None else empty(*t.shape, dtype=t.dtype) for t in meta))
+        a = Rows(empty(rows, k))
+        if quant is not None:
+            given = empty(1, dtype=torch.float32) if quant.static or quant.global_scale else None
+            slots_of = (None, None, None, experts, quant.key)
+            a = Rows(*ops.moe_quantize(a.data, given, *slots_of))
+        weight = ExpertWeight(q.data, None, q.scale, q.zero_point, q.global_scale)
+        if trial.gemm == 2:
+            gemms.gemm(a, weight, space, 1, scheme, torch.bfloat16)
+        else:
+            last = (scheme, torch.bfloat16, "silu")
+            gemms.gemm(a, weight, space, known.top_k, *last)
+
+    return launch
+
+
+def check(kernel, tiles, gpu):
+    """As the file says, in the shared memory that there is, and into a product that is right."""
+    used, made = aot.resources(kernel, gpu.arch), kernel.metadata
+    if isinstance(tiles, HopperTiles):
+        assert made.name == f"hopper_{'gemm' if tiles.packed else 'stream'}_kernel"
+        assert used["shared"] <= (gpu.shared_memory if tiles.packed else HALF), tiles
+        assert used["spilled"] == 0 and used["serialized"] == 0, tiles
+    else:
+        assert (made.num_warps, made.num_stages) == (tiles.num_warps, tiles.num_stages)
+        assert used["shared"] <= gpu.shared_memory, tiles
+        assert not aot.rewrites_operands(kernel), tiles
+
+
+@pytest.mark.parametrize("known", [*SHIPPED, *MADE_UP], ids=lambda known: known.file)
+def test_tiles_compile(known, monkeypatch):
+    monkeypatch.setattr(gemms, "ops", LAUNCHERS)
+    monkeypatch.setattr(tuned, "TABLES", tuned.tables([known]))
+    gpu = subject_of(known).device
+    for trial in trials(known):
+        kernel = aot.compile_launch(gpu.arch, launch_trial(known, trial), gpu.name)[-1]
+        check(kernel, trial.tiles, gpu)
+
+
+@pytest.mark.parametrize("order", [1, -1])
+@pytest.mark.parametrize("scheme", ["unquantized", "fp8_channel", "fp8_block128"])
+def test_tiles_of_hoppers_kernels_compile(scheme, order, monkeypatch):
+    known = all_of_hoppers(scheme, order)
+    monkeypatch.setattr(gemms, "ops", LAUNCHERS)
+    monkeypatch.setattr(tuned, "TABLES", tuned.tables([known]))
+    gpu = subject_of(known).device
+    for trial in trials(known):
+        kernel = aot.compile_launch(gpu.arch, launch_trial(known, trial), gpu.name)[-1]
+        check(kernel, trial.tiles, gpu)

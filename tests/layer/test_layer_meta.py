@@ -1,0 +1,148 @@
+"""Layers that are made without memory, filled later, copied and moved; and their weight loaders."""
+
+import copy
+import gc
+import io
+import pickle
+import weakref
+
+import pytest
+import torch
+from checkpoints import Experts, per_expert
+from loaded_layers import SECOND_OF_TWO, E, H, I, batch, loaded, make
+from torch import nn
+
+import moe_ops
+from moe_ops.layer import parameter_specs
+
+
+def on_meta(*args, **options):
+    with torch.device("meta"):
+        return make(*args, **options)
+
+
+def spoil(layer):
+    """Memory as `to_empty` may find it."""
+    for x in (*layer.parameters(), *layer.buffers()):
+        x.data.view(torch.uint8).fill_(0x5A)
+
+
+@pytest.mark.parametrize("scheme", [None, "fp8_tensor_static", "nvfp4", "int4_w4a16_g32"])
+def test_made_on_meta(scheme):
+    bias = torch.zeros(E)
+    options = {**SECOND_OF_TWO, "has_bias": True, "e_score_correction_bias": bias}
+    layer, plain = on_meta(scheme, **options), make(scheme, **options)
+    assert all(x.is_meta for x in layer.parameters()) and layer.expert_map.is_meta
+    layer.e_score_correction_bias = torch.ones(E)
+    layer.to_empty(device="cpu")
+    assert layer.expert_map.tolist() == plain.expert_map.tolist() == [-1] * 4 + [0, 1, 2, 3]
+    spoil(layer)
+    layer.reset_parameters()
+    names = [*dict(plain.named_parameters()), *dict(plain.named_buffers())]
+    for name in names:
+        x, y = getattr(layer, name), getattr(plain, name)
+        assert x.dtype == y.dtype and not x.is_meta
+        torch.testing.assert_close(x.float(), y.float(), rtol=0, atol=0, equal_nan=True)
+    assert layer.w13_input_order is None
+
+
+@pytest.mark.parametrize("scheme", [None, "fp8_block128"])
+def test_loaded_after_meta(scheme):
+    layer = on_meta(scheme, **SECOND_OF_TWO)
+    with pytest.raises(ValueError, match="call to_empty first"):
+        loaded(layer, scheme)
+    layer.to_empty(device="cpu").reset_parameters()
+    x, logits = batch()
+    expected = loaded(make(scheme, **SECOND_OF_TWO), scheme)(x, logits)
+    assert torch.equal(loaded(layer, scheme)(x, logits), expected)
+
+
+def test_a_reset_layer_is_a_new_one():
+    layer = loaded(make())
+    layer.w13_input_order = torch.arange(H)[None]
+    layer.reset_parameters()
+    assert not any(p.any() for p in layer.parameters()) and layer.w13_input_order is None
+
+
+def test_scales_in_new_memory_are_used():
+    """A layer keeps views of its static scales; they follow the parameters."""
+    layer = make("fp8_tensor_static")
+    for p in layer.parameters():
+        p.data.copy_(torch.ones(p.shape))
+    layer(*batch())
+    layer.to_empty(device="cpu")
+    for p in layer.parameters():
+        p.data.copy_(torch.full(p.shape, 2.0))
+    config = layer.quant_method.get_fused_moe_quant_config(layer)
+    assert config.a1_scale == 2 and config.a2_scale == 2
+
+
+def saved_and_read(layer):
+    return pickle.loads(pickle.dumps(layer))
+
+
+def emptied(layer):
+    return layer.to("meta").to_empty(device="cpu")
+
+
+def replaced(layer):
+    layer.w13_weight = nn.Parameter(torch.zeros_like(layer.w13_weight), False)
+    return layer
+
+
+@pytest.mark.parametrize("scheme", [None, "fp8_channel"])
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda layer: layer, copy.deepcopy, saved_and_read, emptied, replaced,
+        lambda layer: layer.to(torch.bfloat16), lambda layer: layer.to_empty(device="cpu"),
+    ],
+    ids=["new", "deepcopy", "pickle", "meta", "replaced", "dtype", "to_empty"],
+)  # fmt: skip
+def test_every_parameter_has_a_weight_loader(change, scheme):
+    """As loaders of vLLM's models call it; it is the loader of the layer that has the parameter."""
+    layer = change(make(scheme, has_bias=True, **SECOND_OF_TWO))
+    layer.reset_parameters()
+    params = dict(layer.named_parameters())
+    assert set(params) == set(parameter_specs(layer.sizes))
+    experts = Experts.random(E, H, I)
+    source = per_expert(experts if scheme is None else experts.quantized(scheme))
+    mapping = moe_ops.make_expert_params_mapping("gate_proj", "down_proj", "up_proj", E)
+    for name, x in source.items():
+        for param_name, weight_name, expert, shard in mapping:
+            if weight_name not in name:
+                continue
+            mapped = name.replace(weight_name, param_name).removeprefix("experts.")
+            param = params[mapped]
+            done = param.weight_loader(
+                param, x, mapped, shard_id=shard, expert_id=expert, return_success=True
+            )
+            assert done is (expert >= E // 2)
+    wanted = loaded_without_bias(make(scheme, has_bias=True, **SECOND_OF_TWO), source)
+    for name, param in params.items():
+        assert torch.equal(param.float(), getattr(wanted, name).to(param.dtype).float()), name
+
+
+def loaded_without_bias(layer, source):
+    moe_ops.load_checkpoint(layer, source, strict=False, progress=False)
+    return layer
+
+
+def test_loaders_keep_no_layer_alive():
+    layer = make()
+    param, seen = layer.w13_weight, weakref.ref(layer)
+    gc.disable()
+    try:
+        del layer
+        assert seen() is None
+    finally:
+        gc.enable()
+    with pytest.raises(ValueError, match="must belong to a FusedMoE that exists"):
+        param.weight_loader(param, torch.zeros(I, H), "w1.weight", "w1", 0)
+
+
+def test_a_parameter_saved_by_itself():
+    buffer = io.BytesIO()
+    torch.save(make().w2_weight, buffer)
+    buffer.seek(0)
+    assert torch.load(buffer, weights_only=True).shape == (E, H, I)

@@ -1,0 +1,303 @@
+"""The layer's options: routing, shared and identity experts, balancing, chunks, sizes, names."""
+
+import inspect
+import re
+from dataclasses import replace
+
+import pytest
+import torch
+from checkpoints import Experts, per_expert
+from small_layers import E, H, I, K, T, batch, make
+from torch import nn
+
+import moe_ops
+
+
+def test_the_signature_names_every_option():
+    parameters = inspect.signature(moe_ops.FusedMoE).parameters
+    wanted = (
+        "num_experts top_k hidden_size intermediate_size params_dtype "
+        "reduce_results renormalize use_grouped_topk num_expert_group topk_group "
+        "quant_config tp_size ep_size dp_size prefix "
+        "custom_routing_function scoring_func routed_scaling_factor e_score_correction_bias "
+        "apply_router_weight_on_input "
+        "activation enable_eplb num_redundant_experts has_bias is_sequence_parallel "
+        "zero_expert_num zero_expert_type expert_mapping n_shared_experts "
+    )
+    assert set(wanted.split()) <= set(parameters)
+    with pytest.raises(TypeError, match="no_such_option"):
+        make(no_such_option=1)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"num_redundant_experts": 2}, "num_redundant_experts must be 0 without enable_eplb"),
+        ({"n_shared_experts": -1}, "n_shared_experts must be at least 0"),
+        ({"chunk_size": 0}, "chunk_size must be at least 1"),
+        ({"zero_expert_num": 2}, "zero_expert_type must be one of"),
+        ({"quant_config": "fp9"}, "scheme must be one of"),
+        ({"ep_size": 3, "enable_eplb": True}, "must be a multiple of ep_size"),
+        ({"tp_size": 2, "tp_rank": 2}, "tp_rank must be in 0..1"),
+        ({"tp_size": 2, "ep_size": 4}, r"ep_size must be 1, or tp_size \* dp_size = 2"),
+        ({"expert_placement_strategy": "random"}, "expert_placement_strategy must be one of"),
+    ],
+)
+def test_errors(options, message):
+    with pytest.raises(ValueError, match=message):
+        make(**options)
+
+
+@pytest.mark.parametrize("rank", range(4))
+def test_ranks_of_both_kinds_share_the_experts(rank):
+    """The rank among the experts is the one that `FusedMoEParallelConfig.make` derives."""
+    layer = make(tp_size=4, tp_rank=rank, ep_size=4)
+    made = moe_ops.FusedMoEParallelConfig.make(4, rank, enable_expert_parallel=True)
+    alone = make(ep_size=4, ep_rank=rank)
+    for config in (alone.moe_parallel_config, made):
+        assert layer.moe_parallel_config == config
+    assert layer.expert_map.tolist() == alone.expert_map.tolist()
+    assert layer.w13_weight.shape == alone.w13_weight.shape == (2, 2 * I, H)
+    with pytest.raises(ValueError, match=rf"ep_rank must be .* = {rank}, got {(rank + 1) % 4}"):
+        make(tp_size=4, tp_rank=rank, ep_size=4, ep_rank=(rank + 1) % 4)
+
+
+PARALLEL = moe_ops.FusedMoEParallelConfig
+WITHOUT_AN_EXCHANGE = (
+    {"dp_size": 2},
+    {"dp_size": 2, "dp_rank": 1, "ep_size": 2},
+    {"tp_size": 2, "dp_size": 2, "ep_size": 4},
+    {"moe_parallel_config": PARALLEL(dp_size=2, dp_rank=1, ep_size=2, ep_rank=1, use_ep=True)},
+    *(
+        {"moe_parallel_config": PARALLEL(ep_size=2, use_ep=True, all2all_backend=name)}
+        for name in moe_ops.parallel.ALL2ALL_BACKENDS
+        if name != "allgather_reducescatter"
+    ),
+)
+
+
+@pytest.mark.parametrize("options", WITHOUT_AN_EXCHANGE)
+def test_ranks_that_would_have_to_exchange_tokens(options):
+    """Refused where the layer is made, and by whatever chooses or explains a kernel."""
+    wrong = r"dp_size must be 1: .*, got dp_size=2$"
+    parallel = options.get("moe_parallel_config", PARALLEL(dp_size=2))
+    if parallel.dp_size == 1:
+        wrong = f"all2all_backend must be one of .*, got '{parallel.all2all_backend}'$"
+    with pytest.raises(NotImplementedError, match=wrong):
+        make(**options)
+    config = replace(make().moe_config, moe_parallel_config=parallel)
+    found = moe_ops.explain(config, "unquantized")
+    assert found.choice is None
+    for row in found.rows:
+        assert not row.supported and re.search(wrong, row.reason)
+    with pytest.raises(NotImplementedError, match="(?s)TritonExperts: .*(dp_size|all2all_backend)"):
+        moe_ops.select_kernel(config, "unquantized")
+
+
+def test_numbers_beside_a_parallel_config():
+    split = PARALLEL(ep_size=2, ep_rank=1, use_ep=True, enable_eplb=True)
+    layer = make(moe_parallel_config=split, ep_size=2, ep_rank=1, is_sequence_parallel=True)
+    assert layer.enable_eplb and layer.moe_parallel_config == replace(split, sp_size=2)
+    with pytest.raises(ValueError, match="tp_size must be that of moe_parallel_config, 1, got 2"):
+        make(moe_parallel_config=split, tp_size=2)
+
+
+def test_none_is_the_default_of_every_option():
+    parameters = inspect.signature(moe_ops.FusedMoE).parameters
+    options = [p.name for p in parameters.values() if p.default is not inspect.Parameter.empty]
+    layer, plain = make(**dict.fromkeys(options)), make()
+    assert layer.extra_repr() == plain.extra_repr()
+    assert layer.moe_parallel_config == plain.moe_parallel_config
+    assert torch.equal(layer(*batch()), plain(*batch()))
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("scheme", "no option 'scheme'; pass quant_config="),
+        ("dtype", "no option 'dtype'; pass params_dtype="),
+        ("renormalise", "no option 'renormalise'; did you mean 'renormalize'"),
+    ],
+)
+def test_options_by_another_name(name, message):
+    with pytest.raises(TypeError, match=message):
+        make(**{name: None})
+
+
+@pytest.mark.parametrize(
+    ("hidden", "logits", "message"),
+    [
+        (H - 1, E, "hidden_states.shape.1. must be hidden_size = 32, got 31"),
+        (H, E - 1, "router_logits.shape.1. must be the number of experts = 8, got 7"),
+    ],
+)
+def test_tokens_and_logits_of_another_width(hidden, logits, message):
+    with pytest.raises(ValueError, match=message):
+        make()(*batch(logits=logits, hidden=hidden))
+
+
+def test_grouped_routing():
+    bias = torch.linspace(0, 0.5, E)
+    options = {
+        "use_grouped_topk": True, "num_expert_group": 4, "topk_group": 2,
+        "scoring_func": "sigmoid", "routed_scaling_factor": 2.5, "e_score_correction_bias": bias,
+    }  # fmt: skip
+    layer, (x, logits) = make(**options), batch()
+    weights, ids = moe_ops.grouped_topk(x, logits, K, True, 4, 2, "sigmoid", 2.5, bias)
+    expected = moe_ops.fused_experts(x, layer.w13_weight, layer.w2_weight, weights, ids)
+    assert torch.equal(layer(x, logits), expected)
+    routed = moe_ops.FusedMoE.select_experts(x, logits, K, renormalize=True, **options)
+    assert torch.equal(routed.topk_ids, ids)
+    compiled = torch.compile(layer, fullgraph=True, dynamic=True, backend="aot_eager")
+    assert torch.equal(compiled(x, logits), expected)
+
+
+def identity_by_hand(layer, x, logits):
+    weights, ids = moe_ops.fused_topk(x, logits, K, False, routed_scaling_factor=6.0)
+    weights = weights * (ids < E), weights * (ids >= E)
+    routed = moe_ops.fused_experts(
+        x, layer.w13_weight, layer.w2_weight, weights[0], torch.where(ids < E, ids, 0)
+    )
+    return routed + x * weights[1].sum(1, keepdim=True)
+
+
+def test_identity_experts():
+    options = {
+        "zero_expert_num": 4, "zero_expert_type": "identity", "renormalize": False,
+        "routed_scaling_factor": 6.0,
+    }  # fmt: skip
+    layer, (x, logits) = make(**options), batch(logits=E + 4)
+    expected = identity_by_hand(layer, x, logits)
+    torch.testing.assert_close(layer(x, logits), expected)
+    parts = []
+    for rank in range(2):
+        part = moe_ops.FusedMoE(E, K, H, I, ep_size=2, ep_rank=rank, **options)
+        part.w13_weight.data.copy_(layer.w13_weight[rank * 4 : rank * 4 + 4])
+        part.w2_weight.data.copy_(layer.w2_weight[rank * 4 : rank * 4 + 4])
+        parts.append(part(x, logits))
+    torch.testing.assert_close(sum(parts), expected)
+
+
+class Recorder(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.proj = nn.Linear(48, 48)
+
+    def forward(self, x):
+        return x * 2
+
+
+def test_shared_experts_beside():
+    layer, (x, logits) = make(shared_experts=Recorder()), batch()
+    routed = make()(x, logits)
+    shared, out = layer(x, logits)
+    assert torch.equal(out, routed) and torch.equal(shared, x * 2)
+    wide = torch.randn(T, 48)
+    shared, out = layer(x, logits, shared_experts_input=wide)
+    assert torch.equal(out, routed) and torch.equal(shared, wide * 2)
+    layer.to(torch.bfloat16)
+    assert layer.shared_experts.proj.weight.dtype == torch.bfloat16
+    assert "shared_experts.proj.weight" in layer.state_dict()
+
+
+def test_shared_experts_inside():
+    """Every token goes to them with weight 1; on the first rank."""
+    x, logits = batch()
+    experts = Experts.random(E + 2, H, I)
+    source = per_expert(Experts(*(w[:E] for w in experts)))
+    for w, name, axis in zip(
+        experts, ("gate_proj", "up_proj", "down_proj"), (0, 0, 1), strict=True
+    ):
+        source[f"shared_experts.{name}.weight"] = torch.cat((w[E], w[E + 1]), axis)
+    weights, ids = moe_ops.fused_topk(x, logits, K, True)
+    w1 = torch.cat((experts.gate, experts.up), 1)
+    one = torch.ones(T, 2)
+    both = torch.tensor([E, E + 1], dtype=ids.dtype).expand(T, 2)
+    expected = moe_ops.fused_experts(
+        x, w1, experts.down, torch.cat((weights, one), 1), torch.cat((ids, both), 1)
+    )
+    for size in (1, 2, 4):
+        total = 0
+        for rank in range(size):
+            layer = moe_ops.FusedMoE(E, K, H, I, n_shared_experts=2, ep_size=size, ep_rank=rank)
+            moe_ops.load_checkpoint(layer, source, progress=False)
+            total = total + layer(x, logits)
+        torch.testing.assert_close(total, expected)
+
+
+def test_balancing():
+    state = moe_ops.EplbState.make(3, E, 4)
+    layer, (x, logits) = make(enable_eplb=True, num_redundant_experts=4), batch()
+    layer.w13_weight.data[E:] = layer.w13_weight[:4]
+    layer.w2_weight.data[E:] = layer.w2_weight[:4]
+    with pytest.raises(ValueError, match="expert_load_view must be a Tensor"):
+        layer(x, logits)
+    layer.set_eplb_state(
+        1, state.expert_load, state.logical_to_physical_map, state.logical_replica_count
+    )
+    plain = make()
+    plain.w13_weight.data.copy_(layer.w13_weight[:E])
+    plain.w2_weight.data.copy_(layer.w2_weight[:E])
+    torch.testing.assert_close(layer(x, logits), plain(x, logits))
+    assert state.expert_load[1].sum() == T * K and not state.expert_load[[0, 2]].any()
+    assert (layer.route(x, logits).topk_ids >= E).any()
+    torch._dynamo.reset()
+    compiled = torch.compile(layer, fullgraph=True, dynamic=True, backend="aot_eager")
+    state.expert_load.zero_()
+    torch.testing.assert_close(compiled(x, logits), plain(x, logits))
+    assert state.expert_load[1].sum() == T * K
+
+
+@pytest.mark.parametrize("tokens", [0, 1, 4, 9])
+def test_chunks(tokens):
+    layer, (x, logits) = make(), batch(tokens)
+    expected = layer(x, logits)
+    layer.chunk_size = 4
+    torch.testing.assert_close(layer(x, logits), expected)
+    counts = []
+    layer.quant_method.apply = lambda layer, x, w, i: counts.append(len(x)) or x
+    layer.forward_impl_chunked(x, logits, max_tokens_across_ranks=14)
+    assert counts == {0: [1] * 4, 1: [1] * 4, 4: [4, 1, 1, 1], 9: [4, 4, 1, 1]}[tokens]
+
+
+def test_hidden_sizes_that_an_exchange_pads():
+    config = moe_ops.FusedMoEParallelConfig(use_ep=True, all2all_backend="deepep_high_throughput")
+    layer = moe_ops.FusedMoE(E, K, H, I, moe_parallel_config=config, params_dtype=torch.float32)
+    assert layer.hidden_size == 128 and layer.w2_weight.shape == (E, 128, I)
+    experts, (x, logits) = Experts.random(E, H, I), batch()
+    moe_ops.load_checkpoint(layer, per_expert(experts), progress=False)
+    plain = moe_ops.FusedMoE(E, K, H, I)
+    moe_ops.load_checkpoint(plain, per_expert(experts), progress=False)
+    out = layer(x, logits)
+    assert out.is_contiguous() and out.shape == x.shape
+    torch.testing.assert_close(out, plain(x, logits))
+
+
+def test_text():
+    layer = make(tp_size=2, tp_rank=1, quant_config="fp8_channel", reduce_results=True)
+    text = layer.extra_repr()
+    for fact in (
+        "num_experts=8", "local_num_experts=8", "top_k=2", "tp_size=2", "ep_size=1",
+        "intermediate_size_per_partition=12", "reduce_results=True", "renormalize=True",
+        "use_grouped_topk=False", "scoring_func=softmax", "scheme=fp8_channel",
+    ):  # fmt: skip
+        assert fact in text
+
+
+def test_names_may_repeat_and_are_in_no_graph():
+    layers = [make(prefix="model.layers.0.mlp") for _ in range(2)]
+    graphs = []
+
+    def keep(graph, _):
+        graphs.append(graph.print_readable(print_output=False))
+        return graph
+
+    torch._dynamo.reset()
+    torch.compile(layers[0], fullgraph=True, backend=keep)(*batch())
+    assert "model.layers" not in graphs[0]
+
+
+def test_reducing_without_processes_says_so():
+    layer = make(tp_size=2, reduce_results=True)
+    with pytest.raises(ValueError, match="torch.distributed initialized to sum over 2 ranks"):
+        layer(*batch())

@@ -1,0 +1,224 @@
+"""How quantized checkpoints store their tensors, each written here by its own rules."""
+
+import pytest
+import torch
+from checkpoint_formats import (
+    AWQ_ORDER,
+    E,
+    H,
+    I,
+    K,
+    check_ranks,
+    codes_of,
+    load_ranks,
+    rewritten,
+    words,
+)
+from checkpoints import FIELDS, MIXTRAL, Experts, expected, held, numbers, per_expert
+
+import moe_ops
+from moe_ops.scheme.formats import unpack
+from moe_ops.tensors import QTensor
+
+
+@pytest.mark.parametrize("scale_dtype", [torch.float32, torch.bfloat16])
+def test_fine_grained_fp8(scale_dtype):
+    experts = Experts.random(E, H, I).quantized("fp8_block128")
+    experts = Experts(*(q._replace(scale=q.scale.to(scale_dtype).float()) for q in experts))
+    source = per_expert(experts, fields={"scale": "weight_scale_inv"})
+    source = {k: x.to(scale_dtype) if "scale" in k else x for k, x in source.items()}
+    check_ranks("fp8_block128", experts, source)
+
+
+def test_scales_that_are_powers_of_two():
+    """As uint8 or float8_e8m0fnu exponents, under the name of DeepSeek-V4."""
+    experts = Experts.random(E, H, I).quantized("fp8_block128_ue8m0")
+    for dtype in (torch.uint8, torch.float8_e8m0fnu):
+        source = per_expert(experts, names=MIXTRAL, fields={"scale": "scale"})
+        for name in [n for n in source if n.endswith("scale")]:
+            source[name] = source[name].to(torch.float8_e8m0fnu).view(dtype)
+        check_ranks("fp8_block128_ue8m0", experts, source)
+
+
+def test_fused_fp8_of_transformers():
+    """Blocks counted from the first gate row; of whole tensors, one for gate and one for up."""
+    for scheme, tail in (("fp8_block128", ()), ("fp8_tensor", (1,))):
+        gate, up, down = experts = Experts.random(E, H, I).quantized(scheme)
+        both = torch.cat((gate.data.float(), up.data.float()), 1).to(gate.data.dtype)
+        if tail:
+            scale = torch.stack((gate.scale, up.scale), 1)[..., None]
+            down_scale = down.scale[:, None, None]
+        else:
+            scale, down_scale = torch.cat((gate.scale, up.scale), 1), down.scale
+        source = {
+            "gate_up_proj": both, "gate_up_proj_scale_inv": scale,
+            "down_proj": down.data, "down_proj_scale_inv": down_scale,
+        }  # fmt: skip
+        check_ranks(scheme, experts, source)
+
+
+def test_blocks_that_reach_from_gate_into_up():
+    """704 rows of each: the sixth block of the fused scales holds rows of both."""
+    width = 704
+    whole = torch.cat(Experts.random(2, 128, width)[:2], 1)
+    q = moe_ops.quantize_weight(whole, "fp8_block128")
+    down = moe_ops.quantize_weight(Experts.random(2, 128, width).down, "fp8_block128")
+    source = {
+        "experts.gate_up_proj": q.data, "experts.gate_up_proj_scale_inv": q.scale,
+        "experts.down_proj": down.data, "experts.down_proj_scale_inv": down.scale,
+    }  # fmt: skip
+    layer = moe_ops.FusedMoE(2, 1, 128, width, quant_config="fp8_block128")
+    moe_ops.load_checkpoint(layer, source, progress=False)
+    assert layer.scheme.name == "fp8_block64x128"
+    assert torch.equal(numbers(layer)[0], moe_ops.dequantize_weight(q, "fp8_block128"))
+
+
+@pytest.mark.parametrize("scheme", ["int8_channel", "int8_w8a16", "fp8_channel"])
+def test_channels_of_compressed_tensors(scheme):
+    experts = Experts.random(E, H, I).quantized(scheme)
+    columns = [q._replace(scale=q.scale.reshape(E, -1, 1)) for q in experts]
+    check_ranks(scheme, experts, per_expert(Experts(*columns)))
+
+
+@pytest.mark.parametrize(
+    "scheme", ["int4_w4a16_g32", "int4_w4a16_g128_zp", "int8_w8a16_g128", "int4_w4a16_channel"]
+)
+def test_packed_words_of_compressed_tensors(scheme):
+    bits = 8 if scheme.startswith("int8") else 4
+    experts = Experts.random(E, H, I).quantized(scheme)
+
+    def rules(q, e):
+        out = {
+            "weight_packed": words(codes_of(q, e, bits), bits), "weight_scale": q.scale[e],
+            "weight_shape": torch.tensor([q.data.shape[1], q.data.shape[2] * 8 // bits]),
+        }  # fmt: skip
+        if q.zero_point is not None:
+            out["weight_zero_point"] = words(unpack(q.zero_point, 1)[e].t(), bits).t()
+        return out
+
+    check_ranks(scheme, experts, rewritten(experts, rules))
+
+
+@pytest.mark.parametrize("scheme", ["int4_w4a16_g128_zp", "int4_w4a16_g128"])
+def test_awq(scheme):
+    experts = Experts.random(E, H, I).quantized(scheme)
+
+    def pack_awq(codes):
+        return words(codes.unflatten(-1, (-1, 8))[..., list(AWQ_ORDER)].flatten(-2))
+
+    def rules(q, e):
+        zero = torch.full_like(unpack(q.data, 2)[e][:, : q.scale.shape[2]], 8)
+        if q.zero_point is not None:
+            zero = unpack(q.zero_point, 1)[e]
+        return {
+            "qzeros": pack_awq(zero.t()),  # before the weight that shows the packing
+            "qweight": pack_awq(codes_of(q, e, 4).t()),
+            "scales": q.scale[e].t(),
+        }
+
+    check_ranks(scheme, experts, rewritten(experts, rules))
+
+
+@pytest.mark.parametrize(
+    "scheme", ["int4_w4a16_g128_zp", "int4_w4a16_g128", "int8_w8a16_g128", "int4_w4a16_channel"]
+)
+@pytest.mark.parametrize("less", [1, 0])
+def test_gptq(scheme, less):
+    """Version 1, and version 2, whose zero points are what they are."""
+    bits = 8 if scheme.startswith("int8") else 4
+    experts = Experts.random(E, H, I).quantized(scheme)
+    if scheme.endswith("zp"):  # stored one less: 0 as 15
+        experts.gate.zero_point[3, :5] &= 0xF0
+        experts.down.zero_point[3, :5] = 0
+
+    def rules(q, e):
+        codes = codes_of(q, e, bits)
+        zero = torch.full_like(codes[:, : q.scale.shape[2]], 2 ** (bits - 1))
+        if q.zero_point is not None:
+            zero = unpack(q.zero_point, 1)[e]
+        return {
+            "qweight": words(codes.t().contiguous().t(), bits).t(),
+            "qzeros": words(zero.t() - less & 2**bits - 1, bits), "scales": q.scale[e].t(),
+            "g_idx": torch.arange(zero.shape[1]).repeat_interleave(codes.shape[1] // zero.shape[1]),
+        }  # fmt: skip
+
+    source = rewritten(experts, rules)
+    check_ranks(scheme, experts, source, layout="auto" if less else "gptq_v2")
+
+
+def test_global_scales_divide_or_multiply():
+    """compressed-tensors and ModelOpt; gate and up keep their own (they differ here)."""
+    experts = Experts.random(E, H, I)
+    experts = Experts(experts.gate * 8, *experts[1:]).quantized("nvfp4_w4a16")
+    assert (experts.gate.global_scale != experts.up.global_scale).all()
+    exact = Experts(*(q._replace(global_scale=1 / (1 / q.global_scale)) for q in experts))
+
+    def compressed(q, e):
+        return {
+            "weight_packed": q.data[e], "weight_scale": q.scale[e],
+            "weight_global_scale": (1 / q.global_scale[e]).view(1),
+            "input_global_scale": torch.ones(1),
+        }  # fmt: skip
+
+    check_ranks("nvfp4_w4a16", exact, rewritten(experts, compressed))
+    source = per_expert(experts, fields=FIELDS, input_scale=0.25)
+    check_ranks("nvfp4_w4a16", experts, source)
+
+
+@pytest.mark.parametrize("value", [0.0, float("inf"), float("nan"), -1.0])
+def test_a_global_scale_that_cannot_be_used(value):
+    experts = Experts.random(E, H, I).quantized("nvfp4_w4a16")
+    source = per_expert(experts)
+    source["experts.5.up_proj.weight_scale_2"] = torch.tensor(value)
+    layer = moe_ops.FusedMoE(E, K, H, I, quant_config="nvfp4_w4a16")
+    with pytest.raises(ValueError, match="experts.5.up_proj.weight_scale_2: .*positive and finite"):
+        moe_ops.load_checkpoint(layer, source, progress=False)
+
+
+def test_mxfp4_of_gpt_oss():
+    """``_blocks``, ``_scales`` and ``_bias``; gate and up rows alternate."""
+    gate, up, down = experts = Experts.random(E, H, I).quantized("mxfp4_w4a16")
+
+    def both(name):
+        return torch.stack((getattr(gate, name), getattr(up, name)), 2).flatten(1, 2)
+
+    g = torch.Generator().manual_seed(1)
+    biases = torch.randn(E, 2 * I, generator=g), torch.randn(E, H, generator=g)
+    source = {
+        "experts.gate_up_proj_blocks": both("data").unflatten(2, (-1, 16)),
+        "experts.gate_up_proj_scales": both("scale"),
+        "experts.gate_up_proj_bias": biases[0],
+        "experts.down_proj_blocks": down.data.unflatten(2, (-1, 16)),
+        "experts.down_proj_scales": down.scale,
+        "experts.down_proj_bias": biases[1],
+    }
+    oai = "swigluoai(clamp_limit=7.0,alpha=1.702)"
+    for layer in load_ranks("mxfp4_w4a16", source, activation=oai, has_bias=True):
+        wanted = expected(experts, "mxfp4_w4a16", layer, held(layer))
+        assert all(map(torch.equal, numbers(layer), wanted))
+        each, rank = layer.sizes.intermediate_size, layer.moe_parallel_config.tp_rank
+        mine = biases[0][held(layer)][:, 2 * each * rank : 2 * each * (rank + 1)]
+        assert torch.equal(layer.w13_bias, mine)
+        assert torch.equal(layer.w2_bias, biases[1][held(layer)] * (rank == 0))
+    plain = moe_ops.FusedMoE(E, K, H, I, quant_config="mxfp4_w4a16", has_bias=True)
+    moe_ops.load_checkpoint(plain, source, progress=False, layout="gpt_oss")
+    wanted = expected(experts, "mxfp4_w4a16", plain, slice(None))
+    assert all(map(torch.equal, numbers(plain), wanted))
+
+
+def test_mxfp4_as_bytes_with_a_sign():
+    """DeepSeek-V4: int8 pairs, float8_e8m0fnu scales."""
+    experts = Experts.random(E, H, I).quantized("mxfp4_w4a16")
+    signed = Experts(
+        *(QTensor(q.data.view(torch.int8), q.scale.view(torch.float8_e8m0fnu)) for q in experts)
+    )
+    check_ranks("mxfp4_w4a16", experts, per_expert(signed, fields={"scale": "scale"}))
+
+
+@pytest.mark.parametrize("scheme", ["int4_w4a16_g128_zp", "fp8_block128", "nvfp4_w4a16"])
+def test_the_layers_own_state(scheme):
+    """A saved layer is a checkpoint too, for any number of ranks."""
+    experts = Experts.random(E, H, I).quantized(scheme)
+    whole = moe_ops.FusedMoE(E, K, H, I, quant_config=scheme)
+    moe_ops.load_checkpoint(whole, per_expert(experts), progress=False)
+    check_ranks(scheme, experts, whole.state_dict())

@@ -1,0 +1,164 @@
+"""Words, groups and scales of checkpoints at their edges; errors that say which expert it is."""
+
+import pytest
+import torch
+from checkpoint_formats import check_ranks, rewritten, words
+from checkpoints import Experts, expected, numbers, per_expert
+from torch.nn.functional import pad
+
+import moe_ops
+from moe_ops.loading.names import CheckpointLayout, Piece
+from moe_ops.loading.split import halves
+from moe_ops.loading.stored import Form
+from moe_ops.scheme.formats import unpack
+from moe_ops.tensors import QTensor
+
+E, K, H, I = 8, 2, 256, 512  # noqa: E741
+
+
+@pytest.mark.parametrize("layout", ["awq", "gptq_v2"])
+def test_zero_points_of_another_version(layout):
+    """7 is 8 less one in version 1 alone."""
+    experts = Experts.random(E, H, I).quantized("int4_w4a16_g128")
+    source = per_expert(experts)
+    source["experts.3.up_proj.qzeros"] = torch.full((2, I // 8), 0x77777777, dtype=torch.int32)
+    layer = moe_ops.FusedMoE(E, K, H, I, quant_config="int4_w4a16_g128")
+    moe_ops.load_checkpoint(layer, source, progress=False)
+    with pytest.raises(ValueError, match="experts.3.up_proj.qzeros: zero points must all be 8"):
+        moe_ops.load_checkpoint(layer, source, progress=False, layout=layout)
+
+
+def test_as_many_groups_as_rows():
+    """Scales of GPTQ are (G, N), whatever their numbers."""
+    q = Experts(*(moe_ops.quantize_weight(torch.randn(1, *s), "int4_w4a16_g32")
+                  for s in ((4, 128), (4, 128), (128, 4))))  # fmt: skip
+    source = {n.replace("weight_scale", "scales"): x for n, x in per_expert(q).items()}
+    source = {n: x.t() if n.endswith("scales") else x for n, x in source.items()}
+    layer = moe_ops.FusedMoE(1, 1, 128, 4, quant_config="int4_w4a16_g32")
+    moe_ops.load_checkpoint(layer, source, progress=False)
+    assert torch.equal(layer.w13_weight_scale[:, :4], q.gate.scale)
+    assert torch.equal(layer.w2_weight_scale, q.down.scale)
+
+
+def test_words_that_are_not_full():
+    """compressed-tensors fills the last word of a row up: 20 columns are three words."""
+    experts = Experts.random(2, 20, 12).quantized("int4_w4a16_channel")
+    filled = Experts(*(q._replace(data=words(pad(unpack(q.data, 2), (0, 4)))) for q in experts))
+    fields = {"scale": "weight_scale"}
+    source = {n.replace("_proj.weight", "_proj.weight_packed") if n.endswith("weight") else n: x
+              for n, x in per_expert(filled, fields=fields).items()}  # fmt: skip
+    source["experts.1.up_proj.weight_shape"] = torch.tensor([12, 20])
+    layer = moe_ops.FusedMoE(2, 1, 20, 12, quant_config="int4_w4a16_channel")
+    moe_ops.load_checkpoint(layer, source, progress=False)
+    assert all(map(torch.equal, numbers(layer), expected(
+        experts, "int4_w4a16_channel", layer, slice(None))))  # fmt: skip
+    source["experts.1.up_proj.weight_shape"] = torch.tensor([12, 24])
+    with pytest.raises(ValueError, match=r"up_proj.weight_shape: numbers must be \[12, 20\]"):
+        moe_ops.load_checkpoint(layer, source, progress=False)
+
+
+@pytest.mark.parametrize("kind", ["mxfp4_w4a16", "mxfp6_e3m2"])
+def test_microscaling_of_compressed_tensors(kind):
+    experts = Experts.random(E, H, I).quantized(kind)
+    name = "weight_packed" if kind.startswith("mxfp4") else "weight"
+    check_ranks(kind, experts, rewritten(
+        experts, lambda q, e: {name: q.data[e], "weight_scale": q.scale[e]}))  # fmt: skip
+
+
+def test_zero_points_by_themselves_do_not_say_their_order():
+    """AWQ and GPTQ have them in the same shape; `weight_loader` sees one tensor at a time."""
+    layer = moe_ops.FusedMoE(E, K, H, I, quant_config="int4_w4a16_g128_zp")
+    x = torch.zeros(H // 128, I // 8, dtype=torch.int32)
+    with pytest.raises(ValueError, match="qzeros must come with a layout that says awq"):
+        layer.weight_loader(layer.w13_weight_zero_point, x, "experts.0.w1.qzeros", "w1", 0)
+
+
+def test_gate_and_up_have_two_numbers_at_most():
+    """In one tensor of both: one for each, or one for both."""
+    for count in (1, 2):
+        form = Form(2 * I, H, torch.float32, None, None, CheckpointLayout())
+        piece, x = Piece("w13", "global_scale", "weight_scale_2"), torch.arange(1.0, count + 1)
+        assert [float(part) for part in halves(piece, x, form, False)] == [1, count]
+    with pytest.raises(ValueError, match=r"shape must be that of one or two numbers, got \(3,\)"):
+        halves(piece, torch.ones(3), form, False)
+
+
+def refuses(scheme, source, message):
+    layer = moe_ops.FusedMoE(E, K, H, I, quant_config=scheme)
+    before = [p.clone() for p in layer.parameters()]
+    with pytest.raises(ValueError, match=message):
+        moe_ops.load_checkpoint(layer, source, progress=False)
+    after = zip(before, layer.parameters(), strict=True)
+    assert all(torch.equal(a.view(torch.uint8), b.data.view(torch.uint8)) for a, b in after)
+
+
+@pytest.mark.parametrize(
+    ("scheme", "bad", "rule"),
+    [
+        ("fp8_tensor", [0.0, -1.0, torch.nan, torch.inf], "finite and positive"),
+        ("fp8_channel", [0.0, -1.0, torch.nan, torch.inf], "finite and positive"),
+        ("fp8_block128", [0.0, -1.0, torch.nan, torch.inf], "finite and positive"),
+        ("fp8_block128_ue8m0", [0.0, -1.0, torch.nan], "finite and positive"),
+        ("int8_w8a16", [0.0, -1.0, torch.nan, torch.inf], "finite and positive"),
+        ("int4_w4a16_g32", [torch.nan, torch.inf], "finite"),
+        ("nvfp4_w4a16", [-1.0, torch.nan], "finite and not negative"),
+        ("mxfp4_w4a16", [torch.nan], "finite"),
+    ],
+)
+def test_scales_that_cannot_be_used(scheme, bad, rule):
+    experts = Experts.random(E, H, I).quantized(scheme)
+    name = "experts.5.up_proj.weight_scale"
+    for number in bad:
+        source = per_expert(experts)
+        broken = source[name].clone()
+        if broken.dtype == torch.uint8:
+            broken = broken.view(torch.float8_e8m0fnu)
+        broken.view(-1)[-1:] = torch.tensor([number]).to(broken.dtype)
+        refuses(
+            scheme, source | {name: broken}, f"{name}: scales must be {rule}, got 1 that are not"
+        )
+
+
+def test_a_scale_that_its_parameter_cannot_hold():
+    experts = Experts.random(E, H, I).quantized("int4_w4a16_g32")
+    source = per_expert(experts)
+    source["experts.5.up_proj.weight_scale"] += 1e6
+    layer = moe_ops.FusedMoE(E, K, H, I, quant_config="int4_w4a16_g32", params_dtype=torch.float16)
+    with pytest.raises(ValueError, match="scales must be finite, got 4096 that are not"):
+        moe_ops.load_checkpoint(layer, source, progress=False)
+
+
+def test_the_expert_of_a_tensor_of_all():
+    gate, up, down = Experts.random(E, H, I).quantized("mxfp4_w4a16")
+    both = torch.cat((gate.data, up.data), 1)
+    for name, row in (("gate_up_proj_scales", 3), ("down_proj_scales", 6)):
+        source = {
+            "experts.gate_up_proj_blocks": both.unflatten(2, (-1, 16)),
+            "experts.gate_up_proj_scales": torch.cat((gate.scale, up.scale), 1),
+            "experts.down_proj_blocks": down.data.unflatten(2, (-1, 16)),
+            "experts.down_proj_scales": down.scale.clone(),
+        }  # fmt: skip
+        source[f"experts.{name}"][row, 2, 1] = 255
+        refuses(
+            "mxfp4_w4a16", source, f"experts.{name}: expert {row}: scales must be finite, got 1"
+        )
+
+
+def test_zero_and_negative_scales_that_can_be_used():
+    """NVFP4 blocks of zeros; AutoRound gives the largest magnitude the code -8, of either sign."""
+    experts = Experts.random(E, H, I)
+    experts.up[2, 3, 16:32] = 0
+    nvfp4 = experts.quantized("nvfp4_w4a16")
+    assert nvfp4.up.scale[2, 3, 1] == 0
+    check_ranks("nvfp4_w4a16", nvfp4, per_expert(nvfp4))
+    int4 = experts.quantized("int4_w4a16_g32")
+    signs = torch.where(torch.arange(H // 32) % 2 == 0, -1.0, 1.0)
+    int4 = int4._replace(gate=int4.gate._replace(scale=int4.gate.scale * signs))
+    check_ranks("int4_w4a16_g32", int4, per_expert(int4))
+
+
+def test_weights_of_one_byte_with_a_sign():
+    """compressed-tensors int8 in groups: int8 where this library stores it with an offset."""
+    experts = Experts.random(E, H, I).quantized("int8_w8a16_g128")
+    signed = Experts(*(QTensor((q.data ^ 128).view(torch.int8), q.scale) for q in experts))
+    check_ranks("int8_w8a16_g128", experts, per_expert(signed))

@@ -1,0 +1,222 @@
+"""Sample calls of every operator."""
+
+from functools import cache
+
+import torch
+from plans import planned
+from sum_calls import sum_samples
+from torch.fx.experimental.symbolic_shapes import DimDynamic, StatelessSymbolicContext
+
+from moe_ops import ops
+from moe_ops.dispatch.tiles import ROW_TILES
+from moe_ops.scheme import quantize_weight
+from moe_ops.testing import Problem, make_inputs
+
+I32, FP8 = torch.int32, torch.float8_e4m3fn
+K, E, H, I = 2, 4, 32, 16  # noqa: E741
+MAP = torch.tensor([1, 0, -1, 2], dtype=I32)
+
+
+def samples(device):
+    """Calls of every operator on which all of the output is specified."""
+    inputs = make_inputs(Problem(5, E, K, H, I, torch.float32, has_bias=True), device)
+    x, w1, w2, weights, ids, _, b1, b2 = inputs
+    plan = planned(ids, None, ROW_TILES, E)
+    direct, order = plan._replace(topk_ids=ids), ops.moe_permutation(ids, None, E)
+    h = ops.expert_matmul(x, w1, b1, None, *plan, ROW_TILES, K, "silu")
+    rows = ops.gather_rows(x, order[2], order[0], K)
+    y = ops.expert_matmul(h, w2, b2, None, *plan, ROW_TILES, 1).view(5, K, H)
+    expert_map, columns = MAP.to(device), torch.rand(E, H, device=device).argsort(1).to(I32)
+    valid, many = torch.tensor([4], dtype=I32, device=device), ids.repeat(3, 1)
+    return {
+        **routing_samples(x, weights, ids),
+        "moe_align_block_size": [
+            (ids, None, [8], E, True, False),
+            (ids, expert_map, [16], E, False, False),
+            (ids.long(), expert_map, list(ROW_TILES), 3, False, True),
+        ],
+        "plan_slots": [(many, None, [8], E), (many.long(), expert_map, list(ROW_TILES), 3)],
+        "plan_permuted": [(order[0], 5 * K, [16]), (order[0], 5 * K, list(ROW_TILES))],
+        "count_expert_num_tokens": [(ids, None, E), (ids.long(), expert_map, 3)],
+        "moe_permutation": [(ids, None, E), (ids.long(), expert_map, 3)],
+        "gather_rows": [(x, *order[2::-2], K), (x.t().contiguous().t(), *order[2::-2], K)],
+        "order_columns": [(x, columns, ids, None), (x, columns[:3], ids.long(), expert_map)],
+        "moe_unpermute": [(rows, weights, order[1], order[0]), (rows, None, order[1], None)],
+        "expert_matmul": [
+            (h, w2, b2, None, *plan, ROW_TILES, 1, "", True),
+            (x, w1, None, weights, *direct, ROW_TILES, K),
+            (x.t().contiguous().t(), w1, None, None, *plan, ROW_TILES, K),
+            (x, w1, b1, weights, *plan, ROW_TILES, K, "silu", True),
+            (x, w1, None, None, *direct, ROW_TILES, K, "swigluoai"),
+            (x, w1, None, None, *plan, ROW_TILES, K, "gelu_no_mul"),
+        ],
+        "scaled_matmul": scaled_samples(x, w1, b1, plan) + decoded_samples(x, w1, b1, plan),
+        **weight_only_samples(x, w1, b1, weights, plan),
+        **quantized_samples(x, h, weights, ids),
+        **batched_samples(x, weights, ids),
+        "activation": [(x, "silu"), (x.t().contiguous().t(), "gelu_tanh_no_mul")],
+        "moe_fused_mul_sum": [
+            (y, weights, None, None, None, E),
+            (y, None, ids, expert_map, valid, 3),
+            (y.flatten(0, 1), weights, ids, None, None, E),
+        ],
+        "moe_fused_mul_sum.out": [(y, weights, None, None, None, E)],
+        "gemm_sum": sum_samples(device),
+    }  # fmt: skip
+
+
+def routing_samples(x, weights, ids):
+    """Routers, what adjusts their choice, and the choice among replicas."""
+    device = x.device
+    logits = torch.linspace(-2, 2, 5 * E, device=device).view(5, E)
+    valid, bias = torch.tensor([4], dtype=I32, device=device), torch.zeros(E, device=device)
+    words = torch.arange(5, device=device)
+    table = words[:, None] % torch.tensor([E, E - 1], device=device)
+    load = torch.zeros(6, dtype=I32, device=device)
+    replicas = torch.tensor([[0, 4], [1, -1], [2, 5], [3, -1]], device=device)
+    return {
+        "fused_topk": [(logits, None, K, True, "softmax", 1.0),
+                       (logits.half(), bias, K, False, "sigmoid", 2.0)],
+        "topk_plan": [(logits.repeat(2, 1), bias, K, True, "softmax", 1.0,
+                        MAP.to(device), list(ROW_TILES), 3)],
+        "grouped_topk": [
+            (logits, bias, K, True, "sqrtsoftplus", 2.5, 2, 1),
+            (logits, None, K, False, "softmax", 1.0, 2, 2),
+        ],
+        "hash_topk": [(logits, words, table, True, "softmax", 1.0)],
+        "sparsemixer": [(logits, 0.01)],
+        "adjust_routing": [
+            (weights, ids, bias, words > 2, E, 2, 0.5),
+            (weights.half(), ids.long(), None, None, E, 0, 1.0),
+        ],
+        "zero_experts": [(x, weights, ids, 2, 0), (x, weights.half(), ids.long(), 1, -1)],
+        "eplb_map_to_physical_and_record": [
+            (ids, load, replicas, replicas.ne(-1).sum(1), None, None, torch.int64, 0),
+            (ids.long(), load.long(), replicas, replicas.ne(-1).sum(1).int(),
+             torch.tensor(True, device=device), valid, I32, 3),
+            (ids, load, replicas, replicas.ne(-1).sum(1), None, None, I32, 0, valid),
+        ],
+    }  # fmt: skip
+
+
+def scaled_samples(x, w1, b1, plan):
+    """Scales of rows and of blocks; three activations.
+
+    In int8: opcheck cannot compare fp8 inputs with what they were.
+    """
+    channel, block = (quantize_weight(w1, f"int8_{groups}") for groups in ("channel", "block16x32"))
+    rows = (x * 8).round().clamp(-127, 127).to(torch.int8)
+    scale, sizes = torch.full((len(x), 1), 0.125, device=x.device), (*plan, ROW_TILES, K)
+    whole = (rows, scale, *channel[:2], None, b1, *sizes, "int8_channel", torch.float32)
+    groups = torch.full((len(x), 1), 0.25, device=x.device)
+    blocks = (rows, groups, *block[:2], None, None, *sizes, "int8_block16x32", torch.float32)
+    names, calls = ("silu", "swigluoai", "gelu_no_mul"), (whole, blocks, (x, None, *whole[2:]))
+    return [*calls, *[(*call, name) for call in calls for name in names]]  # of the last: plain rows
+
+
+def quantized_samples(x, h, weights, ids):
+    """Rows of tokens, of slots and of activations; computed and given scales."""
+    one, expert_map = x.new_full((1,), 0.02), MAP.to(x.device)
+    return {
+        "moe_quantize": [
+            (x, None, weights, ids, expert_map, 3, "int8:1x16:float32"),
+            (x, None, None, ids, None, E, "fp8:*x*:float32"),
+            (x.t().contiguous().t(), one, None, None, None, E, "fp8:1x*:float32:static"),
+            (x.half(), None, None, ids, None, E, "int8:1x*:float32"),
+        ],
+        "activation_quantize": [
+            (h, None, ids, None, E, "silu", "fp8:1x*:float32"),
+            (h, None, None, None, E, "gelu_no_mul", "fp8:1x16:pow2"),
+        ],
+    }
+
+
+def batched_samples(x, weights, ids):
+    """Three experts with room for six rows."""
+    counts, one = torch.tensor([3, 0, 6], dtype=I32, device=x.device), x.new_full((1,), 0.02)
+    batch = x.view(5, 1, H).repeat(1, 6, 1)[:3].contiguous()
+    turned = batch.transpose(1, 2).contiguous().transpose(1, 2)
+    return {
+        "plan_batched": [(counts, 6, [16]), (counts, 6, list(ROW_TILES))],
+        "batched_dispatch": [
+            (x, None, weights, ids, 1, 3, 4, "int8:1x*:float32"),
+            (x, None, None, ids, 0, E, 2, "fp8:*x*:float32"),
+            (x.t().contiguous().t(), None, weights, ids, 0, 2, 5, ""),
+        ],
+        "batched_rows": [(ids, 0, E, 2), (ids.long(), 1, 2, 5)],
+        "batched_activation": [(batch, counts, "silu"), (turned, counts, "gelu_no_mul")],
+        "batched_quantize": [
+            (batch, None, counts, "fp8:1x16:float32"),
+            (batch, one, counts, "int8:*x*:float32"),
+        ],
+        "batched_activation_quantize": [
+            (batch, None, counts, "silu", "fp8:1x*:float32"),
+            (turned, None, counts, "relu2", "int8:*x*:float32"),
+        ],
+    }
+
+
+def weight_only_samples(x, w1, b1, weights, plan):
+    """A scale a row, and groups with zero points; with and without a gate."""
+    channel, groups = (quantize_weight(w1, s) for s in ("int8_w8a16", "int4_w4a16_g16_zp"))
+    sizes = (*plan, ROW_TILES, K)
+    whole = (x, *channel, b1, weights, *sizes, "int8_w8a16")
+    pieces = (x, *groups, None, None, *sizes, "int4_w4a16_g16_zp")
+    names = ("silu", "swigluoai", "gelu_no_mul")
+    calls = (whole, pieces)
+    return {"weight_only_matmul": [*calls, *[(*call, name) for call in calls for name in names]]}
+
+
+def decoded_samples(x, w1, b1, plan):
+    q, rows = quantize_weight(w1, "mxfp4"), ops.moe_quantize(x, *[None] * 4, 0, "fp4:1x32:e8m0")
+    call = (*rows, *q[:2], None, b1, *plan, ROW_TILES, K, "mxfp4", torch.bfloat16)
+    return [call, (*call, "silu"), (*call, "gelu_no_mul")]
+
+
+def overload(qualified):
+    name, _, which = qualified.partition(".")
+    return getattr(getattr(torch.ops.moe_ops, name), which or "default")
+
+
+def keywords(qualified, arguments):
+    if not qualified.endswith(".out"):
+        return {}
+    inputs = arguments[0]
+    return {"out": torch.empty(inputs.shape[0], inputs.shape[2], device=inputs.device)}
+
+
+def outputs(result):
+    """The tensors that an operator returned."""
+    return result if isinstance(result, tuple) else () if result is None else (result,)
+
+
+def symbolic_tokens(mode, env, unbacked):
+    if unbacked:
+        return env.create_unbacked_symint()
+    context = StatelessSymbolicContext(dynamic_sizes=[DimDynamic.DYNAMIC, DimDynamic.STATIC])
+    return mode.from_tensor(torch.empty(37, 1, device="meta"), symbolic_context=context).shape[0]
+
+
+def two_slots(call):
+    """A GEMM of two slots, whose ids tell its tiles: no plan is read."""
+    rows, k = 2 // call["top_k"], len(call["a"])
+    cut = {name: x[:rows] for name, x in call.items() if name in ("a", "a_scale") and len(x) == k}
+    weights = {name: x[:1] for name, x in call.items() if name == "topk_weights" and x is not None}
+    ids = torch.empty(1, 2, dtype=torch.int32, device=call["a"].device)
+    return {**call, **cut, **weights, "plan": None, "topk_ids": ids, "expert_map": ids.new_empty(5)}
+
+
+cached_samples = cache(samples)
+
+
+@cache
+def called(qualified, device):
+    """Calls of an operator by argument: its samples, and what else takes another way."""
+    names = [argument.name for argument in overload(qualified)._schema.arguments]
+    several = [dict(zip(names, call, strict=False)) for call in cached_samples(device)[qualified]]
+    if "top_k" in names and "plan" in names:
+        several += [two_slots(several[0])]
+    for name in ("expert_num_tokens", "expert_map"):
+        given = [call for call in several if call.get(name) is not None]
+        several += [{**call, name: call[name].long()} for call in given[:1]]
+    return several

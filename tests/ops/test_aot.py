@@ -1,0 +1,187 @@
+"""Every kernel compiled for every architecture that the support table names, without a GPU."""
+
+import pytest
+import torch
+from conftest import INTERPRETED
+
+if INTERPRETED:
+    pytest.skip("compiles kernels: not in the interpreter", allow_module_level=True)
+pytest.importorskip("triton")
+
+import aot  # noqa: E402
+from aot_launches import ARCHITECTURES, check_resources, launch_gemms  # noqa: E402
+
+from moe_ops.dispatch.tiles import ROW_TILES  # noqa: E402
+from moe_ops.kernels import (  # noqa: E402
+    activation,
+    align,
+    batched,
+    eplb,
+    expert_gemm,
+    permute,
+    quantize,
+    routing,
+    topk_align,
+    weight_and_reduce,
+)
+from moe_ops.ops import STAGES  # noqa: E402
+
+pytestmark = [pytest.mark.aot, pytest.mark.filterwarnings("ignore")]
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+@pytest.fixture(autouse=True)
+def no_other_driver(monkeypatch):
+    aot.forget_kernels(
+        activation,
+        align,
+        batched,
+        eplb,
+        expert_gemm,
+        permute,
+        quantize,
+        routing,
+        topk_align,
+        weight_and_reduce,
+    )
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("tile", "experts"), [*((t, 4) for t in ROW_TILES), (16, 256), (32, 256)])
+def test_expert_gemms(arch, dtype, tile, experts):
+    """Every row tile; the two of decoding also for many experts, where their tiles are wider."""
+    kernels = aot.compile_launch(arch, launch_gemms(tile, dtype, "silu", experts=experts))
+    check_resources(kernels, arch)
+    if arch == 90 and dtype != torch.float32 and tile >= 64:
+        products = [k for k in kernels if "gemm" in k.metadata.name]
+        assert len(products) == 2
+        assert all("wgmma.mma_async" in k.asm["ptx"] for k in products)
+
+
+@pytest.mark.parametrize("activation_key", ["swigluoai", "situ(beta=1.0)", "gelu_no_mul"])
+def test_epilogues_and_tails(activation_key):
+    """H 2880 and I 1408 / 2: no tile divides them."""
+    launch = launch_gemms(64, torch.bfloat16, activation_key, 2880, 704, has_bias=True)
+    check_resources(aot.compile_launch(90, launch), 90)
+
+
+def launch_rest(tokens, experts=257, k=8):
+    def launch(empty):
+        ids = empty(tokens, k, dtype=torch.int32)
+        weights, expert_map = (
+            empty(tokens, k, dtype=torch.float32),
+            empty(experts, dtype=torch.int32),
+        )
+        for scoring in ("softmax", "sigmoid"):
+            logits, bias = (
+                empty(tokens, experts, dtype=torch.float32),
+                empty(experts, dtype=torch.float32),
+            )
+            how = (bias, k, True, scoring, 1.0)
+            routing.fused_topk(logits, *how)
+        align.plan_slots(ids, expert_map, ROW_TILES, experts)
+        counts = align.count_expert_num_tokens(ids, None, experts)
+        align.plan_batched(counts, tokens, ROW_TILES)
+        order = permute.moe_permutation(ids, None, experts)
+        align.plan_permuted(order[0], tokens * k, ROW_TILES)
+        rows = permute.gather_rows(empty(tokens, 2880), order[2], order[0], k)
+        permute.order_columns(
+            empty(tokens, 2880), empty(experts, 2880, dtype=torch.int32), ids, expert_map
+        )
+        permute.moe_unpermute(rows, weights, order[1], order[0])
+        activation.activation(empty(tokens * k, 1408), "silu")
+        weight_and_reduce.moe_fused_mul_sum(
+            empty(tokens, k, 2880), weights, ids, expert_map, None, experts
+        )
+        replicas, enabled = empty(experts, 33, dtype=torch.int64), empty(1, dtype=torch.bool)
+        unpadded = empty(1, dtype=torch.int32)
+        eplb.eplb_map_to_physical_and_record(
+            ids, expert_map, replicas, expert_map, enabled, unpadded, torch.int64, 0, unpadded
+        )
+
+    return launch
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize("tokens", [1, 4096])
+def test_other_stages(arch, tokens):
+    kernels = aot.compile_launch(arch, launch_rest(tokens))
+    check_resources(kernels, arch)
+    tested_alone = ("gemm", "quantize", "batched", "topk_align")
+    stages = {stage for stage in STAGES.values() if not stage.endswith(tested_alone)}
+    assert len({k.metadata.name for k in kernels}) >= len(stages)
+
+
+@pytest.mark.parametrize(
+    ("arch", "shape"),
+    [
+        *((90, shape) for shape in ((2, 256), (4, 128))),
+        *((arch, (8, 64)) for arch in ARCHITECTURES),
+    ],
+    ids=str,
+)
+def test_routing_with_alignment(arch, shape):
+    """The most logits that one launch takes."""
+
+    def launch(empty):
+        logits, bias = empty(*shape), empty(shape[1], dtype=torch.float32)
+        for scoring in ("softmax", "sigmoid", "sqrtsoftplus"):
+            how = (bias, 9, True, scoring, 1.0)
+            topk_align.topk_plan(logits, *how, None, ROW_TILES, shape[1])
+
+    kernels = aot.compile_launch(arch, launch)
+    assert {k.metadata.name for k in kernels} == {"_topk_align_kernel"}
+    check_resources(kernels, arch)
+
+
+QUANTS = (
+    *(
+        f"{element}:{group}"
+        for element in ("int8", "fp8")
+        for group in ("*x*:float32", "1x*:float32", "1x128:float32", "1x16:pow2")
+    ),
+    *(f"{element}:1x32:e8m0" for element in ("fp8", "fp6_e2m3", "fp6_e3m2", "fp4")),
+    "fp4:1x16:e4m3:global_scale",
+)
+
+
+def launch_quantization(tokens, quant, width, experts=257, k=8):
+    """Every way to a quantized row: of x, of slots, of an activation, in both formats."""
+
+    def launch(empty):
+        x, ids = empty(tokens, width), empty(tokens, k, dtype=torch.int32)
+        weights = empty(tokens, k, dtype=torch.float32)
+        h, one = empty(tokens * k, 2 * width), empty(1, dtype=torch.float32)
+        scale = one if quant.endswith("global_scale") else None
+        quantize.moe_quantize(x, scale, None, None, None, experts, quant)
+        quantize.moe_quantize(x, scale, weights, ids, None, experts, quant)
+        quantize.activation_quantize(h, scale, ids, None, experts, "silu", quant)
+        dispatch = (x, scale, weights, ids, 0, experts, tokens)
+        _, _, counts, _ = batched.batched_dispatch(*dispatch, quant)
+        batched.batched_quantize(empty(experts, tokens, width), scale, counts, quant)
+        h = empty(experts, tokens, 2 * width)
+        batched.batched_activation_quantize(h, scale, counts, "swigluoai", quant)
+        if quant.startswith("int8:*x*"):
+            quantize.moe_quantize(x, one, None, None, None, experts, f"{quant}:static")
+            batched.batched_dispatch(*dispatch, "")
+            batched.batched_activation(h, counts, "silu")
+            batched.batched_rows(ids, 0, experts, tokens)
+
+    return launch
+
+
+ONE_OF_EACH = {quant.split(":")[0]: quant for quant in QUANTS}
+"""The last one of each element."""
+
+
+@pytest.mark.parametrize(
+    ("arch", "quant"),
+    [(arch, q) for arch in ARCHITECTURES for q in (QUANTS if arch <= 90 else ONE_OF_EACH.values())],
+)
+def test_quantization(arch, quant):
+    """A row of up to 16384 columns stays in registers. e4m3 begins with sm_89."""
+    if ("fp8" in quant or "e4m3" in quant) and arch < 89:
+        pytest.skip("e4m3 does not exist on this architecture")
+    for tokens, width in ((4096, 16384), *([(1, 2880)] if arch == 90 else [])):
+        check_resources(aot.compile_launch(arch, launch_quantization(tokens, quant, width)), arch)

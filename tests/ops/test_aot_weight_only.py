@@ -1,0 +1,86 @@
+"""The kernel of quantized weights compiled for every architecture, without a GPU."""
+
+import pytest
+import torch
+from conftest import INTERPRETED
+
+if INTERPRETED:
+    pytest.skip("compiles kernels: not in the interpreter", allow_module_level=True)
+pytest.importorskip("triton")
+
+import aot  # noqa: E402
+from aot_launches import stored  # noqa: E402
+
+from moe_ops.kernels import align, weight_only_gemm
+from moe_ops.kernels._gemm import weight_only as weight_only_tile  # noqa: E402
+from moe_ops.scheme import SCHEMES  # noqa: E402
+from moe_ops.tensors import (
+    Tiles,  # noqa: E402
+)
+
+pytestmark = [pytest.mark.aot, pytest.mark.filterwarnings("ignore")]
+NAMED = [n for n, s in SCHEMES.items() if s.weight is not None and s.activation is None]
+SOME = ("int4_w4a16_g128_zp", "mxfp4_w4a16", "fp8_w8a16_block128", "int8_w8a16")
+
+
+@pytest.fixture(autouse=True)
+def no_other_driver():
+    aot.forget_kernels(align, weight_only_tile)
+
+
+def launch_gemms(scheme, tile, dtype, hidden=2048, width=768, activation="silu"):
+    def launch(empty):
+        experts = 256 if tile <= 32 else 4
+        slots = tile * experts // 2
+        ids = empty(slots, 1, dtype=torch.int32)
+        plan = Tiles(align.plan_slots(ids, None, [tile], experts), ids)
+        x, bias = empty(slots, hidden, dtype=dtype), empty(experts, 2 * width, dtype=dtype)
+        w1 = stored(empty, scheme, experts, 2 * width, hidden, dtype)
+        rest = (None, *plan, [tile], 1, scheme)
+        h = weight_only_gemm.weight_only_matmul(x, *w1, bias, *rest, activation)
+        w2 = stored(empty, scheme, experts, hidden, width, dtype)
+        weight_only_gemm.weight_only_matmul(h, *w2, None, *rest)
+
+    return launch
+
+
+def check(arch, scheme, tile, dtype, **more):
+    kernels = aot.compile_launch(arch, launch_gemms(scheme, tile, dtype, **more))
+    kernels = [k for k in kernels if k.metadata.name == "weight_only_gemm_kernel"]
+    assert len(kernels) == 2
+    for kernel in kernels:
+        used = aot.resources(kernel, arch)
+        assert used["shared"] <= aot.SHARED_MEMORY[arch], used
+        # A few words that live across the loop. Without, tiles of 128 rows are slower on Hopper.
+        few = 24 if arch == 90 and tile == 128 else 16 * (dtype == torch.float16)
+        assert used["spilled"] <= few, used
+        assert used["serialized"] == 0, used
+        assert not aot.rewrites_operands(kernel)
+    return kernels
+
+
+@pytest.mark.parametrize("scheme", NAMED)
+@pytest.mark.parametrize("tile", [16, 128])
+def test_every_scheme(scheme, tile):
+    for kernel in check(90, scheme, tile, torch.bfloat16):
+        assert ("wgmma.mma_async" if tile == 128 else "mma.sync") in kernel.asm["ptx"]
+
+
+@pytest.mark.parametrize("scheme", SOME)
+@pytest.mark.parametrize("arch", [80, 100, 120])
+def test_other_architectures(scheme, arch):
+    for tile in (32, 64):
+        check(arch, scheme, tile, torch.bfloat16)
+
+
+@pytest.mark.parametrize("scheme", SOME)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_other_dtypes(scheme, dtype):
+    for tile in (16, 128):
+        check(90, scheme, tile, dtype)
+
+
+@pytest.mark.parametrize("scheme", ["mxfp4_w4a16", "nvfp4_w4a16"])
+def test_tails(scheme):
+    """gpt-oss: H and I that no tile divides, gate and up interleaved."""
+    check(90, scheme, 16, torch.bfloat16, hidden=2880, width=2880, activation="swigluoai")

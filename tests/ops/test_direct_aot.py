@@ -1,0 +1,94 @@
+"""Expert GEMMs of few slots, compiled for every architecture: ids of both widths, with a map."""
+
+import pytest
+import torch
+from conftest import INTERPRETED
+
+if INTERPRETED:
+    pytest.skip("compiles kernels: not in the interpreter", allow_module_level=True)
+pytest.importorskip("triton")
+
+import aot  # noqa: E402
+
+from moe_ops.dispatch.tuned_file import default_row_tiles  # noqa: E402
+from moe_ops.kernels import (
+    align,
+    expert_gemm,
+    scaled_gemm,
+    topk_align,
+    weight_only_gemm,
+)
+from moe_ops.kernels._hopper import stream as hopper_stream
+from moe_ops.scheme import get_scheme, min_capability, quantize_weight  # noqa: E402
+from moe_ops.tensors import Tiles  # noqa: E402
+
+pytestmark = [pytest.mark.aot, pytest.mark.filterwarnings("ignore")]
+E, GLOBAL, K, N, TOP_K = 64, 128, 2048, 768, 8
+SCHEMES = {
+    "unquantized": ["_expert_gemm_gated_kernel", "_expert_gemm_kernel"],
+    "fp8_channel": ["scaled_gemm_kernel"] * 2,
+    "fp8_block128": ["scaled_gemm_kernel"] * 2,
+    "int4_w4a16_g32": ["weight_only_gemm_kernel"] * 2,
+    "mxfp4": ["weight_only_gemm_kernel"] * 2,
+}
+
+
+@pytest.fixture(autouse=True)
+def no_other_driver():
+    aot.forget_kernels(expert_gemm, hopper_stream, scaled_gemm, weight_only_gemm)
+
+
+def launch_gemm(empty, scheme, rows, top_k, n, k, tiles, *activation):
+    """One GEMM of a layer, by its launcher."""
+    meta = torch.empty(E, n, k, device="meta", dtype=torch.bfloat16)
+    row_tiles = default_row_tiles(scheme)
+    if scheme.weight is None:
+        call = (empty(rows, k), empty(E, n, k), None, None, *tiles, row_tiles, top_k)
+        return expert_gemm.expert_matmul(*call, *activation)
+    stored = quantize_weight(meta, scheme)
+    w = [None if x is None else empty(*x.shape, dtype=x.dtype) for x in stored]
+    rest = (*tiles, row_tiles, top_k, scheme.name)
+    if scheme.activation is None:
+        gemm = weight_only_gemm.weight_only_matmul
+        return gemm(empty(rows, k), *w, None, None, *rest, *activation)
+    quant = scheme.activation
+    width = k // 2 if quant.element.packed else k
+    scale = empty(*quant.row_scale_shape(rows, k), dtype=quant.scale_dtype)
+    q, weight = empty(rows, width, dtype=quant.dtype), (*w[:2], w[3], None)
+    return scaled_gemm.scaled_matmul(q, scale, *weight, *rest, torch.bfloat16, *activation)
+
+
+@pytest.mark.parametrize("arch", sorted(aot.SHARED_MEMORY))
+@pytest.mark.parametrize("ids", [torch.int32, torch.int64], ids=str)
+@pytest.mark.parametrize("name", SCHEMES)
+def test_a_layer_of_one_token(name, ids, arch):
+    """Nothing is launched to align, and both GEMMs keep to their memory and registers."""
+    scheme = get_scheme(name)
+    if arch < min_capability(scheme.activation):
+        pytest.skip("no kernels of this scheme")
+
+    def launch(empty):
+        topk_ids, expert_map = empty(1, TOP_K, dtype=ids), empty(GLOBAL, dtype=torch.int32)
+        plan = align.plan_slots(topk_ids, expert_map, default_row_tiles(scheme), E)
+        tiles = Tiles(plan, topk_ids, expert_map)
+        launch_gemm(empty, scheme, 1, TOP_K, 2 * N, K, tiles, "silu")
+        launch_gemm(empty, scheme, TOP_K, 1, K, N, tiles)
+
+    kernels = aot.compile_launch(arch, launch)
+    assert len(kernels) == 2
+    for kernel, expected in zip(kernels, SCHEMES[name], strict=True):
+        hoppers = ("hopper_stream_kernel", "hopper_token_kernel")
+        own = hoppers if arch == 90 else ("block_scaled_gemm_kernel",)
+        assert kernel.metadata.name in (expected, *own)
+        used = aot.resources(kernel, arch)
+        assert used["shared"] <= aot.SHARED_MEMORY[arch], used
+        assert used["spilled"] == 0 and used["serialized"] == 0, used
+
+
+def test_few_slots_are_only_routed():
+    def launch(empty):
+        how = (None, TOP_K, True, "softmax", 1.0)
+        topk_align.topk_plan(empty(2, GLOBAL), *how, None, (16,), GLOBAL)
+
+    kernels = aot.compile_launch(90, launch)
+    assert [k.metadata.name for k in kernels] == ["_fused_topk_kernel"]

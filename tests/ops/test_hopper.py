@@ -1,0 +1,220 @@
+"""Hopper's own kernels against the kernels for all GPUs, and the packing of their rows."""
+
+from dataclasses import replace
+
+import launches
+import pytest
+import torch
+from conftest import HAS_CUDA, INTERPRETED
+from gemm_rows import activated, exact_rows, exact_scaled_rows, numbers
+from hopper_cases import CASES, SCHEMES
+from plans import planned
+
+from moe_ops import ops
+from moe_ops.dispatch.hopper import packed_rows
+from moe_ops.dispatch.tile_plan import unpack_plan
+from moe_ops.reference.slots import local_experts
+from moe_ops.scheme import get_scheme, quantize_weight
+from moe_ops.tensors import Tiles
+from moe_ops.testing import Problem, assert_matches_reference, make_inputs
+
+pytest.importorskip("triton")
+
+SHARING = pytest.mark.parametrize("groups", [None, "one", 1, 3])
+
+
+@pytest.mark.kernel
+@pytest.mark.skipif(not (INTERPRETED or HAS_CUDA), reason="a kernel without an operator")
+@pytest.mark.parametrize(("width", "dtype"), [(40, torch.bfloat16), (5000, torch.float8_e4m3fn)])
+@SHARING
+def test_pack(width, dtype, groups, device):
+    from moe_ops.kernels._hopper.pack import pack_rows
+
+    problem = Problem(21, 5, 2, width, 16, torch.bfloat16, routing="holes")
+    x, *_, ids, _, _, _ = make_inputs(problem, device)
+    x = torch.cat([x, x], 1)[:, :width].to(dtype)  # a stride of its own
+    scale = None
+    if groups is not None:
+        shape = (1,) if groups == "one" else (21, groups)
+        scale = torch.rand(shape, device=device)
+    plan, _, _ = planned(ids, None, (64,), 5)
+    rows, scales = pack_rows(x, scale, plan, ids.numel(), packed_rows(ids.numel(), 5, 64), 2)
+    sorted_slots, _, used = unpack_plan(plan, ids.numel(), 5, (64,))
+    used = int(used)
+    slot = sorted_slots[:used].long()
+    real = slot < ids.numel()
+    source = slot[real] // 2
+    assert torch.equal(rows[:used][real].float(), x[source].float())
+    assert (scales is None) == (groups is None)
+    if scales is not None:
+        each = scale.expand(21, 1) if groups == "one" else scale
+        assert torch.equal(scales[:, :used].t()[real], each[source])
+        assert scales.stride(0) % 4 == 0
+
+
+@pytest.mark.kernel
+@pytest.mark.skipif(not (INTERPRETED or HAS_CUDA), reason="a kernel without an operator")
+@pytest.mark.parametrize("width", [48, 1100, 1536])  # 1536 columns are read in parts
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("scheme", ["fp8_tensor_static", "fp8_channel", "fp8_block128"])
+def test_quantize_packed(width, dtype, scheme, device):
+    """Bitwise as quantized, then packed."""
+    from moe_ops.kernels._hopper.pack import pack_rows, quantize_rows
+
+    quant = get_scheme(scheme).activation
+    x, *_, ids, _, _, _ = make_inputs(Problem(21, 5, 2, 1100, 16, dtype, routing="holes"), device)
+    x = torch.cat([x, x], 1)[:, :width]
+    x[3] = 0
+    given = torch.tensor([0.03], device=device) if quant.static else None
+    plan, _, _ = planned(ids, None, (64,), 5)
+    sizes = (plan, ids.numel(), packed_rows(ids.numel(), 5, 64), 2)
+    sorted_slots, _, used = unpack_plan(plan, ids.numel(), 5, (64,))
+    real = sorted_slots[: int(used)] < ids.numel()
+    q, scale = ops.moe_quantize(x, given, None, None, None, 1, quant.key)
+    expected, found = pack_rows(q, scale, *sizes), quantize_rows(x, given, quant, *sizes)
+    for want, got in zip(expected, found, strict=True):
+        assert want.dtype == got.dtype and want.shape == got.shape
+    used = int(used)
+    assert torch.equal(found[0][:used][real].float(), expected[0][:used][real].float())
+    assert torch.equal(found[1][:, :used][:, real], expected[1][:, :used][:, real])
+
+
+class Twins:
+    """A GEMM by both kernels: a plan of one row tile is never Hopper's."""
+
+    def __init__(self, scheme, tile, **sizes):
+        self.problem = Problem(**({"dtype": torch.bfloat16} | sizes))
+        p = self.problem
+        x, w, _, _, self.ids, _, self.bias, _ = make_inputs(p, "cuda")
+        self.tile, self.scheme, quant = tile, scheme, get_scheme(scheme).activation
+        self.scaled = quant is not None
+        self.rows = self.plain_rows = (x,)
+        if self.scaled:
+            given = torch.tensor([0.02], device="cuda") if quant.static else None
+            self.plain_rows = (x, given)
+            self.rows = ops.moe_quantize(x, given, None, None, None, 1, quant.key)
+            w, scale, *_ = quantize_weight(w, scheme)
+            self.weight = (w, scale)
+        else:
+            self.weight = (w,)
+
+    def run(self, tiles, activation, top_k):
+        made = ops.plan_slots(self.ids, None, tiles, self.problem.num_experts)
+        plan = Tiles(made, self.ids, None)
+        operands = (*self.rows, *self.weight, *[None] * self.scaled, self.bias)
+        if self.scaled:
+            rest = (*plan, tiles, top_k, self.scheme, self.problem.dtype)
+            return ops.scaled_matmul(*operands, *rest, activation or "")
+        return ops.expert_matmul(*operands, None, *plan, tiles, top_k, activation or "")
+
+    def exact(self, activation, top_k):
+        """In float64, on the CPU; without a bound: the reference is a kernel too, of fewer bits."""
+        w, *scale = (t.cpu() for t in self.weight)
+        rows = [t.cpu() for t in self.rows]
+        ids = self.ids.cpu()
+        bias = None if self.bias is None else self.bias.cpu()
+        if self.scaled:
+            expert = local_experts(ids, None, self.problem.num_experts)
+            rows = numbers(*rows, self.scheme, top_k)
+            product = exact_scaled_rows(rows, w, *scale, bias, expert, self.scheme)
+        else:
+            product = exact_rows(*rows, w, bias, None, ids, top_k)
+        return (activated(product, activation) if activation else product).value
+
+
+@pytest.fixture
+def launched(monkeypatch):
+    return launches.launched_hopper_kernels(monkeypatch)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("case", CASES, ids=lambda c: f"{c[0]}{c[1]}-{c[2].get('routing', '')}")
+@pytest.mark.parametrize(
+    ("hidden", "width", "activation"),
+    [
+        (512, 256, "silu"),
+        (2880, 704, "swigluoai"),
+        (208, 136, "gelu"),
+        (336, 200, None),
+        (128, 72, "relu2_no_mul"),
+    ],
+)
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_twins(scheme, case, hidden, width, activation, has_bias, launched):
+    kernel, tile, sizes = case
+    sizes = {**sizes, "hidden_size": hidden, "intermediate_size": width, "has_bias": has_bias}
+    kind = activation or "silu_no_mul"
+    twins = Twins(scheme, tile, activation=kind, **sizes)
+    plain = twins.run((tile,), activation, sizes["top_k"])
+    assert not launched
+    fast = twins.run((tile,) * 8, activation, sizes["top_k"])
+    gated = activation in ("silu", "swigluoai", "gelu")
+    boxes = not (scheme == "unquantized" and kernel == "stream") and not (gated and width % 8)
+    boxes &= hidden % 16 == 0
+    if scheme == "fp8_block128":
+        boxes &= not gated or activation == "swigluoai" or width % 64 == 0
+    assert launched == [kernel] * boxes
+    real = (twins.ids.flatten() >= 0) & (twins.ids.flatten() < sizes["num_experts"])
+    exact = twins.exact(activation, sizes["top_k"])[real.cpu()]
+    assert_matches_reference(fast[real].cpu(), exact, plain[real].cpu())
+    assert torch.equal(fast[real], twins.run((tile,) * 8, activation, sizes["top_k"])[real])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("tile", [64, 128])
+@pytest.mark.parametrize("block_n", [128, 256])
+@pytest.mark.parametrize(("width", "activation"), [(704, "silu"), (640, "gelu"), (328, None)])
+def test_every_packed_tile(scheme, tile, block_n, width, activation, launched, monkeypatch):
+    """Also those that are not the first choice; the last tile of a row is not whole."""
+    from moe_ops.dispatch import tuned
+
+    choice = tuned.hopper_tiles
+
+    def chosen(gemm, device):
+        return replace(choice(gemm, device), block_n=block_n, group_m=3, num_stages=3)
+
+    kind, sizes = activation or "silu_no_mul", {"hidden_size": 400, "num_experts": 4, "top_k": 2}
+    twins = Twins(
+        scheme, tile, num_tokens=900, intermediate_size=width, activation=kind,
+        routing="holes", has_bias=True, **sizes,
+    )  # fmt: skip
+    plain = twins.run((tile,), activation, 2)
+    monkeypatch.setattr(tuned, "TABLES", tuned.tables([]))  # with plans of their own
+    monkeypatch.setattr(tuned, "hopper_tiles", chosen)
+    fast = twins.run((tile,) * 8, activation, 2)
+    shared = scheme != "fp8_block128" or width != 704  # else up rows begin inside a scale's
+    assert launched == ["packed"] * shared
+    real = (twins.ids.flatten() >= 0) & (twins.ids.flatten() < 4)
+    exact = twins.exact(activation, 2)[real.cpu()]
+    assert_matches_reference(fast[real].cpu(), exact, plain[real].cpu())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("scheme", SCHEMES[1:])
+@pytest.mark.parametrize("tile", [64, 128])
+def test_rows_quantized_as_they_are_packed(scheme, tile, launched):
+    """Bitwise as those that were quantized before."""
+    sizes = {"hidden_size": 1040, "intermediate_size": 256}
+    twins = Twins(scheme, tile, num_tokens=900, num_experts=4, top_k=2, **sizes)
+    before = twins.run((tile,) * 8, "silu", 2)
+    twins.rows = twins.plain_rows
+    now = twins.run((tile,) * 8, "silu", 2)
+    assert torch.equal(now, before) and launched == ["packed"] * 2
+
+
+@pytest.mark.gpu
+def test_replay(launched):
+    """Captured, and replayed with other rows."""
+    for tokens, tile in ((4, 16), (600, 64)):
+        tiles, sizes = (tile,) * 8, {"hidden_size": 256, "intermediate_size": 128}
+        twins = Twins("fp8_block128", tile, num_tokens=tokens, **sizes)
+        twins.run(tiles, "silu", 2)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = twins.run(tiles, "silu", 2)
+        twins.ids.copy_(twins.ids.flip(0))
+        graph.replay()
+        assert torch.equal(out, twins.run(tiles, "silu", 2))
+    assert set(launched) == {"packed", "stream"}

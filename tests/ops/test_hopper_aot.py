@@ -1,0 +1,201 @@
+"""Hopper's own kernels of the expert GEMMs, compiled as their launchers choose them."""
+
+import re
+from dataclasses import replace
+
+import pytest
+import torch
+from conftest import INTERPRETED
+
+if INTERPRETED:
+    pytest.skip("compiles kernels: not in the interpreter", allow_module_level=True)
+pytest.importorskip("triton")
+
+import aot  # noqa: E402
+from aot_launches import EXPERTS, HALF, TOP_K, launch_hopper_layer, launch_unquantized  # noqa: E402
+
+from moe_ops.dispatch import tuned  # noqa: E402
+from moe_ops.dispatch.device import Device
+from moe_ops.dispatch.hopper import PACKED, ROW_TILES, most_stages, takes, widths  # noqa: E402
+from moe_ops.dispatch.tiles import Gemm, pick_row_tile  # noqa: E402
+from moe_ops.kernels import align, expert_gemm
+from moe_ops.kernels._hopper import gemm as hopper_gemm
+from moe_ops.kernels._hopper import packed as hopper_tile
+from moe_ops.kernels._hopper import stream as hopper_stream
+from moe_ops.scheme import get_scheme  # noqa: E402
+
+pytestmark = [pytest.mark.aot, pytest.mark.filterwarnings("ignore")]
+PACKED_AT_ONCE = ["fp8_channel", "fp8_block128", "fp8_tensor_static"]
+H200 = Device(90, 232448, 132)
+
+
+@pytest.fixture(autouse=True)
+def no_other_driver():
+    aot.forget_kernels(hopper_stream, hopper_tile)
+
+
+def constants(kernel):
+    """Those that the launcher made of its tiles."""
+    return next(c for c in kernel.src.constants.values() if isinstance(c, hopper_gemm.Constants))
+
+
+@pytest.mark.parametrize("scheme", ["unquantized", "fp8_channel", "fp8_tensor", "fp8_block128"])
+@pytest.mark.parametrize(
+    ("tokens", "activation", "hidden", "width"),
+    [
+        (1, "silu", 2048, 768),
+        (100, "swigluoai", 2880, 2880),
+        (400, "silu", 7168, 2048),
+        (1024, "gelu", 2880, 1408),
+        (2500, "relu2_no_mul", 1536, 640),
+        (4000, "swigluoai", 2880, 2880),
+        (8000, "silu", 2048, 768),
+        (65536, "silu", 4096, 1536),
+    ],
+)
+def test_a_layer(scheme, tokens, activation, hidden, width):
+    launch = launch_hopper_layer(scheme, tokens, activation, hidden, width, tokens == 1024)
+    launched = aot.compile_launch(90, launch)
+    one = [k for k in launched if k.metadata.name == "hopper_token_kernel"]
+    kernels = [k for k in launched if "hopper" in k.metadata.name and k not in one]
+    assert len(one) == (tokens == 1 and scheme != "fp8_tensor")  # see `test_token_gemm_aot`
+    rows, wide = tokens * TOP_K / EXPERTS, scheme == "unquantized"
+    tile = pick_row_tile(ROW_TILES[2 if wide else 1], tokens * TOP_K, EXPERTS)
+    stream = not wide and rows < 21
+    packed = rows > (170 if wide else 42) or tile == 192
+    assert len(kernels) + len(one) * stream == 2 * (stream or packed)
+    # The first GEMM of an unquantized layer writes rows as the second reads them.
+    packs = [k for k in launched if k.metadata.name == "_pack_kernel"]
+    assert len(packs) == packed * (1 if wide else 2)
+    for kernel in kernels:
+        assert kernel.metadata.name == ("hopper_stream_kernel" if stream else "hopper_gemm_kernel")
+        used = aot.resources(kernel, 90)
+        assert used["shared"] <= (HALF if stream else aot.SHARED_MEMORY[90]), used
+        assert used["spilled"] == 0 and used["serialized"] == 0, used
+        assert "wgmma.mma_async" in kernel.asm["ptx"]
+        c = constants(kernel)
+        on_demand = tile == 192 or (not wide and tile == 128 and rows <= 682)
+        assert c.ON_DEMAND is (packed and on_demand) and tile == c.BLOCK_M
+
+
+PACKED_TILES = [(64, 128), (64, 256), (128, 128), (128, 256), (192, 256)]
+PARTS = {("unquantized", 192): 2, ("fp8", 128): 2}
+"""Of a warp group's share of a tile of 256 columns."""
+
+
+def choose_tiles(monkeypatch, **sizes):
+    """Hopper's tiles of other sizes than its first choice."""
+    choice = tuned.hopper_tiles
+
+    def chosen(gemm, device):
+        tiles = replace(choice(gemm, device), **sizes)
+        return replace(tiles, num_stages=most_stages(tiles, device))
+
+    monkeypatch.setattr(tuned, "TABLES", tuned.tables([]))  # with plans of their own
+    monkeypatch.setattr(tuned, "hopper_tiles", chosen)
+
+
+def check_packed(kernel, scheme, block_m, block_n, on_demand):
+    """Its resources, and how many products there are in its code."""
+    c, used = constants(kernel), aot.resources(kernel, 90)
+    found = c.BLOCK_M, c.BLOCK_N, c.ON_DEMAND
+    assert found == (block_m, block_n, on_demand)
+    assert used["shared"] <= aot.SHARED_MEMORY[90], used
+    assert used["spilled"] == 0 and used["serialized"] == 0, used
+    groups = 3 if block_m == 192 else 2
+    parts = PARTS.get((scheme.split("_")[0], block_m), 1) if block_n == 256 else 1
+    ptx = kernel.asm["ptx"]
+    assert ptx.count("wgmma.mma_async") == groups * 4 * parts
+    width = block_n // 2 if block_m == 64 else block_n // parts
+    assert set(re.findall(r"wgmma.mma_async\S*\.m64n(\d+)k", ptx)) == {str(width)}
+    # Tiles are taken from a count only where they are taken on demand.
+    assert len(re.findall(r"\batom\.", ptx)) == on_demand
+    return c
+
+
+SCHEMES = ["unquantized", "fp8_channel", "fp8_tensor", "fp8_block128"]
+EVERY_TILE = [
+    pytest.param(
+        scheme, *tile, on_demand,
+        marks=[pytest.mark.exhaustive] * ((i + j + on_demand) % 2),  # every two meet in the rest
+    )
+    for i, scheme in enumerate(SCHEMES)
+    for j, tile in enumerate(PACKED_TILES)
+    for on_demand in (False, True)
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("scheme", "block_m", "block_n", "on_demand"), EVERY_TILE)
+def test_every_packed_tile(scheme, block_m, block_n, on_demand, monkeypatch):
+    if block_n not in widths(PACKED, block_m, 2 if scheme == "unquantized" else 1):
+        pytest.skip("there is no such tile")
+    choose_tiles(monkeypatch, block_m=block_m, block_n=block_n, on_demand=on_demand)
+    launch = launch_hopper_layer(scheme, 65536, "swigluoai", 2880, 1408, True)
+    kernels = [k for k in aot.compile_launch(90, launch) if "hopper" in k.metadata.name]
+    assert len(kernels) == 2
+    for kernel in kernels:
+        check_packed(kernel, scheme, block_m, block_n, on_demand)
+
+
+def launch_ordered(activation, weights, ordered):
+    """Two unquantized GEMMs, between which rows lie by slot or by expert, with routing weights."""
+
+    def launch(empty):
+        tiles, tokens, (hidden, width) = (192, 192), 4096, (2048, 768)
+        ids = empty(tokens, TOP_K, dtype=torch.int32)
+        plan = (align.plan_slots(ids, None, tiles, EXPERTS), ids, None, tiles)
+        first = empty(tokens, hidden), empty(EXPERTS, 2 * width, hidden), None
+        second = empty(tokens * TOP_K, width), empty(EXPERTS, hidden, width), None
+        given = None if weights is None else empty(tokens, TOP_K, dtype=weights)
+        expert_gemm.expert_matmul(*first, given, *plan, TOP_K, activation, ordered)
+        expert_gemm.expert_matmul(*second, given, *plan, 1, "", ordered)
+
+    return launch
+
+
+WEIGHTS = [None, torch.float32, torch.bfloat16]
+
+
+@pytest.mark.parametrize("weights", WEIGHTS)
+@pytest.mark.parametrize(("block_m", "block_n"), PACKED_TILES)
+def test_order_and_routing_weights(block_m, block_n, weights, monkeypatch):
+    """Rows in both orders; products are multiplied by weights of any dtype where there are any.
+
+    Every two of tile, weights and order meet.
+    """
+    ordered = (PACKED_TILES.index((block_m, block_n)) + WEIGHTS.index(weights)) % 2 == 1
+    choose_tiles(monkeypatch, block_m=block_m, block_n=block_n, on_demand=block_m > 64)
+    launched = aot.compile_launch(90, launch_ordered("silu", weights, ordered))
+    kernels = [k for k in launched if "hopper" in k.metadata.name]
+    orders = ["out", "a"] if ordered else [None, None]
+    assert len(kernels) == 2
+    for kernel, order in zip(kernels, orders, strict=True):
+        c = check_packed(kernel, "unquantized", block_m, block_n, block_m > 64)
+        assert c.ORDERED is order and c.WEIGHTED is (weights is not None)
+        if weights is not None:  # they are what the kernel is given, not something in their place
+            type_of = {torch.float32: "*fp32", torch.bfloat16: "*bf16"}
+            assert kernel.src.signature["row_scale"] == type_of[weights]
+
+
+@pytest.mark.parametrize("scheme", [*PACKED_AT_ONCE, "fp8_tensor"])
+def test_rows_are_quantized_as_they_are_packed(scheme):
+    """Unless all of them share a scale of their own."""
+    _, *kernels = (k.metadata.name for k in aot.compile_launch(90, launch_unquantized(scheme)))
+    apart = ["amax_kernel", "scaled_kernel", "_pack_kernel", "hopper_gemm_kernel"]
+    once = ["_quantize_pack_kernel", "hopper_gemm_kernel"]
+    assert kernels[-2:] == once if scheme in PACKED_AT_ONCE else kernels[-4:] == apart
+
+
+@pytest.mark.parametrize("arch", [80, 100, 120])
+def test_only_on_hopper(arch):
+    launch = launch_hopper_layer(
+        "fp8_channel" if arch > 80 else "unquantized", 4096, "silu", 512, 256, 0
+    )
+    assert not any("hopper" in k.metadata.name for k in aot.compile_launch(arch, launch))
+
+
+def test_one_row_tile_is_the_other_kernels():
+    """It stands for the same sums at every load."""
+    gemm, scheme = Gemm(32768, 64, 768, 2048, 1, 2, (64,)), get_scheme("fp8_channel")
+    assert not takes(gemm, scheme, None, H200)
+    assert takes(gemm._replace(row_tiles=(64, 64)), scheme, None, H200)

@@ -1,0 +1,117 @@
+"""Every operator: opcheck, and fakes that allocate what kernels return without asking sizes."""
+
+import pytest
+import torch
+from conftest import HAS_CUDA
+from operator_samples import (
+    FP8,
+    I32,
+    E,
+    H,
+    I,
+    K,
+    keywords,
+    outputs,
+    overload,
+    samples,
+    symbolic_tokens,
+)
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+from moe_ops import ops
+from moe_ops.dispatch.tiles import ROW_TILES
+from moe_ops.ops import STAGES
+
+
+def test_every_operator_has_samples(device):
+    assert set(samples(device)) == set(STAGES)
+
+
+@pytest.mark.kernel
+@pytest.mark.parametrize("qualified", STAGES)
+def test_opcheck(qualified, device):
+    for number, arguments in enumerate(samples(device)[qualified]):
+        tests = ["test_autograd_registration", "test_faketensor"]
+        tests += ["test_aot_dispatch_dynamic"] if number == 0 else []
+        if FP8 not in [getattr(x, "dtype", None) for x in arguments]:
+            tests.append("test_schema")  # which cannot compare these with what they were
+        more = keywords(qualified, arguments)
+        torch.library.opcheck(overload(qualified), arguments, more, test_utils=tests)
+
+
+@pytest.mark.kernel
+@pytest.mark.parametrize("qualified", STAGES)
+def test_fakes_return_what_runs_return(qualified, device):
+    """Shape, stride and dtype, on fake tensors of the device."""
+    for arguments in samples(device)[qualified]:
+        real = overload(qualified)(*arguments, **keywords(qualified, arguments))
+        with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+            faked = [mode.from_tensor(a) if torch.is_tensor(a) else a for a in arguments]
+            extra = {k: mode.from_tensor(v) for k, v in keywords(qualified, arguments).items()}
+            fake = overload(qualified)(*faked, **extra)
+        for a, b in zip(outputs(real), outputs(fake), strict=True):
+            assert a.shape == b.shape and a.stride() == b.stride()
+            assert a.dtype == b.dtype and a.device == b.device
+            assert a.is_contiguous()
+
+
+@pytest.mark.parametrize("fake_device", ["cpu", "cuda"])
+@pytest.mark.parametrize("unbacked", [False, True])
+def test_fakes_add_no_guard_on_the_tokens(fake_device, unbacked):
+    """The stages one after another, with a number of tokens that nobody may ask for."""
+    env = ShapeEnv()
+    mode = FakeTensorMode(shape_env=env)
+    tokens = symbolic_tokens(mode, env, unbacked)
+    with mode:
+
+        def empty(*shape, dtype=torch.bfloat16):
+            return torch.empty(shape, dtype=dtype, device=fake_device)
+
+        x, w1, w2 = empty(tokens, H), empty(E, 2 * I, H), empty(E, H, I)
+        weights, ids = ops.fused_topk(empty(tokens, E), None, K, True, "softmax", 1.0)
+        count = empty(E, dtype=I32)
+        ops.moe_align_block_size(ids, count, ROW_TILES, E, True, True)
+        plan = (ops.plan_slots(ids, count, ROW_TILES, E), ids, count)
+        h = ops.expert_matmul(x, w1, None, None, *plan, ROW_TILES, K, "silu")
+        y = ops.expert_matmul(h, w2, None, None, *plan, ROW_TILES, 1)
+        out = ops.moe_fused_mul_sum(y.view(tokens, K, H), weights, ids, None, None, E)
+        order = ops.moe_permutation(ids, None, E)
+        rows = ops.gather_rows(x, order[2], order[0], K)
+        back = ops.moe_unpermute(ops.activation(rows, "silu_no_mul"), weights, order[1], order[0])
+        ops.count_expert_num_tokens(ids, None, E)
+        load, replicas = empty(E + 2, dtype=I32), empty(E, 3, dtype=I32)
+        ops.eplb_map_to_physical_and_record(ids, load, replicas, count, None, None, I32, 0)
+    assert not env.guards
+    assert out.shape[0] is tokens or str(out.shape[0]) == str(tokens)
+    assert back.shape == out.shape
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("qualified", STAGES)
+def test_tensors_of_another_device_than_the_current_one(qualified):
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two CUDA devices")
+    for arguments in samples("cuda:1")[qualified]:
+        there = overload(qualified)(*arguments, **keywords(qualified, arguments))
+        moved = [a.to("cuda:0") if torch.is_tensor(a) else a for a in arguments]
+        here = overload(qualified)(*moved, **keywords(qualified, moved))
+        for a, b in zip(outputs(there), outputs(here), strict=True):
+            assert a.device.index == 1 and torch.equal(a.to("cuda:0"), b)
+
+
+@pytest.mark.skipif(not HAS_CUDA, reason="compares kernels with references on the GPU")
+@pytest.mark.parametrize("qualified", [q for q in STAGES if "gemm" not in q])
+def test_kernels_equal_references_in_layout(qualified, device):
+    import importlib
+
+    module = importlib.import_module(f"moe_ops.reference.{STAGES[qualified]}")
+    for arguments in samples(device)[qualified]:
+        kernel = overload(qualified)(*arguments, **keywords(qualified, arguments))
+        reference = getattr(module, qualified.replace(".", "_"))(
+            *arguments, **keywords(qualified, arguments)
+        )
+        for a, b in zip(outputs(kernel), outputs(reference), strict=True):
+            assert a.dtype == b.dtype and a.stride() == b.stride()
+            if not a.dtype.is_floating_point:
+                assert torch.equal(a, b)

@@ -1,0 +1,87 @@
+"""Routing kernels compiled for every architecture, without a GPU: many experts, every method."""
+
+import pytest
+import torch
+from conftest import INTERPRETED
+
+if INTERPRETED:
+    pytest.skip("compiles kernels: not in the interpreter", allow_module_level=True)
+pytest.importorskip("triton")
+
+import aot  # noqa: E402
+import aot_launches  # noqa: E402
+
+from moe_ops.kernels import routing, routing_adjust
+from moe_ops.kernels._routing import grouped_topk  # noqa: E402
+from moe_ops.routing import SCORING_FUNCS  # noqa: E402
+
+pytestmark = [pytest.mark.aot, pytest.mark.filterwarnings("ignore")]
+
+
+@pytest.fixture(autouse=True)
+def no_other_driver():
+    aot.forget_kernels(routing, routing_adjust, grouped_topk)
+
+
+def launch_all(experts, k, groups):
+    def launch(empty):
+        logits, bias = empty(3, experts), empty(experts, dtype=torch.float32)
+        words, table = empty(3, dtype=torch.int64), empty(9, k, dtype=torch.int64)
+        for scoring in SCORING_FUNCS:
+            routing.hash_topk(logits, words, table, True, scoring, 1.0)
+            for b in (bias, None):
+                how = (b, k, True, scoring, 2.5)
+                routing.fused_topk(logits, *how)
+                routing.grouped_topk(logits, *how, groups, groups // 2)
+        routing.sparsemixer(logits, 0.01)
+        weights, ids = empty(3, k, dtype=torch.float32), empty(3, k, dtype=torch.int32)
+        padding = empty(3, dtype=torch.bool)
+        routing_adjust.adjust_routing(weights, ids, bias, padding, experts, 1, 1.0)
+        routing_adjust.zero_experts(empty(3, 2880), weights, ids, experts, 0)
+
+    return launch
+
+
+@pytest.mark.parametrize(
+    ("arch", "experts", "k", "groups"),
+    [(90, 160, 6, 8), *((arch, 4096, 22, 64) for arch in aot_launches.ARCHITECTURES)],
+)
+def test_routing_kernels(arch, experts, k, groups):
+    kernels = aot.compile_launch(arch, launch_all(experts, k, groups))
+    aot_launches.check_resources(kernels, arch)
+    assert len({kernel.metadata.name for kernel in kernels}) == 6
+
+
+@pytest.mark.parametrize("scoring", ["softmax", "sigmoid", "sqrtsoftplus"])
+@pytest.mark.parametrize(("experts", "maxima"), [(512, 12), (256, 2 * 11)])
+def test_many_tokens(experts, maxima, scoring):
+    """A maximum is one instruction of a warp, also of four finalists; few registers."""
+
+    def launch(empty):
+        vector = None if scoring == "softmax" else empty(experts, dtype=torch.float32)
+        routing.fused_topk(empty(4096, experts), vector, 10, True, scoring, 1.0)
+
+    (kernel,) = aot.compile_launch(90, launch)
+    used = aot.resources(kernel, 90)
+    assert used["registers"] <= routing.REGISTERS
+    quick = kernel.asm["ptx"].split("redux.sync.min")[0]
+    assert quick.count("redux.sync.max") == maxima
+    assert "bar.sync" not in quick
+
+
+@pytest.mark.parametrize("scoring", ["sigmoid", "sqrtsoftplus"])
+@pytest.mark.parametrize(("experts", "tokens"), [(512, 1), (256, 2)])
+def test_many_tokens_of_groups(experts, tokens, scoring):
+    """Rounds of groups are maxima of a warp, too; what lanes exchange are its shuffles."""
+
+    def launch(empty):
+        bias = empty(experts, dtype=torch.float32)
+        routing.grouped_topk(empty(4096, experts), bias, 8, True, scoring, 1.0, 8, 4)
+
+    (kernel,) = aot.compile_launch(90, launch)
+    assert aot.resources(kernel, 90)["registers"] <= routing.REGISTERS
+    quick = kernel.asm["ptx"].split("redux.sync.min")[0]
+    assert quick.count("redux.sync.max") == tokens * (5 + 9)
+    pairs, dealt = 2 * 2, experts // 32
+    assert quick.count("shfl.sync.idx") >= tokens * (pairs + dealt)
+    assert "bar.sync" not in quick

@@ -1,0 +1,277 @@
+"""The kernels of one token on Hopper, compiled as their launchers choose them."""
+
+from unittest import mock
+
+import pytest
+import torch
+from conftest import INTERPRETED
+
+if INTERPRETED:
+    pytest.skip("compiles kernels: not in the interpreter", allow_module_level=True)
+pytest.importorskip("triton")
+
+import aot  # noqa: E402
+import triton  # noqa: E402
+import triton.language as tl  # noqa: E402
+from sum_calls import SumCall  # noqa: E402
+from token_layers import Layer  # noqa: E402
+
+from moe_ops.dispatch.hopper import LEAST_TOKEN_STAGES  # noqa: E402
+from moe_ops.dispatch.tiles import INVARIANT_ROW_TILES  # noqa: E402
+from moe_ops.kernels import expert_gemm, gemm_sum, scaled_gemm, weight_and_reduce
+from moe_ops.kernels._hopper import stream as hopper_stream
+from moe_ops.kernels._hopper import token as hopper_token
+from moe_ops.kernels._hopper import token_gemm, token_sizes
+from moe_ops.kernels._runtime import launch
+
+pytestmark = [pytest.mark.aot, pytest.mark.filterwarnings("ignore")]
+BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
+SHAPES = {
+    "qwen3-30b": (128, 2048, 768, 8),
+    "deepseek-v3": (256, 7168, 2048, 8),
+    "mixtral": (8, 4096, 14336, 2),
+    "qwen3-next": (512, 2048, 512, 10),
+    "llama4-scout": (16, 5120, 8192, 1),
+    "gpt-oss": (128, 2880, 2880, 4),
+    "odd": (40, 1408, 704, 5),
+    "shard": (80, 2048, 384, 10),
+    "odder": (32, 272, 144, 3),
+}
+"""Experts, hidden size, intermediate size, experts of a token."""
+SCHEMES = [
+    ("unquantized", BF16),
+    ("unquantized", F16),
+    ("fp8_channel", BF16),
+    ("fp8_block128", BF16),
+]
+SETTINGS = [("silu", False), ("swigluoai", True), ("relu2_no_mul", False)]
+"""Activations, and whether there is a bias."""
+ROWS, SUM = "hopper_token_kernel", "hopper_token_sum_kernel"
+LONG_ROWS = {("mixtral", "unquantized"): "_expert_gemm_kernel"}
+"""Of GEMM 2: as vectors they do not leave room for weights."""
+HALF = 228 * 1024 // 2 - 1024
+"""Shared memory of a program of which two fit a processor, in bytes; each takes 1 KiB more."""
+
+
+@pytest.fixture(autouse=True)
+def no_other_driver():
+    aot.forget_kernels(expert_gemm, hopper_stream, hopper_token, scaled_gemm, weight_and_reduce)
+
+
+def last(kernel):
+    """What was launched before, with the same routing, is a kernel, or None."""
+    let_in = kernel is hopper_token.hopper_token_kernel
+    return mock.patch.object(token_gemm, "_routing_was_read", lambda *given: let_in)
+
+
+def names(kernels):
+    return [kernel.metadata.name for kernel in kernels]
+
+
+def constants(kernel):
+    return next(c for c in kernel.src.constants.values() if isinstance(c, token_sizes.TokenSizes))
+
+
+def check(kernel):
+    """One of each GEMM fits a processor, nothing waits for registers, and zeros are zeros.
+
+    Those of a piece without numbers: see `TokenSizes.PAIRED`.
+    """
+    used = aot.resources(kernel, 90)
+    most = token_gemm.REGISTERS[kernel.metadata.name == SUM]
+    assert used["shared"] <= HALF and used["registers"] <= most, used
+    assert used["spilled"] <= 64 and used["serialized"] == 0, used
+    assert "wgmma.mma_async" in kernel.asm["ptx"] and not aot.packs_garbage(kernel)
+    assert constants(kernel).STAGES >= LEAST_TOKEN_STAGES
+
+
+def fits(shape, scheme):
+    """Blocks of 128 that divide the rows between the GEMMs."""
+    return scheme != "fp8_block128" or SHAPES[shape][2] % 128 == 0
+
+
+CASES = [(shape, *how) for shape in SHAPES for how in SCHEMES if fits(shape, how[0])]
+
+
+@pytest.mark.parametrize(("shape", "scheme", "dtype"), CASES, ids=str)
+def test_first_gemm(shape, scheme, dtype):
+    def run(empty):
+        for activation, has_bias in SETTINGS:
+            Layer(empty, SHAPES[shape], scheme, dtype).rows(activation, has_bias)
+
+    kernels = aot.compile_launch(90, run)
+    assert names(kernels) == [ROWS] * len(SETTINGS)
+    for kernel in kernels:
+        check(kernel)
+        # Only the second GEMM's own kernel is let in before the first one's last weights.
+        assert (constants(kernel).LEAD > 0) == ((shape, scheme) not in LONG_ROWS)
+
+
+@pytest.mark.parametrize("top_k", [6, 8, 10])
+@pytest.mark.parametrize("scheme", ["fp8_channel", "fp8_block128"])
+@pytest.mark.parametrize("width", [96, 272])
+def test_pieces_without_numbers(width, scheme, top_k):
+    """The last of an odd number is there for the engine only; see `TokenSizes.PAIRED`."""
+    shape = (10 * top_k, 144, width, top_k)
+    (kernel,) = aot.compile_launch(90, lambda empty: Layer(empty, shape, scheme).sum())
+    assert kernel.metadata.name == SUM
+    check(kernel)
+
+
+@triton.jit
+def _masked_kernel(x, out, N: tl.constexpr):
+    at = tl.arange(0, N)
+    value, scale = tl.load(x + at, mask=at < 0, other=0.0), tl.load(x)
+    tl.store(out + at, tl.fma(value * scale, scale, value).to(tl.float8e4nv))
+
+
+@triton.jit
+def _spread_kernel(x, out, N: tl.constexpr):
+    tl.store(out + tl.arange(0, N), (tl.zeros((N,), tl.float32) + tl.load(x)).to(tl.float8e4nv))
+
+
+@pytest.mark.skipif(not triton.__version__.startswith("3.6."), reason="that of Triton 3.6 does it")
+def test_what_packs_garbage():
+    """Zeros by their masks, not whatever else is equal."""
+
+    def run(empty):
+        for kernel in (_masked_kernel, _spread_kernel):
+            kernel[(1,)](empty(4096, dtype=F32), empty(4096, dtype=torch.float8_e4m3fn), N=4096)
+
+    assert [aot.packs_garbage(kernel) for kernel in aot.compile_launch(90, run)] == [True, False]
+
+
+@pytest.mark.parametrize("early", [False, True])
+@pytest.mark.parametrize(("shape", "scheme", "dtype"), CASES, ids=str)
+def test_second_gemm(shape, scheme, dtype, early):
+    """With the sum; it may begin early only right after the first GEMM's own kernel."""
+    before = hopper_token.hopper_token_kernel if early else hopper_token.hopper_token_sum_kernel
+
+    def run(empty):
+        Layer(empty, SHAPES[shape], scheme, dtype).sum(has_bias=shape == "gpt-oss")
+
+    with last(before):
+        kernels = aot.compile_launch(90, run)
+    other = LONG_ROWS.get((shape, scheme))
+    if other is not None:
+        assert names(kernels) == [other, "_mul_sum_kernel"]
+        return
+    assert names(kernels) == [SUM] and constants(kernels[0]).EARLY is early
+    check(kernels[0])
+
+
+@pytest.mark.parametrize("scheme", ["fp8_channel", "fp8_block128", "fp8_block128_ue8m0"])
+def test_rows_that_are_quantized_already(scheme):
+    """Nothing is left to do for the same kernels."""
+
+    def run(empty):
+        for stored in (False, True):
+            layer = Layer(empty, SHAPES["qwen3-30b"], scheme, stored=stored)
+            layer.rows(), layer.sum()
+
+    kernels = aot.compile_launch(90, run)
+    assert names(kernels) == [ROWS, SUM] * 2
+    assert [constants(kernel).QUANT is None for kernel in kernels] == [False] * 2 + [True] * 2
+    for kernel in kernels:
+        check(kernel)
+
+
+@pytest.mark.parametrize("scheme", ["unquantized", "fp8_channel"])
+@pytest.mark.parametrize(
+    ("ids", "mapped", "weighted"), [(torch.int64, True, True), (torch.int32, True, False)]
+)
+def test_routings(scheme, ids, mapped, weighted):
+    """Ids of both widths, with a map; weights that were applied before."""
+
+    def run(empty):
+        layer = Layer(empty, SHAPES["qwen3-next"], scheme, ids=ids, mapped=mapped)
+        layer.rows(), layer.sum(weighted=weighted)
+
+    kernels = aot.compile_launch(90, run)
+    assert names(kernels) == [ROWS, SUM] and constants(kernels[1]).WEIGHTED is weighted
+    for kernel in kernels:
+        check(kernel)
+
+
+def launch_both(shape, scheme, dtype=BF16, **changes):
+    def run(empty):
+        layer = Layer(empty, SHAPES[shape], scheme, dtype, **changes)
+        layer.rows(), layer.sum()
+
+    return run
+
+
+def other_kernels(arch, run):
+    """What is launched, none of it for one token."""
+    found = names(aot.compile_launch(arch, run))
+    assert found and not {ROWS, SUM} & set(found)
+    return found
+
+
+@pytest.mark.parametrize("scheme", ["unquantized", "fp8_channel"])
+@pytest.mark.parametrize("arch", [80, 100, 120])
+def test_only_on_hopper(arch, scheme):
+    scheme = "unquantized" if arch == 80 else scheme
+    found = other_kernels(arch, launch_both("qwen3-30b", scheme))
+    assert found[-1] == "_mul_sum_kernel"
+
+
+@pytest.mark.parametrize(
+    ("scheme", "changes"),
+    [
+        ("unquantized", {"row_tiles": INVARIANT_ROW_TILES}),
+        ("fp8_channel", {"row_tiles": INVARIANT_ROW_TILES}),
+        ("unquantized", {"tokens": 2}),
+        ("fp8_block128", {"tokens": 2}),
+        ("fp8_tensor", {}),
+        ("int8_channel", {}),
+        ("unquantized", {"dtype": F32}),
+    ],
+)
+def test_what_other_kernels_serve(scheme, changes):
+    """One row tile stands for the same sums at every load; no program knows a scale of all rows."""
+    found = other_kernels(90, launch_both("qwen3-30b", scheme, **changes))
+    assert found[-1] == "_mul_sum_kernel"
+
+
+def test_many_slots_of_few_experts():
+    """They have a plan."""
+    found = other_kernels(90, lambda empty: Layer(empty, (16, 2048, 768, 4), "unquantized").sum())
+    assert found[-2:] == ["_expert_gemm_kernel", "_mul_sum_kernel"]
+
+
+def test_it_begins_early_only_after_the_first_gemm():
+    """Right after it, and in the same stream."""
+    stream = [1]
+
+    def run(empty):
+        layer = Layer(empty, SHAPES["odder"], "unquantized")
+        with mock.patch.object(launch, "_current_stream", lambda device: stream[0]):
+            layer.rows(), layer.sum(), layer.sum()
+            layer.rows()
+            stream[0] = 2
+            layer.sum()
+
+    kernels = aot.compile_launch(90, run)
+    assert names(kernels) == [ROWS, SUM, SUM, ROWS, SUM]
+    early = [constants(kernel).EARLY for kernel in kernels if kernel.metadata.name == SUM]
+    assert early == [True, False, False]
+
+
+@pytest.mark.parametrize("name", ["w_scale", "topk_ids", "expert_map"])
+def test_it_does_not_read_copies_early(name):
+    """They are made between the two GEMMs."""
+
+    def run(empty):
+        def copy(x):  # what a build without CUDA cannot do
+            return None if x is None else empty(*x.shape, dtype=x.dtype)
+
+        given = SumCall(*Layer(empty, SHAPES["odd"], "fp8_block128", mapped=True).sum_arguments())
+        x = getattr(given, name)
+        strided = empty(*x.shape, 2, dtype=x.dtype).select(-1, 0)
+        with mock.patch.object(token_gemm, "dense", copy):
+            gemm_sum.gemm_sum(*given._replace(**{name: strided}))
+
+    with last(hopper_token.hopper_token_kernel):
+        (kernel,) = aot.compile_launch(90, run)
+    assert kernel.metadata.name == SUM and not constants(kernel).EARLY

@@ -1,0 +1,80 @@
+"""A user's experts and a user's sum plug into the modular kernel; the example shows how."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import moe_ops
+from moe_ops.testing import (
+    Problem,
+    assert_matches_reference,
+    bounded_oracle,
+    make_inputs,
+    reference_experts,
+)
+
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT / "examples"))
+
+from custom_experts import DenseExperts, MeanOverSlots  # noqa: E402
+
+
+def layer(activation="silu", **changes):
+    method = moe_ops.RoutingMethodType.Default
+    return moe_ops.FusedMoEConfig(
+        8, 2, 64, 48, 8, activation, "cpu", method, in_dtype=torch.float32, **changes
+    )
+
+
+def test_the_example_runs_and_is_short():
+    script = ROOT / "examples" / "custom_experts.py"
+    assert len(script.read_text().splitlines()) < 60
+    run = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, cwd=ROOT)
+    assert run.returncode == 0, run.stderr
+    printed = re.findall(r"^(\w+): ([\d.]+)% from TritonExperts$", run.stdout, re.MULTILINE)
+    assert [name for name, _ in printed] == ["TopKWeightAndReduceContiguous", "MeanOverSlots"]
+    assert all(0 < float(percent) < 2 for _, percent in printed)  # bf16, rounded in other places
+
+
+@pytest.mark.parametrize("chunk_size", [None, 2])
+@pytest.mark.parametrize("reduction", [None, MeanOverSlots()])
+def test_custom_experts_compute_the_layer(reduction, chunk_size):
+    problem = Problem(num_tokens=5, top_k=2)
+    inputs = make_inputs(problem, "cpu", 0)
+    experts = DenseExperts(layer(), moe_ops.FusedMoEQuantConfig("unquantized"))
+    if reduction is not None:
+        experts.reduction = reduction
+        inputs = inputs._replace(topk_weights=torch.full_like(inputs.topk_weights, 0.5))
+    part = moe_ops.MoEPrepareAndFinalizeNoEP()
+    kernel = moe_ops.FusedMoEKernel(part, experts, chunk_size=chunk_size)
+    actual = kernel.apply(*inputs[:5])
+    expected = reference_experts(problem, inputs)
+    assert_matches_reference(actual, bounded_oracle(problem, inputs), expected)
+
+
+def test_custom_experts_are_selected_where_they_serve():
+    candidates = (DenseExperts, moe_ops.TritonExperts)
+
+    def choice(config, scheme="unquantized"):
+        kernel = moe_ops.select_kernel(config, scheme, candidates=candidates)
+        return type(kernel.fused_experts)
+
+    assert choice(layer()) is DenseExperts
+    assert choice(layer("gelu")) is moe_ops.TritonExperts
+    assert choice(layer(), "fp8_channel") is moe_ops.TritonExperts, "a scheme must be declared"
+    split = moe_ops.FusedMoEParallelConfig(ep_size=2, use_ep=True)
+    assert choice(layer(moe_parallel_config=split)) is moe_ops.TritonExperts
+
+
+def test_explained_without_tiles():
+    """Whose GEMMs are not the library's, but whose memory is declared."""
+    found = moe_ops.explain(layer(), "unquantized", device="sm_90", candidates=(DenseExperts,))
+    assert found.choice == "DenseExperts"
+    for cost in found.costs:
+        assert cost.gemm1 is cost.gemm2 is None
+        assert cost.workspace_bytes == 4 * cost.num_tokens * (8 * 96 + 8 * 48 + 2 * 64)
+    assert "tiles:" not in str(found)

@@ -1,0 +1,125 @@
+"""torch.export and AOTInductor: dynamic token counts, saved, loaded and run at one token."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import moe_ops
+
+E, K, H = 8, 2, 32
+ROOT = Path(__file__).parents[2]
+
+
+class Block(nn.Module):
+    def __init__(self, device):
+        super().__init__()
+        self.router = nn.Linear(H, E, bias=False, device=device)
+        self.experts = moe_ops.FusedMoE(E, K, H, 24, device=device, has_bias=True)
+        for parameter in self.parameters():
+            nn.init.normal_(parameter, std=0.2)
+            parameter.requires_grad_(False)
+
+    def forward(self, x):
+        return x + self.experts(x, self.router(x))
+
+
+def exported(device, kind=Block):
+    torch.manual_seed(0)
+    block = kind(device).eval()
+    tokens = torch.export.Dim("tokens", min=1, max=4096)
+    x = torch.randn(7, H, device=device)
+    return block, torch.export.export(block, (x,), dynamic_shapes=({0: tokens},))
+
+
+def test_exported_program_runs_at_any_token_count(device, tmp_path):
+    block, program = exported(device)
+    torch.export.save(program, tmp_path / "block.pt2")
+    loaded = torch.export.load(tmp_path / "block.pt2").module()
+    for tokens in (7, 1, 64, 2, 1000):
+        x = torch.randn(tokens, H, device=device)
+        torch.testing.assert_close(loaded(x), block(x))
+    called = {str(n.target) for n in program.graph.nodes if "moe_ops" in str(n.target)}
+    assert "moe_ops.expert_matmul.default" in called
+
+
+LOADING = """
+import torch
+{before}
+program = torch.export.load({path!r}).module()
+print(tuple(program(torch.randn(1, {H})).shape))
+"""
+
+
+@pytest.mark.slow
+def test_a_loading_process_must_import_moe_ops(tmp_path):
+    _, program = exported("cpu")
+    path = str(tmp_path / "block.pt2")
+    torch.export.save(program, path)
+
+    def load(before):
+        code = LOADING.format(before=before, path=path, H=H)
+        return subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT
+        )
+
+    without = load("")
+    assert without.returncode != 0 and "moe_ops" in without.stderr
+    with_import = load("import moe_ops")
+    assert with_import.returncode == 0, with_import.stderr
+    assert with_import.stdout.strip() == f"(1, {H})"
+
+
+PLAIN_PACKAGE = """
+import torch
+class Double(torch.nn.Module):
+    def forward(self, x):
+        return 2 * x
+program = torch.export.export(Double(), (torch.ones(2),))
+path = torch._inductor.aoti_compile_and_package(program, package_path={path!r})
+torch._inductor.aoti_load_package(path)(torch.ones(2))
+"""
+
+
+@pytest.fixture(scope="module")
+def working_aoti(tmp_path_factory):
+    """Some builds of torch crash on loading any package, which would take this process with it."""
+    code = PLAIN_PACKAGE.format(path=str(tmp_path_factory.mktemp("plain") / "plain.pt2"))
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    if done.returncode:
+        pytest.skip(f"torch {torch.__version__} cannot load a package without moe_ops in it either")
+
+
+class Quantized(Block):
+    """Experts in fp8 behind the router of a block."""
+
+    def __init__(self, device):
+        super().__init__(device)
+        weights = (torch.randn(E, *shape, device=device) / 6 for shape in ((48, H), (H, 24)))
+        first, second = (moe_ops.quantize_weight(w.bfloat16(), "fp8_channel") for w in weights)
+        self.first, self.second = first.data, second.data
+        self.config = moe_ops.FusedMoEQuantConfig.from_weights("fp8_channel", first, second)
+
+    def forward(self, x):
+        weights, ids = moe_ops.fused_topk(x, self.router(x), K, True)
+        how = (self.first, self.second, weights, ids)
+        return moe_ops.fused_experts(x, *how, quant_config=self.config)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [Block, Quantized])
+@pytest.mark.usefixtures("working_aoti")
+def test_aot_inductor(kind, device, tmp_path):
+    if kind is Quantized and torch.__version__ < "2.13":
+        pytest.skip("AOTInductor of torch 2.11 hands dtypes to operators as other ones")
+    block, program = exported(device, kind)
+    package = torch._inductor.aoti_compile_and_package(
+        program, package_path=str(tmp_path / "block_aoti.pt2")
+    )
+    compiled = torch._inductor.aoti_load_package(package)
+    for tokens in (7, 1, 64):
+        x = torch.randn(tokens, H, device=device)
+        torch.testing.assert_close(compiled(x), block(x))

@@ -1,0 +1,298 @@
+"""Arguments of another kind: named in a TypeError or ValueError before anything runs."""
+
+import inspect
+
+import pytest
+import torch
+from good_arguments import GOOD, IDS, LOGITS, W1, W2, WEIGHTS, E, H, I, K, X
+
+import moe_ops
+from moe_ops import checks
+from moe_ops.testing import Problem, make_inputs
+
+NAMES_IN_STRINGS = ("ckpt_gate_proj_name", "ckpt_down_proj_name", "ckpt_up_proj_name")
+CASES = [
+    (function, name)
+    for function, arguments in GOOD.items()
+    for name in arguments
+    if name not in (*NAMES_IN_STRINGS, "N")
+]
+FLAGS = [case for case in CASES if isinstance(GOOD[case[0]][case[1]], bool)]
+NUMBERS = [
+    (function, name)
+    for function, name in CASES
+    if type(GOOD[function][name]) in (int, float) or name in ("chunk_size", "max_num_tokens")
+]
+
+
+@pytest.mark.parametrize("value", [[1.0], object(), "what"], ids=["list", "object", "str"])
+@pytest.mark.parametrize(("function", "name"), CASES, ids=lambda v: getattr(v, "__name__", v))
+def test_another_kind_is_named(function, name, value):
+    function(**GOOD[function])
+    named = {"n_local_expert": "local_expert", "qtype": "quant_dtype"}.get(name, name)
+    if name == "quant_config" and isinstance(value, str):
+        named = "scheme"
+    with pytest.raises((TypeError, ValueError, NotImplementedError), match=f"{named}.* must"):
+        function(**{**GOOD[function], name: value})
+
+
+@pytest.mark.parametrize(("function", "name"), FLAGS, ids=lambda v: getattr(v, "__name__", v))
+def test_flags_are_true_or_false(function, name):
+    for value, shown in (("yes", "str 'yes'"), (1, "int 1")):
+        with pytest.raises(TypeError, match=f"{name} must be a bool, got {shown}"):
+            function(**{**GOOD[function], name: value})
+
+
+@pytest.mark.parametrize(("function", "name"), NUMBERS, ids=lambda v: getattr(v, "__name__", v))
+def test_true_is_no_number(function, name):
+    named = {"n_local_expert": "local_expert"}.get(name, name)
+    with pytest.raises(TypeError, match=f"{named}.* must be an? (int|number), got bool True"):
+        function(**{**GOOD[function], name: True})
+
+
+def test_flags_and_numbers_that_are_no_arguments_of_one_function():
+    experts = moe_ops.TritonExperts(
+        moe_ops.FusedMoEConfig(**GOOD[moe_ops.FusedMoEConfig]),
+        moe_ops.FusedMoEQuantConfig("unquantized"),
+    )
+    part = moe_ops.MoEPrepareAndFinalizeNoEP()
+    with pytest.raises(TypeError, match="inplace must be a bool, got int 1"):
+        moe_ops.FusedMoEKernel(part, experts, inplace=1)
+    with pytest.raises(TypeError, match="apply_router_weight_on_input must be a bool"):
+        moe_ops.FusedMoEKernel(part, experts).apply(
+            X, W1, W2, WEIGHTS, IDS, apply_router_weight_on_input="no"
+        )
+    with pytest.raises(TypeError, match="batch_invariant must be a bool"):
+        moe_ops.warmup(W1, W2, K, 1, batch_invariant="yes")
+    with pytest.raises(TypeError, match="strict must be a bool, got str 'no'"):
+        moe_ops.load_checkpoint(moe_ops.FusedMoE(E, K, H, I), {}, strict="no")
+    with pytest.raises(TypeError, match="activation alpha must be a number, got bool True"):
+        moe_ops.Activation("silu", alpha=True)
+    with pytest.raises(TypeError, match="enable_expert_parallel must be a bool"):
+        moe_ops.FusedMoEParallelConfig.make(2, enable_expert_parallel=1)
+
+
+@pytest.mark.parametrize(
+    ("call", "value", "nearest"),
+    [
+        (moe_ops.get_scheme, "fp8_blok128", "fp8_block128"),
+        (moe_ops.get_scheme, "FP8_Channel", "fp8_channel"),
+        (moe_ops.MoEActivation.from_str, "swigluaoi", "swigluoai"),
+        (lambda s: moe_ops.FusedMoE(E, K, H, I, quant_config=s), "mxfp4_w4a1", "mxfp4_w4a16"),
+        (lambda s: moe_ops.FusedMoE(E, K, H, I, activation=s), "sillu", "silu"),
+        (lambda s: moe_ops.FusedMoE(E, K, H, I, scoring_func=s), "sofmax", "softmax"),
+        (lambda s: moe_ops.fused_topk(X, LOGITS, K, True, scoring_func=s), "sigmod", "sigmoid"),
+        (lambda s: moe_ops.FusedMoEParallelConfig(all2all_backend=s), "plx", "pplx"),
+        (
+            lambda s: moe_ops.FusedMoEConfig(**GOOD[moe_ops.FusedMoEConfig] | {"scoring_func": s}),
+            "sofmax",
+            "softmax",
+        ),
+        (
+            lambda s: moe_ops.determine_expert_map(2, 0, E, expert_placement_strategy=s),
+            "round-robin",
+            "round_robin",
+        ),
+    ],
+)
+def test_a_misspelt_name_is_answered_with_the_nearest(call, value, nearest):
+    with pytest.raises(ValueError, match=rf"got '{value}'; did you mean '{nearest}'\?$"):
+        call(value)
+
+
+def test_a_name_that_resembles_none_is_answered_with_the_list():
+    with pytest.raises(ValueError, match=r"scoring_func must be one of .*, got 'tanh\(\)'$"):
+        moe_ops.fused_topk(X, LOGITS, K, True, scoring_func="tanh()")
+
+
+@pytest.mark.parametrize("name", ["topk_weights", "topk_ids", "w1", "w2"])
+def test_none_is_no_tensor(name):
+    with pytest.raises(TypeError, match=f"{name} must be a Tensor, got NoneType"):
+        moe_ops.fused_experts(**{**GOOD[moe_ops.fused_experts], name: None})
+
+
+def test_sparse_tensors():
+    with pytest.raises(TypeError, match="hidden_states must be a dense Tensor"):
+        moe_ops.fused_experts(X.to_sparse(), W1, W2, WEIGHTS, IDS)
+
+
+def test_nested_tensors():
+    nested = torch.nested.nested_tensor([X[:2], X[2:]])  # its layout is strided
+    with pytest.raises(TypeError, match="hidden_states must be a dense Tensor"):
+        moe_ops.fused_experts(nested, W1, W2, WEIGHTS, IDS)
+
+
+def test_axes_are_neither_fewer_nor_more():
+    for shape in ((3,), (1, 2, 3)):
+        with pytest.raises(ValueError, match="x must have 2 axes"):
+            checks.tensor("x", torch.zeros(shape), 2, checks.FLOATS)
+
+
+def test_tensors_of_a_quant_config():
+    q1, q2 = (moe_ops.quantize_weight(w, "fp8_channel") for w in (W1, W2))
+    good = moe_ops.FusedMoEQuantConfig.from_weights("fp8_channel", q1, q2)
+    call = (X, q1.data, q2.data, WEIGHTS, IDS)
+    moe_ops.fused_experts(*call, quant_config=good)
+    for changes, error, message in (
+        ({"w1_scale": [1.0]}, TypeError, "quant_config.w1_scale must be a Tensor, got list"),
+        ({"w1_bias": 3}, TypeError, "quant_config.w1_bias must be a Tensor, got int"),
+    ):
+        config = moe_ops.FusedMoEQuantConfig(
+            "fp8_channel", **{"w1_scale": q1.scale, "w2_scale": q2.scale, **changes}
+        )
+        with pytest.raises(error, match=message):
+            moe_ops.fused_experts(*call, quant_config=config)
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int8, torch.uint8])
+def test_quantized_weights_without_a_config(dtype):
+    w1, w2 = W1.to(dtype), W2.to(dtype)
+    config = moe_ops.FusedMoEConfig(**GOOD[moe_ops.FusedMoEConfig] | {"in_dtype": torch.float32})
+    kernel = moe_ops.select_kernel(config, "unquantized")
+    for call in (
+        lambda: moe_ops.fused_experts(X, w1, w2, WEIGHTS, IDS),
+        lambda: moe_ops.fused_moe(X, w1, w2, LOGITS, K),
+        lambda: moe_ops.warmup(w1, w2, K, [1]),
+        lambda: kernel.apply(X, w1, w2, WEIGHTS, IDS),
+    ):
+        with pytest.raises(TypeError, match=f"w1 must .* FusedMoEQuantConfig.* got {dtype}"):
+            call()
+
+
+def test_weights_of_a_quant_config():
+    """What `quantize_weight` returns makes a config; its data goes to the layer."""
+    q = moe_ops.quantize_weight(W1, "fp8_channel")
+    for w1, w2, name in ((W1, W2, "w1"), (q, W2, "w2"), (q.data, q, "w1")):
+        with pytest.raises(TypeError, match=f"{name} must be a QTensor, as quantize_weight"):
+            moe_ops.FusedMoEQuantConfig.from_weights("fp8_channel", w1, w2)
+    for call, rest in ((moe_ops.fused_experts, (WEIGHTS, IDS)), (moe_ops.fused_moe, (LOGITS, K))):
+        with pytest.raises(TypeError, match=r"w1 must be a Tensor, got QTensor \(pass its data\)"):
+            call(X, q, q, *rest)
+    with pytest.raises(TypeError, match="quant_config must be .*from_weights.* got str"):
+        moe_ops.fused_moe(X, W1, W2, LOGITS, K, quant_config="fp8_channel")
+    with pytest.raises(TypeError, match="quant_config must be a Scheme, its name or None, got Fus"):
+        config = moe_ops.FusedMoEQuantConfig("fp8_channel")
+        moe_ops.FusedMoE(E, K, H, I, quant_config=config)
+
+
+def test_the_signature_of_a_quant_config():
+    parameters = inspect.signature(moe_ops.FusedMoEQuantConfig).parameters
+    assert list(parameters)[:3] == ["scheme", "w1_scale", "w2_scale"]
+    assert parameters["w2_bias"].default is None
+    assert parameters["w2_bias"].kind is inspect.Parameter.KEYWORD_ONLY
+    assert moe_ops.scheme.QTensor is moe_ops.QTensor
+
+
+@pytest.mark.parametrize(
+    ("settings", "error"),
+    [({"alpha": "x"}, TypeError), ({"beta": float("nan")}, ValueError), ({"kind": 3}, TypeError)],
+)
+def test_settings_of_an_activation(settings, error):
+    with pytest.raises(error, match=f"{next(iter(settings))} must be"):
+        moe_ops.Activation(**{"kind": "silu", **settings})
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"params_dtype": torch.float64}, TypeError, "params_dtype must be one of"),
+        ({"e_score_correction_bias": torch.zeros(E + 1)}, ValueError, "number of logits = 4"),
+        ({"e_score_correction_bias": torch.zeros(E).half()}, TypeError, "must have a dtype"),
+        ({"ep_size": E + 1}, ValueError, "ep_size must be at most the 4 experts, got 5"),
+        ({"ep_size": -2}, ValueError, "ep_size must be at least 1, got -2"),
+        ({"intermediate_size": -1}, ValueError, "intermediate_size must be at least 1"),
+        ({"quant_config": "mxfp4", "hidden_size": 33}, ValueError, "hidden_size must be even"),
+        ({"shared_experts": 3}, TypeError, "shared_experts must be callable, got int"),
+    ],
+)
+def test_options_of_a_layer(options, error, message):
+    with pytest.raises(error, match=message):
+        moe_ops.FusedMoE(**{**GOOD[moe_ops.FusedMoE], **options})
+
+
+def test_leading_axes_of_tokens_and_logits():
+    """Flat logits are those of all tokens."""
+    layer = moe_ops.FusedMoE(E, K, H, I)
+    for weight in layer.parameters():
+        torch.nn.init.normal_(weight, std=0.1)
+    x, logits = torch.randn(2, 3, H), torch.randn(2, 3, E)
+    with torch.no_grad():
+        assert torch.equal(layer(x, logits), layer(x, logits.view(6, E)))
+    with pytest.raises(ValueError, match=r"router_logits.shape\[0\] must be .* = 2, got 3"):
+        layer(torch.zeros(2, 3, H), torch.zeros(3, 2, E))
+    with pytest.raises(ValueError, match="must have the 6 tokens of hidden_states, got 4"):
+        layer(torch.zeros(2, 3, H), torch.zeros(4, E))
+    for x, logits in ((torch.tensor(1.0),) * 2, (torch.zeros(2, 3, H), torch.zeros(1, 2, 3, E))):
+        with pytest.raises(ValueError, match="router_logits must be .* axes of hidden_states"):
+            layer(x, logits)
+    with pytest.raises(TypeError, match="hidden_states must be a Tensor, got NoneType"):
+        layer(None, None)
+
+
+def test_experts_that_ranks_cannot_share_evenly():
+    """Without replicas some ranks hold one expert more."""
+    inputs = make_inputs(Problem(num_experts=9, hidden_size=H, intermediate_size=I))
+    logits = torch.randn(inputs.hidden_states.shape[0], 9)
+    whole = moe_ops.FusedMoE(9, K, H, I)
+    parts = [moe_ops.FusedMoE(9, K, H, I, ep_size=2, ep_rank=rank) for rank in range(2)]
+    assert [len(part.w13_weight) for part in parts] == [5, 4]
+    source = {"w13_weight": inputs.w1, "w2_weight": inputs.w2}
+    for layer in (whole, *parts):
+        moe_ops.load_checkpoint(layer, source, progress=False)
+    x = inputs.hidden_states
+    torch.testing.assert_close(sum(part(x, logits) for part in parts), whole(x, logits))
+
+
+def test_arguments_of_the_loader():
+    layer = moe_ops.FusedMoE(E, K, H, I)
+    good = dict(
+        param=layer.w13_weight, loaded_weight=torch.zeros(I, H), weight_name="0.gate_proj.weight",
+        shard_id="w1", expert_id=0,
+    )  # fmt: skip
+    layer.weight_loader(**good)
+    for changes, error in (
+        ({"param": None}, TypeError),
+        ({"param": torch.zeros(E)}, ValueError),
+        ({"loaded_weight": [1.0]}, TypeError),
+        ({"loaded_weight": torch.zeros(I, H, device="meta")}, ValueError),
+        ({"weight_name": 3}, TypeError),
+        ({"expert_id": "0"}, TypeError),
+    ):
+        with pytest.raises(error, match="(param|loaded_weight|weight_name|expert_id) must"):
+            layer.weight_loader(**{**good, **changes})
+    with pytest.raises(TypeError, match="layer must be a FusedMoE, got int"):
+        moe_ops.load_checkpoint(3, {})
+
+
+@pytest.mark.parametrize("layer", [2, -1, "0"])
+def test_a_layer_that_is_not_balanced(layer):
+    state = moe_ops.EplbState.make(2, E, 0)
+    with pytest.raises((TypeError, ValueError), match="moe_layer_idx must be"):
+        moe_ops.FusedMoE(E, K, H, I, enable_eplb=True).set_eplb_state(
+            layer, state.expert_load, state.logical_to_physical_map, state.logical_replica_count
+        )
+
+
+def test_configurations_of_another_kind():
+    for call in (moe_ops.select_kernel, moe_ops.explain):
+        with pytest.raises(TypeError, match="config must be a FusedMoEConfig, got str"):
+            call("qwen", "unquantized")
+    with pytest.raises(TypeError, match="moe_config must be a FusedMoEConfig, got NoneType"):
+        moe_ops.TritonExperts(None, moe_ops.FusedMoEQuantConfig("unquantized"))
+    for counts in (["1"], [-1], -1):
+        with pytest.raises((TypeError, ValueError), match="num_tokens must be"):
+            moe_ops.warmup(W1, W2, K, counts)
+
+
+def test_reductions_of_another_kind():
+    reduce = moe_ops.TopKWeightAndReduceContiguous()
+    for rows, ids, name in ((None, IDS, "fused_expert_output"), (X, None, "topk_ids")):
+        with pytest.raises(TypeError, match=f"{name} must be a Tensor, got NoneType"):
+            reduce.apply(None, rows, WEIGHTS, ids, False)
+
+
+def test_rows_that_are_not_there_are_skipped():
+    """An offset table of more rows than were given."""
+    rows, inverse = torch.arange(4.0).view(2, 2), torch.tensor([[0, 3], [1, 2]], dtype=torch.int32)
+    total = moe_ops.moe_unpermute(rows, None, inverse, torch.tensor([0, 2, 4]))
+    assert total.tolist() == rows.tolist()

@@ -1,0 +1,306 @@
+"""The layout of the package: parts of operators, directions of imports, sizes, documentation."""
+
+import ast
+import functools
+import inspect
+import os
+import re
+import subprocess
+import sys
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+from moe_ops.ops import STAGES
+
+ROOT = Path(__file__).parents[2]
+PACKAGES = ("moe_ops", "fake_impls", "tests", "benchmarks", "examples")
+STAGE_FILES = sorted(set(STAGES.values()))
+MAX_KERNEL_PARAMETERS, MAX_SCHEMA = 31, 14
+LONG_FILE, LONG_FUNCTION = 450, 60
+LONG = {}
+"""Files (``tests/test_x.py``) and functions (``tests/test_x.py::name``) that are better left longer
+than `LONG_FILE` lines or `LONG_FUNCTION` lines of code, each with the reason."""
+
+
+@functools.cache
+def tree(path):
+    """A file's syntax tree: each file is parsed once for all tests."""
+    return ast.parse(path.read_text())
+
+
+@functools.cache
+def sources():
+    """Every Python file, without those behind the link `moe_ops/fake_impls`."""
+    paths = [path for package in PACKAGES for path in (ROOT / package).rglob("*.py")]
+    return sorted(path for path in paths if not name_of(path).startswith("moe_ops/fake_impls"))
+
+
+def library():
+    return [path for path in sources() if name_of(path).startswith(("moe_ops/", "fake_impls/"))]
+
+
+def name_of(path):
+    return str(path.relative_to(ROOT))
+
+
+def functions(path):
+    """Every function of a file, with its name in `LONG`."""
+    for node in ast.walk(tree(path)):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            yield f"{name_of(path)}::{node.name}", node
+
+
+def test_every_operator_has_all_its_parts():
+    lacking = []
+    for qualified, stage in STAGES.items():
+        plain, name = qualified.split(".")[0], qualified.replace(".", "_")
+        for folder in ("moe_ops/kernels", "moe_ops/reference", "fake_impls"):
+            body = tree(ROOT / folder / f"{stage}.py").body
+            if name not in {node.name for node in body if isinstance(node, ast.FunctionDef)}:
+                lacking.append(f"{folder}/{stage}.py: {name}")
+        if not re.search(rf"\b{plain}\b", (ROOT / "tests/operator_samples.py").read_text()):
+            lacking.append(f"tests/operator_samples.py: {plain}")
+        for path in (f"tests/ops/test_{stage}.py", f"benchmarks/bench_{stage}.py"):
+            if not (ROOT / path).exists():
+                lacking.append(path)
+    assert not lacking
+
+
+def test_stages_are_files_everywhere():
+    shared = {"__init__", "grouped", "slots"}
+    for folder in ("moe_ops/kernels", "moe_ops/reference", "fake_impls"):
+        assert {p.stem for p in (ROOT / folder).glob("*.py")} - shared == set(STAGE_FILES)
+
+
+def test_contributing_names_what_there_is():
+    """Every path, for each stage where it says so; every stage; and every make target."""
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    quoted = re.findall(r"`([^`]+)`", text)
+    paths = [q for q in quoted if re.fullmatch(r"[\w./<>-]+(\.py|/)", q) and "/" in q]
+    assert len(paths) > 15
+    for path in paths:
+        for stage in STAGE_FILES if "<stage>" in path else [""]:
+            assert (ROOT / path.replace("<stage>", stage)).exists(), path
+    bare = [q for q in quoted if q.endswith(".py") and "/" not in q]
+    assert not bare, f"without their folder: {bare}"
+    assert set(STAGE_FILES) <= set(quoted)
+    targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    named = {t for q in quoted if q.startswith("make ") for t in q.split()[1:] if "=" not in t}
+    assert named and named <= targets
+
+
+LAYERS = {
+    "moe_ops.layer": 5, "moe_ops.integrations": 5, "moe_ops.tuning": 5,
+    "moe_ops": 6, "moe_ops.testing": 6, "moe_ops.bench": 6,
+    "moe_ops.pipeline": 4, "moe_ops.functional": 3,
+    "moe_ops.routing": 3, "moe_ops.parallel": 3, "moe_ops.ops": 2,
+    "moe_ops.gradients": 1, "moe_ops.kernels": 1, "moe_ops.reference": 1,
+    "moe_ops.fake_impls": 1, "moe_ops.support": 1, "moe_ops.loading": 1,
+    "moe_ops.checks": 0, "moe_ops.tensors": 0, "moe_ops.scheme": 0, "moe_ops.dispatch": 0,
+    "moe_ops.activation": 0, "moe_ops.version": 0, "moe_ops.sizes": 0,
+    "moe_ops.cli": 7, "moe_ops.__main__": 8,
+}  # fmt: skip
+"""A package imports from its own layer or a lower one."""
+APART = [
+    ("moe_ops.kernels", "moe_ops.reference"),
+    ("moe_ops.reference", "moe_ops.kernels"),
+    ("moe_ops.fake_impls", "moe_ops.kernels"),
+    ("moe_ops.fake_impls", "moe_ops.reference"),
+]
+"""Packages of which the first must not import the second, although the layers allow it."""
+
+
+def module_of(path):
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    parts = ("moe_ops", *parts) if parts[0] == "fake_impls" else parts
+    return ".".join(p for p in parts if p != "__init__")
+
+
+def package_of(module):
+    return ".".join(module.split(".")[:2])
+
+
+@functools.cache
+def imports():
+    """For each module of the library the modules that it imports, for type checkers too.
+
+    ``from package import name`` imports the module ``package.name`` if there is one. An import from
+    another package also runs that package's ``__init__``.
+    """
+    modules = {module_of(path): path for path in library()}
+    graph = {}
+    for module, path in modules.items():
+        found = set()
+        for node in ast.walk(tree(path)):
+            if isinstance(node, ast.ImportFrom):
+                names = [f"{node.module}.{alias.name}" for alias in node.names]
+                found |= {name if name in modules else node.module for name in names}
+            elif isinstance(node, ast.Import):
+                found |= {alias.name for alias in node.names}
+        for name in list(found):
+            parents = name.split(".")[2:]  # `moe_ops` itself imports everything
+            for _ in parents:
+                name = name.rpartition(".")[0]
+                if not f"{module}.".startswith(f"{name}."):
+                    found.add(name)
+        graph[module] = (found & set(modules)) - {module}
+    return graph
+
+
+def imports_of_packages():
+    graph = {}
+    for module, imported in imports().items():
+        package = package_of(module)
+        graph.setdefault(package, set()).update({*map(package_of, imported)} - {package})
+    return graph
+
+
+def circles(graph):
+    """Circles of imports, enough of them that without one import of each there is none left."""
+    graph = {module: set(imported) for module, imported in graph.items()}
+    found = []
+    while True:
+        try:
+            TopologicalSorter(graph).prepare()
+        except CycleError as error:
+            imported, importer, *_ = circle = error.args[1]
+            found.append(" imports ".join(reversed(circle)))
+            graph[importer].remove(imported)
+        else:
+            return found
+
+
+def test_imports_point_downwards():
+    upward = [
+        f"{importer} imports {imported}"
+        for importer, names in imports_of_packages().items()
+        for imported in names
+        if LAYERS[imported] > LAYERS[importer] or (importer, imported) in APART
+    ]
+    assert not upward
+
+
+def test_no_modules_import_each_other():
+    """Not in a circle either; an import for type checkers only counts like any other."""
+    assert circles({"a": {"b"}, "b": {"c"}, "c": {"a"}}) == ["a imports b imports c imports a"]
+    assert not circles(imports())
+
+
+def test_no_packages_import_each_other():
+    graph = imports_of_packages()
+    assert not circles(graph)
+
+
+def test_only_the_registry_imports_inside_functions():
+    inside = [
+        name
+        for path in library()
+        if path.name != "ops.py"
+        for name, node in functions(path)
+        if any(isinstance(inner, (ast.Import, ast.ImportFrom)) for inner in ast.walk(node))
+    ]
+    assert not inside
+
+
+def test_only_tests_assert():
+    asserting = [
+        name_of(path)
+        for path in sources()
+        if "tests" not in path.parts
+        and any(isinstance(n, ast.Assert) for n in ast.walk(tree(path)))
+    ]
+    assert not asserting
+
+
+def test_tests_import_no_tests():
+    """What test files share is in modules of `tests/`; file names of tests are unique below it."""
+    files = [path for path in sources() if "tests" in path.parts]
+    imported = {
+        f"{name_of(path)}: {name}"
+        for path in files
+        for node in ast.walk(tree(path))
+        if isinstance(node, (ast.Import, ast.ImportFrom))
+        for name in (getattr(node, "module", None), *(alias.name for alias in node.names))
+        if name and name.startswith("test_")
+    }
+    assert not imported
+    assert len({path.name for path in files}) == len(files)
+
+
+def test_long_files_and_functions_have_a_reason():
+    """Split what is too long, or name it in `LONG` with the reason why it is better whole."""
+    lengths = {name_of(path): len(path.read_text().splitlines()) for path in sources()}
+    too_long = {name: length for name, length in lengths.items() if length > LONG_FILE}
+    for path in sources():
+        for name, node in functions(path):
+            docstring = node.body[0] if ast.get_docstring(node) is not None else None
+            documented = docstring.end_lineno - docstring.lineno + 1 if docstring else 0
+            length = node.end_lineno - node.lineno + 1 - documented
+            if length > LONG_FUNCTION:
+                too_long[name] = length
+    assert {name: length for name, length in too_long.items() if name not in LONG} == {}
+    assert set(LONG) <= set(too_long), "an exception that is not needed"
+
+
+def test_kernels_and_schemas_have_few_arguments():
+    import torch
+
+    many = [
+        name
+        for path in sources()
+        for name, node in functions(path)
+        if any("triton.jit" in ast.unparse(decorator) for decorator in node.decorator_list)
+        and len(node.args.args) > MAX_KERNEL_PARAMETERS
+    ]
+    for qualified in STAGES:
+        name, _, which = qualified.partition(".")
+        schema = getattr(getattr(torch.ops.moe_ops, name), which or "default")._schema
+        many += [qualified] if len(schema.arguments) > MAX_SCHEMA else []
+    assert not many
+
+
+def test_public_functions_are_documented():
+    import moe_ops
+
+    for name in moe_ops.__all__:
+        value = getattr(moe_ops, name)
+        if inspect.isfunction(value) or inspect.isclass(value):
+            assert inspect.getdoc(value), f"{name} has no docstring"
+
+
+def test_import_is_light(tmp_path):
+    """A sixteenth of what torch takes at most once its bytecode is cached, no Triton, no warning.
+
+    That is 50 ms where torch takes 0.8 s. Time of the process, not of the clock, and relative to
+    torch's: other tests run beside, and processors differ.
+    """
+    environment = {**os.environ, "PYTHONPYCACHEPREFIX": str(tmp_path)}
+    environment.pop("PYTHONDONTWRITEBYTECODE", None)
+    code = (
+        "import sys, time; start = time.process_time(); import torch; before = set(sys.modules);"
+        "t = time.process_time(); import moe_ops; print((time.process_time() - t) / (t - start));"
+        "assert 'triton' not in sys.modules or 'triton' in before"
+    )
+    runs = [
+        subprocess.run(
+            [sys.executable, "-W", "error", "-c", code],
+            capture_output=True,
+            text=True,
+            cwd=ROOT,
+            env=environment,
+        )
+        for _ in range(3)
+    ]
+    for run in runs:
+        assert run.returncode == 0 and not run.stderr, run.stderr
+    assert min(float(run.stdout) for run in runs) < 1 / 16
+
+
+def test_runs_without_triton():
+    code = (
+        "import sys; sys.modules['triton'] = None; import torch, moe_ops;"
+        "w1, w2 = torch.ones(4, 6, 8), torch.ones(4, 8, 3);"
+        "print(moe_ops.fused_moe(torch.ones(2, 8), w1, w2, torch.rand(2, 4), 2).shape)"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert run.returncode == 0, run.stderr
