@@ -8,6 +8,7 @@ import torch
 from stages import Case, Layer, main, nbytes
 
 from moe_ops import ops
+from moe_ops.routing import SCORING_FUNCS
 
 
 def cases(layer: Layer) -> Iterator[Case]:
@@ -24,7 +25,7 @@ def cases(layer: Layer) -> Iterator[Case]:
         return ops.fused_topk(logits, correction, k, True, scoring, 1.0)
 
     yield Case("fused_topk", lambda: route("softmax", None), moved)
-    for scoring in ("sigmoid", "sqrtsoftplus"):
+    for scoring in SCORING_FUNCS[1:]:
         yield Case(
             f"fused_topk:{scoring}+bias",
             lambda scoring=scoring: route(scoring, bias),

@@ -18,10 +18,10 @@ from moe_ops.kernels._hopper.gemm import Constants  # noqa: E402
 from moe_ops.kernels._runtime.launch import Launch  # noqa: E402
 from moe_ops.pipeline.devices import TARGETS  # noqa: E402
 from moe_ops.scheme import TENSORS, what_lacks  # noqa: E402
+from moe_ops.support import ARCHITECTURES  # noqa: E402
 
 E, H, I, K = 32, 512, 256, 4  # noqa: E741
 TOKENS = (1, 2, 8, 64, 512, 4096)
-ARCHITECTURES = (80, 90, 100, 120)
 GEMM_KERNELS = {
     "hopper_gemm_kernel": PACKED, "hopper_stream_kernel": STREAM,
     "hopper_token_kernel": TOKEN, "hopper_token_sum_kernel": TOKEN,
