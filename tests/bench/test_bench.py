@@ -9,9 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-import moe_ops
 from moe_ops import ops
-from moe_ops.pipeline import row_spaces
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "benchmarks"))
@@ -284,40 +282,3 @@ def test_plot(tmp_path):
     assert sorted(path.name for path in tmp_path.glob("g/*.png")) == [
         "layer-bf16-zipf.png", "layer-bf16.png", "roofline-bf16-zipf.png", "roofline-bf16.png",
     ]  # fmt: skip
-
-
-STAGES_WITH_TILES = {
-    "expert_gemm": ("unquantized",),
-    "gemm_sum": ("unquantized", "fp8_channel", "fp8_block128"),
-    "scaled_gemm": ("fp8_tensor", "fp8_channel", "fp8_block128", "int8_channel", "mxfp8"),
-    "weight_only_gemm": ("int4_w4a16_g128",),
-    "align": ("unquantized",),
-    "topk_align": ("unquantized",),
-}
-
-
-@pytest.mark.parametrize("stage", STAGES_WITH_TILES)
-def test_stages_have_the_row_tiles_of_the_layer(stage, monkeypatch):
-    """As on an H200, where those of a layer are not the default."""
-    monkeypatch.setattr(row_spaces, "name_and_arch", lambda device: ("NVIDIA_H200", 90))
-    bench, asked = import_module(f"bench_{stage}"), []
-    plan_slots = ops.plan_slots
-
-    def recorded(ids, expert_map, tiles, num_experts):
-        asked.append(tuple(tiles))
-        return plan_slots(ids, expert_map, tiles, num_experts)
-
-    monkeypatch.setattr(ops, "plan_slots", recorded)
-    schemes = STAGES_WITH_TILES[stage]
-    if hasattr(bench, "SCHEMES_TIMED"):
-        timed = bench.SCHEMES_TIMED
-        kept = {n: timed[n] for n in schemes} if isinstance(timed, dict) else schemes
-        monkeypatch.setattr(bench, "SCHEMES_TIMED", kept)
-    device, tiny = torch.device("cpu"), problems.TINY
-    inputs = problems.make_inputs(tiny, 3, "uniform", device)
-    for case in bench.cases(tiny, inputs):
-        case.call()
-    sizes = (tiny.num_experts, tiny.hidden_size, tiny.intermediate_size)
-    w2 = torch.empty(sizes, dtype=torch.bfloat16)
-    expected = {row_spaces.row_tiles_of(moe_ops.get_scheme(name), w2) for name in schemes}
-    assert set(asked) == expected
