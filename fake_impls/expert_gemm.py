@@ -22,7 +22,7 @@ def expert_matmul(
     batch_invariant: bool = False,
 ) -> Tensor:
     """``(slots, N)``, or ``(slots, I)`` with a gated activation; in slot order or permuted."""
-    rule = gemm_rule(UNQUANTIZED.name, a, tiles, batch_invariant)
+    rule = gemm_rule(UNQUANTIZED.key, a, tiles, batch_invariant)
     slots = sizes.gemm(a, w, (1, 1), bias, tiles, rule, top_k)
     sizes.entries("topk_weights", topk_weights, slots)
     return a.new_empty(slots, sizes.activated("w", w.shape[1], activation))

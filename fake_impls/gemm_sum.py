@@ -28,12 +28,12 @@ def gemm_sum(
     if (out_dtype is None) != (w_scale is None):
         must = "None without w_scale" if w_scale is None else "a dtype with w_scale"
         raise ValueError(f"out_dtype must be {must}, got {out_dtype}")
+    rule = gemm_rule(scheme, a, tiles, batch_invariant)
     _, topk_ids, expert_map = tiles
     if topk_ids is None:
         raise ValueError("tiles[1] must be topk_ids, got None")
     tokens, k = sizes.slots(topk_ids, expert_map)
     sizes.weights(topk_weights, tokens, k)
-    rule = gemm_rule(scheme, a, tiles, batch_invariant)
     if w_scale is None:
         sizes.gemm(a, w, (1, 1), bias, tiles, rule, 1)
     else:

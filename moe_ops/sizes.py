@@ -113,8 +113,6 @@ def gemm(
         raise ValueError(
             f"a and w must have 2 and 3 axes, got shapes {tuple(a.shape)} and {tuple(w.shape)}"
         )
-    if len(tiles) != 3:
-        raise ValueError(f"tiles must be [plan, topk_ids, expert_map], got {len(tiles)} entries")
     (rows, width), (experts, n, k), (plan, topk_ids, expert_map) = a.shape, w.shape, tiles
     equal("a.shape[1]", width, k * numbers[1] // numbers[0])
     if type(experts) is type(n) is type(k) is int and 0 in w.shape:
@@ -193,10 +191,10 @@ def _weight_entries(scheme: str, experts: int, n: int, k: int) -> tuple[tuple[in
     quant = get_scheme(scheme).weight
     if quant is None:
         return (0,), 0
-    if quant.group.cols == WHOLE:  # one per tensor, per half or per row
-        return (experts, 2 * experts, experts * n), experts * n
-    rows, groups = quant.weight_scale_shape(1, n, k)[1:]
     packed_rows = -(-n // 2) if quant.element.packed else n
+    if quant.group.cols == WHOLE:  # one per tensor, per half or per row
+        return (experts, 2 * experts, experts * n), experts * packed_rows
+    rows, groups = quant.weight_scale_shape(1, n, k)[1:]
     return (experts * rows * groups,), experts * packed_rows * groups
 
 

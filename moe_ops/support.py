@@ -33,7 +33,7 @@ MEASURED = ("H200",)
 
 SUPPORT = tuple(
     Support(
-        scheme=scheme.name,
+        scheme=scheme.key,
         format=layout,
         dtypes=(torch.bfloat16, torch.float16, torch.float32),
         activations=tuple(MoEActivation),

@@ -3,7 +3,7 @@
 import plans
 import torch
 from gemm_rows import exact_rows
-from plans import planned
+from plans import planned, row_tile
 
 from moe_ops import dequantize_weight, get_scheme, ops, quantize_weight
 from moe_ops.activation import formula
@@ -24,28 +24,34 @@ def quantized_rows(x, quant):
     return q, scale, number
 
 
-def check_decoded(problem, scheme, device, activation=None, halves=False):
-    """The operator (with an activation, or without) is within the budget of its reference."""
+def check_decoded(problem, scheme, device, activation=None, halves=False, tile=None):
+    """The operator (with an activation, or without) is within the budget of its reference.
+
+    ``tile``: the row tile; None: as the load asks for.
+    """
     x, w, _, _, ids, expert_map, bias, _ = make_inputs(problem)
     local, k, quant = w.shape[0], problem.top_k, get_scheme(scheme)
     q = quantize_weight(w, scheme)
     if halves and quant.weight.global_scale and not quant.weight.channel_scale:
         q = q._replace(global_scale=torch.stack((q.global_scale, 2 * q.global_scale), 1))
+    if quant.activation.global_scale:  # that of the rows, too, or float16 does not hold the results
+        q = q._replace(global_scale=q.global_scale * GIVEN)
     rows, scale, numbers = quantized_rows(x.to(device), quant.activation)
 
     def on(t):
         return None if t is None else t.to(device)
 
-    plan = planned(on(ids), on(expert_map), local, scheme)
     head, tail = (q.data, q.scale, q.global_scale, bias), (k, scheme, x.dtype)
     weight = dequantize_weight(q, scheme).double()
     exact = exact_rows(numbers, weight, bias, None, ids, k, expert_map)
     if activation is not None:
         tail = (*tail, activation)
         exact = exact.activated(formula(activation))
-    actual = ops.scaled_matmul(rows, scale, *map(on, head), [*plan], *tail)
-    there = (rows.cpu(), scale.cpu(), *head, plans.on(plan, "cpu"), *tail)
-    expected = reference.scaled_matmul(*there)
+    with row_tile(tile, portable_only=False):
+        plan = planned(on(ids), on(expert_map), local, scheme)
+        actual = ops.scaled_matmul(rows, scale, *map(on, head), [*plan], *tail)
+        there = (rows.cpu(), scale.cpu(), *head, plans.on(plan, "cpu"), *tail)
+        expected = reference.scaled_matmul(*there)
     mine = local_experts(ids, expert_map, local) >= 0
     exact = exact.rounded(x.dtype)
     assert_matches_reference(actual.cpu()[mine], exact[mine], expected[mine])

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from functools import cache
+from itertools import product
+
 import torch
 from conftest import INTERPRETED
 from hypothesis import strategies as st
 
 from moe_ops.activation import MoEActivation
-from moe_ops.scheme import SCHEMES
+from moe_ops.scheme import SCHEMES, WHOLE, Group, Quant, Scheme, refusal
+from moe_ops.scheme.values import ELEMENTS, SCALE_BITS
 from moe_ops.testing import ROUTINGS, Problem
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -59,6 +63,30 @@ def layers(draw, schemes=tuple(SCHEMES)) -> Problem:
         routing=draw(st.sampled_from(ROUTINGS)),
         scheme=draw(st.sampled_from(schemes)),
     )
+
+
+@cache
+def quants() -> tuple[Quant, ...]:
+    """Every element, form of the scale and switch, with some groups."""
+    groups = ((WHOLE, WHOLE), (1, WHOLE), (1, 16), (1, 64), (32, 32), (64, 16))
+    switches = ({}, {"static": True}, {"zero_point": True}, {"global_scale": True})
+    every = product(ELEMENTS.values(), groups, SCALE_BITS, switches)
+    return tuple(Quant(e, Group(*group), scale, **more) for e, group, scale, more in every)
+
+
+@cache
+def weights_under(activation: Quant | None) -> tuple[Quant, ...]:
+    """Weights that operators compute with such activations."""
+    return tuple(w for w in quants() if refusal(activation, w) is None)
+
+
+@st.composite
+def schemes(draw) -> Scheme:
+    """Schemes that operators compute, registered or not, under any name."""
+    rows = st.sampled_from(quants()).filter(weights_under)
+    activation = draw(st.none() | rows)
+    weight = draw(st.sampled_from(weights_under(activation)))
+    return Scheme(draw(st.sampled_from(("mine", *SCHEMES))), activation, weight)
 
 
 @st.composite

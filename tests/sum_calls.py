@@ -64,6 +64,10 @@ class SumCall(NamedTuple):
     def topk_ids(self) -> Tensor:
         return self.tiles[1]
 
+    def routed_to(self, topk_ids: Tensor) -> SumCall:
+        """The same with other ids."""
+        return self._replace(tiles=[self.tiles[0], topk_ids, self.tiles[2]])
+
     @property
     def experts(self) -> Tensor:
         """The local expert of each slot."""

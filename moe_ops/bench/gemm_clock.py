@@ -49,7 +49,7 @@ class GemmClock:
         self.problem, self.subject, self.timer = problem, subject, timer
         self.device = default_device()
         self.launches = self.device.type == "cuda"  # a reference has no tiles
-        experts = make_experts(problem, subject.scheme.name, self.device)
+        experts = make_experts(problem, subject.scheme.key, self.device)
         self.config = experts.quant_config or NOT_QUANTIZED
         self.weights: ExpertWeights = expert_weights(experts.w1, experts.w2, self.config)
         self.inputs = lru_cache(maxsize=1)(self._inputs)
@@ -85,7 +85,7 @@ class GemmClock:
 
     def _space(self, ids: Tensor) -> SlotRows:
         experts, scheme = self.problem.num_experts, self.subject.scheme
-        plan = ops.plan_slots(ids, None, experts, scheme.name, torch.bfloat16)
+        plan = ops.plan_slots(ids, None, experts, scheme.key, torch.bfloat16)
         return SlotRows(Tiles(plan, ids), experts)
 
     def _product(

@@ -34,7 +34,7 @@ weights take, since there are more of them than of tokens."""
 
 
 def is_block_scaled(scheme: str, arch: int) -> bool:
-    """Whether a scheme's products run on block-scaled instructions of an architecture."""
+    """Whether products of a scheme, by its key, run on block-scaled instructions."""
     return scheme in BLOCK_SCALED.get(arch, ())
 
 
@@ -49,7 +49,7 @@ def block_scaled_tiles(gemm: Gemm, scheme: str, device: Device) -> TileConfig:
 
     Args:
         gemm: its sizes.
-        scheme: the name of one that `is_block_scaled` there.
+        scheme: the key of one that `is_block_scaled` there.
         device: the GPU.
     """
     block_m = gemm.row_tile

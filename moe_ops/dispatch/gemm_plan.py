@@ -170,7 +170,7 @@ def _portable(problem: GemmProblem, choice: Choice, device: Device) -> GemmPlan 
     kernel = DENSE if scheme.weight is None else DEQUANTIZE
     if problem.quant is not None:
         kernel = SCALED
-    elif is_block_scaled(scheme.name, device.arch):
+    elif is_block_scaled(scheme.key, device.arch):
         kernel = BLOCK_SCALED
     scratch = _quantized(problem) if problem.rows != STORED else ()
     return GemmPlan(kernel, choice.plain, False, 0, scratch, choice.source)
@@ -202,13 +202,13 @@ def choose_tiles(
 ) -> Choice:
     """Tiles of the portable kernel, and of Hopper's where it serves: a file's, else analytic."""
     scheme = get_scheme(problem.scheme)
-    if is_block_scaled(scheme.name, device.arch):
-        return Choice(block_scaled_tiles(problem.sizes, scheme.name, device), TILES_FROM)
+    if is_block_scaled(scheme.key, device.arch):
+        return Choice(block_scaled_tiles(problem.sizes, scheme.key, device), TILES_FROM)
     default = analytic_tiles(problem, device)
     own = is_hoppers(problem, device)
     sizes, bits = stored_gemm(problem.sizes, scheme)
     found = tuned.choose(
-        sizes, scheme.name, bits, device, default, hopper=own,
+        sizes, scheme.key, bits, device, default, hopper=own,
         tables=tuned.TABLES if tables is None else tables,
     )  # fmt: skip
     if scheme.decoded and device.arch in (100, 103) and found.plain.block_m >= PIPELINE_LIMIT:

@@ -87,7 +87,7 @@ def operand_bytes(scheme: Scheme) -> int | None:
     weight, rows = scheme.weight, scheme.activation
     if weight is None:
         return 2
-    if rows is None or scheme.decoded:
+    if rows is None or scheme.decoded or weight.scale in ("input", "e8m0"):  # not float32
         return None
     return 1 if rows.dtype == weight.dtype == torch.float8_e4m3fn else None
 

@@ -37,6 +37,7 @@ class GemmProblem(NamedTuple):
     sizes: Gemm
     """``itemsize`` is that of the rows as they are given."""
     scheme: str = "unquantized"
+    """Key of the scheme."""
     activation: str = ""
     """Key of the activation of the product; empty: the product is the result."""
     top_k: int = 1
@@ -115,7 +116,7 @@ def dense_problem(
     batch_invariant: bool = False,
 ) -> GemmProblem:
     """The problem of operands that are not quantized; arguments as the operator has them."""
-    rule = gemm_rule(UNQUANTIZED.name, a, tiles, batch_invariant)
+    rule = gemm_rule(UNQUANTIZED.key, a, tiles, batch_invariant)
     permuted = None if not expert_order else "out" if activation else "a"
     return GemmProblem(
         sizes_of(a.shape[0] * top_k, w.shape, w.itemsize, rule, activation),
@@ -240,7 +241,7 @@ def layer_problem(
     summed = num_tokens == 1 and not activation and top_k == 1 and operand_bytes(scheme) is not None
     return GemmProblem(
         sizes,
-        scheme.name,
+        scheme.key,
         activation,
         top_k,
         rows,

@@ -72,7 +72,13 @@ def expert_rule(scheme: str, device: torch.device, batch_invariant: bool = False
 
 
 def gemm_rule(scheme: str, a: Tensor, tiles: AnyTiles, batch_invariant: bool = False) -> TileRule:
-    """The rule of the plan that an expert GEMM of the rows ``a`` is given."""
+    """The rule of the plan that an expert GEMM of the rows ``a`` is given.
+
+    Raises:
+        ValueError: ``tiles`` are not three; nobody reads them earlier.
+    """
+    if len(tiles) != 3:
+        raise ValueError(f"tiles must be [plan, topk_ids, expert_map], got {len(tiles)} entries")
     arch, row_tile = row_tile_facts(a.device)
     if tiles[1] is None:
         arch = BY_EXPERT

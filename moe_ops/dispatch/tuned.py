@@ -101,7 +101,7 @@ def choose(
 
     Args:
         gemm: its sizes.
-        scheme: the name of its scheme.
+        scheme: the key of its scheme.
         weight_bits: of a stored weight.
         device: the GPU.
         default: of the kernel for all GPUs, where no file has others.

@@ -2,10 +2,11 @@
 
 A file serves one GPU, one scheme and layers of one size, all of which its name tells:
 ``E=128,N=768,K=2048,device_name=NVIDIA_H200,scheme=fp8_block128.json`` (E local experts, N the
-intermediate size, K the hidden size). It holds the ``top_k`` of the layer that was timed, and by
-number of tokens the row tile that the plan had and, for both GEMMs, the kernel and the rest of its
-tiles: without a name it is the kernel for all GPUs. (A file does not choose the row tile of a plan:
-`moe_ops.dispatch.row_tiles` does, and an entry serves plans with the row tile that it had.)
+intermediate size, K the hidden size). Characters of a scheme's key that not every system allows in
+names of files are spelled as `SPELLED` says. The file holds the ``top_k`` of the layer that was
+timed, and by number of tokens the row tile that the plan had and, for both GEMMs, the kernel and
+the rest of its tiles: without a name it is the kernel for all GPUs. (A file does not choose the row
+tile of a plan: `moe_ops.dispatch.row_tiles` does, and an entry serves plans that have its tile.)
 """
 
 from __future__ import annotations
@@ -41,6 +42,13 @@ Sizes = tuple[int, int, int]
 """E, N and K of a layer."""
 
 
+SPELLED = {":": "-", "*": "@", "|": "+"}
+"""How characters of a scheme's key are spelled in a file's name. No key has a character on the
+right, so that every name has one key."""
+_SPELL = str.maketrans(SPELLED)
+_READ = str.maketrans({spelled: character for character, spelled in SPELLED.items()})
+
+
 class Entry(NamedTuple):
     """What won at one number of tokens."""
 
@@ -59,14 +67,15 @@ class TunedLayer(NamedTuple):
     device: str
     """The GPU's name; spaces are ``_``."""
     scheme: str
+    """Key of the scheme."""
     top_k: int
     entries: tuple[Entry, ...]
 
 
 def file_name(sizes: Sizes, device: str, scheme: str) -> str:
-    """The name of the file for a layer, a GPU (by PyTorch's name) and a scheme."""
-    experts, n, k = sizes
-    return f"E={experts},N={n},K={k},device_name={plain_name(device)},scheme={scheme}.json"
+    """The name of the file for a layer, a GPU (by PyTorch's name) and a scheme's key."""
+    (experts, n, k), name = sizes, scheme.translate(_SPELL)
+    return f"E={experts},N={n},K={k},device_name={plain_name(device)},scheme={name}.json"
 
 
 def written(tiles: KernelTiles) -> dict[str, Any]:
@@ -88,8 +97,8 @@ def parse(file: str, text: str) -> TunedLayer:
     _require(named, file, "the name", f"match {_NAME.pattern}", file)
     *sizes, device, scheme = named.groups()  # type: ignore[union-attr]
     try:
-        known, record = get_scheme(scheme), json.loads(text)
-    except ValueError as error:  # of the name, or of the text
+        known, record = get_scheme(scheme.translate(_READ)), json.loads(text)
+    except (NotImplementedError, ValueError) as error:  # of the name, or of the text
         raise ValueError(f"{file}: {error}") from None
     except RecursionError:
         raise ValueError(f"{file}: the file must not be nested so deeply") from None
@@ -98,7 +107,7 @@ def parse(file: str, text: str) -> TunedLayer:
     _whole(file, "top_k", top_k, most=MAX_TOP_K)
     entries = tuple(_entry(file, key, record[key], known) for key in record)
     experts, n, k = map(int, sizes)
-    return TunedLayer(file, (experts, n, k), device, known.name, top_k, entries)
+    return TunedLayer(file, (experts, n, k), device, known.key, top_k, entries)
 
 
 def _require(holds: Any, file: str, key: str, rule: str, got: object) -> None:

@@ -30,7 +30,7 @@ from moe_ops.parallel import make_expert_params_mapping, maybe_roundup_hidden_si
 from moe_ops.parallel.eplb_state import LayerEplbState
 from moe_ops.pipeline.warmup import Variants, run_variants
 from moe_ops.routing import SelectedExperts, check_tokens, select_experts
-from moe_ops.scheme import UNQUANTIZED, get_scheme
+from moe_ops.scheme import UNQUANTIZED, as_scheme
 
 
 @takes_options
@@ -100,7 +100,7 @@ class FusedMoE(RoutesTokens, WeightLoading, SchemeState, KeepsBits):
         dtype = given.params_dtype or torch.get_default_dtype()
         scheme = given.quant_config or UNQUANTIZED
         # The scheme of checkpoints. A rank's own scheme may have smaller blocks.
-        self.checkpoint_scheme = get_scheme(scheme) if isinstance(scheme, str) else scheme
+        self.checkpoint_scheme = as_scheme(scheme)
         self.hidden_size = maybe_roundup_hidden_size(hidden_size, dtype, None, parallel)
         self.sizes = LayerSizes(
             self.placement.num_local_experts, self.hidden_size, intermediate_size,

@@ -18,8 +18,7 @@ from moe_ops.parallel.parallel_config import check_group
 from moe_ops.parallel.placement import initial_physical_to_logical_map
 from moe_ops.pipeline.row_spaces import check_batch_invariant
 from moe_ops.routing import SCORING_FUNCS, CustomRouting
-from moe_ops.scheme import UNQUANTIZED, Scheme
-from moe_ops.scheme.weights import as_scheme
+from moe_ops.scheme import UNQUANTIZED, Scheme, as_scheme
 
 SIZES_AND_RANKS = ("tp_size", "tp_rank", "dp_size", "dp_rank", "ep_size", "ep_rank")
 OTHER_NAMES = {"scheme": "quant_config", "dtype": "params_dtype", "bias": "has_bias"}

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-import re
 from dataclasses import dataclass, replace
 
 import torch
 
 from moe_ops.dispatch.tiles import cdiv
-from moe_ops.scheme import WHOLE, Scheme, get_scheme
+from moe_ops.scheme import WHOLE, Group, Scheme, refusal, scheme_of
 
 SMALLEST_REFINED = 32
 """Smallest size to which blocks are refined. Below it the axis is padded instead."""
@@ -92,15 +91,23 @@ def aligned_sizes(sizes: LayerSizes, whole: int, tp_size: int) -> LayerSizes:
 
 
 def _refined(scheme: Scheme, blocks: list[int], width: int) -> Scheme | None:
-    """Return the scheme with blocks that divide ``width``; None if there is no such scheme."""
-    group = scheme.weight.group if scheme.weight else ()
-    rows, cols = (
-        old if block == 1 else math.gcd(block, width)
-        for block, old in zip(blocks, group, strict=True)
+    """Return the scheme with blocks that divide ``width``; None if there is no such scheme.
+
+    Where stored values are multiplied, activations get the groups of the weight along K.
+    """
+    activation, weight = scheme.activation, scheme.weight
+    if weight is None:
+        return None
+    group = Group(
+        *(
+            old if block == 1 else math.gcd(block, width)
+            for block, old in zip(blocks, weight.group, strict=True)
+        )
     )
-    for block, new in zip(blocks, (rows, cols), strict=True):
+    for block, new in zip(blocks, group, strict=True):
         if block != 1 and new < min(block, SMALLEST_REFINED):
             return None
-    size = f"{cols}" if rows in (1, cols) else f"{rows}x{cols}"
-    name, found = re.subn(r"(_block|_g)\d+(x\d+)?", rf"\g<1>{size}", scheme.name)
-    return get_scheme(name) if found else None
+    if activation is not None and activation.local and not scheme.decoded:
+        activation = replace(activation, group=Group(1, group.cols))
+    weight = replace(weight, group=group)
+    return scheme_of(activation, weight) if refusal(activation, weight) is None else None

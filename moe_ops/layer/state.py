@@ -30,7 +30,7 @@ class SchemeState(ExpertLayer):
         """Return the scheme of the parameters as a uint8 tensor on the CPU."""
         scheme = self.sizes.scheme
         said = {
-            "scheme": scheme.name,
+            "scheme": scheme.key,
             "weight": scheme.weight and scheme.weight.key,
             "interleaved": self.sizes.interleaved,
         }
@@ -102,7 +102,7 @@ class StoredAs(NamedTuple):
     """The form of the tensors of a state dict, as its entry says."""
 
     name: str
-    """The scheme's name."""
+    """The scheme's key."""
     weight: str | None
     """The key of the weight's `Quant`; None: not quantized."""
     interleaved: bool

@@ -168,6 +168,8 @@ class WeightLoading(LoadSteps):
         if getattr(param, "is_transposed", False):
             expert_data = expert_data.transpose(-1, -2)
         shard_dim, tp_rank = SHARD_DIMS[shard_id], self.moe_parallel_config.tp_rank
+        if spec.kind == "zero_point" and self._packs():
+            x = pack(pad(x, (0, 0, 0, x.shape[0] % 2)), 0)
         if spec.kind == "bias" and shard_id == "w2":
             expert_data.zero_()  # results are summed over ranks, so only one of them has the bias
             if tp_rank == 0:
@@ -177,12 +179,10 @@ class WeightLoading(LoadSteps):
         elif (
             x.dim() == 1
             and spec.kind in ("scale", "channel_scale")
-            or (spec.kind == "scale" and x.shape[1] == 1 and self._is_channel())
+            or (spec.kind in ("scale", "zero_point") and x.shape[1] == 1 and self._is_channel())
         ):
             self._load_per_channel_weight_scale(expert_data, shard_dim, shard_id, x, tp_rank)
         else:
-            if spec.kind == "zero_point" and self._packs():
-                x = pack(pad(x, (0, 0, 0, x.shape[0] % 2)), 0)
             part = (shard_dim, expert_data, shard_id, x, tp_rank)
             self._load_model_weight_or_group_weight_scale(*part)
 

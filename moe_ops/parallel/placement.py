@@ -9,6 +9,7 @@ from moe_ops import checks
 from moe_ops.dispatch.tiles import cdiv
 from moe_ops.parallel.parallel_config import FusedMoEParallelConfig
 from moe_ops.scheme import FusedMoEQuantConfig
+from moe_ops.scheme.named import MXFP4
 from moe_ops.tensors import narrowed
 
 PLACEMENT_STRATEGIES = ("linear", "round_robin")
@@ -195,7 +196,7 @@ def maybe_roundup_hidden_size(
         hidden_size = cdiv(hidden_size, elements) * elements
     if moe_parallel_config.use_deepep_ll_kernels:
         hidden_size = _next_deepep_ll_size(hidden_size)
-    if quant_config is not None and quant_config.scheme.name.startswith("mxfp4"):
+    if quant_config is not None and quant_config.scheme.weight == MXFP4:
         multiple = 128 if quant_config.scheme.activation is None else 256
         hidden_size = cdiv(hidden_size, multiple) * multiple
     return hidden_size

@@ -149,7 +149,7 @@ def _plans(
         top_k, tokens = 1, None
     activation = kind_and_key(config.activation)[1] if fused else ""
     arch = device.arch if tokens is not None else BY_EXPERT
-    rule = rule_of(scheme.name, itemsize, arch, device.row_tile, config.batch_invariant)
+    rule = rule_of(scheme.key, itemsize, arch, device.row_tile, config.batch_invariant)
     gates = 2 if config.is_act_and_mul else 1
     first = sizes_of(slots, (num_experts, gates * width, hidden), itemsize, rule, activation)
     second = sizes_of(slots, (num_experts, hidden, width), itemsize, rule, "")

@@ -52,7 +52,7 @@ class Explanation:
         config["activation"] = kind_and_key(self.config.activation)[1]
         config["moe_parallel_config"] = asdict(self.config.moe_parallel_config)
         parts = {
-            "scheme": self.scheme.name,
+            "scheme": self.scheme.key,
             "device": self.target.name,
             "gpu": self.target.gpu,
             "config": config,

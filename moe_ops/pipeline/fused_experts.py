@@ -244,7 +244,7 @@ def fused_moe(
         batch_invariant,
     )  # fmt: skip
     how = (None, topk, renormalize, scoring_func, 1)
-    layer = (w1.shape[0], scheme.name, hidden_states.dtype, batch_invariant)
+    layer = (w1.shape[0], scheme.key, hidden_states.dtype, batch_invariant)
     topk_weights, topk_ids, plan = ops.topk_plan(gating_output, *how, expert_map, *layer)
     return _experts(
         plan,

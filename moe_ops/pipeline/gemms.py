@@ -32,7 +32,7 @@ def expert_weights(
     config: FusedMoEQuantConfig,
     biases: tuple[Tensor | None, Tensor | None] | None = None,
 ) -> ExpertWeights:
-    """Weights together with what a configuration says of them; its biases unless others are given."""
+    """Weights with what a configuration says of them; ``biases``: others than its own."""
     b1, b2 = (config.w1_bias, config.w2_bias) if biases is None else biases
     if config.scheme.weight is None:
         return ExpertWeights(ExpertWeight(w1, b1), ExpertWeight(w2, b2))
@@ -119,7 +119,7 @@ def _quantizes(
     slots = tokens * k
     if torch.compiler.is_compiling() or type(slots) is not int:
         return not always(sure(tokens) * k > direct_slots(space.num_local_experts))
-    rule = tile_rule(scheme.name, x.dtype, x.device)
+    rule = tile_rule(scheme.key, x.dtype, x.device)
     sizes = sizes_of(slots, weight.data.shape, x.itemsize, rule, activation)
     problem = layer_problem(sizes, scheme, activation, tokens, top_k)
     plan = plan_gemm(problem, device_facts(x.device))
@@ -167,12 +167,12 @@ def gemm_call(
     if scheme.activation is None:
         return ops.weight_only_matmul, (
             rows.data, weight.data, weight.scale, weight.zero_point, weight.global_scale,
-            weight.bias, topk_weights, *where, scheme.name, activation, invariant,
+            weight.bias, topk_weights, *where, scheme.key, activation, invariant,
         )  # fmt: skip
     return ops.scaled_matmul, (
         rows.data, rows.scale, weight.data, weight.scale,
         weight.global_scale if scheme.decoded else None, weight.bias, *where,
-        scheme.name, dtype, activation, invariant,
+        scheme.key, dtype, activation, invariant,
     )  # fmt: skip
 
 
@@ -196,7 +196,7 @@ def gemm_sum(
     """`gemm` with each token's weighted sum."""
     return ops.gemm_sum(
         rows.data, rows.scale, weight.data, weight.scale, weight.bias, topk_weights,
-        [*space.tiles], scheme.name, None if weight.scale is None else dtype,
+        [*space.tiles], scheme.key, None if weight.scale is None else dtype,
         space.expert_order, space.batch_invariant,
     )  # fmt: skip
 

@@ -87,7 +87,7 @@ class SlotRows(NamedTuple):
         _, ids, expert_map = routing
         slots = ids.shape[0] * ids.shape[1]
         if plan is None and not always(slots <= direct_slots(num_local_experts)):
-            layer = (num_local_experts, scheme.name, dtype, batch_invariant)
+            layer = (num_local_experts, scheme.key, dtype, batch_invariant)
             plan = ops.plan_slots(ids, expert_map, *layer)
         return SlotRows(Tiles(plan, ids, expert_map), num_local_experts, batch_invariant)
 
@@ -127,7 +127,7 @@ class BatchedRows(NamedTuple):
         expert_num_tokens: Tensor, max_num_tokens: int, scheme: Scheme, batch_invariant: bool
     ) -> BatchedRows:
         """The space of ``(El, M, ..)`` tensors, with its plan."""
-        layer = (scheme.name, batch_invariant)
+        layer = (scheme.key, batch_invariant)
         plan = ops.plan_batched(expert_num_tokens, max_num_tokens, *layer)
         return BatchedRows(Tiles(plan), expert_num_tokens, max_num_tokens, batch_invariant)
 
@@ -157,7 +157,7 @@ def permuted_rows(
     expert_first_token_offset: Tensor, num_rows: int, scheme: Scheme, batch_invariant: bool
 ) -> BatchedRows:
     """The space of permuted rows: those in use come first, so it is one expert's to quantize."""
-    layer = (scheme.name, batch_invariant)
+    layer = (scheme.key, batch_invariant)
     plan = ops.plan_permuted(expert_first_token_offset, num_rows, *layer)
     # The last offset, as the largest: torch 2.11's Inductor cannot slice a symbolic number of them.
     used = expert_first_token_offset.amax(0, keepdim=True).to(torch.int32)

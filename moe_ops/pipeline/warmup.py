@@ -80,7 +80,7 @@ def warmup(
         logits = torch.randn(tokens, num_experts, device=w1.device)
         logits = logits.to(router_logits_dtype or dtype)
         how = (None, top_k, True, scoring_func, 1)
-        layer = (w1.shape[0], scheme.name, dtype, invariant)
+        layer = (w1.shape[0], scheme.key, dtype, invariant)
         ops.topk_plan(logits, *how, expert_map, *layer)
         weights, ids = fused_topk(x, logits, top_k, True, scoring_func=scoring_func)
         weights, ids = weights.to(topk_weights_dtype), ids.to(topk_ids_dtype)
@@ -120,7 +120,7 @@ class Variants(NamedTuple):
         num_experts, rows, hidden = self.w1.shape
         weight, width = self.scheme.weight, self.w2.shape[2]
         width *= 2 if weight is not None and weight.element.packed else 1
-        rule = tile_rule(self.scheme.name, self.dtype, self.w1.device, self.batch_invariant)
+        rule = tile_rule(self.scheme.key, self.dtype, self.w1.device, self.batch_invariant)
         for shape, activation, top_k in (
             ((num_experts, rows, hidden), self.activation, self.top_k),
             ((num_experts, hidden, width), "", 1),

@@ -21,7 +21,7 @@ from moe_ops.pipeline.modular_kernel import FusedMoEKernel
 from moe_ops.pipeline.no_ep import MoEPrepareAndFinalizeNoEP
 from moe_ops.pipeline.scratch import scratch_sizes
 from moe_ops.routing import RoutingMethodType
-from moe_ops.scheme import FusedMoEQuantConfig, Scheme, get_scheme, quantize_weight
+from moe_ops.scheme import FusedMoEQuantConfig, Scheme, as_scheme, quantize_weight
 
 ALLOCATION = 512
 """The caching allocator's unit, in bytes."""
@@ -76,7 +76,7 @@ def workspace_nbytes(
     top_k: int,
     dtype: torch.dtype,
     *,
-    scheme: str = "unquantized",
+    scheme: str | Scheme = "unquantized",
     activation: MoEActivation | Activation | str = "silu",
     format: str = "standard",
     chunk_size: int | None = None,
@@ -100,7 +100,7 @@ def workspace_nbytes(
         num_experts: El, local experts.
         top_k: k.
         dtype: of the activations.
-        scheme: a name in `SCHEMES`, or one that `get_scheme` makes.
+        scheme: a name or key that `get_scheme` knows, or a `Scheme`.
         activation: with a gate or without does not change the size.
         format: ``standard`` or ``batched``.
         chunk_size: of `FusedMoEKernel`, in the Standard format.
@@ -111,7 +111,8 @@ def workspace_nbytes(
     Raises:
         ValueError: an unknown scheme, activation, format or device; a size that is not positive; a
             ``chunk_size`` that is not positive, or that is given in the Batched format.
-        NotImplementedError: ``batch_invariant`` with a scheme that cannot be.
+        NotImplementedError: ``batch_invariant`` with a scheme that cannot be; a `Scheme` that
+            operators cannot compute.
     """
     kind, _ = kind_and_key(activation)
     facts = _facts(device)
@@ -127,7 +128,7 @@ def workspace_nbytes(
         max_num_tokens=max(1, num_tokens), batch_invariant=batch_invariant,
     )  # fmt: skip
     x = torch.empty(num_tokens, hidden_size, dtype=dtype, device="meta")
-    w1, w2, quant_config = _weights(config, get_scheme(scheme))
+    w1, w2, quant_config = _weights(config, as_scheme(scheme))
     topk_weights = x.new_empty(num_tokens, top_k, dtype=torch.float32)
     topk_ids = x.new_empty(num_tokens, top_k, dtype=torch.int32)
     kernel = _kernel(config, quant_config, format, chunk_size)

@@ -29,7 +29,7 @@ def expert_matmul(
     batch_invariant: bool = False,
 ) -> Tensor:
     """``out[s] = f(topk_weights[s] * a[s // top_k] @ w[e].T + bias[e])``; see `grouped`."""
-    rule = gemm_rule(UNQUANTIZED.name, a, tiles, batch_invariant)
+    rule = gemm_rule(UNQUANTIZED.key, a, tiles, batch_invariant)
 
     def product(expert: int, source: Tensor, rows: Tensor) -> None:
         multiply(a[source].float(), w[expert].float(), rows, batch_invariant)

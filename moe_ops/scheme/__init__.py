@@ -1,7 +1,15 @@
 """Quantization schemes: named values, and the storage formats of weights in them."""
 
 from moe_ops.scheme.capability import schemes_instead, what_lacks
-from moe_ops.scheme.named import SCHEMES, UNQUANTIZED, get_scheme
+from moe_ops.scheme.limits import refusal
+from moe_ops.scheme.named import (
+    SCHEMES,
+    UNQUANTIZED,
+    Scheme,
+    as_scheme,
+    get_scheme,
+    scheme_of,
+)
 from moe_ops.scheme.quant_config import TENSORS, FusedMoEQuantConfig
 from moe_ops.scheme.values import (
     FLOAT4_E2M1_MAX,
@@ -10,7 +18,6 @@ from moe_ops.scheme.values import (
     Element,
     Group,
     Quant,
-    Scheme,
     min_capability,
     parse_quant,
 )
@@ -29,12 +36,15 @@ __all__ = [
     "QTensor",
     "Quant",
     "Scheme",
+    "as_scheme",
     "dequantize_rows",
     "dequantize_weight",
     "get_scheme",
     "min_capability",
     "parse_quant",
     "quantize_weight",
+    "refusal",
+    "scheme_of",
     "schemes_instead",
     "what_lacks",
 ]

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from moe_ops.scheme.named import SCHEMES
-from moe_ops.scheme.values import Scheme, min_capability
+from moe_ops.scheme.named import SCHEMES, Scheme
+from moe_ops.scheme.values import min_capability
 
 
 def schemes_instead(scheme: Scheme, capability: int) -> tuple[str, tuple[str, ...]]:

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree
 
-from moe_ops.scheme.values import Scheme
-from moe_ops.scheme.weights import as_scheme
+from moe_ops.scheme.named import Scheme, as_scheme
 from moe_ops.tensors import QTensor
 
 
@@ -23,7 +22,7 @@ class FusedMoEQuantConfig:
     exported function. ``1`` belongs to ``w1`` and its input, ``2`` to ``w2`` and its input.
 
     Args:
-        scheme: a name in `SCHEMES` (or one that `get_scheme` makes), or a `Scheme`.
+        scheme: a name or key that `get_scheme` knows, or a `Scheme`, which may be one's own.
         w1_scale: scales of ``w1``, shaped as `Quant.weight_scale_shape` says. Per-tensor scales may
             be ``(El,)`` or ``(El, 2)`` (gate, up), and in place of per-row scales ``(El, 1, 1)`` or
             ``(El, 2, 1)``. If activations are quantized, powers of two may be uint8 (e8m0).
@@ -46,6 +45,7 @@ class FusedMoEQuantConfig:
     Raises:
         ValueError: an unknown scheme; a tensor that the scheme does not take. (A missing tensor
             raises when a layer runs: a configuration may exist before its weights.)
+        NotImplementedError: a `Scheme` that operators cannot compute.
     """
 
     scheme: Scheme
@@ -78,7 +78,7 @@ class FusedMoEQuantConfig:
                 raise ValueError(f"{name} must be None for scheme {self.scheme.name}, got a Tensor")
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle with the scheme's name, so that ``torch.export.load`` can read it."""
+        """Pickle with the scheme's key, so that ``torch.export.load`` can read it."""
         return _unflatten, _flatten(self)
 
     def check_complete(self) -> None:
@@ -206,7 +206,7 @@ def _needed(scheme: Scheme) -> dict[str, bool]:
 
 def _flatten(config: FusedMoEQuantConfig) -> tuple[list[Any], Any]:
     present = [name for name in TENSORS if getattr(config, name) is not None]
-    return [getattr(config, name) for name in present], (config.scheme.name, tuple(present))
+    return [getattr(config, name) for name in present], (config.scheme.key, tuple(present))
 
 
 def _flatten_with_keys(config: FusedMoEQuantConfig) -> tuple[list[Any], Any]:

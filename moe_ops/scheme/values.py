@@ -1,8 +1,8 @@
 """Schemes as small frozen values.
 
 Everything that follows from a scheme (scale shapes, bytes per weight, the constants of a kernel) is
-derived here and nowhere else. A new scheme is a line in `named.py`. Kernels never see a scheme's
-name, only values derived from the scheme.
+derived here and nowhere else. A `Scheme` is a pair of these values; a new one is a line in
+`named.py`. Kernels never see a scheme's name, only values derived from the scheme.
 """
 
 from __future__ import annotations
@@ -84,6 +84,11 @@ class Quant:
         zero_point: whether groups have a zero point, an integer stored like the numbers.
         global_scale: whether there is a float32 factor on top of the scales. For activations this
             factor is always given.
+
+    Raises:
+        ValueError: an element that is not registered, as kernels know no others; an unknown form of
+            the scale; a group size that is neither positive nor `WHOLE`. (A `Scheme` says whether
+            operators compute what a valid value describes.)
     """
 
     element: Element
@@ -103,6 +108,12 @@ class Quant:
     """Whether the whole operand shares one scale."""
 
     def __post_init__(self) -> None:
+        if ELEMENTS.get(self.element.name) != self.element:
+            raise ValueError(f"element must be a value of ELEMENTS, got {self.element}")
+        if self.scale not in SCALE_BITS:
+            raise ValueError(f"scale must be in {list(SCALE_BITS)}, got {self.scale!r}")
+        if not all(type(n) is int and (n == WHOLE or n > 0) for n in self.group):
+            raise ValueError(f"group must have sizes that are positive or WHOLE, got {self.group}")
         # Not cached properties, which before Python 3.12 take a lock that Dynamo cannot trace.
         rows, cols = ("*" if n == WHOLE else n for n in self.group)
         more = [name for name in _SWITCHES if getattr(self, name)]
@@ -180,10 +191,20 @@ def _groups(length: int, group: int) -> int:
 
 @lru_cache(maxsize=256)
 def parse_quant(key: str) -> Quant:
-    """The inverse of :attr:`Quant.key`."""
-    name, group, scale, *more = key.split(":")
-    rows, cols = (WHOLE if n == "*" else int(n) for n in group.split("x"))
-    return Quant(ELEMENTS[name], Group(rows, cols), scale, *(n in more for n in _SWITCHES))
+    """The inverse of :attr:`Quant.key`.
+
+    Raises:
+        ValueError: not the key of a `Quant`.
+    """
+    try:
+        name, group, scale, *more = key.split(":")
+        rows, cols = (WHOLE if n == "*" else int(n) for n in group.split("x"))
+        quant = Quant(ELEMENTS[name], Group(rows, cols), scale, *(n in more for n in _SWITCHES))
+    except (KeyError, ValueError):
+        quant = None
+    if quant is None or quant.key != key:
+        raise ValueError(f"quant must be a key such as 'fp8:1x128:float32', got {key!r}")
+    return quant
 
 
 def min_capability(activation: Quant | None) -> int:
@@ -194,56 +215,3 @@ def min_capability(activation: Quant | None) -> int:
     """
     made = () if activation is None else (activation.dtype, activation.scale_dtype)
     return 89 if torch.float8_e4m3fn in made else 80
-
-
-@dataclass(frozen=True)
-class Scheme:
-    """A named quantization scheme; ``None`` means the operand is not quantized."""
-
-    name: str
-    activation: Quant | None
-    weight: Quant | None
-
-    decoded: bool = field(init=False, repr=False, compare=False)
-    """Whether the GEMM dequantizes both operands to bf16.
-
-    No tensor core before Blackwell's (see `dispatch.blackwell`) multiplies operands of different
-    elements, of fewer than 8 bits, or with one-byte scales. In bf16 all of these numbers, times
-    their group's scale, are exact.
-    """
-
-    @property
-    def quants(self) -> tuple[Quant, Quant]:
-        """How activations and weights are quantized; ValueError unless both are."""
-        if self.activation is None or self.weight is None:
-            raise ValueError(f"scheme must quantize activations and weights, got {self.name!r}")
-        return self.activation, self.weight
-
-    def __post_init__(self) -> None:
-        a, w, decoded = self.activation, self.weight, False
-        if a is not None and w is not None:
-            # Compared by name: comparing the tuples reads the float `largest`, which Dynamo of
-            # torch 2.11 makes an input of the graph until a tensor operation uses it, and then
-            # compiles everything again.
-            decoded = a.element.name != w.element.name or a.scale in ("e8m0", "e4m3")
-        object.__setattr__(self, "decoded", decoded)
-
-    def __hash__(self) -> int:
-        return hash(self.name)
-
-    @property
-    def block_shape(self) -> list[int] | None:
-        """``[rows, cols]`` of a weight's block, as in vLLM; None if scales are not per block."""
-        if self.weight is None or WHOLE in self.weight.group or self.weight.group.rows == 1:
-            return None
-        return list(self.weight.group)
-
-    def weight_bits(self, n: int, k: int) -> float:
-        """Bits of memory per weight of an ``(N, K)`` expert, including its share of the scales."""
-        if self.weight is None:
-            return 16.0
-        quant, scales = self.weight, 1
-        for length in quant.weight_scale_shape(1, n, k):
-            scales *= length
-        each = SCALE_BITS[quant.scale] + quant.element.stored_bits * quant.zero_point
-        return quant.element.stored_bits + each * scales / (n * k)

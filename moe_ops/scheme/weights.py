@@ -7,7 +7,7 @@ from torch import Tensor
 
 from moe_ops import checks
 from moe_ops.scheme.formats import pack, unpack
-from moe_ops.scheme.named import SCHEMES, get_scheme
+from moe_ops.scheme.named import Scheme, as_scheme
 from moe_ops.scheme.rounding import (
     SMALLEST_AMAX,
     decode,
@@ -23,7 +23,6 @@ from moe_ops.scheme.values import (
     FLOAT8_E4M3_MAX,
     WHOLE,
     Quant,
-    Scheme,
 )
 from moe_ops.tensors import QTensor
 
@@ -47,7 +46,7 @@ def quantize_weight(w: Tensor, scheme: str | Scheme) -> QTensor:
 
     Args:
         w: ``(E, N, K)`` bf16, fp16 or fp32.
-        scheme: a name or value.
+        scheme: a name, a key or a `Scheme`.
 
     Returns:
         A `QTensor`. ``data`` ``(E, N, K)``, or ``(E, N, K / 2)`` uint8 for 4-bit elements, even k
@@ -59,6 +58,7 @@ def quantize_weight(w: Tensor, scheme: str | Scheme) -> QTensor:
     Raises:
         TypeError, ValueError: not a 3-D float weight; a size of 0; an odd K with 4-bit elements;
             an unknown scheme.
+        NotImplementedError: a `Scheme` that operators cannot compute.
 
     Source:
         OCP MX v1.0 elements; vLLM ``quantize_weights`` (int4), whose zero points miss groups
@@ -106,7 +106,7 @@ def dequantize_weight(
         q: as `quantize_weight` returns it; a per-tensor or per-channel scale may also be ``(E,)``,
             ``(E, 2)`` (one for the first and one for the second half of the rows) or ``(E, N)``,
             and a global scale ``(E, 2)``.
-        scheme: a name or value.
+        scheme: a name, a key or a `Scheme`.
         dtype: dtype of the result, rounded once.
     """
     scheme = as_scheme(scheme)
@@ -149,35 +149,6 @@ def _field(q: QTensor, name: str, scheme: Scheme) -> Tensor:
     if value is None:
         raise ValueError(f"q.{name} must be a Tensor for scheme {scheme.name}, got None")
     return value
-
-
-def as_scheme(scheme: str | Scheme) -> Scheme:
-    """The scheme of a name; a `Scheme` is checked and returned.
-
-    Raises:
-        TypeError: neither a name nor a `Scheme`.
-        ValueError: an unknown name; a `Scheme` that differs from ``get_scheme(scheme.name)``,
-            because operators receive the name only.
-    """
-    if isinstance(scheme, str):
-        return get_scheme(scheme)
-    if not isinstance(scheme, Scheme):
-        raise TypeError(f"scheme must be a Scheme or its name, got {type(scheme).__name__}")
-    if SCHEMES.get(scheme.name) is not scheme and not _is_registered(scheme):
-        raise ValueError(
-            f"scheme must be what get_scheme({scheme.name!r}) returns (a Scheme of one's own is "
-            f"not supported), got {scheme}"
-        )
-    return scheme
-
-
-def _is_registered(scheme: Scheme) -> bool:
-    if torch.compiler.is_compiling() and scheme.name not in SCHEMES:
-        return True  # Dynamo cannot trace the parsing of names; eager calls and kernels check them
-    try:
-        return get_scheme(scheme.name) == scheme
-    except ValueError:
-        return False
 
 
 def spread(scale: Tensor, quant: Quant, n: int, k: int) -> Tensor:

@@ -13,8 +13,8 @@ from moe_ops.reference import activation as activations
 from moe_ops.scheme import (
     FLOAT8_E4M3_MAX,
     FusedMoEQuantConfig,
+    as_scheme,
     dequantize_weight,
-    get_scheme,
     quantize_weight,
 )
 from moe_ops.testing.bounds import Bounded
@@ -90,7 +90,7 @@ def bounded_oracle(
     Returns:
         ``(T, H)`` on the CPU; its ``value`` equals the oracle's.
     """
-    scheme, rule = get_scheme(problem.scheme), formula(problem.activation)
+    scheme, rule = as_scheme(problem.scheme), formula(problem.activation)
     quant = scheme.activation
     x, w1, w2, weights, ids, expert_map, b1, b2 = inputs.cpu()
     (tokens, k), dtype = ids.shape, x.dtype
@@ -127,7 +127,7 @@ class Quantized(NamedTuple):
 
 def quantize_inputs(problem: Problem, inputs: Inputs) -> Quantized:
     """Quantize inputs to the problem's scheme; static scales are calibrated on the same tokens."""
-    scheme = get_scheme(problem.scheme)
+    scheme = as_scheme(problem.scheme)
     stored = [quantize_weight(w, scheme) for w in (inputs.w1, inputs.w2)]
     exact = inputs
     if scheme.weight is not None:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from moe_ops.activation import kind_and_key
+from moe_ops.scheme import Scheme
 
 
 @dataclass(frozen=True)
@@ -26,7 +27,7 @@ class Problem:
     on_input: bool = False
     num_local_experts: int | None = None
     routing: str = "uniform"
-    scheme: str = "unquantized"
+    scheme: str | Scheme = "unquantized"
 
     def with_(self, **changes: object) -> Problem:
         """The same problem with some fields changed."""

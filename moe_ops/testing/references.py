@@ -15,9 +15,9 @@ from moe_ops.reference.slots import local_experts
 from moe_ops.scheme import (
     FusedMoEQuantConfig,
     Quant,
+    as_scheme,
     dequantize_rows,
     dequantize_weight,
-    get_scheme,
 )
 from moe_ops.testing.problems import Inputs, Problem
 
@@ -56,7 +56,7 @@ def reference_experts(
         config: the configuration of a quantized problem.
         roundings: the implementation's roundings.
     """
-    scheme = get_scheme(problem.scheme)
+    scheme = as_scheme(problem.scheme)
     config = FusedMoEQuantConfig(scheme) if config is None else config
     quant, rule = scheme.activation, formula(problem.activation)
     x, _, _, weights, ids, expert_map, b1, b2 = inputs

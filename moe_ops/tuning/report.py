@@ -53,7 +53,7 @@ def _subject(subject: Subject) -> dict[str, Any]:
     experts, width, hidden = subject.sizes
     return {
         "gpu": subject.device.name,
-        "scheme": subject.scheme.name,
+        "scheme": subject.scheme.key,
         "E": experts,
         "N": width,
         "K": hidden,

@@ -92,7 +92,7 @@ class Subject:
     device: Device
 
     def __post_init__(self) -> None:
-        if is_block_scaled(self.scheme.name, self.device.arch):
+        if is_block_scaled(self.scheme.key, self.device.arch):
             raise NotImplementedError(
                 f"scheme must not run on block-scaled instructions, whose tiles cannot be tuned, "
                 f"got {self.scheme.name} on sm_{self.device.arch}"
@@ -101,7 +101,7 @@ class Subject:
     @property
     def file(self) -> str:
         """The name of the layer's tuned file."""
-        return file_name(self.sizes, self.device.name, self.scheme.name)
+        return file_name(self.sizes, self.device.name, self.scheme.key)
 
     def load(self, num_tokens: int) -> int:
         """The rows-per-expert bucket of a number of tokens."""
@@ -110,7 +110,7 @@ class Subject:
     def _gemm(self, num_tokens: int, which: int) -> Gemm:
         experts, width, hidden = self.sizes
         n, k, halves = (width, hidden, 2) if which == 1 else (hidden, width, 1)
-        rule = rule_of(self.scheme.name, 2, self.device.arch, self.device.row_tile, False)
+        rule = rule_of(self.scheme.key, 2, self.device.arch, self.device.row_tile, False)
         return Gemm(num_tokens * self.top_k, experts, n, k, 2, halves, rule)
 
     def problem(self, num_tokens: int, which: int) -> GemmProblem:
@@ -147,7 +147,7 @@ class Subject:
             sums *= 2
         return (
             16 <= tiles.block_n <= 256
-            and 32 <= tiles.block_k <= min(256, group or 256)
+            and min(32, group or 32) <= tiles.block_k <= min(256, group or 256)
             and 2 <= tiles.num_warps <= 16
             and 1 <= tiles.num_stages <= 6
             and sums <= ACCUMULATORS

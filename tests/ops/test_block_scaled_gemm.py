@@ -15,7 +15,7 @@ from gemm_rows import gemm_problem
 from hypothesis import given
 from hypothesis import strategies as st
 from launches import blocks
-from plans import planned
+from plans import planned, row_tile
 from selections import STANDARD, layer_inputs
 from strategies import ACTIVATIONS, DTYPES
 
@@ -24,6 +24,7 @@ from moe_ops import get_scheme, ops, quantize_weight
 from moe_ops.activation import formula
 from moe_ops.dispatch.blackwell import BLOCK_SCALED, WEIGHT_ROWS, block_scaled_tiles
 from moe_ops.dispatch.device import assumed, device_facts
+from moe_ops.dispatch.row_tiles import PORTABLE
 from moe_ops.dispatch.tiles import ROW_TILES, Gemm
 from moe_ops.pipeline.devices import TARGETS
 
@@ -69,7 +70,7 @@ def launches(monkeypatch):
 def test_gemm(scheme, tokens, k, n, kk, dtype, tile, has_bias, local, routing, device):
     """Within the budget of the reference, as the kernel that decodes operands is."""
     more = dict(has_bias=has_bias, num_local_experts=local, routing=routing)
-    check_decoded(gemm_problem(tokens, k, kk, n, dtype, **more), scheme, [tile], device)
+    check_decoded(gemm_problem(tokens, k, kk, n, dtype, **more), scheme, device, tile=tile)
 
 
 @given(
@@ -87,13 +88,13 @@ def test_gemm_act(scheme, activation, tokens, width, kk, dtype, has_bias, halves
     rule = formula(activation)
     n = 2 * width if rule.gated else width
     problem = gemm_problem(tokens, 2, kk, n, dtype, has_bias=has_bias)
-    check_decoded(problem, scheme, list(ROW_TILES), device, activation, halves and rule.gated)
+    check_decoded(problem, scheme, device, activation, halves and rule.gated)
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize("tile", ROW_TILES)
 def test_every_scheme(scheme, tile, device, launches):
-    check_decoded(gemm_problem(20, 2, 290, 72, torch.bfloat16), scheme, [tile], device)
+    check_decoded(gemm_problem(20, 2, 290, 72, torch.bfloat16), scheme, device, tile=tile)
     assert len(launches) == 1
 
 
@@ -102,7 +103,7 @@ def test_every_scheme(scheme, tile, device, launches):
 def test_hidden_size_2880(scheme, activation, device):
     """gpt-oss: no step along K divides it, and an mxfp4 row has 90 scales."""
     problem = gemm_problem(3, 2, 2880, 136, torch.bfloat16, has_bias=True)
-    check_decoded(problem, scheme, [16], device, activation)
+    check_decoded(problem, scheme, device, activation, tile=16)
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
@@ -110,7 +111,8 @@ def test_hidden_size_2880(scheme, activation, device):
 def test_more_than_a_tile_of_columns(scheme, activation, device):
     """Three tiles of columns, of gate and up as of one of them; the last is partial."""
     n = 2 * WEIGHT_ROWS + 38
-    check_decoded(gemm_problem(9, 1, 64, n, torch.float32), scheme, [16], device, activation)
+    problem = gemm_problem(9, 1, 64, n, torch.float32)
+    check_decoded(problem, scheme, device, activation, tile=16)
 
 
 def run(scheme, x, w, ids, device, change=lambda rows, scale, weight: (rows, scale, weight)):
@@ -118,9 +120,10 @@ def run(scheme, x, w, ids, device, change=lambda rows, scale, weight: (rows, sca
     q = quantize_weight(w, scheme)
     rows, scale, _ = quantized_rows(x.to(device), get_scheme(scheme).activation)
     rows, scale, weight = change(rows, scale, q.data.to(device))
-    plan = planned(ids.to(device), None, [16], w.shape[0])
     rest = (None if t is None else t.to(device) for t in (q.scale, q.global_scale, None))
-    return ops.scaled_matmul(rows, scale, weight, *rest, *plan, [16], 1, scheme, x.dtype)
+    with row_tile(16, portable_only=False):
+        plan = planned(ids.to(device), None, w.shape[0], scheme)
+        return ops.scaled_matmul(rows, scale, weight, *rest, [*plan], 1, scheme, x.dtype)
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
@@ -180,7 +183,7 @@ def test_a_layer_runs_on_the_tiles_that_are_explained(
 def test_tiles(scheme, target, slots, experts, n, halves):
     """Such as the instructions take; two blocks fit on a processor wherever there are stages."""
     device = TARGETS[target].facts
-    tiles = block_scaled_tiles(Gemm(slots, experts, n, 2048, 1, halves, ROW_TILES), scheme, device)
+    tiles = block_scaled_tiles(Gemm(slots, experts, n, 2048, 1, halves, PORTABLE), scheme, device)
     assert tiles.block_n * halves == WEIGHT_ROWS and tiles.block_m in ROW_TILES
     stage = 128 * (tiles.block_m + WEIGHT_ROWS)
     assert tiles.num_stages >= 2 and 2 * (tiles.num_stages - 1) * stage <= device.shared_memory

@@ -14,7 +14,6 @@ from moe_ops.activation import formula
 from moe_ops.dispatch.tiles import ROW_TILES
 from moe_ops.reference.slots import local_experts
 from moe_ops.scheme import dequantize_rows
-from moe_ops.tensors import Tiles
 
 pytestmark = pytest.mark.kernel
 
@@ -36,7 +35,7 @@ MORE = ("int4_w4a8_g32",)
 )
 def test_gemm(scheme, tokens, k, n, kk, dtype, tile, has_bias, local, routing, device):
     more = dict(has_bias=has_bias, num_local_experts=local, routing=routing)
-    check_decoded(gemm_problem(tokens, k, kk, n, dtype, **more), scheme, [tile], device)
+    check_decoded(gemm_problem(tokens, k, kk, n, dtype, **more), scheme, device, tile=tile)
 
 
 @given(
@@ -54,13 +53,13 @@ def test_gemm_act(scheme, activation, tokens, width, kk, dtype, has_bias, halves
     rule = formula(activation)
     n = 2 * width if rule.gated else width
     problem = gemm_problem(tokens, 2, kk, n, dtype, has_bias=has_bias)
-    check_decoded(problem, scheme, list(ROW_TILES), device, activation, halves and rule.gated)
+    check_decoded(problem, scheme, device, activation, halves and rule.gated)
 
 
 @pytest.mark.parametrize("scheme", NAMED)
 @pytest.mark.parametrize("tile", [16, 128])
 def test_every_scheme(scheme, tile, device):
-    check_decoded(gemm_problem(20, 2, 290, 72, torch.bfloat16), scheme, [tile], device)
+    check_decoded(gemm_problem(20, 2, 290, 72, torch.bfloat16), scheme, device, tile=tile)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -82,9 +81,9 @@ def test_whole_numbers_are_rounded_once(scheme, activation, dtype, device):
     exact = (exact * factor[experts, None] + bias[experts]).float()
     if activation is not None:
         exact = exact[:, :10].clamp(min=0).square() * exact[:, 10:]
-    plan = planned(ids.to(device), None, list(ROW_TILES), 3)
+    plan = planned(ids.to(device), None, 3, scheme)
     weight = (t if t is None else t.to(device) for t in (q.data, q.scale, q.global_scale, bias))
-    call = (rows, scale, *weight, *plan, list(ROW_TILES), 2, scheme, dtype)
+    call = (rows, scale, *weight, [*plan], 2, scheme, dtype)
     if activation is None:
         actual = ops.scaled_matmul(*call)
     else:
@@ -100,13 +99,13 @@ def test_rows_must_be_stored(device):
     """The operator quantizes rows only of schemes whose stored values are multiplied."""
     x = torch.ones(2, 32, device=device)
     counts = torch.tensor([2], dtype=torch.int32, device=device)
-    plan = Tiles(ops.plan_batched(counts, 2, [16]))
     for scheme, message in (
         ("mxfp4_w4a16", "scheme must quantize activations and weights"),
         ("mxfp8", "a must be rows as scheme mxfp8 stores them"),
     ):
         q = quantize_weight(torch.ones(1, 8, 32, device=device), scheme)
-        call = (x, x[:, :1], q.data, q.scale, None, None, *plan, [16], 1, scheme, x.dtype)
+        plan = [ops.plan_batched(counts, 2, scheme), None, None]
+        call = (x, x[:, :1], q.data, q.scale, None, None, plan, 1, scheme, x.dtype)
         with pytest.raises(ValueError, match=message):
             ops.scaled_matmul(*call)
 
@@ -114,9 +113,9 @@ def test_rows_must_be_stored(device):
 @pytest.mark.parametrize(("scheme", "rule"), [("nvfp4", "be a Tensor"), ("mxfp4", "be None")])
 def test_global_scales_that_are_not_the_schemes(scheme, rule, device):
     x, q = torch.ones(2, 32, device=device), quantize_weight(torch.ones(1, 8, 32), scheme)
-    plan = planned(torch.zeros(2, 1, device=device, dtype=torch.int32), None, [16], 1)
+    plan = planned(torch.zeros(2, 1, device=device, dtype=torch.int32), None, 1, scheme)
     wrong = None if q.global_scale is not None else torch.ones(1, device=device)
-    call = (x, x[:, :1], q.data.to(device), q.scale.to(device), wrong, None, *plan, [16], 1, scheme)
+    call = (x, x[:, :1], q.data.to(device), q.scale.to(device), wrong, None, [*plan], 1, scheme)
     with pytest.raises(ValueError, match=f"w_global_scale must {rule}"):
         ops.scaled_matmul(*call, x.dtype)
 
@@ -132,10 +131,10 @@ def test_replay(scheme):
     given_scale = GIVEN.cuda() if quant.activation.static or quant.activation.global_scale else None
 
     def layer():
-        plan = Tiles(ops.plan_slots(ids, None, ROW_TILES, 8), ids)
+        plan = [ops.plan_slots(ids, None, 8, scheme, dtype), ids, None]
         rows = ops.moe_quantize(x, given_scale, None, None, None, 0, quant.activation.key)
         weight = (q.data, q.scale, q.global_scale, None)
-        return ops.scaled_matmul(*rows, *weight, *plan, ROW_TILES, 2, scheme, dtype)
+        return ops.scaled_matmul(*rows, *weight, plan, 2, scheme, dtype)
 
     layer()
     graph = torch.cuda.CUDAGraph()

@@ -10,7 +10,7 @@ import moe_ops
 from moe_ops import ops
 from moe_ops.dispatch.tiles import is_direct
 from moe_ops.pipeline.gemms import expert_weights, gemm
-from moe_ops.pipeline.row_spaces import SlotRows, row_tiles_of
+from moe_ops.pipeline.row_spaces import SlotRows
 from moe_ops.reference.slots import local_experts
 from moe_ops.scheme import FusedMoEQuantConfig, get_scheme, quantize_weight
 from moe_ops.tensors import ExpertWeight, Rows, Tiles
@@ -40,11 +40,11 @@ def spaces(routing, scheme, batch_invariant, device):
     ids = torch.tensor(ids, device=device)
     if expert_map is not None:
         expert_map = torch.tensor(expert_map, dtype=torch.int32, device=device)
-    row_tiles = row_tiles_of(scheme, None, batch_invariant)
-    plan = planned(ids, expert_map, row_tiles, E)
+    plan = planned(ids, expert_map, E, scheme.name, batch_invariant)
     empty = Tiles(torch.zeros_like(plan.plan), ids, expert_map)
     mine = local_experts(ids, expert_map, E) >= 0
-    return SlotRows(empty, row_tiles, E), SlotRows(plan, row_tiles, E), ids, mine
+    direct, plain = (SlotRows(tiles, E, batch_invariant) for tiles in (empty, plan))
+    return direct, plain, ids, mine
 
 
 def weight_of(scheme, rows, k, device):

@@ -88,8 +88,9 @@ def poisoned(given):
     """NaN in all that belongs to no slot, or to a slot without an expert."""
     unused = ~given.used.flatten().to(given.a.device)
     chosen = set(given.topk_ids.flatten().tolist())
-    if given.expert_map is not None:
-        places = dict(enumerate(given.expert_map.tolist()))
+    expert_map = given.tiles[2]
+    if expert_map is not None:
+        places = dict(enumerate(expert_map.tolist()))
         chosen = {places.get(expert, -1) for expert in chosen}
     others = [e for e in range(len(given.w)) if e not in chosen]
 
@@ -131,7 +132,7 @@ def test_what_is_skipped_changes_nothing(scheme, tokens, routing, stored, device
 def test_no_slot_has_an_expert(scheme, device):
     """Zeros, whatever rows and weights hold."""
     given = sum_call(SumProblem(1, 3, 40, 72, 144, scheme, has_bias=True), device)
-    given = given._replace(topk_ids=torch.full_like(given.topk_ids, -1))
+    given = given.routed_to(torch.full_like(given.topk_ids, -1))
     assert (ops.gemm_sum(*poisoned(given)) == 0).all()
 
 
@@ -141,14 +142,13 @@ def test_no_slot_has_an_expert(scheme, device):
 def test_strided_arguments(scheme, ids, device):
     """Rows, weights and ids that do not lie one after the other."""
     given = some_skipped(SumProblem(1, 3, 40, 72, 144, scheme, routing="holes"), device)
-    given = given._replace(topk_ids=given.topk_ids.to(ids))
+    given = given.routed_to(given.topk_ids.to(ids))
 
     def spaced(x):
         return torch.stack([x] * 2, -1)[..., 0]
 
-    strided = given._replace(
-        a=spaced(given.a), topk_weights=spaced(given.topk_weights), topk_ids=spaced(given.topk_ids)
-    )
+    strided = given.routed_to(spaced(given.topk_ids))
+    strided = strided._replace(a=spaced(given.a), topk_weights=spaced(given.topk_weights))
     assert not strided.a.is_contiguous() and not strided.topk_weights.is_contiguous()
     assert torch.equal(ops.gemm_sum(*strided), ops.gemm_sum(*given))
 
@@ -162,7 +162,8 @@ def test_errors():
     with pytest.raises(ValueError, match="out_dtype must be a dtype with w_scale, got None"):
         ops.gemm_sum(*given._replace(out_dtype=None))
     with pytest.raises(ValueError, match="plan must be a tensor for 6 slots of 4 experts"):
-        ops.gemm_sum(*sum_call(SumProblem(3))._replace(plan=None))
+        given = sum_call(SumProblem(3))
+        ops.gemm_sum(*given._replace(tiles=[None, *given.tiles[1:]]))
 
 
 class Calls(TorchDispatchMode):

@@ -1,24 +1,24 @@
 """Hopper's own kernels against the kernels for all GPUs, and the packing of their rows."""
 
-from dataclasses import replace
-
 import launches
 import pytest
 import torch
 from conftest import HAS_CUDA, INTERPRETED
 from gemm_rows import activated, exact_rows, exact_scaled_rows, numbers
 from hopper_cases import CASES, SCHEMES
-from plans import planned
+from plans import planned, row_tile
 
 from moe_ops import ops
-from moe_ops.dispatch.hopper import packed_rows
+from moe_ops.dispatch.hopper import PACKED, HopperTiles, packed_rows
 from moe_ops.dispatch.tile_plan import unpack_plan
+from moe_ops.dispatch.tiles import one_row_tile
 from moe_ops.reference.slots import local_experts
 from moe_ops.scheme import get_scheme, quantize_weight
-from moe_ops.tensors import Tiles
 from moe_ops.testing import Problem, assert_matches_reference, make_inputs
 
 pytest.importorskip("triton")
+
+from moe_ops.kernels import expert_gemm, scaled_gemm  # noqa: E402
 
 SHARING = pytest.mark.parametrize("groups", [None, "one", 1, 3])
 
@@ -37,9 +37,10 @@ def test_pack(width, dtype, groups, device):
     if groups is not None:
         shape = (1,) if groups == "one" else (21, groups)
         scale = torch.rand(shape, device=device)
-    plan, _, _ = planned(ids, None, (64,), 5)
+    with row_tile(64):
+        plan, _, _ = planned(ids, None, 5)
     rows, scales = pack_rows(x, scale, plan, ids.numel(), packed_rows(ids.numel(), 5, 64), 2)
-    sorted_slots, _, used = unpack_plan(plan, ids.numel(), 5, (64,))
+    sorted_slots, _, used = unpack_plan(plan, ids.numel(), 5, one_row_tile(64))
     used = int(used)
     slot = sorted_slots[:used].long()
     real = slot < ids.numel()
@@ -66,9 +67,10 @@ def test_quantize_packed(width, dtype, scheme, device):
     x = torch.cat([x, x], 1)[:, :width]
     x[3] = 0
     given = torch.tensor([0.03], device=device) if quant.static else None
-    plan, _, _ = planned(ids, None, (64,), 5)
+    with row_tile(64):
+        plan, _, _ = planned(ids, None, 5)
     sizes = (plan, ids.numel(), packed_rows(ids.numel(), 5, 64), 2)
-    sorted_slots, _, used = unpack_plan(plan, ids.numel(), 5, (64,))
+    sorted_slots, _, used = unpack_plan(plan, ids.numel(), 5, one_row_tile(64))
     real = sorted_slots[: int(used)] < ids.numel()
     q, scale = ops.moe_quantize(x, given, None, None, None, 1, quant.key)
     expected, found = pack_rows(q, scale, *sizes), quantize_rows(x, given, quant, *sizes)
@@ -80,7 +82,7 @@ def test_quantize_packed(width, dtype, scheme, device):
 
 
 class Twins:
-    """A GEMM by both kernels: a plan of one row tile is never Hopper's."""
+    """A GEMM by both kernels: the portable one is `run` with ``portable_only``."""
 
     def __init__(self, scheme, tile, **sizes):
         self.problem = Problem(**({"dtype": torch.bfloat16} | sizes))
@@ -98,14 +100,17 @@ class Twins:
         else:
             self.weight = (w,)
 
-    def run(self, tiles, activation, top_k):
-        made = ops.plan_slots(self.ids, None, tiles, self.problem.num_experts)
-        plan = Tiles(made, self.ids, None)
-        operands = (*self.rows, *self.weight, *[None] * self.scaled, self.bias)
-        if self.scaled:
-            rest = (*plan, tiles, top_k, self.scheme, self.problem.dtype)
-            return ops.scaled_matmul(*operands, *rest, activation or "")
-        return ops.expert_matmul(*operands, None, *plan, tiles, top_k, activation or "")
+    def run(self, activation, top_k, portable_only=False, config=None):
+        """By the kernel of the plan, or by that of ``config``."""
+        operands, dtype = (*self.rows, *self.weight), self.problem.dtype
+        with row_tile(self.tile, portable_only=portable_only):
+            layer = (self.problem.num_experts, self.scheme, dtype)
+            tiles = [ops.plan_slots(self.ids, None, *layer), self.ids, None]
+            if self.scaled:
+                rest = (None, self.bias, tiles, top_k, self.scheme, dtype, activation or "")
+                return scaled_gemm.scaled_matmul(*operands, *rest, config=config)
+            rest = (self.bias, None, tiles, top_k, activation or "")
+            return expert_gemm.expert_matmul(*operands, *rest, config=config)
 
     def exact(self, activation, top_k):
         """In float64, on the CPU; without a bound: the reference is a kernel too, of fewer bits."""
@@ -146,9 +151,9 @@ def test_twins(scheme, case, hidden, width, activation, has_bias, launched):
     sizes = {**sizes, "hidden_size": hidden, "intermediate_size": width, "has_bias": has_bias}
     kind = activation or "silu_no_mul"
     twins = Twins(scheme, tile, activation=kind, **sizes)
-    plain = twins.run((tile,), activation, sizes["top_k"])
+    plain = twins.run(activation, sizes["top_k"], portable_only=True)
     assert not launched
-    fast = twins.run((tile,) * 8, activation, sizes["top_k"])
+    fast = twins.run(activation, sizes["top_k"])
     gated = activation in ("silu", "swigluoai", "gelu")
     boxes = not (scheme == "unquantized" and kernel == "stream") and not (gated and width % 8)
     boxes &= hidden % 16 == 0
@@ -158,7 +163,7 @@ def test_twins(scheme, case, hidden, width, activation, has_bias, launched):
     real = (twins.ids.flatten() >= 0) & (twins.ids.flatten() < sizes["num_experts"])
     exact = twins.exact(activation, sizes["top_k"])[real.cpu()]
     assert_matches_reference(fast[real].cpu(), exact, plain[real].cpu())
-    assert torch.equal(fast[real], twins.run((tile,) * 8, activation, sizes["top_k"])[real])
+    assert torch.equal(fast[real], twins.run(activation, sizes["top_k"])[real])
 
 
 @pytest.mark.gpu
@@ -166,26 +171,21 @@ def test_twins(scheme, case, hidden, width, activation, has_bias, launched):
 @pytest.mark.parametrize("tile", [64, 128])
 @pytest.mark.parametrize("block_n", [128, 256])
 @pytest.mark.parametrize(("width", "activation"), [(704, "silu"), (640, "gelu"), (328, None)])
-def test_every_packed_tile(scheme, tile, block_n, width, activation, launched, monkeypatch):
+def test_every_packed_tile(scheme, tile, block_n, width, activation, launched):
     """Also those that are not the first choice; the last tile of a row is not whole."""
-    from moe_ops.dispatch import tuned
-
-    choice = tuned.hopper_tiles
-
-    def chosen(gemm, device):
-        return replace(choice(gemm, device), block_n=block_n, group_m=3, num_stages=3)
-
     kind, sizes = activation or "silu_no_mul", {"hidden_size": 400, "num_experts": 4, "top_k": 2}
     twins = Twins(
         scheme, tile, num_tokens=900, intermediate_size=width, activation=kind,
         routing="holes", has_bias=True, **sizes,
     )  # fmt: skip
-    plain = twins.run((tile,), activation, 2)
-    monkeypatch.setattr(tuned, "TABLES", tuned.tables([]))  # with plans of their own
-    monkeypatch.setattr(tuned, "hopper_tiles", chosen)
-    fast = twins.run((tile,) * 8, activation, 2)
-    shared = scheme != "fp8_block128" or width != 704  # else up rows begin inside a scale's
-    assert launched == ["packed"] * shared
+    plain = twins.run(activation, 2, portable_only=True)
+    config = HopperTiles(PACKED, tile, block_n, 3, 3, tile == 128)
+    if scheme == "fp8_block128" and width == 704:  # up rows begin inside a scale's
+        with pytest.raises(ValueError, match="^config must be tiles of a kernel that takes"):
+            twins.run(activation, 2, config=config)
+        return
+    fast = twins.run(activation, 2, config=config)
+    assert launched == ["packed"]
     real = (twins.ids.flatten() >= 0) & (twins.ids.flatten() < 4)
     exact = twins.exact(activation, 2)[real.cpu()]
     assert_matches_reference(fast[real].cpu(), exact, plain[real].cpu())
@@ -198,9 +198,9 @@ def test_rows_quantized_as_they_are_packed(scheme, tile, launched):
     """Bitwise as those that were quantized before."""
     sizes = {"hidden_size": 1040, "intermediate_size": 256}
     twins = Twins(scheme, tile, num_tokens=900, num_experts=4, top_k=2, **sizes)
-    before = twins.run((tile,) * 8, "silu", 2)
+    before = twins.run("silu", 2)
     twins.rows = twins.plain_rows
-    now = twins.run((tile,) * 8, "silu", 2)
+    now = twins.run("silu", 2)
     assert torch.equal(now, before) and launched == ["packed"] * 2
 
 
@@ -208,13 +208,13 @@ def test_rows_quantized_as_they_are_packed(scheme, tile, launched):
 def test_replay(launched):
     """Captured, and replayed with other rows."""
     for tokens, tile in ((4, 16), (600, 64)):
-        tiles, sizes = (tile,) * 8, {"hidden_size": 256, "intermediate_size": 128}
+        sizes = {"hidden_size": 256, "intermediate_size": 128}
         twins = Twins("fp8_block128", tile, num_tokens=tokens, **sizes)
-        twins.run(tiles, "silu", 2)
+        twins.run("silu", 2)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            out = twins.run(tiles, "silu", 2)
+            out = twins.run("silu", 2)
         twins.ids.copy_(twins.ids.flip(0))
         graph.replay()
-        assert torch.equal(out, twins.run(tiles, "silu", 2))
+        assert torch.equal(out, twins.run("silu", 2))
     assert set(launched) == {"packed", "stream"}

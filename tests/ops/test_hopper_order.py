@@ -6,6 +6,7 @@ from conftest import HAS_CUDA
 from gemm_rows import exact_rows
 from hopper_cases import CASES
 from modular import setup
+from plans import row_tile
 
 import moe_ops
 from moe_ops import ops
@@ -47,18 +48,22 @@ def test_expert_order(case, activation, hidden, width, launched):
     sizes = {**sizes, "hidden_size": hidden, "intermediate_size": width, "has_bias": True}
     p = Problem(dtype=torch.bfloat16, activation=activation, **sizes)
     x, w1, w2, _, ids, _, b1, b2 = make_inputs(p, "cuda")
-    tiles, num_slots = (tile,) * 8, ids.numel()
-    plan = (ops.plan_slots(ids, None, tiles, p.num_experts), ids, None)
+    num_slots = ids.numel()
+    with row_tile(tile, portable_only=False):
+        layer = (p.num_experts, "unquantized", torch.bfloat16)
+        tiles = [ops.plan_slots(ids, None, *layer), ids, None]
     expert = local_experts(ids, None, p.num_experts)
     slots = (expert >= 0).nonzero().flatten()
     slots = slots[expert[slots].argsort(stable=True)]
 
     def first(ordered):
-        rest = (*plan, tiles, p.top_k, activation, ordered)
-        return ops.expert_matmul(x, w1, b1, None, *rest)
+        with row_tile(tile, portable_only=False):
+            rest = (tiles, p.top_k, activation, ordered)
+            return ops.expert_matmul(x, w1, b1, None, *rest)
 
     def second(rows, ordered):
-        return ops.expert_matmul(rows, w2, b2, None, *plan, tiles, 1, "", ordered)[slots]
+        with row_tile(tile, portable_only=False):
+            return ops.expert_matmul(rows, w2, b2, None, tiles, 1, "", ordered)[slots]
 
     by_slot, by_expert = first(False), first(True)
     assert torch.equal(by_slot[slots], by_expert[: len(slots)])

@@ -10,6 +10,7 @@ import pytest
 import torch
 from conftest import HAS_CUDA, INTERPRETED
 from operator_samples import called, keywords, outputs, overload
+from plans import row_tile
 
 from moe_ops import ops
 from moe_ops.dispatch.tiles import PLAN_HEADER
@@ -52,9 +53,16 @@ def hostile_calls(qualified, device):
                 for at, (name, x) in enumerate(call.items())
                 if torch.is_tensor(x) and (seed or not x.dtype.is_floating_point)
             }
-            if "plan" in changed and seed:
-                changed["plan"][:PLAN_HEADER] = call["plan"][:PLAN_HEADER]
+            if "tiles" in call:
+                changed["tiles"] = hostile_tiles(call["tiles"], 10 * number + seed)
+                if seed and call["tiles"][0] is not None:
+                    changed["tiles"][0][:PLAN_HEADER] = call["tiles"][0][:PLAN_HEADER]
             yield {**call, **changed}
+
+
+def hostile_tiles(tiles, seed):
+    """A plan, ids and a map of any numbers, as far as they are given."""
+    return [None if x is None else hostile(x, seed + at) for at, x in enumerate(tiles)]
 
 
 def check(qualified, call, device):
@@ -120,9 +128,21 @@ HEADERS = [
 
 def planned_problem(device):
     """18 slots of one expert, tiles of 16 rows: a plan of 4 + 33 + 3 + 3 entries."""
-    plan = ops.plan_slots(torch.zeros(18, 1, dtype=torch.int32, device=device), None, [16], 1)
+    ids = torch.zeros(18, 1, dtype=torch.int32, device=device)
+    with row_tile(16):
+        plan = ops.plan_slots(ids, None, 1, "unquantized", torch.float32)
     assert plan.tolist()[1:3] == [37, 40] and len(plan) == 43
     return plan, torch.ones(18, 16, device=device)
+
+
+def multiply(x, plan, device):
+    """Both GEMMs with permuted rows between them."""
+    with row_tile(16):
+        for activation in ("silu_no_mul", ""):
+            rest = ([plan, None, None], 1, activation, True)
+            ops.expert_matmul(x, x[None, :16], None, None, *rest)
+    if device == "cuda":
+        torch.cuda.synchronize()
 
 
 @pytest.mark.parametrize("header", HEADERS)
@@ -130,22 +150,14 @@ def test_headers_of_plans(header, device):
     """A plan whose parts do not lie in it, one after the other, has no tiles."""
     plan, x = planned_problem(device)
     plan[:3], plan[37:40] = torch.tensor(header), 0
-    how = (plan, None, None, [16], 1)
-    ops.expert_matmul(x, x[None, :16], None, None, *how, "silu_no_mul", True)
-    ops.expert_matmul(x, x[None, :16], None, None, *how, "", True)
-    if device == "cuda":
-        torch.cuda.synchronize()
+    multiply(x, plan, device)
 
 
 @pytest.mark.parametrize("first", [-(2**31), -5, 17, 30, 2**31 - 1])
 def test_rows_in_expert_order_that_begin_anywhere(first, device):
     plan, x = planned_problem(device)
     plan[40:] = first
-    how = (plan, None, None, [16], 1)
-    ops.expert_matmul(x, x[None, :16], None, None, *how, "silu_no_mul", True)
-    ops.expert_matmul(x, x[None, :16], None, None, *how, "", True)
-    if device == "cuda":
-        torch.cuda.synchronize()
+    multiply(x, plan, device)
 
 
 @pytest.mark.skipif(not (INTERPRETED or HAS_CUDA), reason="runs kernels")

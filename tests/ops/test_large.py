@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from plans import planned
+from plans import planned, row_tile
 
 import moe_ops
 from moe_ops import ops
@@ -89,10 +89,11 @@ def test_tokens_of_every_elementwise_stage():
 
 def scaled(x, w, ids):
     """The product of int8 rows and weights with scales of one."""
-    plan = planned(ids, None, [16], len(w))
     scales = torch.ones(len(x), 1, device=x.device), torch.ones(w.shape[:2], device=x.device)
-    sizes = ([16], ids.shape[1], "int8_channel", BF16)
-    return ops.scaled_matmul(x, scales[0], w, scales[1], None, None, *plan, *sizes)
+    sizes = (ids.shape[1], "int8_channel", BF16)
+    with row_tile(16):
+        plan = planned(ids, None, len(w), "int8_channel")
+        return ops.scaled_matmul(x, scales[0], w, scales[1], None, None, [*plan], *sizes)
 
 
 def integers(*shape):

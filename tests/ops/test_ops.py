@@ -18,9 +18,9 @@ from operator_samples import (
 )
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.utils._pytree import tree_map_only
 
 from moe_ops import ops
-from moe_ops.dispatch.tiles import ROW_TILES
 from moe_ops.ops import STAGES
 
 
@@ -47,7 +47,7 @@ def test_fakes_return_what_runs_return(qualified, device):
     for arguments in samples(device)[qualified]:
         real = overload(qualified)(*arguments, **keywords(qualified, arguments))
         with FakeTensorMode(allow_non_fake_inputs=True) as mode:
-            faked = [mode.from_tensor(a) if torch.is_tensor(a) else a for a in arguments]
+            faked = tree_map_only(torch.Tensor, mode.from_tensor, arguments)
             extra = {k: mode.from_tensor(v) for k, v in keywords(qualified, arguments).items()}
             fake = overload(qualified)(*faked, **extra)
         for a, b in zip(outputs(real), outputs(fake), strict=True):
@@ -71,10 +71,10 @@ def test_fakes_add_no_guard_on_the_tokens(fake_device, unbacked):
         x, w1, w2 = empty(tokens, H), empty(E, 2 * I, H), empty(E, H, I)
         weights, ids = ops.fused_topk(empty(tokens, E), None, K, True, "softmax", 1.0)
         count = empty(E, dtype=I32)
-        ops.moe_align_block_size(ids, count, ROW_TILES, E, True, True)
-        plan = (ops.plan_slots(ids, count, ROW_TILES, E), ids, count)
-        h = ops.expert_matmul(x, w1, None, None, *plan, ROW_TILES, K, "silu")
-        y = ops.expert_matmul(h, w2, None, None, *plan, ROW_TILES, 1)
+        ops.moe_align_block_size(ids, count, 16, E, True, True)
+        plan = [ops.plan_slots(ids, count, E, "unquantized", torch.bfloat16), ids, count]
+        h = ops.expert_matmul(x, w1, None, None, plan, K, "silu")
+        y = ops.expert_matmul(h, w2, None, None, plan, 1)
         out = ops.moe_fused_mul_sum(y.view(tokens, K, H), weights, ids, None, None, E)
         order = ops.moe_permutation(ids, None, E)
         rows = ops.gather_rows(x, order[2], order[0], K)
@@ -94,7 +94,7 @@ def test_tensors_of_another_device_than_the_current_one(qualified):
         pytest.skip("needs two CUDA devices")
     for arguments in samples("cuda:1")[qualified]:
         there = overload(qualified)(*arguments, **keywords(qualified, arguments))
-        moved = [a.to("cuda:0") if torch.is_tensor(a) else a for a in arguments]
+        moved = tree_map_only(torch.Tensor, lambda x: x.to("cuda:0"), arguments)
         here = overload(qualified)(*moved, **keywords(qualified, moved))
         for a, b in zip(outputs(there), outputs(here), strict=True):
             assert a.device.index == 1 and torch.equal(a.to("cuda:0"), b)

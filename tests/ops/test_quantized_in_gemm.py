@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from modular import setup
 from operator_samples import symbolic_tokens
-from plans import the_plain_kernel
+from plans import planned, the_plain_kernel
 from strategies import DTYPES
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
@@ -18,9 +18,10 @@ from moe_ops import ops
 from moe_ops.dispatch import tuned
 from moe_ops.dispatch.device import device_facts
 from moe_ops.dispatch.portable import LONGEST_SLOT, SLOT_TILES, scaled_slot_tiles
-from moe_ops.dispatch.tiles import INVARIANT_ROW_TILES, ROW_TILES, Gemm, is_direct
+from moe_ops.dispatch.row_tiles import EIGHT_BIT, INVARIANT
+from moe_ops.dispatch.tiles import Gemm, is_direct
 from moe_ops.pipeline.gemms import quantized
-from moe_ops.pipeline.row_spaces import SlotRows, depends_on_batch, row_tiles_of
+from moe_ops.pipeline.row_spaces import SlotRows, depends_on_batch
 from moe_ops.reference.slots import local_experts
 from moe_ops.scheme import SCHEMES, get_scheme, quantize_weight
 from moe_ops.tensors import ExpertWeight, Tiles
@@ -49,10 +50,9 @@ class Case:
     def __init__(self, name, ids, n, k, device, dtype=torch.bfloat16, activation=None, **more):
         g = torch.Generator().manual_seed(0)
         self.scheme, self.activation, self.dtype = get_scheme(name), activation, dtype
-        experts, bias, transposed, expert_map, row_tiles = (
-            more.get(key)
-            for key in ("experts", "bias", "transposed", "expert_map", "row_tiles")
-        )  # fmt: skip
+        experts, bias, transposed, expert_map = (
+            more.get(key) for key in ("experts", "bias", "transposed", "expert_map")
+        )
         experts = experts or E
         q = quantize_weight(torch.randn(experts, n, k, generator=g).bfloat16(), self.scheme)
         w = q.data.transpose(1, 2).contiguous().transpose(1, 2) if transposed else q.data
@@ -65,17 +65,17 @@ class Case:
         if self.scheme.activation.static:
             self.scale = torch.full((1,), 0.013, device=device)
         b = torch.randn(experts, n, generator=g).to(device) if bias else None
-        tiles = row_tiles or row_tiles_of(self.scheme)
-        plan = ops.plan_slots(self.ids, self.expert_map, tiles, experts)
+        self.batch_invariant = more.get("batch_invariant", False)
         self.slots = (self.ids, self.expert_map, experts)
-        self.rest = (
-            w.to(device), q.scale.to(device), None, b, plan, self.ids, self.expert_map, tiles,
-            self.ids.shape[1], name, dtype,
-        )  # fmt: skip
+        plan = ops.plan_slots(*self.slots, name, dtype, self.batch_invariant)
+        self.tiles = [plan, self.ids, self.expert_map]
+        self.weight = (w.to(device), q.scale.to(device), None, b)
 
     def run(self, rows, scale):
         """The GEMM of rows; of slots that are not skipped."""
-        return ops.scaled_matmul(rows, scale, *self.rest, self.activation or "")[self.mine]
+        how = (self.ids.shape[1], self.scheme.name, self.dtype, self.activation or "")
+        tiles = (self.tiles, *how, self.batch_invariant)
+        return ops.scaled_matmul(rows, scale, *self.weight, *tiles)[self.mine]
 
     def in_steps(self):
         """Quantize, then multiply."""
@@ -169,9 +169,9 @@ def test_a_given_scale_of_zero(device):
 
 
 @pytest.mark.parametrize("name", ["fp8_tensor_static", "fp8_channel"])
-def test_one_row_tile_keeps_its_kernel(name, launched, device):
-    """In batch-invariant mode sums are those of many tokens."""
-    case = Case(name, [[0, 1]], 64, 256, device, row_tiles=list(INVARIANT_ROW_TILES))
+def test_batch_invariant_mode_keeps_its_kernel(name, launched, device):
+    """Sums are those of many tokens."""
+    case = Case(name, [[0, 1]], 64, 256, device, batch_invariant=True)
     case.check()
     assert FUSED not in launched
 
@@ -180,10 +180,7 @@ def test_rows_without_a_routing(launched, device):
     """A plan alone: all rows are quantized before."""
     case = Case("fp8_channel", [[0, 1], [2, 2]], 64, 256, device)
     expected = case.in_steps()
-    from plans import planned
-
-    plan = planned(case.ids, None, ROW_TILES, E)
-    case.rest = (*case.rest[:4], plan.plan, None, None, list(ROW_TILES), *case.rest[8:])
+    case.tiles = [*planned(case.ids, None, E, "fp8_channel")]
     del launched[:]
     with the_plain_kernel():
         assert torch.equal(case.run(case.x, None), expected)
@@ -237,12 +234,12 @@ def test_rows_in_a_pipeline(name, tokens, k, device):
     tiles = Tiles(torch.empty(0, dtype=torch.int32, device=device), ids)
     x = torch.randn(tokens, k, device=device)
     w = ExpertWeight(torch.empty(E, 256, k, dtype=scheme.weight.dtype, device=device))
-    rows = quantized(x, None, w, SlotRows(tiles, row_tiles_of(scheme), E), scheme, 4, "silu")
+    rows = quantized(x, None, w, SlotRows(tiles, E), scheme, 4, "silu")
     left = name == "int8_channel" and tokens * 4 <= 16 and k <= LONGEST_SLOT
     hopper = device_facts(x.device).arch == 90  # a CPU plans as an H200 does
     left |= hopper and name == "fp8_block128" and tokens == 1
     assert (rows.data is x) == (rows.scale is None) == left
-    rows = quantized(x, None, w, SlotRows(tiles, INVARIANT_ROW_TILES, E), scheme, 4, "silu")
+    rows = quantized(x, None, w, SlotRows(tiles, E, batch_invariant=True), scheme, 4, "silu")
     assert rows.data.dtype == scheme.activation.dtype
 
 
@@ -256,7 +253,7 @@ def test_numbers_of_tokens_in_a_graph(name, dynamic):
     @torch.compile(fullgraph=True, backend="eager", dynamic=dynamic)
     def dtype_of(x, ids):
         plan, w = torch.empty(0, dtype=torch.int32), ExpertWeight(x)
-        rows = quantized(x, None, w, SlotRows(Tiles(plan, ids), ROW_TILES, E), scheme, 4)
+        rows = quantized(x, None, w, SlotRows(Tiles(plan, ids), E), scheme, 4)
         return rows.data.view(rows.data.dtype)
 
     for tokens in (3, 40):
@@ -274,21 +271,21 @@ def test_nobody_asks_for_the_number_of_tokens(unbacked):
     scheme = get_scheme("fp8_block128")
     with mode:
         x, ids = torch.empty(tokens, 128), torch.empty(tokens, 4, dtype=torch.int32)
-        plan = ops.plan_slots(ids, None, ROW_TILES, E)
+        plan = ops.plan_slots(ids, None, E, "fp8_block128", torch.float32)
         w, w_scale = torch.empty(E, 64, 128, dtype=torch.float8_e4m3fn), torch.empty(E, 1, 1)
-        space = SlotRows(Tiles(plan, ids), ROW_TILES, E)
+        space = SlotRows(Tiles(plan, ids), E)
         rows = quantized(x, None, ExpertWeight(w), space, scheme, 4)
-        how = (plan, ids, None, ROW_TILES, 4, "fp8_block128", torch.float32)
+        how = ([plan, ids, None], 4, "fp8_block128", torch.float32)
         out = ops.scaled_matmul(*rows, w, w_scale, None, None, *how)
     assert rows.data is x and rows.scale is None and not env.guards
     assert out.shape[1:] == (64,)
 
 
 def test_what_is_quantized_before():
-    def tiles_of(slots=4, name="fp8_channel", k=512, row_tiles=ROW_TILES):
-        gemm = Gemm(slots, E, 256, k, 1, 1, tuple(row_tiles))
+    def tiles_of(slots=4, name="fp8_channel", k=512, rule=EIGHT_BIT):
+        gemm = Gemm(slots, E, 256, k, 1, 1, rule)
         return scaled_slot_tiles(gemm, get_scheme(name).activation)
 
     assert tiles_of() == tiles_of(16, "int8_channel", 7168) == SLOT_TILES
-    assert tiles_of(17) is None and tiles_of(row_tiles=(64,)) is None
+    assert tiles_of(17) is None and tiles_of(rule=INVARIANT) is None
     assert tiles_of(k=8192) is None and tiles_of(name="fp8_block128") is None

@@ -6,7 +6,7 @@ from gemm_rows import activated, exact_scaled_rows, numbers
 from hypothesis import given
 from hypothesis import strategies as st
 from operator_samples import symbolic_tokens
-from plans import bias_of, planned, whole_numbers
+from plans import bias_of, on, planned, row_tile, whole_numbers
 from strategies import ACTIVATIONS
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
@@ -17,7 +17,6 @@ from moe_ops.reference import quantize
 from moe_ops.reference import scaled_gemm as reference
 from moe_ops.reference.slots import local_experts
 from moe_ops.scheme import SCHEMES, get_scheme, quantize_weight
-from moe_ops.tensors import Tiles
 from moe_ops.testing import Problem, assert_matches_reference, make_inputs
 
 pytestmark = pytest.mark.kernel
@@ -54,23 +53,29 @@ class Case:
         self.q, self.scale = rows_in(scheme, x)
         self.expert = local_experts(self.ids, None, len(w))
         self.mine = self.expert >= 0
-        self.device, self.row_tiles = device, [tile] if tile else ROW_TILES
-        self.plan = planned(self.ids.to(device), None, self.row_tiles, len(w))
+        self.device, self.tile = device, tile
+        with self.row_tile():
+            self.plan = planned(self.ids.to(device), None, len(w), scheme)
+
+    def row_tile(self):
+        """The row tile of the case; without one the load's, and any kernel."""
+        return row_tile(self.tile, portable_only=self.tile is not None)
 
     def run(self, activation="", dtype=torch.bfloat16, **changes):
         """The operator where it runs, with operands changed by name."""
-        return ops.scaled_matmul(*self.arguments(self.device, dtype, changes), activation)
+        with self.row_tile():
+            return ops.scaled_matmul(*self.arguments(self.device, dtype, changes), activation)
 
     def expected(self, activation="", dtype=torch.bfloat16, **changes):
         """The reference on the CPU."""
-        return reference.scaled_matmul(*self.arguments("cpu", dtype, changes), activation)
+        with self.row_tile():
+            return reference.scaled_matmul(*self.arguments("cpu", dtype, changes), activation)
 
     def arguments(self, device, dtype, changes):
         operands = {"a": self.q, "a_scale": self.scale, "w": self.w, "w_scale": self.w_scale}
         operands |= {"w_global_scale": None, "bias": self.bias} | changes
-        tensors = (*operands.values(), *self.plan)
-        moved = (None if t is None else t.to(device) for t in tensors)
-        return (*moved, self.row_tiles, self.top_k, self.scheme, dtype)
+        moved = (None if t is None else t.to(device) for t in operands.values())
+        return (*moved, [*on(self.plan, device)], self.top_k, self.scheme, dtype)
 
     def exact(self):
         rows = numbers(self.q, self.scale, self.scheme, self.top_k)
@@ -219,8 +224,8 @@ def test_fakes_add_no_guard_on_the_tokens(unbacked):
         x, scale = torch.empty(tokens, 64, dtype=torch.int8), torch.empty(tokens, 2)
         w1, w2 = torch.empty(4, 96, 64, dtype=torch.int8), torch.empty(4, 64, 48, dtype=torch.int8)
         ids = torch.empty(tokens, 3, dtype=torch.int32)
-        plan = Tiles(ops.plan_slots(ids, None, ROW_TILES, 4), ids)
-        first, second = ((*plan, ROW_TILES, k, "int8_block32", torch.float16) for k in (3, 1))
+        plan = [ops.plan_slots(ids, None, 4, "int8_block32", torch.float16), ids, None]
+        first, second = ((plan, k, "int8_block32", torch.float16) for k in (3, 1))
         rows = (x, scale, w1, torch.empty(4, 3, 2), None, None, *first)
         h = ops.scaled_matmul(*rows, "silu")
         quant = get_scheme("int8_block32").activation

@@ -8,8 +8,10 @@ import torch
 from conftest import INTERPRETED
 from operator_samples import called, keywords, overload
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_map_only
 
 from moe_ops import ops
+from moe_ops.dispatch.tiles import is_direct
 from moe_ops.ops import STAGES
 
 pytestmark = pytest.mark.kernel
@@ -35,6 +37,14 @@ def changed(qualified, device):
             if torch.is_tensor(x):
                 for other in resized(x):
                     yield {**call, name: other}, extra
+        for at, x in enumerate(call.get("tiles", ())):
+            for other in () if x is None else resized(x):
+                yield {**call, "tiles": replaced(call["tiles"], at, other)}, extra
+
+
+def replaced(values, at, other):
+    """A list with another value at one place."""
+    return [*values[:at], other, *values[at + 1 :]]
 
 
 def refused(run):
@@ -52,7 +62,7 @@ def test_other_sizes(qualified, device):
     """What a fake refuses a call refuses, too, and nothing else."""
     for call, extra in changed(qualified, device):
         with FakeTensorMode(allow_non_fake_inputs=True) as mode:
-            faked = {k: mode.from_tensor(x) if torch.is_tensor(x) else x for k, x in call.items()}
+            faked = tree_map_only(torch.Tensor, mode.from_tensor, call)
             out = {name: mode.from_tensor(x) for name, x in extra.items()}
             expected = refused(lambda f=faked, o=out: overload(qualified)(**f, **o))
         assert refused(lambda c=call, e=extra: overload(qualified)(**c, **e)) == expected
@@ -64,9 +74,9 @@ WRONG = {
     "moe_quantize": ("scale", "topk_weights"),
     "activation_quantize": ("x",),
     "batched_quantize": ("expert_num_tokens",),
-    "expert_matmul": ("a", "w", "bias", "topk_weights", "plan"),
-    "scaled_matmul": ("a", "a_scale", "w", "w_scale", "bias", "plan"),
-    "weight_only_matmul": ("a", "w", "w_scale", "bias", "topk_weights", "plan"),
+    "expert_matmul": ("a", "w", "bias", "topk_weights"),
+    "scaled_matmul": ("a", "a_scale", "w", "w_scale", "bias"),
+    "weight_only_matmul": ("a", "w", "w_scale", "bias", "topk_weights"),
     "moe_fused_mul_sum": ("inputs", "topk_weights"),
     "moe_unpermute": ("topk_weights", "inv_permuted_idx"),
     "order_columns": ("x", "topk_ids"),
@@ -88,28 +98,56 @@ def test_fewer_rows_than_the_others_have(qualified, name, device):
         overload(qualified)(**{**call, name: shorter})
 
 
-TILED = [q for q in STAGES if "row_tiles" in [a.name for a in overload(q)._schema.arguments]]
+TILED = [q for q in STAGES if "tiles" in [a.name for a in overload(q)._schema.arguments]]
 
 
-@pytest.mark.parametrize("tiles", [[], [0], [3], [-16], [16, 0], [2**13], [2**40]], ids=str)
 @pytest.mark.parametrize("qualified", TILED)
-def test_row_tiles(qualified, tiles, device):
-    """Refused by a kernel's launcher, not by its compiler; and so they are by a fake."""
-    call = {**called(qualified, device)[0], "row_tiles": tiles}
-    with pytest.raises(ValueError, match=r"row_tiles must be .* got \["):
+def test_a_plan_of_another_length(qualified, device):
+    call = next(
+        call
+        for call in called(qualified, device)
+        if call["tiles"][0] is not None and not few_slots(call)
+    )
+    tiles = call["tiles"]
+    for plan in (tiles[0][:-1], torch.cat([tiles[0]] * 2)):
+        with pytest.raises(ValueError, match=r"plan.numel\(\) must be"):
+            overload(qualified)(**{**call, "tiles": replaced(tiles, 0, plan)})
+
+
+def few_slots(call):
+    """Whether a GEMM is told its tiles by the ids of few slots, and reads no plan."""
+    ids = call["tiles"][1]
+    return ids is not None and is_direct(ids.numel(), len(call["w"]))
+
+
+@pytest.mark.parametrize("qualified", TILED)
+def test_tiles_are_three(qualified, device):
+    call = called(qualified, device)[0]
+    for tiles in (call["tiles"][:2], [*call["tiles"], None], []):
+        with pytest.raises(ValueError, match=r"tiles must be \[plan, topk_ids, expert_map\]"):
+            overload(qualified)(**{**call, "tiles": tiles})
+
+
+SCHEMED = [q for q in STAGES if "scheme" in [a.name for a in overload(q)._schema.arguments]]
+
+
+@pytest.mark.parametrize("qualified", SCHEMED)
+def test_unknown_schemes(qualified, device):
+    call = {**called(qualified, device)[0], "scheme": "fp8_chanel"}
+    with pytest.raises(ValueError, match="scheme must"):
         overload(qualified)(**call)
-    with pytest.raises(ValueError, match=r"row_tiles must be"), FakeTensorMode() as mode:
-        faked = {k: mode.from_tensor(x) if torch.is_tensor(x) else x for k, x in call.items()}
-        overload(qualified)(**faked)
+    with pytest.raises(ValueError, match="scheme must"), FakeTensorMode() as mode:
+        overload(qualified)(**tree_map_only(torch.Tensor, mode.from_tensor, call))
 
 
-@pytest.mark.parametrize("tiles", [[8], [1], [256]])
-def test_row_tiles_that_only_plans_have(tiles):
-    """Matrix units multiply 16 rows and more."""
-    ids = torch.zeros(40, 1, dtype=torch.int32)
-    plan, x = ops.plan_slots(ids, None, tiles, 2), torch.ones(40, 16)
-    with pytest.raises(ValueError, match="row_tiles must be of"):
-        ops.expert_matmul(x, torch.ones(2, 16, 16), None, None, plan, ids, None, tiles, 1)
+@pytest.mark.parametrize("rows", [0, 3, -16, 192, 2**13, 2**40])
+def test_block_sizes(rows, device):
+    """Refused by a kernel's launcher, not by its compiler; and so they are by a fake."""
+    call = {**called("moe_align_block_size", device)[0], "block_size": rows}
+    with pytest.raises(ValueError, match=r"block_size must be .* got "):
+        ops.moe_align_block_size(**call)
+    with pytest.raises(ValueError, match=r"block_size must be"), FakeTensorMode() as mode:
+        ops.moe_align_block_size(**tree_map_only(torch.Tensor, mode.from_tensor, call))
 
 
 NUMBERS = {
@@ -134,4 +172,4 @@ def test_numbers_of_things(qualified, name, value, device):
 def test_a_plan_that_kernels_cannot_count():
     ids = torch.empty(2**25, 2**6, dtype=torch.int32, device="meta")
     with pytest.raises(NotImplementedError, match="so few slots"):
-        ops.plan_slots(ids, None, [16], 8)
+        ops.plan_slots(ids, None, 8, "unquantized", torch.bfloat16)

@@ -6,7 +6,7 @@ from expert_order import check_both_orders, places
 from gemm_rows import compare, exact_rows
 from hypothesis import given
 from hypothesis import strategies as st
-from plans import ids_of, planned
+from plans import ids_of, planned, row_tile
 from strategies import topk_ids
 from tuned_entries import entry, own, record
 from tuned_entries import layer as read
@@ -15,21 +15,22 @@ import moe_ops
 from moe_ops import FusedMoEConfig, RoutingMethodType, ops
 from moe_ops.activation import formula
 from moe_ops.dispatch import tuned
-from moe_ops.dispatch.device import name_and_arch
+from moe_ops.dispatch.device import device_facts, plain_name, row_tile_facts
 from moe_ops.dispatch.hopper import PACKED, STREAM, HopperTiles
 from moe_ops.dispatch.portable import gemm_tiles
+from moe_ops.dispatch.row_tiles import HOPPER, PORTABLE
 from moe_ops.dispatch.tile_plan import first_rows, split_tiles, unpack_plan
 from moe_ops.dispatch.tiles import (
-    KNOWN_ROW_TILES,
     ROW_TILES,
     Gemm,
     TileConfig,
     cuts_up,
     max_programs,
     max_row_tiles,
+    one_row_tile,
     plan_sizes,
 )
-from moe_ops.dispatch.tuned import choose, merged
+from moe_ops.dispatch.tuned import choose
 from moe_ops.dispatch.tuned_file import written
 from moe_ops.pipeline.devices import TARGETS
 from moe_ops.reference import expert_gemm as reference
@@ -37,7 +38,8 @@ from moe_ops.reference.align import plan_slots
 from moe_ops.reference.slots import local_experts
 from moe_ops.testing import Problem, make_inputs
 
-TALL = (192, 192)
+TALL = one_row_tile(192)
+DENSE = ("unquantized", torch.bfloat16)
 H200 = TARGETS["sm_90"].facts
 COUNTS = (0, 1, 63, 64, 65, 128, 129, 191, 192, 193)
 
@@ -45,9 +47,9 @@ COUNTS = (0, 1, 63, 64, 65, 128, 129, 191, 192, 193)
 # Plans that are cut up
 
 
-def contents(plan, num_slots, num_experts, tiles, tile, count):
+def contents(plan, num_slots, num_experts, rule, tile, count):
     """``{(expert, row in expert order, slot)}`` of a plan's first tiles, by another tile."""
-    slots, *_ = unpack_plan(plan, num_slots, num_experts, tiles)
+    slots, *_ = unpack_plan(plan, num_slots, num_experts, rule)
     experts, firsts = plan[plan[1] :][:count].tolist(), plan[plan[2] :][:count].tolist()
     found = set()
     for m, (expert, first) in enumerate(zip(experts, firsts, strict=True)):
@@ -73,7 +75,8 @@ def test_a_plan_that_is_cut_up(case, one, local, block_m):
         expert_map = torch.arange(-1, num_experts - 1, dtype=torch.int32)
         expert_map[expert_map >= local] = -1
     num_slots, num_experts = ids.numel(), local or num_experts
-    plan = plan_slots(ids, expert_map, TALL, num_experts)
+    with row_tile(192):
+        plan = plan_slots(ids, expert_map, num_experts, *DENSE)
     before = plan.clone()
     split = split_tiles(plan, num_slots, num_experts, TALL, block_m)
     assert torch.equal(plan, before) and split.dtype == plan.dtype and split.is_contiguous()
@@ -84,8 +87,10 @@ def test_a_plan_that_is_cut_up(case, one, local, block_m):
     assert torch.equal(split[4 : sizes.experts_at], plan[4 : sizes.experts_at])
     used = int(plan[0]) // block_m
     assert (split[split[1] :][used:count] == -1).all()
-    small = plan_slots(ids, expert_map, (block_m,), num_experts)
-    wanted = contents(small, num_slots, num_experts, (block_m,), block_m, int(small[0]) // block_m)
+    with row_tile(block_m):
+        small = plan_slots(ids, expert_map, num_experts, *DENSE)
+    rule, count_small = one_row_tile(block_m), int(small[0]) // block_m
+    wanted = contents(small, num_slots, num_experts, rule, block_m, count_small)
     found = contents(split, num_slots, num_experts, TALL, block_m, used)
     assert found == wanted
     expert = local_experts(ids, expert_map, num_experts).flatten()
@@ -105,7 +110,7 @@ def test_programs_for_all_of_a_cut_up_plan(rows):
     columns = -(-200 // tiles.block_n)
     assert max_programs(gemm, tiles) == 3 * max_row_tiles(rows, 8, 192) * columns
     for tile in ROW_TILES:
-        same = gemm._replace(row_tiles=(tile, tile))
+        same = gemm._replace(rule=one_row_tile(tile))
         found = gemm_tiles(same, H200)
         assert found.block_m == tile and cuts_up(same, found) is None
         assert max_programs(same, found) == max_row_tiles(rows, 8, tile) * -(-200 // found.block_n)
@@ -125,42 +130,41 @@ def inputs_of(counts, k, n, device, top_k=2, halves=1):
 
 
 @pytest.mark.kernel
-@pytest.mark.parametrize("tiles", [(192,), TALL])
+@pytest.mark.parametrize("portable_only", [False, True])
 @pytest.mark.parametrize("counts", [COUNTS, (3, 400, 0), (1,), (2, 0, 5)])
 @pytest.mark.parametrize("weight_dtype", [None, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("activation", [None, "silu", "swigluoai", "relu2_no_mul"])
-def test_products(counts, tiles, weight_dtype, activation, device):
-    """By slot and in expert order; of one row tile never Hopper's own kernel's."""
+def test_products(counts, portable_only, weight_dtype, activation, device):
+    """Of Hopper's own kernel, where it runs, and of the one for all GPUs."""
     rule = None if activation is None else formula(activation)
     gated = rule is not None and rule.gated
     given = inputs_of(counts, 48, 40, device, halves=2 if gated else 1)
     x, w, bias, weights, ids = given
     inputs = None if weight_dtype is None else weights.to(weight_dtype)
-    plan, cpu_plan = (
-        planned(ids.to(device), None, tiles, len(counts)),
-        planned(ids, None, tiles, len(counts)),
-    )
     on = [None if t is None else t.to(device) for t in (x, w, bias, inputs)]
     exact = exact_rows(x, w, bias, inputs, ids, 2)
-    actual = ops.expert_matmul(*on, *plan, tiles, 2, activation or "")
-    expected = reference.expert_matmul(x, w, bias, inputs, *cpu_plan, tiles, 2, activation or "")
+    with row_tile(192, portable_only=portable_only):
+        there, here = (planned(i, None, len(counts)) for i in (ids.to(device), ids))
+        actual = ops.expert_matmul(*on, [*there], 2, activation or "")
+        expected = reference.expert_matmul(x, w, bias, inputs, here, 2, activation or "")
     if rule is not None:
         exact = exact.activated(rule)
     compare(actual, exact, expected, ids, len(counts))
 
 
 @pytest.mark.kernel
-@pytest.mark.parametrize("tiles", [(192,), TALL])
+@pytest.mark.parametrize("portable_only", [False, True])
 @pytest.mark.parametrize("weighted", [None, 1, 2])
-def test_both_orders(tiles, weighted, device):
+def test_both_orders(portable_only, weighted, device):
     """Rows between two products lie one after another, across tall tiles that are not full."""
     problem = Problem(3, len(COUNTS), 2, 40, 24, torch.bfloat16, has_bias=True)
     _, w1, w2, _, _, _, b1, b2 = make_inputs(problem, device)
     x, _, _, weights, ids = (t.to(device) for t in inputs_of(COUNTS, 40, 24, device))
     first, second = (weights if weighted == gemm else None for gemm in (1, 2))
-    plan, at = planned(ids, None, tiles, len(COUNTS)), places(ids, None, len(COUNTS), False)
+    at = places(ids, None, len(COUNTS), False)
     layer = (x, w1, b1, first), (w2, b2, second)
-    check_both_orders(*layer, plan, tiles, 2, "silu", at)
+    with row_tile(192, portable_only=portable_only):
+        check_both_orders(*layer, planned(ids, None, len(COUNTS)), 2, "silu", at)
 
 
 @pytest.mark.kernel
@@ -170,26 +174,15 @@ def test_tall_tiles_that_nobody_asked_for(tokens, device):
     problem = Problem(tokens, 32, 2, 48, 40, torch.bfloat16, routing="holes")
     x, w, _, _, ids, *_ = make_inputs(problem, device)
     made = []
-    for tiles in ((64,), (192,)):
-        plan = (ops.plan_slots(ids, None, tiles, 32), ids, None)
-        made.append(ops.expert_matmul(x, w, None, None, *plan, tiles, 2, "silu"))
+    for tile in (64, 192):
+        with row_tile(tile):
+            tiles = [ops.plan_slots(ids, None, 32, *DENSE), ids, None]
+            made.append(ops.expert_matmul(x, w, None, None, tiles, 2, "silu"))
     real = local_experts(ids, None, 32).flatten() >= 0
     assert torch.equal(made[0][real], made[1][real])
 
 
 # Who gets them
-
-
-@given(
-    default=st.lists(st.sampled_from(KNOWN_ROW_TILES), min_size=1, max_size=8).map(tuple),
-    won=st.dictionaries(st.integers(0, 12), st.sampled_from(KNOWN_ROW_TILES)),
-)
-def test_what_won_is_laid_over_the_default(default, won):
-    """Every class of load has what won there, any other what it had; the last of all goes on."""
-    found = merged(default, tuple(won.items()))
-    assert len(found) == max(len(default), 1 + max(won, default=0))
-    for load, tile in enumerate(found):
-        assert tile == won.get(load, default[min(load, len(default) - 1)])
 
 
 @pytest.mark.parametrize("on_demand", [False, True])
@@ -213,10 +206,8 @@ def test_files_without_the_way_of_tiles_deal_them_out():
 def test_a_file_of_tall_tiles():
     """Where Hopper's kernel takes them; the kernel for all GPUs takes a third at a time."""
     tall = own(PACKED, 256, 3, 3, ON_DEMAND=True)
-    content = read(record(_500=entry(192, tall, tall)))
-    assert content.row_tiles == ((4, 192),)
-    tables = {"tables": tuned.tables([content])}
-    gemm = Gemm(1000, 8, 64, 128, 2, 2, merged(ROW_TILES, content.row_tiles))
+    tables = {"tables": tuned.tables([read(record(_500=entry(192, tall, tall)))])}
+    gemm = Gemm(1000, 8, 64, 128, 2, 2, HOPPER[2])
     default = gemm_tiles(gemm, H200)
     choice = choose(gemm, "unquantized", 16, H200, default, hopper=True, **tables)
     assert choice.hopper == HopperTiles(PACKED, 192, 256, 3, 3, True)
@@ -224,17 +215,34 @@ def test_a_file_of_tall_tiles():
     assert choose(gemm, "unquantized", 16, H200, default, hopper=False, **tables).tiles == default
 
 
+@pytest.mark.parametrize(("rule", "tile"), [(PORTABLE, 192), (HOPPER[2], 128)])
+def test_a_file_does_not_choose_the_row_tile(rule, tile):
+    """An entry of the same load, timed with another row tile than the plan's, is not used."""
+    tall = own(PACKED, 256, 3, 3)
+    content = read(record(_500=entry(tile, tall, tall)))
+    gemm = Gemm(1000, 8, 64, 128, 2, 2, rule)
+    default = gemm_tiles(gemm, H200)
+    own_tiles = {"hopper": True, "tables": tuned.tables([content])}
+    choice = choose(gemm, "unquantized", 16, H200, default, **own_tiles)
+    assert gemm.row_tile == choice.tiles.block_m == (128 if tile == 192 else 192)
+    assert choice.source == f"analytic default ({content.file} has nothing for this load)"
+    own_tiles["tables"] = tuned.tables([])
+    assert choice[::2] == choose(gemm, "unquantized", 16, H200, default, **own_tiles)[::2]
+
+
 def test_a_device_that_is_no_gpu_has_no_name():
-    assert name_and_arch(torch.device("cpu")) == ("", 0)
+    assert row_tile_facts(torch.device("cpu")) == (0, None)
     if not torch.cuda.is_available():
-        assert name_and_arch(torch.device("cuda")) == ("", 0)
+        assert row_tile_facts(torch.device("cuda")) == (0, None)
+        assert device_facts(torch.device("cuda")).name == ""
 
 
 @pytest.mark.gpu
 def test_the_name_of_a_gpu(device):
-    major, minor = torch.cuda.get_device_capability()
+    (major, minor), here = torch.cuda.get_device_capability(), torch.device(device)
     name = torch.cuda.get_device_name().replace(" ", "_")
-    assert name_and_arch(torch.device(device)) == (name, 10 * major + minor)
+    assert plain_name(device_facts(here).name) == name
+    assert row_tile_facts(here) == (10 * major + minor, None)
 
 
 def test_explained(monkeypatch):

@@ -118,11 +118,11 @@ def test_every_scheme_has_experts_in_both_formats(name):
 
 
 def test_schemes_that_nobody_makes():
-    odd = moe_ops.Scheme("odd", None, FP8.activation)
-    text = "kernel does not support quantization scheme fp8:1x128:float32xNone"
+    odd = moe_ops.Scheme("odd", FP8.activation, moe_ops.get_scheme("fp8_channel").weight)
+    text = "kernel does not support quantization scheme fp8:1x*:float32xfp8:1x128:float32"
     assert reason(moe_ops.TritonExperts, STANDARD, odd) == text
     for function in (moe_ops.select_kernel, moe_ops.explain):
-        with pytest.raises(ValueError, match="a Scheme of one's own is not supported"):
+        with pytest.raises(NotImplementedError, match="scheme.weight.group must have 128 columns"):
             function(STANDARD, odd)
 
 

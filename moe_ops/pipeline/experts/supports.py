@@ -14,46 +14,22 @@ from moe_ops.pipeline.config import FusedMoEConfig
 from moe_ops.pipeline.formats import FusedMoEActivationFormat
 from moe_ops.pipeline.row_spaces import depends_on_batch
 from moe_ops.routing import RoutingMethodType
-from moe_ops.scheme import SCHEMES, Quant, get_scheme, min_capability
+from moe_ops.scheme import Quant, min_capability, refusal
 
 SchemeKey = tuple[Quant | None, Quant | None]
 """``(weight, activation)``: what a kernel sees of a scheme."""
 
 
-@dataclass(frozen=True)
-class AnyGroupSize:
-    """Scheme keys, and with each of them those that differ only in the sizes of their groups."""
-
-    families: frozenset
-
-    @classmethod
-    def of(cls, *schemes: str) -> AnyGroupSize:
-        """From names."""
-        found = map(get_scheme, schemes)
-        return cls(frozenset(_family((s.weight, s.activation)) for s in found))
+class EveryScheme:
+    """The keys of all schemes that operators compute."""
 
     def __contains__(self, key: Any) -> bool:
-        return _family(key) in self.families
+        weight, activation = key
+        return refusal(activation, weight) is None
 
 
-def _family(key: SchemeKey) -> tuple:
-    """The key with 2 for every size of a group above 1."""
-
-    def kind(quant: Quant | None) -> tuple | None:
-        if quant is None:
-            return None
-        sizes = tuple(min(size, 2) for size in quant.group)
-        rest = (quant.scale, quant.static, quant.zero_point, quant.global_scale)
-        return quant.element, sizes, *rest
-
-    return tuple(map(kind, key))
-
-
-EVERY_SCHEME = AnyGroupSize.of(
-    *SCHEMES, "int8_block128_ue8m0", "int8_w8a16_g128_zp", "int8_w8a16_block128",
-    "int8_w8a16_block128_ue8m0", "fp8_w8a16_block128_ue8m0",
-)  # fmt: skip
-"""What `get_scheme` makes."""
+EVERY_SCHEME = EveryScheme()
+"""What `get_scheme` makes, and a caller's own."""
 UNQUANTIZED_ONLY = frozenset({(None, None)})
 
 

@@ -1,0 +1,65 @@
+"""Both GEMMs of schemes of a caller's own compiled for GPUs, without one."""
+
+import pytest
+import torch
+from conftest import INTERPRETED
+
+if INTERPRETED:
+    pytest.skip("compiles kernels: not in the interpreter", allow_module_level=True)
+pytest.importorskip("triton")
+
+import aot  # noqa: E402
+from aot_launches import slot_plan, stored  # noqa: E402
+from own_schemes import each  # noqa: E402
+from plans import row_tile  # noqa: E402
+
+from moe_ops.kernels import align, quantize, scaled_gemm, weight_only_gemm  # noqa: E402
+from moe_ops.kernels._gemm import scaled, weight_only  # noqa: E402
+from moe_ops.scheme import min_capability  # noqa: E402
+
+pytestmark = [pytest.mark.aot, pytest.mark.filterwarnings("ignore")]
+BF16, EXPERTS = torch.bfloat16, 4
+
+
+@pytest.fixture(autouse=True)
+def no_other_driver():
+    aot.forget_kernels(align, quantize, scaled, weight_only)
+
+
+def launch_layer(scheme, tile, hidden=2048, width=768):
+    rows_quant, weight_quant = scheme.activation, scheme.weight
+
+    def launch(empty):
+        slots = tile * EXPERTS // 2
+        ids = empty(slots, 1, dtype=torch.int32)
+        with row_tile(tile):
+            sizes = (slot_plan(ids, EXPERTS, scheme.key), 1, scheme.key)
+            for gemm in ((2 * width, hidden, "silu"), (hidden, width, "")):
+                launch_gemm(empty, ids, sizes, *gemm)
+
+    def launch_gemm(empty, ids, sizes, n, k, activation):
+        slots = ids.shape[0]
+        x, w = empty(slots, k, dtype=BF16), stored(empty, scheme.key, EXPERTS, n, k, BF16)
+        if rows_quant is None:
+            weight_only_gemm.weight_only_matmul(x, *w, None, None, *sizes, activation)
+            return
+        one = empty(1) if rows_quant.static or rows_quant.global_scale else None
+        rows = quantize.moe_quantize(x, one, None, ids, None, EXPERTS, rows_quant.key)
+        factor = empty(EXPERTS, n) if weight_quant.channel_scale else w.global_scale
+        scaled_gemm.scaled_matmul(*rows, w.data, w.scale, factor, None, *sizes, BF16, activation)
+
+    return launch
+
+
+@pytest.mark.parametrize("arch", [90, 100])
+@pytest.mark.parametrize("tile", [16, 128])
+@each
+def test_both_gemms(scheme, tile, arch):
+    assert arch >= min_capability(scheme.activation)
+    kernels = aot.compile_launch(arch, launch_layer(scheme, tile))
+    gemms = [k for k in kernels if "gemm" in k.metadata.name]
+    assert len(gemms) == 2
+    for kernel in gemms:
+        used = aot.resources(kernel, arch)
+        assert used["shared"] <= aot.SHARED_MEMORY[arch] and used["serialized"] == 0, used
+        assert not aot.rewrites_operands(kernel)
