@@ -25,7 +25,9 @@ from importlib import import_module
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.autograd import forward_ad
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from moe_ops import gradients
 from moe_ops.checks import remembered
@@ -83,6 +85,21 @@ def _fake(stage: str, name: str) -> Callable[..., Any]:
     return call
 
 
+def _sample_by_sample(operator: Any) -> Callable[..., Any]:
+    """What ``torch.vmap`` does to other operators: PyTorch has no fallback for lists of tensors."""
+
+    def call(info: Any, in_dims: Any, *args: Any) -> tuple[Tensor, int]:
+        (values, spec), dims = tree_flatten(args), tree_leaves(in_dims)
+        batched = list(zip(values, dims, strict=True))
+        samples = (
+            [x if dim is None else x.select(dim, i) for x, dim in batched]
+            for i in range(info.batch_size)
+        )
+        return torch.stack([operator(*tree_unflatten(s, spec)) for s in samples]), 0
+
+    return call
+
+
 def _op(stage: str, schema: str) -> Any:
     """Define one operator with its three legs; returns the overload, bound once."""
     qualified = schema.split("(")[0]
@@ -95,6 +112,9 @@ def _op(stage: str, schema: str) -> Any:
     torch.library.register_fake(f"{NAMESPACE}::{qualified}", fake, lib=_library)
     STAGES[qualified] = stage
     operator = getattr(getattr(torch.ops.moe_ops, name), overload or "default")
+    if "Tensor?[]" in schema:
+        vmap = _sample_by_sample(operator)
+        torch.library.register_vmap(f"{NAMESPACE}::{qualified}", vmap, lib=_library)
     # Only tracers look here. An Autograd kernel of the dispatcher would cost 2 us a call.
     operator.py_impl(torch._C.DispatchKey.Autograd)(gradients.traced(operator, function))
     return operator
