@@ -21,7 +21,7 @@ export TOKENIZERS_PARALLELISM := false
 # Workers share the cores: threads of their own would only spin against each other.
 TEST_ENV := OMP_NUM_THREADS=1
 
-.PHONY: demo test test-all test-reference test-interpreter mutants gpu-test sanitize bench lint clean
+.PHONY: demo test test-all test-reference test-interpreter mutants gpu-test sanitize bench bench-stages lint clean
 
 $(VENV)/ready: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -77,16 +77,23 @@ sanitize: $(READY)
 # Without a GPU: a tiny problem on the CPU, nothing written. STAGES= leaves the single stages out,
 # OVERHEADS= host time, memory and cold starts.
 ARGS ?=
-STAGES ?= routing routing_adjust align permute quantize batched expert_gemm scaled_gemm weight_only_gemm activation weight_and_reduce gemm_sum eplb
 OVERHEADS ?= overheads
 TO_RESULTS := $(if $(filter 1,$(HAS_GPU)),--output $(RESULTS))
 bench: $(READY)
 	$(PY) -m moe_ops bench $(TO_RESULTS) $(ARGS)
-	set -e; for stage in $(STAGES) $(OVERHEADS); do $(PY) benchmarks/bench_$$stage.py $(TO_RESULTS); done
+	$(MAKE) bench-stages
+	set -e; for name in $(OVERHEADS); do $(PY) benchmarks/bench_$$name.py $(TO_RESULTS); done
 ifeq ($(HAS_GPU),1)
 	if $(PY) -c "import matplotlib" 2>/dev/null; then $(PY) benchmarks/plot.py $(TO_RESULTS); \
 	  else echo "no plots: matplotlib is not installed"; fi
 endif
+
+# The single stages alone: STAGES="align quantize" times two of them, STAGE_ARGS="--tokens 1" some of
+# their cases.
+STAGE_ARGS ?=
+STAGES ?= $(filter-out layer overheads,$(patsubst benchmarks/bench_%.py,%,$(sort $(wildcard benchmarks/bench_*.py))))
+bench-stages: $(READY)
+	set -e; for stage in $(STAGES); do $(PY) benchmarks/bench_$$stage.py $(TO_RESULTS) $(STAGE_ARGS); done
 
 lint: $(READY)
 	$(PY) -m pip install --quiet --editable ".[dev]"

@@ -5,16 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
-from stages import Case, main, nbytes
+from stages import Case, Layer, main, nbytes
 from torch import Tensor
 
 from moe_ops import ops
-from moe_ops.bench.problems import Inputs, Problem
 
 
-def cases(problem: Problem, inputs: Inputs) -> Iterator[Case]:
-    slots, width = inputs.topk_ids.numel(), problem.intermediate_size
-    like = {"dtype": inputs.x.dtype, "device": inputs.x.device}
+def cases(layer: Layer) -> Iterator[Case]:
+    x, slots, width = layer.inputs.x, layer.inputs.topk_ids.numel(), layer.problem.intermediate_size
+    like = {"dtype": x.dtype, "device": x.device}
     gate_up = torch.randn((slots, 2 * width), **like)
     gate = gate_up[:, :width].contiguous()
 

@@ -4,42 +4,32 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from stages import Case, main, nbytes, row_tiles
-from torch import Tensor
+from stages import Case, Layer, main
 
 from moe_ops import ops
-from moe_ops.bench.problems import Inputs, Problem
+from moe_ops.dispatch.row_tiles import expert_rule
+from moe_ops.dispatch.tiles import row_tile
+from moe_ops.functional import count_expert_num_tokens, moe_align_block_size
+from moe_ops.pipeline.row_spaces import BatchedRows, permuted_rows
 
 
-def cases(problem: Problem, inputs: Inputs) -> Iterator[Case]:
-    ids, num_experts = inputs.topk_ids, problem.num_experts
-    tiles = row_tiles(problem, "unquantized", ids.device)
+def cases(layer: Layer) -> Iterator[Case]:
+    ids, num_experts = layer.inputs.topk_ids, layer.problem.num_experts
+    yield from layer.cases("align")  # none for few slots: their ids tell the tiles
 
-    def align() -> tuple:
-        return ops.moe_align_block_size(ids, None, tiles, num_experts, False, True)
-
-    def plan() -> Tensor:
-        return ops.plan_slots(ids, None, tiles, num_experts)
-
-    def count() -> Tensor:
-        return ops.count_expert_num_tokens(ids, None, num_experts)
-
-    counts = count()
-    room = inputs.x.shape[0]
-
-    def batched() -> Tensor:
-        return ops.plan_batched(counts, room, tiles)
-
+    # Rows that lie by expert, as experts of the Batched format and `GroupedGemmExperts` have them.
+    scheme, room = layer.experts.scheme, len(ids)
+    counts = count_expert_num_tokens(ids, num_experts)
+    yield from layer.cases("align", lambda: BatchedRows.of(counts, room, scheme, False))
     offset = ops.moe_permutation(ids, None, num_experts)[0]
+    yield from layer.cases("align", lambda: permuted_rows(offset, ids.numel(), scheme, False))
 
-    def permuted() -> Tensor:
-        return ops.plan_permuted(offset, ids.numel(), tiles)
-
-    yield Case("moe_align_block_size", align, nbytes(ids, *align()))
-    yield Case("plan_slots", plan, nbytes(ids, plan()))
-    yield Case("count_expert_num_tokens", count, nbytes(ids, counts))
-    yield Case("plan_batched", batched, nbytes(counts, batched()))
-    yield Case("plan_permuted", permuted, nbytes(offset, permuted()))
+    # Public functions that the layer itself does not call. A block is a power of two.
+    rule = expert_rule(scheme.key, ids.device)
+    tile = row_tile(rule, ids.numel(), num_experts)
+    block = tile & -tile
+    yield from layer.cases("align", lambda: count_expert_num_tokens(ids, num_experts))
+    yield from layer.cases("align", lambda: moe_align_block_size(ids, block, num_experts))
 
 
 if __name__ == "__main__":

@@ -5,25 +5,24 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
-from stages import Case, main, nbytes
+from stages import Case, Layer, main, nbytes
 
 from moe_ops import ops
-from moe_ops.bench.problems import Inputs, Problem
 
 
-def cases(problem: Problem, inputs: Inputs) -> Iterator[Case]:
-    x, weights, ids, _ = inputs
-    k = problem.top_k
+def cases(layer: Layer) -> Iterator[Case]:
+    x, weights, ids, _ = layer.inputs
+    k, num_experts = layer.problem.top_k, layer.problem.num_experts
 
     def permutation() -> tuple:
-        return ops.moe_permutation(ids, None, problem.num_experts)
+        return ops.moe_permutation(ids, None, num_experts)
 
     offset, inverse, order = permutation()
     rows = ops.gather_rows(x, order, offset, k)
 
     yield Case("moe_permutation", permutation, nbytes(ids, offset, inverse, order))
     yield Case("gather_rows", lambda: ops.gather_rows(x, order, offset, k), nbytes(x, order, rows))
-    columns = torch.rand(problem.num_experts, x.shape[1], device=x.device).argsort(1).int()
+    columns = torch.rand(num_experts, x.shape[1], device=x.device).argsort(1).int()
     yield Case(
         "order_columns",
         lambda: ops.order_columns(x, columns, ids, None),

@@ -5,26 +5,27 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
-from stages import Case, main, nbytes
+from stages import Case, Layer, main, nbytes
 
 from moe_ops import ops
-from moe_ops.bench.problems import Inputs, Problem
+from moe_ops.routing import SCORING_FUNCS
 
 
-def cases(problem: Problem, inputs: Inputs) -> Iterator[Case]:
-    (tokens, k), x, experts = inputs.topk_ids.shape, inputs.x, problem.num_experts
+def cases(layer: Layer) -> Iterator[Case]:
+    x, weights, ids, _ = layer.inputs
+    (tokens, k), experts = ids.shape, layer.problem.num_experts
     logits = torch.randn((tokens, experts), dtype=x.dtype, device=x.device)
     bias = torch.randn(experts, dtype=torch.float32, device=x.device)
     table = torch.randint(experts, (1000, k), device=x.device)
     words = torch.randint(1000, (tokens,), device=x.device)
-    written = nbytes(inputs.topk_weights, inputs.topk_ids)
+    written = nbytes(weights, ids)
     moved = nbytes(logits) + written
 
     def route(scoring: str, correction: torch.Tensor | None) -> object:
         return ops.fused_topk(logits, correction, k, True, scoring, 1.0)
 
     yield Case("fused_topk", lambda: route("softmax", None), moved)
-    for scoring in ("sigmoid", "sqrtsoftplus"):
+    for scoring in SCORING_FUNCS[1:]:
         yield Case(
             f"fused_topk:{scoring}+bias",
             lambda scoring=scoring: route(scoring, bias),

@@ -5,15 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
-from stages import Case, main, nbytes
+from stages import Case, Layer, main, nbytes
 
 from moe_ops import ops
-from moe_ops.bench.problems import Inputs, Problem
 
 
-def cases(problem: Problem, inputs: Inputs) -> Iterator[Case]:
-    x, weights, ids, _ = inputs
-    experts = problem.num_experts
+def cases(layer: Layer) -> Iterator[Case]:
+    x, weights, ids, _ = layer.inputs
+    experts = layer.problem.num_experts
     scale = torch.rand(experts, device=x.device)
     padding = torch.zeros(x.shape[0], dtype=torch.bool, device=x.device)
     moved = 2 * nbytes(weights, ids)

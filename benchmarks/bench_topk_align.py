@@ -5,28 +5,30 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
-from stages import Case, main, nbytes, row_tiles
+from stages import Case, Layer, main, recorded
 
+import moe_ops
 from moe_ops import ops
-from moe_ops.bench.problems import Inputs, Problem
+from moe_ops.pipeline.row_spaces import SlotRows
+from moe_ops.tensors import Routing
 
 
-def cases(problem: Problem, inputs: Inputs) -> Iterator[Case]:
-    (tokens, k), x, experts = inputs.topk_ids.shape, inputs.x, problem.num_experts
-    tiles = row_tiles(problem, "unquantized", x.device)
-    logits = torch.randn((tokens, experts), dtype=x.dtype, device=x.device)
-    how = (logits, None, k, True, "softmax", 1.0)
+def cases(layer: Layer) -> Iterator[Case]:
+    x, k, experts = layer.inputs.x, layer.problem.top_k, layer.experts
+    num_experts = layer.problem.num_experts
+    logits = torch.randn((len(x), num_experts), dtype=x.dtype, device=x.device)
 
-    def one() -> tuple:
-        return ops.topk_plan(*how, None, tiles, experts)
+    def fused() -> object:
+        return moe_ops.fused_moe(x, experts.w1, experts.w2, logits, k)
 
-    def two() -> tuple:
-        weights, ids = ops.fused_topk(*how)
-        return weights, ids, ops.plan_slots(ids, None, tiles, experts)
+    def apart() -> SlotRows:
+        weights, ids = ops.fused_topk(logits, None, k, True, "softmax", 1.0)
+        return SlotRows.of(Routing(weights, ids), num_experts, experts.scheme, x.dtype)
 
-    moved = nbytes(logits, *one())
-    yield Case("topk_plan", one, moved)
-    yield Case("fused_topk + plan_slots", two, moved)
+    (one,) = layer.cases("topk_align", fused)
+    yield one
+    if recorded("align", apart):  # few slots need no plan
+        yield Case("fused_topk + plan_slots", apart, one.nbytes)
 
 
 if __name__ == "__main__":

@@ -5,17 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
-from stages import Case, main, nbytes
+from stages import Case, Layer, main, nbytes
 
 from moe_ops import ops
-from moe_ops.bench.problems import Inputs, Problem
 
 
-def cases(problem: Problem, inputs: Inputs) -> Iterator[Case]:
-    x, weights, ids, _ = inputs
+def cases(layer: Layer) -> Iterator[Case]:
+    x, weights, ids, _ = layer.inputs
     rows = torch.randn((*ids.shape, x.shape[1]), dtype=x.dtype, device=x.device)
     out = torch.empty_like(x)
-    arguments = (rows, weights, ids, None, None, problem.num_experts)
+    arguments = (rows, weights, ids, None, None, layer.problem.num_experts)
     moved = nbytes(rows, weights, ids, out)
 
     yield Case("moe_fused_mul_sum", lambda: ops.moe_fused_mul_sum(*arguments), moved)

@@ -7,14 +7,14 @@ import moe_ops
 
 
 class MeanOverSlots(moe_ops.TopKWeightAndReduce):
-    """Rows ``(T, k, H)`` to their mean, whatever the router's weights are."""
+    """The mean of each token's rows ``(T, k, H)``, whatever the router's weights are."""
 
     def apply(self, output, rows, topk_weights, topk_ids, apply_router_weight_on_input):
         return rows.mean(dim=1)
 
 
 class DenseExperts(moe_ops.FusedMoEExpertsModular):
-    """Every expert on every token; a token then takes the rows that it was routed to."""
+    """Run every expert on every token, then pick the rows that each token was routed to."""
 
     SUPPORTS = moe_ops.Supports(activations=(moe_ops.MoEActivation.SILU,), parallel=frozenset())
     reduction = moe_ops.TopKWeightAndReduceContiguous()

@@ -29,7 +29,7 @@ import moe_ops.integrations.transformers  # noqa: F401  (registers "moe_ops")
 MODEL = Path(__file__).parent / "demo_model"
 PROMPT = "If the file"
 CONTEXT, BATCH, NEW_TOKENS = 256, 8, 64
-# Two experts whose router logits are closer than this may change places by rounding alone.
+# Rounding alone may swap two experts whose router logits are closer than this.
 ROUTER_TIE = 2.0**-16
 
 
@@ -40,7 +40,7 @@ class Plan(NamedTuple):
     write: bool
 
 
-# eager cannot be compiled whole: which experts have tokens decides what it does next.
+# eager cannot be compiled as one graph: its control flow depends on which experts have tokens.
 PLANS = {
     "eager": Plan(read=False, write=False),
     "grouped_mm": Plan(read=True, write=False),
@@ -62,7 +62,7 @@ class Result(NamedTuple):
 
 
 class Reader:
-    """Measures perplexity, speed and logits on the held-out windows."""
+    """Measure perplexity, speed and logits on the held-out windows."""
 
     def __init__(self, windows: torch.Tensor, tied: torch.Tensor) -> None:
         """Take the windows ``(N, CONTEXT)`` and which of them ``(N,)`` hold a router tie."""
@@ -95,14 +95,14 @@ class Reader:
 
 
 def now() -> float:
-    """Return the time in seconds, once the device has done its work."""
+    """Return the time in seconds, after the device has finished its work."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     return time.perf_counter()
 
 
 def load(path: Path, implementation: str, device: torch.device) -> PreTrainedModel:
-    """Load the checkpoint in float32, where equal numbers mean equal to a few roundings."""
+    """Load the checkpoint in float32, so that implementations differ by a few roundings only."""
     model = AutoModelForCausalLM.from_pretrained(
         path, experts_implementation=implementation, dtype=torch.float32, local_files_only=True
     )
@@ -110,7 +110,7 @@ def load(path: Path, implementation: str, device: torch.device) -> PreTrainedMod
 
 
 def find_router_ties(model: PreTrainedModel, windows: torch.Tensor) -> torch.Tensor:
-    """Return which windows ``(N,)`` hold a token whose last chosen expert is nearly a tie."""
+    """Return which windows ``(N,)`` hold a token whose last chosen expert is almost tied."""
     top_k, tied = model.config.num_experts_per_tok, []
     for batch in windows.split(BATCH):
         router_logits = model(batch, use_cache=False, output_router_logits=True).router_logits
@@ -212,13 +212,13 @@ def print_table(results: dict[str, Result]) -> None:
         )
     for first, *others in rows:
         print(f"{first:14}" + "".join(f"{cell:>15}" for cell in others))
-    print("* not compiled; prefill and decoding are two programs, compiled apart\n")
+    print("* not compiled; prefill and decoding are two programs, compiled separately\n")
 
 
 def report(results: dict[str, Result]) -> bool:
-    """Say in two sentences what was seen, and return whether it is what moe_ops promises."""
+    """Print the result in two sentences, and return whether moe_ops keeps its promises."""
     eager, grouped, ours = (results[name] for name in PLANS)
-    # Hugging Face's own two implementations say how far float32 rounding carries.
+    # The difference between Hugging Face's own two implementations is what float32 rounding does.
     budget = 4 * grouped.difference
     same_numbers = (
         f"{ours.perplexity:.3f}" == f"{eager.perplexity:.3f}" and ours.difference <= budget
@@ -251,7 +251,7 @@ def main() -> int:
     for name in ("config.json", "heldout.txt"):
         if not (args.model / name).is_file():
             parser.error(f"--model must be a folder with {name}, got {args.model}")
-    # The demo compares numbers, so full float32 precision is what it wants.
+    # The demo compares numbers, so it needs full float32 precision.
     warnings.filterwarnings("ignore", message="TensorFloat32 tensor cores")
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()

@@ -1,7 +1,7 @@
 """The text of the demo's language model: the documentation inside the running Python.
 
-That is the topics of ``pydoc_data``, and the standard library's docstrings and longer comments; all
-of it under PSF-2.0, as Python itself. Nothing is fetched.
+It consists of the topics of ``pydoc_data``, and the standard library's docstrings and longer
+comments, all under PSF-2.0 like Python itself. Nothing is downloaded.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pydoc_data import topics
 
 HELDOUT_BYTES = 150_000
 
-# A part of a document: its heading (a dotted name and a signature) and its text.
+# One part of a document: a heading (a dotted name and a signature) and a text.
 Entry = tuple[str, str]
 Node = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 

@@ -1,7 +1,7 @@
 """The command line: ``python -m moe_ops <command>``.
 
-Every command runs wherever the package is installed, except the demo, whose script and model are
-part of the repository only.
+Every command runs wherever the package is installed, except the demo: its script and model are only
+in the repository.
 """
 
 from __future__ import annotations
@@ -74,14 +74,14 @@ def _explain_parser() -> argparse.ArgumentParser:
     model_help = "the name of a model, or of a shape that models share"
     add("--model", type=_reads(find_problem), required=True, help=model_help)
     add("--scheme", type=_reads(_scheme), default="unquantized", help="(default: %(default)s)")
-    add("--device", choices=TARGETS, help="need not be in this machine (default: what is)")
+    add("--device", choices=TARGETS, help="need not be in this machine (default: this machine's)")
     add("--tokens", type=_reads(_counts), default="1,64", help="(default: %(default)s)")
     add("--format", choices=("standard", "batched"), default="standard", help="(default: standard)")
     rows_help = "rows of each expert in the batched format"
     add("--max-num-tokens", type=_reads(_count), metavar="N", help=rows_help)
     activation_help = "such as gelu_tanh (default: %(default)s)"
     add("--activation", type=_reads(_activation), default="silu", help=activation_help)
-    invariant_help = "results of tokens that do not depend on the rest of a batch"
+    invariant_help = "results of a token do not depend on the rest of the batch"
     add("--batch-invariant", action="store_true", help=invariant_help)
     add("--json", action="store_true", help="print JSON instead of tables")
     return parser
@@ -120,7 +120,7 @@ def _count(text: str) -> int:
 
 
 def _tune(arguments: Sequence[str]) -> int:
-    """Tune the token counts that a file lacks, then print its entries; 2 after a usage error."""
+    """Tune the token counts that a file lacks, and print its entries; returns 2 after an error."""
     chosen = _tune_parser().parse_args(arguments)
     problem, folder = chosen.model, chosen.output or files.default_folder()
     sizes = (problem.num_experts, problem.intermediate_size, problem.hidden_size)
@@ -154,12 +154,12 @@ def _tune_parser() -> argparse.ArgumentParser:
     add("--model", type=_reads(find_problem), required=True, help=model_help)
     add("--scheme", type=_reads(_scheme), default="unquantized", help="(default: %(default)s)")
     add("--tokens", type=_reads(_counts), default="1,8,64,512,4096", help="(default: %(default)s)")
-    device_help = "one that is not in this machine shows its file (default: what is)"
+    device_help = "for a GPU that is not in this machine, shows its file (default: this machine's)"
     here = target_of(_CUDA).name
     add("--device", type=_reads(_gpu), default=here, metavar="sm_90,..", help=device_help)
     add("--output", type=Path, help="folder of the files (default: where they are looked up)")
-    add("--again", action="store_true", help="time also what the file has")
-    budget_help = "begin no token count after this long; the next run goes on"
+    add("--again", action="store_true", help="also time token counts that the file already has")
+    budget_help = "start no token count after this long; the next run continues"
     add("--time-budget-s", type=float, default=math.inf, metavar="S", help=budget_help)
     add("--dry-run", action="store_true", help="print the tiles that would be tried first")
     add("--json", action="store_true", help="print JSON instead of tables")
@@ -176,7 +176,7 @@ def _gpu(name: str) -> Target:
 
 
 def _gemm_clock(problem: Problem, subject: Subject) -> Clock:
-    """The clock that times GEMMs on the GPU of this machine.
+    """A clock that times GEMMs on the GPU of this machine.
 
     Raises:
         SystemExit: there is no GPU, or it is not the GPU of ``subject``.
@@ -230,7 +230,7 @@ class Command(NamedTuple):
 COMMANDS = {
     "bench": Command("time or profile whole layers, next to other implementations", _bench),
     "explain": Command("say which kernels a layer runs on, why, and what it costs", _explain),
-    "tune": Command("time tiles on this GPU, and write down the fastest", _tune),
+    "tune": Command("time tiles on this GPU and record the fastest", _tune),
     "demo": Command("read and write text with a small MoE language model", _demo),
 }
 

@@ -57,9 +57,9 @@ def block_scaled_note() -> str:
             texts.setdefault(architectures, []).append(name)
     lines = "; ".join(f"{', '.join(names)} on {on}" for on, names in texts.items())
     return (
-        f"Numbers are multiplied as stored, by block-scaled matrix instructions: {lines}. "
-        "The tests compile this path for those GPUs and interpret it; **it has not run on one**. "
-        "Elsewhere both operands are decoded to bf16 in the kernel."
+        f"Block-scaled matrix instructions multiply these schemes as stored: {lines}. The tests "
+        "compile that path for those GPUs and interpret it; **it has not run on one**. On other "
+        "GPUs the kernel dequantizes both operands to bf16."
     )
 
 

@@ -29,8 +29,11 @@ from triton.runtime.jit import JITFunction
 from moe_ops.dispatch.device import Device, assumed
 from moe_ops.kernels._runtime import launch
 from moe_ops.ops import STAGES
+from moe_ops.pipeline.devices import TARGETS
 
-SHARED_MEMORY = {80: 166912, 90: 232448, 100: 232448, 103: 232448, 120: 101376}
+KNOWN = [target.facts for target in TARGETS.values() if target.facts is not None]
+SHARED_MEMORY = {facts.arch: facts.shared_memory for facts in KNOWN}
+SHARED_MEMORY[103] = SHARED_MEMORY[100]
 """Shared memory of a block, in bytes, by architecture."""
 
 REPORTS: dict[str, str] = {}

@@ -24,11 +24,24 @@ def device_name() -> str:
 
 
 def parser(
-    description: str, tokens: str, *, cpu_tokens: str = "1,8", prog: str | None = None
+    description: str,
+    tokens: str,
+    *,
+    cpu_tokens: str = "1,8",
+    models: str | None = None,
+    prog: str | None = None,
 ) -> argparse.ArgumentParser:
-    """A parser with the options that all benchmarks share; defaults without a GPU are tiny."""
+    """A parser with the options that all benchmarks share.
+
+    Args:
+        description: what the command does.
+        tokens: default numbers of tokens on a GPU.
+        cpu_tokens: those without a GPU, where the default problem is tiny.
+        models: default problems on a GPU; None: all that ``shapes.json`` marks as timed.
+        prog: name of the command in its help.
+    """
     cuda = torch.cuda.is_available()
-    timed = ",".join(p.name for p in load_problems().values() if p.timed)
+    timed = models or ",".join(p.name for p in load_problems().values() if p.timed)
     result = argparse.ArgumentParser(prog=prog, description=description, allow_abbrev=False)
     add = result.add_argument
     add(

@@ -29,6 +29,10 @@ ACTIVE_EXPERTS = {
 random draws differ. A small batch takes the time to read its active experts' weights, so records
 are comparable only with equal numbers of active experts."""
 
+LARGEST_INPUT = 5.0
+"""What schemes with given scales of activations are told to expect of the inputs of both GEMMs,
+whose numbers are about N(0, 1)."""
+
 _MAX_DRAWS = 2000
 _EXPERTS_AT_ONCE = 16
 
@@ -152,8 +156,21 @@ def make_experts(problem: Problem, scheme_name: str, device: torch.device) -> Ex
     w2 = _random_weight((experts, hidden, inner), generator, scheme)
     if scheme.weight is None:
         return Experts(scheme, w1, w2)
-    config = moe_ops.FusedMoEQuantConfig.from_weights(scheme, w1, w2)
+    given = _input_scales(scheme, device)
+    config = moe_ops.FusedMoEQuantConfig.from_weights(scheme, w1, w2, **given)
     return Experts(scheme, w1.data, w2.data, (w1, w2), config)
+
+
+def _input_scales(scheme: schemes.Scheme, device: torch.device) -> dict[str, Tensor]:
+    """Scales of the inputs of both GEMMs, for a scheme that wants them given."""
+    quant = scheme.activation
+    if quant is None or not (quant.static or quant.global_scale):
+        return {}
+    name, largest = "a{}_scale", quant.element.largest
+    if quant.global_scale:
+        name, largest = "a{}_gscale", quant.element.largest * schemes.FLOAT8_E4M3_MAX
+    scale = torch.full((1,), LARGEST_INPUT / largest, device=device)
+    return {name.format(i): scale for i in (1, 2)}
 
 
 def _random_weight(

@@ -98,11 +98,10 @@ def _plan(
                 f"config must have tiles that cut up the plan's row tile of "
                 f"{problem.sizes.row_tile}, got {config}"
             )
-        choice = (
-            Choice(choice.plain, "given", config)
-            if isinstance(config, HopperTiles)
-            else Choice(config, "given")
-        )
+        if not isinstance(config, HopperTiles):
+            choice = Choice(config, "given")
+        elif is_hoppers(problem, device):
+            choice = Choice(choice.plain, "given", config)
     for rule in RULES if config is None else (_hopper, _portable):
         plan = rule(problem, choice, device)
         if plan is not None and config in (None, plan.config):

@@ -19,7 +19,7 @@ PORTABLE = TileRule(((16, 16), (32, 32), (64, 64), (math.inf, 128)))
 EIGHT_BIT = TileRule(((16, 16), (32, 32), (512, 64), (math.inf, 128)))
 """For 8-bit rows, which need more registers: 128 rows pay only where nearly every tile is full."""
 HOPPER = {
-    1: TileRule(((16, 16), (32, 32), (96, 64), (math.inf, 128))),
+    1: TileRule(((16, 16), (32, 32), (90, 64), (math.inf, 128))),
     2: TileRule(
         (
             (16, 16),
@@ -35,7 +35,7 @@ HOPPER = {
 }
 """For Hopper's own kernels, by bytes per number.
 
-8-bit rows: from 64 rows an expert on one tile of 128 is faster than two of 64. 16-bit rows: if
+8-bit rows: from 60 rows an expert on one tile of 128 is faster than two of 64. 16-bit rows: if
 experts have about 128 rows, one tile of 192 takes them all; with about 512 rows three such tiles
 do, and weights are read from L2 least. With 256 or 1024 rows tiles of 128 in step are faster."""
 INVARIANT = TileRule(((math.inf, 64),), batch_invariant=True)

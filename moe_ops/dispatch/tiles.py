@@ -241,7 +241,6 @@ def is_direct(num_slots: int, num_experts: int) -> bool:
     return num_slots <= direct_slots(num_experts)
 
 
-@lru_cache(maxsize=1024)
 def direct_slots(num_experts: int) -> int:
     """The largest number of slots for which `is_direct` holds."""
     return min(DIRECT_SLOTS, max(2, num_experts // 8))

@@ -1,4 +1,4 @@
-"""Checking mode: errors that only the device knows of, at the price of waiting for it."""
+"""Checking mode: raise errors that only the device can see, at the cost of waiting for it."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ _enabled: ContextVar[bool] = ContextVar("checking", default=False)
 
 @contextmanager
 def checking() -> Iterator[None]:
-    """Within this context eager calls wait for the device and raise for what went wrong there.
+    """Within this context eager calls wait for the device, and raise errors found on it.
 
-    Today: rows dropped by `BatchedPrepareAndFinalize` because they did not fit, and numbers of
-    tokens that differ between the ranks of a sequence-parallel layer on GPUs. Compiled and captured
-    calls are not affected (they must not wait): read ``num_dropped`` instead. Nor are calls of
-    other threads and tasks.
+    There are two such errors: rows that `BatchedPrepareAndFinalize` dropped because they did not
+    fit, and token counts that differ between the ranks of a sequence-parallel layer on GPUs.
+    Compiled and captured calls must not wait, so they are not affected: read ``num_dropped``
+    instead. Calls of other threads and tasks are not affected either.
     """
     token = _enabled.set(True)
     try:
@@ -29,7 +29,7 @@ def checking() -> Iterator[None]:
 
 
 def may_wait(x: Tensor) -> bool:
-    """Whether an eager check may read numbers that belong to ``x``: on a CPU, or in this mode."""
+    """Whether a check may read numbers on the device of ``x``: on a CPU, or in checking mode."""
     if torch.compiler.is_compiling() or x.is_meta:
         return False
     if x.is_cuda:
@@ -38,7 +38,7 @@ def may_wait(x: Tensor) -> bool:
 
 
 def check_none_dropped(num_dropped: Tensor, max_num_tokens: int) -> None:
-    """ValueError in checking mode when rows did not fit."""
+    """In checking mode, raise ValueError if rows did not fit."""
     if torch.compiler.is_compiling() or not _enabled.get() or num_dropped.is_meta:
         return
     if num_dropped.is_cuda and torch.cuda.is_current_stream_capturing():

@@ -1,4 +1,4 @@
-"""What a layer is, as a value: sizes, routing, parallelism. No tensors."""
+"""The configuration of a layer: sizes, routing and parallelism, without tensors."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from moe_ops.routing import SCORING_FUNCS, RoutingMethodType
 
 @dataclass(frozen=True)
 class FusedMoEConfig:
-    """A Mixture-of-Experts layer, as far as the choice of its implementation needs it.
+    """What the choice of an implementation needs to know about a Mixture-of-Experts layer.
 
     Args:
         num_experts: E, global.
@@ -26,10 +26,10 @@ class FusedMoEConfig:
         device: where the layer runs.
         routing_method: a `RoutingMethodType`.
         moe_parallel_config: how the layer is spread over ranks.
-        in_dtype: of the activations.
+        in_dtype: dtype of the activations.
         renormalize: whether a token's router weights are divided by their sum.
-        scoring_func: of the router.
-        router_logits_dtype: None: ``in_dtype``.
+        scoring_func: the router's scoring function.
+        router_logits_dtype: dtype of the router's logits; None: ``in_dtype``.
         has_bias: whether the experts have biases.
         is_act_and_mul: whether the activation is gated.
         max_num_tokens: rows of an expert in the Batched format; None: the Standard format.
@@ -38,7 +38,7 @@ class FusedMoEConfig:
 
     Raises:
         ValueError: sizes that do not fit each other; an unknown activation or ``scoring_func``.
-        TypeError: a field of another kind; a dtype that is no float dtype of this library.
+        TypeError: a field of the wrong type; a dtype other than bf16, fp16 and fp32.
     """
 
     num_experts: int
@@ -81,7 +81,7 @@ class FusedMoEConfig:
             )
 
     def _check_kinds(self) -> None:
-        """TypeError for a field that holds another kind of value than its own."""
+        """Raise TypeError for a field of the wrong type."""
         flags = ("renormalize", "has_bias", "is_act_and_mul", "batch_invariant")
         checks.flags(**{name: getattr(self, name) for name in flags})
         checks.instance("routing_method", self.routing_method, RoutingMethodType)

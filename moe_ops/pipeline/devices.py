@@ -1,4 +1,4 @@
-"""Known GPUs, so that a layer can be explained on a machine that has none of them."""
+"""Known GPUs, so that a layer can be explained on a machine without them."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from moe_ops.dispatch.device import Device, device_facts
 
 
 class Speed(NamedTuple):
-    """What a GPU was measured to do at best: a long read, and large dense products."""
+    """Best measured rates of a GPU, for a long read and for large dense products."""
 
     read_bytes_per_s: float
     flops: dict[str, float]
-    """By the dtype of the products."""
+    """FLOP/s by the dtype of the products."""
 
 
 MEASURED = {"NVIDIA H200": Speed(4.67e12, {"bf16": 758e12, "fp8": 1490e12})}
-"""By `torch.cuda.get_device_name`; there is no floor on other GPUs."""
+"""Rates by `torch.cuda.get_device_name`; other GPUs have no floor."""
 
 
 class Target(NamedTuple):
@@ -27,17 +27,17 @@ class Target(NamedTuple):
     name: str
     """``cpu``, or ``sm_90`` and the like."""
     gpu: str | None
-    """The GPU whose numbers these are."""
+    """Name of the GPU that the facts describe."""
     facts: Device | None
-    """What the choice of tiles asks of it; None: references run, which have no tiles."""
+    """Facts by which tiles are chosen; None: references run, which have no tiles."""
 
     @property
     def speed(self) -> Speed | None:
-        """Where it was measured."""
+        """Measured rates, or None."""
         return None if self.gpu is None else MEASURED.get(self.gpu)
 
     def torch_device(self) -> torch.device:
-        """Its type."""
+        """A device of the target's type."""
         return torch.device("cpu" if self.facts is None else "cuda")
 
 
@@ -57,11 +57,11 @@ TARGETS = {
         _known("NVIDIA RTX PRO 6000", 120, 101376, 188),
     )
 }
-"""By name, each architecture with the numbers of one GPU."""
+"""Targets by name. One GPU stands for each architecture."""
 
 
 def target_of(device: torch.device) -> Target:
-    """The target that a device is; an H200 for a GPU that this machine lacks."""
+    """The target of a device; an H200 for a CUDA device on a machine without a GPU."""
     if device.type != "cuda":
         return TARGETS["cpu"]
     if not torch.cuda.is_available():

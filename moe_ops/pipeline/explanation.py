@@ -1,4 +1,4 @@
-"""Why a layer runs the way it does, as a value to print, to compare and to write down."""
+"""`explain`: which kernels a layer runs on, why, and what it costs, as a value."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from moe_ops.scheme import FusedMoEQuantConfig, Scheme, what_lacks
 class Explanation:
     """What `select_kernel` would do, and what the result costs.
 
-    ``str`` of it is a table; `to_json` has the same and more.
+    ``str(explanation)`` is a table; `to_json` has the same facts and more.
     """
 
     config: FusedMoEConfig
@@ -40,14 +40,14 @@ class Explanation:
     rows: tuple[Candidate, ...]
     """Every implementation, in order of preference."""
     choice: str | None
-    """Its name; None: nothing serves this configuration."""
+    """Name of the implementation that is chosen; None: none serves this configuration."""
     prepare_finalize: str | None
     activation_format: str
     costs: tuple[Cost, ...]
-    """One for each number of tokens; none without a choice."""
+    """One cost for each number of tokens; empty without a choice."""
 
     def to_json(self) -> str:
-        """As a JSON object."""
+        """The explanation as a JSON object."""
         config = {name: _plain(value) for name, value in vars(self.config).items()}
         config["activation"] = kind_and_key(self.config.activation)[1]
         config["moe_parallel_config"] = asdict(self.config.moe_parallel_config)
@@ -77,7 +77,7 @@ class Explanation:
             f"{_plain(c.in_dtype)}{', batch-invariant' if c.batch_invariant else ''}"
         )
         chosen = (
-            "nothing serves this" if self.choice is None
+            "no implementation serves this" if self.choice is None
             else f"{self.choice} behind {self.prepare_finalize}"
         )  # fmt: skip
         return f"{self.scheme.name} on {device}, {self.activation_format} format: {chosen}\n{sizes}"
@@ -86,7 +86,7 @@ class Explanation:
         names = [["implementation", "serves", "why not"]]
         for row in self.rows:
             text = "chosen" if row.implementation == self.choice else row.reason
-            text = text or "comes after the choice"
+            text = text or "a preferred implementation was chosen"
             names.append([row.implementation, "yes" if row.supported else "no", text])
         return _aligned(names, left=3)
 
@@ -119,7 +119,7 @@ class Explanation:
         if not self.costs:
             return ""
         notes = [
-            "experts: those with a token on average, under a uniform routing",
+            "experts: number that have a token, on average, under uniform routing",
             "between: rows between the GEMMs, written once and read once (not in the floor)",
         ]
         if self.costs[0].gemm1 is not None:
@@ -132,7 +132,7 @@ class Explanation:
             notes.append("tiles: none, the CPU runs the references")
         speed = self.target.speed
         if speed is None:
-            notes.append(f"floor: left out, nothing was measured on {self.target.gpu or 'a CPU'}")
+            notes.append(f"floor: none, no rates were measured on {self.target.gpu or 'a CPU'}")
         else:
             rates = ", ".join(f"{rate / 1e12:.0f} {name}" for name, rate in speed.flops.items())
             notes.append(
@@ -142,7 +142,7 @@ class Explanation:
         return "\n".join(notes)
 
     def _tiles_from(self) -> list[str]:
-        """A line for each place that tiles come from, with whose they are if there are several."""
+        """One line for each source of tiles; if there are several, with the GEMMs that use it."""
         users: dict[str, list[str]] = {}
         for cost in self.costs:
             for gemm, source in enumerate(cost.tiles_from or (), start=1):
@@ -160,12 +160,12 @@ def explain(
     device: str | None = None,
     candidates: Sequence[Experts] = CANDIDATES,
 ) -> Explanation:
-    """Say what `select_kernel` chooses and why, and what the layer costs; runs nothing.
+    """Explain what `select_kernel` chooses and why, and what the layer costs. Runs no kernel.
 
     Args:
         config: the layer.
         scheme: a name, a `Scheme` or a `FusedMoEQuantConfig`.
-        num_tokens: batches whose tiles, bytes and times are wanted.
+        num_tokens: token counts to explain.
         device: a name such as ``sm_90`` (see `moe_ops.pipeline.devices.TARGETS`) in place of
             ``config.device``; it need not be in this machine.
         candidates: as for `select_kernel`.
@@ -207,7 +207,7 @@ def explain(
 
 
 def _plain(value: object) -> object:
-    """Numbers and texts as they are, names of what has one, texts of the rest."""
+    """A value for JSON: ints, bools, strings and None unchanged, else its name or its text."""
     if value is None or type(value) in (int, bool, str):
         return value
     return str(getattr(value, "name", value)).removeprefix("torch.")
@@ -233,7 +233,7 @@ def _bytes(number: int | None) -> str:
 
 
 def _aligned(lines: Iterable[Sequence[str]], left: int = 0) -> str:
-    """Columns under each other, the first ``left`` of them on their left edge."""
+    """Lines with aligned columns: the first ``left`` to the left, the others to the right."""
     lines = list(lines)
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return "\n".join(

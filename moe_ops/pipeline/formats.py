@@ -1,4 +1,4 @@
-"""How activations lie when experts get them, and what travels with them."""
+"""The layouts of activations that experts take, and the metadata that goes with them."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ class FusedMoEActivationFormat(Enum):
     """
 
     Standard = ("standard",)
-    """``(T, H)``: one row a token (or a slot, where the router weight is already in it)."""
+    """``(T, H)``: one row per token, or one per slot if the rows contain the router weight."""
     BatchedExperts = ("batched_experts",)
-    """``(El, M, H)``: one row a slot, in slot order, ``expert_num_tokens[e]`` of them in use."""
+    """``(El, M, H)``: one row per slot, in slot order; ``expert_num_tokens[e]`` rows are in use."""
 
 
 @dataclass(frozen=True)
 class ExpertTokensMetadata:
-    """How many rows each local expert has.
+    """The number of rows of each local expert.
 
     Args:
         expert_num_tokens: int32 ``(El,)`` on the device.
-        expert_num_tokens_cpu: the same on the CPU, where somebody knows it without waiting.
-        num_dropped: int32 ``(1,)`` on the device: rows that did not fit; None where all do.
+        expert_num_tokens_cpu: the same on the CPU, if it is known without waiting for the device.
+        num_dropped: int32 ``(1,)`` on the device: rows that did not fit; None: all rows fit.
     """
 
     expert_num_tokens: Tensor
@@ -41,20 +41,20 @@ class ExpertTokensMetadata:
     def make_from_list(
         expert_num_tokens_list: list[int], device: torch.device | str
     ) -> ExpertTokensMetadata:
-        """From counts that the host knows; the copy to the device is not waited for."""
+        """Metadata from counts on the host; does not wait for the copy to the device."""
         on_cpu = torch.tensor(expert_num_tokens_list, dtype=torch.int32, device="cpu")
         return ExpertTokensMetadata(on_cpu.to(device, non_blocking=True), on_cpu)
 
 
 class PrepareResult(NamedTuple):
-    """What prepare hands to the experts."""
+    """What prepare passes to the experts."""
 
     a1q: Tensor
-    """``(T, H)``, ``(T * k, H)`` (rows with their router weight in them) or ``(El, M, H)``."""
+    """``(T, H)``, ``(T * k, H)`` (rows multiplied by their router weight) or ``(El, M, H)``."""
     a1q_scale: Tensor | None
-    """Of quantized rows, as `Quant.row_scale_shape` or `Quant.batched_scale_shape` says."""
+    """Scales of quantized rows: see `Quant.row_scale_shape` and `Quant.batched_scale_shape`."""
     expert_tokens_meta: ExpertTokensMetadata | None
     topk_ids: Tensor | None
-    """Ids in place of the caller's; None: unchanged."""
+    """Ids that replace the caller's; None: unchanged."""
     topk_weights: Tensor | None
-    """Weights in place of the caller's; None: unchanged."""
+    """Weights that replace the caller's; None: unchanged."""

@@ -1,4 +1,4 @@
-"""Whether the parts of a modular kernel fit each other, and a call fits the kernel."""
+"""Check that the parts of a modular kernel fit each other, and that a call fits the kernel."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from moe_ops.pipeline.prepare_finalize import (
 
 
 def check_parts(prepare_finalize: Any, fused_experts: Any) -> None:
-    """Instances of the two interfaces, both of which route or are told the routing.
+    """Check that both parts are instances, and that both or neither route tokens themselves.
 
     Raises:
-        TypeError: something else, such as a class.
-        ValueError: one of each kind.
+        TypeError: an argument that is not an instance of its interface, such as a class.
+        ValueError: one monolithic part and one modular part.
     """
     for name, part, kind in (
         ("prepare_finalize", prepare_finalize, FusedMoEPrepareAndFinalize),
@@ -44,12 +44,12 @@ def check_parts(prepare_finalize: Any, fused_experts: Any) -> None:
 def check_options(
     fused_experts: FusedMoEExperts, shared_experts: Any, inplace: bool, chunk_size: int | None
 ) -> None:
-    """What the experts and the options allow of each other.
+    """Check that the experts and the options work together.
 
     Raises:
-        TypeError: shared experts that cannot be called.
-        ValueError: ``inplace`` with shared experts; either with monolithic experts; a chunk size
-            that is not positive, or for experts that take all tokens at once.
+        TypeError: shared experts that are not callable.
+        ValueError: ``inplace`` with shared experts; either of them with monolithic experts; a chunk
+            size that is not positive, or a chunk size for experts that take all tokens at once.
     """
     checks.flags(inplace=inplace)
     if shared_experts is not None and not callable(shared_experts):
@@ -75,7 +75,7 @@ def check_options(
 def check_formats(
     prepare_finalize: FusedMoEPrepareAndFinalize, fused_experts: FusedMoEExperts
 ) -> None:
-    """ValueError unless one produces what the other takes."""
+    """Raise ValueError unless prepare-finalize produces the format that the experts take."""
     ours, theirs = fused_experts.activation_format(), prepare_finalize.activation_format
     if ours is not theirs:
         raise ValueError(
@@ -86,10 +86,10 @@ def check_formats(
 
 
 def check_call(fused_experts: FusedMoEExperts, call: Call) -> None:
-    """The arguments fit each other and what the experts were built for.
+    """Check that the arguments fit each other and the experts' configuration.
 
     Raises:
-        TypeError, ValueError, NotImplementedError: naming the argument, the rule and what came.
+        TypeError, ValueError, NotImplementedError: the message names argument, rule and value.
     """
     config = fused_experts.quant_config
     checks.flags(apply_router_weight_on_input=call.apply_router_weight_on_input)
@@ -102,9 +102,9 @@ def check_call(fused_experts: FusedMoEExperts, call: Call) -> None:
 
 
 def check_room(prepare_finalize: FusedMoEPrepareAndFinalize, call: Call) -> None:
-    """ValueError for more tokens than prepare may send at once.
+    """Raise ValueError if there are more tokens than prepare may send at once.
 
-    For a compiler the number of tokens is no number: there prepare's operator checks.
+    While compiling the number of tokens is a symbol, so prepare's operator checks it instead.
     """
     most, tokens = prepare_finalize.max_num_tokens_per_rank(), call.hidden_states.shape[0]
     if most is not None and not torch.compiler.is_compiling() and tokens > most:
@@ -124,7 +124,7 @@ def check_logits(
     global_num_experts: int,
     expert_map: Tensor | None,
 ) -> None:
-    """The same for experts that route themselves."""
+    """`check_call` for experts that route tokens themselves."""
     config = fused_experts.quant_config
     check_experts(
         hidden_states, w1, w2, config.w1_bias, config.w2_bias, kind_and_key(activation)[0],

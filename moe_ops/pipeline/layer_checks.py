@@ -1,4 +1,4 @@
-"""Whether the arguments of a layer fit each other: every rule of `fused_experts`, in one place."""
+"""Check that the arguments of a layer fit each other: every rule of `fused_experts`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def check_layer(
     global_num_experts: int,
     *experts: Any,
 ) -> None:
-    """What `check_experts` checks of ``experts``, its arguments, and the routing."""
+    """Run `check_experts` on its arguments ``experts``, and check the routing."""
     check_experts(*experts)
     hidden_states, w1, *_ = experts
     check_routing(hidden_states, w1, topk_weights, topk_ids, global_num_experts, expert_map)
@@ -39,10 +39,10 @@ def check_experts(
     scheme: Scheme = UNQUANTIZED,
     *quant_tensors: Tensor | None,
 ) -> None:
-    """Weights and quantization: all that is known before the routing.
+    """Check weights and quantization: everything that is known before the routing.
 
-    ``quant_tensors`` are those of a `FusedMoEQuantConfig`, one by one: what is checked is
-    remembered by what tensors look like, and must not keep them alive.
+    ``quant_tensors`` are the tensors of a `FusedMoEQuantConfig`, passed one by one. Passed checks
+    are remembered by the tensors' shapes, dtypes and so on, and must not keep the tensors alive.
     """
     if scheme.weight is not None:
         config = FusedMoEQuantConfig(scheme, **dict(zip(TENSORS, quant_tensors, strict=True)))
@@ -54,20 +54,20 @@ def check_experts(
 
 
 def check_device(hidden_states: Tensor, scheme: Scheme) -> None:
-    """NotImplementedError on a GPU that cannot run the scheme; what works there is named."""
+    """Raise NotImplementedError on a GPU that cannot run the scheme; the text names what works."""
     lacks = lacks_here(scheme, hidden_states.device)
     if lacks is not None:
         raise NotImplementedError(lacks)
 
 
 def lacks_here(scheme: Scheme, device: torch.device) -> str | None:
-    """Why a device of this machine cannot run a scheme; None where it can, as a CPU always does."""
+    """Why a device of this machine cannot run a scheme; None if it can. A CPU always can."""
     arch = known_arch(device)
     return None if arch is None else what_lacks(scheme, arch)
 
 
 def known_arch(device: torch.device) -> int | None:
-    """Of a GPU in this machine. None for a compiler: what it traces fails in the kernel."""
+    """Architecture of a GPU in this machine; None while compiling: the kernel fails later."""
     if torch.compiler.is_compiling() or device.type != "cuda" or not torch.cuda.is_available():
         return None
     return device_facts(device).arch
@@ -81,7 +81,7 @@ def check_weights(
     w2_bias: Tensor | None,
     kind: MoEActivation,
 ) -> None:
-    """The weights fit the tokens and the activation."""
+    """Check that unquantized weights fit the tokens and the activation."""
     checks.tensor("hidden_states", hidden_states, 2, checks.FLOATS)
     for name, w in (("w1", w1), ("w2", w2)):
         check_not_quantized(name, w)
@@ -111,7 +111,7 @@ def check_weights(
 
 
 def check_not_quantized(name: str, w: Tensor) -> None:
-    """A weight of a layer without a quantization; TypeError says what a quantized one needs."""
+    """Check that a weight is not quantized; the TypeError says what a quantized weight needs."""
     checks.tensor(name, w, 3, None)
     if w.dtype not in checks.FLOATS:
         raise TypeError(
@@ -129,7 +129,7 @@ def check_routing(
     global_num_experts: int,
     expert_map: Tensor | None,
 ) -> None:
-    """The routing fits the tokens and the experts."""
+    """Check that the routing fits the tokens and the experts."""
     checks.integer("global_num_experts", global_num_experts)
     checks.topk_pair(topk_weights, topk_ids)
     checks.same_device("topk_ids", topk_ids, "hidden_states", hidden_states)
@@ -150,7 +150,7 @@ def check_routing(
 def check_biases(
     hidden_states: Tensor, w1: Tensor, w2: Tensor, w1_bias: Tensor | None, w2_bias: Tensor | None
 ) -> None:
-    """One number for each row of each expert's weight."""
+    """Check that each bias has one number for each row of each expert's weight."""
     for name, bias, w in (("w1_bias", w1_bias, w1), ("w2_bias", w2_bias, w2)):
         if bias is not None:
             checks.tensor(name, bias, 2, checks.FLOATS)

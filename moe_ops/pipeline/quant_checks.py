@@ -1,4 +1,4 @@
-"""Whether weights and the tensors of a quantization configuration fit each other and the tokens."""
+"""Check that weights, the tensors of a quantization configuration and tokens fit each other."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from moe_ops.activation import MoEActivation
 from moe_ops.scheme import TENSORS, FusedMoEQuantConfig, Quant
 
 SCALE_DTYPES = {"e8m0": (torch.uint8,), "e4m3": (torch.float8_e4m3fn,)}
-"""Of scales that are not floats of the usual kind."""
+"""Dtypes of scales that are not stored as ordinary floats, by the form of the scale."""
 
 
 def check_quantized(
@@ -23,10 +23,10 @@ def check_quantized(
     kind: MoEActivation,
     config: FusedMoEQuantConfig,
 ) -> None:
-    """The weights are stored as the scheme says, and its tensors are there and fit.
+    """Check that weights are stored as the scheme says, and that its tensors are given and fit.
 
     Raises:
-        TypeError, ValueError: naming the tensor, the rule and what came.
+        TypeError, ValueError: the message names the tensor, the rule and the value.
     """
     quant, scheme = config.scheme.weight, config.scheme
     checks.tensor("hidden_states", hidden_states, 2, checks.FLOATS)
@@ -59,7 +59,7 @@ def check_quantized(
 def _check_scales(
     config: FusedMoEQuantConfig, which: str, quant: Quant, weight: tuple[int, int, int]
 ) -> None:
-    """Scales, zero points and global scales of one weight ``(E, N, K)``."""
+    """Check the scales, zero points and global scales of one weight ``(E, N, K)``."""
     experts, n, _ = weight
     shape = quant.weight_scale_shape(*weight)
     halves = [(experts, 2)] if which == "w1" else []
@@ -84,8 +84,8 @@ def _check_scales(
 
 
 def _check_shape(name: str, x: Tensor, allowed: Sequence[tuple[int, ...]]) -> None:
-    """Of the shape that the scheme says, or one of those that mean the same."""
-    # Size by size: `in` on tuples of symbolic sizes is False where they are equal.
+    """Check that ``x`` has the scheme's shape, or another shape that means the same."""
+    # Size by size: `in` on tuples of symbolic sizes is False even if they are equal.
     if not any(
         len(shape) == x.dim() and all(map(operator.eq, x.shape, shape)) for shape in allowed
     ):

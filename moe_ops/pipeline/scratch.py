@@ -1,4 +1,4 @@
-"""What operators allocate on a GPU and free again before they return."""
+"""Plans of operators' calls: what they allocate on a GPU and free again before they return."""
 
 from __future__ import annotations
 
@@ -8,7 +8,13 @@ from torch import Tensor
 
 from moe_ops.dispatch.device import Device
 from moe_ops.dispatch.gemm_plan import plan_gemm
-from moe_ops.dispatch.problem import GemmProblem, dense_problem, scaled_problem, sum_problem
+from moe_ops.dispatch.problem import (
+    GemmProblem,
+    dense_problem,
+    scaled_problem,
+    stored_problem,
+    sum_problem,
+)
 
 
 def scratch_sizes(func: Any, given: tuple[Any, ...], out: Any, device: Device) -> tuple[int, ...]:
@@ -20,14 +26,25 @@ def scratch_sizes(func: Any, given: tuple[Any, ...], out: Any, device: Device) -
         out: what it returned.
         device: the GPU that it would run on.
     """
-    namespace, _, name = func._schema.name.partition("::")
-    if namespace != "moe_ops" or name not in _PROBLEMS:
-        return ()
-    names = (argument.name for argument in func._schema.arguments)
-    problem = _PROBLEMS[name](dict(zip(names, given, strict=False)), out)
-    if problem.sizes.num_slots == 0:
+    problem = problem_of_call(func, given, out)
+    if problem is None or problem.sizes.num_slots == 0:
         return ()
     return tuple(buffer.nbytes for buffer in plan_gemm(problem, device).scratch)
+
+
+def problem_of_call(func: Any, given: tuple[Any, ...], out: Any) -> GemmProblem | None:
+    """The problem that an operator's launcher asks a plan for; None: it is no expert GEMM.
+
+    Args:
+        func: any operator.
+        given: its positional arguments.
+        out: what it returned.
+    """
+    namespace, _, name = func._schema.name.partition("::")
+    if namespace != "moe_ops" or name not in _PROBLEMS:
+        return None
+    names = (argument.name for argument in func._schema.arguments)
+    return _PROBLEMS[name](dict(zip(names, given, strict=False)), out)
 
 
 def _dense(given: dict[str, Any], out: Tensor) -> GemmProblem:
@@ -47,10 +64,22 @@ def _scaled(given: dict[str, Any], out: Tensor) -> GemmProblem:
     )  # fmt: skip
 
 
+def _stored(given: dict[str, Any], out: Tensor) -> GemmProblem:
+    return stored_problem(
+        given["a"], given["w"], given["tiles"], given["top_k"], given["scheme"],
+        given.get("activation", ""), batch_invariant=given.get("batch_invariant", False),
+    )  # fmt: skip
+
+
 def _summed(given: dict[str, Any], out: Tensor) -> GemmProblem:
     gemm = (_dense if given["w_scale"] is None else _scaled)(given, out)
     return sum_problem(gemm, given["topk_weights"] is not None, out.element_size())
 
 
-_PROBLEMS = {"expert_matmul": _dense, "scaled_matmul": _scaled, "gemm_sum": _summed}
-"""Problem builders by operator; weight-only GEMMs allocate no scratch memory."""
+_PROBLEMS = {
+    "expert_matmul": _dense,
+    "scaled_matmul": _scaled,
+    "weight_only_matmul": _stored,
+    "gemm_sum": _summed,
+}
+"""Problem builders by operator."""

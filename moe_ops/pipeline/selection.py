@@ -1,8 +1,8 @@
-"""Which experts serve a configuration: a list in order of preference, and why others do not.
+"""Choose the experts that serve a configuration, from a list in order of preference.
 
-Every class says itself what it supports (`Supports`); nothing else decides. All of them compute the
-same numbers up to rounding in the scheme that was asked for, and no other scheme ever takes its
-place.
+Every class declares what it supports (`Supports`), and nothing else decides. All classes compute
+the same numbers up to rounding, in the scheme that was asked for: another scheme is never
+substituted.
 """
 
 from __future__ import annotations
@@ -45,17 +45,17 @@ CANDIDATES: tuple[Experts, ...] = (
 """Best first within a format: fused kernels, then separate steps (more passes over memory), then
 plain PyTorch, which works on all padded rows."""
 
-ON_DEMAND = "on demand only: routes tokens itself (apply_monolithic)"
+ON_DEMAND = "only if asked for: routes tokens itself (apply_monolithic)"
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """An implementation, whether it serves a configuration, and what speaks against it."""
+    """An implementation, whether it serves a configuration, and if it does not, why."""
 
     implementation: str
     supported: bool
     reason: str | None
-    """The first rule that fails, or why it is not chosen though it would serve; None: nothing."""
+    """The first rule that fails, or why a class that would serve is not chosen; else None."""
 
 
 def select_kernel(
@@ -65,7 +65,7 @@ def select_kernel(
     experts: Experts | None = None,
     candidates: Sequence[Experts] = CANDIDATES,
 ) -> FusedMoEKernel:
-    """The kernel of a layer: the first of ``candidates`` that serves its configuration.
+    """Build a layer's kernel from the first of ``candidates`` that serves its configuration.
 
     The format is Batched if ``config.max_num_tokens`` is set and Standard otherwise; tokens stay on
     their rank. Experts that route themselves are chosen only through ``experts``.
@@ -75,13 +75,13 @@ def select_kernel(
         scheme: a name, a `Scheme`, or a `FusedMoEQuantConfig`, whose tensors the experts then use.
             With a name the kernel of a quantized scheme still lacks its scales, and calling it
             raises.
-        experts: the class to use, and no other.
-        candidates: classes in order of preference, your own among them.
+        experts: the only class to consider.
+        candidates: classes in order of preference; may include your own.
 
     Raises:
         ValueError: ``experts`` does not serve the configuration (with the reason); an unknown
             scheme; ``config.has_bias`` and a ``scheme`` without a bias.
-        NotImplementedError: none of ``candidates`` does, with the reason of each.
+        NotImplementedError: no candidate serves the configuration (with the reason of each).
     """
     checks.instance("config", config, FusedMoEConfig)
     quant = as_quant_config(scheme)
@@ -111,7 +111,7 @@ def select_kernel(
 
 
 def as_quant_config(scheme: str | Scheme | FusedMoEQuantConfig) -> FusedMoEQuantConfig:
-    """The scheme with its tensors, if it has come with them."""
+    """The argument as a configuration, which has tensors only if the argument has them."""
     return scheme if isinstance(scheme, FusedMoEQuantConfig) else FusedMoEQuantConfig(scheme)
 
 
@@ -127,7 +127,7 @@ def judge(
     candidates: Sequence[Experts],
     capability: int | None = None,
 ) -> tuple[Candidate, ...]:
-    """What each class says of a configuration, on a GPU that need not be here."""
+    """Ask each class whether it serves a configuration; the GPU need not be in this machine."""
     keys = (scheme.weight, scheme.activation, format_of(config))
     elsewhere = () if capability is None else (capability,)
     rows = []
@@ -140,13 +140,13 @@ def judge(
 
 
 def chosen(rows: Sequence[Candidate], candidates: Sequence[Experts]) -> Experts | None:
-    """The first class that nothing speaks against."""
+    """The first supported class without a reason against it, or None."""
     pairs = zip(rows, candidates, strict=True)
     return next((cls for row, cls in pairs if row.supported and row.reason is None), None)
 
 
 def prepare_finalize_of(config: FusedMoEConfig, experts: Experts) -> FusedMoEPrepareAndFinalize:
-    """What brings tokens to such experts on one rank."""
+    """The prepare-finalize that serves these experts on one rank."""
     if config.max_num_tokens is None:
         if experts.is_monolithic():
             return MoEPrepareAndFinalizeNoEPMonolithic()
@@ -160,7 +160,7 @@ def prepare_finalize_of(config: FusedMoEConfig, experts: Experts) -> FusedMoEPre
 def build(
     experts: Experts, config: FusedMoEConfig, quant_config: FusedMoEQuantConfig
 ) -> FusedMoEKernel:
-    """The kernel of these experts, with the prepare-finalize of their format."""
+    """Build the kernel of these experts, with the prepare-finalize of their format."""
     part = prepare_finalize_of(config, experts)
     rows: dict[str, Any] = {}
     if experts.activation_format() is FusedMoEActivationFormat.BatchedExperts:

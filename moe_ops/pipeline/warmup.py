@@ -1,4 +1,4 @@
-"""Compiling and loading every kernel before it is needed."""
+"""Compile and load every kernel before it is needed."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from moe_ops.routing import fused_topk
 from moe_ops.scheme import Scheme
 
 EVERY = 4096
-"""Token counts that are all looked at."""
+"""Up to this many tokens, every token count is checked for its variant."""
 RANGES = 64
-"""Ranges of larger token counts, for each doubling."""
+"""Number of ranges into which each doubling of larger token counts is divided."""
 
 
 def warmup(
@@ -49,20 +49,20 @@ def warmup(
         w1: the layer's weights, as in `fused_experts`; they are read, not copied.
         w2: see `fused_experts`.
         top_k: k.
-        num_tokens: the token counts to come, up to 2**31 - 1; a single number means all from 1 up
-            to it, of which those are run that differ in a kernel.
+        num_tokens: the token counts that calls will have, up to 2**31 - 1. A single number means
+            all counts from 1 to it; only counts that differ in a kernel are run.
         topk_weights_dtype: dtype of the weights that calls will pass.
         topk_ids_dtype: dtype of the ids that calls will pass.
-        scoring_func: of `fused_topk`, which is warmed too.
-        router_logits_dtype: of `fused_topk`; None means that of the tokens.
-        hidden_dtype: of the tokens; None means that of ``w1``, or bf16 where that is quantized.
+        scoring_func: scoring function of `fused_topk`, which is warmed up too.
+        router_logits_dtype: dtype of the logits of `fused_topk`; None: the tokens' dtype.
+        hidden_dtype: dtype of the tokens; None: the dtype of ``w1``, or bf16 if that is quantized.
         **experts: keywords of `fused_experts` (activation, expert_map, quant_config, biases, ..).
 
     Returns:
         The token counts that were run.
 
     Raises:
-        TypeError: quantized weights without a ``quant_config``; a flag that is no bool.
+        TypeError: quantized weights without a ``quant_config``; a flag that is not a bool.
     """
     scheme = (experts.get("quant_config") or NOT_QUANTIZED).scheme
     if scheme.weight is None:
@@ -91,19 +91,19 @@ def warmup(
 
 
 class Variants(NamedTuple):
-    """What decides which binaries a number of tokens runs."""
+    """Everything besides the token count that decides which binaries a call runs."""
 
     w1: Tensor
     w2: Tensor
     top_k: int
     scheme: Scheme
     dtype: torch.dtype
-    """Of the tokens."""
+    """Dtype of the tokens."""
     activation: str
     batch_invariant: bool
 
     def of(self, num_tokens: int) -> tuple:
-        """Equal variants run the same binaries."""
+        """A key for a token count: token counts with equal keys run the same binaries."""
         num_experts, slots = self.w1.shape[0], num_tokens * self.top_k
         plans = (plan_gemm(problem, self._device) for problem in self._problems(num_tokens))
         gemms = ((plan.kernel, plan.config, plan.quantizes_rows) for plan in plans)
@@ -116,7 +116,7 @@ class Variants(NamedTuple):
         return device_facts(self.w1.device)
 
     def _problems(self, num_tokens: int) -> Iterator[GemmProblem]:
-        """Both GEMMs; and what they are where TMA boxes cannot be made of the tensors."""
+        """The problems of both GEMMs, with and without tensors that TMA can read."""
         num_experts, rows, hidden = self.w1.shape
         weight, width = self.scheme.weight, self.w2.shape[2]
         width *= 2 if weight is not None and weight.element.packed else 1
@@ -132,10 +132,10 @@ class Variants(NamedTuple):
 
 
 def first_counts(variant_of: Callable[[int], Any], most: int) -> dict[Any, int]:
-    """The first of the counts 1..``most`` of each variant.
+    """For each variant, the smallest of the counts 1..``most`` that has it.
 
-    Every count up to `EVERY` is asked for its variant. From there on ranges of `RANGES` to a
-    doubling are, by their ends: no kernel serves less than such a range of large counts.
+    Up to `EVERY`, every count is checked. Larger counts are divided into ranges, `RANGES` to each
+    doubling, and the ends of each range are compared: no kernel serves less than one such range.
     """
     chosen: dict[Any, int] = {}
     low = min(most, EVERY)
@@ -150,7 +150,7 @@ def first_counts(variant_of: Callable[[int], Any], most: int) -> dict[Any, int]:
 
 
 def _changes(variant_of: Callable[[int], Any], low: int, high: int) -> Iterator[int]:
-    """The counts in ``low + 1..high`` whose variant is not that of the count before."""
+    """The counts in ``low + 1..high`` whose variant differs from that of the count before."""
     if variant_of(low) == variant_of(high):
         return
     if high == low + 1:

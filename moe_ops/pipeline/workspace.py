@@ -1,4 +1,4 @@
-"""How much memory a call allocates."""
+"""`workspace_nbytes`: how much memory a call allocates."""
 
 from __future__ import annotations
 
@@ -29,11 +29,12 @@ FORMATS = ("standard", "batched")
 
 
 class PeakMemory(TorchDispatchMode):
-    """Counts the bytes of what operators return for as long as somebody holds it.
+    """Counts the bytes of operators' results while they are alive.
 
-    Within this context ``peak`` is the largest sum so far, every tensor rounded up to the
-    allocator's 512 bytes. Tensors from outside are not counted, and what an operator frees again
-    before it returns is not seen: it is added where ``device`` says which GPU would allocate it.
+    Within this context ``peak`` is the largest sum so far, with every tensor rounded up to the
+    allocator's 512 bytes. Tensors from outside are not counted. Memory that an operator frees again
+    before it returns is not visible here; it is added if ``device`` says which GPU would allocate
+    it.
     """
 
     def __init__(self, device: Device | None = None) -> None:
@@ -85,13 +86,15 @@ def workspace_nbytes(
 ) -> int:
     """Bytes that a layer has allocated at its peak, its output included.
 
-    Of `fused_experts` and of `FusedMoEKernel.apply` with `TritonExperts` (``standard``) or
-    `BatchedTritonExperts` (``batched``): tile plans, rows and their scales in every form that they
-    pass through, each for as long as it is held, and the rows that Hopper's kernels pack; every
-    tensor rounded up to the allocator's 512 bytes. Found by running the layer on tensors without
-    data, so by sizes alone. Compiled, a layer holds no more than this, except where the number of
-    tokens is a symbol: rows that a GEMM quantizes are then held in both forms. Rows that prepare
-    made are held until the experts return.
+    This is for `fused_experts`, and for `FusedMoEKernel.apply` with `TritonExperts` (``standard``)
+    or `BatchedTritonExperts` (``batched``). It counts tile plans, rows and their scales in every
+    form, each while it is alive, and rows that Hopper's kernels pack. Every tensor is rounded up to
+    the allocator's 512 bytes. The number comes from a run of the layer on tensors without data, so
+    it depends on sizes only.
+
+    A compiled layer holds no more than this, with one exception: if the number of tokens is a
+    symbol, rows that a GEMM quantizes are held in both forms. Rows that prepare made are held until
+    the experts return.
 
     Args:
         num_tokens: T; in the Batched format also the rows of each expert.
@@ -99,20 +102,20 @@ def workspace_nbytes(
         intermediate_size: I, per partition.
         num_experts: El, local experts.
         top_k: k.
-        dtype: of the activations.
+        dtype: dtype of the activations.
         scheme: a name or key that `get_scheme` knows, or a `Scheme`.
-        activation: with a gate or without does not change the size.
+        activation: does not change the size, with a gate or without.
         format: ``standard`` or ``batched``.
-        chunk_size: of `FusedMoEKernel`, in the Standard format.
-        batch_invariant: of `fused_experts`: its plans have other sizes.
-        device: whose kernels allocate: a name such as ``sm_90`` or ``cpu`` (see
+        chunk_size: as in `FusedMoEKernel`; Standard format only.
+        batch_invariant: as in `fused_experts`; plans then have other sizes.
+        device: the device whose kernels allocate: a name such as ``sm_90`` or ``cpu`` (see
             `moe_ops.pipeline.devices.TARGETS`); None means the current GPU, or a CPU without one.
 
     Raises:
         ValueError: an unknown scheme, activation, format or device; a size that is not positive; a
             ``chunk_size`` that is not positive, or that is given in the Batched format.
-        NotImplementedError: ``batch_invariant`` with a scheme that cannot be; a `Scheme` that
-            operators cannot compute.
+        NotImplementedError: ``batch_invariant`` with a scheme that does not support it; a `Scheme`
+            that operators cannot compute.
     """
     kind, _ = kind_and_key(activation)
     facts = _facts(device)
@@ -138,7 +141,7 @@ def workspace_nbytes(
 
 
 def _facts(device: str | None) -> Device | None:
-    """Of a GPU; None: references run."""
+    """Facts of the GPU; None: references run."""
     if device is not None:
         checks.one_of("device", device, list(TARGETS))
         return TARGETS[device].facts
@@ -148,7 +151,7 @@ def _facts(device: str | None) -> Device | None:
 
 
 def _weights(config: FusedMoEConfig, scheme: Scheme) -> tuple[Tensor, Tensor, FusedMoEQuantConfig]:
-    """Weights without data, as they are stored."""
+    """Weights without data, as the scheme stores them."""
     hidden, intermediate = config.hidden_dim, config.intermediate_size
     rows = 2 * intermediate if config.is_act_and_mul else intermediate
     shapes = ((rows, hidden), (hidden, intermediate))

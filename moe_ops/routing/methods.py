@@ -56,7 +56,7 @@ def get_routing_method_type(
     """Name the method that :func:`moe_ops.select_experts` uses for these settings.
 
     Args:
-        scoring_func: ``softmax``, ``sigmoid`` or ``sqrtsoftplus``.
+        scoring_func: one of `SCORING_FUNCS`.
         top_k: k; no method depends on it, but vLLM's interface has it.
         renormalize: whether a token's weights are divided by their sum.
         num_expert_group: number of groups of grouped top-k; None or 0 without groups.
@@ -76,10 +76,12 @@ def get_routing_method_type(
     method = RoutingMethodType
     if scoring_func == "sqrtsoftplus":
         return method.DeepseekV4 if renormalize else method.Unspecified
-    if has_e_score_bias:
-        if scoring_func != "sigmoid" or not renormalize:
+    if scoring_func == "sigmoid":
+        if not has_e_score_bias:
+            return method.SigmoidRenorm if renormalize else method.Sigmoid
+        if not renormalize:
             return method.Unspecified
         return method.DeepSeekV3 if num_expert_group else method.MiniMax2
-    if scoring_func == "sigmoid":
-        return method.SigmoidRenorm if renormalize else method.Sigmoid
+    if scoring_func != "softmax" or has_e_score_bias:
+        return method.Unspecified
     return method.RenormalizeNaive if renormalize else method.Default

@@ -1,6 +1,9 @@
 """The benchmarks: what they compute from times, record, report and plot."""
 
 import json
+import re
+import runpy
+import subprocess
 import sys
 from importlib import import_module
 from pathlib import Path
@@ -9,7 +12,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+import moe_ops
 from moe_ops import ops
+from moe_ops.dispatch.device import assumed
+from moe_ops.pipeline.devices import TARGETS
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "benchmarks"))
@@ -19,6 +25,7 @@ harness = import_module("moe_ops.bench.harness")
 problems = import_module("moe_ops.bench.problems")
 report = import_module("report")
 stage_profile = import_module("moe_ops.bench.stage_profile")
+stages = import_module("stages")
 
 
 def row(shape="qwen3-30b", m=8, impl="moe_ops", time_us=100.0, **rest):
@@ -282,3 +289,88 @@ def test_plot(tmp_path):
     assert sorted(path.name for path in tmp_path.glob("g/*.png")) == [
         "layer-bf16-zipf.png", "layer-bf16.png", "roofline-bf16-zipf.png", "roofline-bf16.png",
     ]  # fmt: skip
+
+
+BENCHES = {path.stem.removeprefix("bench_"): path for path in ROOT.glob("benchmarks/bench_*.py")}
+
+
+def test_every_stage_is_timed():
+    """By a file of its own, which `make bench-stages` finds."""
+    stages_timed = set(BENCHES) - {"layer", "overheads"}
+    assert stages_timed == set(ops.STAGES.values())
+    run = ["make", "--dry-run", "--no-print-directory", "bench-stages"]
+    printed = subprocess.run(run, capture_output=True, text=True, cwd=ROOT, check=True).stdout
+    (looped,) = re.findall(r"for stage in (.*?);", printed)
+    assert set(looped.split()) == stages_timed
+
+
+@pytest.mark.parametrize("stage", sorted(set(ops.STAGES.values())))
+def test_every_operator_of_a_stage_is_timed(stage, monkeypatch, tmp_path, capsys):
+    """The benchmark runs on a tiny problem, and its record has a row for each operator."""
+
+    def once(call, device, budget_s):
+        return harness.Timing(1.0, 1.0, 1.0, 1, call())
+
+    monkeypatch.setattr(stages, "measure", once)
+    command = [str(BENCHES[stage]), "--output", str(tmp_path), "--model", "tiny"]
+    monkeypatch.setattr(sys, "argv", [*command, "--tokens", "1,64"])
+    runpy.run_path(str(BENCHES[stage]), run_name="__main__")
+    (path,) = tmp_path.glob("*/stages.json")
+    rows = json.loads(path.read_text())["rows"]
+    timed = {r["impl"].partition(":")[0] for r in rows}
+    assert timed >= {name for name, of in ops.STAGES.items() if of == stage}
+    assert len(rows) == len(capsys.readouterr().out.splitlines()) - 1, "a head, and no row twice"
+
+
+GEMM_SCHEMES = {
+    name: getattr(import_module(f"bench_{name}"), "SCHEMES", ("bf16",))
+    for name in ("expert_gemm", "scaled_gemm", "weight_only_gemm", "gemm_sum")
+}
+
+
+@pytest.mark.parametrize("stage", GEMM_SCHEMES)
+def test_gemms_are_timed_with_the_plans_of_the_layer(stage, monkeypatch):
+    """As on an H200: what a row says is what `explain` says of a layer with these sizes."""
+    h200, problem = TARGETS["sm_90"], problems.find_problem("qwen3-30b")
+    layer = moe_ops.FusedMoEConfig(
+        problem.num_experts, problem.top_k, problem.hidden_size, problem.intermediate_size,
+        problem.num_experts, "silu", "cuda", moe_ops.RoutingMethodType.Renormalize,
+    )  # fmt: skip
+    for name in GEMM_SCHEMES[stage]:
+        experts = meta_experts(problem, name)
+        monkeypatch.setattr(stages, "_experts", lambda *_, experts=experts: experts)
+        told = moe_ops.explain(layer, experts.scheme, num_tokens=(1, 64, 4096), device="sm_90")
+        for cost in told.costs:
+            inputs = meta_inputs(problem, cost.num_tokens)
+            with assumed(h200.facts):
+                cases = list(stages.Layer(problem, name, inputs).cases(stage))
+            plans = [stages.plan_of(case, h200.facts) for case in cases]
+            both = [(cost.gemm1, cost.tiles_from[0]), (cost.gemm2, cost.tiles_from[1])]
+            if stage == "gemm_sum":
+                both = both[1:] if cost.num_tokens == 1 else []
+            elif len(plans) == 1:  # the second one of one token is `gemm_sum`
+                assert cost.num_tokens == 1
+                both = both[:1]
+            assert [(plan.config, plan.source) for plan in plans] == both
+
+
+def meta_experts(problem, name):
+    """`problems.make_experts` without data."""
+    meta = {"dtype": torch.bfloat16, "device": "meta"}
+    experts, hidden, inner = problem.num_experts, problem.hidden_size, problem.intermediate_size
+    dense = (
+        torch.empty(experts, 2 * inner, hidden, **meta), torch.empty(experts, hidden, inner, **meta)
+    )  # fmt: skip
+    scheme = moe_ops.get_scheme("unquantized" if name == "bf16" else name)
+    if scheme.weight is None:
+        return problems.Experts(scheme, *dense)
+    stored = [moe_ops.quantize_weight(w, scheme) for w in dense]
+    given = problems._input_scales(scheme, torch.device("meta"))
+    config = moe_ops.FusedMoEQuantConfig.from_weights(scheme, *stored, **given)
+    return problems.Experts(scheme, *(w.data for w in stored), stored, config)
+
+
+def meta_inputs(problem, tokens):
+    x = torch.empty(tokens, problem.hidden_size, dtype=torch.bfloat16, device="meta")
+    weights = torch.empty(tokens, problem.top_k, device="meta")
+    return problems.Inputs(x, weights, weights.int(), problem.num_experts)

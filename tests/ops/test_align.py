@@ -356,6 +356,21 @@ def test_permuted_rows(counts, skipped, tiles, device):
     )  # fmt: skip
 
 
+@pytest.mark.parametrize(("most", "tiles"), [(10, (16, 16, 64)), (100, (128, 64, 64)),
+                                              (400, (128, 128, 64))])  # fmt: skip
+@pytest.mark.parametrize("rule", range(len(RULES)))
+def test_row_tiles_of_rows_by_expert(most, tiles, rule, device):
+    """Those of `RULES` on any GPU: Hopper's are for routings."""
+    scheme, _, *mode = RULES[rule]
+    counts = torch.tensor([most, 1, 3], dtype=torch.int32, device=device)
+    offset = torch.tensor([0, most, most + 1, most + 4], device=device)
+    batched = ops.plan_batched(counts, most, scheme, *mode)
+    permuted = ops.plan_permuted(offset, 3 * most, scheme, *mode)
+    tile = tiles[rule]
+    used = tile * (cdiv(most, tile) + 2)
+    assert int(batched[0]) == int(permuted[0]) == used
+
+
 def test_the_permuted_plan_is_that_of_its_slots(device):
     """The tiles of permuted rows hold the slots that the Standard plan has there."""
     ids = torch.randint(-1, 6, (37, 3), generator=torch.Generator().manual_seed(0)).to(device)

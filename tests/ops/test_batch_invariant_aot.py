@@ -23,6 +23,7 @@ from moe_ops.kernels import (  # noqa: E402
 )
 from moe_ops.routing import SCORING_FUNCS  # noqa: E402
 from moe_ops.scheme import get_scheme, min_capability, quantize_weight  # noqa: E402
+from moe_ops.support import ARCHITECTURES  # noqa: E402
 
 pytestmark = [pytest.mark.aot, pytest.mark.filterwarnings("ignore")]
 E, N, K = 4, 256, 512
@@ -66,7 +67,7 @@ def launch_product(empty, name, slots, direct=False):
     return scaled_gemm.scaled_matmul(*how, None, tiles, 1, name, torch.bfloat16, "silu", True)
 
 
-@pytest.mark.parametrize("arch", [80, 90, 100, 120])
+@pytest.mark.parametrize("arch", ARCHITECTURES)
 @pytest.mark.parametrize(
     "scheme",
     ["unquantized", "fp8_channel", "fp8_block128", "int8_channel", "int4_w4a16_g32", "mxfp4"],
@@ -92,7 +93,7 @@ def arithmetic(kernel):
     return layouts, [re.sub(r"%[\w#:]+|loc\(.*\)", "", line) for line in operations]
 
 
-@pytest.mark.parametrize("arch", [80, 90, 100, 120])
+@pytest.mark.parametrize("arch", ARCHITECTURES)
 @pytest.mark.parametrize("scheme", ["unquantized", "fp8_block128", "int8_channel", "mxfp4"])
 def test_without_a_plan_the_arithmetic_is_the_same(scheme, arch):
     """Few slots have a binary of their own: it finds a tile otherwise, and then does the same."""

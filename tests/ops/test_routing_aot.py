@@ -52,7 +52,7 @@ def test_routing_kernels(arch, experts, k, groups):
     assert len({kernel.metadata.name for kernel in kernels}) == 6
 
 
-@pytest.mark.parametrize("scoring", ["softmax", "sigmoid", "sqrtsoftplus"])
+@pytest.mark.parametrize("scoring", SCORING_FUNCS)
 @pytest.mark.parametrize(("experts", "maxima"), [(512, 12), (256, 2 * 11)])
 def test_many_tokens(experts, maxima, scoring):
     """A maximum is one instruction of a warp, also of four finalists; few registers."""
@@ -69,7 +69,7 @@ def test_many_tokens(experts, maxima, scoring):
     assert "bar.sync" not in quick
 
 
-@pytest.mark.parametrize("scoring", ["sigmoid", "sqrtsoftplus"])
+@pytest.mark.parametrize("scoring", SCORING_FUNCS[1:])
 @pytest.mark.parametrize(("experts", "tokens"), [(512, 1), (256, 2)])
 def test_many_tokens_of_groups(experts, tokens, scoring):
     """Rounds of groups are maxima of a warp, too; what lanes exchange are its shuffles."""

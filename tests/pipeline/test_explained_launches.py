@@ -20,10 +20,10 @@ from moe_ops.kernels._runtime.launch import Launch  # noqa: E402
 from moe_ops.pipeline.devices import TARGETS  # noqa: E402
 from moe_ops.pipeline.row_spaces import depends_on_batch  # noqa: E402
 from moe_ops.scheme import TENSORS, what_lacks  # noqa: E402
+from moe_ops.support import ARCHITECTURES  # noqa: E402
 
 E, H, I, K = 32, 512, 256, 4  # noqa: E741
 TOKENS = (1, 2, 8, 64, 512, 4096)
-ARCHITECTURES = (80, 90, 100, 120)
 CONFIG = moe_ops.FusedMoEConfig(
     E, K, H, I, E, "silu", "cuda", moe_ops.RoutingMethodType.Renormalize
 )

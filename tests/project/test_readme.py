@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from moe_ops.support import support_table
+from moe_ops.support import block_scaled_note, support_table
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
@@ -13,7 +13,8 @@ EXAMPLES = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
 
 
 def test_table():
-    assert support_table() in README
+    """What `python -m moe_ops.support` prints."""
+    assert f"{support_table()}\n\n{block_scaled_note()}\n" in README
 
 
 @pytest.mark.slow

@@ -1,6 +1,7 @@
 """Tables, sparsemixer and the routers of single models; names of methods; simulated routings."""
 
 import functools
+from itertools import product
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from moe_ops.routing import (
     get_routing_method_type,
     hash_topk,
     llama4_routing,
+    methods,
     simulate,
     sparsemixer,
     topk_softmax,
@@ -164,6 +166,14 @@ def test_topk_of_logits_then_softmax_is_the_same():
 )
 def test_names_of_methods(arguments, expected):
     assert get_routing_method_type(*arguments) is expected
+
+
+def test_another_scoring_function_has_no_method(monkeypatch):
+    """It is not taken for softmax."""
+    monkeypatch.setattr(methods, "SCORING_FUNCS", (*SCORING, "another"))
+    for renormalize, bias in product((True, False), repeat=2):
+        found = get_routing_method_type("another", 2, renormalize, None, bias)
+        assert found is Method.Unspecified
 
 
 def test_values_of_methods():

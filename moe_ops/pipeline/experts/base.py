@@ -1,7 +1,7 @@
-"""What computes the experts: the interfaces, and what every implementation shares.
+"""Interfaces of experts, and the code that their implementations share.
 
-An implementation declares what it supports (``SUPPORTS``), its format, how its rows are summed,
-and ``apply``, which returns a fresh tensor.
+An implementation declares what it supports (``SUPPORTS``), its format, and how its rows are summed.
+It defines ``apply``, which returns a new tensor.
 """
 
 from __future__ import annotations
@@ -28,21 +28,23 @@ class FusedMoEExperts(ABC):
     Args:
         moe_config: the layer.
         quant_config: its scheme and scales.
-        max_num_tokens: rows of an expert for each dispatcher; Batched format only.
+        max_num_tokens: rows per expert for each dispatcher; Batched format only.
         num_dispatchers: ranks that send tokens; Batched format only.
 
     Raises:
-        ValueError: the last two given in the Standard format, or missing in the Batched one.
-        NotImplementedError: ``moe_config.batch_invariant``, and the class or the scheme is not.
+        ValueError: ``max_num_tokens`` or ``num_dispatchers`` is given in the Standard format, or
+            missing in the Batched format.
+        NotImplementedError: ``moe_config.batch_invariant`` with a class or a scheme that does not
+            support it.
 
     Source:
         vLLM ``FusedMoEExperts``.
     """
 
     SUPPORTS: ClassVar[Supports] = Supports()
-    """What a class serves; unless it says so, unquantized experts only."""
+    """What the class supports; by default unquantized experts only."""
     ACTIVATES_IN_GEMM1: ClassVar[bool | None] = None
-    """Whether GEMM 1 activates its product; None: neither GEMM is one of this library's."""
+    """Whether GEMM 1 applies the activation; None: the GEMMs are not operators of this library."""
 
     def __init__(
         self,
@@ -77,12 +79,12 @@ class FusedMoEExperts(ABC):
 
     @property
     def expects_unquantized_inputs(self) -> bool:
-        """Whether prepare must leave the rows as they are."""
+        """Whether prepare must not quantize the rows."""
         return False
 
     @property
     def applies_router_weight_on_input(self) -> bool:
-        """Whether the experts scale rows by a router weight on the input; else prepare does."""
+        """Whether the experts apply router weights on the input; if not, prepare applies them."""
         return False
 
     @staticmethod
@@ -99,16 +101,16 @@ class FusedMoEExperts(ABC):
         activation_format: FusedMoEActivationFormat,
         capability: int | None = None,
     ) -> tuple[bool, str | None]:
-        """Whether ``cls`` serves a configuration, and if not, the first reason.
+        """Whether ``cls`` supports a configuration, and if not, the first reason.
 
         Args:
-            cls: the experts class (passed by hand, as in vLLM).
+            cls: the experts class (an explicit argument, as in vLLM).
             moe_config: the layer.
             weight_key: the scheme's ``weight``.
             activation_key: the scheme's ``activation``.
-            activation_format: what prepare-finalize produces.
+            activation_format: the format that prepare-finalize produces.
             capability: compute capability times ten of a GPU that is not in this machine; None:
-                that of ``moe_config.device``.
+                the capability of ``moe_config.device``.
         """
         reason = cls.SUPPORTS.reason_against(
             moe_config,
@@ -124,7 +126,7 @@ class FusedMoEExperts(ABC):
         return True
 
     def supports_chunking(self) -> bool:
-        """Whether tokens may be passed in several calls."""
+        """Whether the tokens of a call may be split into several calls."""
         return self.activation_format() is FusedMoEActivationFormat.Standard
 
     def __getattr__(self, name: str) -> Any:
@@ -136,7 +138,7 @@ class FusedMoEExperts(ABC):
 
 
 class FusedMoEExpertsModular(FusedMoEExperts):
-    """Experts that are told their tokens' routing."""
+    """Experts that get the routing as an argument."""
 
     @staticmethod
     def is_monolithic() -> bool:
@@ -146,7 +148,7 @@ class FusedMoEExpertsModular(FusedMoEExperts):
     def moe_problem_size(
         self, a1: Tensor, w1: Tensor, w2: Tensor, topk_ids: Tensor
     ) -> tuple[int, int, int, int, int]:
-        """``(E, M, N, K, topk)``: local experts, tokens (or rows an expert), ``w1.shape[1]``, H, k.
+        """``(E, M, N, K, topk)``: local experts, tokens (rows per expert), ``w1.shape[1]``, H, k.
 
         Raises:
             ValueError: tensors whose axes do not fit.
@@ -171,7 +173,7 @@ class FusedMoEExpertsModular(FusedMoEExperts):
         return num_experts, a1.shape[1], n, a1.shape[2], topk_ids.shape[1]
 
     def workspace_dtype(self, act_dtype: torch.dtype) -> torch.dtype:
-        """Of the intermediates that are not quantized."""
+        """Dtype of intermediates that are not quantized."""
         return act_dtype
 
     @abstractmethod
@@ -186,10 +188,10 @@ class FusedMoEExpertsModular(FusedMoEExperts):
         expert_tokens_meta: ExpertTokensMetadata | None,
         activation: MoEActivation,
     ) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
-        """What ``apply`` allocates: ``(workspace13, workspace2, output)``.
+        """Shapes of what ``apply`` allocates: ``(workspace13, workspace2, output)``.
 
-        The first holds a GEMM's output (the larger one), the second the activation's, the third is
-        what ``apply`` returns. N is ``w1.shape[1]``.
+        The first holds the larger of the GEMMs' outputs, the second the activation's output. The
+        third is what ``apply`` returns. N is ``w1.shape[1]``.
         """
 
     @staticmethod
@@ -199,7 +201,7 @@ class FusedMoEExpertsModular(FusedMoEExperts):
 
     @abstractmethod
     def finalize_weight_and_reduce_impl(self) -> TopKWeightAndReduce:
-        """How the rows that ``apply`` returns become tokens."""
+        """The reduction that turns the rows of ``apply`` into tokens."""
 
     @abstractmethod
     def apply(
@@ -219,24 +221,24 @@ class FusedMoEExpertsModular(FusedMoEExperts):
         """Run the experts on what prepare returned.
 
         Args:
-            hidden_states: rows in the format of these experts, quantized where ``a1q_scale`` is
-                given. Standard: one a token, or one a slot (``T * k``) when prepare has put the
-                router weights in.
+            hidden_states: rows in the format of these experts, quantized if ``a1q_scale`` is given.
+                Standard: one row per token, or one per slot (``T * k``) if prepare has applied the
+                router weights.
             w1: ``(El, 2I, H)`` or ``(El, I, H)``.
             w2: ``(El, H, I)``.
             topk_weights: ``(T, k)``.
             topk_ids: ``(T, k)``.
-            activation: kind, name or `Activation`.
+            activation: a `MoEActivation`, its name, or an `Activation`.
             global_num_experts: E.
             expert_map: ``(E,)`` or None.
             a1q_scale: scales of the rows.
-            expert_tokens_meta: rows of each expert; needed in the Batched format.
-            apply_router_weight_on_input: whether the weights belong on the input. Unless
-                ``applies_router_weight_on_input`` they are in the rows already. Weights are to be
-                applied to the output only by experts whose reduction is a NoOP.
+            expert_tokens_meta: row counts of the experts; required in the Batched format.
+            apply_router_weight_on_input: whether router weights multiply the input. Prepare has
+                then applied them, unless ``applies_router_weight_on_input``. Only experts whose
+                reduction is a NoOP apply weights to the output.
 
         Returns:
-            A fresh tensor, as ``workspace_shapes`` says.
+            A new tensor, shaped as ``workspace_shapes`` says.
         """
 
 

@@ -25,7 +25,7 @@ def batched_input(
     scheme: Scheme,
     batch_invariant: bool,
 ) -> tuple[Rows, BatchedRows]:
-    """Rows ``(El, M, H)`` as GEMMs take them, and the space they lie in.
+    """Rows ``(El, M, H)`` as the GEMMs take them, and their `BatchedRows`.
 
     Raises:
         ValueError: no ``expert_tokens_meta``, not three axes, or rows of other experts.
@@ -45,7 +45,7 @@ def batched_input(
 
 
 class BatchedExperts(FusedMoEExpertsModular):
-    """What the implementations of the Batched format share."""
+    """Base of the implementations in the Batched format."""
 
     @staticmethod
     def activation_format() -> FusedMoEActivationFormat:
@@ -53,11 +53,11 @@ class BatchedExperts(FusedMoEExpertsModular):
         return FusedMoEActivationFormat.BatchedExperts
 
     def supports_expert_map(self) -> bool:
-        """False: prepare has sorted the rows by local expert."""
+        """False, because prepare has already sorted the rows by local expert."""
         return False
 
     def finalize_weight_and_reduce_impl(self) -> TopKWeightAndReduce:
-        """Left to prepare-finalize, which knows where the rows came from."""
+        """Delegated to prepare-finalize, which knows where the rows came from."""
         return TopKWeightAndReduceDelegate()
 
     def workspace_shapes(
@@ -71,16 +71,15 @@ class BatchedExperts(FusedMoEExpertsModular):
         expert_tokens_meta: ExpertTokensMetadata | None,
         activation: MoEActivation,
     ) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
-        """All of the padded rows; M is their number for each expert."""
+        """Shapes with all padded rows; M is the number of rows per expert."""
         width, rows = self.adjust_N_for_activation(N, activation), (local_num_experts, M)
         return (*rows, max(width, K)), (*rows, width), (*rows, K)
 
 
 class BatchedTritonExperts(BatchedExperts):
-    """The kernels of `TritonExperts`, over the rows that each expert has.
+    """The kernels of `TritonExperts` over the padded rows of each expert.
 
-    Tiles of rows that an expert does not have are never started: the plan is made from the counts
-    on the device.
+    The plan is made from the counts on the device, so no tile holds only padding.
 
     Source:
         vLLM ``BatchedTritonExperts``, where the int8 and int4 schemes and zero points are missing.
@@ -103,7 +102,7 @@ class BatchedTritonExperts(BatchedExperts):
         expert_tokens_meta: ExpertTokensMetadata | None,
         apply_router_weight_on_input: bool,
     ) -> Tensor:
-        """``(El, M, H)``; rows past an expert's count hold anything."""
+        """Return ``(El, M, H)``; rows past an expert's count are undefined."""
         weights = expert_weights(w1, w2, self.quant_config)
         scheme, dtype = self.quant_config.scheme, self.moe_config.in_dtype
         meta, shape = expert_tokens_meta, hidden_states.shape[:2]

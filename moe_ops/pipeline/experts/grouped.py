@@ -1,7 +1,7 @@
-"""Experts over rows that lie side by side by expert, in separate steps.
+"""Experts over permuted rows, in separate steps.
 
-The counterpart of vLLM's CUTLASS experts: permute, GEMM 1, activation (with quantization), GEMM 2,
-unpermute with weights. Each step is an operator of its own, so any of them can be exchanged.
+This is the counterpart of vLLM's CUTLASS experts: permute, GEMM 1, activation (with quantization),
+GEMM 2, unpermute with weights. Each step is an operator of its own, so any step can be replaced.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from moe_ops.tensors import Permutation, Rows
 
 
 class GroupedGemmExperts(FusedMoEExpertsModular):
-    """Rows permuted by expert, then back with their weights.
+    """Experts that permute rows by expert, and unpermute them with their weights.
 
     Source:
         vLLM ``CutlassExpertsFp8``.
@@ -49,12 +49,12 @@ class GroupedGemmExperts(FusedMoEExpertsModular):
         expert_tokens_meta: ExpertTokensMetadata | None,
         activation: MoEActivation,
     ) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
-        """The outputs of both GEMMs, the permuted input and the activated intermediate, tokens."""
+        """GEMM outputs; the permuted input and the activated intermediate; tokens."""
         width = self.adjust_N_for_activation(N, activation)
         return (M * topk, max(N, K)), (M * topk, max(width, K)), (M, K)
 
     def finalize_weight_and_reduce_impl(self) -> TopKWeightAndReduce:
-        """Done by unpermuting."""
+        """No operation: unpermuting sums."""
         return TopKWeightAndReduceNoOP()
 
     def apply(
@@ -71,7 +71,7 @@ class GroupedGemmExperts(FusedMoEExpertsModular):
         expert_tokens_meta: ExpertTokensMetadata | None,
         apply_router_weight_on_input: bool,
     ) -> Tensor:
-        """``(T, H)``: weighted and summed."""
+        """Return ``(T, H)``, weighted and summed."""
         weights = expert_weights(w1, w2, self.quant_config)
         scheme, dtype = self.quant_config.scheme, self.moe_config.in_dtype
         k = topk_ids.shape[1]
@@ -104,14 +104,14 @@ class GroupedGemmExperts(FusedMoEExpertsModular):
 
 
 def _permuted(x: Tensor, order: Permutation, top_k: int) -> Tensor:
-    """Each slot's row (of token ``slot // top_k``) in the order of the experts."""
+    """Each slot's row (the row of token ``slot // top_k``), permuted by expert."""
     rows = x.view(torch.uint8) if x.element_size() == 1 else x
     rows = ops.gather_rows(rows, order.permuted_idx, order.expert_first_token_offset, top_k)
     return rows.view(x.dtype)
 
 
 class BatchedGroupedGemmExperts(BatchedExperts):
-    """The same steps over the padded rows of each expert.
+    """The steps of `GroupedGemmExperts` over the padded rows of each expert.
 
     Source:
         vLLM ``CutlassBatchedExpertsFp8``.
@@ -131,7 +131,7 @@ class BatchedGroupedGemmExperts(BatchedExperts):
         expert_tokens_meta: ExpertTokensMetadata | None,
         activation: MoEActivation,
     ) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
-        """All of the padded rows; GEMM 1's product is kept unactivated."""
+        """Shapes with all padded rows; GEMM 1's product is stored before the activation."""
         width, rows = self.adjust_N_for_activation(N, activation), (local_num_experts, M)
         return (*rows, max(N, K)), (*rows, max(width, K)), (*rows, K)
 
@@ -149,7 +149,7 @@ class BatchedGroupedGemmExperts(BatchedExperts):
         expert_tokens_meta: ExpertTokensMetadata | None,
         apply_router_weight_on_input: bool,
     ) -> Tensor:
-        """``(El, M, H)``; rows past an expert's count hold anything."""
+        """Return ``(El, M, H)``; rows past an expert's count are undefined."""
         weights = expert_weights(w1, w2, self.quant_config)
         scheme, dtype = self.quant_config.scheme, self.moe_config.in_dtype
         meta, shape = expert_tokens_meta, hidden_states.shape[:2]

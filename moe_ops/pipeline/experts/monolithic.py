@@ -42,19 +42,19 @@ ROUTED = MappingProxyType(
         _METHOD.Unspecified: None,
     }
 )
-"""The methods that `MonolithicExperts` routes by; None: ``scoring_func`` and ``renormalize`` of the
-configuration say how. Groups, bias and factor are arguments of each call."""
+"""Routing methods of `MonolithicExperts`. None: ``scoring_func`` and ``renormalize`` come from the
+configuration. Groups, bias and factor are arguments of each call."""
 
 
 class MonolithicExperts(FusedMoEExpertsMonolithic):
     """Router and experts in one call: the operators of `fused_moe` behind one interface.
 
-    ``moe_config.routing_method`` says how tokens are routed, and ``scoring_func`` and
-    ``renormalize`` do only where it is ``Unspecified``. It is none of ``TopK``, ``Custom`` and
-    ``Simulated``.
+    ``moe_config.routing_method`` says how tokens are routed. ``scoring_func`` and ``renormalize``
+    count only if the method is ``Unspecified``. ``TopK``, ``Custom`` and ``Simulated`` are not
+    supported.
 
     Raises:
-        NotImplementedError: a routing method that this class lacks; and as `FusedMoEExperts`.
+        NotImplementedError: an unsupported routing method; and as `FusedMoEExperts`.
 
     Source:
         vLLM ``FusedMoEExpertsMonolithic``.
@@ -78,7 +78,7 @@ class MonolithicExperts(FusedMoEExpertsMonolithic):
 
     @property
     def expects_unquantized_inputs(self) -> bool:
-        """Router weights may have to go in before rows are quantized."""
+        """True: router weights may have to multiply rows before these are quantized."""
         return True
 
     @staticmethod

@@ -1,4 +1,4 @@
-"""Experts of the Batched format as plain PyTorch: the text to read, and to compare with."""
+"""Experts of the Batched format in plain PyTorch, to read and to compare with."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from moe_ops.tensors import ExpertWeight, QTensor
 
 
 class NaiveBatchedExperts(BatchedExperts):
-    """Expert by expert over all padded rows: dequantize, multiply, activate.
+    """Experts one by one over all padded rows: dequantize, multiply, activate.
 
-    Products are summed in float64 and rounded to float32: what others are compared with depends
-    neither on the order in which a BLAS adds nor on whether it may use TF32. The product of GEMM 1
-    is rounded to the activations' dtype, and the intermediate is quantized again, as in the other
+    Products are summed in float64 and rounded to float32, so the result depends neither on the
+    order in which a BLAS adds nor on whether it may use TF32. The product of GEMM 1 is rounded to
+    the activations' dtype, and the intermediate is quantized again, as in the other
     implementations.
 
     Source:
@@ -45,7 +45,7 @@ class NaiveBatchedExperts(BatchedExperts):
         expert_tokens_meta: ExpertTokensMetadata | None,
         apply_router_weight_on_input: bool,
     ) -> Tensor:
-        """``(El, M, H)``; rows past an expert's count are zeros."""
+        """Return ``(El, M, H)``; rows past an expert's count are zeros."""
         if expert_tokens_meta is None:
             raise ValueError("expert_tokens_meta must be given in the Batched format, got None")
         counts = expert_tokens_meta.expert_num_tokens
@@ -68,7 +68,7 @@ class NaiveBatchedExperts(BatchedExperts):
 
 
 def _rows_in_use(counts: Tensor, rows: int) -> Tensor:
-    """``(El, M, 1)``: whether a row belongs to its expert."""
+    """Mask ``(El, M, 1)`` of the rows that an expert uses."""
     return (torch.arange(rows, device=counts.device) < counts[:, None])[..., None]
 
 
@@ -81,7 +81,7 @@ def _products(x: Tensor, weight: ExpertWeight, scheme: Scheme) -> Tensor:
 
 
 def _dequantized(x: Tensor, scale: Tensor | None, quant: Quant | None) -> Tensor:
-    """Rows as float32."""
+    """Rows in float32, dequantized if they have scales."""
     if scale is None or quant is None:
         return x.float()
     return dequantize_rows(x, scale, quant)

@@ -1,4 +1,4 @@
-"""Experts of the Standard format on fused kernels: rows gathered by slot inside the GEMMs."""
+"""Experts of the Standard format on fused kernels, whose GEMMs gather rows by slot."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ def slot_experts(
     dtype: torch.dtype,
     weight_on_input: bool = False,
 ) -> Tensor:
-    """The Standard pipeline after prepare and alignment: both GEMMs, sum.
+    """The Standard pipeline after prepare and alignment: both GEMMs, and the weighted sum.
 
-    Router weights on the input are in quantized rows already (one row a slot); rows that are not
-    quantized are tokens, and GEMM 1 scales its product instead.
+    With router weights on the input, quantized rows (one per slot) already contain the weights.
+    Rows that are not quantized are tokens, and GEMM 1 multiplies its product by the weights.
     """
     _, topk_ids, expert_map = space.tiles
     weighted = weight_on_input and scheme.activation is not None
@@ -59,7 +59,7 @@ def slot_experts(
 
 
 class TritonExperts(FusedMoEExpertsModular):
-    """The fused kernels of `fused_experts`: rows gathered, and the activation applied, in GEMM 1.
+    """The fused kernels of `fused_experts`: GEMM 1 gathers rows and applies the activation.
 
     Source:
         vLLM ``TritonExperts``.
@@ -70,7 +70,7 @@ class TritonExperts(FusedMoEExpertsModular):
 
     @property
     def applies_router_weight_on_input(self) -> bool:
-        """Where rows are not quantized, GEMM 1 does it in float32."""
+        """True if rows are not quantized: GEMM 1 then applies the weights in float32."""
         return self.quant_config.scheme.activation is None
 
     @staticmethod
@@ -89,12 +89,12 @@ class TritonExperts(FusedMoEExpertsModular):
         expert_tokens_meta: ExpertTokensMetadata | None,
         activation: MoEActivation,
     ) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
-        """Rows of experts, the activated intermediate (GEMM 1's only output), tokens."""
+        """Expert rows, the activated intermediate (GEMM 1's only output), and tokens."""
         width = self.adjust_N_for_activation(N, activation)
         return (M * topk, max(width, K)), (M * topk, width), (M, K)
 
     def finalize_weight_and_reduce_impl(self) -> TopKWeightAndReduce:
-        """Done inside."""
+        """No operation: ``apply`` sums."""
         return TopKWeightAndReduceNoOP()
 
     def apply(
@@ -111,7 +111,7 @@ class TritonExperts(FusedMoEExpertsModular):
         expert_tokens_meta: ExpertTokensMetadata | None,
         apply_router_weight_on_input: bool,
     ) -> Tensor:
-        """``(T, H)``: weighted and summed."""
+        """Return ``(T, H)``, weighted and summed."""
         routing = Routing(topk_weights, topk_ids, expert_map)
         scheme, dtype = self.quant_config.scheme, self.moe_config.in_dtype
         layer = (w1.shape[0], scheme, dtype, self.moe_config.batch_invariant)

@@ -1,4 +1,4 @@
-"""What an experts implementation supports, declared as data, and the reason why it does not."""
+"""What an implementation of experts supports, as data, and why it does not serve a layer."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from moe_ops.routing import RoutingMethodType
 from moe_ops.scheme import Quant, min_capability, refusal
 
 SchemeKey = tuple[Quant | None, Quant | None]
-"""``(weight, activation)``: what a kernel sees of a scheme."""
+"""``(weight, activation)``: the parts of a scheme that a kernel depends on."""
 
 
 class EveryScheme:
@@ -35,20 +35,20 @@ UNQUANTIZED_ONLY = frozenset({(None, None)})
 
 @dataclass(frozen=True)
 class Supports:
-    """One class's declaration. ``None`` in a field: everything.
+    """What one class supports. None in a field means everything.
 
     On a GPU, a scheme also needs a compute capability of `moe_ops.scheme.min_capability`.
 
     Args:
         devices: device types.
-        schemes: the scheme keys; by default weights and activations as they are.
+        schemes: scheme keys; by default only the unquantized one.
         activations: kinds of activation.
         gateless: whether activations without a gate work (``is_act_and_mul = False``).
-        parallel: the modes of a `FusedMoEParallelConfig` that work: ``tp``, ``dp``, ``ep``, ``sp``.
-        routing_methods: for experts that route themselves.
-        router_logits_dtypes: for experts that route themselves.
-        hidden_multiple: what the hidden size must be a multiple of.
-        batch_invariant: whether a token's result can be kept apart from the rest of the batch.
+        parallel: modes of `FusedMoEParallelConfig` that work: ``tp``, ``dp``, ``ep``, ``sp``.
+        routing_methods: routing methods, for experts that route tokens themselves.
+        router_logits_dtypes: dtypes of logits, for experts that route tokens themselves.
+        hidden_multiple: the number that the hidden size must be a multiple of.
+        batch_invariant: whether batch-invariant mode works.
     """
 
     devices: tuple[str, ...] = ("cpu", "cuda")
@@ -69,15 +69,15 @@ class Supports:
         activation_format: FusedMoEActivationFormat,
         capability: int | None = None,
     ) -> str | None:
-        """The first rule that fails, in the order of the interface; None where all hold.
+        """The first rule that fails, in the order of the interface; None if all hold.
 
         Args:
             config: the layer.
-            key: of its scheme.
-            own_format: what the experts take.
-            activation_format: what prepare-finalize produces.
-            capability: times ten, of a GPU that is not in this machine; None: that of
-                ``config.device``.
+            key: the key of its scheme.
+            own_format: the format that the experts take.
+            activation_format: the format that prepare-finalize produces.
+            capability: compute capability times ten of a GPU that is not in this machine; None:
+                the capability of ``config.device``.
         """
         weight, activation = key
         kind, logits = config.activation_kind, config.router_logits_dtype or config.in_dtype
@@ -103,7 +103,7 @@ class Supports:
             (self.batch_invariant or not config.batch_invariant, "batch invariance"),
             (
                 not (config.batch_invariant and depends_on_batch(activation)),
-                "batch invariance where all tokens decide about one scale",
+                "batch invariance with one scale for all tokens",
             ),
             (
                 activation_format is own_format,
@@ -137,7 +137,7 @@ def _key_name(quant: Quant | None) -> str:
 
 
 def capability_of(device: torch.device) -> int:
-    """Compute capability times ten; that of an H200 on a machine without a GPU."""
+    """Compute capability of a GPU times ten; an H200's on a machine without a GPU."""
     if not torch.cuda.is_available():
         return 90
     major, minor = torch.cuda.get_device_capability(device)
