@@ -60,16 +60,15 @@ def described(arguments: Iterable[Any]) -> tuple[Any, ...]:
 
     Other values come with their types, since ``True == 1 == 1.0``.
     """
-    return tuple(
-        [
-            (x.shape, x.stride(), x.dtype, x.device)
-            if isinstance(x, Tensor)
-            else described(x)
-            if isinstance(x, (list, tuple))
-            else (x.__class__, x)
-            for x in arguments
-        ]
-    )
+    found: list[Any] = []
+    for x in arguments:
+        if isinstance(x, Tensor):
+            found.append((x.shape, x.stride(), x.dtype, x.device))
+        elif isinstance(x, (list, tuple)):
+            found.append(described(x))
+        else:
+            found.append((x.__class__, x))
+    return tuple(found)
 
 
 def tensor(name: str, x: Tensor, ndim: int | None, dtypes: Sequence[torch.dtype] | None) -> None:

@@ -31,7 +31,7 @@ from moe_ops.dispatch.portable import (
     scaled_slot_tiles,
     weight_only_tiles,
 )
-from moe_ops.dispatch.problem import EACH, STORED, GemmProblem
+from moe_ops.dispatch.problem import EACH, STORED, GemmProblem, without_sum
 from moe_ops.dispatch.tiles import Gemm, TileConfig
 from moe_ops.dispatch.tuned import DEFAULT, Choice
 from moe_ops.dispatch.tuned_file import scaled_group
@@ -117,7 +117,7 @@ def _cuts(config: KernelTiles, row_tile: int) -> bool:
 
 def _apart(problem: GemmProblem, device: Device, tables: tuned.Tables) -> GemmPlan:
     """The GEMM, then the weighted sum, each by a kernel of its own."""
-    plan = _plan(problem._replace(summed=False, weighted=False), device, None, tables)
+    plan = _plan(without_sum(problem), device, None, tables)
     nbytes = problem.sizes.num_slots * problem.sizes.n * problem.out_itemsize
     return plan._replace(scratch=(BufferSpec("product", nbytes), *plan.scratch))
 

@@ -203,6 +203,11 @@ def sum_problem(gemm: GemmProblem, weighted: bool, out_itemsize: int) -> GemmPro
     return gemm._replace(summed=True, weighted=weighted, out_itemsize=out_itemsize)
 
 
+def without_sum(problem: GemmProblem) -> GemmProblem:
+    """The problem of the GEMM alone, from that with the weighted sum."""
+    return problem._replace(summed=False, weighted=False)
+
+
 def boxable(w: Tensor, dtype: torch.dtype, in_place: Tensor | None = None) -> bool:
     """Whether TMA boxes can be made of a weight and of rows of a dtype.
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from torch import Tensor
 
 from moe_ops.dispatch.hopper import KernelTiles
-from moe_ops.dispatch.problem import dense_problem
+from moe_ops.dispatch.problem import GemmProblem, dense_problem
 from moe_ops.fake_impls.expert_gemm import expert_matmul as empty_rows
 from moe_ops.kernels._gemm.operands import GemmOperands
-from moe_ops.kernels._gemm.run import run_gemm
+from moe_ops.kernels._gemm.run import call_gemm
 from moe_ops.tensors import AnyTiles
 
 
@@ -27,10 +27,14 @@ def expert_matmul(
 ) -> Tensor:
     """Run the kernel that `plan_gemm` chooses, or that of a given ``config``."""
     how = (top_k, activation, expert_order, batch_invariant)
-    out = empty_rows(a, w, bias, topk_weights, tiles, *how)
-    problem = dense_problem(
-        a, w, tiles, top_k, activation,
-        weighted=topk_weights is not None, expert_order=expert_order,
-        batch_invariant=batch_invariant,
-    )  # fmt: skip
-    return run_gemm(out, GemmOperands(a, w, tiles, bias, topk_weights), problem, config)
+
+    def prepare() -> tuple[Tensor, GemmProblem]:
+        out = empty_rows(a, w, bias, topk_weights, tiles, *how)
+        problem = dense_problem(
+            a, w, tiles, top_k, activation,
+            weighted=topk_weights is not None, expert_order=expert_order,
+            batch_invariant=batch_invariant,
+        )  # fmt: skip
+        return out, problem
+
+    return call_gemm(GemmOperands(a, w, tiles, bias, topk_weights), how, prepare, config)

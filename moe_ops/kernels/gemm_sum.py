@@ -5,13 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from moe_ops.dispatch.device import device_facts
-from moe_ops.dispatch.gemm_plan import TOKEN_SUM, plan_gemm
-from moe_ops.dispatch.problem import dense_problem, scaled_problem, sum_problem
+from moe_ops.dispatch.problem import GemmProblem, dense_problem, scaled_problem, sum_problem
 from moe_ops.fake_impls.gemm_sum import gemm_sum as empty_tokens
 from moe_ops.kernels._gemm.operands import GemmOperands
-from moe_ops.kernels._gemm.run import run_gemm
-from moe_ops.kernels.weight_and_reduce import moe_fused_mul_sum_out
+from moe_ops.kernels._gemm.run import call_gemm
 from moe_ops.tensors import AnyTiles
 
 
@@ -30,21 +27,18 @@ def gemm_sum(
 ) -> Tensor:
     """The kernel that sums where it serves; else that of the GEMM, then that of the sum."""
     how = (scheme, out_dtype, expert_order, batch_invariant)
-    out = empty_tokens(a, a_scale, w, w_scale, bias, topk_weights, tiles, *how)
-    if w_scale is None:
-        gemm = dense_problem(
-            a, w, tiles, 1, expert_order=expert_order, batch_invariant=batch_invariant
-        )
-    else:
-        gemm = scaled_problem(
-            a, a_scale, w, w_scale, tiles, 1, scheme, batch_invariant=batch_invariant
-        )
-    given = GemmOperands(a, w, tiles, bias, None, a_scale, w_scale)
-    if out.shape[0] == 1:
-        problem = sum_problem(gemm, topk_weights is not None, out.element_size())
-        if plan_gemm(problem, device_facts(out.device)).kernel == TOKEN_SUM:
-            return run_gemm(out, given._replace(topk_weights=topk_weights), problem)
-    y = run_gemm(out.new_empty(a.shape[0], out.shape[1]), given, gemm)
-    _, topk_ids, expert_map = tiles
-    moe_fused_mul_sum_out(y, topk_weights, topk_ids, expert_map, None, w.shape[0], out=out)
-    return out
+
+    def prepare() -> tuple[Tensor, GemmProblem]:
+        out = empty_tokens(a, a_scale, w, w_scale, bias, topk_weights, tiles, *how)
+        if w_scale is None:
+            gemm = dense_problem(
+                a, w, tiles, 1, expert_order=expert_order, batch_invariant=batch_invariant
+            )
+        else:
+            gemm = scaled_problem(
+                a, a_scale, w, w_scale, tiles, 1, scheme, batch_invariant=batch_invariant
+            )
+        return out, sum_problem(gemm, topk_weights is not None, out.element_size())
+
+    given = GemmOperands(a, w, tiles, bias, topk_weights, a_scale, w_scale)
+    return call_gemm(given, ("sum", *how), prepare)

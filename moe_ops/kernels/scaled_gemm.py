@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 
 from moe_ops.dispatch.hopper import KernelTiles
-from moe_ops.dispatch.problem import scaled_problem
+from moe_ops.dispatch.problem import GemmProblem, scaled_problem
 from moe_ops.fake_impls.scaled_gemm import scaled_matmul as empty_rows
 from moe_ops.kernels._gemm.operands import GemmOperands
-from moe_ops.kernels._gemm.run import run_gemm
+from moe_ops.kernels._gemm.run import call_gemm
 from moe_ops.tensors import AnyTiles
 
 
@@ -31,9 +31,11 @@ def scaled_matmul(
 ) -> Tensor:
     """Run the kernel that `plan_gemm` chooses, on rows that it, or the operator, quantizes."""
     how = (top_k, scheme, out_dtype, activation, batch_invariant)
-    out = empty_rows(a, a_scale, w, w_scale, w_global_scale, bias, tiles, *how)
-    problem = scaled_problem(
-        a, a_scale, w, w_scale, tiles, top_k, scheme, activation, batch_invariant=batch_invariant
-    )
+
+    def prepare() -> tuple[Tensor, GemmProblem]:
+        out = empty_rows(a, a_scale, w, w_scale, w_global_scale, bias, tiles, *how)
+        rows = (a, a_scale, w, w_scale, tiles, top_k, scheme, activation)
+        return out, scaled_problem(*rows, batch_invariant=batch_invariant)
+
     scales = (a_scale, w_scale, None, w_global_scale)
-    return run_gemm(out, GemmOperands(a, w, tiles, bias, None, *scales), problem, config)
+    return call_gemm(GemmOperands(a, w, tiles, bias, None, *scales), how, prepare, config)

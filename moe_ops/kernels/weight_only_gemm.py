@@ -5,10 +5,10 @@ from __future__ import annotations
 from torch import Tensor
 
 from moe_ops.dispatch.hopper import KernelTiles
-from moe_ops.dispatch.problem import stored_problem
+from moe_ops.dispatch.problem import GemmProblem, stored_problem
 from moe_ops.fake_impls.weight_only_gemm import weight_only_matmul as empty_rows
 from moe_ops.kernels._gemm.operands import GemmOperands
-from moe_ops.kernels._gemm.run import run_gemm
+from moe_ops.kernels._gemm.run import call_gemm
 from moe_ops.tensors import AnyTiles
 
 
@@ -30,7 +30,10 @@ def weight_only_matmul(
 ) -> Tensor:
     """Run the kernel that `plan_gemm` chooses, or that of a given ``config``."""
     scales, how = (w_scale, w_zero_point, w_global_scale), (top_k, scheme, activation)
-    out = empty_rows(a, w, *scales, bias, topk_weights, tiles, *how, batch_invariant)
-    problem = stored_problem(a, w, tiles, *how, batch_invariant=batch_invariant)
+
+    def prepare() -> tuple[Tensor, GemmProblem]:
+        out = empty_rows(a, w, *scales, bias, topk_weights, tiles, *how, batch_invariant)
+        return out, stored_problem(a, w, tiles, *how, batch_invariant=batch_invariant)
+
     given = GemmOperands(a, w, tiles, bias, topk_weights, None, *scales)
-    return run_gemm(out, given, problem, config)
+    return call_gemm(given, (*how, batch_invariant), prepare, config)

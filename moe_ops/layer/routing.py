@@ -192,7 +192,9 @@ class RoutesTokens(ExpertLayer):
         """
         if self.routing["custom_routing_function"] is None:
             experts = router_logits.shape[-1]
-            checks.size("router_logits.shape[1]", experts, "the number of experts", self.num_logits)
+            if experts != self.num_logits:
+                rule = "the number of experts"
+                checks.size("router_logits.shape[1]", experts, rule, self.num_logits)
         kernel = self.kernel
         indices_type = None if kernel is None else kernel.prepare_finalize.topk_indices_dtype()
         captures = self.capture_fn is not None or self.capture_buffer is not None

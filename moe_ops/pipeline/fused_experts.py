@@ -102,7 +102,7 @@ def fused_experts(
         apply_router_weight_on_input=apply_router_weight_on_input,
         w1_bias=w1_bias,
         w2_bias=w2_bias,
-        quant_config=quant_config,
+        config=_config(quant_config),
         batch_invariant=batch_invariant,
     )
 
@@ -142,12 +142,11 @@ def _experts(
     apply_router_weight_on_input: bool,
     w1_bias: Tensor | None,
     w2_bias: Tensor | None,
-    quant_config: FusedMoEQuantConfig | None,
+    config: FusedMoEQuantConfig,
     batch_invariant: bool,
 ) -> Tensor:
     """`fused_experts`, with a tile plan of the routing where there is one."""
     kind, key = kind_and_key(activation)
-    config = _config(quant_config)
     scheme = config.scheme
     biases = config.biases(w1_bias, w2_bias)
     quantization = () if scheme.weight is None else config.tensors
@@ -237,8 +236,8 @@ def fused_moe(
     Raises:
         TypeError, ValueError, NotImplementedError: as `fused_topk` and `fused_experts`.
     """
-    quant_config = _config(quant_config)
-    scheme = quant_config.scheme
+    config = _config(quant_config)
+    scheme = config.scheme
     _check_routed(
         hidden_states, w1, w2, gating_output, topk, renormalize, scoring_func, expert_map, scheme,
         batch_invariant,
@@ -257,6 +256,6 @@ def fused_moe(
         apply_router_weight_on_input=apply_router_weight_on_input,
         w1_bias=w1_bias,
         w2_bias=w2_bias,
-        quant_config=quant_config,
+        config=config,
         batch_invariant=batch_invariant,
     )

@@ -18,7 +18,6 @@ from moe_ops.pipeline.row_spaces import (
     BatchedRows,
     SlotRows,
     always,
-    depends_on_batch,
     may_be_one,
     sure,
 )
@@ -113,7 +112,9 @@ def _quantizes(
     be many, the operator decides. (Many rows would else be held in both forms.)
     """
     quant, ids = scheme.activation, space.tiles.topk_ids
-    if ids is None or space.batch_invariant or scheme.decoded or depends_on_batch(quant):
+    if ids is None or space.batch_invariant or quant is None:
+        return False
+    if scheme.decoded or quant.of_all_rows:
         return False
     tokens, k = ids.shape
     slots = tokens * k

@@ -19,7 +19,7 @@ from moe_ops.tensors import Routing, Rows, Tiles
 
 def depends_on_batch(quant: Quant | None) -> bool:
     """Whether activations have one scale that comes from the rows of all tokens."""
-    return quant is not None and quant.per_tensor and not quant.static
+    return quant is not None and quant.of_all_rows
 
 
 def check_batch_invariant(scheme: Scheme) -> None:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from moe_ops.dispatch.row_tiles import expert_rule, tile_rule
-from moe_ops.dispatch.tile_plan import first_rows, unpack_plan
+from moe_ops.dispatch.tile_plan import unpack_plan
 from moe_ops.dispatch.tiles import PLAN_HEADER, TileRule, cdiv, one_row_tile, plan_sizes, row_tile
 from moe_ops.reference.slots import local_experts
 from moe_ops.tensors import TilePlan
@@ -67,7 +67,7 @@ def _fill_rest(
     tiles = cdiv(counts, tile)
     # starts[e] less the padded rows before expert e: tile i of the plan begins at origin + i * tile
     origin = (starts - (tiles.cumsum(0) - tiles) * tile).repeat_interleave(tiles)
-    firsts = first_rows(plan, num_slots, len(counts), rule)
+    firsts = plan[sizes.firsts_at :]
     firsts.fill_(-1)
     firsts[: len(origin)] = origin + torch.arange(len(origin), device=plan.device) * tile
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -21,7 +21,7 @@ from moe_ops.scheme import (
     dequantize_weight,
     get_scheme,
 )
-from moe_ops.scheme.rounding import decode, scale_value
+from moe_ops.scheme.rounding import scale_value
 from moe_ops.scheme.weights import rows_per_scale
 from moe_ops.tensors import AnyTiles, QTensor
 
@@ -92,7 +92,7 @@ def _decoded(
     a: Tensor, a_scale: Tensor, stored: QTensor, scheme: Scheme, batch_invariant: bool
 ) -> Product:
     """Products of the numbers that stored values stand for."""
-    (quant, _), num_experts = scheme.quants, len(stored.data)
+    quant, num_experts = cast(Quant, scheme.activation), len(stored.data)
 
     def product(expert: int, source: Tensor, out: Tensor) -> None:
         scales = _row_scales(a_scale, quant, expert, source, len(a), num_experts)
@@ -108,7 +108,7 @@ def _scaled(
 ) -> Product:
     """Products of stored values, scaled group by group."""
     w, (num_experts, n, k) = stored.data, stored.data.shape
-    quant, weight_quant = scheme.quants
+    quant, weight_quant = cast(Quant, scheme.activation), cast(Quant, scheme.weight)
     cols = 1 if weight_quant.group.cols == WHOLE else -(-k // weight_quant.group.cols)
     w_scale: Any = stored.scale
     groups = scale_value(w_scale).view(num_experts, -1, cols)
@@ -141,6 +141,6 @@ def _product(
 
 def _exact(data: Tensor, element: Element, count: int) -> Tensor:
     """Stored values in a dtype that can sum ``count`` of their products, exactly for int8."""
-    value = decode(data, element)
+    value = data.float()  # of 8 bits: others are decoded
     largest_sum = element.largest**2 * min(count, data.shape[1])
     return value.double() if element.name == "int8" and largest_sum > 2**24 else value

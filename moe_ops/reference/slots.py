@@ -11,8 +11,8 @@ from typing import NamedTuple, cast
 import torch
 from torch import Tensor
 
-from moe_ops.dispatch.tile_plan import first_rows, plan_to_read, unpack_plan
-from moe_ops.dispatch.tiles import TileRule, row_tile
+from moe_ops.dispatch.tile_plan import plan_to_read, unpack_plan
+from moe_ops.dispatch.tiles import TileRule, plan_sizes, row_tile
 from moe_ops.tensors import AnyTiles
 
 
@@ -63,8 +63,8 @@ def planned_rows(tiles: AnyTiles, rule: TileRule, num_slots: int, num_experts: i
     slots = all_slots[: count * tile].long()
     experts = all_experts[:count].long().repeat_interleave(tile)
     real = (slots >= 0) & (slots < num_slots) & (experts >= 0) & (experts < num_experts)
-    firsts = first_rows(plan, num_slots, num_experts, rule)[:count, None].long()
-    between = (firsts + torch.arange(tile, device=plan.device)).flatten()[real]
+    firsts = plan[plan_sizes(num_slots, num_experts, rule).firsts_at :][:count, None]
+    between = (firsts.long() + torch.arange(tile, device=plan.device)).flatten()[real]
     return PlannedRows(slots[real], experts[real], between.clamp(0, num_slots - 1))
 
 

@@ -106,6 +106,8 @@ class Quant:
     """Dtype of scales. (``input`` scales of weights have the weight's dtype instead.)"""
     per_tensor: bool = field(init=False, repr=False, compare=False)
     """Whether the whole operand shares one scale."""
+    of_all_rows: bool = field(init=False, repr=False, compare=False)
+    """Whether the numbers of all rows decide the scale: one is shared, and none is given."""
 
     def __post_init__(self) -> None:
         if ELEMENTS.get(self.element.name) != self.element:
@@ -123,6 +125,7 @@ class Quant:
             "dtype": self.element.storage,
             "scale_dtype": scale_dtypes.get(self.scale, torch.float32),
             "per_tensor": self.group == (WHOLE, WHOLE),
+            "of_all_rows": self.group == (WHOLE, WHOLE) and not self.static,
         }
         for name, value in derived.items():
             object.__setattr__(self, name, value)

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import lru_cache
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
+from moe_ops.checks import described
 from moe_ops.dispatch import tuned
 from moe_ops.dispatch.device import Device, device_facts
 from moe_ops.dispatch.gemm_plan import (
@@ -19,7 +22,7 @@ from moe_ops.dispatch.gemm_plan import (
     plan_gemm,
 )
 from moe_ops.dispatch.hopper import PACKED, STREAM, TOKEN, KernelTiles
-from moe_ops.dispatch.problem import STORED, GemmProblem
+from moe_ops.dispatch.problem import STORED, GemmProblem, without_sum
 from moe_ops.kernels._gemm.block_scaled import BlockScaledGemm
 from moe_ops.kernels._gemm.dense import DenseGemm
 from moe_ops.kernels._gemm.operands import GemmOperands
@@ -29,6 +32,7 @@ from moe_ops.kernels._gemm.weight_only import DequantizeGemm
 from moe_ops.kernels._hopper.gemm import HopperGemm
 from moe_ops.kernels._hopper.token_gemm import TokenGemm
 from moe_ops.kernels.quantize import moe_quantize
+from moe_ops.kernels.weight_and_reduce import moe_fused_mul_sum_out
 from moe_ops.scheme import Quant
 
 Kernel = Callable[[Tensor, GemmOperands], None]
@@ -46,20 +50,62 @@ KERNELS: dict[str, Callable[..., Kernel]] = {
 """Kernels by `GemmPlan.kernel`: built from a problem and a plan, called with out and operands."""
 
 
-def run_gemm(
-    out: Tensor, given: GemmOperands, problem: GemmProblem, config: KernelTiles | None = None
+class Prepared(NamedTuple):
+    """What is known of a call of an expert GEMM once an equal one has run."""
+
+    shape: torch.Size
+    """Of the result."""
+    dtype: torch.dtype
+    kernel: Kernel | None
+    """None: the result has no rows."""
+    quant: Quant | None
+    """How rows are quantized before the GEMM, if they are."""
+
+
+PREPARED: dict[Any, Prepared] = {}
+"""By everything that checks and plans read of a call."""
+MOST = 8192
+"""The most calls that are remembered. The number of tokens is part of a call."""
+
+
+def call_gemm(
+    given: GemmOperands,
+    settings: tuple[Any, ...],
+    prepare: Callable[[], tuple[Tensor, GemmProblem]],
+    config: KernelTiles | None = None,
 ) -> Tensor:
-    """``out``, filled by the kernel that `plan_gemm` chooses.
+    """The result of an expert GEMM.
+
+    Checking sizes, describing the problem and planning takes longer than a launch, so that is done
+    once for calls that look alike.
 
     Args:
-        out: ``(slots, N)``, contiguous.
-        given: the operands that ``problem`` describes.
-        problem: sizes, formats and facts of the tensors.
+        given: the operands.
+        settings: the operator's other arguments.
+        prepare: checks the sizes, and returns an empty result and the problem.
         config: tiles to use instead of those of the plan.
     """
-    if problem.sizes.num_slots == 0:
-        return out
-    kernel, quant = _ready(problem, device_facts(out.device), config, tuned.TABLES)
+    a, w = given.a, given.w
+    facts = device_facts(a.device)
+    addresses = a.data_ptr() % 16, w.data_ptr() % 16
+    key = (described(given), settings, addresses, facts, config, tuned.TABLES)
+    known = PREPARED.get(key)
+    if known is None:
+        out, problem = prepare()
+        known = Prepared(out.shape, out.dtype, *_ready(problem, facts, config, tuned.TABLES))
+        if len(PREPARED) >= MOST:
+            PREPARED.clear()
+        PREPARED[key] = known
+    else:
+        out = a.new_empty(known.shape, dtype=known.dtype)
+    _run(out, given, known.kernel, known.quant)
+    return out
+
+
+def _run(out: Tensor, given: GemmOperands, kernel: Kernel | None, quant: Quant | None) -> None:
+    """Fill ``out``; rows that are quantized before are quantized now."""
+    if kernel is None:
+        return
     if given.a.stride(1) != 1:
         given = given._replace(a=given.a.contiguous())
     if quant is not None:
@@ -69,15 +115,33 @@ def run_gemm(
         )
         given = given._replace(a=rows, a_scale=scale)
     kernel(out, given)
-    return out
 
 
 @lru_cache(maxsize=8192)
 def _ready(
     problem: GemmProblem, device: Device, config: KernelTiles | None, tables: tuned.Tables
-) -> tuple[Kernel, Quant | None]:
-    """The kernel, and how to quantize rows before it; None if there is nothing to quantize then."""
+) -> tuple[Kernel | None, Quant | None]:
+    """The kernel, and how to quantize rows before it; None where there is nothing to do."""
+    if problem.sizes.num_slots == 0:
+        return None, None
     plan = plan_gemm(problem, device, config=config)
     before = problem.rows != STORED and not plan.quantizes_rows
-    make = KERNELS[plan.kernel]
-    return make(problem, plan), problem.quant if before else None
+    make, quant = KERNELS[plan.kernel], problem.quant if before else None
+    if problem.summed and plan.kernel != TOKEN_SUM:
+        return SumAfter(make(without_sum(problem), plan)), quant
+    return make(problem, plan), quant
+
+
+class SumAfter:
+    """The kernel of a GEMM, which fills memory of its own, and then that of the weighted sum."""
+
+    def __init__(self, gemm: Kernel) -> None:
+        self.gemm = gemm
+
+    def __call__(self, out: Tensor, given: GemmOperands) -> None:
+        """``out[t] = sum_j topk_weights[t, j] * product[t * k + j]``."""
+        product = out.new_empty(given.a.shape[0], out.shape[1])
+        self.gemm(product, given._replace(topk_weights=None))
+        _, topk_ids, expert_map = given.tiles
+        skipped = (topk_ids, expert_map, None, given.w.shape[0])
+        moe_fused_mul_sum_out(product, given.topk_weights, *skipped, out=out)

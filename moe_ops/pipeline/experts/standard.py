@@ -17,7 +17,6 @@ from moe_ops.pipeline.gemms import (
     gemm,
     gemm_sum,
     quantized,
-    stored,
     sums_at_once,
 )
 from moe_ops.pipeline.row_spaces import SlotRows
@@ -45,7 +44,9 @@ def slot_experts(
     weighted = weight_on_input and scheme.activation is not None
     on_input = topk_weights if weight_on_input and not weighted else None
     top_k = 1 if weighted else topk_weights.shape[1]
-    rows = stored(rows, weights, space, scheme, top_k, activation)
+    if rows.scale is None:
+        how = (space, scheme, top_k, activation)
+        rows = quantized(rows.data, weights.a1_scale, weights.w1, *how)
     space = space._replace(expert_order=scheme.weight is None)  # only the GEMMs touch rows between
     on_output = None if weight_on_input else topk_weights
     product = gemm(rows, weights.w1, space, top_k, scheme, dtype, activation, on_input)
