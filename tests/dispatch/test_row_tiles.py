@@ -45,11 +45,7 @@ def test_row_tiles_by_class_of_load(rule, tiles):
 
 
 def test_row_tiles_of_8_bit_rows_on_hopper():
-<<<<<<< HEAD
     """One step is within a class: from 60 rows an expert on, one tile of 128 takes them."""
-=======
-    """One step is within a class: past 60 rows an expert tiles have 128."""
->>>>>>> h/R2
     rule, experts = HOPPER[1], 8
     for rows, expected in (
         (0, 16), (10, 16), (11, 32), (21, 32), (22, 64), (43, 64), (60, 64), (61, 128), (85, 128),
