@@ -62,8 +62,10 @@ def described(arguments: Iterable[Any]) -> tuple[Any, ...]:
     """
     found: list[Any] = []
     for x in arguments:
-        if isinstance(x, Tensor):
-            found.append((x.shape, x.stride(), x.dtype, x.device))
+        if x is None or x is True or x is False:
+            found.append(x)
+        elif isinstance(x, Tensor):
+            found += (x.shape, x.stride(), x.dtype, x.device)
         elif isinstance(x, (list, tuple)):
             found.append(described(x))
         else:

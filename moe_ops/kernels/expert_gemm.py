@@ -37,4 +37,6 @@ def expert_matmul(
         )  # fmt: skip
         return out, problem
 
-    return call_gemm(GemmOperands(a, w, tiles, bias, topk_weights), how, prepare, config)
+    return call_gemm(
+        GemmOperands(a, w, tiles, bias, topk_weights), ("expert_matmul", *how), prepare, config
+    )

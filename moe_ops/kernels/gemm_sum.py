@@ -41,4 +41,4 @@ def gemm_sum(
         return out, sum_problem(gemm, topk_weights is not None, out.element_size())
 
     given = GemmOperands(a, w, tiles, bias, topk_weights, a_scale, w_scale)
-    return call_gemm(given, ("sum", *how), prepare)
+    return call_gemm(given, ("gemm_sum", *how), prepare)

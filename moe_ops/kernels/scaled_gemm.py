@@ -38,4 +38,6 @@ def scaled_matmul(
         return out, scaled_problem(*rows, batch_invariant=batch_invariant)
 
     scales = (a_scale, w_scale, None, w_global_scale)
-    return call_gemm(GemmOperands(a, w, tiles, bias, None, *scales), how, prepare, config)
+    return call_gemm(
+        GemmOperands(a, w, tiles, bias, None, *scales), ("scaled_matmul", *how), prepare, config
+    )

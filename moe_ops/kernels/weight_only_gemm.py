@@ -36,4 +36,4 @@ def weight_only_matmul(
         return out, stored_problem(a, w, tiles, *how, batch_invariant=batch_invariant)
 
     given = GemmOperands(a, w, tiles, bias, topk_weights, None, *scales)
-    return call_gemm(given, (*how, batch_invariant), prepare, config)
+    return call_gemm(given, ("weight_only_matmul", *how, batch_invariant), prepare, config)

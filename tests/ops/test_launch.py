@@ -12,6 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 pytest.importorskip("triton")
 import aot  # noqa: E402
 import triton  # noqa: E402
+from triton.backends.nvidia import driver  # noqa: E402
 from triton.backends.nvidia.driver import CudaLauncher  # noqa: E402
 
 import moe_ops  # noqa: E402
@@ -39,6 +40,35 @@ def test_the_c_function_gets_what_the_launcher_gives_it(scratch, monkeypatch):
     run(1, 2, 3, 7, 11, (4, 1, 0), None, None, None, "a", 5)
     assert calls[0] == calls[1]
     assert binary.start is binary.start, "found once"
+
+
+@pytest.mark.skipif(not triton.__version__.startswith("3.6."), reason="how Triton 3.6 launches")
+def test_descriptors_in_parts_are_what_triton_makes_of_them(monkeypatch):
+    """And made once for each descriptor."""
+    calls, made, box = [], [], {"swizzle": 3}
+
+    def take_apart(descriptor, metadata):
+        made.append((descriptor.name, metadata))
+        return [f"map of {descriptor.name}", 5, 6]
+
+    monkeypatch.setattr(driver, "make_tensordesc_arg", take_apart)
+    monkeypatch.setattr(launch, "make_tensordesc_arg", take_apart)
+    signature = {0: "*bf16", 1: "tensordesc<bf16[1]>", 2: "i32", 3: "tensordesc<bf16[1]>", 4: "i32"}
+    wrapped = driver.wrap_handle_tensordesc(lambda *a: calls.append(a), signature, [box, box])
+    run = CudaLauncher.__new__(CudaLauncher)
+    run.launch, run.num_ctas, run.launch_cooperative_grid, run.launch_pdl = wrapped, 1, False, True
+    run.global_scratch_size = run.profile_scratch_size = 0
+    run.global_scratch_align = run.profile_scratch_align = 16
+    binary = Binary(SimpleNamespace(run=run, function=11, packed_metadata=(4, 1, 0)))
+    start, settings, by_pointer = binary.start
+    one, two = SimpleNamespace(name="one"), SimpleNamespace(name="two")
+    values = [4096, one, 7, two, 8]
+    assert by_pointer and binary.boxes == [box, box]
+    start(1, 2, 3, 7, *settings, *binary.parts(values, [1, 3]))
+    run(1, 2, 3, 7, 11, (4, 1, 0), None, None, None, *values)
+    assert calls[0] == calls[1] and len(made) == 4
+    binary.parts(values, [1, 3])
+    assert len(made) == 4
 
 
 @pytest.mark.parametrize("by_pointer", (False, True))

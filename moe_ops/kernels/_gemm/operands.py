@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -27,3 +27,14 @@ class GemmOperands(NamedTuple):
     w_scale: Tensor | None = None
     w_zero_point: Tensor | None = None
     w_global_scale: Tensor | None = None
+
+    @property
+    def facts(self) -> tuple[Any, ...]:
+        """What checks of sizes and the choice of a kernel may read of the operands, to compare."""
+        a, w, tiles, bias, weights, *scales = self
+        found = [a.shape, a.stride(), a.dtype, a.data_ptr() % 16]
+        found += (w.shape, w.stride(), w.dtype, w.data_ptr() % 16, len(tiles))
+        found += [None if x is None else x.shape for x in (bias, weights, *tiles)]
+        for x in scales:
+            found += (None,) if x is None else (x.shape, x.dtype)
+        return tuple(found)

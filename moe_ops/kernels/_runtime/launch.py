@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 import triton
+from triton.backends.nvidia.driver import make_tensordesc_arg
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from moe_ops.kernels._runtime.cache_keys import compute_cache_key
@@ -26,6 +27,8 @@ class Binary:
 
     def __init__(self, compiled: Any) -> None:
         self.compiled = compiled
+        self.boxes: list[Any] = []
+        """What the launch function says of each TMA descriptor, where it takes them in parts."""
 
     @cached_property
     def start(self) -> tuple[Any, tuple[Any, ...], bool]:
@@ -33,7 +36,8 @@ class Binary:
 
         Triton 3.6's CUDA launcher computes at every launch how much scratch memory to allocate. A
         kernel that needs none skips this launcher and calls the C function behind it. Given
-        addresses instead of tensors, the C function does not query the driver about each.
+        addresses instead of tensors, the C function does not query the driver about each. And
+        given TMA descriptors in parts, nobody takes them apart at every launch.
         """
         run = self.compiled.run
         function, metadata = self.compiled.function, self.compiled.packed_metadata
@@ -42,7 +46,31 @@ class Binary:
         if not known or run.global_scratch_size or run.profile_scratch_size:
             return run, (function, metadata, *no_hooks), False
         flags = (run.launch_cooperative_grid, run.launch_pdl)
-        return run.launch, (function, *flags, None, None, metadata, *no_hooks), True
+        launch, self.boxes = _unwrapped(run.launch)
+        return launch, (function, *flags, None, None, metadata, *no_hooks), True
+
+    def parts(self, values: list[Any], places: list[int]) -> list[Any]:
+        """``values`` with the descriptors at ``places`` in parts, as the launch function wants."""
+        found, at = [], 0
+        for place, box in zip(places, self.boxes, strict=True):
+            descriptor = values[place]
+            known = descriptor.__dict__.get("parts")
+            if known is None:
+                known = descriptor.__dict__["parts"] = make_tensordesc_arg(descriptor, box)
+            found += values[at:place]
+            found += known
+            at = place + 1
+        return found + values[at:]
+
+
+def _unwrapped(launch: Any) -> tuple[Any, list[Any]]:
+    """The C function behind one that takes TMA descriptors apart, and what it knows of each."""
+    names = launch.__code__.co_freevars if hasattr(launch, "__code__") else ()
+    if not {"launcher", "tensordesc_meta"} <= set(names):
+        return launch, []
+    closed = dict(zip(names, launch.__closure__, strict=True))
+    boxes = closed["tensordesc_meta"].cell_contents
+    return (launch, []) if None in boxes else (closed["launcher"].cell_contents, boxes)
 
 
 COMPILED: dict[tuple, Binary] = {}
@@ -90,6 +118,7 @@ class Launch:
         device = arguments[0].get_device()
         seen: list[Any] = [self]
         values: list[Any] = []
+        boxes: list[int] = []
         for argument, counted in zip(arguments, self.counted):  # noqa: B905 (strict is slower)
             kind = type(argument)
             if kind is int:
@@ -100,6 +129,7 @@ class Launch:
                 values.append(None)
             elif kind is TensorDescriptor:  # the binary does not depend on its sizes
                 seen.append(argument.base.dtype)
+                boxes.append(len(values))
                 values.append(argument)
             else:
                 pointer = argument.data_ptr()
@@ -121,5 +151,7 @@ class Launch:
             return
         start, settings, by_pointer = binary.start
         given, stream = values if by_pointer else arguments, _current_stream(device)
+        if by_pointer and binary.boxes:
+            given = binary.parts(values, boxes)
         start(x, y, z, stream, *settings, *given, *self.tail)
         LAST[stream] = self.kernel
