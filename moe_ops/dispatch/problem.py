@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from moe_ops.activation import Formula, formula
+from moe_ops.activation import Formula, formula, row_steps
 from moe_ops.dispatch.hopper import operand_bytes
 from moe_ops.dispatch.row_tiles import gemm_rule
 from moe_ops.dispatch.tiles import Gemm, TileRule
@@ -26,6 +26,28 @@ BOX_DTYPES = (torch.bfloat16, torch.float16, torch.float8_e4m3fn)
 STORED, EACH, ALL = "stored", "each", "all"
 """Rows that come as the kernel multiplies them; rows to be quantized, each by itself; rows to be
 quantized with a scale that all of them decide, or that every expert has of its own."""
+
+
+class WeightRows(NamedTuple):
+    """How the rows of a weight lie, and their scales: what every kernel has to know of them."""
+
+    step: int
+    """From the weight row of an output column to that of the next one."""
+    up: int
+    """From a gate row to its up row; 0 without a gate."""
+    rows: int
+    """Weight rows of an expert."""
+    scale_rows: int
+    """Weight rows that share a scale."""
+    scale_cols: int | None
+    """Elements along K that share a scale; None: all, or there are no scales."""
+
+    @staticmethod
+    def of(rule: Formula | None, n: int, quant: Quant | None, scale_rows: int | None) -> WeightRows:
+        """The rows for ``n`` output columns with an activation; ``quant``: of the weight."""
+        step, up = row_steps(rule, n)
+        cols = None if quant is None else quant.shared_cols
+        return WeightRows(step, up, 2 * n if up else n, scale_rows or 1, cols)
 
 
 class GemmProblem(NamedTuple):
@@ -84,6 +106,12 @@ class GemmProblem(NamedTuple):
         """``(E, rows, K)`` of the weight, in numbers."""
         _, num_experts, n, k, _, halves, _ = self.sizes
         return num_experts, halves * n, k
+
+    @property
+    def weight_rows(self) -> WeightRows:
+        """How the rows of the weight and their scales lie."""
+        quant = get_scheme(self.scheme).weight
+        return WeightRows.of(self.rule, self.sizes.n, quant, self.scale_rows)
 
     @property
     def one_token(self) -> bool:

@@ -14,10 +14,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from moe_ops.activation import Formula, formula, row_steps
+from moe_ops.activation import Formula, formula
 from moe_ops.dispatch.gemm_plan import GemmPlan
 from moe_ops.dispatch.portable import scale_groups
-from moe_ops.dispatch.problem import GemmProblem
+from moe_ops.dispatch.problem import GemmProblem, WeightRows
 from moe_ops.dispatch.tiles import TileConfig, max_programs
 from moe_ops.kernels._gemm.operands import GemmOperands
 from moe_ops.kernels._gemm.tile import (
@@ -228,14 +228,13 @@ class Variant(NamedTuple):
     quant: Quant
     """Quantization of rows."""
     activation: str
-    scale_rows: int
-    """Weight rows that share a scale."""
+    weight: WeightRows
 
     @staticmethod
     def of(problem: GemmProblem) -> Variant:
         """The variant of a problem."""
         sizes, quant = problem.sizes, problem.quant
-        rest = (problem.activation, problem.scale_rows)
+        rest = (problem.activation, problem.weight_rows)
         return Variant(sizes.n, sizes.k, problem.top_k, quant, *rest)
 
     def constants(self, tiles: TileConfig) -> dict[str, Any]:
@@ -247,13 +246,13 @@ class Variant(NamedTuple):
 
     def _layout(self, rule: Formula | None, block_n: int) -> Layout:
         """The `Layout` for tiles of ``block_n`` output columns."""
-        groups = scale_groups(self.n, self.quant.shared_cols, self.scale_rows, rule)
-        step, up = row_steps(rule, self.n)
+        step, up, count, rows, _ = self.weight
+        groups = scale_groups(self.n, self.quant.shared_cols, rows, rule)
         return Layout(
             step=step,
             up=up,
-            weight_rows=2 * self.n if up else self.n,
-            rows=self.scale_rows,
+            weight_rows=count,
+            rows=rows,
             cols=groups.k,
             uniform=block_n <= groups.n,
             integer=not self.quant.dtype.is_floating_point,

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from moe_ops.activation import formula
 from moe_ops.dispatch.gemm_plan import GemmPlan
-from moe_ops.dispatch.problem import GemmProblem
+from moe_ops.dispatch.problem import GemmProblem, WeightRows
 from moe_ops.dispatch.tiles import TileConfig, max_programs
 from moe_ops.kernels._gemm.dequantize import (
     Format,
@@ -276,18 +276,17 @@ class Variant(NamedTuple):
 
     def weight_format(self, tiles: TileConfig) -> Format:
         """The `Format` of the weights for these tiles."""
-        quant, n = self.scheme.weight, self.n
-        cols = quant.shared_cols
+        quant = self.scheme.weight
         rule = formula(self.activation) if self.activation else None
-        gated, interleaved = rule is not None and rule.gated, rule is not None and rule.interleaved
+        step, up, count, rows, cols = WeightRows.of(rule, self.n, quant, self.scale_rows)
         return Format(
-            step=2 if interleaved else 1,
-            up=(1 if interleaved else n) if gated else 0,
-            weight_rows=2 * n if gated else n,
+            step=step,
+            up=up,
+            weight_rows=count,
             packed=quant.element.packed or self.words,
             cols=cols,
             in_tile=cols is not None and (cols < tiles.block_k or tiles.block_m > 32),
-            rows=self.scale_rows,
+            rows=rows,
             global_rows=self.global_rows,
             **_stored(quant),
         )

@@ -9,11 +9,11 @@ from typing import Any, NamedTuple
 from torch import Tensor
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from moe_ops.activation import Formula, row_steps
+from moe_ops.activation import Formula
 from moe_ops.dispatch.device import device_facts
 from moe_ops.dispatch.gemm_plan import GemmPlan
 from moe_ops.dispatch.hopper import ROW_BYTES, HopperTiles
-from moe_ops.dispatch.problem import GemmProblem
+from moe_ops.dispatch.problem import GemmProblem, WeightRows
 from moe_ops.dispatch.tiles import TALL_ROW_TILE, cdiv, max_row_tiles
 from moe_ops.kernels._gemm.operands import GemmOperands
 from moe_ops.kernels._gemm.tile import tile_arguments
@@ -118,34 +118,29 @@ class Constants:
         return descriptor(w, [1, self.BLOCK_N // 16, 2, 8, self.BLOCK_K], shape, strides)
 
 
-class Scales(NamedTuple):
-    """How scales lie."""
+class RowScales(NamedTuple):
+    """Scales of the first operand."""
 
-    rows: int = 1
-    """Weight rows that share one."""
-    cols: int | None = None
-    """Elements along K that share one, of both operands; None: all."""
     shared: bool = False
-    """Whether all rows of the first operand share one."""
+    """Whether all rows share one."""
     of_slots: bool = False
     """Whether each slot has one, by which its products are multiplied: a routing weight."""
 
 
 @lru_cache(maxsize=4096)
 def constants(
-    weight: tuple[int, int, int],
+    n: int,
+    k: int,
     itemsize: int,
     top_k: int,
     rule: Formula | None,
-    scales: Scales,
+    weight: WeightRows,
+    scales: RowScales,
     tiles: HopperTiles,
     ordered: str | None = None,
 ) -> Constants:
-    """The constants for a weight ``(E, rows, K)``."""
-    _, rows, k = weight
+    """The constants for ``n`` output columns."""
     gated = rule is not None and rule.gated
-    n = rows // 2 if gated else rows
-    step, up = row_steps(rule, n)
     out_n, block_k = tiles.block_n // 2 if gated else tiles.block_n, ROW_BYTES // itemsize
     tallest = 128 if itemsize == 1 else TALL_ROW_TILE
     return Constants(
@@ -155,11 +150,11 @@ def constants(
         ORDERED=ordered,
         RULE=rule,
         GATED=gated,
-        STEP=step,
-        UP=up,
-        WEIGHT_ROWS=rows,
-        SCALE_ROWS=scales.rows,
-        SCALE_COLS=scales.cols,
+        STEP=weight.step,
+        UP=weight.up,
+        WEIGHT_ROWS=weight.rows,
+        SCALE_ROWS=weight.scale_rows,
+        SCALE_COLS=weight.scale_cols,
         WEIGHTED=scales.of_slots,
         ROW_SCALE_STRIDE=0 if scales.shared else 1,
         ITEMSIZE=itemsize,
@@ -182,12 +177,11 @@ class HopperGemm:
     """A warp-specialised kernel, ready to run."""
 
     def __init__(self, problem: GemmProblem, plan: GemmPlan) -> None:
-        quant, tiles = problem.quant, plan.config
-        scales = Scales(of_slots=problem.weighted)
-        if quant is not None:
-            scales = Scales(problem.scale_rows, quant.shared_cols, quant.per_tensor)
-        rest = (problem.top_k, problem.rule, scales, tiles, problem.permuted)
-        self.constants = constants(problem.weight, problem.operand_itemsize, *rest)
+        sizes, quant, tiles = problem.sizes, problem.quant, plan.config
+        scales = RowScales(quant is not None and quant.per_tensor, problem.weighted)
+        product = (sizes.n, sizes.k, problem.operand_itemsize, problem.top_k, problem.rule)
+        rest = (problem.weight_rows, scales, tiles, problem.permuted)
+        self.constants = constants(*product, *rest)
         self.packed, self.packed_rows = tiles.packed, plan.packed_rows
         self.quant = quant if plan.quantizes_rows else None
         """How rows are quantized as they are packed, where they are not yet."""

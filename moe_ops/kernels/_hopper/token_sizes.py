@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from moe_ops.activation import Formula, row_steps
+from moe_ops.activation import Formula
 from moe_ops.dispatch.device import Device
 from moe_ops.dispatch.hopper import PIECES, ROW_BYTES, TOKEN_ROWS, token_tiles, vector_pieces
 from moe_ops.dispatch.problem import STORED, GemmProblem
@@ -93,11 +93,10 @@ class TokenSizes:
 def token_sizes(problem: GemmProblem, stages: int, early: bool, facts: Device) -> TokenSizes:
     """The constants of the M = 1 kernel of a GEMM that `plan_gemm` gives to it."""
     gemm, rule, quant = problem.sizes, problem.rule, problem.quant
-    num_experts, rows, k = problem.weight
-    itemsize = problem.operand_itemsize
+    k, itemsize = gemm.k, problem.operand_itemsize
     gated = rule is not None and rule.gated
     n, block_k = gemm.n, ROW_BYTES // itemsize
-    step, up = row_steps(rule, n)
+    weight = problem.weight_rows
     count = gemm.num_slots if problem.summed else 1
     vectors = next_power_of_2(count)
     columns, steps = vector_pieces(k, itemsize, vectors)
@@ -112,12 +111,12 @@ def token_sizes(problem: GemmProblem, stages: int, early: bool, facts: Device) -
         COUNT=count,
         RULE=rule,
         GATED=gated,
-        STEP=step,
-        UP=up,
-        WEIGHT_ROWS=rows,
+        STEP=weight.step,
+        UP=weight.up,
+        WEIGHT_ROWS=weight.rows,
         QUANT=None if quant is None or problem.rows == STORED else rule_of(quant),
-        SCALE_ROWS=1 if quant is None else problem.scale_rows,
-        SCALE_COLS=None if quant is None else quant.shared_cols,
+        SCALE_ROWS=weight.scale_rows,
+        SCALE_COLS=weight.scale_cols,
         WEIGHTED=problem.weighted,
         ITEMSIZE=itemsize,
         BLOCK_K=block_k,
