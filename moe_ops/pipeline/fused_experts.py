@@ -94,14 +94,12 @@ def fused_experts(
     return _experts(
         None,
         hidden_states,
-        w1,
-        w2,
+        (w1, w2),
         Routing(topk_weights, topk_ids, expert_map),
         activation=activation,
         global_num_experts=global_num_experts,
         apply_router_weight_on_input=apply_router_weight_on_input,
-        w1_bias=w1_bias,
-        w2_bias=w2_bias,
+        biases=(w1_bias, w2_bias),
         config=_config(quant_config),
         batch_invariant=batch_invariant,
     )
@@ -133,34 +131,32 @@ def _config(quant_config: FusedMoEQuantConfig | None) -> FusedMoEQuantConfig:
 def _experts(
     plan: Tensor | None,
     hidden_states: Tensor,
-    w1: Tensor,
-    w2: Tensor,
+    weights: tuple[Tensor, Tensor],
     routing: Routing,
     *,
     activation: MoEActivation | Activation | str,
     global_num_experts: int,
     apply_router_weight_on_input: bool,
-    w1_bias: Tensor | None,
-    w2_bias: Tensor | None,
+    biases: tuple[Tensor | None, Tensor | None],
     config: FusedMoEQuantConfig,
     batch_invariant: bool,
 ) -> Tensor:
     """`fused_experts`, with a tile plan of the routing where there is one."""
+    (w1, w2), scheme = weights, config.scheme
     kind, key = kind_and_key(activation)
-    scheme = config.scheme
-    biases = config.biases(w1_bias, w2_bias)
+    biases = config.biases(*biases)
     quantization = () if scheme.weight is None else config.tensors
-    experts = (hidden_states, w1, w2, *biases, kind, scheme, *quantization)
+    layer = (hidden_states, w1, w2, *biases, kind, scheme, *quantization)
     flags = (apply_router_weight_on_input, batch_invariant)
-    _check_call(*flags, scheme, *routing, global_num_experts, *experts)
-    weights = expert_weights(w1, w2, config, biases)
+    _check_call(*flags, scheme, *routing, global_num_experts, *layer)
+    experts = expert_weights(w1, w2, config, biases)
     rows, on_input = Rows(hidden_states), apply_router_weight_on_input
     if scheme.activation is not None and on_input:  # router weights go in first
         rows = Rows(*quantize_tokens(hidden_states, config, routing, w1.shape[0], on_input))
     dtype = hidden_states.dtype
     space = SlotRows.of(routing, w1.shape[0], scheme, dtype, batch_invariant, plan)
     how = (scheme, space, routing.topk_weights, key, dtype, on_input)
-    return slot_experts(rows, weights, *how)
+    return slot_experts(rows, experts, *how)
 
 
 @checks.remembered
@@ -248,14 +244,12 @@ def fused_moe(
     return _experts(
         plan,
         hidden_states,
-        w1,
-        w2,
+        (w1, w2),
         Routing(topk_weights, topk_ids, expert_map),
         activation=activation,
         global_num_experts=global_num_experts,
         apply_router_weight_on_input=apply_router_weight_on_input,
-        w1_bias=w1_bias,
-        w2_bias=w2_bias,
+        biases=(w1_bias, w2_bias),
         config=config,
         batch_invariant=batch_invariant,
     )

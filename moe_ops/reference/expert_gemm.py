@@ -11,7 +11,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from moe_ops.dispatch.row_tiles import gemm_rule
-from moe_ops.reference.grouped import grouped
+from moe_ops.reference.grouped import empty_rows, grouped
 from moe_ops.reference.slots import multiply
 from moe_ops.scheme import UNQUANTIZED
 from moe_ops.tensors import AnyTiles
@@ -36,6 +36,6 @@ def expert_matmul(
 
     permuted = None if not expert_order else "out" if activation else "a"
     return grouped(
-        product, w, a.dtype, len(a) * top_k, tiles, rule, top_k,
+        empty_rows(len(a) * top_k, w, a.dtype, activation), product, w, tiles, rule, top_k,
         bias=bias, topk_weights=topk_weights, activation=activation, permuted=permuted,
     )  # fmt: skip

@@ -17,11 +17,17 @@ Product = Callable[[int, Tensor, Tensor], None]
 """``product(expert, source, out)`` writes ``a[source] @ w[expert].T`` to ``out``, in float32."""
 
 
+def empty_rows(num_slots: int, weight: Tensor, dtype: torch.dtype, activation: str) -> Tensor:
+    """Zeros for the result of a GEMM with a weight ``(El, n, ..)``."""
+    gated = activation and formula(activation).gated
+    width = weight.shape[1] // 2 if gated else weight.shape[1]
+    return weight.new_zeros((num_slots, width), dtype=dtype)
+
+
 def grouped(
+    out: Tensor,
     product: Product,
     weight: Tensor,
-    dtype: torch.dtype,
-    num_slots: int,
     tiles: AnyTiles,
     rule: TileRule,
     top_k: int,
@@ -36,10 +42,9 @@ def grouped(
     Rows of skipped slots are zeros.
 
     Args:
+        out: zeros, as `empty_rows` makes them.
         product: see `Product`.
         weight: ``(El, n, ..)``; n is the number of columns of a product.
-        dtype: of the result.
-        num_slots: rows of the result.
         tiles: plan, ``topk_ids`` and expert map.
         rule: by which the row tile of the plan was chosen.
         top_k: slots per row of ``a``.
@@ -48,10 +53,7 @@ def grouped(
         activation: key of f; empty: no activation.
         permuted: which of ``"a"`` and ``"out"`` has permuted rows, if any.
     """
-    num_experts, n, _ = weight.shape
-    applied = formula(activation) if activation else None
-    width = n // 2 if applied is not None and applied.gated else n
-    out = weight.new_zeros((num_slots, width), dtype=dtype)
+    num_slots, (num_experts, n, _) = out.shape[0], weight.shape
     if num_slots == 0:
         return out
     slots, experts, between = planned_rows(tiles, rule, num_slots, num_experts)
@@ -63,7 +65,8 @@ def grouped(
         rows *= topk_weights.flatten()[slots, None].float()
     if bias is not None:
         rows += bias[experts].float()
-    if applied is not None:
+    if activation:
+        applied = formula(activation)
         rows = apply(*split(rows, applied), applied)
     out[between if permuted == "out" else slots] = rows.to(out.dtype)
     return out

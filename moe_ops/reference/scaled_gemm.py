@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from moe_ops.dispatch.row_tiles import gemm_rule
-from moe_ops.reference.grouped import Product, grouped
+from moe_ops.reference.grouped import Product, empty_rows, grouped
 from moe_ops.reference.quantize import moe_quantize
 from moe_ops.reference.slots import multiply
 from moe_ops.reference.weight_only_gemm import one_expert
@@ -74,9 +74,8 @@ def scaled_matmul(
     make = _decoded if known.decoded else _scaled
     product = make(*rows, stored, known, batch_invariant)
     rule = gemm_rule(scheme, a, tiles, batch_invariant)
-    return grouped(
-        product, w, out_dtype, len(a) * top_k, tiles, rule, top_k, bias=bias, activation=activation
-    )
+    out = empty_rows(len(a) * top_k, w, out_dtype, activation)
+    return grouped(out, product, w, tiles, rule, top_k, bias=bias, activation=activation)
 
 
 def _row_scales(

@@ -9,7 +9,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from moe_ops.dispatch.row_tiles import gemm_rule
-from moe_ops.reference.grouped import grouped
+from moe_ops.reference.grouped import empty_rows, grouped
 from moe_ops.reference.slots import multiply
 from moe_ops.scheme import dequantize_weight
 from moe_ops.tensors import AnyTiles, QTensor
@@ -38,7 +38,7 @@ def weight_only_matmul(
         multiply(a[source].float(), weight, rows, batch_invariant)
 
     return grouped(
-        product, w, a.dtype, len(a) * top_k, tiles, rule, top_k,
+        empty_rows(len(a) * top_k, w, a.dtype, activation), product, w, tiles, rule, top_k,
         bias=bias, topk_weights=topk_weights, activation=activation,
     )  # fmt: skip
 
