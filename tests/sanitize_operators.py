@@ -19,7 +19,8 @@ from moe_ops.reference.permute import moe_permutation
 from moe_ops.testing import assert_matches_reference
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
-BF = ("unquantized", torch.bfloat16)
+BF = ("mxfp4_w4a16", torch.bfloat16)
+"""A layer whose row tiles are the same on every GPU and on a CPU."""
 
 
 class Case(NamedTuple):

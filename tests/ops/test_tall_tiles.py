@@ -258,7 +258,7 @@ def test_explained(monkeypatch):
 
     assert rows("unquantized", "sm_90") == [16, 128, 192, 128, 128]
     assert rows("unquantized", "sm_80") == [16, 128, 128, 128, 128]
-    assert rows("fp8_block128", "sm_90") == [16, 64, 128, 128, 128]
+    assert rows("fp8_block128", "sm_90") == [16, 128, 128, 128, 128]
     assert rows("fp8_block128", "sm_100") == [16, 64, 64, 64, 128]
     text = str(moe_ops.explain(config, "unquantized", device="sm_90", num_tokens=(2048,)))
     assert "hopper_packed 192x256 /3" in text
