@@ -71,6 +71,7 @@ def test_what_is_refused_is_refused_after_a_call_too(device):
     multiply(a, w, ids)
     plan = ops.plan_slots(ids, None, E, "unquantized", a.dtype)
     for wrong, rule in (
+        ((a[:, :-1], w, None, None, [plan, ids, None], TOP_K), r"a\.shape\[1\]"),
         ((a, w[:, :, :-1], None, None, [plan, ids, None], TOP_K), r"a\.shape\[1\]"),
         ((a, w, None, None, [plan[:-1], ids, None], TOP_K), r"plan\.numel\(\)"),
         ((a, w, None, None, [plan, ids[1:], None], TOP_K), r"topk_ids\.numel\(\)"),
@@ -79,6 +80,18 @@ def test_what_is_refused_is_refused_after_a_call_too(device):
     ):
         with pytest.raises(ValueError, match=f"^{rule} must"):
             ops.expert_matmul(*wrong)
+
+
+def test_rows_of_another_dtype(device):
+    """By weights that are stored alike."""
+    a, w, ids = arguments(device)
+    q = quantize_weight(w.float(), "int8_w8a16")
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        tiles = [ops.plan_slots(ids, None, E, "int8_w8a16", dtype), ids, None]
+        rows = (a.to(dtype), *q, None, None)
+        actual = ops.weight_only_matmul(*rows, tiles, TOP_K, "int8_w8a16")
+        assert actual.dtype == dtype
+        check(actual, expected(a, w, ids))
 
 
 @pytest.mark.skipif(not (HAS_CUDA or INTERPRETED), reason="a reference prepares nothing")
