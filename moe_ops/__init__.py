@@ -44,6 +44,7 @@ from moe_ops.parallel import (
     rebalance_experts,
     remap_topk_to_local,
 )
+from moe_ops.pipeline.all_gather import AllGatherPrepareAndFinalize
 from moe_ops.pipeline.async_prepare import AsyncPrepareAndFinalize
 from moe_ops.pipeline.batched_prepare import BatchedPrepareAndFinalize
 from moe_ops.pipeline.calls import Call
@@ -119,6 +120,7 @@ __all__ = [
     "FLOAT8_E4M3_MAX",
     "SCHEMES",
     "Activation",
+    "AllGatherPrepareAndFinalize",
     "AsyncPrepareAndFinalize",
     "BatchedGroupedGemmExperts",
     "BatchedPrepareAndFinalize",

@@ -12,7 +12,7 @@ from torch.nn.functional import pad
 from moe_ops import checks
 from moe_ops.activation import kind_and_key
 from moe_ops.dispatch.tiles import cdiv
-from moe_ops.layer.collectives import RankGroup
+from moe_ops.pipeline.collectives import RankGroup
 from moe_ops.layer.methods import (
     FusedMoEMethodBase,
     QuantizedFusedMoEMethod,

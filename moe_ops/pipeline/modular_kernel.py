@@ -249,9 +249,14 @@ class FusedMoEKernel:
             experts.finalize_weight_and_reduce_impl(),
         )
         if part.supports_async():
-            return Pending.of(part.finalize_async(*arguments))
-        output = part.finalize(*arguments)
-        return Pending(None, lambda: output)
+            pending = Pending.of(part.finalize_async(*arguments))
+        else:
+            output = part.finalize(*arguments)
+            pending = Pending(None, lambda: output)
+        if part.num_dispatchers() == 1:
+            return pending
+        tokens = call.hidden_states.shape[0]  # prepare may have padded them
+        return Pending(pending.hook, lambda: pending.receiver()[:tokens])
 
     def finish(self, call: Call, finalized: Pending) -> Tensor | tuple[Tensor, Tensor]:
         """Run the shared experts while rows come back, then wait for those."""

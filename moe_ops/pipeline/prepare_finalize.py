@@ -98,6 +98,9 @@ class FusedMoEPrepareAndFinalizeModular(FusedMoEPrepareAndFinalize):
     ) -> Tensor:
         """Bring rows back and sum them: ``(T, H)``.
 
+        With several dispatchers there may be more rows than this rank's T tokens: the modular
+        kernel returns the first T.
+
         Args:
             fused_expert_output: unweighted and not summed, unless ``weight_and_reduce_impl`` is
                 `TopKWeightAndReduceNoOP`.

@@ -1,4 +1,4 @@
-"""Collectives among the ranks of a layer: functional ones, which trace and are captured."""
+"""Functional collectives among the ranks of a layer, which trace and can be captured."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from moe_ops.pipeline.checking import may_wait
 
@@ -24,6 +25,42 @@ class RankGroup(NamedTuple):
         """Make the value from a `torch.distributed` process group; None: all processes."""
         return cls(size, None if group is None else group.group_name)
 
+    @classmethod
+    def resolve(cls, group: Any) -> RankGroup:
+        """Make the value from any form of a group, with its true size.
+
+        Args:
+            group: a `torch.distributed` process group, the name of one, a 1-D `DeviceMesh`, None
+                (all processes), or a `RankGroup`, which is taken as it is.
+
+        Raises:
+            TypeError: none of these.
+            ValueError: a name that no group has, a group that this process is not in, a mesh of
+                several dimensions, or None before `torch.distributed` is initialized.
+        """
+        if isinstance(group, cls):
+            return group
+        if group is None:
+            if not dist.is_initialized():
+                raise ValueError(
+                    "group must be given, or torch.distributed initialized, got neither"
+                )
+            group = dist.group.WORLD
+        elif isinstance(group, str):
+            group = _group_of_name(group)
+        elif isinstance(group, DeviceMesh):
+            if group.ndim != 1:
+                raise ValueError(f"group must be a DeviceMesh of 1 dimension, got {group.ndim}")
+            group = group.get_group()
+        elif group is dist.GroupMember.NON_GROUP_MEMBER:
+            raise ValueError("group must be one that this process is in, got NON_GROUP_MEMBER")
+        if not isinstance(group, dist.ProcessGroup):
+            raise TypeError(
+                "group must be a ProcessGroup, its name, a DeviceMesh or a RankGroup, got "
+                f"{type(group).__name__}"
+            )
+        return cls.of(group.size(), group)
+
     def all_reduce(self, x: Tensor) -> Tensor:
         """Sum ``x`` over the ranks into a fresh tensor."""
         if self.size == 1:
@@ -40,9 +77,29 @@ class RankGroup(NamedTuple):
             return x
         if x.dtype == torch.bool:
             return self.all_gather(x.to(torch.uint8)).bool()
+        return self.wait(self.start_all_gather(x))
+
+    def start_all_gather(self, x: Tensor) -> Tensor:
+        """Start `all_gather`; the result may be read after `wait`."""
+        if self.size == 1:
+            return x
         functional = torch.ops._c10d_functional
-        gathered = functional.all_gather_into_tensor(x, self.size, self._name())
-        return functional.wait_tensor(gathered)
+        return functional.all_gather_into_tensor(x.contiguous(), self.size, self._name())
+
+    def start_exchange(self, x: Tensor) -> Tensor:
+        """Start to send block r of ``(size * T, ..)`` to rank r, whose block comes back.
+
+        The result may be read after `wait`.
+        """
+        if self.size == 1:
+            return x
+        blocks = [x.shape[0] // self.size] * self.size
+        functional = torch.ops._c10d_functional
+        return functional.all_to_all_single(x.contiguous(), blocks, blocks, self._name())
+
+    def wait(self, x: Tensor) -> Tensor:
+        """Let the current stream (on a CPU: the caller) wait for a collective, and return it."""
+        return x if self.size == 1 else torch.ops._c10d_functional.wait_tensor(x)
 
     def check_equal_counts(self, tokens: Tensor) -> None:
         """Check that all ranks have the same number of tokens, as `all_gather` needs.
@@ -80,3 +137,10 @@ class RankGroup(NamedTuple):
                 "ranks, got neither"
             )
         return dist.group.WORLD.group_name
+
+
+def _group_of_name(name: str) -> Any:
+    try:
+        return dist.distributed_c10d._resolve_process_group(name)
+    except (LookupError, RuntimeError, ValueError) as error:
+        raise ValueError(f"group must be the name of a process group, got {name!r}") from error

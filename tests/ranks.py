@@ -1,0 +1,61 @@
+"""Processes that form a group of ranks over gloo, and the part of a problem that a rank holds."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import fields, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as multiprocessing
+from torch import Tensor
+
+import moe_ops
+
+
+def spawn(check: Callable[..., None], ranks: int, *arguments: Any) -> None:
+    """Run ``check(rank, ranks, *arguments)`` in a process for each rank, in one gloo group."""
+    with tempfile.TemporaryDirectory() as folder:
+        given = (check, ranks, f"{folder}/store", arguments)
+        multiprocessing.spawn(_run, given, nprocs=ranks)
+
+
+def _run(rank: int, check: Any, ranks: int, store: str, arguments: tuple[Any, ...]) -> None:
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=ranks)
+    check(rank, ranks, *arguments)
+    dist.destroy_process_group()
+
+
+def mine(counts: Sequence[int], rank: int) -> slice:
+    """The tokens of a rank, of which rank r has ``counts[r]``."""
+    first = sum(counts[:rank])
+    return slice(first, first + counts[rank])
+
+
+def experts_of(rank: int, ranks: int, num_experts: int) -> tuple[slice, Tensor]:
+    """The experts that a rank holds, and its ``expert_map``."""
+    _, expert_map, _ = moe_ops.determine_expert_map(ranks, rank, num_experts)
+    held = (expert_map >= 0).nonzero().flatten()
+    return slice(int(held[0]), int(held[-1]) + 1), expert_map
+
+
+def config_of(config: moe_ops.FusedMoEQuantConfig, held: slice) -> moe_ops.FusedMoEQuantConfig:
+    """The quantization of some experts' weights; what belongs to activations is the same."""
+    changes = {}
+    for field in fields(config):
+        value = getattr(config, field.name)
+        if isinstance(value, Tensor) and field.name[0] in "wg":
+            changes[field.name] = value[held]
+    return replace(config, **changes)
+
+
+def of_all_ranks(x: Tensor, ranks: int) -> Tensor:
+    """Concatenate ``(T, ..)`` of ranks with different T."""
+    found: list[Any] = [None] * ranks
+    dist.all_gather_object(found, x)
+    return torch.cat(found)
