@@ -217,6 +217,8 @@ class AllGatherPrepareAndFinalize(FusedMoEPrepareAndFinalizeModular):
         tokens, most = a1.shape[0], self.max_num_tokens
         if most is not None:
             if tokens > most:
+                if torch.compiler.is_compiling():  # numbers are symbols, which no text can hold
+                    raise ValueError("a1 must have at most max_num_tokens tokens, got more")
                 raise ValueError(
                     f"a1 must have at most max_num_tokens = {most} tokens, got {tokens}"
                 )

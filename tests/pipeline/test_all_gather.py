@@ -105,3 +105,141 @@ def check_schemes(rank, ranks):
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_ranks_are_one_rank(ranks):
     spawn(check_schemes, ranks)
+
+
+def check_prepared(rank, ranks):
+    """Rows and scales are those of one rank that has all tokens, in the order of ranks."""
+    tokens = mine(COUNTS[ranks], rank)
+    room = 8
+    for name in SCHEMES:
+        for on_input, top_k in ((False, 3), (True, 1), (True, 3)):
+            s = setup(PROBLEM.with_(scheme=name, top_k=top_k), moe_ops.TritonExperts)
+            x, _, _, weights, ids, *_ = s.inputs
+            ids = ids.masked_fill(torch.arange(11)[:, None] == 2, -1)  # no rank reads this row,
+            x = x.masked_fill(torch.arange(11)[:, None] == 2, float("nan"))  # whatever it holds
+            rest = (6, None, on_input, s.config, False)
+            local = moe_ops.MoEPrepareAndFinalizeNoEP().prepare(x, weights, ids, *rest)
+            part = moe_ops.AllGatherPrepareAndFinalize(max_num_tokens=room)
+            own = (x[tokens], weights[tokens], ids[tokens])
+            rows, scale, meta, all_ids, all_weights = part.prepare(*own, *rest)
+            assert meta is None and all_ids.shape == (ranks * room, top_k)
+            there = torch.cat(
+                [room * r + torch.arange(COUNTS[ranks][r]) for r in range(ranks)]
+            )
+            padding = torch.ones(ranks * room, dtype=torch.bool)
+            padding[there] = False
+            assert torch.equal(all_ids[there], ids) and (all_ids[padding] == -1).all()
+            assert torch.equal(all_weights[there], weights) and not all_weights[padding].any()
+            used = (ids >= 0).any(1)
+            k = len(rows) // (ranks * room)
+            for actual, expected in ((rows, local.a1q), (scale, local.a1q_scale)):
+                assert (actual is None) is (expected is None)
+                if actual is None:
+                    continue
+                assert actual.dtype == expected.dtype
+                if actual.shape != expected.shape:
+                    actual = actual.view(ranks * room, k, -1)[there][used]
+                    expected = expected.view(11, k, -1)[used]
+                assert torch.equal(actual.float(), expected.float()), (name, on_input, top_k)
+    x = torch.full((COUNTS[ranks][rank], 64), float("nan") if rank == 0 else 1.0)
+    weights, ids = torch.ones(len(x), 1), torch.zeros(len(x), 1, dtype=torch.int32)
+    part = moe_ops.AllGatherPrepareAndFinalize()
+    config = moe_ops.FusedMoEQuantConfig("fp8_tensor")
+    alone = moe_ops.MoEPrepareAndFinalizeNoEP()
+    everything = [of_all_ranks(t, ranks) for t in (x, weights, ids)]
+    expected = alone.prepare(*everything, 6, None, False, config).a1q_scale
+    actual = part.prepare(x, weights, ids, 6, None, False, config).a1q_scale
+    torch.testing.assert_close(actual, expected, rtol=0, atol=0, equal_nan=True)
+
+
+def check_compiled(rank, ranks):
+    """One compilation for all token counts, which differ between ranks where there is room."""
+    for name, room, counts in (
+        ("fp8_block128", 9, ((7, 5), (2, 9), (9, 1), (0, 3))),
+        ("fp8_tensor", None, ((7, 7), (2, 2), (9, 9), (1, 1))),
+    ):
+        torch._dynamo.reset()
+        s = setup(PROBLEM.with_(scheme=name), moe_ops.TritonExperts)
+        part = moe_ops.AllGatherPrepareAndFinalize(max_num_tokens=room)
+        kernel, arguments = kernel_of(s, rank, ranks, part, shared_experts=twice)
+
+        def layer(x, weights, ids, kernel=kernel, arguments=arguments):
+            given = {**arguments, "hidden_states": x, "topk_weights": weights, "topk_ids": ids}
+            return kernel.apply(**given)
+
+        backend = Compilations("aot_eager")
+        with torch.fx.experimental._config.patch(backed_size_oblivious=True):
+            compiled = torch.compile(layer, fullgraph=True, dynamic=True, backend=backend)
+            for pair in counts:
+                own = part_of(arguments, slice(pair[rank]))
+                own = [own[n].clone() for n in ("hidden_states", "topk_weights", "topk_ids")]
+                for actual, expected in zip(compiled(*own), layer(*own), strict=True):
+                    assert torch.equal(actual, expected)
+        assert backend.count == 1, (name, backend.count)
+        own = part_of(arguments, slice(4 + rank if room is None else 10))
+        own = [own[n].clone() for n in ("hidden_states", "topk_weights", "topk_ids")]
+        message = "the same number of tokens" if room is None else "most max_num_tokens tokens"
+        with pytest.raises(Exception, match=message):
+            compiled(*own)
+
+
+def check_errors(rank, ranks):
+    """Errors come before any collective, on the rank that made them."""
+    s = setup(PROBLEM, moe_ops.TritonExperts)
+    part = moe_ops.AllGatherPrepareAndFinalize(max_num_tokens=4)
+    kernel, arguments = kernel_of(s, rank, ranks, part)
+    if rank == 0:  # the other rank is not asked
+        with pytest.raises(ValueError, match="at most max_num_tokens = 4 tokens, .* got 5"):
+            kernel.apply(**part_of(arguments, slice(5)))
+        x, weights, ids = s.inputs.hidden_states, s.inputs.topk_weights, s.inputs.topk_ids
+        with pytest.raises(ValueError, match="a1 must have at most max_num_tokens = 4 .*got 11"):
+            part.prepare(x, weights, ids, 6, None, False, s.config)
+        with pytest.raises(TypeError, match="topk_ids"):
+            kernel.apply(**part_of(arguments, slice(4)) | {"topk_ids": s.inputs.topk_weights[:4]})
+        for wrong, error, message in (
+            (3, TypeError, "group must be a ProcessGroup, its name, .* got int"),
+            ("nobody", ValueError, "group must be the name of a process group, got 'nobody'"),
+        ):
+            with pytest.raises(error, match=message):
+                moe_ops.AllGatherPrepareAndFinalize(wrong)
+        with pytest.raises(ValueError, match="max_num_tokens must be at least 1, got 0"):
+            moe_ops.AllGatherPrepareAndFinalize(max_num_tokens=0)
+    first = dist.new_group([0])
+    if rank == 0:
+        alone = moe_ops.AllGatherPrepareAndFinalize(first)
+        assert alone.num_dispatchers() == 1
+        assert torch.equal(
+            moe_ops.FusedMoEKernel(alone, s.kernel.fused_experts).apply(**s.arguments()), s.apply()
+        )
+    else:
+        with pytest.raises(ValueError, match="group must be one that this process is in"):
+            moe_ops.AllGatherPrepareAndFinalize(first)
+    name = dist.group.WORLD.group_name
+    mesh = dist.device_mesh.init_device_mesh("cpu", (ranks,))
+    for group in (name, mesh, dist.group.WORLD, RankGroup(ranks), None):
+        assert moe_ops.AllGatherPrepareAndFinalize(group).num_dispatchers() == ranks
+    with pytest.raises(ValueError, match="DeviceMesh of 1 dimension, got 2"):
+        moe_ops.AllGatherPrepareAndFinalize(dist.device_mesh.init_device_mesh("cpu", (1, ranks)))
+    s = setup(PROBLEM.with_(scheme="fp8_tensor_static"), moe_ops.TritonExperts)
+    config = moe_ops.FusedMoEQuantConfig(
+        "fp8_tensor_static", a1_scale=torch.tensor([1.0 + rank]), a2_scale=torch.ones(1)
+    )
+    x, weights, ids = s.inputs.hidden_states, s.inputs.topk_weights, s.inputs.topk_ids
+    part = moe_ops.AllGatherPrepareAndFinalize()
+    with pytest.raises(ValueError, match=r"a1_scale .* the same .* got \[1.0, 2.0\]"):
+        part.prepare(x, weights, ids, 6, None, False, config)
+
+
+def check_two(rank, ranks):
+    check_prepared(rank, ranks)
+    check_errors(rank, ranks)
+    check_compiled(rank, ranks)
+
+
+def test_two_ranks():
+    spawn(check_two, 2)
+
+
+def test_no_group():
+    with pytest.raises(ValueError, match="group must be given, or torch.distributed initialized"):
+        moe_ops.AllGatherPrepareAndFinalize()
