@@ -48,10 +48,11 @@ class ExpertLayer(nn.Module):
     apply_router_weight_on_input: bool
     reduce_results: bool
     batch_invariant: bool
+    chunk_size: int | None
     routing: dict[str, Any]
     """The arguments of `select_experts` that are the same in every call."""
     given_scales: GivenScales
-    kernel: FusedMoEKernel | None
+    quant_method: Any
     shared_experts: Callable[[Tensor], Tensor] | None
     prefix: str
     expert_mapping: Sequence[tuple[str, str, int, str]] | None
@@ -63,6 +64,18 @@ class ExpertLayer(nn.Module):
     e_score_correction_bias: Tensor | None
     hash_indices_table: Tensor | None
     expert_map: Tensor | None
+
+    @property
+    def kernel(self) -> FusedMoEKernel | None:
+        """The kernel that was set; else the method's own if ranks exchange tokens, else None."""
+        own: FusedMoEKernel | None = self._kernel
+        if own is None and self.moe_parallel_config.exchanges_tokens:
+            return self.quant_method.kernel_of(self)
+        return own
+
+    @kernel.setter
+    def kernel(self, kernel: FusedMoEKernel | None) -> None:
+        self._kernel = kernel
 
     @property
     def scheme(self) -> Scheme:

@@ -32,6 +32,12 @@ class FusedMoEMethodBase(ABC):
         vLLM ``FusedMoEMethodBase``.
     """
 
+    def __init__(self) -> None:
+        self.exchange: FusedMoEPrepareAndFinalize | None = None
+        """What sends tokens to other ranks' experts; set by a layer whose ranks exchange tokens."""
+        self._kernel: FusedMoEKernel | None = None
+        self._kernel_of: list[Any] = []
+
     def create_weights(
         self, layer: nn.Module, sizes: LayerSizes, device: torch.device | str | None = None
     ) -> None:
@@ -103,14 +109,15 @@ class FusedMoEMethodBase(ABC):
         topk_ids: Tensor,
         shared_experts_input: Tensor | None = None,
     ) -> Any:
-        if layer.kernel is not None:
+        kernel = layer.kernel
+        if kernel is not None:
             call = Call(
                 x, layer.w13_weight, layer.w2_weight, topk_weights, topk_ids, layer.activation,
                 layer.global_num_experts, layer.expert_map, layer.apply_router_weight_on_input,
                 shared_experts_input,
             )  # fmt: skip
             beside = None if shared_experts_input is None else shared_experts_of(layer)
-            return layer.kernel.run(call, beside)
+            return kernel.run(call, beside)
         return fused_experts(
             x,
             layer.w13_weight,
@@ -126,8 +133,13 @@ class FusedMoEMethodBase(ABC):
             batch_invariant=layer.batch_invariant,
         )
 
-    def forget(self) -> None:  # noqa: B027 (a default)
+    def forget(self) -> None:
         """Drop what was derived from parameters, whose memory has been replaced."""
+        self._kernel, self._kernel_of = None, []
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out what is derived from parameters: a copy derives it from its own."""
+        return {**self.__dict__, "_kernel": None, "_kernel_of": []}
 
     def uses_weight_scale_2_pattern(self) -> bool:
         """Whether checkpoints keep a global scale as ``weight_scale_2``."""
@@ -135,7 +147,33 @@ class FusedMoEMethodBase(ABC):
 
     def maybe_make_prepare_finalize(self) -> FusedMoEPrepareAndFinalize | None:
         """Return what sends tokens to other ranks' experts; None: nothing does."""
-        return None
+        return self.exchange
+
+    def kernel_of(self, layer: ExpertLayer) -> FusedMoEKernel:
+        """Return the kernel around `maybe_make_prepare_finalize`, for the current parameters.
+
+        Eager calls get the same kernel as long as the layer has the same parameters.
+        """
+        config = self.get_fused_moe_quant_config(layer)
+        made_of = [layer.w13_weight, layer.w13_bias, layer.w2_bias, config]
+        same = len(self._kernel_of) == len(made_of) and all(map(is_, made_of, self._kernel_of))
+        if self._kernel is not None and same and not torch.compiler.is_compiling():
+            return self._kernel
+        part = self.maybe_make_prepare_finalize()
+        if part is None:
+            raise NotImplementedError(
+                "quant_method.maybe_make_prepare_finalize must return what exchanges tokens with "
+                f"{layer.moe_parallel_config}, got None"
+            )
+        kernel = FusedMoEKernel(
+            part,
+            self.select_gemm_impl(part, layer),
+            moe_parallel_config=layer.moe_parallel_config,
+            chunk_size=layer.chunk_size,
+        )
+        if not torch.compiler.is_compiling():
+            self._kernel, self._kernel_of = kernel, made_of
+        return kernel
 
     def init_prepare_finalize(self, layer: ExpertLayer) -> None:
         """Build the layer's kernel around `maybe_make_prepare_finalize`, unless that is None."""
@@ -190,6 +228,7 @@ class QuantizedFusedMoEMethod(FusedMoEMethodBase):
     """Weights of any scheme, with its scales, zero points and global scales."""
 
     def __init__(self) -> None:
+        super().__init__()
         self._config: FusedMoEQuantConfig | None = None
         self._made_of: list[Tensor | None] = []
         self._has_global_scales = False
@@ -235,6 +274,7 @@ class QuantizedFusedMoEMethod(FusedMoEMethodBase):
 
     def forget(self) -> None:
         """Drop the configuration; the next call makes a new one."""
+        super().forget()
         self._config, self._made_of = None, []
 
     def uses_weight_scale_2_pattern(self) -> bool:
@@ -243,7 +283,7 @@ class QuantizedFusedMoEMethod(FusedMoEMethodBase):
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out what is derived from parameters: a copy derives it from its own."""
-        return {**self.__dict__, "_config": None, "_made_of": []}
+        return {**super().__getstate__(), "_config": None, "_made_of": []}
 
 
 _CONFIG_PARAMETERS = tuple(

@@ -12,7 +12,6 @@ from torch.nn.functional import pad
 from moe_ops import checks
 from moe_ops.activation import kind_and_key
 from moe_ops.dispatch.tiles import cdiv
-from moe_ops.pipeline.collectives import RankGroup
 from moe_ops.layer.methods import (
     FusedMoEMethodBase,
     QuantizedFusedMoEMethod,
@@ -28,6 +27,8 @@ from moe_ops.layer.weight_loader import WeightLoading
 from moe_ops.loading.given import GivenScales
 from moe_ops.parallel import make_expert_params_mapping, maybe_roundup_hidden_size
 from moe_ops.parallel.eplb_state import LayerEplbState
+from moe_ops.pipeline.all_gather import AllGatherPrepareAndFinalize
+from moe_ops.pipeline.collectives import RankGroup
 from moe_ops.pipeline.warmup import Variants, run_variants
 from moe_ops.routing import SelectedExperts, check_tokens, select_experts
 from moe_ops.scheme import UNQUANTIZED, as_scheme
@@ -51,7 +52,8 @@ class FusedMoE(RoutesTokens, WeightLoading, SchemeState, KeepsBits):
     With several ranks, the result of a rank is its part of a sum. ``reduce_results`` sums over the
     ranks; without it the caller does. ``tp_size`` ranks cut every expert along I so that each rank
     has whole scales: `aligned_sizes` refines blocks or pads I. ``ep_size`` ranks hold whole experts
-    each.
+    each. With ``dp_size`` (or ``is_sequence_parallel``) beside ``ep_size`` each rank passes its own
+    tokens and gets their finished results: see `AllGatherPrepareAndFinalize`.
 
     Args:
         num_experts: E.
@@ -63,8 +65,9 @@ class FusedMoE(RoutesTokens, WeightLoading, SchemeState, KeepsBits):
     Raises:
         TypeError: an unknown keyword, or a value of the wrong type.
         ValueError: k outside 1..E, an unknown name, or settings that contradict each other.
-        NotImplementedError: ranks that would have to exchange tokens, such as ``dp_size > 1``;
-            settings with which results cannot be ``batch_invariant``.
+        NotImplementedError: ranks that would have to exchange tokens in a way that is not there
+            yet (see `FusedMoEParallelConfig.lacks`); settings with which results cannot be
+            ``batch_invariant``.
 
     Source:
         vLLM ``FusedMoE``. Its prefixes name layers in the graph, so they must differ; here a prefix
@@ -112,6 +115,10 @@ class FusedMoE(RoutesTokens, WeightLoading, SchemeState, KeepsBits):
         quantized = self.checkpoint_scheme.weight is not None
         method = QuantizedFusedMoEMethod if quantized else UnquantizedFusedMoEMethod
         self.quant_method: FusedMoEMethodBase = method()
+        if parallel.exchanges_tokens:
+            self.rank_group.check_size("tp_group")
+            exchange = AllGatherPrepareAndFinalize(self.rank_group, given.max_num_tokens)
+            self.quant_method.exchange = exchange
         self.quant_method.create_weights(self, self.sizes, given.device)
         self.register_buffer("e_score_correction_bias", given.e_score_correction_bias)
         self.register_buffer("hash_indices_table", given.hash_indices_table)
@@ -162,7 +169,8 @@ class FusedMoE(RoutesTokens, WeightLoading, SchemeState, KeepsBits):
                 different shared experts in the layer and in its kernel; with
                 ``is_sequence_parallel`` different numbers of tokens on the ranks (see
                 `RankGroup.check_equal_counts`).
-            NotImplementedError: ``is_sequence_parallel`` with a kernel that exchanges no tokens.
+            NotImplementedError: ``is_sequence_parallel`` or ``dp_size > 1`` with a kernel that
+                exchanges no tokens.
         """
         check_tokens(hidden_states, router_logits)
         shape, tokens, logits = hidden_states.shape, hidden_states, router_logits
@@ -172,7 +180,8 @@ class FusedMoE(RoutesTokens, WeightLoading, SchemeState, KeepsBits):
         if not (is_padding is None and input_ids is None and num_unpadded_tokens is None):
             rows = (is_padding, input_ids, num_unpadded_tokens)
             is_padding, input_ids = token_arguments(hidden_states, tokens, *rows)
-        in_parts = self.moe_parallel_config.is_sequence_parallel
+        parallel = self.moe_parallel_config
+        in_parts = parallel.is_sequence_parallel or parallel.exchanges_tokens
         gathered = in_parts and not self.must_reduce_shared_expert_outputs()
         if gathered:
             self._check_gathered(tokens)
@@ -182,7 +191,10 @@ class FusedMoE(RoutesTokens, WeightLoading, SchemeState, KeepsBits):
         if given is None:
             given = hidden_states
         in_kernel = self.kernel is not None and shared_experts is not None
-        run = self.forward_impl if self.chunk_size is None else self.forward_impl_chunked
+        # Kernels that exchange tokens cut them into chunks after the exchange: ranks may need
+        # different numbers of chunks.
+        whole = self.chunk_size is None or parallel.exchanges_tokens
+        run = self.forward_impl if whole else self.forward_impl_chunked
         out = run(
             tokens,
             logits,
@@ -208,8 +220,9 @@ class FusedMoE(RoutesTokens, WeightLoading, SchemeState, KeepsBits):
         if self.kernel is not None:
             part = type(self.kernel.prepare_finalize).__name__
             raise NotImplementedError(
-                "layer.kernel must be None with is_sequence_parallel, or have a prepare_finalize "
-                f"that exchanges tokens between ranks (output_is_reduced), got {part}"
+                "layer.kernel must be None with is_sequence_parallel or dp_size > 1, or have a "
+                "prepare_finalize that exchanges tokens between ranks (output_is_reduced), got "
+                f"{part}"
             )
         self.rank_group.check_equal_counts(tokens)
 
@@ -290,7 +303,8 @@ class FusedMoE(RoutesTokens, WeightLoading, SchemeState, KeepsBits):
         if width != self.hidden_size:
             out = out[:, :width].contiguous()
         parallel = self.moe_parallel_config
-        if zero is not None and parallel.tp_rank == 0 and parallel.ep_rank == 0:
+        first = parallel.tp_rank == 0 and parallel.ep_rank == 0
+        if zero is not None and (first or self.must_reduce_shared_expert_outputs()):
             out = out + zero
         return out if shared_experts_input is None else (shared, out)
 
@@ -307,7 +321,8 @@ class FusedMoE(RoutesTokens, WeightLoading, SchemeState, KeepsBits):
     def warmup(self, num_tokens: int | Iterable[int], router_logits_dtype: Any = None) -> list[int]:
         """Run the layer with every kernel that ``num_tokens`` tokens need; see `moe_ops.warmup`.
 
-        These tokens are neither counted (`set_eplb_state`) nor captured (`set_capture_fn`).
+        These tokens are neither counted (`set_eplb_state`) nor captured (`set_capture_fn`). If
+        ranks exchange tokens, all of them must call this with the same numbers.
 
         Args:
             num_tokens: the token counts to expect, or one number for every count up to it.

@@ -50,7 +50,8 @@ class FusedMoEOptions:
     cut. If ``tp_size`` is given too, these are the ranks of that group:
     ``ep_size = tp_size * dp_size``."""
     dp_size: int = 1
-    """Data-parallel replicas. Only 1 works until their ranks exchange tokens."""
+    """Data-parallel replicas, which share the experts (``ep_size``): every rank passes its own
+    tokens, of any number, and gets their finished results."""
     tp_rank: int = 0
     ep_rank: int | None = None
     """None: the rank in the group of all ranks, ``dp_rank * tp_size + tp_rank``."""
@@ -59,6 +60,9 @@ class FusedMoEOptions:
     """Replaces the six numbers above, which must not contradict it."""
     tp_group: Any = None
     """The process group of the ranks that share the layer; None: all processes."""
+    max_num_tokens: int | None = None
+    """The largest number of tokens of a call on any rank, if ranks exchange tokens: what travels is
+    padded to it. None: calls agree on a number; see `AllGatherPrepareAndFinalize`."""
     prefix: str = ""
     """The layer's name in a checkpoint, unless loading is given another."""
     custom_routing_function: CustomRouting | None = None
@@ -82,8 +86,10 @@ class FusedMoEOptions:
     has_bias: bool = False
     """Whether both GEMMs have a bias."""
     is_sequence_parallel: bool = False
-    """Every rank has the same number of tokens: the layer gathers them first, and scatters the
-    results. Ranks with fewer tokens pad them: see `RankGroup.check_equal_counts`."""
+    """The tokens of a batch are split over the ranks. With expert parallelism (and without
+    ``enable_eplb``) ranks may have different numbers of tokens, which they exchange; otherwise the
+    layer gathers tokens before it routes them, and ranks must have equal numbers: see
+    `RankGroup.check_equal_counts`."""
     zero_expert_num: int = 0
     """Number of logits, the last ones, of experts that return their input."""
     zero_expert_type: str | None = None
@@ -158,6 +164,13 @@ class FusedMoEOptions:
             raise ValueError(f"ep_size must be at most the {physical} experts, got {ranks}")
         if self.chunk_size is not None:
             checks.at_least(1, chunk_size=self.chunk_size)
+        if self.max_num_tokens is not None:
+            checks.at_least(1, max_num_tokens=self.max_num_tokens)
+            if not self.parallel_config().exchanges_tokens:
+                raise ValueError(
+                    "max_num_tokens must be None unless ranks exchange tokens, got "
+                    f"{self.max_num_tokens}"
+                )
         if self.zero_expert_num:
             checks.one_of("zero_expert_type", str(self.zero_expert_type), ("identity",))
         if self.batch_invariant:
@@ -209,7 +222,8 @@ class FusedMoEOptions:
                 "batch_invariant must be False with enable_eplb over several ranks, because a "
                 "token's index in the batch decides which rank computes it, got True"
             )
-        if ranks > 2 and (self.reduce_results or parallel.is_sequence_parallel):
+        gathers = parallel.is_sequence_parallel and not parallel.exchanges_tokens
+        if ranks > 2 and not parallel.exchanges_tokens and (self.reduce_results or gathers):
             raise NotImplementedError(
                 "batch_invariant must be False if results of more than two ranks are summed, whose "
                 f"order may depend on the message size, got True with {ranks} ranks"

@@ -140,7 +140,7 @@ class RoutesTokens(ExpertLayer):
         The ids ``(T, k)`` are those of logical experts, in the order of the router: before replicas
         are chosen, and without fused shared experts (``n_shared_experts``). Zero experts have ids
         from E on; the slots of padding tokens are -1. With sequence parallelism the tokens are
-        those of all ranks.
+        those of all ranks, unless ranks exchange tokens that are routed.
 
         Args:
             fn: called with the ids after routing, in eager calls only: compiled layers, replays and

@@ -19,8 +19,8 @@ ALL2ALL_BACKENDS = (
     "flashinfer_nvlink_two_sided",
 )
 """vLLM's names for the ways in which ranks exchange tokens."""
-IMPLEMENTED_BACKENDS = ("allgather_reducescatter",)
-"""The backends that a layer with several ranks can use today."""
+IMPLEMENTED_BACKENDS = ("allgather_reducescatter", "naive")
+"""The backends that a layer with several ranks can use today: two names of one exchange."""
 
 
 @dataclass(frozen=True)
@@ -30,13 +30,16 @@ class FusedMoEParallelConfig:
     Without expert parallelism every expert is cut along I over ``tp_size`` ranks. With it
     (``use_ep``) every rank holds whole experts, a share of them.
 
-    A config may describe an exchange of tokens that this library does not have yet. Layers and
-    kernels of such a config are refused (see `lacks`).
+    With data parallelism (``dp_size > 1``) every rank of the expert-parallel group has tokens of
+    its own and gets their finished results: see `exchanges_tokens`. A config may describe an
+    exchange that this library does not have yet. Layers and kernels of such a config are refused
+    (see `lacks`).
 
     Raises:
         TypeError: a size or rank that is not an int, or a flag that is not a bool.
-        ValueError: a size below 1, a rank outside its group, ``ep_size > 1`` without ``use_ep``, or
-            an unknown ``all2all_backend``.
+        ValueError: a size below 1, a rank outside its group, ``ep_size > 1`` without ``use_ep``,
+            groups of equal sizes in which the ranks differ (``ep_rank`` and ``dp_rank``), or an
+            unknown ``all2all_backend``.
 
     Source:
         vLLM ``FusedMoEParallelConfig``.
@@ -62,6 +65,11 @@ class FusedMoEParallelConfig:
         checks.flags(use_ep=self.use_ep, enable_eplb=self.enable_eplb)
         if self.ep_size > 1 and not self.use_ep:
             raise ValueError(f"ep_size must be 1 without use_ep, got {self.ep_size}")
+        if self.dp_size == self.ep_size and self.dp_rank != self.ep_rank:
+            raise ValueError(
+                f"ep_rank must be dp_rank = {self.dp_rank} if ep_size is dp_size, got "
+                f"{self.ep_rank}"
+            )
         checks.one_of("all2all_backend", self.all2all_backend, ALL2ALL_BACKENDS)
 
     @classmethod
@@ -126,12 +134,9 @@ class FusedMoEParallelConfig:
         The text is an error message: argument, rule, way out and value.
         """
         if self.dp_size > 1:
-            return (
-                "dp_size must be 1: tokens are not exchanged between data-parallel ranks yet. "
-                "Replicas that hold all experts need no dp_size; to share experts, gather the "
-                "tokens of all ranks before the layer and pass ep_size (or tp_size) for the whole "
-                f"group, got dp_size={self.dp_size}"
-            )
+            refused = self._lacks_of_data_parallelism()
+            if refused is not None:
+                return refused
         ranks = max(self.tp_size, self.ep_size, self.sp_size)
         if ranks > 1 and self.all2all_backend not in IMPLEMENTED_BACKENDS:
             return (
@@ -139,6 +144,40 @@ class FusedMoEParallelConfig:
                 f"rank: no other backend is implemented yet, got {self.all2all_backend!r}"
             )
         return None
+
+    def _lacks_of_data_parallelism(self) -> str | None:
+        if not self.use_ep:
+            return (
+                "dp_size must be 1 without expert parallelism: parts of experts do not exchange "
+                "tokens yet. Replicas that hold all experts need no dp_size; to share experts, "
+                f"pass ep_size for the whole group, got dp_size={self.dp_size}"
+            )
+        if self.tp_size > 1:
+            return (
+                "tp_size must be 1 with dp_size and expert parallelism, where no expert is cut, "
+                f"got tp_size={self.tp_size}"
+            )
+        if self.ep_size != self.dp_size and not self.is_sequence_parallel:
+            return (
+                "ep_size must be dp_size without sequence parallelism: ranks of one replica have "
+                "the same tokens, which would be computed several times, got "
+                f"ep_size={self.ep_size} and dp_size={self.dp_size}"
+            )
+        if self.enable_eplb:
+            return (
+                "enable_eplb must be False with dp_size > 1: the load is not summed over ranks "
+                f"yet, got True with dp_size={self.dp_size}"
+            )
+        return None
+
+    @property
+    def exchanges_tokens(self) -> bool:
+        """Whether a layer sends tokens to the ranks of their experts, and results back.
+
+        Sequence-parallel layers with load balancing gather tokens before they route them instead,
+        so that every rank counts the load of all tokens.
+        """
+        return self.use_all2all_kernels and not self.enable_eplb
 
     @property
     def is_sequence_parallel(self) -> bool:

@@ -61,6 +61,14 @@ class RankGroup(NamedTuple):
             )
         return cls.of(group.size(), group)
 
+    def check_size(self, name: str) -> None:
+        """Raise ValueError if the group named ``name`` exists and has another number of ranks."""
+        if not dist.is_initialized():
+            return
+        group = dist.group.WORLD if self.name is None else _group_of_name(self.name)
+        if group.size() != self.size:
+            raise ValueError(f"{name} must have {self.size} ranks, got {group.size()}")
+
     def all_reduce(self, x: Tensor) -> Tensor:
         """Sum ``x`` over the ranks into a fresh tensor."""
         if self.size == 1:

@@ -122,6 +122,11 @@ class Explanation:
             "experts: number that have a token, on average, under uniform routing",
             "between: rows between the GEMMs, written once and read once (not in the floor)",
         ]
+        parallel = self.config.moe_parallel_config
+        if parallel.exchanges_tokens:
+            notes.append(
+                f"tokens: of all {parallel.ep_size} ranks together; the links are not in the floor"
+            )
         if self.costs[0].gemm1 is not None:
             notes.append("tiles: rows x columns x K / warps / stages")
             both = [tiles for cost in self.costs for tiles in (cost.gemm1, cost.gemm2)]

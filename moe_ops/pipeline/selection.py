@@ -14,7 +14,9 @@ from typing import Any
 import torch
 
 from moe_ops import checks
+from moe_ops.pipeline.all_gather import AllGatherPrepareAndFinalize
 from moe_ops.pipeline.batched_prepare import BatchedPrepareAndFinalize
+from moe_ops.pipeline.collectives import RankGroup
 from moe_ops.pipeline.config import FusedMoEConfig
 from moe_ops.pipeline.experts import (
     BatchedGroupedGemmExperts,
@@ -67,8 +69,9 @@ def select_kernel(
 ) -> FusedMoEKernel:
     """Build a layer's kernel from the first of ``candidates`` that serves its configuration.
 
-    The format is Batched if ``config.max_num_tokens`` is set and Standard otherwise; tokens stay on
-    their rank. Experts that route themselves are chosen only through ``experts``.
+    The format is Batched if ``config.max_num_tokens`` is set and Standard otherwise. Tokens stay on
+    their rank unless the parallel config exchanges them, with `AllGatherPrepareAndFinalize` over
+    all processes. Experts that route themselves are chosen only through ``experts``.
 
     Args:
         config: the layer.
@@ -146,12 +149,22 @@ def chosen(rows: Sequence[Candidate], candidates: Sequence[Experts]) -> Experts 
 
 
 def prepare_finalize_of(config: FusedMoEConfig, experts: Experts) -> FusedMoEPrepareAndFinalize:
-    """The prepare-finalize that serves these experts on one rank."""
+    """The prepare-finalize that serves these experts; ranks exchange tokens among all processes.
+
+    Raises:
+        NotImplementedError: ranks that exchange tokens, and experts that route themselves.
+    """
+    parallel = config.moe_parallel_config
+    if parallel.exchanges_tokens:
+        if experts.is_monolithic():
+            raise NotImplementedError(
+                "experts must be modular where ranks exchange tokens, got " + experts.__name__
+            )
+        return AllGatherPrepareAndFinalize(RankGroup(parallel.ep_size))
     if config.max_num_tokens is None:
         if experts.is_monolithic():
             return MoEPrepareAndFinalizeNoEPMonolithic()
         return MoEPrepareAndFinalizeNoEP()
-    parallel = config.moe_parallel_config
     return BatchedPrepareAndFinalize(
         config.max_num_tokens, config.num_local_experts, parallel.dp_size, parallel.ep_rank
     )

@@ -97,6 +97,11 @@ class Supports:
             ),
             (_modes(parallel) <= self.parallel, f"parallel config {parallel}"),
             (lacks is None, f"parallel config {parallel}: {lacks}"),
+            (
+                not parallel.exchanges_tokens
+                or activation_format is FusedMoEActivationFormat.Standard,
+                "an exchange of tokens between ranks in the Batched format",
+            ),
             (_among(method, self.routing_methods), f"routing method {method!r}"),
             (_among(logits, self.router_logits_dtypes), f"router logits dtype {logits}"),
             (config.hidden_dim % self.hidden_multiple == 0, f"hidden size {config.hidden_dim}"),

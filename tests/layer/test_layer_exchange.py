@@ -1,0 +1,175 @@
+"""Layers whose ranks exchange tokens, over gloo: against one rank with all tokens."""
+
+import copy
+import pickle
+import re
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.distributed as dist
+from compilations import Compilations
+from ranks import mine, of_all_ranks, spawn
+from small_layers import E, H, I, K
+
+import moe_ops
+from moe_ops import FusedMoEParallelConfig
+from moe_ops.testing import assert_layer_matches  # noqa: F401
+
+COUNTS = {2: (7, 4), 4: (5, 0, 1, 5)}
+T = 11
+KINDS = {
+    "plain": {},
+    "grouped": {
+        "use_grouped_topk": True, "num_expert_group": 4, "topk_group": 2, "scoring_func": "sigmoid",
+    },
+    "identity": {"zero_expert_num": 4, "zero_expert_type": "identity"},
+    "fused shared": {"n_shared_experts": 2},
+    "on the input": {"apply_router_weight_on_input": True},
+    "chunks": {"chunk_size": 4},
+    "room": {"max_num_tokens": 9},
+    "biases": {"has_bias": True},
+    "reduced": {"reduce_results": True},
+    "fp8_block128": {"quant_config": "fp8_block128"},
+    "fp8_channel": {"quant_config": "fp8_channel"},
+    "int4_w4a16_g32": {"quant_config": "int4_w4a16_g32"},
+}  # fmt: skip
+"""Options with which a token's result does not depend on other tokens."""
+
+
+def whole_layer(**options):
+    """A layer on one rank, of float32, with random weights."""
+    for name in ("max_num_tokens", "chunk_size"):
+        options.pop(name, None)
+    g = torch.Generator().manual_seed(0)
+    layer = moe_ops.FusedMoE(E, K, H, I, **options)
+    for which in ("w13", "w2"):
+        param = getattr(layer, f"{which}_weight")
+        stored = param.shape if layer.scheme.weight is None else None
+        w = torch.randn(stored or wide(layer, which), generator=g) * 0.2
+        if layer.scheme.weight is None:
+            param.data.copy_(w)
+            continue
+        q = moe_ops.quantize_weight(w, layer.scheme)
+        param.data.copy_(q.data)
+        scale = getattr(layer, f"{which}_weight_scale").data
+        scale.copy_(q.scale.view(scale.shape))
+    for name in ("w13_bias", "w2_bias"):
+        bias = getattr(layer, name)
+        if bias is not None:
+            bias.data.copy_(torch.randn(bias.shape, generator=g))
+    return layer
+
+
+def wide(layer, which):
+    """The shape of a weight that is not quantized."""
+    experts = layer.sizes.num_experts
+    return (experts, 2 * I, H) if which == "w13" else (experts, H, I)
+
+
+def part_of(layer, **options):
+    """A rank's layer with its experts of the whole layer."""
+    part = moe_ops.FusedMoE(E, K, H, I, **options)
+    held = torch.tensor([i for i, row in enumerate(part.placement.row) if row >= 0])
+    own = dict(part.named_parameters())
+    for name, param in layer.named_parameters():
+        own[name].data.copy_(param.data[held])
+    return part
+
+
+def batch(layer):
+    g = torch.Generator().manual_seed(1)
+    return torch.randn(T, H, generator=g), torch.randn(T, layer.num_logits, generator=g)
+
+
+def spreads(rank, ranks):
+    """Ways to say that ranks have tokens of their own."""
+    yield {"dp_size": ranks, "dp_rank": rank, "ep_size": ranks}
+    yield {"tp_size": ranks, "tp_rank": rank, "ep_size": ranks, "is_sequence_parallel": True}
+    if ranks == 4:
+        yield {
+            "dp_size": 2, "dp_rank": rank // 2, "tp_size": 2, "tp_rank": rank % 2, "ep_size": 4,
+            "is_sequence_parallel": True,
+        }  # fmt: skip
+    config = FusedMoEParallelConfig(
+        dp_size=ranks, dp_rank=rank, ep_size=ranks, ep_rank=rank, use_ep=True,
+        all2all_backend="naive",
+    )  # fmt: skip
+    yield {"moe_parallel_config": config}
+
+
+def check_kinds(rank, ranks):
+    tokens = mine(COUNTS[ranks], rank)
+    for number, (name, options) in enumerate(KINDS.items()):
+        whole = whole_layer(**options)
+        x, logits = batch(whole)
+        expected = whole(x, logits)
+        ways = list(spreads(rank, ranks))
+        for way in ways if name == "plain" else [ways[number % len(ways)]]:
+            layer = part_of(whole, **options, **way)
+            assert type(layer.kernel.prepare_finalize) is moe_ops.AllGatherPrepareAndFinalize
+            out = layer(x[tokens], logits[tokens])
+            torch.testing.assert_close(out, expected[tokens], msg=lambda m, n=name: f"{n}: {m}")
+
+
+def check_details(rank, ranks):
+    """Padding, shared experts, kernels, copies."""
+    tokens, way = mine(COUNTS[ranks], rank), next(spreads(rank, ranks))
+    twice = torch.nn.Linear(H, H, bias=False)
+    whole = whole_layer()
+    x, logits = batch(whole)
+    expected = whole(x, logits)
+    layer = part_of(whole, shared_experts=None, **way)
+    padding = torch.arange(T) % 3 == 1
+    out = layer(x[tokens], logits[tokens], is_padding=padding[tokens])
+    torch.testing.assert_close(out, expected.masked_fill(padding[:, None], 0)[tokens])
+    assert layer.kernel is layer.kernel
+    for other in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
+        assert other.kernel is not layer.kernel
+        other.w2_weight.data.zero_()
+        assert not other(x[tokens], logits[tokens]).any()
+    torch.testing.assert_close(layer(x[tokens], logits[tokens]), expected[tokens])
+    layer.w2_weight = torch.nn.Parameter(-layer.w2_weight.data, False)  # the kernel follows
+    torch.testing.assert_close(layer(x[tokens], logits[tokens]), -expected[tokens])
+    layer.w2_weight.data.neg_()
+    layer.shared_experts = twice
+    shared, routed = layer(x[tokens], logits[tokens])
+    torch.testing.assert_close(routed, expected[tokens])
+    torch.testing.assert_close(shared, twice(x[tokens]))
+    layer.shared_experts = None
+    found = moe_ops.select_kernel(layer.moe_config, "unquantized")
+    assert type(found.prepare_finalize) is moe_ops.AllGatherPrepareAndFinalize
+    layer.kernel = found
+    torch.testing.assert_close(layer(x[tokens], logits[tokens]), expected[tokens])
+    layer.kernel = moe_ops.FusedMoEKernel(moe_ops.MoEPrepareAndFinalizeNoEP(), found.fused_experts)
+    with pytest.raises(NotImplementedError, match=r"dp_size > 1, or .*\(output_is_reduced\).*NoEP"):
+        layer(x[tokens], logits[tokens])
+    if rank == 0:
+        alone = dist.new_group([0], use_local_synchronization=True)
+        with pytest.raises(ValueError, match=f"tp_group must have {ranks} ranks, got 1"):
+            moe_ops.FusedMoE(E, K, H, I, tp_group=alone, **way)
+
+
+def check_compiled(rank, ranks):
+    whole = whole_layer()
+    x, logits = batch(whole)
+    expected = whole(x, logits)
+    layer = part_of(whole, max_num_tokens=7, **next(spreads(rank, ranks)))
+    backend = Compilations("aot_eager")
+    with torch.fx.experimental._config.patch(backed_size_oblivious=True):
+        compiled = torch.compile(layer, fullgraph=True, dynamic=True, backend=backend)
+        for counts in ((6, 4), (2, 7), (3, 0), (0, 5), (7, 1)):
+            own = slice(counts[rank])
+            torch.testing.assert_close(compiled(x[own], logits[own]), expected[own])
+    assert backend.count == 1
+
+
+def check_two(rank, ranks):
+    check_kinds(rank, ranks)
+    check_details(rank, ranks)
+    check_compiled(rank, ranks)
+
+
+@pytest.mark.parametrize(("ranks", "check"), [(2, check_two), (4, check_kinds)])
+def test_ranks_are_one_rank(ranks, check):
+    spawn(check, ranks)
