@@ -17,10 +17,14 @@ import moe_ops
 
 
 def spawn(check: Callable[..., None], ranks: int, *arguments: Any) -> None:
-    """Run ``check(rank, ranks, *arguments)`` in a process for each rank, in one gloo group."""
+    """Run ``check(rank, ranks, *arguments)`` in a process for each rank, in one gloo group.
+
+    Processes are forked from a server that has imported PyTorch once.
+    """
+    multiprocessing.set_forkserver_preload(["torch", "moe_ops", "pytest", "ranks", "modular"])
     with tempfile.TemporaryDirectory() as folder:
         given = (check, ranks, f"{folder}/store", arguments)
-        multiprocessing.spawn(_run, given, nprocs=ranks)
+        multiprocessing.start_processes(_run, given, nprocs=ranks, start_method="forkserver")
 
 
 def _run(rank: int, check: Any, ranks: int, store: str, arguments: tuple[Any, ...]) -> None:

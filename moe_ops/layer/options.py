@@ -164,13 +164,7 @@ class FusedMoEOptions:
             raise ValueError(f"ep_size must be at most the {physical} experts, got {ranks}")
         if self.chunk_size is not None:
             checks.at_least(1, chunk_size=self.chunk_size)
-        if self.max_num_tokens is not None:
-            checks.at_least(1, max_num_tokens=self.max_num_tokens)
-            if not self.parallel_config().exchanges_tokens:
-                raise ValueError(
-                    "max_num_tokens must be None unless ranks exchange tokens, got "
-                    f"{self.max_num_tokens}"
-                )
+        self._check_max_num_tokens()
         if self.zero_expert_num:
             checks.one_of("zero_expert_type", str(self.zero_expert_type), ("identity",))
         if self.batch_invariant:
@@ -196,6 +190,17 @@ class FusedMoEOptions:
             value = getattr(self, name)
             if value is not None and not callable(value):
                 raise TypeError(f"{name} must be callable, got {type(value).__name__}")
+
+    def _check_max_num_tokens(self) -> None:
+        """Check that a given number is positive, and that ranks exchange tokens."""
+        most = self.max_num_tokens
+        if most is None:
+            return
+        checks.at_least(1, max_num_tokens=most)
+        if not self.parallel_config().exchanges_tokens:
+            raise ValueError(
+                f"max_num_tokens must be None unless ranks exchange tokens, got {most}"
+            )
 
     def _check_hash(self, top_k: int) -> None:
         """Check that the table has ``top_k`` columns and no other router beside it."""

@@ -33,8 +33,8 @@ class AllGatherPrepareAndFinalize(FusedMoEPrepareAndFinalizeModular):
     afterwards, because k rows for each token would be more bytes. One dynamic scale for all tokens
     (``fp8_tensor``) is the largest of the ranks' scales, which takes a third collective of R
     numbers: it equals the scale of one rank with all tokens. A static or global scale must be the
-    same on all ranks; eager calls on a CPU, and all eager calls within `moe_ops.checking`, compare
-    it.
+    same on all ranks: eager calls compare it on a CPU, and on a GPU within `moe_ops.checking`,
+    which all ranks must then enter.
 
     **Finalize.** The sum that a rank's experts return for a token is rounded to the dtype of the
     activations. Each rank gets the R partial sums of its own tokens, adds them in float32 in the
@@ -222,7 +222,7 @@ class AllGatherPrepareAndFinalize(FusedMoEPrepareAndFinalizeModular):
                 raise ValueError(
                     f"a1 must have at most max_num_tokens = {most} tokens, got {tokens}"
                 )
-            return most
+            return tokens if self.group.size == 1 else most
         if self.group.size == 1:
             return tokens
         counts = self.group.all_gather(a1.new_full((1,), tokens, dtype=torch.int64))
@@ -306,9 +306,7 @@ def _unpacked(packed: Tensor, parts: list[Tensor]) -> list[Tensor]:
     """The tensors of `_packed`, with as many rows as there are now."""
     widths = [part.shape[1] * part.dtype.itemsize for part in parts]
     pieces = packed.split(widths, 1)
-    return [
-        piece.contiguous().view(part.dtype) for piece, part in zip(pieces, parts, strict=True)
-    ]
+    return [piece.contiguous().view(part.dtype) for piece, part in zip(pieces, parts, strict=True)]
 
 
 def _sum_of_ranks(parts: Tensor, ranks: int) -> Tensor:

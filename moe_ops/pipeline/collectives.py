@@ -65,9 +65,9 @@ class RankGroup(NamedTuple):
         """Raise ValueError if the group named ``name`` exists and has another number of ranks."""
         if not dist.is_initialized():
             return
-        group = dist.group.WORLD if self.name is None else _group_of_name(self.name)
-        if group.size() != self.size:
-            raise ValueError(f"{name} must have {self.size} ranks, got {group.size()}")
+        ranks = RankGroup.resolve(self.name).size
+        if ranks != self.size:
+            raise ValueError(f"{name} must have {self.size} ranks, got {ranks}")
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """Sum ``x`` over the ranks into a fresh tensor."""
@@ -147,7 +147,7 @@ class RankGroup(NamedTuple):
         return dist.group.WORLD.group_name
 
 
-def _group_of_name(name: str) -> Any:
+def _group_of_name(name: Any) -> Any:
     try:
         return dist.distributed_c10d._resolve_process_group(name)
     except (LookupError, RuntimeError, ValueError) as error:

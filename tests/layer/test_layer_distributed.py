@@ -50,8 +50,12 @@ def check_rank(rank, device):
 
 
 def check_sequence_errors(rank, device):
-    """What would hang or abort ranks, or miss tokens, is an error on all of them."""
-    for options in ({"tp_size": 2, "tp_rank": rank}, {"ep_size": 2, "ep_rank": rank}):
+    """What would hang or abort ranks, or miss tokens, is an error on all of them.
+
+    Without tensor parallelism, ranks gather before they route if the load is balanced.
+    """
+    balanced = {"ep_size": 2, "ep_rank": rank, "enable_eplb": True}
+    for options in ({"tp_size": 2, "tp_rank": rank}, balanced):
         layer = layer_of(device, is_sequence_parallel=True, **options)
         rows = 2 + rank
         x, logits = torch.randn(rows, H, device=device), torch.randn(rows, E, device=device)

@@ -64,34 +64,82 @@ def test_ranks_of_both_kinds_share_the_experts(rank):
 
 PARALLEL = moe_ops.FusedMoEParallelConfig
 WITHOUT_AN_EXCHANGE = (
-    {"dp_size": 2},
-    {"dp_size": 2, "dp_rank": 1, "ep_size": 2},
-    {"tp_size": 2, "dp_size": 2, "ep_size": 4},
-    {"moe_parallel_config": PARALLEL(dp_size=2, dp_rank=1, ep_size=2, ep_rank=1, use_ep=True)},
+    (PARALLEL(dp_size=2), "dp_size must be 1 without expert parallelism: .*, got dp_size=2"),
+    (
+        PARALLEL(dp_size=2, ep_size=4, use_ep=True),
+        "ep_size must be dp_size without sequence parallelism: .*, got ep_size=4 and dp_size=2",
+    ),
+    (
+        PARALLEL(tp_size=2, dp_size=2, ep_size=2, use_ep=True),
+        "tp_size must be 1 with dp_size and expert parallelism, .*, got tp_size=2",
+    ),
+    (
+        PARALLEL(dp_size=2, ep_size=2, use_ep=True, enable_eplb=True),
+        "enable_eplb must be False with dp_size > 1: .*, got True with dp_size=2",
+    ),
     *(
-        {"moe_parallel_config": PARALLEL(ep_size=2, use_ep=True, all2all_backend=name)}
+        (
+            PARALLEL(**sizes, use_ep=True, all2all_backend=name),
+            f"all2all_backend must be one of .*, got '{name}'",
+        )
         for name in moe_ops.parallel.ALL2ALL_BACKENDS
-        if name != "allgather_reducescatter"
+        if name not in ("allgather_reducescatter", "naive")
+        for sizes in ({"ep_size": 2}, {"dp_size": 2, "ep_size": 2})
     ),
 )
 
 
-@pytest.mark.parametrize("options", WITHOUT_AN_EXCHANGE)
-def test_ranks_that_would_have_to_exchange_tokens(options):
+@pytest.mark.parametrize(("parallel", "wrong"), WITHOUT_AN_EXCHANGE)
+def test_ranks_that_would_have_to_exchange_tokens(parallel, wrong):
     """Refused where the layer is made, and by whatever chooses or explains a kernel."""
-    wrong = r"dp_size must be 1: .*, got dp_size=2$"
-    parallel = options.get("moe_parallel_config", PARALLEL(dp_size=2))
-    if parallel.dp_size == 1:
-        wrong = f"all2all_backend must be one of .*, got '{parallel.all2all_backend}'$"
-    with pytest.raises(NotImplementedError, match=wrong):
-        make(**options)
+    with pytest.raises(NotImplementedError, match=f"{wrong}$"):
+        make(moe_parallel_config=parallel)
     config = replace(make().moe_config, moe_parallel_config=parallel)
     found = moe_ops.explain(config, "unquantized")
     assert found.choice is None
     for row in found.rows:
-        assert not row.supported and re.search(wrong, row.reason)
-    with pytest.raises(NotImplementedError, match="(?s)TritonExperts: .*(dp_size|all2all_backend)"):
+        assert not row.supported and re.search(f"{wrong}$", row.reason)
+    with pytest.raises(NotImplementedError, match=f"(?s)TritonExperts: .*{wrong}"):
         moe_ops.select_kernel(config, "unquantized")
+
+
+@pytest.mark.parametrize("backend", ["allgather_reducescatter", "naive"])
+@pytest.mark.parametrize("sizes", [{"dp_size": 2}, {"sp_size": 2}])
+def test_ranks_that_exchange_tokens(backend, sizes):
+    """What is explained is what is built, by the layer too."""
+    parallel = PARALLEL(ep_size=2, use_ep=True, all2all_backend=backend, **sizes)
+    assert parallel.exchanges_tokens
+    layer = make(moe_parallel_config=parallel, max_num_tokens=5)
+    found = moe_ops.explain(layer.moe_config, "unquantized")
+    assert found.choice == "TritonExperts"
+    assert found.prepare_finalize == "AllGatherPrepareAndFinalize"
+    assert "tokens: of all 2 ranks together" in str(found)
+    for kernel in (layer.kernel, moe_ops.select_kernel(layer.moe_config, "unquantized")):
+        assert type(kernel.prepare_finalize) is moe_ops.AllGatherPrepareAndFinalize
+        assert type(kernel.fused_experts) is moe_ops.TritonExperts
+    assert layer.kernel.prepare_finalize.max_num_tokens == 5
+    batched = replace(layer.moe_config, max_num_tokens=8)
+    with pytest.raises(NotImplementedError, match="an exchange of tokens .* in the Batched format"):
+        moe_ops.select_kernel(batched, "unquantized")
+    with pytest.raises(NotImplementedError, match="experts must be modular .* MonolithicExperts"):
+        moe_ops.select_kernel(layer.moe_config, "unquantized", experts=moe_ops.MonolithicExperts)
+    layer.quant_method.exchange = None
+    layer.quant_method.forget()
+    with pytest.raises(NotImplementedError, match="maybe_make_prepare_finalize must return"):
+        layer(torch.zeros(1, H), torch.zeros(1, E))
+
+
+def test_modes_of_tokens():
+    """Who gathers, who exchanges, and who does neither."""
+    balanced = make(ep_size=2, is_sequence_parallel=True, enable_eplb=True)
+    for layer in (balanced, make(ep_size=2), make(tp_size=2, is_sequence_parallel=True)):
+        assert not layer.moe_parallel_config.exchanges_tokens and layer.kernel is None
+    with pytest.raises(ValueError, match="max_num_tokens must be None unless ranks .*, got 4"):
+        make(ep_size=2, max_num_tokens=4)
+    with pytest.raises(ValueError, match="max_num_tokens must be at least 1, got 0"):
+        make(ep_size=2, dp_size=2, max_num_tokens=0)
+    with pytest.raises(ValueError, match="ep_rank must be dp_rank = 1 if ep_size is dp_size, .* 0"):
+        PARALLEL(dp_size=2, dp_rank=1, ep_size=2, use_ep=True)
 
 
 def test_numbers_beside_a_parallel_config():

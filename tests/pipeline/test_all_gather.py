@@ -1,8 +1,5 @@
 """`AllGatherPrepareAndFinalize` over two and four processes, against one rank with all tokens."""
 
-import re
-from datetime import timedelta
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -71,13 +68,14 @@ def reference(s, ranks, where):
 
 def check_schemes(rank, ranks):
     tokens = mine(COUNTS[ranks], rank)
-    cases = [(PROBLEM.with_(scheme=name), moe_ops.TritonExperts) for name in SCHEMES]
     on_input = PROBLEM.with_(on_input=True)
-    for name in ("unquantized", "fp8_tensor", "fp8_block128"):
-        cases.append((on_input.with_(scheme=name), moe_ops.TritonExperts))
-        cases.append((on_input.with_(scheme=name, top_k=1), moe_ops.TritonExperts))
-        cases.append((on_input.with_(scheme=name), moe_ops.GroupedGemmExperts))
-        cases.append((PROBLEM.with_(scheme=name, has_bias=True), moe_ops.GroupedGemmExperts))
+    fused, grouped = moe_ops.TritonExperts, moe_ops.GroupedGemmExperts
+    few = ("unquantized", "fp8_tensor", "fp8_block128")
+    cases = [(PROBLEM.with_(scheme=name), fused) for name in (SCHEMES if ranks == 2 else few)]
+    for name in few:
+        cases.append((on_input.with_(scheme=name), fused if ranks == 4 else grouped))
+        if ranks == 2:
+            cases.append((on_input.with_(scheme=name, top_k=1, has_bias=True), fused))
     for problem, kind in cases:
         s = setup(problem, kind)
         part = moe_ops.AllGatherPrepareAndFinalize()
@@ -102,11 +100,6 @@ def check_schemes(rank, ranks):
         assert torch.equal(routed, out) and torch.equal(shared, 2 * own["hidden_states"])
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_ranks_are_one_rank(ranks):
-    spawn(check_schemes, ranks)
-
-
 def check_prepared(rank, ranks):
     """Rows and scales are those of one rank that has all tokens, in the order of ranks."""
     tokens = mine(COUNTS[ranks], rank)
@@ -123,9 +116,7 @@ def check_prepared(rank, ranks):
             own = (x[tokens], weights[tokens], ids[tokens])
             rows, scale, meta, all_ids, all_weights = part.prepare(*own, *rest)
             assert meta is None and all_ids.shape == (ranks * room, top_k)
-            there = torch.cat(
-                [room * r + torch.arange(COUNTS[ranks][r]) for r in range(ranks)]
-            )
+            there = torch.cat([room * r + torch.arange(COUNTS[ranks][r]) for r in range(ranks)])
             padding = torch.ones(ranks * room, dtype=torch.bool)
             padding[there] = False
             assert torch.equal(all_ids[there], ids) and (all_ids[padding] == -1).all()
@@ -208,9 +199,10 @@ def check_errors(rank, ranks):
     if rank == 0:
         alone = moe_ops.AllGatherPrepareAndFinalize(first)
         assert alone.num_dispatchers() == 1
-        assert torch.equal(
-            moe_ops.FusedMoEKernel(alone, s.kernel.fused_experts).apply(**s.arguments()), s.apply()
-        )
+        for room in (None, 4, 20):  # 4: in parts, as nobody else waits
+            alone = moe_ops.AllGatherPrepareAndFinalize(first, room)
+            kernel = moe_ops.FusedMoEKernel(alone, s.kernel.fused_experts)
+            torch.testing.assert_close(kernel.apply(**s.arguments()), s.apply())
     else:
         with pytest.raises(ValueError, match="group must be one that this process is in"):
             moe_ops.AllGatherPrepareAndFinalize(first)
@@ -220,7 +212,11 @@ def check_errors(rank, ranks):
         assert moe_ops.AllGatherPrepareAndFinalize(group).num_dispatchers() == ranks
     with pytest.raises(ValueError, match="DeviceMesh of 1 dimension, got 2"):
         moe_ops.AllGatherPrepareAndFinalize(dist.device_mesh.init_device_mesh("cpu", (1, ranks)))
-    s = setup(PROBLEM.with_(scheme="fp8_tensor_static"), moe_ops.TritonExperts)
+    kernel, arguments = kernel_of(s, rank, ranks, moe_ops.AllGatherPrepareAndFinalize())
+    given = part_of(arguments, slice(3 + rank))
+    given["hidden_states"] = given["hidden_states"].clone().requires_grad_()
+    with pytest.raises(NotImplementedError, match="FusedMoEKernel.apply"):
+        kernel.apply(**given).sum().backward()
     config = moe_ops.FusedMoEQuantConfig(
         "fp8_tensor_static", a1_scale=torch.tensor([1.0 + rank]), a2_scale=torch.ones(1)
     )
@@ -230,14 +226,27 @@ def check_errors(rank, ranks):
         part.prepare(x, weights, ids, 6, None, False, config)
 
 
+def check_micro_batches(rank, ranks):
+    """Batches under way at once do not disturb each other."""
+    s = setup(PROBLEM.with_(scheme="fp8_channel"), moe_ops.TritonExperts)
+    kernel, arguments = kernel_of(s, rank, ranks, moe_ops.AllGatherPrepareAndFinalize())
+    sizes = ((3, 1), (0, 5), (6, 6))
+    calls = [moe_ops.Call(**part_of(arguments, slice(pair[rank]))) for pair in sizes]
+    for call, out in zip(calls, moe_ops.run_micro_batches(kernel, calls), strict=True):
+        assert torch.equal(out, kernel.apply(*call))
+
+
 def check_two(rank, ranks):
+    check_schemes(rank, ranks)
+    check_micro_batches(rank, ranks)
     check_prepared(rank, ranks)
     check_errors(rank, ranks)
     check_compiled(rank, ranks)
 
 
-def test_two_ranks():
-    spawn(check_two, 2)
+@pytest.mark.parametrize(("ranks", "check"), [(2, check_two), (4, check_schemes)])
+def test_ranks_are_one_rank(ranks, check):
+    spawn(check, ranks)
 
 
 def test_no_group():
