@@ -6,6 +6,7 @@ import os
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -30,7 +31,8 @@ def spawn(check: Callable[..., None], ranks: int, *arguments: Any) -> None:
 def _run(rank: int, check: Any, ranks: int, store: str, arguments: tuple[Any, ...]) -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=ranks)
+    store, wait = f"file://{store}", timedelta(seconds=60)  # a rank that waits for nobody fails
+    dist.init_process_group("gloo", store, wait, world_size=ranks, rank=rank)
     check(rank, ranks, *arguments)
     dist.destroy_process_group()
 
