@@ -20,7 +20,7 @@ from moe_ops.pipeline.formats import FusedMoEActivationFormat
 from moe_ops.pipeline.fused_experts import fused_experts
 from moe_ops.pipeline.modular_kernel import FusedMoEKernel
 from moe_ops.pipeline.prepare_finalize import FusedMoEPrepareAndFinalize
-from moe_ops.scheme import FusedMoEQuantConfig
+from moe_ops.scheme import UNQUANTIZED, FusedMoEQuantConfig
 
 
 class FusedMoEMethodBase(ABC):
@@ -313,4 +313,4 @@ def _config(layer: ExpertLayer, tensors: list[Any]) -> FusedMoEQuantConfig:
 
 
 def _unquantized_config(layer: ExpertLayer) -> FusedMoEQuantConfig:
-    return FusedMoEQuantConfig("unquantized", w1_bias=layer.w13_bias, w2_bias=layer.w2_bias)
+    return FusedMoEQuantConfig(UNQUANTIZED, w1_bias=layer.w13_bias, w2_bias=layer.w2_bias)

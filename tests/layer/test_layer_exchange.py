@@ -2,6 +2,8 @@
 
 import copy
 import pickle
+import runpy
+from pathlib import Path
 
 import pytest
 import torch
@@ -163,7 +165,13 @@ def check_compiled(rank, ranks):
     assert backend.count == 1
 
 
+def check_example(rank, ranks):
+    script = Path(__file__).parents[2] / "examples" / "expert_parallel.py"
+    runpy.run_path(str(script))["main"](torch.device("cpu"))
+
+
 def check_two(rank, ranks):
+    check_example(rank, ranks)
     check_kinds(rank, ranks)
     check_details(rank, ranks)
     check_compiled(rank, ranks)
