@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from moe_ops import checks, ops
-from moe_ops.pipeline.checking import may_wait
 from moe_ops.pipeline.collectives import RankGroup
 from moe_ops.pipeline.formats import FusedMoEActivationFormat, PrepareResult
 from moe_ops.pipeline.no_ep import MoEPrepareAndFinalizeNoEP
@@ -33,8 +32,7 @@ class AllGatherPrepareAndFinalize(FusedMoEPrepareAndFinalizeModular):
     afterwards, because k rows for each token would be more bytes. One dynamic scale for all tokens
     (``fp8_tensor``) is the largest of the ranks' scales, which takes a third collective of R
     numbers: it equals the scale of one rank with all tokens. A static or global scale must be the
-    same on all ranks: eager calls compare it on a CPU, and on a GPU within `moe_ops.checking`,
-    which all ranks must then enter.
+    same on all ranks: calls that agree on P (see below) compare it.
 
     **Finalize.** The sum that a rank's experts return for a token is rounded to the dtype of the
     activations. Each rank gets the R partial sums of its own tokens, adds them in float32 in the
@@ -67,7 +65,7 @@ class AllGatherPrepareAndFinalize(FusedMoEPrepareAndFinalizeModular):
         TypeError: a ``group`` or ``max_num_tokens`` of another kind.
         ValueError: a group that this process is not in, an unknown name, ``torch.distributed`` not
             initialized, or a ``max_num_tokens`` below 1. In a call: more tokens than
-            ``max_num_tokens``; static scales that differ between ranks.
+            ``max_num_tokens``; without it, on all ranks: scales that differ between ranks.
 
     Source:
         vLLM ``allgather_reducescatter`` and ``naive`` all-to-all, which gather rows before they are
@@ -157,13 +155,11 @@ class AllGatherPrepareAndFinalize(FusedMoEPrepareAndFinalizeModular):
         defer_input_quant: bool = False,
     ) -> Receiver:
         """Quantize and start to gather; the receiver waits."""
-        size = self._rows_per_rank(a1)
         on_input, top_k = apply_router_weight_on_input, topk_ids.shape[1]
         quant = None if defer_input_quant else quant_config.scheme.activation
+        size = self._rows_per_rank(a1, None if quant is None else quant_config.input_scales[0])
         later = on_input and top_k > 1
         rows, scale = a1, None
-        if quant is not None:
-            self._check_same(quant_config.input_scales[0])
         if not later and quant is not None:
             routing = Routing(topk_weights, topk_ids, None)  # of all ranks' experts
             rows, scale = self._quantized(a1, quant_config, routing, num_experts, on_input)
@@ -212,8 +208,8 @@ class AllGatherPrepareAndFinalize(FusedMoEPrepareAndFinalizeModular):
 
         return receiver
 
-    def _rows_per_rank(self, a1: Tensor) -> int:
-        """P, the same on all ranks."""
+    def _rows_per_rank(self, a1: Tensor, given: Tensor | None) -> int:
+        """P, the same on all ranks. Ranks that agree on it compare their ``given`` scales too."""
         tokens, most = a1.shape[0], self.max_num_tokens
         if most is not None:
             if tokens > most:
@@ -225,15 +221,23 @@ class AllGatherPrepareAndFinalize(FusedMoEPrepareAndFinalizeModular):
             return tokens if self.group.size == 1 else most
         if self.group.size == 1:
             return tokens
-        counts = self.group.all_gather(a1.new_full((1,), tokens, dtype=torch.int64))
+        facts = a1.new_full((1,), tokens, dtype=torch.float64)
         if torch.compiler.is_compiling() or _is_capturing(a1):
             torch._assert_async(
-                (counts == tokens).all(),
+                (self.group.all_gather(facts) == tokens).all(),
                 "hidden_states must have the same number of tokens on every rank in compiled and "
                 "captured calls unless max_num_tokens is given",
             )
             return tokens
-        return max(1, *counts.tolist())
+        if given is not None:
+            facts = torch.cat([facts, given.reshape(1).double()])
+        of_ranks = self.group.all_gather(facts[None]).tolist()
+        if given is not None and len({scale for _, scale in of_ranks}) > 1:
+            raise ValueError(
+                "a1_scale (or a1_gscale) must be the same number on every rank, got "
+                f"{[scale for _, scale in of_ranks]}"
+            )
+        return max(1, *(int(row[0]) for row in of_ranks))
 
     def _quantized(
         self,
@@ -254,16 +258,6 @@ class AllGatherPrepareAndFinalize(FusedMoEPrepareAndFinalizeModular):
         scale = self.group.all_gather(own).amax(0, keepdim=True)
         given = replace(quant, scale="float32", static=True)
         return ops.moe_quantize(a1, scale, weights, *slots, given.key)
-
-    def _check_same(self, scale: Tensor | None) -> None:
-        """Raise ValueError if a given scale differs between ranks, where that may be read."""
-        if scale is None or self.group.size == 1 or not may_wait(scale):
-            return
-        scales = self.group.all_gather(scale.reshape(-1)[:1]).tolist()
-        if len(set(scales)) > 1:
-            raise ValueError(
-                f"a1_scale (or a1_gscale) must be the same number on every rank, got {scales}"
-            )
 
 
 def _weighted(

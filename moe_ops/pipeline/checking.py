@@ -16,9 +16,8 @@ _enabled: ContextVar[bool] = ContextVar("checking", default=False)
 def checking() -> Iterator[None]:
     """Within this context eager calls wait for the device, and raise errors found on it.
 
-    There are three such errors: rows that `BatchedPrepareAndFinalize` dropped because they did not
-    fit, and on GPUs token counts that differ between the ranks of a sequence-parallel layer, and
-    static scales that differ between the ranks of `AllGatherPrepareAndFinalize`.
+    There are two such errors: rows that `BatchedPrepareAndFinalize` dropped because they did not
+    fit, and token counts that differ between the ranks of a sequence-parallel layer on GPUs.
     Compiled and captured calls must not wait, so they are not affected: read ``num_dropped``
     instead. Calls of other threads and tasks are not affected either.
     """

@@ -124,6 +124,10 @@ def check_details(rank, ranks):
     padding = torch.arange(T) % 3 == 1
     out = layer(x[tokens], logits[tokens], is_padding=padding[tokens])
     torch.testing.assert_close(out, expected.masked_fill(padding[:, None], 0)[tokens])
+    invariant = part_of(whole, batch_invariant=True, **way)
+    few = slice(1 + rank)  # other tokens, and another number of them
+    alone = invariant(x[tokens][few], logits[tokens][few])
+    assert torch.equal(alone, invariant(x[tokens], logits[tokens])[few])
     assert layer.kernel is layer.kernel
     for other in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
         assert other.kernel is not layer.kernel

@@ -147,7 +147,7 @@ def check_compiled(rank, ranks):
     """One compilation for all token counts, which differ between ranks where there is room."""
     for name, room, counts in (
         ("fp8_block128", 9, ((7, 5), (2, 9), (9, 1), (0, 3))),
-        ("fp8_tensor", None, ((7, 7), (2, 2), (9, 9), (1, 1))),
+        ("fp8_tensor", None, ((7, 7), (2, 2), (9, 9), (1, 1), (0, 0))),
     ):
         torch._dynamo.reset()
         s = setup(PROBLEM.with_(scheme=name), moe_ops.TritonExperts)
@@ -230,7 +230,7 @@ def check_micro_batches(rank, ranks):
     """Batches under way at once do not disturb each other."""
     s = setup(PROBLEM.with_(scheme="fp8_channel"), moe_ops.TritonExperts)
     kernel, arguments = kernel_of(s, rank, ranks, moe_ops.AllGatherPrepareAndFinalize())
-    sizes = ((3, 1), (0, 5), (6, 6))
+    sizes = ((3, 1), (0, 5), (0, 0), (6, 6))
     calls = [moe_ops.Call(**part_of(arguments, slice(pair[rank]))) for pair in sizes]
     for call, out in zip(calls, moe_ops.run_micro_batches(kernel, calls), strict=True):
         assert torch.equal(out, kernel.apply(*call))
