@@ -41,6 +41,8 @@ class ExpertLayer(nn.Module):
     """The scheme of the layer's checkpoints, whose blocks may be larger than those of ``sizes``."""
     placement: ExpertPlacement
     moe_parallel_config: FusedMoEParallelConfig
+    exchanges_tokens: bool
+    """That of ``moe_parallel_config``."""
     activation: str
     """The key of an `Activation`."""
     renormalize: bool
@@ -69,7 +71,7 @@ class ExpertLayer(nn.Module):
     def kernel(self) -> FusedMoEKernel | None:
         """The kernel that was set; else the method's own if ranks exchange tokens, else None."""
         own: FusedMoEKernel | None = self._kernel
-        if own is None and self.moe_parallel_config.exchanges_tokens:
+        if own is None and self.exchanges_tokens:
             return self.quant_method.kernel_of(self)
         return own
 

@@ -97,6 +97,7 @@ class FusedMoE(RoutesTokens, WeightLoading, SchemeState, KeepsBits):
         self.chunk_size, self.batch_invariant = given.chunk_size, given.batch_invariant
         self.prefix, self.expert_mapping = given.prefix, given.expert_mapping
         self.moe_parallel_config = parallel = given.parallel_config()
+        self.exchanges_tokens = parallel.exchanges_tokens
         self.placement = given.placement(parallel, num_experts)
         self.global_num_experts = len(self.placement.row)
         self.rank_group = RankGroup.of(parallel.tp_size * parallel.ep_size, given.tp_group)
@@ -115,7 +116,7 @@ class FusedMoE(RoutesTokens, WeightLoading, SchemeState, KeepsBits):
         quantized = self.checkpoint_scheme.weight is not None
         method = QuantizedFusedMoEMethod if quantized else UnquantizedFusedMoEMethod
         self.quant_method: FusedMoEMethodBase = method()
-        if parallel.exchanges_tokens:
+        if self.exchanges_tokens:
             self.rank_group.check_size("tp_group")
             exchange = AllGatherPrepareAndFinalize(self.rank_group, given.max_num_tokens)
             self.quant_method.exchange = exchange
@@ -180,8 +181,7 @@ class FusedMoE(RoutesTokens, WeightLoading, SchemeState, KeepsBits):
         if not (is_padding is None and input_ids is None and num_unpadded_tokens is None):
             rows = (is_padding, input_ids, num_unpadded_tokens)
             is_padding, input_ids = token_arguments(hidden_states, tokens, *rows)
-        parallel = self.moe_parallel_config
-        in_parts = parallel.is_sequence_parallel or parallel.exchanges_tokens
+        in_parts = self.exchanges_tokens or self.moe_parallel_config.is_sequence_parallel
         gathered = in_parts and not self.must_reduce_shared_expert_outputs()
         if gathered:
             self._check_gathered(tokens)
@@ -190,10 +190,10 @@ class FusedMoE(RoutesTokens, WeightLoading, SchemeState, KeepsBits):
         shared_experts, given = shared_experts_of(self), shared_experts_input
         if given is None:
             given = hidden_states
-        in_kernel = self.kernel is not None and shared_experts is not None
+        in_kernel = shared_experts is not None and self.kernel is not None
         # Kernels that exchange tokens cut them into chunks after the exchange: ranks may need
         # different numbers of chunks.
-        whole = self.chunk_size is None or parallel.exchanges_tokens
+        whole = self.chunk_size is None or self.exchanges_tokens
         run = self.forward_impl if whole else self.forward_impl_chunked
         out = run(
             tokens,
