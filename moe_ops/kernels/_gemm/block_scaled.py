@@ -1,9 +1,9 @@
-"""Expert GEMMs on block-scaled matrix instructions: what is stored is multiplied, with its scales.
+"""Expert GEMMs on block-scaled matrix instructions, which multiply stored numbers and their scales.
 
-The other way to run the operators of stage ``decoded_gemm``, on GPUs that have such instructions
-(`dispatch.blackwell.BLOCK_SCALED`). Products of numbers and scales are exact, as they are where
-the kernel of `weight_only_gemm` decodes both operands to bf16, and add up in float32. Compiled for
-these GPUs and interpreted, **not yet run on one**.
+The alternative, on GPUs that have such instructions (`dispatch.blackwell.BLOCK_SCALED`), to the
+kernel in `weight_only`, which dequantizes both operands to bf16. Products of numbers and scales are
+exact in both kernels and are summed in float32. This kernel is compiled for these GPUs and
+interpreted by the tests, **not yet run on one**.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from moe_ops.scheme import get_scheme
 
 @triton.jit
 def load_scales(base, start, inside, K: tl.constexpr, BLOCK_K: tl.constexpr, FORMAT: tl.constexpr):
-    """Of a step, a row for each row of an operand; ones where a scale spans K."""
+    """Load the scales of a step of K, (rows, groups); scales of 1 if a scale spans K."""
     if FORMAT.cols is None:
         scales = tl.full((inside.shape[0], BLOCK_K // 32), 127, tl.uint8)
     else:
@@ -58,7 +58,7 @@ def load_scales(base, start, inside, K: tl.constexpr, BLOCK_K: tl.constexpr, FOR
 
 @triton.jit
 def columns(acc, RULE: tl.constexpr):
-    """What a tile stores of its sums, in which gate and up lie side by side."""
+    """Apply the activation to a tile's sums, in which gate and up columns alternate."""
     if RULE is not None:
         if RULE.gated:
             g, u = tl.split(tl.reshape(acc, (acc.shape[0], acc.shape[1] // 2, 2)))
@@ -79,8 +79,8 @@ def block_scaled_gemm_kernel(
 ):  # fmt: skip
     """``out[s] = f(numbers(a[s // TOP_K]) @ numbers(w[e]).T + bias[e])``.
 
-    Weights are the first operand. A tile's gate and up rows alternate in it, so that one product
-    gives both, side by side.
+    Weights are the first operand. The gate and up rows of a tile alternate, so one product yields
+    both in adjacent columns.
     """
     take_turn(LONG=True)
     pid_m, pid_n, expert = find_tile(

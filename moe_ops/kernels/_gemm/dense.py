@@ -88,7 +88,7 @@ def _expert_gemm_gated_kernel(
     BETA: tl.constexpr, LINEAR_BETA: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
 ):  # fmt: skip
-    """As above with gate and up side by side: ``out[s] = f(gate, up)``; N counts output columns."""
+    """`_expert_gemm_kernel` with gate and up: ``out[s] = f(gate, up)``; N counts output columns."""
     take_turn(LONG=True)
     pid_m, pid_n, expert = find_tile(
         tiles, expert_map, num_slots, num_ids, num_experts, num_entries,
@@ -126,7 +126,7 @@ def _expert_gemm_gated_kernel(
 
 
 class DenseGemm:
-    """A portable kernel of operands that are not quantized, ready to run."""
+    """A portable kernel for operands that are not quantized, ready to run."""
 
     def __init__(self, problem: GemmProblem, plan: GemmPlan) -> None:
         sizes, tiles = problem.sizes, plan.config
@@ -151,7 +151,7 @@ class DenseGemm:
 def _plain(
     n: int, k: int, top_k: int, ordered: str | None, activation: str, tiles: TileConfig
 ) -> Launch:
-    """One accumulator a tile."""
+    """Launch of the kernel with one accumulator per tile."""
     rule = formula(activation) if activation else None
     return Launch(
         _expert_gemm_kernel,
@@ -171,7 +171,7 @@ def _plain(
 def _gated(
     n: int, k: int, top_k: int, ordered: str | None, activation: str, tiles: TileConfig
 ) -> Launch:
-    """Gate and up accumulators."""
+    """Launch of the kernel with a gate and an up accumulator per tile."""
     rule = formula(activation)
     return Launch(
         _expert_gemm_gated_kernel,

@@ -1,4 +1,4 @@
-"""Triton kernel of the expert GEMMs with two quantized operands, and its steps.
+"""Triton kernel of the expert GEMMs with two quantized operands.
 
 ``M`` counts slots, ``N`` output columns, ``K`` is the contraction. A scale of a group along K
 multiplies the product of that group before it is added in float32; scales that span K multiply the

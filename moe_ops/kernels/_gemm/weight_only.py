@@ -1,8 +1,8 @@
-"""Triton kernel of the expert GEMMs that dequantize weights, or both operands, and its steps.
+"""Triton kernel of the expert GEMMs that dequantize weights, or both operands.
 
 ``M`` counts slots, ``N`` output columns, ``K`` is the contraction. Weights are the second operand
-of each product. Tensor cores that read registers take the dequantized weights from registers; for
-those that read shared memory (WGMMA, tcgen05) the weights are written there first.
+of each product. Tensor cores that read registers take the dequantized weights from registers. For
+tensor cores that read shared memory (WGMMA, tcgen05) the weights are written there first.
 """
 
 from __future__ import annotations

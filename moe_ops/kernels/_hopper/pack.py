@@ -29,7 +29,7 @@ from moe_ops.scheme import WHOLE, Quant
 
 @triton.jit
 def _rows_in_use(plan, num_rows, num_entries):
-    """Number of rows in use: as the plan says, but no more than it and the result have."""
+    """The plan's number of rows in use, limited to the rows of the plan and of the result."""
     return tl.minimum(tl.load(plan), tl.minimum(num_rows, num_entries - HEADER))
 
 
