@@ -56,7 +56,7 @@ def remembered(check: Callable[..., None]) -> Callable[..., None]:
 
 
 def described(arguments: Iterable[Any]) -> tuple[Any, ...]:
-    """A cache key: everything that a check may read of its arguments; of tensors, all but the values.
+    """A cache key: all that a check may read of its arguments; of tensors, everything but values.
 
     Other values come with their types, since ``True == 1 == 1.0``.
     """

@@ -240,9 +240,9 @@ batched_activation_quantize = _op(
     "batched_activation_quantize(Tensor x, Tensor? scale, Tensor expert_num_tokens,"
     " str activation, str quant) -> (Tensor q, Tensor q_scale)",
 )
-# ``tiles`` are the fields of a `moe_ops.tensors.Tiles`: plan, ``topk_ids`` and expert map.
-# With `expert_order` the rows between the two expert GEMMs (`out` of the GEMM with an activation, `a`
-# of the other) are permuted: see `reference/expert_gemm.py`.
+# ``tiles`` are the fields of a `moe_ops.tensors.Tiles`: plan, ``topk_ids`` and expert map. With
+# `expert_order` the rows between the two expert GEMMs (`out` of the GEMM with an activation, `a` of
+# the other) are permuted: see `reference/expert_gemm.py`.
 expert_matmul = _op(
     "expert_gemm",
     "expert_matmul(Tensor a, Tensor w, Tensor? bias, Tensor? topk_weights, Tensor?[] tiles,"

@@ -1,4 +1,4 @@
-"""NamedTuples of tensors that belong together. They hold no settings, and no callee changes them."""
+"""NamedTuples of tensors that belong together, without settings; no callee changes them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 def narrowed(ids: Tensor, dtype: torch.dtype) -> Tensor:
-    """Ids as int32 or int64; ids that int32 cannot hold stay out of range: 2**32 is not expert 0."""
+    """Ids as int32 or int64; ids too large for int32 stay out of range: 2**32 is not expert 0."""
     if ids.dtype == torch.int64 and dtype == torch.int32:
         ids = ids.clamp(-(2**31), 2**31 - 1)
     return ids.to(dtype)
@@ -64,7 +64,7 @@ class QTensor(NamedTuple):
     """A quantized weight, as `moe_ops.quantize_weight` makes it."""
 
     data: Tensor
-    """``(E, N, K)`` stored values; 4-bit values are packed two per byte, ``(E, N, K / 2)`` uint8."""
+    """``(E, N, K)`` stored values; ``(E, N, K / 2)`` uint8 for 4-bit values, two per byte."""
     scale: Tensor | None = None
     """Scales, shaped as the scheme says; None if the scheme has none."""
     zero_point: Tensor | None = None

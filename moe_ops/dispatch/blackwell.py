@@ -15,8 +15,8 @@ from moe_ops.scheme import get_scheme
 ONE_ELEMENT = frozenset({"mxfp4", "mxfp8", "nvfp4"})
 """Schemes whose rows and weights have the same element."""
 TWO_ELEMENTS = frozenset({"mxfp4_mxfp8", "mxfp4_w4a8"})
-"""Schemes with fp8 rows and fp4 weights. The kernel gives the rows of ``mxfp4_w4a8`` group scales of
-1 and applies their one scale to the sums."""
+"""Schemes with fp8 rows and fp4 weights. The kernel gives the rows of ``mxfp4_w4a8`` group scales
+of 1 and applies their one scale to the sums."""
 BLOCK_SCALED = {
     100: ONE_ELEMENT | TWO_ELEMENTS,
     103: ONE_ELEMENT | TWO_ELEMENTS,
@@ -24,8 +24,8 @@ BLOCK_SCALED = {
 }
 """Schemes whose products Triton 3.6 compiles to block-scaled instructions, by architecture:
 ``tcgen05.mma`` on sm_100 and sm_103, ``mma.sync`` on sm_120. Triton dequantizes two different
-elements on sm_120, and everything on sm_121. Compiled and interpreted by the tests; **not yet run on
-such a GPU**."""
+elements on sm_120, and everything on sm_121. Compiled and interpreted by the tests; **not yet run
+on such a GPU**."""
 
 TILES_FROM = "analytic default for block-scaled instructions (compiled, not yet run on hardware)"
 """The source of block-scaled tiles that `explain` prints. Tuned files are not looked up, because
@@ -46,8 +46,8 @@ def block_scaled_tiles(gemm: Gemm, scheme: str, device: Device) -> TileConfig:
 
     A step takes 128 bytes of an operand's row. The number of stages lets two CTAs fit on an SM, so
     that one works while the other waits. With four warps, a thread loads four scales at once, which
-    allows loading them ahead; on sm_120, where accumulators are in registers, large tiles take eight
-    warps.
+    allows loading them ahead; on sm_120, where accumulators are in registers, large tiles take
+    eight warps.
 
     Args:
         gemm: sizes of the GEMM.

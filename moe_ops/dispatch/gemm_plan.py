@@ -1,8 +1,8 @@
 """The plan of an expert GEMM: its kernel, tiles and scratch memory, chosen in one decision.
 
-`plan_gemm` is a pure function of values. Launchers run a plan, `explain` prints it, warm-up compares
-plans, the workspace adds up their scratch memory, and the pipeline reads from them whether the
-kernel quantizes rows. A kernel for another architecture is a file in ``kernels/`` and a rule in
+`plan_gemm` is a pure function of values. Launchers run a plan, `explain` prints it, warm-up
+compares plans, the workspace adds up their scratch memory, and the pipeline reads from them whether
+the kernel quantizes rows. A kernel for another architecture is a file in ``kernels/`` and a rule in
 `RULES`.
 """
 
@@ -124,7 +124,7 @@ def _apart(problem: GemmProblem, device: Device, tables: tuned.Tables) -> GemmPl
 
 
 def _token(problem: GemmProblem, choice: Choice, device: Device) -> GemmPlan | None:
-    """Plan of an M = 1 decode kernel: GEMM 1 with its activation, or GEMM 2 with the weighted sum."""
+    """Plan of an M = 1 decode kernel: GEMM 1 with activation, or GEMM 2 with the weighted sum."""
     sizes, scheme = problem.sizes, get_scheme(problem.scheme)
     fused = problem.summed or problem.activation != ""
     follows_load = not sizes.rule.batch_invariant
@@ -200,7 +200,7 @@ def _rows_of(problem: GemmProblem, rows: int, name: str) -> tuple[BufferSpec, ..
 def choose_tiles(
     problem: GemmProblem, device: Device, tables: tuned.Tables | None = None
 ) -> Choice:
-    """Tiles of the portable kernel and, if one takes the GEMM, of a Hopper kernel: tuned or analytic."""
+    """Tiles, tuned or analytic, of the portable kernel and of the Hopper kernel, if any."""
     scheme = get_scheme(problem.scheme)
     if is_block_scaled(scheme.key, device.arch):
         return Choice(block_scaled_tiles(problem.sizes, scheme.key, device), TILES_FROM)
@@ -245,7 +245,7 @@ def _groups(problem: GemmProblem, scheme: Scheme) -> ScaleGroups:
 
 
 def stored_gemm(gemm: Gemm, scheme: Scheme) -> tuple[Gemm, int]:
-    """The GEMM with the item size of the rows that it multiplies, and the bits of a stored weight."""
+    """The GEMM with the item size of the multiplied rows, and the bits of a stored weight."""
     if scheme.weight is None:
         return gemm, 8 * gemm.itemsize
     if scheme.decoded:

@@ -1,7 +1,7 @@
 """Rules for the Hopper GEMM kernels: which of them takes a GEMM, if any, and with which tiles.
 
-Host arithmetic, which runs inside operators, where sizes are numbers. The thresholds come from GEMMs
-timed one by one on an H200: see `benchmarks/NOTES.md`.
+Host arithmetic, which runs inside operators, where sizes are numbers. The thresholds come from
+GEMMs timed one by one on an H200: see `benchmarks/NOTES.md`.
 """
 
 from __future__ import annotations
@@ -160,7 +160,7 @@ def token_tiles(
 
 
 def widths(kernel: str, block_m: int, itemsize: int) -> tuple[int, ...]:
-    """The values of ``block_n`` that a kernel may have with a row tile; empty if it lacks the row tile.
+    """The values of ``block_n`` that a kernel has for a row tile; empty if it lacks the row tile.
 
     The swap-AB decode kernel takes 8-bit weights only.
     """

@@ -158,7 +158,8 @@ def weight_only_tiles(gemm: Gemm, bits: int, device: Device) -> TileConfig:
     """Tiles of an expert GEMM that dequantizes its weights to the dtype of the rows.
 
     Few rows: as many CTAs as fit at once, since each alternates between waiting for memory and
-    dequantizing. Many rows: large tiles, which use a dequantized weight for as many rows as possible.
+    dequantizing. Many rows: large tiles, which use a dequantized weight for as many rows as
+    possible.
 
     Args:
         gemm: sizes of the GEMM; ``itemsize`` is the activations'.

@@ -25,7 +25,8 @@ BOX_DTYPES = (torch.bfloat16, torch.float16, torch.float8_e4m3fn)
 """Dtypes that Hopper's kernels multiply."""
 STORED, EACH, ALL = "stored", "each", "all"
 """States of rows: already in the form that the kernel multiplies; to be quantized independently of
-each other; to be quantized with one scale that depends on all rows, or with one scale per expert."""
+each other; to be quantized with one scale that depends on all rows, or with one scale per
+expert."""
 
 
 class WeightRows(NamedTuple):

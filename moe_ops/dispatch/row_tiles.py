@@ -38,12 +38,14 @@ HOPPER = {
 
 8-bit rows: from 60 rows per expert on, one tile of 128 is faster than two of 64. 16-bit rows: if
 experts have about 128 rows, one tile of 192 takes them all; with about 512 rows, three such tiles
-do, and weights are read from L2 least often. With 256 or 1024 rows, tiles of 128 in step are faster."""
+do, and weights are read from L2 least often. With 256 or 1024 rows, tiles of 128 in step are
+faster."""
 INVARIANT = TileRule(((math.inf, 64),), batch_invariant=True)
 """Row tile of batch-invariant mode: one tile at any load, and so one order of sums along K.
 
-It is the smallest tile with which Hopper's and Blackwell's wide matrix instructions work, which many
-tokens need. For few tokens, whose time goes into reading weights, its padding only adds products."""
+It is the smallest tile with which Hopper's and Blackwell's wide matrix instructions work, which
+many tokens need. For few tokens, whose time goes into reading weights, its padding only adds
+products."""
 
 BY_EXPERT = 0
 """Used as the architecture for rows grouped by expert, and without a GPU.

@@ -1,8 +1,8 @@
 """Tile sizes: the rows of a tile, the size of plans, the config of a GEMM.
 
 All of it is host arithmetic on sizes. Functions that compute sizes of tensors (`padded_slots`,
-`num_tiles`) also accept symbolic integers, without adding guards; functions that choose (`row_tile`)
-run inside an operator, where sizes are numbers.
+`num_tiles`) also accept symbolic integers, without adding guards; functions that choose
+(`row_tile`) run inside an operator, where sizes are numbers.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class TileRule:
     """
 
     steps: tuple[tuple[float, int], ...]
-    """Pairs ``(load, row tile)``: the largest load for which the tile is used, in ascending order."""
+    """Pairs ``(load, row tile)``, ascending: the tile is used up to the load."""
     batch_invariant: bool = False
     """Whether the GEMMs, too, must not depend on the number of rows."""
 
@@ -105,8 +105,8 @@ MANY_TOKENS = 2048
 """Token count from which a top-k program routes several tokens: programs that route one would end
 before others begin."""
 ONE_LAUNCH_LOGITS = 512
-"""The most logits (4 tokens of 128 experts) that are routed and aligned in one launch: every program
-routes all of them again, which takes less time than another launch."""
+"""The most logits (4 tokens of 128 experts) that are routed and aligned in one launch: every
+program routes all of them again, which takes less time than another launch."""
 
 
 class Gemm(NamedTuple):
@@ -155,8 +155,8 @@ def padded_slots(num_slots, num_experts, tile: int):
     bounds = num_slots * tile, num_slots + num_experts * (tile - 1)
     if isinstance(bounds[0], int):
         return min(bounds)
-    # No guard on symbols: PyTorch can prove that max(0, x) is a size, but not that a product of sizes
-    # is. (It would add a guard on the product; a cached graph would add one on the minimum.)
+    # No guard on symbols: PyTorch can prove that max(0, x) is a size, but not that a product of
+    # sizes is. (It would add a guard on the product; a cached graph would add one on the minimum.)
     return torch.sym_max(0, torch.sym_min(*bounds))
 
 
@@ -290,7 +290,7 @@ def scan_sizes(num_slots: int) -> Scan:
 
 
 def few_tokens(num_tokens: int, num_experts: int) -> int:
-    """Number of tokens, rounded up, to route and align in one launch; 0 if that takes two launches."""
+    """Tokens to route and align in one launch, rounded up; 0 if that takes two launches."""
     rounded = next_power_of_2(num_tokens)
     logits = rounded * next_power_of_2(num_experts)
     return rounded if 0 < num_tokens <= 8 and logits <= ONE_LAUNCH_LOGITS else 0

@@ -1,7 +1,7 @@
 """Look-up of tuned tiles.
 
-Tuned files (see `tuned_file`) are read once, when this module is imported: first the package's, then
-the files in the folder ``MOE_OPS_TUNED_DIR``, which override the package's.
+Tuned files (see `tuned_file`) are read once, when this module is imported: first the package's,
+then the files in the folder ``MOE_OPS_TUNED_DIR``, which override the package's.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Choice(NamedTuple):
     source: str
     """Where `tiles` come from and, if a tuned file exists but is not used, why not."""
     hopper: HopperTiles | None = None
-    """Tiles of a Hopper kernel, which is preferred if it takes the tensors; None: no such kernel."""
+    """Tiles of a Hopper kernel, which is preferred if it takes the tensors; None: no kernel."""
 
     @property
     def tiles(self) -> KernelTiles:
@@ -94,10 +94,10 @@ def choose(
 ) -> Choice:
     """The kernel and the tiles of a GEMM: a tuned file's entry, else the analytic choice.
 
-    The analytic choice is a Hopper kernel if it was measured to be faster, else the portable kernel.
-    A tuned entry applies to loads in its rows-per-expert bucket if the plan has the row tile that
-    the entry was timed with; of several entries, the one with the nearest number of tokens is used.
-    Batch-invariant plans and float32 rows were not timed.
+    The analytic choice is a Hopper kernel if it was measured to be faster, else the portable
+    kernel. A tuned entry applies to loads in its rows-per-expert bucket if the plan has the row
+    tile that the entry was timed with; of several entries, the one with the nearest number of
+    tokens is used. Batch-invariant plans and float32 rows were not timed.
 
     Args:
         gemm: sizes of the GEMM.

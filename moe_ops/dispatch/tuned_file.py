@@ -2,8 +2,8 @@
 
 A tuned file applies to one GPU, one scheme and layers of one size, which its name states:
 ``E=128,N=768,K=2048,device_name=NVIDIA_H200,scheme=fp8_block128.json`` (E local experts, N the
-intermediate size, K the hidden size). Characters of a scheme's key that some systems do not allow in
-file names are replaced as in `SPELLED`. The file holds the ``top_k`` of the layer that was timed
+intermediate size, K the hidden size). Characters of a scheme's key that some systems do not allow
+in file names are replaced as in `SPELLED`. The file holds the ``top_k`` of the layer that was timed
 and, by number of tokens, the row tile that the plan had and the config of both GEMMs: the kernel's
 name (none: the portable kernel) and its other tile sizes. (A file does not choose the row tile of a
 plan: `moe_ops.dispatch.row_tiles` does, and an entry applies only to plans with its row tile.)
@@ -37,7 +37,7 @@ LARGEST = {"BLOCK_N": 256, "BLOCK_K": 256, "GROUP_M": 128, "num_warps": 16, "num
 Whether tiles fit in shared memory depends on the GPU and the GEMM: `tuned` checks that on use."""
 MAX_TOP_K = 2**16
 HOPPER_SIZES = ("BLOCK_N", "GROUP_M", "num_stages")
-"""Keys of a Hopper kernel's config, in the order of `HopperTiles`; ``BLOCK_N`` counts weight rows."""
+"""Keys of a Hopper kernel's config, in the order of `HopperTiles`; ``BLOCK_N``: weight rows."""
 Sizes = tuple[int, int, int]
 """E, N and K of a layer."""
 

@@ -78,7 +78,7 @@ def _count_launch(sizes: Blocks) -> Launch:
 def count_expert_num_tokens(
     topk_ids: Tensor, expert_map: Tensor | None, num_local_experts: int
 ) -> Tensor:
-    """Launch one kernel for few slots; for many, one that counts blocks and one that adds them up."""
+    """Launch one kernel for few slots, and two for many: count the blocks, add up the counts."""
     counts = empty_counts(topk_ids, expert_map, num_local_experts)
     sizes, grid, slots = count_blocks(topk_ids, expert_map, num_local_experts)
     _count_launch(sizes)(grid, *slots, counts)
@@ -170,7 +170,7 @@ def moe_align_block_size(
     pad_sorted_ids: bool,
     ignore_invalid_experts: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Launch one kernel for few slots, with a program per expert; two for many, with one per block."""
+    """Launch one kernel for few slots (a program per expert), two for many (one per block)."""
     how = (block_size, num_experts, pad_sorted_ids, ignore_invalid_experts)
     plan = empty_plan(topk_ids, expert_map, *how)
     bucket_map, names = (expert_map, None) if ignore_invalid_experts else (None, expert_map)

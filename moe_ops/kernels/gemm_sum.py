@@ -25,7 +25,7 @@ def gemm_sum(
     expert_order: bool = False,
     batch_invariant: bool = False,
 ) -> Tensor:
-    """Run the kernel that also sums if it takes the problem, else a GEMM kernel and a sum kernel."""
+    """Run the kernel that also sums if it takes the GEMM, else a GEMM kernel and a sum kernel."""
     how = (scheme, out_dtype, expert_order, batch_invariant)
 
     def prepare() -> tuple[Tensor, GemmProblem]:

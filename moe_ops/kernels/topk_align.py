@@ -32,7 +32,7 @@ def _topk_align_kernel(
     TOKENS: tl.constexpr, EXPERTS: tl.constexpr, SLOTS: tl.constexpr,
     TILE: tl.constexpr, BUCKETS: tl.constexpr,
 ):  # fmt: skip
-    """Every program routes all tokens (all write the same), then places the slots of its experts."""
+    """Each program routes all tokens (all write the same), then places its experts' slots."""
     take_turn()
     ids = route_tokens(
         gating_output, bias, topk_weights, topk_ids, tl.program_id(0) * 0, num_tokens, stride_row,

@@ -26,9 +26,9 @@ from moe_ops.scheme import FusedMoEQuantConfig
 class AsyncPrepareAndFinalize(FusedMoEPrepareAndFinalizeModular):
     """Run ``inner`` on a side stream; results are bitwise those of ``inner``.
 
-    The side stream waits for the work submitted to the current stream so far, and the hook makes the
-    current stream (not the host) wait, so this also works in a CUDA graph. On the CPU, and while
-    torch.compile traces, the work is done when it is started.
+    The side stream waits for the work submitted to the current stream so far, and the hook makes
+    the current stream (not the host) wait, so this also works in a CUDA graph. On the CPU, and
+    while torch.compile traces, the work is done when it is started.
 
     Args:
         inner: the prepare-finalize that does the work.

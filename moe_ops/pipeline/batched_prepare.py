@@ -1,4 +1,4 @@
-"""Prepare and finalize in the Batched format on one rank: each expert's rows, padded to a maximum."""
+"""Prepare and finalize in the Batched format on one rank: padded rows per expert."""
 
 from __future__ import annotations
 

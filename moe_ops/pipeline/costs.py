@@ -42,8 +42,8 @@ class Cost:
     """The longer of two times: moving weights and tokens (no intermediates) at the measured read
     bandwidth, and computing the products at the measured rate of dense GEMMs."""
     workspace_bytes: int | None
-    """Bytes of all buffers that the experts' ``workspace_shapes`` names, the output included. For the
-    peak memory of a whole layer see `moe_ops.workspace_nbytes`."""
+    """Bytes of all buffers that the experts' ``workspace_shapes`` names, the output included. For
+    the peak memory of a whole layer see `moe_ops.workspace_nbytes`."""
 
 
 def cost_of(
@@ -80,7 +80,7 @@ def cost_of(
 
 
 def math_of(config: FusedMoEConfig, scheme: Scheme) -> str:
-    """The products' dtype, as named in `devices.MEASURED`; "fp8" also for int8, nominally as fast."""
+    """The products' dtype, as named in `devices.MEASURED`; int8, nominally as fast, is "fp8"."""
     if scheme.decoded:
         return "bf16"
     if scheme.activation is not None:

@@ -36,8 +36,8 @@ def gated_experts(
     """`fused_experts` for an activation that this library does not have.
 
     ``out[t] = sum_j w[t, j] * (gate(x[t] @ w1[e].T + b1[e]) @ w2[e].T + b2[e])``. Unlike in
-    `fused_experts`, the first product is rounded to the dtype of ``hidden_states`` before it is passed
-    to ``gate``, which computes in any precision.
+    `fused_experts`, the first product is rounded to the dtype of ``hidden_states`` before it is
+    passed to ``gate``, which computes in any precision.
 
     Args:
         hidden_states: as in `fused_experts`, like every argument not named here.
@@ -47,7 +47,7 @@ def gated_experts(
         topk_weights: see `fused_experts`.
         topk_ids: see `fused_experts`.
         gate: ``(T * k, w1.shape[1]) -> (T * k, I)``, row by row: row ``t * k + j`` is slot ``j`` of
-            token ``t``. The rows of skipped slots are undefined, may be NaN, and are not read again.
+            token ``t``. The rows of skipped slots are undefined (also NaN) and not read again.
         is_gated: whether ``w1`` has twice the rows that ``w2`` has columns.
         expert_map: see `fused_experts`.
         w1_bias: see `fused_experts`.

@@ -31,7 +31,7 @@ def expert_weights(
     config: FusedMoEQuantConfig,
     biases: tuple[Tensor | None, Tensor | None] | None = None,
 ) -> ExpertWeights:
-    """Collect the weights with the scales and biases of ``config``; ``biases`` replace the latter."""
+    """Collect the weights with the scales and biases of ``config``, or with ``biases``."""
     b1, b2 = (config.w1_bias, config.w2_bias) if biases is None else biases
     if config.scheme.weight is None:
         return ExpertWeights(ExpertWeight(w1, b1), ExpertWeight(w2, b2))
@@ -107,10 +107,10 @@ def _quantizes(
 ) -> bool:
     """Whether the GEMM op quantizes its rows, which saves a pass.
 
-    The GEMM's plan says so. If the op would pack the rows, each row must belong to one slot, not to a
-    token whose row several slots read. Under a compiler sizes may be symbolic and there is no plan to
-    ask, so the op decides when it runs, unless there are certainly many slots. (With many slots, the
-    rows before and after quantization would be held at the same time.)
+    The GEMM's plan says so. If the op would pack the rows, each row must belong to one slot, not to
+    a token whose row several slots read. Under a compiler sizes may be symbolic and there is no
+    plan to ask, so the op decides when it runs, unless there are certainly many slots. (With many
+    slots, the rows before and after quantization would be held at the same time.)
     """
     quant, ids = scheme.activation, space.tiles.topk_ids
     if ids is None or space.batch_invariant or quant is None:
@@ -140,8 +140,8 @@ def gemm(
 ) -> Tensor:
     """``f(topk_weights[s] * rows[s // top_k] @ w[e].T + bias[e])`` for every row s of the plan.
 
-    The result is rounded to ``dtype`` once. ``topk_weights`` (only with rows that are not quantized)
-    multiply the product in float32; ``activation`` is the key of f.
+    The result is rounded to ``dtype`` once. ``topk_weights`` (only with rows that are not
+    quantized) multiply the product in float32; ``activation`` is the key of f.
     """
     operator, arguments = gemm_call(
         rows, weight, space, top_k, scheme, dtype, activation, topk_weights
@@ -181,7 +181,7 @@ def gemm_call(
 def sums_at_once(space: SlotRows, scheme: Scheme) -> bool:
     """Whether the second GEMM and the weighted sum are one operator: if T may be 1.
 
-    Otherwise they are two operators, so that the input rows are freed before the output is allocated.
+    Otherwise they are two operators, which frees the input rows before allocating the output.
     """
     _, ids, _ = space.tiles
     return ids is not None and may_be_one(ids.shape[0]) and operand_bytes(scheme) is not None

@@ -109,8 +109,9 @@ class FusedMoEKernel:
         """Run the layer on tokens whose routing is known.
 
         If prepare takes at most ``max_num_tokens`` tokens (the Batched format), more tokens are run
-        in parts of that size, one after another. A compiled or exported call raises for more tokens,
-        and so does a prepare with several dispatchers, which must all call it equally often.
+        in parts of that size, one after another. A compiled or exported call raises for more
+        tokens, and so does a prepare with several dispatchers, which must all call it equally
+        often.
 
         Args:
             hidden_states: ``(T, H)`` bf16, fp16 or fp32; also T = 0.
@@ -130,7 +131,8 @@ class FusedMoEKernel:
 
         Raises:
             TypeError, ValueError, NotImplementedError: as `fused_experts`, also for a backward pass
-                through the routed result; ValueError also for a monolithic kernel or too many tokens.
+                through the routed result; ValueError also for a monolithic kernel or too many
+                tokens.
         """
         call = Call(
             hidden_states, w1, w2, topk_weights, topk_ids, activation, global_num_experts,
@@ -224,7 +226,7 @@ class FusedMoEKernel:
         return call.apply_router_weight_on_input and not experts.applies_router_weight_on_input
 
     def _experts(self, call: Call, given: list[PrepareResult]) -> Tensor:
-        """Run the experts; ``given`` holds the only reference to the rows, so that they can be freed."""
+        """Run the experts; ``given`` holds the only reference to the rows, so they can be freed."""
         a1q, scale, meta, _, _ = given.pop()
         rows = [a1q]
         del a1q

@@ -27,8 +27,8 @@ def check_batch_invariant(scheme: Scheme) -> None:
     if depends_on_batch(scheme.activation):
         raise NotImplementedError(
             f"batch_invariant must be False for scheme {scheme.name}, whose activations share a "
-            "scale computed from all tokens, got True; use a scheme with static scales or with scales "
-            "per row or group (fp8_tensor_static, fp8_channel, fp8_block128, int8_channel, ..)"
+            "scale computed from all tokens, got True; use a scheme with static scales or with "
+            "scales per row or group (fp8_tensor_static, fp8_channel, fp8_block128, ..)"
         )
 
 
@@ -55,7 +55,7 @@ def may_be_one(tokens: int) -> bool:
 
 
 class SlotRows(NamedTuple):
-    """Rows in slot order: row ``t * k + j`` is slot j of token t. Rows of skipped slots are undefined."""
+    """Rows in slot order: row ``t * k + j`` is slot j of token t; undefined for skipped slots."""
 
     tiles: Tiles
     num_local_experts: int
@@ -81,8 +81,8 @@ class SlotRows(NamedTuple):
             scheme: the layer's scheme.
             dtype: dtype of the tokens.
             batch_invariant: whether the plan has one row tile at every load.
-            plan: a plan that `topk_plan` made for the same layer; None: make a plan here, unless slots
-                are so few that no GEMM reads one.
+            plan: a plan that `topk_plan` made for the same layer; None: make a plan here, unless
+                slots are so few that no GEMM reads one.
         """
         _, ids, expert_map = routing
         slots = ids.shape[0] * ids.shape[1]
@@ -109,7 +109,7 @@ class SlotRows(NamedTuple):
 
 
 class BatchedRows(NamedTuple):
-    """Rows by expert: row ``e * M + i`` is row i of expert e. Rows past an expert's count are undefined."""
+    """Rows by expert: row ``e * M + i`` is row i of expert e; undefined past the expert's count."""
 
     tiles: Tiles
     expert_num_tokens: Tensor
@@ -156,7 +156,7 @@ class BatchedRows(NamedTuple):
 def permuted_rows(
     expert_first_token_offset: Tensor, num_rows: int, scheme: Scheme, batch_invariant: bool
 ) -> BatchedRows:
-    """The row space of permuted rows. Rows in use come first, so they are quantized as one expert's."""
+    """The row space of permuted rows; rows in use come first and are quantized as one expert's."""
     layer = (scheme.key, batch_invariant)
     plan = ops.plan_permuted(expert_first_token_offset, num_rows, *layer)
     # amax returns the last offset: torch 2.11's Inductor cannot slice a symbolic number of offsets.

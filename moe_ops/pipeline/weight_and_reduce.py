@@ -1,7 +1,7 @@
 """Weighting and summing of the rows that experts return.
 
-An experts implementation names one of these classes; prepare-finalize applies it. All of them weight
-and sum in float32, in slot order, and round once.
+An experts implementation names one of these classes; prepare-finalize applies it. All of them
+weight and sum in float32, in slot order, and round once.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ class GemmOperands(NamedTuple):
 
     @property
     def facts(self) -> tuple[Any, ...]:
-        """A cache key: everything that size checks and the choice of a kernel read of the operands."""
+        """A cache key: all that size checks and the choice of a kernel read of the operands."""
         a, w, tiles, bias, weights, *scales = self
         found = [a.shape, a.stride(), a.dtype, a.data_ptr() % 16]
         found += (w.shape, w.stride(), w.dtype, w.data_ptr() % 16, len(tiles))

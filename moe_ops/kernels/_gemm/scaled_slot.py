@@ -1,4 +1,4 @@
-"""Triton kernel of the expert GEMMs with two quantized operands for few slots; quantizes their rows.
+"""Triton kernel that quantizes the rows of few slots and computes a GEMM of quantized operands.
 
 One slot per tile. Every program quantizes the row of its slot again, piece by piece in the main
 loop, which costs less than a separate launch that does it once. The scales of rows and weights span

@@ -69,11 +69,11 @@ class Constants:
     ON_DEMAND: bool
     """Whether the persistent schedule is dynamic: see `schedule`."""
     GROUPS: int
-    """Multiplying warp groups: each computes 64 rows of a tile, or half of the columns of 64 rows."""
+    """Multiplying warp groups: each has 64 rows of a tile, or half of the columns of 64 rows."""
     PARTS: int
     """Parts of a warp group's share of a tile, multiplied one after the other so that they fit in
-    registers: an 8-bit GEMM holds the sums and one more product, and with three warp groups a thread
-    has fewer registers than one instruction for the whole share needs."""
+    registers: an 8-bit GEMM holds the sums and one more product, and with three warp groups a
+    thread has fewer registers than one instruction for the whole share needs."""
     OUT_N: int
     """Output columns of a tile."""
     NUM_N: int
@@ -109,7 +109,7 @@ class Constants:
         return Boxes(lambda scales: descriptor(scales, [1, self.BLOCK_M]))
 
     def _weight_box(self, w: Tensor) -> TensorDescriptor:
-        """The TMA descriptor of a weight; with a gate, a box alternates 8 gate rows with 8 up rows."""
+        """The TMA descriptor of a weight; with a gate, a box alternates 8 gate and 8 up rows."""
         if not self.GATED:
             return descriptor(w, [1, self.BLOCK_N, self.BLOCK_K])
         expert, row, _ = w.stride()

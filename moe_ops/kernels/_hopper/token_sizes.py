@@ -63,8 +63,9 @@ class TokenSizes:
     PAIRED: int
     """Pieces of a column, less the last two if the last piece is past the end of every column.
 
-    That piece is stored as zeros instead of being loaded and quantized: with Triton 3.6, ptxas packs
-    8-bit floats that it knows to be equal with stale register contents, which are sometimes NaN.
+    That piece is stored as zeros instead of being loaded and quantized: with Triton 3.6, ptxas
+    packs 8-bit floats that it knows to be equal with stale register contents, which are sometimes
+    NaN.
     """
     BATCH: int
     """Pieces of vectors that are loaded at a time."""
@@ -138,7 +139,7 @@ def token_sizes(problem: GemmProblem, stages: int, early: bool, facts: Device) -
 
 
 def _sum_follows(problem: GemmProblem, facts: Device) -> bool:
-    """Whether the M = 1 kernel of GEMM 2 follows. CTAs of another kernel would be placed unevenly."""
+    """Whether the M = 1 kernel of GEMM 2 follows; other CTAs would be placed unevenly."""
     num_experts, _, hidden = problem.weight
     second = (num_experts, hidden, problem.sizes.n)
     scheme, slots = get_scheme(problem.scheme), problem.sizes.num_slots
