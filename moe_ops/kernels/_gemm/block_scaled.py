@@ -21,9 +21,11 @@ from moe_ops.kernels._gemm.operands import GemmOperands
 from moe_ops.kernels._gemm.tile import (
     COUNTED,
     activate,
+    columns_of,
     find_tile,
     load_slots,
     load_tile,
+    store_tile,
     tile_arguments,
 )
 from moe_ops.kernels._gemm.weight_only import (
@@ -122,9 +124,8 @@ def block_scaled_gemm_kernel(
         inside, FORMAT, ROWS,
     )  # fmt: skip
     acc = columns(acc, RULE)
-    n = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
-    mask = real[:, None] & (n < N)[None, :]
-    tl.store(out + slot[:, None] * N + n[None, :], acc.to(out.dtype.element_ty), mask=mask)
+    n, n_inside = columns_of(pid_n, N, BLOCK_N)
+    store_tile(out, acc, slot, n, real, n_inside, N)
 
 
 class BlockScaledGemm:

@@ -24,11 +24,13 @@ from moe_ops.kernels._gemm.tile import (
     COUNTED,
     add_bias,
     add_dot,
+    columns_of,
     find_tile,
     load_slots,
     load_tile,
     rows_between,
     scale_rows,
+    store_tile,
     tile_arguments,
 )
 from moe_ops.kernels._runtime.dependent import take_turn
@@ -55,8 +57,7 @@ def _expert_gemm_kernel(
     if expert < 0:
         return
     slot, real = load_slots(tiles, pid_m, num_slots, num_ids, BLOCK_M)
-    n = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
-    inside = n < N
+    n, inside = columns_of(pid_n, N, BLOCK_N)
     n_inside = None if N % BLOCK_N == 0 else inside
     k = tl.arange(0, BLOCK_K)
     source = rows_between(tiles, pid_m, slot // TOP_K, num_slots, num_ids, ORDERED == "a", BLOCK_M)
@@ -74,8 +75,7 @@ def _expert_gemm_kernel(
     if FUNCTION is not None:
         acc = gate(acc, FUNCTION, LIMIT, ALPHA, BETA)
     row = rows_between(tiles, pid_m, slot, num_slots, num_ids, ORDERED == "out", BLOCK_M)
-    at = out + row[:, None] * N + n[None, :]
-    tl.store(at, acc.to(out.dtype.element_ty), mask=real[:, None] & inside[None, :])
+    store_tile(out, acc, row, n, real, inside, N)
 
 
 @triton.jit(do_not_specialize=COUNTED)
@@ -97,8 +97,7 @@ def _expert_gemm_gated_kernel(
     if expert < 0:
         return
     slot, real = load_slots(tiles, pid_m, num_slots, num_ids, BLOCK_M)
-    n = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
-    inside = n < N
+    n, inside = columns_of(pid_n, N, BLOCK_N)
     n_inside = None if N % BLOCK_N == 0 else inside
     gate_row = 2 * n if INTERLEAVED else n
     UP: tl.constexpr = 1 if INTERLEAVED else N
@@ -121,8 +120,7 @@ def _expert_gemm_gated_kernel(
     u = add_bias(u, bias, expert, gate_row + UP, inside, 2 * N)
     value = gate_up(g, u, FUNCTION, LIMIT, ALPHA, BETA, LINEAR_BETA)
     row = rows_between(tiles, pid_m, slot, num_slots, num_ids, ORDERED == "out", BLOCK_M)
-    at = out + row[:, None] * N + n[None, :]
-    tl.store(at, value.to(out.dtype.element_ty), mask=real[:, None] & inside[None, :])
+    store_tile(out, value, row, n, real, inside, N)
 
 
 class DenseGemm:

@@ -31,10 +31,12 @@ from moe_ops.kernels._gemm.tile import (
     activate,
     add_bias,
     add_dot,
+    columns_of,
     find_tile,
     load_slots,
     load_tile,
     scale_rows,
+    store_tile,
     tile_arguments,
 )
 from moe_ops.kernels._runtime.dependent import take_turn
@@ -175,8 +177,7 @@ def weight_only_gemm_kernel(
     SHARE: tl.constexpr = 2 if FORMAT.bits == 4 else 1  # rows whose zero points share a byte
     GROUPS: tl.constexpr = 1 if FORMAT.cols is None else (K + FORMAT.cols - 1) // FORMAT.cols
     slot, real = load_slots(tiles, pid_m, num_slots, num_ids, BLOCK_M)
-    n = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
-    inside = n < N
+    n, inside = columns_of(pid_n, N, BLOCK_N)
     n_inside = None if N % BLOCK_N == 0 else inside
     row, u_row = FORMAT.step * n, FORMAT.step * n + FORMAT.up
     packed = tl.arange(0, BLOCK_K // PACK)
@@ -205,8 +206,7 @@ def weight_only_gemm_kernel(
         u = finish_sums(u, u_scales, a_scales, *more, u_row, slot, real, inside, FORMAT, ROWS)
     if RULE is not None:
         g = activate(g, u, RULE)
-    at = out + slot[:, None] * N + n[None, :]
-    tl.store(at, g.to(out.dtype.element_ty), mask=real[:, None] & inside[None, :])
+    store_tile(out, g, slot, n, real, inside, N)
 
 
 class DequantizeGemm:
