@@ -8,16 +8,9 @@ interpreted by the tests, **not yet run on one**.
 
 from __future__ import annotations
 
-from functools import lru_cache
-
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from moe_ops.dispatch.gemm_plan import GemmPlan
-from moe_ops.dispatch.problem import GemmProblem
-from moe_ops.dispatch.tiles import TileConfig, max_programs
-from moe_ops.kernels._gemm.operands import GemmOperands
 from moe_ops.kernels._gemm.tile import (
     COUNTED,
     activate,
@@ -26,22 +19,15 @@ from moe_ops.kernels._gemm.tile import (
     load_slots,
     load_tile,
     store_tile,
-    tile_arguments,
 )
 from moe_ops.kernels._gemm.weight_only import (
-    Variant,
-    as_bytes,
+    StoredGemm,
     finish_sums,
     per_row,
     row_pointers,
     row_scales,
-    scale_strides,
-    stored_launch,
 )
 from moe_ops.kernels._runtime.dependent import take_turn
-from moe_ops.kernels._runtime.launch import Launch
-from moe_ops.kernels._runtime.slots import dense
-from moe_ops.scheme import get_scheme
 
 
 @triton.jit
@@ -128,34 +114,7 @@ def block_scaled_gemm_kernel(
     store_tile(out, acc, slot, n, real, n_inside, N)
 
 
-class BlockScaledGemm:
+class BlockScaledGemm(StoredGemm):
     """The kernel of block-scaled matrix instructions, ready to run."""
 
-    def __init__(self, problem: GemmProblem, plan: GemmPlan) -> None:
-        self.problem, self.tiles = problem, plan.config
-        self.scheme = get_scheme(problem.scheme)
-        self.programs = max_programs(problem.sizes, plan.config)
-
-    def __call__(self, out: Tensor, given: GemmOperands) -> None:
-        """Launch one program for each tile that the plan may hold."""
-        a, w, scheme = given.a, given.w, self.scheme
-        variant = Variant.of(self.problem, given, scheme, False, False)
-        _launch(variant, self.tiles)(
-            (self.programs,),
-            a,
-            as_bytes(dense(given.a_scale)),
-            w,
-            as_bytes(dense(given.w_scale)),
-            dense(given.w_global_scale),
-            dense(given.bias),
-            out,
-            *tile_arguments(given.tiles, out.shape[0], w.shape[0]),
-            a.stride(0),
-            *scale_strides(given.a_scale, scheme.activation, w.shape[0]),
-            *w.stride(),
-        )
-
-
-@lru_cache(maxsize=1024)
-def _launch(variant: Variant, tiles: TileConfig) -> Launch:
-    return stored_launch(block_scaled_gemm_kernel, variant, tiles)
+    kernel = block_scaled_gemm_kernel
