@@ -170,7 +170,7 @@ def _portable(problem: GemmProblem, choice: Choice, device: Device) -> GemmPlan 
     kernel = DENSE if scheme.weight is None else DEQUANTIZE
     if problem.quant is not None:
         kernel = SCALED
-    elif is_block_scaled(scheme.key, device.arch):
+    elif _is_block_scaled(scheme, device):
         kernel = BLOCK_SCALED
     scratch = _quantized(problem) if problem.rows != STORED else ()
     return GemmPlan(kernel, choice.plain, False, 0, scratch, choice.source)
@@ -202,7 +202,7 @@ def choose_tiles(
 ) -> Choice:
     """Tiles, tuned or analytic, of the portable kernel and of the Hopper kernel, if any."""
     scheme = get_scheme(problem.scheme)
-    if is_block_scaled(scheme.key, device.arch):
+    if _is_block_scaled(scheme, device):
         return Choice(block_scaled_tiles(problem.sizes, scheme.key, device), TILES_FROM)
     default = analytic_tiles(problem, device)
     own = is_hoppers(problem, device)
@@ -214,6 +214,10 @@ def choose_tiles(
     if scheme.decoded and device.arch in (100, 103) and found.plain.block_m >= PIPELINE_LIMIT:
         found = found._replace(plain=replace(found.plain, num_stages=1))
     return found
+
+
+def _is_block_scaled(scheme: Scheme, device: Device) -> bool:
+    return not device.portable_only and is_block_scaled(scheme.key, device.arch)
 
 
 def is_hoppers(problem: GemmProblem, device: Device) -> bool:
