@@ -56,7 +56,7 @@ def remembered(check: Callable[..., None]) -> Callable[..., None]:
 
 
 def described(arguments: Iterable[Any]) -> tuple[Any, ...]:
-    """What a check may read of its arguments, to compare: of tensors everything but numbers.
+    """A cache key: all that a check may read of its arguments; of tensors, everything but values.
 
     Other values come with their types, since ``True == 1 == 1.0``.
     """
@@ -82,7 +82,7 @@ def tensor(name: str, x: Tensor, ndim: int | None, dtypes: Sequence[torch.dtype]
         got = "a nested Tensor" if x.is_nested else x.layout
         raise TypeError(f"{name} must be a dense Tensor (torch.strided), got {got}")
     if dtypes is None and x.is_quantized:
-        raise TypeError(f"{name} must not be a quantized Tensor of PyTorch's, got {x.dtype}")
+        raise TypeError(f"{name} must not have a quantized dtype of PyTorch, got {x.dtype}")
     if ndim is not None and x.dim() != ndim:
         raise ValueError(f"{name} must have {ndim} axes, got shape {tuple(x.shape)}")
     if dtypes is not None and x.dtype not in dtypes:

@@ -10,11 +10,11 @@ An operator ``moe_ops::name`` of a stage has three legs, found by the stage's fi
 All operators are functional: fresh contiguous outputs, no aliasing, no mutation, except for the
 ``.out`` overloads and ``eplb_map_to_physical_and_record``, which counts into a buffer of its
 caller: their schemas say so. (The overloads do not carry ``torch.Tag.out``: Inductor would then
-call them for the functional ones, and in torch 2.13 fails to when a size is dynamic.)
+call them instead of the functional ones, which fails in torch 2.13 if a size is dynamic.)
 
-An output whose shape, stride or dtype rule changes gets a new operator name: Inductor's cache finds
-graphs by operators' names, and such a graph knows the outputs as they were. A test holds every name
-to its record.
+If the shape, stride or dtype rule of an output changes, the operator gets a new name: Inductor's
+cache finds graphs by operators' names, and a cached graph relies on the old rule. A test compares
+every name with its record.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from moe_ops.checks import remembered
 NAMESPACE = "moe_ops"
 _library = torch.library.Library(NAMESPACE, "FRAGMENT")
 STAGES: dict[str, str] = {}
-"""Operator (or ``name.overload``) -> stage."""
+"""Stage by operator (``name`` or ``name.overload``)."""
 
 
 @cache
@@ -46,10 +46,10 @@ def _function(package: str, stage: str, name: str) -> Callable[..., Any]:
 def _leg(package: str, stage: str, name: str) -> Callable[..., Any]:
     """``moe_ops.<package>.<stage>.<name>``, imported when it first runs.
 
-    A kernel runs on the first tensor's device, also when that is not the current one; its launcher
-    allocates with the fake, which refuses sizes that disagree. A reference allocates by itself, so
-    the fake is asked first, once for arguments that look alike. Where a derivative may be asked
-    for, `gradients` sees to it that nobody gets a wrong one.
+    A kernel runs on the first tensor's device, even if that is not the current device. Its launcher
+    allocates with the fake, which rejects sizes that disagree. A reference allocates by itself, so
+    the fake is called first, once for arguments that look alike. `gradients` makes sure that a
+    backward pass through an operator never returns a wrong derivative.
     """
     function: Callable[..., Any] | None = None
     is_kernel = package == "kernels"
@@ -86,7 +86,7 @@ def _fake(stage: str, name: str) -> Callable[..., Any]:
 
 
 def _sample_by_sample(operator: Any) -> Callable[..., Any]:
-    """What ``torch.vmap`` does to other operators: PyTorch has no fallback for lists of tensors."""
+    """The vmap rule that runs samples one by one: PyTorch's fallback does not take tensor lists."""
 
     def call(info: Any, in_dims: Any, *args: Any) -> tuple[Tensor, int]:
         (values, spec), dims = tree_flatten(args), tree_leaves(in_dims)
@@ -115,7 +115,7 @@ def _op(stage: str, schema: str) -> Any:
     if "Tensor?[]" in schema:
         vmap = _sample_by_sample(operator)
         torch.library.register_vmap(f"{NAMESPACE}::{qualified}", vmap, lib=_library)
-    # Only tracers look here. An Autograd kernel of the dispatcher would cost 2 us a call.
+    # Only tracers use this. An Autograd kernel in the dispatcher would cost 2 us per call.
     operator.py_impl(torch._C.DispatchKey.Autograd)(gradients.traced(operator, function))
     return operator
 
@@ -240,9 +240,9 @@ batched_activation_quantize = _op(
     "batched_activation_quantize(Tensor x, Tensor? scale, Tensor expert_num_tokens,"
     " str activation, str quant) -> (Tensor q, Tensor q_scale)",
 )
-# ``tiles`` are the fields of a `moe_ops.tensors.Tiles`: plan, ``topk_ids`` and expert map.
-# With `expert_order` the rows between two expert GEMMs, `out` of the one with an activation and `a`
-# of the one without, lie in the order of the plan without its padding: `reference/expert_gemm.py`.
+# ``tiles`` are the fields of a `moe_ops.tensors.Tiles`: plan, ``topk_ids`` and expert map. With
+# `expert_order` the rows between the two expert GEMMs (`out` of the GEMM with an activation, `a` of
+# the other) are permuted: see `reference/expert_gemm.py`.
 expert_matmul = _op(
     "expert_gemm",
     "expert_matmul(Tensor a, Tensor w, Tensor? bias, Tensor? topk_weights, Tensor?[] tiles,"
@@ -273,7 +273,7 @@ moe_fused_mul_sum_out = _op(
     " Tensor? expert_map, Tensor? num_valid_tokens, SymInt num_local_experts, *, Tensor(a!) out)"
     " -> ()",
 )
-# Of one token in one launch on Hopper: what compiled programs call where there may be one.
+# One launch for one token on Hopper. Compiled programs call this operator if T may be 1.
 gemm_sum = _op(
     "gemm_sum",
     "gemm_sum(Tensor a, Tensor? a_scale, Tensor w, Tensor? w_scale, Tensor? bias,"

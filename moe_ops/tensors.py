@@ -1,4 +1,4 @@
-"""Tensors that travel together, as NamedTuples: no settings in them, and no callee changes them."""
+"""NamedTuples of tensors that belong together, without settings; no callee changes them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 def narrowed(ids: Tensor, dtype: torch.dtype) -> Tensor:
-    """Ids as int32 or int64; what int32 cannot hold stays out of range: 2**32 is not expert 0."""
+    """Ids as int32 or int64; ids too large for int32 stay out of range: 2**32 is not expert 0."""
     if ids.dtype == torch.int64 and dtype == torch.int32:
         ids = ids.clamp(-(2**31), 2**31 - 1)
     return ids.to(dtype)
@@ -35,18 +35,18 @@ class TilePlan(NamedTuple):
 
 
 class Tiles(NamedTuple):
-    """What tells an expert GEMM its tiles."""
+    """The tile plan and the routing of an expert GEMM."""
 
     plan: Tensor | None
-    """int32: see `PlanSizes`. May be None where `plan_to_read` finds that nobody reads it."""
+    """int32: see `PlanSizes`. May be None if `plan_to_read` returns None anyway."""
     topk_ids: Tensor | None = None
-    """``(T, k)``, where the rows of the GEMM are the slots of a routing."""
+    """``(T, k)`` if the rows of the GEMM are the slots of a routing."""
     expert_map: Tensor | None = None
-    """Of that routing."""
+    """Expert map of that routing; see `Routing`."""
 
 
 AnyTiles = Sequence[Tensor | None]
-"""A `Tiles`, or a list of its three fields, as operators get them."""
+"""A `Tiles`, or the list of its three fields that operators take."""
 
 
 class Permutation(NamedTuple):
@@ -64,25 +64,25 @@ class QTensor(NamedTuple):
     """A quantized weight, as `moe_ops.quantize_weight` makes it."""
 
     data: Tensor
-    """``(E, N, K)`` stored values; 4-bit ones two to a byte, ``(E, N, K / 2)`` uint8."""
+    """``(E, N, K)`` stored values; ``(E, N, K / 2)`` uint8 for 4-bit values, two per byte."""
     scale: Tensor | None = None
-    """Shaped as the scheme says; None where the scheme has none."""
+    """Scales, shaped as the scheme says; None if the scheme has none."""
     zero_point: Tensor | None = None
     global_scale: Tensor | None = None
     """float32 ``(E,)``: a factor on top of the scales."""
 
 
 class Rows(NamedTuple):
-    """Activations as a GEMM takes them."""
+    """Activations, quantized or not, as input of a GEMM."""
 
     data: Tensor
-    """``(R, K)``: stored values, or numbers that are not quantized, or not yet."""
+    """``(R, K)``: stored values, or numbers that are not quantized (yet)."""
     scale: Tensor | None = None
-    """Of stored values; of numbers the one that is given to quantize them with, if any."""
+    """Scales of stored values, or the given scale for quantizing numbers, if any."""
 
 
 class ExpertWeight(NamedTuple):
-    """One weight of a layer with what belongs to it."""
+    """One weight of a layer with its bias, scales and zero points."""
 
     data: Tensor
     """``(El, N, K)``, or as its scheme packs it."""
@@ -93,7 +93,7 @@ class ExpertWeight(NamedTuple):
 
 
 class ExpertWeights(NamedTuple):
-    """Both weights of a layer, and the scales of their inputs where those are static."""
+    """Both weights of a layer, and the static scales of their inputs, if any."""
 
     w1: ExpertWeight
     w2: ExpertWeight
@@ -102,11 +102,11 @@ class ExpertWeights(NamedTuple):
 
 
 class Routing(NamedTuple):
-    """Where each token goes."""
+    """The experts of each token and their weights."""
 
     topk_weights: Tensor
     """``(T, k)``."""
     topk_ids: Tensor
     """``(T, k)``, global experts; any other number skips the slot."""
     expert_map: Tensor | None = None
-    """``(E,)``: the local expert of each global one, -1 where it is elsewhere."""
+    """``(E,)``: the local expert of each global expert, -1 if it is not local."""

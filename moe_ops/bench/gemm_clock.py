@@ -37,7 +37,7 @@ class _Inputs(NamedTuple):
 class GemmClock:
     """A `moe_ops.tuning.search.Clock`: median time of CUDA graph replays with an evicted L2.
 
-    A trial runs in its tiles, whatever a file says; its result has to agree with the default's.
+    A trial runs with its own tiles, not with tuned ones; its result must agree with the default's.
 
     Args:
         problem: the sizes of the layer.
@@ -64,7 +64,7 @@ class GemmClock:
             timing = self.timer(
                 lambda: self._product(trial.gemm, rows, space, trial.tiles), self.device, BUDGET_S
             )
-        except Exception as error:  # whatever a compiler or a driver says to tiles
+        except Exception as error:  # a compiler or a driver may reject tiles with any exception
             print(f"{trial}: {error!r:.200}", file=sys.stderr)
             return math.inf
         if not agree(timing.output, inputs.expected[trial.gemm - 1]):
@@ -91,7 +91,7 @@ class GemmClock:
     def _product(
         self, which: int, rows: Rows, space: SlotRows, config: KernelTiles | None = None
     ) -> Tensor:
-        """GEMM 1 or 2, in its own tiles or in given ones; a CPU has none."""
+        """Run GEMM 1 or 2 with its own tiles or with given ones; on the CPU there are no tiles."""
         first = which == 1
         weight = self.weights.w1 if first else self.weights.w2
         top_k, activation = (self.subject.top_k, "silu") if first else (1, "")

@@ -1,4 +1,4 @@
-"""Which kernel computes an expert GEMM, and with which tiles: host arithmetic on sizes."""
+"""The choice of the kernel and the tiles of an expert GEMM: host arithmetic on sizes."""
 
 from moe_ops.dispatch.device import Device
 from moe_ops.dispatch.gemm_plan import GemmPlan, plan_gemm

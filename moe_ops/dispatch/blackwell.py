@@ -1,7 +1,7 @@
 """Rules for block-scaled matrix instructions: which GEMMs run on them, and with which tiles.
 
-Blackwell's matrix units multiply small floats as they are stored, together with the one-byte scales
-of their groups. Elsewhere, and for all other formats, stored numbers are decoded in the kernel.
+Blackwell's matrix units multiply stored small floats together with the one-byte scales of their
+groups. On other GPUs, and for all other formats, the kernel dequantizes stored numbers.
 """
 
 from __future__ import annotations
@@ -15,41 +15,43 @@ from moe_ops.scheme import get_scheme
 ONE_ELEMENT = frozenset({"mxfp4", "mxfp8", "nvfp4"})
 """Schemes whose rows and weights have the same element."""
 TWO_ELEMENTS = frozenset({"mxfp4_mxfp8", "mxfp4_w4a8"})
-"""fp8 rows under fp4 weights; ``mxfp4_w4a8``: with scales of 1, the one of all rows comes last."""
+"""Schemes with fp8 rows and fp4 weights. The kernel gives the rows of ``mxfp4_w4a8`` group scales
+of 1 and applies their one scale to the sums."""
 BLOCK_SCALED = {
     100: ONE_ELEMENT | TWO_ELEMENTS,
     103: ONE_ELEMENT | TWO_ELEMENTS,
     120: ONE_ELEMENT,
 }
 """Schemes whose products Triton 3.6 compiles to block-scaled instructions, by architecture:
-``tcgen05.mma`` on sm_100 and sm_103, ``mma.sync`` on sm_120. It decodes two elements on sm_120, and
-everything on sm_121. Compiled and interpreted by the tests; **not yet run on such a GPU**."""
+``tcgen05.mma`` on sm_100 and sm_103, ``mma.sync`` on sm_120. Triton dequantizes two different
+elements on sm_120, and everything on sm_121. Compiled and interpreted by the tests; **not yet run
+on such a GPU**."""
 
 TILES_FROM = "analytic default for block-scaled instructions (compiled, not yet run on hardware)"
-"""What `explain` says of them. Files of tuned tiles are not looked up: they would have to keep to
-`WEIGHT_ROWS`."""
+"""The source of block-scaled tiles that `explain` prints. Tuned files are not looked up, because
+their tiles would have to have `WEIGHT_ROWS`."""
 WEIGHT_ROWS = 128
-"""Weight rows of a tile: ``tcgen05.mma`` has that many rows in its first operand, whose place
-weights take, since there are more of them than of tokens."""
+"""Weight rows of a tile: the first operand of ``tcgen05.mma`` has that many rows. Weights are the
+first operand, since they have more rows than there are tokens."""
 
 
 def is_block_scaled(scheme: str, arch: int) -> bool:
-    """Whether products of a scheme, by its key, run on block-scaled instructions."""
+    """Whether the products of a scheme (given by its key) run on block-scaled instructions."""
     return scheme in BLOCK_SCALED.get(arch, ())
 
 
 @lru_cache(maxsize=4096)
 def block_scaled_tiles(gemm: Gemm, scheme: str, device: Device) -> TileConfig:
-    """The tiles of an expert GEMM on block-scaled instructions: a guess, nothing was measured.
+    """Tiles of an expert GEMM on block-scaled instructions: an estimate, nothing was measured.
 
-    128 bytes of an operand's row in a step, and so many steps under way that two blocks fit on a
-    processor, each of which works while the other waits. Four warps, so that a thread has four
-    scales to load at once, which can then be loaded ahead; on sm_120, where sums are in registers,
-    eight where they are many.
+    A step takes 128 bytes of an operand's row. The number of stages lets two CTAs fit on an SM, so
+    that one works while the other waits. With four warps, a thread loads four scales at once, which
+    allows loading them ahead; on sm_120, where accumulators are in registers, large tiles take
+    eight warps.
 
     Args:
-        gemm: its sizes.
-        scheme: the key of one that `is_block_scaled` there.
+        gemm: sizes of the GEMM.
+        scheme: key of a scheme that `is_block_scaled` on the GPU.
         device: the GPU.
     """
     block_m = gemm.row_tile

@@ -1,4 +1,4 @@
-"""What the choice of a kernel asks of a GPU."""
+"""The facts of a GPU that the choice of a kernel depends on."""
 
 from __future__ import annotations
 
@@ -15,27 +15,27 @@ class Device(NamedTuple):
     """The facts of a GPU that decide which kernel runs, and with which tiles."""
 
     arch: int
-    """Compute capability times ten: 90 is Hopper."""
+    """Compute capability times ten; 90 is Hopper."""
     shared_memory: int
     """Bytes of shared memory that a block may use."""
     processors: int
-    """Streaming multiprocessors."""
+    """Number of streaming multiprocessors."""
     name: str = ""
-    """The GPU's name in PyTorch, which files of tuned tiles are found by; empty: there are none."""
+    """The GPU's name in PyTorch, by which tuned files are found; empty: use no tuned file."""
     portable_only: bool = False
-    """Whether kernels that are written for one architecture are left out."""
+    """Whether kernels that are written for one architecture are excluded."""
     row_tile: int | None = None
-    """The row tile of every plan that need not be batch-invariant; None: as its load asks for."""
+    """The row tile of every plan that is not batch-invariant; None: chosen by load."""
 
 
 NO_GPU = Device(90, 232448, 132)
-"""An H200 stands in where there is no GPU: in Triton's interpreter."""
+"""The facts of an H200, used without a GPU (in Triton's interpreter)."""
 _ASSUMED: ContextVar[Device | None] = ContextVar("assumed", default=None)
 
 
 @contextmanager
 def assumed(device: Device | None) -> Iterator[None]:
-    """Inside, kernels are chosen for ``device``, whatever GPU there is; None changes nothing."""
+    """Context manager: choose kernels for ``device`` instead of the actual GPU; None: no change."""
     token = _ASSUMED.set(device)
     try:
         yield
@@ -63,14 +63,14 @@ def _facts(device: torch.device) -> Device:
 
 
 def plain_name(device: str) -> str:
-    """A GPU's name as it stands in the names of files."""
+    """A GPU's name as file names spell it."""
     return device.replace(" ", "_").replace("/", "_")
 
 
 def row_tile_facts(device: torch.device) -> tuple[int, int | None]:
-    """What the row tile of a plan depends on: the GPU's ``arch`` and ``row_tile`` of `Device`.
+    """The fields ``arch`` and ``row_tile`` of `Device`, on which the row tile of a plan depends.
 
-    The architecture is 0 without a GPU, also where a `Device` is assumed for tensors of the CPU.
+    The architecture is 0 without a GPU, also if a `Device` is assumed for CPU tensors.
     """
     facts = _ASSUMED.get()
     row_tile = None if facts is None else facts.row_tile

@@ -1,8 +1,9 @@
-"""Which kernel computes an expert GEMM, with which tiles, and what it needs besides: one decision.
+"""The plan of an expert GEMM: its kernel, tiles and scratch memory, chosen in one decision.
 
-`plan_gemm` is a pure function of values. Launchers run its answer, `explain` prints it, warm-up
-compares answers, the workspace adds up their scratch memory, and the pipeline asks them who
-quantizes. A kernel for another architecture is a file in ``kernels/`` and a rule in `RULES`.
+`plan_gemm` is a pure function of values. Launchers run a plan, `explain` prints it, warm-up
+compares plans, the workspace adds up their scratch memory, and the pipeline reads from them whether
+the kernel quantizes rows. A kernel for another architecture is a file in ``kernels/`` and a rule in
+`RULES`.
 """
 
 from __future__ import annotations
@@ -40,13 +41,13 @@ from moe_ops.scheme import WHOLE, Scheme, get_scheme
 DENSE, SCALED, SLOT = "dense", "scaled", "scaled_slot"
 DEQUANTIZE, BLOCK_SCALED = "dequantize", "block_scaled"
 TOKEN_SUM = f"{TOKEN}_sum"
-"""The kernels besides those of `hopper.KERNELS` and `hopper.TOKEN`."""
+"""Names of the kernels that `dispatch.hopper` does not name."""
 PIPELINE_LIMIT = 64
-"""From so many rows on, Triton 3.6 cannot pipeline a Blackwell product of a computed operand."""
+"""Row tile from which Triton 3.6 cannot pipeline a Blackwell product with a computed operand."""
 
 
 class BufferSpec(NamedTuple):
-    """Memory that an operator allocates and frees again before it returns."""
+    """Scratch memory that an operator frees again before it returns."""
 
     name: str
     nbytes: int
@@ -59,12 +60,12 @@ class GemmPlan(NamedTuple):
     """Key of the launchers' table of kernels."""
     config: KernelTiles
     quantizes_rows: bool
-    """Whether the kernel, or the pass that packs its rows, quantizes rows that are not yet."""
+    """Whether the kernel, or the pass that packs its rows, quantizes rows that are not stored."""
     packed_rows: int
-    """Rows set aside to be packed in the order of the plan; 0: rows are read where they lie."""
+    """Rows allocated for packing in the order of the plan; 0: rows are not packed."""
     scratch: tuple[BufferSpec, ...]
     source: str
-    """Where the tiles come from, and why not from a file that there is."""
+    """Where the tiles come from and, if a tuned file exists but is not used, why not."""
 
 
 def plan_gemm(
@@ -75,10 +76,10 @@ def plan_gemm(
     Args:
         problem: sizes, formats and facts of the tensors.
         device: the GPU.
-        config: tiles to use instead of those that a file or the analytic rules say.
+        config: tiles to use instead of tuned or analytic ones.
 
     Raises:
-        ValueError: an unknown scheme or activation; no kernel of these tiles takes the problem.
+        ValueError: an unknown scheme or activation; no kernel takes the problem with ``config``.
     """
     return _plan(problem, device, config, tuned.TABLES)
 
@@ -110,20 +111,20 @@ def _plan(
 
 
 def _cuts(config: KernelTiles, row_tile: int) -> bool:
-    """Whether a kernel with these tiles follows a plan: only the portable ones cut its tiles up."""
+    """Whether tiles divide the plan's row tile; only portable kernels may have smaller tiles."""
     whole = config.block_m == row_tile
     return whole or (isinstance(config, TileConfig) and row_tile % config.block_m == 0)
 
 
 def _apart(problem: GemmProblem, device: Device, tables: tuned.Tables) -> GemmPlan:
-    """The GEMM, then the weighted sum, each by a kernel of its own."""
+    """Plan of a GEMM whose weighted sum runs in a separate kernel."""
     plan = _plan(without_sum(problem), device, None, tables)
     nbytes = problem.sizes.num_slots * problem.sizes.n * problem.out_itemsize
     return plan._replace(scratch=(BufferSpec("product", nbytes), *plan.scratch))
 
 
 def _token(problem: GemmProblem, choice: Choice, device: Device) -> GemmPlan | None:
-    """The M = 1 kernels: GEMM 1 with its activation, and GEMM 2 with the weighted sum."""
+    """Plan of an M = 1 decode kernel: GEMM 1 with activation, or GEMM 2 with the weighted sum."""
     sizes, scheme = problem.sizes, get_scheme(problem.scheme)
     fused = problem.summed or problem.activation != ""
     follows_load = not sizes.rule.batch_invariant
@@ -140,7 +141,7 @@ def _token(problem: GemmProblem, choice: Choice, device: Device) -> GemmPlan | N
 
 
 def _few_slots(problem: GemmProblem, choice: Choice, device: Device) -> GemmPlan | None:
-    """One slot per tile; every program quantizes the slot's row."""
+    """Plan of the kernel with one slot per tile whose programs quantize the slot's row."""
     if problem.rows != EACH or problem.num_tokens is None or problem.quant is None:
         return None
     tiles = scaled_slot_tiles(problem.sizes, problem.quant)
@@ -148,7 +149,7 @@ def _few_slots(problem: GemmProblem, choice: Choice, device: Device) -> GemmPlan
 
 
 def _hopper(problem: GemmProblem, choice: Choice, device: Device) -> GemmPlan | None:
-    """Warp-specialised kernels that load with TMA."""
+    """Plan of a warp-specialised Hopper kernel, which loads with TMA."""
     tiles = choice.hopper
     if tiles is None or not problem.boxes or problem.expert_scales:
         return None
@@ -164,12 +165,12 @@ def _hopper(problem: GemmProblem, choice: Choice, device: Device) -> GemmPlan | 
 
 
 def _portable(problem: GemmProblem, choice: Choice, device: Device) -> GemmPlan | None:
-    """The kernels that every architecture runs."""
+    """Plan of a portable kernel."""
     scheme = get_scheme(problem.scheme)
     kernel = DENSE if scheme.weight is None else DEQUANTIZE
     if problem.quant is not None:
         kernel = SCALED
-    elif is_block_scaled(scheme.key, device.arch):
+    elif _is_block_scaled(scheme, device):
         kernel = BLOCK_SCALED
     scratch = _quantized(problem) if problem.rows != STORED else ()
     return GemmPlan(kernel, choice.plain, False, 0, scratch, choice.source)
@@ -178,16 +179,16 @@ def _portable(problem: GemmProblem, choice: Choice, device: Device) -> GemmPlan 
 RULES: tuple[Callable[[GemmProblem, Choice, Device], GemmPlan | None], ...] = (
     _token, _few_slots, _hopper, _portable,
 )  # fmt: skip
-"""The first that has an answer decides."""
+"""Rules in order: the first that returns a plan decides."""
 
 
 def _quantized(problem: GemmProblem) -> tuple[BufferSpec, ...]:
-    """Rows that the operator quantizes before the GEMM."""
+    """Buffers for rows that the operator quantizes before the GEMM."""
     return _rows_of(problem, problem.sizes.num_slots // problem.top_k, "quantized rows")
 
 
 def _rows_of(problem: GemmProblem, rows: int, name: str) -> tuple[BufferSpec, ...]:
-    """Rows as the kernel multiplies them, and their scales."""
+    """Buffers for rows in the form that the kernel multiplies, and for their scales."""
     quant, k = problem.quant, problem.sizes.k
     if quant is None:
         return (BufferSpec(name, rows * k * problem.sizes.itemsize),)
@@ -199,9 +200,9 @@ def _rows_of(problem: GemmProblem, rows: int, name: str) -> tuple[BufferSpec, ..
 def choose_tiles(
     problem: GemmProblem, device: Device, tables: tuned.Tables | None = None
 ) -> Choice:
-    """Tiles of the portable kernel, and of Hopper's where it serves: a file's, else analytic."""
+    """Tiles, tuned or analytic, of the portable kernel and of the Hopper kernel, if any."""
     scheme = get_scheme(problem.scheme)
-    if is_block_scaled(scheme.key, device.arch):
+    if _is_block_scaled(scheme, device):
         return Choice(block_scaled_tiles(problem.sizes, scheme.key, device), TILES_FROM)
     default = analytic_tiles(problem, device)
     own = is_hoppers(problem, device)
@@ -215,8 +216,12 @@ def choose_tiles(
     return found
 
 
+def _is_block_scaled(scheme: Scheme, device: Device) -> bool:
+    return not device.portable_only and is_block_scaled(scheme.key, device.arch)
+
+
 def is_hoppers(problem: GemmProblem, device: Device) -> bool:
-    """Whether Hopper's own kernels compute a GEMM of these sizes and formats."""
+    """Whether a Hopper kernel can compute a GEMM of these sizes and formats."""
     scheme = get_scheme(problem.scheme)
     sizes, _ = stored_gemm(problem.sizes, scheme)
     groups = None if problem.quant is None else _groups(problem, scheme)
@@ -224,7 +229,7 @@ def is_hoppers(problem: GemmProblem, device: Device) -> bool:
 
 
 def analytic_tiles(problem: GemmProblem, device: Device) -> TileConfig:
-    """The portable kernel's tiles where no file has others, and products are not block-scaled."""
+    """Analytic tiles of the portable kernels, except the one for block-scaled instructions."""
     scheme = get_scheme(problem.scheme)
     sizes, bits = stored_gemm(problem.sizes, scheme)
     if scheme.weight is None:
@@ -235,7 +240,7 @@ def analytic_tiles(problem: GemmProblem, device: Device) -> TileConfig:
 
 
 def _groups(problem: GemmProblem, scheme: Scheme) -> ScaleGroups:
-    """How the scales of two quantized operands lie."""
+    """The scale groups of two quantized operands."""
     sizes, weight_rows = problem.sizes, problem.scale_rows
     if weight_rows is None:
         rows = WHOLE if scheme.weight is None else scheme.weight.group.rows
@@ -244,7 +249,7 @@ def _groups(problem: GemmProblem, scheme: Scheme) -> ScaleGroups:
 
 
 def stored_gemm(gemm: Gemm, scheme: Scheme) -> tuple[Gemm, int]:
-    """The GEMM with the bytes that a number of a row takes in it, and the bits of a weight."""
+    """The GEMM with the item size of the multiplied rows, and the bits of a stored weight."""
     if scheme.weight is None:
         return gemm, 8 * gemm.itemsize
     if scheme.decoded:

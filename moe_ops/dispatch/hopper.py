@@ -1,7 +1,7 @@
-"""Rules for Hopper's own GEMM kernels: which of them serves, if any, and with which tiles.
+"""Rules for the Hopper GEMM kernels: which of them takes a GEMM, if any, and with which tiles.
 
-Host arithmetic, which runs inside operators, where sizes are numbers. The numbers that choose come
-from GEMMs that were timed on an H200 one by one: `benchmarks/NOTES.md` has them.
+Host arithmetic, which runs inside operators, where sizes are numbers. The thresholds come from
+GEMMs timed one by one on an H200: see `benchmarks/NOTES.md`.
 """
 
 from __future__ import annotations
@@ -27,44 +27,45 @@ from moe_ops.dispatch.tiles import (
 from moe_ops.scheme import Scheme
 
 PACKED, STREAM = KERNELS = ("hopper_packed", "hopper_stream")
-"""Many rows: packed in the order of the plan. Few rows: the swap-AB decode kernel."""
+"""The kernel for many rows, packed in the order of the plan, and the swap-AB decode kernel."""
 TOKEN = "hopper_token"
 """The M = 1 decode kernels, of GEMM 1 and of GEMM 2 with the weighted sum."""
 ON_DEMAND_LOAD = 6
 """Up to this bucket (683 rows per expert), 8-bit tiles of 128 rows have a dynamic schedule:
-skipping padding outweighs running in step. Above it, few tiles are the last of an expert."""
+skipping padding outweighs running in step. Above it, few tiles have padding."""
 GROUP_ON_DEMAND = {1: 4, 2: 3}
-"""Row tiles per band with a dynamic schedule, by bytes per number: few, as CTAs are not in step."""
+"""Row tiles per band with a dynamic schedule, by bytes per number: few, since CTAs are not in
+step."""
 ROW_BYTES = 128
-"""Bytes of one row of a tile in shared memory: the span of the swizzle, and K per step."""
+"""Bytes of one row of a tile in shared memory: the span of the swizzle, and the step along K."""
 PACKED_LOAD = {1: 3, 2: 5}
 """The first bucket in which rows are packed (more than 42 rows per expert, or 170), by bytes per
 number; tiles of 192 rows always are. Below it, a pass over the rows costs more than it saves."""
 STREAM_ROWS = 32
-"""The largest row tile of the swap-AB decode kernel where nothing was timed."""
+"""The largest row tile for which the swap-AB decode kernel is chosen without a tuned file."""
 STREAM_STAGES = 5
 """Stages of 128 weight rows; more bring nothing."""
 LEAST_STAGES = 2
-"""A stage is given back when the product after its own has begun."""
+"""Minimum stages: a stage is released only when the product of the next stage has begun."""
 
 
 TOKEN_ROWS, PIECES = 64, 2
-"""Weight rows of a tile of the kernels of one token, and pieces of `ROW_BYTES` in a stage."""
+"""Weight rows of a tile of the M = 1 kernels, and pieces of `ROW_BYTES` per stage."""
 TOKEN_STAGES, LEAST_TOKEN_STAGES = 6, 4
 """Most and fewest stages of the M = 1 kernels: more bring nothing, and take bandwidth from what
 GEMM 1 waits for; fewer do not keep memory busy."""
 OTHER_BYTES = 2560
-"""Bytes of shared memory set aside for what is not counted."""
+"""Bytes of shared memory reserved for everything that is not counted."""
 
 
 @dataclass(frozen=True)
 class HopperTiles:
-    """The config of one of Hopper's kernels."""
+    """The config of a Hopper kernel."""
 
     kernel: str
-    """Among `KERNELS`, or `TOKEN`."""
+    """One of `KERNELS`, or `TOKEN`."""
     block_m: int
-    """Rows of a tile: the row tile of the plan."""
+    """The row tile of the plan."""
     block_n: int
     """Weight rows of a tile, gate and up rows together."""
     group_m: int
@@ -83,7 +84,7 @@ KernelTiles = TileConfig | HopperTiles
 
 
 def operand_bytes(scheme: Scheme) -> int | None:
-    """Bytes per number of the operands in Hopper's kernels; None: they do not serve the scheme."""
+    """Bytes per number of the operands in Hopper's kernels; None: they do not take the scheme."""
     weight, rows = scheme.weight, scheme.activation
     if weight is None:
         return 2
@@ -93,15 +94,15 @@ def operand_bytes(scheme: Scheme) -> int | None:
 
 
 def takes(gemm: Gemm, scheme: Scheme, groups: ScaleGroups | None, device: Device) -> bool:
-    """Whether Hopper's kernels compute a GEMM, by its sizes and the GPU.
+    """Whether Hopper's kernels can compute a GEMM of these sizes on the GPU.
 
     TMA boxes begin and end at multiples of 16 bytes, and hold 8 gate rows beside 8 up rows. The
     columns of a warp group share a scale. Batch-invariant plans must use one kernel at every load.
 
     Args:
-        gemm: its sizes; ``itemsize`` of what is multiplied.
-        scheme: its scheme.
-        groups: its scales, where it has any.
+        gemm: sizes of the GEMM; ``itemsize`` is the operands'.
+        scheme: scheme of the GEMM.
+        groups: scale groups of the GEMM; None without scales.
         device: the GPU.
     """
     whole = gemm.k * gemm.itemsize % 16 == 0 and (gemm.halves == 1 or gemm.n % 8 == 0)
@@ -112,7 +113,7 @@ def takes(gemm: Gemm, scheme: Scheme, groups: ScaleGroups | None, device: Device
 
 
 def vector_pieces(k: int, itemsize: int, vectors: int) -> tuple[int, int]:
-    """Columns of so many vectors as the kernels of one token have them, and stages of a column."""
+    """Columns that the M = 1 kernels make of ``vectors`` vectors, and stages per column."""
     columns = max(8, vectors)
     return columns, cdiv(cdiv(k * itemsize, PIECES * ROW_BYTES), columns // vectors)
 
@@ -127,19 +128,19 @@ def token_tiles(
     *,
     summed: bool,
 ) -> HopperTiles | None:
-    """Tiles of the kernels of one token, by sizes and the GPU; None where they do not serve.
+    """Tiles of an M = 1 decode kernel; None if the kernel does not take the GEMM.
 
-    Programs of both GEMMs fit a processor. Activations that share a scale of all rows, and vectors
-    so long that too little room is left for weights, are left to other kernels.
+    One CTA of each GEMM fits on an SM. Activations with one scale for all rows, and vectors so long
+    that too little shared memory is left for weights, are left to other kernels.
 
     Args:
         weight: ``(E, rows, K)``.
-        itemsize: bytes of a number in it.
+        itemsize: bytes per number of the weight.
         top_k: experts of the token.
-        rule: the activation of the product, where the GEMM has one.
-        scheme: its scheme.
+        rule: the activation of the product; None without one.
+        scheme: scheme of the GEMM.
         device: the GPU.
-        summed: whether it is GEMM 2 with the sum, else GEMM 1.
+        summed: True for GEMM 2 with the sum, False for GEMM 1.
     """
     num_experts, rows, k = weight
     quant, gated = scheme.activation, rule is not None and rule.gated
@@ -159,9 +160,9 @@ def token_tiles(
 
 
 def widths(kernel: str, block_m: int, itemsize: int) -> tuple[int, ...]:
-    """The ``block_n`` that a kernel may have with tiles of so many rows; none: it has no such.
+    """The values of ``block_n`` that a kernel has for a row tile; empty if it lacks the row tile.
 
-    Of 16-bit weights nothing streams.
+    The swap-AB decode kernel takes 8-bit weights only.
     """
     if kernel == PACKED:
         if block_m == TALL_ROW_TILE:
@@ -181,7 +182,7 @@ def most_stages(tiles: HopperTiles, device: Device) -> int:
 
 
 def unfit(tiles: HopperTiles, gemm: Gemm, device: Device) -> str | None:
-    """Why a GEMM cannot use tiles that were timed elsewhere; None: it can."""
+    """Why a GEMM cannot use tiles that were tuned for another one; None: it can."""
     if tiles.packed and is_direct(gemm.num_slots, gemm.num_experts):
         return "packs rows, and so few have no plan"
     most = most_stages(tiles, device)
@@ -213,10 +214,10 @@ def stream_tiles(gemm: Gemm, block_m: int, device: Device) -> HopperTiles:
 
 @lru_cache(maxsize=4096)
 def hopper_tiles(gemm: Gemm, device: Device) -> HopperTiles | None:
-    """Hopper's tiles for a GEMM that `takes` accepts; None where the kernel for all GPUs is better.
+    """Hopper's tiles for a GEMM that `takes` accepts; None if the portable kernel is better.
 
     Args:
-        gemm: its sizes.
+        gemm: sizes of the GEMM.
         device: the GPU.
     """
     load = load_class(gemm.num_slots, gemm.num_experts)

@@ -1,4 +1,4 @@
-"""Analytic tiles of the portable GEMM kernels, from sizes and the GPU, where none were timed.
+"""Analytic tiles of the portable GEMM kernels, from sizes and the GPU, used without tuned tiles.
 
 Host arithmetic, which runs inside operators, where sizes are numbers.
 """
@@ -15,32 +15,32 @@ from moe_ops.dispatch.tiles import Gemm, TileConfig, cdiv, is_direct
 from moe_ops.scheme import Quant
 
 ACCUMULATES_WIDE = (90, 100, 103)
-"""Architectures whose matrix instructions read operands from shared memory: the registers are left
+"""Architectures whose matrix instructions read operands from shared memory, which leaves registers
 for two accumulators of 128 x 128."""
 
 
 def shared_bytes(tiles: TileConfig, gemm: Gemm, weight_bits: int) -> int:
-    """Shared memory for the operands of all stages, with weights of so many bits."""
+    """Bytes of shared memory for the operands of all stages."""
     stage = 8 * tiles.block_m * gemm.itemsize + gemm.halves * tiles.block_n * weight_bits
     return tiles.num_stages * stage * tiles.block_k // 8
 
 
 def _fitting(tiles: TileConfig, gemm: Gemm, weight_bits: int, device: Device) -> TileConfig:
-    """With fewer stages where the memory ends, but one at least."""
+    """``tiles`` with as many of their stages as fit in shared memory, but at least one."""
     stage = shared_bytes(replace(tiles, num_stages=1), gemm, weight_bits)
     return replace(tiles, num_stages=max(1, min(tiles.num_stages, device.shared_memory // stage)))
 
 
 @lru_cache(maxsize=4096)
 def gemm_tiles(gemm: Gemm, device: Device) -> TileConfig:
-    """The tiles of one expert GEMM on a device.
+    """Tiles of an expert GEMM whose operands are not quantized.
 
-    Few rows: the weights' bandwidth counts, so long rows of K and many blocks at once. Many rows:
-    the largest output tile whose accumulators stay in registers. float32 products run on the
-    ordinary cores, whose unrolled loops fit the registers with small tiles only.
+    Few rows: reading weights takes the time, so tiles are long along K and many CTAs run at once.
+    Many rows: the largest output tile whose accumulators stay in registers. float32 products run on
+    CUDA cores, whose unrolled loops fit in registers only with small tiles.
     """
     block_m = gemm.row_tile
-    block_m &= -block_m  # of 192 rows a third: blocks are powers of two
+    block_m &= -block_m  # 64 rows for a row tile of 192: block sizes are powers of two
     small, gated = block_m <= 32, gemm.halves == 2
     hopper = device.arch in ACCUMULATES_WIDE
     block_n, block_k, num_warps, group_m = 128, 64, 8, 8 if block_m == 128 else 16
@@ -48,7 +48,7 @@ def gemm_tiles(gemm: Gemm, device: Device) -> TileConfig:
         block_n, block_k = 16 if gated and not small else 64, 16
     elif small:
         block_n, block_k, num_warps, group_m = 64 if gated else 128, 128, 4, 1
-        # One token of a layer with few, large experts: more and smaller blocks to load with.
+        # One token of a layer with few, large experts: more and smaller CTAs load faster.
         while block_n > 64 and 2 * gemm.active * cdiv(gemm.n, block_n) < device.processors:
             block_n //= 2
     elif gated:
@@ -66,22 +66,22 @@ EVERY_COLUMN = 2**30
 
 
 class ScaleGroups(NamedTuple):
-    """How the scales of a GEMM of two 8-bit operands lie, where tiles depend on it."""
+    """Scale groups of a GEMM with two 8-bit operands, as far as tiles depend on them."""
 
     k: int | None
-    """Elements along K that share one, which a K block does not cross; None: all."""
+    """Elements along K that share a scale, which a K block does not cross; None: all."""
     n: int
-    """Output columns whose weight rows (and up rows) share one, a power of two."""
+    """Output columns whose weight rows (and up rows) share a scale, a power of two."""
 
 
 def scale_groups(n: int, k: int | None, weight_rows: int, rule: Formula | None) -> ScaleGroups:
-    """How scales lie for ``n`` output columns.
+    """The scale groups for ``n`` output columns.
 
     Args:
         n: output columns.
         k: elements along K that share a scale; None: all.
-        weight_rows: rows of the weight that share one.
-        rule: the activation of the product, where the GEMM has one.
+        weight_rows: weight rows that share a scale.
+        rule: the activation of the product; None without one.
     """
     gated, interleaved = rule is not None and rule.gated, rule is not None and rule.interleaved
     if weight_rows >= (2 * n if gated else n) or (weight_rows == n and not interleaved):
@@ -93,15 +93,15 @@ def scale_groups(n: int, k: int | None, weight_rows: int, rule: Formula | None) 
 
 @lru_cache(maxsize=4096)
 def scaled_gemm_tiles(gemm: Gemm, groups: ScaleGroups, device: Device) -> TileConfig:
-    """The tiles of an expert GEMM of two 8-bit operands on a device.
+    """Tiles of an expert GEMM with two 8-bit operands.
 
-    Products are added up in registers that the matrix instructions do not use, so accumulators take
-    twice the room. Tiles are small where those instructions also read their operands from registers
-    (everywhere but on Hopper), and where every column has scales of its own to hold.
+    Products are summed in registers that the matrix instructions do not use, so accumulators take
+    twice as many registers. Tiles are small if the instructions also read operands from registers
+    (everywhere but on Hopper), or if every column has its own scales to hold.
 
     Args:
-        gemm: its sizes.
-        groups: its scales.
+        gemm: sizes of the GEMM.
+        groups: scale groups of the GEMM.
         device: the GPU.
     """
     block_m = gemm.row_tile
@@ -126,43 +126,44 @@ def scaled_gemm_tiles(gemm: Gemm, groups: ScaleGroups, device: Device) -> TileCo
 
 
 SLOT_TILES = TileConfig(8, 32, 128, 1, 2, 4)
-"""Of the kernel that quantizes the rows of few slots itself."""
+"""Tiles of the kernel that quantizes the rows of few slots itself."""
 LONGEST_SLOT = 7168
-"""The most columns of a row that it takes: each program walks all of them."""
+"""The most columns of a row for that kernel: each program reads all of them."""
 
 
 def quantizes_slots(quant: Quant, gemm: Gemm) -> bool:
     """Whether, for few slots, quantizing in the GEMM is faster than quantizing the rows before it.
 
-    Where a row has one scale and is not too long: on an H200 it took 12.9 us against 13.5 (8 slots
-    of 2 x 768 rows, K 2048), 59.0 against 63.1 (8 of 2 x 2048, K 7168), but with groups of 128
-    columns 16.8 against 12.4, and with K 14336 (2 of 4096) 47 against 37. A
-    batch-invariant plan wants the same sums at every load, which two kernels would not give.
+    It is faster if a row has one scale and is not too long. On an H200 it took 12.9 us against 13.5
+    (8 slots of 2 x 768 rows, K 2048) and 59.0 against 63.1 (8 of 2 x 2048, K 7168), but 16.8
+    against 12.4 with groups of 128 columns, and 47 against 37 with K 14336 (2 of 4096).
+    Batch-invariant plans must use one kernel at every load.
 
     Args:
-        quant: of the rows.
-        gemm: the sizes.
+        quant: quantization of the rows.
+        gemm: sizes of the GEMM.
     """
     follows_load = not gemm.rule.batch_invariant
     return quant.shared_cols is None and gemm.k <= LONGEST_SLOT and follows_load
 
 
 def scaled_slot_tiles(gemm: Gemm, quant: Quant) -> TileConfig | None:
-    """The tiles of a GEMM that quantizes its rows itself; None where they are quantized before."""
+    """Tiles of a GEMM that quantizes its rows itself; None if rows are quantized before it."""
     few = is_direct(gemm.num_slots, gemm.num_experts)
     return SLOT_TILES if few and quantizes_slots(quant, gemm) else None
 
 
 @lru_cache(maxsize=4096)
 def weight_only_tiles(gemm: Gemm, bits: int, device: Device) -> TileConfig:
-    """The tiles of an expert GEMM whose weights take ``bits`` each and become what rows are.
+    """Tiles of an expert GEMM that dequantizes its weights to the dtype of the rows.
 
-    Few rows: as many blocks as fit at once, since each waits for memory and dequantizes in turn.
-    Many rows: large tiles, which dequantize a weight for as many rows as possible.
+    Few rows: as many CTAs as fit at once, since each alternates between waiting for memory and
+    dequantizing. Many rows: large tiles, which use a dequantized weight for as many rows as
+    possible.
 
     Args:
-        gemm: its sizes; ``itemsize`` is that of activations.
-        bits: of a stored weight.
+        gemm: sizes of the GEMM; ``itemsize`` is the activations'.
+        bits: bits of a stored weight.
         device: the GPU.
     """
     block_m = gemm.row_tile

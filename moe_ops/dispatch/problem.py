@@ -1,7 +1,7 @@
-"""What is known of one expert GEMM before its kernel is chosen, as a value.
+"""The description of an expert GEMM from which its kernel is chosen, as a value.
 
-`plan_gemm` reads nothing else, so whoever wants to know which kernel runs (a launcher, `explain`,
-warm-up, the workspace, a test) makes a `GemmProblem` and asks.
+`plan_gemm` reads nothing else of the GEMM: launchers, `explain`, warm-up, the workspace and tests
+find out which kernel runs by planning a `GemmProblem`.
 """
 
 from __future__ import annotations
@@ -24,19 +24,20 @@ from moe_ops.tensors import AnyTiles
 BOX_DTYPES = (torch.bfloat16, torch.float16, torch.float8_e4m3fn)
 """Dtypes that Hopper's kernels multiply."""
 STORED, EACH, ALL = "stored", "each", "all"
-"""Rows that come as the kernel multiplies them; rows to be quantized, each by itself; rows to be
-quantized with a scale that all of them decide, or that every expert has of its own."""
+"""States of rows: already in the form that the kernel multiplies; to be quantized independently of
+each other; to be quantized with one scale that depends on all rows, or with one scale per
+expert."""
 
 
 class WeightRows(NamedTuple):
-    """How the rows of a weight lie, and their scales: what every kernel has to know of them."""
+    """Layout of a weight's rows and of their scales."""
 
     step: int
-    """From the weight row of an output column to that of the next one."""
+    """Distance in weight rows from one output column to the next."""
     up: int
-    """From a gate row to its up row; 0 without a gate."""
+    """Distance in weight rows from a gate row to its up row; 0 without a gate."""
     rows: int
-    """Weight rows of an expert."""
+    """Weight rows per expert."""
     scale_rows: int
     """Weight rows that share a scale."""
     scale_cols: int | None
@@ -44,20 +45,20 @@ class WeightRows(NamedTuple):
 
     @staticmethod
     def of(rule: Formula | None, n: int, quant: Quant | None, scale_rows: int | None) -> WeightRows:
-        """The rows for ``n`` output columns with an activation; ``quant``: of the weight."""
+        """The layout for ``n`` output columns with an activation; ``quant`` is the weight's."""
         step, up = row_steps(rule, n)
         cols = None if quant is None else quant.shared_cols
         return WeightRows(step, up, 2 * n if up else n, scale_rows or 1, cols)
 
 
 class GemmProblem(NamedTuple):
-    """One expert GEMM: sizes, formats, and the facts of its tensors that decide.
+    """An expert GEMM: sizes, formats, and the facts of its tensors on which the choice depends.
 
-    The defaults are the facts of a whole layer's tensors: contiguous, aligned, of one device.
+    The defaults are the facts of a whole layer's tensors: contiguous, aligned, on one device.
     """
 
     sizes: Gemm
-    """``itemsize`` is that of the rows as they are given."""
+    """Sizes; ``itemsize`` is that of the given rows."""
     scheme: str = "unquantized"
     """Key of the scheme."""
     activation: str = ""
@@ -69,13 +70,13 @@ class GemmProblem(NamedTuple):
     scale_rows: int | None = None
     """Weight rows that share a scale; None: as the scheme says."""
     expert_scales: bool = False
-    """Whether every expert has a scale of its own for its rows."""
+    """Whether the rows of each expert have a separate scale."""
     shared_scale: bool = False
-    """Whether all rows share one scale, which is given."""
+    """Whether all rows share one given scale."""
     boxes: bool = True
-    """Whether TMA boxes can be made of the operands: aligned, of one dtype, with float32 scales."""
+    """Whether TMA can address the operands: aligned, of one dtype, with float32 scales."""
     num_tokens: int | None = None
-    """Tokens of the routing, where the GEMM gets it; None: it gets only a plan."""
+    """Tokens of the routing; None: the GEMM gets a plan but no routing."""
     summed: bool = False
     """Whether the weighted sum over the slots of a token follows in the same operator."""
     out_itemsize: int = 2
@@ -83,22 +84,22 @@ class GemmProblem(NamedTuple):
     weighted: bool = False
     """Whether routing weights multiply the product."""
     permuted: str | None = None
-    """``a`` or ``out`` where those rows lie in the order of the plan; None: in slot order."""
+    """Which of ``a`` and ``out`` has permuted rows; None: both are in slot order."""
 
     @property
     def quant(self) -> Quant | None:
-        """How rows are quantized where stored values are multiplied; None: they are not."""
+        """How rows are quantized if stored values are multiplied; None: they are not."""
         scheme = get_scheme(self.scheme)
         return None if scheme.decoded else scheme.activation
 
     @property
     def operand_itemsize(self) -> int:
-        """Bytes per number of the operands that are multiplied: stored values take one."""
+        """Bytes per number of the operands that are multiplied: 1 for stored values."""
         return self.sizes.itemsize if self.quant is None else 1
 
     @property
     def rule(self) -> Formula | None:
-        """The activation's formula."""
+        """Formula of the activation; None without one."""
         return formula(self.activation) if self.activation else None
 
     @property
@@ -109,13 +110,13 @@ class GemmProblem(NamedTuple):
 
     @property
     def weight_rows(self) -> WeightRows:
-        """How the rows of the weight and their scales lie."""
+        """Layout of the weight's rows and of their scales."""
         quant = get_scheme(self.scheme).weight
         return WeightRows.of(self.rule, self.sizes.n, quant, self.scale_rows)
 
     @property
     def one_token(self) -> bool:
-        """Whether all slots are those of one token, as the M = 1 kernels have it."""
+        """Whether all slots belong to one token, as the M = 1 kernels require."""
         return self.num_tokens == 1 and (self.summed or self.top_k == self.sizes.num_slots)
 
 
@@ -126,7 +127,7 @@ def sizes_of(
     rule: TileRule,
     activation: str,
 ) -> Gemm:
-    """The sizes of a GEMM with a weight of ``(E, rows, K)`` numbers."""
+    """Sizes of a GEMM with a weight of ``(E, rows, K)`` numbers."""
     num_experts, rows, k = weight
     halves = 2 if activation and formula(activation).gated else 1
     return Gemm(num_slots, num_experts, rows // halves, k, itemsize, halves, rule)
@@ -143,7 +144,7 @@ def dense_problem(
     expert_order: bool = False,
     batch_invariant: bool = False,
 ) -> GemmProblem:
-    """The problem of operands that are not quantized; arguments as the operator has them."""
+    """Problem of a GEMM whose operands are not quantized; arguments are the operator's."""
     rule = gemm_rule(UNQUANTIZED.key, a, tiles, batch_invariant)
     permuted = None if not expert_order else "out" if activation else "a"
     return GemmProblem(
@@ -169,7 +170,7 @@ def scaled_problem(
     *,
     batch_invariant: bool = False,
 ) -> GemmProblem:
-    """The problem of two quantized operands, of which rows may still have to be quantized."""
+    """Problem of a GEMM with two quantized operands; the rows may not be quantized yet."""
     known = get_scheme(scheme)
     if known.decoded:
         return stored_problem(
@@ -209,7 +210,7 @@ def stored_problem(
     *,
     batch_invariant: bool = False,
 ) -> GemmProblem:
-    """The problem of weights, or of both operands, that become numbers in the kernel."""
+    """Problem of a GEMM whose kernel dequantizes the weights or both operands."""
     known, (num_experts, n, _) = get_scheme(scheme), w.shape
     packed = known.activation is not None and known.activation.element.packed
     k = a.shape[1] * (2 if packed else 1)
@@ -227,22 +228,22 @@ def stored_problem(
 
 
 def sum_problem(gemm: GemmProblem, weighted: bool, out_itemsize: int) -> GemmProblem:
-    """The problem of a GEMM with the weighted sum, from that of the GEMM."""
+    """Problem of a GEMM with the weighted sum, made from the GEMM's problem."""
     return gemm._replace(summed=True, weighted=weighted, out_itemsize=out_itemsize)
 
 
 def without_sum(problem: GemmProblem) -> GemmProblem:
-    """The problem of the GEMM alone, from that with the weighted sum."""
+    """Problem of the GEMM alone, made from the problem with the weighted sum."""
     return problem._replace(summed=False, weighted=False)
 
 
 def boxable(w: Tensor, dtype: torch.dtype, in_place: Tensor | None = None) -> bool:
-    """Whether TMA boxes can be made of a weight and of rows of a dtype.
+    """Whether TMA can address a weight and rows of a dtype.
 
     Args:
         w: the weight; its strides and address count.
         dtype: dtype of the rows that are multiplied with it.
-        in_place: the rows, where the kernel reads them without packing them first.
+        in_place: the rows, if the kernel reads them without packing them first.
     """
     expert, row, unit = w.stride()
     size = w.itemsize
@@ -257,14 +258,14 @@ def boxable(w: Tensor, dtype: torch.dtype, in_place: Tensor | None = None) -> bo
 def layer_problem(
     sizes: Gemm, scheme: Scheme, activation: str, num_tokens: int | None, top_k: int
 ) -> GemmProblem:
-    """The problem of a layer's GEMM, with the facts of a whole layer's tensors.
+    """Problem of a layer's GEMM, with the facts of a whole layer's tensors.
 
     Args:
-        sizes: of the GEMM; ``itemsize`` of a number that is not quantized.
+        sizes: sizes of the GEMM; ``itemsize`` is that of numbers that are not quantized.
         scheme: the layer's scheme.
-        activation: of the first GEMM, where it activates its product.
-        num_tokens: T where rows are the slots of a routing; None: rows lie by expert.
-        top_k: k for the first GEMM, 1 for the second one, whose rows are slots.
+        activation: key of the activation that GEMM 1 applies to its product; empty: none.
+        num_tokens: T if rows are the slots of a routing; None: rows are grouped by expert.
+        top_k: k for GEMM 1; 1 for GEMM 2, whose rows are slots.
     """
     quant, rows, shared = scheme.activation, STORED, False
     if quant is not None and not scheme.decoded:

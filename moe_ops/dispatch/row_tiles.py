@@ -1,4 +1,4 @@
-"""Which row tiles the plan and the GEMMs of a layer have: one rule for both."""
+"""The rule by which the plan and the GEMMs of a layer choose their row tile."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ from moe_ops.scheme import get_scheme
 from moe_ops.tensors import AnyTiles
 
 PORTABLE = TileRule(((16, 16), (32, 32), (64, 64), (math.inf, 128)))
-"""The smallest tile that holds the load."""
+"""The portable kernels' rule: the smallest tile that holds the load."""
 EIGHT_BIT = TileRule(((16, 16), (32, 32), (512, 64), (math.inf, 128)))
-"""For 8-bit rows, which need more registers: 128 rows pay only where nearly every tile is full."""
+"""Row tiles for 8-bit GEMMs, which need more registers per row: 128 rows are faster only if nearly
+every tile is full."""
 HOPPER = {
     1: TileRule(((16, 16), (32, 32), (90, 64), (math.inf, 128))),
     2: TileRule(
@@ -33,49 +34,51 @@ HOPPER = {
         )
     ),
 }
-"""For Hopper's own kernels, by bytes per number.
+"""Row tiles for Hopper's kernels, by bytes per number.
 
-8-bit rows: from 60 rows an expert on one tile of 128 is faster than two of 64. 16-bit rows: if
-experts have about 128 rows, one tile of 192 takes them all; with about 512 rows three such tiles
-do, and weights are read from L2 least. With 256 or 1024 rows tiles of 128 in step are faster."""
+8-bit rows: from 60 rows per expert on, one tile of 128 is faster than two of 64. 16-bit rows: if
+experts have about 128 rows, one tile of 192 takes them all; with about 512 rows, three such tiles
+do, and weights are read from L2 least often. With 256 or 1024 rows, tiles of 128 in step are
+faster."""
 INVARIANT = TileRule(((math.inf, 64),), batch_invariant=True)
-"""For batch-invariant mode: one tile at any load, and so one order of sums along K.
+"""Row tile of batch-invariant mode: one tile at any load, and so one order of sums along K.
 
-The smallest with which Hopper's and Blackwell's wide matrix instructions work, for many tokens; for
-few, whose time goes into reading weights, padding adds products only."""
+It is the smallest tile with which Hopper's and Blackwell's wide matrix instructions work, which
+many tokens need. For few tokens, whose time goes into reading weights, its padding only adds
+products."""
 
 BY_EXPERT = 0
-"""Stands for an architecture where rows lie by expert, and without a GPU.
+"""Used as the architecture for rows grouped by expert, and without a GPU.
 
-GEMMs of such rows were not timed with the row tiles of Hopper's kernels: the padded rows of the
-Batched format say little about how many rows an expert has."""
+GEMMs of rows grouped by expert were not timed with the row tiles of Hopper's kernels: the number of
+padded rows in the Batched format says little about how many rows an expert has."""
 
 
 def tile_rule(
     scheme: str, dtype: torch.dtype, device: torch.device, batch_invariant: bool = False
 ) -> TileRule:
-    """The rule of the plan of a routing, and of the GEMMs that follow it.
+    """The rule for the plan of a routing and for the GEMMs that follow the plan.
 
     Args:
         scheme: key of the scheme.
-        dtype: of rows that are not quantized.
-        device: where the plan is.
-        batch_invariant: whether the tiles may not follow the load.
+        dtype: dtype of the rows before quantization.
+        device: the plan's device.
+        batch_invariant: whether the row tile must not depend on the load.
     """
     return rule_of(scheme, dtype.itemsize, *row_tile_facts(device), batch_invariant)
 
 
 def expert_rule(scheme: str, device: torch.device, batch_invariant: bool = False) -> TileRule:
-    """The rule of a plan of rows that lie by expert, and of the GEMMs that follow it."""
+    """The rule for a plan of rows grouped by expert and for the GEMMs that follow the plan."""
     row_tile = row_tile_facts(device)[1]
     return rule_of(scheme, 0, BY_EXPERT, row_tile, batch_invariant)
 
 
 def gemm_rule(scheme: str, a: Tensor, tiles: AnyTiles, batch_invariant: bool = False) -> TileRule:
-    """The rule of the plan that an expert GEMM of the rows ``a`` is given.
+    """The rule for the plan that an expert GEMM of the rows ``a`` gets.
 
     Raises:
-        ValueError: ``tiles`` are not three; nobody reads them earlier.
+        ValueError: ``tiles`` does not have three entries. (Nothing reads ``tiles`` earlier.)
     """
     if len(tiles) != 3:
         raise ValueError(f"tiles must be [plan, topk_ids, expert_map], got {len(tiles)} entries")
@@ -89,9 +92,9 @@ def gemm_rule(scheme: str, a: Tensor, tiles: AnyTiles, batch_invariant: bool = F
 def rule_of(
     scheme: str, itemsize: int, arch: int, row_tile: int | None, batch_invariant: bool
 ) -> TileRule:
-    """The rule by values: bytes of a number that is not quantized, and fields of `Device`.
+    """The rule for a scheme, bytes per number before quantization, and fields of `Device`.
 
-    ``arch`` is `BY_EXPERT` for rows that lie by expert.
+    ``arch`` is `BY_EXPERT` for rows grouped by expert.
     """
     if batch_invariant:
         return INVARIANT

@@ -1,4 +1,4 @@
-"""The parts of a tile plan, and who reads one."""
+"""The parts of a tile plan, and the rule by which a GEMM reads one."""
 
 from __future__ import annotations
 
@@ -10,39 +10,39 @@ from moe_ops.tensors import AnyTiles, TilePlan
 
 
 def unpack_plan(plan: Tensor, num_slots: int, num_experts: int, rule: TileRule) -> TilePlan:
-    """Views of the parts of a plan that is one tensor, as operators pass it on: see `PlanSizes`."""
+    """Views of the parts of a plan in one tensor: see `PlanSizes`."""
     sizes = plan_sizes(num_slots, num_experts, rule)
     slots, experts = plan[PLAN_HEADER : sizes.experts_at], plan[sizes.experts_at : sizes.firsts_at]
     return TilePlan(slots, experts, plan[:1])
 
 
 def first_rows(plan: Tensor, num_slots: int, num_experts: int, rule: TileRule) -> Tensor:
-    """View of the row with which each tile begins in expert order: see `PlanSizes`."""
+    """View of each tile's first permuted row: see `PlanSizes`."""
     return plan[plan_sizes(num_slots, num_experts, rule).firsts_at :]
 
 
 def split_tiles(
     plan: Tensor, num_slots: int, num_experts: int, rule: TileRule, block_m: int
 ) -> Tensor:
-    """The plan with tiles of ``block_m`` rows, which divides its row tile.
+    """The plan with its tiles divided into tiles of ``block_m`` rows.
 
-    Those past the last row of an expert are of that expert, and all padding.
+    Tiles past the last row of an expert belong to that expert and are all padding.
     """
     tile = row_tile(rule, num_slots, num_experts)
     _, experts, _ = unpack_plan(plan, num_slots, num_experts, rule)
     firsts, parts = first_rows(plan, num_slots, num_experts, rule), tile // block_m
     offsets = torch.arange(0, tile, block_m, dtype=plan.dtype, device=plan.device)
     split = plan[: len(plan) - len(experts) - len(firsts)].clone()
-    split[2] += (parts - 1) * len(experts)  # where the first rows begin
+    split[2] += (parts - 1) * len(experts)  # offset of the first rows
     firsts = (firsts[:, None] + offsets).flatten()
     return torch.cat((split, experts.repeat_interleave(parts), firsts))
 
 
 def plan_to_read(tiles: AnyTiles, num_slots: int, num_experts: int) -> Tensor | None:
-    """The plan of an expert GEMM; None where its slots are so few that their ids tell its tiles.
+    """The plan of an expert GEMM; None if slots are so few that each is a tile of its own.
 
     Raises:
-        ValueError: there is no plan, and no ids of few slots.
+        ValueError: no plan, and either no ids or too many slots to do without a plan.
     """
     plan, topk_ids, _ = tiles
     if topk_ids is not None and is_direct(num_slots, num_experts):

@@ -1,8 +1,8 @@
-"""Tile sizes: how many rows a tile has, how large plans get, what a choice of tiles asks of a GPU.
+"""Tile sizes: the rows of a tile, the size of plans, the config of a GEMM.
 
-All of it is host arithmetic on sizes. Sizes of tensors (`padded_slots`, `num_tiles`) also run on
-symbolic integers, and then add no guards; choices (`row_tile`) run inside an operator,
-where sizes are numbers.
+All of it is host arithmetic on sizes. Functions that compute sizes of tensors (`padded_slots`,
+`num_tiles`) also accept symbolic integers, without adding guards; functions that choose
+(`row_tile`) run inside an operator, where sizes are numbers.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ MAX_ROW_TILE = 4096
 
 @dataclass(frozen=True, eq=False)
 class TileRule:
-    """Which row tile a plan has, by load. Rules are few, and compared by identity.
+    """The row tile of a plan, by load. There are few rules; they are compared by identity.
 
-    The load is 1.5 times the rows that an expert has on average (see `load`): a tile of so many
-    rows covers most experts, whose weights are then read once, and few of its rows are padding.
+    The load is 1.5 times the average rows per expert (see `load`): a tile of that many rows holds
+    all rows of most experts, whose weights are then read once, and few of its rows are padding.
     """
 
     steps: tuple[tuple[float, int], ...]
-    """Pairs of a load and of the row tile that serves up to it, in ascending order of loads."""
+    """Pairs ``(load, row tile)``, ascending: the tile is used up to the load."""
     batch_invariant: bool = False
-    """Whether nothing that follows may depend on the number of rows either."""
+    """Whether the GEMMs, too, must not depend on the number of rows."""
 
     @property
     def smallest(self) -> int:
@@ -57,18 +57,18 @@ def row_tile(rule: TileRule, num_slots: int, num_experts: int) -> int:
 
 @lru_cache(maxsize=64)
 def one_row_tile(rows: int) -> TileRule:
-    """The rule of tiles of so many rows at every load."""
+    """The rule with a row tile of ``rows`` at every load."""
     return TileRule(((math.inf, rows),))
 
 
 def load(num_slots: int, num_experts: int) -> float:
-    """1.5 times the rows of an average expert, or all rows."""
+    """1.5 times the average rows per expert, but at most all rows."""
     return min(1.5 * num_slots / num_experts, num_slots)
 
 
 @dataclass(frozen=True)
 class TileConfig:
-    """How one expert GEMM is cut up; ``block_n`` counts output columns."""
+    """Config of a portable GEMM kernel; ``block_n`` counts output columns."""
 
     block_m: int
     block_n: int
@@ -78,7 +78,7 @@ class TileConfig:
     num_stages: int
 
     def constants(self) -> dict[str, int]:
-        """As kernels and Triton's launch options name them."""
+        """The fields as keyword arguments of a kernel launch."""
         return {
             "BLOCK_M": self.block_m,
             "BLOCK_N": self.block_n,
@@ -92,24 +92,25 @@ class TileConfig:
 DIRECT_SLOTS = 16
 """The most slots of an expert GEMM without a plan: see `is_direct`."""
 PLAN_HEADER = 4
-"""Entries of a plan before its slots: how many rows are in use, where the experts begin, where the
-tiles' first rows begin, and a zero, so that slots begin at a multiple of 16 bytes."""
+"""Entries of a plan before its slots: the number of rows in use, the offset of the experts, the
+offset of the tiles' first rows, and a zero, so that slots begin at a multiple of 16 bytes."""
 MAX_PLAN_ENTRIES = 2**31 - 1
-"""Kernels count them in 32 bits."""
+"""The most entries of a plan: kernels count them in 32 bits."""
 SINGLE_LAUNCH_SLOTS = 1024
-"""Up to so many slots one launch sorts: each of its programs counts all of them itself."""
+"""The most slots that are sorted in one launch, in which each program counts all slots."""
 PLAN_PROGRAMS = 128
 """Programs of that launch in alignment, for up to four times as many experts. Each program counts
-all slots, so that more programs at a time only slow down."""
+all slots, so more concurrent programs would only slow it down."""
 MANY_TOKENS = 2048
-"""From so many tokens on a top-k program routes several: else it would end before others begin."""
+"""Token count from which a top-k program routes several tokens: programs that route one would end
+before others begin."""
 ONE_LAUNCH_LOGITS = 512
-"""The most logits (4 tokens of 128 experts) that every program of alignment routes again, which
-takes less time than another launch."""
+"""The most logits (4 tokens of 128 experts) that are routed and aligned in one launch: every
+program routes all of them again, which takes less time than another launch."""
 
 
 class Gemm(NamedTuple):
-    """One expert GEMM: what the choice of tiles asks of it."""
+    """The sizes of an expert GEMM on which the choice of tiles depends."""
 
     num_slots: int
     num_experts: int
@@ -120,9 +121,9 @@ class Gemm(NamedTuple):
     itemsize: int
     """Bytes per number of a row."""
     halves: int
-    """Weight tiles for each output tile: 2 where gate and up are computed together."""
+    """Weight tiles per output tile: 2 if gate and up are computed together."""
     rule: TileRule
-    """By which the row tile of the plan was chosen."""
+    """The rule by which the row tile of the plan was chosen."""
 
     @property
     def row_tile(self) -> int:
@@ -131,7 +132,7 @@ class Gemm(NamedTuple):
 
     @property
     def active(self) -> int:
-        """Experts that may have rows."""
+        """Upper bound on the experts that have rows."""
         every = self.rule.batch_invariant
         return self.num_experts if every else min(self.num_slots, self.num_experts)
 
@@ -147,50 +148,50 @@ def next_power_of_2(n: int) -> int:
 
 
 def padded_slots(num_slots, num_experts, tile: int):
-    """Upper bound of the rows in a plan of row tiles up to ``tile``.
+    """Upper bound on the rows of a plan whose row tile is at most ``tile``.
 
-    No expert is padded by more than ``tile - 1`` rows, and no slot to more than ``tile`` rows.
+    An expert is padded by at most ``tile - 1`` rows, and a slot to at most ``tile`` rows.
     """
     bounds = num_slots * tile, num_slots + num_experts * (tile - 1)
     if isinstance(bounds[0], int):
         return min(bounds)
-    # No guard on symbols: PyTorch proves that the larger of 0 and anything is a size, and not that
-    # products of sizes are. (It would guard on that, and a graph from its cache on the minimum.)
+    # No guard on symbols: PyTorch can prove that max(0, x) is a size, but not that a product of
+    # sizes is. (It would add a guard on the product; a cached graph would add one on the minimum.)
     return torch.sym_max(0, torch.sym_min(*bounds))
 
 
 def num_tiles(num_slots, num_experts, tile: int):
-    """Upper bound of the tiles in a plan of row tiles from ``tile`` on."""
+    """Upper bound on the tiles of a plan whose row tile is at least ``tile``."""
     return cdiv(padded_slots(num_slots, num_experts, tile), tile)
 
 
 class PlanSizes(NamedTuple):
-    """The layout of a plan in one int32 tensor: header, the slot of each row, two entries a tile.
+    """Layout of a plan in one int32 tensor: header, the slot of each row, two entries per tile.
 
-    They are the tile's expert, and the first row of the tile if rows lie in expert order:
-    rows of slots in the order of the plan without padding; batched and permuted rows where they
-    are. Both entries are -1 past the last tile.
+    The two entries are the tile's expert and the tile's first row when rows are permuted (in the
+    order of the plan, without padding); for the Batched format and for permuted inputs, the first
+    row in that tensor. Both entries are -1 past the last tile.
     """
 
     rows: int
     tiles: int
     experts_at: int
-    """Where the experts begin."""
+    """Offset of the tiles' experts."""
     firsts_at: int
-    """Where the tiles' first rows begin."""
+    """Offset of the tiles' first rows."""
     entries: int
     """Length of the tensor."""
 
 
 @lru_cache(maxsize=4096)
 def plan_sizes(num_slots: int, num_experts: int, rule: TileRule, pad_to: int = 1) -> PlanSizes:
-    """The sizes of a plan, whichever row tile its rule says: one formula for all numbers of slots.
+    """Sizes of a plan that suffice for every row tile of its rule.
 
     Args:
-        num_slots: rows to be sorted.
-        num_experts: experts that they go to.
-        rule: by which the row tile is chosen.
-        pad_to: what the number of rows is a multiple of.
+        num_slots: number of slots to be sorted.
+        num_experts: number of experts.
+        rule: the rule by which the row tile is chosen.
+        pad_to: the number of rows is rounded up to a multiple of this.
     """
     rows = cdiv(padded_slots(num_slots, num_experts, rule.largest), pad_to) * pad_to
     tiles = num_tiles(num_slots, num_experts, rule.smallest)
@@ -206,7 +207,7 @@ def plan_sizes(num_slots: int, num_experts: int, rule: TileRule, pad_to: int = 1
 
 
 def symbolic_plan_sizes(num_slots, num_experts, rule: TileRule, pad_to: int = 1) -> PlanSizes:
-    """`plan_sizes` where numbers may be symbols, which cannot be looked up in a cache."""
+    """`plan_sizes` for numbers that may be symbolic, which the cache cannot look up."""
     known = isinstance(num_slots, int) and isinstance(num_experts, int)
     sizes = plan_sizes if known else plan_sizes.__wrapped__
     return sizes(num_slots, num_experts, rule, pad_to)
@@ -214,12 +215,12 @@ def symbolic_plan_sizes(num_slots, num_experts, rule: TileRule, pad_to: int = 1)
 
 @lru_cache(maxsize=4096)
 def load_class(num_slots: int, num_experts: int) -> int:
-    """The first i for which ``16 * 2**i`` is at least the `load`."""
+    """The rows-per-expert bucket: the smallest i for which ``16 * 2**i`` is at least the `load`."""
     return _class_of(load(num_slots, num_experts))
 
 
 def last_class(rule: TileRule) -> int:
-    """The first class of the loads that all have a rule's last row tile."""
+    """The first rows-per-expert bucket in which all loads have a rule's last row tile."""
     return _class_of(rule.steps[-2][0]) + 1 if len(rule.steps) > 1 else 0
 
 
@@ -232,11 +233,11 @@ def _class_of(wanted: float) -> int:
 
 @lru_cache(maxsize=4096)
 def is_direct(num_slots: int, num_experts: int) -> bool:
-    """Whether an expert GEMM that gets the routing needs no plan: it has one slot per tile.
+    """Whether an expert GEMM that gets the routing needs no plan because it has one slot per tile.
 
-    The weights of an expert with several slots are then read once for each. Slots are so few of the
-    experts that this seldom happens: it costs less than the launch that makes a plan. (8 tokens of
-    2 among 8 experts took 1.8 times as long.)
+    The weights of an expert with several slots are then read once per slot. With few slots and many
+    experts this is rare and costs less than the launch that makes a plan. (8 tokens with 2 of 8
+    experts each took 1.8 times as long.)
     """
     return num_slots <= direct_slots(num_experts)
 
@@ -267,17 +268,18 @@ def max_row_tiles(num_slots: int, num_experts: int, block_m: int) -> int:
 
 
 class Scan(NamedTuple):
-    """Slots and warps of one program of a counting sort."""
+    """Slots and warps per program of a counting sort."""
 
     chunk: int
     num_warps: int
 
 
 def scan_sizes(num_slots: int) -> Scan:
-    """Few slots: all of them in one program, without idle places and threads, which cost time.
+    """Sizes of a counting sort's programs.
 
-    Many: a block of them. Blocks grow with the slots, since every program adds up the counts of all
-    blocks.
+    Few slots: a program handles all of them, with as few idle lanes and threads as possible, which
+    cost time. Many slots: a program handles one block. Blocks grow with the number of slots, since
+    every program adds up the counts of all blocks.
     """
     if num_slots <= SINGLE_LAUNCH_SLOTS:
         chunk = max(64, next_power_of_2(num_slots))
@@ -288,7 +290,7 @@ def scan_sizes(num_slots: int) -> Scan:
 
 
 def few_tokens(num_tokens: int, num_experts: int) -> int:
-    """Tokens, rounded up, that one launch routes and aligns; 0 where two launches do."""
+    """Tokens to route and align in one launch, rounded up; 0 if that takes two launches."""
     rounded = next_power_of_2(num_tokens)
     logits = rounded * next_power_of_2(num_experts)
     return rounded if 0 < num_tokens <= 8 and logits <= ONE_LAUNCH_LOGITS else 0

@@ -1,7 +1,7 @@
-"""Tiles that were timed: where they are looked up.
+"""Look-up of tuned tiles.
 
-Files (see `tuned_file`) are read once, when this module is imported: those in the package,
-then those in the folder that ``MOE_OPS_TUNED_DIR`` names, which take the place of the package's.
+Tuned files (see `tuned_file`) are read once, when this module is imported: first the package's,
+then the files in the folder ``MOE_OPS_TUNED_DIR``, which override the package's.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from moe_ops.dispatch.tiles import Gemm, TileConfig, last_class, load_class
 from moe_ops.dispatch.tuned_file import Entry, Sizes, TunedLayer, parse
 
 FOLDER = os.environ.get("MOE_OPS_TUNED_DIR")
-"""Where a user's files lie, if anywhere."""
+"""The user's folder of tuned files, or None."""
 DEFAULT = "analytic default"
 
 
@@ -27,23 +27,23 @@ class Choice(NamedTuple):
     """The tiles of a GEMM."""
 
     plain: TileConfig
-    """Of the kernel for all GPUs."""
+    """Tiles of the portable kernel."""
     source: str
-    """Where `tiles` come from, and why not from a file that there is."""
+    """Where `tiles` come from and, if a tuned file exists but is not used, why not."""
     hopper: HopperTiles | None = None
-    """Of Hopper's own kernel, which goes first where it takes the tensors."""
+    """Tiles of a Hopper kernel, which is preferred if it takes the tensors; None: no kernel."""
 
     @property
     def tiles(self) -> KernelTiles:
-        """Of the kernel that goes first."""
+        """Tiles of the preferred kernel."""
         return self.hopper or self.plain
 
 
 def read_folder(folder: Any) -> list[TunedLayer]:
-    """The layers of every JSON file in a folder (a path, or a resource).
+    """The layers of all JSON files in a folder (a path or a resource).
 
     Raises:
-        ValueError: no such folder, a file that `parse` refuses, or one that is no regular file.
+        ValueError: no such folder, a file that `parse` rejects, or one that is not a regular file.
     """
     if not folder.is_dir():
         raise ValueError(f"MOE_OPS_TUNED_DIR must name a folder, got {str(folder)!r}")
@@ -57,7 +57,7 @@ def read_folder(folder: Any) -> list[TunedLayer]:
 class Tables(dict[tuple[str, str], dict[Sizes, TunedLayer]]):
     """Layers by GPU and scheme, then by their sizes.
 
-    Hashed by identity, so that what was chosen from a table can be remembered with it.
+    Hashed by identity, so that a table can be part of a cache key.
     """
 
     __hash__ = object.__hash__  # type: ignore[assignment]
@@ -66,7 +66,7 @@ class Tables(dict[tuple[str, str], dict[Sizes, TunedLayer]]):
 
 
 def tables(layers: Iterable[TunedLayer]) -> Tables:
-    """``layers`` to look up; of two for the same the later one counts."""
+    """The tables of ``layers``; a later layer replaces an earlier one of the same sizes."""
     found = Tables()
     for layer in layers:
         found.setdefault((layer.device, layer.scheme), {})[layer.sizes] = layer
@@ -74,7 +74,7 @@ def tables(layers: Iterable[TunedLayer]) -> Tables:
 
 
 def read_all() -> Tables:
-    """What is in the package and in the user's folder."""
+    """The tables of the package's files and of the user's folder."""
     shipped = read_folder(files("moe_ops") / "configs")
     return tables(shipped + (read_folder(Path(FOLDER)) if FOLDER else []))
 
@@ -92,21 +92,21 @@ def choose(
     hopper: bool,
     tables: Tables,
 ) -> Choice:
-    """The kernel and the tiles of a GEMM: what a file says, else the analytic choice.
+    """The kernel and the tiles of a GEMM: a tuned file's entry, else the analytic choice.
 
-    That is Hopper's own kernel where it was measured to be faster, else the one for all GPUs. An
-    entry serves the loads of its class for which the plan has the row tile that it was timed with;
-    of several that whose number of tokens is nearest. Nobody timed batch-invariant plans, nor
-    float32 rows.
+    The analytic choice is a Hopper kernel if it was measured to be faster, else the portable
+    kernel. A tuned entry applies to loads in its rows-per-expert bucket if the plan has the row
+    tile that the entry was timed with; of several entries, the one with the nearest number of
+    tokens is used. Batch-invariant plans and float32 rows were not timed.
 
     Args:
-        gemm: its sizes.
-        scheme: the key of its scheme.
-        weight_bits: of a stored weight.
+        gemm: sizes of the GEMM.
+        scheme: key of the scheme.
+        weight_bits: bits of a stored weight.
         device: the GPU.
-        default: of the kernel for all GPUs, where no file has others.
-        hopper: whether Hopper's own kernels take the GEMM (`moe_ops.dispatch.hopper.takes`).
-        tables: what files say.
+        default: tiles of the portable kernel without a tuned entry.
+        hopper: whether Hopper's kernels take the GEMM (`moe_ops.dispatch.hopper.takes`).
+        tables: tables of tuned files.
     """
     own = hopper_tiles(gemm, device) if hopper else None
     layer = tables.get((plain_name(device.name), scheme), {}).get(_layer_sizes(gemm))
@@ -134,13 +134,13 @@ def choose(
 
 
 def _layer_sizes(gemm: Gemm) -> Sizes:
-    """Of the layer that has this GEMM: the first one where gate and up are computed together."""
+    """Sizes of the layer of a GEMM, which is GEMM 1 if it computes gate and up together."""
     n, k = (gemm.n, gemm.k) if gemm.halves == 2 else (gemm.k, gemm.n)
     return gemm.num_experts, n, k
 
 
 def _nearest(layer: TunedLayer, gemm: Gemm) -> Entry | None:
-    """The entry of the same class of load and row tile whose number of rows is nearest."""
+    """The entry with the same bucket and row tile and the nearest number of rows."""
     last = last_class(gemm.rule)
 
     def class_of(rows: int) -> int:

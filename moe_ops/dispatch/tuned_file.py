@@ -1,12 +1,12 @@
-"""Files of tiles that were timed, as values.
+"""Parsing of tuned files.
 
-A file serves one GPU, one scheme and layers of one size, all of which its name tells:
+A tuned file applies to one GPU, one scheme and layers of one size, which its name states:
 ``E=128,N=768,K=2048,device_name=NVIDIA_H200,scheme=fp8_block128.json`` (E local experts, N the
-intermediate size, K the hidden size). Characters of a scheme's key that not every system allows in
-names of files are spelled as `SPELLED` says. The file holds the ``top_k`` of the layer that was
-timed, and by number of tokens the row tile that the plan had and, for both GEMMs, the kernel and
-the rest of its tiles: without a name it is the kernel for all GPUs. (A file does not choose the row
-tile of a plan: `moe_ops.dispatch.row_tiles` does, and an entry serves plans that have its tile.)
+intermediate size, K the hidden size). Characters of a scheme's key that some systems do not allow
+in file names are replaced as in `SPELLED`. The file holds the ``top_k`` of the layer that was timed
+and, by number of tokens, the row tile that the plan had and the config of both GEMMs: the kernel's
+name (none: the portable kernel) and its other tile sizes. (A file does not choose the row tile of a
+plan: `moe_ops.dispatch.row_tiles` does, and an entry applies only to plans with its row tile.)
 """
 
 from __future__ import annotations
@@ -31,41 +31,41 @@ _NUMBER = r"([1-9][0-9]{0,8})"
 _NAME = re.compile(rf"E={_NUMBER},N={_NUMBER},K={_NUMBER},device_name=([^,]+),scheme=([^,]+)\.json")
 _COUNT = re.compile(_NUMBER)
 SIZES = ("BLOCK_N", "BLOCK_K", "GROUP_M", "num_warps", "num_stages")
-"""Of one GEMM, in the order of a `TileConfig` after its row tile."""
+"""Keys of a portable kernel's config, in the order of a `TileConfig` after its row tile."""
 LARGEST = {"BLOCK_N": 256, "BLOCK_K": 256, "GROUP_M": 128, "num_warps": 16, "num_stages": 64}
-"""Larger values compile for ever, or to kernels that no GPU can run. Whether tiles fit into a GPU's
-shared memory depends on the GPU and the GEMM: `tuned` asks that before it uses them."""
+"""The largest accepted values. Larger ones take forever to compile, or no GPU can run the kernel.
+Whether tiles fit in shared memory depends on the GPU and the GEMM: `tuned` checks that on use."""
 MAX_TOP_K = 2**16
 HOPPER_SIZES = ("BLOCK_N", "GROUP_M", "num_stages")
-"""Of one by a kernel in `KERNELS`, in the order of `HopperTiles`; ``BLOCK_N``: of weight rows."""
+"""Keys of a Hopper kernel's config, in the order of `HopperTiles`; ``BLOCK_N``: weight rows."""
 Sizes = tuple[int, int, int]
 """E, N and K of a layer."""
 
 
 SPELLED = {":": "-", "*": "@", "|": "+"}
-"""How characters of a scheme's key are spelled in a file's name. No key has a character on the
-right, so that every name has one key."""
+"""Replacements for characters of a scheme's key in a file name. No key contains a character on the
+right, so each file name has exactly one key."""
 _SPELL = str.maketrans(SPELLED)
 _READ = str.maketrans({spelled: character for character, spelled in SPELLED.items()})
 
 
 class Entry(NamedTuple):
-    """What won at one number of tokens."""
+    """The fastest configs at one number of tokens."""
 
     num_tokens: int
     gemm1: KernelTiles
     gemm2: KernelTiles
-    """Of the same rows."""
+    """Config of GEMM 2, with the same row tile."""
 
 
 class TunedLayer(NamedTuple):
-    """What one file says."""
+    """The content of one file."""
 
     file: str
-    """Its name, without a folder."""
+    """The file's name, without a folder."""
     sizes: Sizes
     device: str
-    """The GPU's name; spaces are ``_``."""
+    """The GPU's name, with ``_`` for spaces."""
     scheme: str
     """Key of the scheme."""
     top_k: int
@@ -73,13 +73,13 @@ class TunedLayer(NamedTuple):
 
 
 def file_name(sizes: Sizes, device: str, scheme: str) -> str:
-    """The name of the file for a layer, a GPU (by PyTorch's name) and a scheme's key."""
+    """The file name for a layer, a GPU (named as in PyTorch) and a scheme's key."""
     (experts, n, k), name = sizes, scheme.translate(_SPELL)
     return f"E={experts},N={n},K={k},device_name={plain_name(device)},scheme={name}.json"
 
 
 def written(tiles: KernelTiles) -> dict[str, Any]:
-    """The tiles of a GEMM as they stand in a file, without their row tile."""
+    """A GEMM's config as a file stores it, without the row tile."""
     own = isinstance(tiles, HopperTiles)
     sizes = {size: getattr(tiles, size.lower()) for size in (HOPPER_SIZES if own else SIZES)}
     if isinstance(tiles, HopperTiles):
@@ -88,10 +88,10 @@ def written(tiles: KernelTiles) -> dict[str, Any]:
 
 
 def parse(file: str, text: str) -> TunedLayer:
-    """The layer that a file of this name and text holds.
+    """Parse the text of a tuned file.
 
     Raises:
-        ValueError: naming the file, the key and the rule that is broken.
+        ValueError: the file is invalid; the message names the file, the key and the broken rule.
     """
     named = _NAME.fullmatch(file)
     _require(named, file, "the name", f"match {_NAME.pattern}", file)

@@ -1,10 +1,10 @@
 """Triton kernels of the alignment stage: a stable counting sort.
 
-Few slots take one launch: every program looks at all slots and places those of up to four experts.
-Many take `counting_sort`. No two programs write the same entry, and the order never depends on
-timing.
+Few slots take one launch: every program reads all slots and places the slots of up to four experts.
+Many slots take `counting_sort`. No two programs write the same entry, and the order never depends
+on timing.
 
-Kernels take the three parts of a plan, or the plan and None twice: see `plan_parts`.
+Kernels take either the three parts of a plan or ``(plan, None, None)``: see `plan_parts`.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def _count_kernel(
     BUCKETS: tl.constexpr, BLOCK: tl.constexpr, FEW: tl.constexpr,
     ACROSS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """The first program stores the counts of all slots; the others have nothing to do."""
+    """Program 0 stores the counts of all slots; the other programs do nothing."""
     take_turn()
     if tl.program_id(0) == 0:
         _, count, _, _ = count_slots(
@@ -78,7 +78,7 @@ def _count_launch(sizes: Blocks) -> Launch:
 def count_expert_num_tokens(
     topk_ids: Tensor, expert_map: Tensor | None, num_local_experts: int
 ) -> Tensor:
-    """One launch for few slots; for many one that counts blocks and one that adds them up."""
+    """Launch one kernel for few slots, and two for many: count the blocks, add up the counts."""
     counts = empty_counts(topk_ids, expert_map, num_local_experts)
     sizes, grid, slots = count_blocks(topk_ids, expert_map, num_local_experts)
     _count_launch(sizes)(grid, *slots, counts)
@@ -91,7 +91,7 @@ def _align_kernel(
     names, sorted_token_ids, expert_ids, num_tokens_post_padded, num_rows, num_tiles,
     TILE: tl.constexpr, BUCKETS: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """One program places the slots of one expert, or of a few."""
+    """Each program places the slots of one expert or of a few experts."""
     take_turn()
     slot = tl.arange(0, CHUNK)
     found = local_experts(topk_ids, expert_map, slot, slot < num_slots, num_experts, num_buckets)
@@ -108,7 +108,7 @@ def _align_blocks_kernel(
     TILE: tl.constexpr, BUCKETS: tl.constexpr, BLOCK: tl.constexpr, FEW: tl.constexpr,
     ACROSS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """One program places the slots of one block, and fills its share of everything else."""
+    """Each program places the slots of one block and fills its share of the padding and the ids."""
     take_turn()
     slots, experts, firsts, header = plan_parts(
         sorted_token_ids, expert_ids, num_tokens_post_padded, num_rows, num_tiles
@@ -143,7 +143,7 @@ def _align_blocks_kernel(
 
 @lru_cache(maxsize=4096)
 def _align_launch(num_slots: int, tile: int, num_experts: int) -> Launch:
-    """The kernel for a number of slots."""
+    """The launch of the kernel for a number of slots."""
     if num_slots > SINGLE_LAUNCH_SLOTS:
         return _align_blocks(block_sizes(num_slots, num_experts), tile)
     return _align_few(scan_sizes(num_slots), tile, num_experts)
@@ -170,7 +170,7 @@ def moe_align_block_size(
     pad_sorted_ids: bool,
     ignore_invalid_experts: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """One launch for few slots, a program per expert; for many two, a program per block."""
+    """Launch one kernel for few slots (a program per expert), two for many (one per block)."""
     how = (block_size, num_experts, pad_sorted_ids, ignore_invalid_experts)
     plan = empty_plan(topk_ids, expert_map, *how)
     bucket_map, names = (expert_map, None) if ignore_invalid_experts else (None, expert_map)
@@ -187,7 +187,7 @@ def plan_slots(
     dtype: torch.dtype,
     batch_invariant: bool = False,
 ) -> Tensor:
-    """A plan in one tensor; nothing is launched for so few slots that no GEMM reads a plan."""
+    """Make a plan in one tensor; launch nothing if slots are so few that no GEMM reads a plan."""
     layer = (num_experts, scheme, dtype, batch_invariant)
     plan = empty_plan_slots(topk_ids, expert_map, *layer)
     num_slots = topk_ids.numel()
@@ -208,7 +208,7 @@ def _align_slots(
     tile: int,
     num_experts: int,
 ) -> None:
-    """Write the plan of the slots, sorted by what ``bucket_map`` makes of their ids."""
+    """Write the plan of the slots, sorted by bucket: the id, mapped by ``bucket_map``."""
     num_slots = topk_ids.numel()
     launch = _align_launch(num_slots, tile, num_experts)
     if num_slots > SINGLE_LAUNCH_SLOTS:
@@ -222,13 +222,13 @@ def _align_slots(
 
 @triton.jit
 def _bounded(number, most):
-    """An offset or a count as int32, in 0..most."""
+    """Clamp an offset or a count to ``0..most``; returns int32."""
     return tl.minimum(tl.maximum(number, 0), most).to(tl.int32)
 
 
 @triton.jit
 def _no_more_rows(count, num_rows):
-    """Counts of rows, cut where their sum exceeds ``num_rows``."""
+    """Reduce row counts so that their running sum never exceeds ``num_rows``."""
     count = tl.maximum(count, 0)
     before = tl.cumsum(count.to(tl.int64), 0) - count
     return tl.minimum(count, tl.maximum(num_rows - before, 0)).to(tl.int32)
@@ -239,7 +239,7 @@ def _spans_kernel(
     plan, counts, offset,
     max_rows, pad, num_rows, num_tiles, num_experts, TILE: tl.constexpr, BUCKETS: tl.constexpr,
 ):  # fmt: skip
-    """One program lists the rows of one expert, which lie side by side, and its share of the rest.
+    """Each program lists the contiguous rows of one expert and fills its share of the rest.
 
     Expert e's rows begin at ``e * max_rows`` if ``counts`` is given, else at ``offset[e]``.
     """

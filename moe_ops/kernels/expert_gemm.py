@@ -1,4 +1,4 @@
-"""Launcher of the expert GEMM whose operands are not quantized."""
+"""Launcher of the expert GEMM for operands that are not quantized."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def expert_matmul(
     *,
     config: KernelTiles | None = None,
 ) -> Tensor:
-    """Run the kernel that `plan_gemm` chooses, or that of a given ``config``."""
+    """Run the kernel that `plan_gemm` chooses, or the kernel of a given ``config``."""
     how = (top_k, activation, expert_order, batch_invariant)
 
     def prepare() -> tuple[Tensor, GemmProblem]:

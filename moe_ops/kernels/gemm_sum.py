@@ -1,4 +1,4 @@
-"""Launcher of the second expert GEMM with the weighted sum: in one kernel, or in two."""
+"""Launcher of the second expert GEMM with the weighted sum, in one kernel or in two."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def gemm_sum(
     expert_order: bool = False,
     batch_invariant: bool = False,
 ) -> Tensor:
-    """The kernel that sums where it serves; else that of the GEMM, then that of the sum."""
+    """Run the kernel that also sums if it takes the GEMM, else a GEMM kernel and a sum kernel."""
     how = (scheme, out_dtype, expert_order, batch_invariant)
 
     def prepare() -> tuple[Tensor, GemmProblem]:

@@ -1,4 +1,4 @@
-"""Launcher of the expert GEMM of which both operands are quantized."""
+"""Launcher of the expert GEMM with two quantized operands."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def scaled_matmul(
     *,
     config: KernelTiles | None = None,
 ) -> Tensor:
-    """Run the kernel that `plan_gemm` chooses, on rows that it, or the operator, quantizes."""
+    """Run the kernel that `plan_gemm` chooses; rows are quantized before the kernel or in it."""
     how = (top_k, scheme, out_dtype, activation, batch_invariant)
 
     def prepare() -> tuple[Tensor, GemmProblem]:

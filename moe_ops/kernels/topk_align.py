@@ -1,4 +1,4 @@
-"""Triton kernel of routing with alignment: one launch does both for few tokens."""
+"""Triton kernel that routes and aligns few tokens in one launch."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def _topk_align_kernel(
     TOKENS: tl.constexpr, EXPERTS: tl.constexpr, SLOTS: tl.constexpr,
     TILE: tl.constexpr, BUCKETS: tl.constexpr,
 ):  # fmt: skip
-    """Every program routes all tokens (writing the same), then places the slots of its experts."""
+    """Each program routes all tokens (all write the same), then places its experts' slots."""
     take_turn()
     ids = route_tokens(
         gating_output, bias, topk_weights, topk_ids, tl.program_id(0) * 0, num_tokens, stride_row,
@@ -49,7 +49,7 @@ def _topk_align_kernel(
 
 @lru_cache(maxsize=4096)
 def _launch(tokens: int, num_experts: int, how: tuple[Any, ...], tile: int, buckets: int) -> Launch:
-    """The kernel for up to so many tokens."""
+    """The launch of the kernel for up to ``tokens`` tokens."""
     constants: dict[str, Any] = topk_constants(tokens, num_experts, *how)
     return Launch(
         _topk_align_kernel,
@@ -73,9 +73,9 @@ def topk_plan(
     dtype: torch.dtype,
     batch_invariant: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """One launch for few tokens, a program per expert or per few; else the two operators' launches.
+    """Route and align in one launch for few tokens, else with the launches of the two operators.
 
-    Slots that are so few that no GEMM reads a plan are only routed.
+    If there are so few slots that no GEMM reads a plan, tokens are only routed.
     """
     how = (topk, renormalize, scoring_func, routed_scaling_factor)
     layer = (num_local_experts, scheme, dtype, batch_invariant)

@@ -1,4 +1,4 @@
-"""Launcher of the expert GEMM of which only the weights are quantized."""
+"""Launcher of the expert GEMM that dequantizes its weights, and its rows if they are quantized."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def weight_only_matmul(
     *,
     config: KernelTiles | None = None,
 ) -> Tensor:
-    """Run the kernel that `plan_gemm` chooses, or that of a given ``config``."""
+    """Run the kernel that `plan_gemm` chooses, or the kernel of a given ``config``."""
     scales, how = (w_scale, w_zero_point, w_global_scale), (top_k, scheme, activation)
 
     def prepare() -> tuple[Tensor, GemmProblem]:

@@ -1,4 +1,4 @@
-"""Any prepare-finalize on a stream of its own: the asynchronous protocol, complete and testable.
+"""Any prepare-finalize on a side stream: a complete, testable example of the asynchronous protocol.
 
 A communication backend has this shape: ``*_async`` starts the work and returns at once; the hook
 lets it finish; the receiver hands over the result.
@@ -24,14 +24,14 @@ from moe_ops.scheme import FusedMoEQuantConfig
 
 
 class AsyncPrepareAndFinalize(FusedMoEPrepareAndFinalizeModular):
-    """``inner``, run beside the current stream; results are those of ``inner``, bit by bit.
+    """Run ``inner`` on a side stream; results are bitwise those of ``inner``.
 
-    The side stream waits for what the current one has been given so far, and the current stream
-    waits in the hook (not the host), so this works in a CUDA graph too. On the CPU, and while
-    torch.compile traces, the work is done when it is started.
+    The side stream waits for the work submitted to the current stream so far, and the hook makes
+    the current stream (not the host) wait, so this also works in a CUDA graph. On the CPU, and
+    while torch.compile traces, the work is done when it is started.
 
     Args:
-        inner: what does the work.
+        inner: the prepare-finalize that does the work.
     """
 
     def __init__(self, inner: FusedMoEPrepareAndFinalizeModular) -> None:
@@ -39,32 +39,32 @@ class AsyncPrepareAndFinalize(FusedMoEPrepareAndFinalizeModular):
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
 
     def post_init_setup(self, fused_experts: FusedMoEExperts) -> None:
-        """Passed on."""
+        """Call the method of ``inner``."""
         self.inner.post_init_setup(fused_experts)
 
     @property
     def activation_format(self) -> FusedMoEActivationFormat:
-        """That of ``inner``."""
+        """Value of ``inner``."""
         return self.inner.activation_format
 
     def topk_indices_dtype(self) -> torch.dtype | None:
-        """That of ``inner``."""
+        """Value of ``inner``."""
         return self.inner.topk_indices_dtype()
 
     def max_num_tokens_per_rank(self) -> int | None:
-        """That of ``inner``."""
+        """Value of ``inner``."""
         return self.inner.max_num_tokens_per_rank()
 
     def num_dispatchers(self) -> int:
-        """That of ``inner``."""
+        """Value of ``inner``."""
         return self.inner.num_dispatchers()
 
     def output_is_reduced(self) -> bool:
-        """That of ``inner``."""
+        """Value of ``inner``."""
         return self.inner.output_is_reduced()
 
     def supports_async(self) -> bool:
-        """True."""
+        """True: both methods are implemented."""
         return True
 
     def prepare(
@@ -78,7 +78,7 @@ class AsyncPrepareAndFinalize(FusedMoEPrepareAndFinalizeModular):
         quant_config: FusedMoEQuantConfig,
         defer_input_quant: bool = False,
     ) -> PrepareResult:
-        """On the current stream."""
+        """Call the method of ``inner`` on the current stream."""
         return self.inner.prepare(
             a1,
             topk_weights,
@@ -98,7 +98,7 @@ class AsyncPrepareAndFinalize(FusedMoEPrepareAndFinalizeModular):
         apply_router_weight_on_input: bool,
         weight_and_reduce_impl: TopKWeightAndReduce,
     ) -> Tensor:
-        """On the current stream."""
+        """Call the method of ``inner`` on the current stream."""
         return self.inner.finalize(
             fused_expert_output,
             topk_weights,
@@ -118,7 +118,7 @@ class AsyncPrepareAndFinalize(FusedMoEPrepareAndFinalizeModular):
         quant_config: FusedMoEQuantConfig,
         defer_input_quant: bool = False,
     ) -> tuple[Hook, Receiver]:
-        """`prepare`, started."""
+        """Start `prepare` on the side stream."""
         return self._start(
             self.inner.prepare,
             a1,
@@ -139,7 +139,7 @@ class AsyncPrepareAndFinalize(FusedMoEPrepareAndFinalizeModular):
         apply_router_weight_on_input: bool,
         weight_and_reduce_impl: TopKWeightAndReduce,
     ) -> tuple[Hook, Receiver]:
-        """`finalize`, started."""
+        """Start `finalize` on the side stream."""
         return self._start(
             self.inner.finalize,
             fused_expert_output,
@@ -159,14 +159,14 @@ class AsyncPrepareAndFinalize(FusedMoEPrepareAndFinalizeModular):
         side = self._streams.get(first.device)
         if side is None:
             side = self._streams[first.device] = torch.cuda.Stream(first.device)
-        # What the side stream frees and allocates again is thereby free of the current stream's
-        # earlier use; the receiver keeps the inputs until then.
+        # The wait also orders memory that the side stream frees and allocates again after earlier
+        # uses by the current stream; the receiver keeps the inputs alive until it is called.
         side.wait_stream(current)
         with torch.cuda.stream(side):
             result = function(first, *rest)
             done = side.record_event()
 
-        def hook() -> None:  # an event: whatever was started later is not waited for
+        def hook() -> None:  # an event: work that was started later is not waited for
             torch.cuda.current_stream(first.device).wait_event(done)
 
         def receiver(_inputs: tuple[Any, ...] = (first, *rest)) -> Any:
@@ -176,4 +176,4 @@ class AsyncPrepareAndFinalize(FusedMoEPrepareAndFinalizeModular):
 
 
 def _nothing() -> None:
-    """There is nothing to wait for."""
+    """Hook for work that is already done."""

@@ -1,4 +1,4 @@
-"""Batched format on one rank: each local expert's rows, padded to a fixed number."""
+"""Prepare and finalize in the Batched format on one rank: padded rows per expert."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ from moe_ops.tensors import narrowed
 
 
 class BatchedPrepareAndFinalize(FusedMoEPrepareAndFinalizeModular):
-    """Rows of the experts ``[El * rank, El * (rank + 1))``, one for each slot, in slot order.
+    """Dispatch to the experts ``[El * rank, El * (rank + 1))``: one row per slot, in slot order.
 
-    Without an ``expert_map`` those are the ids of this rank's experts; with one, the map says which
-    global expert is which of them. Rows that do not fit are dropped and counted on the device in
-    ``num_dropped`` (an error within `moe_ops.checking`); nothing here waits for the device. In a
-    `FusedMoEKernel` at most ``max_num_tokens`` tokens come at a time, more raise, and as long as
-    the ids of a token are distinct all rows fit.
+    Without an ``expert_map`` these are the ids of this rank's experts; with one, the map assigns
+    global experts to them. Rows that do not fit are dropped and counted on the device in
+    ``num_dropped`` (an error within `moe_ops.checking`); no method waits for the device. A
+    `FusedMoEKernel` passes at most ``max_num_tokens`` tokens at a time and raises for more, so all
+    rows fit as long as the ids of a token are distinct.
 
     Args:
-        max_num_tokens: rows for each expert.
+        max_num_tokens: rows per expert.
         num_local_experts: El.
-        num_dispatchers: how many ranks send tokens.
-        rank: which experts are local.
+        num_dispatchers: number of ranks that send tokens.
+        rank: index of this rank, which determines the local experts.
 
     Raises:
         ValueError: a number that is not positive, or a negative rank.
@@ -61,7 +61,7 @@ class BatchedPrepareAndFinalize(FusedMoEPrepareAndFinalizeModular):
         self.drops = True
 
     def post_init_setup(self, fused_experts: FusedMoEExperts) -> None:
-        """From here on a kernel sees to it that rows fit."""
+        """Stop dropping rows: from now on a `FusedMoEKernel` checks that rows fit."""
         self.drops = False
 
     @property
@@ -123,7 +123,7 @@ class BatchedPrepareAndFinalize(FusedMoEPrepareAndFinalizeModular):
         apply_router_weight_on_input: bool,
         weight_and_reduce_impl: TopKWeightAndReduce,
     ) -> Tensor:
-        """Sum as the experts ask; each slot's row where they leave it open."""
+        """Sum as the experts specify; if they do not, sum the rows of each token's slots."""
         reduce = weight_and_reduce_impl
         if isinstance(reduce, TopKWeightAndReduceDelegate):
             reduce = TopKWeightAndReduceNaiveBatched(self.rank)
@@ -135,7 +135,7 @@ class BatchedPrepareAndFinalize(FusedMoEPrepareAndFinalizeModular):
 def mapped_ids(
     topk_ids: Tensor, expert_map: Tensor, first_expert: int, num_local_experts: int
 ) -> Tensor:
-    """Ids as if the local experts were ``first_expert`` and on; -1 where a slot is skipped."""
+    """Map ids so that local experts count from ``first_expert``; skipped slots become -1."""
     valid = (topk_ids >= 0) & (topk_ids < expert_map.shape[0])
     local = narrowed(expert_map, topk_ids.dtype)[torch.where(valid, topk_ids, 0).long()]
     valid = valid & (local >= 0) & (local < num_local_experts)

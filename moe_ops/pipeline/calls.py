@@ -1,4 +1,4 @@
-"""One call of the modular kernel on its way: arguments, steps that have been started, chunks."""
+"""State of a modular-kernel call: its arguments, its pending steps, its chunks."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Call(NamedTuple):
     shared_experts_input: Tensor | None = None
 
     def tokens(self, part: slice) -> Call:
-        """The call for some of the tokens."""
+        """The call for a slice of the tokens."""
         return self._replace(
             hidden_states=self.hidden_states[part],
             topk_weights=self.topk_weights[part],
@@ -44,18 +44,18 @@ class Pending(NamedTuple):
 
     @staticmethod
     def of(started: Receiver | tuple[Hook, Receiver]) -> Pending:
-        """From what an asynchronous method returned."""
+        """The pending step for the return value of an asynchronous method."""
         return Pending(*started) if isinstance(started, tuple) else Pending(None, started)
 
     def wait(self) -> Any:
-        """The result."""
+        """Call the hook, then the receiver; returns the result."""
         if self.hook is not None:
             self.hook()
         return self.receiver()
 
 
 def routed(call: Call, prepared: PrepareResult) -> Call:
-    """The call with the weights and ids that hold after prepare."""
+    """The call with the weights and ids that prepare returned, if any."""
     weights, ids = prepared.topk_weights, prepared.topk_ids
     return call._replace(
         topk_weights=call.topk_weights if weights is None else weights,
@@ -69,7 +69,7 @@ def differentiable(call: Call) -> tuple[Tensor, ...]:
 
 
 def without_history(call: Call) -> Call:
-    """The call on tensors that autograd does not follow, but for the shared experts' input."""
+    """The call with detached tensors, except for the shared experts' input."""
     if not wanted(*differentiable(call)):
         return call
     x, w1, w2, weights = (tensor.detach() for tensor in differentiable(call))
@@ -77,7 +77,7 @@ def without_history(call: Call) -> Call:
 
 
 def num_experts_of(call: Call) -> int:
-    """E."""
+    """The number of global experts, E."""
     if call.global_num_experts != -1:
         return call.global_num_experts
     return call.w1.shape[0] if call.expert_map is None else call.expert_map.shape[0]
@@ -90,7 +90,7 @@ def chunk_of(
     rows_per_token: int,
     scales_have_rows: bool,
 ) -> tuple[Call, PrepareResult]:
-    """The part of a routed call that belongs to some tokens; rows of experts are counted anew."""
+    """The part of a routed call for a slice of tokens, with recomputed row counts per expert."""
     ids = call.topk_ids[tokens]
     part = slice(tokens.start * rows_per_token, tokens.stop * rows_per_token)
     scale, meta = prepared.a1q_scale, prepared.expert_tokens_meta

@@ -1,4 +1,4 @@
-"""What one call of a layer costs: tiles, bytes, operations, and the time that they take at best."""
+"""Cost of one call of a layer: tiles, bytes, operations, and a lower bound on their time."""
 
 from __future__ import annotations
 
@@ -20,30 +20,30 @@ from moe_ops.scheme import Scheme
 
 @dataclass(frozen=True)
 class Cost:
-    """Of one call with ``num_tokens`` tokens, on this rank, under a uniform routing."""
+    """Cost of one call with ``num_tokens`` tokens on this rank, under a uniform routing."""
 
     num_tokens: int
     gemm1: KernelTiles | None
-    """None where GEMMs have no tiles, or none that are known here."""
+    """Config of GEMM 1; None if the GEMM has no tiles, or none that are known here."""
     gemm2: KernelTiles | None
     tiles_from: tuple[str, str] | None
-    """Where the tiles of each come from."""
+    """Where the tiles of GEMM 1 and of GEMM 2 come from."""
     active_experts: float
-    """Local experts that have a token, on average."""
+    """Average number of local experts that have a token."""
     weight_bytes: int
-    """Of the active experts, scales and biases included, read once."""
+    """Weights of the active experts, scales and biases included, read once."""
     activation_bytes: int
-    """Tokens in and out."""
+    """Input and output tokens."""
     intermediate_bytes: int
-    """Activated rows and experts' rows between the GEMMs, each written and read once."""
+    """Activated rows and experts' output rows, each written and read once."""
     flops: int
-    """Of both GEMMs; a multiplication and an addition are two."""
+    """Floating-point operations of both GEMMs; a multiplication and an addition count as two."""
     floor_us: float | None
-    """The longer of moving weights and tokens (no intermediates) at the bandwidth that a read was
-    measured to reach, and of the products at the rate of dense ones."""
+    """The longer of two times: moving weights and tokens (no intermediates) at the measured read
+    bandwidth, and computing the products at the measured rate of dense GEMMs."""
     workspace_bytes: int | None
-    """Of all that the experts' ``workspace_shapes`` names, the output included; what a whole layer
-    holds at its peak is for `moe_ops.workspace_nbytes` to say."""
+    """Bytes of all buffers that the experts' ``workspace_shapes`` names, the output included. For
+    the peak memory of a whole layer see `moe_ops.workspace_nbytes`."""
 
 
 def cost_of(
@@ -53,7 +53,7 @@ def cost_of(
     num_tokens: int,
     target: Target,
 ) -> Cost:
-    """The cost of a layer on a device, with the experts that were chosen."""
+    """The cost of a layer with the given experts on a device."""
     width, gates = config.intermediate_size, 2 if config.is_act_and_mul else 1
     hidden, itemsize = config.hidden_dim, config.in_dtype.itemsize
     shapes = ((gates * width, hidden), (hidden, width))
@@ -80,7 +80,7 @@ def cost_of(
 
 
 def math_of(config: FusedMoEConfig, scheme: Scheme) -> str:
-    """The dtype of the products, as `devices.MEASURED` names it; int8 is as fast on paper."""
+    """The products' dtype, as named in `devices.MEASURED`; int8, nominally as fast, is "fp8"."""
     if scheme.decoded:
         return "bf16"
     if scheme.activation is not None:
@@ -94,7 +94,7 @@ def _active_experts(config: FusedMoEConfig, num_tokens: int) -> float:
 
 
 def _weight_bytes(config: FusedMoEConfig, scheme: Scheme, n: int, k: int) -> float:
-    """Of one expert's ``(N, K)``."""
+    """Bytes of one expert's weight ``(N, K)``, with scales and bias."""
     itemsize = config.in_dtype.itemsize
     each = itemsize if scheme.weight is None else scheme.weight_bits(n, k) / 8
     return n * k * each + n * itemsize * config.has_bias
@@ -104,7 +104,7 @@ def _floor_us(nbytes: int, flops: int, math: str, target: Target) -> float | Non
     speed = target.speed
     if speed is None:
         return None
-    # Products whose rate was not measured take no time: the floor stays a lower bound.
+    # Products whose rate was not measured count as 0: the floor stays a lower bound.
     products = flops / speed.flops[math] if math in speed.flops else 0.0
     return 1e6 * max(nbytes / speed.read_bytes_per_s, products)
 
@@ -134,7 +134,7 @@ def _plans(
     num_tokens: int,
     device: Device | None,
 ) -> tuple[GemmPlan, GemmPlan] | None:
-    """The plans of both GEMMs, as their launchers make them; None where GEMMs have none."""
+    """The plans of both GEMMs, as their launchers make them; None if the GEMMs have no plan."""
     fused = experts.ACTIVATES_IN_GEMM1
     if device is None or fused is None:
         return None
@@ -145,7 +145,7 @@ def _plans(
     most = config.max_num_tokens
     if most is not None:
         slots = num_experts * most
-    if most is not None or not fused:  # rows lie by expert
+    if most is not None or not fused:  # rows are grouped by expert
         top_k, tokens = 1, None
     activation = kind_and_key(config.activation)[1] if fused else ""
     arch = device.arch if tokens is not None else BY_EXPERT
@@ -155,7 +155,7 @@ def _plans(
     second = sizes_of(slots, (num_experts, hidden, width), itemsize, rule, "")
 
     def plan(sizes: Gemm, activation: str, top_k: int) -> GemmPlan:
-        # In the Batched format every expert has a scale of its own where a tensor has one.
+        # In the Batched format, a per-tensor scale is one scale per expert.
         problem = layer_problem(sizes, scheme, activation, tokens, top_k)
         if most is not None and problem.shared_scale and num_experts > 1:
             problem = problem._replace(expert_scales=True, shared_scale=False)

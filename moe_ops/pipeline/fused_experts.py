@@ -38,7 +38,7 @@ def fused_experts(
     quant_config: FusedMoEQuantConfig | None = None,
     batch_invariant: bool = False,
 ) -> Tensor:
-    """Run every token through its experts and sum what they return.
+    """Run every token through its experts and sum the experts' outputs.
 
     ``out[t] = sum_j w[t, j] * (act(x[t] @ w1[e].T + b1[e]) @ w2[e].T + b2[e])`` with
     ``e = topk_ids[t, j]``. Both products accumulate in float32 (float32 inputs: IEEE, no TF32);
@@ -53,9 +53,9 @@ def fused_experts(
 
     A slot is skipped when its id is negative, not less than the number of experts, or mapped to -1
     by ``expert_map``: nothing of it is read, and a token whose slots are all skipped gets zeros.
-    In the schemes with one dynamic scale of all tokens (``fp8_tensor``, ``int8_tensor``) padding
-    tokens need ids of -1 (see `adjust_routing`): the scale is that of the tokens with an expert
-    here, and one NaN among them makes every row NaN.
+    In the schemes with one dynamic scale for all tokens (``fp8_tensor``, ``int8_tensor``) padding
+    tokens need ids of -1 (see `adjust_routing`): the scale is computed from the tokens that have a
+    local expert, and one NaN among them makes every row NaN.
 
     Args:
         hidden_states: ``(T, H)`` bf16, fp16 or fp32. ``T == 0`` is allowed.
@@ -68,14 +68,14 @@ def fused_experts(
         activation: a `MoEActivation`, its name, or an `Activation` with numbers.
         global_num_experts: E; -1 means the length of ``expert_map``, or El without one.
         expert_map: ``(E,)`` int32 or int64, the local expert of each global one, -1 if not local.
-        apply_router_weight_on_input: see above.
+        apply_router_weight_on_input: scale rows before the first product instead; see above.
         w1_bias: ``(El, 2I)`` (or ``(El, I)``), any of the three float dtypes.
         w2_bias: ``(El, H)``.
         quant_config: the weights' scheme and scales, and how activations are quantized; None: not
-            quantized. Biases may be here or in their own arguments (which win).
+            quantized. Biases may be given here or as arguments, which take precedence.
         batch_invariant: whether the bits of a token's result depend on that token and its routing
-            alone: not on how many others are in the call, which, or in what order. One tile then
-            serves every load, so that most loads take longer.
+            alone, not on the number, values or order of other tokens in the call. One row tile is
+            then used at every load, so most loads take longer.
 
     Returns:
         ``(T, H)``, contiguous, dtype of ``hidden_states``.
@@ -109,7 +109,7 @@ def fused_experts(
 def _check_call(
     apply_router_weight_on_input: bool, batch_invariant: bool, scheme: Scheme, *layer: Any
 ) -> None:
-    """What `fused_experts` asks of its arguments; ``layer``: those of `check_layer`."""
+    """Check the arguments of `fused_experts`; ``layer`` holds the arguments of `check_layer`."""
     checks.flags(
         apply_router_weight_on_input=apply_router_weight_on_input, batch_invariant=batch_invariant
     )
@@ -141,7 +141,7 @@ def _experts(
     config: FusedMoEQuantConfig,
     batch_invariant: bool,
 ) -> Tensor:
-    """`fused_experts`, with a tile plan of the routing where there is one."""
+    """`fused_experts` with an optional tile plan of the routing."""
     (w1, w2), scheme = weights, config.scheme
     kind, key = kind_and_key(activation)
     biases = config.biases(*biases)
@@ -172,7 +172,7 @@ def _check_routed(
     scheme: Scheme,
     batch_invariant: bool,
 ) -> None:
-    """What `fused_moe` has to know before it routes."""
+    """Check the arguments of `fused_moe` before it routes."""
     check_logits(hidden_states, gating_output, topk)
     check_scoring(gating_output, scoring_func, None)
     checks.expert_map(expert_map, gating_output)
@@ -207,14 +207,14 @@ def fused_moe(
     quant_config: FusedMoEQuantConfig | None = None,
     batch_invariant: bool = False,
 ) -> Tensor:
-    """Route as `fused_topk` does (for few tokens in the launch that aligns), then `fused_experts`.
+    """Route as `fused_topk` does (few tokens: in the launch that aligns), then run `fused_experts`.
 
     Args:
         hidden_states: ``(T, H)``.
         w1: as in `fused_experts`, like every argument not named here.
         w2: see `fused_experts`.
         gating_output: ``(T, E)`` router logits, bf16, fp16 or fp32.
-        topk: experts of a token.
+        topk: experts per token.
         renormalize: whether a token's weights are divided by their sum.
         scoring_func: ``softmax`` or ``sigmoid``.
         activation: see `fused_experts`.
@@ -224,7 +224,7 @@ def fused_moe(
         w1_bias: see `fused_experts`.
         w2_bias: see `fused_experts`.
         quant_config: see `fused_experts`.
-        batch_invariant: see `fused_experts`; routing is so in any case.
+        batch_invariant: see `fused_experts`; routing is always batch-invariant.
 
     Returns:
         ``(T, H)``, contiguous, dtype of ``hidden_states``.

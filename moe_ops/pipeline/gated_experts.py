@@ -1,4 +1,4 @@
-"""The Standard-format pipeline with a gate that is a Python function, between the two GEMMs."""
+"""The Standard-format pipeline with a Python function as the gate between the two GEMMs."""
 
 from __future__ import annotations
 
@@ -35,25 +35,25 @@ def gated_experts(
 ) -> Tensor:
     """`fused_experts` for an activation that this library does not have.
 
-    ``out[t] = sum_j w[t, j] * (gate(x[t] @ w1[e].T + b1[e]) @ w2[e].T + b2[e])``. Unlike there, the
-    first product is rounded to the dtype of ``hidden_states`` before the gate sees it, and the gate
-    computes in whatever precision it chooses.
+    ``out[t] = sum_j w[t, j] * (gate(x[t] @ w1[e].T + b1[e]) @ w2[e].T + b2[e])``. Unlike in
+    `fused_experts`, the first product is rounded to the dtype of ``hidden_states`` before it is
+    passed to ``gate``, which computes in any precision.
 
     Args:
         hidden_states: as in `fused_experts`, like every argument not named here.
-        w1: ``(El, 2I, H)`` in whatever order of rows ``gate`` reads; ``(El, I, H)`` when not
+        w1: ``(El, 2I, H)``, with rows in any order that ``gate`` expects; ``(El, I, H)`` if not
             ``is_gated``.
         w2: see `fused_experts`.
         topk_weights: see `fused_experts`.
         topk_ids: see `fused_experts`.
         gate: ``(T * k, w1.shape[1]) -> (T * k, I)``, row by row: row ``t * k + j`` is slot ``j`` of
-            token ``t``. The rows of skipped slots hold anything, NaN too, and are not read again.
+            token ``t``. The rows of skipped slots are undefined (also NaN) and not read again.
         is_gated: whether ``w1`` has twice the rows that ``w2`` has columns.
         expert_map: see `fused_experts`.
         w1_bias: see `fused_experts`.
         w2_bias: see `fused_experts`.
         quant_config: see `fused_experts`.
-        batch_invariant: see `fused_experts`; ``gate`` must then be so, too.
+        batch_invariant: see `fused_experts`; ``gate`` must then be batch-invariant, too.
 
     Returns:
         ``(T, H)``, contiguous, dtype of ``hidden_states``.

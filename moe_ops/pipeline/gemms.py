@@ -1,4 +1,4 @@
-"""The two expert GEMMs of a layer in any scheme, over rows that lie in any space."""
+"""The two expert GEMMs of a layer, for any scheme and any row space."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def expert_weights(
     config: FusedMoEQuantConfig,
     biases: tuple[Tensor | None, Tensor | None] | None = None,
 ) -> ExpertWeights:
-    """Weights with what a configuration says of them; ``biases``: others than its own."""
+    """Collect the weights with the scales and biases of ``config``, or with ``biases``."""
     b1, b2 = (config.w1_bias, config.w2_bias) if biases is None else biases
     if config.scheme.weight is None:
         return ExpertWeights(ExpertWeight(w1, b1), ExpertWeight(w2, b2))
@@ -50,7 +50,7 @@ def expert_weights(
 
 
 def _factor(global_scale: Tensor | None, of_rows: Tensor | None) -> Tensor | None:
-    """What multiplies a product: the global scales of both operands."""
+    """The factor of a product: the global scales of both operands, multiplied."""
     if global_scale is None or of_rows is None:
         return global_scale
     return global_scale.float() * of_rows.float().reshape(())
@@ -64,7 +64,7 @@ def stored(
     top_k: int = 1,
     activation: str = "",
 ) -> Rows:
-    """The input of the first GEMM: rows that prepare did not quantize are `quantized` now."""
+    """The input of the first GEMM; calls `quantized` on rows that prepare did not quantize."""
     if rows.scale is not None:
         return rows
     return quantized(rows.data, weights.a1_scale, weights.w1, space, scheme, top_k, activation)
@@ -79,14 +79,14 @@ def quantized(
     top_k: int = 1,
     activation: str = "",
 ) -> Rows:
-    """The rows that a GEMM takes: quantized, unless the scheme keeps them or the GEMM does it.
+    """Quantize rows unless the scheme keeps them or the GEMM op quantizes them itself.
 
     Args:
         x: rows that are not quantized.
         scale: the given scale, or None.
-        weight: what the GEMM multiplies them with.
-        space: where the rows lie.
-        scheme: the layer's.
+        weight: the weight of the GEMM.
+        space: the row space.
+        scheme: the layer's scheme.
         top_k: slots that read the same row.
         activation: key of the activation of the product.
     """
@@ -105,11 +105,12 @@ def _quantizes(
     top_k: int,
     activation: str,
 ) -> bool:
-    """Whether the operator of a GEMM quantizes its rows, which saves a pass.
+    """Whether the GEMM op quantizes its rows, which saves a pass.
 
-    Its plan says so. Rows that it would pack must be slots' own, not a token's that several slots
-    read. A compiler, whose sizes may be symbols, cannot ask for a plan: unless slots are known to
-    be many, the operator decides. (Many rows would else be held in both forms.)
+    The GEMM's plan says so. If the op would pack the rows, each row must belong to one slot, not to
+    a token whose row several slots read. Under a compiler sizes may be symbolic and there is no
+    plan to ask, so the op decides when it runs, unless there are certainly many slots. (With many
+    slots, the rows before and after quantization would be held at the same time.)
     """
     quant, ids = scheme.activation, space.tiles.topk_ids
     if ids is None or space.batch_invariant or quant is None:
@@ -139,8 +140,8 @@ def gemm(
 ) -> Tensor:
     """``f(topk_weights[s] * rows[s // top_k] @ w[e].T + bias[e])`` for every row s of the plan.
 
-    Rounded to ``dtype`` once. ``topk_weights`` (of rows that are not quantized only) multiply the
-    product in float32; ``activation`` is the key of f.
+    The result is rounded to ``dtype`` once. ``topk_weights`` (only with rows that are not
+    quantized) multiply the product in float32; ``activation`` is the key of f.
     """
     operator, arguments = gemm_call(
         rows, weight, space, top_k, scheme, dtype, activation, topk_weights
@@ -158,7 +159,7 @@ def gemm_call(
     activation: str = "",
     topk_weights: Tensor | None = None,
 ) -> tuple[Any, tuple[Any, ...]]:
-    """The operator that is `gemm`, and its arguments."""
+    """The operator that computes `gemm`, and its arguments."""
     where, invariant = ([*space.tiles], top_k), space.batch_invariant
     if scheme.weight is None:
         return ops.expert_matmul, (
@@ -178,9 +179,9 @@ def gemm_call(
 
 
 def sums_at_once(space: SlotRows, scheme: Scheme) -> bool:
-    """Whether the second GEMM and the sum are one operator: where there may be one token only.
+    """Whether the second GEMM and the weighted sum are one operator: if T may be 1.
 
-    Else they are two, and the rows in are gone before the tokens are allocated.
+    Otherwise they are two operators, which frees the input rows before allocating the output.
     """
     _, ids, _ = space.tiles
     return ids is not None and may_be_one(ids.shape[0]) and operand_bytes(scheme) is not None
@@ -194,7 +195,7 @@ def gemm_sum(
     scheme: Scheme,
     dtype: torch.dtype,
 ) -> Tensor:
-    """`gemm` with each token's weighted sum."""
+    """`gemm`, followed by the weighted sum over each token's slots."""
     return ops.gemm_sum(
         rows.data, rows.scale, weight.data, weight.scale, weight.bias, topk_weights,
         [*space.tiles], scheme.key, None if weight.scale is None else dtype,
@@ -212,7 +213,7 @@ def gemm_act(
     activation: str,
     topk_weights: Tensor | None = None,
 ) -> Rows:
-    """The first GEMM with its activation, as the second GEMM takes it; arguments as in `gemm`."""
+    """The first GEMM with its activation: the second GEMM's input. Arguments as in `gemm`."""
     h = gemm(rows, weights.w1, space, top_k, scheme, dtype, activation, topk_weights)
     return quantized(h, weights.a2_scale, weights.w2, space, scheme)
 
@@ -224,7 +225,7 @@ def activated(
     scheme: Scheme,
     activation: str,
 ) -> Rows:
-    """The activation as a step of its own, on the rounded product of the first GEMM."""
+    """Apply the activation in a separate step, to the rounded product of the first GEMM."""
     if scheme.activation is None:
         return Rows(space.activate(product, activation))
     return space.activate_quantize(product, weights.a2_scale, activation, scheme.activation)

@@ -1,7 +1,7 @@
-"""Two micro-batches at a time: one computes while the other's tokens are on their way.
+"""Overlap of two micro-batches: one computes while the other's tokens are being sent.
 
-No global state: a scheduler is a function that starts, runs and finishes the steps of
-`FusedMoEKernel` in the order it likes.
+There is no global state: a scheduler is a function that starts, runs and finishes the steps of
+`FusedMoEKernel` in any order.
 """
 
 from __future__ import annotations
@@ -19,15 +19,16 @@ def run_micro_batches(
 ) -> list[Tensor | tuple[Tensor, Tensor]]:
     """`FusedMoEKernel.apply` for several calls, with their communication overlapped.
 
-    The order for calls 0, 1, ..: prepare 0 is started; then for each call, the next one's prepare
-    is started before its own experts run, and its rows travel back while the next one computes.
+    The order for calls 0, 1, ..: prepare 0 is started. Then, for each call, the next call's prepare
+    is started before the call's experts run, and the call's rows are sent back while the next call
+    computes.
 
     Args:
-        kernel: modular; overlap needs a prepare-finalize that works asynchronously.
-        calls: the arguments of each apply; their results equal those of separate calls.
+        kernel: a modular kernel; overlap needs a prepare-finalize with ``supports_async()``.
+        calls: the arguments of each `apply`.
 
     Returns:
-        The results, in order.
+        The results, in order; equal to those of separate calls.
     """
     results: list[Tensor | tuple[Tensor, Tensor]] = []
     waiting = [(call, kernel.start_prepare(call)) for call in calls[:1]]

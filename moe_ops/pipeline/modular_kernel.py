@@ -1,7 +1,7 @@
-"""The modular kernel: any prepare-finalize with any experts of the same format.
+"""The modular kernel: a prepare-finalize combined with experts of the same format.
 
-``prepare -> experts -> finalize``, with shared experts beside them. Every step is made of
-functional operators, so the whole traces, exports and replays.
+``prepare -> experts -> finalize``, with optional shared experts. Every step consists of functional
+operators, so the whole kernel can be traced, exported and replayed.
 """
 
 from __future__ import annotations
@@ -44,19 +44,19 @@ class FusedMoEKernel:
     """Prepare, experts and finalize as one layer.
 
     Args:
-        prepare_finalize: brings tokens to experts and results back.
-        fused_experts: computes the experts; of the same format, and monolithic if and only if
-            ``prepare_finalize`` is.
+        prepare_finalize: sends tokens to experts and combines the results.
+        fused_experts: computes the experts; of the same format as ``prepare_finalize``, and
+            monolithic if and only if that is.
         shared_experts: a callable on tokens whose result is returned beside the routed one.
-        moe_parallel_config: how the layer is spread over ranks; kept for the caller.
-        inplace: write the result into ``hidden_states`` and return that.
-        chunk_size: run the experts on so many tokens at a time, which bounds the memory between
-            the GEMMs (Standard format); compiled, there is one graph for each number of chunks.
+        moe_parallel_config: how the layer is spread over ranks; stored for the caller.
+        inplace: write the result to ``hidden_states`` and return that tensor.
+        chunk_size: the most tokens that the experts process at a time, which bounds the memory
+            between the GEMMs (Standard format); compiled, there is one graph per number of chunks.
 
     Raises:
-        TypeError: parts of another kind.
-        ValueError: parts that do not fit each other; ``inplace`` with shared experts or monolithic
-            parts; a ``chunk_size`` that is not positive or cannot be used.
+        TypeError: a part of the wrong type.
+        ValueError: parts that do not match; ``inplace`` with shared experts or monolithic parts; a
+            ``chunk_size`` that is not positive or cannot be used.
 
     Source:
         vLLM ``FusedMoEModularKernel`` / ``FusedMoEKernel``.
@@ -86,11 +86,11 @@ class FusedMoEKernel:
         return self.fused_experts.is_monolithic()
 
     def supports_expert_map(self) -> bool:
-        """Whether the experts take an ``expert_map``; in the Batched format prepare does."""
+        """Whether the experts take an ``expert_map``; in the Batched format prepare takes it."""
         return self.fused_experts.supports_expert_map()
 
     def output_is_reduced(self) -> bool:
-        """Whether ranks' results have been summed already, so that no all-reduce is due."""
+        """Whether results are already summed over ranks, so that no all-reduce is needed."""
         return self.prepare_finalize.output_is_reduced()
 
     def apply(
@@ -108,29 +108,30 @@ class FusedMoEKernel:
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Run the layer on tokens whose routing is known.
 
-        Where prepare takes ``max_num_tokens`` tokens at most (the Batched format), more are run in
-        parts of so many, one after another. A compiled or exported call raises for more, and so
-        does a prepare with several dispatchers, which must call it equally often.
+        If prepare takes at most ``max_num_tokens`` tokens (the Batched format), more tokens are run
+        in parts of that size, one after another. A compiled or exported call raises for more
+        tokens, and so does a prepare with several dispatchers, which must all call it equally
+        often.
 
         Args:
             hidden_states: ``(T, H)`` bf16, fp16 or fp32; also T = 0.
             w1: ``(El, 2I, H)`` or ``(El, I, H)``, stored as the experts' scheme says.
             w2: ``(El, H, I)``.
             topk_weights: ``(T, k)``.
-            topk_ids: ``(T, k)`` int32 or int64, global experts. In the Batched format those of a
-                token are distinct, or there is room for every slot.
+            topk_ids: ``(T, k)`` int32 or int64, global experts. In the Batched format the ids of a
+                token must be distinct, or there must be room for every slot.
             activation: kind, name or `Activation`.
             global_num_experts: E; -1: the length of ``expert_map``, or El without one.
             expert_map: ``(E,)`` or None.
             apply_router_weight_on_input: scale each slot's row before the first GEMM, for any k.
-            shared_experts_input: what the shared experts get instead of ``hidden_states``.
+            shared_experts_input: input of the shared experts; None: ``hidden_states``.
 
         Returns:
-            ``(T, H)``, or ``(shared experts' result, (T, H))`` where there are shared experts.
+            ``(T, H)``, or ``(shared experts' result, (T, H))`` with shared experts.
 
         Raises:
             TypeError, ValueError, NotImplementedError: as `fused_experts`, also for a backward pass
-                through the routed result; ValueError when the kernel is monolithic, or for too many
+                through the routed result; ValueError also for a monolithic kernel or too many
                 tokens.
         """
         call = Call(
@@ -142,7 +143,7 @@ class FusedMoEKernel:
     def run(
         self, call: Call, shared_experts: Callable[[Tensor], Tensor] | None
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """`apply`, with these shared experts (None: without any) in place of the kernel's own."""
+        """`apply` with the given shared experts (None: without any) instead of the kernel's."""
         size = self._tokens_of_a_part(call)
         if size is None:
             finalized = self.start_finalize(*self.run_experts(call, self.start_prepare(call)))
@@ -156,17 +157,17 @@ class FusedMoEKernel:
         return self._finish(call, finalized, shared_experts)
 
     def _tokens_of_a_part(self, call: Call) -> int | None:
-        """As many tokens as prepare takes, if it is to be called several times; else None."""
+        """The most tokens that prepare takes, if it must be called several times; else None."""
         part = self.prepare_finalize
         size = part.max_num_tokens_per_rank()
         if size is None or self.is_monolithic or torch.compiler.is_compiling():
             return None
         check_call(self.fused_experts, call)
-        alone = part.num_dispatchers() == 1  # nobody else waits for the same number of calls
+        alone = part.num_dispatchers() == 1  # no other rank must make the same number of calls
         return size if alone and call.hidden_states.shape[0] > size else None
 
     def start_prepare(self, call: Call) -> Pending:
-        """Check the arguments and send tokens on their way: a `PrepareResult` to wait for."""
+        """Check the arguments and start prepare; returns a pending `PrepareResult`."""
         part: Any = self.prepare_finalize
         experts = self.fused_experts
         if self.is_monolithic:
@@ -193,11 +194,11 @@ class FusedMoEKernel:
         return Pending(None, lambda: prepared)
 
     def run_experts(self, call: Call, pending: Pending) -> tuple[Call, Tensor]:
-        """The experts on what prepare returns, in chunks where asked.
+        """Wait for prepare and run the experts on its result, in chunks if ``chunk_size`` is set.
 
         Returns:
-            The call with the routing that holds from here on, and the experts' rows. A backward
-            pass through these raises.
+            The call with the routing after prepare, and the experts' rows. A backward pass through
+            the rows raises.
         """
         prepared = pending.wait()
         del pending
@@ -208,7 +209,7 @@ class FusedMoEKernel:
         chunks = 1 if size is None else cdiv(num_tokens, size)
         if size is None or chunks <= 1:
             given = [prepared]
-            del prepared  # the experts take it: rows are freed after the first GEMM
+            del prepared  # `_experts` holds the only reference: rows are freed after the first GEMM
             return call, refuse(self._experts(plain, given), inputs, "FusedMoEKernel.apply")
         rows_per_token = call.topk_ids.shape[1] if self._weighted_by_prepare(call) else 1
         quant = self.fused_experts.quant_config.scheme.activation
@@ -225,7 +226,7 @@ class FusedMoEKernel:
         return call.apply_router_weight_on_input and not experts.applies_router_weight_on_input
 
     def _experts(self, call: Call, given: list[PrepareResult]) -> Tensor:
-        """``given`` holds one result and nobody else does, so that the experts can let it go."""
+        """Run the experts; ``given`` holds the only reference to the rows, so they can be freed."""
         a1q, scale, meta, _, _ = given.pop()
         rows = [a1q]
         del a1q
@@ -238,7 +239,7 @@ class FusedMoEKernel:
         )  # fmt: skip
 
     def start_finalize(self, call: Call, rows: Tensor) -> Pending:
-        """Bring the experts' rows back on their way: ``(T, H)`` to wait for."""
+        """Start finalize; returns a pending ``(T, H)``."""
         part: Any = self.prepare_finalize
         experts: Any = self.fused_experts
         arguments = (
@@ -259,7 +260,7 @@ class FusedMoEKernel:
         return Pending(pending.hook, lambda: pending.receiver()[:tokens])
 
     def finish(self, call: Call, finalized: Pending) -> Tensor | tuple[Tensor, Tensor]:
-        """Run the shared experts while rows come back, then wait for those."""
+        """Run the shared experts while rows are being sent back, then wait for the rows."""
         return self._finish(call, finalized, self.shared_experts)
 
     def _finish(
@@ -297,17 +298,17 @@ class FusedMoEKernel:
     ) -> Tensor:
         """Route by ``router_logits`` ``(T, E)`` and run the experts: ``(T, H)``.
 
-        Args (those not named as in `apply`):
-            router_logits: ``(T, E)`` bf16, fp16 or fp32: one Tensor. (vLLM also takes a tuple of
-                two, which raises a TypeError here.)
+        Args (arguments not listed here: see `apply`):
+            router_logits: ``(T, E)`` bf16, fp16 or fp32; a tuple of two, as in vLLM, raises a
+                TypeError.
             num_expert_group: groups of experts; None: no groups.
             e_score_correction_bias: float32 ``(E,)``, added to scores for the choice only.
-            routed_scaling_factor: on the weights; None: 1.
+            routed_scaling_factor: factor of the weights; None: 1.
             topk_group: groups that a token may choose from.
 
         Raises:
-            TypeError, ValueError, NotImplementedError: as `apply`; ValueError when the kernel is
-                modular.
+            TypeError, ValueError, NotImplementedError: as `apply`; ValueError also for a modular
+                kernel.
         """
         if not self.is_monolithic:
             raise ValueError("apply_monolithic needs monolithic parts: route, then call apply")

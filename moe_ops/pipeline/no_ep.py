@@ -1,4 +1,4 @@
-"""One rank, Standard format: tokens stay where they are and are quantized."""
+"""Prepare and finalize on one rank, Standard format: quantize the tokens, then sum the rows."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from moe_ops.tensors import Routing
 
 
 class MoEPrepareAndFinalizeNoEP(FusedMoEPrepareAndFinalizeModular):
-    """No communication.
+    """Prepare and finalize without communication.
 
     Source:
         vLLM ``MoEPrepareAndFinalizeNoEP``, which takes router weights on the input for k = 1 only.
@@ -43,7 +43,7 @@ class MoEPrepareAndFinalizeNoEP(FusedMoEPrepareAndFinalizeModular):
         quant_config: FusedMoEQuantConfig,
         defer_input_quant: bool = False,
     ) -> PrepareResult:
-        """Scale by the router weight, then quantize, as far as asked."""
+        """Scale rows by router weights and quantize them, each if asked to."""
         on_input = apply_router_weight_on_input
         if defer_input_quant:
             rows = weighted_rows(a1, topk_weights) if on_input else a1
@@ -60,7 +60,7 @@ class MoEPrepareAndFinalizeNoEP(FusedMoEPrepareAndFinalizeModular):
         apply_router_weight_on_input: bool,
         weight_and_reduce_impl: TopKWeightAndReduce,
     ) -> Tensor:
-        """Sum as the experts ask; rows in slot order where they leave it open."""
+        """Sum as the experts specify; if they do not, sum rows in slot order."""
         reduce = weight_and_reduce_impl
         if isinstance(reduce, TopKWeightAndReduceDelegate):
             reduce = TopKWeightAndReduceContiguous()
@@ -70,7 +70,7 @@ class MoEPrepareAndFinalizeNoEP(FusedMoEPrepareAndFinalizeModular):
 
 
 class MoEPrepareAndFinalizeNoEPMonolithic(FusedMoEPrepareAndFinalizeMonolithic):
-    """No communication, for experts that route themselves."""
+    """Prepare and finalize without communication, for experts that route themselves."""
 
     @property
     def activation_format(self) -> FusedMoEActivationFormat:
@@ -88,11 +88,11 @@ class MoEPrepareAndFinalizeNoEPMonolithic(FusedMoEPrepareAndFinalizeMonolithic):
         quant = quant_config.scheme.activation
         if defer_input_quant or quant is None:
             return a1, None, router_logits
-        # Nobody knows yet which tokens have experts: all of them count.
+        # Tokens are not routed yet, so all of them count for the scale.
         scale = quant_config.input_scales[0]
         rows = ops.moe_quantize(a1, scale, None, None, None, 0, quant.key)
         return *rows, router_logits
 
     def finalize(self, fused_expert_output: Tensor) -> Tensor:
-        """Nothing is left to do."""
+        """Return the experts' output unchanged."""
         return fused_expert_output

@@ -1,8 +1,8 @@
-"""Bringing tokens to experts and results back: the interfaces.
+"""Interfaces for sending tokens to experts and for combining the results.
 
 A communication backend implements `FusedMoEPrepareAndFinalizeModular`: ``prepare`` sends tokens to
 the ranks of their experts in one of the formats, ``finalize`` brings the rows back and sums them.
-Everything here returns fresh tensors; nothing is written into a caller's.
+All methods return fresh tensors and do not write to the caller's tensors.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from moe_ops.pipeline.weight_and_reduce import TopKWeightAndReduce
 from moe_ops.scheme import FusedMoEQuantConfig
 
 Receiver = Callable[[], Any]
-"""Waits for what was launched, and returns it."""
+"""Waits for the work that was launched, and returns its result."""
 Hook = Callable[[], None]
-"""Lets the communication finish; called before the receiver, whenever a scheduler likes."""
+"""Lets the communication finish; a scheduler may call it at any time before the receiver."""
 
 
 class FusedMoEPrepareAndFinalize(ABC):
-    """What both kinds share.
+    """Base class of the modular and the monolithic kind.
 
     Source:
         vLLM ``FusedMoEPrepareAndFinalize``.
     """
 
     def post_init_setup(self, fused_experts: FusedMoEExperts) -> None:  # noqa: B027 (a default)
-        """Called once with the experts that this will serve; does nothing unless overridden."""
+        """Hook called once with the experts of the kernel; does nothing by default."""
 
     @property
     @abstractmethod
@@ -41,24 +41,24 @@ class FusedMoEPrepareAndFinalize(ABC):
         """The format that ``prepare`` produces and ``finalize`` takes."""
 
     def topk_indices_dtype(self) -> torch.dtype | None:
-        """The dtype that ids must have; None: any."""
+        """The dtype that ``topk_ids`` must have; None: any."""
         return None
 
     def max_num_tokens_per_rank(self) -> int | None:
-        """Tokens that one rank may send; None: any number."""
+        """The most tokens that one rank may send; None: no limit."""
         return None
 
     def num_dispatchers(self) -> int:
-        """How many ranks send tokens."""
+        """Number of ranks that send tokens."""
         return 1
 
     def output_is_reduced(self) -> bool:
-        """Whether ``finalize`` has summed over ranks, so that no all-reduce is due."""
+        """Whether ``finalize`` sums over ranks, so that no all-reduce is needed."""
         return False
 
 
 class FusedMoEPrepareAndFinalizeModular(FusedMoEPrepareAndFinalize):
-    """For experts that are told their tokens' routing."""
+    """Prepare and finalize for modular experts, which get their tokens' routing."""
 
     @abstractmethod
     def prepare(
@@ -80,11 +80,10 @@ class FusedMoEPrepareAndFinalizeModular(FusedMoEPrepareAndFinalize):
             topk_ids: ``(T, k)``, global experts.
             num_experts: E.
             expert_map: ``(E,)`` or None.
-            apply_router_weight_on_input: whether each slot's row is to be scaled by its weight, in
-                float32 and before it is quantized. The Standard format then has a row for each
-                slot, ``(T * k, H)``.
+            apply_router_weight_on_input: scale each slot's row by its weight, in float32, before it
+                is quantized. The Standard format then has a row per slot, ``(T * k, H)``.
             quant_config: how rows are quantized.
-            defer_input_quant: leave them as they are; the experts quantize.
+            defer_input_quant: do not quantize rows; the experts do.
         """
 
     @abstractmethod
@@ -105,14 +104,14 @@ class FusedMoEPrepareAndFinalizeModular(FusedMoEPrepareAndFinalize):
             fused_expert_output: unweighted and not summed, unless ``weight_and_reduce_impl`` is
                 `TopKWeightAndReduceNoOP`.
             topk_weights: ``(T, k)``.
-            topk_ids: ``(T, k)``, those that ``prepare`` returned where it did.
+            topk_ids: ``(T, k)``; the ids that ``prepare`` returned, if it returned any.
             apply_router_weight_on_input: whether the weights are in the rows already.
             weight_and_reduce_impl: how rows are summed; `TopKWeightAndReduceDelegate` leaves the
                 choice to this class.
         """
 
     def supports_async(self) -> bool:
-        """Whether the two methods below may be used."""
+        """Whether `prepare_async` and `finalize_async` are implemented."""
         return False
 
     def prepare_async(
@@ -142,7 +141,7 @@ class FusedMoEPrepareAndFinalizeModular(FusedMoEPrepareAndFinalize):
 
 
 class FusedMoEPrepareAndFinalizeMonolithic(FusedMoEPrepareAndFinalize):
-    """For experts that route themselves."""
+    """Prepare and finalize for monolithic experts, which route themselves."""
 
     @abstractmethod
     def prepare(
@@ -152,8 +151,8 @@ class FusedMoEPrepareAndFinalizeMonolithic(FusedMoEPrepareAndFinalize):
         quant_config: FusedMoEQuantConfig,
         defer_input_quant: bool = False,
     ) -> tuple[Tensor, Tensor | None, Tensor]:
-        """``(a1q, its scale or None, router_logits)``."""
+        """Send tokens to their experts; returns ``(a1q, its scale or None, router_logits)``."""
 
     @abstractmethod
     def finalize(self, fused_expert_output: Tensor) -> Tensor:
-        """Tokens from what the experts returned."""
+        """Combine the experts' output to ``(T, H)``."""

@@ -1,7 +1,7 @@
-"""Where the rows between two GEMMs lie, and how they are activated and quantized there.
+"""Row spaces: the layout of rows between the GEMMs, with its activation and quantization operators.
 
-The expert GEMMs follow a tile plan and know nothing of formats: slots in token order, the padded
-rows of each expert, and permuted rows differ in the plan, and in which rows hold anything.
+The expert GEMMs follow a tile plan and do not depend on the format. Slots in token order, padded
+rows per expert, and permuted rows differ in the plan and in which rows are undefined.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ from moe_ops.tensors import Routing, Rows, Tiles
 
 
 def depends_on_batch(quant: Quant | None) -> bool:
-    """Whether activations have one scale that comes from the rows of all tokens."""
+    """Whether activations have one scale that is computed from the rows of all tokens."""
     return quant is not None and quant.of_all_rows
 
 
 def check_batch_invariant(scheme: Scheme) -> None:
-    """NotImplementedError for a scheme in which tokens depend on each other."""
+    """Raise NotImplementedError for a scheme in which a token's result depends on other tokens."""
     if depends_on_batch(scheme.activation):
         raise NotImplementedError(
             f"batch_invariant must be False for scheme {scheme.name}, whose activations share a "
-            "scale that all tokens decide, got True; a scheme with static scales or with scales of "
-            "rows or groups (fp8_tensor_static, fp8_channel, fp8_block128, int8_channel, ..) can"
+            "scale computed from all tokens, got True; use a scheme with static scales or with "
+            "scales per row or group (fp8_tensor_static, fp8_channel, fp8_block128, ..)"
         )
 
 
 def always(condition) -> bool:
-    """Whether a condition holds for all values of its symbols, without a guard on them."""
+    """Whether a condition holds for all values of its symbols; adds no guard."""
     if isinstance(condition, bool) and not torch.compiler.is_compiling():
         return condition
     return torch.fx.experimental.symbolic_shapes.statically_known_true(condition)
@@ -42,27 +42,27 @@ def always(condition) -> bool:
 def sure(tokens: int) -> int:
     """Lower bound on the token count, for comparisons with `always`.
 
-    A program that is exported for one token or more is traced as if there were two.
+    Export traces a dynamic T >= 1 as if it were at least 2.
     """
     return tokens - 1 if torch.compiler.is_exporting() else tokens
 
 
 def may_be_one(tokens: int) -> bool:
-    """Whether there may be a single token; a compiler may not know."""
+    """Whether T may be 1 (or 0); also True if a compiler does not know T."""
     if torch.compiler.is_compiling():
         return not always(sure(tokens) > 1)
     return not tokens > 1
 
 
 class SlotRows(NamedTuple):
-    """Row ``t * k + j`` is slot j of token t; the rows of skipped slots hold anything."""
+    """Rows in slot order: row ``t * k + j`` is slot j of token t; undefined for skipped slots."""
 
     tiles: Tiles
     num_local_experts: int
     batch_invariant: bool = False
     """Whether the plan has one row tile at every load."""
     expert_order: bool = False
-    """Whether rows between the GEMMs lie in the order of the plan instead, for these to read."""
+    """Whether rows between the GEMMs are permuted (in the order of the plan) instead."""
 
     @staticmethod
     def of(
@@ -73,16 +73,16 @@ class SlotRows(NamedTuple):
         batch_invariant: bool = False,
         plan: Tensor | None = None,
     ) -> SlotRows:
-        """The space of a routing, for local experts only.
+        """The row space of a routing; slots of other ranks' experts are skipped.
 
         Args:
-            routing: of the tokens.
+            routing: the tokens' routing.
             num_local_experts: El.
-            scheme: of the layer.
-            dtype: of the tokens.
+            scheme: the layer's scheme.
+            dtype: dtype of the tokens.
             batch_invariant: whether the plan has one row tile at every load.
-            plan: what `topk_plan` has made for the same layer; None: a plan is made here, unless
-                slots are so few that nobody would read it.
+            plan: a plan that `topk_plan` made for the same layer; None: make a plan here, unless
+                slots are so few that no GEMM reads one.
         """
         _, ids, expert_map = routing
         slots = ids.shape[0] * ids.shape[1]
@@ -92,12 +92,12 @@ class SlotRows(NamedTuple):
         return SlotRows(Tiles(plan, ids, expert_map), num_local_experts, batch_invariant)
 
     def quantize(self, x: Tensor, scale: Tensor | None, quant: Quant) -> Rows:
-        """The rows of slots that are not skipped; the others become zeros."""
+        """Quantize the rows of slots that are not skipped; all other rows become zeros."""
         slots = (*self.tiles[1:], self.num_local_experts)
         return Rows(*ops.moe_quantize(x, scale, None, *slots, quant.key))
 
     def activate(self, x: Tensor, activation: str) -> Tensor:
-        """Every row."""
+        """Activate every row."""
         return ops.activation(x, activation)
 
     def activate_quantize(
@@ -109,7 +109,7 @@ class SlotRows(NamedTuple):
 
 
 class BatchedRows(NamedTuple):
-    """Row ``e * M + i`` is the i-th of expert e; those past its count hold anything."""
+    """Rows by expert: row ``e * M + i`` is row i of expert e; undefined past the expert's count."""
 
     tiles: Tiles
     expert_num_tokens: Tensor
@@ -119,14 +119,14 @@ class BatchedRows(NamedTuple):
 
     @property
     def expert_order(self) -> bool:
-        """They lie by expert anyway."""
+        """True: these rows are grouped by expert anyway."""
         return True
 
     @staticmethod
     def of(
         expert_num_tokens: Tensor, max_num_tokens: int, scheme: Scheme, batch_invariant: bool
     ) -> BatchedRows:
-        """The space of ``(El, M, ..)`` tensors, with its plan."""
+        """The row space of ``(El, M, ..)`` tensors, with its plan."""
         layer = (scheme.key, batch_invariant)
         plan = ops.plan_batched(expert_num_tokens, max_num_tokens, *layer)
         return BatchedRows(Tiles(plan), expert_num_tokens, max_num_tokens, batch_invariant)
@@ -156,15 +156,15 @@ class BatchedRows(NamedTuple):
 def permuted_rows(
     expert_first_token_offset: Tensor, num_rows: int, scheme: Scheme, batch_invariant: bool
 ) -> BatchedRows:
-    """The space of permuted rows: those in use come first, so it is one expert's to quantize."""
+    """The row space of permuted rows; rows in use come first and are quantized as one expert's."""
     layer = (scheme.key, batch_invariant)
     plan = ops.plan_permuted(expert_first_token_offset, num_rows, *layer)
-    # The last offset, as the largest: torch 2.11's Inductor cannot slice a symbolic number of them.
+    # amax returns the last offset: torch 2.11's Inductor cannot slice a symbolic number of offsets.
     used = expert_first_token_offset.amax(0, keepdim=True).to(torch.int32)
     return BatchedRows(Tiles(plan), used, num_rows, batch_invariant)
 
 
 def _flat(quantized: tuple[Tensor, Tensor]) -> Rows:
-    """``(E, M, ..)`` as rows; one scale an expert stays ``(E, 1)``."""
+    """Flatten ``(E, M, ..)`` to rows; one scale per expert becomes ``(E, 1)``."""
     data, scale = quantized
     return Rows(data.flatten(0, 1), scale.flatten(0, 1))

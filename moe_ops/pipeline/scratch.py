@@ -1,4 +1,4 @@
-"""Plans of operators' calls: what they allocate on a GPU and free again before they return."""
+"""Scratch memory of operator calls: what they allocate on a GPU and free before they return."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from moe_ops.dispatch.problem import (
 
 
 def scratch_sizes(func: Any, given: tuple[Any, ...], out: Any, device: Device) -> tuple[int, ...]:
-    """Bytes of each tensor that an operator allocates besides ``out``; none of most.
+    """Bytes of each tensor that an operator allocates besides ``out``; empty for most operators.
 
     Args:
         func: any operator.
         given: its positional arguments.
-        out: what it returned.
-        device: the GPU that it would run on.
+        out: its result.
+        device: the GPU on which it would run.
     """
     problem = problem_of_call(func, given, out)
     if problem is None or problem.sizes.num_slots == 0:
@@ -33,12 +33,12 @@ def scratch_sizes(func: Any, given: tuple[Any, ...], out: Any, device: Device) -
 
 
 def problem_of_call(func: Any, given: tuple[Any, ...], out: Any) -> GemmProblem | None:
-    """The problem that an operator's launcher asks a plan for; None: it is no expert GEMM.
+    """The problem that an operator's launcher plans; None if the operator is not an expert GEMM.
 
     Args:
         func: any operator.
         given: its positional arguments.
-        out: what it returned.
+        out: its result.
     """
     namespace, _, name = func._schema.name.partition("::")
     if namespace != "moe_ops" or name not in _PROBLEMS:

@@ -1,4 +1,4 @@
-"""The rows that the first GEMM reads, made of the tokens of one rank."""
+"""The rows that the first GEMM reads, made from the tokens of one rank."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ def quantize_tokens(
     num_experts: int,
     weight_on_input: bool,
 ) -> tuple[Tensor, Tensor | None]:
-    """Rows as the scheme takes them: of tokens, or of slots with their router weights in them.
+    """Quantize rows as the scheme requires: tokens, or slots scaled by their router weights.
 
-    Rows that no expert will read are not read here either: they may hold anything, and a
-    per-tensor scale must not depend on them.
+    Rows that no expert reads are not read here either: they are undefined, and a per-tensor scale
+    must not depend on them.
 
     Args:
         a1: ``(T, H)``.
-        quant_config: the scheme, and the scale where that is static.
-        routing: of the tokens.
-        num_experts: El, or any larger number: ``expert_map`` tells what is local.
-        weight_on_input: whether to scale rows, in float32 before they are quantized.
+        quant_config: the scheme and, if it is static, the scale.
+        routing: the tokens' routing.
+        num_experts: El, or with an ``expert_map`` any larger number.
+        weight_on_input: whether to scale rows by router weights, in float32, before quantizing.
     """
     topk_weights, topk_ids, expert_map = routing
     weights = topk_weights if weight_on_input else None

@@ -1,7 +1,7 @@
-"""How the rows that experts return become tokens: the choices of weighting and summing.
+"""Weighting and summing of the rows that experts return.
 
-An experts implementation names one of these; prepare-finalize applies it. All of them weight and
-sum in float32 in slot order and round once.
+An experts implementation names one of these classes; prepare-finalize applies it. All of them
+weight and sum in float32, in slot order, and round once.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from moe_ops.functional.combine import moe_fused_mul_sum
 
 
 class TopKWeightAndReduce(ABC):
-    """Rows of experts, ``(T, k, H)`` or another layout, to tokens ``(T, H)``."""
+    """Combines experts' rows, ``(T, k, H)`` or another layout, to tokens ``(T, H)``."""
 
     @abstractmethod
     def apply(
@@ -31,20 +31,20 @@ class TopKWeightAndReduce(ABC):
         """Weight and sum.
 
         Args:
-            output: ``(T, H)`` to write to; None: a fresh tensor. Nothing else is written.
-            fused_expert_output: what the experts returned; not changed.
+            output: ``(T, H)`` to write to; None: a fresh tensor. No other argument is written.
+            fused_expert_output: the experts' rows.
             topk_weights: ``(T, k)``.
             topk_ids: ``(T, k)``.
-            apply_router_weight_on_input: whether rows have their weight in them already: the sum
-                then has weight 1.
+            apply_router_weight_on_input: whether rows are weighted already; they are then summed
+                with weight 1.
 
         Returns:
-            ``(T, H)``: ``output`` where it was given.
+            ``(T, H)``: ``output`` if given.
         """
 
 
 def _into(output: Tensor | None, result: Tensor) -> Tensor:
-    """``result``, in ``output`` where there is one."""
+    """Return ``result``, or ``output`` after copying ``result`` to it, if given."""
     if output is None or output is result:
         return result
     checks.tensor("output", output, None, checks.FLOATS)
@@ -59,7 +59,7 @@ def _into(output: Tensor | None, result: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class TopKWeightAndReduceDelegate(TopKWeightAndReduce):
-    """No choice: prepare-finalize takes the one that fits its format."""
+    """No choice: prepare-finalize uses the class for its format."""
 
     def apply(
         self,
@@ -69,7 +69,7 @@ class TopKWeightAndReduceDelegate(TopKWeightAndReduce):
         topk_ids: Tensor,
         apply_router_weight_on_input: bool,
     ) -> Tensor:
-        """RuntimeError."""
+        """Raise a RuntimeError."""
         raise RuntimeError(
             "TopKWeightAndReduceDelegate does not sum: the caller is expected to choose the "
             "appropriate TopKWeightAndReduce"
@@ -78,7 +78,7 @@ class TopKWeightAndReduceDelegate(TopKWeightAndReduce):
 
 @dataclass(frozen=True)
 class TopKWeightAndReduceNoOP(TopKWeightAndReduce):
-    """The experts have weighted and summed."""
+    """For experts that return weighted and summed rows."""
 
     def apply(
         self,
@@ -88,13 +88,13 @@ class TopKWeightAndReduceNoOP(TopKWeightAndReduce):
         topk_ids: Tensor,
         apply_router_weight_on_input: bool,
     ) -> Tensor:
-        """``fused_expert_output`` itself, or copied to ``output``."""
+        """Return ``fused_expert_output``, or copy it to ``output``."""
         return _into(output, fused_expert_output)
 
 
 @dataclass(frozen=True)
 class TopKWeightAndReduceContiguous(TopKWeightAndReduce):
-    """Rows in slot order, ``(T * k, H)`` or ``(T, k, H)``, every one of them written."""
+    """For rows in slot order, ``(T * k, H)`` or ``(T, k, H)``, all of them written."""
 
     def apply(
         self,
@@ -104,7 +104,7 @@ class TopKWeightAndReduceContiguous(TopKWeightAndReduce):
         topk_ids: Tensor,
         apply_router_weight_on_input: bool,
     ) -> Tensor:
-        """Slots whose id is negative are skipped, and not read."""
+        """Weight and sum; slots with a negative id are skipped and not read."""
         checks.topk_pair(topk_weights, topk_ids)
         checks.tensor("fused_expert_output", fused_expert_output, None, checks.FLOATS)
         tokens, k = topk_ids.shape
@@ -125,10 +125,10 @@ class TopKWeightAndReduceContiguous(TopKWeightAndReduce):
 
 @dataclass(frozen=True)
 class TopKWeightAndReduceNaiveBatched(TopKWeightAndReduce):
-    """Rows in the Batched format, ``(El, M, H)``, of the experts ``[El * rank, El * (rank + 1))``.
+    """For rows in the Batched format, ``(El, M, H)``, of experts ``[El * rank, El * (rank + 1))``.
 
     Args:
-        rank: which experts these are.
+        rank: index of the rank whose experts these are.
     """
 
     rank: int
@@ -141,7 +141,7 @@ class TopKWeightAndReduceNaiveBatched(TopKWeightAndReduce):
         topk_ids: Tensor,
         apply_router_weight_on_input: bool,
     ) -> Tensor:
-        """Slots of other experts, and those that did not fit, add nothing."""
+        """Weight and sum; slots of other experts and slots that did not fit add nothing."""
         checks.tensor("fused_expert_output", fused_expert_output, 3, checks.FLOATS)
         checks.topk_pair(topk_weights, topk_ids)
         experts, rows, _ = fused_expert_output.shape

@@ -37,7 +37,7 @@ def plan_slots(
     dtype: torch.dtype,
     batch_invariant: bool = False,
 ) -> Tensor:
-    """`moe_align_block_size` of the slots of local experts, as a plan in one tensor."""
+    """Plan in one tensor: `moe_align_block_size` of the slots of local experts."""
     rule = tile_rule(scheme, dtype, topk_ids.device, batch_invariant)
     num_slots = topk_ids.numel()
     plan = _empty(topk_ids, plan_sizes(num_slots, num_experts, rule).entries)
@@ -57,7 +57,7 @@ def _empty(like: Tensor, entries: int) -> Tensor:
 def _fill_rest(
     plan: Tensor, starts: Tensor, counts: Tensor, num_slots: int, rule: TileRule
 ) -> None:
-    """Write the parts that only a plan in one tensor has: the header, and the tiles' first rows.
+    """Write the parts that only a plan in one tensor has: the header and the tiles' first rows.
 
     The permuted rows of expert e begin at ``starts[e]``.
     """
@@ -107,7 +107,7 @@ def count_expert_num_tokens(
 def plan_batched(
     expert_num_tokens: Tensor, max_num_tokens: int, scheme: str, batch_invariant: bool = False
 ) -> Tensor:
-    """Plan for batched rows: expert e has the first rows from ``e * max_num_tokens`` on."""
+    """Plan for batched rows: the rows of expert e begin at ``e * max_num_tokens``."""
     rule = expert_rule(scheme, expert_num_tokens.device, batch_invariant)
     counts = expert_num_tokens.long().clamp(0, max_num_tokens)
     starts = torch.arange(len(counts), device=counts.device) * max_num_tokens

@@ -1,4 +1,4 @@
-"""The loop shared by the references of all expert GEMMs: one product for each expert with rows."""
+"""The loop shared by the references of all expert GEMMs: one product per expert that has rows."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def grouped(
         product: see `Product`.
         weight: ``(El, n, ..)``; n is the number of columns of a product.
         tiles: plan, ``topk_ids`` and expert map.
-        rule: by which the row tile of the plan was chosen.
+        rule: the rule by which the row tile of the plan was chosen.
         top_k: slots per row of ``a``.
         bias: ``(El, n)`` or None.
         topk_weights: one per slot, or None.

@@ -40,15 +40,15 @@ class PlannedRows(NamedTuple):
     slots: Tensor
     experts: Tensor
     between: Tensor
-    """Their places where rows between two GEMMs are permuted."""
+    """int64: the indices of these rows between two GEMMs if rows are permuted."""
 
 
 def planned_rows(tiles: AnyTiles, rule: TileRule, num_slots: int, num_experts: int) -> PlannedRows:
-    """The rows that a plan says.
+    """The rows of a plan.
 
-    Where kernels use one slot per tile and do not read the plan, this function does not read it
-    either; permuted rows are then slots. If the plan's number of rows in use is negative or larger
-    than the plan, no row is in use.
+    If kernels use one slot per tile and do not read the plan, neither does this function; permuted
+    rows are then in slot order. If the plan's number of rows in use is negative or larger than the
+    plan, no row is in use.
     """
     plan = plan_to_read(tiles, num_slots, num_experts)
     if plan is None:
@@ -69,9 +69,9 @@ def planned_rows(tiles: AnyTiles, rule: TileRule, num_slots: int, num_experts: i
 
 
 def multiply(x: Tensor, w: Tensor, out: Tensor, batch_invariant: bool) -> None:
-    """Write ``x @ w.T`` to ``out``; row by row if it is to be batch-invariant.
+    """Write ``x @ w.T`` to ``out``; row by row in batch-invariant mode.
 
-    Then the bits of a row must not depend on other rows. The order in which BLAS adds
+    In that mode the bits of a row must not depend on other rows. The order in which BLAS adds
     depends on the number of rows and on their address, so each row is copied and multiplied alone.
     """
     if not batch_invariant:
@@ -82,7 +82,7 @@ def multiply(x: Tensor, w: Tensor, out: Tensor, batch_invariant: bool) -> None:
 
 
 def runs(experts: Tensor) -> Iterator[tuple[int, slice]]:
-    """Each expert that has rows, and the slice of its rows."""
+    """Yield each expert that has rows, with the slice of its rows."""
     present, counts = torch.unique_consecutive(experts, return_counts=True)
     first = 0
     for expert, count in zip(present.tolist(), counts.tolist(), strict=True):

@@ -1,7 +1,7 @@
-"""Why no operator computes a combination of quantized operands: the rules of a `Scheme`.
+"""The rules of a `Scheme`: which combinations of quantized operands operators compute.
 
-Every rule here is what a reference, a fake or a kernel relies on without looking. Whatever passes
-is computed by all of them.
+References, fakes and kernels rely on these rules without checking them, and compute every
+combination that the rules allow.
 """
 
 from __future__ import annotations

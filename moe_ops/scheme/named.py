@@ -1,4 +1,4 @@
-"""Schemes: the registered ones, those that `get_scheme` makes, and those of a caller's own."""
+"""The `Scheme` type, the registered schemes, and the schemes that `get_scheme` makes from keys."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ _GROUPS_UNDER_FP8 = re.compile(r"int4_w4a8_g(\d+)", re.ASCII)
 
 @lru_cache(maxsize=256)
 def _of_family(name: str) -> Quants | None:
-    """The meaning of a name with group sizes in it; None: no such name."""
+    """The quants of a name that contains group sizes; None: no such name."""
     if match := _GROUPS.fullmatch(name):
         element = {"int4_w4a16": "int4", "int8_w8a16": "uint8"}[match[1]]
         group = Group(1, int(match[2]))
@@ -93,7 +93,7 @@ _SHORT = {_composite(*quants): name for name, quants in _NAMED.items()}
 
 
 def _key(activation: Quant | None, weight: Quant | None) -> str:
-    """The name that `get_scheme` knows for this meaning; if there is none, the quants' keys."""
+    """The name that `get_scheme` knows for these quants; if there is none, the quants' keys."""
     text = _composite(activation, weight)
     if text in _SHORT or weight is None:
         return _SHORT.get(text, text)
@@ -119,7 +119,7 @@ class Scheme:
     """
 
     name: str
-    """What messages to people call it."""
+    """The name in messages."""
     activation: Quant | None
     weight: Quant | None
 
@@ -130,7 +130,7 @@ class Scheme:
     decoded: bool = field(init=False, repr=False)
     """Whether the GEMM dequantizes both operands to bf16.
 
-    No tensor core before Blackwell's (see `dispatch.blackwell`) multiplies operands of different
+    Tensor cores before Blackwell's (see `dispatch.blackwell`) cannot multiply operands of different
     elements, of fewer than 8 bits, or with one-byte scales. In bf16 all of these numbers, times
     their group's scale, are exact.
     """

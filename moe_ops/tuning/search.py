@@ -46,7 +46,7 @@ PACKED_GROUPS = (3, 4, 8, 16, 32)
 ACCUMULATORS = 128
 """The most registers per thread for accumulators, of 255."""
 HOPELESS = 1.25
-"""Kernels are not searched if their defaults take this many times the best."""
+"""A kernel is not searched if its default takes more than this many times the best time."""
 MARGIN = 0.02
 """Fraction of its time by which a winner has to beat the default; less is noise."""
 REPEATS = 3

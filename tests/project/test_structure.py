@@ -15,7 +15,31 @@ from moe_ops.ops import STAGES
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("moe_ops", "fake_impls", "tests", "benchmarks", "examples")
 STAGE_FILES = sorted(set(STAGES.values()))
-MAX_KERNEL_PARAMETERS, MAX_SCHEMA = 31, 12
+MAX_KERNEL_PARAMETERS, MAX_SCHEMA, MAX_PARAMETERS = 20, 12, 10
+GEMM = (
+    "operands with their scales and bias, the plan with its sizes, strides, and constants: Triton "
+    "binds each by its name, and a tuple of tensors would be taken apart at every launch"
+)
+ROWS = "rows with their scales and routing, sizes, strides, and constants of the formats"
+WIDE_KERNELS = {
+    "_expert_gemm_kernel": GEMM,
+    "_expert_gemm_gated_kernel": GEMM,
+    "scaled_gemm_kernel": GEMM,
+    "scaled_gemm_slot_kernel": GEMM,
+    "weight_only_gemm_kernel": GEMM,
+    "block_scaled_gemm_kernel": GEMM,
+    "amax_kernel": ROWS,
+    "quantize_kernel": ROWS,
+    "scaled_kernel": ROWS,
+    "_copy_kernel": ROWS,
+    "_topk_align_kernel": "the arguments of routing and of alignment",
+}
+"""Kernels with more than `MAX_KERNEL_PARAMETERS` parameters, each with the reason."""
+OF_THE_FIELD = {
+    "fused_experts", "fused_moe", "gated_experts", "select_experts", "workspace_nbytes",
+    "apply", "apply_monolithic",
+}  # fmt: skip
+"""Public functions and methods that have the parameters that users of vLLM know."""
 LONG_FILE, LONG_FUNCTION = 450, 60
 LONG = {}
 """Files (``tests/test_x.py``) and functions (``tests/test_x.py::name``) that are better left longer
@@ -241,20 +265,42 @@ def test_long_files_and_functions_have_a_reason():
     assert set(LONG) <= set(too_long), "an exception that is not needed"
 
 
-def test_kernels_and_schemas_have_few_arguments():
+def is_jitted(node):
+    return any("jit" in ast.unparse(decorator) for decorator in node.decorator_list)
+
+
+def parameters(node):
+    given = node.args
+    return len([a for a in (*given.args, *given.kwonlyargs) if a.arg not in ("self", "cls")])
+
+
+def test_kernels_have_few_parameters():
+    wide = {
+        node.name
+        for path in library()
+        for _, node in functions(path)
+        if is_jitted(node) and parameters(node) > MAX_KERNEL_PARAMETERS
+    }
+    assert wide == set(WIDE_KERNELS)
+
+
+def test_operators_and_functions_have_few_parameters():
+    """Operators' three legs have the parameters of their schemas, and launchers ``config``."""
     import torch
 
-    many = [
-        name
-        for path in sources()
-        for name, node in functions(path)
-        if any("triton.jit" in ast.unparse(decorator) for decorator in node.decorator_list)
-        and len(node.args.args) > MAX_KERNEL_PARAMETERS
-    ]
+    many = []
     for qualified in STAGES:
         name, _, which = qualified.partition(".")
         schema = getattr(getattr(torch.ops.moe_ops, name), which or "default")._schema
         many += [qualified] if len(schema.arguments) > MAX_SCHEMA else []
+    legs = {qualified.replace(".", "_") for qualified in STAGES}
+    many += [
+        name
+        for path in library()
+        for name, node in functions(path)
+        if not is_jitted(node) and node.name not in OF_THE_FIELD | legs
+        if parameters(node) > MAX_PARAMETERS
+    ]
     assert not many
 
 

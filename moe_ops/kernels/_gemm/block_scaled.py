@@ -1,50 +1,38 @@
-"""Expert GEMMs on block-scaled matrix instructions: what is stored is multiplied, with its scales.
+"""Expert GEMMs on block-scaled matrix instructions, which multiply stored numbers and their scales.
 
-The other way to run the operators of stage ``decoded_gemm``, on GPUs that have such instructions
-(`dispatch.blackwell.BLOCK_SCALED`). Products of numbers and scales are exact, as they are where
-the kernel of `weight_only_gemm` decodes both operands to bf16, and add up in float32. Compiled for
-these GPUs and interpreted, **not yet run on one**.
+The alternative, on GPUs that have such instructions (`dispatch.blackwell.BLOCK_SCALED`), to the
+kernel in `weight_only`, which dequantizes both operands to bf16. Products of numbers and scales are
+exact in both kernels and are summed in float32. This kernel is compiled for these GPUs and
+interpreted by the tests, **not yet run on one**.
 """
 
 from __future__ import annotations
 
-from functools import lru_cache
-
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from moe_ops.dispatch.gemm_plan import GemmPlan
-from moe_ops.dispatch.problem import GemmProblem
-from moe_ops.dispatch.tiles import TileConfig, max_programs
-from moe_ops.kernels._gemm.operands import GemmOperands
 from moe_ops.kernels._gemm.tile import (
     COUNTED,
     activate,
+    columns_of,
     find_tile,
     load_slots,
     load_tile,
-    tile_arguments,
+    store_tile,
 )
 from moe_ops.kernels._gemm.weight_only import (
-    Variant,
-    as_bytes,
+    StoredGemm,
     finish_sums,
     per_row,
     row_pointers,
     row_scales,
-    scale_strides,
-    stored_launch,
 )
 from moe_ops.kernels._runtime.dependent import take_turn
-from moe_ops.kernels._runtime.launch import Launch
-from moe_ops.kernels._runtime.slots import dense
-from moe_ops.scheme import get_scheme
 
 
 @triton.jit
 def load_scales(base, start, inside, K: tl.constexpr, BLOCK_K: tl.constexpr, FORMAT: tl.constexpr):
-    """Of a step, a row for each row of an operand; ones where a scale spans K."""
+    """Load the scales of a step of K, (rows, groups); scales of 1 if a scale spans K."""
     if FORMAT.cols is None:
         scales = tl.full((inside.shape[0], BLOCK_K // 32), 127, tl.uint8)
     else:
@@ -58,7 +46,7 @@ def load_scales(base, start, inside, K: tl.constexpr, BLOCK_K: tl.constexpr, FOR
 
 @triton.jit
 def columns(acc, RULE: tl.constexpr):
-    """What a tile stores of its sums, in which gate and up lie side by side."""
+    """Apply the activation to a tile's sums, in which gate and up columns alternate."""
     if RULE is not None:
         if RULE.gated:
             g, u = tl.split(tl.reshape(acc, (acc.shape[0], acc.shape[1] // 2, 2)))
@@ -79,8 +67,8 @@ def block_scaled_gemm_kernel(
 ):  # fmt: skip
     """``out[s] = f(numbers(a[s // TOP_K]) @ numbers(w[e]).T + bias[e])``.
 
-    Weights are the first operand. A tile's gate and up rows alternate in it, so that one product
-    gives both, side by side.
+    Weights are the first operand. The gate and up rows of a tile alternate, so one product yields
+    both in adjacent columns.
     """
     take_turn(LONG=True)
     pid_m, pid_n, expert = find_tile(
@@ -122,39 +110,11 @@ def block_scaled_gemm_kernel(
         inside, FORMAT, ROWS,
     )  # fmt: skip
     acc = columns(acc, RULE)
-    n = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
-    mask = real[:, None] & (n < N)[None, :]
-    tl.store(out + slot[:, None] * N + n[None, :], acc.to(out.dtype.element_ty), mask=mask)
+    n, n_inside = columns_of(pid_n, N, BLOCK_N)
+    store_tile(out, acc, slot, n, real, n_inside, N)
 
 
-class BlockScaledGemm:
+class BlockScaledGemm(StoredGemm):
     """The kernel of block-scaled matrix instructions, ready to run."""
 
-    def __init__(self, problem: GemmProblem, plan: GemmPlan) -> None:
-        self.problem, self.tiles = problem, plan.config
-        self.scheme = get_scheme(problem.scheme)
-        self.programs = max_programs(problem.sizes, plan.config)
-
-    def __call__(self, out: Tensor, given: GemmOperands) -> None:
-        """Launch one program for each tile that the plan may hold."""
-        a, w, scheme = given.a, given.w, self.scheme
-        variant = Variant.of(self.problem, given, scheme, False, False)
-        _launch(variant, self.tiles)(
-            (self.programs,),
-            a,
-            as_bytes(dense(given.a_scale)),
-            w,
-            as_bytes(dense(given.w_scale)),
-            dense(given.w_global_scale),
-            dense(given.bias),
-            out,
-            *tile_arguments(given.tiles, out.shape[0], w.shape[0]),
-            a.stride(0),
-            *scale_strides(given.a_scale, scheme.activation, w.shape[0]),
-            *w.stride(),
-        )
-
-
-@lru_cache(maxsize=1024)
-def _launch(variant: Variant, tiles: TileConfig) -> Launch:
-    return stored_launch(block_scaled_gemm_kernel, variant, tiles)
+    kernel = block_scaled_gemm_kernel

@@ -24,11 +24,13 @@ from moe_ops.kernels._gemm.tile import (
     COUNTED,
     add_bias,
     add_dot,
+    columns_of,
     find_tile,
     load_slots,
     load_tile,
     rows_between,
     scale_rows,
+    store_tile,
     tile_arguments,
 )
 from moe_ops.kernels._runtime.dependent import take_turn
@@ -55,8 +57,7 @@ def _expert_gemm_kernel(
     if expert < 0:
         return
     slot, real = load_slots(tiles, pid_m, num_slots, num_ids, BLOCK_M)
-    n = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
-    inside = n < N
+    n, inside = columns_of(pid_n, N, BLOCK_N)
     n_inside = None if N % BLOCK_N == 0 else inside
     k = tl.arange(0, BLOCK_K)
     source = rows_between(tiles, pid_m, slot // TOP_K, num_slots, num_ids, ORDERED == "a", BLOCK_M)
@@ -74,8 +75,7 @@ def _expert_gemm_kernel(
     if FUNCTION is not None:
         acc = gate(acc, FUNCTION, LIMIT, ALPHA, BETA)
     row = rows_between(tiles, pid_m, slot, num_slots, num_ids, ORDERED == "out", BLOCK_M)
-    at = out + row[:, None] * N + n[None, :]
-    tl.store(at, acc.to(out.dtype.element_ty), mask=real[:, None] & inside[None, :])
+    store_tile(out, acc, row, n, real, inside, N)
 
 
 @triton.jit(do_not_specialize=COUNTED)
@@ -88,7 +88,7 @@ def _expert_gemm_gated_kernel(
     BETA: tl.constexpr, LINEAR_BETA: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
 ):  # fmt: skip
-    """As above with gate and up side by side: ``out[s] = f(gate, up)``; N counts output columns."""
+    """`_expert_gemm_kernel` with gate and up: ``out[s] = f(gate, up)``; N counts output columns."""
     take_turn(LONG=True)
     pid_m, pid_n, expert = find_tile(
         tiles, expert_map, num_slots, num_ids, num_experts, num_entries,
@@ -97,8 +97,7 @@ def _expert_gemm_gated_kernel(
     if expert < 0:
         return
     slot, real = load_slots(tiles, pid_m, num_slots, num_ids, BLOCK_M)
-    n = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
-    inside = n < N
+    n, inside = columns_of(pid_n, N, BLOCK_N)
     n_inside = None if N % BLOCK_N == 0 else inside
     gate_row = 2 * n if INTERLEAVED else n
     UP: tl.constexpr = 1 if INTERLEAVED else N
@@ -121,12 +120,11 @@ def _expert_gemm_gated_kernel(
     u = add_bias(u, bias, expert, gate_row + UP, inside, 2 * N)
     value = gate_up(g, u, FUNCTION, LIMIT, ALPHA, BETA, LINEAR_BETA)
     row = rows_between(tiles, pid_m, slot, num_slots, num_ids, ORDERED == "out", BLOCK_M)
-    at = out + row[:, None] * N + n[None, :]
-    tl.store(at, value.to(out.dtype.element_ty), mask=real[:, None] & inside[None, :])
+    store_tile(out, value, row, n, real, inside, N)
 
 
 class DenseGemm:
-    """A portable kernel of operands that are not quantized, ready to run."""
+    """A portable kernel for operands that are not quantized, ready to run."""
 
     def __init__(self, problem: GemmProblem, plan: GemmPlan) -> None:
         sizes, tiles = problem.sizes, plan.config
@@ -151,7 +149,7 @@ class DenseGemm:
 def _plain(
     n: int, k: int, top_k: int, ordered: str | None, activation: str, tiles: TileConfig
 ) -> Launch:
-    """One accumulator a tile."""
+    """Launch of the kernel with one accumulator per tile."""
     rule = formula(activation) if activation else None
     return Launch(
         _expert_gemm_kernel,
@@ -171,7 +169,7 @@ def _plain(
 def _gated(
     n: int, k: int, top_k: int, ordered: str | None, activation: str, tiles: TileConfig
 ) -> Launch:
-    """Gate and up accumulators."""
+    """Launch of the kernel with a gate and an up accumulator per tile."""
     rule = formula(activation)
     return Launch(
         _expert_gemm_gated_kernel,

@@ -1,4 +1,4 @@
-"""The tensors of an expert GEMM, as its kernels get them."""
+"""The tensor arguments of an expert GEMM kernel."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from moe_ops.tensors import AnyTiles
 
 
 class GemmOperands(NamedTuple):
-    """What is multiplied, what is added, and which rows belong to which expert."""
+    """Operands, bias, scales and tile plan of an expert GEMM."""
 
     a: Tensor
-    """``(R, K)`` with entries of a row side by side."""
+    """``(R, K)``, contiguous along K."""
     w: Tensor
     """``(E, N, K)``, or as its scheme packs it."""
     tiles: AnyTiles
@@ -21,16 +21,16 @@ class GemmOperands(NamedTuple):
     bias: Tensor | None = None
     """``(E, N)``."""
     topk_weights: Tensor | None = None
-    """One for each slot, which multiplies the slot's product before the bias."""
+    """One per slot; multiplies the slot's product before the bias is added."""
     a_scale: Tensor | None = None
-    """Scales of stored rows; or the given one to quantize rows with."""
+    """Scales of stored rows, or the given scale for quantizing rows."""
     w_scale: Tensor | None = None
     w_zero_point: Tensor | None = None
     w_global_scale: Tensor | None = None
 
     @property
     def facts(self) -> tuple[Any, ...]:
-        """What checks of sizes and the choice of a kernel may read of the operands, to compare."""
+        """A cache key: all that size checks and the choice of a kernel read of the operands."""
         a, w, tiles, bias, weights, *scales = self
         found = [a.shape, a.stride(), a.dtype, a.data_ptr() % 16]
         found += (w.shape, w.stride(), w.dtype, w.data_ptr() % 16, len(tiles))

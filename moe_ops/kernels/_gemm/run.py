@@ -50,21 +50,21 @@ KERNELS: dict[str, Callable[..., Kernel]] = {
 
 
 class Prepared(NamedTuple):
-    """What is known of a call of an expert GEMM once an equal one has run."""
+    """Cached facts of an expert GEMM call, reused by calls that look alike."""
 
     shape: torch.Size
-    """Of the result."""
+    """Shape of the result."""
     dtype: torch.dtype
     kernel: Kernel | None
-    """None: the result has no rows."""
+    """The kernel to run; None if the result has no rows."""
     quant: Quant | None
-    """How rows are quantized before the GEMM, if they are."""
+    """How rows are quantized before the GEMM; None if they are not."""
 
 
 PREPARED: dict[Any, Prepared] = {}
-"""By everything that checks and plans read of a call."""
+"""Prepared calls, keyed by everything that checks and plans read of a call."""
 MOST = 8192
-"""The most calls that are remembered. The number of tokens is part of a call."""
+"""The most calls that are cached. The number of tokens is part of a call."""
 
 
 def call_gemm(
@@ -73,9 +73,9 @@ def call_gemm(
     prepare: Callable[[], tuple[Tensor, GemmProblem]],
     config: KernelTiles | None = None,
 ) -> Tensor:
-    """The result of an expert GEMM.
+    """Run an expert GEMM and return its result.
 
-    Checking sizes, describing the problem and planning takes longer than a launch, so that is done
+    Checking sizes, describing the problem and planning take longer than a launch, so they are done
     once for calls that look alike.
 
     Args:
@@ -100,7 +100,7 @@ def call_gemm(
 
 
 def _run(out: Tensor, given: GemmOperands, kernel: Kernel | None, quant: Quant | None) -> None:
-    """Fill ``out``; rows that are quantized before are quantized now."""
+    """Fill ``out``, after quantizing the rows if ``quant`` is given."""
     if kernel is None:
         return
     if given.a.stride(1) != 1:
@@ -118,7 +118,7 @@ def _run(out: Tensor, given: GemmOperands, kernel: Kernel | None, quant: Quant |
 def _ready(
     problem: GemmProblem, device: Device, config: KernelTiles | None, tables: tuned.Tables
 ) -> tuple[Kernel | None, Quant | None]:
-    """The kernel, and how to quantize rows before it; None where there is nothing to do."""
+    """The kernel, and how to quantize rows before it; None for a step that is not needed."""
     if problem.sizes.num_slots == 0:
         return None, None
     plan = plan_gemm(problem, device, config=config)
@@ -130,7 +130,7 @@ def _ready(
 
 
 class SumAfter:
-    """The kernel of a GEMM, which fills memory of its own, and then that of the weighted sum."""
+    """A GEMM kernel that writes to a temporary tensor, followed by the weighted-sum kernel."""
 
     def __init__(self, gemm: Kernel) -> None:
         self.gemm = gemm

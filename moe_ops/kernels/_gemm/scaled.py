@@ -1,4 +1,4 @@
-"""Triton kernel of the expert GEMMs with two quantized operands, and its steps.
+"""Triton kernel of the expert GEMMs with two quantized operands.
 
 ``M`` counts slots, ``N`` output columns, ``K`` is the contraction. A scale of a group along K
 multiplies the product of that group before it is added in float32; scales that span K multiply the
@@ -24,9 +24,11 @@ from moe_ops.kernels._gemm.tile import (
     COUNTED,
     activate,
     add_bias,
+    columns_of,
     find_tile,
     load_slots,
     load_tile,
+    store_tile,
     tile_arguments,
 )
 from moe_ops.kernels._runtime.dependent import take_turn
@@ -167,8 +169,7 @@ def scaled_gemm_kernel(
     if expert < 0:
         return
     slot, real = load_slots(tiles, pid_m, num_slots, num_ids, BLOCK_M)
-    n = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
-    inside = n < N
+    n, inside = columns_of(pid_n, N, BLOCK_N)
     n_inside = None if N % BLOCK_N == 0 else inside
     k = tl.arange(0, BLOCK_K)
     row = LAYOUT.step * n
@@ -198,8 +199,7 @@ def scaled_gemm_kernel(
         up = finish_sums(up, scales[0], scales[2], bias, expert, row + LAYOUT.up, inside, LAYOUT)
     if RULE is not None:
         acc = activate(acc, up, RULE)
-    at = out + slot[:, None] * N + n[None, :]
-    tl.store(at, acc.to(out.dtype.element_ty), mask=real[:, None] & inside[None, :])
+    store_tile(out, acc, slot, n, real, inside, N)
 
 
 class ScaledGemm:

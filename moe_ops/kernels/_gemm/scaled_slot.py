@@ -1,4 +1,4 @@
-"""Triton kernel of the expert GEMMs with two quantized operands for few slots: quantizes rows too.
+"""Triton kernel that quantizes the rows of few slots and computes a GEMM of quantized operands.
 
 One slot per tile. Every program quantizes the row of its slot again, piece by piece in the main
 loop, which costs less than a separate launch that does it once. The scales of rows and weights span
@@ -25,7 +25,14 @@ from moe_ops.kernels._gemm.scaled import (
     load_weight_scales,
     zero_sums,
 )
-from moe_ops.kernels._gemm.tile import COUNTED, activate, find_tile, load_tile, tile_arguments
+from moe_ops.kernels._gemm.tile import (
+    COUNTED,
+    activate,
+    columns_of,
+    find_tile,
+    load_tile,
+    tile_arguments,
+)
 from moe_ops.kernels._quantize.rounding import encode, magnitude, rule_of, scale_of
 from moe_ops.kernels._runtime.dependent import take_turn
 from moe_ops.kernels._runtime.launch import Launch
@@ -116,8 +123,7 @@ def scaled_gemm_slot_kernel(
     scale = scale_of_row(row, a_scale, K, QUANT, CHUNK)  # overlaps the load of the expert's id
     if expert < 0:
         return
-    n = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
-    inside = n < N
+    n, inside = columns_of(pid_n, N, BLOCK_N)
     n_inside = None if N % BLOCK_N == 0 else inside
     k = tl.arange(0, BLOCK_K)
     w_row = LAYOUT.step * n

@@ -157,6 +157,20 @@ def add_bias(acc, bias, expert, n, inside, ROWS):
 
 
 @triton.jit
+def columns_of(pid_n, N: tl.constexpr, BLOCK_N: tl.constexpr):
+    """The output columns of a tile, and which of them are inside."""
+    n = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
+    return n, n < N
+
+
+@triton.jit
+def store_tile(out, value, row, n, real, inside, N: tl.constexpr):
+    """Store the real rows and the columns inside of a tile, in the dtype of ``out`` (rows, N)."""
+    at = out + row[:, None] * N + n[None, :]
+    tl.store(at, value.to(out.dtype.element_ty), mask=real[:, None] & inside[None, :])
+
+
+@triton.jit
 def activate(g, u, RULE: tl.constexpr):
     """Apply a `Formula` to gate and up, in float32; to ``g`` alone if the formula is not gated."""
     FUNCTION: tl.constexpr = RULE.function

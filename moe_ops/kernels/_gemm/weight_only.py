@@ -1,8 +1,8 @@
-"""Triton kernel of the expert GEMMs that dequantize weights, or both operands, and its steps.
+"""Triton kernel of the expert GEMMs that dequantize weights, or both operands.
 
 ``M`` counts slots, ``N`` output columns, ``K`` is the contraction. Weights are the second operand
-of each product. Tensor cores that read registers take the dequantized weights from registers; for
-those that read shared memory (WGMMA, tcgen05) the weights are written there first.
+of each product. Tensor cores that read registers take the dequantized weights from registers. For
+tensor cores that read shared memory (WGMMA, tcgen05) the weights are written there first.
 """
 
 from __future__ import annotations
@@ -31,10 +31,12 @@ from moe_ops.kernels._gemm.tile import (
     activate,
     add_bias,
     add_dot,
+    columns_of,
     find_tile,
     load_slots,
     load_tile,
     scale_rows,
+    store_tile,
     tile_arguments,
 )
 from moe_ops.kernels._runtime.dependent import take_turn
@@ -175,8 +177,7 @@ def weight_only_gemm_kernel(
     SHARE: tl.constexpr = 2 if FORMAT.bits == 4 else 1  # rows whose zero points share a byte
     GROUPS: tl.constexpr = 1 if FORMAT.cols is None else (K + FORMAT.cols - 1) // FORMAT.cols
     slot, real = load_slots(tiles, pid_m, num_slots, num_ids, BLOCK_M)
-    n = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
-    inside = n < N
+    n, inside = columns_of(pid_n, N, BLOCK_N)
     n_inside = None if N % BLOCK_N == 0 else inside
     row, u_row = FORMAT.step * n, FORMAT.step * n + FORMAT.up
     packed = tl.arange(0, BLOCK_K // PACK)
@@ -205,43 +206,63 @@ def weight_only_gemm_kernel(
         u = finish_sums(u, u_scales, a_scales, *more, u_row, slot, real, inside, FORMAT, ROWS)
     if RULE is not None:
         g = activate(g, u, RULE)
-    at = out + slot[:, None] * N + n[None, :]
-    tl.store(at, g.to(out.dtype.element_ty), mask=real[:, None] & inside[None, :])
+    store_tile(out, g, slot, n, real, inside, N)
 
 
-class DequantizeGemm:
-    """The kernel that dequantizes weights, and quantized rows, ready to run."""
+class StoredGemm:
+    """A portable kernel for stored weights, ready to run."""
+
+    kernel: Any
+    """The Triton kernel."""
 
     def __init__(self, problem: GemmProblem, plan: GemmPlan) -> None:
         self.problem, self.tiles = problem, plan.config
         self.scheme = get_scheme(problem.scheme)
         self.programs = max_programs(problem.sizes, plan.config)
 
+    def viewed(self, given: GemmOperands) -> GemmOperands:
+        """The operands with stored values viewed as the kernel loads them."""
+        return given
+
+    def vectors(self, given: GemmOperands) -> tuple[Tensor | None, ...]:
+        """The kernel's arguments between the weight's scales and the result."""
+        return given.w_global_scale, given.bias
+
     def __call__(self, out: Tensor, given: GemmOperands) -> None:
         """Launch one program for each tile that the plan may hold."""
-        w, a = entries(given.w, self.scheme.weight), given.a
-        words = False
-        if self.scheme.activation is not None:
-            a = entries(a, self.scheme.activation)
-            words = a.dtype == torch.uint16
-        variant = Variant.of(self.problem, given, self.scheme, w.dtype == torch.uint16, words)
-        num_experts, scale = w.shape[0], given.w_scale
-        _launch(variant, self.tiles)(
+        given = self.viewed(given)
+        a, w, num_experts = given.a, given.w, given.w.shape[0]
+        variant = Variant.of(self.problem, given, self.scheme)
+        _launch(type(self), variant, self.tiles)(
             (self.programs,),
             a,
-            None if given.a_scale is None else as_bytes(dense(given.a_scale)),
+            as_bytes(dense(given.a_scale)),
             w,
-            as_bytes(dense(scale)),
-            dense(given.w_zero_point),
-            dense(given.w_global_scale),
-            dense(given.bias),
-            dense(given.topk_weights),
+            as_bytes(dense(given.w_scale)),
+            *map(dense, self.vectors(given)),
             out,
             *tile_arguments(given.tiles, out.shape[0], num_experts),
             a.stride(0),
             *scale_strides(given.a_scale, self.scheme.activation, num_experts),
             *w.stride(),
         )
+
+
+class DequantizeGemm(StoredGemm):
+    """The kernel that dequantizes weights, and quantized rows, ready to run."""
+
+    kernel = weight_only_gemm_kernel
+
+    def viewed(self, given: GemmOperands) -> GemmOperands:
+        """View stored values as `entries`."""
+        given = given._replace(w=entries(given.w, self.scheme.weight))
+        if self.scheme.activation is not None:
+            given = given._replace(a=entries(given.a, self.scheme.activation))
+        return given
+
+    def vectors(self, given: GemmOperands) -> tuple[Tensor | None, ...]:
+        """The kernel's arguments between the weight's scales and the result."""
+        return given.w_zero_point, given.w_global_scale, given.bias, given.topk_weights
 
 
 class Variant(NamedTuple):
@@ -263,16 +284,15 @@ class Variant(NamedTuple):
     """Whether the kernel loads words of two neighbours along K from quantized rows."""
 
     @staticmethod
-    def of(
-        problem: GemmProblem, given: GemmOperands, scheme: Scheme, words: bool, row_words: bool
-    ) -> Variant:
+    def of(problem: GemmProblem, given: GemmOperands, scheme: Scheme) -> Variant:
         """The variant of a call."""
         sizes, (num_experts, rows, _) = problem.sizes, given.w.shape
         scale, factor = given.w_scale, given.w_global_scale
         halves = 1 if factor is None else factor.numel() // num_experts
         shares = (rows_per_scale(scale, scheme.weight, rows), rows // halves)
         what = (sizes.n, sizes.k, problem.top_k, scheme, problem.activation)
-        return Variant(*what, *shares, words, row_words)
+        words = (x.dtype == torch.uint16 for x in (given.w, given.a))
+        return Variant(*what, *shares, *words)
 
     def weight_format(self, tiles: TileConfig) -> Format:
         """The `Format` of the weights for these tiles."""
@@ -311,14 +331,9 @@ class Variant(NamedTuple):
 
 
 @lru_cache(maxsize=1024)
-def _launch(variant: Variant, tiles: TileConfig) -> Launch:
-    return stored_launch(weight_only_gemm_kernel, variant, tiles)
-
-
-def stored_launch(kernel: Any, variant: Variant, tiles: TileConfig) -> Launch:
-    """The launch of a kernel for stored weights, cached."""
+def _launch(kind: type[StoredGemm], variant: Variant, tiles: TileConfig) -> Launch:
     return Launch(
-        kernel,
+        kind.kernel,
         N=variant.n,
         K=variant.k,
         TOP_K=variant.top_k,
@@ -356,6 +371,6 @@ def entries(x: Tensor, quant: Quant) -> Tensor:
     return x.view(torch.uint16 if x.stride(-1) == 1 and sizes % 2 == 0 else torch.uint8)
 
 
-def as_bytes(x: Tensor) -> Tensor:
+def as_bytes(x: Tensor | None) -> Tensor | None:
     """View fp8 as bytes: not every architecture has the dtype, and kernels decode its bits."""
-    return x.view(torch.uint8) if x.dtype == torch.float8_e4m3fn else x
+    return x.view(torch.uint8) if x is not None and x.dtype == torch.float8_e4m3fn else x

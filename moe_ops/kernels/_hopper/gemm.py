@@ -1,4 +1,4 @@
-"""Launchers of Hopper's own kernels of the expert GEMMs."""
+"""Launchers of the Hopper expert GEMM kernels."""
 
 from __future__ import annotations
 
@@ -26,54 +26,54 @@ from moe_ops.kernels._runtime.launch import Launch
 from moe_ops.kernels._runtime.slots import dense
 
 STREAM_REGISTERS = 128
-"""Of a thread, so that two programs fit a processor."""
+"""maxnreg of the swap-AB decode kernel: two CTAs fit on an SM."""
 
 
 @dataclass(frozen=True)
 class Constants:
-    """What a kernel is made for; no tuple, which Triton would take apart."""
+    """Constants of a kernel. Not a tuple, which Triton would flatten."""
 
     N: int
     """Output columns."""
     K: int
     TOP_K: int
-    """Slots of a row of the first operand."""
+    """Slots per row of the first operand."""
     ORDERED: str | None
-    """Which of ``a`` and ``out`` has its rows in expert order, not by slot, if any."""
+    """Which of ``a`` and ``out`` has permuted rows instead of rows in slot order; None: neither."""
     RULE: Formula | None
-    """Of the activation."""
+    """Formula of the activation; None: no activation."""
     GATED: bool
     STEP: int
-    """From the weight row of an output column to that of the next one."""
+    """Distance in weight rows from one output column to the next."""
     UP: int
-    """From a gate row to its up row; 0 where there is no gate."""
+    """Distance in weight rows from a gate row to its up row; 0 without a gate."""
     WEIGHT_ROWS: int
-    """Of an expert."""
+    """Weight rows per expert."""
     SCALE_ROWS: int
     """Weight rows that share a scale."""
     SCALE_COLS: int | None
     """Elements along K that share a scale, of both operands; None: all, or there are no scales."""
     WEIGHTED: bool
-    """Whether each slot's products are multiplied by its routing weight, before the bias."""
+    """Whether each slot's product is multiplied by its routing weight before the bias is added."""
     ROW_SCALE_STRIDE: int
-    """From one row's scale to the next one's where they span K: 0 where all rows share one."""
+    """Stride between row scales that span K; 0 if all rows share one scale."""
     ITEMSIZE: int
     BLOCK_M: int
     BLOCK_N: int
-    """Weight rows of a tile: half of them gate rows where there are such."""
+    """Weight rows of a tile; with a gate, half of them are gate rows."""
     BLOCK_K: int
     GROUP_M: int
     STAGES: int
     BY_COLUMNS: bool
-    """Whether a warp group takes half of a tile's columns (else 64 of its rows)."""
+    """Whether a warp group computes half of a tile's columns instead of 64 of its rows."""
     ON_DEMAND: bool
-    """How programs come to their tiles: see `schedule`."""
+    """Whether the persistent schedule is dynamic: see `schedule`."""
     GROUPS: int
-    """Warp groups that multiply: each 64 rows of a tile, or half of the columns of 64 rows."""
+    """Multiplying warp groups: each has 64 rows of a tile, or half of the columns of 64 rows."""
     PARTS: int
-    """Of a warp group's share of a tile, multiplied one after the other: the sums of 8-bit products
-    and one more product stay in registers, and so do those of three warp groups, whose threads have
-    fewer registers than one instruction would ask for."""
+    """Parts of a warp group's share of a tile, multiplied one after the other so that they fit in
+    registers: an 8-bit GEMM holds the sums and one more product, and with three warp groups a
+    thread has fewer registers than one instruction for the whole share needs."""
     OUT_N: int
     """Output columns of a tile."""
     NUM_N: int
@@ -81,35 +81,35 @@ class Constants:
 
     @cached_property
     def packed(self) -> Launch:
-        """The kernel of packed rows.
+        """The launch of the kernel for packed rows.
 
-        Its programs wait for the end of what is before them, as those that pack do: put in place
-        early they took up to a sixth longer.
+        Without programmatic dependent launch, as for the packing kernels: starting CTAs before the
+        previous kernel ended took up to a sixth longer.
         """
         return Launch(hopper_gemm_kernel, C=self, num_warps=4, launch_pdl=False)
 
     @cached_property
     def stream(self) -> Launch:
-        """The kernel that gathers rows as it goes."""
+        """The launch of the swap-AB decode kernel, which gathers rows itself."""
         return Launch(hopper_stream_kernel, C=self, num_warps=4, maxnreg=STREAM_REGISTERS)
 
     @cached_property
     def weights(self) -> Boxes:
-        """Boxes of weights."""
+        """TMA descriptors of weights."""
         return Boxes(self._weight_box)
 
     @cached_property
     def rows(self) -> Boxes:
-        """Boxes of packed rows."""
+        """TMA descriptors of packed rows."""
         return Boxes(lambda rows: descriptor(rows, [BOX_ROWS.value, self.BLOCK_K]))
 
     @cached_property
     def row_scales(self) -> Boxes:
-        """Boxes of the scales of packed rows, a group's side by side."""
+        """TMA descriptors of the scales of packed rows, ``(groups, rows)``."""
         return Boxes(lambda scales: descriptor(scales, [1, self.BLOCK_M]))
 
     def _weight_box(self, w: Tensor) -> TensorDescriptor:
-        """Boxes of a weight; of gate and up rows, 8 of each in turn, where there are both."""
+        """The TMA descriptor of a weight; with a gate, a box alternates 8 gate and 8 up rows."""
         if not self.GATED:
             return descriptor(w, [1, self.BLOCK_N, self.BLOCK_K])
         expert, row, _ = w.stride()
@@ -119,12 +119,12 @@ class Constants:
 
 
 class RowScales(NamedTuple):
-    """Scales of the first operand."""
+    """Layout of the scales of the first operand."""
 
     shared: bool = False
-    """Whether all rows share one."""
+    """Whether all rows share one scale."""
     of_slots: bool = False
-    """Whether each slot has one, by which its products are multiplied: a routing weight."""
+    """Whether each slot has a factor for its product: a routing weight."""
 
 
 @lru_cache(maxsize=4096)
@@ -139,7 +139,7 @@ def constants(
     tiles: HopperTiles,
     ordered: str | None = None,
 ) -> Constants:
-    """The constants for ``n`` output columns."""
+    """The `Constants` for ``n`` output columns."""
     gated = rule is not None and rule.gated
     out_n, block_k = tiles.block_n // 2 if gated else tiles.block_n, ROW_BYTES // itemsize
     tallest = 128 if itemsize == 1 else TALL_ROW_TILE
@@ -184,7 +184,7 @@ class HopperGemm:
         self.constants = constants(*product, *rest)
         self.packed, self.packed_rows = tiles.packed, plan.packed_rows
         self.quant = quant if plan.quantizes_rows else None
-        """How rows are quantized as they are packed, where they are not yet."""
+        """How rows are quantized while they are packed; None if they are not."""
 
     def __call__(self, out: Tensor, given: GemmOperands) -> None:
         """``out[s] = f(a[s // top_k] @ w[e].T + bias[e])`` for the slots s of some tiles."""
@@ -197,7 +197,7 @@ class HopperGemm:
     def _pack_and_run(
         self, out: Tensor, a: Tensor, w: Tensor, vectors: Vectors, told: tuple[Any, ...]
     ) -> None:
-        """Pack the rows unless they lie in expert order, then one program a processor."""
+        """Pack the rows unless they are permuted already, then launch one program per SM."""
         c, (a_scale, w_scale, bias) = self.constants, vectors
         plan, _, num_slots, *_ = told
         sizes = (plan, num_slots, self.packed_rows, c.TOP_K)
@@ -220,7 +220,7 @@ class HopperGemm:
     def _stream(
         self, out: Tensor, a: Tensor, w: Tensor, vectors: Vectors, told: tuple[Any, ...]
     ) -> None:
-        """Two programs a processor."""
+        """Launch two programs per SM."""
         c, (a_scale, w_scale, bias) = self.constants, vectors
         most = max_row_tiles(out.shape[0], w.shape[0], c.BLOCK_M) * c.NUM_N
         c.stream(
@@ -231,4 +231,4 @@ class HopperGemm:
 
 
 Vectors = tuple[Tensor | None, Tensor | None, Tensor | None]
-"""Scales of rows (or a routing weight for each slot), scales of weights, bias."""
+"""Scales of rows (or a routing weight per slot), scales of weights, and bias."""

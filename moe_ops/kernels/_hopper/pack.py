@@ -29,8 +29,16 @@ from moe_ops.scheme import WHOLE, Quant
 
 @triton.jit
 def _rows_in_use(plan, num_rows, num_entries):
-    """Number of rows in use: as the plan says, but no more than it and the result have."""
+    """The plan's number of rows in use, limited to the rows of the plan and of the result."""
     return tl.minimum(tl.load(plan), tl.minimum(num_rows, num_entries - HEADER))
+
+
+@triton.jit
+def _sources(plan, row, used, num_slots, TOP_K: tl.constexpr):
+    """The rows of ``a`` for rows of the plan (0 for padding), and which of them are real."""
+    slot = tl.load(plan + HEADER + row, mask=row < used, other=-1)
+    real = (slot >= 0) & (slot < num_slots)
+    return (tl.where(real, slot, 0) // TOP_K).to(tl.int64), real
 
 
 @triton.jit(do_not_specialize=["num_slots", "num_rows", "num_entries"])
@@ -45,9 +53,7 @@ def _pack_kernel(
     used = _rows_in_use(plan, num_rows, num_entries)
     if tl.program_id(0) * ROWS >= used:
         return
-    slot = tl.load(plan + HEADER + row, mask=row < used, other=-1)
-    real = (slot >= 0) & (slot < num_slots)
-    source = (tl.where(real, slot, 0) // TOP_K).to(tl.int64)
+    source, real = _sources(plan, row, used, num_slots, TOP_K)
     col = tl.program_id(1) * COLS + tl.arange(0, COLS)
     inside = real[:, None] & (col < K)[None, :]
     x = tl.load(a + source[:, None] * stride_am + col[None, :], mask=inside, other=0.0)
@@ -76,9 +82,7 @@ def _quantize_pack_kernel(
     used = _rows_in_use(plan, num_rows, num_entries)
     if tl.program_id(0) * ROWS >= used:
         return
-    slot = tl.load(plan + HEADER + row, mask=row < used, other=-1)
-    real = (slot >= 0) & (slot < num_slots)
-    source = (tl.where(real, slot, 0) // TOP_K).to(tl.int64)
+    source, real = _sources(plan, row, used, num_slots, TOP_K)
     col = tl.program_id(1) * COLS + tl.arange(0, COLS)[None, :]
     values, most = (), tl.zeros((ROWS, COLS), dtype=tl.int32)
     for part in tl.static_range(PARTS):

@@ -1,4 +1,4 @@
-"""Launchers of Hopper's M = 1 kernels: the first GEMM, and the second one with the weighted sum."""
+"""Launchers of Hopper's M = 1 decode kernels: GEMM 1, and GEMM 2 with the weighted sum."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from moe_ops.kernels._runtime.slots import dense, map_size
 REGISTERS = {False: 96, True: 160}
 """maxnreg of GEMM 1 (False) and of GEMM 2 with the sum (True).
 
-One CTA of each fits on an SM, two of GEMM 2 never do: they would go where CTAs of GEMM 1 have
-ended, two on one SM and none on another."""
+One CTA of each fits on an SM, two CTAs of GEMM 2 never do: otherwise an SM on which a CTA of GEMM 1
+has ended would get two of them, and another SM none."""
 ROUTED: dict[int, tuple[int, int | None]] = {}
 """Addresses of the ids and the expert map that the last M = 1 GEMM 1 read, by device."""
 
 
 class TokenGemm:
-    """An M = 1 kernel of GEMM 1, or of GEMM 2 with the weighted sum, ready to run."""
+    """The M = 1 decode kernel for GEMM 1 or for GEMM 2 with the weighted sum, ready to run."""
 
     def __init__(self, problem: GemmProblem, plan: GemmPlan) -> None:
         self.problem, self.stages = problem, plan.config.num_stages
         self.summed = problem.summed
         self.known: dict[bool, _Ready] = {}
-        """Kernels by whether they may read the routing early."""
+        """Kernels, keyed by whether they may read the routing early."""
 
     def __call__(self, out: Tensor, given: GemmOperands) -> None:
         """``out[j] = f(weights[j] * a @ w[e].T + bias[e])``, ``e = topk_ids[0, j]``; or the sum.
@@ -67,7 +67,7 @@ class TokenGemm:
 
 
 class _Ready:
-    """A kernel with its constants, its number of programs, and boxes of the weights it has seen."""
+    """A kernel with its constants, its number of programs, and a cache of TMA descriptors."""
 
     def __init__(self, launch: Launch, sizes: TokenSizes, programs: int) -> None:
         self.launch, self.programs = launch, programs
@@ -75,7 +75,7 @@ class _Ready:
 
 
 def _ready(problem: GemmProblem, stages: int, early: bool, facts: Device) -> _Ready:
-    """Build the kernel; ``early``: GEMM 2 may read the routing before the previous kernel ends."""
+    """Build a kernel; ``early``: GEMM 2 may read the routing before the previous kernel ends."""
     sizes = token_sizes(problem, stages, early, facts)
     kernel = hopper_token_sum_kernel if problem.summed else hopper_token_kernel
     launch = Launch(kernel, G=sizes, num_warps=4, maxnreg=REGISTERS[problem.summed])
@@ -83,7 +83,7 @@ def _ready(problem: GemmProblem, stages: int, early: bool, facts: Device) -> _Re
 
 
 def _boxes(w: Tensor, sizes: TokenSizes) -> TensorDescriptor:
-    """TMA boxes of a weight; with a gate, each holds 8 gate rows and 8 up rows."""
+    """The TMA descriptor of a weight; with a gate, a box holds 8 gate rows and 8 up rows."""
     if not sizes.GATED:
         return descriptor(w, [1, sizes.BOX_ROWS, sizes.BLOCK_K])
     expert, row, _ = w.stride()
@@ -93,10 +93,10 @@ def _boxes(w: Tensor, sizes: TokenSizes) -> TensorDescriptor:
 
 
 def _routing_was_read(device: int, routed: tuple[int, int | None]) -> bool:
-    """Whether GEMM 2 may read experts' numbers and scales before the kernel before it has ended.
+    """Whether GEMM 2 may read expert ids and scales before the previous kernel has ended.
 
-    It may right after GEMM 1, which has waited for the same routing: other kernels may be about to
-    write one, among them those that copy what is not dense.
+    GEMM 2 may do so right after GEMM 1, which has waited for the same routing. Any other kernel may
+    be writing the routing or a scale, for example a kernel that copies a tensor to make it dense.
     """
     return last_kernel(device) is hopper_token_kernel and ROUTED.get(device) == routed
 

@@ -1,4 +1,4 @@
-"""What Hopper's kernels of one token are made for: sizes of a GEMM, and how it is cut up."""
+"""Constants of Hopper's M = 1 decode kernels: the sizes of a GEMM and of its tiles."""
 
 from __future__ import annotations
 
@@ -14,84 +14,86 @@ from moe_ops.kernels._quantize.rounding import Rule, rule_of
 from moe_ops.scheme import get_scheme
 
 LEAD = 5
-"""About as long as GEMM 2 takes to begin; earlier it would take from what GEMM 1 waits for."""
+"""Stages that take about as long as the start of GEMM 2, which would otherwise take bandwidth from
+GEMM 1."""
 SLOTS_OF_TILE = 8
-"""The most slots that share a tile of GEMM 2: each has at least 8 of its rows."""
+"""The most slots that share a tile of GEMM 2: each slot has at least 8 of the tile's rows."""
 HELD = 64
-"""Registers of a thread for vectors on their way to shared memory."""
+"""Registers per thread for vectors that are being copied to shared memory."""
 
 
 @dataclass(frozen=True)
 class TokenSizes:
-    """What a kernel is made for; no tuple, which Triton would take apart."""
+    """Constants of a kernel. Not a tuple, which Triton would flatten."""
 
     N: int
     """Output columns."""
     K: int
     SLOTS: int
     COUNT: int
-    """Vectors: the token, or the rows of its slots."""
+    """Number of vectors: 1 for the token, or one per slot."""
     RULE: Formula | None
-    """Of the activation."""
+    """Formula of the activation; None: no activation."""
     GATED: bool
     STEP: int
-    """From the weight row of an output column to that of the next one."""
+    """Distance in weight rows from one output column to the next."""
     UP: int
-    """From a gate row to its up row; 0 where there is no gate."""
+    """Distance in weight rows from a gate row to its up row; 0 without a gate."""
     WEIGHT_ROWS: int
-    """Of an expert."""
+    """Weight rows per expert."""
     QUANT: Rule | None
-    """How vectors are quantized, if they are not yet."""
+    """How the kernel quantizes vectors; None if they are quantized already or not at all."""
     SCALE_ROWS: int
     """Weight rows that share a scale."""
     SCALE_COLS: int | None
     """Elements along K that share a scale, of both operands; None: all, or there are no scales."""
     WEIGHTED: bool
-    """Whether routing weights are applied: of GEMM 1 to its product, of GEMM 2 in the sum."""
+    """Whether routing weights are applied: by GEMM 1 to the product, by GEMM 2 in the sum."""
     ITEMSIZE: int
     BLOCK_K: int
-    """Of a piece."""
+    """Elements of a piece along K."""
     STAGES: int
     VECTORS: int
-    """Rounded up to a power of two."""
+    """COUNT rounded up to a power of two."""
     COLUMNS: int
-    """Of the second operand: of each chunk all vectors."""
+    """Columns of the second operand: one per chunk and vector."""
     CHUNKS: int
     STEPS: int
-    """Stages of a chunk."""
+    """Stages per chunk."""
     PAIRED: int
-    """Pieces of a column, but for the last two where the very last has no numbers in any column.
+    """Pieces of a column, less the last two if the last piece is past the end of every column.
 
-    That one is made zeros, not loaded and quantized: ptxas packs equal 8-bit floats that it knows
-    to be equal with what is left in a register (Triton 3.6), which is NaN now and then.
+    That piece is stored as zeros instead of being loaded and quantized: with Triton 3.6, ptxas
+    packs 8-bit floats that it knows to be equal with stale register contents, which are sometimes
+    NaN.
     """
     BATCH: int
-    """Pieces of vectors that are loaded at once."""
+    """Pieces of vectors that are loaded at a time."""
     SLOTS_OF_TILE: int
     TILES: int
-    """Of GEMM 2, for all slots; of GEMM 1 these two say nothing."""
+    """Tiles of GEMM 2 for all slots; GEMM 1 uses neither SLOTS_OF_TILE nor TILES."""
     UNITS: int
     """Boxes of a slot in GEMM 1; groups of columns in GEMM 2."""
     BOX_ROWS: int
     """Weight rows that are copied at a time."""
     LEAD: int
-    """Stages that GEMM 1 has still to ask for when it lets the next kernel in."""
+    """Stages that GEMM 1 has yet to request when it triggers the dependent launch."""
     EARLY: bool
-    """Whether GEMM 2 may read the routing before what is before it has ended."""
+    """Whether GEMM 2 may read the routing before the previous kernel has ended."""
 
     @property
     def groups(self) -> int:
-        """Along K, that have a scale each."""
+        """Number of groups along K, each with a scale."""
         return cdiv(self.K, self.SCALE_COLS or self.K)
 
     @property
     def bands(self) -> int:
-        """Of weight rows, that share one."""
+        """Number of bands of weight rows, each sharing a scale."""
         return cdiv(self.WEIGHT_ROWS, self.SCALE_ROWS)
 
 
 def token_sizes(problem: GemmProblem, stages: int, early: bool, facts: Device) -> TokenSizes:
-    """The constants of the M = 1 kernel of a GEMM that `plan_gemm` gives to it."""
+    """The constants of the M = 1 kernel for a GEMM for which `plan_gemm` chose it."""
     gemm, rule, quant = problem.sizes, problem.rule, problem.quant
     k, itemsize = gemm.k, problem.operand_itemsize
     gated = rule is not None and rule.gated
@@ -137,7 +139,7 @@ def token_sizes(problem: GemmProblem, stages: int, early: bool, facts: Device) -
 
 
 def _sum_follows(problem: GemmProblem, facts: Device) -> bool:
-    """Whether GEMM 2 of one token follows this GEMM: other programs would be put unevenly."""
+    """Whether the M = 1 kernel of GEMM 2 follows; other CTAs would be placed unevenly."""
     num_experts, _, hidden = problem.weight
     second = (num_experts, hidden, problem.sizes.n)
     scheme, slots = get_scheme(problem.scheme), problem.sizes.num_slots
@@ -146,6 +148,6 @@ def _sum_follows(problem: GemmProblem, facts: Device) -> bool:
 
 
 def _batch(pieces: int, registers: int) -> int:
-    """The most of so many pieces that divide them evenly; one takes so many registers."""
+    """The largest divisor of ``pieces`` that fits in `HELD`; a piece takes ``registers``."""
     most = max(1, min(pieces, HELD // registers))
     return next(batch for batch in range(most, 0, -1) if pieces % batch == 0)

@@ -83,7 +83,7 @@ def make_ring(desc, BOXES: gl.constexpr, G: gl.constexpr):
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(STAGES):
-        # Arrivals: one for the TMA copies of each copying warp, one a thread if it copies scales.
+        # Arrivals: one for the TMA copies of each copying warp, one per thread if it copies scales.
         mbarrier.init(full.index(stage), count=PIECES * (1 + 32 if SCALED else 1))
         mbarrier.init(empty.index(stage), count=1)
     fence_async_shared()
