@@ -66,7 +66,7 @@ def compare(both: list[Served], cell: int, tokens: int, rounds: int) -> dict[str
 
 
 def geometric_mean(ratios: list[float]) -> float:
-    """Of positive numbers."""
+    """The geometric mean of positive numbers."""
     return math.exp(sum(map(math.log, ratios)) / len(ratios))
 
 

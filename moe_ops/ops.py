@@ -52,8 +52,9 @@ def _leg(package: str, stage: str, name: str) -> Callable[..., Any]:
     backward pass through an operator never returns a wrong derivative.
     """
     function: Callable[..., Any] | None = None
-    is_kernel = package == "kernels"
-    check = remembered(lambda *args, **named: _function("fake_impls", stage, name)(*args, **named))
+    check: Callable[..., Any] | None = None
+    if package == "reference":
+        check = remembered(lambda *args, **kw: _function("fake_impls", stage, name)(*args, **kw))
 
     def call(*args: Any, **kwargs: Any) -> Any:
         nonlocal function
@@ -63,13 +64,13 @@ def _leg(package: str, stage: str, name: str) -> Callable[..., Any]:
             name, args, kwargs
         ):
             return gradients.refusing(name, call, args, kwargs)
-        if is_kernel:
+        if check is not None:
+            check(*args, **kwargs)
+        else:
             device = args[0].get_device()
             if device != torch._C._cuda_getDevice():  # `current_device` without its checks
                 with torch.cuda.device(device):
                     return function(*args, **kwargs)
-        else:
-            check(*args, **kwargs)
         return function(*args, **kwargs)
 
     return call

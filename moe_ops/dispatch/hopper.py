@@ -63,7 +63,7 @@ class HopperTiles:
     """The config of a Hopper kernel."""
 
     kernel: str
-    """One of `KERNELS`, or `TOKEN`."""
+    """The key of the kernel: one of `KERNELS`, or `TOKEN`."""
     block_m: int
     """The row tile of the plan."""
     block_n: int

@@ -152,7 +152,7 @@ def dense_problem(
         activation=activation,
         top_k=top_k,
         boxes=boxable(w, a.dtype, a if permuted == "a" else None),
-        num_tokens=None if tiles[1] is None else tiles[1].shape[0],
+        num_tokens=_tokens(tiles),
         weighted=weighted,
         permuted=permuted,
     )
@@ -196,7 +196,7 @@ def scaled_problem(
         expert_scales=quant.per_tensor and given is not None and given > 1,
         shared_scale=quant.per_tensor and given == 1,
         boxes=floats and boxable(w, quant.dtype),
-        num_tokens=None if tiles[1] is None else tiles[1].shape[0],
+        num_tokens=_tokens(tiles),
     )
 
 
@@ -223,7 +223,7 @@ def stored_problem(
         activation,
         top_k,
         boxes=False,
-        num_tokens=None if tiles[1] is None else tiles[1].shape[0],
+        num_tokens=_tokens(tiles),
     )
 
 
@@ -235,6 +235,11 @@ def sum_problem(gemm: GemmProblem, weighted: bool, out_itemsize: int) -> GemmPro
 def without_sum(problem: GemmProblem) -> GemmProblem:
     """Problem of the GEMM alone, made from the problem with the weighted sum."""
     return problem._replace(summed=False, weighted=False)
+
+
+def _tokens(tiles: AnyTiles) -> int | None:
+    """Tokens of the routing that the tiles carry; None: they carry a plan alone."""
+    return None if tiles[1] is None else tiles[1].shape[0]
 
 
 def boxable(w: Tensor, dtype: torch.dtype, in_place: Tensor | None = None) -> bool:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from moe_ops import checks, ops
-from moe_ops.dispatch.tiles import MAX_ROW_TILE
+from moe_ops import checks, ops, sizes
 from moe_ops.tensors import TilePlan
 
 
@@ -47,10 +46,7 @@ def moe_align_block_size(
     checks.tensor("topk_ids", topk_ids, 2, checks.INDICES)
     checks.flags(pad_sorted_ids=pad_sorted_ids, ignore_invalid_experts=ignore_invalid_experts)
     checks.integer("block_size", block_size)
-    if not 1 <= block_size <= MAX_ROW_TILE or block_size & (block_size - 1):
-        raise ValueError(
-            f"block_size must be a power of two up to {MAX_ROW_TILE}, got {block_size}"
-        )
+    sizes.block_size(block_size)
     checks.between(1, checks.MAX_EXPERTS, num_experts=num_experts)
     checks.expert_map(expert_map, topk_ids, num_experts)
     return TilePlan(

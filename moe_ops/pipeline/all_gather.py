@@ -85,7 +85,7 @@ class AllGatherPrepareAndFinalize(FusedMoEPrepareAndFinalizeModular):
         return FusedMoEActivationFormat.Standard
 
     def max_num_tokens_per_rank(self) -> int | None:
-        """As given."""
+        """The given ``max_num_tokens``; None: the largest number of a call counts."""
         return self.max_num_tokens
 
     def num_dispatchers(self) -> int:

@@ -27,7 +27,7 @@ from moe_ops.tuning.search import Subject
 
 
 def rule(scheme, facts):
-    """By which the plan of a routing gets its row tile."""
+    """The rule that gives the plan of a routing its row tile."""
     return rule_of(scheme.key, 2, facts.arch, None, False)
 
 

@@ -125,7 +125,7 @@ def test_the_search_finds_the_fastest():
 
 @pytest.mark.parametrize(("given", "rows"), [(None, 64), (32, 32)])
 def test_the_row_tile_is_that_of_the_plan(given, rows):
-    """By load, unless all plans of the device have another one; it is not searched."""
+    """Row tiles are not searched: the load gives one, unless the device's plans have another."""
     clock = Clock(block_n=32)
     assert tune_tokens(subject(row_tile=given), 512, clock)["BLOCK_M"] == rows
     assert {t.tiles.block_m for t in clock.trials} == {rows}
@@ -198,7 +198,7 @@ def test_a_budget_of_time(tmp_path):
 
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_what_was_tuned_is_found(scheme, tmp_path, monkeypatch):
-    """By the plans of the token counts that were timed, whichever of a load was timed first."""
+    """Plans of the timed token counts find it, whichever count of a load was timed first."""
     layer, clock = subject(scheme), Clock(block_n=32)
     counts = [5, 64, 100, 512, 1200, 1365, 1366, 2048, 4096]
     assert files.tune(layer, [64], tmp_path, clock) == [64]

@@ -139,7 +139,7 @@ def refined(scheme, width, ranks):
 
 
 def test_ranks_have_finer_groups():
-    """By value: names are not taken apart."""
+    """Groups are refined by their values; names are not taken apart."""
     groups = Scheme("own", quant("int8", (1, 128)), quant("int8", (1, 128)))
     assert refined(groups, 128, 2) == ("int8_block1x64", 64)
     blocks = Scheme("fp8_channel", quant("fp8", (1, 256)), quant("fp8", (128, 256), "e8m0"))

@@ -360,7 +360,7 @@ def test_permuted_rows(counts, skipped, tiles, device):
                                               (400, (128, 128, 64))])  # fmt: skip
 @pytest.mark.parametrize("rule", range(len(RULES)))
 def test_row_tiles_of_rows_by_expert(most, tiles, rule, device):
-    """Those of `RULES` on any GPU: Hopper's are for routings."""
+    """Plans without a routing follow `RULES` on every GPU: Hopper's row tiles are for routings."""
     scheme, _, *mode = RULES[rule]
     counts = torch.tensor([most, 1, 3], dtype=torch.int32, device=device)
     offset = torch.tensor([0, most, most + 1, most + 4], device=device)
