@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import tempfile
 from collections.abc import Callable, Sequence
@@ -29,6 +30,7 @@ def spawn(check: Callable[..., None], ranks: int, *arguments: Any) -> None:
 
 
 def _run(rank: int, check: Any, ranks: int, store: str, arguments: tuple[Any, ...]) -> None:
+    faulthandler.enable()  # a rank that crashes says where
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
     store, wait = f"file://{store}", timedelta(seconds=60)  # a rank that waits for nobody fails
