@@ -44,6 +44,8 @@ class Outgoing(NamedTuple):
     quant_config: FusedMoEQuantConfig
     quant: Quant | None
     """How rows are quantized before they travel; None: they are not."""
+    everywhere: bool
+    """Whether every rank needs all rows, because it computes one scale for them."""
 
 
 class Arrived(NamedTuple):
@@ -185,8 +187,9 @@ class TokenExchange(FusedMoEPrepareAndFinalizeModular):
         on_input = apply_router_weight_on_input and not later
         quant = None if defer_input_quant else quant_config.scheme.activation
         before = None if later else quant
+        everywhere = later and quant is not None and quant.of_all_rows
         routing = (topk_weights, topk_ids, num_experts, expert_map)
-        receive = self.send(Outgoing(a1, *routing, on_input, quant_config, before))
+        receive = self.send(Outgoing(a1, *routing, on_input, quant_config, before, everywhere))
 
         def receiver() -> PrepareResult:
             rows, scale, weights, ids = receive()
@@ -226,7 +229,7 @@ class TokenExchange(FusedMoEPrepareAndFinalizeModular):
 
     def rows_of(self, tokens: Outgoing) -> tuple[Tensor, Tensor | None]:
         """Rows of the tokens as they travel: multiplied, quantized, both or neither."""
-        a1, weights, ids, num_experts, _, on_input, config, quant = tokens
+        a1, weights, ids, num_experts, _, on_input, config, quant, _ = tokens
         if quant is None:
             return (weighted_rows(a1, weights) if on_input else a1), None
         routing = Routing(weights, ids, None)  # scales must not depend on which experts are here

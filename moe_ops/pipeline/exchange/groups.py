@@ -136,6 +136,10 @@ class RankGroup(NamedTuple):
         summed = functional.reduce_scatter_tensor(x, "sum", self.size, self._name())
         return functional.wait_tensor(summed)
 
+    def process_group(self) -> Any:
+        """Return the process group, which must exist."""
+        return dist.group.WORLD if self.name is None else _group_of_name(self.name)
+
     def _name(self) -> str:
         if self.name is not None:
             return self.name
