@@ -62,6 +62,13 @@ def _pointer(base, offset, dtype: tl.constexpr):
 
 
 @triton.jit
+def _part(base, offset, dtype: tl.constexpr):
+    """A pointer to a part of the window at address ``base``: `moe_ops.windows.ALIGNMENT`."""
+    # The hint belongs to the operation that makes the pointer, which a call would hide.
+    return tl.multiple_of((base + offset).to(tl.pointer_type(dtype)), 16)
+
+
+@triton.jit
 def _homes(ids, known, expert_ranks):
     """The rank of each slot's expert, -1 for a slot that is not known."""
     if expert_ranks is None:
@@ -198,11 +205,12 @@ def _send_kernel(
 ):  # fmt: skip
     """Quantize this rank's tokens and write each to the ranks of its experts; ids go to all."""
     take_turn()
-    program = tl.program_id(0)
+    program, step = tl.program_id(0), tl.num_programs(0)
     epoch = tl.load(state + program) + 1
     slot = tl.arange(0, triton.next_power_of_2(TOP_K))
-    group = tl.arange(0, triton.next_power_of_2(SCALES))
-    for token in range(program, rows_per_rank, tl.num_programs(0)):
+    group = tl.arange(0, triton.next_power_of_2(SCALES) if SCALES > 0 else 1)
+    for i in range(0, (rows_per_rank - program + step - 1) // step):
+        token = program + i * step
         known = (slot < TOP_K) & (token < num_tokens)
         ids = tl.load(topk_ids + token * TOP_K + slot, mask=known, other=-1)
         weights = tl.load(topk_weights + token * TOP_K + slot, mask=known, other=0.0)
@@ -216,17 +224,17 @@ def _send_kernel(
             here = routed & (group < SCALES)
             own = tl.load(scale + token.to(tl.int64) * SCALES + group, mask=here, other=0)
         row = (RANK * rows_per_rank + token).to(tl.int64)
-        for i in range(RANKS):
-            rank = (RANK + i) % RANKS
-            base = tl.multiple_of(tl.load(peers + rank), 16)
+        for j in range(RANKS):
+            rank = (RANK + j) % RANKS
+            base = tl.load(peers + rank)
             at, inside = row * TOP_K + slot, slot < TOP_K
-            tl.store(_pointer(base, AT.ids, tl.int32) + at, ids, mask=inside)
-            to = _pointer(base, AT.weights, tl.float32) + at
+            tl.store(_part(base, AT.ids, tl.int32) + at, ids, mask=inside)
+            to = _part(base, AT.weights, tl.float32) + at
             tl.store(to, weights.to(tl.float32), mask=inside)
             sent = _goes_to(home, rank, expert_ranks is None)
-            _store_row(_pointer(base, AT.rows, ROW_TYPE), row, value, sent, WIDTH, RULE)
+            _store_row(_part(base, AT.rows, ROW_TYPE), row, value, sent, WIDTH, RULE)
             if SCALES > 0:
-                to = _pointer(base, AT.scales, SCALE_TYPE) + row * SCALES + group
+                to = _part(base, AT.scales, SCALE_TYPE) + row * SCALES + group
                 tl.store(to, own.to(SCALE_TYPE), mask=sent & (group < SCALES))
     if row_scale is not None:
         tl.store(row_scale, tl.load(scale).to(tl.float32), mask=program == 0)
@@ -253,22 +261,26 @@ def _return_kernel(
     epoch = tl.load(state + STRIDE + program) + 1
     slot, col = tl.arange(0, triton.next_power_of_2(TOP_K)), tl.arange(0, COLS)
     dtype: tl.constexpr = sums.dtype.element_ty
-    own = tl.multiple_of(tl.load(peers + RANK), 16)
+    own = tl.load(peers + RANK)
     counts = _pointer(own, AT.counts, tl.int32) + program
-    ids = _pointer(own, AT.ids, tl.int32)
+    ids = _part(own, AT.ids, tl.int32)
     for i in range(1, RANKS):
         rank = (RANK + i) % RANKS
-        base = tl.multiple_of(tl.load(peers + rank), 16)
-        for token in range(program, tl.load(counts + rank * STRIDE), step):
+        base = tl.load(peers + rank)
+        count = tl.minimum(tl.load(counts + rank * STRIDE), rows_per_rank)  # less if ranks differ
+        for j in range(0, (count - program + step - 1) // step):
+            token = program + j * step
             row = (rank * rows_per_rank + token).to(tl.int64)
             home = _homes_in(ids, row, slot, expert_ranks, TOP_K)
             sent = _goes_to(home, RANK, expert_ranks is None)
             part = tl.load(sums + row * WIDTH + col, mask=sent & (col < WIDTH), other=0.0)
             to = (RANK * rows_per_rank + token).to(tl.int64) * WIDTH + col
-            tl.store(_pointer(base, AT.sums, dtype) + to, part, mask=sent & (col < WIDTH))
+            tl.store(_part(base, AT.sums, dtype) + to, part, mask=sent & (col < WIDTH))
     _signal(peers, AT.returned, epoch, RANK, RANKS)
     _wait(peers, AT.returned, epoch, state, timeout, RANK, RANKS)
-    for token in range(program, tl.load(counts + RANK * STRIDE), step):
+    count = tl.minimum(tl.load(counts + RANK * STRIDE), rows_per_rank)
+    for i in range(0, (count - program + step - 1) // step):
+        token = program + i * step
         row = (RANK * rows_per_rank + token).to(tl.int64)
         home = _homes_in(ids, row, slot, expert_ranks, TOP_K)
         total = tl.zeros((COLS,), dtype=tl.float32)
@@ -278,7 +290,7 @@ def _return_kernel(
             if rank == RANK:
                 part = tl.load(sums + at, mask=came, other=0.0)
             else:
-                part = tl.load(_pointer(own, AT.sums, dtype) + at, mask=came, other=0.0)
+                part = tl.load(_part(own, AT.sums, dtype) + at, mask=came, other=0.0)
             part = part.to(tl.float32)
             total = tl.where(rank == 0, part, total + part)  # 0 + x would lose the sign of zeros
         tl.store(out + token.to(tl.int64) * WIDTH + col, total.to(dtype), mask=col < WIDTH)

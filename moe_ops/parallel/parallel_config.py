@@ -17,10 +17,11 @@ ALL2ALL_BACKENDS = (
     "nixl_ep",
     "flashinfer_nvlink_one_sided",
     "flashinfer_nvlink_two_sided",
+    "symmetric",
 )
-"""vLLM's names for the ways in which ranks exchange tokens."""
-IMPLEMENTED_BACKENDS = ("allgather_reducescatter", "naive")
-"""The backends that a layer with several ranks can use today: two names of one exchange."""
+"""Ways in which ranks exchange tokens: vLLM's names, then our own."""
+IMPLEMENTED_BACKENDS = ("allgather_reducescatter", "naive", "symmetric")
+"""The backends that a layer with several ranks can use: see `moe_ops.pipeline.exchange`."""
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from moe_ops.pipeline.config import FusedMoEConfig
 from moe_ops.pipeline.exchange.all_gather import AllGatherPrepareAndFinalize
 from moe_ops.pipeline.exchange.base import TokenExchange
 from moe_ops.pipeline.exchange.groups import RankGroup
+from moe_ops.pipeline.exchange.symmetric import SymmetricPrepareAndFinalize
 
 
 class Needs(NamedTuple):
@@ -22,6 +23,9 @@ class Needs(NamedTuple):
     """The largest number of tokens that any rank passes; None: not known."""
     expert_ranks: Tensor | None
     """int32 ``(E,)``: the rank that holds each expert; None: not known."""
+    top_k: int
+    """Slots of a token."""
+    equal_num_tokens: bool
 
 
 def exchange_of(
@@ -29,6 +33,9 @@ def exchange_of(
     group: RankGroup,
     max_num_tokens: int | None = None,
     expert_ranks: Tensor | None = None,
+    top_k: int | None = None,
+    *,
+    equal_num_tokens: bool = False,
 ) -> TokenExchange:
     """Make the exchange that a layer's parallel config names.
 
@@ -37,20 +44,41 @@ def exchange_of(
         group: its ranks.
         max_num_tokens: the largest number of tokens that any rank passes; None: not known.
         expert_ranks: int32 ``(E,)``, the rank that holds each expert; None: not known.
+        top_k: slots of a token; None: those of the config. Fused shared experts add slots.
+        equal_num_tokens: see `TokenExchange`.
 
     Raises:
-        ValueError: an exchange that needs one of the last two without it.
+        ValueError: an exchange that needs ``max_num_tokens`` without it.
     """
     backend = config.moe_parallel_config.all2all_backend
-    return MAKERS[backend](Needs(config, group, max_num_tokens, expert_ranks))
+    slots = config.experts_per_token if top_k is None else top_k
+    given = Needs(config, group, max_num_tokens, expert_ranks, slots, equal_num_tokens)
+    return MAKERS[backend](given)
 
 
 def _all_gather(given: Needs) -> TokenExchange:
-    return AllGatherPrepareAndFinalize(given.group, given.max_num_tokens)
+    equal = given.equal_num_tokens
+    return AllGatherPrepareAndFinalize(given.group, given.max_num_tokens, equal_num_tokens=equal)
+
+
+def _symmetric(given: Needs) -> TokenExchange:
+    if given.max_num_tokens is None:
+        raise ValueError("max_num_tokens must be given for all2all_backend 'symmetric', got None")
+    return SymmetricPrepareAndFinalize(
+        given.group,
+        given.max_num_tokens,
+        given.config.hidden_dim,
+        given.top_k,
+        dtype=given.config.in_dtype,
+        expert_ranks=given.expert_ranks,
+        equal_num_tokens=given.equal_num_tokens,
+        share="layers",
+    )
 
 
 MAKERS: dict[str, Callable[[Needs], TokenExchange]] = {
     "allgather_reducescatter": _all_gather,
     "naive": _all_gather,
+    "symmetric": _symmetric,
 }
 """One entry for each of `moe_ops.parallel.parallel_config.IMPLEMENTED_BACKENDS`."""

@@ -79,19 +79,29 @@ class TokenExchange(FusedMoEPrepareAndFinalizeModular):
             all processes.
         max_num_tokens: the largest number of tokens that any rank passes; the same on all ranks.
             None: no limit, if the exchange can do without one.
+        equal_num_tokens: whether all ranks pass equally many tokens in every call, as engines do
+            that pad batches to the largest one. Then no more rows travel. A rank with another
+            number is an error on all ranks.
 
     Raises:
-        TypeError: a ``group`` or ``max_num_tokens`` of another kind.
+        TypeError: a ``group``, ``max_num_tokens`` or ``equal_num_tokens`` of another kind.
         ValueError: a group that this process is not in, an unknown name, ``torch.distributed`` not
             initialized, or a ``max_num_tokens`` below 1. In a call: more tokens than
             ``max_num_tokens``.
     """
 
-    def __init__(self, group: Any = None, max_num_tokens: int | None = None) -> None:
+    def __init__(
+        self,
+        group: Any = None,
+        max_num_tokens: int | None = None,
+        *,
+        equal_num_tokens: bool = False,
+    ) -> None:
         self.group = RankGroup.resolve(group)
         if max_num_tokens is not None:
             checks.at_least(1, max_num_tokens=max_num_tokens)
-        self.max_num_tokens = max_num_tokens
+        checks.flags(equal_num_tokens=equal_num_tokens)
+        self.max_num_tokens, self.equal_num_tokens = max_num_tokens, equal_num_tokens
         self.local = MoEPrepareAndFinalizeNoEP()
 
     @abstractmethod

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -13,6 +14,9 @@ from moe_ops.pipeline.exchange.base import Arrived, Outgoing, TokenExchange
 from moe_ops.pipeline.exchange.memory import allocate
 from moe_ops.pipeline.prepare_finalize import Receiver
 from moe_ops.windows import WindowLayout, Windows
+
+_SHARED: WeakValueDictionary[Any, Windows] = WeakValueDictionary()
+"""Windows by layout, group, device and name."""
 
 
 class SymmetricPrepareAndFinalize(TokenExchange):
@@ -32,13 +36,12 @@ class SymmetricPrepareAndFinalize(TokenExchange):
 
     **Windows.** Each rank has one window, for ``R * max_num_tokens`` rows and as many sums. It is
     allocated by `connect`, which all ranks must reach together; the first eager call does so. What
-    ``prepare`` returns lies in the window until the ranks' next ``prepare``: one call is in flight
-    at a time, and layers that run one after the other can share one object.
+    ``prepare`` returns lies in the window until the ranks' next ``prepare``, so one call may be in
+    flight at a time. Layers that run one after the other can share windows: see ``share``.
 
     **Token counts.** Ranks may have different numbers of tokens, also 0. The experts get P rows of
-    each rank, whose padding has ids of -1. P is ``max_num_tokens``; with ``equal_counts`` it is the
-    number of tokens of the call, which must be the same on all ranks, as in engines that pad
-    batches to the largest one. A rank with another number of tokens is an error on all of them.
+    each rank, whose padding has ids of -1. P is ``max_num_tokens``, or the number of tokens of the
+    call with ``equal_num_tokens``.
 
     **Failures.** A rank that waits longer than ``timeout`` gives up. Its results are garbage from
     then on, and its next call, or `check`, raises. So a rank that died is an error on the others.
@@ -47,12 +50,14 @@ class SymmetricPrepareAndFinalize(TokenExchange):
         group: see `TokenExchange`.
         max_num_tokens: the largest number of tokens that any rank passes; the same on all ranks.
         hidden_size: H of the rows.
-        top_k: k.
-        dtype: dtype of the activations; None: torch's default dtype.
+        top_k: the largest k of a call.
+        dtype: dtype of the activations, or a larger one; None: torch's default dtype.
         expert_ranks: int32 ``(E,)``, the rank that holds each expert: a row travels to these ranks
             only. None: rows travel to all ranks.
-        equal_counts: whether all ranks pass equally many tokens in every call.
+        equal_num_tokens: see `TokenExchange`.
         timeout: seconds to wait for another rank.
+        share: objects of one group with the same sizes and the same name use the same windows, so
+            only one of them may be in flight. None: windows of its own.
 
     Raises:
         TypeError, ValueError: as `TokenExchange`, sizes below 1, or a ``timeout`` that is not
@@ -77,22 +82,20 @@ class SymmetricPrepareAndFinalize(TokenExchange):
         *,
         dtype: torch.dtype | None = None,
         expert_ranks: Tensor | None = None,
-        equal_counts: bool = False,
+        equal_num_tokens: bool = False,
         timeout: float = 30.0,
+        share: str | None = None,
     ) -> None:
         checks.at_least(1, max_num_tokens=max_num_tokens, hidden_size=hidden_size, top_k=top_k)
-        checks.flags(equal_counts=equal_counts)
         checks.number("timeout", timeout)
         if not timeout > 0:
             raise ValueError(f"timeout must be positive, got {timeout}")
         if expert_ranks is not None:
             checks.tensor("expert_ranks", expert_ranks, 1, (torch.int32,))
-        super().__init__(group, max_num_tokens)
-        self.dtype = dtype or torch.get_default_dtype()
-        self.layout = WindowLayout(
-            self.group.size, max_num_tokens, hidden_size, top_k, self.dtype.itemsize
-        )
-        self.equal_counts, self.timeout = equal_counts, float(timeout)
+        super().__init__(group, max_num_tokens, equal_num_tokens=equal_num_tokens)
+        itemsize = (dtype or torch.get_default_dtype()).itemsize
+        self.layout = WindowLayout(self.group.size, max_num_tokens, hidden_size, top_k, itemsize)
+        self.timeout, self.share = float(timeout), share
         self.expert_ranks = expert_ranks
         self._windows: Windows | None = None
 
@@ -103,7 +106,10 @@ class SymmetricPrepareAndFinalize(TokenExchange):
         """
         device, windows = torch.device(device), self._windows
         if windows is None or windows.own.device != device:
-            windows = allocate(self.layout, self.group, device, self.timeout)
+            key = (self.layout, self.group, device, self.share)
+            windows = None if self.share is None else _SHARED.get(key)
+            if windows is None:
+                windows = _SHARED[key] = allocate(self.layout, self.group, device, self.timeout)
             self.attach(windows)
         return windows
 
@@ -132,10 +138,14 @@ class SymmetricPrepareAndFinalize(TokenExchange):
                 f"{error - 1}, which did not answer; results since then are undefined"
             )
         raise RuntimeError(
-            "hidden_states must have the same number of tokens on every rank with equal_counts, "
-            f"got another number on rank {-1 - error} than on rank {windows.rank}; results since "
-            "then are undefined"
+            "hidden_states must have the same number of tokens on every rank with "
+            f"equal_num_tokens, got another number on rank {-1 - error} than on rank "
+            f"{windows.rank}; results since then are undefined"
         )
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave the windows out: a copy allocates or shares its own."""
+        return {**self.__dict__, "_windows": None}
 
     def send(self, tokens: Outgoing) -> Callable[[], Arrived]:
         """Quantize and write to the ranks of the experts."""
@@ -149,7 +159,7 @@ class SymmetricPrepareAndFinalize(TokenExchange):
                 a1, scale = self.rows_of(tokens)
                 on_input, key = False, ""
         shared = scale if scale is not None and scale.dim() == 1 and not key else None
-        size = a1.shape[0] if self.equal_counts else self.max_num_tokens
+        size = a1.shape[0] if self.equal_num_tokens else self.max_num_tokens
         rows, row_scale, weights, ids = ops.symmetric_send(
             a1,
             None if shared is not None else scale,
@@ -180,9 +190,15 @@ class SymmetricPrepareAndFinalize(TokenExchange):
         self.check_room(a1)
         layout = self.layout
         checks.size("a1.shape[1]", a1.shape[1], "hidden_size", layout.hidden_size)
-        checks.size("topk_ids.shape[1]", topk_ids.shape[1], "top_k", layout.top_k)
-        if a1.dtype != self.dtype:
-            raise TypeError(f"a1 must have dtype {self.dtype}, got {a1.dtype}")
+        if topk_ids.shape[1] > layout.top_k:
+            raise ValueError(
+                f"topk_ids must have at most top_k = {layout.top_k} columns, got "
+                f"{topk_ids.shape[1]}"
+            )
+        if a1.dtype.itemsize > layout.itemsize:
+            raise TypeError(
+                f"a1 must have numbers of at most {layout.itemsize} bytes, got {a1.dtype}"
+            )
         traced = torch.compiler.is_compiling()
         if not traced:
             self.check()
