@@ -12,6 +12,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -66,7 +67,7 @@ class Rank(NamedTuple):
     number: int
     ranks: int
     device: torch.device
-    barrier: Callable[[], None]
+    barrier: Callable[[], Any]
     """Lets all ranks' streams begin together."""
 
 
@@ -108,20 +109,21 @@ def _run(number: int, args: argparse.Namespace, store: str) -> None:
     for problem in args.problems:
         for scheme in args.scheme:
             experts = make_experts(problem, scheme, device)
+            exchanges = {b: _exchange(problem, b, max(args.tokens), rank) for b in args.backend}
             for tokens in args.tokens:
-                for row in _case(problem, scheme, experts, tokens, args.backend, rank):
+                for row in _case(problem, scheme, experts, tokens, exchanges, rank):
                     rows.append(row)
                     if number == 0:
                         print_row(vars(row), COLUMNS, head=head)
                         head = False
                         if path is not None:
                             write_rows(path, rows, ("scheme", "shape", "M", "impl", "ranks"))
-            del experts
+            del experts, exchanges
             torch.cuda.empty_cache()
     dist.destroy_process_group()
 
 
-def _barrier(ranks: int, device: torch.device) -> Callable[[], None]:
+def _barrier(ranks: int, device: torch.device) -> Callable[[], Any]:
     part = moe_ops.SymmetricPrepareAndFinalize(None, 1, 64, 1, dtype=torch.bfloat16)
     x = torch.zeros(1, 64, device=device, dtype=torch.bfloat16)
     ids = torch.zeros(1, 1, device=device, dtype=torch.int32)
@@ -130,22 +132,29 @@ def _barrier(ranks: int, device: torch.device) -> Callable[[], None]:
 
 
 def _case(
-    problem: Problem, scheme: str, experts: Experts, tokens: int, backends: list[str], rank: Rank
+    problem: Problem,
+    scheme: str,
+    experts: Experts,
+    tokens: int,
+    exchanges: dict[str, TokenExchange],
+    rank: Rank,
 ) -> list[RankRow]:
     """One row for the one GPU, and one for each exchange."""
     of_all = make_inputs(problem, rank.ranks * tokens, "uniform", rank.device)
     mine = slice(rank.number * tokens, (rank.number + 1) * tokens)
-    own = of_all._replace(**{n: getattr(of_all, n)[mine] for n in Inputs._fields[:3]})
+    own = of_all._replace(
+        x=of_all.x[mine], topk_weights=of_all.topk_weights[mine], topk_ids=of_all.topk_ids[mine]
+    )
     expected = moe_ops_layer(experts, own)()
     time_us = _slowest(_time(moe_ops_layer(experts, own), rank), rank)
-    fixed = {"scheme": scheme, "shape": problem.name, "M": tokens}
+    fixed: dict[str, Any] = {"scheme": scheme, "shape": problem.name, "M": tokens}
     rows = [RankRow(**fixed, impl=ONE_GPU, ranks=1, time_us=time_us, send_us=None, return_us=None,
                     tokens_per_s=1e6 * tokens / time_us, rel_err=0.0)]  # fmt: skip
-    for backend in backends:
-        kernel, call = _kernel(problem, experts, backend, own, rank)
-        out = kernel.apply(**call)
+    for backend, exchange in exchanges.items():
+        kernel, call = _kernel(problem, experts, exchange, own, rank)
+        out: Any = kernel.apply(**call)
         error = relative_error(out, expected.float())
-        time_us = _slowest(_time(lambda k=kernel, c=call: k.apply(**c), rank), rank)
+        time_us = _slowest(_time(partial(kernel.apply, **call), rank), rank)
         send_us, return_us = _exchange_times(kernel, call, rank)
         rows.append(RankRow(**fixed, impl=backend, ranks=rank.ranks, time_us=time_us,
                             send_us=send_us, return_us=return_us, rel_err=error,
@@ -154,7 +163,7 @@ def _case(
 
 
 def _kernel(
-    problem: Problem, experts: Experts, backend: str, own: Inputs, rank: Rank
+    problem: Problem, experts: Experts, exchange: TokenExchange, own: Inputs, rank: Rank
 ) -> tuple[moe_ops.FusedMoEKernel, dict[str, Any]]:
     """This rank's kernel, and the arguments of its call."""
     local, expert_map, _ = moe_ops.determine_expert_map(
@@ -165,7 +174,7 @@ def _kernel(
     part = slice(int(held[0]), int(held[-1]) + 1)
     parallel = moe_ops.FusedMoEParallelConfig(
         dp_size=rank.ranks, dp_rank=rank.number, ep_size=rank.ranks, ep_rank=rank.number,
-        use_ep=True, all2all_backend=backend,
+        use_ep=True,
     )  # fmt: skip
     config = moe_ops.FusedMoEConfig(
         problem.num_experts, problem.top_k, problem.hidden_size, problem.intermediate_size, local,
@@ -173,9 +182,7 @@ def _kernel(
     )  # fmt: skip
     quant = _quant_config(experts, part)
     fused = moe_ops.TritonExperts(config, quant)
-    kernel = moe_ops.FusedMoEKernel(
-        _exchange(problem, backend, own, rank), fused, moe_parallel_config=parallel
-    )
+    kernel = moe_ops.FusedMoEKernel(exchange, fused, moe_parallel_config=parallel)
     names = ("hidden_states", "topk_weights", "topk_ids")
     call = {
         **dict(zip(names, own[:3], strict=True)),
@@ -189,20 +196,30 @@ def _kernel(
     return kernel, call
 
 
-def _exchange(problem: Problem, backend: str, own: Inputs, rank: Rank) -> TokenExchange:
-    tokens = own.x.shape[0]
+def _exchange(problem: Problem, backend: str, most: int, rank: Rank) -> TokenExchange:
+    """An exchange for up to ``most`` tokens of each rank."""
     if backend == "allgather_reducescatter":
-        return moe_ops.AllGatherPrepareAndFinalize(None, tokens)
+        return moe_ops.AllGatherPrepareAndFinalize(None, most, equal_num_tokens=True)
     each = -(-problem.num_experts // rank.ranks)
-    ranks = (torch.arange(problem.num_experts) // each).int()
-    sizes = (tokens, problem.hidden_size, problem.top_k)
-    return moe_ops.SymmetricPrepareAndFinalize(None, *sizes, dtype=own.x.dtype, expert_ranks=ranks)
+    exchange = moe_ops.SymmetricPrepareAndFinalize(
+        None,
+        most,
+        problem.hidden_size,
+        problem.top_k,
+        dtype=torch.bfloat16,
+        expert_ranks=(torch.arange(problem.num_experts) // each).int(),
+        equal_num_tokens=True,
+    )
+    exchange.connect(rank.device)
+    return exchange
 
 
 def _quant_config(experts: Experts, part: slice) -> moe_ops.FusedMoEQuantConfig:
     if experts.stored is None:
         return moe_ops.FusedMoEQuantConfig(experts.scheme)
-    w1, w2 = (QTensor(*(None if t is None else t[part] for t in w)) for w in experts.stored)
+    w1, w2 = (
+        QTensor._make([None if t is None else t[part] for t in weight]) for weight in experts.stored
+    )
     config = experts.quant_config
     given = {f"a{i}_scale": getattr(config, f"a{i}_scale") for i in (1, 2)}
     given = {name: value for name, value in given.items() if value is not None}

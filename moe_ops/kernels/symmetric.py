@@ -72,16 +72,20 @@ def _part(base, offset, dtype: tl.constexpr):
 def _homes(ids, known, expert_ranks):
     """The rank of each slot's expert, -1 for a slot that is not known."""
     if expert_ranks is None:
-        return tl.where(known, 0, -1)
-    return tl.load(expert_ranks + tl.where(known, ids, 0), mask=known, other=-1)
+        home = tl.where(known, 0, -1)
+    else:
+        home = tl.load(expert_ranks + tl.where(known, ids, 0), mask=known, other=-1)
+    return home
 
 
 @triton.jit
 def _goes_to(home, rank, EVERYWHERE: tl.constexpr):
     """Whether any slot's expert is on ``rank`` (EVERYWHERE: whether there is any)."""
     if EVERYWHERE:
-        return tl.max(home, 0) >= 0
-    return tl.max((home == rank).to(tl.int32), 0) > 0
+        sent = tl.max(home, 0) >= 0
+    else:
+        sent = tl.max((home == rank).to(tl.int32), 0) > 0
+    return sent
 
 
 @triton.jit
