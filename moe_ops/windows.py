@@ -19,10 +19,12 @@ from moe_ops.scheme import parse_quant
 
 ALIGNMENT = 256
 """Alignment in bytes of the parts of a window."""
-MOST_PROGRAMS = 264
-"""Programs that may take part in an exchange, each with flags of its own: 2 for each SM of an H200.
+MOST_PROGRAMS = 132
+"""Programs of a rank that write to other ranks, each with flags of its own: one for each SM of an
+H200.
 
-All of them wait for other ranks at the same time, so all of them must be resident.
+Programs wait for other ranks, at most twice as many at the same time, so all of them must be
+resident together.
 """
 
 
@@ -30,11 +32,11 @@ class Parts(NamedTuple):
     """Byte offsets of the parts of a window: a constant of the kernels."""
 
     sent: int
-    """int32 ``(R, MOST_PROGRAMS)``: the number of sends that program p of rank r has completed."""
+    """int32 ``(R, MOST_PROGRAMS)``: steps that program p of rank r has completed in all sends."""
     returned: int
-    """int32 ``(R, MOST_PROGRAMS)``: likewise, for results."""
+    """int32 ``(R, MOST_PROGRAMS)``: likewise, in all returns."""
     counts: int
-    """int32 ``(R, MOST_PROGRAMS)``: the number of tokens of rank r, written by each program."""
+    """int32 ``(R,)``: the number of tokens of rank r."""
     sizes: int
     """int32 ``(R,)``: P of rank r."""
     ids: int
@@ -66,11 +68,11 @@ class WindowLayout:
     def parts(self) -> Parts:
         """Byte offsets."""
         tokens = self.ranks * self.max_num_tokens
-        flags = 4 * self.ranks * MOST_PROGRAMS
+        flags, numbers = 4 * self.ranks * MOST_PROGRAMS, 4 * self.ranks
         routing = 4 * tokens * self.top_k
         rows = tokens * self.hidden_size * self.itemsize
         scales = tokens * 4 * -(-self.hidden_size // 16)  # no scheme has smaller groups
-        sizes = (flags, flags, flags, 4 * self.ranks, routing, routing, scales, rows, rows)
+        sizes = (flags, flags, numbers, numbers, routing, routing, scales, rows, rows)
         offsets = [0]
         for size in sizes:
             offsets.append(-(-(offsets[-1] + size) // ALIGNMENT) * ALIGNMENT)
@@ -79,7 +81,7 @@ class WindowLayout:
 
 def programs_of(rows_per_rank: int) -> int:
     """Programs of an exchange of P rows of each rank; all ranks get the same number."""
-    return max(1, min(rows_per_rank, MOST_PROGRAMS // 2))
+    return max(1, min(rows_per_rank, MOST_PROGRAMS))
 
 
 FAILED = 2 * MOST_PROGRAMS
@@ -150,7 +152,7 @@ class Windows(Window):
     keep: Any = None
     """What must live as long as the windows."""
     state: Tensor = field(init=False)
-    """int32: the number of sends and of returns that each program has completed, then `FAILED`."""
+    """int32: steps that each program has completed in sends, in returns, then `FAILED`."""
 
     def __post_init__(self) -> None:
         self.state = torch.zeros(FAILED + 1, dtype=torch.int32, device=self.own.device)

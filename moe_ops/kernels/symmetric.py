@@ -3,8 +3,8 @@
 Every rank launches the same number of programs. Program p of a rank takes the tokens p, p + step,
 .. of each rank, and depends on the programs p of other ranks only. It writes to their windows, sets
 its flag in each of them, and waits for the flags of all ranks in its own window. A flag is the
-number of exchanges that the program has completed, which it keeps in device memory, so graphs may
-be replayed at will.
+number of steps that the program has completed in all calls, which it keeps in device memory, so
+graphs may be replayed at will.
 
 A window needs no second buffer. Sends and returns alternate: whoever sends again has completed a
 return, for which every rank had to finish reading its window of the send before; and likewise for
@@ -51,6 +51,10 @@ TYPES = {
     torch.uint8: tl.uint8,
     torch.int8: tl.int8,
 }
+ROWS = tl.constexpr(8)
+"""Tokens of each rank that a program returns before it says so."""
+RETURNED = 8192
+"""Numbers that a program returns at once."""
 INTERPRETED_POLL = tl.constexpr(20_000)
 """Nanoseconds that a poll takes at least where kernels are interpreted."""
 
@@ -82,20 +86,20 @@ def _homes(ids, known, expert_ranks):
 def _goes_to(home, rank, EVERYWHERE: tl.constexpr):
     """Whether any slot's expert is on ``rank`` (EVERYWHERE: whether there is any)."""
     if EVERYWHERE:
-        sent = tl.max(home, 0) >= 0
+        sent = tl.max(home, -1) >= 0
     else:
-        sent = tl.max((home == rank).to(tl.int32), 0) > 0
+        sent = tl.max((home == rank).to(tl.int32), -1) > 0
     return sent
 
 
 @triton.jit
-def _signal(peers, flags, epoch, RANK: tl.constexpr, RANKS: tl.constexpr):
-    """Tell all ranks that this program's writes to their windows are complete."""
+def _signal(peers, flags, program, steps, RANK: tl.constexpr, RANKS: tl.constexpr):
+    """Tell all ranks how many steps this program has written to their windows."""
     tl.debug_barrier()
-    at = flags + 4 * (RANK * STRIDE + tl.program_id(0))
+    at = flags + 4 * (RANK * STRIDE + program)
     for i in range(RANKS):
         base = tl.load(peers + (RANK + i) % RANKS)
-        tl.atomic_xchg(_pointer(base, at, tl.int32), epoch, sem="release", scope="sys")
+        tl.atomic_xchg(_pointer(base, at, tl.int32), steps, sem="release", scope="sys")
 
 
 @triton.jit
@@ -112,11 +116,11 @@ def _has_clock():
 
 
 @triton.jit
-def _wait(peers, flags, epoch, state, timeout, RANK: tl.constexpr, RANKS: tl.constexpr):
-    """Wait for the flags of all ranks; after ``timeout`` ns note a rank that did not answer."""
+def _wait(peers, flags, program, steps, state, timeout, RANK: tl.constexpr, RANKS: tl.constexpr):
+    """Wait for a program of all ranks; after ``timeout`` ns note a rank that did not answer."""
     rank = tl.arange(0, triton.next_power_of_2(RANKS))
     base = tl.load(peers + RANK)
-    at = _pointer(base, flags, tl.int32) + rank * STRIDE + tl.program_id(0)
+    at = _pointer(base, flags, tl.int32) + rank * STRIDE + program
     zero = tl.zeros_like(rank)
     waiting = tl.load(state + FAILED_AT, volatile=True) == 0  # else results are wrong already
     missing, spent = tl.full((), -1, tl.int32), tl.full((), 0, tl.int64)
@@ -124,7 +128,7 @@ def _wait(peers, flags, epoch, state, timeout, RANK: tl.constexpr, RANKS: tl.con
         start = tl.extra.cuda.globaltimer()
     while waiting:
         seen = tl.atomic_add(at, zero, mask=rank < RANKS, sem="acquire", scope="sys")
-        behind = (rank < RANKS) & (seen - epoch < 0)
+        behind = (rank < RANKS) & (seen - steps < 0)
         missing = tl.max(tl.where(behind, rank, -1), 0)
         if _has_clock():
             spent = tl.extra.cuda.globaltimer() - start
@@ -149,9 +153,17 @@ def _check_sizes(peers, sizes, rows_per_rank, state, RANK: tl.constexpr, RANKS: 
 
 
 @triton.jit
-def _homes_in(window_ids, row, slot, expert_ranks, TOP_K: tl.constexpr):
-    """`_homes` of a token whose ids are in this rank's window: its sender has checked them."""
-    ids = tl.load(window_ids + row * TOP_K + slot, mask=slot < TOP_K, other=-1)
+def _homes_of(own, rank, token, rows_per_rank, expert_ranks, TOP_K: tl.constexpr, AT: tl.constexpr):
+    """`_homes` of tokens of a rank, ``(tokens, slots)``, by the ids in this rank's window.
+
+    The tokens' rank has checked the ids. A token past the rank's last one has no home.
+    """
+    slot = tl.arange(0, triton.next_power_of_2(TOP_K))[None, :]
+    count = tl.load(_pointer(own, AT.counts, tl.int32) + rank)
+    count = tl.minimum(count, rows_per_rank)  # it is less, unless ranks differ in P: an error
+    known = (token < count)[:, None] & (slot < TOP_K)
+    row = (rank * rows_per_rank + token).to(tl.int64)[:, None]
+    ids = tl.load(_part(own, AT.ids, tl.int32) + row * TOP_K + slot, mask=known, other=-1)
     return _homes(ids, ids >= 0, expert_ranks)
 
 
@@ -210,7 +222,7 @@ def _send_kernel(
     """Quantize this rank's tokens and write each to the ranks of its experts; ids go to all."""
     take_turn()
     program, step = tl.program_id(0), tl.num_programs(0)
-    epoch = tl.load(state + program) + 1
+    steps = tl.load(state + program) + 1
     slot = tl.arange(0, triton.next_power_of_2(TOP_K))
     group = tl.arange(0, triton.next_power_of_2(SCALES) if SCALES > 0 else 1)
     for i in range(0, (rows_per_rank - program + step - 1) // step):
@@ -242,63 +254,102 @@ def _send_kernel(
                 tl.store(to, own.to(SCALE_TYPE), mask=sent & (group < SCALES))
     if row_scale is not None:
         tl.store(row_scale, tl.load(scale).to(tl.float32), mask=program == 0)
-    for i in range(RANKS):
-        base = tl.load(peers + i)
-        tl.store(_pointer(base, AT.counts, tl.int32) + RANK * STRIDE + program, num_tokens)
-        tl.store(_pointer(base, AT.sizes, tl.int32) + RANK, rows_per_rank, mask=program == 0)
-    _signal(peers, AT.sent, epoch, RANK, RANKS)
-    _wait(peers, AT.sent, epoch, state, timeout, RANK, RANKS)
+    if program == 0:
+        for i in range(RANKS):
+            base = tl.load(peers + i)
+            tl.store(_pointer(base, AT.counts, tl.int32) + RANK, num_tokens)
+            tl.store(_pointer(base, AT.sizes, tl.int32) + RANK, rows_per_rank)
+    _signal(peers, AT.sent, program, steps, RANK, RANKS)
+    _wait(peers, AT.sent, program, steps, state, timeout, RANK, RANKS)
     if program == 0:
         _check_sizes(peers, AT.sizes, rows_per_rank, state, RANK, RANKS)
-    tl.store(state + program, epoch)
+    tl.store(state + program, steps)
 
 
 @triton.jit(do_not_specialize=["rows_per_rank"])
 def _return_kernel(
     sums, expert_ranks, peers, state, out, rows_per_rank, timeout,
     RANK: tl.constexpr, RANKS: tl.constexpr, TOP_K: tl.constexpr, WIDTH: tl.constexpr,
-    COLS: tl.constexpr, AT: tl.constexpr,
+    TILE: tl.constexpr, AT: tl.constexpr,
 ):  # fmt: skip
-    """Write partial sums to their tokens' ranks, and add the ranks' sums of this rank's tokens."""
+    """Half of the programs write partial sums to their tokens' ranks, half add what arrives.
+
+    Both take ROWS tokens of each rank at a time, so that links and memory are busy together.
+    """
     take_turn()
-    program, step = tl.program_id(0), tl.num_programs(0)
-    epoch = tl.load(state + STRIDE + program) + 1
-    slot, col = tl.arange(0, triton.next_power_of_2(TOP_K)), tl.arange(0, COLS)
+    step = tl.num_programs(0) // 2
+    program = tl.program_id(0) % step
+    done = tl.load(state + STRIDE + program)
+    pieces = (rows_per_rank + step * ROWS - 1) // (step * ROWS)
+    if tl.program_id(0) < step:
+        for piece in range(0, pieces):
+            first = program + piece * ROWS * step
+            _write_sums(
+                sums, expert_ranks, peers, first, step, rows_per_rank,
+                RANK, RANKS, TOP_K, WIDTH, TILE, AT,
+            )  # fmt: skip
+            _signal(peers, AT.returned, program, done + piece + 1, RANK, RANKS)
+    else:
+        for piece in range(0, pieces):
+            flag = done + piece + 1
+            _wait(peers, AT.returned, program, flag, state, timeout, RANK, RANKS)
+            first = program + piece * ROWS * step
+            _add_sums(
+                sums, expert_ranks, peers, out, first, step, rows_per_rank,
+                RANK, RANKS, TOP_K, WIDTH, TILE, AT,
+            )  # fmt: skip
+        tl.store(state + STRIDE + program, done + pieces)
+
+
+@triton.jit
+def _write_sums(
+    sums, expert_ranks, peers, first, step, rows_per_rank,
+    RANK: tl.constexpr, RANKS: tl.constexpr, TOP_K: tl.constexpr, WIDTH: tl.constexpr,
+    TILE: tl.constexpr, AT: tl.constexpr,
+):  # fmt: skip
+    """Write this rank's sums of ROWS tokens of each other rank: tokens first, first + step, .."""
+    col = tl.arange(0, TILE[1])[None, :]
     dtype: tl.constexpr = sums.dtype.element_ty
     own = tl.load(peers + RANK)
-    counts = _pointer(own, AT.counts, tl.int32) + program
-    ids = _part(own, AT.ids, tl.int32)
     for i in range(1, RANKS):
         rank = (RANK + i) % RANKS
-        base = tl.load(peers + rank)
-        count = tl.minimum(tl.load(counts + rank * STRIDE), rows_per_rank)  # less if ranks differ
-        for j in range(0, (count - program + step - 1) // step):
-            token = program + j * step
-            row = (rank * rows_per_rank + token).to(tl.int64)
-            home = _homes_in(ids, row, slot, expert_ranks, TOP_K)
-            sent = _goes_to(home, RANK, expert_ranks is None)
-            part = tl.load(sums + row * WIDTH + col, mask=sent & (col < WIDTH), other=0.0)
-            to = (RANK * rows_per_rank + token).to(tl.int64) * WIDTH + col
-            tl.store(_part(base, AT.sums, dtype) + to, part, mask=sent & (col < WIDTH))
-    _signal(peers, AT.returned, epoch, RANK, RANKS)
-    _wait(peers, AT.returned, epoch, state, timeout, RANK, RANKS)
-    count = tl.minimum(tl.load(counts + RANK * STRIDE), rows_per_rank)
-    for i in range(0, (count - program + step - 1) // step):
-        token = program + i * step
-        row = (RANK * rows_per_rank + token).to(tl.int64)
-        home = _homes_in(ids, row, slot, expert_ranks, TOP_K)
-        total = tl.zeros((COLS,), dtype=tl.float32)
+        to = _part(tl.load(peers + rank), AT.sums, dtype)
+        for j in range(0, ROWS // TILE[0]):
+            token = first + (j * TILE[0] + tl.arange(0, TILE[0])) * step
+            home = _homes_of(own, rank, token, rows_per_rank, expert_ranks, TOP_K, AT)
+            sent = _goes_to(home, RANK, expert_ranks is None)[:, None] & (col < WIDTH)
+            row = (rank * rows_per_rank + token).to(tl.int64)[:, None]
+            part = tl.load(sums + row * WIDTH + col, mask=sent, other=0.0)
+            row = (RANK * rows_per_rank + token).to(tl.int64)[:, None]
+            tl.store(to + row * WIDTH + col, part, mask=sent)
+
+
+@triton.jit
+def _add_sums(
+    sums, expert_ranks, peers, out, first, step, rows_per_rank,
+    RANK: tl.constexpr, RANKS: tl.constexpr, TOP_K: tl.constexpr, WIDTH: tl.constexpr,
+    TILE: tl.constexpr, AT: tl.constexpr,
+):  # fmt: skip
+    """Add the ranks' sums of ROWS tokens of this rank, in float32 in the order of ranks."""
+    col = tl.arange(0, TILE[1])[None, :]
+    dtype: tl.constexpr = sums.dtype.element_ty
+    own = tl.load(peers + RANK)
+    came = _part(own, AT.sums, dtype)
+    for j in range(0, ROWS // TILE[0]):
+        token = first + (j * TILE[0] + tl.arange(0, TILE[0])) * step
+        home = _homes_of(own, RANK, token, rows_per_rank, expert_ranks, TOP_K, AT)
+        total = tl.zeros(TILE, dtype=tl.float32)
         for rank in range(RANKS):
-            at = (rank * rows_per_rank + token).to(tl.int64) * WIDTH + col
-            came = _goes_to(home, rank, expert_ranks is None) & (col < WIDTH)
+            at = (rank * rows_per_rank + token).to(tl.int64)[:, None] * WIDTH + col
+            known = _goes_to(home, rank, expert_ranks is None)[:, None] & (col < WIDTH)
             if rank == RANK:
-                part = tl.load(sums + at, mask=came, other=0.0)
+                part = tl.load(sums + at, mask=known, other=0.0)
             else:
-                part = tl.load(_part(own, AT.sums, dtype) + at, mask=came, other=0.0)
+                part = tl.load(came + at, mask=known, other=0.0)
             part = part.to(tl.float32)
             total = tl.where(rank == 0, part, total + part)  # 0 + x would lose the sign of zeros
-        tl.store(out + token.to(tl.int64) * WIDTH + col, total.to(dtype), mask=col < WIDTH)
-    tl.store(state + STRIDE + program, epoch)
+        inside = (token < rows_per_rank)[:, None] & (col < WIDTH)
+        tl.store(out + token.to(tl.int64)[:, None] * WIDTH + col, total.to(dtype), mask=inside)
 
 
 class Travel(NamedTuple):
@@ -346,15 +397,16 @@ def _send_launch(
 
 @lru_cache(maxsize=1024)
 def _return_launch(rank: int, ranks: int, parts: Parts, top_k: int, width: int) -> Launch:
+    cols = next_power_of_2(width)
     return Launch(
         _return_kernel,
         RANK=rank,
         RANKS=ranks,
         TOP_K=top_k,
         WIDTH=width,
-        COLS=next_power_of_2(width),
+        TILE=(min(ROWS.value, max(1, RETURNED // cols)), cols),
         AT=parts,
-        num_warps=_warps(width),
+        num_warps=max(1, min(16, cols // 256)),
     )
 
 
@@ -441,5 +493,5 @@ def symmetric_return(
     kernel = _return_launch(rank, ranks, parts, top_k, sums.shape[1])
     sums, rows = sums.contiguous(), out.shape[0]
     arguments = (sums, dense(expert_ranks), peers, state, out, rows)
-    kernel((programs_of(rows),), *arguments, windows.timeout_ns)
+    kernel((2 * programs_of(rows),), *arguments, windows.timeout_ns)
     return out

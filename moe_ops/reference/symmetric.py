@@ -54,8 +54,7 @@ def symmetric_send(
             to[1][own][sent] = row_scale[sent]
         to[2][own] = topk_weights.float()
         to[3][rank * rows_per_rank : (rank + 1) * rows_per_rank] = ids
-        counts = there.part(layout.parts.counts, torch.int32, layout.ranks, MOST_PROGRAMS)
-        counts[rank] = x.shape[0]
+        there.part(layout.parts.counts, torch.int32, layout.ranks)[rank] = x.shape[0]
         there.part(layout.parts.sizes, torch.int32, layout.ranks)[rank] = rows_per_rank
     _exchange(windows, state, 0, layout.parts.sent)
     others = windows.part(layout.parts.sizes, torch.int32, layout.ranks) != rows_per_rank
