@@ -14,6 +14,7 @@ returns.
 from __future__ import annotations
 
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 import triton
@@ -47,7 +48,7 @@ from moe_ops.kernels._symmetric.rows import (
 from moe_ops.scheme import parse_quant
 from moe_ops.windows import Parts, programs_of, windows_of
 
-ROWS = tl.constexpr(8)
+RETURNED_ROWS = 8
 """Tokens of each rank that a program returns before it says so."""
 RETURNED = 8192
 """Numbers that a program returns at once."""
@@ -116,16 +117,16 @@ def _return_kernel(
 ):  # fmt: skip
     """Half of the programs write partial sums to their tokens' ranks, half add what arrives.
 
-    Both take ROWS tokens of each rank at a time, so that links and memory are busy together.
+    Both take some tokens of each rank at a time, so that links and memory are busy together.
     """
     take_turn()
     step = tl.num_programs(0) // 2
     program = tl.program_id(0) % step
     done = tl.load(state + STRIDE + program)
-    pieces = (rows_per_rank + step * ROWS - 1) // (step * ROWS)
+    pieces = (rows_per_rank + step * TILE.rows - 1) // (step * TILE.rows)
     if tl.program_id(0) < step:
         for piece in range(0, pieces):
-            first = program + piece * ROWS * step
+            first = program + piece * TILE.rows * step
             _write_sums(
                 sums, expert_ranks, peers, first, step, rows_per_rank,
                 RANK, RANKS, TOP_K, WIDTH, TILE, AT,
@@ -135,7 +136,7 @@ def _return_kernel(
         for piece in range(0, pieces):
             flag = done + piece + 1
             wait(peers, AT.returned, program, flag, state, timeout, RANK, RANKS)
-            first = program + piece * ROWS * step
+            first = program + piece * TILE.rows * step
             _add_sums(
                 sums, expert_ranks, peers, out, first, step, rows_per_rank,
                 RANK, RANKS, TOP_K, WIDTH, TILE, AT,
@@ -144,20 +145,27 @@ def _return_kernel(
 
 
 @triton.jit
+def tiles_of(first, step, rows_per_rank, TILE: tl.constexpr):
+    """Number of tiles of a piece, whose tokens are first, first + step, .."""
+    tokens = (rows_per_rank - first + step - 1) // step
+    return (tl.minimum(tl.maximum(tokens, 0), TILE.rows) + TILE.at_once - 1) // TILE.at_once
+
+
+@triton.jit
 def _write_sums(
     sums, expert_ranks, peers, first, step, rows_per_rank,
     RANK: tl.constexpr, RANKS: tl.constexpr, TOP_K: tl.constexpr, WIDTH: tl.constexpr,
     TILE: tl.constexpr, AT: tl.constexpr,
 ):  # fmt: skip
-    """Write this rank's sums of ROWS tokens of each other rank: tokens first, first + step, .."""
-    col = tl.arange(0, TILE[1])[None, :]
+    """Write this rank's sums of a piece of each other rank: tokens first, first + step, .."""
+    col = tl.arange(0, TILE.cols)[None, :]
     dtype: tl.constexpr = sums.dtype.element_ty
     own = tl.load(peers + RANK)
     for i in range(1, RANKS):
         rank = (RANK + i) % RANKS
         to = part_of(tl.load(peers + rank), AT.sums, dtype)
-        for j in range(0, ROWS // TILE[0]):
-            token = first + (j * TILE[0] + tl.arange(0, TILE[0])) * step
+        for j in range(0, tiles_of(first, step, rows_per_rank, TILE)):
+            token = first + (j * TILE.at_once + tl.arange(0, TILE.at_once)) * step
             home = homes_of(own, rank, token, rows_per_rank, expert_ranks, TOP_K, AT)
             sent = goes_to(home, RANK, expert_ranks is None)[:, None] & (col < WIDTH)
             row = (rank * rows_per_rank + token).to(tl.int64)[:, None]
@@ -172,15 +180,17 @@ def _add_sums(
     RANK: tl.constexpr, RANKS: tl.constexpr, TOP_K: tl.constexpr, WIDTH: tl.constexpr,
     TILE: tl.constexpr, AT: tl.constexpr,
 ):  # fmt: skip
-    """Add the ranks' sums of ROWS tokens of this rank, in float32 in the order of ranks."""
-    col = tl.arange(0, TILE[1])[None, :]
+    """Add the ranks' sums of a piece of this rank's tokens, in float32 in the order of ranks."""
+    TOKENS: tl.constexpr = TILE.at_once
+    COLS: tl.constexpr = TILE.cols
+    col = tl.arange(0, COLS)[None, :]
     dtype: tl.constexpr = sums.dtype.element_ty
     own = tl.load(peers + RANK)
     came = part_of(own, AT.sums, dtype)
-    for j in range(0, ROWS // TILE[0]):
-        token = first + (j * TILE[0] + tl.arange(0, TILE[0])) * step
+    for j in range(0, tiles_of(first, step, rows_per_rank, TILE)):
+        token = first + (j * TILE.at_once + tl.arange(0, TILE.at_once)) * step
         home = homes_of(own, RANK, token, rows_per_rank, expert_ranks, TOP_K, AT)
-        total = tl.zeros(TILE, dtype=tl.float32)
+        total = tl.zeros((TOKENS, COLS), dtype=tl.float32)
         for rank in range(RANKS):
             at = (rank * rows_per_rank + token).to(tl.int64)[:, None] * WIDTH + col
             known = goes_to(home, rank, expert_ranks is None)[:, None] & (col < WIDTH)
@@ -192,6 +202,17 @@ def _add_sums(
             total = tl.where(rank == 0, part, total + part)  # 0 + x would lose the sign of zeros
         inside = (token < rows_per_rank)[:, None] & (col < WIDTH)
         tl.store(out + token.to(tl.int64)[:, None] * WIDTH + col, total.to(dtype), mask=inside)
+
+
+class Returned(NamedTuple):
+    """How a program returns sums: a constant of the kernel."""
+
+    rows: int
+    """Tokens of each rank in a piece."""
+    at_once: int
+    """Tokens of a tile, a power of two."""
+    cols: int
+    """Columns of a tile, a power of two."""
 
 
 @lru_cache(maxsize=1024)
@@ -219,16 +240,16 @@ def _send_launch(
 @lru_cache(maxsize=1024)
 def _return_launch(rank: int, ranks: int, parts: Parts, top_k: int, width: int) -> Launch:
     cols = next_power_of_2(width)
-    tile = (min(ROWS.value, max(1, RETURNED // cols)), cols)
+    at_once = min(RETURNED_ROWS, max(1, RETURNED // cols))
     return Launch(
         _return_kernel,
         RANK=rank,
         RANKS=ranks,
         TOP_K=top_k,
         WIDTH=width,
-        TILE=tile,
+        TILE=Returned(RETURNED_ROWS, at_once, cols),
         AT=parts,
-        num_warps=max(1, min(16, tile[0] * cols // 1024)),
+        num_warps=max(1, min(16, at_once * cols // 1024)),
     )
 
 
