@@ -51,6 +51,7 @@ from moe_ops.pipeline.checking import checking
 from moe_ops.pipeline.config import FusedMoEConfig
 from moe_ops.pipeline.exchange.all_gather import AllGatherPrepareAndFinalize
 from moe_ops.pipeline.exchange.symmetric import SymmetricPrepareAndFinalize
+from moe_ops.pipeline.exchange.symmetric_batched import BatchedSymmetricPrepareAndFinalize
 from moe_ops.pipeline.experts import (
     BatchedGroupedGemmExperts,
     BatchedTritonExperts,
@@ -125,6 +126,7 @@ __all__ = [
     "AsyncPrepareAndFinalize",
     "BatchedGroupedGemmExperts",
     "BatchedPrepareAndFinalize",
+    "BatchedSymmetricPrepareAndFinalize",
     "BatchedTritonExperts",
     "Call",
     "CheckpointLayout",

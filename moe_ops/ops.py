@@ -297,6 +297,16 @@ symmetric_send = _op(
     " SymInt num_experts, bool on_input, str quant)"
     " -> (Tensor rows, Tensor row_scale, Tensor topk_weights, Tensor topk_ids)",
 )
+# ``placement`` is int32 ``(2, E)``: the rank that holds each expert, and the expert's row there.
+# ``held`` is int32 ``(El,)``: the experts in this rank's rows.
+symmetric_send_batched = _op(
+    "symmetric_batched",
+    "symmetric_send_batched(Tensor x, Tensor? scale, Tensor topk_weights, Tensor topk_ids,"
+    " Tensor placement, Tensor held, Tensor peers, Tensor(a!) state, SymInt rows_per_rank,"
+    " bool on_input, str quant)"
+    " -> (Tensor rows, Tensor row_scale, Tensor expert_num_tokens, Tensor num_dropped,"
+    " Tensor topk_ids, Tensor topk_weights)",
+)
 symmetric_return = _op(
     "symmetric",
     "symmetric_return(Tensor sums, Tensor? expert_ranks, Tensor peers, Tensor(a!) state,"

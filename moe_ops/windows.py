@@ -46,7 +46,8 @@ class Parts(NamedTuple):
     scales: int
     """Scales of the rows."""
     rows: int
-    """``(R, P, ..)``: the tokens' rows. Only rows that this rank's experts read are written."""
+    """``(R, P, ..)``: the tokens' rows. Only rows that this rank's experts read are written. In the
+    Batched format ``(El, R * P, ..)``: the slots' rows."""
     sums: int
     """``(R, P, H)``: the partial sums that rank r has sent back for this rank's tokens."""
     end: int
@@ -63,6 +64,8 @@ class WindowLayout:
     top_k: int
     itemsize: int
     """Bytes of a number of the activations. Quantized rows have at most as many."""
+    num_local_experts: int = 0
+    """Experts of a rank in the Batched format; 0: the Standard format."""
 
     @cached_property
     def parts(self) -> Parts:
@@ -70,9 +73,10 @@ class WindowLayout:
         tokens = self.ranks * self.max_num_tokens
         flags, numbers = 4 * self.ranks * MOST_PROGRAMS, 4 * self.ranks
         routing = 4 * tokens * self.top_k
-        rows = tokens * self.hidden_size * self.itemsize
-        scales = tokens * 4 * -(-self.hidden_size // 16)  # no scheme has smaller groups
-        sizes = (flags, flags, numbers, numbers, routing, routing, scales, rows, rows)
+        sums = tokens * self.hidden_size * self.itemsize
+        copies = max(1, self.num_local_experts)
+        scales = tokens * 4 * -(-self.hidden_size // 16) * copies  # no scheme has smaller groups
+        sizes = (flags, flags, numbers, numbers, routing, routing, scales, sums * copies, sums)
         offsets = [0]
         for size in sizes:
             offsets.append(-(-(offsets[-1] + size) // ALIGNMENT) * ALIGNMENT)
@@ -125,6 +129,31 @@ class Window:
             row_scale,
             self.part(at.weights, torch.float32, tokens, top_k),
             self.part(at.ids, torch.int32, tokens, top_k),
+        )
+
+    def arrived_batched(
+        self, x: Tensor, scales: Tensor, top_k: int, num_local_experts: int, quant: str
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """The rows of experts in this rank's window, their scales, and the tokens' weights.
+
+        Args:
+            x: the rows that this rank sends.
+            scales: scales ``(El, R * P, G)`` as a tensor of their shape; others stay as they are.
+            top_k: k.
+            num_local_experts: El.
+            quant: how they are quantized on the way, or empty.
+        """
+        at, tokens = self.layout.parts, self.layout.ranks * self.layout.max_num_tokens
+        width, dtype = x.shape[1], x.dtype
+        if quant:
+            rule = parse_quant(quant)
+            width, dtype = rule.data_width(width), rule.dtype
+            if not rule.per_tensor:
+                scales = self.part(at.scales, scales.dtype, *scales.shape)
+        return (
+            self.part(at.rows, dtype, num_local_experts, tokens, width),
+            scales,
+            self.part(at.weights, torch.float32, tokens, top_k),
         )
 
     def part(self, offset: int, dtype: torch.dtype, *shape: int) -> Tensor:

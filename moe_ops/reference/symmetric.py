@@ -33,7 +33,7 @@ def symmetric_send(
     layout, rank, top_k = windows.layout, windows.rank, topk_ids.shape[1]
     arrived = windows.arrived(x, scale, top_k, rows_per_rank, quant)
     known = (topk_ids >= 0) & (topk_ids < num_experts)
-    home = _homes(torch.where(known, topk_ids, -1), expert_ranks)
+    home = homes(torch.where(known, topk_ids, -1), expert_ranks)
     rows, row_scale = x, scale
     if quant:
         weights = topk_weights if on_input else None
@@ -44,11 +44,11 @@ def symmetric_send(
         arrived[1].copy_(row_scale)
     ids = topk_ids.new_full((rows_per_rank, top_k), -1, dtype=torch.int32)
     ids[: x.shape[0]] = torch.where(home >= 0, topk_ids, -1).int()
-    for peer in range(layout.ranks):
-        there = _peer(windows, peer)
+    for other in range(layout.ranks):
+        there = peer(windows, other)
         to = there.arrived(x, scale, top_k, rows_per_rank, quant)
         own = slice(rank * rows_per_rank, rank * rows_per_rank + x.shape[0])
-        sent = _goes_to(home, peer, expert_ranks).nonzero().flatten()
+        sent = _goes_to(home, other, expert_ranks).nonzero().flatten()
         to[0][own][sent] = rows[sent]
         if to[1].dim() == 2 and row_scale is not None:
             to[1][own][sent] = row_scale[sent]
@@ -56,10 +56,8 @@ def symmetric_send(
         to[3][rank * rows_per_rank : (rank + 1) * rows_per_rank] = ids
         there.part(layout.parts.counts, torch.int32, layout.ranks)[rank] = x.shape[0]
         there.part(layout.parts.sizes, torch.int32, layout.ranks)[rank] = rows_per_rank
-    _exchange(windows, state, 0, layout.parts.sent)
-    others = windows.part(layout.parts.sizes, torch.int32, layout.ranks) != rows_per_rank
-    if others.any() and not int(state[FAILED]):
-        _fail(windows, state, -1 - int(others.nonzero()[-1]))
+    exchange(windows, state, 0, layout.parts.sent)
+    check_sizes(windows, state, rows_per_rank)
     return arrived
 
 
@@ -75,22 +73,22 @@ def symmetric_return(
     layout, rank, (tokens, width) = windows.layout, windows.rank, sums.shape
     ranks, each = layout.ranks, tokens // layout.ranks
     ids = windows.part(layout.parts.ids, torch.int32, ranks, each, top_k)
-    home = _homes(ids, expert_ranks)
+    home = homes(ids, expert_ranks)
     blocks, shape = sums.view(ranks, each, width), (ranks, each, width)
-    for peer in range(ranks):
-        sent = _goes_to(home[peer], rank, expert_ranks)
-        to = _peer(windows, peer).part(layout.parts.sums, sums.dtype, *shape)
-        to[rank][sent] = blocks[peer][sent]
-    _exchange(windows, state, MOST_PROGRAMS, layout.parts.returned)
+    for other in range(ranks):
+        sent = _goes_to(home[other], rank, expert_ranks)
+        to = peer(windows, other).part(layout.parts.sums, sums.dtype, *shape)
+        to[rank][sent] = blocks[other][sent]
+    exchange(windows, state, MOST_PROGRAMS, layout.parts.returned)
     came = windows.part(layout.parts.sums, sums.dtype, *shape)
-    inside = [_goes_to(home[rank], peer, expert_ranks)[:, None] for peer in range(ranks)]
+    inside = [_goes_to(home[rank], other, expert_ranks)[:, None] for other in range(ranks)]
     total = torch.where(inside[0], came[0].float(), 0.0)
-    for peer in range(1, ranks):
-        total = total + torch.where(inside[peer], came[peer].float(), 0.0)
+    for other in range(1, ranks):
+        total = total + torch.where(inside[other], came[other].float(), 0.0)
     return total.to(sums.dtype)
 
 
-def _homes(ids: Tensor, expert_ranks: Tensor | None) -> Tensor:
+def homes(ids: Tensor, expert_ranks: Tensor | None) -> Tensor:
     """The rank of each slot's expert, -1 for a slot that no expert computes, whose id is -1."""
     if expert_ranks is None:
         return torch.where(ids >= 0, 0, -1)
@@ -102,7 +100,7 @@ def _goes_to(home: Tensor, rank: int, expert_ranks: Tensor | None) -> Tensor:
     return (home >= 0 if expert_ranks is None else home == rank).any(-1)
 
 
-def _peer(windows: Windows, rank: int) -> Window:
+def peer(windows: Windows, rank: int) -> Window:
     """The window of a rank."""
     if rank == windows.rank:
         return windows
@@ -111,17 +109,25 @@ def _peer(windows: Windows, rank: int) -> Window:
     return Window(windows.layout, torch.frombuffer(raw, dtype=torch.uint8))
 
 
+def check_sizes(windows: Windows, state: Tensor, rows_per_rank: int) -> None:
+    """Note a rank whose P is another one."""
+    layout = windows.layout
+    others = windows.part(layout.parts.sizes, torch.int32, layout.ranks) != rows_per_rank
+    if others.any() and not int(state[FAILED]):
+        _fail(windows, state, -1 - int(others.nonzero()[-1]))
+
+
 def _fail(windows: Windows, state: Tensor, error: int) -> None:
     state[FAILED] = error
     windows.error.fill_(error)
 
 
-def _exchange(windows: Windows, state: Tensor, index: int, offset: int) -> None:
+def exchange(windows: Windows, state: Tensor, index: int, offset: int) -> None:
     """Tell all ranks that this one has written, and wait until all have; note one that has not."""
     ranks = windows.layout.ranks
     epoch = int(state[index]) + 1
-    for peer in range(ranks):
-        there = _peer(windows, peer).part(offset, torch.int32, ranks, MOST_PROGRAMS)
+    for other in range(ranks):
+        there = peer(windows, other).part(offset, torch.int32, ranks, MOST_PROGRAMS)
         there[windows.rank, 0] = epoch
     flags = windows.part(offset, torch.int32, ranks, MOST_PROGRAMS)[:, 0]
     end = time.monotonic() + windows.timeout

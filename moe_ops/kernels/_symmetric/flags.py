@@ -8,6 +8,8 @@ import triton.language as tl
 from moe_ops.windows import FAILED, MOST_PROGRAMS
 
 STRIDE = tl.constexpr(MOST_PROGRAMS)
+LANES = tl.constexpr(1 << (MOST_PROGRAMS - 1).bit_length())
+"""MOST_PROGRAMS, rounded up to a power of two."""
 FAILED_AT = tl.constexpr(FAILED)
 INTERPRETED_POLL = tl.constexpr(20_000)
 """Nanoseconds that a poll takes at least where kernels are interpreted."""
@@ -67,29 +69,47 @@ def has_clock():
 
 
 @triton.jit
-def wait(peers, flags, program, steps, state, timeout, RANK: tl.constexpr, RANKS: tl.constexpr):
-    """Wait for a program of all ranks; after ``timeout`` ns note a rank that did not answer."""
-    rank = tl.arange(0, triton.next_power_of_2(RANKS))
-    base = tl.load(peers + RANK)
-    at = pointer(base, flags, tl.int32) + rank * STRIDE + program
-    zero = tl.zeros_like(rank)
+def _wait_for(at, rank, asked, steps, peers, state, timeout, RANKS: tl.constexpr):
+    """Wait for the flags ``at`` that are ``asked``; after ``timeout`` ns note their ``rank``."""
     waiting = tl.load(state + FAILED_AT, volatile=True) == 0  # else results are wrong already
     missing, spent = tl.full((), -1, tl.int32), tl.full((), 0, tl.int64)
     if has_clock():
         start = tl.extra.cuda.globaltimer()
     while waiting:
-        seen = tl.atomic_add(at, zero, mask=rank < RANKS, sem="acquire", scope="sys")
-        behind = (rank < RANKS) & (seen - steps < 0)
-        missing = tl.max(tl.where(behind, rank, -1), 0)
+        seen = tl.load(at, mask=asked, other=0, volatile=True)
+        missing = tl.max(tl.where(asked & (seen - steps < 0), rank, -1), 0)
         if has_clock():
             spent = tl.extra.cuda.globaltimer() - start
         else:
             spent += INTERPRETED_POLL
         failed = tl.load(state + FAILED_AT, volatile=True) != 0
         waiting = (missing >= 0) & (spent < timeout) & (not failed)
+    # What other ranks wrote before they set their flags is visible after this, to all threads.
+    tl.atomic_add(at, tl.zeros_like(rank), mask=asked, sem="acquire", scope="sys")
     if (missing >= 0) & (spent >= timeout):
         fail(peers, state, 1 + missing, RANKS)
     tl.debug_barrier()
+
+
+@triton.jit
+def wait(peers, flags, program, steps, state, timeout, RANK: tl.constexpr, RANKS: tl.constexpr):
+    """Wait for one program of all ranks."""
+    rank = tl.arange(0, triton.next_power_of_2(RANKS))
+    at = pointer(tl.load(peers + RANK), flags, tl.int32) + rank * STRIDE + program
+    _wait_for(at, rank, rank < RANKS, steps, peers, state, timeout, RANKS)
+
+
+@triton.jit
+def wait_for_all(
+    peers, flags, programs, steps, state, timeout, RANK: tl.constexpr, RANKS: tl.constexpr
+):
+    """Wait for all programs of all ranks."""
+    lane = tl.arange(0, triton.next_power_of_2(RANKS) * LANES)
+    rank = lane // LANES
+    program = lane % LANES
+    at = pointer(tl.load(peers + RANK), flags, tl.int32) + rank * STRIDE + program
+    asked = (rank < RANKS) & (program < programs)
+    _wait_for(at, rank, asked, steps, peers, state, timeout, RANKS)
 
 
 @triton.jit
