@@ -6,7 +6,8 @@ import faulthandler
 import importlib
 import os
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import fields, replace
 from datetime import timedelta
 from typing import Any
@@ -25,10 +26,22 @@ def spawn(check: Callable[..., None], ranks: int, *arguments: Any, backend: str 
     Processes are forked from a server that has imported PyTorch once. With ``nccl`` each has a GPU
     of its own: see `device`. Where kernels are interpreted, they are so here.
     """
+    with started(check, ranks, *arguments, backend=backend) as context:
+        while not context.join():
+            pass
+
+
+@contextmanager
+def started(
+    check: Callable[..., None], ranks: int, *arguments: Any, backend: str = "gloo"
+) -> Iterator[Any]:
+    """The processes of `spawn`, which the caller joins."""
     multiprocessing.set_forkserver_preload(["torch", "moe_ops", "pytest", "ranks", "modular"])
     with tempfile.TemporaryDirectory() as folder:
         given = (check, ranks, backend, f"{folder}/store", arguments)
-        multiprocessing.start_processes(_run, given, nprocs=ranks, start_method="forkserver")
+        yield multiprocessing.start_processes(
+            _run, given, nprocs=ranks, join=False, start_method="forkserver"
+        )
 
 
 def _run(

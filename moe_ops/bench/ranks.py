@@ -11,7 +11,7 @@ import statistics
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -28,7 +28,9 @@ from moe_ops.bench.problems import Experts, Inputs, Problem, make_experts, make_
 from moe_ops.pipeline.exchange.base import TokenExchange
 from moe_ops.tensors import QTensor
 
-BACKENDS = {name: name for name in ("symmetric", "allgather_reducescatter")}
+BATCHED, MOST_BATCHED = "symmetric, batched", 128
+"""The exchange in the Batched format, which is for few tokens."""
+BACKENDS = {name: name for name in ("symmetric", "allgather_reducescatter", BATCHED)}
 CHAIN, REPLAYS, WARM_UPS = 20, 40, 5
 """Exchanges of a graph that times exchanges; timed and untimed replays."""
 ONE_GPU = "one GPU"
@@ -151,6 +153,8 @@ def _case(
     rows = [RankRow(**fixed, impl=ONE_GPU, ranks=1, time_us=time_us, send_us=None, return_us=None,
                     tokens_per_s=1e6 * tokens / time_us, rel_err=0.0)]  # fmt: skip
     for backend, exchange in exchanges.items():
+        if backend == BATCHED and tokens > MOST_BATCHED:
+            continue
         kernel, call = _kernel(problem, experts, exchange, own, rank)
         out: Any = kernel.apply(**call)
         error = relative_error(out, expected.float())
@@ -181,7 +185,11 @@ def _kernel(
         "silu", rank.device, moe_ops.RoutingMethodType.Renormalize, parallel,
     )  # fmt: skip
     quant = _quant_config(experts, part)
-    fused = moe_ops.TritonExperts(config, quant)
+    fused: Any = moe_ops.TritonExperts(config, quant)
+    if isinstance(exchange, moe_ops.BatchedSymmetricPrepareAndFinalize):
+        room = exchange.max_num_tokens
+        config = replace(config, max_num_tokens=room)
+        fused = moe_ops.BatchedTritonExperts(config, quant, room, rank.ranks)
     kernel = moe_ops.FusedMoEKernel(exchange, fused, moe_parallel_config=parallel)
     names = ("hidden_states", "topk_weights", "topk_ids")
     call = {
@@ -200,16 +208,18 @@ def _exchange(problem: Problem, backend: str, most: int, rank: Rank) -> TokenExc
     """An exchange for up to ``most`` tokens of each rank."""
     if backend == "allgather_reducescatter":
         return moe_ops.AllGatherPrepareAndFinalize(None, most, equal_num_tokens=True)
-    each = -(-problem.num_experts // rank.ranks)
-    exchange = moe_ops.SymmetricPrepareAndFinalize(
-        None,
-        most,
-        problem.hidden_size,
-        problem.top_k,
-        dtype=torch.bfloat16,
-        expert_ranks=(torch.arange(problem.num_experts) // each).int(),
-        equal_num_tokens=True,
-    )
+    ranks = (torch.arange(problem.num_experts) // -(-problem.num_experts // rank.ranks)).int()
+    sizes = (problem.hidden_size, problem.top_k)
+    exchange: moe_ops.SymmetricPrepareAndFinalize
+    if backend == BATCHED:
+        room = min(most, MOST_BATCHED)
+        exchange = moe_ops.BatchedSymmetricPrepareAndFinalize(
+            None, room, *sizes, ranks, dtype=torch.bfloat16
+        )
+    else:
+        exchange = moe_ops.SymmetricPrepareAndFinalize(
+            None, most, *sizes, dtype=torch.bfloat16, expert_ranks=ranks, equal_num_tokens=True
+        )
     exchange.connect(rank.device)
     return exchange
 
@@ -235,7 +245,7 @@ def _exchange_times(
     names = ("hidden_states", "topk_weights", "topk_ids", "global_num_experts", "expert_map")
     given = (*(call[n] for n in names), False, experts.quant_config)
     prepared = part.prepare(*given)
-    rows = prepared.topk_ids.shape[0]
+    rows = prepared.topk_ids.shape[0]  # tokens of all ranks
     sums = torch.randn(rows, call["hidden_states"].shape[1], device=rank.device).bfloat16()
 
     def chain(step: Callable[[], Any]) -> float:

@@ -94,6 +94,13 @@ def _send_rows(
     AT: tl.constexpr,
 ):  # fmt: skip
     """Quantize a token and write a row for each of its slots to the slot's expert."""
+    WIDTH: tl.constexpr = HOW.width
+    TILE: tl.constexpr = HOW.tile
+    RULE: tl.constexpr = HOW.rule
+    GIVEN: tl.constexpr = HOW.given
+    ROW_TYPE: tl.constexpr = HOW.row_type
+    SCALE_TYPE: tl.constexpr = HOW.scale_type
+    SCALES: tl.constexpr = HOW.scales
     slot = tl.arange(0, triton.next_power_of_2(TOP_K))
     first, room = (RANK * rows_per_rank + token) * TOP_K, RANKS * rows_per_rank
     ids = tl.load(all_ids + first + slot, mask=slot < TOP_K, other=-1)
@@ -102,7 +109,7 @@ def _send_rows(
     expert = tl.load(expert_rows + tl.where(ids >= 0, ids, 0), mask=ids >= 0, other=0)
     sent = (home >= 0) & (place < room)
     routed = tl.max(sent.to(tl.int32), 0) > 0
-    value = row_of(x, token, topk_weights, routed, HOW.width, HOW.tile, False)
+    value = row_of(x, token, topk_weights, routed, WIDTH, TILE, False)
     for j in range(TOP_K):
         this = slot == j
         rank = tl.max(tl.where(this & sent, home, -1), 0)
@@ -111,15 +118,15 @@ def _send_rows(
         if HOW.on_input:
             weight = tl.load(topk_weights + token * TOP_K + j).to(tl.float32)
             stored = value.to(tl.float32) * weight
-        if HOW.rule is not None:
-            stored, own = quantized(stored, scale, HOW.rule, HOW.given)
+        if RULE is not None:
+            stored, own = quantized(stored, scale, RULE, GIVEN)
         base = tl.load(peers + tl.maximum(rank, 0))
-        rows = part_of(base, AT.rows, HOW.row_type)
-        store_row(rows, row, stored, rank >= 0, HOW.width, HOW.rule)
-        if HOW.scales > 0:
-            group = tl.arange(0, HOW.tile[0])
-            to = part_of(base, AT.scales, HOW.scale_type) + row * HOW.scales + group
-            tl.store(to, own.to(HOW.scale_type), mask=(rank >= 0) & (group < HOW.scales))
+        rows = part_of(base, AT.rows, ROW_TYPE)
+        store_row(rows, row, stored, rank >= 0, WIDTH, RULE)
+        if SCALES > 0:
+            group = tl.arange(0, TILE[0])
+            to = part_of(base, AT.scales, SCALE_TYPE) + row * SCALES + group
+            tl.store(to, own.to(SCALE_TYPE), mask=(rank >= 0) & (group < SCALES))
 
 
 @triton.jit
@@ -147,7 +154,8 @@ def _local_facts(
 
 @triton.jit(do_not_specialize=["num_tokens", "rows_per_rank", "num_experts", "num_local_experts"])
 def _send_batched_kernel(
-    x, scale, topk_weights, topk_ids, placement, held, peers, state, row_scale, counts, dropped, local_ids,
+    x, scale, topk_weights, topk_ids, placement, held, peers, state,
+    row_scale, counts, dropped, local_ids,
     num_tokens, rows_per_rank, num_experts, num_local_experts, timeout,
     RANK: tl.constexpr, RANKS: tl.constexpr, TOP_K: tl.constexpr, HOW: tl.constexpr,
     AT: tl.constexpr,

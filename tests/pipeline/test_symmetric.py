@@ -5,7 +5,11 @@ memory, and calls are captured.
 """
 
 import copy
+import os
 import pickle
+import signal
+import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,7 +18,7 @@ from compilations import Compilations
 from conftest import INTERPRETED
 from exchanges import COUNTS, PROBLEM, SCHEMES, kernel_of, part_of
 from modular import setup, twice
-from ranks import device, experts_of, mine, spawn
+from ranks import device, experts_of, mine, spawn, started
 
 import moe_ops
 from moe_ops.pipeline.exchange.base import Outgoing
@@ -237,6 +241,40 @@ def check_all(rank, ranks):
     check_compiled(rank, ranks)
     if device().type == "cuda":
         check_captured(rank, ranks)
+
+
+def check_killed(rank, ranks, marker):
+    """A rank that has died is an error on the others, in bounded time."""
+    s = setup(PROBLEM, moe_ops.TritonExperts, device())
+    part = exchange_of(ranks, timeout=2)
+    kernel, arguments = kernel_of(s, rank, ranks, part)
+    own = part_of(arguments, mine(COUNTS[ranks], rank))
+    kernel.apply(**own)
+    synchronize()
+    dist.barrier()
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(0.5)
+    began = time.monotonic()
+    kernel.apply(**own)
+    synchronize()
+    with pytest.raises(RuntimeError, match="waited 2 s for rank 1, which did not answer"):
+        kernel.apply(**own)
+    assert time.monotonic() - began < 20
+    Path(marker).touch()
+    os._exit(0)  # the process group has lost a rank
+
+
+@pytest.mark.skipif(INTERPRETED, reason="the protocol is that of the other test")
+@pytest.mark.parametrize("backend", ["gloo", pytest.param("nccl", marks=two_gpus)])
+def test_a_killed_rank_is_an_error(backend, tmp_path):
+    marker = tmp_path / "raised"
+    with started(check_killed, 2, str(marker), backend=backend) as context:
+        survivor, killed = context.processes
+        for process in (killed, survivor):
+            process.join(120)
+    assert killed.exitcode == -signal.SIGKILL and survivor.exitcode == 0
+    assert marker.exists()
 
 
 @pytest.mark.kernel
