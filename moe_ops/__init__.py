@@ -50,6 +50,8 @@ from moe_ops.pipeline.calls import Call
 from moe_ops.pipeline.checking import checking
 from moe_ops.pipeline.config import FusedMoEConfig
 from moe_ops.pipeline.exchange.all_gather import AllGatherPrepareAndFinalize
+from moe_ops.pipeline.exchange.exact import ExactAllToAllPrepareAndFinalize
+from moe_ops.pipeline.exchange.fixed_capacity import FixedCapacityPrepareAndFinalize
 from moe_ops.pipeline.experts import (
     BatchedGroupedGemmExperts,
     BatchedTritonExperts,
@@ -128,8 +130,10 @@ __all__ = [
     "Call",
     "CheckpointLayout",
     "EplbState",
+    "ExactAllToAllPrepareAndFinalize",
     "ExpertTokensMetadata",
     "Explanation",
+    "FixedCapacityPrepareAndFinalize",
     "FusedMoE",
     "FusedMoEActivationFormat",
     "FusedMoEConfig",
