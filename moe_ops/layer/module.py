@@ -135,6 +135,7 @@ class FusedMoE(RoutesTokens, WeightLoading, SchemeState, KeepsBits):
                 self.rank_group,
                 given.max_num_tokens,
                 given.expert_ranks(parallel, num_experts),
+                given.capacity_factor,
             )
 
     def forward(

@@ -17,10 +17,12 @@ ALL2ALL_BACKENDS = (
     "nixl_ep",
     "flashinfer_nvlink_one_sided",
     "flashinfer_nvlink_two_sided",
+    "fixed_capacity",
+    "alltoall",
 )
-"""vLLM's names for the ways in which ranks exchange tokens."""
-IMPLEMENTED_BACKENDS = ("allgather_reducescatter", "naive")
-"""The backends that a layer with several ranks can use today: two names of one exchange."""
+"""vLLM's names for the ways in which ranks exchange tokens, then names of this library."""
+IMPLEMENTED_BACKENDS = ("allgather_reducescatter", "naive", "fixed_capacity", "alltoall")
+"""The backends that a layer with several ranks can use today; the first two are one exchange."""
 
 
 @dataclass(frozen=True)

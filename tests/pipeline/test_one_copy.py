@@ -152,7 +152,7 @@ def test_one_copy_travels(kind):
 
 def test_copies_that_do_not_fit():
     """They are counted, raise in checking mode, and are as if these slots had been skipped."""
-    world = small_world((7, 0, 3, 6), routing="one_expert")
+    world = small_world((3, 0, 7, 6), routing="one_expert")
     ids, places = world.s.inputs.topk_ids.clone(), world.expert_ranks
     size = 4  # of 8
     dropped = []
@@ -188,7 +188,9 @@ def test_copies_that_do_not_fit():
 
     assert run_ranks(4, count) == dropped
     with moe_ops.checking():
-        message = rf"capacity_factor must leave room .* got 0.5 \(4 rows\): .* \[{dropped[0]}, 0"
+        message = (
+            rf"capacity_factor must leave room .* got 0.5 \(4 rows\): .* \[0, 0, {dropped[2]}, "
+        )
         with pytest.raises(ValueError, match=message):
             world.results(part)
         lacking.results(part)

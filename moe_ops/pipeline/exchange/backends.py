@@ -10,6 +10,8 @@ from torch import Tensor
 from moe_ops.pipeline.config import FusedMoEConfig
 from moe_ops.pipeline.exchange.all_gather import AllGatherPrepareAndFinalize
 from moe_ops.pipeline.exchange.base import TokenExchange
+from moe_ops.pipeline.exchange.exact import ExactAllToAllPrepareAndFinalize
+from moe_ops.pipeline.exchange.fixed_capacity import FixedCapacityPrepareAndFinalize
 from moe_ops.pipeline.exchange.groups import RankGroup
 
 
@@ -22,6 +24,8 @@ class Needs(NamedTuple):
     """The largest number of tokens that any rank passes; None: not known."""
     expert_ranks: Tensor | None
     """int32 ``(E,)``: the rank that holds each expert; None: not known."""
+    capacity_factor: float = 1.0
+    """See `FixedCapacityPrepareAndFinalize`."""
 
 
 def exchange_of(
@@ -29,6 +33,7 @@ def exchange_of(
     group: RankGroup,
     max_num_tokens: int | None = None,
     expert_ranks: Tensor | None = None,
+    capacity_factor: float = 1.0,
 ) -> TokenExchange:
     """Make the exchange that a layer's parallel config names.
 
@@ -37,20 +42,36 @@ def exchange_of(
         group: its ranks.
         max_num_tokens: the largest number of tokens that any rank passes; None: not known.
         expert_ranks: int32 ``(E,)``, the rank that holds each expert; None: not known.
+        capacity_factor: see `FixedCapacityPrepareAndFinalize`; other exchanges have none.
 
     Raises:
         ValueError: an exchange that needs one of the last two without it.
     """
     backend = config.moe_parallel_config.all2all_backend
-    return MAKERS[backend](Needs(config, group, max_num_tokens, expert_ranks))
+    return MAKERS[backend](Needs(config, group, max_num_tokens, expert_ranks, capacity_factor))
 
 
 def _all_gather(given: Needs) -> TokenExchange:
     return AllGatherPrepareAndFinalize(given.group, given.max_num_tokens)
 
 
+def _fixed_capacity(given: Needs) -> TokenExchange:
+    return FixedCapacityPrepareAndFinalize(
+        given.group,
+        given.max_num_tokens,
+        given.expert_ranks,
+        capacity_factor=given.capacity_factor,
+    )
+
+
+def _exact(given: Needs) -> TokenExchange:
+    return ExactAllToAllPrepareAndFinalize(given.group, given.max_num_tokens, given.expert_ranks)
+
+
 MAKERS: dict[str, Callable[[Needs], TokenExchange]] = {
     "allgather_reducescatter": _all_gather,
     "naive": _all_gather,
+    "fixed_capacity": _fixed_capacity,
+    "alltoall": _exact,
 }
 """One entry for each of `moe_ops.parallel.parallel_config.IMPLEMENTED_BACKENDS`."""

@@ -22,8 +22,8 @@ class FixedCapacityPrepareAndFinalize(OneCopyExchange):
     the routing and nothing waits for the device, so calls trace and can be captured, over any
     backend of `torch.distributed`.
 
-    **Capacity.** ``C = max(1, ceil(P * capacity_factor))``. P is the largest number of tokens of a
-    rank: ``max_num_tokens``, or without it the number that calls agree on, as in
+    **Capacity.** ``C = ceil(P * capacity_factor)``. P is the largest number of tokens of a rank:
+    ``max_num_tokens``, or without it the number that calls agree on, as in
     `AllGatherPrepareAndFinalize`. With the default factor of 1 every copy fits, and as many bytes
     travel as if all tokens were gathered. A smaller factor saves bytes and memory in proportion:
     with R ranks and uniform routing a rank needs ``1 - (1 - 1 / R) ** k`` of a rank's tokens.
@@ -89,8 +89,8 @@ class FixedCapacityPrepareAndFinalize(OneCopyExchange):
         return _dropped(ranks, ops.batched_rows(ranks, 0, self.group.size, size))
 
     def capacity(self, rows: int) -> int:
-        """C, the rows of a block, for P ``rows``; at least 1."""
-        return max(1, capacity_of(rows, self.capacity_factor))
+        """C, the rows of a block, for P ``rows``."""
+        return capacity_of(rows, self.capacity_factor)
 
     def copies_of(self, tokens: Outgoing, ranks: Tensor) -> Copies:
         """The first C copies for each rank, and zeros in the rest of its block."""
