@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
@@ -27,6 +26,7 @@ class FixedCapacityPrepareAndFinalize(OneCopyExchange):
     `AllGatherPrepareAndFinalize`. With the default factor of 1 every copy fits, and as many bytes
     travel as if all tokens were gathered. A smaller factor saves bytes and memory in proportion:
     with R ranks and uniform routing a rank needs ``1 - (1 - 1 / R) ** k`` of a rank's tokens.
+    ``python -m moe_ops explain --ranks R`` prints a factor with room to spare.
 
     **Copies that do not fit** are those of the last tokens of a block. They are not sent, so the
     results of these tokens lack the experts of that rank. `num_dropped` counts them on the device,
@@ -41,7 +41,7 @@ class FixedCapacityPrepareAndFinalize(OneCopyExchange):
         group: as in `TokenExchange`.
         max_num_tokens: as in `TokenExchange`.
         expert_ranks: as in `OneCopyExchange`.
-        capacity_factor: C over P, above 0 and at most 1. It counts in millionths, rounded up.
+        capacity_factor: C over P, above 0 and at most 1, in whole millionths.
 
     Raises:
         TypeError, ValueError: as `OneCopyExchange`; a ``capacity_factor`` that is not a number in
@@ -131,7 +131,7 @@ def capacity_of(rows: int, capacity_factor: float) -> int:
     """``ceil(rows * capacity_factor)``, in integers: ``rows`` may be a symbol of a trace."""
     if capacity_factor == 1:
         return rows
-    millionths = math.ceil(capacity_factor * 10**6)
+    millionths = max(1, round(capacity_factor * 10**6))
     return -(-rows * millionths // 10**6)
 
 
