@@ -34,7 +34,7 @@ class World:
     def expert_map(self, rank: int) -> Tensor:
         held = self.held(rank)
         found = torch.full_like(self.expert_ranks, -1)
-        found[held] = torch.arange(len(held), dtype=torch.int32)
+        found[held] = torch.arange(len(held), dtype=torch.int32, device=held.device)
         return found
 
     def kernel(self, rank: int, part: Any, **options: Any) -> tuple[Any, dict[str, Any]]:

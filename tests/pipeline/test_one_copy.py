@@ -113,16 +113,20 @@ def test_one_row(kind):
         torch.testing.assert_close(kernel.apply(**arguments | own), expected[row])
 
 
-def small_world(counts=(7, 0, 3, 6), **changes):
+def small_world(counts=(7, 0, 3, 6), device="cpu", **changes):
     problem = Problem(sum(counts), 10, 3, 32, 16, torch.bfloat16).with_(**changes)
-    s = setup(problem, moe_ops.TritonExperts)
-    return World(s, torch.arange(10) * 7 % 4, counts)
+    s = setup(problem, moe_ops.TritonExperts, device)
+    return World(s, torch.arange(10, device=device) * 7 % 4, counts)
 
 
+@pytest.mark.kernel
 @pytest.mark.parametrize("kind", [FIXED, EXACT])
-def test_one_copy_travels(kind):
-    """Each rank gets the tokens that have one of its experts, once, in the order of tokens."""
-    world = small_world(routing="holes")
+def test_one_copy_travels(kind, device):
+    """Each rank gets the tokens that have one of its experts, once, in the order of tokens.
+
+    Copies that come back unchanged sum to the token times their number.
+    """
+    world = small_world(routing="holes", device=device)
     x, ids = world.s.inputs.hidden_states, world.s.inputs.topk_ids
     weights = world.s.inputs.topk_weights
     valid = (ids >= 0) & (ids < 10)
@@ -132,7 +136,12 @@ def test_one_copy_travels(kind):
         tokens = mine(world.counts, rank)
         part = kind(group, 8, world.expert_ranks)
         given = (x[tokens], weights[tokens], ids[tokens], 10, world.expert_map(rank), False)
-        return part.prepare(*given, world.s.config)
+        prepared = part.prepare(*given, world.s.config)
+        rest = (prepared.topk_weights, prepared.topk_ids, False)
+        out = part.finalize(prepared.a1q, *rest, moe_ops.TopKWeightAndReduceNoOP())
+        copies = (ranks[tokens, :, None] == torch.arange(4, device=device)).any(1).sum(1)
+        assert torch.equal(out, (x[tokens].float() * copies[:, None]).bfloat16())
+        return prepared
 
     for rank, (rows, scale, meta, its_ids, its_weights) in enumerate(run_ranks(4, run)):
         assert scale is None and meta is None
