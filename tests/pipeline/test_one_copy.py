@@ -222,6 +222,9 @@ def test_errors():
             kind(group, 4, torch.zeros(3, dtype=torch.int64))
         with pytest.raises(ValueError, match="expert_ranks must have 1 axes"):
             kind(group, 4, torch.zeros(3, 1, dtype=torch.int32))
+        for wrong in (2, -1):
+            with pytest.raises(ValueError, match=rf"expert_ranks must be in 0..1, got {wrong}"):
+                kind(group, 4, torch.tensor([0, wrong, 1], dtype=torch.int32))
         with pytest.raises(ValueError, match="max_num_tokens must be at least 1, got 0"):
             kind(group, 0)
         s = small_world((3, 2)).s

@@ -100,8 +100,8 @@ class FixedCapacityPrepareAndFinalize(OneCopyExchange):
         num_rows = self.group.size * size
         places = ops.batched_rows(ranks, 0, self.group.size, size)
         self._check_none_dropped(ranks, places, size)
-        # The row after the last one takes the slots that copy nothing.
-        found = torch.where(places < 0, num_rows, places).flatten().long()
+        # The row after the last one takes the slots that copy nothing, whose place is -1.
+        found = places.flatten().long().remainder(num_rows + 1)
         slots = torch.arange(found.shape[0], dtype=torch.int32, device=found.device)
         none = places.new_full((num_rows + 1,), -1)
         end = places.new_full((2,), num_rows, dtype=torch.int64)

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from moe_ops import checks, ops
-from moe_ops.pipeline.batched_prepare import mapped_ids
 from moe_ops.pipeline.checking import is_checking
 from moe_ops.pipeline.exchange.base import Arrived, Outgoing, TokenExchange
 from moe_ops.pipeline.exchange.packing import bytes_of_fp8, packed, unpacked
@@ -55,10 +54,10 @@ class OneCopyExchange(TokenExchange):
             one more collective, of E bytes a rank.
 
     Raises:
-        TypeError, ValueError: as `TokenExchange`; ``expert_ranks`` of another dtype or shape. In a
-            call: ``expert_ranks`` for another number of experts; neither ``expert_ranks`` nor an
-            ``expert_map``; within `moe_ops.checking`, ``expert_ranks`` that contradict the ranks'
-            ``expert_map`` (on all ranks).
+        TypeError, ValueError: as `TokenExchange`; ``expert_ranks`` of another dtype or shape, or
+            with ranks that are not in the group. In a call: ``expert_ranks`` for another number of
+            experts; neither ``expert_ranks`` nor an ``expert_map``; within `moe_ops.checking`,
+            ``expert_ranks`` that contradict the ranks' ``expert_map`` (on all ranks).
     """
 
     def __init__(
@@ -70,6 +69,11 @@ class OneCopyExchange(TokenExchange):
         super().__init__(group, max_num_tokens)
         if expert_ranks is not None:
             checks.tensor("expert_ranks", expert_ranks, 1, (torch.int32,))
+            wrong = expert_ranks[(expert_ranks < 0) | (expert_ranks >= self.group.size)]
+            if wrong.numel():
+                raise ValueError(
+                    f"expert_ranks must be in 0..{self.group.size - 1}, got {int(wrong[0])}"
+                )
         self.expert_ranks = expert_ranks
 
     @abstractmethod
@@ -122,17 +126,23 @@ class OneCopyExchange(TokenExchange):
         return lambda: ops.moe_unpermute(self.group.wait(travelling), None, places, None)
 
     def ranks_of(self, topk_ids: Tensor, num_experts: int, expert_map: Tensor | None) -> Tensor:
-        """``(T, k)``: the ranks that hold a token's experts, ascending, each once; else -1."""
-        table = self._table(topk_ids, num_experts, expert_map)
-        ranks = mapped_ids(topk_ids, table, 0, self.group.size).sort(1).values
-        first, others = ranks[:, :1], ranks[:, 1:]
-        return torch.cat([first, others.masked_fill(others == ranks[:, :-1], -1)], 1)
+        """int32 ``(T, k)``: the ranks that hold a token's experts, ascending, each once; else -1.
+
+        ``expert_map`` is needed without ``expert_ranks`` only.
+        """
+        known = self._ranks(topk_ids, num_experts, expert_map)
+        # Ids that are not experts find one of two entries of -1 behind the last expert.
+        table = torch.cat([known, known.new_full((2,), -1)])
+        ranks = table[topk_ids.clamp(-1, num_experts)].sort(1).values
+        again = ranks[:, 1:] == ranks[:, :-1]
+        ranks[:, 1:].masked_fill_(again, -1)
+        return ranks
 
     def _start(self, x: Tensor, tokens: Outgoing, copies: Copies) -> Tensor:
         rows = ops.gather_rows(x, copies.slots, copies.end, tokens.topk_ids.shape[1])
         return self.group.start_exchange(rows, copies.sent, copies.received)
 
-    def _table(self, topk_ids: Tensor, num_experts: int, expert_map: Tensor | None) -> Tensor:
+    def _ranks(self, topk_ids: Tensor, num_experts: int, expert_map: Tensor | None) -> Tensor:
         """int32 ``(E,)`` on the tokens' device: the rank that holds each expert."""
         known = self.expert_ranks
         if known is None:
