@@ -39,15 +39,15 @@ def test_copies(ranks, top_k, gathered, slots, destinations):
     seed=st.integers(0, 2**16),
 )
 def test_copies_of_simulated_routing(ranks, num_experts, top_k, seed):
-    """Within five standard errors of the mean over tokens."""
+    """Within five standard errors of the mean over tokens; rare events may not occur at all."""
     g, tokens = torch.Generator().manual_seed(seed), 20000
     ids = torch.rand(tokens, num_experts, generator=g).topk(top_k, 1).indices
     there = torch.zeros(tokens, ranks)
     there.scatter_(1, linear(num_experts, ranks)[ids].long(), 1)
     own = torch.randint(ranks, (tokens, 1), generator=g)
     copies = (there.sum(1) - there.gather(1, own)[:, 0]).double()
-    error = float(copies.std()) / tokens**0.5
-    assert abs(float(copies.mean()) - rank_copies(ranks, top_k, num_experts)) < 5 * error + 1e-9
+    error = float((copies.var() + 1 / tokens) / tokens) ** 0.5
+    assert abs(float(copies.mean()) - rank_copies(ranks, top_k, num_experts)) < 5 * error
 
 
 def sent(world, exchange):

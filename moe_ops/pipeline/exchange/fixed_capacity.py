@@ -19,7 +19,8 @@ class FixedCapacityPrepareAndFinalize(OneCopyExchange):
     See `OneCopyExchange` for what travels. Every rank sends C rows to every rank, each way. What
     is not a copy of a token is zeros with ids of -1, so experts skip it. Shapes do not depend on
     the routing and nothing waits for the device, so calls trace and can be captured, over any
-    backend of `torch.distributed`.
+    backend of `torch.distributed`. (Call it once before a capture: kernels are compiled then, and
+    ``expert_ranks`` are copied to the device.)
 
     **Capacity.** ``C = ceil(P * capacity_factor)``. P is the largest number of tokens of a rank:
     ``max_num_tokens``, or without it the number that calls agree on, as in
