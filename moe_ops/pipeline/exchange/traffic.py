@@ -45,7 +45,8 @@ LINKS = {
         Link("ndr400", 50e9, None, 0.0, 0.0, "nominal: one port of 400 Gb/s for each rank"),
     )
 }  # fmt: skip
-"""Known links: NVLink of the fourth generation, and InfiniBand NDR between nodes."""
+"""Known links: NVLink of the fourth generation, and InfiniBand NDR between nodes. The measurements
+are in `benchmarks/NOTES.md`, under Links between ranks."""
 
 
 @dataclass(frozen=True)
