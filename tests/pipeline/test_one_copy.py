@@ -91,6 +91,7 @@ def test_any_ranks(data):
     room = data.draw(st.sampled_from((None, max(1, *counts), 9)), "room")
     known = data.draw(st.sampled_from((None, world.expert_ranks)), "known")
     expected = world.results(lambda group: ALL(group, room))
+    assert torch.equal(torch.cat(expected), world.expected())
     for kind in (FIXED, EXACT):
         found = world.results(lambda group, kind=kind: kind(group, room, known))
         for out, wanted in zip(found, expected, strict=True):

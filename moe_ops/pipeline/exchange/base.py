@@ -190,9 +190,11 @@ class TokenExchange(FusedMoEPrepareAndFinalizeModular):
 
         def receiver() -> PrepareResult:
             rows, scale, weights, ids = receive()
-            if later:
+            if later and quant is None:
+                rows = weighted_rows(rows, weights)
+            elif later and quant is not None:
                 routed = Routing(weights, ids, expert_map)
-                rows, scale = self._weighted(rows, routed, num_experts, quant_config, quant)
+                rows, scale = self._quantized(rows, routed, num_experts, quant_config, quant, True)
             return PrepareResult(rows, scale, None, ids, weights)
 
         return receiver
@@ -268,21 +270,6 @@ class TokenExchange(FusedMoEPrepareAndFinalizeModular):
         routing = Routing(weights, ids, None)  # scales must not depend on which experts are here
         return self._quantized(a1, routing, num_experts, config, quant, on_input)
 
-    def _weighted(
-        self,
-        tokens: Tensor,
-        routing: Routing,
-        num_experts: int,
-        quant_config: FusedMoEQuantConfig,
-        quant: Quant | None,
-    ) -> tuple[Tensor, Tensor | None]:
-        """Tokens that have arrived as one row for each slot, with its weight, quantized."""
-        if quant is None:
-            return weighted_rows(tokens, routing.topk_weights), None
-        if quant.of_all_rows:  # the scale must not depend on which experts are local
-            routing = routing._replace(expert_map=None)
-        return self._quantized(tokens, routing, num_experts, quant_config, quant, True)
-
     def _quantized(
         self,
         tokens: Tensor,
@@ -292,7 +279,7 @@ class TokenExchange(FusedMoEPrepareAndFinalizeModular):
         quant: Quant,
         on_input: bool,
     ) -> tuple[Tensor, Tensor | None]:
-        """Quantize rows; ranks share one dynamic scale of all rows."""
+        """Quantize rows; ranks share one dynamic scale, of the rows that any of them quantizes."""
         if not quant.of_all_rows or self.group.size == 1:
             return quantize_tokens(tokens, quant_config, routing, num_experts, on_input)
         weights, ids, expert_map = routing
