@@ -53,7 +53,8 @@ class FusedMoE(RoutesTokens, WeightLoading, SchemeState, KeepsBits):
     ranks; without it the caller does. ``tp_size`` ranks cut every expert along I so that each rank
     has whole scales: `aligned_sizes` refines blocks or pads I. ``ep_size`` ranks hold whole experts
     each. With ``dp_size`` (or ``is_sequence_parallel``) beside ``ep_size`` each rank passes its own
-    tokens and gets their finished results: see `AllGatherPrepareAndFinalize`.
+    tokens and gets their finished results, through the exchange that the ``all2all_backend`` of
+    ``moe_parallel_config`` names: `AllGatherPrepareAndFinalize` unless another is chosen.
 
     Args:
         num_experts: E.
@@ -137,6 +138,7 @@ class FusedMoE(RoutesTokens, WeightLoading, SchemeState, KeepsBits):
                 given.expert_ranks(parallel, num_experts),
                 top_k + given.n_shared_experts,
                 equal_num_tokens=given.equal_num_tokens,
+                capacity_factor=given.capacity_factor,
             )
 
     def forward(

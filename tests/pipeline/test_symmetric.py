@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from compilations import Compilations
 from conftest import INTERPRETED
-from exchanges import COUNTS, PROBLEM, SCHEMES, kernel_of, part_of
+from rank_kernels import COUNTS, PROBLEM, SCHEMES, kernel_of, part_of
 from modular import setup, twice
 from ranks import device, experts_of, mine, spawn, started
 

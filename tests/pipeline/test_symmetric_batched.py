@@ -6,7 +6,7 @@ import pytest
 import torch
 from compilations import Compilations
 from conftest import INTERPRETED
-from exchanges import COUNTS, PROBLEM, kernel_of, part_of
+from rank_kernels import COUNTS, PROBLEM, kernel_of, part_of
 from modular import layer_config, setup
 from ranks import config_of, device, experts_of, mine, spawn
 

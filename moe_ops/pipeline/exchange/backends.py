@@ -10,6 +10,8 @@ from torch import Tensor
 from moe_ops.pipeline.config import FusedMoEConfig
 from moe_ops.pipeline.exchange.all_gather import AllGatherPrepareAndFinalize
 from moe_ops.pipeline.exchange.base import TokenExchange
+from moe_ops.pipeline.exchange.exact import ExactAllToAllPrepareAndFinalize
+from moe_ops.pipeline.exchange.fixed_capacity import FixedCapacityPrepareAndFinalize
 from moe_ops.pipeline.exchange.groups import RankGroup
 from moe_ops.pipeline.exchange.symmetric import SymmetricPrepareAndFinalize
 
@@ -26,6 +28,9 @@ class Needs(NamedTuple):
     top_k: int
     """Slots of a token."""
     equal_num_tokens: bool
+    """See `TokenExchange`."""
+    capacity_factor: float
+    """See `FixedCapacityPrepareAndFinalize`."""
 
 
 def exchange_of(
@@ -36,6 +41,7 @@ def exchange_of(
     top_k: int | None = None,
     *,
     equal_num_tokens: bool = False,
+    capacity_factor: float = 1.0,
 ) -> TokenExchange:
     """Make the exchange that a layer's parallel config names.
 
@@ -46,14 +52,17 @@ def exchange_of(
         expert_ranks: int32 ``(E,)``, the rank that holds each expert; None: not known.
         top_k: slots of a token; None: those of the config. Fused shared experts add slots.
         equal_num_tokens: see `TokenExchange`.
+        capacity_factor: see `FixedCapacityPrepareAndFinalize`; other exchanges have none.
 
     Raises:
         ValueError: an exchange that needs ``max_num_tokens`` without it.
     """
     backend = config.moe_parallel_config.all2all_backend
+    if equal_num_tokens and backend in ("fixed_capacity", "alltoall"):
+        raise ValueError(f"equal_num_tokens must be False with all2all_backend {backend!r}")
     slots = config.experts_per_token if top_k is None else top_k
-    given = Needs(config, group, max_num_tokens, expert_ranks, slots, equal_num_tokens)
-    return MAKERS[backend](given)
+    options = (slots, equal_num_tokens, capacity_factor)
+    return MAKERS[backend](Needs(config, group, max_num_tokens, expert_ranks, *options))
 
 
 def _all_gather(given: Needs) -> TokenExchange:
@@ -76,9 +85,24 @@ def _symmetric(given: Needs) -> TokenExchange:
     )
 
 
+def _fixed_capacity(given: Needs) -> TokenExchange:
+    return FixedCapacityPrepareAndFinalize(
+        given.group,
+        given.max_num_tokens,
+        given.expert_ranks,
+        capacity_factor=given.capacity_factor,
+    )
+
+
+def _exact(given: Needs) -> TokenExchange:
+    return ExactAllToAllPrepareAndFinalize(given.group, given.max_num_tokens, given.expert_ranks)
+
+
 MAKERS: dict[str, Callable[[Needs], TokenExchange]] = {
     "allgather_reducescatter": _all_gather,
     "naive": _all_gather,
     "symmetric": _symmetric,
+    "fixed_capacity": _fixed_capacity,
+    "alltoall": _exact,
 }
 """One entry for each of `moe_ops.parallel.parallel_config.IMPLEMENTED_BACKENDS`."""
