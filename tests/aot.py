@@ -31,7 +31,7 @@ from moe_ops.kernels import symmetric
 from moe_ops.kernels._runtime import launch
 from moe_ops.ops import STAGES
 from moe_ops.pipeline.devices import TARGETS
-from moe_ops.windows import Window, WindowLayout
+from moe_ops.windows import FAILED, Window, WindowLayout
 
 KNOWN = [target.facts for target in TARGETS.values() if target.facts is not None]
 SHARED_MEMORY = {facts.arch: facts.shared_memory for facts in KNOWN}
@@ -77,8 +77,21 @@ class FakeWindow(Window):
     def rank(self) -> int:
         return self.layout.ranks - 1
 
+    @property
+    def peers(self) -> torch.Tensor:
+        return self.own
+
+    @property
+    def state(self) -> torch.Tensor:
+        return self.own.new_empty(FAILED + 1, dtype=torch.int32)
+
     def part(self, offset: int, dtype: torch.dtype, *shape: int) -> torch.Tensor:
         return self.own.new_empty(shape, dtype=dtype)
+
+
+def fake_windows(layout: WindowLayout, device: torch.device, timeout: float) -> list[FakeWindow]:
+    """Stands for `moe_ops.pipeline.exchange.memory.allocate_here` of one rank."""
+    return [FakeWindow(layout, torch.empty(2, dtype=torch.int64, device=device))]
 
 
 def fake_window(peers: torch.Tensor) -> FakeWindow:

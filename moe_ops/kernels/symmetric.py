@@ -252,11 +252,11 @@ def symmetric_send(
     arrived = windows.arrived(x, scale, topk_ids.shape[1], rows_per_rank, quant)
     rule = parse_quant(quant) if quant else None
     given = rule is not None and scale is not None and not rule.global_scale
-    own = (0, torch.float32) if quant or scale is None else (scale.shape[1], scale.dtype)
     if x.itemsize == 1:
         x = x.view(torch.uint8)
     if scale is not None and scale.itemsize == 1:
         scale = scale.view(torch.uint8)
+    own = (0, torch.float32) if quant or scale is None else (scale.shape[1], scale.dtype)
     layout = windows.layout
     travel = travel_of(x.shape[1], x.dtype, quant, given, own)
     rank, ranks, top_k = windows.rank, layout.ranks, topk_ids.shape[1]

@@ -54,6 +54,7 @@ FORMS = {
     "one-scale": Form("fp8:*x*:float32:static", (0.02,)),
     "one-scale-of-rows": Form("int8:1x*:float32:static", (0.02,), on_input=True),
     "scales-travel": Form(scale=(F32, 3), dtype=FP8),
+    "scales-of-8-bits-travel": Form(scale=(FP8, 6), dtype=torch.uint8),
     "exponents-travel": Form(scale=(torch.uint8, 3), dtype=torch.uint8, everywhere=True),
 }
 
