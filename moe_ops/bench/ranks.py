@@ -191,7 +191,7 @@ def _kernel(
         "w2": experts.w2[part],
         "activation": "silu",
         "global_num_experts": problem.num_experts,
-        "expert_map": expert_map.to(rank.device),
+        "expert_map": None if expert_map is None else expert_map.to(rank.device),
         "apply_router_weight_on_input": False,
     }
     return kernel, call
