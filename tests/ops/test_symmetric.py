@@ -7,15 +7,16 @@ from typing import NamedTuple
 
 import pytest
 import torch
+from conftest import HAS_CUDA, INTERPRETED
 from operator_samples import I32
 from torch._subclasses.fake_tensor import FakeTensorMode
-from windows_here import UNTOUCHED, Ranks
+from windows_here import DONE, UNTOUCHED, Ranks
 
 from moe_ops import ops
 from moe_ops.pipeline.exchange.memory import allocate_here
 from moe_ops.reference import symmetric as reference
 from moe_ops.reference.quantize import moe_quantize
-from moe_ops.windows import FAILED, WindowLayout
+from moe_ops.windows import FAILED, MOST_PROGRAMS, WindowLayout
 
 pytestmark = pytest.mark.kernel
 R, P, E, H, COUNTS = 3, 5, 6, 96, (3, 5, 0)
@@ -215,7 +216,7 @@ def test_sums_come_back(ranks, name, device):
             assert (raw(came[r][left]) == UNTOUCHED).all()
 
 
-def test_tokens_of_many_programs(device):
+def test_calls_one_after_another(device):
     """More rows than programs, and calls one after another; other P in between."""
     ranks = Ranks.of(1, device, 300, 32, 2, 4)
     (window,) = ranks.windows
@@ -232,6 +233,10 @@ def test_tokens_of_many_programs(device):
         out = ops.symmetric_return(arrived[0] * 2, None, window.peers, window.state, 2)
         assert torch.equal(out, 2 * x)
     assert int(window.error) == 0
+    on_kernels = INTERPRETED or HAS_CUDA  # references have one program
+    sent, returned = window.state[:FAILED].view(2, MOST_PROGRAMS).tolist()
+    assert sent == ([4, *[3] * 6, *[2] * 125] if on_kernels else [4, *[0] * 131])
+    assert returned == ([3, *[3] * 6, *[2] * 125] if on_kernels else [4, *[0] * 131])
 
 
 ANY = [-(2**31), -5, -1, 0, 1, 2, 3, 4, 5, 6, 7, 2**16, 2**31 - 1]
@@ -278,6 +283,18 @@ def test_any_numbers(name, seed, device):
     assert all(map(torch.equal, touched, touched_by_reference))
     for a, b in zip(out[2:], expected[2:], strict=True):  # no rank sends to it later
         torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)
+
+
+def test_who_has_written(device):
+    """A rank's programs set their flags in all windows, and no other flags."""
+    ranks, form = Ranks.of(R, device, ROOM, H, SLOTS, 2), FORMS["unquantized"]
+    programs = P if INTERPRETED or HAS_CUDA else 1
+    for steps in (1, 2):
+        send_all(ranks, batch_of(form), form, device)
+        for window in ranks.windows:
+            flags = window.part(ranks.layout.parts.sent, I32, R, MOST_PROGRAMS).tolist()
+            assert flags[-1] == [steps] * programs + [DONE] * (MOST_PROGRAMS - programs)
+            assert flags[:-1] == [[DONE] * MOST_PROGRAMS] * (R - 1)
 
 
 def test_experts_that_only_another_rank_knows(device):

@@ -12,13 +12,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from compilations import Compilations
-from conftest import INTERPRETED
+from conftest import HAS_CUDA, INTERPRETED
 from exchanges import COUNTS, PROBLEM, SCHEMES, kernel_of, part_of
 from modular import setup, twice
 from ranks import device, experts_of, mine, spawn
 
 import moe_ops
 from moe_ops.pipeline.exchange.base import Outgoing
+from moe_ops.pipeline.exchange.groups import RankGroup
 
 E, K, ROOM = PROBLEM.num_experts, PROBLEM.top_k, 9
 FEW = ("unquantized", "fp8_tensor_static", "fp8_block128", "int8_channel", "nvfp4")
@@ -256,3 +257,26 @@ def check_all(rank, ranks):
 @pytest.mark.parametrize(("ranks", "backend"), GROUPS)
 def test_exchanges_are_the_same(ranks, backend):
     spawn(check_kernel_paths if INTERPRETED else check_all, ranks, backend=backend)
+
+
+@pytest.mark.kernel
+@pytest.mark.parametrize("name", SCHEMES)
+def test_one_rank_needs_no_group(name):
+    """Whatever is quantized when, as the all-gather of one rank does it."""
+    alone, where = RankGroup(1), "cuda" if HAS_CUDA else "cpu"
+    for on_input, top_k in MODES:
+        s = setup(PROBLEM.with_(scheme=name, top_k=top_k), moe_ops.TritonExperts, where)
+        x, _, _, weights, ids, *_ = s.inputs
+        call = (x, weights, ids, E, None, on_input, s.config, False)
+        expected = moe_ops.AllGatherPrepareAndFinalize(alone).prepare(*call)
+        holders = torch.zeros(E, dtype=torch.int32)
+        part = moe_ops.SymmetricPrepareAndFinalize(
+            alone, len(x), PROBLEM.hidden_size, top_k, dtype=x.dtype, expert_ranks=holders
+        )
+        rows, scale, _, all_ids, all_weights = part.prepare(*call)
+        assert same(rows, expected.a1q) and torch.equal(all_ids, ids.int())
+        assert torch.equal(all_weights, expected.topk_weights)
+        assert (scale is None) == (expected.a1q_scale is None)
+        assert scale is None or same(scale, expected.a1q_scale)
+        noop, sums = moe_ops.TopKWeightAndReduceNoOP(), torch.randn_like(x)
+        assert torch.equal(part.finalize(sums, all_weights, all_ids, on_input, noop), sums)
