@@ -7,7 +7,7 @@ from operator_samples import I32, OF_WINDOWS, called, overload, samples, symboli
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils._pytree import tree_map_only
-from windows_here import alone
+from windows_here import Ranks, alone
 
 from moe_ops import ops
 from moe_ops.reference import symmetric as reference
@@ -151,6 +151,9 @@ def test_windows_are_found_by_their_own_tensor(device):
     with pytest.raises(ValueError, match="peers must be the tensor `peers` of open Windows"):
         ops.symmetric_send(**{**call, "peers": copy})
     ops.symmetric_send(**call)
+    three = Ranks.of(3, device, 8, 32, 2, 4)
+    with pytest.raises(ValueError, match="of open Windows, got another tensor"):
+        ops.symmetric_send(**{**call, "peers": three.windows[0].peers[:-1]})
     del ranks, call
     with pytest.raises(ValueError, match="of open Windows, got another"):
         reference.windows_of(peers)

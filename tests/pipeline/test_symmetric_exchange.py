@@ -63,16 +63,16 @@ def check_prepared(rank, ranks):
     """What arrives is what an all-gather brings, for tokens that this rank's experts read."""
     tokens, everywhere = mine(COUNTS[ranks], rank), ranks_of_experts(ranks)
     few = INTERPRETED or ranks > 2
-    for number, name in enumerate(FEW if few else SCHEMES):
-        every = name in EVERY_MODE and not few
-        for on_input, top_k in MODES if every else MODES[number % 3 :][:1]:
+    for number, name in enumerate((*FEW, "fp8_tensor") if few else SCHEMES):
+        every = name in EVERY_MODE
+        for on_input, top_k in MODES if every and not few else MODES[number % 3 :][:1]:
             s = setup(PROBLEM.with_(scheme=name, top_k=top_k), moe_ops.TritonExperts, device())
             x, _, _, weights, ids, *_ = s.inputs
             ids = ids.masked_fill(torch.arange(11, device=ids.device)[:, None] == 2, -1)
             ids[3, 0], ids[4, 0] = E + 5, -7  # no expert has these ids
             x = x.masked_fill(torch.arange(11, device=x.device)[:, None] == 2, float("nan"))
             where = None if number % 4 == 2 else everywhere
-            part = exchange_of(ranks, top_k, expert_ranks=where, share=f"{top_k} slots")
+            part = exchange_of(ranks, top_k, expert_ranks=where, share=f"{top_k} {every}")
             call = (x[tokens], weights[tokens], ids[tokens], E, None, on_input, s.config, False)
             expected = moe_ops.AllGatherPrepareAndFinalize(None, ROOM).prepare(*call)
             rows, scale, meta, all_ids, all_weights = part.prepare(*call)
