@@ -52,13 +52,13 @@ def launch(scheme, hidden, ranks, on_input=False, sharded=True):
 def compiled(arch, run):
     """The kernels, by name.
 
-    ptxas spills up to four words that live across their loops, although it takes far fewer
+    ptxas spills up to eight words that live across their loops, although it takes far fewer
     registers than a program may have. A row that did not fit would be thousands of bytes.
     """
     kernels = aot.compile_launch(arch, run)
     for kernel in kernels:
         used = aot.resources(kernel, arch)
-        assert used["shared"] <= 8192 and used["spilled"] <= 16, (kernel.metadata.name, used)
+        assert used["shared"] <= 8192 and used["spilled"] <= 32, (kernel.metadata.name, used)
         assert used["registers"] <= 160, (kernel.metadata.name, used)
     return {kernel.metadata.name: kernel for kernel in kernels}
 
