@@ -190,11 +190,15 @@ class Window:
         )
 
     def part(self, offset: int, dtype: torch.dtype, *shape: int) -> Tensor:
-        """A part of this rank's window."""
+        """A part of this rank's window, with a storage of its own over the window's memory.
+
+        To PyTorch the parts do not alias each other, as outputs of an operator must not.
+        """
         size = dtype.itemsize
         for length in shape:
             size *= length
-        return self.own[offset : offset + size].view(dtype).view(shape)
+        storage = self.own.untyped_storage()[offset : offset + size]
+        return self.own.new_empty(0, dtype=dtype).set_(storage).view(shape)
 
 
 @dataclass(eq=False)

@@ -16,9 +16,12 @@ I32, FP8 = torch.int32, torch.float8_e4m3fn
 K, E, H, I = 2, 4, 32, 16  # noqa: E741
 MAP = torch.tensor([1, 0, -1, 2], dtype=I32)
 OF_WINDOWS = ("symmetric_send", "symmetric_return", "symmetric_send_batched")
-"""Operators that find memory by the very tensor of its addresses, and count their calls in another:
-a copy of these tensors, or other numbers in them, is no call. What other tests do with copies is
-tested in `ops/test_symmetric*.py`, and under the sanitizer in a case of `sanitize_operators.py`."""
+"""Operators that find memory by the very tensor of its addresses, and count calls in another.
+
+With a copy of these tensors, or other numbers in them, a call fails or writes anywhere. Tests that
+make copies leave these operators out; `ops/test_symmetric*.py` and
+`window_case` of `sanitize_operators.py` cover the same properties.
+"""
 
 
 def samples(device):

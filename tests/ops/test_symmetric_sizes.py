@@ -6,6 +6,7 @@ from conftest import HAS_CUDA, INTERPRETED
 from operator_samples import I32, OF_WINDOWS, called, overload, samples, symbolic_tokens
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.testing._internal.optests import generate_tests as optests
 from torch.utils._pytree import tree_map_only
 from windows_here import Ranks, alone
 
@@ -196,6 +197,14 @@ def test_fakes_add_no_guard_on_the_tokens(fake_device, unbacked, equal):
         sums = ops.symmetric_return(out[0], routing[2], *where, 2)
     assert not env.guards
     assert equal or sums.shape == (rows, H)
+
+
+@pytest.mark.parametrize("qualified", OF_WINDOWS)
+@pytest.mark.parametrize("check", [optests.safe_fake_check, optests.safe_schema_check])
+def test_opcheck(qualified, check, device):
+    """Parts of `torch.library.opcheck`, which would copy ``peers``."""
+    for arguments in samples(device)[qualified]:
+        check(overload(qualified), arguments, {}, copy_inputs=False)
 
 
 def test_samples_are_of_open_windows(device):

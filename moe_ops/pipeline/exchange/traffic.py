@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import ceil, comb, sqrt
+from typing import NamedTuple
 
 from moe_ops import checks
 from moe_ops.pipeline.config import FusedMoEConfig
@@ -73,8 +74,7 @@ class Traffic:
     deviations; None for the others."""
 
 
-@dataclass(frozen=True)
-class _Way:
+class _Way(NamedTuple):
     """How a backend sends."""
 
     collectives: int
