@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 
+from moe_ops.parallel.agreement import process_group
 from moe_ops.pipeline.checking import may_wait
 
 
@@ -40,26 +40,8 @@ class RankGroup(NamedTuple):
         """
         if isinstance(group, cls):
             return group
-        if group is None:
-            if not dist.is_initialized():
-                raise ValueError(
-                    "group must be given, or torch.distributed initialized, got neither"
-                )
-            group = dist.group.WORLD
-        elif isinstance(group, str):
-            group = _group_of_name(group)
-        elif isinstance(group, DeviceMesh):
-            if group.ndim != 1:
-                raise ValueError(f"group must be a DeviceMesh of 1 dimension, got {group.ndim}")
-            group = group.get_group()
-        elif group is dist.GroupMember.NON_GROUP_MEMBER:
-            raise ValueError("group must be one that this process is in, got NON_GROUP_MEMBER")
-        if not isinstance(group, dist.ProcessGroup):
-            raise TypeError(
-                "group must be a ProcessGroup, its name, a DeviceMesh or a RankGroup, got "
-                f"{type(group).__name__}"
-            )
-        return cls.of(group.size(), group)
+        ranks = process_group(group)
+        return cls.of(ranks.size(), ranks)
 
     def check_size(self, name: str) -> None:
         """Raise ValueError if the group named ``name`` exists and has another number of ranks."""
@@ -145,10 +127,3 @@ class RankGroup(NamedTuple):
                 "ranks, got neither"
             )
         return dist.group.WORLD.group_name
-
-
-def _group_of_name(name: Any) -> Any:
-    try:
-        return dist.distributed_c10d._resolve_process_group(name)
-    except (LookupError, RuntimeError, ValueError) as error:
-        raise ValueError(f"group must be the name of a process group, got {name!r}") from error
