@@ -44,12 +44,12 @@ from moe_ops.parallel import (
     rebalance_experts,
     remap_topk_to_local,
 )
-from moe_ops.pipeline.all_gather import AllGatherPrepareAndFinalize
 from moe_ops.pipeline.async_prepare import AsyncPrepareAndFinalize
 from moe_ops.pipeline.batched_prepare import BatchedPrepareAndFinalize
 from moe_ops.pipeline.calls import Call
 from moe_ops.pipeline.checking import checking
 from moe_ops.pipeline.config import FusedMoEConfig
+from moe_ops.pipeline.exchange.all_gather import AllGatherPrepareAndFinalize
 from moe_ops.pipeline.experts import (
     BatchedGroupedGemmExperts,
     BatchedTritonExperts,

@@ -27,8 +27,8 @@ from moe_ops.layer.weight_loader import WeightLoading
 from moe_ops.loading.given import GivenScales
 from moe_ops.parallel import make_expert_params_mapping, maybe_roundup_hidden_size
 from moe_ops.parallel.eplb_state import LayerEplbState
-from moe_ops.pipeline.all_gather import AllGatherPrepareAndFinalize
-from moe_ops.pipeline.collectives import RankGroup
+from moe_ops.pipeline.exchange.backends import exchange_of
+from moe_ops.pipeline.exchange.groups import RankGroup
 from moe_ops.pipeline.warmup import Variants, run_variants
 from moe_ops.routing import SelectedExperts, check_tokens, select_experts
 from moe_ops.scheme import UNQUANTIZED, as_scheme
@@ -118,8 +118,6 @@ class FusedMoE(RoutesTokens, WeightLoading, SchemeState, KeepsBits):
         self.quant_method: FusedMoEMethodBase = method()
         if self.exchanges_tokens:
             self.rank_group.check_size("tp_group")
-            exchange = AllGatherPrepareAndFinalize(self.rank_group, given.max_num_tokens)
-            self.quant_method.exchange = exchange
         self.quant_method.create_weights(self, self.sizes, given.device)
         self.register_buffer("e_score_correction_bias", given.e_score_correction_bias)
         self.register_buffer("hash_indices_table", given.hash_indices_table)
@@ -131,6 +129,13 @@ class FusedMoE(RoutesTokens, WeightLoading, SchemeState, KeepsBits):
         self.num_logits = num_experts + given.zero_expert_num
         self.routes_plainly, self.shared_experts = given.routes_plainly(), given.shared_experts
         self.eplb_state: LayerEplbState | None = None
+        if self.exchanges_tokens:
+            self.quant_method.exchange = exchange_of(
+                self.moe_config,
+                self.rank_group,
+                given.max_num_tokens,
+                given.expert_ranks(parallel, num_experts),
+            )
 
     def forward(
         self,

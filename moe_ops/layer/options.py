@@ -296,12 +296,14 @@ class FusedMoEOptions:
         hashed = self.hash_indices_table is not None
         return not any((*more, hashed, self.zero_expert_num, self.n_shared_experts))
 
-    def placement(self, parallel: FusedMoEParallelConfig, num_experts: int) -> ExpertPlacement:
-        """Return which rows of the parameters hold which experts.
+    def placement(
+        self, parallel: FusedMoEParallelConfig, num_experts: int, rank: int | None = None
+    ) -> ExpertPlacement:
+        """Return which rows of a rank's parameters hold which experts; None: of this rank.
 
         Shared experts are on the first rank only, so that each is computed once.
         """
-        ep_size, rank = parallel.ep_size, parallel.ep_rank
+        ep_size, rank = parallel.ep_size, parallel.ep_rank if rank is None else rank
         redundant, even = self.num_redundant_experts, ep_size if self.enable_eplb else 1
         with torch.device("cpu"):  # its numbers are read here, even if parameters are on meta
             logical = initial_physical_to_logical_map(num_experts, redundant, even)
@@ -314,6 +316,13 @@ class FusedMoEOptions:
             rows.append(local + i if rank == 0 else -1)
         shared = range(num_experts, num_experts + self.n_shared_experts)
         return ExpertPlacement((*logical.tolist(), *shared), tuple(rows), ep_size > 1)
+
+    def expert_ranks(self, parallel: FusedMoEParallelConfig, num_experts: int) -> Tensor:
+        """Return int32 ``(physical,)`` on the CPU: the rank that holds each physical expert."""
+        ranks = range(parallel.ep_size)
+        rows = [self.placement(parallel, num_experts, rank).row for rank in ranks]
+        held = torch.tensor(rows, dtype=torch.int32, device="cpu") >= 0
+        return held.int().argmax(0).int()
 
 
 @dataclass(frozen=True)

@@ -14,10 +14,10 @@ from typing import Any
 import torch
 
 from moe_ops import checks
-from moe_ops.pipeline.all_gather import AllGatherPrepareAndFinalize
 from moe_ops.pipeline.batched_prepare import BatchedPrepareAndFinalize
-from moe_ops.pipeline.collectives import RankGroup
 from moe_ops.pipeline.config import FusedMoEConfig
+from moe_ops.pipeline.exchange.backends import exchange_of
+from moe_ops.pipeline.exchange.groups import RankGroup
 from moe_ops.pipeline.experts import (
     BatchedGroupedGemmExperts,
     BatchedTritonExperts,
@@ -70,8 +70,9 @@ def select_kernel(
     """Build a layer's kernel from the first of ``candidates`` that serves its configuration.
 
     The format is Batched if ``config.max_num_tokens`` is set and Standard otherwise. Tokens stay on
-    their rank unless the parallel config exchanges them, with `AllGatherPrepareAndFinalize` over
-    all processes. Experts that route themselves are chosen only through ``experts``.
+    their rank unless the parallel config exchanges them, with the exchange of `all2all_backend`
+    over all processes (see `exchange_of`). Experts that route themselves are chosen only through
+    ``experts``.
 
     Args:
         config: the layer.
@@ -160,7 +161,7 @@ def prepare_finalize_of(config: FusedMoEConfig, experts: Experts) -> FusedMoEPre
             raise NotImplementedError(
                 "experts must be modular where ranks exchange tokens, got " + experts.__name__
             )
-        return AllGatherPrepareAndFinalize(RankGroup(parallel.ep_size))
+        return exchange_of(config, RankGroup(parallel.ep_size))
     if config.max_num_tokens is None:
         if experts.is_monolithic():
             return MoEPrepareAndFinalizeNoEPMonolithic()

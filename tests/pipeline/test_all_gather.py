@@ -10,7 +10,7 @@ from ranks import config_of, experts_of, mine, of_all_ranks, spawn
 
 import moe_ops
 from moe_ops.pipeline.calls import Pending
-from moe_ops.pipeline.collectives import RankGroup
+from moe_ops.pipeline.exchange.groups import RankGroup
 from moe_ops.testing import Problem, assert_layer_matches, bounded_oracle, reference_experts
 
 SCHEMES = (

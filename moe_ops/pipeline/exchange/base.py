@@ -1,0 +1,267 @@
+"""What all exchanges of tokens between ranks share: what travels, and what is done on either side.
+
+An exchange implements two steps. `TokenExchange.send` takes the tokens of this rank to the ranks of
+their experts, and `TokenExchange.send_back` takes the sums of this rank's experts to the tokens'
+ranks. Quantization before tokens travel, router weights on the input, and the sum over a token's
+experts on one rank are here.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from moe_ops import checks, ops
+from moe_ops.pipeline.exchange.groups import RankGroup
+from moe_ops.pipeline.formats import FusedMoEActivationFormat, PrepareResult
+from moe_ops.pipeline.no_ep import MoEPrepareAndFinalizeNoEP
+from moe_ops.pipeline.prepare_finalize import FusedMoEPrepareAndFinalizeModular, Receiver
+from moe_ops.pipeline.token_rows import quantize_tokens, weighted_rows
+from moe_ops.pipeline.weight_and_reduce import TopKWeightAndReduce
+from moe_ops.scheme import FusedMoEQuantConfig, Quant
+from moe_ops.tensors import Routing
+
+
+class Outgoing(NamedTuple):
+    """The tokens of this rank, and how their rows are made before they travel."""
+
+    a1: Tensor
+    """``(T, H)``."""
+    topk_weights: Tensor
+    """``(T, k)``."""
+    topk_ids: Tensor
+    """``(T, k)``, global experts."""
+    num_experts: int
+    expert_map: Tensor | None
+    """The experts of this rank."""
+    on_input: bool
+    """Whether rows are multiplied by their router weight (k = 1) before they travel."""
+    quant_config: FusedMoEQuantConfig
+    quant: Quant | None
+    """How rows are quantized before they travel; None: they are not."""
+
+
+class Arrived(NamedTuple):
+    """The tokens that have arrived, from all ranks."""
+
+    rows: Tensor
+    scale: Tensor | None
+    topk_weights: Tensor
+    topk_ids: Tensor
+
+
+class TokenExchange(FusedMoEPrepareAndFinalizeModular):
+    """Base class of exchanges in the Standard format.
+
+    Every rank passes its own tokens, whose ids are those of global experts, and gets their finished
+    results. The ``expert_map`` of a rank says which experts it holds, and each expert is held by
+    one rank of the group.
+
+    Rows are quantized before they travel, unless the experts quantize. Rows that router weights
+    multiply for k > 1 travel as tokens, and are multiplied and quantized afterwards, because k rows
+    for each token would be more bytes. One dynamic scale for all tokens (``fp8_tensor``) is the
+    largest of the ranks' scales, which takes a collective of R numbers: it equals the scale of one
+    rank with all tokens.
+
+    The sum that a rank's experts return for a token is rounded to the dtype of the activations. The
+    R partial sums of a token are added in float32 in the order of ranks, and rounded once: the same
+    bits in every run, whatever the exchange and the size of the message.
+
+    Args:
+        group: the ranks: a process group, its name, a 1-D `DeviceMesh`, a `RankGroup`, or None for
+            all processes.
+        max_num_tokens: the largest number of tokens that any rank passes; the same on all ranks.
+            None: no limit, if the exchange can do without one.
+
+    Raises:
+        TypeError: a ``group`` or ``max_num_tokens`` of another kind.
+        ValueError: a group that this process is not in, an unknown name, ``torch.distributed`` not
+            initialized, or a ``max_num_tokens`` below 1. In a call: more tokens than
+            ``max_num_tokens``.
+    """
+
+    def __init__(self, group: Any = None, max_num_tokens: int | None = None) -> None:
+        self.group = RankGroup.resolve(group)
+        if max_num_tokens is not None:
+            checks.at_least(1, max_num_tokens=max_num_tokens)
+        self.max_num_tokens = max_num_tokens
+        self.local = MoEPrepareAndFinalizeNoEP()
+
+    @abstractmethod
+    def send(self, tokens: Outgoing) -> Callable[[], Arrived]:
+        """Make rows of the tokens and start to send them; the result waits for what arrives."""
+
+    @abstractmethod
+    def send_back(self, sums: Tensor, topk_ids: Tensor) -> Receiver:
+        """Start to send partial sums to their tokens' ranks; the receiver returns ``(P, H)``.
+
+        Args:
+            sums: one row for each token that has arrived.
+            topk_ids: the ids of these tokens.
+        """
+
+    @property
+    def activation_format(self) -> FusedMoEActivationFormat:
+        """Standard."""
+        return FusedMoEActivationFormat.Standard
+
+    def max_num_tokens_per_rank(self) -> int | None:
+        """The given ``max_num_tokens``."""
+        return self.max_num_tokens
+
+    def num_dispatchers(self) -> int:
+        """Number of ranks."""
+        return self.group.size
+
+    def output_is_reduced(self) -> bool:
+        """True."""
+        return True
+
+    def supports_async(self) -> bool:
+        """True: rows travel until the receiver is called."""
+        return True
+
+    def prepare(
+        self,
+        a1: Tensor,
+        topk_weights: Tensor,
+        topk_ids: Tensor,
+        num_experts: int,
+        expert_map: Tensor | None,
+        apply_router_weight_on_input: bool,
+        quant_config: FusedMoEQuantConfig,
+        defer_input_quant: bool = False,
+    ) -> PrepareResult:
+        """`prepare_async`, and wait: rows, ids and weights of the tokens that have arrived."""
+        return self.prepare_async(
+            a1,
+            topk_weights,
+            topk_ids,
+            num_experts,
+            expert_map,
+            apply_router_weight_on_input,
+            quant_config,
+            defer_input_quant,
+        )()
+
+    def finalize(
+        self,
+        fused_expert_output: Tensor,
+        topk_weights: Tensor,
+        topk_ids: Tensor,
+        apply_router_weight_on_input: bool,
+        weight_and_reduce_impl: TopKWeightAndReduce,
+    ) -> Tensor:
+        """Sum the ranks' results: ``(P, H)``, of which the first T rows are this rank's tokens."""
+        return self.finalize_async(
+            fused_expert_output,
+            topk_weights,
+            topk_ids,
+            apply_router_weight_on_input,
+            weight_and_reduce_impl,
+        )()
+
+    def prepare_async(
+        self,
+        a1: Tensor,
+        topk_weights: Tensor,
+        topk_ids: Tensor,
+        num_experts: int,
+        expert_map: Tensor | None,
+        apply_router_weight_on_input: bool,
+        quant_config: FusedMoEQuantConfig,
+        defer_input_quant: bool = False,
+    ) -> Receiver:
+        """Quantize and start to send; the receiver waits and returns the tokens that have arrived.
+
+        With router weights on the input there is a row for each of their slots.
+        """
+        later = apply_router_weight_on_input and topk_ids.shape[1] > 1
+        on_input = apply_router_weight_on_input and not later
+        quant = None if defer_input_quant else quant_config.scheme.activation
+        before = None if later else quant
+        routing = (topk_weights, topk_ids, num_experts, expert_map)
+        receive = self.send(Outgoing(a1, *routing, on_input, quant_config, before))
+
+        def receiver() -> PrepareResult:
+            rows, scale, weights, ids = receive()
+            if later:
+                routed = Routing(weights, ids, expert_map)
+                rows, scale = _weighted(rows, routed, num_experts, quant_config, quant)
+            return PrepareResult(rows, scale, None, ids, weights)
+
+        return receiver
+
+    def finalize_async(
+        self,
+        fused_expert_output: Tensor,
+        topk_weights: Tensor,
+        topk_ids: Tensor,
+        apply_router_weight_on_input: bool,
+        weight_and_reduce_impl: TopKWeightAndReduce,
+    ) -> Receiver:
+        """Sum this rank's experts and start to send the sums back; the receiver adds the ranks'."""
+        sums = self.local.finalize(
+            fused_expert_output,
+            topk_weights,
+            topk_ids,
+            apply_router_weight_on_input,
+            weight_and_reduce_impl,
+        )
+        return self.send_back(sums, topk_ids)
+
+    def check_room(self, a1: Tensor) -> None:
+        """Raise ValueError for more tokens than ``max_num_tokens``."""
+        tokens, most = a1.shape[0], self.max_num_tokens
+        if most is None or tokens <= most:
+            return
+        if torch.compiler.is_compiling():  # numbers are symbols, which no text can hold
+            raise ValueError("a1 must have at most max_num_tokens tokens, got more")
+        raise ValueError(f"a1 must have at most max_num_tokens = {most} tokens, got {tokens}")
+
+    def rows_of(self, tokens: Outgoing) -> tuple[Tensor, Tensor | None]:
+        """Rows of the tokens as they travel: multiplied, quantized, both or neither."""
+        a1, weights, ids, num_experts, _, on_input, config, quant = tokens
+        if quant is None:
+            return (weighted_rows(a1, weights) if on_input else a1), None
+        routing = Routing(weights, ids, None)  # scales must not depend on which experts are here
+        if not quant.of_all_rows or self.group.size == 1:
+            return quantize_tokens(a1, config, routing, num_experts, on_input)
+        given, slots = weights if on_input else None, (ids, None, num_experts)
+        _, own = ops.moe_quantize(a1, None, given, *slots, quant.key)
+        # Scales grow with the largest magnitude, so their maximum is the scale of all tokens. Not a
+        # reduction of the backend, which may drop NaN.
+        scale = self.group.all_gather(own).amax(0, keepdim=True)
+        with_scale = replace(quant, scale="float32", static=True)
+        return ops.moe_quantize(a1, scale, given, *slots, with_scale.key)
+
+
+def _weighted(
+    tokens: Tensor,
+    routing: Routing,
+    num_experts: int,
+    quant_config: FusedMoEQuantConfig,
+    quant: Quant | None,
+) -> tuple[Tensor, Tensor | None]:
+    """Tokens that have arrived as one row for each slot, with its weight, quantized."""
+    if quant is None:
+        return weighted_rows(tokens, routing.topk_weights), None
+    if quant.of_all_rows:  # the scale must not depend on which experts are local
+        routing = routing._replace(expert_map=None)
+    return quantize_tokens(tokens, quant_config, routing, num_experts, True)
+
+
+def sum_of_ranks(parts: Tensor, ranks: int) -> Tensor:
+    """Sum ``(R * P, H)`` to ``(P, H)`` in float32 in the order of ranks; round once."""
+    if ranks == 1:
+        return parts
+    first, *others = parts.view(ranks, parts.shape[0] // ranks, parts.shape[1]).unbind(0)
+    total = first.float()
+    for part in others:
+        total = total + part
+    return total.to(parts.dtype)
