@@ -273,6 +273,15 @@ class LayerEplbState(NamedTuple):
     step: Tensor | None = None
     """None: the layer counts its calls."""
 
+    def held_experts(self, num_physical: int) -> tuple[int, ...]:
+        """Return the logical expert that each physical one holds now; -1: none."""
+        held = [-1] * num_physical
+        places, counts = self.logical_to_physical_map.tolist(), self.logical_replica_count.tolist()
+        for expert, (replicas, count) in enumerate(zip(places, counts, strict=True)):
+            for physical in replicas[:count]:
+                held[physical] = expert
+        return tuple(held)
+
 
 def layer_of(
     layer: int,

@@ -16,8 +16,7 @@ _enabled: ContextVar[bool] = ContextVar("checking", default=False)
 def checking() -> Iterator[None]:
     """Within this context eager calls wait for the device, and raise errors found on it.
 
-    There are two such errors: rows that `BatchedPrepareAndFinalize` dropped because they did not
-    fit, and token counts that differ between the ranks of a sequence-parallel layer on GPUs.
+    There is one such error: rows that `BatchedPrepareAndFinalize` dropped because they did not fit.
     Compiled and captured calls must not wait, so they are not affected: read ``num_dropped``
     instead. Calls of other threads and tasks are not affected either.
     """
@@ -26,15 +25,6 @@ def checking() -> Iterator[None]:
         yield
     finally:
         _enabled.reset(token)
-
-
-def may_wait(x: Tensor) -> bool:
-    """Whether a check may read numbers on the device of ``x``: on a CPU, or in checking mode."""
-    if torch.compiler.is_compiling() or x.is_meta:
-        return False
-    if x.is_cuda:
-        return _enabled.get() and not torch.cuda.is_current_stream_capturing()
-    return True
 
 
 def check_none_dropped(num_dropped: Tensor, max_num_tokens: int) -> None:

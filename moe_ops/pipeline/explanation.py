@@ -125,7 +125,8 @@ class Explanation:
         parallel = self.config.moe_parallel_config
         if parallel.exchanges_tokens:
             notes.append(
-                f"tokens: of all {parallel.ep_size} ranks together; the links are not in the floor"
+                f"tokens: of all {parallel.layer_size} ranks together; the links are not in the "
+                "floor"
             )
         if self.costs[0].gemm1 is not None:
             notes.append("tiles: rows x columns x K / warps / stages")

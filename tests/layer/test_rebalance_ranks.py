@@ -211,7 +211,11 @@ def check_group(rank, ranks):
     halves = [dist.new_group([r for r in range(ranks) if r % 2 == i]) for i in range(2)]
     group = halves[rank % 2]
     rows = EXPERTS // group.size()
-    for form in (group, group.group_name, moe_ops.pipeline.exchange.groups.RankGroup.resolve(group)):
+    for form in (
+        group,
+        group.group_name,
+        moe_ops.pipeline.exchange.groups.RankGroup.resolve(group),
+    ):
         state = EplbState.make(1, EXPERTS, 0, group=form)
         mine = slice(group.rank() * rows, (group.rank() + 1) * rows)
         weight = state.physical_to_logical_map[0, mine].clone()
