@@ -170,11 +170,12 @@ class ReplicaExchange(FusedMoEPrepareAndFinalizeModular):
         rows = cdiv(x.shape[0], count)
         if torch.compiler.is_compiling() or x.shape[0] % count:
             x = torch.cat([x, x.new_full((rows * count - x.shape[0], x.shape[1]), fill)])
-        return x.view(rows, count, x.shape[1])[:, self.index].contiguous()
+        # Not a strided view made contiguous: the compiler would ask whether it has 0 or 1 rows.
+        return x.index_select(0, torch.arange(rows, device=x.device) * count + self.index)
 
     def _gathered(self, own: Tensor) -> Tensor:
         """The shares ``(P, H)`` of the replica's ranks as ``(P * n, H)``, in order of tokens."""
         peers = range(self.first, self.first + self.replica_size)
         shares = self.group.gather_among(own, peers)
-        rows, width = own.shape
-        return shares.view(self.replica_size, rows, width).transpose(0, 1).reshape(-1, width)
+        each = shares.view(self.replica_size, *own.shape)
+        return torch.stack(each.unbind(0), 1).flatten(0, 1)
