@@ -167,8 +167,8 @@ class RoutesTokens(ExpertLayer):
 
         The ids ``(T, k)`` are those of logical experts, in the order of the router: before replicas
         are chosen, and without fused shared experts (``n_shared_experts``). Zero experts have ids
-        from E on; the slots of padding tokens are -1. With sequence parallelism the tokens are
-        those of all ranks, unless ranks exchange tokens that are routed.
+        from E on; the slots of padding tokens are -1. Ranks that exchange tokens capture those that
+        they were called with.
 
         Args:
             fn: called with the ids after routing, in eager calls only: compiled layers, replays and

@@ -3,6 +3,7 @@
 On the CPU, and on two GPUs where there are, also in CUDA graphs.
 """
 
+import functools
 import os
 import tempfile
 
@@ -76,6 +77,37 @@ def check_derived_ranks(rank, device):
     torch.testing.assert_close(layer(x, logits), layer_of(device)(x, logits))
 
 
+def check_balanced(rank, device):
+    """Rows travel between the devices, in place: a graph that was captured before them goes on."""
+    g = torch.Generator().manual_seed(3)
+    x, logits = (torch.randn(T, n, generator=g).to(device) for n in (H, E))
+    expected = layer_of(device)(x, logits)
+    layer = layer_of(
+        device, dp_size=2, dp_rank=rank, ep_size=2, enable_eplb=True, num_redundant_experts=2,
+        max_num_tokens=T,
+    )  # fmt: skip
+    state = moe_ops.EplbState.make(1, E, 2, device=device, group=dist.group.WORLD)
+    layer.set_eplb_state(0, *state[1:])
+    mine = slice(rank * T // 2, (rank + 1) * T // 2)
+    run = functools.partial(layer, x[mine], logits[mine])
+    torch.testing.assert_close(run(), expected[mine])
+    if device.type == "cuda":
+        graph = torch.cuda.CUDAGraph()
+        with torch.no_grad(), torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            out = layer(x[mine], logits[mine])
+
+        def run():
+            graph.replay()
+            return out
+
+    for loads in ([9, 1, 1, 1, 9, 1], [1, 1, 9, 9, 1, 1]):
+        state.expert_load.copy_(torch.tensor([loads]))
+        before = state.physical_to_logical_map.clone()
+        for _ in state.rebalance_steps([layer.expert_tensors()], 1, 1, 2):
+            torch.testing.assert_close(run(), expected[mine])
+        assert not torch.equal(before, state.physical_to_logical_map)
+
+
 def check_compiled(layer, x, logits, expected):
     compiled = torch.compile(layer, fullgraph=True, dynamic=True, backend="aot_eager")
     torch.testing.assert_close(compiled(x, logits), expected)
@@ -106,6 +138,7 @@ def run(rank, backend, store):
     check_rank(rank, device)
     check_derived_ranks(rank, device)
     check_unequal_parts(rank, device)
+    check_balanced(rank, device)
     dist.destroy_process_group()
 
 

@@ -106,6 +106,10 @@ def check_details(rank, ranks):
         torch.testing.assert_close(shared, twice(x[tokens]))
         for other in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
             torch.testing.assert_close(other(x[tokens], logits[tokens])[1], expected[tokens])
+        invariant = layer_of({"batch_invariant": True}, **way)
+        few = slice(1 + config.tokens_rank)  # other tokens, and other numbers of them
+        alone = invariant(x[tokens][few], logits[tokens][few])
+        assert torch.equal(alone, invariant(x[tokens], logits[tokens])[few])
         part = layer.kernel.prepare_finalize
         assert isinstance(part, ReplicaExchange) is (config.replica_size > 1)
         with pytest.raises(NotImplementedError, match=r"dp_size > 1, or .*\(output_is_reduced\)"):
