@@ -161,6 +161,11 @@ class FusedMoEOptions:
                 "num_redundant_experts must be 0 without enable_eplb, "
                 f"got {self.num_redundant_experts}"
             )
+        if self.n_shared_experts and self.enable_eplb:
+            raise NotImplementedError(
+                "n_shared_experts must be 0 with enable_eplb, which has no replicas of shared "
+                f"experts, got {self.n_shared_experts}"
+            )
         ranks, physical = self.parallel_config().ep_size, num_experts + self.num_redundant_experts
         if ranks > physical:
             raise ValueError(f"ep_size must be at most the {physical} experts, got {ranks}")

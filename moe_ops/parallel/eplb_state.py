@@ -90,7 +90,8 @@ class EplbState(EplbTensors):
     def logical_load(self) -> Tensor:
         """Return the load of every logical expert, summed over its replicas: int64 ``(L, E)``.
 
-        With a group the load is also summed over its ranks, which must all call this.
+        With a group the load is also summed over its ranks, which must all call this. Ranks that
+        have the same tokens each count them: only proportions matter.
         """
         load = torch.zeros_like(self.logical_replica_count)
         load.scatter_add_(1, self.physical_to_logical_map, self.expert_load.long())

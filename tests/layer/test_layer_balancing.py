@@ -12,7 +12,7 @@ import moe_ops
 from moe_ops import EplbState
 
 E, K, H, I, T, REDUNDANT = 8, 2, 64, 128, 12, 4  # noqa: E741
-SCHEMES = [None, "fp8_block128", "int4_w4a16_g32", "fp8_tensor_static"]
+SCHEMES = [None, "fp8_block128", "int4_w4a16_g64_zp", "fp8_tensor_static"]
 COUNTS = {1: (12,), 2: (7, 5), 4: (6, 0, 1, 5)}
 
 

@@ -145,6 +145,8 @@ def test_modes_of_tokens():
     assert (exchange.index, exchange.first) == (1, 2)
     with pytest.raises(NotImplementedError, match="strategy must be linear with .* 'round_robin'"):
         make(ep_size=2, enable_eplb=True, expert_placement_strategy="round_robin")
+    with pytest.raises(NotImplementedError, match="n_shared_experts must be 0 with enable_eplb"):
+        make(n_shared_experts=1, enable_eplb=True)
     with pytest.raises(ValueError, match="max_num_tokens must be None unless ranks .*, got 4"):
         make(ep_size=2, max_num_tokens=4)
     with pytest.raises(ValueError, match="max_num_tokens must be at least 1, got 0"):

@@ -1,5 +1,6 @@
 """Balancing over the ranks of a group: rows travel between processes, over gloo."""
 
+import pickle
 from collections import Counter
 
 import pytest
@@ -217,6 +218,7 @@ def check_group(rank, ranks):
         moe_ops.pipeline.exchange.groups.RankGroup.resolve(group),
     ):
         state = EplbState.make(1, EXPERTS, 0, group=form)
+        assert pickle.loads(pickle.dumps(state)).group_name == group.group_name
         mine = slice(group.rank() * rows, (group.rank() + 1) * rows)
         weight = state.physical_to_logical_map[0, mine].clone()
         state.expert_load.copy_(loads_of(rank, 3)[:1, :EXPERTS])
