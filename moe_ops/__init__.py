@@ -50,6 +50,8 @@ from moe_ops.pipeline.calls import Call
 from moe_ops.pipeline.checking import checking
 from moe_ops.pipeline.config import FusedMoEConfig
 from moe_ops.pipeline.exchange.all_gather import AllGatherPrepareAndFinalize
+from moe_ops.pipeline.exchange.symmetric import SymmetricPrepareAndFinalize
+from moe_ops.pipeline.exchange.symmetric_batched import BatchedSymmetricPrepareAndFinalize
 from moe_ops.pipeline.experts import (
     BatchedGroupedGemmExperts,
     BatchedTritonExperts,
@@ -124,6 +126,7 @@ __all__ = [
     "AsyncPrepareAndFinalize",
     "BatchedGroupedGemmExperts",
     "BatchedPrepareAndFinalize",
+    "BatchedSymmetricPrepareAndFinalize",
     "BatchedTritonExperts",
     "Call",
     "CheckpointLayout",
@@ -161,6 +164,7 @@ __all__ = [
     "Scheme",
     "SelectedExperts",
     "Supports",
+    "SymmetricPrepareAndFinalize",
     "TilePlan",
     "TopKWeightAndReduce",
     "TopKWeightAndReduceContiguous",

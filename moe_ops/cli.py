@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 
 from moe_ops.activation import kind_and_key
-from moe_ops.bench import layer
+from moe_ops.bench import layer, ranks
 from moe_ops.bench.gemm_clock import GemmClock
 from moe_ops.bench.harness import CHECKOUT, run_header
 from moe_ops.bench.problems import Problem, find_problem, unknown
@@ -39,7 +39,9 @@ _CUDA = torch.device("cuda")
 
 
 def _bench(arguments: Sequence[str]) -> int:
-    return layer.main(arguments, prog=f"{PROGRAM} bench")
+    """Time layers on one GPU, or with ``--ranks`` on several."""
+    spread = any(argument.partition("=")[0] == "--ranks" for argument in arguments)
+    return (ranks if spread else layer).main(arguments, prog=f"{PROGRAM} bench")
 
 
 def _explain(arguments: Sequence[str]) -> int:

@@ -288,3 +288,27 @@ eplb_map_to_physical_and_record = _op(
     " Tensor? num_unpadded_tokens, ScalarType indices_type, SymInt seed, Tensor? step=None)"
     " -> Tensor",
 )
+# The addresses of all ranks' windows are `Windows.peers`. The results of a send are this rank's
+# window: the next send overwrites them, after this rank's return. ``state`` is `Windows.state`.
+symmetric_send = _op(
+    "symmetric",
+    "symmetric_send(Tensor x, Tensor? scale, Tensor topk_weights, Tensor topk_ids,"
+    " Tensor? expert_ranks, Tensor peers, Tensor(a!) state, SymInt rows_per_rank,"
+    " SymInt num_experts, bool on_input, str quant)"
+    " -> (Tensor rows, Tensor row_scale, Tensor topk_weights, Tensor topk_ids)",
+)
+# ``placement`` is int32 ``(2, E)``: the rank that holds each expert, and the expert's row there.
+# ``held`` is int32 ``(El,)``: the experts in this rank's rows.
+symmetric_send_batched = _op(
+    "symmetric_batched",
+    "symmetric_send_batched(Tensor x, Tensor? scale, Tensor topk_weights, Tensor topk_ids,"
+    " Tensor placement, Tensor held, Tensor peers, Tensor(a!) state, SymInt rows_per_rank,"
+    " bool on_input, str quant)"
+    " -> (Tensor rows, Tensor row_scale, Tensor expert_num_tokens, Tensor num_dropped,"
+    " Tensor topk_ids, Tensor topk_weights)",
+)
+symmetric_return = _op(
+    "symmetric",
+    "symmetric_return(Tensor sums, Tensor? expert_ranks, Tensor peers, Tensor(a!) state,"
+    " SymInt top_k) -> Tensor",
+)

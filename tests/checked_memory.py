@@ -18,6 +18,8 @@ import torch
 from torch import Tensor
 from triton.runtime import interpreter
 
+import moe_ops
+
 BITS = 48
 MIDDLE = 1 << (BITS - 1)
 MOST_ACCESSES = 100_000
@@ -80,12 +82,29 @@ class Memory:
         size = max(1, pointers.get_element_ty().primitive_bitwidth // 8)
         numbers = made_up >> np.uint64(BITS)
         for number in np.unique(numbers[active]):
+            if number == 0:
+                mine = active & (numbers == number)
+                real[mine] = self.shared(made_up[mine], size)
+                continue
             if not 1 <= number <= len(self.windows):
                 raise IndexError(f"{self.kernel} accesses memory of no tensor")
             mine = active & (numbers == number)
             window = self.windows[int(number) - 1]
             real[mine] = window.real_addresses(made_up[mine], size, self.kernel)
         return interpreter.TensorHandle(real, pointers.dtype)
+
+    def shared(self, addresses: np.ndarray, size: int) -> np.ndarray:
+        """The same addresses, which must be in memory that ranks share: see `moe_ops.windows`."""
+        inside = np.zeros(addresses.shape, dtype=bool)
+        for windows in moe_ops.windows.open_windows():
+            length = windows.layout.parts.end
+            for first, end in [(a, a + length) for a in windows.addresses] + [
+                (windows.error.data_ptr(), windows.error.data_ptr() + 4)
+            ]:
+                inside |= (addresses >= first) & (addresses + np.uint64(size) <= end)
+        if not inside.all():
+            raise IndexError(f"{self.kernel} accesses memory of no tensor")
+        return addresses
 
 
 def _everywhere(pointers: Any) -> Any:

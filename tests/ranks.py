@@ -1,11 +1,13 @@
-"""Processes that form a group of ranks over gloo, and the part of a problem that a rank holds."""
+"""Processes that form a group of ranks, and the part of a problem that a rank holds."""
 
 from __future__ import annotations
 
 import faulthandler
+import importlib
 import os
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import fields, replace
 from datetime import timedelta
 from typing import Any
@@ -18,25 +20,49 @@ from torch import Tensor
 import moe_ops
 
 
-def spawn(check: Callable[..., None], ranks: int, *arguments: Any) -> None:
-    """Run ``check(rank, ranks, *arguments)`` in a process for each rank, in one gloo group.
+def spawn(check: Callable[..., None], ranks: int, *arguments: Any, backend: str = "gloo") -> None:
+    """Run ``check(rank, ranks, *arguments)`` in a process for each rank, in one group.
 
-    Processes are forked from a server that has imported PyTorch once.
+    Processes are forked from a server that has imported PyTorch once. With ``nccl`` each has a GPU
+    of its own: see `device`. Where kernels are interpreted, they are so here.
     """
+    with started(check, ranks, *arguments, backend=backend) as context:
+        while not context.join():
+            pass
+
+
+@contextmanager
+def started(
+    check: Callable[..., None], ranks: int, *arguments: Any, backend: str = "gloo"
+) -> Iterator[Any]:
+    """The processes of `spawn`, which the caller joins."""
     multiprocessing.set_forkserver_preload(["torch", "moe_ops", "pytest", "ranks", "modular"])
     with tempfile.TemporaryDirectory() as folder:
-        given = (check, ranks, f"{folder}/store", arguments)
-        multiprocessing.start_processes(_run, given, nprocs=ranks, start_method="forkserver")
+        given = (check, ranks, backend, f"{folder}/store", arguments)
+        yield multiprocessing.start_processes(
+            _run, given, nprocs=ranks, join=False, start_method="forkserver"
+        )
 
 
-def _run(rank: int, check: Any, ranks: int, store: str, arguments: tuple[Any, ...]) -> None:
+def _run(
+    rank: int, check: Any, ranks: int, backend: str, store: str, arguments: tuple[Any, ...]
+) -> None:
     faulthandler.enable()  # a rank that crashes says where
+    importlib.import_module("conftest")  # kernels are interpreted here too, where they are
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
     store, wait = f"file://{store}", timedelta(seconds=60)  # a rank that waits for nobody fails
-    dist.init_process_group("gloo", store, wait, world_size=ranks, rank=rank)
+    if backend == "nccl":
+        torch.cuda.set_device(rank)
+    dist.init_process_group(backend, store, wait, world_size=ranks, rank=rank)
     check(rank, ranks, *arguments)
     dist.destroy_process_group()
+
+
+def device() -> torch.device:
+    """This rank's device."""
+    on_gpu = dist.get_backend() == "nccl"
+    return torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
 
 
 def mine(counts: Sequence[int], rank: int) -> slice:

@@ -137,6 +137,8 @@ class FusedMoE(RoutesTokens, WeightLoading, SchemeState, KeepsBits):
                 self.rank_group,
                 given.max_num_tokens,
                 given.expert_ranks(parallel, num_experts),
+                top_k + given.n_shared_experts,
+                equal_num_tokens=given.equal_num_tokens,
             )
 
     def forward(

@@ -66,6 +66,9 @@ class FusedMoEOptions:
     max_num_tokens: int | None = None
     """The largest number of tokens of a call on any rank, if ranks exchange tokens: what travels is
     padded to it. None: calls agree on a number; see `AllGatherPrepareAndFinalize`."""
+    equal_num_tokens: bool = False
+    """All ranks pass equally many tokens in every call, if ranks exchange tokens: nothing is padded
+    to ``max_num_tokens``. Another number on a rank is an error on all ranks."""
     prefix: str = ""
     """The layer's name in a checkpoint, unless loading is given another."""
     custom_routing_function: CustomRouting | None = None
@@ -201,6 +204,10 @@ class FusedMoEOptions:
     def _check_max_num_tokens(self) -> None:
         """Check that a given number is positive, and that ranks exchange tokens."""
         most = self.max_num_tokens
+        if self.equal_num_tokens and not self.parallel_config().exchanges_tokens:
+            raise ValueError(
+                "equal_num_tokens must be False unless ranks exchange tokens, got True"
+            )
         if most is None:
             return
         checks.at_least(1, max_num_tokens=most)

@@ -19,12 +19,13 @@ ALL2ALL_BACKENDS = (
     "nixl_ep",
     "flashinfer_nvlink_one_sided",
     "flashinfer_nvlink_two_sided",
+    "symmetric",
 )
-"""vLLM's names for the ways in which ranks exchange tokens."""
-GATHERING_BACKENDS = ("allgather_reducescatter", "naive")
-"""The backends that take every token to every rank: two names of one exchange."""
-IMPLEMENTED_BACKENDS = GATHERING_BACKENDS
-"""The backends that a layer with several ranks can use today."""
+"""Ways in which ranks exchange tokens: vLLM's names, then our own."""
+IMPLEMENTED_BACKENDS = ("allgather_reducescatter", "naive", "symmetric")
+"""The backends that a layer with several ranks can use: see `moe_ops.pipeline.exchange`."""
+GATHERING_BACKENDS = ("allgather_reducescatter", "naive", "symmetric")
+"""The backends that can take every token to every rank, as parts of experts need."""
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ The results of every rank are those of one rank with all experts and all tokens.
 
 import copy
 import pickle
+from dataclasses import replace
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import moe_ops
 from moe_ops import FusedMoEParallelConfig
+from moe_ops.parallel.parallel_config import GATHERING_BACKENDS, IMPLEMENTED_BACKENDS
 from moe_ops.pipeline.exchange.replicas import ReplicaExchange
 
 E, K, H, I, T = 8, 2, 32, 64, 11  # noqa: E741
@@ -122,6 +124,21 @@ def check_details(rank, ranks):
         moe_ops.FusedMoE(E, K, H, I, dp_size=ranks, dp_rank=other)
 
 
+def check_backends(rank, ranks):
+    """Any exchange serves replicas, and parts of experts if it can take tokens to all ranks."""
+    whole = whole_of({})
+    x, logits = batch(whole)
+    expected = whole(x, logits)
+    for way in ways(rank, ranks):
+        config = moe_ops.FusedMoE(E, K, H, I, **way, device="meta").moe_parallel_config
+        for backend in GATHERING_BACKENDS if not config.use_ep else IMPLEMENTED_BACKENDS:
+            parallel = replace(config, all2all_backend=backend)
+            layer = layer_of({"max_num_tokens": 11}, moe_parallel_config=parallel)
+            for counts in COUNTS[config.layer_size // config.replica_size]:
+                tokens = mine(counts, config.tokens_rank)
+                torch.testing.assert_close(layer(x[tokens], logits[tokens]), expected[tokens])
+
+
 def check_compiled(rank, ranks):
     """One graph for all numbers of tokens, also where a replica has none."""
     whole = whole_of({})
@@ -172,6 +189,7 @@ def check_mesh(rank, ranks):
 def check(rank, ranks):
     check_kinds(rank, ranks)
     check_details(rank, ranks)
+    check_backends(rank, ranks)
     check_compiled(rank, ranks)
     if ranks == 4:
         check_mesh(rank, ranks)

@@ -4,36 +4,15 @@ import pytest
 import torch
 import torch.distributed as dist
 from compilations import Compilations
-from modular import layer_config, setup, twice
+from exchanges import COUNTS, PROBLEM, SCHEMES, kernel_of, part_of
 from modular import roundings as rounds
+from modular import setup, twice
 from ranks import config_of, experts_of, mine, of_all_ranks, spawn
 
 import moe_ops
 from moe_ops.pipeline.calls import Pending
 from moe_ops.pipeline.exchange.groups import RankGroup
-from moe_ops.testing import Problem, assert_layer_matches, bounded_oracle, reference_experts
-
-SCHEMES = (
-    "unquantized", "fp8_tensor", "fp8_tensor_static", "fp8_channel", "fp8_block128",
-    "int8_channel", "int8_tensor", "int4_w4a16_g32", "mxfp4_w4a16", "mxfp4_mxfp8", "nvfp4",
-)  # fmt: skip
-COUNTS = {2: (7, 4), 4: (5, 0, 1, 5)}
-PROBLEM = Problem(11, 6, 3, 64, 48, torch.bfloat16)
-
-
-def kernel_of(s, rank, ranks, part, kind=moe_ops.TritonExperts, **options):
-    """A rank's kernel around a prepare-finalize, and the arguments that are not tokens."""
-    held, expert_map = experts_of(rank, ranks, s.problem.num_experts)
-    experts = kind(layer_config(s.problem), config_of(s.config, held))
-    kernel = moe_ops.FusedMoEKernel(part, experts, **options)
-    weights = {"w1": s.inputs.w1[held], "w2": s.inputs.w2[held], "expert_map": expert_map}
-    return kernel, s.arguments(**weights)
-
-
-def part_of(arguments, tokens):
-    """The arguments for some tokens."""
-    names = ("hidden_states", "topk_weights", "topk_ids")
-    return {**arguments, **{name: arguments[name][tokens] for name in names}}
+from moe_ops.testing import assert_layer_matches, bounded_oracle, reference_experts
 
 
 def in_one_process(s, ranks, kind=moe_ops.TritonExperts):

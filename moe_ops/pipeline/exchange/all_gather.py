@@ -29,11 +29,12 @@ class AllGatherPrepareAndFinalize(TokenExchange):
 
     * With ``max_num_tokens``, P is that number in every call: nothing waits for the device, and
       eager, compiled and captured ranks can work together.
-    * Without it, P is the largest number of tokens that a rank has. Eager calls agree on it, for
-      which the host waits for one collective. Compiled and captured calls cannot wait, so their
-      ranks must have equal numbers of tokens: the numbers are compared on the device before rows
-      travel, and other numbers make all ranks fail (`torch._assert_async`). A graph that is
-      replayed repeats the comparison.
+    * With ``equal_num_tokens``, P is the number of tokens of the call. The ranks' numbers are
+      compared on the device before rows travel, and other numbers make all ranks fail
+      (`torch._assert_async`). A graph that is replayed repeats the comparison.
+    * With neither, P is the largest number of tokens that a rank has. Eager calls agree on it, for
+      which the host waits for one collective. Compiled and captured calls cannot wait: they are
+      calls with ``equal_num_tokens``.
 
     All ranks of the group must call this equally often and in the same order, all eager or all
     compiled unless ``max_num_tokens`` is given. An error that one rank raises for its own arguments
@@ -77,16 +78,17 @@ class AllGatherPrepareAndFinalize(TokenExchange):
         """P, the same on all ranks. Ranks that agree on it compare their ``given`` scales too."""
         tokens, most = a1.shape[0], self.max_num_tokens
         self.check_room(a1)
-        if most is not None:
-            return tokens if self.group.size == 1 else most
         if self.group.size == 1:
             return tokens
+        if most is not None and not self.equal_num_tokens:
+            return most
         facts = a1.new_full((1,), tokens, dtype=torch.float64)
-        if torch.compiler.is_compiling() or _is_capturing(a1):
+        if self.equal_num_tokens or torch.compiler.is_compiling() or _is_capturing(a1):
             torch._assert_async(
                 (self.group.all_gather(facts) == tokens).all(),
-                "hidden_states must have the same number of tokens on every rank in compiled and "
-                "captured calls unless max_num_tokens is given",
+                "hidden_states must have the same number of tokens on every rank with "
+                "equal_num_tokens, and in compiled and captured calls unless max_num_tokens is "
+                "given",
             )
             return tokens
         if given is not None:

@@ -13,6 +13,7 @@ from moe_ops.pipeline.exchange.all_gather import AllGatherPrepareAndFinalize
 from moe_ops.pipeline.exchange.base import TokenExchange
 from moe_ops.pipeline.exchange.groups import RankGroup
 from moe_ops.pipeline.exchange.replicas import ReplicaExchange
+from moe_ops.pipeline.exchange.symmetric import SymmetricPrepareAndFinalize
 from moe_ops.pipeline.prepare_finalize import FusedMoEPrepareAndFinalizeModular
 
 
@@ -25,6 +26,9 @@ class Needs(NamedTuple):
     """The largest number of tokens that any rank sends; None: not known."""
     expert_ranks: Tensor | None
     """int32 ``(E,)``: the rank that holds each expert; None: not known."""
+    top_k: int
+    """Slots of a token."""
+    equal_num_tokens: bool
 
 
 def exchange_of(
@@ -32,6 +36,9 @@ def exchange_of(
     group: RankGroup,
     max_num_tokens: int | None = None,
     expert_ranks: Tensor | None = None,
+    top_k: int | None = None,
+    *,
+    equal_num_tokens: bool = False,
 ) -> FusedMoEPrepareAndFinalizeModular:
     """Make the exchange that a layer's parallel config names.
 
@@ -40,28 +47,50 @@ def exchange_of(
         group: its ranks.
         max_num_tokens: the largest number of tokens that any rank passes; None: not known.
         expert_ranks: int32 ``(E,)``, the rank that holds each expert; None: not known.
+        top_k: slots of a token; None: those of the config. Fused shared experts add slots.
+        equal_num_tokens: see `TokenExchange`.
 
     Returns:
         The exchange. If ranks of a replica have the same tokens, inside a `ReplicaExchange`.
 
     Raises:
-        ValueError: an exchange that needs one of the last two without it.
+        ValueError: an exchange that needs ``max_num_tokens`` without it.
     """
     parallel, most = config.moe_parallel_config, max_num_tokens
+    slots = config.experts_per_token if top_k is None else top_k
     count = parallel.replica_size
     share = None if most is None else cdiv(most, count)
-    exchange = MAKERS[parallel.all2all_backend](Needs(config, group, share, expert_ranks))
+    ranks = expert_ranks if parallel.use_ep else None  # else every rank has a part of each expert
+    given = Needs(config, group, share, ranks, slots, equal_num_tokens)
+    exchange = MAKERS[parallel.all2all_backend](given)
     if count == 1:
         return exchange
     return ReplicaExchange(exchange, group, parallel.layer_rank, count, most)
 
 
 def _all_gather(given: Needs) -> TokenExchange:
-    return AllGatherPrepareAndFinalize(given.group, given.max_num_tokens)
+    equal = given.equal_num_tokens
+    return AllGatherPrepareAndFinalize(given.group, given.max_num_tokens, equal_num_tokens=equal)
+
+
+def _symmetric(given: Needs) -> TokenExchange:
+    if given.max_num_tokens is None:
+        raise ValueError("max_num_tokens must be given for all2all_backend 'symmetric', got None")
+    return SymmetricPrepareAndFinalize(
+        given.group,
+        given.max_num_tokens,
+        given.config.hidden_dim,
+        given.top_k,
+        dtype=given.config.in_dtype,
+        expert_ranks=given.expert_ranks,
+        equal_num_tokens=given.equal_num_tokens,
+        share="layers",
+    )
 
 
 MAKERS: dict[str, Callable[[Needs], TokenExchange]] = {
     "allgather_reducescatter": _all_gather,
     "naive": _all_gather,
+    "symmetric": _symmetric,
 }
 """One entry for each of `moe_ops.parallel.parallel_config.IMPLEMENTED_BACKENDS`."""

@@ -44,6 +44,8 @@ class Outgoing(NamedTuple):
     quant_config: FusedMoEQuantConfig
     quant: Quant | None
     """How rows are quantized before they travel; None: they are not."""
+    everywhere: bool
+    """Whether every rank needs all rows, because it computes one scale for them."""
 
 
 class Arrived(NamedTuple):
@@ -77,19 +79,29 @@ class TokenExchange(FusedMoEPrepareAndFinalizeModular):
             all processes.
         max_num_tokens: the largest number of tokens that any rank passes; the same on all ranks.
             None: no limit, if the exchange can do without one.
+        equal_num_tokens: whether all ranks pass equally many tokens in every call, as engines do
+            that pad batches to the largest one. Then no more rows travel. A rank with another
+            number is an error on all ranks.
 
     Raises:
-        TypeError: a ``group`` or ``max_num_tokens`` of another kind.
+        TypeError: a ``group``, ``max_num_tokens`` or ``equal_num_tokens`` of another kind.
         ValueError: a group that this process is not in, an unknown name, ``torch.distributed`` not
             initialized, or a ``max_num_tokens`` below 1. In a call: more tokens than
             ``max_num_tokens``.
     """
 
-    def __init__(self, group: Any = None, max_num_tokens: int | None = None) -> None:
+    def __init__(
+        self,
+        group: Any = None,
+        max_num_tokens: int | None = None,
+        *,
+        equal_num_tokens: bool = False,
+    ) -> None:
         self.group = RankGroup.resolve(group)
         if max_num_tokens is not None:
             checks.at_least(1, max_num_tokens=max_num_tokens)
-        self.max_num_tokens = max_num_tokens
+        checks.flags(equal_num_tokens=equal_num_tokens)
+        self.max_num_tokens, self.equal_num_tokens = max_num_tokens, equal_num_tokens
         self.local = MoEPrepareAndFinalizeNoEP()
 
     @abstractmethod
@@ -185,8 +197,9 @@ class TokenExchange(FusedMoEPrepareAndFinalizeModular):
         on_input = apply_router_weight_on_input and not later
         quant = None if defer_input_quant else quant_config.scheme.activation
         before = None if later else quant
+        everywhere = later and quant is not None and quant.of_all_rows
         routing = (topk_weights, topk_ids, num_experts, expert_map)
-        receive = self.send(Outgoing(a1, *routing, on_input, quant_config, before))
+        receive = self.send(Outgoing(a1, *routing, on_input, quant_config, before, everywhere))
 
         def receiver() -> PrepareResult:
             rows, scale, weights, ids = receive()
@@ -226,7 +239,7 @@ class TokenExchange(FusedMoEPrepareAndFinalizeModular):
 
     def rows_of(self, tokens: Outgoing) -> tuple[Tensor, Tensor | None]:
         """Rows of the tokens as they travel: multiplied, quantized, both or neither."""
-        a1, weights, ids, num_experts, _, on_input, config, quant = tokens
+        a1, weights, ids, num_experts, _, on_input, config, quant, _ = tokens
         if quant is None:
             return (weighted_rows(a1, weights) if on_input else a1), None
         routing = Routing(weights, ids, None)  # scales must not depend on which experts are here

@@ -127,6 +127,10 @@ class RankGroup(NamedTuple):
         """Let the current stream (on a CPU: the caller) wait for a collective, and return it."""
         return x if self.size == 1 else torch.ops._c10d_functional.wait_tensor(x)
 
+    def process_group(self) -> dist.ProcessGroup:
+        """Return the process group, which must exist."""
+        return process_group(self.name)
+
     def _name(self) -> str:
         if self.name is not None:
             return self.name

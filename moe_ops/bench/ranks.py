@@ -1,0 +1,288 @@
+"""Expert parallelism on the GPUs of this host: each exchange alone, and whole layers.
+
+One process for each GPU. A time is that of the slowest rank; ranks begin together, for which a
+small exchange runs before each timed replay. Everything timed is in CUDA graphs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as multiprocessing
+from torch import Tensor
+
+import moe_ops
+from moe_ops.bench.command import one_of, one_or_more, parser, print_row
+from moe_ops.bench.harness import evict_cache, record_path, relative_error, write_rows
+from moe_ops.bench.layer import moe_ops_layer
+from moe_ops.bench.problems import Experts, Inputs, Problem, make_experts, make_inputs
+from moe_ops.pipeline.exchange.base import TokenExchange
+from moe_ops.tensors import QTensor
+
+BATCHED, MOST_BATCHED = "symmetric, batched", 128
+"""The exchange in the Batched format, which is for few tokens."""
+BACKENDS = {name: name for name in ("symmetric", "allgather_reducescatter", BATCHED)}
+CHAIN, REPLAYS, WARM_UPS = 20, 40, 5
+"""Exchanges of a graph that times exchanges; timed and untimed replays."""
+ONE_GPU = "one GPU"
+COLUMNS = {
+    "shape": 14, "scheme": 13, "M": 6, "impl": 24, "send_us": 8, "return_us": 9, "time_us": 9,
+    "tokens_per_s": 12, "rel_err": 8,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class RankRow:
+    """One measured combination."""
+
+    scheme: str
+    shape: str
+    M: int
+    """Tokens of each rank."""
+    impl: str
+    """The exchange; or one GPU that holds all experts and computes the tokens of one rank."""
+    ranks: int
+    time_us: float
+    """The whole layer, routed tokens to results."""
+    send_us: float | None
+    """``prepare`` alone, in a chain."""
+    return_us: float | None
+    """``finalize`` alone, without the sum over a token's experts on one rank."""
+    tokens_per_s: float
+    """Tokens of all ranks."""
+    rel_err: float
+    """Against the one GPU."""
+
+
+class Rank(NamedTuple):
+    """This process."""
+
+    number: int
+    ranks: int
+    device: torch.device
+    barrier: Callable[[], Any]
+    """Lets all ranks' streams begin together."""
+
+
+def main(arguments: Sequence[str] | None = None, prog: str | None = None) -> int:
+    """Run the command; returns its exit status."""
+    args = options(arguments, prog)
+    if torch.cuda.device_count() < args.ranks:
+        print(f"--ranks {args.ranks} needs as many GPUs, found {torch.cuda.device_count()}")
+        return 2
+    with tempfile.TemporaryDirectory() as folder:
+        multiprocessing.spawn(_run, (args, f"{folder}/store"), nprocs=args.ranks)
+    return 0
+
+
+def options(arguments: Sequence[str] | None, prog: str | None) -> argparse.Namespace:
+    """The command's options."""
+    result = parser("Time layers whose experts are spread over GPUs.", "8,64,512,4096", prog=prog)
+    add = result.add_argument
+    add("--ranks", type=int, default=2, metavar="R", help="GPUs (default: %(default)s)")
+    schemes = one_or_more(str)
+    add("--scheme", type=schemes, default="bf16", metavar="NAME,..", help="(default: %(default)s)")
+    add(
+        "--backend",
+        type=one_or_more(one_of("backend", BACKENDS)),
+        default=",".join(BACKENDS),
+        metavar="NAME,..",
+        help=f"among {', '.join(BACKENDS)} (default: all)",
+    )
+    return result.parse_args(sys.argv[1:] if arguments is None else arguments)
+
+
+def _run(number: int, args: argparse.Namespace, store: str) -> None:
+    device = torch.device("cuda", number)
+    torch.cuda.set_device(device)
+    dist.init_process_group("nccl", f"file://{store}", rank=number, world_size=args.ranks)
+    rank = Rank(number, args.ranks, device, _barrier(args.ranks, device))
+    path = record_path(args.output, "ranks.json")
+    rows, head = [], True
+    for problem in args.problems:
+        for scheme in args.scheme:
+            experts = make_experts(problem, scheme, device)
+            exchanges = {b: _exchange(problem, b, max(args.tokens), rank) for b in args.backend}
+            for tokens in args.tokens:
+                for row in _case(problem, scheme, experts, tokens, exchanges, rank):
+                    rows.append(row)
+                    if number == 0:
+                        print_row(vars(row), COLUMNS, head=head)
+                        head = False
+                        if path is not None:
+                            write_rows(path, rows, ("scheme", "shape", "M", "impl", "ranks"))
+            del experts, exchanges
+            torch.cuda.empty_cache()
+    dist.destroy_process_group()
+
+
+def _barrier(ranks: int, device: torch.device) -> Callable[[], Any]:
+    part = moe_ops.SymmetricPrepareAndFinalize(None, 1, 64, 1, dtype=torch.bfloat16)
+    x = torch.zeros(1, 64, device=device, dtype=torch.bfloat16)
+    ids = torch.zeros(1, 1, device=device, dtype=torch.int32)
+    config = moe_ops.FusedMoEQuantConfig("unquantized")
+    return lambda: part.prepare(x, ids.float(), ids, ranks, None, False, config)
+
+
+def _case(
+    problem: Problem,
+    scheme: str,
+    experts: Experts,
+    tokens: int,
+    exchanges: dict[str, TokenExchange],
+    rank: Rank,
+) -> list[RankRow]:
+    """One row for the one GPU, and one for each exchange."""
+    of_all = make_inputs(problem, rank.ranks * tokens, "uniform", rank.device)
+    mine = slice(rank.number * tokens, (rank.number + 1) * tokens)
+    own = of_all._replace(
+        x=of_all.x[mine], topk_weights=of_all.topk_weights[mine], topk_ids=of_all.topk_ids[mine]
+    )
+    expected = moe_ops_layer(experts, own)()
+    time_us = _slowest(_time(moe_ops_layer(experts, own), rank), rank)
+    fixed: dict[str, Any] = {"scheme": scheme, "shape": problem.name, "M": tokens}
+    rows = [RankRow(**fixed, impl=ONE_GPU, ranks=1, time_us=time_us, send_us=None, return_us=None,
+                    tokens_per_s=1e6 * tokens / time_us, rel_err=0.0)]  # fmt: skip
+    for backend, exchange in exchanges.items():
+        if backend == BATCHED and tokens > MOST_BATCHED:
+            continue
+        kernel, call = _kernel(problem, experts, exchange, own, rank)
+        out: Any = kernel.apply(**call)
+        error = relative_error(out, expected.float())
+        time_us = _slowest(_time(partial(kernel.apply, **call), rank), rank)
+        send_us, return_us = _exchange_times(kernel, call, rank)
+        rows.append(RankRow(**fixed, impl=backend, ranks=rank.ranks, time_us=time_us,
+                            send_us=send_us, return_us=return_us, rel_err=error,
+                            tokens_per_s=1e6 * rank.ranks * tokens / time_us))  # fmt: skip
+    return rows
+
+
+def _kernel(
+    problem: Problem, experts: Experts, exchange: TokenExchange, own: Inputs, rank: Rank
+) -> tuple[moe_ops.FusedMoEKernel, dict[str, Any]]:
+    """This rank's kernel, and the arguments of its call."""
+    local, expert_map, _ = moe_ops.determine_expert_map(
+        rank.ranks, rank.number, problem.num_experts
+    )
+    assert expert_map is not None
+    held = (expert_map >= 0).nonzero().flatten()
+    part = slice(int(held[0]), int(held[-1]) + 1)
+    parallel = moe_ops.FusedMoEParallelConfig(
+        dp_size=rank.ranks, dp_rank=rank.number, ep_size=rank.ranks, ep_rank=rank.number,
+        use_ep=True,
+    )  # fmt: skip
+    config = moe_ops.FusedMoEConfig(
+        problem.num_experts, problem.top_k, problem.hidden_size, problem.intermediate_size, local,
+        "silu", rank.device, moe_ops.RoutingMethodType.Renormalize, parallel,
+    )  # fmt: skip
+    quant = _quant_config(experts, part)
+    fused: Any = moe_ops.TritonExperts(config, quant)
+    if isinstance(exchange, moe_ops.BatchedSymmetricPrepareAndFinalize):
+        room = exchange.max_num_tokens
+        config = replace(config, max_num_tokens=room)
+        fused = moe_ops.BatchedTritonExperts(config, quant, room, rank.ranks)
+    kernel = moe_ops.FusedMoEKernel(exchange, fused, moe_parallel_config=parallel)
+    names = ("hidden_states", "topk_weights", "topk_ids")
+    call = {
+        **dict(zip(names, own[:3], strict=True)),
+        "w1": experts.w1[part],
+        "w2": experts.w2[part],
+        "activation": "silu",
+        "global_num_experts": problem.num_experts,
+        "expert_map": expert_map.to(rank.device),
+        "apply_router_weight_on_input": False,
+    }
+    return kernel, call
+
+
+def _exchange(problem: Problem, backend: str, most: int, rank: Rank) -> TokenExchange:
+    """An exchange for up to ``most`` tokens of each rank."""
+    if backend == "allgather_reducescatter":
+        return moe_ops.AllGatherPrepareAndFinalize(None, most, equal_num_tokens=True)
+    ranks = (torch.arange(problem.num_experts) // -(-problem.num_experts // rank.ranks)).int()
+    sizes = (problem.hidden_size, problem.top_k)
+    exchange: moe_ops.SymmetricPrepareAndFinalize
+    if backend == BATCHED:
+        room = min(most, MOST_BATCHED)
+        exchange = moe_ops.BatchedSymmetricPrepareAndFinalize(
+            None, room, *sizes, ranks, dtype=torch.bfloat16
+        )
+    else:
+        exchange = moe_ops.SymmetricPrepareAndFinalize(
+            None, most, *sizes, dtype=torch.bfloat16, expert_ranks=ranks, equal_num_tokens=True
+        )
+    exchange.connect(rank.device)
+    return exchange
+
+
+def _quant_config(experts: Experts, part: slice) -> moe_ops.FusedMoEQuantConfig:
+    if experts.stored is None:
+        return moe_ops.FusedMoEQuantConfig(experts.scheme)
+    w1, w2 = (
+        QTensor._make([None if t is None else t[part] for t in weight]) for weight in experts.stored
+    )
+    config = experts.quant_config
+    given = {f"a{i}_scale": getattr(config, f"a{i}_scale") for i in (1, 2)}
+    given = {name: value for name, value in given.items() if value is not None}
+    return moe_ops.FusedMoEQuantConfig.from_weights(experts.scheme, w1, w2, **given)
+
+
+def _exchange_times(
+    kernel: moe_ops.FusedMoEKernel, call: dict[str, Any], rank: Rank
+) -> tuple[float, float]:
+    """Times of prepare and of finalize, from chains of each."""
+    part: Any = kernel.prepare_finalize
+    experts: Any = kernel.fused_experts
+    names = ("hidden_states", "topk_weights", "topk_ids", "global_num_experts", "expert_map")
+    given = (*(call[n] for n in names), False, experts.quant_config)
+    prepared = part.prepare(*given)
+    rows = prepared.topk_ids.shape[0]  # tokens of all ranks
+    sums = torch.randn(rows, call["hidden_states"].shape[1], device=rank.device).bfloat16()
+
+    def chain(step: Callable[[], Any]) -> float:
+        def steps() -> None:
+            for _ in range(CHAIN):
+                step()
+
+        return _slowest(_time(steps, rank), rank) / CHAIN
+
+    send = chain(lambda: part.prepare(*given))
+    return send, chain(lambda: part.send_back(sums, prepared.topk_ids)())
+
+
+def _time(call: Callable[[], Any], rank: Rank) -> list[float]:
+    """Microseconds of each replay."""
+    for _ in range(3):
+        call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        call()
+    events = []
+    for replay in range(WARM_UPS + REPLAYS):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        evict_cache(rank.device)
+        rank.barrier()
+        start.record()
+        graph.replay()
+        end.record()
+        if replay >= WARM_UPS:
+            events.append((start, end))
+    torch.cuda.synchronize()
+    return [1e3 * start.elapsed_time(end) for start, end in events]
+
+
+def _slowest(times: list[float], rank: Rank) -> float:
+    """The largest median of the ranks."""
+    median: Tensor = torch.tensor([statistics.median(times)], device=rank.device)
+    dist.all_reduce(median, dist.ReduceOp.MAX)
+    return float(median)

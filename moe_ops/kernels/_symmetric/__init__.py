@@ -1,0 +1,1 @@
+"""What kernels that write to other ranks' windows share: flags, and the rows that travel."""

@@ -1,0 +1,138 @@
+"""Pointers into windows, the flags by which ranks wait for each other, and the ranks of experts."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from moe_ops.windows import FAILED, MOST_PROGRAMS
+
+STRIDE = tl.constexpr(MOST_PROGRAMS)
+LANES = tl.constexpr(1 << (MOST_PROGRAMS - 1).bit_length())
+"""MOST_PROGRAMS, rounded up to a power of two."""
+FAILED_AT = tl.constexpr(FAILED)
+INTERPRETED_POLL = tl.constexpr(20_000)
+"""Nanoseconds that a poll takes at least where kernels are interpreted."""
+
+
+@triton.jit
+def pointer(base, offset, dtype: tl.constexpr):
+    """A typed pointer ``offset`` bytes into the window at address ``base``."""
+    return (base + offset).to(tl.pointer_type(dtype))
+
+
+@triton.jit
+def part_of(base, offset, dtype: tl.constexpr):
+    """A pointer to a part of the window at address ``base``: `moe_ops.windows.ALIGNMENT`."""
+    # The hint belongs to the operation that makes the pointer, which a call would hide.
+    return tl.multiple_of((base + offset).to(tl.pointer_type(dtype)), 16)
+
+
+@triton.jit
+def homes(ids, known, expert_ranks):
+    """The rank of each slot's expert, -1 for a slot that is not known."""
+    if expert_ranks is None:
+        home = tl.where(known, 0, -1)
+    else:
+        home = tl.load(expert_ranks + tl.where(known, ids, 0), mask=known, other=-1)
+    return home
+
+
+@triton.jit
+def goes_to(home, rank, EVERYWHERE: tl.constexpr):
+    """Whether any slot's expert is on ``rank`` (EVERYWHERE: whether there is any)."""
+    wanted = home >= 0 if EVERYWHERE else home == rank
+    return tl.max(wanted.to(tl.int32), -1) > 0
+
+
+@triton.jit
+def signal(peers, flags, program, steps, RANK: tl.constexpr, RANKS: tl.constexpr):
+    """Tell all ranks how many steps this program has written to their windows."""
+    tl.debug_barrier()
+    at = flags + 4 * (RANK * STRIDE + program)
+    for i in range(RANKS):
+        base = tl.load(peers + (RANK + i) % RANKS)
+        tl.atomic_xchg(pointer(base, at, tl.int32), steps, sem="release", scope="sys")
+
+
+@triton.jit
+def fail(peers, state, error, RANKS: tl.constexpr):
+    """Note an error for the other programs, and for the host."""
+    tl.atomic_xchg(state + FAILED_AT, error, sem="relaxed")
+    tl.store(pointer(tl.load(peers + RANKS), 0, tl.int32), error)
+
+
+@triton.constexpr_function
+def has_clock():
+    """Whether kernels can read the time."""
+    return not triton.knobs.runtime.interpret
+
+
+@triton.jit
+def _wait_for(at, rank, asked, steps, peers, state, timeout, RANKS: tl.constexpr):
+    """Wait for the flags ``at`` that are ``asked``; after ``timeout`` ns note their ``rank``."""
+    waiting = tl.load(state + FAILED_AT, volatile=True) == 0  # else results are wrong already
+    missing, spent = tl.full((), -1, tl.int32), tl.full((), 0, tl.int64)
+    if has_clock():
+        start = tl.extra.cuda.globaltimer()
+    while waiting:
+        seen = tl.load(at, mask=asked, other=0, volatile=True)
+        missing = tl.max(tl.where(asked & (seen - steps < 0), rank, -1), 0)
+        if has_clock():
+            spent = tl.extra.cuda.globaltimer() - start
+        else:
+            spent += INTERPRETED_POLL
+        failed = tl.load(state + FAILED_AT, volatile=True) != 0
+        waiting = (missing >= 0) & (spent < timeout) & (not failed)
+    # What other ranks wrote before they set their flags is visible after this, to all threads.
+    tl.atomic_add(at, tl.zeros_like(rank), mask=asked, sem="acquire", scope="sys")
+    if (missing >= 0) & (spent >= timeout):
+        fail(peers, state, 1 + missing, RANKS)
+    tl.debug_barrier()
+
+
+@triton.jit
+def wait(peers, flags, program, steps, state, timeout, RANK: tl.constexpr, RANKS: tl.constexpr):
+    """Wait for one program of all ranks."""
+    rank = tl.arange(0, triton.next_power_of_2(RANKS))
+    at = pointer(tl.load(peers + RANK), flags, tl.int32) + rank * STRIDE + program
+    _wait_for(at, rank, rank < RANKS, steps, peers, state, timeout, RANKS)
+
+
+@triton.jit
+def wait_for_all(
+    peers, flags, programs, steps, state, timeout, RANK: tl.constexpr, RANKS: tl.constexpr
+):
+    """Wait for all programs of all ranks."""
+    lane = tl.arange(0, triton.next_power_of_2(RANKS) * LANES)
+    rank = lane // LANES
+    program = lane % LANES
+    at = pointer(tl.load(peers + RANK), flags, tl.int32) + rank * STRIDE + program
+    asked = (rank < RANKS) & (program < programs)
+    _wait_for(at, rank, asked, steps, peers, state, timeout, RANKS)
+
+
+@triton.jit
+def check_sizes(peers, sizes, rows_per_rank, state, RANK: tl.constexpr, RANKS: tl.constexpr):
+    """Note a rank whose P is another one."""
+    rank = tl.arange(0, triton.next_power_of_2(RANKS))
+    at = pointer(tl.load(peers + RANK), sizes, tl.int32) + rank
+    size = tl.load(at, mask=rank < RANKS, other=rows_per_rank)
+    other = tl.max(tl.where(size != rows_per_rank, rank, -1), 0)
+    if (other >= 0) & (tl.load(state + FAILED_AT, volatile=True) == 0):
+        fail(peers, state, -1 - other, RANKS)
+
+
+@triton.jit
+def homes_of(own, rank, token, rows_per_rank, expert_ranks, TOP_K: tl.constexpr, AT: tl.constexpr):
+    """`homes` of tokens of a rank, ``(tokens, slots)``, by the ids in this rank's window.
+
+    The tokens' rank has checked the ids. A token past the rank's last one has no home.
+    """
+    slot = tl.arange(0, triton.next_power_of_2(TOP_K))[None, :]
+    count = tl.load(pointer(own, AT.counts, tl.int32) + rank)
+    count = tl.minimum(count, rows_per_rank)  # it is less, unless ranks differ in P: an error
+    known = (token < count)[:, None] & (slot < TOP_K)
+    row = (rank * rows_per_rank + token).to(tl.int64)[:, None]
+    ids = tl.load(part_of(own, AT.ids, tl.int32) + row * TOP_K + slot, mask=known, other=-1)
+    return homes(ids, ids >= 0, expert_ranks)

@@ -1,0 +1,121 @@
+"""The rows that travel: read, quantized in registers, and stored in a window."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from moe_ops.dispatch.tiles import cdiv
+from moe_ops.kernels._quantize.kernels import store_values
+from moe_ops.kernels._quantize.rounding import (
+    Rule,
+    divide,
+    divide_given,
+    encode,
+    magnitude,
+    rule_of,
+    scale_of,
+    stored_scale,
+)
+from moe_ops.kernels._runtime.slots import next_power_of_2
+from moe_ops.scheme import WHOLE, parse_quant
+
+TYPES = {
+    torch.bfloat16: tl.bfloat16,
+    torch.float16: tl.float16,
+    torch.float32: tl.float32,
+    torch.float8_e4m3fn: tl.float8e4nv,
+    torch.uint8: tl.uint8,
+    torch.int8: tl.int8,
+}
+
+
+@triton.jit
+def row_of(
+    x, token, topk_weights, routed, WIDTH: tl.constexpr, TILE: tl.constexpr, ON_INPUT: tl.constexpr
+):
+    """A token's row as a TILE; with ON_INPUT in float32, multiplied by its router weight.
+
+    A token without experts is not read.
+    """
+    col = tl.arange(0, TILE[0])[:, None] * TILE[1] + tl.arange(0, TILE[1])[None, :]
+    inside = routed & (col < WIDTH)
+    value = tl.load(x + token.to(tl.int64) * WIDTH + col, mask=inside, other=0)
+    if ON_INPUT:
+        weight = tl.load(topk_weights + token, mask=routed, other=0.0).to(tl.float32)
+        value = value.to(tl.float32) * weight
+    return value
+
+
+@triton.jit
+def quantized(value, given, RULE: tl.constexpr, GIVEN: tl.constexpr):
+    """The stored values of a row, and its scales ``(COUNT,)`` as float32 or (e8m0) exponents."""
+    value = value.to(tl.float32)
+    if GIVEN:
+        own = tl.load(given).to(tl.float32)
+        stored = encode(divide_given(value, own), RULE)
+        return stored, tl.zeros((value.shape[0],), dtype=tl.float32) + own
+    if given is not None:
+        value = tl.div_rn(value, tl.load(given).to(tl.float32))
+    own = scale_of(tl.max(magnitude(value), 1).to(tl.float32, bitcast=True), RULE)
+    return encode(divide(value, own[:, None], RULE), RULE), stored_scale(own, RULE)
+
+
+@triton.jit
+def store_row(rows, row, value, sent, WIDTH: tl.constexpr, RULE: tl.constexpr):
+    """Store a TILE as a row of the window's ``rows``, if it is ``sent``."""
+    first = tl.arange(0, value.shape[0])[:, None] * value.shape[1]
+    known = tl.zeros((value.shape[0],), dtype=tl.int1) | sent
+    if RULE is None:
+        col = first + tl.arange(0, value.shape[1])[None, :]
+        to = rows + row * WIDTH + col
+        tl.store(to, value.to(rows.dtype.element_ty), mask=sent & (col < WIDTH))
+    else:
+        store_values(rows, value, row, first, WIDTH, known, RULE)
+
+
+class Travel(NamedTuple):
+    """What kernels need to know of the rows that they send."""
+
+    width: int
+    """Numbers of a row."""
+    tile: tuple[int, int]
+    """Groups of a row and numbers of a group, powers of two."""
+    scales: int
+    """Scales of a row that travel; 0: none."""
+    rule: Rule | None
+    given: bool
+    """Whether one scale is given for all rows."""
+    row_type: tl.dtype
+    scale_type: tl.dtype
+
+
+def warps(width: int) -> int:
+    """Number of warps for a row: 32 bytes per thread of 16-bit numbers."""
+    return max(1, min(16, next_power_of_2(width) // 512))
+
+
+@lru_cache(maxsize=1024)
+def travel_of(width: int, dtype: torch.dtype, quant: str, given: bool, own: tuple) -> Travel:
+    """How rows of ``dtype`` travel; ``own``: the scales of a row that is quantized already."""
+    if not quant:
+        scales, scale_dtype = own
+        tile, row_type = (1, next_power_of_2(width)), TYPES[dtype]
+        return Travel(width, tile, scales, None, False, row_type, TYPES[scale_dtype])
+    rule = parse_quant(quant)
+    whole = rule.group.cols == WHOLE
+    cols = next_power_of_2(width) if whole else rule.group.cols
+    groups = 1 if whole else cdiv(width, cols)
+    return Travel(
+        width,
+        (next_power_of_2(groups), cols),
+        0 if rule.per_tensor else groups,
+        rule_of(rule),
+        given,
+        TYPES[rule.dtype],
+        TYPES[rule.scale_dtype],
+    )

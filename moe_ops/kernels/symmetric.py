@@ -1,0 +1,318 @@
+"""Triton kernels that exchange rows through windows: one that sends tokens, one that returns sums.
+
+Every rank launches the same number of programs. Program p of a rank takes the tokens p, p + step,
+.. of each rank, and depends on the programs p of other ranks only. It writes to their windows, sets
+its flag in each of them, and waits for the flags of all ranks in its own window. A flag is the
+number of steps that the program has completed in all calls, which it keeps in device memory, so
+graphs may be replayed at will.
+
+A window needs no second buffer. Sends and returns alternate: whoever sends again has completed a
+return, for which every rank had to finish reading its window of the send before; and likewise for
+returns.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from moe_ops.fake_impls.symmetric import symmetric_return as empty_returned
+from moe_ops.fake_impls.symmetric import symmetric_send as check_sent
+from moe_ops.kernels._runtime.dependent import take_turn
+from moe_ops.kernels._runtime.launch import Launch
+from moe_ops.kernels._runtime.slots import dense, next_power_of_2
+from moe_ops.kernels._symmetric.flags import (
+    STRIDE,
+    check_sizes,
+    goes_to,
+    homes,
+    homes_of,
+    part_of,
+    pointer,
+    signal,
+    wait,
+)
+from moe_ops.kernels._symmetric.rows import (
+    Travel,
+    quantized,
+    row_of,
+    store_row,
+    travel_of,
+    warps,
+)
+from moe_ops.scheme import parse_quant
+from moe_ops.windows import Parts, programs_of, windows_of
+
+RETURNED_ROWS = 8
+"""Tokens of each rank that a program returns before it says so."""
+RETURNED = 8192
+"""Numbers that a program returns at once."""
+
+
+@triton.jit(do_not_specialize=["num_tokens", "rows_per_rank", "num_experts"])
+def _send_kernel(
+    x, scale, topk_weights, topk_ids, expert_ranks, peers, state, row_scale,
+    num_tokens, rows_per_rank, num_experts, timeout,
+    RANK: tl.constexpr, RANKS: tl.constexpr, TOP_K: tl.constexpr, WIDTH: tl.constexpr,
+    TILE: tl.constexpr, SCALES: tl.constexpr, RULE: tl.constexpr, GIVEN: tl.constexpr,
+    ON_INPUT: tl.constexpr, ROW_TYPE: tl.constexpr, SCALE_TYPE: tl.constexpr, AT: tl.constexpr,
+):  # fmt: skip
+    """Quantize this rank's tokens and write each to the ranks of its experts; ids go to all."""
+    take_turn()
+    program, step = tl.program_id(0), tl.num_programs(0)
+    steps = tl.load(state + program) + 1
+    slot = tl.arange(0, triton.next_power_of_2(TOP_K))
+    group = tl.arange(0, triton.next_power_of_2(SCALES) if SCALES > 0 else 1)
+    for i in range(0, (rows_per_rank - program + step - 1) // step):
+        token = program + i * step
+        known = (slot < TOP_K) & (token < num_tokens)
+        ids = tl.load(topk_ids + token * TOP_K + slot, mask=known, other=-1)
+        weights = tl.load(topk_weights + token * TOP_K + slot, mask=known, other=0.0)
+        home = homes(ids, known & (ids >= 0) & (ids < num_experts), expert_ranks)
+        routed = tl.max(home, 0) >= 0
+        ids = tl.where(home >= 0, ids, -1).to(tl.int32)
+        value = row_of(x, token, topk_weights, routed, WIDTH, TILE, ON_INPUT)
+        if RULE is not None:
+            value, own = quantized(value, scale, RULE, GIVEN)
+        elif SCALES > 0:
+            here = routed & (group < SCALES)
+            own = tl.load(scale + token.to(tl.int64) * SCALES + group, mask=here, other=0)
+        row = (RANK * rows_per_rank + token).to(tl.int64)
+        for j in range(RANKS):
+            rank = (RANK + j) % RANKS
+            base = tl.load(peers + rank)
+            at, inside = row * TOP_K + slot, slot < TOP_K
+            tl.store(part_of(base, AT.ids, tl.int32) + at, ids, mask=inside)
+            to = part_of(base, AT.weights, tl.float32) + at
+            tl.store(to, weights.to(tl.float32), mask=inside)
+            sent = goes_to(home, rank, expert_ranks is None)
+            store_row(part_of(base, AT.rows, ROW_TYPE), row, value, sent, WIDTH, RULE)
+            if SCALES > 0:
+                to = part_of(base, AT.scales, SCALE_TYPE) + row * SCALES + group
+                tl.store(to, own.to(SCALE_TYPE), mask=sent & (group < SCALES))
+    if row_scale is not None:
+        tl.store(row_scale, tl.load(scale).to(tl.float32), mask=program == 0)
+    if program == 0:
+        for i in range(RANKS):
+            base = tl.load(peers + i)
+            tl.store(pointer(base, AT.counts, tl.int32) + RANK, num_tokens)
+            tl.store(pointer(base, AT.sizes, tl.int32) + RANK, rows_per_rank)
+    signal(peers, AT.sent, program, steps, RANK, RANKS)
+    wait(peers, AT.sent, program, steps, state, timeout, RANK, RANKS)
+    if program == 0:
+        check_sizes(peers, AT.sizes, rows_per_rank, state, RANK, RANKS)
+    tl.store(state + program, steps)
+
+
+@triton.jit(do_not_specialize=["rows_per_rank"])
+def _return_kernel(
+    sums, expert_ranks, peers, state, out, rows_per_rank, timeout,
+    RANK: tl.constexpr, RANKS: tl.constexpr, TOP_K: tl.constexpr, WIDTH: tl.constexpr,
+    TILE: tl.constexpr, AT: tl.constexpr,
+):  # fmt: skip
+    """Half of the programs write partial sums to their tokens' ranks, half add what arrives.
+
+    Both take some tokens of each rank at a time, so that links and memory are busy together.
+    """
+    take_turn()
+    step = tl.num_programs(0) // 2
+    program = tl.program_id(0) % step
+    done = tl.load(state + STRIDE + program)
+    pieces = (rows_per_rank + step * TILE.rows - 1) // (step * TILE.rows)
+    if tl.program_id(0) < step:
+        for piece in range(0, pieces):
+            first = program + piece * TILE.rows * step
+            _write_sums(
+                sums, expert_ranks, peers, first, step, rows_per_rank,
+                RANK, RANKS, TOP_K, WIDTH, TILE, AT,
+            )  # fmt: skip
+            signal(peers, AT.returned, program, done + piece + 1, RANK, RANKS)
+    else:
+        for piece in range(0, pieces):
+            flag = done + piece + 1
+            wait(peers, AT.returned, program, flag, state, timeout, RANK, RANKS)
+            first = program + piece * TILE.rows * step
+            _add_sums(
+                sums, expert_ranks, peers, out, first, step, rows_per_rank,
+                RANK, RANKS, TOP_K, WIDTH, TILE, AT,
+            )  # fmt: skip
+        tl.store(state + STRIDE + program, done + pieces)
+
+
+@triton.jit
+def tiles_of(first, step, rows_per_rank, TILE: tl.constexpr):
+    """Number of tiles of a piece, whose tokens are first, first + step, .."""
+    tokens = (rows_per_rank - first + step - 1) // step
+    return (tl.minimum(tl.maximum(tokens, 0), TILE.rows) + TILE.at_once - 1) // TILE.at_once
+
+
+@triton.jit
+def _write_sums(
+    sums, expert_ranks, peers, first, step, rows_per_rank,
+    RANK: tl.constexpr, RANKS: tl.constexpr, TOP_K: tl.constexpr, WIDTH: tl.constexpr,
+    TILE: tl.constexpr, AT: tl.constexpr,
+):  # fmt: skip
+    """Write this rank's sums of a piece of each other rank: tokens first, first + step, .."""
+    col = tl.arange(0, TILE.cols)[None, :]
+    dtype: tl.constexpr = sums.dtype.element_ty
+    own = tl.load(peers + RANK)
+    for i in range(1, RANKS):
+        rank = (RANK + i) % RANKS
+        to = part_of(tl.load(peers + rank), AT.sums, dtype)
+        for j in range(0, tiles_of(first, step, rows_per_rank, TILE)):
+            token = first + (j * TILE.at_once + tl.arange(0, TILE.at_once)) * step
+            home = homes_of(own, rank, token, rows_per_rank, expert_ranks, TOP_K, AT)
+            sent = goes_to(home, RANK, expert_ranks is None)[:, None] & (col < WIDTH)
+            row = (rank * rows_per_rank + token).to(tl.int64)[:, None]
+            part = tl.load(sums + row * WIDTH + col, mask=sent, other=0.0)
+            row = (RANK * rows_per_rank + token).to(tl.int64)[:, None]
+            tl.store(to + row * WIDTH + col, part, mask=sent)
+
+
+@triton.jit
+def _add_sums(
+    sums, expert_ranks, peers, out, first, step, rows_per_rank,
+    RANK: tl.constexpr, RANKS: tl.constexpr, TOP_K: tl.constexpr, WIDTH: tl.constexpr,
+    TILE: tl.constexpr, AT: tl.constexpr,
+):  # fmt: skip
+    """Add the ranks' sums of a piece of this rank's tokens, in float32 in the order of ranks."""
+    TOKENS: tl.constexpr = TILE.at_once
+    COLS: tl.constexpr = TILE.cols
+    col = tl.arange(0, COLS)[None, :]
+    dtype: tl.constexpr = sums.dtype.element_ty
+    own = tl.load(peers + RANK)
+    came = part_of(own, AT.sums, dtype)
+    for j in range(0, tiles_of(first, step, rows_per_rank, TILE)):
+        token = first + (j * TILE.at_once + tl.arange(0, TILE.at_once)) * step
+        home = homes_of(own, RANK, token, rows_per_rank, expert_ranks, TOP_K, AT)
+        total = tl.zeros((TOKENS, COLS), dtype=tl.float32)
+        for rank in range(RANKS):
+            at = (rank * rows_per_rank + token).to(tl.int64)[:, None] * WIDTH + col
+            known = goes_to(home, rank, expert_ranks is None)[:, None] & (col < WIDTH)
+            if rank == RANK:
+                part = tl.load(sums + at, mask=known, other=0.0)
+            else:
+                part = tl.load(came + at, mask=known, other=0.0)
+            part = part.to(tl.float32)
+            total = tl.where(rank == 0, part, total + part)  # 0 + x would lose the sign of zeros
+        inside = (token < rows_per_rank)[:, None] & (col < WIDTH)
+        tl.store(out + token.to(tl.int64)[:, None] * WIDTH + col, total.to(dtype), mask=inside)
+
+
+class Returned(NamedTuple):
+    """How a program returns sums: a constant of the kernel."""
+
+    rows: int
+    """Tokens of each rank in a piece."""
+    at_once: int
+    """Tokens of a tile, a power of two."""
+    cols: int
+    """Columns of a tile, a power of two."""
+
+
+@lru_cache(maxsize=1024)
+def _send_launch(
+    rank: int, ranks: int, parts: Parts, top_k: int, travel: Travel, on_input: bool
+) -> Launch:
+    return Launch(
+        _send_kernel,
+        RANK=rank,
+        RANKS=ranks,
+        TOP_K=top_k,
+        WIDTH=travel.width,
+        TILE=travel.tile,
+        SCALES=travel.scales,
+        RULE=travel.rule,
+        GIVEN=travel.given,
+        ON_INPUT=on_input,
+        ROW_TYPE=travel.row_type,
+        SCALE_TYPE=travel.scale_type,
+        AT=parts,
+        num_warps=warps(travel.width),
+    )
+
+
+@lru_cache(maxsize=1024)
+def _return_launch(rank: int, ranks: int, parts: Parts, top_k: int, width: int) -> Launch:
+    cols = next_power_of_2(width)
+    at_once = min(RETURNED_ROWS, max(1, RETURNED // cols))
+    return Launch(
+        _return_kernel,
+        RANK=rank,
+        RANKS=ranks,
+        TOP_K=top_k,
+        WIDTH=width,
+        TILE=Returned(RETURNED_ROWS, at_once, cols),
+        AT=parts,
+        num_warps=max(1, min(16, at_once * cols // 1024)),
+    )
+
+
+def symmetric_send(
+    x: Tensor,
+    scale: Tensor | None,
+    topk_weights: Tensor,
+    topk_ids: Tensor,
+    expert_ranks: Tensor | None,
+    peers: Tensor,
+    state: Tensor,
+    rows_per_rank: int,
+    num_experts: int,
+    on_input: bool,
+    quant: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """One launch; the results are views of this rank's window."""
+    windows = windows_of(peers)
+    arrived = windows.arrived(x, scale, topk_ids.shape[1], rows_per_rank, quant)
+    check = (x, scale, topk_weights, topk_ids, expert_ranks, peers, state)
+    check_sent(*check, rows_per_rank, num_experts, on_input, quant)
+    rule = parse_quant(quant) if quant else None
+    given = rule is not None and scale is not None and not rule.global_scale
+    own = (0, torch.float32) if quant or scale is None else (scale.shape[1], scale.dtype)
+    if x.itemsize == 1:
+        x = x.view(torch.uint8)
+    if scale is not None and scale.itemsize == 1:
+        scale = scale.view(torch.uint8)
+    layout = windows.layout
+    travel = travel_of(x.shape[1], x.dtype, quant, given, own)
+    rank, ranks, top_k = windows.rank, layout.ranks, topk_ids.shape[1]
+    kernel = _send_launch(rank, ranks, layout.parts, top_k, travel, on_input)
+    kernel(
+        (programs_of(rows_per_rank),),
+        x.contiguous(),
+        dense(scale),
+        dense(topk_weights),
+        dense(topk_ids),
+        dense(expert_ranks),
+        peers,
+        state,
+        arrived[1] if rule is not None and rule.per_tensor else None,
+        x.shape[0],
+        rows_per_rank,
+        num_experts,
+        windows.timeout_ns,
+    )
+    return arrived
+
+
+def symmetric_return(
+    sums: Tensor,
+    expert_ranks: Tensor | None,
+    peers: Tensor,
+    state: Tensor,
+    top_k: int,
+) -> Tensor:
+    """One launch."""
+    out = empty_returned(sums, expert_ranks, peers, state, top_k)
+    windows = windows_of(peers)
+    rank, ranks, parts = windows.rank, windows.layout.ranks, windows.layout.parts
+    kernel = _return_launch(rank, ranks, parts, top_k, sums.shape[1])
+    sums, rows = sums.contiguous(), out.shape[0]
+    arguments = (sums, dense(expert_ranks), peers, state, out, rows)
+    kernel((2 * programs_of(rows),), *arguments, windows.timeout_ns)
+    return out

@@ -1,0 +1,270 @@
+"""Triton kernel that writes each slot's row straight into its expert's rows on another rank.
+
+Two steps of one launch. First all ranks get the ids of all tokens: these say which row of its
+expert each slot takes, since rows are in the order of ranks, tokens and slots. Then rows are
+written to their places. See `moe_ops.kernels.symmetric` for windows and flags.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from moe_ops.fake_impls.symmetric_batched import symmetric_send_batched as empty_sent
+from moe_ops.kernels._runtime.dependent import take_turn
+from moe_ops.kernels._runtime.launch import Launch
+from moe_ops.kernels._runtime.slots import dense
+from moe_ops.kernels._symmetric.flags import (
+    check_sizes,
+    homes,
+    part_of,
+    pointer,
+    signal,
+    wait,
+    wait_for_all,
+)
+from moe_ops.kernels._symmetric.rows import (
+    Travel,
+    quantized,
+    row_of,
+    store_row,
+    travel_of,
+    warps,
+)
+from moe_ops.scheme import parse_quant
+from moe_ops.windows import Parts, programs_of, windows_of
+
+IDS = tl.constexpr(1024)
+"""Ids that a program compares at once."""
+
+
+@triton.jit
+def _send_ids(
+    topk_weights, topk_ids, expert_ranks, peers, token, num_tokens, rows_per_rank, num_experts,
+    RANK: tl.constexpr, RANKS: tl.constexpr, TOP_K: tl.constexpr, AT: tl.constexpr,
+):  # fmt: skip
+    """Write a token's ids and weights to all ranks; ids are -1 in slots without an expert."""
+    slot = tl.arange(0, triton.next_power_of_2(TOP_K))
+    known = (slot < TOP_K) & (token < num_tokens)
+    ids = tl.load(topk_ids + token * TOP_K + slot, mask=known, other=-1)
+    weights = tl.load(topk_weights + token * TOP_K + slot, mask=known, other=0.0)
+    home = homes(ids, known & (ids >= 0) & (ids < num_experts), expert_ranks)
+    ids = tl.where(home >= 0, ids, -1).to(tl.int32)
+    at = (RANK * rows_per_rank + token) * TOP_K + slot
+    for i in range(RANKS):
+        base = tl.load(peers + (RANK + i) % RANKS)
+        tl.store(part_of(base, AT.ids, tl.int32) + at, ids, mask=slot < TOP_K)
+        to = part_of(base, AT.weights, tl.float32) + at
+        tl.store(to, weights.to(tl.float32), mask=slot < TOP_K)
+
+
+@triton.jit
+def _places(all_ids, ids, first, TOP_K: tl.constexpr):
+    """Number of earlier slots of the same expert, for the slots of a token from ``first`` on."""
+    slot = tl.arange(0, triton.next_power_of_2(TOP_K))
+    place = tl.zeros_like(slot)
+    for at in range(0, first + TOP_K, IDS):
+        other = at + tl.arange(0, IDS)
+        known = tl.load(all_ids + other, mask=other < first + TOP_K, other=-1)
+        before = other[None, :] < (first + slot)[:, None]
+        place += tl.sum(((known[None, :] == ids[:, None]) & before).to(tl.int32), 1)
+    return place
+
+
+@triton.jit
+def _count(all_ids, expert, num_slots):
+    """Number of slots of an expert."""
+    count = tl.zeros((IDS,), dtype=tl.int32)
+    for at in range(0, num_slots, IDS):
+        other = at + tl.arange(0, IDS)
+        found = tl.load(all_ids + other, mask=other < num_slots, other=-1)
+        count += (found == expert).to(tl.int32)
+    return tl.sum(count, 0)
+
+
+@triton.jit
+def _send_rows(
+    x, scale, topk_weights, expert_ranks, expert_rows, peers, all_ids, token, rows_per_rank,
+    RANK: tl.constexpr, RANKS: tl.constexpr, TOP_K: tl.constexpr, HOW: tl.constexpr,
+    AT: tl.constexpr,
+):  # fmt: skip
+    """Quantize a token and write a row for each of its slots to the slot's expert."""
+    WIDTH: tl.constexpr = HOW.width
+    TILE: tl.constexpr = HOW.tile
+    RULE: tl.constexpr = HOW.rule
+    GIVEN: tl.constexpr = HOW.given
+    ROW_TYPE: tl.constexpr = HOW.row_type
+    SCALE_TYPE: tl.constexpr = HOW.scale_type
+    SCALES: tl.constexpr = HOW.scales
+    slot = tl.arange(0, triton.next_power_of_2(TOP_K))
+    first, room = (RANK * rows_per_rank + token) * TOP_K, RANKS * rows_per_rank
+    ids = tl.load(all_ids + first + slot, mask=slot < TOP_K, other=-1)
+    home = homes(ids, ids >= 0, expert_ranks)
+    place = _places(all_ids, ids, first, TOP_K)
+    expert = tl.load(expert_rows + tl.where(ids >= 0, ids, 0), mask=ids >= 0, other=0)
+    sent = (home >= 0) & (place < room)
+    routed = tl.max(sent.to(tl.int32), 0) > 0
+    value = row_of(x, token, topk_weights, routed, WIDTH, TILE, False)
+    for j in range(TOP_K):
+        this = slot == j
+        rank = tl.max(tl.where(this & sent, home, -1), 0)
+        row = tl.sum(tl.where(this & sent, expert * room + place, 0), 0).to(tl.int64)
+        stored = value
+        if HOW.on_input:
+            weight = tl.load(topk_weights + token * TOP_K + j).to(tl.float32)
+            stored = value.to(tl.float32) * weight
+        if RULE is not None:
+            stored, own = quantized(stored, scale, RULE, GIVEN)
+        base = tl.load(peers + tl.maximum(rank, 0))
+        rows = part_of(base, AT.rows, ROW_TYPE)
+        store_row(rows, row, stored, rank >= 0, WIDTH, RULE)
+        if SCALES > 0:
+            group = tl.arange(0, TILE[0])
+            to = part_of(base, AT.scales, SCALE_TYPE) + row * SCALES + group
+            tl.store(to, own.to(SCALE_TYPE), mask=(rank >= 0) & (group < SCALES))
+
+
+@triton.jit
+def _local_facts(
+    scale, expert_ranks, expert_rows, held, row_scale, counts, dropped, local_ids, all_ids,
+    room, num_local_experts, RANK: tl.constexpr, TOP_K: tl.constexpr,
+):  # fmt: skip
+    """Write the counts of this rank's experts, and the local experts of all tokens."""
+    program, step = tl.program_id(0), tl.num_programs(0)
+    slot = tl.arange(0, triton.next_power_of_2(TOP_K))
+    for i in range(0, (num_local_experts - program + step - 1) // step):
+        row = program + i * step
+        count = _count(all_ids, tl.load(held + row), room * TOP_K)
+        tl.store(counts + row, tl.minimum(count, room))
+        tl.store(dropped + row, tl.maximum(count - room, 0))
+        if row_scale is not None:
+            tl.store(row_scale + row, tl.load(scale).to(tl.float32))
+    for i in range(0, (room - program + step - 1) // step):
+        at = (program + i * step) * TOP_K + slot
+        ids = tl.load(all_ids + at, mask=slot < TOP_K, other=-1)
+        here = (ids >= 0) & (homes(ids, ids >= 0, expert_ranks) == RANK)
+        local = tl.load(expert_rows + tl.where(here, ids, 0), mask=here, other=-1)
+        tl.store(local_ids + at, local, mask=slot < TOP_K)
+
+
+@triton.jit(do_not_specialize=["num_tokens", "rows_per_rank", "num_experts", "num_local_experts"])
+def _send_batched_kernel(
+    x, scale, topk_weights, topk_ids, placement, held, peers, state,
+    row_scale, counts, dropped, local_ids,
+    num_tokens, rows_per_rank, num_experts, num_local_experts, timeout,
+    RANK: tl.constexpr, RANKS: tl.constexpr, TOP_K: tl.constexpr, HOW: tl.constexpr,
+    AT: tl.constexpr,
+):  # fmt: skip
+    """Send ids; then quantize this rank's tokens, and write a row for each of their slots."""
+    take_turn()
+    program, step = tl.program_id(0), tl.num_programs(0)
+    steps = tl.load(state + program)
+    expert_ranks, expert_rows = placement, placement + num_experts
+    all_ids = part_of(tl.load(peers + RANK), AT.ids, tl.int32)
+    for i in range(0, (rows_per_rank - program + step - 1) // step):
+        _send_ids(
+            topk_weights, topk_ids, expert_ranks, peers, program + i * step,
+            num_tokens, rows_per_rank, num_experts, RANK, RANKS, TOP_K, AT,
+        )  # fmt: skip
+    if program == 0:
+        for i in range(RANKS):
+            base = tl.load(peers + i)
+            tl.store(pointer(base, AT.counts, tl.int32) + RANK, num_tokens)
+            tl.store(pointer(base, AT.sizes, tl.int32) + RANK, rows_per_rank)
+    signal(peers, AT.sent, program, steps + 1, RANK, RANKS)
+    wait_for_all(peers, AT.sent, step, steps + 1, state, timeout, RANK, RANKS)
+    for i in range(0, (num_tokens - program + step - 1) // step):
+        _send_rows(
+            x, scale, topk_weights, expert_ranks, expert_rows, peers, all_ids, program + i * step,
+            rows_per_rank, RANK, RANKS, TOP_K, HOW, AT,
+        )  # fmt: skip
+    signal(peers, AT.sent, program, steps + 2, RANK, RANKS)
+    _local_facts(
+        scale, expert_ranks, expert_rows, held, row_scale, counts, dropped, local_ids, all_ids,
+        RANKS * rows_per_rank, num_local_experts, RANK, TOP_K,
+    )  # fmt: skip
+    if program == 0:
+        check_sizes(peers, AT.sizes, rows_per_rank, state, RANK, RANKS)
+    wait(peers, AT.sent, program, steps + 2, state, timeout, RANK, RANKS)
+    tl.store(state + program, steps + 2)
+
+
+class How(NamedTuple):
+    """How rows travel, with the fields of `Travel`: a constant of the kernel."""
+
+    width: int
+    tile: tuple[int, int]
+    scales: int
+    rule: Any
+    given: bool
+    row_type: Any
+    scale_type: Any
+    on_input: bool
+
+
+@lru_cache(maxsize=1024)
+def _send_launch(
+    rank: int, ranks: int, parts: Parts, top_k: int, travel: Travel, on_input: bool
+) -> Launch:
+    return Launch(
+        _send_batched_kernel,
+        RANK=rank,
+        RANKS=ranks,
+        TOP_K=top_k,
+        HOW=How(*travel, on_input=on_input),
+        AT=parts,
+        num_warps=max(4, warps(travel.width)),
+    )
+
+
+def symmetric_send_batched(
+    x: Tensor,
+    scale: Tensor | None,
+    topk_weights: Tensor,
+    topk_ids: Tensor,
+    placement: Tensor,
+    held: Tensor,
+    peers: Tensor,
+    state: Tensor,
+    rows_per_rank: int,
+    on_input: bool,
+    quant: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """One launch; rows, scales and weights are views of this rank's window."""
+    given = (x, scale, topk_weights, topk_ids, placement, held, peers, state)
+    out = empty_sent(*given, rows_per_rank, on_input, quant)
+    windows = windows_of(peers)
+    _, row_scale, counts, dropped, local_ids, _ = out
+    there = windows.arrived_batched(x, row_scale, topk_ids.shape[1], held.shape[0], quant)
+    rule = parse_quant(quant) if quant else None
+    known = rule is not None and scale is not None and not rule.global_scale
+    travel = travel_of(x.shape[1], x.dtype, quant, known, (0, torch.float32))
+    rank, layout, top_k = windows.rank, windows.layout, topk_ids.shape[1]
+    kernel = _send_launch(rank, layout.ranks, layout.parts, top_k, travel, on_input)
+    of_all = rule is not None and rule.per_tensor
+    kernel(
+        (programs_of(rows_per_rank),),
+        x.contiguous(),
+        dense(scale),
+        dense(topk_weights),
+        dense(topk_ids),
+        dense(placement),
+        held,
+        peers,
+        state,
+        there[1] if of_all else None,
+        counts,
+        dropped,
+        local_ids,
+        x.shape[0],
+        rows_per_rank,
+        placement.shape[1],
+        held.shape[0],
+        windows.timeout_ns,
+    )
+    return there[0], there[1], counts, dropped, local_ids, there[2]

@@ -1,0 +1,212 @@
+"""Several ranks that write to each other's memory: one kernel sends, one returns and sums."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+from weakref import WeakValueDictionary
+
+import torch
+from torch import Tensor
+
+from moe_ops import checks, ops
+from moe_ops.pipeline.exchange.base import Arrived, Outgoing, TokenExchange
+from moe_ops.pipeline.exchange.memory import allocate
+from moe_ops.pipeline.prepare_finalize import Receiver
+from moe_ops.windows import WindowLayout, Windows
+
+_SHARED: WeakValueDictionary[Any, Windows] = WeakValueDictionary()
+"""Windows by layout, group, device and name."""
+
+
+class SymmetricPrepareAndFinalize(TokenExchange):
+    """Write tokens straight into the memory of their experts' ranks, and sums into the tokens'.
+
+    See `TokenExchange` for what all exchanges share. Results are the bits of
+    `AllGatherPrepareAndFinalize`.
+
+    **Prepare** is one kernel. It quantizes each token's row in registers, writes it once to every
+    rank that holds one of the token's experts, and waits until all ranks have written. The experts
+    read their rows, scales, ids and weights where the other ranks wrote them. **Finalize** is one
+    kernel too: it writes the partial sums of other ranks' tokens to these ranks, waits, and adds
+    the sums of this rank's tokens.
+
+    Nothing waits for the host, and no state is on the host: both kernels may be captured in CUDA
+    graphs and replayed with other routing, and compiled. Multicast is not used.
+
+    **Windows.** Each rank has one window, for ``R * max_num_tokens`` rows and as many sums. It is
+    allocated by `connect`, which all ranks must reach together; the first eager call does so. What
+    ``prepare`` returns lies in the window until the ranks' next ``prepare``, so one call may be in
+    flight at a time. Layers that run one after the other can share windows: see ``share``.
+
+    **Token counts.** Ranks may have different numbers of tokens, also 0. The experts get P rows of
+    each rank, whose padding has ids of -1. P is ``max_num_tokens``, or the number of tokens of the
+    call with ``equal_num_tokens``.
+
+    **Failures.** A rank that waits longer than ``timeout`` gives up. Its results are garbage from
+    then on, and its next call, or `check`, raises. So a rank that died is an error on the others.
+
+    Args:
+        group: see `TokenExchange`.
+        max_num_tokens: the largest number of tokens that any rank passes; the same on all ranks.
+        hidden_size: H of the rows.
+        top_k: the largest k of a call.
+        dtype: dtype of the activations, or a larger one; None: torch's default dtype.
+        expert_ranks: int32 ``(E,)``, the rank that holds each expert: a row travels to these ranks
+            only. None: rows travel to all ranks.
+        equal_num_tokens: see `TokenExchange`.
+        timeout: seconds to wait for another rank.
+        share: objects of one group with the same sizes and the same name use the same windows, so
+            only one of them may be in flight. None: windows of its own.
+
+    Raises:
+        TypeError, ValueError: as `TokenExchange`, sizes below 1, or a ``timeout`` that is not
+            positive. In a call: tokens of another H, k or dtype; more tokens than
+            ``max_num_tokens``.
+        RuntimeError: in a call: another rank did not answer in an earlier call; a compiled or
+            captured call before `connect`.
+
+    Source:
+        DeepEP's low-latency kernels and torchtitan's symmetric-memory all-to-all, whose epochs are
+        on the host. Here each program counts its exchanges in device memory.
+    """
+
+    max_num_tokens: int
+
+    def __init__(
+        self,
+        group: Any,
+        max_num_tokens: int,
+        hidden_size: int,
+        top_k: int,
+        *,
+        dtype: torch.dtype | None = None,
+        expert_ranks: Tensor | None = None,
+        equal_num_tokens: bool = False,
+        timeout: float = 30.0,
+        share: str | None = None,
+    ) -> None:
+        checks.at_least(1, max_num_tokens=max_num_tokens, hidden_size=hidden_size, top_k=top_k)
+        checks.number("timeout", timeout)
+        if not timeout > 0:
+            raise ValueError(f"timeout must be positive, got {timeout}")
+        if expert_ranks is not None:
+            checks.tensor("expert_ranks", expert_ranks, 1, (torch.int32,))
+        super().__init__(group, max_num_tokens, equal_num_tokens=equal_num_tokens)
+        itemsize = (dtype or torch.get_default_dtype()).itemsize
+        self.layout = WindowLayout(self.group.size, max_num_tokens, hidden_size, top_k, itemsize)
+        self.timeout, self.share = float(timeout), share
+        self.expert_ranks = expert_ranks
+        self._windows: Windows | None = None
+
+    def connect(self, device: torch.device | str) -> Windows:
+        """Allocate the windows on ``device``, unless they are there; all ranks together.
+
+        The first eager call does this. Call it before a first call that is compiled or captured.
+        """
+        device, windows = torch.device(device), self._windows
+        if windows is None or windows.own.device != device:
+            key = (self.layout, self.group, device, self.share)
+            windows = None if self.share is None else _SHARED.get(key)
+            if windows is None:
+                windows = _SHARED[key] = allocate(self.layout, self.group, device, self.timeout)
+            self.attach(windows)
+        return windows
+
+    def attach(self, windows: Windows) -> None:
+        """Use windows that are allocated already."""
+        self._windows, device = windows, windows.own.device
+        if self.expert_ranks is not None:
+            self.expert_ranks = self.expert_ranks.to(device)
+        for tensor in (windows.peers, windows.state, self.expert_ranks):
+            if tensor is not None:  # compilers must not copy them
+                torch._dynamo.mark_static_address(tensor)
+
+    def check(self) -> None:
+        """Raise if another rank has not answered; does not wait for the device.
+
+        Raises:
+            RuntimeError: with the rank that did not answer in time.
+        """
+        windows = self._windows
+        if windows is None or not windows.answer[0]:
+            return
+        error = int(windows.answer[0])
+        if error > 0:
+            raise RuntimeError(
+                f"rank {windows.rank} of {self.group.size} waited {self.timeout:g} s for rank "
+                f"{error - 1}, which did not answer; results since then are undefined"
+            )
+        raise RuntimeError(
+            "hidden_states must have the same number of tokens on every rank with "
+            f"equal_num_tokens, got another number on rank {-1 - error} than on rank "
+            f"{windows.rank}; results since then are undefined"
+        )
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave the windows out: a copy allocates or shares its own."""
+        return {**self.__dict__, "_windows": None}
+
+    def send(self, tokens: Outgoing) -> Callable[[], Arrived]:
+        """Quantize and write to the ranks of the experts."""
+        windows = self._ready(tokens.a1, tokens.topk_ids)
+        a1, scale, quant = tokens.a1, None, tokens.quant
+        on_input, key = tokens.on_input, "" if quant is None else quant.key
+        if quant is not None:
+            scale = tokens.quant_config.input_scales[0]
+            of_all = quant.of_all_rows and self.group.size > 1
+            if of_all or (scale is not None and scale.numel() != 1):
+                a1, scale = self.rows_of(tokens)
+                on_input, key = False, ""
+        shared = scale if scale is not None and scale.dim() == 1 and not key else None
+        size = a1.shape[0] if self.equal_num_tokens else self.max_num_tokens
+        rows, row_scale, weights, ids = ops.symmetric_send(
+            a1,
+            None if shared is not None else scale,
+            tokens.topk_weights,
+            tokens.topk_ids,
+            None if tokens.everywhere else self.expert_ranks,
+            windows.peers,
+            windows.state,
+            size,
+            tokens.num_experts,
+            on_input,
+            key,
+        )
+        there = row_scale if shared is None else shared
+        return lambda: Arrived(rows, None if quant is None else there, weights, ids)
+
+    def send_back(self, sums: Tensor, topk_ids: Tensor) -> Receiver:
+        """Write partial sums to their tokens' ranks, and add."""
+        windows = self._windows
+        if windows is None:
+            raise RuntimeError("prepare must be called before finalize")
+        where = (windows.peers, windows.state)
+        out = ops.symmetric_return(sums, self.expert_ranks, *where, topk_ids.shape[1])
+        return lambda: out
+
+    def _ready(self, a1: Tensor, topk_ids: Tensor) -> Windows:
+        """The windows, once the call fits them."""
+        self.check_room(a1)
+        layout = self.layout
+        checks.size("a1.shape[1]", a1.shape[1], "hidden_size", layout.hidden_size)
+        if topk_ids.shape[1] > layout.top_k:
+            raise ValueError(
+                f"topk_ids must have at most top_k = {layout.top_k} columns, got "
+                f"{topk_ids.shape[1]}"
+            )
+        if a1.dtype.itemsize > layout.itemsize:
+            raise TypeError(
+                f"a1 must have numbers of at most {layout.itemsize} bytes, got {a1.dtype}"
+            )
+        traced = torch.compiler.is_compiling()
+        if not traced:
+            self.check()
+        windows = self._windows
+        if windows is not None and (traced or windows.own.device == a1.device):
+            return windows
+        if traced or (a1.is_cuda and torch.cuda.is_current_stream_capturing()):
+            raise RuntimeError(
+                "connect(device) must be called on all ranks before a call is compiled or captured"
+            )
+        return self.connect(a1.device)

@@ -1,0 +1,178 @@
+"""Several ranks, Batched format: each slot's row is written into its expert's rows, wherever."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moe_ops import checks, ops
+from moe_ops.pipeline.checking import check_none_dropped
+from moe_ops.pipeline.exchange.symmetric import SymmetricPrepareAndFinalize
+from moe_ops.pipeline.formats import (
+    ExpertTokensMetadata,
+    FusedMoEActivationFormat,
+    PrepareResult,
+)
+from moe_ops.pipeline.prepare_finalize import Receiver
+from moe_ops.pipeline.weight_and_reduce import (
+    TopKWeightAndReduce,
+    TopKWeightAndReduceDelegate,
+    TopKWeightAndReduceNaiveBatched,
+)
+from moe_ops.scheme import FusedMoEQuantConfig
+from moe_ops.windows import WindowLayout, Windows
+
+
+class BatchedSymmetricPrepareAndFinalize(SymmetricPrepareAndFinalize):
+    """`SymmetricPrepareAndFinalize` for experts of the Batched format, for few tokens a rank.
+
+    **Prepare** is one kernel of two steps: ids travel to all ranks, which then know the place of
+    every row, and rows are written straight into ``(El, R * max_num_tokens, H)`` of their experts'
+    ranks. The rows of an expert are in the order of ranks, tokens and slots, without gaps. Padding
+    is not written. Rows are quantized on the way, and multiplied by router weights if asked to. A
+    scale that all rows of an expert share and that comes from the data (``fp8_tensor``) is found
+    after the rows have travelled.
+
+    **Finalize** sums the local rows of each token, and returns sums as the base class does.
+
+    k rows travel for a token, one for each slot on another rank; the Standard format sends one for
+    each other rank. A batch of many tokens is better off there.
+
+    Rows fit as long as the ids of a token are distinct. Rows that do not fit are dropped and
+    counted on the device in ``num_dropped`` (an error within `moe_ops.checking`).
+
+    Args:
+        group: see `TokenExchange`.
+        max_num_tokens: the largest number of tokens that any rank passes; the same on all ranks.
+        hidden_size: H of the rows.
+        top_k: the largest k of a call.
+        expert_ranks: int32 ``(E,)``, the rank that holds each expert. A rank holds its experts in
+            the order of their ids, and each rank holds equally many. The ``expert_map`` of a call
+            is not read.
+        dtype: see `SymmetricPrepareAndFinalize`.
+        timeout: see `SymmetricPrepareAndFinalize`.
+        share: see `SymmetricPrepareAndFinalize`.
+
+    Raises:
+        ValueError: ranks that hold different numbers of experts; otherwise as the base class.
+        NotImplementedError: in a call: router weights on the input with ``fp8_tensor`` or
+            ``int8_tensor``.
+
+    Source:
+        DeepEP's low-latency dispatch, which places rows in the order of arrival.
+    """
+
+    def __init__(
+        self,
+        group: Any,
+        max_num_tokens: int,
+        hidden_size: int,
+        top_k: int,
+        expert_ranks: Tensor,
+        *,
+        dtype: torch.dtype | None = None,
+        timeout: float = 30.0,
+        share: str | None = None,
+    ) -> None:
+        checks.tensor("expert_ranks", expert_ranks, 1, (torch.int32,))
+        super().__init__(
+            group,
+            max_num_tokens,
+            hidden_size,
+            top_k,
+            dtype=dtype,
+            expert_ranks=expert_ranks,
+            timeout=timeout,
+            share=share,
+        )
+        held = torch.bincount(expert_ranks.long().cpu(), minlength=self.group.size).tolist()
+        if len(set(held)) != 1 or len(held) != self.group.size:
+            raise ValueError(
+                "expert_ranks must give each rank of the group equally many experts, got counts "
+                f"{held}"
+            )
+        layout = self.layout
+        self.layout = WindowLayout(
+            layout.ranks, max_num_tokens, hidden_size, top_k, layout.itemsize, held[0]
+        )
+
+    @property
+    def activation_format(self) -> FusedMoEActivationFormat:
+        """BatchedExperts."""
+        return FusedMoEActivationFormat.BatchedExperts
+
+    def attach(self, windows: Windows) -> None:
+        """Use windows that are allocated already."""
+        super().attach(windows)
+        ranks = self.expert_ranks
+        assert ranks is not None
+        same = ranks[:, None] == ranks
+        rows = same.tril(-1).sum(1, dtype=torch.int32)
+        self.placement = torch.stack([ranks, rows])
+        self.held = (ranks == windows.rank).nonzero().flatten().int()
+        for tensor in (self.placement, self.held):
+            torch._dynamo.mark_static_address(tensor)
+
+    def prepare_async(
+        self,
+        a1: Tensor,
+        topk_weights: Tensor,
+        topk_ids: Tensor,
+        num_experts: int,
+        expert_map: Tensor | None,
+        apply_router_weight_on_input: bool,
+        quant_config: FusedMoEQuantConfig,
+        defer_input_quant: bool = False,
+    ) -> Receiver:
+        """Write rows to their experts; ids of the result count from this rank's first expert."""
+        windows = self._ready(a1, topk_ids)
+        quant = None if defer_input_quant else quant_config.scheme.activation
+        given = quant_config.input_scales[0]
+        after = quant is not None and quant.of_all_rows
+        if after and apply_router_weight_on_input:  # rounded before it is known by which scale
+            raise NotImplementedError(
+                "apply_router_weight_on_input must be False where rows of an expert share a scale "
+                f"that comes from the data, got True with {quant_config.scheme.name}"
+            )
+        key = "" if quant is None or after else quant.key
+        if key and given is not None and given.numel() != 1:
+            raise ValueError(
+                f"a1_scale must be one number where tokens are sent, got {given.numel()} numbers"
+            )
+        rows, scale, counts, dropped, ids, weights = ops.symmetric_send_batched(
+            a1,
+            given if key else None,
+            topk_weights,
+            topk_ids,
+            self.placement,
+            self.held,
+            windows.peers,
+            windows.state,
+            self.max_num_tokens,
+            apply_router_weight_on_input,
+            key,
+        )
+        if after and quant is not None:
+            rows, scale = ops.batched_quantize(rows, None, counts, quant.key)
+        check_none_dropped(dropped.sum(0, keepdim=True), self.group.size * self.max_num_tokens)
+        meta = ExpertTokensMetadata(counts, None, dropped)
+        found = PrepareResult(rows, None if quant is None else scale, meta, ids, weights)
+        return lambda: found
+
+    def finalize_async(
+        self,
+        fused_expert_output: Tensor,
+        topk_weights: Tensor,
+        topk_ids: Tensor,
+        apply_router_weight_on_input: bool,
+        weight_and_reduce_impl: TopKWeightAndReduce,
+    ) -> Receiver:
+        """Sum the rows of each token's local slots, and return the sums."""
+        reduce = weight_and_reduce_impl
+        if isinstance(reduce, TopKWeightAndReduceDelegate):
+            reduce = TopKWeightAndReduceNaiveBatched(0)
+        on_input = apply_router_weight_on_input
+        sums = reduce.apply(None, fused_expert_output, topk_weights, topk_ids, on_input)
+        return self.send_back(sums, topk_ids)

@@ -1,0 +1,141 @@
+"""Reference of the operators that exchange rows through windows: ranks are processes on one host.
+
+The protocol is that of the kernels with one program. Windows are memory that processes share.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import time
+
+import torch
+from torch import Tensor
+
+from moe_ops.reference.quantize import moe_quantize
+from moe_ops.windows import FAILED, MOST_PROGRAMS, Window, Windows, windows_of
+
+
+def symmetric_send(
+    x: Tensor,
+    scale: Tensor | None,
+    topk_weights: Tensor,
+    topk_ids: Tensor,
+    expert_ranks: Tensor | None,
+    peers: Tensor,
+    state: Tensor,
+    rows_per_rank: int,
+    num_experts: int,
+    on_input: bool,
+    quant: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Quantize this rank's tokens and write each to the ranks of its experts; ids go to all."""
+    windows = windows_of(peers)
+    layout, rank, top_k = windows.layout, windows.rank, topk_ids.shape[1]
+    arrived = windows.arrived(x, scale, top_k, rows_per_rank, quant)
+    known = (topk_ids >= 0) & (topk_ids < num_experts)
+    home = homes(torch.where(known, topk_ids, -1), expert_ranks)
+    rows, row_scale = x, scale
+    if quant:
+        weights = topk_weights if on_input else None
+        rows, row_scale = moe_quantize(x, scale, weights, None, None, 0, quant)
+    elif on_input:
+        rows = (x.float() * topk_weights.float()).to(x.dtype)
+    if row_scale is not None and row_scale.dim() == 1:  # one for all rows
+        arrived[1].copy_(row_scale)
+    ids = topk_ids.new_full((rows_per_rank, top_k), -1, dtype=torch.int32)
+    ids[: x.shape[0]] = torch.where(home >= 0, topk_ids, -1).int()
+    for other in range(layout.ranks):
+        there = peer(windows, other)
+        to = there.arrived(x, scale, top_k, rows_per_rank, quant)
+        own = slice(rank * rows_per_rank, rank * rows_per_rank + x.shape[0])
+        sent = _goes_to(home, other, expert_ranks).nonzero().flatten()
+        to[0][own][sent] = rows[sent]
+        if to[1].dim() == 2 and row_scale is not None:
+            to[1][own][sent] = row_scale[sent]
+        to[2][own] = topk_weights.float()
+        to[3][rank * rows_per_rank : (rank + 1) * rows_per_rank] = ids
+        there.part(layout.parts.counts, torch.int32, layout.ranks)[rank] = x.shape[0]
+        there.part(layout.parts.sizes, torch.int32, layout.ranks)[rank] = rows_per_rank
+    exchange(windows, state, 0, layout.parts.sent)
+    check_sizes(windows, state, rows_per_rank)
+    return arrived
+
+
+def symmetric_return(
+    sums: Tensor,
+    expert_ranks: Tensor | None,
+    peers: Tensor,
+    state: Tensor,
+    top_k: int,
+) -> Tensor:
+    """Write partial sums to their tokens' ranks, and add the ranks' sums of this rank's tokens."""
+    windows = windows_of(peers)
+    layout, rank, (tokens, width) = windows.layout, windows.rank, sums.shape
+    ranks, each = layout.ranks, tokens // layout.ranks
+    ids = windows.part(layout.parts.ids, torch.int32, ranks, each, top_k)
+    home = homes(ids, expert_ranks)
+    blocks, shape = sums.view(ranks, each, width), (ranks, each, width)
+    for other in range(ranks):
+        sent = _goes_to(home[other], rank, expert_ranks)
+        to = peer(windows, other).part(layout.parts.sums, sums.dtype, *shape)
+        to[rank][sent] = blocks[other][sent]
+    exchange(windows, state, MOST_PROGRAMS, layout.parts.returned)
+    came = windows.part(layout.parts.sums, sums.dtype, *shape)
+    inside = [_goes_to(home[rank], other, expert_ranks)[:, None] for other in range(ranks)]
+    total = torch.where(inside[0], came[0].float(), 0.0)
+    for other in range(1, ranks):
+        total = total + torch.where(inside[other], came[other].float(), 0.0)
+    return total.to(sums.dtype)
+
+
+def homes(ids: Tensor, expert_ranks: Tensor | None) -> Tensor:
+    """The rank of each slot's expert, -1 for a slot that no expert computes, whose id is -1."""
+    if expert_ranks is None:
+        return torch.where(ids >= 0, 0, -1)
+    return torch.cat([expert_ranks, expert_ranks.new_full((1,), -1)])[ids.long()]
+
+
+def _goes_to(home: Tensor, rank: int, expert_ranks: Tensor | None) -> Tensor:
+    """Mask of the tokens that have an expert on ``rank``."""
+    return (home >= 0 if expert_ranks is None else home == rank).any(-1)
+
+
+def peer(windows: Windows, rank: int) -> Window:
+    """The window of a rank."""
+    if rank == windows.rank:
+        return windows
+    size = windows.layout.parts.end
+    raw = (ctypes.c_uint8 * size).from_address(windows.addresses[rank])
+    return Window(windows.layout, torch.frombuffer(raw, dtype=torch.uint8))
+
+
+def check_sizes(windows: Windows, state: Tensor, rows_per_rank: int) -> None:
+    """Note a rank whose P is another one."""
+    layout = windows.layout
+    others = windows.part(layout.parts.sizes, torch.int32, layout.ranks) != rows_per_rank
+    if others.any() and not int(state[FAILED]):
+        _fail(windows, state, -1 - int(others.nonzero()[-1]))
+
+
+def _fail(windows: Windows, state: Tensor, error: int) -> None:
+    state[FAILED] = error
+    windows.error.fill_(error)
+
+
+def exchange(windows: Windows, state: Tensor, index: int, offset: int) -> None:
+    """Tell all ranks that this one has written, and wait until all have; note one that has not."""
+    ranks = windows.layout.ranks
+    epoch = int(state[index]) + 1
+    for other in range(ranks):
+        there = peer(windows, other).part(offset, torch.int32, ranks, MOST_PROGRAMS)
+        there[windows.rank, 0] = epoch
+    flags = windows.part(offset, torch.int32, ranks, MOST_PROGRAMS)[:, 0]
+    end = time.monotonic() + windows.timeout
+    while not int(state[FAILED]):
+        behind = (flags < epoch).nonzero()
+        if not len(behind):
+            break
+        if time.monotonic() > end:
+            _fail(windows, state, 1 + int(behind[-1]))
+        time.sleep(1e-4)
+    state[index] = epoch

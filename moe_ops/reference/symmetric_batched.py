@@ -1,0 +1,96 @@
+"""Reference of the operator that writes slots' rows into the Batched format of other ranks."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from moe_ops.fake_impls.symmetric_batched import symmetric_send_batched as empty_sent
+from moe_ops.reference.quantize import moe_quantize
+from moe_ops.reference.symmetric import check_sizes, exchange, homes, peer
+from moe_ops.windows import windows_of
+
+
+def symmetric_send_batched(
+    x: Tensor,
+    scale: Tensor | None,
+    topk_weights: Tensor,
+    topk_ids: Tensor,
+    placement: Tensor,
+    held: Tensor,
+    peers: Tensor,
+    state: Tensor,
+    rows_per_rank: int,
+    on_input: bool,
+    quant: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Send ids; then quantize this rank's tokens, and write a row for each of their slots."""
+    given = (x, scale, topk_weights, topk_ids, placement, held, peers, state)
+    out = empty_sent(*given, rows_per_rank, on_input, quant)
+    windows = windows_of(peers)
+    layout, rank, (tokens, top_k) = windows.layout, windows.rank, topk_ids.shape
+    ranks, room, at = layout.ranks, layout.ranks * rows_per_rank, layout.parts
+    known = (topk_ids >= 0) & (topk_ids < placement.shape[1])
+    home = homes(torch.where(known, topk_ids, -1), placement[0])
+    ids = topk_ids.new_full((rows_per_rank, top_k), -1, dtype=torch.int32)
+    ids[:tokens] = torch.where(home >= 0, topk_ids, -1).int()
+    for other in range(ranks):
+        there = peer(windows, other)
+        there.part(at.ids, torch.int32, ranks, rows_per_rank, top_k)[rank] = ids
+        weights = there.part(at.weights, torch.float32, ranks, rows_per_rank, top_k)
+        weights[rank, :tokens] = topk_weights.float()
+        there.part(at.counts, torch.int32, ranks)[rank] = tokens
+        there.part(at.sizes, torch.int32, ranks)[rank] = rows_per_rank
+    exchange(windows, state, 0, at.sent)
+    check_sizes(windows, state, rows_per_rank)
+    of_all = windows.part(at.ids, torch.int32, room, top_k)
+    place = _places(of_all)
+    rows, row_scale = _slot_rows(x, scale, topk_weights, on_input, quant)
+    own = place[rank * rows_per_rank : rank * rows_per_rank + tokens]
+    expert = placement[1][ids[:tokens].clamp(min=0).long()]
+    for other in range(ranks):
+        window = peer(windows, other)
+        there_rows, there_scales, _ = window.arrived_batched(x, out[1], top_k, len(held), quant)
+        token, slot = ((home == other) & (own < room)).nonzero(as_tuple=True)
+        row = (expert[token, slot] * room + own[token, slot]).long()
+        there_rows.flatten(0, 1)[row] = rows[token, slot]
+        if there_scales.dim() == 3 and there_scales.shape[1] == room:
+            there_scales.flatten(0, 1)[row] = row_scale[token, slot]
+    mine = windows.arrived_batched(x, out[1], top_k, held.shape[0], quant)
+    if quant and mine[1].shape[1] != room:
+        mine[1].copy_(row_scale.reshape(1, 1, 1).expand_as(mine[1]))
+    exchange(windows, state, 0, at.sent)
+    count = torch.stack([(of_all == expert).sum() for expert in held]).int()
+    here = homes(of_all, placement[0]) == rank
+    local_ids = torch.where(here, placement[1][of_all.clamp(min=0).long()], -1)
+    counts, dropped = count.clamp(max=room), (count - room).clamp(min=0)
+    return mine[0], mine[1], counts, dropped, local_ids, mine[2]
+
+
+def _places(ids: Tensor) -> Tensor:
+    """Number of earlier slots with the same id, in the shape of ``ids``."""
+    flat = ids.flatten()
+    order = flat.argsort(stable=True)
+    _, counts = torch.unique_consecutive(flat[order], return_counts=True)
+    first = (counts.cumsum(0) - counts).repeat_interleave(counts)
+    place = torch.empty_like(order)
+    place[order] = torch.arange(len(order)) - first
+    return place.view(ids.shape)
+
+
+def _slot_rows(
+    x: Tensor, scale: Tensor | None, topk_weights: Tensor, on_input: bool, quant: str
+) -> tuple[Tensor, Tensor]:
+    """A row for each slot ``(T, k, ..)``, and its scales (one for all rows: as it is)."""
+    shape, k = topk_weights.shape, topk_weights.shape[1]
+    weights = topk_weights if on_input else None
+    if not quant:
+        rows = x.float().repeat_interleave(k, 0)
+        if weights is not None:
+            rows = rows * weights.reshape(-1, 1).float()
+        return rows.to(x.dtype).unflatten(0, shape), x.new_empty(0)
+    if weights is None:
+        weights = torch.ones_like(topk_weights)
+    rows, row_scale = moe_quantize(x, scale, weights, None, None, 0, quant)
+    scales = row_scale.unflatten(0, shape) if row_scale.dim() == 2 else row_scale
+    return rows.unflatten(0, shape), scales

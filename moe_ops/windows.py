@@ -1,0 +1,214 @@
+"""Memory that all ranks of a group can write: where its parts are, and how operators find it.
+
+Each rank has one window. A window holds what other ranks send to it. An operator gets the addresses
+of all windows as one tensor, `Windows.peers`, because a window itself must not be an argument of
+it: a compiler may copy what an operator mutates, and other ranks write to the window only.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, NamedTuple
+from weakref import WeakValueDictionary
+
+import torch
+from torch import Tensor
+
+from moe_ops.scheme import parse_quant
+
+ALIGNMENT = 256
+"""Alignment in bytes of the parts of a window."""
+MOST_PROGRAMS = 132
+"""Programs of a rank that write to other ranks, each with flags of its own: one for each SM of an
+H200.
+
+Programs wait for other ranks, at most twice as many at the same time, so all of them must be
+resident together.
+"""
+
+
+class Parts(NamedTuple):
+    """Byte offsets of the parts of a window: a constant of the kernels."""
+
+    sent: int
+    """int32 ``(R, MOST_PROGRAMS)``: steps that program p of rank r has completed in all sends."""
+    returned: int
+    """int32 ``(R, MOST_PROGRAMS)``: likewise, in all returns."""
+    counts: int
+    """int32 ``(R,)``: the number of tokens of rank r."""
+    sizes: int
+    """int32 ``(R,)``: P of rank r."""
+    ids: int
+    """int32 ``(R, P, k)``: the tokens' global experts, -1 for padding."""
+    weights: int
+    """float32 ``(R, P, k)``."""
+    scales: int
+    """Scales of the rows."""
+    rows: int
+    """``(R, P, ..)``: the tokens' rows. Only rows that this rank's experts read are written. In the
+    Batched format ``(El, R * P, ..)``: the slots' rows."""
+    sums: int
+    """``(R, P, H)``: the partial sums that rank r has sent back for this rank's tokens."""
+    end: int
+
+
+@dataclass(frozen=True)
+class WindowLayout:
+    """The sizes that all ranks of an exchange agree on, from which the parts of a window follow."""
+
+    ranks: int
+    max_num_tokens: int
+    """The largest P, rows of each rank."""
+    hidden_size: int
+    top_k: int
+    itemsize: int
+    """Bytes of a number of the activations. Quantized rows have at most as many."""
+    num_local_experts: int = 0
+    """Experts of a rank in the Batched format; 0: the Standard format."""
+
+    @cached_property
+    def parts(self) -> Parts:
+        """Byte offsets."""
+        tokens = self.ranks * self.max_num_tokens
+        flags, numbers = 4 * self.ranks * MOST_PROGRAMS, 4 * self.ranks
+        routing = 4 * tokens * self.top_k
+        sums = tokens * self.hidden_size * self.itemsize
+        copies = max(1, self.num_local_experts)
+        scales = tokens * 4 * -(-self.hidden_size // 16) * copies  # no scheme has smaller groups
+        sizes = (flags, flags, numbers, numbers, routing, routing, scales, sums * copies, sums)
+        offsets = [0]
+        for size in sizes:
+            offsets.append(-(-(offsets[-1] + size) // ALIGNMENT) * ALIGNMENT)
+        return Parts(*offsets)
+
+
+def programs_of(rows_per_rank: int) -> int:
+    """Programs of an exchange of P rows of each rank; all ranks get the same number."""
+    return max(1, min(rows_per_rank, MOST_PROGRAMS))
+
+
+FAILED = 2 * MOST_PROGRAMS
+"""Index in `Windows.state` of the device's own note that a rank did not answer."""
+
+
+@dataclass(eq=False)
+class Window:
+    """One rank's window."""
+
+    layout: WindowLayout
+    own: Tensor
+    """uint8."""
+
+    def arrived(
+        self, x: Tensor, scale: Tensor | None, top_k: int, rows_per_rank: int, quant: str
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """The tokens in this rank's window: rows, their scales, weights and ids.
+
+        Args:
+            x: the rows that this rank sends.
+            scale: their scales, if they have some already.
+            top_k: k.
+            rows_per_rank: P.
+            quant: how they are quantized on the way, or empty.
+        """
+        at, tokens = self.layout.parts, self.layout.ranks * rows_per_rank
+        width, dtype, scales = x.shape[1], x.dtype, None if scale is None else scale.shape[-1]
+        scale_dtype = torch.float32 if scale is None else scale.dtype
+        if quant:
+            rule = parse_quant(quant)
+            (*_, scales), scale_dtype = rule.row_scale_shape(tokens, width), rule.scale_dtype
+            scales = None if rule.per_tensor else scales
+            width, dtype = rule.data_width(width), rule.dtype
+        if scales is None:
+            row_scale = x.new_empty(1 if quant else 0, dtype=scale_dtype)
+        else:
+            row_scale = self.part(at.scales, scale_dtype, tokens, scales)
+        return (
+            self.part(at.rows, dtype, tokens, width),
+            row_scale,
+            self.part(at.weights, torch.float32, tokens, top_k),
+            self.part(at.ids, torch.int32, tokens, top_k),
+        )
+
+    def arrived_batched(
+        self, x: Tensor, scales: Tensor, top_k: int, num_local_experts: int, quant: str
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """The rows of experts in this rank's window, their scales, and the tokens' weights.
+
+        Args:
+            x: the rows that this rank sends.
+            scales: scales ``(El, R * P, G)`` as a tensor of their shape; others stay as they are.
+            top_k: k.
+            num_local_experts: El.
+            quant: how they are quantized on the way, or empty.
+        """
+        at, tokens = self.layout.parts, self.layout.ranks * self.layout.max_num_tokens
+        width, dtype = x.shape[1], x.dtype
+        if quant:
+            rule = parse_quant(quant)
+            width, dtype = rule.data_width(width), rule.dtype
+            if not rule.per_tensor:
+                scales = self.part(at.scales, scales.dtype, *scales.shape)
+        return (
+            self.part(at.rows, dtype, num_local_experts, tokens, width),
+            scales,
+            self.part(at.weights, torch.float32, tokens, top_k),
+        )
+
+    def part(self, offset: int, dtype: torch.dtype, *shape: int) -> Tensor:
+        """A part of this rank's window."""
+        size = dtype.itemsize
+        for length in shape:
+            size *= length
+        return self.own[offset : offset + size].view(dtype).view(shape)
+
+
+@dataclass(eq=False)
+class Windows(Window):
+    """The windows of a group of ranks, as one rank sees them."""
+
+    rank: int
+    peers: Tensor
+    """int64 ``(R + 1,)`` on the device: the address of each rank's window, then that of `error`."""
+    error: Tensor
+    """int32 ``(1,)`` on the host, which the device can write: 0; or ``1 + r`` if rank r did not
+    answer in time, ``-1 - r`` if it has another P."""
+    timeout: float
+    """Seconds to wait for a rank."""
+    addresses: tuple[int, ...]
+    """The addresses in `peers`."""
+    keep: Any = None
+    """What must live as long as the windows."""
+    state: Tensor = field(init=False)
+    """int32: steps that each program has completed in sends, in returns, then `FAILED`."""
+
+    def __post_init__(self) -> None:
+        self.state = torch.zeros(FAILED + 1, dtype=torch.int32, device=self.own.device)
+        self.answer = self.error.numpy()  # reads without PyTorch
+        _OPEN[self.peers.data_ptr()] = self
+
+    @property
+    def timeout_ns(self) -> int:
+        """Nanoseconds to wait for a rank."""
+        return int(self.timeout * 1e9)
+
+
+_OPEN: WeakValueDictionary[int, Windows] = WeakValueDictionary()
+
+
+def windows_of(peers: Tensor) -> Windows:
+    """The windows to which a tensor of addresses belongs.
+
+    Raises:
+        RuntimeError: a tensor that is not `Windows.peers` itself.
+    """
+    found = _OPEN.get(peers.data_ptr())
+    if found is None:
+        raise RuntimeError("peers must be the tensor of an open Windows, got another tensor")
+    return found
+
+
+def open_windows() -> list[Windows]:
+    """All windows of this process."""
+    return list(_OPEN.values())

@@ -1,0 +1,283 @@
+"""`SymmetricPrepareAndFinalize` over several processes, against the all-gather, bit by bit.
+
+On the CPU windows are shared memory; with interpreted kernels too. On GPUs they are symmetric
+memory, and calls are captured.
+"""
+
+import copy
+import os
+import pickle
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from compilations import Compilations
+from conftest import INTERPRETED
+from exchanges import COUNTS, PROBLEM, SCHEMES, kernel_of, part_of
+from modular import setup, twice
+from ranks import device, experts_of, mine, spawn, started
+
+import moe_ops
+from moe_ops.pipeline.exchange.base import Outgoing
+
+E, K, ROOM = PROBLEM.num_experts, PROBLEM.top_k, 9
+FEW = ("unquantized", "fp8_tensor_static", "fp8_block128", "int8_channel", "nvfp4")
+two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+four_gpus = pytest.mark.skipif(torch.cuda.device_count() < 4, reason="needs four GPUs")
+GROUPS = [
+    (2, "gloo"),
+    (4, "gloo"),
+    pytest.param(2, "nccl", marks=two_gpus),
+    pytest.param(4, "nccl", marks=four_gpus),
+]
+
+
+def ranks_of_experts(ranks):
+    """int32 ``(E,)``: the rank that holds each expert."""
+    maps = [experts_of(rank, ranks, E)[1] for rank in range(ranks)]
+    return torch.stack([m >= 0 for m in maps]).int().argmax(0).int()
+
+
+def exchange_of(ranks, top_k=K, **options):
+    options = {"dtype": PROBLEM.dtype, "expert_ranks": ranks_of_experts(ranks), **options}
+    return moe_ops.SymmetricPrepareAndFinalize(None, ROOM, PROBLEM.hidden_size, top_k, **options)
+
+
+def same(a, b):
+    return torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
+
+
+def check_prepared(rank, ranks):
+    """What arrives is what an all-gather brings, for tokens that this rank's experts read."""
+    tokens, everywhere = mine(COUNTS[ranks], rank), ranks_of_experts(ranks)
+    for number, name in enumerate(FEW if INTERPRETED else SCHEMES):
+        for on_input, top_k in ((False, 3), (True, 1), (True, 3)):
+            s = setup(PROBLEM.with_(scheme=name, top_k=top_k), moe_ops.TritonExperts, device())
+            x, _, _, weights, ids, *_ = s.inputs
+            ids = ids.masked_fill(torch.arange(11, device=ids.device)[:, None] == 2, -1)
+            ids[3, 0], ids[4, 0] = E + 5, -7  # no expert has these ids
+            x = x.masked_fill(torch.arange(11, device=x.device)[:, None] == 2, float("nan"))
+            where = None if number % 3 == 2 else everywhere
+            part = exchange_of(ranks, top_k, expert_ranks=where, share=f"{top_k} slots")
+            call = (x[tokens], weights[tokens], ids[tokens], E, None, on_input, s.config, False)
+            expected = moe_ops.AllGatherPrepareAndFinalize(None, ROOM).prepare(*call)
+            rows, scale, meta, all_ids, all_weights = part.prepare(*call)
+            known = (expected.topk_ids >= 0) & (expected.topk_ids < E)
+            assert torch.equal(all_ids, torch.where(known, expected.topk_ids, -1)), name
+            home = everywhere.to(ids.device)[all_ids.clamp(min=0).long()]
+            here = (known & (home == rank)).any(1)
+            used = here.repeat_interleave(top_k) if on_input else here
+            assert torch.equal(all_weights[here], expected.topk_weights[here]), name
+            assert rows.shape == expected.a1q.shape and rows.dtype == expected.a1q.dtype
+            assert same(rows[used], expected.a1q[used]), name
+            assert meta is None and (scale is None) == (expected.a1q_scale is None)
+            if scale is not None:
+                pair = scale, expected.a1q_scale
+                one_each = scale.dim() == 2
+                assert same(*(a[used] if one_each else a for a in pair)), name
+            sums = (
+                torch.randn(ranks * ROOM, PROBLEM.hidden_size).bfloat16().to(here.device)
+                * here[:, None]
+            )
+            noop, routed = moe_ops.TopKWeightAndReduceNoOP(), (all_weights, all_ids, on_input)
+            out = part.finalize(sums, *routed, noop)
+            expected = moe_ops.AllGatherPrepareAndFinalize(None, ROOM).finalize(sums, *routed, noop)
+            assert torch.equal(out[: COUNTS[ranks][rank]], expected[: COUNTS[ranks][rank]]), name
+
+
+def kernels(s, rank, ranks, **options):
+    """A kernel around each exchange, and the arguments of a rank's call."""
+    pair = [moe_ops.AllGatherPrepareAndFinalize(None, ROOM), exchange_of(ranks, share="kernels")]
+    found = [kernel_of(s, rank, ranks, part, **options) for part in pair]
+    return found[0][0], found[1][0], part_of(found[0][1], mine(COUNTS[ranks], rank))
+
+
+def check_kernels(rank, ranks):
+    for name in SCHEMES:
+        s = setup(PROBLEM.with_(scheme=name), moe_ops.TritonExperts, device())
+        oracle, kernel, arguments = kernels(s, rank, ranks)
+        expected = oracle.apply(**arguments)
+        for _ in range(3):
+            assert torch.equal(kernel.apply(**arguments), expected), name
+        inner = moe_ops.AsyncPrepareAndFinalize(kernel.prepare_finalize)
+        quant = s.config.scheme.activation
+        size = None if quant is not None and quant.of_all_rows else 4
+        kernel = kernel_of(s, rank, ranks, inner, shared_experts=twice, chunk_size=size)[0]
+        shared, routed = kernel.apply(**arguments)
+        assert torch.equal(routed, expected), name
+        assert torch.equal(shared, 2 * arguments["hidden_states"])
+
+
+def check_equal_numbers(rank, ranks):
+    """Rows are not padded, and each call may have another number of tokens."""
+    s = setup(PROBLEM, moe_ops.TritonExperts, device())
+    kernel = kernels(s, rank, ranks)[1]
+    equal, whole = kernel_of(s, rank, ranks, exchange_of(ranks, equal_num_tokens=True))
+    for tokens in (2, 0, 1, 2):
+        own = part_of(whole, slice(3 * rank, 3 * rank + tokens))
+        assert torch.equal(equal.apply(**own), kernel.apply(**own))
+
+
+def check_compiled(rank, ranks):
+    s = setup(PROBLEM, moe_ops.TritonExperts, device())
+    oracle, kernel, arguments = kernels(s, rank, ranks)
+    with pytest.raises(Exception, match="connect.* before a call is compiled"):
+        torch.compile(exchange_of(ranks).send, fullgraph=True, backend="eager")(
+            outgoing(s, arguments)
+        )
+    kernel.prepare_finalize.connect(arguments["hidden_states"].device)
+    backend = Compilations("aot_eager")
+    with torch.fx.experimental._config.patch(backed_size_oblivious=True):
+        compiled = torch.compile(kernel.apply, fullgraph=True, dynamic=True, backend=backend)
+        whole = kernel_of(s, rank, ranks, kernel.prepare_finalize)[1]
+        for counts in ((4, 7, 8, 7), (2, 6, 0, 3), (3, 0, 2, 0), (0, 5, 6, 7)):
+            own = part_of(whole, slice(counts[rank]))
+            assert torch.equal(compiled(**own), oracle.apply(**own))
+    assert backend.count == 1
+
+
+def outgoing(s, arguments):
+    names = ("hidden_states", "topk_weights", "topk_ids")
+    return Outgoing(*(arguments[n] for n in names), E, None, False, s.config, None, False)
+
+
+def check_errors(rank, ranks):
+    s = setup(PROBLEM, moe_ops.TritonExperts, device())
+    part = exchange_of(ranks, timeout=0.5)
+    kernel, arguments = kernel_of(s, rank, ranks, part)
+    fewer = part_of(arguments, mine(COUNTS[ranks], rank))
+    with pytest.raises(ValueError, match=r"max_num_tokens = 9 tokens, .*got 11"):
+        kernel.apply(**arguments)
+    with pytest.raises(TypeError, match=r"a1 must have numbers of at most 2 bytes, got .*float32"):
+        part.send(outgoing(s, {**fewer, "hidden_states": fewer["hidden_states"].float()}))
+    with pytest.raises(ValueError, match=r"a1.shape\[1\] must be hidden_size = 64, got 32"):
+        part.send(outgoing(s, {**fewer, "hidden_states": fewer["hidden_states"][:, :32]}))
+    with pytest.raises(ValueError, match=r"at most top_k = 3 columns, got 4"):
+        ids = fewer["topk_ids"][:, [0, 1, 2, 2]]
+        part.send(outgoing(s, {**fewer, "topk_ids": ids}))
+    out = kernel.apply(**fewer)
+    for other in (copy.deepcopy(part), pickle.loads(pickle.dumps(part))):
+        assert torch.equal(kernel_of(s, rank, ranks, other)[0].apply(**fewer), out)
+    dist.barrier()
+    if rank:  # rank 0 does not call
+        kernel.apply(**fewer)
+        synchronize()
+        message = rf"rank {rank} of {ranks} waited 0.5 s for rank 0, which did not answer"
+        with pytest.raises(RuntimeError, match=message):
+            part.check()
+        with pytest.raises(RuntimeError, match=message):
+            kernel.apply(**fewer)
+    dist.barrier()
+    part = exchange_of(ranks, timeout=0.5, equal_num_tokens=True)
+    kernel = kernel_of(s, rank, ranks, part)[0]
+    kernel.apply(**part_of(arguments, slice(1)))
+    kernel.apply(**part_of(arguments, slice(1 + rank)))
+    synchronize()
+    with pytest.raises(RuntimeError, match="same number of tokens on every rank|did not answer"):
+        part.check()
+
+
+def synchronize():
+    if device().type == "cuda":
+        torch.cuda.synchronize()
+
+
+@torch.no_grad()
+def check_captured(rank, ranks):
+    """Replays with other routing, eager calls between them, and two calls in flight."""
+    s = setup(PROBLEM, moe_ops.TritonExperts, device())
+    oracle, kernel, arguments = kernels(s, rank, ranks)
+    other = kernel_of(s, rank, ranks, exchange_of(ranks))[0]
+    names = ("hidden_states", "topk_weights", "topk_ids")
+    static = {**arguments, **{n: arguments[n].clone() for n in names}}
+    side, main = torch.cuda.Stream(), torch.cuda.current_stream()
+
+    def both():
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            second = other.apply(**static)
+        first = kernel.apply(**static)
+        torch.cuda.current_stream().wait_stream(side)
+        return first, second
+
+    both(), oracle.apply(**static)
+    main.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        outs = both()
+    g = torch.Generator().manual_seed(rank)
+    for replay in range(1000):
+        ids = torch.stack(
+            [torch.randperm(E, generator=g)[:K] for _ in range(len(static["topk_ids"]))]
+        )
+        if len(ids):
+            static["topk_ids"].copy_(ids.masked_fill(torch.rand(ids.shape, generator=g) < 0.1, -1))
+            static["hidden_states"].normal_()
+        graph.replay()
+        if replay % 50 == 0:
+            expected = oracle.apply(**static)
+            assert all(torch.equal(out, expected) for out in outs), replay
+            assert torch.equal(kernel.apply(**static), expected), replay
+    synchronize()
+    kernel.prepare_finalize.check()
+
+
+def check_kernel_paths(rank, ranks):
+    """The part that interpreted kernels take."""
+    check_prepared(rank, ranks)
+    if ranks == 2:
+        check_equal_numbers(rank, ranks)
+        check_errors(rank, ranks)
+
+
+def check_all(rank, ranks):
+    check_prepared(rank, ranks)
+    check_kernels(rank, ranks)
+    check_equal_numbers(rank, ranks)
+    check_errors(rank, ranks)
+    check_compiled(rank, ranks)
+    if device().type == "cuda":
+        check_captured(rank, ranks)
+
+
+def check_killed(rank, ranks, marker):
+    """A rank that has died is an error on the others, in bounded time."""
+    s = setup(PROBLEM, moe_ops.TritonExperts, device())
+    part = exchange_of(ranks, timeout=2)
+    kernel, arguments = kernel_of(s, rank, ranks, part)
+    own = part_of(arguments, mine(COUNTS[ranks], rank))
+    kernel.apply(**own)
+    synchronize()
+    dist.barrier()
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(0.5)
+    began = time.monotonic()
+    kernel.apply(**own)
+    synchronize()
+    with pytest.raises(RuntimeError, match="waited 2 s for rank 1, which did not answer"):
+        kernel.apply(**own)
+    assert time.monotonic() - began < 20
+    Path(marker).touch()
+    os._exit(0)  # the process group has lost a rank
+
+
+@pytest.mark.skipif(INTERPRETED, reason="the protocol is that of the other test")
+@pytest.mark.parametrize("backend", ["gloo", pytest.param("nccl", marks=two_gpus)])
+def test_a_killed_rank_is_an_error(backend, tmp_path):
+    marker = tmp_path / "raised"
+    with started(check_killed, 2, str(marker), backend=backend) as context:
+        survivor, killed = context.processes
+        for process in (killed, survivor):
+            process.join(120)
+    assert killed.exitcode == -signal.SIGKILL and survivor.exitcode == 0
+    assert marker.exists()
+
+
+@pytest.mark.kernel
+@pytest.mark.parametrize(("ranks", "backend"), GROUPS)
+def test_exchanges_are_the_same(ranks, backend):
+    spawn(check_kernel_paths if INTERPRETED else check_all, ranks, backend=backend)
