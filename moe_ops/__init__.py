@@ -50,6 +50,8 @@ from moe_ops.pipeline.calls import Call
 from moe_ops.pipeline.checking import checking
 from moe_ops.pipeline.config import FusedMoEConfig
 from moe_ops.pipeline.exchange.all_gather import AllGatherPrepareAndFinalize
+from moe_ops.pipeline.exchange.exact import ExactAllToAllPrepareAndFinalize
+from moe_ops.pipeline.exchange.fixed_capacity import FixedCapacityPrepareAndFinalize
 from moe_ops.pipeline.exchange.symmetric import SymmetricPrepareAndFinalize
 from moe_ops.pipeline.exchange.symmetric_batched import BatchedSymmetricPrepareAndFinalize
 from moe_ops.pipeline.experts import (
@@ -131,8 +133,10 @@ __all__ = [
     "Call",
     "CheckpointLayout",
     "EplbState",
+    "ExactAllToAllPrepareAndFinalize",
     "ExpertTokensMetadata",
     "Explanation",
+    "FixedCapacityPrepareAndFinalize",
     "FusedMoE",
     "FusedMoEActivationFormat",
     "FusedMoEConfig",

@@ -11,6 +11,7 @@ import math
 import runpy
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,8 +24,11 @@ from moe_ops.bench.gemm_clock import GemmClock
 from moe_ops.bench.harness import CHECKOUT, run_header
 from moe_ops.bench.problems import Problem, find_problem, unknown
 from moe_ops.dispatch.device import device_facts
+from moe_ops.parallel import FusedMoEParallelConfig
+from moe_ops.parallel.parallel_config import IMPLEMENTED_BACKENDS
 from moe_ops.pipeline.config import FusedMoEConfig
 from moe_ops.pipeline.devices import TARGETS, Target, target_of
+from moe_ops.pipeline.exchange.traffic import LINKS, Link
 from moe_ops.pipeline.explanation import explain
 from moe_ops.routing import RoutingMethodType
 from moe_ops.scheme import Scheme, get_scheme
@@ -50,23 +54,44 @@ def _explain(arguments: Sequence[str]) -> int:
     chosen = parser.parse_args(arguments)
     if (chosen.format == "batched") is (chosen.max_num_tokens is None):
         parser.error("--format batched and --max-num-tokens go together")
-    problem = chosen.model
+    problem, ranks = chosen.model, chosen.ranks
+    if ranks > problem.num_experts:
+        parser.error(f"--ranks must be at most the {problem.num_experts} experts, got {ranks}")
+    spread = {"dp_size": ranks, "ep_size": ranks, "use_ep": ranks > 1}
     config = FusedMoEConfig(
         num_experts=problem.num_experts,
         experts_per_token=problem.top_k,
         hidden_dim=problem.hidden_size,
         intermediate_size=problem.intermediate_size,
-        num_local_experts=problem.num_experts,
+        num_local_experts=-(-problem.num_experts // ranks),
         activation=chosen.activation,
         device="cuda" if torch.cuda.is_available() else "cpu",
         routing_method=RoutingMethodType.Renormalize,
+        moe_parallel_config=FusedMoEParallelConfig(**spread, all2all_backend=chosen.backend),
         is_act_and_mul=kind_and_key(chosen.activation)[0].is_gated,
         max_num_tokens=chosen.max_num_tokens,
         batch_invariant=chosen.batch_invariant,
     )
-    found = explain(config, chosen.scheme, num_tokens=chosen.tokens, device=chosen.device)
+    found = explain(
+        config, chosen.scheme, num_tokens=chosen.tokens, device=chosen.device, link=_link(chosen)
+    )
     print(found.to_json() if chosen.json else found)
     return 0 if found.choice else 1
+
+
+def _link(chosen: argparse.Namespace) -> Link:
+    """The named link, at the given rate if there is one."""
+    link, gigabytes = LINKS[chosen.link], chosen.link_gbps
+    if gigabytes is None:
+        return link
+    rate = gigabytes * 1e9
+    return replace(
+        link,
+        name=f"{link.name} at {gigabytes:g} GB/s",
+        collective_bytes_per_s=rate,
+        push_bytes_per_s=None if link.push_bytes_per_s is None else rate,
+        source=f"the given rate, and the least times of {link.name}",
+    )
 
 
 def _explain_parser() -> argparse.ArgumentParser:
@@ -85,6 +110,14 @@ def _explain_parser() -> argparse.ArgumentParser:
     add("--activation", type=_reads(_activation), default="silu", help=activation_help)
     invariant_help = "results of a token do not depend on the rest of the batch"
     add("--batch-invariant", action="store_true", help=invariant_help)
+    ranks_help = "ranks that hold the experts together and exchange tokens (default: %(default)s)"
+    add("--ranks", type=_reads(_count), default="1", metavar="R", help=ranks_help)
+    backend_help = "how they exchange tokens (default: %(default)s)"
+    backends = IMPLEMENTED_BACKENDS
+    add("--backend", choices=backends, default=backends[0], help=backend_help)
+    add("--link", choices=LINKS, default="nvlink4", help="what joins them (default: %(default)s)")
+    rate_help = "gigabytes per second that leave a rank, in place of the link's"
+    add("--link-gbps", type=_reads(_rate), metavar="GB/S", help=rate_help)
     add("--json", action="store_true", help="print JSON instead of tables")
     return parser
 
@@ -117,8 +150,18 @@ def _counts(text: str) -> list[int]:
 
 def _count(text: str) -> int:
     if not text.strip().isdecimal() or int(text) < 1:
-        raise ValueError(f"a number of tokens must be a positive integer, got {text!r}")
+        raise ValueError(f"a number must be a positive integer, got {text!r}")
     return int(text)
+
+
+def _rate(text: str) -> float:
+    try:
+        rate = float(text)
+    except ValueError:
+        rate = math.nan
+    if not 0 < rate < math.inf:
+        raise ValueError(f"a rate must be a positive number, got {text!r}")
+    return rate
 
 
 def _tune(arguments: Sequence[str]) -> int:

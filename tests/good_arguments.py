@@ -111,7 +111,7 @@ GOOD = {
     moe_ops.FusedMoE: dict(
         num_experts=E, top_k=K, hidden_size=H, intermediate_size=I, params_dtype=None,
         renormalize=True, quant_config=None, ep_size=1, batch_invariant=False, chunk_size=None,
-        moe_parallel_config=None, device=None,
+        moe_parallel_config=None, device=None, capacity_factor=1.0,
         custom_routing_function=None, shared_experts=None, e_score_correction_bias=None,
     ),
 }  # fmt: skip

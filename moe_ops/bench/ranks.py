@@ -28,7 +28,7 @@ from moe_ops.bench.problems import Experts, Inputs, Problem, make_experts, make_
 from moe_ops.pipeline.exchange.base import TokenExchange
 from moe_ops.tensors import QTensor
 
-BATCHED, MOST_BATCHED = "symmetric, batched", 128
+BATCHED, MOST_BATCHED = "symmetric_batched", 128
 """The exchange in the Batched format, which is for few tokens."""
 BACKENDS = {name: name for name in ("symmetric", "allgather_reducescatter", BATCHED)}
 CHAIN, REPLAYS, WARM_UPS = 20, 40, 5

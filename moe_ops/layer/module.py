@@ -53,8 +53,9 @@ class FusedMoE(RoutesTokens, WeightLoading, SchemeState, KeepsBits):
     ranks; without it the caller does. ``tp_size`` ranks cut every expert along I so that each rank
     has whole scales: `aligned_sizes` refines blocks or pads I. ``ep_size`` ranks hold whole experts
     each. With ``dp_size`` or ``is_sequence_parallel`` ranks have tokens of their own, and get their
-    finished results: they exchange tokens, see `AllGatherPrepareAndFinalize`. With ``dp_size`` the
-    ``tp_size`` ranks of a replica all pass the replica's tokens and get all of their results: see
+    finished results through the exchange that the ``all2all_backend`` of ``moe_parallel_config``
+    names: `AllGatherPrepareAndFinalize` unless another is chosen. With ``dp_size`` the ``tp_size``
+    ranks of a replica all pass the replica's tokens and get all of their results: see
     `ReplicaExchange`.
 
     Args:
@@ -104,9 +105,8 @@ class FusedMoE(RoutesTokens, WeightLoading, SchemeState, KeepsBits):
         self.global_num_experts = len(self.placement.row)
         self.rank_group = RankGroup.of_layer(parallel, given.tp_group)
         dtype = given.params_dtype or torch.get_default_dtype()
-        scheme = given.quant_config or UNQUANTIZED
         # The scheme of checkpoints. A rank's own scheme may have smaller blocks.
-        self.checkpoint_scheme = as_scheme(scheme)
+        self.checkpoint_scheme = as_scheme(given.quant_config or UNQUANTIZED)
         self.hidden_size = maybe_roundup_hidden_size(hidden_size, dtype, None, parallel)
         self.sizes = LayerSizes(
             self.placement.num_local_experts, self.hidden_size, intermediate_size,
@@ -118,8 +118,6 @@ class FusedMoE(RoutesTokens, WeightLoading, SchemeState, KeepsBits):
         quantized = self.checkpoint_scheme.weight is not None
         method = QuantizedFusedMoEMethod if quantized else UnquantizedFusedMoEMethod
         self.quant_method: FusedMoEMethodBase = method()
-        if self.exchanges_tokens:
-            self.rank_group.check("tp_group", parallel)
         self.quant_method.create_weights(self, self.sizes, given.device)
         self.register_buffer("e_score_correction_bias", given.e_score_correction_bias)
         self.register_buffer("hash_indices_table", given.hash_indices_table)
@@ -132,6 +130,7 @@ class FusedMoE(RoutesTokens, WeightLoading, SchemeState, KeepsBits):
         self.routes_plainly, self.shared_experts = given.routes_plainly(), given.shared_experts
         self.eplb_state: LayerEplbState | None = None
         if self.exchanges_tokens:
+            self.rank_group.check("tp_group", parallel)
             self.quant_method.exchange = exchange_of(
                 self.moe_config,
                 self.rank_group,
@@ -139,6 +138,7 @@ class FusedMoE(RoutesTokens, WeightLoading, SchemeState, KeepsBits):
                 given.expert_ranks(parallel, num_experts),
                 top_k + given.n_shared_experts,
                 equal_num_tokens=given.equal_num_tokens,
+                capacity_factor=given.capacity_factor,
             )
 
     def forward(

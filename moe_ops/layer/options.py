@@ -16,6 +16,7 @@ from moe_ops.activation import Activation, MoEActivation
 from moe_ops.parallel import FusedMoEParallelConfig, determine_expert_map
 from moe_ops.parallel.parallel_config import check_group
 from moe_ops.parallel.placement import initial_physical_to_logical_map
+from moe_ops.pipeline.exchange.fixed_capacity import check_capacity_factor
 from moe_ops.pipeline.row_spaces import check_batch_invariant
 from moe_ops.routing import SCORING_FUNCS, CustomRouting
 from moe_ops.scheme import UNQUANTIZED, Scheme, as_scheme
@@ -69,6 +70,9 @@ class FusedMoEOptions:
     equal_num_tokens: bool = False
     """All ranks pass equally many tokens in every call, if ranks exchange tokens: nothing is padded
     to ``max_num_tokens``. Another number on a rank is an error on all ranks."""
+    capacity_factor: float = 1.0
+    """The part of ``max_num_tokens`` that a rank has room for from each rank, with the backend
+    ``fixed_capacity``: see `FixedCapacityPrepareAndFinalize`."""
     prefix: str = ""
     """The layer's name in a checkpoint, unless loading is given another."""
     custom_routing_function: CustomRouting | None = None
@@ -175,6 +179,7 @@ class FusedMoEOptions:
         if self.chunk_size is not None:
             checks.at_least(1, chunk_size=self.chunk_size)
         self._check_max_num_tokens()
+        self._check_capacity_factor()
         if self.zero_expert_num:
             checks.one_of("zero_expert_type", str(self.zero_expert_type), ("identity",))
         if self.batch_invariant:
@@ -214,6 +219,17 @@ class FusedMoEOptions:
         if not self.parallel_config().exchanges_tokens:
             raise ValueError(
                 f"max_num_tokens must be None unless ranks exchange tokens, got {most}"
+            )
+
+    def _check_capacity_factor(self) -> None:
+        """Check that a factor other than 1 is in its range, and that the exchange has one."""
+        check_capacity_factor(self.capacity_factor)
+        parallel = self.parallel_config()
+        has_one = parallel.exchanges_tokens and parallel.all2all_backend == "fixed_capacity"
+        if self.capacity_factor != 1 and not has_one:
+            raise ValueError(
+                "capacity_factor must be 1 unless ranks exchange tokens with the backend "
+                f"fixed_capacity, got {self.capacity_factor}"
             )
 
     def _check_hash(self, top_k: int) -> None:

@@ -20,10 +20,18 @@ ALL2ALL_BACKENDS = (
     "flashinfer_nvlink_one_sided",
     "flashinfer_nvlink_two_sided",
     "symmetric",
+    "fixed_capacity",
+    "alltoall",
 )
-"""Ways in which ranks exchange tokens: vLLM's names, then our own."""
-IMPLEMENTED_BACKENDS = ("allgather_reducescatter", "naive", "symmetric")
-"""The backends that a layer with several ranks can use: see `moe_ops.pipeline.exchange`."""
+"""vLLM's names for the ways in which ranks exchange tokens, then names of this library."""
+IMPLEMENTED_BACKENDS = (
+    "allgather_reducescatter",
+    "naive",
+    "symmetric",
+    "fixed_capacity",
+    "alltoall",
+)
+"""The backends that a layer with several ranks can use today; the first two are one exchange."""
 GATHERING_BACKENDS = ("allgather_reducescatter", "naive", "symmetric")
 """The backends that can take every token to every rank, as parts of experts need."""
 

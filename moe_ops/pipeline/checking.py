@@ -16,9 +16,12 @@ _enabled: ContextVar[bool] = ContextVar("checking", default=False)
 def checking() -> Iterator[None]:
     """Within this context eager calls wait for the device, and raise errors found on it.
 
-    There is one such error: rows that `BatchedPrepareAndFinalize` dropped because they did not fit.
-    Compiled and captured calls must not wait, so they are not affected: read ``num_dropped``
-    instead. Calls of other threads and tasks are not affected either.
+    There are two such errors: rows that `BatchedPrepareAndFinalize` or
+    `FixedCapacityPrepareAndFinalize` dropped because they did not fit, and ranks of experts that
+    are not those of the ranks' expert maps. Compiled and captured calls must not wait, so they are
+    not affected: read ``num_dropped`` instead. Calls of other threads and tasks are not affected
+    either. The checks of ranks that exchange tokens are collectives: all ranks must be in checking
+    mode.
     """
     token = _enabled.set(True)
     try:
@@ -27,13 +30,16 @@ def checking() -> Iterator[None]:
         _enabled.reset(token)
 
 
+def is_checking(x: Tensor) -> bool:
+    """Whether a call on ``x`` is in checking mode: enabled, eager, and not being captured."""
+    if torch.compiler.is_compiling() or not _enabled.get() or x.is_meta:
+        return False
+    return not (x.is_cuda and torch.cuda.is_current_stream_capturing())
+
+
 def check_none_dropped(num_dropped: Tensor, max_num_tokens: int) -> None:
     """In checking mode, raise ValueError if rows did not fit."""
-    if torch.compiler.is_compiling() or not _enabled.get() or num_dropped.is_meta:
-        return
-    if num_dropped.is_cuda and torch.cuda.is_current_stream_capturing():
-        return
-    dropped = int(num_dropped)
+    dropped = int(num_dropped) if is_checking(num_dropped) else 0
     if dropped:
         raise ValueError(
             f"max_num_tokens must be at least the rows of the busiest expert, got {max_num_tokens}"

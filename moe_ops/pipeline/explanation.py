@@ -14,6 +14,18 @@ from moe_ops.dispatch.hopper import HopperTiles, KernelTiles
 from moe_ops.pipeline.config import FusedMoEConfig
 from moe_ops.pipeline.costs import Cost, cost_of
 from moe_ops.pipeline.devices import TARGETS, Target, target_of
+from moe_ops.pipeline.exchange.traffic import (
+    SAME,
+    SPARE,
+    Link,
+    Traffic,
+    fastest,
+    gathered_copies,
+    link_of,
+    rank_copies,
+    slot_copies,
+    traffic_of,
+)
 from moe_ops.pipeline.selection import (
     CANDIDATES,
     Candidate,
@@ -45,6 +57,11 @@ class Explanation:
     activation_format: str
     costs: tuple[Cost, ...]
     """One cost for each number of tokens; empty without a choice."""
+    link: Link
+    """What joins the ranks."""
+    exchanges: tuple[tuple[Traffic, ...], ...] = ()
+    """For each number of tokens what every way to exchange them sends; empty if ranks do not
+    exchange tokens."""
 
     def to_json(self) -> str:
         """The explanation as a JSON object."""
@@ -62,10 +79,17 @@ class Explanation:
             "implementations": [asdict(row) for row in self.rows],
             "costs": [asdict(cost) for cost in self.costs],
         }
+        if self.exchanges:
+            parts["link"] = asdict(self.link)
+            parts["exchanges"] = [
+                {"fastest": fastest(rows), "ways": [asdict(row) for row in rows]}
+                for rows in self.exchanges
+            ]
         return json.dumps(parts, indent=1)
 
     def __str__(self) -> str:
-        return "\n\n".join(filter(None, (self._head(), self._why(), self._table(), self._notes())))
+        parts = (self._head(), self._why(), self._table(), self._notes(), self._exchanges())
+        return "\n\n".join(filter(None, parts))
 
     def _head(self) -> str:
         c, target = self.config, self.target
@@ -147,6 +171,41 @@ class Explanation:
             )
         return "\n".join(notes)
 
+    def _exchanges(self) -> str:
+        """The table of what exchanges send, and its notes."""
+        if not self.exchanges:
+            return ""
+        config, link = self.config, self.link
+        ranks, top_k = config.moe_parallel_config.layer_size, config.experts_per_token
+        named = config.moe_parallel_config.all2all_backend
+        lines = [["tokens", "exchange", "", "rows sent", "there", "back", f"us on {link.name}"]]
+        for rows in self.exchanges:
+            best = fastest(rows)
+            for row in rows:
+                mark = "chosen" if row.backend == SAME.get(named, named) else ""
+                mark = ", ".join(filter(None, (mark, "fastest" if row.backend == best else "")))
+                time = "-" if row.time_us is None else f"{row.time_us:.1f}"
+                moved = (_bytes(row.dispatch_bytes), _bytes(row.combine_bytes), time)
+                name = row.backend
+                if row.capacity_factor is not None:
+                    name += f", capacity_factor {row.capacity_factor:.2f}"
+                lines.append([str(row.num_tokens), name, mark, f"{row.copies:.2f}", *moved])
+        per_rank = gathered_copies(ranks)
+        if config.moe_parallel_config.use_ep:
+            per_rank = rank_copies(ranks, top_k, config.num_experts)
+        notes = [
+            "rows sent: that leave a rank for each of its tokens, each way, with padding",
+            f"least rows over {ranks} ranks: {gathered_copies(ranks):.2f} if all tokens are "
+            f"gathered, {slot_copies(ranks, top_k):.2f} for one a slot, {per_rank:.2f} for one to "
+            "each rank of its experts",
+            "there, back: bytes that leave a rank; us: both ways, with the least time of each "
+            "collective",
+            f"capacity_factor: room for {SPARE} standard deviations of uniform routing",
+            "alltoall: without the time for which the host waits; symmetric: in one NVLink domain",
+            f"{link.name}: {link.source}",
+        ]
+        return "\n".join((_aligned(lines, left=3), *notes))
+
     def _tiles_from(self) -> list[str]:
         """One line for each source of tiles; if there are several, with the GEMMs that use it."""
         users: dict[str, list[str]] = {}
@@ -165,6 +224,7 @@ def explain(
     num_tokens: Sequence[int] = (1, 64),
     device: str | None = None,
     candidates: Sequence[Experts] = CANDIDATES,
+    link: str | Link = "nvlink4",
 ) -> Explanation:
     """Explain what `select_kernel` chooses and why, and what the layer costs. Runs no kernel.
 
@@ -175,9 +235,11 @@ def explain(
         device: a name such as ``sm_90`` (see `moe_ops.pipeline.devices.TARGETS`) in place of
             ``config.device``; it need not be in this machine.
         candidates: as for `select_kernel`.
+        link: what joins ranks that exchange tokens: a `Link`, or a name in
+            `moe_ops.pipeline.exchange.traffic.LINKS`.
 
     Raises:
-        ValueError: an unknown scheme or device, a number of tokens that is not positive.
+        ValueError: an unknown scheme, device or link, a number of tokens that is not positive.
     """
     checks.instance("config", config, FusedMoEConfig)
     if not isinstance(num_tokens, Sequence):
@@ -196,10 +258,13 @@ def explain(
     rows = judge(config, quant.scheme, candidates, capability)
     choice = chosen(rows, candidates)
     kernel = None if choice is None else build(choice, config, quant)
-    costs = []
+    costs, exchanges, link = [], [], link_of(link)
     if kernel is not None:
         experts = kernel.fused_experts
         costs = [cost_of(config, quant.scheme, experts, number, target) for number in num_tokens]
+        if config.moe_parallel_config.exchanges_tokens:
+            before = None if experts.expects_unquantized_inputs else quant.scheme.activation
+            exchanges = [traffic_of(config, before, number, link) for number in num_tokens]
     return Explanation(
         config=config,
         scheme=quant.scheme,
@@ -209,6 +274,8 @@ def explain(
         prepare_finalize=None if kernel is None else type(kernel.prepare_finalize).__name__,
         activation_format=format_of(config).value[0],
         costs=tuple(costs),
+        link=link,
+        exchanges=tuple(exchanges),
     )
 
 

@@ -3,7 +3,7 @@
 The oracle is the computation in float64 on unrounded intermediates. A float result is correct if
 the error of each output row is within a budget set by the error of a same-dtype reference, and that
 reference is within a bound derived from the problem. Index results and layouts are compared
-bitwise.
+bitwise. `run_ranks` runs many ranks in one process.
 """
 
 from moe_ops.testing.bounds import Bounded
@@ -17,6 +17,7 @@ from moe_ops.testing.problems import (
     make_inputs,
     make_routing,
 )
+from moe_ops.testing.ranks import SimulatedGroup, run_ranks
 from moe_ops.testing.references import Roundings, reference_experts
 
 __all__ = [
@@ -26,6 +27,7 @@ __all__ = [
     "Problem",
     "Quantized",
     "Roundings",
+    "SimulatedGroup",
     "assert_layer_matches",
     "assert_matches_reference",
     "bounded_oracle",
@@ -35,4 +37,5 @@ __all__ = [
     "oracle",
     "quantize_inputs",
     "reference_experts",
+    "run_ranks",
 ]

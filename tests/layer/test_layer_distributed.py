@@ -108,6 +108,25 @@ def check_balanced(rank, device):
         assert not torch.equal(before, state.physical_to_logical_map)
 
 
+def check_exchanges(rank, device):
+    """Ranks with different numbers of tokens, over every backend."""
+    g = torch.Generator().manual_seed(3)
+    x, logits = (torch.randn(T, n, generator=g).to(device) for n in (H, E))
+    mine = slice(4) if rank == 0 else slice(4, 6)
+    expected = layer_of(device)(x, logits)[mine]
+    for backend in ("allgather_reducescatter", "fixed_capacity", "alltoall"):
+        parallel = moe_ops.FusedMoEParallelConfig(
+            dp_size=2, dp_rank=rank, ep_size=2, ep_rank=rank, use_ep=True, all2all_backend=backend
+        )
+        layer = layer_of(device, moe_parallel_config=parallel, max_num_tokens=4)
+        torch.testing.assert_close(layer(x[mine], logits[mine]), expected)
+        if backend == "alltoall":
+            continue
+        check_compiled(layer, x[mine], logits[mine], expected)
+        if device.type == "cuda":
+            check_captured(layer, x[mine], logits[mine], expected)
+
+
 def check_compiled(layer, x, logits, expected):
     compiled = torch.compile(layer, fullgraph=True, dynamic=True, backend="aot_eager")
     torch.testing.assert_close(compiled(x, logits), expected)
@@ -119,7 +138,7 @@ def check_captured(layer, x, logits, expected):
     rows = [torch.zeros_like(x), torch.zeros_like(logits)]
     layer(*rows)  # kernels are loaded, ranks are connected
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
         out = layer(*rows)
     for buffer, value in zip(rows, (x, logits), strict=True):
         buffer.copy_(value)
@@ -139,6 +158,7 @@ def run(rank, backend, store):
     check_derived_ranks(rank, device)
     check_unequal_parts(rank, device)
     check_balanced(rank, device)
+    check_exchanges(rank, device)
     dist.destroy_process_group()
 
 

@@ -27,6 +27,7 @@ KINDS = {
     "on the input": {"apply_router_weight_on_input": True},
     "chunks": {"chunk_size": 4},
     "room": {"max_num_tokens": 9},
+    "round robin": {"expert_placement_strategy": "round_robin"},
     "biases": {"has_bias": True},
     "reduced": {"reduce_results": True},
     "fp8_block128": {"quant_config": "fp8_block128"},
@@ -90,11 +91,25 @@ def spreads(rank, ranks):
             "dp_size": 2, "dp_rank": rank // 2, "tp_size": 2, "tp_rank": rank % 2, "ep_size": 4,
             "is_sequence_parallel": True,
         }  # fmt: skip
+    for backend in ("naive", "fixed_capacity", "alltoall"):
+        yield over(backend, rank, ranks)
+
+
+def over(backend, rank, ranks):
+    """Options of a layer whose ranks exchange tokens over a backend."""
     config = FusedMoEParallelConfig(
         dp_size=ranks, dp_rank=rank, ep_size=ranks, ep_rank=rank, use_ep=True,
-        all2all_backend="naive",
+        all2all_backend=backend,
     )  # fmt: skip
-    yield {"moe_parallel_config": config}
+    return {"moe_parallel_config": config}
+
+
+EXCHANGES = {
+    "allgather_reducescatter": moe_ops.AllGatherPrepareAndFinalize,
+    "naive": moe_ops.AllGatherPrepareAndFinalize,
+    "fixed_capacity": moe_ops.FixedCapacityPrepareAndFinalize,
+    "alltoall": moe_ops.ExactAllToAllPrepareAndFinalize,
+}
 
 
 def check_kinds(rank, ranks):
@@ -108,14 +123,15 @@ def check_kinds(rank, ranks):
         ways = list(spreads(rank, ranks))
         for way in ways if name == "plain" else [ways[number % len(ways)]]:
             layer = part_of(whole, **options, **way)
-            assert type(layer.kernel.prepare_finalize) is moe_ops.AllGatherPrepareAndFinalize
+            backend = layer.moe_parallel_config.all2all_backend
+            assert type(layer.kernel.prepare_finalize) is EXCHANGES[backend]
             out = layer(x[tokens], logits[tokens])
             torch.testing.assert_close(out, expected[tokens], msg=lambda m, n=name: f"{n}: {m}")
 
 
-def check_details(rank, ranks):
+def check_details(rank, ranks, backend):
     """Padding, shared experts, kernels, copies."""
-    tokens, way = mine(COUNTS[ranks], rank), next(spreads(rank, ranks))
+    tokens, way = mine(COUNTS[ranks], rank), over(backend, rank, ranks)
     twice = torch.nn.Linear(H, H, bias=False)
     whole = whole_layer()
     x, logits = batch(whole)
@@ -143,7 +159,7 @@ def check_details(rank, ranks):
     torch.testing.assert_close(shared, twice(x[tokens]))
     layer.shared_experts = None
     found = moe_ops.select_kernel(layer.moe_config, "unquantized")
-    assert type(found.prepare_finalize) is moe_ops.AllGatherPrepareAndFinalize
+    assert type(found.prepare_finalize) is EXCHANGES[backend]
     layer.kernel = found
     torch.testing.assert_close(layer(x[tokens], logits[tokens]), expected[tokens])
     layer.kernel = moe_ops.FusedMoEKernel(moe_ops.MoEPrepareAndFinalizeNoEP(), found.fused_experts)
@@ -159,14 +175,19 @@ def check_compiled(rank, ranks):
     whole = whole_layer()
     x, logits = batch(whole)
     expected = whole(x, logits)
-    layer = part_of(whole, max_num_tokens=7, **next(spreads(rank, ranks)))
-    backend = Compilations("aot_eager")
-    with torch.fx.experimental._config.patch(backed_size_oblivious=True):
-        compiled = torch.compile(layer, fullgraph=True, dynamic=True, backend=backend)
-        for counts in ((6, 4), (2, 7), (3, 0), (0, 5), (7, 1)):
-            own = slice(counts[rank])
-            torch.testing.assert_close(compiled(x[own], logits[own]), expected[own])
-    assert backend.count == 1
+    for way in ("allgather_reducescatter", "fixed_capacity"):
+        torch._dynamo.reset()
+        layer = part_of(whole, max_num_tokens=7, **over(way, rank, ranks))
+        backend = Compilations("aot_eager")
+        with torch.fx.experimental._config.patch(backed_size_oblivious=True):
+            compiled = torch.compile(layer, fullgraph=True, dynamic=True, backend=backend)
+            for counts in ((6, 4), (2, 7), (3, 0), (0, 5), (7, 1)):
+                own = slice(counts[rank])
+                torch.testing.assert_close(compiled(x[own], logits[own]), expected[own])
+        assert backend.count == 1
+    layer = part_of(whole, **over("alltoall", rank, ranks))
+    with pytest.raises(Exception, match="must be called eagerly, because the host reads"):
+        torch.compile(layer, fullgraph=True, backend="eager")(x, logits)
 
 
 def check_example(rank, ranks):
@@ -177,7 +198,8 @@ def check_example(rank, ranks):
 def check_two(rank, ranks):
     check_example(rank, ranks)
     check_kinds(rank, ranks)
-    check_details(rank, ranks)
+    for backend in ("allgather_reducescatter", "fixed_capacity", "alltoall"):
+        check_details(rank, ranks, backend)
     check_compiled(rank, ranks)
 
 

@@ -11,6 +11,7 @@ from small_layers import E, H, I, K, T, batch, make
 from torch import nn
 
 import moe_ops
+from moe_ops.parallel.parallel_config import IMPLEMENTED_BACKENDS
 
 
 def test_the_signature_names_every_option():
@@ -83,7 +84,7 @@ WITHOUT_AN_EXCHANGE = (
             f"all2all_backend must be one of .*, got '{name}'",
         )
         for name in moe_ops.parallel.ALL2ALL_BACKENDS
-        if name not in ("allgather_reducescatter", "naive")
+        if name not in IMPLEMENTED_BACKENDS
         for sizes in ({"ep_size": 2}, {"dp_size": 2, "ep_size": 2})
     ),
 )
@@ -103,21 +104,31 @@ def test_ranks_that_would_have_to_exchange_tokens(parallel, wrong):
         moe_ops.select_kernel(config, "unquantized")
 
 
-@pytest.mark.parametrize("backend", ["allgather_reducescatter", "naive"])
+@pytest.mark.parametrize(
+    ("backend", "exchange"),
+    [
+        ("allgather_reducescatter", moe_ops.AllGatherPrepareAndFinalize),
+        ("naive", moe_ops.AllGatherPrepareAndFinalize),
+        ("fixed_capacity", moe_ops.FixedCapacityPrepareAndFinalize),
+        ("alltoall", moe_ops.ExactAllToAllPrepareAndFinalize),
+    ],
+)
 @pytest.mark.parametrize("sizes", [{"dp_size": 2}, {"sp_size": 2}])
-def test_ranks_that_exchange_tokens(backend, sizes):
+def test_ranks_that_exchange_tokens(backend, exchange, sizes):
     """What is explained is what is built, by the layer too."""
     parallel = PARALLEL(ep_size=2, use_ep=True, all2all_backend=backend, **sizes)
     assert parallel.exchanges_tokens
     layer = make(moe_parallel_config=parallel, max_num_tokens=5)
     found = moe_ops.explain(layer.moe_config, "unquantized")
     assert found.choice == "TritonExperts"
-    assert found.prepare_finalize == "AllGatherPrepareAndFinalize"
+    assert found.prepare_finalize == exchange.__name__
     assert "tokens: of all 2 ranks together" in str(found)
     for kernel in (layer.kernel, moe_ops.select_kernel(layer.moe_config, "unquantized")):
-        assert type(kernel.prepare_finalize) is moe_ops.AllGatherPrepareAndFinalize
+        assert type(kernel.prepare_finalize) is exchange
         assert type(kernel.fused_experts) is moe_ops.TritonExperts
     assert layer.kernel.prepare_finalize.max_num_tokens == 5
+    if exchange is not moe_ops.AllGatherPrepareAndFinalize:
+        assert layer.kernel.prepare_finalize.expert_ranks.tolist() == [0] * 4 + [1] * 4
     batched = replace(layer.moe_config, max_num_tokens=8)
     with pytest.raises(NotImplementedError, match="an exchange of tokens .* in the Batched format"):
         moe_ops.select_kernel(batched, "unquantized")
@@ -127,6 +138,17 @@ def test_ranks_that_exchange_tokens(backend, sizes):
     layer.quant_method.forget()
     with pytest.raises(NotImplementedError, match="maybe_make_prepare_finalize must return"):
         layer(torch.zeros(1, H), torch.zeros(1, E))
+
+
+def test_capacity_factor():
+    parallel = PARALLEL(ep_size=2, dp_size=2, use_ep=True, all2all_backend="fixed_capacity")
+    layer = make(moe_parallel_config=parallel, capacity_factor=0.75)
+    assert layer.kernel.prepare_finalize.capacity_factor == 0.75
+    assert make(moe_parallel_config=parallel).kernel.prepare_finalize.capacity_factor == 1
+    with pytest.raises(ValueError, match="capacity_factor must be above 0 and at most 1, got 2"):
+        make(moe_parallel_config=parallel, capacity_factor=2)
+    with pytest.raises(ValueError, match="capacity_factor must be 1 unless .*, got 0.5"):
+        make(ep_size=2, dp_size=2, capacity_factor=0.5)
 
 
 def test_modes_of_tokens():

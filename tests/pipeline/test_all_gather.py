@@ -4,9 +4,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from compilations import Compilations
-from exchanges import COUNTS, PROBLEM, SCHEMES, kernel_of, part_of
 from modular import roundings as rounds
 from modular import setup, twice
+from rank_kernels import COUNTS, PROBLEM, SCHEMES, kernel_of, part_of
 from ranks import config_of, experts_of, mine, of_all_ranks, spawn
 
 import moe_ops

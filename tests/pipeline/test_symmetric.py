@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 from compilations import Compilations
 from conftest import INTERPRETED
-from exchanges import COUNTS, PROBLEM, SCHEMES, kernel_of, part_of
 from modular import setup, twice
+from rank_kernels import COUNTS, PROBLEM, SCHEMES, kernel_of, part_of
 from ranks import device, experts_of, mine, spawn, started
 
 import moe_ops

@@ -6,8 +6,8 @@ import pytest
 import torch
 from compilations import Compilations
 from conftest import INTERPRETED
-from exchanges import COUNTS, PROBLEM, kernel_of, part_of
 from modular import layer_config, setup
+from rank_kernels import COUNTS, PROBLEM, kernel_of, part_of
 from ranks import config_of, device, experts_of, mine, spawn
 
 import moe_ops

@@ -78,6 +78,12 @@ def test_unknown_values(option, value, known, capsys):
         ("--max-num-tokens", "0", ["positive integer"]),
         ("--activation", "selu", ["silu", "relu2_no_mul"]),
         ("--activation", "situ", ["needs beta"]),
+        ("--ranks", "0", ["positive integer"]),
+        ("--ranks", "9", ["at most the 8 experts, got 9"]),
+        ("--backend", "pplx", ["allgather_reducescatter", "fixed_capacity", "alltoall"]),
+        ("--link", "nvlink9", ["nvlink4", "ndr400"]),
+        ("--link-gbps", "-1", ["positive number"]),
+        ("--link-gbps", "fast", ["positive number"]),
     ],
 )
 def test_explain_unknown_values(option, value, known, capsys):
@@ -109,6 +115,23 @@ def test_explain_json(capsys):
     assert record["config"]["max_num_tokens"] == 256 and not record["config"]["is_act_and_mul"]
     (cost,) = record["costs"]
     assert cost["num_tokens"] == 8 and cost["gemm1"]["block_m"] == 128
+
+
+def test_explain_many_ranks(capsys):
+    arguments = "--model qwen3-30b-a3b --device sm_90 --ranks 8 --tokens 64 --json"
+    ways = []
+    for more in ("--backend fixed_capacity", "--link-gbps 23.5", "--link ndr400 --link-gbps 23.5"):
+        assert exit_code(["explain", *arguments.split(), *more.split()]) == 0
+        record = json.loads(capsys.readouterr().out)
+        assert record["config"]["num_local_experts"] == 16
+        ways.append(record["exchanges"][0]["ways"])
+        exchange = record["prepare_finalize"]
+        assert exchange.startswith("Fixed" if "backend" in more else "AllGather")
+    sent = ways[0][0]["dispatch_bytes"] + ways[0][0]["combine_bytes"]
+    times = [way[0]["time_us"] for way in ways]
+    assert times == pytest.approx([26.1 + sent / 235e3, 26.1 + sent / 23.5e3, sent / 23.5e3])
+    assert [way[3]["time_us"] is None for way in ways] == [False, False, True]
+    assert record["link"]["name"] == "ndr400 at 23.5 GB/s"
 
 
 def test_explain_of_batch_invariant_mode(capsys):

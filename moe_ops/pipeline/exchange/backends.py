@@ -11,6 +11,8 @@ from moe_ops.dispatch.tiles import cdiv
 from moe_ops.pipeline.config import FusedMoEConfig
 from moe_ops.pipeline.exchange.all_gather import AllGatherPrepareAndFinalize
 from moe_ops.pipeline.exchange.base import TokenExchange
+from moe_ops.pipeline.exchange.exact import ExactAllToAllPrepareAndFinalize
+from moe_ops.pipeline.exchange.fixed_capacity import FixedCapacityPrepareAndFinalize
 from moe_ops.pipeline.exchange.groups import RankGroup
 from moe_ops.pipeline.exchange.replicas import ReplicaExchange
 from moe_ops.pipeline.exchange.symmetric import SymmetricPrepareAndFinalize
@@ -29,6 +31,9 @@ class Needs(NamedTuple):
     top_k: int
     """Slots of a token."""
     equal_num_tokens: bool
+    """See `TokenExchange`."""
+    capacity_factor: float
+    """See `FixedCapacityPrepareAndFinalize`."""
 
 
 def exchange_of(
@@ -39,6 +44,7 @@ def exchange_of(
     top_k: int | None = None,
     *,
     equal_num_tokens: bool = False,
+    capacity_factor: float = 1.0,
 ) -> FusedMoEPrepareAndFinalizeModular:
     """Make the exchange that a layer's parallel config names.
 
@@ -49,6 +55,7 @@ def exchange_of(
         expert_ranks: int32 ``(E,)``, the rank that holds each expert; None: not known.
         top_k: slots of a token; None: those of the config. Fused shared experts add slots.
         equal_num_tokens: see `TokenExchange`.
+        capacity_factor: see `FixedCapacityPrepareAndFinalize`; other exchanges have none.
 
     Returns:
         The exchange. If ranks of a replica have the same tokens, inside a `ReplicaExchange`.
@@ -57,12 +64,14 @@ def exchange_of(
         ValueError: an exchange that needs ``max_num_tokens`` without it.
     """
     parallel, most = config.moe_parallel_config, max_num_tokens
+    backend, count = parallel.all2all_backend, parallel.replica_size
+    if equal_num_tokens and backend in ("fixed_capacity", "alltoall"):
+        raise ValueError(f"equal_num_tokens must be False with all2all_backend {backend!r}")
     slots = config.experts_per_token if top_k is None else top_k
-    count = parallel.replica_size
     share = None if most is None else cdiv(most, count)
     ranks = expert_ranks if parallel.use_ep else None  # else every rank has a part of each expert
-    given = Needs(config, group, share, ranks, slots, equal_num_tokens)
-    exchange = MAKERS[parallel.all2all_backend](given)
+    options = (slots, equal_num_tokens, capacity_factor)
+    exchange = MAKERS[backend](Needs(config, group, share, ranks, *options))
     if count == 1:
         return exchange
     return ReplicaExchange(exchange, group, parallel.layer_rank, count, most)
@@ -88,9 +97,24 @@ def _symmetric(given: Needs) -> TokenExchange:
     )
 
 
+def _fixed_capacity(given: Needs) -> TokenExchange:
+    return FixedCapacityPrepareAndFinalize(
+        given.group,
+        given.max_num_tokens,
+        given.expert_ranks,
+        capacity_factor=given.capacity_factor,
+    )
+
+
+def _exact(given: Needs) -> TokenExchange:
+    return ExactAllToAllPrepareAndFinalize(given.group, given.max_num_tokens, given.expert_ranks)
+
+
 MAKERS: dict[str, Callable[[Needs], TokenExchange]] = {
     "allgather_reducescatter": _all_gather,
     "naive": _all_gather,
     "symmetric": _symmetric,
+    "fixed_capacity": _fixed_capacity,
+    "alltoall": _exact,
 }
 """One entry for each of `moe_ops.parallel.parallel_config.IMPLEMENTED_BACKENDS`."""

@@ -203,9 +203,11 @@ class TokenExchange(FusedMoEPrepareAndFinalizeModular):
 
         def receiver() -> PrepareResult:
             rows, scale, weights, ids = receive()
-            if later:
+            if later and quant is None:
+                rows = weighted_rows(rows, weights)
+            elif later and quant is not None:
                 routed = Routing(weights, ids, expert_map)
-                rows, scale = _weighted(rows, routed, num_experts, quant_config, quant)
+                rows, scale = self._quantized(rows, routed, num_experts, quant_config, quant, True)
             return PrepareResult(rows, scale, None, ids, weights)
 
         return receiver
@@ -237,36 +239,84 @@ class TokenExchange(FusedMoEPrepareAndFinalizeModular):
             raise ValueError("a1 must have at most max_num_tokens tokens, got more")
         raise ValueError(f"a1 must have at most max_num_tokens = {most} tokens, got {tokens}")
 
+    def rows_per_rank(self, a1: Tensor, given: Tensor | None) -> int:
+        """Return P, the number of rows of each rank that travel; the same on all ranks.
+
+        With ``equal_num_tokens`` it is the number of tokens, which is compared on the device; else
+        ``max_num_tokens`` if that is given. With neither, eager calls agree on the largest number
+        of tokens of a rank, for which the host waits, and compare their ``given`` scales too.
+        Compiled and captured calls cannot wait: they are calls with ``equal_num_tokens``.
+
+        Args:
+            a1: the tokens of this rank.
+            given: the static scale of their rows, or None.
+
+        Raises:
+            ValueError: more tokens than ``max_num_tokens``; scales that differ between ranks.
+        """
+        tokens, most = a1.shape[0], self.max_num_tokens
+        self.check_room(a1)
+        if self.group.size == 1:
+            return tokens
+        if most is not None and not self.equal_num_tokens:
+            return most
+        facts = a1.new_full((1,), tokens, dtype=torch.float64)
+        if self.equal_num_tokens or torch.compiler.is_compiling() or is_capturing(a1):
+            torch._assert_async(
+                (self.group.all_gather(facts) == tokens).all(),
+                "hidden_states must have the same number of tokens on every rank with "
+                "equal_num_tokens, and in compiled and captured calls unless max_num_tokens is "
+                "given",
+            )
+            return tokens
+        if given is not None:
+            facts = torch.cat([facts, given.reshape(1).double()])
+        of_ranks = self.group.all_gather(facts[None]).tolist()
+        if given is not None:
+            check_equal_scales([scale for _, scale in of_ranks])
+        return max(1, *(int(row[0]) for row in of_ranks))
+
     def rows_of(self, tokens: Outgoing) -> tuple[Tensor, Tensor | None]:
         """Rows of the tokens as they travel: multiplied, quantized, both or neither."""
         a1, weights, ids, num_experts, _, on_input, config, quant, _ = tokens
         if quant is None:
             return (weighted_rows(a1, weights) if on_input else a1), None
         routing = Routing(weights, ids, None)  # scales must not depend on which experts are here
+        return self._quantized(a1, routing, num_experts, config, quant, on_input)
+
+    def _quantized(
+        self,
+        tokens: Tensor,
+        routing: Routing,
+        num_experts: int,
+        quant_config: FusedMoEQuantConfig,
+        quant: Quant,
+        on_input: bool,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Quantize rows; ranks share one dynamic scale, of the rows that any of them quantizes."""
         if not quant.of_all_rows or self.group.size == 1:
-            return quantize_tokens(a1, config, routing, num_experts, on_input)
-        given, slots = weights if on_input else None, (ids, None, num_experts)
-        _, own = ops.moe_quantize(a1, None, given, *slots, quant.key)
+            return quantize_tokens(tokens, quant_config, routing, num_experts, on_input)
+        weights, ids, expert_map = routing
+        given, slots = weights if on_input else None, (ids, expert_map, num_experts)
+        _, own = ops.moe_quantize(tokens, None, given, *slots, quant.key)
         # Scales grow with the largest magnitude, so their maximum is the scale of all tokens. Not a
         # reduction of the backend, which may drop NaN.
         scale = self.group.all_gather(own).amax(0, keepdim=True)
         with_scale = replace(quant, scale="float32", static=True)
-        return ops.moe_quantize(a1, scale, given, *slots, with_scale.key)
+        return ops.moe_quantize(tokens, scale, given, *slots, with_scale.key)
 
 
-def _weighted(
-    tokens: Tensor,
-    routing: Routing,
-    num_experts: int,
-    quant_config: FusedMoEQuantConfig,
-    quant: Quant | None,
-) -> tuple[Tensor, Tensor | None]:
-    """Tokens that have arrived as one row for each slot, with its weight, quantized."""
-    if quant is None:
-        return weighted_rows(tokens, routing.topk_weights), None
-    if quant.of_all_rows:  # the scale must not depend on which experts are local
-        routing = routing._replace(expert_map=None)
-    return quantize_tokens(tokens, quant_config, routing, num_experts, True)
+def check_equal_scales(of_ranks: list[float]) -> None:
+    """Raise ValueError if the ranks have different static scales."""
+    if len(set(of_ranks)) > 1:
+        raise ValueError(
+            f"a1_scale (or a1_gscale) must be the same number on every rank, got {of_ranks}"
+        )
+
+
+def is_capturing(x: Tensor) -> bool:
+    """Whether a CUDA graph of the current stream is being captured."""
+    return x.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 def sum_of_ranks(parts: Tensor, ranks: int) -> Tensor:

@@ -99,16 +99,23 @@ class RankGroup(NamedTuple):
         functional = torch.ops._c10d_functional
         return functional.all_gather_into_tensor(x.contiguous(), self.size, self._name())
 
-    def start_exchange(self, x: Tensor) -> Tensor:
-        """Start to send block r of ``(size * T, ..)`` to rank r, whose block comes back.
+    def start_exchange(
+        self, x: Tensor, sent: list[int] | None = None, received: list[int] | None = None
+    ) -> Tensor:
+        """Start to send block r of the rows of ``x`` to rank r, whose block comes back.
 
         The result may be read after `wait`.
+
+        Args:
+            x: ``(rows, ..)``, the blocks of rank 0, 1, ..
+            sent: rows of each block; None: ``rows / size`` each.
+            received: rows that each rank sends to this one; None: as ``sent``.
         """
         if self.size == 1:
             return x
-        blocks = [x.shape[0] // self.size] * self.size
+        sent = sent or [x.shape[0] // self.size] * self.size
         functional = torch.ops._c10d_functional
-        return functional.all_to_all_single(x.contiguous(), blocks, blocks, self._name())
+        return functional.all_to_all_single(x.contiguous(), received or sent, sent, self._name())
 
     def gather_among(self, x: Tensor, peers: range) -> Tensor:
         """Concatenate ``(T, ..)`` of some ranks to ``(len(peers) * T, ..)``.

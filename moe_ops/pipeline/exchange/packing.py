@@ -1,0 +1,38 @@
+"""Rows of several tensors as bytes of one message."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def bytes_of_fp8(rows: Tensor) -> Tensor:
+    """8-bit floats as uint8, which every backend sends."""
+    return rows.view(torch.uint8) if rows.dtype.itemsize == 1 else rows
+
+
+def padded(x: Tensor, size: int, fill: int = 0) -> Tensor:
+    """``(T, n)`` to ``(size, n)``, with rows of ``fill`` (of 8-bit numbers: of zeros)."""
+    if not torch.compiler.is_compiling() and x.shape[0] == size:
+        return x
+    stored = bytes_of_fp8(x)
+    rows = stored.new_full((size - x.shape[0], x.shape[1]), fill)
+    return torch.cat([stored, rows]).view(x.dtype)
+
+
+def packed(parts: list[Tensor]) -> Tensor:
+    """Rows of several tensors ``(T, n)`` side by side as bytes: ``(T, bytes)`` uint8."""
+    return torch.cat([_copy(part).view(torch.uint8) for part in parts], 1)
+
+
+def unpacked(message: Tensor, parts: list[Tensor]) -> list[Tensor]:
+    """Invert `packed`: tensors of the dtypes and widths of ``parts``, one row for each message."""
+    widths = [part.shape[1] * part.dtype.itemsize for part in parts]
+    pieces = message.split(widths, 1)
+    return [_copy(piece).view(part.dtype) for piece, part in zip(pieces, parts, strict=True)]
+
+
+def _copy(x: Tensor) -> Tensor:
+    # `contiguous` would return a single row, or an axis of one number, where and as it lies in
+    # memory, which may not be viewed as another dtype.
+    return x.clone(memory_format=torch.contiguous_format)

@@ -1,0 +1,32 @@
+"""Problems and kernels of ranks that exchange tokens."""
+
+import torch
+from modular import layer_config
+from ranks import config_of, experts_of
+
+import moe_ops
+from moe_ops.testing import Problem
+
+SCHEMES = (
+    "unquantized", "fp8_tensor", "fp8_tensor_static", "fp8_channel", "fp8_block128",
+    "int8_channel", "int8_tensor", "int4_w4a16_g32", "mxfp4_w4a16", "mxfp4_mxfp8", "nvfp4",
+)  # fmt: skip
+COUNTS = {2: (7, 4), 4: (5, 0, 1, 5)}
+PROBLEM = Problem(11, 6, 3, 64, 48, torch.bfloat16)
+
+
+def kernel_of(s, rank, ranks, part, kind=moe_ops.TritonExperts, **options):
+    """A rank's kernel around a prepare-finalize, and the arguments that are not tokens."""
+    held, expert_map = experts_of(rank, ranks, s.problem.num_experts)
+    there = s.inputs[0].device
+    experts = kind(layer_config(s.problem, there), config_of(s.config, held))
+    kernel = moe_ops.FusedMoEKernel(part, experts, **options)
+    expert_map = expert_map.to(there)
+    weights = {"w1": s.inputs.w1[held], "w2": s.inputs.w2[held], "expert_map": expert_map}
+    return kernel, s.arguments(**weights)
+
+
+def part_of(arguments, tokens):
+    """The arguments for some tokens."""
+    names = ("hidden_states", "topk_weights", "topk_ids")
+    return {**arguments, **{name: arguments[name][tokens] for name in names}}
