@@ -24,6 +24,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import get_ptxas
+from triton.runtime.cache import get_cache_manager
 from triton.runtime.jit import JITFunction
 
 from moe_ops.dispatch.device import Device, assumed
@@ -36,8 +37,8 @@ SHARED_MEMORY = {facts.arch: facts.shared_memory for facts in KNOWN}
 SHARED_MEMORY[103] = SHARED_MEMORY[100]
 """Shared memory of a block, in bytes, by architecture."""
 
-REPORTS: dict[str, str] = {}
-"""What ptxas said of kernels as it assembled them; nothing of those that Triton had kept."""
+REPORT = "ptxas.txt"
+"""The file beside a kernel in Triton's cache with what ptxas said of it."""
 
 
 class TargetOnly:
@@ -89,7 +90,7 @@ def compiling(gpu: int | Device, name: str = "") -> Iterator[list[Any]]:
         with redirect_stdout(io.StringIO()) as said:
             kernel = run(self, *args, **kwargs)
         if "registers" in said.getvalue():
-            REPORTS[kernel.metadata.hash] = said.getvalue()
+            get_cache_manager(kernel.metadata.hash).put(said.getvalue(), REPORT, binary=False)
         compiled.append(kernel)
         return kernel
 
@@ -100,6 +101,8 @@ def compiling(gpu: int | Device, name: str = "") -> Iterator[list[Any]]:
             patches.enter_context(assumed(facts))
             patches.enter_context(triton.knobs.nvidia.scope())
             triton.knobs.nvidia.dump_ptxas_log = True
+            patches.enter_context(triton.knobs.compilation.scope())
+            triton.knobs.compilation.disable_line_info = True  # takes time, and changes no code
             patches.enter_context(mock.patch.object(launch, "COMPILED", Forgetful()))
             # Nothing is launched, and a build with CUDA would ask the driver for a stream.
             patches.enter_context(mock.patch.object(launch, "LAST", {}))
@@ -162,7 +165,7 @@ def packs_garbage(kernel: Any) -> bool:
 
 def resources(kernel: Any, arch: int) -> dict[str, int]:
     """Registers, spilled bytes and serialised-wgmma warnings, as ptxas reports them."""
-    report = REPORTS.get(kernel.metadata.hash) or _assemble(kernel, arch)
+    report = _report(kernel, arch)
     spills = [int(n) for n in re.findall(r"(\d+) bytes spill", report)]
     registers = re.search(r"Used (\d+) registers", report)
     if registers is None:
@@ -173,6 +176,15 @@ def resources(kernel: Any, arch: int) -> dict[str, int]:
         "serialized": report.count("C75"),
         "shared": kernel.metadata.shared,
     }
+
+
+def _report(kernel: Any, arch: int) -> str:
+    """What ptxas said as the kernel was compiled, or says now if others have compiled it."""
+    cache = get_cache_manager(kernel.metadata.hash)
+    if kept := cache.get_file(REPORT):
+        return Path(kept).read_text()
+    cache.put(report := _assemble(kernel, arch), REPORT, binary=False)
+    return report
 
 
 def _assemble(kernel: Any, arch: int) -> str:

@@ -4,6 +4,7 @@ import aot
 import torch
 from plans import row_tile
 
+from moe_ops import fake_impls
 from moe_ops.kernels import align, expert_gemm, scaled_gemm
 from moe_ops.scheme import get_scheme
 from moe_ops.support import SUPPORT
@@ -15,6 +16,11 @@ ARCHITECTURES = sorted({arch for row in SUPPORT for arch in row.architectures})
 def slot_plan(ids, num_experts, scheme, dtype=torch.bfloat16, expert_map=None):
     """The ``tiles`` of a routing, as the launchers make them."""
     return [align.plan_slots(ids, expert_map, num_experts, scheme, dtype), ids, expert_map]
+
+
+def given_plan(ids, num_experts, scheme, dtype=torch.bfloat16):
+    """`slot_plan` without a launch, for tests of GEMMs alone."""
+    return [fake_impls.align.plan_slots(ids, None, num_experts, scheme, dtype), ids, None]
 
 
 def launch_gemms(tile, dtype, activation_key, hidden=2048, width=768, has_bias=False, experts=4):

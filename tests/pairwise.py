@@ -58,10 +58,11 @@ def _completed(
         if name in row:
             continue
         best, most = None, -1
+        about = [rule for rule in rules if name in rule[0]]  # the row satisfies the others
         shift = (turn + len(left)) % len(values)  # rotate which value wins ties
         for value in (*values[shift:], *values[:shift]):
             longer = {**row, name: value}
-            if not allowed(longer, rules):
+            if not allowed(longer, about):
                 continue
             new = sum(group in left for group in _groups(longer, (name,), strength))
             if new > most:

@@ -4,14 +4,12 @@ On the CPU, and on two GPUs where there are, also in CUDA graphs.
 """
 
 import functools
-import os
-import tempfile
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as multiprocessing
 from checkpoints import Experts, per_expert
+from ranks import spawn
 
 import moe_ops
 
@@ -146,20 +144,16 @@ def check_captured(layer, x, logits, expected):
     torch.testing.assert_close(out, expected)
 
 
-def run(rank, backend, store):
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    torch.set_num_threads(1)
+def check_two(rank, ranks, backend):
     device = torch.device("cpu")
     if backend == "nccl":
         device = torch.device("cuda", rank)
         torch.cuda.set_device(device)
-    dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=2)
     check_rank(rank, device)
     check_derived_ranks(rank, device)
     check_unequal_parts(rank, device)
     check_balanced(rank, device)
     check_exchanges(rank, device)
-    dist.destroy_process_group()
 
 
 two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
@@ -167,5 +161,4 @@ two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two G
 
 @pytest.mark.parametrize("backend", ["gloo", pytest.param("nccl", marks=two_gpus)])
 def test_two_processes(backend):
-    with tempfile.TemporaryDirectory() as folder:
-        multiprocessing.spawn(run, (backend, f"{folder}/store"), nprocs=2)
+    spawn(check_two, 2, backend, backend=backend)

@@ -9,10 +9,10 @@ if INTERPRETED:
 pytest.importorskip("triton")
 
 import aot  # noqa: E402
-from aot_launches import slot_plan, stored  # noqa: E402
+from aot_launches import given_plan, stored  # noqa: E402
 from plans import row_tile  # noqa: E402
 
-from moe_ops.kernels import align, weight_only_gemm
+from moe_ops.kernels import weight_only_gemm
 from moe_ops.kernels._gemm import weight_only as weight_only_tile  # noqa: E402
 from moe_ops.scheme import SCHEMES  # noqa: E402
 
@@ -23,7 +23,7 @@ SOME = ("int4_w4a16_g128_zp", "mxfp4_w4a16", "fp8_w8a16_block128", "int8_w8a16")
 
 @pytest.fixture(autouse=True)
 def no_other_driver():
-    aot.forget_kernels(align, weight_only_tile)
+    aot.forget_kernels(weight_only_tile)
 
 
 def launch_gemms(scheme, tile, dtype, hidden=2048, width=768, activation="silu"):
@@ -35,7 +35,7 @@ def launch_gemms(scheme, tile, dtype, hidden=2048, width=768, activation="silu")
         w1 = stored(empty, scheme, experts, 2 * width, hidden, dtype)
         w2 = stored(empty, scheme, experts, hidden, width, dtype)
         with row_tile(tile):
-            rest = (None, slot_plan(ids, experts, scheme, dtype), 1, scheme)
+            rest = (None, given_plan(ids, experts, scheme, dtype), 1, scheme)
             h = weight_only_gemm.weight_only_matmul(x, *w1, bias, *rest, activation)
             weight_only_gemm.weight_only_matmul(h, *w2, None, *rest)
 
@@ -44,8 +44,7 @@ def launch_gemms(scheme, tile, dtype, hidden=2048, width=768, activation="silu")
 
 def check(arch, scheme, tile, dtype, **more):
     kernels = aot.compile_launch(arch, launch_gemms(scheme, tile, dtype, **more))
-    kernels = [k for k in kernels if k.metadata.name == "weight_only_gemm_kernel"]
-    assert len(kernels) == 2
+    assert [k.metadata.name for k in kernels] == ["weight_only_gemm_kernel"] * 2
     for kernel in kernels:
         used = aot.resources(kernel, arch)
         assert used["shared"] <= aot.SHARED_MEMORY[arch], used

@@ -11,13 +11,13 @@ if INTERPRETED:
 pytest.importorskip("triton")
 
 import aot  # noqa: E402
-from aot_launches import slot_plan, stored  # noqa: E402
+from aot_launches import given_plan, stored  # noqa: E402
 from plans import row_tile  # noqa: E402
 
 from moe_ops.activation import formula  # noqa: E402
 from moe_ops.dispatch.blackwell import BLOCK_SCALED, is_block_scaled  # noqa: E402
 from moe_ops.dispatch.tiles import ROW_TILES  # noqa: E402
-from moe_ops.kernels import align, quantize, scaled_gemm
+from moe_ops.kernels import quantize, scaled_gemm
 from moe_ops.kernels._gemm import block_scaled as block_scaled_gemm
 from moe_ops.kernels._gemm import weight_only as weight_only_tile
 from moe_ops.scheme import get_scheme  # noqa: E402
@@ -42,7 +42,7 @@ outside of loops: pointers of the epilogue, and the sums of 128 rows that meet a
 
 @pytest.fixture(autouse=True)
 def no_other_driver():
-    aot.forget_kernels(align, block_scaled_gemm, quantize, weight_only_tile)
+    aot.forget_kernels(block_scaled_gemm, quantize, weight_only_tile)
 
 
 def launch_layer(scheme, tile, hidden=2048, width=768, activation="silu", portable_only=False):
@@ -63,7 +63,7 @@ def launch_layer(scheme, tile, hidden=2048, width=768, activation="silu", portab
 
         rows = 2 * width if formula(activation).gated else width
         with row_tile(tile, portable_only=portable_only):
-            how = (slot_plan(ids, experts, scheme), 1, scheme, torch.bfloat16)
+            how = (given_plan(ids, experts, scheme), 1, scheme, torch.bfloat16)
             scaled_gemm.scaled_matmul(*operands(rows, hidden), *how, activation)
             scaled_gemm.scaled_matmul(*operands(hidden, width), *how)
 

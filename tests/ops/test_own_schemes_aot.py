@@ -9,11 +9,11 @@ if INTERPRETED:
 pytest.importorskip("triton")
 
 import aot  # noqa: E402
-from aot_launches import slot_plan, stored  # noqa: E402
+from aot_launches import given_plan, stored  # noqa: E402
 from own_schemes import each  # noqa: E402
 from plans import row_tile  # noqa: E402
 
-from moe_ops.kernels import align, quantize, scaled_gemm, weight_only_gemm  # noqa: E402
+from moe_ops.kernels import quantize, scaled_gemm, weight_only_gemm  # noqa: E402
 from moe_ops.kernels._gemm import scaled, weight_only  # noqa: E402
 from moe_ops.scheme import min_capability  # noqa: E402
 
@@ -23,7 +23,7 @@ BF16, EXPERTS = torch.bfloat16, 4
 
 @pytest.fixture(autouse=True)
 def no_other_driver():
-    aot.forget_kernels(align, quantize, scaled, weight_only)
+    aot.forget_kernels(quantize, scaled, weight_only)
 
 
 def launch_layer(scheme, tile, hidden=2048, width=768):
@@ -33,7 +33,7 @@ def launch_layer(scheme, tile, hidden=2048, width=768):
         slots = tile * EXPERTS // 2
         ids = empty(slots, 1, dtype=torch.int32)
         with row_tile(tile):
-            sizes = (slot_plan(ids, EXPERTS, scheme.key), 1, scheme.key)
+            sizes = (given_plan(ids, EXPERTS, scheme.key), 1, scheme.key)
             for gemm in ((2 * width, hidden, "silu"), (hidden, width, "")):
                 launch_gemm(empty, ids, sizes, *gemm)
 
