@@ -159,6 +159,13 @@ def ways(rank, ranks):
     yield {"dp_size": ranks, "dp_rank": rank, "ep_size": ranks}
     yield {"tp_size": ranks, "tp_rank": rank, "ep_size": ranks, "is_sequence_parallel": True}
     yield {"ep_size": ranks, "ep_rank": rank, "reduce_results": True}
+    if ranks == 2:
+        for backend in ("symmetric", "fixed_capacity"):
+            config = moe_ops.FusedMoEParallelConfig(
+                dp_size=2, dp_rank=rank, ep_size=2, ep_rank=rank, use_ep=True,
+                all2all_backend=backend,
+            )  # fmt: skip
+            yield {"moe_parallel_config": config, "max_num_tokens": T}
     if ranks == 4:
         yield {
             "dp_size": 2, "dp_rank": rank // 2, "tp_size": 2, "tp_rank": rank % 2, "ep_size": 4,
