@@ -6,8 +6,12 @@ import torch
 from torch import Tensor
 
 from moe_ops import sizes
+from moe_ops.checks import MAX_EXPERTS
 from moe_ops.fake_impls.quantize import moe_quantize
 from moe_ops.scheme import parse_quant
+from moe_ops.windows import FAILED
+
+_MOST = 2**31 - 1
 
 
 def symmetric_send(
@@ -24,17 +28,22 @@ def symmetric_send(
     quant: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Rows of all ranks, their scales, weights and ids."""
+    ranks = _ranks(peers, state)
     sizes.axes("x", x, 2)
+    sizes.between("x.shape[1]", x.shape[1], 1, _MOST)
     sizes.shaped("topk_ids", topk_ids, x.shape[0], None)
+    sizes.between("topk_ids.shape[1]", topk_ids.shape[1], 1, MAX_EXPERTS)
     sizes.shaped("topk_weights", topk_weights, *topk_ids.shape)
+    sizes.between("rows_per_rank", rows_per_rank, 0, _MOST)
     sizes.between("x.shape[0]", x.shape[0], 0, rows_per_rank)
+    sizes.num_experts("num_experts", num_experts)
     if expert_ranks is not None:
         sizes.shaped("expert_ranks", expert_ranks, num_experts)
+    _check_scale(x, scale, on_input, quant)
     if on_input:
         sizes.equal("topk_ids.shape[1]", topk_ids.shape[1], 1)
-    tokens = (peers.shape[0] - 1) * rows_per_rank
+    tokens = ranks * rows_per_rank
     if quant:
-        sizes.row_scale(scale, parse_quant(quant), x.shape[0])
         there = x.new_empty((tokens, x.shape[1]))
         rows, row_scale = moe_quantize(there, scale, None, None, None, 0, quant)
     else:
@@ -54,6 +63,40 @@ def symmetric_return(
     top_k: int,
 ) -> Tensor:
     """``(P, H)``."""
+    ranks = _ranks(peers, state)
     sizes.axes("sums", sums, 2)
-    ranks = peers.shape[0] - 1
+    sizes.between("sums.shape[1]", sums.shape[1], 1, _MOST)
+    sizes.between("top_k", top_k, 1, MAX_EXPERTS)
+    if expert_ranks is not None:
+        sizes.axes("expert_ranks", expert_ranks, 1)
+    if type(sums.shape[0]) is int and type(ranks) is int and sums.shape[0] % ranks:
+        raise ValueError(
+            f"sums must have equally many rows of each of {ranks} ranks, got shape "
+            f"{tuple(sums.shape)}"
+        )
     return sums.new_empty((sums.shape[0] // ranks, sums.shape[1]))
+
+
+def _ranks(peers: Tensor, state: Tensor) -> int:
+    """R, of the addresses of R windows and of the host's word."""
+    sizes.axes("peers", peers, 1)
+    ranks = peers.shape[0] - 1
+    sizes.between("peers.shape[0]", ranks + 1, 2, _MOST)
+    sizes.shaped("state", state, FAILED + 1)
+    return ranks
+
+
+def _check_scale(x: Tensor, scale: Tensor | None, on_input: bool, quant: str) -> None:
+    """Check the scales of rows that are quantized already, or the one with which rows are."""
+    if not quant:
+        if scale is None:
+            return
+        sizes.shaped("scale", scale, x.shape[0], None)
+        if on_input:
+            raise ValueError("on_input must be False for rows that have a scale, got True")
+        return
+    rule = parse_quant(quant)
+    sizes.row_scale(scale, rule, x.shape[0])
+    sizes.entries("scale", scale, 1)
+    if scale is None and rule.per_tensor:
+        raise ValueError("scale must be given if all rows have one, because ranks share it")

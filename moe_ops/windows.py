@@ -67,20 +67,43 @@ class WindowLayout:
     num_local_experts: int = 0
     """Experts of a rank in the Batched format; 0: the Standard format."""
 
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a row."""
+        return self.hidden_size * self.itemsize
+
+    @property
+    def scale_bytes(self) -> int:
+        """Bytes of a row's scales: of groups of 16 in float32, which no scheme exceeds."""
+        return 4 * -(-self.hidden_size // 16)
+
+    def check_room(self, name: str, rows_per_rank: int, top_k: int, row_bytes: int) -> None:
+        """Raise ValueError for sizes of a call, ``name`` being its rows, that do not fit."""
+        at_most("rows_per_rank", rows_per_rank, self.max_num_tokens)
+        at_most("top_k", top_k, self.top_k)
+        at_most(f"bytes of a row of {name}", row_bytes, self.row_bytes)
+
     @cached_property
     def parts(self) -> Parts:
         """Byte offsets."""
         tokens = self.ranks * self.max_num_tokens
         flags, numbers = 4 * self.ranks * MOST_PROGRAMS, 4 * self.ranks
         routing = 4 * tokens * self.top_k
-        sums = tokens * self.hidden_size * self.itemsize
+        sums, scales = tokens * self.row_bytes, tokens * self.scale_bytes
         copies = max(1, self.num_local_experts)
-        scales = tokens * 4 * -(-self.hidden_size // 16) * copies  # no scheme has smaller groups
-        sizes = (flags, flags, numbers, numbers, routing, routing, scales, sums * copies, sums)
+        sizes = (
+            flags, flags, numbers, numbers, routing, routing, scales * copies, sums * copies, sums,
+        )  # fmt: skip
         offsets = [0]
         for size in sizes:
             offsets.append(-(-(offsets[-1] + size) // ALIGNMENT) * ALIGNMENT)
         return Parts(*offsets)
+
+
+def at_most(name: str, value: int, most: int) -> None:
+    """Raise ValueError for a size of a call that is larger than that of the windows."""
+    if value > most:
+        raise ValueError(f"{name} must be at most {most} for these windows, got {value}")
 
 
 def programs_of(rows_per_rank: int) -> int:
@@ -111,8 +134,12 @@ class Window:
             top_k: k.
             rows_per_rank: P.
             quant: how they are quantized on the way, or empty.
+
+        Raises:
+            ValueError: rows, scales or slots for which the window has no room.
         """
-        at, tokens = self.layout.parts, self.layout.ranks * rows_per_rank
+        layout = self.layout
+        at, tokens = layout.parts, layout.ranks * rows_per_rank
         width, dtype, scales = x.shape[1], x.dtype, None if scale is None else scale.shape[-1]
         scale_dtype = torch.float32 if scale is None else scale.dtype
         if quant:
@@ -120,6 +147,8 @@ class Window:
             (*_, scales), scale_dtype = rule.row_scale_shape(tokens, width), rule.scale_dtype
             scales = None if rule.per_tensor else scales
             width, dtype = rule.data_width(width), rule.dtype
+        layout.check_room("x", rows_per_rank, top_k, width * dtype.itemsize)
+        at_most("bytes of a row's scales", (scales or 0) * scale_dtype.itemsize, layout.scale_bytes)
         if scales is None:
             row_scale = x.new_empty(1 if quant else 0, dtype=scale_dtype)
         else:
@@ -201,11 +230,12 @@ def windows_of(peers: Tensor) -> Windows:
     """The windows to which a tensor of addresses belongs.
 
     Raises:
-        RuntimeError: a tensor that is not `Windows.peers` itself.
+        ValueError: a tensor that is not `Windows.peers` itself. A copy would have to be read to
+            find them, for which the host would wait.
     """
     found = _OPEN.get(peers.data_ptr())
-    if found is None:
-        raise RuntimeError("peers must be the tensor of an open Windows, got another tensor")
+    if found is None or peers.shape != found.peers.shape:
+        raise ValueError("peers must be the tensor `peers` of open Windows, got another tensor")
     return found
 
 

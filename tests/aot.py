@@ -28,9 +28,11 @@ from triton.runtime.cache import get_cache_manager
 from triton.runtime.jit import JITFunction
 
 from moe_ops.dispatch.device import Device, assumed
+from moe_ops.kernels import symmetric
 from moe_ops.kernels._runtime import launch
 from moe_ops.ops import STAGES
 from moe_ops.pipeline.devices import TARGETS
+from moe_ops.windows import FAILED, Window, WindowLayout
 
 KNOWN = [target.facts for target in TARGETS.values() if target.facts is not None]
 SHARED_MEMORY = {facts.arch: facts.shared_memory for facts in KNOWN}
@@ -65,6 +67,37 @@ class Forgetful(dict):
 
     def __setitem__(self, key: Any, value: Any) -> None:
         """Forget."""
+
+
+class FakeWindow(Window):
+    """The window of the last rank, without memory: its parts are fresh tensors."""
+
+    timeout_ns = 30 * 10**9
+
+    @property
+    def rank(self) -> int:
+        return self.layout.ranks - 1
+
+    @property
+    def peers(self) -> torch.Tensor:
+        return self.own
+
+    @property
+    def state(self) -> torch.Tensor:
+        return self.own.new_empty(FAILED + 1, dtype=torch.int32)
+
+    def part(self, offset: int, dtype: torch.dtype, *shape: int) -> torch.Tensor:
+        return self.own.new_empty(shape, dtype=dtype)
+
+
+def fake_windows(layout: WindowLayout, device: torch.device, timeout: float) -> list[FakeWindow]:
+    """Stands for `moe_ops.pipeline.exchange.memory.allocate_here` of one rank."""
+    return [FakeWindow(layout, torch.empty(2, dtype=torch.int64, device=device))]
+
+
+def fake_window(peers: torch.Tensor) -> FakeWindow:
+    """A window with room for the largest problem that is compiled."""
+    return FakeWindow(WindowLayout(peers.shape[0] - 1, 8192, 8192, 64, 4), peers)
 
 
 def forget_kernels(*modules: ModuleType) -> None:
@@ -108,6 +141,7 @@ def compiling(gpu: int | Device, name: str = "") -> Iterator[list[Any]]:
             patches.enter_context(mock.patch.object(launch, "LAST", {}))
             patches.enter_context(mock.patch.object(launch, "_current_stream", None))
             patches.enter_context(mock.patch.object(JITFunction, "run", compile_only))
+            patches.enter_context(mock.patch.object(symmetric, "windows_of", fake_window))
             yield compiled
     finally:
         triton.runtime.driver._active = previous

@@ -6,6 +6,7 @@ import torch
 from plans import planned
 from sum_calls import sum_samples
 from torch.fx.experimental.symbolic_shapes import DimDynamic, StatelessSymbolicContext
+from windows_here import alone
 
 from moe_ops import ops
 from moe_ops.scheme import quantize_weight
@@ -14,6 +15,10 @@ from moe_ops.testing import Problem, make_inputs
 I32, FP8 = torch.int32, torch.float8_e4m3fn
 K, E, H, I = 2, 4, 32, 16  # noqa: E741
 MAP = torch.tensor([1, 0, -1, 2], dtype=I32)
+OF_WINDOWS = ("symmetric_send", "symmetric_return")
+"""Operators that find memory by the very tensor of its addresses, and count their calls in another:
+a copy of these tensors, or other numbers in them, is no call. What other tests do with copies is
+tested in `ops/test_symmetric.py`, and under the sanitizer in a case of `sanitize_operators.py`."""
 
 
 def samples(device):
@@ -56,6 +61,7 @@ def samples(device):
         **weight_only_samples(x, w1, b1, weights, plan),
         **quantized_samples(x, h, weights, ids),
         **batched_samples(x, weights, ids),
+        **window_samples(x, weights, ids),
         "activation": [(x, "silu"), (x.t().contiguous().t(), "gelu_tanh_no_mul")],
         "moe_fused_mul_sum": [
             (y, weights, None, None, None, E),
@@ -154,6 +160,31 @@ def batched_samples(x, weights, ids):
         "batched_activation_quantize": [
             (batch, None, counts, "silu", "fp8:1x*:float32"),
             (turned, None, counts, "relu2", "int8:*x*:float32"),
+        ],
+    }
+
+
+alone_on = cache(alone)
+"""Windows of one rank on a device, which live as long as the samples."""
+
+
+def window_samples(x, weights, ids):
+    """Sends of one rank, and what comes back; with padding, and scales that travel."""
+    (window,), one = alone_on(str(x.device)).windows, x.new_full((1,), 0.02)
+    where, everyone = (window.peers, window.state), x.new_zeros(E, dtype=I32)
+    routing, first = (weights, ids), (weights[:, :1], ids[:, :1].long())
+    rows = (x.new_zeros(x.shape, dtype=torch.int8), x.new_ones(5, 2))
+    turned = x.t().contiguous().t()
+    return {
+        "symmetric_send": [
+            (x, None, *routing, everyone, *where, 7, E, False, ""),
+            (turned, None, *first, None, *where, 5, E, True, "int8:1x*:float32"),
+            (x.half(), one, *routing, everyone, *where, 8, E, False, "int8:*x*:float32:static"),
+            (*rows, *routing, None, *where, 6, E, False, ""),
+        ],
+        "symmetric_return": [
+            (torch.cat([x, x])[:8], everyone, *where, 2),
+            (turned.half(), None, *where, 1),
         ],
     }
 

@@ -8,14 +8,16 @@ from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
-from operator_samples import I32, keywords, overload, samples
+from operator_samples import I32, OF_WINDOWS, keywords, overload, samples
 from sum_calls import SumCall, SumProblem, exact, sum_call
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
+from windows_here import Ranks
 
 from moe_ops.ops import STAGES
 from moe_ops.reference.gemm_sum import gemm_sum
 from moe_ops.reference.permute import moe_permutation
+from moe_ops.reference.quantize import moe_quantize
 from moe_ops.testing import assert_matches_reference
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
@@ -136,11 +138,47 @@ def larger() -> dict[str, list[tuple[Any, ...]]]:
     }  # fmt: skip
 
 
+def window_case(qualified: str, quant: str) -> Case:
+    """A send of one rank, and what comes back: in windows that are made where the case runs."""
+
+    def inputs() -> Any:
+        x, weights, ids = some(150, 80, dtype=BF16), some(150, 2), ids_of(150, 6, 2)
+        return x, weights, ids, torch.zeros(6, dtype=I32), some(160, 80, dtype=BF16)
+
+    def run(given: Any) -> Any:
+        x, weights, ids, expert_ranks, sums = given
+        ranks = Ranks.of(1, x.device, 200, 80, 2, 2)
+        arrived = ranks.send(0, x, None, weights, ids, expert_ranks, 160, 6, False, quant)
+        if qualified == "symmetric_send":
+            return [t[:150].clone() for t in arrived]
+        return ranks.send_back(0, sums, expert_ranks, 2)
+
+    def check(given: Any, result: Any) -> None:
+        x, weights, ids, _, sums = given
+        used = (ids >= 0).any(1)
+        if qualified == "symmetric_return":
+            assert_near(result[:150][used], sums[:150][used])
+            assert not result[:150][~used].any() and not result[150:].any()
+            return
+        rows = moe_quantize(x, *[None] * 4, 0, quant) if quant else (x,)
+        for actual, wanted in zip(result, rows, strict=False):
+            assert_near(actual[used], wanted[used])
+        assert_near(result[2], weights)
+        assert_near(result[3], ids)
+
+    return Case(f"op/{qualified}/window-{quant or 'plain'}", inputs, run, check)
+
+
 def operator_cases() -> Iterator[Case]:
     """Cases of every operator: the calls of `operator_samples`, and of `larger`."""
     sources = {"sample": cache(partial(samples, "cpu")), "larger": cache(larger)}
     for source, calls in sources.items():
         for qualified, several in calls().items():
+            if qualified in OF_WINDOWS:
+                continue
             for number in range(len(several)):
                 pick = lambda c=calls, q=qualified, n=number: c()[q][n]  # noqa: E731
                 yield operator_case(f"{qualified}/{source}{number}", qualified, pick)
+    for quant in ("", "fp8:1x16:float32", "int8:1x*:float32"):
+        for qualified in OF_WINDOWS:
+            yield window_case(qualified, quant)

@@ -173,9 +173,10 @@ def _kernel(
     local, expert_map, _ = moe_ops.determine_expert_map(
         rank.ranks, rank.number, problem.num_experts
     )
-    assert expert_map is not None
-    held = (expert_map >= 0).nonzero().flatten()
-    part = slice(int(held[0]), int(held[-1]) + 1)
+    held = [0, problem.num_experts - 1]
+    if expert_map is not None:
+        held = (expert_map >= 0).nonzero().flatten().tolist()
+    part = slice(held[0], held[-1] + 1)
     parallel = moe_ops.FusedMoEParallelConfig(
         dp_size=rank.ranks, dp_rank=rank.number, ep_size=rank.ranks, ep_rank=rank.number,
         use_ep=True,
@@ -198,7 +199,7 @@ def _kernel(
         "w2": experts.w2[part],
         "activation": "silu",
         "global_num_experts": problem.num_experts,
-        "expert_map": expert_map.to(rank.device),
+        "expert_map": None if expert_map is None else expert_map.to(rank.device),
         "apply_router_weight_on_input": False,
     }
     return kernel, call

@@ -109,9 +109,9 @@ def _send_kernel(
     tl.store(state + program, steps)
 
 
-@triton.jit(do_not_specialize=["rows_per_rank"])
+@triton.jit(do_not_specialize=["rows_per_rank", "num_experts"])
 def _return_kernel(
-    sums, expert_ranks, peers, state, out, rows_per_rank, timeout,
+    sums, expert_ranks, peers, state, out, rows_per_rank, num_experts, timeout,
     RANK: tl.constexpr, RANKS: tl.constexpr, TOP_K: tl.constexpr, WIDTH: tl.constexpr,
     TILE: tl.constexpr, AT: tl.constexpr,
 ):  # fmt: skip
@@ -128,7 +128,7 @@ def _return_kernel(
         for piece in range(0, pieces):
             first = program + piece * TILE.rows * step
             _write_sums(
-                sums, expert_ranks, peers, first, step, rows_per_rank,
+                sums, expert_ranks, peers, first, step, rows_per_rank, num_experts,
                 RANK, RANKS, TOP_K, WIDTH, TILE, AT,
             )  # fmt: skip
             signal(peers, AT.returned, program, done + piece + 1, RANK, RANKS)
@@ -138,7 +138,7 @@ def _return_kernel(
             wait(peers, AT.returned, program, flag, state, timeout, RANK, RANKS)
             first = program + piece * TILE.rows * step
             _add_sums(
-                sums, expert_ranks, peers, out, first, step, rows_per_rank,
+                sums, expert_ranks, peers, out, first, step, rows_per_rank, num_experts,
                 RANK, RANKS, TOP_K, WIDTH, TILE, AT,
             )  # fmt: skip
         tl.store(state + STRIDE + program, done + pieces)
@@ -153,7 +153,7 @@ def tiles_of(first, step, rows_per_rank, TILE: tl.constexpr):
 
 @triton.jit
 def _write_sums(
-    sums, expert_ranks, peers, first, step, rows_per_rank,
+    sums, expert_ranks, peers, first, step, rows_per_rank, num_experts,
     RANK: tl.constexpr, RANKS: tl.constexpr, TOP_K: tl.constexpr, WIDTH: tl.constexpr,
     TILE: tl.constexpr, AT: tl.constexpr,
 ):  # fmt: skip
@@ -166,7 +166,7 @@ def _write_sums(
         to = part_of(tl.load(peers + rank), AT.sums, dtype)
         for j in range(0, tiles_of(first, step, rows_per_rank, TILE)):
             token = first + (j * TILE.at_once + tl.arange(0, TILE.at_once)) * step
-            home = homes_of(own, rank, token, rows_per_rank, expert_ranks, TOP_K, AT)
+            home = homes_of(own, rank, token, rows_per_rank, expert_ranks, num_experts, TOP_K, AT)
             sent = goes_to(home, RANK, expert_ranks is None)[:, None] & (col < WIDTH)
             row = (rank * rows_per_rank + token).to(tl.int64)[:, None]
             part = tl.load(sums + row * WIDTH + col, mask=sent, other=0.0)
@@ -176,7 +176,7 @@ def _write_sums(
 
 @triton.jit
 def _add_sums(
-    sums, expert_ranks, peers, out, first, step, rows_per_rank,
+    sums, expert_ranks, peers, out, first, step, rows_per_rank, num_experts,
     RANK: tl.constexpr, RANKS: tl.constexpr, TOP_K: tl.constexpr, WIDTH: tl.constexpr,
     TILE: tl.constexpr, AT: tl.constexpr,
 ):  # fmt: skip
@@ -189,7 +189,7 @@ def _add_sums(
     came = part_of(own, AT.sums, dtype)
     for j in range(0, tiles_of(first, step, rows_per_rank, TILE)):
         token = first + (j * TILE.at_once + tl.arange(0, TILE.at_once)) * step
-        home = homes_of(own, RANK, token, rows_per_rank, expert_ranks, TOP_K, AT)
+        home = homes_of(own, RANK, token, rows_per_rank, expert_ranks, num_experts, TOP_K, AT)
         total = tl.zeros((TOKENS, COLS), dtype=tl.float32)
         for rank in range(RANKS):
             at = (rank * rows_per_rank + token).to(tl.int64)[:, None] * WIDTH + col
@@ -267,17 +267,17 @@ def symmetric_send(
     quant: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """One launch; the results are views of this rank's window."""
-    windows = windows_of(peers)
-    arrived = windows.arrived(x, scale, topk_ids.shape[1], rows_per_rank, quant)
     check = (x, scale, topk_weights, topk_ids, expert_ranks, peers, state)
     check_sent(*check, rows_per_rank, num_experts, on_input, quant)
+    windows = windows_of(peers)
+    arrived = windows.arrived(x, scale, topk_ids.shape[1], rows_per_rank, quant)
     rule = parse_quant(quant) if quant else None
     given = rule is not None and scale is not None and not rule.global_scale
-    own = (0, torch.float32) if quant or scale is None else (scale.shape[1], scale.dtype)
     if x.itemsize == 1:
         x = x.view(torch.uint8)
     if scale is not None and scale.itemsize == 1:
         scale = scale.view(torch.uint8)
+    own = (0, torch.float32) if quant or scale is None else (scale.shape[1], scale.dtype)
     layout = windows.layout
     travel = travel_of(x.shape[1], x.dtype, quant, given, own)
     rank, ranks, top_k = windows.rank, layout.ranks, topk_ids.shape[1]
@@ -309,10 +309,12 @@ def symmetric_return(
 ) -> Tensor:
     """One launch."""
     out = empty_returned(sums, expert_ranks, peers, state, top_k)
-    windows = windows_of(peers)
-    rank, ranks, parts = windows.rank, windows.layout.ranks, windows.layout.parts
-    kernel = _return_launch(rank, ranks, parts, top_k, sums.shape[1])
-    sums, rows = sums.contiguous(), out.shape[0]
-    arguments = (sums, dense(expert_ranks), peers, state, out, rows)
+    windows, (rows, width) = windows_of(peers), out.shape
+    layout = windows.layout
+    layout.check_room("sums", rows, top_k, width * sums.itemsize)
+    kernel = _return_launch(windows.rank, layout.ranks, layout.parts, top_k, width)
+    num_experts = 0 if expert_ranks is None else expert_ranks.shape[0]
+    sums, given = sums.contiguous(), dense(expert_ranks)
+    arguments = (sums, given, peers, state, out, rows, num_experts)
     kernel((2 * programs_of(rows),), *arguments, windows.timeout_ns)
     return out

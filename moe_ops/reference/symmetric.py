@@ -72,6 +72,7 @@ def symmetric_return(
     windows = windows_of(peers)
     layout, rank, (tokens, width) = windows.layout, windows.rank, sums.shape
     ranks, each = layout.ranks, tokens // layout.ranks
+    layout.check_room("sums", each, top_k, width * sums.itemsize)
     ids = windows.part(layout.parts.ids, torch.int32, ranks, each, top_k)
     home = homes(ids, expert_ranks)
     blocks, shape = sums.view(ranks, each, width), (ranks, each, width)
@@ -92,7 +93,10 @@ def homes(ids: Tensor, expert_ranks: Tensor | None) -> Tensor:
     """The rank of each slot's expert, -1 for a slot that no expert computes, whose id is -1."""
     if expert_ranks is None:
         return torch.where(ids >= 0, 0, -1)
-    return torch.cat([expert_ranks, expert_ranks.new_full((1,), -1)])[ids.long()]
+    known = (ids >= 0) & (ids < len(expert_ranks))
+    return torch.cat([expert_ranks, expert_ranks.new_full((1,), -1)])[
+        torch.where(known, ids, -1).long()
+    ]
 
 
 def _goes_to(home: Tensor, rank: int, expert_ranks: Tensor | None) -> Tensor:

@@ -9,7 +9,7 @@ import importlib
 import pytest
 import torch
 from conftest import HAS_CUDA, INTERPRETED
-from operator_samples import called, keywords, outputs, overload
+from operator_samples import OF_WINDOWS, called, keywords, outputs, overload
 from plans import row_tile
 
 from moe_ops import ops
@@ -86,7 +86,7 @@ def check(qualified, call, device):
             torch.testing.assert_close(actual, wanted, equal_nan=True)
 
 
-@pytest.mark.parametrize("qualified", STAGES)
+@pytest.mark.parametrize("qualified", [q for q in STAGES if q not in OF_WINDOWS])
 def test_any_numbers(qualified, device):
     for call in hostile_calls(qualified, device):
         check(qualified, call, device)

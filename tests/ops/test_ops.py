@@ -6,6 +6,7 @@ from conftest import HAS_CUDA
 from operator_samples import (
     FP8,
     I32,
+    OF_WINDOWS,
     E,
     H,
     I,
@@ -23,13 +24,16 @@ from torch.utils._pytree import tree_map_only
 from moe_ops import ops
 from moe_ops.ops import STAGES
 
+COPIED = [q for q in STAGES if q not in OF_WINDOWS]
+"""Operators of which a copy of the arguments is as good."""
+
 
 def test_every_operator_has_samples(device):
     assert set(samples(device)) == set(STAGES)
 
 
 @pytest.mark.kernel
-@pytest.mark.parametrize("qualified", STAGES)
+@pytest.mark.parametrize("qualified", COPIED)
 def test_opcheck(qualified, device):
     for number, arguments in enumerate(samples(device)[qualified]):
         tests = ["test_autograd_registration", "test_faketensor"]
@@ -88,7 +92,7 @@ def test_fakes_add_no_guard_on_the_tokens(fake_device, unbacked):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("qualified", STAGES)
+@pytest.mark.parametrize("qualified", COPIED)
 def test_tensors_of_another_device_than_the_current_one(qualified):
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two CUDA devices")

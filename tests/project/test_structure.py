@@ -32,6 +32,7 @@ WIDE_KERNELS = {
     "quantize_kernel": ROWS,
     "scaled_kernel": ROWS,
     "_copy_kernel": ROWS,
+    "_send_kernel": ROWS,
     "_topk_align_kernel": "the arguments of routing and of alignment",
 }
 """Kernels with more than `MAX_KERNEL_PARAMETERS` parameters, each with the reason."""
@@ -121,6 +122,7 @@ LAYERS = {
     "moe_ops.fake_impls": 1, "moe_ops.support": 1, "moe_ops.loading": 1,
     "moe_ops.checks": 0, "moe_ops.tensors": 0, "moe_ops.scheme": 0, "moe_ops.dispatch": 0,
     "moe_ops.activation": 0, "moe_ops.version": 0, "moe_ops.sizes": 0,
+    "moe_ops.windows": 0,
     "moe_ops.cli": 7, "moe_ops.__main__": 8,
 }  # fmt: skip
 """A package imports from its own layer or a lower one."""

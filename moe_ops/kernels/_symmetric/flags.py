@@ -124,10 +124,14 @@ def check_sizes(peers, sizes, rows_per_rank, state, RANK: tl.constexpr, RANKS: t
 
 
 @triton.jit
-def homes_of(own, rank, token, rows_per_rank, expert_ranks, TOP_K: tl.constexpr, AT: tl.constexpr):
+def homes_of(
+    own, rank, token, rows_per_rank, expert_ranks, num_experts,
+    TOP_K: tl.constexpr, AT: tl.constexpr,
+):  # fmt: skip
     """`homes` of tokens of a rank, ``(tokens, slots)``, by the ids in this rank's window.
 
-    The tokens' rank has checked the ids. A token past the rank's last one has no home.
+    The tokens' rank has checked the ids by its own number of experts. A token past the rank's last
+    one has no home.
     """
     slot = tl.arange(0, triton.next_power_of_2(TOP_K))[None, :]
     count = tl.load(pointer(own, AT.counts, tl.int32) + rank)
@@ -135,4 +139,7 @@ def homes_of(own, rank, token, rows_per_rank, expert_ranks, TOP_K: tl.constexpr,
     known = (token < count)[:, None] & (slot < TOP_K)
     row = (rank * rows_per_rank + token).to(tl.int64)[:, None]
     ids = tl.load(part_of(own, AT.ids, tl.int32) + row * TOP_K + slot, mask=known, other=-1)
-    return homes(ids, ids >= 0, expert_ranks)
+    inside = ids >= 0
+    if expert_ranks is not None:
+        inside = inside & (ids < num_experts)
+    return homes(ids, inside, expert_ranks)

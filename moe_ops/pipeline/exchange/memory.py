@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import os
 import tempfile
+from importlib import import_module
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed._symmetric_memory as symmetric_memory
 from torch import Tensor
 
 from moe_ops.pipeline.exchange.groups import RankGroup
@@ -75,6 +75,7 @@ def _windows(
 def _symmetric(
     layout: WindowLayout, group: Any, rank: int, device: torch.device, timeout: float
 ) -> Windows:
+    symmetric_memory = import_module("torch.distributed._symmetric_memory")  # takes a while
     own = symmetric_memory.empty(layout.parts.end, dtype=torch.uint8, device=device)
     handle = symmetric_memory.rendezvous(own, group)
     own.zero_()

@@ -154,8 +154,7 @@ class SymmetricPrepareAndFinalize(TokenExchange):
         on_input, key = tokens.on_input, "" if quant is None else quant.key
         if quant is not None:
             scale = tokens.quant_config.input_scales[0]
-            of_all = quant.of_all_rows and self.group.size > 1
-            if of_all or (scale is not None and scale.numel() != 1):
+            if quant.of_all_rows or (scale is not None and scale.numel() != 1):
                 a1, scale = self.rows_of(tokens)
                 on_input, key = False, ""
         shared = scale if scale is not None and scale.dim() == 1 and not key else None

@@ -1,0 +1,103 @@
+"""Kernels of windows compiled for every architecture, without a GPU."""
+
+import re
+
+import pytest
+import torch
+from conftest import INTERPRETED
+
+if INTERPRETED:
+    pytest.skip("compiles kernels: not in the interpreter", allow_module_level=True)
+pytest.importorskip("triton")
+
+import aot  # noqa: E402
+from aot_launches import ARCHITECTURES  # noqa: E402
+
+from moe_ops.kernels import symmetric  # noqa: E402
+from moe_ops.scheme import get_scheme  # noqa: E402
+from moe_ops.windows import FAILED  # noqa: E402
+
+pytestmark = [pytest.mark.aot, pytest.mark.filterwarnings("ignore")]
+TOP_K, EXPERTS, TOKENS = 8, 256, 64
+SCHEMES = ("unquantized", "fp8_channel", "fp8_block128", "mxfp4_mxfp8", "nvfp4")
+SHAPES = [(2048, 8), (2880, 2), (7168, 8)]
+"""H and ranks."""
+WIDE_STORE = re.compile(r"st(\.\w+)*\.global(\.\w+)*\.v4\.[bu]32")
+
+
+@pytest.fixture(autouse=True)
+def no_other_driver():
+    aot.forget_kernels(symmetric)
+
+
+def launch(scheme, hidden, ranks, on_input=False, sharded=True):
+    """A send of rank ``ranks - 1``, and a return if rows are not quantized."""
+    quant = get_scheme(scheme).activation
+
+    def run(empty):
+        k = 1 if on_input else TOP_K
+        where = (empty(ranks + 1, dtype=torch.int64), empty(FAILED + 1, dtype=torch.int32))
+        holders = empty(EXPERTS, dtype=torch.int32) if sharded else None
+        weights, ids = empty(TOKENS, k, dtype=torch.float32), empty(TOKENS, k, dtype=torch.int32)
+        one = empty(1, dtype=torch.float32) if quant is not None and quant.global_scale else None
+        key = "" if quant is None else quant.key
+        rest = (*where, TOKENS, EXPERTS, on_input, key)
+        symmetric.symmetric_send(empty(TOKENS, hidden), one, weights, ids, holders, *rest)
+        if quant is None:
+            symmetric.symmetric_return(empty(ranks * TOKENS, hidden), holders, *where, k)
+
+    return run
+
+
+def compiled(arch, run):
+    """The kernels, by name.
+
+    ptxas spills up to four words that live across their loops, although it takes far fewer
+    registers than a program may have. A row that did not fit would be thousands of bytes.
+    """
+    kernels = aot.compile_launch(arch, run)
+    for kernel in kernels:
+        used = aot.resources(kernel, arch)
+        assert used["shared"] <= 8192 and used["spilled"] <= 16, (kernel.metadata.name, used)
+        assert used["registers"] <= 160, (kernel.metadata.name, used)
+    return {kernel.metadata.name: kernel for kernel in kernels}
+
+
+def wide_stores(kernel):
+    """The instructions that store 16 bytes of a thread."""
+    return [line for line in kernel.asm["ptx"].splitlines() if WIDE_STORE.search(line)]
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize(("hidden", "ranks"), SHAPES)
+def test_a_row_stays_in_registers(arch, scheme, hidden, ranks):
+    """And rows of 16-bit numbers are stored 16 bytes at a time."""
+    if scheme != "unquantized" and arch < 89:
+        pytest.skip("e4m3 does not exist on this architecture")
+    kernels = compiled(arch, launch(scheme, hidden, ranks))
+    send = kernels["_send_kernel"]
+    if scheme == "unquantized":
+        assert wide_stores(kernels["_return_kernel"])
+        assert wide_stores(send) and not re.search(r"st\S*\.global\S*16 ", send.asm["ptx"])
+
+
+@pytest.mark.parametrize("on_input", [False, True])
+def test_rows_that_go_everywhere(on_input):
+    for scheme in ("unquantized", "fp8_channel"):
+        compiled(90, launch(scheme, 2048, 2, on_input=on_input, sharded=False))
+
+
+def test_rows_that_are_quantized_already():
+    """Bytes of a row, and the bytes of its scales."""
+
+    def run(empty):
+        where = (empty(9, dtype=torch.int64), empty(FAILED + 1, dtype=torch.int32))
+        routing = empty(TOKENS, 8, dtype=torch.float32), empty(TOKENS, 8, dtype=torch.int64)
+        rest = (None, *where, TOKENS, EXPERTS, False, "")
+        for scale in (torch.uint8, torch.float8_e4m3fn, torch.float32):
+            x = empty(TOKENS, 4096, dtype=torch.float8_e4m3fn)
+            symmetric.symmetric_send(x, empty(TOKENS, 32, dtype=scale), *routing, *rest)
+
+    kernels = aot.compile_launch(90, run)
+    assert len(kernels) == 3 and all(wide_stores(kernel) for kernel in kernels)
