@@ -11,7 +11,7 @@ from moe_ops.fake_impls.quantize import moe_quantize
 from moe_ops.scheme import parse_quant
 from moe_ops.windows import FAILED
 
-_MOST = 2**31 - 1
+MOST = 2**31 - 1
 
 
 def symmetric_send(
@@ -28,18 +28,18 @@ def symmetric_send(
     quant: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Rows of all ranks, their scales, weights and ids."""
-    ranks = _ranks(peers, state)
+    ranks = ranks_of(peers, state)
     sizes.axes("x", x, 2)
-    sizes.between("x.shape[1]", x.shape[1], 1, _MOST)
+    sizes.between("x.shape[1]", x.shape[1], 1, MOST)
     sizes.shaped("topk_ids", topk_ids, x.shape[0], None)
     sizes.between("topk_ids.shape[1]", topk_ids.shape[1], 1, MAX_EXPERTS)
     sizes.shaped("topk_weights", topk_weights, *topk_ids.shape)
-    sizes.between("rows_per_rank", rows_per_rank, 0, _MOST)
+    sizes.between("rows_per_rank", rows_per_rank, 0, MOST)
     sizes.between("x.shape[0]", x.shape[0], 0, rows_per_rank)
     sizes.num_experts("num_experts", num_experts)
     if expert_ranks is not None:
         sizes.shaped("expert_ranks", expert_ranks, num_experts)
-    _check_scale(x, scale, on_input, quant)
+    check_scale(x, scale, on_input, quant)
     if on_input:
         sizes.equal("topk_ids.shape[1]", topk_ids.shape[1], 1)
     tokens = ranks * rows_per_rank
@@ -63,9 +63,9 @@ def symmetric_return(
     top_k: int,
 ) -> Tensor:
     """``(P, H)``."""
-    ranks = _ranks(peers, state)
+    ranks = ranks_of(peers, state)
     sizes.axes("sums", sums, 2)
-    sizes.between("sums.shape[1]", sums.shape[1], 1, _MOST)
+    sizes.between("sums.shape[1]", sums.shape[1], 1, MOST)
     sizes.between("top_k", top_k, 1, MAX_EXPERTS)
     if expert_ranks is not None:
         sizes.axes("expert_ranks", expert_ranks, 1)
@@ -77,16 +77,16 @@ def symmetric_return(
     return sums.new_empty((sums.shape[0] // ranks, sums.shape[1]))
 
 
-def _ranks(peers: Tensor, state: Tensor) -> int:
+def ranks_of(peers: Tensor, state: Tensor) -> int:
     """R, of the addresses of R windows and of the host's word."""
     sizes.axes("peers", peers, 1)
     ranks = peers.shape[0] - 1
-    sizes.between("peers.shape[0]", ranks + 1, 2, _MOST)
+    sizes.between("peers.shape[0]", ranks + 1, 2, MOST)
     sizes.shaped("state", state, FAILED + 1)
     return ranks
 
 
-def _check_scale(x: Tensor, scale: Tensor | None, on_input: bool, quant: str) -> None:
+def check_scale(x: Tensor, scale: Tensor | None, on_input: bool, quant: str) -> None:
     """Check the scales of rows that are quantized already, or the one with which rows are."""
     if not quant:
         if scale is None:

@@ -6,7 +6,9 @@ import torch
 from torch import Tensor
 
 from moe_ops import sizes
+from moe_ops.checks import MAX_EXPERTS
 from moe_ops.fake_impls.quantize import check_width
+from moe_ops.fake_impls.symmetric import MOST, check_scale, ranks_of
 from moe_ops.scheme import parse_quant
 
 
@@ -24,17 +26,24 @@ def symmetric_send_batched(
     quant: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Rows, scales, counts and dropped slots of experts; local ids and weights of all tokens."""
+    ranks = ranks_of(peers, state)
     sizes.axes("x", x, 2)
+    sizes.between("x.shape[1]", x.shape[1], 1, MOST)
     sizes.shaped("topk_ids", topk_ids, x.shape[0], None)
+    sizes.between("topk_ids.shape[1]", topk_ids.shape[1], 1, MAX_EXPERTS)
     sizes.shaped("topk_weights", topk_weights, *topk_ids.shape)
+    sizes.between("rows_per_rank", rows_per_rank, 0, MOST)
     sizes.between("x.shape[0]", x.shape[0], 0, rows_per_rank)
     sizes.shaped("placement", placement, 2, None)
+    sizes.num_experts("placement.shape[1]", placement.shape[1])
     sizes.axes("held", held, 1)
-    local, tokens = held.shape[0], (peers.shape[0] - 1) * rows_per_rank
+    if not quant and scale is not None:
+        raise ValueError("scale must be None for rows that are not quantized, got a Tensor")
+    local, tokens = held.shape[0], ranks * rows_per_rank
     width, dtype, scales = x.shape[1], x.dtype, x.new_empty(0, dtype=torch.float32)
     if quant:
         rule = parse_quant(quant)
-        sizes.row_scale(scale, rule, x.shape[0])
+        check_scale(x, scale, on_input, quant)
         check_width(width, rule)
         scales = x.new_empty(rule.batched_scale_shape(local, tokens, width), dtype=rule.scale_dtype)
         width, dtype = rule.data_width(width), rule.dtype

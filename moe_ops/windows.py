@@ -161,26 +161,30 @@ class Window:
         )
 
     def arrived_batched(
-        self, x: Tensor, scales: Tensor, top_k: int, num_local_experts: int, quant: str
+        self, rows: Tensor, scales: Tensor, top_k: int, quant: str
     ) -> tuple[Tensor, Tensor, Tensor]:
         """The rows of experts in this rank's window, their scales, and the tokens' weights.
 
         Args:
-            x: the rows that this rank sends.
-            scales: scales ``(El, R * P, G)`` as a tensor of their shape; others stay as they are.
+            rows: a tensor of the rows' dtype and shape, ``(El, R * P, ..)``.
+            scales: a tensor of the scales' dtype and shape. One for each expert lies in no window.
             top_k: k.
-            num_local_experts: El.
-            quant: how they are quantized on the way, or empty.
+            quant: how rows are quantized on the way, or empty.
+
+        Raises:
+            ValueError: rows, scales, experts or slots for which the window has no room.
         """
-        at, tokens = self.layout.parts, self.layout.ranks * self.layout.max_num_tokens
-        width, dtype = x.shape[1], x.dtype
-        if quant:
-            rule = parse_quant(quant)
-            width, dtype = rule.data_width(width), rule.dtype
-            if not rule.per_tensor:
-                scales = self.part(at.scales, scales.dtype, *scales.shape)
+        layout, (experts, tokens, width) = self.layout, rows.shape
+        at = layout.parts
+        row_bytes = width * rows.dtype.itemsize
+        layout.check_room("x", tokens // layout.ranks, top_k, row_bytes)
+        at_most("len(held)", experts, layout.num_local_experts)
+        if quant and not parse_quant(quant).per_tensor:
+            own = scales.shape[2] * scales.dtype.itemsize
+            at_most("bytes of a row's scales", own, layout.scale_bytes)
+            scales = self.part(at.scales, scales.dtype, *scales.shape)
         return (
-            self.part(at.rows, dtype, num_local_experts, tokens, width),
+            self.part(at.rows, rows.dtype, *rows.shape),
             scales,
             self.part(at.weights, torch.float32, tokens, top_k),
         )

@@ -6,7 +6,7 @@ import torch
 from plans import planned
 from sum_calls import sum_samples
 from torch.fx.experimental.symbolic_shapes import DimDynamic, StatelessSymbolicContext
-from windows_here import alone
+from windows_here import Ranks, alone
 
 from moe_ops import ops
 from moe_ops.scheme import quantize_weight
@@ -15,10 +15,10 @@ from moe_ops.testing import Problem, make_inputs
 I32, FP8 = torch.int32, torch.float8_e4m3fn
 K, E, H, I = 2, 4, 32, 16  # noqa: E741
 MAP = torch.tensor([1, 0, -1, 2], dtype=I32)
-OF_WINDOWS = ("symmetric_send", "symmetric_return")
+OF_WINDOWS = ("symmetric_send", "symmetric_return", "symmetric_send_batched")
 """Operators that find memory by the very tensor of its addresses, and count their calls in another:
 a copy of these tensors, or other numbers in them, is no call. What other tests do with copies is
-tested in `ops/test_symmetric.py`, and under the sanitizer in a case of `sanitize_operators.py`."""
+tested in `ops/test_symmetric*.py`, and under the sanitizer in a case of `sanitize_operators.py`."""
 
 
 def samples(device):
@@ -166,6 +166,8 @@ def batched_samples(x, weights, ids):
 
 alone_on = cache(alone)
 """Windows of one rank on a device, which live as long as the samples."""
+alone_batched = cache(lambda device: Ranks.of(1, device, 8, 32, 2, 4, E))
+"""Likewise, with room for E experts."""
 
 
 def window_samples(x, weights, ids):
@@ -186,7 +188,21 @@ def window_samples(x, weights, ids):
             (torch.cat([x, x])[:8], everyone, *where, 2),
             (turned.half(), None, *where, 1),
         ],
+        "symmetric_send_batched": batched_window_samples(x, weights, ids),
     }
+
+
+def batched_window_samples(x, weights, ids):
+    """Sends of one token, by one program: in the interpreter one cannot wait for another."""
+    (window,), one = alone_batched(str(x.device)).windows, x.new_full((1,), 0.02)
+    experts = torch.arange(E, dtype=I32, device=x.device)
+    where = (torch.stack([experts * 0, experts]), experts, window.peers, window.state, 1)
+    routing = (weights[:1], ids[:1])
+    return [
+        (x[:1], None, *routing, *where, False, ""),
+        (x[:1].half(), None, weights[:1], ids[:1].long(), *where, True, "int8:1x16:float32"),
+        (x[:1], one, *routing, *where, False, "int8:*x*:float32:static"),
+    ]
 
 
 def weight_only_samples(x, w1, b1, weights, plan):

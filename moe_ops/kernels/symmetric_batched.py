@@ -239,8 +239,8 @@ def symmetric_send_batched(
     given = (x, scale, topk_weights, topk_ids, placement, held, peers, state)
     out = empty_sent(*given, rows_per_rank, on_input, quant)
     windows = windows_of(peers)
-    _, row_scale, counts, dropped, local_ids, _ = out
-    there = windows.arrived_batched(x, row_scale, topk_ids.shape[1], held.shape[0], quant)
+    rows, row_scale, counts, dropped, local_ids, _ = out
+    there = windows.arrived_batched(rows, row_scale, topk_ids.shape[1], quant)
     rule = parse_quant(quant) if quant else None
     known = rule is not None and scale is not None and not rule.global_scale
     travel = travel_of(x.shape[1], x.dtype, quant, known, (0, torch.float32))

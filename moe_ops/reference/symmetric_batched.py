@@ -8,6 +8,7 @@ from torch import Tensor
 from moe_ops.fake_impls.symmetric_batched import symmetric_send_batched as empty_sent
 from moe_ops.reference.quantize import moe_quantize
 from moe_ops.reference.symmetric import check_sizes, exchange, homes, peer
+from moe_ops.scheme import parse_quant
 from moe_ops.windows import windows_of
 
 
@@ -28,6 +29,7 @@ def symmetric_send_batched(
     given = (x, scale, topk_weights, topk_ids, placement, held, peers, state)
     out = empty_sent(*given, rows_per_rank, on_input, quant)
     windows = windows_of(peers)
+    mine = windows.arrived_batched(*out[:2], topk_ids.shape[1], quant)
     layout, rank, (tokens, top_k) = windows.layout, windows.rank, topk_ids.shape
     ranks, room, at = layout.ranks, layout.ranks * rows_per_rank, layout.parts
     known = (topk_ids >= 0) & (topk_ids < placement.shape[1])
@@ -44,20 +46,19 @@ def symmetric_send_batched(
     exchange(windows, state, 0, at.sent)
     check_sizes(windows, state, rows_per_rank)
     of_all = windows.part(at.ids, torch.int32, room, top_k)
-    place = _places(of_all)
+    place, each_has_scales = _places(of_all), quant and not parse_quant(quant).per_tensor
     rows, row_scale = _slot_rows(x, scale, topk_weights, on_input, quant)
     own = place[rank * rows_per_rank : rank * rows_per_rank + tokens]
     expert = placement[1][ids[:tokens].clamp(min=0).long()]
     for other in range(ranks):
         window = peer(windows, other)
-        there_rows, there_scales, _ = window.arrived_batched(x, out[1], top_k, len(held), quant)
+        there_rows, there_scales, _ = window.arrived_batched(*out[:2], top_k, quant)
         token, slot = ((home == other) & (own < room)).nonzero(as_tuple=True)
         row = (expert[token, slot] * room + own[token, slot]).long()
         there_rows.flatten(0, 1)[row] = rows[token, slot]
-        if there_scales.dim() == 3 and there_scales.shape[1] == room:
+        if each_has_scales:
             there_scales.flatten(0, 1)[row] = row_scale[token, slot]
-    mine = windows.arrived_batched(x, out[1], top_k, held.shape[0], quant)
-    if quant and mine[1].shape[1] != room:
+    if quant and not each_has_scales:
         mine[1].copy_(row_scale.reshape(1, 1, 1).expand_as(mine[1]))
     exchange(windows, state, 0, at.sent)
     count = torch.stack([(of_all == expert).sum() for expert in held]).int()

@@ -11,7 +11,8 @@ if INTERPRETED:
 pytest.importorskip("triton")
 
 import aot  # noqa: E402
-from aot_launches import ARCHITECTURES, check_resources, launch_gemms  # noqa: E402
+from aot_launches import ARCHITECTURES, check_resources, launch_gemms, slot_plan  # noqa: E402
+from plans import row_tile  # noqa: E402
 
 from moe_ops.dispatch.tiles import ROW_TILES  # noqa: E402
 from moe_ops.kernels import (  # noqa: E402
@@ -106,6 +107,21 @@ def launch_rest(tokens, experts=257, k=8):
         )
 
     return launch
+
+
+@pytest.mark.parametrize("arch", [*ARCHITECTURES, 103])
+def test_alignment(arch):
+    """Few slots and many: other tests of GEMMs are given their plans."""
+
+    def launch(empty):
+        for tile, experts in ((16, 256), (32, 256), (64, 4)):
+            with row_tile(tile):
+                slot_plan(empty(tile * experts // 2, 1, dtype=torch.int32), experts, "unquantized")
+
+    kernels = aot.compile_launch(arch, launch)
+    found = {kernel.metadata.name for kernel in kernels}
+    assert found == {"_align_kernel", "_count_blocks_kernel", "_align_blocks_kernel"}
+    check_resources(kernels, arch)
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)

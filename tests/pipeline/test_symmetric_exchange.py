@@ -318,3 +318,21 @@ def test_one_rank_needs_no_group(name):
         assert scale is None or same(scale, expected.a1q_scale)
         noop, sums = moe_ops.TopKWeightAndReduceNoOP(), torch.randn_like(x)
         assert torch.equal(part.finalize(sums, all_weights, all_ids, on_input, noop), sums)
+
+
+@pytest.mark.parametrize("place", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_who_shares_windows(place):
+    """Objects of one group with the same name and the same sizes, while one of them is there."""
+
+    def windows(hidden_size=64, top_k=2, **options):
+        part = moe_ops.SymmetricPrepareAndFinalize(RankGroup(1), 4, hidden_size, top_k, **options)
+        parts.append(part)
+        return part.connect(place)
+
+    parts = []
+    first = windows(share="a")
+    assert windows(share="a") is first and parts[0].connect(place) is first
+    others = [windows(share="b"), windows(), windows(), windows(hidden_size=32, share="a")]
+    others += [windows(top_k=3, share="a"), windows(share="a", dtype=torch.bfloat16)]
+    assert len({id(w) for w in (first, *others)}) == 7
+    assert others[3].layout.hidden_size == 32

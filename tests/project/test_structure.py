@@ -33,6 +33,7 @@ WIDE_KERNELS = {
     "scaled_kernel": ROWS,
     "_copy_kernel": ROWS,
     "_send_kernel": ROWS,
+    "_send_batched_kernel": ROWS,
     "_topk_align_kernel": "the arguments of routing and of alignment",
 }
 """Kernels with more than `MAX_KERNEL_PARAMETERS` parameters, each with the reason."""

@@ -93,7 +93,7 @@ class BatchedSymmetricPrepareAndFinalize(SymmetricPrepareAndFinalize):
                 "expert_ranks must give each rank of the group equally many experts, got counts "
                 f"{held}"
             )
-        layout = self.layout
+        self.holders, layout = expert_ranks, self.layout
         self.layout = WindowLayout(
             layout.ranks, max_num_tokens, hidden_size, top_k, layout.itemsize, held[0]
         )
@@ -106,8 +106,7 @@ class BatchedSymmetricPrepareAndFinalize(SymmetricPrepareAndFinalize):
     def attach(self, windows: Windows) -> None:
         """Use windows that are allocated already."""
         super().attach(windows)
-        ranks = self.expert_ranks
-        assert ranks is not None
+        ranks = self.holders.to(windows.own.device)
         same = ranks[:, None] == ranks
         rows = same.tril(-1).sum(1, dtype=torch.int32)
         self.placement = torch.stack([ranks, rows])
