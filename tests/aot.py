@@ -28,7 +28,7 @@ from triton.runtime.cache import get_cache_manager
 from triton.runtime.jit import JITFunction
 
 from moe_ops.dispatch.device import Device, assumed
-from moe_ops.kernels import symmetric
+from moe_ops.kernels import symmetric, symmetric_batched
 from moe_ops.kernels._runtime import launch
 from moe_ops.ops import STAGES
 from moe_ops.pipeline.devices import TARGETS
@@ -97,7 +97,7 @@ def fake_windows(layout: WindowLayout, device: torch.device, timeout: float) -> 
 
 def fake_window(peers: torch.Tensor) -> FakeWindow:
     """A window with room for the largest problem that is compiled."""
-    return FakeWindow(WindowLayout(peers.shape[0] - 1, 8192, 8192, 64, 4), peers)
+    return FakeWindow(WindowLayout(peers.shape[0] - 1, 8192, 8192, 64, 4, 512), peers)
 
 
 def forget_kernels(*modules: ModuleType) -> None:
@@ -141,7 +141,8 @@ def compiling(gpu: int | Device, name: str = "") -> Iterator[list[Any]]:
             patches.enter_context(mock.patch.object(launch, "LAST", {}))
             patches.enter_context(mock.patch.object(launch, "_current_stream", None))
             patches.enter_context(mock.patch.object(JITFunction, "run", compile_only))
-            patches.enter_context(mock.patch.object(symmetric, "windows_of", fake_window))
+            for stage in (symmetric, symmetric_batched):
+                patches.enter_context(mock.patch.object(stage, "windows_of", fake_window))
             yield compiled
     finally:
         triton.runtime.driver._active = previous

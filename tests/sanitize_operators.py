@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 from windows_here import Ranks
 
+from moe_ops import ops
 from moe_ops.ops import STAGES
 from moe_ops.reference.gemm_sum import gemm_sum
 from moe_ops.reference.permute import moe_permutation
@@ -169,6 +170,35 @@ def window_case(qualified: str, quant: str) -> Case:
     return Case(f"op/{qualified}/window-{quant or 'plain'}", inputs, run, check)
 
 
+def batched_window_case(quant: str) -> Case:
+    """A send of one rank into its own experts' rows, against a dispatch."""
+
+    def inputs() -> Any:
+        return some(50, 80, dtype=BF16), some(50, 2), ids_of(50, 6, 2)
+
+    def run(given: Any) -> Any:
+        x, weights, ids = given
+        (window,) = Ranks.of(1, x.device, 60, 80, 2, 2, 6).windows
+        experts = torch.arange(6, dtype=I32, device=x.device)
+        where = (torch.stack([experts * 0, experts]), experts, window.peers, window.state, 60)
+        rows, scale, counts, *_ = ops.symmetric_send_batched(
+            x, None, weights, ids, *where, False, quant
+        )
+        used = torch.arange(60, device=x.device) < counts[:, None]
+        return [t[used].clone() for t in ([rows, scale] if quant else [rows])] + [counts]
+
+    def check(given: Any, result: Any) -> None:
+        x, _, ids = given
+        known = torch.where((ids >= 0) & (ids < 6), ids, -1)
+        rows, scale, counts, _ = ops.batched_dispatch(x, None, None, known, 0, 6, 60, quant)
+        used = torch.arange(60) < counts[:, None]
+        wanted = [t[used] for t in ([rows, scale] if quant else [rows])] + [counts]
+        for actual, expected in zip(result, wanted, strict=True):
+            assert_near(actual, expected)
+
+    return Case(f"op/symmetric_send_batched/window-{quant or 'plain'}", inputs, run, check)
+
+
 def operator_cases() -> Iterator[Case]:
     """Cases of every operator: the calls of `operator_samples`, and of `larger`."""
     sources = {"sample": cache(partial(samples, "cpu")), "larger": cache(larger)}
@@ -180,5 +210,6 @@ def operator_cases() -> Iterator[Case]:
                 pick = lambda c=calls, q=qualified, n=number: c()[q][n]  # noqa: E731
                 yield operator_case(f"{qualified}/{source}{number}", qualified, pick)
     for quant in ("", "fp8:1x16:float32", "int8:1x*:float32"):
-        for qualified in OF_WINDOWS:
+        yield batched_window_case(quant)
+        for qualified in ("symmetric_send", "symmetric_return"):
             yield window_case(qualified, quant)

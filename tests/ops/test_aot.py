@@ -41,6 +41,7 @@ ELSEWHERE = {
     "gemm_sum": "test_token_gemm_aot.py",
     "routing_adjust": "test_routing_aot.py",
     "symmetric": "test_symmetric_aot.py",
+    "symmetric_batched": "test_symmetric_aot.py",
     "scaled_gemm": "test_scaled_gemm_aot.py",
     "weight_only_gemm": "test_aot_weight_only.py",
 }

@@ -13,7 +13,7 @@ pytest.importorskip("triton")
 import aot  # noqa: E402
 from aot_launches import ARCHITECTURES  # noqa: E402
 
-from moe_ops.kernels import symmetric  # noqa: E402
+from moe_ops.kernels import symmetric, symmetric_batched  # noqa: E402
 from moe_ops.scheme import get_scheme  # noqa: E402
 from moe_ops.windows import FAILED  # noqa: E402
 
@@ -27,7 +27,7 @@ WIDE_STORE = re.compile(r"st(\.\w+)*\.global(\.\w+)*\.v4\.[bu]32")
 
 @pytest.fixture(autouse=True)
 def no_other_driver():
-    aot.forget_kernels(symmetric)
+    aot.forget_kernels(symmetric, symmetric_batched)
 
 
 def launch(scheme, hidden, ranks, on_input=False, sharded=True):
@@ -80,6 +80,33 @@ def test_a_row_stays_in_registers(arch, scheme, hidden, ranks):
     if scheme == "unquantized":
         assert wide_stores(kernels["_return_kernel"])
         assert wide_stores(send) and not re.search(r"st\S*\.global\S*16 ", send.asm["ptx"])
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize(
+    ("hidden", "scheme"), [(2048, "unquantized"), (2880, "fp8_channel"), (7168, "fp8_block128")]
+)
+def test_a_row_of_a_slot_stays_in_registers(arch, hidden, scheme):
+    """In the Batched format, with and without router weights."""
+    if scheme != "unquantized" and arch < 89:
+        pytest.skip("e4m3 does not exist on this architecture")
+    quant = get_scheme(scheme).activation
+    local, key = 32, "" if quant is None else quant.key
+
+    def run(empty):
+        where = (empty(3, dtype=torch.int64), empty(FAILED + 1, dtype=torch.int32), TOKENS)
+        placement = empty(2, 2 * local, dtype=torch.int32), empty(local, dtype=torch.int32)
+        for on_input in (False, True):
+            routing = (empty(TOKENS, 8, dtype=torch.float32), empty(TOKENS, 8, dtype=torch.int32))
+            given = (empty(TOKENS, hidden), None, *routing, *placement, *where)
+            symmetric_batched.symmetric_send_batched(*given, on_input, key)
+
+    kernels = aot.compile_launch(arch, run)
+    assert len(kernels) == 2
+    for kernel in kernels:
+        used = aot.resources(kernel, arch)
+        assert used["spilled"] <= 32 and used["registers"] <= 160, used
+        assert scheme != "unquantized" or wide_stores(kernel)
 
 
 @pytest.mark.parametrize("on_input", [False, True])

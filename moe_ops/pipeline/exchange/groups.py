@@ -97,7 +97,8 @@ class RankGroup(NamedTuple):
         if self.size == 1:
             return x
         functional = torch.ops._c10d_functional
-        return functional.all_gather_into_tensor(x.contiguous(), self.size, self._name())
+        started = functional.all_gather_into_tensor(x.contiguous(), self.size, self._name())
+        return self._one_at_a_time(started)
 
     def start_exchange(
         self, x: Tensor, sent: list[int] | None = None, received: list[int] | None = None
@@ -115,7 +116,16 @@ class RankGroup(NamedTuple):
             return x
         sent = sent or [x.shape[0] // self.size] * self.size
         functional = torch.ops._c10d_functional
-        return functional.all_to_all_single(x.contiguous(), received or sent, sent, self._name())
+        given = (received or sent, sent, self._name())
+        return self._one_at_a_time(functional.all_to_all_single(x.contiguous(), *given))
+
+    def _one_at_a_time(self, started: Tensor) -> Tensor:
+        """Wait at once on a CPU: two collectives that end together may crash the process.
+
+        Both worker threads of gloo write the name of what they finished without a lock (PyTorch
+        2.13, ``ProcessGroupGloo::runLoop``).
+        """
+        return self.wait(started) if started.device.type == "cpu" else started
 
     def gather_among(self, x: Tensor, peers: range) -> Tensor:
         """Concatenate ``(T, ..)`` of some ranks to ``(len(peers) * T, ..)``.
