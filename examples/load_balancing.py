@@ -36,7 +36,7 @@ def main():
     print(f"initial placement: the busiest rank has {imbalance(state):.2f} times the mean")
 
     # In a model the list has one entry per layer. Tensors keep their addresses: graphs stay valid.
-    state.rebalance_([list(layer.parameters())], num_groups=1, num_nodes=1, num_gpus=RANKS)
+    state.rebalance_([layer.expert_tensors()], num_groups=1, num_nodes=1, num_gpus=RANKS)
     after = layer(x, noise + popular)
     print(f"balanced: the busiest rank has {imbalance(state):.2f} times the mean")
     print(f"the layer's output has changed by {(after - before).norm() / before.norm():.2%}")

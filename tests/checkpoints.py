@@ -108,6 +108,4 @@ def expected(experts, scheme, layer, held):
 
 def held(layer):
     """The logical expert of each row."""
-    placement = zip(layer.placement.logical, layer.placement.row, strict=True)
-    rows = {row: e for e, row in placement if row >= 0}
-    return [rows[row] for row in range(len(rows))]
+    return layer.held_placement().experts

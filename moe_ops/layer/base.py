@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor, nn
@@ -11,6 +12,7 @@ from moe_ops.layer.options import ExpertPlacement
 from moe_ops.layer.partition import LayerSizes, aligned_sizes
 from moe_ops.loading.given import GivenScales
 from moe_ops.parallel import FusedMoEParallelConfig
+from moe_ops.parallel.eplb_state import LayerEplbState
 from moe_ops.pipeline.config import FusedMoEConfig
 from moe_ops.pipeline.modular_kernel import FusedMoEKernel
 from moe_ops.routing import RoutingMethodType, get_routing_method_type
@@ -40,6 +42,9 @@ class ExpertLayer(nn.Module):
     checkpoint_scheme: Scheme
     """The scheme of the layer's checkpoints, whose blocks may be larger than those of ``sizes``."""
     placement: ExpertPlacement
+    """The first placement; see `held_placement`."""
+    enable_eplb: bool
+    eplb_state: LayerEplbState | None
     moe_parallel_config: FusedMoEParallelConfig
     exchanges_tokens: bool
     """That of ``moe_parallel_config``."""
@@ -111,6 +116,17 @@ class ExpertLayer(nn.Module):
             is_act_and_mul=sizes.gated,
             batch_invariant=self.batch_invariant,
         )
+
+    def held_placement(self) -> ExpertPlacement:
+        """Return the placement with the logical experts that the rows hold now.
+
+        `EplbState.rebalance_` changes the maps that `FusedMoE.set_eplb_state` has set: they are
+        read here, for which the host waits.
+        """
+        state = self.eplb_state if self.enable_eplb else None
+        if state is None or state.logical_to_physical_map.is_meta:
+            return self.placement
+        return replace(self.placement, logical=state.held_experts(len(self.placement.row)))
 
     def aligned_sizes(self) -> LayerSizes:
         """Sizes with which every rank has whole scales, and gate and up have their own.

@@ -159,6 +159,7 @@ def _staged(layer: FusedMoE) -> FusedMoE:
     stage = copy.copy(layer)
     stage._parameters = {}
     stage.sizes, stage.given_scales = layer.aligned_sizes(), GivenScales()
+    stage.placement = layer.held_placement()
     stage.quant_method.create_weights(stage, stage.sizes, layer.w13_weight.device)
     return stage
 
@@ -177,7 +178,7 @@ def _keep_missing(layer: FusedMoE, stage: FusedMoE, placing: Placing) -> None:
 
 def _commit(layer: FusedMoE, stage: FusedMoE, placing: Placing) -> None:
     """Overwrite the parameters in place, so that captured graphs read the new values."""
-    if layer.sizes != stage.sizes and layer.kernel is not None:
+    if layer.sizes != stage.sizes and layer._kernel is not None:
         raise ValueError(
             f"layer.kernel must be set after loading, which changes the scheme to "
             f"{stage.sizes.scheme.name}, got a kernel for {layer.sizes.scheme.name}"

@@ -52,9 +52,11 @@ class FusedMoE(RoutesTokens, WeightLoading, SchemeState, KeepsBits):
     With several ranks, the result of a rank is its part of a sum. ``reduce_results`` sums over the
     ranks; without it the caller does. ``tp_size`` ranks cut every expert along I so that each rank
     has whole scales: `aligned_sizes` refines blocks or pads I. ``ep_size`` ranks hold whole experts
-    each. With ``dp_size`` (or ``is_sequence_parallel``) beside ``ep_size`` each rank passes its own
-    tokens and gets their finished results, through the exchange that the ``all2all_backend`` of
-    ``moe_parallel_config`` names: `AllGatherPrepareAndFinalize` unless another is chosen.
+    each. With ``dp_size`` or ``is_sequence_parallel`` ranks have tokens of their own, and get their
+    finished results through the exchange that the ``all2all_backend`` of ``moe_parallel_config``
+    names: `AllGatherPrepareAndFinalize` unless another is chosen. With ``dp_size`` the ``tp_size``
+    ranks of a replica all pass the replica's tokens and get all of their results: see
+    `ReplicaExchange`.
 
     Args:
         num_experts: E.
@@ -101,11 +103,10 @@ class FusedMoE(RoutesTokens, WeightLoading, SchemeState, KeepsBits):
         self.exchanges_tokens = parallel.exchanges_tokens
         self.placement = given.placement(parallel, num_experts)
         self.global_num_experts = len(self.placement.row)
-        self.rank_group = RankGroup.of(parallel.tp_size * parallel.ep_size, given.tp_group)
+        self.rank_group = RankGroup.of_layer(parallel, given.tp_group)
         dtype = given.params_dtype or torch.get_default_dtype()
-        scheme = given.quant_config or UNQUANTIZED
         # The scheme of checkpoints. A rank's own scheme may have smaller blocks.
-        self.checkpoint_scheme = as_scheme(scheme)
+        self.checkpoint_scheme = as_scheme(given.quant_config or UNQUANTIZED)
         self.hidden_size = maybe_roundup_hidden_size(hidden_size, dtype, None, parallel)
         self.sizes = LayerSizes(
             self.placement.num_local_experts, self.hidden_size, intermediate_size,
@@ -117,8 +118,6 @@ class FusedMoE(RoutesTokens, WeightLoading, SchemeState, KeepsBits):
         quantized = self.checkpoint_scheme.weight is not None
         method = QuantizedFusedMoEMethod if quantized else UnquantizedFusedMoEMethod
         self.quant_method: FusedMoEMethodBase = method()
-        if self.exchanges_tokens:
-            self.rank_group.check_size("tp_group")
         self.quant_method.create_weights(self, self.sizes, given.device)
         self.register_buffer("e_score_correction_bias", given.e_score_correction_bias)
         self.register_buffer("hash_indices_table", given.hash_indices_table)
@@ -131,6 +130,7 @@ class FusedMoE(RoutesTokens, WeightLoading, SchemeState, KeepsBits):
         self.routes_plainly, self.shared_experts = given.routes_plainly(), given.shared_experts
         self.eplb_state: LayerEplbState | None = None
         if self.exchanges_tokens:
+            self.rank_group.check("tp_group", parallel)
             holders = given.expert_ranks(parallel, num_experts)
             slots = top_k + given.n_shared_experts
             self.quant_method.exchange = exchange_of(
@@ -174,9 +174,7 @@ class FusedMoE(RoutesTokens, WeightLoading, SchemeState, KeepsBits):
         Raises:
             TypeError: a wrong dtype.
             ValueError: shapes or devices that do not match; ``input_ids`` missing or not wanted;
-                different shared experts in the layer and in its kernel; with
-                ``is_sequence_parallel`` different numbers of tokens on the ranks (see
-                `RankGroup.check_equal_counts`).
+                different shared experts in the layer and in its kernel.
             NotImplementedError: ``is_sequence_parallel`` or ``dp_size > 1`` with a kernel that
                 exchanges no tokens.
         """
@@ -188,12 +186,8 @@ class FusedMoE(RoutesTokens, WeightLoading, SchemeState, KeepsBits):
         if not (is_padding is None and input_ids is None and num_unpadded_tokens is None):
             rows = (is_padding, input_ids, num_unpadded_tokens)
             is_padding, input_ids = token_arguments(hidden_states, tokens, *rows)
-        in_parts = self.exchanges_tokens or self.moe_parallel_config.is_sequence_parallel
-        gathered = in_parts and not self.must_reduce_shared_expert_outputs()
-        if gathered:
-            self._check_gathered(tokens)
-            of_ranks = (tokens, logits, is_padding, input_ids)
-            tokens, logits, is_padding, input_ids = map(self.rank_group.all_gather, of_ranks)
+        if self.exchanges_tokens and not self.must_reduce_shared_expert_outputs():
+            _refuse(self.kernel)
         shared_experts, given = shared_experts_of(self), shared_experts_input
         if given is None:
             given = hidden_states
@@ -212,26 +206,13 @@ class FusedMoE(RoutesTokens, WeightLoading, SchemeState, KeepsBits):
         shared: Any = None
         if in_kernel:
             shared, out = out
-        if gathered:
-            out = self.rank_group.reduce_scatter(out)
-        elif self.reduce_results:
+        if self.reduce_results:
             out = self.maybe_all_reduce_tensor_model_parallel(out)
         if len(shape) != 2:
             out = out.view(shape)
         if shared_experts is None:
             return out
         return shared if in_kernel else shared_experts(given), out
-
-    def _check_gathered(self, tokens: Tensor) -> None:
-        """Refuse to gather tokens for a kernel, and ranks with different numbers of tokens."""
-        if self.kernel is not None:
-            part = type(self.kernel.prepare_finalize).__name__
-            raise NotImplementedError(
-                "layer.kernel must be None with is_sequence_parallel or dp_size > 1, or have a "
-                "prepare_finalize that exchanges tokens between ranks (output_is_reduced), got "
-                f"{part}"
-            )
-        self.rank_group.check_equal_counts(tokens)
 
     def forward_impl(
         self,
@@ -347,3 +328,12 @@ class FusedMoE(RoutesTokens, WeightLoading, SchemeState, KeepsBits):
         how = (self.scheme, dtype, self.activation, self.batch_invariant)
         with self.unobserved():
             return run_variants(run, num_tokens, Variants(w1, w2, self.top_k, *how))
+
+
+def _refuse(kernel: Any) -> None:
+    """Raise for a kernel that leaves tokens on their ranks, in a layer that exchanges tokens."""
+    raise NotImplementedError(
+        "layer.kernel must be None with is_sequence_parallel or dp_size > 1, or have a "
+        "prepare_finalize that exchanges tokens between ranks (output_is_reduced), got "
+        f"{type(kernel.prepare_finalize).__name__}"
+    )

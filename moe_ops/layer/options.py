@@ -51,8 +51,9 @@ class FusedMoEOptions:
     cut. If ``tp_size`` is given too, these are the ranks of that group:
     ``ep_size = tp_size * dp_size``."""
     dp_size: int = 1
-    """Data-parallel replicas, which share the experts (``ep_size``): every rank passes its own
-    tokens, of any number, and gets their finished results."""
+    """Data-parallel replicas, which share the experts: whole ones (``ep_size``), or parts of every
+    expert. Every replica passes its own tokens, of any number, on all of its ``tp_size`` ranks, and
+    gets their finished results."""
     tp_rank: int = 0
     ep_rank: int | None = None
     """None: the rank in the group of all ranks, ``dp_rank * tp_size + tp_rank``."""
@@ -60,7 +61,9 @@ class FusedMoEOptions:
     moe_parallel_config: FusedMoEParallelConfig | None = None
     """Replaces the six numbers above, which must not contradict it."""
     tp_group: Any = None
-    """The process group of the ranks that share the layer; None: all processes."""
+    """The ranks that share the layer, replica by replica: a process group, its name, a `RankGroup`,
+    or a `DeviceMesh` whose ranks they are, such as one of dimensions ``("dp", "tp")``. None: all
+    processes."""
     max_num_tokens: int | None = None
     """The largest number of tokens of a call on any rank, if ranks exchange tokens: what travels is
     padded to it. None: calls agree on a number; see `AllGatherPrepareAndFinalize`."""
@@ -87,16 +90,15 @@ class FusedMoEOptions:
     """Scale the tokens instead of the experts' results, for any k."""
     activation: MoEActivation | Activation | str = "silu"
     enable_eplb: bool = False
-    """Map ids to physical experts and record their load; see `set_eplb_state`."""
+    """Map ids to physical experts and record their load; see `set_eplb_state`. Ranks that route
+    tokens of their own count these; `EplbState.rebalance_` sums the counts over its group."""
     num_redundant_experts: int = 0
     """Physical experts beyond E, which hold copies of experts."""
     has_bias: bool = False
     """Whether both GEMMs have a bias."""
     is_sequence_parallel: bool = False
-    """The tokens of a batch are split over the ranks. With expert parallelism (and without
-    ``enable_eplb``) ranks may have different numbers of tokens, which they exchange; otherwise the
-    layer gathers tokens before it routes them, and ranks must have equal numbers: see
-    `RankGroup.check_equal_counts`."""
+    """The tokens of a batch are split over the ranks, in any numbers. Every rank passes its own
+    tokens, which the ranks exchange, and gets their finished results."""
     zero_expert_num: int = 0
     """Number of logits, the last ones, of experts that return their input."""
     zero_expert_type: str | None = None
@@ -165,6 +167,11 @@ class FusedMoEOptions:
             raise ValueError(
                 "num_redundant_experts must be 0 without enable_eplb, "
                 f"got {self.num_redundant_experts}"
+            )
+        if self.n_shared_experts and self.enable_eplb:
+            raise NotImplementedError(
+                "n_shared_experts must be 0 with enable_eplb, which has no replicas of shared "
+                f"experts, got {self.n_shared_experts}"
             )
         ranks, physical = self.parallel_config().ep_size, num_experts + self.num_redundant_experts
         if ranks > physical:
@@ -250,8 +257,7 @@ class FusedMoEOptions:
                 "batch_invariant must be False with enable_eplb over several ranks, because a "
                 "token's index in the batch decides which rank computes it, got True"
             )
-        gathers = parallel.is_sequence_parallel and not parallel.exchanges_tokens
-        if ranks > 2 and not parallel.exchanges_tokens and (self.reduce_results or gathers):
+        if ranks > 2 and not parallel.exchanges_tokens and self.reduce_results:
             raise NotImplementedError(
                 "batch_invariant must be False if results of more than two ranks are summed, whose "
                 f"order may depend on the message size, got True with {ranks} ranks"
@@ -280,9 +286,16 @@ class FusedMoEOptions:
                 raise ValueError(
                     f"{name} must be that of moe_parallel_config, {same}, got {number}"
                 )
-        lacks = self.parallel_config().lacks()
+        parallel = self.parallel_config()
+        lacks = parallel.lacks()
         if lacks is not None:
             raise NotImplementedError(lacks)
+        strategy = self.expert_placement_strategy
+        if self.enable_eplb and parallel.ep_size > 1 and strategy != "linear":
+            raise NotImplementedError(
+                "expert_placement_strategy must be linear with enable_eplb over several ranks, of "
+                f"which each holds a range of physical experts, got {strategy!r}"
+            )
 
     def parallel_config(self) -> FusedMoEParallelConfig:
         """Return the layer's groups: the given ones, or those of `FusedMoEParallelConfig.make`."""
@@ -353,7 +366,7 @@ class ExpertPlacement:
     """Where experts are. The ids that the experts' kernels get are those of physical experts."""
 
     logical: tuple[int, ...]
-    """The logical expert that each physical one holds at first; shared experts come after E."""
+    """The logical expert that each physical one holds; shared experts come after E; -1: none."""
     row: tuple[int, ...]
     """The row of each physical expert in this rank's parameters; -1: another rank has it."""
     is_shared_out: bool
@@ -367,11 +380,17 @@ class ExpertPlacement:
     @cached_property
     def rows(self) -> dict[int, list[int]]:
         """The rows of this rank that hold each logical expert."""
-        found: dict[int, list[int]] = {expert: [] for expert in self.logical}
+        found: dict[int, list[int]] = {expert: [] for expert in self.logical if expert >= 0}
         for expert, row in zip(self.logical, self.row, strict=True):
-            if row >= 0:
+            if row >= 0 and expert >= 0:
                 found[expert].append(row)
         return found
+
+    @property
+    def experts(self) -> list[int]:
+        """The logical expert that each row of this rank holds; -1: none."""
+        pairs = zip(self.row, self.logical, strict=True)
+        return [expert for _, expert in sorted(pair for pair in pairs if pair[0] >= 0)]
 
     def expert_map(self, device: torch.device | str | None) -> Tensor | None:
         """Return int32 ``(physical,)``, or None if this rank holds all experts."""

@@ -20,6 +20,9 @@ from moe_ops.loading.sources import Entry
 from moe_ops.loading.split import halves
 from moe_ops.loading.stored import Form, PlainWeightError, canonical
 
+SHOWN = 8
+"""Number of experts of a placement that an error quotes."""
+
 
 class Part(NamedTuple):
     """One expert's projection in one parameter."""
@@ -313,15 +316,23 @@ class Placing:
         """Check a saved layer's entry ``_extra_state``: see `moe_ops.layer.state`.
 
         Raises:
-            ValueError: the tensors are stored in another form than this layer's checkpoints.
+            ValueError: the tensors are stored in another form than this layer's checkpoints, or
+                their rows are not the experts in order.
         """
         quant = None if self.quantize else self.layer.checkpoint_scheme.weight
         interleaved = self.layout.interleaved
         if interleaved is None:
             interleaved = self.layer.sizes.interleaved
-        problem = stored_as(entry.read()).differs_from(quant, interleaved=interleaved)
+        stored = stored_as(entry.read())
+        problem = stored.differs_from(quant, interleaved=interleaved)
         if problem:
             raise ValueError(f"{entry.name}: {problem}")
+        in_order = tuple(range(self.layer.num_experts))
+        if stored.experts not in (None, in_order):
+            raise ValueError(
+                f"{entry.name}: rows must hold the experts in order (load_state_dict takes other "
+                f"placements), got experts {[*stored.experts[:SHOWN]]}, ..."
+            )
 
     def _without_parameter(self, entry: Entry, piece: Piece) -> None:
         """Handle tensors without a parameter: some are redundant, some order columns."""

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from moe_ops import checks
 from moe_ops.layer.base import ExpertLayer
+from moe_ops.layer.parameters import parameter_specs
 from moe_ops.parallel.eplb_state import LayerEplbState, layer_of
 from moe_ops.routing import CaptureFn, SelectedExperts, fused_topk, select_experts
 
@@ -79,8 +80,6 @@ class RoutesTokens(ExpertLayer):
 
     routes_plainly: bool
     """Whether `fused_topk` is all of the routing."""
-    enable_eplb: bool
-    eplb_state: LayerEplbState | None
     eplb_step: Tensor
     """Number of calls since `set_eplb_state`, if that got no ``step``."""
     capture_fn: CaptureFn | None = None
@@ -94,7 +93,7 @@ class RoutesTokens(ExpertLayer):
         logical_replica_count: Tensor,
         *,
         record_enabled: Tensor | None = None,
-        seed: int = 0,
+        seed: int | None = None,
         step: Tensor | None = None,
     ) -> None:
         """Take row ``moe_layer_idx`` of each tensor of an `EplbState`, as views.
@@ -105,13 +104,19 @@ class RoutesTokens(ExpertLayer):
         replays of a CUDA graph too. The count starts at 0 here, so equal calls after this one
         choose equal replicas.
 
+        The rows of this layer must hold the experts that these maps say: set the state of a new
+        model before its checkpoint is loaded. Later `EplbState.rebalance_` moves both together, and
+        loaders put each expert where it is by then.
+
         Args:
             moe_layer_idx: the row.
             expert_load_view: ``(L, P)`` int32 or int64: **mutated** by every call.
             logical_to_physical_map: ``(L, E, R)`` int32 or int64.
             logical_replica_count: ``(L, E)`` int32 or int64.
             record_enabled: one bool or integer on the device; 0 counts nothing. None counts.
-            seed: a number in 0..2**31 - 1, different on ranks that route tokens of their own.
+            seed: a number in 0..2**31 - 1. Ranks that route tokens of their own need different
+                seeds, so that the first tokens of all ranks do not go to the same replica; ranks
+                that have the same tokens need the same seed. None: that, from the layer's ranks.
             step: one integer on the device, which the caller advances (once for all layers that
                 share it). A constant one gives each token of a call the same replicas in every
                 call.
@@ -126,6 +131,7 @@ class RoutesTokens(ExpertLayer):
         dtypes = (torch.bool, *checks.INDICES)
         checks.device_scalar("record_enabled", record_enabled, dtypes, *like)
         checks.device_scalar("step", step, checks.INDICES, *like)
+        seed = self.moe_parallel_config.tokens_rank if seed is None else seed
         checks.integer("seed", seed)
         if not 0 <= seed < 2**31:
             raise ValueError(f"seed must be in 0..{2**31 - 1}, got {seed}")
@@ -134,13 +140,35 @@ class RoutesTokens(ExpertLayer):
             self.register_buffer("eplb_step", calls, persistent=False)
         self.eplb_state = LayerEplbState(*views, record_enabled, seed, step)
 
+    def expert_tensors(self) -> list[Tensor]:
+        """Return this rank's tensors that have a row per expert: what `EplbState.rebalance_` moves.
+
+        These are the parameters (without those of shared experts), and ``w13_input_order`` if each
+        expert has its own.
+
+        Raises:
+            NotImplementedError: weights in act-order in a layer of several ranks, whose orders may
+                differ between ranks.
+        """
+        names = parameter_specs(self.sizes)
+        found: list[Tensor | None] = [self._parameters[name] for name in names]
+        order = self.w13_input_order
+        if order is not None and self.placement.is_shared_out:
+            raise NotImplementedError(
+                "w13_input_order must be None to move experts between ranks, got weights in "
+                "act-order"
+            )
+        if order is not None and order.shape[0] == self.sizes.num_experts:
+            found.append(order)
+        return [x for x in found if x is not None]
+
     def set_capture_fn(self, fn: CaptureFn | None, *, buffer: Tensor | None = None) -> None:
         """Pass the experts that each call chooses to ``fn``, or write them into ``buffer``.
 
         The ids ``(T, k)`` are those of logical experts, in the order of the router: before replicas
         are chosen, and without fused shared experts (``n_shared_experts``). Zero experts have ids
-        from E on; the slots of padding tokens are -1. With sequence parallelism the tokens are
-        those of all ranks, unless ranks exchange tokens that are routed.
+        from E on; the slots of padding tokens are -1. Ranks that exchange tokens capture those that
+        they were called with.
 
         Args:
             fn: called with the ids after routing, in eager calls only: compiled layers, replays and

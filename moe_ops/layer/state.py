@@ -15,25 +15,32 @@ import torch
 from torch import Tensor
 
 from moe_ops.layer.base import ExpertLayer
+from moe_ops.layer.parameters import parameter_specs
 from moe_ops.scheme import Quant
 
 STATE = "_extra_state"
 """Name of the entry, which PyTorch chooses."""
-MAX_BYTES = 4096
+MAX_BYTES = 65536
 """Largest size of the entry; a longer tensor is something else."""
 
 
 class SchemeState(ExpertLayer):
-    """A layer whose state dict names the scheme of its weights and the order of their rows."""
+    """A layer whose state dict names the scheme of its weights and the order of their rows.
+
+    With ``enable_eplb`` it also names the experts of the rows, which `EplbState.rebalance_` may
+    change. Loading puts rows where the layer holds their experts by then.
+    """
 
     def get_extra_state(self) -> Tensor:
         """Return the scheme of the parameters as a uint8 tensor on the CPU."""
         scheme = self.sizes.scheme
-        said = {
+        said: dict[str, Any] = {
             "scheme": scheme.key,
             "weight": scheme.weight and scheme.weight.key,
             "interleaved": self.sizes.interleaved,
         }
+        if self.enable_eplb:
+            said["experts"] = self.held_placement().experts
         return torch.tensor(list(json.dumps(said).encode()), dtype=torch.uint8, device="cpu")
 
     def set_extra_state(self, state: Any) -> None:
@@ -57,11 +64,13 @@ class SchemeState(ExpertLayer):
         """Load as `nn.Module` does, but copy nothing from a state dict of another form.
 
         The columns' order ``w13_input_order`` is loaded or removed together with ``w13_weight``.
+        Rows are loaded where the layer holds their experts now.
         """
         state_dict = dict(state_dict)
         saved, order_key = state_dict.get(prefix + STATE), prefix + "w13_input_order"
         try:
             self.set_extra_state(self.get_extra_state() if saved is None else saved)
+            self._reorder(state_dict, prefix, saved)
             order = self._checked_order(state_dict.get(order_key))
         except (TypeError, ValueError) as error:
             error_msgs.append(f"{prefix.removesuffix('.') or type(self).__name__}: {error}")
@@ -76,6 +85,34 @@ class SchemeState(ExpertLayer):
         self.given_scales.clear()
         rest = (local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
         super()._load_from_state_dict(state_dict, prefix, *rest)
+
+    def _reorder(self, state_dict: dict[str, Any], prefix: str, saved: Any) -> None:
+        """Replace tensors whose rows hold other experts than the layer's do now.
+
+        Without ``saved``, or from a layer without ``enable_eplb``, rows are those of the first
+        placement.
+
+        Raises:
+            ValueError: the tensors lack an expert that this rank holds.
+        """
+        named = isinstance(saved, Tensor) and not saved.is_meta
+        experts = stored_as(saved).experts if named else None
+        stored = self.placement.experts if experts is None else list(experts)
+        wanted = self.held_placement().experts
+        if stored == wanted:
+            return
+        source = {expert: row for row, expert in enumerate(stored)}
+        lacking = sorted({expert for expert in wanted if expert >= 0} - {*source})
+        if lacking:
+            raise ValueError(
+                "rows of the state dict must hold every expert that the layer's rows hold now "
+                f"(load_checkpoint reads any expert), got none of expert {lacking[0]}"
+            )
+        for name in (*parameter_specs(self.sizes), "w13_input_order"):
+            x = state_dict.get(prefix + name)
+            if isinstance(x, Tensor) and x.dim() and x.shape[0] == len(stored):
+                rows = [x[source.get(expert, 0)] for expert in wanted]
+                state_dict[prefix + name] = torch.stack(rows)
 
     def _checked_order(self, order: Any) -> Tensor | None:
         """Return ``order`` as int32 ``(1 or El, H)``; kernels index by its permutations."""
@@ -107,6 +144,8 @@ class StoredAs(NamedTuple):
     """The key of the weight's `Quant`; None: not quantized."""
     interleaved: bool
     """Whether gate and up rows alternate."""
+    experts: tuple[int, ...] | None = None
+    """The expert of each row; None: not said, the rows are those of the first placement."""
 
     def differs_from(self, wanted: Quant | None, *, interleaved: bool) -> str | None:
         """Say why a layer cannot load tensors of this form; None: it can.
@@ -153,9 +192,13 @@ def stored_as(state: Any) -> StoredAs:
     try:
         said = json.loads(bytes(state.flatten().tolist()))
         name, weight, interleaved = (said[key] for key in ("scheme", "weight", "interleaved"))
+        experts = said.get("experts")
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise ValueError(f"{rule}, got {error!r}") from None
     kinds = ((name, (str,)), (weight, (str, type(None))), (interleaved, (bool,)))
-    if not all(isinstance(value, kind) for value, kind in kinds):
+    known = all(isinstance(value, kind) for value, kind in kinds)
+    if not known or not isinstance(experts, (list, type(None))):
         raise ValueError(f"{rule}, got {said}")
-    return StoredAs(name, weight, interleaved)
+    if experts is not None and not all(type(expert) is int for expert in experts):
+        raise ValueError(f"{rule}, got experts {experts}")
+    return StoredAs(name, weight, interleaved, None if experts is None else tuple(experts))

@@ -55,7 +55,10 @@ class WeightLoading(LoadSteps):
                 all experts, ``(E, N, K)``.
             weight_name: the tensor's name, whose end says how it is stored.
             shard_id: ``w1`` (gate), ``w2`` (down) or ``w3`` (up).
-            expert_id: the physical expert; not used if ``loaded_weight`` is of all experts.
+            expert_id: the physical expert, as `make_expert_params_mapping` numbers it; not used if
+                ``loaded_weight`` is of all experts. It stands for the logical expert that it holds
+                at first: the tensor goes to all rows of this rank that hold that expert now (see
+                `EplbState.rebalance_`).
             return_success: whether to return anything.
 
         Returns:
@@ -80,16 +83,16 @@ class WeightLoading(LoadSteps):
             raise TypeError(f"weight_name must be a str, got {type(weight_name).__name__}")
         if shard_id not in SHARDS:
             raise ValueError(f"shard_id must be ['w1','w2','w3'] but got {shard_id}.")
-        spec = self._spec_of(param)
+        spec, held = self._spec_of(param), self.held_placement().rows
         if loaded_weight.dim() == 3 and spec is not None:
             rows = [
                 (row, loaded_weight[expert])
                 for expert in range(loaded_weight.shape[0])
-                for row in self.rows_of(expert)
+                for row in held.get(expert, [])
             ]
         else:
-            row = self._map_global_expert_id_to_local_expert_id(expert_id)
-            rows = [] if row == -1 else [(row, loaded_weight)]
+            expert_id = self._logical_expert(expert_id)
+            rows = [(row, loaded_weight) for row in held.get(expert_id, [])]
         if spec is not None and spec.kind == "input_scale":
             local = [row for row, _ in rows]
             scale = self._stored(spec, loaded_weight, weight_name, shard_id, expert_id)
@@ -265,15 +268,15 @@ class WeightLoading(LoadSteps):
             return False
         return True
 
-    def _map_global_expert_id_to_local_expert_id(self, expert_id: int) -> int:
-        """Return the row of a physical expert; -1: another rank has it."""
+    def _logical_expert(self, expert_id: int) -> int:
+        """Return the logical expert that a physical one holds at first."""
         checks.integer("expert_id", expert_id)
         known = 0 <= expert_id < len(self.placement.row)
         if not known:
             raise ValueError(
                 f"expert_id must be in 0..{len(self.placement.row) - 1}, got {expert_id}"
             )
-        return self.placement.row[expert_id]
+        return self.placement.logical[expert_id]
 
     def _spec_of(self, param: Tensor) -> ParameterSpec | None:
         specs: Mapping[str, ParameterSpec] = parameter_specs(self.sizes)

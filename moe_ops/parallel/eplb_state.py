@@ -2,29 +2,48 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+import hashlib
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple, Protocol
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from moe_ops import checks
-from moe_ops.parallel.moves import apply_moves, check_apart, checked_moves, staging_for
+from moe_ops.parallel.agreement import agree, process_group
+from moe_ops.parallel.moves import apply_moves, check_apart, check_rows, plan_moves, staging_for
 from moe_ops.parallel.placement import initial_physical_to_logical_map
-from moe_ops.parallel.rebalance import compute_logical_maps, rebalance_experts
+from moe_ops.parallel.rebalance import (
+    LogicalMaps,
+    compute_logical_maps,
+    keep_rows,
+    rebalance_experts,
+)
+from moe_ops.parallel.rounds import Spread
+from moe_ops.parallel.travel import RowExchange
 
 
-class EplbState(NamedTuple):
-    """Placement and load of every layer. The tensors keep their addresses."""
+class EplbTensors(NamedTuple):
+    """The tensors of an `EplbState`."""
 
     physical_to_logical_map: Tensor
-    """int64 ``(L, P)``."""
+    """int64 ``(L, P)``; the same on all ranks."""
     expert_load: Tensor
-    """int32 ``(L, P)``: slots sent to each physical expert since the last `rebalance_`."""
+    """int32 ``(L, P)``: slots that this process sent to each physical expert since the last
+    `rebalance_`."""
     logical_to_physical_map: Tensor
     """int64 ``(L, E, R)``, padded with -1; R is the number of redundant experts plus one."""
     logical_replica_count: Tensor
     """int64 ``(L, E)``."""
+
+
+class EplbState(EplbTensors):
+    """Placement and load of every layer. The tensors keep their addresses."""
+
+    group_name: str | None = None
+    """Name of the process group of the ranks that share the experts; None: this process holds all
+    physical experts."""
 
     @classmethod
     def make(
@@ -32,23 +51,53 @@ class EplbState(NamedTuple):
         num_layers: int,
         num_experts: int,
         num_redundant_experts: int,
-        ep_size: int = 1,
+        ep_size: int | None = None,
         device: torch.device | str | None = None,
+        *,
+        group: Any = None,
     ) -> EplbState:
         """Make the state before any load is known.
 
+        Args:
+            num_layers: L.
+            num_experts: E.
+            num_redundant_experts: physical experts beyond E: P is the sum of both.
+            ep_size: ranks, of which rank r holds the physical experts from ``r * P / ep_size`` on;
+                None: the ranks of ``group``, or 1.
+            device: device of the tensors. With a group: the device of this rank's weights.
+            group: the ranks of the layers' experts: a process group, its name, a 1-D `DeviceMesh`
+                or a `RankGroup`. Every rank makes a state of its own, counts the slots of the
+                tokens that it routes, and calls `rebalance_` together with the others. None: all
+                physical experts are in this process.
+
         Raises:
-            ValueError: ``num_experts + num_redundant_experts`` is not a multiple of ``ep_size``.
+            TypeError: a ``group`` of another kind.
+            ValueError: ``num_experts + num_redundant_experts`` is not a multiple of ``ep_size``; a
+                ``group`` of another number of ranks, or that this process is not in.
         """
+        ranks = None if group is None else process_group(group)
+        if ranks is not None and ep_size is not None:
+            checks.size("ep_size", ep_size, "the number of ranks of group", ranks.size())
+        if ep_size is None:
+            ep_size = 1 if ranks is None else ranks.size()
         placement = initial_physical_to_logical_map(num_experts, num_redundant_experts, ep_size)
         placement = placement.to(device).repeat(num_layers, 1)
         maps = compute_logical_maps(placement, num_experts, num_redundant_experts + 1)
-        return cls(placement, torch.zeros_like(placement, dtype=torch.int32), *maps)
+        state = cls(placement, torch.zeros_like(placement, dtype=torch.int32), *maps)
+        state.group_name = None if ranks is None else ranks.group_name
+        return state
 
     def logical_load(self) -> Tensor:
-        """Return the load of every logical expert, summed over its replicas: int64 ``(L, E)``."""
+        """Return the load of every logical expert, summed over its replicas: int64 ``(L, E)``.
+
+        With a group the load is also summed over its ranks, which must all call this. Ranks that
+        have the same tokens each count them: only proportions matter.
+        """
         load = torch.zeros_like(self.logical_replica_count)
-        return load.scatter_add_(1, self.physical_to_logical_map, self.expert_load.long())
+        load.scatter_add_(1, self.physical_to_logical_map, self.expert_load.long())
+        if self.group_name is not None:
+            dist.all_reduce(load, group=process_group(self.group_name))
+        return load
 
     def rebalance_(
         self,
@@ -56,46 +105,159 @@ class EplbState(NamedTuple):
         num_groups: int,
         num_nodes: int,
         num_gpus: int,
+        *,
+        rows_in_flight: int = 2,
     ) -> None:
         """Place the experts by the recorded load, move their weights, and count from 0 again.
 
         Everything is overwritten in place, between two forward passes, so that captured graphs use
-        the new placement. All physical experts are in this process.
+        the new placement. Experts that stay on their GPU keep their row.
+
+        With a group, all ranks call this together, with the same arguments beside the contents of
+        ``weights``. They sum their loads, compute the same placement, and send each other rows. A
+        wrong argument of one rank raises on all ranks before anything has moved.
 
         Args:
-            weights: for every layer its tensors ``(P, ...)``: weights, scales, biases.
+            weights: for every layer its tensors ``(P, ...)``: weights, scales, biases, of any
+                dtype (`FusedMoE.expert_tensors`). With a group of n ranks: this rank's own rows,
+                ``(P / n, ...)``, on the device of the state.
             num_groups: see `rebalance_experts`.
             num_nodes: see `rebalance_experts`.
-            num_gpus: see `rebalance_experts`.
+            num_gpus: see `rebalance_experts`. With a group: its number of ranks.
+            rows_in_flight: the most experts that a rank sends, and the most that it receives, at a
+                time. Memory of ``2 * rows_in_flight + 1`` experts of the largest layer is allocated
+                with a group; without, that of one row of one tensor.
 
         Raises:
             TypeError, ValueError: as `rebalance_experts` and `move_experts`, also for tensors of
                 two layers that share memory. Nothing has changed then.
+            ValueError: with a group also on the other ranks; and a ``num_gpus`` that is not the
+                number of ranks, tensors on another device than the state, arguments or placements
+                that differ between ranks.
         """
+        rest = (num_groups, num_nodes, num_gpus)
+        for _ in self.rebalance_steps(weights, *rest, rows_in_flight=rows_in_flight):
+            pass
+
+    def rebalance_steps(
+        self,
+        weights: Sequence[Sequence[Tensor]],
+        num_groups: int,
+        num_nodes: int,
+        num_gpus: int,
+        *,
+        rows_in_flight: int = 2,
+    ) -> Iterator[int]:
+        """Do what `rebalance_` does one layer at a time, so that forward passes can come between.
+
+        The call itself checks the arguments, sums the load and chooses the new placement of all
+        layers. Then each step of the returned iterator moves one layer. After a step the weights
+        and the maps of every layer belong together, also if the iterator is not used up. With a
+        group, all ranks must take a step at the same place between their forward passes.
+
+        Args:
+            weights: see `rebalance_`.
+            num_groups: see `rebalance_`.
+            num_nodes: see `rebalance_`.
+            num_gpus: see `rebalance_`.
+            rows_in_flight: see `rebalance_`.
+
+        Returns:
+            An iterator over the indices of the layers, each after its layer has moved.
+
+        Raises:
+            TypeError, ValueError: as `rebalance_`, in the call itself.
+        """
+        sizes = {"num_groups": num_groups, "num_nodes": num_nodes, "num_gpus": num_gpus}
+        mover: _Mover
+        if self.group_name is None:
+            checks.at_least(1, rows_in_flight=rows_in_flight)
+            mover = _RowsHere(self._checked(weights, 1))
+        else:
+            ranks = process_group(self.group_name)
+            mover = agree(
+                ranks,
+                self.expert_load.device,
+                lambda: self._prepared(ranks, weights, sizes, rows_in_flight),
+            )
         num_layers, num_physical = self.physical_to_logical_map.shape
-        checks.size("len(weights)", len(weights), "the number of layers", num_layers)
-        placement, _, _ = rebalance_experts(
-            self.logical_load(), num_physical, num_groups, num_nodes, num_gpus
-        )
+        placement, _, _ = rebalance_experts(self.logical_load(), num_physical, **sizes)
+        placement = keep_rows(self.physical_to_logical_map, placement, num_gpus)
         _, num_experts, max_replicas = self.logical_to_physical_map.shape
         maps = compute_logical_maps(placement, num_experts, max_replicas)
-        named, plans = {}, []
-        for layer, tensors in enumerate(weights):
-            old, name = self.physical_to_logical_map[layer], f"weights[{layer}]"
-            plans.append(checked_moves(name, tensors, old, placement[layer]))
-            named.update({f"{name}[{i}]": tensor for i, tensor in enumerate(tensors)})
-        check_apart(named)
-        staging = staging_for(named.values())
-        changes = (
-            (self.physical_to_logical_map, placement),
-            (self.logical_to_physical_map, maps.logical_to_physical_map),
-            (self.logical_replica_count, maps.logical_replica_count),
-        )
-        for layer, tensors in enumerate(weights):  # weights and maps of one layer stay together
-            apply_moves(tensors, plans[layer], staging)
-            for tensor, new in changes:
-                tensor[layer].copy_(new[layer])
-            self.expert_load[layer].zero_()
+        return (self._step(layer, mover, placement, maps) for layer in range(num_layers))
+
+    def _step(self, layer: int, mover: _Mover, placement: Tensor, maps: LogicalMaps) -> int:
+        """Move one layer's rows, then overwrite its maps."""
+        mover.move(layer, self.physical_to_logical_map[layer].tolist(), placement[layer].tolist())
+        self.physical_to_logical_map[layer].copy_(placement[layer])
+        self.logical_to_physical_map[layer].copy_(maps.logical_to_physical_map[layer])
+        self.logical_replica_count[layer].copy_(maps.logical_replica_count[layer])
+        self.expert_load[layer].zero_()
+        return layer
+
+    def _checked(self, weights: Sequence[Sequence[Tensor]], ranks: int) -> list[list[Tensor]]:
+        """Return the tensors of each layer after checking that they have the rows of one rank."""
+        num_layers, num_physical = self.physical_to_logical_map.shape
+        checks.size("len(weights)", len(weights), "the number of layers", num_layers)
+        layers = [list(tensors) for tensors in weights]
+        rule = "the number of physical experts" + (" of a rank" if ranks > 1 else "")
+        for i, tensors in enumerate(layers):
+            check_rows(f"weights[{i}]", tensors, rule, num_physical // ranks)
+        check_apart(_named(layers))
+        return layers
+
+    def _prepared(
+        self,
+        group: dist.ProcessGroup,
+        weights: Sequence[Sequence[Tensor]],
+        sizes: dict[str, int],
+        limit: int,
+    ) -> tuple[RowExchange, dict[str, str]]:
+        """Check one rank's arguments; return what moves its rows, and what ranks must agree on."""
+        ranks, device = group.size(), self.expert_load.device
+        checks.at_least(1, rows_in_flight=limit, **sizes)
+        checks.size("num_gpus", sizes["num_gpus"], "the number of ranks of the group", ranks)
+        layers = self._checked(weights, ranks)
+        for name, tensor in _named(layers).items():
+            checks.same_device(name, tensor, "expert_load", self.expert_load)
+        placed = self.physical_to_logical_map
+        digest = hashlib.sha256(repr(placed.tolist()).encode()).hexdigest()
+        facts = {name: str(number) for name, number in {**sizes, "rows_in_flight": limit}.items()}
+        facts["logical_to_physical_map.shape"] = str(tuple(self.logical_to_physical_map.shape))
+        facts["the digest of physical_to_logical_map"] = digest
+        for i, tensors in enumerate(layers):
+            rows = ", ".join(f"{tensor.dtype} {tuple(tensor.shape[1:])}" for tensor in tensors)
+            facts[f"the rows of weights[{i}]"] = f"[{rows}]"
+        spread = Spread(placed.shape[1] // ranks, ranks, sizes["num_nodes"])
+        return RowExchange(group, spread, layers, limit, device), facts
+
+
+class _Mover(Protocol):
+    """What turns the placement ``old`` of one layer's rows into ``new``."""
+
+    def move(self, layer: int, old: Sequence[int], new: Sequence[int]) -> None: ...
+
+
+class _RowsHere:
+    """Moves rows inside the tensors of this process, which hold all physical experts."""
+
+    def __init__(self, weights: Sequence[Sequence[Tensor]]) -> None:
+        self._weights = weights
+        self._staging = staging_for(_named(weights).values())
+
+    def move(self, layer: int, old: Sequence[int], new: Sequence[int]) -> None:
+        """Turn a layer's placement ``old`` into ``new``."""
+        apply_moves(self._weights[layer], plan_moves(old, new), self._staging)
+
+
+def _named(layers: Sequence[Sequence[Tensor]]) -> dict[str, Tensor]:
+    """All tensors, by the names that errors give them."""
+    return {
+        f"weights[{i}][{j}]": tensor
+        for i, tensors in enumerate(layers)
+        for j, tensor in enumerate(tensors)
+    }
 
 
 class LayerEplbState(NamedTuple):
@@ -111,6 +273,15 @@ class LayerEplbState(NamedTuple):
     seed: int = 0
     step: Tensor | None = None
     """None: the layer counts its calls."""
+
+    def held_experts(self, num_physical: int) -> tuple[int, ...]:
+        """Return the logical expert that each physical one holds now; -1: none."""
+        held = [-1] * num_physical
+        places, counts = self.logical_to_physical_map.tolist(), self.logical_replica_count.tolist()
+        for expert, (replicas, count) in enumerate(zip(places, counts, strict=True)):
+            for physical in replicas[:count]:
+                held[physical] = expert
+        return tuple(held)
 
 
 def layer_of(

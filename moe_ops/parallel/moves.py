@@ -39,30 +39,33 @@ def move_experts(weights: Sequence[Tensor], old_phy2log: Tensor, new_phy2log: Te
         TypeError, ValueError: a wrong dtype or shape; weights that share memory; an expert in
             ``new_phy2log`` that is not in ``old_phy2log``. Nothing has been moved then.
     """
-    moves = checked_moves("weights", weights, old_phy2log, new_phy2log)
-    check_apart({f"weights[{i}]": weight for i, weight in enumerate(weights)})
-    apply_moves(weights, moves, staging_for(weights))
-
-
-def checked_moves(
-    name: str, weights: Sequence[Tensor], old_phy2log: Tensor, new_phy2log: Tensor
-) -> list[Move]:
-    """Plan `move_experts` for one layer's ``weights``, which errors call ``name``."""
     for which, x in (("old_phy2log", old_phy2log), ("new_phy2log", new_phy2log)):
         checks.tensor(which, x, 1, checks.INDICES)
     num_physical = old_phy2log.shape[0]
     checks.size("len(new_phy2log)", len(new_phy2log), "len(old_phy2log)", num_physical)
+    check_rows("weights", weights, "len(old_phy2log)", num_physical)
+    moves = plan_moves(old_phy2log.tolist(), new_phy2log.tolist())
+    check_apart({f"weights[{i}]": weight for i, weight in enumerate(weights)})
+    apply_moves(weights, moves, staging_for(weights))
+
+
+def check_rows(name: str, weights: Sequence[Tensor], rule: str, num_rows: int) -> None:
+    """Check one layer's ``weights``, which errors call ``name``: tensors of ``num_rows`` rows.
+
+    Raises:
+        TypeError: something else than a Tensor.
+        ValueError: another number of rows than ``rule`` says, or rows that repeat an element.
+    """
     for i, weight in enumerate(weights):
         checks.tensor(f"{name}[{i}]", weight, None, None)
         rows = weight.shape[0] if weight.dim() else 0
-        checks.size(f"len({name}[{i}])", rows, "len(old_phy2log)", num_physical)
+        checks.size(f"len({name}[{i}])", rows, rule, num_rows)
         if any(
             step == 0 and size > 1 for size, step in zip(weight.shape, weight.stride(), strict=True)
         ):
             raise ValueError(
                 f"{name}[{i}] must hold each element once, got strides {weight.stride()}"
             )
-    return plan_moves(old_phy2log.tolist(), new_phy2log.tolist())
 
 
 def check_apart(weights: dict[str, Tensor]) -> None:

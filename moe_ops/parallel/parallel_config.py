@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from torch.distributed.device_mesh import DeviceMesh
+
 from moe_ops import checks
 
 ALL2ALL_BACKENDS = (
@@ -30,6 +32,8 @@ IMPLEMENTED_BACKENDS = (
     "alltoall",
 )
 """The backends that a layer with several ranks can use today; the first two are one exchange."""
+GATHERING_BACKENDS = ("allgather_reducescatter", "naive", "symmetric")
+"""The backends that can take every token to every rank, as parts of experts need."""
 
 
 @dataclass(frozen=True)
@@ -39,16 +43,15 @@ class FusedMoEParallelConfig:
     Without expert parallelism every expert is cut along I over ``tp_size`` ranks. With it
     (``use_ep``) every rank holds whole experts, a share of them.
 
-    With data parallelism (``dp_size > 1``) every rank of the expert-parallel group has tokens of
-    its own and gets their finished results: see `exchanges_tokens`. A config may describe an
-    exchange that this library does not have yet. Layers and kernels of such a config are refused
-    (see `lacks`).
+    With data parallelism (``dp_size > 1``) the ranks of each replica have tokens of their own and
+    get their finished results: see `exchanges_tokens`. The ranks of a layer are numbered replica by
+    replica. A config may describe an exchange that this library does not have yet. Layers and
+    kernels of such a config are refused (see `lacks`).
 
     Raises:
         TypeError: a size or rank that is not an int, or a flag that is not a bool.
         ValueError: a size below 1, a rank outside its group, ``ep_size > 1`` without ``use_ep``,
-            groups of equal sizes in which the ranks differ (``ep_rank`` and ``dp_rank``), or an
-            unknown ``all2all_backend``.
+            a rank that is not in its replica ``dp_rank``, or an unknown ``all2all_backend``.
 
     Source:
         vLLM ``FusedMoEParallelConfig``.
@@ -66,18 +69,22 @@ class FusedMoEParallelConfig:
     all2all_backend: str = "allgather_reducescatter"
     enable_eplb: bool = False
     """Ids of the router are mapped to physical experts, whose load is recorded."""
+    pcp_size: int = 1
+    """Ranks that share the tokens of a prefill; each has tokens of its own."""
 
     def __post_init__(self) -> None:
         for group in ("tp", "dp", "ep"):
             check_group(group, getattr(self, f"{group}_size"), getattr(self, f"{group}_rank"))
         _check_size("sp_size", self.sp_size)
+        _check_size("pcp_size", self.pcp_size)
         checks.flags(use_ep=self.use_ep, enable_eplb=self.enable_eplb)
         if self.ep_size > 1 and not self.use_ep:
             raise ValueError(f"ep_size must be 1 without use_ep, got {self.ep_size}")
-        if self.dp_size == self.ep_size and self.dp_rank != self.ep_rank:
+        each, rest = divmod(self.layer_size, self.dp_size)
+        if not rest and self.layer_rank // each != self.dp_rank:
             raise ValueError(
-                f"ep_rank must be dp_rank = {self.dp_rank} if ep_size is dp_size, got "
-                f"{self.ep_rank}"
+                f"{'ep' if self.use_ep else 'tp'}_rank must be one of the {each} ranks of replica "
+                f"dp_rank = {self.dp_rank}, from {self.dp_rank * each} on, got {self.layer_rank}"
             )
         checks.one_of("all2all_backend", self.all2all_backend, ALL2ALL_BACKENDS)
 
@@ -131,62 +138,93 @@ class FusedMoEParallelConfig:
             **spread,
             dp_size=dp_size,
             dp_rank=dp_rank,
+            pcp_size=pcp_size,
             sp_size=sp_size,
             use_ep=use_ep,
             all2all_backend=all2all_backend,
             enable_eplb=enable_eplb,
         )
 
+    @classmethod
+    def of_mesh(cls, mesh: DeviceMesh, **options: Any) -> FusedMoEParallelConfig:
+        """Derive the layer's groups from the model's `DeviceMesh`: see `make`.
+
+        Pass the mesh to the layer too, as ``tp_group``.
+
+        Args:
+            mesh: dimensions named ``dp``, ``pcp`` and ``tp``, in this order; any may be absent.
+            **options: the keywords of `make` after the ranks.
+
+        Raises:
+            ValueError: a dimension of another name, or another order.
+        """
+        known, names = ("dp", "pcp", "tp"), mesh.mesh_dim_names or ()
+        if len(names) != mesh.ndim or list(names) != [name for name in known if name in names]:
+            raise ValueError(
+                f"mesh must have dimensions named by some of {list(known)}, in this order, got "
+                f"{list(names)}"
+            )
+        numbers: dict[str, Any] = {}
+        for name in names:
+            numbers[f"{name}_size"] = mesh[name].size()
+            numbers[f"{name}_rank"] = mesh.get_local_rank(name)
+        return cls.make(**numbers, **options)
+
     def lacks(self) -> str | None:
         """Return what a layer of this config needs and the library does not have; None: it can run.
 
         The text is an error message: argument, rule, way out and value.
         """
-        if self.dp_size > 1:
-            refused = self._lacks_of_data_parallelism()
-            if refused is not None:
-                return refused
-        ranks = max(self.tp_size, self.ep_size, self.sp_size)
-        if ranks > 1 and self.all2all_backend not in IMPLEMENTED_BACKENDS:
-            return (
-                f"all2all_backend must be one of {list(IMPLEMENTED_BACKENDS)} with more than one "
-                f"rank: no other backend is implemented yet, got {self.all2all_backend!r}"
-            )
-        return None
-
-    def _lacks_of_data_parallelism(self) -> str | None:
-        if not self.use_ep:
-            return (
-                "dp_size must be 1 without expert parallelism: parts of experts do not exchange "
-                "tokens yet. Replicas that hold all experts need no dp_size; to share experts, "
-                f"pass ep_size for the whole group, got dp_size={self.dp_size}"
-            )
-        if self.tp_size > 1:
+        replicas, ranks = self.dp_size * self.pcp_size, self.layer_size
+        if self.dp_size > 1 and self.use_ep and self.tp_size > 1:
             return (
                 "tp_size must be 1 with dp_size and expert parallelism, where no expert is cut, "
                 f"got tp_size={self.tp_size}"
             )
-        if self.ep_size != self.dp_size and not self.is_sequence_parallel:
+        if ranks % replicas:
             return (
-                "ep_size must be dp_size without sequence parallelism: ranks of one replica have "
-                "the same tokens, which would be computed several times, got "
-                f"ep_size={self.ep_size} and dp_size={self.dp_size}"
+                "dp_size (times pcp_size) must divide the ranks that share the layer's experts, "
+                f"{ranks} of tp_size or ep_size. Replicas that hold all experts need no dp_size, "
+                f"got {replicas}"
             )
-        if self.enable_eplb:
+        backends = IMPLEMENTED_BACKENDS if self.use_ep else GATHERING_BACKENDS
+        if ranks > 1 and self.all2all_backend not in backends:
             return (
-                "enable_eplb must be False with dp_size > 1: the load is not summed over ranks "
-                f"yet, got True with dp_size={self.dp_size}"
+                f"all2all_backend must be one of {list(backends)} with more than one rank"
+                f"{'' if self.use_ep else ' without expert parallelism'}: no other backend is "
+                f"implemented yet, got {self.all2all_backend!r}"
             )
         return None
 
     @property
-    def exchanges_tokens(self) -> bool:
-        """Whether a layer sends tokens to the ranks of their experts, and results back.
+    def layer_size(self) -> int:
+        """Number of ranks that share the layer's experts."""
+        return self.tp_size * self.ep_size
 
-        Sequence-parallel layers with load balancing gather tokens before they route them instead,
-        so that every rank counts the load of all tokens.
+    @property
+    def layer_rank(self) -> int:
+        """This process's rank among them."""
+        return self.ep_rank * self.tp_size + self.tp_rank
+
+    @property
+    def replica_size(self) -> int:
+        """Number of ranks that have the same tokens; they are next to each other."""
+        if self.is_sequence_parallel:
+            return 1
+        return self.layer_size // (self.dp_size * self.pcp_size)
+
+    @property
+    def tokens_rank(self) -> int:
+        """Which of the layer's batches of tokens this rank has; 0 if there is one."""
+        return self.layer_rank // self.replica_size
+
+    @property
+    def exchanges_tokens(self) -> bool:
+        """Whether ranks have tokens of their own, which a layer sends to other ranks' experts.
+
+        The ranks of a replica (`replica_size`) exchange each token once.
         """
-        return self.use_all2all_kernels and not self.enable_eplb
+        return 1 <= self.replica_size < self.layer_size
 
     @property
     def is_sequence_parallel(self) -> bool:

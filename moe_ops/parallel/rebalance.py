@@ -145,6 +145,42 @@ def _replicate(load: Sequence[float], num_replicas: int) -> list[int]:
     return replicas
 
 
+def keep_rows(old: Tensor, new: Tensor, num_gpus: int) -> Tensor:
+    """Reorder each GPU's experts so that the experts it holds already stay in their rows.
+
+    The load of a GPU does not depend on the order of its rows.
+
+    Args:
+        old: ``(L, P)``, the logical expert that each row holds now.
+        new: ``(L, P)``, a placement as `rebalance_experts` returns it.
+        num_gpus: GPU g holds the rows from ``g * P / num_gpus`` on.
+
+    Returns:
+        int64 ``(L, P)`` with the experts of ``new`` on each GPU.
+    """
+    kept = [
+        sum((_kept(*rows) for rows in zip(*pair, strict=True)), [])
+        for pair in zip(
+            old.view(len(old), num_gpus, -1).tolist(),
+            new.view(len(new), num_gpus, -1).tolist(),
+            strict=True,
+        )
+    ]
+    return torch.tensor(kept, dtype=torch.int64, device=new.device).view(new.shape)
+
+
+def _kept(held: Sequence[int], wanted: Sequence[int]) -> list[int]:
+    """Return the experts ``wanted``, those of ``held`` in their places."""
+    left = Counter(wanted)
+    places: list[int | None] = []
+    for expert in held:
+        stays = left[expert] > 0
+        left[expert] -= stays
+        places.append(expert if stays else None)
+    others = left.elements()
+    return [next(others) if expert is None else expert for expert in places]
+
+
 def compute_logical_maps(
     physical_to_logical_map: Tensor, num_logical_experts: int, max_replicas: int | None = None
 ) -> LogicalMaps:

@@ -16,27 +16,18 @@ _enabled: ContextVar[bool] = ContextVar("checking", default=False)
 def checking() -> Iterator[None]:
     """Within this context eager calls wait for the device, and raise errors found on it.
 
-    There are four such errors: rows that `BatchedPrepareAndFinalize` or
-    `FixedCapacityPrepareAndFinalize` dropped because they did not fit, token counts that differ
-    between the ranks of a sequence-parallel layer on GPUs, and ranks of experts that are not those
-    of the ranks' expert maps. Compiled and captured calls must not wait, so they are not affected:
-    read ``num_dropped`` instead. Calls of other threads and tasks are not affected either. The
-    checks of ranks that exchange tokens are collectives: all ranks must be in checking mode.
+    There are two such errors: rows that `BatchedPrepareAndFinalize` or
+    `FixedCapacityPrepareAndFinalize` dropped because they did not fit, and ranks of experts that
+    are not those of the ranks' expert maps. Compiled and captured calls must not wait, so they are
+    not affected: read ``num_dropped`` instead. Calls of other threads and tasks are not affected
+    either. The checks of ranks that exchange tokens are collectives: all ranks must be in checking
+    mode.
     """
     token = _enabled.set(True)
     try:
         yield
     finally:
         _enabled.reset(token)
-
-
-def may_wait(x: Tensor) -> bool:
-    """Whether a check may read numbers on the device of ``x``: on a CPU, or in checking mode."""
-    if torch.compiler.is_compiling() or x.is_meta:
-        return False
-    if x.is_cuda:
-        return _enabled.get() and not torch.cuda.is_current_stream_capturing()
-    return True
 
 
 def is_checking(x: Tensor) -> bool:

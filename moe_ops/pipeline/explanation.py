@@ -149,7 +149,8 @@ class Explanation:
         parallel = self.config.moe_parallel_config
         if parallel.exchanges_tokens:
             notes.append(
-                f"tokens: of all {parallel.ep_size} ranks together; the links are not in the floor"
+                f"tokens: of all {parallel.layer_size} ranks together; the links are not in the "
+                "floor"
             )
         if self.costs[0].gemm1 is not None:
             notes.append("tiles: rows x columns x K / warps / stages")
@@ -175,7 +176,7 @@ class Explanation:
         if not self.exchanges:
             return ""
         config, link = self.config, self.link
-        ranks, top_k = config.moe_parallel_config.ep_size, config.experts_per_token
+        ranks, top_k = config.moe_parallel_config.layer_size, config.experts_per_token
         named = config.moe_parallel_config.all2all_backend
         lines = [["tokens", "exchange", "", "rows sent", "there", "back", f"us on {link.name}"]]
         for rows in self.exchanges:
@@ -189,7 +190,9 @@ class Explanation:
                 if row.capacity_factor is not None:
                     name += f", capacity_factor {row.capacity_factor:.2f}"
                 lines.append([str(row.num_tokens), name, mark, f"{row.copies:.2f}", *moved])
-        per_rank = rank_copies(ranks, top_k, config.num_experts)
+        per_rank = gathered_copies(ranks)
+        if config.moe_parallel_config.use_ep:
+            per_rank = rank_copies(ranks, top_k, config.num_experts)
         notes = [
             "rows sent: that leave a rank for each of its tokens, each way, with padding",
             f"least rows over {ranks} ranks: {gathered_copies(ranks):.2f} if all tokens are "

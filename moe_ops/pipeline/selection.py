@@ -161,7 +161,7 @@ def prepare_finalize_of(config: FusedMoEConfig, experts: Experts) -> FusedMoEPre
             raise NotImplementedError(
                 "experts must be modular where ranks exchange tokens, got " + experts.__name__
             )
-        return exchange_of(config, RankGroup(parallel.ep_size))
+        return exchange_of(config, RankGroup(parallel.layer_size))
     if config.max_num_tokens is None:
         if experts.is_monolithic():
             return MoEPrepareAndFinalizeNoEPMonolithic()

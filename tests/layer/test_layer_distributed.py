@@ -1,7 +1,9 @@
-"""Two processes: results are summed over ranks, tokens are gathered and scattered.
+"""Two processes: results are summed over ranks, tokens are exchanged.
 
 On the CPU, and on two GPUs where there are, also in CUDA graphs.
 """
+
+import functools
 
 import pytest
 import torch
@@ -46,22 +48,21 @@ def check_rank(rank, device):
                 check_captured(layer, x[rows], logits[rows], expected[rows])
 
 
-def check_sequence_errors(rank, device):
-    """What would hang or abort ranks, or miss tokens, is an error on all of them.
+def check_unequal_parts(rank, device):
+    """Ranks that split a sequence may have different numbers of tokens, also none.
 
-    Without tensor parallelism, ranks gather before they route if the load is balanced.
+    A kernel that leaves the tokens on their ranks is refused.
     """
-    balanced = {"ep_size": 2, "ep_rank": rank, "enable_eplb": True}
-    for options in ({"tp_size": 2, "tp_rank": rank}, balanced):
+    g = torch.Generator().manual_seed(1)
+    x, logits = (torch.randn(T, n, generator=g).to(device) for n in (H, E))
+    expected = layer_of(device)(x, logits)
+    for options in ({"tp_size": 2, "tp_rank": rank}, {"ep_size": 2, "ep_rank": rank}):
         layer = layer_of(device, is_sequence_parallel=True, **options)
-        rows = 2 + rank
-        x, logits = torch.randn(rows, H, device=device), torch.randn(rows, E, device=device)
-        with moe_ops.checking(), pytest.raises(ValueError, match=r"number of tokens .*\[2, 3\]"):
-            layer(x, logits)
-        if device.type == "cpu":
-            with pytest.raises(ValueError, match=r"hidden_states must have .*, got \[2, 3\]$"):
-                layer(x, logits)
-        layer.kernel = moe_ops.select_kernel(layer.moe_config, "unquantized")
+        for first in (1, 6, 0):
+            mine = slice(first, None) if rank else slice(first)
+            torch.testing.assert_close(layer(x[mine], logits[mine]), expected[mine])
+        experts = moe_ops.select_kernel(layer.moe_config, "unquantized").fused_experts
+        layer.kernel = moe_ops.FusedMoEKernel(moe_ops.MoEPrepareAndFinalizeNoEP(), experts)
         with pytest.raises(NotImplementedError, match="exchanges tokens .*NoEP"):
             layer(x[:2], logits[:2])
 
@@ -72,6 +73,37 @@ def check_derived_ranks(rank, device):
     x, logits = (torch.randn(T, n, generator=g).to(device) for n in (H, E))
     layer = layer_of(device, tp_size=2, tp_rank=rank, ep_size=2, reduce_results=True)
     torch.testing.assert_close(layer(x, logits), layer_of(device)(x, logits))
+
+
+def check_balanced(rank, device):
+    """Rows travel between the devices, in place: a graph that was captured before them goes on."""
+    g = torch.Generator().manual_seed(3)
+    x, logits = (torch.randn(T, n, generator=g).to(device) for n in (H, E))
+    expected = layer_of(device)(x, logits)
+    layer = layer_of(
+        device, dp_size=2, dp_rank=rank, ep_size=2, enable_eplb=True, num_redundant_experts=2,
+        max_num_tokens=T,
+    )  # fmt: skip
+    state = moe_ops.EplbState.make(1, E, 2, device=device, group=dist.group.WORLD)
+    layer.set_eplb_state(0, *state[1:])
+    mine = slice(rank * T // 2, (rank + 1) * T // 2)
+    run = functools.partial(layer, x[mine], logits[mine])
+    torch.testing.assert_close(run(), expected[mine])
+    if device.type == "cuda":
+        graph = torch.cuda.CUDAGraph()
+        with torch.no_grad(), torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            out = layer(x[mine], logits[mine])
+
+        def run():
+            graph.replay()
+            return out
+
+    for loads in ([9, 1, 1, 1, 9, 1], [1, 1, 9, 9, 1, 1]):
+        state.expert_load.copy_(torch.tensor([loads]))
+        before = state.physical_to_logical_map.clone()
+        for _ in state.rebalance_steps([layer.expert_tensors()], 1, 1, 2):
+            torch.testing.assert_close(run(), expected[mine])
+        assert not torch.equal(before, state.physical_to_logical_map)
 
 
 def check_exchanges(rank, device):
@@ -119,7 +151,8 @@ def check_two(rank, ranks, backend):
         torch.cuda.set_device(device)
     check_rank(rank, device)
     check_derived_ranks(rank, device)
-    check_sequence_errors(rank, device)
+    check_unequal_parts(rank, device)
+    check_balanced(rank, device)
     check_exchanges(rank, device)
 
 

@@ -65,18 +65,18 @@ def test_ranks_of_both_kinds_share_the_experts(rank):
 
 PARALLEL = moe_ops.FusedMoEParallelConfig
 WITHOUT_AN_EXCHANGE = (
-    (PARALLEL(dp_size=2), "dp_size must be 1 without expert parallelism: .*, got dp_size=2"),
+    (PARALLEL(dp_size=2), "must divide the ranks that share the layer's experts, 1 of .*, got 2"),
     (
-        PARALLEL(dp_size=2, ep_size=4, use_ep=True),
-        "ep_size must be dp_size without sequence parallelism: .*, got ep_size=4 and dp_size=2",
+        PARALLEL(dp_size=2, ep_size=3, use_ep=True),
+        "must divide the ranks that share the layer's experts, 3 of .*, got 2",
+    ),
+    (
+        PARALLEL(dp_size=2, pcp_size=4, ep_size=4, use_ep=True),
+        "must divide the ranks that share the layer's experts, 4 of .*, got 8",
     ),
     (
         PARALLEL(tp_size=2, dp_size=2, ep_size=2, use_ep=True),
         "tp_size must be 1 with dp_size and expert parallelism, .*, got tp_size=2",
-    ),
-    (
-        PARALLEL(dp_size=2, ep_size=2, use_ep=True, enable_eplb=True),
-        "enable_eplb must be False with dp_size > 1: .*, got True with dp_size=2",
     ),
     *(
         (
@@ -152,16 +152,31 @@ def test_capacity_factor():
 
 
 def test_modes_of_tokens():
-    """Who gathers, who exchanges, and who does neither."""
-    balanced = make(ep_size=2, is_sequence_parallel=True, enable_eplb=True)
-    for layer in (balanced, make(ep_size=2), make(tp_size=2, is_sequence_parallel=True)):
-        assert not layer.moe_parallel_config.exchanges_tokens and layer.kernel is None
+    """Who has tokens of their own, and exchanges them."""
+    for sizes in ({"ep_size": 2}, {"tp_size": 2}, {"tp_size": 2, "ep_size": 2}):
+        plain, split = make(**sizes), make(**sizes, is_sequence_parallel=True)
+        assert not plain.moe_parallel_config.exchanges_tokens and plain.kernel is None
+        assert split.moe_parallel_config.exchanges_tokens and split.kernel is not None
+    parts = PARALLEL.make(2, 1, 2, 1)
+    assert (parts.replica_size, parts.tokens_rank, parts.exchanges_tokens) == (2, 1, True)
+    prefill = PARALLEL.make(2, 1, 1, 0, 2, 1, enable_expert_parallel=True)
+    assert (prefill.replica_size, prefill.tokens_rank, prefill.exchanges_tokens) == (2, 1, True)
+    layer = make(moe_parallel_config=parts, max_num_tokens=5)
+    exchange = layer.kernel.prepare_finalize
+    assert exchange.max_num_tokens_per_rank() == 5 and exchange.exchange.max_num_tokens == 3
+    assert (exchange.index, exchange.first) == (1, 2)
+    with pytest.raises(NotImplementedError, match="strategy must be linear with .* 'round_robin'"):
+        make(ep_size=2, enable_eplb=True, expert_placement_strategy="round_robin")
+    with pytest.raises(NotImplementedError, match="n_shared_experts must be 0 with enable_eplb"):
+        make(n_shared_experts=1, enable_eplb=True)
     with pytest.raises(ValueError, match="max_num_tokens must be None unless ranks .*, got 4"):
         make(ep_size=2, max_num_tokens=4)
     with pytest.raises(ValueError, match="max_num_tokens must be at least 1, got 0"):
         make(ep_size=2, dp_size=2, max_num_tokens=0)
-    with pytest.raises(ValueError, match="ep_rank must be dp_rank = 1 if ep_size is dp_size, .* 0"):
-        PARALLEL(dp_size=2, dp_rank=1, ep_size=2, use_ep=True)
+    with pytest.raises(ValueError, match="ep_rank must be one of the 2 .* from 2 on, got 1"):
+        PARALLEL(dp_size=2, dp_rank=1, ep_size=4, ep_rank=1, use_ep=True)
+    with pytest.raises(ValueError, match="tp_rank must be one of the 1 .* from 0 on, got 1"):
+        PARALLEL(dp_size=2, tp_size=2, tp_rank=1)
 
 
 def test_numbers_beside_a_parallel_config():

@@ -15,7 +15,7 @@ def test_groups_of_the_model_become_groups_of_the_layer():
     make = FusedMoEParallelConfig.make
     assert make(4, 1) == FusedMoEParallelConfig(tp_size=4, tp_rank=1)
     assert make(2, 1, 3, 2, 2, 1, sp_size=2) == FusedMoEParallelConfig(
-        tp_size=12, tp_rank=11, dp_size=3, dp_rank=2, sp_size=2
+        tp_size=12, tp_rank=11, dp_size=3, dp_rank=2, pcp_size=2, sp_size=2
     )
     config = make(2, 0, 4, 3, enable_expert_parallel=True, enable_eplb=True)
     assert config == FusedMoEParallelConfig(

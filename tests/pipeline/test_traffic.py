@@ -170,3 +170,15 @@ def test_no_exchange():
     found = moe_ops.explain(config_of(1), "unquantized", device="sm_90")
     assert found.exchanges == () and "exchanges" not in json.loads(found.to_json())
     assert "nvlink4" not in str(found)
+
+
+def test_parts_of_experts_need_every_token():
+    """Every rank has a part of each expert, so every token travels to every rank."""
+    parallel = moe_ops.FusedMoEParallelConfig.make(2, 1, 2, 1)
+    config = replace(layer_config(Problem()), max_num_tokens=None, moe_parallel_config=parallel)
+    found = traffic.traffic_of(config, None, 64, LINKS["nvlink4"])
+    assert {row.backend: row.copies for row in found} == {
+        "allgather_reducescatter": 3, "symmetric": 3,
+    }  # fmt: skip
+    text = str(moe_ops.explain(config, "unquantized", num_tokens=[64]))
+    assert "least rows over 4 ranks: 3.00 if all" in text and "3.00 for one to each" in text

@@ -7,13 +7,16 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from moe_ops.dispatch.tiles import cdiv
 from moe_ops.pipeline.config import FusedMoEConfig
 from moe_ops.pipeline.exchange.all_gather import AllGatherPrepareAndFinalize
 from moe_ops.pipeline.exchange.base import TokenExchange
 from moe_ops.pipeline.exchange.exact import ExactAllToAllPrepareAndFinalize
 from moe_ops.pipeline.exchange.fixed_capacity import FixedCapacityPrepareAndFinalize
 from moe_ops.pipeline.exchange.groups import RankGroup
+from moe_ops.pipeline.exchange.replicas import ReplicaExchange
 from moe_ops.pipeline.exchange.symmetric import SymmetricPrepareAndFinalize
+from moe_ops.pipeline.prepare_finalize import FusedMoEPrepareAndFinalizeModular
 
 
 class Needs(NamedTuple):
@@ -22,7 +25,7 @@ class Needs(NamedTuple):
     config: FusedMoEConfig
     group: RankGroup
     max_num_tokens: int | None
-    """The largest number of tokens that any rank passes; None: not known."""
+    """The largest number of tokens that any rank sends; None: not known."""
     expert_ranks: Tensor | None
     """int32 ``(E,)``: the rank that holds each expert; None: not known."""
     top_k: int
@@ -42,7 +45,7 @@ def exchange_of(
     *,
     equal_num_tokens: bool = False,
     capacity_factor: float = 1.0,
-) -> TokenExchange:
+) -> FusedMoEPrepareAndFinalizeModular:
     """Make the exchange that a layer's parallel config names.
 
     Args:
@@ -54,15 +57,24 @@ def exchange_of(
         equal_num_tokens: see `TokenExchange`.
         capacity_factor: see `FixedCapacityPrepareAndFinalize`; other exchanges have none.
 
+    Returns:
+        The exchange. If ranks of a replica have the same tokens, inside a `ReplicaExchange`.
+
     Raises:
         ValueError: an exchange that needs ``max_num_tokens`` without it.
     """
-    backend = config.moe_parallel_config.all2all_backend
+    parallel, most = config.moe_parallel_config, max_num_tokens
+    backend, count = parallel.all2all_backend, parallel.replica_size
     if equal_num_tokens and backend in ("fixed_capacity", "alltoall"):
         raise ValueError(f"equal_num_tokens must be False with all2all_backend {backend!r}")
     slots = config.experts_per_token if top_k is None else top_k
+    share = None if most is None else cdiv(most, count)
+    ranks = expert_ranks if parallel.use_ep else None  # else every rank has a part of each expert
     options = (slots, equal_num_tokens, capacity_factor)
-    return MAKERS[backend](Needs(config, group, max_num_tokens, expert_ranks, *options))
+    exchange = MAKERS[backend](Needs(config, group, share, ranks, *options))
+    if count == 1:
+        return exchange
+    return ReplicaExchange(exchange, group, parallel.layer_rank, count, most)
 
 
 def _all_gather(given: Needs) -> TokenExchange:

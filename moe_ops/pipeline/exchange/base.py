@@ -62,7 +62,7 @@ class TokenExchange(FusedMoEPrepareAndFinalizeModular):
 
     Every rank passes its own tokens, whose ids are those of global experts, and gets their finished
     results. The ``expert_map`` of a rank says which experts it holds, and each expert is held by
-    one rank of the group.
+    one rank of the group; or every rank holds a part of each expert, cut along I.
 
     Rows are quantized before they travel, unless the experts quantize. Rows that router weights
     multiply for k > 1 travel as tokens, and are multiplied and quantized afterwards, because k rows

@@ -9,7 +9,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from moe_ops.pipeline.checking import may_wait
+from moe_ops.parallel import FusedMoEParallelConfig
+from moe_ops.parallel.agreement import process_group
 
 
 class RankGroup(NamedTuple):
@@ -40,34 +41,45 @@ class RankGroup(NamedTuple):
         """
         if isinstance(group, cls):
             return group
-        if group is None:
-            if not dist.is_initialized():
-                raise ValueError(
-                    "group must be given, or torch.distributed initialized, got neither"
-                )
-            group = dist.group.WORLD
-        elif isinstance(group, str):
-            group = _group_of_name(group)
-        elif isinstance(group, DeviceMesh):
-            if group.ndim != 1:
-                raise ValueError(f"group must be a DeviceMesh of 1 dimension, got {group.ndim}")
-            group = group.get_group()
-        elif group is dist.GroupMember.NON_GROUP_MEMBER:
-            raise ValueError("group must be one that this process is in, got NON_GROUP_MEMBER")
-        if not isinstance(group, dist.ProcessGroup):
-            raise TypeError(
-                "group must be a ProcessGroup, its name, a DeviceMesh or a RankGroup, got "
-                f"{type(group).__name__}"
-            )
-        return cls.of(group.size(), group)
+        ranks = process_group(group)
+        return cls.of(ranks.size(), ranks)
 
-    def check_size(self, name: str) -> None:
-        """Raise ValueError if the group named ``name`` exists and has another number of ranks."""
+    @classmethod
+    def of_layer(cls, parallel: FusedMoEParallelConfig, group: Any) -> RankGroup:
+        """Make the ranks that share a layer from a group, or from a mesh of the model's groups.
+
+        Args:
+            parallel: how the ranks share the layer.
+            group: as for `resolve`; None: all processes, which need not exist yet. A `DeviceMesh`
+                of several named dimensions stands for all its ranks, such as ``("dp", "tp")``.
+
+        Raises:
+            TypeError, ValueError: as `resolve`.
+        """
+        if group is None or isinstance(group, cls):
+            return cls(parallel.layer_size, None if group is None else group.name)
+        if isinstance(group, DeviceMesh) and group.ndim > 1:
+            if group.mesh_dim_names is None:
+                raise ValueError("tp_group must have mesh_dim_names as a DeviceMesh, got none")
+            group = group._flatten()  # the same group for every layer
+        return cls.of(parallel.layer_size, process_group(group))
+
+    def check(self, name: str, parallel: FusedMoEParallelConfig) -> None:
+        """Check that the group named ``name``, if it exists, has the ranks that a layer needs.
+
+        Raises:
+            ValueError: another number of ranks, or another rank of this process than the layer's.
+        """
         if not dist.is_initialized():
             return
-        ranks = RankGroup.resolve(self.name).size
-        if ranks != self.size:
-            raise ValueError(f"{name} must have {self.size} ranks, got {ranks}")
+        ranks = process_group(self.name)
+        if ranks.size() != self.size:
+            raise ValueError(f"{name} must have {self.size} ranks, got {ranks.size()}")
+        if ranks.rank() != parallel.layer_rank:
+            raise ValueError(
+                f"{name} must have this process as rank {parallel.layer_rank}, replica by replica, "
+                f"got rank {ranks.rank()}"
+            )
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """Sum ``x`` over the ranks into a fresh tensor."""
@@ -76,15 +88,8 @@ class RankGroup(NamedTuple):
         functional = torch.ops._c10d_functional
         return functional.wait_tensor(functional.all_reduce(x, "sum", self._name()))
 
-    def all_gather(self, x: Tensor | None) -> Any:
-        """Concatenate ``(T, ..)`` of all ranks to ``(size * T, ..)``; None stays None.
-
-        A bool tensor is sent as uint8, which every backend supports.
-        """
-        if self.size == 1 or x is None:
-            return x
-        if x.dtype == torch.bool:
-            return self.all_gather(x.to(torch.uint8)).bool()
+    def all_gather(self, x: Tensor) -> Tensor:
+        """Concatenate ``(T, ..)`` of all ranks to ``(size * T, ..)``."""
         return self.wait(self.start_all_gather(x))
 
     def start_all_gather(self, x: Tensor) -> Tensor:
@@ -122,40 +127,26 @@ class RankGroup(NamedTuple):
         """
         return self.wait(started) if started.device.type == "cpu" else started
 
+    def gather_among(self, x: Tensor, peers: range) -> Tensor:
+        """Concatenate ``(T, ..)`` of some ranks to ``(len(peers) * T, ..)``.
+
+        All ranks of the group call this, each with the peers that it is one of. Groups of peers
+        may have different T.
+        """
+        if len(peers) == 1:
+            return x
+        rows = [x.shape[0] if rank in peers else 0 for rank in range(self.size)]
+        sent = x.repeat(len(peers), *[1] * (x.dim() - 1))
+        functional = torch.ops._c10d_functional
+        return self.wait(functional.all_to_all_single(sent, rows, rows, self._name()))
+
     def wait(self, x: Tensor) -> Tensor:
         """Let the current stream (on a CPU: the caller) wait for a collective, and return it."""
         return x if self.size == 1 else torch.ops._c10d_functional.wait_tensor(x)
 
-    def check_equal_counts(self, tokens: Tensor) -> None:
-        """Check that all ranks have the same number of tokens, as `all_gather` needs.
-
-        On a CPU the counts are compared in every eager call, because gloo would abort the process.
-        On a GPU a comparison would make every call wait for the device, so it is made within
-        `moe_ops.checking` only; elsewhere ranks with different counts deadlock in NCCL.
-
-        Raises:
-            ValueError: the counts differ; on every rank.
-        """
-        if self.size == 1 or not may_wait(tokens):
-            return
-        counts = self.all_gather(torch.tensor([tokens.shape[0]], device=tokens.device)).tolist()
-        if len(set(counts)) > 1:
-            raise ValueError(
-                "hidden_states must have the same number of tokens on every rank with "
-                f"is_sequence_parallel (pad them to the largest number), got {counts}"
-            )
-
-    def reduce_scatter(self, x: Tensor) -> Tensor:
-        """Sum ``(size * T, ..)`` over the ranks and return this rank's ``T`` rows."""
-        if self.size == 1:
-            return x
-        functional = torch.ops._c10d_functional
-        summed = functional.reduce_scatter_tensor(x, "sum", self.size, self._name())
-        return functional.wait_tensor(summed)
-
-    def process_group(self) -> Any:
+    def process_group(self) -> dist.ProcessGroup:
         """Return the process group, which must exist."""
-        return dist.group.WORLD if self.name is None else _group_of_name(self.name)
+        return process_group(self.name)
 
     def _name(self) -> str:
         if self.name is not None:
@@ -166,10 +157,3 @@ class RankGroup(NamedTuple):
                 "ranks, got neither"
             )
         return dist.group.WORLD.group_name
-
-
-def _group_of_name(name: Any) -> Any:
-    try:
-        return dist.distributed_c10d._resolve_process_group(name)
-    except (LookupError, RuntimeError, ValueError) as error:
-        raise ValueError(f"group must be the name of a process group, got {name!r}") from error

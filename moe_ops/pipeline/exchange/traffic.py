@@ -8,6 +8,7 @@ from math import ceil, comb, sqrt
 from typing import NamedTuple
 
 from moe_ops import checks
+from moe_ops.parallel.parallel_config import GATHERING_BACKENDS
 from moe_ops.pipeline.config import FusedMoEConfig
 from moe_ops.pipeline.exchange.fixed_capacity import capacity_of
 from moe_ops.scheme import Quant
@@ -125,7 +126,10 @@ def _reached(ranks: int, top_k: int, num_experts: int) -> list[float]:
 def traffic_of(
     config: FusedMoEConfig, quant: Quant | None, num_tokens: int, link: Link
 ) -> tuple[Traffic, ...]:
-    """The traffic of every way to exchange tokens.
+    """The traffic of every way to exchange tokens that serves the layer.
+
+    Each token is exchanged once, also if several ranks have it. Results that go to the other ranks
+    of a replica are not counted.
 
     Args:
         config: the layer of a rank; its parallel config says how many ranks there are.
@@ -133,11 +137,12 @@ def traffic_of(
         num_tokens: tokens of all ranks together.
         link: what joins the ranks.
     """
-    ranks, top_k = config.moe_parallel_config.ep_size, config.experts_per_token
+    parallel, top_k = config.moe_parallel_config, config.experts_per_token
+    ranks = parallel.layer_size
     num_experts = config.num_experts
     own = num_tokens / ranks
     rows = ceil(own)
-    exact = rank_copies(ranks, top_k, num_experts)
+    exact = rank_copies(ranks, top_k, num_experts) if parallel.use_ep else gathered_copies(ranks)
     factor = _factor(rows, max(_reached(ranks, top_k, num_experts)))
     copies = {
         "allgather_reducescatter": rows * gathered_copies(ranks),
@@ -148,6 +153,8 @@ def traffic_of(
     there, back = row_bytes(config, quant)
     found = []
     for backend, way in WAYS.items():
+        if not parallel.use_ep and backend not in GATHERING_BACKENDS:
+            continue
         sent = copies[backend]
         found.append(
             Traffic(

@@ -1,0 +1,115 @@
+"""Decisions that all ranks of a process group make together, on the host."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+Result = TypeVar("Result")
+
+
+def process_group(group: Any) -> dist.ProcessGroup:
+    """Return the process group that ``group`` stands for.
+
+    Args:
+        group: a `torch.distributed` process group, the name of one, a 1-D `DeviceMesh`, a
+            `RankGroup`, or None (all processes).
+
+    Raises:
+        TypeError: none of these.
+        ValueError: a name that no group has, a group that this process is not in, a mesh of several
+            dimensions, or None before `torch.distributed` is initialized.
+    """
+    if isinstance(group, tuple) and hasattr(group, "name"):
+        group = group.name  # a RankGroup, which a higher layer defines
+    if group is None:
+        if not dist.is_initialized():
+            raise ValueError("group must be given, or torch.distributed initialized, got neither")
+        group = dist.group.WORLD
+    if isinstance(group, str):
+        return _group_of_name(group)
+    if isinstance(group, DeviceMesh):
+        if group.ndim != 1:
+            raise ValueError(f"group must be a DeviceMesh of 1 dimension, got {group.ndim}")
+        return group.get_group()
+    if group is dist.GroupMember.NON_GROUP_MEMBER:
+        raise ValueError("group must be one that this process is in, got NON_GROUP_MEMBER")
+    if not isinstance(group, dist.ProcessGroup):
+        raise TypeError(
+            "group must be a ProcessGroup, its name, a DeviceMesh or a RankGroup, got "
+            f"{type(group).__name__}"
+        )
+    return group
+
+
+def _group_of_name(name: Any) -> Any:
+    try:
+        return dist.distributed_c10d._resolve_process_group(name)
+    except (LookupError, RuntimeError, ValueError) as error:
+        raise ValueError(f"group must be the name of a process group, got {name!r}") from error
+
+
+def agree(
+    group: dist.ProcessGroup,
+    device: torch.device,
+    check: Callable[[], tuple[Result, Mapping[str, str]]],
+) -> Result:
+    """Run ``check`` on every rank, and raise on all ranks if it fails on any.
+
+    The host waits for the other ranks.
+
+    Args:
+        group: the ranks.
+        device: where messages travel: the CPU for gloo, this rank's GPU for NCCL.
+        check: returns its result, and facts by name that must be the same on every rank.
+
+    Raises:
+        ValueError: another rank failed, or a fact differs. The rank that failed raises its own
+            error.
+    """
+    result: Any = None
+    failure: Exception | None = None
+    facts: Mapping[str, str] = {}
+    try:
+        result, facts = check()
+    except Exception as error:  # whatever it is, the other ranks must hear of it
+        failure = error
+    said = {"error": None if failure is None else str(failure), "facts": dict(facts)}
+    heard = [json.loads(text) for text in gather_texts(group, device, json.dumps(said))]
+    if failure is not None:
+        raise failure
+    for rank, other in enumerate(heard):
+        if other["error"] is not None:
+            raise ValueError(f"the call failed on rank {rank} of the group: {other['error']}")
+    for rank, other in enumerate(heard):
+        for name in {**facts, **other["facts"]}:
+            mine, theirs = facts.get(name), other["facts"].get(name)
+            if mine != theirs:
+                raise ValueError(
+                    f"{name} must be the same on every rank, got {mine}, and {theirs} on rank "
+                    f"{rank} of the group"
+                )
+    return result
+
+
+def gather_texts(group: dist.ProcessGroup, device: torch.device, text: str) -> list[str]:
+    """Return the texts of all ranks, in the order of ranks."""
+    own = torch.tensor(list(text.encode()), dtype=torch.uint8, device=device)
+    lengths = _gathered(group, torch.tensor([len(own)], device=device))
+    sizes = [int(length) for length in lengths]
+    padded = own.new_zeros(max(sizes))
+    padded[: len(own)] = own
+    texts = zip(_gathered(group, padded), sizes, strict=True)
+    return [bytes(x[:size].tolist()).decode() for x, size in texts]
+
+
+def _gathered(group: dist.ProcessGroup, x: Tensor) -> list[Tensor]:
+    found = [torch.empty_like(x) for _ in range(group.size())]
+    dist.all_gather(found, x, group=group)
+    return found
