@@ -75,7 +75,7 @@ def _places(ids: Tensor) -> Tensor:
     _, counts = torch.unique_consecutive(flat[order], return_counts=True)
     first = (counts.cumsum(0) - counts).repeat_interleave(counts)
     place = torch.empty_like(order)
-    place[order] = torch.arange(len(order)) - first
+    place[order] = torch.arange(len(order), device=ids.device) - first
     return place.view(ids.shape)
 
 

@@ -231,11 +231,11 @@ def test_parts_do_not_overlap():
 
 @pytest.mark.skipif(not HAS_CUDA, reason="needs a CUDA device")
 def test_no_wait_for_the_host(device):
-    call, _ = send_call(device)
+    call, _windows = send_call(device)  # which close as soon as nobody holds them
     with torch.cuda.device(0):
         torch.cuda.set_sync_debug_mode("error")
         try:
-            rows, *_ = ops.symmetric_send(**call)
+            rows = ops.symmetric_send(**call)[0]
             ops.symmetric_return(rows, None, call["peers"], call["state"], 2)
         finally:
             torch.cuda.set_sync_debug_mode("default")
