@@ -7,6 +7,7 @@ it: a compiler may copy what an operator mutates, and other ranks write to the w
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -109,6 +110,10 @@ def at_most(name: str, value: int, most: int) -> None:
 def programs_of(rows_per_rank: int) -> int:
     """Programs of an exchange of P rows of each rank; all ranks get the same number."""
     return max(1, min(rows_per_rank, MOST_PROGRAMS))
+
+
+def nothing() -> None:
+    """Return None: no call is in flight."""
 
 
 FAILED = 2 * MOST_PROGRAMS
@@ -217,11 +222,15 @@ class Windows(Window):
     """The addresses in `peers`."""
     keep: Any = None
     """What must live as long as the windows."""
+    in_flight: Callable[[], Any] = field(init=False)
+    """Returns the ids that a call in flight got, or None: as long as somebody holds these ids, its
+    tokens are in the window."""
     state: Tensor = field(init=False)
     """int32: steps that each program has completed in sends, in returns, then `FAILED`."""
 
     def __post_init__(self) -> None:
         self.state = torch.zeros(FAILED + 1, dtype=torch.int32, device=self.own.device)
+        self.in_flight = nothing
         self.answer = self.error.numpy()  # reads without PyTorch
         _OPEN[self.peers.data_ptr()] = self
 

@@ -21,6 +21,7 @@ import torch.multiprocessing as multiprocessing
 from torch import Tensor
 
 import moe_ops
+from moe_ops import ops
 from moe_ops.bench.command import one_of, one_or_more, parser, print_row
 from moe_ops.bench.harness import evict_cache, record_path, relative_error, write_rows
 from moe_ops.bench.layer import moe_ops_layer
@@ -245,9 +246,8 @@ def _exchange_times(
     experts: Any = kernel.fused_experts
     names = ("hidden_states", "topk_weights", "topk_ids", "global_num_experts", "expert_map")
     given = (*(call[n] for n in names), False, experts.quant_config)
-    prepared = part.prepare(*given)
-    rows = prepared.topk_ids.shape[0]  # tokens of all ranks
-    sums = torch.randn(rows, call["hidden_states"].shape[1], device=rank.device).bfloat16()
+    ids = part.prepare(*given).topk_ids.clone()  # a copy: the call is not in flight
+    sums = torch.randn(ids.shape[0], call["hidden_states"].shape[1], device=rank.device).bfloat16()
 
     def chain(step: Callable[[], Any]) -> float:
         def steps() -> None:
@@ -257,7 +257,11 @@ def _exchange_times(
         return _slowest(_time(steps, rank), rank) / CHAIN
 
     send = chain(lambda: part.prepare(*given))
-    return send, chain(lambda: part.send_back(sums, prepared.topk_ids)())
+    if not isinstance(part, moe_ops.SymmetricPrepareAndFinalize):
+        return send, chain(lambda: part.send_back(sums, ids)())
+    (windows,) = part.connect(rank.device)
+    where = (part.expert_ranks, windows.peers, windows.state, ids.shape[1])
+    return send, chain(lambda: ops.symmetric_return(sums, *where))
 
 
 def _time(call: Callable[[], Any], rank: Rank) -> list[float]:

@@ -122,6 +122,30 @@ def check_kernels(rank, ranks):
         assert torch.equal(shared, 2 * arguments["hidden_states"])
 
 
+def check_in_flight(rank, ranks):
+    """Micro-batches have windows of their own; without them nothing is overwritten."""
+    s = setup(PROBLEM, moe_ops.TritonExperts, device())
+    _, kernel, arguments = kernels(s, rank, ranks)
+    own = mine(COUNTS[ranks], rank)
+    middle = (own.start + own.stop) // 2
+    whole = kernel_of(s, rank, ranks, kernel.prepare_finalize)[1]
+    parts = [part_of(whole, part) for part in (slice(own.start, middle), slice(middle, own.stop))]
+    calls = [moe_ops.Call(**part) for part in (*parts, parts[0])]
+    expected = [kernel.apply(**part) for part in (*parts, parts[0])]
+    with pytest.raises(RuntimeError, match="in_flight must be at least the number of calls"):
+        moe_ops.run_micro_batches(kernel, calls)
+    both = exchange_of(ranks, in_flight=2)
+    for part in (both, moe_ops.AsyncPrepareAndFinalize(both)):
+        kernel = kernel_of(s, rank, ranks, part)[0]
+        for _ in range(2):
+            found = moe_ops.run_micro_batches(kernel, calls)
+            assert all(map(torch.equal, found, expected))
+    prepared = both.prepare(*(parts[0][n] for n in ("hidden_states", "topk_weights", "topk_ids")),
+                            E, None, False, s.config)  # fmt: skip
+    with pytest.raises(ValueError, match="topk_ids must be the tensor that prepare returned"):
+        both.send_back(torch.zeros(ranks * ROOM, PROBLEM.hidden_size), prepared.topk_ids.clone())
+
+
 def check_equal_numbers(rank, ranks):
     """Rows are not padded, and each call may have another number of tokens."""
     s = setup(PROBLEM, moe_ops.TritonExperts, device())
@@ -251,6 +275,7 @@ def check_all(rank, ranks):
     check_kernels(rank, ranks)
     if ranks == 2:
         check_equal_numbers(rank, ranks)
+        check_in_flight(rank, ranks)
         check_errors(rank, ranks)
         check_compiled(rank, ranks)
     if device().type == "cuda":
@@ -327,11 +352,12 @@ def test_who_shares_windows(place):
     def windows(hidden_size=64, top_k=2, **options):
         part = moe_ops.SymmetricPrepareAndFinalize(RankGroup(1), 4, hidden_size, top_k, **options)
         parts.append(part)
-        return part.connect(place)
+        (found,) = part.connect(place)
+        return found
 
     parts = []
     first = windows(share="a")
-    assert windows(share="a") is first and parts[0].connect(place) is first
+    assert windows(share="a") is first and parts[0].connect(place) == [first]
     others = [windows(share="b"), windows(), windows(), windows(hidden_size=32, share="a")]
     others += [windows(top_k=3, share="a"), windows(share="a", dtype=torch.bfloat16)]
     assert len({id(w) for w in (first, *others)}) == 7

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
-from weakref import WeakValueDictionary
+from weakref import WeakValueDictionary, ref
 
 import torch
 from torch import Tensor
@@ -13,7 +13,7 @@ from moe_ops import checks, ops
 from moe_ops.pipeline.exchange.base import Arrived, Outgoing, TokenExchange
 from moe_ops.pipeline.exchange.memory import allocate
 from moe_ops.pipeline.prepare_finalize import Receiver
-from moe_ops.windows import WindowLayout, Windows
+from moe_ops.windows import WindowLayout, Windows, nothing
 
 _SHARED: WeakValueDictionary[Any, Windows] = WeakValueDictionary()
 """Windows by layout, group, device and name."""
@@ -37,7 +37,8 @@ class SymmetricPrepareAndFinalize(TokenExchange):
     **Windows.** Each rank has one window, for ``R * max_num_tokens`` rows and as many sums. It is
     allocated by `connect`, which all ranks must reach together; the first eager call does so. What
     ``prepare`` returns lies in the window until the ranks' next ``prepare``, so one call may be in
-    flight at a time. Layers that run one after the other can share windows: see ``share``.
+    flight at a time, or ``in_flight`` calls with as many windows. Layers that run one after the
+    other can share windows: see ``share``.
 
     **Token counts.** Ranks may have different numbers of tokens, also 0. The experts get P rows of
     each rank, whose padding has ids of -1. P is ``max_num_tokens``, or the number of tokens of the
@@ -57,14 +58,18 @@ class SymmetricPrepareAndFinalize(TokenExchange):
         equal_num_tokens: see `TokenExchange`.
         timeout: seconds to wait for another rank.
         share: objects of one group with the same sizes and the same name use the same windows, so
-            only one of them may be in flight. None: windows of its own.
+            their calls count together as in flight. None: windows of its own.
+        in_flight: the largest number of calls that are prepared and not finalized at the same time,
+            each with windows of its own: 2 for `run_micro_batches`. All ranks prepare and finalize
+            in the same order.
 
     Raises:
         TypeError, ValueError: as `TokenExchange`, sizes below 1, or a ``timeout`` that is not
             positive. In a call: tokens of another H, k or dtype; more tokens than
             ``max_num_tokens``.
         RuntimeError: in a call: another rank did not answer in an earlier call; a compiled or
-            captured call before `connect`.
+            captured call before `connect`; more than ``in_flight`` calls in flight.
+        NotImplementedError: a compiled call with ``in_flight`` above 1.
 
     Source:
         DeepEP's low-latency kernels and torchtitan's symmetric-memory all-to-all, whose epochs are
@@ -85,8 +90,10 @@ class SymmetricPrepareAndFinalize(TokenExchange):
         equal_num_tokens: bool = False,
         timeout: float = 30.0,
         share: str | None = None,
+        in_flight: int = 1,
     ) -> None:
         checks.at_least(1, max_num_tokens=max_num_tokens, hidden_size=hidden_size, top_k=top_k)
+        checks.at_least(1, in_flight=in_flight)
         checks.number("timeout", timeout)
         if not timeout > 0:
             raise ValueError(f"timeout must be positive, got {timeout}")
@@ -95,30 +102,35 @@ class SymmetricPrepareAndFinalize(TokenExchange):
         super().__init__(group, max_num_tokens, equal_num_tokens=equal_num_tokens)
         itemsize = (dtype or torch.get_default_dtype()).itemsize
         self.layout = WindowLayout(self.group.size, max_num_tokens, hidden_size, top_k, itemsize)
-        self.timeout, self.share = float(timeout), share
+        self.timeout, self.share, self.in_flight = float(timeout), share, in_flight
         self.expert_ranks = expert_ranks
-        self._windows: Windows | None = None
+        self._windows: list[Windows] = []
 
-    def connect(self, device: torch.device | str) -> Windows:
+    def connect(self, device: torch.device | str) -> list[Windows]:
         """Allocate the windows on ``device``, unless they are there; all ranks together.
 
         The first eager call does this. Call it before a first call that is compiled or captured.
         """
-        device, windows = torch.device(device), self._windows
-        if windows is None or windows.own.device != device:
-            key = (self.layout, self.group, device, self.share)
-            windows = None if self.share is None else _SHARED.get(key)
-            if windows is None:
-                windows = _SHARED[key] = allocate(self.layout, self.group, device, self.timeout)
-            self.attach(windows)
-        return windows
+        device = torch.device(device)
+        if not self._windows or self._windows[0].own.device != device:
+            found = []
+            for number in range(self.in_flight):
+                key = (self.layout, self.group, device, self.share, number)
+                windows = None if self.share is None else _SHARED.get(key)
+                if windows is None:
+                    windows = allocate(self.layout, self.group, device, self.timeout)
+                    _SHARED[key] = windows
+                found.append(windows)
+            self.attach(found)
+        return self._windows
 
-    def attach(self, windows: Windows) -> None:
-        """Use windows that are allocated already."""
-        self._windows, device = windows, windows.own.device
+    def attach(self, windows: list[Windows]) -> None:
+        """Use windows that are allocated already, one for each call in flight."""
+        self._windows, device = windows, windows[0].own.device
         if self.expert_ranks is not None:
             self.expert_ranks = self.expert_ranks.to(device)
-        for tensor in (windows.peers, windows.state, self.expert_ranks):
+        tensors = [self.expert_ranks, *(t for w in windows for t in (w.peers, w.state))]
+        for tensor in tensors:
             if tensor is not None:  # compilers must not copy them
                 torch._dynamo.mark_static_address(tensor)
 
@@ -128,10 +140,10 @@ class SymmetricPrepareAndFinalize(TokenExchange):
         Raises:
             RuntimeError: with the rank that did not answer in time.
         """
-        windows = self._windows
-        if windows is None or not windows.answer[0]:
+        failed = [windows for windows in self._windows if windows.answer[0]]
+        if not failed:
             return
-        error = int(windows.answer[0])
+        windows, error = failed[0], int(failed[0].answer[0])
         if error > 0:
             raise RuntimeError(
                 f"rank {windows.rank} of {self.group.size} waited {self.timeout:g} s for rank "
@@ -145,7 +157,7 @@ class SymmetricPrepareAndFinalize(TokenExchange):
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave the windows out: a copy allocates or shares its own."""
-        return {**self.__dict__, "_windows": None}
+        return {**self.__dict__, "_windows": []}
 
     def send(self, tokens: Outgoing) -> Callable[[], Arrived]:
         """Quantize and write to the ranks of the experts."""
@@ -173,13 +185,12 @@ class SymmetricPrepareAndFinalize(TokenExchange):
             key,
         )
         there = row_scale if shared is None else shared
+        self._begin(windows, ids)
         return lambda: Arrived(rows, None if quant is None else there, weights, ids)
 
     def send_back(self, sums: Tensor, topk_ids: Tensor) -> Receiver:
         """Write partial sums to their tokens' ranks, and add."""
-        windows = self._windows
-        if windows is None:
-            raise RuntimeError("prepare must be called before finalize")
+        windows = self._end(topk_ids)
         where = (windows.peers, windows.state)
         out = ops.symmetric_return(sums, self.expert_ranks, *where, topk_ids.shape[1])
         return lambda: out
@@ -201,11 +212,41 @@ class SymmetricPrepareAndFinalize(TokenExchange):
         traced = torch.compiler.is_compiling()
         if not traced:
             self.check()
-        windows = self._windows
-        if windows is not None and (traced or windows.own.device == a1.device):
-            return windows
+        if self._windows and (traced or self._windows[0].own.device == a1.device):
+            return self._free(self._windows)
         if traced or (a1.is_cuda and torch.cuda.is_current_stream_capturing()):
             raise RuntimeError(
                 "connect(device) must be called on all ranks before a call is compiled or captured"
             )
-        return self.connect(a1.device)
+        return self._free(self.connect(a1.device))
+
+    def _free(self, windows: list[Windows]) -> Windows:
+        """The first windows that hold no tokens of a call in flight."""
+        if torch.compiler.is_compiling():
+            if self.in_flight > 1:
+                raise NotImplementedError("in_flight must be 1 where calls are compiled")
+            return windows[0]
+        free = [found for found in windows if found.in_flight() is None]
+        if not free:
+            raise RuntimeError(
+                f"in_flight must be at least the number of calls that are prepared and not "
+                f"finalized, got {self.in_flight}"
+            )
+        return free[0]
+
+    def _begin(self, windows: Windows, ids: Tensor) -> None:
+        """Note that a call is in flight as long as somebody holds the ids that it got."""
+        if not torch.compiler.is_compiling():
+            windows.in_flight = ref(ids)
+
+    def _end(self, topk_ids: Tensor) -> Windows:
+        """The windows of the call that got these ids, which is in flight no more."""
+        if not self._windows:
+            raise RuntimeError("prepare must be called before finalize")
+        if torch.compiler.is_compiling():
+            return self._windows[0]
+        for windows in self._windows:
+            if windows.in_flight() is topk_ids:
+                windows.in_flight = nothing
+                return windows
+        raise ValueError("topk_ids must be the tensor that prepare returned, got another one")

@@ -54,6 +54,7 @@ class BatchedSymmetricPrepareAndFinalize(SymmetricPrepareAndFinalize):
         dtype: see `SymmetricPrepareAndFinalize`.
         timeout: see `SymmetricPrepareAndFinalize`.
         share: see `SymmetricPrepareAndFinalize`.
+        in_flight: see `SymmetricPrepareAndFinalize`.
 
     Raises:
         ValueError: ranks that hold different numbers of experts; otherwise as the base class.
@@ -75,6 +76,7 @@ class BatchedSymmetricPrepareAndFinalize(SymmetricPrepareAndFinalize):
         dtype: torch.dtype | None = None,
         timeout: float = 30.0,
         share: str | None = None,
+        in_flight: int = 1,
     ) -> None:
         checks.tensor("expert_ranks", expert_ranks, 1, (torch.int32,))
         super().__init__(
@@ -86,6 +88,7 @@ class BatchedSymmetricPrepareAndFinalize(SymmetricPrepareAndFinalize):
             expert_ranks=expert_ranks,
             timeout=timeout,
             share=share,
+            in_flight=in_flight,
         )
         held = torch.bincount(expert_ranks.long().cpu(), minlength=self.group.size).tolist()
         if len(set(held)) != 1 or len(held) != self.group.size:
@@ -103,14 +106,14 @@ class BatchedSymmetricPrepareAndFinalize(SymmetricPrepareAndFinalize):
         """BatchedExperts."""
         return FusedMoEActivationFormat.BatchedExperts
 
-    def attach(self, windows: Windows) -> None:
-        """Use windows that are allocated already."""
+    def attach(self, windows: list[Windows]) -> None:
+        """Use windows that are allocated already, one for each call in flight."""
         super().attach(windows)
-        ranks = self.holders.to(windows.own.device)
+        ranks = self.holders.to(windows[0].own.device)
         same = ranks[:, None] == ranks
         rows = same.tril(-1).sum(1, dtype=torch.int32)
         self.placement = torch.stack([ranks, rows])
-        self.held = (ranks == windows.rank).nonzero().flatten().int()
+        self.held = (ranks == windows[0].rank).nonzero().flatten().int()
         for tensor in (self.placement, self.held):
             torch._dynamo.mark_static_address(tensor)
 
@@ -156,6 +159,7 @@ class BatchedSymmetricPrepareAndFinalize(SymmetricPrepareAndFinalize):
         if after and quant is not None:
             rows, scale = ops.batched_quantize(rows, None, counts, quant.key)
         check_none_dropped(dropped.sum(0, keepdim=True), self.group.size * self.max_num_tokens)
+        self._begin(windows, ids)
         meta = ExpertTokensMetadata(counts, None, dropped)
         found = PrepareResult(rows, None if quant is None else scale, meta, ids, weights)
         return lambda: found
