@@ -22,6 +22,7 @@ from moe_ops.routing import SCORING_FUNCS, CustomRouting
 from moe_ops.scheme import UNQUANTIZED, Scheme, as_scheme
 
 SIZES_AND_RANKS = ("tp_size", "tp_rank", "dp_size", "dp_rank", "ep_size", "ep_rank")
+OF_THE_CONFIG = (*SIZES_AND_RANKS, "all2all_backend")
 OTHER_NAMES = {"scheme": "quant_config", "dtype": "params_dtype", "bias": "has_bias"}
 """Keywords that callers try, and the keyword that is meant."""
 
@@ -58,8 +59,10 @@ class FusedMoEOptions:
     ep_rank: int | None = None
     """None: the rank in the group of all ranks, ``dp_rank * tp_size + tp_rank``."""
     dp_rank: int = 0
+    all2all_backend: str | None = None
+    """How ranks exchange tokens: see `FusedMoEParallelConfig`."""
     moe_parallel_config: FusedMoEParallelConfig | None = None
-    """Replaces the six numbers above, which must not contradict it."""
+    """Replaces the options above that it has too, which must not contradict it."""
     tp_group: Any = None
     """The ranks that share the layer, replica by replica: a process group, its name, a `RankGroup`,
     or a `DeviceMesh` whose ranks they are, such as one of dimensions ``("dp", "tp")``. None: all
@@ -282,7 +285,7 @@ class FusedMoEOptions:
         for option in fields(self) if config is not None else ():
             name, number = option.name, getattr(self, option.name)
             same = getattr(config, name, number)
-            if name in SIZES_AND_RANKS and number not in (option.default, same):
+            if name in OF_THE_CONFIG and number not in (option.default, same):
                 raise ValueError(
                     f"{name} must be that of moe_parallel_config, {same}, got {number}"
                 )
@@ -310,7 +313,10 @@ class FusedMoEOptions:
         sp_size = config.sp_size
         if self.is_sequence_parallel and sp_size == 1:
             sp_size = config.tp_size * config.ep_size
-        return replace(config, sp_size=sp_size, enable_eplb=self.enable_eplb)
+        backend = self.all2all_backend or config.all2all_backend
+        return replace(
+            config, sp_size=sp_size, enable_eplb=self.enable_eplb, all2all_backend=backend
+        )
 
     def routing(self, global_num_experts: int) -> dict[str, Any]:
         """Return the arguments of `select_experts` that are the same in every call."""

@@ -140,6 +140,20 @@ def test_ranks_that_exchange_tokens(backend, exchange, sizes):
         layer(torch.zeros(1, H), torch.zeros(1, E))
 
 
+def test_all2all_backend():
+    ranks = {"dp_size": 2, "ep_size": 2, "max_num_tokens": 4}
+    layer = make(**ranks, all2all_backend="symmetric")
+    assert type(layer.kernel.prepare_finalize) is moe_ops.SymmetricPrepareAndFinalize
+    assert make(**ranks).moe_parallel_config.all2all_backend == "allgather_reducescatter"
+    with pytest.raises(ValueError, match="all2all_backend must be one of"):
+        make(**ranks, all2all_backend="symetric")
+    with pytest.raises(ValueError, match="max_num_tokens must be given for .*'symmetric'"):
+        make(dp_size=2, ep_size=2, all2all_backend="symmetric")
+    parallel = layer.moe_parallel_config
+    with pytest.raises(ValueError, match="all2all_backend must be that of moe_parallel_config"):
+        make(moe_parallel_config=parallel, max_num_tokens=4, all2all_backend="naive")
+
+
 def test_capacity_factor():
     parallel = PARALLEL(ep_size=2, dp_size=2, use_ep=True, all2all_backend="fixed_capacity")
     layer = make(moe_parallel_config=parallel, capacity_factor=0.75)
