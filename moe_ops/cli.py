@@ -11,7 +11,6 @@ import math
 import runpy
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -85,8 +84,7 @@ def _link(chosen: argparse.Namespace) -> Link:
     if gigabytes is None:
         return link
     rate = gigabytes * 1e9
-    return replace(
-        link,
+    return link._replace(
         name=f"{link.name} at {gigabytes:g} GB/s",
         collective_bytes_per_s=rate,
         push_bytes_per_s=None if link.push_bytes_per_s is None else rate,

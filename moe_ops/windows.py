@@ -8,8 +8,7 @@ it: a compiler may copy what an operator mutates, and other ranks write to the w
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from functools import cached_property
+from functools import lru_cache
 from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
 
@@ -54,8 +53,7 @@ class Parts(NamedTuple):
     end: int
 
 
-@dataclass(frozen=True)
-class WindowLayout:
+class WindowLayout(NamedTuple):
     """The sizes that all ranks of an exchange agree on, from which the parts of a window follow."""
 
     ranks: int
@@ -84,21 +82,27 @@ class WindowLayout:
         at_most("top_k", top_k, self.top_k)
         at_most(f"bytes of a row of {name}", row_bytes, self.row_bytes)
 
-    @cached_property
+    @property
     def parts(self) -> Parts:
         """Byte offsets."""
-        tokens = self.ranks * self.max_num_tokens
-        flags, numbers = 4 * self.ranks * MOST_PROGRAMS, 4 * self.ranks
-        routing = 4 * tokens * self.top_k
-        sums, scales = tokens * self.row_bytes, tokens * self.scale_bytes
-        copies = max(1, self.num_local_experts)
-        sizes = (
-            flags, flags, numbers, numbers, routing, routing, scales * copies, sums * copies, sums,
-        )  # fmt: skip
-        offsets = [0]
-        for size in sizes:
-            offsets.append(-(-(offsets[-1] + size) // ALIGNMENT) * ALIGNMENT)
-        return Parts(*offsets)
+        return _parts_of(self)
+
+
+@lru_cache(maxsize=256)
+def _parts_of(layout: WindowLayout) -> Parts:
+    """Byte offsets."""
+    tokens = layout.ranks * layout.max_num_tokens
+    flags, numbers = 4 * layout.ranks * MOST_PROGRAMS, 4 * layout.ranks
+    routing = 4 * tokens * layout.top_k
+    sums, scales = tokens * layout.row_bytes, tokens * layout.scale_bytes
+    copies = max(1, layout.num_local_experts)
+    sizes = (
+        flags, flags, numbers, numbers, routing, routing, scales * copies, sums * copies, sums,
+    )  # fmt: skip
+    offsets = [0]
+    for size in sizes:
+        offsets.append(-(-(offsets[-1] + size) // ALIGNMENT) * ALIGNMENT)
+    return Parts(*offsets)
 
 
 def at_most(name: str, value: int, most: int) -> None:
@@ -120,13 +124,16 @@ FAILED = 2 * MOST_PROGRAMS
 """Index in `Windows.state` of the device's own note that a rank did not answer."""
 
 
-@dataclass(eq=False)
 class Window:
-    """One rank's window."""
+    """One rank's window.
 
-    layout: WindowLayout
-    own: Tensor
-    """uint8."""
+    Args:
+        layout: its sizes.
+        own: uint8, its memory.
+    """
+
+    def __init__(self, layout: WindowLayout, own: Tensor) -> None:
+        self.layout, self.own = layout, own
 
     def arrived(
         self, x: Tensor, scale: Tensor | None, top_k: int, rows_per_rank: int, quant: str
@@ -206,33 +213,44 @@ class Window:
         return self.own.new_empty(0, dtype=dtype).set_(storage).view(shape)
 
 
-@dataclass(eq=False)
 class Windows(Window):
-    """The windows of a group of ranks, as one rank sees them."""
+    """The windows of a group of ranks, as one rank sees them.
 
-    rank: int
-    peers: Tensor
-    """int64 ``(R + 1,)`` on the device: the address of each rank's window, then that of `error`."""
-    error: Tensor
-    """int32 ``(1,)`` on the host, which the device can write: 0; or ``1 + r`` if rank r did not
-    answer in time, ``-1 - r`` if it has another P."""
-    timeout: float
-    """Seconds to wait for a rank."""
-    addresses: tuple[int, ...]
-    """The addresses in `peers`."""
-    keep: Any = None
-    """What must live as long as the windows."""
-    in_flight: Callable[[], Any] = field(init=False)
-    """Returns the ids that a call in flight got, or None: as long as somebody holds these ids, its
-    tokens are in the window."""
-    state: Tensor = field(init=False)
-    """int32: steps that each program has completed in sends, in returns, then `FAILED`."""
+    ``state`` is int32: steps that each program has completed in sends, in returns, then `FAILED`.
+    ``in_flight()`` returns the ids that a call in flight got, or None: as long as somebody holds
+    these ids, its tokens are in the window.
 
-    def __post_init__(self) -> None:
-        self.state = torch.zeros(FAILED + 1, dtype=torch.int32, device=self.own.device)
-        self.in_flight = nothing
-        self.answer = self.error.numpy()  # reads without PyTorch
-        _OPEN[self.peers.data_ptr()] = self
+    Args:
+        layout: their sizes.
+        own: uint8, the memory of this rank's window.
+        rank: this rank.
+        peers: int64 ``(R + 1,)`` on the device, the address of each rank's window, then that of
+            ``error``.
+        error: int32 ``(1,)`` on the host, which the device can write: 0; or ``1 + r`` if rank r did
+            not answer in time, ``-1 - r`` if it has another P.
+        timeout: seconds to wait for a rank.
+        addresses: the addresses in ``peers``.
+        keep: what must live as long as the windows.
+    """
+
+    def __init__(
+        self,
+        layout: WindowLayout,
+        own: Tensor,
+        rank: int,
+        peers: Tensor,
+        error: Tensor,
+        timeout: float,
+        addresses: tuple[int, ...],
+        keep: Any = None,
+    ) -> None:
+        super().__init__(layout, own)
+        self.rank, self.peers, self.error = rank, peers, error
+        self.timeout, self.addresses, self.keep = timeout, addresses, keep
+        self.in_flight: Callable[[], Any] = nothing
+        self.state = torch.zeros(FAILED + 1, dtype=torch.int32, device=own.device)
+        self.answer = error.numpy()  # reads without PyTorch
+        _OPEN[peers.data_ptr()] = self
 
     @property
     def timeout_ns(self) -> int:

@@ -80,9 +80,9 @@ class Explanation:
             "costs": [asdict(cost) for cost in self.costs],
         }
         if self.exchanges:
-            parts["link"] = asdict(self.link)
+            parts["link"] = self.link._asdict()
             parts["exchanges"] = [
-                {"fastest": fastest(rows), "ways": [asdict(row) for row in rows]}
+                {"fastest": fastest(rows), "ways": [row._asdict() for row in rows]}
                 for rows in self.exchanges
             ]
         return json.dumps(parts, indent=1)

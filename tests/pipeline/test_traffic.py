@@ -156,7 +156,7 @@ def test_links():
     (rows,) = found.exchanges
     assert rows[-1].time_us is None and traffic.fastest(rows) == "alltoall"
     assert "chosen, fastest" in str(found)
-    slow = replace(LINKS["ndr400"], collective_bytes_per_s=25e9)
+    slow = LINKS["ndr400"]._replace(collective_bytes_per_s=25e9)
     (half,) = moe_ops.explain(found.config, "unquantized", num_tokens=(32768,), link=slow).exchanges
     assert half[0].time_us == pytest.approx(2 * rows[0].time_us)
     assert traffic.fastest(rows[-1:]) is None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from math import ceil, comb, sqrt
 from typing import NamedTuple
 
@@ -20,8 +19,7 @@ SPARE = 6
 uniform routing has for one rank."""
 
 
-@dataclass(frozen=True)
-class Link:
+class Link(NamedTuple):
     """What joins the ranks; rates are of the bytes that leave one rank."""
 
     name: str
@@ -51,8 +49,7 @@ LINKS = {
 are in `benchmarks/NOTES.md`, under Links between ranks."""
 
 
-@dataclass(frozen=True)
-class Traffic:
+class Traffic(NamedTuple):
     """What one exchange sends, under uniform routing of tokens that are spread evenly over ranks.
 
     Bytes are those that leave one rank.
