@@ -1,0 +1,22 @@
+"""transformers' own expert and tensor parallelism, with the experts of each rank on moe_ops."""
+
+import runpy
+from pathlib import Path
+
+import pytest
+import torch
+from ranks import device, spawn
+
+pytest.importorskip("accelerate", reason="transformers places parallel models with it")
+two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+
+
+def check_text(rank, ranks, tensor_parallel):
+    script = Path(__file__).parents[2] / "examples" / "parallel_text.py"
+    runpy.run_path(str(script))["main"](device(), tensor_parallel)
+
+
+@pytest.mark.parametrize("tensor_parallel", [False, True])
+@pytest.mark.parametrize("backend", ["gloo", pytest.param("nccl", marks=two_gpus)])
+def test_ranks_write_the_text_of_one(backend, tensor_parallel):
+    spawn(check_text, 2, tensor_parallel, backend=backend)
