@@ -39,7 +39,8 @@ def main(device, tensor_parallel=False):
     for model in (loaded().to(device), loaded(distributed_config=spread)):
         with torch.no_grad():
             texts.append(model.generate(prompt, max_new_tokens=NEW_TOKENS, do_sample=False))
-    assert torch.equal(*texts), [tokenizer.decode(text[0]) for text in texts]
+    if not torch.equal(*texts):
+        raise RuntimeError(f"other texts: {[tokenizer.decode(text[0]) for text in texts]}")
     experts = next(m for m in model.modules() if type(m).__name__.endswith("Experts"))
     print(f"rank {rank} of {ranks} computes {experts.num_experts} experts: "
           f"{tokenizer.decode(texts[0][0])!r}")  # fmt: skip
