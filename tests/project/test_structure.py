@@ -317,11 +317,11 @@ def test_public_functions_are_documented():
 
 
 def test_import_is_light(tmp_path):
-    """A twelfth of what torch takes at most once its bytecode is cached, no Triton, no warning.
+    """A twelfth of what torch takes at most once bytecode is cached, no Triton, no warning.
 
-    That is 67 ms where torch takes 0.8 s; idle it is 40 to 50. Time of the process, not of the clock, and relative to
-    torch's: other tests run beside, and processors differ. The first run fills the cache; the
-    fastest of five others is the one that was disturbed least.
+    That is 67 ms where torch takes 0.8 s; idle it is 40 to 50. Time of the process, not of the
+    clock, and relative to torch's: other tests run beside, and processors differ. The first run
+    fills the cache; the fastest of five others is the one that was disturbed least.
     """
     environment = {**os.environ, "PYTHONPYCACHEPREFIX": str(tmp_path)}
     environment.pop("PYTHONDONTWRITEBYTECODE", None)
