@@ -6,7 +6,7 @@ from torch import Tensor
 
 from moe_ops import sizes
 from moe_ops.dispatch.row_tiles import gemm_rule
-from moe_ops.scheme import get_scheme
+from moe_ops.scheme import Quant, get_scheme, is_packed
 from moe_ops.tensors import AnyTiles
 
 
@@ -25,20 +25,24 @@ def weight_only_matmul(
     batch_invariant: bool = False,
 ) -> Tensor:
     """``(slots, N)``, or ``(slots, I)`` with a gated activation, in slot order."""
-    each = _numbers_each(w_scale, w_zero_point, w_global_scale, scheme)
+    quant = _checked_quant(w_scale, w_zero_point, w_global_scale, scheme)
+    each = quant.numbers_per_entry(w.dtype)
     rule = gemm_rule(scheme, a, tiles, batch_invariant)
     slots = sizes.gemm(a, w, (1, each), bias, tiles, rule, top_k)
     sizes.entries("topk_weights", topk_weights, slots)
     if w_scale is not None:
-        experts, n, k = w.shape
-        sizes.weight_scales(scheme, (experts, n, each * k), w_scale, w_global_scale, w_zero_point)
+        experts, n, width = w.shape
+        shape = (experts, n, each * width)
+        sizes.weight_scales(scheme, shape, w_scale, w_global_scale, w_zero_point)
+        if is_packed(w):
+            sizes.packed_weight(scheme, shape, w, w_scale, w_zero_point)
     return a.new_empty(slots, sizes.activated("w", w.shape[1], activation))
 
 
-def _numbers_each(
+def _checked_quant(
     scale: Tensor | None, zero_point: Tensor | None, global_scale: Tensor | None, scheme: str
-) -> int:
-    """Numbers per entry of a weight: 2 if packed, else 1.
+) -> Quant:
+    """How the scheme quantizes weights.
 
     ValueError if the scheme does not quantize weights only, or if a tensor that it needs is missing
     or one that it does not take is given.
@@ -56,4 +60,4 @@ def _numbers_each(
             rule = "be a Tensor" if needed else "be None"
             got = "None" if value is None else "a Tensor"
             raise ValueError(f"{name} must {rule} for scheme {scheme}, got {got}")
-    return 2 if quant.element.packed else 1
+    return quant

@@ -114,7 +114,10 @@ from moe_ops.scheme import (
     Scheme,
     dequantize_weight,
     get_scheme,
+    pack_weight,
+    packs,
     quantize_weight,
+    unpack_weight,
 )
 from moe_ops.tensors import Permutation, QTensor, TilePlan
 from moe_ops.version import __version__
@@ -206,12 +209,15 @@ __all__ = [
     "moe_permute",
     "moe_unpermute",
     "move_experts",
+    "pack_weight",
+    "packs",
     "quantize_weight",
     "rebalance_experts",
     "remap_topk_to_local",
     "run_micro_batches",
     "select_experts",
     "select_kernel",
+    "unpack_weight",
     "warmup",
     "workspace_nbytes",
     "zero_experts",

@@ -16,6 +16,7 @@ from moe_ops.activation import formula
 from moe_ops.checks import MAX_EXPERTS
 from moe_ops.dispatch.tiles import MAX_ROW_TILE, TileRule, is_direct, plan_sizes
 from moe_ops.scheme import WHOLE, Quant, get_scheme
+from moe_ops.scheme.packed import check_packed, groups_first
 from moe_ops.tensors import AnyTiles
 
 
@@ -173,6 +174,27 @@ def weight_scales(
         _of_experts("w_global_scale", global_scale, experts, (experts, 2 * experts, experts * n))
     if zero_point is not None:
         _of_experts("w_zero_point", zero_point, experts, (zero_points,))
+
+
+def packed_weight(
+    scheme: str,
+    shape: tuple[int, int, int],
+    w: Tensor,
+    scale: Tensor,
+    zero_point: Tensor | None = None,
+) -> None:
+    """Check a weight with ``(E, N, K)`` numbers in the packed form, and that groups come first."""
+    experts, n, k = shape
+    if not (type(experts) is int and type(n) is int and type(k) is int):
+        return
+    known = get_scheme(scheme)
+    check_packed("w", w, known, n, k)
+    quant = known.weight
+    if quant is None or not quant.local:
+        return
+    shaped("w_scale", scale, *groups_first(quant.weight_scale_shape(experts, n, k)))
+    if zero_point is not None:
+        shaped("w_zero_point", zero_point, *groups_first(quant.zero_point_shape(experts, n, k)))
 
 
 def _of_experts(name: str, x: Tensor, experts: int, counts: tuple[int, ...]) -> None:

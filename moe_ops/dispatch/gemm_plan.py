@@ -80,6 +80,7 @@ def plan_gemm(
 
     Raises:
         ValueError: an unknown scheme or activation; no kernel takes the problem with ``config``.
+        NotImplementedError: a packed weight that no kernel for the GPU takes.
     """
     return _plan(problem, device, config, tuned.TABLES)
 
@@ -165,8 +166,18 @@ def _hopper(problem: GemmProblem, choice: Choice, device: Device) -> GemmPlan | 
 
 
 def _portable(problem: GemmProblem, choice: Choice, device: Device) -> GemmPlan | None:
-    """Plan of a portable kernel."""
+    """Plan of a portable kernel.
+
+    Raises:
+        NotImplementedError: the weight is in the packed form.
+    """
     scheme = get_scheme(problem.scheme)
+    if problem.packed:
+        invariant = " batch-invariant" if problem.sizes.rule.batch_invariant else ""
+        raise NotImplementedError(
+            f"w must be in the plain form (see unpack_weight) for this{invariant} GEMM on "
+            f"sm_{device.arch}, got {scheme.name} in the packed form"
+        )
     kernel = DENSE if scheme.weight is None else DEQUANTIZE
     if problem.quant is not None:
         kernel = SCALED

@@ -17,7 +17,7 @@ from moe_ops.activation import Formula, formula, row_steps
 from moe_ops.dispatch.hopper import operand_bytes
 from moe_ops.dispatch.row_tiles import gemm_rule
 from moe_ops.dispatch.tiles import Gemm, TileRule
-from moe_ops.scheme import UNQUANTIZED, Quant, Scheme, get_scheme
+from moe_ops.scheme import UNQUANTIZED, Quant, Scheme, get_scheme, is_packed
 from moe_ops.scheme.weights import rows_per_scale
 from moe_ops.tensors import AnyTiles
 
@@ -85,6 +85,8 @@ class GemmProblem(NamedTuple):
     """Whether routing weights multiply the product."""
     permuted: str | None = None
     """Which of ``a`` and ``out`` has permuted rows; None: both are in slot order."""
+    packed: bool = False
+    """Whether the weight is in the packed form."""
 
     @property
     def quant(self) -> Quant | None:
@@ -224,6 +226,7 @@ def stored_problem(
         top_k,
         boxes=False,
         num_tokens=_tokens(tiles),
+        packed=is_packed(w),
     )
 
 

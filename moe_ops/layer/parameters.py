@@ -108,8 +108,7 @@ def _of_weight(which: str, n: int, k: int, sizes: LayerSizes) -> Iterator[Parame
     dtype = sizes.dtype if quant.scale == "input" else _SCALE_DTYPES.get(quant.scale, torch.float32)
     yield spec("scale", shape, dtype)
     if quant.zero_point:
-        groups = quant.weight_scale_shape(experts, n, k)[2]
-        yield spec("zero_point", (-(-n // packed), groups), torch.uint8)
+        yield spec("zero_point", quant.zero_point_shape(experts, n, k)[1:], torch.uint8)
     if quant.channel_scale:
         yield spec("channel_scale", (n,), torch.float32)
     elif quant.global_scale:

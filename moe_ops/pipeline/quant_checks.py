@@ -10,7 +10,8 @@ from torch import Tensor
 
 from moe_ops import checks
 from moe_ops.activation import MoEActivation
-from moe_ops.scheme import TENSORS, FusedMoEQuantConfig, Quant
+from moe_ops.scheme import TENSORS, FusedMoEQuantConfig, Quant, is_packed
+from moe_ops.scheme.packed import PACKED_DTYPE, check_packed, groups_first
 
 SCALE_DTYPES = {"e8m0": (torch.uint8,), "e4m3": (torch.float8_e4m3fn,)}
 """Dtypes of scales that are not stored as ordinary floats, by the form of the scale."""
@@ -33,18 +34,20 @@ def check_quantized(
     if quant is None:
         raise ValueError(f"quant_config must have quantized weights, got scheme {scheme.name}")
     config.check_complete()
-    packed = 2 if quant.element.bits == 4 else 1
-    hidden, intermediate = hidden_states.shape[1], w2.shape[2] * packed
+    for name, w in (("w1", w1), ("w2", w2)):
+        checks.tensor(name, w, 3, (quant.dtype, PACKED_DTYPE))
+        checks.same_device(name, w, "hidden_states", hidden_states)
+        checks.one_unit_stride(name, w)
+    hidden, intermediate = hidden_states.shape[1], _columns(w2, quant)
     rows = 2 * intermediate if kind.is_gated else intermediate
     sizes = {"w1": (w1, rows, hidden), "w2": (w2, hidden, intermediate)}
     for name, (w, n, k) in sizes.items():
-        checks.tensor(name, w, 3, (quant.dtype,))
-        checks.same_device(name, w, "hidden_states", hidden_states)
-        checks.one_unit_stride(name, w)
         checks.size(f"{name}.shape[0]", w.shape[0], "w1.shape[0]", w1.shape[0])
         checks.size(f"{name}.shape[1]", w.shape[1], "the rows that the sizes ask for", n)
-        checks.size(f"{name}.shape[2]", w.shape[2] * packed, "the columns (unpacked)", k)
-        _check_scales(config, name, quant, (w.shape[0], n, k))
+        checks.size(f"{name}.shape[2]", _columns(w, quant), "the columns (unpacked)", k)
+        if is_packed(w):
+            check_packed(name, w, scheme, n, k)
+        _check_scales(config, name, quant, (w.shape[0], n, k), packed=is_packed(w))
     for name in ("a1_scale", "a2_scale", "a1_gscale", "a2_gscale"):
         scale = getattr(config, name)
         if scale is not None:
@@ -56,8 +59,18 @@ def check_quantized(
             checks.same_device(f"quant_config.{name}", x, "hidden_states", hidden_states)
 
 
+def _columns(w: Tensor, quant: Quant) -> int:
+    """K of a weight in either form."""
+    return w.shape[2] * quant.numbers_per_entry(w.dtype)
+
+
 def _check_scales(
-    config: FusedMoEQuantConfig, which: str, quant: Quant, weight: tuple[int, int, int]
+    config: FusedMoEQuantConfig,
+    which: str,
+    quant: Quant,
+    weight: tuple[int, int, int],
+    *,
+    packed: bool,
 ) -> None:
     """Check the scales, zero points and global scales of one weight ``(E, N, K)``."""
     experts, n, _ = weight
@@ -69,10 +82,10 @@ def _check_scales(
     dtypes_of_scale = SCALE_DTYPES.get(quant.scale, checks.FLOATS)
     if config.scheme.activation is not None:
         dtypes_of_scale = (*dtypes_of_scale, torch.uint8)  # powers of two may be stored as e8m0
-    rows = (n + 1) // 2 if quant.element.packed else n
+    zero_points = [quant.zero_point_shape(*weight)]
     rules: tuple[tuple[str, list[tuple[int, ...]], Sequence[torch.dtype]], ...] = (
         (f"{which}_scale", [shape, *same], dtypes_of_scale),
-        (f"{which}_zp", [(experts, rows, *shape[2:])], (torch.uint8,)),
+        (f"{which}_zp", zero_points, (torch.uint8,)),
         (f"{which}_gscale", [(experts,), *halves], checks.FLOATS),
         (f"g{which[1:]}_alphas", [(experts, n)], checks.FLOATS),
     )
@@ -80,7 +93,7 @@ def _check_scales(
         x, name = getattr(config, field), f"quant_config.{field}"
         if x is not None:
             checks.tensor(name, x, None, dtypes)
-            _check_shape(name, x, shapes)
+            _check_shape(name, x, [groups_first(s) for s in shapes] if packed else shapes)
 
 
 def _check_shape(name: str, x: Tensor, allowed: Sequence[tuple[int, ...]]) -> None:

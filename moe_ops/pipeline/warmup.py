@@ -18,7 +18,7 @@ from moe_ops.dispatch.tiles import MANY_TOKENS, few_tokens, is_direct, scan_size
 from moe_ops.pipeline.fused_experts import NOT_QUANTIZED, fused_experts
 from moe_ops.pipeline.layer_checks import check_not_quantized
 from moe_ops.routing import fused_topk
-from moe_ops.scheme import Scheme
+from moe_ops.scheme import Scheme, is_packed
 
 EVERY = 4096
 """Up to this many tokens, every token count is checked for its variant."""
@@ -117,17 +117,20 @@ class Variants(NamedTuple):
 
     def _problems(self, num_tokens: int) -> Iterator[GemmProblem]:
         """The problems of both GEMMs, with and without tensors that TMA can read."""
-        num_experts, rows, hidden = self.w1.shape
-        weight, width = self.scheme.weight, self.w2.shape[2]
-        width *= 2 if weight is not None and weight.element.packed else 1
+        num_experts, rows, _ = self.w1.shape
+        _, hidden, width = self.w2.shape
+        weight = self.scheme.weight
+        width *= 1 if weight is None else weight.numbers_per_entry(self.w2.dtype)
         rule = tile_rule(self.scheme.key, self.dtype, self.w1.device, self.batch_invariant)
-        for shape, activation, top_k in (
-            ((num_experts, rows, hidden), self.activation, self.top_k),
-            ((num_experts, hidden, width), "", 1),
+        for w, shape, activation, top_k in (
+            (self.w1, (num_experts, rows, hidden), self.activation, self.top_k),
+            (self.w2, (num_experts, hidden, width), "", 1),
         ):
             slots, itemsize = num_tokens * self.top_k, self.dtype.itemsize
             sizes = sizes_of(slots, shape, itemsize, rule, activation)
             problem = layer_problem(sizes, self.scheme, activation, num_tokens, top_k)
+            # References take any form, though kernels are planned for an assumed GPU.
+            problem = problem._replace(packed=w.is_cuda and is_packed(w))
             yield from (problem, problem._replace(boxes=False))
 
 

@@ -10,6 +10,7 @@ from moe_ops.scheme.named import (
     get_scheme,
     scheme_of,
 )
+from moe_ops.scheme.packed import is_packed, pack_weight, packs, unpack_weight
 from moe_ops.scheme.quant_config import TENSORS, FusedMoEQuantConfig
 from moe_ops.scheme.values import (
     FLOAT4_E2M1_MAX,
@@ -40,11 +41,15 @@ __all__ = [
     "dequantize_rows",
     "dequantize_weight",
     "get_scheme",
+    "is_packed",
     "min_capability",
+    "pack_weight",
+    "packs",
     "parse_quant",
     "quantize_weight",
     "refusal",
     "scheme_of",
     "schemes_instead",
+    "unpack_weight",
     "what_lacks",
 ]

@@ -170,6 +170,15 @@ class Quant:
             return (num_experts, _groups(n, rows))
         return (num_experts, _groups(n, rows), _groups(k, cols))
 
+    def zero_point_shape(self, num_experts: int, n: int, k: int) -> tuple[int, ...]:
+        """Zero-point shape of a weight: ``(E, N, G)``, or ``(E, ceil(N / 2), G)`` for 4 bits."""
+        rows = _groups(n, 2) if self.element.packed else n
+        return (num_experts, rows, _groups(k, self.group.cols))
+
+    def numbers_per_entry(self, dtype: torch.dtype) -> int:
+        """Numbers per entry of a weight with this dtype, in the plain form or in the packed one."""
+        return 8 * dtype.itemsize // self.element.stored_bits
+
     def data_width(self, k: int) -> int:
         """Number of stored entries of K numbers."""
         return k // 2 if self.element.packed else k

@@ -8,6 +8,7 @@ from torch import Tensor
 from moe_ops import checks
 from moe_ops.scheme.formats import pack, unpack
 from moe_ops.scheme.named import Scheme, as_scheme
+from moe_ops.scheme.packed import is_packed, unpack_weight
 from moe_ops.scheme.rounding import (
     SMALLEST_AMAX,
     decode,
@@ -29,6 +30,9 @@ from moe_ops.tensors import QTensor
 
 def quantize_weight(w: Tensor, scheme: str | Scheme) -> QTensor:
     """Quantize a weight to ``scheme``, with scales from the data of each group.
+
+    The result is in the plain form; `pack_weight` converts it to the form that Hopper kernels read
+    faster.
 
     Scales are rounded to their stored form first, and values are divided by the rounded scales; a
     group whose stored scale is 0 becomes zeros.
@@ -103,9 +107,9 @@ def dequantize_weight(
     ``(q - zero_point) * scale * global_scale``, in that order.
 
     Args:
-        q: as `quantize_weight` returns it; a per-tensor or per-channel scale may also be ``(E,)``,
-            ``(E, 2)`` (one for the first and one for the second half of the rows) or ``(E, N)``,
-            and a global scale ``(E, 2)``.
+        q: as `quantize_weight` or `pack_weight` returns it; a per-tensor or per-channel scale may
+            also be ``(E,)``, ``(E, 2)`` (one for the first and one for the second half of the rows)
+            or ``(E, N)``, and a global scale ``(E, 2)``.
         scheme: a name, a key or a `Scheme`.
         dtype: dtype of the result, rounded once.
     """
@@ -117,6 +121,8 @@ def dequantize_weight(
         raise TypeError(f"dtype must be a torch.dtype, got {dtype!r}")
     if quant is None:
         return q.data.to(dtype)
+    if is_packed(q.data):
+        q = unpack_weight(q, scheme)
     data = decode(unpack(q.data, 2) if quant.element.packed else q.data, quant.element)
     _, n, k = data.shape
     if quant.zero_point:

@@ -1,0 +1,187 @@
+"""The packed form of a weight, for kernels that dequantize fragments in registers.
+
+A packed weight holds the same bits as the plain form that `quantize_weight` returns, in the order
+in which threads of a warp hold the operand of a 64 x 64 matrix product. It is recognised by its
+dtype: int32. ``data`` is ``(E, N, K * bits / 32)``, whose memory is ``(E, N/64, K/64, chunk)``: a
+chunk has 64 rows and 64 numbers along K, in 512 words (4 bits) or 1024 words (8 bits). For row r
+and number c of a chunk::
+
+    warp = r // 16                            tile = c // 16
+    lane = r % 16 // 2 * 4 + c % 8 // 2       half = c % 2
+    register = r % 2 + 2 * (c % 16 // 8)
+
+    4 bits: bit 4 * register + 16 * half of word (warp * 32 + lane) * 4 + tile
+    8 bits: bit 8 * (register % 2) + 16 * half
+            of word tile // 2 * 512 + (warp * 32 + lane) * 4 + tile % 2 * 2 + register // 2
+
+Scales and zero points with an axis for groups have it before the rows: ``(E, G, N)``.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moe_ops import checks
+from moe_ops.scheme.formats import pack, unpack
+from moe_ops.scheme.named import Scheme, as_scheme
+from moe_ops.scheme.values import Quant
+from moe_ops.tensors import QTensor
+
+PACKED_DTYPE = torch.int32
+"""Dtype of packed weights, and of no plain ones."""
+CHUNK = 64
+"""Rows of a chunk, and its numbers along K."""
+_ROWS, _COLS = (4, 8, 2), (2, 2, 2, 4, 2)
+"""Axes of a chunk: rows are ``warp, pair, odd``; columns ``pair of tiles, tile, register pair,
+two columns, half``."""
+_ORDER = {4: (0, 4, 1, 2, 8, 5, 6, 9, 7, 3), 8: (0, 4, 5, 1, 2, 8, 6, 7, 9, 3)}
+"""By stored bits: the order in memory of the axes ``(N/64, *_ROWS, K/64, *_COLS)``."""
+
+
+def is_packed(w: Tensor) -> bool:
+    """Whether a weight is in the packed form."""
+    return w.dtype == PACKED_DTYPE
+
+
+def packs(scheme: str | Scheme, n: int, k: int) -> bool:
+    """Whether weights ``(E, N, K)`` of a scheme have a packed form; see `pack_weight`."""
+    return _refusal("w", as_scheme(scheme), n, k) is None
+
+
+def pack_weight(q: QTensor, scheme: str | Scheme) -> QTensor:
+    """Convert a weight to the packed form, which operators take like the plain form.
+
+    Kernels for Hopper read the packed form faster. `unpack_weight` restores every bit. Besides
+    input and output, memory is needed for one expert only. Axis 0 stays the expert.
+
+    Args:
+        q: as `quantize_weight` returns it.
+        scheme: a name, a key or a `Scheme`.
+
+    Returns:
+        A `QTensor`: ``data`` int32 ``(E, N, K * bits / 32)`` with 4 or 8 stored bits per number;
+        scales ``(E, G, N)``, zero points ``(E, G, N)`` or, for 4-bit elements, ``(E, G, N / 2)``.
+        Scales without an axis for groups and the global scale are those of ``q``.
+
+    Raises:
+        TypeError, ValueError: data or scales of another dtype or shape; N or K that is not a
+            multiple of 64.
+        NotImplementedError: a scheme that quantizes activations, or whose weight scales are shared
+            by several rows.
+    """
+    quant = _checked(q, scheme, packed=False)
+    experts, n, width = q.data.shape
+    bits = quant.element.stored_bits
+    words = q.data.new_empty((experts, n, width * q.data.itemsize // 4), dtype=PACKED_DTYPE)
+    for source, target in zip(q.data, words, strict=True):
+        target.copy_(_packed(source.view(torch.uint8), bits).view(PACKED_DTYPE))
+    return QTensor(words, _swapped(q.scale), _swapped(q.zero_point), q.global_scale)
+
+
+def unpack_weight(q: QTensor, scheme: str | Scheme) -> QTensor:
+    """Convert a packed weight to the plain form: the inverse of `pack_weight`.
+
+    Args:
+        q: as `pack_weight` returns it.
+        scheme: a name, a key or a `Scheme`.
+
+    Raises:
+        TypeError, ValueError, NotImplementedError: as `pack_weight`.
+    """
+    quant = _checked(q, scheme, packed=True)
+    experts, n, width = q.data.shape
+    bits, itemsize = quant.element.stored_bits, quant.dtype.itemsize
+    stored = q.data.new_empty((experts, n, width * 4 // itemsize), dtype=quant.dtype)
+    for source, target in zip(q.data, stored, strict=True):
+        target.copy_(_plain(source.view(torch.uint8), bits).view(quant.dtype))
+    return QTensor(stored, _swapped(q.scale), _swapped(q.zero_point), q.global_scale)
+
+
+def groups_first(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The packed form's shape of scales or zero points, from that of the plain form."""
+    return (shape[0], shape[2], shape[1]) if len(shape) == 3 else shape
+
+
+def check_packed(name: str, w: Tensor, scheme: Scheme, n: int, k: int) -> None:
+    """Check that a weight of ``(E, N, K)`` numbers, called ``name``, has a packed form.
+
+    Raises:
+        ValueError, NotImplementedError: it has none, or is packed and not contiguous.
+    """
+    refused = _refusal(name, scheme, n, k)
+    if refused is not None:
+        error, text = refused
+        raise error(text)
+    if is_packed(w) and not w.is_contiguous():
+        raise ValueError(f"{name} must be contiguous in the packed form, got strides {w.stride()}")
+
+
+def _refusal(name: str, scheme: Scheme, n: int, k: int) -> tuple[type[Exception], str] | None:
+    """Why a weight ``(E, N, K)`` has no packed form: the exception to raise, and its text."""
+    quant, to_pack = scheme.weight, f"if {name} is packed (see pack_weight)"
+    if quant is None or scheme.activation is not None:
+        rule = f"scheme must quantize weights only {to_pack}"
+        return NotImplementedError, f"{rule}, got {scheme.name}"
+    if quant.group.rows != 1:
+        rule = f"scheme.weight.group must have one row {to_pack}"
+        return NotImplementedError, f"{rule}, got {quant.group} in scheme {scheme.name!r}"
+    if n % CHUNK or k % CHUNK:
+        rule = f"N and K must be multiples of {CHUNK} {to_pack}"
+        return ValueError, f"{rule}, got N = {n} and K = {k}"
+    return None
+
+
+def _checked(q: QTensor, scheme: str | Scheme, *, packed: bool) -> Quant:
+    """How a weight is quantized; raises unless it is in the given form and has the other too."""
+    if not isinstance(q, QTensor):
+        raise TypeError(f"q must be a QTensor, got {type(q).__name__}")
+    scheme = as_scheme(scheme)
+    quant = scheme.weight
+    if quant is None:
+        raise NotImplementedError(f"scheme must quantize weights, got {scheme.name}")
+    dtype = PACKED_DTYPE if packed else quant.dtype
+    checks.tensor("q.data", q.data, 3, (dtype,))
+    experts, n, width = q.data.shape
+    k = width * quant.numbers_per_entry(dtype)
+    check_packed("q.data", q.data, scheme, n, k)
+    if quant.local:
+        _check_groups("q.scale", q.scale, quant.weight_scale_shape(experts, n, k), packed=packed)
+    if quant.zero_point:
+        shape = quant.zero_point_shape(experts, n, k)
+        _check_groups("q.zero_point", q.zero_point, shape, packed=packed)
+    return quant
+
+
+def _check_groups(name: str, x: Any, shape: tuple[int, ...], *, packed: bool) -> None:
+    """Check the shape of scales or zero points; ``shape`` is that of the plain form."""
+    checks.tensor(name, x, 3, None)
+    wanted = groups_first(shape) if packed else shape
+    if tuple(x.shape) != wanted:
+        raise ValueError(f"{name} must have shape {wanted}, got {tuple(x.shape)}")
+
+
+def _packed(stored: Tensor, bits: int) -> Tensor:
+    """The bytes ``(N, K * bits / 8)`` of one expert in the order of the packed form."""
+    codes = unpack(stored, 1) if bits == 4 else stored
+    n, k = codes.shape
+    axes = codes.reshape(n // CHUNK, *_ROWS, k // CHUNK, *_COLS)
+    ordered = axes.permute(_ORDER[bits]).reshape(n, k)
+    return pack(ordered, 1) if bits == 4 else ordered
+
+
+def _plain(stored: Tensor, bits: int) -> Tensor:
+    """The inverse of `_packed`."""
+    codes = unpack(stored, 1) if bits == 4 else stored
+    n, k = codes.shape
+    sizes, order = (n // CHUNK, *_ROWS, k // CHUNK, *_COLS), _ORDER[bits]
+    axes = codes.reshape([sizes[axis] for axis in order])
+    ordered = axes.permute([order.index(axis) for axis in range(len(order))]).reshape(n, k)
+    return pack(ordered, 1) if bits == 4 else ordered
+
+
+def _swapped(x: Tensor | None) -> Tensor | None:
+    """Swap rows and groups of scales or zero points that have both axes."""
+    return x if x is None or x.dim() != 3 else x.transpose(1, 2).contiguous()

@@ -1,0 +1,42 @@
+"""Schemes and weights that have a packed form."""
+
+import torch
+from own_schemes import OWN
+
+from moe_ops import SCHEMES, QTensor, get_scheme, packs
+
+PACKABLE = [name for name in SCHEMES if packs(name, 64, 64)]
+MORE = ["int4_w4a16_g16", "int4_w4a16_g64_zp", "int8_w8a16_g32_zp", "|fp8:1x64:float32"]
+OWN_ROWS = OWN["zero points of rows"].key
+
+
+def random_weight(scheme, n, k, experts=2, seed=0, device="cpu"):
+    """A stored weight in the plain form whose bytes are random, scales and zero points too."""
+    scheme = get_scheme(scheme)
+    quant, generator = scheme.weight, torch.Generator().manual_seed(seed)
+
+    def bytes_of(shape, dtype):
+        shape = (*shape[:-1], shape[-1] * dtype.itemsize)
+        return torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator).view(dtype)
+
+    dtype = torch.bfloat16 if quant.scale == "input" else quant.scale_dtype
+    return QTensor(
+        *(
+            None if shape is None else bytes_of(shape, stored).to(device)
+            for shape, stored in (
+                ((experts, n, quant.data_width(k)), quant.dtype),
+                (quant.weight_scale_shape(experts, n, k), dtype),
+                (quant.zero_point_shape(experts, n, k) if quant.zero_point else None, torch.uint8),
+                ((experts,) if quant.global_scale else None, torch.float32),
+            )
+        )
+    )
+
+
+def assert_same_bits(actual, expected):
+    """The fields of two `QTensor` are the same bits, with the same dtypes, shapes and strides."""
+    for a, b in zip(actual, expected, strict=True):
+        assert (a is None) == (b is None)
+        if a is not None:
+            assert (a.dtype, a.shape, a.stride()) == (b.dtype, b.shape, b.stride())
+            assert torch.equal(a.view(torch.uint8), b.view(torch.uint8))

@@ -1,0 +1,215 @@
+"""Packed weights in the operator and in everything that calls it: the plain form's bits."""
+
+import pytest
+import torch
+from modular import build_experts, build_prepare
+from packed_weights import MORE, PACKABLE
+from plans import planned
+
+import moe_ops
+from moe_ops import FusedMoEQuantConfig, ops, pack_weight, packs, quantize_weight
+from moe_ops.dispatch.gemm_plan import plan_gemm
+from moe_ops.dispatch.problem import stored_problem
+from moe_ops.pipeline.devices import TARGETS
+from moe_ops.pipeline.gated_experts import gated_experts
+from moe_ops.scheme import get_scheme
+from moe_ops.testing import Problem, make_inputs
+
+FORMS = [(True, True), (True, False), (False, True)]
+"""Which of both weights are packed."""
+
+
+def layer_of(problem, scheme):
+    """Inputs of a problem, and by form (plain or packed) both of its weights."""
+    inputs = make_inputs(problem)
+    plain = [quantize_weight(w, scheme) for w in (inputs.w1, inputs.w2)]
+    packed = [
+        pack_weight(q, scheme) if packs(scheme, *w.shape[1:]) else q
+        for q, w in zip(plain, (inputs.w1, inputs.w2), strict=True)
+    ]
+    return inputs, (plain, packed)
+
+
+def run(inputs, weights, scheme, problem, function=moe_ops.fused_experts, **options):
+    config = FusedMoEQuantConfig.from_weights(
+        scheme, *weights, w1_bias=inputs.w1_bias, w2_bias=inputs.w2_bias
+    )
+    w1, w2 = (q.data for q in weights)
+    routed = (inputs.topk_weights, inputs.topk_ids)
+    return function(
+        inputs.hidden_states, w1, w2, *routed, quant_config=config, expert_map=inputs.expert_map,
+        **options,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("scheme", [*PACKABLE, *MORE])
+def test_every_scheme(scheme):
+    problem = Problem(9, 4, 2, 128, 192, torch.bfloat16, has_bias=True, scheme=scheme)
+    inputs, forms = layer_of(problem, scheme)
+    expected = run(inputs, forms[0], scheme, problem, activation="silu")
+    for first, second in FORMS:
+        weights = (forms[first][0], forms[second][1])
+        actual = run(inputs, weights, scheme, problem, activation="silu")
+        assert torch.equal(actual, expected)
+
+
+@pytest.mark.parametrize(
+    ("scheme", "hidden", "width", "activation"),
+    [
+        ("mxfp4_w4a16", 2880, 64, "swigluoai"),
+        ("int4_w4a16_g128_zp", 128, 1408, "silu"),
+        ("nvfp4_w4a16", 192, 704, "relu2_no_mul"),
+        ("int8_w8a16_g128", 64, 640, "gelu"),
+        ("fp8_w8a16", 128, 96, "silu"),  # only w1, of 192 rows, is packed
+    ],
+)
+@pytest.mark.parametrize("local", [None, 2])
+def test_sizes(scheme, hidden, width, activation, local):
+    problem = Problem(5, 3, 2, hidden, width, torch.float16, activation, has_bias=True,
+                      num_local_experts=local, scheme=scheme)  # fmt: skip
+    inputs, (plain, packed) = layer_of(problem, scheme)
+    assert packed[0].data.dtype == torch.int32
+    assert (packed[1].data.dtype == torch.int32) == (width != 96)
+    for options in ({}, {"apply_router_weight_on_input": True}, {"batch_invariant": True}):
+        both = (
+            run(inputs, w, scheme, problem, activation=activation, **options)
+            for w in (packed, plain)
+        )
+        assert torch.equal(*both)
+
+
+def test_gates_of_the_caller():
+    scheme = "int4_w4a16_g32"
+    problem = Problem(5, 3, 2, 64, 128, torch.bfloat16, scheme=scheme)
+    inputs, forms = layer_of(problem, scheme)
+
+    def gate(rows):
+        return rows[:, ::2].sigmoid() * rows[:, 1::2]
+
+    both = (run(inputs, w, scheme, problem, gated_experts, gate=gate, is_gated=True) for w in forms)
+    assert torch.equal(*both)
+
+
+@pytest.mark.parametrize(
+    ("experts", "prepare"),
+    [
+        (moe_ops.TritonExperts, moe_ops.MoEPrepareAndFinalizeNoEP),
+        (moe_ops.GroupedGemmExperts, moe_ops.MoEPrepareAndFinalizeNoEP),
+        (moe_ops.BatchedTritonExperts, moe_ops.BatchedPrepareAndFinalize),
+        (moe_ops.BatchedGroupedGemmExperts, moe_ops.BatchedPrepareAndFinalize),
+        (moe_ops.NaiveBatchedExperts, moe_ops.BatchedPrepareAndFinalize),
+        (moe_ops.MonolithicExperts, moe_ops.MoEPrepareAndFinalizeNoEPMonolithic),
+    ],
+)
+@pytest.mark.parametrize("scheme", ["mxfp4_w4a16", "int8_w8a16_g32_zp"])
+def test_modular_kernels(experts, prepare, scheme):
+    problem = Problem(6, 4, 2, 128, 64, torch.bfloat16, has_bias=True, scheme=scheme)
+    inputs, forms = layer_of(problem, scheme)
+    results = []
+    for w1, w2 in forms:
+        config = FusedMoEQuantConfig.from_weights(
+            scheme, w1, w2, w1_bias=inputs.w1_bias, w2_bias=inputs.w2_bias
+        )
+        part = build_experts(experts, problem, config)
+        kernel = moe_ops.FusedMoEKernel(build_prepare(prepare, problem), part)
+        if experts is moe_ops.MonolithicExperts:
+            logits = torch.randn(6, 4, generator=torch.Generator().manual_seed(2))
+            out = kernel.apply_monolithic(
+                inputs.hidden_states, w1.data, w2.data, logits, "silu", 4, None, False
+            )
+        else:
+            routed = (inputs.topk_weights, inputs.topk_ids)
+            out = kernel.apply(inputs.hidden_states, w1.data, w2.data, *routed, "silu", 4, None)
+        results.append(out)
+    assert torch.equal(*results) and results[0].any()
+
+
+def test_compiled_without_a_break():
+    scheme = get_scheme("mxfp4_w4a16")
+    problem = Problem(6, 4, 2, 64, 128, torch.bfloat16, scheme=scheme.key)
+    inputs, (plain, (w1, w2)) = layer_of(problem, scheme)
+    config = FusedMoEQuantConfig.from_weights(scheme, w1, w2)
+    torch._dynamo.reset()
+
+    @torch.compile(fullgraph=True, dynamic=True, backend="aot_eager")
+    def layer(x, weights, ids):
+        return moe_ops.fused_experts(x, w1.data, w2.data, weights, ids, quant_config=config)
+
+    actual = layer(inputs.hidden_states, inputs.topk_weights, inputs.topk_ids)
+    assert torch.equal(actual, run(inputs, plain, scheme, problem))
+
+
+def operator_call(scheme="int4_w4a16_g32_zp", n=128, k=192):
+    """Arguments of the operator with a packed weight."""
+    problem = Problem(5, 3, 2, k, n, torch.bfloat16, "silu_no_mul", scheme=scheme)
+    inputs, (_, (w, _)) = layer_of(problem, scheme)
+    plan = planned(inputs.topk_ids, None, 3, scheme)
+    return [inputs.hidden_states, *w, None, None, [*plan], 2, scheme]
+
+
+@pytest.mark.parametrize("scheme", ["int4_w4a16_g32_zp", "fp8_w8a16"])
+def test_opcheck(scheme):
+    torch.library.opcheck(ops.weight_only_matmul, operator_call(scheme))
+
+
+@pytest.mark.parametrize(
+    ("which", "change", "error", "message"),
+    [
+        (1, lambda w: w.mT.contiguous().mT, ValueError, "w must be contiguous in the packed form"),
+        (1, lambda w: w[:, :72], ValueError, "multiples of 64 if w is packed .*N = 72"),
+        (2, lambda s: s.mT, ValueError, r"w_scale.shape\[1\] must be 6, got 128"),
+        (3, lambda z: z.mT, ValueError, r"w_zero_point.shape\[1\] must be 6, got 64"),
+    ],
+)
+def test_operator_refuses(which, change, error, message):
+    call = operator_call()
+    call[which] = change(call[which])
+    if which == 1 and call[1].shape[1] == 72:
+        call[2], call[3] = call[2][:, :, :72], call[3][:, :, :36]
+    with pytest.raises(error, match=message):
+        ops.weight_only_matmul(*call)
+
+
+@pytest.mark.parametrize("batch_invariant", [False, True])
+@pytest.mark.parametrize("target", [name for name, t in TARGETS.items() if t.facts is not None])
+def test_plans(target, batch_invariant):
+    """No portable kernel takes the packed form."""
+    facts = TARGETS[target].facts._replace(portable_only=True)
+    a, w, *_, tiles, top_k, scheme = operator_call()
+    problem = stored_problem(a, w, tiles, top_k, scheme, batch_invariant=batch_invariant)
+    assert problem.packed and problem.weight == (3, 128, 192)
+    assert not stored_problem(a, w.view(torch.uint8), tiles, top_k, scheme).packed
+    message = f"w must be in the plain form .*sm_{facts.arch}, got {scheme} in the packed form"
+    with pytest.raises(NotImplementedError, match=message):
+        plan_gemm(problem, facts)
+    plan_gemm(problem._replace(packed=False), facts)
+
+
+def test_layer_checks():
+    """Weights and scales of different forms, and sizes and schemes without a packed form."""
+    scheme = "int4_w4a16_g32_zp"
+    problem = Problem(5, 3, 2, 128, 192, torch.bfloat16, scheme=scheme)
+    inputs, (plain, packed) = layer_of(problem, scheme)
+    for mixed, name in (
+        (packed[0]._replace(scale=plain[0].scale), "quant_config.w1_scale"),
+        (packed[0]._replace(zero_point=plain[0].zero_point), "quant_config.w1_zp"),
+        (plain[0]._replace(scale=packed[0].scale), "quant_config.w1_scale"),
+    ):
+        with pytest.raises(ValueError, match=f"{name} must have a shape of"):
+            run(inputs, (mixed, packed[1]), scheme, problem)
+    strided = packed[1]._replace(data=packed[1].data.mT.contiguous().mT)
+    with pytest.raises(ValueError, match="w2 must be contiguous in the packed form"):
+        run(inputs, (packed[0], strided), scheme, problem)
+    quantized = "int4_w4a8_g128"
+    other = [quantize_weight(w, quantized) for w in (inputs.w1, inputs.w2)]
+    other[0] = other[0]._replace(data=packed[0].data)
+    with pytest.raises(NotImplementedError, match="weights only if w1 is packed .*int4_w4a8"):
+        run(inputs, other, quantized, problem)
+
+
+def test_warmup():
+    scheme = "mxfp4_w4a16"
+    problem = Problem(5, 3, 2, 128, 64, torch.bfloat16, scheme=scheme)
+    _, (_, (w1, w2)) = layer_of(problem, scheme)
+    config = FusedMoEQuantConfig.from_weights(scheme, w1, w2)
+    assert moe_ops.warmup(w1.data, w2.data, 2, [1, 3], quant_config=config)
