@@ -24,6 +24,7 @@ from moe_ops.dispatch.hopper import (
     takes,
     token_tiles,
 )
+from moe_ops.dispatch.hopper_decode import DECODE_FEW, decode_tiles
 from moe_ops.dispatch.portable import (
     ScaleGroups,
     gemm_tiles,
@@ -165,6 +166,20 @@ def _hopper(problem: GemmProblem, choice: Choice, device: Device) -> GemmPlan | 
     return GemmPlan(tiles.kernel, tiles, on_the_way, rows, scratch, choice.source)
 
 
+def _decode(problem: GemmProblem, choice: Choice, device: Device) -> GemmPlan | None:
+    """Plan of a Hopper kernel that decodes packed weights in registers."""
+    sizes, quant = problem.sizes, get_scheme(problem.scheme).weight
+    served = device.arch == 90 and not device.portable_only and not sizes.rule.batch_invariant
+    if not (problem.packed and served):
+        return None
+    tiles = decode_tiles(sizes, quant, device)
+    if tiles.kernel == DECODE_FEW:
+        return GemmPlan(tiles.kernel, tiles, False, 0, (), DEFAULT)
+    rows = packed_rows(sizes.num_slots, sizes.num_experts, tiles.block_m)
+    scratch = BufferSpec("next tile", 4), *_rows_of(problem, rows, "packed rows")
+    return GemmPlan(tiles.kernel, tiles, False, rows, scratch, DEFAULT)
+
+
 def _portable(problem: GemmProblem, choice: Choice, device: Device) -> GemmPlan | None:
     """Plan of a portable kernel.
 
@@ -188,7 +203,7 @@ def _portable(problem: GemmProblem, choice: Choice, device: Device) -> GemmPlan 
 
 
 RULES: tuple[Callable[[GemmProblem, Choice, Device], GemmPlan | None], ...] = (
-    _token, _few_slots, _hopper, _portable,
+    _token, _few_slots, _hopper, _decode, _portable,
 )  # fmt: skip
 """Rules in order: the first that returns a plan decides."""
 

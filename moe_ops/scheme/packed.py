@@ -14,11 +14,15 @@ and number c of a chunk::
     8 bits: bit 8 * (register % 2) + 16 * half
             of word tile // 2 * 512 + (warp * 32 + lane) * 4 + tile % 2 * 2 + register // 2
 
+The bits of a 4-bit float do not stay together: `PLACES` says where they lie in a half of the word.
+A shift and a mask then move sign and magnitude of both halves to the bits of bf16 numbers at once.
+
 Scales and zero points with an axis for groups have it before the rows: ``(E, G, N)``.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -39,6 +43,10 @@ _ROWS, _COLS = (4, 8, 2), (2, 2, 2, 4, 2)
 two columns, half``."""
 _ORDER = {4: (0, 4, 1, 2, 8, 5, 6, 9, 7, 3), 8: (0, 4, 5, 1, 2, 8, 6, 7, 9, 3)}
 """By stored bits: the order in memory of the axes ``(N/64, *_ROWS, K/64, *_COLS)``."""
+
+PLACES = ((6, 7, 8, 15), (0, 1, 2, 9), (10, 11, 12, 3), (4, 5, 14, 13))
+"""By register: the bits of a 4-bit float, mantissa first and sign last, in a half of a word. (The
+sign of register 2 lies in the other half, where a rotation takes it from.)"""
 
 
 def is_packed(w: Tensor) -> bool:
@@ -77,7 +85,8 @@ def pack_weight(q: QTensor, scheme: str | Scheme) -> QTensor:
     bits = quant.element.stored_bits
     words = q.data.new_empty((experts, n, width * q.data.itemsize // 4), dtype=PACKED_DTYPE)
     for source, target in zip(q.data, words, strict=True):
-        target.copy_(_packed(source.view(torch.uint8), bits).view(PACKED_DTYPE))
+        packed = _packed(source.view(torch.uint8), bits).view(PACKED_DTYPE)
+        target.copy_(_spread_bits(packed) if _spreads(quant) else packed)
     return QTensor(words, _swapped(q.scale), _swapped(q.zero_point), q.global_scale)
 
 
@@ -96,7 +105,8 @@ def unpack_weight(q: QTensor, scheme: str | Scheme) -> QTensor:
     bits, itemsize = quant.element.stored_bits, quant.dtype.itemsize
     stored = q.data.new_empty((experts, n, width * 4 // itemsize), dtype=quant.dtype)
     for source, target in zip(q.data, stored, strict=True):
-        target.copy_(_plain(source.view(torch.uint8), bits).view(quant.dtype))
+        packed = _joined_bits(source) if _spreads(quant) else source
+        target.copy_(_plain(packed.view(torch.uint8), bits).view(quant.dtype))
     return QTensor(stored, _swapped(q.scale), _swapped(q.zero_point), q.global_scale)
 
 
@@ -180,6 +190,41 @@ def _plain(stored: Tensor, bits: int) -> Tensor:
     axes = codes.reshape([sizes[axis] for axis in order])
     ordered = axes.permute([order.index(axis) for axis in range(len(order))]).reshape(n, k)
     return pack(ordered, 1) if bits == 4 else ordered
+
+
+def _spreads(quant: Quant) -> bool:
+    """Whether the bits of a number do not stay together."""
+    return quant.element.packed and quant.element.exponent > 0
+
+
+def _spread_bits(words: Tensor) -> Tensor:
+    """Move the bits of 4-bit floats in each word to their `PLACES`."""
+    moved = torch.zeros_like(words)
+    for source, target, crosses in _moves():
+        bits = words >> source & 0x00010001
+        moved |= (_exchanged(bits) if crosses else bits) << target
+    return moved
+
+
+def _joined_bits(words: Tensor) -> Tensor:
+    """The inverse of `_spread_bits`."""
+    moved = torch.zeros_like(words)
+    for source, target, crosses in _moves():
+        bits = words >> target & 0x00010001
+        moved |= (_exchanged(bits) if crosses else bits) << source
+    return moved
+
+
+def _moves() -> Iterator[tuple[int, int, bool]]:
+    """For each bit in a half of a word: from, to, and whether it goes to the other half."""
+    for register, places in enumerate(PLACES):
+        for bit, place in enumerate(places):
+            yield 4 * register + bit, place, (register, bit) == (2, 3)
+
+
+def _exchanged(bits: Tensor) -> Tensor:
+    """The two halves of words, of which only the lowest bits are set, exchanged."""
+    return bits >> 16 | (bits & 1) << 16
 
 
 def _swapped(x: Tensor | None) -> Tensor | None:

@@ -58,7 +58,11 @@ def number(q, quant, expert, row, column):
     return q.data[expert].view(torch.uint8)[row, column].item()
 
 
-def packed_number(words, bits, k, row, column):
+PLACES = ([6, 7, 8, 15], [0, 1, 2, 9], [10, 11, 12, 19], [4, 5, 14, 13])
+"""By register: the bits of a 4-bit float in a word, for the first of its two halves."""
+
+
+def packed_number(words, bits, k, row, column, *, float4=False):
     """The same bits, found in one expert's words as a kernel's thread finds them."""
     r, c = row % 64, column % 64
     warp, lane, tile, half = r // 16, r % 16 // 2 * 4 + c % 8 // 2, c // 16, c % 2
@@ -66,6 +70,10 @@ def packed_number(words, bits, k, row, column):
     chunk = (row // 64 * (k // 64) + column // 64) * 64 * 64 * bits // 32
     if bits == 4:
         word, bit = (warp * 32 + lane) * 4 + tile, 4 * register + 16 * half
+        if float4:
+            found = words[chunk + word]
+            places = enumerate(PLACES[register])
+            return sum((found >> (place + 16 * half) % 32 & 1) << i for i, place in places)
     else:
         word = tile // 2 * 512 + (warp * 32 + lane) * 4 + tile % 2 * 2 + register // 2
         bit = 8 * (register % 2) + 16 * half
@@ -81,7 +89,8 @@ def test_places_of_numbers(scheme):
     places = [(1, 64 + r, 64 + c) for r in range(64) for c in range(64)]
     places += [(e, r, c) for e in (0, 1) for r in range(0, n, 13) for c in range(0, k, 7)]
     for expert, row, column in places:
-        found = packed_number(words[expert], quant.element.stored_bits, k, row, column)
+        bits, float4 = quant.element.stored_bits, quant.element.name == "fp4"
+        found = packed_number(words[expert], bits, k, row, column, float4=float4)
         assert found == number(q, quant, expert, row, column)
 
 

@@ -56,13 +56,18 @@ class Boxes:
 
 
 def descriptor(
-    x: Tensor, box: Sequence[int], shape: Sequence[int] = (), strides: Sequence[int] = ()
+    x: Tensor,
+    box: Sequence[int],
+    shape: Sequence[int] = (),
+    strides: Sequence[int] = (),
+    *,
+    swizzled: bool = True,
 ) -> TensorDescriptor:
     """The TMA descriptor of a tensor, or of a view with ``shape`` and ``strides`` of its memory.
 
-    A box has a 128-byte swizzle in shared memory; a float32 box is not swizzled.
+    A box has a 128-byte swizzle in shared memory, if it is ``swizzled``.
     """
-    layout = _layout(0 if x.dtype == torch.float32 else ROW_BYTES, 8 * x.itemsize, len(box))
+    layout = _layout(ROW_BYTES if swizzled else 0, 8 * x.itemsize, len(box))
     base = Base(x.data_ptr(), x.dtype)
     return TensorDescriptor(
         base, list(shape or x.shape), list(strides or x.stride()), list(box), layout

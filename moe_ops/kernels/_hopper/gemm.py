@@ -106,7 +106,7 @@ class Constants:
     @cached_property
     def row_scales(self) -> Boxes:
         """TMA descriptors of the scales of packed rows, ``(groups, rows)``."""
-        return Boxes(lambda scales: descriptor(scales, [1, self.BLOCK_M]))
+        return Boxes(lambda scales: descriptor(scales, [1, self.BLOCK_M], swizzled=False))
 
     def _weight_box(self, w: Tensor) -> TensorDescriptor:
         """The TMA descriptor of a weight; with a gate, a box alternates 8 gate and 8 up rows."""

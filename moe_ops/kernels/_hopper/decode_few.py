@@ -1,0 +1,293 @@
+"""Gluon kernel of the expert GEMMs with packed weights for few rows on Hopper.
+
+The weights of a tile are copied as they are packed (`scheme.packed`), decoded in registers
+(`fragments`), and multiplied as the first operand of WGMMA; rows of tokens are the second operand.
+So a weight is read once from memory and once from shared memory, and never written. One warp group
+copies: weights and scales as TMA boxes, the rows of a tile's slots with cp.async, as they may lie
+anywhere. The other warp group decodes, multiplies and stores. Several CTAs fit on an SM: while one
+decodes, another waits for memory.
+
+Source: the structure of `stream`, with the register operand that humming and triton_kernels use.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.language.core import _aggregate as aggregate
+
+from moe_ops.kernels._gemm.tile import COUNTED, activate
+from moe_ops.kernels._hopper.fragments import (
+    UNIT,
+    WORDS,
+    decode_bytes,
+    decode_nibbles,
+    scale_rows,
+    scale_words,
+    zero_words,
+)
+from moe_ops.kernels._hopper.packed import load_box
+from moe_ops.kernels._hopper.schedule import find_tile
+from moe_ops.kernels._hopper.slots import Vectors, count_tiles, expert_of
+from moe_ops.kernels._hopper.stream import COPYING, load_rows, load_slots
+from moe_ops.kernels._runtime.dependent import take_turn
+
+CHUNKS = gl.constexpr(2)
+"""Chunks of 64 numbers along K in a stage."""
+
+
+@aggregate
+class Ring:
+    """Ring of tiles in shared memory, with its barriers: see `products.Ring`."""
+
+    rows: gl.shared_memory_descriptor
+    words: gl.shared_memory_descriptor
+    scales: gl.shared_memory_descriptor
+    zeros: gl.shared_memory_descriptor
+    full: gl.shared_memory_descriptor
+    empty: gl.shared_memory_descriptor
+
+    @gluon.constexpr_function
+    def __init__(self, rows, words, scales, zeros, full, empty):
+        self.rows, self.words, self.scales, self.zeros = rows, words, scales, zeros
+        self.full, self.empty = full, empty
+
+
+@gluon.jit
+def allocate_boxes(desc, COUNT: gl.constexpr):
+    """Shared memory for boxes of a TMA descriptor."""
+    return gl.allocate_shared_memory(desc.dtype, COUNT + desc.block_shape, desc.layout)
+
+
+@gluon.jit
+def unit_of(n, unit: gl.constexpr, C: gl.constexpr):
+    """A tile's units of 64 weight rows: neighbours, or one of gate rows and one of up rows."""
+    if C.APART > 0:
+        found = n + unit * C.APART
+    else:
+        found = n * C.UNITS + unit
+    return found
+
+
+@gluon.jit
+def copy_tiles(a, stride_am, w_desc, scale_desc, zero_desc, ring, v, C: gl.constexpr):
+    """The copying warp group: copy every tile of both operands, in the order of the products."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    GROUPS: gl.constexpr = C.STAGE_GROUPS
+    UNITS: gl.constexpr = C.UNITS
+    step = gl.to_tensor(0)
+    for tile in range(gl.program_id(0), v.num_tiles * C.NUM_N, gl.num_programs(0)):
+        m, n = find_tile(tile, v.num_tiles, C)
+        expert = expert_of(v, m)
+        slot, real = load_slots(v, m, gl.SliceLayout(1, LAYOUT), C)
+        col = gl.arange(0, UNIT, layout=gl.SliceLayout(0, LAYOUT))[None, :]
+        row = a + (slot // C.TOP_K).to(gl.int64)[:, None] * stride_am
+        for k in range(C.STEPS):
+            stage = step % C.STAGES
+            mbarrier.wait(ring.empty.index(stage), (step // C.STAGES + 1) & 1)
+            full = ring.full.index(stage)
+            mbarrier.expect(full, C.STAGE_BYTES)
+            for i in gl.static_range(UNITS):
+                unit = unit_of(n, i, C)
+                at = [expert, unit, k * CHUNKS, 0, 0]
+                load_box(w_desc, at, full, ring.words.index(stage * C.UNITS + i))
+                if GROUPS > 0:
+                    at = [expert, k * CHUNKS * UNIT // C.COLS, unit * UNIT]
+                    load_box(scale_desc, at, full, ring.scales.index(stage * C.UNITS + i))
+                if C.ZERO_BYTES > 0:
+                    at = [expert, k * CHUNKS * UNIT // C.COLS, unit * C.ZERO_BYTES]
+                    load_box(zero_desc, at, full, ring.zeros.index(stage * C.UNITS + i))
+            for chunk in gl.static_range(CHUNKS):
+                first = (k * CHUNKS + chunk) * UNIT
+                inside = real[:, None] & (first + col < C.K)
+                load_rows(ring.rows.index(stage * CHUNKS + chunk), row + first + col, mask=inside)
+            async_copy.mbarrier_arrive(full, increment_count=False)
+            step += 1
+
+
+@gluon.jit
+def decode_chunk(ring, stage, chunk: gl.constexpr, unit: gl.constexpr, DOT: gl.constexpr, C):
+    """The decoded weights of a unit's chunk."""
+    FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [3, 2, 1, 0])
+    UNITS: gl.constexpr = C.STAGE_UNITS
+    PARTS: gl.constexpr = C.BITS // 4
+    shape: gl.constexpr = [C.STAGES * UNITS * CHUNKS * PARTS, 4, 8, 4, 4]
+    words = ring.words._reinterpret(gl.int32, shape, FLAT)
+    box = stage * UNITS + unit
+    at = (box * CHUNKS + chunk) * PARTS
+    scale, zero = None, None
+    if C.SCALED == "weights":
+        scale = scale_words(ring.scales, box, chunk, C)
+    if C.ZERO_BYTES > 0:
+        zero = zero_words(ring.zeros, box, chunk, C)
+    word = words.index(at).load(WORDS)
+    if C.BITS == 4:
+        found = decode_nibbles(word, scale, zero, ring.rows.dtype, DOT, C)
+    else:
+        right = words.index(at + 1).load(WORDS)
+        found = decode_bytes(word, right, scale, zero, ring.rows.dtype, DOT, C)
+    return found
+
+
+@gluon.jit
+def add_chunks(ring, stage, acc, unit: gl.constexpr, C: gl.constexpr):
+    """Add the products of a unit's chunks in a stage to ``acc``."""
+    LAYOUT: gl.constexpr = acc.type.layout
+    DOT: gl.constexpr = gl.DotOperandLayout(0, LAYOUT, 2)
+    p = acc
+    if C.SCALED == "sums":
+        p = gl.full(acc.shape, 0, gl.float32, LAYOUT)
+    for chunk in gl.static_range(CHUNKS):
+        w = decode_chunk(ring, stage, chunk, unit, DOT, C)
+        rows = ring.rows.index(stage * CHUNKS + chunk).permute((1, 0))
+        p = warpgroup_mma_wait(0, [warpgroup_mma(w, rows, p, is_async=True)])
+    if C.SCALED == "sums":
+        p = acc + p * scale_rows(ring.scales, stage * C.UNITS + unit, LAYOUT, C)[:, None]
+    return p
+
+
+@gluon.jit
+def add_tile(step, ring, sums, C: gl.constexpr):
+    """Main loop: add the products of all stages of a tile."""
+    UNITS: gl.constexpr = C.UNITS
+    for _ in range(C.STEPS):
+        stage = step % C.STAGES
+        mbarrier.wait(ring.full.index(stage), (step // C.STAGES) & 1)
+        fence_async_shared()  # rows were written by threads, WGMMA reads through the async proxy
+        added = ()
+        for unit in gl.static_range(UNITS):
+            added += (add_chunks(ring, stage, sums[unit], unit, C),)
+        sums = added
+        mbarrier.arrive(ring.empty.index(stage))
+        step += 1
+    return sums, step
+
+
+@gluon.jit
+def finish(acc, bias, weight, expert, unit, v, C: gl.constexpr):
+    """A unit's sums in the order of the weight's rows: scaled, weighted, with the bias."""
+    LAYOUT: gl.constexpr = acc.type.layout
+    r = gl.arange(0, UNIT, layout=gl.SliceLayout(1, LAYOUT))
+    at = expert * C.WEIGHT_ROWS + unit * UNIT + r // 16 * 16 + r % 8 * 2 + r // 8 % 2
+    inside = unit * UNIT + r < C.WEIGHT_ROWS
+    if C.RESTORE != 1.0:
+        acc *= C.RESTORE
+    if C.SCALED == "rows":
+        acc *= gl.load(v.weight_scale + at // C.SCALE_ROWS, mask=inside, other=0.0).to(gl.float32)[
+            :, None
+        ]
+    if C.GLOBAL_ROWS > 0:
+        found = gl.load(v.row_scale + at // C.GLOBAL_ROWS, mask=inside, other=0.0)
+        acc *= found[:, None]
+    if weight is not None:
+        acc *= weight[None, :]
+    if bias is not None:
+        acc += gl.load(bias + at, mask=inside, other=0.0).to(gl.float32)[:, None]
+    ordered = acc.reshape((4, 2, 8, acc.shape[1])).permute((0, 2, 1, 3))
+    return ordered.reshape((UNIT, acc.shape[1]))
+
+
+@gluon.jit
+def store_columns(out, value, column, slot, C: gl.constexpr):
+    """Store sums, whose columns are slots, from an output column on; negative slots are skipped."""
+    ROWS: gl.constexpr = value.shape[0]
+    COLS: gl.constexpr = value.shape[1]
+    if COLS > 32:
+        left, right = value.reshape((ROWS, 2, COLS // 2)).permute((0, 2, 1)).split()
+        near, far = slot.reshape((2, COLS // 2)).permute((1, 0)).split()
+        store_columns(out, left, column, near, C)
+        store_columns(out, right, column, far, C)
+    else:
+        WIDE: gl.constexpr = gl.BlockedLayout([8, 1], [ROWS // 8, 256 // ROWS], [1, 4], [0, 1])
+        to = gl.convert_layout(slot, gl.SliceLayout(0, WIDE))
+        col = column + gl.arange(0, ROWS, layout=gl.SliceLayout(1, WIDE))
+        at = out + to.to(gl.int64)[None, :] * C.N + col[:, None]
+        mask = (to >= 0)[None, :] & (col < C.N)[:, None]
+        gl.store(at, gl.convert_layout(value.to(out.dtype.element_ty), WIDE), mask=mask)
+
+
+@gluon.jit
+def store_units(out, bias, weights, sums, units, slot, expert, v, C: gl.constexpr):
+    """Apply what follows the products, and store; ``slot`` of each column, negative: none."""
+    RULE: gl.constexpr = C.RULE
+    UNITS: gl.constexpr = C.UNITS
+    weight = None
+    if weights is not None:
+        weight = gl.load(weights + slot, mask=slot >= 0, other=0.0).to(gl.float32)
+    expert = gl.maximum(expert, 0).to(gl.int64)
+    if C.APART > 0:
+        g = finish(sums[0], bias, weight, expert, units[0], v, C)
+        u = finish(sums[1], bias, weight, expert, units[1], v, C)
+        store_columns(out, activate(g, u, RULE), units[0] * UNIT, slot, C)
+    else:
+        for i in gl.static_range(UNITS):
+            acc = finish(sums[i], bias, weight, expert, units[i], v, C)
+            if C.INTERLEAVED:
+                pairs = acc.reshape((UNIT // 2, 2, acc.shape[1])).permute((0, 2, 1))
+                g, u = pairs.split()
+                store_columns(out, activate(g, u, RULE), units[i] * (UNIT // 2), slot, C)
+            else:
+                if RULE is not None:
+                    acc = activate(acc, acc, RULE)
+                store_columns(out, acc, units[i] * UNIT, slot, C)
+
+
+@gluon.jit
+def multiply(out, bias, weights, ring, v, C: gl.constexpr):
+    """The multiplying warp group: compute and store every tile of this program."""
+    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.BLOCK_M, 16])
+    UNITS: gl.constexpr = C.UNITS
+    step = gl.to_tensor(0)
+    for tile in range(gl.program_id(0), v.num_tiles * C.NUM_N, gl.num_programs(0)):
+        m, n = find_tile(tile, v.num_tiles, C)
+        expert = expert_of(v, m)
+        zero = gl.full((UNIT, C.BLOCK_M), 0, gl.float32, LAYOUT)
+        sums = (zero, zero) if C.UNITS == 2 else (zero,)
+        sums, step = add_tile(step, ring, sums, C)
+        slot, real = load_slots(v, m, gl.SliceLayout(0, LAYOUT), C)
+        slot = gl.where(real & (expert >= 0), slot, -1)
+        units = unit_of(n, 0, C), unit_of(n, UNITS - 1, C)
+        store_units(out, bias, weights, sums, units, slot, expert, v, C)
+
+
+@gluon.jit(do_not_specialize=COUNTED)
+def hopper_decode_few_kernel(
+    a, stride_am, w_desc, scale_desc, zero_desc, bias, topk_weights, out, global_scale,
+    weight_scale, tiles, expert_map, num_slots, num_ids, num_experts, num_entries, C: gl.constexpr,
+):  # fmt: skip
+    """``out[s] = f(a[s // TOP_K] @ decoded(w[e]).T + bias[e])``."""
+    STAGES: gl.constexpr = C.STAGES
+    SWIZZLED: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
+    shape: gl.constexpr = [STAGES * CHUNKS, C.BLOCK_M, UNIT]
+    rows = gl.allocate_shared_memory(a.dtype.element_ty, shape, SWIZZLED)
+    boxes: gl.constexpr = [STAGES * C.UNITS]
+    words = allocate_boxes(w_desc, boxes)
+    scales, zeros = words, words
+    if C.STAGE_GROUPS > 0:
+        scales = allocate_boxes(scale_desc, boxes)
+    if C.ZERO_BYTES > 0:
+        zeros = allocate_boxes(zero_desc, boxes)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(full.index(stage), count=1 + COPYING)
+        mbarrier.init(empty.index(stage), count=1)
+    fence_async_shared()
+    ring = Ring(rows, words, scales, zeros, full, empty)
+    take_turn()
+    num_tiles = count_tiles(tiles, num_slots, num_ids, num_entries, C)
+    scales = global_scale, weight_scale
+    v = Vectors(scales, tiles, expert_map, num_tiles, num_slots, num_ids, num_experts)
+    gl.warp_specialize(
+        [
+            (multiply, (out, bias, topk_weights, ring, v, C)),
+            (copy_tiles, (a, stride_am, w_desc, scale_desc, zero_desc, ring, v, C)),
+        ],
+        [4],
+        [40],
+    )

@@ -1,0 +1,243 @@
+"""Launchers of the Hopper kernels for packed weights, which are decoded in registers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from moe_ops.activation import Formula
+from moe_ops.dispatch.device import device_facts
+from moe_ops.dispatch.gemm_plan import GemmPlan
+from moe_ops.dispatch.hopper import HopperTiles
+from moe_ops.dispatch.hopper_decode import CHUNK, DECODE_FEW, STAGE_K, few_ctas, stage_bytes
+from moe_ops.dispatch.portable import EVERY_COLUMN
+from moe_ops.dispatch.problem import GemmProblem
+from moe_ops.dispatch.tiles import cdiv, max_row_tiles
+from moe_ops.kernels._gemm.operands import GemmOperands
+from moe_ops.kernels._gemm.tile import tile_arguments
+from moe_ops.kernels._hopper.boxes import Boxes, descriptor
+from moe_ops.kernels._hopper.decode_few import hopper_decode_few_kernel
+from moe_ops.kernels._hopper.decode_many import hopper_decode_many_kernel
+from moe_ops.kernels._hopper.fragments import SHIFT
+from moe_ops.kernels._hopper.pack import pack_rows
+from moe_ops.kernels._hopper.products import BOX_ROWS
+from moe_ops.kernels._runtime.launch import Launch
+from moe_ops.kernels._runtime.slots import dense
+from moe_ops.scheme import get_scheme
+from moe_ops.scheme.weights import rows_per_scale
+
+
+@dataclass(frozen=True)
+class Constants:
+    """Constants of a kernel. Not a tuple, which Triton would flatten."""
+
+    N: int
+    """Output columns."""
+    K: int
+    TOP_K: int
+    """Slots per row of the first operand."""
+    RULE: Formula | None
+    """Formula of the activation; None: no activation."""
+    INTERLEAVED: bool
+    """Whether gate and up rows alternate."""
+    APART: int
+    """Units of 64 rows from a gate row to its up row; 0: they alternate, or there is no gate."""
+    WEIGHT_ROWS: int
+    """Weight rows per expert."""
+    HALF: bool
+    """Whether rows are fp16, else bf16."""
+    BITS: int
+    """Bits of a stored number: 4 or 8."""
+    EXPONENT: int
+    """Exponent bits of a float; 0: an integer."""
+    OFFSET: int
+    """The offset added to an integer when it is stored; 0: two's complement."""
+    STORED: int
+    """Bits of a number, without the padding of its byte."""
+    SCALE: str
+    """The form of scales, see `Quant.scale`."""
+    COLS: int
+    """Elements along K that share a scale; 0: all."""
+    SCALED: str
+    """What scales multiply: ``weights``, ``sums`` of a stage, or ``rows`` of the result."""
+    LIFTED: int
+    """Exponent of the correction of decoded floats; 0 for integers."""
+    CORRECTION: float
+    """``2 ** (LIFTED - SHIFT)``."""
+    APPLIED: bool
+    """Whether decoded floats are corrected by themselves, not by their scales."""
+    RESTORE: float
+    """The factor by which sums are too small."""
+    SCALE_ROWS: int
+    """Weight rows that share a scale of all K."""
+    GLOBAL_ROWS: int
+    """Weight rows that share a global scale; 0: there is none."""
+    BLOCK_M: int
+    GROUP_M: int
+    STAGES: int
+    UNITS: int
+    """Units of 64 weight rows of a multiplying warp group."""
+    STAGE_UNITS: int
+    """Units of a tile."""
+    STAGE_GROUPS: int
+    """Scales of a weight row in a stage."""
+    ZERO_BYTES: int
+    """Bytes of a unit's zero points in a group; 0: there are none."""
+    STAGE_BYTES: int
+    """Bytes that TMA copies for a stage."""
+    ON_DEMAND: bool
+    """Whether the persistent schedule is dynamic: see `schedule`."""
+    NUM_N: int
+    STEPS: int
+
+    @cached_property
+    def few(self) -> Launch:
+        """The launch of the kernel for few rows: as many CTAs per SM as fit."""
+        registers = 65536 // (256 * few_ctas(self.BLOCK_M)) // 8 * 8
+        return Launch(hopper_decode_few_kernel, C=self, num_warps=4, maxnreg=registers)
+
+    @cached_property
+    def many(self) -> Launch:
+        """The launch of the kernel for many rows; without PDL, see `gemm.Constants.packed`."""
+        return Launch(hopper_decode_many_kernel, C=self, num_warps=4, launch_pdl=False)
+
+    @cached_property
+    def words(self) -> Boxes:
+        """TMA descriptors of packed weights: a box holds the chunks of a unit in a stage."""
+        return Boxes(self._word_box)
+
+    @cached_property
+    def scales(self) -> Boxes:
+        """TMA descriptors of scales: a box holds those of a unit in a stage."""
+        return Boxes(lambda scale: descriptor(scale, [1, self.STAGE_GROUPS, CHUNK], swizzled=False))
+
+    @cached_property
+    def zeros(self) -> Boxes:
+        """TMA descriptors of zero points, as of scales."""
+        box = [1, self.STAGE_GROUPS, self.ZERO_BYTES]
+        return Boxes(lambda zeros: descriptor(zeros, box, swizzled=False))
+
+    @cached_property
+    def rows(self) -> Boxes:
+        """TMA descriptors of packed rows."""
+        return Boxes(lambda rows: descriptor(rows, [BOX_ROWS.value, CHUNK]))
+
+    def _word_box(self, w: Tensor) -> TensorDescriptor:
+        pieces = CHUNK * CHUNK * self.BITS // 32 // 256
+        chunks = self.K // CHUNK
+        shape = [w.shape[0], self.WEIGHT_ROWS // CHUNK, chunks, pieces, 256]
+        strides = [w.stride(0), chunks * pieces * 256, pieces * 256, 256, 1]
+        box = [1, 1, STAGE_K // CHUNK, pieces, 256]
+        return descriptor(w, box, shape, strides, swizzled=False)
+
+
+class Variant(NamedTuple):
+    """Facts of the tensors that constants depend on."""
+
+    half: bool
+    """Whether rows are fp16, else bf16."""
+    scale_rows: int
+    """Weight rows that share a scale of all K."""
+    global_rows: int
+    """Weight rows that share a global scale; 0: there is none."""
+
+
+@lru_cache(maxsize=4096)
+def constants(problem: GemmProblem, tiles: HopperTiles, variant: Variant) -> Constants:
+    """The `Constants` of a GEMM."""
+    sizes, rule, quant = problem.sizes, problem.rule, get_scheme(problem.scheme).weight
+    gated = rule is not None and rule.gated
+    apart = gated and not rule.interleaved
+    few, cols = (
+        tiles.kernel == DECODE_FEW,
+        quant.shared_cols or (EVERY_COLUMN if quant.zero_point else 0),
+    )
+    stage_units = tiles.block_n // CHUNK
+    scaled = "rows" if not cols else "weights"
+    if few and cols >= STAGE_K and quant.scale == "input":
+        scaled = "sums"
+    exponent = 4 if quant.element.name == "fp8" else quant.element.exponent
+    shifted = cols > 0 and quant.scale in ("e8m0", "e4m3")
+    lifted = (16 if variant.half else 128) - 2 ** (exponent - 1) if exponent else 0
+    zero_bits = quant.element.stored_bits if quant.zero_point else 0
+    return Constants(
+        N=sizes.n,
+        K=sizes.k,
+        TOP_K=problem.top_k,
+        RULE=rule,
+        INTERLEAVED=gated and not apart,
+        APART=sizes.n // CHUNK if apart else 0,
+        WEIGHT_ROWS=problem.weight[1],
+        HALF=variant.half,
+        BITS=quant.element.stored_bits,
+        EXPONENT=exponent,
+        OFFSET=quant.element.offset,
+        STORED=quant.element.bits,
+        SCALE=quant.scale,
+        COLS=cols,
+        SCALED=scaled,
+        LIFTED=lifted,
+        CORRECTION=2.0 ** (lifted - SHIFT.value),
+        APPLIED=exponent > 0 and not shifted,
+        RESTORE=2.0**SHIFT.value if shifted else 1.0,
+        SCALE_ROWS=variant.scale_rows,
+        GLOBAL_ROWS=variant.global_rows,
+        BLOCK_M=tiles.block_m,
+        GROUP_M=tiles.group_m,
+        STAGES=tiles.num_stages,
+        UNITS=stage_units if few else stage_units // 2,
+        STAGE_UNITS=stage_units,
+        STAGE_GROUPS=max(1, STAGE_K // cols) if cols else 0,
+        ZERO_BYTES=CHUNK * zero_bits // 8,
+        STAGE_BYTES=stage_bytes(tiles, quant),
+        ON_DEMAND=tiles.on_demand,
+        NUM_N=cdiv(problem.weight[1], tiles.block_n),
+        STEPS=cdiv(sizes.k, STAGE_K),
+    )
+
+
+class DecodeGemm:
+    """A kernel for packed weights, ready to run."""
+
+    def __init__(self, problem: GemmProblem, plan: GemmPlan) -> None:
+        self.problem, self.tiles, self.packed_rows = problem, plan.config, plan.packed_rows
+
+    def __call__(self, out: Tensor, given: GemmOperands) -> None:
+        """``out[s] = f(topk_weights[s] * a[s // top_k] @ dequantized(w[e]).T + bias[e])``."""
+        c = constants(self.problem, self.tiles, self._variant(given))
+        told = tile_arguments(given.tiles, out.shape[0], given.w.shape[0])
+        words, scale = c.words.of(given.w), given.w_scale
+        scales = c.scales.of(scale) if c.STAGE_GROUPS else words
+        zeros = c.zeros.of(given.w_zero_point) if c.ZERO_BYTES else words
+        vectors = (
+            dense(given.bias), dense(given.topk_weights),
+            out if given.w_global_scale is None else dense(given.w_global_scale), dense(scale),
+        )  # fmt: skip
+        processors = device_facts(out.device).processors
+        if self.tiles.kernel == DECODE_FEW:
+            most = max_row_tiles(out.shape[0], given.w.shape[0], c.BLOCK_M) * c.NUM_N
+            programs = min(few_ctas(c.BLOCK_M) * processors, most)
+            bias, weights, *rest = vectors
+            c.few(
+                (programs,), given.a, given.a.stride(0), words, scales, zeros, bias, weights, out,
+                *rest, *told,
+            )  # fmt: skip
+        else:
+            plan, _, num_slots, *_ = told
+            rows, _ = pack_rows(given.a, None, plan, num_slots, self.packed_rows, c.TOP_K)
+            counter = plan.new_zeros(1) if c.ON_DEMAND else plan
+            c.many(
+                (processors,), out, c.rows.of(rows), words, scales, zeros, *vectors, counter, *told
+            )
+
+    def _variant(self, given: GemmOperands) -> Variant:
+        rows, factor = self.problem.weight[1], given.w_global_scale
+        quant = get_scheme(self.problem.scheme).weight
+        scale_rows = rows_per_scale(given.w_scale, quant, rows)
+        global_rows = 0 if factor is None else rows // (factor.numel() // given.w.shape[0])
+        return Variant(given.a.dtype == torch.float16, scale_rows, global_rows)

@@ -1,0 +1,177 @@
+"""Gluon kernel of the expert GEMMs with packed weights for many rows on Hopper.
+
+As in `packed`, one warp copies tiles of both operands into a ring, and a warp schedules. As in
+`decode_few`, weights are the first operand of WGMMA and are decoded in registers. Two warp groups
+multiply, each its own units of weight rows with all rows of a tile: a weight is decoded once for up
+to 128 rows. A warp group has two sums; while the product of one is under way, it decodes the
+weights of the other. While one warp group waits, the other's products keep the tensor cores busy.
+
+ptxas keeps the registers that a product reads until the product is waited for, as long as that
+happens in the same basic block; otherwise it would wait for every product at once (C7513). So all
+products of a stage are waited for before the next stage's barrier.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_init,
+    warpgroup_mma_wait,
+)
+
+from moe_ops.kernels._gemm.tile import COUNTED
+from moe_ops.kernels._hopper.decode_few import (
+    CHUNKS,
+    Ring,
+    allocate_boxes,
+    decode_chunk,
+    store_units,
+)
+from moe_ops.kernels._hopper.fragments import UNIT
+from moe_ops.kernels._hopper.packed import load_box
+from moe_ops.kernels._hopper.products import BOX_ROWS
+from moe_ops.kernels._hopper.schedule import hear, make_queue, schedule
+from moe_ops.kernels._hopper.slots import Vectors, count_tiles
+from moe_ops.kernels._runtime.dependent import take_turn
+from moe_ops.kernels._runtime.slots import HEADER
+
+GROUPS = gl.constexpr(2)
+"""Multiplying warp groups."""
+
+
+@gluon.jit
+def copy_tiles(a_desc, w_desc, scale_desc, zero_desc, ring, queue, C: gl.constexpr):
+    """The copying warp: copy every tile of both operands, in the order of the products."""
+    BOXES: gl.constexpr = C.BLOCK_M // BOX_ROWS
+    UNITS: gl.constexpr = C.UNITS * GROUPS
+    step, number = gl.to_tensor(0), gl.to_tensor(0)
+    m, n, expert, _, boxes = hear(queue, number, 1)
+    while boxes > 0:
+        for k in range(C.STEPS):
+            stage = step % C.STAGES
+            mbarrier.wait(ring.empty.index(stage), (step // C.STAGES + 1) & 1)
+            full = ring.full.index(stage)
+            mbarrier.expect(full, C.STAGE_BYTES)
+            for chunk in gl.static_range(CHUNKS):
+                for box in gl.static_range(BOXES):
+                    at = [m * C.BLOCK_M + box * BOX_ROWS, (k * CHUNKS + chunk) * UNIT]
+                    to = ring.rows.index(stage * CHUNKS + chunk).slice(box * BOX_ROWS, BOX_ROWS, 0)
+                    load_box(a_desc, at, full, to)
+            for i in gl.static_range(UNITS):
+                unit = unit_of(n, i // C.UNITS, i % C.UNITS, C)
+                at = [expert, unit, k * CHUNKS, 0, 0]
+                load_box(w_desc, at, full, ring.words.index(stage * UNITS + i))
+                if C.STAGE_GROUPS > 0:
+                    at = [expert, k * CHUNKS * UNIT // C.COLS, unit * UNIT]
+                    load_box(scale_desc, at, full, ring.scales.index(stage * UNITS + i))
+                if C.ZERO_BYTES > 0:
+                    at = [expert, k * CHUNKS * UNIT // C.COLS, unit * C.ZERO_BYTES]
+                    load_box(zero_desc, at, full, ring.zeros.index(stage * UNITS + i))
+            step += 1
+        number += 1
+        m, n, expert, _, boxes = hear(queue, number, 1)
+
+
+@gluon.jit
+def unit_of(n, GROUP: gl.constexpr, NUMBER: gl.constexpr, C: gl.constexpr):
+    """Unit NUMBER of a warp group's share of a tile: see `decode_few.unit_of`."""
+    share = n * GROUPS + GROUP
+    return share + NUMBER * C.APART if C.APART > 0 else share * C.UNITS + NUMBER
+
+
+@gluon.jit
+def add_tile(step, ring, sums, GROUP: gl.constexpr, C: gl.constexpr):
+    """Main loop: weights are decoded while the product of the ones before is under way."""
+    LAYOUT: gl.constexpr = sums[0].type.layout
+    DOT: gl.constexpr = gl.DotOperandLayout(0, LAYOUT, 2)
+    FIRST: gl.constexpr = GROUP * C.UNITS
+    sum0, sum1 = sums[0], sums[1]
+    for _ in range(C.STEPS):
+        stage = step % C.STAGES
+        mbarrier.wait(ring.full.index(stage), (step // C.STAGES) & 1)
+        p1 = warpgroup_mma_init(sum1)
+        for chunk in gl.static_range(CHUNKS):
+            rows = ring.rows.index(stage * CHUNKS + chunk).permute((1, 0))
+            w0 = decode_chunk(ring, stage, chunk, FIRST, DOT, C)
+            p0 = warpgroup_mma(w0, rows, sum0, is_async=True)
+            sum1 = warpgroup_mma_wait(1, [p1])
+            w1 = decode_chunk(ring, stage, chunk, FIRST + 1, DOT, C)
+            p1 = warpgroup_mma(w1, rows, sum1, is_async=True)
+            sum0 = warpgroup_mma_wait(1, [p0])
+        sum1 = warpgroup_mma_wait(0, [p1])
+        mbarrier.arrive(ring.empty.index(stage))
+        step += 1
+    return (sum0, sum1), step
+
+
+@gluon.jit
+def multiply(out, bias, weights, ring, queue, v, GROUP: gl.constexpr, C: gl.constexpr):
+    """A multiplying warp group: compute its share of every tile of this program."""
+    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.BLOCK_M, 16])
+    step, number = gl.to_tensor(0), gl.to_tensor(0)
+    m, n, expert, _, boxes = hear(queue, number, 4)
+    while boxes > 0:
+        zero = gl.full((UNIT, C.BLOCK_M), 0, gl.float32, LAYOUT)
+        sums, step = add_tile(step, ring, (zero, zero), GROUP, C)
+        row = m * C.BLOCK_M + gl.arange(0, C.BLOCK_M, layout=gl.SliceLayout(0, LAYOUT))
+        slot = gl.load(v.tiles + HEADER + row)
+        slot = gl.where((slot < v.num_slots) & (expert >= 0), slot, -1)
+        units = unit_of(n, GROUP, 0, C), unit_of(n, GROUP, 1, C)
+        store_units(out, bias, weights, sums, units, slot, expert, v, C)
+        number += 1
+        m, n, expert, _, boxes = hear(queue, number, 4)
+
+
+@gluon.jit
+def multiply_first(out, bias, weights, ring, queue, v, C: gl.constexpr):
+    """See `multiply`."""
+    multiply(out, bias, weights, ring, queue, v, 0, C)
+
+
+@gluon.jit
+def multiply_second(out, bias, weights, ring, queue, v, C: gl.constexpr):
+    """See `multiply`."""
+    multiply(out, bias, weights, ring, queue, v, 1, C)
+
+
+@gluon.jit(do_not_specialize=COUNTED)
+def hopper_decode_many_kernel(
+    out, a_desc, w_desc, scale_desc, zero_desc, bias, topk_weights, global_scale, weight_scale,
+    counter, tiles, expert_map, num_slots, num_ids, num_experts, num_entries, C: gl.constexpr,
+):  # fmt: skip
+    """``out[s] = f(a[row of s] @ decoded(w[e]).T + bias[e])``; padding rows are not written."""
+    STAGES: gl.constexpr = C.STAGES
+    SWIZZLED: gl.constexpr = a_desc.layout
+    shape: gl.constexpr = [STAGES * CHUNKS, C.BLOCK_M, UNIT]
+    rows = gl.allocate_shared_memory(a_desc.dtype, shape, SWIZZLED)
+    boxes: gl.constexpr = [STAGES * C.UNITS * GROUPS]
+    words = allocate_boxes(w_desc, boxes)
+    scales, zeros = words, words
+    if C.STAGE_GROUPS > 0:
+        scales = allocate_boxes(scale_desc, boxes)
+    if C.ZERO_BYTES > 0:
+        zeros = allocate_boxes(zero_desc, boxes)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(full.index(stage), count=1)
+        mbarrier.init(empty.index(stage), count=GROUPS)
+    queue = make_queue(GROUPS + 1)
+    fence_async_shared()
+    ring = Ring(rows, words, scales, zeros, full, empty)
+    take_turn(LONG=True)
+    num_tiles = count_tiles(tiles, num_slots, num_ids, num_entries, C)
+    of_weights = global_scale, weight_scale
+    v = Vectors(of_weights, tiles, expert_map, num_tiles, num_slots, num_ids, num_experts)
+    gl.warp_specialize(
+        [
+            (multiply_first, (out, bias, topk_weights, ring, queue, v, C)),
+            (multiply_second, (out, bias, topk_weights, ring, queue, v, C)),
+            (copy_tiles, (a_desc, w_desc, scale_desc, zero_desc, ring, queue, C)),
+            (schedule, (queue, counter, v, C)),
+        ],
+        [4, 1, 1],
+        [232, 24, 24],
+    )

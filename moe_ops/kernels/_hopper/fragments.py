@@ -1,0 +1,309 @@
+"""Decode packed weights (`scheme.packed`) in registers, as the first operand of WGMMA.
+
+A packed word holds numbers that one thread multiplies: 4-bit ones of a k16 tile of 64 weight rows
+(pairs of neighbours along K, of two neighbouring rows and both halves of the tile), or 8-bit ones
+of half of the tile. Words are decoded as pairs of 16-bit lanes, by the steps of `_gemm.dequantize`:
+integers go into the mantissa of a float from which a constant, or the zero point, is subtracted;
+the bits of small floats are moved to their places and multiplied by the bias correction.
+
+One-byte scales and the correction are one factor, with an exponent that is less by SHIFT so that
+bf16 holds it. RESTORE undoes that on the sums. Scales outside of ``2 ** -60 .. 2 ** 64`` are not
+served: see `pack_weight`.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+UNIT = gl.constexpr(64)
+"""Weight rows, and numbers along K, of a packed chunk."""
+WORDS = gl.constexpr(gl.BlockedLayout([1, 1, 1, 4], [1, 8, 4, 1], [4, 1, 1, 1], [3, 2, 1, 0]))
+"""Layout of words ``(warp, row pair, column pair, k16 tile)``: a thread has four neighbours."""
+PAIRS = gl.constexpr(
+    gl.DistributedLinearLayout(
+        [[0, 0, 1]],
+        [[0, 0, 0], [0, 0, 0], [0, 1, 0], [0, 2, 0], [0, 4, 0]],
+        [[1, 0, 0], [2, 0, 0]],
+        [],
+        [4, 8, 2],
+    )
+)
+"""Layout of one number for each row of a unit, ``(warp, row pair, row of the pair)``."""
+SHIFT = gl.constexpr(64)
+"""One-byte scales multiply weights with this exponent less than they have."""
+
+
+@gluon.constexpr_function
+def is_float(C):
+    """Whether weights are small floats."""
+    return C.EXPONENT > 0
+
+
+@gluon.jit
+def multiply_lanes(x, y, HALF: gl.constexpr):
+    """The products of the 16-bit lanes of two words; fp16 if HALF, else bf16."""
+    if HALF:
+        z = gl.inline_asm_elementwise(
+            "mul.rn.f16x2 $0, $1, $2;", "=r,r,r", [x, y], gl.int32, True, 1
+        )
+    else:
+        z = gl.inline_asm_elementwise(
+            "mul.rn.bf16x2 $0, $1, $2;", "=r,r,r", [x, y], gl.int32, True, 1
+        )
+    return z
+
+
+@gluon.jit
+def subtract_lanes(x, y, HALF: gl.constexpr):
+    """The differences of the 16-bit lanes of two words; fp16 if HALF, else bf16."""
+    if HALF:
+        z = gl.inline_asm_elementwise(
+            "sub.rn.f16x2 $0, $1, $2;", "=r,r,r", [x, y], gl.int32, True, 1
+        )
+    else:
+        z = gl.inline_asm_elementwise(
+            "sub.rn.bf16x2 $0, $1, $2;", "=r,r,r", [x, y], gl.int32, True, 1
+        )
+    return z
+
+
+@gluon.jit
+def both_lanes(x):
+    """A 16-bit value in both lanes of a word."""
+    bits = x.to(gl.int16, bitcast=True).to(gl.int32) & 0xFFFF
+    return bits | (bits << 16)
+
+
+@gluon.jit
+def constant_lanes(BITS: gl.constexpr, like):
+    """A 16-bit constant in both lanes of each word."""
+    return gl.full(like.shape, BITS | (BITS << 16), gl.int32, like.type.layout)
+
+
+@gluon.jit
+def nibble_lanes(word, Q: gl.constexpr, zero, C: gl.constexpr):
+    """Register Q of a word of 4-bit integers, minus the zero point; ``zero``: magic + it."""
+    MAGIC: gl.constexpr = 0x6400 if C.HALF else 0x4300
+    value = ((word >> (4 * Q)) & 0x000F000F) | constant_lanes(MAGIC, word)
+    if zero is None:
+        zero = constant_lanes(MAGIC + 8, word)
+    return subtract_lanes(value, zero, C.HALF)
+
+
+@gluon.jit
+def float_lanes(word, Q: gl.constexpr, C: gl.constexpr):
+    """Register Q of a word of 4-bit floats, still to be multiplied by the bias correction.
+
+    Packed bits lie so that sign and magnitude move together: see `scheme.packed`.
+    """
+    if Q == 0:
+        value = word & -0x7E3F7E40
+    elif Q == 1:
+        value = (word << 6) & -0x7E3F7E40
+    elif Q == 2:
+        bits = word.to(gl.uint32, bitcast=True)
+        value = ((bits >> 4) | (bits << 28)).to(gl.int32, bitcast=True) & -0x7E3F7E40
+    else:
+        value = ((word << 2) & -0x7F3F7F40) | ((word >> 6) & 0x01000100)
+    if C.HALF:
+        value = (value & -0x7FFF8000) | ((value & 0x01C001C0) << 3)
+    return value
+
+
+@gluon.jit
+def byte_lanes(word, J: gl.constexpr, C: gl.constexpr):
+    """Bytes J of both lanes as numbers: integers, or floats still to be corrected."""
+    if C.EXPONENT > 0:
+        DOWN: gl.constexpr = (5 if C.HALF else 8) - C.EXPONENT
+        LIFT: gl.constexpr = 16 - C.STORED
+        UP: gl.constexpr = LIFT - 8 * J
+        MAGNITUDE: gl.constexpr = ((1 << (C.STORED - 1)) - 1) << (LIFT - DOWN)
+        lifted = word << UP if UP >= 0 else word >> -UP
+        moved = word << (UP - DOWN) if UP >= DOWN else word >> (DOWN - UP)
+        value = (lifted & -0x7FFF8000) | (moved & (MAGNITUDE | (MAGNITUDE << 16)))
+    else:
+        bits = (word >> (8 * J)) & 0x00FF00FF
+        if C.OFFSET == 0:
+            bits ^= 0x00800080
+        if C.HALF:  # 1024 + integer
+            value = subtract_lanes(bits | 0x64006400, constant_lanes(0x6480, word), True)
+        else:  # bf16 has seven mantissa bits: bit 7 decides whether 128 or 256 is subtracted
+            less = (~bits & 0x00800080) | 0x43004300
+            value = subtract_lanes((bits & 0x007F007F) | 0x43004300, less, False)
+    return value
+
+
+@gluon.jit
+def scale_lanes(stored, C: gl.constexpr):
+    """Scales as factors of decoded weights, in both lanes of a word."""
+    if C.SCALE == "e8m0":  # 2 ** (s - 127), times the correction and 2 ** -SHIFT
+        field = gl.minimum(stored.to(gl.int32) + (C.LIFTED - SHIFT), 254) << 7
+        word = field | (field << 16)
+    elif C.SCALE == "e4m3":
+        bits = stored.to(gl.uint8, bitcast=True).to(gl.int32) << 20
+        value = bits.to(gl.float32, bitcast=True) * 2.0**120 * C.CORRECTION
+        word = both_lanes(value.to(gl.bfloat16))
+    else:
+        word = both_lanes(stored)
+    return word
+
+
+@gluon.jit
+def scale_words(scales, box, chunk: gl.constexpr, C: gl.constexpr):
+    """The scales of a unit's chunk, for each word: of the even rows, of the odd rows."""
+    FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
+    BOXES: gl.constexpr = C.STAGES * C.STAGE_UNITS
+    shape: gl.constexpr = [BOXES * C.STAGE_GROUPS, 4, 8, 2]
+    view = scales._reinterpret(scales.dtype, shape, FLAT)
+    EACH: gl.constexpr = max(1, C.STAGE_GROUPS // 2)  # groups of a chunk
+    first = box * C.STAGE_GROUPS + chunk * (C.STAGE_GROUPS // 2)
+    even, odd = scale_lanes(view.index(first).load(PAIRS), C).split()
+    if EACH == 1:
+        even, odd = spread_rows(even), spread_rows(odd)
+    else:
+        e1, o1 = scale_lanes(view.index(first + 1).load(PAIRS), C).split()
+        if EACH == 2:
+            even, odd = spread_tiles(even, even, e1, e1), spread_tiles(odd, odd, o1, o1)
+        else:
+            e2, o2 = scale_lanes(view.index(first + 2).load(PAIRS), C).split()
+            e3, o3 = scale_lanes(view.index(first + 3).load(PAIRS), C).split()
+            even, odd = spread_tiles(even, e1, e2, e3), spread_tiles(odd, o1, o2, o3)
+    return even, odd
+
+
+@gluon.jit
+def scale_rows(scales, box, LAYOUT: gl.constexpr, C: gl.constexpr):
+    """The scale of each row of a unit's sums, in a stage that has one scale per row."""
+    FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
+    view = scales._reinterpret(scales.dtype, [C.STAGES * C.STAGE_UNITS, 4, 8, 2], FLAT)
+    rows = view.index(box).load(PAIRS).to(gl.float32).permute((0, 2, 1)).reshape((64,))
+    return gl.convert_layout(rows, gl.SliceLayout(1, LAYOUT), assert_trivial=True)
+
+
+@gluon.jit
+def zero_words(zeros, box, chunk: gl.constexpr, C: gl.constexpr):
+    """The zero points of a unit's chunk, for each word: of the even rows, of the odd rows.
+
+    A chunk has one or two groups. 4-bit ones come with the float that `nibble_lanes` subtracts.
+    """
+    GROUPS: gl.constexpr = C.STAGE_GROUPS
+    first = box * GROUPS + chunk * (GROUPS // 2)
+    even, odd = zero_lanes(zeros, first, C)
+    if GROUPS <= 2:
+        even, odd = spread_rows(even), spread_rows(odd)
+    else:
+        e1, o1 = zero_lanes(zeros, first + 1, C)
+        if GROUPS == 4:
+            even, odd = spread_tiles(even, even, e1, e1), spread_tiles(odd, odd, o1, o1)
+        else:
+            e2, o2 = zero_lanes(zeros, first + 2, C)
+            e3, o3 = zero_lanes(zeros, first + 3, C)
+            even, odd = spread_tiles(even, e1, e2, e3), spread_tiles(odd, o1, o2, o3)
+    return even, odd
+
+
+@gluon.jit
+def zero_lanes(zeros, at, C: gl.constexpr):
+    """A group's zero points of the even rows and of the odd rows, in both lanes of words."""
+    BOXES: gl.constexpr = C.STAGES * C.STAGE_UNITS * C.STAGE_GROUPS
+    if C.BITS == 4:
+        FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+        MAGIC: gl.constexpr = 0x64006400 if C.HALF else 0x43004300
+        view = zeros._reinterpret(gl.uint8, [BOXES, 4, 8], FLAT)
+        both = view.index(at).load(gl.SliceLayout(2, PAIRS)).to(gl.int32)
+        even, odd = both & 15, both >> 4
+        even, odd = even | (even << 16) | MAGIC, odd | (odd << 16) | MAGIC
+    else:
+        CUBE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
+        view = zeros._reinterpret(gl.uint8, [BOXES, 4, 8, 2], CUBE)
+        value = view.index(at).load(PAIRS).to(gl.float32) - 128.0
+        even, odd = both_lanes(value.to(gl.float16 if C.HALF else gl.bfloat16)).split()
+    return even, odd
+
+
+@gluon.jit
+def spread_rows(x):
+    """One number per row pair, for each word."""
+    OF_ROWS: gl.constexpr = gl.SliceLayout(2, gl.SliceLayout(3, WORDS))
+    x = gl.convert_layout(x, OF_ROWS, assert_trivial=True)
+    return gl.expand_dims(gl.expand_dims(x, 2), 3)
+
+
+@gluon.jit
+def spread_tiles(t0, t1, t2, t3):
+    """One number per row pair and k16 tile, for each word."""
+    both = gl.join(gl.join(t0, t2), gl.join(t1, t3)).reshape((4, 8, 4))
+    x = gl.convert_layout(both, gl.SliceLayout(2, WORDS), assert_trivial=True)
+    return gl.expand_dims(x, 2)
+
+
+@gluon.jit
+def scaled(value, scale, zero, C: gl.constexpr):
+    """Decoded numbers minus their zero points, times their scales, if there are any."""
+    if C.APPLIED:
+        BITS: gl.constexpr = (C.LIFTED + 15) << 10 if C.HALF else (C.LIFTED + 127) << 7
+        value = multiply_lanes(value, constant_lanes(BITS, value), C.HALF)
+    if zero is not None:
+        value, less = gl.broadcast(value, zero)
+        value = subtract_lanes(value, less, C.HALF)
+    if scale is not None:
+        value, factor = gl.broadcast(value, scale)
+        value = multiply_lanes(value, factor, C.HALF)
+    return value
+
+
+@gluon.jit
+def numbers(word, DTYPE: gl.constexpr):
+    """The two lanes of each word, along a new last axis."""
+    low = (word & 0xFFFF).to(gl.int16).to(DTYPE, bitcast=True)
+    high = (word >> 16).to(gl.int16).to(DTYPE, bitcast=True)
+    return gl.join(low, high)
+
+
+@gluon.jit
+def decode_nibbles(words, scale, zero, DTYPE: gl.constexpr, DOT: gl.constexpr, C: gl.constexpr):
+    """A chunk of 4-bit weights as WGMMA's first operand."""
+    r = ()
+    for q in gl.static_range(4):
+        factor = None if scale is None else scale[q % 2]
+        if C.EXPONENT > 0:
+            value = float_lanes(words, q, C)
+        elif zero is None:
+            value = nibble_lanes(words, q, None, C)
+        else:
+            _, less = gl.broadcast(words, zero[q % 2])
+            value = nibble_lanes(words, q, less, C)
+        r += (scaled(value, factor, None, C),)
+    word = gl.join(gl.join(r[0], r[1]), gl.join(r[2], r[3]))
+    both = numbers(word, DTYPE)  # (warp, pair, column, tile, row, half of the tile, k)
+    chunk = both.permute((0, 4, 1, 3, 5, 2, 6)).reshape((64, 64))
+    return gl.convert_layout(chunk, DOT, assert_trivial=True)
+
+
+@gluon.jit
+def bytes_of_row(left, right, scale, zero, J: gl.constexpr, DTYPE: gl.constexpr, C: gl.constexpr):
+    """The 8-bit weights of row J of each pair, in the words of a chunk's two halves."""
+    both = gl.join(byte_lanes(left, J, C), byte_lanes(right, J, C))
+    word = both.reshape((4, 8, 4, 2, 2, 2))  # (warp, pair, column, tile, half of it, half)
+    LAYOUT: gl.constexpr = word.type.layout
+    factor = None if scale is None else spread_halves(scale[J], LAYOUT)
+    less = None if zero is None else spread_halves(zero[J], LAYOUT)
+    return numbers(scaled(word, factor, less, C), DTYPE)
+
+
+@gluon.jit
+def decode_bytes(left, right, scale, zero, DTYPE: gl.constexpr, DOT: gl.constexpr, C: gl.constexpr):
+    """A chunk of 8-bit weights, in the words of its two halves, as WGMMA's first operand."""
+    even = bytes_of_row(left, right, scale, zero, 0, DTYPE, C)
+    odd = bytes_of_row(left, right, scale, zero, 1, DTYPE, C)
+    chunk = gl.join(even, odd).permute((0, 7, 1, 5, 3, 4, 2, 6)).reshape((64, 64))
+    return gl.convert_layout(chunk, DOT, assert_trivial=True)
+
+
+@gluon.jit
+def spread_halves(x, LAYOUT: gl.constexpr):
+    """One number per row pair, or per row pair and k16 tile, for the words of both halves."""
+    if x.shape[3] == 1:
+        cube = x.reshape((4, 8, 1, 1, 1, 1))
+    else:
+        cube = x.reshape((4, 8, 1, 2, 2)).permute((0, 1, 2, 4, 3)).reshape((4, 8, 1, 2, 1, 2))
+    return gl.convert_layout(cube, LAYOUT, assert_trivial=True)
