@@ -96,8 +96,9 @@ def operand_bytes(scheme: Scheme) -> int | None:
 def takes(gemm: Gemm, scheme: Scheme, groups: ScaleGroups | None, device: Device) -> bool:
     """Whether Hopper's kernels can compute a GEMM of these sizes on the GPU.
 
-    TMA boxes begin and end at multiples of 16 bytes, and hold 8 gate rows beside 8 up rows. The
-    columns of a warp group share a scale. Batch-invariant plans must use one kernel at every load.
+    TMA boxes begin and end at multiples of 16 bytes, and hold 8 gate rows beside 8 up rows. A warp
+    group multiplies up to 128 weight rows at a time, whose columns share scales: 128 columns, or 64
+    with a gate. Batch-invariant plans must use one kernel at every load.
 
     Args:
         gemm: sizes of the GEMM; ``itemsize`` is the operands'.
@@ -107,7 +108,7 @@ def takes(gemm: Gemm, scheme: Scheme, groups: ScaleGroups | None, device: Device
     """
     whole = gemm.k * gemm.itemsize % 16 == 0 and (gemm.halves == 1 or gemm.n % 8 == 0)
     if groups is not None and groups.k is not None:
-        whole &= groups.k == ROW_BYTES and groups.n >= 64 * (3 - gemm.halves)
+        whole &= groups.k == ROW_BYTES and groups.n >= 128 // gemm.halves
     served = operand_bytes(scheme) == gemm.itemsize and not gemm.rule.batch_invariant
     return device.arch == 90 and served and whole
 

@@ -71,11 +71,15 @@ class ScaleGroups(NamedTuple):
     k: int | None
     """Elements along K that share a scale, which a K block does not cross; None: all."""
     n: int
-    """Output columns whose weight rows (and up rows) share a scale, a power of two."""
+    """Length of the aligned runs of output columns whose weight rows share a scale, and whose up
+    rows share a scale; a power of two."""
 
 
 def scale_groups(n: int, k: int | None, weight_rows: int, rule: Formula | None) -> ScaleGroups:
     """The scale groups for ``n`` output columns.
+
+    The length of a run divides ``weight_rows``. If up rows follow gate rows, the up row of column c
+    is row ``n + c``, so the length also divides ``n``.
 
     Args:
         n: output columns.
@@ -86,9 +90,9 @@ def scale_groups(n: int, k: int | None, weight_rows: int, rule: Formula | None) 
     gated, interleaved = rule is not None and rule.gated, rule is not None and rule.interleaved
     if weight_rows >= (2 * n if gated else n) or (weight_rows == n and not interleaved):
         return ScaleGroups(k, EVERY_COLUMN)
-    if gated and not interleaved and n % weight_rows:
-        return ScaleGroups(k, 1)  # up rows begin inside a group
-    return ScaleGroups(k, max(1, (weight_rows & -weight_rows) // (2 if interleaved else 1)))
+    either = weight_rows | n if gated and not interleaved else weight_rows
+    length = either & -either  # the largest power of two that divides both
+    return ScaleGroups(k, max(1, length // (2 if interleaved else 1)))
 
 
 @lru_cache(maxsize=4096)

@@ -13,10 +13,10 @@ from moe_ops.pipeline.experts.standard import slot_experts
 from moe_ops.pipeline.gemms import expert_weights
 from moe_ops.pipeline.layer_checks import check_layer, check_not_quantized
 from moe_ops.pipeline.row_spaces import SlotRows, check_batch_invariant
-from moe_ops.pipeline.token_rows import quantize_tokens
+from moe_ops.pipeline.token_rows import first_rows
 from moe_ops.routing.arguments import check_logits, check_scoring
 from moe_ops.scheme import FusedMoEQuantConfig, Scheme
-from moe_ops.tensors import Routing, Rows
+from moe_ops.tensors import Routing
 
 NOT_QUANTIZED = FusedMoEQuantConfig("unquantized")
 
@@ -150,13 +150,17 @@ def _experts(
     flags = (apply_router_weight_on_input, batch_invariant)
     _check_call(*flags, scheme, *routing, global_num_experts, *layer)
     experts = expert_weights(w1, w2, config, biases)
-    rows, on_input = Rows(hidden_states), apply_router_weight_on_input
-    if scheme.activation is not None and on_input:  # router weights go in first
-        rows = Rows(*quantize_tokens(hidden_states, config, routing, w1.shape[0], on_input))
-    dtype = hidden_states.dtype
-    space = SlotRows.of(routing, w1.shape[0], scheme, dtype, batch_invariant, plan)
-    how = (scheme, space, routing.topk_weights, key, dtype, on_input)
-    return slot_experts(rows, experts, *how)
+    dtype, on_input = hidden_states.dtype, apply_router_weight_on_input
+    return slot_experts(
+        first_rows(hidden_states, config, routing, w1.shape[0], on_input),
+        experts,
+        scheme,
+        SlotRows.of(routing, w1.shape[0], scheme, dtype, batch_invariant, plan),
+        routing.topk_weights,
+        key,
+        dtype,
+        on_input,
+    )
 
 
 @checks.remembered

@@ -228,13 +228,13 @@ class FusedMoEKernel:
     def _experts(self, call: Call, given: list[PrepareResult]) -> Tensor:
         """Run the experts; ``given`` holds the only reference to the rows, so they can be freed."""
         a1q, scale, meta, _, _ = given.pop()
-        rows = [a1q]
-        del a1q
+        rows = [scale, a1q]
+        del a1q, scale
         batched = self.fused_experts.activation_format() is FusedMoEActivationFormat.BatchedExperts
         experts: Any = self.fused_experts
         return experts.apply(
             rows.pop(), call.w1, call.w2, call.topk_weights, call.topk_ids, call.activation,
-            num_experts_of(call), None if batched else call.expert_map, scale, meta,
+            num_experts_of(call), None if batched else call.expert_map, rows.pop(), meta,
             call.apply_router_weight_on_input,
         )  # fmt: skip
 

@@ -93,8 +93,7 @@ def workspace_nbytes(
     it depends on sizes only.
 
     A compiled layer holds no more than this, with one exception: if the number of tokens is a
-    symbol, rows that a GEMM quantizes are held in both forms. Rows that prepare made are held until
-    the experts return.
+    symbol, rows that a GEMM quantizes are held in both forms.
 
     Args:
         num_tokens: T; in the Batched format also the rows of each expert.

@@ -7,14 +7,25 @@ from conftest import HAS_CUDA, INTERPRETED
 from gemm_rows import activated, exact_rows, exact_scaled_rows, numbers
 from hopper_cases import CASES, SCHEMES
 from plans import planned, row_tile
+from sanitize import copied
 
+import moe_ops
 from moe_ops import ops
-from moe_ops.dispatch.hopper import PACKED, HopperTiles, packed_rows
+from moe_ops.dispatch.hopper import PACKED, STREAM, HopperTiles, packed_rows
 from moe_ops.dispatch.tile_plan import unpack_plan
 from moe_ops.dispatch.tiles import one_row_tile
 from moe_ops.reference.slots import local_experts
 from moe_ops.scheme import get_scheme, quantize_weight
-from moe_ops.testing import Problem, assert_matches_reference, make_inputs
+from moe_ops.testing import (
+    Problem,
+    assert_layer_matches,
+    assert_matches_reference,
+    bounded_oracle,
+    call,
+    make_inputs,
+    quantize_inputs,
+    reference_experts,
+)
 
 pytest.importorskip("triton")
 
@@ -170,7 +181,9 @@ def test_twins(scheme, case, hidden, width, activation, has_bias, launched):
 @pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize("tile", [64, 128])
 @pytest.mark.parametrize("block_n", [128, 256])
-@pytest.mark.parametrize(("width", "activation"), [(704, "silu"), (640, "gelu"), (328, None)])
+@pytest.mark.parametrize(
+    ("width", "activation"), [(704, "silu"), (672, "silu"), (640, "gelu"), (328, None)]
+)
 def test_every_packed_tile(scheme, tile, block_n, width, activation, launched):
     """Also those that are not the first choice; the last tile of a row is not whole."""
     kind, sizes = activation or "silu_no_mul", {"hidden_size": 400, "num_experts": 4, "top_k": 2}
@@ -180,7 +193,7 @@ def test_every_packed_tile(scheme, tile, block_n, width, activation, launched):
     )  # fmt: skip
     plain = twins.run(activation, 2, portable_only=True)
     config = HopperTiles(PACKED, tile, block_n, 3, 3, tile == 128)
-    if scheme == "fp8_block128" and width == 704:  # up rows begin inside a scale's
+    if scheme == "fp8_block128" and width == 672:  # columns share scales by 32, not by 64
         with pytest.raises(ValueError, match="^config must be tiles of a kernel that takes"):
             twins.run(activation, 2, config=config)
         return
@@ -189,6 +202,45 @@ def test_every_packed_tile(scheme, tile, block_n, width, activation, launched):
     real = (twins.ids.flatten() >= 0) & (twins.ids.flatten() < 4)
     exact = twins.exact(activation, 2)[real.cpu()]
     assert_matches_reference(fast[real].cpu(), exact, plain[real].cpu())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tile", [16, 32])
+@pytest.mark.parametrize("block_n", [64, 128])
+@pytest.mark.parametrize("activation", ["silu", "swigluoai"])
+def test_every_stream_tile_of_64_columns_that_share_scales(tile, block_n, activation, launched):
+    """Up rows begin inside a group of 128 rows; the last group along K is not whole."""
+    twins = Twins(
+        "fp8_block128", tile, num_tokens=40, num_experts=4, top_k=2, hidden_size=2880,
+        intermediate_size=704, activation=activation, routing="holes", has_bias=True,
+    )  # fmt: skip
+    plain = twins.run(activation, 2, portable_only=True)
+    fast = twins.run(activation, 2, config=HopperTiles(STREAM, tile, block_n, 1, 4))
+    assert launched == ["stream"]
+    real = (twins.ids.flatten() >= 0) & (twins.ids.flatten() < 4)
+    exact = twins.exact(activation, 2)[real.cpu()]
+    assert_matches_reference(fast[real].cpu(), exact, plain[real].cpu())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [1, 9, 64, 512, 4096])
+@pytest.mark.parametrize(("hidden", "width"), [(2880, 2880), (2880, 1440), (1408, 704), (640, 640)])
+@pytest.mark.parametrize("activation", ["silu", "swigluoai"])
+def test_layers_of_partial_groups_of_scales(tokens, hidden, width, activation, launched):
+    """Every load, with biases; halves of 1440 rows share scales by 32 and are the portable's."""
+    problem = Problem(
+        tokens, 8, 2, hidden, width, torch.bfloat16, activation, has_bias=True,
+        scheme="fp8_block128",
+    )  # fmt: skip
+    stored = quantize_inputs(problem, make_inputs(problem))
+    inputs, config = copied((stored.inputs, stored.config), "cuda")
+    actual = call(moe_ops.fused_experts, problem, inputs, quant_config=config)
+    kernel = "packed" if tokens > 64 else "stream"
+    both = (activation, width) != ("silu", 1440)
+    assert launched == ([] if tokens == 1 else [kernel] * (1 + both))
+    expected = reference_experts(problem, stored.inputs, stored.config)
+    exact = bounded_oracle(problem, stored.exact, stored.config)
+    assert_layer_matches(actual.cpu(), exact, expected)
 
 
 @pytest.mark.gpu

@@ -1,10 +1,13 @@
 """What a call allocates: `workspace_nbytes` against sums by hand, and against calls that run."""
 
+import weakref
+
 import pytest
 import torch
 from modular import SEPARATE, setup
 
 import moe_ops
+from moe_ops import ops
 from moe_ops.dispatch.tiles import num_tiles, padded_slots
 from moe_ops.pipeline.workspace import PeakMemory
 from moe_ops.testing import Problem
@@ -33,14 +36,13 @@ def test_standard_by_hand():
 
 
 def test_quantized_by_hand():
-    """Rows of tokens with their scales are held throughout; the intermediate is in bytes."""
-    rows = nbytes(T * H, 4 * T * (H // 128))
+    """Rows of tokens are freed after the first GEMM; the intermediate is in bytes."""
     h, y, out = nbytes(T * K * I, 4 * T * K * 2), nbytes(2 * T * K * H), nbytes(2 * T * H)
-    expected = rows + plan(T * K) + max(h + y, y + out)
+    expected = plan(T * K) + max(h + y, y + out)
     assert moe_ops.workspace_nbytes(T, H, I, E, K, BF16, scheme="fp8_block128") == expected
     # A scale of all rows is known after the last of them: the intermediate exists twice.
-    rows, h = nbytes(T * H, 4), nbytes(T * K * I, 4)
-    expected = rows + plan(T * K) + max(nbytes(2 * T * K * I) + h, h + y, y + out)
+    h = nbytes(T * K * I, 4)
+    expected = plan(T * K) + max(nbytes(2 * T * K * I) + h, h + y, y + out)
     assert moe_ops.workspace_nbytes(T, H, I, E, K, BF16, scheme="fp8_tensor") == expected
 
 
@@ -64,15 +66,60 @@ def test_packed_by_hand():
     one_tile = [moe_ops.workspace_nbytes(*sizes, device=d, **mode) for d in ("cpu", "sm_90")]
     assert one_tile == [plan(slots, 64, 64) + least] * 2
     rows, groups = slots + 127 * E, 4 * 2  # bytes of a row's scales
-    tokens_in, count = nbytes(tokens * H, groups * tokens), nbytes(4)
-    expected = count + tokens_in + plan(slots) + nbytes(h, y, rows * width, groups * rows)
+    expected = nbytes(4) + plan(slots) + nbytes(h, y, rows * width, groups * rows)
     assert moe_ops.workspace_nbytes(*sizes, scheme="fp8_block128", device="sm_90") == expected
     # Elsewhere rows are quantized before the GEMM, which does not hold them in both forms.
-    expected = tokens_in + plan(slots) + nbytes(slots * width, groups * slots, y)
+    expected = plan(slots) + nbytes(slots * width, groups * slots, y)
     assert moe_ops.workspace_nbytes(*sizes, scheme="fp8_block128", device="sm_80") == expected
     # An expert's 42 rows are not worth it.
     few = [moe_ops.workspace_nbytes(84, *sizes[1:], device=d) for d in ("cpu", "sm_90")]
     assert few[0] - plan(84 * K) == few[1] - plan(84 * K, 192)
+
+
+def test_a_long_prompt_by_hand():
+    """16384 tokens of DeepSeek-V3: the largest sum is that of the second GEMM.
+
+    It holds the intermediate twice, as it is and packed in 8 bits, and its result.
+    """
+    tokens, hidden, width, experts, k = 16384, 7168, 2048, 256, 8
+    slots = tokens * k
+    rows = slots + 127 * experts
+    first = [tokens * hidden, 4 * tokens * (hidden // 128), 2 * slots * width]
+    first += [rows * hidden, 4 * rows * (hidden // 128)]
+    second = [2 * slots * width, rows * width, 4 * rows * (width // 128), 2 * slots * hidden]
+    last = [2 * slots * hidden, 2 * tokens * hidden]
+    assert nbytes(*last) > nbytes(*first) and nbytes(*second) > nbytes(*last)
+    entries = 4 + rows + 2 * num_tiles(slots, experts, 16)
+    sizes = (tokens, hidden, width, experts, k, BF16)
+    found = moe_ops.workspace_nbytes(*sizes, scheme="fp8_block128", device="sm_90")
+    assert found == nbytes(4 * entries, 4, *second)
+
+
+@pytest.mark.parametrize("on_input", [False, True])
+@pytest.mark.parametrize("scheme", ["fp8_block128", "fp8_channel", "int8_tensor"])
+def test_rows_are_freed_after_the_first_gemm(scheme, on_input):
+    """By `fused_experts` and by `FusedMoEKernel`, also rows that contain router weights."""
+    problem = Problem(T, E, K, H, I, BF16, scheme=scheme, on_input=on_input)
+    s = setup(problem, moe_ops.TritonExperts)
+    alive, gemm = [], ops.scaled_matmul
+
+    def watched(a, *rest):
+        alive.append([ref() is not None for ref in refs])
+        refs.append(weakref.ref(a))
+        return gemm(a, *rest)
+
+    for run in (
+        lambda: moe_ops.fused_experts(
+            *s.inputs[:5], quant_config=s.config, apply_router_weight_on_input=on_input
+        ),
+        lambda: s.kernel.apply(**s.arguments()),
+    ):
+        refs = []
+        alive.clear()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(ops, "scaled_matmul", watched)
+            run()
+        assert alive == [[], [False]]
 
 
 def test_batched_by_hand():

@@ -20,7 +20,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from moe_ops.kernels._gemm.tile import COUNTED, activate
-from moe_ops.kernels._hopper.packed import load_box
+from moe_ops.kernels._hopper.packed import find_scales, load_box
 from moe_ops.kernels._hopper.products import Ring
 from moe_ops.kernels._hopper.schedule import find_tile
 from moe_ops.kernels._hopper.slots import Vectors, count_tiles, expert_of, slots_of
@@ -92,11 +92,12 @@ def next_product(step, ring, C: gl.constexpr, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
-def add_scaled(step, ring, w_at, up_at, x_at, real, acc, LAYOUT: gl.constexpr, C: gl.constexpr):
+def add_scaled(step, ring, scales, x_at, real, acc, LAYOUT: gl.constexpr, C: gl.constexpr):
     """Main loop for operands with scales per step of K, which are loaded two steps ahead.
 
     A step has one scale of the gate rows, one of the up rows, and one of each slot's row.
     """
+    w_at, up_at = scales
     of_gate, _ = gate_or_up(LAYOUT, C)
     NEXT: gl.constexpr = min(1, C.STEPS - 1)
     g0, g1 = gl.load(w_at), gl.load(w_at + NEXT)
@@ -149,12 +150,9 @@ def multiply(out, bias, ring, v, C: gl.constexpr):
         source = slot // C.TOP_K
         acc = gl.full((C.BLOCK_N, C.BLOCK_M), 0, gl.float32, LAYOUT)
         if C.SCALE_COLS is not None:
-            w_at = v.weight_scale + expert * (GROUPS * C.STEPS)
-            at = n * C.OUT_N * C.STEP
-            up_at = w_at + (at + C.UP) // C.SCALE_ROWS * C.STEPS
-            w_at += at // C.SCALE_ROWS * C.STEPS
+            scales = find_scales(expert, n * C.OUT_N, v, C)
             x_at = v.row_scale + source * C.STEPS
-            acc, step = add_scaled(step, ring, w_at, up_at, x_at, real, acc, LAYOUT, C)
+            acc, step = add_scaled(step, ring, scales[0], x_at, real, acc, LAYOUT, C)
         else:
             acc, step = add_products(step, ring, acc, LAYOUT, C)
         col = n * C.OUT_N + column

@@ -15,9 +15,9 @@ from moe_ops.pipeline.experts.supports import EVERY_SCHEME, Supports
 from moe_ops.pipeline.formats import FusedMoEActivationFormat
 from moe_ops.pipeline.gemms import expert_weights
 from moe_ops.pipeline.row_spaces import SlotRows
-from moe_ops.pipeline.token_rows import quantize_tokens
+from moe_ops.pipeline.token_rows import first_rows
 from moe_ops.routing import RoutingMethodType, select_experts
-from moe_ops.tensors import Routing, Rows
+from moe_ops.tensors import Routing
 
 
 class _Weighing(NamedTuple):
@@ -118,13 +118,9 @@ class MonolithicExperts(FusedMoEExpertsMonolithic):
         )
         routing = Routing(topk_weights, topk_ids, expert_map)
         on_input = apply_router_weight_on_input
-        rows = Rows(hidden_states)
-        if scheme.activation is not None and on_input:  # router weights go in first
-            arguments = (self.quant_config, routing, w1.shape[0], on_input)
-            rows = Rows(*quantize_tokens(hidden_states, *arguments))
         layer = (w1.shape[0], scheme, config.in_dtype, config.batch_invariant)
         return slot_experts(
-            rows,
+            first_rows(hidden_states, self.quant_config, routing, w1.shape[0], on_input),
             expert_weights(w1, w2, self.quant_config),
             scheme,
             SlotRows.of(routing, *layer),

@@ -39,6 +39,8 @@ def slot_experts(
 
     With router weights on the input, quantized rows (one per slot) already contain the weights.
     Rows that are not quantized are tokens, and GEMM 1 multiplies its product by the weights.
+
+    Rows are freed after GEMM 1 if the caller holds no reference to them.
     """
     _, topk_ids, expert_map = space.tiles
     weighted = weight_on_input and scheme.activation is not None
@@ -50,6 +52,7 @@ def slot_experts(
     space = space._replace(expert_order=scheme.weight is None)  # only the GEMMs touch rows between
     on_output = None if weight_on_input else topk_weights
     product = gemm(rows, weights.w1, space, top_k, scheme, dtype, activation, on_input)
+    del rows
     h = quantized(product, weights.a2_scale, weights.w2, space, scheme)
     del product  # `h` is another tensor where it is quantized
     if sums_at_once(space, scheme):
@@ -116,8 +119,10 @@ class TritonExperts(FusedMoEExpertsModular):
         routing = Routing(topk_weights, topk_ids, expert_map)
         scheme, dtype = self.quant_config.scheme, self.moe_config.in_dtype
         layer = (w1.shape[0], scheme, dtype, self.moe_config.batch_invariant)
+        rows = [Rows(hidden_states, a1q_scale)]
+        del hidden_states, a1q_scale  # `slot_experts` gets the only reference
         return slot_experts(
-            Rows(hidden_states, a1q_scale),
+            rows.pop(),
             expert_weights(w1, w2, self.quant_config),
             scheme,
             SlotRows.of(routing, *layer),
