@@ -67,10 +67,7 @@ def allocate_boxes(desc, COUNT: gl.constexpr):
 @gluon.jit
 def unit_of(n, unit: gl.constexpr, C: gl.constexpr):
     """A tile's units of 64 weight rows: neighbours, or one of gate rows and one of up rows."""
-    if C.APART > 0:
-        found = n + unit * C.APART
-    else:
-        found = n * C.UNITS + unit
+    found = n + unit * C.APART if C.APART > 0 else n * C.UNITS + unit
     return found
 
 
