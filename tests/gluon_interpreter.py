@@ -13,12 +13,11 @@ import contextlib
 import ctypes
 import math
 import threading
-from types import FunctionType, ModuleType, SimpleNamespace
+from types import FunctionType, SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import torch
-import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gluon_language
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
@@ -124,8 +123,8 @@ def _operation(name: str) -> None:
     setattr(Value, name, compute)
 
 
-for _name in ("add", "radd", "sub", "rsub", "mul", "rmul", "floordiv", "rfloordiv", "mod", "rmod", "and",
-              "rand", "or", "ror", "xor", "rxor", "lshift", "rshift", "truediv", "rtruediv", "lt",
+for _name in ("add", "radd", "sub", "rsub", "mul", "rmul", "floordiv", "rfloordiv", "mod", "rmod",
+              "and", "rand", "or", "ror", "xor", "rxor", "lshift", "rshift", "truediv", "rtruediv", "lt",
               "le", "gt", "ge", "eq", "ne"):  # fmt: skip
     _operation(f"__{_name}__")
 
@@ -229,6 +228,9 @@ class Slot:
     def barrier(self) -> Barrier:
         return self.owner.slots[self.i]
 
+    def put(self, barrier: Barrier) -> None:
+        self.owner.slots[self.i] = barrier
+
 
 def as_slot(x: Any) -> Slot:
     return x if isinstance(x, Slot) else x.index(0)
@@ -263,7 +265,9 @@ def atomic_add(pointer: Pointer, value: Any, sem: str = "") -> Value:
     return Value(old)
 
 
-def inline_asm(asm: str, constraints: str, args: Any, dtype: Any, is_pure: bool, pack: int) -> Value:
+def inline_asm(
+    asm: str, constraints: str, args: Any, dtype: Any, is_pure: bool, pack: int
+) -> Value:
     name, kind = asm.split()[0].split(".")[0], asm.split()[0].split(".")[2]
     lanes = {"bf16x2": torch.bfloat16, "f16x2": torch.float16}[kind]
     x, y = (a.data.contiguous().view(lanes).float() for a in args)
@@ -366,6 +370,15 @@ def _broadcast(x: Value, y: Value) -> tuple[Value, Value]:
     return Value(both[0]), Value(both[1])
 
 
+def _assert(condition: Any, message: str = "") -> None:
+    assert condition, message
+
+
+def _full(shape: Any, value: Any, dtype: Any, layout: Any = None) -> Value:
+    dtype = torch_dtype(dtype)
+    return Value(torch.as_tensor(plain(value)).to(dtype).expand(tuple(shape)).clone())
+
+
 LANGUAGE = SimpleNamespace(
     **{name: getattr(gluon_language, name) for name in (
         "int8", "uint8", "int16", "int32", "uint32", "int64", "float16", "bfloat16", "float32",
@@ -376,12 +389,11 @@ LANGUAGE = SimpleNamespace(
     num_programs=lambda axis: Value(torch.tensor(LOCAL.program[1])),
     to_tensor=lambda x: x if isinstance(x, Value) else Value(torch.as_tensor(x)),
     arange=lambda start, end, layout=None: Value(torch.arange(start, end)),
-    full=lambda shape, value, dtype, layout=None: Value(
-        torch.full(tuple(shape), 0, dtype=torch_dtype(dtype)) + torch.tensor(plain(value)).to(torch_dtype(dtype))
-    ),
+    full=_full,
     static_range=range,
     load=load, store=store, atomic_add=atomic_add,
     where=_where, minimum=_binary(torch.minimum), maximum=_binary(torch.maximum),
+    static_assert=_assert, erf=_unary(torch.erf), math=SimpleNamespace(erf=_unary(torch.erf)),
     cdiv=lambda x, y: -(-x // y),
     exp=_unary(torch.exp), abs=_unary(torch.abs), sigmoid=_unary(torch.sigmoid),
     max=lambda x, axis=0: Value(x.data.max(axis).values if x.data.dim() else x.data),
@@ -402,27 +414,28 @@ LANGUAGE = SimpleNamespace(
 """Gluon's language."""
 MBARRIER = SimpleNamespace(
     MBarrierLayout=lambda: Barriers(0),
-    init=lambda slot, count: setattr_slot(as_slot(slot), Barrier(count)),
+    init=lambda slot, count: as_slot(slot).put(Barrier(count)),
     wait=lambda slot, phase: as_slot(slot).barrier.wait(int(phase) & 1),
     arrive=lambda slot, count=1: as_slot(slot).barrier.update(count, 0),
     expect=expect,
 )
 COPYING_THREADS = 128
+
+
+def copies_arrive(slot: Any, increment_count: bool) -> None:
+    """Each thread of the copying warp group arrives."""
+    as_slot(slot).barrier.update(COPYING_THREADS, 0)
+
+
 MEANINGS: dict[str, Any] = {
     "gl": LANGUAGE, "mbarrier": MBARRIER, "load_box": load_box, "load_rows": load_rows,
-    "async_copy": SimpleNamespace(
-        mbarrier_arrive=lambda slot, increment_count: as_slot(slot).barrier.update(COPYING_THREADS, 0)
-    ),
+    "async_copy": SimpleNamespace(mbarrier_arrive=copies_arrive),
     "warpgroup_mma": product, "warpgroup_mma_wait": wait_for_products,
     "warpgroup_mma_init": lambda x: x, "fence_async_shared": lambda: None,
     "take_turn": lambda LONG=False: None, "gdc_wait": lambda: None,
     "wait_for_group": lambda: None,
 }  # fmt: skip
 """What names mean in a kernel's functions, besides their own functions and constants."""
-
-
-def setattr_slot(slot: Slot, barrier: Barrier) -> None:
-    slot.owner.slots[slot.i] = barrier
 
 
 def translated(value: Any, known: dict[int, Any]) -> Any:
@@ -434,7 +447,9 @@ def translated(value: Any, known: dict[int, Any]) -> Any:
     if getattr(value, "__triton_aggregate__", False):
         return _aggregate(value, known)
     raw = getattr(value, "fn", None)
-    if isinstance(value, JITFunction) or (raw is not None and callable(value) and isinstance(raw, FunctionType)):
+    if isinstance(value, JITFunction) or (
+        raw is not None and callable(value) and isinstance(raw, FunctionType)
+    ):
         return _function(value, raw, known)
     return value
 
@@ -478,12 +493,16 @@ def _aggregate(value: Any, known: dict[int, Any]) -> Any:
 def argument(x: Any) -> Any:
     """An argument of a launch as the kernel's function takes it."""
     if isinstance(x, torch.Tensor):
-        memory = x.as_strided((x.untyped_storage().nbytes() // x.element_size() - x.storage_offset(),), (1,))
+        memory = x.as_strided(
+            (x.untyped_storage().nbytes() // x.element_size() - x.storage_offset(),), (1,)
+        )
         return Pointer(memory)
     if isinstance(x, TensorDescriptor):
         facts = (x.base, x.shape, x.strides, x.block_shape)
         names = ("base", "shape", "strides", "block_shape")
-        return SimpleNamespace(dtype=x.base.dtype, layout=None, **dict(zip(names, facts, strict=True)))
+        return SimpleNamespace(
+            dtype=x.base.dtype, layout=None, **dict(zip(names, facts, strict=True))
+        )
     return Value(torch.tensor(x)) if type(x) is int else x
 
 

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from moe_ops.dispatch.device import device_facts
 from moe_ops.dispatch.gemm_plan import plan_gemm
+from moe_ops.dispatch.hopper_decode import MEASURED, decodes
 from moe_ops.dispatch.problem import layer_problem, sizes_of
 from moe_ops.dispatch.row_tiles import tile_rule
 from moe_ops.pipeline.layer_checks import known_arch
@@ -18,7 +19,8 @@ def reads_packed(
 ) -> bool:
     """Whether a kernel of the GPU that holds a weight reads the weight's packed form.
 
-    `plan_gemm` says so; kernels that read the packed form take any number of rows.
+    `plan_gemm` says so; kernels that read the packed form take any number of rows. As long as they
+    are not `MEASURED`, none does.
 
     Args:
         w: data of the weight, in either form.
@@ -35,7 +37,8 @@ def reads_packed(
         return False
     rule = tile_rule(scheme.key, dtype, w.device, batch_invariant)
     sizes = sizes_of(1, (experts, n, k), dtype.itemsize, rule, "")
-    problem = layer_problem(sizes, scheme, "", None, 1)._replace(packed=True)
+    served = MEASURED and decodes(quant, dtype)
+    problem = layer_problem(sizes, scheme, "", None, 1)._replace(packed=True, boxes=served)
     try:
         plan_gemm(problem, device_facts(w.device))
     except NotImplementedError:
