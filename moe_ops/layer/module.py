@@ -44,6 +44,8 @@ class FusedMoE(RoutesTokens, WeightLoading, SchemeState, KeepsBits):
     also ``*_weight_zero_point``, ``*_weight_scale_2`` (global scales, which multiply) and
     ``*_input_scale``. Biases are ``w13_bias`` and ``w2_bias``.
 
+    Weights of schemes that quantize weights only may be in the packed form: see `pack_`.
+
     Parameters do not require grad. They hold zeros until `load_checkpoint`, `load_state_dict` or
     `weight_loader` (also an attribute of each parameter) fills them. `load_checkpoint` sets the
     buffer ``w13_input_order`` for weights in act-order. A state dict says in ``_extra_state`` how

@@ -12,7 +12,6 @@ from moe_ops.dispatch import gemm_plan
 from moe_ops.dispatch.device import NO_GPU, assumed
 from moe_ops.layer.packing import packed_of
 from moe_ops.pipeline import packing
-from moe_ops.scheme import is_packed
 
 E, K, H, I, T = 4, 2, 128, 64, 5  # noqa: E741
 SCHEMES = ["int4_w4a16_g32_zp", "nvfp4_w4a16", "int8_w8a16", "fp8_w8a16"]
@@ -260,7 +259,7 @@ def test_compiled():
 
 @pytest.fixture
 def kernel_for_packed(monkeypatch):
-    """A kernel of sm_90 reads packed weights, and the weights are as if on that GPU."""
+    """A kernel of sm_90 reads packed weights."""
 
     def rule(problem, choice, device):
         takes = problem.packed and device.arch == 90 and not device.portable_only
@@ -269,13 +268,18 @@ def kernel_for_packed(monkeypatch):
         return gemm_plan.GemmPlan("fragments", choice.plain, False, 0, (), choice.source)
 
     monkeypatch.setattr(gemm_plan, "RULES", (rule, *gemm_plan.RULES))
-    monkeypatch.setattr(packing, "known_arch", lambda device: 90)
     gemm_plan._plan.cache_clear()
     yield
     gemm_plan._plan.cache_clear()
 
 
-@pytest.mark.usefixtures("kernel_for_packed")
+@pytest.fixture
+def on_gpu(monkeypatch, kernel_for_packed):
+    """Weights count as those of a GPU, which is Hopper unless another one is assumed."""
+    monkeypatch.setattr(packing, "known_arch", lambda device: 90)
+
+
+@pytest.mark.usefixtures("on_gpu")
 def test_loading_packs_for_the_gpu():
     layer = loaded("mxfp4_w4a16")
     assert packed_of(layer) == ("w13", "w2")
@@ -289,7 +293,7 @@ def test_loading_packs_for_the_gpu():
     assert packed_of(loaded("mxfp4_w4a16", 96)) == ("w13",)
 
 
-@pytest.mark.usefixtures("kernel_for_packed")
+@pytest.mark.usefixtures("on_gpu")
 def test_loading_leaves_plain_what_no_kernel_reads():
     assert not packed_of(loaded("mxfp4_w4a16", batch_invariant=True))
     assert not packed_of(loaded("fp8_channel"))
@@ -303,6 +307,6 @@ def test_loading_leaves_plain_what_no_kernel_reads():
     assert not packed_of(layer)
 
 
+@pytest.mark.usefixtures("kernel_for_packed")
 def test_nothing_packs_on_a_cpu():
-    layer = loaded("mxfp4_w4a16")
-    assert not is_packed(layer.w13_weight) and not is_packed(layer.w2_weight)
+    assert not packed_of(loaded("mxfp4_w4a16"))
