@@ -123,9 +123,11 @@ def _operation(name: str) -> None:
     setattr(Value, name, compute)
 
 
-for _name in ("add", "radd", "sub", "rsub", "mul", "rmul", "floordiv", "rfloordiv", "mod", "rmod",
-              "and", "rand", "or", "ror", "xor", "rxor", "lshift", "rshift", "truediv", "rtruediv", "lt",
-              "le", "gt", "ge", "eq", "ne"):  # fmt: skip
+_OPERATIONS = """
+    add radd sub rsub mul rmul truediv rtruediv floordiv rfloordiv mod rmod
+    and rand or ror xor rxor lshift rshift lt le gt ge eq ne
+"""
+for _name in _OPERATIONS.split():
     _operation(f"__{_name}__")
 
 

@@ -26,8 +26,8 @@ FEW_ROWS = 32
 """The largest row tile of the kernel for few rows."""
 FEW_STAGES, MANY_STAGES = 6, 4
 """The most stages: more bring nothing, or do not fit."""
-CTA_BYTES = 1024 + 2048
-"""Bytes of a CTA beside its stages: reserved by the system; barriers and the epilogue."""
+CTA_BYTES = 1024 + 512
+"""Bytes of a CTA beside its stages and its epilogue: reserved by the system, and barriers."""
 MANY_BYTES = 20 * 1024
 """The same of the kernel for many rows, with the buffers of its epilogue."""
 
@@ -72,7 +72,8 @@ def most_stages(tiles: HopperTiles, quant: Quant, device: Device) -> int:
     if tiles.kernel == DECODE_MANY:
         return (device.shared_memory - MANY_BYTES) // stage
     stage += tiles.block_m * STAGE_K * 2
-    return ((device.shared_memory + 1024) // few_ctas(tiles.block_m) - CTA_BYTES) // stage
+    beside = CTA_BYTES + 2 * 64 * min(tiles.block_m, 32)
+    return ((device.shared_memory + 1024) // few_ctas(tiles.block_m) - beside) // stage
 
 
 @lru_cache(maxsize=4096)

@@ -48,7 +48,9 @@ def matmul(x, q, bias, weights, tiles, k, scheme, activation="", programs=3):
     if not INTERPRETED:
         device = "cuda" if HAS_CUDA else "cpu"
         call = (None if t is None else t.to(device) for t in (x, *q, bias, weights))
-        return ops.weight_only_matmul(*call, [*plans.on(tiles, device)], k, scheme, activation).cpu()
+        return ops.weight_only_matmul(
+            *call, [*plans.on(tiles, device)], k, scheme, activation
+        ).cpu()
     out = reference.weight_only_matmul(*call)
     out = torch.full_like(out, torch.nan)
     if len(out) == 0:
