@@ -131,10 +131,10 @@ class FusedMoE(RoutesTokens, WeightLoading, SchemeState, KeepsBits):
         self.eplb_state: LayerEplbState | None = None
         if self.exchanges_tokens:
             self.rank_group.check("tp_group", parallel)
-            holders = given.expert_ranks(parallel, num_experts)
             slots = top_k + given.n_shared_experts
             self.quant_method.exchange = exchange_of(
-                self.moe_config, self.rank_group, given.max_num_tokens, holders, slots,
+                self.moe_config, self.rank_group, given.max_num_tokens,
+                lambda: given.expert_ranks(parallel, num_experts), slots,
                 equal_num_tokens=given.equal_num_tokens,
                 capacity_factor=given.capacity_factor,
             )  # fmt: skip

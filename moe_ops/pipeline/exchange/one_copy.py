@@ -60,6 +60,8 @@ class OneCopyExchange(TokenExchange):
             ``expert_ranks`` that contradict the ranks' ``expert_map`` (on all ranks).
     """
 
+    takes = frozenset({"expert_ranks"})
+
     def __init__(
         self,
         group: Any = None,

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from moe_ops import checks, ops
-from moe_ops.pipeline.exchange.base import Arrived, Outgoing, TokenExchange
+from moe_ops.pipeline.exchange.base import Arrived, Needs, Outgoing, TokenExchange
 from moe_ops.pipeline.exchange.memory import allocate
 from moe_ops.pipeline.prepare_finalize import Receiver
 from moe_ops.windows import WindowLayout, Windows, nothing
@@ -76,6 +76,9 @@ class SymmetricPrepareAndFinalize(TokenExchange):
         on the host. Here each program counts its exchanges in device memory.
     """
 
+    takes = frozenset(
+        {"hidden_size", "top_k", "dtype", "expert_ranks", "equal_num_tokens", "share"}
+    )
     max_num_tokens: int
 
     def __init__(
@@ -105,6 +108,19 @@ class SymmetricPrepareAndFinalize(TokenExchange):
         self.timeout, self.share, self.in_flight = float(timeout), share, in_flight
         self.expert_ranks = expert_ranks
         self._windows: list[Windows] = []
+
+    @classmethod
+    def make(cls, needs: Needs) -> TokenExchange:
+        """Make the exchange of a layer, which shares its windows with other layers.
+
+        Raises:
+            ValueError: no ``max_num_tokens``.
+        """
+        if needs.max_num_tokens is None:
+            raise ValueError(
+                "max_num_tokens must be given for all2all_backend 'symmetric', got None"
+            )
+        return super().make(needs)
 
     def connect(self, device: torch.device | str) -> list[Windows]:
         """Allocate the windows on ``device``, unless they are there; all ranks together.

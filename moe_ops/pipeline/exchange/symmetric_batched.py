@@ -65,6 +65,8 @@ class BatchedSymmetricPrepareAndFinalize(SymmetricPrepareAndFinalize):
         DeepEP's low-latency dispatch, which places rows in the order of arrival.
     """
 
+    takes = SymmetricPrepareAndFinalize.takes - {"equal_num_tokens"}
+
     def __init__(
         self,
         group: Any,
