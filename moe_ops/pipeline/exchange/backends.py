@@ -71,7 +71,7 @@ def exchange_of(
     if count == 1:
         return exchange
     replicas = _class("replicas", "ReplicaExchange")
-    return replicas(exchange, group, parallel.layer_rank, count, max_num_tokens)
+    return replicas(exchange, parallel.layer_rank, count, max_num_tokens)
 
 
 def exchange_class(backend: str) -> type[TokenExchange]:
