@@ -143,6 +143,18 @@ def check_errors(rank, ranks):
     uneven = torch.zeros(E, dtype=torch.int32)
     with pytest.raises(ValueError, match=r"equally many experts, got counts \[6, 0"):
         moe_ops.BatchedSymmetricPrepareAndFinalize(None, ROOM, 64, K, uneven)
+    part, config = exchange_of(ranks), moe_ops.FusedMoEQuantConfig("unquantized")
+    x = torch.ones(ROOM, PROBLEM.hidden_size, device=device(), dtype=PROBLEM.dtype)
+    ids = torch.zeros(ROOM, K, device=device(), dtype=torch.int32)  # K slots for one expert
+    call = (x, ids.float(), ids, E, None, False, config)
+    most, rows = ranks * ROOM, ranks * ROOM * K
+    assert part.prepare(*call).expert_tokens_meta.num_dropped.sum() == (rank == 0) * (rows - most)
+    with moe_ops.checking():
+        if rank:
+            part.prepare(*call)
+            return
+        with pytest.raises(ValueError, match=f"got {most}: {rows - most} rows did not fit"):
+            part.prepare(*call)
 
 
 def check_all(rank, ranks):

@@ -160,7 +160,7 @@ class BatchedSymmetricPrepareAndFinalize(SymmetricPrepareAndFinalize):
         )
         if after and quant is not None:
             rows, scale = ops.batched_quantize(rows, None, counts, quant.key)
-        check_none_dropped(dropped.sum(0, keepdim=True), self.group.size * self.max_num_tokens)
+        check_none_dropped(dropped, self.group.size * self.max_num_tokens)
         self._begin(windows, ids)
         meta = ExpertTokensMetadata(counts, None, dropped)
         found = PrepareResult(rows, None if quant is None else scale, meta, ids, weights)
