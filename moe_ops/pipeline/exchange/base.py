@@ -337,6 +337,14 @@ class TokenExchange(FusedMoEPrepareAndFinalizeModular):
         return ops.moe_quantize(tokens, scale, given, *slots, with_scale.key)
 
 
+def check_expert_ranks(expert_ranks: Tensor, ranks: int) -> None:
+    """Raise TypeError or ValueError unless these are int32 ``(E,)``, each one of the ranks."""
+    checks.tensor("expert_ranks", expert_ranks, 1, (torch.int32,))
+    wrong = expert_ranks[(expert_ranks < 0) | (expert_ranks >= ranks)]
+    if wrong.numel():
+        raise ValueError(f"expert_ranks must be in 0..{ranks - 1}, got {int(wrong[0])}")
+
+
 def check_equal_scales(of_ranks: list[float]) -> None:
     """Raise ValueError if the ranks have different static scales."""
     if len(set(of_ranks)) > 1:

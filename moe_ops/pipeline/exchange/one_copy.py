@@ -11,7 +11,12 @@ from torch import Tensor
 
 from moe_ops import checks, ops
 from moe_ops.pipeline.checking import is_checking
-from moe_ops.pipeline.exchange.base import Arrived, Outgoing, TokenExchange
+from moe_ops.pipeline.exchange.base import (
+    Arrived,
+    Outgoing,
+    TokenExchange,
+    check_expert_ranks,
+)
 from moe_ops.pipeline.exchange.packing import bytes_of_fp8, packed, unpacked
 from moe_ops.pipeline.prepare_finalize import Receiver
 
@@ -70,12 +75,7 @@ class OneCopyExchange(TokenExchange):
     ) -> None:
         super().__init__(group, max_num_tokens)
         if expert_ranks is not None:
-            checks.tensor("expert_ranks", expert_ranks, 1, (torch.int32,))
-            wrong = expert_ranks[(expert_ranks < 0) | (expert_ranks >= self.group.size)]
-            if wrong.numel():
-                raise ValueError(
-                    f"expert_ranks must be in 0..{self.group.size - 1}, got {int(wrong[0])}"
-                )
+            check_expert_ranks(expert_ranks, self.group.size)
         self.expert_ranks = expert_ranks
 
     @abstractmethod
