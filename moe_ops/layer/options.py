@@ -15,7 +15,7 @@ from moe_ops import checks
 from moe_ops.activation import Activation, MoEActivation
 from moe_ops.parallel import FusedMoEParallelConfig, determine_expert_map
 from moe_ops.parallel.parallel_config import check_group
-from moe_ops.parallel.placement import initial_physical_to_logical_map
+from moe_ops.parallel.placement import initial_physical_to_logical_map, ranks_of_experts
 from moe_ops.pipeline.row_spaces import check_batch_invariant
 from moe_ops.routing import SCORING_FUNCS, CustomRouting
 from moe_ops.scheme import UNQUANTIZED, Scheme, as_scheme
@@ -352,8 +352,7 @@ class FusedMoEOptions:
         """Return int32 ``(physical,)`` on the CPU: the rank that holds each physical expert."""
         ranks = range(parallel.ep_size)
         rows = [self.placement(parallel, num_experts, rank).row for rank in ranks]
-        held = torch.tensor(rows, dtype=torch.int32, device="cpu") >= 0
-        return held.int().argmax(0).int()
+        return ranks_of_experts(torch.tensor(rows, dtype=torch.int32, device="cpu") >= 0)
 
 
 @dataclass(frozen=True)

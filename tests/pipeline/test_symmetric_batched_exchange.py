@@ -11,6 +11,7 @@ from rank_kernels import COUNTS, PROBLEM, kernel_of, part_of
 from ranks import config_of, device, experts_of, mine, spawn
 
 import moe_ops
+from moe_ops.parallel import determine_expert_ranks
 
 E, K, ROOM = PROBLEM.num_experts, PROBLEM.top_k, 9
 RANKS = (2, 3)
@@ -21,8 +22,7 @@ two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two G
 
 
 def exchange_of(ranks, top_k=K):
-    each = (torch.arange(E) // (E // ranks)).int()
-    sizes = (ROOM, PROBLEM.hidden_size, top_k, each)
+    sizes = (ROOM, PROBLEM.hidden_size, top_k, determine_expert_ranks(ranks, E))
     dtype, share = PROBLEM.dtype, f"{top_k} slots"
     return moe_ops.BatchedSymmetricPrepareAndFinalize(None, *sizes, dtype=dtype, share=share)
 

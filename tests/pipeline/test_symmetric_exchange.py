@@ -20,9 +20,10 @@ from compilations import Compilations
 from conftest import HAS_CUDA, INTERPRETED
 from modular import setup, twice
 from rank_kernels import COUNTS, PROBLEM, SCHEMES, kernel_of, part_of
-from ranks import device, experts_of, mine, spawn, started
+from ranks import device, mine, spawn, started
 
 import moe_ops
+from moe_ops.parallel import determine_expert_ranks
 from moe_ops.pipeline.exchange.base import Outgoing
 from moe_ops.pipeline.exchange.groups import RankGroup
 
@@ -45,14 +46,8 @@ GROUPS = [
 ]
 
 
-def ranks_of_experts(ranks):
-    """int32 ``(E,)``: the rank that holds each expert."""
-    maps = [experts_of(rank, ranks, E)[1] for rank in range(ranks)]
-    return torch.stack([m >= 0 for m in maps]).int().argmax(0).int()
-
-
 def exchange_of(ranks, top_k=K, **options):
-    options = {"dtype": PROBLEM.dtype, "expert_ranks": ranks_of_experts(ranks), **options}
+    options = {"dtype": PROBLEM.dtype, "expert_ranks": determine_expert_ranks(ranks, E), **options}
     return moe_ops.SymmetricPrepareAndFinalize(None, ROOM, PROBLEM.hidden_size, top_k, **options)
 
 
@@ -62,7 +57,7 @@ def same(a, b):
 
 def check_prepared(rank, ranks):
     """What arrives is what an all-gather brings, for tokens that this rank's experts read."""
-    tokens, everywhere = mine(COUNTS[ranks], rank), ranks_of_experts(ranks)
+    tokens, everywhere = mine(COUNTS[ranks], rank), determine_expert_ranks(ranks, E)
     few = INTERPRETED or ranks > 2
     for number, name in enumerate((*FEW, "fp8_tensor") if few else SCHEMES):
         every = name in EVERY_MODE

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from moe_ops import checks, ops
+from moe_ops.parallel.placement import ranks_of_experts
 from moe_ops.pipeline.checking import is_checking
 from moe_ops.pipeline.exchange.base import (
     Arrived,
@@ -150,14 +151,14 @@ class OneCopyExchange(TokenExchange):
         if known is None:
             if expert_map is None:
                 raise ValueError("expert_map must be given without expert_ranks, got None")
-            return self._ranks_by_maps(expert_map)
+            return self._by_maps(expert_map)
         checks.size("expert_ranks.shape[0]", known.shape[0], "E", num_experts)
         if known.device != topk_ids.device:
             known = known.to(topk_ids.device)
             if not torch.compiler.is_compiling():
                 self.expert_ranks = known  # a captured call must not copy from the host
         if expert_map is not None and is_checking(known):
-            found = self._ranks_by_maps(expert_map)
+            found = self._by_maps(expert_map)
             if not torch.equal(found, known):
                 raise ValueError(
                     "expert_ranks must be the ranks whose expert_map has each expert, "
@@ -165,6 +166,5 @@ class OneCopyExchange(TokenExchange):
                 )
         return known
 
-    def _ranks_by_maps(self, expert_map: Tensor) -> Tensor:
-        held = self.group.all_gather((expert_map >= 0)[None])
-        return held.to(torch.int32).argmax(0).to(torch.int32)
+    def _by_maps(self, expert_map: Tensor) -> Tensor:
+        return ranks_of_experts(self.group.all_gather((expert_map >= 0)[None]))
