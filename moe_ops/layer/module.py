@@ -187,7 +187,7 @@ class FusedMoE(RoutesTokens, WeightLoading, SchemeState, KeepsBits):
             rows = (is_padding, input_ids, num_unpadded_tokens)
             is_padding, input_ids = token_arguments(hidden_states, tokens, *rows)
         if self.exchanges_tokens and not self.must_reduce_shared_expert_outputs():
-            _refuse(self.kernel)
+            _refuse_kernel_without_exchange(self.kernel)
         shared_experts, given = shared_experts_of(self), shared_experts_input
         if given is None:
             given = hidden_states
@@ -330,7 +330,7 @@ class FusedMoE(RoutesTokens, WeightLoading, SchemeState, KeepsBits):
             return run_variants(run, num_tokens, Variants(w1, w2, self.top_k, *how))
 
 
-def _refuse(kernel: Any) -> None:
+def _refuse_kernel_without_exchange(kernel: Any) -> None:
     """Raise for a kernel that leaves tokens on their ranks, in a layer that exchanges tokens."""
     raise NotImplementedError(
         "layer.kernel must be None with is_sequence_parallel or dp_size > 1, or have a "
