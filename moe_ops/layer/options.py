@@ -20,8 +20,10 @@ from moe_ops.pipeline.row_spaces import check_batch_invariant
 from moe_ops.routing import SCORING_FUNCS, CustomRouting
 from moe_ops.scheme import UNQUANTIZED, Scheme, as_scheme
 
-SIZES_AND_RANKS = ("tp_size", "tp_rank", "dp_size", "dp_rank", "ep_size", "ep_rank")
-OF_THE_CONFIG = (*SIZES_AND_RANKS, "all2all_backend")
+OF_THE_CONFIG = (
+    "tp_size", "tp_rank", "dp_size", "dp_rank", "ep_size", "ep_rank", "all2all_backend",
+)  # fmt: skip
+"""Options that ``moe_parallel_config`` replaces."""
 OF_EXCHANGES = ("max_num_tokens", "equal_num_tokens", "capacity_factor")
 """Options of the exchange of tokens."""
 OTHER_NAMES = {"scheme": "quant_config", "dtype": "params_dtype", "bias": "has_bias"}
