@@ -133,10 +133,10 @@ class FusedMoE(RoutesTokens, WeightLoading, SchemeState, KeepsBits):
         self.eplb_state: LayerEplbState | None = None
         if self.exchanges_tokens:
             self.rank_group.check("tp_group", parallel)
-            holders = given.expert_ranks(parallel, num_experts)
             slots = top_k + given.n_shared_experts
             self.quant_method.exchange = exchange_of(
-                self.moe_config, self.rank_group, given.max_num_tokens, holders, slots,
+                self.moe_config, self.rank_group, given.max_num_tokens,
+                lambda: given.expert_ranks(parallel, num_experts), slots,
                 equal_num_tokens=given.equal_num_tokens,
                 capacity_factor=given.capacity_factor,
             )  # fmt: skip
@@ -189,7 +189,7 @@ class FusedMoE(RoutesTokens, WeightLoading, SchemeState, KeepsBits):
             rows = (is_padding, input_ids, num_unpadded_tokens)
             is_padding, input_ids = token_arguments(hidden_states, tokens, *rows)
         if self.exchanges_tokens and not self.must_reduce_shared_expert_outputs():
-            _refuse(self.kernel)
+            _refuse_kernel_without_exchange(self.kernel)
         shared_experts, given = shared_experts_of(self), shared_experts_input
         if given is None:
             given = hidden_states
@@ -332,7 +332,7 @@ class FusedMoE(RoutesTokens, WeightLoading, SchemeState, KeepsBits):
             return run_variants(run, num_tokens, Variants(w1, w2, self.top_k, *how))
 
 
-def _refuse(kernel: Any) -> None:
+def _refuse_kernel_without_exchange(kernel: Any) -> None:
     """Raise for a kernel that leaves tokens on their ranks, in a layer that exchanges tokens."""
     raise NotImplementedError(
         "layer.kernel must be None with is_sequence_parallel or dp_size > 1, or have a "
