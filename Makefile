@@ -32,7 +32,7 @@ $(VENV)/ready: pyproject.toml
 	touch $@
 
 demo: $(READY)
-	$(PY) examples/demo.py
+	$(PY) -m moe_ops demo
 
 test: test-reference test-interpreter
 
