@@ -40,7 +40,11 @@ _EXPERTS_AT_ONCE = 16
 
 @dataclass(frozen=True)
 class Problem:
-    """One model's MoE layer. Named problems are gated SiLU in every scheme."""
+    """One model's MoE layer. Named problems are gated SiLU in every scheme.
+
+    Raises:
+        ValueError: more experts of a token than experts.
+    """
 
     name: str
     num_experts: int
@@ -52,6 +56,11 @@ class Problem:
     """Key of the activation."""
     scheme: str | None = None
     """Key of the scheme of the model's weights; None: not quantized, or not said."""
+
+    def __post_init__(self) -> None:
+        if self.top_k > self.num_experts:
+            most = f"at most the {self.num_experts} experts"
+            raise ValueError(f"experts of a token must be {most}, got {self.top_k}")
 
     @property
     def w1_rows(self) -> int:
@@ -105,8 +114,6 @@ def problem_of_sizes(text: str) -> Problem:
     if len(parts) != 4 or not all(part.isdecimal() and int(part) for part in parts):
         raise ValueError(f"sizes must be four positive integers E,k,H,I, got {text!r}")
     num_experts, top_k, hidden, intermediate = map(int, parts)
-    if top_k > num_experts:
-        raise ValueError(f"k must be at most E, the number of experts, got {text!r}")
     name = f"E{num_experts}-k{top_k}-H{hidden}-I{intermediate}"
     return Problem(name, num_experts, top_k, hidden, intermediate, timed=False)
 
