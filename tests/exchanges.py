@@ -25,7 +25,7 @@ class World:
         self, s: Setup, expert_ranks: Tensor, counts: Sequence[int], kind: type | None = None
     ) -> None:
         self.s, self.expert_ranks, self.counts = s, expert_ranks.int(), counts
-        self.kind = kind or moe_ops.TritonExperts
+        self.kind = kind or moe_ops.pipeline.TritonExperts
         self.size = len(counts)
 
     def held(self, rank: int) -> Tensor:
@@ -64,9 +64,9 @@ class World:
         """Rows quantized from all tokens, and sums of ranks in float32 in their order."""
         total, s = torch.zeros(()), self.s
         for rank in range(self.size):
-            part = moe_ops.MoEPrepareAndFinalizeNoEP()
+            part = moe_ops.pipeline.MoEPrepareAndFinalizeNoEP()
             kernel, arguments = self.kernel(rank, part)
-            call = moe_ops.Call(**arguments)
+            call = moe_ops.pipeline.Call(**arguments)
             experts = kernel.fused_experts
             on_input = s.problem.on_input and not experts.applies_router_weight_on_input
             prepared = part.prepare(
@@ -87,9 +87,3 @@ class World:
             config = config_of(s.config, held)
             total = total + reference_experts(s.problem, own, config, roundings).float()
         return total.to(s.problem.dtype)
-
-
-def linear(num_experts: int, ranks: int) -> Tensor:
-    """The rank of each expert as `determine_expert_map` places them."""
-    maps = [moe_ops.determine_expert_map(ranks, r, num_experts)[1] for r in range(ranks)]
-    return (torch.stack(maps) >= 0).int().argmax(0).int()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -19,9 +19,10 @@ from moe_ops.layer.methods import (
     shared_experts_of,
 )
 from moe_ops.layer.moving import KeepsBits
-from moe_ops.layer.options import FusedMoEOptions, takes_options
+from moe_ops.layer.options import FusedMoEOptions
 from moe_ops.layer.partition import LayerSizes
 from moe_ops.layer.routing import RoutesTokens, token_arguments
+from moe_ops.layer.signature import LayerArguments, takes_options, typed_as
 from moe_ops.layer.state import SchemeState
 from moe_ops.layer.weight_loader import WeightLoading
 from moe_ops.loading.given import GivenScales
@@ -43,6 +44,8 @@ class FusedMoE(RoutesTokens, WeightLoading, SchemeState, KeepsBits):
     as the scheme says. A scheme adds ``w13_weight_scale`` and ``w2_weight_scale``, and some schemes
     also ``*_weight_zero_point``, ``*_weight_scale_2`` (global scales, which multiply) and
     ``*_input_scale``. Biases are ``w13_bias`` and ``w2_bias``.
+
+    Weights of schemes that quantize weights only may be in the packed form: see `pack_`.
 
     Parameters do not require grad. They hold zeros until `load_checkpoint`, `load_state_dict` or
     `weight_loader` (also an attribute of each parameter) fills them. `load_checkpoint` sets the
@@ -80,6 +83,7 @@ class FusedMoE(RoutesTokens, WeightLoading, SchemeState, KeepsBits):
     select_experts = staticmethod(select_experts)
     make_expert_params_mapping = staticmethod(make_expert_params_mapping)
 
+    @typed_as(LayerArguments)
     def __init__(
         self,
         num_experts: int,
@@ -106,7 +110,7 @@ class FusedMoE(RoutesTokens, WeightLoading, SchemeState, KeepsBits):
         self.rank_group = RankGroup.of_layer(parallel, given.tp_group)
         dtype = given.params_dtype or torch.get_default_dtype()
         # The scheme of checkpoints. A rank's own scheme may have smaller blocks.
-        self.checkpoint_scheme = as_scheme(given.quant_config or UNQUANTIZED)
+        self.checkpoint_scheme = as_scheme(given.scheme or UNQUANTIZED)
         self.hidden_size = maybe_roundup_hidden_size(hidden_size, dtype, None, parallel)
         self.sizes = LayerSizes(
             self.placement.num_local_experts, self.hidden_size, intermediate_size,
@@ -131,10 +135,10 @@ class FusedMoE(RoutesTokens, WeightLoading, SchemeState, KeepsBits):
         self.eplb_state: LayerEplbState | None = None
         if self.exchanges_tokens:
             self.rank_group.check("tp_group", parallel)
-            holders = given.expert_ranks(parallel, num_experts)
             slots = top_k + given.n_shared_experts
             self.quant_method.exchange = exchange_of(
-                self.moe_config, self.rank_group, given.max_num_tokens, holders, slots,
+                self.moe_config, self.rank_group, given.max_num_tokens,
+                lambda: given.expert_ranks(parallel, num_experts), slots,
                 equal_num_tokens=given.equal_num_tokens,
                 capacity_factor=given.capacity_factor,
             )  # fmt: skip
@@ -187,7 +191,7 @@ class FusedMoE(RoutesTokens, WeightLoading, SchemeState, KeepsBits):
             rows = (is_padding, input_ids, num_unpadded_tokens)
             is_padding, input_ids = token_arguments(hidden_states, tokens, *rows)
         if self.exchanges_tokens and not self.must_reduce_shared_expert_outputs():
-            _refuse(self.kernel)
+            _refuse_kernel_without_exchange(self.kernel)
         shared_experts, given = shared_experts_of(self), shared_experts_input
         if given is None:
             given = hidden_states
@@ -213,6 +217,9 @@ class FusedMoE(RoutesTokens, WeightLoading, SchemeState, KeepsBits):
         if shared_experts is None:
             return out
         return shared if in_kernel else shared_experts(given), out
+
+    if TYPE_CHECKING:
+        __call__ = forward
 
     def forward_impl(
         self,
@@ -330,7 +337,7 @@ class FusedMoE(RoutesTokens, WeightLoading, SchemeState, KeepsBits):
             return run_variants(run, num_tokens, Variants(w1, w2, self.top_k, *how))
 
 
-def _refuse(kernel: Any) -> None:
+def _refuse_kernel_without_exchange(kernel: Any) -> None:
     """Raise for a kernel that leaves tokens on their ranks, in a layer that exchanges tokens."""
     raise NotImplementedError(
         "layer.kernel must be None with is_sequence_parallel or dp_size > 1, or have a "

@@ -10,11 +10,12 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree
 
+from moe_ops.brief import brief
 from moe_ops.scheme.named import Scheme, as_scheme
 from moe_ops.tensors import QTensor
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class FusedMoEQuantConfig:
     """How a layer is quantized: its scheme and, for each GEMM, scales, zero points and biases.
 
@@ -25,7 +26,8 @@ class FusedMoEQuantConfig:
         scheme: a name or key that `get_scheme` knows, or a `Scheme`, which may be one's own.
         w1_scale: scales of ``w1``, shaped as `Quant.weight_scale_shape` says. Per-tensor scales may
             be ``(El,)`` or ``(El, 2)`` (gate, up), and in place of per-row scales ``(El, 1, 1)`` or
-            ``(El, 2, 1)``. If activations are quantized, powers of two may be uint8 (e8m0).
+            ``(El, 2, 1)``. If activations are quantized, powers of two may be uint8 (e8m0). If
+            ``w1`` is packed, as `pack_weight` returns them.
         w2_scale: scales of ``w2``.
         a1_scale: static scale of the input of GEMM 1, one element, for static schemes only.
         a2_scale: static scale of the input of GEMM 2.
@@ -63,6 +65,8 @@ class FusedMoEQuantConfig:
     g2_alphas: Tensor | None = None
     w1_bias: Tensor | None = None
     w2_bias: Tensor | None = None
+
+    __repr__ = brief
 
     def __init__(self, scheme: str | Scheme, **tensors: Tensor | None) -> None:
         object.__setattr__(self, "scheme", as_scheme(scheme))

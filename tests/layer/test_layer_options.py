@@ -5,13 +5,16 @@ import re
 from dataclasses import replace
 
 import pytest
+import small_layers
 import torch
 from checkpoints import Experts, per_expert
 from small_layers import E, H, I, K, T, batch, make
 from torch import nn
 
 import moe_ops
-from moe_ops.parallel.parallel_config import IMPLEMENTED_BACKENDS
+from moe_ops.parallel.parallel_config import GATHERING_BACKENDS, IMPLEMENTED_BACKENDS
+from moe_ops.pipeline.exchange.backends import EXCHANGES, exchange_class
+from moe_ops.pipeline.exchange.traffic import SAME, WAYS
 
 
 def test_the_signature_names_every_option():
@@ -19,7 +22,7 @@ def test_the_signature_names_every_option():
     wanted = (
         "num_experts top_k hidden_size intermediate_size params_dtype "
         "reduce_results renormalize use_grouped_topk num_expert_group topk_group "
-        "quant_config tp_size ep_size dp_size prefix "
+        "scheme quant_config tp_size ep_size dp_size prefix "
         "custom_routing_function scoring_func routed_scaling_factor e_score_correction_bias "
         "apply_router_weight_on_input "
         "activation enable_eplb num_redundant_experts has_bias is_sequence_parallel "
@@ -107,10 +110,10 @@ def test_ranks_that_would_have_to_exchange_tokens(parallel, wrong):
 @pytest.mark.parametrize(
     ("backend", "exchange"),
     [
-        ("allgather_reducescatter", moe_ops.AllGatherPrepareAndFinalize),
-        ("naive", moe_ops.AllGatherPrepareAndFinalize),
-        ("fixed_capacity", moe_ops.FixedCapacityPrepareAndFinalize),
-        ("alltoall", moe_ops.ExactAllToAllPrepareAndFinalize),
+        ("allgather_reducescatter", moe_ops.pipeline.AllGatherPrepareAndFinalize),
+        ("naive", moe_ops.pipeline.AllGatherPrepareAndFinalize),
+        ("fixed_capacity", moe_ops.pipeline.FixedCapacityPrepareAndFinalize),
+        ("alltoall", moe_ops.pipeline.ExactAllToAllPrepareAndFinalize),
     ],
 )
 @pytest.mark.parametrize("sizes", [{"dp_size": 2}, {"sp_size": 2}])
@@ -125,25 +128,34 @@ def test_ranks_that_exchange_tokens(backend, exchange, sizes):
     assert "tokens: of all 2 ranks together" in str(found)
     for kernel in (layer.kernel, moe_ops.select_kernel(layer.moe_config, "unquantized")):
         assert type(kernel.prepare_finalize) is exchange
-        assert type(kernel.fused_experts) is moe_ops.TritonExperts
+        assert type(kernel.fused_experts) is moe_ops.pipeline.TritonExperts
     assert layer.kernel.prepare_finalize.max_num_tokens == 5
-    if exchange is not moe_ops.AllGatherPrepareAndFinalize:
+    if exchange is not moe_ops.pipeline.AllGatherPrepareAndFinalize:
         assert layer.kernel.prepare_finalize.expert_ranks.tolist() == [0] * 4 + [1] * 4
     batched = replace(layer.moe_config, max_num_tokens=8)
     with pytest.raises(NotImplementedError, match="an exchange of tokens .* in the Batched format"):
         moe_ops.select_kernel(batched, "unquantized")
     with pytest.raises(NotImplementedError, match="experts must be modular .* MonolithicExperts"):
-        moe_ops.select_kernel(layer.moe_config, "unquantized", experts=moe_ops.MonolithicExperts)
+        moe_ops.select_kernel(
+            layer.moe_config, "unquantized", experts=moe_ops.pipeline.MonolithicExperts
+        )
     layer.quant_method.exchange = None
     layer.quant_method.forget()
     with pytest.raises(NotImplementedError, match="maybe_make_prepare_finalize must return"):
         layer(torch.zeros(1, H), torch.zeros(1, E))
 
 
+def test_every_table_of_backends_has_the_same_names():
+    assert set(EXCHANGES) == set(IMPLEMENTED_BACKENDS) == WAYS.keys() | SAME.keys()
+    assert (
+        set(GATHERING_BACKENDS) < set(IMPLEMENTED_BACKENDS) < set(moe_ops.parallel.ALL2ALL_BACKENDS)
+    )
+
+
 def test_all2all_backend():
     ranks = {"dp_size": 2, "ep_size": 2, "max_num_tokens": 4}
     layer = make(**ranks, all2all_backend="symmetric")
-    assert type(layer.kernel.prepare_finalize) is moe_ops.SymmetricPrepareAndFinalize
+    assert type(layer.kernel.prepare_finalize) is moe_ops.pipeline.SymmetricPrepareAndFinalize
     assert make(**ranks).moe_parallel_config.all2all_backend == "allgather_reducescatter"
     with pytest.raises(ValueError, match="all2all_backend must be one of"):
         make(**ranks, all2all_backend="symetric")
@@ -161,8 +173,28 @@ def test_capacity_factor():
     assert make(moe_parallel_config=parallel).kernel.prepare_finalize.capacity_factor == 1
     with pytest.raises(ValueError, match="capacity_factor must be above 0 and at most 1, got 2"):
         make(moe_parallel_config=parallel, capacity_factor=2)
-    with pytest.raises(ValueError, match="capacity_factor must be 1 unless .*, got 0.5"):
-        make(ep_size=2, dp_size=2, capacity_factor=0.5)
+    for sizes in ({"ep_size": 2}, {"ep_size": 2, "dp_size": 2}):
+        with pytest.raises(ValueError, match="capacity_factor must be 1 unless .*, got 0.5"):
+            make(**sizes, capacity_factor=0.5)
+    with pytest.raises(TypeError, match="capacity_factor must be a number, got bool True"):
+        make(ep_size=2, dp_size=2, capacity_factor=True)
+
+
+@pytest.mark.parametrize("backend", IMPLEMENTED_BACKENDS)
+def test_options_that_an_exchange_takes(backend):
+    """Those of its own arguments; others are refused, whatever the backend."""
+    kind = exchange_class(backend)
+    assert kind.takes < set(inspect.signature(kind).parameters)
+    ranks = {"dp_size": 2, "ep_size": 2, "max_num_tokens": 4, "all2all_backend": backend}
+    for name, value in (("equal_num_tokens", True), ("capacity_factor", 0.5)):
+        if name in kind.takes:
+            assert getattr(make(**ranks, **{name: value}).kernel.prepare_finalize, name) == value
+            continue
+        message = f"{name} must be .* unless all2all_backend is one of .*, got {value}"
+        with pytest.raises(ValueError, match=message):
+            make(**ranks, **{name: value})
+    with pytest.raises(ValueError, match="equal_num_tokens must be False unless ranks .*got True"):
+        make(ep_size=2, equal_num_tokens=True)
 
 
 def test_modes_of_tokens():
@@ -213,7 +245,6 @@ def test_none_is_the_default_of_every_option():
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("scheme", "no option 'scheme'; pass quant_config="),
         ("dtype", "no option 'dtype'; pass params_dtype="),
         ("renormalise", "no option 'renormalise'; did you mean 'renormalize'"),
     ],
@@ -221,6 +252,15 @@ def test_none_is_the_default_of_every_option():
 def test_options_by_another_name(name, message):
     with pytest.raises(TypeError, match=message):
         make(**{name: None})
+
+
+def test_the_former_name_of_the_scheme():
+    with pytest.warns(DeprecationWarning, match=r"quant_config=..\) is now scheme=") as said:
+        layer = make(quant_config="fp8_channel")
+    assert layer.scheme == moe_ops.get_scheme("fp8_channel")
+    assert said[0].filename == small_layers.__file__
+    with pytest.raises(TypeError, match="takes scheme or quant_config, got both"):
+        make(scheme="fp8_channel", quant_config="fp8_channel")
 
 
 @pytest.mark.parametrize(

@@ -28,4 +28,4 @@ def test_example(number, monkeypatch):
 
 def test_both_commands_are_named():
     assert "make demo" in README and "make test" in README
-    assert len(EXAMPLES) == 5
+    assert len(EXAMPLES) == 6
