@@ -14,7 +14,7 @@ Each rank has as many tokens as the column says. Dispatch and combine: microseco
 to the most of all layers. Ratios are geometric means over the layers, and in brackets from the
 least to the most."""
 TIMES_LEGEND = f"""\
-Microseconds for the whole layer on both ranks, {GATHER} in brackets."""
+Microseconds for the layer with the exchange `{DIRECT}`, and in brackets with `{GATHER}`:"""
 
 Record = dict[str, Any]
 

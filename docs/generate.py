@@ -21,7 +21,7 @@ import moe_ops
 from moe_ops.activation import MoEActivation
 from moe_ops.bench.problems import load_problems
 from moe_ops.loading import LAYOUTS
-from moe_ops.pipeline.devices import TARGETS
+from moe_ops.pipeline.devices import MEASURED, TARGETS
 from moe_ops.scheme import SCHEMES
 from moe_ops.support import ARCHITECTURES, block_scaled_note, support_table
 
@@ -70,6 +70,8 @@ def models() -> str:
     shown = ("unquantized", "fp8_block128", "mxfp4_w4a16")
     lines = []
     for name, problem in load_problems().items():
+        if name == "tiny":  # what benchmarks time without a GPU
+            continue
         hidden, inner = problem.hidden_size, problem.intermediate_size
         projections = ((2 * inner, hidden), (hidden, inner))
         sizes = [
@@ -171,6 +173,16 @@ def _when(record: dict[str, Any]) -> list[str]:
     return [record["commit"][:7], record["date"][:10]]
 
 
+def floors() -> str:
+    """The measured rates from which floors follow, in a sentence."""
+    parts = [
+        f"{gpu} {speed.read_bytes_per_s / 1e12:.2f} TB/s, "
+        + ", ".join(f"{rate / 1e12:.0f} TFLOP/s in {math}" for math, rate in speed.flops.items())
+        for gpu, speed in MEASURED.items()
+    ]
+    return f"{'; '.join(parts)}."
+
+
 def tuned() -> str:
     """A line per file of tuned tiles that ships."""
     lines = []
@@ -242,6 +254,7 @@ PAGES = {
     "layouts": layouts,
     "architectures": architectures,
     "gpu_tests": gpu_tests,
+    "floors": floors,
     "tuned": tuned,
     "names": names,
     "headline": lambda: report.headline(report.read_records(RESULTS)),
