@@ -128,7 +128,8 @@ def headline(records: list[Record]) -> str:
 def _headline(record: Record) -> list[str]:
     rows = [r for r in record["rows"] if r["routing"] == "uniform" and r["M"] in TOKENS]
     times = {(r["scheme"], r["impl"], r["M"], r["shape"]): r["time_us"] for r in rows}
-    times |= {(r["scheme"], "floor", r["M"], r["shape"]): r["floor_us"] for r in rows}
+    ours = [row for row in rows if row["impl"] == OURS]
+    times |= {(r["scheme"], "floor", r["M"], r["shape"]): r["floor_us"] for r in ours}
     shapes = dict.fromkeys(row["shape"] for row in rows)
 
     def cell(over: tuple[str, str], under: tuple[str, str], m: int) -> str:
