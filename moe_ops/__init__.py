@@ -7,6 +7,9 @@ choice of token t. In GEMM kernels ``M`` counts rows, ``N`` weight rows, ``K`` t
 last, and -1 means "no expert here".
 """
 
+from importlib import import_module as _import_module
+from typing import TYPE_CHECKING
+
 from moe_ops import ops as _ops  # noqa: F401  (registers the operators)
 from moe_ops.activation import Activation, MoEActivation
 from moe_ops.functional import (
@@ -49,11 +52,6 @@ from moe_ops.pipeline.batched_prepare import BatchedPrepareAndFinalize
 from moe_ops.pipeline.calls import Call
 from moe_ops.pipeline.checking import checking
 from moe_ops.pipeline.config import FusedMoEConfig
-from moe_ops.pipeline.exchange.all_gather import AllGatherPrepareAndFinalize
-from moe_ops.pipeline.exchange.exact import ExactAllToAllPrepareAndFinalize
-from moe_ops.pipeline.exchange.fixed_capacity import FixedCapacityPrepareAndFinalize
-from moe_ops.pipeline.exchange.symmetric import SymmetricPrepareAndFinalize
-from moe_ops.pipeline.exchange.symmetric_batched import BatchedSymmetricPrepareAndFinalize
 from moe_ops.pipeline.experts import (
     BatchedGroupedGemmExperts,
     BatchedTritonExperts,
@@ -66,7 +64,6 @@ from moe_ops.pipeline.experts import (
     Supports,
     TritonExperts,
 )
-from moe_ops.pipeline.explanation import Explanation, explain
 from moe_ops.pipeline.formats import (
     ExpertTokensMetadata,
     FusedMoEActivationFormat,
@@ -121,6 +118,40 @@ from moe_ops.scheme import (
 )
 from moe_ops.tensors import Permutation, QTensor, TilePlan
 from moe_ops.version import __version__
+
+_ON_DEMAND = {
+    "AllGatherPrepareAndFinalize": "pipeline.exchange.all_gather",
+    "BatchedSymmetricPrepareAndFinalize": "pipeline.exchange.symmetric_batched",
+    "ExactAllToAllPrepareAndFinalize": "pipeline.exchange.exact",
+    "Explanation": "pipeline.explanation",
+    "FixedCapacityPrepareAndFinalize": "pipeline.exchange.fixed_capacity",
+    "SymmetricPrepareAndFinalize": "pipeline.exchange.symmetric",
+    "explain": "pipeline.explanation",
+}
+"""Names whose modules are imported when they are first used: few programs need many of them."""
+
+if TYPE_CHECKING:
+    from moe_ops.pipeline.exchange.all_gather import AllGatherPrepareAndFinalize
+    from moe_ops.pipeline.exchange.exact import ExactAllToAllPrepareAndFinalize
+    from moe_ops.pipeline.exchange.fixed_capacity import FixedCapacityPrepareAndFinalize
+    from moe_ops.pipeline.exchange.symmetric import SymmetricPrepareAndFinalize
+    from moe_ops.pipeline.exchange.symmetric_batched import BatchedSymmetricPrepareAndFinalize
+    from moe_ops.pipeline.explanation import Explanation, explain
+else:  # a type checker would take any name for one of this module
+
+    def __getattr__(name: str) -> object:
+        """Import a name of `_ON_DEMAND`."""
+        if name not in _ON_DEMAND:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        value = getattr(_import_module(f"{__name__}.{_ON_DEMAND[name]}"), name)
+        globals()[name] = value
+        return value
+
+
+def __dir__() -> list[str]:
+    """Every name of the module, imported or not."""
+    return sorted({*globals(), *_ON_DEMAND})
+
 
 __all__ = [
     "FLOAT4_E2M1_MAX",

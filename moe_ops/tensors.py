@@ -64,7 +64,8 @@ class QTensor(NamedTuple):
     """A quantized weight, as `moe_ops.quantize_weight` makes it."""
 
     data: Tensor
-    """``(E, N, K)`` stored values; ``(E, N, K / 2)`` uint8 for 4-bit values, two per byte."""
+    """``(E, N, K)`` stored values; ``(E, N, K / 2)`` uint8 for 4-bit values, two per byte; int32 in
+    the packed form: see `moe_ops.pack_weight`."""
     scale: Tensor | None = None
     """Scales, shaped as the scheme says; None if the scheme has none."""
     zero_point: Tensor | None = None

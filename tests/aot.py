@@ -186,15 +186,56 @@ def rewrites_operands(kernel: Any) -> bool:
     return bool(from_registers) and any(pending != "0" for pending in waits)
 
 
+def overwrites_operands(kernel: Any) -> bool:
+    """Whether a register of an operand is written while a product that reads it is under way."""
+    lines = re.findall(r"/\*[0-9a-f]{4,}\*/\s+(.*?);", disassembled(kernel))
+    return overwritten([line.strip() for line in lines])
+
+
+def overwritten(code: list[str]) -> bool:
+    """The same of instructions in their order.
+
+    Products are counted in groups that end with ``gsb0``; a ``DEPBAR.LE gsb0, n`` waits until n
+    groups are left.
+    """
+    groups: list[set[int]] = [set()]
+    for line in code:
+        if product := re.match(r"HGMMA\S* R\d+, R(\d+), gdesc", line):
+            groups[-1] |= set(range(int(product[1]), int(product[1]) + 4))
+            if "gsb0" in line:
+                groups.append(set())
+        elif wait := re.match(r"WARPGROUP\.DEPBAR\.LE gsb0, (\w+)", line):
+            groups = groups[max(0, len(groups) - 1 - int(wait[1], 0)) :]
+        elif set().union(*groups) & _written(line):
+            return True
+    return False
+
+
+def _written(line: str) -> set[int]:
+    """Registers that an instruction writes: of its first operand, if that is a register."""
+    found = re.match(r"(?:@\S+ )?([A-Z][\w.]*) R(\d+),", line)
+    if found is None or found[1].startswith("HGMMA"):
+        return set()
+    bits = re.search(r"\.(64|128)\b", found[1])
+    first, count = int(found[2]), int(bits[1]) // 32 if bits else 1
+    count = 2 if ".WIDE" in found[1] else count
+    return set(range(first, first + count))
+
+
+def disassembled(kernel: Any) -> str:
+    """The machine code of a kernel."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        Path(file.name).write_bytes(kernel.asm["cubin"])
+        command = [triton.knobs.nvidia.nvdisasm.path, "-c", file.name]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
 def packs_garbage(kernel: Any) -> bool:
     """Whether 8-bit floats that are known to be equal are packed with what a register has left.
 
     So ptxas of Triton 3.6 does it for conversions of zeros that are zeros by their masks.
     """
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        Path(file.name).write_bytes(kernel.asm["cubin"])
-        command = [triton.knobs.nvidia.nvdisasm.path, "-c", file.name]
-        code = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    code = disassembled(kernel)
     return bool(re.search(r"F2FP\S*MERGE_C R\d+, (R\d+), \1, ", code))
 
 

@@ -87,9 +87,3 @@ class World:
             config = config_of(s.config, held)
             total = total + reference_experts(s.problem, own, config, roundings).float()
         return total.to(s.problem.dtype)
-
-
-def linear(num_experts: int, ranks: int) -> Tensor:
-    """The rank of each expert as `determine_expert_map` places them."""
-    maps = [moe_ops.determine_expert_map(ranks, r, num_experts)[1] for r in range(ranks)]
-    return (torch.stack(maps) >= 0).int().argmax(0).int()

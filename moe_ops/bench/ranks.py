@@ -26,6 +26,7 @@ from moe_ops.bench.command import one_of, one_or_more, parser, print_row
 from moe_ops.bench.harness import evict_cache, record_path, relative_error, write_rows
 from moe_ops.bench.layer import moe_ops_layer
 from moe_ops.bench.problems import Experts, Inputs, Problem, make_experts, make_inputs
+from moe_ops.parallel import determine_expert_ranks
 from moe_ops.pipeline.exchange.base import TokenExchange
 from moe_ops.tensors import QTensor
 
@@ -210,7 +211,7 @@ def _exchange(problem: Problem, backend: str, most: int, rank: Rank) -> TokenExc
     """An exchange for up to ``most`` tokens of each rank."""
     if backend == "allgather_reducescatter":
         return moe_ops.AllGatherPrepareAndFinalize(None, most, equal_num_tokens=True)
-    ranks = (torch.arange(problem.num_experts) // -(-problem.num_experts // rank.ranks)).int()
+    ranks = determine_expert_ranks(rank.ranks, problem.num_experts)
     sizes = (problem.hidden_size, problem.top_k)
     exchange: moe_ops.SymmetricPrepareAndFinalize
     if backend == BATCHED:

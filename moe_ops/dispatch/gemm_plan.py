@@ -170,7 +170,7 @@ def _decode(problem: GemmProblem, choice: Choice, device: Device) -> GemmPlan | 
     """Plan of a Hopper kernel that decodes packed weights in registers."""
     sizes, quant = problem.sizes, get_scheme(problem.scheme).weight
     served = device.arch == 90 and not device.portable_only and not sizes.rule.batch_invariant
-    if not (problem.packed and served):
+    if not (problem.packed and problem.boxes and served):
         return None
     tiles = decode_tiles(sizes, quant, device)
     if tiles.kernel == DECODE_FEW:

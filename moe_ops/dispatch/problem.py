@@ -15,6 +15,7 @@ from torch import Tensor
 
 from moe_ops.activation import Formula, formula, row_steps
 from moe_ops.dispatch.hopper import operand_bytes
+from moe_ops.dispatch.hopper_decode import decodes
 from moe_ops.dispatch.row_tiles import gemm_rule
 from moe_ops.dispatch.tiles import Gemm, TileRule
 from moe_ops.scheme import UNQUANTIZED, Quant, Scheme, get_scheme, is_packed
@@ -74,7 +75,8 @@ class GemmProblem(NamedTuple):
     shared_scale: bool = False
     """Whether all rows share one given scale."""
     boxes: bool = True
-    """Whether TMA can address the operands: aligned, of one dtype, with float32 scales."""
+    """Whether Hopper's kernels can read the operands, which are aligned: of one dtype with float32
+    scales, or a packed weight that they decode."""
     num_tokens: int | None = None
     """Tokens of the routing; None: the GEMM gets a plan but no routing."""
     summed: bool = False
@@ -210,9 +212,13 @@ def stored_problem(
     scheme: str,
     activation: str = "",
     *,
+    w_scale: Tensor | None = None,
     batch_invariant: bool = False,
 ) -> GemmProblem:
-    """Problem of a GEMM whose kernel dequantizes the weights or both operands."""
+    """Problem of a GEMM whose kernel dequantizes the weights or both operands.
+
+    ``w_scale`` counts if the weight is packed.
+    """
     known, (num_experts, n, _) = get_scheme(scheme), w.shape
     packed = known.activation is not None and known.activation.element.packed
     k = a.shape[1] * (2 if packed else 1)
@@ -224,10 +230,21 @@ def stored_problem(
         scheme,
         activation,
         top_k,
-        boxes=False,
+        boxes=is_packed(w) and _decodable(a, w, w_scale, known),
         num_tokens=_tokens(tiles),
         packed=is_packed(w),
     )
+
+
+def _decodable(a: Tensor, w: Tensor, w_scale: Tensor | None, scheme: Scheme) -> bool:
+    """Whether Hopper's kernels can read rows and a packed weight with these scales."""
+    quant = scheme.weight
+    if quant is None or not decodes(quant, a.dtype) or not _on_gpu(w):
+        return False
+    in_rows_dtype = quant.scale == "input" and (quant.local or quant.zero_point)
+    if in_rows_dtype and w_scale is not None and w_scale.dtype != a.dtype:
+        return False
+    return a.stride(0) % 8 == a.data_ptr() % 16 == w.data_ptr() % 16 == 0
 
 
 def sum_problem(gemm: GemmProblem, weighted: bool, out_itemsize: int) -> GemmProblem:
@@ -258,8 +275,12 @@ def boxable(w: Tensor, dtype: torch.dtype, in_place: Tensor | None = None) -> bo
     whole = expert * size % 16 == row * size % 16 == w.data_ptr() % 16 == 0
     if in_place is not None:
         whole &= in_place.stride(0) * size % 16 == in_place.data_ptr() % 16 == 0
-    on_gpu = w.device.type in ("cuda", "meta")  # there is no interpreter for Gluon
-    return on_gpu and w.dtype in BOX_DTYPES and dtype == w.dtype and unit == 1 and whole
+    return _on_gpu(w) and w.dtype in BOX_DTYPES and dtype == w.dtype and unit == 1 and whole
+
+
+def _on_gpu(x: Tensor) -> bool:
+    """Whether Gluon kernels can run: there is no interpreter for Gluon in Triton."""
+    return x.device.type in ("cuda", "meta")
 
 
 @lru_cache(maxsize=4096)

@@ -19,7 +19,9 @@ from moe_ops import checks
 from moe_ops.activation import Activation, MoEActivation
 from moe_ops.integrations._experts import map_for_few_experts
 from moe_ops.pipeline.fused_experts import fused_experts
-from moe_ops.scheme import SCHEMES, FusedMoEQuantConfig
+from moe_ops.pipeline.packing import reads_packed
+from moe_ops.scheme import SCHEMES, FusedMoEQuantConfig, pack_weight
+from moe_ops.tensors import QTensor
 
 SCHEME = SCHEMES["mxfp4_w4a16"]
 NAMES = ("gate_up_proj", "down_proj")
@@ -66,6 +68,8 @@ def experts_forward(
 def adapt_block(name: str, block: Any) -> None:
     """Convert one block's weights from triton_kernels' layout, and give its experts a forward.
 
+    On a GPU with kernels that read the packed form (see `pack_weight`) weights are packed.
+
     Weights may also be parameters in the layout of checkpoints, ``(E, N, K / 32, 16)`` with
     ``*_scales`` ``(E, N, K / 32)`` beside them.
 
@@ -82,7 +86,8 @@ def adapt_block(name: str, block: Any) -> None:
     hidden, width = experts.hidden_size, experts.intermediate_size
     sizes = {"gate_up_proj": (2 * width, hidden), "down_proj": (hidden, width)}
     stored = {key: _stored(f"{name}.experts", experts, key, *sizes[key]) for key in NAMES}
-    for key, (data, scales) in stored.items():
+    for key in NAMES:
+        data, scales = _fastest(*stored.pop(key))
         experts.__dict__.pop(key, None)
         experts.__dict__.pop(f"{key}_precision_config", None)
         setattr(experts, key, nn.Parameter(data, requires_grad=False))
@@ -109,6 +114,13 @@ def _stored(name: str, experts: Any, key: str, n: int, k: int) -> tuple[Tensor, 
         actual = scales.shape[axis]
         checks.size(f"{name}.{key}_scales.shape[{axis}]", actual, "the module's size", expected)
     return data.contiguous(), scales.contiguous()
+
+
+def _fastest(data: Tensor, scales: Any) -> tuple[Tensor, Any]:
+    """Return one weight in the form that kernels of its GPU read fastest, for bf16 tokens."""
+    if reads_packed(data, SCHEME, torch.bfloat16):
+        data, scales, *_ = pack_weight(QTensor(data, scales), SCHEME)
+    return data, scales
 
 
 def _plain(swizzled: Any) -> Tensor:

@@ -33,7 +33,10 @@ def weight_only_matmul(
 
     def prepare() -> tuple[Tensor, GemmProblem]:
         out = empty_rows(a, w, *scales, bias, topk_weights, tiles, *how, batch_invariant)
-        return out, stored_problem(a, w, tiles, *how, batch_invariant=batch_invariant)
+        problem = stored_problem(
+            a, w, tiles, *how, w_scale=w_scale, batch_invariant=batch_invariant
+        )
+        return out, problem
 
     given = GemmOperands(a, w, tiles, bias, topk_weights, None, *scales)
     return call_gemm(given, ("weight_only_matmul", *how, batch_invariant), prepare, config)

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from moe_ops import checks
 from moe_ops.layer.module import FusedMoE
+from moe_ops.layer.packing import convert, packed_of
 from moe_ops.layer.parameters import parameter_specs
 from moe_ops.layer.placing import Placing
 from moe_ops.loading.declared import check_declared
@@ -134,10 +135,11 @@ def load_checkpoint(
     )
     if report.missing and (placing.act_order or layer.w13_input_order is not None):
         raise ValueError(f"with act-order, {_message(report, prefix, ignored)}")
-    if not strict:
+    if report.missing:
         _keep_missing(layer, stage, placing)
-    if not report.missing:
+    else:
         stage.quant_method.process_weights_after_loading(stage)
+    convert(stage, {*packed_of(stage), *packed_of(layer)})
     _commit(layer, stage, placing)
     _set_input_order(layer, order)
     return report
@@ -168,9 +170,12 @@ def _keep_missing(layer: FusedMoE, stage: FusedMoE, placing: Placing) -> None:
     """Copy missing parts from the layer; if the sizes have changed, they stay zeros."""
     if layer.sizes != stage.sizes:
         return
+    plain = copy.copy(layer)
+    plain._parameters = {**layer._parameters}
+    convert(plain, ())
     for missing in placing.missing():
         for row in stage.rows_of(missing.expert):
-            old, new = (getattr(x, missing.spec.name).data[row] for x in (layer, stage))
+            old, new = (getattr(x, missing.spec.name).data[row] for x in (plain, stage))
             stage.part(new, missing.spec, missing.shard).copy_(
                 stage.part(old, missing.spec, missing.shard)
             )
@@ -186,10 +191,10 @@ def _commit(layer: FusedMoE, stage: FusedMoE, placing: Placing) -> None:
     for name in parameter_specs(stage.sizes):
         old: Any = getattr(layer, name)
         new: nn.Parameter = getattr(stage, name)
-        if old.shape == new.shape:
+        if old.shape == new.shape and old.dtype == new.dtype:
             old.data.copy_(new)
-        else:
-            layer.register_parameter(name, new)
+        else:  # not ``new``, whose loader belongs to the stage
+            layer.register_parameter(name, nn.Parameter(new.data, requires_grad=False))
     layer.sizes, layer.given_scales = stage.sizes, stage.given_scales
     if placing.correction_bias is not None and layer.e_score_correction_bias is not None:
         layer.e_score_correction_bias.copy_(placing.correction_bias)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from moe_ops import ops
 from moe_ops.layer.base import ExpertLayer
+from moe_ops.layer.packing import pack_for_device
 from moe_ops.layer.parameters import SUFFIX, parameter_specs
 from moe_ops.layer.partition import LayerSizes
 from moe_ops.pipeline.calls import Call
@@ -238,6 +239,7 @@ class QuantizedFusedMoEMethod(FusedMoEMethodBase):
 
         A static scale is one number for the input of all experts: the largest of theirs. The scales
         of other ranks' experts count if a loader passed them on, which loaders of all experts do.
+        Weights are packed for kernels that read the packed form: see `FusedMoE.pack_`.
         """
         for name, spec in parameter_specs(layer.sizes).items():
             if spec.kind not in ("global_scale", "input_scale"):
@@ -253,6 +255,7 @@ class QuantizedFusedMoEMethod(FusedMoEMethodBase):
             if spec.kind == "input_scale":
                 scale.fill_(scale.amax().clamp(min=layer.given_scales.largest(name)))
         layer.given_scales.clear()
+        pack_for_device(layer)
 
     def get_fused_moe_quant_config(self, layer: ExpertLayer) -> FusedMoEQuantConfig:
         """Return the same object as long as the layer has the same parameters."""

@@ -44,6 +44,8 @@ class FusedMoE(RoutesTokens, WeightLoading, SchemeState, KeepsBits):
     also ``*_weight_zero_point``, ``*_weight_scale_2`` (global scales, which multiply) and
     ``*_input_scale``. Biases are ``w13_bias`` and ``w2_bias``.
 
+    Weights of schemes that quantize weights only may be in the packed form: see `pack_`.
+
     Parameters do not require grad. They hold zeros until `load_checkpoint`, `load_state_dict` or
     `weight_loader` (also an attribute of each parameter) fills them. `load_checkpoint` sets the
     buffer ``w13_input_order`` for weights in act-order. A state dict says in ``_extra_state`` how
@@ -131,10 +133,10 @@ class FusedMoE(RoutesTokens, WeightLoading, SchemeState, KeepsBits):
         self.eplb_state: LayerEplbState | None = None
         if self.exchanges_tokens:
             self.rank_group.check("tp_group", parallel)
-            holders = given.expert_ranks(parallel, num_experts)
             slots = top_k + given.n_shared_experts
             self.quant_method.exchange = exchange_of(
-                self.moe_config, self.rank_group, given.max_num_tokens, holders, slots,
+                self.moe_config, self.rank_group, given.max_num_tokens,
+                lambda: given.expert_ranks(parallel, num_experts), slots,
                 equal_num_tokens=given.equal_num_tokens,
                 capacity_factor=given.capacity_factor,
             )  # fmt: skip
@@ -187,7 +189,7 @@ class FusedMoE(RoutesTokens, WeightLoading, SchemeState, KeepsBits):
             rows = (is_padding, input_ids, num_unpadded_tokens)
             is_padding, input_ids = token_arguments(hidden_states, tokens, *rows)
         if self.exchanges_tokens and not self.must_reduce_shared_expert_outputs():
-            _refuse(self.kernel)
+            _refuse_kernel_without_exchange(self.kernel)
         shared_experts, given = shared_experts_of(self), shared_experts_input
         if given is None:
             given = hidden_states
@@ -330,7 +332,7 @@ class FusedMoE(RoutesTokens, WeightLoading, SchemeState, KeepsBits):
             return run_variants(run, num_tokens, Variants(w1, w2, self.top_k, *how))
 
 
-def _refuse(kernel: Any) -> None:
+def _refuse_kernel_without_exchange(kernel: Any) -> None:
     """Raise for a kernel that leaves tokens on their ranks, in a layer that exchanges tokens."""
     raise NotImplementedError(
         "layer.kernel must be None with is_sequence_parallel or dp_size > 1, or have a "

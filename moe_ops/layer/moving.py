@@ -17,6 +17,7 @@ from moe_ops.layer.base import ExpertLayer
 from moe_ops.layer.methods import FusedMoEMethodBase
 from moe_ops.layer.param_loader import attach_loader
 from moe_ops.layer.parameters import parameter_specs
+from moe_ops.scheme import is_packed
 
 CAST = ("w13_bias", "w2_bias")
 """Parameters that ``.to(dtype)`` casts in a quantized layer."""
@@ -44,7 +45,8 @@ class KeepsBits(ExpertLayer):
         for name, spec in parameter_specs(self.sizes).items():
             param = self._parameters.get(name)
             if param is not None:
-                init.constant_(param, spec.fill) if spec.fill else init.zeros_(param)
+                fill = _packed_fill(spec.fill) if is_packed(param) else spec.fill
+                init.constant_(param, fill) if fill else init.zeros_(param)
         if self.e_score_correction_bias is not None:
             init.zeros_(self.e_score_correction_bias)
         self.w13_input_order = None
@@ -114,6 +116,11 @@ class KeepsBits(ExpertLayer):
         super().__setstate__({**state, "_parameters": parameters})
         for param in parameters.values():
             attach_loader(self, param)
+
+
+def _packed_fill(byte: float) -> int:
+    """Return the word of a packed weight in which every byte is ``byte``."""
+    return int.from_bytes(bytes([int(byte)] * 4), "little", signed=True)
 
 
 class _Bytes(NamedTuple):

@@ -15,14 +15,17 @@ from moe_ops import checks
 from moe_ops.activation import Activation, MoEActivation
 from moe_ops.parallel import FusedMoEParallelConfig, determine_expert_map
 from moe_ops.parallel.parallel_config import check_group
-from moe_ops.parallel.placement import initial_physical_to_logical_map
-from moe_ops.pipeline.exchange.fixed_capacity import check_capacity_factor
+from moe_ops.parallel.placement import initial_physical_to_logical_map, ranks_of_experts
 from moe_ops.pipeline.row_spaces import check_batch_invariant
 from moe_ops.routing import SCORING_FUNCS, CustomRouting
 from moe_ops.scheme import UNQUANTIZED, Scheme, as_scheme
 
-SIZES_AND_RANKS = ("tp_size", "tp_rank", "dp_size", "dp_rank", "ep_size", "ep_rank")
-OF_THE_CONFIG = (*SIZES_AND_RANKS, "all2all_backend")
+OF_THE_CONFIG = (
+    "tp_size", "tp_rank", "dp_size", "dp_rank", "ep_size", "ep_rank", "all2all_backend",
+)  # fmt: skip
+"""Options that ``moe_parallel_config`` replaces."""
+OF_EXCHANGES = ("max_num_tokens", "equal_num_tokens", "capacity_factor")
+"""Options of the exchange of tokens."""
 OTHER_NAMES = {"scheme": "quant_config", "dtype": "params_dtype", "bias": "has_bias"}
 """Keywords that callers try, and the keyword that is meant."""
 
@@ -73,7 +76,7 @@ class FusedMoEOptions:
     equal_num_tokens: bool = False
     """All ranks pass equally many tokens in every call, if ranks exchange tokens: nothing is padded
     to ``max_num_tokens``. Another number on a rank is an error on all ranks."""
-    capacity_factor: float = 1.0
+    capacity_factor: float = 1
     """The part of ``max_num_tokens`` that a rank has room for from each rank, with the backend
     ``fixed_capacity``: see `FixedCapacityPrepareAndFinalize`."""
     prefix: str = ""
@@ -181,8 +184,7 @@ class FusedMoEOptions:
             raise ValueError(f"ep_size must be at most the {physical} experts, got {ranks}")
         if self.chunk_size is not None:
             checks.at_least(1, chunk_size=self.chunk_size)
-        self._check_max_num_tokens()
-        self._check_capacity_factor()
+        self._check_exchange()
         if self.zero_expert_num:
             checks.one_of("zero_expert_type", str(self.zero_expert_type), ("identity",))
         if self.batch_invariant:
@@ -196,6 +198,7 @@ class FusedMoEOptions:
             raise TypeError(
                 f"params_dtype must be one of {list(checks.FLOATS)}, got {self.params_dtype}"
             )
+        checks.number("capacity_factor", self.capacity_factor)
         parallel = self.moe_parallel_config
         if not isinstance(self.quant_config, (str, Scheme, type(None))):
             name = type(self.quant_config).__name__
@@ -209,31 +212,19 @@ class FusedMoEOptions:
             if value is not None and not callable(value):
                 raise TypeError(f"{name} must be callable, got {type(value).__name__}")
 
-    def _check_max_num_tokens(self) -> None:
-        """Check that a given number is positive, and that ranks exchange tokens."""
-        most = self.max_num_tokens
-        if self.equal_num_tokens and not self.parallel_config().exchanges_tokens:
-            raise ValueError(
-                "equal_num_tokens must be False unless ranks exchange tokens, got True"
-            )
-        if most is None:
+    def _check_exchange(self) -> None:
+        """Check that only layers that exchange tokens have options of the exchange."""
+        if self.max_num_tokens is not None:
+            checks.at_least(1, max_num_tokens=self.max_num_tokens)
+        if self.parallel_config().exchanges_tokens:
             return
-        checks.at_least(1, max_num_tokens=most)
-        if not self.parallel_config().exchanges_tokens:
-            raise ValueError(
-                f"max_num_tokens must be None unless ranks exchange tokens, got {most}"
-            )
-
-    def _check_capacity_factor(self) -> None:
-        """Check that a factor other than 1 is in its range, and that the exchange has one."""
-        check_capacity_factor(self.capacity_factor)
-        parallel = self.parallel_config()
-        has_one = parallel.exchanges_tokens and parallel.all2all_backend == "fixed_capacity"
-        if self.capacity_factor != 1 and not has_one:
-            raise ValueError(
-                "capacity_factor must be 1 unless ranks exchange tokens with the backend "
-                f"fixed_capacity, got {self.capacity_factor}"
-            )
+        for option in fields(self):
+            value = getattr(self, option.name)
+            if option.name in OF_EXCHANGES and value != option.default:
+                raise ValueError(
+                    f"{option.name} must be {option.default} unless ranks exchange tokens, got "
+                    f"{value}"
+                )
 
     def _check_hash(self, top_k: int) -> None:
         """Check that the table has ``top_k`` columns and no other router beside it."""
@@ -363,8 +354,7 @@ class FusedMoEOptions:
         """Return int32 ``(physical,)`` on the CPU: the rank that holds each physical expert."""
         ranks = range(parallel.ep_size)
         rows = [self.placement(parallel, num_experts, rank).row for rank in ranks]
-        held = torch.tensor(rows, dtype=torch.int32, device="cpu") >= 0
-        return held.int().argmax(0).int()
+        return ranks_of_experts(torch.tensor(rows, dtype=torch.int32, device="cpu") >= 0)
 
 
 @dataclass(frozen=True)

@@ -73,9 +73,7 @@ def parameter_specs(sizes: LayerSizes) -> Mapping[str, ParameterSpec]:
     shape `Quant.weight_scale_shape`. Global scales and scales of whole tensors are ``(El, 2)``
     (gate, up) if ``w13`` has separate gate and up rows, else ``(El,)``.
     """
-    hidden, width = sizes.hidden_size, sizes.intermediate_size
-    weights = {"w13": (sizes.rows, hidden), "w2": (hidden, width)}
-    found = (spec for w, (n, k) in weights.items() for spec in _of_weight(w, n, k, sizes))
+    found = (spec for w, (n, k) in sizes.weights.items() for spec in _of_weight(w, n, k, sizes))
     by_name = {spec.name: spec for spec in found}
     return MappingProxyType({name: by_name[name] for name in sorted(by_name, key=_order)})
 

@@ -37,6 +37,12 @@ class LayerSizes:
         """Rows of ``w13`` per expert."""
         return self.intermediate_size * (2 if self.gated else 1)
 
+    @property
+    def weights(self) -> dict[str, tuple[int, int]]:
+        """``(N, K)`` of an expert's weights, by the beginning of their parameters' names."""
+        hidden = self.hidden_size
+        return {"w13": (self.rows, hidden), "w2": (hidden, self.intermediate_size)}
+
     def with_dtype(self, dtype: torch.dtype) -> LayerSizes:
         """Return the sizes after unquantized weights were cast to ``dtype``."""
         same = self.scheme.weight is not None or dtype == self.dtype

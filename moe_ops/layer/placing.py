@@ -316,8 +316,8 @@ class Placing:
         """Check a saved layer's entry ``_extra_state``: see `moe_ops.layer.state`.
 
         Raises:
-            ValueError: the tensors are stored in another form than this layer's checkpoints, or
-                their rows are not the experts in order.
+            ValueError: the tensors are stored in another form than this layer's checkpoints, or are
+                packed, or their rows are not the experts in order.
         """
         quant = None if self.quantize else self.layer.checkpoint_scheme.weight
         interleaved = self.layout.interleaved
@@ -327,6 +327,11 @@ class Placing:
         problem = stored.differs_from(quant, interleaved=interleaved)
         if problem:
             raise ValueError(f"{entry.name}: {problem}")
+        if stored.packed:
+            raise ValueError(
+                f"{entry.name}: weights must be in the plain form (load_state_dict takes both, "
+                "FusedMoE.unpack_ converts), got the packed form"
+            )
         in_order = tuple(range(self.layer.num_experts))
         if stored.experts not in (None, in_order):
             raise ValueError(

@@ -15,8 +15,10 @@ import torch
 from torch import Tensor
 
 from moe_ops.layer.base import ExpertLayer
+from moe_ops.layer.packing import WEIGHTS, converted, form_names, packed_of
 from moe_ops.layer.parameters import parameter_specs
 from moe_ops.scheme import Quant
+from moe_ops.tensors import QTensor
 
 STATE = "_extra_state"
 """Name of the entry, which PyTorch chooses."""
@@ -39,6 +41,8 @@ class SchemeState(ExpertLayer):
             "weight": scheme.weight and scheme.weight.key,
             "interleaved": self.sizes.interleaved,
         }
+        if packed_of(self):
+            said["packed"] = True
         if self.enable_eplb:
             said["experts"] = self.held_placement().experts
         return torch.tensor(list(json.dumps(said).encode()), dtype=torch.uint8, device="cpu")
@@ -64,15 +68,17 @@ class SchemeState(ExpertLayer):
         """Load as `nn.Module` does, but copy nothing from a state dict of another form.
 
         The columns' order ``w13_input_order`` is loaded or removed together with ``w13_weight``.
-        Rows are loaded where the layer holds their experts now.
+        Rows are loaded where the layer holds their experts now, and weights in the layer's form:
+        plain or packed.
         """
         state_dict = dict(state_dict)
         saved, order_key = state_dict.get(prefix + STATE), prefix + "w13_input_order"
         try:
             self.set_extra_state(self.get_extra_state() if saved is None else saved)
             self._reorder(state_dict, prefix, saved)
+            self._convert_saved(state_dict, prefix)
             order = self._checked_order(state_dict.get(order_key))
-        except (TypeError, ValueError) as error:
+        except (TypeError, ValueError, NotImplementedError) as error:
             error_msgs.append(f"{prefix.removesuffix('.') or type(self).__name__}: {error}")
             return
         state_dict[prefix + STATE] = self.get_extra_state()
@@ -114,6 +120,21 @@ class SchemeState(ExpertLayer):
                 rows = [x[source.get(expert, 0)] for expert in wanted]
                 state_dict[prefix + name] = torch.stack(rows)
 
+    def _convert_saved(self, state_dict: dict[str, Any], prefix: str) -> None:
+        """Convert weights of a state dict, which are plain or packed, to the layer's form.
+
+        Raises:
+            TypeError, ValueError, NotImplementedError: tensors that do not fit each other or the
+                layer.
+        """
+        for which in WEIGHTS:
+            names = [prefix + name for name in form_names(which)]
+            saved = QTensor(*(state_dict.get(name) for name in names))  # type: ignore[arg-type]
+            if isinstance(saved.data, Tensor):
+                own = converted(saved, self, packed=which in packed_of(self))
+                new = zip(names, own, strict=True)
+                state_dict.update({name: x for name, x in new if x is not None})
+
     def _checked_order(self, order: Any) -> Tensor | None:
         """Return ``order`` as int32 ``(1 or El, H)``; kernels index by its permutations."""
         if order is None:
@@ -146,6 +167,8 @@ class StoredAs(NamedTuple):
     """Whether gate and up rows alternate."""
     experts: tuple[int, ...] | None = None
     """The expert of each row; None: not said, the rows are those of the first placement."""
+    packed: bool = False
+    """Whether ``w13`` or ``w2`` is in the packed form."""
 
     def differs_from(self, wanted: Quant | None, *, interleaved: bool) -> str | None:
         """Say why a layer cannot load tensors of this form; None: it can.
@@ -192,13 +215,13 @@ def stored_as(state: Any) -> StoredAs:
     try:
         said = json.loads(bytes(state.flatten().tolist()))
         name, weight, interleaved = (said[key] for key in ("scheme", "weight", "interleaved"))
-        experts = said.get("experts")
+        experts, packed = said.get("experts"), said.get("packed", False)
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise ValueError(f"{rule}, got {error!r}") from None
-    kinds = ((name, (str,)), (weight, (str, type(None))), (interleaved, (bool,)))
+    kinds = ((name, (str,)), (weight, (str, type(None))), (interleaved, (bool,)), (packed, (bool,)))
     known = all(isinstance(value, kind) for value, kind in kinds)
     if not known or not isinstance(experts, (list, type(None))):
         raise ValueError(f"{rule}, got {said}")
     if experts is not None and not all(type(expert) is int for expert in experts):
         raise ValueError(f"{rule}, got experts {experts}")
-    return StoredAs(name, weight, interleaved, None if experts is None else tuple(experts))
+    return StoredAs(name, weight, interleaved, None if experts is None else tuple(experts), packed)

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from moe_ops import checks
+from moe_ops.layer.packing import FORM_KINDS, PacksWeights, packed_of
 from moe_ops.layer.parameters import (
     SUFFIX,
     FusedMoeWeightScaleSupported,
@@ -30,7 +31,7 @@ SHARD_DIMS = {"w1": 0, "w2": 1, "w3": 0}
 QUANT_METHODS = [method.value for method in FusedMoeWeightScaleSupported]
 
 
-class WeightLoading(LoadSteps):
+class WeightLoading(LoadSteps, PacksWeights):
     """A layer with `weight_loader`, and the steps from which `load_checkpoint` is made."""
 
     def weight_loader(
@@ -67,7 +68,8 @@ class WeightLoading(LoadSteps):
 
         Raises:
             ValueError: a wrong ``shard_id`` or shape; input scales of gate and up that differ; zero
-                points of AWQ or GPTQ, whose order cannot be known here.
+                points of AWQ or GPTQ, whose order cannot be known here; a packed weight (see
+                `FusedMoE.unpack_`).
             TypeError: a wrong dtype.
             NotImplementedError: the layer holds weights in act-order, and their order would stay.
 
@@ -84,6 +86,8 @@ class WeightLoading(LoadSteps):
         if shard_id not in SHARDS:
             raise ValueError(f"shard_id must be ['w1','w2','w3'] but got {shard_id}.")
         spec, held = self._spec_of(param), self.held_placement().rows
+        if spec is not None:
+            self._check_plain(spec)
         if loaded_weight.dim() == 3 and spec is not None:
             rows = [
                 (row, loaded_weight[expert])
@@ -110,7 +114,8 @@ class WeightLoading(LoadSteps):
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[str]:
         """Load tensors by the names of ``expert_mapping``; yield the names of loaded ones.
 
-        `moe_ops.load_checkpoint` also checks that nothing is missing, and takes act-order.
+        `moe_ops.load_checkpoint` also checks that nothing is missing, and takes act-order. Packed
+        weights are unpacked first.
 
         Raises:
             NotImplementedError: a ``g_idx`` in act-order, which also changes how other tensors are
@@ -120,6 +125,7 @@ class WeightLoading(LoadSteps):
             "gate_proj", "down_proj", "up_proj", self.num_experts,
             len(self.placement.row) - self.num_experts,
         )  # fmt: skip
+        self.unpack_()
         for name, x in weights:
             qualified = name if name.startswith("experts.") else f"experts.{name}"
             done = False
@@ -136,6 +142,14 @@ class WeightLoading(LoadSteps):
                     done |= bool(self.weight_loader(param, x, name, shard, expert, True))
             if done:
                 yield name
+
+    def _check_plain(self, spec: ParameterSpec) -> None:
+        """Refuse a parameter of a packed weight."""
+        if spec.kind in FORM_KINDS and ("w13" if spec.is_w13 else "w2") in packed_of(self):
+            raise ValueError(
+                f"param must be in the plain form (call the layer's unpack_() first), got "
+                f"{spec.name} in the packed form"
+            )
 
     def _check_in_order(self, g_idx: Tensor, name: str, shard: str) -> None:
         """Refuse a ``g_idx`` of columns in act-order."""

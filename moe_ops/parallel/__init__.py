@@ -7,6 +7,7 @@ from moe_ops.parallel.parallel_config import ALL2ALL_BACKENDS, FusedMoEParallelC
 from moe_ops.parallel.placement import (
     PLACEMENT_STRATEGIES,
     determine_expert_map,
+    determine_expert_ranks,
     get_compressed_expert_map,
     initial_physical_to_logical_map,
     make_expert_params_mapping,
@@ -25,6 +26,7 @@ __all__ = [
     "LogicalMaps",
     "compute_logical_maps",
     "determine_expert_map",
+    "determine_expert_ranks",
     "eplb_map_to_physical_and_record",
     "get_compressed_expert_map",
     "imbalance",

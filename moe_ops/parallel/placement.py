@@ -71,6 +71,33 @@ def determine_expert_map(
     return local_num_experts, expert_map, mask
 
 
+def determine_expert_ranks(
+    ep_size: int, global_num_experts: int, expert_placement_strategy: str = "linear"
+) -> Tensor:
+    """Return int32 ``(E,)``: the rank that holds each expert as `determine_expert_map` places it.
+
+    Args:
+        ep_size: ranks that share the experts.
+        global_num_experts: E; with redundant experts the number of physical ones.
+        expert_placement_strategy: see `determine_expert_map`.
+
+    Raises:
+        ValueError: as `determine_expert_map`.
+    """
+    checks.at_least(1, ep_size=ep_size)
+    sizes = (global_num_experts, expert_placement_strategy)
+    maps = [determine_expert_map(ep_size, rank, *sizes)[1] for rank in range(ep_size)]
+    known = [expert_map for expert_map in maps if expert_map is not None]
+    if not known:
+        return torch.zeros(global_num_experts, dtype=torch.int32)
+    return ranks_of_experts(torch.stack(known) >= 0)
+
+
+def ranks_of_experts(held: Tensor) -> Tensor:
+    """Return int32 ``(E,)``: the rank that holds each expert; ``held[r, e]``: rank r holds e."""
+    return held.int().argmax(0).int()
+
+
 def get_compressed_expert_map(expert_map: Tensor) -> str:
     """Format the experts of this rank for a log line: ``"0->4, 1->5"`` is ``local->global``."""
     checks.tensor("expert_map", expert_map, 1, checks.INDICES)

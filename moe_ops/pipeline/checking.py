@@ -38,8 +38,8 @@ def is_checking(x: Tensor) -> bool:
 
 
 def check_none_dropped(num_dropped: Tensor, max_num_tokens: int) -> None:
-    """In checking mode, raise ValueError if rows did not fit."""
-    dropped = int(num_dropped) if is_checking(num_dropped) else 0
+    """In checking mode, raise ValueError unless all counts of rows that did not fit are 0."""
+    dropped = int(num_dropped.sum()) if is_checking(num_dropped) else 0
     if dropped:
         raise ValueError(
             f"max_num_tokens must be at least the rows of the busiest expert, got {max_num_tokens}"

@@ -30,7 +30,8 @@ class ExpertTokensMetadata:
     Args:
         expert_num_tokens: int32 ``(El,)`` on the device.
         expert_num_tokens_cpu: the same on the CPU, if it is known without waiting for the device.
-        num_dropped: int32 ``(1,)`` on the device: rows that did not fit; None: all rows fit.
+        num_dropped: int32 on the device, ``(1,)`` or one for each expert: rows that did not fit;
+            None: all rows fit.
     """
 
     expert_num_tokens: Tensor

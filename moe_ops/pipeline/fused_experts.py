@@ -61,8 +61,9 @@ def fused_experts(
         hidden_states: ``(T, H)`` bf16, fp16 or fp32. ``T == 0`` is allowed.
         w1: ``(El, 2I, H)``, gate rows then up rows (alternating for ``swigluoai``); ``(El, I, H)``
             for an activation without a gate. Dtype of ``hidden_states``; contiguous along one of
-            its last two axes, as is ``w2``. Stored as the scheme of ``quant_config`` says.
-        w2: ``(El, H, I)``.
+            its last two axes, as is ``w2``. Stored as the scheme of ``quant_config`` says, or in
+            the packed form (see `pack_weight`).
+        w2: ``(El, H, I)``, in either form.
         topk_weights: ``(T, k)`` fp32, bf16 or fp16; need not sum to one.
         topk_ids: ``(T, k)`` int32 or int64, ids of global experts.
         activation: a `MoEActivation`, its name, or an `Activation` with numbers.
@@ -84,8 +85,8 @@ def fused_experts(
         TypeError: a wrong dtype.
         ValueError: shapes, devices or strides that do not fit; an unknown activation.
         NotImplementedError: ``batch_invariant`` with a scheme whose activations share one scale of
-            all tokens; a backward pass through the result (in grad mode a call with inputs that
-            require grad runs).
+            all tokens; a packed weight on a GPU without a kernel for it; a backward pass through
+            the result (in grad mode a call with inputs that require grad runs).
 
     Source:
         vLLM ``fused_experts`` and ``TritonExperts``; there the router weight is rounded into the

@@ -25,7 +25,8 @@ class FusedMoEQuantConfig:
         scheme: a name or key that `get_scheme` knows, or a `Scheme`, which may be one's own.
         w1_scale: scales of ``w1``, shaped as `Quant.weight_scale_shape` says. Per-tensor scales may
             be ``(El,)`` or ``(El, 2)`` (gate, up), and in place of per-row scales ``(El, 1, 1)`` or
-            ``(El, 2, 1)``. If activations are quantized, powers of two may be uint8 (e8m0).
+            ``(El, 2, 1)``. If activations are quantized, powers of two may be uint8 (e8m0). If
+            ``w1`` is packed, as `pack_weight` returns them.
         w2_scale: scales of ``w2``.
         a1_scale: static scale of the input of GEMM 1, one element, for static schemes only.
         a2_scale: static scale of the input of GEMM 2.

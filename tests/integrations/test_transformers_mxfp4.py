@@ -14,6 +14,7 @@ from transformers.integrations import mxfp4  # noqa: E402
 from transformers.integrations.mxfp4 import Mxfp4GptOssExperts  # noqa: E402
 
 import moe_ops.integrations.transformers as integration  # noqa: E402
+from moe_ops.integrations import _mxfp4  # noqa: E402
 from moe_ops.testing.compare import assert_layer_matches  # noqa: E402
 
 SIZES = {
@@ -124,6 +125,29 @@ def test_a_model_equals_its_dequantized_self(store):
     for mlp in blocks(model):
         mlp.experts.gate_up_proj_scales -= 1
     assert (model(ids).logits - oracle).abs().max() > 100 * budget
+
+
+@pytest.mark.parametrize("store", STORES, ids=names)
+@torch.no_grad()
+def test_packed_for_a_gpu_that_reads_the_form(store, monkeypatch):
+    """The gate and up projections of 192 rows; the down projection's 96 columns stay plain."""
+    model, _ = models(store)
+    ids = torch.randint(0, 64, (2, 9), generator=torch.Generator().manual_seed(1))
+    plain = copy.deepcopy(model)
+    integration.adapt(plain)
+    seen = []
+
+    def reads(w, scheme, dtype):
+        seen.append((scheme.name, dtype))
+        return w.shape[1] == 192
+
+    monkeypatch.setattr(_mxfp4, "reads_packed", reads)
+    integration.adapt(model)
+    assert seen == [("mxfp4_w4a16", torch.bfloat16)] * 4
+    for mlp in blocks(model):
+        assert mlp.experts.gate_up_proj.dtype == torch.int32
+        assert mlp.experts.down_proj.dtype == torch.uint8
+    assert torch.equal(model(ids).logits, plain(ids).logits)
 
 
 @pytest.mark.parametrize("store", STORES, ids=names)

@@ -11,7 +11,9 @@ from small_layers import E, H, I, K, T, batch, make
 from torch import nn
 
 import moe_ops
-from moe_ops.parallel.parallel_config import IMPLEMENTED_BACKENDS
+from moe_ops.parallel.parallel_config import GATHERING_BACKENDS, IMPLEMENTED_BACKENDS
+from moe_ops.pipeline.exchange.backends import EXCHANGES, exchange_class
+from moe_ops.pipeline.exchange.traffic import SAME, WAYS
 
 
 def test_the_signature_names_every_option():
@@ -140,6 +142,13 @@ def test_ranks_that_exchange_tokens(backend, exchange, sizes):
         layer(torch.zeros(1, H), torch.zeros(1, E))
 
 
+def test_every_table_of_backends_has_the_same_names():
+    assert set(EXCHANGES) == set(IMPLEMENTED_BACKENDS) == WAYS.keys() | SAME.keys()
+    assert (
+        set(GATHERING_BACKENDS) < set(IMPLEMENTED_BACKENDS) < set(moe_ops.parallel.ALL2ALL_BACKENDS)
+    )
+
+
 def test_all2all_backend():
     ranks = {"dp_size": 2, "ep_size": 2, "max_num_tokens": 4}
     layer = make(**ranks, all2all_backend="symmetric")
@@ -161,8 +170,28 @@ def test_capacity_factor():
     assert make(moe_parallel_config=parallel).kernel.prepare_finalize.capacity_factor == 1
     with pytest.raises(ValueError, match="capacity_factor must be above 0 and at most 1, got 2"):
         make(moe_parallel_config=parallel, capacity_factor=2)
-    with pytest.raises(ValueError, match="capacity_factor must be 1 unless .*, got 0.5"):
-        make(ep_size=2, dp_size=2, capacity_factor=0.5)
+    for sizes in ({"ep_size": 2}, {"ep_size": 2, "dp_size": 2}):
+        with pytest.raises(ValueError, match="capacity_factor must be 1 unless .*, got 0.5"):
+            make(**sizes, capacity_factor=0.5)
+    with pytest.raises(TypeError, match="capacity_factor must be a number, got bool True"):
+        make(ep_size=2, dp_size=2, capacity_factor=True)
+
+
+@pytest.mark.parametrize("backend", IMPLEMENTED_BACKENDS)
+def test_options_that_an_exchange_takes(backend):
+    """Those of its own arguments; others are refused, whatever the backend."""
+    kind = exchange_class(backend)
+    assert kind.takes < set(inspect.signature(kind).parameters)
+    ranks = {"dp_size": 2, "ep_size": 2, "max_num_tokens": 4, "all2all_backend": backend}
+    for name, value in (("equal_num_tokens", True), ("capacity_factor", 0.5)):
+        if name in kind.takes:
+            assert getattr(make(**ranks, **{name: value}).kernel.prepare_finalize, name) == value
+            continue
+        message = f"{name} must be .* unless all2all_backend is one of .*, got {value}"
+        with pytest.raises(ValueError, match=message):
+            make(**ranks, **{name: value})
+    with pytest.raises(ValueError, match="equal_num_tokens must be False unless ranks .*got True"):
+        make(ep_size=2, equal_num_tokens=True)
 
 
 def test_modes_of_tokens():

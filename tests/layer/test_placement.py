@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 import moe_ops
 from moe_ops import FusedMoEParallelConfig
+from moe_ops.parallel import determine_expert_ranks
 
 I32, I64, BF16 = torch.int32, torch.int64, torch.bfloat16
 
@@ -65,6 +66,10 @@ def test_known_expert_maps():
     local, expert_map, mask = moe_ops.determine_expert_map(4, 1, 10, num_fused_shared_experts=2)
     assert (local, expert_map.tolist()) == (3, [-1, -1, -1, 0, 1, 2, -1, -1, -1, -1])
     assert mask.tolist() == [0, 0, 0, 1, 1, 1, 0, 0, 0, 0, 1, 1, 0]
+    assert determine_expert_ranks(4, 10).tolist() == [0, 0, 0, 1, 1, 1, 2, 2, 3, 3]
+    assert determine_expert_ranks(1, 2).tolist() == [0, 0]
+    with pytest.raises(ValueError, match="ep_size must be at least 1, got 0"):
+        determine_expert_ranks(0, 2)
 
 
 @given(
@@ -74,12 +79,15 @@ def test_known_expert_maps():
 )
 def test_every_expert_has_one_rank(ep_size, num_experts, strategy):
     held = []
+    ranks = determine_expert_ranks(ep_size, num_experts, strategy)
+    assert (ranks.dtype, ranks.shape) == (I32, (num_experts,))
     for rank in range(ep_size):
         local, expert_map, _ = moe_ops.determine_expert_map(ep_size, rank, num_experts, strategy)
         assert local == num_experts // ep_size + (rank < num_experts % ep_size)
         mine = (expert_map >= 0).nonzero().flatten()
         assert expert_map[mine].tolist() == list(range(local))
         held.append(mine.tolist())
+        assert (ranks == rank).nonzero().flatten().tolist() == held[-1]
     assert sorted(sum(held, [])) == list(range(num_experts))
     if strategy == "linear":
         assert sum(held, []) == list(range(num_experts))

@@ -5,7 +5,7 @@ from functools import partial
 
 import pytest
 import torch
-from exchanges import World, linear
+from exchanges import World
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from modular import roundings as rounds
@@ -13,6 +13,7 @@ from modular import setup
 from ranks import mine
 
 import moe_ops
+from moe_ops.parallel import determine_expert_ranks
 from moe_ops.pipeline.exchange.groups import RankGroup
 from moe_ops.testing import (
     ROUTINGS,
@@ -50,7 +51,7 @@ def test_many_ranks(ranks, num_experts, top_k, routing, scheme):
         sum(counts), num_experts, top_k, 64, 32, torch.bfloat16, routing=routing, scheme=scheme
     )
     s = setup(problem, moe_ops.TritonExperts)
-    world = World(s, linear(num_experts, ranks), counts)
+    world = World(s, determine_expert_ranks(ranks, num_experts), counts)
     gathered = world.results(lambda group: ALL(group, max(counts)))
     whole = torch.cat(gathered)
     assert torch.equal(whole, world.expected())

@@ -3,11 +3,12 @@
 import pytest
 import torch
 from compilations import Compilations
-from exchanges import World, linear
+from exchanges import World
 from modular import setup, twice
 from ranks import spawn
 
 import moe_ops
+from moe_ops.parallel import determine_expert_ranks
 from moe_ops.testing import Problem
 
 ALL = moe_ops.AllGatherPrepareAndFinalize
@@ -19,7 +20,7 @@ PROBLEM = Problem(11, 6, 3, 64, 48, torch.bfloat16)
 
 def world_of(ranks, **changes):
     s = setup(PROBLEM.with_(**changes), moe_ops.TritonExperts)
-    return World(s, linear(6, ranks), COUNTS[ranks])
+    return World(s, determine_expert_ranks(ranks, 6), COUNTS[ranks])
 
 
 def check_schemes(rank, ranks):

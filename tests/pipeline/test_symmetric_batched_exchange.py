@@ -11,6 +11,7 @@ from rank_kernels import COUNTS, PROBLEM, kernel_of, part_of
 from ranks import config_of, device, experts_of, mine, spawn
 
 import moe_ops
+from moe_ops.parallel import determine_expert_ranks
 
 E, K, ROOM = PROBLEM.num_experts, PROBLEM.top_k, 9
 RANKS = (2, 3)
@@ -21,8 +22,7 @@ two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two G
 
 
 def exchange_of(ranks, top_k=K):
-    each = (torch.arange(E) // (E // ranks)).int()
-    sizes = (ROOM, PROBLEM.hidden_size, top_k, each)
+    sizes = (ROOM, PROBLEM.hidden_size, top_k, determine_expert_ranks(ranks, E))
     dtype, share = PROBLEM.dtype, f"{top_k} slots"
     return moe_ops.BatchedSymmetricPrepareAndFinalize(None, *sizes, dtype=dtype, share=share)
 
@@ -143,6 +143,18 @@ def check_errors(rank, ranks):
     uneven = torch.zeros(E, dtype=torch.int32)
     with pytest.raises(ValueError, match=r"equally many experts, got counts \[6, 0"):
         moe_ops.BatchedSymmetricPrepareAndFinalize(None, ROOM, 64, K, uneven)
+    part, config = exchange_of(ranks), moe_ops.FusedMoEQuantConfig("unquantized")
+    x = torch.ones(ROOM, PROBLEM.hidden_size, device=device(), dtype=PROBLEM.dtype)
+    ids = torch.zeros(ROOM, K, device=device(), dtype=torch.int32)  # K slots for one expert
+    call = (x, ids.float(), ids, E, None, False, config)
+    most, rows = ranks * ROOM, ranks * ROOM * K
+    assert part.prepare(*call).expert_tokens_meta.num_dropped.sum() == (rank == 0) * (rows - most)
+    with moe_ops.checking():
+        if rank:
+            part.prepare(*call)
+            return
+        with pytest.raises(ValueError, match=f"got {most}: {rows - most} rows did not fit"):
+            part.prepare(*call)
 
 
 def check_all(rank, ranks):

@@ -10,6 +10,7 @@ import os
 import pickle
 import signal
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -19,9 +20,10 @@ from compilations import Compilations
 from conftest import HAS_CUDA, INTERPRETED
 from modular import setup, twice
 from rank_kernels import COUNTS, PROBLEM, SCHEMES, kernel_of, part_of
-from ranks import device, experts_of, mine, spawn, started
+from ranks import device, mine, spawn, started
 
 import moe_ops
+from moe_ops.parallel import determine_expert_ranks
 from moe_ops.pipeline.exchange.base import Outgoing
 from moe_ops.pipeline.exchange.groups import RankGroup
 
@@ -44,14 +46,8 @@ GROUPS = [
 ]
 
 
-def ranks_of_experts(ranks):
-    """int32 ``(E,)``: the rank that holds each expert."""
-    maps = [experts_of(rank, ranks, E)[1] for rank in range(ranks)]
-    return torch.stack([m >= 0 for m in maps]).int().argmax(0).int()
-
-
 def exchange_of(ranks, top_k=K, **options):
-    options = {"dtype": PROBLEM.dtype, "expert_ranks": ranks_of_experts(ranks), **options}
+    options = {"dtype": PROBLEM.dtype, "expert_ranks": determine_expert_ranks(ranks, E), **options}
     return moe_ops.SymmetricPrepareAndFinalize(None, ROOM, PROBLEM.hidden_size, top_k, **options)
 
 
@@ -61,7 +57,7 @@ def same(a, b):
 
 def check_prepared(rank, ranks):
     """What arrives is what an all-gather brings, for tokens that this rank's experts read."""
-    tokens, everywhere = mine(COUNTS[ranks], rank), ranks_of_experts(ranks)
+    tokens, everywhere = mine(COUNTS[ranks], rank), determine_expert_ranks(ranks, E)
     few = INTERPRETED or ranks > 2
     for number, name in enumerate((*FEW, "fp8_tensor") if few else SCHEMES):
         every = name in EVERY_MODE
@@ -73,6 +69,10 @@ def check_prepared(rank, ranks):
             x = x.masked_fill(torch.arange(11, device=x.device)[:, None] == 2, float("nan"))
             where = None if number % 4 == 2 else everywhere
             part = exchange_of(ranks, top_k, expert_ranks=where, share=f"{top_k} {every}")
+            windows = part.connect(x.device)[0]
+            windows.own[windows.layout.parts.rows :] = 127  # an earlier call may leave anything
+            synchronize()
+            dist.barrier()
             call = (x[tokens], weights[tokens], ids[tokens], E, None, on_input, s.config, False)
             expected = moe_ops.AllGatherPrepareAndFinalize(None, ROOM).prepare(*call)
             rows, scale, meta, all_ids, all_weights = part.prepare(*call)
@@ -352,13 +352,23 @@ def test_who_shares_windows(place):
     def windows(hidden_size=64, top_k=2, **options):
         part = moe_ops.SymmetricPrepareAndFinalize(RankGroup(1), 4, hidden_size, top_k, **options)
         parts.append(part)
-        (found,) = part.connect(place)
-        return found
+        return part.connect(place)[0]
 
     parts = []
     first = windows(share="a")
     assert windows(share="a") is first and parts[0].connect(place) == [first]
     others = [windows(share="b"), windows(), windows(), windows(hidden_size=32, share="a")]
     others += [windows(top_k=3, share="a"), windows(share="a", dtype=torch.bfloat16)]
-    assert len({id(w) for w in (first, *others)}) == 7
-    assert others[3].layout.hidden_size == 32
+    others.append(windows(share="a", timeout=2))
+    assert len({id(w) for w in (first, *others)}) == 8
+    assert others[3].layout.hidden_size == 32 and (first.timeout, others[-1].timeout) == (30, 2)
+    assert windows(share="a", in_flight=2) is first and parts[-1].connect(place)[1] is not first
+
+
+def test_arguments():
+    part = partial(moe_ops.SymmetricPrepareAndFinalize, RankGroup(2), 4, 64, 2)
+    assert not part().supports_async(), "kernels run on the current stream"
+    with pytest.raises(ValueError, match="expert_ranks must be in 0..1, got 2"):
+        part(expert_ranks=torch.tensor([0, 2], dtype=torch.int32))
+    with pytest.raises(ValueError, match="timeout must be positive, got 0"):
+        part(timeout=0)

@@ -5,13 +5,14 @@ from dataclasses import replace
 
 import pytest
 import torch
-from exchanges import World, linear
+from exchanges import World
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from modular import layer_config, setup
 from ranks import mine
 
 import moe_ops
+from moe_ops.parallel import determine_expert_ranks
 from moe_ops.pipeline.exchange import traffic
 from moe_ops.pipeline.exchange.traffic import LINKS, gathered_copies, rank_copies, slot_copies
 from moe_ops.testing import Problem, run_ranks
@@ -43,7 +44,7 @@ def test_copies_of_simulated_routing(ranks, num_experts, top_k, seed):
     g, tokens = torch.Generator().manual_seed(seed), 20000
     ids = torch.rand(tokens, num_experts, generator=g).topk(top_k, 1).indices
     there = torch.zeros(tokens, ranks)
-    there.scatter_(1, linear(num_experts, ranks)[ids].long(), 1)
+    there.scatter_(1, determine_expert_ranks(ranks, num_experts)[ids].long(), 1)
     own = torch.randint(ranks, (tokens, 1), generator=g)
     copies = (there.sum(1) - there.gather(1, own)[:, 0]).double()
     error = float((copies.var() + 1 / tokens) / tokens) ** 0.5
@@ -83,7 +84,7 @@ def test_what_exchanges_send(scheme):
     ranks, tokens, top_k = 4, 36, 2
     problem = Problem(ranks * tokens, 16, top_k, 128, 32, torch.bfloat16, scheme=scheme)
     s = setup(problem, moe_ops.TritonExperts)
-    world = World(s, linear(16, ranks), (tokens,) * ranks)
+    world = World(s, determine_expert_ranks(ranks, 16), (tokens,) * ranks)
     parallel = moe_ops.FusedMoEParallelConfig(ep_size=ranks, dp_size=ranks, use_ep=True)
     config = replace(layer_config(problem), max_num_tokens=None, moe_parallel_config=parallel)
     experts = s.kernel.fused_experts

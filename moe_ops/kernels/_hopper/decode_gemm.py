@@ -14,7 +14,13 @@ from moe_ops.activation import Formula
 from moe_ops.dispatch.device import device_facts
 from moe_ops.dispatch.gemm_plan import GemmPlan
 from moe_ops.dispatch.hopper import HopperTiles
-from moe_ops.dispatch.hopper_decode import CHUNK, DECODE_FEW, STAGE_K, few_ctas, stage_bytes
+from moe_ops.dispatch.hopper_decode import (
+    DECODE_FEW,
+    ONE_BYTE,
+    STAGE_K,
+    few_ctas,
+    stage_bytes,
+)
 from moe_ops.dispatch.portable import EVERY_COLUMN
 from moe_ops.dispatch.problem import GemmProblem
 from moe_ops.dispatch.tiles import cdiv, max_row_tiles
@@ -29,6 +35,7 @@ from moe_ops.kernels._hopper.products import BOX_ROWS
 from moe_ops.kernels._runtime.launch import Launch
 from moe_ops.kernels._runtime.slots import dense
 from moe_ops.scheme import get_scheme
+from moe_ops.scheme.packed import CHUNK
 from moe_ops.scheme.weights import rows_per_scale
 
 
@@ -114,13 +121,12 @@ class Constants:
     @cached_property
     def scales(self) -> Boxes:
         """TMA descriptors of scales: a box holds those of a unit in a stage."""
-        return Boxes(lambda scale: descriptor(scale, [1, self.STAGE_GROUPS, CHUNK], swizzled=False))
+        return Boxes(lambda scale: _group_box(scale, self.STAGE_GROUPS, CHUNK))
 
     @cached_property
     def zeros(self) -> Boxes:
         """TMA descriptors of zero points, as of scales."""
-        box = [1, self.STAGE_GROUPS, self.ZERO_BYTES]
-        return Boxes(lambda zeros: descriptor(zeros, box, swizzled=False))
+        return Boxes(lambda zeros: _group_box(zeros, self.STAGE_GROUPS, self.ZERO_BYTES))
 
     @cached_property
     def rows(self) -> Boxes:
@@ -134,6 +140,15 @@ class Constants:
         strides = [w.stride(0), chunks * pieces * 256, pieces * 256, 256, 1]
         box = [1, 1, STAGE_K // CHUNK, pieces, 256]
         return descriptor(w, box, shape, strides, swizzled=False)
+
+
+def _group_box(x: Tensor, groups: int, width: int) -> TensorDescriptor:
+    """The TMA descriptor of scales or zero points ``(E, G, N)``.
+
+    The stride of an axis of one group may be anything; TMA wants multiples of 16 bytes.
+    """
+    _, count, n = x.shape
+    return descriptor(x, [1, groups, width], x.shape, [count * n, n, 1], swizzled=False)
 
 
 class Variant(NamedTuple):
@@ -162,7 +177,7 @@ def constants(problem: GemmProblem, tiles: HopperTiles, variant: Variant) -> Con
     if few and cols >= STAGE_K and quant.scale == "input":
         scaled = "sums"
     exponent = 4 if quant.element.name == "fp8" else quant.element.exponent
-    shifted = cols > 0 and quant.scale in ("e8m0", "e4m3")
+    shifted = cols > 0 and quant.scale in ONE_BYTE
     lifted = (16 if variant.half else 128) - 2 ** (exponent - 1) if exponent else 0
     zero_bits = quant.element.stored_bits if quant.zero_point else 0
     return Constants(

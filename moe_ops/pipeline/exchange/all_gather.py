@@ -49,6 +49,8 @@ class AllGatherPrepareAndFinalize(TokenExchange):
         quantized, and sum in the activations' dtype.
     """
 
+    takes = frozenset({"equal_num_tokens"})
+
     def send(self, tokens: Outgoing) -> Callable[[], Arrived]:
         """Gather rows, ids and weights of ``R * P`` tokens, in the order of ranks."""
         quant = tokens.quant

@@ -11,7 +11,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,6 +25,28 @@ from moe_ops.pipeline.token_rows import quantize_tokens, weighted_rows
 from moe_ops.pipeline.weight_and_reduce import TopKWeightAndReduce
 from moe_ops.scheme import FusedMoEQuantConfig, Quant
 from moe_ops.tensors import Routing
+
+
+class Needs(NamedTuple):
+    """What an exchange of a layer is made from: arguments of exchanges, by their names."""
+
+    group: RankGroup
+    max_num_tokens: int | None
+    """The largest number of tokens that any rank passes; None: not known."""
+    expert_ranks: Tensor | None
+    """int32 ``(E,)``: the rank that holds each expert; None: not known."""
+    hidden_size: int
+    """H of the rows."""
+    top_k: int
+    """Slots of a token."""
+    dtype: torch.dtype
+    """Dtype of the activations."""
+    share: str = "layers"
+    """Layers whose exchanges have the same name share memory: see `SymmetricPrepareAndFinalize`."""
+    equal_num_tokens: bool = False
+    """See `TokenExchange`."""
+    capacity_factor: float = 1
+    """See `FixedCapacityPrepareAndFinalize`."""
 
 
 class Outgoing(NamedTuple):
@@ -90,6 +112,9 @@ class TokenExchange(FusedMoEPrepareAndFinalizeModular):
             ``max_num_tokens``.
     """
 
+    takes: ClassVar[frozenset[str]] = frozenset()
+    """The fields of `Needs` that are arguments of the class, beside the first two."""
+
     def __init__(
         self,
         group: Any = None,
@@ -103,6 +128,12 @@ class TokenExchange(FusedMoEPrepareAndFinalizeModular):
         checks.flags(equal_num_tokens=equal_num_tokens)
         self.max_num_tokens, self.equal_num_tokens = max_num_tokens, equal_num_tokens
         self.local = MoEPrepareAndFinalizeNoEP()
+
+    @classmethod
+    def make(cls, needs: Needs) -> TokenExchange:
+        """Make the exchange of a layer."""
+        given = {name: getattr(needs, name) for name in cls.takes}
+        return cls(needs.group, needs.max_num_tokens, **given)
 
     @abstractmethod
     def send(self, tokens: Outgoing) -> Callable[[], Arrived]:
@@ -304,6 +335,14 @@ class TokenExchange(FusedMoEPrepareAndFinalizeModular):
         scale = self.group.all_gather(own).amax(0, keepdim=True)
         with_scale = replace(quant, scale="float32", static=True)
         return ops.moe_quantize(tokens, scale, given, *slots, with_scale.key)
+
+
+def check_expert_ranks(expert_ranks: Tensor, ranks: int) -> None:
+    """Raise TypeError or ValueError unless these are int32 ``(E,)``, each one of the ranks."""
+    checks.tensor("expert_ranks", expert_ranks, 1, (torch.int32,))
+    wrong = expert_ranks[(expert_ranks < 0) | (expert_ranks >= ranks)]
+    if wrong.numel():
+        raise ValueError(f"expert_ranks must be in 0..{ranks - 1}, got {int(wrong[0])}")
 
 
 def check_equal_scales(of_ranks: list[float]) -> None:

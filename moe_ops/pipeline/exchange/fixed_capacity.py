@@ -52,6 +52,8 @@ class FixedCapacityPrepareAndFinalize(OneCopyExchange):
         GShard (Lepikhin et al. 2020), section 2.2: the capacity of experts, here of pairs of ranks.
     """
 
+    takes = frozenset({"expert_ranks", "capacity_factor"})
+
     def __init__(
         self,
         group: Any = None,
@@ -61,7 +63,11 @@ class FixedCapacityPrepareAndFinalize(OneCopyExchange):
         capacity_factor: float = 1.0,
     ) -> None:
         super().__init__(group, max_num_tokens, expert_ranks)
-        check_capacity_factor(capacity_factor)
+        checks.number("capacity_factor", capacity_factor)
+        if not 0 < capacity_factor <= 1:
+            raise ValueError(
+                f"capacity_factor must be above 0 and at most 1, got {capacity_factor}"
+            )
         self.capacity_factor = capacity_factor
 
     def num_dropped(
@@ -119,13 +125,6 @@ class FixedCapacityPrepareAndFinalize(OneCopyExchange):
                 f"got {self.capacity_factor} ({size} rows): of the ranks {of_ranks} rows did not "
                 "fit"
             )
-
-
-def check_capacity_factor(capacity_factor: Any) -> None:
-    """Raise TypeError or ValueError unless the factor is a number above 0 and at most 1."""
-    checks.number("capacity_factor", capacity_factor)
-    if not 0 < capacity_factor <= 1:
-        raise ValueError(f"capacity_factor must be above 0 and at most 1, got {capacity_factor}")
 
 
 def capacity_of(rows: int, capacity_factor: float) -> int:

@@ -10,8 +10,14 @@ import torch
 from torch import Tensor
 
 from moe_ops import checks, ops
+from moe_ops.parallel.placement import ranks_of_experts
 from moe_ops.pipeline.checking import is_checking
-from moe_ops.pipeline.exchange.base import Arrived, Outgoing, TokenExchange
+from moe_ops.pipeline.exchange.base import (
+    Arrived,
+    Outgoing,
+    TokenExchange,
+    check_expert_ranks,
+)
 from moe_ops.pipeline.exchange.packing import bytes_of_fp8, packed, unpacked
 from moe_ops.pipeline.prepare_finalize import Receiver
 
@@ -60,6 +66,8 @@ class OneCopyExchange(TokenExchange):
             ``expert_ranks`` that contradict the ranks' ``expert_map`` (on all ranks).
     """
 
+    takes = frozenset({"expert_ranks"})
+
     def __init__(
         self,
         group: Any = None,
@@ -68,12 +76,7 @@ class OneCopyExchange(TokenExchange):
     ) -> None:
         super().__init__(group, max_num_tokens)
         if expert_ranks is not None:
-            checks.tensor("expert_ranks", expert_ranks, 1, (torch.int32,))
-            wrong = expert_ranks[(expert_ranks < 0) | (expert_ranks >= self.group.size)]
-            if wrong.numel():
-                raise ValueError(
-                    f"expert_ranks must be in 0..{self.group.size - 1}, got {int(wrong[0])}"
-                )
+            check_expert_ranks(expert_ranks, self.group.size)
         self.expert_ranks = expert_ranks
 
     @abstractmethod
@@ -148,14 +151,14 @@ class OneCopyExchange(TokenExchange):
         if known is None:
             if expert_map is None:
                 raise ValueError("expert_map must be given without expert_ranks, got None")
-            return self._ranks_by_maps(expert_map)
+            return self._by_maps(expert_map)
         checks.size("expert_ranks.shape[0]", known.shape[0], "E", num_experts)
         if known.device != topk_ids.device:
             known = known.to(topk_ids.device)
             if not torch.compiler.is_compiling():
                 self.expert_ranks = known  # a captured call must not copy from the host
         if expert_map is not None and is_checking(known):
-            found = self._ranks_by_maps(expert_map)
+            found = self._by_maps(expert_map)
             if not torch.equal(found, known):
                 raise ValueError(
                     "expert_ranks must be the ranks whose expert_map has each expert, "
@@ -163,6 +166,5 @@ class OneCopyExchange(TokenExchange):
                 )
         return known
 
-    def _ranks_by_maps(self, expert_map: Tensor) -> Tensor:
-        held = self.group.all_gather((expert_map >= 0)[None])
-        return held.to(torch.int32).argmax(0).to(torch.int32)
+    def _by_maps(self, expert_map: Tensor) -> Tensor:
+        return ranks_of_experts(self.group.all_gather((expert_map >= 0)[None]))

@@ -2,24 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from moe_ops.dispatch.tiles import cdiv
-from moe_ops.pipeline.exchange.groups import RankGroup
-from moe_ops.pipeline.formats import FusedMoEActivationFormat, PrepareResult
-from moe_ops.pipeline.prepare_finalize import (
-    FusedMoEPrepareAndFinalizeModular,
-    Hook,
-    Receiver,
-)
-from moe_ops.pipeline.weight_and_reduce import TopKWeightAndReduce
-from moe_ops.scheme import FusedMoEQuantConfig
+from moe_ops.pipeline.exchange.base import Arrived, Outgoing, TokenExchange
+from moe_ops.pipeline.prepare_finalize import Receiver
 
 
-class ReplicaExchange(FusedMoEPrepareAndFinalizeModular):
+class ReplicaExchange(TokenExchange):
     """An exchange among all ranks of a layer, in which n adjacent ranks have the same tokens.
 
     These ranks are a replica: the tensor-parallel ranks of a model with data parallelism. Rank i of
@@ -32,137 +25,40 @@ class ReplicaExchange(FusedMoEPrepareAndFinalizeModular):
 
     Args:
         exchange: an exchange among all ranks.
-        group: these ranks.
-        rank: the rank of this process in the group.
+        rank: the rank of this process in the exchange's group.
         replica_size: n; replica r has the ranks from ``r * n`` on.
         max_num_tokens: the largest number of tokens of a replica; None: no limit.
     """
 
     def __init__(
         self,
-        exchange: FusedMoEPrepareAndFinalizeModular,
-        group: RankGroup,
+        exchange: TokenExchange,
         rank: int,
         replica_size: int,
         max_num_tokens: int | None = None,
     ) -> None:
-        self.exchange, self.group, self.max_num_tokens = exchange, group, max_num_tokens
-        self.replica_size, self.index = replica_size, rank % replica_size
+        super().__init__(exchange.group, max_num_tokens)
+        self.exchange, self.replica_size = exchange, replica_size
+        self.index = rank % replica_size
         self.first = rank - self.index
 
-    def post_init_setup(self, fused_experts: Any) -> None:
-        """Pass the experts on to the exchange."""
-        self.exchange.post_init_setup(fused_experts)
-
-    @property
-    def activation_format(self) -> FusedMoEActivationFormat:
-        """The format of the exchange."""
-        return self.exchange.activation_format
-
-    def topk_indices_dtype(self) -> torch.dtype | None:
-        """The dtype that the exchange needs."""
-        return self.exchange.topk_indices_dtype()
-
-    def max_num_tokens_per_rank(self) -> int | None:
-        """The given ``max_num_tokens``."""
-        return self.max_num_tokens
-
-    def num_dispatchers(self) -> int:
-        """Number of ranks of all replicas."""
-        return self.exchange.num_dispatchers()
-
-    def output_is_reduced(self) -> bool:
-        """That of the exchange."""
-        return self.exchange.output_is_reduced()
-
     def supports_async(self) -> bool:
-        """That of the exchange."""
+        """Value of the exchange."""
         return self.exchange.supports_async()
 
-    def prepare(
-        self,
-        a1: Tensor,
-        topk_weights: Tensor,
-        topk_ids: Tensor,
-        num_experts: int,
-        expert_map: Tensor | None,
-        apply_router_weight_on_input: bool,
-        quant_config: FusedMoEQuantConfig,
-        defer_input_quant: bool = False,
-    ) -> PrepareResult:
-        """Send this rank's share of the tokens to their experts."""
-        return self.exchange.prepare(
-            self._share(a1),
-            self._share(topk_weights),
-            self._share(topk_ids, -1),
-            num_experts,
-            expert_map,
-            apply_router_weight_on_input,
-            quant_config,
-            defer_input_quant,
+    def send(self, tokens: Outgoing) -> Callable[[], Arrived]:
+        """Send this rank's share of the tokens."""
+        share = tokens._replace(
+            a1=self._share(tokens.a1),
+            topk_weights=self._share(tokens.topk_weights),
+            topk_ids=self._share(tokens.topk_ids, -1),
         )
+        return self.exchange.send(share)
 
-    def finalize(
-        self,
-        fused_expert_output: Tensor,
-        topk_weights: Tensor,
-        topk_ids: Tensor,
-        apply_router_weight_on_input: bool,
-        weight_and_reduce_impl: TopKWeightAndReduce,
-    ) -> Tensor:
-        """Finish this rank's share, and gather the shares: the first T rows are the T tokens."""
-        own = self.exchange.finalize(
-            fused_expert_output,
-            topk_weights,
-            topk_ids,
-            apply_router_weight_on_input,
-            weight_and_reduce_impl,
-        )
-        return self._gathered(own)
-
-    def prepare_async(
-        self,
-        a1: Tensor,
-        topk_weights: Tensor,
-        topk_ids: Tensor,
-        num_experts: int,
-        expert_map: Tensor | None,
-        apply_router_weight_on_input: bool,
-        quant_config: FusedMoEQuantConfig,
-        defer_input_quant: bool = False,
-    ) -> Receiver | tuple[Hook, Receiver]:
-        """Start `prepare`."""
-        return self.exchange.prepare_async(
-            self._share(a1),
-            self._share(topk_weights),
-            self._share(topk_ids, -1),
-            num_experts,
-            expert_map,
-            apply_router_weight_on_input,
-            quant_config,
-            defer_input_quant,
-        )
-
-    def finalize_async(
-        self,
-        fused_expert_output: Tensor,
-        topk_weights: Tensor,
-        topk_ids: Tensor,
-        apply_router_weight_on_input: bool,
-        weight_and_reduce_impl: TopKWeightAndReduce,
-    ) -> Receiver | tuple[Hook, Receiver]:
-        """Start the exchange's `finalize`; the receiver waits, and gathers the shares."""
-        started = self.exchange.finalize_async(
-            fused_expert_output,
-            topk_weights,
-            topk_ids,
-            apply_router_weight_on_input,
-            weight_and_reduce_impl,
-        )
-        if isinstance(started, tuple):
-            hook, receiver = started
-            return hook, lambda: self._gathered(receiver())
-        return lambda: self._gathered(started())
+    def send_back(self, sums: Tensor, topk_ids: Tensor) -> Receiver:
+        """Send sums back; the receiver gathers the shares: the first T rows are the T tokens."""
+        receive = self.exchange.send_back(sums, topk_ids)
+        return lambda: self._gathered(receive())
 
     def _share(self, x: Tensor, fill: int = 0) -> Tensor:
         """Every n-th row of ``(T, m)``: ``(ceil(T / n), m)``, the last row ``fill`` if T ends."""

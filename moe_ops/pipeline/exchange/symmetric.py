@@ -10,13 +10,19 @@ import torch
 from torch import Tensor
 
 from moe_ops import checks, ops
-from moe_ops.pipeline.exchange.base import Arrived, Outgoing, TokenExchange
+from moe_ops.pipeline.exchange.base import (
+    Arrived,
+    Needs,
+    Outgoing,
+    TokenExchange,
+    check_expert_ranks,
+)
 from moe_ops.pipeline.exchange.memory import allocate
 from moe_ops.pipeline.prepare_finalize import Receiver
 from moe_ops.windows import WindowLayout, Windows, nothing
 
 _SHARED: WeakValueDictionary[Any, Windows] = WeakValueDictionary()
-"""Windows by layout, group, device and name."""
+"""Shared windows by layout, group, device, timeout, name and number."""
 
 
 class SymmetricPrepareAndFinalize(TokenExchange):
@@ -56,8 +62,8 @@ class SymmetricPrepareAndFinalize(TokenExchange):
         expert_ranks: int32 ``(E,)``, the rank that holds each expert: a row travels to these ranks
             only. None: rows travel to all ranks.
         equal_num_tokens: see `TokenExchange`.
-        timeout: seconds to wait for another rank.
-        share: objects of one group with the same sizes and the same name use the same windows, so
+        timeout: seconds to wait for another rank; the same on all ranks.
+        share: objects of one group with the same sizes, timeout and name use the same windows, so
             their calls count together as in flight. None: windows of its own.
         in_flight: the largest number of calls that are prepared and not finalized at the same time,
             each with windows of its own: 2 for `run_micro_batches`. All ranks prepare and finalize
@@ -76,6 +82,9 @@ class SymmetricPrepareAndFinalize(TokenExchange):
         on the host. Here each program counts its exchanges in device memory.
     """
 
+    takes = frozenset(
+        {"hidden_size", "top_k", "dtype", "expert_ranks", "equal_num_tokens", "share"}
+    )
     max_num_tokens: int
 
     def __init__(
@@ -97,14 +106,31 @@ class SymmetricPrepareAndFinalize(TokenExchange):
         checks.number("timeout", timeout)
         if not timeout > 0:
             raise ValueError(f"timeout must be positive, got {timeout}")
-        if expert_ranks is not None:
-            checks.tensor("expert_ranks", expert_ranks, 1, (torch.int32,))
         super().__init__(group, max_num_tokens, equal_num_tokens=equal_num_tokens)
+        if expert_ranks is not None:
+            check_expert_ranks(expert_ranks, self.group.size)
         itemsize = (dtype or torch.get_default_dtype()).itemsize
         self.layout = WindowLayout(self.group.size, max_num_tokens, hidden_size, top_k, itemsize)
         self.timeout, self.share, self.in_flight = float(timeout), share, in_flight
         self.expert_ranks = expert_ranks
         self._windows: list[Windows] = []
+
+    @classmethod
+    def make(cls, needs: Needs) -> TokenExchange:
+        """Make the exchange of a layer, which shares its windows with other layers.
+
+        Raises:
+            ValueError: no ``max_num_tokens``.
+        """
+        if needs.max_num_tokens is None:
+            raise ValueError(
+                "max_num_tokens must be given for all2all_backend 'symmetric', got None"
+            )
+        return super().make(needs)
+
+    def supports_async(self) -> bool:
+        """False: kernels run on the current stream. `AsyncPrepareAndFinalize` runs them beside."""
+        return False
 
     def connect(self, device: torch.device | str) -> list[Windows]:
         """Allocate the windows on ``device``, unless they are there; all ranks together.
@@ -113,16 +139,19 @@ class SymmetricPrepareAndFinalize(TokenExchange):
         """
         device = torch.device(device)
         if not self._windows or self._windows[0].own.device != device:
-            found = []
-            for number in range(self.in_flight):
-                key = (self.layout, self.group, device, self.share, number)
-                windows = None if self.share is None else _SHARED.get(key)
-                if windows is None:
-                    windows = allocate(self.layout, self.group, device, self.timeout)
-                    _SHARED[key] = windows
-                found.append(windows)
-            self.attach(found)
+            self.attach([self._allocated(device, number) for number in range(self.in_flight)])
         return self._windows
+
+    def _allocated(self, device: torch.device, number: int) -> Windows:
+        """Windows for one call in flight: of its own, or those that others share."""
+        what = (self.layout, self.group, device, self.timeout)
+        if self.share is None:
+            return allocate(*what)
+        key = (*what, self.share, number)
+        windows = _SHARED.get(key)
+        if windows is None:
+            windows = _SHARED[key] = allocate(*what)
+        return windows
 
     def attach(self, windows: list[Windows]) -> None:
         """Use windows that are allocated already, one for each call in flight."""

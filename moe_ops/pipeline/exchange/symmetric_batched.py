@@ -22,7 +22,7 @@ from moe_ops.pipeline.weight_and_reduce import (
     TopKWeightAndReduceNaiveBatched,
 )
 from moe_ops.scheme import FusedMoEQuantConfig
-from moe_ops.windows import WindowLayout, Windows
+from moe_ops.windows import Windows
 
 
 class BatchedSymmetricPrepareAndFinalize(SymmetricPrepareAndFinalize):
@@ -65,6 +65,9 @@ class BatchedSymmetricPrepareAndFinalize(SymmetricPrepareAndFinalize):
         DeepEP's low-latency dispatch, which places rows in the order of arrival.
     """
 
+    expert_ranks: Tensor
+    takes = SymmetricPrepareAndFinalize.takes - {"equal_num_tokens"}
+
     def __init__(
         self,
         group: Any,
@@ -78,7 +81,7 @@ class BatchedSymmetricPrepareAndFinalize(SymmetricPrepareAndFinalize):
         share: str | None = None,
         in_flight: int = 1,
     ) -> None:
-        checks.tensor("expert_ranks", expert_ranks, 1, (torch.int32,))
+        checks.instance("expert_ranks", expert_ranks, Tensor)
         super().__init__(
             group,
             max_num_tokens,
@@ -96,10 +99,7 @@ class BatchedSymmetricPrepareAndFinalize(SymmetricPrepareAndFinalize):
                 "expert_ranks must give each rank of the group equally many experts, got counts "
                 f"{held}"
             )
-        self.holders, layout = expert_ranks, self.layout
-        self.layout = WindowLayout(
-            layout.ranks, max_num_tokens, hidden_size, top_k, layout.itemsize, held[0]
-        )
+        self.layout = self.layout._replace(num_local_experts=held[0])
 
     @property
     def activation_format(self) -> FusedMoEActivationFormat:
@@ -109,7 +109,7 @@ class BatchedSymmetricPrepareAndFinalize(SymmetricPrepareAndFinalize):
     def attach(self, windows: list[Windows]) -> None:
         """Use windows that are allocated already, one for each call in flight."""
         super().attach(windows)
-        ranks = self.holders.to(windows[0].own.device)
+        ranks = self.expert_ranks
         same = ranks[:, None] == ranks
         rows = same.tril(-1).sum(1, dtype=torch.int32)
         self.placement = torch.stack([ranks, rows])
@@ -158,7 +158,7 @@ class BatchedSymmetricPrepareAndFinalize(SymmetricPrepareAndFinalize):
         )
         if after and quant is not None:
             rows, scale = ops.batched_quantize(rows, None, counts, quant.key)
-        check_none_dropped(dropped.sum(0, keepdim=True), self.group.size * self.max_num_tokens)
+        check_none_dropped(dropped, self.group.size * self.max_num_tokens)
         self._begin(windows, ids)
         meta = ExpertTokensMetadata(counts, None, dropped)
         found = PrepareResult(rows, None if quant is None else scale, meta, ids, weights)

@@ -68,8 +68,8 @@ class Traffic(NamedTuple):
     """Both ways at the link's rate, with the least time of each collective; None: it does not run
     on this link."""
     capacity_factor: float | None
-    """Of ``fixed_capacity``: room for the copies of uniform routing and `SPARE` standard
-    deviations; None for the others."""
+    """The factor with which ``fixed_capacity`` has room for the copies of uniform routing and
+    `SPARE` standard deviations; None for other backends."""
 
 
 class _Way(NamedTuple):

@@ -1,0 +1,535 @@
+"""Runs the Gluon kernels of `moe_ops.kernels._hopper` on the CPU.
+
+Triton's interpreter does not know Gluon. Here a kernel's own Python runs on torch tensors: every
+function that it calls is copied with globals of its own, in which Gluon's language means what is
+below. Each partition of a warp-specialised kernel is a thread, and barriers in shared memory count
+arrivals and bytes as the hardware does, so that a wrong count of bytes hangs (and fails) here too.
+Layouts mean nothing here: compiling for sm_90 checks them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import math
+import threading
+from types import FunctionType, SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gluon_language
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+from triton.runtime.jit import JITFunction
+
+from moe_ops.kernels._runtime import launch
+
+PATIENCE_S = 20
+"""A barrier that is waited for longer than this never completes."""
+DTYPES = {
+    "int1": torch.bool, "int8": torch.int8, "uint8": torch.uint8, "int16": torch.int16,
+    "int32": torch.int32, "uint32": torch.int64, "int64": torch.int64, "fp16": torch.float16,
+    "bf16": torch.bfloat16, "fp32": torch.float32, "fp8e4nv": torch.float8_e4m3fn,
+}  # fmt: skip
+"""Triton's names of dtypes. uint32 is kept in int64."""
+LOCAL = threading.local()
+"""The program that this thread runs: its number, and the number of programs."""
+
+
+def torch_dtype(dtype: Any) -> torch.dtype:
+    """The torch dtype of a Triton dtype (or of a torch dtype)."""
+    return dtype if isinstance(dtype, torch.dtype) else DTYPES[dtype.name]
+
+
+class Value:
+    """A tensor or scalar of a kernel."""
+
+    def __init__(self, data: Any, unsigned: bool = False) -> None:
+        self.data, self.unsigned = data, unsigned
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.data.shape)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.data.dtype
+
+    @property
+    def type(self) -> Any:
+        return SimpleNamespace(layout=None)
+
+    def to(self, dtype: Any, bitcast: bool = False) -> Value:
+        unsigned, dtype = getattr(dtype, "name", "") == "uint32", torch_dtype(dtype)
+        if unsigned:
+            return Value(self.data.to(torch.int64) & 0xFFFFFFFF, True)
+        if self.unsigned:
+            return Value(signed(self.data)).to(dtype, bitcast)
+        return Value(self.data.view(dtype) if bitcast else self.data.to(dtype))
+
+    def reshape(self, shape: Any, *rest: int) -> Value:
+        return Value(self.data.reshape(shape if not rest else (shape, *rest)), self.unsigned)
+
+    def permute(self, order: Any, *rest: int) -> Value:
+        return Value(self.data.permute(order if not rest else (order, *rest)))
+
+    def split(self) -> tuple[Value, Value]:
+        return Value(self.data[..., 0]), Value(self.data[..., 1])
+
+    def __getitem__(self, key: Any) -> Value:
+        return Value(self.data[key], self.unsigned)
+
+    def __bool__(self) -> bool:
+        return bool(self.data)
+
+    def __index__(self) -> int:
+        return int(self.data)
+
+    def __invert__(self) -> Value:
+        return Value(~self.data)
+
+    def __neg__(self) -> Value:
+        return Value(-self.data)
+
+
+def signed(x: torch.Tensor) -> torch.Tensor:
+    """The int32 with the bits of an unsigned number in an int64."""
+    return ((x + 2**31) % 2**32 - 2**31).to(torch.int32)
+
+
+def plain(x: Any) -> Any:
+    """The tensor or number of a value."""
+    return x.data if isinstance(x, Value) else x
+
+
+def _operation(name: str) -> None:
+    function = getattr(torch.Tensor, name)
+
+    def compute(self: Value, other: Any) -> Value:
+        if isinstance(other, Pointer):
+            return NotImplemented
+        x, y = torch.as_tensor(self.data), plain(other)
+        if isinstance(y, float) and not x.is_floating_point():
+            x = x.float()
+        if name == "__rfloordiv__":
+            done = torch.as_tensor(y) // x
+        elif name == "__rmod__":
+            done = torch.as_tensor(y) % x
+        else:
+            done = function(x, y)
+        return Value(done & 0xFFFFFFFF if self.unsigned else done, self.unsigned)
+
+    setattr(Value, name, compute)
+
+
+_OPERATIONS = """
+    add radd sub rsub mul rmul truediv rtruediv floordiv rfloordiv mod rmod
+    and rand or ror xor rxor lshift rshift lt le gt ge eq ne
+"""
+for _name in _OPERATIONS.split():
+    _operation(f"__{_name}__")
+
+
+class Pointer:
+    """Addresses in a tensor: its memory, flat, and offsets in elements."""
+
+    def __init__(self, memory: torch.Tensor, offset: Any = 0) -> None:
+        self.memory, self.offset = memory, offset
+
+    @property
+    def dtype(self) -> Any:
+        return SimpleNamespace(element_ty=self.memory.dtype)
+
+    def __add__(self, other: Any) -> Pointer:
+        return Pointer(self.memory, self.offset + plain(other))
+
+    __radd__ = __add__
+
+    def __getitem__(self, key: Any) -> Pointer:
+        return Pointer(self.memory, self.offset[key])
+
+
+class Shared:
+    """Shared memory."""
+
+    def __init__(self, data: torch.Tensor) -> None:
+        self.data = data
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.data.dtype
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.data.shape)
+
+    def index(self, i: Any) -> Shared:
+        assert 0 <= int(i) < len(self.data)
+        return Shared(self.data[int(i)])
+
+    def slice(self, start: int, length: int, dim: int = 0) -> Shared:
+        return Shared(self.data.narrow(dim, start, length))
+
+    def permute(self, order: Any) -> Shared:
+        return Shared(self.data.permute(order))
+
+    def reshape(self, shape: Any) -> Shared:
+        return Shared(self.data.view(shape))
+
+    def _reinterpret(self, dtype: Any, shape: Any, layout: Any) -> Shared:
+        return Shared(self.data.view(torch.uint8).flatten().view(torch_dtype(dtype)).view(shape))
+
+    def load(self, layout: Any) -> Value:
+        return Value(self.data.clone())
+
+    def store(self, value: Value) -> None:
+        self.data.copy_(value.data)
+
+
+class Barrier(Shared):
+    """A barrier: pending arrivals and bytes of its phase, and the number of finished phases."""
+
+    def __init__(self, count: int) -> None:
+        self.count = self.arrivals = count
+        self.bytes, self.finished = 0, 0
+        self.changed = threading.Condition()
+
+    def update(self, arrivals: int, nbytes: int) -> None:
+        with self.changed:
+            self.arrivals -= arrivals
+            self.bytes += nbytes
+            assert self.arrivals >= 0 and self.bytes >= 0, "arrivals and bytes as expected"
+            if self.arrivals == 0 and self.bytes == 0:
+                self.finished, self.arrivals = self.finished + 1, self.count
+                self.changed.notify_all()
+
+    def wait(self, parity: int) -> None:
+        with self.changed:
+            done = self.changed.wait_for(lambda: self.finished % 2 != parity, PATIENCE_S)
+        assert done, "a barrier that completes"
+
+
+class Barriers:
+    """The barriers of a ring."""
+
+    def __init__(self, count: int) -> None:
+        self.slots: list[Any] = [None] * count
+
+    def index(self, i: Any) -> Slot:
+        return Slot(self, int(i))
+
+
+class Slot:
+    """One of `Barriers`."""
+
+    def __init__(self, owner: Barriers, i: int) -> None:
+        self.owner, self.i = owner, i
+
+    @property
+    def barrier(self) -> Barrier:
+        return self.owner.slots[self.i]
+
+    def put(self, barrier: Barrier) -> None:
+        self.owner.slots[self.i] = barrier
+
+
+def as_slot(x: Any) -> Slot:
+    return x if isinstance(x, Slot) else x.index(0)
+
+
+def load(pointer: Any, mask: Any = None, other: Any = 0, **how: Any) -> Value:
+    if not isinstance(pointer, Pointer):
+        raise TypeError(f"load needs a pointer, got {pointer!r}")
+    offset = torch.as_tensor(pointer.offset)
+    inside = torch.ones_like(offset, dtype=torch.bool)
+    if mask is not None:
+        inside, offset = torch.broadcast_tensors(torch.as_tensor(plain(mask)), offset)
+    used = offset[inside]
+    assert used.numel() == 0 or (used.min() >= 0 and used.max() < pointer.memory.numel())
+    found = torch.full(offset.shape, 0, dtype=pointer.memory.dtype)
+    found[inside] = pointer.memory[used.long()]
+    return Value(found)
+
+
+def store(pointer: Pointer, value: Any, mask: Any = None) -> None:
+    parts = [torch.as_tensor(pointer.offset), torch.as_tensor(plain(value))]
+    parts += [torch.as_tensor(True if mask is None else plain(mask))]
+    offset, value, inside = torch.broadcast_tensors(*parts)
+    used = offset[inside]
+    assert used.numel() == 0 or (used.min() >= 0 and used.max() < pointer.memory.numel())
+    pointer.memory[used.long()] = value[inside].to(pointer.memory.dtype)
+
+
+def atomic_add(pointer: Pointer, value: Any, sem: str = "") -> Value:
+    old = pointer.memory[pointer.offset].clone()
+    pointer.memory[pointer.offset] += plain(value)
+    return Value(old)
+
+
+def inline_asm(
+    asm: str, constraints: str, args: Any, dtype: Any, is_pure: bool, pack: int
+) -> Value:
+    name, kind = asm.split()[0].split(".")[0], asm.split()[0].split(".")[2]
+    lanes = {"bf16x2": torch.bfloat16, "f16x2": torch.float16}[kind]
+    x, y = (a.data.contiguous().view(lanes).float() for a in args)
+    done = {"mul": torch.mul, "sub": torch.sub}[name](x, y)
+    return Value(done.to(lanes).view(torch.int32))
+
+
+def allocate(dtype: Any, shape: Any, layout: Any = None, value: Any = None) -> Any:
+    if isinstance(layout, Barriers):
+        return Barriers(math.prod(shape))
+    return Shared(torch.zeros(tuple(shape), dtype=torch_dtype(dtype)))
+
+
+def box_of(desc: Any, at: Any) -> torch.Tensor:
+    """The box of a TMA descriptor; zeros outside of the tensor."""
+    memory = memory_of(desc.base, desc.shape, desc.strides)
+    found = torch.zeros(desc.block_shape, dtype=memory.dtype)
+    source, target = [], []
+    for first, length, size in zip(at, desc.block_shape, desc.shape, strict=True):
+        first = int(first)
+        inside = max(0, min(size - first, length)) if first >= 0 else 0
+        source.append(slice(first, first + inside))
+        target.append(slice(0, inside))
+    found[tuple(target)] = memory[tuple(source)]
+    return found
+
+
+def memory_of(base: Any, shape: Any, strides: Any) -> torch.Tensor:
+    """The tensor at an address."""
+    count = 1 + sum((n - 1) * s for n, s in zip(shape, strides, strict=True))
+    buffer = (ctypes.c_char * (count * base.dtype.itemsize)).from_address(base.data_ptr())
+    return torch.frombuffer(buffer, dtype=base.dtype).as_strided(tuple(shape), tuple(strides))
+
+
+def load_box(desc: Any, at: Any, barrier: Any, to: Shared, pred: Any = True) -> None:
+    if bool(pred):
+        found = box_of(desc, at)
+        to.data.copy_(found.view(to.data.shape))
+        as_slot(barrier).barrier.update(0, -found.numel() * found.element_size())
+
+
+def expect(barrier: Any, nbytes: Any, pred: Any = True) -> None:
+    if bool(pred):
+        as_slot(barrier).barrier.update(0, int(nbytes))
+        as_slot(barrier).barrier.update(1, 0)
+
+
+def load_rows(to: Shared, pointer: Pointer, mask: Any = None) -> None:
+    to.data.copy_(load(pointer, mask).data)
+
+
+def product(a: Any, b: Shared, acc: Value, use_acc: bool = True, is_async: bool = False) -> Value:
+    x, y = a.data.float(), b.data.float()
+    done = x @ y
+    return Value(acc.data + done if use_acc else done)
+
+
+def wait_for_products(outstanding: int, deps: Any) -> Any:
+    return deps[0] if len(deps) == 1 else tuple(deps)
+
+
+def specialize(partitions: Any, warps: Any, registers: Any) -> None:
+    """Run every partition in a thread of its own."""
+    program, failures = LOCAL.program, []
+
+    def run(function: Any, arguments: Any) -> None:
+        LOCAL.program = program
+        try:
+            function(*arguments)
+        except BaseException as failure:  # noqa: BLE001
+            failures.append(failure)
+
+    threads = [threading.Thread(target=run, args=part, daemon=True) for part in partitions]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if failures:
+        raise failures[0]
+
+
+def _unary(function: Any) -> Any:
+    return lambda x: Value(function(torch.as_tensor(plain(x))))
+
+
+def _binary(function: Any) -> Any:
+    def compute(x: Any, y: Any, **how: Any) -> Value:
+        return Value(function(torch.as_tensor(plain(x)), torch.as_tensor(plain(y))))
+
+    return compute
+
+
+def _where(condition: Any, x: Any, y: Any) -> Value:
+    parts = [torch.as_tensor(plain(part)) for part in (condition, x, y)]
+    return Value(torch.where(*parts))
+
+
+def _broadcast(x: Value, y: Value) -> tuple[Value, Value]:
+    both = torch.broadcast_tensors(x.data, y.data)
+    return Value(both[0]), Value(both[1])
+
+
+def _assert(condition: Any, message: str = "") -> None:
+    assert condition, message
+
+
+def _full(shape: Any, value: Any, dtype: Any, layout: Any = None) -> Value:
+    dtype = torch_dtype(dtype)
+    return Value(torch.as_tensor(plain(value)).to(dtype).expand(tuple(shape)).clone())
+
+
+LANGUAGE = SimpleNamespace(
+    **{name: getattr(gluon_language, name) for name in (
+        "int8", "uint8", "int16", "int32", "uint32", "int64", "float16", "bfloat16", "float32",
+        "float8e4nv",
+    )},
+    constexpr=lambda x: x,
+    program_id=lambda axis: Value(torch.tensor(LOCAL.program[0])),
+    num_programs=lambda axis: Value(torch.tensor(LOCAL.program[1])),
+    to_tensor=lambda x: x if isinstance(x, Value) else Value(torch.as_tensor(x)),
+    arange=lambda start, end, layout=None: Value(torch.arange(start, end)),
+    full=_full,
+    static_range=range,
+    load=load, store=store, atomic_add=atomic_add,
+    where=_where, minimum=_binary(torch.minimum), maximum=_binary(torch.maximum),
+    static_assert=_assert, erf=_unary(torch.erf), math=SimpleNamespace(erf=_unary(torch.erf)),
+    cdiv=lambda x, y: -(-x // y),
+    exp=_unary(torch.exp), abs=_unary(torch.abs), sigmoid=_unary(torch.sigmoid),
+    max=lambda x, axis=0: Value(x.data.max(axis).values if x.data.dim() else x.data),
+    sum=lambda x, axis: Value(x.data.sum(axis)),
+    join=lambda x, y: Value(torch.stack((x.data, y.data), -1)),
+    expand_dims=lambda x, axis: Value(x.data.unsqueeze(axis)),
+    broadcast=_broadcast,
+    convert_layout=lambda x, layout, assert_trivial=False: x,
+    inline_asm_elementwise=inline_asm,
+    allocate_shared_memory=allocate,
+    warp_specialize=specialize,
+    thread_barrier=lambda: None, barrier=lambda: None,
+    **{name: lambda *args, **how: None for name in (
+        "BlockedLayout", "SliceLayout", "SwizzledSharedLayout", "NVMMASharedLayout",
+        "NVMMADistributedLayout", "DotOperandLayout", "DistributedLinearLayout",
+    )},
+)  # fmt: skip
+"""Gluon's language."""
+MBARRIER = SimpleNamespace(
+    MBarrierLayout=lambda: Barriers(0),
+    init=lambda slot, count: as_slot(slot).put(Barrier(count)),
+    wait=lambda slot, phase: as_slot(slot).barrier.wait(int(phase) & 1),
+    arrive=lambda slot, count=1: as_slot(slot).barrier.update(count, 0),
+    expect=expect,
+)
+COPYING_THREADS = 128
+
+
+def copies_arrive(slot: Any, increment_count: bool) -> None:
+    """Each thread of the copying warp group arrives."""
+    as_slot(slot).barrier.update(COPYING_THREADS, 0)
+
+
+MEANINGS: dict[str, Any] = {
+    "gl": LANGUAGE, "mbarrier": MBARRIER, "load_box": load_box, "load_rows": load_rows,
+    "async_copy": SimpleNamespace(mbarrier_arrive=copies_arrive),
+    "warpgroup_mma": product, "warpgroup_mma_wait": wait_for_products,
+    "warpgroup_mma_init": lambda x: x, "fence_async_shared": lambda: None,
+    "take_turn": lambda LONG=False: None, "gdc_wait": lambda: None,
+    "wait_for_group": lambda: None,
+}  # fmt: skip
+"""What names mean in a kernel's functions, besides their own functions and constants."""
+
+
+def translated(value: Any, known: dict[int, Any]) -> Any:
+    """A global of a kernel's function, as this interpreter runs it."""
+    if id(value) in known:
+        return known[id(value)]
+    if isinstance(value, gluon_language.constexpr):
+        return value.value
+    if getattr(value, "__triton_aggregate__", False):
+        return _aggregate(value, known)
+    raw = getattr(value, "fn", None)
+    if isinstance(value, JITFunction) or (
+        raw is not None and callable(value) and isinstance(raw, FunctionType)
+    ):
+        return _function(value, raw, known)
+    return value
+
+
+def _function(value: Any, raw: FunctionType, known: dict[int, Any]) -> Any:
+    names: dict[str, Any] = {}
+    copy = FunctionType(raw.__code__, names, raw.__name__, raw.__defaults__, raw.__closure__)
+    copy.__kwdefaults__ = raw.__kwdefaults__
+    known[id(value)] = copy
+    names["__builtins__"] = raw.__globals__["__builtins__"]
+    for name in _names(raw.__code__):
+        if name in MEANINGS:
+            names[name] = MEANINGS[name]
+        elif name == "tl":
+            names[name] = LANGUAGE
+        elif name in raw.__globals__:
+            names[name] = translated(raw.__globals__[name], known)
+    return copy
+
+
+def _names(code: Any) -> set[str]:
+    found = set(code.co_names)
+    for constant in code.co_consts:
+        if hasattr(constant, "co_names"):
+            found |= _names(constant)
+    return found
+
+
+def _aggregate(value: Any, known: dict[int, Any]) -> Any:
+    names = value.__new__.__code__.co_freevars
+    own = value.__new__.__closure__[names.index("cls")].cell_contents
+    init = translated(own.__init__, known)
+
+    def make(*args: Any) -> Any:
+        init(instance := SimpleNamespace(), *args)
+        return instance
+
+    return make
+
+
+def argument(x: Any) -> Any:
+    """An argument of a launch as the kernel's function takes it."""
+    if isinstance(x, torch.Tensor):
+        memory = x.as_strided(
+            (x.untyped_storage().nbytes() // x.element_size() - x.storage_offset(),), (1,)
+        )
+        return Pointer(memory)
+    if isinstance(x, TensorDescriptor):
+        facts = (x.base, x.shape, x.strides, x.block_shape)
+        names = ("base", "shape", "strides", "block_shape")
+        return SimpleNamespace(
+            dtype=x.base.dtype, layout=None, **dict(zip(names, facts, strict=True))
+        )
+    return Value(torch.tensor(x)) if type(x) is int else x
+
+
+def run(kernel: JITFunction, programs: int, arguments: Any, constants: dict[str, Any]) -> None:
+    """Run every program of a launch, one after the other."""
+    function = translated(kernel, {})
+    for program in range(programs):
+        LOCAL.program = (program, programs)
+        function(*map(argument, arguments), **constants)
+
+
+@contextlib.contextmanager
+def interpreted(programs: int | None = None):
+    """Launches of Gluon kernels inside run here, with at most so many ``programs``."""
+    launched = []
+    call = launch.Launch.__call__
+
+    def here(self: Any, grid: Any, *arguments: Any) -> Any:
+        if not isinstance(self.kernel, gluon._runtime.GluonJITFunction):
+            return call(self, grid, *arguments)
+        launched.append(self.kernel.fn.__name__)
+        count = grid[0] if programs is None else min(grid[0], programs)
+        names = {p.name for p in self.kernel.params}
+        constants = {name: value for name, value in self.constants.items() if name in names}
+        return run(self.kernel, count, arguments, constants)
+
+    with mock.patch.object(launch.Launch, "__call__", here):
+        yield launched

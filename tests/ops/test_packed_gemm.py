@@ -1,0 +1,175 @@
+"""Expert GEMMs with packed weights, against float64 on dequantized weights.
+
+In the interpreter's leg Hopper's Gluon kernels run on the CPU (see `gluon_interpreter`).
+"""
+
+from functools import partial
+
+import plans
+import pytest
+import torch
+from conftest import HAS_CUDA, INTERPRETED
+from gemm_rows import exact_rows, gemm_problem
+from hypothesis import given
+from hypothesis import strategies as st
+from packed_weights import MORE, OWN_ROWS, PACKABLE
+from plans import planned, row_tile
+from strategies import ACTIVATIONS
+
+from moe_ops import dequantize_weight, ops, pack_weight, quantize_weight
+from moe_ops.activation import formula
+from moe_ops.dispatch.device import NO_GPU
+from moe_ops.dispatch.gemm_plan import plan_gemm
+from moe_ops.dispatch.hopper_decode import DECODE_FEW, DECODE_MANY
+from moe_ops.dispatch.problem import stored_problem
+from moe_ops.dispatch.tiles import ROW_TILES
+from moe_ops.reference import weight_only_gemm as reference
+from moe_ops.reference.slots import local_experts
+from moe_ops.tensors import Tiles
+from moe_ops.testing import Problem, assert_matches_reference, make_inputs
+
+pytestmark = pytest.mark.kernel
+
+if INTERPRETED:
+    from gluon_interpreter import interpreted
+
+    from moe_ops.kernels._gemm.operands import GemmOperands
+    from moe_ops.kernels._hopper.decode_gemm import DecodeGemm
+
+SERVED = [*PACKABLE, *(name for name in MORE if "float32" not in name)]
+"""Schemes whose packed weights Hopper's kernels decode for rows in bf16."""
+HALF = [name for name in SERVED if name.startswith("int") or name == "fp8_w8a16"]
+"""The same for rows in fp16."""
+
+
+def matmul(x, q, bias, weights, tiles, k, scheme, activation="", programs=3):
+    """The operator's result; in the interpreter, that of Hopper's kernel."""
+    call = (x, *q, bias, weights, [*tiles], k, scheme, activation)
+    if not INTERPRETED:
+        device = "cuda" if HAS_CUDA else "cpu"
+        call = (None if t is None else t.to(device) for t in (x, *q, bias, weights))
+        return ops.weight_only_matmul(
+            *call, [*plans.on(tiles, device)], k, scheme, activation
+        ).cpu()
+    out = reference.weight_only_matmul(*call)
+    out = torch.full_like(out, torch.nan)
+    if len(out) == 0:
+        return out  # nothing is launched
+    problem = stored_problem(x, q.data, tiles, k, scheme, activation)._replace(boxes=True)
+    plan = plan_gemm(problem, NO_GPU)
+    assert plan.kernel in (DECODE_FEW, DECODE_MANY)
+    operands = GemmOperands(x, q.data, tiles, bias, weights, None, *q[1:])
+    with interpreted(programs):
+        DecodeGemm(problem, plan)(out, operands)
+    return out
+
+
+def check(problem, scheme, activation="", *, scaled=False, tile=None, direct=False):
+    """The kernel is within the budget of the reference on the plain weight."""
+    x, w, _, weights, ids, expert_map, bias, _ = make_inputs(problem)
+    k, weights = problem.top_k, weights if scaled else None
+    q = quantize_weight(w, scheme)
+    rows = exact_rows(x, dequantize_weight(q, scheme), bias, weights, ids, k, expert_map, x.dtype)
+    if activation:
+        rows = rows.activated(formula(activation))
+    with row_tile(tile, NO_GPU if INTERPRETED else None, portable_only=False):
+        tiles = Tiles(None, ids, expert_map)
+        if not direct:
+            tiles = planned(ids, expert_map, len(w), scheme)
+        call = (bias, weights, tiles, k, scheme, activation)
+        actual = matmul(x, pack_weight(q, scheme), *call)
+        expected = reference.weight_only_matmul(x, *q, *call[:2], [*tiles], *call[3:])
+    mine = local_experts(ids, expert_map, len(w)) >= 0
+    assert_matches_reference(actual[mine], rows.rounded(x.dtype)[mine], expected[mine])
+
+
+@given(
+    scheme=st.sampled_from(SERVED),
+    tokens=st.sampled_from((0, 1, 5, 40)),
+    k=st.integers(1, 3),
+    n=st.sampled_from((64, 128, 192)),
+    kk=st.sampled_from((64, 128, 320)),
+    tile=st.sampled_from(ROW_TILES),
+    has_bias=st.booleans(),
+    scaled=st.booleans(),
+    local=st.sampled_from((None, 3)),
+    routing=st.sampled_from(("uniform", "skewed", "holes")),
+)
+def test_gemm(scheme, tokens, k, n, kk, tile, has_bias, scaled, local, routing):
+    how = {"has_bias": has_bias, "routing": routing, "num_local_experts": local}
+    check(gemm_problem(tokens, k, kk, n, torch.bfloat16, **how), scheme, scaled=scaled, tile=tile)
+
+
+@pytest.mark.parametrize("tile", ROW_TILES)
+@pytest.mark.parametrize("scheme", SERVED)
+def test_every_scheme_with_gates(scheme, tile):
+    for activation in ("silu", "swigluoai"):
+        problem = Problem(9, 4, 2, 192, 64, torch.bfloat16, activation, has_bias=True)
+        check(problem, scheme, activation, scaled=True, tile=tile)
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("tile", [16, 128])
+def test_activations(activation, tile):
+    problem = Problem(20, 4, 2, 128, 128, torch.bfloat16, activation)
+    check(problem, "mxfp4_w4a16", activation, tile=tile)
+
+
+@pytest.mark.parametrize("scheme", HALF)
+def test_half_precision(scheme):
+    for tile in (16, 64):
+        check(gemm_problem(9, 2, 192, 128, torch.float16, has_bias=True), scheme, tile=tile)
+
+
+@pytest.mark.parametrize("scheme", ["int4_w4a16_g128", "mxfp4_w4a16", "int8_w8a16"])
+def test_few_slots_without_a_plan(scheme):
+    for tokens, k, local in ((1, 2, None), (2, 1, 3)):
+        problem = Problem(tokens, 16, k, 192, 64, torch.bfloat16, "silu", num_local_experts=local)
+        check(problem, scheme, "silu", direct=True)
+
+
+@pytest.mark.parametrize("sizes", [(2880, 192), (704, 2880), (1408, 64)])
+@pytest.mark.parametrize("scheme", ["int4_w4a16_g128_zp", "mxfp4_w4a16"])
+def test_sizes_of_models(scheme, sizes):
+    """K and N that are no multiples of a stage or of a tile, groups that end past K."""
+    for tile in (32, 128):
+        check(gemm_problem(6, 1, *sizes, torch.bfloat16, has_bias=True), scheme, tile=tile)
+
+
+@pytest.mark.parametrize("magnitude", [1e-12, 1e-4, 300.0, 1e12])
+@pytest.mark.parametrize("scheme", ["mxfp4_w4a16", "mxfp6_e3m2", "nvfp4_w4a16", "fp8_w8a16"])
+def test_small_and_large_weights(scheme, magnitude):
+    problem = gemm_problem(5, 2, 64, 64, torch.bfloat16)
+    x, w, _, _, ids, *_ = make_inputs(problem)
+    q = quantize_weight(w.float() * magnitude, scheme)
+    rows = exact_rows(x, dequantize_weight(q, scheme), None, None, ids, 2, None, x.dtype)
+    tiles = planned(ids, None, len(w), scheme)
+    actual = matmul(x, pack_weight(q, scheme), None, None, tiles, 2, scheme)
+    expected = reference.weight_only_matmul(x, *q, None, None, [*tiles], 2, scheme)
+    assert_matches_reference(actual, rows.rounded(x.dtype), expected)
+
+
+def test_scales_of_all_rows_of_an_expert():
+    problem = gemm_problem(9, 1, 64, 128, torch.bfloat16)
+    x, w, _, _, ids, *_ = make_inputs(problem)
+    tiles = planned(ids, None, len(w), OWN_ROWS)
+    for scheme, shape in (("int8_w8a16", (5,)), ("fp8_w8a16", (5, 2))):
+        q = quantize_weight(w, scheme)._replace(scale=torch.rand(shape) / 99 + 0.01)
+        expected = reference.weight_only_matmul(x, *q, None, None, [*tiles], 1, scheme)
+        actual = matmul(x, pack_weight(q, scheme), None, None, tiles, 1, scheme)
+        rows = exact_rows(x, dequantize_weight(q, scheme), None, None, ids, 1, None, x.dtype)
+        assert_matches_reference(actual, rows.rounded(x.dtype), expected)
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="counts the programs of the interpreter")
+@pytest.mark.parametrize("tile", [16, 128])
+def test_any_number_of_programs(tile):
+    """However tiles are shared out, every one is computed once, with the same bits."""
+    problem = gemm_problem(40, 1, 192, 320, torch.bfloat16)
+    x, w, _, _, ids, *_ = make_inputs(problem)
+    q = pack_weight(quantize_weight(w, "mxfp4_w4a16"), "mxfp4_w4a16")
+    with row_tile(tile, NO_GPU, portable_only=False):
+        tiles = planned(ids, None, len(w), "mxfp4_w4a16")
+        run = partial(matmul, x, q, None, None, tiles, 1, "mxfp4_w4a16")
+        one, many = run(programs=1), run(programs=7)
+    assert torch.equal(one, many) and not one.isnan().any()

@@ -1,0 +1,112 @@
+"""Hopper's kernels of packed weights, compiled as their launchers choose them, without a GPU."""
+
+import pytest
+import torch
+from conftest import INTERPRETED
+
+if INTERPRETED:
+    pytest.skip("compiles kernels: not in the interpreter", allow_module_level=True)
+pytest.importorskip("triton")
+
+import aot  # noqa: E402
+from aot_launches import given_plan, stored  # noqa: E402
+from packed_weights import PACKABLE  # noqa: E402
+from plans import row_tile  # noqa: E402
+
+from moe_ops.dispatch.device import Device  # noqa: E402
+from moe_ops.dispatch.hopper_decode import few_ctas  # noqa: E402
+from moe_ops.kernels import weight_only_gemm  # noqa: E402
+from moe_ops.scheme import QTensor  # noqa: E402
+from moe_ops.scheme.packed import groups_first  # noqa: E402
+
+pytestmark = [pytest.mark.aot, pytest.mark.filterwarnings("ignore")]
+H200 = Device(90, 232448, 132)
+EXPERTS = 64
+
+
+def packed(empty, scheme, n, k, dtype):
+    """An empty weight in the packed form."""
+    q = stored(empty, scheme, EXPERTS, n, k, dtype)
+    words = empty(EXPERTS, n, q.data.shape[2] * q.data.itemsize // 4, dtype=torch.int32)
+    more = (None if t is None else empty(*groups_first(t.shape), dtype=t.dtype) for t in q[1:])
+    return QTensor(words, *more)
+
+
+def launch_layer(scheme, tile, activation, hidden, width, dtype=torch.bfloat16):
+    """Both GEMMs of a layer, with biases."""
+
+    def launch(empty):
+        slots = tile * EXPERTS // 2
+        ids = empty(slots, 1, dtype=torch.int32)
+        rows = width if activation.endswith("no_mul") else 2 * width
+        w1, w2 = (packed(empty, scheme, *s, dtype) for s in ((rows, hidden), (hidden, width)))
+        x, b1, b2 = empty(slots, hidden, dtype=dtype), empty(EXPERTS, rows), empty(EXPERTS, hidden)
+        with row_tile(tile, H200, portable_only=False):
+            tiles = given_plan(ids, EXPERTS, scheme, dtype)
+            h = weight_only_gemm.weight_only_matmul(x, *w1, b1, None, tiles, 1, scheme, activation)
+            weight_only_gemm.weight_only_matmul(h, *w2, b2, None, tiles, 1, scheme)
+
+    return launch
+
+
+def check(scheme, tile, activation="silu", hidden=2048, width=768, **more):
+    launch = launch_layer(scheme, tile, activation, hidden, width, **more)
+    facts = H200._replace(row_tile=tile)
+    kernels = [k for k in aot.compile_launch(facts, launch) if "decode" in k.metadata.name]
+    few = tile <= 32
+    name = "hopper_decode_few_kernel" if few else "hopper_decode_many_kernel"
+    assert [k.metadata.name for k in kernels] == [name] * 2
+    for kernel in kernels:
+        used = aot.resources(kernel, 90)
+        assert used["spilled"] == used["serialized"] == 0, used
+        ctas = few_ctas(tile) if few else 1
+        assert used["shared"] + 1024 <= (H200.shared_memory + 1024) // ctas, used
+        assert used["registers"] * 32 * kernel.metadata.num_warps * ctas <= 65536
+        assert "wgmma.mma_async" in kernel.asm["ptx"]
+        assert not aot.overwrites_operands(kernel)
+    return kernels
+
+
+@pytest.mark.parametrize("scheme", PACKABLE)
+def test_every_scheme(scheme):
+    check(scheme, 128)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("tile", [16, 32, 64])
+@pytest.mark.parametrize("scheme", PACKABLE)
+def test_every_tile(scheme, tile):
+    check(scheme, tile)
+
+
+@pytest.mark.parametrize(
+    ("scheme", "tile", "activation", "hidden", "width"),
+    [
+        ("mxfp4_w4a16", 16, "swigluoai", 2880, 2880),
+        ("mxfp4_w4a16", 64, "swigluoai", 2880, 2880),
+        ("int8_w8a16", 32, "relu2_no_mul", 2048, 704),
+        ("int4_w4a16_g128", 16, "silu", 2048, 1408),
+        ("int4_w4a16_g128", 128, "relu2_no_mul", 2048, 704),
+    ],
+)
+def test_sizes_and_activations(scheme, tile, activation, hidden, width):
+    check(scheme, tile, activation, hidden, width)
+
+
+def test_half_precision():
+    check("int4_w4a16_g128_zp", 128, dtype=torch.float16)
+    check("int8_w8a16", 16, dtype=torch.float16)
+
+
+def test_overwritten_operands_are_seen():
+    """A register is written while a product that reads it is under way."""
+    line = "HGMMA.64x8x16.F32.BF16 R24, R40, gdesc[UR12], R24, gsb0"
+    safe = [line, "WARPGROUP.DEPBAR.LE gsb0, 0x0", "LOP3.LUT R41, R3, R4, R5, 0xc0, !PT"]
+    assert not aot.overwritten(safe) and aot.overwritten([line, safe[2]])
+    other = line.replace("R40", "R48")
+    late = [line, other, "WARPGROUP.DEPBAR.LE gsb0, 0x1", safe[2]]
+    assert not aot.overwritten(late)
+    assert aot.overwritten([*late, "LDS.128 R48, [R2]"])
+    assert aot.overwritten([line, "LDS.128 R40, [R2]"]) and not aot.overwritten(
+        [line, "STS [R2], R41"]
+    )
