@@ -7,6 +7,8 @@ TRITON ?= triton==3.6.0
 VENV := .venv
 DOCS := .venv-docs
 WORKERS ?= 2
+# Tests that run: PART="tests/ops/test_align.py tests/layer" runs some of them.
+PART ?= tests
 RESULTS ?= benchmarks/results
 
 HAS_GPU := $(shell $(PYTHON) -c "import torch; print(int(torch.cuda.is_available()))" 2>/dev/null)
@@ -22,7 +24,7 @@ export TOKENIZERS_PARALLELISM := false
 # Workers share the cores: threads of their own would only spin against each other.
 TEST_ENV := OMP_NUM_THREADS=1
 
-.PHONY: demo docs test test-all test-reference test-interpreter mutants gpu-test sanitize bench bench-stages lint clean
+.PHONY: demo docs test test-all test-reference test-interpreter test-install test-oldest mutants gpu-test sanitize bench bench-stages lint clean
 
 $(VENV)/ready: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -33,7 +35,7 @@ $(VENV)/ready: pyproject.toml
 	touch $@
 
 demo: $(READY)
-	$(PY) examples/demo.py
+	$(PY) -m moe_ops demo
 
 test: test-reference test-interpreter
 
@@ -46,11 +48,24 @@ test-all: test-reference test-interpreter
 # tests of neighbouring files, which share what they make, and ends by taking some of the other's.
 # Inductor compiles in the worker: processes of its own would only import torch once more.
 test-reference: $(READY)
-	$(TEST_ENV) TORCHINDUCTOR_COMPILE_THREADS=1 $(PY) -m pytest tests -n $(WORKERS) --dist worksteal $(COMPILE)
+	$(TEST_ENV) TORCHINDUCTOR_COMPILE_THREADS=1 $(PY) -m pytest $(PART) -n $(WORKERS) --dist worksteal $(COMPILE)
 
 # Every Triton kernel, in the interpreter, each access checked against its tensor.
 test-interpreter: $(READY)
 	$(TEST_ENV) TRITON_INTERPRET=1 $(PY) -m pytest tests -n $(WORKERS) --dist worksteal -m kernel
+
+# Builds the distributions, installs the wheel away from the checkout, and runs every command there.
+test-install: $(READY)
+	$(TEST_ENV) $(PY) -m pytest tests/project/test_install.py -m install -n $(WORKERS)
+
+# The references, fakes and compiled graphs with the oldest torch and Python that are supported. The
+# torch of a package index is a CUDA build: a download of several GB.
+OLDEST_PYTHON ?= python3.10
+OLDEST_TORCH ?= torch==2.10.0
+test-oldest:
+	@$(OLDEST_PYTHON) -c "" || { echo "$(OLDEST_PYTHON) does not run: OLDEST_PYTHON= names another"; exit 2; }
+	CUDA_VISIBLE_DEVICES= $(MAKE) test-reference HAS_GPU=0 PYTHON=$(OLDEST_PYTHON) \
+	  TORCH=$(OLDEST_TORCH) VENV=.venv-oldest
 
 # Plants faults, one after another, in copies of this tree; each must fail a test of its module.
 # ONLY="kernels/slots" plants those whose line contains that, ONLY=gpu those that only a GPU can see
@@ -59,9 +74,7 @@ ONLY ?=
 mutants: $(READY)
 	$(PY) tests/mutants.py -j $(WORKERS) --only "$(ONLY)"
 
-# The same tests on the real kernels. PART="tests/ops/test_align.py ..." runs some of them; parts of the
-# same commit merge into one record.
-PART ?= tests
+# The same tests on the real kernels; parts of the same commit merge into one record.
 gpu-test: $(READY)
 	$(TEST_ENV) MOE_OPS_RECORD=$(RESULTS)/$$($(PY) -c "import torch; print(torch.cuda.get_device_name().lower().replace(' ', '-'))")/gpu_tests.json \
 	  $(PY) -m pytest $(PART) -n $(WORKERS)
@@ -115,4 +128,4 @@ $(DOCS)/ready: pyproject.toml
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(DOCS) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-oldest $(DOCS) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

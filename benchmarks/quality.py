@@ -3,7 +3,7 @@
 python benchmarks/quality.py                              # every scheme; prints a table
 python benchmarks/quality.py --output benchmarks/results  # and writes quality.json, quality.png
 
-The model (`examples/demo_model`) runs in float32, so that only the experts round. Their bfloat16
+The model (`moe_ops/demo/model`) runs in float32, so that only the experts round. Their bfloat16
 weights are quantized by `quantize_weight` and run by `fused_experts`. The text is the model's
 `heldout.txt`, documents that it was not trained on (though of 24 checkpoints the one with the
 lowest loss on them was kept). Static activation scales are calibrated on training text.
@@ -30,6 +30,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokeni
 from transformers import logging as transformers_logging
 
 import moe_ops
+from moe_ops.demo import MODEL
 from moe_ops.version import __version__
 
 try:
@@ -38,7 +39,6 @@ except ImportError:  # the bar is a convenience
     tqdm = None
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
-MODEL = EXAMPLES / "demo_model"
 sys.path.insert(0, str(EXAMPLES))
 CONTEXT, BATCH = 256, 8
 CALIBRATION_WINDOWS = 64

@@ -18,7 +18,7 @@ from moe_ops.scheme import WHOLE
 
 RESULTS = Path(__file__).with_name("results")
 LEGEND = """\
-`examples/demo_model` with its experts quantized. KL: how far distributions of the next token are on
+`moe_ops/demo/model` with its experts quantized. KL: how far distributions of the next token are on
 average from those of the unquantized model; beside it, how often first choices are the same.
 Perplexity may fall by chance. Bytes: of an expert, scales included. Hidden and intermediate
 size are 128, so groups of 128 are whole rows here. A model this small says which schemes cost more

@@ -10,7 +10,6 @@ on the CPU (over gloo).
 
 import os
 import sys
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -18,8 +17,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.distributed import DistributedConfig
 
 import moe_ops.integrations.transformers  # noqa: F401  (registers "moe_ops")
+from moe_ops.demo import MODEL
 
-MODEL = Path(__file__).parent / "demo_model"
 PROMPT, NEW_TOKENS = "If the file", 24
 
 

@@ -1,8 +1,8 @@
-"""Train the small Qwen3-MoE language model that ``examples/demo.py`` reads and writes text with.
+"""Train the small Qwen3-MoE language model that ``moe_ops demo`` reads and writes text with.
 
 The text is the documentation inside the Python that runs this script, see ``demo_corpus.py``.
 
-    python examples/train_demo_model.py --output examples/demo_model
+    python examples/train_demo_model.py --output moe_ops/demo/model
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ import torch
 from demo_corpus import build_corpus
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast, Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+from moe_ops.demo import MODEL
 
 END = "<|endoftext|>"
 CONTEXT = 256
@@ -129,7 +131,7 @@ README = r"""# The demo's language model
 
 A Qwen3-MoE language model (`Qwen3MoeForCausalLM`) of {parameters:.2f} million parameters in
 bfloat16, with a byte-level BPE tokenizer of {vocabulary} tokens. It is here so that
-`examples/demo.py` has a real Mixture-of-Experts model to run; all it learned is the tone of
+`python -m moe_ops demo` has a real Mixture-of-Experts model to run; all it learned is the tone of
 Python's documentation.
 
 - Data: the documentation inside Python {python}, that is the topics of `pydoc_data`, and the
@@ -162,9 +164,8 @@ def sample(model: Qwen3MoeForCausalLM, tokenizer: PreTrainedTokenizerFast, promp
 def parse_arguments() -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    output_help = "folder to write to (default: examples/demo_model, the demo's own)"
-    output = Path(__file__).parent / "demo_model"
-    parser.add_argument("--output", type=Path, default=output, help=output_help)
+    output_help = "folder to write to (default: moe_ops/demo/model, the demo's own)"
+    parser.add_argument("--output", type=Path, default=MODEL, help=output_help)
     parser.add_argument("--steps", type=int, default=1200)
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--lr", type=float, default=4e-3)

@@ -1,7 +1,6 @@
-"""The command line: ``python -m moe_ops <command>``.
+"""The command line: ``moe-ops <command>``, or ``python -m moe_ops <command>``.
 
-Every command runs wherever the package is installed, except the demo: its script and model are only
-in the repository.
+Every command runs wherever the package is installed. The demo needs transformers.
 """
 
 from __future__ import annotations
@@ -13,16 +12,18 @@ import sys
 from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from moe_ops.activation import kind_and_key
 from moe_ops.bench import layer, ranks
+from moe_ops.bench.command import add_model_option, progress, readable
 from moe_ops.bench.gemm_clock import GemmClock
-from moe_ops.bench.harness import CHECKOUT, run_header
-from moe_ops.bench.problems import Problem, find_problem, unknown
+from moe_ops.bench.harness import CONSOLE_SCRIPT, run_header
+from moe_ops.bench.problems import Problem, unknown
 from moe_ops.dispatch.device import device_facts
+from moe_ops.doctor import DISTRIBUTION, diagnose
 from moe_ops.parallel import FusedMoEParallelConfig
 from moe_ops.parallel.parallel_config import IMPLEMENTED_BACKENDS
 from moe_ops.pipeline.config import FusedMoEConfig
@@ -35,9 +36,12 @@ from moe_ops.tuning import files, report
 from moe_ops.tuning.search import Clock, Subject
 from moe_ops.version import __version__
 
-PROGRAM = "python -m moe_ops"
+IS_SCRIPT = Path(sys.argv[0]).stem == CONSOLE_SCRIPT
+PROGRAM = CONSOLE_SCRIPT if IS_SCRIPT else "python -m moe_ops"
+"""What the user typed, for messages."""
 USAGE_ERROR = 2
 """The exit status after a usage error, as in argparse."""
+SCHEME_HELP = "(default: what --config says, or unquantized)"
 _CUDA = torch.device("cuda")
 
 
@@ -56,6 +60,7 @@ def _explain(arguments: Sequence[str]) -> int:
     problem, ranks = chosen.model, chosen.ranks
     if ranks > problem.num_experts:
         parser.error(f"--ranks must be at most the {problem.num_experts} experts, got {ranks}")
+    activation = chosen.activation or problem.activation
     spread = {"dp_size": ranks, "ep_size": ranks, "use_ep": ranks > 1}
     config = FusedMoEConfig(
         num_experts=problem.num_experts,
@@ -63,17 +68,16 @@ def _explain(arguments: Sequence[str]) -> int:
         hidden_dim=problem.hidden_size,
         intermediate_size=problem.intermediate_size,
         num_local_experts=-(-problem.num_experts // ranks),
-        activation=chosen.activation,
+        activation=activation,
         device="cuda" if torch.cuda.is_available() else "cpu",
         routing_method=RoutingMethodType.Renormalize,
         moe_parallel_config=FusedMoEParallelConfig(**spread, all2all_backend=chosen.backend),
-        is_act_and_mul=kind_and_key(chosen.activation)[0].is_gated,
+        is_act_and_mul=kind_and_key(activation)[0].is_gated,
         max_num_tokens=chosen.max_num_tokens,
         batch_invariant=chosen.batch_invariant,
     )
-    found = explain(
-        config, chosen.scheme, num_tokens=chosen.tokens, device=chosen.device, link=_link(chosen)
-    )
+    how = {"num_tokens": chosen.tokens, "device": chosen.device, "link": _link(chosen)}
+    found = explain(config, _scheme_of(chosen), **how)
     print(found.to_json() if chosen.json else found)
     return 0 if found.choice else 1
 
@@ -93,48 +97,39 @@ def _link(chosen: argparse.Namespace) -> Link:
 
 
 def _explain_parser() -> argparse.ArgumentParser:
-    epilog = "A model of other sizes: moe_ops.explain(config, scheme), in Python."
-    parser = argparse.ArgumentParser(prog=f"{PROGRAM} explain", allow_abbrev=False, epilog=epilog)
+    parser = argparse.ArgumentParser(prog=f"{PROGRAM} explain", allow_abbrev=False)
+    add_model_option(parser)
     add = parser.add_argument
-    model_help = "the name of a model, or of a shape that models share"
-    add("--model", type=_reads(find_problem), required=True, help=model_help)
-    add("--scheme", type=_reads(_scheme), default="unquantized", help="(default: %(default)s)")
+    add("--scheme", type=readable(_scheme), help=SCHEME_HELP)
     add("--device", choices=TARGETS, help="need not be in this machine (default: this machine's)")
-    add("--tokens", type=_reads(_counts), default="1,64", help="(default: %(default)s)")
+    add("--tokens", type=readable(_counts), default="1,64", help="(default: %(default)s)")
     add("--format", choices=("standard", "batched"), default="standard", help="(default: standard)")
     rows_help = "rows of each expert in the batched format"
-    add("--max-num-tokens", type=_reads(_count), metavar="N", help=rows_help)
-    activation_help = "such as gelu_tanh (default: %(default)s)"
-    add("--activation", type=_reads(_activation), default="silu", help=activation_help)
+    add("--max-num-tokens", type=readable(_count), metavar="N", help=rows_help)
+    activation_help = "such as gelu_tanh (default: what --config says, or silu)"
+    add("--activation", type=readable(_activation), help=activation_help)
     invariant_help = "results of a token do not depend on the rest of the batch"
     add("--batch-invariant", action="store_true", help=invariant_help)
     ranks_help = "ranks that hold the experts together and exchange tokens (default: %(default)s)"
-    add("--ranks", type=_reads(_count), default="1", metavar="R", help=ranks_help)
+    add("--ranks", type=readable(_count), default="1", metavar="R", help=ranks_help)
     backend_help = "how they exchange tokens (default: %(default)s)"
     backends = IMPLEMENTED_BACKENDS
     add("--backend", choices=backends, default=backends[0], help=backend_help)
     add("--link", choices=LINKS, default="nvlink4", help="what joins them (default: %(default)s)")
     rate_help = "gigabytes per second that leave a rank, in place of the link's"
-    add("--link-gbps", type=_reads(_rate), metavar="GB/S", help=rate_help)
+    add("--link-gbps", type=readable(_rate), metavar="GB/S", help=rate_help)
     add("--json", action="store_true", help="print JSON instead of tables")
     return parser
-
-
-def _reads(read: Callable[[str], Any]) -> Callable[[str], Any]:
-    """Wrap ``read`` so that argparse prints the text of its ValueError."""
-
-    def checked(text: str) -> Any:
-        try:
-            return read(text)
-        except ValueError as error:
-            raise argparse.ArgumentTypeError(str(error)) from None
-
-    return checked
 
 
 def _scheme(name: str) -> Scheme:
     """The scheme called ``name``; ``bf16`` means unquantized, as in the benchmark records."""
     return get_scheme("unquantized" if name == "bf16" else name)
+
+
+def _scheme_of(chosen: argparse.Namespace) -> Scheme:
+    """The given scheme, or that of the model's ``config.json``, or unquantized."""
+    return chosen.scheme or get_scheme(chosen.model.scheme or "unquantized")
 
 
 def _activation(name: str) -> str:
@@ -168,7 +163,9 @@ def _tune(arguments: Sequence[str]) -> int:
     problem, folder = chosen.model, chosen.output or files.default_folder()
     sizes = (problem.num_experts, problem.intermediate_size, problem.hidden_size)
     try:
-        subject = Subject(sizes, problem.top_k, chosen.scheme, chosen.device.facts)
+        if not kind_and_key(problem.activation)[0].is_gated:
+            raise NotImplementedError(f"activation must have a gate, got {problem.activation}")
+        subject = Subject(sizes, problem.top_k, _scheme_of(chosen), chosen.device.facts)
         if chosen.dry_run:
             found = [trial for tokens in chosen.tokens for trial in subject.candidates(tokens)]
             print(report.trials_json(subject, found) if chosen.json else report.trials_table(found))
@@ -192,14 +189,15 @@ def _tune(arguments: Sequence[str]) -> int:
 
 def _tune_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog=f"{PROGRAM} tune", allow_abbrev=False)
+    add_model_option(parser)
     add = parser.add_argument
-    model_help = "the name of a model, or of a shape that models share"
-    add("--model", type=_reads(find_problem), required=True, help=model_help)
-    add("--scheme", type=_reads(_scheme), default="unquantized", help="(default: %(default)s)")
-    add("--tokens", type=_reads(_counts), default="1,8,64,512,4096", help="(default: %(default)s)")
+    add("--scheme", type=readable(_scheme), help=SCHEME_HELP)
+    add(
+        "--tokens", type=readable(_counts), default="1,8,64,512,4096", help="(default: %(default)s)"
+    )
     device_help = "for a GPU that is not in this machine, shows its file (default: this machine's)"
     here = target_of(_CUDA).name
-    add("--device", type=_reads(_gpu), default=here, metavar="sm_90,..", help=device_help)
+    add("--device", type=readable(_gpu), default=here, metavar="sm_90,..", help=device_help)
     add("--output", type=Path, help="folder of the files (default: where they are looked up)")
     add("--again", action="store_true", help="also time token counts that the file already has")
     budget_help = "start no token count after this long; the next run continues"
@@ -233,33 +231,36 @@ def _gemm_clock(problem: Problem, subject: Subject) -> Clock:
             file=sys.stderr,
         )
         raise SystemExit(USAGE_ERROR)
+    progress(f"making the weights of {problem.name} in {subject.scheme.name}")
     return GemmClock(problem, subject)
 
 
 def _demo(arguments: Sequence[str]) -> int:
-    """Run the repository's demo; exit status 2 without the repository or without transformers."""
-    script = CHECKOUT / "examples" / "demo.py"
-    wants_help = any(argument in ("-h", "--help") for argument in arguments)
-    lacks = None
-    if not script.is_file():
-        lacks = (
-            "needs examples/demo.py and the model beside it, which are not installed with the "
-            "package; run it in a clone of the moe_ops repository"
-        )
-    elif find_spec("transformers") is None:
-        lacks = "needs transformers: pip install 'moe_ops[transformers]'"
-    if lacks is not None:
-        if wants_help:
+    """Run `moe_ops.demo`; exit status 2 without transformers."""
+    if find_spec("transformers") is None:
+        lacks = f"needs transformers: pip install '{DISTRIBUTION}[transformers]'"
+        if any(argument in ("-h", "--help") for argument in arguments):
             print(f"usage: {PROGRAM} demo [--model FOLDER] [--prompt TEXT]\n\nHere it {lacks}.")
             return 0
         print(f"{PROGRAM} demo: {lacks}", file=sys.stderr)
         return USAGE_ERROR
-    before, sys.argv = sys.argv, [str(script), *arguments]
+    before, sys.argv = sys.argv, [f"{PROGRAM} demo", *arguments]
+    progress("loading transformers")
     try:
-        runpy.run_path(str(script), run_name="__main__")  # exits through SystemExit
+        runpy.run_module("moe_ops.demo", run_name="__main__")  # exits through SystemExit
     finally:
         sys.argv = before
     return 0
+
+
+def _doctor(arguments: Sequence[str]) -> int:
+    """Print a `Diagnosis`; the exit status is 1 if it found a problem."""
+    parser = argparse.ArgumentParser(prog=f"{PROGRAM} doctor", allow_abbrev=False)
+    parser.add_argument("--json", action="store_true", help="print JSON instead of text")
+    chosen = parser.parse_args(arguments)
+    found = diagnose(progress)
+    print(found.to_json() if chosen.json else found)
+    return 1 if found.problems else 0
 
 
 class Command(NamedTuple):
@@ -275,6 +276,7 @@ COMMANDS = {
     "explain": Command("say which kernels a layer runs on, why, and what it costs", _explain),
     "tune": Command("time tiles on this GPU and record the fastest", _tune),
     "demo": Command("read and write text with a small MoE language model", _demo),
+    "doctor": Command("say what is installed, what runs here, and test it", _doctor),
 }
 
 

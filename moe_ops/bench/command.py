@@ -3,14 +3,24 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 
-from moe_ops.bench.harness import default_output
-from moe_ops.bench.problems import ROUTINGS, find_problem, load_problems, unknown
+from moe_ops.bench.harness import CONSOLE_SCRIPT, default_output
+from moe_ops.bench.model_config import read_config
+from moe_ops.bench.problems import (
+    ROUTINGS,
+    Problem,
+    find_problem,
+    load_problems,
+    problem_of_sizes,
+    unknown,
+)
+from moe_ops.scheme import SCHEMES
 
 Value = TypeVar("Value")
 
@@ -44,7 +54,8 @@ def parser(
     timed = models or ",".join(p.name for p in load_problems().values() if p.timed)
     result = argparse.ArgumentParser(prog=prog, description=description, allow_abbrev=False)
     add = result.add_argument
-    add(
+    layers = result.add_mutually_exclusive_group()
+    layers.add_argument(
         *("--model", "--shapes"),
         dest="problems",
         type=one_or_more(find_problem),
@@ -52,6 +63,10 @@ def parser(
         metavar="NAME,..",
         help="names of models or of their shapes (default: %(default)s)",
     )
+    for option, (read, metavar, text) in OTHER_LAYERS.items():
+        reads_one = readable(lambda given, read=read: [read(given)])
+        more: dict[str, Any] = {"dest": "problems", "default": argparse.SUPPRESS}
+        layers.add_argument(option, type=reads_one, metavar=metavar, help=text, **more)
     add(
         "--tokens",
         type=one_or_more(_count),
@@ -87,14 +102,64 @@ def parser(
     return result
 
 
+OTHER_LAYERS: dict[str, tuple[Callable[[str], Problem], str, str]] = {
+    "--config": (read_config, "PATH", "config.json of a transformers MoE model, or its folder"),
+    "--sizes": (problem_of_sizes, "E,k,H,I", "experts, experts of a token, hidden, intermediate"),
+}
+"""Options that describe one layer without a known name: reader, metavar and help."""
+
+
+def add_model_option(parser: argparse.ArgumentParser) -> None:
+    """Add ``--model``, ``--config`` and ``--sizes``, one of which sets ``model`` to a `Problem`."""
+    group = parser.add_mutually_exclusive_group(required=True)
+    text = "the name of a model, or of a shape that models share"
+    group.add_argument("--model", type=readable(find_problem), metavar="NAME", help=text)
+    for option, (read, metavar, text) in OTHER_LAYERS.items():
+        more: dict[str, Any] = {"dest": "model", "default": argparse.SUPPRESS}
+        group.add_argument(option, type=readable(read), metavar=metavar, help=text, **more)
+
+
+def add_scheme_option(parser: argparse.ArgumentParser) -> None:
+    """Add ``--scheme``, one or more names; `with_schemes` fills in the default."""
+    names = {"bf16": "bf16", **{name: name for name in SCHEMES}, "unquantized": "bf16"}
+    parser.add_argument(
+        *("--scheme", "--schemes"),
+        dest="schemes",
+        type=one_or_more(one_of("scheme", names)),
+        metavar="NAME,..",
+        help="bf16 (unquantized) or names in moe_ops.SCHEMES (default: that of --config, or bf16)",
+    )
+
+
+def with_schemes(chosen: argparse.Namespace) -> argparse.Namespace:
+    """The options with the default schemes: what the model's ``config.json`` says, or bf16."""
+    if chosen.schemes is None:
+        chosen.schemes = [chosen.problems[0].scheme or "bf16"]
+    return chosen
+
+
+def progress(text: str) -> None:
+    """Say on stderr what is done next, before a step that may take seconds."""
+    print(f"{CONSOLE_SCRIPT}: {text}", file=sys.stderr, flush=True)
+
+
+def readable(read: Callable[[str], Value]) -> Callable[[str], Value]:
+    """Wrap ``read`` so that argparse prints the text of its ValueError."""
+
+    def checked(text: str) -> Value:
+        try:
+            return read(text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+
+    return checked
+
+
 def one_or_more(read: Callable[[str], Value]) -> Callable[[str], list[Value]]:
     """A reader of comma-separated lists, whose errors name the value and the known values."""
 
     def read_all(text: str) -> list[Value]:
-        try:
-            values = [read(part.strip()) for part in text.split(",") if part.strip()]
-        except ValueError as error:
-            raise argparse.ArgumentTypeError(str(error)) from None
+        values = [readable(read)(part.strip()) for part in text.split(",") if part.strip()]
         if not values:
             raise argparse.ArgumentTypeError("nothing given")
         return list(dict.fromkeys(values))

@@ -94,7 +94,7 @@ class GemmClock:
         """Run GEMM 1 or 2 with its own tiles or with given ones; on the CPU there are no tiles."""
         first = which == 1
         weight = self.weights.w1 if first else self.weights.w2
-        top_k, activation = (self.subject.top_k, "silu") if first else (1, "")
+        top_k, activation = (self.subject.top_k, self.problem.activation) if first else (1, "")
         operator, arguments = gemm_call(
             rows, weight, space, top_k, self.subject.scheme, torch.bfloat16, activation
         )

@@ -25,6 +25,8 @@ from moe_ops.pipeline.devices import MEASURED as HARDWARE
 
 CHECKOUT = Path(moe_ops.__file__).resolve().parent.parent
 """The root of the repository, if the package is imported from a checkout."""
+CONSOLE_SCRIPT = "moe-ops"
+"""The name of the installed command."""
 KEY = ("scheme", "shape", "M", "impl", "routing")
 _FLUSH_BYTES = 512 * 10**6
 _WARM_UPS = 3
@@ -201,13 +203,20 @@ def run_header() -> dict[str, str]:
     """The GPU, driver, versions, commit, date and command of this run."""
     return {
         "gpu": gpu_name(),
-        "driver": _output_of("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
+        "driver": driver_version() or "unknown",
         "torch": torch.__version__,
         "triton": _version("triton"),
         "commit": os.environ.get("MOE_OPS_COMMIT") or _commit(),
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "command": _command(),
     }
+
+
+def driver_version() -> str | None:
+    """The version of the GPU's driver; None without a GPU."""
+    query = ("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+    found = _output_of(*query)
+    return None if found == "unknown" else found
 
 
 def _commit() -> str:
@@ -221,8 +230,8 @@ def _commit() -> str:
 def _command() -> str:
     """The command line as typed in the root of the checkout."""
     program = Path(sys.argv[0])
-    if program.name == "__main__.py":
-        typed = ["-m", program.parent.name]
+    if program.name in ("__main__.py", CONSOLE_SCRIPT):
+        typed = ["-m", "moe_ops"]
     else:
         typed = [str(Path(*program.absolute().parts[-2:]))]
     return shlex.join(["python", *typed, *sys.argv[1:]])

@@ -17,7 +17,16 @@ from typing import Any, NamedTuple
 import torch
 
 import moe_ops
-from moe_ops.bench.command import one_of, one_or_more, parser, print_row
+from moe_ops.activation import kind_and_key
+from moe_ops.bench.command import (
+    add_scheme_option,
+    one_of,
+    one_or_more,
+    parser,
+    print_row,
+    progress,
+    with_schemes,
+)
 from moe_ops.bench.harness import (
     Row,
     Timing,
@@ -54,7 +63,11 @@ WIDTHS = {
 def moe_ops_layer(experts: Experts, inputs: Inputs, *, batch_invariant: bool = False) -> Call:
     """This library."""
     arguments = (inputs.x, experts.w1, experts.w2, inputs.topk_weights, inputs.topk_ids)
-    how = {"quant_config": experts.quant_config, "batch_invariant": batch_invariant}
+    how = {
+        "activation": experts.activation,
+        "quant_config": experts.quant_config,
+        "batch_invariant": batch_invariant,
+    }
     return lambda: moe_ops.fused_experts(*arguments, **how)
 
 
@@ -79,7 +92,7 @@ def layer_floor_us(problem: Problem, experts: Experts, inputs: Inputs) -> float 
     """Lower bound: active weights, tokens and outputs moved once, or products at the peak rate."""
     nbytes = inputs.num_active * experts.bytes_per_expert + 2 * inputs.x.nbytes
     slots = inputs.topk_ids.numel()
-    flops = 2 * slots * 3 * problem.hidden_size * problem.intermediate_size
+    flops = 2 * slots * (problem.w1_rows + problem.intermediate_size) * problem.hidden_size
     return floor_us(nbytes, flops, math_of(experts.scheme))
 
 
@@ -93,9 +106,10 @@ def config_of(impl: str, problem: Problem, experts: Experts, inputs: Inputs) -> 
             hidden_dim=problem.hidden_size,
             intermediate_size=problem.intermediate_size,
             num_local_experts=problem.num_experts,
-            activation="silu",
+            activation=experts.activation,
             device=inputs.x.device,
             routing_method=moe_ops.RoutingMethodType.Renormalize,
+            is_act_and_mul=kind_and_key(experts.activation)[0].is_gated,
             batch_invariant=impl == INVARIANT,
         )
         told = moe_ops.explain(layer, experts.scheme, num_tokens=(len(inputs.x),))
@@ -181,18 +195,10 @@ PROFILE = Work("profile.json", profile_case, print_profiles)
 def options(arguments: Sequence[str] | None, prog: str | None) -> argparse.Namespace:
     """Parse the command line; for an unknown name exits with 2 and prints the known names."""
     command = parser(__doc__ or "", tokens="1,8,64,512,4096,16384", prog=prog)
-    schemes = {"bf16": "bf16", **{name: name for name in moe_ops.SCHEMES}, "unquantized": "bf16"}
     impls = {impl: impl for impl in IMPLS}
     installed = ["moe_ops", *available()]
     add = command.add_argument
-    add(
-        *("--scheme", "--schemes"),
-        dest="schemes",
-        type=one_or_more(one_of("scheme", schemes)),
-        default="bf16",
-        metavar="NAME,..",
-        help="bf16 (unquantized) or names in moe_ops.SCHEMES (default: %(default)s)",
-    )
+    add_scheme_option(command)
     add(
         "--impls",
         type=one_or_more(one_of("implementation", impls)),
@@ -202,7 +208,7 @@ def options(arguments: Sequence[str] | None, prog: str | None) -> argparse.Names
     )
     add("--json", action="store_true", help="the record on stdout, the table on stderr")
     add("--profile", action="store_true", help="profile the stages of one call instead of timing")
-    args = command.parse_args(arguments)
+    args = with_schemes(command.parse_args(arguments))
     for impl in args.impls:
         if impl not in (*OURS, *installed):
             command.error(f"--impls {impl} needs the package {PEERS[impl][0]}")
@@ -218,18 +224,21 @@ def run(args: argparse.Namespace, work: Work) -> tuple[list[Any], list[str]]:
     failed: list[str] = []
     skipped = 0
     for scheme, problem in product(args.schemes, args.problems):
-        impls = [impl for impl in args.impls if impl in OURS or scheme == "bf16"]
+        alike = scheme == "bf16" and problem.activation == "silu"  # what peers compute
+        impls = [impl for impl in args.impls if impl in OURS or alike]
         experts = case = None  # frees the weights before the next ones are made
         for routing, tokens in product(args.routing, args.tokens):
             if time.monotonic() - started > args.time_budget_s:
                 skipped += 1
                 continue
             if experts is None:
+                progress(f"making the weights of {problem.name} in {scheme}")
                 experts = make_experts(problem, scheme, device)
             key = {"scheme": scheme, "shape": problem.name, "M": tokens, "routing": routing}
             case = Case(key, problem, experts, make_inputs(problem, tokens, routing, device))
             rows = []
             for impl in impls:
+                progress(f"{impl} with {tokens} tokens, {routing} routing")
                 try:
                     rows.append(work.run(case, impl))
                 except Exception:  # one failure must not lose the rows of other implementations

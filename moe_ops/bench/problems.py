@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
-from dataclasses import dataclass, fields
+from dataclasses import MISSING, dataclass, fields
 from difflib import get_close_matches
 from importlib.resources import files
 from typing import Any, NamedTuple
@@ -14,6 +14,7 @@ from torch import Tensor
 
 import moe_ops
 from moe_ops import scheme as schemes
+from moe_ops.activation import kind_and_key
 
 ROUTINGS = ("uniform", "zipf")
 SEED = 2026
@@ -39,7 +40,11 @@ _EXPERTS_AT_ONCE = 16
 
 @dataclass(frozen=True)
 class Problem:
-    """The sizes of one model's MoE layer; the activation is always gated SiLU."""
+    """One model's MoE layer. Named problems are gated SiLU in every scheme.
+
+    Raises:
+        ValueError: more experts of a token than experts.
+    """
 
     name: str
     num_experts: int
@@ -47,6 +52,21 @@ class Problem:
     hidden_size: int
     intermediate_size: int
     timed: bool
+    activation: str = "silu"
+    """Key of the activation."""
+    scheme: str | None = None
+    """Key of the scheme of the model's weights; None: not quantized, or not said."""
+
+    def __post_init__(self) -> None:
+        if self.top_k > self.num_experts:
+            most = f"at most the {self.num_experts} experts"
+            raise ValueError(f"experts of a token must be {most}, got {self.top_k}")
+
+    @property
+    def w1_rows(self) -> int:
+        """Rows of an expert's first weight."""
+        gated = kind_and_key(self.activation)[0].is_gated
+        return self.intermediate_size * (2 if gated else 1)
 
 
 TINY = Problem("tiny", num_experts=8, top_k=2, hidden_size=64, intermediate_size=32, timed=False)
@@ -54,7 +74,7 @@ TINY = Problem("tiny", num_experts=8, top_k=2, hidden_size=64, intermediate_size
 
 def load_problems() -> dict[str, Problem]:
     """Every named problem, `TINY` included."""
-    sizes = [field.name for field in fields(Problem)[1:]]
+    sizes = [field.name for field in fields(Problem)[1:] if field.default is MISSING]
     known = [Problem(name, *(shape[size] for size in sizes)) for name, shape in _shapes().items()]
     return {problem.name: problem for problem in [*known, TINY]}
 
@@ -82,6 +102,20 @@ def find_problem(name: str) -> Problem:
     if plain not in known:
         raise ValueError(unknown("model", name, known, plain))
     return load_problems()[known[plain]]
+
+
+def problem_of_sizes(text: str) -> Problem:
+    """The problem of four sizes ``E,k,H,I``: experts, experts of a token, hidden, intermediate.
+
+    Raises:
+        ValueError: other than four positive integers, or more experts of a token than experts.
+    """
+    parts = [part.strip() for part in text.split(",")]
+    if len(parts) != 4 or not all(part.isdecimal() and int(part) for part in parts):
+        raise ValueError(f"sizes must be four positive integers E,k,H,I, got {text!r}")
+    num_experts, top_k, hidden, intermediate = map(int, parts)
+    name = f"E{num_experts}-k{top_k}-H{hidden}-I{intermediate}"
+    return Problem(name, num_experts, top_k, hidden, intermediate, timed=False)
 
 
 def unknown(what: str, name: str, known: Iterable[str], spelled: str | None = None) -> str:
@@ -117,6 +151,7 @@ class Experts:
     w2: Tensor
     stored: tuple[Any, Any] | None = None
     quant_config: Any = None
+    activation: str = "silu"
 
     @property
     def bytes_per_expert(self) -> int:
@@ -151,14 +186,15 @@ def make_experts(problem: Problem, scheme_name: str, device: torch.device) -> Ex
     """
     scheme = moe_ops.get_scheme("unquantized" if scheme_name == "bf16" else scheme_name)
     experts, hidden, inner = problem.num_experts, problem.hidden_size, problem.intermediate_size
+    activation = problem.activation
     generator = torch.Generator(device).manual_seed(SEED)
-    w1 = _random_weight((experts, 2 * inner, hidden), generator, scheme)
+    w1 = _random_weight((experts, problem.w1_rows, hidden), generator, scheme)
     w2 = _random_weight((experts, hidden, inner), generator, scheme)
     if scheme.weight is None:
-        return Experts(scheme, w1, w2)
+        return Experts(scheme, w1, w2, activation=activation)
     given = _input_scales(scheme, device)
     config = moe_ops.FusedMoEQuantConfig.from_weights(scheme, w1, w2, **given)
-    return Experts(scheme, w1.data, w2.data, (w1, w2), config)
+    return Experts(scheme, w1.data, w2.data, (w1, w2), config, activation)
 
 
 def _input_scales(scheme: schemes.Scheme, device: torch.device) -> dict[str, Tensor]:
@@ -223,7 +259,6 @@ def reference_rows(experts: Experts, inputs: Inputs, rows: Tensor) -> Tensor:
     for expert in ids.unique().tolist():
         w1, w2 = experts.dense(expert)
         token, slot = (ids == expert).nonzero(as_tuple=True)
-        gate, up = (x[token].float() @ w1.t()).chunk(2, dim=-1)
-        y = (torch.nn.functional.silu(gate) * up) @ w2.t()
+        y = moe_ops.apply_moe_activation(experts.activation, x[token].float() @ w1.t()) @ w2.t()
         out.index_add_(0, token, y * weights[token, slot, None])
     return out

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -22,7 +21,15 @@ from torch import Tensor
 
 import moe_ops
 from moe_ops import ops
-from moe_ops.bench.command import one_of, one_or_more, parser, print_row
+from moe_ops.activation import kind_and_key
+from moe_ops.bench.command import (
+    add_scheme_option,
+    one_of,
+    one_or_more,
+    parser,
+    print_row,
+    with_schemes,
+)
 from moe_ops.bench.harness import evict_cache, record_path, relative_error, write_rows
 from moe_ops.bench.layer import moe_ops_layer
 from moe_ops.bench.problems import Experts, Inputs, Problem, make_experts, make_inputs
@@ -91,8 +98,7 @@ def options(arguments: Sequence[str] | None, prog: str | None) -> argparse.Names
     result = parser("Time layers whose experts are spread over GPUs.", "8,64,512,4096", prog=prog)
     add = result.add_argument
     add("--ranks", type=int, default=2, metavar="R", help="GPUs (default: %(default)s)")
-    schemes = one_or_more(str)
-    add("--scheme", type=schemes, default="bf16", metavar="NAME,..", help="(default: %(default)s)")
+    add_scheme_option(result)
     add(
         "--backend",
         type=one_or_more(one_of("backend", BACKENDS)),
@@ -100,7 +106,7 @@ def options(arguments: Sequence[str] | None, prog: str | None) -> argparse.Names
         metavar="NAME,..",
         help=f"among {', '.join(BACKENDS)} (default: all)",
     )
-    return result.parse_args(sys.argv[1:] if arguments is None else arguments)
+    return with_schemes(result.parse_args(arguments))
 
 
 def _run(number: int, args: argparse.Namespace, store: str) -> None:
@@ -111,7 +117,7 @@ def _run(number: int, args: argparse.Namespace, store: str) -> None:
     path = record_path(args.output, "ranks.json")
     rows, head = [], True
     for problem in args.problems:
-        for scheme in args.scheme:
+        for scheme in args.schemes:
             experts = make_experts(problem, scheme, device)
             exchanges = {b: _exchange(problem, b, max(args.tokens), rank) for b in args.backend}
             for tokens in args.tokens:
@@ -185,7 +191,8 @@ def _kernel(
     )  # fmt: skip
     config = moe_ops.FusedMoEConfig(
         problem.num_experts, problem.top_k, problem.hidden_size, problem.intermediate_size, local,
-        "silu", rank.device, moe_ops.RoutingMethodType.Renormalize, parallel,
+        experts.activation, rank.device, moe_ops.RoutingMethodType.Renormalize, parallel,
+        is_act_and_mul=kind_and_key(experts.activation)[0].is_gated,
     )  # fmt: skip
     quant = _quant_config(experts, part)
     fused: Any = moe_ops.TritonExperts(config, quant)
@@ -199,7 +206,7 @@ def _kernel(
         **dict(zip(names, own[:3], strict=True)),
         "w1": experts.w1[part],
         "w2": experts.w2[part],
-        "activation": "silu",
+        "activation": experts.activation,
         "global_num_experts": problem.num_experts,
         "expert_map": None if expert_map is None else expert_map.to(rank.device),
         "apply_router_weight_on_input": False,

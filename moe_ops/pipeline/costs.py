@@ -26,6 +26,8 @@ class Cost:
     gemm1: KernelTiles | None
     """Config of GEMM 1; None if the GEMM has no tiles, or none that are known here."""
     gemm2: KernelTiles | None
+    kernels: tuple[str, str] | None
+    """Names of both GEMMs' kernels, as in `moe_ops.dispatch.gemm_plan`; None like `gemm1`."""
     tiles_from: tuple[str, str] | None
     """Where the tiles of GEMM 1 and of GEMM 2 come from."""
     active_experts: float
@@ -68,6 +70,7 @@ def cost_of(
         num_tokens=num_tokens,
         gemm1=plans and plans[0].config,
         gemm2=plans and plans[1].config,
+        kernels=plans and (plans[0].kernel, plans[1].kernel),
         tiles_from=plans and (plans[0].source, plans[1].source),
         active_experts=active,
         weight_bytes=weight_bytes,

@@ -29,7 +29,7 @@ def symmetric_send_batched(
     given = (x, scale, topk_weights, topk_ids, placement, held, peers, state)
     out = empty_sent(*given, rows_per_rank, on_input, quant)
     windows = windows_of(peers)
-    mine = windows.arrived_batched(*out[:2], topk_ids.shape[1], quant)
+    mine = windows.arrived_batched(out[0], out[1], topk_ids.shape[1], quant)
     layout, rank, (tokens, top_k) = windows.layout, windows.rank, topk_ids.shape
     ranks, room, at = layout.ranks, layout.ranks * rows_per_rank, layout.parts
     known = (topk_ids >= 0) & (topk_ids < placement.shape[1])
@@ -52,7 +52,7 @@ def symmetric_send_batched(
     expert = placement[1][ids[:tokens].clamp(min=0).long()]
     for other in range(ranks):
         window = peer(windows, other)
-        there_rows, there_scales, _ = window.arrived_batched(*out[:2], top_k, quant)
+        there_rows, there_scales, _ = window.arrived_batched(out[0], out[1], top_k, quant)
         token, slot = ((home == other) & (own < room)).nonzero(as_tuple=True)
         row = (expert[token, slot] * room + own[token, slot]).long()
         there_rows.flatten(0, 1)[row] = rows[token, slot]

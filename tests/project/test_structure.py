@@ -56,7 +56,7 @@ def tree(path):
 
 @functools.cache
 def sources():
-    """Every Python file, without those behind the link `moe_ops/fake_impls`."""
+    """Every Python file, without `moe_ops/fake_impls`, which only says where `fake_impls` is."""
     paths = [path for package in PACKAGES for path in (ROOT / package).rglob("*.py")]
     return sorted(path for path in paths if not name_of(path).startswith("moe_ops/fake_impls"))
 
@@ -92,6 +92,12 @@ def test_every_operator_has_all_its_parts():
     assert not lacking
 
 
+def test_no_file_is_a_link():
+    """Checkouts and archives without symbolic links are whole."""
+    folders = [ROOT, *(path for package in PACKAGES for path in (ROOT / package).rglob("*"))]
+    assert not [name_of(path) for path in folders if path.is_symlink()]
+
+
 def test_stages_are_files_everywhere():
     shared = {"__init__", "grouped", "slots"}
     for folder in ("moe_ops/kernels", "moe_ops/reference", "fake_impls"):
@@ -116,7 +122,7 @@ def test_contributing_names_what_there_is():
 
 LAYERS = {
     "moe_ops.layer": 5, "moe_ops.integrations": 5, "moe_ops.tuning": 5,
-    "moe_ops": 6, "moe_ops.testing": 6, "moe_ops.bench": 6,
+    "moe_ops": 6, "moe_ops.testing": 6, "moe_ops.bench": 6, "moe_ops.demo": 6,
     "moe_ops.pipeline": 4, "moe_ops.functional": 3,
     "moe_ops.routing": 3, "moe_ops.parallel": 3, "moe_ops.ops": 2,
     "moe_ops.gradients": 1, "moe_ops.kernels": 1, "moe_ops.reference": 1,
@@ -124,7 +130,7 @@ LAYERS = {
     "moe_ops.checks": 0, "moe_ops.tensors": 0, "moe_ops.scheme": 0, "moe_ops.dispatch": 0,
     "moe_ops.activation": 0, "moe_ops.version": 0, "moe_ops.sizes": 0,
     "moe_ops.windows": 0,
-    "moe_ops.cli": 7, "moe_ops.__main__": 8,
+    "moe_ops.doctor": 7, "moe_ops.cli": 8, "moe_ops.__main__": 9,
 }  # fmt: skip
 """A package imports from its own layer or a lower one."""
 APART = [

@@ -4,7 +4,7 @@ The same Qwen3-MoE checkpoint reads held-out documentation and continues a promp
 Hugging Face's plain loop over experts (``eager``), with its ``grouped_mm``, and with ``moe_ops``.
 Exit code 0 means that moe_ops gave Hugging Face's numbers without a graph break.
 
-    python examples/demo.py
+    python -m moe_ops demo
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, S
 from transformers import logging as transformers_logging
 
 import moe_ops.integrations.transformers  # noqa: F401  (registers "moe_ops")
+from moe_ops.demo import MODEL
 
-MODEL = Path(__file__).parent / "demo_model"
 PROMPT = "If the file"
 CONTEXT, BATCH, NEW_TOKENS = 256, 8, 64
 # Rounding alone may swap two experts whose router logits are closer than this.

@@ -1,0 +1,159 @@
+"""The layer that a model's ``config.json`` describes: sizes, activation, scheme."""
+
+import json
+
+import pytest
+
+from moe_ops.bench.model_config import read_config
+from moe_ops.demo import MODEL
+from moe_ops.scheme import get_scheme
+
+QWEN3 = {
+    "num_experts": 128, "num_experts_per_tok": 8, "hidden_size": 2048, "hidden_act": "silu",
+    "moe_intermediate_size": 768, "intermediate_size": 6144,
+}  # fmt: skip
+MIXTRAL = {
+    "num_local_experts": 8, "num_experts_per_tok": 2, "hidden_size": 4096,
+    "intermediate_size": 14336,
+}  # fmt: skip
+
+
+def read(tmp_path, config):
+    folder = tmp_path / "a-model"
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    return read_config(folder)
+
+
+@pytest.mark.parametrize(
+    "config, sizes, activation",
+    [
+        (QWEN3, (128, 8, 2048, 768), "silu"),
+        (MIXTRAL, (8, 2, 4096, 14336), "silu"),
+        ({"text_config": {**MIXTRAL, "hidden_act": "gelu_pytorch_tanh"}, "hidden_size": 1},
+         (8, 2, 4096, 14336), "gelu_tanh"),
+        ({"thinker_config": {"text_config": QWEN3}}, (128, 8, 2048, 768), "silu"),
+        ({"n_routed_experts": 256, "num_experts_per_tok": 8, "hidden_size": 7168,
+          "moe_intermediate_size": 2048, "num_experts": None}, (256, 8, 7168, 2048), "silu"),
+        ({"d_model": 6144, "ffn_config": {"moe_num_experts": 16, "moe_top_k": 4,
+          "ffn_hidden_size": 10752}}, (16, 4, 6144, 10752), "silu"),
+        ({"num_experts": 64, "moe_topk": [8, 8], "hidden_size": 4096,
+          "moe_intermediate_size": [3072, 3072]}, (64, 8, 4096, 3072), "silu"),
+        ({**MIXTRAL, "model_type": "gpt_oss", "swiglu_limit": 7.0}, (8, 2, 4096, 14336),
+         "swigluoai(clamp_limit=7.0)"),
+        ({**QWEN3, "swiglu_limit": 10.0}, (128, 8, 2048, 768), "silu(clamp_limit=10.0)"),
+        ({**QWEN3, "hidden_act": "swigluoai", "swiglu_alpha": 1.702, "swiglu_limit": 7.0},
+         (128, 8, 2048, 768), "swigluoai(clamp_limit=7.0,alpha=1.702,beta=1.0)"),
+        ({"n_routed_experts": 128, "num_experts_per_tok": 6, "hidden_size": 2688,
+          "moe_intermediate_size": 1856, "mlp_hidden_act": "relu2"}, (128, 6, 2688, 1856),
+         "relu2_no_mul"),
+    ],
+)  # fmt: skip
+def test_sizes_and_activation(tmp_path, config, sizes, activation):
+    found = read(tmp_path, config)
+    assert (
+        found.num_experts, found.top_k, found.hidden_size, found.intermediate_size
+    ) == sizes  # fmt: skip
+    assert found.activation == activation and found.name == "a-model" and found.scheme is None
+    assert found.w1_rows == found.intermediate_size * (1 if "no_mul" in activation else 2)
+
+
+def compressed(weights, inputs=None):
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": inputs}
+    return {"quant_method": "compressed-tensors", "config_groups": {"group_0": group}}
+
+
+FLOAT8, INT8 = {"num_bits": 8, "type": "float"}, {"num_bits": 8, "type": "int"}
+FLOAT4, INT4 = {"num_bits": 4, "type": "float"}, {"num_bits": 4, "type": "int"}
+
+
+@pytest.mark.parametrize(
+    "said, scheme",
+    [
+        ({"quant_method": "fp8", "weight_block_size": [128, 128]}, "fp8_block128"),
+        ({"quant_method": "fp8", "weight_block_size": [64, 128]}, "fp8_block64x128"),
+        ({"quant_method": "fp8", "weight_block_size": [128, 128], "scale_fmt": "ue8m0"},
+         "fp8_block128_ue8m0"),
+        ({"quant_method": "fp8", "activation_scheme": "static"}, "fp8_tensor_static"),
+        ({"quant_method": "fp8", "activation_scheme": "dynamic"}, "fp8_tensor"),
+        ({"quant_method": "mxfp4"}, "mxfp4_w4a16"),
+        ({"quant_method": "fbgemm_fp8"}, "fp8_channel"),
+        ({"quant_method": "gptq", "bits": 4, "group_size": 128, "sym": True}, "int4_w4a16_g128"),
+        ({"quant_method": "gptq", "bits": 4, "group_size": -1}, "int4_w4a16_channel"),
+        ({"quant_method": "awq", "bits": 4, "group_size": 64, "zero_point": True},
+         "int4_w4a16_g64_zp"),
+        ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "nvfp4"),
+        ({"quant_method": "modelopt", "quant_algo": "W4A8_AWQ", "group_size": 128},
+         "int4_w4a8_g128"),
+        (compressed({**FLOAT8, "strategy": "channel"}, {**FLOAT8, "strategy": "token"}),
+         "fp8_channel"),
+        (compressed({**FLOAT8, "strategy": "tensor"}, {**FLOAT8, "strategy": "tensor"}),
+         "fp8_tensor_static"),
+        (compressed({**FLOAT8, "strategy": "block", "block_structure": [128, 128]},
+                    {**FLOAT8, "strategy": "group"}), "fp8_block128"),
+        (compressed({**FLOAT8, "strategy": "channel"}), "fp8_w8a16"),
+        (compressed({**INT8, "strategy": "channel"}, {**INT8, "strategy": "token"}),
+         "int8_channel"),
+        (compressed({**INT4, "strategy": "group", "group_size": 32}), "int4_w4a16_g32"),
+        (compressed({**INT4, "strategy": "group", "group_size": 128, "symmetric": False}),
+         "int4_w4a16_g128_zp"),
+        (compressed({**INT4, "strategy": "group", "group_size": 128}, FLOAT8), "int4_w4a8_g128"),
+        (compressed({**FLOAT4, "group_size": 16}, FLOAT4), "nvfp4"),
+        (compressed({**FLOAT4, "group_size": 16}), "nvfp4_w4a16"),
+        (compressed({**FLOAT4, "group_size": 32}, FLOAT8), "mxfp4_mxfp8"),
+    ],
+)  # fmt: skip
+def test_scheme(tmp_path, said, scheme):
+    found = read(tmp_path, {**QWEN3, "quantization_config": said})
+    assert found.scheme == scheme and get_scheme(scheme).key == scheme
+
+
+@pytest.mark.parametrize(
+    "config, words",
+    [
+        ({"hidden_size": 64}, ["num_local_experts", "--sizes E,k,H,I"]),
+        ({**QWEN3, "num_experts": "many"}, ["num_experts must be a positive integer, got 'many'"]),
+        ({**QWEN3, "num_experts": 0}, ["num_experts must be a positive integer, got 0"]),
+        ({**QWEN3, "moe_intermediate_size": [1, 2]}, ["moe_intermediate_size", "[1, 2]"]),
+        ({**QWEN3, "num_experts_per_tok": 129}, ["at most the 128 experts, got 129"]),
+        ({**QWEN3, "hidden_act": "silo"}, ["hidden_act", "did you mean 'silu'"]),
+        ({**QWEN3, "hidden_act": 3}, ["hidden_act", "must be a str"]),
+        ({**QWEN3, "quantization_config": {"quant_method": "new"}}, ["'new'", "--scheme NAME"]),
+        ({**QWEN3, "quantization_config": {"quant_method": "fp8", "weight_block_size": [7, 7]}},
+         ["weight_block_size", "--scheme NAME"]),
+        ({**QWEN3, "quantization_config": compressed(FLOAT8)}, ["compressed-tensors"]),
+        ({**QWEN3, "quantization_config": "fp8"}, ["got 'fp8'"]),
+    ],
+)  # fmt: skip
+def test_what_is_not_known_is_named(tmp_path, config, words):
+    with pytest.raises(ValueError) as error:
+        read(tmp_path, config)
+    for word in words:
+        assert word in str(error.value)
+
+
+def test_files():
+    assert read_config(MODEL) == read_config(MODEL / "config.json")
+    assert read_config(str(MODEL)).num_experts == 16
+    with pytest.raises(ValueError, match="config.json, or the folder of a model, got 'nowhere'"):
+        read_config("nowhere")
+    with pytest.raises(ValueError, match="a model's configuration"):
+        read_config(MODEL / "heldout.txt")
+
+
+def test_configurations_that_transformers_writes(tmp_path):
+    """Models of different spellings, as their own classes write them."""
+    transformers = pytest.importorskip("transformers")
+    for name, sizes in {
+        "Qwen3MoeConfig": (128, 8, 2048, 768),
+        "MixtralConfig": (8, 2, 4096, 14336),
+        "DeepseekV3Config": (256, 8, 7168, 2048),
+        "Llama4Config": (16, 1, 5120, 8192),
+        "Ernie4_5_MoeConfig": (64, 6, 2560, 1536),
+        "NemotronHConfig": (8, 2, 4096, 7688),
+    }.items():
+        config = getattr(transformers, name)()
+        found = read(tmp_path, json.loads(config.to_json_string(use_diff=False)))
+        assert (
+            found.num_experts, found.top_k, found.hidden_size, found.intermediate_size
+        ) == sizes, name  # fmt: skip
