@@ -78,3 +78,13 @@ def test_tables_are_made_where_pages_include_them():
     made = set(re.findall(r'^    "(\w+)": ', (ROOT / "docs/generate.py").read_text(), re.MULTILINE))
     shown = {n for p in PAGES for n in re.findall(r"docs/generated/(\w+)\.md", p.read_text())}
     assert shown == made
+
+
+def test_pages_install_this_distribution():
+    """Every ``pip install`` names the distribution of `pyproject.toml`, with extras that it has."""
+    project = (ROOT / "pyproject.toml").read_text()
+    name = re.search(r'^name = "(.+)"', project, re.MULTILINE)[1]
+    extras = re.findall(r"^(\w+) = \[", project, re.MULTILINE)
+    for page in (ROOT / "README.md", *PAGES):
+        for found, extra in re.findall(r'pip install "?([\w-]+)(?:\[(\w+)\])?', page.read_text()):
+            assert found == name and (not extra or extra in extras), name_of(page)
