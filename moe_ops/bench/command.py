@@ -64,9 +64,8 @@ def parser(
         help="names of models or of their shapes (default: %(default)s)",
     )
     for option, (read, metavar, text) in OTHER_LAYERS.items():
-        reads_one = readable(lambda given, read=read: [read(given)])
         more: dict[str, Any] = {"dest": "problems", "default": argparse.SUPPRESS}
-        layers.add_argument(option, type=reads_one, metavar=metavar, help=text, **more)
+        layers.add_argument(option, type=_only(read), metavar=metavar, help=text, **more)
     add(
         "--tokens",
         type=one_or_more(_count),
@@ -107,6 +106,11 @@ OTHER_LAYERS: dict[str, tuple[Callable[[str], Problem], str, str]] = {
     "--sizes": (problem_of_sizes, "E,k,H,I", "experts, experts of a token, hidden, intermediate"),
 }
 """Options that describe one layer without a known name: reader, metavar and help."""
+
+
+def _only(read: Callable[[str], Problem]) -> Callable[[str], list[Problem]]:
+    """A reader of a list of one problem, which may have commas in it."""
+    return readable(lambda text: [read(text)])
 
 
 def add_model_option(parser: argparse.ArgumentParser) -> None:

@@ -28,6 +28,7 @@ from moe_ops.bench.command import (
     one_or_more,
     parser,
     print_row,
+    progress,
     with_schemes,
 )
 from moe_ops.bench.harness import evict_cache, record_path, relative_error, write_rows
@@ -118,6 +119,8 @@ def _run(number: int, args: argparse.Namespace, store: str) -> None:
     rows, head = [], True
     for problem in args.problems:
         for scheme in args.schemes:
+            if number == 0:
+                progress(f"making the weights of {problem.name} in {scheme}")
             experts = make_experts(problem, scheme, device)
             exchanges = {b: _exchange(problem, b, max(args.tokens), rank) for b in args.backend}
             for tokens in args.tokens:

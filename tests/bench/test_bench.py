@@ -103,7 +103,11 @@ def test_records_merge_by_key(monkeypatch, tmp_path):
 
 @pytest.mark.parametrize(
     "program, typed",
-    [("/a/moe_ops/__main__.py", "-m moe_ops"), ("/a/benchmarks/x.py", "benchmarks/x.py")],
+    [
+        ("/a/moe_ops/__main__.py", "-m moe_ops"),
+        ("/a/bin/moe-ops", "-m moe_ops"),
+        ("/a/benchmarks/x.py", "benchmarks/x.py"),
+    ],
 )
 def test_command_has_no_path_of_the_machine(monkeypatch, program, typed):
     monkeypatch.setattr(sys, "argv", [program, "--tokens", "1"])
