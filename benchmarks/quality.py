@@ -79,7 +79,7 @@ def _static_scales(
         return {}
     largest, name = activation.element.largest, "scale"
     if activation.global_scale:
-        largest, name = largest * moe_ops.FLOAT8_E4M3_MAX, "gscale"
+        largest, name = largest * moe_ops.scheme.FLOAT8_E4M3_MAX, "gscale"
     return {
         f"a{i}_{name}": torch.tensor([peak / largest], device=device)
         for i, peak in enumerate(peaks, start=1)

@@ -12,7 +12,9 @@ import json
 import re
 import shutil
 import sys
+from importlib import import_module
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import transformers
@@ -31,6 +33,17 @@ import quality_report  # noqa: E402
 import ranks_report  # noqa: E402
 import report  # noqa: E402
 
+SUBMODULES = (
+    "functional",
+    "routing",
+    "pipeline",
+    "parallel",
+    "layer",
+    "loading",
+    "scheme",
+    "tensors",
+)
+"""Public modules whose names are not all on top of the package."""
 OUTPUT = Path(__file__).with_name("generated")
 RESULTS = ROOT / "benchmarks" / "results"
 
@@ -118,7 +131,7 @@ def activations() -> str:
 
 def layouts() -> str:
     """A line per layout of checkpoints."""
-    names = list(inspect.signature(moe_ops.CheckpointLayout).parameters)
+    names = list(inspect.signature(moe_ops.loading.CheckpointLayout).parameters)
     lines = [
         [f"`{name}`", *("found out" if v is None else str(v) for v in vars(layout).values())]
         for name, layout in LAYOUTS.items()
@@ -213,17 +226,33 @@ def profile() -> str:
 
 
 def names() -> str:
-    """A line per name on top of the package, with its first sentence and a link."""
-    lines = []
-    for name in moe_ops.__all__:
-        value = getattr(moe_ops, name)
-        if not (inspect.isclass(value) or inspect.isfunction(value)):
-            lines.append([f"`{name}`", "a constant"])
-            continue
-        target = inspect.unwrap(value)
-        first = inspect.getdoc(value).split("\n\n")[0].replace("\n", " ").replace("|", "\\|")
-        lines.append([f"[`{name}`][{target.__module__}.{target.__qualname__}]", first])
-    return report.markdown(["name", "what it is"], lines, labels=2)
+    """For each public module a line per name, with its first sentence and a link."""
+    parts = []
+    for module in (moe_ops, *(import_module(f"moe_ops.{name}") for name in SUBMODULES)):
+        table = report.markdown(["name", "what it is"], [*map(_name, _public(module))], labels=2)
+        title = inspect.getdoc(module).partition("\n\n")[0]
+        parts.append(f"## `{module.__name__}`\n\n{title}\n\n{table}")
+    return "\n\n".join(parts)
+
+
+def _public(module: ModuleType) -> list[tuple[str, Any]]:
+    """Classes and functions in ``__all__``; without one, those that the module defines."""
+    listed = getattr(module, "__all__", None)
+    if listed is None:
+        listed = [name for name, v in vars(module).items() if _home(v) == module.__name__]
+    found = [(name, getattr(module, name)) for name in listed if not name.startswith("_")]
+    return [(name, v) for name, v in found if inspect.isclass(v) or inspect.isfunction(v)]
+
+
+def _home(value: Any) -> str | None:
+    return getattr(value, "__module__", None)
+
+
+def _name(named: tuple[str, Any]) -> list[str]:
+    name, value = named
+    target = inspect.unwrap(value)
+    first = inspect.getdoc(value).partition("\n\n")[0].replace("\n", " ").replace("|", "\\|")
+    return [f"[`{name}`][{target.__module__}.{target.__qualname__}]", first]
 
 
 def layer_tables() -> str:

@@ -20,7 +20,7 @@ def words(codes, bits=4):
 def load_ranks(scheme, source, layout="auto", **options):
     layers = []
     for rank in RANKS:
-        layer = moe_ops.FusedMoE(E, K, H, I, quant_config=scheme, **rank, **options)
+        layer = moe_ops.FusedMoE(E, K, H, I, scheme=scheme, **rank, **options)
         assert moe_ops.load_checkpoint(layer, source, progress=False, layout=layout).is_complete
         layers.append(layer)
     return layers

@@ -25,7 +25,7 @@ class World:
         self, s: Setup, expert_ranks: Tensor, counts: Sequence[int], kind: type | None = None
     ) -> None:
         self.s, self.expert_ranks, self.counts = s, expert_ranks.int(), counts
-        self.kind = kind or moe_ops.TritonExperts
+        self.kind = kind or moe_ops.pipeline.TritonExperts
         self.size = len(counts)
 
     def held(self, rank: int) -> Tensor:
@@ -64,9 +64,9 @@ class World:
         """Rows quantized from all tokens, and sums of ranks in float32 in their order."""
         total, s = torch.zeros(()), self.s
         for rank in range(self.size):
-            part = moe_ops.MoEPrepareAndFinalizeNoEP()
+            part = moe_ops.pipeline.MoEPrepareAndFinalizeNoEP()
             kernel, arguments = self.kernel(rank, part)
-            call = moe_ops.Call(**arguments)
+            call = moe_ops.pipeline.Call(**arguments)
             experts = kernel.fused_experts
             on_input = s.problem.on_input and not experts.applies_router_weight_on_input
             prepared = part.prepare(

@@ -35,22 +35,24 @@ GOOD = {
         hidden_states=X, router_logits=LOGITS, top_k=K, use_grouped_topk=False, renormalize=True,
         custom_routing_function=None, num_fused_shared_experts=0,
     ),
-    moe_ops.adjust_routing: dict(
+    moe_ops.routing.adjust_routing: dict(
         topk_weights=WEIGHTS, topk_ids=IDS, num_experts=E, per_expert_scale=torch.ones(E),
         num_shared_experts=1, shared_expert_weight=1.0,
         is_padding=torch.zeros(T, dtype=torch.bool),
     ),
-    moe_ops.zero_experts: dict(
+    moe_ops.routing.zero_experts: dict(
         hidden_states=X, topk_weights=WEIGHTS, topk_ids=IDS, num_experts=E, skipped_id=0
     ),
-    moe_ops.hash_topk: dict(
+    moe_ops.routing.hash_topk: dict(
         hidden_states=X, gating_output=LOGITS, input_ids=IDS[:, 0], hash_indices_table=IDS,
         renormalize=True, routed_scaling_factor=1.0,
     ),
     moe_ops.moe_align_block_size: dict(
         topk_ids=IDS, block_size=16, num_experts=E, expert_map=MAP, pad_sorted_ids=False
     ),
-    moe_ops.count_expert_num_tokens: dict(topk_ids=IDS, num_local_experts=E, expert_map=MAP),
+    moe_ops.functional.count_expert_num_tokens: dict(
+        topk_ids=IDS, num_local_experts=E, expert_map=MAP
+    ),
     moe_ops.moe_permute: dict(
         hidden_states=X, a1q_scale=torch.ones(T, 1), topk_ids=IDS, n_expert=E, n_local_expert=-1,
         expert_map=MAP,
@@ -68,25 +70,25 @@ GOOD = {
         A=X, A_scale=torch.ones(T, 1), quant_dtype=torch.int8, per_act_token_quant=True,
         block_shape=None,
     ),
-    moe_ops.eplb_map_to_physical_and_record: dict(
+    moe_ops.parallel.eplb_map_to_physical_and_record: dict(
         topk_ids=IDS, expert_load_view=MAP.clone(), logical_to_physical_map=MAP[:, None],
         logical_replica_count=torch.ones(E, dtype=torch.int32), record_enabled=torch.tensor(True),
         num_unpadded_tokens=torch.tensor(T),
     ),
-    moe_ops.remap_topk_to_local: dict(topk_ids=IDS, expert_map=MAP, dtype=torch.int32),
-    moe_ops.initial_physical_to_logical_map: dict(
+    moe_ops.parallel.remap_topk_to_local: dict(topk_ids=IDS, expert_map=MAP, dtype=torch.int32),
+    moe_ops.parallel.initial_physical_to_logical_map: dict(
         num_experts=E, num_redundant_experts=0, ep_size=1
     ),
-    moe_ops.compute_logical_maps: dict(
+    moe_ops.parallel.compute_logical_maps: dict(
         physical_to_logical_map=MAP[None], num_logical_experts=E
     ),
-    moe_ops.batched_moe_kernel_quantize_input: INT8_ROWS,
-    moe_ops.rebalance_experts: dict(
+    moe_ops.functional.batched_moe_kernel_quantize_input: INT8_ROWS,
+    moe_ops.parallel.rebalance_experts: dict(
         weight=torch.ones(1, E), num_replicas=E, num_groups=1, num_nodes=1, num_gpus=1
     ),
-    moe_ops.determine_expert_map: dict(ep_size=2, ep_rank=0, global_num_experts=E),
-    moe_ops.get_compressed_expert_map: dict(expert_map=IDS[0]),
-    moe_ops.make_expert_params_mapping: dict(
+    moe_ops.parallel.determine_expert_map: dict(ep_size=2, ep_rank=0, global_num_experts=E),
+    moe_ops.parallel.get_compressed_expert_map: dict(expert_map=IDS[0]),
+    moe_ops.parallel.make_expert_params_mapping: dict(
         ckpt_gate_proj_name="g", ckpt_down_proj_name="d", ckpt_up_proj_name="u", num_experts=E
     ),
     moe_ops.quantize_weight: dict(w=W1, scheme="fp8_channel"),

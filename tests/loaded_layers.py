@@ -10,7 +10,7 @@ SECOND_OF_TWO = {"ep_size": 2, "ep_rank": 1}
 
 
 def make(scheme=None, **options):
-    return moe_ops.FusedMoE(E, K, H, I, quant_config=scheme, **options)
+    return moe_ops.FusedMoE(E, K, H, I, scheme=scheme, **options)
 
 
 def loaded(layer, scheme=None, seed=0):

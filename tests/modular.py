@@ -10,11 +10,12 @@ import torch
 from torch import Tensor
 
 import moe_ops
-from moe_ops import FusedMoEActivationFormat, FusedMoEConfig, FusedMoEKernel
+from moe_ops import FusedMoEConfig, FusedMoEKernel
+from moe_ops.pipeline import FusedMoEActivationFormat
 from moe_ops.testing import Inputs, Problem, Roundings, make_inputs, quantize_inputs
 
 BATCHED = FusedMoEActivationFormat.BatchedExperts
-PUBLIC = [getattr(moe_ops, name) for name in moe_ops.__all__]
+PUBLIC = [getattr(moe_ops.pipeline, name) for name in moe_ops.pipeline.__all__]
 
 
 def concrete(base: type) -> tuple[type, ...]:
@@ -23,18 +24,18 @@ def concrete(base: type) -> tuple[type, ...]:
     return tuple(c for c in kinds if not inspect.isabstract(c))
 
 
-EXPERTS = concrete(moe_ops.FusedMoEExperts)
+EXPERTS = concrete(moe_ops.pipeline.FusedMoEExperts)
 SIZES = {"max_num_tokens", "num_local_experts", "num_dispatchers", "rank"}
 PREPARES = tuple(
     c
-    for c in concrete(moe_ops.FusedMoEPrepareAndFinalize)
+    for c in concrete(moe_ops.pipeline.FusedMoEPrepareAndFinalize)
     if set(inspect.signature(c).parameters) <= SIZES
 )
 """Prepare-finalize classes that run alone on one rank; others wrap one, or need a process group."""
 SEPARATE = (
-    moe_ops.GroupedGemmExperts,
-    moe_ops.BatchedGroupedGemmExperts,
-    moe_ops.NaiveBatchedExperts,
+    moe_ops.pipeline.GroupedGemmExperts,
+    moe_ops.pipeline.BatchedGroupedGemmExperts,
+    moe_ops.pipeline.NaiveBatchedExperts,
 )
 """Experts whose documentation says that GEMM 1's product is rounded before the activation."""
 
@@ -63,7 +64,7 @@ def build_prepare(kind: type, problem: Problem, asynchronous: bool = False) -> A
         max_num_tokens=capacity(problem), num_local_experts=local, num_dispatchers=1, rank=0
     )
     part = kind(**{n: sizes[n] for n in inspect.signature(kind).parameters})
-    return moe_ops.AsyncPrepareAndFinalize(part) if asynchronous else part
+    return moe_ops.pipeline.AsyncPrepareAndFinalize(part) if asynchronous else part
 
 
 def build_experts(kind: type, problem: Problem, quant_config: Any, device: Any = "cpu") -> Any:
@@ -86,7 +87,7 @@ def example_prepare(kind: type) -> Any:
 
 def fit(experts: type, prepare: type) -> bool:
     """Whether both are modular or both monolithic, with the same activation format."""
-    modular = issubclass(prepare, moe_ops.FusedMoEPrepareAndFinalizeModular)
+    modular = issubclass(prepare, moe_ops.pipeline.FusedMoEPrepareAndFinalizeModular)
     same = example_prepare(prepare).activation_format is experts.activation_format()
     return experts.is_monolithic() is not modular and same
 
@@ -180,7 +181,7 @@ def router_logits(problem: Problem, device: Any) -> Tensor:
     return torch.randn(problem.num_tokens, problem.num_experts, generator=generator).to(device)
 
 
-class Recorder(moe_ops.AsyncPrepareAndFinalize):
+class Recorder(moe_ops.pipeline.AsyncPrepareAndFinalize):
     """Notes what is started, and when hooks and receivers run."""
 
     def __init__(self, inner, events):

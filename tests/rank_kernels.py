@@ -15,7 +15,7 @@ COUNTS = {2: (7, 4), 4: (5, 0, 1, 5)}
 PROBLEM = Problem(11, 6, 3, 64, 48, torch.bfloat16)
 
 
-def kernel_of(s, rank, ranks, part, kind=moe_ops.TritonExperts, **options):
+def kernel_of(s, rank, ranks, part, kind=moe_ops.pipeline.TritonExperts, **options):
     """A rank's kernel around a prepare-finalize, and the arguments that are not tokens."""
     held, expert_map = experts_of(rank, ranks, s.problem.num_experts)
     there = s.inputs[0].device

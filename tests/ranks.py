@@ -88,7 +88,7 @@ def mine(counts: Sequence[int], rank: int) -> slice:
 
 def experts_of(rank: int, ranks: int, num_experts: int) -> tuple[slice, Tensor]:
     """The experts that a rank holds, and its ``expert_map``."""
-    _, expert_map, _ = moe_ops.determine_expert_map(ranks, rank, num_experts)
+    _, expert_map, _ = moe_ops.parallel.determine_expert_map(ranks, rank, num_experts)
     held = (expert_map >= 0).nonzero().flatten()
     return slice(int(held[0]), int(held[-1]) + 1), expert_map
 

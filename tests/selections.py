@@ -5,8 +5,8 @@ from dataclasses import replace
 import torch
 
 import moe_ops
-from moe_ops import FusedMoEActivationFormat as Format
 from moe_ops import FusedMoEConfig, RoutingMethodType
+from moe_ops.pipeline import FusedMoEActivationFormat as Format
 
 STANDARD = FusedMoEConfig(8, 2, 64, 48, 8, "silu", "cpu", RoutingMethodType.Renormalize)
 BATCHED = replace(STANDARD, max_num_tokens=16)

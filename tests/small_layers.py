@@ -69,14 +69,16 @@ def arguments(layer, device="cpu", tokens=T):
     return (x, logits), {"input_ids": words}
 
 
-class Int64Only(moe_ops.MoEPrepareAndFinalizeNoEP):
+class Int64Only(moe_ops.pipeline.MoEPrepareAndFinalizeNoEP):
     def topk_indices_dtype(self):
         return torch.int64
 
 
 def kernel_of(layer, part=None, **options):
-    experts = moe_ops.TritonExperts(layer.moe_config, moe_ops.FusedMoEQuantConfig("unquantized"))
-    part = moe_ops.MoEPrepareAndFinalizeNoEP() if part is None else part
+    experts = moe_ops.pipeline.TritonExperts(
+        layer.moe_config, moe_ops.FusedMoEQuantConfig("unquantized")
+    )
+    part = moe_ops.pipeline.MoEPrepareAndFinalizeNoEP() if part is None else part
     return moe_ops.FusedMoEKernel(part, experts, **options)
 
 

@@ -20,7 +20,7 @@ import torch.multiprocessing as multiprocessing
 from torch import Tensor
 
 import moe_ops
-from moe_ops import ops
+from moe_ops import ops, pipeline
 from moe_ops.activation import kind_and_key
 from moe_ops.bench.command import (
     add_scheme_option,
@@ -34,7 +34,7 @@ from moe_ops.bench.command import (
 from moe_ops.bench.harness import evict_cache, record_path, relative_error, write_rows
 from moe_ops.bench.layer import moe_ops_layer
 from moe_ops.bench.problems import Experts, Inputs, Problem, make_experts, make_inputs
-from moe_ops.parallel import determine_expert_ranks
+from moe_ops.parallel import determine_expert_map, determine_expert_ranks
 from moe_ops.pipeline.exchange.base import TokenExchange
 from moe_ops.tensors import QTensor
 
@@ -137,7 +137,7 @@ def _run(number: int, args: argparse.Namespace, store: str) -> None:
 
 
 def _barrier(ranks: int, device: torch.device) -> Callable[[], Any]:
-    part = moe_ops.SymmetricPrepareAndFinalize(None, 1, 64, 1, dtype=torch.bfloat16)
+    part = pipeline.SymmetricPrepareAndFinalize(None, 1, 64, 1, dtype=torch.bfloat16)
     x = torch.zeros(1, 64, device=device, dtype=torch.bfloat16)
     ids = torch.zeros(1, 1, device=device, dtype=torch.int32)
     config = moe_ops.FusedMoEQuantConfig("unquantized")
@@ -181,9 +181,7 @@ def _kernel(
     problem: Problem, experts: Experts, exchange: TokenExchange, own: Inputs, rank: Rank
 ) -> tuple[moe_ops.FusedMoEKernel, dict[str, Any]]:
     """This rank's kernel, and the arguments of its call."""
-    local, expert_map, _ = moe_ops.determine_expert_map(
-        rank.ranks, rank.number, problem.num_experts
-    )
+    local, expert_map, _ = determine_expert_map(rank.ranks, rank.number, problem.num_experts)
     held = [0, problem.num_experts - 1]
     if expert_map is not None:
         held = (expert_map >= 0).nonzero().flatten().tolist()
@@ -198,11 +196,11 @@ def _kernel(
         is_act_and_mul=kind_and_key(experts.activation)[0].is_gated,
     )  # fmt: skip
     quant = _quant_config(experts, part)
-    fused: Any = moe_ops.TritonExperts(config, quant)
-    if isinstance(exchange, moe_ops.BatchedSymmetricPrepareAndFinalize):
+    fused: Any = pipeline.TritonExperts(config, quant)
+    if isinstance(exchange, pipeline.BatchedSymmetricPrepareAndFinalize):
         room = exchange.max_num_tokens
         config = replace(config, max_num_tokens=room)
-        fused = moe_ops.BatchedTritonExperts(config, quant, room, rank.ranks)
+        fused = pipeline.BatchedTritonExperts(config, quant, room, rank.ranks)
     kernel = moe_ops.FusedMoEKernel(exchange, fused, moe_parallel_config=parallel)
     names = ("hidden_states", "topk_weights", "topk_ids")
     call = {
@@ -220,17 +218,17 @@ def _kernel(
 def _exchange(problem: Problem, backend: str, most: int, rank: Rank) -> TokenExchange:
     """An exchange for up to ``most`` tokens of each rank."""
     if backend == "allgather_reducescatter":
-        return moe_ops.AllGatherPrepareAndFinalize(None, most, equal_num_tokens=True)
+        return pipeline.AllGatherPrepareAndFinalize(None, most, equal_num_tokens=True)
     ranks = determine_expert_ranks(rank.ranks, problem.num_experts)
     sizes = (problem.hidden_size, problem.top_k)
-    exchange: moe_ops.SymmetricPrepareAndFinalize
+    exchange: pipeline.SymmetricPrepareAndFinalize
     if backend == BATCHED:
         room = min(most, MOST_BATCHED)
-        exchange = moe_ops.BatchedSymmetricPrepareAndFinalize(
+        exchange = pipeline.BatchedSymmetricPrepareAndFinalize(
             None, room, *sizes, ranks, dtype=torch.bfloat16
         )
     else:
-        exchange = moe_ops.SymmetricPrepareAndFinalize(
+        exchange = pipeline.SymmetricPrepareAndFinalize(
             None, most, *sizes, dtype=torch.bfloat16, expert_ranks=ranks, equal_num_tokens=True
         )
     exchange.connect(rank.device)
@@ -268,7 +266,7 @@ def _exchange_times(
         return _slowest(_time(steps, rank), rank) / CHAIN
 
     send = chain(lambda: part.prepare(*given))
-    if not isinstance(part, moe_ops.SymmetricPrepareAndFinalize):
+    if not isinstance(part, pipeline.SymmetricPrepareAndFinalize):
         return send, chain(lambda: part.send_back(sums, ids)())
     (windows,) = part.connect(rank.device)
     where = (part.expert_ranks, windows.peers, windows.state, ids.shape[1])

@@ -239,7 +239,7 @@ class QuantizedFusedMoEMethod(FusedMoEMethodBase):
 
         A static scale is one number for the input of all experts: the largest of theirs. The scales
         of other ranks' experts count if a loader passed them on, which loaders of all experts do.
-        Weights are packed for kernels that read the packed form: see `FusedMoE.pack_`.
+        Weights are packed where kernels read the packed form fast: see `FusedMoE.pack_`.
         """
         for name, spec in parameter_specs(layer.sizes).items():
             if spec.kind not in ("global_scale", "input_scale"):

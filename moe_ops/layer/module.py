@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -19,9 +19,10 @@ from moe_ops.layer.methods import (
     shared_experts_of,
 )
 from moe_ops.layer.moving import KeepsBits
-from moe_ops.layer.options import FusedMoEOptions, takes_options
+from moe_ops.layer.options import FusedMoEOptions
 from moe_ops.layer.partition import LayerSizes
 from moe_ops.layer.routing import RoutesTokens, token_arguments
+from moe_ops.layer.signature import LayerArguments, takes_options, typed_as
 from moe_ops.layer.state import SchemeState
 from moe_ops.layer.weight_loader import WeightLoading
 from moe_ops.loading.given import GivenScales
@@ -82,6 +83,7 @@ class FusedMoE(RoutesTokens, WeightLoading, SchemeState, KeepsBits):
     select_experts = staticmethod(select_experts)
     make_expert_params_mapping = staticmethod(make_expert_params_mapping)
 
+    @typed_as(LayerArguments)
     def __init__(
         self,
         num_experts: int,
@@ -108,7 +110,7 @@ class FusedMoE(RoutesTokens, WeightLoading, SchemeState, KeepsBits):
         self.rank_group = RankGroup.of_layer(parallel, given.tp_group)
         dtype = given.params_dtype or torch.get_default_dtype()
         # The scheme of checkpoints. A rank's own scheme may have smaller blocks.
-        self.checkpoint_scheme = as_scheme(given.quant_config or UNQUANTIZED)
+        self.checkpoint_scheme = as_scheme(given.scheme or UNQUANTIZED)
         self.hidden_size = maybe_roundup_hidden_size(hidden_size, dtype, None, parallel)
         self.sizes = LayerSizes(
             self.placement.num_local_experts, self.hidden_size, intermediate_size,
@@ -215,6 +217,9 @@ class FusedMoE(RoutesTokens, WeightLoading, SchemeState, KeepsBits):
         if shared_experts is None:
             return out
         return shared if in_kernel else shared_experts(given), out
+
+    if TYPE_CHECKING:
+        __call__ = forward
 
     def forward_impl(
         self,

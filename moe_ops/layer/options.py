@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Any
+from warnings import warn
 
 import torch
 from torch import Tensor, nn
 
 from moe_ops import checks
 from moe_ops.activation import Activation, MoEActivation
+from moe_ops.brief import brief
 from moe_ops.parallel import FusedMoEParallelConfig, determine_expert_map
 from moe_ops.parallel.parallel_config import check_group
 from moe_ops.parallel.placement import initial_physical_to_logical_map, ranks_of_experts
@@ -26,11 +27,13 @@ OF_THE_CONFIG = (
 """Options that ``moe_parallel_config`` replaces."""
 OF_EXCHANGES = ("max_num_tokens", "equal_num_tokens", "capacity_factor")
 """Options of the exchange of tokens."""
-OTHER_NAMES = {"scheme": "quant_config", "dtype": "params_dtype", "bias": "has_bias"}
+FORMER = "quant_config"
+"""The former name of ``scheme``. Elsewhere it is a `FusedMoEQuantConfig`, of a scheme's tensors."""
+OTHER_NAMES = {"dtype": "params_dtype", "bias": "has_bias"}
 """Keywords that callers try, and the keyword that is meant."""
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False, kw_only=True)
 class FusedMoEOptions:
     """Everything about a layer but its four sizes. None stands for the default of any option."""
 
@@ -45,8 +48,8 @@ class FusedMoEOptions:
     num_expert_group: int | None = None
     topk_group: int | None = None
     """Number of groups that a token may choose from."""
-    quant_config: str | Scheme | None = None
-    """A scheme or its name; None: not quantized."""
+    scheme: str | Scheme | None = None
+    """How activations and weights are quantized: a scheme or its name; None: not at all."""
     tp_size: int = 1
     """Ranks of a tensor-parallel group. Each holds a part of every expert, cut along I, unless
     there is expert parallelism."""
@@ -125,6 +128,8 @@ class FusedMoEOptions:
     """The bits of a token's result do not depend on other tokens: see `fused_experts`. A custom
     router must ensure this for its own part."""
 
+    __repr__ = brief
+
     def __post_init__(self) -> None:
         for option in fields(self):
             if getattr(self, option.name) is None:
@@ -137,9 +142,18 @@ class FusedMoEOptions:
     def of(cls, given: Mapping[str, Any]) -> FusedMoEOptions:
         """Make the options that a layer's keywords give.
 
+        ``quant_config``, the former name of ``scheme``, is accepted until version 0.3.
+
         Raises:
             TypeError: an unknown keyword; the message suggests a known one if a similar one exists.
         """
+        if FORMER in given:
+            warn(f"FusedMoE({FORMER}=..) is now scheme=..", DeprecationWarning, stacklevel=3)
+            given = dict(given)
+            former = given.pop(FORMER)
+            if given.get("scheme") is not None:
+                raise TypeError(f"FusedMoE takes scheme or {FORMER}, got both")
+            given["scheme"] = former
         known = [option.name for option in fields(cls)]
         for name in given:
             if name not in known:
@@ -154,7 +168,7 @@ class FusedMoEOptions:
         checks.at_least(1, num_experts=num_experts)
         checks.at_least(1, hidden_size=hidden_size, intermediate_size=intermediate_size)
         self._check_ranks()
-        weight = as_scheme(self.quant_config or UNQUANTIZED).weight
+        weight = as_scheme(self.scheme or UNQUANTIZED).weight
         if weight is not None and weight.element.packed and hidden_size % 2:
             raise ValueError(f"hidden_size must be even for 4-bit weights, got {hidden_size}")
         for name in ("num_redundant_experts", "n_shared_experts", "zero_expert_num"):
@@ -200,9 +214,9 @@ class FusedMoEOptions:
             )
         checks.number("capacity_factor", self.capacity_factor)
         parallel = self.moe_parallel_config
-        if not isinstance(self.quant_config, (str, Scheme, type(None))):
-            name = type(self.quant_config).__name__
-            raise TypeError(f"quant_config must be a Scheme, its name or None, got {name}")
+        if not isinstance(self.scheme, (str, Scheme, type(None))):
+            name = type(self.scheme).__name__
+            raise TypeError(f"scheme must be a Scheme, its name or None, got {name}")
         if self.device is not None:
             checks.device("device", self.device)
         if parallel is not None:
@@ -243,7 +257,7 @@ class FusedMoEOptions:
 
     def _check_batch_invariant(self) -> None:
         """Raise NotImplementedError for settings that make tokens depend on each other."""
-        check_batch_invariant(as_scheme(self.quant_config or UNQUANTIZED))
+        check_batch_invariant(as_scheme(self.scheme or UNQUANTIZED))
         parallel = self.parallel_config()
         ranks = parallel.tp_size * parallel.ep_size
         if self.enable_eplb and parallel.ep_size > 1:
@@ -393,14 +407,3 @@ class ExpertPlacement:
         if not self.is_shared_out:
             return None
         return torch.tensor(self.row, dtype=torch.int32, device=device)
-
-
-def takes_options(cls: type) -> type:
-    """Give a class whose ``__init__`` ends with ``**options`` a signature with every option."""
-    own = list(inspect.signature(cls.__init__).parameters.values())[1:-1]  # type: ignore[misc]
-    keywords = [
-        inspect.Parameter(f.name, inspect.Parameter.KEYWORD_ONLY, default=f.default)
-        for f in fields(FusedMoEOptions)
-    ]
-    cls.__signature__ = inspect.Signature([*own, *keywords])  # type: ignore[attr-defined]
-    return cls

@@ -27,7 +27,8 @@ class PacksWeights(ExpertLayer):
     def pack_(self) -> None:
         """Convert the weights to the packed form, with which results have the same bits.
 
-        Hopper kernels read this form faster. On a GPU with such a kernel
+        Kernels for Hopper decode this form in registers. They were compiled and interpreted, but
+        not run on a GPU yet. Once they are timed (`moe_ops.dispatch.hopper_decode.MEASURED`),
         ``process_weights_after_loading``, which `load_checkpoint` calls, packs by itself. Each of
         ``w13`` and ``w2`` is packed if its sizes allow it (see `packs`). Parameters are replaced,
         one weight after the other: capture CUDA graphs after this call.

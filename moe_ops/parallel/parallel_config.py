@@ -8,6 +8,7 @@ from typing import Any
 from torch.distributed.device_mesh import DeviceMesh
 
 from moe_ops import checks
+from moe_ops.brief import brief
 
 ALL2ALL_BACKENDS = (
     "allgather_reducescatter",
@@ -36,7 +37,7 @@ GATHERING_BACKENDS = ("allgather_reducescatter", "naive", "symmetric")
 """The backends that can take every token to every rank, as parts of experts need."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class FusedMoEParallelConfig:
     """Sizes of the parallel groups and this process's ranks in them; hashable, no tensors.
 
@@ -71,6 +72,8 @@ class FusedMoEParallelConfig:
     """Ids of the router are mapped to physical experts, whose load is recorded."""
     pcp_size: int = 1
     """Ranks that share the tokens of a prefill; each has tokens of its own."""
+
+    __repr__ = brief
 
     def __post_init__(self) -> None:
         for group in ("tp", "dp", "ep"):

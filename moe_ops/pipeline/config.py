@@ -8,11 +8,12 @@ import torch
 
 from moe_ops import checks
 from moe_ops.activation import Activation, MoEActivation, kind_and_key
+from moe_ops.brief import brief
 from moe_ops.parallel import FusedMoEParallelConfig
 from moe_ops.routing import SCORING_FUNCS, RoutingMethodType
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class FusedMoEConfig:
     """What the choice of an implementation needs to know about a Mixture-of-Experts layer.
 
@@ -58,6 +59,8 @@ class FusedMoEConfig:
     is_act_and_mul: bool = True
     max_num_tokens: int | None = None
     batch_invariant: bool = False
+
+    __repr__ = brief
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "device", checks.device("device", self.device))

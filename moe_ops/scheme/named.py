@@ -110,7 +110,7 @@ def _key(activation: Quant | None, weight: Quant | None) -> str:
     return next((name for name, quants in known if quants and _composite(*quants) == text), text)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Scheme:
     """A quantization scheme; ``None`` means the operand is not quantized.
 
@@ -144,6 +144,9 @@ class Scheme:
         derived = {"key": _key(a, w), "decoded": decoded, "refusal": refusal(a, w)}
         for name, value in derived.items():
             object.__setattr__(self, name, value)
+
+    def __repr__(self) -> str:
+        return f"Scheme({self.name!r}, {self.activation!r}, {self.weight!r})"
 
     def __eq__(self, other: object) -> bool:
         return self.key == other.key if isinstance(other, Scheme) else NotImplemented

@@ -10,11 +10,12 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree
 
+from moe_ops.brief import brief
 from moe_ops.scheme.named import Scheme, as_scheme
 from moe_ops.tensors import QTensor
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class FusedMoEQuantConfig:
     """How a layer is quantized: its scheme and, for each GEMM, scales, zero points and biases.
 
@@ -64,6 +65,8 @@ class FusedMoEQuantConfig:
     g2_alphas: Tensor | None = None
     w1_bias: Tensor | None = None
     w2_bias: Tensor | None = None
+
+    __repr__ = brief
 
     def __init__(self, scheme: str | Scheme, **tensors: Tensor | None) -> None:
         object.__setattr__(self, "scheme", as_scheme(scheme))

@@ -70,7 +70,7 @@ SCALE_BITS = {"float32": 32, "pow2": 32, "vector": 32, "input": 16, "e8m0": 8, "
 """Bits of memory per scale, by the form of the scale."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Quant:
     """One operand's element, the group that shares a scale, and the form of the scale.
 
@@ -129,6 +129,9 @@ class Quant:
         }
         for name, value in derived.items():
             object.__setattr__(self, name, value)
+
+    def __repr__(self) -> str:
+        return f"Quant({self.key!r})"
 
     def __hash__(self) -> int:
         return hash(self.key)

@@ -23,7 +23,7 @@ def source_of(scheme=None, seed=0):
 
 
 def layer_of(scheme=None, **options):
-    return moe_ops.FusedMoE(E, K, H, I, quant_config=scheme, **options)
+    return moe_ops.FusedMoE(E, K, H, I, scheme=scheme, **options)
 
 
 def balanced(scheme=None, seed=None, **options):
@@ -55,7 +55,9 @@ def same_numbers(layer, seed):
 def by_weight_loader(layer, source):
     """As the loaders of vLLM's models do, which know the first placement only."""
     params = dict(layer.named_parameters())
-    mapping = moe_ops.make_expert_params_mapping("gate_proj", "down_proj", "up_proj", E, REDUNDANT)
+    mapping = moe_ops.parallel.make_expert_params_mapping(
+        "gate_proj", "down_proj", "up_proj", E, REDUNDANT
+    )
     for name, x in source.items():
         for param_name, weight_name, expert, shard in mapping:
             if weight_name in name:

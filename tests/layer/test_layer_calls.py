@@ -82,7 +82,7 @@ def test_kernels_do_not_see_padding(experts, scheme):
     config = layer.quant_method.get_fused_moe_quant_config(layer) or "unquantized"
     expected = layer(x, logits, is_padding=PADDED)
     format_ = experts.activation_format()
-    batched = format_ is moe_ops.FusedMoEActivationFormat.BatchedExperts
+    batched = format_ is moe_ops.pipeline.FusedMoEActivationFormat.BatchedExperts
     values = {**vars(layer.moe_config), "max_num_tokens": T if batched else None}
     layer.kernel = moe_ops.select_kernel(moe_ops.FusedMoEConfig(**values), config, experts=experts)
     clean = layer(x, logits, is_padding=PADDED)

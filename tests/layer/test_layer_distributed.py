@@ -62,7 +62,7 @@ def check_unequal_parts(rank, device):
             mine = slice(first, None) if rank else slice(first)
             torch.testing.assert_close(layer(x[mine], logits[mine]), expected[mine])
         experts = moe_ops.select_kernel(layer.moe_config, "unquantized").fused_experts
-        layer.kernel = moe_ops.FusedMoEKernel(moe_ops.MoEPrepareAndFinalizeNoEP(), experts)
+        layer.kernel = moe_ops.FusedMoEKernel(moe_ops.pipeline.MoEPrepareAndFinalizeNoEP(), experts)
         with pytest.raises(NotImplementedError, match="exchanges tokens .*NoEP"):
             layer(x[:2], logits[:2])
 

@@ -105,10 +105,10 @@ def over(backend, rank, ranks):
 
 
 EXCHANGES = {
-    "allgather_reducescatter": moe_ops.AllGatherPrepareAndFinalize,
-    "naive": moe_ops.AllGatherPrepareAndFinalize,
-    "fixed_capacity": moe_ops.FixedCapacityPrepareAndFinalize,
-    "alltoall": moe_ops.ExactAllToAllPrepareAndFinalize,
+    "allgather_reducescatter": moe_ops.pipeline.AllGatherPrepareAndFinalize,
+    "naive": moe_ops.pipeline.AllGatherPrepareAndFinalize,
+    "fixed_capacity": moe_ops.pipeline.FixedCapacityPrepareAndFinalize,
+    "alltoall": moe_ops.pipeline.ExactAllToAllPrepareAndFinalize,
 }
 
 
@@ -162,7 +162,9 @@ def check_details(rank, ranks, backend):
     assert type(found.prepare_finalize) is EXCHANGES[backend]
     layer.kernel = found
     torch.testing.assert_close(layer(x[tokens], logits[tokens]), expected[tokens])
-    layer.kernel = moe_ops.FusedMoEKernel(moe_ops.MoEPrepareAndFinalizeNoEP(), found.fused_experts)
+    layer.kernel = moe_ops.FusedMoEKernel(
+        moe_ops.pipeline.MoEPrepareAndFinalizeNoEP(), found.fused_experts
+    )
     with pytest.raises(NotImplementedError, match=r"dp_size > 1, or .*\(output_is_reduced\).*NoEP"):
         layer(x[tokens], logits[tokens])
     if rank == 0:

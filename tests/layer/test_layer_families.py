@@ -200,7 +200,7 @@ def test_stored_in_the_schemes_of_its_checkpoints(name, device):
     hidden, width, tokens = 96, 64, 7
     experts = Experts.random(E, hidden, width)
     experts = experts if scheme is None else experts.quantized(scheme)
-    layer = moe_ops.FusedMoE(E, K, hidden, width, quant_config=scheme, **options)
+    layer = moe_ops.FusedMoE(E, K, hidden, width, scheme=scheme, **options)
     source = per_expert(experts)
     g = torch.Generator().manual_seed(2)
     for projection, rows in (("gate_proj", width), ("up_proj", width), ("down_proj", hidden)):

@@ -52,7 +52,7 @@ def test_shared_experts_run_once_while_rows_come_back(where, chunk_size):
     layer = make(shared_experts=None if where == "kernel" else shared, chunk_size=chunk_size)
     x, logits = batch()
     routed = make()(x, logits)
-    part = Recorder(moe_ops.MoEPrepareAndFinalizeNoEP(), events)
+    part = Recorder(moe_ops.pipeline.MoEPrepareAndFinalizeNoEP(), events)
     options = {} if where == "layer" else {"shared_experts": shared}
     layer.kernel = kernel_of(layer, part, **options)
     beside, out = layer(x, logits)
@@ -84,8 +84,8 @@ def test_a_batched_kernel_takes_any_number_of_tokens(room, asynchronous):
     """All to one expert: as many rows of it as there are tokens."""
     layer, (x, logits) = make(custom_routing_function=one_expert), batch()
     expected = layer(x, logits)
-    part = moe_ops.BatchedPrepareAndFinalize(room, E, 1, 0)
-    part = moe_ops.AsyncPrepareAndFinalize(part) if asynchronous else part
+    part = moe_ops.pipeline.BatchedPrepareAndFinalize(room, E, 1, 0)
+    part = moe_ops.pipeline.AsyncPrepareAndFinalize(part) if asynchronous else part
     layer.quant_method.maybe_make_prepare_finalize = lambda: part
     layer.quant_method.init_prepare_finalize(layer)
     layer.shared_experts = shared = Shared([])
@@ -96,7 +96,7 @@ def test_a_batched_kernel_takes_any_number_of_tokens(room, asynchronous):
 
 def test_a_batched_kernel_that_others_wait_for_says_its_room():
     layer = make(custom_routing_function=one_expert)
-    part = moe_ops.BatchedPrepareAndFinalize(4, E, 2, 0)
+    part = moe_ops.pipeline.BatchedPrepareAndFinalize(4, E, 2, 0)
     layer.quant_method.maybe_make_prepare_finalize = lambda: part
     layer.quant_method.init_prepare_finalize(layer)
     with pytest.raises(ValueError, match="must have at most max_num_tokens = 4 tokens.* got 9"):
@@ -109,8 +109,8 @@ def test_a_compiled_batched_kernel_says_its_room():
     """Nothing is asked of the number of tokens while it is traced."""
     torch._dynamo.reset()
     layer = make(custom_routing_function=one_expert)
-    layer.quant_method.maybe_make_prepare_finalize = lambda: moe_ops.BatchedPrepareAndFinalize(
-        7, E, 1, 0
+    layer.quant_method.maybe_make_prepare_finalize = lambda: (
+        moe_ops.pipeline.BatchedPrepareAndFinalize(7, E, 1, 0)
     )
     layer.quant_method.init_prepare_finalize(layer)
     counter = CompileCounterWithBackend("eager")

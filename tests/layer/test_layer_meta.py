@@ -107,7 +107,7 @@ def test_every_parameter_has_a_weight_loader(change, scheme):
     assert set(params) == set(parameter_specs(layer.sizes))
     experts = Experts.random(E, H, I)
     source = per_expert(experts if scheme is None else experts.quantized(scheme))
-    mapping = moe_ops.make_expert_params_mapping("gate_proj", "down_proj", "up_proj", E)
+    mapping = moe_ops.parallel.make_expert_params_mapping("gate_proj", "down_proj", "up_proj", E)
     for name, x in source.items():
         for param_name, weight_name, expert, shard in mapping:
             if weight_name not in name:

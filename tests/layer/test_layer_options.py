@@ -5,6 +5,7 @@ import re
 from dataclasses import replace
 
 import pytest
+import small_layers
 import torch
 from checkpoints import Experts, per_expert
 from small_layers import E, H, I, K, T, batch, make
@@ -21,7 +22,7 @@ def test_the_signature_names_every_option():
     wanted = (
         "num_experts top_k hidden_size intermediate_size params_dtype "
         "reduce_results renormalize use_grouped_topk num_expert_group topk_group "
-        "quant_config tp_size ep_size dp_size prefix "
+        "scheme quant_config tp_size ep_size dp_size prefix "
         "custom_routing_function scoring_func routed_scaling_factor e_score_correction_bias "
         "apply_router_weight_on_input "
         "activation enable_eplb num_redundant_experts has_bias is_sequence_parallel "
@@ -109,10 +110,10 @@ def test_ranks_that_would_have_to_exchange_tokens(parallel, wrong):
 @pytest.mark.parametrize(
     ("backend", "exchange"),
     [
-        ("allgather_reducescatter", moe_ops.AllGatherPrepareAndFinalize),
-        ("naive", moe_ops.AllGatherPrepareAndFinalize),
-        ("fixed_capacity", moe_ops.FixedCapacityPrepareAndFinalize),
-        ("alltoall", moe_ops.ExactAllToAllPrepareAndFinalize),
+        ("allgather_reducescatter", moe_ops.pipeline.AllGatherPrepareAndFinalize),
+        ("naive", moe_ops.pipeline.AllGatherPrepareAndFinalize),
+        ("fixed_capacity", moe_ops.pipeline.FixedCapacityPrepareAndFinalize),
+        ("alltoall", moe_ops.pipeline.ExactAllToAllPrepareAndFinalize),
     ],
 )
 @pytest.mark.parametrize("sizes", [{"dp_size": 2}, {"sp_size": 2}])
@@ -127,15 +128,17 @@ def test_ranks_that_exchange_tokens(backend, exchange, sizes):
     assert "tokens: of all 2 ranks together" in str(found)
     for kernel in (layer.kernel, moe_ops.select_kernel(layer.moe_config, "unquantized")):
         assert type(kernel.prepare_finalize) is exchange
-        assert type(kernel.fused_experts) is moe_ops.TritonExperts
+        assert type(kernel.fused_experts) is moe_ops.pipeline.TritonExperts
     assert layer.kernel.prepare_finalize.max_num_tokens == 5
-    if exchange is not moe_ops.AllGatherPrepareAndFinalize:
+    if exchange is not moe_ops.pipeline.AllGatherPrepareAndFinalize:
         assert layer.kernel.prepare_finalize.expert_ranks.tolist() == [0] * 4 + [1] * 4
     batched = replace(layer.moe_config, max_num_tokens=8)
     with pytest.raises(NotImplementedError, match="an exchange of tokens .* in the Batched format"):
         moe_ops.select_kernel(batched, "unquantized")
     with pytest.raises(NotImplementedError, match="experts must be modular .* MonolithicExperts"):
-        moe_ops.select_kernel(layer.moe_config, "unquantized", experts=moe_ops.MonolithicExperts)
+        moe_ops.select_kernel(
+            layer.moe_config, "unquantized", experts=moe_ops.pipeline.MonolithicExperts
+        )
     layer.quant_method.exchange = None
     layer.quant_method.forget()
     with pytest.raises(NotImplementedError, match="maybe_make_prepare_finalize must return"):
@@ -152,7 +155,7 @@ def test_every_table_of_backends_has_the_same_names():
 def test_all2all_backend():
     ranks = {"dp_size": 2, "ep_size": 2, "max_num_tokens": 4}
     layer = make(**ranks, all2all_backend="symmetric")
-    assert type(layer.kernel.prepare_finalize) is moe_ops.SymmetricPrepareAndFinalize
+    assert type(layer.kernel.prepare_finalize) is moe_ops.pipeline.SymmetricPrepareAndFinalize
     assert make(**ranks).moe_parallel_config.all2all_backend == "allgather_reducescatter"
     with pytest.raises(ValueError, match="all2all_backend must be one of"):
         make(**ranks, all2all_backend="symetric")
@@ -242,7 +245,6 @@ def test_none_is_the_default_of_every_option():
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("scheme", "no option 'scheme'; pass quant_config="),
         ("dtype", "no option 'dtype'; pass params_dtype="),
         ("renormalise", "no option 'renormalise'; did you mean 'renormalize'"),
     ],
@@ -250,6 +252,15 @@ def test_none_is_the_default_of_every_option():
 def test_options_by_another_name(name, message):
     with pytest.raises(TypeError, match=message):
         make(**{name: None})
+
+
+def test_the_former_name_of_the_scheme():
+    with pytest.warns(DeprecationWarning, match=r"quant_config=..\) is now scheme=") as said:
+        layer = make(quant_config="fp8_channel")
+    assert layer.scheme == moe_ops.get_scheme("fp8_channel")
+    assert said[0].filename == small_layers.__file__
+    with pytest.raises(TypeError, match="takes scheme or quant_config, got both"):
+        make(scheme="fp8_channel", quant_config="fp8_channel")
 
 
 @pytest.mark.parametrize(

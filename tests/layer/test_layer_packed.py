@@ -18,7 +18,7 @@ SCHEMES = ["int4_w4a16_g32_zp", "nvfp4_w4a16", "int8_w8a16", "fp8_w8a16"]
 
 
 def make(scheme, width=I, **options):
-    return moe_ops.FusedMoE(E, K, H, width, quant_config=scheme, **options)
+    return moe_ops.FusedMoE(E, K, H, width, scheme=scheme, **options)
 
 
 def source_of(scheme, width=I, seed=0):
@@ -45,8 +45,8 @@ def run(layer):
 def kernel_of(layer):
     """A kernel that holds the layer's current scales."""
     config = layer.quant_method.get_fused_moe_quant_config(layer)
-    experts = moe_ops.TritonExperts(layer.moe_config, config)
-    return moe_ops.FusedMoEKernel(moe_ops.MoEPrepareAndFinalizeNoEP(), experts)
+    experts = moe_ops.pipeline.TritonExperts(layer.moe_config, config)
+    return moe_ops.FusedMoEKernel(moe_ops.pipeline.MoEPrepareAndFinalizeNoEP(), experts)
 
 
 def same_parameters(layer, other):
@@ -101,7 +101,7 @@ def test_one_of_two():
     ],
 )
 def test_nothing_to_pack(scheme, hidden, error, message):
-    layer = moe_ops.FusedMoE(E, K, hidden, 64, quant_config=scheme)
+    layer = moe_ops.FusedMoE(E, K, hidden, 64, scheme=scheme)
     with pytest.raises(error, match=message):
         layer.pack_()
     layer.unpack_()

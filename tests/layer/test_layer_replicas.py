@@ -116,7 +116,7 @@ def check_details(rank, ranks):
         assert isinstance(part, ReplicaExchange) is (config.replica_size > 1)
         with pytest.raises(NotImplementedError, match=r"dp_size > 1, or .*\(output_is_reduced\)"):
             layer.kernel = moe_ops.FusedMoEKernel(
-                moe_ops.MoEPrepareAndFinalizeNoEP(), layer.kernel.fused_experts
+                moe_ops.pipeline.MoEPrepareAndFinalizeNoEP(), layer.kernel.fused_experts
             )
             layer(x[tokens], logits[tokens])
     other = (rank + 1) % ranks

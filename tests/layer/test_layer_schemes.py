@@ -27,7 +27,7 @@ def make(scheme, device="cpu", **options):
     quant, static = moe_ops.get_scheme(scheme).activation, None
     if quant is not None and (quant.static or quant.global_scale):
         static = 3 / quant.element.largest / (448 if quant.global_scale else 1)
-    layer = moe_ops.FusedMoE(E, K, H, I, quant_config=scheme, device=device, **options)
+    layer = moe_ops.FusedMoE(E, K, H, I, scheme=scheme, device=device, **options)
     moe_ops.load_checkpoint(layer, per_expert(experts, input_scale=static), progress=False)
     return layer
 
@@ -114,9 +114,9 @@ def test_exported(scheme):
 def test_copies_and_state(scheme):
     layer, arguments = make(scheme), batch()
     expected = layer(*arguments)
-    loaded = moe_ops.FusedMoE(E, K, H, I, quant_config=scheme)
+    loaded = moe_ops.FusedMoE(E, K, H, I, scheme=scheme)
     loaded.load_state_dict(layer.state_dict())
-    assigned = moe_ops.FusedMoE(E, K, H, I, quant_config=scheme)
+    assigned = moe_ops.FusedMoE(E, K, H, I, scheme=scheme)
     assigned(*arguments)  # whatever is derived from parameters is derived again
     assigned.load_state_dict(layer.state_dict(), assign=True)
     saved = io.BytesIO()

@@ -58,8 +58,8 @@ def test_any_scheme_runs(device, scheme):
 
 
 PARTS = {
-    "standard": (moe_ops.TritonExperts, moe_ops.MoEPrepareAndFinalizeNoEP),
-    "batched": (moe_ops.BatchedTritonExperts, moe_ops.BatchedPrepareAndFinalize),
+    "standard": (moe_ops.pipeline.TritonExperts, moe_ops.pipeline.MoEPrepareAndFinalizeNoEP),
+    "batched": (moe_ops.pipeline.BatchedTritonExperts, moe_ops.pipeline.BatchedPrepareAndFinalize),
 }
 
 
@@ -77,7 +77,7 @@ def test_modular_kernel(scheme, layout, device):
     out = kernel.apply(x, w1, w2, weights, ids, problem.activation)
     assert_layer_matches(out, *judged(problem, q, Roundings(per_expert=layout == "batched")))
     chosen = moe_ops.select_kernel(layer_config(problem, device), q.config).fused_experts
-    assert type(chosen) is moe_ops.BatchedTritonExperts
+    assert type(chosen) is moe_ops.pipeline.BatchedTritonExperts
 
 
 def make(scheme, device="cpu", **options):
@@ -86,7 +86,7 @@ def make(scheme, device="cpu", **options):
     quantized = scheme.activation
     if quantized is not None and (quantized.static or quantized.global_scale):
         static = 3 / quantized.element.largest
-    layer = moe_ops.FusedMoE(E, K, H, I, quant_config=scheme, device=device, **options)
+    layer = moe_ops.FusedMoE(E, K, H, I, scheme=scheme, device=device, **options)
     source = per_expert(Experts.random(E, H, I).quantized(scheme), input_scale=static)
     moe_ops.load_checkpoint(layer, source, progress=False)
     return layer
@@ -156,12 +156,12 @@ def test_states_are_told_apart(scheme):
     """Copies compute the same; a registered scheme of the same name does not load its weights."""
     layer, arguments = make(scheme), batch()
     expected = layer(*arguments)
-    loaded = moe_ops.FusedMoE(E, K, H, I, quant_config=scheme.key)
+    loaded = moe_ops.FusedMoE(E, K, H, I, scheme=scheme.key)
     loaded.load_state_dict(layer.state_dict())
     for twin in (loaded, copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
         assert torch.equal(twin(*arguments), expected) and twin.scheme == scheme
     if scheme.name in SCHEMES:
-        other = moe_ops.FusedMoE(E, K, H, I, quant_config=scheme.name)
+        other = moe_ops.FusedMoE(E, K, H, I, scheme=scheme.name)
         with pytest.raises(RuntimeError, match="weights must be stored as"):
             other.load_state_dict(layer.state_dict())
 

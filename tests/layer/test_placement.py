@@ -58,12 +58,14 @@ def test_impossible_configs(fields, message):
 
 
 def test_known_expert_maps():
-    assert moe_ops.determine_expert_map(1, 0, 9) == (9, None, None)
-    local, expert_map, mask = moe_ops.determine_expert_map(2, 0, 9, "round_robin")
+    assert moe_ops.parallel.determine_expert_map(1, 0, 9) == (9, None, None)
+    local, expert_map, mask = moe_ops.parallel.determine_expert_map(2, 0, 9, "round_robin")
     assert (local, expert_map.dtype, mask.dtype) == (5, I32, I32)
     assert expert_map.tolist() == [0, -1, 1, -1, 2, -1, 3, -1, 4]
-    assert moe_ops.get_compressed_expert_map(expert_map) == "0->0, 1->2, 2->4, 3->6, 4->8"
-    local, expert_map, mask = moe_ops.determine_expert_map(4, 1, 10, num_fused_shared_experts=2)
+    assert moe_ops.parallel.get_compressed_expert_map(expert_map) == "0->0, 1->2, 2->4, 3->6, 4->8"
+    local, expert_map, mask = moe_ops.parallel.determine_expert_map(
+        4, 1, 10, num_fused_shared_experts=2
+    )
     assert (local, expert_map.tolist()) == (3, [-1, -1, -1, 0, 1, 2, -1, -1, -1, -1])
     assert mask.tolist() == [0, 0, 0, 1, 1, 1, 0, 0, 0, 0, 1, 1, 0]
     assert determine_expert_ranks(4, 10).tolist() == [0, 0, 0, 1, 1, 1, 2, 2, 3, 3]
@@ -82,7 +84,9 @@ def test_every_expert_has_one_rank(ep_size, num_experts, strategy):
     ranks = determine_expert_ranks(ep_size, num_experts, strategy)
     assert (ranks.dtype, ranks.shape) == (I32, (num_experts,))
     for rank in range(ep_size):
-        local, expert_map, _ = moe_ops.determine_expert_map(ep_size, rank, num_experts, strategy)
+        local, expert_map, _ = moe_ops.parallel.determine_expert_map(
+            ep_size, rank, num_experts, strategy
+        )
         assert local == num_experts // ep_size + (rank < num_experts % ep_size)
         mine = (expert_map >= 0).nonzero().flatten()
         assert expert_map[mine].tolist() == list(range(local))
@@ -105,21 +109,21 @@ def test_every_expert_has_one_rank(ep_size, num_experts, strategy):
 )
 def test_expert_map_errors(arguments, message):
     with pytest.raises(ValueError, match=message):
-        moe_ops.determine_expert_map(*arguments)
+        moe_ops.parallel.determine_expert_map(*arguments)
 
 
 def test_remap():
     expert_map = torch.tensor([-1, 0, 1, -1], dtype=I32)
     ids = torch.tensor([[1, 0], [-1, 2], [4, 3]])
-    local = moe_ops.remap_topk_to_local(ids, expert_map, I32)
+    local = moe_ops.parallel.remap_topk_to_local(ids, expert_map, I32)
     assert local.dtype == I32 and local.tolist() == [[0, -1], [-1, 1], [-1, -1]]
-    assert moe_ops.remap_topk_to_local(ids.int(), expert_map, I64).dtype == I64
+    assert moe_ops.parallel.remap_topk_to_local(ids.int(), expert_map, I64).dtype == I64
     with pytest.raises(ValueError, match="dtype must be one of"):
-        moe_ops.remap_topk_to_local(ids, expert_map, torch.int16)
+        moe_ops.parallel.remap_topk_to_local(ids, expert_map, torch.int16)
 
 
 def test_names_of_a_checkpoint():
-    mapping = moe_ops.make_expert_params_mapping("gate_proj", "down_proj", "up_proj", 3, 2)
+    mapping = moe_ops.parallel.make_expert_params_mapping("gate_proj", "down_proj", "up_proj", 3, 2)
     assert len(mapping) == 3 * 5
     assert mapping[:3] == [
         ("experts.w13_", "experts.0.gate_proj.", 0, "w1"),
@@ -131,7 +135,7 @@ def test_names_of_a_checkpoint():
         ("experts.w2_", "experts.1.down_proj.", 4, "w2"),
         ("experts.w13_", "experts.1.up_proj.", 4, "w3"),
     ]
-    wrapped = moe_ops.make_expert_params_mapping("w1", "w2", "w3", 2, 4)
+    wrapped = moe_ops.parallel.make_expert_params_mapping("w1", "w2", "w3", 2, 4)
     assert [name for _, name, _, shard in wrapped if shard == "w1"] == [
         f"experts.{i}.w1." for i in (0, 1, 0, 1, 0, 1)
     ]
@@ -155,7 +159,7 @@ def test_hidden_sizes(hidden, backend, scheme, expected):
         pytest.skip(f"no scheme {scheme}")
     config = None if scheme is None else moe_ops.FusedMoEQuantConfig(scheme)
     parallel = FusedMoEParallelConfig(dp_size=2, ep_size=2, use_ep=True, all2all_backend=backend)
-    assert moe_ops.maybe_roundup_hidden_size(hidden, BF16, config, parallel) == expected
+    assert moe_ops.parallel.maybe_roundup_hidden_size(hidden, BF16, config, parallel) == expected
 
 
 def test_hidden_sizes_past_deepep():
@@ -163,10 +167,10 @@ def test_hidden_sizes_past_deepep():
         dp_size=2, ep_size=2, use_ep=True, all2all_backend="deepep_low_latency"
     )
     with pytest.raises(ValueError, match="hidden_size must be at most 8192.*got 8193"):
-        moe_ops.maybe_roundup_hidden_size(8193, BF16, None, parallel)
+        moe_ops.parallel.maybe_roundup_hidden_size(8193, BF16, None, parallel)
 
 
 def test_initial_placement():
-    assert moe_ops.initial_physical_to_logical_map(4, 2, 3).tolist() == [0, 1, 2, 3, 0, 1]
+    assert moe_ops.parallel.initial_physical_to_logical_map(4, 2, 3).tolist() == [0, 1, 2, 3, 0, 1]
     with pytest.raises(ValueError, match="multiple of ep_size = 4, got 6"):
-        moe_ops.initial_physical_to_logical_map(4, 2, 4)
+        moe_ops.parallel.initial_physical_to_logical_map(4, 2, 4)

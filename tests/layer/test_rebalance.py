@@ -23,7 +23,7 @@ DEEPSEEK = torch.tensor(
 
 
 def test_known_placement(device):
-    phy2log, log2phy, logcnt = moe_ops.rebalance_experts(DEEPSEEK.to(device), 16, 4, 2, 8)
+    phy2log, log2phy, logcnt = moe_ops.parallel.rebalance_experts(DEEPSEEK.to(device), 16, 4, 2, 8)
     assert phy2log.tolist() == [
         [5, 6, 5, 7, 8, 4, 3, 4, 10, 9, 10, 2, 0, 1, 11, 1],
         [7, 10, 6, 8, 6, 11, 8, 9, 2, 4, 5, 1, 5, 0, 3, 1],
@@ -61,7 +61,7 @@ def loads(draw):
 def test_placements(case):
     weight, num_replicas, num_groups, num_nodes, num_gpus = case
     layers, num_experts = weight.shape
-    phy2log, log2phy, logcnt = moe_ops.rebalance_experts(*case)
+    phy2log, log2phy, logcnt = moe_ops.parallel.rebalance_experts(*case)
     assert phy2log.shape == (layers, num_replicas) and logcnt.shape == (layers, num_experts)
     assert phy2log.dtype == log2phy.dtype == logcnt.dtype == I64
     assert (logcnt >= 1).all() and (logcnt.sum(1) == num_replicas).all()
@@ -85,9 +85,11 @@ def test_placements(case):
 
 
 def test_equal_loads_stay_equal():
-    phy2log, _, _ = moe_ops.rebalance_experts(torch.ones(1, 8), 8, 1, 1, 4)
+    phy2log, _, _ = moe_ops.parallel.rebalance_experts(torch.ones(1, 8), 8, 1, 1, 4)
     assert sorted(phy2log[0].tolist()) == list(range(8))
-    phy2log, _, logcnt = moe_ops.rebalance_experts(torch.full((1, 4), 0.5).half(), 8, 1, 1, 4)
+    phy2log, _, logcnt = moe_ops.parallel.rebalance_experts(
+        torch.full((1, 4), 0.5).half(), 8, 1, 1, 4
+    )
     assert logcnt.tolist() == [[2, 2, 2, 2]]
 
 
@@ -107,17 +109,19 @@ def test_equal_loads_stay_equal():
 )
 def test_rebalance_errors(arguments, error, message):
     with pytest.raises(error, match=message):
-        moe_ops.rebalance_experts(*arguments)
+        moe_ops.parallel.rebalance_experts(*arguments)
 
 
 def test_logical_maps_skip_empty_places():
-    maps, count = moe_ops.compute_logical_maps(torch.tensor([-1, 1, 1, -1, 0], dtype=I32), 3, 4)
+    maps, count = moe_ops.parallel.compute_logical_maps(
+        torch.tensor([-1, 1, 1, -1, 0], dtype=I32), 3, 4
+    )
     assert maps.tolist() == [[4, -1, -1, -1], [1, 2, -1, -1], [-1] * 4]
     assert count.tolist() == [1, 2, 0]
     with pytest.raises(ValueError, match="max_replicas must be at least 2, got 1"):
-        moe_ops.compute_logical_maps(torch.tensor([0, 0]), 1, 1)
+        moe_ops.parallel.compute_logical_maps(torch.tensor([0, 0]), 1, 1)
     with pytest.raises(ValueError, match="below num_logical_experts = 2, got 2"):
-        moe_ops.compute_logical_maps(torch.tensor([0, 2]), 2)
+        moe_ops.parallel.compute_logical_maps(torch.tensor([0, 2]), 2)
 
 
 @st.composite
@@ -142,7 +146,7 @@ def test_moved_experts(case):
         rows[:, None].expand(-1, 4).t().contiguous().t(),
     ]
     before = [(w.data_ptr(), w.clone()) for w in weights]
-    moe_ops.move_experts(weights, torch.tensor(old), torch.tensor(new))
+    moe_ops.parallel.move_experts(weights, torch.tensor(old), torch.tensor(new))
     for weight, (address, was) in zip(weights, before, strict=True):
         assert weight.data_ptr() == address
         for row, expert in enumerate(new):
@@ -168,18 +172,18 @@ def test_a_swap_is_staged():
 
 def test_parameters_that_require_grad_are_moved():
     weight = torch.nn.Parameter(torch.arange(3.0)[:, None])
-    moe_ops.move_experts([weight], torch.tensor([0, 1, 2]), torch.tensor([2, 0, 1]))
+    moe_ops.parallel.move_experts([weight], torch.tensor([0, 1, 2]), torch.tensor([2, 0, 1]))
     assert weight.flatten().tolist() == [2.0, 0.0, 1.0] and weight.is_leaf
 
 
 def test_move_errors():
     two = torch.tensor([0, 1])
     with pytest.raises(ValueError, match="experts of old_phy2log only, got 2"):
-        moe_ops.move_experts([torch.zeros(2, 1)], two, torch.tensor([0, 2]))
+        moe_ops.parallel.move_experts([torch.zeros(2, 1)], two, torch.tensor([0, 2]))
     with pytest.raises(ValueError, match=r"len\(weights\[0\]\) must be len\(old_phy2log\) = 2"):
-        moe_ops.move_experts([torch.zeros(3, 1)], two, two)
+        moe_ops.parallel.move_experts([torch.zeros(3, 1)], two, two)
     with pytest.raises(TypeError, match="new_phy2log must have a dtype"):
-        moe_ops.move_experts([], two, two.float())
+        moe_ops.parallel.move_experts([], two, two.float())
 
 
 @given(
@@ -197,7 +201,7 @@ def test_load_is_conserved_and_ids_land_on_replicas(experts, redundant, layers, 
             ids = torch.randint(0, experts, (17, 2), generator=generator)
             ids = torch.minimum(ids, torch.randint(0, experts, (17, 1), generator=generator))
             placement, load, maps, count = (x[layer] for x in state)
-            physical = moe_ops.eplb_map_to_physical_and_record(ids, load, maps, count)
+            physical = moe_ops.parallel.eplb_map_to_physical_and_record(ids, load, maps, count)
             assert torch.equal(placement[physical], ids)
             routed[layer] = ids.flatten().bincount(minlength=experts)
         assert torch.equal(state.logical_load(), routed)
@@ -277,11 +281,13 @@ def test_slices_of_one_tensor_are_moved_once():
     whole = torch.arange(12.0).view(3, 4)
     flat = torch.arange(6.0)
     weights = [whole[:, :2], whole[:, 2:], flat[:3], flat[3:]]
-    moe_ops.move_experts(weights, torch.tensor([0, 1, 2]), torch.tensor([2, 0, 1]))
+    moe_ops.parallel.move_experts(weights, torch.tensor([0, 1, 2]), torch.tensor([2, 0, 1]))
     assert torch.equal(whole, torch.arange(12.0).view(3, 4)[[2, 0, 1]])
     assert flat.tolist() == [2, 0, 1, 5, 3, 4]
     with pytest.raises(ValueError, match=r"weights\[1\] must share no memory with weights\[0\]"):
-        moe_ops.move_experts([whole[:, :3], whole[:, 2:]], torch.arange(3), torch.arange(3))
+        moe_ops.parallel.move_experts(
+            [whole[:, :3], whole[:, 2:]], torch.arange(3), torch.arange(3)
+        )
 
 
 @pytest.mark.parametrize(

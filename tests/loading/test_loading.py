@@ -13,7 +13,7 @@ E, K, H, I = 8, 2, 256, 512  # noqa: E741
 
 
 def make(scheme=None, experts=E, hidden=H, width=I, **options):
-    return moe_ops.FusedMoE(experts, K, hidden, width, quant_config=scheme, **options)
+    return moe_ops.FusedMoE(experts, K, hidden, width, scheme=scheme, **options)
 
 
 def load(layer, source, **how):
@@ -78,7 +78,7 @@ def test_tensors_of_all_experts(transposed, interleaved, activation):
     source = fused(experts, transposed=transposed, interleaved=interleaved)
     for rank in RANKS:
         layer = make(None, E, 32, 24, activation=activation, **rank)
-        load(layer, source, layout=moe_ops.CheckpointLayout(interleaved=interleaved))
+        load(layer, source, layout=moe_ops.loading.CheckpointLayout(interleaved=interleaved))
         check(layer, experts, None)
 
 

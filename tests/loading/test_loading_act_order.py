@@ -23,7 +23,7 @@ K = 2
 
 
 def make(scheme, num_experts=E, width=I, **options):
-    return moe_ops.FusedMoE(num_experts, K, H, width, quant_config=scheme, **options)
+    return moe_ops.FusedMoE(num_experts, K, H, width, scheme=scheme, **options)
 
 
 def load(layer, source, **how):
@@ -211,7 +211,7 @@ def test_down_alone_costs_nothing():
 def test_any_size(hidden, width, scheme, seed):
     """The last group may be partial, wherever its columns are."""
     x = act_ordered(scheme, seed, 2, width, hidden)
-    layer = moe_ops.FusedMoE(2, 1, hidden, width, quant_config=scheme)
+    layer = moe_ops.FusedMoE(2, 1, hidden, width, scheme=scheme)
     load(layer, gptq(x, 8 if scheme.startswith("int8") else 4), layout="gptq")
     wanted = x.sorted()
     assert torch.equal(numbers(layer)[0], torch.cat(wanted[:2], 1))
@@ -290,7 +290,7 @@ def test_kernels_take_one_order_for_all():
     inputs = inputs_of(Problem(5, E, K, H, I), x)
     layer = load(make("int4_w4a16_g32"), gptq(x))
     wanted = applied(layer, inputs)
-    prepare = moe_ops.MoEPrepareAndFinalizeNoEP()
+    prepare = moe_ops.pipeline.MoEPrepareAndFinalizeNoEP()
     layer.kernel = moe_ops.FusedMoEKernel(
         prepare, layer.quant_method.select_gemm_impl(prepare, layer)
     )

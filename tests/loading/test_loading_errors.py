@@ -12,7 +12,7 @@ E, K, H, I = 4, 2, 32, 24  # noqa: E741
 
 
 def make(scheme=None, width=I, **options):
-    return moe_ops.FusedMoE(E, K, H, width, quant_config=scheme, **options)
+    return moe_ops.FusedMoE(E, K, H, width, scheme=scheme, **options)
 
 
 def load(layer, source, **how):

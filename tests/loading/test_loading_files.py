@@ -248,7 +248,7 @@ def test_pipes_are_not_waited_for(name, tmp_path, source):
     os.mkfifo(tmp_path / name)
     if name == "config.json":
         safetensors.save_file(source, tmp_path / "model.safetensors")
-    layer = moe_ops.FusedMoE(E, K, H, I, quant_config="fp8_channel")
+    layer = moe_ops.FusedMoE(E, K, H, I, scheme="fp8_channel")
     with pytest.raises(ValueError, match=f"{name} must be a regular file, got a folder, a pipe"):
         moe_ops.load_checkpoint(layer, tmp_path, prefix="mlp.", progress=False)
 

@@ -67,7 +67,7 @@ def test_blocks_that_reach_from_gate_into_up():
         "experts.gate_up_proj": q.data, "experts.gate_up_proj_scale_inv": q.scale,
         "experts.down_proj": down.data, "experts.down_proj_scale_inv": down.scale,
     }  # fmt: skip
-    layer = moe_ops.FusedMoE(2, 1, 128, width, quant_config="fp8_block128")
+    layer = moe_ops.FusedMoE(2, 1, 128, width, scheme="fp8_block128")
     moe_ops.load_checkpoint(layer, source, progress=False)
     assert layer.scheme.name == "fp8_block64x128"
     assert torch.equal(numbers(layer)[0], moe_ops.dequantize_weight(q, "fp8_block128"))
@@ -170,7 +170,7 @@ def test_a_global_scale_that_cannot_be_used(value):
     experts = Experts.random(E, H, I).quantized("nvfp4_w4a16")
     source = per_expert(experts)
     source["experts.5.up_proj.weight_scale_2"] = torch.tensor(value)
-    layer = moe_ops.FusedMoE(E, K, H, I, quant_config="nvfp4_w4a16")
+    layer = moe_ops.FusedMoE(E, K, H, I, scheme="nvfp4_w4a16")
     with pytest.raises(ValueError, match="experts.5.up_proj.weight_scale_2: .*positive and finite"):
         moe_ops.load_checkpoint(layer, source, progress=False)
 
@@ -200,7 +200,7 @@ def test_mxfp4_of_gpt_oss():
         mine = biases[0][held(layer)][:, 2 * each * rank : 2 * each * (rank + 1)]
         assert torch.equal(layer.w13_bias, mine)
         assert torch.equal(layer.w2_bias, biases[1][held(layer)] * (rank == 0))
-    plain = moe_ops.FusedMoE(E, K, H, I, quant_config="mxfp4_w4a16", has_bias=True)
+    plain = moe_ops.FusedMoE(E, K, H, I, scheme="mxfp4_w4a16", has_bias=True)
     moe_ops.load_checkpoint(plain, source, progress=False, layout="gpt_oss")
     wanted = expected(experts, "mxfp4_w4a16", plain, slice(None))
     assert all(map(torch.equal, numbers(plain), wanted))
@@ -219,6 +219,6 @@ def test_mxfp4_as_bytes_with_a_sign():
 def test_the_layers_own_state(scheme):
     """A saved layer is a checkpoint too, for any number of ranks."""
     experts = Experts.random(E, H, I).quantized(scheme)
-    whole = moe_ops.FusedMoE(E, K, H, I, quant_config=scheme)
+    whole = moe_ops.FusedMoE(E, K, H, I, scheme=scheme)
     moe_ops.load_checkpoint(whole, per_expert(experts), progress=False)
     check_ranks(scheme, experts, whole.state_dict())

@@ -23,11 +23,11 @@ ALIKE = [
 ]  # fmt: skip
 
 
-ALTERNATING = moe_ops.CheckpointLayout(interleaved=True)
+ALTERNATING = moe_ops.loading.CheckpointLayout(interleaved=True)
 
 
 def make(scheme, **options):
-    return moe_ops.FusedMoE(E, K, H, I, quant_config=scheme, **options)
+    return moe_ops.FusedMoE(E, K, H, I, scheme=scheme, **options)
 
 
 def loaded(scheme, **options):
@@ -220,13 +220,13 @@ class TestAnOrderOfColumns:
     """``w13_input_order`` in a state: kernels read columns by it."""
 
     def layer(self):
-        layer = moe_ops.FusedMoE(4, K, 128, 256, quant_config="int4_w4a16_g32")
+        layer = moe_ops.FusedMoE(4, K, 128, 256, scheme="int4_w4a16_g32")
         moe_ops.load_checkpoint(layer, gptq(act_ordered("int4_w4a16_g32")), progress=False)
         return layer
 
     def test_comes_and_goes_with_the_weights(self):
         layer = self.layer()
-        other = moe_ops.FusedMoE(4, K, 128, 256, quant_config="int4_w4a16_g32")
+        other = moe_ops.FusedMoE(4, K, 128, 256, scheme="int4_w4a16_g32")
         plain = other.state_dict()
         other.load_state_dict(layer.state_dict())
         assert torch.equal(other.w13_input_order, layer.w13_input_order)

@@ -33,7 +33,7 @@ def test_global_scales_of_tokens_divide_or_multiply():
     """Bit by bit one layer from both forms: the largest factor of all experts is for all."""
     x = Experts.random(E, H, I)
     for rank in RANKS:
-        layers = [moe_ops.FusedMoE(E, K, H, I, quant_config="nvfp4", **rank) for _ in range(3)]
+        layers = [moe_ops.FusedMoE(E, K, H, I, scheme="nvfp4", **rank) for _ in range(3)]
         for layer, divide in zip(layers, (True, False), strict=False):
             assert moe_ops.load_checkpoint(layer, nvfp4(x, divide), progress=False).is_complete
         first = layers[0]
@@ -52,7 +52,7 @@ def test_global_scales_of_tokens_divide_or_multiply():
 
 
 def test_tokens_that_are_not_quantized_have_no_global_scale():
-    layer = moe_ops.FusedMoE(E, K, H, I, quant_config="nvfp4_w4a16")
+    layer = moe_ops.FusedMoE(E, K, H, I, scheme="nvfp4_w4a16")
     source = nvfp4(Experts.random(E, H, I), divide=True)
     assert moe_ops.load_checkpoint(layer, source, progress=False).is_complete
 
@@ -61,7 +61,7 @@ def test_tokens_that_are_not_quantized_have_no_global_scale():
 def test_a_global_scale_of_tokens_that_cannot_be_used(value):
     source = nvfp4(Experts.random(E, H, I), divide=True)
     name = "experts.5.up_proj.input_global_scale"
-    layer = moe_ops.FusedMoE(E, K, H, I, quant_config="nvfp4")
+    layer = moe_ops.FusedMoE(E, K, H, I, scheme="nvfp4")
     with pytest.raises(ValueError, match=f"{name}: .*positive and finite"):
         moe_ops.load_checkpoint(layer, source | {name: torch.tensor([value])}, progress=False)
     del source[name], source[name.replace("up", "gate")]
@@ -87,12 +87,12 @@ def scaled(scheme, experts=4, largest=1):
 
 
 def layer_of(scheme, **options):
-    return moe_ops.FusedMoE(4, K, H, 64, quant_config=scheme, **options)
+    return moe_ops.FusedMoE(4, K, H, 64, scheme=scheme, **options)
 
 
 def by_weight_loader(layer, source):
     """As vLLM's models load: every rank hands over every expert."""
-    mapping = moe_ops.make_expert_params_mapping("gate_proj", "down_proj", "up_proj", 4)
+    mapping = moe_ops.parallel.make_expert_params_mapping("gate_proj", "down_proj", "up_proj", 4)
     for name, x in source.items():
         for param_name, weight_name, expert, shard in mapping:
             if weight_name in f"{name}.":

@@ -22,7 +22,7 @@ def test_zero_points_of_another_version(layout):
     experts = Experts.random(E, H, I).quantized("int4_w4a16_g128")
     source = per_expert(experts)
     source["experts.3.up_proj.qzeros"] = torch.full((2, I // 8), 0x77777777, dtype=torch.int32)
-    layer = moe_ops.FusedMoE(E, K, H, I, quant_config="int4_w4a16_g128")
+    layer = moe_ops.FusedMoE(E, K, H, I, scheme="int4_w4a16_g128")
     moe_ops.load_checkpoint(layer, source, progress=False)
     with pytest.raises(ValueError, match="experts.3.up_proj.qzeros: zero points must all be 8"):
         moe_ops.load_checkpoint(layer, source, progress=False, layout=layout)
@@ -34,7 +34,7 @@ def test_as_many_groups_as_rows():
                   for s in ((4, 128), (4, 128), (128, 4))))  # fmt: skip
     source = {n.replace("weight_scale", "scales"): x for n, x in per_expert(q).items()}
     source = {n: x.t() if n.endswith("scales") else x for n, x in source.items()}
-    layer = moe_ops.FusedMoE(1, 1, 128, 4, quant_config="int4_w4a16_g32")
+    layer = moe_ops.FusedMoE(1, 1, 128, 4, scheme="int4_w4a16_g32")
     moe_ops.load_checkpoint(layer, source, progress=False)
     assert torch.equal(layer.w13_weight_scale[:, :4], q.gate.scale)
     assert torch.equal(layer.w2_weight_scale, q.down.scale)
@@ -48,7 +48,7 @@ def test_words_that_are_not_full():
     source = {n.replace("_proj.weight", "_proj.weight_packed") if n.endswith("weight") else n: x
               for n, x in per_expert(filled, fields=fields).items()}  # fmt: skip
     source["experts.1.up_proj.weight_shape"] = torch.tensor([12, 20])
-    layer = moe_ops.FusedMoE(2, 1, 20, 12, quant_config="int4_w4a16_channel")
+    layer = moe_ops.FusedMoE(2, 1, 20, 12, scheme="int4_w4a16_channel")
     moe_ops.load_checkpoint(layer, source, progress=False)
     assert all(map(torch.equal, numbers(layer), expected(
         experts, "int4_w4a16_channel", layer, slice(None))))  # fmt: skip
@@ -67,7 +67,7 @@ def test_microscaling_of_compressed_tensors(kind):
 
 def test_zero_points_by_themselves_do_not_say_their_order():
     """AWQ and GPTQ have them in the same shape; `weight_loader` sees one tensor at a time."""
-    layer = moe_ops.FusedMoE(E, K, H, I, quant_config="int4_w4a16_g128_zp")
+    layer = moe_ops.FusedMoE(E, K, H, I, scheme="int4_w4a16_g128_zp")
     x = torch.zeros(H // 128, I // 8, dtype=torch.int32)
     with pytest.raises(ValueError, match="qzeros must come with a layout that says awq"):
         layer.weight_loader(layer.w13_weight_zero_point, x, "experts.0.w1.qzeros", "w1", 0)
@@ -84,7 +84,7 @@ def test_gate_and_up_have_two_numbers_at_most():
 
 
 def refuses(scheme, source, message):
-    layer = moe_ops.FusedMoE(E, K, H, I, quant_config=scheme)
+    layer = moe_ops.FusedMoE(E, K, H, I, scheme=scheme)
     before = [p.clone() for p in layer.parameters()]
     with pytest.raises(ValueError, match=message):
         moe_ops.load_checkpoint(layer, source, progress=False)
@@ -123,7 +123,7 @@ def test_a_scale_that_its_parameter_cannot_hold():
     experts = Experts.random(E, H, I).quantized("int4_w4a16_g32")
     source = per_expert(experts)
     source["experts.5.up_proj.weight_scale"] += 1e6
-    layer = moe_ops.FusedMoE(E, K, H, I, quant_config="int4_w4a16_g32", params_dtype=torch.float16)
+    layer = moe_ops.FusedMoE(E, K, H, I, scheme="int4_w4a16_g32", params_dtype=torch.float16)
     with pytest.raises(ValueError, match="scales must be finite, got 4096 that are not"):
         moe_ops.load_checkpoint(layer, source, progress=False)
 

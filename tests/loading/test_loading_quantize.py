@@ -13,7 +13,7 @@ QUANTIZED = [name for name in SCHEMES if name != "unquantized"]
 
 
 def make(scheme, **options):
-    return moe_ops.FusedMoE(E, K, H, I, quant_config=scheme, **options)
+    return moe_ops.FusedMoE(E, K, H, I, scheme=scheme, **options)
 
 
 def load(layer, source, **how):
@@ -61,7 +61,7 @@ def test_every_scheme_on_every_rank(scheme):
 def test_tensors_of_all_experts(scheme, transposed, interleaved):
     experts = Experts.random(E, H, I)
     source = fused(experts, transposed=transposed, interleaved=interleaved)
-    layout = moe_ops.CheckpointLayout(interleaved=interleaved)
+    layout = moe_ops.loading.CheckpointLayout(interleaved=interleaved)
     rank = RANKS[1 + transposed]
     layer = load(make(scheme, **rank), source, layout=layout)
     assert same(layer, load(make(scheme, **rank), per_expert(experts)))

@@ -13,14 +13,14 @@ E, K, H, I = 8, 2, 256, 512  # noqa: E741
 
 
 def make(scheme=None, **options):
-    return moe_ops.FusedMoE(E, K, H, I, quant_config=scheme, **options)
+    return moe_ops.FusedMoE(E, K, H, I, scheme=scheme, **options)
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_load_weights_by_mapping(scheme):
     experts = Experts.random(E, H, I).quantized(scheme)
     source = per_expert(experts, input_scale=0.5 if scheme.endswith("static") else None)
-    mapping = moe_ops.make_expert_params_mapping("gate_proj", "down_proj", "up_proj", E)
+    mapping = moe_ops.parallel.make_expert_params_mapping("gate_proj", "down_proj", "up_proj", E)
     for rank in RANKS[1:]:
         layer = make(scheme, expert_mapping=mapping, **rank)
         mine = {f".{e}." for e in held(layer)}
@@ -157,12 +157,12 @@ def test_all_experts_at_once_and_transposed_parameters():
 
 
 def test_scales_of_gate_and_up_that_share_a_block():
-    layer = moe_ops.FusedMoE(E, K, 128, 192, quant_config="fp8_block128")
+    layer = moe_ops.FusedMoE(E, K, 128, 192, scheme="fp8_block128")
     with pytest.raises(
         ValueError, match="quant_config must have blocks that divide .* fp8_block64"
     ):
         layer.weight_loader(layer.w13_weight_scale, torch.ones(2, 1), "w1.scale", "w1", 0)
-    finer = moe_ops.FusedMoE(E, K, 128, 192, quant_config="fp8_block64x128")
+    finer = moe_ops.FusedMoE(E, K, 128, 192, scheme="fp8_block64x128")
     finer.weight_loader(finer.w13_weight_scale, torch.ones(3, 1), "w1.scale", "w1", 0)
     assert finer.w13_weight_scale[0, :3].all()
 

@@ -104,7 +104,7 @@ def test_blocks_of_few_and_many_experts(num_experts, device):
     ids[256:512] = num_experts - 1
     plan = moe_ops.moe_align_block_size(ids.to(device), 16, num_experts)
     assert_plan(plan, looped(ids, 16, num_experts))
-    counts = moe_ops.count_expert_num_tokens(ids.to(device), num_experts)
+    counts = moe_ops.functional.count_expert_num_tokens(ids.to(device), num_experts)
     assert counts.tolist() == [int((ids == e).sum()) for e in range(num_experts)]
 
 
@@ -135,7 +135,7 @@ def test_ids_wider_than_int32_are_no_expert(device):
     ids = torch.tensor([[2**32, 1], [0, -(2**40)]], device=device)
     plan = moe_ops.moe_align_block_size(ids, 2, 3)
     assert_plan(plan, looped(ids, 2, 3))
-    assert moe_ops.count_expert_num_tokens(ids, 3).tolist() == [1, 1, 0]
+    assert moe_ops.functional.count_expert_num_tokens(ids, 3).tolist() == [1, 1, 0]
 
 
 def test_pad_sorted_ids_rounds_the_length(device):
@@ -208,7 +208,7 @@ def test_the_slot_plan_is_the_same_in_one_tensor(case, local, tile, device):
 @given(case=topk_ids())
 def test_counts(case, device):
     ids, num_experts = case
-    counts = moe_ops.count_expert_num_tokens(ids.to(device), num_experts)
+    counts = moe_ops.functional.count_expert_num_tokens(ids.to(device), num_experts)
     wanted = [int((ids == e).sum()) for e in range(num_experts)]
     assert counts.dtype == torch.int32 and counts.tolist() == wanted
 
@@ -218,7 +218,7 @@ def test_a_strided_expert_map(device):
     ids = torch.tensor([[0, 1], [2, 3]], device=device)
     wide = torch.full((8,), -1, dtype=torch.int32, device=device)
     wide[::2] = torch.tensor([1, -1, 0, 2], dtype=torch.int32, device=device)
-    assert moe_ops.count_expert_num_tokens(ids, 3, wide[::2]).tolist() == [1, 1, 1]
+    assert moe_ops.functional.count_expert_num_tokens(ids, 3, wide[::2]).tolist() == [1, 1, 1]
     plan = moe_ops.moe_align_block_size(ids, 2, 4, wide[::2], ignore_invalid_experts=True)
     assert plan.expert_ids.tolist()[:3] == [0, 1, 2]
     _, _, offset, _, _ = moe_ops.moe_permute(ids.float(), None, ids, 4, 3, wide[::2])
@@ -275,7 +275,7 @@ def test_unused_tiles_of_a_plan_have_no_first_row(device):
 def test_counts_by_local_expert(device):
     ids = torch.tensor([[0, 1], [2, 3], [3, 9]], device=device)
     expert_map = torch.tensor([-1, 1, -1, 0], dtype=torch.int32, device=device)
-    assert moe_ops.count_expert_num_tokens(ids, 2, expert_map).tolist() == [2, 1]
+    assert moe_ops.functional.count_expert_num_tokens(ids, 2, expert_map).tolist() == [2, 1]
 
 
 @pytest.mark.parametrize(

@@ -216,7 +216,7 @@ def test_given_scales(dtype, per_row, given_scales, device):
     counts = torch.tensor([4, 0, 2], dtype=torch.int32, device=device)
     x = batch(counts.tolist(), 4, 40, 0).to(device)
     given_scale = torch.arange(1.0, given_scales + 1, device=device) / 8
-    q, scale = moe_ops.batched_moe_kernel_quantize_input(
+    q, scale = moe_ops.functional.batched_moe_kernel_quantize_input(
         x, given_scale, 4, 3, 40, counts, dtype, per_row
     )
     assert scale.shape == (3, 4 if per_row else 1, 1)
@@ -256,12 +256,16 @@ def test_no_tokens_and_empty_experts(quant, device):
 def test_no_dtype_passes_through(device):
     x, counts = torch.ones(2, 3, 4, device=device), torch.ones(2, dtype=torch.int32, device=device)
     arguments = (3, 2, 4, counts, None, False)
-    assert moe_ops.batched_moe_kernel_quantize_input(x, None, *arguments) == (x, None)
+    assert moe_ops.functional.batched_moe_kernel_quantize_input(x, None, *arguments) == (x, None)
     one = torch.full((1,), 2.0, device=device)
-    _, scale = moe_ops.batched_moe_kernel_quantize_input(x, one, *arguments)
+    _, scale = moe_ops.functional.batched_moe_kernel_quantize_input(x, one, *arguments)
     assert scale.flatten().tolist() == [2.0, 2.0] and scale.shape == (2, 1, 1)
     rows = torch.ones(6, 1, device=device)
-    assert moe_ops.batched_moe_kernel_quantize_input(x, rows, *arguments)[1].shape == (2, 3, 1)
+    assert moe_ops.functional.batched_moe_kernel_quantize_input(x, rows, *arguments)[1].shape == (
+        2,
+        3,
+        1,
+    )
 
 
 COUNTS = torch.ones(2, dtype=torch.int32)
@@ -283,7 +287,7 @@ COUNTS = torch.ones(2, dtype=torch.int32)
 )  # fmt: skip
 def test_errors(x, arguments, error, message):
     with pytest.raises(error, match=message):
-        moe_ops.batched_moe_kernel_quantize_input(x, *arguments)
+        moe_ops.functional.batched_moe_kernel_quantize_input(x, *arguments)
 
 
 @pytest.mark.parametrize("quant", ["", "fp8:*x*:float32", "fp8:1x*:float32", "fp8:1x16:pow2"])

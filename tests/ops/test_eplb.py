@@ -8,7 +8,8 @@ from strategies import topk_ids
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import moe_ops
-from moe_ops import EplbState, eplb_map_to_physical_and_record
+from moe_ops import EplbState
+from moe_ops.parallel import eplb_map_to_physical_and_record
 
 I32, I64 = torch.int32, torch.int64
 

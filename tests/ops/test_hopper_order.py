@@ -80,10 +80,12 @@ def test_expert_order(case, activation, hidden, width, launched):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("experts", [moe_ops.TritonExperts, moe_ops.GroupedGemmExperts])
+@pytest.mark.parametrize(
+    "experts", [moe_ops.pipeline.TritonExperts, moe_ops.pipeline.GroupedGemmExperts]
+)
 def test_packings_of_a_layer(experts, launched):
     """Tokens are packed by the first GEMM that gathers them, and nothing else is."""
     s = setup(Problem(700, 4, 2, 256, 128, torch.bfloat16), experts, device="cuda")
     s.kernel.apply(**s.arguments())
-    first = ["gemm", "pack"] if experts is moe_ops.TritonExperts else ["gemm"]
+    first = ["gemm", "pack"] if experts is moe_ops.pipeline.TritonExperts else ["gemm"]
     assert launched == [*first, "gemm"]

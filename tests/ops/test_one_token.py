@@ -251,7 +251,7 @@ def test_modular_kernel(scheme):
     problem = SMALL.with_(scheme=scheme, has_bias=True)
     stored = copied(layer_of(problem, ROUTES["holes"]), DEVICE)
     config = replace(layer_config(problem, DEVICE), max_num_tokens=None)
-    kernel = moe_ops.select_kernel(config, stored.config, experts=moe_ops.TritonExperts)
+    kernel = moe_ops.select_kernel(config, stored.config, experts=moe_ops.pipeline.TritonExperts)
     x, w1, w2, weights, ids, *_ = stored.inputs
     with launches() as names:
         actual = kernel.apply(x, w1, w2, weights, ids, problem.activation, problem.num_experts)

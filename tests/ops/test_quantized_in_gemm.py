@@ -217,7 +217,7 @@ def test_launches_of_a_layer(name, changes, kernels, launched, device):
     problem = Problem(**({"num_tokens": 1, "num_experts": 64, "top_k": 4, "hidden_size": 128,
                           "intermediate_size": 64, "dtype": torch.bfloat16, "scheme": name}
                          | changes))  # fmt: skip
-    s = setup(problem, moe_ops.TritonExperts, device)
+    s = setup(problem, moe_ops.pipeline.TritonExperts, device)
     with the_plain_kernel():
         moe_ops.fused_experts(
             *s.inputs[:5], quant_config=s.config, apply_router_weight_on_input=problem.on_input

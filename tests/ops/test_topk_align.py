@@ -69,6 +69,6 @@ def test_few_tokens_with_a_map(tokens, device):
     expert_map = (torch.arange(16, dtype=torch.int32, device=device) * 5 % 16 - 10).clamp(min=-1)
     how = (None, 6, True, "softmax", 1.0)
     together = check(logits, how, 4, expert_map, 6, *DENSE)
-    local = moe_ops.count_expert_num_tokens(together[1], 6, expert_map)
+    local = moe_ops.functional.count_expert_num_tokens(together[1], 6, expert_map)
     assert 0 < int(local.sum()) < 6 * tokens
     assert int(together[2][0]) == 4 * int(((local + 3) // 4).sum())

@@ -15,13 +15,13 @@ from moe_ops.pipeline.exchange.groups import RankGroup
 from moe_ops.testing import assert_layer_matches, bounded_oracle, reference_experts
 
 
-def in_one_process(s, ranks, kind=moe_ops.TritonExperts):
+def in_one_process(s, ranks, kind=moe_ops.pipeline.TritonExperts):
     """What ranks compute: rows quantized from all tokens, float32 sums of ranks in their order."""
     total = None
     for rank in range(ranks):
-        part = moe_ops.MoEPrepareAndFinalizeNoEP()
+        part = moe_ops.pipeline.MoEPrepareAndFinalizeNoEP()
         kernel, arguments = kernel_of(s, rank, ranks, part, kind)
-        call = moe_ops.Call(**arguments)
+        call = moe_ops.pipeline.Call(**arguments)
         experts = kernel.fused_experts
         on_input = s.problem.on_input and not experts.applies_router_weight_on_input
         prepared = part.prepare(
@@ -48,7 +48,7 @@ def reference(s, ranks, where):
 def check_schemes(rank, ranks):
     tokens = mine(COUNTS[ranks], rank)
     on_input = PROBLEM.with_(on_input=True)
-    fused, grouped = moe_ops.TritonExperts, moe_ops.GroupedGemmExperts
+    fused, grouped = moe_ops.pipeline.TritonExperts, moe_ops.pipeline.GroupedGemmExperts
     few = ("unquantized", "fp8_tensor", "fp8_block128")
     cases = [(PROBLEM.with_(scheme=name), fused) for name in (SCHEMES if ranks == 2 else few)]
     for name in few:
@@ -57,7 +57,7 @@ def check_schemes(rank, ranks):
             cases.append((on_input.with_(scheme=name, top_k=1, has_bias=True), fused))
     for problem, kind in cases:
         s = setup(problem, kind)
-        part = moe_ops.AllGatherPrepareAndFinalize()
+        part = moe_ops.pipeline.AllGatherPrepareAndFinalize()
         kernel, arguments = kernel_of(s, rank, ranks, part, kind)
         assert kernel.output_is_reduced() and part.num_dispatchers() == ranks
         own = part_of(arguments, tokens)
@@ -71,9 +71,9 @@ def check_schemes(rank, ranks):
             exact = bounded_oracle(problem, s.exact, s.config, roundings)
             assert_layer_matches(whole, exact, reference(s, ranks, roundings))
         # more room than tokens, chunks, shared experts, and a stream of its own are the same bits
-        padded = moe_ops.AllGatherPrepareAndFinalize(dist.group.WORLD, 9)
+        padded = moe_ops.pipeline.AllGatherPrepareAndFinalize(dist.group.WORLD, 9)
         assert torch.equal(kernel_of(s, rank, ranks, padded, kind)[0].apply(**own), out), where
-        inner = moe_ops.AsyncPrepareAndFinalize(part)
+        inner = moe_ops.pipeline.AsyncPrepareAndFinalize(part)
         kernel = kernel_of(s, rank, ranks, inner, kind, shared_experts=twice)[0]
         shared, routed = kernel.apply(**own)
         assert torch.equal(routed, out) and torch.equal(shared, 2 * own["hidden_states"])
@@ -85,13 +85,13 @@ def check_prepared(rank, ranks):
     room = 8
     for name in SCHEMES:
         for on_input, top_k in ((False, 3), (True, 1), (True, 3)):
-            s = setup(PROBLEM.with_(scheme=name, top_k=top_k), moe_ops.TritonExperts)
+            s = setup(PROBLEM.with_(scheme=name, top_k=top_k), moe_ops.pipeline.TritonExperts)
             x, _, _, weights, ids, *_ = s.inputs
             ids = ids.masked_fill(torch.arange(11)[:, None] == 2, -1)  # no rank reads this row,
             x = x.masked_fill(torch.arange(11)[:, None] == 2, float("nan"))  # whatever it holds
             rest = (6, None, on_input, s.config, False)
-            local = moe_ops.MoEPrepareAndFinalizeNoEP().prepare(x, weights, ids, *rest)
-            part = moe_ops.AllGatherPrepareAndFinalize(max_num_tokens=room)
+            local = moe_ops.pipeline.MoEPrepareAndFinalizeNoEP().prepare(x, weights, ids, *rest)
+            part = moe_ops.pipeline.AllGatherPrepareAndFinalize(max_num_tokens=room)
             own = (x[tokens], weights[tokens], ids[tokens])
             rows, scale, meta, all_ids, all_weights = part.prepare(*own, *rest)
             assert meta is None and all_ids.shape == (ranks * room, top_k)
@@ -113,9 +113,9 @@ def check_prepared(rank, ranks):
                 assert torch.equal(actual.float(), expected.float()), (name, on_input, top_k)
     x = torch.full((COUNTS[ranks][rank], 64), float("nan") if rank == 0 else 1.0)
     weights, ids = torch.ones(len(x), 1), torch.zeros(len(x), 1, dtype=torch.int32)
-    part = moe_ops.AllGatherPrepareAndFinalize()
+    part = moe_ops.pipeline.AllGatherPrepareAndFinalize()
     config = moe_ops.FusedMoEQuantConfig("fp8_tensor")
-    alone = moe_ops.MoEPrepareAndFinalizeNoEP()
+    alone = moe_ops.pipeline.MoEPrepareAndFinalizeNoEP()
     everything = [of_all_ranks(t, ranks) for t in (x, weights, ids)]
     expected = alone.prepare(*everything, 6, None, False, config).a1q_scale
     actual = part.prepare(x, weights, ids, 6, None, False, config).a1q_scale
@@ -129,8 +129,8 @@ def check_compiled(rank, ranks):
         ("fp8_tensor", None, ((7, 7), (2, 2), (9, 9), (1, 1), (0, 0))),
     ):
         torch._dynamo.reset()
-        s = setup(PROBLEM.with_(scheme=name), moe_ops.TritonExperts)
-        part = moe_ops.AllGatherPrepareAndFinalize(max_num_tokens=room)
+        s = setup(PROBLEM.with_(scheme=name), moe_ops.pipeline.TritonExperts)
+        part = moe_ops.pipeline.AllGatherPrepareAndFinalize(max_num_tokens=room)
         kernel, arguments = kernel_of(s, rank, ranks, part, shared_experts=twice)
 
         def layer(x, weights, ids, kernel=kernel, arguments=arguments):
@@ -155,8 +155,8 @@ def check_compiled(rank, ranks):
 
 def check_errors(rank, ranks):
     """Errors come before any collective, on the rank that made them."""
-    s = setup(PROBLEM, moe_ops.TritonExperts)
-    part = moe_ops.AllGatherPrepareAndFinalize(max_num_tokens=4)
+    s = setup(PROBLEM, moe_ops.pipeline.TritonExperts)
+    part = moe_ops.pipeline.AllGatherPrepareAndFinalize(max_num_tokens=4)
     kernel, arguments = kernel_of(s, rank, ranks, part)
     if rank == 0:  # the other rank is not asked
         with pytest.raises(ValueError, match="at most max_num_tokens = 4 tokens, .* got 5"):
@@ -171,27 +171,29 @@ def check_errors(rank, ranks):
             ("nobody", ValueError, "group must be the name of a process group, got 'nobody'"),
         ):
             with pytest.raises(error, match=message):
-                moe_ops.AllGatherPrepareAndFinalize(wrong)
+                moe_ops.pipeline.AllGatherPrepareAndFinalize(wrong)
         with pytest.raises(ValueError, match="max_num_tokens must be at least 1, got 0"):
-            moe_ops.AllGatherPrepareAndFinalize(max_num_tokens=0)
+            moe_ops.pipeline.AllGatherPrepareAndFinalize(max_num_tokens=0)
     first = dist.new_group([0])
     if rank == 0:
-        alone = moe_ops.AllGatherPrepareAndFinalize(first)
+        alone = moe_ops.pipeline.AllGatherPrepareAndFinalize(first)
         assert alone.num_dispatchers() == 1
         for room in (None, 4, 20):  # 4: in parts, as nobody else waits
-            alone = moe_ops.AllGatherPrepareAndFinalize(first, room)
+            alone = moe_ops.pipeline.AllGatherPrepareAndFinalize(first, room)
             kernel = moe_ops.FusedMoEKernel(alone, s.kernel.fused_experts)
             torch.testing.assert_close(kernel.apply(**s.arguments()), s.apply())
     else:
         with pytest.raises(ValueError, match="group must be one that this process is in"):
-            moe_ops.AllGatherPrepareAndFinalize(first)
+            moe_ops.pipeline.AllGatherPrepareAndFinalize(first)
     name = dist.group.WORLD.group_name
     mesh = dist.device_mesh.init_device_mesh("cpu", (ranks,))
     for group in (name, mesh, dist.group.WORLD, RankGroup(ranks), None):
-        assert moe_ops.AllGatherPrepareAndFinalize(group).num_dispatchers() == ranks
+        assert moe_ops.pipeline.AllGatherPrepareAndFinalize(group).num_dispatchers() == ranks
     with pytest.raises(ValueError, match="DeviceMesh of 1 dimension, got 2"):
-        moe_ops.AllGatherPrepareAndFinalize(dist.device_mesh.init_device_mesh("cpu", (1, ranks)))
-    kernel, arguments = kernel_of(s, rank, ranks, moe_ops.AllGatherPrepareAndFinalize())
+        moe_ops.pipeline.AllGatherPrepareAndFinalize(
+            dist.device_mesh.init_device_mesh("cpu", (1, ranks))
+        )
+    kernel, arguments = kernel_of(s, rank, ranks, moe_ops.pipeline.AllGatherPrepareAndFinalize())
     given = part_of(arguments, slice(3 + rank))
     given["hidden_states"] = given["hidden_states"].clone().requires_grad_()
     with pytest.raises(NotImplementedError, match="FusedMoEKernel.apply"):
@@ -200,18 +202,18 @@ def check_errors(rank, ranks):
         "fp8_tensor_static", a1_scale=torch.tensor([1.0 + rank]), a2_scale=torch.ones(1)
     )
     x, weights, ids = s.inputs.hidden_states, s.inputs.topk_weights, s.inputs.topk_ids
-    part = moe_ops.AllGatherPrepareAndFinalize()
+    part = moe_ops.pipeline.AllGatherPrepareAndFinalize()
     with pytest.raises(ValueError, match=r"a1_scale .* the same .* got \[1.0, 2.0\]"):
         part.prepare(x, weights, ids, 6, None, False, config)
 
 
 def check_micro_batches(rank, ranks):
     """Batches under way at once do not disturb each other."""
-    s = setup(PROBLEM.with_(scheme="fp8_channel"), moe_ops.TritonExperts)
-    kernel, arguments = kernel_of(s, rank, ranks, moe_ops.AllGatherPrepareAndFinalize())
+    s = setup(PROBLEM.with_(scheme="fp8_channel"), moe_ops.pipeline.TritonExperts)
+    kernel, arguments = kernel_of(s, rank, ranks, moe_ops.pipeline.AllGatherPrepareAndFinalize())
     sizes = ((3, 1), (0, 5), (0, 0), (6, 6))
-    calls = [moe_ops.Call(**part_of(arguments, slice(pair[rank]))) for pair in sizes]
-    for call, out in zip(calls, moe_ops.run_micro_batches(kernel, calls), strict=True):
+    calls = [moe_ops.pipeline.Call(**part_of(arguments, slice(pair[rank]))) for pair in sizes]
+    for call, out in zip(calls, moe_ops.pipeline.run_micro_batches(kernel, calls), strict=True):
         assert torch.equal(out, kernel.apply(*call))
 
 
@@ -230,4 +232,4 @@ def test_ranks_are_one_rank(ranks, check):
 
 def test_no_group():
     with pytest.raises(ValueError, match="group must be given, or torch.distributed initialized"):
-        moe_ops.AllGatherPrepareAndFinalize()
+        moe_ops.pipeline.AllGatherPrepareAndFinalize()

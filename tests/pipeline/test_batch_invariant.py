@@ -27,7 +27,7 @@ SCHEMES = tuple(n for n in moe_ops.SCHEMES if n not in BY_ALL)
 CLASSES = tuple(e for e in EXPERTS if e.SUPPORTS.batch_invariant)
 EACH_PRODUCT = ("unquantized", "fp8_block128", "int8_channel", "int4_w4a16_g32", "mxfp4")
 """Schemes with every operator of products, and with rows that are not quantized."""
-BATCHED = moe_ops.FusedMoEActivationFormat.BatchedExperts
+BATCHED = moe_ops.pipeline.FusedMoEActivationFormat.BatchedExperts
 SIZES = (5, 4, 2, 32, 24) if INTERPRETED else (40, 6, 2, 160, 136)
 
 
@@ -73,7 +73,7 @@ def check(layer, alone=range(0), seed=0):
 @pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize("experts", CLASSES)
 def test_every_class_and_scheme(experts, scheme, device):
-    if INTERPRETED and experts is not moe_ops.TritonExperts and scheme not in EACH_PRODUCT:
+    if INTERPRETED and experts is not moe_ops.pipeline.TritonExperts and scheme not in EACH_PRODUCT:
         pytest.skip("the same operators as in the schemes that run")
     dtype = (torch.bfloat16, torch.float16, torch.float32)[SCHEMES.index(scheme) % 3]
     layer = Layer(experts, Problem(*SIZES, dtype, scheme=scheme), device)
@@ -88,7 +88,7 @@ OTHERS = [] if INTERPRETED else ["int8_w8a16"]
 def test_a_load_that_has_other_tiles_by_default(scheme, device):
     """Few enough rows for the interpreter: with all of them the default takes another step in K."""
     problem = Problem(24, 1, 1, 1024, 256, torch.float16, scheme=scheme)
-    layer = Layer(moe_ops.TritonExperts, problem, device)
+    layer = Layer(moe_ops.pipeline.TritonExperts, problem, device)
     check(layer, alone=(0, 23))
 
 
@@ -143,7 +143,7 @@ def test_fused_moe_and_the_module(scheme, device):
     (x, w1, w2, *_), config, _ = quantize_inputs(problem, make_inputs(problem, device))
     logits = logits_of(*SIZES[:2], device)
     layer = moe_ops.FusedMoE(
-        *SIZES[1:], params_dtype=torch.bfloat16, quant_config=scheme, device=device,
+        *SIZES[1:], params_dtype=torch.bfloat16, scheme=scheme, device=device,
         batch_invariant=True,
     )  # fmt: skip
     named = {"w13_weight": w1, "w2_weight": w2, "w13_weight_scale": config.w1_scale}
@@ -215,9 +215,9 @@ def test_a_scale_of_all_tokens_is_refused(scheme):
     with pytest.raises(NotImplementedError, match=rule):
         moe_ops.fused_moe(x, w1, w2, logits, 2, **given)
     with pytest.raises(NotImplementedError, match=rule):
-        moe_ops.FusedMoE(8, 2, 64, 48, quant_config=scheme, batch_invariant=True)
+        moe_ops.FusedMoE(8, 2, 64, 48, scheme=scheme, batch_invariant=True)
     with pytest.raises(NotImplementedError, match=rule):
-        moe_ops.TritonExperts(config, given["quant_config"])
+        moe_ops.pipeline.TritonExperts(config, given["quant_config"])
     with pytest.raises(NotImplementedError, match=rule):
         moe_ops.workspace_nbytes(4, 16, 8, 4, 2, x.dtype, scheme=scheme, batch_invariant=True)
     with pytest.raises(NotImplementedError, match="one scale for all tokens"):
@@ -228,9 +228,9 @@ def test_what_else_is_refused():
     config = replace(layer_config(Problem()), batch_invariant=True)
     plain = moe_ops.FusedMoEQuantConfig("unquantized")
     with pytest.raises(NotImplementedError, match="must be False for NaiveBatchedExperts, got"):
-        moe_ops.NaiveBatchedExperts(config, plain, 4, 1)
+        moe_ops.pipeline.NaiveBatchedExperts(config, plain, 4, 1)
     with pytest.raises(ValueError, match="NaiveBatchedExperts: kernel does not support batch inv"):
-        moe_ops.select_kernel(config, plain, experts=moe_ops.NaiveBatchedExperts)
+        moe_ops.select_kernel(config, plain, experts=moe_ops.pipeline.NaiveBatchedExperts)
     sizes = (8, 2, 64, 48)
     with pytest.raises(NotImplementedError, match="enable_eplb over several ranks"):
         moe_ops.FusedMoE(*sizes, ep_size=2, enable_eplb=True, batch_invariant=True)
@@ -256,7 +256,7 @@ def test_explained_tiles_are_the_same_at_any_load(scheme, arch, format):
 def test_memory_and_warmup_know_the_mode():
     tokens, experts, k = 16, 8, 2
     problem = Problem(tokens, experts, k, 64, 48, torch.bfloat16)
-    layer = Layer(moe_ops.TritonExperts, problem, "cpu")
+    layer = Layer(moe_ops.pipeline.TritonExperts, problem, "cpu")
     with PeakMemory() as memory:
         layer(slice(None))
 

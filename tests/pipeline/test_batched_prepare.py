@@ -5,7 +5,8 @@ import torch
 from modular import setup
 
 import moe_ops
-from moe_ops import BatchedPrepareAndFinalize, FusedMoEQuantConfig, ops
+from moe_ops import FusedMoEQuantConfig, ops
+from moe_ops.pipeline import BatchedPrepareAndFinalize
 from moe_ops.pipeline.batched_prepare import mapped_ids
 from moe_ops.pipeline.checking import check_none_dropped
 from moe_ops.testing import Problem, make_inputs
@@ -13,7 +14,7 @@ from moe_ops.testing import Problem, make_inputs
 pytestmark = pytest.mark.kernel
 QUANTIZED = tuple(n for n, s in moe_ops.SCHEMES.items() if s.activation is not None)
 T, E, K, H = 9, 6, 2, 160
-DELEGATE = moe_ops.TopKWeightAndReduceDelegate()
+DELEGATE = moe_ops.pipeline.TopKWeightAndReduceDelegate()
 
 
 def inputs_of(device, **changes):
@@ -124,7 +125,7 @@ def test_rows_that_do_not_fit(capacity, device):
 @pytest.mark.parametrize("scheme", ["unquantized", "int8_channel", "fp8_tensor"])
 def test_ranks_add_to_the_whole(scheme, mapped, device):
     """Each rank with its experts, named by its number or by a map: what they return adds up."""
-    experts = moe_ops.BatchedTritonExperts
+    experts = moe_ops.pipeline.BatchedTritonExperts
     p = Problem(T, E, K, H, 24, torch.float32, scheme=scheme)
     s = setup(p, experts, device)
     whole, parts = s.apply(), torch.zeros(T, H, device=device)
@@ -181,7 +182,7 @@ def test_wide_ids_are_not_narrowed_into_range(device):
     expert_map = torch.tensor([2**32 + 1, 1, 0], device=device)
     ids = torch.tensor([[0, 1], [2, 0]], dtype=torch.int32, device=device)
     assert mapped_ids(ids, expert_map, 0, 2).tolist() == [[-1, 1], [0, -1]]
-    local = moe_ops.remap_topk_to_local(ids, expert_map, torch.int32)
+    local = moe_ops.parallel.remap_topk_to_local(ids, expert_map, torch.int32)
     assert local.tolist() == [[2**31 - 1, 1], [0, 2**31 - 1]]
 
 
@@ -189,12 +190,12 @@ def test_what_the_interface_tells():
     part = BatchedPrepareAndFinalize(7, 2, 3, 1)
     assert part.max_num_tokens_per_rank() == 7 and part.num_dispatchers() == 3
     assert part.topk_indices_dtype() is None and not part.output_is_reduced()
-    assert part.activation_format is moe_ops.FusedMoEActivationFormat.BatchedExperts
+    assert part.activation_format is moe_ops.pipeline.FusedMoEActivationFormat.BatchedExperts
     assert part.activation_format.value == ("batched_experts",) and not part.supports_async()
-    beside = moe_ops.AsyncPrepareAndFinalize(part)
+    beside = moe_ops.pipeline.AsyncPrepareAndFinalize(part)
     assert beside.max_num_tokens_per_rank() == 7 and beside.num_dispatchers() == 3
     assert beside.activation_format is part.activation_format and beside.supports_async()
-    meta = moe_ops.ExpertTokensMetadata.make_from_list([3, 0, 4], "cpu")
+    meta = moe_ops.pipeline.ExpertTokensMetadata.make_from_list([3, 0, 4], "cpu")
     assert meta.expert_num_tokens.tolist() == meta.expert_num_tokens_cpu.tolist() == [3, 0, 4]
     assert meta.expert_num_tokens.dtype == torch.int32
 

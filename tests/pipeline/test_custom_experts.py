@@ -49,7 +49,7 @@ def test_custom_experts_compute_the_layer(reduction, chunk_size):
     if reduction is not None:
         experts.reduction = reduction
         inputs = inputs._replace(topk_weights=torch.full_like(inputs.topk_weights, 0.5))
-    part = moe_ops.MoEPrepareAndFinalizeNoEP()
+    part = moe_ops.pipeline.MoEPrepareAndFinalizeNoEP()
     kernel = moe_ops.FusedMoEKernel(part, experts, chunk_size=chunk_size)
     actual = kernel.apply(*inputs[:5])
     expected = reference_experts(problem, inputs)
@@ -57,17 +57,19 @@ def test_custom_experts_compute_the_layer(reduction, chunk_size):
 
 
 def test_custom_experts_are_selected_where_they_serve():
-    candidates = (DenseExperts, moe_ops.TritonExperts)
+    candidates = (DenseExperts, moe_ops.pipeline.TritonExperts)
 
     def choice(config, scheme="unquantized"):
         kernel = moe_ops.select_kernel(config, scheme, candidates=candidates)
         return type(kernel.fused_experts)
 
     assert choice(layer()) is DenseExperts
-    assert choice(layer("gelu")) is moe_ops.TritonExperts
-    assert choice(layer(), "fp8_channel") is moe_ops.TritonExperts, "a scheme must be declared"
+    assert choice(layer("gelu")) is moe_ops.pipeline.TritonExperts
+    assert choice(layer(), "fp8_channel") is moe_ops.pipeline.TritonExperts, (
+        "a scheme must be declared"
+    )
     split = moe_ops.FusedMoEParallelConfig(ep_size=2, use_ep=True)
-    assert choice(layer(moe_parallel_config=split)) is moe_ops.TritonExperts
+    assert choice(layer(moe_parallel_config=split)) is moe_ops.pipeline.TritonExperts
 
 
 def test_explained_without_tiles():

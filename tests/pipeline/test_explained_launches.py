@@ -28,10 +28,10 @@ CONFIG = moe_ops.FusedMoEConfig(
     E, K, H, I, E, "silu", "cuda", moe_ops.RoutingMethodType.Renormalize
 )
 ROWS_BY_EXPERT = {
-    "permuted": (moe_ops.GroupedGemmExperts, None),
-    "batched, few rows": (moe_ops.BatchedTritonExperts, 3),
-    "batched, some rows": (moe_ops.BatchedTritonExperts, 50),
-    "batched, many rows": (moe_ops.BatchedGroupedGemmExperts, 400),
+    "permuted": (moe_ops.pipeline.GroupedGemmExperts, None),
+    "batched, few rows": (moe_ops.pipeline.BatchedTritonExperts, 3),
+    "batched, some rows": (moe_ops.pipeline.BatchedTritonExperts, 50),
+    "batched, many rows": (moe_ops.pipeline.BatchedGroupedGemmExperts, 400),
 }
 """Experts whose rows lie by expert, and rows of an expert in the Batched format."""
 GEMM_KERNELS = {
@@ -154,7 +154,7 @@ def test_explained_tiles_of_rows_by_expert_are_launched(name, kind):
                 ids = torch.empty(tokens, K, dtype=torch.int32, device="cuda")
                 weights = torch.empty(tokens, K, device="cuda")
                 counted = torch.empty(E, dtype=torch.int32, device="cuda")
-                meta = moe_ops.ExpertTokensMetadata(counted, None) if most else None
+                meta = moe_ops.pipeline.ExpertTokensMetadata(counted, None) if most else None
                 routing = (weights, ids, "silu", E, None, None, meta, False)
                 experts.apply(x, w1, w2, *routing)
 

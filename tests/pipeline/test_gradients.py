@@ -93,10 +93,10 @@ def stages(x, weights, ids, logits):
     return {
         "fused_topk": (lambda: moe_ops.fused_topk(x, logits, K, True), logits),
         "grouped_topk": (lambda: moe_ops.grouped_topk(x, logits, K, True, 2, 1), logits),
-        "hash_topk": (lambda: moe_ops.hash_topk(x, logits, words, table, True), logits),
+        "hash_topk": (lambda: moe_ops.routing.hash_topk(x, logits, words, table, True), logits),
         "select": (lambda: moe_ops.select_experts(x, logits, K, False, True), logits),
-        "adjust": (lambda: moe_ops.adjust_routing(weights, ids, E), weights),
-        "zero": (lambda: moe_ops.zero_experts(x, weights, ids, 2), x),
+        "adjust": (lambda: moe_ops.routing.adjust_routing(weights, ids, E), weights),
+        "zero": (lambda: moe_ops.routing.zero_experts(x, weights, ids, 2), x),
         "quantize": (lambda: moe_ops.moe_kernel_quantize_input(x, None, fp8, True), x),
         "permute": (lambda: moe_ops.moe_permute(x, None, ids, E), x),
         "unpermute": (lambda: moe_ops.moe_unpermute(permuted, weights, inverse, offset), weights),
@@ -167,14 +167,14 @@ def test_modular_kernels(kind, name, problem, device):
 
 
 def test_monolithic_kernels(problem, logits, device):
-    s = setup(problem, moe_ops.MonolithicExperts, device)
+    s = setup(problem, moe_ops.pipeline.MonolithicExperts, device)
     x, w1, w2 = s.inputs[:3]
     run = lambda: s.kernel.apply_monolithic(x, w1, w2, logits, "silu", E, None, False)  # noqa: E731
     assert_refused(run, logits)
 
 
 def test_shared_experts_have_gradients(problem, device):
-    s = setup(problem, moe_ops.TritonExperts, device)
+    s = setup(problem, moe_ops.pipeline.TritonExperts, device)
     shared = nn.Linear(H, H, device=device)
     parts = (s.kernel.prepare_finalize, s.kernel.fused_experts)
     x, w1, w2, weights, ids = s.inputs[:5]
@@ -184,8 +184,8 @@ def test_shared_experts_have_gradients(problem, device):
     assert shared.weight.grad is not None and x.grad is not None
     with pytest.raises(NotImplementedError, match=WAY_OUT):
         routed.sum().backward()
-    calls = [moe_ops.Call(x, w1, w2, weights, ids)] * 2
-    for _, out in moe_ops.run_micro_batches(kernel, calls):
+    calls = [moe_ops.pipeline.Call(x, w1, w2, weights, ids)] * 2
+    for _, out in moe_ops.pipeline.run_micro_batches(kernel, calls):
         assert torch.equal(out, routed)
         with pytest.raises(NotImplementedError, match=WAY_OUT):
             out.sum().backward()

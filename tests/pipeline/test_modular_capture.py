@@ -69,7 +69,7 @@ def test_chunks_replay(experts):
 
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_monolithic_replays(scheme):
-    s = of(moe_ops.MonolithicExperts, scheme)
+    s = of(moe_ops.pipeline.MonolithicExperts, scheme)
     x, w1, w2, *_ = s.inputs
     held, logits = x.clone(), router_logits(s.problem, "cuda")
 
@@ -110,8 +110,8 @@ def test_asynchronous_steps_do_not_race(experts):
     for seed in range(8):
         x, _, _, weights, ids, *_ = of(experts, "fp8_block128", ROUTINGS[seed % 5], seed).inputs
         x = x * (1 + seed)
-        calls.append(moe_ops.Call(x, s.inputs.w1, s.inputs.w2, weights, ids))
+        calls.append(moe_ops.pipeline.Call(x, s.inputs.w1, s.inputs.w2, weights, ids))
     expected = [s.kernel.apply(*call).clone() for call in calls]
     for _ in range(5):
-        results = moe_ops.run_micro_batches(s.kernel, calls)
+        results = moe_ops.pipeline.run_micro_batches(s.kernel, calls)
         assert all(torch.equal(a, b) for a, b in zip(results, expected, strict=True))

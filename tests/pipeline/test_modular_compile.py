@@ -104,7 +104,7 @@ def test_inplace_compiles_once(experts, device):
 
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_monolithic_compiles_once(scheme, device):
-    s = kernel_of(moe_ops.MonolithicExperts, scheme, device)
+    s = kernel_of(moe_ops.pipeline.MonolithicExperts, scheme, device)
     logits = router_logits(s.problem, device)
     _, w1, w2, *_ = s.inputs
 
@@ -132,7 +132,7 @@ def test_chunks_compile_once_for_each_number_of_chunks(experts, device):
 @pytest.mark.slow
 @pytest.mark.parametrize("scheme", ("fp8_block128", "int4_w4a16_g32"))
 @pytest.mark.parametrize(
-    "experts", (moe_ops.TritonExperts, moe_ops.BatchedTritonExperts, SEPARATE[0])
+    "experts", (moe_ops.pipeline.TritonExperts, moe_ops.pipeline.BatchedTritonExperts, SEPARATE[0])
 )
 def test_inductor_compiles_once(experts, scheme, device):
     s = kernel_of(experts, scheme, device)
@@ -143,13 +143,13 @@ def test_inductor_compiles_once(experts, scheme, device):
 @pytest.mark.parametrize("scheme", moe_ops.SCHEMES)
 def test_the_configuration_is_an_input(scheme, device):
     """Other scales of the same scheme compile nothing new; another scheme does."""
-    s = kernel_of(moe_ops.TritonExperts, scheme, device, has_bias=True)
+    s = kernel_of(moe_ops.pipeline.TritonExperts, scheme, device, has_bias=True)
     _, w1, w2, *_ = s.inputs
 
     def layer(x, weights, ids, config):
         return moe_ops.fused_experts(x, w1, w2, weights, ids, quant_config=config)
 
-    other = kernel_of(moe_ops.TritonExperts, scheme, device, has_bias=True).config
+    other = kernel_of(moe_ops.pipeline.TritonExperts, scheme, device, has_bias=True).config
     scaled = torch.utils._pytree.tree_map(lambda t: t + t if t.dtype in checks.FLOATS else t, other)
     batches = [(*batch(s, t), c) for t in TOKENS[:4] for c in (s.config, scaled)]
     check_one_compilation(layer, batches)
@@ -196,7 +196,7 @@ def exported(s, arguments):
 @pytest.mark.parametrize("scheme", moe_ops.SCHEMES)
 def test_export_with_the_configuration_as_input(scheme, device, tmp_path):
     """Saved and loaded: the configuration is a pytree with a name."""
-    s = kernel_of(moe_ops.TritonExperts, scheme, device, has_bias=True)
+    s = kernel_of(moe_ops.pipeline.TritonExperts, scheme, device, has_bias=True)
     _, w1, w2, *_ = s.inputs
 
     def arguments(count):
@@ -212,7 +212,7 @@ def test_export_with_the_configuration_as_input(scheme, device, tmp_path):
 @pytest.mark.parametrize("scheme", ["unquantized", "fp8_tensor_static", "fp8_channel"])
 def test_an_export_for_any_tokens_has_the_operators_of_one(scheme, device):
     """One token has kernels of its own, which quantize: nothing is decided for two or more."""
-    s = kernel_of(moe_ops.TritonExperts, scheme, device)
+    s = kernel_of(moe_ops.pipeline.TritonExperts, scheme, device)
     _, w1, w2, *_ = s.inputs
     x, weights, ids = batch(s, 7)
     program = exported(s, (x, w1, w2, weights, ids, s.config))

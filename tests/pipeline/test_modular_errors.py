@@ -8,14 +8,15 @@ import torch
 from modular import BATCHED, EXPERTS, build_experts, layer_config, setup, twice
 
 import moe_ops
-from moe_ops import Call, FusedMoEKernel, FusedMoEQuantConfig
+from moe_ops import FusedMoEKernel, FusedMoEQuantConfig
+from moe_ops.pipeline import Call, MonolithicExperts
 from moe_ops.testing import Problem, make_inputs
 
 PLAIN = FusedMoEQuantConfig("unquantized")
 STANDARD = tuple(e for e in EXPERTS if e.activation_format() is not BATCHED)
 BATCH = tuple(e for e in EXPERTS if e.activation_format() is BATCHED)
-NO_EP = moe_ops.MoEPrepareAndFinalizeNoEP
-MONOLITHIC = moe_ops.MoEPrepareAndFinalizeNoEPMonolithic
+NO_EP = moe_ops.pipeline.MoEPrepareAndFinalizeNoEP
+MONOLITHIC = moe_ops.pipeline.MoEPrepareAndFinalizeNoEPMonolithic
 
 
 @pytest.mark.parametrize("experts", STANDARD)
@@ -34,28 +35,28 @@ def test_batched_experts_need_a_capacity(experts, numbers):
         experts(layer_config(Problem()), PLAIN, *numbers)
 
 
-def parts(experts=moe_ops.TritonExperts, prepare=NO_EP):
+def parts(experts=moe_ops.pipeline.TritonExperts, prepare=NO_EP):
     return prepare(), build_experts(experts, Problem(), PLAIN)
 
 
 def batched_parts(**sizes):
     sizes = dict(max_num_tokens=80, num_local_experts=8, num_dispatchers=1, rank=0) | sizes
-    experts = build_experts(moe_ops.BatchedTritonExperts, Problem(), PLAIN)
-    return moe_ops.BatchedPrepareAndFinalize(**sizes), experts
+    experts = build_experts(moe_ops.pipeline.BatchedTritonExperts, Problem(), PLAIN)
+    return moe_ops.pipeline.BatchedPrepareAndFinalize(**sizes), experts
 
 
 BAD_PARTS = [
     (
-        lambda: parts(moe_ops.TritonExperts, MONOLITHIC), {}, ValueError,
+        lambda: parts(moe_ops.pipeline.TritonExperts, MONOLITHIC), {}, ValueError,
         "must both be either monolithic or non-monolithic but got "
         "MoEPrepareAndFinalizeNoEPMonolithic and TritonExperts",
     ),
     (
-        lambda: parts(moe_ops.MonolithicExperts), {}, ValueError,
+        lambda: parts(moe_ops.pipeline.MonolithicExperts), {}, ValueError,
         "but got MoEPrepareAndFinalizeNoEP and MonolithicExperts",
     ),
     (
-        lambda: parts(moe_ops.BatchedTritonExperts), {}, ValueError,
+        lambda: parts(moe_ops.pipeline.BatchedTritonExperts), {}, ValueError,
         r"fused_experts must take the format of prepare_finalize, standard \(MoEPrepare.*NoEP\), "
         r"got batched_experts \(BatchedTritonExperts\)",
     ),
@@ -64,7 +65,7 @@ BAD_PARTS = [
         r"must take the format of prepare_finalize, batched_experts .* got standard",
     ),
     (
-        lambda: (NO_EP(), moe_ops.TritonExperts), {}, TypeError,
+        lambda: (NO_EP(), moe_ops.pipeline.TritonExperts), {}, TypeError,
         "fused_experts must be an instance of FusedMoEExperts, got TritonExperts",
     ),
     (
@@ -76,15 +77,15 @@ BAD_PARTS = [
     (parts, {"chunk_size": 0}, ValueError, "chunk_size must be at least 1, got 0"),
     (batched_parts, {"chunk_size": 4}, ValueError, "chunk_size must be None for BatchedTriton"),
     (
-        lambda: parts(moe_ops.MonolithicExperts, MONOLITHIC), {"inplace": True}, ValueError,
+        lambda: parts(MonolithicExperts, MONOLITHIC), {"inplace": True}, ValueError,
         "inplace must be False and shared_experts None with monolithic experts",
     ),
     (
-        lambda: parts(moe_ops.MonolithicExperts, MONOLITHIC), {"shared_experts": twice}, ValueError,
+        lambda: parts(MonolithicExperts, MONOLITHIC), {"shared_experts": twice}, ValueError,
         "inplace must be False and shared_experts None with monolithic experts",
     ),
     (
-        lambda: parts(moe_ops.MonolithicExperts, MONOLITHIC), {"chunk_size": 4}, ValueError,
+        lambda: parts(MonolithicExperts, MONOLITHIC), {"chunk_size": 4}, ValueError,
         "chunk_size must be None for MonolithicExperts",
     ),
 ]  # fmt: skip
@@ -128,11 +129,11 @@ def test_calls_that_do_not_fit(experts, changes, error, message):
 
 def test_calls_of_the_other_kind():
     with pytest.raises(ValueError, match="apply_monolithic needs monolithic parts"):
-        setup(Problem(), moe_ops.TritonExperts).kernel.apply_monolithic(
+        setup(Problem(), moe_ops.pipeline.TritonExperts).kernel.apply_monolithic(
             *make_inputs(Problem())[:3], torch.zeros(33, 8), "silu", -1, None, False
         )
     with pytest.raises(ValueError, match="apply needs modular parts: call apply_monolithic"):
-        setup(Problem(), moe_ops.MonolithicExperts).apply()
+        setup(Problem(), moe_ops.pipeline.MonolithicExperts).apply()
 
 
 @pytest.mark.parametrize(
@@ -144,13 +145,13 @@ def test_calls_of_the_other_kind():
     ],
 )
 def test_logits_that_do_not_fit(logits, num_experts, message):
-    s = setup(Problem(), moe_ops.MonolithicExperts)
+    s = setup(Problem(), moe_ops.pipeline.MonolithicExperts)
     with pytest.raises(ValueError, match=message):
         s.kernel.apply_monolithic(*s.inputs[:3], logits, "silu", num_experts, None, False)
 
 
 def test_logits_and_maps_of_another_kind():
-    s = setup(Problem(), moe_ops.MonolithicExperts)
+    s = setup(Problem(), moe_ops.pipeline.MonolithicExperts)
     call = (*s.inputs[:3], torch.zeros(33, 8), "silu", -1)
     with pytest.raises(TypeError, match="router_logits must have a dtype"):
         s.kernel.apply_monolithic(*call[:3], torch.zeros(33, 8).int(), *call[4:], None, False)
@@ -161,7 +162,7 @@ def test_logits_and_maps_of_another_kind():
 @pytest.mark.parametrize("local", [4, 16])
 def test_prepare_for_another_number_of_experts(local):
     """Rows of experts that are not there would be read past the weights' end."""
-    s = setup(Problem(), moe_ops.BatchedTritonExperts)
+    s = setup(Problem(), moe_ops.pipeline.BatchedTritonExperts)
     part, _ = batched_parts(num_local_experts=local)
     kernel = FusedMoEKernel(part, s.kernel.fused_experts)
     with pytest.raises(ValueError, match=rf"hidden_states.shape\[0\] .* = 8, got {local}"):
@@ -176,13 +177,15 @@ def test_rows_that_nobody_has_counted(experts):
     call = (rows, *s.inputs[1:5], "silu", 8, None, None)
     with pytest.raises(ValueError, match="expert_tokens_meta must be given in the Batched format"):
         s.kernel.fused_experts.apply(*call, None, False)
-    if experts is not moe_ops.NaiveBatchedExperts:  # which looks at every row
+    if experts is not moe_ops.pipeline.NaiveBatchedExperts:  # which looks at every row
         with pytest.raises(ValueError, match=r"expert_num_tokens.shape\[0\] must be .* 8, got 7"):
-            s.kernel.fused_experts.apply(*call, moe_ops.ExpertTokensMetadata(counts), False)
+            s.kernel.fused_experts.apply(
+                *call, moe_ops.pipeline.ExpertTokensMetadata(counts), False
+            )
 
 
 def test_shared_experts_must_return():
-    s = setup(Problem(), moe_ops.TritonExperts, shared_experts=lambda x: None)
+    s = setup(Problem(), moe_ops.pipeline.TritonExperts, shared_experts=lambda x: None)
     with pytest.raises(ValueError, match="shared_experts must return a Tensor, got None"):
         s.apply()
 
@@ -193,7 +196,7 @@ class Int64Only(NO_EP):
 
 
 def test_prepare_may_ask_for_a_dtype_of_ids():
-    s = setup(Problem(), moe_ops.TritonExperts)
+    s = setup(Problem(), moe_ops.pipeline.TritonExperts)
     kernel = FusedMoEKernel(Int64Only(), s.kernel.fused_experts)
     with pytest.raises(TypeError, match="topk_ids must have dtype torch.int64, got torch.int32"):
         kernel.apply(**s.arguments())
@@ -206,12 +209,12 @@ def test_parts_that_are_not_asynchronous_say_so():
     with pytest.raises(NotImplementedError, match="NoEP does not prepare asynchronously"):
         NO_EP().prepare_async(*inputs[:1], *inputs[3:5], 8, None, False, PLAIN)
     with pytest.raises(NotImplementedError, match="NoEP does not finalize asynchronously"):
-        NO_EP().finalize_async(X, X, X, False, moe_ops.TopKWeightAndReduceNoOP())
+        NO_EP().finalize_async(X, X, X, False, moe_ops.pipeline.TopKWeightAndReduceNoOP())
 
 
 @pytest.mark.parametrize("logits", [(X[:, :8], X[:, :8]), [X[:, :8]] * 2, None])
 def test_logits_are_one_tensor(logits):
-    s = setup(Problem(), moe_ops.MonolithicExperts)
+    s = setup(Problem(), moe_ops.pipeline.MonolithicExperts)
     with pytest.raises(TypeError, match="router_logits must be a Tensor, got (tuple|list|None)"):
         s.kernel.apply_monolithic(*s.inputs[:3], logits, "silu", -1, None, False)
 
@@ -223,7 +226,7 @@ def test_routing_methods_that_monolithic_experts_lack(name):
         layer_config(Problem()), routing_method=method, max_num_tokens=None
     )
     reason = f"kernel does not support routing method {method!r}"
-    kind = moe_ops.MonolithicExperts
+    kind = moe_ops.pipeline.MonolithicExperts
     format_ = kind.activation_format()
     assert kind.is_supported_config(kind, config, None, None, format_) == (False, reason)
     with pytest.raises(ValueError, match=reason):
@@ -235,7 +238,7 @@ def test_routing_methods_that_monolithic_experts_lack(name):
 def test_rows_that_do_not_fit_raise_in_checking_mode():
     """As many tokens as there is room for, but each twice to one expert. Outside of that mode rows
     are dropped and counted, and nobody waits for the device."""
-    s = setup(Problem(), moe_ops.BatchedTritonExperts)
+    s = setup(Problem(), moe_ops.pipeline.BatchedTritonExperts)
     part, experts = batched_parts(max_num_tokens=33)[0], s.kernel.fused_experts
     kernel = FusedMoEKernel(part, experts)
     twice_to_0 = s.arguments(topk_ids=torch.zeros_like(s.inputs.topk_ids))
@@ -265,7 +268,7 @@ def test_tokens_that_do_not_fit_at_once_run_in_parts(experts):
     many = dict(activation="silu", global_num_experts=8)
     calls = [Call(*s.inputs[:5], **many)]
     with pytest.raises(ValueError, match="at most max_num_tokens = 20 tokens.* got 33"):
-        moe_ops.run_micro_batches(kernel, calls)
+        moe_ops.pipeline.run_micro_batches(kernel, calls)
     part = batched_parts(max_num_tokens=20, num_dispatchers=2)[0]
     with pytest.raises(ValueError, match="at most max_num_tokens = 20 tokens.* got 33"):
         FusedMoEKernel(part, s.kernel.fused_experts).apply(**s.arguments())

@@ -18,7 +18,8 @@ from modular import (
 )
 
 import moe_ops
-from moe_ops import Call, FusedMoEKernel, PrepareResult
+from moe_ops import FusedMoEKernel
+from moe_ops.pipeline import Call, PrepareResult
 from moe_ops.pipeline.calls import Pending, chunk_of, num_experts_of
 from moe_ops.testing import (
     Problem,
@@ -53,7 +54,7 @@ def problem(scheme, **changes):
 def test_fused_experts_is_the_kernel_with_triton_experts(scheme, on_input, device):
     """The same operators with the same arguments."""
     p = problem(scheme, on_input=on_input, num_local_experts=3)
-    s = setup(p, moe_ops.TritonExperts, device)
+    s = setup(p, moe_ops.pipeline.TritonExperts, device)
     x, w1, w2, weights, ids, expert_map, _, _ = s.inputs
     actual = moe_ops.fused_experts(
         x, w1, w2, weights, ids, activation=p.activation, expert_map=expert_map,
@@ -67,8 +68,8 @@ def test_fused_experts_is_the_kernel_with_triton_experts(scheme, on_input, devic
 @pytest.mark.parametrize(
     ("standard", "batched"),
     [
-        (moe_ops.TritonExperts, moe_ops.BatchedTritonExperts),
-        (moe_ops.GroupedGemmExperts, moe_ops.BatchedGroupedGemmExperts),
+        (moe_ops.pipeline.TritonExperts, moe_ops.pipeline.BatchedTritonExperts),
+        (moe_ops.pipeline.GroupedGemmExperts, moe_ops.pipeline.BatchedGroupedGemmExperts),
     ],
 )
 def test_standard_is_batched(standard, batched, scheme, device):
@@ -119,7 +120,10 @@ def test_parts_of_a_call():
     """Of tokens 2 and 3, of which prepare has made a row for each slot, and counted them."""
     ids = torch.tensor([[0, 1], [1, 1], [2, 0], [1, 9]], dtype=torch.int32)
     call = Call(torch.zeros(4, 3), torch.zeros(3, 2, 3), torch.zeros(3, 3, 1), ids.float(), ids)
-    rows, meta = torch.arange(8)[:, None], moe_ops.ExpertTokensMetadata(torch.tensor([2, 4, 1]))
+    rows, meta = (
+        torch.arange(8)[:, None],
+        moe_ops.pipeline.ExpertTokensMetadata(torch.tensor([2, 4, 1])),
+    )
     prepared = PrepareResult(rows, -rows, meta, None, None)
     part, chunk = chunk_of(call, prepared, slice(2, 4), 2, True)
     assert torch.equal(part.topk_ids, ids[2:]) and torch.equal(part.topk_weights, ids[2:].float())
@@ -137,12 +141,14 @@ def test_batched_experts_get_no_map():
     """Prepare has used it: rows are those of local experts already."""
     seen = []
 
-    class Batched(moe_ops.BatchedTritonExperts):
+    class Batched(moe_ops.pipeline.BatchedTritonExperts):
         def apply(self, *arguments):
             seen.append(arguments[7])
             return super().apply(*arguments)
 
-    setup(Problem(num_local_experts=4), Batched, prepare=moe_ops.BatchedPrepareAndFinalize).apply()
+    setup(
+        Problem(num_local_experts=4), Batched, prepare=moe_ops.pipeline.BatchedPrepareAndFinalize
+    ).apply()
     assert seen == [None]
 
 
@@ -156,10 +162,10 @@ def test_a_step_is_hooked_before_it_is_received():
 def test_experts_that_route_themselves_are_told_how(device):
     """By a sigmoid and a bias, within groups, scaled: as the router of that name."""
     p = Problem(num_experts=8, top_k=2)
-    s = setup(p, moe_ops.MonolithicExperts, device)
+    s = setup(p, moe_ops.pipeline.MonolithicExperts, device)
     method = moe_ops.RoutingMethodType.DeepSeekV3
     config = replace(layer_config(p, device), routing_method=method, scoring_func="sigmoid")
-    experts = moe_ops.MonolithicExperts(config, s.config)
+    experts = moe_ops.pipeline.MonolithicExperts(config, s.config)
     kernel = moe_ops.FusedMoEKernel(s.kernel.prepare_finalize, experts)
     x, w1, w2, *_ = s.inputs
     logits, bias = router_logits(p, device), torch.linspace(-1, 1, 8, device=device)
@@ -204,7 +210,7 @@ def test_micro_batches_are_separate_calls(experts, number, asynchronous, device)
     for tokens in (13, 0, 5)[:number]:
         x, w1, w2, weights, ids, *_ = base.inputs
         calls.append(Call(x[:tokens], w1, w2, weights[:tokens], ids[:tokens]))
-    results = moe_ops.run_micro_batches(base.kernel, calls)
+    results = moe_ops.pipeline.run_micro_batches(base.kernel, calls)
     assert len(results) == number
     for call, (shared, routed) in zip(calls, results, strict=True):
         expected = base.kernel.apply(*call)
@@ -248,9 +254,9 @@ def test_what_is_skipped_is_not_read(experts, scheme, on_input, device):
 
 
 def recorded(**options):
-    s = setup(problem("unquantized"), moe_ops.TritonExperts)
+    s = setup(problem("unquantized"), moe_ops.pipeline.TritonExperts)
     events = []
-    part = Recorder(moe_ops.MoEPrepareAndFinalizeNoEP(), events)
+    part = Recorder(moe_ops.pipeline.MoEPrepareAndFinalizeNoEP(), events)
 
     def shared(x):
         events.append("shared")
@@ -280,7 +286,7 @@ def test_micro_batches_overlap():
     """Call 1 is on its way before call 0 computes; rows of 0 come back while 1 computes."""
     s, kernel, events = recorded()
     call = Call(*s.inputs[:5])
-    moe_ops.run_micro_batches(kernel, [call, call])
+    moe_ops.pipeline.run_micro_batches(kernel, [call, call])
     steps = [e for e in events if not e.startswith("hook") and e != "shared"]
     assert steps == [
         "start prepare 0", "start prepare 1", "receive prepare 0", "experts", "start finalize 0",
@@ -290,13 +296,13 @@ def test_micro_batches_overlap():
 
 
 def test_shared_experts_get_their_own_input():
-    s = setup(problem("unquantized"), moe_ops.TritonExperts, shared_experts=twice)
+    s = setup(problem("unquantized"), moe_ops.pipeline.TritonExperts, shared_experts=twice)
     latent = torch.ones(3, 4)
     shared, routed = s.apply(shared_experts_input=latent)
     assert torch.equal(shared, 2 * latent) and routed.shape == s.inputs.hidden_states.shape
 
 
-class Rerouting(moe_ops.MoEPrepareAndFinalizeNoEP):
+class Rerouting(moe_ops.pipeline.MoEPrepareAndFinalizeNoEP):
     """Sends every token to other experts, with other weights."""
 
     def prepare(self, a1, topk_weights, topk_ids, *rest):
@@ -324,7 +330,7 @@ def test_rows_of_experts_that_quantize_have_their_weights(device):
     weights, ids = torch.rand(5, 2, generator=g).to(device), torch.zeros(5, 2, dtype=torch.int32)
     one = torch.ones(1, 1, 1, device=device)
     config = moe_ops.FusedMoEQuantConfig("fp8_channel", w1_scale=one, w2_scale=one)
-    part = moe_ops.MoEPrepareAndFinalizeNoEP()
+    part = moe_ops.pipeline.MoEPrepareAndFinalizeNoEP()
     result = part.prepare(x, weights, ids.to(device), 1, None, True, config, True)
     slots = (x[:, None].float() * weights[:, :, None]).bfloat16().flatten(0, 1)
     assert torch.equal(result.a1q, slots) and result.a1q_scale is None
@@ -332,10 +338,12 @@ def test_rows_of_experts_that_quantize_have_their_weights(device):
 
 
 def test_delegation():
-    s = setup(problem("unquantized"), moe_ops.BatchedTritonExperts, shared_experts=None)
+    s = setup(problem("unquantized"), moe_ops.pipeline.BatchedTritonExperts, shared_experts=None)
     k = s.kernel
     assert not k.is_monolithic and not k.supports_expert_map() and not k.output_is_reduced()
-    assert setup(problem("unquantized"), moe_ops.TritonExperts).kernel.supports_expert_map()
+    assert setup(
+        problem("unquantized"), moe_ops.pipeline.TritonExperts
+    ).kernel.supports_expert_map()
     assert k.moe_parallel_config is None
     assert k.prepare_finalize.num_dispatchers() == 1
     assert k.fused_experts.w1_bias is s.config.w1_bias  # the pass-through of the interface

@@ -132,7 +132,9 @@ def test_the_constructor_agrees_with_the_rules():
     allowed = [tuple(row.values()) for row in every(factors, rules)]
     for values in (tuple(row.values()) for row in every(factors, ())):
         experts, prepare, shared, chunked, inplace, asynchronous = values
-        if asynchronous and not issubclass(prepare, moe_ops.FusedMoEPrepareAndFinalizeModular):
+        if asynchronous and not issubclass(
+            prepare, moe_ops.pipeline.FusedMoEPrepareAndFinalizeModular
+        ):
             continue  # what is wrapped is told its routing
         kernel = {
             "shared_experts": twice if shared else None,

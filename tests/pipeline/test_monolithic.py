@@ -47,7 +47,7 @@ CASES = {
 
 @pytest.mark.parametrize("method", Method)
 def test_every_method_is_routed_or_refused(method):
-    s = setup(P, moe_ops.MonolithicExperts)
+    s = setup(P, moe_ops.pipeline.MonolithicExperts)
     config = dataclasses.replace(
         s.kernel.fused_experts.moe_config,
         routing_method=method,
@@ -55,7 +55,7 @@ def test_every_method_is_routed_or_refused(method):
         renormalize=False,
         max_num_tokens=None,
     )
-    kind = moe_ops.MonolithicExperts
+    kind = moe_ops.pipeline.MonolithicExperts
     supported, _ = kind.is_supported_config(kind, config, None, None, kind.activation_format())
     assert supported is (method in CASES)
     if not supported:

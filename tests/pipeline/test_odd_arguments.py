@@ -30,7 +30,7 @@ NUMBERS = [
 def test_another_kind_is_named(function, name, value):
     function(**GOOD[function])
     named = {"n_local_expert": "local_expert", "qtype": "quant_dtype"}.get(name, name)
-    if name == "quant_config" and isinstance(value, str):
+    if name == "quant_config" and (isinstance(value, str) or function is moe_ops.FusedMoE):
         named = "scheme"
     with pytest.raises((TypeError, ValueError, NotImplementedError), match=f"{named}.* must"):
         function(**{**GOOD[function], name: value})
@@ -51,11 +51,11 @@ def test_true_is_no_number(function, name):
 
 
 def test_flags_and_numbers_that_are_no_arguments_of_one_function():
-    experts = moe_ops.TritonExperts(
+    experts = moe_ops.pipeline.TritonExperts(
         moe_ops.FusedMoEConfig(**GOOD[moe_ops.FusedMoEConfig]),
         moe_ops.FusedMoEQuantConfig("unquantized"),
     )
-    part = moe_ops.MoEPrepareAndFinalizeNoEP()
+    part = moe_ops.pipeline.MoEPrepareAndFinalizeNoEP()
     with pytest.raises(TypeError, match="inplace must be a bool, got int 1"):
         moe_ops.FusedMoEKernel(part, experts, inplace=1)
     with pytest.raises(TypeError, match="apply_router_weight_on_input must be a bool"):
@@ -78,7 +78,7 @@ def test_flags_and_numbers_that_are_no_arguments_of_one_function():
         (moe_ops.get_scheme, "fp8_blok128", "fp8_block128"),
         (moe_ops.get_scheme, "FP8_Channel", "fp8_channel"),
         (moe_ops.MoEActivation.from_str, "swigluaoi", "swigluoai"),
-        (lambda s: moe_ops.FusedMoE(E, K, H, I, quant_config=s), "mxfp4_w4a1", "mxfp4_w4a16"),
+        (lambda s: moe_ops.FusedMoE(E, K, H, I, scheme=s), "mxfp4_w4a1", "mxfp4_w4a16"),
         (lambda s: moe_ops.FusedMoE(E, K, H, I, activation=s), "sillu", "silu"),
         (lambda s: moe_ops.FusedMoE(E, K, H, I, scoring_func=s), "sofmax", "softmax"),
         (lambda s: moe_ops.fused_topk(X, LOGITS, K, True, scoring_func=s), "sigmod", "sigmoid"),
@@ -89,7 +89,7 @@ def test_flags_and_numbers_that_are_no_arguments_of_one_function():
             "softmax",
         ),
         (
-            lambda s: moe_ops.determine_expert_map(2, 0, E, expert_placement_strategy=s),
+            lambda s: moe_ops.parallel.determine_expert_map(2, 0, E, expert_placement_strategy=s),
             "round-robin",
             "round_robin",
         ),
@@ -170,9 +170,9 @@ def test_weights_of_a_quant_config():
             call(X, q, q, *rest)
     with pytest.raises(TypeError, match="quant_config must be .*from_weights.* got str"):
         moe_ops.fused_moe(X, W1, W2, LOGITS, K, quant_config="fp8_channel")
-    with pytest.raises(TypeError, match="quant_config must be a Scheme, its name or None, got Fus"):
+    with pytest.raises(TypeError, match="scheme must be a Scheme, its name or None, got Fus"):
         config = moe_ops.FusedMoEQuantConfig("fp8_channel")
-        moe_ops.FusedMoE(E, K, H, I, quant_config=config)
+        moe_ops.FusedMoE(E, K, H, I, scheme=config)
 
 
 def test_the_signature_of_a_quant_config():
@@ -278,14 +278,14 @@ def test_configurations_of_another_kind():
         with pytest.raises(TypeError, match="config must be a FusedMoEConfig, got str"):
             call("qwen", "unquantized")
     with pytest.raises(TypeError, match="moe_config must be a FusedMoEConfig, got NoneType"):
-        moe_ops.TritonExperts(None, moe_ops.FusedMoEQuantConfig("unquantized"))
+        moe_ops.pipeline.TritonExperts(None, moe_ops.FusedMoEQuantConfig("unquantized"))
     for counts in (["1"], [-1], -1):
         with pytest.raises((TypeError, ValueError), match="num_tokens must be"):
             moe_ops.warmup(W1, W2, K, counts)
 
 
 def test_reductions_of_another_kind():
-    reduce = moe_ops.TopKWeightAndReduceContiguous()
+    reduce = moe_ops.pipeline.TopKWeightAndReduceContiguous()
     for rows, ids, name in ((None, IDS, "fused_expert_output"), (X, None, "topk_ids")):
         with pytest.raises(TypeError, match=f"{name} must be a Tensor, got NoneType"):
             reduce.apply(None, rows, WEIGHTS, ids, False)

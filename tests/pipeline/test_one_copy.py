@@ -23,9 +23,9 @@ from moe_ops.testing import (
     run_ranks,
 )
 
-ALL = moe_ops.AllGatherPrepareAndFinalize
-EXACT = moe_ops.ExactAllToAllPrepareAndFinalize
-FIXED = moe_ops.FixedCapacityPrepareAndFinalize
+ALL = moe_ops.pipeline.AllGatherPrepareAndFinalize
+EXACT = moe_ops.pipeline.ExactAllToAllPrepareAndFinalize
+FIXED = moe_ops.pipeline.FixedCapacityPrepareAndFinalize
 SCHEMES = (
     "unquantized", "fp8_tensor", "fp8_tensor_static", "fp8_channel", "fp8_block128", "int8_tensor",
     "mxfp4_mxfp8", "nvfp4", "int4_w4a16_g32",
@@ -50,7 +50,7 @@ def test_many_ranks(ranks, num_experts, top_k, routing, scheme):
     problem = Problem(
         sum(counts), num_experts, top_k, 64, 32, torch.bfloat16, routing=routing, scheme=scheme
     )
-    s = setup(problem, moe_ops.TritonExperts)
+    s = setup(problem, moe_ops.pipeline.TritonExperts)
     world = World(s, determine_expert_ranks(ranks, num_experts), counts)
     gathered = world.results(lambda group: ALL(group, max(counts)))
     whole = torch.cat(gathered)
@@ -83,7 +83,7 @@ def test_any_ranks(data):
         routing=data.draw(st.sampled_from(ROUTINGS), "routing"),
         scheme=data.draw(st.sampled_from(SCHEMES), "scheme"),
     )  # fmt: skip
-    kinds = (moe_ops.TritonExperts, moe_ops.GroupedGemmExperts)
+    kinds = (moe_ops.pipeline.TritonExperts, moe_ops.pipeline.GroupedGemmExperts)
     s = setup(problem, data.draw(st.sampled_from(kinds), "experts' class"))
     if data.draw(st.booleans(), "int64"):
         s = s._replace(inputs=s.inputs._replace(topk_ids=s.inputs.topk_ids.long()))
@@ -102,7 +102,7 @@ def test_any_ranks(data):
 @pytest.mark.parametrize("kind", [ALL, FIXED, EXACT])
 def test_one_row(kind):
     """A row whose weights and ids lie in memory where no tensor of their own would put them."""
-    s = setup(Problem(3, 8, 1, 32, 16), moe_ops.TritonExperts)
+    s = setup(Problem(3, 8, 1, 32, 16), moe_ops.pipeline.TritonExperts)
     world = World(s, torch.zeros(8), (3,))
     expected = world.expected()
     kernel, arguments = world.kernel(0, kind(RankGroup(1)))
@@ -117,7 +117,7 @@ def test_one_row(kind):
 
 def small_world(counts=(7, 0, 3, 6), device="cpu", **changes):
     problem = Problem(sum(counts), 10, 3, 32, 16, torch.bfloat16).with_(**changes)
-    s = setup(problem, moe_ops.TritonExperts, device)
+    s = setup(problem, moe_ops.pipeline.TritonExperts, device)
     return World(s, torch.arange(10, device=device) * 7 % 4, counts)
 
 
@@ -140,7 +140,7 @@ def test_one_copy_travels(kind, device):
         given = (x[tokens], weights[tokens], ids[tokens], 10, world.expert_map(rank), False)
         prepared = part.prepare(*given, world.s.config)
         rest = (prepared.topk_weights, prepared.topk_ids, False)
-        out = part.finalize(prepared.a1q, *rest, moe_ops.TopKWeightAndReduceNoOP())
+        out = part.finalize(prepared.a1q, *rest, moe_ops.pipeline.TopKWeightAndReduceNoOP())
         copies = (ranks[tokens, :, None] == torch.arange(4, device=device)).any(1).sum(1)
         assert torch.equal(out, (x[tokens].float() * copies[:, None]).bfloat16())
         return prepared

@@ -11,15 +11,15 @@ import moe_ops
 from moe_ops.parallel import determine_expert_ranks
 from moe_ops.testing import Problem
 
-ALL = moe_ops.AllGatherPrepareAndFinalize
-EXACT = moe_ops.ExactAllToAllPrepareAndFinalize
-FIXED = moe_ops.FixedCapacityPrepareAndFinalize
+ALL = moe_ops.pipeline.AllGatherPrepareAndFinalize
+EXACT = moe_ops.pipeline.ExactAllToAllPrepareAndFinalize
+FIXED = moe_ops.pipeline.FixedCapacityPrepareAndFinalize
 COUNTS = {2: (7, 4), 4: (5, 0, 1, 5)}
 PROBLEM = Problem(11, 6, 3, 64, 48, torch.bfloat16)
 
 
 def world_of(ranks, **changes):
-    s = setup(PROBLEM.with_(**changes), moe_ops.TritonExperts)
+    s = setup(PROBLEM.with_(**changes), moe_ops.pipeline.TritonExperts)
     return World(s, determine_expert_ranks(ranks, 6), COUNTS[ranks])
 
 
@@ -34,7 +34,7 @@ def check_schemes(rank, ranks):
             for room, known in ((None, None), (9, world.expert_ranks)):
                 part = kind(None, room, known)
                 assert torch.equal(world.kernel(rank, part)[0].apply(**own), expected)
-            inner = moe_ops.AsyncPrepareAndFinalize(part)
+            inner = moe_ops.pipeline.AsyncPrepareAndFinalize(part)
             shared, routed = world.kernel(rank, inner, shared_experts=twice)[0].apply(**own)
             assert torch.equal(routed, expected)
             assert torch.equal(shared, 2 * own["hidden_states"])
@@ -48,8 +48,8 @@ def check_micro_batches(rank, ranks):
         calls = []
         for counts in ((3, 1), (0, 5), (0, 0), (6, 6)):
             world.counts = counts
-            calls.append(moe_ops.Call(**world.own(rank, arguments)))
-        for call, out in zip(calls, moe_ops.run_micro_batches(kernel, calls), strict=True):
+            calls.append(moe_ops.pipeline.Call(**world.own(rank, arguments)))
+        for call, out in zip(calls, moe_ops.pipeline.run_micro_batches(kernel, calls), strict=True):
             assert torch.equal(out, kernel.apply(*call))
 
 

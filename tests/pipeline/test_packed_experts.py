@@ -93,12 +93,12 @@ def test_gates_of_the_caller():
 @pytest.mark.parametrize(
     ("experts", "prepare"),
     [
-        (moe_ops.TritonExperts, moe_ops.MoEPrepareAndFinalizeNoEP),
-        (moe_ops.GroupedGemmExperts, moe_ops.MoEPrepareAndFinalizeNoEP),
-        (moe_ops.BatchedTritonExperts, moe_ops.BatchedPrepareAndFinalize),
-        (moe_ops.BatchedGroupedGemmExperts, moe_ops.BatchedPrepareAndFinalize),
-        (moe_ops.NaiveBatchedExperts, moe_ops.BatchedPrepareAndFinalize),
-        (moe_ops.MonolithicExperts, moe_ops.MoEPrepareAndFinalizeNoEPMonolithic),
+        (moe_ops.pipeline.TritonExperts, moe_ops.pipeline.MoEPrepareAndFinalizeNoEP),
+        (moe_ops.pipeline.GroupedGemmExperts, moe_ops.pipeline.MoEPrepareAndFinalizeNoEP),
+        (moe_ops.pipeline.BatchedTritonExperts, moe_ops.pipeline.BatchedPrepareAndFinalize),
+        (moe_ops.pipeline.BatchedGroupedGemmExperts, moe_ops.pipeline.BatchedPrepareAndFinalize),
+        (moe_ops.pipeline.NaiveBatchedExperts, moe_ops.pipeline.BatchedPrepareAndFinalize),
+        (moe_ops.pipeline.MonolithicExperts, moe_ops.pipeline.MoEPrepareAndFinalizeNoEPMonolithic),
     ],
 )
 @pytest.mark.parametrize("scheme", ["mxfp4_w4a16", "int8_w8a16_g32_zp"])
@@ -112,7 +112,7 @@ def test_modular_kernels(experts, prepare, scheme):
         )
         part = build_experts(experts, problem, config)
         kernel = moe_ops.FusedMoEKernel(build_prepare(prepare, problem), part)
-        if experts is moe_ops.MonolithicExperts:
+        if experts is moe_ops.pipeline.MonolithicExperts:
             logits = torch.randn(6, 4, generator=torch.Generator().manual_seed(2))
             out = kernel.apply_monolithic(
                 inputs.hidden_states, w1.data, w2.data, logits, "silu", 4, None, False

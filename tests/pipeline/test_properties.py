@@ -65,8 +65,8 @@ def test_any_layer(problem, experts, device):
 @given(problem=layers(), seed=st.integers(0, 99))
 def test_standard_is_batched(problem, seed, device):
     """Both are within the budget that their own roundings set, also of the other's."""
-    one = setup(problem, moe_ops.TritonExperts, device, seed=seed)
-    other = setup(problem, moe_ops.BatchedTritonExperts, device, seed=seed)
+    one = setup(problem, moe_ops.pipeline.TritonExperts, device, seed=seed)
+    other = setup(problem, moe_ops.pipeline.BatchedTritonExperts, device, seed=seed)
     check(one, one.apply())
     check(other, other.apply())
     # One product for the rows of an expert, in slot order; router weights on the input are
@@ -145,7 +145,7 @@ def test_what_is_not_used_has_no_influence(problem, experts, device):
     actual = s.apply(hidden_states=x, topk_weights=weights)
     assert torch.equal(actual, expected) and actual.isfinite().all()
     idle = sorted(set(range(len(s.inputs.w1))) - set(local[used].tolist()))
-    if problem.scheme == "unquantized" and experts is not moe_ops.NaiveBatchedExperts:
+    if problem.scheme == "unquantized" and experts is not moe_ops.pipeline.NaiveBatchedExperts:
         w1, w2 = s.inputs.w1.clone(), s.inputs.w2.clone()
         w1[idle] = w2[idle] = torch.nan
         assert torch.equal(s.apply(w1=w1, w2=w2), expected)

@@ -7,12 +7,13 @@ import torch
 from selections import BATCHED, FP8, STANDARD, layer_inputs, reason
 
 import moe_ops
-from moe_ops import FusedMoEActivationFormat as Format
-from moe_ops import FusedMoEParallelConfig, RoutingMethodType, Supports
+from moe_ops import FusedMoEParallelConfig, RoutingMethodType
+from moe_ops.pipeline import FusedMoEActivationFormat as Format
+from moe_ops.pipeline import Supports
 from moe_ops.pipeline.selection import CANDIDATES
 
 
-class Picky(moe_ops.TritonExperts):
+class Picky(moe_ops.pipeline.TritonExperts):
     """Supports next to nothing."""
 
     SUPPORTS = Supports(
@@ -87,7 +88,7 @@ def test_configurations_that_no_layer_has(changes, error, message):
 
 
 def test_modes_of_parallelism():
-    class Some(moe_ops.TritonExperts):
+    class Some(moe_ops.pipeline.TritonExperts):
         SUPPORTS = Supports(parallel=frozenset({"tp", "sp"}))
 
     def text(**sizes):
@@ -120,7 +121,7 @@ def test_every_scheme_has_experts_in_both_formats(name):
 def test_schemes_that_nobody_makes():
     odd = moe_ops.Scheme("odd", FP8.activation, moe_ops.get_scheme("fp8_channel").weight)
     text = "kernel does not support quantization scheme fp8:1x*:float32xfp8:1x128:float32"
-    assert reason(moe_ops.TritonExperts, STANDARD, odd) == text
+    assert reason(moe_ops.pipeline.TritonExperts, STANDARD, odd) == text
     for function in (moe_ops.select_kernel, moe_ops.explain):
         with pytest.raises(NotImplementedError, match="scheme.weight.group must have 128 columns"):
             function(STANDARD, odd)
@@ -153,7 +154,7 @@ def test_preference():
 
 def _can_be_built(cls):
     concrete = isinstance(cls, type) and not getattr(cls, "__abstractmethods__", True)
-    return concrete and issubclass(cls, moe_ops.FusedMoEExperts)
+    return concrete and issubclass(cls, moe_ops.pipeline.FusedMoEExperts)
 
 
 def test_parts_of_the_batched_kernel():
@@ -161,20 +162,24 @@ def test_parts_of_the_batched_kernel():
     config = replace(BATCHED, num_local_experts=2, moe_parallel_config=parallel)
     kernel = moe_ops.select_kernel(config, "unquantized")
     part, experts = kernel.prepare_finalize, kernel.fused_experts
-    assert isinstance(part, moe_ops.BatchedPrepareAndFinalize)
+    assert isinstance(part, moe_ops.pipeline.BatchedPrepareAndFinalize)
     assert (part.max_num_tokens, part.num_local_experts, part.rank) == (16, 2, 3)
     assert part.num_dispatchers() == 1 == experts.num_dispatchers
     assert experts.max_num_tokens == 16 and kernel.moe_parallel_config is parallel
 
 
 def test_demanded_experts():
-    kernel = moe_ops.select_kernel(STANDARD, "unquantized", experts=moe_ops.GroupedGemmExperts)
-    assert type(kernel.fused_experts) is moe_ops.GroupedGemmExperts
-    kernel = moe_ops.select_kernel(STANDARD, "unquantized", experts=moe_ops.MonolithicExperts)
+    kernel = moe_ops.select_kernel(
+        STANDARD, "unquantized", experts=moe_ops.pipeline.GroupedGemmExperts
+    )
+    assert type(kernel.fused_experts) is moe_ops.pipeline.GroupedGemmExperts
+    kernel = moe_ops.select_kernel(
+        STANDARD, "unquantized", experts=moe_ops.pipeline.MonolithicExperts
+    )
     assert kernel.is_monolithic
     text = "NaiveBatchedExperts: kernel does not support standard activation format"
     with pytest.raises(ValueError, match=f"^experts must be .*, got {text}$"):
-        moe_ops.select_kernel(STANDARD, "unquantized", experts=moe_ops.NaiveBatchedExperts)
+        moe_ops.select_kernel(STANDARD, "unquantized", experts=moe_ops.pipeline.NaiveBatchedExperts)
     with pytest.raises(ValueError, match="got Picky: kernel does not support current device cpu"):
         moe_ops.select_kernel(STANDARD, "unquantized", experts=Picky)
 

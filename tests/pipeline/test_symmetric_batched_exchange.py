@@ -24,7 +24,9 @@ two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two G
 def exchange_of(ranks, top_k=K):
     sizes = (ROOM, PROBLEM.hidden_size, top_k, determine_expert_ranks(ranks, E))
     dtype, share = PROBLEM.dtype, f"{top_k} slots"
-    return moe_ops.BatchedSymmetricPrepareAndFinalize(None, *sizes, dtype=dtype, share=share)
+    return moe_ops.pipeline.BatchedSymmetricPrepareAndFinalize(
+        None, *sizes, dtype=dtype, share=share
+    )
 
 
 def whole_prepare(s, ranks, ids, x, weights, on_input):
@@ -34,7 +36,7 @@ def whole_prepare(s, ranks, ids, x, weights, on_input):
     padded = [y.new_full((room, *y.shape[1:]), -1 if y is ids else 0) for y in (x, weights, ids)]
     for buffer, y in zip(padded, (x, weights, ids), strict=True):
         buffer[there.to(y.device)] = y
-    one = moe_ops.BatchedPrepareAndFinalize(room, E, 1, 0)
+    one = moe_ops.pipeline.BatchedPrepareAndFinalize(room, E, 1, 0)
     return one.prepare(*padded, E, None, on_input, s.config, False), padded
 
 
@@ -43,7 +45,9 @@ def check_prepared(rank, ranks):
     held = slice(rank * (E // ranks), (rank + 1) * (E // ranks))
     for name in FEW if INTERPRETED else SCHEMES:
         for on_input, top_k in ((False, 3), (True, 3), (True, 1)):
-            s = setup(PROBLEM.with_(scheme=name, top_k=top_k), moe_ops.TritonExperts, device())
+            s = setup(
+                PROBLEM.with_(scheme=name, top_k=top_k), moe_ops.pipeline.TritonExperts, device()
+            )
             x, _, _, weights, ids, *_ = s.inputs
             ids = ids.masked_fill(torch.arange(11, device=ids.device)[:, None] == 2, -1)
             ids[3, 0], ids[4, 0] = E + 5, -7
@@ -71,7 +75,7 @@ def check_prepared(rank, ranks):
                             for y in (scale, expected.a1q_scale[held]))  # fmt: skip
                     assert torch.equal(a.float(), b.float()), name
             sums = torch.zeros(ranks * ROOM, PROBLEM.hidden_size).to(x)
-            noop = moe_ops.TopKWeightAndReduceNoOP()
+            noop = moe_ops.pipeline.TopKWeightAndReduceNoOP()
             part.finalize(sums, there, local, on_input, noop)
 
 
@@ -84,14 +88,19 @@ def kernels(s, rank, ranks, kind):
     config = layer_config(s.problem, device())
     experts = kind(config, config_of(s.config, held), ROOM, ranks)
     kernel = moe_ops.FusedMoEKernel(exchange_of(ranks), experts)
-    oracle, arguments = kernel_of(s, rank, ranks, moe_ops.AllGatherPrepareAndFinalize(None, ROOM))
+    oracle, arguments = kernel_of(
+        s, rank, ranks, moe_ops.pipeline.AllGatherPrepareAndFinalize(None, ROOM)
+    )
     return oracle, kernel, part_of(arguments, mine(COUNT_OF[ranks], rank))
 
 
 def check_kernels(rank, ranks):
     for name in FEW if INTERPRETED else ("unquantized", "fp8_block128", "fp8_channel"):
-        for kind in (moe_ops.BatchedTritonExperts, moe_ops.BatchedGroupedGemmExperts):
-            s = setup(PROBLEM.with_(scheme=name), moe_ops.TritonExperts, device())
+        for kind in (
+            moe_ops.pipeline.BatchedTritonExperts,
+            moe_ops.pipeline.BatchedGroupedGemmExperts,
+        ):
+            s = setup(PROBLEM.with_(scheme=name), moe_ops.pipeline.TritonExperts, device())
             oracle, kernel, arguments = kernels(s, rank, ranks, kind)
             expected = oracle.apply(**arguments).float()
             out = kernel.apply(**arguments)
@@ -101,8 +110,8 @@ def check_kernels(rank, ranks):
 
 
 def check_compiled(rank, ranks):
-    s = setup(PROBLEM, moe_ops.TritonExperts, device())
-    _, kernel, arguments = kernels(s, rank, ranks, moe_ops.BatchedTritonExperts)
+    s = setup(PROBLEM, moe_ops.pipeline.TritonExperts, device())
+    _, kernel, arguments = kernels(s, rank, ranks, moe_ops.pipeline.BatchedTritonExperts)
     kernel.apply(**arguments)
     backend = Compilations("aot_eager")
     with torch.fx.experimental._config.patch(backed_size_oblivious=True):
@@ -117,8 +126,8 @@ def check_compiled(rank, ranks):
 
 @torch.no_grad()
 def check_captured(rank, ranks):
-    s = setup(PROBLEM, moe_ops.TritonExperts, device())
-    _, kernel, arguments = kernels(s, rank, ranks, moe_ops.BatchedTritonExperts)
+    s = setup(PROBLEM, moe_ops.pipeline.TritonExperts, device())
+    _, kernel, arguments = kernels(s, rank, ranks, moe_ops.pipeline.BatchedTritonExperts)
     names = ("hidden_states", "topk_weights", "topk_ids")
     static = {**arguments, **{n: arguments[n].clone() for n in names}}
     kernel.apply(**static)
@@ -142,7 +151,7 @@ def check_captured(rank, ranks):
 def check_errors(rank, ranks):
     uneven = torch.zeros(E, dtype=torch.int32)
     with pytest.raises(ValueError, match=r"equally many experts, got counts \[6, 0"):
-        moe_ops.BatchedSymmetricPrepareAndFinalize(None, ROOM, 64, K, uneven)
+        moe_ops.pipeline.BatchedSymmetricPrepareAndFinalize(None, ROOM, 64, K, uneven)
     part, config = exchange_of(ranks), moe_ops.FusedMoEQuantConfig("unquantized")
     x = torch.ones(ROOM, PROBLEM.hidden_size, device=device(), dtype=PROBLEM.dtype)
     ids = torch.zeros(ROOM, K, device=device(), dtype=torch.int32)  # K slots for one expert

@@ -48,7 +48,9 @@ GROUPS = [
 
 def exchange_of(ranks, top_k=K, **options):
     options = {"dtype": PROBLEM.dtype, "expert_ranks": determine_expert_ranks(ranks, E), **options}
-    return moe_ops.SymmetricPrepareAndFinalize(None, ROOM, PROBLEM.hidden_size, top_k, **options)
+    return moe_ops.pipeline.SymmetricPrepareAndFinalize(
+        None, ROOM, PROBLEM.hidden_size, top_k, **options
+    )
 
 
 def same(a, b):
@@ -62,7 +64,9 @@ def check_prepared(rank, ranks):
     for number, name in enumerate((*FEW, "fp8_tensor") if few else SCHEMES):
         every = name in EVERY_MODE
         for on_input, top_k in MODES if every and not few else MODES[number % 3 :][:1]:
-            s = setup(PROBLEM.with_(scheme=name, top_k=top_k), moe_ops.TritonExperts, device())
+            s = setup(
+                PROBLEM.with_(scheme=name, top_k=top_k), moe_ops.pipeline.TritonExperts, device()
+            )
             x, _, _, weights, ids, *_ = s.inputs
             ids = ids.masked_fill(torch.arange(11, device=ids.device)[:, None] == 2, -1)
             ids[3, 0], ids[4, 0] = E + 5, -7  # no expert has these ids
@@ -74,7 +78,7 @@ def check_prepared(rank, ranks):
             synchronize()
             dist.barrier()
             call = (x[tokens], weights[tokens], ids[tokens], E, None, on_input, s.config, False)
-            expected = moe_ops.AllGatherPrepareAndFinalize(None, ROOM).prepare(*call)
+            expected = moe_ops.pipeline.AllGatherPrepareAndFinalize(None, ROOM).prepare(*call)
             rows, scale, meta, all_ids, all_weights = part.prepare(*call)
             known = (expected.topk_ids >= 0) & (expected.topk_ids < E)
             assert torch.equal(all_ids, torch.where(known, expected.topk_ids, -1)), name
@@ -93,27 +97,35 @@ def check_prepared(rank, ranks):
                 torch.randn(ranks * ROOM, PROBLEM.hidden_size).bfloat16().to(here.device)
                 * here[:, None]
             )
-            noop, routed = moe_ops.TopKWeightAndReduceNoOP(), (all_weights, all_ids, on_input)
+            noop, routed = (
+                moe_ops.pipeline.TopKWeightAndReduceNoOP(),
+                (all_weights, all_ids, on_input),
+            )
             out = part.finalize(sums, *routed, noop)
-            expected = moe_ops.AllGatherPrepareAndFinalize(None, ROOM).finalize(sums, *routed, noop)
+            expected = moe_ops.pipeline.AllGatherPrepareAndFinalize(None, ROOM).finalize(
+                sums, *routed, noop
+            )
             assert torch.equal(out[: COUNTS[ranks][rank]], expected[: COUNTS[ranks][rank]]), name
 
 
 def kernels(s, rank, ranks, **options):
     """A kernel around each exchange, and the arguments of a rank's call."""
-    pair = [moe_ops.AllGatherPrepareAndFinalize(None, ROOM), exchange_of(ranks, share="kernels")]
+    pair = [
+        moe_ops.pipeline.AllGatherPrepareAndFinalize(None, ROOM),
+        exchange_of(ranks, share="kernels"),
+    ]
     found = [kernel_of(s, rank, ranks, part, **options) for part in pair]
     return found[0][0], found[1][0], part_of(found[0][1], mine(COUNTS[ranks], rank))
 
 
 def check_kernels(rank, ranks):
     for name in SCHEMES if ranks == 2 else FEW[2:3]:
-        s = setup(PROBLEM.with_(scheme=name), moe_ops.TritonExperts, device())
+        s = setup(PROBLEM.with_(scheme=name), moe_ops.pipeline.TritonExperts, device())
         oracle, kernel, arguments = kernels(s, rank, ranks)
         expected = oracle.apply(**arguments)
         for _ in range(2):
             assert torch.equal(kernel.apply(**arguments), expected), name
-        inner = moe_ops.AsyncPrepareAndFinalize(kernel.prepare_finalize)
+        inner = moe_ops.pipeline.AsyncPrepareAndFinalize(kernel.prepare_finalize)
         quant = s.config.scheme.activation
         size = None if quant is not None and quant.of_all_rows else 4
         kernel = kernel_of(s, rank, ranks, inner, shared_experts=twice, chunk_size=size)[0]
@@ -124,21 +136,21 @@ def check_kernels(rank, ranks):
 
 def check_in_flight(rank, ranks):
     """Micro-batches have windows of their own; without them nothing is overwritten."""
-    s = setup(PROBLEM, moe_ops.TritonExperts, device())
+    s = setup(PROBLEM, moe_ops.pipeline.TritonExperts, device())
     _, kernel, arguments = kernels(s, rank, ranks)
     own = mine(COUNTS[ranks], rank)
     middle = (own.start + own.stop) // 2
     whole = kernel_of(s, rank, ranks, kernel.prepare_finalize)[1]
     parts = [part_of(whole, part) for part in (slice(own.start, middle), slice(middle, own.stop))]
-    calls = [moe_ops.Call(**part) for part in (*parts, parts[0])]
+    calls = [moe_ops.pipeline.Call(**part) for part in (*parts, parts[0])]
     expected = [kernel.apply(**part) for part in (*parts, parts[0])]
     with pytest.raises(RuntimeError, match="in_flight must be at least the number of calls"):
-        moe_ops.run_micro_batches(kernel, calls)
+        moe_ops.pipeline.run_micro_batches(kernel, calls)
     both = exchange_of(ranks, in_flight=2)
-    for part in (both, moe_ops.AsyncPrepareAndFinalize(both)):
+    for part in (both, moe_ops.pipeline.AsyncPrepareAndFinalize(both)):
         kernel = kernel_of(s, rank, ranks, part)[0]
         for _ in range(2):
-            found = moe_ops.run_micro_batches(kernel, calls)
+            found = moe_ops.pipeline.run_micro_batches(kernel, calls)
             assert all(map(torch.equal, found, expected))
     prepared = both.prepare(*(parts[0][n] for n in ("hidden_states", "topk_weights", "topk_ids")),
                             E, None, False, s.config)  # fmt: skip
@@ -148,7 +160,7 @@ def check_in_flight(rank, ranks):
 
 def check_equal_numbers(rank, ranks):
     """Rows are not padded, and each call may have another number of tokens."""
-    s = setup(PROBLEM, moe_ops.TritonExperts, device())
+    s = setup(PROBLEM, moe_ops.pipeline.TritonExperts, device())
     kernel = kernels(s, rank, ranks)[1]
     equal, whole = kernel_of(s, rank, ranks, exchange_of(ranks, equal_num_tokens=True))
     for tokens in (2, 0, 1):
@@ -157,7 +169,7 @@ def check_equal_numbers(rank, ranks):
 
 
 def check_compiled(rank, ranks):
-    s = setup(PROBLEM, moe_ops.TritonExperts, device())
+    s = setup(PROBLEM, moe_ops.pipeline.TritonExperts, device())
     oracle, kernel, arguments = kernels(s, rank, ranks)
     with pytest.raises(Exception, match="connect.* before a call is compiled"):
         torch.compile(exchange_of(ranks).send, fullgraph=True, backend="eager")(
@@ -180,7 +192,7 @@ def outgoing(s, arguments):
 
 
 def check_errors(rank, ranks):
-    s = setup(PROBLEM, moe_ops.TritonExperts, device())
+    s = setup(PROBLEM, moe_ops.pipeline.TritonExperts, device())
     part = exchange_of(ranks)
     kernel, arguments = kernel_of(s, rank, ranks, part)
     fewer = part_of(arguments, mine(COUNTS[ranks], rank))
@@ -225,7 +237,7 @@ def synchronize():
 @torch.no_grad()
 def check_captured(rank, ranks):
     """Replays with other routing, eager calls between them, and two calls in flight."""
-    s = setup(PROBLEM, moe_ops.TritonExperts, device())
+    s = setup(PROBLEM, moe_ops.pipeline.TritonExperts, device())
     oracle, kernel, arguments = kernels(s, rank, ranks)
     other = kernel_of(s, rank, ranks, exchange_of(ranks))[0]
     names = ("hidden_states", "topk_weights", "topk_ids")
@@ -284,7 +296,7 @@ def check_all(rank, ranks):
 
 def check_killed(rank, ranks, marker):
     """A rank that has died is an error on the others, in bounded time."""
-    s = setup(PROBLEM, moe_ops.TritonExperts, device())
+    s = setup(PROBLEM, moe_ops.pipeline.TritonExperts, device())
     part = exchange_of(ranks, timeout=2)
     kernel, arguments = kernel_of(s, rank, ranks, part)
     own = part_of(arguments, mine(COUNTS[ranks], rank))
@@ -328,12 +340,12 @@ def test_one_rank_needs_no_group(name):
     """Whatever is quantized when, as the all-gather of one rank does it."""
     alone, where = RankGroup(1), "cuda" if HAS_CUDA else "cpu"
     for on_input, top_k in MODES:
-        s = setup(PROBLEM.with_(scheme=name, top_k=top_k), moe_ops.TritonExperts, where)
+        s = setup(PROBLEM.with_(scheme=name, top_k=top_k), moe_ops.pipeline.TritonExperts, where)
         x, _, _, weights, ids, *_ = s.inputs
         call = (x, weights, ids, E, None, on_input, s.config, False)
-        expected = moe_ops.AllGatherPrepareAndFinalize(alone).prepare(*call)
+        expected = moe_ops.pipeline.AllGatherPrepareAndFinalize(alone).prepare(*call)
         holders = torch.zeros(E, dtype=torch.int32)
-        part = moe_ops.SymmetricPrepareAndFinalize(
+        part = moe_ops.pipeline.SymmetricPrepareAndFinalize(
             alone, len(x), PROBLEM.hidden_size, top_k, dtype=x.dtype, expert_ranks=holders
         )
         rows, scale, _, all_ids, all_weights = part.prepare(*call)
@@ -341,7 +353,7 @@ def test_one_rank_needs_no_group(name):
         assert torch.equal(all_weights, expected.topk_weights)
         assert (scale is None) == (expected.a1q_scale is None)
         assert scale is None or same(scale, expected.a1q_scale)
-        noop, sums = moe_ops.TopKWeightAndReduceNoOP(), torch.randn_like(x)
+        noop, sums = moe_ops.pipeline.TopKWeightAndReduceNoOP(), torch.randn_like(x)
         assert torch.equal(part.finalize(sums, all_weights, all_ids, on_input, noop), sums)
 
 
@@ -350,7 +362,9 @@ def test_who_shares_windows(place):
     """Objects of one group with the same name and the same sizes, while one of them is there."""
 
     def windows(hidden_size=64, top_k=2, **options):
-        part = moe_ops.SymmetricPrepareAndFinalize(RankGroup(1), 4, hidden_size, top_k, **options)
+        part = moe_ops.pipeline.SymmetricPrepareAndFinalize(
+            RankGroup(1), 4, hidden_size, top_k, **options
+        )
         parts.append(part)
         return part.connect(place)[0]
 
@@ -366,7 +380,7 @@ def test_who_shares_windows(place):
 
 
 def test_arguments():
-    part = partial(moe_ops.SymmetricPrepareAndFinalize, RankGroup(2), 4, 64, 2)
+    part = partial(moe_ops.pipeline.SymmetricPrepareAndFinalize, RankGroup(2), 4, 64, 2)
     assert not part().supports_async(), "kernels run on the current stream"
     with pytest.raises(ValueError, match="expert_ranks must be in 0..1, got 2"):
         part(expert_ranks=torch.tensor([0, 2], dtype=torch.int32))

@@ -83,7 +83,7 @@ def test_what_exchanges_send(scheme):
     """To the byte where blocks are equal; each row to the byte where their number is random."""
     ranks, tokens, top_k = 4, 36, 2
     problem = Problem(ranks * tokens, 16, top_k, 128, 32, torch.bfloat16, scheme=scheme)
-    s = setup(problem, moe_ops.TritonExperts)
+    s = setup(problem, moe_ops.pipeline.TritonExperts)
     world = World(s, determine_expert_ranks(ranks, 16), (tokens,) * ranks)
     parallel = moe_ops.FusedMoEParallelConfig(ep_size=ranks, dp_size=ranks, use_ep=True)
     config = replace(layer_config(problem), max_num_tokens=None, moe_parallel_config=parallel)
@@ -93,17 +93,19 @@ def test_what_exchanges_send(scheme):
     gathered, fixed, exact, symmetric = rows
     assert symmetric.dispatch_bytes == exact.dispatch_bytes
     room, known = tokens, world.expert_ranks
-    logs = sent(world, lambda group: moe_ops.AllGatherPrepareAndFinalize(group, room))
+    logs = sent(world, lambda group: moe_ops.pipeline.AllGatherPrepareAndFinalize(group, room))
     for first, facts, back in logs:
         assert first[0] * first[1] + facts[0] * facts[1] == gathered.dispatch_bytes
         assert back[0] * back[1] == gathered.combine_bytes
     assert 0.5 < fixed.capacity_factor < 1
     factor = {"capacity_factor": fixed.capacity_factor}
-    logs = sent(world, lambda g: moe_ops.FixedCapacityPrepareAndFinalize(g, room, known, **factor))
+    logs = sent(
+        world, lambda g: moe_ops.pipeline.FixedCapacityPrepareAndFinalize(g, room, known, **factor)
+    )
     for first, facts, back in logs:
         assert first[0] * first[1] + facts[0] * facts[1] == fixed.dispatch_bytes
         assert back[0] * back[1] == fixed.combine_bytes
-    logs = sent(world, lambda g: moe_ops.ExactAllToAllPrepareAndFinalize(g, None, known))
+    logs = sent(world, lambda g: moe_ops.pipeline.ExactAllToAllPrepareAndFinalize(g, None, known))
     there, on_way_back = traffic.row_bytes(config, quant)
     wanted = known[s.inputs.topk_ids.long()]
     for rank, (counts, first, facts, back) in enumerate(logs):

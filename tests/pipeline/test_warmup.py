@@ -54,7 +54,7 @@ def test_warmup_leaves_nothing_to_compile():
 )
 def test_warmup_of_a_quantized_layer(scheme):
     layer = moe_ops.FusedMoE(
-        32, K, 256, 384, params_dtype=torch.bfloat16, quant_config=scheme, device="cuda"
+        32, K, 256, 384, params_dtype=torch.bfloat16, scheme=scheme, device="cuda"
     )
     layer.warmup(900)
     known = compiled()

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import moe_ops
-from moe_ops import (
+from moe_ops.pipeline import (
     TopKWeightAndReduceContiguous,
     TopKWeightAndReduceDelegate,
     TopKWeightAndReduceNaiveBatched,
@@ -121,9 +121,9 @@ def test_delegating_to_prepare_finalize(device):
     rows = normal(T, K, H, device=device)
     expected = TopKWeightAndReduceContiguous().apply(None, rows, weights, ids, False)
     delegate = TopKWeightAndReduceDelegate()
-    part = moe_ops.MoEPrepareAndFinalizeNoEP()
+    part = moe_ops.pipeline.MoEPrepareAndFinalizeNoEP()
     assert torch.equal(part.finalize(rows, weights, ids, False, delegate), expected)
-    batched = moe_ops.BatchedPrepareAndFinalize(T * K, 2, 2, 1)
+    batched = moe_ops.pipeline.BatchedPrepareAndFinalize(T * K, 2, 2, 1)
     given = normal(2, T * K, H, device=device)
     mine = TopKWeightAndReduceNaiveBatched(1).apply(None, given, weights, ids, False)
     assert torch.equal(batched.finalize(given, weights, ids, False, delegate), mine)

@@ -14,7 +14,10 @@ from moe_ops.testing import Problem
 
 BF16 = torch.bfloat16
 T, H, I, E, K = 64, 256, 192, 8, 4  # noqa: E741
-EXPERTS = {"standard": moe_ops.TritonExperts, "batched": moe_ops.BatchedTritonExperts}
+EXPERTS = {
+    "standard": moe_ops.pipeline.TritonExperts,
+    "batched": moe_ops.pipeline.BatchedTritonExperts,
+}
 CALLS = [("standard", None), ("standard", 16), ("batched", None)]
 
 
@@ -100,7 +103,7 @@ def test_a_long_prompt_by_hand():
 def test_rows_are_freed_after_the_first_gemm(scheme, on_input):
     """By `fused_experts` and by `FusedMoEKernel`, also rows that contain router weights."""
     problem = Problem(T, E, K, H, I, BF16, scheme=scheme, on_input=on_input)
-    s = setup(problem, moe_ops.TritonExperts)
+    s = setup(problem, moe_ops.pipeline.TritonExperts)
     alive, gemm = [], ops.scaled_matmul
 
     def watched(a, *rest):
@@ -150,7 +153,7 @@ def test_a_call_holds_just_that(form, scheme, chunk_size):
     problem = Problem(T, E, K, H, I, BF16, scheme=scheme)
     s = setup(problem, EXPERTS[form], chunk_size=chunk_size)
     if form == "batched":
-        part = moe_ops.BatchedPrepareAndFinalize(T, E, 1, 0)
+        part = moe_ops.pipeline.BatchedPrepareAndFinalize(T, E, 1, 0)
         s.kernel.prepare_finalize = part
     arguments = s.arguments()
     with PeakMemory() as memory:
@@ -162,7 +165,7 @@ def test_a_call_holds_just_that(form, scheme, chunk_size):
 
 
 def test_fused_experts_holds_no_more():
-    s = setup(Problem(T, E, K, H, I, BF16, scheme="fp8_block128"), moe_ops.TritonExperts)
+    s = setup(Problem(T, E, K, H, I, BF16, scheme="fp8_block128"), moe_ops.pipeline.TritonExperts)
     with PeakMemory() as memory:
         moe_ops.fused_experts(*s.inputs[:5], quant_config=s.config)
     sizes = (T, H, I, E, K, BF16)
@@ -175,7 +178,11 @@ def test_workspace_shapes_say_what_experts_hold(experts):
     """The first holds either GEMM's product, the second what goes into a GEMM."""
     s = setup(Problem(T, E, K, H, I, BF16), experts)
     part = s.kernel.fused_experts
-    rows = T if experts is moe_ops.GroupedGemmExperts else s.kernel.prepare_finalize.max_num_tokens
+    rows = (
+        T
+        if experts is moe_ops.pipeline.GroupedGemmExperts
+        else s.kernel.prepare_finalize.max_num_tokens
+    )
     kind = moe_ops.MoEActivation.SILU
     first, second, out = part.workspace_shapes(rows, 2 * I, H, K, E, E, None, kind)
     assert part.workspace_dtype(BF16) is BF16
@@ -189,16 +196,16 @@ def test_workspace_shapes_say_what_experts_hold(experts):
 @pytest.mark.parametrize(
     ("experts", "wide", "narrow"),
     [
-        (moe_ops.TritonExperts, (20, 20, 8), (64, 20, 64)),
-        (moe_ops.GroupedGemmExperts, (40, 20, 8), (64, 64, 64)),
-        (moe_ops.BatchedTritonExperts, (20, 20, 8), (64, 20, 64)),
-        (moe_ops.BatchedGroupedGemmExperts, (40, 20, 8), (64, 64, 64)),
+        (moe_ops.pipeline.TritonExperts, (20, 20, 8), (64, 20, 64)),
+        (moe_ops.pipeline.GroupedGemmExperts, (40, 20, 8), (64, 64, 64)),
+        (moe_ops.pipeline.BatchedTritonExperts, (20, 20, 8), (64, 20, 64)),
+        (moe_ops.pipeline.BatchedGroupedGemmExperts, (40, 20, 8), (64, 64, 64)),
     ],
 )
 def test_workspace_shapes_by_hand(experts, wide, narrow):
     """Of 5 rows, 40 rows of w1 and a hidden size of 8, then of 64: the wider of two decides."""
     part = setup(Problem(), experts).kernel.fused_experts
-    standard = experts.activation_format() is moe_ops.FusedMoEActivationFormat.Standard
+    standard = experts.activation_format() is moe_ops.pipeline.FusedMoEActivationFormat.Standard
     rows = ((10,), (10,), (5,)) if standard else ((3, 5),) * 3
     for hidden, widths in ((8, wide), (64, narrow)):
         shapes = part.workspace_shapes(5, 40, hidden, 2, 9, 3, None, moe_ops.MoEActivation.SILU)
@@ -254,7 +261,7 @@ def test_the_allocator_sees_the_same(form, scheme, tokens):
     problem = Problem(tokens, 16, 4, 1024, 768, BF16, scheme=scheme)
     s = setup(problem, EXPERTS[form], "cuda")
     if form == "batched":
-        s.kernel.prepare_finalize = moe_ops.BatchedPrepareAndFinalize(tokens, 16, 1, 0)
+        s.kernel.prepare_finalize = moe_ops.pipeline.BatchedPrepareAndFinalize(tokens, 16, 1, 0)
     arguments = s.arguments()
     s.kernel.apply(**arguments)
     torch.cuda.synchronize()

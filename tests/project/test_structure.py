@@ -10,6 +10,8 @@ import sys
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
+import pytest
+
 from moe_ops.ops import STAGES
 
 ROOT = Path(__file__).parents[2]
@@ -129,7 +131,7 @@ LAYERS = {
     "moe_ops.fake_impls": 1, "moe_ops.support": 1, "moe_ops.loading": 1,
     "moe_ops.checks": 0, "moe_ops.tensors": 0, "moe_ops.scheme": 0, "moe_ops.dispatch": 0,
     "moe_ops.activation": 0, "moe_ops.version": 0, "moe_ops.sizes": 0,
-    "moe_ops.windows": 0,
+    "moe_ops.windows": 0, "moe_ops.brief": 0, "moe_ops.on_demand": 0,
     "moe_ops.doctor": 7, "moe_ops.cli": 8, "moe_ops.__main__": 9,
 }  # fmt: skip
 """A package imports from its own layer or a lower one."""
@@ -357,20 +359,39 @@ def test_names_on_demand():
     """Those that type checkers see; their modules are not imported with the package."""
     import moe_ops
 
-    (block,) = (
-        node for node in tree(ROOT / "moe_ops/__init__.py").body
-        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
-    )  # fmt: skip
-    seen = {name.name: node.module for node in block.body for name in node.names}
-    assert seen == {name: f"moe_ops.{module}" for name, module in moe_ops._ON_DEMAND.items()}
+    for package in (moe_ops, moe_ops.pipeline):
+        path = Path(package.__file__)
+        (block,) = (
+            node for node in tree(path).body
+            if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+        )  # fmt: skip
+        seen = {name.name: node.module for node in block.body for name in node.names}
+        late = package._LATER.items()
+        assert seen == {name: f"{package.__name__}.{module}" for name, module in late}
+        assert set(package.__all__) <= set(dir(package)) and set(package._LATER) <= {
+            *package.__all__
+        }
     code = (
-        "import sys, moe_ops; late = {f'moe_ops.{name}' for name in moe_ops._ON_DEMAND.values()};"
-        "assert not late & set(sys.modules) and set(moe_ops.__all__) <= set(dir(moe_ops));"
+        "import sys, moe_ops; late = {f'moe_ops.{name}' for name in moe_ops._LATER.values()};"
+        "assert not late & set(sys.modules);"
         "from moe_ops import *; assert explain is moe_ops.explain and late <= set(sys.modules);"
         "moe_ops.missing"
     )
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
     assert run.stderr.endswith("AttributeError: module 'moe_ops' has no attribute 'missing'\n")
+
+
+def test_names_that_moved():
+    """They are found where they were, with a warning that says where they are."""
+    import moe_ops
+
+    assert len(moe_ops.__all__) <= 40
+    for module, names in moe_ops._MOVED.items():
+        for name in names:
+            assert name not in moe_ops.__all__
+            with pytest.warns(DeprecationWarning, match=rf"is now moe_ops\.{module}\.{name}$"):
+                old = getattr(moe_ops, name)
+            assert old is getattr(getattr(moe_ops, module), name)
 
 
 def test_runs_without_triton():

@@ -197,15 +197,15 @@ def test_what_cannot_be_computed(case):
         lambda: get_scheme(scheme.key),
         lambda: quantize_weight(torch.zeros(1, 32, 32), scheme),
         lambda: FusedMoEQuantConfig(scheme),
-        lambda: moe_ops.FusedMoE(E, K, H, I, quant_config=scheme),
+        lambda: moe_ops.FusedMoE(E, K, H, I, scheme=scheme),
         lambda: moe_ops.explain(layer_config(Problem()), scheme),
         lambda: moe_ops.workspace_nbytes(1, H, I, E, K, torch.bfloat16, scheme=scheme),
     ):
         with pytest.raises(error, match=f"scheme.{text}.*, got "):
             function()
-    row = moe_ops.TritonExperts.is_supported_config(
-        moe_ops.TritonExperts, layer_config(Problem()), weight, activation,
-        moe_ops.TritonExperts.activation_format(),
+    row = moe_ops.pipeline.TritonExperts.is_supported_config(
+        moe_ops.pipeline.TritonExperts, layer_config(Problem()), weight, activation,
+        moe_ops.pipeline.TritonExperts.activation_format(),
     )  # fmt: skip
     assert not row[0] and "quantization scheme" in row[1]
 

@@ -37,7 +37,7 @@ def run(s, **tensors):
 )
 def test_scales_of_whole_rows_have_several_shapes(scheme, device):
     """One a tensor also as one for each half of w1; one a row with and without the last axis."""
-    s = setup(problem(scheme), moe_ops.TritonExperts, device)
+    s = setup(problem(scheme), moe_ops.pipeline.TritonExperts, device)
     w1, w2 = s.config.w1_scale, s.config.w2_scale
     if s.config.scheme.weight.per_tensor:
         other = {"w1_scale": w1[:, None].expand(-1, 2).contiguous()}
@@ -53,7 +53,7 @@ def test_scales_of_whole_rows_have_several_shapes(scheme, device):
 def test_halves_of_w1_keep_their_own_scales(scheme, device):
     """Gate and up quantized apart: nothing is merged."""
     p = problem(scheme)
-    s = setup(p, moe_ops.TritonExperts, device)
+    s = setup(p, moe_ops.pipeline.TritonExperts, device)
     scale = torch.stack([s.config.w1_scale, 3 * s.config.w1_scale], 1)
     given = dict(zip(moe_ops.scheme.TENSORS, s.config.tensors, strict=True))
     config = FusedMoEQuantConfig(scheme, **{**given, "w1_scale": scale})
@@ -68,7 +68,7 @@ def test_halves_of_w1_keep_their_own_scales(scheme, device):
 @pytest.mark.kernel
 @pytest.mark.parametrize("scheme", ["nvfp4_w4a16", "nvfp4"])
 def test_global_scales_of_halves(scheme, device):
-    s = setup(problem(scheme), moe_ops.TritonExperts, device)
+    s = setup(problem(scheme), moe_ops.pipeline.TritonExperts, device)
     scale = s.config.w1_gscale
     both = run(s, w1_gscale=torch.stack([scale, scale], 1))
     assert torch.equal(both, s.apply())
@@ -77,7 +77,7 @@ def test_global_scales_of_halves(scheme, device):
 
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_biases_may_come_either_way(scheme, device):
-    s = setup(problem(scheme, has_bias=True), moe_ops.TritonExperts, device)
+    s = setup(problem(scheme, has_bias=True), moe_ops.pipeline.TritonExperts, device)
     x, w1, w2, weights, ids, *_ = s.inputs
     b1, b2 = s.config.w1_bias, s.config.w2_bias
     given = dict(zip(moe_ops.scheme.TENSORS, s.config.tensors, strict=True))
@@ -112,7 +112,7 @@ def bad_tensors(s):
 
 @pytest.mark.parametrize("scheme", STORED)
 def test_tensors_that_do_not_fit(scheme):
-    s = setup(problem(scheme), moe_ops.TritonExperts)
+    s = setup(problem(scheme), moe_ops.pipeline.TritonExperts)
     for name, wrong, error, message in bad_tensors(s):
         with pytest.raises(error, match=message):
             run(s, **{name: wrong})
@@ -121,7 +121,7 @@ def test_tensors_that_do_not_fit(scheme):
 @pytest.mark.parametrize("scheme", ["fp8_channel", "int4_w4a16_g32_zp", "nvfp4"])
 def test_weights_that_do_not_fit(scheme):
     """The rules of plain weights hold of stored ones, whose columns may be packed."""
-    s = setup(problem(scheme), moe_ops.TritonExperts)
+    s = setup(problem(scheme), moe_ops.pipeline.TritonExperts)
     x, w1, w2, weights, ids, *_ = s.inputs
     for name, wrong, error, rule in (
         ("x", x.int(), TypeError, "hidden_states must have a dtype"),
@@ -146,14 +146,14 @@ def test_dtypes_that_only_look_alike():
         ("nvfp4", "w2_gscale", torch.uint8),
         ("fp8_tensor_static", "a1_scale", torch.uint8),
     ):
-        s = setup(problem(scheme), moe_ops.TritonExperts)
+        s = setup(problem(scheme), moe_ops.pipeline.TritonExperts)
         with pytest.raises(TypeError, match=f"quant_config.{name} must have a dtype"):
             run(s, **{name: getattr(s.config, name).to(dtype)})
 
 
 @pytest.mark.parametrize("scheme", STORED)
 def test_every_tensor_is_needed(scheme):
-    s = setup(problem(scheme), moe_ops.TritonExperts)
+    s = setup(problem(scheme), moe_ops.pipeline.TritonExperts)
     for name, value in zip(moe_ops.scheme.TENSORS, s.config.tensors, strict=True):
         if value is not None:
             with pytest.raises(
@@ -164,7 +164,7 @@ def test_every_tensor_is_needed(scheme):
 
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_no_other_tensor_is_taken(scheme):
-    s = setup(problem(scheme, has_bias=True), moe_ops.TritonExperts)
+    s = setup(problem(scheme, has_bias=True), moe_ops.pipeline.TritonExperts)
     for name, value in zip(moe_ops.scheme.TENSORS, s.config.tensors, strict=True):
         if value is None:
             with pytest.raises(
@@ -184,7 +184,7 @@ def test_a_configuration_is_a_frozen_value():
 
 
 def test_a_configuration_travels():
-    s = setup(problem("int4_w4a16_g128_zp", has_bias=True), moe_ops.TritonExperts)
+    s = setup(problem("int4_w4a16_g128_zp", has_bias=True), moe_ops.pipeline.TritonExperts)
     leaves, tree = torch.utils._pytree.tree_flatten(s.config)
     assert len(leaves) == 6 and all(isinstance(t, torch.Tensor) for t in leaves)
     for copy in (

@@ -64,7 +64,7 @@ def test_named_formats_of_batched_rows(name, device):
     for expert, count in enumerate(counts.tolist()):
         x[expert, count:] = torch.nan
     arguments = (x, given, 4, 3, 130, counts, name, False)
-    batched = moe_ops.batched_moe_kernel_quantize_input(*arguments)
+    batched = moe_ops.functional.batched_moe_kernel_quantize_input(*arguments)
     for a, b in zip(batched, flat, strict=True):
         assert a.is_contiguous() and a.shape == (3, 4, b.shape[1]) and a.dtype == b.dtype
         for expert, count in enumerate(counts.tolist()):

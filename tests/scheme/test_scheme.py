@@ -258,7 +258,7 @@ def test_schemes_that_cannot_be_computed_are_refused():
             lambda scheme=scheme: quantize_weight(w, scheme),
             lambda scheme=scheme: dequantize_weight(QTensor(w), scheme),
             lambda scheme=scheme: FusedMoEQuantConfig(scheme),
-            lambda scheme=scheme: moe_ops.FusedMoE(4, 2, 32, 32, quant_config=scheme),
+            lambda scheme=scheme: moe_ops.FusedMoE(4, 2, 32, 32, scheme=scheme),
         ):
             with pytest.raises(NotImplementedError, match=f"scheme.weight.*'{scheme.name}'"):
                 call()

@@ -1,0 +1,34 @@
+"""How values with many fields print: on one screen."""
+
+from __future__ import annotations
+
+from dataclasses import MISSING, Field, fields
+from typing import Any
+
+from torch import Tensor
+
+
+def brief(value: Any) -> str:
+    """The ``repr`` of a dataclass with the fields that differ from their defaults.
+
+    A tensor prints as its dtype and shape.
+    """
+    shown = []
+    for field in fields(value):
+        content, default = getattr(value, field.name), _default(field)
+        same = content is default or (type(content) is type(default) and content == default)
+        if field.repr and (default is MISSING or not same):
+            shown.append(f"{field.name}={described(content)}")
+    return f"{type(value).__name__}({', '.join(shown)})"
+
+
+def _default(field: Field[Any]) -> Any:
+    make = field.default_factory
+    return field.default if make is MISSING else make()
+
+
+def described(content: Any) -> str:
+    """A tensor as its dtype and shape, anything else as it prints."""
+    if isinstance(content, Tensor):
+        return f"<{str(content.dtype).removeprefix('torch.')} {tuple(content.shape)}>"
+    return repr(content)
