@@ -119,7 +119,7 @@ lint: $(READY)
 # warning. Its tools have an environment of their own.
 docs: $(READY) $(DOCS)/ready
 	$(PY) docs/generate.py
-	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --quiet --strict
+	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --strict
 
 $(DOCS)/ready: pyproject.toml
 	$(PYTHON) -m venv $(DOCS)

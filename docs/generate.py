@@ -41,7 +41,6 @@ SUBMODULES = (
     "layer",
     "loading",
     "scheme",
-    "tensors",
 )
 """Public modules whose names are not all on top of the package."""
 OUTPUT = Path(__file__).with_name("generated")
@@ -236,16 +235,9 @@ def names() -> str:
 
 
 def _public(module: ModuleType) -> list[tuple[str, Any]]:
-    """Classes and functions in ``__all__``; without one, those that the module defines."""
-    listed = getattr(module, "__all__", None)
-    if listed is None:
-        listed = [name for name, v in vars(module).items() if _home(v) == module.__name__]
-    found = [(name, getattr(module, name)) for name in listed if not name.startswith("_")]
+    """Classes and functions in ``__all__``."""
+    found = [(name, getattr(module, name)) for name in module.__all__]
     return [(name, v) for name, v in found if inspect.isclass(v) or inspect.isfunction(v)]
-
-
-def _home(value: Any) -> str | None:
-    return getattr(value, "__module__", None)
 
 
 def _name(named: tuple[str, Any]) -> list[str]:
