@@ -71,16 +71,24 @@ def moe_ops_layer(experts: Experts, inputs: Inputs, *, batch_invariant: bool = F
     return lambda: moe_ops.fused_experts(*arguments, **how)
 
 
+def packed_layer(experts: Experts, inputs: Inputs) -> Call:
+    """This library with weights in the packed form."""
+    return moe_ops_layer(experts.packed, inputs)
+
+
 INVARIANT = "moe_ops-invariant"
 """This library in batch-invariant mode; timed only if ``--impls`` names it."""
+PACKED = "moe_ops-packed"
+"""This library with packed weights, for schemes that quantize weights only; likewise."""
 IMPLS: dict[str, Callable[[Experts, Inputs], Call]] = {
     "moe_ops": moe_ops_layer,
     INVARIANT: partial(moe_ops_layer, batch_invariant=True),
+    PACKED: packed_layer,
     **{name: make for name, (_, make) in PEERS.items()},
 }
-OURS = ("moe_ops", INVARIANT)
+OURS = ("moe_ops", INVARIANT, PACKED)
 """This library's implementations, which run every scheme. (Batch-invariant mode does not run
-schemes with a scale shared by all tokens.)"""
+schemes with a scale shared by all tokens, and not every weight can be packed.)"""
 
 
 def math_of(scheme: Scheme) -> str:
@@ -99,7 +107,7 @@ def layer_floor_us(problem: Problem, experts: Experts, inputs: Inputs) -> float 
 def config_of(impl: str, problem: Problem, experts: Experts, inputs: Inputs) -> dict[str, Any]:
     """Facts besides the row's key that the time depends on: active experts and tiles."""
     config: dict[str, Any] = {"active_experts": inputs.num_active}
-    if impl in OURS and inputs.x.is_cuda:
+    if impl in OURS and impl != PACKED and inputs.x.is_cuda:
         layer = moe_ops.FusedMoEConfig(
             num_experts=problem.num_experts,
             experts_per_token=problem.top_k,

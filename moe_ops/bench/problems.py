@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterable
 from dataclasses import MISSING, dataclass, fields
 from difflib import get_close_matches
+from functools import cached_property
 from importlib.resources import files
 from typing import Any, NamedTuple
 
@@ -160,6 +161,15 @@ class Experts:
             return self.w1[0].nbytes + self.w2[0].nbytes
         tensors = [t for weight in self.stored for t in weight if t is not None]
         return sum(t.nbytes for t in tensors) // self.w1.shape[0]
+
+    @cached_property
+    def packed(self) -> Experts:
+        """The same weights in the packed form; raises where they have none."""
+        if self.stored is None:
+            raise NotImplementedError(f"scheme must quantize weights, got {self.scheme.name}")
+        w1, w2 = (schemes.pack_weight(weight, self.scheme) for weight in self.stored)
+        config = moe_ops.FusedMoEQuantConfig.from_weights(self.scheme, w1, w2)
+        return Experts(self.scheme, w1.data, w2.data, (w1, w2), config)
 
     def dense(self, expert: int) -> tuple[Tensor, Tensor]:
         """The weights of one expert in float32, dequantized if necessary."""

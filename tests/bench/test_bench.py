@@ -388,3 +388,20 @@ def meta_inputs(problem, tokens):
     x = torch.empty(tokens, problem.hidden_size, dtype=torch.bfloat16, device="meta")
     weights = torch.empty(tokens, problem.top_k, device="meta")
     return problems.Inputs(x, weights, weights.int(), problem.num_experts)
+
+
+def test_packed_weights():
+    """They are those of the plain case: same bytes, same result, same sampled reference."""
+    problem = problems.Problem("small", 4, 2, 128, 64, timed=False)
+    device = torch.device("cpu")
+    experts = problems.make_experts(problem, "mxfp4_w4a16", device)
+    inputs = problems.make_inputs(problem, 5, "uniform", device)
+    assert experts.packed.w1.dtype == torch.int32
+    assert experts.packed.bytes_per_expert == experts.bytes_per_expert
+    assert torch.equal(experts.packed.dense(1)[0], experts.dense(1)[0])
+    packed, plain = (
+        bench_layer.IMPLS[name](experts, inputs)() for name in (bench_layer.PACKED, "moe_ops")
+    )
+    assert torch.equal(packed, plain)
+    with pytest.raises(NotImplementedError, match="must quantize weights, got unquantized"):
+        _ = problems.make_experts(problem, "bf16", device).packed

@@ -104,7 +104,7 @@ def test_gemm(scheme, tokens, k, n, kk, tile, has_bias, scaled, local, routing):
 @pytest.mark.parametrize("scheme", SERVED)
 def test_every_scheme_with_gates(scheme, tile):
     for activation in ("silu", "swigluoai"):
-        problem = Problem(9, 4, 2, 192, 64, torch.bfloat16, activation, has_bias=True)
+        problem = Problem(9, 4, 2, 192, 128, torch.bfloat16, activation, has_bias=True)
         check(problem, scheme, activation, scaled=True, tile=tile)
 
 
@@ -113,6 +113,12 @@ def test_every_scheme_with_gates(scheme, tile):
 def test_activations(activation, tile):
     problem = Problem(20, 4, 2, 128, 128, torch.bfloat16, activation)
     check(problem, "mxfp4_w4a16", activation, tile=tile)
+
+
+@pytest.mark.parametrize("scheme", ["int4_w4a16_g128", "mxfp4_w4a16"])
+def test_tiles_with_many_rows(scheme):
+    problem = gemm_problem(300, 1, 128, 320, torch.bfloat16, routing="skewed")
+    check(problem, scheme, tile=128)
 
 
 @pytest.mark.parametrize("scheme", HALF)

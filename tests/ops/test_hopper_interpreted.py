@@ -1,0 +1,111 @@
+"""Hopper's Gluon kernels of 16-bit and fp8 operands on the CPU, in the tests' own interpreter.
+
+On a GPU `test_hopper` compares them with the portable kernels.
+"""
+
+import pytest
+import torch
+from conftest import INTERPRETED
+
+if not INTERPRETED:
+    pytest.skip("runs kernels in the interpreter", allow_module_level=True)
+
+from gemm_rows import exact_rows, exact_scaled_rows, numbers  # noqa: E402
+from gluon_interpreter import interpreted  # noqa: E402
+from hypothesis import given, settings  # noqa: E402
+from hypothesis import strategies as st  # noqa: E402
+from plans import planned, row_tile  # noqa: E402
+
+from moe_ops import get_scheme, quantize_weight
+from moe_ops.activation import formula
+from moe_ops.dispatch.device import NO_GPU
+from moe_ops.dispatch.gemm_plan import plan_gemm
+from moe_ops.dispatch.hopper import KERNELS as HOPPERS
+from moe_ops.dispatch.hopper import HopperTiles, most_stages, widths
+from moe_ops.dispatch.problem import dense_problem, scaled_problem
+from moe_ops.kernels._gemm.operands import GemmOperands
+from moe_ops.kernels._hopper.gemm import HopperGemm
+from moe_ops.reference.expert_gemm import expert_matmul
+from moe_ops.reference.quantize import moe_quantize
+from moe_ops.reference.scaled_gemm import scaled_matmul
+from moe_ops.reference.slots import local_experts
+from moe_ops.testing import Problem, assert_matches_reference, make_inputs
+
+pytestmark = pytest.mark.kernel
+SCHEMES = ("unquantized", "fp8_channel", "fp8_block128")
+TILES = [
+    (kernel, block_m, block_n, itemsize)
+    for kernel in HOPPERS
+    for itemsize in (1, 2)
+    for block_m in (16, 32, 64, 128, 192)
+    for block_n in widths(kernel, block_m, itemsize)
+]
+
+
+def check(problem, scheme, activation, tiles):
+    """Hopper's kernel with these tiles is within the budget of the reference."""
+    kernel, block_m, block_n, on_demand = tiles
+    x, w, _, _, ids, expert_map, bias, _ = make_inputs(problem)
+    k, quant = problem.top_k, get_scheme(scheme).activation
+    config = HopperTiles(kernel, block_m, block_n, 4, 2, on_demand)
+    assert most_stages(config, NO_GPU) >= 2
+    with row_tile(block_m, NO_GPU, portable_only=False):
+        plan = planned(ids, expert_map, len(w), scheme)
+        if quant is None:
+            rows = exact_rows(x, w, bias, None, ids, k, expert_map)
+            gemm = dense_problem(x, w, [*plan], k, activation)
+            expected = expert_matmul(x, w, bias, None, [*plan], k, activation)
+            operands = GemmOperands(x, w, plan, bias)
+        else:
+            q = quantize_weight(w, scheme)
+            data, scale = moe_quantize(x, None, None, ids, expert_map, len(w), quant.key)
+            of_slots = local_experts(ids, expert_map, len(w))
+            stored = numbers(data, scale, scheme, k)
+            rows = exact_scaled_rows(stored, q.data, q.scale, bias, of_slots, scheme)
+            call = (data, scale, q.data, q.scale)
+            gemm = scaled_problem(*call, [*plan], k, scheme, activation)
+            rest = (None, bias, [*plan], k, scheme, x.dtype, activation)
+            expected = scaled_matmul(*call, *rest)
+            operands = GemmOperands(data, q.data, plan, bias, None, scale, q.scale)
+        found = plan_gemm(gemm._replace(boxes=True), NO_GPU, config=config)
+        assert found.kernel == kernel
+        out = torch.full_like(expected, torch.nan)
+        with interpreted(3):
+            HopperGemm(gemm, found)(out, operands)
+    mine = local_experts(ids, expert_map, len(w)) >= 0
+    rows = (rows.activated(formula(activation)) if activation else rows).rounded(x.dtype)
+    assert_matches_reference(out[mine], rows[mine], expected[mine])
+
+
+@pytest.mark.parametrize("tiles", TILES, ids=lambda t: "-".join(map(str, t)))
+@pytest.mark.parametrize("activation", ["silu", "swigluoai", ""])
+def test_every_tile(tiles, activation):
+    """Tiles that the last rows, columns and numbers along K do not fill."""
+    *tiles, itemsize = tiles
+    kind = activation or "silu_no_mul"
+    for scheme in SCHEMES:
+        if (scheme == "unquantized") == (itemsize == 2):
+            problem = Problem(50, 3, 2, 320, 192, torch.bfloat16, kind, has_bias=True)
+            check(problem, scheme, activation, (*tiles, False))
+
+
+@settings(max_examples=12)
+@given(
+    scheme=st.sampled_from(SCHEMES),
+    tokens=st.sampled_from((1, 7, 150)),
+    k=st.integers(1, 3),
+    kk=st.sampled_from((64, 128, 336)),
+    n=st.sampled_from((64, 200, 256)),
+    local=st.sampled_from((None, 2)),
+    routing=st.sampled_from(("uniform", "skewed", "holes")),
+    on_demand=st.booleans(),
+    tiles=st.sampled_from(TILES),
+)
+def test_gemm(scheme, tokens, k, kk, n, local, routing, on_demand, tiles):
+    kernel, block_m, block_n, itemsize = tiles
+    if (scheme == "unquantized") != (itemsize == 2) or (n == 200 and scheme == "fp8_block128"):
+        return
+    problem = Problem(
+        tokens, 5, k, kk, n, torch.bfloat16, "silu", num_local_experts=local, routing=routing
+    )
+    check(problem, scheme, "silu", (kernel, block_m, block_n, on_demand))
