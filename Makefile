@@ -5,6 +5,7 @@ PYTHON ?= python3
 TORCH ?= torch==2.13.0
 TRITON ?= triton==3.6.0
 VENV := .venv
+DOCS := .venv-docs
 WORKERS ?= 2
 # Tests that run: PART="tests/ops/test_align.py tests/layer" runs some of them.
 PART ?= tests
@@ -23,7 +24,7 @@ export TOKENIZERS_PARALLELISM := false
 # Workers share the cores: threads of their own would only spin against each other.
 TEST_ENV := OMP_NUM_THREADS=1
 
-.PHONY: demo test test-all test-reference test-interpreter test-install test-oldest mutants gpu-test sanitize bench bench-stages lint clean
+.PHONY: demo docs test test-all test-reference test-interpreter test-install test-oldest mutants gpu-test sanitize bench bench-stages lint clean
 
 $(VENV)/ready: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -114,5 +115,17 @@ lint: $(READY)
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
 
+# The documentation, in build/site/index.html: tables from code and records, then the site, without a
+# warning. Its tools have an environment of their own.
+docs: $(READY) $(DOCS)/ready
+	$(PY) docs/generate.py
+	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --strict
+
+$(DOCS)/ready: pyproject.toml
+	$(PYTHON) -m venv $(DOCS)
+	$(DOCS)/bin/python -m pip install --quiet --upgrade pip
+	$(DOCS)/bin/python -m pip install --quiet --group docs
+	touch $@
+
 clean:
-	rm -rf $(VENV) .venv-oldest build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-oldest $(DOCS) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

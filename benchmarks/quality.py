@@ -2,7 +2,6 @@
 
 python benchmarks/quality.py                              # every scheme; prints a table
 python benchmarks/quality.py --output benchmarks/results  # and writes quality.json, quality.png
-python benchmarks/quality.py --write README.md            # only the table, from the record
 
 The model (`moe_ops/demo/model`) runs in float32, so that only the experts round. Their bfloat16
 weights are quantized by `quantize_weight` and run by `fused_experts`. The text is the model's
@@ -236,10 +235,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, help="read this many at most (default: all)")
     parser.add_argument("--json", action="store_true", help="the record on stdout, not a table")
     parser.add_argument("--output", type=Path, help="folder for quality.json and quality.png")
-    parser.add_argument("--write", type=Path, metavar="FILE", help="a file that has the markers")
     args = parser.parse_args()
-    if args.write:
-        return quality_report.write(args.write, quality_report.read())
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
     model = load(args.device)

@@ -12,12 +12,10 @@ try:
     import matplotlib.pyplot as plt
 except ImportError:  # a table needs none
     plt = None
-from report import between_markers, write_report
 
 from moe_ops import Quant, get_scheme
 from moe_ops.scheme import WHOLE
 
-BEGIN, END = "<!-- quality -->", "<!-- /quality -->"
 RESULTS = Path(__file__).with_name("results")
 LEGEND = """\
 `moe_ops/demo/model` with its experts quantized. KL: how far distributions of the next token are on
@@ -80,17 +78,6 @@ def describe(quant: Quant | None) -> str:
     more = [quant.scale] if quant.scale in ("pow2", "e8m0", "e4m3") else []
     more += [name for name in ("static", "zero_point") if getattr(quant, name)]
     return f"{quant.element.name} / {group}{''.join(f', {m}' for m in more)}".replace("_p", " p")
-
-
-def write(path: Path, record: Record) -> None:
-    """Write the table between the markers of a file."""
-    write_report(path, table(record), BEGIN, END)
-    print(f"{path}: {source(record)}")
-
-
-def written(text: str) -> str | None:
-    """The table between the markers of a file's text; None without markers."""
-    return between_markers(text, BEGIN, END)
 
 
 def save(record: Record, folder: Path) -> None:

@@ -1,7 +1,7 @@
-"""Write the records of layers and of overheads as tables of a Markdown file, between markers.
+"""The records of layers and of overheads as Markdown tables, which `make docs` puts on their pages.
 
-python benchmarks/report.py                     # print it
-python benchmarks/report.py --write README.md   # and put it between the markers there
+python benchmarks/report.py                     # print them
+python benchmarks/report.py --write README.md   # put the headline between the markers there
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ import argparse
 import json
 from collections import defaultdict
 from pathlib import Path
+from statistics import geometric_mean
 from typing import Any
 
-BEGIN, END = "<!-- results:begin -->", "<!-- results:end -->"
+BEGIN, END = "<!-- headline:begin -->", "<!-- headline:end -->"
 RESULTS = Path(__file__).with_name("results")
-OVERHEADS_BEGIN, OVERHEADS_END = "<!-- overheads:begin -->", "<!-- overheads:end -->"
 TOKENS = (1, 8, 64, 512, 4096, 16384)
 OURS, INVARIANT = "moe_ops", "moe_ops-invariant"
 LEGEND = f"""\
@@ -25,6 +25,17 @@ measured: `benchmarks/README.md`."""
 INVARIANT_LEGEND = f"""\
 Cost of batch invariance: the time of `batch_invariant=True` in microseconds, and in brackets how
 many times that of {OURS} without it."""
+
+HEADLINE = {
+    "times as fast as transformers' `grouped_mm`": (("bf16", "hf-grouped_mm"), ("bf16", OURS)),
+    "the same, `grouped_mm` under `torch.compile`": (
+        ("bf16", "hf-grouped_mm-compiled"),
+        ("bf16", OURS),
+    ),
+    "time over the least that the GPU allows": (("bf16", OURS), ("bf16", "floor")),
+    "`fp8_block128`: times as fast as bf16": (("bf16", OURS), ("fp8_block128", OURS)),
+}
+"""Label of a line -> the scheme and implementation of its numerator and of its denominator."""
 
 OVERHEADS_LEGEND = """\
 What a bf16 layer costs beside GPU time. Host time: until a call returns, its kernels not waited
@@ -104,6 +115,37 @@ def _invariance(rows: list[Record]) -> str | None:
         for scheme, shape in sorted({key[:2] for key in invariant})
     ]
     return markdown(["scheme", "shape", *map(str, tokens)], lines, labels=2)
+
+
+def headline(records: list[Record]) -> str:
+    """The Markdown of the mean ratios: one table per GPU, uniform routing.
+
+    A ratio is the geometric mean over the shapes that both lines have.
+    """
+    return "\n\n".join(part for record in records for part in _headline(record))
+
+
+def _headline(record: Record) -> list[str]:
+    rows = [r for r in record["rows"] if r["routing"] == "uniform" and r["M"] in TOKENS]
+    times = {(r["scheme"], r["impl"], r["M"], r["shape"]): r["time_us"] for r in rows}
+    ours = [row for row in rows if row["impl"] == OURS]
+    times |= {(r["scheme"], "floor", r["M"], r["shape"]): r["floor_us"] for r in ours}
+    shapes = dict.fromkeys(row["shape"] for row in rows)
+
+    def cell(over: tuple[str, str], under: tuple[str, str], m: int) -> str:
+        pairs = [(times.get((*over, m, s)), times.get((*under, m, s))) for s in shapes]
+        ratios = [a / b for a, b in pairs if a and b]
+        return f"{geometric_mean(ratios):.2f}" if ratios else "-"
+
+    lines = [
+        [label, *(cell(over, under, m) for m in TOKENS)]
+        for label, (over, under) in HEADLINE.items()
+    ]
+    told = (
+        f"Geometric means over {len(shapes)} models' layers ({', '.join(shapes)}), in bf16 unless "
+        f"it says otherwise. {source(record)}"
+    )
+    return [markdown(["tokens:", *map(str, TOKENS)], lines, labels=1), told]
 
 
 def _us(time: float) -> str:
@@ -195,28 +237,28 @@ def _mib(nbytes: float) -> str:
     return f"{nbytes / 2**20:.2f}"
 
 
-def between_markers(text: str, begin: str = BEGIN, end: str = END) -> str | None:
+def between_markers(text: str) -> str | None:
     """The text between the markers of ``text``; None without markers."""
-    if text.count(begin) != 1 or text.count(end) != 1 or text.index(end) < text.index(begin):
+    if text.count(BEGIN) != 1 or text.count(END) != 1 or text.index(END) < text.index(BEGIN):
         return None
-    return text.partition(begin)[2].partition(end)[0].strip()
+    return text.partition(BEGIN)[2].partition(END)[0].strip()
 
 
-def write_report(path: Path, content: str, begin: str = BEGIN, end: str = END) -> None:
+def write_report(path: Path, content: str) -> None:
     """Put ``content`` between the markers of the file.
 
     Raises:
         SystemExit: the file lacks the markers, or has them more than once.
     """
     text = path.read_text()
-    if between_markers(text, begin, end) is None:
-        raise SystemExit(f"{path} must have one line {begin} and, after it, one line {end}")
-    before, after = text.partition(begin)[0], text.partition(end)[2]
-    path.write_text(f"{before}{begin}\n{content}\n{end}{after}")
+    if between_markers(text) is None:
+        raise SystemExit(f"{path} must have one line {BEGIN} and, after it, one line {END}")
+    before, after = text.partition(BEGIN)[0], text.partition(END)[2]
+    path.write_text(f"{before}{BEGIN}\n{content}\n{END}{after}")
 
 
 def main() -> None:
-    """Print the report, and write it with ``--write``."""
+    """Print the report, or write the headline with ``--write``."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -224,16 +266,12 @@ def main() -> None:
     parser.add_argument("--write", type=Path, metavar="FILE", help="a file that has the markers")
     args = parser.parse_args()
     records = read_records(args.results)
-    overheads = read_records(args.results, "overheads.json")
-    parts = [(records, report(records), BEGIN, END)]
-    if overheads:
-        parts.append((overheads, overheads_report(overheads), OVERHEADS_BEGIN, OVERHEADS_END))
-    for measured, text, begin, end in parts:
-        if args.write:
-            write_report(args.write, text, begin, end)
-            print(*(f"{args.write}: {source(record)}" for record in measured), sep="\n")
-        else:
-            print(text)
+    if args.write:
+        write_report(args.write, headline(records))
+        print(*(f"{args.write}: {source(record)}" for record in records), sep="\n")
+    else:
+        overheads = read_records(args.results, "overheads.json")
+        print(headline(records), report(records), overheads_report(overheads), sep="\n\n")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The support table as data, from which the README's table and the compile tests are made."""
+"""The support table as data, from which the table of schemes and the compile tests are made."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ SUPPORT = tuple(
 
 
 def block_scaled_note() -> str:
-    """The README's note about block-scaled matrix instructions of Blackwell."""
+    """The note about block-scaled matrix instructions of Blackwell."""
     where = {
         f"`{name}`": ", ".join(f"sm_{a}" for a, names in BLOCK_SCALED.items() if name in names)
         for name in SCHEMES
@@ -64,7 +64,7 @@ def block_scaled_note() -> str:
 
 
 def support_table() -> str:
-    """The README's support table as Markdown; formats with equal entries share a line."""
+    """The support table as Markdown; formats with equal entries share a line."""
     lines = [
         "| scheme | format | dtypes | activations | CPU | GPU kernels compiled for | run on |",
         "|---|---|---|---|---|---|---|",

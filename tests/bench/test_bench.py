@@ -251,10 +251,20 @@ def test_report_is_written_between_the_markers(tmp_path):
 
 def test_readme_shows_the_records():
     shown = report.between_markers((ROOT / "README.md").read_text())
-    if shown is None:
-        pytest.skip("README.md has no place for results")
-    made = report.report(report.read_records(report.RESULTS))
+    made = report.headline(report.read_records(report.RESULTS))
     assert shown == made, "run: python benchmarks/report.py --write README.md"
+
+
+def test_headline():
+    rows = [
+        row("a", 1, time_us=10.0, floor_us=5.0), row("b", 1, time_us=40.0, floor_us=20.0),
+        row("a", 1, "hf-grouped_mm", time_us=20.0), row("b", 1, "hf-grouped_mm", time_us=320.0),
+        row("a", 1, time_us=5.0, floor_us=1.0, scheme="fp8_block128"),
+    ]  # fmt: skip
+    text = report.headline([record_of(*rows)])
+    ratios = [line.split(" | ")[1] for line in text.splitlines()[2:6]]
+    assert ratios == ["4.00", "-", "2.00", "2.00"]
+    assert "over 2 models' layers (a, b)" in text
 
 
 def test_compare(capsys):

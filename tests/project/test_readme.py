@@ -1,31 +1,90 @@
-"""The README's examples run, and its table is the one that the data makes."""
+"""The examples of README and documentation run, and what the pages name is there."""
 
 import re
 from pathlib import Path
 
 import pytest
-
-from moe_ops.support import block_scaled_note, support_table
+import torch
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
-EXAMPLES = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+PAGES = sorted(p for p in (ROOT / "docs").rglob("*.md") if p.parent.name != "generated")
+BLOCK = re.compile(r"^```python\n(.*?)^```", re.DOTALL | re.MULTILINE)
+EXAMPLES = BLOCK.findall(README)
+WITH_EXAMPLES = [page for page in PAGES if BLOCK.search(page.read_text())]
 
 
-def test_table():
-    """What `python -m moe_ops.support` prints."""
-    assert f"{support_table()}\n\n{block_scaled_note()}\n" in README
+def name_of(page):
+    return str(page.relative_to(ROOT))
+
+
+def run(text, name, namespace):
+    if "transformers" in text:
+        pytest.importorskip("transformers")
+    exec(compile(text, name, "exec"), namespace)
+
+
+@pytest.fixture(autouse=True)
+def at_the_root(monkeypatch):
+    monkeypatch.chdir(ROOT)
+    torch.manual_seed(0)
+    torch._dynamo.reset()
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", range(len(EXAMPLES)))
-def test_example(number, monkeypatch):
-    monkeypatch.chdir(ROOT)
-    if "transformers" in EXAMPLES[number]:
-        pytest.importorskip("transformers")
-    exec(compile(EXAMPLES[number], f"README example {number + 1}", "exec"), {"__name__": "readme"})
+def test_example(number):
+    run(EXAMPLES[number], f"README example {number + 1}", {"__name__": "readme"})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", WITH_EXAMPLES, ids=name_of)
+def test_page(page):
+    """The examples of a page run one after another, each with the names of those before it."""
+    namespace = {"__name__": page.stem}
+    for number, text in enumerate(BLOCK.findall(page.read_text()), 1):
+        run(text, f"{name_of(page)}, example {number}", namespace)
 
 
 def test_both_commands_are_named():
     assert "make demo" in README and "make test" in README
-    assert len(EXAMPLES) == 6
+    assert len(EXAMPLES) == 3
+    assert len(README.splitlines()) <= 140
+
+
+def test_what_pages_name_is_there():
+    """Every path in backquotes, every target of make, and every link of the README."""
+    targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    missing = []
+    for page in (ROOT / "README.md", *PAGES):
+        text = page.read_text()
+        paths = re.findall(r"`((?:benchmarks|docs|examples|moe_ops|tests)/[\w./-]+)`", text)
+        paths += re.findall(r"(?:python|torchrun .*?) ((?:examples|benchmarks)/\w+\.py)", text)
+        named = re.findall(r"^make ([\w-]+)|`make ([\w-]+)", text, re.MULTILINE)
+        missing += [f"{name_of(page)}: {path}" for path in paths if not (ROOT / path).exists()]
+        missing += [f"{name_of(page)}: make {a or b}" for a, b in named if (a or b) not in targets]
+    links = re.findall(r"\]\((?!http)([^)#]+)", README)
+    missing += [f"README.md: {link}" for link in links if not (ROOT / link).exists()]
+    assert not missing
+
+
+def test_every_page_is_in_the_navigation():
+    listed = set(re.findall(r"[\w/-]+\.md", (ROOT / "mkdocs.yml").read_text()))
+    assert {name_of(page).removeprefix("docs/") for page in PAGES} <= listed
+
+
+def test_tables_are_made_where_pages_include_them():
+    """Each generated file is on a page, and each included file is generated."""
+    made = set(re.findall(r'^    "(\w+)": ', (ROOT / "docs/generate.py").read_text(), re.MULTILINE))
+    shown = {n for p in PAGES for n in re.findall(r"docs/generated/(\w+)\.md", p.read_text())}
+    assert shown == made
+
+
+def test_pages_install_this_distribution():
+    """Every ``pip install`` names the distribution of `pyproject.toml`, with extras that it has."""
+    project = (ROOT / "pyproject.toml").read_text()
+    name = re.search(r'^name = "(.+)"', project, re.MULTILINE)[1]
+    extras = re.findall(r"^(\w+) = \[", project, re.MULTILINE)
+    for page in (ROOT / "README.md", *PAGES):
+        for found, extra in re.findall(r'pip install "?([\w-]+)(?:\[(\w+)\])?', page.read_text()):
+            assert found == name and (not extra or extra in extras), name_of(page)

@@ -15,7 +15,7 @@ import pytest
 from moe_ops.ops import STAGES
 
 ROOT = Path(__file__).parents[2]
-PACKAGES = ("moe_ops", "fake_impls", "tests", "benchmarks", "examples")
+PACKAGES = ("moe_ops", "fake_impls", "tests", "benchmarks", "examples", "docs")
 STAGE_FILES = sorted(set(STAGES.values()))
 MAX_KERNEL_PARAMETERS, MAX_SCHEMA, MAX_PARAMETERS = 20, 12, 10
 GEMM = (

@@ -1,0 +1,300 @@
+"""Write what the documentation shows from code and records into `docs/generated/`.
+
+python docs/generate.py   # `make docs` runs this, then builds the site
+
+Each table is made here or in `benchmarks/`, and pages include it (`--8<-- "docs/generated/.."`).
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import re
+import shutil
+import sys
+from importlib import import_module
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import transformers
+
+import moe_ops
+from moe_ops.activation import MoEActivation
+from moe_ops.bench.problems import load_problems
+from moe_ops.loading import LAYOUTS
+from moe_ops.pipeline.devices import MEASURED, TARGETS
+from moe_ops.scheme import SCHEMES
+from moe_ops.support import ARCHITECTURES, block_scaled_note, support_table
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT / "benchmarks"))
+import quality_report  # noqa: E402
+import ranks_report  # noqa: E402
+import report  # noqa: E402
+
+SUBMODULES = (
+    "functional",
+    "routing",
+    "pipeline",
+    "parallel",
+    "layer",
+    "loading",
+    "scheme",
+)
+"""Public modules whose names are not all on top of the package."""
+OUTPUT = Path(__file__).with_name("generated")
+RESULTS = ROOT / "benchmarks" / "results"
+
+
+def schemes() -> str:
+    """A line per scheme: what is quantized, scale shapes of ``w1`` and of rows, bits a weight."""
+    e, n, k, rows = 8, 1536, 2048, "T"
+    lines = []
+    for scheme in SCHEMES.values():
+        a, w = scheme.activation, scheme.weight
+        lines.append(
+            [
+                f"`{scheme.name}`",
+                quality_report.describe(a),
+                quality_report.describe(w),
+                "-" if a is None else _shape(a.row_scale_shape(rows, k)),
+                "-" if w is None else _shape(w.weight_scale_shape(e, n, k)),
+                "-" if w is None else str(w.dtype).removeprefix("torch."),
+                f"{scheme.weight_bits(n, k):.2f}",
+            ]
+        )
+    head = ["scheme", "activations", "weights", "row scales", "w1 scales", "stored as", "bits"]
+    legend = (
+        "Element / group of elements that share a scale. Scale shapes are those of `x` "
+        f"`({rows}, {k})` and of `w1` `({e}, {n}, {k})`. Bits are the memory of one weight of "
+        "`w1`, scales included."
+    )
+    return f"{report.markdown(head, lines, labels=6)}\n\n{legend}"
+
+
+def _shape(shape: tuple) -> str:
+    return f"`({', '.join(map(str, shape))}{',' * (len(shape) == 1)})`"
+
+
+def models() -> str:
+    """A line per model whose layer has a name, with the memory of its experts."""
+    shown = ("unquantized", "fp8_block128", "mxfp4_w4a16")
+    lines = []
+    for name, problem in load_problems().items():
+        if name == "tiny":  # what benchmarks time without a GPU
+            continue
+        hidden, inner = problem.hidden_size, problem.intermediate_size
+        projections = ((2 * inner, hidden), (hidden, inner))
+        sizes = [
+            problem.num_experts
+            * sum(n * k * SCHEMES[scheme].weight_bits(n, k) / 8 for n, k in projections)
+            for scheme in shown
+        ]
+        shape = (problem.num_experts, problem.top_k, hidden, inner)
+        lines.append([f"`{name}`", *map(str, shape), *(f"{size / 1e9:.2f}" for size in sizes)])
+    head = ["name", "E", "k", "H", "I", *(f"`{scheme}`, GB" for scheme in shown)]
+    return report.markdown(head, lines, labels=1)
+
+
+def transformers_models() -> str:
+    """Every model of transformers whose experts "moe_ops" can run, by its folder there."""
+    folder = Path(transformers.__file__).with_name("models")
+    found: dict[str, list[str]] = {}
+    for path in sorted(folder.glob("*/modeling_*.py")):
+        experts = _DISPATCHED.findall(path.read_text())
+        if experts:
+            found.setdefault(path.parent.name, []).extend(experts)
+    lines = [
+        [f"`{name}`", ", ".join(f"`{cls}`" for cls in classes)] for name, classes in found.items()
+    ]
+    table = report.markdown(["model", "classes of experts"], lines, labels=2)
+    return f"{len(found)} models of transformers {transformers.__version__}:\n\n{table}"
+
+
+_DISPATCHED = re.compile(r"@use_experts_implementation(?:\([^)]*\))?\s+class (\w+)")
+
+
+def activations() -> str:
+    """A line per activation."""
+    lines = [
+        [
+            f"`{a.value}`",
+            "yes" if a.is_gated else "no",
+            "alternating" if a.is_interleaved else "gate, then up" if a.is_gated else "-",
+        ]
+        for a in MoEActivation
+    ]
+    return report.markdown(["activation", "gate", "rows of w1"], lines, labels=3)
+
+
+def layouts() -> str:
+    """A line per layout of checkpoints."""
+    names = list(inspect.signature(moe_ops.loading.CheckpointLayout).parameters)
+    lines = [
+        [f"`{name}`", *("found out" if v is None else str(v) for v in vars(layout).values())]
+        for name, layout in LAYOUTS.items()
+    ]
+    return report.markdown(["layout", *(f"`{n}`" for n in names)], lines, labels=1 + len(names))
+
+
+def architectures() -> str:
+    """A line per GPU that layers can be explained for, and what is known of it."""
+    lines = []
+    for target in TARGETS.values():
+        if target.facts is None:
+            continue
+        compiled = target.facts.arch in ARCHITECTURES
+        ran = RESULTS / target.gpu.lower().replace(" ", "-") / "gpu_tests.json"
+        lines.append(
+            [
+                f"`{target.name}`",
+                target.gpu,
+                "yes" if compiled else "no",
+                "yes" if ran.exists() else "**no**",
+                "yes" if target.speed else "no",
+            ]
+        )
+    head = ["architecture", "GPU that stands for it", "compiled in tests", "tests run", "speed"]
+    return report.markdown(head, lines, labels=5)
+
+
+def gpu_tests() -> str:
+    """A line per record of tests on GPUs and under compute-sanitizer."""
+    lines = []
+    for path in sorted(RESULTS.glob("*/gpu_tests*.json")):
+        record = json.loads(path.read_text())
+        failures = [t for file in record["files"].values() for t in file.get("failures", ())]
+        counts = [f"{record[name]:,}" for name in ("passed", "failed", "skipped")]
+        told = ", ".join(f"`{name}`" for name in failures) or "-"
+        lines.append([f"`{path.stem}`", record["gpu"], *_when(record), told, *counts])
+    head = ["record", "GPU", "commit", "date", "which failed", "passed", "failed", "skipped"]
+    tests = report.markdown(head, lines, labels=5)
+    lines = []
+    for path in sorted(RESULTS.glob("*/sanitizer.json")):
+        record = json.loads(path.read_text())
+        for tool, found in record["tools"].items():
+            if tool != "plain":
+                counts = [str(found[name]) for name in ("cases", "errors", "unjudged")]
+                lines.append([tool, record["gpu"], *_when(record), *counts])
+    head = ["tool", "GPU", "commit", "date", "cases", "errors", "not judged"]
+    return f"{tests}\n\n{report.markdown(head, lines, labels=4)}"
+
+
+def _when(record: dict[str, Any]) -> list[str]:
+    return [record["commit"][:7], record["date"][:10]]
+
+
+def floors() -> str:
+    """The measured rates from which floors follow, in a sentence."""
+    parts = [
+        f"{gpu} {speed.read_bytes_per_s / 1e12:.2f} TB/s, "
+        + ", ".join(f"{rate / 1e12:.0f} TFLOP/s in {math}" for math, rate in speed.flops.items())
+        for gpu, speed in MEASURED.items()
+    ]
+    return f"{'; '.join(parts)}."
+
+
+def tuned() -> str:
+    """A line per file of tuned tiles that ships."""
+    lines = []
+    for path in sorted((ROOT / "moe_ops" / "configs").glob("*.json")):
+        fields = dict(part.split("=") for part in path.stem.split(","))
+        tokens = ", ".join(key for key in json.loads(path.read_text()) if key.isdigit())
+        gpu, scheme = fields["device_name"].replace("_", " "), f"`{fields['scheme']}`"
+        lines.append([gpu, scheme, *(fields[n] for n in "EKN"), tokens])
+    return report.markdown(["GPU", "scheme", "E", "H", "I", "tokens"], lines, labels=2)
+
+
+def profile() -> str:
+    """Time by stage, a line per stage, shape and number of tokens."""
+    parts = []
+    for record in report.read_records(RESULTS, "profile.json"):
+        lines = [
+            [
+                row["shape"],
+                str(row["M"]),
+                f"{row['time_us']:.0f}",
+                ", ".join(f"{s['operator']} {s['share']:.0%}" for s in row["stages"]),
+            ]
+            for row in record["rows"]
+        ]
+        table = report.markdown(["shape", "tokens", "us", "of which"], lines, labels=1)
+        parts += [table, report.source(record)]
+    return "\n\n".join(parts)
+
+
+def names() -> str:
+    """For each public module a line per name, with its first sentence and a link."""
+    parts = []
+    for module in (moe_ops, *(import_module(f"moe_ops.{name}") for name in SUBMODULES)):
+        table = report.markdown(["name", "what it is"], [*map(_name, _public(module))], labels=2)
+        title = inspect.getdoc(module).partition("\n\n")[0]
+        parts.append(f"## `{module.__name__}`\n\n{title}\n\n{table}")
+    return "\n\n".join(parts)
+
+
+def _public(module: ModuleType) -> list[tuple[str, Any]]:
+    """Classes and functions in ``__all__``."""
+    found = [(name, getattr(module, name)) for name in module.__all__]
+    return [(name, v) for name, v in found if inspect.isclass(v) or inspect.isfunction(v)]
+
+
+def _name(named: tuple[str, Any]) -> list[str]:
+    name, value = named
+    target = inspect.unwrap(value)
+    first = inspect.getdoc(value).partition("\n\n")[0].replace("\n", " ").replace("|", "\\|")
+    return [f"[`{name}`][{target.__module__}.{target.__qualname__}]", first]
+
+
+def layer_tables() -> str:
+    """The tables of whole layers."""
+    return report.report(report.read_records(RESULTS))
+
+
+def plots() -> str:
+    """The plots of every GPU's records, copied beside the tables."""
+    lines = []
+    for path in sorted(RESULTS.glob("*/*.png")):
+        kind, _, scheme = path.stem.partition("-")
+        target = f"{path.parent.name}-{path.name}"
+        shutil.copy(path, OUTPUT / target)
+        what = {"layer": "time against tokens", "roofline": "rates against ceilings"}[kind]
+        lines.append(f"**`{scheme}`**: {what}\n\n![{scheme}, {what}](../generated/{target})")
+    for path in sorted(RESULTS.glob("*.png")):
+        shutil.copy(path, OUTPUT / path.name)
+    return "\n\n".join(lines)
+
+
+PAGES = {
+    "support": lambda: f"{support_table()}\n\n{block_scaled_note()}",
+    "schemes": schemes,
+    "models": models,
+    "transformers_models": transformers_models,
+    "activations": activations,
+    "layouts": layouts,
+    "architectures": architectures,
+    "gpu_tests": gpu_tests,
+    "floors": floors,
+    "tuned": tuned,
+    "names": names,
+    "headline": lambda: report.headline(report.read_records(RESULTS)),
+    "layers": layer_tables,
+    "plots": plots,
+    "profile": profile,
+    "overheads": lambda: report.overheads_report(report.read_records(RESULTS, "overheads.json")),
+    "ranks": lambda: ranks_report.report(report.read_records(RESULTS, "ranks.json")),
+    "quality": lambda: quality_report.table(quality_report.read()),
+}
+"""Name of a file in `docs/generated/` -> the function that makes its text."""
+
+
+def main() -> None:
+    """Write every file."""
+    OUTPUT.mkdir(exist_ok=True)
+    for name, make in PAGES.items():
+        (OUTPUT / f"{name}.md").write_text(f"{make()}\n")
+
+
+if __name__ == "__main__":
+    main()
