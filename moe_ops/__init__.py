@@ -94,6 +94,7 @@ from moe_ops.pipeline.weight_and_reduce import (
     TopKWeightAndReduceNoOP,
 )
 from moe_ops.pipeline.workspace import workspace_nbytes
+from moe_ops.quantization import quantize_
 from moe_ops.routing import (
     RoutingMethodType,
     SelectedExperts,
@@ -211,6 +212,7 @@ __all__ = [
     "move_experts",
     "pack_weight",
     "packs",
+    "quantize_",
     "quantize_weight",
     "rebalance_experts",
     "remap_topk_to_local",

@@ -30,6 +30,17 @@ KINDS = {
 }  # fmt: skip
 """Kinds by the last part of a name. Scales multiply, except those in `DIVISORS`."""
 
+SUFFIX = {
+    "weight": "weight",
+    "scale": "weight_scale",
+    "zero_point": "weight_zero_point",
+    "global_scale": "weight_scale_2",
+    "channel_scale": "weight_chan_scale",
+    "input_scale": "input_scale",
+    "bias": "bias",
+}
+"""For each kind of tensor, how the names of a layer's parameters end."""
+
 DIVISORS = ("weight_global_scale", "input_global_scale")
 """Scales that checkpoints divide by."""
 
