@@ -57,7 +57,7 @@ def _canonical(
     if spec.kind == "weight":
         return x[:n, : own.data_width(k)]
     if spec.kind in ("scale", "zero_point"):
-        x = x.reshape(()) if own.per_tensor else x
+        x = x.reshape(()).clone() if own.per_tensor else x
         for axis in range(x.dim()):
             length, (old, new) = (n, k)[axis], (quant.group[axis], own.group[axis])
             if new != WHOLE:
@@ -67,4 +67,4 @@ def _canonical(
         return x
     if spec.kind in ("bias", "channel_scale"):
         return x[:n]
-    return x.reshape(())
+    return x.reshape(()).clone()  # gate and up may share it, and files must not
