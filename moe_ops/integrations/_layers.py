@@ -58,7 +58,6 @@ def put_layer(experts: Any, layer: FusedMoE) -> None:
         delattr(experts, name)
     experts.add_module(LAYER, layer.train(experts.training))
     experts.config._experts_implementation = NAME
-    experts._is_hf_initialized = True  # transformers would initialize weights that are gone
     experts.register_forward_pre_hook(_refuse_others)
 
 

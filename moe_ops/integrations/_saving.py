@@ -88,6 +88,9 @@ class MoeOpsQuantizer(HfQuantizer):
         for name, entry in record.items():
             experts = model.get_submodule(name)
             put_layer(experts, new_layer(experts, get_scheme(entry["scheme"])))
+            # transformers would initialize weights that are gone; some blocks do so for experts.
+            for module in (experts, model.get_submodule(name.rpartition(".")[0])):
+                module._is_hf_initialized = True
         ours = rf"(^|\.){LAYER}\."
         names = {*record, *(entry["checkpoint"] for entry in record.values())}
         expected = rf"^({'|'.join(map(re.escape, names))})\."

@@ -38,7 +38,7 @@ def format_of(scheme: Scheme) -> str | None:
         if weight.group.rows not in (1, WHOLE) and scheme.activation is None:
             return None  # blocks of integers are not packed
         return "pack-quantized" if scheme.activation is None else "int-quantized"
-    return "float-quantized"
+    return "naive-quantized" if scheme.activation is None else "float-quantized"
 
 
 def _is_standard_group(weight: Quant) -> bool:

@@ -138,17 +138,26 @@ class LayerTarget(Target):
 
 
 class _Observing(UnquantizedFusedMoEMethod):
+    """Runs a layer as before, and notes the inputs of its GEMMs."""
+
     def __init__(self, peaks: Peaks) -> None:
         super().__init__()
         self.peaks = peaks
 
-    def _experts(self, layer: Any, x: Tensor, topk_weights: Tensor, topk_ids: Tensor) -> Any:  # type: ignore[override]
+    def apply(
+        self,
+        layer: Any,
+        x: Tensor,
+        topk_weights: Tensor,
+        topk_ids: Tensor,
+        shared_experts_input: Tensor | None = None,
+    ) -> Any:
         routing = Routing(topk_weights, topk_ids, layer.expert_map)
         plain = PlainExperts(layer.w13_weight, layer.w2_weight, layer.w13_bias, layer.w2_bias)
         gate = partial(ops.activation, activation=layer.activation)
         on_input = layer.apply_router_weight_on_input
         self.peaks.observe(x, plain, routing, gate, weight_on_input=on_input)
-        return super()._experts(layer, x, topk_weights, topk_ids)
+        return super().apply(layer, x, topk_weights, topk_ids, shared_experts_input)
 
 
 Finder = Callable[[nn.Module], Iterator[Target]]
