@@ -50,7 +50,7 @@ from moe_ops.scheme import (
 from moe_ops.tensors import QTensor
 from moe_ops.version import __version__
 
-_LATER = {"explain": "pipeline.explanation"}
+_LATER = {"explain": "pipeline.explanation", "quantize_": "quantization"}
 """Names whose modules are imported when they are first used."""
 _MOVED = {
     "functional": (
@@ -132,6 +132,7 @@ warning."""
 
 if TYPE_CHECKING:
     from moe_ops.pipeline.explanation import explain
+    from moe_ops.quantization import quantize_
 else:  # a type checker would take any name for one of this module
     __getattr__, __dir__ = _on_demand(__name__, _LATER, _MOVED)
 
@@ -169,6 +170,7 @@ __all__ = [
     "moe_unpermute",
     "pack_weight",
     "packs",
+    "quantize_",
     "quantize_weight",
     "select_experts",
     "select_kernel",

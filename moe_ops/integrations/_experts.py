@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from moe_ops.integrations import _torchao
+from moe_ops.integrations._layers import quantized_layer
 from moe_ops.scheme import SCHEMES, FusedMoEQuantConfig, Scheme, get_scheme
 
 
@@ -36,6 +37,10 @@ def weights_of(experts: Any) -> Weights:
             f'experts_implementation="moe_ops" must not have a norm after each expert in this '
             f"version, got {type(experts).__name__} with has_post_expert_norm=True"
         )
+    layer = quantized_layer(experts)
+    if layer is not None:
+        config = layer.quant_method.get_fused_moe_quant_config(layer)
+        return Weights(layer.w13_weight, layer.w2_weight, layer.w13_bias, layer.w2_bias, config)
     has_gate = experts.has_gate
     w1, w2 = experts.gate_up_proj if has_gate else experts.up_proj, experts.down_proj
     w1_bias = w2_bias = None

@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 from moe_ops import checks
 from moe_ops.integrations import _fp8, _llama4, _mxfp4, _torchao
 from moe_ops.integrations._experts import axes_of
+from moe_ops.layer import FusedMoE
 
 
 class Unreached(NamedTuple):
@@ -24,25 +25,31 @@ class Unreached(NamedTuple):
 
 def unreached(model: nn.Module, implementation: str) -> Iterator[Unreached]:
     """Yield the expert modules that ``implementation`` does not reach, outermost first."""
-    for name, module in _expert_modules(model, ""):
+    for name, module in expert_modules(model, ""):
         reason = _reason(module, implementation)
         if reason:
             yield Unreached(name, type(module).__name__, reason)
 
 
-def _is_decorated(module: Any) -> bool:
+def is_decorated(module: Any) -> bool:
     """Whether a module has the attributes that ``use_experts_implementation`` sets."""
     return all(hasattr(module, name) for name in ("has_gate", "has_bias", "is_transposed"))
 
 
-def _expert_modules(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
+def expert_modules(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the modules of a model that look like experts, outermost first.
+
+    A `FusedMoE` is none: it runs this library in any model.
+    """
+    if isinstance(module, FusedMoE):
+        return
     if _is_expert_module(module, name):
         yield name, module
         return
     inner = [
         found
         for child_name, child in module.named_children()
-        for found in _expert_modules(child, f"{name}.{child_name}".lstrip("."))
+        for found in expert_modules(child, f"{name}.{child_name}".lstrip("."))
     ]
     yield from inner
     # A block whose experts are not recognised (Doge's are embeddings).
@@ -52,7 +59,7 @@ def _expert_modules(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Modu
 
 def _is_expert_module(module: nn.Module, name: str) -> bool:
     class_name = type(module).__name__
-    if _is_decorated(module) or _llama4.is_adapted(module):
+    if is_decorated(module) or _llama4.is_adapted(module):
         return True
     if _is_model(module) or "Shared" in class_name:  # shared experts need no routing
         return False
@@ -73,7 +80,7 @@ def _reason(module: Any, implementation: str) -> str:
         return ""
     if _mxfp4.is_experts(module):
         return "MXFP4 experts of gpt-oss run triton_kernels: adapt(model) reaches them"
-    if not _is_decorated(module):
+    if not is_decorated(module):
         if type(module).__name__ == "Llama4TextExperts":
             return "Llama 4 is not dispatched by transformers: adapt(model) reaches it"
         return "its class is not dispatched by transformers (no @use_experts_implementation)"
@@ -85,6 +92,24 @@ def _reason(module: Any, implementation: str) -> str:
     chosen = getattr(module.config, "_experts_implementation", None)
     if chosen != implementation:
         return f"its experts_implementation is {chosen!r}, not {implementation!r}"
+    return ""
+
+
+def unquantizable(module: Any) -> str:
+    """Return why `quantize_` does not take a module that looks like experts; empty if it does."""
+    if _mxfp4.is_experts(module):
+        return "its weights are MXFP4 already"
+    if not is_decorated(module):
+        return "its class is not dispatched by transformers (no @use_experts_implementation)"
+    if getattr(module, "has_post_expert_norm", False):
+        return "a norm after each expert (has_post_expert_norm) is not supported"
+    parameters = list(module.parameters(recurse=False))
+    if _fp8.is_quantized(module) or any(map(_torchao.is_quantized, parameters)):
+        return "its weights are quantized already"
+    for parameter in parameters:
+        if type(parameter) is not nn.Parameter or parameter.dtype not in checks.FLOATS:
+            kind = type(parameter).__name__
+            return f"weights that are {kind} of {parameter.dtype} are not supported"
     return ""
 
 

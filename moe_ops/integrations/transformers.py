@@ -27,17 +27,25 @@ except ImportError as error:
 
 from moe_ops import ops
 from moe_ops.gradients import inference_only
-from moe_ops.integrations import _fp8, _llama4, _mxfp4
+from moe_ops.integrations import _fp8, _llama4, _mxfp4, _quantized  # noqa: F401 (targets)
 from moe_ops.integrations._experts import Weights, map_for_few_experts, weights_of
 from moe_ops.integrations._gates import activation_of
+from moe_ops.integrations._layers import NAME
 from moe_ops.integrations._reach import Unreached, unreached
+from moe_ops.integrations._saving import from_pretrained
 from moe_ops.pipeline.fused_experts import fused_experts
 from moe_ops.pipeline.gated_experts import gated_experts
 from moe_ops.tensors import Routing
 
-__all__ = ["NAME", "Unreached", "adapt", "check", "moe_ops_experts", "moe_ops_fp8_experts"]
-
-NAME = "moe_ops"
+__all__ = [
+    "NAME",
+    "Unreached",
+    "adapt",
+    "check",
+    "from_pretrained",
+    "moe_ops_experts",
+    "moe_ops_fp8_experts",
+]
 
 
 @inference_only

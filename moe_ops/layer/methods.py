@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from moe_ops import ops
 from moe_ops.layer.base import ExpertLayer
 from moe_ops.layer.packing import pack_for_device
-from moe_ops.layer.parameters import SUFFIX, parameter_specs
+from moe_ops.layer.parameters import parameter_specs
 from moe_ops.layer.partition import LayerSizes
+from moe_ops.loading.names import SUFFIX
 from moe_ops.pipeline.calls import Call
 from moe_ops.pipeline.experts import BatchedTritonExperts, FusedMoEExperts, TritonExperts
 from moe_ops.pipeline.formats import FusedMoEActivationFormat

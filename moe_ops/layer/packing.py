@@ -10,7 +10,7 @@ from collections.abc import Container
 from torch import nn
 
 from moe_ops.layer.base import ExpertLayer
-from moe_ops.layer.parameters import SUFFIX
+from moe_ops.loading.names import SUFFIX
 from moe_ops.pipeline.packing import reads_packed
 from moe_ops.scheme import is_packed, pack_weight, packs, unpack_weight
 from moe_ops.scheme.packed import check_packed

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 
 from moe_ops.layer.partition import LayerSizes
+from moe_ops.loading.names import SUFFIX
 from moe_ops.scheme import WHOLE, Quant
 
 
@@ -50,17 +51,6 @@ class ParameterSpec(NamedTuple):
         """Whether the parameter belongs to the first GEMM."""
         return self.name.startswith("w13")
 
-
-SUFFIX = {
-    "weight": "weight",
-    "scale": "weight_scale",
-    "zero_point": "weight_zero_point",
-    "global_scale": "weight_scale_2",
-    "channel_scale": "weight_chan_scale",
-    "input_scale": "input_scale",
-    "bias": "bias",
-}
-"""For each kind, how the names of its parameters end."""
 
 _SCALE_DTYPES = {"e8m0": torch.uint8, "e4m3": torch.float8_e4m3fn}
 

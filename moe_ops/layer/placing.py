@@ -9,13 +9,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from moe_ops.layer.parameters import SUFFIX, ParameterSpec, parameter_specs
+from moe_ops.layer.parameters import ParameterSpec, parameter_specs
 from moe_ops.layer.state import STATE, stored_as
 from moe_ops.layer.weight_loader import WeightLoading
 from moe_ops.loading import names
 from moe_ops.loading.act_order import ActOrder, sortable
 from moe_ops.loading.derived import channel_scales, has_plain_scales, kinds_of, quantized
-from moe_ops.loading.names import CheckpointLayout, Piece
+from moe_ops.loading.names import SUFFIX, CheckpointLayout, Piece
 from moe_ops.loading.sources import Entry
 from moe_ops.loading.split import halves
 from moe_ops.loading.stored import Form, PlainWeightError, canonical

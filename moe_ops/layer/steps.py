@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from moe_ops.layer.base import ExpertLayer
@@ -79,6 +80,15 @@ class LoadSteps(ExpertLayer):
             copy_front(expert_data, loaded_weight)
         else:
             self._load_w13(expert_data, shard_dim, shard_id, loaded_weight, tp_rank)
+
+    def _load_alternating_zero_points(
+        self, expert_data: Tensor, shard_id: str, codes: Tensor, tp_rank: int
+    ) -> None:
+        """Copy 4-bit zero points of gate to low nibbles, or those of up to high nibbles."""
+        shift, kept = (4, 0x0F) if shard_id == "w3" else (0, 0xF0)
+        part = torch.zeros_like(expert_data)
+        _copy_shard(part, 0, codes << shift, tp_rank)
+        expert_data.copy_(expert_data & kept | part)
 
     def _load_per_tensor_weight_scale(
         self, shard_id: str, param: Tensor, loaded_weight: Tensor, expert_id: int

@@ -13,7 +13,6 @@ from torch.nn.functional import pad
 from moe_ops import checks
 from moe_ops.layer.packing import FORM_KINDS, PacksWeights, packed_of
 from moe_ops.layer.parameters import (
-    SUFFIX,
     FusedMoeWeightScaleSupported,
     ParameterSpec,
     parameter_specs,
@@ -21,7 +20,7 @@ from moe_ops.layer.parameters import (
 from moe_ops.layer.steps import LoadSteps, copy_front
 from moe_ops.loading.act_order import column_order
 from moe_ops.loading.derived import channel_scales, has_plain_scales
-from moe_ops.loading.names import KINDS, SHARDS, CheckpointLayout, suffix_of
+from moe_ops.loading.names import KINDS, SHARDS, SUFFIX, CheckpointLayout, suffix_of
 from moe_ops.loading.stored import Form, canonical
 from moe_ops.parallel import make_expert_params_mapping
 from moe_ops.scheme.formats import pack
@@ -186,6 +185,9 @@ class WeightLoading(LoadSteps, PacksWeights):
             expert_data = expert_data.transpose(-1, -2)
         shard_dim, tp_rank = SHARD_DIMS[shard_id], self.moe_parallel_config.tp_rank
         if spec.kind == "zero_point" and self._packs():
+            if self.sizes.gated and self.sizes.interleaved and shard_id != "w2":
+                self._load_alternating_zero_points(expert_data, shard_id, x, tp_rank)
+                return
             x = pack(pad(x, (0, 0, 0, x.shape[0] % 2)), 0)
         if spec.kind == "bias" and shard_id == "w2":
             expert_data.zero_()  # results are summed over ranks, so only one of them has the bias

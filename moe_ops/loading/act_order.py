@@ -8,7 +8,7 @@ product as it was.
 * The input of ``w2`` consists of the rows of gate and up. These rows are sorted when they are
   loaded, before ranks cut them: nothing is left to do later.
 * The input of gate and up is the tokens. The layer keeps the order of the columns, and reads
-  tokens in this order: see `moe_ops.FusedMoEMethodBase.apply`.
+  tokens in this order: see `moe_ops.layer.FusedMoEMethodBase.apply`.
 """
 
 from __future__ import annotations

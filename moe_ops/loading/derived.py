@@ -8,17 +8,12 @@ import torch
 from torch import Tensor
 
 from moe_ops import checks
+from moe_ops.loading.names import SUFFIX
 from moe_ops.scheme import FLOAT8_E4M3_MAX, Quant, Scheme, quantize_weight
 from moe_ops.scheme.rounding import SMALLEST_AMAX, over
 
 FLOATS = (*checks.FLOATS, torch.float64)
 """Dtypes of weights and scales that are not quantized."""
-_SUFFIXES = {
-    "scale": "weight_scale",
-    "zero_point": "weight_zero_point",
-    "global_scale": "weight_scale_2",
-    "channel_scale": "weight_chan_scale",
-}
 
 
 def quantized(
@@ -56,7 +51,7 @@ def _fields(w: Tensor, scheme: Scheme) -> Iterator[tuple[str, str, Tensor]]:
     factor = "channel_scale" if scheme.weight and scheme.weight.channel_scale else "global_scale"
     for kind, x in (("scale", q.scale), ("zero_point", q.zero_point), (factor, q.global_scale)):
         if x is not None:
-            yield kind, _SUFFIXES[kind], x[0]
+            yield kind, SUFFIX[kind], x[0]
 
 
 def kinds_of(quant: Quant) -> tuple[str, ...]:
@@ -89,9 +84,9 @@ def channel_scales(scales: Tensor) -> Iterator[tuple[str, str, Tensor]]:
     """
     s = scales.float()
     if s.dim() != 2 or not s.numel():  # a wrong shape is refused when scales are placed
-        yield "scale", _SUFFIXES["scale"], s.to(torch.float8_e4m3fn)
+        yield "scale", SUFFIX["scale"], s.to(torch.float8_e4m3fn)
         return
     row = over(s.abs().amax(1, keepdim=True).clamp(min=SMALLEST_AMAX), FLOAT8_E4M3_MAX)
     eighth = (s / row).to(torch.float8_e4m3fn).float() / 8
-    yield "scale", _SUFFIXES["scale"], eighth.to(torch.float8_e4m3fn)
-    yield "channel_scale", _SUFFIXES["channel_scale"], row[:, 0] * 8
+    yield "scale", SUFFIX["scale"], eighth.to(torch.float8_e4m3fn)
+    yield "channel_scale", SUFFIX["channel_scale"], row[:, 0] * 8

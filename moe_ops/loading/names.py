@@ -10,7 +10,7 @@ SHARDS = ("w1", "w2", "w3")
 """Gate, down and up projection, by their names in Mixtral's checkpoints."""
 
 PROJECTIONS = {
-    "w1": "w1", "gate_proj": "w1", "linear_1": "w1",
+    "w1": "w1", "gate_proj": "w1", "linear_1": "w1", "linear_gate": "w1",
     "w3": "w3", "up_proj": "w3", "linear_v": "w3",
     "w2": "w2", "down_proj": "w2", "output_linear": "w2",
     "w13": "w13", "gate_up_proj": "w13", "input_linear": "w13",
@@ -29,6 +29,17 @@ KINDS = {
     "input_order": "input_order",
 }  # fmt: skip
 """Kinds by the last part of a name. Scales multiply, except those in `DIVISORS`."""
+
+SUFFIX = {
+    "weight": "weight",
+    "scale": "weight_scale",
+    "zero_point": "weight_zero_point",
+    "global_scale": "weight_scale_2",
+    "channel_scale": "weight_chan_scale",
+    "input_scale": "input_scale",
+    "bias": "bias",
+}
+"""For each kind of tensor, how the names of a layer's parameters end."""
 
 DIVISORS = ("weight_global_scale", "input_global_scale")
 """Scales that checkpoints divide by."""

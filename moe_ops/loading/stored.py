@@ -85,9 +85,10 @@ def _weight(x: Tensor, suffix: str, form: Form) -> Tensor:
         return _qweight(x, bits, form)
     if suffix == "blocks":  # (N, K / 32, 16)
         x = x.flatten(-2)
-    if x.dtype == torch.int32 and quant.dtype == torch.uint8:
+    if x.dtype == torch.int32 and quant.element.name != "fp8":
         _expect(x, (n, cdiv(k, per_word)))
-        return x.contiguous().view(torch.uint8)[:, : k * bits // 8]
+        words = x.contiguous().view(torch.uint8)[:, : k * bits // 8]
+        return (words ^ 128).view(torch.int8) if quant.dtype == torch.int8 else words
     _expect(x, (n, k * bits // 8))
     if quant.element.offset == 128 and x.dtype == torch.int8:
         return x.view(torch.uint8) ^ 128

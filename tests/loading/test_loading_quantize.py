@@ -67,16 +67,18 @@ def test_tensors_of_all_experts(scheme, transposed, interleaved):
     assert same(layer, load(make(scheme, **rank), per_expert(experts)))
 
 
-@pytest.mark.parametrize("scheme", ["fp8_tensor", "nvfp4_w4a16", "int4_w4a16_g32"])
+@pytest.mark.parametrize(
+    "scheme", ["fp8_tensor", "nvfp4_w4a16", "int4_w4a16_g32", "int4_w4a16_g32_zp"]
+)
 def test_rows_that_alternate(scheme):
-    """One scale of a tensor is that of gate and up together."""
+    """One scale of a tensor is that of gate and up together; zero points share bytes."""
     experts = Experts.random(E, H, I)
     both, _ = fused(experts, interleaved=True).values()
     layer = load(make(scheme, activation="swigluoai"), fused(experts, interleaved=True))
     wanted = moe_ops.dequantize_weight(moe_ops.quantize_weight(both, scheme), scheme)
     assert torch.equal(numbers(layer)[0], wanted)
-    if scheme == "int4_w4a16_g32":
-        load(make(scheme, activation="swigluoai"), per_expert(experts))
+    if scheme.startswith("int4"):
+        assert same(layer, load(make(scheme, activation="swigluoai"), per_expert(experts)))
         return
     with pytest.raises(ValueError, match="scales of w1 and w3 must be equal where their rows"):
         load(make(scheme, activation="swigluoai"), per_expert(experts))

@@ -123,7 +123,8 @@ def test_contributing_names_what_there_is():
 
 
 LAYERS = {
-    "moe_ops.layer": 5, "moe_ops.integrations": 5, "moe_ops.tuning": 5,
+    "moe_ops.layer": 5, "moe_ops.quantization": 5, "moe_ops.integrations": 5,
+    "moe_ops.tuning": 5,
     "moe_ops": 6, "moe_ops.testing": 6, "moe_ops.bench": 6, "moe_ops.demo": 6,
     "moe_ops.pipeline": 4, "moe_ops.functional": 3,
     "moe_ops.routing": 3, "moe_ops.parallel": 3, "moe_ops.ops": 2,

@@ -1,0 +1,121 @@
+"""Plain weights of experts, and a quantized layer that is filled from them."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from moe_ops.layer.methods import QuantizedFusedMoEMethod
+from moe_ops.layer.module import FusedMoE
+from moe_ops.layer.placing import Placing
+from moe_ops.loading.given import GivenScales
+from moe_ops.loading.names import LAYOUTS
+from moe_ops.loading.sources import Entry
+from moe_ops.scheme import Scheme
+
+
+class PlainExperts(NamedTuple):
+    """Views of unquantized weights."""
+
+    w1: Tensor
+    """``(E, 2I, H)``, or ``(E, I, H)`` without a gate."""
+    w2: Tensor
+    """``(E, H, I)``."""
+    w1_bias: Tensor | None
+    w2_bias: Tensor | None
+
+    @classmethod
+    def of_layer(cls, layer: FusedMoE) -> PlainExperts:
+        """Return the parameters of an unquantized layer, without the padding of H."""
+        hidden, b2 = layer.model_hidden_size, layer.w2_bias
+        w1, w2 = layer.w13_weight[..., :hidden], layer.w2_weight[:, :hidden]
+        return cls(w1, w2, layer.w13_bias, None if b2 is None else b2[:, :hidden])
+
+    def entries(
+        self, rows: Mapping[int, int], input_scales: tuple[float, float] | None
+    ) -> Iterator[Entry]:
+        """Yield the tensors of a checkpoint with one tensor of gate and up rows per expert.
+
+        Args:
+            rows: the row of each expert.
+            input_scales: the static (or global) scales of the inputs of both GEMMs.
+        """
+        first = "gate_up_proj" if self.w1.shape[1] == 2 * self.w2.shape[2] else "up_proj"
+        scales = input_scales or (None, None)
+        projections = (
+            (first, self.w1, self.w1_bias, scales[0]),
+            ("down_proj", self.w2, self.w2_bias, scales[1]),
+        )
+        for expert, row in rows.items():
+            for name, weight, bias, scale in projections:
+                given = {
+                    "weight": weight[row],
+                    "bias": None if bias is None else bias[row],
+                    "input_scale": None if scale is None else torch.tensor(scale),
+                }
+                for suffix, x in given.items():
+                    if x is not None:
+                        yield _entry(f"experts.{expert}.{name}.{suffix}", x)
+
+
+def _entry(name: str, x: Tensor) -> Entry:
+    return Entry(name, lambda: x)
+
+
+def fill_quantized(
+    layer: FusedMoE,
+    plain: PlainExperts,
+    rows: Mapping[int, int],
+    input_scales: tuple[float, float] | None,
+) -> None:
+    """Create the parameters of a layer's scheme, and quantize plain weights into them.
+
+    The result is bit for bit that of `load_checkpoint` with ``quantize=True``. Experts are
+    quantized one after the other: besides input and output, memory is needed for one projection.
+
+    Args:
+        layer: a layer with a scheme, whose parameters are replaced by new ones on the device of
+            the weights.
+        plain: the weights, in the layer's ``params_dtype``.
+        rows: for each logical expert, its row in ``plain``.
+        input_scales: see `PlainExperts.entries`.
+
+    Raises:
+        ValueError: numbers that the scheme cannot hold, with the expert.
+    """
+    layer.sizes = layer.aligned_sizes()
+    layer.quant_method.create_weights(layer, layer.sizes, plain.w1.device)
+    placing = Placing(layer, LAYOUTS["auto"], quantize=True)
+    for entry in plain.entries(rows, input_scales):
+        placing.take(entry, entry.name)
+    placing.finish()
+    wrong = [*placing.mismatched, *map(str, placing.missing())]
+    if wrong:
+        raise ValueError(f"weights must fit scheme {layer.checkpoint_scheme.name}, got {wrong[0]}")
+    layer.quant_method.process_weights_after_loading(layer)
+
+
+def quantize_layer(
+    layer: FusedMoE, scheme: Scheme, input_scales: tuple[float, float] | None
+) -> None:
+    """Quantize an unquantized layer in place, as if ``quant_config=scheme`` had been given.
+
+    A failure leaves the layer as it was.
+    """
+    stage = copy.copy(layer)
+    stage._parameters = {}
+    stage.checkpoint_scheme, stage.sizes = scheme, replace(layer.sizes, scheme=scheme)
+    stage.placement, stage.given_scales = layer.held_placement(), GivenScales()
+    stage.quant_method = QuantizedFusedMoEMethod()
+    stage.quant_method.exchange = layer.quant_method.exchange
+    rows = {expert: held[0] for expert, held in stage.placement.rows.items() if held}
+    fill_quantized(stage, PlainExperts.of_layer(layer), rows, input_scales)
+    for name, param in stage._parameters.items():
+        layer.register_parameter(name, None if param is None else nn.Parameter(param.data, False))
+    layer.checkpoint_scheme, layer.sizes = scheme, stage.sizes
+    layer.quant_method, layer.given_scales = stage.quant_method, stage.given_scales

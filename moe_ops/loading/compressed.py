@@ -1,0 +1,181 @@
+"""The compressed-tensors format: how schemes are written so that vLLM and others read them.
+
+A scheme that the format cannot express is written in this library's own form: tensors as they are
+stored, named ``weight``, ``weight_scale``, ``weight_zero_point``, ``weight_scale_2``,
+``weight_chan_scale``, ``input_scale`` and ``bias``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from moe_ops.loading.names import SUFFIX
+from moe_ops.scheme import WHOLE, Quant, Scheme
+
+INTEGERS = ("int4", "int8", "uint8")
+
+
+def format_of(scheme: Scheme) -> str | None:
+    """Return the name of the format of compressed-tensors that expresses a scheme; None: none does.
+
+    These are the 6-bit floats, which compressed-tensors packs densely, and int4 with e4m3 group
+    scales and a scale per row, which other tools derive from float scales when they load.
+    """
+    weight = scheme.weight
+    if weight is None or weight.channel_scale or weight.element.bits == 6:
+        return None
+    if weight.element.name == "fp4":
+        by_scale = {"e4m3": "nvfp4-pack-quantized", "e8m0": "mxfp4-pack-quantized"}
+        return by_scale.get(weight.scale) if _is_standard_group(weight) else None
+    if weight.scale == "e8m0":
+        return "mxfp8-quantized" if _is_standard_group(weight) else None
+    if weight.element.name in INTEGERS:
+        if weight.group.rows not in (1, WHOLE) and scheme.activation is None:
+            return None  # blocks of integers are not packed
+        return "pack-quantized" if scheme.activation is None else "int-quantized"
+    return "naive-quantized" if scheme.activation is None else "float-quantized"
+
+
+def _is_standard_group(weight: Quant) -> bool:
+    sizes = {("fp4", "e4m3"): (1, 16), ("fp4", "e8m0"): (1, 32), ("fp8", "e8m0"): (1, 32)}
+    own_scale = weight.global_scale == (weight.scale == "e4m3")
+    return own_scale and sizes.get((weight.element.name, weight.scale)) == weight.group
+
+
+def config_group(scheme: Scheme, targets: list[str]) -> dict[str, Any]:
+    """Return the entry of ``config_groups`` for modules quantized to a scheme."""
+    weight, activation = scheme.weight, scheme.activation
+    return {
+        "targets": targets,
+        "weights": _arguments(weight, is_weight=True),
+        "input_activations": None if activation is None else _arguments(activation),
+        "output_activations": None,
+        "format": format_of(scheme),
+    }
+
+
+def _arguments(quant: Quant | None, *, is_weight: bool = False) -> dict[str, Any]:
+    """Return the ``QuantizationArgs`` of an operand."""
+    if quant is None:
+        raise ValueError("scheme must quantize weights, got none")
+    rows, cols = quant.group
+    given: dict[str, Any] = {
+        "num_bits": quant.element.bits,
+        "type": "int" if quant.element.name in INTEGERS else "float",
+        "symmetric": not quant.zero_point,
+        "dynamic": not (is_weight or quant.static),
+    }
+    if quant.per_tensor:
+        given["strategy"] = "tensor"
+    elif quant.per_row:
+        given["strategy"] = "channel" if is_weight else "token"
+    elif rows == 1:
+        given |= {"strategy": "group", "group_size": cols}
+    else:
+        given |= {"strategy": "block", "block_structure": [rows, cols]}
+    if quant.global_scale:
+        given["strategy"] = "tensor_group"
+        given["dynamic"] = False if is_weight else "local"
+    if quant.scale == "e8m0":
+        given["scale_dtype"] = "torch.uint8"
+    return given
+
+
+def quantization_config(groups: Mapping[Scheme, list[str]], ignore: list[str]) -> dict[str, Any]:
+    """Return the ``quantization_config`` of a model.
+
+    Args:
+        groups: for each scheme, the patterns of the names of its linear layers.
+        ignore: names of the linear layers that are not quantized.
+    """
+    formats = {format_of(scheme) for scheme in groups}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": formats.pop() if len(formats) == 1 else "mixed-precision",
+        "quantization_status": "compressed",
+        "global_compression_ratio": None,
+        "kv_cache_scheme": None,
+        "config_groups": {
+            f"group_{i}": config_group(scheme, targets)
+            for i, (scheme, targets) in enumerate(groups.items())
+        },
+        "ignore": ignore,
+    }
+
+
+def stored_projection(scheme: Scheme, tensors: Mapping[str, Tensor], k: int) -> dict[str, Tensor]:
+    """Return one projection's tensors by the ends of their names.
+
+    Args:
+        scheme: the scheme.
+        tensors: by kind: ``weight (N, K)`` as stored, ``scale``, ``zero_point (N, G)`` unpacked,
+            ``global_scale ()``, ``channel_scale (N,)``, ``input_scale ()``, ``bias (N,)``.
+        k: K of the weight.
+    """
+    found = {SUFFIX[kind]: x for kind, x in tensors.items()}
+    form, weight = format_of(scheme), scheme.weight
+    if form is None or weight is None:
+        return found
+    if form == "pack-quantized":
+        n, data = tensors["weight"].shape[0], found.pop("weight").view(torch.uint8)
+        if weight.element.name == "int8":
+            data = data ^ 128  # the offset of unsigned codes
+        found["weight_packed"] = _words(data)
+        found["weight_shape"] = torch.tensor([n, k])
+        if "zero_point" in tensors:
+            found["weight_zero_point"] = _packed_rows(tensors["zero_point"], weight.element.bits)
+    elif form.endswith("pack-quantized"):
+        found["weight_packed"] = found.pop("weight")
+    if found["weight_scale"].dim() <= 1:
+        found["weight_scale"] = (
+            found["weight_scale"].reshape(-1, 1)
+            if weight.per_row
+            else (found["weight_scale"].reshape(1))
+        )
+    if "global_scale" in tensors:
+        found["weight_global_scale"] = divisor(found.pop("weight_scale_2")).reshape(1)
+    if "input_scale" in tensors:
+        scale = found.pop("input_scale")
+        is_global = scheme.activation is not None and scheme.activation.global_scale
+        found |= (
+            {"input_global_scale": divisor(scale).reshape(1)}
+            if is_global
+            else {"input_scale": scale.reshape(1)}
+        )
+    return found
+
+
+def divisor(factor: Tensor) -> Tensor:
+    """Return the float32 number d for which ``1 / d`` is exactly ``factor``, as readers compute it.
+
+    The rounded reciprocal of a rounded reciprocal is not always the number itself, but one of its
+    neighbours is. If there is none, the nearest number is returned.
+    """
+    nearest = 1 / factor
+    up, down = (torch.nextafter(nearest, torch.full_like(nearest, x)) for x in (torch.inf, 0))
+    for candidate in (nearest, up, down):
+        if bool((1 / candidate == factor).all()):
+            return candidate
+    return nearest
+
+
+def _words(data: Tensor) -> Tensor:
+    """Bytes ``(N, B)`` as int32 words, the lowest bits first; a view if memory allows."""
+    lacking = -data.shape[1] % 4
+    whole = (pad(data, (0, lacking)) if lacking else data).flatten().contiguous()
+    aligned = whole if whole.storage_offset() % 4 == 0 else whole.clone()
+    return aligned.view(torch.int32).view(data.shape[0], -1)
+
+
+def _packed_rows(codes: Tensor, bits: int) -> Tensor:
+    """Codes ``(N, G)`` as int32 words along N: ``(ceil(N * bits / 32), G)``."""
+    by_column = codes.t()
+    if bits == 4:
+        even = pad(by_column, (0, by_column.shape[1] % 2))
+        by_column = even[:, 0::2] | even[:, 1::2] << 4
+    return _words(by_column).t().contiguous()

@@ -1,0 +1,92 @@
+"""The largest inputs of a layer's GEMMs, from which static activation scales follow."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from moe_ops.layer.plain import PlainExperts
+from moe_ops.pipeline.gated_experts import gated_experts
+from moe_ops.pipeline.token_rows import weighted_rows
+from moe_ops.scheme import FLOAT8_E4M3_MAX, Scheme
+from moe_ops.tensors import Routing
+
+
+def needs_peaks(scheme: Scheme) -> bool:
+    """Whether a scheme has scales of activations that must be given."""
+    quant = scheme.activation
+    return quant is not None and (quant.static or quant.global_scale)
+
+
+class Peaks:
+    """The largest magnitudes in the inputs of both GEMMs of one layer, over several calls."""
+
+    def __init__(self) -> None:
+        self._seen: list[Tensor | None] = [None, None]
+
+    @torch.no_grad()
+    def observe(
+        self,
+        hidden_states: Tensor,
+        plain: PlainExperts,
+        routing: Routing,
+        gate: Callable[[Tensor], Tensor],
+        *,
+        weight_on_input: bool = False,
+    ) -> None:
+        """Run a layer's experts, and note the magnitudes. Skipped slots do not count.
+
+        Args:
+            hidden_states: ``(T, H)``, in the dtype of the weights.
+            plain: the layer's weights.
+            routing: the tokens' routing; the expert map may only skip slots.
+            gate: see `gated_experts`.
+            weight_on_input: whether router weights scale the tokens, as in `fused_experts`.
+        """
+        weights, ids, expert_map = routing
+        if weight_on_input:
+            hidden_states = weighted_rows(hidden_states, weights)
+            ids, weights = ids.reshape(-1, 1), torch.ones_like(weights).reshape(-1, 1)
+        held = (ids >= 0) & (ids < plain.w1.shape[0])
+        self._note(0, hidden_states, held.any(1))
+
+        def observed(rows: Tensor) -> Tensor:
+            h = gate(rows)
+            self._note(1, h, held.flatten())
+            return h
+
+        gated_experts(
+            hidden_states, plain.w1, plain.w2, weights, ids, observed,
+            is_gated=plain.w1.shape[1] == 2 * plain.w2.shape[2], expert_map=expert_map,
+            w1_bias=plain.w1_bias, w2_bias=plain.w2_bias,
+        )  # fmt: skip
+
+    def _note(self, gemm: int, rows: Tensor, counted: Tensor) -> None:
+        if rows.numel():
+            magnitudes = torch.where(counted[:, None], rows.abs(), 0)
+            found, known = magnitudes.amax().float(), self._seen[gemm]
+            self._seen[gemm] = found if known is None else torch.maximum(found, known)
+
+    def input_scales(self, name: str, scheme: Scheme) -> tuple[float, float]:
+        """Return the scales that map the peaks to the largest numbers of the scheme.
+
+        Raises:
+            ValueError: the layer saw no token, only zeros, or numbers that are not finite.
+        """
+        quant = scheme.activation
+        largest = 0.0 if quant is None else quant.element.largest
+        if quant is not None and quant.global_scale:
+            largest *= FLOAT8_E4M3_MAX
+        peaks = [0.0 if seen is None else float(seen) for seen in self._seen]
+        for gemm, peak in enumerate(peaks, 1):
+            if not (math.isfinite(peak) and peak > 0):
+                raise ValueError(
+                    "calibrate must run the model so that the largest input of every GEMM is "
+                    f"positive and finite, got {peak} for GEMM {gemm} of {name}"
+                )
+        # The reciprocal of a float32 number, which is what checkpoints of NVFP4 hold.
+        first, second = (1 / (torch.tensor(largest) / peak) for peak in peaks)
+        return float(first), float(second)
