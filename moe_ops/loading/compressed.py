@@ -111,6 +111,9 @@ def quantization_config(groups: Mapping[Scheme, list[str]], ignore: list[str]) -
 def stored_projection(scheme: Scheme, tensors: Mapping[str, Tensor], k: int) -> dict[str, Tensor]:
     """Return one projection's tensors by the ends of their names.
 
+    Readers divide by global scales. The stored reciprocal is exact: scales are reciprocals of
+    float32 numbers themselves, and for every such ``y = 1 / x`` holds ``1 / (1 / y) == y``.
+
     Args:
         scheme: the scheme.
         tensors: by kind: ``weight (N, K)`` as stored, ``scale``, ``zero_point (N, G)`` unpacked,
@@ -138,30 +141,16 @@ def stored_projection(scheme: Scheme, tensors: Mapping[str, Tensor], k: int) -> 
             else (found["weight_scale"].reshape(1))
         )
     if "global_scale" in tensors:
-        found["weight_global_scale"] = divisor(found.pop("weight_scale_2")).reshape(1)
+        found["weight_global_scale"] = (1 / found.pop("weight_scale_2")).reshape(1)
     if "input_scale" in tensors:
         scale = found.pop("input_scale")
         is_global = scheme.activation is not None and scheme.activation.global_scale
         found |= (
-            {"input_global_scale": divisor(scale).reshape(1)}
+            {"input_global_scale": (1 / scale).reshape(1)}
             if is_global
             else {"input_scale": scale.reshape(1)}
         )
     return found
-
-
-def divisor(factor: Tensor) -> Tensor:
-    """Return the float32 number d for which ``1 / d`` is exactly ``factor``, as readers compute it.
-
-    The rounded reciprocal of a rounded reciprocal is not always the number itself, but one of its
-    neighbours is. If there is none, the nearest number is returned.
-    """
-    nearest = 1 / factor
-    up, down = (torch.nextafter(nearest, torch.full_like(nearest, x)) for x in (torch.inf, 0))
-    for candidate in (nearest, up, down):
-        if bool((1 / candidate == factor).all()):
-            return candidate
-    return nearest
 
 
 def _words(data: Tensor) -> Tensor:

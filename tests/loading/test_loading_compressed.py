@@ -1,0 +1,87 @@
+"""What compressed-tensors is told of a scheme, and the numbers that it divides by."""
+
+import pytest
+import torch
+
+from moe_ops.loading.compressed import config_group, format_of, quantization_config
+from moe_ops.scheme import get_scheme
+
+FP8 = {"num_bits": 8, "type": "float", "symmetric": True, "dynamic": False}
+INT4 = {**FP8, "num_bits": 4, "type": "int"}
+NVFP4 = {**FP8, "num_bits": 4, "strategy": "tensor_group", "group_size": 16}
+MXFP8 = {**FP8, "strategy": "group", "group_size": 32, "scale_dtype": "torch.uint8"}
+SAID = {
+    "fp8_tensor": (
+        "float-quantized",
+        {**FP8, "strategy": "tensor"},
+        {**FP8, "strategy": "tensor", "dynamic": True},
+    ),
+    "fp8_tensor_static": (
+        "float-quantized",
+        {**FP8, "strategy": "tensor"},
+        {**FP8, "strategy": "tensor"},
+    ),
+    "fp8_channel": (
+        "float-quantized",
+        {**FP8, "strategy": "channel"},
+        {**FP8, "strategy": "token", "dynamic": True},
+    ),
+    "fp8_block64x128": (
+        "float-quantized",
+        {**FP8, "strategy": "block", "block_structure": [64, 128]},
+        {**FP8, "strategy": "group", "group_size": 128, "dynamic": True},
+    ),
+    "fp8_w8a16": ("naive-quantized", {**FP8, "strategy": "channel"}, None),
+    "int8_w8a16": ("pack-quantized", {**FP8, "type": "int", "strategy": "channel"}, None),
+    "int4_w4a16_g64_zp": (
+        "pack-quantized",
+        {**INT4, "strategy": "group", "group_size": 64, "symmetric": False},
+        None,
+    ),
+    "nvfp4": ("nvfp4-pack-quantized", NVFP4, {**NVFP4, "dynamic": "local"}),
+    "mxfp4_w4a16": ("mxfp4-pack-quantized", {**MXFP8, "num_bits": 4}, None),
+    "mxfp8": ("mxfp8-quantized", MXFP8, {**MXFP8, "dynamic": True}),
+}
+
+
+@pytest.mark.parametrize("name", SAID)
+def test_what_is_said(name):
+    form, weights, activations = SAID[name]
+    assert config_group(get_scheme(name), ["Linear"]) == {
+        "targets": ["Linear"],
+        "weights": weights,
+        "input_activations": activations,
+        "output_activations": None,
+        "format": form,
+    }
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "mxfp6_e2m3",
+        "int4_w4a8_g128",
+        "|int8:128x128:float32",
+        "|fp4:1x64:e8m0",
+        "|fp6_e2m3:1x32:float32",
+    ],
+)
+def test_what_has_no_format(name):
+    assert format_of(get_scheme(name)) is None
+
+
+def test_groups_of_a_model():
+    schemes = [get_scheme(name) for name in ("fp8_channel", "nvfp4_w4a16")]
+    one = quantization_config({schemes[0]: ["Linear"]}, ["lm_head"])
+    assert one["format"] == "float-quantized" and one["ignore"] == ["lm_head"]
+    two = quantization_config({scheme: [scheme.name] for scheme in schemes}, [])
+    assert two["format"] == "mixed-precision"
+    groups = two["config_groups"]
+    assert [groups[f"group_{i}"]["targets"] for i in (0, 1)] == [["fp8_channel"], ["nvfp4_w4a16"]]
+
+
+def test_reciprocals_of_reciprocals_are_exact():
+    """``1 / (1 / y) == y`` for the reciprocals y of all float32 numbers of one binade."""
+    x = (torch.arange(2**23, dtype=torch.int32) + (127 << 23)).view(torch.float32)
+    y = 1 / x
+    assert torch.equal(1 / (1 / y), y) and not torch.equal(1 / y, x)
