@@ -20,7 +20,7 @@ def split(x: Tensor, rule: Formula) -> tuple[Tensor, Tensor | None]:
 
 def sigmoid(x: Tensor) -> Tensor:
     """``1 / (1 + exp(-x))``; `torch.sigmoid` rounds the last elements of a tensor differently."""
-    return 1 / (1 + torch.exp(-x))
+    return x.neg().exp_().add_(1).reciprocal_()
 
 
 def apply(g: Tensor, u: Tensor | None, rule: Formula) -> Tensor:
@@ -30,8 +30,8 @@ def apply(g: Tensor, u: Tensor | None, rule: Formula) -> Tensor:
             g = g.clamp(max=rule.limit)
         u = None if u is None else u.clamp(-rule.limit, rule.limit)
     if rule.function == "swiglu":
-        value = g * sigmoid(rule.alpha * g)
-        return value if u is None else value * (u + rule.beta)
+        value = g / torch.mul(g, -rule.alpha).exp_().add_(1)
+        return value if u is None else value.mul_(u + rule.beta if rule.beta else u)
     if rule.function == "swiglustep":
         value = (g * sigmoid(g)).clamp(max=rule.limit)
     elif rule.function == "situ":

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+from array import array
+from collections.abc import Sequence
+from itertools import accumulate
+
 import torch
 from torch import Tensor
 
 from moe_ops.dispatch.row_tiles import expert_rule, tile_rule
-from moe_ops.dispatch.tile_plan import unpack_plan
-from moe_ops.dispatch.tiles import PLAN_HEADER, TileRule, cdiv, one_row_tile, plan_sizes, row_tile
-from moe_ops.reference.slots import local_experts
+from moe_ops.dispatch.tiles import TileRule, cdiv, one_row_tile, plan_sizes, row_tile
+from moe_ops.reference.slots import local_experts, slots_by_expert
 from moe_ops.tensors import TilePlan
+
+Groups = Sequence[tuple[int, Sequence[int]]]
+"""Experts with their rows."""
 
 
 def moe_align_block_size(
@@ -22,11 +28,17 @@ def moe_align_block_size(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Sort the slots by expert, stably, with each expert's group padded to whole tiles."""
     rule, pad_to = one_row_tile(block_size), block_size if pad_sorted_ids else 1
-    rows, tiles, *_ = plan_sizes(topk_ids.numel(), num_experts, rule, pad_to)
-    plan = TilePlan(*(_empty(topk_ids, entries) for entries in (rows, tiles, 1)))
-    bucket_map, names = (expert_map, None) if ignore_invalid_experts else (None, expert_map)
-    _fill_slots(plan, topk_ids, bucket_map, names, block_size, num_experts)
-    return plan
+    num_slots = topk_ids.numel()
+    sizes = plan_sizes(num_slots, num_experts, rule, pad_to)
+    bucket_map = expert_map if ignore_invalid_experts else None
+    groups = slots_by_expert(topk_ids, bucket_map, num_experts)
+    rows, experts = _tiles(groups, block_size, num_slots)
+    if expert_map is not None and bucket_map is None:
+        names = expert_map.tolist()
+        experts = [names[e] if -(2**31) <= names[e] < 2**31 else -1 for e in experts]
+    used = array("i", [len(rows)])
+    parts = _filled(rows, sizes.rows, num_slots), _filled(experts, sizes.tiles, -1), used
+    return TilePlan(*(topk_ids.new_tensor(part, dtype=torch.int32) for part in parts))
 
 
 def plan_slots(
@@ -39,61 +51,9 @@ def plan_slots(
 ) -> Tensor:
     """Plan in one tensor: `moe_align_block_size` of the slots of local experts."""
     rule = tile_rule(scheme, dtype, topk_ids.device, batch_invariant)
-    num_slots = topk_ids.numel()
-    plan = _empty(topk_ids, plan_sizes(num_slots, num_experts, rule).entries)
-    parts, tile = (
-        unpack_plan(plan, num_slots, num_experts, rule),
-        row_tile(rule, num_slots, num_experts),
-    )
-    counts = _fill_slots(parts, topk_ids, expert_map, None, tile, num_experts)
-    _fill_rest(plan, counts.cumsum(0) - counts, counts, num_slots, rule)
-    return plan
-
-
-def _empty(like: Tensor, entries: int) -> Tensor:
-    return like.new_empty(entries, dtype=torch.int32)
-
-
-def _fill_rest(
-    plan: Tensor, starts: Tensor, counts: Tensor, num_slots: int, rule: TileRule
-) -> None:
-    """Write the parts that only a plan in one tensor has: the header and the tiles' first rows.
-
-    The permuted rows of expert e begin at ``starts[e]``.
-    """
-    sizes = plan_sizes(num_slots, len(counts), rule)
-    plan[1:PLAN_HEADER] = plan.new_tensor((sizes.experts_at, sizes.firsts_at, 0))
-    tile = row_tile(rule, num_slots, len(counts))
-    tiles = cdiv(counts, tile)
-    # starts[e] less the padded rows before expert e: tile i of the plan begins at origin + i * tile
-    origin = (starts - (tiles.cumsum(0) - tiles) * tile).repeat_interleave(tiles)
-    firsts = plan[sizes.firsts_at :]
-    firsts.fill_(-1)
-    firsts[: len(origin)] = origin + torch.arange(len(origin), device=plan.device) * tile
-
-
-def _fill_slots(
-    plan: TilePlan,
-    topk_ids: Tensor,
-    bucket_map: Tensor | None,
-    names: Tensor | None,
-    tile: int,
-    num_experts: int,
-) -> Tensor:
-    """Write the plan of slots sorted by bucket, and return the number of slots per bucket.
-
-    The bucket of a slot is its id mapped by ``bucket_map``. ``names[b]`` is written as the expert
-    id of bucket b (None: b itself).
-    """
-    num_slots = topk_ids.numel()
-    bucket = local_experts(topk_ids, bucket_map, num_experts)
-    bucket = torch.where(bucket < 0, num_experts, bucket)
-    order = torch.argsort(bucket, stable=True)
-    counts = torch.bincount(bucket, minlength=num_experts + 1)[:num_experts]
-    names = torch.arange(num_experts, device=topk_ids.device) if names is None else names.long()
-    names = torch.where(names == names.to(torch.int32), names, -1)
-    _fill(plan, tile, order, counts, names, num_slots)
-    return counts
+    groups = slots_by_expert(topk_ids, expert_map, num_experts)
+    starts = accumulate((len(slots) for _, slots in groups), initial=0)
+    return _plan(groups, list(starts), topk_ids.numel(), num_experts, rule, topk_ids.device)
 
 
 def count_expert_num_tokens(
@@ -109,9 +69,9 @@ def plan_batched(
 ) -> Tensor:
     """Plan for batched rows: the rows of expert e begin at ``e * max_num_tokens``."""
     rule = expert_rule(scheme, expert_num_tokens.device, batch_invariant)
-    counts = expert_num_tokens.long().clamp(0, max_num_tokens)
-    starts = torch.arange(len(counts), device=counts.device) * max_num_tokens
-    return _spans(starts, counts, len(counts) * max_num_tokens, rule)
+    counts = expert_num_tokens.long().clamp(0, max_num_tokens).tolist()
+    starts = [expert * max_num_tokens for expert in range(len(counts))]
+    return _spans(starts, counts, len(counts) * max_num_tokens, rule, expert_num_tokens.device)
 
 
 def plan_permuted(
@@ -125,35 +85,49 @@ def plan_permuted(
     offset = expert_first_token_offset.long().clamp(0, num_rows)
     counts = offset.diff().clamp(min=0)
     counts = counts.minimum((num_rows - (counts.cumsum(0) - counts)).clamp(min=0))
-    return _spans(offset[:-1], counts, num_rows, rule)
+    device = expert_first_token_offset.device
+    return _spans(offset[:-1].tolist(), counts.tolist(), num_rows, rule, device)
 
 
-def _spans(starts: Tensor, counts: Tensor, num_rows: int, rule: TileRule) -> Tensor:
+def _spans(
+    starts: list[int], counts: list[int], num_rows: int, rule: TileRule, device: torch.device
+) -> Tensor:
     """The plan of experts whose rows are contiguous: ``counts[e]`` from ``starts[e]`` on."""
-    plan = _empty(counts, plan_sizes(num_rows, len(counts), rule).entries)
-    gaps = starts - (counts.cumsum(0) - counts)
-    rows = torch.arange(int(counts.sum()), device=counts.device) + gaps.repeat_interleave(counts)
-    tile = row_tile(rule, num_rows, len(counts))
-    names = torch.arange(len(counts), device=counts.device)
-    parts = unpack_plan(plan, num_rows, len(counts), rule)
-    _fill(parts, tile, rows, counts, names, num_rows)
-    _fill_rest(plan, starts, counts, num_rows, rule)
-    return plan
+    spans = [range(start, start + count) for start, count in zip(starts, counts, strict=True)]
+    return _plan(list(enumerate(spans)), starts, num_rows, len(starts), rule, device)
 
 
-def _fill(
-    plan: TilePlan, tile: int, order: Tensor, counts: Tensor, names: Tensor, pad: int
-) -> None:
-    """Write ``order`` in groups of ``counts``, padded to the tile, with ``names`` as expert ids."""
-    sorted_token_ids, expert_ids, num_tokens_post_padded = plan
-    tiles = cdiv(counts, tile)
-    used_rows, used_tiles = torch.stack((counts.sum(), tiles.sum())).tolist()
-    # A row moves down by the padding of all groups before its own.
-    padding = tiles * tile - counts
-    moved = (padding.cumsum(0) - padding).repeat_interleave(counts, output_size=used_rows)
-    row = torch.arange(used_rows, device=order.device) + moved
-    sorted_token_ids.fill_(pad)
-    sorted_token_ids[row] = order[:used_rows].to(torch.int32)
-    expert_ids.fill_(-1)
-    expert_ids[:used_tiles] = names.repeat_interleave(tiles, output_size=used_tiles).to(torch.int32)
-    num_tokens_post_padded.fill_(used_tiles * tile)
+def _plan(
+    groups: Groups,
+    starts: list[int],
+    num_rows: int,
+    num_experts: int,
+    rule: TileRule,
+    device: torch.device,
+) -> Tensor:
+    """Plan in one tensor: see `PlanSizes`. ``starts``: the first permuted row of each group."""
+    sizes, tile = plan_sizes(num_rows, num_experts, rule), row_tile(rule, num_rows, num_experts)
+    rows, experts = _tiles(groups, tile, num_rows)
+    firsts: list[int] = []
+    for start, (_, group) in zip(starts, groups, strict=False):
+        firsts += range(start, start + len(group), tile)
+    plan = array("i", (len(rows), sizes.experts_at, sizes.firsts_at, 0))
+    plan += _filled(rows, sizes.rows, num_rows)
+    plan += _filled(experts, sizes.tiles, -1)
+    plan += _filled(firsts, sizes.tiles, -1)
+    return torch.frombuffer(plan, dtype=torch.int32).to(device)
+
+
+def _tiles(groups: Groups, tile: int, pad: int) -> tuple[list[int], list[int]]:
+    """The rows of each group, padded to whole tiles, and the expert of each tile."""
+    rows: list[int] = []
+    experts: list[int] = []
+    for expert, group in groups:
+        rows += [*group, *[pad] * (-len(group) % tile)]
+        experts += [expert] * cdiv(len(group), tile)
+    return rows, experts
+
+
+def _filled(entries: list[int], size: int, rest: int) -> array[int]:
+    """``entries`` and then ``rest``, ``size`` numbers in total."""
+    return array("i", entries) + array("i", [rest]) * (size - len(entries))

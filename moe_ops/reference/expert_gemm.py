@@ -8,10 +8,12 @@ undefined. Router weights stay in slot order.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch import Tensor
 
 from moe_ops.dispatch.row_tiles import gemm_rule
-from moe_ops.reference.grouped import empty_rows, grouped
+from moe_ops.reference.grouped import grouped
 from moe_ops.reference.slots import multiply
 from moe_ops.scheme import UNQUANTIZED
 from moe_ops.tensors import AnyTiles
@@ -29,13 +31,13 @@ def expert_matmul(
     batch_invariant: bool = False,
 ) -> Tensor:
     """``out[s] = f(topk_weights[s] * a[s // top_k] @ w[e].T + bias[e])``; see `grouped`."""
-    rule = gemm_rule(UNQUANTIZED.key, a, tiles, batch_invariant)
+    rule, columns = gemm_rule(UNQUANTIZED.key, a, tiles, batch_invariant), w.mT
 
-    def product(expert: int, source: Tensor, rows: Tensor) -> None:
-        multiply(a[source].float(), w[expert].float(), rows, batch_invariant)
+    def product(expert: int, rows: Sequence[Tensor], out: Tensor) -> None:
+        multiply(rows[0].float(), columns[expert].float(), out, batch_invariant)
 
     permuted = None if not expert_order else "out" if activation else "a"
     return grouped(
-        empty_rows(len(a) * top_k, w, a.dtype, activation), product, w, tiles, rule, top_k,
+        product, (a,), w, tiles, rule, top_k, a.dtype,
         bias=bias, topk_weights=topk_weights, activation=activation, permuted=permuted,
     )  # fmt: skip

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from moe_ops.dispatch.row_tiles import gemm_rule
-from moe_ops.reference.grouped import Product, empty_rows, grouped
+from moe_ops.reference.grouped import Product, grouped
 from moe_ops.reference.quantize import moe_quantize
 from moe_ops.reference.slots import multiply
 from moe_ops.reference.weight_only_gemm import one_expert
@@ -72,51 +73,45 @@ def scaled_matmul(
         _, topk_ids, expert_map = tiles
         rows = moe_quantize(a, a_scale, None, topk_ids, expert_map, w.shape[0], quant.key)
     make = _decoded if known.decoded else _scaled
-    product = make(*rows, stored, known, batch_invariant)
+    product = make(rows[1], stored, known, batch_invariant)
+    inputs = rows[:1] if quant.per_tensor else rows
     rule = gemm_rule(scheme, a, tiles, batch_invariant)
-    out = empty_rows(len(a) * top_k, w, out_dtype, activation)
-    return grouped(out, product, w, tiles, rule, top_k, bias=bias, activation=activation)
+    return grouped(
+        product, inputs, w, tiles, rule, top_k, out_dtype, bias=bias, activation=activation
+    )
 
 
-def _row_scales(
-    scale: Tensor, quant: Quant, expert: int, source: Tensor, rows: int, num_experts: int
-) -> Tensor:
-    """``(R, groups)``: the scales of some of ``rows``, or that of all, or the expert's."""
-    if quant.per_tensor:
-        return scale.flatten().expand(num_experts)[expert].expand(len(source), 1)
-    return scale.view(rows, -1)[source]
+def _row_scales(rows: Sequence[Tensor], a_scale: Tensor, expert: int, num_experts: int) -> Tensor:
+    """``(R, groups)``: the scales of an expert's rows; of all rows or the expert if per tensor."""
+    if len(rows) == 1:
+        return a_scale.flatten().expand(num_experts)[expert].expand(len(rows[0]), 1)
+    return rows[1]
 
 
-def _decoded(
-    a: Tensor, a_scale: Tensor, stored: QTensor, scheme: Scheme, batch_invariant: bool
-) -> Product:
+def _decoded(a_scale: Tensor, stored: QTensor, scheme: Scheme, batch_invariant: bool) -> Product:
     """Products of the numbers that stored values stand for."""
     quant, num_experts = cast(Quant, scheme.activation), len(stored.data)
 
-    def product(expert: int, source: Tensor, out: Tensor) -> None:
-        scales = _row_scales(a_scale, quant, expert, source, len(a), num_experts)
-        x = dequantize_rows(a[source], scales, quant)
+    def product(expert: int, rows: Sequence[Tensor], out: Tensor) -> None:
+        x = dequantize_rows(rows[0], _row_scales(rows, a_scale, expert, num_experts), quant)
         weight = dequantize_weight(one_expert(stored, expert), scheme)[0]
-        multiply(x, weight, out, batch_invariant)
+        multiply(x, weight.t(), out, batch_invariant)
 
     return product
 
 
-def _scaled(
-    a: Tensor, a_scale: Tensor, stored: QTensor, scheme: Scheme, batch_invariant: bool
-) -> Product:
+def _scaled(a_scale: Tensor, stored: QTensor, scheme: Scheme, batch_invariant: bool) -> Product:
     """Products of stored values, scaled group by group."""
     w, (num_experts, n, k) = stored.data, stored.data.shape
-    quant, weight_quant = cast(Quant, scheme.activation), cast(Quant, scheme.weight)
+    weight_quant = cast(Quant, scheme.weight)
     cols = 1 if weight_quant.group.cols == WHOLE else -(-k // weight_quant.group.cols)
     w_scale: Any = stored.scale
     groups = scale_value(w_scale).view(num_experts, -1, cols)
     w_row = torch.arange(n, device=w.device) // rows_per_scale(w_scale, weight_quant, n)
 
-    def product(expert: int, source: Tensor, out: Tensor) -> None:
-        a_scales = _row_scales(a_scale, quant, expert, source, len(a), num_experts).float()
-        w_scales = groups[expert, w_row]
-        both = (a[source], a_scales), (w[expert], w_scales)
+    def product(expert: int, rows: Sequence[Tensor], out: Tensor) -> None:
+        scales = _row_scales(rows, a_scale, expert, num_experts).float()
+        both = (rows[0], scales), (w[expert], groups[expert, w_row])
         out.copy_(_product(*both, weight_quant, batch_invariant))
 
     return product
@@ -133,7 +128,7 @@ def _product(
     pieces = zip(a.split(size, 1), b.split(size, 1), strict=True)
     for group, (x_piece, w_piece) in enumerate(pieces):
         exact = torch.empty_like(acc, dtype=x_piece.dtype)
-        multiply(x_piece, w_piece, exact, batch_invariant)
+        multiply(x_piece, w_piece.t(), exact, batch_invariant)
         acc += exact.float() * a_scale[:, group, None] * b_scale[:, group]
     return acc
 

@@ -29,12 +29,12 @@ def moe_fused_mul_sum(
         valid = (torch.arange(tokens, device=inputs.device) < num_valid_tokens.flatten())[:, None]
         keep = valid if keep is None else keep & valid
     rows = inputs.float().reshape(tokens, k, hidden_size)
-    if keep is not None:  # skipped rows and weights may be NaN
+    if keep is not None and not keep.all():  # skipped rows and weights may be NaN
         weights = torch.where(keep, weights, 0.0)
         rows = torch.where(keep[..., None], rows, 0.0)
     total = rows.new_zeros((tokens, hidden_size))
-    for j in range(k):
-        total.addcmul_(rows[:, j], weights[:, j, None])
+    for row, weight in zip(rows.unbind(1), weights[..., None].unbind(1), strict=True):
+        total.addcmul_(row, weight)
     return total.to(inputs.dtype)
 
 

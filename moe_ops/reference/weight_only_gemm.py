@@ -6,10 +6,12 @@ products are summed in float32.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch import Tensor
 
 from moe_ops.dispatch.row_tiles import gemm_rule
-from moe_ops.reference.grouped import empty_rows, grouped
+from moe_ops.reference.grouped import grouped
 from moe_ops.reference.slots import multiply
 from moe_ops.scheme import dequantize_weight
 from moe_ops.tensors import AnyTiles, QTensor
@@ -33,12 +35,12 @@ def weight_only_matmul(
     stored = QTensor(w, w_scale, w_zero_point, w_global_scale)
     rule = gemm_rule(scheme, a, tiles, batch_invariant)
 
-    def product(expert: int, source: Tensor, rows: Tensor) -> None:
+    def product(expert: int, rows: Sequence[Tensor], out: Tensor) -> None:
         weight = dequantize_weight(one_expert(stored, expert), scheme, a.dtype)[0].float()
-        multiply(a[source].float(), weight, rows, batch_invariant)
+        multiply(rows[0].float(), weight.t(), out, batch_invariant)
 
     return grouped(
-        empty_rows(len(a) * top_k, w, a.dtype, activation), product, w, tiles, rule, top_k,
+        product, (a,), w, tiles, rule, top_k, a.dtype,
         bias=bias, topk_weights=topk_weights, activation=activation,
     )  # fmt: skip
 
