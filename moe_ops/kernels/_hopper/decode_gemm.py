@@ -168,11 +168,8 @@ def constants(problem: GemmProblem, tiles: HopperTiles, variant: Variant) -> Con
     sizes, rule, quant = problem.sizes, problem.rule, get_scheme(problem.scheme).weight
     gated = rule is not None and rule.gated
     apart = gated and not rule.interleaved
-    few, cols = (
-        tiles.kernel == DECODE_FEW,
-        quant.shared_cols or (EVERY_COLUMN if quant.zero_point else 0),
-    )
-    stage_units = tiles.block_n // CHUNK
+    few, stage_units = tiles.kernel == DECODE_FEW, tiles.block_n // CHUNK
+    cols = quant.shared_cols or (EVERY_COLUMN if quant.zero_point else 0)
     scaled = "rows" if not cols else "weights"
     if few and cols >= STAGE_K and quant.scale == "input":
         scaled = "sums"
@@ -229,26 +226,19 @@ class DecodeGemm:
         words, scale = c.words.of(given.w), given.w_scale
         scales = c.scales.of(scale) if c.STAGE_GROUPS else words
         zeros = c.zeros.of(given.w_zero_point) if c.ZERO_BYTES else words
-        vectors = (
-            dense(given.bias), dense(given.topk_weights),
-            out if given.w_global_scale is None else dense(given.w_global_scale), dense(scale),
-        )  # fmt: skip
+        boxes = words, scales, zeros
+        added = dense(given.bias), dense(given.topk_weights)
+        factors = out if given.w_global_scale is None else dense(given.w_global_scale), dense(scale)
         processors = device_facts(out.device).processors
         if self.tiles.kernel == DECODE_FEW:
             most = max_row_tiles(out.shape[0], given.w.shape[0], c.BLOCK_M) * c.NUM_N
             programs = min(few_ctas(c.BLOCK_M) * processors, most)
-            bias, weights, *rest = vectors
-            c.few(
-                (programs,), given.a, given.a.stride(0), words, scales, zeros, bias, weights, out,
-                *rest, *told,
-            )  # fmt: skip
+            c.few((programs,), given.a, given.a.stride(0), *boxes, *added, out, *factors, *told)
         else:
             plan, _, num_slots, *_ = told
             rows, _ = pack_rows(given.a, None, plan, num_slots, self.packed_rows, c.TOP_K)
             counter = plan.new_zeros(1) if c.ON_DEMAND else plan
-            c.many(
-                (processors,), out, c.rows.of(rows), words, scales, zeros, *vectors, counter, *told
-            )
+            c.many((processors,), out, c.rows.of(rows), *boxes, *added, *factors, counter, *told)
 
     def _variant(self, given: GemmOperands) -> Variant:
         rows, factor = self.problem.weight[1], given.w_global_scale

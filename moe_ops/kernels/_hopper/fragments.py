@@ -7,8 +7,8 @@ integers go into the mantissa of a float from which a constant, or the zero poin
 the bits of small floats are moved to their places and multiplied by the bias correction.
 
 One-byte scales and the correction are one factor, with an exponent that is less by SHIFT so that
-bf16 holds it. RESTORE undoes that on the sums. Scales outside of ``2 ** -60 .. 2 ** 64`` are not
-served: see `pack_weight`.
+bf16 holds it. RESTORE undoes that on the sums. For the scales that this serves exactly see
+`pack_weight`.
 """
 
 from triton.experimental import gluon
@@ -30,12 +30,6 @@ PAIRS = gl.constexpr(
 """Layout of one number for each row of a unit, ``(warp, row pair, row of the pair)``."""
 SHIFT = gl.constexpr(64)
 """One-byte scales multiply weights with this exponent less than they have."""
-
-
-@gluon.constexpr_function
-def is_float(C):
-    """Whether weights are small floats."""
-    return C.EXPONENT > 0
 
 
 @gluon.jit
