@@ -103,7 +103,7 @@ def fill_quantized(
 def quantize_layer(
     layer: FusedMoE, scheme: Scheme, input_scales: tuple[float, float] | None
 ) -> None:
-    """Quantize an unquantized layer in place, as if ``quant_config=scheme`` had been given.
+    """Quantize an unquantized layer in place, as if ``scheme=scheme`` had been given.
 
     A failure leaves the layer as it was.
     """

@@ -49,7 +49,7 @@ def quantize_(
     A quantized transformers model runs with ``experts_implementation="moe_ops"``, which is set
     here; any other implementation raises. `save_pretrained` writes the model, and
     `moe_ops.integrations.transformers.from_pretrained` reads it. A quantized `FusedMoE` is one
-    that was constructed with ``quant_config=scheme``.
+    that was constructed with ``scheme=scheme``.
 
     Args:
         model: a transformers model, or any `torch.nn.Module` that holds experts. Pass the whole

@@ -35,7 +35,7 @@ def test_select_kernel_serves_the_layer(scheme):
 
 @pytest.mark.parametrize("scheme", [None, "fp8_channel", "nvfp4_w4a16"])
 def test_method_classes(scheme):
-    layer, (x, logits) = make(quant_config=scheme), batch()
+    layer, (x, logits) = make(scheme=scheme), batch()
     method = layer.quant_method
     kind = (
         moe_ops.layer.QuantizedFusedMoEMethod if scheme else moe_ops.layer.UnquantizedFusedMoEMethod
