@@ -2,7 +2,11 @@
 
 The same Qwen3-MoE checkpoint reads held-out documentation and continues a prompt three times: with
 Hugging Face's plain loop over experts (``eager``), with its ``grouped_mm``, and with ``moe_ops``.
-Exit code 0 means that moe_ops gave Hugging Face's numbers without a graph break.
+Then its experts are quantized, in one scheme after the other. Without a GPU all of this runs on the
+eager references, and the demo ends with what was measured on one.
+
+Exit code 0 means that moe_ops gave Hugging Face's numbers, and that its decoding was compiled once,
+to one graph.
 
     python -m moe_ops demo
 """
@@ -10,6 +14,7 @@ Exit code 0 means that moe_ops gave Hugging Face's numbers without a graph break
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import sys
 import time
@@ -25,27 +30,23 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, S
 from transformers import logging as transformers_logging
 
 import moe_ops.integrations.transformers  # noqa: F401  (registers "moe_ops")
+from moe_ops.bench.harness import CHECKOUT, KEY
 from moe_ops.demo import MODEL
 
 PROMPT = "If the file"
 CONTEXT, BATCH, NEW_TOKENS = 256, 8, 64
+BATCHES_ON_CPU, BATCHES_QUANTIZED = 8, 2
+"""Most batches that are read without a GPU, and by each quantized model."""
 # Rounding alone may swap two experts whose router logits are closer than this.
 ROUTER_TIE = 2.0**-16
 
 
-class Plan(NamedTuple):
-    """What is compiled for an implementation; each compilation costs up to half a minute."""
-
-    read: bool
-    write: bool
-
-
-# eager cannot be compiled as one graph: its control flow depends on which experts have tokens.
-PLANS = {
-    "eager": Plan(read=False, write=False),
-    "grouped_mm": Plan(read=True, write=False),
-    "moe_ops": Plan(read=True, write=True),
-}
+IMPLEMENTATIONS = ("eager", "grouped_mm", "moe_ops")
+COMPILED = "moe_ops"
+"""The implementation whose decoding step is compiled. (A compilation takes up to half a minute on a
+CPU; eager cannot be one graph, because its control flow depends on which experts have tokens.)"""
+SCHEMES = ("fp8_channel", "int8_w8a16", "int4_w4a16_g32", "mxfp4_w4a16")
+"""Schemes of the table of qualities."""
 
 
 class Result(NamedTuple):
@@ -75,7 +76,6 @@ class Reader:
     ) -> tuple[float, float, float]:
         """Return perplexity, largest logit difference to the first reader, tokens per second."""
         is_reference = not self.reference
-        forward(self.batches[0])  # compiles
         loss, seconds, differences = 0.0, 0.0, []
         for index, batch in enumerate(self.batches):
             start = now()
@@ -139,7 +139,8 @@ def write(
         cache.reset()
         token.copy_(model(prompt, past_key_values=cache).logits[:, -1].argmax(-1, keepdim=True))
 
-    advance = torch.compile(step, fullgraph=True) if compiled else step
+    # Not fullgraph, so that a graph break is counted instead of raised.
+    advance = torch.compile(step) if compiled else step
     restart()
     advance()
     captured = compiled and token.is_cuda
@@ -169,7 +170,7 @@ def capture(step: Callable[[], None]) -> Callable[[], None]:
 
 
 def measure(
-    model: PreTrainedModel, plan: Plan, reader: Reader, prompt: torch.Tensor, bar: tqdm
+    model: PreTrainedModel, reader: Reader, prompt: torch.Tensor, bar: tqdm, *, compiled: bool
 ) -> Result:
     """Read the held-out text and continue the prompt with one implementation."""
     torch._dynamo.reset()
@@ -178,9 +179,8 @@ def measure(
     def forward(batch: torch.Tensor) -> torch.Tensor:
         return model(batch, use_cache=False).logits
 
-    # Not fullgraph, so that a graph break is counted instead of raised.
-    reading = reader(torch.compile(forward) if plan.read else forward, bar)
-    tokens, write_rate, captured = write(model, prompt, bar, compiled=plan.write)
+    reading = reader(forward, bar)
+    tokens, write_rate, captured = write(model, prompt, bar, compiled=compiled)
     return Result(
         *reading,
         tokens,
@@ -198,26 +198,26 @@ def print_table(results: dict[str, Result]) -> None:
         ("implementation", "", "difference", "tokens/s", "tokens/s", "breaks", "lations"),
     ]
     for name, result in results.items():
-        marks = ["" if compiled else "*" for compiled in PLANS[name]]
+        compiled = name == COMPILED
         rows.append(
             (
                 name,
                 f"{result.perplexity:.4f}",
                 f"{result.difference:.1e}" if name != "eager" else "-",
-                f"{result.read_rate:,.0f}{marks[0]:1}",
-                f"{result.write_rate:,.0f}{marks[1]:1}",
-                str(result.graph_breaks) if any(PLANS[name]) else "-",
-                str(result.compilations),
+                f"{result.read_rate:,.0f}",
+                f"{result.write_rate:,.0f}{'*' if compiled else ' '}",
+                str(result.graph_breaks) if compiled else "-",
+                str(result.compilations) if compiled else "-",
             )
         )
     for first, *others in rows:
         print(f"{first:14}" + "".join(f"{cell:>15}" for cell in others))
-    print("* not compiled; prefill and decoding are two programs, compiled separately\n")
+    print("* compiled\n")
 
 
 def report(results: dict[str, Result]) -> bool:
     """Print the result in two sentences, and return whether moe_ops keeps its promises."""
-    eager, grouped, ours = (results[name] for name in PLANS)
+    eager, grouped, ours = (results[name] for name in IMPLEMENTATIONS)
     # The difference between Hugging Face's own two implementations is what float32 rounding does.
     budget = 4 * grouped.difference
     same_numbers = (
@@ -229,15 +229,46 @@ def report(results: dict[str, Result]) -> bool:
         f"apart (allowed: {budget:.1e}, four times what grouped_mm is)."
     )
     same_text = ours.tokens == eager.tokens
-    whole = ours.graph_breaks == 0 and ours.compilations == sum(PLANS["moe_ops"])
+    whole = ours.graph_breaks == 0 and ours.compilations == 1
     print(
         f"Writing: moe_ops chose {'the same' if same_text else 'OTHER'} {len(ours.tokens)} tokens "
         f"{'as' if same_text else 'than'} eager, at {ours.write_rate / eager.write_rate:.2g} times "
-        f"the speed{', replayed from a CUDA graph' if ours.captured else ''}; torch.compile made "
-        f"{ours.compilations} graphs with {ours.graph_breaks} graph breaks, "
-        f"{'' if whole else 'NOT '}one for prefill and one for decoding."
+        f"the speed{', replayed from a CUDA graph' if ours.captured else ''}. torch.compile "
+        f"{'made one graph' if whole else 'DID NOT MAKE ONE GRAPH'} of the decoding step, in one "
+        f"compilation.\n"
     )
     return same_numbers and same_text and whole
+
+
+def perplexity(model: PreTrainedModel, windows: torch.Tensor) -> float:
+    """Return the perplexity of windows ``(N, CONTEXT)``."""
+    losses = [model(batch, labels=batch).loss.item() for batch in windows.split(BATCH)]
+    return math.exp(sum(losses) / len(losses))
+
+
+def print_qualities(path: Path, windows: torch.Tensor, device: torch.device) -> None:
+    """Quantize the experts of the model and print the perplexity of each scheme."""
+    print("moe_ops.quantize_(model, scheme), perplexity of the first windows:")
+    model = load(path, "moe_ops", device)
+    found = {"float32": perplexity(model, windows)}
+    for scheme in SCHEMES:
+        model = moe_ops.quantize_(load(path, "moe_ops", device), scheme, progress=False)
+        found[scheme] = perplexity(model, windows)
+    print("  " + ", ".join(f"{name} {value:.3f}" for name, value in found.items()) + "\n")
+
+
+def print_speeds() -> None:
+    """Print what was measured on GPUs, which the records of a checkout say."""
+    print("Without a GPU the above ran on the eager references, which are exact and slow.")
+    for record in sorted((CHECKOUT / "benchmarks" / "results").glob("*/layer.json")):
+        rows = json.loads(record.read_text())["rows"]
+        times = {tuple(row[key] for key in KEY): row["time_us"] for row in rows}
+        print(f"One layer of Qwen3-30B-A3B on {record.parent.name}, microseconds (bf16):")
+        for name in ("hf-grouped_mm", "moe_ops"):
+            keys = [(m, ("bf16", "qwen3-30b", m, name, "uniform")) for m in (1, 64, 4096)]
+            shown = [f"{m} tokens {times[key]:,.0f}" for m, key in keys if key in times]
+            print(f"  {name:14}" + ", ".join(shown))
+    print("moe-ops explain --model qwen3-30b --device sm_90 says which kernels serve there.")
 
 
 @torch.no_grad()
@@ -263,15 +294,19 @@ def main() -> int:
     windows = ids[: ids.numel() // (BATCH * CONTEXT) * BATCH * CONTEXT].view(-1, CONTEXT)
     prompt = tokenizer(args.prompt, return_tensors="pt").input_ids.to(device)
 
-    work = len(PLANS) * (windows.numel() + NEW_TOKENS - 1)
+    if device.type == "cpu":
+        windows = windows[: BATCHES_ON_CPU * BATCH]
+    work = len(IMPLEMENTATIONS) * (windows.numel() + NEW_TOKENS - 1)
     layout = "{desc} {percentage:3.0f}%|{bar}| {elapsed}"
     with tqdm(total=work, bar_format=layout, leave=False) as bar:
         bar.set_description("looking for router ties")
         tied = find_router_ties(load(args.model, "eager", device), windows)
         reader, results = Reader(windows, tied), {}
-        for name, plan in PLANS.items():
-            bar.set_description(f"{name}, compiling first" if any(plan) else name)
-            results[name] = measure(load(args.model, name, device), plan, reader, prompt, bar)
+        for name in IMPLEMENTATIONS:
+            compiled = name == COMPILED
+            bar.set_description(f"{name}, compiling its decoding" if compiled else name)
+            model = load(args.model, name, device)
+            results[name] = measure(model, reader, prompt, bar, compiled=compiled)
 
     print(f'moe_ops continues "{args.prompt}":\n')
     print(f"{args.prompt}{tokenizer.decode(results['moe_ops'].tokens)}\n")
@@ -279,7 +314,11 @@ def main() -> int:
     print(f"{windows.numel():,} held-out tokens in {len(windows)} windows; float32, {place}.")
     print(f"Logits of {int(tied.sum())} windows with a tie between experts are not compared.\n")
     print_table(results)
-    return 0 if report(results) else 1
+    agreed = report(results)
+    print_qualities(args.model, windows[: BATCHES_QUANTIZED * BATCH], device)
+    if device.type == "cpu":
+        print_speeds()
+    return 0 if agreed else 1
 
 
 if __name__ == "__main__":

@@ -13,7 +13,6 @@ SNIPPETS = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
 
 @pytest.mark.slow
 def test_tutorial(monkeypatch, tmp_path, capsys):
-    (tmp_path / "examples").symlink_to(ROOT / "examples")
     monkeypatch.chdir(tmp_path)
     names = {"__name__": "tutorial"}
     for number, snippet in enumerate(SNIPPETS, 1):

@@ -4,7 +4,6 @@ import copy
 import json
 import pickle
 import weakref
-from pathlib import Path
 
 import pytest
 import torch
@@ -12,6 +11,7 @@ from compilations import Compilations
 from torch import nn
 
 import moe_ops
+from moe_ops.demo import MODEL
 from moe_ops.loading.compressed import format_of
 from moe_ops.quantization.peaks import needs_peaks
 from moe_ops.scheme import SCHEMES, get_scheme
@@ -32,7 +32,6 @@ import moe_ops.integrations.transformers as integration  # noqa: E402
 from moe_ops.integrations import _quantized  # noqa: E402
 from moe_ops.integrations._experts import weights_of  # noqa: E402
 
-DEMO = Path(__file__).parents[2] / "examples" / "demo_model"
 QUANTIZED = [name for name in SCHEMES if name != "unquantized"]
 PREFIX = "model.layers.0.mlp.experts"
 
@@ -43,7 +42,7 @@ def fresh_dynamo():
 
 
 def demo():
-    return transformers.AutoModelForCausalLM.from_pretrained(DEMO, dtype=torch.bfloat16)
+    return transformers.AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.bfloat16)
 
 
 def tokens(length=13, vocabulary=64):
@@ -92,7 +91,7 @@ def test_every_scheme_of_the_demo_model(scheme, tmp_path):
     options = {"quant_config": scheme, "params_dtype": torch.bfloat16, "prefix": PREFIX}
     if activation is None or not needs_peaks(SCHEMES[scheme]):
         loaded = moe_ops.FusedMoE(16, 4, 128, 128, **options)
-        moe_ops.load_checkpoint(loaded, DEMO, quantize=True, progress=False)
+        moe_ops.load_checkpoint(loaded, MODEL, quantize=True, progress=False)
         assert same(layer, loaded)
     model.save_pretrained(tmp_path)
     loaded = moe_ops.FusedMoE(16, 4, 128, 128, **options)
@@ -359,7 +358,7 @@ class OtherQuantizer(transformers.quantizers.HfQuantizer):
 
 def test_a_plain_folder_is_not_read():
     with pytest.raises(ValueError, match="config must have an entry 'moe_ops'.*got None"):
-        integration.from_pretrained(DEMO)
+        integration.from_pretrained(MODEL)
 
 
 def test_a_broken_folder_is_not_read(tmp_path):
