@@ -4,26 +4,25 @@ import torch
 from torch.nn.functional import linear, silu
 
 import moe_ops
+from moe_ops import pipeline
 
 
-class MeanOverSlots(moe_ops.pipeline.TopKWeightAndReduce):
+class MeanOverSlots(pipeline.TopKWeightAndReduce):
     """The mean of each token's rows ``(T, k, H)``, whatever the router's weights are."""
 
     def apply(self, output, rows, topk_weights, topk_ids, apply_router_weight_on_input):
         return rows.mean(dim=1)
 
 
-class DenseExperts(moe_ops.pipeline.FusedMoEExpertsModular):
+class DenseExperts(pipeline.FusedMoEExpertsModular):
     """Run every expert on every token, then pick the rows that each token was routed to."""
 
-    SUPPORTS = moe_ops.pipeline.Supports(
-        activations=(moe_ops.MoEActivation.SILU,), parallel=frozenset()
-    )
-    reduction = moe_ops.pipeline.TopKWeightAndReduceContiguous()
+    SUPPORTS = pipeline.Supports(activations=(moe_ops.MoEActivation.SILU,), parallel=frozenset())
+    reduction = pipeline.TopKWeightAndReduceContiguous()
 
     @staticmethod
     def activation_format():
-        return moe_ops.pipeline.FusedMoEActivationFormat.Standard
+        return pipeline.FusedMoEActivationFormat.Standard
 
     def workspace_shapes(self, M, N, K, topk, global_num_experts, local_num_experts, *_):
         return (local_num_experts, M, max(N, K)), (local_num_experts, M, N // 2), (M, topk, K)
@@ -38,7 +37,6 @@ class DenseExperts(moe_ops.pipeline.FusedMoEExpertsModular):
 
 
 def main():
-    torch.manual_seed(0)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     sizes = (8, 2, 64, 32, 8)  # E, k, H, I, El
     config = moe_ops.FusedMoEConfig(*sizes, "silu", device, moe_ops.RoutingMethodType.Default)
@@ -47,12 +45,9 @@ def main():
     weights, ids = moe_ops.fused_topk(x, torch.randn(5, 8, device=device), 2, False)
 
     experts = DenseExperts(config, moe_ops.FusedMoEQuantConfig("unquantized"))
-    mine = moe_ops.FusedMoEKernel(moe_ops.pipeline.MoEPrepareAndFinalizeNoEP(), experts)
-    library = moe_ops.select_kernel(config, "unquantized", experts=moe_ops.pipeline.TritonExperts)
-    sums = {
-        moe_ops.pipeline.TopKWeightAndReduceContiguous(): weights,
-        MeanOverSlots(): 0 * weights + 0.5,
-    }
+    mine = moe_ops.FusedMoEKernel(pipeline.MoEPrepareAndFinalizeNoEP(), experts)
+    library = moe_ops.select_kernel(config, "unquantized", experts=pipeline.TritonExperts)
+    sums = {pipeline.TopKWeightAndReduceContiguous(): weights, MeanOverSlots(): 0 * weights + 0.5}
     for reduction, same in sums.items():
         experts.reduction = reduction
         expected = library.apply(x, w1, w2, same, ids)

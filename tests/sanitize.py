@@ -31,7 +31,8 @@ from torch.utils._pytree import tree_map_only
 from moe_ops.dispatch.blackwell import BLOCK_SCALED
 
 SPECIALIZED = {
-    "hopper_gemm_kernel", "hopper_stream_kernel", "hopper_token_kernel", "hopper_token_sum_kernel"
+    "hopper_gemm_kernel", "hopper_stream_kernel", "hopper_token_kernel", "hopper_token_sum_kernel",
+    "hopper_decode_few_kernel", "hopper_decode_many_kernel",
 }  # fmt: skip
 """Warp-specialised kernels, whose warps pass shared memory to each other with mbarriers."""
 HOPPER = SPECIALIZED | {"_pack_kernel", "_quantize_pack_kernel"}

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from gemm_rows import activated, exact_scaled_rows, numbers
+from gemm_rows import activated, exact_rows, exact_scaled_rows, numbers
 from modular import EXPERTS, PREPARES, build_experts, build_prepare, fit, roundings, supported
 from plans import row_tile
 from sanitize_operators import BF16, F16, F32, Case, assert_near, operator_cases, some
@@ -20,8 +20,9 @@ import moe_ops
 from moe_ops import ops
 from moe_ops.reference import align, quantize
 from moe_ops.reference import scaled_gemm as scaled_reference
+from moe_ops.reference import weight_only_gemm as weight_only_reference
 from moe_ops.reference.slots import local_experts
-from moe_ops.scheme import get_scheme, quantize_weight
+from moe_ops.scheme import QTensor, dequantize_weight, get_scheme, pack_weight, quantize_weight
 from moe_ops.testing import (
     Problem,
     assert_layer_matches,
@@ -214,6 +215,38 @@ def packing_case(scheme: str, tile: int) -> Case:
     return Case(f"gemm/quantized-as-packed/{scheme}/{tile}", inputs, run, check)
 
 
+# GEMMs with packed weights, which Hopper's kernels decode
+
+
+def packed_case(scheme: str, tile: int) -> Case:
+    """A gated GEMM with a packed weight."""
+    problem = Problem(64, 5, 2, 192, 128, BF16, routing="holes", has_bias=True)
+    tail = (problem.top_k, scheme, "silu")
+
+    def inputs() -> Any:
+        x, w, _, weights, ids, _, bias, _ = make_inputs(problem)
+        with row_tile(tile, portable_only=False):
+            plan = align.plan_slots(ids, None, problem.num_experts, scheme, BF16)
+        q = pack_weight(quantize_weight(w, scheme), scheme)
+        return x, *q, bias, weights, [plan, ids, None]
+
+    def check(operands: Any, actual: Tensor) -> None:
+        x, *stored, bias, weights, (_, ids, _) = operands
+        w = dequantize_weight(QTensor(*stored), scheme)
+        exact = exact_rows(x, w, bias, weights, ids, problem.top_k, None, BF16)
+        with row_tile(tile):
+            expected = weight_only_reference.weight_only_matmul(*operands, *tail)
+        exact = activated(exact, "silu").rounded(BF16)
+        mine = local_experts(ids, None, problem.num_experts) >= 0
+        assert_matches_reference(actual[mine], exact[mine], expected[mine])
+
+    def run(operands: Any) -> Tensor:
+        with row_tile(tile, portable_only=False):
+            return ops.weight_only_matmul(*operands, *tail)
+
+    return Case(f"gemm/packed-weight/{scheme}/{tile}", inputs, run, check)
+
+
 def cases() -> list[Case]:
     """All of them."""
     formats = ("unquantized", "fp8_channel", "fp8_block128", "int8_tensor", "int4_w4a16_g128")
@@ -224,4 +257,5 @@ def cases() -> list[Case]:
         *(routed_case(*sizes) for sizes in ((1, 16), (5, 8), (40, 8))),
         *(format_case(e, s) for e in modular for s in formats if supported(e, s, "silu")),
         *(packing_case(scheme, tile) for scheme in PACKED_AT_ONCE for tile in (64, 128)),
+        *(packed_case(s, tile) for s in ("mxfp4_w4a16", "int8_w8a16_g128") for tile in (16, 128)),
     ]

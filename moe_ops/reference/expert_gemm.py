@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from moe_ops.dispatch.row_tiles import gemm_rule
-from moe_ops.reference.grouped import grouped
+from moe_ops.reference.grouped import Epilogue, grouped
 from moe_ops.reference.slots import multiply
 from moe_ops.scheme import UNQUANTIZED
 from moe_ops.tensors import AnyTiles
@@ -37,7 +37,5 @@ def expert_matmul(
         multiply(rows[0].float(), columns[expert].float(), out, batch_invariant)
 
     permuted = None if not expert_order else "out" if activation else "a"
-    return grouped(
-        product, (a,), w, tiles, rule, top_k, a.dtype,
-        bias=bias, topk_weights=topk_weights, activation=activation, permuted=permuted,
-    )  # fmt: skip
+    then = Epilogue(bias, topk_weights, activation)
+    return grouped(product, (a,), w, tiles, rule, top_k, a.dtype, then, permuted=permuted)

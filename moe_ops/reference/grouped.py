@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,6 +20,17 @@ Product = Callable[[int, Sequence[Tensor], Tensor], None]
 ``rows`` are the expert's rows of each of the inputs."""
 
 
+class Epilogue(NamedTuple):
+    """What follows the products, in float32: router weights, then the bias, then the activation."""
+
+    bias: Tensor | None
+    """``(El, n)``."""
+    topk_weights: Tensor | None = None
+    """One per slot."""
+    activation: str = ""
+    """Key of f; empty: no activation."""
+
+
 def grouped(
     product: Product,
     inputs: Sequence[Tensor],
@@ -27,10 +39,8 @@ def grouped(
     rule: TileRule,
     top_k: int,
     dtype: torch.dtype,
+    then: Epilogue,
     *,
-    bias: Tensor | None,
-    topk_weights: Tensor | None = None,
-    activation: str = "",
     permuted: str | None = None,
 ) -> Tensor:
     """``out[s] = f(topk_weights[s] * product + bias[e])`` in float32, rounded once.
@@ -45,9 +55,7 @@ def grouped(
         rule: the rule by which the row tile of the plan was chosen.
         top_k: slots per row of ``a``.
         dtype: dtype of the result.
-        bias: ``(El, n)`` or None.
-        topk_weights: one per slot, or None.
-        activation: key of f; empty: no activation.
+        then: what follows the products.
         permuted: which of ``"a"`` and ``"out"`` has permuted rows, if any.
     """
     num_slots, (num_experts, n, _) = len(inputs[0]) * top_k, weight.shape
@@ -58,13 +66,13 @@ def grouped(
     taken = [take(x, source).split(counts) for x in inputs]
     for expert, out, *mine in zip(experts, parts, *taken, strict=True):
         product(expert, mine, out)
-    if topk_weights is not None:
-        rows *= topk_weights.flatten()[slots, None].float()
-    if bias is not None:
+    if then.topk_weights is not None:
+        rows *= then.topk_weights.flatten()[slots, None].float()
+    if then.bias is not None:
         for expert, out in zip(experts, parts, strict=True):
-            out += bias[expert].float()
-    if activation:
-        applied = formula(activation)
+            out += then.bias[expert].float()
+    if then.activation:
+        applied = formula(then.activation)
         rows = apply(*split(rows, applied), applied)
     rows, places = rows.to(dtype), between if permuted == "out" else slots
     if isinstance(places, slice) and len(rows) == num_slots:

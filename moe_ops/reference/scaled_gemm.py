@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from moe_ops.dispatch.row_tiles import gemm_rule
-from moe_ops.reference.grouped import Product, grouped
+from moe_ops.reference.grouped import Epilogue, Product, grouped
 from moe_ops.reference.quantize import moe_quantize
 from moe_ops.reference.slots import multiply
 from moe_ops.reference.weight_only_gemm import one_expert
@@ -76,9 +76,8 @@ def scaled_matmul(
     product = make(rows[1], stored, known, batch_invariant)
     inputs = rows[:1] if quant.per_tensor else rows
     rule = gemm_rule(scheme, a, tiles, batch_invariant)
-    return grouped(
-        product, inputs, w, tiles, rule, top_k, out_dtype, bias=bias, activation=activation
-    )
+    then = Epilogue(bias, activation=activation)
+    return grouped(product, inputs, w, tiles, rule, top_k, out_dtype, then)
 
 
 def _row_scales(rows: Sequence[Tensor], a_scale: Tensor, expert: int, num_experts: int) -> Tensor:

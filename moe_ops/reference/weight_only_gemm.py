@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from moe_ops.dispatch.row_tiles import gemm_rule
-from moe_ops.reference.grouped import grouped
+from moe_ops.reference.grouped import Epilogue, grouped
 from moe_ops.reference.slots import multiply
 from moe_ops.scheme import dequantize_weight
 from moe_ops.tensors import AnyTiles, QTensor
@@ -39,10 +39,8 @@ def weight_only_matmul(
         weight = dequantize_weight(one_expert(stored, expert), scheme, a.dtype)[0].float()
         multiply(rows[0].float(), weight.t(), out, batch_invariant)
 
-    return grouped(
-        product, (a,), w, tiles, rule, top_k, a.dtype,
-        bias=bias, topk_weights=topk_weights, activation=activation,
-    )  # fmt: skip
+    then = Epilogue(bias, topk_weights, activation)
+    return grouped(product, (a,), w, tiles, rule, top_k, a.dtype, then)
 
 
 def one_expert(stored: QTensor, expert: int) -> QTensor:

@@ -12,7 +12,7 @@ from plans import row_tile
 from tuned_entries import H200, SIZES, entry, gemm_of, layer, record
 
 import moe_ops
-from moe_ops import cli
+from moe_ops.bench.harness import CHECKOUT
 from moe_ops.dispatch import tuned
 from moe_ops.dispatch.device import assumed
 from moe_ops.dispatch.tuned import DEFAULT
@@ -31,7 +31,7 @@ def installed(monkeypatch):
 def python(code, **environment):
     return subprocess.run(
         [sys.executable, "-c", code],
-        capture_output=True, text=True, cwd=cli.CHECKOUT, env={**os.environ, **environment},
+        capture_output=True, text=True, cwd=CHECKOUT, env={**os.environ, **environment},
     )  # fmt: skip
 
 

@@ -17,10 +17,12 @@ pytest.importorskip("triton")
 import aot  # noqa: E402
 import aot_launches  # noqa: E402
 import operator_samples  # noqa: E402
+from plans import row_tile  # noqa: E402
 from triton.backends.compiler import GPUTarget  # noqa: E402
 
 import moe_ops.kernels  # noqa: E402
-from moe_ops.kernels import activation, align, scaled_gemm, topk_align
+from moe_ops.dispatch.device import Device
+from moe_ops.kernels import activation, align, scaled_gemm, topk_align, weight_only_gemm
 from moe_ops.kernels._hopper import token_gemm, token_sizes
 from moe_ops.kernels._runtime import dependent
 from moe_ops.ops import STAGES  # noqa: E402
@@ -31,7 +33,8 @@ GLOBAL = re.compile(
     r"^\s*(@!?%\w+ )?(ld|st|atom|red|prefetch)\S*\.global|cp\.async\.(ca|cg|bulk\.tensor|bulk\.sh)"
 )
 UNQUANTIZED = ("unquantized", torch.bfloat16)
-ALONE = ("hopper_gemm_kernel", "_pack_kernel", "_quantize_pack_kernel")
+MANY = "hopper_decode_many_kernel"
+ALONE = ("hopper_gemm_kernel", "_pack_kernel", "_quantize_pack_kernel", MANY)
 """Launched without the option: they ran slower with it."""
 TOKEN, TOKEN_SUM = BY_THEMSELVES = ("hopper_token_kernel", "hopper_token_sum_kernel")
 """They wait, and let the next one in, without `take_turn`."""
@@ -140,6 +143,20 @@ def launch_more(empty):
         for tokens in (1, 65536):
             aot_launches.launch_hopper_layer(scheme, tokens, "silu", 2048, 768, False)(empty)
     launch_one_token(empty)
+    for tile in (16, 128):
+        launch_packed(empty, tile)
+
+
+def launch_packed(empty, tile):
+    """GEMMs with a packed weight, of which samples have none."""
+    scheme, slots = "mxfp4_w4a16", 64 * tile // 2
+    ids = empty(slots, 1, dtype=torch.int32)
+    w = empty(64, 128, 128 // 8, dtype=torch.int32)
+    scale = empty(64, 4, 128, dtype=torch.uint8)
+    with row_tile(tile, Device(90, 232448, 132), portable_only=False):
+        tiles = aot_launches.given_plan(ids, 64, scheme)
+        x = empty(slots, 128)
+        weight_only_gemm.weight_only_matmul(x, w, scale, *[None] * 4, tiles, 1, scheme)
 
 
 def launch_one_token(empty):
@@ -168,7 +185,7 @@ def check_turn(kernel):
     (wait,) = (n for n, line in enumerate(lines) if "griddepcontrol.wait" in line)
     name = kernel.metadata.name
     triggers = [n for n, line in enumerate(lines) if "griddepcontrol.launch_dep" in line]
-    assert len(triggers) == ("gemm" not in name), name
+    assert len(triggers) == ("gemm" not in name and name != MANY), name
     memory = [n for n, line in enumerate(lines) if GLOBAL.search(line)]
     assert kernel.metadata.launch_pdl == (name not in ALONE), name
     order = [wait, *triggers, *memory[:1]]
