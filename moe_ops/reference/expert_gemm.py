@@ -14,7 +14,7 @@ from torch import Tensor
 
 from moe_ops.dispatch.row_tiles import gemm_rule
 from moe_ops.reference.grouped import grouped
-from moe_ops.reference.slots import multiply
+from moe_ops.reference.slots import multiply, planned_rows
 from moe_ops.scheme import UNQUANTIZED
 from moe_ops.tensors import AnyTiles
 
@@ -32,12 +32,13 @@ def expert_matmul(
 ) -> Tensor:
     """``out[s] = f(topk_weights[s] * a[s // top_k] @ w[e].T + bias[e])``; see `grouped`."""
     rule, columns = gemm_rule(UNQUANTIZED.key, a, tiles, batch_invariant), w.mT
+    planned = planned_rows(tiles, rule, len(a) * top_k, w.shape[0])
 
     def product(expert: int, rows: Sequence[Tensor], out: Tensor) -> None:
         multiply(rows[0].float(), columns[expert].float(), out, batch_invariant)
 
     permuted = None if not expert_order else "out" if activation else "a"
     return grouped(
-        product, (a,), w, tiles, rule, top_k, a.dtype,
+        product, (a,), w, planned, top_k, a.dtype,
         bias=bias, topk_weights=topk_weights, activation=activation, permuted=permuted,
     )  # fmt: skip

@@ -8,10 +8,8 @@ import torch
 from torch import Tensor
 
 from moe_ops.activation import formula
-from moe_ops.dispatch.tiles import TileRule
 from moe_ops.reference.activation import apply, split
-from moe_ops.reference.slots import planned_rows, take
-from moe_ops.tensors import AnyTiles
+from moe_ops.reference.slots import PlannedRows, take
 
 Product = Callable[[int, Sequence[Tensor], Tensor], None]
 """``product(expert, rows, out)`` writes ``rows[0] @ w[expert].T`` to ``out``, in float32.
@@ -23,8 +21,7 @@ def grouped(
     product: Product,
     inputs: Sequence[Tensor],
     weight: Tensor,
-    tiles: AnyTiles,
-    rule: TileRule,
+    planned: PlannedRows,
     top_k: int,
     dtype: torch.dtype,
     *,
@@ -41,8 +38,7 @@ def grouped(
         product: see `Product`.
         inputs: the rows ``a``, and other tensors with a row for each of them.
         weight: ``(El, n, ..)``; n is the number of columns of a product.
-        tiles: plan, ``topk_ids`` and expert map.
-        rule: the rule by which the row tile of the plan was chosen.
+        planned: the rows of the plan.
         top_k: slots per row of ``a``.
         dtype: dtype of the result.
         bias: ``(El, n)`` or None.
@@ -50,8 +46,8 @@ def grouped(
         activation: key of f; empty: no activation.
         permuted: which of ``"a"`` and ``"out"`` has permuted rows, if any.
     """
-    num_slots, (num_experts, n, _) = len(inputs[0]) * top_k, weight.shape
-    slots, experts, counts, between = planned_rows(tiles, rule, num_slots, num_experts)
+    num_slots, n = len(inputs[0]) * top_k, weight.shape[1]
+    slots, experts, counts, between = planned
     source = between if permuted == "a" else slots // top_k
     rows = torch.empty((len(slots), n), device=weight.device)
     parts = rows.split(counts)

@@ -11,7 +11,7 @@ from torch import Tensor
 from moe_ops.dispatch.row_tiles import gemm_rule
 from moe_ops.reference.grouped import Product, grouped
 from moe_ops.reference.quantize import moe_quantize
-from moe_ops.reference.slots import multiply
+from moe_ops.reference.slots import multiply, planned_rows
 from moe_ops.reference.weight_only_gemm import one_expert
 from moe_ops.scheme import (
     WHOLE,
@@ -76,9 +76,8 @@ def scaled_matmul(
     product = make(rows[1], stored, known, batch_invariant)
     inputs = rows[:1] if quant.per_tensor else rows
     rule = gemm_rule(scheme, a, tiles, batch_invariant)
-    return grouped(
-        product, inputs, w, tiles, rule, top_k, out_dtype, bias=bias, activation=activation
-    )
+    planned = planned_rows(tiles, rule, len(a) * top_k, w.shape[0])
+    return grouped(product, inputs, w, planned, top_k, out_dtype, bias=bias, activation=activation)
 
 
 def _row_scales(rows: Sequence[Tensor], a_scale: Tensor, expert: int, num_experts: int) -> Tensor:

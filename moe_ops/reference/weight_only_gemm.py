@@ -12,7 +12,7 @@ from torch import Tensor
 
 from moe_ops.dispatch.row_tiles import gemm_rule
 from moe_ops.reference.grouped import grouped
-from moe_ops.reference.slots import multiply
+from moe_ops.reference.slots import multiply, planned_rows
 from moe_ops.scheme import dequantize_weight
 from moe_ops.tensors import AnyTiles, QTensor
 
@@ -34,13 +34,14 @@ def weight_only_matmul(
     """``out[s] = f(topk_weights[s] * a[s // top_k] @ dequantized(w[e]).T + bias[e])``."""
     stored = QTensor(w, w_scale, w_zero_point, w_global_scale)
     rule = gemm_rule(scheme, a, tiles, batch_invariant)
+    planned = planned_rows(tiles, rule, len(a) * top_k, w.shape[0])
 
     def product(expert: int, rows: Sequence[Tensor], out: Tensor) -> None:
         weight = dequantize_weight(one_expert(stored, expert), scheme, a.dtype)[0].float()
         multiply(rows[0].float(), weight.t(), out, batch_invariant)
 
     return grouped(
-        product, (a,), w, tiles, rule, top_k, a.dtype,
+        product, (a,), w, planned, top_k, a.dtype,
         bias=bias, topk_weights=topk_weights, activation=activation,
     )  # fmt: skip
 
