@@ -28,7 +28,7 @@ import moe_ops
 import moe_ops.integrations.transformers  # noqa: F401  (registers "moe_ops")
 from moe_ops.demo import MODEL
 from moe_ops.demo.program import Program, load, now
-from moe_ops.demo.records import kernel_lines
+from moe_ops.demo.records import kernel_lines, missing
 from moe_ops.version import __version__
 
 PROMPT = "If the file"
@@ -230,8 +230,9 @@ def main() -> int:
         )
     show("Quantized by moe_ops.quantize_(model, scheme):", quality)
     if not on_gpu:
-        show("On a GPU: `moe-ops explain`, and the times in benchmarks/results (H100: none yet).",
-             kernel_lines())  # fmt: skip
+        show("On a GPU (moe-ops explain; times from benchmarks/results):", kernel_lines())
+        for gpu in missing():
+            print(f"\n  {gpu}: the same kernels; no times are recorded here.")
     print()
     claims = judge(results, tied)
     for claim, holds in claims.items():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 from moe_ops.bench.harness import CHECKOUT
@@ -12,44 +13,44 @@ from moe_ops.pipeline.explanation import explain
 from moe_ops.routing import RoutingMethodType
 
 RESULTS = CHECKOUT / "benchmarks" / "results"
-LAYERS = (
-    ("qwen3-30b", "unquantized"),
-    ("deepseek-v3", "unquantized"),
-    ("deepseek-v3", "fp8_block128"),
-)
+"""The records, if the package is a checkout's."""
+LAYERS = (("qwen3-30b", "bf16"), ("deepseek-v3", "bf16"), ("deepseek-v3", "fp8_block128"))
+"""Models and schemes, by their names in the records."""
 TOKENS = (1, 64, 4096)
-DEVICE = "sm_90"
-"""The architecture of an H100 and an H200, whose kernels are the same."""
-GPUS = ("NVIDIA H200", "NVIDIA H100")
+DEVICE, GPUS = "sm_90", ("NVIDIA H200", "NVIDIA H100")
+"""An architecture, and GPUs that have it."""
+
+Times = dict[tuple[str, str, int, str], float]
+"""Microseconds by model, scheme, tokens and implementation."""
 
 
-def kernel_lines() -> list[list[str]]:
-    """A table: layer, tokens, the kernel of the first GEMM, and the times that GPUS recorded."""
-    recorded = {gpu: _times(gpu) for gpu in GPUS}
-    head = ["layer", "tokens", "GEMM 1 on sm_90", "least us", *(f"{gpu[7:]} us" for gpu in GPUS)]
-    lines = [[*head, "grouped_mm"]]
-    for name, scheme in LAYERS:
-        for cost in _costs(name, scheme):
-            case = (name, "bf16" if scheme == "unquantized" else scheme, cost.num_tokens)
-            times = [recorded[gpu].get((*case, "moe_ops")) for gpu in GPUS]
-            theirs = recorded[GPUS[0]].get((*case, "hf-grouped_mm"))
-            ours, *_ = times
-            lines.append(
-                [
-                    f"{name} {case[1]}",
-                    str(cost.num_tokens),
-                    getattr(cost.gemm1, "kernel", "portable"),
-                    "-" if cost.floor_us is None else f"{cost.floor_us:,.0f}",
-                    *("-" if time is None else f"{time:,.0f}" for time in times),
-                    f"x{theirs / ours:.1f}" if theirs and ours else "-",
-                ]
-            )
+def kernel_lines(results: Path = RESULTS) -> list[list[str]]:
+    """A table: layer, tokens, what `explain` says about it, and times of GPUs with a record."""
+    recorded = {gpu: times for gpu in GPUS if (times := read_times(results, gpu))}
+    head = ["layer", "tokens", "kernel of GEMM 1", "least us"]
+    for gpu in recorded:
+        head += [f"us on {gpu.removeprefix('NVIDIA ')}", "grouped_mm us"]
+    lines = [head]
+    for model, scheme in LAYERS:
+        for cost in explained_costs(model, scheme):
+            case = (model, scheme, cost.num_tokens)
+            line = [f"{model}, {scheme}", str(cost.num_tokens)]
+            line += [getattr(cost.gemm1, "kernel", "portable"), _microseconds(cost.floor_us)]
+            for times in recorded.values():
+                both = (times.get((*case, name)) for name in ("moe_ops", "hf-grouped_mm"))
+                line += map(_microseconds, both)
+            lines.append(line)
     return lines
 
 
-def _costs(name: str, scheme: str) -> tuple[Any, ...]:
-    """What `explain` says about a layer, for each of TOKENS."""
-    problem = find_problem(name)
+def missing(results: Path = RESULTS) -> list[str]:
+    """The GPUs without a record."""
+    return [gpu for gpu in GPUS if not read_times(results, gpu)]
+
+
+def explained_costs(model: str, scheme: str) -> tuple[Any, ...]:
+    """The costs that `explain` finds for a layer, one for each of TOKENS."""
+    problem = find_problem(model)
     config = FusedMoEConfig(
         num_experts=problem.num_experts,
         experts_per_token=problem.top_k,
@@ -60,12 +61,13 @@ def _costs(name: str, scheme: str) -> tuple[Any, ...]:
         device="cpu",
         routing_method=RoutingMethodType.Renormalize,
     )
-    return explain(config, scheme, num_tokens=TOKENS, device=DEVICE).costs
+    named = "unquantized" if scheme == "bf16" else scheme
+    return explain(config, named, num_tokens=TOKENS, device=DEVICE).costs
 
 
-def _times(gpu: str) -> dict[tuple[str, str, int, str], float]:
-    """Microseconds by model, scheme, tokens and implementation; empty without a record."""
-    path = RESULTS / gpu.lower().replace(" ", "-") / "layer.json"
+def read_times(results: Path, gpu: str) -> Times:
+    """The recorded times under uniform routing; empty without a record."""
+    path = results / gpu.lower().replace(" ", "-") / "layer.json"
     if not path.is_file():
         return {}
     rows = json.loads(path.read_text(encoding="utf-8"))["rows"]
@@ -74,3 +76,7 @@ def _times(gpu: str) -> dict[tuple[str, str, int, str], float]:
         for row in rows
         if row["routing"] == "uniform"
     }
+
+
+def _microseconds(time: float | None) -> str:
+    return "-" if time is None else f"{time:,.0f}"
