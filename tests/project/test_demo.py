@@ -7,7 +7,7 @@ import torch
 
 pytest.importorskip("transformers")
 
-from moe_ops.demo import __main__ as demo  # noqa: E402
+from moe_ops.demo import comparison as demo  # noqa: E402
 from moe_ops.demo import records  # noqa: E402
 from moe_ops.demo.program import of_any_length  # noqa: E402
 
