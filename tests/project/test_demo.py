@@ -7,7 +7,7 @@ import torch
 
 pytest.importorskip("transformers")
 
-from moe_ops.demo import __main__ as demo  # noqa: E402
+from moe_ops.demo import comparison as demo  # noqa: E402
 from moe_ops.demo import records  # noqa: E402
 from moe_ops.demo.program import of_any_length  # noqa: E402
 
@@ -75,5 +75,5 @@ def test_recorded_times(tmp_path):
 
 def test_without_records_there_is_what_explain_says(tmp_path):
     head, first, *_ = records.kernel_lines(tmp_path)
-    assert head == ["layer", "tokens", "kernel of GEMM 1", "least us"]
+    assert head == ["layer", "tokens", "kernel of GEMM 1", "floor us"]
     assert first[:2] == ["qwen3-30b, bf16", "1"] and float(first[3]) > 0
