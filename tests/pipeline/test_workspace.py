@@ -5,6 +5,7 @@ import weakref
 import pytest
 import torch
 from modular import SEPARATE, setup
+from torch._C._dynamo.eval_frame import set_eval_frame
 
 import moe_ops
 from moe_ops import ops
@@ -123,6 +124,14 @@ def test_rows_are_freed_after_the_first_gemm(scheme, on_input):
             patch.setattr(ops, "scaled_matmul", watched)
             run()
         assert alive == [[], [False]]
+
+
+@pytest.fixture(autouse=True)
+def no_frame_hook():
+    """Dynamo's frame hook, which compiled calls may leave on, keeps arguments of calls alive."""
+    before = set_eval_frame(None)
+    yield
+    set_eval_frame(before)
 
 
 def test_batched_by_hand():
