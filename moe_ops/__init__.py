@@ -15,6 +15,7 @@ The names here are what most programs need. The rest is in `moe_ops.functional` 
 from typing import TYPE_CHECKING
 
 from moe_ops import ops as _ops  # noqa: F401  (registers the operators)
+from moe_ops import pipeline as _pipeline
 from moe_ops.activation import Activation, MoEActivation
 from moe_ops.functional import (
     apply_moe_activation,
@@ -76,41 +77,7 @@ _MOVED = {
         "rebalance_experts",
         "remap_topk_to_local",
     ),
-    "pipeline": (
-        "AllGatherPrepareAndFinalize",
-        "AsyncPrepareAndFinalize",
-        "BatchedGroupedGemmExperts",
-        "BatchedPrepareAndFinalize",
-        "BatchedSymmetricPrepareAndFinalize",
-        "BatchedTritonExperts",
-        "Call",
-        "ExactAllToAllPrepareAndFinalize",
-        "ExpertTokensMetadata",
-        "Explanation",
-        "FixedCapacityPrepareAndFinalize",
-        "FusedMoEActivationFormat",
-        "FusedMoEExperts",
-        "FusedMoEExpertsModular",
-        "FusedMoEExpertsMonolithic",
-        "FusedMoEPrepareAndFinalize",
-        "FusedMoEPrepareAndFinalizeModular",
-        "FusedMoEPrepareAndFinalizeMonolithic",
-        "GroupedGemmExperts",
-        "MoEPrepareAndFinalizeNoEP",
-        "MoEPrepareAndFinalizeNoEPMonolithic",
-        "MonolithicExperts",
-        "NaiveBatchedExperts",
-        "PrepareResult",
-        "Supports",
-        "SymmetricPrepareAndFinalize",
-        "TopKWeightAndReduce",
-        "TopKWeightAndReduceContiguous",
-        "TopKWeightAndReduceDelegate",
-        "TopKWeightAndReduceNaiveBatched",
-        "TopKWeightAndReduceNoOP",
-        "TritonExperts",
-        "run_micro_batches",
-    ),
+    "pipeline": tuple(_pipeline.__all__),
     "routing": (
         "SelectedExperts",
         "adjust_routing",
@@ -127,8 +94,7 @@ _MOVED = {
         "TilePlan",
     ),
 }
-"""By submodule: its names that this module had, too. It still has them in version 0.2, with a
-warning."""
+"""Names of submodules that this module had, too, and still has in version 0.2, with a warning."""
 
 if TYPE_CHECKING:
     from moe_ops.pipeline.explanation import explain

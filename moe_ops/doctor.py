@@ -49,14 +49,14 @@ class Diagnosis:
     runs_on: str
     """What computes here."""
     kernels: dict[str, list[str] | str] = field(default_factory=dict)
-    """By scheme the kernels of both GEMMs at each of `LOADS`, or why the GPU cannot run it. Empty
+    """The kernels of both GEMMs at each of `LOADS`, by scheme, or why the GPU cannot run it. Empty
     without a GPU."""
     tuned: dict[str, Any] = field(default_factory=dict)
     """Files of tuned tiles for this GPU, of all in use, and the user's folder."""
     extras: dict[str, dict[str, str | None]] = field(default_factory=dict)
-    """By extra the versions of its packages."""
+    """Versions of the packages of each extra."""
     self_test: dict[str, str] = field(default_factory=dict)
-    """By scheme ``passed``, or what went wrong."""
+    """Results by scheme: ``passed``, or what went wrong."""
     self_test_s: float = 0.0
     problems: list[str] = field(default_factory=list)
     """What must be repaired; empty: all is well."""

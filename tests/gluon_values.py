@@ -205,7 +205,7 @@ class Barriers:
 
 
 class Slot:
-    """One of `Barriers`."""
+    """A place among `Barriers`."""
 
     def __init__(self, owner: Barriers, i: int) -> None:
         self.owner, self.i = owner, i

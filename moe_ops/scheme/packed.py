@@ -42,11 +42,11 @@ _ROWS, _COLS = (4, 8, 2), (2, 2, 2, 4, 2)
 """Axes of a chunk: rows are ``warp, pair, odd``; columns ``pair of tiles, tile, register pair,
 two columns, half``."""
 _ORDER = {4: (0, 4, 1, 2, 8, 5, 6, 9, 7, 3), 8: (0, 4, 5, 1, 2, 8, 6, 7, 9, 3)}
-"""By stored bits: the order in memory of the axes ``(N/64, *_ROWS, K/64, *_COLS)``."""
+"""Order in memory, for each number of stored bits, of the axes ``(N/64, *_ROWS, K/64, *_COLS)``."""
 
 PLACES = ((6, 7, 8, 15), (0, 1, 2, 9), (10, 11, 12, 3), (4, 5, 14, 13))
-"""By register: the bits of a 4-bit float, mantissa first and sign last, in a half of a word. (The
-sign of register 2 lies in the other half, where a rotation takes it from.)"""
+"""Places in a half of a word of the bits of a 4-bit float, mantissa first and sign last, for each
+register. (The sign of register 2 lies in the other half, where a rotation takes it from.)"""
 
 
 def is_packed(w: Tensor) -> bool:

@@ -411,5 +411,5 @@ def test_the_package_of_compressed_tensors_reads_them():
             found = compressor.decompress(tensors, group)["weight"]
             q = moe_ops.quantize_weight(plain[shard][expert : expert + 1], name)
             expected = moe_ops.dequantize_weight(q, name, found.dtype)[0]
-            # Of some schemes the package rounds products of scales to bf16 in between.
+            # For some schemes the package rounds products of scales to bf16 in between.
             torch.testing.assert_close(found, expected, rtol=2**-7, atol=0)

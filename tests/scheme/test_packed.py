@@ -59,7 +59,7 @@ def number(q, quant, expert, row, column):
 
 
 PLACES = ([6, 7, 8, 15], [0, 1, 2, 9], [10, 11, 12, 19], [4, 5, 14, 13])
-"""By register: the bits of a 4-bit float in a word, for the first of its two halves."""
+"""Places in a word of the bits of a 4-bit float, for each register, in the first of two halves."""
 
 
 def packed_number(words, bits, k, row, column, *, float4=False):

@@ -32,32 +32,24 @@ SHIFT = gl.constexpr(64)
 """One-byte scales multiply weights with this exponent less than they have."""
 
 
+@gluon.constexpr_function
+def of_lanes(NAME, HALF):
+    """The instruction NAME on the 16-bit lanes of words; fp16 if HALF, else bf16."""
+    return f"{NAME}.rn.{'f16x2' if HALF else 'bf16x2'} $0, $1, $2;"
+
+
 @gluon.jit
 def multiply_lanes(x, y, HALF: gl.constexpr):
-    """The products of the 16-bit lanes of two words; fp16 if HALF, else bf16."""
-    if HALF:
-        z = gl.inline_asm_elementwise(
-            "mul.rn.f16x2 $0, $1, $2;", "=r,r,r", [x, y], gl.int32, True, 1
-        )
-    else:
-        z = gl.inline_asm_elementwise(
-            "mul.rn.bf16x2 $0, $1, $2;", "=r,r,r", [x, y], gl.int32, True, 1
-        )
-    return z
+    """The products of the lanes of two words."""
+    ASM: gl.constexpr = of_lanes("mul", HALF)
+    return gl.inline_asm_elementwise(ASM, "=r,r,r", [x, y], gl.int32, True, 1)
 
 
 @gluon.jit
 def subtract_lanes(x, y, HALF: gl.constexpr):
-    """The differences of the 16-bit lanes of two words; fp16 if HALF, else bf16."""
-    if HALF:
-        z = gl.inline_asm_elementwise(
-            "sub.rn.f16x2 $0, $1, $2;", "=r,r,r", [x, y], gl.int32, True, 1
-        )
-    else:
-        z = gl.inline_asm_elementwise(
-            "sub.rn.bf16x2 $0, $1, $2;", "=r,r,r", [x, y], gl.int32, True, 1
-        )
-    return z
+    """The differences of the lanes of two words."""
+    ASM: gl.constexpr = of_lanes("sub", HALF)
+    return gl.inline_asm_elementwise(ASM, "=r,r,r", [x, y], gl.int32, True, 1)
 
 
 @gluon.jit
