@@ -26,11 +26,9 @@ from moe_ops.dispatch.device import device_facts
 from moe_ops.doctor import DISTRIBUTION, diagnose
 from moe_ops.parallel import FusedMoEParallelConfig
 from moe_ops.parallel.parallel_config import IMPLEMENTED_BACKENDS
-from moe_ops.pipeline.config import FusedMoEConfig
 from moe_ops.pipeline.devices import TARGETS, Target, target_of
 from moe_ops.pipeline.exchange.traffic import LINKS, Link
 from moe_ops.pipeline.explanation import explain
-from moe_ops.routing import RoutingMethodType
 from moe_ops.scheme import Scheme, get_scheme
 from moe_ops.tuning import files, report
 from moe_ops.tuning.search import Clock, Subject
@@ -62,17 +60,11 @@ def _explain(arguments: Sequence[str]) -> int:
         parser.error(f"--ranks must be at most the {problem.num_experts} experts, got {ranks}")
     activation = chosen.activation or problem.activation
     spread = {"dp_size": ranks, "ep_size": ranks, "use_ep": ranks > 1}
-    config = FusedMoEConfig(
-        num_experts=problem.num_experts,
-        experts_per_token=problem.top_k,
-        hidden_dim=problem.hidden_size,
-        intermediate_size=problem.intermediate_size,
+    config = problem.config(
+        "cuda" if torch.cuda.is_available() else "cpu",
         num_local_experts=-(-problem.num_experts // ranks),
         activation=activation,
-        device="cuda" if torch.cuda.is_available() else "cpu",
-        routing_method=RoutingMethodType.Renormalize,
         moe_parallel_config=FusedMoEParallelConfig(**spread, all2all_backend=chosen.backend),
-        is_act_and_mul=kind_and_key(activation)[0].is_gated,
         max_num_tokens=chosen.max_num_tokens,
         batch_invariant=chosen.batch_invariant,
     )

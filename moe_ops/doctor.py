@@ -17,10 +17,8 @@ from moe_ops.bench.harness import default_device, driver_version
 from moe_ops.bench.problems import Problem, find_problem
 from moe_ops.dispatch.device import device_facts, plain_name
 from moe_ops.dispatch.tuned import FOLDER, TABLES
-from moe_ops.pipeline.config import FusedMoEConfig
 from moe_ops.pipeline.explanation import explain
 from moe_ops.pipeline.fused_experts import fused_experts
-from moe_ops.routing import RoutingMethodType
 from moe_ops.scheme import SCHEMES, what_lacks
 from moe_ops.version import __version__
 
@@ -167,16 +165,7 @@ def kernels_of(problem: Problem, device: str | None = None) -> dict[str, list[st
         problem: the layer.
         device: a GPU such as ``sm_90``; None: this machine's.
     """
-    config = FusedMoEConfig(
-        num_experts=problem.num_experts,
-        experts_per_token=problem.top_k,
-        hidden_dim=problem.hidden_size,
-        intermediate_size=problem.intermediate_size,
-        num_local_experts=problem.num_experts,
-        activation=problem.activation,
-        device=default_device(),
-        routing_method=RoutingMethodType.Renormalize,
-    )
+    config = problem.config(default_device())
     found: dict[str, list[str] | str] = {}
     for scheme in SCHEMES.values():
         told = explain(config, scheme, num_tokens=LOADS, device=device)

@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 import torch
 
 import moe_ops
-from moe_ops.activation import kind_and_key
 from moe_ops.bench.command import (
     add_scheme_option,
     one_of,
@@ -108,18 +107,8 @@ def config_of(impl: str, problem: Problem, experts: Experts, inputs: Inputs) -> 
     """Facts besides the row's key that the time depends on: active experts and tiles."""
     config: dict[str, Any] = {"active_experts": inputs.num_active}
     if impl in OURS and impl != PACKED and inputs.x.is_cuda:
-        layer = moe_ops.FusedMoEConfig(
-            num_experts=problem.num_experts,
-            experts_per_token=problem.top_k,
-            hidden_dim=problem.hidden_size,
-            intermediate_size=problem.intermediate_size,
-            num_local_experts=problem.num_experts,
-            activation=experts.activation,
-            device=inputs.x.device,
-            routing_method=moe_ops.RoutingMethodType.Renormalize,
-            is_act_and_mul=kind_and_key(experts.activation)[0].is_gated,
-            batch_invariant=impl == INVARIANT,
-        )
+        changes = {"activation": experts.activation, "batch_invariant": impl == INVARIANT}
+        layer = problem.config(inputs.x.device, **changes)
         told = moe_ops.explain(layer, experts.scheme, num_tokens=(len(inputs.x),))
         for name in ("gemm1", "gemm2"):
             config[name] = asdict(getattr(told.costs[0], name))

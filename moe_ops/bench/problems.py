@@ -69,6 +69,18 @@ class Problem:
         gated = kind_and_key(self.activation)[0].is_gated
         return self.intermediate_size * (2 if gated else 1)
 
+    def config(self, device: torch.device | str, **changes: Any) -> moe_ops.FusedMoEConfig:
+        """What `moe_ops.explain` asks about the layer; ``changes`` replace its other fields."""
+        activation = changes.get("activation", self.activation)
+        given = {
+            "num_local_experts": self.num_experts,
+            "activation": activation,
+            "routing_method": moe_ops.RoutingMethodType.Renormalize,
+            "is_act_and_mul": kind_and_key(activation)[0].is_gated,
+        }
+        sizes = (self.num_experts, self.top_k, self.hidden_size, self.intermediate_size)
+        return moe_ops.FusedMoEConfig(*sizes, device=device, **{**given, **changes})
+
 
 TINY = Problem("tiny", num_experts=8, top_k=2, hidden_size=64, intermediate_size=32, timed=False)
 

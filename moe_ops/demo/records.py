@@ -8,9 +8,7 @@ from typing import Any
 
 from moe_ops.bench.harness import CHECKOUT
 from moe_ops.bench.problems import find_problem
-from moe_ops.pipeline.config import FusedMoEConfig
 from moe_ops.pipeline.explanation import explain
-from moe_ops.routing import RoutingMethodType
 
 RESULTS = CHECKOUT / "benchmarks" / "results"
 """The records, if the package is a checkout's."""
@@ -51,18 +49,8 @@ def missing(results: Path = RESULTS) -> list[str]:
 def explained_costs(model: str, scheme: str) -> tuple[Any, ...]:
     """The costs that `explain` finds for a layer, one for each of TOKENS."""
     problem = find_problem(model)
-    config = FusedMoEConfig(
-        num_experts=problem.num_experts,
-        experts_per_token=problem.top_k,
-        hidden_dim=problem.hidden_size,
-        intermediate_size=problem.intermediate_size,
-        num_local_experts=problem.num_experts,
-        activation=problem.activation,
-        device="cpu",
-        routing_method=RoutingMethodType.Renormalize,
-    )
     named = "unquantized" if scheme == "bf16" else scheme
-    return explain(config, named, num_tokens=TOKENS, device=DEVICE).costs
+    return explain(problem.config("cpu"), named, num_tokens=TOKENS, device=DEVICE).costs
 
 
 def read_times(results: Path, gpu: str) -> Times:
