@@ -62,11 +62,22 @@ def atomic_add(pointer: Pointer, value: Any, sem: str = "") -> Value:
 def inline_asm(
     asm: str, constraints: str, args: Any, dtype: Any, is_pure: bool, pack: int
 ) -> Value:
-    name, kind = asm.split()[0].split(".")[0], asm.split()[0].split(".")[2]
-    lanes = {"bf16x2": torch.bfloat16, "f16x2": torch.float16}[kind]
-    x, y = (a.data.contiguous().view(lanes).float() for a in args)
-    done = {"mul": torch.mul, "sub": torch.sub}[name](x, y)
+    name, *kinds = asm.split()[0].split(".")
+    if name == "lop3":
+        word, mask, bits = (a.data for a in args)
+        assert asm.endswith(", 0xEA;"), "the table of (x & y) | z"
+        return Value((word & mask) | bits)
+    lanes = LANES[kinds[-1]]
+    x, y = (a.data.contiguous().view(lanes) for a in args)
+    if lanes is torch.uint16:
+        x, y = x.int(), y.int()
+        return Value(torch.minimum(x, y).to(lanes).view(torch.int32))
+    done = {"mul": torch.mul, "sub": torch.sub}[name](x.float(), y.float())
     return Value(done.to(lanes).view(torch.int32))
+
+
+LANES = {"bf16x2": torch.bfloat16, "f16x2": torch.float16, "u16x2": torch.uint16}
+"""Dtypes of the lanes of a word, as PTX names them."""
 
 
 def allocate(dtype: Any, shape: Any, layout: Any = None, value: Any = None) -> Any:
@@ -99,6 +110,7 @@ def memory_of(base: Any, shape: Any, strides: Any) -> torch.Tensor:
 def load_box(desc: Any, at: Any, barrier: Any, to: Shared, pred: Any = True) -> None:
     if bool(pred):
         found = box_of(desc, at)
+        assert to.data.storage_offset() * to.data.element_size() % 128 == 0, "TMA aligns to 128"
         to.data.copy_(found.view(to.data.shape))
         as_slot(barrier).barrier.update(0, -found.numel() * found.element_size())
 
@@ -117,6 +129,10 @@ def product(a: Any, b: Shared, acc: Value, use_acc: bool = True, is_async: bool 
     x, y = a.data.float(), b.data.float()
     done = x @ y
     return Value(acc.data + done if use_acc else done)
+
+
+def product_of_warps(a: Value, b: Value, acc: Value) -> Value:
+    return Value(acc.data + a.data.float() @ b.data.float())
 
 
 def wait_for_products(outstanding: int, deps: Any) -> Any:
@@ -224,7 +240,7 @@ def copies_arrive(slot: Any, increment_count: bool) -> None:
 MEANINGS: dict[str, Any] = {
     "gl": LANGUAGE, "mbarrier": MBARRIER, "load_box": load_box, "load_rows": load_rows,
     "async_copy": SimpleNamespace(mbarrier_arrive=copies_arrive),
-    "warpgroup_mma": product, "warpgroup_mma_wait": wait_for_products,
+    "mma_v2": product_of_warps, "warpgroup_mma": product, "warpgroup_mma_wait": wait_for_products,
     "warpgroup_mma_init": lambda x: x, "fence_async_shared": lambda: None,
     "take_turn": lambda LONG=False: None, "gdc_wait": lambda: None,
     "wait_for_group": lambda: None,

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 
@@ -20,8 +21,12 @@ DECODE_FEW, DECODE_MANY = DECODE_KERNELS = ("hopper_decode_few", "hopper_decode_
 """The kernel for few rows, which gathers them itself, and the kernel for many, packed rows."""
 ONE_BYTE = ("e8m0", "e4m3")
 """Forms of scales of one byte."""
+UNIT = 64
+"""Weight rows of a unit."""
 STAGE_K = 128
 """Numbers along K of a stage."""
+TMA_ALIGNMENT = 128
+"""Bytes to whose multiples in shared memory TMA copies."""
 FEW_ROWS = 32
 """The largest row tile of the kernel for few rows."""
 FEW_STAGES, MANY_STAGES = 6, 4
@@ -55,23 +60,41 @@ def few_ctas(block_m: int) -> int:
     return 4 if block_m <= 16 else 3
 
 
-def stage_bytes(tiles: HopperTiles, quant: Quant) -> int:
-    """Bytes of weights, scales and zero points in a stage, and of packed rows."""
-    bits = quant.element.stored_bits * STAGE_K
+class UnitBytes(NamedTuple):
+    """Bytes of what is copied for a unit of 64 weight rows in a stage."""
+
+    words: int
+    scales: int
+    """0: scales have no axis for groups."""
+    zeros: int
+
+
+def unit_bytes(quant: Quant) -> UnitBytes:
+    """Bytes that TMA copies for a unit in a stage."""
+    bits = quant.element.stored_bits
+    groups = 0
     if quant.local or quant.zero_point:
-        groups = max(1, STAGE_K // (quant.shared_cols or STAGE_K))
-        zero_bits = quant.element.stored_bits if quant.zero_point else 0
-        bits += groups * (SCALE_BITS[quant.scale] + zero_bits)
-    rows = tiles.block_m * STAGE_K * 2 if tiles.kernel == DECODE_MANY else 0
-    return tiles.block_n * bits // 8 + rows
+        groups = UNIT * max(1, STAGE_K // (quant.shared_cols or STAGE_K))
+    scales, zeros = groups * SCALE_BITS[quant.scale], groups * bits if quant.zero_point else 0
+    return UnitBytes(UNIT * STAGE_K * bits // 8, scales // 8, zeros // 8)
+
+
+def places(nbytes: int) -> int:
+    """Copies of so many bytes for which shared memory is set aside, as TMA wants them aligned."""
+    return max(1, TMA_ALIGNMENT // nbytes) if nbytes else 0
+
+
+def stage_bytes(tiles: HopperTiles, quant: Quant) -> int:
+    """Bytes of weights, scales and zero points that TMA copies for a stage."""
+    return tiles.block_n // UNIT * sum(unit_bytes(quant))
 
 
 def most_stages(tiles: HopperTiles, quant: Quant, device: Device) -> int:
     """The largest stage count that fits."""
-    stage = stage_bytes(tiles, quant)
+    unit = sum(nbytes * places(nbytes) for nbytes in unit_bytes(quant))
+    stage = tiles.block_n // UNIT * unit + tiles.block_m * STAGE_K * 2
     if tiles.kernel == DECODE_MANY:
         return (device.shared_memory - MANY_BYTES) // stage
-    stage += tiles.block_m * STAGE_K * 2
     beside = CTA_BYTES + 2 * 64 * min(tiles.block_m, 32)
     return ((device.shared_memory + 1024) // few_ctas(tiles.block_m) - beside) // stage
 

@@ -62,7 +62,7 @@ def check(scheme, tile, activation="silu", hidden=2048, width=768, **more):
         ctas = few_ctas(tile) if few else 1
         assert used["shared"] + 1024 <= (H200.shared_memory + 1024) // ctas, used
         assert used["registers"] * 32 * kernel.metadata.num_warps * ctas <= 65536
-        assert "wgmma.mma_async" in kernel.asm["ptx"]
+        assert ("mma.sync" if tile == 16 else "wgmma.mma_async") in kernel.asm["ptx"]
         assert not aot.overwrites_operands(kernel)
     return kernels
 

@@ -12,11 +12,12 @@ Source: the structure of `stream`, with the register operand that humming and tr
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.ampere import async_copy
+from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
     warpgroup_mma,
+    warpgroup_mma_init,
     warpgroup_mma_wait,
 )
 from triton.language.core import _aggregate as aggregate
@@ -39,6 +40,8 @@ from moe_ops.kernels._runtime.dependent import take_turn
 
 CHUNKS = gl.constexpr(2)
 """Chunks of 64 numbers along K in a stage."""
+ALONE = gl.constexpr(16)
+"""Up to so many rows each warp multiplies by itself (mma.sync), and waits for no other warp."""
 
 
 @aggregate
@@ -59,9 +62,10 @@ class Ring:
 
 
 @gluon.jit
-def allocate_boxes(desc, COUNT: gl.constexpr):
-    """Shared memory for boxes of a TMA descriptor."""
-    return gl.allocate_shared_memory(desc.dtype, COUNT + desc.block_shape, desc.layout)
+def allocate_boxes(desc, COUNT: gl.constexpr, PLACES: gl.constexpr):
+    """Shared memory for boxes of a TMA descriptor, each with PLACES boxes of room."""
+    shape: gl.constexpr = [COUNT * PLACES]
+    return gl.allocate_shared_memory(desc.dtype, shape + desc.block_shape, desc.layout)
 
 
 @gluon.jit
@@ -95,10 +99,17 @@ def copy_tiles(a, stride_am, w_desc, scale_desc, zero_desc, ring, v, C: gl.const
                 load_box(w_desc, at, full, ring.words.index(stage * C.UNITS + i))
                 if GROUPS > 0:
                     at = [expert, k * CHUNKS * UNIT // C.COLS, unit * UNIT]
-                    load_box(scale_desc, at, full, ring.scales.index(stage * C.UNITS + i))
+                    load_box(
+                        scale_desc,
+                        at,
+                        full,
+                        ring.scales.index((stage * C.UNITS + i) * C.SCALE_PLACES),
+                    )
                 if C.ZERO_BYTES > 0:
                     at = [expert, k * CHUNKS * UNIT // C.COLS, unit * C.ZERO_BYTES]
-                    load_box(zero_desc, at, full, ring.zeros.index(stage * C.UNITS + i))
+                    load_box(
+                        zero_desc, at, full, ring.zeros.index((stage * C.UNITS + i) * C.ZERO_PLACES)
+                    )
             for chunk in gl.static_range(CHUNKS):
                 first = (k * CHUNKS + chunk) * UNIT
                 inside = real[:, None] & (first + col < C.K)
@@ -132,34 +143,73 @@ def decode_chunk(ring, stage, chunk: gl.constexpr, unit: gl.constexpr, DOT: gl.c
 
 
 @gluon.jit
-def add_chunks(ring, stage, acc, unit: gl.constexpr, C: gl.constexpr):
-    """Add the products of a unit's chunks in a stage to ``acc``."""
-    LAYOUT: gl.constexpr = acc.type.layout
+def add_alone(ring, stage, sums, C: gl.constexpr):
+    """Add the products of a stage to ``sums``, one for each unit: each warp by itself."""
+    LAYOUT: gl.constexpr = sums[0].type.layout
     DOT: gl.constexpr = gl.DotOperandLayout(0, LAYOUT, 2)
-    p = acc
-    if C.SCALED == "sums":
-        p = gl.full(acc.shape, 0, gl.float32, LAYOUT)
+    UNITS: gl.constexpr = C.UNITS
     for chunk in gl.static_range(CHUNKS):
-        w = decode_chunk(ring, stage, chunk, unit, DOT, C)
         rows = ring.rows.index(stage * CHUNKS + chunk).permute((1, 0))
-        p = warpgroup_mma_wait(0, [warpgroup_mma(w, rows, p, is_async=True)])
+        rows = rows.load(gl.DotOperandLayout(1, LAYOUT, 2))
+        added = ()
+        for unit in gl.static_range(UNITS):
+            w = decode_chunk(ring, stage, chunk, unit, DOT, C)
+            added += (mma_v2(w, rows, sums[unit]),)
+        sums = added
+    return sums
+
+
+@gluon.jit
+def add_together(ring, stage, sums, FIRST: gl.constexpr, C: gl.constexpr):
+    """The same of two units, from unit FIRST of a stage on, by the warp group.
+
+    While the product of one unit is under way, the weights of the other are decoded.
+    """
+    LAYOUT: gl.constexpr = sums[0].type.layout
+    DOT: gl.constexpr = gl.DotOperandLayout(0, LAYOUT, 2)
+    ROWS: gl.constexpr = sums[0].shape[1]
+    sum0, p1 = sums[0], warpgroup_mma_init(sums[1])
+    for chunk in gl.static_range(CHUNKS):
+        rows = ring.rows.index(stage * CHUNKS + chunk).slice(0, ROWS, 0).permute((1, 0))
+        w0 = decode_chunk(ring, stage, chunk, FIRST, DOT, C)
+        p0 = warpgroup_mma(w0, rows, sum0, is_async=True)
+        sum1 = warpgroup_mma_wait(1, [p1])
+        w1 = decode_chunk(ring, stage, chunk, FIRST + 1, DOT, C)
+        p1 = warpgroup_mma(w1, rows, sum1, is_async=True)
+        sum0 = warpgroup_mma_wait(1, [p0])
+    return sum0, warpgroup_mma_wait(0, [p1])
+
+
+@gluon.jit
+def add_stage(ring, stage, sums, C: gl.constexpr):
+    """Add the products of a stage to ``sums``, which may be scaled by stages."""
+    LAYOUT: gl.constexpr = sums[0].type.layout
+    UNITS: gl.constexpr = C.UNITS
+    parts = sums
     if C.SCALED == "sums":
-        p = acc + p * scale_rows(ring.scales, stage * C.UNITS + unit, LAYOUT, C)[:, None]
-    return p
+        zero = gl.full(sums[0].shape, 0, gl.float32, LAYOUT)
+        parts = (zero, zero)
+    if C.BLOCK_M <= ALONE:
+        parts = add_alone(ring, stage, parts, C)
+    else:
+        fence_async_shared()  # threads wrote the rows, WGMMA reads through the async proxy
+        parts = add_together(ring, stage, parts, 0, C)
+    if C.SCALED == "sums":
+        added = ()
+        for unit in gl.static_range(UNITS):
+            scale = scale_rows(ring.scales, stage * UNITS + unit, LAYOUT, C)
+            added += (sums[unit] + parts[unit] * scale[:, None],)
+        parts = added
+    return parts
 
 
 @gluon.jit
 def add_tile(step, ring, sums, C: gl.constexpr):
     """Main loop: add the products of all stages of a tile."""
-    UNITS: gl.constexpr = C.UNITS
     for _ in range(C.STEPS):
         stage = step % C.STAGES
         mbarrier.wait(ring.full.index(stage), (step // C.STAGES) & 1)
-        fence_async_shared()  # rows were written by threads, WGMMA reads through the async proxy
-        added = ()
-        for unit in gl.static_range(UNITS):
-            added += (add_chunks(ring, stage, sums[unit], unit, C),)
-        sums = added
+        sums = add_stage(ring, stage, sums, C)
         mbarrier.arrive(ring.empty.index(stage))
         step += 1
     return sums, step
@@ -234,18 +284,25 @@ def store_units(out, bias, weights, sums, units, slot, expert, v, C: gl.constexp
                 store_columns(out, acc, units[i] * UNIT, slot, C)
 
 
+@gluon.constexpr_function
+def sums_layout(rows):
+    """The layout of a unit's sums over tiles of so many rows."""
+    if rows <= ALONE:
+        return gl.NVMMADistributedLayout([2, 0], [4, 1], [16, 8])
+    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, rows, 16])
+
+
 @gluon.jit
 def multiply(out, bias, weights, ring, v, C: gl.constexpr):
     """The multiplying warp group: compute and store every tile of this program."""
-    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.BLOCK_M, 16])
+    LAYOUT: gl.constexpr = sums_layout(C.BLOCK_M)
     UNITS: gl.constexpr = C.UNITS
     step = gl.to_tensor(0)
     for tile in range(gl.program_id(0), v.num_tiles * C.NUM_N, gl.num_programs(0)):
         m, n = find_tile(tile, v.num_tiles, C)
         expert = expert_of(v, m)
         zero = gl.full((UNIT, C.BLOCK_M), 0, gl.float32, LAYOUT)
-        sums = (zero, zero) if C.UNITS == 2 else (zero,)
-        sums, step = add_tile(step, ring, sums, C)
+        sums, step = add_tile(step, ring, (zero, zero), C)
         slot, real = load_slots(v, m, gl.SliceLayout(0, LAYOUT), C)
         slot = gl.where(real & (expert >= 0), slot, -1)
         units = unit_of(n, 0, C), unit_of(n, UNITS - 1, C)
@@ -262,13 +319,13 @@ def hopper_decode_few_kernel(
     SWIZZLED: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
     shape: gl.constexpr = [STAGES * CHUNKS, C.BLOCK_M, UNIT]
     rows = gl.allocate_shared_memory(a.dtype.element_ty, shape, SWIZZLED)
-    boxes: gl.constexpr = [STAGES * C.UNITS]
-    words = allocate_boxes(w_desc, boxes)
+    boxes: gl.constexpr = STAGES * C.UNITS
+    words = allocate_boxes(w_desc, boxes, 1)
     scales, zeros = words, words
     if C.STAGE_GROUPS > 0:
-        scales = allocate_boxes(scale_desc, boxes)
+        scales = allocate_boxes(scale_desc, boxes, C.SCALE_PLACES)
     if C.ZERO_BYTES > 0:
-        zeros = allocate_boxes(zero_desc, boxes)
+        zeros = allocate_boxes(zero_desc, boxes, C.ZERO_PLACES)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(STAGES):

@@ -19,7 +19,9 @@ from moe_ops.dispatch.hopper_decode import (
     ONE_BYTE,
     STAGE_K,
     few_ctas,
+    places,
     stage_bytes,
+    unit_bytes,
 )
 from moe_ops.dispatch.portable import EVERY_COLUMN
 from moe_ops.dispatch.problem import GemmProblem
@@ -93,10 +95,13 @@ class Constants:
     """Units of a tile."""
     STAGE_GROUPS: int
     """Scales of a weight row in a stage."""
+    SCALE_PLACES: int
+    """Boxes in shared memory for each box of scales: see `places`."""
     ZERO_BYTES: int
     """Bytes of a unit's zero points in a group; 0: there are none."""
+    ZERO_PLACES: int
     STAGE_BYTES: int
-    """Bytes that TMA copies for a stage."""
+    """Bytes that TMA copies for a stage beside rows."""
     ON_DEMAND: bool
     """Whether the persistent schedule is dynamic: see `schedule`."""
     NUM_N: int
@@ -177,6 +182,7 @@ def constants(problem: GemmProblem, tiles: HopperTiles, variant: Variant) -> Con
     shifted = cols > 0 and quant.scale in ONE_BYTE
     lifted = (16 if variant.half else 128) - 2 ** (exponent - 1) if exponent else 0
     zero_bits = quant.element.stored_bits if quant.zero_point else 0
+    copied = unit_bytes(quant)
     return Constants(
         N=sizes.n,
         K=sizes.k,
@@ -205,7 +211,9 @@ def constants(problem: GemmProblem, tiles: HopperTiles, variant: Variant) -> Con
         UNITS=stage_units if few else stage_units // 2,
         STAGE_UNITS=stage_units,
         STAGE_GROUPS=max(1, STAGE_K // cols) if cols else 0,
+        SCALE_PLACES=places(copied.scales),
         ZERO_BYTES=CHUNK * zero_bits // 8,
+        ZERO_PLACES=places(copied.zeros),
         STAGE_BYTES=stage_bytes(tiles, quant),
         ON_DEMAND=tiles.on_demand,
         NUM_N=cdiv(problem.weight[1], tiles.block_n),

@@ -13,20 +13,14 @@ products of a stage are waited for before the next stage's barrier.
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
-    mbarrier,
-    warpgroup_mma,
-    warpgroup_mma_init,
-    warpgroup_mma_wait,
-)
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from moe_ops.kernels._gemm.tile import COUNTED
 from moe_ops.kernels._hopper.decode_few import (
     CHUNKS,
     Ring,
+    add_together,
     allocate_boxes,
-    decode_chunk,
     store_units,
 )
 from moe_ops.kernels._hopper.fragments import UNIT
@@ -45,6 +39,7 @@ GROUPS = gl.constexpr(2)
 def copy_tiles(a_desc, w_desc, scale_desc, zero_desc, ring, queue, C: gl.constexpr):
     """The copying warp: copy every tile of both operands, in the order of the products."""
     BOXES: gl.constexpr = C.BLOCK_M // BOX_ROWS
+    BOX_BYTES: gl.constexpr = CHUNKS * BOX_ROWS * UNIT * 2
     UNITS: gl.constexpr = C.UNITS * GROUPS
     step, number = gl.to_tensor(0), gl.to_tensor(0)
     m, n, expert, _, boxes = hear(queue, number, 1)
@@ -53,22 +48,30 @@ def copy_tiles(a_desc, w_desc, scale_desc, zero_desc, ring, queue, C: gl.constex
             stage = step % C.STAGES
             mbarrier.wait(ring.empty.index(stage), (step // C.STAGES + 1) & 1)
             full = ring.full.index(stage)
-            mbarrier.expect(full, C.STAGE_BYTES)
+            for count in gl.static_range(1, BOXES + 1):
+                mbarrier.expect(full, C.STAGE_BYTES + count * BOX_BYTES, pred=boxes == count)
             for chunk in gl.static_range(CHUNKS):
                 for box in gl.static_range(BOXES):
                     at = [m * C.BLOCK_M + box * BOX_ROWS, (k * CHUNKS + chunk) * UNIT]
                     to = ring.rows.index(stage * CHUNKS + chunk).slice(box * BOX_ROWS, BOX_ROWS, 0)
-                    load_box(a_desc, at, full, to)
+                    load_box(a_desc, at, full, to, pred=box < boxes)
             for i in gl.static_range(UNITS):
                 unit = unit_of(n, i // C.UNITS, i % C.UNITS, C)
                 at = [expert, unit, k * CHUNKS, 0, 0]
                 load_box(w_desc, at, full, ring.words.index(stage * UNITS + i))
                 if C.STAGE_GROUPS > 0:
                     at = [expert, k * CHUNKS * UNIT // C.COLS, unit * UNIT]
-                    load_box(scale_desc, at, full, ring.scales.index(stage * UNITS + i))
+                    load_box(
+                        scale_desc,
+                        at,
+                        full,
+                        ring.scales.index((stage * UNITS + i) * C.SCALE_PLACES),
+                    )
                 if C.ZERO_BYTES > 0:
                     at = [expert, k * CHUNKS * UNIT // C.COLS, unit * C.ZERO_BYTES]
-                    load_box(zero_desc, at, full, ring.zeros.index(stage * UNITS + i))
+                    load_box(
+                        zero_desc, at, full, ring.zeros.index((stage * UNITS + i) * C.ZERO_PLACES)
+                    )
             step += 1
         number += 1
         m, n, expert, _, boxes = hear(queue, number, 1)
@@ -83,43 +86,47 @@ def unit_of(n, GROUP: gl.constexpr, NUMBER: gl.constexpr, C: gl.constexpr):
 
 @gluon.jit
 def add_tile(step, ring, sums, GROUP: gl.constexpr, C: gl.constexpr):
-    """Main loop: weights are decoded while the product of the ones before is under way."""
-    LAYOUT: gl.constexpr = sums[0].type.layout
-    DOT: gl.constexpr = gl.DotOperandLayout(0, LAYOUT, 2)
-    FIRST: gl.constexpr = GROUP * C.UNITS
-    sum0, sum1 = sums[0], sums[1]
+    """Main loop: add the products of all stages of a tile."""
     for _ in range(C.STEPS):
         stage = step % C.STAGES
         mbarrier.wait(ring.full.index(stage), (step // C.STAGES) & 1)
-        p1 = warpgroup_mma_init(sum1)
-        for chunk in gl.static_range(CHUNKS):
-            rows = ring.rows.index(stage * CHUNKS + chunk).permute((1, 0))
-            w0 = decode_chunk(ring, stage, chunk, FIRST, DOT, C)
-            p0 = warpgroup_mma(w0, rows, sum0, is_async=True)
-            sum1 = warpgroup_mma_wait(1, [p1])
-            w1 = decode_chunk(ring, stage, chunk, FIRST + 1, DOT, C)
-            p1 = warpgroup_mma(w1, rows, sum1, is_async=True)
-            sum0 = warpgroup_mma_wait(1, [p0])
-        sum1 = warpgroup_mma_wait(0, [p1])
+        sums = add_together(ring, stage, sums, GROUP * C.UNITS, C)
         mbarrier.arrive(ring.empty.index(stage))
         step += 1
-    return (sum0, sum1), step
+    return sums, step
+
+
+@gluon.jit
+def multiply_tile(
+    out, bias, weights, ring, v, tile, step, ROWS: gl.constexpr, GROUP: gl.constexpr,
+    C: gl.constexpr,
+):  # fmt: skip
+    """Compute and store a warp group's share of the first ROWS rows of a tile."""
+    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
+    m, n, expert = tile
+    zero = gl.full((UNIT, ROWS), 0, gl.float32, LAYOUT)
+    sums, step = add_tile(step, ring, (zero, zero), GROUP, C)
+    row = m * C.BLOCK_M + gl.arange(0, ROWS, layout=gl.SliceLayout(0, LAYOUT))
+    slot = gl.load(v.tiles + HEADER + row)
+    slot = gl.where((slot < v.num_slots) & (expert >= 0), slot, -1)
+    units = unit_of(n, GROUP, 0, C), unit_of(n, GROUP, 1, C)
+    store_units(out, bias, weights, sums, units, slot, expert, v, C)
+    return step
 
 
 @gluon.jit
 def multiply(out, bias, weights, ring, queue, v, GROUP: gl.constexpr, C: gl.constexpr):
     """A multiplying warp group: compute its share of every tile of this program."""
-    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.BLOCK_M, 16])
+    BOXES: gl.constexpr = C.BLOCK_M // BOX_ROWS
     step, number = gl.to_tensor(0), gl.to_tensor(0)
     m, n, expert, _, boxes = hear(queue, number, 4)
     while boxes > 0:
-        zero = gl.full((UNIT, C.BLOCK_M), 0, gl.float32, LAYOUT)
-        sums, step = add_tile(step, ring, (zero, zero), GROUP, C)
-        row = m * C.BLOCK_M + gl.arange(0, C.BLOCK_M, layout=gl.SliceLayout(0, LAYOUT))
-        slot = gl.load(v.tiles + HEADER + row)
-        slot = gl.where((slot < v.num_slots) & (expert >= 0), slot, -1)
-        units = unit_of(n, GROUP, 0, C), unit_of(n, GROUP, 1, C)
-        store_units(out, bias, weights, sums, units, slot, expert, v, C)
+        tile = m, n, expert
+        for count in gl.static_range(1, BOXES + 1):
+            if boxes == count:
+                step = multiply_tile(
+                    out, bias, weights, ring, v, tile, step, count * BOX_ROWS, GROUP, C
+                )
         number += 1
         m, n, expert, _, boxes = hear(queue, number, 4)
 
@@ -146,13 +153,13 @@ def hopper_decode_many_kernel(
     SWIZZLED: gl.constexpr = a_desc.layout
     shape: gl.constexpr = [STAGES * CHUNKS, C.BLOCK_M, UNIT]
     rows = gl.allocate_shared_memory(a_desc.dtype, shape, SWIZZLED)
-    boxes: gl.constexpr = [STAGES * C.UNITS * GROUPS]
-    words = allocate_boxes(w_desc, boxes)
+    boxes: gl.constexpr = STAGES * C.UNITS * GROUPS
+    words = allocate_boxes(w_desc, boxes, 1)
     scales, zeros = words, words
     if C.STAGE_GROUPS > 0:
-        scales = allocate_boxes(scale_desc, boxes)
+        scales = allocate_boxes(scale_desc, boxes, C.SCALE_PLACES)
     if C.ZERO_BYTES > 0:
-        zeros = allocate_boxes(zero_desc, boxes)
+        zeros = allocate_boxes(zero_desc, boxes, C.ZERO_PLACES)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(STAGES):

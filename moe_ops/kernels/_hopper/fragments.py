@@ -53,6 +53,23 @@ def subtract_lanes(x, y, HALF: gl.constexpr):
 
 
 @gluon.jit
+def masked_lanes(word, MASK: gl.constexpr, BITS: gl.constexpr):
+    """``word & mask | bits`` in each lane.
+
+    One instruction, which only one of the constants fits into: without its name ptxas makes two.
+    """
+    mask, bits = constant_lanes(MASK, word), constant_lanes(BITS, word)
+    ASM: gl.constexpr = "lop3.b32 $0, $1, $2, $3, 0xEA;"
+    return gl.inline_asm_elementwise(ASM, "=r,r,r,r", [word, mask, bits], gl.int32, True, 1)
+
+
+@gluon.jit
+def least_lanes(x, y):
+    """The smaller ones of the lanes of two words, as unsigned integers."""
+    return gl.inline_asm_elementwise("min.u16x2 $0, $1, $2;", "=r,r,r", [x, y], gl.int32, True, 1)
+
+
+@gluon.jit
 def both_lanes(x):
     """A 16-bit value in both lanes of a word."""
     bits = x.to(gl.int16, bitcast=True).to(gl.int32) & 0xFFFF
@@ -69,7 +86,7 @@ def constant_lanes(BITS: gl.constexpr, like):
 def nibble_lanes(word, Q: gl.constexpr, zero, C: gl.constexpr):
     """Register Q of a word of 4-bit integers, minus the zero point; ``zero``: magic + it."""
     MAGIC: gl.constexpr = 0x6400 if C.HALF else 0x4300
-    value = ((word >> (4 * Q)) & 0x000F000F) | constant_lanes(MAGIC, word)
+    value = masked_lanes(word >> (4 * Q), 0xF, MAGIC)
     if zero is None:
         zero = constant_lanes(MAGIC + 8, word)
     return subtract_lanes(value, zero, C.HALF)
@@ -107,14 +124,15 @@ def byte_lanes(word, J: gl.constexpr, C: gl.constexpr):
         moved = word << (UP - DOWN) if UP >= DOWN else word >> (DOWN - UP)
         value = (lifted & -0x7FFF8000) | (moved & (MAGNITUDE | (MAGNITUDE << 16)))
     else:
-        bits = (word >> (8 * J)) & 0x00FF00FF
-        if C.OFFSET == 0:
-            bits ^= 0x00800080
+        bits = word >> (8 * J)
         if C.HALF:  # 1024 + integer
-            value = subtract_lanes(bits | 0x64006400, constant_lanes(0x6480, word), True)
+            if C.OFFSET == 0:
+                bits ^= 0x00800080
+            value = masked_lanes(bits, 0xFF, 0x6400)
+            value = subtract_lanes(value, constant_lanes(0x6480, word), True)
         else:  # bf16 has seven mantissa bits: bit 7 decides whether 128 or 256 is subtracted
-            less = (~bits & 0x00800080) | 0x43004300
-            value = subtract_lanes((bits & 0x007F007F) | 0x43004300, less, False)
+            less = masked_lanes(bits if C.OFFSET == 0 else ~bits, 0x80, 0x4300)
+            value = subtract_lanes(masked_lanes(bits, 0x7F, 0x4300), less, False)
     return value
 
 
@@ -122,8 +140,9 @@ def byte_lanes(word, J: gl.constexpr, C: gl.constexpr):
 def scale_lanes(stored, C: gl.constexpr):
     """Scales as factors of decoded weights, in both lanes of a word."""
     if C.SCALE == "e8m0":  # 2 ** (s - 127), times the correction and 2 ** -SHIFT
-        field = gl.minimum(stored.to(gl.int32) + (C.LIFTED - SHIFT), 254) << 7
-        word = field | (field << 16)
+        FIELD: gl.constexpr = (C.LIFTED - SHIFT) << 7
+        word = stored.to(gl.int32) * 0x00800080 + (FIELD | (FIELD << 16))
+        word = least_lanes(word, constant_lanes(254 << 7, word))
     elif C.SCALE == "e4m3":
         bits = stored.to(gl.uint8, bitcast=True).to(gl.int32) << 20
         value = bits.to(gl.float32, bitcast=True) * 2.0**120 * C.CORRECTION
@@ -137,11 +156,11 @@ def scale_lanes(stored, C: gl.constexpr):
 def scale_words(scales, box, chunk: gl.constexpr, C: gl.constexpr):
     """The scales of a unit's chunk, for each word: of the even rows, of the odd rows."""
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
-    BOXES: gl.constexpr = C.STAGES * C.STAGE_UNITS
-    shape: gl.constexpr = [BOXES * C.STAGE_GROUPS, 4, 8, 2]
+    NEXT: gl.constexpr = C.STAGE_GROUPS * C.SCALE_PLACES  # groups from one box to the next
+    shape: gl.constexpr = [C.STAGES * C.STAGE_UNITS * NEXT, 4, 8, 2]
     view = scales._reinterpret(scales.dtype, shape, FLAT)
     EACH: gl.constexpr = max(1, C.STAGE_GROUPS // 2)  # groups of a chunk
-    first = box * C.STAGE_GROUPS + chunk * (C.STAGE_GROUPS // 2)
+    first = box * NEXT + chunk * (C.STAGE_GROUPS // 2)
     even, odd = scale_lanes(view.index(first).load(PAIRS), C).split()
     if EACH == 1:
         even, odd = spread_rows(even), spread_rows(odd)
@@ -160,8 +179,10 @@ def scale_words(scales, box, chunk: gl.constexpr, C: gl.constexpr):
 def scale_rows(scales, box, LAYOUT: gl.constexpr, C: gl.constexpr):
     """The scale of each row of a unit's sums, in a stage that has one scale per row."""
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
-    view = scales._reinterpret(scales.dtype, [C.STAGES * C.STAGE_UNITS, 4, 8, 2], FLAT)
-    rows = view.index(box).load(PAIRS).to(gl.float32).permute((0, 2, 1)).reshape((64,))
+    PLACES: gl.constexpr = C.SCALE_PLACES
+    shape: gl.constexpr = [C.STAGES * C.STAGE_UNITS * PLACES, 4, 8, 2]
+    view = scales._reinterpret(scales.dtype, shape, FLAT)
+    rows = view.index(box * PLACES).load(PAIRS).to(gl.float32).permute((0, 2, 1)).reshape((64,))
     return gl.convert_layout(rows, gl.SliceLayout(1, LAYOUT), assert_trivial=True)
 
 
@@ -172,7 +193,7 @@ def zero_words(zeros, box, chunk: gl.constexpr, C: gl.constexpr):
     A chunk has one or two groups. 4-bit ones come with the float that `nibble_lanes` subtracts.
     """
     GROUPS: gl.constexpr = C.STAGE_GROUPS
-    first = box * GROUPS + chunk * (GROUPS // 2)
+    first = box * GROUPS * C.ZERO_PLACES + chunk * (GROUPS // 2)
     even, odd = zero_lanes(zeros, first, C)
     if GROUPS <= 2:
         even, odd = spread_rows(even), spread_rows(odd)
@@ -190,17 +211,17 @@ def zero_words(zeros, box, chunk: gl.constexpr, C: gl.constexpr):
 @gluon.jit
 def zero_lanes(zeros, at, C: gl.constexpr):
     """A group's zero points of the even rows and of the odd rows, in both lanes of words."""
-    BOXES: gl.constexpr = C.STAGES * C.STAGE_UNITS * C.STAGE_GROUPS
+    ALL: gl.constexpr = C.STAGES * C.STAGE_UNITS * C.STAGE_GROUPS * C.ZERO_PLACES
     if C.BITS == 4:
         FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
         MAGIC: gl.constexpr = 0x64006400 if C.HALF else 0x43004300
-        view = zeros._reinterpret(gl.uint8, [BOXES, 4, 8], FLAT)
+        view = zeros._reinterpret(gl.uint8, [ALL, 4, 8], FLAT)
         both = view.index(at).load(gl.SliceLayout(2, PAIRS)).to(gl.int32)
         even, odd = both & 15, both >> 4
         even, odd = even | (even << 16) | MAGIC, odd | (odd << 16) | MAGIC
     else:
         CUBE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
-        view = zeros._reinterpret(gl.uint8, [BOXES, 4, 8, 2], CUBE)
+        view = zeros._reinterpret(gl.uint8, [ALL, 4, 8, 2], CUBE)
         value = view.index(at).load(PAIRS).to(gl.float32) - 128.0
         even, odd = both_lanes(value.to(gl.float16 if C.HALF else gl.bfloat16)).split()
     return even, odd
