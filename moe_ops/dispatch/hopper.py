@@ -72,6 +72,8 @@ class HopperTiles:
     num_stages: int
     on_demand: bool = False
     """Dynamic persistent schedule that skips padding, else a static one."""
+    ctas: int = 1
+    """CTAs per SM for which a persistent kernel sets registers and shared memory aside."""
 
     @property
     def packed(self) -> bool:

@@ -5,6 +5,7 @@ Host arithmetic, which runs inside operators, where sizes are numbers.
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from functools import lru_cache
 from typing import NamedTuple
@@ -13,7 +14,7 @@ import torch
 
 from moe_ops.dispatch.device import Device
 from moe_ops.dispatch.hopper import HopperTiles
-from moe_ops.dispatch.tiles import Gemm, is_direct
+from moe_ops.dispatch.tiles import Gemm, cdiv, is_direct
 from moe_ops.scheme import Quant
 from moe_ops.scheme.values import SCALE_BITS
 
@@ -27,8 +28,14 @@ STAGE_K = 128
 """Numbers along K of a stage."""
 TMA_ALIGNMENT = 128
 """Bytes to whose multiples in shared memory TMA copies."""
-FEW_ROWS = 32
+FEW_CTAS = {16: (4, 3, 2), 32: (3, 2), 64: (2,)}
+"""CTAs per SM that the kernel for few rows may have, by row tile; the best first."""
+FEW_SLOTS = min(FEW_CTAS)
+"""The row tile where each slot is a tile."""
+FEW_ROWS = max(FEW_CTAS)
 """The largest row tile of the kernel for few rows."""
+FEW_WEIGHT_ROWS = 128
+"""Weight rows of its tiles."""
 FEW_STAGES, MANY_STAGES = 6, 4
 """The most stages: more bring nothing, or do not fit."""
 CTA_BYTES = 1024 + 512
@@ -55,9 +62,16 @@ def decodes(quant: Quant, dtype: torch.dtype) -> bool:
     return quant.scale == "input" or (quant.scale in ONE_BYTE and dtype == torch.bfloat16)
 
 
-def few_ctas(block_m: int) -> int:
-    """CTAs per SM of the kernel for few rows."""
-    return 4 if block_m <= 16 else 3
+def fewest_rounds(block_m: int, tiles: float, device: Device) -> int:
+    """CTAs per SM of the kernel for few rows, so that the last round of tiles is nearly full.
+
+    A round takes as long as a full one, in proportion to the CTAs of an SM.
+    """
+
+    def time(ctas: int) -> int:
+        return ctas * math.ceil(tiles / (ctas * device.processors))
+
+    return min(FEW_CTAS[block_m], key=time)
 
 
 class UnitBytes(NamedTuple):
@@ -96,16 +110,25 @@ def most_stages(tiles: HopperTiles, quant: Quant, device: Device) -> int:
     if tiles.kernel == DECODE_MANY:
         return (device.shared_memory - MANY_BYTES) // stage
     beside = CTA_BYTES + 2 * 64 * min(tiles.block_m, 32)
-    return ((device.shared_memory + 1024) // few_ctas(tiles.block_m) - beside) // stage
+    return ((device.shared_memory + 1024) // tiles.ctas - beside) // stage
 
 
 @lru_cache(maxsize=4096)
 def decode_tiles(gemm: Gemm, quant: Quant, device: Device) -> HopperTiles:
     """Tiles of a GEMM with packed weights."""
-    block_m = gemm.row_tile
-    few = block_m <= FEW_ROWS or is_direct(gemm.num_slots, gemm.num_experts)
-    if few:
-        tiles, most = HopperTiles(DECODE_FEW, block_m, 128, 1, 2), FEW_STAGES
+    direct = is_direct(gemm.num_slots, gemm.num_experts)
+    block_m = FEW_SLOTS if direct else gemm.row_tile
+    if block_m <= FEW_ROWS:
+        experts = gemm.num_slots if direct else uniform_experts(gemm)
+        blocks = cdiv(gemm.halves * gemm.n, FEW_WEIGHT_ROWS)
+        ctas = fewest_rounds(block_m, experts * blocks, device)
+        tiles = HopperTiles(DECODE_FEW, block_m, FEW_WEIGHT_ROWS, 1, 2, ctas=ctas)
+        most = FEW_STAGES
     else:
         tiles, most = HopperTiles(DECODE_MANY, block_m, 256, 8, 2, True), MANY_STAGES
     return replace(tiles, num_stages=min(most, most_stages(tiles, quant, device)))
+
+
+def uniform_experts(gemm: Gemm) -> float:
+    """Experts that have rows, on average, if every slot chooses any of them."""
+    return gemm.num_experts * (1 - (1 - 1 / gemm.num_experts) ** gemm.num_slots)

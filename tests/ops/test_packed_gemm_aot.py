@@ -14,7 +14,7 @@ from packed_weights import PACKABLE  # noqa: E402
 from plans import row_tile  # noqa: E402
 
 from moe_ops.dispatch.device import Device  # noqa: E402
-from moe_ops.dispatch.hopper_decode import few_ctas  # noqa: E402
+from moe_ops.dispatch.hopper_decode import FEW_CTAS  # noqa: E402
 from moe_ops.kernels import weight_only_gemm  # noqa: E402
 from moe_ops.scheme import QTensor  # noqa: E402
 from moe_ops.scheme.packed import groups_first  # noqa: E402
@@ -53,16 +53,16 @@ def check(scheme, tile, activation="silu", hidden=2048, width=768, **more):
     launch = launch_layer(scheme, tile, activation, hidden, width, **more)
     facts = H200._replace(row_tile=tile)
     kernels = [k for k in aot.compile_launch(facts, launch) if "decode" in k.metadata.name]
-    few = tile <= 32
+    few = tile in FEW_CTAS
     name = "hopper_decode_few_kernel" if few else "hopper_decode_many_kernel"
     assert [k.metadata.name for k in kernels] == [name] * 2
     for kernel in kernels:
         used = aot.resources(kernel, 90)
         assert used["spilled"] == used["serialized"] == 0, used
-        ctas = few_ctas(tile) if few else 1
+        ctas = FEW_CTAS[tile][0] if few else 1
         assert used["shared"] + 1024 <= (H200.shared_memory + 1024) // ctas, used
         assert used["registers"] * 32 * kernel.metadata.num_warps * ctas <= 65536
-        assert ("mma.sync" if tile == 16 else "wgmma.mma_async") in kernel.asm["ptx"]
+        assert ("wgmma.mma_async" if tile > 16 else "mma.sync") in kernel.asm["ptx"]
         assert not aot.overwrites_operands(kernel)
     return kernels
 

@@ -1,10 +1,11 @@
 """Gluon kernel of the expert GEMMs with packed weights for few rows on Hopper.
 
 The weights of a tile are copied as they are packed (`scheme.packed`), decoded in registers
-(`fragments`), and multiplied as the first operand of WGMMA; rows of tokens are the second operand.
-So a weight is read once from memory and once from shared memory, and never written. One warp group
-copies: weights and scales as TMA boxes, the rows of a tile's slots with cp.async, as they may lie
-anywhere. The other warp group decodes, multiplies and stores. Several CTAs fit on an SM: while one
+(`fragments`), and multiplied as the first operand of a matrix instruction; rows of tokens are the
+second operand. So a weight is read once from memory and once from shared memory, and never written.
+
+One warp group copies: weights and scales as TMA boxes, the rows of a tile's slots with cp.async, as
+they may lie anywhere. Another decodes, multiplies and stores. Several CTAs fit on an SM: while one
 decodes, another waits for memory.
 
 Source: the structure of `stream`, with the register operand that humming and triton_kernels use.
@@ -34,7 +35,7 @@ from moe_ops.kernels._hopper.fragments import (
 )
 from moe_ops.kernels._hopper.packed import load_box
 from moe_ops.kernels._hopper.schedule import find_tile
-from moe_ops.kernels._hopper.slots import Vectors, count_tiles, expert_of
+from moe_ops.kernels._hopper.slots import Vectors, count_tiles, expert_of, slots_of
 from moe_ops.kernels._hopper.stream import COPYING, load_rows, load_slots
 from moe_ops.kernels._runtime.dependent import take_turn
 
@@ -147,21 +148,19 @@ def add_alone(ring, stage, sums, C: gl.constexpr):
     """Add the products of a stage to ``sums``, one for each unit: each warp by itself."""
     LAYOUT: gl.constexpr = sums[0].type.layout
     DOT: gl.constexpr = gl.DotOperandLayout(0, LAYOUT, 2)
-    UNITS: gl.constexpr = C.UNITS
+    ROWS: gl.constexpr = sums[0].shape[1]
+    sum0, sum1 = sums[0], sums[1]
     for chunk in gl.static_range(CHUNKS):
-        rows = ring.rows.index(stage * CHUNKS + chunk).permute((1, 0))
+        rows = ring.rows.index(stage * CHUNKS + chunk).slice(0, ROWS, 0).permute((1, 0))
         rows = rows.load(gl.DotOperandLayout(1, LAYOUT, 2))
-        added = ()
-        for unit in gl.static_range(UNITS):
-            w = decode_chunk(ring, stage, chunk, unit, DOT, C)
-            added += (mma_v2(w, rows, sums[unit]),)
-        sums = added
-    return sums
+        sum0 = mma_v2(decode_chunk(ring, stage, chunk, 0, DOT, C), rows, sum0)
+        sum1 = mma_v2(decode_chunk(ring, stage, chunk, 1, DOT, C), rows, sum1)
+    return sum0, sum1
 
 
 @gluon.jit
 def add_together(ring, stage, sums, FIRST: gl.constexpr, C: gl.constexpr):
-    """The same of two units, from unit FIRST of a stage on, by the warp group.
+    """Add the products of the units from FIRST on to ``sums``: by the whole warp group.
 
     While the product of one unit is under way, the weights of the other are decoded.
     """
@@ -182,24 +181,21 @@ def add_together(ring, stage, sums, FIRST: gl.constexpr, C: gl.constexpr):
 
 @gluon.jit
 def add_stage(ring, stage, sums, C: gl.constexpr):
-    """Add the products of a stage to ``sums``, which may be scaled by stages."""
+    """Add the products of a stage to ``sums``, which may be scaled."""
     LAYOUT: gl.constexpr = sums[0].type.layout
-    UNITS: gl.constexpr = C.UNITS
     parts = sums
     if C.SCALED == "sums":
         zero = gl.full(sums[0].shape, 0, gl.float32, LAYOUT)
         parts = (zero, zero)
-    if C.BLOCK_M <= ALONE:
+    if sums[0].shape[1] <= ALONE:
         parts = add_alone(ring, stage, parts, C)
     else:
         fence_async_shared()  # threads wrote the rows, WGMMA reads through the async proxy
         parts = add_together(ring, stage, parts, 0, C)
     if C.SCALED == "sums":
-        added = ()
-        for unit in gl.static_range(UNITS):
-            scale = scale_rows(ring.scales, stage * UNITS + unit, LAYOUT, C)
-            added += (sums[unit] + parts[unit] * scale[:, None],)
-        parts = added
+        scale0 = scale_rows(ring.scales, stage * C.UNITS, LAYOUT, C)
+        scale1 = scale_rows(ring.scales, stage * C.UNITS + 1, LAYOUT, C)
+        parts = sums[0] + parts[0] * scale0[:, None], sums[1] + parts[1] * scale1[:, None]
     return parts
 
 
@@ -293,20 +289,52 @@ def sums_layout(rows):
 
 
 @gluon.jit
+def multiply_tile(out, bias, weights, ring, v, tile, step, ROWS: gl.constexpr, C: gl.constexpr):
+    """Compute and store the first ROWS rows of a tile; return the next step of the ring."""
+    LAYOUT: gl.constexpr = sums_layout(ROWS)
+    m, n = tile
+    expert = expert_of(v, m)
+    zero = gl.full((UNIT, ROWS), 0, gl.float32, LAYOUT)
+    sums, step = add_tile(step, ring, (zero, zero), C)
+    slot, real = slots_of(v, m, gl.arange(0, ROWS, layout=gl.SliceLayout(0, LAYOUT)), C)
+    slot = gl.where(real & (expert >= 0), slot, -1)
+    units = unit_of(n, 0, C), unit_of(n, 1, C)
+    store_units(out, bias, weights, sums, units, slot, expert, v, C)
+    return step
+
+
+@gluon.jit
 def multiply(out, bias, weights, ring, v, C: gl.constexpr):
-    """The multiplying warp group: compute and store every tile of this program."""
-    LAYOUT: gl.constexpr = sums_layout(C.BLOCK_M)
-    UNITS: gl.constexpr = C.UNITS
+    """The multiplying warp group: compute and store every tile of this program.
+
+    Padding rows come last in a tile. If they are the half of it, that half is left out.
+    """
+    HALF: gl.constexpr = C.BLOCK_M // 2
     step = gl.to_tensor(0)
-    for tile in range(gl.program_id(0), v.num_tiles * C.NUM_N, gl.num_programs(0)):
-        m, n = find_tile(tile, v.num_tiles, C)
-        expert = expert_of(v, m)
-        zero = gl.full((UNIT, C.BLOCK_M), 0, gl.float32, LAYOUT)
-        sums, step = add_tile(step, ring, (zero, zero), C)
-        slot, real = load_slots(v, m, gl.SliceLayout(0, LAYOUT), C)
-        slot = gl.where(real & (expert >= 0), slot, -1)
-        units = unit_of(n, 0, C), unit_of(n, UNITS - 1, C)
-        store_units(out, bias, weights, sums, units, slot, expert, v, C)
+    first = gl.program_id(0)
+    if v.num_ids is None:
+        more = needs_more(first, v, C)
+        for index in range(first, v.num_tiles * C.NUM_N, gl.num_programs(0)):
+            soon = needs_more(index + gl.num_programs(0), v, C)
+            tile = find_tile(index, v.num_tiles, C)
+            if more:
+                step = multiply_tile(out, bias, weights, ring, v, tile, step, C.BLOCK_M, C)
+            else:
+                step = multiply_tile(out, bias, weights, ring, v, tile, step, HALF, C)
+            more = soon
+    else:  # a tile has one slot
+        for index in range(first, v.num_tiles * C.NUM_N, gl.num_programs(0)):
+            tile = find_tile(index, v.num_tiles, C)
+            step = multiply_tile(out, bias, weights, ring, v, tile, step, HALF, C)
+
+
+@gluon.jit
+def needs_more(index, v, C: gl.constexpr):
+    """Whether more than half of a planned tile's rows are real; any answer after the last tile."""
+    last = gl.maximum(v.num_tiles * C.NUM_N - 1, 0)
+    m, _ = find_tile(gl.minimum(index, last), gl.maximum(v.num_tiles, 1), C)
+    _, more = slots_of(v, m, C.BLOCK_M // 2, C)
+    return more
 
 
 @gluon.jit(do_not_specialize=COUNTED)
@@ -342,6 +370,6 @@ def hopper_decode_few_kernel(
             (multiply, (out, bias, topk_weights, ring, v, C)),
             (copy_tiles, (a, stride_am, w_desc, scale_desc, zero_desc, ring, v, C)),
         ],
-        [4],
-        [40],
+        [4],  # warps of the second partition
+        [40],  # its registers per thread; the first partition gets the rest
     )

@@ -18,7 +18,6 @@ from moe_ops.dispatch.hopper_decode import (
     DECODE_FEW,
     ONE_BYTE,
     STAGE_K,
-    few_ctas,
     places,
     stage_bytes,
     unit_bytes,
@@ -29,7 +28,7 @@ from moe_ops.dispatch.tiles import cdiv, max_row_tiles
 from moe_ops.kernels._gemm.operands import GemmOperands
 from moe_ops.kernels._gemm.tile import tile_arguments
 from moe_ops.kernels._hopper.boxes import Boxes, descriptor
-from moe_ops.kernels._hopper.decode_few import hopper_decode_few_kernel
+from moe_ops.kernels._hopper.decode_few import ALONE, hopper_decode_few_kernel
 from moe_ops.kernels._hopper.decode_many import hopper_decode_many_kernel
 from moe_ops.kernels._hopper.fragments import SHIFT
 from moe_ops.kernels._hopper.pack import pack_rows
@@ -89,6 +88,8 @@ class Constants:
     BLOCK_M: int
     GROUP_M: int
     STAGES: int
+    CTAS: int
+    """CTAs per SM."""
     UNITS: int
     """Units of 64 weight rows of a multiplying warp group."""
     STAGE_UNITS: int
@@ -110,7 +111,7 @@ class Constants:
     @cached_property
     def few(self) -> Launch:
         """The launch of the kernel for few rows: as many CTAs per SM as fit."""
-        registers = 65536 // (256 * few_ctas(self.BLOCK_M)) // 8 * 8
+        registers = 65536 // (256 * self.CTAS) // 8 * 8
         return Launch(hopper_decode_few_kernel, C=self, num_warps=4, maxnreg=registers)
 
     @cached_property
@@ -176,7 +177,7 @@ def constants(problem: GemmProblem, tiles: HopperTiles, variant: Variant) -> Con
     few, stage_units = tiles.kernel == DECODE_FEW, tiles.block_n // CHUNK
     cols = quant.shared_cols or (EVERY_COLUMN if quant.zero_point else 0)
     scaled = "rows" if not cols else "weights"
-    if few and cols >= STAGE_K and quant.scale == "input":
+    if tiles.block_m <= ALONE.value and cols >= STAGE_K and quant.scale == "input":
         scaled = "sums"
     exponent = 4 if quant.element.name == "fp8" else quant.element.exponent
     shifted = cols > 0 and quant.scale in ONE_BYTE
@@ -208,6 +209,7 @@ def constants(problem: GemmProblem, tiles: HopperTiles, variant: Variant) -> Con
         BLOCK_M=tiles.block_m,
         GROUP_M=tiles.group_m,
         STAGES=tiles.num_stages,
+        CTAS=tiles.ctas,
         UNITS=stage_units if few else stage_units // 2,
         STAGE_UNITS=stage_units,
         STAGE_GROUPS=max(1, STAGE_K // cols) if cols else 0,
@@ -240,7 +242,7 @@ class DecodeGemm:
         processors = device_facts(out.device).processors
         if self.tiles.kernel == DECODE_FEW:
             most = max_row_tiles(out.shape[0], given.w.shape[0], c.BLOCK_M) * c.NUM_N
-            programs = min(few_ctas(c.BLOCK_M) * processors, most)
+            programs = min(c.CTAS * processors, most)
             c.few((programs,), given.a, given.a.stride(0), *boxes, *added, out, *factors, *told)
         else:
             plan, _, num_slots, *_ = told
