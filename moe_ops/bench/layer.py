@@ -59,8 +59,13 @@ WIDTHS = {
 }  # fmt: skip
 
 
-def moe_ops_layer(experts: Experts, inputs: Inputs, *, batch_invariant: bool = False) -> Call:
-    """This library."""
+def moe_ops_layer(experts: Experts, inputs: Inputs) -> Call:
+    """This library, with weights as a layer keeps them."""
+    return plain_layer(experts.loaded, inputs)
+
+
+def plain_layer(experts: Experts, inputs: Inputs, *, batch_invariant: bool = False) -> Call:
+    """This library, with weights as they are given."""
     arguments = (inputs.x, experts.w1, experts.w2, inputs.topk_weights, inputs.topk_ids)
     how = {
         "activation": experts.activation,
@@ -70,22 +75,17 @@ def moe_ops_layer(experts: Experts, inputs: Inputs, *, batch_invariant: bool = F
     return lambda: moe_ops.fused_experts(*arguments, **how)
 
 
-def packed_layer(experts: Experts, inputs: Inputs) -> Call:
-    """This library with weights in the packed form."""
-    return moe_ops_layer(experts.packed, inputs)
-
-
 INVARIANT = "moe_ops-invariant"
 """This library in batch-invariant mode; timed only if ``--impls`` names it."""
-PACKED = "moe_ops-packed"
-"""This library with packed weights, for schemes that quantize weights only; likewise."""
+PLAIN = "moe_ops-plain"
+"""This library with weights in the plain form; likewise."""
 IMPLS: dict[str, Callable[[Experts, Inputs], Call]] = {
     "moe_ops": moe_ops_layer,
-    INVARIANT: partial(moe_ops_layer, batch_invariant=True),
-    PACKED: packed_layer,
+    INVARIANT: partial(plain_layer, batch_invariant=True),
+    PLAIN: plain_layer,
     **{name: make for name, (_, make) in PEERS.items()},
 }
-OURS = ("moe_ops", INVARIANT, PACKED)
+OURS = ("moe_ops", INVARIANT, PLAIN)
 """This library's implementations, which run every scheme. (Batch-invariant mode does not run
 schemes with a scale shared by all tokens, and not every weight can be packed.)"""
 
@@ -106,7 +106,7 @@ def layer_floor_us(problem: Problem, experts: Experts, inputs: Inputs) -> float 
 def config_of(impl: str, problem: Problem, experts: Experts, inputs: Inputs) -> dict[str, Any]:
     """Facts besides the row's key that the time depends on: active experts and tiles."""
     config: dict[str, Any] = {"active_experts": inputs.num_active}
-    if impl in OURS and impl != PACKED and inputs.x.is_cuda:
+    if impl in OURS and impl != PLAIN and inputs.x.is_cuda:
         changes = {"activation": experts.activation, "batch_invariant": impl == INVARIANT}
         layer = problem.config(inputs.x.device, **changes)
         told = moe_ops.explain(layer, experts.scheme, num_tokens=(len(inputs.x),))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import MISSING, dataclass, fields, replace
 from difflib import get_close_matches
 from functools import cached_property
 from importlib.resources import files
@@ -16,6 +16,7 @@ from torch import Tensor
 import moe_ops
 from moe_ops import scheme as schemes
 from moe_ops.activation import kind_and_key
+from moe_ops.pipeline.packing import reads_packed
 
 ROUTINGS = ("uniform", "zipf")
 SEED = 2026
@@ -175,13 +176,19 @@ class Experts:
         return sum(t.nbytes for t in tensors) // self.w1.shape[0]
 
     @cached_property
-    def packed(self) -> Experts:
-        """The same weights in the packed form; raises where they have none."""
+    def loaded(self) -> Experts:
+        """The same weights in the form in which a layer keeps them: see `reads_packed`."""
         if self.stored is None:
-            raise NotImplementedError(f"scheme must quantize weights, got {self.scheme.name}")
-        w1, w2 = (schemes.pack_weight(weight, self.scheme) for weight in self.stored)
+            return self
+        w1, w2 = (self._loaded(weight) for weight in self.stored)
+        if w1 is self.stored[0] and w2 is self.stored[1]:
+            return self
         config = moe_ops.FusedMoEQuantConfig.from_weights(self.scheme, w1, w2)
-        return Experts(self.scheme, w1.data, w2.data, (w1, w2), config)
+        return replace(self, w1=w1.data, w2=w2.data, stored=(w1, w2), quant_config=config)
+
+    def _loaded(self, weight: Any) -> Any:
+        reads = reads_packed(weight.data, self.scheme, torch.bfloat16)
+        return schemes.pack_weight(weight, self.scheme) if reads else weight
 
     def dense(self, expert: int) -> tuple[Tensor, Tensor]:
         """The weights of one expert in float32, dequantized if necessary."""

@@ -29,11 +29,7 @@ STAGE_K = 128
 TMA_ALIGNMENT = 128
 """Bytes to whose multiples in shared memory TMA copies."""
 FEW_CTAS = {16: (4, 3, 2), 32: (3, 2), 64: (2,)}
-"""CTAs per SM that the kernel for few rows may have, by row tile; the best first."""
-FEW_SLOTS = min(FEW_CTAS)
-"""The row tile where each slot is a tile."""
-FEW_ROWS = max(FEW_CTAS)
-"""The largest row tile of the kernel for few rows."""
+"""CTAs per SM that the kernel for few rows may have, by its row tiles; the best first."""
 FEW_WEIGHT_ROWS = 128
 """Weight rows of its tiles."""
 FEW_STAGES, MANY_STAGES = 6, 4
@@ -42,11 +38,6 @@ CTA_BYTES = 1024 + 512
 """Bytes of a CTA beside its stages and its epilogue: reserved by the system, and barriers."""
 MANY_BYTES = 20 * 1024
 """The same of the kernel for many rows, with the buffers of its epilogue."""
-
-
-MEASURED = False
-"""Whether these kernels were run and timed on a GPU. Until then weights are packed on request only
-(`FusedMoE.pack_`, `pack_weight`), not when they are loaded."""
 
 
 def decodes(quant: Quant, dtype: torch.dtype) -> bool:
@@ -71,7 +62,7 @@ def fewest_rounds(block_m: int, tiles: float, device: Device) -> int:
     def time(ctas: int) -> int:
         return ctas * math.ceil(tiles / (ctas * device.processors))
 
-    return min(FEW_CTAS[block_m], key=time)
+    return min(FEW_CTAS.get(block_m, (2,)), key=time)
 
 
 class UnitBytes(NamedTuple):
@@ -116,9 +107,8 @@ def most_stages(tiles: HopperTiles, quant: Quant, device: Device) -> int:
 @lru_cache(maxsize=4096)
 def decode_tiles(gemm: Gemm, quant: Quant, device: Device) -> HopperTiles:
     """Tiles of a GEMM with packed weights."""
-    direct = is_direct(gemm.num_slots, gemm.num_experts)
-    block_m = FEW_SLOTS if direct else gemm.row_tile
-    if block_m <= FEW_ROWS:
+    block_m, direct = gemm.row_tile, is_direct(gemm.num_slots, gemm.num_experts)
+    if block_m in FEW_CTAS or direct:  # the other kernel needs a plan
         experts = gemm.num_slots if direct else uniform_experts(gemm)
         blocks = cdiv(gemm.halves * gemm.n, FEW_WEIGHT_ROWS)
         ctas = fewest_rounds(block_m, experts * blocks, device)

@@ -25,13 +25,12 @@ class PacksWeights(ExpertLayer):
     """A layer whose weights may be in the packed form."""
 
     def pack_(self) -> None:
-        """Convert the weights to the packed form, with which results have the same bits.
+        """Convert the weights to the packed form, which kernels for Hopper decode in registers.
 
-        Kernels for Hopper decode this form in registers. They were compiled and interpreted, but
-        not run on a GPU yet. Once they are timed (`moe_ops.dispatch.hopper_decode.MEASURED`),
-        ``process_weights_after_loading``, which `load_checkpoint` calls, packs by itself. Each of
-        ``w13`` and ``w2`` is packed if its sizes allow it (see `packs`). Parameters are replaced,
-        one weight after the other: capture CUDA graphs after this call.
+        ``process_weights_after_loading``, which `load_checkpoint` calls, does so by itself where a
+        kernel of the layer's GPU reads that form. Each of ``w13`` and ``w2`` is packed if its sizes
+        allow it (see `packs`). Parameters are replaced, one weight after the other: capture CUDA
+        graphs after this call.
 
         Raises:
             ValueError, NotImplementedError: neither weight has a packed form; ``layer.kernel`` was

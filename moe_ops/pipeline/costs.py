@@ -15,6 +15,7 @@ from moe_ops.dispatch.tiles import Gemm
 from moe_ops.pipeline.config import FusedMoEConfig
 from moe_ops.pipeline.devices import Target
 from moe_ops.pipeline.experts import FusedMoEExperts, FusedMoEExpertsModular
+from moe_ops.pipeline.packing import serves_packed
 from moe_ops.scheme import Scheme
 
 
@@ -137,7 +138,10 @@ def _plans(
     num_tokens: int,
     device: Device | None,
 ) -> tuple[GemmPlan, GemmPlan] | None:
-    """The plans of both GEMMs, as their launchers make them; None if the GEMMs have no plan."""
+    """The plans of both GEMMs, as their launchers make them; None if the GEMMs have no plan.
+
+    Weights are in the form in which a layer keeps them: packed where a kernel reads that.
+    """
     fused = experts.ACTIVATES_IN_GEMM1
     if device is None or fused is None:
         return None
@@ -160,6 +164,8 @@ def _plans(
     def plan(sizes: Gemm, activation: str, top_k: int) -> GemmPlan:
         # In the Batched format, a per-tensor scale is one scale per expert.
         problem = layer_problem(sizes, scheme, activation, tokens, top_k)
+        how = (scheme, config.in_dtype, device, config.batch_invariant)
+        problem = problem._replace(packed=serves_packed(problem.weight, *how))
         if most is not None and problem.shared_scale and num_experts > 1:
             problem = problem._replace(expert_scales=True, shared_scale=False)
         return plan_gemm(problem, device)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from moe_ops.dispatch.device import device_facts
+from moe_ops.dispatch.device import Device, device_facts
 from moe_ops.dispatch.gemm_plan import plan_gemm
-from moe_ops.dispatch.hopper_decode import MEASURED, decodes
+from moe_ops.dispatch.hopper_decode import decodes
 from moe_ops.dispatch.problem import layer_problem, sizes_of
-from moe_ops.dispatch.row_tiles import tile_rule
+from moe_ops.dispatch.row_tiles import rule_of
 from moe_ops.pipeline.layer_checks import known_arch
 from moe_ops.scheme import Scheme, packs
 
@@ -19,28 +19,38 @@ def reads_packed(
 ) -> bool:
     """Whether a kernel of the GPU that holds a weight reads the weight's packed form.
 
-    `plan_gemm` says so; kernels that read the packed form take any number of rows. As long as they
-    are not `MEASURED`, none does.
-
     Args:
         w: data of the weight, in either form.
         scheme: the weight's scheme.
         dtype: dtype of the rows that the weight is multiplied with.
         batch_invariant: whether the GEMM is batch-invariant.
     """
-    quant = scheme.weight
-    if quant is None or known_arch(w.device) is None:
+    if scheme.weight is None or known_arch(w.device) is None:
         return False
     experts, n, width = w.shape
-    k = width * quant.numbers_per_entry(w.dtype)
-    if not packs(scheme, n, k):
+    shape = (experts, n, width * scheme.weight.numbers_per_entry(w.dtype))
+    return serves_packed(shape, scheme, dtype, device_facts(w.device), batch_invariant)
+
+
+def serves_packed(
+    shape: tuple[int, int, int],
+    scheme: Scheme,
+    dtype: torch.dtype,
+    device: Device,
+    batch_invariant: bool,
+) -> bool:
+    """Whether a kernel of a GPU reads the packed form of a weight ``(E, N, K)``.
+
+    `plan_gemm` says so; kernels that read the packed form take any number of rows.
+    """
+    quant = scheme.weight
+    if quant is None or not packs(scheme, *shape[1:]) or not decodes(quant, dtype):
         return False
-    rule = tile_rule(scheme.key, dtype, w.device, batch_invariant)
-    sizes = sizes_of(1, (experts, n, k), dtype.itemsize, rule, "")
-    served = MEASURED and decodes(quant, dtype)
-    problem = layer_problem(sizes, scheme, "", None, 1)._replace(packed=True, boxes=served)
+    size = dtype.itemsize
+    rule = rule_of(scheme.key, size, device.arch, device.row_tile, batch_invariant)
+    problem = layer_problem(sizes_of(1, shape, size, rule, ""), scheme, "", None, 1)
     try:
-        plan_gemm(problem, device_facts(w.device))
+        plan_gemm(problem._replace(packed=True), device)
     except NotImplementedError:
         return False
     return True

@@ -130,8 +130,10 @@ class Variants(NamedTuple):
             sizes = sizes_of(slots, shape, itemsize, rule, activation)
             problem = layer_problem(sizes, self.scheme, activation, num_tokens, top_k)
             # References take any form, though kernels are planned for an assumed GPU.
-            problem = problem._replace(packed=w.is_cuda and is_packed(w))
-            yield from (problem, problem._replace(boxes=False))
+            if w.is_cuda and is_packed(w):
+                yield problem._replace(packed=True)  # no other kernel reads it
+            else:
+                yield from (problem, problem._replace(boxes=False))
 
 
 def first_counts(variant_of: Callable[[int], Any], most: int) -> dict[Any, int]:

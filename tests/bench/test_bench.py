@@ -390,18 +390,20 @@ def meta_inputs(problem, tokens):
     return problems.Inputs(x, weights, weights.int(), problem.num_experts)
 
 
-def test_packed_weights():
+def test_weights_as_a_layer_keeps_them(monkeypatch):
     """They are those of the plain case: same bytes, same result, same sampled reference."""
     problem = problems.Problem("small", 4, 2, 128, 64, timed=False)
     device = torch.device("cpu")
     experts = problems.make_experts(problem, "mxfp4_w4a16", device)
     inputs = problems.make_inputs(problem, 5, "uniform", device)
-    assert experts.packed.w1.dtype == torch.int32
-    assert experts.packed.bytes_per_expert == experts.bytes_per_expert
-    assert torch.equal(experts.packed.dense(1)[0], experts.dense(1)[0])
-    packed, plain = (
-        bench_layer.IMPLS[name](experts, inputs)() for name in (bench_layer.PACKED, "moe_ops")
-    )
+    assert experts.loaded is experts  # no kernel reads the packed form on a CPU
+    monkeypatch.setattr(problems, "reads_packed", lambda *given: True)
+    del experts.__dict__["loaded"]
+    loaded = experts.loaded
+    assert loaded.w1.dtype == loaded.w2.dtype == torch.int32
+    assert loaded.bytes_per_expert == experts.bytes_per_expert
+    assert torch.equal(loaded.dense(1)[0], experts.dense(1)[0])
+    names = ("moe_ops", bench_layer.PLAIN)
+    packed, plain = (bench_layer.IMPLS[name](experts, inputs)() for name in names)
     assert torch.equal(packed, plain)
-    with pytest.raises(NotImplementedError, match="must quantize weights, got unquantized"):
-        _ = problems.make_experts(problem, "bf16", device).packed
+    assert problems.make_experts(problem, "bf16", device).loaded.stored is None
