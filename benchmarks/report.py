@@ -34,6 +34,7 @@ HEADLINE = {
     ),
     "time over the least that the GPU allows": (("bf16", OURS), ("bf16", "floor")),
     "`fp8_block128`: times as fast as bf16": (("bf16", OURS), ("fp8_block128", OURS)),
+    "`mxfp4_w4a16`: times as fast as bf16": (("bf16", OURS), ("mxfp4_w4a16", OURS)),
 }
 """Label of a line -> the scheme and implementation of its numerator and of its denominator."""
 

@@ -28,8 +28,9 @@ STAGE_K = 128
 """Numbers along K of a stage."""
 TMA_ALIGNMENT = 128
 """Bytes to whose multiples in shared memory TMA copies."""
-FEW_CTAS = {16: (4, 3, 2), 32: (3, 2), 64: (2,)}
-"""CTAs per SM that the kernel for few rows may have, by its row tiles; the best first."""
+FEW_CTAS = {16: {4: 1.0, 3: 1.04, 2: 1.1}, 32: {3: 1.0, 2: 1.1}, 64: {2: 1.0}}
+"""CTAs per SM that the kernel for few rows may have, by its row tiles, with the time for the same
+work if every SM is full (measured on an H200: fewer CTAs hide less)."""
 FEW_WEIGHT_ROWS = 128
 """Weight rows of its tiles."""
 FEW_STAGES, MANY_STAGES = 6, 4
@@ -53,16 +54,22 @@ def decodes(quant: Quant, dtype: torch.dtype) -> bool:
     return quant.scale == "input" or (quant.scale in ONE_BYTE and dtype == torch.bfloat16)
 
 
-def fewest_rounds(block_m: int, tiles: float, device: Device) -> int:
-    """CTAs per SM of the kernel for few rows, so that the last round of tiles is nearly full.
+def few_ctas(block_m: int, tiles: float, device: Device) -> int:
+    """CTAs per SM of the kernel for few rows.
 
-    A round takes as long as a full one, in proportion to the CTAs of an SM.
+    If all tiles are computed at once, there is room for one CTA more, so that the next kernel's can
+    begin early. Otherwise the last round of tiles shall be nearly full, as it takes as long as the
+    others.
     """
+    known = FEW_CTAS.get(block_m, {2: 1.0})
+    at_once = math.ceil(tiles / device.processors)
+    if at_once < max(known):
+        return min(ctas for ctas in known if ctas > at_once)
 
-    def time(ctas: int) -> int:
-        return ctas * math.ceil(tiles / (ctas * device.processors))
+    def time(ctas: int) -> float:
+        return known[ctas] * ctas * math.ceil(tiles / (ctas * device.processors))
 
-    return min(FEW_CTAS.get(block_m, (2,)), key=time)
+    return min(known, key=time)
 
 
 class UnitBytes(NamedTuple):
@@ -111,7 +118,7 @@ def decode_tiles(gemm: Gemm, quant: Quant, device: Device) -> HopperTiles:
     if block_m in FEW_CTAS or direct:  # the other kernel needs a plan
         experts = gemm.num_slots if direct else uniform_experts(gemm)
         blocks = cdiv(gemm.halves * gemm.n, FEW_WEIGHT_ROWS)
-        ctas = fewest_rounds(block_m, experts * blocks, device)
+        ctas = few_ctas(block_m, experts * blocks, device)
         tiles = HopperTiles(DECODE_FEW, block_m, FEW_WEIGHT_ROWS, 1, 2, ctas=ctas)
         most = FEW_STAGES
     else:

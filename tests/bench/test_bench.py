@@ -16,6 +16,7 @@ import moe_ops
 from moe_ops import ops
 from moe_ops.dispatch.device import assumed
 from moe_ops.pipeline.devices import TARGETS
+from moe_ops.scheme import packs
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "benchmarks"))
@@ -352,6 +353,8 @@ def test_gemms_are_timed_with_the_plans_of_the_layer(stage, monkeypatch):
     )  # fmt: skip
     for name in GEMM_SCHEMES[stage]:
         experts = meta_experts(problem, name)
+        packed = packs(experts.scheme, 1536, 2048)
+        monkeypatch.setattr(problems, "reads_packed", lambda *_, packed=packed: packed)
         monkeypatch.setattr(stages, "_experts", lambda *_, experts=experts: experts)
         told = moe_ops.explain(layer, experts.scheme, num_tokens=(1, 64, 4096), device="sm_90")
         for cost in told.costs:

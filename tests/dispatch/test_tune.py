@@ -14,6 +14,7 @@ from moe_ops.dispatch.hopper import PACKED, STREAM, HopperTiles, most_stages, wi
 from moe_ops.dispatch.row_tiles import rule_of
 from moe_ops.dispatch.tiles import row_tile
 from moe_ops.dispatch.tuned_file import parse
+from moe_ops.pipeline import costs
 from moe_ops.pipeline.devices import TARGETS
 from moe_ops.tuning import files
 from moe_ops.tuning.search import DIMENSIONS, MARGIN, PACKED_GROUPS, Subject, tune_tokens
@@ -39,6 +40,7 @@ def test_candidates_are_worth_a_compile(scheme, tokens):
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_the_default_is_what_runs_without_files(scheme, monkeypatch):
     monkeypatch.setattr(tuned, "TABLES", tuned.tables([]))
+    monkeypatch.setattr(costs, "serves_packed", lambda *given: False)  # plain weights are tuned
     config = FusedMoEConfig(128, 8, 2048, 768, 128, "silu", "cuda", RoutingMethodType.Renormalize)
     # Up to 16 slots may have kernels of their own, which are not tuned.
     layer, counts = subject(scheme), (3, 8, 64, 512, 4096, 30000)

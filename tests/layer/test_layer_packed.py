@@ -8,7 +8,6 @@ import torch
 from checkpoints import Experts, per_expert
 
 import moe_ops
-from moe_ops.dispatch import gemm_plan
 from moe_ops.dispatch.device import NO_GPU, assumed
 from moe_ops.layer.packing import packed_of
 from moe_ops.pipeline import packing
@@ -257,31 +256,19 @@ def test_compiled():
     assert torch.equal(run(compiled), expected)
 
 
-@pytest.fixture
-def kernel_for_packed(monkeypatch):
-    """A kernel of sm_90 reads packed weights."""
-
-    def rule(problem, choice, device):
-        takes = problem.packed and device.arch == 90 and not device.portable_only
-        if not takes or problem.sizes.rule.batch_invariant:
-            return None
-        return gemm_plan.GemmPlan("fragments", choice.plain, False, 0, (), choice.source)
-
-    monkeypatch.setattr(gemm_plan, "RULES", (rule, *gemm_plan.RULES))
-    gemm_plan._plan.cache_clear()
-    yield
-    gemm_plan._plan.cache_clear()
+BF16 = {"params_dtype": torch.bfloat16}
+"""The dtype for which kernels decode weights."""
 
 
 @pytest.fixture
-def on_gpu(monkeypatch, kernel_for_packed):
+def on_gpu(monkeypatch):
     """Weights count as those of a GPU, which is Hopper unless another one is assumed."""
     monkeypatch.setattr(packing, "known_arch", lambda device: 90)
 
 
 @pytest.mark.usefixtures("on_gpu")
 def test_loading_packs_for_the_gpu():
-    layer = loaded("mxfp4_w4a16")
+    layer = loaded("mxfp4_w4a16", **BF16)
     assert packed_of(layer) == ("w13", "w2")
     assert all(param.weight_loader.layer is layer for param in layer.parameters())
     before = layer.w13_weight.data_ptr()
@@ -290,23 +277,23 @@ def test_loading_packs_for_the_gpu():
     assert set(layer.load_weights(source_of("mxfp4_w4a16").items())) and not packed_of(layer)
     layer.quant_method.process_weights_after_loading(layer)
     assert packed_of(layer) == ("w13", "w2")
-    assert packed_of(loaded("mxfp4_w4a16", 96)) == ("w13",)
+    assert packed_of(loaded("mxfp4_w4a16", 96, **BF16)) == ("w13",)
 
 
 @pytest.mark.usefixtures("on_gpu")
 def test_loading_leaves_plain_what_no_kernel_reads():
-    assert not packed_of(loaded("mxfp4_w4a16", batch_invariant=True))
-    assert not packed_of(loaded("fp8_channel"))
+    assert not packed_of(loaded("mxfp4_w4a16", batch_invariant=True, **BF16))
+    assert not packed_of(loaded("fp8_channel", **BF16))
+    assert not packed_of(loaded("mxfp4_w4a16"))  # rows in float32
     for device in (NO_GPU._replace(portable_only=True), NO_GPU._replace(arch=80)):
         with assumed(device):
-            assert not packed_of(loaded("mxfp4_w4a16"))
-    layer = loaded("mxfp4_w4a16")
+            assert not packed_of(loaded("mxfp4_w4a16", **BF16))
+    layer = loaded("mxfp4_w4a16", **BF16)
     layer.unpack_()
     layer.kernel = kernel_of(layer)
     moe_ops.load_checkpoint(layer, source_of("mxfp4_w4a16"), progress=False)
     assert not packed_of(layer)
 
 
-@pytest.mark.usefixtures("kernel_for_packed")
 def test_nothing_packs_on_a_cpu():
-    assert not packed_of(loaded("mxfp4_w4a16"))
+    assert not packed_of(loaded("mxfp4_w4a16", **BF16))

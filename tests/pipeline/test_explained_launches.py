@@ -14,12 +14,14 @@ from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
 
 import moe_ops  # noqa: E402
 from moe_ops.dispatch.hopper import PACKED, STREAM, TOKEN, HopperTiles  # noqa: E402
+from moe_ops.dispatch.hopper_decode import DECODE_FEW, DECODE_MANY  # noqa: E402
 from moe_ops.dispatch.tiles import TileConfig  # noqa: E402
+from moe_ops.kernels._hopper import decode_gemm  # noqa: E402
 from moe_ops.kernels._hopper.gemm import Constants  # noqa: E402
 from moe_ops.kernels._runtime.launch import Launch  # noqa: E402
 from moe_ops.pipeline.devices import TARGETS  # noqa: E402
 from moe_ops.pipeline.row_spaces import depends_on_batch  # noqa: E402
-from moe_ops.scheme import TENSORS, what_lacks  # noqa: E402
+from moe_ops.scheme import TENSORS, packs, what_lacks  # noqa: E402
 from moe_ops.support import ARCHITECTURES  # noqa: E402
 
 E, H, I, K = 32, 512, 256, 4  # noqa: E741
@@ -37,6 +39,7 @@ ROWS_BY_EXPERT = {
 GEMM_KERNELS = {
     "hopper_gemm_kernel": PACKED, "hopper_stream_kernel": STREAM,
     "hopper_token_kernel": TOKEN, "hopper_token_sum_kernel": TOKEN,
+    "hopper_decode_few_kernel": DECODE_FEW, "hopper_decode_many_kernel": DECODE_MANY,
 }  # fmt: skip
 
 
@@ -45,15 +48,16 @@ def fake(t):
     return torch.empty(E, *t.shape[1:], dtype=t.dtype, device="cuda")
 
 
-def weights_of(scheme, mode):
-    """Fake weights of a layer, and the rest of its configuration."""
-
+def weights_of(scheme, mode, arch, invariant=False):
+    """Fake weights as a layer keeps them on a GPU, and the rest of its configuration."""
     shapes = ((1, 2 * I, H), (1, H, I))
     dense = [torch.zeros(shape, dtype=torch.bfloat16) for shape in shapes]
     if scheme.weight is None:
         with mode:
             return (*map(fake, dense), None)
     stored = [moe_ops.quantize_weight(w, scheme) for w in dense]
+    if arch == 90 and not invariant and all(packs(scheme, *shape[1:]) for shape in shapes):
+        stored = [moe_ops.pack_weight(w, scheme) for w in stored]
     config, quant = moe_ops.FusedMoEQuantConfig.from_weights(scheme, *stored), scheme.activation
     given = {n: t for n in TENSORS if (t := getattr(config, n)) is not None}
     with mode:
@@ -72,9 +76,12 @@ def launched(layer, target, mode):
     def record(self, grid, *arguments):
         name, constants = self.kernel.__name__, self.constants
         for c in constants.values():
+            kernel = GEMM_KERNELS.get(name)
             if isinstance(c, Constants):
-                kernel = GEMM_KERNELS[name]
                 tiles = (c.BLOCK_M, c.BLOCK_N, c.GROUP_M, c.STAGES, c.ON_DEMAND)
+                seen.append(asdict(HopperTiles(kernel, *tiles)))
+            elif isinstance(c, decode_gemm.Constants):
+                tiles = (c.BLOCK_M, 64 * c.STAGE_UNITS, c.GROUP_M, c.STAGES, c.ON_DEMAND, c.CTAS)
                 seen.append(asdict(HopperTiles(kernel, *tiles)))
         if name in ("hopper_token_kernel", "hopper_token_sum_kernel"):
             seen.append({"kernel": TOKEN, "num_stages": constants["G"].STAGES})
@@ -103,17 +110,17 @@ def explained(tiles):
 def test_explained_tiles_are_launched(name):
     scheme = moe_ops.get_scheme(name)
     mode = FakeTensorMode()
-    w1, w2, quant = weights_of(scheme, mode)
     wrong = []
     for arch in ARCHITECTURES:
         target = TARGETS[f"sm_{arch}"]
         if what_lacks(scheme, arch) is not None:
             continue
+        w1, w2, quant = weights_of(scheme, mode, arch)
         told = moe_ops.explain(CONFIG, scheme, num_tokens=TOKENS, device=target.name)
         for cost in told.costs:
             tokens = cost.num_tokens
 
-            def layer(tokens=tokens):
+            def layer(tokens=tokens, w1=w1, w2=w2, quant=quant):
                 x = torch.empty(tokens, H, dtype=torch.bfloat16, device="cuda")
                 ids = torch.empty(tokens, K, dtype=torch.int32, device="cuda")
                 weights = torch.empty(tokens, K, device="cuda")
@@ -133,13 +140,13 @@ def test_explained_tiles_are_launched(name):
 def test_explained_tiles_of_rows_by_expert_are_launched(name, kind):
     """Their plans have other row tiles than those of slots have; also in batch-invariant mode."""
     scheme, (cls, most), mode = moe_ops.get_scheme(name), ROWS_BY_EXPERT[kind], FakeTensorMode()
-    w1, w2, quant = weights_of(scheme, mode)
     modes = (False,) if depends_on_batch(scheme.activation) else (False, True)
     wrong = []
     for arch, invariant in product((80, 90, 100), modes):
         if what_lacks(scheme, arch) is not None:
             continue
         target = TARGETS[f"sm_{arch}"]
+        w1, w2, quant = weights_of(scheme, mode, arch, invariant)
         config = replace(CONFIG, max_num_tokens=most, batch_invariant=invariant)
         counts = (2, 512) if most is None else (2,)
         options = {"device": target.name, "candidates": (cls,)}
@@ -148,7 +155,7 @@ def test_explained_tiles_of_rows_by_expert_are_launched(name, kind):
         experts = cls(config, quant or moe_ops.FusedMoEQuantConfig(name), *sizes)
         for cost in told.costs:
 
-            def layer(tokens=cost.num_tokens, experts=experts):
+            def layer(tokens=cost.num_tokens, experts=experts, w1=w1, w2=w2):
                 rows = (tokens,) if most is None else (E, most)
                 x = torch.empty(*rows, H, dtype=torch.bfloat16, device="cuda")
                 ids = torch.empty(tokens, K, dtype=torch.int32, device="cuda")
