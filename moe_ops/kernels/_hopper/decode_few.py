@@ -371,5 +371,5 @@ def hopper_decode_few_kernel(
             (copy_tiles, (a, stride_am, w_desc, scale_desc, zero_desc, ring, v, C)),
         ],
         [4],  # warps of the second partition
-        [40],  # its registers per thread; the first partition gets the rest
+        [24],  # its registers per thread; the first partition gets the rest
     )
