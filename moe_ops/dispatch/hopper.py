@@ -45,6 +45,8 @@ STREAM_ROWS = 32
 """The largest row tile for which the swap-AB decode kernel is chosen without a tuned file."""
 STREAM_STAGES = 5
 """Stages of 128 weight rows; more bring nothing."""
+LONGEST_INT8 = (2**31 - 1) // 128**2
+"""The largest K for which no sum of int8 products leaves int32."""
 LEAST_STAGES = 2
 """Minimum stages: a stage is released only when the product of the next stage has begun."""
 
@@ -92,7 +94,20 @@ def operand_bytes(scheme: Scheme) -> int | None:
         return 2
     if rows is None or scheme.decoded or weight.scale in ("input", "e8m0"):  # not float32
         return None
+    if sums_integers(scheme):
+        return 1 if weight.shared_cols is None else None  # sums of all of K are not scaled
     return 1 if rows.dtype == weight.dtype == torch.float8_e4m3fn else None
+
+
+def sums_integers(scheme: Scheme) -> bool:
+    """Whether both operands are int8, whose products are summed exactly in int32."""
+    rows = scheme.activation
+    return rows is not None and rows.dtype == torch.int8 and not scheme.decoded
+
+
+def takes_one_token(scheme: Scheme) -> bool:
+    """Whether the M = 1 decode kernels take the scheme; they have no int8 products."""
+    return operand_bytes(scheme) is not None and not sums_integers(scheme)
 
 
 def takes(gemm: Gemm, scheme: Scheme, groups: ScaleGroups | None, device: Device) -> bool:
@@ -100,7 +115,8 @@ def takes(gemm: Gemm, scheme: Scheme, groups: ScaleGroups | None, device: Device
 
     TMA boxes begin and end at multiples of 16 bytes, and hold 8 gate rows beside 8 up rows. A warp
     group multiplies up to 128 weight rows at a time, whose columns share scales: 128 columns, or 64
-    with a gate. Batch-invariant plans must use one kernel at every load.
+    with a gate. Sums of int8 products must not leave int32. Batch-invariant plans must use one
+    kernel at every load.
 
     Args:
         gemm: sizes of the GEMM; ``itemsize`` is the operands'.
@@ -111,6 +127,7 @@ def takes(gemm: Gemm, scheme: Scheme, groups: ScaleGroups | None, device: Device
     whole = gemm.k * gemm.itemsize % 16 == 0 and (gemm.halves == 1 or gemm.n % 8 == 0)
     if groups is not None and groups.k is not None:
         whole &= groups.k == ROW_BYTES and groups.n >= 128 // gemm.halves
+    whole &= gemm.k <= LONGEST_INT8 or not sums_integers(scheme)
     served = operand_bytes(scheme) == gemm.itemsize and not gemm.rule.batch_invariant
     return device.arch == 90 and served and whole
 
@@ -150,7 +167,7 @@ def token_tiles(
     whole = k * itemsize % 16 == 0 and (not gated or rows % 16 == 0)
     if quant is not None:
         whole &= not quant.per_tensor and quant.shared_cols in (None, ROW_BYTES)
-    served = device.arch == 90 and operand_bytes(scheme) == itemsize
+    served = device.arch == 90 and takes_one_token(scheme) and operand_bytes(scheme) == itemsize
     if not (served and whole and is_direct(top_k, num_experts)):
         return None
     columns, steps = vector_pieces(k, itemsize, next_power_of_2(top_k) if summed else 1)

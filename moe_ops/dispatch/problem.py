@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from moe_ops.activation import Formula, formula, row_steps
-from moe_ops.dispatch.hopper import operand_bytes
+from moe_ops.dispatch.hopper import takes_one_token
 from moe_ops.dispatch.hopper_decode import decodes
 from moe_ops.dispatch.row_tiles import gemm_rule
 from moe_ops.dispatch.tiles import Gemm, TileRule
@@ -22,7 +22,7 @@ from moe_ops.scheme import UNQUANTIZED, Quant, Scheme, get_scheme, is_packed
 from moe_ops.scheme.weights import rows_per_scale
 from moe_ops.tensors import AnyTiles
 
-BOX_DTYPES = (torch.bfloat16, torch.float16, torch.float8_e4m3fn)
+BOX_DTYPES = (torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.int8)
 """Dtypes that Hopper's kernels multiply."""
 STORED, EACH, ALL = "stored", "each", "all"
 """States of rows: already in the form that the kernel multiplies; to be quantized independently of
@@ -301,7 +301,7 @@ def layer_problem(
         shared = quant.per_tensor
         dynamic = shared and not quant.static
         rows = STORED if num_tokens is None or dynamic else EACH
-    summed = num_tokens == 1 and not activation and top_k == 1 and operand_bytes(scheme) is not None
+    summed = num_tokens == 1 and not activation and top_k == 1 and takes_one_token(scheme)
     return GemmProblem(
         sizes,
         scheme.key,

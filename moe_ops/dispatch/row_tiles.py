@@ -36,7 +36,8 @@ HOPPER = {
 }
 """Row tiles for Hopper's kernels, by bytes per number.
 
-8-bit rows: from 60 rows per expert on, one tile of 128 is faster than two of 64. 16-bit rows: if
+8-bit rows: from 60 rows per expert on, one tile of 128 is faster than two of 64 (timed for fp8,
+assumed for int8). 16-bit rows: if
 experts have about 128 rows, one tile of 192 takes them all; with about 512 rows, three such tiles
 do, and weights are read from L2 least often. With 256 or 1024 rows, tiles of 128 in step are
 faster."""

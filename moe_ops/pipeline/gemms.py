@@ -10,7 +10,7 @@ from torch import Tensor
 from moe_ops import ops
 from moe_ops.dispatch.device import device_facts
 from moe_ops.dispatch.gemm_plan import plan_gemm
-from moe_ops.dispatch.hopper import operand_bytes
+from moe_ops.dispatch.hopper import takes_one_token
 from moe_ops.dispatch.problem import layer_problem, sizes_of
 from moe_ops.dispatch.row_tiles import tile_rule
 from moe_ops.dispatch.tiles import direct_slots
@@ -184,7 +184,7 @@ def sums_at_once(space: SlotRows, scheme: Scheme) -> bool:
     Otherwise they are two operators, which frees the input rows before allocating the output.
     """
     _, ids, _ = space.tiles
-    return ids is not None and may_be_one(ids.shape[0]) and operand_bytes(scheme) is not None
+    return ids is not None and may_be_one(ids.shape[0]) and takes_one_token(scheme)
 
 
 def gemm_sum(

@@ -51,7 +51,9 @@ def test_kernels_by_load():
     assert kernels("fp8_channel", 64) == [STREAM, STREAM]
     assert kernels("fp8_channel", 4096) == [PACKED, PACKED]
     assert kernels("int8_channel", 1) == [SLOT, SLOT]
-    assert kernels("int8_channel", 64) == [SCALED, SCALED]
+    for scheme in ("int8_channel", "int8_tensor"):
+        assert kernels(scheme, 64) == [STREAM, STREAM] and kernels(scheme, 4096) == [PACKED, PACKED]
+    assert kernels("int8_block128", 64) == kernels("int8_block128", 4096) == [SCALED, SCALED]
     for tokens in (1, 64, 4096):
         assert kernels("mxfp4_w4a16", tokens) == kernels("nvfp4", tokens) == [DEQUANTIZE] * 2
     blackwell = [plan_gemm(p, FACTS["sm_100"]).kernel for p in problems("nvfp4", 64)]
@@ -66,6 +68,13 @@ def test_what_keeps_hoppers_kernels_out():
         assert plan_gemm(problem._replace(**changes), HOPPER).kernel == SCALED
     assert plan_gemm(problem, HOPPER._replace(portable_only=True)).kernel == SCALED
     assert kernels("fp8_channel", 4096, batch_invariant=True) == [SCALED] * 2
+    # Sums of int8 products that could leave int32: this is -128 * -128 in each place of a row.
+    for scheme, most in (("int8_channel", 2**17 - 16), ("fp8_channel", 2**20)):
+        first, _ = problems(scheme, 4096)
+        for k, kernel in ((most, PACKED), (2**17, PACKED if scheme == "fp8_channel" else SCALED)):
+            assert (
+                plan_gemm(first._replace(sizes=first.sizes._replace(k=k)), HOPPER).kernel == kernel
+            )
     # One row tile at every load by itself keeps nothing out.
     one = problem._replace(sizes=problem.sizes._replace(rule=one_row_tile(64)))
     assert plan_gemm(one, HOPPER).kernel == PACKED

@@ -80,7 +80,10 @@ def test_hoppers_kernels_read_floats_as_scales():
 
 def test_a_registered_meaning_has_a_registered_plan():
     """Block-scaled instructions, Hopper's kernels and tuned files serve it under any name."""
-    for name, device in (("mxfp8", "sm_100"), ("fp8_block128", "sm_90"), ("fp8_channel", "sm_90")):
+    for name, device in (
+        ("mxfp8", "sm_100"), ("fp8_block128", "sm_90"), ("fp8_channel", "sm_90"),
+        ("int8_channel", "sm_90"),
+    ):  # fmt: skip
         known, facts = get_scheme(name), TARGETS[device].facts
         mine = Scheme("mine", known.activation, known.weight)
         for tokens in (1, 4096):

@@ -83,7 +83,8 @@ def test_every_load_has_a_row_tile():
         (EIGHT_BITS, 4, 90, HOPPER[1]),
         (EIGHT_BITS, 2, 100, EIGHT_BIT),
         (EIGHT_BITS, 2, 0, EIGHT_BIT),
-        ("int8_channel", 2, 90, EIGHT_BIT),
+        ("int8_channel", 2, 90, HOPPER[1]),
+        ("int8_block128", 2, 90, EIGHT_BIT),  # no kernel of Hopper's
         (STORED, 2, 90, PORTABLE),
         ("fp8_w8a16", 2, 90, PORTABLE),
         ("mxfp4_w4a8", 2, 90, PORTABLE),  # products of numbers that were dequantized

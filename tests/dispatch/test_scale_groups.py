@@ -19,7 +19,7 @@ from moe_ops.scheme import get_scheme
 pytest.importorskip("triton")
 
 from moe_ops.kernels._hopper import packed  # noqa: E402
-from moe_ops.kernels._hopper.gemm import RowScales, constants  # noqa: E402
+from moe_ops.kernels._hopper.gemm import RowFacts, constants  # noqa: E402
 
 HALVES, ALTERNATING, NO_GATE = "silu", "swigluoai", "relu2_no_mul"
 ACTIVATIONS = st.sampled_from((HALVES, ALTERNATING, NO_GATE))
@@ -91,7 +91,7 @@ def test_hoppers_kernels_take_what_every_tile_of_theirs_scales_right(on_cpu, n, 
     gemm = Gemm(32768, 64, n, 2880, 1, 2 if rule.gated else 1, HOPPER[1])
     weight = WeightRows.of(rule, n, scheme.weight, rows)
     right = [
-        has_right_scales(constants(n, 2880, 1, 4, rule, weight, RowScales(), tiles), kernel)
+        has_right_scales(constants(n, 2880, 4, rule, weight, RowFacts(1), tiles), kernel)
         for kernel in KERNELS
         for block_m in ROW_TILES
         for block_n in widths(kernel, block_m, 1)

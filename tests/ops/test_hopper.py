@@ -36,7 +36,10 @@ SHARING = pytest.mark.parametrize("groups", [None, "one", 1, 3])
 
 @pytest.mark.kernel
 @pytest.mark.skipif(not (INTERPRETED or HAS_CUDA), reason="a kernel without an operator")
-@pytest.mark.parametrize(("width", "dtype"), [(40, torch.bfloat16), (5000, torch.float8_e4m3fn)])
+@pytest.mark.parametrize(
+    ("width", "dtype"),
+    [(40, torch.bfloat16), (5000, torch.float8_e4m3fn), (304, torch.int8)],
+)
 @SHARING
 def test_pack(width, dtype, groups, device):
     from moe_ops.kernels._hopper.pack import pack_rows
@@ -68,7 +71,9 @@ def test_pack(width, dtype, groups, device):
 @pytest.mark.skipif(not (INTERPRETED or HAS_CUDA), reason="a kernel without an operator")
 @pytest.mark.parametrize("width", [48, 1100, 1536])  # 1536 columns are read in parts
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("scheme", ["fp8_tensor_static", "fp8_channel", "fp8_block128"])
+@pytest.mark.parametrize(
+    "scheme", ["fp8_tensor_static", "fp8_channel", "fp8_block128", "int8_channel"]
+)
 def test_quantize_packed(width, dtype, scheme, device):
     """Bitwise as quantized, then packed."""
     from moe_ops.kernels._hopper.pack import pack_rows, quantize_rows

@@ -1,4 +1,4 @@
-"""Hopper's Gluon kernels of 16-bit and fp8 operands on the CPU, in the tests' own interpreter.
+"""Hopper's Gluon kernels of 16-bit, fp8 and int8 operands on the CPU, in the tests' own interpreter.
 
 On a GPU `test_hopper` compares them with the portable kernels.
 """
@@ -32,7 +32,7 @@ from moe_ops.reference.slots import local_experts
 from moe_ops.testing import Problem, assert_matches_reference, make_inputs
 
 pytestmark = pytest.mark.kernel
-SCHEMES = ("unquantized", "fp8_channel", "fp8_block128")
+SCHEMES = ("unquantized", "fp8_channel", "fp8_block128", "int8_channel", "int8_tensor")
 TILES = [
     (kernel, block_m, block_n, itemsize)
     for kernel in HOPPERS

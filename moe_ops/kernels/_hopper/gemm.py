@@ -12,7 +12,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from moe_ops.activation import Formula
 from moe_ops.dispatch.device import device_facts
 from moe_ops.dispatch.gemm_plan import GemmPlan
-from moe_ops.dispatch.hopper import ROW_BYTES, HopperTiles
+from moe_ops.dispatch.hopper import ROW_BYTES, HopperTiles, sums_integers
 from moe_ops.dispatch.problem import GemmProblem, WeightRows
 from moe_ops.dispatch.tiles import TALL_ROW_TILE, cdiv, max_row_tiles
 from moe_ops.kernels._gemm.operands import GemmOperands
@@ -24,6 +24,7 @@ from moe_ops.kernels._hopper.products import BOX_ROWS
 from moe_ops.kernels._hopper.stream import hopper_stream_kernel
 from moe_ops.kernels._runtime.launch import Launch
 from moe_ops.kernels._runtime.slots import dense
+from moe_ops.scheme import get_scheme
 
 STREAM_REGISTERS = 128
 """maxnreg of the swap-AB decode kernel: two CTAs fit on an SM."""
@@ -58,6 +59,8 @@ class Constants:
     ROW_SCALE_STRIDE: int
     """Stride between row scales that span K; 0 if all rows share one scale."""
     ITEMSIZE: int
+    INTEGER: bool
+    """Whether operands are int8, whose sums along K are exact in int32."""
     BLOCK_M: int
     BLOCK_N: int
     """Weight rows of a tile; with a gate, half of them are gate rows."""
@@ -72,8 +75,9 @@ class Constants:
     """Multiplying warp groups: each has 64 rows of a tile, or half of the columns of 64 rows."""
     PARTS: int
     """Parts of a warp group's share of a tile, multiplied one after the other so that they fit in
-    registers: an 8-bit GEMM holds the sums and one more product, and with three warp groups a
-    thread has fewer registers than one instruction for the whole share needs."""
+    registers: an fp8 GEMM holds the sums and one more product, and with three warp groups a thread
+    has fewer registers than one instruction for the whole share needs. For int8 Triton has no
+    instruction of 256 columns."""
     OUT_N: int
     """Output columns of a tile."""
     NUM_N: int
@@ -118,9 +122,12 @@ class Constants:
         return descriptor(w, [1, self.BLOCK_N // 16, 2, 8, self.BLOCK_K], shape, strides)
 
 
-class RowScales(NamedTuple):
-    """Layout of the scales of the first operand."""
+class RowFacts(NamedTuple):
+    """The numbers of the first operand, and the layout of its scales."""
 
+    itemsize: int
+    integer: bool = False
+    """Whether numbers are int8."""
     shared: bool = False
     """Whether all rows share one scale."""
     of_slots: bool = False
@@ -131,18 +138,17 @@ class RowScales(NamedTuple):
 def constants(
     n: int,
     k: int,
-    itemsize: int,
     top_k: int,
     rule: Formula | None,
     weight: WeightRows,
-    scales: RowScales,
+    rows: RowFacts,
     tiles: HopperTiles,
     ordered: str | None = None,
 ) -> Constants:
     """The `Constants` for ``n`` output columns."""
     gated = rule is not None and rule.gated
-    out_n, block_k = tiles.block_n // 2 if gated else tiles.block_n, ROW_BYTES // itemsize
-    tallest = 128 if itemsize == 1 else TALL_ROW_TILE
+    out_n, block_k = tiles.block_n // 2 if gated else tiles.block_n, ROW_BYTES // rows.itemsize
+    tallest = 128 if rows.itemsize == 1 else TALL_ROW_TILE
     return Constants(
         N=n,
         K=k,
@@ -155,9 +161,10 @@ def constants(
         WEIGHT_ROWS=weight.rows,
         SCALE_ROWS=weight.scale_rows,
         SCALE_COLS=weight.scale_cols,
-        WEIGHTED=scales.of_slots,
-        ROW_SCALE_STRIDE=0 if scales.shared else 1,
-        ITEMSIZE=itemsize,
+        WEIGHTED=rows.of_slots,
+        ROW_SCALE_STRIDE=0 if rows.shared else 1,
+        ITEMSIZE=rows.itemsize,
+        INTEGER=rows.integer,
         BLOCK_M=tiles.block_m,
         BLOCK_N=tiles.block_n,
         BLOCK_K=block_k,
@@ -178,10 +185,10 @@ class HopperGemm:
 
     def __init__(self, problem: GemmProblem, plan: GemmPlan) -> None:
         sizes, quant, tiles = problem.sizes, problem.quant, plan.config
-        scales = RowScales(quant is not None and quant.per_tensor, problem.weighted)
-        product = (sizes.n, sizes.k, problem.operand_itemsize, problem.top_k, problem.rule)
-        rest = (problem.weight_rows, scales, tiles, problem.permuted)
-        self.constants = constants(*product, *rest)
+        numbers = (problem.operand_itemsize, sums_integers(get_scheme(problem.scheme)))
+        rows = RowFacts(*numbers, quant is not None and quant.per_tensor, problem.weighted)
+        product = (sizes.n, sizes.k, problem.top_k, problem.rule)
+        self.constants = constants(*product, problem.weight_rows, rows, tiles, problem.permuted)
         self.packed, self.packed_rows = tiles.packed, plan.packed_rows
         self.quant = quant if plan.quantizes_rows else None
         """How rows are quantized while they are packed; None if they are not."""

@@ -94,6 +94,7 @@ def finish(acc, bias, row_scale, expert, first, v, C: gl.constexpr):
     COLS: gl.constexpr = acc.shape[1]
     LAYOUT: gl.constexpr = acc.type.layout
     RULE: gl.constexpr = C.RULE
+    acc = acc.to(gl.float32)
     at, inside = weight_rows(first, COLS, LAYOUT, C)
     if C.ITEMSIZE == 1 and C.SCALE_COLS is None:
         GROUPS: gl.constexpr = (C.WEIGHT_ROWS + C.SCALE_ROWS - 1) // C.SCALE_ROWS
@@ -175,12 +176,12 @@ def multiply_tile(out, bias, ring, v, tile, step, GROUP: gl.constexpr, C: gl.con
     m, n, found, first_row = tile
     expert = gl.maximum(found, 0).to(gl.int64)
     first = n * C.OUT_N + FIRST_COL
-    zeros = gl.full((BOX_ROWS, COLS), 0, gl.float32, LAYOUT)
+    zeros = gl.full((BOX_ROWS, COLS), 0, gl.int32 if C.INTEGER else gl.float32, LAYOUT)
     sums = (zeros, zeros) if C.PARTS == 2 else (zeros,)
     if C.SCALE_COLS is not None:
         scales = find_scales(expert, first, v, C)
         sums, step = add_scaled(step, ring, scales, sums, GROUP, C)
-    elif C.ITEMSIZE == 1:
+    elif C.ITEMSIZE == 1 and not C.INTEGER:
         sums, step = add_wide(step, ring, sums, GROUP, C)
     else:
         sums, step = add_products(step, ring, sums, GROUP, C)

@@ -1,9 +1,9 @@
 """The main loops of the persistent Hopper GEMM (`packed`): ring of tiles, products, accumulators.
 
 A multiplying warp group accumulates 64 rows of a tile, or half of the columns of 64 rows, in one
-part or two. 8-bit products are added to float32 accumulators outside of the tensor cores, one part
+part or two. fp8 products are added to float32 accumulators outside of the tensor cores, one part
 after the other: only one product needs registers then, and while one warp group adds, another one
-multiplies.
+multiplies. Products of 16-bit operands, and of int8 in int32, are accumulated by the tensor cores.
 """
 
 from triton.experimental import gluon
@@ -84,7 +84,7 @@ def pass_by(step, ring, C: gl.constexpr):
 
 @gluon.jit
 def add_products(step, ring, sums, GROUP: gl.constexpr, C: gl.constexpr):
-    """Main loop for 16-bit operands: a step's products overlap the start of the next step's."""
+    """Main loop for 16-bit and int8 operands: products overlap the start of the next step's."""
     PARTS: gl.constexpr = C.PARTS
     for k in range(C.STEPS):
         stage = step % C.STAGES
@@ -103,7 +103,7 @@ def add_products(step, ring, sums, GROUP: gl.constexpr, C: gl.constexpr):
 
 @gluon.jit
 def add_wide(step, ring, sums, GROUP: gl.constexpr, C: gl.constexpr):
-    """Main loop for 8-bit operands whose scales span K and are applied later.
+    """Main loop for fp8 operands whose scales span K and are applied later.
 
     Hopper's fp8 tensor cores accumulate in fewer bits than float32 has, so each product starts from
     zero and is added in float32.
@@ -158,7 +158,7 @@ def scaled(p, x, scale, C: gl.constexpr):
 
 @gluon.jit
 def add_scaled(step, ring, scales, sums, GROUP: gl.constexpr, C: gl.constexpr):
-    """Main loop for 8-bit operands with scales per step of K.
+    """Main loop for fp8 operands with scales per step of K.
 
     Row scales lie in the ring. The gate rows of a weight part share one scale and so do its up
     rows; these scales are loaded two steps ahead.

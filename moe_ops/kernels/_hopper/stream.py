@@ -21,7 +21,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from moe_ops.kernels._gemm.tile import COUNTED, activate
 from moe_ops.kernels._hopper.packed import find_scales, load_box
-from moe_ops.kernels._hopper.products import Ring
+from moe_ops.kernels._hopper.products import Ring, zeros
 from moe_ops.kernels._hopper.schedule import find_tile
 from moe_ops.kernels._hopper.slots import Vectors, count_tiles, expert_of, slots_of
 from moe_ops.kernels._runtime.dependent import take_turn
@@ -80,15 +80,14 @@ def gate_or_up(LAYOUT: gl.constexpr, C: gl.constexpr):
 
 
 @gluon.jit
-def next_product(step, ring, C: gl.constexpr, LAYOUT: gl.constexpr):
-    """Wait for the next stage and start its product."""
+def next_product(step, ring, acc, C: gl.constexpr):
+    """Wait for the next stage and start ``acc`` plus its product."""
     stage = step % C.STAGES
     mbarrier.wait(ring.full.index(stage), (step // C.STAGES) & 1)
     fence_async_shared()  # rows were written by threads, WGMMA reads through the async proxy
     weights = ring.weights.index(stage).reshape((C.BLOCK_N, C.BLOCK_K))
     rows = ring.rows.index(stage).permute((1, 0))
-    zero = gl.full((C.BLOCK_N, C.BLOCK_M), 0, gl.float32, LAYOUT)
-    return warpgroup_mma(weights, rows, zero, is_async=True), stage
+    return warpgroup_mma(weights, rows, acc, is_async=True), stage
 
 
 @gluon.jit
@@ -104,7 +103,7 @@ def add_scaled(step, ring, scales, x_at, real, acc, LAYOUT: gl.constexpr, C: gl.
     u0, u1 = gl.load(up_at), gl.load(up_at + NEXT)
     x0, x1 = gl.load(x_at, mask=real, other=0.0), gl.load(x_at + NEXT, mask=real, other=0.0)
     for k in range(C.STEPS):
-        p, stage = next_product(step, ring, C, LAYOUT)
+        p, stage = next_product(step, ring, zeros(acc), C)
         ahead = gl.minimum(k + 2, C.STEPS - 1)
         g2, u2 = gl.load(w_at + ahead), gl.load(up_at + ahead)
         x2 = gl.load(x_at + ahead, mask=real, other=0.0)
@@ -121,13 +120,13 @@ def add_scaled(step, ring, scales, x_at, real, acc, LAYOUT: gl.constexpr, C: gl.
 
 
 @gluon.jit
-def add_products(step, ring, acc, LAYOUT: gl.constexpr, C: gl.constexpr):
-    """Main loop for operands without scales, or with scales that span K."""
+def add_products(step, ring, acc, C: gl.constexpr):
+    """Main loop for scales that span K: int8 products are added by the tensor cores, fp8 after."""
     for _ in range(C.STEPS):
-        p, stage = next_product(step, ring, C, LAYOUT)
+        p, stage = next_product(step, ring, acc if C.INTEGER else zeros(acc), C)
         p = warpgroup_mma_wait(0, [p])
         mbarrier.arrive(ring.empty.index(stage))
-        acc += p
+        acc = p if C.INTEGER else acc + p
         step += 1
     return acc, step
 
@@ -148,13 +147,14 @@ def multiply(out, bias, ring, v, C: gl.constexpr):
         expert = gl.maximum(found, 0)
         slot, real = load_slots(v, m, gl.SliceLayout(0, LAYOUT), C)
         source = slot // C.TOP_K
-        acc = gl.full((C.BLOCK_N, C.BLOCK_M), 0, gl.float32, LAYOUT)
+        acc = gl.full((C.BLOCK_N, C.BLOCK_M), 0, gl.int32 if C.INTEGER else gl.float32, LAYOUT)
         if C.SCALE_COLS is not None:
             scales = find_scales(expert, n * C.OUT_N, v, C)
             x_at = v.row_scale + source * C.STEPS
             acc, step = add_scaled(step, ring, scales[0], x_at, real, acc, LAYOUT, C)
         else:
-            acc, step = add_products(step, ring, acc, LAYOUT, C)
+            acc, step = add_products(step, ring, acc, C)
+            acc = acc.to(gl.float32)
         col = n * C.OUT_N + column
         weight_row = gl.where(of_gate, col * C.STEP, col * C.STEP + C.UP)
         inside = col < C.N
