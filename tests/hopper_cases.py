@@ -1,6 +1,9 @@
 """Problems for Hopper's own kernels."""
 
-SCHEMES = ("unquantized", "fp8_tensor", "fp8_tensor_static", "fp8_channel", "fp8_block128")
+SCHEMES = (
+    "unquantized", "fp8_tensor", "fp8_tensor_static", "fp8_channel", "fp8_block128",
+    "int8_tensor", "int8_channel",
+)  # fmt: skip
 CASES = [
     ("packed", 64, {"num_tokens": 700, "num_experts": 4, "top_k": 2}),
     ("packed", 64, {"num_tokens": 700, "num_experts": 4, "top_k": 2, "routing": "holes"}),

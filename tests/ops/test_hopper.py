@@ -183,6 +183,18 @@ def test_twins(scheme, case, hidden, width, activation, has_bias, launched):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("scheme", ["int8_tensor", "int8_channel"])
+@pytest.mark.parametrize(("kernel", "tile", "sizes"), CASES)
+def test_sums_of_integers_are_the_portable_kernels(scheme, kernel, tile, sizes, launched):
+    """Bitwise: the sums are exact, and multiplied by the same product of two scales."""
+    twins = Twins(scheme, tile, hidden_size=2880, intermediate_size=200, **sizes)
+    plain = twins.run("", sizes["top_k"], portable_only=True)
+    fast = twins.run("", sizes["top_k"])
+    real = (twins.ids.flatten() >= 0) & (twins.ids.flatten() < sizes["num_experts"])
+    assert launched == [kernel] and torch.equal(fast[real], plain[real])
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize("tile", [64, 128])
 @pytest.mark.parametrize("block_n", [128, 256])

@@ -26,7 +26,7 @@ from moe_ops.kernels._hopper import stream as hopper_stream
 from moe_ops.scheme import get_scheme  # noqa: E402
 
 pytestmark = [pytest.mark.aot, pytest.mark.filterwarnings("ignore")]
-PACKED_AT_ONCE = ["fp8_channel", "fp8_block128", "fp8_tensor_static"]
+PACKED_AT_ONCE = ["fp8_channel", "fp8_block128", "fp8_tensor_static", "int8_channel"]
 H200 = Device(90, 232448, 132)
 
 
@@ -40,7 +40,12 @@ def constants(kernel):
     return next(c for c in kernel.src.constants.values() if isinstance(c, hopper_gemm.Constants))
 
 
-@pytest.mark.parametrize("scheme", ["unquantized", "fp8_channel", "fp8_tensor", "fp8_block128"])
+SCHEMES = ["unquantized", "fp8_channel", "fp8_tensor", "fp8_block128", "int8_channel"]
+ONE_TOKEN = ["unquantized", "fp8_channel", "fp8_block128"]
+"""Schemes of the kernels of one token."""
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize(
     ("tokens", "activation", "hidden", "width"),
     [
@@ -60,7 +65,7 @@ def test_a_layer(scheme, tokens, activation, hidden, width):
     launched = aot.compile_launch(90, launch)
     one = [k for k in launched if k.metadata.name == "hopper_token_kernel"]
     kernels = [k for k in launched if "hopper" in k.metadata.name and k not in one]
-    assert len(one) == (tokens == 1 and scheme != "fp8_tensor")  # see `test_token_gemm_aot`
+    assert len(one) == (tokens == 1 and scheme in ONE_TOKEN)  # see `test_token_gemm_aot`
     rows, wide = tokens * TOP_K / EXPERTS, scheme == "unquantized"
     tile = row_tile(HOPPER[2 if wide else 1], tokens * TOP_K, EXPERTS)
     stream = not wide and rows < 21
@@ -80,8 +85,33 @@ def test_a_layer(scheme, tokens, activation, hidden, width):
         assert c.ON_DEMAND is (packed and on_demand) and tile == c.BLOCK_M
 
 
+@pytest.mark.parametrize("tokens", [300, 900, 4096])
+@pytest.mark.parametrize(
+    ("hidden", "width", "activation", "has_bias"),
+    [(2048, 768, "silu", False), (2880, 2880, "swigluoai", True), (7168, 2048, "silu", False)],
+    ids=["qwen3-30b", "gpt-oss", "deepseek-v3"],
+)
+@pytest.mark.parametrize(
+    "scheme", ["int8_channel", pytest.param("int8_tensor", marks=pytest.mark.exhaustive)]
+)
+def test_layers_of_integers(scheme, hidden, width, activation, has_bias, tokens):
+    """Tensor cores add all of K: products are added nowhere else, nor written to other registers.
+
+    Tiles of 32, 64 and 128 rows.
+    """
+    launch = launch_hopper_layer(scheme, tokens, activation, hidden, width, has_bias)
+    kernels = [k for k in aot.compile_launch(90, launch) if "hopper" in k.metadata.name]
+    assert len(kernels) == 2
+    for kernel in kernels:
+        used = aot.resources(kernel, 90)
+        assert used["spilled"] == 0 and used["serialized"] == 0, used
+        assert set(re.findall(r"wgmma\S*k32\.(\S+)", kernel.asm["ptx"])) == {"s32.s8.s8"}
+        products = re.findall(r"IGMMA\S+ (\w+), gdesc\[\w+\], (\w+)", aot.disassembled(kernel))
+        assert products and all(out == added for out, added in products)
+
+
 PACKED_TILES = [(64, 128), (64, 256), (128, 128), (128, 256), (192, 256)]
-PARTS = {("unquantized", 192): 2, ("fp8", 128): 2}
+PARTS = {("unquantized", 192): 2, ("fp8", 128): 2, ("int8", 128): 2}
 """Of a warp group's share of a tile of 256 columns."""
 
 
@@ -109,7 +139,6 @@ def check_packed(kernel, scheme, block_m, block_n, on_demand):
     return c
 
 
-SCHEMES = ["unquantized", "fp8_channel", "fp8_tensor", "fp8_block128"]
 EVERY_TILE = [
     pytest.param(
         scheme, *tile, on_demand,

@@ -1,4 +1,4 @@
-"""Hopper's Gluon kernels of 16-bit, fp8 and int8 operands on the CPU, in the tests' own interpreter.
+"""Hopper's Gluon kernels, but those of packed weights, on the CPU in the tests' own interpreter.
 
 On a GPU `test_hopper` compares them with the portable kernels.
 """
@@ -14,7 +14,7 @@ from gemm_rows import exact_rows, exact_scaled_rows, numbers  # noqa: E402
 from gluon_interpreter import interpreted  # noqa: E402
 from hypothesis import given, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
-from plans import planned, row_tile  # noqa: E402
+from plans import planned, row_tile, whole_numbers  # noqa: E402
 
 from moe_ops import get_scheme, quantize_weight
 from moe_ops.activation import formula
@@ -42,6 +42,16 @@ TILES = [
 ]
 
 
+def run(gemm, config, operands, like):
+    """A GEMM by Hopper's kernel with these tiles; rows that it does not write are NaN."""
+    found = plan_gemm(gemm._replace(boxes=True), NO_GPU, config=config)
+    assert found.kernel == config.kernel
+    out = torch.full_like(like, torch.nan)
+    with interpreted(3):
+        HopperGemm(gemm, found)(out, operands)
+    return out
+
+
 def check(problem, scheme, activation, tiles):
     """Hopper's kernel with these tiles is within the budget of the reference."""
     kernel, block_m, block_n, on_demand = tiles
@@ -67,11 +77,7 @@ def check(problem, scheme, activation, tiles):
             rest = (None, bias, [*plan], k, scheme, x.dtype, activation)
             expected = scaled_matmul(*call, *rest)
             operands = GemmOperands(data, q.data, plan, bias, None, scale, q.scale)
-        found = plan_gemm(gemm._replace(boxes=True), NO_GPU, config=config)
-        assert found.kernel == kernel
-        out = torch.full_like(expected, torch.nan)
-        with interpreted(3):
-            HopperGemm(gemm, found)(out, operands)
+        out = run(gemm, config, operands, expected)
     mine = local_experts(ids, expert_map, len(w)) >= 0
     rows = (rows.activated(formula(activation)) if activation else rows).rounded(x.dtype)
     assert_matches_reference(out[mine], rows[mine], expected[mine])
@@ -87,6 +93,29 @@ def test_every_tile(tiles, activation):
         if (scheme == "unquantized") == (itemsize == 2):
             problem = Problem(50, 3, 2, 320, 192, torch.bfloat16, kind, has_bias=True)
             check(problem, scheme, activation, (*tiles, False))
+
+
+@pytest.mark.parametrize("tiles", TILES, ids=lambda t: "-".join(map(str, t)))
+def test_long_sums_of_integers_are_exact(tiles):
+    """More than 2**24, and less than -2**24: no float32 on the way may hold them."""
+    *tiles, itemsize = tiles
+    if itemsize == 2:
+        return
+    config = HopperTiles(*tiles, 4, 2)
+    ids = torch.arange(9, dtype=torch.int32)[:, None] % 3
+    a, w = (
+        (127 - whole_numbers(*shape, most=20).abs()).to(torch.int8)
+        for shape in ((9, 2064), (3, 72, 2064))
+    )
+    w[1] *= -1
+    scale, w_scale = torch.ones(9, 1), torch.ones(3, 72, 1)
+    with row_tile(config.block_m, NO_GPU, portable_only=False):
+        plan = planned(ids, None, 3, "int8_channel")
+        gemm = scaled_problem(a, scale, w, w_scale, [*plan], 1, "int8_channel")
+        operands = GemmOperands(a, w, plan, None, None, scale, w_scale)
+        out = run(gemm, config, operands, torch.empty(9, 72))
+    exact = (w.long()[ids.flatten()] * a.long()[:, None]).sum(2)
+    assert exact.abs().min() > 2**24 and torch.equal(out, exact.float())
 
 
 @settings(max_examples=12)

@@ -77,7 +77,8 @@ HOPPER_FILE = {
 @pytest.mark.parametrize(
     ("scheme", "file"),
     [("unquantized", None), ("fp8_tensor", None), ("fp8_tensor", HOPPER_FILE),
-     ("fp8_block128", None), ("fp8_block128", HOPPER_FILE)],
+     ("fp8_block128", None), ("fp8_block128", HOPPER_FILE),
+     ("int8_channel", None), ("int8_channel", HOPPER_FILE)],
 )  # fmt: skip
 def test_warmup_knows_every_kernel_of_hoppers(scheme, file, monkeypatch):
     """Those that launchers choose at any token count are chosen at one that is run."""
