@@ -12,7 +12,7 @@ from conftest import HAS_CUDA, INTERPRETED
 from gemm_rows import exact_rows, gemm_problem
 from hypothesis import given
 from hypothesis import strategies as st
-from packed_weights import MORE, OWN_ROWS, PACKABLE
+from packed_weights import HALF, OWN_ROWS, SERVED
 from plans import planned, row_tile
 from strategies import ACTIVATIONS
 
@@ -35,11 +35,6 @@ if INTERPRETED:
 
     from moe_ops.kernels._gemm.operands import GemmOperands
     from moe_ops.kernels._hopper.decode_gemm import DecodeGemm
-
-SERVED = [*PACKABLE, *(name for name in MORE if "float32" not in name)]
-"""Schemes whose packed weights Hopper's kernels decode for rows in bf16."""
-HALF = [name for name in SERVED if name.startswith("int") or name == "fp8_w8a16"]
-"""The same for rows in fp16."""
 
 
 def matmul(x, q, bias, weights, tiles, k, scheme, activation="", programs=3):
