@@ -274,12 +274,18 @@ moe_fused_mul_sum_out = _op(
     " Tensor? expert_map, Tensor? num_valid_tokens, SymInt num_local_experts, *, Tensor(a!) out)"
     " -> ()",
 )
-# One launch for one token on Hopper. Compiled programs call this operator if T may be 1.
+# One launch for one token on Hopper. Compiled programs call these operators if T may be 1.
 gemm_sum = _op(
     "gemm_sum",
     "gemm_sum(Tensor a, Tensor? a_scale, Tensor w, Tensor? w_scale, Tensor? bias,"
     " Tensor? topk_weights, Tensor?[] tiles, str scheme, ScalarType? out_dtype=None,"
     " bool expert_order=False, bool batch_invariant=False) -> Tensor",
+)
+weight_only_sum = _op(
+    "weight_only_gemm",
+    "weight_only_sum(Tensor a, Tensor w, Tensor? w_scale, Tensor? w_zero_point,"
+    " Tensor? w_global_scale, Tensor? bias, Tensor? topk_weights, Tensor?[] tiles, str scheme,"
+    " bool batch_invariant=False) -> Tensor",
 )
 eplb_map_to_physical_and_record = _op(
     "eplb",

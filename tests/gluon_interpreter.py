@@ -39,7 +39,7 @@ def load(pointer: Any, mask: Any = None, other: Any = 0, **how: Any) -> Value:
         inside, offset = torch.broadcast_tensors(torch.as_tensor(plain(mask)), offset)
     used = offset[inside]
     assert used.numel() == 0 or (used.min() >= 0 and used.max() < pointer.memory.numel())
-    found = torch.full(offset.shape, 0, dtype=pointer.memory.dtype)
+    found = torch.full(offset.shape, plain(other), dtype=pointer.memory.dtype)
     found[inside] = pointer.memory[used.long()]
     return Value(found)
 
@@ -242,7 +242,9 @@ def copies_arrive(slot: Any, increment_count: bool) -> None:
 
 MEANINGS: dict[str, Any] = {
     "gl": LANGUAGE, "mbarrier": MBARRIER, "load_box": load_box, "load_rows": load_rows,
-    "async_copy": SimpleNamespace(mbarrier_arrive=copies_arrive),
+    "async_copy": SimpleNamespace(
+        mbarrier_arrive=copies_arrive, commit_group=lambda: None, wait_group=lambda count: None
+    ),
     "mma_v2": product_of_warps, "warpgroup_mma": product, "warpgroup_mma_wait": wait_for_products,
     "warpgroup_mma_init": lambda x: x, "fence_async_shared": lambda: None,
     "take_turn": lambda LONG=False: None, "gdc_wait": lambda: None,

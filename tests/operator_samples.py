@@ -61,7 +61,7 @@ def samples(device):
             (x, w1, None, None, [*plan], K, "gelu_no_mul"),
         ],
         "scaled_matmul": scaled_samples(x, w1, b1, plan) + decoded_samples(x, w1, b1, plan),
-        **weight_only_samples(x, w1, b1, weights, plan),
+        **weight_only_samples(x, w1, b1, weights, ids, plan),
         **quantized_samples(x, h, weights, ids),
         **batched_samples(x, weights, ids),
         **window_samples(x, weights, ids),
@@ -208,7 +208,7 @@ def batched_window_samples(x, weights, ids):
     ]
 
 
-def weight_only_samples(x, w1, b1, weights, plan):
+def weight_only_samples(x, w1, b1, weights, ids, plan):
     """A scale a row, and groups with zero points; with and without a gate."""
     channel, groups = (quantize_weight(w1, s) for s in ("int8_w8a16", "int4_w4a16_g16_zp"))
     sizes = ([*plan], K)
@@ -216,7 +216,15 @@ def weight_only_samples(x, w1, b1, weights, plan):
     pieces = (x, *groups, None, None, *sizes, "int4_w4a16_g16_zp")
     names = ("silu", "swigluoai", "gelu_no_mul")
     calls = (whole, pieces)
-    return {"weight_only_matmul": [*calls, *[(*call, name) for call in calls for name in names]]}
+    h, direct = x.repeat_interleave(K, 0), plan._replace(topk_ids=ids)
+    sums = [
+        (h, *channel, b1, weights, [*direct], "int8_w8a16"),
+        (h, *groups, None, None, [*direct], "int4_w4a16_g16_zp"),
+    ]
+    return {
+        "weight_only_matmul": [*calls, *[(*call, name) for call in calls for name in names]],
+        "weight_only_sum": sums,
+    }
 
 
 def decoded_samples(x, w1, b1, plan):

@@ -8,6 +8,10 @@ from moe_ops import SCHEMES, QTensor, get_scheme, packs
 PACKABLE = [name for name in SCHEMES if packs(name, 64, 64)]
 MORE = ["int4_w4a16_g16", "int4_w4a16_g64_zp", "int8_w8a16_g32_zp", "|fp8:1x64:float32"]
 OWN_ROWS = OWN["zero points of rows"].key
+SERVED = [*PACKABLE, *(name for name in MORE if "float32" not in name)]
+"""Schemes whose packed weights Hopper's kernels decode for rows in bf16."""
+HALF = [name for name in SERVED if name.startswith("int") or name == "fp8_w8a16"]
+"""The same for rows in fp16."""
 
 
 def random_weight(scheme, n, k, experts=2, seed=0, device="cpu"):

@@ -247,6 +247,31 @@ def packed_case(scheme: str, tile: int) -> Case:
     return Case(f"gemm/packed-weight/{scheme}/{tile}", inputs, run, check)
 
 
+def packed_sum_case(scheme: str, top_k: int) -> Case:
+    """The second GEMM of one token with a packed weight, and the weighted sum."""
+    problem = Problem(top_k, 5, 1, 320, 128, BF16, "silu_no_mul", has_bias=True)
+
+    def inputs() -> Any:
+        x, w, _, weights, ids, _, bias, _ = make_inputs(problem)
+        weights, ids = weights.view(1, top_k), ids.view(1, top_k)
+        plan = align.plan_slots(ids, None, problem.num_experts, scheme, BF16)
+        q = pack_weight(quantize_weight(w, scheme), scheme)
+        return x, *q, bias, weights, [plan, ids, None], scheme
+
+    def check(operands: Any, actual: Tensor) -> None:
+        x, *stored, bias, weights, (_, ids, _), _ = operands
+        w = dequantize_weight(QTensor(*stored), scheme)
+        exact = exact_rows(x, w, bias, None, ids, 1, None, BF16).rounded(BF16)
+        exact = exact.unflatten(1, top_k).weighted_sum(weights.double()).rounded(BF16)
+        expected = weight_only_reference.weight_only_sum(*operands)
+        assert_matches_reference(actual, exact, expected)
+
+    def run(operands: Any) -> Tensor:
+        return ops.weight_only_sum(*operands)
+
+    return Case(f"gemm/packed-weight-sum/{scheme}/{top_k}", inputs, run, check)
+
+
 def cases() -> list[Case]:
     """All of them."""
     formats = ("unquantized", "fp8_channel", "fp8_block128", "int8_tensor", "int4_w4a16_g128")
@@ -258,4 +283,5 @@ def cases() -> list[Case]:
         *(format_case(e, s) for e in modular for s in formats if supported(e, s, "silu")),
         *(packing_case(scheme, tile) for scheme in PACKED_AT_ONCE for tile in (64, 128)),
         *(packed_case(s, tile) for s in ("mxfp4_w4a16", "int8_w8a16_g128") for tile in (16, 128)),
+        *(packed_sum_case(s, k) for s in ("mxfp4_w4a16", "int8_w8a16_g128") for k in (1, 10)),
     ]

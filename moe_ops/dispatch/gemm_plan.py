@@ -24,7 +24,7 @@ from moe_ops.dispatch.hopper import (
     takes,
     token_tiles,
 )
-from moe_ops.dispatch.hopper_decode import DECODE_FEW, decode_tiles
+from moe_ops.dispatch.hopper_decode import DECODE_FEW, decode_sum_tiles, decode_tiles
 from moe_ops.dispatch.portable import (
     ScaleGroups,
     gemm_tiles,
@@ -94,7 +94,8 @@ def _plan(
     if problem.summed:
         if config is not None:
             raise ValueError(f"config must be None for a GEMM with the weighted sum, got {config}")
-        return _token(problem, choice, device) or _apart(problem, device, tables)
+        at_once = _token(problem, choice, device) or _decode_sum(problem, device)
+        return at_once or _apart(problem, device, tables)
     if config is not None:
         if not _cuts(config, problem.sizes.row_tile):
             raise ValueError(
@@ -166,11 +167,26 @@ def _hopper(problem: GemmProblem, choice: Choice, device: Device) -> GemmPlan | 
     return GemmPlan(tiles.kernel, tiles, on_the_way, rows, scratch, choice.source)
 
 
+def _decodes(problem: GemmProblem, device: Device) -> bool:
+    """Whether Hopper's kernels decode the weight in registers."""
+    served = device.arch == 90 and not device.portable_only
+    invariant = problem.sizes.rule.batch_invariant
+    return problem.packed and problem.boxes and served and not invariant
+
+
+def _decode_sum(problem: GemmProblem, device: Device) -> GemmPlan | None:
+    """Plan of a Hopper kernel that decodes packed weights, with the weighted sum of one token."""
+    quant = get_scheme(problem.scheme).weight
+    if quant is None or not (problem.one_token and _decodes(problem, device)):
+        return None
+    tiles = decode_sum_tiles(problem.sizes, quant, device)
+    return None if tiles is None else GemmPlan(tiles.kernel, tiles, False, 0, (), DEFAULT)
+
+
 def _decode(problem: GemmProblem, choice: Choice, device: Device) -> GemmPlan | None:
     """Plan of a Hopper kernel that decodes packed weights in registers."""
     sizes, quant = problem.sizes, get_scheme(problem.scheme).weight
-    served = device.arch == 90 and not device.portable_only and not sizes.rule.batch_invariant
-    if not (problem.packed and problem.boxes and served):
+    if not _decodes(problem, device):
         return None
     tiles = decode_tiles(sizes, quant, device)
     if tiles.kernel == DECODE_FEW:

@@ -18,14 +18,24 @@ from moe_ops.dispatch.tiles import Gemm, cdiv, is_direct
 from moe_ops.scheme import Quant
 from moe_ops.scheme.values import SCALE_BITS
 
-DECODE_FEW, DECODE_MANY = DECODE_KERNELS = ("hopper_decode_few", "hopper_decode_many")
+DECODE_FEW, DECODE_MANY = "hopper_decode_few", "hopper_decode_many"
 """The kernel for few rows, which gathers them itself, and the kernel for many, packed rows."""
+DECODE_SUM = "hopper_decode_sum"
+"""The kernel for GEMM 2 of one token, with the weighted sum."""
 ONE_BYTE = ("e8m0", "e4m3")
 """Forms of scales of one byte."""
 UNIT = 64
 """Weight rows of a unit."""
 STAGE_K = 128
 """Numbers along K of a stage."""
+SUM_WARPS = 8
+"""Warps of the kernel with the weighted sum."""
+SUM_AHEAD = {4: 4, 8: 2}
+"""Chunks that a warp of it loads at once, by stored bits."""
+SUM_SLOTS = 16
+"""The most slots that it serves."""
+SUM_BYTES = 4096
+"""Bytes of shared memory beside the vectors."""
 TMA_ALIGNMENT = 128
 """Bytes to whose multiples in shared memory TMA copies."""
 FEW_CTAS = {16: {4: 1.0, 3: 1.04, 2: 1.1}, 32: {3: 1.0, 2: 1.1}, 64: {2: 1.0}}
@@ -129,3 +139,38 @@ def decode_tiles(gemm: Gemm, quant: Quant, device: Device) -> HopperTiles:
 def uniform_experts(gemm: Gemm) -> float:
     """Experts that have rows, on average, if every slot chooses any of them."""
     return gemm.num_experts * (1 - (1 - 1 / gemm.num_experts) ** gemm.num_slots)
+
+
+class SumJobs(NamedTuple):
+    """How the kernel with the weighted sum divides a column of one token into jobs of a warp."""
+
+    parts: int
+    """Parts of K of a slot."""
+    passes: int
+    """Rounds of as many jobs as warps."""
+    chunks: int
+    """Chunks along K."""
+    steps: int
+    """Chunks of a job."""
+    rounds: int
+    """Rounds of ``ahead`` chunks of a job."""
+    ahead: int
+    """Chunks that are loaded at once."""
+
+
+def sum_jobs(gemm: Gemm, bits: int) -> SumJobs:
+    """The jobs of a GEMM whose weights have so many stored bits."""
+    slots, chunks = gemm.num_slots, cdiv(gemm.k, UNIT)
+    parts = max(1, SUM_WARPS // slots)
+    steps, ahead = cdiv(chunks, parts), SUM_AHEAD[bits]
+    passes = cdiv(slots * parts, SUM_WARPS)
+    return SumJobs(parts, passes, chunks, steps, cdiv(steps, ahead), ahead)
+
+
+def decode_sum_tiles(gemm: Gemm, quant: Quant, device: Device) -> HopperTiles | None:
+    """Tiles of the kernel with the weighted sum; None: it does not take this GEMM."""
+    jobs = sum_jobs(gemm, quant.element.stored_bits)
+    vectors = jobs.rounds * jobs.ahead * SUM_WARPS * UNIT * 2
+    if gemm.num_slots > SUM_SLOTS or vectors + SUM_BYTES > device.shared_memory // 2:
+        return None
+    return HopperTiles(DECODE_SUM, SUM_WARPS, 16, 1, jobs.ahead, ctas=2)

@@ -285,7 +285,13 @@ def _on_gpu(x: Tensor) -> bool:
 
 @lru_cache(maxsize=4096)
 def layer_problem(
-    sizes: Gemm, scheme: Scheme, activation: str, num_tokens: int | None, top_k: int
+    sizes: Gemm,
+    scheme: Scheme,
+    activation: str,
+    num_tokens: int | None,
+    top_k: int,
+    *,
+    packed: bool = False,
 ) -> GemmProblem:
     """Problem of a layer's GEMM, with the facts of a whole layer's tensors.
 
@@ -295,13 +301,15 @@ def layer_problem(
         activation: key of the activation that GEMM 1 applies to its product; empty: none.
         num_tokens: T if rows are the slots of a routing; None: rows are grouped by expert.
         top_k: k for GEMM 1; 1 for GEMM 2, whose rows are slots.
+        packed: whether the weight is in the packed form.
     """
     quant, rows, shared = scheme.activation, STORED, False
     if quant is not None and not scheme.decoded:
         shared = quant.per_tensor
         dynamic = shared and not quant.static
         rows = STORED if num_tokens is None or dynamic else EACH
-    summed = num_tokens == 1 and not activation and top_k == 1 and takes_one_token(scheme)
+    second = num_tokens == 1 and not activation and top_k == 1
+    summed = second and sums_one_token(scheme)
     return GemmProblem(
         sizes,
         scheme.key,
@@ -311,4 +319,10 @@ def layer_problem(
         shared_scale=shared,
         num_tokens=num_tokens,
         summed=summed,
+        packed=packed,
     )
+
+
+def sums_one_token(scheme: Scheme) -> bool:
+    """Whether there are kernels that also sum the second GEMM of one token."""
+    return scheme.activation is None or takes_one_token(scheme)

@@ -163,9 +163,9 @@ def _plans(
 
     def plan(sizes: Gemm, activation: str, top_k: int) -> GemmPlan:
         # In the Batched format, a per-tensor scale is one scale per expert.
-        problem = layer_problem(sizes, scheme, activation, tokens, top_k)
-        how = (scheme, config.in_dtype, device, config.batch_invariant)
-        problem = problem._replace(packed=serves_packed(problem.weight, *how))
+        shape = (sizes.num_experts, sizes.halves * sizes.n, sizes.k)
+        packed = serves_packed(shape, scheme, config.in_dtype, device, config.batch_invariant)
+        problem = layer_problem(sizes, scheme, activation, tokens, top_k, packed=packed)
         if most is not None and problem.shared_scale and num_experts > 1:
             problem = problem._replace(expert_scales=True, shared_scale=False)
         return plan_gemm(problem, device)

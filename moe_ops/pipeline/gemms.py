@@ -10,8 +10,7 @@ from torch import Tensor
 from moe_ops import ops
 from moe_ops.dispatch.device import device_facts
 from moe_ops.dispatch.gemm_plan import plan_gemm
-from moe_ops.dispatch.hopper import takes_one_token
-from moe_ops.dispatch.problem import layer_problem, sizes_of
+from moe_ops.dispatch.problem import layer_problem, sizes_of, sums_one_token
 from moe_ops.dispatch.row_tiles import tile_rule
 from moe_ops.dispatch.tiles import direct_slots
 from moe_ops.pipeline.row_spaces import (
@@ -184,7 +183,7 @@ def sums_at_once(space: SlotRows, scheme: Scheme) -> bool:
     Otherwise they are two operators, which frees the input rows before allocating the output.
     """
     _, ids, _ = space.tiles
-    return ids is not None and may_be_one(ids.shape[0]) and takes_one_token(scheme)
+    return ids is not None and may_be_one(ids.shape[0]) and sums_one_token(scheme)
 
 
 def gemm_sum(
@@ -196,6 +195,11 @@ def gemm_sum(
     dtype: torch.dtype,
 ) -> Tensor:
     """`gemm`, followed by the weighted sum over each token's slots."""
+    if scheme.weight is not None and scheme.activation is None:
+        return ops.weight_only_sum(
+            rows.data, weight.data, weight.scale, weight.zero_point, weight.global_scale,
+            weight.bias, topk_weights, [*space.tiles], scheme.key, space.batch_invariant,
+        )  # fmt: skip
     return ops.gemm_sum(
         rows.data, rows.scale, weight.data, weight.scale, weight.bias, topk_weights,
         [*space.tiles], scheme.key, None if weight.scale is None else dtype,

@@ -48,9 +48,9 @@ def serves_packed(
         return False
     size = dtype.itemsize
     rule = rule_of(scheme.key, size, device.arch, device.row_tile, batch_invariant)
-    problem = layer_problem(sizes_of(1, shape, size, rule, ""), scheme, "", None, 1)
+    sizes = sizes_of(1, shape, size, rule, "")
     try:
-        plan_gemm(problem._replace(packed=True), device)
+        plan_gemm(layer_problem(sizes, scheme, "", None, 1, packed=True), device)
     except NotImplementedError:
         return False
     return True

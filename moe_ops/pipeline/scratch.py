@@ -66,7 +66,7 @@ def _scaled(given: dict[str, Any], out: Tensor) -> GemmProblem:
 
 def _stored(given: dict[str, Any], out: Tensor) -> GemmProblem:
     return stored_problem(
-        given["a"], given["w"], given["tiles"], given["top_k"], given["scheme"],
+        given["a"], given["w"], given["tiles"], given.get("top_k", 1), given["scheme"],
         given.get("activation", ""), batch_invariant=given.get("batch_invariant", False),
     )  # fmt: skip
 
@@ -76,10 +76,16 @@ def _summed(given: dict[str, Any], out: Tensor) -> GemmProblem:
     return sum_problem(gemm, given["topk_weights"] is not None, out.element_size())
 
 
+def _stored_sum(given: dict[str, Any], out: Tensor) -> GemmProblem:
+    weighted = given["topk_weights"] is not None
+    return sum_problem(_stored(given, out), weighted, out.element_size())
+
+
 _PROBLEMS = {
     "expert_matmul": _dense,
     "scaled_matmul": _scaled,
     "weight_only_matmul": _stored,
     "gemm_sum": _summed,
+    "weight_only_sum": _stored_sum,
 }
 """Problem builders by operator."""

@@ -128,10 +128,12 @@ class Variants(NamedTuple):
         ):
             slots, itemsize = num_tokens * self.top_k, self.dtype.itemsize
             sizes = sizes_of(slots, shape, itemsize, rule, activation)
-            problem = layer_problem(sizes, self.scheme, activation, num_tokens, top_k)
             # References take any form, though kernels are planned for an assumed GPU.
-            if w.is_cuda and is_packed(w):
-                yield problem._replace(packed=True)  # no other kernel reads it
+            packed = w.is_cuda and is_packed(w)
+            arguments = (sizes, self.scheme, activation, num_tokens, top_k)
+            problem = layer_problem(*arguments, packed=packed)
+            if packed:
+                yield problem  # no other kernel reads it
             else:
                 yield from (problem, problem._replace(boxes=False))
 

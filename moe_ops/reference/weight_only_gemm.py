@@ -1,4 +1,4 @@
-"""Reference of the expert GEMM with quantized weights only.
+"""References of expert GEMMs with quantized weights only.
 
 The weight of each expert that has rows is dequantized and rounded to the rows' dtype, as in vLLM;
 products are summed in float32.
@@ -13,6 +13,7 @@ from torch import Tensor
 from moe_ops.dispatch.row_tiles import gemm_rule
 from moe_ops.reference.grouped import Epilogue, grouped
 from moe_ops.reference.slots import multiply
+from moe_ops.reference.weight_and_reduce import moe_fused_mul_sum
 from moe_ops.scheme import dequantize_weight
 from moe_ops.tensors import AnyTiles, QTensor
 
@@ -41,6 +42,25 @@ def weight_only_matmul(
 
     then = Epilogue(bias, topk_weights, activation)
     return grouped(product, (a,), w, tiles, rule, top_k, a.dtype, then)
+
+
+def weight_only_sum(
+    a: Tensor,
+    w: Tensor,
+    w_scale: Tensor | None,
+    w_zero_point: Tensor | None,
+    w_global_scale: Tensor | None,
+    bias: Tensor | None,
+    topk_weights: Tensor | None,
+    tiles: AnyTiles,
+    scheme: str,
+    batch_invariant: bool = False,
+) -> Tensor:
+    """``out[t] = sum_j topk_weights[t, j] * y[t * k + j]``; y: of `weight_only_matmul`."""
+    scales = (w_scale, w_zero_point, w_global_scale)
+    y = weight_only_matmul(a, w, *scales, bias, None, tiles, 1, scheme, "", batch_invariant)
+    _, topk_ids, expert_map = tiles
+    return moe_fused_mul_sum(y, topk_weights, topk_ids, expert_map, None, w.shape[0])
 
 
 def one_expert(stored: QTensor, expert: int) -> QTensor:

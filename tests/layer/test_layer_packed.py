@@ -285,6 +285,7 @@ def test_loading_leaves_plain_what_no_kernel_reads():
     assert not packed_of(loaded("mxfp4_w4a16", batch_invariant=True, **BF16))
     assert not packed_of(loaded("fp8_channel", **BF16))
     assert not packed_of(loaded("mxfp4_w4a16"))  # rows in float32
+    assert not packed_of(loaded("mxfp4_w4a16", params_dtype=torch.float16))  # cannot hold scales
     for device in (NO_GPU._replace(portable_only=True), NO_GPU._replace(arch=80)):
         with assumed(device):
             assert not packed_of(loaded("mxfp4_w4a16", **BF16))

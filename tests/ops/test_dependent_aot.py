@@ -157,6 +157,9 @@ def launch_packed(empty, tile):
         tiles = aot_launches.given_plan(ids, 64, scheme)
         x = empty(slots, 128)
         weight_only_gemm.weight_only_matmul(x, w, scale, *[None] * 4, tiles, 1, scheme)
+    weights, ids = empty(1, 4, dtype=torch.float32), empty(1, 4, dtype=torch.int32)
+    stored = (w, scale, None, None, None)
+    weight_only_gemm.weight_only_sum(empty(4, 128), *stored, weights, [None, ids, None], scheme)
 
 
 def launch_one_token(empty):

@@ -12,8 +12,8 @@ from conftest import HAS_CUDA, INTERPRETED
 from gemm_rows import exact_rows, gemm_problem
 from hypothesis import given
 from hypothesis import strategies as st
-from packed_weights import MORE, OWN_ROWS, PACKABLE
-from plans import planned, row_tile
+from packed_weights import HALF, OWN_ROWS, SERVED
+from plans import ids_of, planned, row_tile
 from strategies import ACTIVATIONS
 
 from moe_ops import dequantize_weight, ops, pack_weight, quantize_weight
@@ -35,11 +35,6 @@ if INTERPRETED:
 
     from moe_ops.kernels._gemm.operands import GemmOperands
     from moe_ops.kernels._hopper.decode_gemm import DecodeGemm
-
-SERVED = [*PACKABLE, *(name for name in MORE if "float32" not in name)]
-"""Schemes whose packed weights Hopper's kernels decode for rows in bf16."""
-HALF = [name for name in SERVED if name.startswith("int") or name == "fp8_w8a16"]
-"""The same for rows in fp16."""
 
 
 def matmul(x, q, bias, weights, tiles, k, scheme, activation="", programs=3):
@@ -106,6 +101,25 @@ def test_every_scheme_with_gates(scheme, tile):
     for activation in ("silu", "swigluoai"):
         problem = Problem(9, 4, 2, 192, 128, torch.bfloat16, activation, has_bias=True)
         check(problem, scheme, activation, scaled=True, tile=tile)
+
+
+@pytest.mark.parametrize("tile", ROW_TILES)
+@pytest.mark.parametrize("scheme", ["int4_w4a16_g128", "int8_w8a16"])
+def test_tiles_that_are_half_full(scheme, tile):
+    """Half of a tile's rows are left out where they are padding, and only there."""
+    half = tile // 2
+    counts = (1, half, half + 1, tile - 1, 0, tile, tile + 1, tile + half, tile + half + 1)
+    g = torch.Generator().manual_seed(0)
+    ids, n, k = ids_of(counts, 1), 128, 128
+    x = torch.randn(len(ids), k, generator=g).bfloat16()
+    w = (torch.randn(len(counts), n, k, generator=g) / k**0.5).bfloat16()
+    q = quantize_weight(w, scheme)
+    exact = exact_rows(x, dequantize_weight(q, scheme), None, None, ids, 1, None, x.dtype)
+    with row_tile(tile, NO_GPU if INTERPRETED else None, portable_only=False):
+        tiles = planned(ids, None, len(w), scheme)
+        actual = matmul(x, pack_weight(q, scheme), None, None, tiles, 1, scheme, programs=5)
+        expected = reference.weight_only_matmul(x, *q, None, None, [*tiles], 1, scheme)
+    assert_matches_reference(actual, exact.rounded(x.dtype), expected)
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)

@@ -21,7 +21,7 @@ from moe_ops.scheme.packed import groups_first  # noqa: E402
 
 pytestmark = [pytest.mark.aot, pytest.mark.filterwarnings("ignore")]
 H200 = Device(90, 232448, 132)
-EXPERTS = 64
+EXPERTS = 128
 
 
 def packed(empty, scheme, n, k, dtype):
@@ -110,3 +110,25 @@ def test_overwritten_operands_are_seen():
     assert aot.overwritten([line, "LDS.128 R40, [R2]"]) and not aot.overwritten(
         [line, "STS [R2], R41"]
     )
+
+
+SIZES = {"qwen3-30b": (2048, 768, 8), "gpt-oss": (2880, 2880, 4), "deepseek-v3": (7168, 2048, 8),
+         "qwen3-next": (2048, 512, 10), "llama4-scout": (5120, 8192, 1)}  # fmt: skip
+
+
+@pytest.mark.parametrize("model", SIZES)
+@pytest.mark.parametrize("scheme", ["mxfp4_w4a16", "int4_w4a16_g32", "int8_w8a16"])
+def test_one_token_with_the_sum(scheme, model):
+    n, k, slots = SIZES[model]
+
+    def launch(empty):
+        h, ids = empty(slots, k), empty(1, slots, dtype=torch.int32)
+        q = packed(empty, scheme, n, k, torch.bfloat16)
+        weights, tiles = empty(1, slots, dtype=torch.float32), [None, ids, None]
+        weight_only_gemm.weight_only_sum(h, *q, empty(EXPERTS, n), weights, tiles, scheme)
+
+    (kernel,) = aot.compile_launch(H200, launch)
+    used = aot.resources(kernel, 90)
+    assert kernel.metadata.name == "hopper_decode_sum_kernel" and used["spilled"] == 0
+    assert used["registers"] <= 128 and 2 * (used["shared"] + 1024) <= H200.shared_memory + 1024
+    assert "LDG.E.128" in aot.disassembled(kernel)

@@ -15,7 +15,7 @@ from moe_ops.activation import formula
 from moe_ops.dispatch.tiles import ROW_TILES
 from moe_ops.reference import weight_only_gemm as reference
 from moe_ops.reference.slots import local_experts
-from moe_ops.tensors import QTensor
+from moe_ops.tensors import QTensor, Tiles
 from moe_ops.testing import Problem, assert_matches_reference, make_inputs
 
 pytestmark = pytest.mark.kernel
@@ -210,3 +210,39 @@ def test_errors(device):
         ops.weight_only_matmul(x, q.data, q.scale, None, None, *rest, "int4_w4a16_g32_zp")
     with pytest.raises(ValueError, match="scheme must quantize weights only"):
         ops.weight_only_matmul(x, *q, *rest, "fp8_channel")
+
+
+def one_of_each(scheme, tokens, device, dtype=torch.bfloat16):
+    """Arguments of `ops.weight_only_sum`."""
+    x, w, _, weights, ids, expert_map, bias, _ = make_inputs(
+        gemm_problem(tokens, 2, 128, 96, dtype, has_bias=True, routing="holes", num_local_experts=3)
+    )
+    q = quantize_weight(w, scheme)
+    plan = ops.plan_slots(ids, expert_map, len(w), scheme, dtype)
+    h = x.repeat_interleave(2, 0)
+    tiles = plans.on(Tiles(plan, ids, expert_map), device)
+    given = (None if t is None else t.to(device) for t in (h, *q, bias, weights))
+    return (*given, [*tiles], scheme)
+
+
+@pytest.mark.parametrize("tokens", [0, 1, 7])
+@pytest.mark.parametrize("scheme", NAMED)
+def test_sum_is_that_of_the_products(scheme, tokens, device):
+    """Bit by bit: plain weights have no kernel that also sums."""
+    h, *q, bias, weights, tiles, _ = given = one_of_each(scheme, tokens, device)
+    rows = ops.weight_only_matmul(h, *q, bias, None, tiles, 1, scheme)
+    expected = ops.moe_fused_mul_sum(rows, weights, *tiles[1:], None, len(q[0]))
+    actual = ops.weight_only_sum(*given)
+    assert actual.shape == (tokens, 96) and torch.equal(actual, expected)
+
+
+def test_errors_of_the_sum():
+    h, *q, bias, weights, tiles, scheme = one_of_each("int8_w8a16", 1, "cpu")
+    with pytest.raises(ValueError, match=r"tiles\[1\] must be topk_ids, got None"):
+        ops.weight_only_sum(h, *q, bias, weights, [tiles[0], None, None], scheme)
+    with pytest.raises(ValueError, match="w_scale must be a Tensor for scheme int8_w8a16"):
+        ops.weight_only_sum(h, q[0], None, *q[2:], bias, weights, tiles, scheme)
+    with pytest.raises(ValueError, match="scheme must quantize weights only, got 'fp8_channel'"):
+        ops.weight_only_sum(h, *q, bias, weights, tiles, "fp8_channel")
+    with pytest.raises(ValueError, match="topk_weights"):
+        ops.weight_only_sum(h, *q, bias, weights[:, :1], tiles, scheme)

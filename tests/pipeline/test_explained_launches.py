@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
 
 import moe_ops  # noqa: E402
 from moe_ops.dispatch.hopper import PACKED, STREAM, TOKEN, HopperTiles  # noqa: E402
-from moe_ops.dispatch.hopper_decode import DECODE_FEW, DECODE_MANY  # noqa: E402
+from moe_ops.dispatch.hopper_decode import DECODE_FEW, DECODE_MANY, DECODE_SUM  # noqa: E402
 from moe_ops.dispatch.tiles import TileConfig  # noqa: E402
 from moe_ops.kernels._hopper import decode_gemm  # noqa: E402
 from moe_ops.kernels._hopper.gemm import Constants  # noqa: E402
@@ -80,10 +80,12 @@ def launched(layer, target, mode):
             if isinstance(c, Constants):
                 tiles = (c.BLOCK_M, c.BLOCK_N, c.GROUP_M, c.STAGES, c.ON_DEMAND)
                 seen.append(asdict(HopperTiles(kernel, *tiles)))
-            elif isinstance(c, decode_gemm.Constants):
+            elif isinstance(c, decode_gemm.Constants) and kernel is not None:
                 tiles = (c.BLOCK_M, 64 * c.STAGE_UNITS, c.GROUP_M, c.STAGES, c.ON_DEMAND, c.CTAS)
                 seen.append(asdict(HopperTiles(kernel, *tiles)))
-        if name in ("hopper_token_kernel", "hopper_token_sum_kernel"):
+        if name == "hopper_decode_sum_kernel":
+            seen.append({"kernel": DECODE_SUM, "num_stages": constants["S"].AHEAD})
+        elif name in ("hopper_token_kernel", "hopper_token_sum_kernel"):
             seen.append({"kernel": TOKEN, "num_stages": constants["G"].STAGES})
         elif "BLOCK_K" in constants:
             seen.append(asdict(TileConfig(*(constants[size] for size in PLAIN))))
@@ -99,8 +101,8 @@ PLAIN = ("BLOCK_M", "BLOCK_N", "BLOCK_K", "GROUP_M", "num_warps", "num_stages")
 
 def explained(tiles):
     """A cost's tiles as `launched` has them."""
-    if isinstance(tiles, HopperTiles) and tiles.kernel == TOKEN:
-        return {"kernel": TOKEN, "num_stages": tiles.num_stages}
+    if isinstance(tiles, HopperTiles) and tiles.kernel in (TOKEN, DECODE_SUM):
+        return {"kernel": tiles.kernel, "num_stages": tiles.num_stages}
     return asdict(tiles)
 
 

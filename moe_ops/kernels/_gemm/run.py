@@ -21,7 +21,7 @@ from moe_ops.dispatch.gemm_plan import (
     plan_gemm,
 )
 from moe_ops.dispatch.hopper import PACKED, STREAM, TOKEN, KernelTiles
-from moe_ops.dispatch.hopper_decode import DECODE_FEW, DECODE_MANY
+from moe_ops.dispatch.hopper_decode import DECODE_FEW, DECODE_MANY, DECODE_SUM
 from moe_ops.dispatch.problem import STORED, GemmProblem, without_sum
 from moe_ops.kernels._gemm.block_scaled import BlockScaledGemm
 from moe_ops.kernels._gemm.dense import DenseGemm
@@ -30,12 +30,15 @@ from moe_ops.kernels._gemm.scaled import ScaledGemm
 from moe_ops.kernels._gemm.scaled_slot import SlotGemm
 from moe_ops.kernels._gemm.weight_only import DequantizeGemm
 from moe_ops.kernels._hopper.decode_gemm import DecodeGemm
+from moe_ops.kernels._hopper.decode_sum_gemm import DecodeSum
 from moe_ops.kernels._hopper.gemm import HopperGemm
 from moe_ops.kernels._hopper.token_gemm import TokenGemm
 from moe_ops.kernels.quantize import moe_quantize
 from moe_ops.kernels.weight_and_reduce import moe_fused_mul_sum_out
 from moe_ops.scheme import Quant
 
+SUMMING = (TOKEN_SUM, DECODE_SUM)
+"""Kernels that compute the weighted sum."""
 Kernel = Callable[[Tensor, GemmOperands], None]
 KERNELS: dict[str, Callable[..., Kernel]] = {
     DENSE: DenseGemm,
@@ -47,6 +50,7 @@ KERNELS: dict[str, Callable[..., Kernel]] = {
     STREAM: HopperGemm,
     DECODE_FEW: DecodeGemm,
     DECODE_MANY: DecodeGemm,
+    DECODE_SUM: DecodeSum,
     TOKEN: TokenGemm,
     TOKEN_SUM: TokenGemm,
 }
@@ -128,7 +132,7 @@ def _ready(
     plan = plan_gemm(problem, device, config=config)
     before = problem.rows != STORED and not plan.quantizes_rows
     make, quant = KERNELS[plan.kernel], problem.quant if before else None
-    if problem.summed and plan.kernel != TOKEN_SUM:
+    if problem.summed and plan.kernel not in SUMMING:
         return SumAfter(make(without_sum(problem), plan)), quant
     return make(problem, plan), quant
 

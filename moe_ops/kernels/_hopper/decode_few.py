@@ -371,5 +371,5 @@ def hopper_decode_few_kernel(
             (copy_tiles, (a, stride_am, w_desc, scale_desc, zero_desc, ring, v, C)),
         ],
         [4],  # warps of the second partition
-        [24],  # its registers per thread; the first partition gets the rest
+        [24 if C.BLOCK_M <= 32 else 40],  # its registers; the first partition gets the rest
     )

@@ -177,7 +177,12 @@ def constants(problem: GemmProblem, tiles: HopperTiles, variant: Variant) -> Con
     few, stage_units = tiles.kernel == DECODE_FEW, tiles.block_n // CHUNK
     cols = quant.shared_cols or (EVERY_COLUMN if quant.zero_point else 0)
     scaled = "rows" if not cols else "weights"
-    if tiles.block_m <= ALONE.value and cols >= STAGE_K and quant.scale == "input":
+    if (
+        tiles.kernel == DECODE_FEW
+        and tiles.block_m <= ALONE.value
+        and cols >= STAGE_K
+        and quant.scale == "input"
+    ):
         scaled = "sums"
     exponent = 4 if quant.element.name == "fp8" else quant.element.exponent
     shifted = cols > 0 and quant.scale in ONE_BYTE
@@ -231,7 +236,7 @@ class DecodeGemm:
 
     def __call__(self, out: Tensor, given: GemmOperands) -> None:
         """``out[s] = f(topk_weights[s] * a[s // top_k] @ dequantized(w[e]).T + bias[e])``."""
-        c = constants(self.problem, self.tiles, self._variant(given))
+        c = constants(self.problem, self.tiles, variant_of(self.problem, given))
         told = tile_arguments(given.tiles, out.shape[0], given.w.shape[0])
         words, scale = c.words.of(given.w), given.w_scale
         scales = c.scales.of(scale) if c.STAGE_GROUPS else words
@@ -250,9 +255,11 @@ class DecodeGemm:
             counter = plan.new_zeros(1) if c.ON_DEMAND else plan
             c.many((processors,), out, c.rows.of(rows), *boxes, *added, *factors, counter, *told)
 
-    def _variant(self, given: GemmOperands) -> Variant:
-        rows, factor = self.problem.weight[1], given.w_global_scale
-        quant = get_scheme(self.problem.scheme).weight
-        scale_rows = rows_per_scale(given.w_scale, quant, rows)
-        global_rows = 0 if factor is None else rows // (factor.numel() // given.w.shape[0])
-        return Variant(given.a.dtype == torch.float16, scale_rows, global_rows)
+
+def variant_of(problem: GemmProblem, given: GemmOperands) -> Variant:
+    """The `Variant` of a GEMM's operands."""
+    rows, factor = problem.weight[1], given.w_global_scale
+    quant = get_scheme(problem.scheme).weight
+    scale_rows = rows_per_scale(given.w_scale, quant, rows)
+    global_rows = 0 if factor is None else rows // (factor.numel() // given.w.shape[0])
+    return Variant(given.a.dtype == torch.float16, scale_rows, global_rows)

@@ -16,20 +16,26 @@ from triton.experimental.gluon import language as gl
 
 UNIT = gl.constexpr(64)
 """Weight rows, and numbers along K, of a packed chunk."""
-WORDS = gl.constexpr(gl.BlockedLayout([1, 1, 1, 4], [1, 8, 4, 1], [4, 1, 1, 1], [3, 2, 1, 0]))
-"""Layout of words ``(warp, row pair, column pair, k16 tile)``: a thread has four neighbours."""
-PAIRS = gl.constexpr(
-    gl.DistributedLinearLayout(
-        [[0, 0, 1]],
-        [[0, 0, 0], [0, 0, 0], [0, 1, 0], [0, 2, 0], [0, 4, 0]],
-        [[1, 0, 0], [2, 0, 0]],
-        [],
-        [4, 8, 2],
-    )
-)
-"""Layout of one number for each row of a unit, ``(warp, row pair, row of the pair)``."""
 SHIFT = gl.constexpr(64)
 """One-byte scales multiply weights with this exponent less than they have."""
+
+
+@gluon.constexpr_function
+def words_layout(WARPS):
+    """Layout of words ``(warp, row pair, column pair, k16 tile)``: a thread has four neighbours."""
+    return gl.BlockedLayout([1, 1, 1, 4], [1, 8, 4, 1], [WARPS, 1, 1, 1], [3, 2, 1, 0])
+
+
+@gluon.constexpr_function
+def pairs_layout(WARPS):
+    """Layout of one number for each row of 16 a warp, ``(warp, row pair, row of the pair)``."""
+    warps = [[2**i, 0, 0] for i in range(WARPS.bit_length() - 1)]
+    lanes = [[0, 0, 0], [0, 0, 0], [0, 1, 0], [0, 2, 0], [0, 4, 0]]
+    return gl.DistributedLinearLayout([[0, 0, 1]], lanes, warps, [], [WARPS, 8, 2])
+
+
+WORDS = gl.constexpr(words_layout(4))
+PAIRS = gl.constexpr(pairs_layout(4))
 
 
 @gluon.constexpr_function
@@ -159,19 +165,44 @@ def scale_words(scales, box, chunk: gl.constexpr, C: gl.constexpr):
     NEXT: gl.constexpr = C.STAGE_GROUPS * C.SCALE_PLACES  # groups from one box to the next
     shape: gl.constexpr = [C.STAGES * C.STAGE_UNITS * NEXT, 4, 8, 2]
     view = scales._reinterpret(scales.dtype, shape, FLAT)
-    EACH: gl.constexpr = max(1, C.STAGE_GROUPS // 2)  # groups of a chunk
     first = box * NEXT + chunk * (C.STAGE_GROUPS // 2)
-    even, odd = scale_lanes(view.index(first).load(PAIRS), C).split()
-    if EACH == 1:
+    GROUPS: gl.constexpr = chunk_groups(C)
+    stored = ()
+    for group in gl.static_range(GROUPS):
+        stored += (view.index(first + group).load(PAIRS),)
+    return spread_scales(stored, C)
+
+
+@gluon.constexpr_function
+def chunk_groups(C):
+    """Groups of a weight row in a chunk; 1 where chunks share them."""
+    return max(1, C.STAGE_GROUPS // 2)
+
+
+@gluon.jit
+def spread_scales(stored, C: gl.constexpr):
+    """The scales of each group of a chunk for each word: of the even rows, of the odd rows."""
+    GROUPS: gl.constexpr = chunk_groups(C)
+    lanes = ()
+    for group in gl.static_range(GROUPS):
+        lanes += (scale_lanes(stored[group], C).split(),)
+    return spread_groups(lanes, GROUPS)
+
+
+@gluon.jit
+def spread_groups(x, GROUPS: gl.constexpr):
+    """Pairs of numbers, of even and of odd rows, of each group of a chunk, for each word."""
+    even, odd = x[0]
+    if GROUPS == 1:
         even, odd = spread_rows(even), spread_rows(odd)
+    elif GROUPS == 2:
+        e1, o1 = x[1]
+        even, odd = spread_tiles(even, even, e1, e1), spread_tiles(odd, odd, o1, o1)
     else:
-        e1, o1 = scale_lanes(view.index(first + 1).load(PAIRS), C).split()
-        if EACH == 2:
-            even, odd = spread_tiles(even, even, e1, e1), spread_tiles(odd, odd, o1, o1)
-        else:
-            e2, o2 = scale_lanes(view.index(first + 2).load(PAIRS), C).split()
-            e3, o3 = scale_lanes(view.index(first + 3).load(PAIRS), C).split()
-            even, odd = spread_tiles(even, e1, e2, e3), spread_tiles(odd, o1, o2, o3)
+        e1, o1 = x[1]
+        e2, o2 = x[2]
+        e3, o3 = x[3]
+        even, odd = spread_tiles(even, e1, e2, e3), spread_tiles(odd, o1, o2, o3)
     return even, odd
 
 
@@ -188,41 +219,46 @@ def scale_rows(scales, box, LAYOUT: gl.constexpr, C: gl.constexpr):
 
 @gluon.jit
 def zero_words(zeros, box, chunk: gl.constexpr, C: gl.constexpr):
-    """The zero points of a unit's chunk, for each word: of the even rows, of the odd rows.
-
-    A chunk has one or two groups. 4-bit ones come with the float that `nibble_lanes` subtracts.
-    """
-    GROUPS: gl.constexpr = C.STAGE_GROUPS
-    first = box * GROUPS * C.ZERO_PLACES + chunk * (GROUPS // 2)
-    even, odd = zero_lanes(zeros, first, C)
-    if GROUPS <= 2:
-        even, odd = spread_rows(even), spread_rows(odd)
-    else:
-        e1, o1 = zero_lanes(zeros, first + 1, C)
-        if GROUPS == 4:
-            even, odd = spread_tiles(even, even, e1, e1), spread_tiles(odd, odd, o1, o1)
+    """The zero points of a unit's chunk, as `spread_zeros` returns them."""
+    ALL: gl.constexpr = C.STAGES * C.STAGE_UNITS * C.STAGE_GROUPS * C.ZERO_PLACES
+    GROUPS: gl.constexpr = chunk_groups(C)
+    first = box * C.STAGE_GROUPS * C.ZERO_PLACES + chunk * (C.STAGE_GROUPS // 2)
+    stored = ()
+    for group in gl.static_range(GROUPS):
+        if C.BITS == 4:
+            FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+            view = zeros._reinterpret(gl.uint8, [ALL, 4, 8], FLAT)
+            stored += (view.index(first + group).load(gl.SliceLayout(2, PAIRS)),)
         else:
-            e2, o2 = zero_lanes(zeros, first + 2, C)
-            e3, o3 = zero_lanes(zeros, first + 3, C)
-            even, odd = spread_tiles(even, e1, e2, e3), spread_tiles(odd, o1, o2, o3)
-    return even, odd
+            CUBE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
+            view = zeros._reinterpret(gl.uint8, [ALL, 4, 8, 2], CUBE)
+            stored += (view.index(first + group).load(PAIRS),)
+    return spread_zeros(stored, C)
 
 
 @gluon.jit
-def zero_lanes(zeros, at, C: gl.constexpr):
+def spread_zeros(stored, C: gl.constexpr):
+    """The zero points of each group of a chunk for each word: of the even rows, of the odd rows.
+
+    4-bit ones come with the float that `nibble_lanes` subtracts.
+    """
+    GROUPS: gl.constexpr = chunk_groups(C)
+    lanes = ()
+    for group in gl.static_range(GROUPS):
+        lanes += (zero_lanes(stored[group], C),)
+    return spread_groups(lanes, GROUPS)
+
+
+@gluon.jit
+def zero_lanes(stored, C: gl.constexpr):
     """A group's zero points of the even rows and of the odd rows, in both lanes of words."""
-    ALL: gl.constexpr = C.STAGES * C.STAGE_UNITS * C.STAGE_GROUPS * C.ZERO_PLACES
     if C.BITS == 4:
-        FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
         MAGIC: gl.constexpr = 0x64006400 if C.HALF else 0x43004300
-        view = zeros._reinterpret(gl.uint8, [ALL, 4, 8], FLAT)
-        both = view.index(at).load(gl.SliceLayout(2, PAIRS)).to(gl.int32)
+        both = stored.to(gl.int32)
         even, odd = both & 15, both >> 4
         even, odd = even | (even << 16) | MAGIC, odd | (odd << 16) | MAGIC
     else:
-        CUBE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
-        view = zeros._reinterpret(gl.uint8, [ALL, 4, 8, 2], CUBE)
-        value = view.index(at).load(PAIRS).to(gl.float32) - 128.0
+        value = stored.to(gl.float32) - 128.0
         even, odd = both_lanes(value.to(gl.float16 if C.HALF else gl.bfloat16)).split()
     return even, odd
 
@@ -230,7 +266,8 @@ def zero_lanes(zeros, at, C: gl.constexpr):
 @gluon.jit
 def spread_rows(x):
     """One number per row pair, for each word."""
-    OF_ROWS: gl.constexpr = gl.SliceLayout(2, gl.SliceLayout(3, WORDS))
+    LAYOUT: gl.constexpr = words_layout(x.shape[0])
+    OF_ROWS: gl.constexpr = gl.SliceLayout(2, gl.SliceLayout(3, LAYOUT))
     x = gl.convert_layout(x, OF_ROWS, assert_trivial=True)
     return gl.expand_dims(gl.expand_dims(x, 2), 3)
 
@@ -238,8 +275,10 @@ def spread_rows(x):
 @gluon.jit
 def spread_tiles(t0, t1, t2, t3):
     """One number per row pair and k16 tile, for each word."""
-    both = gl.join(gl.join(t0, t2), gl.join(t1, t3)).reshape((4, 8, 4))
-    x = gl.convert_layout(both, gl.SliceLayout(2, WORDS), assert_trivial=True)
+    WARPS: gl.constexpr = t0.shape[0]
+    LAYOUT: gl.constexpr = gl.SliceLayout(2, words_layout(WARPS))
+    both = gl.join(gl.join(t0, t2), gl.join(t1, t3)).reshape((WARPS, 8, 4))
+    x = gl.convert_layout(both, LAYOUT, assert_trivial=True)
     return gl.expand_dims(x, 2)
 
 
@@ -282,7 +321,7 @@ def decode_nibbles(words, scale, zero, DTYPE: gl.constexpr, DOT: gl.constexpr, C
         r += (scaled(value, factor, None, C),)
     word = gl.join(gl.join(r[0], r[1]), gl.join(r[2], r[3]))
     both = numbers(word, DTYPE)  # (warp, pair, column, tile, row, half of the tile, k)
-    chunk = both.permute((0, 4, 1, 3, 5, 2, 6)).reshape((64, 64))
+    chunk = both.permute((0, 4, 1, 3, 5, 2, 6)).reshape((16 * words.shape[0], 64))
     return gl.convert_layout(chunk, DOT, assert_trivial=True)
 
 
@@ -290,7 +329,8 @@ def decode_nibbles(words, scale, zero, DTYPE: gl.constexpr, DOT: gl.constexpr, C
 def bytes_of_row(left, right, scale, zero, J: gl.constexpr, DTYPE: gl.constexpr, C: gl.constexpr):
     """The 8-bit weights of row J of each pair, in the words of a chunk's two halves."""
     both = gl.join(byte_lanes(left, J, C), byte_lanes(right, J, C))
-    word = both.reshape((4, 8, 4, 2, 2, 2))  # (warp, pair, column, tile, half of it, half)
+    WARPS: gl.constexpr = left.shape[0]
+    word = both.reshape((WARPS, 8, 4, 2, 2, 2))  # (warp, pair, column, tile, half of it, half)
     LAYOUT: gl.constexpr = word.type.layout
     factor = None if scale is None else spread_halves(scale[J], LAYOUT)
     less = None if zero is None else spread_halves(zero[J], LAYOUT)
@@ -302,15 +342,18 @@ def decode_bytes(left, right, scale, zero, DTYPE: gl.constexpr, DOT: gl.constexp
     """A chunk of 8-bit weights, in the words of its two halves, as WGMMA's first operand."""
     even = bytes_of_row(left, right, scale, zero, 0, DTYPE, C)
     odd = bytes_of_row(left, right, scale, zero, 1, DTYPE, C)
-    chunk = gl.join(even, odd).permute((0, 7, 1, 5, 3, 4, 2, 6)).reshape((64, 64))
+    ROWS: gl.constexpr = 16 * left.shape[0]
+    chunk = gl.join(even, odd).permute((0, 7, 1, 5, 3, 4, 2, 6)).reshape((ROWS, 64))
     return gl.convert_layout(chunk, DOT, assert_trivial=True)
 
 
 @gluon.jit
 def spread_halves(x, LAYOUT: gl.constexpr):
     """One number per row pair, or per row pair and k16 tile, for the words of both halves."""
+    WARPS: gl.constexpr = x.shape[0]
     if x.shape[3] == 1:
-        cube = x.reshape((4, 8, 1, 1, 1, 1))
+        cube = x.reshape((WARPS, 8, 1, 1, 1, 1))
     else:
-        cube = x.reshape((4, 8, 1, 2, 2)).permute((0, 1, 2, 4, 3)).reshape((4, 8, 1, 2, 1, 2))
+        cube = x.reshape((WARPS, 8, 1, 2, 2)).permute((0, 1, 2, 4, 3))
+        cube = cube.reshape((WARPS, 8, 1, 2, 1, 2))
     return gl.convert_layout(cube, LAYOUT, assert_trivial=True)

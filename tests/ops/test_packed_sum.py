@@ -1,0 +1,134 @@
+"""The second GEMM of one token with packed weights and the weighted sum, against float64.
+
+In the interpreter's leg the Gluon kernel runs on the CPU (see `gluon_interpreter`).
+"""
+
+import pytest
+import torch
+from conftest import HAS_CUDA, INTERPRETED
+from gemm_rows import exact_rows
+from hypothesis import given
+from hypothesis import strategies as st
+from packed_weights import HALF, SERVED
+
+from moe_ops import dequantize_weight, ops, pack_weight, quantize_weight
+from moe_ops.dispatch.device import NO_GPU
+from moe_ops.dispatch.gemm_plan import plan_gemm
+from moe_ops.dispatch.hopper_decode import DECODE_SUM
+from moe_ops.dispatch.problem import stored_problem, sum_problem
+from moe_ops.reference.align import plan_slots
+from moe_ops.reference.slots import local_experts
+from moe_ops.reference.weight_only_gemm import weight_only_sum as reference
+from moe_ops.testing import assert_matches_reference
+
+pytestmark = pytest.mark.kernel
+
+if INTERPRETED:
+    from gluon_interpreter import interpreted
+
+    from moe_ops.kernels._gemm.operands import GemmOperands
+    from moe_ops.kernels._hopper.decode_sum_gemm import DecodeSum
+    from moe_ops.tensors import Tiles
+
+
+def summed(h, q, bias, weights, tiles, scheme):
+    """The operator's result; in the interpreter, that of Hopper's kernel."""
+    if not INTERPRETED:
+        return ops.weight_only_sum(*on_device((h, *q, bias, weights, tiles, scheme))).cpu()
+    problem = stored_problem(h, q.data, tiles, 1, scheme)._replace(boxes=True)
+    problem = sum_problem(problem, weights is not None, h.itemsize)
+    plan = plan_gemm(problem, NO_GPU)
+    assert plan.kernel == DECODE_SUM
+    out = torch.full((1, q.data.shape[1]), torch.nan, dtype=h.dtype)
+    operands = GemmOperands(h, q.data, Tiles(*tiles), bias, weights, None, *q[1:])
+    with interpreted():
+        DecodeSum(problem, plan)(out, operands)
+    return out
+
+
+def tiles_of(ids, expert_map, num_experts, scheme):
+    return [plan_slots(ids, expert_map, num_experts, scheme, torch.bfloat16), ids, expert_map]
+
+
+def on_device(call):
+    device = "cuda" if HAS_CUDA else "cpu"
+    move = [[t if t is None else t.to(device) for t in x] if type(x) is list else x for x in call]
+    return [x.to(device) if isinstance(x, torch.Tensor) else x for x in move]
+
+
+def check(scheme, k=4, n=128, kk=192, *, experts=5, bias=True, scaled=True, holes=False, local=None,
+          dtype=torch.bfloat16, seed=0):  # fmt: skip
+    """The result is within the budget of the sum of the slots' rounded rows."""
+    g = torch.Generator().manual_seed(seed)
+    h, w = torch.randn(k, kk, generator=g).to(dtype), torch.randn(experts, n, kk, generator=g)
+    w = (w / kk**0.5).to(dtype)
+    added = torch.randn(experts, n, generator=g).to(dtype) if bias else None
+    weights = torch.rand(1, k, generator=g) + 0.1 if scaled else None
+    ids = torch.randint(experts, (1, k), generator=g).to(torch.int32)
+    if holes:
+        ids[0, ::2] = torch.tensor([-1, 2**31 - 1])[torch.arange(len(ids[0, ::2])) % 2].int()
+    expert_map = None
+    if local:
+        w, added = w[:local], None if added is None else added[:local]
+        place = torch.arange(experts, dtype=torch.int32)
+        expert_map = torch.where(place < local, place, -1)
+    q = quantize_weight(w, scheme)
+    tiles = tiles_of(ids, expert_map, len(w), scheme)
+    actual = summed(h, pack_weight(q, scheme), added, weights, tiles, scheme)
+    rows = exact_rows(h, dequantize_weight(q, scheme), added, None, ids, 1, expert_map, dtype)
+    used = (local_experts(ids, expert_map, len(w)) >= 0).view(1, k).double()
+    factors = used if weights is None else used * weights.double()
+    exact = rows.rounded(dtype).unflatten(1, k).weighted_sum(factors).rounded(dtype)
+    expected = reference(h, *q, added, weights, tiles, scheme)
+    assert_matches_reference(actual, exact, expected)
+
+
+@given(
+    scheme=st.sampled_from(SERVED),
+    k=st.integers(1, 12),
+    n=st.sampled_from((64, 192)),
+    kk=st.sampled_from((64, 128, 320, 704)),
+    bias=st.booleans(),
+    scaled=st.booleans(),
+    holes=st.booleans(),
+    local=st.sampled_from((None, 3)),
+)
+def test_sum(scheme, k, n, kk, bias, scaled, holes, local):
+    check(scheme, k, n, kk, bias=bias, scaled=scaled, holes=holes, local=local)
+
+
+@pytest.mark.parametrize("k", [1, 2, 3, 8, 10])
+@pytest.mark.parametrize("scheme", SERVED)
+def test_every_scheme(scheme, k):
+    check(scheme, k, 64, 320)
+
+
+@pytest.mark.parametrize("scheme", HALF)
+def test_half_precision(scheme):
+    check(scheme, dtype=torch.float16)
+
+
+def test_sizes_of_models():
+    """H 2880 and I 2880, 1408 and 704: K is not a multiple of a round of chunks."""
+    for kk in (2880, 1408, 704):
+        check("mxfp4_w4a16", 4, 64, kk, experts=2)
+
+
+def test_no_slot_has_an_expert():
+    check("int4_w4a16_g128", 1, 64, 128, holes=True)
+
+
+def test_nothing_else_is_read():
+    """NaN in the rows of skipped slots and in other experts' scales shows nowhere."""
+    scheme, k, n, kk = "int8_w8a16", 4, 64, 128
+    g = torch.Generator().manual_seed(0)
+    h = torch.randn(k, kk, generator=g).bfloat16()
+    q = pack_weight(quantize_weight(torch.randn(3, n, kk, generator=g).bfloat16(), scheme), scheme)
+    ids = torch.tensor([[0, -1, 0, 3]], dtype=torch.int32)
+    weights = torch.rand(1, k, generator=g)
+    tiles = tiles_of(ids, None, 3, scheme)
+    clean = summed(h, q, None, weights, tiles, scheme)
+    h[1] = h[3] = weights[0, 1] = weights[0, 3] = torch.nan
+    q.scale[1:] = torch.nan
+    assert clean.isfinite().all()
+    assert torch.equal(summed(h, q, None, weights, tiles, scheme), clean)
