@@ -244,7 +244,7 @@ def constants(kernel):
 def on_hopper():
     """Kernels by name, as their launchers make them."""
     found = compiled(90, launch_samples(STAGES))
-    with mock.patch.object(token_gemm, "_routing_was_read", return_value=True):
+    with mock.patch.object(token_gemm, "routing_was_read", return_value=True):
         early = compiled(90, launch_samples(["gemm_sum"]))
     for name, more in [*compiled(90, launch_more).items(), *early.items()]:
         found.setdefault(name, []).extend(more)

@@ -1,5 +1,8 @@
 """Hopper's kernels of packed weights, compiled as their launchers choose them, without a GPU."""
 
+import re
+from unittest import mock
+
 import pytest
 import torch
 from conftest import INTERPRETED
@@ -16,6 +19,8 @@ from plans import row_tile  # noqa: E402
 from moe_ops.dispatch.device import Device  # noqa: E402
 from moe_ops.dispatch.hopper_decode import FEW_CTAS  # noqa: E402
 from moe_ops.kernels import weight_only_gemm  # noqa: E402
+from moe_ops.kernels._hopper.decode_sum_gemm import SumConstants  # noqa: E402
+from moe_ops.kernels._runtime import launch as launching  # noqa: E402
 from moe_ops.scheme import QTensor  # noqa: E402
 from moe_ops.scheme.packed import groups_first  # noqa: E402
 
@@ -132,3 +137,27 @@ def test_one_token_with_the_sum(scheme, model):
     assert kernel.metadata.name == "hopper_decode_sum_kernel" and used["spilled"] == 0
     assert used["registers"] <= 128 and 2 * (used["shared"] + 1024) <= H200.shared_memory + 1024
     assert "LDG.E.128" in aot.disassembled(kernel)
+
+
+def test_one_token_begins_early_only_after_the_first_gemm():
+    """It asks for weights before it waits for rows, and writes nothing."""
+    scheme, (n, k, slots) = "mxfp4_w4a16", SIZES["qwen3-30b"]
+
+    def launch(empty):
+        ids, weights = empty(1, slots, dtype=torch.int32), empty(1, slots, dtype=torch.float32)
+        w1, w2 = (packed(empty, scheme, *s, torch.bfloat16) for s in ((2 * k, n), (n, k)))
+        bias, tiles = empty(EXPERTS, n), [None, ids, None]
+        rows = (empty(1, n), *w1, None, None, tiles, slots, scheme, "silu")
+        with mock.patch.object(launching, "_current_stream", lambda device: 1):
+            h = weight_only_gemm.weight_only_matmul(*rows)
+            for _ in range(2):
+                weight_only_gemm.weight_only_sum(h, *w2, bias, weights, tiles, scheme)
+
+    _, *sums = aot.compile_launch(H200, launch)
+    assert [c.EARLY for kernel in sums for c in kernel.src.constants.values()
+            if isinstance(c, SumConstants)] == [True, False]  # fmt: skip
+    for kernel, early in zip(sums, (True, False), strict=True):
+        before, after = kernel.asm["ttgir"].split("griddepcontrol.wait")
+        body = before[before.index("tt.func") :].split("\n", 1)[1]
+        assert ("tt.load" in body) == early and "tt.store" not in body
+        assert not re.search(r"%(h|bias|topk_weights|out)\b", body) and "tt.store" in after

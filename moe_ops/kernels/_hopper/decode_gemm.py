@@ -30,6 +30,7 @@ from moe_ops.kernels._gemm.tile import tile_arguments
 from moe_ops.kernels._hopper.boxes import Boxes, descriptor
 from moe_ops.kernels._hopper.decode_few import ALONE, hopper_decode_few_kernel
 from moe_ops.kernels._hopper.decode_many import hopper_decode_many_kernel
+from moe_ops.kernels._hopper.early import note_routing
 from moe_ops.kernels._hopper.fragments import SHIFT
 from moe_ops.kernels._hopper.pack import pack_rows
 from moe_ops.kernels._hopper.products import BOX_ROWS
@@ -248,6 +249,9 @@ class DecodeGemm:
         if self.tiles.kernel == DECODE_FEW:
             most = max_row_tiles(out.shape[0], given.w.shape[0], c.BLOCK_M) * c.NUM_N
             programs = min(c.CTAS * processors, most)
+            plan, topk_ids, expert_map = given.tiles
+            if plan is None:
+                note_routing(topk_ids, expert_map)
             c.few((programs,), given.a, given.a.stride(0), *boxes, *added, out, *factors, *told)
         else:
             plan, _, num_slots, *_ = told

@@ -4,7 +4,8 @@ A program computes 16 columns of all slots, and so all terms of their sums. A wa
 weight rows of one expert, a quarter of a packed chunk. So the first operand of a product has the
 rows of eight jobs, the second a column for each, and the diagonal counts. A job is a slot or, with
 few slots, a part of K of a slot. Words go from memory to registers, some chunks ahead; the rows of
-the slots lie in shared memory.
+the slots lie in shared memory. Right after GEMM 1 (`early`) the kernel asks for its first words
+before it waits for GEMM 1's rows.
 """
 
 from triton.experimental import gluon
@@ -124,6 +125,22 @@ def load_chunks(sources, first, COUNT: gl.constexpr, C: gl.constexpr):
 
 
 @gluon.jit
+def begin(stored, unit, choices, PASS: gl.constexpr, C: gl.constexpr, S: gl.constexpr):
+    """Where the words, scales and zero points of a pass are, and the first of them."""
+    words, stride, scale, zeros = stored
+    scales, zero_points = (), ()
+    if C.SCALED == "weights":
+        scales = find_rows(scale, unit, choices, PASS, C, S)
+    if C.ZERO_BYTES > 0:
+        if C.BITS == 4:
+            zero_points = find_zeros(zeros, unit, choices, PASS, C, S)
+        else:
+            zero_points = find_rows(zeros, unit, choices, PASS, C, S)
+    sources = find_words(words, stride, unit, choices, PASS, C, S), scales, zero_points
+    return sources, load_chunks(sources, 0, S.AHEAD, C)
+
+
+@gluon.jit
 def decoded(chunk, DTYPE: gl.constexpr, DOT: gl.constexpr, C: gl.constexpr):
     """The weights of a chunk of each job, as the first operand of a product."""
     words, scale, zero = chunk
@@ -216,21 +233,15 @@ def hopper_decode_sum_kernel(
     PASSES: gl.constexpr = S.PASSES
     vectors = gl.allocate_shared_memory(DTYPE, [S.ROUNDS * S.AHEAD, WARPS, UNIT], SWIZZLED)
     sums = gl.allocate_shared_memory(gl.float32, [PASSES, WARPS * ROWS], FLAT)
-    take_turn()
     choices = Choices(topk_ids, topk_weights, expert_map, num_ids, num_experts)
-    unit = gl.program_id(0)
+    unit, stored = gl.program_id(0), (words, stride_we, scale, zeros)
+    if S.EARLY:
+        begun = begin(stored, unit, choices, 0, C, S)
+    take_turn()
     for number in gl.static_range(PASSES):
-        scales, zero_points = (), ()
-        if C.SCALED == "weights":
-            scales = find_rows(scale, unit, choices, number, C, S)
-        if C.ZERO_BYTES > 0:
-            if C.BITS == 4:
-                zero_points = find_zeros(zeros, unit, choices, number, C, S)
-            else:
-                zero_points = find_rows(zeros, unit, choices, number, C, S)
-        found = find_words(words, stride_we, unit, choices, number, C, S)
-        sources = found, scales, zero_points
-        ready = load_chunks(sources, 0, S.AHEAD, C)
+        if number > 0 or not S.EARLY:
+            begun = begin(stored, unit, choices, number, C, S)
+        sources, ready = begun
         copy_vectors(h, stride_hm, vectors, choices, number, C, S)
         sums.index(number).store(add_jobs(vectors, sources, ready, C, S))
         wait_for_group()  # before the vectors are overwritten, and before sums are read

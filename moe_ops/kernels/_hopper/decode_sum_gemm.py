@@ -15,6 +15,7 @@ from moe_ops.dispatch.problem import GemmProblem
 from moe_ops.kernels._gemm.operands import GemmOperands
 from moe_ops.kernels._hopper.decode_gemm import Constants, Variant, constants, variant_of
 from moe_ops.kernels._hopper.decode_sum import ROWS, WARPS, hopper_decode_sum_kernel
+from moe_ops.kernels._hopper.early import all_dense, routing_was_read
 from moe_ops.kernels._runtime.launch import Launch
 from moe_ops.kernels._runtime.slots import dense, map_size
 from moe_ops.scheme import get_scheme
@@ -45,11 +46,18 @@ class SumConstants:
     """Groups along K of a weight row."""
     WEIGHTED: bool
     """Whether routing weights multiply the results."""
+    EARLY: bool
+    """Whether ids and weights are read before GEMM 1 has ended: see `early`."""
 
 
 @lru_cache(maxsize=4096)
 def ready(
-    problem: GemmProblem, tiles: HopperTiles, variant: Variant, jobs: SumJobs, groups: int
+    problem: GemmProblem,
+    tiles: HopperTiles,
+    variant: Variant,
+    jobs: SumJobs,
+    groups: int,
+    early: bool,
 ) -> Launch:
     """The launch of a problem's kernel."""
     common: Constants = constants(problem, tiles, variant)
@@ -63,6 +71,7 @@ def ready(
         AHEAD=jobs.ahead,
         GROUPS=groups,
         WEIGHTED=problem.weighted,
+        EARLY=early,
     )
     how = {"num_warps": WARPS.value, "maxnreg": REGISTERS}
     return Launch(hopper_decode_sum_kernel, C=common, S=more, **how)
@@ -80,7 +89,10 @@ class DecodeSum:
         w, scale, zeros = given.w, dense(given.w_scale), dense(given.w_zero_point)
         _, topk_ids, expert_map = given.tiles
         groups = scale.shape[1] if scale.ndim == 3 else 1
-        launch = ready(self.problem, self.tiles, variant_of(self.problem, given), self.jobs, groups)
+        read = (given.w_scale, given.w_zero_point, topk_ids, expert_map)
+        early = all_dense(*read) and routing_was_read(topk_ids, expert_map)
+        how = (variant_of(self.problem, given), self.jobs, groups, early)
+        launch = ready(self.problem, self.tiles, *how)
         if scale.dtype == torch.float8_e4m3fn:  # masked loads have no 8-bit zero
             scale = scale.view(torch.uint8)
         weights, factors = given.topk_weights, given.w_global_scale

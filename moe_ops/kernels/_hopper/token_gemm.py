@@ -10,9 +10,10 @@ from moe_ops.dispatch.gemm_plan import GemmPlan
 from moe_ops.dispatch.problem import GemmProblem
 from moe_ops.kernels._gemm.operands import GemmOperands
 from moe_ops.kernels._hopper.boxes import Boxes, descriptor
+from moe_ops.kernels._hopper.early import all_dense, note_routing, routing_was_read
 from moe_ops.kernels._hopper.token import hopper_token_kernel, hopper_token_sum_kernel
 from moe_ops.kernels._hopper.token_sizes import TokenSizes, token_sizes
-from moe_ops.kernels._runtime.launch import Launch, last_kernel
+from moe_ops.kernels._runtime.launch import Launch
 from moe_ops.kernels._runtime.slots import dense, map_size
 
 REGISTERS = {False: 96, True: 160}
@@ -20,8 +21,6 @@ REGISTERS = {False: 96, True: 160}
 
 One CTA of each fits on an SM, two CTAs of GEMM 2 never do: otherwise an SM on which a CTA of GEMM 1
 has ended would get two of them, and another SM none."""
-ROUTED: dict[int, tuple[int, int | None]] = {}
-"""Addresses of the ids and the expert map that the last M = 1 GEMM 1 read, by device."""
 
 
 class TokenGemm:
@@ -39,16 +38,14 @@ class TokenGemm:
         The sum is ``out = sum_j weights[j] * round(a[j] @ w[e].T + bias[e])``.
         """
         w, (_, topk_ids, expert_map) = given.w, given.tiles
-        device = w.get_device()
-        routed = (topk_ids.data_ptr(), None if expert_map is None else expert_map.data_ptr())
-        early = self.summed and _routing_was_read(device, routed)
-        early = early and _all_dense(given.w_scale, topk_ids, expert_map)
+        early = self.summed and routing_was_read(topk_ids, expert_map)
+        early = early and all_dense(given.w_scale, topk_ids, expert_map)
         ready = self.known.get(early)
         if ready is None:
             ready = _ready(self.problem, self.stages, early, device_facts(w.device))
             self.known[early] = ready
         if not self.summed:
-            ROUTED[device] = routed
+            note_routing(topk_ids, expert_map)
         num_experts, weights = w.shape[0], given.topk_weights
         ready.launch(
             (ready.programs,),
@@ -90,16 +87,3 @@ def _boxes(w: Tensor, sizes: TokenSizes) -> TensorDescriptor:
     shape = [w.shape[0], sizes.N // 8, 2, 8, sizes.K]
     strides = [expert, 8 * sizes.STEP * row, sizes.UP * row, sizes.STEP * row, 1]
     return descriptor(w, [1, 1, 2, 8, sizes.BLOCK_K], shape, strides)
-
-
-def _routing_was_read(device: int, routed: tuple[int, int | None]) -> bool:
-    """Whether GEMM 2 may read expert ids and scales before the previous kernel has ended.
-
-    GEMM 2 may do so right after GEMM 1, which has waited for the same routing. Any other kernel may
-    be writing the routing or a scale, for example a kernel that copies a tensor to make it dense.
-    """
-    return last_kernel(device) is hopper_token_kernel and ROUTED.get(device) == routed
-
-
-def _all_dense(*vectors: Tensor | None) -> bool:
-    return all([x is None or x.is_contiguous() for x in vectors])

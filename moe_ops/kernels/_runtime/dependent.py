@@ -18,9 +18,9 @@ Why this is safe:
 * Other kernels (PyTorch's), and ours launched without the option, begin after all kernels before
   them are complete, as usual.
 
-One kernel reads before it waits: the M = 1 decode kernel of GEMM 2 reads expert weights and ids, if
-the kernel before it is GEMM 1 of the same routing (`token_gemm`). That GEMM 1 triggers the
-dependent launch late, after it has itself waited for the ids.
+Two kernels read before they wait: those of GEMM 2 for one token read expert weights and ids, if the
+kernel before them is GEMM 1 of the same routing (`_hopper.early`). That GEMM 1 triggers the
+dependent launch after it has itself waited for the ids.
 
 ``MOE_OPS_NO_PDL=1``, set before this module is imported, turns PDL off: kernels run one after the
 other, and the PDL instructions in them do nothing.
