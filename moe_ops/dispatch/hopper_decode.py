@@ -28,6 +28,8 @@ UNIT = 64
 """Weight rows of a unit."""
 STAGE_K = 128
 """Numbers along K of a stage."""
+SUM_RAN = False
+"""Whether the kernel with the weighted sum has run on a GPU: until then, plans leave it out."""
 SUM_WARPS = 8
 """Warps of the kernel with the weighted sum."""
 SUM_AHEAD = {4: 4, 8: 2}
@@ -169,6 +171,8 @@ def sum_jobs(gemm: Gemm, bits: int) -> SumJobs:
 
 def decode_sum_tiles(gemm: Gemm, quant: Quant, device: Device) -> HopperTiles | None:
     """Tiles of the kernel with the weighted sum; None: it does not take this GEMM."""
+    if not SUM_RAN:
+        return None
     jobs = sum_jobs(gemm, quant.element.stored_bits)
     vectors = jobs.rounds * jobs.ahead * SUM_WARPS * UNIT * 2
     if gemm.num_slots > SUM_SLOTS or vectors + SUM_BYTES > device.shared_memory // 2:
