@@ -22,7 +22,7 @@ from moe_ops.dispatch.row_tiles import PORTABLE
     [(96, 2), (180, 3), (256, 3), (448, 4), (612, 3), (1215, 2), (1856, 3), (6976, 4)],
 )
 def test_the_ctas_that_were_fastest(tiles, ctas):
-    """Of 16 rows, on an H200: GEMM 1 of qwen3-30b, gpt-oss and deepseek-v3 with 1, 8, 64 tokens."""
+    """GEMM 1 of qwen3-30b, gpt-oss and deepseek-v3 with 1, 8 and 64 tokens, on an H200."""
     assert few_ctas(16, tiles, NO_GPU) == ctas
 
 

@@ -191,7 +191,7 @@ class Calls(TorchDispatchMode):
     ],
 )
 def test_which_layers_call_it(scheme, tokens, once, device):
-    """Those of one token, where Hopper multiplies what is stored or decodes it."""
+    """Layers of one token do, where Hopper multiplies what is stored or decodes it."""
     problem = Problem(tokens, 32, 2, 128, 128, torch.bfloat16, scheme=scheme)
     quantized = quantize_inputs(problem, make_inputs(problem, device))
     with Calls() as calls:
