@@ -87,7 +87,7 @@ IMPLS: dict[str, Callable[[Experts, Inputs], Call]] = {
 }
 OURS = ("moe_ops", INVARIANT, PLAIN)
 """This library's implementations, which run every scheme. (Batch-invariant mode does not run
-schemes with a scale shared by all tokens, and not every weight can be packed.)"""
+schemes with a scale shared by all tokens.)"""
 
 
 def math_of(scheme: Scheme) -> str:

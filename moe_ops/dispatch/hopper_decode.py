@@ -16,6 +16,7 @@ from moe_ops.dispatch.device import Device
 from moe_ops.dispatch.hopper import HopperTiles
 from moe_ops.dispatch.tiles import Gemm, cdiv, is_direct
 from moe_ops.scheme import Quant
+from moe_ops.scheme.packed import CHUNK
 from moe_ops.scheme.values import SCALE_BITS
 
 DECODE_FEW, DECODE_MANY = "hopper_decode_few", "hopper_decode_many"
@@ -24,12 +25,12 @@ DECODE_SUM = "hopper_decode_sum"
 """The kernel for GEMM 2 of one token, with the weighted sum."""
 ONE_BYTE = ("e8m0", "e4m3")
 """Forms of scales of one byte."""
-UNIT = 64
-"""Weight rows of a unit."""
 STAGE_K = 128
 """Numbers along K of a stage."""
-SUM_WARPS = 8
-"""Warps of the kernel with the weighted sum."""
+SUM_RAN = False
+"""Whether the kernel with the weighted sum has run on a GPU: until then, plans leave it out."""
+SUM_WARPS, SUM_ROWS = 8, 16
+"""Warps of the kernel with the weighted sum, and weight rows of a warp."""
 SUM_AHEAD = {4: 4, 8: 2}
 """Chunks that a warp of it loads at once, by stored bits."""
 SUM_SLOTS = 16
@@ -91,14 +92,18 @@ class UnitBytes(NamedTuple):
     zeros: int
 
 
+def stage_groups(quant: Quant) -> int:
+    """Scales of a weight row in a stage; 0 without an axis for groups."""
+    if not (quant.local or quant.zero_point):
+        return 0
+    return max(1, STAGE_K // (quant.shared_cols or STAGE_K))
+
+
 def unit_bytes(quant: Quant) -> UnitBytes:
     """Bytes that TMA copies for a unit in a stage."""
-    bits = quant.element.stored_bits
-    groups = 0
-    if quant.local or quant.zero_point:
-        groups = UNIT * max(1, STAGE_K // (quant.shared_cols or STAGE_K))
+    bits, groups = quant.element.stored_bits, CHUNK * stage_groups(quant)
     scales, zeros = groups * SCALE_BITS[quant.scale], groups * bits if quant.zero_point else 0
-    return UnitBytes(UNIT * STAGE_K * bits // 8, scales // 8, zeros // 8)
+    return UnitBytes(CHUNK * STAGE_K * bits // 8, scales // 8, zeros // 8)
 
 
 def places(nbytes: int) -> int:
@@ -108,13 +113,13 @@ def places(nbytes: int) -> int:
 
 def stage_bytes(tiles: HopperTiles, quant: Quant) -> int:
     """Bytes of weights, scales and zero points that TMA copies for a stage."""
-    return tiles.block_n // UNIT * sum(unit_bytes(quant))
+    return tiles.block_n // CHUNK * sum(unit_bytes(quant))
 
 
 def most_stages(tiles: HopperTiles, quant: Quant, device: Device) -> int:
     """The largest stage count that fits."""
     unit = sum(nbytes * places(nbytes) for nbytes in unit_bytes(quant))
-    stage = tiles.block_n // UNIT * unit + tiles.block_m * STAGE_K * 2
+    stage = tiles.block_n // CHUNK * unit + tiles.block_m * STAGE_K * 2
     if tiles.kernel == DECODE_MANY:
         return (device.shared_memory - MANY_BYTES) // stage
     beside = CTA_BYTES + 2 * 64 * min(tiles.block_m, 32)
@@ -160,7 +165,7 @@ class SumJobs(NamedTuple):
 
 def sum_jobs(gemm: Gemm, bits: int) -> SumJobs:
     """The jobs of a GEMM whose weights have so many stored bits."""
-    slots, chunks = gemm.num_slots, cdiv(gemm.k, UNIT)
+    slots, chunks = gemm.num_slots, cdiv(gemm.k, CHUNK)
     parts = max(1, SUM_WARPS // slots)
     steps, ahead = cdiv(chunks, parts), SUM_AHEAD[bits]
     passes = cdiv(slots * parts, SUM_WARPS)
@@ -169,8 +174,10 @@ def sum_jobs(gemm: Gemm, bits: int) -> SumJobs:
 
 def decode_sum_tiles(gemm: Gemm, quant: Quant, device: Device) -> HopperTiles | None:
     """Tiles of the kernel with the weighted sum; None: it does not take this GEMM."""
+    if not SUM_RAN:
+        return None
     jobs = sum_jobs(gemm, quant.element.stored_bits)
-    vectors = jobs.rounds * jobs.ahead * SUM_WARPS * UNIT * 2
+    vectors = jobs.rounds * jobs.ahead * SUM_WARPS * CHUNK * 2
     if gemm.num_slots > SUM_SLOTS or vectors + SUM_BYTES > device.shared_memory // 2:
         return None
-    return HopperTiles(DECODE_SUM, SUM_WARPS, 16, 1, jobs.ahead, ctas=2)
+    return HopperTiles(DECODE_SUM, SUM_WARPS, SUM_ROWS, 1, jobs.ahead, ctas=2)

@@ -8,10 +8,12 @@ from torch import Tensor
 
 from moe_ops.dispatch.tiles import cdiv
 from moe_ops.layer.module import FusedMoE
+from moe_ops.layer.packing import form_names, packed_of
 from moe_ops.layer.parameters import ParameterSpec, parameter_specs
 from moe_ops.loading.compressed import stored_projection
-from moe_ops.scheme import WHOLE
+from moe_ops.scheme import WHOLE, unpack_weight
 from moe_ops.scheme.formats import unpack
+from moe_ops.tensors import QTensor
 
 
 def checkpoint_tensors(layer: FusedMoE) -> Iterator[tuple[int, str, str, Tensor]]:
@@ -37,21 +39,38 @@ def checkpoint_tensors(layer: FusedMoE) -> Iterator[tuple[int, str, str, Tensor]
         shards["w3"] = shards["w1"]
     specs = parameter_specs(layer.sizes).values()
     for expert in range(layer.num_experts):
+        plain = plain_expert(layer, expert)
         for shard, (n, k) in shards.items():
             own = [spec for spec in specs if spec.is_w13 == (shard != "w2")]
-            kinds = {spec.kind: _canonical(layer, spec, expert, shard, n, k) for spec in own}
+            kinds = {
+                spec.kind: _canonical(layer, spec, plain[spec.name], shard, n, k) for spec in own
+            }
             for suffix, x in stored_projection(scheme, kinds, k).items():
                 yield expert, shard, suffix, x.contiguous()
 
 
+def plain_expert(layer: FusedMoE, expert: int) -> dict[str, Tensor]:
+    """Return an expert's parameters by name; packed weights are in the plain form again."""
+    found = {
+        name: getattr(layer, name).data[expert : expert + 1]
+        for name in parameter_specs(layer.sizes)
+    }
+    for which in packed_of(layer):
+        names = form_names(which)
+        stored = QTensor(found[names[0]], *(found.get(name) for name in names[1:]))
+        for name, x in zip(names, unpack_weight(stored, layer.scheme), strict=True):
+            if x is not None:
+                found[name] = x
+    return {name: x[0] for name, x in found.items()}
+
+
 def _canonical(
-    layer: FusedMoE, spec: ParameterSpec, expert: int, shard: str, n: int, k: int
+    layer: FusedMoE, spec: ParameterSpec, x: Tensor, shard: str, n: int, k: int
 ) -> Tensor:
     """Return one projection's tensor in canonical form: see `moe_ops.loading.stored`."""
     quant, own = layer.checkpoint_scheme.weight, layer.sizes.scheme.weight
     if quant is None or own is None:
         raise ValueError("layer must be quantized, got one without a scheme")
-    x: Tensor = getattr(layer, spec.name).data[expert]
     packed = spec.kind == "zero_point" and own.element.packed
     x = layer.part(unpack(x, 0) if packed else x, spec, shard)
     if spec.kind == "weight":

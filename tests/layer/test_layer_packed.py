@@ -10,6 +10,7 @@ from checkpoints import Experts, per_expert
 import moe_ops
 from moe_ops.dispatch.device import NO_GPU, assumed
 from moe_ops.layer.packing import packed_of
+from moe_ops.layer.saving import checkpoint_tensors
 from moe_ops.pipeline import packing
 
 E, K, H, I, T = 4, 2, 128, 64, 5  # noqa: E741
@@ -254,6 +255,18 @@ def test_compiled():
     torch._dynamo.reset()
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
     assert torch.equal(run(compiled), expected)
+
+
+@pytest.mark.parametrize("width", [I, 96])
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_checkpoints_hold_the_plain_form(scheme, width):
+    """Also of a layer of which one weight is packed."""
+    plain = {x[:3]: x[3] for x in checkpoint_tensors(loaded(scheme, width))}
+    stored = {x[:3]: x[3] for x in checkpoint_tensors(packed(scheme, width))}
+    assert plain.keys() == stored.keys()
+    for name, x in plain.items():
+        assert x.dtype == stored[name].dtype and x.shape == stored[name].shape
+        assert torch.equal(x.view(torch.uint8), stored[name].view(torch.uint8)), name
 
 
 BF16 = {"params_dtype": torch.bfloat16}

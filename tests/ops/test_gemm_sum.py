@@ -185,17 +185,19 @@ class Calls(TorchDispatchMode):
         *((scheme, 1, True) for scheme in SCHEMES[:3]),
         *((scheme, 2, False) for scheme in SCHEMES[:3]),
         ("int8_channel", 1, False),
-        ("int4_w4a16_g16", 1, False),
+        ("int4_w4a16_g16", 1, True),
+        ("int4_w4a16_g16", 2, False),
         ("mxfp4", 1, False),
     ],
 )
 def test_which_layers_call_it(scheme, tokens, once, device):
-    """Those of one token, where Hopper multiplies what is stored."""
+    """Layers of one token do, where Hopper multiplies what is stored or decodes it."""
     problem = Problem(tokens, 32, 2, 128, 128, torch.bfloat16, scheme=scheme)
     quantized = quantize_inputs(problem, make_inputs(problem, device))
     with Calls() as calls:
         call(moe_ops.fused_experts, problem, quantized.inputs, quant_config=quantized.config)
-    assert ("gemm_sum" in calls.names) == once
+    own = "weight_only_sum" if scheme.startswith("int4") else "gemm_sum"
+    assert (own in calls.names) == once
     assert ("moe_fused_mul_sum" in calls.names) != once
     assert get_scheme(scheme).weight is None or calls.names
 

@@ -9,7 +9,7 @@ from conftest import HAS_CUDA, INTERPRETED
 from gemm_rows import exact_rows
 from hypothesis import given
 from hypothesis import strategies as st
-from packed_weights import HALF, SERVED
+from packed_weights import HALF, SERVED, sums_of_one_token
 
 from moe_ops import dequantize_weight, ops, pack_weight, quantize_weight
 from moe_ops.dispatch.device import NO_GPU
@@ -29,6 +29,12 @@ if INTERPRETED:
     from moe_ops.kernels._gemm.operands import GemmOperands
     from moe_ops.kernels._hopper.decode_sum_gemm import DecodeSum
     from moe_ops.tensors import Tiles
+
+
+@pytest.fixture(autouse=True, scope="module")
+def kernel_that_sums():
+    with sums_of_one_token():
+        yield
 
 
 def summed(h, q, bias, weights, tiles, scheme):

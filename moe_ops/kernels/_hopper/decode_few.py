@@ -77,11 +77,25 @@ def unit_of(n, unit: gl.constexpr, C: gl.constexpr):
 
 
 @gluon.jit
+def copy_unit(descs, ring, box, place, full, C: gl.constexpr):
+    """Copy a unit's part of a stage: words, scales and zero points."""
+    w_desc, scale_desc, zero_desc = descs
+    expert, unit, k = place
+    load_box(w_desc, [expert, unit, k * CHUNKS, 0, 0], full, ring.words.index(box))
+    if C.STAGE_GROUPS > 0:
+        at = [expert, k * CHUNKS * UNIT // C.COLS, unit * UNIT]
+        load_box(scale_desc, at, full, ring.scales.index(box * C.SCALE_PLACES))
+    if C.ZERO_BYTES > 0:
+        at = [expert, k * CHUNKS * UNIT // C.COLS, unit * C.ZERO_BYTES]
+        load_box(zero_desc, at, full, ring.zeros.index(box * C.ZERO_PLACES))
+
+
+@gluon.jit
 def copy_tiles(a, stride_am, w_desc, scale_desc, zero_desc, ring, v, C: gl.constexpr):
     """The copying warp group: copy every tile of both operands, in the order of the products."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    GROUPS: gl.constexpr = C.STAGE_GROUPS
     UNITS: gl.constexpr = C.UNITS
+    descs = w_desc, scale_desc, zero_desc
     step = gl.to_tensor(0)
     for tile in range(gl.program_id(0), v.num_tiles * C.NUM_N, gl.num_programs(0)):
         m, n = find_tile(tile, v.num_tiles, C)
@@ -95,22 +109,8 @@ def copy_tiles(a, stride_am, w_desc, scale_desc, zero_desc, ring, v, C: gl.const
             full = ring.full.index(stage)
             mbarrier.expect(full, C.STAGE_BYTES)
             for i in gl.static_range(UNITS):
-                unit = unit_of(n, i, C)
-                at = [expert, unit, k * CHUNKS, 0, 0]
-                load_box(w_desc, at, full, ring.words.index(stage * C.UNITS + i))
-                if GROUPS > 0:
-                    at = [expert, k * CHUNKS * UNIT // C.COLS, unit * UNIT]
-                    load_box(
-                        scale_desc,
-                        at,
-                        full,
-                        ring.scales.index((stage * C.UNITS + i) * C.SCALE_PLACES),
-                    )
-                if C.ZERO_BYTES > 0:
-                    at = [expert, k * CHUNKS * UNIT // C.COLS, unit * C.ZERO_BYTES]
-                    load_box(
-                        zero_desc, at, full, ring.zeros.index((stage * C.UNITS + i) * C.ZERO_PLACES)
-                    )
+                place = expert, unit_of(n, i, C), k
+                copy_unit(descs, ring, stage * UNITS + i, place, full, C)
             for chunk in gl.static_range(CHUNKS):
                 first = (k * CHUNKS + chunk) * UNIT
                 inside = real[:, None] & (first + col < C.K)

@@ -20,6 +20,7 @@ from moe_ops.dispatch.hopper_decode import (
     STAGE_K,
     places,
     stage_bytes,
+    stage_groups,
     unit_bytes,
 )
 from moe_ops.dispatch.portable import EVERY_COLUMN
@@ -188,8 +189,7 @@ def constants(problem: GemmProblem, tiles: HopperTiles, variant: Variant) -> Con
     exponent = 4 if quant.element.name == "fp8" else quant.element.exponent
     shifted = cols > 0 and quant.scale in ONE_BYTE
     lifted = (16 if variant.half else 128) - 2 ** (exponent - 1) if exponent else 0
-    zero_bits = quant.element.stored_bits if quant.zero_point else 0
-    copied = unit_bytes(quant)
+    copied, groups = unit_bytes(quant), stage_groups(quant)
     return Constants(
         N=sizes.n,
         K=sizes.k,
@@ -218,9 +218,9 @@ def constants(problem: GemmProblem, tiles: HopperTiles, variant: Variant) -> Con
         CTAS=tiles.ctas,
         UNITS=stage_units if few else stage_units // 2,
         STAGE_UNITS=stage_units,
-        STAGE_GROUPS=max(1, STAGE_K // cols) if cols else 0,
+        STAGE_GROUPS=groups,
         SCALE_PLACES=places(copied.scales),
-        ZERO_BYTES=CHUNK * zero_bits // 8,
+        ZERO_BYTES=copied.zeros // max(1, groups),
         ZERO_PLACES=places(copied.zeros),
         STAGE_BYTES=stage_bytes(tiles, quant),
         ON_DEMAND=tiles.on_demand,

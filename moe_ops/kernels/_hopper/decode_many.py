@@ -21,6 +21,7 @@ from moe_ops.kernels._hopper.decode_few import (
     Ring,
     add_together,
     allocate_boxes,
+    copy_unit,
     store_units,
 )
 from moe_ops.kernels._hopper.fragments import UNIT
@@ -41,6 +42,7 @@ def copy_tiles(a_desc, w_desc, scale_desc, zero_desc, ring, queue, C: gl.constex
     BOXES: gl.constexpr = C.BLOCK_M // BOX_ROWS
     BOX_BYTES: gl.constexpr = CHUNKS * BOX_ROWS * UNIT * 2
     UNITS: gl.constexpr = C.UNITS * GROUPS
+    descs = w_desc, scale_desc, zero_desc
     step, number = gl.to_tensor(0), gl.to_tensor(0)
     m, n, expert, _, boxes = hear(queue, number, 1)
     while boxes > 0:
@@ -56,22 +58,8 @@ def copy_tiles(a_desc, w_desc, scale_desc, zero_desc, ring, queue, C: gl.constex
                     to = ring.rows.index(stage * CHUNKS + chunk).slice(box * BOX_ROWS, BOX_ROWS, 0)
                     load_box(a_desc, at, full, to, pred=box < boxes)
             for i in gl.static_range(UNITS):
-                unit = unit_of(n, i // C.UNITS, i % C.UNITS, C)
-                at = [expert, unit, k * CHUNKS, 0, 0]
-                load_box(w_desc, at, full, ring.words.index(stage * UNITS + i))
-                if C.STAGE_GROUPS > 0:
-                    at = [expert, k * CHUNKS * UNIT // C.COLS, unit * UNIT]
-                    load_box(
-                        scale_desc,
-                        at,
-                        full,
-                        ring.scales.index((stage * UNITS + i) * C.SCALE_PLACES),
-                    )
-                if C.ZERO_BYTES > 0:
-                    at = [expert, k * CHUNKS * UNIT // C.COLS, unit * C.ZERO_BYTES]
-                    load_box(
-                        zero_desc, at, full, ring.zeros.index((stage * UNITS + i) * C.ZERO_PLACES)
-                    )
+                place = expert, unit_of(n, i // C.UNITS, i % C.UNITS, C), k
+                copy_unit(descs, ring, stage * UNITS + i, place, full, C)
             step += 1
         number += 1
         m, n, expert, _, boxes = hear(queue, number, 1)

@@ -12,6 +12,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 
+from moe_ops.dispatch import hopper_decode
 from moe_ops.kernels._hopper.fragments import (
     UNIT,
     chunk_groups,
@@ -27,9 +28,9 @@ from moe_ops.kernels._hopper.stream import load_rows
 from moe_ops.kernels._hopper.weights import Choices, expert_of
 from moe_ops.kernels._runtime.dependent import take_turn
 
-WARPS = gl.constexpr(8)
+WARPS = gl.constexpr(hopper_decode.SUM_WARPS)
 """Warps of a program, and jobs of a pass."""
-ROWS = gl.constexpr(16)
+ROWS = gl.constexpr(hopper_decode.SUM_ROWS)
 """Weight rows of a warp."""
 
 

@@ -36,6 +36,7 @@ def pairs_layout(WARPS):
 
 WORDS = gl.constexpr(words_layout(4))
 PAIRS = gl.constexpr(pairs_layout(4))
+"""Both layouts for a warp group, whose warps have the 64 rows of a unit."""
 
 
 @gluon.constexpr_function
