@@ -1,13 +1,9 @@
 """Schemes and weights that have a packed form."""
 
-from contextlib import contextmanager
-from unittest import mock
-
 import torch
 from own_schemes import OWN
 
 from moe_ops import SCHEMES, QTensor, get_scheme, packs
-from moe_ops.dispatch import gemm_plan, hopper_decode
 
 PACKABLE = [name for name in SCHEMES if packs(name, 64, 64)]
 MORE = ["int4_w4a16_g16", "int4_w4a16_g64_zp", "int8_w8a16_g32_zp", "|fp8:1x64:float32"]
@@ -48,20 +44,3 @@ def assert_same_bits(actual, expected):
         if a is not None:
             assert (a.dtype, a.shape, a.stride()) == (b.dtype, b.shape, b.stride())
             assert torch.equal(a.view(torch.uint8), b.view(torch.uint8))
-
-
-@contextmanager
-def sums_of_one_token():
-    """Plans have the kernel for GEMM 2 of one token with the weighted sum."""
-    with mock.patch.object(hopper_decode, "SUM_RAN", True):
-        forget_plans()
-        yield
-    forget_plans()
-
-
-def forget_plans():
-    from moe_ops.kernels._gemm import run
-
-    gemm_plan._plan.cache_clear()
-    run._ready.cache_clear()
-    run.PREPARED.clear()

@@ -27,19 +27,23 @@ ONE_BYTE = ("e8m0", "e4m3")
 """Forms of scales of one byte."""
 STAGE_K = 128
 """Numbers along K of a stage."""
-SUM_RAN = False
-"""Whether the kernel with the weighted sum has run on a GPU: until then, plans leave it out."""
 SUM_WARPS, SUM_ROWS = 8, 16
 """Warps of the kernel with the weighted sum, and weight rows of a warp."""
-SUM_AHEAD = {4: 4, 8: 2}
-"""Chunks that a warp of it loads at once, by stored bits."""
+SUM_BITS = 16
+"""Bits per weight of the chunks that a warp of it loads at once, as far as registers go."""
+SUM_CTAS = 4
+"""CTAs per SM for which it has registers."""
 SUM_SLOTS = 16
 """The most slots that it serves."""
 SUM_BYTES = 4096
 """Bytes of shared memory beside the vectors."""
 TMA_ALIGNMENT = 128
 """Bytes to whose multiples in shared memory TMA copies."""
-FEW_CTAS = {16: {4: 1.0, 3: 1.04, 2: 1.1}, 32: {3: 1.0, 2: 1.1}, 64: {2: 1.0}}
+FEW_CTAS = {
+    16: {5: 0.97, 4: 1.0, 3: 1.04, 2: 1.1},
+    32: {4: 0.97, 3: 1.0, 2: 1.1},
+    64: {2: 1.0},
+}
 """CTAs per SM that the kernel for few rows may have, by its row tiles, with the time for the same
 work if every SM is full (measured on an H200: fewer CTAs hide less)."""
 FEW_WEIGHT_ROWS = 128
@@ -163,21 +167,20 @@ class SumJobs(NamedTuple):
     """Chunks that are loaded at once."""
 
 
-def sum_jobs(gemm: Gemm, bits: int) -> SumJobs:
-    """The jobs of a GEMM whose weights have so many stored bits."""
+def sum_jobs(gemm: Gemm, quant: Quant) -> SumJobs:
+    """The jobs of a GEMM."""
     slots, chunks = gemm.num_slots, cdiv(gemm.k, CHUNK)
     parts = max(1, SUM_WARPS // slots)
-    steps, ahead = cdiv(chunks, parts), SUM_AHEAD[bits]
+    crowded = stage_groups(quant) > STAGE_K // 32  # scales of so many groups take registers
+    steps, ahead = cdiv(chunks, parts), SUM_BITS // quant.element.stored_bits // (1 + crowded)
     passes = cdiv(slots * parts, SUM_WARPS)
     return SumJobs(parts, passes, chunks, steps, cdiv(steps, ahead), ahead)
 
 
 def decode_sum_tiles(gemm: Gemm, quant: Quant, device: Device) -> HopperTiles | None:
     """Tiles of the kernel with the weighted sum; None: it does not take this GEMM."""
-    if not SUM_RAN:
-        return None
-    jobs = sum_jobs(gemm, quant.element.stored_bits)
+    jobs = sum_jobs(gemm, quant)
     vectors = jobs.rounds * jobs.ahead * SUM_WARPS * CHUNK * 2
     if gemm.num_slots > SUM_SLOTS or vectors + SUM_BYTES > device.shared_memory // 2:
         return None
-    return HopperTiles(DECODE_SUM, SUM_WARPS, SUM_ROWS, 1, jobs.ahead, ctas=2)
+    return HopperTiles(DECODE_SUM, SUM_WARPS, SUM_ROWS, 1, jobs.ahead, ctas=SUM_CTAS)

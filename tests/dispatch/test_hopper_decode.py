@@ -1,7 +1,6 @@
 """Rules of the kernels for packed weights: CTAs of an SM, and the jobs of one token."""
 
 import pytest
-from packed_weights import sums_of_one_token
 
 from moe_ops import get_scheme
 from moe_ops.dispatch.device import NO_GPU
@@ -40,11 +39,11 @@ def test_stages_fit_the_ctas(scheme):
     assert min(seen.values()) >= 2
 
 
-@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("scheme", ["mxfp4_w4a16", "nvfp4_w4a16", "int8_w8a16", "int8_w8a16_g32"])
 @pytest.mark.parametrize("slots", range(1, 17))
-def test_jobs_are_all_of_a_token(slots, bits):
+def test_jobs_are_all_of_a_token(slots, scheme):
     sizes = sizes_of(slots, (128, 2048, 2880), 2, PORTABLE, "")
-    jobs = sum_jobs(sizes, bits)
+    jobs = sum_jobs(sizes, get_scheme(scheme).weight)
     assert jobs.chunks == 45 and jobs.parts * jobs.steps >= 45 > (jobs.parts - 1) * jobs.steps
     assert jobs.rounds * jobs.ahead >= jobs.steps and 8 * jobs.passes >= slots * jobs.parts
     assert 8 * (jobs.passes - 1) < slots * jobs.parts
@@ -57,8 +56,6 @@ def test_what_the_kernel_with_the_sum_takes():
         sizes = sizes_of(slots, (256, 2048, k), 2, PORTABLE, "")
         return decode_sum_tiles(sizes, quant, NO_GPU)
 
-    assert tiles(8, 768) is None  # it has not run on a GPU
-    with sums_of_one_token():
-        assert tiles(8, 768).kernel == DECODE_SUM and tiles(2, 14336).kernel == DECODE_SUM
-        assert tiles(17, 768) is None  # more slots than it keeps
-        assert tiles(8, 14336) is None  # rows that do not fit beside another program's
+    assert tiles(8, 768).kernel == DECODE_SUM and tiles(2, 14336).kernel == DECODE_SUM
+    assert tiles(17, 768) is None  # more slots than it keeps
+    assert tiles(8, 14336) is None  # rows that do not fit beside another program's

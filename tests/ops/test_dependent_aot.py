@@ -17,7 +17,6 @@ pytest.importorskip("triton")
 import aot  # noqa: E402
 import aot_launches  # noqa: E402
 import operator_samples  # noqa: E402
-from packed_weights import sums_of_one_token  # noqa: E402
 from plans import row_tile  # noqa: E402
 from triton.backends.compiler import GPUTarget  # noqa: E402
 
@@ -160,8 +159,7 @@ def launch_packed(empty, tile):
         weight_only_gemm.weight_only_matmul(x, w, scale, *[None] * 4, tiles, 1, scheme)
     weights, ids = empty(1, 4, dtype=torch.float32), empty(1, 4, dtype=torch.int32)
     stored = (w, scale, None, None, None)
-    with sums_of_one_token():
-        weight_only_gemm.weight_only_sum(empty(4, 128), *stored, weights, [None, ids, None], scheme)
+    weight_only_gemm.weight_only_sum(empty(4, 128), *stored, weights, [None, ids, None], scheme)
 
 
 def launch_one_token(empty):

@@ -200,13 +200,24 @@ def add_stage(ring, stage, sums, C: gl.constexpr):
 
 
 @gluon.jit
+def release(ring, stage):
+    """Let the copying warps overwrite a stage whose words threads have loaded.
+
+    Without the fence, TMA may overwrite words before their loads are performed: a load that was
+    issued can wait behind loads from memory of other CTAs (seen on an H200).
+    """
+    fence_async_shared()  # words were loaded by threads, TMA writes through the async proxy
+    mbarrier.arrive(ring.empty.index(stage))
+
+
+@gluon.jit
 def add_tile(step, ring, sums, C: gl.constexpr):
     """Main loop: add the products of all stages of a tile."""
     for _ in range(C.STEPS):
         stage = step % C.STAGES
         mbarrier.wait(ring.full.index(stage), (step // C.STAGES) & 1)
         sums = add_stage(ring, stage, sums, C)
-        mbarrier.arrive(ring.empty.index(stage))
+        release(ring, stage)
         step += 1
     return sums, step
 

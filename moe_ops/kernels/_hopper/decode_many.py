@@ -22,6 +22,7 @@ from moe_ops.kernels._hopper.decode_few import (
     add_together,
     allocate_boxes,
     copy_unit,
+    release,
     store_units,
 )
 from moe_ops.kernels._hopper.fragments import UNIT
@@ -79,7 +80,7 @@ def add_tile(step, ring, sums, GROUP: gl.constexpr, C: gl.constexpr):
         stage = step % C.STAGES
         mbarrier.wait(ring.full.index(stage), (step // C.STAGES) & 1)
         sums = add_together(ring, stage, sums, GROUP * C.UNITS, C)
-        mbarrier.arrive(ring.empty.index(stage))
+        release(ring, stage)
         step += 1
     return sums, step
 

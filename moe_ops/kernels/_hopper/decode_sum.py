@@ -36,8 +36,14 @@ ROWS = gl.constexpr(hopper_decode.SUM_ROWS)
 
 @gluon.jit
 def jobs_of(choices, PASS: gl.constexpr, LAYOUT: gl.constexpr, S: gl.constexpr):
-    """The slot, the expert (-1: none) and the first chunk of each job of a pass."""
-    job = PASS * WARPS + gl.arange(0, WARPS, layout=LAYOUT)
+    """See `choose_jobs`."""
+    return choose_jobs(choices, PASS, gl.arange(0, WARPS, layout=LAYOUT), S)
+
+
+@gluon.jit
+def choose_jobs(choices, PASS: gl.constexpr, number, S: gl.constexpr):
+    """The slot, the expert (-1: none) and the first chunk of these jobs of a pass."""
+    job = PASS * WARPS + number
     slot = job // S.PARTS
     return slot, expert_of(choices, slot, slot < S.COUNT), job % S.PARTS * S.STEPS
 
@@ -161,16 +167,20 @@ def decoded(chunk, DTYPE: gl.constexpr, DOT: gl.constexpr, C: gl.constexpr):
 def copy_vectors(h, stride, vectors, choices, PASS: gl.constexpr, C: gl.constexpr, S: gl.constexpr):
     """Copy the part of K of each job of a pass: a column of each chunk's second operand.
 
-    Zeros follow, which the chunks that are loaded past a job's end are multiplied with.
+    The chunks of a round are copied together. Zeros follow, which the chunks that are loaded past a
+    job's end are multiplied with.
     """
+    AHEAD: gl.constexpr = S.AHEAD
     L: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [WARPS, 1], [1, 0])
-    slot, expert, first = jobs_of(choices, PASS, gl.SliceLayout(1, L), S)
+    row = gl.arange(0, AHEAD * WARPS, layout=gl.SliceLayout(1, L))
+    slot, expert, first = choose_jobs(choices, PASS, row % WARPS, S)
     k = gl.arange(0, UNIT, layout=gl.SliceLayout(0, L))[None, :]
-    row = h + slot.to(gl.int64)[:, None] * stride
-    for i in range(S.ROUNDS * S.AHEAD):
-        at = (first + i)[:, None] * UNIT + k
-        mask = (expert >= 0)[:, None] & (at < C.K) & (i < S.STEPS)
-        load_rows(vectors.index(i), row + at, mask=mask)
+    source = h + slot.to(gl.int64)[:, None] * stride
+    for step in range(S.ROUNDS):
+        chunk = step * AHEAD + row // WARPS
+        at = (first + chunk)[:, None] * UNIT + k
+        mask = (expert >= 0)[:, None] & (at < C.K) & (chunk < S.STEPS)[:, None]
+        load_rows(vectors.index(step), source + at, mask=mask)
     async_copy.commit_group()
     async_copy.wait_group(0)
     wait_for_group()
@@ -186,7 +196,7 @@ def add_jobs(vectors, sources, ready, C: gl.constexpr, S: gl.constexpr):
     for step in range(S.ROUNDS):
         coming = load_chunks(sources, (step + 1) * AHEAD, AHEAD, C)
         for i in gl.static_range(AHEAD):
-            rows = vectors.index(step * AHEAD + i).permute((1, 0))
+            rows = vectors.index(step).slice(i * WARPS, WARPS, 0).permute((1, 0))
             rows = rows.load(gl.DotOperandLayout(1, L, 2))
             acc = mma_v2(decoded(ready[i], vectors.dtype, DOT, C), rows, acc)
         ready = coming
@@ -232,7 +242,7 @@ def hopper_decode_sum_kernel(
     DTYPE: gl.constexpr = h.dtype.element_ty
     COUNT: gl.constexpr = S.COUNT
     PASSES: gl.constexpr = S.PASSES
-    vectors = gl.allocate_shared_memory(DTYPE, [S.ROUNDS * S.AHEAD, WARPS, UNIT], SWIZZLED)
+    vectors = gl.allocate_shared_memory(DTYPE, [S.ROUNDS, S.AHEAD * WARPS, UNIT], SWIZZLED)
     sums = gl.allocate_shared_memory(gl.float32, [PASSES, WARPS * ROWS], FLAT)
     choices = Choices(topk_ids, topk_weights, expert_map, num_ids, num_experts)
     unit, stored = gl.program_id(0), (words, stride_we, scale, zeros)

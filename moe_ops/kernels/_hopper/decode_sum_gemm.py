@@ -10,7 +10,7 @@ from torch import Tensor
 
 from moe_ops.dispatch.gemm_plan import GemmPlan
 from moe_ops.dispatch.hopper import HopperTiles
-from moe_ops.dispatch.hopper_decode import SumJobs, sum_jobs
+from moe_ops.dispatch.hopper_decode import SUM_CTAS, SUM_WARPS, SumJobs, sum_jobs
 from moe_ops.dispatch.problem import GemmProblem
 from moe_ops.kernels._gemm.operands import GemmOperands
 from moe_ops.kernels._hopper.decode_gemm import Constants, Variant, constants, variant_of
@@ -20,8 +20,8 @@ from moe_ops.kernels._runtime.launch import Launch
 from moe_ops.kernels._runtime.slots import dense, map_size
 from moe_ops.scheme import get_scheme
 
-REGISTERS = 128
-"""maxnreg: two CTAs fit on an SM."""
+REGISTERS = 65536 // (SUM_CTAS * 32 * SUM_WARPS)
+"""maxnreg."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ class DecodeSum:
 
     def __init__(self, problem: GemmProblem, plan: GemmPlan) -> None:
         self.problem, self.tiles = problem, plan.config
-        self.jobs = sum_jobs(problem.sizes, get_scheme(problem.scheme).weight.element.stored_bits)
+        self.jobs = sum_jobs(problem.sizes, get_scheme(problem.scheme).weight)
 
     def __call__(self, out: Tensor, given: GemmOperands) -> None:
         """``out = sum_j weights[j] * round(a[j] @ dequantized(w[e]).T + bias[e])``."""
