@@ -58,8 +58,9 @@ Record = dict[str, Any]
 
 
 def read_records(results: Path, name: str = "layer.json") -> list[Record]:
-    """The records called ``name`` of every GPU under ``results``."""
-    return [json.loads(path.read_text()) for path in sorted(results.glob(f"*/{name}"))]
+    """The records called ``name`` of every GPU under ``results``, the fullest first."""
+    found = [json.loads(path.read_text()) for path in sorted(results.glob(f"*/{name}"))]
+    return sorted(found, key=lambda record: -len(record["rows"]))
 
 
 def report(records: list[Record]) -> str:
@@ -121,7 +122,8 @@ def _invariance(rows: list[Record]) -> str | None:
 def headline(records: list[Record]) -> str:
     """The Markdown of the mean ratios: one table per GPU, uniform routing.
 
-    A ratio is the geometric mean over the shapes that both lines have.
+    A ratio is the geometric mean over the shapes that both lines have; lines without any are left
+    out.
     """
     return "\n\n".join(part for record in records for part in _headline(record))
 
@@ -142,6 +144,7 @@ def _headline(record: Record) -> list[str]:
         [label, *(cell(over, under, m) for m in TOKENS)]
         for label, (over, under) in HEADLINE.items()
     ]
+    lines = [line for line in lines if {*line[1:]} != {"-"}]
     told = (
         f"Geometric means over {len(shapes)} models' layers ({', '.join(shapes)}), in bf16 unless "
         f"it says otherwise. {source(record)}"

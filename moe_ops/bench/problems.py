@@ -37,7 +37,8 @@ LARGEST_INPUT = 5.0
 whose numbers are about N(0, 1)."""
 
 _MAX_DRAWS = 2000
-_EXPERTS_AT_ONCE = 16
+_NUMBERS_AT_ONCE = 2**28
+"""Numbers that are quantized at once: quantizing takes some 20 bytes of memory for each."""
 
 
 @dataclass(frozen=True)
@@ -247,7 +248,8 @@ def _random_weight(
         expert.normal_(0.0, shape[2] ** -0.5, generator=generator)
     if scheme.weight is None:
         return w
-    parts = [schemes.quantize_weight(part, scheme) for part in w.split(_EXPERTS_AT_ONCE)]
+    at_once = max(1, _NUMBERS_AT_ONCE // w[0].numel())
+    parts = [schemes.quantize_weight(part, scheme) for part in w.split(at_once)]
     joined = [None if field[0] is None else torch.cat(field) for field in zip(*parts, strict=True)]
     return type(parts[0])._make(joined)
 

@@ -171,9 +171,9 @@ def sum_jobs(gemm: Gemm, quant: Quant) -> SumJobs:
     """The jobs of a GEMM."""
     slots, chunks = gemm.num_slots, cdiv(gemm.k, CHUNK)
     parts = max(1, SUM_WARPS // slots)
-    crowded = stage_groups(quant) > STAGE_K // 32  # scales of so many groups take registers
-    steps, ahead = cdiv(chunks, parts), SUM_BITS // quant.element.stored_bits // (1 + crowded)
     passes = cdiv(slots * parts, SUM_WARPS)
+    crowded = passes > 1 or stage_groups(quant) > 2  # more passes or groups take more registers
+    steps, ahead = cdiv(chunks, parts), SUM_BITS // quant.element.stored_bits // (1 + crowded)
     return SumJobs(parts, passes, chunks, steps, cdiv(steps, ahead), ahead)
 
 

@@ -33,8 +33,8 @@ def encode(value: Tensor, element: Element) -> Tensor:
     grid = torch.tensor(_magnitudes(element), device=value.device)
     middle = (grid[1:] + grid[:-1]) / 2
     magnitude = value.abs()
-    down = torch.bucketize(magnitude, middle)
-    up = torch.bucketize(magnitude, middle, right=True)  # differs from `down` at ties
+    down = torch.bucketize(magnitude, middle, out_int32=True)
+    up = torch.bucketize(magnitude, middle, right=True, out_int32=True)  # differs at ties
     code = torch.where(down % 2 == 0, down, up)
     return (code + (value.signbit() * len(grid))).to(element.storage)
 

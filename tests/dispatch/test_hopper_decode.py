@@ -18,7 +18,7 @@ from moe_ops.dispatch.row_tiles import PORTABLE
 
 @pytest.mark.parametrize(
     ("tiles", "ctas"),
-    [(96, 2), (180, 3), (256, 3), (448, 4), (612, 3), (1215, 2), (1856, 3), (6976, 4)],
+    [(96, 2), (180, 3), (256, 3), (448, 5), (612, 5), (1215, 5), (1524, 4), (1856, 5), (6976, 5)],
 )
 def test_the_ctas_that_were_fastest(tiles, ctas):
     """GEMM 1 of qwen3-30b, gpt-oss and deepseek-v3 with 1, 8 and 64 tokens, on an H200."""
