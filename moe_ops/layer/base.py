@@ -134,7 +134,8 @@ class ExpertLayer(nn.Module):
         With several ranks these are the sizes of the parameters from the start; with one,
         `load_checkpoint` makes parameters of these sizes.
         """
-        return aligned_sizes(self.sizes, self.intermediate_size, self.moe_parallel_config.tp_size)
+        tp_size = self.moe_parallel_config.tp_size
+        return aligned_sizes(self.sizes.plain, self.intermediate_size, tp_size)
 
     def extra_repr(self) -> str:
         """Sizes, ranks, scheme and routing."""
