@@ -21,6 +21,7 @@ from moe_ops.layer.base import ExpertLayer
 from moe_ops.loading.names import SUFFIX
 from moe_ops.pipeline.packing import gains_by_fp8, reads_packed
 from moe_ops.scheme import (
+    ExactRows,
     Scheme,
     as_fp8,
     exact_fp8_scheme,
@@ -101,6 +102,19 @@ class PacksWeights(ExpertLayer):
             ValueError: ``layer.kernel`` was set, whose experts hold the scales of the other form.
         """
         self._convert({})
+
+    def exact_fp8_rows(self) -> ExactRows | None:
+        """Return how many rows are exact as fp8, for which the host waits.
+
+        None for a scheme whose weights have no such form: see `as_fp8_`. `moe_ops.explain` of a
+        layer says it too, and which form is used.
+        """
+        scheme = self.sizes.plain.scheme
+        if exact_fp8_scheme(scheme) is None:
+            return None
+        found = list(exact_rows_of(self))
+        exact = sum(int(x.sum()) for x in found)
+        return ExactRows(scheme, exact, sum(x.numel() for x in found))
 
     def _convert(self, forms: Mapping[str, str]) -> None:
         changes = any(forms.get(which, PLAIN) != form for which, form in forms_of(self).items())

@@ -1,7 +1,7 @@
 """Quantization schemes: named values, and the storage formats of weights in them."""
 
 from moe_ops.scheme.capability import schemes_instead, what_lacks
-from moe_ops.scheme.exact_fp8 import as_fp8, exact_fp8_scheme, exact_rows, from_fp8
+from moe_ops.scheme.exact_fp8 import ExactRows, as_fp8, exact_fp8_scheme, exact_rows, from_fp8
 from moe_ops.scheme.limits import refusal
 from moe_ops.scheme.named import (
     SCHEMES,
@@ -33,6 +33,7 @@ __all__ = [
     "UNQUANTIZED",
     "WHOLE",
     "Element",
+    "ExactRows",
     "FusedMoEQuantConfig",
     "Group",
     "QTensor",

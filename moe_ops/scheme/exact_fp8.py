@@ -12,6 +12,7 @@ caller that converts a weight back keeps the e8m0 scales too.
 from __future__ import annotations
 
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -34,6 +35,16 @@ SMALLEST = -126
 """Smallest exponent of a row's scale: of normal float32 numbers."""
 NO_CODE = 16
 """Mark of bytes that stand for no 4-bit number."""
+
+
+class ExactRows(NamedTuple):
+    """How many rows of a layer's weights are exact as fp8."""
+
+    scheme: Scheme
+    """The scheme of the MXFP4 weights."""
+    exact: int
+    rows: int
+    """Rows of both weights of all experts, of this rank."""
 
 
 @lru_cache(maxsize=256)
