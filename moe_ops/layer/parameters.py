@@ -101,7 +101,7 @@ def _of_weight(which: str, n: int, k: int, sizes: LayerSizes) -> Iterator[Parame
         yield spec("channel_scale", (n,), torch.float32)
     elif quant.global_scale:
         yield spec("global_scale", halves, torch.float32)
-    held = sizes.exact_of and sizes.exact_of.weight
+    held = None if sizes.exact_of is None else sizes.exact_of.weight
     if held is not None:
         yield spec("exponents", held.weight_scale_shape(experts, n, k)[1:], held.scale_dtype)
     activation = sizes.scheme.activation

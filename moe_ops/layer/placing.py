@@ -9,8 +9,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from moe_ops.layer.parameters import ParameterSpec, parameter_specs
 from moe_ops.layer.packing import PLAIN
+from moe_ops.layer.parameters import ParameterSpec, parameter_specs
 from moe_ops.layer.state import STATE, stored_as
 from moe_ops.layer.weight_loader import WeightLoading
 from moe_ops.loading import names

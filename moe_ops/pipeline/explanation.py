@@ -283,6 +283,8 @@ def explain(
     if hasattr(config, "exact_fp8_rows"):
         config, scheme, exact = _of_layer(config, scheme, device)
     checks.instance("config", config, FusedMoEConfig)
+    if scheme is None:
+        raise TypeError("scheme must be given for a FusedMoEConfig, got None")
     if not isinstance(num_tokens, Sequence):
         raise TypeError(f"num_tokens must be a sequence of ints, got {num_tokens!r}")
     for number in num_tokens:

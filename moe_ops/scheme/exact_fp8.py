@@ -12,7 +12,7 @@ caller that converts a weight back keeps the e8m0 scales too.
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -136,7 +136,9 @@ def from_fp8(q: QTensor, exponents: Tensor, scheme: str | Scheme) -> QTensor:
     quant = _quant_of(scheme)
     checks.tensor("q.data", q.data, 3, (torch.float8_e4m3fn,))
     experts, n, k = q.data.shape
-    scale, exponents = _scales(q, exponents, quant, (experts, n, k))
+    scale = _shaped("q.scale", q.scale, torch.float32, (experts, n, 1))
+    shape = quant.weight_scale_shape(experts, n, k)
+    exponents = _shaped("exponents", exponents, torch.uint8, shape)
     data = exponents.new_empty((experts, n, k // 2))
     table = _codes(q.data.device).flatten()
     for expert in range(experts):
@@ -171,23 +173,14 @@ def _checked(q: QTensor, scheme: str | Scheme) -> tuple[Quant, Tensor]:
     quant = _quant_of(scheme)
     checks.tensor("q.data", q.data, 3, (FP4.storage,))
     experts, n, width = q.data.shape
-    checks.tensor("q.scale", q.scale, 3, (torch.uint8,))
-    return quant, _shaped("q.scale", q.scale, quant.weight_scale_shape(experts, n, 2 * width))
+    shape = quant.weight_scale_shape(experts, n, 2 * width)
+    return quant, _shaped("q.scale", q.scale, torch.uint8, shape)
 
 
-def _scales(
-    q: QTensor, exponents: Tensor, quant: Quant, shape: tuple[int, int, int]
-) -> tuple[Tensor, Tensor]:
-    """The scales of an fp8 weight's rows, and those of its groups."""
-    checks.tensor("q.scale", q.scale, 3, (torch.float32,))
-    checks.tensor("exponents", exponents, 3, (torch.uint8,))
-    rows = _shaped("q.scale", q.scale, (*shape[:2], 1))
-    return rows, _shaped("exponents", exponents, quant.weight_scale_shape(*shape))
-
-
-def _shaped(name: str, x: Tensor | None, shape: tuple[int, ...]) -> Tensor:
-    if x is None or tuple(x.shape) != shape:
-        raise ValueError(f"{name} must have shape {shape}, got {x if x is None else tuple(x.shape)}")
+def _shaped(name: str, x: Any, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+    checks.tensor(name, x, 3, (dtype,))
+    if tuple(x.shape) != shape:
+        raise ValueError(f"{name} must have shape {shape}, got {tuple(x.shape)}")
     return x
 
 
