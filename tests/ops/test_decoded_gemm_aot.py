@@ -38,6 +38,7 @@ SPILLED = {
     (arch, *where): most
     for where, most in {
         ("mxfp4_w4a8", 128): 272,
+        ("mxfp4_w4a8_token", 128): 272,
         ("nvfp4", 16): 8,
         ("nvfp4", 32): 24,
         ("mxfp8", 16): 16,
