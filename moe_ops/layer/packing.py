@@ -73,7 +73,7 @@ class PacksWeights(ExpertLayer):
         as ``fp8_channel``; ``layer.checkpoint_scheme`` stays.
 
         ``process_weights_after_loading``, which `load_checkpoint` calls, does so by itself on GPUs
-        that multiply fp8 but not MXFP4, if all rows of both weights are exact (see
+        that multiply fp8 but not fp8 by fp4, if all rows of both weights are exact (see
         `moe_ops.scheme.exact_rows`). It leaves layers plain whose experts move between ranks
         (``enable_eplb``), because all ranks must hold one form: call this on all of them.
 

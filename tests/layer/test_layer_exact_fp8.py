@@ -287,10 +287,12 @@ def on_gpu(monkeypatch):
     return arch
 
 
-@pytest.mark.parametrize(("arch", "form"), [(80, PLAIN), (89, HELD), (90, HELD), (100, PLAIN)])
+@pytest.mark.parametrize(
+    ("arch", "form"), [(80, PLAIN), (89, HELD), (90, HELD), (100, PLAIN), (120, HELD)]
+)
 @pytest.mark.parametrize("scheme", [TOKEN, STATIC])
 def test_gpus(scheme, arch, form, on_gpu):
-    """Blackwell multiplies MXFP4 itself; before sm_89 nothing multiplies fp8."""
+    """Datacenter Blackwell multiplies fp8 by fp4; nothing before sm_89 multiplies fp8."""
     on_gpu(arch)
     with assumed(NO_GPU._replace(arch=arch)):
         layer = loaded(scheme)
