@@ -263,6 +263,9 @@ def test_moving_experts():
         layer.load_state_dict(saved)  # rows go to where their experts are now
         assert all(torch.equal(x, moved[name]) for name, x in layer.state_dict().items())
         layer.unpack_()
+        plain = copy.deepcopy(layer)
+        layer.load_state_dict(saved)  # likewise, from the other form
+        assert_same(layer, plain)
     assert_same(*layers)
 
 

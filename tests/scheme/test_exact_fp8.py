@@ -82,17 +82,32 @@ def test_rows_are_exact_or_refused(drawn):
         assert_same_bits(from_fp8(held, q.scale, scheme), q)
 
 
-@given(weights(st.integers(BINADES - 3, BINADES + 3), NAME))
-def test_no_power_of_two_would_do(drawn):
-    """For rows that are not exact, if their groups hold the least and the largest number."""
-    q, scheme = drawn
-    codes = formats.unpack(q.data, 2)
-    if codes.shape[2] % 32 == 0:
-        codes[..., 0::32], codes[..., 1::32] = 1, 15  # 0.5 and -6
-        q = q._replace(data=formats.pack(codes, 2))
-        for rows in zip(numbers(q, scheme), exact_rows(q, scheme), strict=True):
-            for row, exact in zip(*rows, strict=True):
-                assert fits(row) == bool(exact)
+@pytest.mark.parametrize("low", [0, 1, 7, 100, 230])
+def test_no_other_power_of_two_would_do(low):
+    """A row each with two groups, which hold 0.5 and -6, 0 to 20 binades apart."""
+    spans = torch.arange(21)
+    codes = torch.zeros(1, 21, 64, dtype=torch.uint8)
+    codes[..., 0::32], codes[..., 5::32] = 1, 15
+    scale = torch.stack((low + spans, torch.full((21,), low)), 1)[None].byte()
+    for q in (QTensor(formats.pack(codes, 2), x.contiguous()) for x in (scale, scale.flip(2))):
+        exact = exact_rows(q, NAME)[0]
+        assert exact.tolist() == (spans < BINADES).tolist()
+        assert exact.tolist() == [fits(row) for row in numbers(q, NAME)[0]]
+
+
+@pytest.mark.parametrize("zero", [0x00, 0x88, 0x80])
+@pytest.mark.parametrize("other", [0, 254])
+def test_zeros_have_no_scale(zero, other):
+    """Zeros of both signs, in a group of its own; a number of 0.5 there would count."""
+    data = torch.full((1, 2, 32), zero, dtype=torch.uint8)
+    data[..., :16] = 0x1F  # -6 and 0.5
+    data[0, 1, 20] = 0x10
+    q = QTensor(data, torch.tensor([[[127, other]] * 2], dtype=torch.uint8))
+    assert exact_rows(q, NAME).tolist() == [[True, False]]
+    q = QTensor(*(torch.stack([x[0, :1]]) for x in q[:2]))
+    held = as_fp8(q, NAME)
+    assert_same_bits([held.data.double() * held.scale.double()], [numbers(q, NAME)])
+    assert_same_bits(from_fp8(held, q.scale, NAME), q)
 
 
 def test_weights_that_were_quantized():
