@@ -157,12 +157,16 @@ _FLOAT4 = {
     (32, None): "mxfp4_w4a16", (32, 4): "mxfp4", (32, 8): "mxfp4_mxfp8",
 }  # fmt: skip
 """Schemes of 4-bit floats in compressed-tensors, by group size and bits of the activations."""
+_FLOAT8_ROWS = {"token": "mxfp4_w4a8_token", "tensor": "mxfp4_w4a8"}
+"""The same of groups of 32 beside fp8 activations whose scales are not per group."""
 
 
 def _of_group(group: Mapping[str, Any]) -> str | None:
     weights, inputs = group["weights"], group.get("input_activations") or {}
     bits, strategy, size = (weights.get(name) for name in ("num_bits", "strategy", "group_size"))
     if weights.get("type") == "float" and bits == 4:
+        if (size, inputs.get("num_bits")) == (32, 8) and inputs.get("strategy") in _FLOAT8_ROWS:
+            return _FLOAT8_ROWS[inputs["strategy"]]
         return _FLOAT4.get((size, inputs.get("num_bits")))
     if weights.get("type") == "int" and not inputs:
         whole = -1 if strategy == "channel" else size

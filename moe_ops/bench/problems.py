@@ -16,7 +16,7 @@ from torch import Tensor
 import moe_ops
 from moe_ops import scheme as schemes
 from moe_ops.activation import kind_and_key
-from moe_ops.pipeline.packing import reads_packed
+from moe_ops.pipeline.packing import gains_by_fp8, reads_packed
 
 ROUTINGS = ("uniform", "zipf")
 SEED = 2026
@@ -178,14 +178,27 @@ class Experts:
 
     @cached_property
     def loaded(self) -> Experts:
-        """The same weights in the form in which a layer keeps them: see `reads_packed`."""
+        """The same weights in the form in which a layer keeps them.
+
+        See `reads_packed` and `gains_by_fp8`; as fp8 they have another scheme.
+        """
         if self.stored is None:
             return self
+        held = schemes.exact_fp8_scheme(self.scheme)
+        if held is not None and gains_by_fp8(self.w1, self.scheme):
+            exact = [schemes.exact_rows(weight, self.scheme) for weight in self.stored]
+            return self._as_fp8(held) if all(bool(x.all()) for x in exact) else self
         w1, w2 = (self._loaded(weight) for weight in self.stored)
         if w1 is self.stored[0] and w2 is self.stored[1]:
             return self
         config = moe_ops.FusedMoEQuantConfig.from_weights(self.scheme, w1, w2)
         return replace(self, w1=w1.data, w2=w2.data, stored=(w1, w2), quant_config=config)
+
+    def _as_fp8(self, held: schemes.Scheme) -> Experts:
+        w1, w2 = (schemes.as_fp8(weight, self.scheme) for weight in self.stored or ())
+        given = _input_scales(held, self.w1.device)
+        config = moe_ops.FusedMoEQuantConfig.from_weights(held, w1, w2, **given)
+        return Experts(held, w1.data, w2.data, (w1, w2), config, self.activation)
 
     def _loaded(self, weight: Any) -> Any:
         reads = reads_packed(weight.data, self.scheme, torch.bfloat16)

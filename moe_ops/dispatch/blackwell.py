@@ -14,9 +14,9 @@ from moe_ops.scheme import get_scheme
 
 ONE_ELEMENT = frozenset({"mxfp4", "mxfp8", "nvfp4"})
 """Schemes whose rows and weights have the same element."""
-TWO_ELEMENTS = frozenset({"mxfp4_mxfp8", "mxfp4_w4a8"})
-"""Schemes with fp8 rows and fp4 weights. The kernel gives the rows of ``mxfp4_w4a8`` group scales
-of 1 and applies their one scale to the sums."""
+TWO_ELEMENTS = frozenset({"mxfp4_mxfp8", "mxfp4_w4a8", "mxfp4_w4a8_token"})
+"""Schemes with fp8 rows and fp4 weights. The kernel gives rows without group scales group scales of
+1, and applies the scale of the tensor or of each row to the sums."""
 BLOCK_SCALED = {
     100: ONE_ELEMENT | TWO_ELEMENTS,
     103: ONE_ELEMENT | TWO_ELEMENTS,

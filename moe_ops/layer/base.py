@@ -86,7 +86,7 @@ class ExpertLayer(nn.Module):
 
     @property
     def scheme(self) -> Scheme:
-        """The scheme of the parameters."""
+        """The scheme of the parameters; one of fp8 if MXFP4 is held so (`FusedMoE.as_fp8_`)."""
         return self.sizes.scheme
 
     @property
@@ -134,7 +134,8 @@ class ExpertLayer(nn.Module):
         With several ranks these are the sizes of the parameters from the start; with one,
         `load_checkpoint` makes parameters of these sizes.
         """
-        return aligned_sizes(self.sizes, self.intermediate_size, self.moe_parallel_config.tp_size)
+        tp_size = self.moe_parallel_config.tp_size
+        return aligned_sizes(self.sizes.plain, self.intermediate_size, tp_size)
 
     def extra_repr(self) -> str:
         """Sizes, ranks, scheme and routing."""
@@ -149,7 +150,8 @@ class ExpertLayer(nn.Module):
             "tp_size": parallel.tp_size,
             "ep_size": parallel.ep_size,
             "reduce_results": self.reduce_results,
-            "scheme": sizes.scheme.name,
+            "scheme": sizes.plain.scheme.name,
+            **({} if sizes.exact_of is None else {"held_as": sizes.scheme.name}),
             "activation": self.activation,
             "scoring_func": self.scoring_func,
             "renormalize": self.renormalize,

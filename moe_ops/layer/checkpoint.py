@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from moe_ops import checks
 from moe_ops.layer.module import FusedMoE
-from moe_ops.layer.packing import convert, packed_of
+from moe_ops.layer.packing import FP8, PLAIN, are_exact, convert, forms_of
 from moe_ops.layer.parameters import parameter_specs
 from moe_ops.layer.placing import Placing
 from moe_ops.loading.declared import check_declared
@@ -139,7 +139,7 @@ def load_checkpoint(
         _keep_missing(layer, stage, placing)
     else:
         stage.quant_method.process_weights_after_loading(stage)
-    convert(stage, {*packed_of(stage), *packed_of(layer)})
+    _keep_forms(layer, stage)
     _commit(layer, stage, placing)
     _set_input_order(layer, order)
     return report
@@ -166,13 +166,24 @@ def _staged(layer: FusedMoE) -> FusedMoE:
     return stage
 
 
+def _keep_forms(layer: FusedMoE, stage: FusedMoE) -> None:
+    """Convert weights to the forms that they have in the layer, unless these are plain.
+
+    New weights that are not exact as fp8 stay plain.
+    """
+    new = forms_of(stage)
+    forms = {which: new[which] if old == PLAIN else old for which, old in forms_of(layer).items()}
+    if FP8 not in forms.values() or are_exact(stage):
+        convert(stage, forms)
+
+
 def _keep_missing(layer: FusedMoE, stage: FusedMoE, placing: Placing) -> None:
     """Copy missing parts from the layer; if the sizes have changed, they stay zeros."""
-    if layer.sizes != stage.sizes:
+    if layer.sizes.plain != stage.sizes:
         return
     plain = copy.copy(layer)
     plain._parameters = {**layer._parameters}
-    convert(plain, ())
+    convert(plain, {})
     for missing in placing.missing():
         for row in stage.rows_of(missing.expert):
             old, new = (getattr(x, missing.spec.name).data[row] for x in (plain, stage))
@@ -188,13 +199,14 @@ def _commit(layer: FusedMoE, stage: FusedMoE, placing: Placing) -> None:
             f"layer.kernel must be set after loading, which changes the scheme to "
             f"{stage.sizes.scheme.name}, got a kernel for {layer.sizes.scheme.name}"
         )
-    for name in parameter_specs(stage.sizes):
+    for name in {**parameter_specs(layer.sizes), **parameter_specs(stage.sizes)}:
         old: Any = getattr(layer, name)
-        new: nn.Parameter = getattr(stage, name)
-        if old.shape == new.shape and old.dtype == new.dtype:
+        new: nn.Parameter | None = getattr(stage, name)
+        if old is not None and new is not None and (old.shape, old.dtype) == (new.shape, new.dtype):
             old.data.copy_(new)
         else:  # not ``new``, whose loader belongs to the stage
-            layer.register_parameter(name, nn.Parameter(new.data, requires_grad=False))
+            param = None if new is None else nn.Parameter(new.data, requires_grad=False)
+            layer.register_parameter(name, param)
     layer.sizes, layer.given_scales = stage.sizes, stage.given_scales
     if placing.correction_bias is not None and layer.e_score_correction_bias is not None:
         layer.e_score_correction_bias.copy_(placing.correction_bias)

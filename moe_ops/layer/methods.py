@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from moe_ops import ops
 from moe_ops.layer.base import ExpertLayer
-from moe_ops.layer.packing import pack_for_device
+from moe_ops.layer.packing import convert_for_device
 from moe_ops.layer.parameters import parameter_specs
 from moe_ops.layer.partition import LayerSizes
 from moe_ops.loading.names import SUFFIX
@@ -240,7 +240,8 @@ class QuantizedFusedMoEMethod(FusedMoEMethodBase):
 
         A static scale is one number for the input of all experts: the largest of theirs. The scales
         of other ranks' experts count if a loader passed them on, which loaders of all experts do.
-        Weights are packed where kernels read the packed form fast: see `FusedMoE.pack_`.
+        Weights are packed where kernels read the packed form fast, and MXFP4 is held as fp8 where
+        that is exact and fast: see `FusedMoE.pack_` and `FusedMoE.as_fp8_`.
         """
         for name, spec in parameter_specs(layer.sizes).items():
             if spec.kind not in ("global_scale", "input_scale"):
@@ -256,7 +257,7 @@ class QuantizedFusedMoEMethod(FusedMoEMethodBase):
             if spec.kind == "input_scale":
                 scale.fill_(scale.amax().clamp(min=layer.given_scales.largest(name)))
         layer.given_scales.clear()
-        pack_for_device(layer)
+        convert_for_device(layer)
 
     def get_fused_moe_quant_config(self, layer: ExpertLayer) -> FusedMoEQuantConfig:
         """Return the same object as long as the layer has the same parameters."""

@@ -1,28 +1,51 @@
-"""Converting a layer's weights between the plain form, which loaders fill, and the packed form.
+"""Converting a layer's weights between the plain form, which loaders fill, and other forms.
+
+* ``plain``: as `quantize_weight` returns them.
+* ``packed``: words that kernels for Hopper decode in registers, see `moe_ops.scheme.packed`.
+* ``fp8``: MXFP4 held as fp8 with a scale per row, see `moe_ops.scheme.exact_fp8`. The e8m0 scales
+  stay beside them, as parameters of kind ``exponents``. Then the layer's scheme is one of fp8.
 
 A base class of `moe_ops.FusedMoE`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Container
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from moe_ops.layer.base import ExpertLayer
 from moe_ops.loading.names import SUFFIX
-from moe_ops.pipeline.packing import reads_packed
-from moe_ops.scheme import is_packed, pack_weight, packs, unpack_weight
+from moe_ops.pipeline.packing import gains_by_fp8, reads_packed
+from moe_ops.scheme import (
+    ExactRows,
+    Scheme,
+    as_fp8,
+    exact_fp8_scheme,
+    exact_rows,
+    from_fp8,
+    is_packed,
+    pack_weight,
+    packs,
+    unpack_weight,
+)
 from moe_ops.scheme.packed import check_packed
 from moe_ops.tensors import QTensor
 
 WEIGHTS = ("w13", "w2")
-FORM_KINDS = ("weight", "scale", "zero_point", "global_scale")
-"""Kinds of the parameters that are the fields of a `QTensor`."""
+FORM_KINDS = ("weight", "scale", "zero_point", "global_scale", "exponents")
+"""Kinds of the parameters of a weight in any form: the fields of a `QTensor`, and ``exponents``."""
+PLAIN, PACKED, FP8 = "plain", "packed", "fp8"
+
+Stored = tuple[Any, ...]
+"""A tensor or None for each of `FORM_KINDS`."""
 
 
 class PacksWeights(ExpertLayer):
-    """A layer whose weights may be in the packed form."""
+    """A layer whose weights may be in the packed form, or held as fp8."""
 
     def pack_(self) -> None:
         """Convert the weights to the packed form, which kernels for Hopper decode in registers.
@@ -40,65 +63,157 @@ class PacksWeights(ExpertLayer):
         able = tuple(which for which in WEIGHTS if packs(self.scheme, *sizes[which]))
         if not able:
             check_packed("w13_weight", self.w13_weight, self.scheme, *sizes["w13"])
-        self._convert(able)
+        self._convert(dict.fromkeys(able, PACKED))
 
-    def unpack_(self) -> None:
-        """Convert packed weights back to the plain form; parameters are replaced.
+    def as_fp8_(self) -> None:
+        """Hold MXFP4 weights as fp8 with a scale per row, exactly, for kernels that multiply fp8.
+
+        For ``mxfp4_w4a8_token`` and ``mxfp4_w4a8``. Weights take twice the memory, and no bit is
+        lost: `unpack_` restores the plain form. ``layer.scheme`` becomes one with fp8 weights, such
+        as ``fp8_channel``; ``layer.checkpoint_scheme`` stays.
+
+        ``process_weights_after_loading``, which `load_checkpoint` calls, does so by itself on GPUs
+        that multiply fp8 but not fp8 by fp4, if all rows of both weights are exact (see
+        `moe_ops.scheme.exact_rows`). It leaves layers plain whose experts move between ranks
+        (``enable_eplb``), because all ranks must hold one form: call this on all of them.
+
+        Parameters are replaced: capture CUDA graphs after this call.
 
         Raises:
-            ValueError: ``layer.kernel`` was set, whose experts hold the scales of the packed form.
+            ValueError: a row is not exact, and nothing has changed; ``layer.kernel`` was set.
+            NotImplementedError: another scheme.
         """
-        self._convert(())
+        for which, exact in zip(WEIGHTS, exact_rows_of(self), strict=True):
+            if not bool(exact.all()):
+                expert, row = (~exact).nonzero()[0].tolist()
+                raise ValueError(
+                    f"{which}_weight must have rows that are exact as fp8 (see exact_rows), got "
+                    f"{int((~exact).sum())} of {exact.numel()} that are not, such as row {row} of "
+                    f"local expert {expert}"
+                )
+        self._convert(dict.fromkeys(WEIGHTS, FP8))
 
-    def _convert(self, packed: tuple[str, ...]) -> None:
-        if self._kernel is not None and packed != packed_of(self):
+    def unpack_(self) -> None:
+        """Convert packed weights, or those held as fp8, back to the plain form.
+
+        Parameters are replaced.
+
+        Raises:
+            ValueError: ``layer.kernel`` was set, whose experts hold the scales of the other form.
+        """
+        self._convert({})
+
+    def exact_fp8_rows(self) -> ExactRows | None:
+        """Return how many rows are exact as fp8, for which the host waits.
+
+        None for a scheme whose weights have no such form: see `as_fp8_`. `moe_ops.explain` of a
+        layer says it too, and which form is used.
+        """
+        scheme = self.sizes.plain.scheme
+        if exact_fp8_scheme(scheme) is None:
+            return None
+        found = list(exact_rows_of(self))
+        exact = sum(int(x.sum()) for x in found)
+        return ExactRows(scheme, exact, sum(x.numel() for x in found))
+
+    def _convert(self, forms: Mapping[str, str]) -> None:
+        changes = any(forms.get(which, PLAIN) != form for which, form in forms_of(self).items())
+        if self._kernel is not None and changes:
             raise ValueError(
                 "layer.kernel must be None while weights change their form (its experts hold the "
                 f"scales; set it again afterwards), got {type(self._kernel).__name__}"
             )
-        convert(self, packed)
+        convert(self, forms)
+
+
+def forms_of(layer: ExpertLayer) -> dict[str, str]:
+    """Return the form of ``w13`` and of ``w2``."""
+    if layer.sizes.exact_of is not None:
+        return dict.fromkeys(WEIGHTS, FP8)
+    packed = {which: is_packed(getattr(layer, f"{which}_weight")) for which in WEIGHTS}
+    return {which: PACKED if packed[which] else PLAIN for which in WEIGHTS}
 
 
 def packed_of(layer: ExpertLayer) -> tuple[str, ...]:
     """Return which of ``w13`` and ``w2`` are in the packed form."""
-    return tuple(which for which in WEIGHTS if is_packed(getattr(layer, f"{which}_weight")))
+    return tuple(which for which, form in forms_of(layer).items() if form == PACKED)
 
 
 def form_names(which: str) -> tuple[str, ...]:
-    """Return the names of the parameters of ``w13`` or ``w2`` that a `QTensor` holds."""
+    """Return the names of the parameters of ``w13`` or ``w2``, one for each of `FORM_KINDS`."""
     return tuple(f"{which}_{SUFFIX[kind]}" for kind in FORM_KINDS)
 
 
-def converted(q: QTensor, layer: ExpertLayer, *, packed: bool) -> QTensor:
-    """Return one of the layer's weights in the packed or in the plain form."""
-    if is_packed(q.data) == packed:
-        return q
-    return (pack_weight if packed else unpack_weight)(q, layer.scheme)
+def converted(stored: Stored, scheme: Scheme, form: str) -> Stored:
+    """Return a weight in a form.
+
+    Args:
+        stored: the weight's tensors in any form.
+        scheme: the scheme of the plain form.
+        form: ``plain``, ``packed`` or ``fp8``.
+    """
+    q, exponents = QTensor(*stored[:4]), stored[4]
+    if exponents is not None:
+        if form == FP8:
+            return stored
+        q = from_fp8(q, exponents, scheme)
+    if is_packed(q.data):
+        if form == PACKED:
+            return stored
+        q = unpack_weight(q, scheme)
+    if form == PACKED:
+        q = pack_weight(q, scheme)
+    if form == FP8:
+        return (*as_fp8(q, scheme), q.scale)
+    return (*q, None)
 
 
-def convert(layer: ExpertLayer, packed: Container[str]) -> None:
-    """Store these of ``w13`` and ``w2`` in the packed form, and the others in the plain form."""
+def convert(layer: ExpertLayer, forms: Mapping[str, str]) -> None:
+    """Store ``w13`` and ``w2`` in these forms; plain if ``forms`` names none."""
+    plain = layer.sizes.plain
     for which in WEIGHTS:
-        names = form_names(which)
-        old = QTensor(*(getattr(layer, name) for name in names))
-        new = converted(old, layer, packed=which in packed)
-        for name, x, y in zip(names, old, new, strict=True):
-            if y is not None and x is not y:
-                layer.register_parameter(name, nn.Parameter(y, requires_grad=False))
+        old = _stored(layer, which)
+        new = converted(old, plain.scheme, forms.get(which, PLAIN))
+        for name, x, y in zip(form_names(which), old, new, strict=True):
+            if x is not y:
+                param = None if y is None else nn.Parameter(y, requires_grad=False)
+                layer.register_parameter(name, param)
+    held = exact_fp8_scheme(plain.scheme) if FP8 in forms.values() else None
+    layer.sizes = plain if held is None else replace(plain, scheme=held, exact_of=plain.scheme)
 
 
-def pack_for_device(layer: ExpertLayer) -> None:
-    """Pack the weights that a kernel of the layer's GPU reads in the packed form.
+def convert_for_device(layer: ExpertLayer) -> None:
+    """Convert the weights to the form that kernels of the layer's GPU run fastest.
 
     A layer whose ``kernel`` was set stays as it is, because the kernel holds the layer's scales.
     """
     if layer._kernel is not None:
         return
-    how = (layer.scheme, layer.sizes.dtype)
-    read = {
-        which
-        for which in WEIGHTS
-        if reads_packed(getattr(layer, f"{which}_weight"), *how,
-                        batch_invariant=layer.batch_invariant)
-    }  # fmt: skip
-    convert(layer, {*read, *packed_of(layer)})
+    how, forms = (layer.scheme, layer.sizes.dtype), forms_of(layer)
+    for which, form in forms.items():
+        weight, invariant = getattr(layer, f"{which}_weight"), layer.batch_invariant
+        if form == PLAIN and reads_packed(weight, *how, batch_invariant=invariant):
+            forms[which] = PACKED
+    moves = layer.enable_eplb and layer.placement.is_shared_out
+    if gains_by_fp8(layer.w13_weight, layer.scheme) and not moves and are_exact(layer):
+        forms = dict.fromkeys(WEIGHTS, FP8)
+    convert(layer, forms)
+
+
+def exact_rows_of(layer: ExpertLayer) -> Iterator[Tensor]:
+    """Yield which rows of ``w13``, then of ``w2``, are exact as fp8: bool ``(E, N)``."""
+    for which in WEIGHTS:
+        q = QTensor(*_stored(layer, which)[:4])
+        if layer.sizes.exact_of is None:
+            yield exact_rows(q, layer.scheme)
+        else:
+            yield q.data.new_ones(q.data.shape[:2], dtype=torch.bool)
+
+
+def are_exact(layer: ExpertLayer) -> bool:
+    """Return whether all rows of both weights are exact as fp8."""
+    return all(bool(exact.all()) for exact in exact_rows_of(layer))
+
+
+def _stored(layer: ExpertLayer, which: str) -> Stored:
+    return tuple(getattr(layer, name) for name in form_names(which))

@@ -38,8 +38,8 @@ class ParameterSpec(NamedTuple):
 
     name: str
     kind: str
-    """``weight``, ``scale``, ``zero_point``, ``global_scale``, ``channel_scale``, ``input_scale``
-    or ``bias``."""
+    """``weight``, ``scale``, ``zero_point``, ``global_scale``, ``channel_scale``, ``exponents``,
+    ``input_scale`` or ``bias``."""
     shape: tuple[int, ...]
     dtype: torch.dtype
     fill: float = 0
@@ -101,6 +101,9 @@ def _of_weight(which: str, n: int, k: int, sizes: LayerSizes) -> Iterator[Parame
         yield spec("channel_scale", (n,), torch.float32)
     elif quant.global_scale:
         yield spec("global_scale", halves, torch.float32)
+    held = None if sizes.exact_of is None else sizes.exact_of.weight
+    if held is not None:
+        yield spec("exponents", held.weight_scale_shape(experts, n, k)[1:], held.scale_dtype)
     activation = sizes.scheme.activation
     if activation is not None and (activation.static or activation.global_scale):
         yield spec("input_scale", (), torch.float32, torch.nan)

@@ -31,6 +31,14 @@ class LayerSizes:
     has_bias: bool
     dtype: torch.dtype
     """Dtype of everything that is not quantized."""
+    exact_of: Scheme | None = None
+    """The MXFP4 scheme of weights that are held as fp8 (see `FusedMoE.as_fp8_`); None: they are
+    not, and ``scheme`` is theirs."""
+
+    @property
+    def plain(self) -> LayerSizes:
+        """The sizes of the layer with plain weights."""
+        return self if self.exact_of is None else replace(self, scheme=self.exact_of, exact_of=None)
 
     @property
     def rows(self) -> int:

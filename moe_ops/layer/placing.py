@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from moe_ops.layer.packing import PLAIN
 from moe_ops.layer.parameters import ParameterSpec, parameter_specs
 from moe_ops.layer.state import STATE, stored_as
 from moe_ops.layer.weight_loader import WeightLoading
@@ -327,10 +328,10 @@ class Placing:
         problem = stored.differs_from(quant, interleaved=interleaved)
         if problem:
             raise ValueError(f"{entry.name}: {problem}")
-        if stored.packed:
+        if stored.form != PLAIN:
             raise ValueError(
-                f"{entry.name}: weights must be in the plain form (load_state_dict takes both, "
-                "FusedMoE.unpack_ converts), got the packed form"
+                f"{entry.name}: weights must be in the plain form (load_state_dict takes all, "
+                f"FusedMoE.unpack_ converts), got the form {stored.form!r}"
             )
         in_order = tuple(range(self.layer.num_experts))
         if stored.experts not in (None, in_order):

@@ -8,12 +8,11 @@ from torch import Tensor
 
 from moe_ops.dispatch.tiles import cdiv
 from moe_ops.layer.module import FusedMoE
-from moe_ops.layer.packing import form_names, packed_of
+from moe_ops.layer.packing import PLAIN, WEIGHTS, converted, form_names
 from moe_ops.layer.parameters import ParameterSpec, parameter_specs
 from moe_ops.loading.compressed import stored_projection
-from moe_ops.scheme import WHOLE, unpack_weight
+from moe_ops.scheme import WHOLE
 from moe_ops.scheme.formats import unpack
-from moe_ops.tensors import QTensor
 
 
 def checkpoint_tensors(layer: FusedMoE) -> Iterator[tuple[int, str, str, Tensor]]:
@@ -37,7 +36,7 @@ def checkpoint_tensors(layer: FusedMoE) -> Iterator[tuple[int, str, str, Tensor]
     shards = {"w1": (width, hidden), "w2": (hidden, width)}
     if layer.sizes.gated:
         shards["w3"] = shards["w1"]
-    specs = parameter_specs(layer.sizes).values()
+    specs = parameter_specs(layer.sizes.plain).values()
     for expert in range(layer.num_experts):
         plain = plain_expert(layer, expert)
         for shard, (n, k) in shards.items():
@@ -50,25 +49,23 @@ def checkpoint_tensors(layer: FusedMoE) -> Iterator[tuple[int, str, str, Tensor]
 
 
 def plain_expert(layer: FusedMoE, expert: int) -> dict[str, Tensor]:
-    """Return an expert's parameters by name; packed weights are in the plain form again."""
-    found = {
+    """Return an expert's parameters by name; its weights are in the plain form again."""
+    found: dict[str, Tensor | None] = {
         name: getattr(layer, name).data[expert : expert + 1]
         for name in parameter_specs(layer.sizes)
     }
-    for which in packed_of(layer):
+    for which in WEIGHTS:
         names = form_names(which)
-        stored = QTensor(found[names[0]], *(found.get(name) for name in names[1:]))
-        for name, x in zip(names, unpack_weight(stored, layer.scheme), strict=True):
-            if x is not None:
-                found[name] = x
-    return {name: x[0] for name, x in found.items()}
+        stored = tuple(map(found.get, names))
+        found.update(zip(names, converted(stored, layer.sizes.plain.scheme, PLAIN), strict=True))
+    return {name: x[0] for name, x in found.items() if x is not None}
 
 
 def _canonical(
     layer: FusedMoE, spec: ParameterSpec, x: Tensor, shard: str, n: int, k: int
 ) -> Tensor:
     """Return one projection's tensor in canonical form: see `moe_ops.loading.stored`."""
-    quant, own = layer.checkpoint_scheme.weight, layer.sizes.scheme.weight
+    quant, own = layer.checkpoint_scheme.weight, layer.sizes.plain.scheme.weight
     if quant is None or own is None:
         raise ValueError("layer must be quantized, got one without a scheme")
     packed = spec.kind == "zero_point" and own.element.packed

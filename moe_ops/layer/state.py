@@ -15,10 +15,9 @@ import torch
 from torch import Tensor
 
 from moe_ops.layer.base import ExpertLayer
-from moe_ops.layer.packing import WEIGHTS, converted, form_names, packed_of
+from moe_ops.layer.packing import PLAIN, WEIGHTS, converted, form_names, forms_of
 from moe_ops.layer.parameters import parameter_specs
 from moe_ops.scheme import Quant
-from moe_ops.tensors import QTensor
 
 STATE = "_extra_state"
 """Name of the entry, which PyTorch chooses."""
@@ -34,15 +33,16 @@ class SchemeState(ExpertLayer):
     """
 
     def get_extra_state(self) -> Tensor:
-        """Return the scheme of the parameters as a uint8 tensor on the CPU."""
-        scheme = self.sizes.scheme
+        """Return the scheme of the plain parameters as a uint8 tensor on the CPU."""
+        scheme = self.sizes.plain.scheme
         said: dict[str, Any] = {
             "scheme": scheme.key,
             "weight": scheme.weight and scheme.weight.key,
             "interleaved": self.sizes.interleaved,
         }
-        if packed_of(self):
-            said["packed"] = True
+        forms = {*forms_of(self).values()} - {PLAIN}
+        if forms:  # of one weight, or of both
+            said["form"] = min(forms)
         if self.enable_eplb:
             said["experts"] = self.held_placement().experts
         return torch.tensor(list(json.dumps(said).encode()), dtype=torch.uint8, device="cpu")
@@ -56,7 +56,7 @@ class SchemeState(ExpertLayer):
         if isinstance(state, Tensor) and state.is_meta:
             return  # has no content
         problem = stored_as(state).differs_from(
-            self.sizes.scheme.weight, interleaved=self.sizes.interleaved
+            self.sizes.plain.scheme.weight, interleaved=self.sizes.interleaved
         )
         if problem:
             raise ValueError(problem)
@@ -69,7 +69,7 @@ class SchemeState(ExpertLayer):
 
         The columns' order ``w13_input_order`` is loaded or removed together with ``w13_weight``.
         Rows are loaded where the layer holds their experts now, and weights in the layer's form:
-        plain or packed.
+        plain, packed or held as fp8.
         """
         state_dict = dict(state_dict)
         saved, order_key = state_dict.get(prefix + STATE), prefix + "w13_input_order"
@@ -114,26 +114,30 @@ class SchemeState(ExpertLayer):
                 "rows of the state dict must hold every expert that the layer's rows hold now "
                 f"(load_checkpoint reads any expert), got none of expert {lacking[0]}"
             )
-        for name in (*parameter_specs(self.sizes), "w13_input_order"):
+        weights = (name for which in WEIGHTS for name in form_names(which))
+        for name in {*parameter_specs(self.sizes), *weights, "w13_input_order"}:
             x = state_dict.get(prefix + name)
             if isinstance(x, Tensor) and x.dim() and x.shape[0] == len(stored):
                 rows = [x[source.get(expert, 0)] for expert in wanted]
                 state_dict[prefix + name] = torch.stack(rows)
 
     def _convert_saved(self, state_dict: dict[str, Any], prefix: str) -> None:
-        """Convert weights of a state dict, which are plain or packed, to the layer's form.
+        """Convert weights of a state dict, which are in any form, to the layer's form.
 
         Raises:
             TypeError, ValueError, NotImplementedError: tensors that do not fit each other or the
-                layer.
+                layer; rows that are not exact as fp8, in a layer whose weights are held so.
         """
-        for which in WEIGHTS:
+        scheme = self.sizes.plain.scheme
+        for which, form in forms_of(self).items():
             names = [prefix + name for name in form_names(which)]
-            saved = QTensor(*(state_dict.get(name) for name in names))  # type: ignore[arg-type]
-            if isinstance(saved.data, Tensor):
-                own = converted(saved, self, packed=which in packed_of(self))
-                new = zip(names, own, strict=True)
-                state_dict.update({name: x for name, x in new if x is not None})
+            saved = tuple(state_dict.get(name) for name in names)
+            if isinstance(saved[0], Tensor):
+                for name, x in zip(names, converted(saved, scheme, form), strict=True):
+                    if x is None:
+                        state_dict.pop(name, None)
+                    else:
+                        state_dict[name] = x
 
     def _checked_order(self, order: Any) -> Tensor | None:
         """Return ``order`` as int32 ``(1 or El, H)``; kernels index by its permutations."""
@@ -167,8 +171,8 @@ class StoredAs(NamedTuple):
     """Whether gate and up rows alternate."""
     experts: tuple[int, ...] | None = None
     """The expert of each row; None: not said, the rows are those of the first placement."""
-    packed: bool = False
-    """Whether ``w13`` or ``w2`` is in the packed form."""
+    form: str = PLAIN
+    """The form of the weights; ``packed`` if ``w13`` or ``w2`` is."""
 
     def differs_from(self, wanted: Quant | None, *, interleaved: bool) -> str | None:
         """Say why a layer cannot load tensors of this form; None: it can.
@@ -215,13 +219,13 @@ def stored_as(state: Any) -> StoredAs:
     try:
         said = json.loads(bytes(state.flatten().tolist()))
         name, weight, interleaved = (said[key] for key in ("scheme", "weight", "interleaved"))
-        experts, packed = said.get("experts"), said.get("packed", False)
+        experts, form = said.get("experts"), said.get("form", PLAIN)
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise ValueError(f"{rule}, got {error!r}") from None
-    kinds = ((name, (str,)), (weight, (str, type(None))), (interleaved, (bool,)), (packed, (bool,)))
+    kinds = ((name, (str,)), (weight, (str, type(None))), (interleaved, (bool,)), (form, (str,)))
     known = all(isinstance(value, kind) for value, kind in kinds)
     if not known or not isinstance(experts, (list, type(None))):
         raise ValueError(f"{rule}, got {said}")
     if experts is not None and not all(type(expert) is int for expert in experts):
         raise ValueError(f"{rule}, got experts {experts}")
-    return StoredAs(name, weight, interleaved, None if experts is None else tuple(experts), packed)
+    return StoredAs(name, weight, interleaved, None if experts is None else tuple(experts), form)

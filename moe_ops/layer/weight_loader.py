@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from moe_ops import checks
-from moe_ops.layer.packing import FORM_KINDS, PacksWeights, packed_of
+from moe_ops.layer.packing import FORM_KINDS, PLAIN, PacksWeights, forms_of
 from moe_ops.layer.parameters import (
     FusedMoeWeightScaleSupported,
     ParameterSpec,
@@ -67,8 +67,8 @@ class WeightLoading(LoadSteps, PacksWeights):
 
         Raises:
             ValueError: a wrong ``shard_id`` or shape; input scales of gate and up that differ; zero
-                points of AWQ or GPTQ, whose order cannot be known here; a packed weight (see
-                `FusedMoE.unpack_`).
+                points of AWQ or GPTQ, whose order cannot be known here; a weight that is not in the
+                plain form (see `FusedMoE.unpack_`).
             TypeError: a wrong dtype.
             NotImplementedError: the layer holds weights in act-order, and their order would stay.
 
@@ -113,8 +113,8 @@ class WeightLoading(LoadSteps, PacksWeights):
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[str]:
         """Load tensors by the names of ``expert_mapping``; yield the names of loaded ones.
 
-        `moe_ops.load_checkpoint` also checks that nothing is missing, and takes act-order. Packed
-        weights are unpacked first.
+        `moe_ops.load_checkpoint` also checks that nothing is missing, and takes act-order. Weights
+        are converted to the plain form first.
 
         Raises:
             NotImplementedError: a ``g_idx`` in act-order, which also changes how other tensors are
@@ -143,11 +143,12 @@ class WeightLoading(LoadSteps, PacksWeights):
                 yield name
 
     def _check_plain(self, spec: ParameterSpec) -> None:
-        """Refuse a parameter of a packed weight."""
-        if spec.kind in FORM_KINDS and ("w13" if spec.is_w13 else "w2") in packed_of(self):
+        """Refuse a parameter of a weight that is not in the plain form."""
+        form = forms_of(self)["w13" if spec.is_w13 else "w2"]
+        if spec.kind in FORM_KINDS and form != PLAIN:
             raise ValueError(
                 f"param must be in the plain form (call the layer's unpack_() first), got "
-                f"{spec.name} in the packed form"
+                f"{spec.name} in the form {form!r}"
             )
 
     def _check_in_order(self, g_idx: Tensor, name: str, shard: str) -> None:

@@ -36,6 +36,7 @@ SUFFIX = {
     "zero_point": "weight_zero_point",
     "global_scale": "weight_scale_2",
     "channel_scale": "weight_chan_scale",
+    "exponents": "weight_exponents",
     "input_scale": "input_scale",
     "bias": "bias",
 }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
+from typing import Any, Protocol
 
 import torch
 
@@ -26,6 +27,7 @@ from moe_ops.pipeline.exchange.traffic import (
     slot_copies,
     traffic_of,
 )
+from moe_ops.pipeline.packing import multiplies_fp8
 from moe_ops.pipeline.selection import (
     CANDIDATES,
     Candidate,
@@ -36,7 +38,7 @@ from moe_ops.pipeline.selection import (
     format_of,
     judge,
 )
-from moe_ops.scheme import FusedMoEQuantConfig, Scheme, what_lacks
+from moe_ops.scheme import ExactRows, FusedMoEQuantConfig, Scheme, exact_fp8_scheme, what_lacks
 
 
 @dataclass(frozen=True)
@@ -59,6 +61,9 @@ class Explanation:
     """One cost for each number of tokens; empty without a choice."""
     link: Link
     """What joins the ranks."""
+    exact_rows: ExactRows | None = None
+    """How many rows of a layer's MXFP4 weights are exact as fp8; None if that was not asked, or if
+    the scheme has no such form."""
     exchanges: tuple[tuple[Traffic, ...], ...] = ()
     """For each number of tokens what every way to exchange them sends; empty if ranks do not
     exchange tokens."""
@@ -79,6 +84,9 @@ class Explanation:
             "implementations": [asdict(row) for row in self.rows],
             "costs": [asdict(cost) for cost in self.costs],
         }
+        if self.exact_rows is not None:
+            plain, exact, rows = self.exact_rows
+            parts["exact_fp8_rows"] = {"scheme": plain.key, "exact": exact, "rows": rows}
         if self.exchanges:
             parts["link"] = self.link._asdict()
             parts["exchanges"] = [
@@ -143,6 +151,7 @@ class Explanation:
         if not self.costs:
             return ""
         notes = [
+            *self._weights(),
             "experts: number that have a token, on average, under uniform routing",
             "between: rows between the GEMMs, written once and read once (not in the floor)",
         ]
@@ -170,6 +179,18 @@ class Explanation:
                 f"products at {rates} TFLOP/s, as measured on an {self.target.gpu}"
             )
         return "\n".join(notes)
+
+    def _weights(self) -> list[str]:
+        """A line about MXFP4 weights that may be held as fp8."""
+        if self.exact_rows is not None:
+            plain, exact, rows = self.exact_rows
+            held = f"held as fp8 ({self.scheme.name})" if self.scheme != plain else "plain"
+            share = f"{exact} of {rows} rows ({exact / rows:.2%}) are exact as fp8"
+            return [f"weights: {plain.name}, {held}; {share}"]
+        facts, as_fp8 = self.target.facts, exact_fp8_scheme(self.scheme)
+        if facts is None or as_fp8 is None or not multiplies_fp8(self.scheme, facts.arch):
+            return []
+        return [f"weights: plain; a layer whose rows are all exact as fp8 runs as {as_fp8.name}"]
 
     def _exchanges(self) -> str:
         """The table of what exchanges send, and its notes."""
@@ -217,9 +238,24 @@ class Explanation:
         return [f"tiles: {source}: {', '.join(of)}" for source, of in users.items()]
 
 
+class Explainable(Protocol):
+    """A layer that `explain` takes: a `FusedMoE`."""
+
+    @property
+    def moe_config(self) -> FusedMoEConfig:
+        """The layer as a value."""
+
+    @property
+    def scheme(self) -> Scheme:
+        """The scheme of the parameters."""
+
+    def exact_fp8_rows(self) -> ExactRows | None:
+        """How many rows are exact as fp8."""
+
+
 def explain(
-    config: FusedMoEConfig,
-    scheme: str | Scheme | FusedMoEQuantConfig,
+    config: FusedMoEConfig | Explainable,
+    scheme: str | Scheme | FusedMoEQuantConfig | None = None,
     *,
     num_tokens: Sequence[int] = (1, 64),
     device: str | None = None,
@@ -229,8 +265,10 @@ def explain(
     """Explain what `select_kernel` chooses and why, and what the layer costs. Runs no kernel.
 
     Args:
-        config: the layer.
-        scheme: a name, a `Scheme` or a `FusedMoEQuantConfig`.
+        config: the layer: a configuration, or a `FusedMoE`, of which the explanation also says
+            whether its MXFP4 weights are exact as fp8, and whether they are held so (with
+            ``device``: whether they would be).
+        scheme: a name, a `Scheme` or a `FusedMoEQuantConfig`; None for a `FusedMoE`.
         num_tokens: token counts to explain.
         device: a name such as ``sm_90`` (see `moe_ops.pipeline.devices.TARGETS`) in place of
             ``config.device``; it need not be in this machine.
@@ -241,7 +279,12 @@ def explain(
     Raises:
         ValueError: an unknown scheme, device or link, a number of tokens that is not positive.
     """
+    exact: ExactRows | None = None
+    if hasattr(config, "exact_fp8_rows"):
+        config, scheme, exact = _of_layer(config, scheme, device)
     checks.instance("config", config, FusedMoEConfig)
+    if scheme is None:
+        raise TypeError("scheme must be given for a FusedMoEConfig, got None")
     if not isinstance(num_tokens, Sequence):
         raise TypeError(f"num_tokens must be a sequence of ints, got {num_tokens!r}")
     for number in num_tokens:
@@ -275,8 +318,24 @@ def explain(
         activation_format=format_of(config).value[0],
         costs=tuple(costs),
         link=link,
+        exact_rows=exact,
         exchanges=tuple(exchanges),
     )
+
+
+def _of_layer(
+    layer: Any, scheme: Any, device: str | None
+) -> tuple[FusedMoEConfig, Scheme, ExactRows | None]:
+    """The configuration of a layer, the scheme that it runs in, and its exact rows."""
+    if scheme is not None:
+        raise ValueError(f"scheme must be None for a layer, which has one, got {scheme}")
+    exact, held = layer.exact_fp8_rows(), layer.scheme
+    facts = TARGETS[device].facts if device in TARGETS else None
+    if exact is not None and device is not None:
+        held = exact.scheme
+        if exact.exact == exact.rows and facts is not None and multiplies_fp8(held, facts.arch):
+            held = exact_fp8_scheme(held)
+    return layer.moe_config, held, exact
 
 
 def _plain(value: object) -> object:

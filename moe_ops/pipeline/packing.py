@@ -1,17 +1,18 @@
-"""The choice of a weight's form: packed where a kernel of its GPU reads that form."""
+"""The choice of a weight's form: packed, or held as fp8, where that suits kernels of its GPU."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
+from moe_ops.dispatch.blackwell import is_block_scaled
 from moe_ops.dispatch.device import Device, device_facts
 from moe_ops.dispatch.gemm_plan import plan_gemm
 from moe_ops.dispatch.hopper_decode import decodes
 from moe_ops.dispatch.problem import layer_problem, sizes_of
 from moe_ops.dispatch.row_tiles import rule_of
 from moe_ops.pipeline.layer_checks import known_arch
-from moe_ops.scheme import Scheme, packs
+from moe_ops.scheme import Scheme, exact_fp8_scheme, min_capability, packs
 
 
 def reads_packed(
@@ -54,3 +55,19 @@ def serves_packed(
     except NotImplementedError:
         return False
     return True
+
+
+def gains_by_fp8(w: Tensor, scheme: Scheme) -> bool:
+    """Whether the GPU that holds an MXFP4 weight multiplies it faster as fp8, if that is exact."""
+    arch = known_arch(w.device)
+    return arch is not None and multiplies_fp8(scheme, arch)
+
+
+def multiplies_fp8(scheme: Scheme, arch: int) -> bool:
+    """Whether a GPU has instructions for fp8 instead of the scheme, see `exact_fp8_scheme`.
+
+    Blackwell's block-scaled instructions multiply the plain form.
+    """
+    if exact_fp8_scheme(scheme) is None or is_block_scaled(scheme.key, arch):
+        return False
+    return arch >= min_capability(scheme.activation)

@@ -1,6 +1,7 @@
 """Quantization schemes: named values, and the storage formats of weights in them."""
 
 from moe_ops.scheme.capability import schemes_instead, what_lacks
+from moe_ops.scheme.exact_fp8 import ExactRows, as_fp8, exact_fp8_scheme, exact_rows, from_fp8
 from moe_ops.scheme.limits import refusal
 from moe_ops.scheme.named import (
     SCHEMES,
@@ -32,14 +33,19 @@ __all__ = [
     "UNQUANTIZED",
     "WHOLE",
     "Element",
+    "ExactRows",
     "FusedMoEQuantConfig",
     "Group",
     "QTensor",
     "Quant",
     "Scheme",
+    "as_fp8",
     "as_scheme",
     "dequantize_rows",
     "dequantize_weight",
+    "exact_fp8_scheme",
+    "exact_rows",
+    "from_fp8",
     "get_scheme",
     "is_packed",
     "min_capability",

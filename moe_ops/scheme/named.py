@@ -58,6 +58,7 @@ _NAMED: dict[str, Quants] = {
     "mxfp4": (MXFP4, MXFP4),
     "mxfp4_mxfp8": (MXFP8, MXFP4),
     "mxfp4_w4a8": (Quant(ELEMENTS["fp8"], TENSOR, static=True), MXFP4),
+    "mxfp4_w4a8_token": (Quant(ELEMENTS["fp8"], ROW), MXFP4),
     "nvfp4": (NVFP4, NVFP4),
     "int4_w4a8_g128": _int4_under_fp8(128),
 }

@@ -394,6 +394,25 @@ def meta_inputs(problem, tokens):
     return problems.Inputs(x, weights, weights.int(), problem.num_experts)
 
 
+def test_weights_that_a_layer_holds_as_fp8(monkeypatch):
+    problem = problems.Problem("small", 4, 2, 128, 64, timed=False)
+    device = torch.device("cpu")
+    for name in ("mxfp4_w4a8_token", "mxfp4_w4a8"):
+        experts = problems.make_experts(problem, name, device)
+        inputs = problems.make_inputs(problem, 5, "uniform", device)
+        assert experts.loaded is experts  # on a CPU
+        monkeypatch.setattr(problems, "gains_by_fp8", lambda *given: True)
+        del experts.__dict__["loaded"]
+        loaded = experts.loaded
+        assert loaded.w1.dtype == loaded.w2.dtype == torch.float8_e4m3fn
+        assert torch.equal(loaded.dense(1)[0], experts.dense(1)[0])
+        case = bench_layer.Case({"scheme": name}, problem, experts, inputs)
+        monkeypatch.setattr(bench_layer, "Row", lambda **facts: facts)
+        held, plain = (bench_layer.time_case(case, impl) for impl in ("moe_ops", bench_layer.PLAIN))
+        assert held["rel_err"] == pytest.approx(plain["rel_err"], rel=0.02)
+        monkeypatch.undo()
+
+
 def test_weights_as_a_layer_keeps_them(monkeypatch):
     """They are those of the plain case: same bytes, same result, same sampled reference."""
     problem = problems.Problem("small", 4, 2, 128, 64, timed=False)

@@ -101,6 +101,9 @@ FLOAT4, INT4 = {"num_bits": 4, "type": "float"}, {"num_bits": 4, "type": "int"}
         (compressed({**FLOAT4, "group_size": 16}, FLOAT4), "nvfp4"),
         (compressed({**FLOAT4, "group_size": 16}), "nvfp4_w4a16"),
         (compressed({**FLOAT4, "group_size": 32}, FLOAT8), "mxfp4_mxfp8"),
+        (compressed({**FLOAT4, "group_size": 32}, {**FLOAT8, "strategy": "token"}),
+         "mxfp4_w4a8_token"),
+        (compressed({**FLOAT4, "group_size": 32}, {**FLOAT8, "strategy": "tensor"}), "mxfp4_w4a8"),
     ],
 )  # fmt: skip
 def test_scheme(tmp_path, said, scheme):

@@ -97,5 +97,7 @@ def test_where_products_are_block_scaled():
             arch = target.facts.arch if target.facts else 0
             text = str(moe_ops.explain(config, name, device=device))
             assert (TILES_FROM in text) == (name in BLOCK_SCALED.get(arch, ())), (name, device)
-    assert "`mxfp4_mxfp8`, `mxfp4_w4a8` on sm_100, sm_103." in block_scaled_note()
+    assert (
+        "`mxfp4_mxfp8`, `mxfp4_w4a8`, `mxfp4_w4a8_token` on sm_100, sm_103." in block_scaled_note()
+    )
     assert "has not run on one" in block_scaled_note()

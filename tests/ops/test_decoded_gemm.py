@@ -17,7 +17,15 @@ from moe_ops.scheme import dequantize_rows
 
 pytestmark = pytest.mark.kernel
 
-NAMED = ("mxfp8", "mxfp4", "mxfp4_mxfp8", "mxfp4_w4a8", "nvfp4", "int4_w4a8_g128")
+NAMED = (
+    "mxfp8",
+    "mxfp4",
+    "mxfp4_mxfp8",
+    "mxfp4_w4a8",
+    "mxfp4_w4a8_token",
+    "nvfp4",
+    "int4_w4a8_g128",
+)
 MORE = ("int4_w4a8_g32",)
 
 

@@ -24,12 +24,21 @@ from moe_ops.scheme import get_scheme  # noqa: E402
 from moe_ops.support import ARCHITECTURES, min_capability  # noqa: E402
 
 pytestmark = [pytest.mark.aot, pytest.mark.filterwarnings("ignore")]
-NAMED = ("mxfp8", "mxfp4", "mxfp4_mxfp8", "mxfp4_w4a8", "nvfp4", "int4_w4a8_g128")
+NAMED = (
+    "mxfp8",
+    "mxfp4",
+    "mxfp4_mxfp8",
+    "mxfp4_w4a8",
+    "mxfp4_w4a8_token",
+    "nvfp4",
+    "int4_w4a8_g128",
+)
 SOME = ("mxfp8", "nvfp4")
 SPILLED = {
     (arch, *where): most
     for where, most in {
         ("mxfp4_w4a8", 128): 272,
+        ("mxfp4_w4a8_token", 128): 272,
         ("nvfp4", 16): 8,
         ("nvfp4", 32): 24,
         ("mxfp8", 16): 16,

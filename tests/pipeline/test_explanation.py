@@ -60,7 +60,7 @@ def test_capabilities():
             found = moe_ops.explain(QWEN, scheme, device=device)
             made = name in (
                 "fp8_tensor", "fp8_tensor_static", "fp8_channel", "mxfp8", "mxfp4_mxfp8",
-                "mxfp4_w4a8", "nvfp4", "int4_w4a8_g128",
+                "mxfp4_w4a8", "mxfp4_w4a8_token", "nvfp4", "int4_w4a8_g128",
             ) or name.startswith("fp8_block")  # fmt: skip
             lacks = made and target.facts is not None and target.facts.arch < 89
             assert (found.choice is None) == lacks, (name, device)
