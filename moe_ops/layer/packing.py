@@ -32,7 +32,7 @@ from moe_ops.scheme import (
     packs,
     unpack_weight,
 )
-from moe_ops.scheme.packed import check_packed
+from moe_ops.scheme.packed import check_packed, pack_weight_
 from moe_ops.tensors import QTensor
 
 WEIGHTS = ("w13", "w2")
@@ -144,13 +144,14 @@ def form_names(which: str) -> tuple[str, ...]:
     return tuple(f"{which}_{SUFFIX[kind]}" for kind in FORM_KINDS)
 
 
-def converted(stored: Stored, scheme: Scheme, form: str) -> Stored:
+def converted(stored: Stored, scheme: Scheme, form: str, *, in_place: bool = False) -> Stored:
     """Return a weight in a form.
 
     Args:
         stored: the weight's tensors in any form.
         scheme: the scheme of the plain form.
         form: ``plain``, ``packed`` or ``fp8``.
+        in_place: whether a contiguous plain weight may be overwritten by its packed form.
     """
     q, exponents = QTensor(*stored[:4]), stored[4]
     if exponents is not None:
@@ -162,18 +163,22 @@ def converted(stored: Stored, scheme: Scheme, form: str) -> Stored:
             return stored
         q = unpack_weight(q, scheme)
     if form == PACKED:
-        q = pack_weight(q, scheme)
+        pack = pack_weight_ if in_place and q.data.is_contiguous() else pack_weight
+        q = pack(q, scheme)
     if form == FP8:
         return (*as_fp8(q, scheme), q.scale)
     return (*q, None)
 
 
-def convert(layer: ExpertLayer, forms: Mapping[str, str]) -> None:
-    """Store ``w13`` and ``w2`` in these forms; plain if ``forms`` names none."""
+def convert(layer: ExpertLayer, forms: Mapping[str, str], *, in_place: bool = False) -> None:
+    """Store ``w13`` and ``w2`` in these forms; plain if ``forms`` names none.
+
+    ``in_place``: see `converted`.
+    """
     plain = layer.sizes.plain
     for which in WEIGHTS:
         old = _stored(layer, which)
-        new = converted(old, plain.scheme, forms.get(which, PLAIN))
+        new = converted(old, plain.scheme, forms.get(which, PLAIN), in_place=in_place)
         for name, x, y in zip(form_names(which), old, new, strict=True):
             if x is not y:
                 param = None if y is None else nn.Parameter(y, requires_grad=False)
@@ -184,6 +189,9 @@ def convert(layer: ExpertLayer, forms: Mapping[str, str]) -> None:
 
 def convert_for_device(layer: ExpertLayer) -> None:
     """Convert the weights to the form that kernels of the layer's GPU run fastest.
+
+    Packing takes the memory of the plain weights, so that a model loads with memory for one expert
+    beside its weights.
 
     A layer whose ``kernel`` was set stays as it is, because the kernel holds the layer's scales.
     """
@@ -197,7 +205,7 @@ def convert_for_device(layer: ExpertLayer) -> None:
     moves = layer.enable_eplb and layer.placement.is_shared_out
     if gains_by_fp8(layer.w13_weight, layer.scheme) and not moves and are_exact(layer):
         forms = dict.fromkeys(WEIGHTS, FP8)
-    convert(layer, forms)
+    convert(layer, forms, in_place=True)
 
 
 def exact_rows_of(layer: ExpertLayer) -> Iterator[Tensor]:

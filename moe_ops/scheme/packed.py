@@ -83,11 +83,20 @@ def pack_weight(q: QTensor, scheme: str | Scheme) -> QTensor:
     """
     quant = _checked(q, scheme, packed=False)
     experts, n, width = q.data.shape
-    bits = quant.element.stored_bits
-    words = q.data.new_empty((experts, n, width * q.data.itemsize // 4), dtype=PACKED_DTYPE)
+    shape = (experts, n, width * q.data.itemsize // PACKED_DTYPE.itemsize)
+    return _pack_into(q.data.new_empty(shape, dtype=PACKED_DTYPE), q, quant)
+
+
+def pack_weight_(q: QTensor, scheme: str | Scheme) -> QTensor:
+    """As `pack_weight`, in the memory of ``q.data``, which must be contiguous: ``q`` is lost."""
+    quant = _checked(q, scheme, packed=False)
+    return _pack_into(q.data.view(PACKED_DTYPE), q, quant)
+
+
+def _pack_into(words: Tensor, q: QTensor, quant: Quant) -> QTensor:
+    """Pack expert after expert into ``words``, which may be the memory of ``q.data``."""
     for source, target in zip(q.data, words, strict=True):
-        packed = _packed(source.view(torch.uint8), bits).view(PACKED_DTYPE)
-        target.copy_(_spread_bits(packed) if _spreads(quant) else packed)
+        target.copy_(_packed(source, quant))
     return QTensor(words, _swapped(q.scale), _swapped(q.zero_point), q.global_scale)
 
 
@@ -103,11 +112,10 @@ def unpack_weight(q: QTensor, scheme: str | Scheme) -> QTensor:
     """
     quant = _checked(q, scheme, packed=True)
     experts, n, width = q.data.shape
-    bits, itemsize = quant.element.stored_bits, quant.dtype.itemsize
-    stored = q.data.new_empty((experts, n, width * 4 // itemsize), dtype=quant.dtype)
+    shape = (experts, n, width * PACKED_DTYPE.itemsize // quant.dtype.itemsize)
+    stored = q.data.new_empty(shape, dtype=quant.dtype)
     for source, target in zip(q.data, stored, strict=True):
-        packed = _joined_bits(source) if _spreads(quant) else source
-        target.copy_(_plain(packed.view(torch.uint8), bits).view(quant.dtype))
+        target.copy_(_plain(source, quant))
     return QTensor(stored, _swapped(q.scale), _swapped(q.zero_point), q.global_scale)
 
 
@@ -174,23 +182,27 @@ def _check_groups(name: str, x: Any, shape: tuple[int, ...], *, packed: bool) ->
         raise ValueError(f"{name} must have shape {wanted}, got {tuple(x.shape)}")
 
 
-def _packed(stored: Tensor, bits: int) -> Tensor:
-    """The bytes ``(N, K * bits / 8)`` of one expert in the order of the packed form."""
+def _packed(stored: Tensor, quant: Quant) -> Tensor:
+    """The packed form ``(N, K * bits / 32)`` of one expert's data."""
+    bits, stored = quant.element.stored_bits, stored.view(torch.uint8)
     codes = unpack(stored, 1) if bits == 4 else stored
     n, k = codes.shape
     axes = codes.reshape(n // CHUNK, *_ROWS, k // CHUNK, *_COLS)
     ordered = axes.permute(_ORDER[bits]).reshape(n, k)
-    return pack(ordered, 1) if bits == 4 else ordered
+    words = (pack(ordered, 1) if bits == 4 else ordered).view(PACKED_DTYPE)
+    return _spread_bits(words) if _spreads(quant) else words
 
 
-def _plain(stored: Tensor, bits: int) -> Tensor:
+def _plain(words: Tensor, quant: Quant) -> Tensor:
     """The inverse of `_packed`."""
+    bits = quant.element.stored_bits
+    stored = (_joined_bits(words) if _spreads(quant) else words).view(torch.uint8)
     codes = unpack(stored, 1) if bits == 4 else stored
     n, k = codes.shape
     sizes, order = (n // CHUNK, *_ROWS, k // CHUNK, *_COLS), _ORDER[bits]
     axes = codes.reshape([sizes[axis] for axis in order])
     ordered = axes.permute([order.index(axis) for axis in range(len(order))]).reshape(n, k)
-    return pack(ordered, 1) if bits == 4 else ordered
+    return (pack(ordered, 1) if bits == 4 else ordered).view(quant.dtype)
 
 
 def _spreads(quant: Quant) -> bool:

@@ -8,6 +8,7 @@ import torch
 from checkpoints import Experts, per_expert
 
 import moe_ops
+from moe_ops import QTensor, pack_weight
 from moe_ops.dispatch.device import NO_GPU, assumed
 from moe_ops.layer.packing import packed_of
 from moe_ops.layer.saving import checkpoint_tensors
@@ -288,8 +289,12 @@ def test_loading_packs_for_the_gpu():
     moe_ops.load_checkpoint(layer, source_of("mxfp4_w4a16", seed=1), progress=False)
     assert layer.w13_weight.data_ptr() == before
     assert set(layer.load_weights(source_of("mxfp4_w4a16").items())) and not packed_of(layer)
+    plain = layer.w13_weight
+    wanted = pack_weight(QTensor(plain.clone(), layer.w13_weight_scale), "mxfp4_w4a16")
     layer.quant_method.process_weights_after_loading(layer)
     assert packed_of(layer) == ("w13", "w2")
+    assert layer.w13_weight.data_ptr() == plain.data_ptr()  # packed in the plain weight's memory
+    assert torch.equal(layer.w13_weight, wanted.data)
     assert packed_of(loaded("mxfp4_w4a16", 96, **BF16)) == ("w13",)
 
 
