@@ -13,7 +13,7 @@ from __future__ import annotations
 import os
 from importlib import import_module
 
-from moe_ops.integrations._say import say_once
+from moe_ops.integrations._engines import found, say_once
 
 SWITCH = "MOE_OPS_VLLM"
 """Environment variable that turns the plug-in off if it is ``0``."""
@@ -32,11 +32,10 @@ def register() -> None:
         return
     lacks = import_module(f"{__name__}._interface").missing()
     if lacks:
-        version = getattr(import_module("vllm"), "__version__", "of an unknown version")
         say_once(
             "vllm",
-            f"vLLM's own experts run: vLLM {version} has no {lacks} as this plug-in knows it "
-            f"(it was written for vLLM {VERSIONS})",
+            f"vLLM's own experts run: vLLM {found('vllm', '__version__')} has no {lacks} as this "
+            f"plug-in knows it (it was written for {VERSIONS})",
         )
         return
     import_module(f"{__name__}._oracles").install()

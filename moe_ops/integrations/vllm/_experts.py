@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import vllm.envs as envs
@@ -16,7 +16,7 @@ from vllm.model_executor.utils import replace_parameter
 from vllm.platforms import current_platform
 
 from moe_ops.activation import Activation, MoEActivation
-from moe_ops.integrations._say import say_once
+from moe_ops.integrations._engines import say_once
 from moe_ops.integrations.vllm._schemes import library_config, scheme_of_keys
 from moe_ops.pipeline import BatchedTritonExperts, ExpertTokensMetadata, TritonExperts
 from moe_ops.pipeline.config import FusedMoEConfig
@@ -87,8 +87,8 @@ class MoeOpsExpertsBase(mk.FusedMoEExpertsModular):
         num_dispatchers: ranks that send tokens; Batched format only.
     """
 
-    EXPERTS: type[TritonExperts] | type[BatchedTritonExperts]
-    """The experts of this library that run."""
+    EXPERTS: ClassVar[Any]
+    """Class of the experts of this library that run."""
 
     def __init__(
         self,
@@ -105,7 +105,7 @@ class MoeOpsExpertsBase(mk.FusedMoEExpertsModular):
 
     def _use(self, config: FusedMoEQuantConfig) -> None:
         """Make the experts that run, of a scheme with its scales and biases."""
-        self.experts = self.EXPERTS(
+        self.experts: Any = self.EXPERTS(
             layer_of(self.moe_config, self.library_activation),
             config,
             self.max_num_tokens,
@@ -181,7 +181,7 @@ class MoeOpsExpertsBase(mk.FusedMoEExpertsModular):
 class MoeOpsExperts(MoeOpsExpertsBase):
     """Experts of the Standard format, which sum the rows of each token."""
 
-    EXPERTS = TritonExperts
+    EXPERTS: ClassVar[Any] = TritonExperts
 
     @staticmethod
     def activation_format() -> Any:
@@ -250,7 +250,7 @@ class MoeOpsExperts(MoeOpsExpertsBase):
 class BatchedMoeOpsExperts(MoeOpsExpertsBase):
     """Experts of the Batched format, on rows that vLLM has sent to their experts."""
 
-    EXPERTS = BatchedTritonExperts
+    EXPERTS: ClassVar[Any] = BatchedTritonExperts
 
     @staticmethod
     def activation_format() -> Any:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from importlib import import_module
 from inspect import signature
-from typing import Any
+
+from moe_ops.integrations._engines import found
 
 LAYERS = "vllm.model_executor.layers.fused_moe"
 ORACLES = f"{LAYERS}.oracle"
@@ -55,22 +55,11 @@ def missing() -> str | None:
     """Return the first name that vLLM lacks, or whose parameters are others; None: no such name."""
     for module, names in NAMES.items():
         for name in names:
-            if _found(module, name) is None:
+            if found(module, name) is None:
                 return f"{module}.{name}"
     for module, functions in PARAMETERS.items():
         for name, parameters in functions.items():
-            function = _found(module, name)
+            function = found(module, name)
             if function is None or tuple(signature(function).parameters) != parameters:
                 return f"{module}.{name}"
     return None
-
-
-def _found(module: str, name: str) -> Any:
-    """Return what a module calls ``name`` (which may have dots), or None."""
-    try:
-        value: Any = import_module(module)
-        for part in name.split("."):
-            value = getattr(value, part)
-    except (ImportError, AttributeError):
-        return None
-    return value

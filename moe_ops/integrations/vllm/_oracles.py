@@ -15,7 +15,7 @@ from typing import Any
 from vllm.config import get_current_vllm_config_or_none
 from vllm.platforms import current_platform
 
-from moe_ops.integrations._say import say_once
+from moe_ops.integrations._engines import say_once
 from moe_ops.integrations.vllm._experts import ENGINE, BatchedMoeOpsExperts, MoeOpsExperts
 from moe_ops.integrations.vllm._interface import ORACLES
 

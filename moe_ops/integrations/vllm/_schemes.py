@@ -10,8 +10,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
 
+from moe_ops.integrations._engines import block_name, weight_scales
 from moe_ops.scheme import SCHEMES, UNQUANTIZED, FusedMoEQuantConfig, Scheme, get_scheme
 
 ELEMENTS = {torch.float8_e4m3fn: "fp8", torch.int8: "int8"}
@@ -46,7 +46,7 @@ def scheme_of_keys(weight_key: Any, activation_key: Any) -> Scheme | None:
         return None
     weight, rows = tuple(scale.group_shape), tuple(of_rows.group_shape)
     if min(weight) > 1 and rows[0] == 1 and rows[1] > 1 and not of_rows.static:
-        return get_scheme(_block(element, weight))
+        return get_scheme(block_name(element, weight))
     name = W8A8.get((element, weight, rows, of_rows.static))
     return None if name is None else SCHEMES[name]
 
@@ -54,11 +54,6 @@ def scheme_of_keys(weight_key: Any, activation_key: Any) -> Scheme | None:
 def _is_plain(key: Any) -> bool:
     """Whether numbers have one scale each, and no zero point."""
     return key.scale2 is None and key.symmetric
-
-
-def _block(element: str, shape: tuple[int, ...]) -> str:
-    rows, cols = shape
-    return f"{element}_block{rows}x{cols}"
 
 
 def library_config(config: Any, num_local_experts: int) -> FusedMoEQuantConfig:
@@ -77,26 +72,14 @@ def library_config(config: Any, num_local_experts: int) -> FusedMoEQuantConfig:
         for name, kind in (("w", "scale"), ("w", "bias"), ("a", "scale"))
         for i in (1, 2)
     }
-    weight, activation = scheme.weight, scheme.activation
+    activation = scheme.activation
     for name in ("w1_scale", "w2_scale"):
-        if weight is None:
-            tensors[name] = None
-        elif weight.scale == "vector":
-            tensors[name] = tensors[name].reshape(num_local_experts, -1)
-        elif weight.per_tensor or weight.per_row:
-            tensors[name] = _per_row(tensors[name], num_local_experts, scheme)
+        given = scheme.weight is not None
+        tensors[name] = weight_scales(tensors[name], num_local_experts, scheme) if given else None
     for name in ("a1_scale", "a2_scale"):
         given = activation is not None and activation.static
         tensors[name] = tensors[name].reshape(1) if given else None
     return FusedMoEQuantConfig(scheme, **tensors)
-
-
-def _per_row(scale: Tensor, num_local_experts: int, scheme: Scheme) -> Tensor:
-    """Scales per row ``(El, N, 1)``, or one per expert, as the scheme takes them."""
-    one = scale.numel() == num_local_experts
-    if scheme.weight is not None and scheme.weight.per_tensor:
-        return scale.reshape(num_local_experts)
-    return scale.reshape(num_local_experts, 1 if one else -1, 1)
 
 
 def _scheme(config: Any) -> Scheme:
@@ -112,7 +95,7 @@ def _scheme(config: Any) -> Scheme:
     if element is None or rows != weight:
         raise NotImplementedError(f"quant_config must be W8A8 or MXFP4, got {weight} and {rows}")
     if block is not None:
-        return get_scheme(_block(element, tuple(block)))
+        return get_scheme(block_name(element, tuple(block)))
     if config.per_act_token_quant:
         return SCHEMES[f"{element}_channel"]
     return SCHEMES[f"{element}_tensor" + ("" if config.a1_scale is None else "_static")]
