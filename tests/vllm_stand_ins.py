@@ -231,7 +231,7 @@ FIELDS = {
 }
 """Classes whose fields vLLM's have, too, by module."""
 BACKENDS = {
-    "unquantized": ("UnquantizedMoeBackend", ("TRITON", "BATCHED_TRITON", "CPU", "AITER")),
+    "unquantized": ("UnquantizedMoeBackend", ("TRITON", "BATCHED_TRITON", "CPU", "XPU")),
     "fp8": ("Fp8MoeBackend", ("TRITON", "BATCHED_TRITON", "CPU", "MARLIN")),
     "int8": ("Int8MoeBackend", ("TRITON", "HUMMING", "CPU")),
     "mxfp4": ("Mxfp4MoeBackend", ("MARLIN", "TRITON", "XPU", "CPU")),
@@ -260,7 +260,7 @@ def oracle(name):
 
 def modules():
     """Every stand-in by the name of its module."""
-    ENVS.VLLM_BATCH_INVARIANT = False
+    ENVS.VLLM_BATCH_INVARIANT, ENVS.environment_variables = False, {}
     CONFIG.current = None
     CONFIG.get_current_vllm_config_or_none = lambda: CONFIG.current
     contents = {

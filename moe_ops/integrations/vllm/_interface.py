@@ -24,7 +24,7 @@ NAMES = {
         "TopKWeightAndReduceDelegate",
     ),
     "vllm.config": ("get_current_vllm_config_or_none",),
-    "vllm.envs": ("VLLM_BATCH_INVARIANT",),
+    "vllm.envs": ("VLLM_BATCH_INVARIANT", "environment_variables"),
     "vllm.platforms": ("current_platform.is_cuda", "current_platform.is_cpu"),
 }
 """Names by module."""

@@ -12,12 +12,14 @@ from functools import wraps
 from importlib import import_module
 from typing import Any
 
+import vllm.envs as envs
 from vllm.config import get_current_vllm_config_or_none
 from vllm.platforms import current_platform
 
 from moe_ops.integrations._engines import say_once
 from moe_ops.integrations.vllm._experts import ENGINE, BatchedMoeOpsExperts, MoeOpsExperts
 from moe_ops.integrations.vllm._interface import ORACLES
+from moe_ops.version import __version__
 
 OURS = [MoeOpsExperts, BatchedMoeOpsExperts]
 PLACES = {
@@ -37,6 +39,8 @@ def install() -> None:
     for name, backends in PLACES.items():
         _wrap(f"{ORACLES}.{name}", "backend_to_kernel_cls", _ours_first(backends))
     _wrap(f"{ORACLES}.mxfp4", "_get_priority_backends_for_gpt_oss", _before_triton)
+    # vLLM caches compiled graphs by its variables, and on the CPU a graph holds our operators.
+    envs.environment_variables["MOE_OPS_VERSION"] = lambda: __version__
 
 
 def _wrap(module: str, name: str, wrapper: Callable[[Callable], Callable]) -> None:
