@@ -35,18 +35,17 @@ def found(module: str, name: str) -> Any:
 def weight_scales(scale: Tensor, num_local_experts: int, scheme: Scheme) -> Tensor:
     """Return scales of a weight, as engines keep them, in the shape that a scheme takes.
 
-    The memory is the engine's. Engines keep one scale per expert as ``(El,)`` or ``(El, 1)``, and
-    scales per row as ``(El, N)`` or ``(El, N, 1)``. Scales of blocks and groups stay as they are.
+    The memory is the engine's. Engines keep one scale per expert as ``(El,)`` or ``(El, 1)``, of
+    gate and up as ``(El, 2)``, and scales per row as ``(El, N)`` or ``(El, N, 1)``. Scales of
+    blocks and groups stay as they are.
     """
     quant = scheme.weight
     if quant is None or not (quant.per_tensor or quant.per_row):
         return scale
+    rows = scale.reshape(num_local_experts, -1)
     if quant.per_tensor:
-        return scale.reshape(num_local_experts)
-    if quant.scale == "vector":
-        return scale.reshape(num_local_experts, -1)
-    rows = 1 if scale.numel() == num_local_experts else -1
-    return scale.reshape(num_local_experts, rows, 1)
+        return rows.squeeze(1)
+    return rows if quant.scale == "vector" else rows[..., None]
 
 
 def block_name(element: str, shape: tuple[int, ...]) -> str:

@@ -61,6 +61,16 @@ def test_one_scale_per_expert_for_rows_of_tokens(engine):
     assert torch.equal(served(made, x, q1.data, q2.data, weights, ids), want)
 
 
+def test_scales_of_gate_and_up(engine):
+    """Two scales per expert, as checkpoints have them, are one for each half of the rows."""
+    x, weights, ids, q1, q2, biases = problem("fp8_tensor")
+    halves = q1._replace(scale=torch.stack((q1.scale, 2 * q1.scale), 1))
+    made = engine.experts.MoeOpsExperts(layer(), of_engine("fp8_tensor", halves, q2, biases))
+    out = served(made, x, q1.data, q2.data, weights, ids)
+    want = expected("fp8_tensor", x, q1.data, q2.data, weights, ids, (halves, q2), biases)
+    assert torch.equal(out, want)
+
+
 def test_router_weights_on_the_input(engine):
     """vLLM's prepare has multiplied the rows; the experts must not do it again."""
     x, weights, ids, q1, q2, _ = problem("unquantized", k=1)
