@@ -136,7 +136,10 @@ def modules():
     """Every stand-in by the name of its module, with state of its own."""
 
     class FusedOpPool:
-        functions = {("none", "triton"): fused_experts_none_to_triton}
+        functions = {
+            (exchange, runner): fused_experts_none_to_triton
+            for exchange, runner in (("none", "triton"), ("none", "marlin"), ("deepep", "triton"))
+        }
 
         @classmethod
         def get_fused_func(cls, dispatch_name, runner_name):

@@ -100,7 +100,9 @@ def test_registered_once(engine, log):
     function = registered(engine)
     assert function.__wrapped__ is sglang.fused_experts_none_to_triton
     assert len(engine.hooks.hooks) == 1 and list(engine.factories) == ["moe_ops"]
-    assert engine.pool.get_fused_func("deepep", "triton") is None
+    for other in (("deepep", "triton"), ("none", "marlin")):
+        assert engine.pool.get_fused_func(*other) is sglang.fused_experts_none_to_triton
+    assert engine.pool.get_fused_func("none", "unknown") is None
     assert engine.pool.get_fused_func(*PLACE) is function and not log.records
 
 

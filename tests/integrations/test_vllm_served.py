@@ -32,7 +32,7 @@ def compare(name: str, theirs: Written, ours: Written, *, ties: bool) -> None:
         same = next((i for i in range(TOKENS) if a[i] != b[i]), TOKENS)
         equal += same
         for i in range(same):
-            apart = max(apart, abs(p[i][a[i]] - q[i][a[i]]))
+            apart = max(apart, *(abs(p[i][token] - q[i][token]) for token in set(p[i]) & set(q[i])))
         if same < TOKENS:
             parted.append((same, p[same], q[same], {a[same], b[same]}))
     print(f"\n{name}: {equal} tokens before any difference, log-probabilities {apart:.1e} apart")
