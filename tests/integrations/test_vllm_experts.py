@@ -125,7 +125,6 @@ def test_batched(engine, name):
     want = expected(name, x, q1.data, q2.data, weights, ids, (q1, q2), biases)
     torch.testing.assert_close(total, want)
     assert isinstance(made.finalize_weight_and_reduce_impl(), vllm.TopKWeightAndReduceDelegate)
-    assert not made.supports_expert_map()
 
 
 def test_packed_weights(engine, monkeypatch):

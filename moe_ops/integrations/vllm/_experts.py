@@ -194,10 +194,6 @@ class MoeOpsExperts(MoeOpsExpertsBase):
         known = config.use_ag_rs_all2all_kernels or config.use_deepep_ht_kernels
         return not config.use_passthrough_all2all and (known or not config.use_all2all_kernels)
 
-    def supports_expert_map(self) -> bool:
-        """True: slots of other ranks' experts are skipped."""
-        return True
-
     def workspace_shapes(
         self,
         M: int,
@@ -262,10 +258,6 @@ class BatchedMoeOpsExperts(MoeOpsExpertsBase):
         config = moe_parallel_config
         known = config.use_batched_activation_format or not config.use_all2all_kernels
         return not config.use_passthrough_all2all and known
-
-    def supports_expert_map(self) -> bool:
-        """False: rows have been sorted by local expert."""
-        return False
 
     def workspace_shapes(
         self,
