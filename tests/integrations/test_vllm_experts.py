@@ -127,20 +127,24 @@ def test_batched(engine, name):
     assert isinstance(made.finalize_weight_and_reduce_impl(), vllm.TopKWeightAndReduceDelegate)
 
 
-def test_packed_weights(engine, monkeypatch):
+@pytest.mark.parametrize(
+    ("name", "scale"), [("mxfp4_w4a16", "weight_scale"), ("int8_w8a16", "scale")]
+)
+def test_packed_weights(engine, monkeypatch, name, scale):
     """Where a kernel reads the packed form, loading packs; the numbers stay."""
-    name = "mxfp4_w4a16"
     x, weights, ids, q1, q2, biases = problem(name)
     monkeypatch.setattr(engine.experts, "reads_packed", lambda *_, **__: True)
-    made = engine.experts.MoeOpsExperts(layer(), of_engine(name, q1, q2, biases))
     module = nn.Module()
     for which, q in (("w13", q1), ("w2", q2)):
         module.register_parameter(f"{which}_weight", nn.Parameter(q.data, requires_grad=False))
-        scale = nn.Parameter(q.scale, requires_grad=False)
-        module.register_parameter(f"{which}_weight_scale", scale)
+        module.register_parameter(f"{which}_{scale}", nn.Parameter(q.scale, requires_grad=False))
+    stored = [q._replace(scale=getattr(module, f"{w}_{scale}")) for w, q in
+              (("w13", q1), ("w2", q2))]  # fmt: skip
+    made = engine.experts.MoeOpsExperts(layer(), of_engine(name, *stored, biases))
     made.process_weights_after_loading(module)
     assert torch.equal(module.w13_weight, pack_weight(q1, name).data)
-    assert made.experts.quant_config.w1_scale is module.w13_weight_scale
+    kept, parameter = made.experts.quant_config.w1_scale, getattr(module, f"w13_{scale}")
+    assert kept.data_ptr() == parameter.data_ptr() and len(list(module.parameters())) == 4
     out = served(made, x, module.w13_weight, module.w2_weight, weights, ids)
     want = expected(name, x, q1.data, q2.data, weights, ids, (q1, q2), biases)
     assert torch.equal(out, want)

@@ -160,7 +160,7 @@ class MoeOpsExpertsBase(mk.FusedMoEExpertsModular):
     def process_weights_after_loading(self, layer: nn.Module) -> None:
         """Pack the weights that a kernel of the layer's GPU reads in the packed form.
 
-        Only weight-only formats have one. Of those, vLLM brings MXFP4 here.
+        Only weight-only formats have one. Of those, vLLM brings MXFP4 and int8 per row here.
         """
         config = self.experts.quant_config
         if config.scheme.weight is None or config.scheme.activation is not None:
@@ -170,9 +170,12 @@ class MoeOpsExpertsBase(mk.FusedMoEExpertsModular):
         tensors = {name: getattr(config, name) for name in TENSORS}
         for which, name in (("w13", "w1_scale"), ("w2", "w2_scale")):
             weight = getattr(layer, f"{which}_weight")
-            if reads_packed(weight, *how, batch_invariant=invariant):
-                packed = pack_weight(QTensor(weight.data, tensors[name].data), config.scheme)
-                replace_parameter(layer, f"{which}_weight", packed.data)
+            if not reads_packed(weight, *how, batch_invariant=invariant):
+                continue
+            scale = tensors[name].data
+            packed = pack_weight(QTensor(weight.data, scale), config.scheme)
+            replace_parameter(layer, f"{which}_weight", packed.data)
+            if packed.scale is not scale:  # scales of MXFP4, whose parameter has this name
                 replace_parameter(layer, f"{which}_weight_scale", packed.scale)
                 tensors[name] = getattr(layer, f"{which}_weight_scale")
         self._use(FusedMoEQuantConfig(config.scheme, **tensors))
