@@ -90,8 +90,6 @@ def scheme_of(info: Any) -> Scheme:
         if info.use_int8_w8a8:
             raise NotImplementedError("int8 weights with one scale per expert are not supported")
         return SCHEMES["fp8_tensor" if info.a13_scale is None else "fp8_tensor_static"]
-    if info.a13_scale is not None or info.a2_scale is not None:
-        raise NotImplementedError("given scales of activations in rows or blocks")
     return get_scheme(f"{element}_channel" if block is None else block_name(element, block))
 
 
@@ -178,8 +176,10 @@ def _check_weights(x: Tensor, info: Any, scheme: Scheme) -> None:
     if quant is not None and quant.scale == "float32" and info.w13_scale.dtype != torch.float32:
         raise NotImplementedError(f"w13_scale must be float32, got {info.w13_scale.dtype}")
     static = scheme.activation is not None and scheme.activation.static
-    if static and (info.a2_scale is None or info.a13_scale.numel() != 1):
-        raise NotImplementedError("a13_scale and a2_scale must have one element each")
+    given = [0 if scale is None else scale.numel() for scale in (info.a13_scale, info.a2_scale)]
+    if given != [static, static]:
+        must = f"a13_scale and a2_scale must have {int(static)} elements each for {scheme.name}"
+        raise NotImplementedError(f"{must}, got {given}")
     if x.device.type == "cuda":
         if torch.version.hip or capability_of(x.device) < min_capability(scheme.activation):
             raise NotImplementedError(f"no kernel of {scheme.name} for {x.device}")
