@@ -29,6 +29,7 @@ OTHER_KEYS = {
     "int8 tensor": (key(INT8, (-1, -1)), key(INT8, (-1, -1), static=False)),
     "mixed": (KEYS["fp8_channel"][0], KEYS["int8_channel"][1]),
     "static rows": (KEYS["fp8_channel"][0], key(FP8, (1, -1))),
+    "odd blocks": (key(FP8, (96, 96)), KEYS["fp8_block128"][1]),
     "static blocks": (KEYS["fp8_block128"][0], key(FP8, (1, 128))),
     "dynamic weights": (key(FP8, (-1, 1), static=False), KEYS["fp8_channel"][1]),
 }

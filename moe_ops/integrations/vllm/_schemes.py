@@ -46,7 +46,10 @@ def scheme_of_keys(weight_key: Any, activation_key: Any) -> Scheme | None:
         return None
     weight, rows = tuple(scale.group_shape), tuple(of_rows.group_shape)
     if min(weight) > 1 and rows[0] == 1 and rows[1] > 1 and not of_rows.static:
-        return get_scheme(block_name(element, weight))
+        try:
+            return get_scheme(block_name(element, weight))
+        except ValueError:  # sizes that are not powers of two
+            return None
     name = W8A8.get((element, weight, rows, of_rows.static))
     return None if name is None else SCHEMES[name]
 
