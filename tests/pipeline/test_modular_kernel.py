@@ -64,6 +64,24 @@ def test_fused_experts_is_the_kernel_with_triton_experts(scheme, on_input, devic
 
 
 @kernel
+@pytest.mark.parametrize("sizes", [{"num_tokens": 1}, {}])
+@pytest.mark.parametrize("scheme", SOME)
+def test_experts_that_write_to_a_given_tensor(scheme, sizes, device):
+    """The same bits in ``out``, which is returned; it may be the rows of the input."""
+    p = problem(scheme, **sizes)
+    s = setup(p, moe_ops.pipeline.TritonExperts, device)
+    x, w1, w2, weights, ids, *_ = s.inputs
+    experts = s.kernel.fused_experts
+    how = (w1, w2, weights, ids, p.activation, p.num_experts, None, None, None, False)
+    expected = experts.apply(x, *how)
+    out = torch.full_like(x, float("nan"))
+    assert experts.apply(x, *how, out=out) is out and torch.equal(out, expected)
+    inplace = x.clone()
+    experts.apply(inplace, *how, out=inplace)
+    assert torch.equal(inplace, expected)
+
+
+@kernel
 @pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize(
     ("standard", "batched"),

@@ -157,6 +157,18 @@ def test_metadata(built):
     assert not relative, "an index shows neither files nor pictures of the repository"
 
 
+def test_engines_find_their_plug_ins(built):
+    """The entry points of the installed wheel are functions, which need no engine."""
+    code = (
+        "from importlib.metadata import entry_points;"
+        "found = [e for g in ('vllm.general_plugins', 'sglang.srt.plugins')"
+        " for e in entry_points(group=g) if e.name == 'moe_ops'];"
+        "assert len({e.value for e in found}) == 2, found; [e.load()() for e in found]"
+    )
+    run = built.run("python", "-c", code)
+    assert run.returncode == 0, run.stderr
+
+
 def test_the_name_is_no_other_packages():
     """An index refuses names that look alike: without punctuation, 0 is o, and 1 and i are l."""
 

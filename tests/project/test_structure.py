@@ -356,6 +356,33 @@ def test_import_is_light(tmp_path):
     assert min(float(run.stdout) for run in runs[1:]) < 1 / 16
 
 
+ENGINES = {"vllm": "moe_ops/integrations/vllm/", "sglang": "moe_ops/integrations/sglang/"}
+"""Serving engines, and the only folders whose modules may import them."""
+
+
+def test_engines_are_imported_by_their_plug_ins_alone():
+    """Not by the module with the entry point either, which an engine imports in every process.
+
+    `moe_ops.integrations`, and with it transformers, is not imported with the package.
+    """
+    for path in library():
+        for node in ast.walk(tree(path)):
+            imported = [getattr(node, "module", None) or ""] * isinstance(node, ast.ImportFrom)
+            imported += [a.name for a in node.names] if isinstance(node, ast.Import) else []
+            for engine in {name.split(".")[0] for name in imported} & set(ENGINES):
+                assert name_of(path).startswith(ENGINES[engine]), name_of(path)
+                assert path.name != "__init__.py", name_of(path)
+    code = (
+        "import sys, moe_ops; names = set(sys.modules);"
+        "assert not {name for name in names if name.startswith('moe_ops.integrations')};"
+        "import moe_ops.integrations.vllm, moe_ops.integrations.sglang;"
+        "new = {name.split('.')[0] for name in set(sys.modules) - names};"
+        "assert not new & {'vllm', 'sglang', 'transformers', 'triton'}, new"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert run.returncode == 0, run.stderr
+
+
 def test_names_on_demand():
     """Those that type checkers see; their modules are not imported with the package."""
     import moe_ops

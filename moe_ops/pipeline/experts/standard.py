@@ -34,8 +34,11 @@ def slot_experts(
     activation: str,
     dtype: torch.dtype,
     weight_on_input: bool = False,
+    out: Tensor | None = None,
 ) -> Tensor:
     """The Standard pipeline after prepare and alignment: both GEMMs, and the weighted sum.
+
+    The result is a new tensor, or ``out`` if that is given: ``(T, H)`` of ``dtype``.
 
     With router weights on the input, quantized rows (one per slot) already contain the weights.
     Rows that are not quantized are tokens, and GEMM 1 multiplies its product by the weights.
@@ -56,10 +59,15 @@ def slot_experts(
     h = quantized(product, weights.a2_scale, weights.w2, space, scheme)
     del product  # `h` is another tensor where it is quantized
     if sums_at_once(space, scheme):
-        return gemm_sum(h, weights.w2, space, on_output, scheme, dtype)
+        total = gemm_sum(h, weights.w2, space, on_output, scheme, dtype)
+        return total if out is None else out.copy_(total)
     y = gemm(h, weights.w2, space, 1, scheme, dtype)
     del h  # gone before the output is allocated: `workspace_nbytes` counts on it
-    return ops.moe_fused_mul_sum(y, on_output, topk_ids, expert_map, None, space.num_local_experts)
+    summed = (y, on_output, topk_ids, expert_map, None, space.num_local_experts)
+    if out is None:
+        return ops.moe_fused_mul_sum(*summed)
+    ops.moe_fused_mul_sum_out(*summed, out=out)
+    return out
 
 
 class TritonExperts(FusedMoEExpertsModular):
@@ -114,8 +122,10 @@ class TritonExperts(FusedMoEExpertsModular):
         a1q_scale: Tensor | None,
         expert_tokens_meta: ExpertTokensMetadata | None,
         apply_router_weight_on_input: bool,
+        *,
+        out: Tensor | None = None,
     ) -> Tensor:
-        """Return ``(T, H)``, weighted and summed."""
+        """Return ``(T, H)``, weighted and summed: a new tensor, or ``out`` if that is given."""
         routing = Routing(topk_weights, topk_ids, expert_map)
         scheme, dtype = self.quant_config.scheme, self.moe_config.in_dtype
         layer = (w1.shape[0], scheme, dtype, self.moe_config.batch_invariant)
@@ -130,4 +140,5 @@ class TritonExperts(FusedMoEExpertsModular):
             kind_and_key(activation)[1],
             dtype,
             apply_router_weight_on_input,
+            out,
         )

@@ -1,0 +1,54 @@
+"""What the plug-ins of serving engines share: log lines, look-ups, and forms of scales."""
+
+from __future__ import annotations
+
+import logging
+from functools import cache
+from importlib import import_module
+from typing import Any
+
+from torch import Tensor
+
+from moe_ops.scheme import Scheme
+
+
+@cache
+def say_once(engine: str, text: str) -> None:
+    """Write a line to an engine's log, once per process.
+
+    The logger is below the engine's own, which has handlers; the root logger may have none.
+    """
+    logging.getLogger(f"{engine}.moe_ops").info("moe_ops: %s", text)
+
+
+def found(module: str, name: str) -> Any:
+    """Return what a module calls ``name``, which may have dots, or None."""
+    try:
+        value: Any = import_module(module)
+        for part in name.split("."):
+            value = getattr(value, part)
+    except (ImportError, AttributeError):
+        return None
+    return value
+
+
+def weight_scales(scale: Tensor, num_local_experts: int, scheme: Scheme) -> Tensor:
+    """Return scales of a weight, as engines keep them, in the shape that a scheme takes.
+
+    The memory is the engine's. Engines keep one scale per expert as ``(El,)`` or ``(El, 1)``, of
+    gate and up as ``(El, 2)``, and scales per row as ``(El, N)`` or ``(El, N, 1)``. Scales of
+    blocks and groups stay as they are.
+    """
+    quant = scheme.weight
+    if quant is None or not (quant.per_tensor or quant.per_row):
+        return scale
+    rows = scale.reshape(num_local_experts, -1)
+    if quant.per_tensor:
+        return rows.squeeze(1)
+    return rows if quant.scale == "vector" else rows[..., None]
+
+
+def block_name(element: str, shape: tuple[int, ...]) -> str:
+    """Return the name of the scheme with square or oblong blocks of an element."""
+    rows, cols = shape
+    return f"{element}_block{rows}x{cols}"

@@ -1,0 +1,69 @@
+"""What the plug-in needs of SGLang: names, fields and parameters, looked up before use.
+
+Fields must be exactly those that this plug-in knows: one that it does not read could change what a
+layer computes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import fields, is_dataclass
+from inspect import signature
+from typing import Any
+
+from moe_ops.integrations._engines import found
+
+MOE = "sglang.srt.layers.moe"
+RUNNERS = f"{MOE}.moe_runner"
+HOOKS = "sglang.srt.plugins.hook_registry"
+NAMES = {
+    HOOKS: ("HookRegistry.register", "HookType.AROUND"),
+    f"{RUNNERS}.runner": ("register_moe_runner_core", "_CUSTOM_RUNNER_CORE_FACTORIES"),
+    f"{RUNNERS}.base": ("DispatchMoeRunnerCore",),
+    f"{MOE}.token_dispatcher.standard": ("StandardCombineInput",),
+    f"{MOE}.utils": ("resolve_moe_runner_backend",),
+    "sglang.srt.batch_invariant_ops": ("is_batch_invariant_mode_enabled",),
+}
+"""Names by module."""
+PARTS = {
+    (f"{RUNNERS}.base", "FusedOpPool.get_fused_func"): ("dispatch_name", "runner_name"),
+    (f"{RUNNERS}.triton", "fused_experts_none_to_triton"): (
+        "dispatch_output", "quant_info", "runner_config",
+    ),
+    (f"{RUNNERS}.triton", "TritonMoeQuantInfo"): (
+        "w13_weight", "w2_weight", "b13", "b2", "use_mxfp8", "use_fp8_w8a8", "use_int8_w8a8",
+        "use_int8_w8a16", "use_int4_w4a16", "per_channel_quant", "w13_scale", "w2_scale",
+        "w13_zp", "w2_zp", "a13_scale", "a2_scale", "block_shape", "fuse_swiglu_interleaved",
+    ),
+    (f"{MOE}.token_dispatcher.standard", "StandardDispatchOutput"): (
+        "hidden_states", "hidden_states_scale", "topk_output", "hidden_states_pre_quant",
+    ),
+    (f"{RUNNERS}.base", "MoeRunnerConfig"): (
+        "num_experts", "num_local_experts", "hidden_size", "intermediate_size_per_partition",
+        "layer_id", "top_k", "num_fused_shared_experts", "params_dtype", "routing_method_type",
+        "runner_backend", "activation", "is_gated", "apply_router_weight_on_input", "inplace",
+        "no_combine", "no_combine_keep_router_weight", "routed_scaling_factor", "gemm1_alpha",
+        "gemm1_beta", "gemm1_clamp_limit", "swiglu_limit", "gate_up_interleaved", "layer",
+        "use_tp_all_gather_activation", "silu_mul_keep_fp32",
+    ),
+}  # fmt: skip
+"""Fields of classes and parameters of functions, by module and name."""
+
+
+def missing() -> str | None:
+    """Return the first name that SGLang lacks, or whose parts are others; None: no such name."""
+    for module, names in NAMES.items():
+        for name in names:
+            if found(module, name) is None:
+                return f"{module}.{name}"
+    for (module, name), parts in PARTS.items():
+        value = found(module, name)
+        if value is None or _parts(value) != parts:
+            return f"{module}.{name}"
+    return None
+
+
+def _parts(value: Any) -> tuple[str, ...]:
+    """Names of a dataclass's fields, of a NamedTuple's, or of a function's parameters."""
+    if is_dataclass(value):
+        return tuple(field.name for field in fields(value))
+    return tuple(getattr(value, "_fields", ())) or tuple(signature(value).parameters)

@@ -1,0 +1,90 @@
+"""The functions and the runner core that SGLang calls."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache, wraps
+from typing import Any
+
+from sglang.srt.batch_invariant_ops import is_batch_invariant_mode_enabled
+from sglang.srt.layers.moe.moe_runner.base import DispatchMoeRunnerCore
+from sglang.srt.layers.moe.moe_runner.runner import (
+    _CUSTOM_RUNNER_CORE_FACTORIES,
+    register_moe_runner_core,
+)
+from sglang.srt.layers.moe.token_dispatcher.standard import StandardCombineInput
+from sglang.srt.layers.moe.utils import resolve_moe_runner_backend
+from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+from moe_ops.integrations._engines import say_once
+from moe_ops.integrations.sglang._experts import run
+from moe_ops.integrations.sglang._interface import RUNNERS
+
+NAME = "moe_ops"
+"""Name of the runner backend."""
+PLACE = ("none", "triton")
+"""Exchange of tokens and runner backend whose fused function is replaced."""
+
+
+def install() -> None:
+    """Hook SGLang's choice of a fused function, and register the runner core; once."""
+    if NAME not in _CUSTOM_RUNNER_CORE_FACTORIES:
+        register_moe_runner_core(NAME, MoeOpsRunnerCore)
+        target = f"{RUNNERS}.base.FusedOpPool.get_fused_func"
+        HookRegistry.register(target, get_fused_func, HookType.AROUND)
+
+
+def get_fused_func(
+    original: Callable[..., Any], cls: type, dispatch_name: str, runner_name: str
+) -> Callable[..., Any] | None:
+    """Return SGLang's fused function of a pair of names; ours, which falls back to it, at `PLACE`.
+
+    A hook around ``FusedOpPool.get_fused_func``.
+    """
+    function = original(cls, dispatch_name, runner_name)
+    if function is None or (dispatch_name, runner_name) != PLACE:
+        return function
+    return with_fallback(function)
+
+
+@cache
+def with_fallback(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a fused function that runs this library, or ``function`` on what is not served."""
+
+    @wraps(function)
+    def fused_experts(dispatch_output: Any, quant_info: Any, runner_config: Any) -> Any:
+        layer = (dispatch_output, quant_info, runner_config)
+        try:
+            return _run(*layer)
+        except (NotImplementedError, ValueError) as error:
+            say_once("sglang", f"SGLang's own kernels run: {error}")
+            return function(*layer)
+
+    return fused_experts
+
+
+def _run(dispatch_output: Any, quant_info: Any, runner_config: Any) -> Any:
+    invariant = bool(is_batch_invariant_mode_enabled())
+    out = run(dispatch_output, quant_info, runner_config, batch_invariant=invariant)
+    return StandardCombineInput(hidden_states=out)
+
+
+class MoeOpsRunnerCore(DispatchMoeRunnerCore):
+    """Runner core of the backend ``moe_ops``, which raises for what is not served."""
+
+    @property
+    def runner_backend(self) -> Any:
+        """The backend that SGLang registered under `NAME`."""
+        return resolve_moe_runner_backend(NAME)
+
+    def run_from_dispatch(
+        self, dispatch_output: Any, quant_info: Any, runner_config: Any, hooks: Any = None
+    ) -> Any:
+        """Run a layer.
+
+        Raises:
+            NotImplementedError: LoRA ``hooks``; a layer that is not served.
+        """
+        if hooks is not None:
+            raise NotImplementedError(f"hooks must be None, got {type(hooks).__name__}")
+        return _run(dispatch_output, quant_info, runner_config)

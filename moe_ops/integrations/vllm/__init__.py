@@ -1,0 +1,41 @@
+"""vLLM: its Mixture-of-Experts layers run the experts of this library.
+
+The distribution registers `register` in vLLM's entry-point group ``vllm.general_plugins``, and vLLM
+calls it in every process. There is nothing else to do. The environment variable ``MOE_OPS_VLLM=0``
+leaves vLLM as it is; ``VLLM_PLUGINS`` of vLLM, if it is set, must name ``moe_ops``.
+
+Where vLLM would ask its Triton experts, it asks those of this library first. They decline what they
+do not serve; vLLM then runs its own experts, and one line of its log says why.
+"""
+
+from __future__ import annotations
+
+import os
+from importlib import import_module
+
+from moe_ops.integrations._engines import found, say_once
+
+SWITCH = "MOE_OPS_VLLM"
+"""Environment variable that turns the plug-in off if it is ``0``."""
+VERSIONS = "0.32, 0.33"
+"""Versions of vLLM whose interface this plug-in was written for."""
+
+__all__ = ["SWITCH", "VERSIONS", "register"]
+
+
+def register() -> None:
+    """Let vLLM choose this library's experts; calling this again changes nothing.
+
+    If the installed vLLM has another interface, its log gets one line and nothing is changed.
+    """
+    if os.environ.get(SWITCH) == "0":
+        return
+    lacks = import_module(f"{__name__}._interface").missing()
+    if lacks:
+        say_once(
+            "vllm",
+            f"vLLM's own experts run: vLLM {found('vllm', '__version__')} has no {lacks} as this "
+            f"plug-in knows it (it was written for {VERSIONS})",
+        )
+        return
+    import_module(f"{__name__}._oracles").install()

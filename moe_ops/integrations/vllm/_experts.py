@@ -1,0 +1,346 @@
+"""Experts classes of vLLM that run this library, and what they decline."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+import vllm.envs as envs
+from torch import Tensor, nn
+from vllm.model_executor.layers.fused_moe import modular_kernel as mk
+from vllm.model_executor.layers.fused_moe.topk_weight_and_reduce import (
+    TopKWeightAndReduceDelegate,
+    TopKWeightAndReduceNoOP,
+)
+from vllm.model_executor.utils import replace_parameter
+from vllm.platforms import current_platform
+
+from moe_ops.activation import Activation, MoEActivation
+from moe_ops.integrations._engines import say_once
+from moe_ops.integrations.vllm._schemes import library_config, scheme_of_keys
+from moe_ops.pipeline import BatchedTritonExperts, ExpertTokensMetadata, TritonExperts
+from moe_ops.pipeline.config import FusedMoEConfig
+from moe_ops.pipeline.packing import reads_packed
+from moe_ops.routing import RoutingMethodType
+from moe_ops.scheme import TENSORS, FusedMoEQuantConfig, Scheme, pack_weight
+from moe_ops.tensors import QTensor
+
+ENGINE = "vllm"
+GIVEN = {
+    MoEActivation.SILU: ("clamp_limit",),
+    MoEActivation.SWIGLUOAI: ("clamp_limit", "alpha", "beta"),
+    MoEActivation.SWIGLUOAI_UNINTERLEAVE: ("clamp_limit", "alpha", "beta"),
+}
+"""Numbers of an activation that come from the model. vLLM ignores others, except for situ."""
+
+
+def activation_of(moe_config: Any, quant_config: Any = None) -> Activation:
+    """Return the activation of a layer of vLLM, with its numbers.
+
+    Args:
+        moe_config: vLLM's ``FusedMoEConfig``.
+        quant_config: vLLM's ``FusedMoEQuantConfig``, whose numbers come first, or None.
+
+    Raises:
+        ValueError: an activation that this library does not have; a number that is missing.
+    """
+    kind = MoEActivation.from_str(moe_config.activation.value)
+    if kind is MoEActivation.SITU:
+        beta, linear = moe_config.activation_situ_beta, moe_config.activation_situ_linear_beta
+        return Activation(kind, beta=beta, linear_beta=linear if linear and linear > 0 else None)
+    numbers = {}
+    for name, of_model in (("clamp_limit", "limit"), ("alpha", "alpha"), ("beta", "beta")):
+        number = getattr(quant_config, f"gemm1_{name}", None)
+        numbers[name] = getattr(moe_config, f"swiglu_{of_model}") if number is None else number
+    return Activation(kind, **{name: numbers[name] for name in GIVEN.get(kind, ())})
+
+
+def layer_of(moe_config: Any, activation: Activation) -> FusedMoEConfig:
+    """Return a layer of vLLM as this library describes it.
+
+    Raises:
+        TypeError, ValueError: a dtype or sizes that the library does not take.
+    """
+    return FusedMoEConfig(
+        num_experts=moe_config.num_experts,
+        experts_per_token=moe_config.experts_per_token,
+        hidden_dim=moe_config.hidden_dim,
+        intermediate_size=moe_config.intermediate_size_per_partition,
+        num_local_experts=moe_config.num_local_experts,
+        activation=activation,
+        device=moe_config.device,
+        routing_method=RoutingMethodType.Unspecified,
+        in_dtype=moe_config.in_dtype,
+        has_bias=moe_config.has_bias,
+        is_act_and_mul=activation.kind.is_gated,
+        batch_invariant=bool(envs.VLLM_BATCH_INVARIANT),
+    )
+
+
+class MoeOpsExpertsBase(mk.FusedMoEExpertsModular):
+    """What the experts of both formats share.
+
+    Args:
+        moe_config: vLLM's ``FusedMoEConfig``.
+        quant_config: vLLM's ``FusedMoEQuantConfig``.
+        max_num_tokens: rows per expert for each dispatcher; Batched format only.
+        num_dispatchers: ranks that send tokens; Batched format only.
+    """
+
+    EXPERTS: ClassVar[Any]
+    """Class of the experts of this library that run."""
+
+    def __init__(
+        self,
+        moe_config: Any,
+        quant_config: Any,
+        max_num_tokens: int | None = None,
+        num_dispatchers: int | None = None,
+    ) -> None:
+        super().__init__(moe_config, quant_config, max_num_tokens, num_dispatchers)
+        self.library_activation = activation_of(moe_config, quant_config)
+        self._use(library_config(quant_config, moe_config.num_local_experts))
+        scheme = self.experts.quant_config.scheme.name
+        say_once(ENGINE, f"runs the experts: {scheme}, {self.library_activation.key}")
+
+    def _use(self, config: FusedMoEQuantConfig) -> None:
+        """Make the experts that run, of a scheme with its scales and biases."""
+        self.experts: Any = self.EXPERTS(
+            layer_of(self.moe_config, self.library_activation),
+            config,
+            self.max_num_tokens,
+            self.num_dispatchers,
+        )
+
+    @property
+    def expects_unquantized_inputs(self) -> bool:
+        """True, unless vLLM sends tokens to other ranks: it then sends quantized rows."""
+        return not self.moe_config.moe_parallel_config.use_all2all_kernels
+
+    @staticmethod
+    def is_supported_config(
+        cls: type[MoeOpsExpertsBase],
+        moe_config: Any,
+        weight_key: Any,
+        activation_key: Any,
+        activation_format: Any,
+    ) -> tuple[bool, str | None]:
+        """Whether vLLM's rules and this library's allow a layer, and if not, the first reason.
+
+        The reason is written to the log, unless it is the format, since vLLM asks both classes.
+        """
+        config = (moe_config, weight_key, activation_key, activation_format)
+        supported, reason = mk.FusedMoEExperts.is_supported_config(cls, *config)
+        if supported:
+            reason = refusal(cls.EXPERTS, moe_config, scheme_of_keys(weight_key, activation_key))
+        if reason is not None and activation_format == cls.activation_format():
+            say_once(ENGINE, f"vLLM's own experts run: {reason}")
+        return reason is None, reason
+
+    @staticmethod
+    def _supports_current_device() -> bool:
+        return bool(current_platform.is_cuda() or current_platform.is_cpu())
+
+    @staticmethod
+    def _supports_no_act_and_mul() -> bool:
+        return True
+
+    @staticmethod
+    def _supports_quant_scheme(weight_key: Any, activation_key: Any) -> bool:
+        return scheme_of_keys(weight_key, activation_key) is not None
+
+    @staticmethod
+    def _supports_activation(activation: Any) -> bool:
+        return activation.value in {kind.value for kind in MoEActivation}
+
+    @staticmethod
+    def _supports_batch_invariance() -> bool:
+        return True
+
+    def process_weights_after_loading(self, layer: nn.Module) -> None:
+        """Pack the weights that a kernel of the layer's GPU reads in the packed form.
+
+        Only weight-only formats have one. Of those, vLLM brings MXFP4 and int8 per row here.
+        """
+        config = self.experts.quant_config
+        if config.scheme.weight is None or config.scheme.activation is not None:
+            return
+        how = (config.scheme, self.moe_config.in_dtype)
+        invariant = self.experts.moe_config.batch_invariant
+        tensors = {name: getattr(config, name) for name in TENSORS}
+        for which, name in (("w13", "w1_scale"), ("w2", "w2_scale")):
+            weight = getattr(layer, f"{which}_weight")
+            if not reads_packed(weight, *how, batch_invariant=invariant):
+                continue
+            scale = tensors[name].data
+            packed = pack_weight(QTensor(weight.data, scale), config.scheme)
+            replace_parameter(layer, f"{which}_weight", packed.data)
+            if packed.scale is not scale:  # scales of MXFP4, whose parameter has this name
+                replace_parameter(layer, f"{which}_weight_scale", packed.scale)
+                tensors[name] = getattr(layer, f"{which}_weight_scale")
+        self._use(FusedMoEQuantConfig(config.scheme, **tensors))
+
+
+class MoeOpsExperts(MoeOpsExpertsBase):
+    """Experts of the Standard format, which sum the rows of each token."""
+
+    EXPERTS: ClassVar[Any] = TritonExperts
+
+    @staticmethod
+    def activation_format() -> Any:
+        """Standard."""
+        return mk.FusedMoEActivationFormat.Standard
+
+    @staticmethod
+    def _supports_parallel_config(moe_parallel_config: Any) -> bool:
+        config = moe_parallel_config
+        known = config.use_ag_rs_all2all_kernels or config.use_deepep_ht_kernels
+        return not config.use_passthrough_all2all and (known or not config.use_all2all_kernels)
+
+    def workspace_shapes(
+        self,
+        M: int,
+        N: int,
+        K: int,
+        topk: int,
+        global_num_experts: int,
+        local_num_experts: int,
+        expert_tokens_meta: Any,
+        activation: Any,
+    ) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
+        """Shapes of two workspaces (none: operators allocate their results) and of the output."""
+        return (0,), (0,), (M, K)
+
+    def finalize_weight_and_reduce_impl(self) -> Any:
+        """No operation: `apply` sums."""
+        return TopKWeightAndReduceNoOP()
+
+    def apply(
+        self,
+        output: Tensor,
+        hidden_states: Tensor,
+        w1: Tensor,
+        w2: Tensor,
+        topk_weights: Tensor,
+        topk_ids: Tensor,
+        activation: Any,
+        global_num_experts: int,
+        expert_map: Tensor | None,
+        a1q_scale: Tensor | None,
+        a2_scale: Tensor | None,
+        workspace13: Tensor,
+        workspace2: Tensor,
+        expert_tokens_meta: Any,
+        apply_router_weight_on_input: bool,
+    ) -> None:
+        """Write ``(T, H)`` to ``output``.
+
+        vLLM's prepare has applied router weights that multiply the input.
+        """
+        if apply_router_weight_on_input:
+            topk_weights = torch.ones_like(topk_weights)
+        scale = None if a1q_scale is None else a1q_scale.contiguous()
+        self.experts.apply(
+            hidden_states, w1, w2, topk_weights, topk_ids, self.library_activation,
+            global_num_experts, expert_map, scale, None, False, out=output,
+        )  # fmt: skip
+
+
+class BatchedMoeOpsExperts(MoeOpsExpertsBase):
+    """Experts of the Batched format, on rows that vLLM has sent to their experts."""
+
+    EXPERTS: ClassVar[Any] = BatchedTritonExperts
+
+    @staticmethod
+    def activation_format() -> Any:
+        """BatchedExperts."""
+        return mk.FusedMoEActivationFormat.BatchedExperts
+
+    @staticmethod
+    def _supports_parallel_config(moe_parallel_config: Any) -> bool:
+        config = moe_parallel_config
+        known = config.use_batched_activation_format or not config.use_all2all_kernels
+        return not config.use_passthrough_all2all and known
+
+    def workspace_shapes(
+        self,
+        M: int,
+        N: int,
+        K: int,
+        topk: int,
+        global_num_experts: int,
+        local_num_experts: int,
+        expert_tokens_meta: Any,
+        activation: Any,
+    ) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
+        """Shapes of two workspaces (none) and of the output: all padded rows."""
+        return (0,), (0,), (local_num_experts, self.max_num_tokens * self.num_dispatchers, K)
+
+    def finalize_weight_and_reduce_impl(self) -> Any:
+        """Delegated to vLLM's finalize, which knows where the rows came from."""
+        return TopKWeightAndReduceDelegate()
+
+    def apply(
+        self,
+        output: Tensor,
+        hidden_states: Tensor,
+        w1: Tensor,
+        w2: Tensor,
+        topk_weights: Tensor,
+        topk_ids: Tensor,
+        activation: Any,
+        global_num_experts: int,
+        expert_map: Tensor | None,
+        a1q_scale: Tensor | None,
+        a2_scale: Tensor | None,
+        workspace13: Tensor,
+        workspace2: Tensor,
+        expert_tokens_meta: Any,
+        apply_router_weight_on_input: bool,
+    ) -> None:
+        """Write ``(El, M, H)`` to ``output``; rows past an expert's count are undefined."""
+        scale = None if a1q_scale is None else a1q_scale.contiguous()
+        meta = ExpertTokensMetadata(expert_tokens_meta.expert_num_tokens)
+        rows = self.experts.apply(
+            hidden_states, w1, w2, topk_weights, topk_ids, self.library_activation,
+            global_num_experts, None, scale, meta, apply_router_weight_on_input,
+        )  # fmt: skip
+        output.copy_(rows)
+
+
+def refusal(
+    experts: type[TritonExperts] | type[BatchedTritonExperts],
+    moe_config: Any,
+    scheme: Scheme | None,
+) -> str | None:
+    """Return why experts of this library do not serve a layer of vLLM; None: they do.
+
+    Args:
+        experts: the class.
+        moe_config: vLLM's ``FusedMoEConfig``.
+        scheme: what `scheme_of_keys` returned for the layer; None: no scheme of this plug-in.
+    """
+    if scheme is None:
+        return "a quantization that this plug-in does not know"
+    try:
+        layer = layer_of(moe_config, activation_of(moe_config))
+    except (TypeError, ValueError) as error:
+        return str(error)
+    weight, activation = scheme.weight, scheme.activation
+    supported, reason = experts.is_supported_config(
+        experts, layer, weight, activation, experts.activation_format()
+    )
+    if not supported:
+        return reason
+    if moe_config.moe_parallel_config.use_all2all_kernels and weight is not None:
+        if activation is None:
+            return "weight-only experts whose tokens are sent to other ranks are not supported"
+        if activation.per_tensor:
+            return "one scale for rows of several ranks is not supported"
+    block = scheme.block_shape
+    if block is not None and layer.intermediate_size % block[0]:
+        return (
+            f"intermediate_size must be a multiple of {block[0]} rows of a block, "
+            f"got {layer.intermediate_size}"
+        )
+    return None

@@ -1,0 +1,96 @@
+"""Makes vLLM ask this library's experts first, where it would ask its Triton experts.
+
+vLLM has an oracle for each family of formats: it goes through a list of backends, and asks the
+classes that ``backend_to_kernel_cls`` returns for each whether they support the layer. That
+function is wrapped here. The chosen backend also decides how vLLM stores the weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import wraps
+from importlib import import_module
+from typing import Any
+
+import vllm.envs as envs
+from vllm.config import get_current_vllm_config_or_none
+from vllm.platforms import current_platform
+
+from moe_ops.integrations._engines import say_once
+from moe_ops.integrations.vllm._experts import ENGINE, BatchedMoeOpsExperts, MoeOpsExperts
+from moe_ops.integrations.vllm._interface import ORACLES
+from moe_ops.version import __version__
+
+OURS = [MoeOpsExperts, BatchedMoeOpsExperts]
+PLACES = {
+    "unquantized": ("TRITON", "BATCHED_TRITON", "CPU"),
+    "fp8": ("TRITON", "BATCHED_TRITON"),
+    "int8": ("TRITON",),
+    "mxfp4": ("XPU",),
+}
+"""Backends of each oracle at which this library goes first. vLLM stores their weights in the layout
+of checkpoints, which is also this library's. ``XPU`` is MXFP4's only such backend in which
+activations are not quantized; see `_before_triton`."""
+WRAPPED = "_wrapped_by_moe_ops"
+
+
+def install() -> None:
+    """Wrap the functions of all oracles; calling this again changes nothing."""
+    for name, backends in PLACES.items():
+        _wrap(f"{ORACLES}.{name}", "backend_to_kernel_cls", _ours_first(backends))
+    _wrap(f"{ORACLES}.mxfp4", "_get_priority_backends_for_gpt_oss", _before_triton)
+    # vLLM caches compiled graphs by its variables, and on the CPU a graph holds our operators.
+    envs.environment_variables["MOE_OPS_VERSION"] = lambda: __version__
+
+
+def _wrap(module: str, name: str, wrapper: Callable[[Callable], Callable]) -> None:
+    """Replace a function of a module by ``wrapper(function)``, once."""
+    owner = import_module(module)
+    function = getattr(owner, name)
+    if not getattr(function, WRAPPED, False):
+        wrapped = wraps(function)(wrapper(function))
+        setattr(wrapped, WRAPPED, True)
+        setattr(owner, name, wrapped)
+
+
+def _ours_first(backends: tuple[str, ...]) -> Callable[[Callable], Callable]:
+    """Return a wrapper of ``backend_to_kernel_cls`` for these backends."""
+
+    def wrapper(function: Callable) -> Callable:
+        def classes(backend: Any) -> list[type]:
+            theirs = list(function(backend))
+            if backend.value not in backends:
+                return theirs
+            if _has_lora():  # vLLM then takes the first class without asking it
+                say_once(ENGINE, "vLLM's own experts run: LoRA is not supported")
+                return theirs
+            return [*OURS, *theirs]
+
+        return classes
+
+    return wrapper
+
+
+def _has_lora() -> bool:
+    """Whether the model that is being made has LoRA."""
+    config = get_current_vllm_config_or_none()
+    return config is not None and config.lora_config is not None
+
+
+def _before_triton(function: Callable) -> Callable:
+    """Wrap the order of MXFP4 backends: XPU comes before TRITON, whose weights are swizzled.
+
+    vLLM's own classes of XPU decline on other devices, so vLLM goes on to TRITON if ours do.
+    """
+
+    def backends() -> list[Any]:
+        order = list(function())
+        names = [backend.value for backend in order]
+        if current_platform.is_xpu() or not {"XPU", "TRITON"} <= set(names):
+            return order
+        xpu, triton = names.index("XPU"), names.index("TRITON")
+        if triton < xpu:
+            order.insert(triton, order.pop(xpu))
+        return order
+
+    return backends

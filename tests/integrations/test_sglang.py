@@ -1,0 +1,317 @@
+"""The plug-in of SGLang on stand-ins of SGLang's classes."""
+
+import logging
+import sys
+
+import pytest
+import sglang_stand_ins as sglang
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.nn import functional
+
+from moe_ops import FusedMoEQuantConfig, fused_experts, quantize_weight
+from moe_ops.integrations import _engines
+from moe_ops.integrations.sglang import register
+from moe_ops.scheme import dequantize_weight, get_scheme
+
+PLACE = ("none", "triton")
+FLAGS = {
+    "unquantized": {},
+    "fp8_block32": {"use_fp8_w8a8": True, "block_shape": [32, 32]},
+    "fp8_channel": {"use_fp8_w8a8": True, "per_channel_quant": True},
+    "fp8_tensor": {"use_fp8_w8a8": True},
+    "fp8_tensor_static": {"use_fp8_w8a8": True},
+    "int8_block32": {"use_int8_w8a8": True, "block_shape": [32, 32]},
+    "int8_channel": {"use_int8_w8a8": True, "per_channel_quant": True},
+    "int4_w4a16_g32": {"use_int4_w4a16": True, "block_shape": [0, 32]},
+    "int4_w4a16_g32_zp": {"use_int4_w4a16": True, "block_shape": [0, 32]},
+    "int8_w8a16_g32": {"use_int8_w8a16": True, "block_shape": [0, 32]},
+}
+"""What SGLang's quantization methods say of each scheme that the plug-in serves."""
+STATIC = {"a1_scale": torch.tensor([0.01]), "a2_scale": torch.tensor([0.02])}
+
+
+@pytest.fixture
+def engine(monkeypatch):
+    _engines.say_once.cache_clear()
+    monkeypatch.delenv("MOE_OPS_SGLANG", raising=False)
+    return sglang.install(monkeypatch)
+
+
+@pytest.fixture
+def log(caplog):
+    caplog.set_level(logging.INFO, logger="sglang.moe_ops")
+    return caplog
+
+
+def registered(engine):
+    """SGLang's choice of a fused function after it has loaded the plug-in."""
+    register()
+    engine.hooks.apply_hooks()
+    return engine.pool.get_fused_func(*PLACE)
+
+
+def problem(name, seed=0, tokens=5, num_experts=4, k=2, hidden=64, width=64, biases=True):
+    """Operands of a layer: what SGLang passes, and the quantized weights."""
+    torch.manual_seed(seed)
+    x, logits = torch.randn(tokens, hidden), torch.randn(tokens, num_experts)
+    found = logits.softmax(-1).topk(k)
+    ids = found.indices.to(torch.int32)
+    w1 = torch.randn(num_experts, 2 * width, hidden) / 8
+    w2 = torch.randn(num_experts, hidden, width) / 8
+    b13, b2 = torch.randn(num_experts, 2 * width), torch.randn(num_experts, hidden)
+    given = {"b13": b13, "b2": b2} if biases else {}
+    q = None
+    if name != "unquantized":
+        q = [quantize_weight(w, name) for w in (w1, w2)]
+        w1, w2 = (one.data for one in q)
+        given |= {
+            "w13_scale": q[0].scale, "w2_scale": q[1].scale, "w13_zp": q[0].zero_point,
+            "w2_zp": q[1].zero_point,
+        }  # fmt: skip
+    if "static" in name:
+        given |= {"a13_scale": torch.tensor(0.01), "a2_scale": STATIC["a2_scale"]}
+    info = sglang.TritonMoeQuantInfo(w1, w2, **FLAGS[name], **given)
+    routed = sglang.StandardTopKOutput(found.values, ids, logits)
+    return sglang.StandardDispatchOutput(x, None, routed), info, q
+
+
+def expected(name, dispatched, info, q, **more):
+    x, (weights, ids, _) = dispatched.hidden_states, dispatched.topk_output
+    config = None
+    if q is not None:
+        config = FusedMoEQuantConfig.from_weights(name, *q, **(STATIC if "static" in name else {}))
+    return fused_experts(
+        x, info.w13_weight, info.w2_weight, weights, ids, quant_config=config, w1_bias=info.b13,
+        w2_bias=info.b2, **more,
+    )  # fmt: skip
+
+
+def test_without_sglang_nothing_happens(log, monkeypatch):
+    _engines.say_once.cache_clear()
+    monkeypatch.setitem(sys.modules, "sglang", None)
+    register()
+    assert len(log.records) == 1 and "0.5.23" in log.text
+
+
+def test_registered_once(engine, log):
+    register()
+    function = registered(engine)
+    assert function.__wrapped__ is sglang.fused_experts_none_to_triton
+    assert len(engine.hooks.hooks) == 1 and list(engine.factories) == ["moe_ops"]
+    for other in (("deepep", "triton"), ("none", "marlin")):
+        assert engine.pool.get_fused_func(*other) is sglang.fused_experts_none_to_triton
+    assert engine.pool.get_fused_func("none", "unknown") is None
+    assert engine.pool.get_fused_func(*PLACE) is function and not log.records
+
+
+def test_switched_off(engine, monkeypatch):
+    monkeypatch.setenv("MOE_OPS_SGLANG", "0")
+    assert registered(engine) is sglang.fused_experts_none_to_triton
+
+
+def interface():
+    from moe_ops.integrations.sglang._interface import NAMES, PARTS
+
+    names = [(module, name) for module, known in NAMES.items() for name in known]
+    return [*names, *PARTS]
+
+
+@pytest.mark.parametrize(("module", "name"), interface())
+def test_another_interface(engine, log, monkeypatch, module, name):
+    """Whatever is missing: one line that names it, and nothing is changed."""
+    owner = engine.modules[module]
+    *outer, last = name.split(".")
+    for part in outer:
+        owner = getattr(owner, part)
+    if last == "AROUND":
+        monkeypatch.setattr(engine.modules[module], "HookType", object)
+    else:
+        monkeypatch.delattr(owner, last)
+    register()
+    (record,) = log.records
+    assert f"{module}.{name}" in record.message
+    assert not engine.hooks.hooks and not engine.factories
+
+
+def test_a_new_field_is_another_interface(engine, log, monkeypatch):
+    """A field that the plug-in does not read could change what a layer computes."""
+
+    @sglang.dataclass
+    class Info(sglang.TritonMoeQuantInfo):
+        use_nvfp4: bool = False
+
+    triton = engine.modules[f"{sglang.RUNNERS}.triton"]
+    monkeypatch.setattr(triton, "TritonMoeQuantInfo", Info)
+    assert registered(engine) is sglang.fused_experts_none_to_triton
+    assert "TritonMoeQuantInfo" in log.text
+
+
+@pytest.mark.parametrize("name", FLAGS)
+@given(data=st.data())
+def test_layers_are_fused_experts(name, data):
+    """Bit for bit; ids of -1, as SGLang marks other ranks' experts, are skipped."""
+    with pytest.MonkeyPatch.context() as patch:
+        engine = sglang.install(patch)
+        function = registered(engine)
+        num_experts = data.draw(st.integers(1, 5), label="E")
+        sizes = {"tokens": data.draw(st.integers(1, 9), label="T"), "num_experts": num_experts}
+        sizes["k"] = data.draw(st.integers(1, num_experts), label="k")
+        biases, inplace = data.draw(st.booleans()), data.draw(st.booleans(), label="inplace")
+        dispatched, info, q = problem(name, data.draw(st.integers(0, 99)), biases=biases, **sizes)
+        ids = dispatched.topk_output.topk_ids
+        ids[torch.rand(ids.shape) < 0.2] = -1
+        want = expected(name, dispatched, info, q)
+        config = sglang.MoeRunnerConfig(num_experts=8, inplace=inplace)
+        out = function(dispatched, info, config).hidden_states
+        assert torch.equal(out, want)
+        assert (out is dispatched.hidden_states) == inplace
+
+
+@pytest.mark.parametrize("name", ["int4_w4a16_g32", "int4_w4a16_g32_zp", "int8_w8a16_g32"])
+def test_grouped_weights_are_those_of_sglangs_kernel(name):
+    """Codes minus zero point (or half the range), times the group's scale; even columns low."""
+    _, info, (q, _) = problem(name)
+    codes = info.w13_weight.int()
+    if info.use_int4_w4a16:
+        codes = torch.stack((codes & 15, codes >> 4), -1).flatten(-2)
+    zero = torch.tensor(8 if info.use_int4_w4a16 else 128)
+    if info.w13_zp is not None:
+        pairs = info.w13_zp.int()
+        zero = torch.stack((pairs & 15, pairs >> 4), 2).flatten(1, 2).repeat_interleave(32, 2)
+    exact = (codes - zero) * info.w13_scale.repeat_interleave(32, 2)
+    assert torch.equal(exact, dequantize_weight(q, name))
+
+
+def gates(h, config, info):
+    """The activations of SGLang's Triton runner, from its source."""
+    gate, up = (h[:, ::2], h[:, 1::2]) if info.fuse_swiglu_interleaved else h.chunk(2, -1)
+    alpha, limit = config.gemm1_alpha, config.gemm1_clamp_limit
+    if not config.is_gated:
+        relu2 = lambda x: functional.relu(x).square()  # noqa: E731
+        known = {"silu": functional.silu, "gelu": functional.gelu, "relu2": relu2}
+        return known[config.activation](h)
+    if config.activation == "situ":
+        gate = alpha * torch.tanh(gate / alpha) * torch.sigmoid(gate)
+        return gate * (up if limit is None else limit * torch.tanh(up / limit))
+    if config.activation.startswith("gelu"):
+        tanh = "tanh" if config.activation == "gelu_tanh" else "none"
+        return functional.gelu(gate, approximate=tanh) * up
+    if alpha is not None:
+        if config.gate_up_interleaved:
+            gate, up = h[:, ::2], h[:, 1::2]
+        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+        return gate * torch.sigmoid(gate * alpha) * (up + 1)
+    if limit is not None:
+        return functional.silu(gate).clamp(max=limit) * up.clamp(-limit, limit)
+    if config.swiglu_limit is not None:
+        gate = gate.clamp(max=config.swiglu_limit)
+        up = up.clamp(-config.swiglu_limit, config.swiglu_limit)
+    return functional.silu(gate) * up
+
+
+@pytest.mark.parametrize(
+    ("numbers", "interleaved"),
+    [
+        ({}, False),
+        ({}, True),
+        ({"swiglu_limit": 0.5}, False),
+        ({"gemm1_clamp_limit": 0.5}, False),
+        ({"gemm1_alpha": 1.702, "gemm1_clamp_limit": 0.5}, False),
+        ({"gemm1_alpha": 1.702, "gemm1_clamp_limit": 0.5, "gate_up_interleaved": False}, False),
+        ({"activation": "gelu"}, False),
+        ({"activation": "gelu_tanh"}, False),
+        ({"activation": "situ", "gemm1_alpha": 2.0}, False),
+        ({"activation": "situ", "gemm1_alpha": 2.0, "gemm1_clamp_limit": 3.0}, False),
+        ({"activation": "silu", "is_gated": False}, False),
+        ({"activation": "gelu", "is_gated": False}, False),
+        ({"activation": "relu2", "is_gated": False}, False),
+    ],
+)
+def test_activations_are_those_of_sglangs_runner(engine, numbers, interleaved):
+    dispatched, info, _ = problem("unquantized", biases=False)
+    info.fuse_swiglu_interleaved = interleaved
+    config = sglang.MoeRunnerConfig(inplace=False, **numbers)
+    if not config.is_gated:
+        info.w13_weight = info.w13_weight[:, : info.w2_weight.shape[2]].contiguous()
+    out = registered(engine)(dispatched, info, config).hidden_states
+    x, (weights, ids, _) = dispatched.hidden_states, dispatched.topk_output
+    want = torch.zeros_like(x)
+    for j in range(2):
+        for t, e in enumerate(ids[:, j].tolist()):
+            h = gates(x[t : t + 1] @ info.w13_weight[e].t(), config, info)
+            want[t] += weights[t, j] * (h @ info.w2_weight[e].t())[0]
+    torch.testing.assert_close(out, want)
+
+
+def test_weights_on_the_input_and_factors(engine):
+    function = registered(engine)
+    dispatched, info, _ = problem("unquantized", biases=False)
+    config = sglang.MoeRunnerConfig(inplace=False, apply_router_weight_on_input=True)
+    want = expected("unquantized", dispatched, info, None, apply_router_weight_on_input=True)
+    assert torch.equal(function(dispatched, info, config).hidden_states, want)
+    config = sglang.MoeRunnerConfig(inplace=False, routed_scaling_factor=2.0)
+    want = 2 * expected("unquantized", dispatched, info, None)
+    assert torch.equal(function(dispatched, info, config).hidden_states, want)
+
+
+def change(target, **values):
+    """A change of one of the three arguments."""
+    return target, values
+
+
+@pytest.mark.parametrize(
+    ("scheme", "target", "values", "reason"),
+    [
+        ("unquantized", "info", {"use_mxfp8": True}, "mxfp8"),
+        ("unquantized", "dispatched", {"hidden_states_pre_quant": ()}, "quantized already"),
+        ("unquantized", "dispatched", {"topk_output": object()}, "topk_ids"),
+        ("unquantized", "config", {"no_combine": True}, "not summed"),
+        ("unquantized", "config", {"silu_mul_keep_fp32": True}, "FP32 intermediates"),
+        ("unquantized", "config", {"apply_router_weight_on_input": True}, "with biases"),
+        ("unquantized", "config", {"activation": "silu_rounded"}, "silu_rounded"),
+        ("unquantized", "config", {"activation": "tanh", "is_gated": False}, "tanh"),
+        ("unquantized", "info", {"use_int8_w8a16": True}, "block_shape"),
+        ("unquantized", "info", {"use_int4_w4a16": True, "block_shape": [0, 48]}, "powers of two"),
+        ("int8_channel", "info", {"per_channel_quant": False}, "one scale per expert"),
+        ("fp8_channel", "info", {"a13_scale": torch.ones(1)}, "elements each"),
+        ("fp8_tensor", "info", {"a2_scale": torch.ones(1)}, "elements each"),
+        ("unquantized", "info", {"a13_scale": torch.ones(1)}, "elements each"),
+        ("fp8_tensor", "info", {"a13_scale": torch.ones(4)}, "elements each"),
+        ("fp8_block32", "info", {"w13_scale": torch.ones(1, dtype=torch.uint8)}, "float32"),
+        ("fp8_channel", "info", {"use_fp8_w8a8": False, "use_int8_w8a8": True}, "torch.int8"),
+        ("fp8_channel", "mode", {"batch_invariant": False}, None),
+        ("fp8_tensor", "mode", {"batch_invariant": True}, "batch_invariant"),
+    ],
+)
+def test_what_is_not_served_falls_back(engine, log, scheme, target, values, reason):
+    """One line of the log, however many layers there are; the runner core raises instead."""
+    function, (dispatched, info, _) = registered(engine), problem(scheme)
+    config = sglang.MoeRunnerConfig(inplace=False)
+    for owner in (info, config, engine.mode):
+        if owner is {"info": info, "config": config, "mode": engine.mode}.get(target):
+            vars(owner).update(values)
+    if target == "dispatched":
+        dispatched = dispatched._replace(**values)
+    results = [function(dispatched, info, config).hidden_states for _ in range(2)]
+    core = engine.factories["moe_ops"](config)
+    assert core.runner_backend == "moe_ops"
+    if reason is None:
+        assert isinstance(results[0], torch.Tensor) and not log.records
+        again = core.run_from_dispatch(dispatched, info, config).hidden_states
+        assert torch.equal(again, results[0])
+        with pytest.raises(NotImplementedError, match="hooks"):
+            core.run_from_dispatch(dispatched, info, config, hooks=object())
+        return
+    assert results == ["SGLang's"] * 2
+    (record,) = log.records
+    assert reason in record.message and "SGLang's own kernels run" in record.message
+    with pytest.raises((NotImplementedError, ValueError), match=reason):
+        core.run_from_dispatch(dispatched, info, config)
+
+
+def test_schemes_have_names(engine):
+    for name in FLAGS:
+        _, info, _ = problem(name)
+        assert engine.experts.scheme_of(info).key == get_scheme(name).key

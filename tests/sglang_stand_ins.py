@@ -1,0 +1,211 @@
+"""Stand-ins of what the plug-in uses of SGLang 0.5.23, with SGLang's names, fields and parameters.
+
+They were written from the sources of the release. `install` puts them into ``sys.modules``.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from enum import Enum
+from types import ModuleType, SimpleNamespace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+MOE = "sglang.srt.layers.moe"
+RUNNERS = f"{MOE}.moe_runner"
+
+
+class StandardTopKOutput(NamedTuple):
+    topk_weights: Tensor
+    topk_ids: Tensor
+    router_logits: Tensor
+
+
+class StandardDispatchOutput(NamedTuple):
+    hidden_states: Tensor
+    hidden_states_scale: Tensor | None
+    topk_output: Any
+    hidden_states_pre_quant: tuple | None = None
+
+
+class StandardCombineInput(NamedTuple):
+    hidden_states: Tensor
+
+
+@dataclass
+class TritonMoeQuantInfo:
+    w13_weight: Tensor
+    w2_weight: Tensor
+    b13: Tensor | None = None
+    b2: Tensor | None = None
+    use_mxfp8: bool = False
+    use_fp8_w8a8: bool = False
+    use_int8_w8a8: bool = False
+    use_int8_w8a16: bool = False
+    use_int4_w4a16: bool = False
+    per_channel_quant: bool = False
+    w13_scale: Tensor | None = None
+    w2_scale: Tensor | None = None
+    w13_zp: Tensor | None = None
+    w2_zp: Tensor | None = None
+    a13_scale: Tensor | None = None
+    a2_scale: Tensor | None = None
+    block_shape: list[int] | None = None
+    fuse_swiglu_interleaved: bool = False
+
+
+@dataclass
+class MoeRunnerConfig:
+    num_experts: int | None = None
+    num_local_experts: int | None = None
+    hidden_size: int | None = None
+    intermediate_size_per_partition: int | None = None
+    layer_id: int | None = None
+    top_k: int | None = None
+    num_fused_shared_experts: int | None = None
+    params_dtype: torch.dtype | None = None
+    routing_method_type: Any = None
+    runner_backend: Any = None
+    activation: str = "silu"
+    is_gated: bool = True
+    apply_router_weight_on_input: bool = False
+    inplace: bool = True
+    no_combine: bool = False
+    no_combine_keep_router_weight: bool = False
+    routed_scaling_factor: float | None = None
+    gemm1_alpha: float | None = None
+    gemm1_beta: float | None = None
+    gemm1_clamp_limit: float | None = None
+    swiglu_limit: float | None = None
+    gate_up_interleaved: bool = True
+    layer: Any = None
+    use_tp_all_gather_activation: bool = False
+    silu_mul_keep_fp32: bool = False
+
+
+class DispatchMoeRunnerCore(ABC):
+    def __init__(self, config):
+        self.config = config
+
+    @property
+    @abstractmethod
+    def runner_backend(self): ...
+
+    @abstractmethod
+    def run_from_dispatch(self, dispatch_output, quant_info, runner_config, hooks=None): ...
+
+
+class HookType(Enum):
+    AROUND = "around"
+
+
+def fused_experts_none_to_triton(dispatch_output, quant_info, runner_config):
+    """Return SGLang's result, which here is nothing but a sign that it ran."""
+    return StandardCombineInput("SGLang's")
+
+
+def hook_registry():
+    """A registry without hooks."""
+
+    class HookRegistry:
+        hooks = []
+
+        @classmethod
+        def register(cls, target, hook, hook_type=HookType.AROUND, *, source=None):
+            cls.hooks.append((target, hook, hook_type))
+
+        @classmethod
+        def apply_hooks(cls):
+            """Wrap a class method, as SGLang does after all plug-ins have registered."""
+            for target, hook, _ in cls.hooks:
+                module, owner, name = target.rsplit(".", 2)
+                owner = getattr(sys.modules[module], owner)
+                original = vars(owner)[name].__func__
+                wrapped = lambda *args, f=original, h=hook: h(f, *args)  # noqa: E731
+                setattr(owner, name, classmethod(wrapped))
+
+    return HookRegistry
+
+
+def modules():
+    """Every stand-in by the name of its module, with state of its own."""
+
+    class FusedOpPool:
+        functions = {
+            (exchange, runner): fused_experts_none_to_triton
+            for exchange, runner in (("none", "triton"), ("none", "marlin"), ("deepep", "triton"))
+        }
+
+        @classmethod
+        def get_fused_func(cls, dispatch_name, runner_name):
+            return cls.functions.get((dispatch_name, runner_name))
+
+    factories: dict[str, Any] = {}
+
+    def register_moe_runner_core(backend_name, factory):
+        assert backend_name not in factories
+        factories[backend_name] = factory
+
+    mode = SimpleNamespace(batch_invariant=False)
+    contents = {
+        "sglang.srt.plugins.hook_registry": {
+            "HookRegistry": hook_registry(), "HookType": HookType,
+        },
+        "sglang.srt.batch_invariant_ops": {
+            "is_batch_invariant_mode_enabled": lambda: mode.batch_invariant, "mode": mode,
+        },
+        f"{RUNNERS}.base": {
+            "FusedOpPool": FusedOpPool, "MoeRunnerConfig": MoeRunnerConfig,
+            "DispatchMoeRunnerCore": DispatchMoeRunnerCore,
+        },
+        f"{RUNNERS}.runner": {
+            "register_moe_runner_core": register_moe_runner_core,
+            "_CUSTOM_RUNNER_CORE_FACTORIES": factories,
+        },
+        f"{RUNNERS}.triton": {
+            "TritonMoeQuantInfo": TritonMoeQuantInfo,
+            "fused_experts_none_to_triton": fused_experts_none_to_triton,
+        },
+        f"{MOE}.token_dispatcher.standard": {
+            "StandardDispatchOutput": StandardDispatchOutput,
+            "StandardCombineInput": StandardCombineInput,
+        },
+        f"{MOE}.utils": {"resolve_moe_runner_backend": str},
+    }  # fmt: skip
+    made = {}
+    for name, values in contents.items():
+        made[name] = ModuleType(name)
+        vars(made[name]).update(values)
+    for name in list(made):
+        while name := name.rpartition(".")[0]:
+            made.setdefault(name, ModuleType(name))
+    return made
+
+
+def install(monkeypatch, package="moe_ops.integrations.sglang"):
+    """Import the plug-in's modules anew, on stand-ins; returns a namespace of both."""
+    made = modules()
+    for name in [name for name in sys.modules if name.split(".")[0] == "sglang"]:
+        monkeypatch.delitem(sys.modules, name)
+    ours = [f"{package}.{part}" for part in ("_interface", "_experts", "_runner")]
+    for name in ours:
+        monkeypatch.setitem(sys.modules, name, None)  # undone: absent, or as it was
+        del sys.modules[name]
+    for name, module in made.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    interface, experts, runner = (importlib.import_module(name) for name in ours)
+    return SimpleNamespace(
+        interface=interface,
+        experts=experts,
+        runner=runner,
+        modules=made,
+        pool=made[f"{RUNNERS}.base"].FusedOpPool,
+        hooks=made["sglang.srt.plugins.hook_registry"].HookRegistry,
+        factories=made[f"{RUNNERS}.runner"]._CUSTOM_RUNNER_CORE_FACTORIES,
+        mode=made["sglang.srt.batch_invariant_ops"].mode,
+    )
