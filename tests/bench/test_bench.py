@@ -252,7 +252,7 @@ def test_report_is_written_between_the_markers(tmp_path):
 
 def test_readme_shows_the_records():
     shown = report.between_markers((ROOT / "README.md").read_text())
-    made = report.headline(report.read_records(report.RESULTS))
+    made = report.headline(report.read_records(report.RESULTS)[:1])
     assert shown == made, "run: python benchmarks/report.py --write README.md"
 
 
