@@ -175,9 +175,7 @@ class _Backward(NamedTuple):
                 dw2 = self._weight_gradient(grad, h, on_output, given.w2)
             return dx, dw1, dw2, weights, db1, db2
         g = self._through(grad, given.w2, given.topk_ids.shape[1])
-        dp, h, products = ops.moe_activation_backward(
-            g, product, on_output, *slots, key, wanted.w2
-        )
+        dp, h, products = ops.moe_activation_backward(g, product, on_output, *slots, key, wanted.w2)
         del g
         if wanted.w2:
             dw2 = self._weight_gradient(grad, h, None, given.w2)
@@ -204,9 +202,7 @@ class _Backward(NamedTuple):
         """``rows[s // top_k] @ w[e]`` for every slot s."""
         tiles, invariant = [*self.space.tiles], self.space.batch_invariant
         turned = w.transpose(1, 2)
-        return ops.expert_matmul(
-            rows, turned, None, None, tiles, top_k, batch_invariant=invariant
-        )
+        return ops.expert_matmul(rows, turned, None, None, tiles, top_k, batch_invariant=invariant)
 
     def _weight_gradient(self, dy: Tensor, x: Tensor, weights: Tensor | None, w: Tensor) -> Tensor:
         """``(weights * dy).T @ x`` over the slots of each expert, laid out as ``w`` is."""

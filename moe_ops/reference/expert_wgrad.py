@@ -78,7 +78,9 @@ def expert_bias_grad(
     """``out[e]``: the sum of ``topk_weights * dy`` over the slots of e, in float32."""
     out = dy.new_zeros((num_experts, dy.shape[1]), dtype=torch.float32)
     how = (scheme, batch_invariant)
-    for expert, (d,) in _rows_by_expert((dy,), topk_weights, tiles, num_experts, how, rounded=False):
+    for expert, (d,) in _rows_by_expert(
+        (dy,), topk_weights, tiles, num_experts, how, rounded=False
+    ):
         out[expert] = d.sum(0)
     return out
 

@@ -152,6 +152,7 @@ def topk_backward(
         total = torch.where(total > 0, total, 1.0)
         share = chosen / total  # without a positive score all shares are zero
         grad = (grad - (grad * share).sum(1, keepdim=True)) / total
+        grad = grad.masked_fill(~known, 0.0)
     slopes = torch.zeros_like(logits).scatter_add_(1, ids, grad)
     x = logits.masked_fill(~finite, 0.0)
     if scoring_func == "softmax":
