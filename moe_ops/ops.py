@@ -268,6 +268,12 @@ weight_only_matmul = _op(
     ' str scheme, str activation="", bool batch_invariant=False) -> Tensor',
 )
 activation = _op("activation", "activation(Tensor x, str activation) -> Tensor")
+expert_dgrad = _op(
+    "expert_dgrad",
+    "expert_dgrad(Tensor dy, Tensor w, Tensor w_scale, Tensor? w_zero_point,"
+    " Tensor? w_global_scale, Tensor?[] tiles, SymInt top_k, str scheme,"
+    " bool batch_invariant=False) -> Tensor",
+)
 # Gradients of the weights of experts. Rows are one per slot or one per token. ``num_experts``: El.
 expert_wgrad = _op(
     "expert_wgrad",

@@ -245,6 +245,7 @@ def weight_only_samples(x, w1, b1, weights, ids, plan):
     pieces = (x, *groups, None, None, *sizes, "int4_w4a16_g16_zp")
     names = ("silu", "swigluoai", "gelu_no_mul")
     calls = (whole, pieces)
+    gate_up = torch.cat([x, x + 1], 1)[:, : w1.shape[1]].contiguous()
     h, direct = x.repeat_interleave(K, 0), plan._replace(topk_ids=ids)
     sums = [
         (h, *channel, b1, weights, [*direct], "int8_w8a16"),
@@ -253,6 +254,10 @@ def weight_only_samples(x, w1, b1, weights, ids, plan):
     return {
         "weight_only_matmul": [*calls, *[(*call, name) for call in calls for name in names]],
         "weight_only_sum": sums,
+        "expert_dgrad": [
+            (gate_up, *channel, *sizes, "int8_w8a16"),
+            (gate_up.t().contiguous().t(), *groups, *sizes, "int4_w4a16_g16_zp"),
+        ],
     }
 
 

@@ -1,4 +1,4 @@
-"""Triton kernels of the activations and their derivatives, and the formulas that GEMM epilogues use as well."""
+"""Triton kernels of the activations and their derivatives; GEMM epilogues use their formulas."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ from moe_ops.tensors import AnyTiles
 
 @triton.jit
 def rows_of_expert(tiles, expert, num_slots, num_ids, num_entries, TILE: tl.constexpr):
-    """Begin and end of an expert's rows in the plan; all slots if they are so few that none is read.
+    """Begin and end of an expert's rows in the plan, or of all slots if no plan is read.
 
     The experts of a plan's tiles are ascending.
     """

@@ -16,8 +16,8 @@ from moe_ops.fake_impls.routing import grouped_topk as empty_grouped
 from moe_ops.fake_impls.routing import hash_topk as empty_hashed
 from moe_ops.fake_impls.routing import sparsemixer as empty_pair
 from moe_ops.fake_impls.routing import topk_backward as empty_gradient
-from moe_ops.kernels._routing.choice import route_tokens
 from moe_ops.kernels._routing.backward import topk_backward_kernel
+from moe_ops.kernels._routing.choice import route_tokens
 from moe_ops.kernels._routing.grouped_topk import grouped_topk_kernel
 from moe_ops.kernels._routing.scores import (
     LOWEST,

@@ -18,9 +18,10 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from moe_ops import ops
+from moe_ops.gradients import wanted
 from moe_ops.pipeline.gemms import activated, gemm, quantized
 from moe_ops.pipeline.row_spaces import SlotRows
-from moe_ops.scheme import FusedMoEQuantConfig, Scheme
+from moe_ops.scheme import FusedMoEQuantConfig, Scheme, is_packed
 from moe_ops.tensors import ExpertWeight, ExpertWeights, Routing, Rows
 
 
@@ -54,6 +55,9 @@ class Operands(NamedTuple):
     w2_factor: Any
     a1_scale: Any
     a2_scale: Any
+    w1_global_scale: Any
+    """Of the weight alone; ``w1_factor`` may contain the rows' as well."""
+    w2_global_scale: Any
 
     def weights(self) -> ExpertWeights:
         """Both weights, for the GEMMs of the forward pass."""
@@ -76,7 +80,13 @@ def lacking(weights: tuple[Tensor, Tensor], config: FusedMoEQuantConfig) -> str 
     """Why a call that is asked for gradients has none; None: it has them."""
     if config.scheme.weight is None:
         return None
-    return "weights must not be quantized"
+    if any(is_packed(w) for w in weights):
+        return "weights must not be in the packed form: call FusedMoE.unpack_() or unpack_weight"
+    constants = [w for w in weights if w.requires_grad]
+    biases = (config.w1_bias, config.w2_bias)
+    for x in wanted(*config.tensors):
+        constants += [] if any(x is bias for bias in biases) else [x]
+    return "quantized weights and their scales must not require grad" if constants else None
 
 
 def differentiable_experts(
@@ -84,6 +94,7 @@ def differentiable_experts(
     weights: ExpertWeights,
     routing: Routing,
     settings: Settings,
+    config: FusedMoEQuantConfig,
     plan: Tensor | None = None,
 ) -> Tensor:
     """`slot_experts` with gradients of ``x``, weights, biases and router weights.
@@ -95,13 +106,15 @@ def differentiable_experts(
         weights: both weights.
         routing: the tokens' routing.
         settings: all else.
+        config: scheme and scales of the weights.
         plan: see `SlotRows.of`.
     """
     (w1, b1, *first), (w2, b2, *second), a1_scale, a2_scale = weights
     topk_weights, topk_ids, expert_map = routing
+    global_scales = [stored.global_scale for stored in config.weights(w1, w2)]
     return _Experts.apply(
         settings, plan, x, w1, w2, topk_weights, b1, b2, topk_ids, expert_map, *first, *second,
-        a1_scale, a2_scale,
+        a1_scale, a2_scale, *global_scales,
     )  # fmt: skip
 
 
@@ -159,50 +172,88 @@ class _Backward(NamedTuple):
     space: SlotRows
 
     def run(self, grad: Tensor, product: Tensor) -> tuple[Tensor | None, ...]:
-        """The gradients of the differentiable operands; None: not asked for."""
+        """The gradients of the differentiable operands; None: not asked for.
+
+        Args:
+            grad: the gradient of the result, ``(T, H)``.
+            product: the product of the first GEMM, ``(T * k, 2I)``.
+        """
         given, wanted, key = self.given, self.wanted, self.settings.activation
-        on_input = given.topk_weights if self.settings.on_input else None
-        on_output = None if self.settings.on_input else given.topk_weights
-        slots = (given.topk_ids, given.expert_map, self.space.num_local_experts)
-        into_rows = wanted.x or (wanted.topk_weights and on_input is not None)
-        through = into_rows or wanted.w1 or wanted.b1
-        dx = dw1 = dw2 = weights = db1 = db2 = None
-        if wanted.b2:
-            db2 = self._bias_gradient(grad, on_output, given.b2)
-        if not (through or wanted.topk_weights):
+        db2 = self._bias_gradient(grad, self.on_output, given.b2) if wanted.b2 else None
+        if not (wanted.x or wanted.w1 or wanted.topk_weights or wanted.b1):
+            dw2 = None
             if wanted.w2:
                 h = ops.activation(product, key)
-                dw2 = self._weight_gradient(grad, h, on_output, given.w2)
-            return dx, dw1, dw2, weights, db1, db2
-        g = self._through(grad, given.w2, given.topk_ids.shape[1])
-        dp, h, products = ops.moe_activation_backward(g, product, on_output, *slots, key, wanted.w2)
-        del g
-        if wanted.w2:
-            dw2 = self._weight_gradient(grad, h, None, given.w2)
+                dw2 = self._weight_gradient(grad, h, self.on_output, given.w2)
+            return None, None, dw2, None, None, db2
+        rows = self._through(grad, given.w2, self.second, given.topk_ids.shape[1])
+        dp, h, products = ops.moe_activation_backward(
+            rows, product, self.on_output, *self.slots, key, wanted.w2
+        )
+        del rows
+        dw2 = self._weight_gradient(grad, h, None, given.w2) if wanted.w2 else None
         del h
-        if wanted.topk_weights and on_input is None:
-            weights = products
-            if given.b2 is not None:
-                weights = weights + ops.slot_products(grad, given.b2, *slots, True)
-        if wanted.w1:
-            dw1 = self._weight_gradient(dp, given.x, on_input, given.w1)
-        if wanted.b1:
-            db1 = self._bias_gradient(dp, None, given.b1)
-        if into_rows:
-            rows = self._through(dp, given.w1, 1)
-            if wanted.topk_weights and on_input is not None:
-                weights = ops.slot_products(given.x, rows, *slots, False)
-            if wanted.x:
-                dx = ops.moe_fused_mul_sum(rows, on_input, *slots[:2], None, slots[2])
-        if weights is not None:
+        dw1 = self._weight_gradient(dp, given.x, self.on_input, given.w1) if wanted.w1 else None
+        db1 = self._bias_gradient(dp, None, given.b1) if wanted.b1 else None
+        if self.on_input is None and wanted.topk_weights and given.b2 is not None:
+            products = products + ops.slot_products(grad, given.b2, *self.slots, True)
+        dx, weighted = self._first_gradients(dp)
+        weights = products if self.on_input is None else weighted
+        if wanted.topk_weights and weights is not None:
             weights = weights.to(given.topk_weights.dtype)
-        return dx, dw1, dw2, weights, db1, db2
+        return dx, dw1, dw2, weights if wanted.topk_weights else None, db1, db2
 
-    def _through(self, rows: Tensor, w: Tensor, top_k: int) -> Tensor:
-        """``rows[s // top_k] @ w[e]`` for every slot s."""
-        tiles, invariant = [*self.space.tiles], self.space.batch_invariant
-        turned = w.transpose(1, 2)
-        return ops.expert_matmul(rows, turned, None, None, tiles, top_k, batch_invariant=invariant)
+    def _first_gradients(self, dp: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        """Gradients of the tokens, and of router weights on the input, through the first GEMM."""
+        given, wanted, weights = self.given, self.wanted, self.on_input
+        into_weights = wanted.topk_weights and weights is not None
+        if not (wanted.x or into_weights):
+            return None, None
+        rows = self._through(dp, given.w1, self.first, 1)
+        of_weights = None
+        if into_weights:
+            of_weights = ops.slot_products(given.x, rows, *self.slots, False)
+        if not wanted.x:
+            return None, of_weights
+        ids, expert_map, experts = self.slots
+        dx = ops.moe_fused_mul_sum(rows, weights, ids, expert_map, None, experts)
+        return dx, of_weights
+
+    @property
+    def on_input(self) -> Tensor | None:
+        """Router weights, if they multiply the rows of the first GEMM."""
+        return self.given.topk_weights if self.settings.on_input else None
+
+    @property
+    def on_output(self) -> Tensor | None:
+        """Router weights, if they multiply the experts' results."""
+        return None if self.settings.on_input else self.given.topk_weights
+
+    @property
+    def slots(self) -> tuple[Tensor, Tensor | None, int]:
+        """Ids, expert map and El, which say what slots are skipped."""
+        return self.given.topk_ids, self.given.expert_map, self.space.num_local_experts
+
+    @property
+    def first(self) -> tuple[Tensor | None, ...]:
+        """Scales, zero points and global scales of the first weight."""
+        return self.given.w1_scale, self.given.w1_zero_point, self.given.w1_global_scale
+
+    @property
+    def second(self) -> tuple[Tensor | None, ...]:
+        """Scales, zero points and global scales of the second weight."""
+        return self.given.w2_scale, self.given.w2_zero_point, self.given.w2_global_scale
+
+    def _through(
+        self, rows: Tensor, w: Tensor, scales: tuple[Tensor | None, ...], top_k: int
+    ) -> Tensor:
+        """``rows[s // top_k] @ w[e]`` for every slot s, with dequantized weights."""
+        scheme, where = self.settings.scheme, ([*self.space.tiles], top_k)
+        invariant = self.space.batch_invariant
+        if scheme.weight is None:
+            turned = w.transpose(1, 2)
+            return ops.expert_matmul(rows, turned, None, None, *where, batch_invariant=invariant)
+        return ops.expert_dgrad(rows, w, *scales, *where, scheme.key, invariant)
 
     def _weight_gradient(self, dy: Tensor, x: Tensor, weights: Tensor | None, w: Tensor) -> Tensor:
         """``(weights * dy).T @ x`` over the slots of each expert, laid out as ``w`` is."""

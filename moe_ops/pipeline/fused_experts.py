@@ -175,7 +175,7 @@ def _experts(
     if reason is None:
         check_transforms("fused_experts")
         settings = Settings(scheme, key, on_input, batch_invariant)
-        return differentiable_experts(hidden_states, experts, routing, settings, plan)
+        return differentiable_experts(hidden_states, experts, routing, settings, config, plan)
     with torch.no_grad():
         out = run()
     return refuse(out, inputs, "fused_experts", reason)
@@ -260,8 +260,8 @@ def fused_moe(
         batch_invariant,
     )  # fmt: skip
     if torch.is_grad_enabled() and gating_output.requires_grad:
-        plan, how = None, (topk, renormalize, None, scoring_func)
-        topk_weights, topk_ids = fused_topk(hidden_states, gating_output, *how)
+        plan, scored = None, (topk, renormalize, None, scoring_func)
+        topk_weights, topk_ids = fused_topk(hidden_states, gating_output, *scored)
     else:
         how = (None, topk, renormalize, scoring_func, 1)
         layer = (w1.shape[0], scheme.key, hidden_states.dtype, batch_invariant)

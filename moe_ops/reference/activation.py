@@ -64,7 +64,7 @@ def gate_derivative(g: Tensor, rule: Formula) -> tuple[Tensor, Tensor]:
     if rule.function == "swiglustep":
         s = sigmoid(g)
         value = g * s
-        slope = (s + value * sigmoid(-g)).masked_fill(value > rule.limit, 0.0)
+        slope = (s + value * sigmoid(-g)).masked_fill(value > (rule.limit or 0.0), 0.0)
         return value.clamp(max=rule.limit), slope
     if rule.function == "situ":
         t, s = torch.tanh(g / rule.beta), sigmoid(g)

@@ -5,7 +5,6 @@ import torch
 from conftest import INTERPRETED
 from differentiable_layers import FLOAT_INPUTS, assert_gradients, gradients, leaves
 from hypothesis import given
-from hypothesis import strategies as st
 from strategies import problems
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint
