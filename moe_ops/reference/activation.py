@@ -64,7 +64,8 @@ def gate_derivative(g: Tensor, rule: Formula) -> tuple[Tensor, Tensor]:
     if rule.function == "swiglustep":
         s = sigmoid(g)
         value = g * s
-        slope = (s + value * sigmoid(-g)).masked_fill(value > (rule.limit or 0.0), 0.0)
+        limit = math.inf if rule.limit is None else rule.limit
+        slope = (s + value * sigmoid(-g)).masked_fill(value > limit, 0.0)
         return value.clamp(max=rule.limit), slope
     if rule.function == "situ":
         t, s = torch.tanh(g / rule.beta), sigmoid(g)

@@ -5,12 +5,13 @@ import torch
 from conftest import INTERPRETED
 from differentiable_layers import FLOAT_INPUTS, assert_gradients, gradients, leaves
 from hypothesis import given
-from strategies import problems
+from strategies import layers, problems
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint
 
 import moe_ops
-from moe_ops.testing import Problem, call, make_inputs
+from moe_ops.scheme import SCHEMES
+from moe_ops.testing import Problem, call, make_inputs, quantize_inputs
 
 E, K, H, I = 8, 2, 32, 24  # noqa: E741
 
@@ -36,6 +37,52 @@ def test_gradients(problem, device):
     out, found = run(problem, inputs, grad.to(device))
     assert out.dtype == problem.dtype and out.is_contiguous()
     assert_gradients(problem, inputs, found, grad)
+
+
+def quantized_run(problem, device, **more):
+    """The gradients of a quantized problem's inputs, and what they are compared with."""
+    inputs, config, exact = quantize_inputs(problem, make_inputs(problem, device))
+    x, weights = (t.clone().requires_grad_() for t in (inputs.hidden_states, inputs.topk_weights))
+    wanted = {"hidden_states": x, "topk_weights": weights}
+    for name in ("w1_bias", "w2_bias") if problem.has_bias else ():
+        wanted[name] = getattr(config, name).requires_grad_()
+    given, grad = inputs._replace(hidden_states=x, topk_weights=weights), grad_of(problem)
+    out = call(moe_ops.fused_experts, problem, given, quant_config=config, **more)
+    found = torch.autograd.grad(out, [*wanted.values()], grad.to(device))
+    found = dict(zip(wanted, found, strict=True))
+    for name in found:
+        wanted[name].requires_grad_(False)
+    moved = {k: v.cpu() if torch.is_tensor(v) else v for k, v in vars(config).items()}
+    return exact, found, grad, moe_ops.FusedMoEQuantConfig(**moved)
+
+
+@pytest.mark.kernel
+@given(problem=layers(schemes=tuple(s for s in SCHEMES if s != "unquantized")))
+def test_frozen_weights_of_every_scheme(problem, device):
+    """Dequantized weights, rounded to the tokens' dtype; quantized rows pass their gradient."""
+    if problem.num_tokens:
+        exact, found, grad, config = quantized_run(problem, device)
+        assert_gradients(problem, exact, found, grad, config)
+
+
+@pytest.mark.kernel
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_each_scheme(scheme, device):
+    """More slots than are computed without a plan."""
+    if scheme == "unquantized":
+        return
+    problem = Problem(9, 4, 2, 32, 48, torch.bfloat16, scheme=scheme, routing="holes")
+    exact, found, grad, config = quantized_run(problem, device)
+    assert_gradients(problem, exact, found, grad, config)
+
+
+@pytest.mark.kernel
+@pytest.mark.skipif(INTERPRETED, reason="sizes for a processor")
+@pytest.mark.parametrize("scheme", ["int4_w4a16_g128_zp", "mxfp4_w4a16", "fp8_block128", "nvfp4"])
+def test_real_sizes_of_frozen_weights(scheme, device):
+    problem = Problem(40, 3, 2, 2880, 704, torch.bfloat16, scheme=scheme)
+    exact, found, grad, config = quantized_run(problem, device)
+    assert_gradients(problem, exact, found, grad, config)
 
 
 @pytest.mark.skipif(INTERPRETED, reason="sizes for a processor")
