@@ -23,6 +23,10 @@ def cases(layer: Layer) -> Iterator[Case]:
     yield case("silu", gate_up)
     yield case("swigluoai", gate_up)
     yield case("relu2_no_mul", gate)
+    ids, experts = layer.inputs.topk_ids, layer.problem.num_experts
+    backward = (gate, gate_up, layer.inputs.topk_weights, ids, None, experts, "silu", True)
+    moved = nbytes(*backward[:4], gate_up, gate)
+    yield Case("backward:silu", lambda: ops.moe_activation_backward(*backward), moved)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
-"""Output of the activation."""
+"""Outputs of the activation and of its derivative."""
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from moe_ops import sizes
@@ -12,3 +13,29 @@ def activation(x: Tensor, activation: str) -> Tensor:
     sizes.axes("x", x, 2)
     rows, width = x.shape
     return x.new_empty((rows, sizes.activated("x", width, activation)))
+
+
+def moe_activation_backward(
+    grad: Tensor,
+    x: Tensor,
+    topk_weights: Tensor | None,
+    topk_ids: Tensor,
+    expert_map: Tensor | None,
+    num_local_experts: int,
+    activation: str,
+    activated: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """``x``'s shape, ``(T * k, d)`` (no row unless ``activated``) and float32 ``(T, k)``."""
+    sizes.axes("x", x, 2)
+    rows, width = x.shape
+    width = sizes.activated("x", width, activation)
+    tokens, k = sizes.slots(topk_ids, expert_map)
+    sizes.num_experts("num_local_experts", num_local_experts)
+    sizes.equal("x.shape[0]", rows, tokens * k)
+    sizes.shaped("grad", grad, rows, width)
+    sizes.entries("topk_weights", topk_weights, tokens * k)
+    return (
+        x.new_empty(x.shape),
+        x.new_empty((rows if activated else 0, width)),
+        x.new_empty((tokens, k), dtype=torch.promote_types(x.dtype, torch.float32)),
+    )

@@ -80,3 +80,20 @@ def hash_topk(
 def sparsemixer(gating_output: Tensor, jitter_eps: float) -> tuple[Tensor, Tensor]:
     """Two slots per token."""
     return _routing(gating_output, 2)
+
+
+def topk_backward(
+    grad: Tensor,
+    gating_output: Tensor,
+    topk_ids: Tensor,
+    renormalize: bool,
+    scoring_func: str,
+    routed_scaling_factor: float,
+) -> Tensor:
+    """``(T, E)`` in the dtype of ``gating_output``."""
+    sizes.axes("topk_ids", topk_ids, 2)
+    tokens, topk = topk_ids.shape
+    _routing(gating_output, topk)
+    sizes.equal("topk_ids.shape[0]", tokens, gating_output.shape[0])
+    sizes.shaped("grad", grad, tokens, topk)
+    return gating_output.new_empty(gating_output.shape)

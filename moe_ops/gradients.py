@@ -1,8 +1,10 @@
-"""Behaviour under autograd: forward passes run, backward passes raise.
+"""Behaviour of functions without a derivative: forward passes run, backward passes raise.
 
-The weights of a model require grad by default, even if nobody trains it. So a call in grad mode
-runs without recording history, and its result goes through ``moe_ops::no_gradient``, an operator
-whose backward raises. No gradient is ever silently missing or zero:
+`fused_experts`, `fused_moe` and the top-k routers have gradients: see `pipeline/backward.py` and
+`routing/backward.py`. For all else: the weights of a model require grad by default, even if nobody
+trains it. So a call in grad mode runs without recording history, and its result goes through
+``moe_ops::no_gradient``, an operator whose backward raises. No gradient is ever silently missing or
+zero:
 
 * `inference_only` wraps Python functions, with one such operator for a whole pipeline.
 * `asked_for` and `refusing` do the same in every operator's eager implementations, for callers of
@@ -32,13 +34,23 @@ R = TypeVar("R")
 _library = torch.library.Library("moe_ops", "FRAGMENT")
 
 
-def message(function: str, kind: str = "gradients") -> str:
+TRAINED = "gradients are those of fused_experts, fused_moe, FusedMoE and the top-k routers"
+"""The default reason of an error."""
+
+
+def message(function: str, kind: str = "gradients", reason: str = TRAINED) -> str:
     """Text of the error for ``function``, with the alternatives."""
     return (
-        f"{kind} of {function} are not implemented (training is not supported): train with another "
+        f"{kind} of {function} are not implemented ({reason}): train with another "
         'implementation, in transformers by model.set_experts_implementation("grouped_mm"), or '
         "call under torch.no_grad()"
     )
+
+
+def check_transforms(function: str) -> None:
+    """Raise NotImplementedError under a transform of ``torch.func``, such as ``grad``."""
+    if not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():
+        raise NotImplementedError(message(function))
 
 
 def inference_only(function: Callable[P, R]) -> Callable[P, R]:
@@ -70,29 +82,29 @@ def wanted(*values: Any) -> list[Tensor]:
     return [x for x in _tensors(values) if x.requires_grad]
 
 
-def refuse(out: Any, inputs: list[Tensor], function: str) -> Any:
+def refuse(out: Any, inputs: list[Tensor], function: str, reason: str = TRAINED) -> Any:
     """Make ``out`` depend on ``inputs`` with a backward pass that raises; float tensors are copied.
 
     Args:
         out: a tensor, or a tuple of tensors and other values.
         inputs: the result of `wanted`. If it is empty, ``out`` is returned as it is.
         function: name of the function in the error.
+        reason: why there are no gradients, in the error.
 
     Raises:
         NotImplementedError: under a transform of ``torch.func``, such as ``grad``.
     """
     if not inputs:
         return out
-    if not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():
-        raise NotImplementedError(message(function))
+    check_transforms(function)
     if isinstance(out, tuple):
-        parts = [refuse(x, inputs, function) for x in out]
+        parts = [refuse(x, inputs, function, reason) for x in out]
         return out._make(parts) if hasattr(out, "_make") else tuple(parts)
     if not isinstance(out, Tensor) or not out.is_floating_point():
         return out
     if any(out is x for x in inputs):  # an input that is returned as it is
         return out
-    return torch.ops.moe_ops.no_gradient(out, inputs, function)
+    return torch.ops.moe_ops.no_gradient(out, inputs, message(function, reason=reason))
 
 
 def _tensors(values: Any) -> list[Tensor]:
@@ -156,30 +168,30 @@ def traced(operator: Any, name: str) -> Callable[..., Any]:
     return run
 
 
-_library.define("no_gradient(Tensor x, Tensor[] inputs, str function) -> Tensor")
-_library.define("raise_no_gradient(Tensor grad, str function) -> Tensor")
+_library.define("no_gradient(Tensor x, Tensor[] inputs, str text) -> Tensor")
+_library.define("raise_no_gradient(Tensor grad, str text) -> Tensor")
 
 
-def _no_gradient(x: Tensor, inputs: list[Tensor], function: str) -> Tensor:
+def _no_gradient(x: Tensor, inputs: list[Tensor], text: str) -> Tensor:
     return x.clone(memory_format=torch.contiguous_format)
 
 
-def _raise_no_gradient(grad: Tensor, function: str) -> Tensor:
-    raise NotImplementedError(message(function))
+def _raise_no_gradient(grad: Tensor, text: str) -> Tensor:
+    raise NotImplementedError(text)
 
 
-def _fake_no_gradient(x: Tensor, inputs: list[Tensor], function: str) -> Tensor:
+def _fake_no_gradient(x: Tensor, inputs: list[Tensor], text: str) -> Tensor:
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    _, tensors, ctx.function = inputs
+    _, tensors, ctx.text = inputs
     ctx.layouts = [(x.shape, x.dtype) for x in tensors]
 
 
 def _backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     """Gradients from ``raise_no_gradient``, so that a compiler can trace the backward pass."""
-    none = torch.ops.moe_ops.raise_no_gradient(grad, ctx.function)
+    none = torch.ops.moe_ops.raise_no_gradient(grad, ctx.text)
     return None, [none.to(dtype).expand(shape) for shape, dtype in ctx.layouts], None
 
 
@@ -187,7 +199,7 @@ _library.impl("no_gradient", _no_gradient, "CompositeExplicitAutograd")
 _library.impl("raise_no_gradient", _raise_no_gradient, "CompositeExplicitAutograd")
 torch.library.register_fake("moe_ops::no_gradient", _fake_no_gradient, lib=_library)
 torch.library.register_fake(
-    "moe_ops::raise_no_gradient", lambda grad, function: grad.new_empty(()), lib=_library
+    "moe_ops::raise_no_gradient", lambda grad, text: grad.new_empty(()), lib=_library
 )
 torch.library.register_autograd(
     "moe_ops::no_gradient", _backward, setup_context=_setup_context, lib=_library

@@ -142,6 +142,11 @@ sparsemixer = _op(
     "routing",
     "sparsemixer(Tensor gating_output, float jitter_eps) -> (Tensor topk_weights, Tensor topk_ids)",
 )
+topk_backward = _op(
+    "routing",
+    "topk_backward(Tensor grad, Tensor gating_output, Tensor topk_ids, bool renormalize,"
+    " str scoring_func, float routed_scaling_factor) -> Tensor",
+)
 adjust_routing = _op(
     "routing_adjust",
     "adjust_routing(Tensor topk_weights, Tensor topk_ids, Tensor? per_expert_scale,"
@@ -263,6 +268,34 @@ weight_only_matmul = _op(
     ' str scheme, str activation="", bool batch_invariant=False) -> Tensor',
 )
 activation = _op("activation", "activation(Tensor x, str activation) -> Tensor")
+expert_dgrad = _op(
+    "expert_dgrad",
+    "expert_dgrad(Tensor dy, Tensor w, Tensor w_scale, Tensor? w_zero_point,"
+    " Tensor? w_global_scale, Tensor?[] tiles, SymInt top_k, str scheme,"
+    " bool batch_invariant=False) -> Tensor",
+)
+# Gradients of the weights of experts. Rows are one per slot or one per token. ``num_experts``: El.
+expert_wgrad = _op(
+    "expert_wgrad",
+    "expert_wgrad(Tensor dy, Tensor x, Tensor? topk_weights, Tensor?[] tiles, SymInt num_experts,"
+    " str scheme, ScalarType out_dtype, bool batch_invariant=False) -> Tensor",
+)
+expert_bias_grad = _op(
+    "expert_wgrad",
+    "expert_bias_grad(Tensor dy, Tensor? topk_weights, Tensor?[] tiles, SymInt num_experts,"
+    " str scheme, bool batch_invariant=False) -> Tensor",
+)
+slot_products = _op(
+    "expert_wgrad",
+    "slot_products(Tensor x, Tensor y, Tensor topk_ids, Tensor? expert_map,"
+    " SymInt num_local_experts, bool by_expert) -> Tensor",
+)
+moe_activation_backward = _op(
+    "activation",
+    "moe_activation_backward(Tensor grad, Tensor x, Tensor? topk_weights, Tensor topk_ids,"
+    " Tensor? expert_map, SymInt num_local_experts, str activation, bool activated)"
+    " -> (Tensor grad_x, Tensor activated_rows, Tensor products)",
+)
 moe_fused_mul_sum = _op(
     "weight_and_reduce",
     "moe_fused_mul_sum(Tensor inputs, Tensor? topk_weights, Tensor? topk_ids, Tensor? expert_map,"

@@ -8,6 +8,7 @@ Symbolic sizes are not compared, because that would add guards.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
 
 from torch import Tensor
@@ -124,12 +125,41 @@ def gemm(
         axes("expert_map", expert_map, 1)
     between("top_k", top_k, 1, MAX_EXPERTS)
     num_slots = rows * top_k
-    if type(num_slots) is int and type(experts) is int:
-        if topk_ids is not None:
-            equal("topk_ids.numel()", topk_ids.numel(), num_slots)
-        if plan is not None and (topk_ids is None or not is_direct(num_slots, experts)):
-            axes("plan", plan, 1)
-            equal("plan.numel()", plan.numel(), plan_sizes(num_slots, experts, rule).entries)
+    if topk_ids is not None and type(num_slots) is int:
+        equal("topk_ids.numel()", topk_ids.numel(), num_slots)
+    _plan(plan, topk_ids, num_slots, experts, rule)
+    return num_slots
+
+
+def _plan(
+    plan: Tensor | None, topk_ids: Tensor | None, num_slots: int, num_experts: int, rule: TileRule
+) -> None:
+    """Check the size of a plan, unless slots are so few that nothing reads it."""
+    if plan is None or not (type(num_slots) is type(num_experts) is int):
+        return
+    if topk_ids is None or not is_direct(num_slots, num_experts):
+        axes("plan", plan, 1)
+        equal("plan.numel()", plan.numel(), plan_sizes(num_slots, num_experts, rule).entries)
+
+
+def planned(rows: Sequence[Tensor], tiles: AnyTiles, num_experts: int, rule: TileRule) -> int:
+    """Check rows that a plan groups by expert, one per slot or one per token; returns the slots."""
+    plan, topk_ids, expert_map = tiles
+    between("num_experts", num_experts, 1, MAX_EXPERTS)
+    num_tokens = num_slots = rows[0].shape[0]
+    if topk_ids is not None:
+        num_tokens, top_k = slots(topk_ids, expert_map)
+        num_slots = num_tokens * top_k
+    for x in rows:
+        axes("rows", x, 2)
+        count, width = x.shape
+        between("rows.shape[1]", width, 1, 2**31 - 1)
+        if type(count) is type(num_slots) is int and count not in (num_tokens, num_slots):
+            raise ValueError(
+                f"rows must be one per token = {num_tokens} or one per slot = {num_slots}, got "
+                f"{count}"
+            )
+    _plan(plan, topk_ids, num_slots, num_experts, rule)
     return num_slots
 
 

@@ -66,6 +66,7 @@ def samples(device):
         **batched_samples(x, weights, ids),
         **window_samples(x, weights, ids),
         "activation": [(x, "silu"), (x.t().contiguous().t(), "gelu_tanh_no_mul")],
+        **gradient_samples(x, h, b2, weights, ids, plan),
         "moe_fused_mul_sum": [
             (y, weights, None, None, None, E),
             (y, None, ids, expert_map, valid, 3),
@@ -95,6 +96,10 @@ def routing_samples(x, weights, ids):
             (logits, None, K, False, "softmax", 1.0, 2, 2),
         ],
         "hash_topk": [(logits, words, table, True, "softmax", 1.0)],
+        "topk_backward": [
+            (weights, logits, ids, True, "softmax", 1.0),
+            (weights.t().contiguous().t(), logits.half(), ids.long(), False, "sigmoid", 2.5),
+        ],
         "sparsemixer": [(logits, 0.01)],
         "adjust_routing": [
             (weights, ids, bias, words > 2, E, 2, 0.5),
@@ -108,6 +113,30 @@ def routing_samples(x, weights, ids):
             (ids, load, replicas, replicas.ne(-1).sum(1), None, None, I32, 0, valid),
         ],
     }  # fmt: skip
+
+
+def gradient_samples(x, h, b2, weights, ids, plan):
+    """Rows of tokens and of slots, on either side; with and without a plan."""
+    direct, turned = plan._replace(topk_ids=ids), h.t().contiguous().t()
+    expert_map, layer = MAP.to(x.device), (E, "unquantized")
+    product = torch.cat([h, h + 1], 1)
+    return {
+        "expert_wgrad": [
+            (x, h, weights, [*direct], *layer, torch.float32),
+            (turned, x.repeat_interleave(K, 0), None, [*plan], *layer, torch.bfloat16),
+        ],
+        "expert_bias_grad": [(x, weights, [*direct], *layer), (h, None, [*plan], *layer)],
+        "slot_products": [
+            (x, b2, ids, None, E, True),
+            (x.half(), x.repeat_interleave(K, 0), ids.long(), None, E, False),
+            (x, b2[:3], ids, expert_map, 3, True),
+        ],
+        "moe_activation_backward": [
+            (h, product, weights, ids, None, E, "silu", True),
+            (turned, product, None, ids.long(), None, E, "swigluoai", True),
+            (h, h + 1, None, ids, None, E, "gelu_no_mul", False),
+        ],
+    }
 
 
 def scaled_samples(x, w1, b1, plan):
@@ -216,6 +245,7 @@ def weight_only_samples(x, w1, b1, weights, ids, plan):
     pieces = (x, *groups, None, None, *sizes, "int4_w4a16_g16_zp")
     names = ("silu", "swigluoai", "gelu_no_mul")
     calls = (whole, pieces)
+    gate_up = torch.cat([x, x + 1], 1)[:, : w1.shape[1]].contiguous()
     h, direct = x.repeat_interleave(K, 0), plan._replace(topk_ids=ids)
     sums = [
         (h, *channel, b1, weights, [*direct], "int8_w8a16"),
@@ -224,6 +254,10 @@ def weight_only_samples(x, w1, b1, weights, ids, plan):
     return {
         "weight_only_matmul": [*calls, *[(*call, name) for call in calls for name in names]],
         "weight_only_sum": sums,
+        "expert_dgrad": [
+            (gate_up, *channel, *sizes, "int8_w8a16"),
+            (gate_up.t().contiguous().t(), *groups, *sizes, "int4_w4a16_g16_zp"),
+        ],
     }
 
 

@@ -1,4 +1,4 @@
-"""Triton kernel of the activations, and the formulas that GEMM epilogues use as well."""
+"""Triton kernels of the activations and their derivatives; GEMM epilogues use their formulas."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from torch import Tensor
 from moe_ops.activation import Formula, formula
 from moe_ops.dispatch.tiles import cdiv
 from moe_ops.fake_impls.activation import activation as empty_output
+from moe_ops.fake_impls.activation import moe_activation_backward as empty_gradients
 from moe_ops.kernels._runtime.dependent import take_turn
 from moe_ops.kernels._runtime.launch import Launch
-from moe_ops.kernels._runtime.slots import next_power_of_2
+from moe_ops.kernels._runtime.slots import dense, local_experts, map_size, next_power_of_2
 
 
 def constants(rule: Formula) -> dict:
@@ -74,6 +75,55 @@ def gate_up(
     if LINEAR_BETA is not None:
         u = LINEAR_BETA * tanh(u / LINEAR_BETA)
     return gate(g, FUNCTION, LIMIT, ALPHA, BETA) * u
+
+
+@triton.jit
+def gate_slope(
+    g, FUNCTION: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.constexpr, BETA: tl.constexpr
+):  # fmt: skip
+    """The derivative of `gate`, in float32; 0 where the gate is clamped."""
+    if FUNCTION == "swiglu":
+        x = g
+        if LIMIT is not None:
+            x = tl.where(g > LIMIT, LIMIT, g)
+        s = tl.sigmoid(ALPHA * x)
+        slope = s + ALPHA * x * s * tl.sigmoid(-ALPHA * x)
+        if LIMIT is not None:
+            slope = tl.where(g > LIMIT, 0.0, slope)
+    elif FUNCTION == "swiglustep":
+        s = tl.sigmoid(g)
+        slope = tl.where(g * s > LIMIT, 0.0, s + g * s * tl.sigmoid(-g))
+    elif FUNCTION == "situ":
+        t, s = tanh(g / BETA), tl.sigmoid(g)
+        slope = s * (1.0 - t * t) + BETA * t * s * tl.sigmoid(-g)
+    elif FUNCTION == "relu2":
+        slope = tl.where(g < 0, 0.0, 2.0 * g)
+    elif FUNCTION == "gelu_tanh":
+        t = tanh(0.7978845608028654 * (g + 0.044715 * g * g * g))
+        inner = 0.7978845608028654 * (1.0 + 0.134145 * g * g)
+        slope = 0.5 * (1.0 + t) + 0.5 * g * (1.0 - t * t) * inner
+    else:
+        tl.static_assert(FUNCTION == "gelu")
+        density = 0.3989422804014327 * tl.exp(-0.5 * g * g)
+        slope = 0.5 * (1.0 + tl.erf(g * 0.7071067811865476)) + g * density
+    return slope
+
+
+@triton.jit
+def up_factor(
+    u, FUNCTION: tl.constexpr, LIMIT: tl.constexpr, BETA: tl.constexpr, LINEAR_BETA: tl.constexpr
+):  # fmt: skip
+    """The factor that up makes of an activation, and its derivative, in float32."""
+    value, slope = u, tl.full(u.shape, 1.0, tl.float32)
+    if LIMIT is not None:
+        value = tl.where(u > LIMIT, LIMIT, tl.where(u < -LIMIT, -LIMIT, u))
+        slope = tl.where(tl.abs(u) > LIMIT, 0.0, 1.0)
+    if FUNCTION == "swiglu":
+        value = value + BETA
+    if LINEAR_BETA is not None:
+        t = tanh(u / LINEAR_BETA)
+        value, slope = LINEAR_BETA * t, 1.0 - t * t
+    return value, slope
 
 
 @triton.jit
@@ -138,3 +188,80 @@ def activation(x: Tensor, activation: str) -> Tensor:
         kernel, pieces = _launch(activation, width)
         kernel((rows, pieces), x, out, x.stride(0), width)
     return out
+
+
+@triton.jit
+def _activation_backward_kernel(
+    grad, x, topk_weights, topk_ids, expert_map, grad_x, activated, products, num_ids, num_experts,
+    WIDTH: tl.constexpr, GATED: tl.constexpr, INTERLEAVED: tl.constexpr, FUNCTION: tl.constexpr,
+    LIMIT: tl.constexpr, ALPHA: tl.constexpr, BETA: tl.constexpr, LINEAR_BETA: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One program computes the row of one slot; of a skipped slot, the product 0 alone."""
+    take_turn()
+    slot = tl.program_id(0).to(tl.int64)
+    found = local_experts(topk_ids, expert_map, slot, True, num_ids, num_experts)
+    width = tl.where(found >= 0, WIDTH, 0)
+    weight = 1.0
+    if topk_weights is not None:
+        weight = tl.load(topk_weights + slot).to(tl.float32)
+    STEP: tl.constexpr = 2 if INTERLEAVED else 1
+    UP: tl.constexpr = 1 if INTERLEAVED else WIDTH
+    COUNT: tl.constexpr = 2 * WIDTH if GATED else WIDTH
+    total = tl.zeros((BLOCK,), dtype=tl.float32)
+    for start in range(0, WIDTH, BLOCK):
+        col = start + tl.arange(0, BLOCK)
+        inside = col < width
+        at = slot * COUNT + STEP * col
+        d = tl.load(grad + slot * WIDTH + col, mask=inside, other=0.0).to(tl.float32)
+        g = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
+        value = gate(g, FUNCTION, LIMIT, ALPHA, BETA)
+        slope = gate_slope(g, FUNCTION, LIMIT, ALPHA, BETA)
+        if GATED:
+            u = tl.load(x + at + UP, mask=inside, other=0.0).to(tl.float32)
+            factor, up_slope = up_factor(u, FUNCTION, LIMIT, BETA, LINEAR_BETA)
+            d_up = d * value * up_slope * weight
+            tl.store(grad_x + at + UP, d_up.to(grad_x.dtype.element_ty), mask=inside)
+            value, slope = value * factor, slope * factor
+        tl.store(grad_x + at, (d * slope * weight).to(grad_x.dtype.element_ty), mask=inside)
+        if activated is not None:
+            rounded = (value * weight).to(activated.dtype.element_ty)
+            tl.store(activated + slot * WIDTH + col, rounded, mask=inside)
+        total += tl.where(inside, d * value, 0.0)
+    tl.store(products + slot, tl.sum(total, 0))
+
+
+@lru_cache(maxsize=1024)
+def _backward_launch(activation: str, width: int) -> Launch:
+    rule = formula(activation)
+    return Launch(
+        _activation_backward_kernel,
+        WIDTH=width,
+        GATED=rule.gated,
+        INTERLEAVED=rule.interleaved,
+        **constants(rule),
+        BLOCK=min(1024, next_power_of_2(width)),
+    )
+
+
+def moe_activation_backward(
+    grad: Tensor,
+    x: Tensor,
+    topk_weights: Tensor | None,
+    topk_ids: Tensor,
+    expert_map: Tensor | None,
+    num_local_experts: int,
+    activation: str,
+    activated: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Launch one program per slot."""
+    slots = (topk_ids, expert_map, num_local_experts)
+    result = empty_gradients(grad, x, topk_weights, *slots, activation, activated)
+    grad_x, rows, products = result
+    if products.numel():
+        _backward_launch(activation, grad.shape[1])(
+            (x.shape[0],), grad.contiguous(), x.contiguous(), dense(topk_weights),
+            topk_ids.contiguous(), dense(expert_map), grad_x, rows if activated else None, products,
+            map_size(expert_map, num_local_experts), num_local_experts,
+        )  # fmt: skip
+    return result

@@ -15,6 +15,8 @@ from moe_ops.fake_impls.routing import fused_topk as empty_topk
 from moe_ops.fake_impls.routing import grouped_topk as empty_grouped
 from moe_ops.fake_impls.routing import hash_topk as empty_hashed
 from moe_ops.fake_impls.routing import sparsemixer as empty_pair
+from moe_ops.fake_impls.routing import topk_backward as empty_gradient
+from moe_ops.kernels._routing.backward import topk_backward_kernel
 from moe_ops.kernels._routing.choice import route_tokens
 from moe_ops.kernels._routing.grouped_topk import grouped_topk_kernel
 from moe_ops.kernels._routing.scores import (
@@ -285,3 +287,36 @@ def sparsemixer(gating_output: Tensor, jitter_eps: float) -> tuple[Tensor, Tenso
             (tokens,), logits, *result, logits.stride(0), num_experts
         )
     return result
+
+
+@lru_cache(maxsize=1024)
+def _backward_launch(
+    num_experts: int, topk: int, renormalize: bool, scoring_func: str, scale: float
+) -> Launch:
+    return Launch(
+        topk_backward_kernel,
+        **_meaning(topk, renormalize, scoring_func, scale),
+        EXPERTS=_block(num_experts),
+        num_warps=_num_warps(num_experts),
+    )
+
+
+def topk_backward(
+    grad: Tensor,
+    gating_output: Tensor,
+    topk_ids: Tensor,
+    renormalize: bool,
+    scoring_func: str,
+    routed_scaling_factor: float,
+) -> Tensor:
+    """Launch one program per token."""
+    how = (renormalize, scoring_func, routed_scaling_factor)
+    out = empty_gradient(grad, gating_output, topk_ids, *how)
+    tokens, num_experts = gating_output.shape
+    if tokens:
+        logits = by_rows(gating_output)
+        _backward_launch(num_experts, topk_ids.shape[1], *how)(
+            (tokens,), grad.contiguous(), logits, dense(topk_ids), out, logits.stride(0),
+            num_experts,
+        )  # fmt: skip
+    return out

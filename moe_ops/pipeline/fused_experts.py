@@ -4,24 +4,26 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from moe_ops import checks, ops
 from moe_ops.activation import Activation, MoEActivation, kind_and_key
-from moe_ops.gradients import inference_only
+from moe_ops.gradients import check_transforms, refuse, wanted
+from moe_ops.pipeline.backward import Settings, differentiable_experts, lacking
 from moe_ops.pipeline.experts.standard import slot_experts
 from moe_ops.pipeline.gemms import expert_weights
 from moe_ops.pipeline.layer_checks import check_layer, check_not_quantized
 from moe_ops.pipeline.row_spaces import SlotRows, check_batch_invariant
 from moe_ops.pipeline.token_rows import first_rows
 from moe_ops.routing.arguments import check_logits, check_scoring
+from moe_ops.routing.topk import fused_topk
 from moe_ops.scheme import FusedMoEQuantConfig, Scheme
 from moe_ops.tensors import Routing
 
 NOT_QUANTIZED = FusedMoEQuantConfig("unquantized")
 
 
-@inference_only
 def fused_experts(
     hidden_states: Tensor,
     w1: Tensor,
@@ -152,16 +154,31 @@ def _experts(
     _check_call(*flags, scheme, *routing, global_num_experts, *layer)
     experts = expert_weights(w1, w2, config, biases)
     dtype, on_input = hidden_states.dtype, apply_router_weight_on_input
-    return slot_experts(
-        first_rows(hidden_states, config, routing, w1.shape[0], on_input),
-        experts,
-        scheme,
-        SlotRows.of(routing, w1.shape[0], scheme, dtype, batch_invariant, plan),
-        routing.topk_weights,
-        key,
-        dtype,
-        on_input,
-    )
+
+    def run() -> Tensor:
+        return slot_experts(
+            first_rows(hidden_states, config, routing, w1.shape[0], on_input),
+            experts,
+            scheme,
+            SlotRows.of(routing, w1.shape[0], scheme, dtype, batch_invariant, plan),
+            routing.topk_weights,
+            key,
+            dtype,
+            on_input,
+        )
+
+    asked = torch.is_grad_enabled()
+    inputs = wanted(hidden_states, *weights, routing.topk_weights, *biases, config) if asked else []
+    if not inputs:
+        return run()
+    reason = lacking(weights, config)
+    if reason is None:
+        check_transforms("fused_experts")
+        settings = Settings(scheme, key, on_input, batch_invariant)
+        return differentiable_experts(hidden_states, experts, routing, settings, config, plan)
+    with torch.no_grad():
+        out = run()
+    return refuse(out, inputs, "fused_experts", reason)
 
 
 @checks.remembered
@@ -193,7 +210,6 @@ def _check_routed(
         check_batch_invariant(scheme)
 
 
-@inference_only
 def fused_moe(
     hidden_states: Tensor,
     w1: Tensor,
@@ -243,9 +259,13 @@ def fused_moe(
         hidden_states, w1, w2, gating_output, topk, renormalize, scoring_func, expert_map, scheme,
         batch_invariant,
     )  # fmt: skip
-    how = (None, topk, renormalize, scoring_func, 1)
-    layer = (w1.shape[0], scheme.key, hidden_states.dtype, batch_invariant)
-    topk_weights, topk_ids, plan = ops.topk_plan(gating_output, *how, expert_map, *layer)
+    if torch.is_grad_enabled() and gating_output.requires_grad:
+        plan, scored = None, (topk, renormalize, None, scoring_func)
+        topk_weights, topk_ids = fused_topk(hidden_states, gating_output, *scored)
+    else:
+        how = (None, topk, renormalize, scoring_func, 1)
+        layer = (w1.shape[0], scheme.key, hidden_states.dtype, batch_invariant)
+        topk_weights, topk_ids, plan = ops.topk_plan(gating_output, *how, expert_map, *layer)
     return _experts(
         plan,
         hidden_states,

@@ -125,3 +125,42 @@ def sparsemixer(gating_output: Tensor, jitter_eps: float) -> tuple[Tensor, Tenso
         choice = choice.scatter(-1, chosen, -torch.inf)
         left = left.scatter(-1, chosen, value=False)
     return torch.cat(weights, -1).float(), torch.cat(ids, -1).to(torch.int32)
+
+
+def topk_backward(
+    grad: Tensor,
+    gating_output: Tensor,
+    topk_ids: Tensor,
+    renormalize: bool,
+    scoring_func: str,
+    routed_scaling_factor: float,
+) -> Tensor:
+    """The gradient of logits through the weights of the chosen experts, in float64, rounded once.
+
+    The choice has no gradient, whatever bias or groups it was made with. A logit that is not finite
+    and a slot without an expert have none either.
+    """
+    logits, num_experts = gating_output.double(), gating_output.shape[1]
+    finite, ids = logits.isfinite(), topk_ids.long()
+    known = (ids >= 0) & (ids < num_experts)
+    ids = torch.where(known, ids, 0)
+    score = scores(gating_output, scoring_func).double()
+    chosen = score.gather(1, ids).masked_fill(~known, 0.0)
+    grad = grad.double().masked_fill(~known, 0.0) * routed_scaling_factor
+    if renormalize:
+        total = chosen.sum(1, keepdim=True)
+        total = torch.where(total > 0, total, 1.0)
+        share = chosen / total  # without a positive score all shares are zero
+        grad = (grad - (grad * share).sum(1, keepdim=True)) / total
+        grad = grad.masked_fill(~known, 0.0)
+    slopes = torch.zeros_like(logits).scatter_add_(1, ids, grad)
+    x = logits.masked_fill(~finite, 0.0)
+    if scoring_func == "softmax":
+        inner = (slopes * score).sum(1, keepdim=True)
+        result = score * (slopes - inner)
+    elif scoring_func == "sigmoid":
+        result = slopes * sigmoid(x) * sigmoid(-x)
+    else:
+        slope = torch.where(x > 20, 1.0, sigmoid(x))
+        result = torch.where(score > 0, slopes * slope / (2 * score), 0.0)
+    return result.masked_fill(~finite, 0.0).to(gating_output.dtype)

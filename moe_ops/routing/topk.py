@@ -13,6 +13,7 @@ from moe_ops.routing.arguments import (
     check_scoring,
     check_weighing,
 )
+from moe_ops.routing.backward import differentiable_topk
 
 
 @checks.remembered
@@ -32,7 +33,6 @@ def _check_topk(
     check_indices_type(indices_type)
 
 
-@inference_only
 def fused_topk(
     hidden_states: Tensor,
     gating_output: Tensor,
@@ -78,18 +78,15 @@ def fused_topk(
         hidden_states, gating_output, topk, renormalize, indices_type, scoring_func,
         e_score_correction_bias, routed_scaling_factor,
     )  # fmt: skip
-    weights, ids = ops.fused_topk(
-        gating_output,
-        e_score_correction_bias,
-        topk,
-        renormalize,
-        scoring_func,
-        routed_scaling_factor,
-    )
+    how = (topk, renormalize, scoring_func, routed_scaling_factor)
+    if torch.is_grad_enabled() and gating_output.requires_grad:
+        routed = differentiable_topk("fused_topk", gating_output, e_score_correction_bias, how)
+    else:
+        routed = ops.fused_topk(gating_output, e_score_correction_bias, *how)
+    weights, ids = routed
     return weights, ids if indices_type is None else ids.to(indices_type)
 
 
-@inference_only
 def grouped_topk(
     hidden_states: Tensor,
     gating_output: Tensor,
@@ -141,8 +138,12 @@ def grouped_topk(
             f"{topk_group}"
         )
     checks.at_least(0, num_expert_group=num_expert_group, topk_group=topk_group)
+    logits, bias = gating_output, e_score_correction_bias
+    trained = torch.is_grad_enabled() and logits.requires_grad
     if num_expert_group in (0, 1) and topk_group in (0, 1):
-        return ops.fused_topk(gating_output, e_score_correction_bias, *how)
+        if trained:
+            return differentiable_topk("grouped_topk", logits, bias, how)
+        return ops.fused_topk(logits, bias, *how)
     if num_expert_group < 1 or num_experts % num_expert_group:
         raise ValueError(
             f"num_expert_group must divide the {num_experts} experts, got {num_expert_group}"
@@ -153,9 +154,10 @@ def grouped_topk(
             f"got {topk_group}"
         )
     checks.topk("topk", topk, num_experts // num_expert_group * topk_group)
-    return ops.grouped_topk(
-        gating_output, e_score_correction_bias, *how, num_expert_group, topk_group
-    )
+    if trained:
+        groups = (num_expert_group, topk_group)
+        return differentiable_topk("grouped_topk", logits, bias, how, groups)
+    return ops.grouped_topk(logits, bias, *how, num_expert_group, topk_group)
 
 
 @inference_only

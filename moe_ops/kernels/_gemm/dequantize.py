@@ -191,16 +191,25 @@ def scale_value(stored, FORMAT: tl.constexpr):
 
 
 @triton.jit
-def dequantize(
-    stored, scale, zero_point, DTYPE: tl.constexpr, BLOCK_K: tl.constexpr, FORMAT: tl.constexpr
+def plain_numbers(
+    stored, zero_point, DTYPE: tl.constexpr, BLOCK_K: tl.constexpr, FORMAT: tl.constexpr
 ):
-    """Dequantize a tile of weights (BLOCK_K, N) to DTYPE, times ``scale`` (G, N) if in_tile."""
+    """A tile of weights (BLOCK_K, N) in DTYPE, exactly, minus zero points (G, N); not scaled."""
     value = numbers(stored, DTYPE, FORMAT)
     if FORMAT.exponent > 0:
         MISSING: tl.constexpr = missing(DTYPE, FORMAT.exponent)
         value *= constant(MISSING, DTYPE)
     if zero_point is not None:
         value -= spread(zero_point, BLOCK_K).to(DTYPE)
+    return value
+
+
+@triton.jit
+def dequantize(
+    stored, scale, zero_point, DTYPE: tl.constexpr, BLOCK_K: tl.constexpr, FORMAT: tl.constexpr
+):
+    """Dequantize a tile of weights (BLOCK_K, N) to DTYPE, times ``scale`` (G, N) if in_tile."""
+    value = plain_numbers(stored, zero_point, DTYPE, BLOCK_K, FORMAT)
     if FORMAT.in_tile:
         # If DTYPE represents the scale exactly, a product in DTYPE is rounded once, as in float32.
         HOLDS: tl.constexpr = (

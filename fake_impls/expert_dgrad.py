@@ -1,0 +1,49 @@
+"""Output of the expert GEMM with transposed stored weights."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from moe_ops import sizes
+from moe_ops.dispatch.row_tiles import gemm_rule
+from moe_ops.scheme import get_scheme, is_packed
+from moe_ops.tensors import AnyTiles
+
+
+def expert_dgrad(
+    dy: Tensor,
+    w: Tensor,
+    w_scale: Tensor,
+    w_zero_point: Tensor | None,
+    w_global_scale: Tensor | None,
+    tiles: AnyTiles,
+    top_k: int,
+    scheme: str,
+    batch_invariant: bool = False,
+) -> Tensor:
+    """``(slots, K)`` for rows ``(R, N)`` and a weight ``(E, N, K)``."""
+    quant = get_scheme(scheme).weight
+    if quant is None:
+        raise ValueError(f"scheme must quantize weights, got {scheme!r}")
+    if is_packed(w):
+        raise NotImplementedError(
+            "w must be in the plain form: call unpack_weight, or the layer's unpack_(), got the "
+            "packed form"
+        )
+    sizes.axes("w", w, 3)
+    experts, n, width = w.shape
+    k = quant.numbers_per_entry(w.dtype) * width
+    rule = gemm_rule(scheme, dy, tiles, batch_invariant)
+    turned = dy.new_empty(()).expand(experts, k, n)
+    slots = sizes.gemm(dy, turned, (1, 1), None, tiles, rule, top_k)
+    for name, value, needed in (
+        ("w_zero_point", w_zero_point, quant.zero_point),
+        ("w_global_scale", w_global_scale, quant.global_scale),
+    ):
+        if (value is not None) != needed:
+            raise ValueError(
+                f"{name} must be {'a Tensor' if needed else 'None'} for scheme {scheme}, got "
+                f"{'None' if value is None else 'a Tensor'}"
+            )
+    sizes.weight_scales(scheme, (experts, n, k), w_scale, w_global_scale, w_zero_point)
+    return dy.new_empty((slots, k))

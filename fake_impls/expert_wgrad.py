@@ -1,0 +1,59 @@
+"""Outputs of the gradients of expert weights, biases and router weights."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from moe_ops import sizes
+from moe_ops.dispatch.row_tiles import gemm_rule
+from moe_ops.tensors import AnyTiles
+
+
+def expert_wgrad(
+    dy: Tensor,
+    x: Tensor,
+    topk_weights: Tensor | None,
+    tiles: AnyTiles,
+    num_experts: int,
+    scheme: str,
+    out_dtype: torch.dtype,
+    batch_invariant: bool = False,
+) -> Tensor:
+    """``(E, N, K)`` for rows ``(R, N)`` and ``(R, K)``."""
+    rule = gemm_rule(scheme, dy, tiles, batch_invariant)
+    slots = sizes.planned((dy, x), tiles, num_experts, rule)
+    sizes.entries("topk_weights", topk_weights, slots)
+    return dy.new_empty((num_experts, dy.shape[1], x.shape[1]), dtype=out_dtype)
+
+
+def expert_bias_grad(
+    dy: Tensor,
+    topk_weights: Tensor | None,
+    tiles: AnyTiles,
+    num_experts: int,
+    scheme: str,
+    batch_invariant: bool = False,
+) -> Tensor:
+    """float32 ``(E, N)`` for rows ``(R, N)``."""
+    rule = gemm_rule(scheme, dy, tiles, batch_invariant)
+    slots = sizes.planned((dy,), tiles, num_experts, rule)
+    sizes.entries("topk_weights", topk_weights, slots)
+    return dy.new_empty((num_experts, dy.shape[1]), dtype=torch.float32)
+
+
+def slot_products(
+    x: Tensor,
+    y: Tensor,
+    topk_ids: Tensor,
+    expert_map: Tensor | None,
+    num_local_experts: int,
+    by_expert: bool,
+) -> Tensor:
+    """float32 ``(T, k)`` for rows ``(T, H)`` and ``(T * k, H)``, or ``(El, H)`` by expert."""
+    tokens, k = sizes.slots(topk_ids, expert_map)
+    sizes.num_experts("num_local_experts", num_local_experts)
+    sizes.axes("x", x, 2)
+    sizes.equal("x.shape[0]", x.shape[0], tokens)
+    sizes.shaped("y", y, num_local_experts if by_expert else tokens * k, x.shape[1])
+    return x.new_empty((tokens, k), dtype=torch.float32)

@@ -1,0 +1,270 @@
+"""The Standard-format pipeline with a backward pass: each of its stages is an operator.
+
+Forward keeps the product of the first GEMM, from which the backward pass computes the activation
+again. It keeps no other tensor with a row per slot: with ``g[s] = grad[t] @ w2[e]``, the gradient
+of a router weight is ``<g[s], h[s]>`` for the activated row ``h[s]``, so that experts' outputs are
+not needed.
+
+Source:
+    SonicMoE (arXiv 2512.14080) for the gradient of router weights.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+
+from moe_ops import ops
+from moe_ops.gradients import wanted
+from moe_ops.pipeline.gemms import activated, gemm, quantized
+from moe_ops.pipeline.row_spaces import SlotRows
+from moe_ops.scheme import FusedMoEQuantConfig, Scheme, is_packed
+from moe_ops.tensors import ExpertWeight, ExpertWeights, Routing, Rows
+
+
+class Settings(NamedTuple):
+    """What a call of `differentiable_experts` is given beside tensors."""
+
+    scheme: Scheme
+    activation: str
+    """Key of the activation."""
+    on_input: bool
+    """Whether router weights multiply the rows of the first GEMM."""
+    batch_invariant: bool
+
+
+class Operands(NamedTuple):
+    """The tensors of a call: differentiable ones first."""
+
+    x: Any
+    w1: Any
+    w2: Any
+    topk_weights: Any
+    b1: Any
+    b2: Any
+    topk_ids: Any
+    expert_map: Any
+    w1_scale: Any
+    w1_zero_point: Any
+    w1_factor: Any
+    w2_scale: Any
+    w2_zero_point: Any
+    w2_factor: Any
+    a1_scale: Any
+    a2_scale: Any
+    w1_global_scale: Any
+    """Of the weight alone; ``w1_factor`` may contain the rows' as well."""
+    w2_global_scale: Any
+
+    def weights(self) -> ExpertWeights:
+        """Both weights, for the GEMMs of the forward pass."""
+        w1 = ExpertWeight(self.w1, self.b1, self.w1_scale, self.w1_zero_point, self.w1_factor)
+        w2 = ExpertWeight(self.w2, self.b2, self.w2_scale, self.w2_zero_point, self.w2_factor)
+        return ExpertWeights(w1, w2, self.a1_scale, self.a2_scale)
+
+    def space(self, settings: Settings, plan: Tensor | None) -> SlotRows:
+        """The row space of the call's routing."""
+        routing = Routing(self.topk_weights, self.topk_ids, self.expert_map)
+        how = (settings.scheme, self.x.dtype, settings.batch_invariant, plan)
+        return SlotRows.of(routing, self.w1.shape[0], *how)
+
+
+DIFFERENTIABLE = 6
+"""The number of operands at the beginning of `Operands` that may have gradients."""
+
+
+def lacking(weights: tuple[Tensor, Tensor], config: FusedMoEQuantConfig) -> str | None:
+    """Why a call that is asked for gradients has none; None: it has them."""
+    if config.scheme.weight is None:
+        return None
+    if any(is_packed(w) for w in weights):
+        return "weights must not be in the packed form: call FusedMoE.unpack_() or unpack_weight"
+    constants = [w for w in weights if w.requires_grad]
+    biases = (config.w1_bias, config.w2_bias)
+    for x in wanted(*config.tensors):
+        constants += [] if any(x is bias for bias in biases) else [x]
+    return "quantized weights and their scales must not require grad" if constants else None
+
+
+def differentiable_experts(
+    x: Tensor,
+    weights: ExpertWeights,
+    routing: Routing,
+    settings: Settings,
+    config: FusedMoEQuantConfig,
+    plan: Tensor | None = None,
+) -> Tensor:
+    """`slot_experts` with gradients of ``x``, weights, biases and router weights.
+
+    The product of the first GEMM is rounded to the dtype of ``x`` before the activation.
+
+    Args:
+        x: ``(T, H)``.
+        weights: both weights.
+        routing: the tokens' routing.
+        settings: all else.
+        config: scheme and scales of the weights.
+        plan: see `SlotRows.of`.
+    """
+    (w1, b1, *first), (w2, b2, *second), a1_scale, a2_scale = weights
+    topk_weights, topk_ids, expert_map = routing
+    global_scales = [stored.global_scale for stored in config.weights(w1, w2)]
+    return _Experts.apply(
+        settings, plan, x, w1, w2, topk_weights, b1, b2, topk_ids, expert_map, *first, *second,
+        a1_scale, a2_scale, *global_scales,
+    )  # fmt: skip
+
+
+class _Experts(Function):
+    """The pipeline as one node of the autograd graph."""
+
+    @staticmethod
+    def forward(ctx: Any, settings: Settings, plan: Tensor | None, *tensors: Any) -> Tensor:
+        """Run the stages; keep the operands, the plan and the product of the first GEMM."""
+        given = Operands(*tensors)
+        space = given.space(settings, plan)
+        product = _first_product(settings, given, space)
+        weights = given.weights()
+        h = activated(product, weights, space, settings.scheme, settings.activation)
+        y = gemm(h, weights.w2, space, 1, settings.scheme, given.x.dtype)
+        del h
+        ctx.settings = settings
+        ctx.save_for_backward(*tensors, product, space.tiles.plan)
+        on_output = None if settings.on_input else given.topk_weights
+        slots = (given.topk_ids, given.expert_map, None, space.num_local_experts)
+        return ops.moe_fused_mul_sum(y, on_output, *slots)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        """Compute the gradients that are asked for."""
+        *tensors, product, plan = ctx.saved_tensors
+        given, wanted = Operands(*tensors), Operands(*ctx.needs_input_grad[2:])
+        work = _Backward(ctx.settings, given, wanted, given.space(ctx.settings, plan))
+        found = work.run(grad.contiguous(), product)
+        return (None, None, *found, *[None] * (len(tensors) - DIFFERENTIABLE))
+
+
+def _first_product(settings: Settings, given: Operands, space: SlotRows) -> Tensor:
+    """The product of the first GEMM with its bias, ``(T * k, 2I)``."""
+    scheme, x, weights = settings.scheme, given.x, given.weights()
+    quant, top_k = scheme.activation, given.topk_ids.shape[1]
+    on_input = given.topk_weights if settings.on_input else None
+    if quant is not None and on_input is not None:  # rows of slots, which contain the weights
+        slots = (given.topk_ids, given.expert_map, space.num_local_experts)
+        rows = Rows(*ops.moe_quantize(x, given.a1_scale, on_input, *slots, quant.key))
+        on_input, top_k = None, 1
+    else:
+        rows = quantized(x, given.a1_scale, weights.w1, space, scheme, top_k)
+    return gemm(rows, weights.w1, space, top_k, scheme, x.dtype, "", on_input)
+
+
+class _Backward(NamedTuple):
+    """The backward pass of a call."""
+
+    settings: Settings
+    given: Operands
+    wanted: Operands
+    """Whether the gradient of each operand is asked for."""
+    space: SlotRows
+
+    def run(self, grad: Tensor, product: Tensor) -> tuple[Tensor | None, ...]:
+        """The gradients of the differentiable operands; None: not asked for.
+
+        Args:
+            grad: the gradient of the result, ``(T, H)``.
+            product: the product of the first GEMM, ``(T * k, 2I)``.
+        """
+        given, wanted, key = self.given, self.wanted, self.settings.activation
+        db2 = self._bias_gradient(grad, self.on_output, given.b2) if wanted.b2 else None
+        if not (wanted.x or wanted.w1 or wanted.topk_weights or wanted.b1):
+            dw2 = None
+            if wanted.w2:
+                h = ops.activation(product, key)
+                dw2 = self._weight_gradient(grad, h, self.on_output, given.w2)
+            return None, None, dw2, None, None, db2
+        rows = self._through(grad, given.w2, self.second, given.topk_ids.shape[1])
+        dp, h, products = ops.moe_activation_backward(
+            rows, product, self.on_output, *self.slots, key, wanted.w2
+        )
+        del rows
+        dw2 = self._weight_gradient(grad, h, None, given.w2) if wanted.w2 else None
+        del h
+        dw1 = self._weight_gradient(dp, given.x, self.on_input, given.w1) if wanted.w1 else None
+        db1 = self._bias_gradient(dp, None, given.b1) if wanted.b1 else None
+        if self.on_input is None and wanted.topk_weights and given.b2 is not None:
+            products = products + ops.slot_products(grad, given.b2, *self.slots, True)
+        dx, weighted = self._first_gradients(dp)
+        weights = products if self.on_input is None else weighted
+        if wanted.topk_weights and weights is not None:
+            weights = weights.to(given.topk_weights.dtype)
+        return dx, dw1, dw2, weights if wanted.topk_weights else None, db1, db2
+
+    def _first_gradients(self, dp: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        """Gradients of the tokens, and of router weights on the input, through the first GEMM."""
+        given, wanted, weights = self.given, self.wanted, self.on_input
+        into_weights = wanted.topk_weights and weights is not None
+        if not (wanted.x or into_weights):
+            return None, None
+        rows = self._through(dp, given.w1, self.first, 1)
+        of_weights = None
+        if into_weights:
+            of_weights = ops.slot_products(given.x, rows, *self.slots, False)
+        if not wanted.x:
+            return None, of_weights
+        ids, expert_map, experts = self.slots
+        dx = ops.moe_fused_mul_sum(rows, weights, ids, expert_map, None, experts)
+        return dx, of_weights
+
+    @property
+    def on_input(self) -> Tensor | None:
+        """Router weights, if they multiply the rows of the first GEMM."""
+        return self.given.topk_weights if self.settings.on_input else None
+
+    @property
+    def on_output(self) -> Tensor | None:
+        """Router weights, if they multiply the experts' results."""
+        return None if self.settings.on_input else self.given.topk_weights
+
+    @property
+    def slots(self) -> tuple[Tensor, Tensor | None, int]:
+        """Ids, expert map and El, which say what slots are skipped."""
+        return self.given.topk_ids, self.given.expert_map, self.space.num_local_experts
+
+    @property
+    def first(self) -> tuple[Tensor | None, ...]:
+        """Scales, zero points and global scales of the first weight."""
+        return self.given.w1_scale, self.given.w1_zero_point, self.given.w1_global_scale
+
+    @property
+    def second(self) -> tuple[Tensor | None, ...]:
+        """Scales, zero points and global scales of the second weight."""
+        return self.given.w2_scale, self.given.w2_zero_point, self.given.w2_global_scale
+
+    def _through(
+        self, rows: Tensor, w: Tensor, scales: tuple[Tensor | None, ...], top_k: int
+    ) -> Tensor:
+        """``rows[s // top_k] @ w[e]`` for every slot s, with dequantized weights."""
+        scheme, where = self.settings.scheme, ([*self.space.tiles], top_k)
+        invariant = self.space.batch_invariant
+        if scheme.weight is None:
+            turned = w.transpose(1, 2)
+            return ops.expert_matmul(rows, turned, None, None, *where, batch_invariant=invariant)
+        return ops.expert_dgrad(rows, w, *scales, *where, scheme.key, invariant)
+
+    def _weight_gradient(self, dy: Tensor, x: Tensor, weights: Tensor | None, w: Tensor) -> Tensor:
+        """``(weights * dy).T @ x`` over the slots of each expert, laid out as ``w`` is."""
+        tiles, experts = [*self.space.tiles], self.space.num_local_experts
+        how = (self.settings.scheme.key, w.dtype, self.space.batch_invariant)
+        if w.stride(-1) != 1 and weights is None:
+            return ops.expert_wgrad(x, dy, None, tiles, experts, *how).transpose(1, 2)
+        return ops.expert_wgrad(dy, x, weights, tiles, experts, *how)
+
+    def _bias_gradient(self, dy: Tensor, weights: Tensor | None, bias: Tensor) -> Tensor:
+        """The sum of ``weights * dy`` over the slots of each expert."""
+        tiles, experts = [*self.space.tiles], self.space.num_local_experts
+        how = (self.settings.scheme.key, self.space.batch_invariant)
+        return ops.expert_bias_grad(dy, weights, tiles, experts, *how).to(bias.dtype)

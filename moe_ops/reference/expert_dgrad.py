@@ -1,0 +1,39 @@
+"""Reference of the expert GEMM with transposed stored weights."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from moe_ops.dispatch.row_tiles import gemm_rule
+from moe_ops.reference.grouped import Epilogue, grouped
+from moe_ops.reference.slots import multiply
+from moe_ops.reference.weight_only_gemm import one_expert
+from moe_ops.scheme import dequantize_weight, get_scheme
+from moe_ops.tensors import AnyTiles, QTensor
+
+
+def expert_dgrad(
+    dy: Tensor,
+    w: Tensor,
+    w_scale: Tensor,
+    w_zero_point: Tensor | None,
+    w_global_scale: Tensor | None,
+    tiles: AnyTiles,
+    top_k: int,
+    scheme: str,
+    batch_invariant: bool = False,
+) -> Tensor:
+    """``out[s] = dy[s // top_k] @ dequantized(w[e])``, with weights rounded to the rows' dtype."""
+    stored = QTensor(w, w_scale, w_zero_point, w_global_scale)
+    known = get_scheme(scheme)
+    rule = gemm_rule(scheme, dy, tiles, batch_invariant)
+    each = 0 if known.weight is None else known.weight.numbers_per_entry(w.dtype)
+    turned = dy.new_empty(()).expand(len(w), each * w.shape[2], w.shape[1])
+
+    def product(expert: int, rows: Sequence[Tensor], out: Tensor) -> None:
+        weight = dequantize_weight(one_expert(stored, expert), known, dy.dtype)[0].float()
+        multiply(rows[0].float(), weight, out, batch_invariant)
+
+    return grouped(product, (dy,), turned, tiles, rule, top_k, dy.dtype, Epilogue(None))

@@ -1,0 +1,154 @@
+"""The layer in plain PyTorch with autograd: exact in float64, or rounded where ours rounds."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from activation_formulas import FORMULAS, halves
+from torch import Tensor
+
+from moe_ops.reference.quantize import quantize_rows
+from moe_ops.scheme import FusedMoEQuantConfig, Quant, dequantize_rows
+from moe_ops.testing import Inputs, Problem, assert_matches_reference
+
+FLOAT_INPUTS = ("hidden_states", "w1", "w2", "topk_weights", "w1_bias", "w2_bias")
+"""Inputs of a layer that have gradients."""
+
+
+class Rounding(torch.autograd.Function):
+    """Round to a dtype, forward and backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dtype: torch.dtype) -> Tensor:
+        ctx.dtype = dtype
+        return x.to(dtype).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return grad.to(ctx.dtype).to(grad.dtype), None
+
+
+def chosen(inputs: Inputs) -> Tensor:
+    """The local expert of each slot, -1 if skipped, in plain Python."""
+    local = list(range(len(inputs.w1)))
+    if inputs.expert_map is not None:
+        local = inputs.expert_map.tolist()
+    ids = inputs.topk_ids.flatten().tolist()
+    found = [local[i] if 0 <= i < len(local) else -1 for i in ids]
+    return torch.tensor(found, dtype=torch.int64).view(inputs.topk_ids.shape)
+
+
+class Stored(torch.autograd.Function):
+    """Quantize and dequantize rows; the gradient passes as if nothing had happened."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, scale: Tensor | None, quant: Quant) -> Tensor:
+        q, each = quantize_rows(rows[None].float(), scale, torch.ones(1, len(rows)) > 0, quant)
+        rows = dequantize_rows(q, each, quant)[0].to(rows.dtype)
+        return rows * scale.float() if quant.global_scale and scale is not None else rows
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return grad, None, None
+
+
+def layer(
+    problem: Problem, inputs: Inputs, dtype: torch.dtype, config: FusedMoEQuantConfig | None = None
+) -> Tensor:
+    """The layer in the dtype of ``inputs``, rounded to ``dtype`` where our backward pass rounds.
+
+    With a ``config`` rows are quantized; weights are given dequantized.
+    """
+    x, w1, w2, weights, _, _, b1, b2 = inputs
+    expert = chosen(inputs)
+    token, slot = (expert >= 0).nonzero(as_tuple=True)
+    expert, weight = expert[token, slot], weights[token, slot, None]
+    quant = None if config is None else config.scheme.activation
+    scales = (None, None) if config is None else config.input_scales
+
+    def rounded(value: Tensor) -> Tensor:
+        return value if dtype == value.dtype else Rounding.apply(value, dtype)
+
+    def stored(rows: Tensor, scale: Tensor | None) -> Tensor:
+        return rows if quant is None else Stored.apply(rows, scale, quant)
+
+    def product(rows: Tensor, w: Tensor) -> Tensor:
+        out = rows.new_zeros(len(rows), w.shape[1])
+        for e in range(len(w)):
+            mine = (expert == e).nonzero().flatten()
+            out = out.index_add(0, mine, rows[mine] @ w[e].t())
+        return out
+
+    on_input, on_output = (weight, 1.0) if problem.on_input else (1.0, weight)
+    rows = rounded(x[token])
+    if quant is not None:
+        rows, on_input = rows * on_input, 1.0
+    h = product(stored(rows, scales[0]), w1) * on_input
+    h = rounded(h if b1 is None else h + b1[expert])
+    h = rounded(FORMULAS[problem.activation](*halves(h, problem.activation)))
+    # The gradient of this product is that of rows without router weights, and is rounded as such.
+    y = product(rounded(stored(h, scales[1]) * on_output), w2)
+    y = y if b2 is None else y + b2[expert] * on_output
+    return rounded(torch.zeros_like(x).index_add(0, token, y))
+
+
+def leaves(inputs: Inputs, names: Any = FLOAT_INPUTS) -> Inputs:
+    """The same values, of which the named ones require grad."""
+    given = {n: getattr(inputs, n) for n in FLOAT_INPUTS if getattr(inputs, n) is not None}
+    return inputs._replace(
+        **{n: x.detach().clone().requires_grad_(n in names) for n, x in given.items()}
+    )
+
+
+def gradients(out: Tensor, inputs: Inputs, grad: Tensor) -> dict[str, Tensor]:
+    """Gradients of what requires grad; zeros of what ``out`` does not depend on."""
+    asked = [n for n in FLOAT_INPUTS if getattr(inputs, n) is not None]
+    asked = [n for n in asked if getattr(inputs, n).requires_grad]
+    tensors = [getattr(inputs, n) for n in asked]
+    found = torch.autograd.grad(out, tensors, grad.to(out.dtype), allow_unused=True)
+    zeros = (torch.zeros_like(x) if g is None else g for g, x in zip(found, tensors, strict=True))
+    return dict(zip(asked, zeros, strict=True))
+
+
+def in_dtype(inputs: Inputs, dtype: torch.dtype) -> Inputs:
+    """Float inputs on the CPU in another dtype."""
+    inputs = inputs.cpu()
+    given = {n: getattr(inputs, n) for n in FLOAT_INPUTS if getattr(inputs, n) is not None}
+    return inputs._replace(**{n: x.to(dtype) for n, x in given.items()})
+
+
+def assert_gradients(
+    problem: Problem,
+    inputs: Inputs,
+    found: dict[str, Tensor],
+    grad: Tensor,
+    config: FusedMoEQuantConfig | None = None,
+) -> None:
+    """Every gradient is as close to float64's as the roundings of ours allow.
+
+    Budgets are per token, per expert, and for router weights for all of them. With a ``config``
+    weights are given dequantized, and the reference quantizes rows and rounds weights.
+    """
+    both = []
+    for dtype in (torch.float64, torch.float32):
+        given = leaves(in_dtype(inputs, dtype), found)
+        if dtype == torch.float64:
+            out = layer(problem, given, dtype)
+        else:
+            near = [w.detach().to(problem.dtype).float() for w in (given.w1, given.w2)]
+            frozen = given if config is None else given._replace(w1=near[0], w2=near[1])
+            out = layer(problem, frozen, problem.dtype, config)
+        both.append(gradients(out, given, grad.cpu()))
+    exact, reference = both
+    for name, actual in found.items():
+        groups = {"w1": len(actual), "w2": len(actual), "topk_weights": 1}.get(name)
+        if not actual.numel():
+            assert actual.shape == exact[name].shape
+            continue
+        rows = (groups, -1) if groups else actual.shape
+        assert actual.dtype == getattr(inputs, name).dtype
+        near = reference[name].to(actual.dtype)
+        assert_matches_reference(
+            actual.cpu().contiguous().view(rows), exact[name].reshape(rows), near.reshape(rows)
+        )
