@@ -49,6 +49,11 @@ def fused_experts(
     With ``apply_router_weight_on_input`` the token's row is scaled by ``w[t, j]`` (in float32)
     before the first product instead, for any k, and the sum has weight 1.
 
+    Tokens, router weights, biases and weights that are not quantized have gradients, once: the
+    product of the first GEMM is then rounded before the activation. Quantized weights are
+    constants, and the gradient passes the quantization of rows unchanged. Under ``torch.autocast``
+    tokens and weights that are not quantized are cast to its dtype.
+
     Quantized: rows are quantized before each product (the intermediate after its rounding to the
     dtype of ``hidden_states``), products of stored values are exact, scales and biases are applied
     in float32.
@@ -87,8 +92,9 @@ def fused_experts(
         TypeError: a wrong dtype.
         ValueError: shapes, devices or strides that do not fit; an unknown activation.
         NotImplementedError: ``batch_invariant`` with a scheme whose activations share one scale of
-            all tokens; a packed weight on a GPU without a kernel for it; a backward pass through
-            the result (in grad mode a call with inputs that require grad runs).
+            all tokens; a packed weight on a GPU without a kernel for it; a backward pass with
+            packed weights, or with quantized weights or scales that require grad; forward-mode
+            derivatives and transforms of ``torch.func``.
 
     Source:
         vLLM ``fused_experts`` and ``TritonExperts``; there the router weight is rounded into the
@@ -145,7 +151,15 @@ def _experts(
     batch_invariant: bool,
 ) -> Tensor:
     """`fused_experts` with an optional tile plan of the routing."""
-    (w1, w2), scheme = weights, config.scheme
+    scheme = config.scheme
+    if scheme.weight is None and torch.is_autocast_enabled(hidden_states.device.type):
+        dtype = torch.get_autocast_dtype(hidden_states.device.type)
+        hidden_states, weights = (
+            hidden_states.to(dtype),
+            (weights[0].to(dtype), weights[1].to(dtype)),
+        )
+        plan = None  # of another dtype
+    w1, w2 = weights
     kind, key = kind_and_key(activation)
     biases = config.biases(*biases)
     quantization = () if scheme.weight is None else config.tensors
