@@ -9,11 +9,12 @@ from torch import Tensor
 
 from moe_ops import checks, ops
 from moe_ops.activation import Activation, MoEActivation, kind_and_key
-from moe_ops.gradients import check_transforms, refuse, wanted
+from moe_ops.gradients import check_transforms, message, refuse, wanted
 from moe_ops.pipeline.backward import Settings, differentiable_experts, lacking
 from moe_ops.pipeline.experts.standard import slot_experts
 from moe_ops.pipeline.gemms import expert_weights
 from moe_ops.pipeline.layer_checks import check_layer, check_not_quantized
+from moe_ops.pipeline.lora import ExpertLora, check_lora
 from moe_ops.pipeline.row_spaces import SlotRows, check_batch_invariant
 from moe_ops.pipeline.token_rows import first_rows
 from moe_ops.routing.arguments import check_logits, check_scoring
@@ -39,6 +40,7 @@ def fused_experts(
     w2_bias: Tensor | None = None,
     quant_config: FusedMoEQuantConfig | None = None,
     batch_invariant: bool = False,
+    lora: ExpertLora | None = None,
 ) -> Tensor:
     """Run every token through its experts and sum the experts' outputs.
 
@@ -84,6 +86,8 @@ def fused_experts(
         batch_invariant: whether the bits of a token's result depend on that token and its routing
             alone, not on the number, values or order of other tokens in the call. One row tile is
             then used at every load, so most loads take longer.
+        lora: adapters beside both products, whatever the scheme: ``W x + scaling * B A x`` for the
+            adapter of each token; see `ExpertLora`. They read rows that are not quantized.
 
     Returns:
         ``(T, H)``, contiguous, dtype of ``hidden_states``.
@@ -111,6 +115,7 @@ def fused_experts(
         biases=(w1_bias, w2_bias),
         config=_config(quant_config),
         batch_invariant=batch_invariant,
+        lora=lora,
     )
 
 
@@ -149,6 +154,7 @@ def _experts(
     biases: tuple[Tensor | None, Tensor | None],
     config: FusedMoEQuantConfig,
     batch_invariant: bool,
+    lora: ExpertLora | None = None,
 ) -> Tensor:
     """`fused_experts` with an optional tile plan of the routing."""
     scheme = config.scheme
@@ -182,14 +188,20 @@ def _experts(
         )
 
     asked = torch.is_grad_enabled()
-    inputs = wanted(hidden_states, *weights, routing.topk_weights, *biases, config) if asked else []
-    if not inputs:
+    operands = (hidden_states, *weights, routing.topk_weights, *biases, config, lora)
+    inputs = wanted(*operands) if asked else []
+    if lora is not None:
+        check_lora(lora, hidden_states, w1, w2, scheme)
+    elif not inputs:
         return run()
-    reason = lacking(weights, config)
+    reason = lacking(weights, config) if inputs else None
     if reason is None:
         check_transforms("fused_experts")
         settings = Settings(scheme, key, on_input, batch_invariant)
-        return differentiable_experts(hidden_states, experts, routing, settings, config, plan)
+        how = (settings, config, plan, lora)
+        return differentiable_experts(hidden_states, experts, routing, *how)
+    if lora is not None:
+        raise NotImplementedError(message("fused_experts", reason=reason))
     with torch.no_grad():
         out = run()
     return refuse(out, inputs, "fused_experts", reason)
