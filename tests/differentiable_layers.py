@@ -17,16 +17,16 @@ FLOAT_INPUTS = ("hidden_states", "w1", "w2", "topk_weights", "w1_bias", "w2_bias
 
 
 class Rounding(torch.autograd.Function):
-    """Round to a dtype, forward and backward."""
+    """Round to a dtype, forward and backward, or the gradient only."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, dtype: torch.dtype) -> Tensor:
+    def forward(ctx: Any, x: Tensor, dtype: torch.dtype, gradient_only: bool = False) -> Tensor:
         ctx.dtype = dtype
-        return x.to(dtype).to(x.dtype)
+        return x.clone() if gradient_only else x.to(dtype).to(x.dtype)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        return grad.to(ctx.dtype).to(grad.dtype), None
+        return grad.to(ctx.dtype).to(grad.dtype), None, None
 
 
 def chosen(inputs: Inputs) -> Tensor:
@@ -91,15 +91,14 @@ def layer(
         a, b = (rounded(f.flatten(0, 1)) for f in lora[0][at : at + 2])
         adapter, count = lora[1][token], len(lora[0][0])
         pair = torch.where((adapter >= 0) & (adapter < count), adapter * len(w1) + expert, -1)
-        return rounded(product(rounded(product(rounded(rows), a, pair)), b, pair))
+        rows = Rounding.apply(rows, dtype, True)
+        return rounded(product(rounded(product(rows, a, pair)), b, pair))
 
     on_input, on_output = (weight, 1.0) if problem.on_input else (1.0, weight)
-    rows = rounded(x[token])
-    if quant is not None:
-        rows, on_input = rows * on_input, 1.0
-    h = product(stored(rounded(rows), scales[0]), w1) * on_input
+    rows = Rounding.apply(x[token] * on_input, dtype, True)
+    h = product(stored(Rounding.apply(rows, dtype, True), scales[0]), w1)
     h = rounded(h if b1 is None else h + b1[expert])
-    h = rounded(h + low(rows, 0) * on_input)
+    h = rounded(h + low(rows, 0))
     h = rounded(FORMULAS[problem.activation](*halves(h, problem.activation)))
     # The gradient of this product is that of rows without router weights, and is rounded as such.
     z = rounded(stored(h, scales[1]) * on_output)

@@ -17,6 +17,7 @@ from moe_ops.testing import Problem, call, make_inputs, quantize_inputs
 T, E, K, H, I, R, L = 9, 4, 2, 32, 48, 4, 3  # noqa: E741
 NAMES = ("lora1_a", "lora1_b", "lora2_a", "lora2_b")
 SCALING = (0.5, 2.0, 1.0)
+FLOAT32 = 16 * torch.finfo(torch.float32).eps
 
 
 def random(*shape, seed=0):
@@ -70,7 +71,10 @@ def check(problem, device, only=None, **more):
         its = torch.autograd.grad(result, [*tokens, *own.values()], grad.to(dtype))
         both.append([result.detach(), *its])
     for (name, actual), b, c in zip(found.items(), *both, strict=True):
-        assert_near_exact(actual, b, c, name)
+        if problem.dtype == torch.float32:  # nothing is rounded: only orders of sums differ
+            assert (actual.cpu() - b).norm() <= FLOAT32 * b.norm(), name
+        else:
+            assert_near_exact(actual, b, c, name)
 
 
 @pytest.mark.kernel
