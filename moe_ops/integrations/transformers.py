@@ -28,7 +28,7 @@ except ImportError as error:
 
 from moe_ops import ops
 from moe_ops.gradients import inference_only
-from moe_ops.integrations import _fp8, _llama4, _mxfp4, _quantized  # noqa: F401 (targets)
+from moe_ops.integrations import _fp8, _llama4, _mxfp4, _peft, _quantized  # noqa: F401 (targets)
 from moe_ops.integrations._experts import Weights, map_for_few_experts, weights_of
 from moe_ops.integrations._gates import activation_of
 from moe_ops.integrations._layers import NAME
@@ -176,7 +176,9 @@ def adapt(model: nn.Module) -> list[str]:
     These are the blocks of Llama 4, whose instances get a forward of their own
     (``del module.forward`` undoes it), and the MXFP4 experts of gpt-oss, whose weights are
     converted from triton_kernels' layout (for good: there may be no memory for a second copy).
-    Classes stay as they are. Adapted modules are skipped.
+    Experts with adapters of PEFT (``target_parameters``) run as grouped LoRA, without merged
+    weights: call this after ``get_peft_model``. Classes stay as they are. Adapted modules are
+    skipped.
 
     Returns:
         The names of the modules that were adapted.
@@ -194,6 +196,14 @@ def adapt(model: nn.Module) -> list[str]:
         if _mxfp4.is_block(module) and not _mxfp4.is_adapted(module.experts):
             _mxfp4.adapt_block(name, module)
             names.append(name)
+    inner = {id(m.base_layer) for m in model.modules() if _peft.is_wrapper(m)}
+    for name, module in model.named_modules():
+        outermost = _peft.is_wrapper(module) and id(module) not in inner
+        if outermost and not _peft.is_adapted(module):
+            _, experts = _peft.wrappers_of(module)
+            if getattr(getattr(experts, "config", None), "_experts_implementation", None) == NAME:
+                _peft.adapt_wrappers(name, module)
+                names.append(name)
     return names
 
 

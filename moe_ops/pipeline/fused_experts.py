@@ -20,7 +20,7 @@ from moe_ops.pipeline.token_rows import first_rows
 from moe_ops.routing.arguments import check_logits, check_scoring
 from moe_ops.routing.topk import fused_topk
 from moe_ops.scheme import FusedMoEQuantConfig, Scheme
-from moe_ops.tensors import Routing
+from moe_ops.tensors import ExpertWeights, Routing
 
 NOT_QUANTIZED = FusedMoEQuantConfig("unquantized")
 
@@ -107,12 +107,11 @@ def fused_experts(
     return _experts(
         None,
         hidden_states,
-        (w1, w2),
+        (w1, w2, w1_bias, w2_bias),
         Routing(topk_weights, topk_ids, expert_map),
         activation=activation,
         global_num_experts=global_num_experts,
         apply_router_weight_on_input=apply_router_weight_on_input,
-        biases=(w1_bias, w2_bias),
         config=_config(quant_config),
         batch_invariant=batch_invariant,
         lora=lora,
@@ -145,66 +144,68 @@ def _config(quant_config: FusedMoEQuantConfig | None) -> FusedMoEQuantConfig:
 def _experts(
     plan: Tensor | None,
     hidden_states: Tensor,
-    weights: tuple[Tensor, Tensor],
+    given: tuple[Tensor, Tensor, Tensor | None, Tensor | None],
     routing: Routing,
     *,
     activation: MoEActivation | Activation | str,
     global_num_experts: int,
     apply_router_weight_on_input: bool,
-    biases: tuple[Tensor | None, Tensor | None],
     config: FusedMoEQuantConfig,
     batch_invariant: bool,
     lora: ExpertLora | None = None,
 ) -> Tensor:
-    """`fused_experts` with an optional tile plan of the routing."""
-    scheme = config.scheme
+    """`fused_experts` with an optional tile plan; ``given``: both weights, and both biases."""
+    scheme, (w1, w2, *biases) = config.scheme, given
     if scheme.weight is None and torch.is_autocast_enabled(hidden_states.device.type):
         dtype = torch.get_autocast_dtype(hidden_states.device.type)
-        hidden_states, weights = (
-            hidden_states.to(dtype),
-            (weights[0].to(dtype), weights[1].to(dtype)),
-        )
+        hidden_states, w1, w2 = (x.to(dtype) for x in (hidden_states, w1, w2))
         plan = None  # of another dtype
-    w1, w2 = weights
     kind, key = kind_and_key(activation)
-    biases = config.biases(*biases)
+    b1, b2 = config.biases(*biases)
     quantization = () if scheme.weight is None else config.tensors
-    layer = (hidden_states, w1, w2, *biases, kind, scheme, *quantization)
+    layer = (hidden_states, w1, w2, b1, b2, kind, scheme, *quantization)
     flags = (apply_router_weight_on_input, batch_invariant)
     _check_call(*flags, scheme, *routing, global_num_experts, *layer)
-    experts = expert_weights(w1, w2, config, biases)
-    dtype, on_input = hidden_states.dtype, apply_router_weight_on_input
-
-    def run() -> Tensor:
-        return slot_experts(
-            first_rows(hidden_states, config, routing, w1.shape[0], on_input),
-            experts,
-            scheme,
-            SlotRows.of(routing, w1.shape[0], scheme, dtype, batch_invariant, plan),
-            routing.topk_weights,
-            key,
-            dtype,
-            on_input,
-        )
-
-    asked = torch.is_grad_enabled()
-    operands = (hidden_states, *weights, routing.topk_weights, *biases, config, lora)
-    inputs = wanted(*operands) if asked else []
+    experts = expert_weights(w1, w2, config, (b1, b2))
+    settings = Settings(scheme, key, *flags)
+    operands = (hidden_states, w1, w2, routing.topk_weights, b1, b2, config, lora)
+    inputs = wanted(*operands) if torch.is_grad_enabled() else []
     if lora is not None:
         check_lora(lora, hidden_states, w1, w2, scheme)
     elif not inputs:
-        return run()
-    reason = lacking(weights, config) if inputs else None
-    if reason is None:
-        check_transforms("fused_experts")
-        settings = Settings(scheme, key, on_input, batch_invariant)
-        how = (settings, config, plan, lora)
-        return differentiable_experts(hidden_states, experts, routing, *how)
-    if lora is not None:
+        return _untrained(hidden_states, experts, routing, settings, config, plan)
+    reason = lacking((w1, w2), config) if inputs else None
+    if reason is not None and lora is not None:
         raise NotImplementedError(message("fused_experts", reason=reason))
-    with torch.no_grad():
-        out = run()
-    return refuse(out, inputs, "fused_experts", reason)
+    if reason is not None:
+        with torch.no_grad():
+            out = _untrained(hidden_states, experts, routing, settings, config, plan)
+        return refuse(out, inputs, "fused_experts", reason)
+    check_transforms("fused_experts")
+    return differentiable_experts(hidden_states, experts, routing, settings, config, plan, lora)
+
+
+def _untrained(
+    x: Tensor,
+    weights: ExpertWeights,
+    routing: Routing,
+    settings: Settings,
+    config: FusedMoEQuantConfig,
+    plan: Tensor | None,
+) -> Tensor:
+    """`differentiable_experts` without gradients, which needs fewer passes."""
+    scheme, key, on_input, invariant = settings
+    num_experts = weights.w1.data.shape[0]
+    return slot_experts(
+        first_rows(x, config, routing, num_experts, on_input),
+        weights,
+        scheme,
+        SlotRows.of(routing, num_experts, scheme, x.dtype, invariant, plan),
+        routing.topk_weights,
+        key,
+        x.dtype,
+        on_input,
+    )
 
 
 @checks.remembered
@@ -295,12 +296,11 @@ def fused_moe(
     return _experts(
         plan,
         hidden_states,
-        (w1, w2),
+        (w1, w2, w1_bias, w2_bias),
         Routing(topk_weights, topk_ids, expert_map),
         activation=activation,
         global_num_experts=global_num_experts,
         apply_router_weight_on_input=apply_router_weight_on_input,
-        biases=(w1_bias, w2_bias),
         config=config,
         batch_invariant=batch_invariant,
     )
