@@ -156,8 +156,10 @@ def _experts(
 ) -> Tensor:
     """`fused_experts` with an optional tile plan; ``given``: both weights, and both biases."""
     scheme, (w1, w2, *biases) = config.scheme, given
-    if scheme.weight is None and torch.is_autocast_enabled(hidden_states.device.type):
-        dtype = torch.get_autocast_dtype(hidden_states.device.type)
+    kind_of_device = hidden_states.device.type if isinstance(hidden_states, Tensor) else ""
+    autocasts = kind_of_device in ("cuda", "cpu") and torch.is_autocast_enabled(kind_of_device)
+    if autocasts and scheme.weight is None:
+        dtype = torch.get_autocast_dtype(kind_of_device)
         hidden_states, w1, w2 = (x.to(dtype) for x in (hidden_states, w1, w2))
         plan = None  # of another dtype
     kind, key = kind_and_key(activation)
