@@ -27,8 +27,8 @@ def moe_activation_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """``x``'s shape, ``(T * k, d)`` (no row unless ``activated``) and float32 ``(T, k)``."""
     sizes.axes("x", x, 2)
-    rows, width = x.shape
-    width = sizes.activated("x", width, activation)
+    rows, columns = x.shape
+    width = sizes.activated("x", columns, activation)
     tokens, k = sizes.slots(topk_ids, expert_map)
     sizes.num_experts("num_local_experts", num_local_experts)
     sizes.equal("x.shape[0]", rows, tokens * k)

@@ -11,7 +11,7 @@ from moe_ops.tensors import AnyTiles
 
 
 def expert_dgrad(
-    dy: Tensor,
+    a: Tensor,
     w: Tensor,
     w_scale: Tensor,
     w_zero_point: Tensor | None,
@@ -33,9 +33,9 @@ def expert_dgrad(
     sizes.axes("w", w, 3)
     experts, n, width = w.shape
     k = quant.numbers_per_entry(w.dtype) * width
-    rule = gemm_rule(scheme, dy, tiles, batch_invariant)
-    turned = dy.new_empty(()).expand(experts, k, n)
-    slots = sizes.gemm(dy, turned, (1, 1), None, tiles, rule, top_k)
+    rule = gemm_rule(scheme, a, tiles, batch_invariant)
+    turned = a.new_empty(()).expand(experts, k, n)
+    slots = sizes.gemm(a, turned, (1, 1), None, tiles, rule, top_k)
     for name, value, needed in (
         ("w_zero_point", w_zero_point, quant.zero_point),
         ("w_global_scale", w_global_scale, quant.global_scale),
@@ -46,4 +46,4 @@ def expert_dgrad(
                 f"{'None' if value is None else 'a Tensor'}"
             )
     sizes.weight_scales(scheme, (experts, n, k), w_scale, w_global_scale, w_zero_point)
-    return dy.new_empty((slots, k))
+    return a.new_empty((slots, k))

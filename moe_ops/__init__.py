@@ -9,7 +9,7 @@ last, and -1 means "no expert here".
 The names here are what most programs need. The rest is in `moe_ops.functional` (single stages),
 `moe_ops.routing`, `moe_ops.pipeline` (the modular kernel and exchanges between ranks),
 `moe_ops.parallel`, `moe_ops.layer`, `moe_ops.loading`, `moe_ops.scheme`, `moe_ops.tensors`,
-`moe_ops.testing` and `moe_ops.integrations`.
+`moe_ops.training`, `moe_ops.testing` and `moe_ops.integrations`.
 """
 
 from typing import TYPE_CHECKING
@@ -51,7 +51,11 @@ from moe_ops.scheme import (
 from moe_ops.tensors import QTensor
 from moe_ops.version import __version__
 
-_LATER = {"explain": "pipeline.explanation", "quantize_": "quantization"}
+_LATER = {
+    "expert_lora": "training",
+    "explain": "pipeline.explanation",
+    "quantize_": "quantization",
+}
 """Names whose modules are imported when they are first used."""
 _MOVED = {
     "functional": (
@@ -99,6 +103,7 @@ _MOVED = {
 if TYPE_CHECKING:
     from moe_ops.pipeline.explanation import explain
     from moe_ops.quantization import quantize_
+    from moe_ops.training import expert_lora
 else:  # a type checker would take any name for one of this module
     __getattr__, __dir__ = _on_demand(__name__, _LATER, _MOVED)
 
@@ -122,6 +127,7 @@ __all__ = [
     "apply_moe_activation",
     "checking",
     "dequantize_weight",
+    "expert_lora",
     "explain",
     "fused_experts",
     "fused_moe",

@@ -270,7 +270,7 @@ weight_only_matmul = _op(
 activation = _op("activation", "activation(Tensor x, str activation) -> Tensor")
 expert_dgrad = _op(
     "expert_dgrad",
-    "expert_dgrad(Tensor dy, Tensor w, Tensor w_scale, Tensor? w_zero_point,"
+    "expert_dgrad(Tensor a, Tensor w, Tensor w_scale, Tensor? w_zero_point,"
     " Tensor? w_global_scale, Tensor?[] tiles, SymInt top_k, str scheme,"
     " bool batch_invariant=False) -> Tensor",
 )

@@ -17,16 +17,16 @@ FLOAT_INPUTS = ("hidden_states", "w1", "w2", "topk_weights", "w1_bias", "w2_bias
 
 
 class Rounding(torch.autograd.Function):
-    """Round to a dtype, forward and backward."""
+    """Round to a dtype, forward and backward, or the gradient only."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, dtype: torch.dtype) -> Tensor:
+    def forward(ctx: Any, x: Tensor, dtype: torch.dtype, gradient_only: bool = False) -> Tensor:
         ctx.dtype = dtype
-        return x.to(dtype).to(x.dtype)
+        return x.clone() if gradient_only else x.to(dtype).to(x.dtype)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        return grad.to(ctx.dtype).to(grad.dtype), None
+        return grad.to(ctx.dtype).to(grad.dtype), None, None
 
 
 def chosen(inputs: Inputs) -> Tensor:
@@ -54,11 +54,16 @@ class Stored(torch.autograd.Function):
 
 
 def layer(
-    problem: Problem, inputs: Inputs, dtype: torch.dtype, config: FusedMoEQuantConfig | None = None
+    problem: Problem,
+    inputs: Inputs,
+    dtype: torch.dtype,
+    config: FusedMoEQuantConfig | None = None,
+    lora: tuple[list[Tensor], Tensor] | None = None,
 ) -> Tensor:
     """The layer in the dtype of ``inputs``, rounded to ``dtype`` where our backward pass rounds.
 
-    With a ``config`` rows are quantized; weights are given dequantized.
+    With a ``config`` rows are quantized; weights are given dequantized. ``lora``: scaled factors
+    ``(L, E, ..)`` of both weights, and each token's adapter.
     """
     x, w1, w2, weights, _, _, b1, b2 = inputs
     expert = chosen(inputs)
@@ -73,22 +78,31 @@ def layer(
     def stored(rows: Tensor, scale: Tensor | None) -> Tensor:
         return rows if quant is None else Stored.apply(rows, scale, quant)
 
-    def product(rows: Tensor, w: Tensor) -> Tensor:
+    def product(rows: Tensor, w: Tensor, which: Tensor = expert) -> Tensor:
         out = rows.new_zeros(len(rows), w.shape[1])
         for e in range(len(w)):
-            mine = (expert == e).nonzero().flatten()
+            mine = (which == e).nonzero().flatten()
             out = out.index_add(0, mine, rows[mine] @ w[e].t())
         return out
 
+    def low(rows: Tensor, at: int) -> Tensor:
+        if lora is None:
+            return rows.new_zeros(())
+        a, b = (rounded(f.flatten(0, 1)) for f in lora[0][at : at + 2])
+        adapter, count = lora[1][token], len(lora[0][0])
+        pair = torch.where((adapter >= 0) & (adapter < count), adapter * len(w1) + expert, -1)
+        rows = Rounding.apply(rows, dtype, True)
+        return rounded(product(rounded(product(rows, a, pair)), b, pair))
+
     on_input, on_output = (weight, 1.0) if problem.on_input else (1.0, weight)
-    rows = rounded(x[token])
-    if quant is not None:
-        rows, on_input = rows * on_input, 1.0
-    h = product(stored(rows, scales[0]), w1) * on_input
+    rows = Rounding.apply(x[token] * on_input, dtype, True)
+    h = product(stored(Rounding.apply(rows, dtype, True), scales[0]), w1)
     h = rounded(h if b1 is None else h + b1[expert])
+    h = rounded(h + low(rows, 0))
     h = rounded(FORMULAS[problem.activation](*halves(h, problem.activation)))
     # The gradient of this product is that of rows without router weights, and is rounded as such.
-    y = product(rounded(stored(h, scales[1]) * on_output), w2)
+    z = rounded(stored(h, scales[1]) * on_output)
+    y = product(rounded(z), w2) + low(z, 2)
     y = y if b2 is None else y + b2[expert] * on_output
     return rounded(torch.zeros_like(x).index_add(0, token, y))
 
@@ -142,13 +156,19 @@ def assert_gradients(
         both.append(gradients(out, given, grad.cpu()))
     exact, reference = both
     for name, actual in found.items():
-        groups = {"w1": len(actual), "w2": len(actual), "topk_weights": 1}.get(name)
-        if not actual.numel():
-            assert actual.shape == exact[name].shape
-            continue
-        rows = (groups, -1) if groups else actual.shape
         assert actual.dtype == getattr(inputs, name).dtype
-        near = reference[name].to(actual.dtype)
-        assert_matches_reference(
-            actual.cpu().contiguous().view(rows), exact[name].reshape(rows), near.reshape(rows)
-        )
+        assert_near_exact(actual, exact[name], reference[name], name)
+
+
+def assert_near_exact(actual: Tensor, exact: Tensor, reference: Tensor, name: str) -> None:
+    """Compare one gradient: by rows of tokens, by expert, or router weights as a whole."""
+    assert actual.shape == exact.shape
+    if not actual.numel():
+        return
+    lora = name.startswith("lora")
+    groups = {"w1": len(actual), "w2": len(actual), "topk_weights": 1}.get(name, lora and 1)
+    rows = (groups, -1) if groups else actual.shape
+    near = reference.to(actual.dtype)
+    assert_matches_reference(
+        actual.cpu().contiguous().view(rows), exact.reshape(rows), near.reshape(rows)
+    )

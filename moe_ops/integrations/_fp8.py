@@ -16,6 +16,7 @@ from transformers.integrations.finegrained_fp8 import FP8Experts
 
 from moe_ops import checks, ops
 from moe_ops.activation import MoEActivation
+from moe_ops.gradients import inference_only
 from moe_ops.integrations._experts import Weights, scheme_named
 from moe_ops.pipeline.gemms import expert_weights, gemm
 from moe_ops.pipeline.layer_checks import check_layer
@@ -103,6 +104,7 @@ def static_scales(experts: Any) -> tuple[Tensor, Tensor]:
     return experts.gate_up_proj_activation_scale, experts.down_proj_activation_scale
 
 
+@inference_only
 def static_experts(
     hidden_states: Tensor,
     w1: Tensor,

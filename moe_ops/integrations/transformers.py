@@ -5,8 +5,9 @@
 
 or ``model.set_experts_implementation("moe_ops")`` on a loaded model. Then `check` names the expert
 modules that still run transformers' code, and `adapt` brings in Llama 4 and the MXFP4 experts of
-gpt-oss. Inference only: a backward pass raises. To train, go back to an implementation of
-transformers with ``model.set_experts_implementation("grouped_mm")``.
+gpt-oss. Experts whose activation this library has can be trained; a backward pass through others
+raises. To train those, go back to an implementation of transformers with
+``model.set_experts_implementation("grouped_mm")``.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ except ImportError as error:
 
 from moe_ops import ops
 from moe_ops.gradients import inference_only
-from moe_ops.integrations import _fp8, _llama4, _mxfp4, _quantized  # noqa: F401 (targets)
+from moe_ops.integrations import _fp8, _llama4, _mxfp4, _peft, _quantized  # noqa: F401 (targets)
 from moe_ops.integrations._experts import Weights, map_for_few_experts, weights_of
 from moe_ops.integrations._gates import activation_of
 from moe_ops.integrations._layers import NAME
@@ -48,7 +49,6 @@ __all__ = [
 ]
 
 
-@inference_only
 def moe_ops_experts(
     self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
 ) -> Tensor:
@@ -73,12 +73,11 @@ def moe_ops_experts(
 
     Raises:
         NotImplementedError: a norm after each expert; quantized weights of another kind; a backward
-            pass through the result.
+            pass through experts with an activation that this library does not have.
     """
     return _run(self, weights_of(self), hidden_states, top_k_index, top_k_weights)
 
 
-@inference_only
 def moe_ops_fp8_experts(
     self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
 ) -> Tensor:
@@ -103,7 +102,7 @@ def moe_ops_fp8_experts(
 
     Raises:
         NotImplementedError: block sizes or dtypes that are not supported; a backward pass through
-            the result.
+            experts with static scales, or as in `moe_ops_experts`.
 
     Source:
         transformers ``FP8Experts``, whose kernels take one scale per expert only without a gate,
@@ -137,18 +136,26 @@ def _run(
     activation = activation_of(experts)
     expert_map = map_for_few_experts(top_k_index, w1.shape[0])
     x = hidden_states if config is not None else hidden_states.to(w1.dtype)
-    if activation is not None:
-        out = fused_experts(
-            x, w1, w2, top_k_weights, top_k_index, activation=activation, expert_map=expert_map,
-            w1_bias=w1_bias, w2_bias=w2_bias, quant_config=config,
-        )  # fmt: skip
-    else:
-        gate = experts._apply_gate if experts.has_gate else experts.act_fn
-        out = gated_experts(
-            x, w1, w2, top_k_weights, top_k_index, gate, is_gated=experts.has_gate,
-            expert_map=expert_map, w1_bias=w1_bias, w2_bias=w2_bias, quant_config=config,
-        )  # fmt: skip
+    if activation is None:
+        routing = Routing(top_k_weights, top_k_index, expert_map)
+        return unfused_experts(experts, weights, x, routing).to(hidden_states.dtype)
+    out = fused_experts(
+        x, w1, w2, top_k_weights, top_k_index, activation=activation, expert_map=expert_map,
+        w1_bias=w1_bias, w2_bias=w2_bias, quant_config=config,
+    )  # fmt: skip
     return out.to(hidden_states.dtype)
+
+
+@inference_only
+def unfused_experts(experts: Any, weights: Weights, x: Tensor, routing: Routing) -> Tensor:
+    """Run experts whose gate is not an activation of this library, between the GEMMs."""
+    w1, w2, w1_bias, w2_bias, config = weights
+    gate = experts._apply_gate if experts.has_gate else experts.act_fn
+    topk_weights, topk_ids, expert_map = routing
+    return gated_experts(
+        x, w1, w2, topk_weights, topk_ids, gate, is_gated=experts.has_gate, expert_map=expert_map,
+        w1_bias=w1_bias, w2_bias=w2_bias, quant_config=config,
+    )  # fmt: skip
 
 
 def check(model: nn.Module) -> list[Unreached]:
@@ -169,7 +176,9 @@ def adapt(model: nn.Module) -> list[str]:
     These are the blocks of Llama 4, whose instances get a forward of their own
     (``del module.forward`` undoes it), and the MXFP4 experts of gpt-oss, whose weights are
     converted from triton_kernels' layout (for good: there may be no memory for a second copy).
-    Classes stay as they are. Adapted modules are skipped.
+    Experts with adapters of PEFT (``target_parameters``) run as grouped LoRA, without merged
+    weights: call this after ``get_peft_model``. Classes stay as they are. Adapted modules are
+    skipped.
 
     Returns:
         The names of the modules that were adapted.
@@ -187,6 +196,14 @@ def adapt(model: nn.Module) -> list[str]:
         if _mxfp4.is_block(module) and not _mxfp4.is_adapted(module.experts):
             _mxfp4.adapt_block(name, module)
             names.append(name)
+    inner = {id(m.base_layer) for m in model.modules() if _peft.is_wrapper(m)}
+    for name, module in model.named_modules():
+        outermost = _peft.is_wrapper(module) and id(module) not in inner
+        if outermost and not _peft.is_adapted(module):
+            _, experts = _peft.wrappers_of(module)
+            if getattr(getattr(experts, "config", None), "_experts_implementation", None) == NAME:
+                _peft.adapt_wrappers(name, module)
+                names.append(name)
     return names
 
 

@@ -63,18 +63,27 @@ def gate(g, FUNCTION: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.constexpr, BE
 
 
 @triton.jit
-def gate_up(
-    g, u, FUNCTION: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.constexpr, BETA: tl.constexpr,
-    LINEAR_BETA: tl.constexpr,
+def up_factor(
+    u, FUNCTION: tl.constexpr, LIMIT: tl.constexpr, BETA: tl.constexpr, LINEAR_BETA: tl.constexpr
 ):  # fmt: skip
-    """The gated activation in float32. Clamps by comparison, not min/max, so that NaN stays NaN."""
+    """The factor that up makes. Clamps by comparison, not min/max, so that NaN stays NaN."""
     if LIMIT is not None:
         u = tl.where(u > LIMIT, LIMIT, tl.where(u < -LIMIT, -LIMIT, u))
     if FUNCTION == "swiglu":
         u = u + BETA
     if LINEAR_BETA is not None:
         u = LINEAR_BETA * tanh(u / LINEAR_BETA)
-    return gate(g, FUNCTION, LIMIT, ALPHA, BETA) * u
+    return u
+
+
+@triton.jit
+def gate_up(
+    g, u, FUNCTION: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.constexpr, BETA: tl.constexpr,
+    LINEAR_BETA: tl.constexpr,
+):  # fmt: skip
+    """The gated activation in float32."""
+    factor = up_factor(u, FUNCTION, LIMIT, BETA, LINEAR_BETA)
+    return gate(g, FUNCTION, LIMIT, ALPHA, BETA) * factor
 
 
 @triton.jit
@@ -110,20 +119,15 @@ def gate_slope(
 
 
 @triton.jit
-def up_factor(
-    u, FUNCTION: tl.constexpr, LIMIT: tl.constexpr, BETA: tl.constexpr, LINEAR_BETA: tl.constexpr
-):  # fmt: skip
-    """The factor that up makes of an activation, and its derivative, in float32."""
-    value, slope = u, tl.full(u.shape, 1.0, tl.float32)
+def up_slope(u, LIMIT: tl.constexpr, LINEAR_BETA: tl.constexpr):
+    """The derivative of `up_factor`, in float32."""
+    slope = tl.full(u.shape, 1.0, tl.float32)
     if LIMIT is not None:
-        value = tl.where(u > LIMIT, LIMIT, tl.where(u < -LIMIT, -LIMIT, u))
         slope = tl.where(tl.abs(u) > LIMIT, 0.0, 1.0)
-    if FUNCTION == "swiglu":
-        value = value + BETA
     if LINEAR_BETA is not None:
         t = tanh(u / LINEAR_BETA)
-        value, slope = LINEAR_BETA * t, 1.0 - t * t
-    return value, slope
+        slope = 1.0 - t * t
+    return slope
 
 
 @triton.jit
@@ -219,8 +223,8 @@ def _activation_backward_kernel(
         slope = gate_slope(g, FUNCTION, LIMIT, ALPHA, BETA)
         if GATED:
             u = tl.load(x + at + UP, mask=inside, other=0.0).to(tl.float32)
-            factor, up_slope = up_factor(u, FUNCTION, LIMIT, BETA, LINEAR_BETA)
-            d_up = d * value * up_slope * weight
+            factor = up_factor(u, FUNCTION, LIMIT, BETA, LINEAR_BETA)
+            d_up = d * value * up_slope(u, LIMIT, LINEAR_BETA) * weight
             tl.store(grad_x + at + UP, d_up.to(grad_x.dtype.element_ty), mask=inside)
             value, slope = value * factor, slope * factor
         tl.store(grad_x + at, (d * slope * weight).to(grad_x.dtype.element_ty), mask=inside)

@@ -100,7 +100,7 @@ def _launch(n: int, k: int, top_k: int, form: Format, tiles: TileConfig) -> Laun
 
 
 def expert_dgrad(
-    dy: Tensor,
+    a: Tensor,
     w: Tensor,
     w_scale: Tensor,
     w_zero_point: Tensor | None,
@@ -112,14 +112,14 @@ def expert_dgrad(
 ) -> Tensor:
     """Launch one program for each tile that the plan may hold."""
     how = (tiles, top_k, scheme, batch_invariant)
-    out = empty_rows(dy, w, w_scale, w_zero_point, w_global_scale, *how)
+    out = empty_rows(a, w, w_scale, w_zero_point, w_global_scale, *how)
     (num_slots, k), (num_experts, n, _) = out.shape, w.shape
     if num_slots == 0:
         return out
-    rule, known = gemm_rule(scheme, dy, tiles, batch_invariant), get_scheme(scheme)
+    rule, known = gemm_rule(scheme, a, tiles, batch_invariant), get_scheme(scheme)
     direct = tiles[1] is not None and is_direct(num_slots, num_experts)
     tile = 16 if direct else row_tile(rule, num_slots, num_experts)
-    sizes, told = dgrad_tiles(tile, dy.itemsize), tile_arguments(tiles, num_slots, num_experts)
+    sizes, told = dgrad_tiles(tile, a.itemsize), tile_arguments(tiles, num_slots, num_experts)
     if not direct and sizes.block_m != tile:
         plan = split_tiles(told[0], num_slots, num_experts, rule, sizes.block_m)
         told = (plan, *told[1:-1], plan.shape[0])
@@ -130,7 +130,7 @@ def expert_dgrad(
     blocks = tile // sizes.block_m * cdiv(k, sizes.block_k)
     programs = max_row_tiles(num_slots, num_experts, tile) * blocks
     _launch(n, k, top_k, variant.weight_format(sizes), sizes)(
-        (programs,), dy.contiguous(), w, as_bytes(dense(w_scale)), dense(w_zero_point),
+        (programs,), a.contiguous(), w, as_bytes(dense(w_scale)), dense(w_zero_point),
         dense(w_global_scale), out, *told, *w.stride(),
     )  # fmt: skip
     return out

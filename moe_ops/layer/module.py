@@ -12,6 +12,7 @@ from torch.nn.functional import pad
 from moe_ops import checks
 from moe_ops.activation import kind_and_key
 from moe_ops.dispatch.tiles import cdiv
+from moe_ops.gradients import refuse, wanted
 from moe_ops.layer.methods import (
     FusedMoEMethodBase,
     QuantizedFusedMoEMethod,
@@ -47,7 +48,8 @@ class FusedMoE(RoutesTokens, WeightLoading, SchemeState, KeepsBits):
 
     Weights of schemes that quantize weights only may be in the packed form: see `pack_`.
 
-    Parameters do not require grad. They hold zeros until `load_checkpoint`, `load_state_dict` or
+    Parameters do not require grad until ``requires_grad_()``; those that are not quantized can be
+    trained, on one rank. They hold zeros until `load_checkpoint`, `load_state_dict` or
     `weight_loader` (also an attribute of each parameter) fills them. `load_checkpoint` sets the
     buffer ``w13_input_order`` for weights in act-order. A state dict says in ``_extra_state`` how
     its tensors are stored, and a layer of another scheme refuses it.
@@ -308,10 +310,15 @@ class FusedMoE(RoutesTokens, WeightLoading, SchemeState, KeepsBits):
         return self.kernel is not None and self.kernel.output_is_reduced()
 
     def maybe_all_reduce_tensor_model_parallel(self, final_hidden_states: Tensor) -> Tensor:
-        """Sum over the layer's ranks, unless the kernel has done so."""
+        """Sum over the layer's ranks, unless the kernel has done so; a sum has no gradients."""
         if self.must_reduce_shared_expert_outputs():
             return final_hidden_states
-        return self.rank_group.all_reduce(final_hidden_states)
+        inputs = wanted(final_hidden_states) if self.rank_group.size > 1 else []
+        if not inputs:
+            return self.rank_group.all_reduce(final_hidden_states)
+        with torch.no_grad():
+            total = self.rank_group.all_reduce(final_hidden_states)
+        return refuse(total, inputs, "FusedMoE", "reduce_results must be False on several ranks")
 
     def warmup(self, num_tokens: int | Iterable[int], router_logits_dtype: Any = None) -> list[int]:
         """Run the layer with every kernel that ``num_tokens`` tokens need; see `moe_ops.warmup`.

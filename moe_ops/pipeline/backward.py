@@ -20,6 +20,16 @@ from torch.autograd.function import once_differentiable
 from moe_ops import ops
 from moe_ops.gradients import wanted
 from moe_ops.pipeline.gemms import activated, gemm, quantized
+from moe_ops.pipeline.lora import (
+    ExpertLora,
+    Factors,
+    adapter_gradient,
+    adapter_ids,
+    adapter_rows,
+    added,
+    low_product,
+    low_rank,
+)
 from moe_ops.pipeline.row_spaces import SlotRows
 from moe_ops.scheme import FusedMoEQuantConfig, Scheme, is_packed
 from moe_ops.tensors import ExpertWeight, ExpertWeights, Routing, Rows
@@ -45,8 +55,15 @@ class Operands(NamedTuple):
     topk_weights: Any
     b1: Any
     b2: Any
+    lora1_a: Any
+    """``(L * E, r, H)``; see `lora.Factors`. None: no adapter, as for the other three."""
+    lora1_b: Any
+    lora2_a: Any
+    lora2_b: Any
     topk_ids: Any
     expert_map: Any
+    lora_ids: Any
+    """``(T, k)``: see `lora.adapter_ids`."""
     w1_scale: Any
     w1_zero_point: Any
     w1_factor: Any
@@ -71,8 +88,16 @@ class Operands(NamedTuple):
         how = (settings.scheme, self.x.dtype, settings.batch_invariant, plan)
         return SlotRows.of(routing, self.w1.shape[0], *how)
 
+    def adapters(self, settings: Settings, plan: Tensor | None) -> SlotRows | None:
+        """The row space of the adapters' GEMMs; None without adapters."""
+        if self.lora_ids is None:
+            return None
+        first = self.lora2_a if self.lora1_a is None else self.lora1_a
+        how = (self.x.dtype, settings.batch_invariant, plan)
+        return adapter_rows(self.lora_ids, first.shape[0], *how)
 
-DIFFERENTIABLE = 6
+
+DIFFERENTIABLE = 10
 """The number of operands at the beginning of `Operands` that may have gradients."""
 
 
@@ -96,6 +121,7 @@ def differentiable_experts(
     settings: Settings,
     config: FusedMoEQuantConfig,
     plan: Tensor | None = None,
+    lora: ExpertLora | None = None,
 ) -> Tensor:
     """`slot_experts` with gradients of ``x``, weights, biases and router weights.
 
@@ -108,13 +134,23 @@ def differentiable_experts(
         settings: all else.
         config: scheme and scales of the weights.
         plan: see `SlotRows.of`.
+        lora: adapters beside both products.
     """
     (w1, b1, *first), (w2, b2, *second), a1_scale, a2_scale = weights
     topk_weights, topk_ids, expert_map = routing
     global_scales = [stored.global_scale for stored in config.weights(w1, w2)]
+    factors: list[Tensor | None] = [None] * 4
+    lora_ids = None
+    if lora is not None:
+        for at, pair in ((0, lora.w1), (2, lora.w2)):
+            if pair is not None:
+                factors[at : at + 2] = Factors.of(*pair, lora.scaling, x.dtype)
+        used = lora.w1 or lora.w2
+        adapters = 0 if used is None else used[0].shape[0]
+        lora_ids = adapter_ids(routing, w1.shape[0], lora.lora_ids, adapters) if used else None
     return _Experts.apply(
-        settings, plan, x, w1, w2, topk_weights, b1, b2, topk_ids, expert_map, *first, *second,
-        a1_scale, a2_scale, *global_scales,
+        settings, plan, x, w1, w2, topk_weights, b1, b2, *factors, topk_ids, expert_map, lora_ids,
+        *first, *second, a1_scale, a2_scale, *global_scales,
     )  # fmt: skip
 
 
@@ -126,13 +162,12 @@ class _Experts(Function):
         """Run the stages; keep the operands, the plan and the product of the first GEMM."""
         given = Operands(*tensors)
         space = given.space(settings, plan)
-        product = _first_product(settings, given, space)
-        weights = given.weights()
-        h = activated(product, weights, space, settings.scheme, settings.activation)
-        y = gemm(h, weights.w2, space, 1, settings.scheme, given.x.dtype)
-        del h
+        adapters = given.adapters(settings, None)
+        product = _first_product(settings, given, space, adapters)
+        y = _second_product(settings, given, space, adapters, product)
         ctx.settings = settings
-        ctx.save_for_backward(*tensors, product, space.tiles.plan)
+        lora_plan = None if adapters is None else adapters.tiles.plan
+        ctx.save_for_backward(*tensors, product, space.tiles.plan, lora_plan)
         on_output = None if settings.on_input else given.topk_weights
         slots = (given.topk_ids, given.expert_map, None, space.num_local_experts)
         return ops.moe_fused_mul_sum(y, on_output, *slots)
@@ -141,14 +176,32 @@ class _Experts(Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:
         """Compute the gradients that are asked for."""
-        *tensors, product, plan = ctx.saved_tensors
-        given, wanted = Operands(*tensors), Operands(*ctx.needs_input_grad[2:])
-        work = _Backward(ctx.settings, given, wanted, given.space(ctx.settings, plan))
+        *tensors, product, plan, lora_plan = ctx.saved_tensors
+        given, asked = Operands(*tensors), Operands(*ctx.needs_input_grad[2:])
+        spaces = given.space(ctx.settings, plan), given.adapters(ctx.settings, lora_plan)
+        work = _Backward(ctx.settings, given, asked, *spaces)
         found = work.run(grad.contiguous(), product)
         return (None, None, *found, *[None] * (len(tensors) - DIFFERENTIABLE))
 
 
-def _first_product(settings: Settings, given: Operands, space: SlotRows) -> Tensor:
+def _second_product(
+    settings: Settings, given: Operands, space: SlotRows, adapters: SlotRows | None, product: Tensor
+) -> Tensor:
+    """The product of the second GEMM with its bias, ``(T * k, H)``."""
+    scheme, weights = settings.scheme, given.weights()
+    if adapters is None or given.lora2_a is None:
+        h = activated(product, weights, space, scheme, settings.activation)
+        return gemm(h, weights.w2, space, 1, scheme, given.x.dtype)
+    rows = ops.activation(product, settings.activation)
+    h = quantized(rows, weights.a2_scale, weights.w2, space, scheme)
+    y = gemm(h, weights.w2, space, 1, scheme, given.x.dtype)
+    low = low_rank(rows, given.lora2_a, given.lora2_b, adapters, 1)
+    return added(y, low, given.lora_ids)
+
+
+def _first_product(
+    settings: Settings, given: Operands, space: SlotRows, adapters: SlotRows | None
+) -> Tensor:
     """The product of the first GEMM with its bias, ``(T * k, 2I)``."""
     scheme, x, weights = settings.scheme, given.x, given.weights()
     quant, top_k = scheme.activation, given.topk_ids.shape[1]
@@ -159,7 +212,12 @@ def _first_product(settings: Settings, given: Operands, space: SlotRows) -> Tens
         on_input, top_k = None, 1
     else:
         rows = quantized(x, given.a1_scale, weights.w1, space, scheme, top_k)
-    return gemm(rows, weights.w1, space, top_k, scheme, x.dtype, "", on_input)
+    product = gemm(rows, weights.w1, space, top_k, scheme, x.dtype, "", on_input)
+    if adapters is None or given.lora1_a is None:
+        return product
+    on_input, top_k = given.topk_weights if settings.on_input else None, given.topk_ids.shape[1]
+    low = low_rank(x, given.lora1_a, given.lora1_b, adapters, top_k, on_input)
+    return added(product, low, given.lora_ids)
 
 
 class _Backward(NamedTuple):
@@ -170,6 +228,7 @@ class _Backward(NamedTuple):
     wanted: Operands
     """Whether the gradient of each operand is asked for."""
     space: SlotRows
+    adapters: SlotRows | None
 
     def run(self, grad: Tensor, product: Tensor) -> tuple[Tensor | None, ...]:
         """The gradients of the differentiable operands; None: not asked for.
@@ -180,44 +239,91 @@ class _Backward(NamedTuple):
         """
         given, wanted, key = self.given, self.wanted, self.settings.activation
         db2 = self._bias_gradient(grad, self.on_output, given.b2) if wanted.b2 else None
-        if not (wanted.x or wanted.w1 or wanted.topk_weights or wanted.b1):
+        if not self._goes_through():
             dw2 = None
             if wanted.w2:
                 h = ops.activation(product, key)
                 dw2 = self._weight_gradient(grad, h, self.on_output, given.w2)
-            return None, None, dw2, None, None, db2
-        rows = self._through(grad, given.w2, self.second, given.topk_ids.shape[1])
+            return (None, None, dw2, None, None, db2, *[None] * 4)
+        top_k = given.topk_ids.shape[1]
+        adapter = (given.lora2_a, given.lora2_b)
+        rows, low = self._through(grad, given.w2, self.second, adapter, top_k)
+        keeps = wanted.w2 or wanted.lora2_a or wanted.lora2_b
         dp, h, products = ops.moe_activation_backward(
-            rows, product, self.on_output, *self.slots, key, wanted.w2
+            rows, product, self.on_output, *self.slots, key, keeps
         )
         del rows
         dw2 = self._weight_gradient(grad, h, None, given.w2) if wanted.w2 else None
-        del h
+        asked = (wanted.lora2_a, wanted.lora2_b)
+        second = self._adapter_gradients(grad, h, low, adapter, asked, None, 1)
+        del h, low
         dw1 = self._weight_gradient(dp, given.x, self.on_input, given.w1) if wanted.w1 else None
         db1 = self._bias_gradient(dp, None, given.b1) if wanted.b1 else None
         if self.on_input is None and wanted.topk_weights and given.b2 is not None:
             products = products + ops.slot_products(grad, given.b2, *self.slots, True)
-        dx, weighted = self._first_gradients(dp)
+        dx, weighted, first = self._first_gradients(dp)
         weights = products if self.on_input is None else weighted
         if wanted.topk_weights and weights is not None:
             weights = weights.to(given.topk_weights.dtype)
-        return dx, dw1, dw2, weights if wanted.topk_weights else None, db1, db2
+        weights = weights if wanted.topk_weights else None
+        return (dx, dw1, dw2, weights, db1, db2, *first, *second)
 
-    def _first_gradients(self, dp: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        """Gradients of the tokens, and of router weights on the input, through the first GEMM."""
+    def _goes_through(self) -> bool:
+        """Whether a gradient is asked for that goes through the second weight, or an adapter."""
+        wanted = self.wanted
+        adapters = (wanted.lora1_a, wanted.lora1_b, wanted.lora2_a, wanted.lora2_b)
+        return wanted.x or wanted.w1 or wanted.topk_weights or wanted.b1 or any(adapters)
+
+    def _first_gradients(self, dp: Tensor) -> tuple[Any, Any, Any]:
+        """Gradients of the tokens, of router weights on the input, and of the first adapter."""
         given, wanted, weights = self.given, self.wanted, self.on_input
+        adapter, asked = (given.lora1_a, given.lora1_b), (wanted.lora1_a, wanted.lora1_b)
         into_weights = wanted.topk_weights and weights is not None
-        if not (wanted.x or into_weights):
-            return None, None
-        rows = self._through(dp, given.w1, self.first, 1)
-        of_weights = None
+        rows = low = dx = of_weights = None
+        if wanted.x or into_weights:
+            rows, low = self._through(dp, given.w1, self.first, adapter, 1)
+        elif wanted.lora1_a and self.adapters is not None:
+            low = low_product(dp, given.lora1_b.transpose(1, 2), self.adapters, 1)
+        top_k = given.topk_ids.shape[1]
+        of_adapter = self._adapter_gradients(dp, given.x, low, adapter, asked, weights, top_k)
         if into_weights:
             of_weights = ops.slot_products(given.x, rows, *self.slots, False)
-        if not wanted.x:
-            return None, of_weights
-        ids, expert_map, experts = self.slots
-        dx = ops.moe_fused_mul_sum(rows, weights, ids, expert_map, None, experts)
-        return dx, of_weights
+        if wanted.x:
+            ids, expert_map, experts = self.slots
+            dx = ops.moe_fused_mul_sum(rows, weights, ids, expert_map, None, experts)
+        return dx, of_weights, of_adapter
+
+    def _adapter_gradients(
+        self,
+        dy: Tensor,
+        x: Tensor,
+        low: Tensor | None,
+        adapter: tuple[Any, Any],
+        asked: tuple[bool, bool],
+        weights: Tensor | None,
+        top_k: int,
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """Gradients of both factors of a weight's adapter.
+
+        Args:
+            dy: the gradient of the weight's product; one row per slot or per token.
+            x: the rows of the product; one per slot or per token.
+            low: ``dy @ B``, one row per slot.
+            adapter: both factors, or None.
+            asked: whether each of them has a gradient.
+            weights: router weights of the rows, or None.
+            top_k: slots per row of ``x``.
+        """
+        da = db = None
+        space = self.adapters
+        if space is None or adapter[0] is None:
+            return None, None
+        if asked[0] and low is not None:
+            da = adapter_gradient(low, x, weights, space)
+        if asked[1]:
+            rows = low_product(x, adapter[0], space, top_k)
+            db = adapter_gradient(dy, rows, weights, space)
+        return da, db
 
     @property
     def on_input(self) -> Tensor | None:
@@ -245,15 +351,31 @@ class _Backward(NamedTuple):
         return self.given.w2_scale, self.given.w2_zero_point, self.given.w2_global_scale
 
     def _through(
-        self, rows: Tensor, w: Tensor, scales: tuple[Tensor | None, ...], top_k: int
-    ) -> Tensor:
-        """``rows[s // top_k] @ w[e]`` for every slot s, with dequantized weights."""
+        self,
+        rows: Tensor,
+        w: Tensor,
+        scales: tuple[Tensor | None, ...],
+        adapter: tuple[Any, Any],
+        top_k: int,
+    ) -> tuple[Tensor, Tensor | None]:
+        """``rows[s // top_k] @ w[e]`` for every slot s, with dequantized weights and the adapter.
+
+        Returns:
+            The product, and ``rows[s // top_k] @ B`` of rank r if there is an adapter.
+        """
         scheme, where = self.settings.scheme, ([*self.space.tiles], top_k)
         invariant = self.space.batch_invariant
         if scheme.weight is None:
             turned = w.transpose(1, 2)
-            return ops.expert_matmul(rows, turned, None, None, *where, batch_invariant=invariant)
-        return ops.expert_dgrad(rows, w, *scales, *where, scheme.key, invariant)
+            through = ops.expert_matmul(rows, turned, None, None, *where, batch_invariant=invariant)
+        else:
+            through = ops.expert_dgrad(rows, w, *scales, *where, scheme.key, invariant)
+        a, b = adapter
+        if self.adapters is None or a is None:
+            return through, None
+        low = low_product(rows, b.transpose(1, 2), self.adapters, top_k)
+        beside = low_product(low, a.transpose(1, 2), self.adapters, 1)
+        return added(through, beside, self.given.lora_ids), low
 
     def _weight_gradient(self, dy: Tensor, x: Tensor, weights: Tensor | None, w: Tensor) -> Tensor:
         """``(weights * dy).T @ x`` over the slots of each expert, laid out as ``w`` is."""

@@ -9,17 +9,18 @@ from torch import Tensor
 
 from moe_ops import checks, ops
 from moe_ops.activation import Activation, MoEActivation, kind_and_key
-from moe_ops.gradients import check_transforms, refuse, wanted
+from moe_ops.gradients import check_transforms, message, refuse, wanted
 from moe_ops.pipeline.backward import Settings, differentiable_experts, lacking
 from moe_ops.pipeline.experts.standard import slot_experts
 from moe_ops.pipeline.gemms import expert_weights
 from moe_ops.pipeline.layer_checks import check_layer, check_not_quantized
+from moe_ops.pipeline.lora import ExpertLora, check_lora
 from moe_ops.pipeline.row_spaces import SlotRows, check_batch_invariant
 from moe_ops.pipeline.token_rows import first_rows
 from moe_ops.routing.arguments import check_logits, check_scoring
 from moe_ops.routing.topk import fused_topk
 from moe_ops.scheme import FusedMoEQuantConfig, Scheme
-from moe_ops.tensors import Routing
+from moe_ops.tensors import ExpertWeights, Routing
 
 NOT_QUANTIZED = FusedMoEQuantConfig("unquantized")
 
@@ -39,6 +40,7 @@ def fused_experts(
     w2_bias: Tensor | None = None,
     quant_config: FusedMoEQuantConfig | None = None,
     batch_invariant: bool = False,
+    lora: ExpertLora | None = None,
 ) -> Tensor:
     """Run every token through its experts and sum the experts' outputs.
 
@@ -48,6 +50,11 @@ def fused_experts(
     expert's row is rounded once; the sum runs in float32 over j = 0..k-1 and is rounded once.
     With ``apply_router_weight_on_input`` the token's row is scaled by ``w[t, j]`` (in float32)
     before the first product instead, for any k, and the sum has weight 1.
+
+    Tokens, router weights, biases and weights that are not quantized have gradients, once: the
+    product of the first GEMM is then rounded before the activation. Quantized weights are
+    constants, and the gradient passes the quantization of rows unchanged. Under ``torch.autocast``
+    tokens and weights that are not quantized are cast to its dtype.
 
     Quantized: rows are quantized before each product (the intermediate after its rounding to the
     dtype of ``hidden_states``), products of stored values are exact, scales and biases are applied
@@ -79,6 +86,8 @@ def fused_experts(
         batch_invariant: whether the bits of a token's result depend on that token and its routing
             alone, not on the number, values or order of other tokens in the call. One row tile is
             then used at every load, so most loads take longer.
+        lora: adapters beside both products, whatever the scheme: ``W x + scaling * B A x`` for the
+            adapter of each token; see `ExpertLora`. They read rows that are not quantized.
 
     Returns:
         ``(T, H)``, contiguous, dtype of ``hidden_states``.
@@ -87,8 +96,9 @@ def fused_experts(
         TypeError: a wrong dtype.
         ValueError: shapes, devices or strides that do not fit; an unknown activation.
         NotImplementedError: ``batch_invariant`` with a scheme whose activations share one scale of
-            all tokens; a packed weight on a GPU without a kernel for it; a backward pass through
-            the result (in grad mode a call with inputs that require grad runs).
+            all tokens; a packed weight on a GPU without a kernel for it; a backward pass with
+            packed weights, or with quantized weights or scales that require grad; forward-mode
+            derivatives and transforms of ``torch.func``.
 
     Source:
         vLLM ``fused_experts`` and ``TritonExperts``; there the router weight is rounded into the
@@ -97,14 +107,14 @@ def fused_experts(
     return _experts(
         None,
         hidden_states,
-        (w1, w2),
+        (w1, w2, w1_bias, w2_bias),
         Routing(topk_weights, topk_ids, expert_map),
         activation=activation,
         global_num_experts=global_num_experts,
         apply_router_weight_on_input=apply_router_weight_on_input,
-        biases=(w1_bias, w2_bias),
         config=_config(quant_config),
         batch_invariant=batch_invariant,
+        lora=lora,
     )
 
 
@@ -134,51 +144,70 @@ def _config(quant_config: FusedMoEQuantConfig | None) -> FusedMoEQuantConfig:
 def _experts(
     plan: Tensor | None,
     hidden_states: Tensor,
-    weights: tuple[Tensor, Tensor],
+    given: tuple[Tensor, Tensor, Tensor | None, Tensor | None],
     routing: Routing,
     *,
     activation: MoEActivation | Activation | str,
     global_num_experts: int,
     apply_router_weight_on_input: bool,
-    biases: tuple[Tensor | None, Tensor | None],
     config: FusedMoEQuantConfig,
     batch_invariant: bool,
+    lora: ExpertLora | None = None,
 ) -> Tensor:
-    """`fused_experts` with an optional tile plan of the routing."""
-    (w1, w2), scheme = weights, config.scheme
+    """`fused_experts` with an optional tile plan; ``given``: both weights, and both biases."""
+    scheme, (w1, w2, *biases) = config.scheme, given
+    kind_of_device = hidden_states.device.type if isinstance(hidden_states, Tensor) else ""
+    autocasts = kind_of_device in ("cuda", "cpu") and torch.is_autocast_enabled(kind_of_device)
+    if autocasts and scheme.weight is None:
+        dtype = torch.get_autocast_dtype(kind_of_device)
+        hidden_states, w1, w2 = (x.to(dtype) for x in (hidden_states, w1, w2))
+        plan = None  # of another dtype
     kind, key = kind_and_key(activation)
-    biases = config.biases(*biases)
+    b1, b2 = config.biases(*biases)
     quantization = () if scheme.weight is None else config.tensors
-    layer = (hidden_states, w1, w2, *biases, kind, scheme, *quantization)
+    layer = (hidden_states, w1, w2, b1, b2, kind, scheme, *quantization)
     flags = (apply_router_weight_on_input, batch_invariant)
     _check_call(*flags, scheme, *routing, global_num_experts, *layer)
-    experts = expert_weights(w1, w2, config, biases)
-    dtype, on_input = hidden_states.dtype, apply_router_weight_on_input
+    experts = expert_weights(w1, w2, config, (b1, b2))
+    settings = Settings(scheme, key, *flags)
+    operands = (hidden_states, w1, w2, routing.topk_weights, b1, b2, config, lora)
+    inputs = wanted(*operands) if torch.is_grad_enabled() else []
+    if lora is not None:
+        check_lora(lora, hidden_states, w1, w2, scheme)
+    elif not inputs:
+        return _untrained(hidden_states, experts, routing, settings, config, plan)
+    reason = lacking((w1, w2), config) if inputs else None
+    if reason is not None and lora is not None:
+        raise NotImplementedError(message("fused_experts", reason=reason))
+    if reason is not None:
+        with torch.no_grad():
+            out = _untrained(hidden_states, experts, routing, settings, config, plan)
+        return refuse(out, inputs, "fused_experts", reason)
+    check_transforms("fused_experts")
+    return differentiable_experts(hidden_states, experts, routing, settings, config, plan, lora)
 
-    def run() -> Tensor:
-        return slot_experts(
-            first_rows(hidden_states, config, routing, w1.shape[0], on_input),
-            experts,
-            scheme,
-            SlotRows.of(routing, w1.shape[0], scheme, dtype, batch_invariant, plan),
-            routing.topk_weights,
-            key,
-            dtype,
-            on_input,
-        )
 
-    asked = torch.is_grad_enabled()
-    inputs = wanted(hidden_states, *weights, routing.topk_weights, *biases, config) if asked else []
-    if not inputs:
-        return run()
-    reason = lacking(weights, config)
-    if reason is None:
-        check_transforms("fused_experts")
-        settings = Settings(scheme, key, on_input, batch_invariant)
-        return differentiable_experts(hidden_states, experts, routing, settings, config, plan)
-    with torch.no_grad():
-        out = run()
-    return refuse(out, inputs, "fused_experts", reason)
+def _untrained(
+    x: Tensor,
+    weights: ExpertWeights,
+    routing: Routing,
+    settings: Settings,
+    config: FusedMoEQuantConfig,
+    plan: Tensor | None,
+) -> Tensor:
+    """`differentiable_experts` without gradients, which needs fewer passes."""
+    scheme, key, on_input, invariant = settings
+    num_experts = weights.w1.data.shape[0]
+    return slot_experts(
+        first_rows(x, config, routing, num_experts, on_input),
+        weights,
+        scheme,
+        SlotRows.of(routing, num_experts, scheme, x.dtype, invariant, plan),
+        routing.topk_weights,
+        key,
+        x.dtype,
+        on_input,
+    )
 
 
 @checks.remembered
@@ -269,12 +298,11 @@ def fused_moe(
     return _experts(
         plan,
         hidden_states,
-        (w1, w2),
+        (w1, w2, w1_bias, w2_bias),
         Routing(topk_weights, topk_ids, expert_map),
         activation=activation,
         global_num_experts=global_num_experts,
         apply_router_weight_on_input=apply_router_weight_on_input,
-        biases=(w1_bias, w2_bias),
         config=config,
         batch_invariant=batch_invariant,
     )

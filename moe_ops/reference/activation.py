@@ -86,7 +86,7 @@ def up_derivative(u: Tensor, rule: Formula) -> tuple[Tensor, Tensor]:
     """The factor that up makes, and its derivative; up at a bound has the derivative 1."""
     value, slope = u, torch.ones_like(u)
     if rule.limit is not None:
-        value = u.clamp(-rule.limit, rule.limit)
+        value = u.clamp(min=-rule.limit, max=rule.limit)
         slope = slope.masked_fill(u.abs() > rule.limit, 0.0)
     if rule.function == "swiglu":
         value = value + rule.beta

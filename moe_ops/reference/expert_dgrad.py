@@ -15,7 +15,7 @@ from moe_ops.tensors import AnyTiles, QTensor
 
 
 def expert_dgrad(
-    dy: Tensor,
+    a: Tensor,
     w: Tensor,
     w_scale: Tensor,
     w_zero_point: Tensor | None,
@@ -25,15 +25,15 @@ def expert_dgrad(
     scheme: str,
     batch_invariant: bool = False,
 ) -> Tensor:
-    """``out[s] = dy[s // top_k] @ dequantized(w[e])``, with weights rounded to the rows' dtype."""
+    """``out[s] = a[s // top_k] @ dequantized(w[e])``, with weights rounded to the rows' dtype."""
     stored = QTensor(w, w_scale, w_zero_point, w_global_scale)
     known = get_scheme(scheme)
-    rule = gemm_rule(scheme, dy, tiles, batch_invariant)
+    rule = gemm_rule(scheme, a, tiles, batch_invariant)
     each = 0 if known.weight is None else known.weight.numbers_per_entry(w.dtype)
-    turned = dy.new_empty(()).expand(len(w), each * w.shape[2], w.shape[1])
+    turned = a.new_empty(()).expand(len(w), each * w.shape[2], w.shape[1])
 
     def product(expert: int, rows: Sequence[Tensor], out: Tensor) -> None:
-        weight = dequantize_weight(one_expert(stored, expert), known, dy.dtype)[0].float()
+        weight = dequantize_weight(one_expert(stored, expert), known, a.dtype)[0].float()
         multiply(rows[0].float(), weight, out, batch_invariant)
 
-    return grouped(product, (dy,), turned, tiles, rule, top_k, dy.dtype, Epilogue(None))
+    return grouped(product, (a,), turned, tiles, rule, top_k, a.dtype, Epilogue(None))

@@ -149,7 +149,7 @@ def topk_backward(
     grad = grad.double().masked_fill(~known, 0.0) * routed_scaling_factor
     if renormalize:
         total = chosen.sum(1, keepdim=True)
-        total = torch.where(total > 0, total, 1.0)
+        total = total.masked_fill(total == 0, 1.0)
         share = chosen / total  # without a positive score all shares are zero
         grad = (grad - (grad * share).sum(1, keepdim=True)) / total
         grad = grad.masked_fill(~known, 0.0)

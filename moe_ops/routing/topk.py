@@ -49,7 +49,8 @@ def fused_topk(
     The experts with the ``topk`` largest ``s + bias`` (a float32 sum) are chosen, ties to the
     lowest index. Their weights are ``s``, in descending order of ``s + bias``, divided by their sum
     with ``renormalize`` (by 1 if the sum is 0), then multiplied by ``routed_scaling_factor``. A
-    logit that is not finite scores 0. The ids of a token are distinct.
+    logit that is not finite scores 0. The ids of a token are distinct. The logits have gradients
+    through the weights; the choice and the bias have none.
 
     Args:
         hidden_states: ``(T, H)``; only its number of tokens matters.
@@ -68,7 +69,8 @@ def fused_topk(
     Raises:
         TypeError: a wrong dtype.
         ValueError: k not in 1..E, an unknown ``scoring_func``, shapes or devices that disagree.
-        NotImplementedError: more than 4096 experts; a backward pass through the result.
+        NotImplementedError: more than 4096 experts; forward-mode derivatives and transforms of
+            ``torch.func``.
 
     Source:
         vLLM ``FusedTopKRouter``, which does not apply ``routed_scaling_factor``, and

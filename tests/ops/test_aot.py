@@ -38,6 +38,8 @@ MODULES = (
 )  # fmt: skip
 """Stages whose kernels are compiled here."""
 ELSEWHERE = {
+    "expert_dgrad": "test_gradients_aot.py",
+    "expert_wgrad": "test_gradients_aot.py",
     "gemm_sum": "test_token_gemm_aot.py",
     "routing_adjust": "test_routing_aot.py",
     "symmetric": "test_symmetric_aot.py",

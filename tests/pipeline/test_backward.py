@@ -266,6 +266,28 @@ def test_a_layer_trains(device):
     assert losses[-1] < 0.3 * losses[0]
 
 
+def test_autocast(device):
+    """Weights in float32 are cast with their gradients; also in calls without gradients."""
+    moe = moe_ops.FusedMoE(E, K, H, I, device=device, params_dtype=torch.float32)
+    for p in moe.parameters():
+        torch.nn.init.normal_(p, std=0.2).requires_grad_()
+    x, logits = batch(33, device)
+    same = moe_ops.FusedMoE(E, K, H, I, device=device, params_dtype=torch.bfloat16)
+    same.load_state_dict(moe.state_dict())
+    grad = torch.randn(33, H, device=device).bfloat16()
+    with torch.autocast(device, torch.bfloat16):
+        out = moe(x, logits)
+        with torch.no_grad():
+            assert torch.equal(moe(x.bfloat16(), logits), same(x.bfloat16(), logits))
+    out.backward(grad)
+    same.requires_grad_(True)
+    near = x.detach().bfloat16().requires_grad_()
+    same(near, logits).backward(grad)
+    assert moe.w2_weight.grad.dtype == torch.float32
+    assert torch.equal(moe.w2_weight.grad, same.w2_weight.grad.float())
+    assert torch.equal(x.grad, near.grad.float())
+
+
 @pytest.mark.gpu
 def test_captured_with_another_routing():
     problem = Problem(256, E, K, 128, 64)

@@ -1,4 +1,4 @@
-"""Derivatives do not exist: forward passes run in grad mode, and nobody gets a wrong gradient."""
+"""What has no derivative: forward passes run in grad mode, and nobody gets a wrong gradient."""
 
 import pytest
 import torch
@@ -9,7 +9,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import moe_ops
 from moe_ops import ops
-from moe_ops.testing import Problem, call, make_inputs, quantize_inputs
+from moe_ops.pipeline.gated_experts import gated_experts
+from moe_ops.testing import Problem, make_inputs, quantize_inputs
 
 WAY_OUT = r'not implemented .*set_experts_implementation\("grouped_mm"\)'
 T, E, K, H, I = 5, 4, 2, 16, 12  # noqa: E741
@@ -47,40 +48,53 @@ def assert_refused(run, x):
             torch.autograd.grad(y.float().sum(), x, allow_unused=True)
 
 
-@pytest.mark.parametrize(
-    "name", ["hidden_states", "w1", "w2", "topk_weights", "w1_bias", "w2_bias"]
-)
-def test_fused_experts(name, problem, inputs):
-    assert_refused(lambda: call(moe_ops.fused_experts, problem, inputs), getattr(inputs, name))
+def gate(rows):
+    """A gate that is no activation of this library."""
+    return rows[:, :I] * rows[:, I:].cos()
 
 
 def test_a_model_that_is_evaluated(inputs):
     """Weights of any model require grad; nobody asks for theirs here."""
     w1, w2 = nn.Parameter(inputs.w1), nn.Parameter(inputs.w2)
-    out = moe_ops.fused_experts(inputs.hidden_states, w1, w2, *inputs[3:5])
-    with pytest.raises(NotImplementedError, match="gradients of fused_experts are " + WAY_OUT):
+    out = gated_experts(inputs.hidden_states, w1, w2, *inputs[3:5], gate)
+    with pytest.raises(NotImplementedError, match="gradients of gated_experts are " + WAY_OUT):
         (out * 2).sum().backward()
     assert w1.grad is None and w2.grad is None
     out = moe_ops.fused_experts(inputs.hidden_states, w1.detach(), w2.detach(), *inputs[3:5])
     assert not out.requires_grad
 
 
-@pytest.mark.parametrize("changed", ["hidden_states", "logits"])
-def test_fused_moe(changed, inputs, logits):
-    x, w1, w2 = inputs[:3]
-    assert_refused(
-        lambda: moe_ops.fused_moe(x, w1, w2, logits, K), {"logits": logits}.get(changed, x)
-    )
-
-
-@pytest.mark.parametrize("name", ["hidden_states", "w1_scale"])
-def test_quantized(name, device):
-    problem = Problem(T, E, K, H, I, scheme="fp8_channel")
+def quantized(scheme, device):
+    problem = Problem(T, E, K, H, 16, scheme=scheme)
     inputs, config, _ = quantize_inputs(problem, make_inputs(problem, device))
-    x, w1, w2, weights, ids = inputs[:5]
-    changed = x if name == "hidden_states" else config.w1_scale
+    return inputs, config
+
+
+@pytest.mark.parametrize("name", ["w1", "w1_scale"])
+def test_quantized_weights_are_constants(name, device):
+    (x, w1, w2, weights, ids, *_), config = quantized("fp8_channel", device)
+    changed = w1 if name == "w1" else config.w1_scale
     run = lambda: moe_ops.fused_experts(x, w1, w2, weights, ids, quant_config=config)  # noqa: E731
     assert_refused(run, changed)
+    with pytest.raises(NotImplementedError, match="quantized weights and their scales must not"):
+        run().sum().backward()
+
+
+def test_packed_weights(device):
+    """They have no kernel for gradients, and the error says what to call."""
+    dtype = torch.bfloat16
+    layer = moe_ops.FusedMoE(
+        E, K, 128, 128, scheme="int4_w4a16_g64", device=device, params_dtype=dtype
+    )
+    layer.pack_()
+    x = torch.randn(T, 128, device=device, dtype=dtype)
+    logits = torch.randn(T, E, device=device)
+    assert_refused(lambda: layer(x, logits), x)
+    with pytest.raises(NotImplementedError, match="packed form: call FusedMoE.unpack_"):
+        layer(x, logits).sum().backward()
+    layer.unpack_()
+    layer(x, logits).sum().backward()
+    assert x.grad is not None
 
 
 def stages(x, weights, ids, logits):
@@ -91,10 +105,7 @@ def stages(x, weights, ids, logits):
     words = torch.zeros(T, dtype=torch.int32, device=x.device)
     fp8 = torch.float8_e4m3fn
     return {
-        "fused_topk": (lambda: moe_ops.fused_topk(x, logits, K, True), logits),
-        "grouped_topk": (lambda: moe_ops.grouped_topk(x, logits, K, True, 2, 1), logits),
         "hash_topk": (lambda: moe_ops.routing.hash_topk(x, logits, words, table, True), logits),
-        "select": (lambda: moe_ops.select_experts(x, logits, K, False, True), logits),
         "adjust": (lambda: moe_ops.routing.adjust_routing(weights, ids, E), weights),
         "zero": (lambda: moe_ops.routing.zero_experts(x, weights, ids, 2), x),
         "quantize": (lambda: moe_ops.moe_kernel_quantize_input(x, None, fp8, True), x),
@@ -191,14 +202,6 @@ def test_shared_experts_have_gradients(problem, device):
             out.sum().backward()
 
 
-def test_the_layer(logits, device):
-    layer = moe_ops.FusedMoE(E, K, H, I, device=device)
-    x = torch.randn(T, H, device=device)
-    for asked in (x, logits, layer.w13_weight):
-        assert_refused(lambda: layer(x, logits), asked)
-        asked.requires_grad_(False)
-
-
 @pytest.mark.filterwarnings("ignore:moe_ops..fused_topk. an autograd kernel was not registered")
 def test_operators_by_themselves(logits):
     def run(x):
@@ -222,7 +225,7 @@ class Block(nn.Module):
 
     def forward(self, x, logits):
         weights, ids = moe_ops.fused_topk(x, logits, K, True)
-        return moe_ops.fused_experts(x, self.w1, self.w2, weights, ids)
+        return gated_experts(x, self.w1, self.w2, weights, ids, gate)
 
 
 def test_compiled(inputs, logits):
@@ -233,7 +236,7 @@ def test_compiled(inputs, logits):
     for tokens in (T, 3):
         out = compiled(x[:tokens], logits[:tokens])
         assert torch.equal(out, block(x[:tokens], logits[:tokens]))
-        with pytest.raises(NotImplementedError, match="gradients of fused_experts are " + WAY_OUT):
+        with pytest.raises(NotImplementedError, match="gradients of gated_experts are " + WAY_OUT):
             out.sum().backward()
     assert block.w1.grad is None
 

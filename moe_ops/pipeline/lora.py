@@ -1,0 +1,249 @@
+"""Grouped LoRA: a low-rank product for every slot, beside the product with its expert's weight.
+
+Adapter l and expert e together are expert ``l * E + e`` of two grouped GEMMs of rank r, so that a
+batch may mix adapters, and no weight ``W + B @ A`` is ever made.
+
+Source:
+    LoRA (arXiv 2106.09685); several adapters in a batch: S-LoRA (arXiv 2311.03285).
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+
+from moe_ops import checks, ops
+from moe_ops.gradients import check_transforms, wanted
+from moe_ops.pipeline.row_spaces import SlotRows, always
+from moe_ops.scheme import UNQUANTIZED, Scheme
+from moe_ops.tensors import Routing
+
+
+class ExpertLora(NamedTuple):
+    """The adapters of a call of `fused_experts`; L is the number of adapters."""
+
+    w1: tuple[Tensor, Tensor] | None
+    """``(L, El, r, H)`` and ``(L, El, 2I, r)``, with the rows of ``w1``; None: no adapter."""
+    w2: tuple[Tensor, Tensor] | None
+    """``(L, El, r, I)`` and ``(L, El, H, r)``."""
+    lora_ids: Tensor | None = None
+    """``(T,)`` int32 or int64: each token's adapter; any number outside of 0..L - 1: none. None:
+    adapter 0 for every token."""
+    scaling: float | Tensor = 1
+    """Factor of the low-rank products: one number, or one per adapter ``(L,)``."""
+
+
+class Factors(NamedTuple):
+    """The adapter of one weight, as GEMMs take it: ``(L * E, r, K)`` and ``(L * E, N, r)``."""
+
+    a: Tensor
+    b: Tensor
+
+    @staticmethod
+    def of(a: Tensor, b: Tensor, scaling: float | Tensor, dtype: torch.dtype) -> Factors:
+        """The factors in ``dtype``; the scaling is part of the second one."""
+        if isinstance(scaling, Tensor):
+            scaling = scaling.view(-1, 1, 1, 1)
+        b = b if isinstance(scaling, (int, float)) and scaling == 1 else b * scaling
+        return Factors(a.flatten(0, 1).to(dtype), b.flatten(0, 1).to(dtype))
+
+
+def check_factors(
+    name: str, pair: tuple[Tensor, Tensor] | None, num_experts: int, n: int, k: int
+) -> int:
+    """Check the adapters of a weight ``(El, N, K)``; returns L, 0 without adapters."""
+    if pair is None:
+        return 0
+    if not isinstance(pair, tuple) or len(pair) != 2:
+        raise TypeError(f"{name} must be a tuple of lora_a and lora_b, got {type(pair).__name__}")
+    a, b = pair
+    for which, x in (("a", a), ("b", b)):
+        checks.tensor(f"{name} lora_{which}", x, 4, checks.FLOATS)
+    adapters, rank = a.shape[0], a.shape[2]
+    checks.between(1, checks.MAX_EXPERTS, **{f"{name} L * El": adapters * num_experts})
+    for which, x, rule in (
+        ("a", a, (adapters, num_experts, rank, k)),
+        ("b", b, (adapters, num_experts, n, rank)),
+    ):
+        if tuple(x.shape) != rule:
+            raise ValueError(f"{name} lora_{which} must be {rule}, got shape {tuple(x.shape)}")
+    return adapters
+
+
+def check_lora(lora: ExpertLora, x: Tensor, w1: Tensor, w2: Tensor, scheme: Scheme) -> None:
+    """Check the adapters of a layer's weights, which are checked already."""
+    if not isinstance(lora, ExpertLora):
+        raise TypeError(f"lora must be an ExpertLora or None, got {type(lora).__name__}")
+    experts, n, hidden = w1.shape[0], w1.shape[1], x.shape[1]
+    quant = scheme.weight
+    each = 1 if quant is None else quant.numbers_per_entry(w2.dtype)
+    width = w2.shape[2] * each
+    first = check_factors("lora.w1's", lora.w1, experts, n, hidden)
+    second = check_factors("lora.w2's", lora.w2, experts, w2.shape[1], width)
+    if first and second:
+        checks.size("lora.w2's L", second, "L of lora.w1", first)
+    if lora.lora_ids is not None:
+        checks.same_tokens("lora.lora_ids", lora.lora_ids, "hidden_states", x)
+    check_adapters(lora.lora_ids, lora.scaling, first or second)
+
+
+def adapter_ids(
+    routing: Routing, num_experts: int, lora_ids: Tensor | None, num_adapters: int
+) -> Tensor:
+    """``(T, k)`` int32: ``l * El + e`` for local expert e and adapter l; -1: no product."""
+    _, ids, expert_map = routing
+    count = num_experts if expert_map is None else expert_map.shape[0]
+    known = (ids >= 0) & (ids < count)
+    expert = torch.where(known, ids, 0)
+    if expert_map is not None:
+        expert = expert_map[expert]
+        known = known & (expert >= 0) & (expert < num_experts)
+    if lora_ids is not None:
+        adapter = lora_ids[:, None]
+        known = known & (adapter >= 0) & (adapter < num_adapters)
+        expert = expert + adapter * num_experts
+    return torch.where(known, expert, -1).to(torch.int32)
+
+
+def adapter_rows(
+    ids: Tensor, num_experts: int, dtype: torch.dtype, invariant: bool, plan: Tensor | None = None
+) -> SlotRows:
+    """The row space of `adapter_ids`; ``num_experts`` counts pairs of adapter and expert."""
+    routing = Routing(ids, ids)  # the weights are not read
+    return SlotRows.of(routing, num_experts, UNQUANTIZED, dtype, invariant, plan)
+
+
+def low_product(
+    rows: Tensor, w: Tensor, space: SlotRows, top_k: int, weights: Tensor | None = None
+) -> Tensor:
+    """``weights[s] * rows[s // top_k] @ w[e].T``; rows of slots without an adapter: undefined."""
+    tiles, invariant = [*space.tiles], space.batch_invariant
+    return ops.expert_matmul(rows, w, None, weights, tiles, top_k, batch_invariant=invariant)
+
+
+def low_rank(
+    rows: Tensor,
+    a: Tensor,
+    b: Tensor,
+    space: SlotRows,
+    top_k: int,
+    weights: Tensor | None = None,
+) -> Tensor:
+    """``weights[s] * B @ A @ rows[s // top_k]`` for every slot s that has an adapter."""
+    return low_product(low_product(rows, a, space, top_k), b, space, 1, weights)
+
+
+def adapter_gradient(dy: Tensor, x: Tensor, weights: Tensor | None, space: SlotRows) -> Tensor:
+    """``(weights * dy).T @ x`` over the slots of each pair of adapter and expert."""
+    how = (space.num_local_experts, UNQUANTIZED.key, dy.dtype, space.batch_invariant)
+    return ops.expert_wgrad(dy, x, weights, [*space.tiles], *how)
+
+
+def added(total: Tensor, low: Tensor, ids: Tensor) -> Tensor:
+    """``total + low``, without ``low`` for slots that have no adapter."""
+    return torch.where((ids >= 0).view(-1, 1), total + low, total)
+
+
+def expert_lora(
+    hidden_states: Tensor,
+    lora_a: Tensor,
+    lora_b: Tensor,
+    topk_ids: Tensor,
+    lora_ids: Tensor | None = None,
+    scaling: float | Tensor = 1,
+) -> Tensor:
+    """The low-rank product of every slot: ``scaling * B[l, e] @ A[l, e] @ x``, with gradients.
+
+    Args:
+        hidden_states: ``(T, K)``, or one row per slot ``(T * k, K)``; bf16, fp16 or fp32.
+        lora_a: ``(L, E, r, K)``, any of the three dtypes; computed in that of ``hidden_states``.
+        lora_b: ``(L, E, N, r)``.
+        topk_ids: ``(T, k)`` int32 or int64.
+        lora_ids: see `ExpertLora`.
+        scaling: see `ExpertLora`.
+
+    Returns:
+        ``(T * k, N)`` in slot order, dtype of ``hidden_states``; zeros for a slot without an expert
+        or an adapter.
+
+    Raises:
+        TypeError: a wrong dtype.
+        ValueError: shapes that do not fit; more than 4096 pairs of adapter and expert.
+        NotImplementedError: forward-mode derivatives and transforms of ``torch.func``.
+    """
+    checks.tensor("hidden_states", hidden_states, 2, checks.FLOATS)
+    checks.tensor("topk_ids", topk_ids, 2, checks.INDICES)
+    checks.tensor("lora_a", lora_a, 4, checks.FLOATS)
+    checks.tensor("lora_b", lora_b, 4, checks.FLOATS)
+    experts, n = lora_a.shape[1], lora_b.shape[2]
+    adapters = check_factors("expert_lora's", (lora_a, lora_b), experts, n, hidden_states.shape[1])
+    check_adapters(lora_ids, scaling, adapters)
+    if wanted(hidden_states, lora_a, lora_b):
+        check_transforms("expert_lora")
+    a, b = Factors.of(lora_a, lora_b, scaling, hidden_states.dtype)
+    ids = adapter_ids(Routing(topk_ids, topk_ids), experts, lora_ids, adapters)
+    top_k = _slots_of_a_row(hidden_states, topk_ids)
+    return _Lora.apply(hidden_states, a, b, ids, top_k)
+
+
+def _slots_of_a_row(rows: Tensor, topk_ids: Tensor) -> int:
+    """Slots per row: k for tokens, 1 for slots; a compiler must know which of them they are."""
+    (tokens, k), count = topk_ids.shape, rows.shape[0]
+    if k == 1 or always(count == tokens):
+        return k
+    if always(count == tokens * k):
+        return 1
+    if torch.compiler.is_compiling():
+        raise ValueError(
+            "hidden_states must have as many rows as topk_ids has tokens or slots, whatever their "
+            "number is"
+        )
+    raise ValueError(
+        f"hidden_states must have {tokens} rows, one per token, or {tokens * k}, one per slot, got "
+        f"{count}"
+    )
+
+
+def check_adapters(lora_ids: Tensor | None, scaling: float | Tensor, adapters: int) -> None:
+    """Check which adapter each token has, and the factors of adapters."""
+    if lora_ids is not None:
+        checks.tensor("lora_ids", lora_ids, 1, checks.INDICES)
+    if isinstance(scaling, Tensor):
+        checks.size("scaling.numel()", scaling.numel(), "the number of adapters", adapters)
+    else:
+        checks.factor("scaling", scaling)
+
+
+class _Lora(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, a: Tensor, b: Tensor, ids: Tensor, top_k: int) -> Tensor:
+        """Two grouped GEMMs; the rows of rank r are computed again in the backward pass."""
+        space = adapter_rows(ids, a.shape[0], x.dtype, invariant=False)
+        ctx.top_k = top_k
+        ctx.save_for_backward(x, a, b, ids, space.tiles.plan)
+        low = low_rank(x, a, b, space, top_k)
+        return low.masked_fill((ids < 0).view(-1, 1), 0.0)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        """The gradients of the rows and of both factors."""
+        x, a, b, ids, plan = ctx.saved_tensors
+        space = adapter_rows(ids, a.shape[0], x.dtype, invariant=False, plan=plan)
+        dx = da = db = None
+        grad = grad.contiguous()
+        if ctx.needs_input_grad[2]:
+            db = adapter_gradient(grad, low_product(x, a, space, ctx.top_k), None, space)
+        if ctx.needs_input_grad[0] or ctx.needs_input_grad[1]:
+            low = low_product(grad, b.transpose(1, 2), space, 1)
+            if ctx.needs_input_grad[1]:
+                da = adapter_gradient(low, x, None, space)
+            if ctx.needs_input_grad[0]:
+                rows = low_product(low, a.transpose(1, 2), space, 1)
+                each = ids if ctx.top_k > 1 else ids.view(-1, 1)
+                dx = ops.moe_fused_mul_sum(rows, None, each, None, None, a.shape[0])
+        return dx, da, db, None, None

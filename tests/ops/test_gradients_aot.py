@@ -1,0 +1,93 @@
+"""Kernels of the backward pass, compiled without a GPU."""
+
+import pytest
+import torch
+from conftest import INTERPRETED
+
+if INTERPRETED:
+    pytest.skip("compiles kernels: not in the interpreter", allow_module_level=True)
+pytest.importorskip("triton")
+
+import aot  # noqa: E402
+from aot_launches import ARCHITECTURES, check_resources, given_plan, stored  # noqa: E402
+from plans import row_tile  # noqa: E402
+
+from moe_ops.kernels import activation, expert_dgrad, expert_wgrad, routing  # noqa: E402
+from moe_ops.routing import SCORING_FUNCS  # noqa: E402
+
+pytestmark = [pytest.mark.aot, pytest.mark.filterwarnings("ignore")]
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+MODULES = (activation, expert_dgrad, expert_wgrad, routing)
+SCHEMES = (
+    "int4_w4a16_g128_zp", "int8_w8a16", "fp8_w8a16_block128", "mxfp4_w4a16", "nvfp4_w4a16",
+    "fp8_block128", "fp8_channel", "int8_channel",
+)  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def no_other_driver():
+    aot.forget_kernels(*MODULES)
+
+
+def launch_weights(tile, dtype, n, k, experts=4, top_k=2):
+    def launch(empty):
+        slots = tile * experts
+        ids = empty(slots // top_k, top_k, dtype=torch.int32)
+        with row_tile(tile):
+            how = (given_plan(ids, experts, "unquantized", dtype), experts, "unquantized")
+            dy, x = empty(slots, n, dtype=dtype), empty(slots // top_k, k, dtype=dtype)
+            weights = empty(slots // top_k, top_k, dtype=torch.float32)
+            expert_wgrad.expert_wgrad(dy, x, None, *how, dtype)
+            expert_wgrad.expert_wgrad(x, dy, weights, *how, dtype)
+            expert_wgrad.expert_bias_grad(x, weights, *how)
+            bias = empty(experts, k, dtype=dtype)
+            expert_wgrad.slot_products(x, bias, ids, None, experts, True)
+
+    return launch
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("tile", [16, 64, 128, 192])
+def test_weight_gradients(arch, dtype, tile):
+    kernels = aot.compile_launch(arch, launch_weights(tile, dtype, 1536, 2880))
+    check_resources(kernels, arch)
+    if arch == 90 and dtype != torch.float32 and tile >= 64:
+        products = [k for k in kernels if "wgrad" in k.metadata.name]
+        assert len(products) == 2
+        assert all("wgmma.mma_async" in k.asm["ptx"] for k in products)
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_gradients_of_rows(arch, dtype, scheme):
+    """Few rows and many. (e4m3 is decoded by integer operations, so that every GPU has it.)"""
+
+    def launch(empty):
+        for tile in (16, 128):
+            ids = empty(tile * 2, 2, dtype=torch.int32)
+            w = stored(empty, scheme, 4, 1536, 2048, dtype)
+            with row_tile(tile):
+                tiles = given_plan(ids, 4, scheme, dtype)
+                dy = empty(tile * 4, 1536, dtype=dtype)
+                expert_dgrad.expert_dgrad(dy, *w, tiles, 1, scheme)
+
+    kernels = aot.compile_launch(arch, launch)
+    check_resources(kernels, arch)
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_activations_and_routers(arch):
+    def launch(empty):
+        ids = empty(512, 8, dtype=torch.int32)
+        weights = empty(512, 8, dtype=torch.float32)
+        for key, width in (("silu", 768), ("swigluoai", 2880), ("gelu_no_mul", 704)):
+            x = empty(4096, width if "no_mul" in key else 2 * width)
+            how = (weights, ids, None, 128, key, True)
+            activation.moe_activation_backward(empty(4096, width), x, *how)
+        for scoring in SCORING_FUNCS:
+            how = (True, scoring, 1.0)
+            routing.topk_backward(weights, empty(512, 257, dtype=torch.float32), ids, *how)
+
+    check_resources(aot.compile_launch(arch, launch), arch)

@@ -1,0 +1,79 @@
+"""Losses of routers and the update of the bias."""
+
+import pytest
+import torch
+
+import moe_ops
+from moe_ops.functional import count_expert_num_tokens
+from moe_ops.training import load_balance_loss, router_z_loss, update_expert_bias
+
+T, E, K = 40, 8, 2
+
+
+@pytest.fixture
+def logits(device):
+    g = torch.Generator().manual_seed(0)
+    return torch.randn(T, E, generator=g).to(device).requires_grad_()
+
+
+def test_load_balance_is_transformers(logits, device):
+    """Value and gradient, with padding and without, for two layers at once."""
+    mixtral = pytest.importorskip("transformers.models.mixtral.modeling_mixtral")
+    ids = logits.topk(K, -1).indices
+    mask = (torch.arange(T, device=device) % 20 < 14).view(2, 20)
+    for padding, attention in ((None, None), (~mask.flatten(), mask)):
+        ours = load_balance_loss(logits, ids, is_padding=padding)
+        theirs = mixtral.load_balancing_loss_func((logits,), E, K, attention)
+        torch.testing.assert_close(ours, theirs)
+        a, b = (torch.autograd.grad(loss, logits)[0] for loss in (ours, theirs))
+        torch.testing.assert_close(a, b)
+
+
+def test_an_even_load_is_best():
+    even = torch.zeros(T, E)
+    ids = torch.arange(T * K).view(T, K) % E
+    assert load_balance_loss(even, ids).item() == pytest.approx(K)
+    skewed = even.clone()
+    skewed[:, :K] = 3.0
+    assert load_balance_loss(skewed, torch.arange(K).expand(T, K).contiguous()) > K
+
+
+def test_z_loss(logits, device):
+    padding = torch.arange(T, device=device) % 3 == 0
+    expected = torch.logsumexp(logits[~padding].double(), -1).square().mean()
+    ours = router_z_loss(logits, is_padding=padding)
+    torch.testing.assert_close(ours, expected.float())
+    a, b = (torch.autograd.grad(loss, logits)[0] for loss in (ours, expected))
+    torch.testing.assert_close(a, b)
+    assert not a[padding].any()
+
+
+def test_no_tokens(device):
+    logits = torch.zeros(0, E, device=device, requires_grad=True)
+    ids = torch.zeros(0, K, dtype=torch.int64, device=device)
+    for loss in (load_balance_loss(logits, ids), router_z_loss(logits)):
+        loss.backward()
+        assert loss.item() == 0
+
+
+def test_the_bias_balances(device):
+    """A skewed router is even after some hundred updates, without a loss."""
+    g = torch.Generator().manual_seed(1)
+    logits = (torch.randn(2000, E, generator=g) + torch.linspace(-1, 1, E)).to(device)
+    x, bias, spread = torch.zeros(2000, 1, device=device), torch.zeros(E, device=device), []
+    for _ in range(300):
+        _, ids = moe_ops.fused_topk(x, logits, K, True, None, "sigmoid", bias)
+        counts = count_expert_num_tokens(ids, E)
+        update_expert_bias(bias, counts, 0.005)
+        spread.append((counts.max() / counts.float().mean()).item())
+    assert spread[0] > 2 and spread[-1] < 1.1
+
+
+def test_errors(logits):
+    ids = torch.zeros(T - 1, K, dtype=torch.int64)
+    with pytest.raises(ValueError, match="topk_ids must have the 40 tokens of router_logits"):
+        load_balance_loss(logits.cpu(), ids)
+    with pytest.raises(TypeError, match="is_padding must have a dtype"):
+        router_z_loss(logits.cpu(), is_padding=torch.zeros(T))
+    with pytest.raises(ValueError, match=r"expert_num_tokens.shape\[0\] must be the number of"):
+        update_expert_bias(torch.zeros(E), torch.zeros(E - 1))
