@@ -26,7 +26,9 @@ def cases(layer: Layer) -> Iterator[Case]:
     ids, experts = layer.inputs.topk_ids, layer.problem.num_experts
     backward = (gate, gate_up, layer.inputs.topk_weights, ids, None, experts, "silu", True)
     moved = nbytes(*backward[:4], gate_up, gate)
-    yield Case("backward:silu", lambda: ops.moe_activation_backward(*backward), moved)
+    yield Case(
+        "moe_activation_backward:silu", lambda: ops.moe_activation_backward(*backward), moved
+    )
 
 
 if __name__ == "__main__":

@@ -43,6 +43,12 @@ def cases(layer: Layer) -> Iterator[Case]:
         lambda: ops.hash_topk(logits, words, table, True, "sqrtsoftplus", 1.5),
         nbytes(words) + tokens * k * (logits.element_size() + table.element_size()) + written,
     )
+    grad = torch.randn_like(weights)
+    yield Case(
+        "topk_backward",
+        lambda: ops.topk_backward(grad, logits, ids, True, "softmax", 1.0),
+        nbytes(grad, ids) + 2 * nbytes(logits),
+    )
     yield Case("sparsemixer", lambda: ops.sparsemixer(logits, 0.01), nbytes(logits) + 16 * tokens)
 
 

@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from moe_ops.dispatch.device import Device, device_facts
 from moe_ops.dispatch.row_tiles import gemm_rule
 from moe_ops.dispatch.tiles import cdiv, is_direct, row_tile
 from moe_ops.fake_impls.expert_wgrad import expert_bias_grad as empty_biases
@@ -117,17 +118,17 @@ class WgradTiles(NamedTuple):
     num_stages: int
 
 
-def wgrad_tiles(n: int, k: int, itemsize: int, tile: int) -> WgradTiles:
+def wgrad_tiles(n: int, k: int, itemsize: int, tile: int, device: Device) -> WgradTiles:
     """Default tiles, for rows of ``itemsize`` bytes per number and the plan's row tile."""
-    most, block_m = (128, 64) if itemsize == 2 else (64, 16)
+    most, block_m, stages = (128, 64, 4) if itemsize == 2 else (64, 16, 3)
     block_n, block_k = (max(16, min(most, next_power_of_2(size))) for size in (n, k))
     block_m = max(16, min(block_m, tile & -tile))
-    return WgradTiles(block_m, block_n, block_k, 8 if itemsize == 2 else 4, 3)
+    stage = block_m * (block_n + block_k) * itemsize
+    return WgradTiles(block_m, block_n, block_k, 4, min(stages, device.shared_memory // stage))
 
 
 @lru_cache(maxsize=1024)
-def _wgrad_launch(n: int, k: int, top_k: tuple[int, int], itemsize: int, tile: int) -> Launch:
-    sizes = wgrad_tiles(n, k, itemsize, tile)
+def _wgrad_launch(sizes: WgradTiles, n: int, k: int, top_k: tuple[int, int], tile: int) -> Launch:
     return Launch(
         _expert_wgrad_kernel,
         N=n,
@@ -171,9 +172,9 @@ def expert_wgrad(
     if num_slots == 0:
         return out.zero_()
     (_, n, k), top_k = out.shape, (num_slots // dy.shape[0], num_slots // x.shape[0])
-    sizes = wgrad_tiles(n, k, x.itemsize, tile)
+    sizes = wgrad_tiles(n, k, x.itemsize, tile, device_facts(x.device))
     programs = num_experts * cdiv(n, sizes.block_n) * cdiv(k, sizes.block_k)
-    _wgrad_launch(n, k, top_k, x.itemsize, tile)(
+    _wgrad_launch(sizes, n, k, top_k, tile)(
         (programs,), dy.contiguous(), x.contiguous(), dense(topk_weights), out,
         *tile_arguments(tiles, num_slots, num_experts),
     )  # fmt: skip
