@@ -70,7 +70,7 @@ def test_median_and_deciles(monkeypatch, estimate, runs):
     def times(count):
         return [estimate] * count if count < 20 else [float(i) for i in reversed(range(count))]
 
-    monkeypatch.setattr(harness, "_on_cpu", lambda call: (times, "output"))
+    monkeypatch.setattr(harness, "_eager", lambda call, device: (times, "output"))
     timing = harness.measure(lambda: None, torch.device("cpu"))
     last = runs - 1
     assert timing == (
