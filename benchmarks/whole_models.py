@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from importlib import import_module
 from typing import Any, NamedTuple
 
 import torch
@@ -12,6 +13,7 @@ import transformers
 from torch import Tensor, nn
 from transformers.cache_utils import Cache, StaticLayer
 from transformers.integrations import mxfp4
+from transformers.integrations.hub_kernels import get_kernel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -24,7 +26,8 @@ SDPA = "sdpa_without_masks"
 ALL_ATTENTION_FUNCTIONS.register(SDPA, sdpa_attention_forward)
 
 MXFP4 = "mxfp4_w4a16"
-_BLOCK = 32
+KERNEL_PARTS = ("routing", "matmul_ogs", "swiglu", "tensor", "tensor_details.layout")
+"""Parts of triton_kernels (3.5 and before) that transformers calls."""
 _SCALES = (119, 122)
 """Range of random e8m0 scales. With random nibbles weights have a standard deviation of about 0.02,
 as the weights of other tensors have."""
@@ -120,8 +123,11 @@ IMPLS = {
 
 
 def shell(spec: Spec, layers: int | None, dtype: torch.dtype, scheme: str) -> Any:
-    """The model on ``meta``; if its checkpoint stores experts in MXFP4 and so does ``scheme``,
-    with transformers' modules for these."""
+    """The model on ``meta``.
+
+    If the model's checkpoint stores experts in MXFP4 and ``scheme`` is that, it has transformers'
+    modules for such experts.
+    """
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(
             spec.config(layers), dtype=dtype, attn_implementation=spec.attention
@@ -188,15 +194,21 @@ def prepare(model: Any, impl: Impl, scheme: str, stored: str) -> None:
 
 
 def triton_kernels() -> Any:
-    """The kernels of transformers' MXFP4 path.
+    """The kernels of transformers' MXFP4 path: from the hub, else of a triton_kernels with routing.
 
     Raises:
-        ImportError: they are neither installed nor can they be fetched.
+        ImportError: neither is there.
     """
     try:
-        return mxfp4.get_kernel("kernels-community/gpt-oss-triton-kernels", version=1)
+        return get_kernel("kernels-community/gpt-oss-triton-kernels", version=1)
     except Exception as error:  # the hub raises errors of its own without a network
-        raise ImportError(f"the kernels of transformers' MXFP4 path: {error}") from error
+        hub = f"{type(error).__name__}: {error}".partition("\n")[0]
+    try:
+        for part in KERNEL_PARTS:
+            import_module(f"triton_kernels.{part}")
+    except ImportError as error:
+        raise ImportError(f"no kernels of the hub ({hub}) and {error}") from error
+    return import_module("triton_kernels")
 
 
 def _swizzle(model: Any, kernels: Any) -> None:
