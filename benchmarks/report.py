@@ -159,9 +159,10 @@ def _headline(record: Record) -> list[str]:
         for label, (over, under) in HEADLINE.items()
     ]
     lines = [line for line in lines if {*line[1:]} != {"-"}]
+    peers = sorted({row["impl"] for row in rows if not _ours(row["impl"])})
     told = (
         f"Geometric means over {len(shapes)} models' layers ({', '.join(shapes)}), in bf16 unless "
-        f"it says otherwise. {source(record)}"
+        f"it says otherwise. Peers: {', '.join(peers) or 'none'}. {source(record)}"
     )
     return [markdown(["tokens:", *map(str, TOKENS)], lines, labels=1), told]
 

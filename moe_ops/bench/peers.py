@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from moe_ops.bench.problems import Experts, Inputs, Problem
-from moe_ops.tensors import QTensor
 
 Call = Callable[[], Tensor]
 Maker = Callable[[Experts, Inputs], Call]
@@ -179,13 +178,12 @@ _MARLIN_GROUP = 128
 
 def vllm_marlin(experts: Experts, inputs: Inputs) -> Call:
     """The ``fused_marlin_moe`` of vLLM, on weights in Marlin's layout."""
-    assert experts.stored is not None
     repack = import_module("vllm._custom_ops").gptq_marlin_moe_repack
     utils = import_module("vllm.model_executor.layers.quantization.utils.marlin_utils")
     run = import_module(f"{_VLLM}.experts.marlin_moe").fused_marlin_moe
     element = import_module("vllm.scalar_type").scalar_types.uint4b8.id
     weights, scales = [], []
-    for weight in experts.stored:
+    for weight in experts.stored or ():
         words, by_group = gptq_layout(weight)
         sizes = (8 * words.shape[1], words.shape[2])
         weights.append(repack(words, *sizes, 4))
@@ -194,9 +192,12 @@ def vllm_marlin(experts: Experts, inputs: Inputs) -> Call:
     return lambda: run(inputs.x, *weights, None, None, *scales, *routing)
 
 
-def gptq_layout(weight: QTensor) -> tuple[Tensor, Tensor]:
-    """int4 codes as words ``(E, K / 8, N)`` int32, the first k lowest; scales ``(E, G, N)``."""
-    assert weight.scale is not None
+def gptq_layout(weight: Any) -> tuple[Tensor, Tensor]:
+    """int4 codes as words ``(E, K / 8, N)`` int32, the first k lowest; scales ``(E, G, N)``.
+
+    Args:
+        weight: a `moe_ops.scheme.QTensor`.
+    """
     words = weight.data.contiguous().view(torch.int32)  # two codes a byte, the even k lower
     return words.transpose(1, 2).contiguous(), weight.scale.transpose(1, 2).contiguous()
 

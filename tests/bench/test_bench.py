@@ -263,8 +263,10 @@ def test_headline():
         row("a", 1, time_us=5.0, floor_us=1.0, scheme="fp8_block128"),
     ]  # fmt: skip
     text = report.headline([record_of(*rows)])
-    ratios = [line.split(" | ")[1] for line in text.splitlines()[2:5]]
-    assert ratios == ["4.00", "2.00", "2.00"]  # there are no compiled peers and no MXFP4
+    ratios = [line.split(" | ")[1] for line in text.splitlines()[2:6]]
+    # There are no compiled peers and no MXFP4; the best peer is the only one.
+    assert ratios == ["4.00", "4.00", "2.00", "2.00"]
+    assert "Peers: hf-grouped_mm." in text
     assert "torch.compile" not in text and "mxfp4" not in text
     assert "over 2 models' layers (a, b)" in text
 

@@ -5,6 +5,7 @@ import json
 import sys
 from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -164,6 +165,51 @@ def test_steps_can_be_captured(name, scheme):
             with _Capturable():
                 logits = step.call()
             assert logits.isfinite().all()
+
+
+@torch.no_grad()
+def test_transformers_own_mxfp4(monkeypatch):
+    """Its blocks route and multiply with the kernels, on weights that these have laid out."""
+    seen = []
+
+    def wrapped(t, dtype=None):
+        return SimpleNamespace(data=t, shape=t.shape, dtype=dtype)
+
+    def matmul(x, w, bias, routing, gather_indx=None, scatter_indx=None, precision_config=None,
+               gammas=None, fused_activation=None):  # fmt: skip
+        seen.append((w, precision_config.weight_scale))
+        assert w.shape[2] == bias.shape[1] and bias.dtype == torch.float32
+        width = w.shape[2] // (2 if fused_activation else 1)
+        return torch.zeros(len(x) * 2 if scatter_indx is None else len(x) // 2, width)
+
+    def routed(logits, top_k):
+        return SimpleNamespace(gate_scal=None), "gather", "scatter"
+
+    ogs = SimpleNamespace(
+        PrecisionConfig=SimpleNamespace, FlexCtx=SimpleNamespace, InFlexData=SimpleNamespace,
+        FnSpecs=lambda *a: a, FusedActivation=lambda *a: a, matmul_ogs=matmul,
+    )  # fmt: skip
+    layouts = SimpleNamespace(
+        StridedLayout=None, make_default_matmul_mxfp4_w_layout=lambda mx_axis: (None, {})
+    )
+    kernels = SimpleNamespace(
+        matmul_ogs=ogs, swiglu=SimpleNamespace(swiglu_fn=None),
+        routing=SimpleNamespace(routing=routed), tensor_details=SimpleNamespace(layout=layouts),
+        tensor=SimpleNamespace(
+            FP4="fp4", convert_layout=lambda t, layout, **how: t, wrap_torch_tensor=wrapped
+        ),
+    )  # fmt: skip
+    monkeypatch.setattr(whole, "get_kernel", lambda *_, **__: kernels)
+    model = built("tiny-gpt-oss", whole.MXFP4)
+    stored = [p.clone() for p in whole.moe_blocks(model)[0].experts.parameters()]
+    whole.prepare(model, whole.HF_MXFP4, whole.MXFP4, whole.MXFP4)
+    with whole.routed(model) as active:
+        assert whole.decode(model, 3, CONTEXT).call().isfinite().all()
+    assert len(seen) == 4 and active == []
+    weight, scale = seen[0]
+    assert weight.dtype == "fp4" and tuple(weight.shape) == (8, 64, 192)
+    assert any(p.numel() == weight.data.numel() for p in stored)
+    assert tuple(scale.data.shape) == (8, 2, 192)
 
 
 @torch.no_grad()
