@@ -236,7 +236,7 @@ def triton_kernels(experts: Experts, inputs: Inputs) -> Call:
     activation = ogs.FusedActivation(
         ogs.FnSpecs("swiglu", swiglu.swiglu_fn, ("alpha", "limit")), (1.0, _NO_LIMIT), 2
     )
-    top_k, ids = inputs.topk_ids.shape[1], inputs.topk_ids.to(torch.int16)
+    top_k, ids = inputs.topk_ids.shape[1], inputs.topk_ids  # int16 overflows in its bit masks
     logits = inputs.topk_weights.new_zeros(len(inputs.x), experts.w1.shape[0])
     logits.scatter_(1, inputs.topk_ids.long(), inputs.topk_weights.log())
 

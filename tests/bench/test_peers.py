@@ -170,6 +170,7 @@ class _Ogs:
 
     @staticmethod
     def routing(logits, top_k, expt_indx):
+        assert expt_indx.dtype == torch.int32, "int16 loses experts in its bit masks"
         ids = expt_indx.long()
         weights = logits.gather(1, ids).softmax(-1)
         order = ids.flatten().argsort(stable=True)
