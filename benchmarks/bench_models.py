@@ -27,8 +27,10 @@ from whole_models import HF_MXFP4, IMPLS, MXFP4, OURS, SPECS, Impl, Step
 import moe_ops
 from moe_ops.bench.command import one_of, one_or_more, print_row, progress
 from moe_ops.bench.harness import (
+    FLUSH_BYTES,
     default_device,
     default_output,
+    evict_cache,
     measure,
     record_path,
     relative_error,
@@ -70,7 +72,7 @@ class ModelRow:
     p90_us: float | None = None
     runs: int = 0
     peak_bytes: int | None = None
-    """Most that the allocator held, weights included."""
+    """Most that the allocator held, weights included, the benchmark's own buffer not."""
     weight_bytes: int | None = None
     rel_diff: float | None = None
     """Distance of the logits from those of `REFERENCE` on unquantized weights, relative to them."""
@@ -176,10 +178,13 @@ def time_case(
         step.call()
     call = torch.compile(step.call, dynamic=False) if mode == "compiled" else step.call
     release()
+    evict_cache(device)  # whose buffer is there from now on, and is not counted
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     timing = measure(call, device, captured=mode != "eager")
-    peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
+    peak = None
+    if device.type == "cuda":
+        peak = torch.cuda.max_memory_allocated(device) - FLUSH_BYTES
     if not timing.output.isfinite().all():
         raise ArithmeticError("logits must be finite")
     logits = expected.get((phase, m))
@@ -255,7 +260,7 @@ def options(arguments: Sequence[str] | None) -> argparse.Namespace:
     schemes = {"bf16": "bf16", **{name: name for name in moe_ops.SCHEMES if name != "unquantized"}}
     lists = {
         "--model": ("models", one_of("model", {n: n for n in SPECS}),
-                    ",".join(real if cuda else set(SPECS) - set(real))),
+                    ",".join(real if cuda else [n for n in SPECS if n not in real])),
         "--scheme": ("schemes", one_of("scheme", schemes), ",".join(SCHEMES)),
         "--impls": ("impls", one_of("implementation", IMPLS), ",".join(IMPLS)),
         "--modes": ("modes", one_of("mode", {n: n for n in MODES}), ",".join(MODES)),

@@ -28,7 +28,8 @@ CHECKOUT = Path(moe_ops.__file__).resolve().parent.parent
 CONSOLE_SCRIPT = "moe-ops"
 """The name of the installed command."""
 KEY = ("scheme", "shape", "M", "impl", "routing")
-_FLUSH_BYTES = 512 * 10**6
+FLUSH_BYTES = 512 * 10**6
+"""Bytes that `evict_cache` reads; its buffer stays on the GPU."""
 _WARM_UPS = 3
 _WARM_UP_S = 0.05
 """Seconds of untimed replays before the timed ones. After a pause (while weights are made and
@@ -142,7 +143,7 @@ def evict_cache(device: torch.device) -> None:
 
 @cache
 def _flush_buffer(device: torch.device) -> Tensor:
-    return torch.ones(_FLUSH_BYTES // 4, dtype=torch.float32, device=device)
+    return torch.ones(FLUSH_BYTES // 4, dtype=torch.float32, device=device)
 
 
 def _eager(call: Callable[[], Any], device: torch.device) -> tuple[_Timer, Any]:
