@@ -180,16 +180,15 @@ def options(arguments: Sequence[str] | None) -> argparse.Namespace:
         type=one_or_more(one_of("scheme", schemes)),
         default="bf16",
         metavar="NAME,..",
-        help="bf16 or names in moe_ops.SCHEMES, which this library alone runs, warm (default: "
-        "%(default)s)",
+        help="bf16 or names in moe_ops.SCHEMES, which are measured warm (default: %(default)s)",
     )
     command.add_argument(
         "--impls",
         type=one_or_more(one_of("implementation", {name: name for name in usable})),
         default=",".join(("moe_ops", "moe_ops-compiled", *available())),
         metavar="NAME,..",
-        help=f"among {', '.join(usable)} (of {', '.join(PEERS)} those are usable whose package is "
-        "installed; default: %(default)s)",
+        help=f"among {', '.join(usable)} (of {', '.join(PEERS)} those that can run here; "
+        "default: %(default)s)",
     )
     command.add_argument(
         "--measures",
@@ -207,8 +206,12 @@ def planned(args: argparse.Namespace) -> Iterator[tuple[Case, str, Callable[...,
     device = default_device()
     for scheme, problem in product(args.schemes, args.problems):
         experts, dense = make_experts(problem, scheme, device), scheme == "bf16"
-        impls = [impl for impl in args.impls if dense or impl in (*OURS, "moe_ops-compiled")]
         for number, (routing, tokens) in enumerate(product(args.routing, args.tokens)):
+            impls = [
+                impl
+                for impl in args.impls
+                if impl not in PEERS or PEERS[impl].takes(scheme, problem, tokens)
+            ]
             inputs = make_inputs(problem, tokens, routing, device)
             case = Case(problem, experts, inputs, routing)
             if "warm" in args.measures:

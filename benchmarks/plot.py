@@ -1,4 +1,4 @@
-"""Plot a layer record: time over tokens with the lower bound, one panel per shape; a roofline."""
+"""Plot the records: layers (time over tokens, one panel per shape; a roofline) and whole models."""
 
 from __future__ import annotations
 
@@ -12,9 +12,12 @@ try:
     import matplotlib.pyplot as plt
 except ImportError:
     raise SystemExit("plotting needs matplotlib: install moe_ops[bench]") from None
+import models_report
 import roofline
 
 COLUMNS = 3
+MODE = "captured"
+"""The mode of whole models that is plotted."""
 
 
 def plot(rows: list[dict[str, Any]], title: str, path: Path) -> None:
@@ -51,6 +54,33 @@ def _panel(axis: Any, rows: list[dict[str, Any]], impls: list[str]) -> None:
     axis.legend(fontsize="small")
 
 
+def plot_models(record: dict[str, Any], folder: Path) -> None:
+    """Draw a figure per model: a panel per phase and tokens, a bar per implementation."""
+    rows = [row for row in models_report.timed(record) if row["mode"] == MODE]
+    for model, layers in models_report.models_of(rows):
+        mine = [row for row in rows if (row["model"], row["layers"]) == (model, layers)]
+        cases, impls = models_report.cases_of(mine), models_report.impls_of(mine)
+        names = [impl if scheme == "bf16" else f"{impl}, {scheme}" for scheme, impl in impls]
+        figure, axes = plt.subplots(
+            1, len(cases), figsize=(2.5 + 3 * len(cases), 1 + 0.35 * len(impls)), squeeze=False,
+            sharey=True, layout="constrained",
+        )  # fmt: skip
+        for axis, (phase, m) in zip(axes.flat, cases, strict=True):
+            part = [row for row in mine if (row["phase"], row["M"]) == (phase, m)]
+            speed = {(row["scheme"], row["impl"]): row["tokens_per_s"] for row in part}
+            colors = ["C0" if impl == models_report.OURS else "C7" for _, impl in impls]
+            axis.barh(names, [speed.get(pair, 0.0) for pair in impls], color=colors)
+            axis.set(title=f"{phase} {m}", xlabel="tokens per second")
+            axis.grid(alpha=0.3, axis="x")
+        axes[0, 0].invert_yaxis()
+        title = models_report.title(model, layers, mine)
+        figure.suptitle(f"{title}, one CUDA graph per step, {record['gpu']}")
+        path = folder / f"models-{model}-{layers}.png"
+        figure.savefig(path, dpi=120)
+        plt.close(figure)
+        print(path)
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """Plot every scheme and routing of every record under the output folder."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -69,6 +99,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             title = f"MoE layer, {scheme}, {routing} routing, {record['gpu']}"
             plot(rows, title, path.with_name(f"layer-{name}"))
             roofline.plot(rows, record["gpu"], title, path.with_name(f"roofline-{name}"))
+    for path in sorted(folder.glob("*/models.json")):
+        plot_models(json.loads(path.read_text()), path.parent)
 
 
 if __name__ == "__main__":

@@ -29,6 +29,7 @@ from moe_ops.support import ARCHITECTURES, block_scaled_note, support_table
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "benchmarks"))
+import models_report  # noqa: E402
 import quality_report  # noqa: E402
 import ranks_report  # noqa: E402
 import report  # noqa: E402
@@ -252,15 +253,32 @@ def layer_tables() -> str:
     return report.report(report.read_records(RESULTS))
 
 
+def whole_models() -> str:
+    """The tables of whole models, and the plots of every GPU's record."""
+    tables = models_report.report(report.read_records(RESULTS, "models.json"))
+    shown = [
+        f"![{path.stem}, tokens per second]({_copied(path)})"
+        for path in sorted(RESULTS.glob("*/models-*.png"))
+    ]
+    return "\n\n".join([tables, *shown])
+
+
+def _copied(path: Path) -> str:
+    """Copy a GPU's plot beside the tables; return the link of a page to it."""
+    target = f"{path.parent.name}-{path.name}"
+    shutil.copy(path, OUTPUT / target)
+    return f"../generated/{target}"
+
+
 def plots() -> str:
-    """The plots of every GPU's records, copied beside the tables."""
+    """The plots of layers of every GPU's records, copied beside the tables."""
     lines = []
+    kinds = {"layer": "time against tokens", "roofline": "rates against ceilings"}
     for path in sorted(RESULTS.glob("*/*.png")):
         kind, _, scheme = path.stem.partition("-")
-        target = f"{path.parent.name}-{path.name}"
-        shutil.copy(path, OUTPUT / target)
-        what = {"layer": "time against tokens", "roofline": "rates against ceilings"}[kind]
-        lines.append(f"**`{scheme}`**: {what}\n\n![{scheme}, {what}](../generated/{target})")
+        if kind in kinds:
+            what = kinds[kind]
+            lines.append(f"**`{scheme}`**: {what}\n\n![{scheme}, {what}]({_copied(path)})")
     for path in sorted(RESULTS.glob("*.png")):
         shutil.copy(path, OUTPUT / path.name)
     return "\n\n".join(lines)
@@ -283,6 +301,7 @@ PAGES = {
     "plots": plots,
     "profile": profile,
     "overheads": lambda: report.overheads_report(report.read_records(RESULTS, "overheads.json")),
+    "whole_models": whole_models,
     "ranks": lambda: ranks_report.report(report.read_records(RESULTS, "ranks.json")),
     "quality": lambda: quality_report.table(quality_report.read()),
 }

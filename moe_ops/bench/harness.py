@@ -28,7 +28,8 @@ CHECKOUT = Path(moe_ops.__file__).resolve().parent.parent
 CONSOLE_SCRIPT = "moe-ops"
 """The name of the installed command."""
 KEY = ("scheme", "shape", "M", "impl", "routing")
-_FLUSH_BYTES = 512 * 10**6
+FLUSH_BYTES = 512 * 10**6
+"""Bytes that `evict_cache` reads; its buffer stays on the GPU."""
 _WARM_UPS = 3
 _WARM_UP_S = 0.05
 """Seconds of untimed replays before the timed ones. After a pause (while weights are made and
@@ -71,18 +72,26 @@ class Timing(NamedTuple):
     output: Any
 
 
-def measure(call: Callable[[], Any], device: torch.device, budget_s: float = 1.0) -> Timing:
+def measure(
+    call: Callable[[], Any],
+    device: torch.device,
+    budget_s: float = 1.0,
+    *,
+    captured: bool = True,
+) -> Timing:
     """Median, 10th and 90th percentile over 20 to 100 calls; no overhead is subtracted.
 
-    On CUDA a call is one graph replay between two events, after `evict_cache`. On the CPU it is one
-    eager call, by the wall clock.
+    On CUDA a call is one graph replay between two events, after `evict_cache`. On the CPU, and if
+    it is not captured, it is one eager call that ends when its kernels have, by the wall clock.
 
     Args:
         call: runs on static inputs; the first calls, which compile, are not timed.
         device: the device that the call runs on.
         budget_s: target duration of all timed calls in seconds, within the limits of their number.
+        captured: whether CUDA calls are captured in a graph.
     """
-    time_calls, output = _on_cuda(call, device) if device.type == "cuda" else _on_cpu(call)
+    graph = captured and device.type == "cuda"
+    time_calls, output = (_captured if graph else _eager)(call, device)
     estimate = statistics.median(time_calls(_WARM_UPS))
     fewest = 20 if estimate > 5000 else 40
     runs = min(100, max(fewest, int(budget_s * 1e6 / max(estimate, 1e-3))))
@@ -94,7 +103,7 @@ def measure(call: Callable[[], Any], device: torch.device, budget_s: float = 1.0
 _Timer = Callable[[int], list[float]]
 
 
-def _on_cuda(call: Callable[[], Any], device: torch.device) -> tuple[_Timer, Any]:
+def _captured(call: Callable[[], Any], device: torch.device) -> tuple[_Timer, Any]:
     stream = torch.cuda.Stream(device)
     stream.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(stream):
@@ -134,16 +143,23 @@ def evict_cache(device: torch.device) -> None:
 
 @cache
 def _flush_buffer(device: torch.device) -> Tensor:
-    return torch.ones(_FLUSH_BYTES // 4, dtype=torch.float32, device=device)
+    return torch.ones(FLUSH_BYTES // 4, dtype=torch.float32, device=device)
 
 
-def _on_cpu(call: Callable[[], Any]) -> tuple[_Timer, Any]:
-    output = call()
+def _eager(call: Callable[[], Any], device: torch.device) -> tuple[_Timer, Any]:
+    for _ in range(_WARM_UPS if device.type == "cuda" else 1):
+        output = call()
+
+    def wait() -> None:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
 
     def time_calls(count: int) -> list[float]:
+        wait()
         stamps = [time.perf_counter()]
         for _ in range(count):
             call()
+            wait()
             stamps.append(time.perf_counter())
         return [1e6 * (b - a) for a, b in zip(stamps, stamps[1:], strict=False)]
 

@@ -84,7 +84,7 @@ IMPLS: dict[str, Callable[[Experts, Inputs], Call]] = {
     "moe_ops": moe_ops_layer,
     INVARIANT: partial(plain_layer, batch_invariant=True),
     PLAIN: plain_layer,
-    **{name: make for name, (_, make) in PEERS.items()},
+    **PEERS,
 }
 OURS = ("moe_ops", INVARIANT, PLAIN)
 """This library's implementations, which run every scheme. (Batch-invariant mode does not run
@@ -211,7 +211,7 @@ def options(arguments: Sequence[str] | None, prog: str | None) -> argparse.Names
     args = with_schemes(command.parse_args(arguments))
     for impl in args.impls:
         if impl not in (*OURS, *installed):
-            command.error(f"--impls {impl} needs the package {PEERS[impl][0]}")
+            command.error(f"--impls {impl} needs {PEERS[impl].missing()}")
     return args
 
 
@@ -224,8 +224,6 @@ def run(args: argparse.Namespace, work: Work) -> tuple[list[Any], list[str]]:
     failed: list[str] = []
     skipped = 0
     for scheme, problem in product(args.schemes, args.problems):
-        alike = scheme == "bf16" and problem.activation == "silu"  # what peers compute
-        impls = [impl for impl in args.impls if impl in OURS or alike]
         experts = case = None  # frees the weights before the next ones are made
         for routing, tokens in product(args.routing, args.tokens):
             if time.monotonic() - started > args.time_budget_s:
@@ -237,7 +235,9 @@ def run(args: argparse.Namespace, work: Work) -> tuple[list[Any], list[str]]:
             key = {"scheme": scheme, "shape": problem.name, "M": tokens, "routing": routing}
             case = Case(key, problem, experts, make_inputs(problem, tokens, routing, device))
             rows = []
-            for impl in impls:
+            for impl in args.impls:
+                if impl in PEERS and not PEERS[impl].takes(scheme, problem, tokens):
+                    continue
                 progress(f"{impl} with {tokens} tokens, {routing} routing")
                 try:
                     rows.append(work.run(case, impl))

@@ -3,16 +3,62 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cache, partial
 from importlib import import_module
 from importlib.util import find_spec
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from moe_ops.bench.problems import Experts, Inputs
+from moe_ops.bench.problems import Experts, Inputs, Problem
 
 Call = Callable[[], Tensor]
+Maker = Callable[[Experts, Inputs], Call]
+
+
+@dataclass(frozen=True)
+class Peer:
+    """An implementation: where it can run, and what it takes. All take gated SiLU only."""
+
+    missing: Callable[[], str | None]
+    """Says what is missing to run it here; None if nothing is."""
+    makers: Mapping[str, Maker]
+    """Scheme, ``bf16`` if nothing is quantized -> factory of the timed call."""
+    fits: Callable[[Problem, int], bool] = lambda problem, tokens: True
+    """Whether it takes these sizes and that number of tokens."""
+
+    def takes(self, scheme: str, problem: Problem, tokens: int) -> bool:
+        """Whether it computes a case."""
+        return scheme in self.makers and problem.activation == "silu" and self.fits(problem, tokens)
+
+    def __call__(self, experts: Experts, inputs: Inputs) -> Call:
+        """The timed call of a case that the peer takes."""
+        name = experts.scheme.name
+        return self.makers["bf16" if name == "unquantized" else name](experts, inputs)
+
+
+def package(name: str) -> str | None:
+    """What is missing if a package is not installed."""
+    return None if find_spec(name) else f"the package {name}"
+
+
+def _reason(load: Callable[[], Any]) -> str | None:
+    """The first line of the error with which ``load`` fails; None if it does not."""
+    try:
+        load()
+    except Exception as error:  # packages of kernels fail with errors of any kind
+        return f"{type(error).__name__}: {error}".partition("\n")[0]
+    return None
+
+
+# transformers
+
+MOST_COPIED = 8 * 2**30
+"""Most bytes of weights that `hf-batched_mm` is let copy: it copies an expert for every slot."""
 
 
 class _TransformersExperts(torch.nn.Module):
@@ -21,15 +67,17 @@ class _TransformersExperts(torch.nn.Module):
     has_gate = True
     has_bias = False
     is_transposed = False
+    is_concatenated = True
 
-    def __init__(self, experts: Experts) -> None:
+    def __init__(self, experts: Experts, implementation: str) -> None:
         super().__init__()
         self.num_experts = experts.w1.shape[0]
         self.gate_up_proj = torch.nn.Parameter(experts.w1, requires_grad=False)
         self.down_proj = torch.nn.Parameter(experts.w2, requires_grad=False)
         self.act_fn = torch.nn.SiLU()
+        self.config = SimpleNamespace(hidden_act="silu")
         moe = import_module("transformers.integrations.moe")
-        self.run = moe.grouped_mm_experts_forward
+        self.run = moe.ALL_EXPERTS_FUNCTIONS[implementation]
 
     def _apply_gate(self, gate_up: Tensor) -> Tensor:
         gate, up = gate_up.chunk(2, dim=-1)
@@ -44,37 +92,224 @@ def _transformers_arguments(inputs: Inputs) -> tuple[Tensor, Tensor, Tensor]:
     return inputs.x, inputs.topk_ids.long(), inputs.topk_weights.to(inputs.x.dtype)
 
 
-def hf_grouped_mm(experts: Experts, inputs: Inputs) -> Call:
-    """``grouped_mm`` of transformers, eager."""
-    layer = _TransformersExperts(experts)
+def hf(implementation: str, experts: Experts, inputs: Inputs) -> Call:
+    """An experts implementation of transformers, eager."""
+    layer = _TransformersExperts(experts, implementation)
     arguments = _transformers_arguments(inputs)
     return lambda: layer(*arguments)
 
 
 def hf_grouped_mm_compiled(experts: Experts, inputs: Inputs) -> Call:
-    """`hf_grouped_mm` under torch.compile, compiled for these sizes: its best case."""
+    """``grouped_mm`` under torch.compile, compiled for these sizes: its best case."""
     warnings.filterwarnings("ignore", message="Dynamo detected a call to a `functools.lru_cache`")
     torch.compiler.reset()
-    layer = torch.compile(_TransformersExperts(experts), dynamic=False)
+    layer = torch.compile(_TransformersExperts(experts, "grouped_mm"), dynamic=False)
     arguments = _transformers_arguments(inputs)
     return lambda: layer(*arguments)
 
 
+def copies_fit(problem: Problem, tokens: int) -> bool:
+    """Whether a copy of an expert's weights for every slot takes at most `MOST_COPIED` bytes."""
+    rows = problem.w1_rows + problem.intermediate_size
+    return tokens * problem.top_k * rows * problem.hidden_size * 2 <= MOST_COPIED
+
+
+@cache
+def hub_kernel(name: str) -> str | None:
+    """What is missing for kernels that transformers takes from the hub."""
+    for needed in ("transformers", "kernels"):
+        if not find_spec(needed):
+            return package(needed)
+    module = import_module(f"transformers.integrations.{name}")
+    return _reason(getattr(module, f"load_{name}_kernel"))
+
+
+# vLLM
+
+_VLLM = "vllm.model_executor.layers.fused_moe"
+_TRITON_OPERATORS = ("_moe_C.moe_align_block_size", "_moe_C.moe_sum", "_C.silu_and_mul")
+_VLLM_CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
+    "fp8_block128": ("fp8_w8a8_moe_quant_config", {"block_shape": [128, 128]}),
+    "fp8_channel": ("fp8_w8a8_moe_quant_config", {"per_act_token_quant": True}),
+    "int8_channel": (
+        "int8_w8a8_moe_quant_config",
+        {"a1_scale": None, "a2_scale": None, "per_act_token_quant": True},
+    ),
+    "int8_w8a16": ("int8_w8a16_moe_quant_config", {}),
+}
+"""Scheme -> vLLM's function that makes its configuration, and further arguments."""
+
+
+@cache
+def vllm(module: str, operators: tuple[str, ...]) -> str | None:
+    """What is missing of vLLM: the package, what it imports, or operators that it compiles."""
+    if not find_spec("vllm"):
+        return package("vllm")
+    reason = _reason(lambda: import_module(f"{_VLLM}.{module}"))
+    if reason:
+        return reason
+    absent = [name for name in operators if not _has_operator(*name.split("."))]
+    return f"compiled operators of vllm: {', '.join(absent)}" if absent else None
+
+
+def _has_operator(namespace: str, name: str) -> bool:
+    return hasattr(getattr(torch.ops, namespace), name)
+
+
 def vllm_triton(experts: Experts, inputs: Inputs) -> Call:
     """The Triton ``fused_experts`` of vLLM."""
-    run = import_module("vllm.model_executor.layers.fused_moe.fused_moe").fused_experts
+    run = import_module(f"{_VLLM}.fused_moe").fused_experts
+    how: dict[str, Any] = {}
+    if experts.stored is not None:
+        name, more = _VLLM_CONFIGS[experts.scheme.name]
+        scales = {f"w{i}_scale": weight.scale for i, weight in enumerate(experts.stored, 1)}
+        make = getattr(import_module(f"{_VLLM}.config"), name)
+        how["quant_config"] = make(**scales, **more)
     arguments = (inputs.x, experts.w1, experts.w2, inputs.topk_weights, inputs.topk_ids)
-    return lambda: run(*arguments)
+    return lambda: run(*arguments, **how)
 
 
-PEERS: dict[str, tuple[str, Callable[[Experts, Inputs], Call]]] = {
-    "hf-grouped_mm": ("transformers", hf_grouped_mm),
-    "hf-grouped_mm-compiled": ("transformers", hf_grouped_mm_compiled),
-    "vllm-triton": ("vllm", vllm_triton),
+_MARLIN_OPERATORS = (
+    "_moe_C.moe_align_block_size", "_moe_C.moe_wna16_marlin_gemm", "_C.gptq_marlin_repack",
+    "_C.silu_and_mul",
+)  # fmt: skip
+_MARLIN_GROUP = 128
+
+
+def vllm_marlin(experts: Experts, inputs: Inputs) -> Call:
+    """The ``fused_marlin_moe`` of vLLM, on weights in Marlin's layout."""
+    repack = import_module("vllm._custom_ops").gptq_marlin_moe_repack
+    utils = import_module("vllm.model_executor.layers.quantization.utils.marlin_utils")
+    run = import_module(f"{_VLLM}.experts.marlin_moe").fused_marlin_moe
+    element = import_module("vllm.scalar_type").scalar_types.uint4b8.id
+    weights, scales = [], []
+    for weight in experts.stored or ():
+        words, by_group = gptq_layout(weight)
+        sizes = (8 * words.shape[1], words.shape[2])
+        weights.append(repack(words, *sizes, 4))
+        scales.append(utils.marlin_moe_permute_scales(by_group, *sizes, _MARLIN_GROUP))
+    routing = (inputs.topk_weights, inputs.topk_ids, element)
+    return lambda: run(inputs.x, *weights, None, None, *scales, *routing)
+
+
+def gptq_layout(weight: Any) -> tuple[Tensor, Tensor]:
+    """int4 codes as words ``(E, K / 8, N)`` int32, the first k lowest; scales ``(E, G, N)``.
+
+    Args:
+        weight: a `moe_ops.scheme.QTensor`.
+    """
+    words = weight.data.contiguous().view(torch.int32)  # two codes a byte, the even k lower
+    return words.transpose(1, 2).contiguous(), weight.scale.transpose(1, 2).contiguous()
+
+
+# OpenAI's triton_kernels
+
+_PARTS = ("matmul_ogs", "routing", "swiglu", "tensor", "tensor_details.layout")
+_NO_LIMIT = 1e30
+
+
+@cache
+def triton_kernels_parts() -> str | None:
+    """What is missing of triton_kernels with ``matmul_ogs`` and ``routing`` (3.5 and before)."""
+    if not find_spec("triton_kernels"):
+        return package("triton_kernels")
+    return _reason(lambda: [import_module(f"triton_kernels.{part}") for part in _PARTS])
+
+
+def power_of_two(problem: Problem, tokens: int) -> bool:
+    """Whether the routing of triton_kernels compiles: it sorts a power of two of slots."""
+    del tokens
+    return problem.top_k & (problem.top_k - 1) == 0
+
+
+def triton_kernels(experts: Experts, inputs: Inputs) -> Call:
+    """``matmul_ogs`` twice, the first one with a fused activation, and the library's own routing.
+
+    Its activation is ``gate * sigmoid(gate) * (up + 1)`` on alternating rows. Rows are rearranged
+    beforehand, and a bias of -1 on the rows of ``up`` makes it gated SiLU. The routing takes the
+    ids as given; its weights are a softmax of the logarithms of the given ones.
+    """
+    ogs, routing, swiglu, *_ = (import_module(f"triton_kernels.{part}") for part in _PARTS)
+    w1, first = _ogs_weight(experts, 0)
+    w2, second = _ogs_weight(experts, 1)
+    bias = up_bias(experts)
+    activation = ogs.FusedActivation(
+        ogs.FnSpecs("swiglu", swiglu.swiglu_fn, ("alpha", "limit")), (1.0, _NO_LIMIT), 2
+    )
+    top_k, ids = inputs.topk_ids.shape[1], inputs.topk_ids  # int16 overflows in its bit masks
+    logits = inputs.topk_weights.new_zeros(len(inputs.x), experts.w1.shape[0])
+    logits.scatter_(1, inputs.topk_ids.long(), inputs.topk_weights.log())
+
+    def call() -> Tensor:
+        told, gather, scatter = routing.routing(logits, top_k, expt_indx=ids)
+        h = ogs.matmul_ogs(
+            inputs.x, w1, bias, told, gather_indx=gather, precision_config=first,
+            fused_activation=activation,
+        )  # fmt: skip
+        return ogs.matmul_ogs(
+            h, w2, None, told, scatter_indx=scatter, precision_config=second, gammas=told.gate_scal
+        )
+
+    return call
+
+
+def up_bias(experts: Experts) -> Tensor:
+    """A bias ``(E, 2I)`` float32 that takes 1 off every row of ``up``, where rows alternate."""
+    bias = torch.zeros(experts.w1.shape[:2], dtype=torch.float32, device=experts.w1.device)
+    bias[:, 1::2] = -1
+    return bias
+
+
+def alternating(w1: Tensor) -> Tensor:
+    """Rows ``(gate, up)`` of each expert in turns: gate 0, up 0, gate 1, ..."""
+    gate, up = w1.chunk(2, dim=1)
+    return torch.stack((gate, up), dim=2).flatten(1, 2)
+
+
+def _ogs_weight(experts: Experts, number: int) -> tuple[Any, Any]:
+    """A weight as ``(E, K, N)``, and its precision configuration."""
+    ogs, tensor, layouts = (
+        import_module(f"triton_kernels.{part}")
+        for part in ("matmul_ogs", "tensor", "tensor_details.layout")
+    )
+    arranged = alternating if number == 0 else torch.Tensor.contiguous
+    if experts.stored is None:
+        w = (experts.w1, experts.w2)[number]
+        return arranged(w).transpose(1, 2), ogs.PrecisionConfig()
+    weight = experts.stored[number]
+    data, scale = (arranged(t).transpose(1, 2) for t in (weight.data, weight.scale))
+    layout, how = layouts.make_default_matmul_mxfp4_w_layout(mx_axis=1)
+    w = tensor.convert_layout(tensor.wrap_torch_tensor(data, dtype=tensor.FP4), layout, **how)
+    scale = tensor.convert_layout(tensor.wrap_torch_tensor(scale), layouts.StridedLayout)
+    return w, ogs.PrecisionConfig(weight_scale=scale)
+
+
+PEERS: dict[str, Peer] = {
+    "hf-grouped_mm": Peer(partial(package, "transformers"), {"bf16": partial(hf, "grouped_mm")}),
+    "hf-grouped_mm-compiled": Peer(
+        partial(package, "transformers"), {"bf16": hf_grouped_mm_compiled}
+    ),
+    "hf-batched_mm": Peer(
+        partial(package, "transformers"), {"bf16": partial(hf, "batched_mm")}, copies_fit
+    ),
+    "hf-deepgemm": Peer(partial(hub_kernel, "deepgemm"), {"bf16": partial(hf, "deepgemm")}),
+    "hf-sonicmoe": Peer(partial(hub_kernel, "sonicmoe"), {"bf16": partial(hf, "sonicmoe")}),
+    "vllm-triton": Peer(
+        partial(vllm, "fused_moe", _TRITON_OPERATORS),
+        dict.fromkeys(("bf16", *_VLLM_CONFIGS), vllm_triton),
+    ),
+    "vllm-marlin": Peer(
+        partial(vllm, "experts.marlin_moe", _MARLIN_OPERATORS), {"int4_w4a16_g128": vllm_marlin}
+    ),
+    "triton_kernels": Peer(
+        triton_kernels_parts,
+        dict.fromkeys(("bf16", "mxfp4_w4a16"), triton_kernels),
+        power_of_two,
+    ),
 }
-"""Name -> required package and factory of the timed call. All take unquantized weights."""
+"""Name -> the implementation."""
 
 
 def available() -> list[str]:
-    """The peers whose package is installed."""
-    return [name for name, (package, _) in PEERS.items() if find_spec(package)]
+    """The peers that can run here."""
+    return [name for name, peer in PEERS.items() if peer.missing() is None]

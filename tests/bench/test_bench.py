@@ -70,7 +70,7 @@ def test_median_and_deciles(monkeypatch, estimate, runs):
     def times(count):
         return [estimate] * count if count < 20 else [float(i) for i in reversed(range(count))]
 
-    monkeypatch.setattr(harness, "_on_cpu", lambda call: (times, "output"))
+    monkeypatch.setattr(harness, "_eager", lambda call, device: (times, "output"))
     timing = harness.measure(lambda: None, torch.device("cpu"))
     last = runs - 1
     assert timing == (
@@ -263,8 +263,10 @@ def test_headline():
         row("a", 1, time_us=5.0, floor_us=1.0, scheme="fp8_block128"),
     ]  # fmt: skip
     text = report.headline([record_of(*rows)])
-    ratios = [line.split(" | ")[1] for line in text.splitlines()[2:5]]
-    assert ratios == ["4.00", "2.00", "2.00"]  # there are no compiled peers and no MXFP4
+    ratios = [line.split(" | ")[1] for line in text.splitlines()[2:6]]
+    # There are no compiled peers and no MXFP4; the best peer is the only one.
+    assert ratios == ["4.00", "4.00", "2.00", "2.00"]
+    assert "Peers: hf-grouped_mm." in text
     assert "torch.compile" not in text and "mxfp4" not in text
     assert "over 2 models' layers (a, b)" in text
 
@@ -312,7 +314,7 @@ BENCHES = {path.stem.removeprefix("bench_"): path for path in ROOT.glob("benchma
 
 def test_every_stage_is_timed():
     """Each stage has a file of its own, which `make bench-stages` finds."""
-    stages_timed = set(BENCHES) - {"layer", "overheads"}
+    stages_timed = set(BENCHES) - {"layer", "models", "overheads"}
     assert stages_timed == set(ops.STAGES.values())
     run = ["make", "--dry-run", "--no-print-directory", "bench-stages"]
     printed = subprocess.run(run, capture_output=True, text=True, cwd=ROOT, check=True).stdout

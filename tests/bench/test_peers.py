@@ -1,0 +1,261 @@
+"""Other implementations in the layer benchmark: where they run, what they take and are given."""
+
+import json
+import sys
+from importlib import import_module
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+
+import pytest
+import torch
+
+import moe_ops
+from moe_ops.bench import layer, peers, problems
+from moe_ops.bench.peers import PEERS
+
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT / "benchmarks"))
+report = import_module("report")
+
+CPU = torch.device("cpu")
+SMALL = problems.Problem("small", 8, 2, 256, 128, timed=False)
+QWEN = problems.load_problems()["qwen3-30b"]
+
+
+def case(scheme, tokens=7, problem=SMALL):
+    return (
+        problems.make_experts(problem, scheme, CPU),
+        problems.make_inputs(problem, tokens, "uniform", CPU),
+    )
+
+
+def error_of(out, experts, inputs):
+    expected = problems.reference_rows(experts, inputs, torch.arange(len(inputs.x)))
+    return float((out - expected).norm() / expected.norm())
+
+
+@pytest.fixture
+def modules(monkeypatch):
+    """Puts stand-ins for modules into ``sys.modules``, and forgets what was found missing."""
+    for probe in (peers.hub_kernel, peers.vllm, peers.triton_kernels_parts):
+        probe.cache_clear()
+    monkeypatch.setattr(peers, "find_spec", lambda name: True)
+
+    def put(name, **members):
+        parts = name.split(".")
+        for i in range(1, len(parts) + 1):
+            outer = ".".join(parts[:i])
+            if outer not in sys.modules:
+                module = ModuleType(outer)
+                module.__path__ = []
+                monkeypatch.setitem(sys.modules, outer, module)
+        vars(sys.modules[name]).update(members)
+
+    yield put
+    for probe in (peers.hub_kernel, peers.vllm, peers.triton_kernels_parts):
+        probe.cache_clear()
+
+
+# What is there, and what it takes
+
+
+def test_schemes():
+    schemes = {"bf16", *moe_ops.SCHEMES} - {"unquantized"}
+    for name, peer in PEERS.items():
+        assert peer.makers.keys() <= schemes, name
+        assert not peer.takes("mxfp8", QWEN, 8)
+    shown = {key for (over, _) in report.HEADLINE.values() for key in [over]}
+    quantized = {s for peer in PEERS.values() for s in peer.makers} - {"bf16", "int8_channel"}
+    assert quantized == {scheme for scheme, impl in shown if impl == report.BEST} - {"bf16"}
+
+
+def test_what_is_declined():
+    mixtral, own = problems.load_problems()["mixtral"], problems.Problem
+    gelu = own("gelu", 8, 2, 64, 32, timed=False, activation="gelu")
+    assert all(not peer.takes("bf16", gelu, 1) for peer in PEERS.values())
+    batched = PEERS["hf-batched_mm"]
+    assert batched.takes("bf16", QWEN, 64) and not batched.takes("bf16", QWEN, 4096)
+    assert batched.takes("bf16", mixtral, 8) and not batched.takes("bf16", mixtral, 64)
+    assert not batched.takes("fp8_block128", QWEN, 1)
+    odd = own("odd", 16, 10, 64, 32, timed=False)
+    kernels = PEERS["triton_kernels"]
+    assert kernels.takes("mxfp4_w4a16", QWEN, 4096) and not kernels.takes("bf16", odd, 1)
+    assert PEERS["vllm-marlin"].takes("int4_w4a16_g128", QWEN, 1)
+
+
+def test_what_is_missing_is_said(monkeypatch, modules, capsys):
+    modules("triton_kernels.matmul_ogs")
+    assert "No module named 'triton_kernels.routing'" in PEERS["triton_kernels"].missing()
+    modules(f"{peers._VLLM}.fused_moe")
+    missing = PEERS["vllm-triton"].missing()
+    assert missing == f"compiled operators of vllm: {', '.join(peers._TRITON_OPERATORS)}"
+    monkeypatch.setattr(peers, "find_spec", lambda name: None)
+    peers.vllm.cache_clear()
+    peers.hub_kernel.cache_clear()
+    assert PEERS["vllm-triton"].missing() == "the package vllm"
+    assert PEERS["hf-sonicmoe"].missing() == "the package transformers"
+    assert peers.available() == []
+    with pytest.raises(SystemExit):
+        layer.main(["--impls", "vllm-triton", "--model", "tiny"])
+    assert "--impls vllm-triton needs the package vllm" in capsys.readouterr().err
+
+
+def test_kernels_of_the_hub():
+    """Where their packages are not installed, the reason is that of transformers or the package."""
+    pytest.importorskip("transformers")
+    for name in ("hf-deepgemm", "hf-sonicmoe"):
+        missing = PEERS[name].missing()
+        assert missing is None or "kernels" in missing or "CUDA" in missing
+
+
+# What they compute
+
+
+@pytest.mark.parametrize("name", ["hf-grouped_mm", "hf-batched_mm"])
+@torch.no_grad()
+def test_transformers(name):
+    pytest.importorskip("transformers")
+    experts, inputs = case("bf16")
+    assert error_of(PEERS[name](experts, inputs)(), experts, inputs) < 0.02
+
+
+def test_vllm_is_given_the_scales(modules):
+    """The configuration is vLLM's own, made of the weights' scales."""
+    calls = []
+
+    def make(**given):
+        return given
+
+    def run(x, w1, w2, weights, ids, **how):
+        calls.append(how)
+        return x
+
+    functions = {name for name, _ in peers._VLLM_CONFIGS.values()}
+    modules(f"{peers._VLLM}.config", **dict.fromkeys(functions, make))
+    modules(f"{peers._VLLM}.fused_moe", fused_experts=run)
+    for scheme in PEERS["vllm-triton"].makers:
+        experts, inputs = case(scheme)
+        PEERS["vllm-triton"](experts, inputs)()
+        if scheme == "bf16":
+            assert calls.pop() == {}
+            continue
+        config = calls.pop()["quant_config"]
+        assert config["w1_scale"] is experts.stored[0].scale
+        assert config["w2_scale"] is experts.stored[1].scale
+        assert experts.w1.dtype in (torch.float8_e4m3fn, torch.int8), "as vLLM reads them"
+
+
+def test_codes_in_the_layout_of_gptq():
+    experts, _ = case("int4_w4a16_g128")
+    for weight in experts.stored:
+        words, scales = peers.gptq_layout(weight)
+        codes = torch.stack([words >> 4 * i & 15 for i in range(8)], 2).flatten(1, 2)  # (E, K, N)
+        groups = scales.float().repeat_interleave(128, dim=1)
+        expected = moe_ops.dequantize_weight(weight, experts.scheme, torch.float32)
+        torch.testing.assert_close(((codes - 8) * groups).transpose(1, 2), expected)
+
+
+class _Ogs:
+    """``matmul_ogs`` of triton_kernels in words: gather, product, bias, activation, scatter."""
+
+    def __init__(self, module):
+        module("triton_kernels.matmul_ogs", FnSpecs=lambda *a: a, PrecisionConfig=SimpleNamespace,
+               FusedActivation=lambda *a: a, matmul_ogs=self.matmul)  # fmt: skip
+        module("triton_kernels.routing", routing=self.routing)
+        module("triton_kernels.swiglu", swiglu_fn=self.swiglu)
+        module("triton_kernels.tensor", FP4="fp4", convert_layout=lambda t, layout, **how: t,
+               wrap_torch_tensor=self.wrapped)  # fmt: skip
+        module("triton_kernels.tensor_details.layout", StridedLayout=None,
+               make_default_matmul_mxfp4_w_layout=lambda mx_axis: (None, {}))  # fmt: skip
+
+    @staticmethod
+    def routing(logits, top_k, expt_indx):
+        assert expt_indx.dtype == torch.int32, "int16 loses experts in its bit masks"
+        ids = expt_indx.long()
+        weights = logits.gather(1, ids).softmax(-1)
+        order = ids.flatten().argsort(stable=True)
+        told = SimpleNamespace(experts=ids.flatten()[order], gate_scal=weights.flatten()[order])
+        return told, order // top_k, order // top_k
+
+    @staticmethod
+    def swiglu(h, alpha, limit):
+        gate, up = h[..., ::2].clamp(max=limit), h[..., 1::2].clamp(-limit, limit)
+        return gate * torch.sigmoid(alpha * gate) * (up + 1)
+
+    @staticmethod
+    def wrapped(t, dtype=None):
+        return t
+
+    @staticmethod
+    def matmul(x, w, bias, told, gather_indx=None, scatter_indx=None, precision_config=None,
+               gammas=None, fused_activation=None):  # fmt: skip
+        rows = x if gather_indx is None else x[gather_indx]
+        scale = getattr(precision_config, "weight_scale", None)
+        if scale is not None:  # (E, K / 2, N) bytes and (E, K / 32, N) scales
+            weight = moe_ops.scheme.QTensor(w.transpose(1, 2), scale.transpose(1, 2))
+            weight = weight._replace(data=weight.data.contiguous(), scale=weight.scale.contiguous())
+            w = moe_ops.dequantize_weight(weight, "mxfp4_w4a16", torch.float32).transpose(1, 2)
+        out = torch.stack(
+            [r @ w[e].float() for r, e in zip(rows.float(), told.experts, strict=True)]
+        )
+        if bias is not None:
+            out = out + bias[told.experts]
+        if fused_activation is not None:
+            (_, function, _), arguments, reduction = fused_activation
+            assert reduction == 2
+            out = function(out, *arguments)
+        if scatter_indx is None:
+            return out
+        total = torch.zeros(int(scatter_indx.max()) + 1, out.shape[1])
+        return total.index_add_(0, scatter_indx, out * gammas[:, None])
+
+
+@pytest.mark.parametrize("scheme", ["bf16", "mxfp4_w4a16"])
+@torch.no_grad()
+def test_triton_kernels(modules, scheme):
+    """The gate on rows in turns with a bias of -1 is gated SiLU; the weights are those given."""
+    _Ogs(modules)
+    experts, inputs = case(scheme)
+    assert PEERS["triton_kernels"].missing() is None
+    assert error_of(PEERS["triton_kernels"](experts, inputs)(), experts, inputs) < 1e-4
+
+
+# The benchmark
+
+
+def test_cases_that_a_peer_takes(monkeypatch, tmp_path, capsys):
+    seen = []
+
+    def make(experts, inputs):
+        seen.append((experts.scheme.name, len(inputs.x)))
+        return layer.moe_ops_layer(experts, inputs)
+
+    few = peers.Peer(lambda: None, {"fp8_channel": make}, lambda problem, tokens: tokens < 4)
+    monkeypatch.setitem(PEERS, "hf-grouped_mm", few)
+    monkeypatch.setitem(layer.IMPLS, "hf-grouped_mm", few)
+    what = ["--model", "tiny", "--tokens", "2,5", "--scheme", "bf16,fp8_channel"]
+    impls = ["--impls", "moe_ops,hf-grouped_mm", "--output", str(tmp_path)]
+    assert layer.main([*what, *impls]) == 0
+    assert seen == [("fp8_channel", 2)]
+    (path,) = tmp_path.glob("*/layer.json")
+    rows = json.loads(path.read_text())["rows"]
+    found = [(r["scheme"], r["M"]) for r in rows if r["impl"] == "hf-grouped_mm"]
+    assert found == [("fp8_channel", 2)] and len(rows) == 5
+
+
+def test_headline_against_the_best_peer():
+    def row(shape, impl, time_us, scheme="bf16"):
+        return {"scheme": scheme, "shape": shape, "M": 8, "impl": impl, "routing": "uniform",
+                "time_us": time_us, "floor_us": None}  # fmt: skip
+
+    rows = [
+        row("a", "moe_ops", 10.0), row("a", "x", 40.0), row("a", "y", 20.0),
+        row("b", "moe_ops", 10.0), row("b", "x", 80.0), row("b", "moe_ops-invariant", 1.0),
+        row("a", "moe_ops", 5.0, "fp8_block128"), row("a", "x", 15.0, "fp8_block128"),
+    ]  # fmt: skip
+    header = {"gpu": "G", "driver": "1", "torch": "2", "triton": "3", "date": "2026-01-02T03:04"}
+    text = report.headline([{**header, "commit": "0123456789", "rows": rows}])
+    lines = dict(line.strip("| ").split(" | ", 1) for line in text.splitlines()[2:] if "|" in line)
+    assert lines["times as fast as the best peer of each layer"].split(" | ")[1] == "4.00"
+    assert lines["`fp8_block128`: times as fast as the best peer"].split(" | ")[1] == "3.00"
+    assert not any("mxfp4" in label for label in lines)
