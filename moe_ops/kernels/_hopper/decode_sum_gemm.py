@@ -21,7 +21,7 @@ from moe_ops.kernels._runtime.slots import dense, map_size
 from moe_ops.scheme import get_scheme
 
 REGISTERS = 65536 // (SUM_CTAS * 32 * SUM_WARPS)
-"""maxnreg."""
+"""maxnreg: SUM_CTAS programs share the registers of an SM."""
 
 
 @dataclass(frozen=True)
