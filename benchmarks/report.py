@@ -18,7 +18,7 @@ RESULTS = Path(__file__).with_name("results")
 TOKENS = (1, 8, 64, 512, 4096, 16384)
 OURS, INVARIANT = "moe_ops", "moe_ops-invariant"
 BEST = "best peer"
-"""Of each layer and number of tokens the fastest peer in the record."""
+"""The fastest peer in the record, for each layer and number of tokens."""
 LEGEND = f"""\
 Microseconds for the whole layer, uniform routing: median over replays of a CUDA graph, each with a
 cold L2 cache. In brackets the time of {OURS} over that line's: below 1, {OURS} is faster. Bold is

@@ -30,7 +30,7 @@ class Written(NamedTuple):
     tokens: list[list[int]]
     """The tokens after each prompt."""
     best: list[list[dict[int, float]]]
-    """Of each position: log-probabilities of the two best tokens."""
+    """Log-probabilities of the two best tokens at each position."""
     log: str
     """Everything that the process printed."""
 

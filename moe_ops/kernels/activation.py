@@ -122,11 +122,11 @@ def gate_slope(
 def up_slope(u, LIMIT: tl.constexpr, LINEAR_BETA: tl.constexpr):
     """The derivative of `up_factor`, in float32."""
     slope = tl.full(u.shape, 1.0, tl.float32)
-    if LIMIT is not None:
-        slope = tl.where(tl.abs(u) > LIMIT, 0.0, 1.0)
     if LINEAR_BETA is not None:
         t = tanh(u / LINEAR_BETA)
         slope = 1.0 - t * t
+    if LIMIT is not None:
+        slope = tl.where(tl.abs(u) > LIMIT, 0.0, slope)
     return slope
 
 

@@ -73,7 +73,7 @@ class Operands(NamedTuple):
     a1_scale: Any
     a2_scale: Any
     w1_global_scale: Any
-    """Of the weight alone; ``w1_factor`` may contain the rows' as well."""
+    """Global scale of the first weight; ``w1_factor`` may contain that of its rows as well."""
     w2_global_scale: Any
 
     def weights(self) -> ExpertWeights:
@@ -97,7 +97,7 @@ class Operands(NamedTuple):
         return adapter_rows(self.lora_ids, first.shape[0], *how)
 
 
-DIFFERENTIABLE = 10
+DIFFERENTIABLE = Operands._fields.index("topk_ids")
 """The number of operands at the beginning of `Operands` that may have gradients."""
 
 

@@ -70,7 +70,7 @@ def assert_same(layer, other):
 @pytest.mark.parametrize("options", [{}, {"has_bias": True}, {"activation": "swigluoai"}])
 @pytest.mark.parametrize("scheme", [TOKEN, STATIC])
 def test_results(scheme, options):
-    """Those of fp8 kernels on the converted weights, and within the budget of the plain form."""
+    """Results are those of fp8 kernels on the converted weights, within the plain form's budget."""
     layer = make(scheme, **options)
     source = source_of(scheme)
     if "has_bias" in options:

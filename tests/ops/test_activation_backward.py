@@ -20,7 +20,7 @@ def random(*shape, seed=0, scale=1.0):
 
 
 def exact_gradients(grad, x, weights, ids, expert_map, num_experts, key, activated):
-    """By autograd, in float64; zeros for skipped slots."""
+    """Gradients by autograd, in float64; zeros for skipped slots."""
     x = x.double().requires_grad_()
     value = FORMULAS[key](*halves(x, key))
     weight = 1.0 if weights is None else weights.double().view(-1, 1)
