@@ -7,16 +7,16 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache, partial
 from importlib import import_module
-from importlib.util import find_spec
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from moe_ops.bench.problems import Experts, Inputs, Problem
+from moe_ops.bench import vllm
+from moe_ops.bench.installed import package, reason
+from moe_ops.bench.problems import Call, Experts, Inputs, Problem
 
-Call = Callable[[], Tensor]
 Maker = Callable[[Experts, Inputs], Call]
 
 
@@ -39,20 +39,6 @@ class Peer:
         """The timed call of a case that the peer takes."""
         name = experts.scheme.name
         return self.makers["bf16" if name == "unquantized" else name](experts, inputs)
-
-
-def package(name: str) -> str | None:
-    """What is missing if a package is not installed."""
-    return None if find_spec(name) else f"the package {name}"
-
-
-def _reason(load: Callable[[], Any]) -> str | None:
-    """The first line of the error with which ``load`` fails; None if it does not."""
-    try:
-        load()
-    except Exception as error:  # packages of kernels fail with errors of any kind
-        return f"{type(error).__name__}: {error}".partition("\n")[0]
-    return None
 
 
 # transformers
@@ -118,88 +104,10 @@ def copies_fit(problem: Problem, tokens: int) -> bool:
 def hub_kernel(name: str) -> str | None:
     """What is missing for kernels that transformers takes from the hub."""
     for needed in ("transformers", "kernels"):
-        if not find_spec(needed):
+        if package(needed):
             return package(needed)
     module = import_module(f"transformers.integrations.{name}")
-    return _reason(getattr(module, f"load_{name}_kernel"))
-
-
-# vLLM
-
-_VLLM = "vllm.model_executor.layers.fused_moe"
-_TRITON_OPERATORS = ("_moe_C.moe_align_block_size", "_moe_C.moe_sum", "_C.silu_and_mul")
-_VLLM_CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
-    "fp8_block128": ("fp8_w8a8_moe_quant_config", {"block_shape": [128, 128]}),
-    "fp8_channel": ("fp8_w8a8_moe_quant_config", {"per_act_token_quant": True}),
-    "int8_channel": (
-        "int8_w8a8_moe_quant_config",
-        {"a1_scale": None, "a2_scale": None, "per_act_token_quant": True},
-    ),
-    "int8_w8a16": ("int8_w8a16_moe_quant_config", {}),
-}
-"""Scheme -> vLLM's function that makes its configuration, and further arguments."""
-
-
-@cache
-def vllm(module: str, operators: tuple[str, ...]) -> str | None:
-    """What is missing of vLLM: the package, what it imports, or operators that it compiles."""
-    if not find_spec("vllm"):
-        return package("vllm")
-    reason = _reason(lambda: import_module(f"{_VLLM}.{module}"))
-    if reason:
-        return reason
-    absent = [name for name in operators if not _has_operator(*name.split("."))]
-    return f"compiled operators of vllm: {', '.join(absent)}" if absent else None
-
-
-def _has_operator(namespace: str, name: str) -> bool:
-    return hasattr(getattr(torch.ops, namespace), name)
-
-
-def vllm_triton(experts: Experts, inputs: Inputs) -> Call:
-    """The Triton ``fused_experts`` of vLLM."""
-    run = import_module(f"{_VLLM}.fused_moe").fused_experts
-    how: dict[str, Any] = {}
-    if experts.stored is not None:
-        name, more = _VLLM_CONFIGS[experts.scheme.name]
-        scales = {f"w{i}_scale": weight.scale for i, weight in enumerate(experts.stored, 1)}
-        make = getattr(import_module(f"{_VLLM}.config"), name)
-        how["quant_config"] = make(**scales, **more)
-    arguments = (inputs.x, experts.w1, experts.w2, inputs.topk_weights, inputs.topk_ids)
-    return lambda: run(*arguments, **how)
-
-
-_MARLIN_OPERATORS = (
-    "_moe_C.moe_align_block_size", "_moe_C.moe_wna16_marlin_gemm", "_C.gptq_marlin_repack",
-    "_C.silu_and_mul",
-)  # fmt: skip
-_MARLIN_GROUP = 128
-
-
-def vllm_marlin(experts: Experts, inputs: Inputs) -> Call:
-    """The ``fused_marlin_moe`` of vLLM, on weights in Marlin's layout."""
-    repack = import_module("vllm._custom_ops").gptq_marlin_moe_repack
-    utils = import_module("vllm.model_executor.layers.quantization.utils.marlin_utils")
-    run = import_module(f"{_VLLM}.experts.marlin_moe").fused_marlin_moe
-    element = import_module("vllm.scalar_type").scalar_types.uint4b8.id
-    weights, scales = [], []
-    for weight in experts.stored or ():
-        words, by_group = gptq_layout(weight)
-        sizes = (8 * words.shape[1], words.shape[2])
-        weights.append(repack(words, *sizes, 4))
-        scales.append(utils.marlin_moe_permute_scales(by_group, *sizes, _MARLIN_GROUP))
-    routing = (inputs.topk_weights, inputs.topk_ids, element)
-    return lambda: run(inputs.x, *weights, None, None, *scales, *routing)
-
-
-def gptq_layout(weight: Any) -> tuple[Tensor, Tensor]:
-    """int4 codes as words ``(E, K / 8, N)`` int32, the first k lowest; scales ``(E, G, N)``.
-
-    Args:
-        weight: a `moe_ops.scheme.QTensor`.
-    """
-    words = weight.data.contiguous().view(torch.int32)  # two codes a byte, the even k lower
-    return words.transpose(1, 2).contiguous(), weight.scale.transpose(1, 2).contiguous()
+    return reason(getattr(module, f"load_{name}_kernel"))
 
 
 # OpenAI's triton_kernels
@@ -211,9 +119,9 @@ _NO_LIMIT = 1e30
 @cache
 def triton_kernels_parts() -> str | None:
     """What is missing of triton_kernels with ``matmul_ogs`` and ``routing`` (3.5 and before)."""
-    if not find_spec("triton_kernels"):
-        return package("triton_kernels")
-    return _reason(lambda: [import_module(f"triton_kernels.{part}") for part in _PARTS])
+    return package("triton_kernels") or reason(
+        lambda: [import_module(f"triton_kernels.{part}") for part in _PARTS]
+    )
 
 
 def power_of_two(problem: Problem, tokens: int) -> bool:
@@ -284,6 +192,8 @@ def _ogs_weight(experts: Experts, number: int) -> tuple[Any, Any]:
     return w, ogs.PrecisionConfig(weight_scale=scale)
 
 
+MODULAR, INSIDE = "vllm-modular", "moe_ops-in-vllm"
+"""vLLM's modular kernel with its own Triton experts, and with this library's."""
 PEERS: dict[str, Peer] = {
     "hf-grouped_mm": Peer(partial(package, "transformers"), {"bf16": partial(hf, "grouped_mm")}),
     "hf-grouped_mm-compiled": Peer(
@@ -295,12 +205,14 @@ PEERS: dict[str, Peer] = {
     "hf-deepgemm": Peer(partial(hub_kernel, "deepgemm"), {"bf16": partial(hf, "deepgemm")}),
     "hf-sonicmoe": Peer(partial(hub_kernel, "sonicmoe"), {"bf16": partial(hf, "sonicmoe")}),
     "vllm-triton": Peer(
-        partial(vllm, "fused_moe", _TRITON_OPERATORS),
-        dict.fromkeys(("bf16", *_VLLM_CONFIGS), vllm_triton),
+        partial(vllm.missing, *vllm.TRITON), dict.fromkeys(("bf16", *vllm.CONFIGS), vllm.triton)
     ),
-    "vllm-marlin": Peer(
-        partial(vllm, "experts.marlin_moe", _MARLIN_OPERATORS), {"int4_w4a16_g128": vllm_marlin}
+    "vllm-cutlass": Peer(partial(vllm.missing, *vllm.CUTLASS), {"fp8_channel": vllm.cutlass}),
+    "vllm-marlin": Peer(partial(vllm.missing, *vllm.MARLIN), {"int4_w4a16_g128": vllm.marlin}),
+    MODULAR: Peer(
+        partial(vllm.missing, *vllm.TRITON), dict.fromkeys(("bf16", *vllm.CONFIGS), vllm.modular)
     ),
+    INSIDE: Peer(partial(vllm.missing, *vllm.OURS), dict.fromkeys(vllm.SERVED, vllm.served)),
     "triton_kernels": Peer(
         triton_kernels_parts,
         dict.fromkeys(("bf16", "mxfp4_w4a16"), triton_kernels),

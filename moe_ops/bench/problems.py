@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import MISSING, dataclass, fields, replace
 from difflib import get_close_matches
 from functools import cached_property
@@ -18,6 +18,8 @@ from moe_ops import scheme as schemes
 from moe_ops.activation import kind_and_key
 from moe_ops.pipeline.packing import gains_by_fp8, reads_packed
 
+Call = Callable[[], Tensor]
+"""A timed call, which returns ``(T, H)``."""
 ROUTINGS = ("uniform", "zipf")
 SEED = 2026
 ACTIVE_EXPERTS = {

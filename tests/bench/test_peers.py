@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import moe_ops
-from moe_ops.bench import layer, peers, problems
+from moe_ops.bench import installed, layer, peers, problems, vllm
 from moe_ops.bench.peers import PEERS
 
 ROOT = Path(__file__).parents[2]
@@ -37,9 +37,9 @@ def error_of(out, experts, inputs):
 @pytest.fixture
 def modules(monkeypatch):
     """Puts stand-ins for modules into ``sys.modules``, and forgets what was found missing."""
-    for probe in (peers.hub_kernel, peers.vllm, peers.triton_kernels_parts):
+    for probe in (peers.hub_kernel, vllm.missing, peers.triton_kernels_parts):
         probe.cache_clear()
-    monkeypatch.setattr(peers, "find_spec", lambda name: True)
+    monkeypatch.setattr(installed, "find_spec", lambda name: True)
 
     def put(name, **members):
         parts = name.split(".")
@@ -52,7 +52,7 @@ def modules(monkeypatch):
         vars(sys.modules[name]).update(members)
 
     yield put
-    for probe in (peers.hub_kernel, peers.vllm, peers.triton_kernels_parts):
+    for probe in (peers.hub_kernel, vllm.missing, peers.triton_kernels_parts):
         probe.cache_clear()
 
 
@@ -86,11 +86,11 @@ def test_what_is_declined():
 def test_what_is_missing_is_said(monkeypatch, modules, capsys):
     modules("triton_kernels.matmul_ogs")
     assert "No module named 'triton_kernels.routing'" in PEERS["triton_kernels"].missing()
-    modules(f"{peers._VLLM}.fused_moe")
+    modules(f"{vllm.LAYERS}.fused_moe")
     missing = PEERS["vllm-triton"].missing()
-    assert missing == f"compiled operators of vllm: {', '.join(peers._TRITON_OPERATORS)}"
-    monkeypatch.setattr(peers, "find_spec", lambda name: None)
-    peers.vllm.cache_clear()
+    assert missing == f"compiled operators of vllm: {', '.join(vllm.TRITON[1])}"
+    monkeypatch.setattr(installed, "find_spec", lambda name: None)
+    vllm.missing.cache_clear()
     peers.hub_kernel.cache_clear()
     assert PEERS["vllm-triton"].missing() == "the package vllm"
     assert PEERS["hf-sonicmoe"].missing() == "the package transformers"
@@ -130,9 +130,9 @@ def test_vllm_is_given_the_scales(modules):
         calls.append(how)
         return x
 
-    functions = {name for name, _ in peers._VLLM_CONFIGS.values()}
-    modules(f"{peers._VLLM}.config", **dict.fromkeys(functions, make))
-    modules(f"{peers._VLLM}.fused_moe", fused_experts=run)
+    functions = {name for name, _ in vllm.CONFIGS.values()}
+    modules(f"{vllm.LAYERS}.config", **dict.fromkeys(functions, make))
+    modules(f"{vllm.LAYERS}.fused_moe", fused_experts=run)
     for scheme in PEERS["vllm-triton"].makers:
         experts, inputs = case(scheme)
         PEERS["vllm-triton"](experts, inputs)()
@@ -148,7 +148,7 @@ def test_vllm_is_given_the_scales(modules):
 def test_codes_in_the_layout_of_gptq():
     experts, _ = case("int4_w4a16_g128")
     for weight in experts.stored:
-        words, scales = peers.gptq_layout(weight)
+        words, scales = vllm.gptq_layout(weight)
         codes = torch.stack([words >> 4 * i & 15 for i in range(8)], 2).flatten(1, 2)  # (E, K, N)
         groups = scales.float().repeat_interleave(128, dim=1)
         expected = moe_ops.dequantize_weight(weight, experts.scheme, torch.float32)

@@ -18,6 +18,11 @@ import vllm_stand_ins
 from vllm_serve import TOKENS, Written, served
 
 from moe_ops import dequantize_weight, quantize_weight
+from moe_ops.bench import problems
+from moe_ops.bench import vllm as bench_vllm
+from moe_ops.bench.harness import relative_error
+from moe_ops.bench.layer import MAX_REL_ERR, math_of
+from moe_ops.bench.peers import INSIDE, PEERS
 from moe_ops.demo import MODEL
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
@@ -185,3 +190,15 @@ def gpt_oss(folder):
         checkpoint(folder / "packed", packed, quantized),
         checkpoint(folder / "plain", plain, described),
     )
+
+
+@pytest.mark.parametrize("scheme", bench_vllm.SERVED)
+def test_modular_kernel(scheme):
+    """The layer benchmark's ``moe_ops-in-vllm`` computes the layer."""
+    device = torch.device("cpu")
+    problem = problems.Problem("small", 8, 2, 256, 128, timed=False)
+    experts = problems.make_experts(problem, scheme, device)
+    inputs = problems.make_inputs(problem, 7, "uniform", device)
+    expected = problems.reference_rows(experts, inputs, torch.arange(7))
+    actual = PEERS[INSIDE](experts, inputs)()
+    assert relative_error(actual, expected) < MAX_REL_ERR[math_of(experts.scheme)]

@@ -1,0 +1,180 @@
+"""VLLM in the layer benchmark: its kernels, and its modular kernel with two kinds of experts."""
+
+from __future__ import annotations
+
+from functools import cache
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from moe_ops.bench.installed import package, reason
+from moe_ops.bench.problems import Call, Experts, Inputs
+
+LAYERS = "vllm.model_executor.layers.fused_moe"
+CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
+    "fp8_block128": ("fp8_w8a8_moe_quant_config", {"block_shape": [128, 128]}),
+    "fp8_channel": ("fp8_w8a8_moe_quant_config", {"per_act_token_quant": True}),
+    "int8_channel": (
+        "int8_w8a8_moe_quant_config",
+        {"a1_scale": None, "a2_scale": None, "per_act_token_quant": True},
+    ),
+    "int8_w8a16": ("int8_w8a16_moe_quant_config", {}),
+}
+"""Scheme of vLLM's Triton kernels -> vLLM's function that makes its configuration, and further
+arguments."""
+MXFP4: dict[str, tuple[str, dict[str, Any]]] = {"mxfp4_w4a16": ("mxfp4_w4a16_moe_quant_config", {})}
+SERVED = ("bf16", *CONFIGS, *MXFP4)
+"""Schemes in which vLLM runs this library's experts."""
+
+# A module of `LAYERS`, and operators that vLLM compiles
+TRITON = ("fused_moe", ("_moe_C.moe_align_block_size", "_moe_C.moe_sum", "_C.silu_and_mul"))
+CUTLASS = ("experts.cutlass_moe", ("_C.cutlass_moe_mm", "_C.get_cutlass_moe_mm_data"))
+MARLIN = (
+    "experts.marlin_moe",
+    ("_moe_C.moe_align_block_size", "_moe_C.moe_wna16_marlin_gemm", "_C.gptq_marlin_repack",
+     "_C.silu_and_mul"),
+)  # fmt: skip
+OURS = ("modular_kernel", ())
+
+
+@cache
+def missing(module: str, operators: tuple[str, ...]) -> str | None:
+    """What is missing of vLLM: the package, what it imports, or operators that it compiles."""
+    fault = package("vllm") or reason(lambda: import_module(f"{LAYERS}.{module}"))
+    if fault:
+        return fault
+    absent = [name for name in operators if not _has_operator(*name.split("."))]
+    return f"compiled operators of vllm: {', '.join(absent)}" if absent else None
+
+
+def _has_operator(namespace: str, name: str) -> bool:
+    return hasattr(getattr(torch.ops, namespace), name)
+
+
+def triton(experts: Experts, inputs: Inputs) -> Call:
+    """The Triton ``fused_experts`` of vLLM."""
+    run = import_module(f"{LAYERS}.fused_moe").fused_experts
+    how = {} if experts.stored is None else {"quant_config": quant_config(experts)}
+    arguments = (inputs.x, experts.w1, experts.w2, inputs.topk_weights, inputs.topk_ids)
+    return lambda: run(*arguments, **how)
+
+
+def quant_config(experts: Experts) -> Any:
+    """The weights' ``FusedMoEQuantConfig`` of vLLM."""
+    module = import_module(f"{LAYERS}.config")
+    if experts.stored is None:
+        return module.FusedMoEQuantConfig.make()
+    name, more = (CONFIGS | MXFP4)[experts.scheme.name]
+    scales = {f"w{i}_scale": weight.scale for i, weight in enumerate(experts.stored, 1)}
+    return getattr(module, name)(**scales, **more)
+
+
+_MARLIN_GROUP = 128
+
+
+def marlin(experts: Experts, inputs: Inputs) -> Call:
+    """The ``fused_marlin_moe`` of vLLM, on weights in Marlin's layout."""
+    repack = import_module("vllm._custom_ops").gptq_marlin_moe_repack
+    utils = import_module("vllm.model_executor.layers.quantization.utils.marlin_utils")
+    run = import_module(f"{LAYERS}.experts.marlin_moe").fused_marlin_moe
+    element = import_module("vllm.scalar_type").scalar_types.uint4b8.id
+    weights, scales = [], []
+    for weight in experts.stored or ():
+        words, by_group = gptq_layout(weight)
+        sizes = (8 * words.shape[1], words.shape[2])
+        weights.append(repack(words, *sizes, 4))
+        scales.append(utils.marlin_moe_permute_scales(by_group, *sizes, _MARLIN_GROUP))
+    routing = (inputs.topk_weights, inputs.topk_ids, element)
+    return lambda: run(inputs.x, *weights, None, None, *scales, *routing)
+
+
+def gptq_layout(weight: Any) -> tuple[Tensor, Tensor]:
+    """int4 codes as words ``(E, K / 8, N)`` int32, the first k lowest; scales ``(E, G, N)``.
+
+    Args:
+        weight: a `moe_ops.scheme.QTensor`.
+    """
+    words = weight.data.contiguous().view(torch.int32)  # two codes a byte, the even k lower
+    return words.transpose(1, 2).contiguous(), weight.scale.transpose(1, 2).contiguous()
+
+
+# The modular kernel
+
+
+def modular(experts: Experts, inputs: Inputs) -> Call:
+    """The modular kernel with vLLM's Triton experts."""
+    return _kernel(_class("experts.triton_moe", "TritonExperts"), experts, inputs)
+
+
+def cutlass(experts: Experts, inputs: Inputs) -> Call:
+    """The modular kernel with vLLM's CUTLASS experts."""
+    return _kernel(_class("experts.cutlass_moe", "CutlassExpertsFp8"), experts, inputs)
+
+
+def served(experts: Experts, inputs: Inputs) -> Call:
+    """The modular kernel with this library's experts, as the plug-in installs them."""
+    ours = import_module("moe_ops.integrations.vllm._experts").MoeOpsExperts
+    return _kernel(ours, experts, inputs)
+
+
+def _class(module: str, name: str) -> Any:
+    return getattr(import_module(f"{LAYERS}.{module}"), name)
+
+
+def _kernel(experts_class: Any, experts: Experts, inputs: Inputs) -> Call:
+    """The modular kernel of one rank; weights are processed as after loading a model."""
+    device = inputs.x.device
+    workspace = import_module("vllm.v1.worker.workspace")
+    if not workspace.is_workspace_manager_initialized():
+        workspace.init_workspace_manager(device)
+    layer, config = _layer(experts), quant_config(experts)
+    moe_config = _moe_config(experts, inputs)
+    prepare = import_module(f"{LAYERS}.all2all_utils").maybe_make_prepare_finalize(
+        moe=moe_config, quant_config=config, allow_new_interface=True
+    )
+    run = experts_class(moe_config=moe_config, quant_config=config)
+    run.process_weights_after_loading(layer)
+    kernel = import_module(f"{LAYERS}.modular_kernel").FusedMoEKernel(prepare, run)
+    how = {
+        "activation": moe_config.activation,
+        "global_num_experts": moe_config.num_experts,
+        "expert_map": None,
+        "apply_router_weight_on_input": False,
+    }
+    routing = (inputs.topk_weights, inputs.topk_ids)
+    return lambda: kernel.apply(inputs.x, layer.w13_weight, layer.w2_weight, *routing, **how)
+
+
+def _layer(experts: Experts) -> nn.Module:
+    """Weights and scales under the names of vLLM's layers."""
+    layer = nn.Module()
+    tensors: dict[str, Tensor] = {"w13_weight": experts.w1, "w2_weight": experts.w2}
+    if experts.stored is not None:
+        for name, weight in zip(("w13", "w2"), experts.stored, strict=True):
+            tensors[f"{name}_weight_scale"] = weight.scale
+    for name, tensor in tensors.items():
+        layer.register_parameter(name, nn.Parameter(tensor, requires_grad=False))
+    return layer
+
+
+def _moe_config(experts: Experts, inputs: Inputs) -> Any:
+    """A ``FusedMoEConfig`` of vLLM for one rank."""
+    module = import_module(f"{LAYERS}.config")
+    activation = import_module(f"{LAYERS}.activation").MoEActivation
+    count = experts.w1.shape[0]
+    intermediate = experts.w1.shape[1] // 2
+    return module.FusedMoEConfig(
+        num_experts=count,
+        num_local_experts=count,
+        num_logical_experts=count,
+        experts_per_token=inputs.topk_ids.shape[1],
+        hidden_dim=inputs.x.shape[1],
+        intermediate_size=intermediate,
+        activation=activation(experts.activation),
+        device=inputs.x.device.type,
+        routing_method=module.RoutingMethodType.Renormalize,
+        moe_parallel_config=module.FusedMoEParallelConfig.make_no_parallel(),
+        in_dtype=inputs.x.dtype,
+    )
