@@ -207,7 +207,7 @@ def triton_kernels() -> Any:
         for part in KERNEL_PARTS:
             import_module(f"triton_kernels.{part}")
     except ImportError as error:
-        raise ImportError(f"no kernels of the hub ({hub}) and {error}") from error
+        raise ImportError(f"{error}, and no kernels of the hub: {hub}") from error
     return import_module("triton_kernels")
 
 
