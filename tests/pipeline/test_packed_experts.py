@@ -3,7 +3,7 @@
 import pytest
 import torch
 from modular import build_experts, build_prepare
-from packed_weights import MORE, PACKABLE
+from packed_weights import MORE, PACKABLE, UNDER_FP8
 from plans import planned
 
 import moe_ops
@@ -42,7 +42,7 @@ def run(inputs, weights, scheme, problem, function=moe_ops.fused_experts, **opti
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("scheme", [*PACKABLE, *MORE])
+@pytest.mark.parametrize("scheme", [*PACKABLE, *UNDER_FP8, *MORE])
 def test_every_scheme(scheme):
     problem = Problem(9, 4, 2, 128, 192, torch.bfloat16, has_bias=True, scheme=scheme)
     inputs, forms = layer_of(problem, scheme)
@@ -60,6 +60,7 @@ def test_every_scheme(scheme):
         ("int4_w4a16_g128_zp", 128, 1408, "silu"),
         ("nvfp4_w4a16", 192, 704, "relu2_no_mul"),
         ("int8_w8a16_g128", 64, 640, "gelu"),
+        ("int4_w4a8_g128", 2880, 704, "silu"),
         ("fp8_w8a16", 128, 96, "silu"),  # only w1, of 192 rows, is packed
     ],
 )
@@ -101,7 +102,7 @@ def test_gates_of_the_caller():
         (moe_ops.pipeline.MonolithicExperts, moe_ops.pipeline.MoEPrepareAndFinalizeNoEPMonolithic),
     ],
 )
-@pytest.mark.parametrize("scheme", ["mxfp4_w4a16", "int8_w8a16_g32_zp"])
+@pytest.mark.parametrize("scheme", ["mxfp4_w4a16", "int8_w8a16_g32_zp", "int4_w4a8_g128"])
 def test_modular_kernels(experts, prepare, scheme):
     problem = Problem(6, 4, 2, 128, 64, torch.bfloat16, has_bias=True, scheme=scheme)
     inputs, forms = layer_of(problem, scheme)
@@ -124,8 +125,9 @@ def test_modular_kernels(experts, prepare, scheme):
     assert torch.equal(*results) and results[0].any()
 
 
-def test_compiled_without_a_break():
-    scheme = get_scheme("mxfp4_w4a16")
+@pytest.mark.parametrize("name", ["mxfp4_w4a16", "mxfp4_w4a8_token"])
+def test_compiled_without_a_break(name):
+    scheme = get_scheme(name)
     problem = Problem(6, 4, 2, 64, 128, torch.bfloat16, scheme=scheme.key)
     inputs, (plain, (w1, w2)) = layer_of(problem, scheme)
     config = FusedMoEQuantConfig.from_weights(scheme, w1, w2)
@@ -200,10 +202,10 @@ def test_layer_checks():
     strided = packed[1]._replace(data=packed[1].data.mT.contiguous().mT)
     with pytest.raises(ValueError, match="w2 must be contiguous in the packed form"):
         run(inputs, (packed[0], strided), scheme, problem)
-    quantized = "int4_w4a8_g128"
+    quantized = "mxfp4"
     other = [quantize_weight(w, quantized) for w in (inputs.w1, inputs.w2)]
     other[0] = other[0]._replace(data=packed[0].data)
-    with pytest.raises(NotImplementedError, match="weights only if w1 is packed .*int4_w4a8"):
+    with pytest.raises(NotImplementedError, match="weights only .*if w1 is packed .*mxfp4"):
         run(inputs, other, quantized, problem)
 
 
