@@ -23,6 +23,7 @@ DECODE_FEW, DECODE_MANY = "hopper_decode_few", "hopper_decode_many"
 """The kernel for few rows, which gathers them itself, and the kernel for many, packed rows."""
 DECODE_SUM = "hopper_decode_sum"
 """The kernel for GEMM 2 of one token, with the weighted sum."""
+DECODING = (DECODE_FEW, DECODE_MANY, DECODE_SUM)
 ONE_BYTE = ("e8m0", "e4m3")
 """Forms of scales of one byte."""
 STAGE_K = 128

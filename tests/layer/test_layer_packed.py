@@ -296,6 +296,9 @@ def test_loading_packs_for_the_gpu():
     assert layer.w13_weight.data_ptr() == plain.data_ptr()  # packed in the plain weight's memory
     assert torch.equal(layer.w13_weight, wanted.data)
     assert packed_of(loaded("mxfp4_w4a16", 96, **BF16)) == ("w13",)
+    for dtype in (torch.bfloat16, torch.float16):  # rows are bf16 in the kernel in any case
+        assert packed_of(loaded("int4_w4a8_g128", params_dtype=dtype)) == ("w13", "w2")
+    assert not packed_of(loaded("int4_w4a8_g128"))  # the result in float32
 
 
 @pytest.mark.usefixtures("on_gpu")

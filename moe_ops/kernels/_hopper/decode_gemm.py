@@ -184,11 +184,11 @@ def constants(problem: GemmProblem, tiles: HopperTiles, variant: Variant) -> Con
         tiles.kernel == DECODE_FEW
         and tiles.block_m <= ALONE.value
         and cols >= STAGE_K
-        and quant.scale in ("input", "e4m3")
+        and quant.scale == "input"
     ):
         scaled = "sums"
     exponent = 4 if quant.element.name == "fp8" else quant.element.exponent
-    shifted = scaled == "weights" and quant.scale in ONE_BYTE
+    shifted = cols > 0 and quant.scale in ONE_BYTE
     lifted = (16 if variant.half else 128) - 2 ** (exponent - 1) if exponent else 0
     copied, groups = unit_bytes(quant), stage_groups(quant)
     return Constants(

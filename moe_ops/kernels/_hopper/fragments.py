@@ -144,13 +144,6 @@ def byte_lanes(word, J: gl.constexpr, C: gl.constexpr):
 
 
 @gluon.jit
-def e4m3_value(stored):
-    """Scales in e4m3, which are not negative, in float32."""
-    bits = stored.to(gl.uint8, bitcast=True).to(gl.int32) << 20
-    return bits.to(gl.float32, bitcast=True) * 2.0**120
-
-
-@gluon.jit
 def scale_lanes(stored, C: gl.constexpr):
     """Scales as factors of decoded weights, in both lanes of a word."""
     if C.SCALE == "e8m0":  # 2 ** (s - 127), times the correction and 2 ** -SHIFT
@@ -158,7 +151,9 @@ def scale_lanes(stored, C: gl.constexpr):
         word = stored.to(gl.int32) * 0x00800080 + (FIELD | (FIELD << 16))
         word = least_lanes(word, constant_lanes(254 << 7, word))
     elif C.SCALE == "e4m3":
-        word = both_lanes((e4m3_value(stored) * C.CORRECTION).to(gl.bfloat16))
+        bits = stored.to(gl.uint8, bitcast=True).to(gl.int32) << 20
+        value = bits.to(gl.float32, bitcast=True) * 2.0**120 * C.CORRECTION
+        word = both_lanes(value.to(gl.bfloat16))
     else:
         word = both_lanes(stored)
     return word
@@ -219,9 +214,7 @@ def scale_rows(scales, box, LAYOUT: gl.constexpr, C: gl.constexpr):
     PLACES: gl.constexpr = C.SCALE_PLACES
     shape: gl.constexpr = [C.STAGES * C.STAGE_UNITS * PLACES, 4, 8, 2]
     view = scales._reinterpret(scales.dtype, shape, FLAT)
-    stored = view.index(box * PLACES).load(PAIRS)
-    value = e4m3_value(stored) if C.SCALE == "e4m3" else stored.to(gl.float32)
-    rows = value.permute((0, 2, 1)).reshape((64,))
+    rows = view.index(box * PLACES).load(PAIRS).to(gl.float32).permute((0, 2, 1)).reshape((64,))
     return gl.convert_layout(rows, gl.SliceLayout(1, LAYOUT), assert_trivial=True)
 
 
