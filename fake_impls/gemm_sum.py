@@ -29,6 +29,8 @@ def gemm_sum(
     if (out_dtype is None) != (w_scale is None):
         must = "None without w_scale" if w_scale is None else "a dtype with w_scale"
         raise ValueError(f"out_dtype must be {must}, got {out_dtype}")
+    if w_scale is None and w_global_scale is not None:
+        raise ValueError("w_global_scale must be None without w_scale, got a Tensor")
     rule = gemm_rule(scheme, a, tiles, batch_invariant)
     _, topk_ids, expert_map = tiles
     if topk_ids is None:
