@@ -194,3 +194,11 @@ def test_any_number_of_programs(tile):
         run = partial(matmul, (x, None), q, None, tiles, 1, scheme)
         one, many = run(programs=1), run(programs=7)
     assert torch.equal(one, many) and not one.isnan().any()
+
+
+@pytest.mark.parametrize("tile", ROW_TILES)
+def test_results_in_half_precision(tile):
+    """Rows are bf16 in the kernel nevertheless."""
+    problem = gemm_problem(9, 2, 192, 128, torch.float16, has_bias=True)
+    for stored in (False, True):
+        check(problem, "int4_w4a8_g128", stored=stored, tile=tile)

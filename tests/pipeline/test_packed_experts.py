@@ -8,11 +8,15 @@ from plans import planned
 
 import moe_ops
 from moe_ops import FusedMoEQuantConfig, ops, pack_weight, packs, quantize_weight
+from moe_ops.dispatch.device import NO_GPU, assumed
 from moe_ops.dispatch.gemm_plan import plan_gemm
 from moe_ops.dispatch.problem import stored_problem
 from moe_ops.pipeline.devices import TARGETS
 from moe_ops.pipeline.gated_experts import gated_experts
+from moe_ops.pipeline.gemms import quantized
+from moe_ops.pipeline.row_spaces import SlotRows
 from moe_ops.scheme import get_scheme
+from moe_ops.tensors import ExpertWeight, Tiles
 from moe_ops.testing import Problem, make_inputs
 
 FORMS = [(True, True), (True, False), (False, True)]
@@ -141,6 +145,21 @@ def test_compiled_without_a_break(name):
     assert torch.equal(actual, run(inputs, plain, scheme, problem))
 
 
+@pytest.mark.parametrize("compiling", [False, True])
+def test_who_quantizes_on_a_gpu(compiling, monkeypatch):
+    """The operator quantizes rows of few slots itself under a packed weight, and only there."""
+    scheme, n, k = get_scheme("int4_w4a8_g128"), 128, 256
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: compiling)
+    q = quantize_weight(torch.empty(32, n, k, device="meta"), scheme)
+    x, ids = torch.empty(2, k, dtype=torch.bfloat16, device="meta"), torch.zeros(2, 2).int()
+    space = SlotRows(Tiles(None, ids.to("meta")), 32)
+    for weight, given in ((q, False), (pack_weight(q, scheme), True)):
+        weight = ExpertWeight(weight.data, None, weight.scale, None, weight.global_scale)
+        with assumed(NO_GPU):
+            rows = quantized(x, None, weight, space, scheme, 2, "silu")
+        assert (rows.data is x) == given and (rows.scale is None) == given
+
+
 def operator_call(scheme="int4_w4a16_g32_zp", n=128, k=192):
     """Arguments of the operator with a packed weight."""
     problem = Problem(5, 3, 2, k, n, torch.bfloat16, "silu_no_mul", scheme=scheme)
@@ -152,6 +171,28 @@ def operator_call(scheme="int4_w4a16_g32_zp", n=128, k=192):
 @pytest.mark.parametrize("scheme", ["int4_w4a16_g32_zp", "fp8_w8a16"])
 def test_opcheck(scheme):
     torch.library.opcheck(ops.weight_only_matmul, operator_call(scheme))
+
+
+@pytest.mark.parametrize("scheme", UNDER_FP8)
+def test_operators_that_quantize_rows(scheme):
+    """Under a packed weight rows may be stored, or not be quantized yet: then without scales."""
+    x, *w, _, _, tiles, top_k, _ = operator_call(scheme)
+    w = (w[0], w[1], w[3])  # without zero points
+    rows = ops.moe_quantize(x, None, None, None, None, 3, get_scheme(scheme).activation.key)
+    tail = (None, tiles, top_k, scheme, torch.bfloat16)
+    expected = ops.scaled_matmul(*rows, *w, *tail)
+    assert torch.equal(ops.scaled_matmul(x, None, *w, *tail), expected)
+    with pytest.raises(ValueError, match="a must be rows as scheme .* got rows of dtype"):
+        ops.scaled_matmul(x, rows[1], *w, *tail)
+    with pytest.raises(ValueError, match="a_scale must be given with rows of dtype"):
+        ops.scaled_matmul(rows[0], None, *w, *tail)
+    ids = torch.tensor([[0, 2]], dtype=torch.int32)
+    tiles = [ops.plan_slots(ids, None, 3, scheme, torch.bfloat16), ids, None]
+    call = (x[:2], None, *w[:2], None, None, tiles, scheme, torch.bfloat16, False, False, w[2])
+    assert ops.gemm_sum(*call).any()
+    if w[1].dtype == torch.uint8:  # opcheck does not take fp8
+        torch.library.opcheck(ops.scaled_matmul, (x, None, *w, *tail))
+        torch.library.opcheck(ops.gemm_sum, call)
 
 
 @pytest.mark.parametrize(
