@@ -122,7 +122,8 @@ def _quantizes(
     tokens, k = ids.shape
     slots = tokens * k
     if torch.compiler.is_compiling() or type(slots) is not int:
-        return not always(sure(tokens) * k > direct_slots(space.num_local_experts))
+        each_slot = scheme.decoded and top_k == 1  # quantized into bf16 in one pass at any load
+        return each_slot or not always(sure(tokens) * k > direct_slots(space.num_local_experts))
     rule = tile_rule(scheme.key, x.dtype, x.device)
     shape = (*weight.data.shape[:2], x.shape[1])
     sizes = sizes_of(slots, shape, x.itemsize, rule, activation)

@@ -1,5 +1,7 @@
 """Packed weights in the operator and in everything that calls it: the plain form's bits."""
 
+from itertools import product
+
 import pytest
 import torch
 from modular import build_experts, build_prepare
@@ -147,17 +149,22 @@ def test_compiled_without_a_break(name):
 
 @pytest.mark.parametrize("compiling", [False, True])
 def test_who_quantizes_on_a_gpu(compiling, monkeypatch):
-    """The operator quantizes rows of few slots itself under a packed weight, and only there."""
+    """The operator quantizes rows itself under a packed weight, and only there.
+
+    Not those of tokens that several slots read, if there are many.
+    """
     scheme, n, k = get_scheme("int4_w4a8_g128"), 128, 256
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: compiling)
     q = quantize_weight(torch.empty(32, n, k, device="meta"), scheme)
-    x, ids = torch.empty(2, k, dtype=torch.bfloat16, device="meta"), torch.zeros(2, 2).int()
-    space = SlotRows(Tiles(None, ids.to("meta")), 32)
-    for weight, given in ((q, False), (pack_weight(q, scheme), True)):
-        weight = ExpertWeight(weight.data, None, weight.scale, None, weight.global_scale)
-        with assumed(NO_GPU):
-            rows = quantized(x, None, weight, space, scheme, 2, "silu")
-        assert (rows.data is x) == given and (rows.scale is None) == given
+    for tokens, top_k in product((2, 8192), (1, 2)):
+        x = torch.empty(2 * tokens // top_k, k, dtype=torch.bfloat16, device="meta")
+        ids = torch.empty(tokens, 2, dtype=torch.int32, device="meta")
+        space = SlotRows(Tiles(None, ids), 32)
+        for weight, given in ((q, False), (pack_weight(q, scheme), tokens == 2 or top_k == 1)):
+            weight = ExpertWeight(weight.data, None, weight.scale, None, weight.global_scale)
+            with assumed(NO_GPU):
+                rows = quantized(x, None, weight, space, scheme, top_k, "silu" * (top_k == 2))
+            assert (rows.data is x) == given and (rows.scale is None) == given
 
 
 def operator_call(scheme="int4_w4a16_g32_zp", n=128, k=192):
