@@ -115,7 +115,7 @@ def _quantizes(
     quant, ids = scheme.activation, space.tiles.topk_ids
     if ids is None or space.batch_invariant or quant is None:
         return False
-    packed = is_packed(weight.data)
+    packed = scheme.decoded and is_packed(weight.data)
     widens = packed and not x.is_cpu  # references have no plan
     if quant.of_all_rows or (scheme.decoded and not widens):
         return False
@@ -188,8 +188,9 @@ def sums_at_once(space: SlotRows, weight: ExpertWeight, scheme: Scheme) -> bool:
     Otherwise they are two operators, which frees the input rows before allocating the output.
     """
     _, ids, _ = space.tiles
-    sums = sums_one_token(scheme, packed=is_packed(weight.data))
-    return ids is not None and may_be_one(ids.shape[0]) and sums
+    if ids is None or not may_be_one(ids.shape[0]):
+        return False
+    return sums_one_token(scheme, packed=is_packed(weight.data))
 
 
 def gemm_sum(
