@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 from stages import Case, Layer, main
 
-SCHEMES = ("bf16", "fp8_channel", "fp8_block128")
+SCHEMES = ("bf16", "fp8_channel", "fp8_block128", "int4_w4a8_g128")
 
 
 def cases(layer: Layer) -> Iterator[Case]:

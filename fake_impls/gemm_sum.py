@@ -23,11 +23,14 @@ def gemm_sum(
     out_dtype: torch.dtype | None = None,
     expert_order: bool = False,
     batch_invariant: bool = False,
+    w_global_scale: Tensor | None = None,
 ) -> Tensor:
     """``(T, N)`` in ``out_dtype`` with ``w_scale``; without, in the dtype of ``a``."""
     if (out_dtype is None) != (w_scale is None):
         must = "None without w_scale" if w_scale is None else "a dtype with w_scale"
         raise ValueError(f"out_dtype must be {must}, got {out_dtype}")
+    if w_scale is None and w_global_scale is not None:
+        raise ValueError("w_global_scale must be None without w_scale, got a Tensor")
     rule = gemm_rule(scheme, a, tiles, batch_invariant)
     _, topk_ids, expert_map = tiles
     if topk_ids is None:
@@ -37,5 +40,5 @@ def gemm_sum(
     if w_scale is None:
         sizes.gemm(a, w, (1, 1), bias, tiles, rule, 1)
     else:
-        num_slots(a, a_scale, (w, w_scale, None), bias, tiles, rule, 1, scheme)
+        num_slots(a, a_scale, (w, w_scale, w_global_scale), bias, tiles, rule, 1, scheme)
     return a.new_empty(tokens, w.shape[1], dtype=out_dtype)

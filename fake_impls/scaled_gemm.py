@@ -10,7 +10,7 @@ from torch import Tensor
 from moe_ops import sizes
 from moe_ops.dispatch.row_tiles import gemm_rule
 from moe_ops.dispatch.tiles import TileRule
-from moe_ops.scheme import Quant, get_scheme
+from moe_ops.scheme import Quant, get_scheme, is_packed
 from moe_ops.tensors import AnyTiles
 
 
@@ -46,15 +46,20 @@ def num_slots(
 ) -> int:
     """The number of slots; ValueError if sizes disagree, or for another kind of scheme."""
     w, w_scale, global_scale = weight
-    quant, weight_quant, decoded, each = _facts(scheme)
+    quant, weight_quant, decoded = _facts(scheme)
+    each = 2 if quant.element.packed else 1, weight_quant.numbers_per_entry(w.dtype)
     if (global_scale is not None) != weight_quant.global_scale:
         must = "be a Tensor" if weight_quant.global_scale else "be None"
         got = "None" if global_scale is None else "a Tensor"
         raise ValueError(f"w_global_scale must {must} for scheme {scheme}, got {got}")
     slots = sizes.gemm(a, w, each, bias, tiles, rule, top_k)
     (rows, width), (experts, n, k) = a.shape, w.shape
-    sizes.weight_scales(scheme, (experts, n, each[1] * k), w_scale, global_scale)
-    if decoded and (a_scale is None or a.dtype != quant.dtype):
+    shape = (experts, n, each[1] * k)
+    sizes.weight_scales(scheme, shape, w_scale, global_scale)
+    if is_packed(w):
+        sizes.packed_weight(scheme, shape, w, w_scale)
+    later = is_packed(w) and a_scale is None  # rows that the operator quantizes
+    if decoded and not later and (a_scale is None or a.dtype != quant.dtype):
         got = "None" if a_scale is None else f"rows of dtype {a.dtype}"
         raise ValueError(f"a must be rows as scheme {scheme} stores them, with scales, got {got}")
     if a_scale is not None:
@@ -68,12 +73,11 @@ def num_slots(
 
 
 @lru_cache(maxsize=256)
-def _facts(scheme: str) -> tuple[Quant, Quant, bool, tuple[int, int]]:
-    """How rows and weights are quantized, whether both are decoded, and numbers per stored entry.
+def _facts(scheme: str) -> tuple[Quant, Quant, bool]:
+    """How rows and weights are quantized, and whether both are decoded.
 
     ValueError unless the scheme quantizes both operands.
     """
     known = get_scheme(scheme)
     quant, weight_quant = known.quants
-    each = (2 if quant.element.packed else 1, 2 if weight_quant.element.packed else 1)
-    return quant, weight_quant, known.decoded, each
+    return quant, weight_quant, known.decoded

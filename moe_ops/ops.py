@@ -312,7 +312,7 @@ gemm_sum = _op(
     "gemm_sum",
     "gemm_sum(Tensor a, Tensor? a_scale, Tensor w, Tensor? w_scale, Tensor? bias,"
     " Tensor? topk_weights, Tensor?[] tiles, str scheme, ScalarType? out_dtype=None,"
-    " bool expert_order=False, bool batch_invariant=False) -> Tensor",
+    " bool expert_order=False, bool batch_invariant=False, Tensor? w_global_scale=None) -> Tensor",
 )
 weight_only_sum = _op(
     "weight_only_gemm",

@@ -64,7 +64,8 @@ def stored(empty, scheme, experts, n, k, dtype):
         empty(*shape, dtype=SCALES.get(quant.scale, other)),
         empty(experts, n // 2 if packed else n, shape[-1], dtype=torch.uint8)
         if quant.zero_point else None,
-        empty(experts, dtype=torch.float32) if quant.global_scale else None,
+        empty(experts, *[n] * quant.channel_scale, dtype=torch.float32)
+        if quant.global_scale else None,
     )  # fmt: skip
 
 

@@ -5,7 +5,10 @@ from own_schemes import OWN
 
 from moe_ops import SCHEMES, QTensor, get_scheme, packs
 
-PACKABLE = [name for name in SCHEMES if packs(name, 64, 64)]
+ALL_PACKABLE = [name for name in SCHEMES if packs(name, 64, 64)]
+PACKABLE = [name for name in ALL_PACKABLE if get_scheme(name).activation is None]
+UNDER_FP8 = [name for name in ALL_PACKABLE if name not in PACKABLE]
+"""Schemes whose rows are decoded too."""
 MORE = ["int4_w4a16_g16", "int4_w4a16_g64_zp", "int8_w8a16_g32_zp", "|fp8:1x64:float32"]
 OWN_ROWS = OWN["zero points of rows"].key
 SERVED = [*PACKABLE, *(name for name in MORE if "float32" not in name)]
@@ -31,10 +34,16 @@ def random_weight(scheme, n, k, experts=2, seed=0, device="cpu"):
                 ((experts, n, quant.data_width(k)), quant.dtype),
                 (quant.weight_scale_shape(experts, n, k), dtype),
                 (quant.zero_point_shape(experts, n, k) if quant.zero_point else None, torch.uint8),
-                ((experts,) if quant.global_scale else None, torch.float32),
+                (_global_shape(quant, experts, n), torch.float32),
             )
         )
     )
+
+
+def _global_shape(quant, experts, n):
+    if not quant.global_scale:
+        return None
+    return (experts, n) if quant.channel_scale else (experts,)
 
 
 def assert_same_bits(actual, expected):

@@ -247,6 +247,37 @@ def packed_case(scheme: str, tile: int) -> Case:
     return Case(f"gemm/packed-weight/{scheme}/{tile}", inputs, run, check)
 
 
+def packed_under_fp8_case(scheme: str, tile: int) -> Case:
+    """A gated GEMM with a packed weight and rows that the operator quantizes."""
+    problem = Problem(64, 5, 2, 192, 128, BF16, routing="holes", has_bias=True)
+    tail, quant = (problem.top_k, scheme, BF16, "silu"), get_scheme(scheme).activation
+
+    def inputs() -> Any:
+        x, w, _, _, ids, _, bias, _ = make_inputs(problem)
+        with row_tile(tile, portable_only=False):
+            plan = align.plan_slots(ids, None, problem.num_experts, scheme, BF16)
+        q = pack_weight(quantize_weight(w, scheme), scheme)
+        return x, None, q.data, q.scale, q.global_scale, bias, [plan, ids, None]
+
+    def check(operands: Any, actual: Tensor) -> None:
+        x, _, data, scale, factor, bias, (_, ids, _) = operands
+        w = dequantize_weight(QTensor(data, scale, None, factor), scheme).double()
+        rows = quantize.moe_quantize(x, None, None, None, None, 1, quant.key)
+        product = numbers(*rows, scheme, 1)
+        exact = exact_rows(product, w, bias, None, ids, problem.top_k)
+        with row_tile(tile):
+            expected = scaled_reference.scaled_matmul(*operands, *tail)
+        exact = activated(exact, "silu").rounded(BF16)
+        mine = local_experts(ids, None, problem.num_experts) >= 0
+        assert_matches_reference(actual[mine], exact[mine], expected[mine])
+
+    def run(operands: Any) -> Tensor:
+        with row_tile(tile, portable_only=False):
+            return ops.scaled_matmul(*operands, *tail)
+
+    return Case(f"gemm/packed-weight/{scheme}/{tile}", inputs, run, check)
+
+
 def packed_sum_case(scheme: str, top_k: int) -> Case:
     """The second GEMM of one token with a packed weight, and the weighted sum."""
     problem = Problem(top_k, 5, 1, 320, 128, BF16, "silu_no_mul", has_bias=True)
@@ -283,5 +314,6 @@ def cases() -> list[Case]:
         *(format_case(e, s) for e in modular for s in formats if supported(e, s, "silu")),
         *(packing_case(scheme, tile) for scheme in PACKED_AT_ONCE for tile in (64, 128)),
         *(packed_case(s, tile) for s in ("mxfp4_w4a16", "int8_w8a16_g128") for tile in (16, 128)),
+        *(packed_under_fp8_case("int4_w4a8_g128", tile) for tile in (16, 128)),
         *(packed_sum_case(s, k) for s in ("mxfp4_w4a16", "int8_w8a16_g128") for k in (1, 10)),
     ]

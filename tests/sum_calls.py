@@ -54,6 +54,7 @@ class SumCall(NamedTuple):
     out_dtype: torch.dtype | None
     expert_order: bool = False
     batch_invariant: bool = False
+    w_global_scale: Tensor | None = None
 
     @property
     def used(self) -> Tensor:

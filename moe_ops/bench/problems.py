@@ -189,7 +189,8 @@ class Experts:
         held = schemes.exact_fp8_scheme(self.scheme)
         if held is not None and gains_by_fp8(self.w1, self.scheme):
             exact = [schemes.exact_rows(weight, self.scheme) for weight in self.stored]
-            return self._as_fp8(held) if all(bool(x.all()) for x in exact) else self
+            if all(bool(x.all()) for x in exact):
+                return self._as_fp8(held)
         w1, w2 = (self._loaded(weight) for weight in self.stored)
         if w1 is self.stored[0] and w2 is self.stored[1]:
             return self

@@ -180,7 +180,10 @@ def _decode_sum(problem: GemmProblem, device: Device) -> GemmPlan | None:
     if quant is None or not (problem.one_token and _decodes(problem, device)):
         return None
     tiles = decode_sum_tiles(problem.sizes, quant, device)
-    return None if tiles is None else GemmPlan(tiles.kernel, tiles, False, 0, (), DEFAULT)
+    if tiles is None:
+        return None
+    quantizes = problem.rows == EACH
+    return GemmPlan(tiles.kernel, tiles, quantizes, 0, _widened(problem), DEFAULT)
 
 
 def _decode(problem: GemmProblem, choice: Choice, device: Device) -> GemmPlan | None:
@@ -189,11 +192,23 @@ def _decode(problem: GemmProblem, choice: Choice, device: Device) -> GemmPlan | 
     if not _decodes(problem, device):
         return None
     tiles = decode_tiles(sizes, quant, device)
+    quantizes = problem.rows == EACH
     if tiles.kernel == DECODE_FEW:
-        return GemmPlan(tiles.kernel, tiles, False, 0, (), DEFAULT)
+        return GemmPlan(tiles.kernel, tiles, quantizes, 0, _widened(problem), DEFAULT)
     rows = packed_rows(sizes.num_slots, sizes.num_experts, tiles.block_m)
     scratch = BufferSpec("next tile", 4), *_rows_of(problem, rows, "packed rows")
-    return GemmPlan(tiles.kernel, tiles, False, rows, scratch, DEFAULT)
+    if get_scheme(problem.scheme).activation is not None:
+        scratch += (BufferSpec("scales of packed rows", 4 * rows),)
+    return GemmPlan(tiles.kernel, tiles, quantizes, rows, scratch, DEFAULT)
+
+
+def _widened(problem: GemmProblem) -> tuple[BufferSpec, ...]:
+    """Buffers for decoded rows in bf16 and, if the operator quantizes them, for their scales."""
+    if get_scheme(problem.scheme).activation is None:
+        return ()
+    rows = problem.sizes.num_slots // problem.top_k
+    scales = (BufferSpec("scales of rows", 4 * rows),) if problem.rows == EACH else ()
+    return (*_rows_of(problem, rows, "rows in bf16"), *scales)
 
 
 def _portable(problem: GemmProblem, choice: Choice, device: Device) -> GemmPlan | None:

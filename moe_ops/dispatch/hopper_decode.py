@@ -15,7 +15,7 @@ import torch
 from moe_ops.dispatch.device import Device
 from moe_ops.dispatch.hopper import HopperTiles
 from moe_ops.dispatch.tiles import Gemm, cdiv, is_direct
-from moe_ops.scheme import Quant
+from moe_ops.scheme import Quant, Scheme
 from moe_ops.scheme.packed import CHUNK
 from moe_ops.scheme.values import SCALE_BITS
 
@@ -23,6 +23,7 @@ DECODE_FEW, DECODE_MANY = "hopper_decode_few", "hopper_decode_many"
 """The kernel for few rows, which gathers them itself, and the kernel for many, packed rows."""
 DECODE_SUM = "hopper_decode_sum"
 """The kernel for GEMM 2 of one token, with the weighted sum."""
+DECODING = (DECODE_FEW, DECODE_MANY, DECODE_SUM)
 ONE_BYTE = ("e8m0", "e4m3")
 """Forms of scales of one byte."""
 STAGE_K = 128
@@ -56,14 +57,17 @@ MANY_BYTES = 20 * 1024
 """The same of the kernel for many rows, with the buffers of its epilogue."""
 
 
-def decodes(quant: Quant, dtype: torch.dtype) -> bool:
-    """Whether the kernels decode weights for rows of a dtype.
+def decodes(scheme: Scheme, dtype: torch.dtype) -> bool:
+    """Whether the kernels decode weights for a result of a dtype.
 
-    Scales of groups multiply the weights in that dtype, which must hold them: scales in the rows'
-    own dtype, or one-byte scales in bf16.
+    Rows have that dtype, or bf16 if they are decoded too. Scales of groups multiply the weights in
+    the dtype of the rows, which must hold them: scales in that dtype, or one-byte scales in bf16.
     """
-    if dtype not in (torch.bfloat16, torch.float16):
+    quant = scheme.weight
+    if quant is None or dtype not in (torch.bfloat16, torch.float16):
         return False
+    if scheme.activation is not None:
+        dtype = torch.bfloat16
     if not (quant.local or quant.zero_point):
         return True
     return quant.scale == "input" or (quant.scale in ONE_BYTE and dtype == torch.bfloat16)

@@ -172,14 +172,19 @@ def scaled_problem(
     scheme: str,
     activation: str = "",
     *,
+    out_dtype: torch.dtype | None = None,
     batch_invariant: bool = False,
 ) -> GemmProblem:
-    """Problem of a GEMM with two quantized operands; the rows may not be quantized yet."""
+    """Problem of a GEMM with two quantized operands; the rows may not be quantized yet.
+
+    ``out_dtype`` counts if the weight is packed.
+    """
     known = get_scheme(scheme)
     if known.decoded:
         return stored_problem(
-            a, w, tiles, top_k, scheme, activation, batch_invariant=batch_invariant
-        )
+            a, w, tiles, top_k, scheme, activation,
+            w_scale=w_scale, out_dtype=out_dtype, batch_invariant=batch_invariant,
+        )  # fmt: skip
     quant, weight_quant = known.quants
     given = None if a_scale is None else a_scale.numel()
     rows = STORED
@@ -213,16 +218,18 @@ def stored_problem(
     activation: str = "",
     *,
     w_scale: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
     batch_invariant: bool = False,
 ) -> GemmProblem:
     """Problem of a GEMM whose kernel dequantizes the weights or both operands.
 
-    ``w_scale`` counts if the weight is packed.
+    ``w_scale`` and ``out_dtype`` (None: that of the rows) count if the weight is packed. Then rows
+    that are decoded may not be quantized yet.
     """
     known, (num_experts, n, _) = get_scheme(scheme), w.shape
-    packed = known.activation is not None and known.activation.element.packed
-    k = a.shape[1] * (2 if packed else 1)
-    itemsize = a.itemsize if known.activation is None else 2
+    quant = known.activation
+    k = a.shape[1] * (2 if quant is not None and quant.element.packed else 1)
+    itemsize = a.itemsize if quant is None else 2
     rule = gemm_rule(scheme, a, tiles, batch_invariant)
     sizes = sizes_of(a.shape[0] * top_k, (num_experts, n, k), itemsize, rule, activation)
     return GemmProblem(
@@ -230,17 +237,22 @@ def stored_problem(
         scheme,
         activation,
         top_k,
-        boxes=is_packed(w) and _decodable(a, w, w_scale, known),
+        STORED if quant is None or a.dtype == quant.dtype else EACH,
+        boxes=is_packed(w) and _decodable(a, w, w_scale, known, out_dtype or a.dtype),
         num_tokens=_tokens(tiles),
         packed=is_packed(w),
     )
 
 
-def _decodable(a: Tensor, w: Tensor, w_scale: Tensor | None, scheme: Scheme) -> bool:
+def _decodable(
+    a: Tensor, w: Tensor, w_scale: Tensor | None, scheme: Scheme, out_dtype: torch.dtype
+) -> bool:
     """Whether Hopper's kernels can read rows and a packed weight with these scales."""
     quant = scheme.weight
-    if quant is None or not decodes(quant, a.dtype) or not _on_gpu(w):
+    if quant is None or not decodes(scheme, out_dtype) or not _on_gpu(w):
         return False
+    if scheme.activation is not None:  # rows are copied, and scales have one byte
+        return w.data_ptr() % 16 == 0
     in_rows_dtype = quant.scale == "input" and (quant.local or quant.zero_point)
     if in_rows_dtype and w_scale is not None and w_scale.dtype != a.dtype:
         return False
@@ -304,12 +316,12 @@ def layer_problem(
         packed: whether the weight is in the packed form.
     """
     quant, rows, shared = scheme.activation, STORED, False
-    if quant is not None and not scheme.decoded:
+    if quant is not None and (packed or not scheme.decoded):
         shared = quant.per_tensor
         dynamic = shared and not quant.static
         rows = STORED if num_tokens is None or dynamic else EACH
     second = num_tokens == 1 and not activation and top_k == 1
-    summed = second and sums_one_token(scheme)
+    summed = second and sums_one_token(scheme, packed=packed)
     return GemmProblem(
         sizes,
         scheme.key,
@@ -323,6 +335,9 @@ def layer_problem(
     )
 
 
-def sums_one_token(scheme: Scheme) -> bool:
-    """Whether there are kernels that also sum the second GEMM of one token."""
-    return scheme.activation is None or takes_one_token(scheme)
+def sums_one_token(scheme: Scheme, *, packed: bool) -> bool:
+    """Whether there are kernels that also sum the second GEMM of one token.
+
+    ``packed``: whether its weight is in the packed form.
+    """
+    return packed or scheme.activation is None or takes_one_token(scheme)

@@ -24,21 +24,25 @@ def gemm_sum(
     out_dtype: torch.dtype | None = None,
     expert_order: bool = False,
     batch_invariant: bool = False,
+    w_global_scale: Tensor | None = None,
 ) -> Tensor:
     """Run the kernel that also sums if it takes the GEMM, else a GEMM kernel and a sum kernel."""
     how = (scheme, out_dtype, expert_order, batch_invariant)
 
     def prepare() -> tuple[Tensor, GemmProblem]:
-        out = empty_tokens(a, a_scale, w, w_scale, bias, topk_weights, tiles, *how)
+        call = (a, a_scale, w, w_scale, bias, topk_weights, tiles, *how)
+        out = empty_tokens(*call, w_global_scale)
         if w_scale is None:
             gemm = dense_problem(
                 a, w, tiles, 1, expert_order=expert_order, batch_invariant=batch_invariant
             )
         else:
             gemm = scaled_problem(
-                a, a_scale, w, w_scale, tiles, 1, scheme, batch_invariant=batch_invariant
-            )
+                a, a_scale, w, w_scale, tiles, 1, scheme,
+                out_dtype=out_dtype, batch_invariant=batch_invariant,
+            )  # fmt: skip
         return out, sum_problem(gemm, topk_weights is not None, out.element_size())
 
-    given = GemmOperands(a, w, tiles, bias, topk_weights, a_scale, w_scale)
+    scales = (a_scale, w_scale, None, w_global_scale)
+    given = GemmOperands(a, w, tiles, bias, topk_weights, *scales)
     return call_gemm(given, ("gemm_sum", *how), prepare)

@@ -157,6 +157,22 @@ def moe_quantize(
     return out
 
 
+def wide_rows(
+    x: Tensor,
+    topk_ids: Tensor | None,
+    expert_map: Tensor | None,
+    num_local_experts: int,
+    quant: Quant,
+) -> tuple[Tensor, Tensor]:
+    """`moe_quantize` with scales from the data, with the fp8 numbers held in bf16: one launch."""
+    slots = (topk_ids, expert_map, num_local_experts)
+    rows = Rows(x, (1, *x.shape), None, None, None, 1, *slots)
+    scale = x.new_empty(quant.row_scale_shape(*x.shape), dtype=quant.scale_dtype)
+    out = x.new_empty(x.shape, dtype=torch.bfloat16), scale
+    quantize_rows(rows, None, quant.key, out)
+    return out
+
+
 def activation_quantize(
     x: Tensor,
     scale: Tensor | None,

@@ -35,7 +35,8 @@ def scaled_matmul(
     def prepare() -> tuple[Tensor, GemmProblem]:
         out = empty_rows(a, a_scale, w, w_scale, w_global_scale, bias, tiles, *how)
         rows = (a, a_scale, w, w_scale, tiles, top_k, scheme, activation)
-        return out, scaled_problem(*rows, batch_invariant=batch_invariant)
+        invariant = {"batch_invariant": batch_invariant}
+        return out, scaled_problem(*rows, out_dtype=out_dtype, **invariant)
 
     scales = (a_scale, w_scale, None, w_global_scale)
     return call_gemm(

@@ -59,10 +59,10 @@ class PacksWeights(ExpertLayer):
             ValueError, NotImplementedError: neither weight has a packed form; ``layer.kernel`` was
                 set, whose experts hold the scales of the plain form.
         """
-        sizes = self.sizes.weights
-        able = tuple(which for which in WEIGHTS if packs(self.scheme, *sizes[which]))
+        sizes, scheme = self.sizes.weights, self.sizes.plain.scheme
+        able = tuple(which for which in WEIGHTS if packs(scheme, *sizes[which]))
         if not able:
-            check_packed("w13_weight", self.w13_weight, self.scheme, *sizes["w13"])
+            check_packed("w13_weight", self.w13_weight, scheme, *sizes["w13"])
         self._convert(dict.fromkeys(able, PACKED))
 
     def as_fp8_(self) -> None:
@@ -212,10 +212,12 @@ def exact_rows_of(layer: ExpertLayer) -> Iterator[Tensor]:
     """Yield which rows of ``w13``, then of ``w2``, are exact as fp8: bool ``(E, N)``."""
     for which in WEIGHTS:
         q = QTensor(*_stored(layer, which)[:4])
-        if layer.sizes.exact_of is None:
-            yield exact_rows(q, layer.scheme)
-        else:
+        if layer.sizes.exact_of is not None:
             yield q.data.new_ones(q.data.shape[:2], dtype=torch.bool)
+        elif is_packed(q.data):
+            yield exact_rows(unpack_weight(q, layer.scheme), layer.scheme)
+        else:
+            yield exact_rows(q, layer.scheme)
 
 
 def are_exact(layer: ExpertLayer) -> bool:

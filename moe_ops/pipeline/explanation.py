@@ -12,6 +12,7 @@ import torch
 from moe_ops import checks
 from moe_ops.activation import kind_and_key
 from moe_ops.dispatch.hopper import HopperTiles, KernelTiles
+from moe_ops.dispatch.hopper_decode import DECODING
 from moe_ops.pipeline.config import FusedMoEConfig
 from moe_ops.pipeline.costs import Cost, cost_of
 from moe_ops.pipeline.devices import TARGETS, Target, target_of
@@ -182,15 +183,17 @@ class Explanation:
 
     def _weights(self) -> list[str]:
         """A line about MXFP4 weights that may be held as fp8."""
+        packed = any(set(DECODING) & set(cost.kernels or ()) for cost in self.costs)
+        form = "packed" if packed else "plain"
         if self.exact_rows is not None:
             plain, exact, rows = self.exact_rows
-            held = f"held as fp8 ({self.scheme.name})" if self.scheme != plain else "plain"
+            held = f"held as fp8 ({self.scheme.name})" if self.scheme != plain else form
             share = f"{exact} of {rows} rows ({exact / rows:.2%}) are exact as fp8"
             return [f"weights: {plain.name}, {held}; {share}"]
         facts, as_fp8 = self.target.facts, exact_fp8_scheme(self.scheme)
         if facts is None or as_fp8 is None or not multiplies_fp8(self.scheme, facts.arch):
             return []
-        return [f"weights: plain; a layer whose rows are all exact as fp8 runs as {as_fp8.name}"]
+        return [f"weights: {form}; a layer whose rows are all exact as fp8 runs as {as_fp8.name}"]
 
     def _exchanges(self) -> str:
         """The table of what exchanges send, and its notes."""

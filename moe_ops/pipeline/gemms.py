@@ -20,7 +20,7 @@ from moe_ops.pipeline.row_spaces import (
     may_be_one,
     sure,
 )
-from moe_ops.scheme import FusedMoEQuantConfig, Scheme
+from moe_ops.scheme import FusedMoEQuantConfig, Scheme, is_packed
 from moe_ops.tensors import ExpertWeight, ExpertWeights, Rows
 
 
@@ -107,22 +107,27 @@ def _quantizes(
     """Whether the GEMM op quantizes its rows, which saves a pass.
 
     The GEMM's plan says so. If the op would pack the rows, each row must belong to one slot, not to
-    a token whose row several slots read. Under a compiler sizes may be symbolic and there is no
+    a token whose row several slots read. Rows that are decoded are left to a kernel for a packed
+    weight only, which wants them in bf16. Under a compiler sizes may be symbolic and there is no
     plan to ask, so the op decides when it runs, unless there are certainly many slots. (With many
     slots, the rows before and after quantization would be held at the same time.)
     """
     quant, ids = scheme.activation, space.tiles.topk_ids
     if ids is None or space.batch_invariant or quant is None:
         return False
-    if scheme.decoded or quant.of_all_rows:
+    packed = scheme.decoded and is_packed(weight.data)
+    widens = packed and not x.is_cpu  # references have no plan
+    if quant.of_all_rows or (scheme.decoded and not widens):
         return False
     tokens, k = ids.shape
     slots = tokens * k
     if torch.compiler.is_compiling() or type(slots) is not int:
-        return not always(sure(tokens) * k > direct_slots(space.num_local_experts))
+        each_slot = scheme.decoded and top_k == 1  # quantized into bf16 in one pass at any load
+        return each_slot or not always(sure(tokens) * k > direct_slots(space.num_local_experts))
     rule = tile_rule(scheme.key, x.dtype, x.device)
-    sizes = sizes_of(slots, weight.data.shape, x.itemsize, rule, activation)
-    problem = layer_problem(sizes, scheme, activation, tokens, top_k)
+    shape = (*weight.data.shape[:2], x.shape[1])
+    sizes = sizes_of(slots, shape, x.itemsize, rule, activation)
+    problem = layer_problem(sizes, scheme, activation, tokens, top_k, packed=packed)
     plan = plan_gemm(problem, device_facts(x.device))
     return plan.quantizes_rows and (not plan.packed_rows or len(x) == slots)
 
@@ -177,13 +182,15 @@ def gemm_call(
     )  # fmt: skip
 
 
-def sums_at_once(space: SlotRows, scheme: Scheme) -> bool:
+def sums_at_once(space: SlotRows, weight: ExpertWeight, scheme: Scheme) -> bool:
     """Whether the second GEMM and the weighted sum are one operator: if T may be 1.
 
     Otherwise they are two operators, which frees the input rows before allocating the output.
     """
     _, ids, _ = space.tiles
-    return ids is not None and may_be_one(ids.shape[0]) and sums_one_token(scheme)
+    if ids is None or not may_be_one(ids.shape[0]):
+        return False
+    return sums_one_token(scheme, packed=is_packed(weight.data))
 
 
 def gemm_sum(
@@ -204,6 +211,7 @@ def gemm_sum(
         rows.data, rows.scale, weight.data, weight.scale, weight.bias, topk_weights,
         [*space.tiles], scheme.key, None if weight.scale is None else dtype,
         space.expert_order, space.batch_invariant,
+        weight.global_scale if scheme.decoded else None,
     )  # fmt: skip
 
 

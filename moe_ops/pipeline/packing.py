@@ -44,8 +44,7 @@ def serves_packed(
 
     `plan_gemm` says so; kernels that read the packed form take any number of rows.
     """
-    quant = scheme.weight
-    if quant is None or not packs(scheme, *shape[1:]) or not decodes(quant, dtype):
+    if not packs(scheme, *shape[1:]) or not decodes(scheme, dtype):
         return False
     size = dtype.itemsize
     rule = rule_of(scheme.key, size, device.arch, device.row_tile, batch_invariant)

@@ -60,7 +60,7 @@ def _scaled(given: dict[str, Any], out: Tensor) -> GemmProblem:
     return scaled_problem(
         given["a"], given["a_scale"], given["w"], given["w_scale"], given["tiles"],
         given.get("top_k", 1), given["scheme"], given.get("activation", ""),
-        batch_invariant=given.get("batch_invariant", False),
+        out_dtype=out.dtype, batch_invariant=given.get("batch_invariant", False),
     )  # fmt: skip
 
 

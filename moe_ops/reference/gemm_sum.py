@@ -23,6 +23,7 @@ def gemm_sum(
     out_dtype: torch.dtype | None = None,
     expert_order: bool = False,
     batch_invariant: bool = False,
+    w_global_scale: Tensor | None = None,
 ) -> Tensor:
     """``out[t] = sum_j topk_weights[t, j] * y[t * k + j]``, where y is the result of the GEMM.
 
@@ -31,7 +32,7 @@ def gemm_sum(
     if w_scale is None:
         y = expert_matmul(a, w, bias, None, tiles, 1, "", expert_order, batch_invariant)
     else:
-        operands = (a, a_scale, w, w_scale, None, bias)
+        operands = (a, a_scale, w, w_scale, w_global_scale, bias)
         y = scaled_matmul(*operands, tiles, 1, scheme, out_dtype, "", batch_invariant)  # type: ignore[arg-type]
     _, topk_ids, expert_map = tiles
     return moe_fused_mul_sum(y, topk_weights, topk_ids, expert_map, None, w.shape[0])

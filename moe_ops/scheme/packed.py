@@ -78,8 +78,8 @@ def pack_weight(q: QTensor, scheme: str | Scheme) -> QTensor:
     Raises:
         TypeError, ValueError: data or scales of another dtype or shape; N or K that is not a
             multiple of 64.
-        NotImplementedError: a scheme that quantizes activations, or whose weight scales are shared
-            by several rows.
+        NotImplementedError: a scheme whose weight scales are shared by several rows, or that
+            quantizes activations in another way than `decodes_rows` says.
     """
     quant = _checked(q, scheme, packed=False)
     experts, n, width = q.data.shape
@@ -124,6 +124,15 @@ def groups_first(shape: tuple[int, ...]) -> tuple[int, ...]:
     return (shape[0], shape[2], shape[1]) if len(shape) == 3 else shape
 
 
+def decodes_rows(scheme: Scheme) -> bool:
+    """Whether activations are decoded too: fp8 with one scale per row, under other weights.
+
+    Kernels multiply their numbers in bf16, and the sums by the scales of the rows.
+    """
+    quant = scheme.activation
+    return quant is not None and scheme.decoded and quant.element.name == "fp8" and quant.per_row
+
+
 def check_packed(name: str, w: Tensor, scheme: Scheme, n: int, k: int) -> None:
     """Check that a weight of ``(E, N, K)`` numbers, called ``name``, has a packed form.
 
@@ -141,8 +150,8 @@ def check_packed(name: str, w: Tensor, scheme: Scheme, n: int, k: int) -> None:
 def _refusal(name: str, scheme: Scheme, n: int, k: int) -> tuple[type[Exception], str] | None:
     """Why a weight ``(E, N, K)`` has no packed form: the exception to raise, and its text."""
     quant, to_pack = scheme.weight, f"if {name} is packed (see pack_weight)"
-    if quant is None or scheme.activation is not None:
-        rule = f"scheme must quantize weights only {to_pack}"
+    if quant is None or not (scheme.activation is None or decodes_rows(scheme)):
+        rule = f"scheme must quantize weights only (or rows to fp8 under others) {to_pack}"
         return NotImplementedError, f"{rule}, got {scheme.name}"
     if quant.group.rows != 1:
         rule = f"scheme.weight.group must have one row {to_pack}"

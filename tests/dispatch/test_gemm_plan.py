@@ -18,6 +18,7 @@ from moe_ops.dispatch.gemm_plan import (
     TOKEN_SUM,
 )
 from moe_ops.dispatch.hopper import PACKED, STREAM, TOKEN, HopperTiles
+from moe_ops.dispatch.hopper_decode import DECODE_FEW, DECODE_MANY, DECODE_SUM
 from moe_ops.dispatch.problem import EACH, STORED, layer_problem, sizes_of, stored_problem
 from moe_ops.dispatch.row_tiles import rule_of
 from moe_ops.dispatch.tiles import TileConfig, one_row_tile
@@ -28,15 +29,15 @@ FACTS = {name: target.facts for name, target in TARGETS.items() if target.facts 
 HOPPER = FACTS["sm_90"]
 
 
-def problems(scheme, tokens, facts=HOPPER, batch_invariant=False):
+def problems(scheme, tokens, facts=HOPPER, batch_invariant=False, packed=False):
     """Both GEMMs of a layer."""
     known = moe_ops.get_scheme(scheme)
     rule = rule_of(scheme, 2, facts.arch, facts.row_tile, batch_invariant)
     first = sizes_of(tokens * K, (E, 2 * I, H), 2, rule, "silu")
     second = sizes_of(tokens * K, (E, H, I), 2, rule, "")
     return (
-        layer_problem(first, known, "silu", tokens, K),
-        layer_problem(second, known, "", tokens, 1),
+        layer_problem(first, known, "silu", tokens, K, packed=packed),
+        layer_problem(second, known, "", tokens, 1, packed=packed),
     )
 
 
@@ -102,6 +103,31 @@ def test_who_quantizes():
         "scales of quantized rows",
     ]
     assert portable.scratch[0].nbytes == 4096 * H  # a row for each token, a byte for each number
+
+
+@pytest.mark.parametrize("scheme", ["int4_w4a8_g128", "mxfp4_w4a8_token"])
+def test_packed_weights_under_fp8_rows(scheme):
+    """The operator makes rows in bf16, from stored rows or by quantizing them."""
+    for tokens, names in (
+        (1, [DECODE_FEW, DECODE_SUM]), (64, [DECODE_FEW] * 2), (4096, [DECODE_MANY] * 2),
+    ):  # fmt: skip
+        for problem, name, k in zip(
+            problems(scheme, tokens, packed=True), names, (H, I), strict=True
+        ):
+            plan = plan_gemm(problem, HOPPER)
+            assert (plan.kernel, problem.rows, plan.quantizes_rows) == (name, EACH, True)
+            later = plan_gemm(problem._replace(rows=STORED), HOPPER)
+            assert (later.kernel, later.config, later.quantizes_rows) == (name, plan.config, False)
+            rows = plan.packed_rows or tokens * K // problem.top_k
+            sizes = [buffer.nbytes for buffer in plan.scratch]
+            if plan.packed_rows:
+                assert sizes == [4, 2 * rows * k, 4 * rows] and later.scratch == plan.scratch
+            else:
+                assert sizes == [2 * rows * k, 4 * rows] and later.scratch == plan.scratch[:1]
+    for facts in (FACTS["sm_80"], FACTS["sm_100"], HOPPER._replace(portable_only=True)):
+        with pytest.raises(NotImplementedError, match="w must be in the plain form"):
+            plan_gemm(problems(scheme, 64, packed=True)[0], facts)
+    assert [problem.rows for problem in problems(scheme, 64)] == [STORED] * 2
 
 
 def test_rows_that_a_layer_leaves_to_its_gemms():

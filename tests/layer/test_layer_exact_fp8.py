@@ -18,7 +18,9 @@ from moe_ops.testing import Inputs, Problem, assert_layer_matches, bounded_oracl
 
 E, K, H, I, T = 4, 2, 128, 64, 5  # noqa: E741
 TOKEN, STATIC = "mxfp4_w4a8_token", "mxfp4_w4a8"
-HELD, PLAIN = {"w13": "fp8", "w2": "fp8"}, {"w13": "plain", "w2": "plain"}
+HELD, PLAIN, PACKED = (dict.fromkeys(("w13", "w2"), form) for form in ("fp8", "plain", "packed"))
+BF16 = {"params_dtype": torch.bfloat16}
+"""The dtype for which kernels decode packed weights."""
 
 
 def make(scheme=TOKEN, width=I, **options):
@@ -323,6 +325,29 @@ def test_loading_on_gpus(on_gpu):
     assert forms_of(loaded(**ranks)) == HELD
     assert forms_of(loaded(**ranks, enable_eplb=True)) == PLAIN  # experts move to other ranks
     assert forms_of(loaded(enable_eplb=True)) == HELD
+
+
+def test_packed_where_rows_are_not_exact(on_gpu):
+    on_gpu(90)
+    assert forms_of(loaded(**BF16)) == HELD
+    layer = loaded(inexact="down", **BF16)
+    assert forms_of(layer) == PACKED
+    layer.quant_method.process_weights_after_loading(layer)
+    assert forms_of(layer) == PACKED
+    rows = E * (2 * I + H)
+    share = f"{rows - 1} of {rows} rows (99.90%) are exact as fp8"
+    assert f"weights: {TOKEN}, packed; {share}" in str(moe_ops.explain(layer, device="sm_90"))
+    with pytest.raises(ValueError, match="w2_weight must have rows that are exact as fp8"):
+        layer.as_fp8_()
+    assert forms_of(layer) == PACKED
+    layer = loaded(**BF16)
+    layer.pack_()
+    assert forms_of(layer) == PACKED
+    layer.quant_method.process_weights_after_loading(layer)
+    assert forms_of(layer) == HELD
+    on_gpu(None)
+    layer.unpack_()
+    assert_same(layer, loaded(**BF16))
 
 
 def test_quantizing(on_gpu):

@@ -15,7 +15,7 @@ from moe_ops.layer.saving import checkpoint_tensors
 from moe_ops.pipeline import packing
 
 E, K, H, I, T = 4, 2, 128, 64, 5  # noqa: E741
-SCHEMES = ["int4_w4a16_g32_zp", "nvfp4_w4a16", "int8_w8a16", "fp8_w8a16"]
+SCHEMES = ["int4_w4a16_g32_zp", "nvfp4_w4a16", "int8_w8a16", "fp8_w8a16", "int4_w4a8_g128"]
 
 
 def make(scheme, width=I, **options):
@@ -96,8 +96,8 @@ def test_one_of_two():
 @pytest.mark.parametrize(
     ("scheme", "hidden", "error", "message"),
     [
-        ("fp8_channel", 64, NotImplementedError, "weights only if w13_weight is packed"),
-        (None, 64, NotImplementedError, "weights only if w13_weight is packed.*unquantized"),
+        ("fp8_channel", 64, NotImplementedError, "weights only .*if w13_weight is packed"),
+        (None, 64, NotImplementedError, "weights only .*if w13_weight is packed.*unquantized"),
         ("int8_w8a16", 96, ValueError, "N and K must be multiples of 64 .* N = 128 and K = 96"),
     ],
 )
@@ -296,6 +296,9 @@ def test_loading_packs_for_the_gpu():
     assert layer.w13_weight.data_ptr() == plain.data_ptr()  # packed in the plain weight's memory
     assert torch.equal(layer.w13_weight, wanted.data)
     assert packed_of(loaded("mxfp4_w4a16", 96, **BF16)) == ("w13",)
+    for dtype in (torch.bfloat16, torch.float16):  # rows are bf16 in the kernel in any case
+        assert packed_of(loaded("int4_w4a8_g128", params_dtype=dtype)) == ("w13", "w2")
+    assert not packed_of(loaded("int4_w4a8_g128"))  # the result in float32
 
 
 @pytest.mark.usefixtures("on_gpu")

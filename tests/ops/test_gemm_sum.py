@@ -161,6 +161,8 @@ def test_errors():
         ops.gemm_sum(*sum_call(SumProblem())._replace(out_dtype=torch.float64))
     with pytest.raises(ValueError, match="out_dtype must be a dtype with w_scale, got None"):
         ops.gemm_sum(*given._replace(out_dtype=None))
+    with pytest.raises(ValueError, match="w_global_scale must be None without w_scale"):
+        ops.gemm_sum(*sum_call(SumProblem())._replace(w_global_scale=torch.ones(4)))
     with pytest.raises(ValueError, match="plan must be a tensor for 6 slots of 4 experts"):
         given = sum_call(SumProblem(3))
         ops.gemm_sum(*given._replace(tiles=[None, *given.tiles[1:]]))

@@ -13,15 +13,15 @@ pytest.importorskip("triton")
 
 import aot  # noqa: E402
 from aot_launches import given_plan, stored  # noqa: E402
-from packed_weights import PACKABLE  # noqa: E402
+from packed_weights import PACKABLE, UNDER_FP8  # noqa: E402
 from plans import row_tile  # noqa: E402
 
 from moe_ops.dispatch.device import Device  # noqa: E402
 from moe_ops.dispatch.hopper_decode import FEW_CTAS  # noqa: E402
-from moe_ops.kernels import weight_only_gemm  # noqa: E402
+from moe_ops.kernels import gemm_sum, scaled_gemm, weight_only_gemm  # noqa: E402
 from moe_ops.kernels._hopper.decode_sum_gemm import SumConstants  # noqa: E402
 from moe_ops.kernels._runtime import launch as launching  # noqa: E402
-from moe_ops.scheme import QTensor  # noqa: E402
+from moe_ops.scheme import QTensor, get_scheme  # noqa: E402
 from moe_ops.scheme.packed import groups_first  # noqa: E402
 
 pytestmark = [pytest.mark.aot, pytest.mark.filterwarnings("ignore")]
@@ -54,8 +54,29 @@ def launch_layer(scheme, tile, activation, hidden, width, dtype=torch.bfloat16):
     return launch
 
 
+def launch_under_fp8(scheme, tile, activation, hidden, width, dtype=torch.bfloat16, stored=True):
+    """Both GEMMs of a layer, with biases; rows are quantized before (``stored``) or there."""
+    quant = get_scheme(scheme).activation
+
+    def launch(empty):
+        slots = tile * EXPERTS // 2
+        ids = empty(slots, 1, dtype=torch.int32)
+        w1, w2 = (packed(empty, scheme, *s, dtype) for s in ((2 * width, hidden), (hidden, width)))
+        with row_tile(tile, H200, portable_only=False):
+            tiles = given_plan(ids, EXPERTS, scheme, dtype)
+            for w, k, key in ((w1, hidden, activation), (w2, width, "")):
+                rows = (empty(slots, k, dtype=quant.dtype), empty(slots, 1, dtype=torch.float32))
+                rows = rows if stored else (empty(slots, k, dtype=dtype), None)
+                bias = empty(EXPERTS, w.data.shape[1], dtype=dtype)
+                more = (w.data, w.scale, w.global_scale, bias, tiles, 1, scheme, dtype, key)
+                scaled_gemm.scaled_matmul(*rows, *more)
+
+    return launch
+
+
 def check(scheme, tile, activation="silu", hidden=2048, width=768, **more):
-    launch = launch_layer(scheme, tile, activation, hidden, width, **more)
+    make = launch_layer if get_scheme(scheme).activation is None else launch_under_fp8
+    launch = make(scheme, tile, activation, hidden, width, **more)
     facts = H200._replace(row_tile=tile)
     kernels = [k for k in aot.compile_launch(facts, launch) if "decode" in k.metadata.name]
     few = tile in FEW_CTAS
@@ -103,6 +124,18 @@ def test_half_precision():
     check("int8_w8a16", 16, dtype=torch.float16)
 
 
+@pytest.mark.parametrize("tile", [16, 32, 64, 128])
+@pytest.mark.parametrize("scheme", UNDER_FP8)
+def test_under_fp8(scheme, tile):
+    check(scheme, tile, stored=tile % 64 != 0)
+
+
+@pytest.mark.parametrize("tile", [16, 128])
+def test_under_fp8_of_other_sizes(tile):
+    check("int4_w4a8_g128", tile, "swigluoai", 2880, 2880, stored=False)
+    check("int4_w4a8_g128", tile, "silu", 2048, 1408, dtype=torch.float16)
+
+
 def test_overwritten_operands_are_seen():
     """A register is written while a product that reads it is under way."""
     line = "HGMMA.64x8x16.F32.BF16 R24, R40, gdesc[UR12], R24, gsb0"
@@ -133,10 +166,31 @@ def test_one_token_with_the_sum(scheme, model):
         weight_only_gemm.weight_only_sum(h, *q, empty(EXPERTS, n), weights, tiles, scheme)
 
     (kernel,) = aot.compile_launch(H200, launch)
+    check_sum(kernel)
+
+
+def check_sum(kernel):
     used = aot.resources(kernel, 90)
     assert kernel.metadata.name == "hopper_decode_sum_kernel" and used["spilled"] == 0
     assert used["registers"] <= 64 and 2 * (used["shared"] + 1024) <= H200.shared_memory + 1024
     assert "LDG.E.128" in aot.disassembled(kernel)
+
+
+@pytest.mark.parametrize("model", SIZES)
+@pytest.mark.parametrize("scheme", UNDER_FP8)
+def test_one_token_with_the_sum_under_fp8(scheme, model):
+    n, k, slots = SIZES[model]
+
+    def launch(empty):
+        h, ids = empty(slots, k), empty(1, slots, dtype=torch.int32)
+        w, scale, _, factor = packed(empty, scheme, n, k, torch.bfloat16)
+        weights, tiles = empty(1, slots, dtype=torch.float32), [None, ids, None]
+        call = (w, scale, empty(EXPERTS, n), weights, tiles, scheme, torch.bfloat16)
+        gemm_sum.gemm_sum(h, None, *call, w_global_scale=factor)
+
+    quantize, kernel = aot.compile_launch(H200, launch)
+    assert quantize.metadata.name == "quantize_kernel"
+    check_sum(kernel)
 
 
 def test_one_token_begins_early_only_after_the_first_gemm():

@@ -1,18 +1,24 @@
 """Packed weights in the operator and in everything that calls it: the plain form's bits."""
 
+from itertools import product
+
 import pytest
 import torch
 from modular import build_experts, build_prepare
-from packed_weights import MORE, PACKABLE
+from packed_weights import MORE, PACKABLE, UNDER_FP8
 from plans import planned
 
 import moe_ops
 from moe_ops import FusedMoEQuantConfig, ops, pack_weight, packs, quantize_weight
+from moe_ops.dispatch.device import NO_GPU, assumed
 from moe_ops.dispatch.gemm_plan import plan_gemm
 from moe_ops.dispatch.problem import stored_problem
 from moe_ops.pipeline.devices import TARGETS
 from moe_ops.pipeline.gated_experts import gated_experts
+from moe_ops.pipeline.gemms import quantized
+from moe_ops.pipeline.row_spaces import SlotRows
 from moe_ops.scheme import get_scheme
+from moe_ops.tensors import ExpertWeight, Tiles
 from moe_ops.testing import Problem, make_inputs
 
 FORMS = [(True, True), (True, False), (False, True)]
@@ -42,7 +48,7 @@ def run(inputs, weights, scheme, problem, function=moe_ops.fused_experts, **opti
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("scheme", [*PACKABLE, *MORE])
+@pytest.mark.parametrize("scheme", [*PACKABLE, *UNDER_FP8, *MORE])
 def test_every_scheme(scheme):
     problem = Problem(9, 4, 2, 128, 192, torch.bfloat16, has_bias=True, scheme=scheme)
     inputs, forms = layer_of(problem, scheme)
@@ -60,6 +66,7 @@ def test_every_scheme(scheme):
         ("int4_w4a16_g128_zp", 128, 1408, "silu"),
         ("nvfp4_w4a16", 192, 704, "relu2_no_mul"),
         ("int8_w8a16_g128", 64, 640, "gelu"),
+        ("int4_w4a8_g128", 2880, 704, "silu"),
         ("fp8_w8a16", 128, 96, "silu"),  # only w1, of 192 rows, is packed
     ],
 )
@@ -101,7 +108,7 @@ def test_gates_of_the_caller():
         (moe_ops.pipeline.MonolithicExperts, moe_ops.pipeline.MoEPrepareAndFinalizeNoEPMonolithic),
     ],
 )
-@pytest.mark.parametrize("scheme", ["mxfp4_w4a16", "int8_w8a16_g32_zp"])
+@pytest.mark.parametrize("scheme", ["mxfp4_w4a16", "int8_w8a16_g32_zp", "int4_w4a8_g128"])
 def test_modular_kernels(experts, prepare, scheme):
     problem = Problem(6, 4, 2, 128, 64, torch.bfloat16, has_bias=True, scheme=scheme)
     inputs, forms = layer_of(problem, scheme)
@@ -124,8 +131,9 @@ def test_modular_kernels(experts, prepare, scheme):
     assert torch.equal(*results) and results[0].any()
 
 
-def test_compiled_without_a_break():
-    scheme = get_scheme("mxfp4_w4a16")
+@pytest.mark.parametrize("name", ["mxfp4_w4a16", "mxfp4_w4a8_token"])
+def test_compiled_without_a_break(name):
+    scheme = get_scheme(name)
     problem = Problem(6, 4, 2, 64, 128, torch.bfloat16, scheme=scheme.key)
     inputs, (plain, (w1, w2)) = layer_of(problem, scheme)
     config = FusedMoEQuantConfig.from_weights(scheme, w1, w2)
@@ -139,6 +147,26 @@ def test_compiled_without_a_break():
     assert torch.equal(actual, run(inputs, plain, scheme, problem))
 
 
+@pytest.mark.parametrize("compiling", [False, True])
+def test_who_quantizes_on_a_gpu(compiling, monkeypatch):
+    """The operator quantizes rows itself under a packed weight, and only there.
+
+    Not those of tokens that several slots read, if there are many.
+    """
+    scheme, n, k = get_scheme("int4_w4a8_g128"), 128, 256
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: compiling)
+    q = quantize_weight(torch.empty(32, n, k, device="meta"), scheme)
+    for tokens, top_k in product((2, 8192), (1, 2)):
+        x = torch.empty(2 * tokens // top_k, k, dtype=torch.bfloat16, device="meta")
+        ids = torch.empty(tokens, 2, dtype=torch.int32, device="meta")
+        space = SlotRows(Tiles(None, ids), 32)
+        for weight, given in ((q, False), (pack_weight(q, scheme), tokens == 2 or top_k == 1)):
+            weight = ExpertWeight(weight.data, None, weight.scale, None, weight.global_scale)
+            with assumed(NO_GPU):
+                rows = quantized(x, None, weight, space, scheme, top_k, "silu" * (top_k == 2))
+            assert (rows.data is x) == given and (rows.scale is None) == given
+
+
 def operator_call(scheme="int4_w4a16_g32_zp", n=128, k=192):
     """Arguments of the operator with a packed weight."""
     problem = Problem(5, 3, 2, k, n, torch.bfloat16, "silu_no_mul", scheme=scheme)
@@ -150,6 +178,28 @@ def operator_call(scheme="int4_w4a16_g32_zp", n=128, k=192):
 @pytest.mark.parametrize("scheme", ["int4_w4a16_g32_zp", "fp8_w8a16"])
 def test_opcheck(scheme):
     torch.library.opcheck(ops.weight_only_matmul, operator_call(scheme))
+
+
+@pytest.mark.parametrize("scheme", UNDER_FP8)
+def test_operators_that_quantize_rows(scheme):
+    """Under a packed weight rows may be stored, or not be quantized yet: then without scales."""
+    x, *w, _, _, tiles, top_k, _ = operator_call(scheme)
+    w = (w[0], w[1], w[3])  # without zero points
+    rows = ops.moe_quantize(x, None, None, None, None, 3, get_scheme(scheme).activation.key)
+    tail = (None, tiles, top_k, scheme, torch.bfloat16)
+    expected = ops.scaled_matmul(*rows, *w, *tail)
+    assert torch.equal(ops.scaled_matmul(x, None, *w, *tail), expected)
+    with pytest.raises(ValueError, match="a must be rows as scheme .* got rows of dtype"):
+        ops.scaled_matmul(x, rows[1], *w, *tail)
+    with pytest.raises(ValueError, match="a_scale must be given with rows of dtype"):
+        ops.scaled_matmul(rows[0], None, *w, *tail)
+    ids = torch.tensor([[0, 2]], dtype=torch.int32)
+    tiles = [ops.plan_slots(ids, None, 3, scheme, torch.bfloat16), ids, None]
+    call = (x[:2], None, *w[:2], None, None, tiles, scheme, torch.bfloat16, False, False, w[2])
+    assert ops.gemm_sum(*call).any()
+    if w[1].dtype == torch.uint8:  # opcheck does not take fp8
+        torch.library.opcheck(ops.scaled_matmul, (x, None, *w, *tail))
+        torch.library.opcheck(ops.gemm_sum, call)
 
 
 @pytest.mark.parametrize(
@@ -200,10 +250,10 @@ def test_layer_checks():
     strided = packed[1]._replace(data=packed[1].data.mT.contiguous().mT)
     with pytest.raises(ValueError, match="w2 must be contiguous in the packed form"):
         run(inputs, (packed[0], strided), scheme, problem)
-    quantized = "int4_w4a8_g128"
+    quantized = "mxfp4"
     other = [quantize_weight(w, quantized) for w in (inputs.w1, inputs.w2)]
     other[0] = other[0]._replace(data=packed[0].data)
-    with pytest.raises(NotImplementedError, match="weights only if w1 is packed .*int4_w4a8"):
+    with pytest.raises(NotImplementedError, match="weights only .*if w1 is packed .*mxfp4"):
         run(inputs, other, quantized, problem)
 
 

@@ -4,7 +4,14 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from packed_weights import MORE, OWN_ROWS, PACKABLE, assert_same_bits, random_weight
+from packed_weights import (
+    MORE,
+    OWN_ROWS,
+    PACKABLE,
+    UNDER_FP8,
+    assert_same_bits,
+    random_weight,
+)
 
 from moe_ops import (
     SCHEMES,
@@ -16,13 +23,18 @@ from moe_ops import (
     unpack_weight,
 )
 
-ALL = [*PACKABLE, *MORE, OWN_ROWS]
+ALL = [*PACKABLE, *UNDER_FP8, *MORE, OWN_ROWS]
 
 
 def test_packable_schemes():
     weight_only = {n for n, s in SCHEMES.items() if s.weight is not None and s.activation is None}
     assert weight_only - {*PACKABLE} == {"fp8_w8a16_block128"}
     assert {*PACKABLE} < weight_only
+    assert UNDER_FP8 == ["mxfp4_w4a8_token", "int4_w4a8_g128"]
+    for key in ("int4_w4a8_g32", "fp8:1x*:pow2|fp6_e2m3:1x32:e8m0"):
+        assert packs(key, 64, 64)
+    for other in ("fp8_channel", "mxfp4_mxfp8", "mxfp4_w4a8", "nvfp4", "int8_channel"):
+        assert not packs(other, 64, 64)
     assert packs("mxfp4_w4a16", 64, 128) and packs(get_scheme("int8_w8a16"), 2880, 2880)
     assert not packs("mxfp4_w4a16", 32, 128) and not packs("mxfp4_w4a16", 64, 96)
     assert not packs("mxfp4", 64, 64) and not packs("unquantized", 64, 64)
@@ -142,6 +154,7 @@ def test_strided_data():
     ("scheme", "n", "k", "error", "message"),
     [
         ("mxfp4", 64, 64, NotImplementedError, "scheme must quantize weights only .*got mxfp4"),
+        ("fp8_channel", 64, 64, NotImplementedError, "rows to fp8 under others.*got fp8_channel"),
         ("fp8_w8a16_block128", 128, 128, NotImplementedError, "must have one row .*rows=128"),
         ("mxfp4_w4a16", 96, 64, ValueError, "multiples of 64 if q.data .*N = 96 and K = 64"),
         ("int8_w8a16", 64, 48, ValueError, "multiples of 64 if q.data .*N = 64 and K = 48"),

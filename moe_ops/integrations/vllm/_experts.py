@@ -160,7 +160,7 @@ class MoeOpsExpertsBase(mk.FusedMoEExpertsModular):
     def process_weights_after_loading(self, layer: nn.Module) -> None:
         """Pack the weights that a kernel of the layer's GPU reads in the packed form.
 
-        Only weight-only formats have one. Of those, vLLM brings MXFP4 and int8 per row here.
+        Of the formats that have one, vLLM brings MXFP4 and int8 per row here, both weight-only.
         """
         config = self.experts.quant_config
         if config.scheme.weight is None or config.scheme.activation is not None:

@@ -223,14 +223,19 @@ def add_tile(step, ring, sums, C: gl.constexpr):
 
 
 @gluon.jit
-def finish(acc, bias, weight, expert, unit, v, C: gl.constexpr):
-    """A unit's sums in the order of the weight's rows: scaled, weighted, with the bias."""
+def finish(acc, bias, scale, weight, expert, unit, v, C: gl.constexpr):
+    """A unit's sums in the order of the weight's rows: scaled, weighted, with the bias.
+
+    ``scale`` and ``weight`` are those of each column's slot, or None.
+    """
     LAYOUT: gl.constexpr = acc.type.layout
     r = gl.arange(0, UNIT, layout=gl.SliceLayout(1, LAYOUT))
     at = expert * C.WEIGHT_ROWS + unit * UNIT + r // 16 * 16 + r % 8 * 2 + r // 8 % 2
     inside = unit * UNIT + r < C.WEIGHT_ROWS
     if C.RESTORE != 1.0:
         acc *= C.RESTORE
+    if scale is not None:
+        acc *= scale[None, :]
     if C.SCALED == "rows":
         acc *= gl.load(v.weight_scale + at // C.SCALE_ROWS, mask=inside, other=0.0).to(gl.float32)[
             :, None
@@ -266,8 +271,11 @@ def store_columns(out, value, column, slot, C: gl.constexpr):
 
 
 @gluon.jit
-def store_units(out, bias, weights, sums, units, slot, expert, v, C: gl.constexpr):
-    """Apply what follows the products, and store; ``slot`` of each column, negative: none."""
+def store_units(out, bias, weights, scale, sums, units, slot, expert, v, C: gl.constexpr):
+    """Apply what follows the products, and store; ``slot`` of each column, negative: none.
+
+    ``scale``: that of each column's row, if rows are decoded; else None.
+    """
     RULE: gl.constexpr = C.RULE
     UNITS: gl.constexpr = C.UNITS
     weight = None
@@ -275,12 +283,12 @@ def store_units(out, bias, weights, sums, units, slot, expert, v, C: gl.constexp
         weight = gl.load(weights + slot, mask=slot >= 0, other=0.0).to(gl.float32)
     expert = gl.maximum(expert, 0).to(gl.int64)
     if C.APART > 0:
-        g = finish(sums[0], bias, weight, expert, units[0], v, C)
-        u = finish(sums[1], bias, weight, expert, units[1], v, C)
+        g = finish(sums[0], bias, scale, weight, expert, units[0], v, C)
+        u = finish(sums[1], bias, scale, weight, expert, units[1], v, C)
         store_columns(out, activate(g, u, RULE), units[0] * UNIT, slot, C)
     else:
         for i in gl.static_range(UNITS):
-            acc = finish(sums[i], bias, weight, expert, units[i], v, C)
+            acc = finish(sums[i], bias, scale, weight, expert, units[i], v, C)
             if C.INTERLEAVED:
                 pairs = acc.reshape((UNIT // 2, 2, acc.shape[1])).permute((0, 2, 1))
                 g, u = pairs.split()
@@ -300,7 +308,7 @@ def sums_layout(rows):
 
 
 @gluon.jit
-def multiply_tile(out, bias, weights, ring, v, tile, step, ROWS: gl.constexpr, C: gl.constexpr):
+def multiply_tile(out, added, ring, v, tile, step, ROWS: gl.constexpr, C: gl.constexpr):
     """Compute and store the first ROWS rows of a tile; return the next step of the ring."""
     LAYOUT: gl.constexpr = sums_layout(ROWS)
     m, n = tile
@@ -310,12 +318,16 @@ def multiply_tile(out, bias, weights, ring, v, tile, step, ROWS: gl.constexpr, C
     slot, real = slots_of(v, m, gl.arange(0, ROWS, layout=gl.SliceLayout(0, LAYOUT)), C)
     slot = gl.where(real & (expert >= 0), slot, -1)
     units = unit_of(n, 0, C), unit_of(n, 1, C)
-    store_units(out, bias, weights, sums, units, slot, expert, v, C)
+    bias, weights, row_scale = added
+    scale = None
+    if row_scale is not None:
+        scale = gl.load(row_scale + slot // C.TOP_K, mask=slot >= 0, other=0.0)
+    store_units(out, bias, weights, scale, sums, units, slot, expert, v, C)
     return step
 
 
 @gluon.jit
-def multiply(out, bias, weights, ring, v, C: gl.constexpr):
+def multiply(out, added, ring, v, C: gl.constexpr):
     """The multiplying warp group: compute and store every tile of this program.
 
     Padding rows come last in a tile. If they are the half of it, that half is left out.
@@ -329,14 +341,14 @@ def multiply(out, bias, weights, ring, v, C: gl.constexpr):
             soon = needs_more(index + gl.num_programs(0), v, C)
             tile = find_tile(index, v.num_tiles, C)
             if more:
-                step = multiply_tile(out, bias, weights, ring, v, tile, step, C.BLOCK_M, C)
+                step = multiply_tile(out, added, ring, v, tile, step, C.BLOCK_M, C)
             else:
-                step = multiply_tile(out, bias, weights, ring, v, tile, step, HALF, C)
+                step = multiply_tile(out, added, ring, v, tile, step, HALF, C)
             more = soon
     else:  # a tile has one slot
         for index in range(first, v.num_tiles * C.NUM_N, gl.num_programs(0)):
             tile = find_tile(index, v.num_tiles, C)
-            step = multiply_tile(out, bias, weights, ring, v, tile, step, HALF, C)
+            step = multiply_tile(out, added, ring, v, tile, step, HALF, C)
 
 
 @gluon.jit
@@ -350,10 +362,10 @@ def needs_more(index, v, C: gl.constexpr):
 
 @gluon.jit(do_not_specialize=COUNTED)
 def hopper_decode_few_kernel(
-    a, stride_am, w_desc, scale_desc, zero_desc, bias, topk_weights, out, global_scale,
+    a, stride_am, w_desc, scale_desc, zero_desc, bias, topk_weights, row_scale, out, global_scale,
     weight_scale, tiles, expert_map, num_slots, num_ids, num_experts, num_entries, C: gl.constexpr,
 ):  # fmt: skip
-    """``out[s] = f(a[s // TOP_K] @ decoded(w[e]).T + bias[e])``."""
+    """``out[s] = f(row_scale[s // TOP_K] * a[s // TOP_K] @ decoded(w[e]).T + bias[e])``."""
     STAGES: gl.constexpr = C.STAGES
     SWIZZLED: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
     shape: gl.constexpr = [STAGES * CHUNKS, C.BLOCK_M, UNIT]
@@ -378,7 +390,7 @@ def hopper_decode_few_kernel(
     v = Vectors(scales, tiles, expert_map, num_tiles, num_slots, num_ids, num_experts)
     gl.warp_specialize(
         [
-            (multiply, (out, bias, topk_weights, ring, v, C)),
+            (multiply, (out, (bias, topk_weights, row_scale), ring, v, C)),
             (copy_tiles, (a, stride_am, w_desc, scale_desc, zero_desc, ring, v, C)),
         ],
         [4],  # warps of the second partition

@@ -33,11 +33,12 @@ from moe_ops.kernels._hopper.decode_few import ALONE, hopper_decode_few_kernel
 from moe_ops.kernels._hopper.decode_many import hopper_decode_many_kernel
 from moe_ops.kernels._hopper.early import note_routing
 from moe_ops.kernels._hopper.fragments import SHIFT
-from moe_ops.kernels._hopper.pack import pack_rows
+from moe_ops.kernels._hopper.pack import pack_rows, quantize_rows
 from moe_ops.kernels._hopper.products import BOX_ROWS
 from moe_ops.kernels._runtime.launch import Launch
 from moe_ops.kernels._runtime.slots import dense
-from moe_ops.scheme import get_scheme
+from moe_ops.kernels.quantize import wide_rows
+from moe_ops.scheme import Quant, get_scheme
 from moe_ops.scheme.packed import CHUNK
 from moe_ops.scheme.weights import rows_per_scale
 
@@ -239,6 +240,7 @@ class DecodeGemm:
         """``out[s] = f(topk_weights[s] * a[s // top_k] @ dequantized(w[e]).T + bias[e])``."""
         c = constants(self.problem, self.tiles, variant_of(self.problem, given))
         told = tile_arguments(given.tiles, out.shape[0], given.w.shape[0])
+        quant = get_scheme(self.problem.scheme).activation
         words, scale = c.words.of(given.w), given.w_scale
         scales = c.scales.of(scale) if c.STAGE_GROUPS else words
         zeros = c.zeros.of(given.w_zero_point) if c.ZERO_BYTES else words
@@ -252,12 +254,41 @@ class DecodeGemm:
             plan, topk_ids, expert_map = given.tiles
             if plan is None:
                 note_routing(topk_ids, expert_map)
-            c.few((programs,), given.a, given.a.stride(0), *boxes, *added, out, *factors, *told)
+            rows, row_scale = wide(given, quant)
+            c.few(
+                (programs,), rows, rows.stride(0), *boxes, *added, row_scale, out, *factors, *told
+            )
         else:
             plan, _, num_slots, *_ = told
-            rows, _ = pack_rows(given.a, None, plan, num_slots, self.packed_rows, c.TOP_K)
+            rows, row_scale = self.packed(given, quant, plan, num_slots)
             counter = plan.new_zeros(1) if c.ON_DEMAND else plan
-            c.many((processors,), out, c.rows.of(rows), *boxes, *added, *factors, counter, *told)
+            rest = (*added, row_scale, *factors, counter, *told)
+            c.many((processors,), out, c.rows.of(rows), *boxes, *rest)
+
+    def packed(
+        self, given: GemmOperands, quant: Quant | None, plan: Tensor, num_slots: int
+    ) -> tuple[Tensor, Tensor | None]:
+        """Rows in the order of the plan, in 16 bits, and their scales."""
+        how = (plan, num_slots, self.packed_rows, self.problem.top_k)
+        if quant is None:
+            return pack_rows(given.a, None, *how)
+        if given.a.dtype == quant.dtype:
+            return pack_rows(given.a, dense(given.a_scale), *how, torch.bfloat16)
+        return quantize_rows(given.a, None, quant, *how, torch.bfloat16)
+
+
+def wide(given: GemmOperands, quant: Quant | None) -> tuple[Tensor, Tensor | None]:
+    """Rows in 16 bits, and their scales: quantized rows become bf16, which holds all of fp8.
+
+    A copy, not a conversion where rows are loaded: each tile loads them, and the kernel that
+    quantizes them writes bf16 at the same cost.
+    """
+    if quant is None:
+        return given.a, None
+    if given.a.dtype == quant.dtype:
+        return given.a.to(torch.bfloat16), dense(given.a_scale)
+    _, topk_ids, expert_map = given.tiles
+    return wide_rows(given.a, topk_ids, expert_map, given.w.shape[0], quant)
 
 
 def variant_of(problem: GemmProblem, given: GemmOperands) -> Variant:
@@ -266,4 +297,5 @@ def variant_of(problem: GemmProblem, given: GemmOperands) -> Variant:
     quant = get_scheme(problem.scheme).weight
     scale_rows = rows_per_scale(given.w_scale, quant, rows)
     global_rows = 0 if factor is None else rows // (factor.numel() // given.w.shape[0])
-    return Variant(given.a.dtype == torch.float16, scale_rows, global_rows)
+    half = given.a.dtype == torch.float16 and get_scheme(problem.scheme).activation is None
+    return Variant(half, scale_rows, global_rows)

@@ -87,8 +87,7 @@ def add_tile(step, ring, sums, GROUP: gl.constexpr, C: gl.constexpr):
 
 @gluon.jit
 def multiply_tile(
-    out, bias, weights, ring, v, tile, step, ROWS: gl.constexpr, GROUP: gl.constexpr,
-    C: gl.constexpr,
+    out, added, ring, v, tile, step, ROWS: gl.constexpr, GROUP: gl.constexpr, C: gl.constexpr
 ):  # fmt: skip
     """Compute and store a warp group's share of the first ROWS rows of a tile."""
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
@@ -99,12 +98,16 @@ def multiply_tile(
     slot = gl.load(v.tiles + HEADER + row)
     slot = gl.where((slot < v.num_slots) & (expert >= 0), slot, -1)
     units = unit_of(n, GROUP, 0, C), unit_of(n, GROUP, 1, C)
-    store_units(out, bias, weights, sums, units, slot, expert, v, C)
+    bias, weights, row_scale = added
+    scale = None
+    if row_scale is not None:
+        scale = gl.load(row_scale + row, mask=slot >= 0, other=0.0)
+    store_units(out, bias, weights, scale, sums, units, slot, expert, v, C)
     return step
 
 
 @gluon.jit
-def multiply(out, bias, weights, ring, queue, v, GROUP: gl.constexpr, C: gl.constexpr):
+def multiply(out, added, ring, queue, v, GROUP: gl.constexpr, C: gl.constexpr):
     """A multiplying warp group: compute its share of every tile of this program."""
     BOXES: gl.constexpr = C.BLOCK_M // BOX_ROWS
     step, number = gl.to_tensor(0), gl.to_tensor(0)
@@ -113,31 +116,33 @@ def multiply(out, bias, weights, ring, queue, v, GROUP: gl.constexpr, C: gl.cons
         tile = m, n, expert
         for count in gl.static_range(1, BOXES + 1):
             if boxes == count:
-                step = multiply_tile(
-                    out, bias, weights, ring, v, tile, step, count * BOX_ROWS, GROUP, C
-                )
+                step = multiply_tile(out, added, ring, v, tile, step, count * BOX_ROWS, GROUP, C)
         number += 1
         m, n, expert, _, boxes = hear(queue, number, 4)
 
 
 @gluon.jit
-def multiply_first(out, bias, weights, ring, queue, v, C: gl.constexpr):
+def multiply_first(out, added, ring, queue, v, C: gl.constexpr):
     """See `multiply`."""
-    multiply(out, bias, weights, ring, queue, v, 0, C)
+    multiply(out, added, ring, queue, v, 0, C)
 
 
 @gluon.jit
-def multiply_second(out, bias, weights, ring, queue, v, C: gl.constexpr):
+def multiply_second(out, added, ring, queue, v, C: gl.constexpr):
     """See `multiply`."""
-    multiply(out, bias, weights, ring, queue, v, 1, C)
+    multiply(out, added, ring, queue, v, 1, C)
 
 
 @gluon.jit(do_not_specialize=COUNTED)
 def hopper_decode_many_kernel(
-    out, a_desc, w_desc, scale_desc, zero_desc, bias, topk_weights, global_scale, weight_scale,
-    counter, tiles, expert_map, num_slots, num_ids, num_experts, num_entries, C: gl.constexpr,
+    out, a_desc, w_desc, scale_desc, zero_desc, bias, topk_weights, row_scale, global_scale,
+    weight_scale, counter, tiles, expert_map, num_slots, num_ids, num_experts, num_entries,
+    C: gl.constexpr,
 ):  # fmt: skip
-    """``out[s] = f(a[row of s] @ decoded(w[e]).T + bias[e])``; padding rows are not written."""
+    """``out[s] = f(row_scale[row of s] * a[row of s] @ decoded(w[e]).T + bias[e])``.
+
+    Padding rows are not written.
+    """
     STAGES: gl.constexpr = C.STAGES
     SWIZZLED: gl.constexpr = a_desc.layout
     shape: gl.constexpr = [STAGES * CHUNKS, C.BLOCK_M, UNIT]
@@ -159,12 +164,12 @@ def hopper_decode_many_kernel(
     ring = Ring(rows, words, scales, zeros, full, empty)
     take_turn(LONG=True)
     num_tiles = count_tiles(tiles, num_slots, num_ids, num_entries, C)
-    of_weights = global_scale, weight_scale
+    of_weights, added = (global_scale, weight_scale), (bias, topk_weights, row_scale)
     v = Vectors(of_weights, tiles, expert_map, num_tiles, num_slots, num_ids, num_experts)
     gl.warp_specialize(
         [
-            (multiply_first, (out, bias, topk_weights, ring, queue, v, C)),
-            (multiply_second, (out, bias, topk_weights, ring, queue, v, C)),
+            (multiply_first, (out, added, ring, queue, v, C)),
+            (multiply_second, (out, added, ring, queue, v, C)),
             (copy_tiles, (a_desc, w_desc, scale_desc, zero_desc, ring, queue, C)),
             (schedule, (queue, counter, v, C)),
         ],

@@ -207,9 +207,9 @@ def add_jobs(vectors, sources, ready, C: gl.constexpr, S: gl.constexpr):
 
 
 @gluon.jit
-def slot_result(sums, slot: gl.constexpr, given, choices, column, DTYPE: gl.constexpr, C, S):
+def slot_result(sums, slot: gl.constexpr, given, choices, column, OUT: gl.constexpr, C, S):
     """A slot's weighted result, rounded before it is weighted; 0 if its expert is not here."""
-    scale, factors, bias = given
+    scale, factors, bias, row_scale = given
     PARTS: gl.constexpr = S.PARTS
     expert = expert_of(choices, slot, True)
     at = gl.maximum(expert, 0).to(gl.int64) * C.N + column
@@ -218,13 +218,15 @@ def slot_result(sums, slot: gl.constexpr, given, choices, column, DTYPE: gl.cons
         acc += sums.index(slot * PARTS + part).load(column.type.layout)
     if C.RESTORE != 1.0:
         acc *= C.RESTORE
+    if row_scale is not None:
+        acc *= gl.load(row_scale + slot)
     if C.SCALED == "rows":
         acc *= gl.load(scale + at // C.SCALE_ROWS).to(gl.float32)
     if C.GLOBAL_ROWS > 0:
         acc *= gl.load(factors + at // C.GLOBAL_ROWS)
     if bias is not None:
         acc += gl.load(bias + at).to(gl.float32)
-    acc = acc.to(DTYPE).to(gl.float32)
+    acc = acc.to(OUT).to(gl.float32)
     if S.WEIGHTED:
         acc *= gl.load(choices.weights + slot).to(gl.float32)
     return gl.where(expert >= 0, acc, 0.0)
@@ -232,14 +234,18 @@ def slot_result(sums, slot: gl.constexpr, given, choices, column, DTYPE: gl.cons
 
 @gluon.jit(do_not_specialize=["num_ids", "num_experts"])
 def hopper_decode_sum_kernel(
-    h, stride_hm, words, stride_we, scale, zeros, bias, topk_weights, out, factors, topk_ids,
-    expert_map, num_ids, num_experts, C: gl.constexpr, S: gl.constexpr,
+    h, stride_hm, words, stride_we, scale, zeros, bias, topk_weights, row_scale, out, factors,
+    topk_ids, expert_map, num_ids, num_experts, C: gl.constexpr, S: gl.constexpr,
 ):  # fmt: skip
-    """``out = sum_j weights[j] * round(h[j] @ decoded(w[e]).T + bias[e])`` with ``e = ids[j]``."""
+    """``out = sum_j weights[j] * round(row_scale[j] * h[j] @ decoded(w[e]).T + bias[e])``.
+
+    ``e = ids[j]``.
+    """
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     SWIZZLED: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
     COLUMNS: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
     DTYPE: gl.constexpr = h.dtype.element_ty
+    OUT: gl.constexpr = out.dtype.element_ty
     COUNT: gl.constexpr = S.COUNT
     PASSES: gl.constexpr = S.PASSES
     vectors = gl.allocate_shared_memory(DTYPE, [S.ROUNDS, S.AHEAD * WARPS, UNIT], SWIZZLED)
@@ -258,8 +264,8 @@ def hopper_decode_sum_kernel(
         wait_for_group()  # before the vectors are overwritten, and before sums are read
     by_job = sums._reinterpret(gl.float32, [PASSES * WARPS, ROWS], FLAT)
     column = unit * ROWS + gl.arange(0, ROWS, layout=COLUMNS)
-    given = scale, factors, bias
+    given = scale, factors, bias, row_scale
     total = gl.full((ROWS,), 0, gl.float32, COLUMNS)
     for slot in gl.static_range(COUNT):
-        total += slot_result(by_job, slot, given, choices, column, DTYPE, C, S)
-    gl.store(out + column, total.to(out.dtype.element_ty))
+        total += slot_result(by_job, slot, given, choices, column, OUT, C, S)
+    gl.store(out + column, total.to(OUT))

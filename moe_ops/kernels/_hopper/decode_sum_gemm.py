@@ -13,7 +13,7 @@ from moe_ops.dispatch.hopper import HopperTiles
 from moe_ops.dispatch.hopper_decode import SUM_CTAS, SUM_WARPS, SumJobs, sum_jobs
 from moe_ops.dispatch.problem import GemmProblem
 from moe_ops.kernels._gemm.operands import GemmOperands
-from moe_ops.kernels._hopper.decode_gemm import Constants, Variant, constants, variant_of
+from moe_ops.kernels._hopper.decode_gemm import Constants, Variant, constants, variant_of, wide
 from moe_ops.kernels._hopper.decode_sum import ROWS, WARPS, hopper_decode_sum_kernel
 from moe_ops.kernels._hopper.early import all_dense, routing_was_read
 from moe_ops.kernels._runtime.launch import Launch
@@ -93,19 +93,22 @@ class DecodeSum:
         early = all_dense(*read) and routing_was_read(topk_ids, expert_map)
         how = (variant_of(self.problem, given), self.jobs, groups, early)
         launch = ready(self.problem, self.tiles, *how)
+        # After `early` is known: a kernel that quantizes ends the wait for GEMM 1, as GEMM 1 does.
+        rows, row_scale = wide(given, get_scheme(self.problem.scheme).activation)
         if scale.dtype == torch.float8_e4m3fn:  # masked loads have no 8-bit zero
             scale = scale.view(torch.uint8)
         weights, factors = given.topk_weights, given.w_global_scale
         launch(
             (self.problem.sizes.n // ROWS.value,),
-            given.a,
-            given.a.stride(0),
+            rows,
+            rows.stride(0),
             w,
             w.stride(0),
             scale,
             zeros,
             dense(given.bias),
             topk_ids if weights is None else dense(weights),
+            row_scale,
             out,
             out if factors is None else dense(factors),
             dense(topk_ids),

@@ -1,6 +1,7 @@
 """Triton kernels that gather rows into the padded row order of a tile plan, for TMA to copy tiles.
 
-`pack_rows` copies rows as they are, `quantize_rows` quantizes them while gathering.
+`pack_rows` copies rows as they are, `quantize_rows` quantizes them while gathering. Both can hold
+fp8 numbers in bf16.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from moe_ops.kernels._quantize.rounding import (
     magnitude,
     rule_of,
     scale_of,
+    stored_as,
 )
 from moe_ops.kernels._runtime.dependent import take_turn
 from moe_ops.kernels._runtime.launch import Launch
@@ -57,6 +59,7 @@ def _pack_kernel(
     col = tl.program_id(1) * COLS + tl.arange(0, COLS)
     inside = real[:, None] & (col < K)[None, :]
     x = tl.load(a + source[:, None] * stride_am + col[None, :], mask=inside, other=0.0)
+    x = x.to(out.dtype.element_ty)
     tl.store(out + row.to(tl.int64)[:, None] * K + col[None, :], x, mask=inside)
     if GROUPS > 0:
         # This program's share of the scales, which are stored (groups, rows).
@@ -105,7 +108,7 @@ def _quantize_pack_kernel(
             ratio = divide_given(values[part], scale)
         inside = real[:, None] & (part * COLS + col < K)
         at = out + row.to(tl.int64)[:, None] * K + part * COLS + col
-        tl.store(at, encode(ratio, RULE).to(out.dtype.element_ty), mask=inside)
+        tl.store(at, stored_as(encode(ratio, RULE), out.dtype.element_ty, RULE), mask=inside)
 
 
 @lru_cache(maxsize=1024)
@@ -130,6 +133,7 @@ def pack_rows(
     num_slots: int,
     num_rows: int,
     top_k: int,
+    dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Gather rows: row r of the result is ``a[slot of r // top_k]``; padding rows are undefined.
 
@@ -140,12 +144,13 @@ def pack_rows(
         num_slots: a plan entry from 0 to ``num_slots - 1`` is a slot, any other is padding.
         num_rows: R, the most rows that the plan may use, see `moe_ops.dispatch.hopper.packed_rows`.
         top_k: slots per row of ``a``.
+        dtype: dtype of the result, which holds all numbers of ``a``; None: that of ``a``.
 
     Returns:
         Rows ``(R, K)`` and scales ``(G, R)``.
     """
     k = a.shape[1]
-    rows = a.new_empty(num_rows, k)
+    rows = a.new_empty(num_rows, k, dtype=dtype)
     groups, stride, scales = 0, 0, None
     if a_scale is not None:
         shared = a_scale.numel() == 1
@@ -191,6 +196,7 @@ def quantize_rows(
     num_slots: int,
     num_rows: int,
     top_k: int,
+    dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Quantize and gather rows, bitwise as `pack_rows` of quantized rows, in one pass.
 
@@ -202,12 +208,13 @@ def quantize_rows(
         num_slots: see `pack_rows`.
         num_rows: see `pack_rows`.
         top_k: see `pack_rows`.
+        dtype: dtype of the result: that of ``quant`` (also if None), or bf16 for fp8 numbers.
 
     Returns:
         Rows ``(R, K)`` and scales ``(G, R)``.
     """
     k = a.shape[1]
-    rows = a.new_empty(num_rows, k, dtype=quant.dtype)
+    rows = a.new_empty(num_rows, k, dtype=dtype or quant.dtype)
     whole = a_scale is not None or quant.group.cols == WHOLE
     groups = 1 if whole else cdiv(k, quant.group.cols)
     scales = a.new_empty(groups, num_rows, dtype=torch.float32)

@@ -17,6 +17,7 @@ from moe_ops.kernels._quantize.rounding import (
     encode,
     magnitude,
     scale_of,
+    stored_as,
     stored_scale,
 )
 from moe_ops.kernels._quantize.rows import load_values, readable
@@ -60,7 +61,7 @@ def store_values(q, stored, row, first, WIDTH, known, RULE: tl.constexpr):
         stored, first, WIDTH = even | (odd << 4), first // 2, WIDTH // 2
     col = first + tl.arange(0, stored.shape[1])[None, :]
     inside = known[:, None] & (col < WIDTH)
-    tl.store(q + row * WIDTH + col, stored.to(q.dtype.element_ty), mask=inside)
+    tl.store(q + row * WIDTH + col, stored_as(stored, q.dtype.element_ty, RULE), mask=inside)
 
 
 @triton.jit(do_not_specialize=["num_experts", "num_local_experts", "num_rows"])

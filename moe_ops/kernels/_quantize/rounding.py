@@ -97,7 +97,7 @@ def encode(ratio, RULE: tl.constexpr):
     """Round and clamp ``x / s`` (float32) to a stored value.
 
     Returns int32 for integers and for the codes of fp4 and fp6. fp8 is returned as it is: the cast
-    to the stored dtype rounds and saturates.
+    to fp8 (`stored_as`) rounds and saturates.
     """
     LARGEST: tl.constexpr = RULE.largest
     if RULE.kind == "fp4":
@@ -120,6 +120,14 @@ def encode(ratio, RULE: tl.constexpr):
     else:
         value = ratio  # the cast saturates, and keeps NaN
     return value
+
+
+@triton.jit
+def stored_as(value, DTYPE: tl.constexpr, RULE: tl.constexpr):
+    """What `encode` returned in the dtype of its tensor; bf16 may hold fp8 numbers."""
+    if RULE.kind == "fp8" and tl.bfloat16 == DTYPE:
+        value = value.to(tl.float8e4nv)
+    return value.to(DTYPE)
 
 
 @triton.jit

@@ -58,7 +58,7 @@ def slot_experts(
     del rows
     h = quantized(product, weights.a2_scale, weights.w2, space, scheme)
     del product  # `h` is another tensor where it is quantized
-    if sums_at_once(space, scheme):
+    if sums_at_once(space, weights.w2, scheme):
         total = gemm_sum(h, weights.w2, space, on_output, scheme, dtype)
         return total if out is None else out.copy_(total)
     y = gemm(h, weights.w2, space, 1, scheme, dtype)

@@ -1,0 +1,204 @@
+"""Expert GEMMs with packed weights and fp8 rows, against float64 on the numbers they stand for.
+
+In the interpreter's leg Hopper's Gluon kernels run on the CPU (see `gluon_interpreter`).
+"""
+
+from functools import partial
+
+import plans
+import pytest
+import torch
+from conftest import HAS_CUDA, INTERPRETED
+from decoded_gemms import quantized_rows
+from gemm_rows import exact_rows, gemm_problem
+from hypothesis import given
+from hypothesis import strategies as st
+from packed_weights import UNDER_FP8
+from plans import ids_of, planned, row_tile
+from strategies import ACTIVATIONS
+
+from moe_ops import dequantize_weight, get_scheme, ops, pack_weight, quantize_weight
+from moe_ops.activation import formula
+from moe_ops.dispatch.device import NO_GPU
+from moe_ops.dispatch.gemm_plan import plan_gemm
+from moe_ops.dispatch.hopper_decode import DECODE_FEW, DECODE_MANY
+from moe_ops.dispatch.problem import stored_problem
+from moe_ops.dispatch.tiles import ROW_TILES
+from moe_ops.reference import scaled_gemm as reference
+from moe_ops.reference.slots import local_experts
+from moe_ops.tensors import Tiles
+from moe_ops.testing import Problem, assert_matches_reference, make_inputs
+
+pytestmark = pytest.mark.kernel
+BF16 = torch.bfloat16
+SERVED = [*UNDER_FP8, "int4_w4a8_g32", "fp8:1x*:pow2|fp4:1x16:e4m3:global_scale"]
+
+if INTERPRETED:
+    from gluon_interpreter import interpreted
+
+    from moe_ops.kernels._gemm.operands import GemmOperands
+    from moe_ops.kernels._hopper.decode_gemm import DecodeGemm
+
+
+def matmul(rows, q, bias, tiles, k, scheme, activation="", *, dtype=BF16, programs=3):
+    """The operator's result; in the interpreter, that of Hopper's kernel.
+
+    ``rows``: numbers and scales, or rows that the operator quantizes and None.
+    """
+    head, tail = (*rows, q.data, q.scale, q.global_scale, bias), (k, scheme, dtype, activation)
+    if not INTERPRETED:
+        device = "cuda" if HAS_CUDA else "cpu"
+        head = (None if t is None else t.to(device) for t in head)
+        return ops.scaled_matmul(*head, [*plans.on(tiles, device)], *tail).cpu()
+    out = torch.full_like(reference.scaled_matmul(*head, [*tiles], *tail), torch.nan)
+    if len(out) == 0:
+        return out  # nothing is launched
+    problem = stored_problem(rows[0], q.data, tiles, k, scheme, activation, out_dtype=dtype)
+    problem = problem._replace(boxes=True)
+    plan = plan_gemm(problem, NO_GPU)
+    assert plan.kernel in (DECODE_FEW, DECODE_MANY)
+    assert plan.quantizes_rows == (rows[1] is None)
+    operands = GemmOperands(rows[0], q.data, tiles, bias, None, rows[1], *q[1:])
+    with interpreted(programs):
+        DecodeGemm(problem, plan)(out, operands)
+    return out
+
+
+def check(problem, scheme, activation="", *, stored=True, tile=None, direct=False):
+    """The kernel is within the budget of the reference on the plain weight.
+
+    Skipped slots' rows are NaN, and so are scales of experts that no slot has.
+    """
+    x, w, _, _, ids, expert_map, bias, _ = make_inputs(problem)
+    k, q, dtype = problem.top_k, quantize_weight(w, scheme), x.dtype
+    local = local_experts(ids, expert_map, len(w))
+    used = (local >= 0).view(len(x), k).any(1)
+    x[~used] = torch.nan
+    data, scale, numbers = quantized_rows(x, get_scheme(scheme).activation)
+    weight = dequantize_weight(q, scheme).double()
+    exact = exact_rows(numbers.nan_to_num(), weight, bias, None, ids, k, expert_map)
+    if activation:
+        exact = exact.activated(formula(activation))
+    with row_tile(tile, NO_GPU if INTERPRETED else None, portable_only=False):
+        tiles = Tiles(None, ids, expert_map)
+        if not direct:
+            tiles = planned(ids, expert_map, len(w), scheme)
+        call, rows = (tiles, k, scheme, activation), (data, scale) if stored else (x, None)
+        packed = pack_weight(q, scheme)
+        for e in set(range(len(w))) - set(local.tolist()):
+            packed.global_scale is None or packed.global_scale[e].fill_(torch.nan)
+        actual = matmul(rows, packed, bias, *call, dtype=dtype)
+        head = (data, scale, q.data, q.scale, q.global_scale, bias, [*tiles])
+        expected = reference.scaled_matmul(*head, k, scheme, dtype, activation)
+    mine = local >= 0
+    assert_matches_reference(actual[mine], exact.rounded(dtype)[mine], expected[mine])
+
+
+@given(
+    scheme=st.sampled_from(SERVED),
+    stored=st.booleans(),
+    tokens=st.sampled_from((0, 1, 5, 40)),
+    k=st.integers(1, 3),
+    n=st.sampled_from((64, 128, 192)),
+    kk=st.sampled_from((64, 128, 320)),
+    dtype=st.sampled_from((torch.bfloat16, torch.float16)),
+    tile=st.sampled_from(ROW_TILES),
+    has_bias=st.booleans(),
+    local=st.sampled_from((None, 3)),
+    routing=st.sampled_from(("uniform", "skewed", "holes")),
+)
+def test_gemm(scheme, stored, tokens, k, n, kk, dtype, tile, has_bias, local, routing):
+    how = {"has_bias": has_bias, "routing": routing, "num_local_experts": local}
+    check(gemm_problem(tokens, k, kk, n, dtype, **how), scheme, stored=stored, tile=tile)
+
+
+@pytest.mark.parametrize("tile", ROW_TILES)
+@pytest.mark.parametrize("scheme", SERVED)
+def test_every_scheme_with_gates(scheme, tile):
+    for activation, stored in (("silu", True), ("swigluoai", False)):
+        problem = Problem(9, 4, 2, 192, 128, BF16, activation, has_bias=True)
+        check(problem, scheme, activation, stored=stored, tile=tile)
+
+
+@pytest.mark.parametrize("tile", ROW_TILES)
+def test_tiles_that_are_half_full(tile):
+    """Half of a tile's rows are left out where they are padding, and only there."""
+    half, scheme = tile // 2, "int4_w4a8_g128"
+    counts = (1, half, half + 1, tile - 1, 0, tile, tile + 1, tile + half, tile + half + 1)
+    g = torch.Generator().manual_seed(0)
+    ids, n, k = ids_of(counts, 1), 128, 128
+    x = torch.randn(len(ids), k, generator=g).bfloat16()
+    x *= torch.logspace(-3, 3, len(x))[:, None].bfloat16()  # rows differ in their scales
+    q = quantize_weight(torch.randn(len(counts), n, k, generator=g).bfloat16() / k**0.5, scheme)
+    data, scale, numbers = quantized_rows(x, get_scheme(scheme).activation)
+    exact = exact_rows(numbers, dequantize_weight(q, scheme).double(), None, None, ids, 1)
+    with row_tile(tile, NO_GPU if INTERPRETED else None, portable_only=False):
+        tiles = planned(ids, None, len(q.data), scheme)
+        packed = pack_weight(q, scheme)
+        actual = matmul((data, scale), packed, None, tiles, 1, scheme, programs=5)
+        later = matmul((x, None), packed, None, tiles, 1, scheme, programs=5)
+        head = (data, scale, q.data, q.scale, q.global_scale, None, [*tiles])
+        expected = reference.scaled_matmul(*head, 1, scheme, BF16)
+    assert_matches_reference(actual, exact.rounded(BF16), expected)
+    assert torch.equal(actual, later)
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("tile", [16, 128])
+def test_activations(activation, tile):
+    problem = Problem(20, 4, 2, 128, 128, BF16, activation)
+    check(problem, "int4_w4a8_g128", activation, tile=tile)
+
+
+@pytest.mark.parametrize("stored", [False, True])
+@pytest.mark.parametrize("scheme", UNDER_FP8)
+def test_few_slots_without_a_plan(scheme, stored):
+    for tokens, k, local in ((1, 2, None), (2, 1, 3)):
+        problem = Problem(tokens, 16, k, 192, 64, BF16, "silu", num_local_experts=local)
+        check(problem, scheme, "silu", stored=stored, direct=True)
+
+
+@pytest.mark.parametrize("sizes", [(2880, 192), (704, 2880), (1408, 64)])
+@pytest.mark.parametrize("scheme", UNDER_FP8)
+def test_sizes_of_models(scheme, sizes):
+    """K and N that are no multiples of a stage or of a tile, groups that end past K."""
+    for tile, stored in ((16, True), (32, False), (128, True), (128, False)):
+        check(gemm_problem(6, 1, *sizes, BF16, has_bias=True), scheme, stored=stored, tile=tile)
+
+
+@pytest.mark.parametrize("magnitude", [1e-12, 1e-4, 300.0, 1e12])
+@pytest.mark.parametrize("scheme", SERVED)
+def test_small_and_large_numbers(scheme, magnitude):
+    x, w, _, _, ids, *_ = make_inputs(gemm_problem(5, 2, 128, 64, BF16))
+    q = quantize_weight(w.float() * magnitude, scheme)
+    data, scale, numbers = quantized_rows(x / magnitude, get_scheme(scheme).activation)
+    exact = exact_rows(numbers, dequantize_weight(q, scheme).double(), None, None, ids, 2)
+    for tile in (16, 32, 128):
+        with row_tile(tile, NO_GPU if INTERPRETED else None, portable_only=False):
+            tiles = planned(ids, None, len(w), scheme)
+            actual = matmul((data, scale), pack_weight(q, scheme), None, tiles, 2, scheme)
+            head = (data, scale, q.data, q.scale, q.global_scale, None, [*tiles])
+            expected = reference.scaled_matmul(*head, 2, scheme, BF16)
+        assert_matches_reference(actual, exact.rounded(BF16), expected)
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="counts the programs of the interpreter")
+@pytest.mark.parametrize("tile", [16, 128])
+def test_any_number_of_programs(tile):
+    """However tiles are shared out, every one is computed once, with the same bits."""
+    scheme = "int4_w4a8_g128"
+    x, w, _, _, ids, *_ = make_inputs(gemm_problem(40, 1, 192, 320, BF16))
+    q = pack_weight(quantize_weight(w, scheme), scheme)
+    with row_tile(tile, NO_GPU, portable_only=False):
+        tiles = planned(ids, None, len(w), scheme)
+        run = partial(matmul, (x, None), q, None, tiles, 1, scheme)
+        one, many = run(programs=1), run(programs=7)
+    assert torch.equal(one, many) and not one.isnan().any()
+
+
+@pytest.mark.parametrize("tile", ROW_TILES)
+def test_results_in_half_precision(tile):
+    """Rows are bf16 in the kernel nevertheless."""
+    problem = gemm_problem(9, 2, 192, 128, torch.float16, has_bias=True)
+    for stored in (False, True):
+        check(problem, "int4_w4a8_g128", stored=stored, tile=tile)
