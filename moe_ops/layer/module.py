@@ -30,6 +30,7 @@ from moe_ops.loading.given import GivenScales
 from moe_ops.parallel import make_expert_params_mapping, maybe_roundup_hidden_size
 from moe_ops.parallel.eplb_state import LayerEplbState
 from moe_ops.pipeline.exchange.backends import exchange_of
+from moe_ops.pipeline.exchange.gradients import Added, Copied
 from moe_ops.pipeline.exchange.groups import RankGroup
 from moe_ops.pipeline.warmup import Variants, run_variants
 from moe_ops.routing import SelectedExperts, check_tokens, select_experts
@@ -49,10 +50,10 @@ class FusedMoE(RoutesTokens, WeightLoading, SchemeState, KeepsBits):
     Weights of schemes that quantize weights only may be in the packed form: see `pack_`.
 
     Parameters do not require grad until ``requires_grad_()``; those that are not quantized can be
-    trained, on one rank. They hold zeros until `load_checkpoint`, `load_state_dict` or
-    `weight_loader` (also an attribute of each parameter) fills them. `load_checkpoint` sets the
-    buffer ``w13_input_order`` for weights in act-order. A state dict says in ``_extra_state`` how
-    its tensors are stored, and a layer of another scheme refuses it.
+    trained. They hold zeros until `load_checkpoint`, `load_state_dict` or `weight_loader` (also an
+    attribute of each parameter) fills them. `load_checkpoint` sets the buffer ``w13_input_order``
+    for weights in act-order. A state dict says in ``_extra_state`` how its tensors are stored, and
+    a layer of another scheme refuses it.
 
     With several ranks, the result of a rank is its part of a sum. ``reduce_results`` sums over the
     ranks; without it the caller does. ``tp_size`` ranks cut every expert along I so that each rank
@@ -293,6 +294,8 @@ class FusedMoE(RoutesTokens, WeightLoading, SchemeState, KeepsBits):
         if width != self.hidden_size:
             checks.size("hidden_states.shape[1]", width, "hidden_size", self.model_hidden_size)
             tokens = pad(tokens, (0, self.hidden_size - width))
+        if self._sums_over_ranks() and wanted(tokens, weights):
+            tokens, weights = Copied.apply(self.rank_group, tokens, weights)
         if shared_experts_input is None:
             out = self.quant_method.apply(self, tokens, weights, ids)
         else:
@@ -305,20 +308,29 @@ class FusedMoE(RoutesTokens, WeightLoading, SchemeState, KeepsBits):
             out = out + zero
         return out if shared_experts_input is None else (shared, out)
 
+    def _sums_over_ranks(self) -> bool:
+        """Whether `forward` adds the parts of the result that the ranks have."""
+        reduces = self.reduce_results and self.rank_group.size > 1
+        return reduces and not self.must_reduce_shared_expert_outputs()
+
     def must_reduce_shared_expert_outputs(self) -> bool:
         """Whether the kernel has summed the routed result over ranks; shared results are not."""
         return self.kernel is not None and self.kernel.output_is_reduced()
 
     def maybe_all_reduce_tensor_model_parallel(self, final_hidden_states: Tensor) -> Tensor:
-        """Sum over the layer's ranks, unless the kernel has done so; a sum has no gradients."""
+        """Sum over the layer's ranks, unless the kernel has done so.
+
+        With ``reduce_results`` the gradients of tokens and router weights are summed too.
+        """
         if self.must_reduce_shared_expert_outputs():
             return final_hidden_states
         inputs = wanted(final_hidden_states) if self.rank_group.size > 1 else []
         if not inputs:
             return self.rank_group.all_reduce(final_hidden_states)
-        with torch.no_grad():
-            total = self.rank_group.all_reduce(final_hidden_states)
-        return refuse(total, inputs, "FusedMoE", "reduce_results must be False on several ranks")
+        if self.reduce_results:
+            return Added.apply(self.rank_group, final_hidden_states)
+        total = self.rank_group.all_reduce(final_hidden_states.detach())
+        return refuse(total, inputs, "FusedMoE", "reduce_results must be True to sum over ranks")
 
     def warmup(self, num_tokens: int | Iterable[int], router_logits_dtype: Any = None) -> list[int]:
         """Run the layer with every kernel that ``num_tokens`` tokens need; see `moe_ops.warmup`.
