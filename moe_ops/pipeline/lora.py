@@ -36,6 +36,11 @@ class ExpertLora(NamedTuple):
     scaling: float | Tensor = 1
     """Factor of the low-rank products: one number, or one per adapter ``(L,)``."""
 
+    def tokens(self, part: slice) -> ExpertLora:
+        """The adapters of a slice of the tokens."""
+        ids = self.lora_ids
+        return self if ids is None else self._replace(lora_ids=ids[part])
+
 
 class Factors(NamedTuple):
     """The adapter of one weight, as GEMMs take it: ``(L * E, r, K)`` and ``(L * E, N, r)``."""
