@@ -94,7 +94,7 @@ def layer(
         adapter, count = lora[1][token], len(lora[0][0])
         pair = torch.where((adapter >= 0) & (adapter < count), adapter * len(w1) + expert, -1)
         rows = Rounding.apply(rows, dtype, True)
-        return rounded(product(rounded(product(rows, a, pair)), b, pair))
+        return product(rounded(product(rows, a, pair)), b, pair)
 
     on_input, on_output = (weight, 1.0) if problem.on_input else (1.0, weight)
     rows = Rounding.apply(x[token] * on_input, dtype, True)
