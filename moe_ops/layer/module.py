@@ -326,6 +326,9 @@ class FusedMoE(RoutesTokens, WeightLoading, SchemeState, KeepsBits):
         first = parallel.tp_rank == 0 and parallel.ep_rank == 0
         if zero is not None and (first or self.must_reduce_shared_expert_outputs()):
             out = out + zero
+        if zero is not None and self._sums_over_ranks():  # only one rank would have its gradient
+            text = "zero_expert_num must be 0 where reduce_results sums over ranks"
+            out = refuse(out, wanted(zero), "FusedMoE", text)
         return out if shared_experts_input is None else (shared, out)
 
     def _sums_over_ranks(self) -> bool:

@@ -101,18 +101,25 @@ def stages(x, weights, ids, logits):
     """Public functions with one float argument each, ``x``, ``weights`` or ``logits``."""
     permuted, _, offset, inverse, _ = moe_ops.moe_permute(x.detach(), None, ids, E)
     rows = torch.randn(T, K, H, device=x.device)
-    table = torch.zeros(3, K, dtype=torch.int32, device=x.device)
-    words = torch.zeros(T, dtype=torch.int32, device=x.device)
     fp8 = torch.float8_e4m3fn
     return {
-        "hash_topk": (lambda: moe_ops.routing.hash_topk(x, logits, words, table, True), logits),
-        "adjust": (lambda: moe_ops.routing.adjust_routing(weights, ids, E), weights),
-        "zero": (lambda: moe_ops.routing.zero_experts(x, weights, ids, 2), x),
         "quantize": (lambda: moe_ops.moe_kernel_quantize_input(x, None, fp8, True), x),
         "permute": (lambda: moe_ops.moe_permute(x, None, ids, E), x),
         "unpermute": (lambda: moe_ops.moe_unpermute(permuted, weights, inverse, offset), weights),
         "sum": (lambda: moe_ops.moe_fused_mul_sum(rows, weights), weights),
         "activation": (lambda: moe_ops.apply_moe_activation("silu", x), x),
+    }
+
+
+def routing(x, weights, ids, logits):
+    """What has gradients, but no forward-mode derivatives."""
+    table = torch.zeros(3, K, dtype=torch.int32, device=x.device)
+    words = torch.zeros(T, dtype=torch.int32, device=x.device)
+    return {
+        "hash_topk": (lambda: moe_ops.routing.hash_topk(x, logits, words, table, True), logits),
+        "sparsemixer": (lambda: moe_ops.routing.sparsemixer(x, logits), logits),
+        "adjust": (lambda: moe_ops.routing.adjust_routing(weights, ids, E), weights),
+        "zero": (lambda: moe_ops.routing.zero_experts(x, weights, ids, 2), x),
     }
 
 
@@ -125,10 +132,11 @@ def test_stages(name, inputs, logits):
     assert_refused(run, x)
 
 
-@pytest.mark.parametrize("name", STAGES)
+@pytest.mark.parametrize("name", [*STAGES, "hash_topk", "sparsemixer", "adjust", "zero"])
 def test_forward_mode(name, inputs, logits):
     """Kernels do not see tangents: they would be dropped."""
-    run, x = stages(*inputs[:1], *inputs[3:5], logits)[name]
+    given = (*inputs[:1], *inputs[3:5], logits)
+    run, x = {**stages(*given), **routing(*given)}[name]
     with forward_ad.dual_level():
         forward_ad.make_dual(x, x)
         with pytest.raises(NotImplementedError, match="forward-mode derivatives of .*" + WAY_OUT):
