@@ -287,7 +287,7 @@ class FusedMoE(RoutesTokens, WeightLoading, SchemeState, KeepsBits):
             tokens = full_hidden_states[i * size : (i + 1) * size]
             if i * size < num_tokens:
                 chunk = routed.tokens(i * size, (i + 1) * size)
-                part = lora and lora.tokens(slice(i * size, (i + 1) * size))
+                part = None if lora is None else lora.tokens(slice(i * size, (i + 1) * size))
                 out = self._run_experts(tokens, chunk, given, part)
             else:
                 tokens = full_hidden_states.new_zeros(1, full_hidden_states.shape[1])

@@ -64,7 +64,8 @@ class _Dispatch(Function):
         given = (x, None, topk_weights, topk_ids, *places, "", drops)
         rows, _, counts, dropped = ops.batched_dispatch(*given)
         ctx.places = places
-        ctx.save_for_backward(x, topk_weights, topk_ids)
+        weighted = topk_weights is not None and ctx.needs_input_grad[1]
+        ctx.save_for_backward(x if weighted else None, topk_weights, topk_ids)
         ctx.mark_non_differentiable(counts, dropped)
         return rows, counts, dropped
 

@@ -45,7 +45,10 @@ def apply_to_batches(
     meta: ExpertTokensMetadata | None,
     on_input: bool,
 ) -> Tensor:
-    """Batched format: each row in use is a token of one slot, whose weight is 1."""
+    """Batched format: each row in use is a token of one slot, whose weight is 1.
+
+    Prepare and finalize apply the routing's weights.
+    """
     if meta is None:
         raise ValueError("expert_tokens_meta must be given in the Batched format, got None")
     counts, (experts, most, _) = meta.expert_num_tokens, rows.shape
