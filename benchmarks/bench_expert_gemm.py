@@ -3,7 +3,7 @@
 ``dense_mm`` is one matrix product of the same flops that ignores the experts: the bound where a
 batch is large. ``even_bmm`` spreads the rows evenly over the experts that are hit: the bound where
 the weights' bytes count. Both read rows that already lie in order. The layer's operator is
-``expert_matmul``.
+``expert_matmul``; ``expert_matmul_add`` adds the product of an adapter's second factor, of rank 16.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import torch
 from stages import Case, Layer, main, nbytes
 from torch import Tensor
 
+from moe_ops import ops
 from moe_ops.dispatch.tiles import cdiv
 
 
@@ -22,6 +23,23 @@ def cases(layer: Layer) -> Iterator[Case]:
     slots, active = layer.inputs.topk_ids.numel(), layer.inputs.num_active
     yield from _baselines("w1", layer.experts.w1, slots, active)
     yield from _baselines("w2", layer.experts.w2, slots, active)
+    yield _adapter(layer, layer.experts.w1, slots)
+
+
+def _adapter(layer: Layer, w: Tensor, slots: int) -> Case:
+    experts, n, _ = w.shape
+    ids, rank = layer.inputs.topk_ids, 16
+    low = torch.randn((slots, rank), dtype=w.dtype, device=w.device)
+    b, out = w.new_ones((experts, n, rank)), w.new_zeros((slots, n))
+    tiles = [ops.plan_slots(ids, None, experts, "unquantized", w.dtype), ids, None]
+    moved = nbytes(low, b[: layer.inputs.num_active]) + 2 * nbytes(out)
+    arguments = (low, b, None, tiles, 1)
+    return Case(
+        "expert_matmul_add:w1",
+        lambda: ops.expert_matmul_add(*arguments, out=out),
+        moved,
+        2 * slots * n * rank,
+    )
 
 
 def _baselines(name: str, w: Tensor, slots: int, active: int) -> Iterator[Case]:

@@ -1,10 +1,10 @@
 """Behaviour of functions without a derivative: forward passes run, backward passes raise.
 
-`fused_experts`, `fused_moe` and the top-k routers have gradients: see `pipeline/backward.py` and
-`routing/backward.py`. For all else: the weights of a model require grad by default, even if nobody
-trains it. So a call in grad mode runs without recording history, and its result goes through
-``moe_ops::no_gradient``, an operator whose backward raises. No gradient is ever silently missing or
-zero:
+`fused_experts`, `fused_moe`, `FusedMoEKernel` and the routers have gradients: see
+`pipeline/backward.py` and `routing/backward.py`. For all else: the weights of a model require grad
+by default, even if nobody trains it. So a call in grad mode runs without recording history, and its
+result goes through ``moe_ops::no_gradient``, an operator whose backward raises. No gradient is ever
+silently missing or zero:
 
 * `inference_only` wraps Python functions, with one such operator for a whole pipeline.
 * `asked_for` and `refusing` do the same in every operator's eager implementations, for callers of
@@ -34,7 +34,7 @@ R = TypeVar("R")
 _library = torch.library.Library("moe_ops", "FRAGMENT")
 
 
-TRAINED = "gradients are those of fused_experts, fused_moe, FusedMoE and the top-k routers"
+TRAINED = "gradients are those of the layer, the modular kernel, the routers and expert_lora"
 """The default reason of an error."""
 
 

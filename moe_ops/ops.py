@@ -8,9 +8,10 @@ An operator ``moe_ops::name`` of a stage has three legs, found by the stage's fi
   allocate with these same functions, so the two cannot drift.
 
 All operators are functional: fresh contiguous outputs, no aliasing, no mutation, except for the
-``.out`` overloads and ``eplb_map_to_physical_and_record``, which counts into a buffer of its
-caller: their schemas say so. (The overloads do not carry ``torch.Tag.out``: Inductor would then
-call them instead of the functional ones, which fails in torch 2.13 if a size is dynamic.)
+``.out`` overloads, ``expert_matmul_add``, and ``eplb_map_to_physical_and_record``, which counts
+into a buffer of its caller: their schemas say so. (The overloads do not carry ``torch.Tag.out``:
+Inductor would then call them instead of the functional ones, which fails in torch 2.13 if a size is
+dynamic.)
 
 If the shape, stride or dtype rule of an output changes, the operator gets a new name: Inductor's
 cache finds graphs by operators' names, and a cached graph relies on the old rule. A test compares
@@ -113,7 +114,7 @@ def _op(stage: str, schema: str) -> Any:
     torch.library.register_fake(f"{NAMESPACE}::{qualified}", fake, lib=_library)
     STAGES[qualified] = stage
     operator = getattr(getattr(torch.ops.moe_ops, name), overload or "default")
-    if "Tensor?[]" in schema:
+    if "Tensor?[]" in schema and "(a!)" not in schema:
         vmap = _sample_by_sample(operator)
         torch.library.register_vmap(f"{NAMESPACE}::{qualified}", vmap, lib=_library)
     # Only tracers use this. An Autograd kernel in the dispatcher would cost 2 us per call.
@@ -254,6 +255,12 @@ expert_matmul = _op(
     "expert_matmul(Tensor a, Tensor w, Tensor? bias, Tensor? topk_weights, Tensor?[] tiles,"
     ' SymInt top_k, str activation="", bool expert_order=False, bool batch_invariant=False)'
     " -> Tensor",
+)
+# Adds products to rows that are there already: the low-rank products of adapters.
+expert_matmul_add = _op(
+    "expert_gemm",
+    "expert_matmul_add(Tensor a, Tensor w, Tensor? topk_weights, Tensor?[] tiles, SymInt top_k,"
+    " bool batch_invariant=False, *, Tensor(a!) out) -> ()",
 )
 scaled_matmul = _op(
     "scaled_gemm",

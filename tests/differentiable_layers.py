@@ -59,11 +59,13 @@ def layer(
     dtype: torch.dtype,
     config: FusedMoEQuantConfig | None = None,
     lora: tuple[list[Tensor], Tensor] | None = None,
+    batched: bool = False,
 ) -> Tensor:
     """The layer in the dtype of ``inputs``, rounded to ``dtype`` where our backward pass rounds.
 
     With a ``config`` rows are quantized; weights are given dequantized. ``lora``: scaled factors
-    ``(L, E, ..)`` of both weights, and each token's adapter.
+    ``(L, E, ..)`` of both weights, and each token's adapter. ``batched``: the rows of experts and
+    their gradients are rounded, as they are in the Batched format.
     """
     x, w1, w2, weights, _, _, b1, b2 = inputs
     expert = chosen(inputs)
@@ -92,14 +94,19 @@ def layer(
         adapter, count = lora[1][token], len(lora[0][0])
         pair = torch.where((adapter >= 0) & (adapter < count), adapter * len(w1) + expert, -1)
         rows = Rounding.apply(rows, dtype, True)
-        return rounded(product(rounded(product(rows, a, pair)), b, pair))
+        return product(rounded(product(rows, a, pair)), b, pair)
 
     on_input, on_output = (weight, 1.0) if problem.on_input else (1.0, weight)
     rows = Rounding.apply(x[token] * on_input, dtype, True)
+    rows = rounded(rows) if batched else rows
     h = product(stored(Rounding.apply(rows, dtype, True), scales[0]), w1)
     h = rounded(h if b1 is None else h + b1[expert])
     h = rounded(h + low(rows, 0))
     h = rounded(FORMULAS[problem.activation](*halves(h, problem.activation)))
+    if batched:
+        y = product(rounded(stored(h, scales[1])), w2)
+        y = rounded(y if b2 is None else y + b2[expert]) * on_output
+        return rounded(torch.zeros_like(x).index_add(0, token, y))
     # The gradient of this product is that of rows without router weights, and is rounded as such.
     z = rounded(stored(h, scales[1]) * on_output)
     y = product(rounded(z), w2) + low(z, 2)
@@ -138,11 +145,13 @@ def assert_gradients(
     found: dict[str, Tensor],
     grad: Tensor,
     config: FusedMoEQuantConfig | None = None,
+    batched: bool = False,
 ) -> None:
     """Every gradient is as close to float64's as the roundings of ours allow.
 
     Budgets are per token, per expert, and for router weights for all of them. With a ``config``
-    weights are given dequantized, and the reference quantizes rows and rounds weights.
+    weights are given dequantized, and the reference quantizes rows and rounds weights. ``batched``:
+    see `layer`.
     """
     both = []
     for dtype in (torch.float64, torch.float32):
@@ -152,7 +161,7 @@ def assert_gradients(
         else:
             near = [w.detach().to(problem.dtype).float() for w in (given.w1, given.w2)]
             frozen = given if config is None else given._replace(w1=near[0], w2=near[1])
-            out = layer(problem, frozen, problem.dtype, config)
+            out = layer(problem, frozen, problem.dtype, config, batched=batched)
         both.append(gradients(out, given, grad.cpu()))
     exact, reference = both
     for name, actual in found.items():

@@ -15,6 +15,8 @@ import torch
 from operator_samples import overload, samples
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from moe_ops.ops import STAGES
+
 RECORD = Path(__file__).with_name("operator_names.json")
 
 
@@ -24,14 +26,18 @@ def layout(tensor):
     return f"{str(tensor.dtype).removeprefix('torch.')}[{sizes[0]}]({sizes[1]})"
 
 
+def returning():
+    """The operators that allocate; others write to a tensor of their caller."""
+    return [name for name in STAGES if overload(name)._schema.returns]
+
+
 def outputs_by_name():
     """What each operator that allocates returns for its samples, by its fake."""
     found = {}
-    for qualified, calls in samples("cpu").items():
-        if qualified.endswith(".out"):
-            continue
+    calls = samples("cpu")
+    for qualified in returning():
         found[qualified] = []
-        for arguments in calls:
+        for arguments in calls[qualified]:
             with FakeTensorMode(allow_non_fake_inputs=True) as mode:
                 faked = [mode.from_tensor(a) if torch.is_tensor(a) else a for a in arguments]
                 result = overload(qualified)(*faked)

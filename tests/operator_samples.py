@@ -60,6 +60,11 @@ def samples(device):
             (x, w1, None, None, [*direct], K, "swigluoai"),
             (x, w1, None, None, [*plan], K, "gelu_no_mul"),
         ],
+        "expert_matmul_add": [
+            (h, w2, None, [*plan], 1),
+            (x, w1, weights, [*direct], K),
+            (x.t().contiguous().t(), w1.mT.contiguous().mT, weights, [*plan], K),
+        ],
         "scaled_matmul": scaled_samples(x, w1, b1, plan) + decoded_samples(x, w1, b1, plan),
         **weight_only_samples(x, w1, b1, weights, ids, plan),
         **quantized_samples(x, h, weights, ids),
@@ -273,6 +278,9 @@ def overload(qualified):
 
 
 def keywords(qualified, arguments):
+    if qualified == "expert_matmul_add":
+        a, w, _, _, top_k, *_ = arguments
+        return {"out": a.new_ones(len(a) * top_k, w.shape[1])}
     if not qualified.endswith(".out"):
         return {}
     inputs = arguments[0]

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from moe_ops.activation import Formula
 from moe_ops.dispatch.device import Device
-from moe_ops.dispatch.tiles import Gemm, TileConfig, cdiv, is_direct
+from moe_ops.dispatch.tiles import Gemm, TileConfig, cdiv, is_direct, next_power_of_2
 from moe_ops.scheme import Quant
 
 ACCUMULATES_WIDE = (90, 100, 103)
@@ -57,6 +57,7 @@ def gemm_tiles(gemm: Gemm, device: Device) -> TileConfig:
         block_n = 256
     elif block_m == 64:
         num_warps = 4
+    block_k = min(block_k, max(16, next_power_of_2(gemm.k)))  # K is the rank of an adapter's factor
     tiles = TileConfig(block_m, block_n, block_k, group_m, num_warps, 4)
     return _fitting(tiles, gemm, 8 * gemm.itemsize, device)
 

@@ -89,6 +89,8 @@ class GemmProblem(NamedTuple):
     """Which of ``a`` and ``out`` has permuted rows; None: both are in slot order."""
     packed: bool = False
     """Whether the weight is in the packed form."""
+    adds: bool = False
+    """Whether the product is added to rows that are there; only the dense portable kernel can."""
 
     @property
     def quant(self) -> Quant | None:

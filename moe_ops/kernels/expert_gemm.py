@@ -1,4 +1,4 @@
-"""Launcher of the expert GEMM for operands that are not quantized."""
+"""Launchers of the expert GEMMs for operands that are not quantized."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from torch import Tensor
 from moe_ops.dispatch.hopper import KernelTiles
 from moe_ops.dispatch.problem import GemmProblem, dense_problem
 from moe_ops.fake_impls.expert_gemm import expert_matmul as empty_rows
+from moe_ops.fake_impls.expert_gemm import expert_matmul_add as check_target
 from moe_ops.kernels._gemm.operands import GemmOperands
 from moe_ops.kernels._gemm.run import call_gemm
 from moe_ops.tensors import AnyTiles
@@ -40,3 +41,27 @@ def expert_matmul(
     return call_gemm(
         GemmOperands(a, w, tiles, bias, topk_weights), ("expert_matmul", *how), prepare, config
     )
+
+
+def expert_matmul_add(
+    a: Tensor,
+    w: Tensor,
+    topk_weights: Tensor | None,
+    tiles: AnyTiles,
+    top_k: int,
+    batch_invariant: bool = False,
+    *,
+    out: Tensor,
+) -> None:
+    """Run the portable kernel, whose programs each add to a tile of ``out``."""
+    how = (top_k, batch_invariant)
+
+    def prepare() -> tuple[Tensor, GemmProblem]:
+        check_target(a, w, topk_weights, tiles, *how, out=out)
+        weighted = topk_weights is not None
+        given = {"weighted": weighted, "batch_invariant": batch_invariant}
+        problem = dense_problem(a, w, tiles, top_k, **given)
+        return out, problem._replace(boxes=False, adds=True)
+
+    settings = ("expert_matmul_add", *how, out.shape, out.stride(), out.dtype)
+    call_gemm(GemmOperands(a, w, tiles, None, topk_weights), settings, prepare, out=out)

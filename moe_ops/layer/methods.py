@@ -20,6 +20,7 @@ from moe_ops.pipeline.calls import Call
 from moe_ops.pipeline.experts import BatchedTritonExperts, FusedMoEExperts, TritonExperts
 from moe_ops.pipeline.formats import FusedMoEActivationFormat
 from moe_ops.pipeline.fused_experts import fused_experts
+from moe_ops.pipeline.lora import ExpertLora
 from moe_ops.pipeline.modular_kernel import FusedMoEKernel
 from moe_ops.pipeline.prepare_finalize import FusedMoEPrepareAndFinalize
 from moe_ops.scheme import UNQUANTIZED, FusedMoEQuantConfig
@@ -73,19 +74,21 @@ class FusedMoEMethodBase(ABC):
         topk_weights: Tensor,
         topk_ids: Tensor,
         shared_experts_input: Tensor | None = None,
+        lora: ExpertLora | None = None,
     ) -> Any:
         """Run this rank's experts on routed tokens: ``(T, H)`` to ``(T, H)``.
 
         Weights in act-order read the tokens' columns in the order ``layer.w13_input_order``.
         ``shared_experts_input`` may be given only for a layer with a kernel and shared experts: the
-        kernel runs the shared experts too, and the result is ``(shared, routed)``.
+        kernel runs the shared experts too, and the result is ``(shared, routed)``. ``lora`` may be
+        given only for a layer that `check_takes_lora`.
 
         Raises:
             NotImplementedError: act-order that differs between experts, in a layer with a kernel.
         """
         order = layer.w13_input_order
         if order is None:
-            return self._experts(layer, x, topk_weights, topk_ids, shared_experts_input)
+            return self._experts(layer, x, topk_weights, topk_ids, shared_experts_input, lora)
         is_shared_out = layer.kernel is not None and layer.placement.is_shared_out
         if order.shape[0] == 1 and not is_shared_out:
             x = x.index_select(1, order[0])
@@ -110,6 +113,7 @@ class FusedMoEMethodBase(ABC):
         topk_weights: Tensor,
         topk_ids: Tensor,
         shared_experts_input: Tensor | None = None,
+        lora: ExpertLora | None = None,
     ) -> Any:
         kernel = layer.kernel
         if kernel is not None:
@@ -133,6 +137,7 @@ class FusedMoEMethodBase(ABC):
             w2_bias=layer.w2_bias,
             quant_config=self.get_fused_moe_quant_config(layer),
             batch_invariant=layer.batch_invariant,
+            lora=lora,
         )
 
     def forget(self) -> None:

@@ -13,6 +13,7 @@ from moe_ops import checks
 from moe_ops.activation import kind_and_key
 from moe_ops.dispatch.tiles import cdiv
 from moe_ops.gradients import refuse, wanted
+from moe_ops.layer.adapters import adapters_of
 from moe_ops.layer.methods import (
     FusedMoEMethodBase,
     QuantizedFusedMoEMethod,
@@ -30,7 +31,9 @@ from moe_ops.loading.given import GivenScales
 from moe_ops.parallel import make_expert_params_mapping, maybe_roundup_hidden_size
 from moe_ops.parallel.eplb_state import LayerEplbState
 from moe_ops.pipeline.exchange.backends import exchange_of
+from moe_ops.pipeline.exchange.gradients import Added, Copied
 from moe_ops.pipeline.exchange.groups import RankGroup
+from moe_ops.pipeline.lora import ExpertLora
 from moe_ops.pipeline.warmup import Variants, run_variants
 from moe_ops.routing import SelectedExperts, check_tokens, select_experts
 from moe_ops.scheme import UNQUANTIZED, as_scheme
@@ -49,10 +52,10 @@ class FusedMoE(RoutesTokens, WeightLoading, SchemeState, KeepsBits):
     Weights of schemes that quantize weights only may be in the packed form: see `pack_`.
 
     Parameters do not require grad until ``requires_grad_()``; those that are not quantized can be
-    trained, on one rank. They hold zeros until `load_checkpoint`, `load_state_dict` or
-    `weight_loader` (also an attribute of each parameter) fills them. `load_checkpoint` sets the
-    buffer ``w13_input_order`` for weights in act-order. A state dict says in ``_extra_state`` how
-    its tensors are stored, and a layer of another scheme refuses it.
+    trained. They hold zeros until `load_checkpoint`, `load_state_dict` or `weight_loader` (also an
+    attribute of each parameter) fills them. `load_checkpoint` sets the buffer ``w13_input_order``
+    for weights in act-order. A state dict says in ``_extra_state`` how its tensors are stored, and
+    a layer of another scheme refuses it.
 
     With several ranks, the result of a rank is its part of a sum. ``reduce_results`` sums over the
     ranks; without it the caller does. ``tp_size`` ranks cut every expert along I so that each rank
@@ -154,6 +157,7 @@ class FusedMoE(RoutesTokens, WeightLoading, SchemeState, KeepsBits):
         is_padding: Tensor | None = None,
         input_ids: Tensor | None = None,
         num_unpadded_tokens: Tensor | None = None,
+        lora: ExpertLora | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Route the tokens and run their experts. There may be several leading axes.
 
@@ -171,6 +175,8 @@ class FusedMoE(RoutesTokens, WeightLoading, SchemeState, KeepsBits):
                 ``hash_indices_table``, refused without.
             num_unpadded_tokens: one int32 or int64 on the device: tokens from this index on are
                 padding too.
+            lora: adapters beside the experts' weights, in any scheme: see `ExpertLora`. Its
+                ``lora_ids`` are ``(T,)``, or have the axes of ``hidden_states`` but the last.
 
         Returns:
             ``(T, H)``. With shared experts (the layer's or its kernel's) a pair
@@ -182,7 +188,8 @@ class FusedMoE(RoutesTokens, WeightLoading, SchemeState, KeepsBits):
             ValueError: shapes or devices that do not match; ``input_ids`` missing or not wanted;
                 different shared experts in the layer and in its kernel.
             NotImplementedError: ``is_sequence_parallel`` or ``dp_size > 1`` with a kernel that
-                exchanges no tokens.
+                exchanges no tokens; ``lora`` with several ranks, a kernel, ``enable_eplb``, or
+                weights in act-order.
         """
         check_tokens(hidden_states, router_logits)
         shape, tokens, logits = hidden_states.shape, hidden_states, router_logits
@@ -192,6 +199,8 @@ class FusedMoE(RoutesTokens, WeightLoading, SchemeState, KeepsBits):
         if not (is_padding is None and input_ids is None and num_unpadded_tokens is None):
             rows = (is_padding, input_ids, num_unpadded_tokens)
             is_padding, input_ids = token_arguments(hidden_states, tokens, *rows)
+        if lora is not None:
+            lora = adapters_of(self, lora, hidden_states, tokens)
         if self.exchanges_tokens and not self.must_reduce_shared_expert_outputs():
             _refuse_kernel_without_exchange(self.kernel)
         shared_experts, given = shared_experts_of(self), shared_experts_input
@@ -208,6 +217,7 @@ class FusedMoE(RoutesTokens, WeightLoading, SchemeState, KeepsBits):
             shared_experts_input=given if in_kernel else None,
             is_padding=is_padding,
             input_ids=input_ids,
+            lora=lora,
         )
         shared: Any = None
         if in_kernel:
@@ -231,6 +241,7 @@ class FusedMoE(RoutesTokens, WeightLoading, SchemeState, KeepsBits):
         shared_experts_input: Tensor | None = None,
         is_padding: Tensor | None = None,
         input_ids: Tensor | None = None,
+        lora: ExpertLora | None = None,
     ) -> Any:
         """Compute this rank's part of the result, ``(T, H)``; tokens are padded to the layer's H.
 
@@ -240,7 +251,7 @@ class FusedMoE(RoutesTokens, WeightLoading, SchemeState, KeepsBits):
         routed = self.route(
             hidden_states, router_logits, is_padding=is_padding, input_ids=input_ids
         )
-        return self._run_experts(hidden_states, routed, shared_experts_input)
+        return self._run_experts(hidden_states, routed, shared_experts_input, lora)
 
     def forward_impl_chunked(
         self,
@@ -251,6 +262,7 @@ class FusedMoE(RoutesTokens, WeightLoading, SchemeState, KeepsBits):
         shared_experts_input: Tensor | None = None,
         is_padding: Tensor | None = None,
         input_ids: Tensor | None = None,
+        lora: ExpertLora | None = None,
     ) -> Any:
         """Run `forward_impl` with at most ``chunk_size`` tokens in the experts at a time.
 
@@ -262,6 +274,7 @@ class FusedMoE(RoutesTokens, WeightLoading, SchemeState, KeepsBits):
             shared_experts_input: see `forward_impl`.
             is_padding: see `forward_impl`.
             input_ids: see `forward_impl`.
+            lora: see `forward_impl`.
         """
         size, num_tokens = self.chunk_size, full_hidden_states.shape[0]
         if size is None:
@@ -273,7 +286,9 @@ class FusedMoE(RoutesTokens, WeightLoading, SchemeState, KeepsBits):
         for i in range(max(1, cdiv(max_tokens_across_ranks or num_tokens, size))):
             tokens = full_hidden_states[i * size : (i + 1) * size]
             if i * size < num_tokens:
-                out = self._run_experts(tokens, routed.tokens(i * size, (i + 1) * size), given)
+                chunk = routed.tokens(i * size, (i + 1) * size)
+                part = None if lora is None else lora.tokens(slice(i * size, (i + 1) * size))
+                out = self._run_experts(tokens, chunk, given, part)
             else:
                 tokens = full_hidden_states.new_zeros(1, full_hidden_states.shape[1])
                 out = self._run_experts(tokens, routed.of_padding(), given)
@@ -285,7 +300,11 @@ class FusedMoE(RoutesTokens, WeightLoading, SchemeState, KeepsBits):
         return out if shared is None else (shared, out)
 
     def _run_experts(
-        self, hidden_states: Tensor, routed: SelectedExperts, shared_experts_input: Tensor | None
+        self,
+        hidden_states: Tensor,
+        routed: SelectedExperts,
+        shared_experts_input: Tensor | None,
+        lora: ExpertLora | None = None,
     ) -> Any:
         """Run the experts of tokens that are routed; the result is that of `forward_impl`."""
         weights, ids, zero = routed
@@ -293,7 +312,11 @@ class FusedMoE(RoutesTokens, WeightLoading, SchemeState, KeepsBits):
         if width != self.hidden_size:
             checks.size("hidden_states.shape[1]", width, "hidden_size", self.model_hidden_size)
             tokens = pad(tokens, (0, self.hidden_size - width))
-        if shared_experts_input is None:
+        if self._sums_over_ranks() and wanted(tokens, weights):
+            tokens, weights = Copied.apply(self.rank_group, tokens, weights)
+        if lora is not None:
+            out = self.quant_method.apply(self, tokens, weights, ids, lora=lora)
+        elif shared_experts_input is None:
             out = self.quant_method.apply(self, tokens, weights, ids)
         else:
             shared, out = self.quant_method.apply(self, tokens, weights, ids, shared_experts_input)
@@ -303,22 +326,34 @@ class FusedMoE(RoutesTokens, WeightLoading, SchemeState, KeepsBits):
         first = parallel.tp_rank == 0 and parallel.ep_rank == 0
         if zero is not None and (first or self.must_reduce_shared_expert_outputs()):
             out = out + zero
+        if zero is not None and self._sums_over_ranks():  # only one rank would have its gradient
+            text = "zero_expert_num must be 0 where reduce_results sums over ranks"
+            out = refuse(out, wanted(zero), "FusedMoE", text)
         return out if shared_experts_input is None else (shared, out)
+
+    def _sums_over_ranks(self) -> bool:
+        """Whether `forward` adds the parts of the result that the ranks have."""
+        reduces = self.reduce_results and self.rank_group.size > 1
+        return reduces and not self.must_reduce_shared_expert_outputs()
 
     def must_reduce_shared_expert_outputs(self) -> bool:
         """Whether the kernel has summed the routed result over ranks; shared results are not."""
         return self.kernel is not None and self.kernel.output_is_reduced()
 
     def maybe_all_reduce_tensor_model_parallel(self, final_hidden_states: Tensor) -> Tensor:
-        """Sum over the layer's ranks, unless the kernel has done so; a sum has no gradients."""
+        """Sum over the layer's ranks, unless the kernel has done so.
+
+        With ``reduce_results`` the gradients of tokens and router weights are summed too.
+        """
         if self.must_reduce_shared_expert_outputs():
             return final_hidden_states
         inputs = wanted(final_hidden_states) if self.rank_group.size > 1 else []
         if not inputs:
             return self.rank_group.all_reduce(final_hidden_states)
-        with torch.no_grad():
-            total = self.rank_group.all_reduce(final_hidden_states)
-        return refuse(total, inputs, "FusedMoE", "reduce_results must be False on several ranks")
+        if self.reduce_results:
+            return Added.apply(self.rank_group, final_hidden_states)
+        total = self.rank_group.all_reduce(final_hidden_states.detach())
+        return refuse(total, inputs, "FusedMoE", "reduce_results must be True to sum over ranks")
 
     def warmup(self, num_tokens: int | Iterable[int], router_logits_dtype: Any = None) -> list[int]:
         """Run the layer with every kernel that ``num_tokens`` tokens need; see `moe_ops.warmup`.

@@ -41,9 +41,9 @@ def token_arguments(
     """
     like = ("hidden_states", hidden_states)
     if input_ids is not None:
-        input_ids = _flat("input_ids", input_ids, hidden_states, tokens, checks.INDICES)
+        input_ids = flat_tokens("input_ids", input_ids, hidden_states, tokens, checks.INDICES)
     if is_padding is not None:
-        is_padding = _flat("is_padding", is_padding, hidden_states, tokens, (torch.bool,))
+        is_padding = flat_tokens("is_padding", is_padding, hidden_states, tokens, (torch.bool,))
     if num_unpadded_tokens is not None:
         name = "num_unpadded_tokens"
         checks.device_scalar(name, num_unpadded_tokens, checks.INDICES, *like)
@@ -53,7 +53,7 @@ def token_arguments(
     return is_padding, input_ids
 
 
-def _flat(
+def flat_tokens(
     name: str, x: Tensor, hidden_states: Tensor, tokens: Tensor, dtypes: Sequence[torch.dtype]
 ) -> Tensor:
     """Return ``x`` as ``(T,)``; it may have all axes of ``hidden_states`` but the last."""

@@ -26,9 +26,8 @@ from moe_ops.pipeline.lora import (
     adapter_gradient,
     adapter_ids,
     adapter_rows,
-    added,
+    add_product,
     low_product,
-    low_rank,
 )
 from moe_ops.pipeline.row_spaces import SlotRows
 from moe_ops.scheme import FusedMoEQuantConfig, Scheme, is_packed
@@ -195,8 +194,8 @@ def _second_product(
     rows = ops.activation(product, settings.activation)
     h = quantized(rows, weights.a2_scale, weights.w2, space, scheme)
     y = gemm(h, weights.w2, space, 1, scheme, given.x.dtype)
-    low = low_rank(rows, given.lora2_a, given.lora2_b, adapters, 1)
-    return added(y, low, given.lora_ids)
+    add_product(y, low_product(rows, given.lora2_a, adapters, 1), given.lora2_b, adapters)
+    return y
 
 
 def _first_product(
@@ -216,8 +215,9 @@ def _first_product(
     if adapters is None or given.lora1_a is None:
         return product
     on_input, top_k = given.topk_weights if settings.on_input else None, given.topk_ids.shape[1]
-    low = low_rank(x, given.lora1_a, given.lora1_b, adapters, top_k, on_input)
-    return added(product, low, given.lora_ids)
+    low = low_product(x, given.lora1_a, adapters, top_k)
+    add_product(product, low, given.lora1_b, adapters, on_input)
+    return product
 
 
 class _Backward(NamedTuple):
@@ -374,8 +374,8 @@ class _Backward(NamedTuple):
         if self.adapters is None or a is None:
             return through, None
         low = low_product(rows, b.transpose(1, 2), self.adapters, top_k)
-        beside = low_product(low, a.transpose(1, 2), self.adapters, 1)
-        return added(through, beside, self.given.lora_ids), low
+        add_product(through, low, a.transpose(1, 2), self.adapters)
+        return through, low
 
     def _weight_gradient(self, dy: Tensor, x: Tensor, weights: Tensor | None, w: Tensor) -> Tensor:
         """``(weights * dy).T @ x`` over the slots of each expert, laid out as ``w`` is."""

@@ -6,6 +6,8 @@ import torch
 from torch import Tensor
 
 from moe_ops import checks, ops
+from moe_ops.gradients import wanted
+from moe_ops.pipeline.batched_gradients import Places, dispatched
 from moe_ops.pipeline.checking import check_none_dropped
 from moe_ops.pipeline.experts import FusedMoEExperts
 from moe_ops.pipeline.formats import (
@@ -77,6 +79,10 @@ class BatchedPrepareAndFinalize(FusedMoEPrepareAndFinalizeModular):
         """As given."""
         return self.dispatchers
 
+    def has_gradients(self) -> bool:
+        """True."""
+        return True
+
     def prepare(
         self,
         a1: Tensor,
@@ -95,17 +101,16 @@ class BatchedPrepareAndFinalize(FusedMoEPrepareAndFinalizeModular):
         first, local = self.num_local_experts * self.rank, self.num_local_experts
         ids = topk_ids if expert_map is None else mapped_ids(topk_ids, expert_map, first, local)
         quant = None if defer_input_quant else quant_config.scheme.activation
-        rows, scale, counts, dropped = ops.batched_dispatch(
-            a1,
-            None if quant is None else quant_config.input_scales[0],
-            topk_weights if apply_router_weight_on_input else None,
-            ids,
-            first,
-            local,
-            self.max_num_tokens,
-            "" if quant is None else quant.key,
-            self.drops,
-        )
+        weights = topk_weights if apply_router_weight_on_input else None
+        places, scale = Places(first, local, self.max_num_tokens), None
+        if quant is None and wanted(a1, weights):
+            rows, counts, dropped = dispatched(a1, weights, ids, places, self.drops)
+        else:
+            given = None if quant is None else quant_config.input_scales[0]
+            key = "" if quant is None else quant.key
+            rows, scale, counts, dropped = ops.batched_dispatch(
+                a1, given, weights, ids, *places, key, self.drops
+            )
         check_none_dropped(dropped, self.max_num_tokens)
         return PrepareResult(
             rows,

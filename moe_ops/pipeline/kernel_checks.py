@@ -9,13 +9,16 @@ from torch import Tensor
 
 from moe_ops import checks
 from moe_ops.activation import kind_and_key
+from moe_ops.pipeline.backward import lacking
 from moe_ops.pipeline.calls import Call
 from moe_ops.pipeline.experts import FusedMoEExperts
+from moe_ops.pipeline.formats import FusedMoEActivationFormat
 from moe_ops.pipeline.layer_checks import check_experts, check_layer
 from moe_ops.pipeline.prepare_finalize import (
     FusedMoEPrepareAndFinalize,
     FusedMoEPrepareAndFinalizeModular,
 )
+from moe_ops.pipeline.row_spaces import depends_on_batch
 
 
 def check_parts(prepare_finalize: Any, fused_experts: Any) -> None:
@@ -99,6 +102,25 @@ def check_call(fused_experts: FusedMoEExperts, call: Call) -> None:
         kind_and_key(call.activation)[0], config.scheme, *config.tensors,
     )  # fmt: skip
     _check_dtype(fused_experts, call.hidden_states)
+
+
+def lacks_gradients(kernel: Any, call: Call) -> str | None:
+    """Why a call of a modular kernel that is asked for gradients has none; None: it has them."""
+    if kernel.inplace:
+        return "inplace must be False"
+    prepare, experts = kernel.prepare_finalize, kernel.fused_experts
+    for name, part in (("prepare_finalize", prepare), ("fused_experts", experts)):
+        if not part.has_gradients():
+            return f"{name} must have gradients, got {type(part).__name__}"
+    config, format = experts.quant_config, experts.activation_format()
+    at_once = prepare.num_dispatchers() == 1 and kernel.chunk_size is None
+    at_once = at_once and format is FusedMoEActivationFormat.Standard
+    if not at_once and depends_on_batch(config.scheme.activation):  # experts quantize, not prepare
+        return (
+            "activations must not have one scale for all tokens, in the Batched format, on several "
+            f"ranks or in chunks, got {config.scheme.name}"
+        )
+    return lacking((call.w1, call.w2), config)
 
 
 def check_room(prepare_finalize: FusedMoEPrepareAndFinalize, call: Call) -> None:

@@ -36,6 +36,11 @@ class ExpertLora(NamedTuple):
     scaling: float | Tensor = 1
     """Factor of the low-rank products: one number, or one per adapter ``(L,)``."""
 
+    def tokens(self, part: slice) -> ExpertLora:
+        """The adapters of a slice of the tokens."""
+        ids = self.lora_ids
+        return self if ids is None else self._replace(lora_ids=ids[part])
+
 
 class Factors(NamedTuple):
     """The adapter of one weight, as GEMMs take it: ``(L * E, r, K)`` and ``(L * E, N, r)``."""
@@ -125,27 +130,25 @@ def low_product(
     return ops.expert_matmul(rows, w, None, weights, tiles, top_k, batch_invariant=invariant)
 
 
-def low_rank(
+def add_product(
+    total: Tensor,
     rows: Tensor,
-    a: Tensor,
-    b: Tensor,
+    w: Tensor,
     space: SlotRows,
-    top_k: int,
     weights: Tensor | None = None,
-) -> Tensor:
-    """``weights[s] * B @ A @ rows[s // top_k]`` for every slot s that has an adapter."""
-    return low_product(low_product(rows, a, space, top_k), b, space, 1, weights)
+) -> None:
+    """Add ``weights[s] * rows[s] @ w[e].T`` to ``total[s]`` of every slot s that has an adapter.
+
+    The sum is that of ``total``, which is rounded already, and of the product in float32.
+    """
+    tiles, invariant = [*space.tiles], space.batch_invariant
+    ops.expert_matmul_add(rows, w, weights, tiles, 1, invariant, out=total)
 
 
 def adapter_gradient(dy: Tensor, x: Tensor, weights: Tensor | None, space: SlotRows) -> Tensor:
     """``(weights * dy).T @ x`` over the slots of each pair of adapter and expert."""
     how = (space.num_local_experts, UNQUANTIZED.key, dy.dtype, space.batch_invariant)
     return ops.expert_wgrad(dy, x, weights, [*space.tiles], *how)
-
-
-def added(total: Tensor, low: Tensor, ids: Tensor) -> Tensor:
-    """``total + low``, without ``low`` for slots that have no adapter."""
-    return torch.where((ids >= 0).view(-1, 1), total + low, total)
 
 
 def expert_lora(
@@ -225,8 +228,8 @@ class _Lora(Function):
         space = adapter_rows(ids, a.shape[0], x.dtype, invariant=False)
         ctx.top_k = top_k
         ctx.save_for_backward(x, a, b, ids, space.tiles.plan)
-        low = low_rank(x, a, b, space, top_k)
-        return low.masked_fill((ids < 0).view(-1, 1), 0.0)
+        out = low_product(low_product(x, a, space, top_k), b, space, 1)
+        return out.masked_fill_((ids < 0).view(-1, 1), 0.0)
 
     @staticmethod
     @once_differentiable

@@ -34,10 +34,12 @@ from moe_ops.pipeline.kernel_checks import (
     check_options,
     check_parts,
     check_room,
+    lacks_gradients,
 )
 from moe_ops.pipeline.prepare_finalize import (
     FusedMoEPrepareAndFinalize,
 )
+from moe_ops.tensors import Routing
 
 
 class FusedMoEKernel:
@@ -130,9 +132,10 @@ class FusedMoEKernel:
             ``(T, H)``, or ``(shared experts' result, (T, H))`` with shared experts.
 
         Raises:
-            TypeError, ValueError, NotImplementedError: as `fused_experts`, also for a backward pass
-                through the routed result; ValueError also for a monolithic kernel or too many
-                tokens.
+            TypeError, ValueError, NotImplementedError: as `fused_experts`. NotImplementedError also
+                for a backward pass through the routed result if a part has no gradients (see
+                ``has_gradients``) or ``inplace``; ValueError also for a monolithic kernel or too
+                many tokens.
         """
         call = Call(
             hidden_states, w1, w2, topk_weights, topk_ids, activation, global_num_experts,
@@ -174,7 +177,10 @@ class FusedMoEKernel:
             raise ValueError("apply needs modular parts: call apply_monolithic with router_logits")
         check_call(experts, call)
         check_room(part, call)
-        call = without_history(call)
+        inputs, reason = self._gradients(call)
+        trained = bool(inputs) and reason is None
+        if not trained:
+            call = without_history(call)
         dtype = part.topk_indices_dtype()
         if dtype is not None and call.topk_ids.dtype != dtype:
             raise TypeError(f"topk_ids must have dtype {dtype}, got {call.topk_ids.dtype}")
@@ -184,9 +190,9 @@ class FusedMoEKernel:
             call.topk_ids,
             num_experts_of(call),
             call.expert_map,
-            self._weighted_by_prepare(call),
+            self._weighted_by_prepare(call, trained),
             experts.quant_config,
-            experts.expects_unquantized_inputs,
+            trained or experts.expects_unquantized_inputs,
         )
         if part.supports_async():
             return Pending.of(part.prepare_async(*arguments))
@@ -198,43 +204,63 @@ class FusedMoEKernel:
 
         Returns:
             The call with the routing after prepare, and the experts' rows. A backward pass through
-            the rows raises.
+            the rows raises if a part of the kernel has no gradients.
         """
         prepared = pending.wait()
         del pending
-        inputs = wanted(*differentiable(call), self.fused_experts.quant_config)
+        inputs, reason = self._gradients(call)
+        trained = bool(inputs) and reason is None
         call = routed(call, prepared)
-        plain = without_history(call)
+        plain = call if trained else without_history(call)
         num_tokens, size = call.topk_ids.shape[0], self.chunk_size
         chunks = 1 if size is None else cdiv(num_tokens, size)
         if size is None or chunks <= 1:
             given = [prepared]
             del prepared  # `_experts` holds the only reference: rows are freed after the first GEMM
-            return call, refuse(self._experts(plain, given), inputs, "FusedMoEKernel.apply")
-        rows_per_token = call.topk_ids.shape[1] if self._weighted_by_prepare(call) else 1
+            return call, self._refused(self._experts(plain, given, trained), inputs, reason)
+        weighted = self._weighted_by_prepare(call, trained)
+        rows_per_token = call.topk_ids.shape[1] if weighted else 1
         quant = self.fused_experts.quant_config.scheme.activation
         scales_have_rows = quant is not None and not quant.per_tensor
         parts = []
         for i in range(chunks):
             tokens = slice(i * size, (i + 1) * size)
             chunk, rows = chunk_of(plain, prepared, tokens, rows_per_token, scales_have_rows)
-            parts.append(self._experts(chunk, [rows]))
-        return call, refuse(torch.cat(parts), inputs, "FusedMoEKernel.apply")
+            parts.append(self._experts(chunk, [rows], trained))
+        return call, self._refused(torch.cat(parts), inputs, reason)
 
-    def _weighted_by_prepare(self, call: Call) -> bool:
+    def _gradients(self, call: Call) -> tuple[list[Tensor], str | None]:
+        """The tensors whose gradient may be asked for, and why there is none; None: there is."""
+        inputs = wanted(*differentiable(call), self.fused_experts.quant_config)
+        return inputs, lacks_gradients(self, call) if inputs else None
+
+    @staticmethod
+    def _refused(rows: Tensor, inputs: list[Tensor], reason: str | None) -> Tensor:
+        """The rows with a backward pass that raises, if a gradient may be asked for."""
+        return rows if reason is None else refuse(rows, inputs, "FusedMoEKernel.apply", reason)
+
+    def _weighted_by_prepare(self, call: Call, trained: bool) -> bool:
+        """Whether prepare multiplies rows by router weights; with gradients the experts do."""
         experts = self.fused_experts
+        if trained and experts.activation_format() is FusedMoEActivationFormat.Standard:
+            return False
         return call.apply_router_weight_on_input and not experts.applies_router_weight_on_input
 
-    def _experts(self, call: Call, given: list[PrepareResult]) -> Tensor:
+    def _experts(self, call: Call, given: list[PrepareResult], trained: bool) -> Tensor:
         """Run the experts; ``given`` holds the only reference to the rows, so they can be freed."""
         a1q, scale, meta, _, _ = given.pop()
         rows = [scale, a1q]
         del a1q, scale
         batched = self.fused_experts.activation_format() is FusedMoEActivationFormat.BatchedExperts
         experts: Any = self.fused_experts
+        expert_map = None if batched else call.expert_map
+        if trained:
+            routing = Routing(call.topk_weights, call.topk_ids, expert_map)
+            how = (call.activation, meta, call.apply_router_weight_on_input)
+            return experts.differentiable_apply(rows.pop(), call.w1, call.w2, routing, *how)
         return experts.apply(
             rows.pop(), call.w1, call.w2, call.topk_weights, call.topk_ids, call.activation,
-            num_experts_of(call), None if batched else call.expert_map, rows.pop(), meta,
+            num_experts_of(call), expert_map, rows.pop(), meta,
             call.apply_router_weight_on_input,
         )  # fmt: skip
 

@@ -32,6 +32,10 @@ class MoEPrepareAndFinalizeNoEP(FusedMoEPrepareAndFinalizeModular):
         """Standard."""
         return FusedMoEActivationFormat.Standard
 
+    def has_gradients(self) -> bool:
+        """True."""
+        return True
+
     def prepare(
         self,
         a1: Tensor,

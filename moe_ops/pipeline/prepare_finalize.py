@@ -110,6 +110,10 @@ class FusedMoEPrepareAndFinalizeModular(FusedMoEPrepareAndFinalize):
                 choice to this class.
         """
 
+    def has_gradients(self) -> bool:
+        """Whether results of both methods have gradients where rows are not quantized."""
+        return False
+
     def supports_async(self) -> bool:
         """Whether `prepare_async` and `finalize_async` are implemented."""
         return False

@@ -14,6 +14,8 @@ from torch import Tensor
 
 from moe_ops import checks, ops
 from moe_ops.functional.combine import moe_fused_mul_sum
+from moe_ops.gradients import wanted
+from moe_ops.pipeline.batched_gradients import Places, combined
 
 
 class TopKWeightAndReduce(ABC):
@@ -145,7 +147,10 @@ class TopKWeightAndReduceNaiveBatched(TopKWeightAndReduce):
         checks.tensor("fused_expert_output", fused_expert_output, 3, checks.FLOATS)
         checks.topk_pair(topk_weights, topk_ids)
         experts, rows, _ = fused_expert_output.shape
-        row_of_slot = ops.batched_rows(topk_ids, experts * self.rank, experts, rows)
+        places = Places(experts * self.rank, experts, rows)
         weights = None if apply_router_weight_on_input else topk_weights
+        if wanted(fused_expert_output, weights):
+            return _into(output, combined(fused_expert_output, weights, topk_ids, places))
+        row_of_slot = ops.batched_rows(topk_ids, *places)
         flat = fused_expert_output.flatten(0, 1)
         return _into(output, ops.moe_unpermute(flat, weights, row_of_slot, None))

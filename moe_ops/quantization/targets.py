@@ -15,6 +15,7 @@ from moe_ops import ops
 from moe_ops.layer import FusedMoE, LayerSizes, UnquantizedFusedMoEMethod
 from moe_ops.layer.partition import aligned_sizes
 from moe_ops.layer.plain import PlainExperts, quantize_layer
+from moe_ops.pipeline.lora import ExpertLora
 from moe_ops.quantization.peaks import Peaks, needs_peaks
 from moe_ops.scheme import Scheme
 from moe_ops.scheme.limits import Refusal
@@ -151,7 +152,10 @@ class _Observing(UnquantizedFusedMoEMethod):
         topk_weights: Tensor,
         topk_ids: Tensor,
         shared_experts_input: Tensor | None = None,
+        lora: ExpertLora | None = None,
     ) -> Any:
+        if lora is not None:
+            raise NotImplementedError("lora must be None while calibrate runs, got adapters")
         routing = Routing(topk_weights, topk_ids, layer.expert_map)
         plain = PlainExperts(layer.w13_weight, layer.w2_weight, layer.w13_bias, layer.w2_bias)
         gate = partial(ops.activation, activation=layer.activation)

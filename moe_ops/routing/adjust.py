@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 
 from moe_ops import checks, ops
-from moe_ops.gradients import inference_only
+from moe_ops.gradients import wanted
+from moe_ops.routing.backward import differentiable_adjustment, differentiable_zero_experts
 
 
-@inference_only
 def adjust_routing(
     topk_weights: Tensor,
     topk_ids: Tensor,
@@ -25,7 +25,8 @@ def adjust_routing(
     In this order: ``weights *= per_expert_scale[ids]`` in float32; the ids ``E .. E + n - 1`` are
     appended to every token's ids, with ``shared_expert_weight``; every id of a padding token
     becomes -1 and its weight 0, so that nothing is computed for it. The mask is read when the
-    kernel runs, also in the replay of a CUDA graph.
+    kernel runs, also in the replay of a CUDA graph. Weights and ``per_expert_scale`` have
+    gradients.
 
     Args:
         topk_weights: ``(T, k)`` fp32, bf16 or fp16.
@@ -44,7 +45,7 @@ def adjust_routing(
         TypeError: a wrong dtype.
         ValueError: shapes or devices that disagree; a negative number of experts, or more than
             4096 shared experts; a ``shared_expert_weight`` that is not finite in float32.
-        NotImplementedError: a backward pass through the result.
+        NotImplementedError: forward-mode derivatives and transforms of ``torch.func``.
 
     Source:
         Gemma-4's ``per_expert_scale``; vLLM's fused shared experts and ``VLLM_MOE_SKIP_PADDING``.
@@ -63,18 +64,13 @@ def adjust_routing(
         checks.tensor("is_padding", is_padding, 1, (torch.bool,))
         checks.same_device("is_padding", is_padding, "topk_ids", topk_ids)
         checks.same_tokens("is_padding", is_padding, "topk_ids", topk_ids)
-    return ops.adjust_routing(
-        topk_weights,
-        topk_ids,
-        per_expert_scale,
-        is_padding,
-        num_experts,
-        num_shared_experts,
-        shared_expert_weight,
-    )
+    adjust = ops.adjust_routing
+    if wanted(topk_weights, per_expert_scale):
+        adjust = differentiable_adjustment
+    more = (num_experts, num_shared_experts, shared_expert_weight)
+    return adjust(topk_weights, topk_ids, per_expert_scale, is_padding, *more)
 
 
-@inference_only
 def zero_experts(
     hidden_states: Tensor,
     topk_weights: Tensor,
@@ -89,7 +85,7 @@ def zero_experts(
     ``result[t] = sum_j w[t, j] * hidden_states[t]`` over the slots of identity experts. The weights
     are summed in float32 in the order j = 0..k-1, and the product is rounded once. A token without
     such a slot gets zeros, and its data is not read. In the returned routing these slots have
-    weight 0 and id ``skipped_id``.
+    weight 0 and id ``skipped_id``. Tokens and weights have gradients.
 
     Args:
         hidden_states: ``(T, H)`` bf16, fp16 or fp32; any H.
@@ -107,7 +103,7 @@ def zero_experts(
         TypeError: a wrong dtype.
         ValueError: shapes or devices that disagree; a ``skipped_id`` that is neither -1 nor in
             ``0 .. num_experts - 1``.
-        NotImplementedError: a backward pass through the result.
+        NotImplementedError: forward-mode derivatives and transforms of ``torch.func``.
 
     Source:
         vLLM ``ZeroExpertRouter`` for LongCat-Flash, which mutates ids and weights, and drops the
@@ -119,4 +115,7 @@ def zero_experts(
     checks.same_tokens("topk_ids", topk_ids, "hidden_states", hidden_states)
     checks.at_least(0, num_experts=num_experts)
     checks.between(-1, max(num_experts - 1, 0), skipped_id=skipped_id)
-    return ops.zero_experts(hidden_states, topk_weights, topk_ids, num_experts, skipped_id)
+    given = (hidden_states, topk_weights, topk_ids, num_experts, skipped_id)
+    if wanted(hidden_states, topk_weights):
+        return differentiable_zero_experts(*given)
+    return ops.zero_experts(*given)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from moe_ops import ops
-from moe_ops.gradients import inference_only
 from moe_ops.routing.adjust import adjust_routing
 from moe_ops.routing.arguments import check_logits
+from moe_ops.routing.backward import differentiable_sparsemixer
 from moe_ops.routing.topk import fused_topk
 
 
@@ -71,7 +72,6 @@ def gemma4_routing(
     return adjust_routing(weights, ids, num_experts, per_expert_scale=per_expert_scale)
 
 
-@inference_only
 def sparsemixer(
     hidden_states: Tensor,
     gating_output: Tensor,
@@ -85,7 +85,8 @@ def sparsemixer(
     ``(m - s) / max(|s|, m) > 2 * jitter_eps`` in float32 are left out, and the weight is the
     softmax of ``m`` among the rest, in float64, rounded once. The second expert is chosen in the
     same way among all experts but the first. A logit that is not finite is chosen last and has
-    weight 0.
+    weight 0. The gradient is that of these weights, in which the choice and who is left out are
+    constants; the model was trained with an estimator that samples.
 
     Args:
         hidden_states: ``(T, H)``; only its number of tokens matters.
@@ -101,7 +102,7 @@ def sparsemixer(
         TypeError: a wrong dtype.
         ValueError: ``topk`` other than 2, ``renormalize`` True, fewer than two experts, shapes that
             disagree.
-        NotImplementedError: more than 4096 experts; a backward pass through the result.
+        NotImplementedError: as `fused_topk`.
 
     Source:
         vLLM ``phimoe_routing_function``, transformers ``sparsemixer`` in evaluation.
@@ -112,4 +113,7 @@ def sparsemixer(
         raise ValueError(f"renormalize must be False, got {renormalize}")
     check_logits(hidden_states, gating_output, topk)
     # The default is not 0.01 itself, because Dynamo turns float defaults into graph inputs.
-    return ops.sparsemixer(gating_output, 0.01 if jitter_eps is None else jitter_eps)
+    jitter = 0.01 if jitter_eps is None else jitter_eps
+    if torch.is_grad_enabled() and gating_output.requires_grad:
+        return differentiable_sparsemixer(gating_output, jitter)
+    return ops.sparsemixer(gating_output, jitter)

@@ -6,14 +6,13 @@ import torch
 from torch import Tensor
 
 from moe_ops import checks, ops
-from moe_ops.gradients import inference_only
 from moe_ops.routing.arguments import (
     check_indices_type,
     check_logits,
     check_scoring,
     check_weighing,
 )
-from moe_ops.routing.backward import differentiable_topk
+from moe_ops.routing.backward import differentiable_hash_topk, differentiable_topk
 
 
 @checks.remembered
@@ -162,7 +161,6 @@ def grouped_topk(
     return ops.grouped_topk(logits, bias, *how, num_expert_group, topk_group)
 
 
-@inference_only
 def hash_topk(
     hidden_states: Tensor,
     gating_output: Tensor,
@@ -176,7 +174,7 @@ def hash_topk(
 
     ``ids = table[input_ids]``. The weights are the scores ``s`` of these experts, renormalized and
     scaled as in `fused_topk`. A token id outside of the table, or an entry that is not an expert,
-    gives a skipped slot: id -1, weight 0.
+    gives a skipped slot: id -1, weight 0. The logits have gradients through the weights.
 
     Args:
         hidden_states: ``(T, H)``; only its number of tokens matters.
@@ -193,7 +191,7 @@ def hash_topk(
     Raises:
         TypeError: a wrong dtype.
         ValueError: an empty table, an unknown ``scoring_func``, shapes or devices that disagree.
-        NotImplementedError: more than 4096 experts; a backward pass through the result.
+        NotImplementedError: as `fused_topk`.
 
     Source:
         DeepSeek-V4's first ``num_hash_layers`` layers; vLLM ``FusedTopKBiasRouter``.
@@ -208,11 +206,7 @@ def hash_topk(
         checks.same_device(name, x, "gating_output", gating_output)
     if hash_indices_table.shape[0] == 0:
         raise ValueError("hash_indices_table must have a row for each token id, got no rows")
-    return ops.hash_topk(
-        gating_output,
-        input_ids,
-        hash_indices_table,
-        renormalize,
-        scoring_func,
-        routed_scaling_factor,
-    )
+    how = (renormalize, scoring_func, routed_scaling_factor)
+    if torch.is_grad_enabled() and gating_output.requires_grad:
+        return differentiable_hash_topk(gating_output, input_ids, hash_indices_table, how)
+    return ops.hash_topk(gating_output, input_ids, hash_indices_table, *how)

@@ -3,6 +3,7 @@
 import plans
 import pytest
 import torch
+from conftest import INTERPRETED
 from gemm_rows import compare, exact_rows
 from hypothesis import given
 from hypothesis import strategies as st
@@ -11,10 +12,11 @@ from strategies import ACTIVATIONS, DTYPES
 
 from moe_ops import ops
 from moe_ops.activation import formula
-from moe_ops.dispatch.tiles import KNOWN_ROW_TILES
+from moe_ops.dispatch.tiles import KNOWN_ROW_TILES, direct_slots
 from moe_ops.reference import expert_gemm as reference
+from moe_ops.reference.align import plan_slots
 from moe_ops.tensors import Tiles
-from moe_ops.testing import Problem, make_inputs
+from moe_ops.testing import Problem, assert_matches_reference, make_inputs
 
 pytestmark = pytest.mark.kernel
 
@@ -45,6 +47,66 @@ def test_gemm(tokens, k, n, kk, dtype, tile, has_bias, weighted, routing, device
     assert actual.shape == (tokens * k, n) and actual.dtype == dtype
     exact = exact_rows(x, w, bias, weights, ids, k)
     compare(actual, exact, expected, ids, 5)
+
+
+@given(
+    tokens=st.sampled_from((0, 1, 5, 40)),
+    k=st.integers(1, 3),
+    n=st.sampled_from((8, 48, 130)),
+    rank=st.sampled_from((1, 4, 16, 40)),
+    dtype=st.sampled_from(DTYPES),
+    tile=st.sampled_from((None, *KNOWN_ROW_TILES)),
+    weighted=st.booleans(),
+    turned=st.booleans(),
+    invariant=st.booleans(),
+    routing=st.sampled_from(("uniform", "skewed", "holes")),
+)
+def test_added(tokens, k, n, rank, dtype, tile, weighted, turned, invariant, routing, device):
+    """One rounding of the sum in float32; rows of skipped slots keep their bits."""
+    problem = Problem(tokens, 5, k, rank, n, dtype, "silu_no_mul", routing=routing)
+    x, w, _, weights, ids, *_ = (
+        t.to(device) if torch.is_tensor(t) else t for t in make_inputs(problem)
+    )
+    w = w.mT.contiguous().mT if turned else w
+    weights, rows = weights if weighted else None, x.repeat_interleave(k, 0)
+    before = torch.randn(tokens * k, n, generator=torch.Generator().manual_seed(1)).to(
+        device, dtype
+    )
+    with row_tile(tile):
+        tiles = Tiles(None, ids)
+        if tile is not None:
+            tiles = planned(ids, None, 5, batch_invariant=invariant)
+        elif tokens * k > direct_slots(5):
+            tiles = tiles._replace(plan=plan_slots(ids, None, 5, "unquantized", dtype, invariant))
+        out = before.clone()
+        ops.expert_matmul_add(rows, w, weights, [*tiles], 1, invariant, out=out)
+    product = exact_rows(
+        x.cpu(), w.cpu(), None, None if weights is None else weights.cpu(), ids.cpu(), k
+    )
+    known = ((ids >= 0) & (ids < 5)).flatten().cpu()
+    exact = before.cpu().double() + torch.where(known[:, None], product.value, 0.0)
+    assert torch.equal(out.cpu()[~known], before.cpu()[~known])
+    near = (before.cpu().float() + torch.where(known[:, None], product.value, 0.0).float()).to(
+        dtype
+    )
+    assert_matches_reference(out.cpu(), exact, near)
+
+
+def test_added_where_it_cannot_be(device):
+    x, w = torch.zeros(4, 8, device=device), torch.zeros(3, 16, 8, device=device)
+    ids = torch.zeros(4, 1, dtype=torch.int32, device=device)
+    tiles, out = [*planned(ids, None, 3)], torch.zeros(4, 16, device=device)
+    for other, error, text in (
+        (out.half(), TypeError, "out must have the dtype of a"),
+        (out.t().contiguous().t(), ValueError, "out must be contiguous"),
+        (out[:3], ValueError, "out must have shape|out.shape"),
+    ):
+        with pytest.raises(error, match=text):
+            ops.expert_matmul_add(x, w, None, tiles, 1, out=other)
+    if INTERPRETED:
+        return  # operators are their kernels
+    with pytest.raises(NotImplementedError, match="gradients of expert_matmul_add"):
+        ops.expert_matmul_add(x.requires_grad_(), w, None, tiles, 1, out=out)
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)

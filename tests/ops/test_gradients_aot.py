@@ -12,12 +12,18 @@ import aot  # noqa: E402
 from aot_launches import ARCHITECTURES, check_resources, given_plan, stored  # noqa: E402
 from plans import row_tile  # noqa: E402
 
-from moe_ops.kernels import activation, expert_dgrad, expert_wgrad, routing  # noqa: E402
+from moe_ops.kernels import (  # noqa: E402
+    activation,
+    expert_dgrad,
+    expert_gemm,
+    expert_wgrad,
+    routing,
+)
 from moe_ops.routing import SCORING_FUNCS  # noqa: E402
 
 pytestmark = [pytest.mark.aot, pytest.mark.filterwarnings("ignore")]
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-MODULES = (activation, expert_dgrad, expert_wgrad, routing)
+MODULES = (activation, expert_dgrad, expert_gemm, expert_wgrad, routing)
 SCHEMES = (
     "int4_w4a16_g128_zp", "int8_w8a16", "fp8_w8a16_block128", "mxfp4_w4a16", "nvfp4_w4a16",
     "fp8_block128", "fp8_channel", "int8_channel",
@@ -56,6 +62,28 @@ def test_weight_gradients(arch, dtype, tile):
         products = [k for k in kernels if "wgrad" in k.metadata.name]
         assert len(products) == 2
         assert all("wgmma.mma_async" in k.asm["ptx"] for k in products)
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rank", [4, 16, 64])
+def test_products_of_adapters(arch, dtype, rank):
+    """Any plan, also that of few slots; both factors' layouts."""
+
+    def launch(empty):
+        for tile, slots in ((16, 4), (16, 64), (64, 256), (128, 512)):
+            ids = empty(slots // 2, 2, dtype=torch.int32)
+            with row_tile(tile):
+                tiles = given_plan(ids, 4, "unquantized", dtype)
+                low, weights = empty(slots, rank, dtype=dtype), empty(slots // 2, 2)
+                b, a = empty(4, 1536, rank, dtype=dtype), empty(4, rank, 2880, dtype=dtype)
+                for w, n, given in ((b, 1536, weights), (a.transpose(1, 2), 2880, None)):
+                    out = empty(slots, n, dtype=dtype)
+                    expert_gemm.expert_matmul_add(low, w, given, tiles, 1, out=out)
+
+    kernels = aot.compile_launch(arch, launch)
+    assert {k.metadata.name for k in kernels} == {"_expert_gemm_kernel"}
+    check_resources(kernels, arch)
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)

@@ -108,10 +108,10 @@ def test_a_plan_of_another_length(qualified, device):
         for call in called(qualified, device)
         if call["tiles"][0] is not None and not few_slots(call)
     )
-    tiles = call["tiles"]
+    tiles, more = call["tiles"], keywords(qualified, tuple(call.values()))
     for plan in (tiles[0][:-1], torch.cat([tiles[0]] * 2)):
         with pytest.raises(ValueError, match=r"plan.numel\(\) must be"):
-            overload(qualified)(**{**call, "tiles": replaced(tiles, 0, plan)})
+            overload(qualified)(**{**call, "tiles": replaced(tiles, 0, plan)}, **more)
 
 
 def few_slots(call):
@@ -123,9 +123,10 @@ def few_slots(call):
 @pytest.mark.parametrize("qualified", TILED)
 def test_tiles_are_three(qualified, device):
     call = called(qualified, device)[0]
+    more = keywords(qualified, tuple(call.values()))
     for tiles in (call["tiles"][:2], [*call["tiles"], None], []):
         with pytest.raises(ValueError, match=r"tiles must be \[plan, topk_ids, expert_map\]"):
-            overload(qualified)(**{**call, "tiles": tiles})
+            overload(qualified)(**{**call, "tiles": tiles}, **more)
 
 
 SCHEMED = [q for q in STAGES if "scheme" in [a.name for a in overload(q)._schema.arguments]]

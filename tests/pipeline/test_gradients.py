@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from modular import EXPERTS, setup
+from modular import setup
 from torch import nn
 from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -101,18 +101,25 @@ def stages(x, weights, ids, logits):
     """Public functions with one float argument each, ``x``, ``weights`` or ``logits``."""
     permuted, _, offset, inverse, _ = moe_ops.moe_permute(x.detach(), None, ids, E)
     rows = torch.randn(T, K, H, device=x.device)
-    table = torch.zeros(3, K, dtype=torch.int32, device=x.device)
-    words = torch.zeros(T, dtype=torch.int32, device=x.device)
     fp8 = torch.float8_e4m3fn
     return {
-        "hash_topk": (lambda: moe_ops.routing.hash_topk(x, logits, words, table, True), logits),
-        "adjust": (lambda: moe_ops.routing.adjust_routing(weights, ids, E), weights),
-        "zero": (lambda: moe_ops.routing.zero_experts(x, weights, ids, 2), x),
         "quantize": (lambda: moe_ops.moe_kernel_quantize_input(x, None, fp8, True), x),
         "permute": (lambda: moe_ops.moe_permute(x, None, ids, E), x),
         "unpermute": (lambda: moe_ops.moe_unpermute(permuted, weights, inverse, offset), weights),
         "sum": (lambda: moe_ops.moe_fused_mul_sum(rows, weights), weights),
         "activation": (lambda: moe_ops.apply_moe_activation("silu", x), x),
+    }
+
+
+def routing(x, weights, ids, logits):
+    """What has gradients, but no forward-mode derivatives."""
+    table = torch.zeros(3, K, dtype=torch.int32, device=x.device)
+    words = torch.zeros(T, dtype=torch.int32, device=x.device)
+    return {
+        "hash_topk": (lambda: moe_ops.routing.hash_topk(x, logits, words, table, True), logits),
+        "sparsemixer": (lambda: moe_ops.routing.sparsemixer(x, logits), logits),
+        "adjust": (lambda: moe_ops.routing.adjust_routing(weights, ids, E), weights),
+        "zero": (lambda: moe_ops.routing.zero_experts(x, weights, ids, 2), x),
     }
 
 
@@ -125,10 +132,11 @@ def test_stages(name, inputs, logits):
     assert_refused(run, x)
 
 
-@pytest.mark.parametrize("name", STAGES)
+@pytest.mark.parametrize("name", [*STAGES, "hash_topk", "sparsemixer", "adjust", "zero"])
 def test_forward_mode(name, inputs, logits):
     """Kernels do not see tangents: they would be dropped."""
-    run, x = stages(*inputs[:1], *inputs[3:5], logits)[name]
+    given = (*inputs[:1], *inputs[3:5], logits)
+    run, x = {**stages(*given), **routing(*given)}[name]
     with forward_ad.dual_level():
         forward_ad.make_dual(x, x)
         with pytest.raises(NotImplementedError, match="forward-mode derivatives of .*" + WAY_OUT):
@@ -166,13 +174,10 @@ def test_an_output_to_write_into(inputs):
         moe_ops.moe_fused_mul_sum(rows, weights, out)
 
 
-MODULAR = [kind for kind in EXPERTS if not kind.is_monolithic()]
-
-
 @pytest.mark.parametrize("name", ["hidden_states", "w2", "topk_weights", "w1_bias"])
-@pytest.mark.parametrize("kind", MODULAR, ids=lambda kind: kind.__name__)
-def test_modular_kernels(kind, name, problem, device):
-    s = setup(problem, kind, device)
+def test_modular_kernels(name, problem, device):
+    """Of experts that have no gradients; see test_modular_gradients.py for those that have."""
+    s = setup(problem, moe_ops.pipeline.NaiveBatchedExperts, device)
     tensors = s.config if name == "w1_bias" else s.inputs
     assert_refused(s.apply, getattr(tensors, name))
 
@@ -185,7 +190,7 @@ def test_monolithic_kernels(problem, logits, device):
 
 
 def test_shared_experts_have_gradients(problem, device):
-    s = setup(problem, moe_ops.pipeline.TritonExperts, device)
+    s = setup(problem, moe_ops.pipeline.NaiveBatchedExperts, device)
     shared = nn.Linear(H, H, device=device)
     parts = (s.kernel.prepare_finalize, s.kernel.fused_experts)
     x, w1, w2, weights, ids = s.inputs[:5]
@@ -193,8 +198,6 @@ def test_shared_experts_have_gradients(problem, device):
     ours, routed = kernel.apply(x.requires_grad_(), w1, w2, weights, ids)
     ours.sum().backward()
     assert shared.weight.grad is not None and x.grad is not None
-    with pytest.raises(NotImplementedError, match=WAY_OUT):
-        routed.sum().backward()
     calls = [moe_ops.pipeline.Call(x, w1, w2, weights, ids)] * 2
     for _, out in moe_ops.pipeline.run_micro_batches(kernel, calls):
         assert torch.equal(out, routed)

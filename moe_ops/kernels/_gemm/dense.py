@@ -45,10 +45,11 @@ def _expert_gemm_kernel(
     tiles, expert_map, num_slots, num_ids, num_experts, num_entries,
     stride_am, stride_we, stride_wn, stride_wk,
     N: tl.constexpr, K: tl.constexpr, TOP_K: tl.constexpr, ORDERED: tl.constexpr,
+    ADDS: tl.constexpr,
     FUNCTION: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.constexpr, BETA: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
 ):  # fmt: skip
-    """``out[s] = f(topk_weights[s] * a[s // TOP_K] @ w[e].T + bias[e])``."""
+    """``out[s] = f(topk_weights[s] * a[s // TOP_K] @ w[e].T + bias[e])``; ADDS: added to out[s]."""
     take_turn(LONG=True)
     pid_m, pid_n, expert = find_tile(
         tiles, expert_map, num_slots, num_ids, num_experts, num_entries,
@@ -75,6 +76,9 @@ def _expert_gemm_kernel(
     if FUNCTION is not None:
         acc = gate(acc, FUNCTION, LIMIT, ALPHA, BETA)
     row = rows_between(tiles, pid_m, slot, num_slots, num_ids, ORDERED == "out", BLOCK_M)
+    if ADDS:
+        there = out + row[:, None] * N + n[None, :]
+        acc += tl.load(there, mask=real[:, None] & inside[None, :], other=0.0).to(tl.float32)
     store_tile(out, acc, row, n, real, inside, N)
 
 
@@ -130,9 +134,8 @@ class DenseGemm:
         sizes, tiles = problem.sizes, plan.config
         self.rule, self.part = sizes.rule, cuts_up(sizes, tiles)
         self.programs = max_programs(sizes, tiles)
-        make = _gated if sizes.halves == 2 else _plain
-        variant = (problem.permuted, problem.activation)
-        self.launch = make(sizes.n, sizes.k, problem.top_k, *variant, tiles)
+        how = (sizes.n, sizes.k, problem.top_k, problem.permuted, problem.activation, tiles)
+        self.launch = _gated(*how) if sizes.halves == 2 else _plain(*how, problem.adds)
 
     def __call__(self, out: Tensor, given: GemmOperands) -> None:
         """Launch one program for each tile that the plan may hold."""
@@ -147,7 +150,13 @@ class DenseGemm:
 
 @lru_cache(maxsize=1024)
 def _plain(
-    n: int, k: int, top_k: int, ordered: str | None, activation: str, tiles: TileConfig
+    n: int,
+    k: int,
+    top_k: int,
+    ordered: str | None,
+    activation: str,
+    tiles: TileConfig,
+    adds: bool,
 ) -> Launch:
     """Launch of the kernel with one accumulator per tile."""
     rule = formula(activation) if activation else None
@@ -157,6 +166,7 @@ def _plain(
         K=k,
         TOP_K=top_k,
         ORDERED=ordered,
+        ADDS=adds,
         FUNCTION=rule and rule.function,
         LIMIT=rule and rule.limit,
         ALPHA=rule and rule.alpha,

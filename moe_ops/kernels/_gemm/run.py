@@ -80,6 +80,8 @@ def call_gemm(
     settings: tuple[Any, ...],
     prepare: Callable[[], tuple[Tensor, GemmProblem]],
     config: KernelTiles | None = None,
+    *,
+    out: Tensor | None = None,
 ) -> Tensor:
     """Run an expert GEMM and return its result.
 
@@ -91,20 +93,21 @@ def call_gemm(
         settings: the operator's name and its other arguments.
         prepare: checks the sizes, and returns an empty result and the problem.
         config: tiles to use instead of those of the plan.
+        out: the tensor to write to; None: a new one.
     """
     facts = device_facts(given.a.device)
     key = (given.facts, settings, facts, config, tuned.TABLES)
     known = PREPARED.get(key)
     if known is None:
-        out, problem = prepare()
-        known = Prepared(out.shape, out.dtype, *_ready(problem, facts, config, tuned.TABLES))
+        result, problem = prepare()
+        known = Prepared(result.shape, result.dtype, *_ready(problem, facts, config, tuned.TABLES))
         if len(PREPARED) >= MOST:
             PREPARED.clear()
         PREPARED[key] = known
     else:
-        out = given.a.new_empty(known.shape, dtype=known.dtype)
-    _run(out, given, known.kernel, known.quant)
-    return out
+        result = given.a.new_empty(known.shape, dtype=known.dtype) if out is None else out
+    _run(result, given, known.kernel, known.quant)
+    return result
 
 
 def _run(out: Tensor, given: GemmOperands, kernel: Kernel | None, quant: Quant | None) -> None:

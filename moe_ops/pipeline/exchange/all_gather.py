@@ -75,3 +75,8 @@ class AllGatherPrepareAndFinalize(TokenExchange):
         """Exchange equal blocks of the partial sums."""
         travelling = self.group.start_exchange(sums)
         return lambda: sum_of_ranks(self.group.wait(travelling), self.group.size)
+
+    def send_again(self, rows: Tensor, topk_ids: Tensor) -> Receiver:
+        """Gather the rows of all ranks."""
+        travelling = self.group.start_all_gather(rows)
+        return lambda: self.group.wait(travelling)

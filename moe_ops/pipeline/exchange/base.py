@@ -17,6 +17,8 @@ import torch
 from torch import Tensor
 
 from moe_ops import checks, ops
+from moe_ops.gradients import wanted
+from moe_ops.pipeline.exchange.gradients import Sent, SentBack
 from moe_ops.pipeline.exchange.groups import RankGroup
 from moe_ops.pipeline.formats import FusedMoEActivationFormat, PrepareResult
 from moe_ops.pipeline.no_ep import MoEPrepareAndFinalizeNoEP
@@ -148,6 +150,21 @@ class TokenExchange(FusedMoEPrepareAndFinalizeModular):
             topk_ids: the ids of these tokens.
         """
 
+    def send_again(self, rows: Tensor, topk_ids: Tensor) -> Receiver:
+        """Start to send ``(P, H)`` to the ranks that `send` sent tokens to: one row for each token.
+
+        It is needed for gradients only; see `has_gradients`.
+
+        Args:
+            rows: one row for each of this rank's P rows.
+            topk_ids: as for `send_back`, which receives what the other ranks' rows become.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has no gradients")
+
+    def has_gradients(self) -> bool:
+        """Whether gradients travel: see `moe_ops.pipeline.exchange.gradients`."""
+        return type(self).send_again is not TokenExchange.send_again
+
     @property
     def activation_format(self) -> FusedMoEActivationFormat:
         """Standard."""
@@ -229,11 +246,16 @@ class TokenExchange(FusedMoEPrepareAndFinalizeModular):
         quant = None if defer_input_quant else quant_config.scheme.activation
         before = None if later else quant
         everywhere = later and quant is not None and quant.of_all_rows
-        routing = (topk_weights, topk_ids, num_experts, expert_map)
-        receive = self.send(Outgoing(a1, *routing, on_input, quant_config, before, everywhere))
+        trained = quant is None and not apply_router_weight_on_input and self.has_gradients()
+        trained = trained and bool(wanted(a1, topk_weights))
+        x, given = (a1.detach(), topk_weights.detach()) if trained else (a1, topk_weights)
+        routing = (given, topk_ids, num_experts, expert_map)
+        receive = self.send(Outgoing(x, *routing, on_input, quant_config, before, everywhere))
 
         def receiver() -> PrepareResult:
             rows, scale, weights, ids = receive()
+            if trained:
+                rows, weights = Sent.apply(self, a1, topk_weights, rows, weights, ids)
             if later and quant is None:
                 rows = weighted_rows(rows, weights)
             elif later and quant is not None:
@@ -259,7 +281,10 @@ class TokenExchange(FusedMoEPrepareAndFinalizeModular):
             apply_router_weight_on_input,
             weight_and_reduce_impl,
         )
-        return self.send_back(sums, topk_ids)
+        if not wanted(sums):
+            return self.send_back(sums, topk_ids)
+        receive = self.send_back(sums.detach(), topk_ids)
+        return lambda: SentBack.apply(self, sums, receive(), topk_ids)
 
     def check_room(self, a1: Tensor) -> None:
         """Raise ValueError for more tokens than ``max_num_tokens``."""

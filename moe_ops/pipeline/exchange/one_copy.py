@@ -99,8 +99,8 @@ class OneCopyExchange(TokenExchange):
         quant = tokens.quant
         if scale is not None and quant is not None and not quant.per_tensor:
             beside.append(scale)
-        travelling = self._start(bytes_of_fp8(rows), tokens, copies)
-        facts = self._start(packed(beside), tokens, copies)
+        travelling = self._start(bytes_of_fp8(rows), copies)
+        facts = self._start(packed(beside), copies)
         dtype = rows.dtype
 
         def receive() -> Arrived:
@@ -121,12 +121,16 @@ class OneCopyExchange(TokenExchange):
         Raises:
             ValueError: ``topk_ids`` that are not the tensor that prepare returned.
         """
-        copies: Copies | None = getattr(topk_ids, _COPIES, None)
-        if copies is None:
-            raise ValueError("topk_ids must be the tensor that prepare returned, got another one")
+        copies = _copies_of(topk_ids)
         places = copies.places
         travelling = self.group.start_exchange(sums, copies.received, copies.sent)
         return lambda: ops.moe_unpermute(self.group.wait(travelling), None, places, None)
+
+    def send_again(self, rows: Tensor, topk_ids: Tensor) -> Receiver:
+        """Copy rows for the ranks that tokens were copied for, and start to send them."""
+        copies = _copies_of(topk_ids)
+        travelling = self._start(rows, copies)
+        return lambda: self.group.wait(travelling)
 
     def ranks_of(self, topk_ids: Tensor, num_experts: int, expert_map: Tensor | None) -> Tensor:
         """int32 ``(T, k)``: the ranks that hold a token's experts, ascending, each once; else -1.
@@ -141,8 +145,8 @@ class OneCopyExchange(TokenExchange):
         ranks[:, 1:].masked_fill_(again, -1)
         return ranks
 
-    def _start(self, x: Tensor, tokens: Outgoing, copies: Copies) -> Tensor:
-        rows = ops.gather_rows(x, copies.slots, copies.end, tokens.topk_ids.shape[1])
+    def _start(self, x: Tensor, copies: Copies) -> Tensor:
+        rows = ops.gather_rows(x, copies.slots, copies.end, copies.places.shape[1])
         return self.group.start_exchange(rows, copies.sent, copies.received)
 
     def _ranks(self, topk_ids: Tensor, num_experts: int, expert_map: Tensor | None) -> Tensor:
@@ -168,3 +172,11 @@ class OneCopyExchange(TokenExchange):
 
     def _by_maps(self, expert_map: Tensor) -> Tensor:
         return ranks_of_experts(self.group.all_gather((expert_map >= 0)[None]))
+
+
+def _copies_of(topk_ids: Tensor) -> Copies:
+    """The copies of the call whose prepare returned these ids."""
+    copies: Copies | None = getattr(topk_ids, _COPIES, None)
+    if copies is None:
+        raise ValueError("topk_ids must be the tensor that prepare returned, got another one")
+    return copies

@@ -60,6 +60,14 @@ class ReplicaExchange(TokenExchange):
         receive = self.exchange.send_back(sums, topk_ids)
         return lambda: self._gathered(receive())
 
+    def has_gradients(self) -> bool:
+        """Value of the exchange."""
+        return self.exchange.has_gradients()
+
+    def send_again(self, rows: Tensor, topk_ids: Tensor) -> Receiver:
+        """Send this rank's share of the rows, which all ranks of the replica must have."""
+        return self.exchange.send_again(self._share(rows), topk_ids)
+
     def _share(self, x: Tensor, fill: int = 0) -> Tensor:
         """Every n-th row of ``(T, m)``: ``(ceil(T / n), m)``, the last row ``fill`` if T ends."""
         count = self.replica_size

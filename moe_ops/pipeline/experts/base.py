@@ -145,6 +145,23 @@ class FusedMoEExpertsModular(FusedMoEExperts):
         """False."""
         return False
 
+    @classmethod
+    def has_gradients(cls) -> bool:
+        """Whether there is a ``differentiable_apply`` that computes what ``apply`` does.
+
+        A subclass that overrides ``apply`` does not inherit it.
+
+        ``differentiable_apply(rows, w1, w2, routing, activation, expert_tokens_meta,
+        apply_router_weight_on_input)`` gets rows that are not quantized, in the Standard format
+        also not multiplied by router weights, and returns what ``apply`` returns.
+        """
+        for kind in cls.__mro__:
+            if "differentiable_apply" in vars(kind):
+                return True
+            if "apply" in vars(kind):
+                return False
+        return False
+
     def moe_problem_size(
         self, a1: Tensor, w1: Tensor, w2: Tensor, topk_ids: Tensor
     ) -> tuple[int, int, int, int, int]:

@@ -9,6 +9,7 @@ from torch import Tensor
 from moe_ops import checks
 from moe_ops.activation import Activation, MoEActivation, kind_and_key
 from moe_ops.pipeline.experts.base import FusedMoEExpertsModular
+from moe_ops.pipeline.experts.differentiable import apply_to_batches
 from moe_ops.pipeline.experts.supports import EVERY_SCHEME, Supports
 from moe_ops.pipeline.formats import ExpertTokensMetadata, FusedMoEActivationFormat
 from moe_ops.pipeline.gemms import expert_weights, gemm, gemm_act, stored
@@ -87,6 +88,7 @@ class BatchedTritonExperts(BatchedExperts):
 
     SUPPORTS: ClassVar[Supports] = Supports(schemes=EVERY_SCHEME, batch_invariant=True)
     ACTIVATES_IN_GEMM1: ClassVar[bool | None] = True
+    differentiable_apply = apply_to_batches
 
     def apply(
         self,

@@ -15,6 +15,7 @@ from moe_ops import ops
 from moe_ops.activation import Activation, MoEActivation, kind_and_key
 from moe_ops.pipeline.experts.base import FusedMoEExpertsModular
 from moe_ops.pipeline.experts.batched import BatchedExperts, batched_input
+from moe_ops.pipeline.experts.differentiable import apply_to_batches, apply_to_tokens
 from moe_ops.pipeline.experts.supports import EVERY_SCHEME, Supports
 from moe_ops.pipeline.formats import ExpertTokensMetadata, FusedMoEActivationFormat
 from moe_ops.pipeline.gemms import activated, expert_weights, gemm, stored
@@ -32,6 +33,7 @@ class GroupedGemmExperts(FusedMoEExpertsModular):
 
     SUPPORTS: ClassVar[Supports] = Supports(schemes=EVERY_SCHEME, batch_invariant=True)
     ACTIVATES_IN_GEMM1: ClassVar[bool | None] = False
+    differentiable_apply = apply_to_tokens
 
     @staticmethod
     def activation_format() -> FusedMoEActivationFormat:
@@ -119,6 +121,7 @@ class BatchedGroupedGemmExperts(BatchedExperts):
 
     SUPPORTS: ClassVar[Supports] = Supports(schemes=EVERY_SCHEME, batch_invariant=True)
     ACTIVATES_IN_GEMM1: ClassVar[bool | None] = False
+    differentiable_apply = apply_to_batches
 
     def workspace_shapes(
         self,

@@ -10,6 +10,7 @@ from torch import Tensor
 from moe_ops import ops
 from moe_ops.activation import Activation, MoEActivation, kind_and_key
 from moe_ops.pipeline.experts.base import FusedMoEExpertsModular
+from moe_ops.pipeline.experts.differentiable import apply_to_tokens
 from moe_ops.pipeline.experts.supports import EVERY_SCHEME, Supports
 from moe_ops.pipeline.formats import ExpertTokensMetadata, FusedMoEActivationFormat
 from moe_ops.pipeline.gemms import (
@@ -79,6 +80,7 @@ class TritonExperts(FusedMoEExpertsModular):
 
     SUPPORTS: ClassVar[Supports] = Supports(schemes=EVERY_SCHEME, batch_invariant=True)
     ACTIVATES_IN_GEMM1: ClassVar[bool | None] = True
+    differentiable_apply = apply_to_tokens
 
     @property
     def applies_router_weight_on_input(self) -> bool:

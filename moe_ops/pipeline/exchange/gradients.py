@@ -1,0 +1,101 @@
+"""Gradients of what travels between ranks: each way is the backward pass of the other.
+
+`TokenExchange.send` copies tokens to ranks, so their gradients travel as sums do, and are added.
+`TokenExchange.send_back` adds sums of ranks, so the gradient of the result travels as tokens do.
+Where ranks have the same tokens, `Copied` and `Added` are such a pair. Gradients travel in
+collectives: all ranks must run a backward pass in the same order, for gradients of the same
+tensors.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+
+from moe_ops.pipeline.exchange.groups import RankGroup
+
+
+class Sent(Function):
+    """Rows and router weights that have arrived, as functions of those that were sent."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        exchange: Any,
+        a1: Tensor,
+        topk_weights: Tensor,
+        rows: Tensor,
+        weights: Tensor,
+        ids: Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        """Return what has arrived; ``ids`` name the call."""
+        ctx.exchange, ctx.ids, ctx.num_tokens = exchange, ids, a1.shape[0]
+        return rows.view_as(rows), weights.view_as(weights)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, of_rows: Tensor, of_weights: Tensor) -> Any:
+        """Send gradients back to their tokens' ranks, and add them."""
+
+        def back(grad: Tensor) -> Tensor:
+            found: Tensor = ctx.exchange.send_back(grad.contiguous(), ctx.ids)()
+            return found[: ctx.num_tokens]
+
+        dx = back(of_rows) if ctx.needs_input_grad[1] else None
+        dweights = back(of_weights) if ctx.needs_input_grad[2] else None
+        return None, dx, dweights, None, None, None
+
+
+class SentBack(Function):
+    """The sums of ranks, as a function of this rank's sums."""
+
+    @staticmethod
+    def forward(ctx: Any, exchange: Any, sums: Tensor, result: Tensor, ids: Tensor) -> Tensor:
+        """Return the result of `TokenExchange.send_back`."""
+        ctx.exchange, ctx.ids = exchange, ids
+        return result.view_as(result)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        """Send the gradient to the ranks whose sums were added."""
+        return None, ctx.exchange.send_again(grad.contiguous(), ctx.ids)(), None, None
+
+
+class Copied(Function):
+    """Tokens and router weights that all ranks have, of which each computes a part of the result.
+
+    Source:
+        Megatron-LM (arXiv 1909.08053), section 3: the operator f; `Added` is g.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, group: RankGroup, x: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the arguments."""
+        ctx.group = group
+        return x.view_as(x), weights.view_as(weights)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        """Add the parts of the gradients that the ranks have."""
+        asked = zip(grads, ctx.needs_input_grad[1:], strict=True)
+        return None, *(ctx.group.all_reduce(grad) if wanted else None for grad, wanted in asked)
+
+
+class Added(Function):
+    """The sum of the ranks' parts, which all ranks get; so each has the gradient of the sum."""
+
+    @staticmethod
+    def forward(ctx: Any, group: RankGroup, part: Tensor) -> Tensor:
+        """Add the parts."""
+        return group.all_reduce(part)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        """Pass the gradient on."""
+        return None, grad
