@@ -61,14 +61,14 @@ def triton(experts: Experts, inputs: Inputs) -> Call:
     return lambda: run(*arguments, **how)
 
 
-def quant_config(experts: Experts) -> Any:
-    """The weights' ``FusedMoEQuantConfig`` of vLLM."""
+def quant_config(experts: Experts, **changes: Any) -> Any:
+    """The weights' ``FusedMoEQuantConfig`` of vLLM, with further arguments."""
     module = import_module(f"{LAYERS}.config")
     if experts.stored is None:
         return module.FusedMoEQuantConfig.make()
     name, more = (CONFIGS | MXFP4)[experts.scheme.name]
     scales = {f"w{i}_scale": weight.scale for i, weight in enumerate(experts.stored, 1)}
-    return getattr(module, name)(**scales, **more)
+    return getattr(module, name)(**scales, **more, **changes)
 
 
 _MARLIN_GROUP = 128
@@ -105,31 +105,33 @@ def gptq_layout(weight: Any) -> tuple[Tensor, Tensor]:
 
 def modular(experts: Experts, inputs: Inputs) -> Call:
     """The modular kernel with vLLM's Triton experts."""
-    return _kernel(_class("experts.triton_moe", "TritonExperts"), experts, inputs)
+    triton_experts = _class("experts.triton_moe", "TritonExperts")
+    return _kernel(triton_experts, quant_config(experts), experts, inputs)
 
 
 def cutlass(experts: Experts, inputs: Inputs) -> Call:
     """The modular kernel with vLLM's CUTLASS experts."""
-    return _kernel(_class("experts.cutlass_moe", "CutlassExpertsFp8"), experts, inputs)
+    config = quant_config(experts, per_out_ch_quant=True)  # else one scale for a whole weight
+    return _kernel(_class("experts.cutlass_moe", "CutlassExpertsFp8"), config, experts, inputs)
 
 
 def served(experts: Experts, inputs: Inputs) -> Call:
     """The modular kernel with this library's experts, as the plug-in installs them."""
     ours = import_module("moe_ops.integrations.vllm._experts").MoeOpsExperts
-    return _kernel(ours, experts, inputs)
+    return _kernel(ours, quant_config(experts), experts, inputs)
 
 
 def _class(module: str, name: str) -> Any:
     return getattr(import_module(f"{LAYERS}.{module}"), name)
 
 
-def _kernel(experts_class: Any, experts: Experts, inputs: Inputs) -> Call:
+def _kernel(experts_class: Any, config: Any, experts: Experts, inputs: Inputs) -> Call:
     """The modular kernel of one rank; weights are processed as after loading a model."""
     device = inputs.x.device
     workspace = import_module("vllm.v1.worker.workspace")
     if not workspace.is_workspace_manager_initialized():
         workspace.init_workspace_manager(device)
-    layer, config = _layer(experts), quant_config(experts)
+    layer = _layer(experts)
     moe_config = _moe_config(experts, inputs)
     prepare = import_module(f"{LAYERS}.all2all_utils").maybe_make_prepare_finalize(
         moe=moe_config, quant_config=config, allow_new_interface=True
