@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from functools import partial
 from operator import is_
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from moe_ops import ops
+from moe_ops.gradients import as_recorded, recomputes
 from moe_ops.layer.base import ExpertLayer
 from moe_ops.layer.packing import convert_for_device
 from moe_ops.layer.parameters import parameter_specs
@@ -120,7 +122,8 @@ class FusedMoEMethodBase(ABC):
             )  # fmt: skip
             beside = None if shared_experts_input is None else shared_experts_of(layer)
             return kernel.run(call, beside)
-        return fused_experts(
+        run = partial(
+            fused_experts,
             x,
             layer.w13_weight,
             layer.w2_weight,
@@ -134,6 +137,7 @@ class FusedMoEMethodBase(ABC):
             quant_config=self.get_fused_moe_quant_config(layer),
             batch_invariant=layer.batch_invariant,
         )
+        return as_recorded(run) if recomputes(layer) else run()
 
     def forget(self) -> None:
         """Drop what was derived from parameters, whose memory has been replaced."""

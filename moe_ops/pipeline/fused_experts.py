@@ -9,7 +9,7 @@ from torch import Tensor
 
 from moe_ops import checks, ops
 from moe_ops.activation import Activation, MoEActivation, kind_and_key
-from moe_ops.gradients import check_transforms, message, refuse, wanted
+from moe_ops.gradients import check_transforms, refuse, wanted
 from moe_ops.pipeline.backward import Settings, differentiable_experts, lacking
 from moe_ops.pipeline.experts.standard import slot_experts
 from moe_ops.pipeline.gemms import expert_weights
@@ -172,19 +172,18 @@ def _experts(
     settings = Settings(scheme, key, *flags)
     operands = (hidden_states, w1, w2, routing.topk_weights, b1, b2, config, lora)
     inputs = wanted(*operands) if torch.is_grad_enabled() else []
+    call = (hidden_states, experts, routing, settings, config, plan)
     if lora is not None:
         check_lora(lora, hidden_states, w1, w2, scheme)
     elif not inputs:
-        return _untrained(hidden_states, experts, routing, settings, config, plan)
+        return _untrained(*call)
     reason = lacking((w1, w2), config) if inputs else None
-    if reason is not None and lora is not None:
-        raise NotImplementedError(message("fused_experts", reason=reason))
     if reason is not None:
         with torch.no_grad():
-            out = _untrained(hidden_states, experts, routing, settings, config, plan)
+            out = _untrained(*call) if lora is None else differentiable_experts(*call, lora)
         return refuse(out, inputs, "fused_experts", reason)
     check_transforms("fused_experts")
-    return differentiable_experts(hidden_states, experts, routing, settings, config, plan, lora)
+    return differentiable_experts(*call, lora)
 
 
 def _untrained(
