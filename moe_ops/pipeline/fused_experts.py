@@ -54,7 +54,7 @@ def fused_experts(
     Tokens, router weights, biases and weights that are not quantized have gradients, once: the
     product of the first GEMM is then rounded before the activation. Quantized weights are
     constants, and the gradient passes the quantization of rows unchanged. Under ``torch.autocast``
-    tokens and weights that are not quantized are cast to its dtype.
+    tokens are cast to its dtype, and so are weights that are not quantized.
 
     Quantized: rows are quantized before each product (the intermediate after its rounding to the
     dtype of ``hidden_states``), products of stored values are exact, scales and biases are applied
@@ -158,10 +158,12 @@ def _experts(
     scheme, (w1, w2, *biases) = config.scheme, given
     kind_of_device = hidden_states.device.type if isinstance(hidden_states, Tensor) else ""
     autocasts = kind_of_device in ("cuda", "cpu") and torch.is_autocast_enabled(kind_of_device)
-    if autocasts and scheme.weight is None:
+    if autocasts:
         dtype = torch.get_autocast_dtype(kind_of_device)
-        hidden_states, w1, w2 = (x.to(dtype) for x in (hidden_states, w1, w2))
-        plan = None  # of another dtype
+        plan = plan if hidden_states.dtype == dtype else None
+        hidden_states = hidden_states.to(dtype)
+        if scheme.weight is None:
+            w1, w2 = w1.to(dtype), w2.to(dtype)
     kind, key = kind_and_key(activation)
     b1, b2 = config.biases(*biases)
     quantization = () if scheme.weight is None else config.tensors
