@@ -5,6 +5,7 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
 pytest.importorskip("transformers")
 ROOT = Path(__file__).parents[2]
@@ -39,6 +40,7 @@ def test_finetuning(example):
     )
     assert ours != theirs
     rounding = max(abs(a - b) for a, b in zip(theirs, eager, strict=True))
+    rounding += 2 * torch.finfo(torch.float32).eps * theirs[0]
     assert max(abs(a - b) for a, b in zip(ours, theirs, strict=True)) <= 4 * rounding
     plain, small = (row for way, row in rows.items() if way.startswith("LoRA"))
     assert plain["trained_parameters"] == small["trained_parameters"]
