@@ -283,8 +283,7 @@ def finetuning() -> str:
     apart = max(abs(a - b) for a, b in zip(*both, strict=True))
     how = (
         f"`{record['command']}`, torch {record['torch']} on {record['device']}. The losses of both "
-        f"implementations are at most {apart:.1g} apart: rounding, which in some steps changes the "
-        "choice of an expert."
+        f"implementations are at most {apart:.1g} apart."
     )
     return f"{report.markdown(head, lines, labels=1)}\n\n{how}"
 

@@ -1,6 +1,6 @@
 """Fine-tune the demo's language model on this library's documentation, in four ways.
 
-    python examples/finetune.py                                # a minute or two on two CPU cores
+    python examples/finetune.py                                # about a minute on two CPU cores
     python examples/finetune.py --output benchmarks/results    # also writes finetune.json
 
 All weights, with transformers' ``grouped_mm`` and with this library's experts; adapters (LoRA) of
@@ -23,8 +23,8 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import moe_ops
+import moe_ops.integrations.transformers  # registers "moe_ops"
 from moe_ops.demo import MODEL
-from moe_ops.integrations.transformers import moe_ops_experts
 from moe_ops.training import ExpertLora
 from moe_ops.version import __version__
 
@@ -50,7 +50,7 @@ class LoraExperts(nn.Module):
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         lora = ExpertLora(tuple(self.first), tuple(self.second), scaling=self.scaling)
-        return moe_ops_experts(self.experts, hidden_states, top_k_index, top_k_weights, lora)
+        return self.experts(hidden_states, top_k_index, top_k_weights, lora=lora)
 
 
 def load(implementation: str) -> Any:
@@ -90,7 +90,8 @@ WAYS: dict[str, tuple[Callable[[], Any], float]] = {
 
 def windows() -> tuple[Tensor, Tensor]:
     """Cut the pages into windows of tokens; every tenth one is held out."""
-    text = "\n\n".join(path.read_text(encoding="utf-8") for path in sorted(PAGES.glob("*/*.md")))
+    paths = sorted(path for path in PAGES.glob("*/*.md") if path.parent.name != "generated")
+    text = "\n\n".join(path.read_text(encoding="utf-8") for path in paths)
     tokenizer = AutoTokenizer.from_pretrained(MODEL)
     tokens = torch.tensor(tokenizer.backend_tokenizer.encode(text).ids)
     all_windows = tokens[: tokens.numel() // CONTEXT * CONTEXT].view(-1, CONTEXT)

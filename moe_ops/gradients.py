@@ -78,9 +78,9 @@ def inference_only(function: Callable[P, R]) -> Callable[P, R]:
 def recomputes(module: nn.Module) -> bool:
     """Whether a pass of ``module`` may run again with grad mode, and must have the same bits then.
 
-    True in training mode without grad mode, for a module with parameters that require grad: so does
-    checkpointing with ``use_reentrant=True`` run it first. The pipeline with gradients rounds where
-    the one without does not.
+    True in training mode without grad mode, for a module with parameters that require grad.
+    Checkpointing with ``use_reentrant=True`` runs modules in this way first. The pipeline with
+    gradients rounds where the one without does not.
     """
     if torch.is_grad_enabled() or not module.training:
         return False

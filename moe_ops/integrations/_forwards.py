@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -111,12 +110,6 @@ def moe_ops_fp8_experts(
         hidden_states, weights.w1, weights.w2, weights.quant_config, _fp8.static_scales(self),
         Routing(top_k_weights, top_k_index, expert_map), gate,
     )  # fmt: skip
-
-
-def experts_forward(experts: Any) -> Callable[..., Tensor]:
-    """Return the function that runs an experts module: transformers registers one per class."""
-    run = moe_ops_fp8_experts if _fp8.is_quantized(experts) else moe_ops_experts
-    return partial(run, experts)
 
 
 def _run(

@@ -17,7 +17,6 @@ import torch
 from torch import Tensor, nn
 
 from moe_ops.integrations._experts import weights_of
-from moe_ops.integrations._forwards import experts_forward
 from moe_ops.integrations._gates import activation_of
 from moe_ops.integrations._layers import NAME, quantized_layer
 from moe_ops.pipeline.lora import ExpertLora
@@ -88,7 +87,8 @@ def _forward(outer: Any, *args: Any, **kwargs: Any) -> Tensor:
             f"{kwargs['adapter_names']}"
         )
     kwargs.pop("adapter_names", None)
-    return experts_forward(experts)(*args, **kwargs, lora=active(wrappers))
+    out: Tensor = experts(*args, **kwargs, lora=active(wrappers))
+    return out
 
 
 def _change_weight(wrapper: Any, method: str, *args: Any, **kwargs: Any) -> Any:

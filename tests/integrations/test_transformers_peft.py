@@ -145,7 +145,7 @@ def test_adapters_of_quantized_experts(model, kind, ids):
 def test_another_implementation_runs_the_wrapper(model, ids, monkeypatch):
     """``set_experts_implementation`` after `adapt` decides, too."""
     integration.adapt(model)
-    monkeypatch.setattr(_peft, "experts_forward", None)
+    monkeypatch.setattr(_peft, "active", None)
     with pytest.raises(TypeError, match="not callable"):
         model(ids)
     for outer in experts_of(model):
