@@ -263,6 +263,31 @@ def whole_models() -> str:
     return "\n\n".join([tables, *shown])
 
 
+def finetuning() -> str:
+    """A line per way of the record of `examples/finetune.py`."""
+    record = json.loads((RESULTS / "finetune.json").read_text())
+    lines = [
+        [
+            row["way"],
+            f"{row['trained_parameters']:,}",
+            f"{row['experts_bytes'] / 1e6:.1f}",
+            f"{row['losses'][0]:.4f}",
+            f"{row['losses'][-1]:.4f}",
+            f"{row['heldout_before']:.4f}",
+            f"{row['heldout_after']:.4f}",
+        ]
+        for row in record["rows"]
+    ]
+    head = ["way", "trained", "experts, MB", "first loss", "last", "held out before", "after"]
+    both = [row["losses"] for row in record["rows"][:2]]
+    apart = max(abs(a - b) for a, b in zip(*both, strict=True))
+    how = (
+        f"`{record['command']}`, torch {record['torch']} on {record['device']}. The losses of both "
+        f"implementations are at most {apart:.1g} apart."
+    )
+    return f"{report.markdown(head, lines, labels=1)}\n\n{how}"
+
+
 def _copied(path: Path) -> str:
     """Copy a GPU's plot beside the tables; return the link of a page to it."""
     target = f"{path.parent.name}-{path.name}"
@@ -302,6 +327,7 @@ PAGES = {
     "profile": profile,
     "overheads": lambda: report.overheads_report(report.read_records(RESULTS, "overheads.json")),
     "whole_models": whole_models,
+    "finetuning": finetuning,
     "ranks": lambda: ranks_report.report(report.read_records(RESULTS, "ranks.json")),
     "quality": lambda: quality_report.table(quality_report.read()),
 }

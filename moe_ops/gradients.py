@@ -75,6 +75,29 @@ def inference_only(function: Callable[P, R]) -> Callable[P, R]:
     return run
 
 
+def recomputes(module: nn.Module) -> bool:
+    """Whether a pass of ``module`` may run again with grad mode, and must have the same bits then.
+
+    True in training mode without grad mode, for a module with parameters that require grad.
+    Checkpointing with ``use_reentrant=True`` runs modules in this way first. The pipeline with
+    gradients rounds where the one without does not.
+    """
+    if torch.is_grad_enabled() or not module.training:
+        return False
+    if not torch.compiler.is_compiling() and torch.is_inference_mode_enabled():
+        return False
+    for parameter in module._parameters.values():  # a generator would take longer
+        if parameter is not None and parameter.requires_grad:
+            return True
+    return False
+
+
+def as_recorded(run: Callable[[], Tensor]) -> Tensor:
+    """The result of ``run`` as if gradients were recorded, without the record."""
+    with torch.enable_grad():
+        return run().detach()
+
+
 def wanted(*values: Any) -> list[Tensor]:
     """The tensors among ``values`` that require grad; an empty list if grad mode is off."""
     if not torch.is_grad_enabled():

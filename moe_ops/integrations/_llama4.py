@@ -6,11 +6,13 @@ not chosen). Here only the chosen experts run, and the first GEMM applies the sc
 
 from __future__ import annotations
 
+from functools import partial
 from types import MethodType
 from typing import Any
 
 from torch import Tensor, nn
 
+from moe_ops.gradients import as_recorded, recomputes
 from moe_ops.integrations._gates import kind_of
 from moe_ops.pipeline.fused_experts import fused_experts
 
@@ -37,17 +39,18 @@ def block_forward(self: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
     router_scores, router_logits = self.router(hidden_states)
     # Which experts of score 0 are chosen does not matter: they add nothing.
     topk_weights, topk_ids = router_scores.topk(self.top_k, dim=1)
-    activation: Any = kind_of(self.experts.act_fn)
-    routed = fused_experts(
-        hidden_states,
-        self.experts.gate_up_proj.transpose(1, 2),
-        self.experts.down_proj.transpose(1, 2),
-        topk_weights,
-        topk_ids,
-        activation=activation,
-        apply_router_weight_on_input=True,
-    )
+    run = partial(_routed, self.experts, hidden_states, topk_weights, topk_ids)
+    routed = as_recorded(run) if recomputes(self.experts) else run()
     return self.shared_expert(hidden_states) + routed, router_logits
+
+
+def _routed(experts: Any, x: Tensor, topk_weights: Tensor, topk_ids: Tensor) -> Tensor:
+    """Run the chosen experts of every token."""
+    activation: Any = kind_of(experts.act_fn)
+    w1, w2 = experts.gate_up_proj.transpose(1, 2), experts.down_proj.transpose(1, 2)
+    return fused_experts(
+        x, w1, w2, topk_weights, topk_ids, activation=activation, apply_router_weight_on_input=True
+    )
 
 
 def adapt_block(name: str, block: nn.Module) -> None:

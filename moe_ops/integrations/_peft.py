@@ -1,21 +1,24 @@
 """Adapters of PEFT on experts (``LoraConfig.target_parameters``), run as grouped LoRA.
 
 PEFT wraps an experts module once per parameter and makes ``W + B @ A`` of all experts in every
-forward pass. An adapted wrapper passes the factors to `fused_experts` instead, so that weights are
-neither copied nor changed, and may be quantized. Wrappers are recognized by their attributes; PEFT
+forward pass. An adapted wrapper passes the factors to the experts' own forward instead, so that
+weights are neither copied nor changed, and may be quantized. Which adapters are active, merged or
+disabled is read from the wrappers in every pass. Wrappers are recognized by their attributes; PEFT
 is not imported.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
-from moe_ops.integrations._experts import map_for_few_experts, weights_of
+from moe_ops.integrations._experts import weights_of
 from moe_ops.integrations._gates import activation_of
-from moe_ops.pipeline.fused_experts import fused_experts
+from moe_ops.integrations._layers import NAME, quantized_layer
 from moe_ops.pipeline.lora import ExpertLora
 
 PARAMETERS = {"gate_up_proj": "w1", "up_proj": "w1", "down_proj": "w2"}
@@ -37,13 +40,18 @@ def wrappers_of(outer: Any) -> tuple[list[Any], Any]:
     return found, outer
 
 
+def chosen(experts: Any) -> bool:
+    """Whether transformers' experts implementation is this library's."""
+    return getattr(getattr(experts, "config", None), "_experts_implementation", None) == NAME
+
+
 def is_adapted(outer: nn.Module) -> bool:
     """Whether `adapt_wrappers` has given the module its forward."""
     return isinstance(outer.__dict__.get("forward"), partial)
 
 
 def adapt_wrappers(name: str, outer: Any) -> None:
-    """Run the experts inside of nested wrappers by `fused_experts`, with grouped LoRA.
+    """Run the experts inside of nested wrappers by their own forward, with grouped LoRA.
 
     Raises:
         NotImplementedError: experts whose activation this library does not have; an adapter of a
@@ -61,49 +69,65 @@ def adapt_wrappers(name: str, outer: Any) -> None:
             f"got {got}"
         )
     outer.forward = partial(_forward, outer)
+    for wrapper in wrappers:
+        for method in ("merge", "unmerge"):
+            setattr(wrapper, method, partial(_change_weight, wrapper, method))
 
 
-def _forward(
-    outer: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
-) -> Tensor:
+def _forward(outer: Any, *args: Any, **kwargs: Any) -> Tensor:
     """The experts' forward with the active adapters of all wrappers."""
     wrappers, experts = wrappers_of(outer)
-    w1, w2, w1_bias, w2_bias, config = weights_of(experts)
-    x = hidden_states if config is not None else hidden_states.to(w1.dtype)
-    out = fused_experts(
-        x, w1, w2, top_k_weights, top_k_index, activation=activation_of(experts) or "silu",
-        expert_map=map_for_few_experts(top_k_index, w1.shape[0]), w1_bias=w1_bias,
-        w2_bias=w2_bias, quant_config=config, lora=active(wrappers),
-    )  # fmt: skip
-    return out.to(hidden_states.dtype)
+    if not chosen(experts):
+        result: Tensor = type(outer).forward(outer, *args, **kwargs)
+        return result
+    if kwargs.get("adapter_names") is not None:
+        raise NotImplementedError(
+            "adapter_names must be None for adapters of experts (set_adapter chooses one for the "
+            "batch, fused_experts(.., lora=ExpertLora(.., lora_ids)) one per token), got "
+            f"{kwargs['adapter_names']}"
+        )
+    kwargs.pop("adapter_names", None)
+    out: Tensor = experts(*args, **kwargs, lora=active(wrappers))
+    return out
+
+
+def _change_weight(wrapper: Any, method: str, *args: Any, **kwargs: Any) -> Any:
+    """PEFT's ``merge`` or ``unmerge``, which needs a weight that numbers can be added to."""
+    experts = wrappers_of(wrapper)[1]
+    if quantized_layer(experts) is not None or weights_of(experts).quant_config is not None:
+        raise NotImplementedError(
+            f"{method} must be called with weights that are not quantized, got quantized ones of "
+            f"{type(experts).__name__}: merge into the model before moe_ops.quantize_, or leave "
+            "adapters beside it"
+        )
+    return getattr(type(wrapper), method)(wrapper, *args, **kwargs)
 
 
 def active(wrappers: list[Any]) -> ExpertLora | None:
-    """The active adapters of nested wrappers; None: none is active, or they are merged.
+    """The sum of the active adapters of each weight; None: none is active, or they are merged.
 
-    Raises:
-        NotImplementedError: several active adapters of one parameter.
+    As in PEFT, weights with merged adapters are restored if adapters are disabled, and other
+    adapters are left out while one is merged.
     """
     pairs: dict[str, tuple[Tensor, Tensor]] = {}
     for wrapper in wrappers:
-        names = [n for n in wrapper.active_adapters if n in wrapper.lora_A]
-        if wrapper.disable_adapters or wrapper.merged or not names:
-            continue
-        if len(names) > 1:
-            raise NotImplementedError(
-                f"at most one adapter of {wrapper.parameter_name} must be active, got {names}"
-            )
-        pairs[PARAMETERS[wrapper.parameter_name]] = factors_of(wrapper, names[0])
+        if wrapper.disable_adapters and wrapper.merged:
+            wrapper.unmerge()
+        names = [name for name in wrapper.active_adapters if name in wrapper.lora_A]
+        if names and not wrapper.disable_adapters and not wrapper.merged:
+            pairs[PARAMETERS[wrapper.parameter_name]] = factors_of(wrapper, names)
     return ExpertLora(pairs.get("w1"), pairs.get("w2")) if pairs else None
 
 
-def factors_of(wrapper: Any, name: str) -> tuple[Tensor, Tensor]:
-    """The factors ``(1, E, r, K)`` and ``(1, E, N, r)`` of an adapter, scaled.
+def factors_of(wrapper: Any, names: Sequence[str]) -> tuple[Tensor, Tensor]:
+    """The factors ``(1, E, r, K)`` and ``(1, E, N, r)`` of a sum of adapters, scaled.
 
-    PEFT keeps ``(E * r, K)``, expert by expert, and ``(N, r * E)``, in which experts alternate.
+    The product of factors that are concatenated along r is the sum of the adapters' products. PEFT
+    keeps ``(E * r, K)``, expert by expert, and ``(N, r * E)``, in which experts alternate.
     """
-    a, b = wrapper.lora_A[name].weight, wrapper.lora_B[name].weight
-    experts = wrapper.num_experts
-    a = a.view(1, experts, -1, a.shape[1])
-    b = b.view(b.shape[0], -1, experts).permute(2, 0, 1)[None]
-    return a, b * wrapper.scaling[name]
+    first, second, experts = [], [], wrapper.num_experts
+    for name in names:
+        a, b = wrapper.lora_A[name].weight, wrapper.lora_B[name].weight
+        first.append(a.view(experts, -1, a.shape[1]))
+        second.append(b.view(b.shape[0], -1, experts).permute(2, 0, 1) * wrapper.scaling[name])
+    return torch.cat(first, 1)[None], torch.cat(second, 2)[None]

@@ -53,7 +53,7 @@ class ExpertsTarget(Target):
         """Run the module's experts once more before each call."""
 
         def look(experts: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            x, ids, weights = (*args, *kwargs.values())
+            x, ids, weights, *_ = (*args, *kwargs.values())
             plain = self.weights()
             gate = experts._apply_gate if experts.has_gate else experts.act_fn
             expert_map = map_for_few_experts(ids, plain.w1.shape[0])

@@ -57,8 +57,8 @@ class MoeOpsQuantizer(HfQuantizer):
 
     @property
     def is_trainable(self) -> bool:
-        """False: inference only."""
-        return False
+        """True: adapters are, beside weights that stay as they are."""
+        return True
 
     @property
     def is_compileable(self) -> bool:

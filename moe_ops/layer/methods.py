@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from functools import partial
 from operator import is_
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from moe_ops import ops
+from moe_ops.gradients import as_recorded, recomputes
 from moe_ops.layer.base import ExpertLayer
 from moe_ops.layer.packing import convert_for_device
 from moe_ops.layer.parameters import parameter_specs
@@ -124,7 +126,8 @@ class FusedMoEMethodBase(ABC):
             )  # fmt: skip
             beside = None if shared_experts_input is None else shared_experts_of(layer)
             return kernel.run(call, beside)
-        return fused_experts(
+        run = partial(
+            fused_experts,
             x,
             layer.w13_weight,
             layer.w2_weight,
@@ -139,6 +142,7 @@ class FusedMoEMethodBase(ABC):
             batch_invariant=layer.batch_invariant,
             lora=lora,
         )
+        return as_recorded(run) if recomputes(layer) else run()
 
     def forget(self) -> None:
         """Drop what was derived from parameters, whose memory has been replaced."""

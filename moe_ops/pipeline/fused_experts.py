@@ -9,7 +9,7 @@ from torch import Tensor
 
 from moe_ops import checks, ops
 from moe_ops.activation import Activation, MoEActivation, kind_and_key
-from moe_ops.gradients import check_transforms, message, refuse, wanted
+from moe_ops.gradients import check_transforms, refuse, wanted
 from moe_ops.pipeline.backward import Settings, differentiable_experts, lacking
 from moe_ops.pipeline.experts.standard import slot_experts
 from moe_ops.pipeline.gemms import expert_weights
@@ -54,7 +54,7 @@ def fused_experts(
     Tokens, router weights, biases and weights that are not quantized have gradients, once: the
     product of the first GEMM is then rounded before the activation. Quantized weights are
     constants, and the gradient passes the quantization of rows unchanged. Under ``torch.autocast``
-    tokens and weights that are not quantized are cast to its dtype.
+    tokens are cast to its dtype, and so are weights that are not quantized.
 
     Quantized: rows are quantized before each product (the intermediate after its rounding to the
     dtype of ``hidden_states``), products of stored values are exact, scales and biases are applied
@@ -158,10 +158,12 @@ def _experts(
     scheme, (w1, w2, *biases) = config.scheme, given
     kind_of_device = hidden_states.device.type if isinstance(hidden_states, Tensor) else ""
     autocasts = kind_of_device in ("cuda", "cpu") and torch.is_autocast_enabled(kind_of_device)
-    if autocasts and scheme.weight is None:
+    if autocasts:
         dtype = torch.get_autocast_dtype(kind_of_device)
-        hidden_states, w1, w2 = (x.to(dtype) for x in (hidden_states, w1, w2))
-        plan = None  # of another dtype
+        plan = plan if hidden_states.dtype == dtype else None
+        hidden_states = hidden_states.to(dtype)
+        if scheme.weight is None:
+            w1, w2 = w1.to(dtype), w2.to(dtype)
     kind, key = kind_and_key(activation)
     b1, b2 = config.biases(*biases)
     quantization = () if scheme.weight is None else config.tensors
@@ -172,19 +174,18 @@ def _experts(
     settings = Settings(scheme, key, *flags)
     operands = (hidden_states, w1, w2, routing.topk_weights, b1, b2, config, lora)
     inputs = wanted(*operands) if torch.is_grad_enabled() else []
+    call = (hidden_states, experts, routing, settings, config, plan)
     if lora is not None:
         check_lora(lora, hidden_states, w1, w2, scheme)
     elif not inputs:
-        return _untrained(hidden_states, experts, routing, settings, config, plan)
+        return _untrained(*call)
     reason = lacking((w1, w2), config) if inputs else None
-    if reason is not None and lora is not None:
-        raise NotImplementedError(message("fused_experts", reason=reason))
     if reason is not None:
         with torch.no_grad():
-            out = _untrained(hidden_states, experts, routing, settings, config, plan)
+            out = _untrained(*call) if lora is None else differentiable_experts(*call, lora)
         return refuse(out, inputs, "fused_experts", reason)
     check_transforms("fused_experts")
-    return differentiable_experts(hidden_states, experts, routing, settings, config, plan, lora)
+    return differentiable_experts(*call, lora)
 
 
 def _untrained(

@@ -9,6 +9,7 @@ transformers = pytest.importorskip("transformers")
 from tiny_transformers import QWEN3, tiny_qwen3  # noqa: E402
 
 import moe_ops.integrations.transformers as integration  # noqa: E402
+from moe_ops.integrations import _forwards  # noqa: E402
 
 
 @pytest.fixture(autouse=True)
@@ -37,13 +38,13 @@ def test_logits_equal_eager(hidden_act, device):
 
 def test_our_function_really_ran(device, monkeypatch):
     model, calls = tiny_qwen3(device), []
-    original = integration.fused_experts
+    original = _forwards.fused_experts
 
     def counted(*args, **kwargs):
         calls.append(1)
         return original(*args, **kwargs)
 
-    monkeypatch.setattr(integration, "fused_experts", counted)
+    monkeypatch.setattr(_forwards, "fused_experts", counted)
     logits(model, "eager", tokens(device))
     assert not calls
     logits(model, "moe_ops", tokens(device))

@@ -14,7 +14,7 @@ import fp8_transformers as fp8  # noqa: E402
 import tiny_transformers  # noqa: E402
 
 import moe_ops.integrations.transformers as integration  # noqa: E402
-from moe_ops.integrations import _fp8  # noqa: E402
+from moe_ops.integrations import _forwards, _fp8  # noqa: E402
 from moe_ops.testing.compare import assert_layer_matches  # noqa: E402
 
 
@@ -61,13 +61,13 @@ def test_gates(changes, arguments, monkeypatch):
     """Those of the configuration are fused; an activation that is not ours runs between."""
     calls = []
     for name in ("fused_experts", "gated_experts"):
-        original = getattr(integration, name)
+        original = getattr(_forwards, name)
 
         def counted(*args, original=original, name=name, **kwargs):
             calls.append(name)
             return original(*args, **kwargs)
 
-        monkeypatch.setattr(integration, name, counted)
+        monkeypatch.setattr(_forwards, name, counted)
     module = fp8.experts(fp8.Config(**changes), **arguments)
     x, ids, weights = fp8.routed(20)
     ours, theirs = fp8.outputs(module, x, ids, weights)

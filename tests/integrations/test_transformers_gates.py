@@ -28,9 +28,9 @@ from sample_gates import (  # noqa: E402
 from tiny_transformers import Config, E, Experts, H, I, routed, with_gate  # noqa: E402
 from transformers.activations import ACT2FN  # noqa: E402
 
-import moe_ops.integrations.transformers as integration  # noqa: E402
 from moe_ops import ops  # noqa: E402
 from moe_ops.integrations import _gates  # noqa: E402
+from moe_ops.integrations._experts import weights_of  # noqa: E402
 from moe_ops.pipeline.gated_experts import gated_experts  # noqa: E402
 
 MODULE_OF = {name: module for module, name in tiny.decorated_classes()}
@@ -298,7 +298,7 @@ def test_weights_of_another_dtype_than_the_tokens():
 def test_views_are_passed(monkeypatch):
     """Transposed weights are not copied."""
     experts = experts_of("GptOssExperts")[0]
-    weights = integration.weights_of(experts)
+    weights = weights_of(experts)
     assert weights.w1.data_ptr() == experts.gate_up_proj.data_ptr()
     assert weights.w2.data_ptr() == experts.down_proj.data_ptr()
     assert weights.w1.shape[:2] == (tiny.EXPERTS, 48)

@@ -11,6 +11,7 @@ from tiny_transformers import Config, E, H, K, use_experts_implementation  # noq
 
 import moe_ops.integrations.transformers as integration  # noqa: E402
 from moe_ops import fused_experts  # noqa: E402
+from moe_ops.integrations._experts import weights_of  # noqa: E402
 from moe_ops.scheme import FusedMoEQuantConfig, get_scheme, quantize_weight  # noqa: E402
 
 WIDE_H, WIDE_I = 4 * H, 64
@@ -126,7 +127,7 @@ def test_taken_apart(scheme):
     x, ids, weights = routed(9)
     expected = fused_experts(x, w1, w2, weights, ids, quant_config=config)
     assert torch.equal(module(x, ids, weights), expected)
-    assert integration.weights_of(module).w1.data_ptr() == w1.data_ptr()
+    assert weights_of(module).w1.data_ptr() == w1.data_ptr()
 
 
 @torch.no_grad()

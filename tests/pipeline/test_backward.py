@@ -274,13 +274,13 @@ def test_autocast(device):
     x, logits = batch(33, device)
     same = moe_ops.FusedMoE(E, K, H, I, device=device, params_dtype=torch.bfloat16)
     same.load_state_dict(moe.state_dict())
+    same.requires_grad_(True)
     grad = torch.randn(33, H, device=device).bfloat16()
     with torch.autocast(device, torch.bfloat16):
         out = moe(x, logits)
         with torch.no_grad():
             assert torch.equal(moe(x.bfloat16(), logits), same(x.bfloat16(), logits))
     out.backward(grad)
-    same.requires_grad_(True)
     near = x.detach().bfloat16().requires_grad_()
     same(near, logits).backward(grad)
     assert moe.w2_weight.grad.dtype == torch.float32
