@@ -178,7 +178,7 @@ class FusedMoEKernel:
         check_call(experts, call)
         check_room(part, call)
         inputs, reason = self._gradients(call)
-        trained = len(inputs) > 0 and reason is None  # Dynamo of torch 2.11 cannot trace bool(list)
+        trained = len(inputs) > 0 and reason is None
         if not trained:
             call = without_history(call)
         dtype = part.topk_indices_dtype()
@@ -209,7 +209,7 @@ class FusedMoEKernel:
         prepared = pending.wait()
         del pending
         inputs, reason = self._gradients(call)
-        trained = len(inputs) > 0 and reason is None  # Dynamo of torch 2.11 cannot trace bool(list)
+        trained = len(inputs) > 0 and reason is None
         call = routed(call, prepared)
         plain = call if trained else without_history(call)
         num_tokens, size = call.topk_ids.shape[0], self.chunk_size

@@ -247,7 +247,7 @@ class TokenExchange(FusedMoEPrepareAndFinalizeModular):
         before = None if later else quant
         everywhere = later and quant is not None and quant.of_all_rows
         trained = quant is None and not apply_router_weight_on_input and self.has_gradients()
-        trained = trained and bool(wanted(a1, topk_weights))
+        trained = trained and len(wanted(a1, topk_weights)) > 0
         x, given = (a1.detach(), topk_weights.detach()) if trained else (a1, topk_weights)
         routing = (given, topk_ids, num_experts, expert_map)
         receive = self.send(Outgoing(x, *routing, on_input, quant_config, before, everywhere))
