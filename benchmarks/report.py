@@ -30,23 +30,13 @@ many times that of {OURS} without it."""
 
 HEADLINE = {
     "times as fast as transformers' `grouped_mm`": (("bf16", "hf-grouped_mm"), ("bf16", OURS)),
-    "the same, `grouped_mm` under `torch.compile`": (
-        ("bf16", "hf-grouped_mm-compiled"),
-        ("bf16", OURS),
-    ),
     "times as fast as the best peer of each layer": (("bf16", BEST), ("bf16", OURS)),
     "time over the least that the GPU allows": (("bf16", OURS), ("bf16", "floor")),
     "`fp8_block128`: times as fast as bf16": (("bf16", OURS), ("fp8_block128", OURS)),
     "`mxfp4_w4a16`: times as fast as bf16": (("bf16", OURS), ("mxfp4_w4a16", OURS)),
     **{
         f"`{scheme}`: times as fast as the best peer": ((scheme, BEST), (scheme, OURS))
-        for scheme in (
-            "fp8_block128",
-            "fp8_channel",
-            "int8_w8a16",
-            "int4_w4a16_g128",
-            "mxfp4_w4a16",
-        )
+        for scheme in ("fp8_block128", "int4_w4a16_g128", "mxfp4_w4a16")
     },
 }
 """Label of a line -> the scheme and implementation of its numerator and of its denominator."""
@@ -149,22 +139,40 @@ def _headline(record: Record) -> list[str]:
     times |= _best_peers(rows)
     shapes = dict.fromkeys(row["shape"] for row in rows)
 
-    def cell(over: tuple[str, str], under: tuple[str, str], m: int) -> str:
-        pairs = [(times.get((*over, m, s)), times.get((*under, m, s))) for s in shapes]
-        ratios = [a / b for a, b in pairs if a and b]
-        return f"{geometric_mean(ratios):.2f}" if ratios else "-"
+    def ratios(over: tuple[str, str], under: tuple[str, str], m: int) -> dict[str, float]:
+        pairs = {s: (times.get((*over, m, s)), times.get((*under, m, s))) for s in shapes}
+        return {s: a / b for s, (a, b) in pairs.items() if a and b}
 
-    lines = [
-        [label, *(cell(over, under, m) for m in TOKENS)]
-        for label, (over, under) in HEADLINE.items()
-    ]
-    lines = [line for line in lines if {*line[1:]} != {"-"}]
-    peers = sorted({row["impl"] for row in rows if not _ours(row["impl"])})
+    lines = []
+    for label, pair in HEADLINE.items():
+        found = [ratios(*pair, m) for m in TOKENS]
+        if any(found):
+            where = _where({s for column in found for s in column}, len(shapes))
+            means = [f"{geometric_mean(list(c.values())):.2f}" if c else "-" for c in found]
+            lines.append([label + where, *means])
+    peers = _peers_of(rows, len(shapes))
     told = (
         f"Geometric means over {len(shapes)} models' layers ({', '.join(shapes)}), in bf16 unless "
-        f"it says otherwise. Peers: {', '.join(peers) or 'none'}. {source(record)}"
+        f"it says otherwise. Peers: {peers or 'none'}. {source(record)}"
     )
     return [markdown(["tokens:", *map(str, TOKENS)], lines, labels=1), told]
+
+
+def _where(shapes: set[str], of: int) -> str:
+    """In brackets the only shapes of several that something was timed on; empty: on all."""
+    return "" if len(shapes) == of else f" ({', '.join(sorted(shapes))})"
+
+
+def _peers_of(rows: list[Record], of: int) -> str:
+    """The peers, each with the shapes that it was timed on."""
+    shapes = defaultdict(set)
+    for row in rows:
+        if not _ours(row["impl"]):
+            shapes[row["impl"]].add(row["shape"])
+    groups = defaultdict(list)
+    for peer in sorted(shapes):
+        groups[_where(shapes[peer], of)].append(peer)
+    return "; ".join(f"{', '.join(peers)}{where}" for where, peers in sorted(groups.items()))
 
 
 def _best_peers(rows: list[Record]) -> dict[tuple[str, str, int, str], float]:
@@ -203,14 +211,15 @@ def _shape_lines(shape: str, rows: list[Record], tokens: list[int]) -> list[list
         if row["floor_us"] is not None:
             times["floor"][row["M"]] = row["floor_us"]
     peers = sorted(times.keys() - {OURS, "floor"})
-    contest = [times[impl] for impl in (OURS, *peers)] if peers else []
+    rivals = [impl for impl in peers if not _ours(impl)]
+    contest = [times[impl] for impl in (OURS, *rivals)] if rivals else []
 
     def cell(impl: str, m: int) -> str:
         time, ours = times[impl].get(m), times[OURS].get(m)
         if time is None:
             return "-"
         text = _us(time)
-        if impl != "floor" and all(time <= other.get(m, time) for other in contest):
+        if impl in (OURS, *rivals) and all(time <= other.get(m, time) for other in contest):
             text = f"**{text}**" if contest else text
         return text if impl == OURS or ours is None else f"{text} ({ours / time:.2f})"
 
