@@ -1,5 +1,6 @@
 """What a call allocates: `workspace_nbytes` against sums by hand, and against calls that run."""
 
+import ctypes
 import weakref
 
 import pytest
@@ -128,9 +129,23 @@ def test_rows_are_freed_after_the_first_gemm(scheme, on_input):
 
 @pytest.fixture(autouse=True)
 def no_frame_hook():
-    """Dynamo's frame hook, which compiled calls may leave on, keeps arguments of calls alive."""
-    before = set_eval_frame(None)
+    """Dynamo's frame hook keeps arguments of calls alive.
+
+    Compiled calls may leave it on. A thread that ends with it leaves the interpreter with a
+    function for frames, in which calls hold their arguments even if no hook is set.
+    """
+    python = ctypes.pythonapi
+    get, put = (
+        python._PyInterpreterState_GetEvalFrameFunc,
+        python._PyInterpreterState_SetEvalFrameFunc,
+    )
+    python.PyInterpreterState_Get.restype = get.restype = ctypes.c_void_p
+    get.argtypes, put.argtypes = [ctypes.c_void_p], [ctypes.c_void_p, ctypes.c_void_p]
+    state, before = python.PyInterpreterState_Get(), set_eval_frame(None)
+    function = get(state)
+    put(state, ctypes.cast(python._PyEval_EvalFrameDefault, ctypes.c_void_p))
     yield
+    put(state, function)
     set_eval_frame(before)
 
 
