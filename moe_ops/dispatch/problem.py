@@ -323,7 +323,7 @@ def layer_problem(
         dynamic = shared and not quant.static
         rows = STORED if num_tokens is None or dynamic else EACH
     second = num_tokens == 1 and not activation and top_k == 1
-    summed = second and sums_one_token(scheme, packed=packed)
+    summed = second and (packed or sums_one_token(scheme))
     return GemmProblem(
         sizes,
         scheme.key,
@@ -337,9 +337,9 @@ def layer_problem(
     )
 
 
-def sums_one_token(scheme: Scheme, *, packed: bool) -> bool:
+def sums_one_token(scheme: Scheme) -> bool:
     """Whether there are kernels that also sum the second GEMM of one token.
 
-    ``packed``: whether its weight is in the packed form.
+    For a weight in the plain form: those of packed weights always do.
     """
-    return packed or scheme.activation is None or takes_one_token(scheme)
+    return scheme.activation is None or takes_one_token(scheme)

@@ -190,7 +190,7 @@ def sums_at_once(space: SlotRows, weight: ExpertWeight, scheme: Scheme) -> bool:
     _, ids, _ = space.tiles
     if ids is None or not may_be_one(ids.shape[0]):
         return False
-    return sums_one_token(scheme, packed=is_packed(weight.data))
+    return sums_one_token(scheme) or is_packed(weight.data)
 
 
 def gemm_sum(
