@@ -212,7 +212,7 @@ def triton_kernels() -> Any:
 
 
 def _swizzle(model: Any, kernels: Any) -> None:
-    """As ``from_pretrained`` leaves a model with MXFP4 experts."""
+    """Bring MXFP4 experts to the form in which ``from_pretrained`` leaves them."""
     mxfp4.triton_kernels_hub = kernels
     for block in moe_blocks(model):
         experts = block.experts

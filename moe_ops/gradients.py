@@ -99,7 +99,10 @@ def as_recorded(run: Callable[[], Tensor]) -> Tensor:
 
 
 def wanted(*values: Any) -> list[Tensor]:
-    """The tensors among ``values`` that require grad; an empty list if grad mode is off."""
+    """The tensors among ``values`` that require grad; an empty list if grad mode is off.
+
+    Where a bool is needed take its length: Dynamo of torch 2.11 cannot trace ``bool`` of a list.
+    """
     if not torch.is_grad_enabled():
         return []
     return [x for x in _tensors(values) if x.requires_grad]

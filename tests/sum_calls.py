@@ -18,6 +18,22 @@ from moe_ops.tensors import Routing
 from moe_ops.testing import Bounded
 
 
+def one_token(
+    generator: torch.Generator, top_k: int, experts: int, *, holes: bool, local: int | None
+) -> tuple[Tensor, Tensor | None]:
+    """Ids ``(1, k)`` of one token, half of them invalid with ``holes``, and the expert map.
+
+    ``local``: so many experts are on this rank, the first ones; None: all, without a map.
+    """
+    ids = torch.randint(experts, (1, top_k), generator=generator).to(torch.int32)
+    if holes:
+        ids[0, ::2] = torch.tensor([-1, 2**31 - 1])[torch.arange(len(ids[0, ::2])) % 2].int()
+    if not local:
+        return ids, None
+    place = torch.arange(experts, dtype=torch.int32)
+    return ids, torch.where(place < local, place, -1)
+
+
 class SumProblem(NamedTuple):
     """Sizes and settings of a call."""
 

@@ -55,7 +55,7 @@ class QuantKey(NamedTuple):
 
 @dataclass
 class FusedMoEParallelConfig:
-    """Its properties of these names are computed by vLLM from an exchange's name."""
+    """The configuration whose properties of these names vLLM computes from an exchange's name."""
 
     use_all2all_kernels: bool = False
     use_ag_rs_all2all_kernels: bool = False

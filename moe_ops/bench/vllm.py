@@ -1,4 +1,4 @@
-"""VLLM in the layer benchmark: its kernels, and its modular kernel with two kinds of experts."""
+"""The layer benchmark's calls of vLLM: its kernels, and its modular kernel with two experts."""
 
 from __future__ import annotations
 
@@ -71,9 +71,6 @@ def quant_config(experts: Experts, **changes: Any) -> Any:
     return getattr(module, name)(**scales, **more, **changes)
 
 
-_MARLIN_GROUP = 128
-
-
 def marlin(experts: Experts, inputs: Inputs) -> Call:
     """The ``fused_marlin_moe`` of vLLM, on weights in Marlin's layout."""
     repack = import_module("vllm._custom_ops").gptq_marlin_moe_repack
@@ -84,8 +81,9 @@ def marlin(experts: Experts, inputs: Inputs) -> Call:
     for weight in experts.stored or ():
         words, by_group = gptq_layout(weight)
         sizes = (8 * words.shape[1], words.shape[2])
+        group = sizes[0] // by_group.shape[1]
         weights.append(repack(words, *sizes, 4))
-        scales.append(utils.marlin_moe_permute_scales(by_group, *sizes, _MARLIN_GROUP))
+        scales.append(utils.marlin_moe_permute_scales(by_group, *sizes, group))
     routing = (inputs.topk_weights, inputs.topk_ids, element)
     return lambda: run(inputs.x, *weights, None, None, *scales, *routing)
 

@@ -169,7 +169,7 @@ def test_steps_can_be_captured(name, scheme):
 
 @torch.no_grad()
 def test_transformers_own_mxfp4(monkeypatch):
-    """Its blocks route and multiply with the kernels, on weights that these have laid out."""
+    """Blocks of the model route and multiply with the kernels, on weights laid out by them."""
     seen = []
 
     def wrapped(t, dtype=None):

@@ -85,7 +85,7 @@ def test_router_weights_on_the_input(engine):
 
 @pytest.mark.parametrize("name", ["fp8_channel", "fp8_block32", "int8_channel"])
 def test_rows_that_were_sent_quantized(engine, name):
-    """With an exchange of tokens vLLM quantizes before it sends."""
+    """Where tokens are exchanged, vLLM quantizes before it sends."""
     x, weights, ids, q1, q2, biases = problem(name)
     config = layer(moe_parallel_config=AG)
     made = engine.experts.MoeOpsExperts(config, of_engine(name, q1, q2, biases))

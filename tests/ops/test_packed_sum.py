@@ -11,6 +11,7 @@ from graphs import capture
 from hypothesis import given
 from hypothesis import strategies as st
 from packed_weights import HALF, SERVED, random_weight
+from sum_calls import one_token
 
 from moe_ops import dequantize_weight, ops, pack_weight, quantize_weight
 from moe_ops.dispatch.device import NO_GPU
@@ -66,14 +67,8 @@ def check(scheme, k=4, n=128, kk=192, *, experts=5, bias=True, scaled=True, hole
     w = (w / kk**0.5).to(dtype)
     added = torch.randn(experts, n, generator=g).to(dtype) if bias else None
     weights = torch.rand(1, k, generator=g) + 0.1 if scaled else None
-    ids = torch.randint(experts, (1, k), generator=g).to(torch.int32)
-    if holes:
-        ids[0, ::2] = torch.tensor([-1, 2**31 - 1])[torch.arange(len(ids[0, ::2])) % 2].int()
-    expert_map = None
-    if local:
-        w, added = w[:local], None if added is None else added[:local]
-        place = torch.arange(experts, dtype=torch.int32)
-        expert_map = torch.where(place < local, place, -1)
+    ids, expert_map = one_token(g, k, experts, holes=holes, local=local)
+    w, added = w[:local], None if added is None else added[:local]
     q = quantize_weight(w, scheme)
     tiles = tiles_of(ids, expert_map, len(w), scheme)
     actual = summed(h, pack_weight(q, scheme), added, weights, tiles, scheme)

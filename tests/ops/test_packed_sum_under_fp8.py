@@ -11,6 +11,7 @@ from gemm_rows import exact_rows
 from hypothesis import given
 from hypothesis import strategies as st
 from packed_weights import UNDER_FP8
+from sum_calls import one_token
 
 from moe_ops import dequantize_weight, get_scheme, ops, pack_weight, quantize_weight
 from moe_ops.dispatch.device import NO_GPU
@@ -64,14 +65,8 @@ def check(scheme, k=4, n=128, kk=192, *, bias=True, scaled=True, holes=False, lo
     h *= torch.logspace(-1, 1, k)[:, None].to(dtype)  # rows differ in their scales
     added = torch.randn(experts, n, generator=g).to(dtype) if bias else None
     weights = torch.rand(1, k, generator=g) + 0.1 if scaled else None
-    ids = torch.randint(experts, (1, k), generator=g).to(torch.int32)
-    if holes:
-        ids[0, ::2] = torch.tensor([-1, 2**31 - 1])[torch.arange(len(ids[0, ::2])) % 2].int()
-    expert_map = None
-    if local:
-        w, added = w[:local], None if added is None else added[:local]
-        place = torch.arange(experts, dtype=torch.int32)
-        expert_map = torch.where(place < local, place, -1)
+    ids, expert_map = one_token(g, k, experts, holes=holes, local=local)
+    w, added = w[:local], None if added is None else added[:local]
     q = quantize_weight((w / kk**0.5).to(dtype), scheme)
     tiles = [plan_slots(ids, expert_map, len(w), scheme, BF16), ids, expert_map]
     used = local_experts(ids, expert_map, len(w)) >= 0

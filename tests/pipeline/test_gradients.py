@@ -176,7 +176,7 @@ def test_an_output_to_write_into(inputs):
 
 @pytest.mark.parametrize("name", ["hidden_states", "w2", "topk_weights", "w1_bias"])
 def test_modular_kernels(name, problem, device):
-    """Of experts that have no gradients; see test_modular_gradients.py for those that have."""
+    """A kernel whose experts have no gradients raises; test_modular_gradients.py has the others."""
     s = setup(problem, moe_ops.pipeline.NaiveBatchedExperts, device)
     tensors = s.config if name == "w1_bias" else s.inputs
     assert_refused(s.apply, getattr(tensors, name))
