@@ -1,4 +1,4 @@
-"""Time the gradients of rows through quantized experts."""
+"""Time the gradients of rows through quantized experts, also from packed weights."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 from stages import Case, Layer, main, nbytes
 
 from moe_ops import ops
-from moe_ops.scheme import quantize_weight
+from moe_ops.scheme import pack_weight, packs, quantize_weight
 
 
 def cases(layer: Layer) -> Iterator[Case]:
@@ -19,12 +19,16 @@ def cases(layer: Layer) -> Iterator[Case]:
     for scheme in ("int4_w4a16_g128", "mxfp4_w4a16", "fp8_block128"):
         q = quantize_weight(torch.randn((experts, width, x.shape[1]), **like) / 16, scheme)
         plan = ops.plan_slots(ids, None, experts, scheme, x.dtype)
-        arguments = (dy, *q, [plan, ids, None], 1, scheme)
-        yield Case(
-            f"expert_dgrad:{scheme}",
-            lambda arguments=arguments: ops.expert_dgrad(*arguments),
-            nbytes(dy, q.data, q.scale) + ids.numel() * x.shape[1] * x.itemsize,
-        )
+        forms = {scheme: q}
+        if packs(scheme, width, x.shape[1]):
+            forms[f"{scheme}:packed"] = pack_weight(q, scheme)
+        for name, form in forms.items():
+            arguments = (dy, *form, [plan, ids, None], 1, scheme)
+            yield Case(
+                f"expert_dgrad:{name}",
+                lambda arguments=arguments: ops.expert_dgrad(*arguments),
+                nbytes(dy, q.data, q.scale) + ids.numel() * x.shape[1] * x.itemsize,
+            )
 
 
 if __name__ == "__main__":

@@ -71,12 +71,8 @@ def with_lora(model: Any) -> Any:
 
 
 def quantized() -> Any:
-    """Load the model with experts in 4 bits, in the form that has gradients of its inputs."""
-    model = moe_ops.quantize_(load("moe_ops"), SCHEME, progress=False)
-    for module in model.modules():
-        if isinstance(module, moe_ops.FusedMoE):
-            module.unpack_()  # Hopper GPUs pack weights
-    return model
+    """Load the model with experts in 4 bits."""
+    return moe_ops.quantize_(load("moe_ops"), SCHEME, progress=False)
 
 
 WAYS: dict[str, tuple[Callable[[], Any], float]] = {

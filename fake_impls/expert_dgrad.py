@@ -25,11 +25,6 @@ def expert_dgrad(
     quant = get_scheme(scheme).weight
     if quant is None:
         raise ValueError(f"scheme must quantize weights, got {scheme!r}")
-    if is_packed(w):
-        raise NotImplementedError(
-            "w must be in the plain form: call unpack_weight, or the layer's unpack_(), got the "
-            "packed form"
-        )
     sizes.axes("w", w, 3)
     experts, n, width = w.shape
     k = quant.numbers_per_entry(w.dtype) * width
@@ -46,4 +41,6 @@ def expert_dgrad(
                 f"{'None' if value is None else 'a Tensor'}"
             )
     sizes.weight_scales(scheme, (experts, n, k), w_scale, w_global_scale, w_zero_point)
+    if is_packed(w):
+        sizes.packed_weight(scheme, (experts, n, k), w, w_scale, w_zero_point)
     return a.new_empty((slots, k))

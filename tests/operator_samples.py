@@ -9,7 +9,7 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, StatelessSymbolicC
 from windows_here import Ranks, alone
 
 from moe_ops import ops
-from moe_ops.scheme import quantize_weight
+from moe_ops.scheme import pack_weight, quantize_weight
 from moe_ops.testing import Problem, make_inputs
 
 I32, FP8 = torch.int32, torch.float8_e4m3fn
@@ -251,6 +251,7 @@ def weight_only_samples(x, w1, b1, weights, ids, plan):
     names = ("silu", "swigluoai", "gelu_no_mul")
     calls = (whole, pieces)
     gate_up = torch.cat([x, x + 1], 1)[:, : w1.shape[1]].contiguous()
+    packed = pack_weight(quantize_weight(w1.repeat(1, 2, 2), "int8_w8a16"), "int8_w8a16")
     h, direct = x.repeat_interleave(K, 0), plan._replace(topk_ids=ids)
     sums = [
         (h, *channel, b1, weights, [*direct], "int8_w8a16"),
@@ -262,6 +263,7 @@ def weight_only_samples(x, w1, b1, weights, ids, plan):
         "expert_dgrad": [
             (gate_up, *channel, *sizes, "int8_w8a16"),
             (gate_up.t().contiguous().t(), *groups, *sizes, "int4_w4a16_g16_zp"),
+            (gate_up.repeat(1, 2), *packed, *sizes, "int8_w8a16"),
         ],
     }
 

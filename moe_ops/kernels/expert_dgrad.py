@@ -27,6 +27,7 @@ from moe_ops.kernels._gemm.tile import (
     store_tile,
     tile_arguments,
 )
+from moe_ops.kernels._gemm.unpack import plain_data
 from moe_ops.kernels._gemm.weight_only import (
     Variant,
     as_bytes,
@@ -37,7 +38,8 @@ from moe_ops.kernels._gemm.weight_only import (
 from moe_ops.kernels._runtime.dependent import take_turn
 from moe_ops.kernels._runtime.launch import Launch
 from moe_ops.kernels._runtime.slots import dense
-from moe_ops.scheme import get_scheme
+from moe_ops.scheme import get_scheme, is_packed
+from moe_ops.scheme.packed import swapped
 from moe_ops.scheme.weights import rows_per_scale
 from moe_ops.tensors import AnyTiles
 
@@ -110,13 +112,16 @@ def expert_dgrad(
     scheme: str,
     batch_invariant: bool = False,
 ) -> Tensor:
-    """Launch one program for each tile that the plan may hold."""
+    """Unpack the weight if it is packed; then launch a program for each tile of the plan."""
     how = (tiles, top_k, scheme, batch_invariant)
     out = empty_rows(a, w, w_scale, w_zero_point, w_global_scale, *how)
     (num_slots, k), (num_experts, n, _) = out.shape, w.shape
     if num_slots == 0:
         return out
     rule, known = gemm_rule(scheme, a, tiles, batch_invariant), get_scheme(scheme)
+    if is_packed(w):
+        w = plain_data(w, known.weight)
+        w_scale, w_zero_point = swapped(w_scale), swapped(w_zero_point)
     direct = tiles[1] is not None and is_direct(num_slots, num_experts)
     tile = 16 if direct else row_tile(rule, num_slots, num_experts)
     sizes, told = dgrad_tiles(tile, a.itemsize), tile_arguments(tiles, num_slots, num_experts)

@@ -30,7 +30,7 @@ from moe_ops.pipeline.lora import (
     low_product,
 )
 from moe_ops.pipeline.row_spaces import SlotRows
-from moe_ops.scheme import FusedMoEQuantConfig, Scheme, is_packed
+from moe_ops.scheme import FusedMoEQuantConfig, Scheme
 from moe_ops.tensors import ExpertWeight, ExpertWeights, Routing, Rows
 
 
@@ -104,8 +104,6 @@ def lacking(weights: tuple[Tensor, Tensor], config: FusedMoEQuantConfig) -> str 
     """Why a call that is asked for gradients has none; None: it has them."""
     if config.scheme.weight is None:
         return None
-    if any(is_packed(w) for w in weights):
-        return "weights must not be in the packed form: call FusedMoE.unpack_() or unpack_weight"
     constants = [w for w in weights if w.requires_grad]
     biases = (config.w1_bias, config.w2_bias)
     for x in wanted(*config.tensors):

@@ -97,7 +97,7 @@ def _pack_into(words: Tensor, q: QTensor, quant: Quant) -> QTensor:
     """Pack expert after expert into ``words``, which may be the memory of ``q.data``."""
     for source, target in zip(q.data, words, strict=True):
         target.copy_(_packed(source, quant))
-    return QTensor(words, _swapped(q.scale), _swapped(q.zero_point), q.global_scale)
+    return QTensor(words, swapped(q.scale), swapped(q.zero_point), q.global_scale)
 
 
 def unpack_weight(q: QTensor, scheme: str | Scheme) -> QTensor:
@@ -116,12 +116,22 @@ def unpack_weight(q: QTensor, scheme: str | Scheme) -> QTensor:
     stored = q.data.new_empty(shape, dtype=quant.dtype)
     for source, target in zip(q.data, stored, strict=True):
         target.copy_(_plain(source, quant))
-    return QTensor(stored, _swapped(q.scale), _swapped(q.zero_point), q.global_scale)
+    return QTensor(stored, swapped(q.scale), swapped(q.zero_point), q.global_scale)
 
 
 def groups_first(shape: tuple[int, ...]) -> tuple[int, ...]:
     """The packed form's shape of scales or zero points, from that of the plain form."""
     return (shape[0], shape[2], shape[1]) if len(shape) == 3 else shape
+
+
+def swapped(x: Tensor | None) -> Tensor | None:
+    """Swap rows and groups of scales or zero points that have both axes."""
+    return x if x is None or x.dim() != 3 else x.transpose(1, 2).contiguous()
+
+
+def bits_spread(quant: Quant) -> bool:
+    """Whether the bits of a number do not stay together."""
+    return quant.element.packed and quant.element.exponent > 0
 
 
 def decodes_rows(scheme: Scheme) -> bool:
@@ -199,24 +209,19 @@ def _packed(stored: Tensor, quant: Quant) -> Tensor:
     axes = codes.reshape(n // CHUNK, *_ROWS, k // CHUNK, *_COLS)
     ordered = axes.permute(_ORDER[bits]).reshape(n, k)
     words = (pack(ordered, 1) if bits == 4 else ordered).view(PACKED_DTYPE)
-    return _spread_bits(words) if _spreads(quant) else words
+    return _spread_bits(words) if bits_spread(quant) else words
 
 
 def _plain(words: Tensor, quant: Quant) -> Tensor:
     """The inverse of `_packed`."""
     bits = quant.element.stored_bits
-    stored = (_joined_bits(words) if _spreads(quant) else words).view(torch.uint8)
+    stored = (_joined_bits(words) if bits_spread(quant) else words).view(torch.uint8)
     codes = unpack(stored, 1) if bits == 4 else stored
     n, k = codes.shape
     sizes, order = (n // CHUNK, *_ROWS, k // CHUNK, *_COLS), _ORDER[bits]
     axes = codes.reshape([sizes[axis] for axis in order])
     ordered = axes.permute([order.index(axis) for axis in range(len(order))]).reshape(n, k)
     return (pack(ordered, 1) if bits == 4 else ordered).view(quant.dtype)
-
-
-def _spreads(quant: Quant) -> bool:
-    """Whether the bits of a number do not stay together."""
-    return quant.element.packed and quant.element.exponent > 0
 
 
 def _spread_bits(words: Tensor) -> Tensor:
@@ -247,8 +252,3 @@ def _moves() -> Iterator[tuple[int, int, bool]]:
 def _exchanged(bits: Tensor) -> Tensor:
     """The two halves of words, of which only the lowest bits are set, exchanged."""
     return bits >> 16 | (bits & 1) << 16
-
-
-def _swapped(x: Tensor | None) -> Tensor | None:
-    """Swap rows and groups of scales or zero points that have both axes."""
-    return x if x is None or x.dim() != 3 else x.transpose(1, 2).contiguous()

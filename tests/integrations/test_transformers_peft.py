@@ -119,9 +119,6 @@ def test_adapters_of_quantized_experts(model, kind, ids):
     plain = tiny_qwen3(ids.device)
     for each in (plain, model):
         moe_ops.quantize_(each, "int8_w8a16", progress=False)
-        for module in each.modules():
-            if isinstance(module, moe_ops.FusedMoE):
-                module.unpack_()  # some GPUs pack weights
     integration.adapt(model)
     with torch.no_grad():
         seen = {}

@@ -43,7 +43,7 @@ def layer_of(scheme="unquantized", device="cpu", dtype=torch.float32, **options)
     x, logits = (t.to(device, dtype) for t in batch(hidden=WIDE))
     calls = {"calibrate": lambda model: model(x, logits)} if given else {}
     layer = moe_ops.quantize_(plain, scheme, progress=False, **calls)
-    layer.unpack_()  # some GPUs' layers are packed, and a backward pass needs the plain form
+    layer.unpack_()  # some GPUs' layers are packed
     return layer
 
 
@@ -79,18 +79,20 @@ def test_every_scheme(scheme, device):
         assert torch.equal(found[0], layer(x, logits, lora=lora))
 
 
-@pytest.mark.parametrize("scheme", ["int4_w4a16_g32", "mxfp4_w4a16", "int8_w8a16"])
+@pytest.mark.kernel
+@pytest.mark.parametrize(
+    "scheme", ["int4_w4a16_g32", "mxfp4_w4a16", "int8_w8a16", "int4_w4a8_g128"]
+)
 def test_packed(scheme, device):
-    """Inference as in the plain form; a backward pass needs that form."""
+    """Packed weights are trained beside as plain ones are."""
     layer = layer_of(scheme, device, torch.bfloat16)
     x, logits = (t.to(device, torch.bfloat16) for t in batch(hidden=WIDE))
     lora = adapters(layer, device=device)
-    with torch.no_grad():
-        plain = layer(x, logits, lora=lora)
-        layer.pack_()
-        assert torch.equal(layer(x, logits, lora=lora), plain)
-    with pytest.raises(NotImplementedError, match="call FusedMoE.unpack_"):
-        layer(x, logits, lora=lora).sum().backward()
+    plain = step(lambda a, b, lora: layer(a, b, lora=lora), x, logits, lora)
+    layer.pack_()
+    found = step(lambda a, b, lora: layer(a, b, lora=lora), x, logits, lora)
+    for a, b in zip(found, plain, strict=True):  # on Hopper, sums in other orders
+        assert (a - b).norm() <= torch.finfo(torch.bfloat16).eps * b.norm()
 
 
 def test_held_as_fp8(device):

@@ -3,13 +3,14 @@
 import pytest
 import torch
 from conftest import INTERPRETED
+from packed_weights import ALL_PACKABLE, random_weight
 from plans import ids_of, planned, row_tile
 from strategies import DTYPES
 
 from moe_ops import ops
 from moe_ops.reference.expert_dgrad import expert_dgrad as reference
 from moe_ops.reference.slots import local_experts
-from moe_ops.scheme import dequantize_weight, pack_weight, quantize_weight
+from moe_ops.scheme import dequantize_weight, get_scheme, pack_weight, quantize_weight
 from moe_ops.tensors import Tiles
 from moe_ops.testing import assert_matches_reference
 
@@ -60,6 +61,26 @@ def test_transposed_values(device):
 
 
 @pytest.mark.kernel
+@pytest.mark.parametrize("scheme", ALL_PACKABLE)
+def test_packed_weights(scheme, device):
+    """As plain ones, bit for bit; chunks in two programs, of which the second has one."""
+    n, k, ids, quant = 128, 320, ids_of([3, 0, 20, 1], 1), get_scheme(scheme).weight
+    q = quantize_weight(random(4, n, k) / 4, scheme)
+    if quant.dtype != torch.float8_e4m3fn:  # every bit pattern is a number
+        q = q._replace(data=random_weight(scheme, n, k, experts=4).data)
+    rows, plan = random(len(ids), n, seed=1).bfloat16(), planned(ids, None, 4, scheme).plan
+    tiles = [plan.to(device), None, None]
+    plain, packed = (
+        ops.expert_dgrad(
+            *[None if x is None else x.to(device) for x in (rows, *form)], tiles, 1, scheme
+        )
+        for form in (q, pack_weight(q, scheme))
+    )
+    assert plain.isfinite().all() and plain.abs().sum() > 0
+    assert torch.equal(plain, packed)
+
+
+@pytest.mark.kernel
 @pytest.mark.skipif(INTERPRETED, reason="sizes for a processor")
 def test_real_sizes(device):
     check("int4_w4a16_g128", torch.bfloat16, 1408, 2880, [40, 0, 7], device)
@@ -69,10 +90,11 @@ def test_what_is_refused():
     ids = torch.zeros(3, 1, dtype=torch.int32)
     q, dy = quantize_weight(random(EXPERTS, 128, 128).bfloat16(), "int4_w4a16_g64"), random(3, 128)
     how = ([None, ids, None], 1, "int4_w4a16_g64")
-    with pytest.raises(
-        NotImplementedError, match=r"call unpack_weight, or the layer's unpack_\(\)"
-    ):
-        ops.expert_dgrad(dy, *pack_weight(q, "int4_w4a16_g64"), *how)
+    packed = pack_weight(q, "int4_w4a16_g64")
+    with pytest.raises(ValueError, match=r"w_scale.shape\[1\] must be 2, got 128"):
+        ops.expert_dgrad(dy, packed.data, *q[1:], *how)
+    with pytest.raises(ValueError, match="w must be contiguous in the packed form"):
+        ops.expert_dgrad(dy, packed.data.mT.contiguous().mT, *packed[1:], *how)
     with pytest.raises(ValueError, match="w_zero_point must be None for scheme int4_w4a16_g64"):
         ops.expert_dgrad(dy, q.data, q.scale, q.scale, None, *how)
     with pytest.raises(ValueError, match="scheme must quantize weights, got 'unquantized'"):

@@ -19,11 +19,13 @@ from moe_ops.kernels import (  # noqa: E402
     expert_wgrad,
     routing,
 )
+from moe_ops.kernels._gemm import unpack  # noqa: E402
 from moe_ops.routing import SCORING_FUNCS  # noqa: E402
+from moe_ops.scheme import get_scheme  # noqa: E402
 
 pytestmark = [pytest.mark.aot, pytest.mark.filterwarnings("ignore")]
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-MODULES = (activation, expert_dgrad, expert_gemm, expert_wgrad, routing)
+MODULES = (activation, expert_dgrad, expert_gemm, expert_wgrad, routing, unpack)
 SCHEMES = (
     "int4_w4a16_g128_zp", "int8_w8a16", "fp8_w8a16_block128", "mxfp4_w4a16", "nvfp4_w4a16",
     "fp8_block128", "fp8_channel", "int8_channel",
@@ -102,6 +104,21 @@ def test_gradients_of_rows(arch, dtype, scheme):
                 expert_dgrad.expert_dgrad(dy, *w, tiles, 1, scheme)
 
     kernels = aot.compile_launch(arch, launch)
+    check_resources(kernels, arch)
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize("scheme", ["int4_w4a16_g128", "mxfp4_w4a16", "int8_w8a16"])
+def test_packed_weights(arch, scheme):
+    """4-bit integers, 4-bit floats whose bits are spread, and bytes."""
+
+    def launch(empty):
+        quant = get_scheme(scheme).weight
+        words = empty(4, 2880, 2880 * quant.element.stored_bits // 32, dtype=torch.int32)
+        unpack.plain_data(words, quant)
+
+    kernels = aot.compile_launch(arch, launch)
+    assert {k.metadata.name for k in kernels} == {"_unpack_kernel"}
     check_resources(kernels, arch)
 
 

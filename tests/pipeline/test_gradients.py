@@ -80,23 +80,6 @@ def test_quantized_weights_are_constants(name, device):
         run().sum().backward()
 
 
-def test_packed_weights(device):
-    """They have no kernel for gradients, and the error says what to call."""
-    dtype = torch.bfloat16
-    layer = moe_ops.FusedMoE(
-        E, K, 128, 128, scheme="int4_w4a16_g64", device=device, params_dtype=dtype
-    )
-    layer.pack_()
-    x = torch.randn(T, 128, device=device, dtype=dtype)
-    logits = torch.randn(T, E, device=device)
-    assert_refused(lambda: layer(x, logits), x)
-    with pytest.raises(NotImplementedError, match="packed form: call FusedMoE.unpack_"):
-        layer(x, logits).sum().backward()
-    layer.unpack_()
-    layer(x, logits).sum().backward()
-    assert x.grad is not None
-
-
 def stages(x, weights, ids, logits):
     """Public functions with one float argument each, ``x``, ``weights`` or ``logits``."""
     permuted, _, offset, inverse, _ = moe_ops.moe_permute(x.detach(), None, ids, E)
