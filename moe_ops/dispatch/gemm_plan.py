@@ -131,7 +131,8 @@ def _token(problem: GemmProblem, choice: Choice, device: Device) -> GemmPlan | N
     sizes, scheme = problem.sizes, get_scheme(problem.scheme)
     fused = problem.summed or problem.activation != ""
     follows_load = not sizes.rule.batch_invariant
-    if not (fused and problem.one_token and follows_load and problem.boxes) or device.portable_only:
+    copied = problem.boxes and not problem.turned
+    if not (fused and problem.one_token and follows_load and copied) or device.portable_only:
         return None
     tiles = token_tiles(
         problem.weight, problem.operand_itemsize, sizes.num_slots, problem.rule, scheme, device,
@@ -155,6 +156,8 @@ def _hopper(problem: GemmProblem, choice: Choice, device: Device) -> GemmPlan | 
     """Plan of a warp-specialised Hopper kernel, which loads with TMA."""
     tiles = choice.hopper
     if tiles is None or not problem.boxes or problem.expert_scales:
+        return None
+    if problem.turned and not (tiles.packed and problem.sizes.halves == 1):
         return None
     on_the_way = problem.rows == EACH and tiles.packed
     num_slots, num_experts = problem.sizes.num_slots, problem.sizes.num_experts
