@@ -41,6 +41,9 @@ ROW_BYTES = 128
 PACKED_LOAD = {1: 3, 2: 5}
 """The first bucket in which rows are packed (more than 42 rows per expert, or 170), by bytes per
 number; tiles of 192 rows always are. Below it, a pass over the rows costs more than it saves."""
+LEAST_COLUMNS = 65
+"""Weight rows from which rows are packed. A product with fewer, such as the rank of an adapter,
+takes less time than the pass over its rows."""
 STREAM_ROWS = 32
 """The largest row tile for which the swap-AB decode kernel is chosen without a tuned file."""
 STREAM_STAGES = 5
@@ -244,6 +247,7 @@ def hopper_tiles(gemm: Gemm, device: Device) -> HopperTiles | None:
     block_m = gemm.row_tile
     many = load >= PACKED_LOAD[gemm.itemsize] or block_m == TALL_ROW_TILE
     planned = not is_direct(gemm.num_slots, gemm.num_experts)
+    planned &= gemm.n * gemm.halves >= LEAST_COLUMNS
     if many and planned and widths(PACKED, block_m, gemm.itemsize):
         return packed_tiles(gemm, block_m, device)
     if block_m <= STREAM_ROWS and widths(STREAM, block_m, gemm.itemsize):

@@ -57,7 +57,9 @@ def gemm_tiles(gemm: Gemm, device: Device) -> TileConfig:
         block_n = 256
     elif block_m == 64:
         num_warps = 4
-    block_k = min(block_k, max(16, next_power_of_2(gemm.k)))  # K is the rank of an adapter's factor
+    # K or N is the rank of an adapter's factor.
+    block_k = min(block_k, max(16, next_power_of_2(gemm.k)))
+    block_n = min(block_n, max(16, next_power_of_2(gemm.n)))
     tiles = TileConfig(block_m, block_n, block_k, group_m, num_warps, 4)
     return _fitting(tiles, gemm, 8 * gemm.itemsize, device)
 
