@@ -22,11 +22,10 @@ from cold_start import MODULES
 
 import moe_ops
 from moe_ops.bench.command import one_of, one_or_more, parser, print_row
-from moe_ops.bench.harness import KEY, default_device, record_path, write_rows
+from moe_ops.bench.harness import KEY, default_device, peak_bytes, record_path, write_rows
 from moe_ops.bench.layer import IMPLS, OURS, moe_ops_layer
 from moe_ops.bench.peers import PEERS, Call, available
 from moe_ops.bench.problems import Experts, Inputs, Problem, make_experts, make_inputs
-from moe_ops.pipeline.workspace import PeakMemory
 
 MODELS = "qwen3-30b,deepseek-v2-lite"
 OVERHEAD_KEY = (*KEY, "measure")
@@ -100,10 +99,9 @@ def host_time(case: Case, impl: str, call: Call) -> Overhead:
 
 
 def peak_memory(case: Case, impl: str, call: Call) -> Overhead:
-    """Peak bytes that the allocator hands out during a call, including the output.
+    """`peak_bytes` of a call, with its output, and what `moe_ops.workspace_nbytes` says of it.
 
-    Memory that the first calls keep (cuBLAS's workspace, for example) is not counted. On the CPU
-    the outputs of operators are counted, in an eager call even if the layer is compiled.
+    Memory that the first calls keep (cuBLAS's workspace, for example) is not counted.
     """
     device, problem = case.inputs.x.device, case.problem
     told = {}
@@ -113,18 +111,7 @@ def peak_memory(case: Case, impl: str, call: Call) -> Overhead:
             problem.num_experts, problem.top_k, case.inputs.x.dtype,
             scheme=case.experts.scheme.name, device="cpu" if device.type == "cpu" else None,
         )  # fmt: skip
-    _synchronize(case)
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-        before = torch.cuda.memory_allocated(device)
-        call()
-        _synchronize(case)
-        peak = torch.cuda.max_memory_allocated(device) - before
-    else:
-        with torch.compiler.set_stance("force_eager"), PeakMemory() as memory:
-            call()
-        peak = memory.peak
-    return case.row(impl, "peak_bytes", peak, config=told)
+    return case.row(impl, "peak_bytes", peak_bytes(call, device), config=told)
 
 
 def warm_rows(case: Case, impl: str) -> Iterator[Overhead]:

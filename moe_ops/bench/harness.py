@@ -22,6 +22,7 @@ from torch import Tensor
 
 import moe_ops
 from moe_ops.pipeline.devices import MEASURED as HARDWARE
+from moe_ops.pipeline.workspace import PeakMemory
 
 CHECKOUT = Path(moe_ops.__file__).resolve().parent.parent
 """The root of the repository, if the package is imported from a checkout."""
@@ -164,6 +165,23 @@ def _eager(call: Callable[[], Any], device: torch.device) -> tuple[_Timer, Any]:
         return [1e6 * (b - a) for a, b in zip(stamps, stamps[1:], strict=False)]
 
     return time_calls, output
+
+
+def peak_bytes(call: Callable[[], Any], device: torch.device) -> int:
+    """Peak bytes that the allocator hands out during a call, beyond those that it held before.
+
+    On the CPU the outputs of operators are counted, in an eager call even if it is compiled.
+    """
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+        call()
+        torch.cuda.synchronize(device)
+        return torch.cuda.max_memory_allocated(device) - before
+    with torch.compiler.set_stance("force_eager"), PeakMemory() as memory:
+        call()
+    return memory.peak
 
 
 def relative_error(actual: Tensor, reference: Tensor) -> float:
