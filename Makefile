@@ -103,9 +103,9 @@ sanitize: $(READY)
 
 # ARGS="--model qwen3-30b --tokens 1,64" times some of it: parts merge into the records row by row.
 # Without a GPU: a tiny problem on the CPU, nothing written. STAGES= leaves the single stages out,
-# OVERHEADS= host time, memory and cold starts.
+# OVERHEADS= host time, memory, cold starts and training.
 ARGS ?=
-OVERHEADS ?= overheads
+OVERHEADS ?= overheads training
 TO_RESULTS := $(if $(filter 1,$(HAS_GPU)),--output $(RESULTS))
 bench: $(READY)
 	$(PY) -m moe_ops bench $(TO_RESULTS) $(ARGS)
@@ -119,7 +119,7 @@ endif
 # The single stages alone: STAGES="align quantize" times two of them, STAGE_ARGS="--tokens 1" some of
 # their cases.
 STAGE_ARGS ?=
-STAGES ?= $(filter-out layer models overheads,$(patsubst benchmarks/bench_%.py,%,$(sort $(wildcard benchmarks/bench_*.py))))
+STAGES ?= $(filter-out layer models overheads training,$(patsubst benchmarks/bench_%.py,%,$(sort $(wildcard benchmarks/bench_*.py))))
 bench-stages: $(READY)
 	set -e; for stage in $(STAGES); do $(PY) benchmarks/bench_$$stage.py $(TO_RESULTS) $(STAGE_ARGS); done
 

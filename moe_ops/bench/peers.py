@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cache, partial
 from importlib import import_module
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -83,6 +83,24 @@ def hf(implementation: str, experts: Experts, inputs: Inputs) -> Call:
     layer = _TransformersExperts(experts, implementation)
     arguments = _transformers_arguments(inputs)
     return lambda: layer(*arguments)
+
+
+class Differentiable(NamedTuple):
+    """A layer with gradients."""
+
+    forward: Call
+    """Eager, and recorded for a backward pass."""
+    leaves: dict[str, Tensor]
+    """Tensors that require grad, by their names in `Experts` and `Inputs`."""
+
+
+def hf_trained(implementation: str, experts: Experts, inputs: Inputs) -> Differentiable:
+    """`hf` with gradients of tokens, router weights and both weights, whose memory is shared."""
+    layer = _TransformersExperts(experts, implementation).requires_grad_()
+    x, ids, weights = _transformers_arguments(inputs)
+    x, weights = (t.detach().requires_grad_() for t in (x, weights))
+    leaves = {"x": x, "topk_weights": weights, "w1": layer.gate_up_proj, "w2": layer.down_proj}
+    return Differentiable(lambda: layer(x, ids, weights), leaves)
 
 
 def hf_grouped_mm_compiled(experts: Experts, inputs: Inputs) -> Call:

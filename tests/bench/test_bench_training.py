@@ -1,0 +1,129 @@
+"""Forward and backward of a layer: what is timed, counted, compared and recorded."""
+
+import json
+import sys
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+import torch
+
+from moe_ops.bench import peers, problems
+
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT / "benchmarks"))
+bench = import_module("bench_training")
+
+TINY = ["--model", "tiny", "--tokens", "3", "--rank", "4", "--modes", "eager"]
+
+
+def case_of(device, trained="all", scheme="bf16", tokens=3, problem=problems.TINY):
+    device = torch.device(device)
+    experts = problems.make_experts(problem, scheme, device).loaded
+    inputs = problems.make_inputs(problem, tokens, "uniform", device)
+    return bench.make_case(
+        bench.Case(scheme, problem, experts, inputs, "uniform", trained, inputs.x, {}), 4
+    )
+
+
+def test_the_record(capsys, tmp_path):
+    pytest.importorskip("transformers")
+    assert bench.main([*TINY, "--output", str(tmp_path)]) == 0
+    (path,) = tmp_path.glob("*/training.json")
+    record = json.loads(path.read_text())
+    assert record["commit"] and record["command"] and record["torch"]
+    rows = record["rows"]
+    assert [(r["scheme"], r["trained"], r["impl"]) for r in rows] == [
+        ("bf16", "all", "hf-grouped_mm"),
+        ("bf16", "adapters", "moe_ops"),
+        ("bf16", "all", "moe_ops"),
+        ("mxfp4_w4a16", "adapters", "moe_ops"),
+    ]
+    for row in rows:
+        assert row["shape"] == "tiny" and row["M"] == 3 and row["mode"] == "eager"
+        assert row["tflop_per_s"] == pytest.approx(row["config"]["flops"] / row["time_us"] / 1e6)
+        assert 0 < row["saved_bytes"] < row["peak_bytes"]
+        assert row["rel_err"] == max(row["config"]["errors"].values()) < bench.MAX_REL_ERR
+        names = {"out", *bench.TRAINED[row["trained"]]}
+        assert row["config"]["errors"].keys() == names
+    assert "tflop_per_s" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("scheme", ["bf16", "mxfp4_w4a16"])
+@pytest.mark.parametrize("wrong", bench.TRAINED["adapters"])
+def test_a_wrong_gradient_is_no_row(device, scheme, wrong):
+    case = case_of(device, "adapters", scheme)
+    found = bench.step(bench.moe_ops_trained(case), case.grad)
+    assert bench.errors_of(case, found).keys() == {"out", *bench.TRAINED["adapters"]}
+    with pytest.raises(ArithmeticError, match=f"of {wrong} must be below"):
+        bench.errors_of(case, {**found, wrong: found[wrong] * 1.05})
+    found[wrong].view(-1)[-1] = torch.nan
+    with pytest.raises(ArithmeticError, match=f"{wrong} must be finite"):
+        bench.errors_of(case, found)
+
+
+def test_flops():
+    """As they are written in the docstring, of qwen3-30b with 4096 tokens."""
+    problem = problems.load_problems()["qwen3-30b"]
+    x = torch.empty(4096, 2048, dtype=torch.bfloat16, device="meta")
+    ids = torch.empty(4096, 8, dtype=torch.int32, device="meta")
+    inputs = problems.Inputs(x, ids, ids, 128)
+    full = bench.Case("bf16", problem, None, inputs, "uniform", "all", x, {})
+    assert full.flops == 6 * 4096 * 8 * 3 * 2048 * 768
+    assert full.formula_bytes == 2 * 4096 * 2048 + 4 * 4096 * 8 * 768
+    lora = full._replace(trained="adapters", factors={"a1": torch.empty(1, 128, 16, 2048)})
+    low = 6 * 4096 * 8 * 16 * (2 * 2048 + 3 * 768)
+    assert lora.flops == 4 * 4096 * 8 * 3 * 2048 * 768 + low
+
+
+def test_what_is_kept_for_backward(device):
+    """Beside tokens and the product of the first GEMM: router weights, ids and the plan."""
+    case = case_of(device, tokens=1000)
+    kept = bench.saved_bytes(bench.moe_ops_trained(case), case)
+    slots = 1000 * 2
+    assert case.formula_bytes + 8 * slots <= kept < 1.1 * case.formula_bytes + 8 * slots
+    lora = case_of(device, "adapters", tokens=1000)
+    more = bench.saved_bytes(bench.moe_ops_trained(lora), lora) - kept
+    scaled = sum(lora.factors[name].nbytes for name in ("b1", "b2"))
+    assert scaled <= more < scaled + 0.1 * case.formula_bytes + 4 * slots
+
+
+def test_the_peer(device):
+    """Its gradients are those of its own leaves, whose weights are not copies."""
+    pytest.importorskip("transformers")
+    case = case_of(device)
+    layer = peers.hf_trained("grouped_mm", case.experts, case.inputs)
+    assert layer.leaves["w1"].data_ptr() == case.experts.w1.data_ptr()
+    found = bench.step(layer, case.grad)
+    assert max(bench.errors_of(case, found).values()) > 0
+    assert not case.experts.w1.requires_grad and not case.inputs.x.requires_grad
+
+
+def test_what_runs(device):
+    full, adapters = case_of(device), case_of(device, "adapters")
+    assert bench.runs("hf-grouped_mm", "eager", full)
+    assert not bench.runs("hf-grouped_mm", "captured", full)
+    assert bench.runs("moe_ops", "captured", full) == full.inputs.x.is_cuda
+    assert bench.runs("moe_ops", "eager", adapters)
+
+
+def test_a_failure_costs_no_other_row(capsys, monkeypatch, tmp_path):
+    def broken(case):
+        raise RuntimeError("broken on purpose")
+
+    monkeypatch.setitem(bench.IMPLS, "hf-grouped_mm", broken)
+    monkeypatch.setitem(bench.PEERS, "hf-grouped_mm", peers.Peer(lambda: None, {}))
+    what = ["--impls", "hf-grouped_mm,moe_ops", "--trained", "all"]
+    assert bench.main([*TINY, *what, "--output", str(tmp_path)]) == 1
+    assert "failed: hf-grouped_mm bf16 all 3" in capsys.readouterr().err
+    (path,) = tmp_path.glob("*/training.json")
+    assert {row["impl"] for row in json.loads(path.read_text())["rows"]} == {"moe_ops"}
+
+
+def test_options(capsys, tmp_path):
+    assert bench.main([*TINY, "--time-budget-s", "0", "--output", str(tmp_path)]) == 0
+    assert "0 rows" in capsys.readouterr().out and not list(tmp_path.rglob("*"))
+    for wrong in (["--trained", "nothing"], ["--modes", "nothing"], ["--rank", "0"]):
+        with pytest.raises(SystemExit):
+            bench.options(wrong)
+        assert wrong[1] in capsys.readouterr().err
