@@ -4,7 +4,7 @@
   ``6 * T * k * 3 * H * I`` flops: three products, each once forward and twice backward.
 * ``adapters``: gradients of tokens, router weights and a LoRA adapter of rank r on both weights,
   which stay frozen in a scheme. ``4 * T * k * 3 * H * I`` flops, and ``6 * T * k * r * (2H + 3I)``
-  for the adapter.
+  for the adapter. transformers' `grouped_mm` is given ``W + B @ A``, as PEFT does.
 
 Weights are larger than the L2 cache, so that nothing needs to be rotated.
 """
@@ -38,7 +38,7 @@ from moe_ops.bench.harness import (
     write_rows,
 )
 from moe_ops.bench.layer import SAMPLED_TOKENS
-from moe_ops.bench.peers import PEERS, Differentiable, hf_trained
+from moe_ops.bench.peers import PEERS, Differentiable, hf_adapted, hf_trained
 from moe_ops.bench.problems import SEED, Experts, Inputs, Problem, make_experts, make_inputs
 from moe_ops.training import ExpertLora
 
@@ -156,10 +156,16 @@ def moe_ops_trained(case: Case) -> Differentiable:
     return Differentiable(lambda: moe_ops.fused_experts(*arguments, **how), leaves)
 
 
+def grouped_mm_trained(case: Case) -> Differentiable:
+    """The experts function `grouped_mm` of transformers, with adapters as PEFT runs them."""
+    how = ("grouped_mm", case.experts, case.inputs)
+    return hf_adapted(*how, case.factors, SCALING) if case.factors else hf_trained(*how)
+
+
 GROUPED_MM = "hf-grouped_mm"
 IMPLS: dict[str, Callable[[Case], Differentiable]] = {
     "moe_ops": moe_ops_trained,
-    GROUPED_MM: lambda case: hf_trained("grouped_mm", case.experts, case.inputs),
+    GROUPED_MM: grouped_mm_trained,
 }
 
 
@@ -170,7 +176,7 @@ def runs(impl: str, mode: str, case: Case) -> bool:
     """
     if mode == "captured" and (impl == GROUPED_MM or not case.inputs.x.is_cuda):
         return False
-    return impl != GROUPED_MM or case.trained == "all"
+    return impl != GROUPED_MM or case.scheme == "bf16"
 
 
 def step(layer: Differentiable, grad: Tensor) -> dict[str, Tensor]:
@@ -292,7 +298,7 @@ def rows_of(case: Case, impl: str, modes: Sequence[str]) -> Iterator[TrainingRow
     device, layer = case.inputs.x.device, IMPLS[impl](case)
     call = partial(step, layer, case.grad)
     call()  # compiles, and allocates what stays
-    memory = {
+    memory: dict[str, Any] = {
         "peak_bytes": peak_bytes(call, device),
         "saved_bytes": saved_bytes(layer, case),
         "formula_bytes": case.formula_bytes,

@@ -103,6 +103,42 @@ def hf_trained(implementation: str, experts: Experts, inputs: Inputs) -> Differe
     return Differentiable(lambda: layer(x, ids, weights), leaves)
 
 
+def hf_adapted(
+    implementation: str,
+    experts: Experts,
+    inputs: Inputs,
+    factors: dict[str, Tensor],
+    scaling: float,
+) -> Differentiable:
+    """`hf` with an adapter as PEFT runs it: every pass makes ``W + B @ A`` of all experts.
+
+    Args:
+        implementation: as for `hf`.
+        experts: frozen weights in bf16.
+        inputs: tokens with their routing.
+        factors: ``a1``, ``b1``, ``a2`` and ``b2``: ``(1, E, r, K)`` and ``(1, E, N, r)``.
+        scaling: factor of ``B @ A``.
+
+    Source:
+        PEFT's ``ParamWrapper`` (pull request 3577: one ``baddbmm`` for one active adapter).
+    """
+    layer = _TransformersExperts(experts, implementation)
+    x, ids, weights = _transformers_arguments(inputs)
+    given = {"x": x, "topk_weights": weights, **factors}
+    leaves = {name: t.detach().requires_grad_() for name, t in given.items()}
+    parameters = {"gate_up_proj": "1", "down_proj": "2"}
+
+    def adapted(name: str) -> Tensor:
+        a, b = (leaves[factor + parameters[name]][0] for factor in "ab")
+        return torch.baddbmm(getattr(layer, name), b, a, alpha=scaling)
+
+    def forward() -> Tensor:
+        made = {name: adapted(name) for name in parameters}
+        return torch.func.functional_call(layer, made, (leaves["x"], ids, leaves["topk_weights"]))
+
+    return Differentiable(forward, leaves)
+
+
 def hf_grouped_mm_compiled(experts: Experts, inputs: Inputs) -> Call:
     """``grouped_mm`` under torch.compile, compiled for these sizes: its best case."""
     warnings.filterwarnings("ignore", message="Dynamo detected a call to a `functools.lru_cache`")

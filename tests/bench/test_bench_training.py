@@ -34,6 +34,7 @@ def test_the_record(capsys, tmp_path):
     assert record["commit"] and record["command"] and record["torch"]
     rows = record["rows"]
     assert [(r["scheme"], r["trained"], r["impl"]) for r in rows] == [
+        ("bf16", "adapters", "hf-grouped_mm"),
         ("bf16", "all", "hf-grouped_mm"),
         ("bf16", "adapters", "moe_ops"),
         ("bf16", "all", "moe_ops"),
@@ -88,15 +89,19 @@ def test_what_is_kept_for_backward(device):
     assert scaled <= more < scaled + 0.1 * case.formula_bytes + 4 * slots
 
 
-def test_the_peer(device):
-    """Its gradients are those of its own leaves, whose weights are not copies."""
+@pytest.mark.parametrize("trained", bench.TRAINED)
+def test_the_peer(trained, device):
+    """Weights are not copied, but PEFT's sums of weights and adapters are kept for backward."""
     pytest.importorskip("transformers")
-    case = case_of(device)
-    layer = peers.hf_trained("grouped_mm", case.experts, case.inputs)
-    assert layer.leaves["w1"].data_ptr() == case.experts.w1.data_ptr()
-    found = bench.step(layer, case.grad)
-    assert max(bench.errors_of(case, found).values()) > 0
-    assert not case.experts.w1.requires_grad and not case.inputs.x.requires_grad
+    case = case_of(device, trained, tokens=40)
+    layer = bench.grouped_mm_trained(case)
+    bench.errors_of(case, bench.step(layer, case.grad))
+    assert set(layer.leaves) == set(bench.TRAINED[trained])
+    assert not any(t.requires_grad for t in (case.experts.w1, case.inputs.x))
+    weights = case.experts.w1.nbytes + case.experts.w2.nbytes
+    assert (bench.saved_bytes(layer, case) >= weights) == (trained == "adapters")
+    if trained == "all":
+        assert layer.leaves["w1"].data_ptr() == case.experts.w1.data_ptr()
 
 
 def test_what_runs(device):
@@ -105,6 +110,8 @@ def test_what_runs(device):
     assert not bench.runs("hf-grouped_mm", "captured", full)
     assert bench.runs("moe_ops", "captured", full) == full.inputs.x.is_cuda
     assert bench.runs("moe_ops", "eager", adapters)
+    assert bench.runs("hf-grouped_mm", "eager", adapters)
+    assert not bench.runs("hf-grouped_mm", "eager", adapters._replace(scheme="mxfp4_w4a16"))
 
 
 def test_a_failure_costs_no_other_row(capsys, monkeypatch, tmp_path):
