@@ -13,6 +13,7 @@ from moe_ops.bench import peers, problems
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "benchmarks"))
 bench = import_module("bench_training")
+report = import_module("training_report")
 
 TINY = ["--model", "tiny", "--tokens", "3", "--rank", "4", "--modes", "eager"]
 
@@ -134,3 +135,27 @@ def test_options(capsys, tmp_path):
         with pytest.raises(SystemExit):
             bench.options(wrong)
         assert wrong[1] in capsys.readouterr().err
+
+
+def test_report():
+    header = {"gpu": "G", "driver": "1", "torch": "2", "triton": "3", "date": "2026-01-02T03:04"}
+    row = {
+        "scheme": "bf16", "shape": "a", "M": 64, "impl": "moe_ops", "routing": "uniform",
+        "trained": "all", "mode": "eager", "time_us": 3000.0, "tflop_per_s": 300.0,
+        "peak_bytes": 4e9, "saved_bytes": 118e6, "formula_bytes": 117e6,
+    }  # fmt: skip
+    changes = (
+        {"scheme": "mxfp4_w4a16", "trained": "adapters"},
+        {"impl": "hf-grouped_mm", "time_us": 6000.0, "tflop_per_s": 150.0},
+        {},
+        {"mode": "captured", "time_us": 2500.0, "tflop_per_s": 360.0},
+        {"routing": "zipf", "time_us": 1.0},
+    )
+    rows = [{**row, **change} for change in changes]
+    text = report.report([{**header, "commit": "0123456789", "rows": rows}])
+    assert "G, driver 1, torch 2, Triton 3; commit 0123456; 2026-01-02." in text
+    assert text.endswith(
+        "| a | all weights | `bf16` | 64 | moe_ops | 3.00 (2.50) | 360 | 4000 | 118 (117) |\n"
+        "| a | all weights | `bf16` | 64 | hf-grouped_mm | 6.00 | 150 | 4000 | 118 (117) |\n"
+        "| a | adapters | `mxfp4_w4a16` | 64 | moe_ops | 3.00 | 300 | 4000 | 118 (117) |"
+    )
