@@ -17,6 +17,7 @@ from moe_ops.dispatch import tuned
 from moe_ops.dispatch.blackwell import TILES_FROM, block_scaled_tiles, is_block_scaled
 from moe_ops.dispatch.device import Device
 from moe_ops.dispatch.hopper import (
+    LEAST_TURNED,
     TOKEN,
     HopperTiles,
     KernelTiles,
@@ -271,6 +272,8 @@ def choose_tiles(
         sizes, scheme.key, bits, device, default, hopper=own,
         tables=tuned.TABLES if tables is None else tables,
     )  # fmt: skip
+    if problem.turned and problem.sizes.n < LEAST_TURNED:
+        found = found._replace(hopper=None)
     if scheme.decoded and device.arch in (100, 103) and found.plain.block_m >= PIPELINE_LIMIT:
         found = found._replace(plain=replace(found.plain, num_stages=1))
     return found

@@ -61,6 +61,27 @@ def test_kernels_by_load():
     assert blackwell == [BLOCK_SCALED] * 2
 
 
+def test_turned_weights():
+    """Many columns repay the pass over the rows; gates and one token have portable kernels."""
+    first, second = (p._replace(turned=True) for p in problems("unquantized", 4096))
+    few = second._replace(sizes=second.sizes._replace(n=I))
+    assert [plan_gemm(p, HOPPER).kernel for p in (first, second, few)] == [DENSE, PACKED, DENSE]
+    given = plan_gemm(second, HOPPER).config
+    assert plan_gemm(few, HOPPER, config=given).kernel == PACKED
+    one = (p._replace(turned=True) for p in problems("unquantized", 1))
+    assert not {plan_gemm(p, HOPPER).kernel for p in one} & {TOKEN, TOKEN_SUM}
+
+
+def test_few_columns_are_not_packed():
+    """The rank of an adapter."""
+    _, second = problems("unquantized", 4096)
+    for rank, kernel in ((16, DENSE), (64, DENSE), (72, PACKED)):
+        plan = plan_gemm(second._replace(sizes=second.sizes._replace(n=rank)), HOPPER)
+        assert plan.kernel == kernel
+        if kernel == DENSE:
+            assert plan.config.block_n == rank
+
+
 def test_what_keeps_hoppers_kernels_out():
     """Tensors that boxes cannot be made of, scales of each expert, batch-invariant mode."""
     problem, _ = problems("fp8_tensor_static", 4096)
