@@ -17,7 +17,6 @@ from moe_ops.dispatch import tuned
 from moe_ops.dispatch.blackwell import TILES_FROM, block_scaled_tiles, is_block_scaled
 from moe_ops.dispatch.device import Device
 from moe_ops.dispatch.hopper import (
-    LEAST_TURNED,
     TOKEN,
     HopperTiles,
     KernelTiles,
@@ -132,8 +131,7 @@ def _token(problem: GemmProblem, choice: Choice, device: Device) -> GemmPlan | N
     sizes, scheme = problem.sizes, get_scheme(problem.scheme)
     fused = problem.summed or problem.activation != ""
     follows_load = not sizes.rule.batch_invariant
-    copied = problem.boxes and not problem.turned
-    if not (fused and problem.one_token and follows_load and copied) or device.portable_only:
+    if not (fused and problem.one_token and follows_load and problem.boxes) or device.portable_only:
         return None
     tiles = token_tiles(
         problem.weight, problem.operand_itemsize, sizes.num_slots, problem.rule, scheme, device,
@@ -157,8 +155,6 @@ def _hopper(problem: GemmProblem, choice: Choice, device: Device) -> GemmPlan | 
     """Plan of a warp-specialised Hopper kernel, which loads with TMA."""
     tiles = choice.hopper
     if tiles is None or not problem.boxes or problem.expert_scales:
-        return None
-    if problem.turned and not (tiles.packed and problem.sizes.halves == 1):
         return None
     on_the_way = problem.rows == EACH and tiles.packed
     num_slots, num_experts = problem.sizes.num_slots, problem.sizes.num_experts
@@ -272,8 +268,6 @@ def choose_tiles(
         sizes, scheme.key, bits, device, default, hopper=own,
         tables=tuned.TABLES if tables is None else tables,
     )  # fmt: skip
-    if problem.turned and problem.sizes.n < LEAST_TURNED:
-        found = found._replace(hopper=None)
     if scheme.decoded and device.arch in (100, 103) and found.plain.block_m >= PIPELINE_LIMIT:
         found = found._replace(plain=replace(found.plain, num_stages=1))
     return found

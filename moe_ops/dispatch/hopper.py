@@ -44,8 +44,6 @@ number; tiles of 192 rows always are. Below it, a pass over the rows costs more 
 LEAST_COLUMNS = 65
 """Weight rows from which rows are packed. A product with fewer, such as the rank of an adapter,
 takes less time than the pass over its rows."""
-LEAST_TURNED = 1408
-"""The same for weights that are contiguous along their rows."""
 STREAM_ROWS = 32
 """The largest row tile for which the swap-AB decode kernel is chosen without a tuned file."""
 STREAM_STAGES = 5

@@ -91,8 +91,6 @@ class GemmProblem(NamedTuple):
     """Whether the weight is in the packed form."""
     adds: bool = False
     """Whether the product is added to rows that are there; only the dense portable kernel can."""
-    turned: bool = False
-    """Whether the weight is contiguous along its rows instead of K."""
 
     @property
     def quant(self) -> Quant | None:
@@ -155,16 +153,14 @@ def dense_problem(
     """Problem of a GEMM whose operands are not quantized; arguments are the operator's."""
     rule = gemm_rule(UNQUANTIZED.key, a, tiles, batch_invariant)
     permuted = None if not expert_order else "out" if activation else "a"
-    turned = w.stride(2) != 1
     return GemmProblem(
         sizes_of(a.shape[0] * top_k, w.shape, w.itemsize, rule, activation),
         activation=activation,
         top_k=top_k,
-        boxes=boxable(w.mT if turned else w, a.dtype, a if permuted == "a" else None),
+        boxes=boxable(w, a.dtype, a if permuted == "a" else None),
         num_tokens=_tokens(tiles),
         weighted=weighted,
         permuted=permuted,
-        turned=turned,
     )
 
 

@@ -61,17 +61,6 @@ def test_kernels_by_load():
     assert blackwell == [BLOCK_SCALED] * 2
 
 
-def test_turned_weights():
-    """Many columns repay the pass over the rows; gates and one token have portable kernels."""
-    first, second = (p._replace(turned=True) for p in problems("unquantized", 4096))
-    few = second._replace(sizes=second.sizes._replace(n=I))
-    assert [plan_gemm(p, HOPPER).kernel for p in (first, second, few)] == [DENSE, PACKED, DENSE]
-    given = plan_gemm(second, HOPPER).config
-    assert plan_gemm(few, HOPPER, config=given).kernel == PACKED
-    one = (p._replace(turned=True) for p in problems("unquantized", 1))
-    assert not {plan_gemm(p, HOPPER).kernel for p in one} & {TOKEN, TOKEN_SUM}
-
-
 def test_few_columns_are_not_packed():
     """The rank of an adapter."""
     _, second = problems("unquantized", 4096)

@@ -183,28 +183,6 @@ def test_twins(scheme, case, hidden, width, activation, has_bias, launched):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize(("tile", "block_n"), [(64, 128), (64, 256), (128, 256), (192, 256)])
-@pytest.mark.parametrize(("hidden", "width"), [(512, 256), (2880, 704), (336, 200)])
-def test_turned_weights(hidden, width, tile, block_n, dtype, launched):
-    """Contiguous along their rows, as in the gradient of a product's rows."""
-    sizes = {"hidden_size": hidden, "intermediate_size": width, "activation": "silu_no_mul"}
-    twins = Twins(
-        "unquantized", tile, num_tokens=900, num_experts=4, top_k=2, dtype=dtype,
-        routing="holes", has_bias=True, **sizes,
-    )  # fmt: skip
-    config = HopperTiles(PACKED, tile, block_n, 3, 3, tile > 64)
-    straight = twins.run("", 2, config=config)
-    twins.weight = (twins.weight[0].mT.contiguous().mT,)
-    assert launched == ["packed"]
-    turned = twins.run("", 2, config=config)
-    real = (twins.ids.flatten() >= 0) & (twins.ids.flatten() < 4)
-    assert launched == ["packed"] * 2 and torch.equal(turned[real], straight[real])
-    twins.run("silu", 2)
-    assert launched == ["packed"] * 2  # gate and up rows lie apart: left to the portable kernel
-
-
-@pytest.mark.gpu
 @pytest.mark.parametrize("scheme", ["int8_tensor", "int8_channel"])
 @pytest.mark.parametrize(("kernel", "tile", "sizes"), CASES)
 def test_sums_of_integers_are_the_portable_kernels(scheme, kernel, tile, sizes, launched):

@@ -204,26 +204,6 @@ def test_order_and_routing_weights(block_m, block_n, weights):
             assert kernel.src.signature["row_scale"] == type_of[weights]
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize(("block_m", "block_n"), PACKED_TILES)
-def test_turned_weights(block_m, block_n, dtype):
-    """Tensor cores transpose weights that are contiguous along their rows."""
-    config = packed(block_m, block_n, block_m > 64)
-
-    def launch(empty):
-        ids = empty(4096, TOP_K, dtype=torch.int32)
-        rows = empty(4096 * TOP_K, 1408, dtype=dtype)
-        w = empty(EXPERTS, 1408, 2880, dtype=dtype).mT
-        with plans.row_tile(config.block_m, portable_only=False):
-            tiles = slot_plan(ids, EXPERTS, "unquantized", dtype)
-            expert_gemm.expert_matmul(rows, w, None, None, tiles, 1, config=config)
-
-    (kernel,) = [k for k in aot.compile_launch(90, launch) if "hopper" in k.metadata.name]
-    assert check_packed(kernel, "unquantized", block_m, block_n, block_m > 64).TURNED
-    turned = re.findall(r"wgmma.mma_async[^;]*, (\d), (\d), (\d), (\d);", kernel.asm["ptx"])
-    assert {(a, b) for *_, a, b in turned} == {("0", "1")}
-
-
 @pytest.mark.parametrize("scheme", [*PACKED_AT_ONCE, "fp8_tensor"])
 def test_rows_are_quantized_as_they_are_packed(scheme):
     """Unless all of them share a scale of their own."""

@@ -44,8 +44,6 @@ class Constants:
     RULE: Formula | None
     """Formula of the activation; None: no activation."""
     GATED: bool
-    TURNED: bool
-    """Whether the weight is contiguous along its rows instead of K: 16-bit, without a gate."""
     STEP: int
     """Distance in weight rows from one output column to the next."""
     UP: int
@@ -116,8 +114,6 @@ class Constants:
 
     def _weight_box(self, w: Tensor) -> TensorDescriptor:
         """The TMA descriptor of a weight; with a gate, a box alternates 8 gate and 8 up rows."""
-        if self.TURNED:
-            return descriptor(w.mT, [1, self.BLOCK_K, self.BLOCK_N])
         if not self.GATED:
             return descriptor(w, [1, self.BLOCK_N, self.BLOCK_K])
         expert, row, _ = w.stride()
@@ -148,8 +144,6 @@ def constants(
     rows: RowFacts,
     tiles: HopperTiles,
     ordered: str | None = None,
-    *,
-    turned: bool = False,
 ) -> Constants:
     """The `Constants` for ``n`` output columns."""
     gated = rule is not None and rule.gated
@@ -162,7 +156,6 @@ def constants(
         ORDERED=ordered,
         RULE=rule,
         GATED=gated,
-        TURNED=turned,
         STEP=weight.step,
         UP=weight.up,
         WEIGHT_ROWS=weight.rows,
@@ -195,8 +188,7 @@ class HopperGemm:
         numbers = (problem.operand_itemsize, sums_integers(get_scheme(problem.scheme)))
         rows = RowFacts(*numbers, quant is not None and quant.per_tensor, problem.weighted)
         product = (sizes.n, sizes.k, problem.top_k, problem.rule)
-        how = (problem.weight_rows, rows, tiles, problem.permuted)
-        self.constants = constants(*product, *how, turned=problem.turned)
+        self.constants = constants(*product, problem.weight_rows, rows, tiles, problem.permuted)
         self.packed, self.packed_rows = tiles.packed, plan.packed_rows
         self.quant = quant if plan.quantizes_rows else None
         """How rows are quantized while they are packed; None if they are not."""
