@@ -33,6 +33,7 @@ import models_report  # noqa: E402
 import quality_report  # noqa: E402
 import ranks_report  # noqa: E402
 import report  # noqa: E402
+import training_report  # noqa: E402
 
 SUBMODULES = (
     "functional",
@@ -329,6 +330,7 @@ PAGES = {
     "whole_models": whole_models,
     "finetuning": finetuning,
     "ranks": lambda: ranks_report.report(report.read_records(RESULTS, "ranks.json")),
+    "training": lambda: training_report.report(report.read_records(RESULTS, "training.json")),
     "quality": lambda: quality_report.table(quality_report.read()),
 }
 """Name of a file in `docs/generated/` -> the function that makes its text."""
