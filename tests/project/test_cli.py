@@ -132,7 +132,7 @@ def test_explain_many_ranks(capsys):
 
 
 def test_explain_of_batch_invariant_mode(capsys):
-    arguments = "--model tiny --device sm_90 --tokens 1,4096 --batch-invariant"
+    arguments = "--model qwen3-30b --device sm_90 --tokens 1,4096 --batch-invariant"
     assert exit_code(["explain", *arguments.split()]) == 0
     printed = capsys.readouterr().out
     assert "bfloat16, batch-invariant" in printed and printed.count("64x128x64 /8 /4") == 2
