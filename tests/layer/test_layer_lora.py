@@ -43,7 +43,7 @@ def layer_of(scheme="unquantized", device="cpu", dtype=torch.float32, **options)
     x, logits = (t.to(device, dtype) for t in batch(hidden=WIDE))
     calls = {"calibrate": lambda model: model(x, logits)} if given else {}
     layer = moe_ops.quantize_(plain, scheme, progress=False, **calls)
-    layer.unpack_()  # some GPUs' layers are packed
+    layer.unpack_()  # on some GPUs, `quantize_` packs
     return layer
 
 
@@ -79,12 +79,11 @@ def test_every_scheme(scheme, device):
         assert torch.equal(found[0], layer(x, logits, lora=lora))
 
 
-@pytest.mark.kernel
 @pytest.mark.parametrize(
     "scheme", ["int4_w4a16_g32", "mxfp4_w4a16", "int8_w8a16", "int4_w4a8_g128"]
 )
 def test_packed(scheme, device):
-    """Packed weights are trained beside as plain ones are."""
+    """Adapters train over packed weights as they do over plain ones."""
     layer = layer_of(scheme, device, torch.bfloat16)
     x, logits = (t.to(device, torch.bfloat16) for t in batch(hidden=WIDE))
     lora = adapters(layer, device=device)
