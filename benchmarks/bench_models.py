@@ -25,7 +25,7 @@ import whole_models
 from whole_models import HF_MXFP4, IMPLS, MXFP4, OURS, SPECS, Impl, Step
 
 import moe_ops
-from moe_ops.bench.command import one_of, one_or_more, print_row, progress
+from moe_ops.bench.command import conclude, one_of, one_or_more, print_row, progress
 from moe_ops.bench.harness import (
     FLUSH_BYTES,
     default_device,
@@ -316,10 +316,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             if path:
                 write_rows(path, [row], MODEL_KEY)
         release()
-    print(f"\n{count} rows{f' in {path}' if path else ''}")
-    if failed:
-        print("failed: " + "; ".join(failed), file=sys.stderr)
-    return 1 if failed else 0
+    return conclude(count, path, failed)
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ import torch
 from cold_start import MODULES
 
 import moe_ops
-from moe_ops.bench.command import one_of, one_or_more, parser, print_row
+from moe_ops.bench.command import conclude, one_of, one_or_more, parser, print_row
 from moe_ops.bench.harness import KEY, default_device, peak_bytes, record_path, write_rows
 from moe_ops.bench.layer import IMPLS, OURS, moe_ops_layer
 from moe_ops.bench.peers import PEERS, Call, available
@@ -228,11 +228,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             count += 1
         if path:
             write_rows(path, rows, OVERHEAD_KEY)
-    place = f" in {path}" if path else ""
-    print(f"\n{count} rows{place}; {skipped} cases skipped for lack of time")
-    if failed:
-        print("failed: " + "; ".join(failed), file=sys.stderr)
-    return 1 if failed else 0
+    return conclude(count, path, failed, f"; {skipped} cases skipped for lack of time")
 
 
 if __name__ == "__main__":

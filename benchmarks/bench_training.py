@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 import moe_ops
-from moe_ops.bench.command import one_of, one_or_more, parser, print_row
+from moe_ops.bench.command import conclude, one_of, one_or_more, parser, print_row
 from moe_ops.bench.harness import (
     KEY,
     Row,
@@ -399,10 +399,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 write_rows(path, done, TRAINING_KEY)
         print_times(done, head=count == 0)
         count += len(done)
-    print(f"\n{count} rows{f' in {path}' if path else ''}")
-    if failed:
-        print("failed: " + "; ".join(failed), file=sys.stderr)
-    return 1 if failed else 0
+    return conclude(count, path, failed)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from moe_ops import sizes
 from moe_ops.dispatch.row_tiles import gemm_rule
-from moe_ops.scheme import get_scheme, is_packed
+from moe_ops.scheme import get_scheme
 from moe_ops.tensors import AnyTiles
 
 
@@ -31,16 +31,5 @@ def expert_dgrad(
     rule = gemm_rule(scheme, a, tiles, batch_invariant)
     turned = a.new_empty(()).expand(experts, k, n)
     slots = sizes.gemm(a, turned, (1, 1), None, tiles, rule, top_k)
-    for name, value, needed in (
-        ("w_zero_point", w_zero_point, quant.zero_point),
-        ("w_global_scale", w_global_scale, quant.global_scale),
-    ):
-        if (value is not None) != needed:
-            raise ValueError(
-                f"{name} must be {'a Tensor' if needed else 'None'} for scheme {scheme}, got "
-                f"{'None' if value is None else 'a Tensor'}"
-            )
-    sizes.weight_scales(scheme, (experts, n, k), w_scale, w_global_scale, w_zero_point)
-    if is_packed(w):
-        sizes.packed_weight(scheme, (experts, n, k), w, w_scale, w_zero_point)
+    sizes.quantized_weight(scheme, (experts, n, k), w, w_scale, w_global_scale, w_zero_point)
     return a.new_empty((slots, k))

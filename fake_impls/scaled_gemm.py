@@ -48,16 +48,9 @@ def num_slots(
     w, w_scale, global_scale = weight
     quant, weight_quant, decoded = _facts(scheme)
     each = 2 if quant.element.packed else 1, weight_quant.numbers_per_entry(w.dtype)
-    if (global_scale is not None) != weight_quant.global_scale:
-        must = "be a Tensor" if weight_quant.global_scale else "be None"
-        got = "None" if global_scale is None else "a Tensor"
-        raise ValueError(f"w_global_scale must {must} for scheme {scheme}, got {got}")
     slots = sizes.gemm(a, w, each, bias, tiles, rule, top_k)
     (rows, width), (experts, n, k) = a.shape, w.shape
-    shape = (experts, n, each[1] * k)
-    sizes.weight_scales(scheme, shape, w_scale, global_scale)
-    if is_packed(w):
-        sizes.packed_weight(scheme, shape, w, w_scale)
+    sizes.quantized_weight(scheme, (experts, n, each[1] * k), w, w_scale, global_scale)
     later = is_packed(w) and a_scale is None  # rows that the operator quantizes
     if decoded and not later and (a_scale is None or a.dtype != quant.dtype):
         got = "None" if a_scale is None else f"rows of dtype {a.dtype}"

@@ -7,7 +7,7 @@ from torch import Tensor
 from moe_ops import sizes
 from moe_ops.dispatch.row_tiles import gemm_rule
 from moe_ops.dispatch.tiles import TileRule
-from moe_ops.scheme import Quant, get_scheme, is_packed
+from moe_ops.scheme import get_scheme
 from moe_ops.tensors import AnyTiles
 
 
@@ -71,37 +71,13 @@ def num_slots(
     ``weight`` has the fields of a `QTensor` in the order of the operator.
     """
     w, w_scale, w_zero_point, w_global_scale = weight
-    quant = _checked_quant(w_scale, w_zero_point, w_global_scale, scheme)
-    each = quant.numbers_per_entry(w.dtype)
-    slots = sizes.gemm(a, w, (1, each), bias, tiles, rule, top_k)
-    if w_scale is not None:
-        experts, n, width = w.shape
-        shape = (experts, n, each * width)
-        sizes.weight_scales(scheme, shape, w_scale, w_global_scale, w_zero_point)
-        if is_packed(w):
-            sizes.packed_weight(scheme, shape, w, w_scale, w_zero_point)
-    return slots
-
-
-def _checked_quant(
-    scale: Tensor | None, zero_point: Tensor | None, global_scale: Tensor | None, scheme: str
-) -> Quant:
-    """How the scheme quantizes weights.
-
-    ValueError if the scheme does not quantize weights only, or if a tensor that it needs is missing
-    or one that it does not take is given.
-    """
     known = get_scheme(scheme)
     quant = known.weight
     if quant is None or known.activation is not None:
         raise ValueError(f"scheme must quantize weights only, got {scheme!r}")
-    for name, value, needed in (
-        ("w_scale", scale, True),
-        ("w_zero_point", zero_point, quant.zero_point),
-        ("w_global_scale", global_scale, quant.global_scale),
-    ):
-        if (value is not None) != needed:
-            rule = "be a Tensor" if needed else "be None"
-            got = "None" if value is None else "a Tensor"
-            raise ValueError(f"{name} must {rule} for scheme {scheme}, got {got}")
-    return quant
+    each = quant.numbers_per_entry(w.dtype)
+    slots = sizes.gemm(a, w, (1, each), bias, tiles, rule, top_k)
+    experts, n, width = w.shape
+    shape = (experts, n, each * width)
+    sizes.quantized_weight(scheme, shape, w, w_scale, w_global_scale, w_zero_point)
+    return slots

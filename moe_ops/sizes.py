@@ -16,7 +16,7 @@ from torch import Tensor
 from moe_ops.activation import formula
 from moe_ops.checks import MAX_EXPERTS
 from moe_ops.dispatch.tiles import MAX_ROW_TILE, TileRule, is_direct, plan_sizes
-from moe_ops.scheme import WHOLE, Quant, get_scheme
+from moe_ops.scheme import WHOLE, Quant, get_scheme, is_packed
 from moe_ops.scheme.packed import check_packed, groups_first
 from moe_ops.tensors import AnyTiles
 
@@ -187,49 +187,51 @@ def stored_row_scale(scale: Tensor, quant: Quant, rows: int, k: int, experts: in
         entries("a_scale", scale, rows * groups)
 
 
-def weight_scales(
+def quantized_weight(
     scheme: str,
     shape: tuple[int, int, int],
-    scale: Tensor,
+    w: Tensor,
+    scale: Tensor | None,
     global_scale: Tensor | None = None,
     zero_point: Tensor | None = None,
 ) -> None:
-    """Check the scales and zero points of a weight with ``(E, N, K)`` numbers."""
+    """Check the tensors of a quantized weight with ``(E, N, K)`` numbers, in either form."""
+    known = get_scheme(scheme)
+    quant = known.weight
+    if quant is None:
+        raise ValueError(f"scheme must quantize weights, got {scheme!r}")
+    for name, value, needed in (
+        ("w_scale", scale, True),
+        ("w_zero_point", zero_point, quant.zero_point),
+        ("w_global_scale", global_scale, quant.global_scale),
+    ):
+        if (value is not None) != needed:
+            rule = "be a Tensor" if needed else "be None"
+            got = "None" if value is None else "a Tensor"
+            raise ValueError(f"{name} must {rule} for scheme {scheme}, got {got}")
     experts, n, k = shape
     if not (type(experts) is int and type(n) is int and type(k) is int):
         return
     counts, zero_points = _weight_entries(scheme, experts, n, k)
-    _of_experts("w_scale", scale, experts, counts)
-    if global_scale is not None:
-        _of_experts("w_global_scale", global_scale, experts, (experts, 2 * experts, experts * n))
-    if zero_point is not None:
-        _of_experts("w_zero_point", zero_point, experts, (zero_points,))
+    _of_experts("w_scale", scale, experts, *counts)
+    _of_experts("w_global_scale", global_scale, experts, experts, 2 * experts, experts * n)
+    _of_experts("w_zero_point", zero_point, experts, zero_points)
+    if is_packed(w):
+        check_packed("w", w, known, n, k)
+        if quant.local:
+            _groups_first("w_scale", scale, quant.weight_scale_shape(experts, n, k))
+            _groups_first("w_zero_point", zero_point, quant.zero_point_shape(experts, n, k))
 
 
-def packed_weight(
-    scheme: str,
-    shape: tuple[int, int, int],
-    w: Tensor,
-    scale: Tensor,
-    zero_point: Tensor | None = None,
-) -> None:
-    """Check a weight with ``(E, N, K)`` numbers in the packed form, and that groups come first."""
-    experts, n, k = shape
-    if not (type(experts) is int and type(n) is int and type(k) is int):
-        return
-    known = get_scheme(scheme)
-    check_packed("w", w, known, n, k)
-    quant = known.weight
-    if quant is None or not quant.local:
-        return
-    shaped("w_scale", scale, *groups_first(quant.weight_scale_shape(experts, n, k)))
-    if zero_point is not None:
-        shaped("w_zero_point", zero_point, *groups_first(quant.zero_point_shape(experts, n, k)))
+def _groups_first(name: str, x: Tensor | None, plain: tuple[int, ...]) -> None:
+    """Check that ``x``, if given, has the packed form's shape."""
+    if x is not None:
+        shaped(name, x, *groups_first(plain))
 
 
-def _of_experts(name: str, x: Tensor, experts: int, counts: tuple[int, ...]) -> None:
-    """Check that ``x`` has a row per expert, and that its number of entries is in ``counts``."""
-    if x.numel() not in counts or x.shape[0] != experts:
+def _of_experts(name: str, x: Tensor | None, experts: int, *counts: int) -> None:
+    """Check that ``x``, if given, has a row per expert and one of these numbers of entries."""
+    if x is not None and (x.numel() not in counts or x.shape[0] != experts):
         rule = " or ".join(str(count) for count in dict.fromkeys(counts))
         raise ValueError(
             f"{name} must have {rule} entries, a row for each of {experts} experts, got shape "

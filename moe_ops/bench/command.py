@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -197,6 +197,14 @@ def print_row(cells: dict[str, Any], widths: dict[str, int], *, head: bool = Fal
         print("  ".join(f"{name:>{width}}" for name, width in widths.items()))
     texts = {name: _text(cells.get(name)) for name in widths}
     print("  ".join(f"{texts[name]:>{width}}" for name, width in widths.items()), flush=True)
+
+
+def conclude(count: int, path: Path | None, failed: Sequence[str], more: str = "") -> int:
+    """Print how many rows were recorded and what failed; returns the status of the command."""
+    print(f"\n{count} rows{f' in {path}' if path else ''}{more}")
+    if failed:
+        print("failed: " + "; ".join(failed), file=sys.stderr)
+    return 1 if failed else 0
 
 
 def _text(value: Any) -> str:

@@ -247,8 +247,8 @@ def hopper_tiles(gemm: Gemm, device: Device) -> HopperTiles | None:
     block_m = gemm.row_tile
     many = load >= PACKED_LOAD[gemm.itemsize] or block_m == TALL_ROW_TILE
     planned = not is_direct(gemm.num_slots, gemm.num_experts)
-    planned &= gemm.n * gemm.halves >= LEAST_COLUMNS
-    if many and planned and widths(PACKED, block_m, gemm.itemsize):
+    wide = gemm.n * gemm.halves >= LEAST_COLUMNS
+    if many and planned and wide and widths(PACKED, block_m, gemm.itemsize):
         return packed_tiles(gemm, block_m, device)
     if block_m <= STREAM_ROWS and widths(STREAM, block_m, gemm.itemsize):
         return stream_tiles(gemm, block_m, device)

@@ -120,12 +120,12 @@ def test_rows_must_be_stored(device):
 
 @pytest.mark.parametrize(("scheme", "rule"), [("nvfp4", "be a Tensor"), ("mxfp4", "be None")])
 def test_global_scales_that_are_not_the_schemes(scheme, rule, device):
-    x, q = torch.ones(2, 32, device=device), quantize_weight(torch.ones(1, 8, 32), scheme)
+    x, q = torch.ones(2, 16, device=device).byte(), quantize_weight(torch.ones(1, 8, 32), scheme)
     plan = planned(torch.zeros(2, 1, device=device, dtype=torch.int32), None, 1, scheme)
     wrong = None if q.global_scale is not None else torch.ones(1, device=device)
     call = (x, x[:, :1], q.data.to(device), q.scale.to(device), wrong, None, [*plan], 1, scheme)
     with pytest.raises(ValueError, match=f"w_global_scale must {rule}"):
-        ops.scaled_matmul(*call, x.dtype)
+        ops.scaled_matmul(*call, torch.bfloat16)
 
 
 @pytest.mark.gpu
