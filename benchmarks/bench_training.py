@@ -5,6 +5,7 @@
 * ``adapters``: gradients of tokens, router weights and a LoRA adapter of rank r on both weights,
   which stay frozen in a scheme. ``4 * T * k * 3 * H * I`` flops, and ``6 * T * k * r * (2H + 3I)``
   for the adapter. transformers' `grouped_mm` is given ``W + B @ A``, as PEFT does.
+* ``frozen``: the same without an adapter, so that the difference is the adapter's cost.
 
 Weights are larger than the L2 cache, so that nothing needs to be rotated.
 """
@@ -46,6 +47,7 @@ TRAINING_KEY = (*KEY, "trained", "mode")
 TRAINED = {
     "all": ("x", "topk_weights", "w1", "w2"),
     "adapters": ("x", "topk_weights", "a1", "b1", "a2", "b2"),
+    "frozen": ("x", "topk_weights"),
 }
 """What is trained -> the tensors that have gradients. ``a1`` to ``b2`` are the adapter's factors,
 ``(1, E, r, K)`` and ``(1, E, N, r)``."""
@@ -159,7 +161,9 @@ def moe_ops_trained(case: Case) -> Differentiable:
 def grouped_mm_trained(case: Case) -> Differentiable:
     """The experts function `grouped_mm` of transformers, with adapters as PEFT runs them."""
     how = ("grouped_mm", case.experts, case.inputs)
-    return hf_adapted(*how, case.factors, SCALING) if case.factors else hf_trained(*how)
+    if case.factors:
+        return hf_adapted(*how, case.factors, SCALING)
+    return hf_trained(*how, frozen=case.trained == "frozen")
 
 
 GROUPED_MM = "hf-grouped_mm"
@@ -227,13 +231,15 @@ def expected(case: Case, tokens: Tensor, expert: int) -> dict[str, Tensor]:
         y = _through(_parts(case, number), x[row], weights[row, slot])
         out = out.index_add(0, row, y)
     found = torch.autograd.grad(out, (x, weights), case.grad[tokens].float())
+    of_tokens = dict(zip(("out", "x", "topk_weights"), (out.detach(), *found), strict=True))
+    if case.trained == "frozen":
+        return of_tokens
     row, slot = (inputs.topk_ids == expert).nonzero(as_tuple=True)
     parts = _parts(case, expert)
     trained = {name: parts[name].requires_grad_() for name in names if name in parts}
     y = _through(parts, inputs.x[row].float(), inputs.topk_weights[row, slot])
     of_expert = torch.autograd.grad(y, list(trained.values()), case.grad[row].float())
-    results = (out.detach(), *found, *of_expert)
-    return dict(zip(("out", "x", "topk_weights", *trained), results, strict=True))
+    return {**of_tokens, **dict(zip(trained, of_expert, strict=True))}
 
 
 def _parts(case: Case, expert: int) -> dict[str, Tensor]:
@@ -327,7 +333,7 @@ def planned(args: argparse.Namespace) -> Iterator[Case]:
     """The cases in order; weights are made once per scheme and problem."""
     device = default_device()
     for scheme, problem in product(args.schemes, args.problems):
-        trained = [t for t in args.trained if t == "adapters" or scheme == "bf16"]
+        trained = [t for t in args.trained if t != "all" or scheme == "bf16"]
         if not trained:
             continue
         experts = make_experts(problem, scheme, device).loaded

@@ -7,8 +7,9 @@ from typing import Any
 from report import OURS, markdown, source
 
 LEGEND = """\
-Forward and backward of one layer: gradients of tokens, router weights and all weights, or of
-adapters (LoRA) over frozen weights. Times in milliseconds: an eager step, and in brackets the
+Forward and backward of one layer: gradients of tokens, router weights and all weights; of
+adapters (LoRA) over frozen weights; or of tokens and router weights alone, so that the difference
+is what adapters cost. Times in milliseconds: an eager step, and in brackets the
 replay of a CUDA graph. TFLOP/s are those of the faster one. Peak: the memory of an eager step
 beyond what was there before, gradients included. Kept: what forward keeps for backward without
 weights, and in brackets what SonicMoE's formula says (arXiv 2512.14080)."""
@@ -23,7 +24,7 @@ HEAD = [
     "peak (MB)",
     "kept (MB)",
 ]
-LABELS = {"all": "all weights", "adapters": "adapters"}
+LABELS = {"all": "all weights", "adapters": "adapters", "frozen": "tokens alone"}
 
 Record = dict[str, Any]
 

@@ -94,12 +94,20 @@ class Differentiable(NamedTuple):
     """Tensors that require grad, by their names in `Experts` and `Inputs`."""
 
 
-def hf_trained(implementation: str, experts: Experts, inputs: Inputs) -> Differentiable:
-    """`hf` with gradients of tokens, router weights and both weights, whose memory is shared."""
-    layer = _TransformersExperts(experts, implementation).requires_grad_()
+def hf_trained(
+    implementation: str, experts: Experts, inputs: Inputs, *, frozen: bool = False
+) -> Differentiable:
+    """`hf` with gradients of tokens, router weights and, unless they are frozen, both weights.
+
+    The memory of the weights is shared.
+    """
+    layer = _TransformersExperts(experts, implementation)
     x, ids, weights = _transformers_arguments(inputs)
     x, weights = (t.detach().requires_grad_() for t in (x, weights))
-    leaves = {"x": x, "topk_weights": weights, "w1": layer.gate_up_proj, "w2": layer.down_proj}
+    leaves = {"x": x, "topk_weights": weights}
+    if not frozen:
+        layer.requires_grad_()
+        leaves.update(w1=layer.gate_up_proj, w2=layer.down_proj)
     return Differentiable(lambda: layer(x, ids, weights), leaves)
 
 

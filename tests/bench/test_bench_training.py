@@ -37,9 +37,12 @@ def test_the_record(capsys, tmp_path):
     assert [(r["scheme"], r["trained"], r["impl"]) for r in rows] == [
         ("bf16", "adapters", "hf-grouped_mm"),
         ("bf16", "all", "hf-grouped_mm"),
+        ("bf16", "frozen", "hf-grouped_mm"),
         ("bf16", "adapters", "moe_ops"),
         ("bf16", "all", "moe_ops"),
+        ("bf16", "frozen", "moe_ops"),
         ("mxfp4_w4a16", "adapters", "moe_ops"),
+        ("mxfp4_w4a16", "frozen", "moe_ops"),
     ]
     for row in rows:
         assert row["shape"] == "tiny" and row["M"] == 3 and row["mode"] == "eager"
@@ -73,9 +76,11 @@ def test_flops():
     full = bench.Case("bf16", problem, None, inputs, "uniform", "all", x, {})
     assert full.flops == 6 * 4096 * 8 * 3 * 2048 * 768
     assert full.formula_bytes == 2 * 4096 * 2048 + 4 * 4096 * 8 * 768
+    frozen = full._replace(trained="frozen")
+    assert frozen.flops == 4 * 4096 * 8 * 3 * 2048 * 768
     lora = full._replace(trained="adapters", factors={"a1": torch.empty(1, 128, 16, 2048)})
     low = 6 * 4096 * 8 * 16 * (2 * 2048 + 3 * 768)
-    assert lora.flops == 4 * 4096 * 8 * 3 * 2048 * 768 + low
+    assert lora.flops == frozen.flops + low
 
 
 def test_what_is_kept_for_backward(device):
