@@ -146,14 +146,18 @@ def specialize(partitions: Any, warps: Any, registers: Any) -> None:
     """Run every partition in a thread of its own."""
     program, failures = LOCAL.program, []
 
-    def run(function: Any, arguments: Any) -> None:
-        LOCAL.program = program
+    def run(function: Any, arguments: Any, threads: int) -> None:
+        LOCAL.program, LOCAL.threads = program, threads
         try:
             function(*arguments)
         except BaseException as failure:  # noqa: BLE001
             failures.append(failure)
 
-    threads = [threading.Thread(target=run, args=part, daemon=True) for part in partitions]
+    counts = [32 * count for count in (4, *warps)]  # launches have four warps
+    threads = [
+        threading.Thread(target=run, args=(*part, count), daemon=True)
+        for part, count in zip(partitions, counts, strict=True)
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -232,12 +236,11 @@ MBARRIER = SimpleNamespace(
     arrive=lambda slot, count=1: as_slot(slot).barrier.update(count, 0),
     expect=expect,
 )
-COPYING_THREADS = 128
 
 
 def copies_arrive(slot: Any, increment_count: bool) -> None:
-    """Each thread of the copying warp group arrives."""
-    as_slot(slot).barrier.update(COPYING_THREADS, 0)
+    """Each thread of the copying partition arrives."""
+    as_slot(slot).barrier.update(LOCAL.threads, 0)
 
 
 MEANINGS: dict[str, Any] = {

@@ -4,9 +4,9 @@ The weights of a tile are copied as they are packed (`scheme.packed`), decoded i
 (`fragments`), and multiplied as the first operand of a matrix instruction; rows of tokens are the
 second operand. So a weight is read once from memory and once from shared memory, and never written.
 
-One warp group copies: weights and scales as TMA boxes, the rows of a tile's slots with cp.async, as
-they may lie anywhere. Another decodes, multiplies and stores. Several CTAs fit on an SM: while one
-decodes, another waits for memory.
+One or two warps copy: weights and scales as TMA boxes, the rows of a tile's slots with cp.async, as
+they may lie anywhere. A warp group decodes, multiplies and stores. Several CTAs fit on an SM: while
+one decodes, another waits for memory.
 
 Source: the structure of `stream`, with the register operand that humming and triton_kernels use.
 """
@@ -27,22 +27,27 @@ from moe_ops.kernels._gemm.tile import COUNTED, activate
 from moe_ops.kernels._hopper.fragments import (
     UNIT,
     WORDS,
-    decode_bytes,
-    decode_nibbles,
+    decoded,
+    load_scales,
+    load_zeros,
     scale_rows,
-    scale_words,
-    zero_words,
 )
 from moe_ops.kernels._hopper.packed import load_box
 from moe_ops.kernels._hopper.schedule import find_tile
 from moe_ops.kernels._hopper.slots import Vectors, count_tiles, expert_of, slots_of
-from moe_ops.kernels._hopper.stream import COPYING, load_rows, load_slots
+from moe_ops.kernels._hopper.stream import load_rows, load_slots
 from moe_ops.kernels._runtime.dependent import take_turn
 
 CHUNKS = gl.constexpr(2)
 """Chunks of 64 numbers along K in a stage."""
 ALONE = gl.constexpr(16)
 """Up to so many rows each warp multiplies by itself (mma.sync), and waits for no other warp."""
+
+
+@gluon.constexpr_function
+def copying_warps(rows):
+    """Warps that copy: as few as keep up, since each of them repeats what a stage takes."""
+    return 2 if rows <= ALONE else 4
 
 
 @aggregate
@@ -92,8 +97,9 @@ def copy_unit(descs, ring, box, place, full, C: gl.constexpr):
 
 @gluon.jit
 def copy_tiles(a, stride_am, w_desc, scale_desc, zero_desc, ring, v, C: gl.constexpr):
-    """The copying warp group: copy every tile of both operands, in the order of the products."""
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    """The copying warps: copy every tile of both operands, in the order of the products."""
+    WARPS: gl.constexpr = copying_warps(C.BLOCK_M)
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [WARPS, 1], [1, 0])
     UNITS: gl.constexpr = C.UNITS
     descs = w_desc, scale_desc, zero_desc
     step = gl.to_tensor(0)
@@ -120,27 +126,21 @@ def copy_tiles(a, stride_am, w_desc, scale_desc, zero_desc, ring, v, C: gl.const
 
 
 @gluon.jit
-def decode_chunk(ring, stage, chunk: gl.constexpr, unit: gl.constexpr, DOT: gl.constexpr, C):
-    """The decoded weights of a unit's chunk."""
+def load_chunk(ring, stage, chunk: gl.constexpr, unit: gl.constexpr, C: gl.constexpr):
+    """The words, the scales and the zero points of a unit's chunk, as `decoded` takes them."""
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [3, 2, 1, 0])
-    UNITS: gl.constexpr = C.STAGE_UNITS
     PARTS: gl.constexpr = C.BITS // 4
-    shape: gl.constexpr = [C.STAGES * UNITS * CHUNKS * PARTS, 4, 8, 4, 4]
-    words = ring.words._reinterpret(gl.int32, shape, FLAT)
-    box = stage * UNITS + unit
-    at = (box * CHUNKS + chunk) * PARTS
-    scale, zero = None, None
+    shape: gl.constexpr = [C.STAGES * C.STAGE_UNITS * CHUNKS * PARTS, 4, 8, 4, 4]
+    view = ring.words._reinterpret(gl.int32, shape, FLAT)
+    box = stage * C.STAGE_UNITS + unit
+    words, scale, zero = (), (), ()
+    for part in gl.static_range(PARTS):
+        words += (view.index((box * CHUNKS + chunk) * PARTS + part).load(WORDS),)
     if C.SCALED == "weights":
-        scale = scale_words(ring.scales, box, chunk, C)
+        scale = load_scales(ring.scales, box, chunk, C)
     if C.ZERO_BYTES > 0:
-        zero = zero_words(ring.zeros, box, chunk, C)
-    word = words.index(at).load(WORDS)
-    if C.BITS == 4:
-        found = decode_nibbles(word, scale, zero, ring.rows.dtype, DOT, C)
-    else:
-        right = words.index(at + 1).load(WORDS)
-        found = decode_bytes(word, right, scale, zero, ring.rows.dtype, DOT, C)
-    return found
+        zero = load_zeros(ring.zeros, box, chunk, C)
+    return words, scale, zero
 
 
 @gluon.jit
@@ -149,12 +149,15 @@ def add_alone(ring, stage, sums, C: gl.constexpr):
     LAYOUT: gl.constexpr = sums[0].type.layout
     DOT: gl.constexpr = gl.DotOperandLayout(0, LAYOUT, 2)
     ROWS: gl.constexpr = sums[0].shape[1]
+    DTYPE: gl.constexpr = ring.rows.dtype
     sum0, sum1 = sums[0], sums[1]
     for chunk in gl.static_range(CHUNKS):
         rows = ring.rows.index(stage * CHUNKS + chunk).slice(0, ROWS, 0).permute((1, 0))
         rows = rows.load(gl.DotOperandLayout(1, LAYOUT, 2))
-        sum0 = mma_v2(decode_chunk(ring, stage, chunk, 0, DOT, C), rows, sum0)
-        sum1 = mma_v2(decode_chunk(ring, stage, chunk, 1, DOT, C), rows, sum1)
+        w0 = decoded(load_chunk(ring, stage, chunk, 0, C), DTYPE, DOT, C)
+        sum0 = mma_v2(w0, rows, sum0)
+        w1 = decoded(load_chunk(ring, stage, chunk, 1, C), DTYPE, DOT, C)
+        sum1 = mma_v2(w1, rows, sum1)
     return sum0, sum1
 
 
@@ -162,18 +165,24 @@ def add_alone(ring, stage, sums, C: gl.constexpr):
 def add_together(ring, stage, sums, FIRST: gl.constexpr, C: gl.constexpr):
     """Add the products of the units from FIRST on to ``sums``: by the whole warp group.
 
-    While the product of one unit is under way, the weights of the other are decoded.
+    While the product of one unit is under way, the weights of the other are decoded, and words are
+    loaded before the product whose end they do not wait for.
     """
     LAYOUT: gl.constexpr = sums[0].type.layout
     DOT: gl.constexpr = gl.DotOperandLayout(0, LAYOUT, 2)
     ROWS: gl.constexpr = sums[0].shape[1]
+    DTYPE: gl.constexpr = ring.rows.dtype
     sum0, p1 = sums[0], warpgroup_mma_init(sums[1])
+    next0 = load_chunk(ring, stage, 0, FIRST, C)
     for chunk in gl.static_range(CHUNKS):
         rows = ring.rows.index(stage * CHUNKS + chunk).slice(0, ROWS, 0).permute((1, 0))
-        w0 = decode_chunk(ring, stage, chunk, FIRST, DOT, C)
+        next1 = load_chunk(ring, stage, chunk, FIRST + 1, C)
+        w0 = decoded(next0, DTYPE, DOT, C)
         p0 = warpgroup_mma(w0, rows, sum0, is_async=True)
+        if chunk + 1 < CHUNKS:
+            next0 = load_chunk(ring, stage, chunk + 1, FIRST, C)
         sum1 = warpgroup_mma_wait(1, [p1])
-        w1 = decode_chunk(ring, stage, chunk, FIRST + 1, DOT, C)
+        w1 = decoded(next1, DTYPE, DOT, C)
         p1 = warpgroup_mma(w1, rows, sum1, is_async=True)
         sum0 = warpgroup_mma_wait(1, [p0])
     return sum0, warpgroup_mma_wait(0, [p1])
@@ -367,6 +376,7 @@ def hopper_decode_few_kernel(
 ):  # fmt: skip
     """``out[s] = f(row_scale[s // TOP_K] * a[s // TOP_K] @ decoded(w[e]).T + bias[e])``."""
     STAGES: gl.constexpr = C.STAGES
+    COPYING: gl.constexpr = copying_warps(C.BLOCK_M)
     SWIZZLED: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
     shape: gl.constexpr = [STAGES * CHUNKS, C.BLOCK_M, UNIT]
     rows = gl.allocate_shared_memory(a.dtype.element_ty, shape, SWIZZLED)
@@ -380,7 +390,7 @@ def hopper_decode_few_kernel(
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(STAGES):
-        mbarrier.init(full.index(stage), count=1 + COPYING)
+        mbarrier.init(full.index(stage), count=1 + 32 * COPYING)
         mbarrier.init(empty.index(stage), count=1)
     fence_async_shared()
     ring = Ring(rows, words, scales, zeros, full, empty)
@@ -393,6 +403,6 @@ def hopper_decode_few_kernel(
             (multiply, (out, (bias, topk_weights, row_scale), ring, v, C)),
             (copy_tiles, (a, stride_am, w_desc, scale_desc, zero_desc, ring, v, C)),
         ],
-        [4],  # warps of the second partition
+        [COPYING],  # warps of the second partition
         [24 if C.BLOCK_M <= 32 else 40],  # its registers; the first partition gets the rest
     )

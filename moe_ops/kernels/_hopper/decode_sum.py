@@ -16,11 +16,8 @@ from moe_ops.dispatch import hopper_decode
 from moe_ops.kernels._hopper.fragments import (
     UNIT,
     chunk_groups,
-    decode_bytes,
-    decode_nibbles,
+    decoded,
     pairs_layout,
-    spread_scales,
-    spread_zeros,
     words_layout,
 )
 from moe_ops.kernels._hopper.schedule import wait_for_group
@@ -145,22 +142,6 @@ def begin(stored, unit, choices, PASS: gl.constexpr, C: gl.constexpr, S: gl.cons
             zero_points = find_rows(zeros, unit, choices, PASS, C, S)
     sources = find_words(words, stride, unit, choices, PASS, C, S), scales, zero_points
     return sources, load_chunks(sources, 0, S.AHEAD, C)
-
-
-@gluon.jit
-def decoded(chunk, DTYPE: gl.constexpr, DOT: gl.constexpr, C: gl.constexpr):
-    """The weights of a chunk of each job, as the first operand of a product."""
-    words, scale, zero = chunk
-    factor, less = None, None
-    if C.SCALED == "weights":
-        factor = spread_scales(scale, C)
-    if C.ZERO_BYTES > 0:
-        less = spread_zeros(zero, C)
-    if C.BITS == 4:
-        found = decode_nibbles(words[0], factor, less, DTYPE, DOT, C)
-    else:
-        found = decode_bytes(words[0], words[1], factor, less, DTYPE, DOT, C)
-    return found
 
 
 @gluon.jit

@@ -160,8 +160,8 @@ def scale_lanes(stored, C: gl.constexpr):
 
 
 @gluon.jit
-def scale_words(scales, box, chunk: gl.constexpr, C: gl.constexpr):
-    """The scales of a unit's chunk, for each word: of the even rows, of the odd rows."""
+def load_scales(scales, box, chunk: gl.constexpr, C: gl.constexpr):
+    """The scales of a unit's chunk in shared memory, for each of its groups."""
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
     NEXT: gl.constexpr = C.STAGE_GROUPS * C.SCALE_PLACES  # groups from one box to the next
     shape: gl.constexpr = [C.STAGES * C.STAGE_UNITS * NEXT, 4, 8, 2]
@@ -171,7 +171,7 @@ def scale_words(scales, box, chunk: gl.constexpr, C: gl.constexpr):
     stored = ()
     for group in gl.static_range(GROUPS):
         stored += (view.index(first + group).load(PAIRS),)
-    return spread_scales(stored, C)
+    return stored
 
 
 @gluon.constexpr_function
@@ -219,22 +219,20 @@ def scale_rows(scales, box, LAYOUT: gl.constexpr, C: gl.constexpr):
 
 
 @gluon.jit
-def zero_words(zeros, box, chunk: gl.constexpr, C: gl.constexpr):
-    """The zero points of a unit's chunk, as `spread_zeros` returns them."""
+def load_zeros(zeros, box, chunk: gl.constexpr, C: gl.constexpr):
+    """The zero points of a unit's chunk in shared memory, for each of its groups."""
     ALL: gl.constexpr = C.STAGES * C.STAGE_UNITS * C.STAGE_GROUPS * C.ZERO_PLACES
     GROUPS: gl.constexpr = chunk_groups(C)
+    PACKED: gl.constexpr = C.BITS == 4  # a byte has the zero points of a pair of rows
+    SHAPE: gl.constexpr = [ALL, 4, 8] if PACKED else [ALL, 4, 8, 2]
+    FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0] if PACKED else [2, 1, 0])
+    LAYOUT: gl.constexpr = gl.SliceLayout(2, PAIRS) if PACKED else PAIRS
+    view = zeros._reinterpret(gl.uint8, SHAPE, FLAT)
     first = box * C.STAGE_GROUPS * C.ZERO_PLACES + chunk * (C.STAGE_GROUPS // 2)
     stored = ()
     for group in gl.static_range(GROUPS):
-        if C.BITS == 4:
-            FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
-            view = zeros._reinterpret(gl.uint8, [ALL, 4, 8], FLAT)
-            stored += (view.index(first + group).load(gl.SliceLayout(2, PAIRS)),)
-        else:
-            CUBE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
-            view = zeros._reinterpret(gl.uint8, [ALL, 4, 8, 2], CUBE)
-            stored += (view.index(first + group).load(PAIRS),)
-    return spread_zeros(stored, C)
+        stored += (view.index(first + group).load(LAYOUT),)
+    return stored
 
 
 @gluon.jit
@@ -358,3 +356,22 @@ def spread_halves(x, LAYOUT: gl.constexpr):
         cube = x.reshape((WARPS, 8, 1, 2, 2)).permute((0, 1, 2, 4, 3))
         cube = cube.reshape((WARPS, 8, 1, 2, 1, 2))
     return gl.convert_layout(cube, LAYOUT, assert_trivial=True)
+
+
+@gluon.jit
+def decoded(chunk, DTYPE: gl.constexpr, DOT: gl.constexpr, C: gl.constexpr):
+    """The weights of a loaded chunk as the first operand of a product.
+
+    ``chunk``: its words, its scales and its zero points, as they are stored; () for none.
+    """
+    words, scale, zero = chunk
+    factor, less = None, None
+    if C.SCALED == "weights":
+        factor = spread_scales(scale, C)
+    if C.ZERO_BYTES > 0:
+        less = spread_zeros(zero, C)
+    if C.BITS == 4:
+        found = decode_nibbles(words[0], factor, less, DTYPE, DOT, C)
+    else:
+        found = decode_bytes(words[0], words[1], factor, less, DTYPE, DOT, C)
+    return found
