@@ -17,9 +17,10 @@ from moe_ops.bench.problems import Problem, make_experts, make_inputs
 from moe_ops.dispatch.hopper import KernelTiles
 from moe_ops.ops import STAGES
 from moe_ops.pipeline.fused_experts import NOT_QUANTIZED
-from moe_ops.pipeline.gemms import expert_weights, gemm_call
+from moe_ops.pipeline.gemms import expert_weights, gemm_call, quantized
 from moe_ops.pipeline.row_spaces import SlotRows
 from moe_ops.pipeline.token_rows import quantize_tokens
+from moe_ops.scheme import is_packed
 from moe_ops.tensors import ExpertWeights, Routing, Rows, Tiles
 from moe_ops.tuning.search import Subject, Trial
 
@@ -50,6 +51,7 @@ class GemmClock:
         self.device = default_device()
         self.launches = self.device.type == "cuda"  # a reference has no tiles
         experts = make_experts(problem, subject.scheme.key, self.device)
+        experts = experts.packed(subject.packed(1), subject.packed(2))
         self.config = experts.quant_config or NOT_QUANTIZED
         self.weights: ExpertWeights = expert_weights(experts.w1, experts.w2, self.config)
         self.inputs = lru_cache(maxsize=1)(self._inputs)
@@ -75,12 +77,19 @@ class GemmClock:
     def _inputs(self, num_tokens: int) -> _Inputs:
         x, weights, ids, _ = make_inputs(self.problem, num_tokens, "uniform", self.device)
         scheme, experts = self.subject.scheme, self.problem.num_experts
-        tokens = Rows(*quantize_tokens(x, self.config, Routing(weights, ids), experts, False))
-        space = self._space(ids)
+        given, space = self.weights, self._space(ids)
+        if is_packed(given.w1.data):  # the GEMM may quantize them
+            how = (scheme, self.subject.top_k, self.problem.activation)
+            tokens = quantized(x, given.a1_scale, given.w1, space, *how)
+        else:
+            routing = Routing(weights, ids)
+            tokens = Rows(*quantize_tokens(x, self.config, routing, experts, False))
         h = self._product(1, tokens, space)
         between = Rows(h)
-        if scheme.activation is not None:
-            between = space.quantize(h, self.weights.a2_scale, scheme.activation)
+        if is_packed(given.w2.data):
+            between = quantized(h, given.a2_scale, given.w2, space, scheme)
+        elif scheme.activation is not None:
+            between = space.quantize(h, given.a2_scale, scheme.activation)
         return _Inputs(ids, (tokens, between), (h, self._product(2, between, space)))
 
     def _space(self, ids: Tensor) -> SlotRows:

@@ -35,7 +35,8 @@ from moe_ops.dispatch.hopper_decode import (
     decodes,
 )
 from moe_ops.dispatch.tiles import KNOWN_ROW_TILES, ROW_TILES, TileConfig
-from moe_ops.scheme import Scheme, get_scheme
+from moe_ops.scheme import Scheme, get_scheme, packs
+from moe_ops.scheme.packed import CHUNK
 
 _NUMBER = r"([1-9][0-9]{0,8})"
 _NAME = re.compile(rf"E={_NUMBER},N={_NUMBER},K={_NUMBER},device_name=([^,]+),scheme=([^,]+)\.json")
@@ -196,7 +197,8 @@ def _hopper_tiles(
 def _widths(kernel: str, block_m: int, scheme: Scheme) -> tuple[int, ...]:
     """The values of ``BLOCK_N`` that a Hopper kernel has for a scheme; empty: not that scheme."""
     if kernel in TUNABLE:
-        return decode_widths(kernel, block_m) if decodes(scheme, torch.bfloat16) else ()
+        served = packs(scheme, CHUNK, CHUNK) and decodes(scheme, torch.bfloat16)
+        return decode_widths(kernel, block_m) if served else ()
     itemsize = operand_bytes(scheme)
     return () if itemsize is None else widths(kernel, block_m, itemsize)
 

@@ -8,7 +8,7 @@ import torch
 from command_line import exit_code
 from conftest import HAS_CUDA, INTERPRETED
 from plans import row_tile
-from tune_trials import SCHEMES, Clock, kernel_of, plain_trial, subject
+from tune_trials import A100, H200, SCHEMES, Clock, kernel_of, plain_trial, subject
 
 from moe_ops import cli
 from moe_ops.dispatch.tuned_file import parse
@@ -114,12 +114,12 @@ def made():
     from moe_ops.bench.harness import Timing
     from moe_ops.bench.problems import Problem
 
-    def make(scheme, change=lambda output: output, row_tile=None):
+    def make(scheme, change=lambda output: output, row_tile=None, gpu=H200):
         def timer(call, device, budget_s):
             return Timing(7.0, 7.0, 7.0, 1, change(call()))
 
         sizes, problem = (4, 128, 128), Problem("small", 4, 2, 128, 128, timed=False)
-        return gemm_clock.GemmClock(problem, subject(scheme, sizes, 2, row_tile), timer)
+        return gemm_clock.GemmClock(problem, subject(scheme, sizes, 2, row_tile, gpu), timer)
 
     return make
 
@@ -150,7 +150,7 @@ def test_trials_launch_their_tiles(scheme, made, monkeypatch):
         launch(self, *given)
 
     monkeypatch.setattr(Launch, "__call__", record_constants)
-    clock = made(scheme, row_tile=32)
+    clock = made(scheme, row_tile=32, gpu=A100)  # weights are plain
     clock.launches = True  # in the interpreter, too
     for start in (plain_trial(clock.subject, 5, which) for which in (1, 2)):
         for trial in [start, *clock.subject.neighbours(start, "block_k")]:
