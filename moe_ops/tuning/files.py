@@ -7,20 +7,22 @@ import math
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import moe_ops.dispatch.tuned
 from moe_ops.dispatch.tuned import FOLDER
 from moe_ops.dispatch.tuned_file import parse
-from moe_ops.tuning.search import Clock, Subject, Trial, tune_tokens
+from moe_ops.tuning.search import Clock, Prepare, Subject, Trial, tune_tokens
 
 try:
     from tqdm import tqdm
 except ModuleNotFoundError:
     tqdm = None
 
+Report = Callable[[int, dict[str, Any]], None]
+"""Takes a number of tokens and its entry."""
 PACKAGED = Path(moe_ops.dispatch.tuned.__file__).parent / "configs"
 
 
@@ -66,6 +68,8 @@ def tune(
     again: bool = False,
     made_with: str = "",
     budget_s: float = math.inf,
+    report: Report | None = None,
+    prepare: Prepare = list,
 ) -> list[int]:
     """Tune the token counts that the file lacks, the largest first, and write after each.
 
@@ -77,6 +81,8 @@ def tune(
         again: whether to tune token counts again that the file already has.
         made_with: note stored in each entry.
         budget_s: no token count is started after this many seconds.
+        report: called with every new entry after it is written.
+        prepare: called with trials before they are timed.
 
     Returns:
         The numbers of tokens that were tuned.
@@ -90,9 +96,11 @@ def tune(
         if time.monotonic() - started > budget_s:
             break
         expected += share
-        entry = tune_tokens(subject, tokens, progress.ticking(clock, expected))
+        entry = tune_tokens(subject, tokens, progress.ticking(clock, expected), prepare)
         entries[str(tokens)] = {**entry, "made_with": made_with}
         write(subject, folder, entries)
+        if report is not None:
+            report(tokens, entry)
         progress.reach(expected)
         tuned.append(tokens)
     progress.close()

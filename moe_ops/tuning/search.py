@@ -84,6 +84,10 @@ Clock = Callable[[Trial], float]
 """Times a trial in microseconds; infinite if the tiles do not run or their result is wrong."""
 
 
+Prepare = Callable[[Sequence[Trial]], object]
+"""Called with trials before they are timed, so that their kernels can be compiled in parallel."""
+
+
 class Pair(NamedTuple):
     """Tiles of both GEMMs and their times."""
 
@@ -257,22 +261,24 @@ class Subject:
         return found
 
 
-def _search(subject: Subject, times: dict[Trial, float], clock: Clock) -> Trial:
+def _search(subject: Subject, times: dict[Trial, float], clock: Clock, prepare: Prepare) -> Trial:
     """The fastest trial of a GEMM, searched from all kernels' starts that are not hopeless."""
     near = [trial for trial, us in times.items() if us <= HOPELESS * min(times.values())]
-    walks = (_walk(subject, start, times[start], clock) for start in near)
+    walks = (_walk(subject, start, times[start], clock, prepare) for start in near)
     return min(walks, key=lambda walk: walk[1])[0]
 
 
-def _walk(subject: Subject, start: Trial, start_us: float, clock: Clock) -> tuple[Trial, float]:
+def _walk(
+    subject: Subject, start: Trial, start_us: float, clock: Clock, prepare: Prepare
+) -> tuple[Trial, float]:
     """Coordinate descent from ``start``: the fastest trial and its time."""
     known, best = {start: start_us}, start
     for _ in range(2):
         before = best
         for size in DIMENSIONS:
-            for trial in subject.neighbours(best, size):
-                if trial not in known:
-                    known[trial] = clock(trial)
+            new = [trial for trial in subject.neighbours(best, size) if trial not in known]
+            prepare(new)
+            known |= {trial: clock(trial) for trial in new}
             near = [t for t in subject.neighbours(best, size) if t in known]
             best = min((best, *near), key=known.__getitem__)
         if best == before:
@@ -280,7 +286,9 @@ def _walk(subject: Subject, start: Trial, start_us: float, clock: Clock) -> tupl
     return best, known[best]
 
 
-def tune_tokens(subject: Subject, num_tokens: int, clock: Clock) -> dict[str, Any]:
+def tune_tokens(
+    subject: Subject, num_tokens: int, clock: Clock, prepare: Prepare = list
+) -> dict[str, Any]:
     """Search the tiles for one number of tokens; returns the entry of the tuned file.
 
     The winner and the default are timed again, in turn. The default wins unless the winner is
@@ -290,17 +298,19 @@ def tune_tokens(subject: Subject, num_tokens: int, clock: Clock) -> dict[str, An
         subject: the layer.
         num_tokens: T.
         clock: times a GEMM.
+        prepare: called with trials before they are timed.
 
     Raises:
         RuntimeError: the default does not run.
     """
+    prepare(subject.candidates(num_tokens))
     starts = subject.starts(num_tokens)
     default = _timed(starts, clock)
     if not math.isfinite(default.time_us):
         raise RuntimeError(f"the default tiles do not run: {default}")
     kernels = (subject.beginnings(num_tokens, which) for which in (1, 2))
     begin = ({trial: clock(trial) for trial in found} for found in kernels)
-    first, second = (_search(subject, times, clock) for times in begin)
+    first, second = (_search(subject, times, clock, prepare) for times in begin)
     default, won = _side_by_side(starts, (first, second), clock)
     if won.time_us > (1 - MARGIN) * default.time_us:
         won = default

@@ -22,7 +22,7 @@ COMMAND = ["tune", "--model", "qwen3-30b-a3b", "--scheme", "fp8_block128", "--de
 def clock(monkeypatch):
     """The GPU that a command finds."""
     made = Clock(block_n=32)
-    monkeypatch.setattr(cli, "_gemm_clock", lambda problem, layer: made)
+    monkeypatch.setattr(cli, "_gemm_clock", lambda problem, layer, jobs: (made, list))
     return made
 
 
@@ -42,6 +42,30 @@ def test_tune_prints_json_and_resumes(clock, tmp_path, capsys):
     assert json.loads(capsys.readouterr().out)["timed"] == [] and len(clock.trials) == before
     assert exit_code([*command, "--again"]) == 0
     assert json.loads(capsys.readouterr().out)["timed"] == [512, 1] and len(clock.trials) > before
+
+
+def test_tune_records_defaults_beside_the_best(clock, tmp_path):
+    """A row per GEMM, merged with rows of other runs; times and configs are those of the file."""
+    command = [*COMMAND, "--output", str(tmp_path), "--record", str(tmp_path / "records")]
+    assert exit_code([*command, "--tokens", "512"]) == 0
+    (path,) = (tmp_path / "records").glob("*/tuning.json")
+    assert exit_code([*command, "--tokens", "1"]) == 0
+    sizes = ["tune", "--sizes", "64,4,2048,640", "--scheme", "fp8_block128", "--device", "sm_90"]
+    assert exit_code([*sizes, *command[7:], "--tokens", "2"]) == 0
+    record = json.loads(path.read_text())
+    keys = [(row["shape"], row["M"], row["gemm"]) for row in record["rows"]]
+    other = "E64-k4-H2048-I640"
+    assert keys == [(other, 2, 1), (other, 2, 2), *(
+        ("qwen3-30b", tokens, which) for tokens in (1, 512) for which in (1, 2)
+    )]  # fmt: skip
+    layer = subject()
+    entry = files.read(layer, tmp_path)["512"]
+    for row in record["rows"][-2:]:
+        found = entry[f"gemm{row['gemm']}"]
+        assert (row["default_us"], row["best_us"]) == (found["default_us"], found["time_us"])
+        assert row["best"].items() <= found.items() and row["sizes"] == [128, 8, 2048, 768]
+        assert row["default"]["block_n"] == layer.starts(512)[row["gemm"] - 1].tiles.block_n
+        assert 1 < row["ratio"] == round(entry["default_us"] / entry["time_us"], 4)
 
 
 def test_tune_prints_a_table(clock, tmp_path, capsys):

@@ -83,9 +83,7 @@ def test_kernels_that_decode():
     assert [kernel_of(t) for t in narrow.beginnings(512, 2)] == [None]
 
 
-@pytest.mark.parametrize(
-    ("rows", "ctas"), [(16, {2, 3, 4, 5}), (32, {2, 3, 4}), (64, {1, 2})]
-)
+@pytest.mark.parametrize(("rows", "ctas"), [(16, {2, 3, 4, 5}), (32, {2, 3, 4}), (64, {1, 2})])
 def test_steps_of_the_kernel_for_few_rows(rows, ctas):
     """CTAs for which registers suffice, each with as many stages as fit."""
     layer = subject(MXFP4, row_tile=rows)

@@ -10,6 +10,9 @@ launch: see `dependent`, which also says how to turn it off.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import cached_property
 from typing import Any
 
@@ -85,6 +88,23 @@ compile kernels."""
 _INT32 = 2**31 - 1
 
 
+_COMPILE_ONLY: ContextVar[bool] = ContextVar("compile_only", default=False)
+
+
+@contextmanager
+def compile_only() -> Iterator[None]:
+    """Context manager: launches only compile their kernel, into Triton's cache on disk.
+
+    Tensors may be fake ones. For processes that launch nothing: a kernel that was launched before
+    is launched again.
+    """
+    token = _COMPILE_ONLY.set(True)
+    try:
+        yield
+    finally:
+        _COMPILE_ONLY.reset(token)
+
+
 def last_kernel(device: int) -> Any:
     """The kernel that `Launch` launched last on the current stream of a device; None: unknown."""
     return None if _current_stream is None else LAST.get(_current_stream(device))
@@ -139,6 +159,9 @@ class Launch:
         binary = COMPILED.get(key)
         if binary is None:
             options = launch_options() | self.constants
+            if _COMPILE_ONLY.get():
+                self.kernel.warmup(*arguments, grid=grid, **options)
+                return
             compiled = self.kernel[grid](*arguments, **options)
             COMPILED[key] = Binary(compiled)
             if _current_stream is not None:
