@@ -169,11 +169,11 @@ def _tune(arguments: Sequence[str]) -> int:
         if chosen.again or any(str(tokens) not in known for tokens in chosen.tokens):
             (clock, prepare), again = _gemm_clock(problem, subject, chosen.jobs), chosen.again
             made_with = ", ".join(run_header().values())
+            report_entry = partial(record_entry, chosen.record, subject, problem.name)
             timed = files.tune(
                 subject, chosen.tokens, folder, clock,
                 again=again, made_with=made_with, budget_s=chosen.time_budget_s,
-                report=partial(record_entry, chosen.record, subject, problem.name),
-                prepare=prepare,
+                hooks=files.Hooks(prepare, report_entry),
             )  # fmt: skip
         entries = files.read(subject, folder)
     except (NotImplementedError, ValueError) as error:  # an unsupported scheme, an invalid file

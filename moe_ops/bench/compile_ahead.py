@@ -15,6 +15,7 @@ from functools import partial
 from multiprocessing import get_context
 
 import torch
+from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from moe_ops.bench.layer_gemms import LayerGemms
@@ -54,7 +55,8 @@ class CompileAhead:
         processes: int,
         executor: Executor | None = None,
     ) -> None:
-        self.subject, self.done = subject, set()
+        self.subject = subject
+        self.done: set[tuple[object, ...]] = set()
         self.compile = partial(compile_trial, problem.activation, subject)
         if executor is None and processes > 1:  # not forks: this process may use CUDA
             executor = ProcessPoolExecutor(processes, mp_context=get_context("spawn"))
@@ -68,11 +70,11 @@ class CompileAhead:
         new = {kernel: trial for kernel, trial in new.items() if kernel not in self.done}
         self.done |= new.keys()
         try:
-            failed = [error for error in self.executor.map(self.compile, new.values()) if error]
+            failed = [said for said in self.executor.map(self.compile, new.values()) if said]
         except Exception as error:  # a process died; trials are compiled when they are timed
             failed, self.executor = [repr(error)], None
-        for error in failed[:1]:
-            print(f"not compiled ahead: {error:.300}", file=sys.stderr)
+        for said in failed[:1]:
+            print(f"not compiled ahead: {said:.300}", file=sys.stderr)
 
     def _kernel(self, trial: Trial) -> tuple[object, ...]:
         """All that the kernels of a trial depend on: not the number of tokens."""
@@ -98,7 +100,7 @@ def _launch(activation: str, subject: Subject, trial: Trial) -> None:
     experts, width, hidden = subject.sizes
     shapes = (experts, 2 * width, hidden), (experts, hidden, width)
     first, second = (
-        _empty_weight(shape, subject.scheme, subject.packed(which))
+        _empty_weight(shape, subject.scheme, packed=subject.packed(which))
         for which, shape in enumerate(shapes, start=1)
     )
     quant, scale = subject.scheme.activation, None
@@ -113,12 +115,14 @@ def _launch(activation: str, subject: Subject, trial: Trial) -> None:
     gemms.product(trial.gemm, gemms.rows(trial.gemm, x, space), space, trial.tiles)
 
 
-def _empty_weight(shape: tuple[int, int, int], scheme: Scheme, packed: bool) -> ExpertWeight:
+def _empty_weight(shape: tuple[int, int, int], scheme: Scheme, *, packed: bool) -> ExpertWeight:
     """A weight without memory, in the form in which a layer keeps it."""
     q = quantize_weight(torch.empty(shape, dtype=torch.bfloat16, device="meta"), scheme)
     if packed:
         q = pack_weight(q, scheme)
-    data, scale, zero, factor = (
-        None if t is None else torch.empty(t.shape, dtype=t.dtype, device="cuda") for t in q
-    )
-    return ExpertWeight(data, None, scale, zero, factor)
+    scale, zero, factor = (None if t is None else _empty(t) for t in q[1:])
+    return ExpertWeight(_empty(q.data), None, scale, zero, factor)
+
+
+def _empty(like: Tensor) -> Tensor:
+    return torch.empty(like.shape, dtype=like.dtype, device="cuda")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import MISSING, dataclass, fields, replace
 from difflib import get_close_matches
 from functools import cached_property
@@ -191,16 +191,16 @@ class Experts:
             exact = [schemes.exact_rows(weight, self.scheme) for weight in self.stored]
             if all(bool(x.all()) for x in exact):
                 return self._as_fp8(held)
-        reads = (reads_packed(w.data, self.scheme, torch.bfloat16) for w in self.stored)
-        return self.packed(*reads)
+        reads = [reads_packed(w.data, self.scheme, torch.bfloat16) for w in self.stored]
+        return self.packed([which for which, read in enumerate(reads, start=1) if read])
 
-    def packed(self, first: bool, second: bool) -> Experts:
-        """The same weights, each in the packed form if the argument is true."""
-        if self.stored is None or not (first or second):
+    def packed(self, which: Collection[int]) -> Experts:
+        """The same weights, of which ``which`` (1, 2 or both) are in the packed form."""
+        if self.stored is None or not which:
             return self
         w1, w2 = (
-            schemes.pack_weight(weight, self.scheme) if packs else weight
-            for weight, packs in zip(self.stored, (first, second), strict=True)
+            schemes.pack_weight(weight, self.scheme) if number in which else weight
+            for number, weight in enumerate(self.stored, start=1)
         )
         config = moe_ops.FusedMoEQuantConfig.from_weights(self.scheme, w1, w2)
         return replace(self, w1=w1.data, w2=w2.data, stored=(w1, w2), quant_config=config)

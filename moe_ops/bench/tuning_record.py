@@ -1,4 +1,4 @@
-"""The record of ``python -m moe_ops tune --record FOLDER``: how far defaults are from tuned tiles."""
+"""The record of ``python -m moe_ops tune --record FOLDER``: default tiles beside the best."""
 
 from __future__ import annotations
 

@@ -134,12 +134,13 @@ def _given_packed(
     Raises:
         ValueError: the kernel for packed weights does not run with these tiles.
     """
-    if not _decodes(problem, device):
+    quant = get_scheme(problem.scheme).weight
+    if quant is None or not _decodes(problem, device):
         return choice  # no kernel for the GPU decodes the weight, see `_portable`
     rule = "tiles of a kernel that decodes packed weights"
     if not isinstance(config, HopperTiles) or not decodes_weights(config):
         raise ValueError(f"config must be {rule}, got {config}")
-    why = decode_unfit(config, problem.sizes, get_scheme(problem.scheme).weight, device)
+    why = decode_unfit(config, problem.sizes, quant, device)
     if why is not None:
         raise ValueError(f"config must be {rule} and takes this GEMM, got {config}, which {why}")
     return Choice(choice.plain, "given", config)
@@ -221,8 +222,9 @@ def _decode(problem: GemmProblem, choice: Choice, device: Device) -> GemmPlan | 
     if tiles.kernel == DECODE_FEW:
         return GemmPlan(tiles.kernel, tiles, quantizes, 0, _widened(problem), choice.source)
     rows = packed_rows(sizes.num_slots, sizes.num_experts, tiles.block_m)
-    scratch = (BufferSpec("next tile", 4),) if tiles.on_demand else ()
-    scratch += _rows_of(problem, rows, "packed rows")
+    scratch = _rows_of(problem, rows, "packed rows")
+    if tiles.on_demand:
+        scratch = BufferSpec("next tile", 4), *scratch
     if get_scheme(problem.scheme).activation is not None:
         scratch += (BufferSpec("scales of packed rows", 4 * rows),)
     return GemmPlan(tiles.kernel, tiles, quantizes, rows, scratch, choice.source)

@@ -50,8 +50,8 @@ FEW_CTAS = {
 """CTAs per SM that the kernel for few rows may have, by its row tiles, with the time for the same
 work if every SM is full (measured on an H200: fewer CTAs hide less)."""
 ONE_CTA = (64,)
-"""Row tiles with which that kernel may also have one CTA per SM, if tuned: with fewer rows it spills
-registers then."""
+"""Row tiles with which that kernel may also have one CTA per SM, if given or tuned: with fewer rows
+it spills registers then."""
 FEW_WEIGHT_ROWS, MANY_WEIGHT_ROWS = 128, 256
 """Weight rows of a tile of the kernel for few rows, and of the kernel for many."""
 MANY_ROW_TILES = (64, 128)

@@ -9,7 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import moe_ops.dispatch.tuned
 from moe_ops.dispatch.tuned import FOLDER
@@ -21,8 +21,17 @@ try:
 except ModuleNotFoundError:
     tqdm = None
 
-Report = Callable[[int, dict[str, Any]], None]
-"""Takes a number of tokens and its entry."""
+
+class Hooks(NamedTuple):
+    """What `tune` calls besides the clock."""
+
+    prepare: Prepare = list
+    """Called with trials before they are timed."""
+    report: Callable[[int, dict[str, Any]], object] = lambda tokens, entry: None
+    """Called with a number of tokens and its new entry, which has been written."""
+
+
+NO_HOOKS = Hooks()
 PACKAGED = Path(moe_ops.dispatch.tuned.__file__).parent / "configs"
 
 
@@ -68,8 +77,7 @@ def tune(
     again: bool = False,
     made_with: str = "",
     budget_s: float = math.inf,
-    report: Report | None = None,
-    prepare: Prepare = list,
+    hooks: Hooks = NO_HOOKS,
 ) -> list[int]:
     """Tune the token counts that the file lacks, the largest first, and write after each.
 
@@ -81,8 +89,7 @@ def tune(
         again: whether to tune token counts again that the file already has.
         made_with: note stored in each entry.
         budget_s: no token count is started after this many seconds.
-        report: called with every new entry after it is written.
-        prepare: called with trials before they are timed.
+        hooks: what else is called.
 
     Returns:
         The numbers of tokens that were tuned.
@@ -96,11 +103,11 @@ def tune(
         if time.monotonic() - started > budget_s:
             break
         expected += share
-        entry = tune_tokens(subject, tokens, progress.ticking(clock, expected), prepare)
+        ticking = progress.ticking(clock, expected)
+        entry = tune_tokens(subject, tokens, ticking, hooks.prepare)
         entries[str(tokens)] = {**entry, "made_with": made_with}
         write(subject, folder, entries)
-        if report is not None:
-            report(tokens, entry)
+        hooks.report(tokens, entry)
         progress.reach(expected)
         tuned.append(tokens)
     progress.close()

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 
@@ -51,7 +51,7 @@ from moe_ops.dispatch.row_tiles import rule_of
 from moe_ops.dispatch.tiles import ROW_TILES, Gemm, load_class
 from moe_ops.dispatch.tuned_file import Sizes, file_name, scaled_group, written
 from moe_ops.pipeline.packing import serves_packed
-from moe_ops.scheme import Scheme
+from moe_ops.scheme import Quant, Scheme
 
 DIMENSIONS = ("block_n", "ctas", "num_warps", "block_k", "num_stages", "group_m", "on_demand")
 """The order in which fields are tried; twice, if the first round found anything."""
@@ -167,9 +167,14 @@ class Subject:
         default = hopper_tiles(gemm, self.device)
         return sorted(found, key=lambda tiles: tiles != default)
 
+    @property
+    def _quant(self) -> Quant:
+        """The format of the weights, which are quantized."""
+        return cast(Quant, self.scheme.weight)
+
     def _decoding(self, problem: GemmProblem) -> list[KernelTiles]:
         """Analytic tiles of every kernel for a packed weight; the default first."""
-        gemm, quant = problem.sizes, self.scheme.weight
+        gemm, quant = problem.sizes, self._quant
         default = decode_tiles(gemm, quant, self.device)
         made = {default.kernel: default}
         for makes, tiles in ((few_tiles, FEW_CTAS), (many_tiles, MANY_ROW_TILES)):
@@ -183,7 +188,7 @@ class Subject:
         tokens, which, tiles = trial
         gemm, bits = stored_gemm(self._gemm(tokens, which), self.scheme)
         if isinstance(tiles, HopperTiles) and decodes_weights(tiles):
-            fits = decode_unfit(tiles, gemm, self.scheme.weight, self.device) is None
+            fits = decode_unfit(tiles, gemm, self._quant, self.device) is None
             return fits and tiles.num_stages <= FEW_STAGES
         if isinstance(tiles, HopperTiles):
             return unfit(tiles, gemm, self.device) is None
@@ -220,7 +225,7 @@ class Subject:
         if size == "ctas" and decoding:  # fewer have room for more stages
             counts = ctas_per_sm(tiles.kernel, tiles.block_m)
             found = [replace(tiles, ctas=n) for n in counts if n != tiles.ctas]
-            found = [with_stages(t, self.scheme.weight, self.device) for t in found]
+            found = [with_stages(t, self._quant, self.device) for t in found]
         elif size == "block_n" and not decoding:
             gemm, _ = stored_gemm(self._gemm(trial.num_tokens, 1), self.scheme)
             wide = widths(tiles.kernel, tiles.block_m, gemm.itemsize)
