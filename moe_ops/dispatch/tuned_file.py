@@ -187,7 +187,7 @@ def _hopper_tiles(
     _require(type(on_demand) is bool, file, f"{at}.ON_DEMAND", "be true or false", on_demand)
     few, allowed = kernel == DECODE_FEW, ctas_per_sm(kernel, block_m)
     _require(not (few and on_demand), file, f"{at}.ON_DEMAND", f"be false for {kernel}", on_demand)
-    ctas = tiles.get("CTAS", None if few else 1)
+    ctas: Any = tiles.get("CTAS", None if few else 1)
     known = type(ctas) is int and ctas in allowed
     _require(known, file, f"{at}.CTAS", f"be among {allowed}", ctas)
     block_n, group_m, num_stages = (tiles[size] for size in HOPPER_SIZES)
