@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 from moe_ops.dispatch import tuned
 from moe_ops.dispatch.blackwell import TILES_FROM, block_scaled_tiles, is_block_scaled
@@ -107,8 +107,9 @@ def _plan(
                 f"config must have tiles that cut up the plan's row tile of "
                 f"{problem.sizes.row_tile}, got {config}"
             )
-        if problem.packed:
-            choice = _given_packed(config, problem, choice, device)
+        if _decodes(problem, device):
+            _check_decoding(config, problem, device)
+            choice = Choice(choice.plain, "given", cast(HopperTiles, config))
         elif not isinstance(config, HopperTiles):
             choice = Choice(config, "given")
         elif is_hoppers(problem, device):
@@ -126,24 +127,18 @@ def _cuts(config: KernelTiles, row_tile: int) -> bool:
     return whole or (isinstance(config, TileConfig) and row_tile % config.block_m == 0)
 
 
-def _given_packed(
-    config: KernelTiles, problem: GemmProblem, choice: Choice, device: Device
-) -> Choice:
-    """The choice of given tiles for a packed weight.
+def _check_decoding(config: KernelTiles, problem: GemmProblem, device: Device) -> None:
+    """Check given tiles of a GEMM whose packed weight Hopper's kernels decode.
 
     Raises:
-        ValueError: the kernel for packed weights does not run with these tiles.
+        ValueError: no such kernel runs with these tiles.
     """
-    quant = get_scheme(problem.scheme).weight
-    if quant is None or not _decodes(problem, device):
-        return choice  # no kernel for the GPU decodes the weight, see `_portable`
-    rule = "tiles of a kernel that decodes packed weights"
-    if not isinstance(config, HopperTiles) or not decodes_weights(config):
+    rule, quant = "tiles of a kernel that decodes packed weights", get_scheme(problem.scheme).weight
+    if quant is None or not isinstance(config, HopperTiles) or not decodes_weights(config):
         raise ValueError(f"config must be {rule}, got {config}")
     why = decode_unfit(config, problem.sizes, quant, device)
     if why is not None:
         raise ValueError(f"config must be {rule} and takes this GEMM, got {config}, which {why}")
-    return Choice(choice.plain, "given", config)
 
 
 def _apart(problem: GemmProblem, device: Device, tables: tuned.Tables) -> GemmPlan:

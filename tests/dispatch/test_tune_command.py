@@ -8,10 +8,20 @@ import torch
 from command_line import exit_code
 from conftest import HAS_CUDA, INTERPRETED
 from plans import row_tile
-from tune_trials import A100, H200, SCHEMES, Clock, kernel_of, plain_trial, subject
+from tune_trials import (
+    A100,
+    H200,
+    PACKED_SCHEMES,
+    SCHEMES,
+    Clock,
+    kernel_of,
+    plain_trial,
+    subject,
+)
 
 from moe_ops import cli
 from moe_ops.dispatch.tuned_file import parse
+from moe_ops.scheme import is_packed
 from moe_ops.tuning import files
 from moe_ops.tuning.search import Trial
 
@@ -154,6 +164,8 @@ def test_the_gemm_clock(scheme, made):
     changes = []
     clock = made(scheme, lambda output: changes[0](output) if changes else output)
     trials = clock.subject.starts(5)
+    for weight in clock.gemms.weights[:2]:
+        assert is_packed(weight.data) == (scheme in PACKED_SCHEMES)
     assert [clock(trial) for trial in trials] == [7.0, 7.0]
     for change in (lambda y: y * 1.1, lambda y: y * math.nan, lambda y: 1 / 0):
         changes[:] = [change]
