@@ -34,6 +34,7 @@ import quality_report  # noqa: E402
 import ranks_report  # noqa: E402
 import report  # noqa: E402
 import training_report  # noqa: E402
+import tuning_report  # noqa: E402
 
 SUBMODULES = (
     "functional",
@@ -330,6 +331,7 @@ PAGES = {
     "whole_models": whole_models,
     "finetuning": finetuning,
     "ranks": lambda: ranks_report.report(report.read_records(RESULTS, "ranks.json")),
+    "tuning": lambda: tuning_report.report(report.read_records(RESULTS, "tuning.json")),
     "training": lambda: training_report.report(report.read_records(RESULTS, "training.json")),
     "quality": lambda: quality_report.table(quality_report.read()),
 }

@@ -10,6 +10,7 @@ import math
 import runpy
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
@@ -19,9 +20,11 @@ import torch
 from moe_ops.activation import kind_and_key
 from moe_ops.bench import layer, ranks
 from moe_ops.bench.command import add_model_option, progress, readable
+from moe_ops.bench.compile_ahead import CompileAhead, usable_cores
 from moe_ops.bench.gemm_clock import GemmClock
 from moe_ops.bench.harness import CONSOLE_SCRIPT, run_header
 from moe_ops.bench.problems import Problem, unknown
+from moe_ops.bench.tuning_record import record_entry
 from moe_ops.dispatch.device import device_facts
 from moe_ops.doctor import DISTRIBUTION, diagnose
 from moe_ops.parallel import FusedMoEParallelConfig
@@ -31,7 +34,7 @@ from moe_ops.pipeline.exchange.traffic import LINKS, Link
 from moe_ops.pipeline.explanation import explain
 from moe_ops.scheme import Scheme, get_scheme
 from moe_ops.tuning import files, report
-from moe_ops.tuning.search import Clock, Subject
+from moe_ops.tuning.search import Clock, Prepare, Subject
 from moe_ops.version import __version__
 
 IS_SCRIPT = Path(sys.argv[0]).stem == CONSOLE_SCRIPT
@@ -164,10 +167,14 @@ def _tune(arguments: Sequence[str]) -> int:
             return 0
         known, timed = files.read(subject, folder), []
         if chosen.again or any(str(tokens) not in known for tokens in chosen.tokens):
-            clock, again = _gemm_clock(problem, subject), chosen.again
+            (clock, prepare), again = _gemm_clock(problem, subject, chosen.jobs), chosen.again
             made_with = ", ".join(run_header().values())
-            how = {"made_with": made_with, "budget_s": chosen.time_budget_s}
-            timed = files.tune(subject, chosen.tokens, folder, clock, again=again, **how)
+            report_entry = partial(record_entry, chosen.record, subject, problem.name)
+            timed = files.tune(
+                subject, chosen.tokens, folder, clock,
+                again=again, made_with=made_with, budget_s=chosen.time_budget_s,
+                hooks=files.Hooks(prepare, report_entry),
+            )  # fmt: skip
         entries = files.read(subject, folder)
     except (NotImplementedError, ValueError) as error:  # an unsupported scheme, an invalid file
         print(f"{PROGRAM} tune: {error}", file=sys.stderr)
@@ -191,9 +198,13 @@ def _tune_parser() -> argparse.ArgumentParser:
     here = target_of(_CUDA).name
     add("--device", type=readable(_gpu), default=here, metavar="sm_90,..", help=device_help)
     add("--output", type=Path, help="folder of the files (default: where they are looked up)")
+    record_help = "folder of records, such as benchmarks/results: adds to <GPU>/tuning.json there"
+    add("--record", type=Path, metavar="FOLDER", help=record_help)
     add("--again", action="store_true", help="also time token counts that the file already has")
     budget_help = "start no token count after this long; the next run continues"
     add("--time-budget-s", type=float, default=math.inf, metavar="S", help=budget_help)
+    jobs_help = "processes that compile kernels before they are timed (default: %(default)s)"
+    add("--jobs", type=readable(_count), default=usable_cores(), metavar="N", help=jobs_help)
     add("--dry-run", action="store_true", help="print the tiles that would be tried first")
     add("--json", action="store_true", help="print JSON instead of tables")
     return parser
@@ -208,8 +219,8 @@ def _gpu(name: str) -> Target:
     return known[name]
 
 
-def _gemm_clock(problem: Problem, subject: Subject) -> Clock:
-    """A clock that times GEMMs on the GPU of this machine.
+def _gemm_clock(problem: Problem, subject: Subject, jobs: int) -> tuple[Clock, Prepare]:
+    """A clock that times GEMMs on the GPU of this machine, and what compiles kernels for it.
 
     Raises:
         SystemExit: there is no GPU, or it is not the GPU of ``subject``.
@@ -224,7 +235,7 @@ def _gemm_clock(problem: Problem, subject: Subject) -> Clock:
         )
         raise SystemExit(USAGE_ERROR)
     progress(f"making the weights of {problem.name} in {subject.scheme.name}")
-    return GemmClock(problem, subject)
+    return GemmClock(problem, subject), CompileAhead(problem, subject, jobs)
 
 
 def _demo(arguments: Sequence[str]) -> int:

@@ -7,11 +7,15 @@ from moe_ops.pipeline.devices import TARGETS
 from moe_ops.tuning.search import Subject
 
 H200 = TARGETS["sm_90"].facts
-SCHEMES = ("unquantized", "fp8_block128", "fp8_channel", "int8_w8a16", "mxfp4_w4a16", "mxfp4")
+A100 = TARGETS["sm_80"].facts
+PACKED_SCHEMES = ("int8_w8a16", "mxfp4_w4a16")
+"""Schemes whose weights layers on an H200 pack."""
+PLAIN_SCHEMES = ("unquantized", "fp8_block128", "fp8_channel", "mxfp4")
+SCHEMES = (*PLAIN_SCHEMES, *PACKED_SCHEMES)
 
 
-def subject(scheme="fp8_block128", sizes=(128, 768, 2048), top_k=8, row_tile=None):
-    return Subject(sizes, top_k, get_scheme(scheme), H200._replace(row_tile=row_tile))
+def subject(scheme="fp8_block128", sizes=(128, 768, 2048), top_k=8, row_tile=None, gpu=H200):
+    return Subject(sizes, top_k, get_scheme(scheme), gpu._replace(row_tile=row_tile))
 
 
 def kernel_of(trial):

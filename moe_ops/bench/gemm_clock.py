@@ -5,22 +5,17 @@ from __future__ import annotations
 import math
 import sys
 from functools import lru_cache
-from importlib import import_module
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from moe_ops import ops
 from moe_ops.bench.harness import default_device, measure
+from moe_ops.bench.layer_gemms import LayerGemms
 from moe_ops.bench.problems import Problem, make_experts, make_inputs
-from moe_ops.dispatch.hopper import KernelTiles
-from moe_ops.ops import STAGES
 from moe_ops.pipeline.fused_experts import NOT_QUANTIZED
-from moe_ops.pipeline.gemms import expert_weights, gemm_call
-from moe_ops.pipeline.row_spaces import SlotRows
-from moe_ops.pipeline.token_rows import quantize_tokens
-from moe_ops.tensors import ExpertWeights, Routing, Rows, Tiles
+from moe_ops.pipeline.gemms import expert_weights
+from moe_ops.tensors import Rows
 from moe_ops.tuning.search import Subject, Trial
 
 BUDGET_S = 0.05
@@ -50,8 +45,10 @@ class GemmClock:
         self.device = default_device()
         self.launches = self.device.type == "cuda"  # a reference has no tiles
         experts = make_experts(problem, subject.scheme.key, self.device)
-        self.config = experts.quant_config or NOT_QUANTIZED
-        self.weights: ExpertWeights = expert_weights(experts.w1, experts.w2, self.config)
+        experts = experts.packed([which for which in (1, 2) if subject.packed(which)])
+        weights = expert_weights(experts.w1, experts.w2, experts.quant_config or NOT_QUANTIZED)
+        how = (subject.scheme, problem.top_k, problem.activation)
+        self.gemms = LayerGemms(*how, weights)
         self.inputs = lru_cache(maxsize=1)(self._inputs)
 
     @torch.no_grad()
@@ -59,10 +56,11 @@ class GemmClock:
         """Microseconds; infinite if the tiles do not run, or if their result is wrong."""
         inputs = self.inputs(trial.num_tokens)
         try:
-            space = self._space(inputs.ids)
+            space = self.gemms.space(inputs.ids)
             rows = inputs.rows[trial.gemm - 1]
+            tiles = trial.tiles if self.launches else None
             timing = self.timer(
-                lambda: self._product(trial.gemm, rows, space, trial.tiles), self.device, BUDGET_S
+                lambda: self.gemms.product(trial.gemm, rows, space, tiles), self.device, BUDGET_S
             )
         except Exception as error:  # a compiler or a driver may reject tiles with any exception
             print(f"{trial}: {error!r:.200}", file=sys.stderr)
@@ -73,36 +71,12 @@ class GemmClock:
         return timing.time_us
 
     def _inputs(self, num_tokens: int) -> _Inputs:
-        x, weights, ids, _ = make_inputs(self.problem, num_tokens, "uniform", self.device)
-        scheme, experts = self.subject.scheme, self.problem.num_experts
-        tokens = Rows(*quantize_tokens(x, self.config, Routing(weights, ids), experts, False))
-        space = self._space(ids)
-        h = self._product(1, tokens, space)
-        between = Rows(h)
-        if scheme.activation is not None:
-            between = space.quantize(h, self.weights.a2_scale, scheme.activation)
-        return _Inputs(ids, (tokens, between), (h, self._product(2, between, space)))
-
-    def _space(self, ids: Tensor) -> SlotRows:
-        experts, scheme = self.problem.num_experts, self.subject.scheme
-        plan = ops.plan_slots(ids, None, experts, scheme.key, torch.bfloat16)
-        return SlotRows(Tiles(plan, ids), experts)
-
-    def _product(
-        self, which: int, rows: Rows, space: SlotRows, config: KernelTiles | None = None
-    ) -> Tensor:
-        """Run GEMM 1 or 2 with its own tiles or with given ones; on the CPU there are no tiles."""
-        first = which == 1
-        weight = self.weights.w1 if first else self.weights.w2
-        top_k, activation = (self.subject.top_k, self.problem.activation) if first else (1, "")
-        operator, arguments = gemm_call(
-            rows, weight, space, top_k, self.subject.scheme, torch.bfloat16, activation
-        )
-        if config is None or not self.launches:
-            return operator(*arguments)
-        name = operator.name().split("::")[1]
-        launcher = getattr(import_module(f"moe_ops.kernels.{STAGES[name]}"), name)
-        return launcher(*arguments, config=config)
+        x, _, ids, _ = make_inputs(self.problem, num_tokens, "uniform", self.device)
+        gemms, space = self.gemms, self.gemms.space(ids)
+        tokens = gemms.rows(1, x, space)
+        h = gemms.product(1, tokens, space)
+        between = gemms.rows(2, h, space)
+        return _Inputs(ids, (tokens, between), (h, gemms.product(2, between, space)))
 
 
 def agree(actual: Tensor, expected: Tensor) -> bool:

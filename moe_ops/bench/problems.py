@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import MISSING, dataclass, fields, replace
 from difflib import get_close_matches
 from functools import cached_property
@@ -191,9 +191,17 @@ class Experts:
             exact = [schemes.exact_rows(weight, self.scheme) for weight in self.stored]
             if all(bool(x.all()) for x in exact):
                 return self._as_fp8(held)
-        w1, w2 = (self._loaded(weight) for weight in self.stored)
-        if w1 is self.stored[0] and w2 is self.stored[1]:
+        reads = [reads_packed(w.data, self.scheme, torch.bfloat16) for w in self.stored]
+        return self.packed([which for which, read in enumerate(reads, start=1) if read])
+
+    def packed(self, which: Collection[int]) -> Experts:
+        """The same weights, of which ``which`` (1, 2 or both) are in the packed form."""
+        if self.stored is None or not which:
             return self
+        w1, w2 = (
+            schemes.pack_weight(weight, self.scheme) if number in which else weight
+            for number, weight in enumerate(self.stored, start=1)
+        )
         config = moe_ops.FusedMoEQuantConfig.from_weights(self.scheme, w1, w2)
         return replace(self, w1=w1.data, w2=w2.data, stored=(w1, w2), quant_config=config)
 
@@ -202,10 +210,6 @@ class Experts:
         given = _input_scales(held, self.w1.device)
         config = moe_ops.FusedMoEQuantConfig.from_weights(held, w1, w2, **given)
         return Experts(held, w1.data, w2.data, (w1, w2), config, self.activation)
-
-    def _loaded(self, weight: Any) -> Any:
-        reads = reads_packed(weight.data, self.scheme, torch.bfloat16)
-        return schemes.pack_weight(weight, self.scheme) if reads else weight
 
     def dense(self, expert: int) -> tuple[Tensor, Tensor]:
         """The weights of one expert in float32, dequantized if necessary."""

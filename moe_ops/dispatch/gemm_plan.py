@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 from moe_ops.dispatch import tuned
 from moe_ops.dispatch.blackwell import TILES_FROM, block_scaled_tiles, is_block_scaled
@@ -24,7 +24,12 @@ from moe_ops.dispatch.hopper import (
     takes,
     token_tiles,
 )
-from moe_ops.dispatch.hopper_decode import DECODE_FEW, decode_sum_tiles, decode_tiles
+from moe_ops.dispatch.hopper_decode import (
+    DECODE_FEW,
+    decode_sum_tiles,
+    decode_unfit,
+    decodes_weights,
+)
 from moe_ops.dispatch.portable import (
     ScaleGroups,
     gemm_tiles,
@@ -102,11 +107,14 @@ def _plan(
                 f"config must have tiles that cut up the plan's row tile of "
                 f"{problem.sizes.row_tile}, got {config}"
             )
-        if not isinstance(config, HopperTiles):
+        if _decodes(problem, device):
+            _check_decoding(config, problem, device)
+            choice = Choice(choice.plain, "given", cast(HopperTiles, config))
+        elif not isinstance(config, HopperTiles):
             choice = Choice(config, "given")
         elif is_hoppers(problem, device):
             choice = Choice(choice.plain, "given", config)
-    for rule in RULES if config is None else (_hopper, _portable):
+    for rule in RULES if config is None else (_hopper, _decode, _portable):
         plan = rule(problem, choice, device)
         if plan is not None and config in (None, plan.config):
             return plan
@@ -117,6 +125,20 @@ def _cuts(config: KernelTiles, row_tile: int) -> bool:
     """Whether tiles divide the plan's row tile; only portable kernels may have smaller tiles."""
     whole = config.block_m == row_tile
     return whole or (isinstance(config, TileConfig) and row_tile % config.block_m == 0)
+
+
+def _check_decoding(config: KernelTiles, problem: GemmProblem, device: Device) -> None:
+    """Check given tiles of a GEMM whose packed weight Hopper's kernels decode.
+
+    Raises:
+        ValueError: no such kernel runs with these tiles.
+    """
+    rule, quant = "tiles of a kernel that decodes packed weights", get_scheme(problem.scheme).weight
+    if quant is None or not isinstance(config, HopperTiles) or not decodes_weights(config):
+        raise ValueError(f"config must be {rule}, got {config}")
+    why = decode_unfit(config, problem.sizes, quant, device)
+    if why is not None:
+        raise ValueError(f"config must be {rule} and takes this GEMM, got {config}, which {why}")
 
 
 def _apart(problem: GemmProblem, device: Device, tables: tuned.Tables) -> GemmPlan:
@@ -154,7 +176,7 @@ def _few_slots(problem: GemmProblem, choice: Choice, device: Device) -> GemmPlan
 def _hopper(problem: GemmProblem, choice: Choice, device: Device) -> GemmPlan | None:
     """Plan of a warp-specialised Hopper kernel, which loads with TMA."""
     tiles = choice.hopper
-    if tiles is None or not problem.boxes or problem.expert_scales:
+    if tiles is None or problem.packed or not problem.boxes or problem.expert_scales:
         return None
     on_the_way = problem.rows == EACH and tiles.packed
     num_slots, num_experts = problem.sizes.num_slots, problem.sizes.num_experts
@@ -188,18 +210,19 @@ def _decode_sum(problem: GemmProblem, device: Device) -> GemmPlan | None:
 
 def _decode(problem: GemmProblem, choice: Choice, device: Device) -> GemmPlan | None:
     """Plan of a Hopper kernel that decodes packed weights in registers."""
-    sizes, quant = problem.sizes, get_scheme(problem.scheme).weight
-    if not _decodes(problem, device):
+    sizes, tiles = problem.sizes, choice.hopper
+    if tiles is None or not _decodes(problem, device):
         return None
-    tiles = decode_tiles(sizes, quant, device)
     quantizes = problem.rows == EACH
     if tiles.kernel == DECODE_FEW:
-        return GemmPlan(tiles.kernel, tiles, quantizes, 0, _widened(problem), DEFAULT)
+        return GemmPlan(tiles.kernel, tiles, quantizes, 0, _widened(problem), choice.source)
     rows = packed_rows(sizes.num_slots, sizes.num_experts, tiles.block_m)
-    scratch = BufferSpec("next tile", 4), *_rows_of(problem, rows, "packed rows")
+    scratch = _rows_of(problem, rows, "packed rows")
+    if tiles.on_demand:
+        scratch = BufferSpec("next tile", 4), *scratch
     if get_scheme(problem.scheme).activation is not None:
         scratch += (BufferSpec("scales of packed rows", 4 * rows),)
-    return GemmPlan(tiles.kernel, tiles, quantizes, rows, scratch, DEFAULT)
+    return GemmPlan(tiles.kernel, tiles, quantizes, rows, scratch, choice.source)
 
 
 def _widened(problem: GemmProblem) -> tuple[BufferSpec, ...]:
@@ -257,7 +280,10 @@ def _rows_of(problem: GemmProblem, rows: int, name: str) -> tuple[BufferSpec, ..
 def choose_tiles(
     problem: GemmProblem, device: Device, tables: tuned.Tables | None = None
 ) -> Choice:
-    """Tiles, tuned or analytic, of the portable kernel and of the Hopper kernel, if any."""
+    """Tiles, tuned or analytic, of the portable kernel and of the Hopper kernel, if any.
+
+    The Hopper kernel of a packed weight is one that decodes it.
+    """
     scheme = get_scheme(problem.scheme)
     if _is_block_scaled(scheme, device):
         return Choice(block_scaled_tiles(problem.sizes, scheme.key, device), TILES_FROM)
@@ -267,6 +293,7 @@ def choose_tiles(
     found = tuned.choose(
         sizes, scheme.key, bits, device, default, hopper=own,
         tables=tuned.TABLES if tables is None else tables,
+        decoded=scheme.weight if _decodes(problem, device) else None,
     )  # fmt: skip
     if scheme.decoded and device.arch in (100, 103) and found.plain.block_m >= PIPELINE_LIMIT:
         found = found._replace(plain=replace(found.plain, num_stages=1))

@@ -68,7 +68,7 @@ class HopperTiles:
     """The config of a Hopper kernel."""
 
     kernel: str
-    """The key of the kernel: one of `KERNELS`, or `TOKEN`."""
+    """The key of the kernel: one of `KERNELS`, `TOKEN`, or one of `hopper_decode.DECODING`."""
     block_m: int
     """The row tile of the plan."""
     block_n: int

@@ -13,8 +13,8 @@ from typing import NamedTuple
 import torch
 
 from moe_ops.dispatch.device import Device
-from moe_ops.dispatch.hopper import HopperTiles
-from moe_ops.dispatch.tiles import Gemm, cdiv, is_direct
+from moe_ops.dispatch.hopper import LEAST_STAGES, HopperTiles, KernelTiles
+from moe_ops.dispatch.tiles import ROW_TILES, Gemm, cdiv, is_direct
 from moe_ops.scheme import Quant, Scheme
 from moe_ops.scheme.packed import CHUNK
 from moe_ops.scheme.values import SCALE_BITS
@@ -24,6 +24,8 @@ DECODE_FEW, DECODE_MANY = "hopper_decode_few", "hopper_decode_many"
 DECODE_SUM = "hopper_decode_sum"
 """The kernel for GEMM 2 of one token, with the weighted sum."""
 DECODING = (DECODE_FEW, DECODE_MANY, DECODE_SUM)
+TUNABLE = (DECODE_FEW, DECODE_MANY)
+"""Kernels for packed weights whose tiles may be tuned."""
 ONE_BYTE = ("e8m0", "e4m3")
 """Forms of scales of one byte."""
 STAGE_K = 128
@@ -47,8 +49,13 @@ FEW_CTAS = {
 }
 """CTAs per SM that the kernel for few rows may have, by its row tiles, with the time for the same
 work if every SM is full (measured on an H200: fewer CTAs hide less)."""
-FEW_WEIGHT_ROWS = 128
-"""Weight rows of its tiles."""
+ONE_CTA = (64,)
+"""Row tiles with which that kernel may also have one CTA per SM, if given or tuned: with fewer rows
+it spills registers then."""
+FEW_WEIGHT_ROWS, MANY_WEIGHT_ROWS = 128, 256
+"""Weight rows of a tile of the kernel for few rows, and of the kernel for many."""
+MANY_ROW_TILES = (64, 128)
+"""Row tiles of the kernel for many rows."""
 FEW_STAGES, MANY_STAGES = 6, 4
 """The most stages: more bring nothing, or do not fit."""
 CTA_BYTES = 1024 + 512
@@ -137,16 +144,71 @@ def most_stages(tiles: HopperTiles, quant: Quant, device: Device) -> int:
 @lru_cache(maxsize=4096)
 def decode_tiles(gemm: Gemm, quant: Quant, device: Device) -> HopperTiles:
     """Tiles of a GEMM with packed weights."""
-    block_m, direct = gemm.row_tile, is_direct(gemm.num_slots, gemm.num_experts)
-    if block_m in FEW_CTAS or direct:  # the other kernel needs a plan
-        experts = gemm.num_slots if direct else uniform_experts(gemm)
-        blocks = cdiv(gemm.halves * gemm.n, FEW_WEIGHT_ROWS)
-        ctas = few_ctas(block_m, experts * blocks, device)
-        tiles = HopperTiles(DECODE_FEW, block_m, FEW_WEIGHT_ROWS, 1, 2, ctas=ctas)
-        most = FEW_STAGES
-    else:
-        tiles, most = HopperTiles(DECODE_MANY, block_m, 256, 8, 2, True), MANY_STAGES
+    direct = is_direct(gemm.num_slots, gemm.num_experts)
+    few = gemm.row_tile in FEW_CTAS or direct  # the other kernel needs a plan
+    return (few_tiles if few else many_tiles)(gemm, quant, device)
+
+
+def few_tiles(gemm: Gemm, quant: Quant, device: Device) -> HopperTiles:
+    """Tiles of the kernel for few rows."""
+    direct = is_direct(gemm.num_slots, gemm.num_experts)
+    experts = gemm.num_slots if direct else uniform_experts(gemm)
+    blocks = cdiv(gemm.halves * gemm.n, FEW_WEIGHT_ROWS)
+    ctas = few_ctas(gemm.row_tile, experts * blocks, device)
+    tiles = HopperTiles(DECODE_FEW, gemm.row_tile, FEW_WEIGHT_ROWS, 1, LEAST_STAGES, ctas=ctas)
+    return with_stages(tiles, quant, device)
+
+
+def many_tiles(gemm: Gemm, quant: Quant, device: Device) -> HopperTiles:
+    """Tiles of the kernel for many rows."""
+    sizes = (gemm.row_tile, MANY_WEIGHT_ROWS, 8, LEAST_STAGES)
+    return with_stages(HopperTiles(DECODE_MANY, *sizes, on_demand=True), quant, device)
+
+
+def with_stages(tiles: HopperTiles, quant: Quant, device: Device) -> HopperTiles:
+    """The tiles with as many stages as fit and bring anything."""
+    most = FEW_STAGES if tiles.kernel == DECODE_FEW else MANY_STAGES
     return replace(tiles, num_stages=min(most, most_stages(tiles, quant, device)))
+
+
+def decodes_weights(tiles: KernelTiles) -> bool:
+    """Whether tiles are a tunable config of a kernel for packed weights."""
+    return isinstance(tiles, HopperTiles) and tiles.kernel in TUNABLE
+
+
+def decode_widths(kernel: str, block_m: int) -> tuple[int, ...]:
+    """The values of ``block_n`` of a tunable kernel; empty if it lacks the row tile."""
+    if kernel == DECODE_FEW:
+        return (FEW_WEIGHT_ROWS,) if block_m in FEW_CTAS else ()
+    return (MANY_WEIGHT_ROWS,) if block_m in MANY_ROW_TILES else ()
+
+
+def ctas_per_sm(kernel: str, block_m: int) -> tuple[int, ...]:
+    """The values of ``ctas`` of a tunable kernel: those for which registers suffice."""
+    if kernel != DECODE_FEW:
+        return (1,)
+    return (1,) * (block_m in ONE_CTA) + tuple(sorted(FEW_CTAS.get(block_m, {2: 1.0})))
+
+
+def decode_unfit(tiles: HopperTiles, gemm: Gemm, quant: Quant, device: Device) -> str | None:
+    """Why a GEMM with packed weights cannot use given or tuned tiles; None: it can."""
+    direct = is_direct(gemm.num_slots, gemm.num_experts)
+    few, allowed = tiles.kernel == DECODE_FEW, ctas_per_sm(tiles.kernel, tiles.block_m)
+    wide = decode_widths(tiles.kernel, tiles.block_m)
+    if few and direct and tiles.block_m in ROW_TILES:  # a row tile that was asked for
+        wide = (FEW_WEIGHT_ROWS,)
+    if tiles.block_n not in wide:
+        return f"has {tiles.block_n} weight rows, {tiles.kernel} has {wide} for this row tile"
+    if direct and not few:
+        return "packs rows, and so few have no plan"
+    if few and tiles.on_demand:
+        return f"has a dynamic schedule, {tiles.kernel} has none"
+    if tiles.ctas not in allowed:
+        return f"has {tiles.ctas} CTAs per SM, registers allow {allowed}"
+    most = most_stages(tiles, quant, device)
+    if not LEAST_STAGES <= tiles.num_stages <= most:
+        return f"has {tiles.num_stages} stages, shared memory holds {most}"
+    return None
 
 
 def uniform_experts(gemm: Gemm) -> float:

@@ -14,9 +14,11 @@ from typing import Any, NamedTuple
 
 from moe_ops.dispatch.device import Device, plain_name
 from moe_ops.dispatch.hopper import HopperTiles, KernelTiles, hopper_tiles, unfit
+from moe_ops.dispatch.hopper_decode import decode_tiles, decode_unfit, decodes_weights
 from moe_ops.dispatch.portable import shared_bytes
 from moe_ops.dispatch.tiles import Gemm, TileConfig, last_class, load_class
 from moe_ops.dispatch.tuned_file import Entry, Sizes, TunedLayer, parse
+from moe_ops.scheme import Quant
 
 FOLDER = os.environ.get("MOE_OPS_TUNED_DIR")
 """The user's folder of tuned files, or None."""
@@ -91,13 +93,15 @@ def choose(
     *,
     hopper: bool,
     tables: Tables,
+    decoded: Quant | None = None,
 ) -> Choice:
     """The kernel and the tiles of a GEMM: a tuned file's entry, else the analytic choice.
 
     The analytic choice is a Hopper kernel if it was measured to be faster, else the portable
     kernel. A tuned entry applies to loads in its rows-per-expert bucket if the plan has the row
     tile that the entry was timed with; of several entries, the one with the nearest number of
-    tokens is used. Batch-invariant plans and float32 rows were not timed.
+    tokens is used. Batch-invariant plans and float32 rows were not timed. Packed weights have
+    kernels of their own, and their entries apply to no other GEMM.
 
     Args:
         gemm: sizes of the GEMM.
@@ -107,20 +111,26 @@ def choose(
         default: tiles of the portable kernel without a tuned entry.
         hopper: whether Hopper's kernels take the GEMM (`moe_ops.dispatch.hopper.takes`).
         tables: tables of tuned files.
+        decoded: format of the weight if it is packed and Hopper's kernels decode it, else None.
     """
-    own = hopper_tiles(gemm, device) if hopper else None
+    if decoded is not None:
+        own: HopperTiles | None = decode_tiles(gemm, decoded, device)
+    else:
+        own = hopper_tiles(gemm, device) if hopper else None
     layer = tables.get((plain_name(device.name), scheme), {}).get(_layer_sizes(gemm))
     if layer is None or gemm.rule.batch_invariant or gemm.itemsize == 4:
         return Choice(default, DEFAULT, own)
-    entry = _nearest(layer, gemm)
+    entry = _nearest(layer, gemm, packed=decoded is not None)
     if entry is None:
-        return Choice(default, f"{DEFAULT} ({layer.file} has nothing for this load)", own)
-    tiles = entry.gemm1 if gemm.halves == 2 else entry.gemm2
-    why = None
+        at = "this load" if decoded is None else "packed weights at this load"
+        return Choice(default, f"{DEFAULT} ({layer.file} has nothing for {at})", own)
+    tiles, why = _tiles_of(entry, gemm), None
     if isinstance(tiles, TileConfig):
         taken = shared_bytes(tiles, gemm, weight_bits)
         if taken > device.shared_memory:
             why = f"takes {taken} bytes of shared memory, there are {device.shared_memory}"
+    elif decoded is not None:
+        why = decode_unfit(tiles, gemm, decoded, device)
     elif not hopper:
         why = f"names {tiles.kernel}, which does not take this GEMM"
     else:
@@ -139,8 +149,13 @@ def _layer_sizes(gemm: Gemm) -> Sizes:
     return gemm.num_experts, n, k
 
 
-def _nearest(layer: TunedLayer, gemm: Gemm) -> Entry | None:
-    """The entry with the same bucket and row tile and the nearest number of rows."""
+def _tiles_of(entry: Entry, gemm: Gemm) -> KernelTiles:
+    """The config of a GEMM, which is GEMM 1 if it computes gate and up together."""
+    return entry.gemm1 if gemm.halves == 2 else entry.gemm2
+
+
+def _nearest(layer: TunedLayer, gemm: Gemm, *, packed: bool) -> Entry | None:
+    """The entry with the same bucket, row tile and form of weights, nearest in number of rows."""
     last = last_class(gemm.rule)
 
     def class_of(rows: int) -> int:
@@ -154,6 +169,8 @@ def _nearest(layer: TunedLayer, gemm: Gemm) -> Entry | None:
     near = [
         entry
         for entry in layer.entries
-        if class_of(entry.num_tokens * layer.top_k) == mine and entry.gemm1.block_m == block_m
+        if class_of(entry.num_tokens * layer.top_k) == mine
+        and entry.gemm1.block_m == block_m
+        and decodes_weights(_tiles_of(entry, gemm)) == packed
     ]
     return min(near, key=distance, default=None)

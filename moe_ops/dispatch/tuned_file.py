@@ -7,6 +7,7 @@ in file names are replaced as in `SPELLED`. The file holds the ``top_k`` of the 
 and, by number of tokens, the row tile that the plan had and the config of both GEMMs: the kernel's
 name (none: the portable kernel) and its other tile sizes. (A file does not choose the row tile of a
 plan: `moe_ops.dispatch.row_tiles` does, and an entry applies only to plans with its row tile.)
+Kernels named `hopper_decode_few` and `hopper_decode_many` are for packed weights.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ from __future__ import annotations
 import json
 import re
 from typing import Any, NamedTuple
+
+import torch
 
 from moe_ops.dispatch.device import plain_name
 from moe_ops.dispatch.hopper import (
@@ -24,8 +27,16 @@ from moe_ops.dispatch.hopper import (
     operand_bytes,
     widths,
 )
+from moe_ops.dispatch.hopper_decode import (
+    DECODE_FEW,
+    TUNABLE,
+    ctas_per_sm,
+    decode_widths,
+    decodes,
+)
 from moe_ops.dispatch.tiles import KNOWN_ROW_TILES, ROW_TILES, TileConfig
-from moe_ops.scheme import Scheme, get_scheme
+from moe_ops.scheme import Scheme, get_scheme, packs
+from moe_ops.scheme.packed import CHUNK
 
 _NUMBER = r"([1-9][0-9]{0,8})"
 _NAME = re.compile(rf"E={_NUMBER},N={_NUMBER},K={_NUMBER},device_name=([^,]+),scheme=([^,]+)\.json")
@@ -37,7 +48,11 @@ LARGEST = {"BLOCK_N": 256, "BLOCK_K": 256, "GROUP_M": 128, "num_warps": 16, "num
 Whether tiles fit in shared memory depends on the GPU and the GEMM: `tuned` checks that on use."""
 MAX_TOP_K = 2**16
 HOPPER_SIZES = ("BLOCK_N", "GROUP_M", "num_stages")
-"""Keys of a Hopper kernel's config, in the order of `HopperTiles`; ``BLOCK_N``: weight rows."""
+"""Keys of a Hopper kernel's config, in the order of `HopperTiles`; ``BLOCK_N``: weight rows.
+
+``ON_DEMAND`` (default: false) and, for `DECODE_FEW`, ``CTAS`` (CTAs per SM) follow."""
+NAMED = (*KERNELS, *TUNABLE)
+"""Kernels that a file may name."""
 Sizes = tuple[int, int, int]
 """E, N and K of a layer."""
 
@@ -82,9 +97,10 @@ def written(tiles: KernelTiles) -> dict[str, Any]:
     """A GEMM's config as a file stores it, without the row tile."""
     own = isinstance(tiles, HopperTiles)
     sizes = {size: getattr(tiles, size.lower()) for size in (HOPPER_SIZES if own else SIZES)}
-    if isinstance(tiles, HopperTiles):
-        return {"kernel": tiles.kernel, **sizes, "ON_DEMAND": tiles.on_demand}
-    return sizes
+    if not isinstance(tiles, HopperTiles):
+        return sizes
+    more = {"CTAS": tiles.ctas} if tiles.kernel == DECODE_FEW else {}
+    return {"kernel": tiles.kernel, **sizes, "ON_DEMAND": tiles.on_demand, **more}
 
 
 def parse(file: str, text: str) -> TunedLayer:
@@ -156,9 +172,9 @@ def _tiles(file: str, at: str, tiles: dict[str, Any], block_m: int, scheme: Sche
 def _hopper_tiles(
     file: str, at: str, tiles: dict[str, Any], block_m: int, scheme: Scheme
 ) -> HopperTiles:
-    kernel, itemsize = tiles["kernel"], operand_bytes(scheme)
-    _require(kernel in KERNELS, file, f"{at}.kernel", f"be among {KERNELS}", kernel)
-    there = () if itemsize is None else widths(kernel, block_m, itemsize)
+    kernel = tiles["kernel"]
+    _require(kernel in NAMED, file, f"{at}.kernel", f"be among {NAMED}", kernel)
+    there = _widths(kernel, block_m, scheme)
     rule = f"be one that has {scheme.name} in tiles of {block_m} rows"
     _require(there, file, f"{at}.kernel", rule, kernel)
     block_n = tiles.get("BLOCK_N")
@@ -169,8 +185,22 @@ def _hopper_tiles(
     _whole(file, f"{at}.num_stages", tiles.get("num_stages"), LEAST_STAGES, most)
     on_demand = tiles.get("ON_DEMAND", False)
     _require(type(on_demand) is bool, file, f"{at}.ON_DEMAND", "be true or false", on_demand)
+    few, allowed = kernel == DECODE_FEW, ctas_per_sm(kernel, block_m)
+    _require(not (few and on_demand), file, f"{at}.ON_DEMAND", f"be false for {kernel}", on_demand)
+    ctas: Any = tiles.get("CTAS", None if few else 1)
+    known = type(ctas) is int and ctas in allowed
+    _require(known, file, f"{at}.CTAS", f"be among {allowed}", ctas)
     block_n, group_m, num_stages = (tiles[size] for size in HOPPER_SIZES)
-    return HopperTiles(kernel, block_m, block_n, group_m, num_stages, on_demand)
+    return HopperTiles(kernel, block_m, block_n, group_m, num_stages, on_demand, ctas)
+
+
+def _widths(kernel: str, block_m: int, scheme: Scheme) -> tuple[int, ...]:
+    """The values of ``BLOCK_N`` that a Hopper kernel has for a scheme; empty: not that scheme."""
+    if kernel in TUNABLE:
+        served = packs(scheme, CHUNK, CHUNK) and decodes(scheme, torch.bfloat16)
+        return decode_widths(kernel, block_m) if served else ()
+    itemsize = operand_bytes(scheme)
+    return () if itemsize is None else widths(kernel, block_m, itemsize)
 
 
 def scaled_group(scheme: Scheme) -> int | None:

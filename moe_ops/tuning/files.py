@@ -7,20 +7,31 @@ import math
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import moe_ops.dispatch.tuned
 from moe_ops.dispatch.tuned import FOLDER
 from moe_ops.dispatch.tuned_file import parse
-from moe_ops.tuning.search import Clock, Subject, Trial, tune_tokens
+from moe_ops.tuning.search import Clock, Prepare, Subject, Trial, tune_tokens
 
 try:
     from tqdm import tqdm
 except ModuleNotFoundError:
     tqdm = None
 
+
+class Hooks(NamedTuple):
+    """What `tune` calls besides the clock."""
+
+    prepare: Prepare = list
+    """Called with trials before they are timed."""
+    report: Callable[[int, dict[str, Any]], object] = lambda tokens, entry: None
+    """Called with a number of tokens and its new entry, which has been written."""
+
+
+NO_HOOKS = Hooks()
 PACKAGED = Path(moe_ops.dispatch.tuned.__file__).parent / "configs"
 
 
@@ -66,6 +77,7 @@ def tune(
     again: bool = False,
     made_with: str = "",
     budget_s: float = math.inf,
+    hooks: Hooks = NO_HOOKS,
 ) -> list[int]:
     """Tune the token counts that the file lacks, the largest first, and write after each.
 
@@ -77,6 +89,7 @@ def tune(
         again: whether to tune token counts again that the file already has.
         made_with: note stored in each entry.
         budget_s: no token count is started after this many seconds.
+        hooks: what else is called.
 
     Returns:
         The numbers of tokens that were tuned.
@@ -90,9 +103,11 @@ def tune(
         if time.monotonic() - started > budget_s:
             break
         expected += share
-        entry = tune_tokens(subject, tokens, progress.ticking(clock, expected))
+        ticking = progress.ticking(clock, expected)
+        entry = tune_tokens(subject, tokens, ticking, hooks.prepare)
         entries[str(tokens)] = {**entry, "made_with": made_with}
         write(subject, folder, entries)
+        hooks.report(tokens, entry)
         progress.reach(expected)
         tuned.append(tokens)
     progress.close()

@@ -12,6 +12,7 @@ from moe_ops.dispatch.tuned_file import HOPPER_SIZES, SIZES, written
 from moe_ops.tuning.search import Subject, Trial
 
 _SIZES = "columns x K / warps / stages / group"
+"""Of Hopper's kernels: name, weight rows, stages, group, CTAs per SM if they may differ."""
 
 
 def trials_table(trials: Iterable[Trial]) -> str:
@@ -66,6 +67,7 @@ def _sizes(gemm: dict[str, Any]) -> str:
     if "kernel" in gemm:
         block_n, group_m, num_stages = (gemm[size] for size in HOPPER_SIZES)
         how = " on demand" if gemm["ON_DEMAND"] else ""
+        how += f" x{gemm['CTAS']}" if "CTAS" in gemm else ""
         return f"{gemm['kernel']} {block_n} /{num_stages} /{group_m}{how}"
     block_n, block_k, group_m, num_warps, num_stages = (gemm[size] for size in SIZES)
     return f"{block_n}x{block_k} /{num_warps} /{num_stages} /{group_m}"

@@ -13,7 +13,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
+
+import torch
 
 from moe_ops.dispatch.blackwell import is_block_scaled
 from moe_ops.dispatch.device import Device
@@ -30,19 +32,35 @@ from moe_ops.dispatch.hopper import (
     unfit,
     widths,
 )
+from moe_ops.dispatch.hopper_decode import (
+    DECODE_FEW,
+    FEW_CTAS,
+    FEW_STAGES,
+    MANY_ROW_TILES,
+    ctas_per_sm,
+    decode_tiles,
+    decode_unfit,
+    decodes_weights,
+    few_tiles,
+    many_tiles,
+    with_stages,
+)
 from moe_ops.dispatch.portable import shared_bytes
 from moe_ops.dispatch.problem import GemmProblem, layer_problem
 from moe_ops.dispatch.row_tiles import rule_of
 from moe_ops.dispatch.tiles import ROW_TILES, Gemm, load_class
 from moe_ops.dispatch.tuned_file import Sizes, file_name, scaled_group, written
-from moe_ops.scheme import Scheme
+from moe_ops.pipeline.packing import serves_packed
+from moe_ops.scheme import Quant, Scheme
 
-DIMENSIONS = ("block_n", "num_warps", "block_k", "num_stages", "group_m", "on_demand")
+DIMENSIONS = ("block_n", "ctas", "num_warps", "block_k", "num_stages", "group_m", "on_demand")
 """The order in which fields are tried; twice, if the first round found anything."""
 GROUPS = (1, 8, 32)
 """Values of ``group_m`` to try for the portable kernels."""
 PACKED_GROUPS = (3, 4, 8, 16, 32)
-"""Values of ``group_m`` to try for the persistent Hopper kernel."""
+"""Values of ``group_m`` to try for the persistent Hopper kernels that pack rows."""
+FEW_GROUPS = (1, 2, 4, 8)
+"""Values of ``group_m`` to try for the kernel that decodes packed weights for few rows."""
 ACCUMULATORS = 128
 """The most registers per thread for accumulators, of 255."""
 HOPELESS = 1.25
@@ -66,6 +84,10 @@ Clock = Callable[[Trial], float]
 """Times a trial in microseconds; infinite if the tiles do not run or their result is wrong."""
 
 
+Prepare = Callable[[Sequence[Trial]], object]
+"""Called with trials before they are timed, so that their kernels can be compiled in parallel."""
+
+
 class Pair(NamedTuple):
     """Tiles of both GEMMs and their times."""
 
@@ -81,6 +103,8 @@ class Pair(NamedTuple):
 @dataclass(frozen=True)
 class Subject:
     """The layer to tune: gated, with bf16 rows, on a GPU.
+
+    Weights have the form in which a layer keeps them: packed if a kernel of the GPU decodes them.
 
     Raises:
         NotImplementedError: a scheme that runs on block-scaled instructions on that GPU.
@@ -113,15 +137,23 @@ class Subject:
         rule = rule_of(self.scheme.key, 2, self.device.arch, self.device.row_tile, False)
         return Gemm(num_tokens * self.top_k, experts, n, k, 2, halves, rule)
 
+    def packed(self, which: int) -> bool:
+        """Whether the weight of GEMM 1 or 2 is packed."""
+        experts, width, hidden = self.sizes
+        shape = (experts, 2 * width, hidden) if which == 1 else (experts, hidden, width)
+        return serves_packed(shape, self.scheme, torch.bfloat16, self.device, False)
+
     def problem(self, num_tokens: int, which: int) -> GemmProblem:
         """GEMM 1 or 2 of the layer."""
-        gemm = self._gemm(num_tokens, which)
+        gemm, packed = self._gemm(num_tokens, which), self.packed(which)
         activation, top_k = ("silu", self.top_k) if which == 1 else ("", 1)
-        return layer_problem(gemm, self.scheme, activation, num_tokens, top_k)
+        return layer_problem(gemm, self.scheme, activation, num_tokens, top_k, packed=packed)
 
     def kernels(self, num_tokens: int, which: int) -> list[KernelTiles]:
         """Every kernel's analytic tiles for GEMM 1 or 2; the default first."""
         problem = self.problem(num_tokens, which)
+        if problem.packed:
+            return self._decoding(problem)
         row_tile, plain = problem.sizes.row_tile, analytic_tiles(problem, self.device)
         found: list[KernelTiles] = [plain] * (row_tile in ROW_TILES)
         if not is_hoppers(problem, self.device):
@@ -135,10 +167,29 @@ class Subject:
         default = hopper_tiles(gemm, self.device)
         return sorted(found, key=lambda tiles: tiles != default)
 
+    @property
+    def _quant(self) -> Quant:
+        """The format of the weights, which are quantized."""
+        return cast(Quant, self.scheme.weight)
+
+    def _decoding(self, problem: GemmProblem) -> list[KernelTiles]:
+        """Analytic tiles of every kernel for a packed weight; the default first."""
+        gemm, quant = problem.sizes, self._quant
+        default = decode_tiles(gemm, quant, self.device)
+        made = {default.kernel: default}
+        for makes, tiles in ((few_tiles, FEW_CTAS), (many_tiles, MANY_ROW_TILES)):
+            if gemm.row_tile in tiles:
+                other = makes(gemm, quant, self.device)
+                made.setdefault(other.kernel, other)
+        return [t for t in made.values() if decode_unfit(t, gemm, quant, self.device) is None]
+
     def allows(self, trial: Trial) -> bool:
         """Whether a trial's tiles fit the scheme's groups, shared memory and registers."""
         tokens, which, tiles = trial
         gemm, bits = stored_gemm(self._gemm(tokens, which), self.scheme)
+        if isinstance(tiles, HopperTiles) and decodes_weights(tiles):
+            fits = decode_unfit(tiles, gemm, self._quant, self.device) is None
+            return fits and tiles.num_stages <= FEW_STAGES
         if isinstance(tiles, HopperTiles):
             return unfit(tiles, gemm, self.device) is None
         group = scaled_group(self.scheme)
@@ -170,19 +221,31 @@ class Subject:
     def _hopper_neighbours(self, trial: Trial, tiles: HopperTiles, size: str) -> list[Trial]:
         """`neighbours` for a Hopper kernel; another ``block_n`` comes with the most stages."""
         found: list[HopperTiles] = []
-        if size == "block_n":
+        decoding, few = decodes_weights(tiles), tiles.kernel == DECODE_FEW
+        if size == "ctas" and decoding:  # fewer have room for more stages
+            counts = ctas_per_sm(tiles.kernel, tiles.block_m)
+            found = [replace(tiles, ctas=n) for n in counts if n != tiles.ctas]
+            found = [with_stages(t, self._quant, self.device) for t in found]
+        elif size == "block_n" and not decoding:
             gemm, _ = stored_gemm(self._gemm(trial.num_tokens, 1), self.scheme)
             wide = widths(tiles.kernel, tiles.block_m, gemm.itemsize)
             found = [replace(tiles, block_n=n) for n in wide if n != tiles.block_n]
             found = [replace(t, num_stages=most_stages(t, self.device)) for t in found]
         elif size == "num_stages":
             found = [replace(tiles, num_stages=tiles.num_stages + s) for s in (-2, -1, 1, 2)]
-        elif size == "on_demand" and tiles.packed:
+        elif size == "on_demand" and (tiles.packed or (decoding and not few)):
             found = [replace(tiles, on_demand=not tiles.on_demand)]
-        elif size == "group_m" and tiles.packed:
-            found = [replace(tiles, group_m=g) for g in PACKED_GROUPS if g != tiles.group_m]
+        elif size == "group_m":
+            values = self._groups(trial.num_tokens, tiles)
+            found = [replace(tiles, group_m=g) for g in values if g != tiles.group_m]
         tried = (trial._replace(tiles=other) for other in found)
         return [trial for trial in tried if self.allows(trial)]
+
+    def _groups(self, num_tokens: int, tiles: HopperTiles) -> Sequence[int]:
+        """Values of ``group_m`` of a Hopper kernel; none if there is one row tile per expert."""
+        if tiles.kernel == DECODE_FEW:
+            return FEW_GROUPS if self.load(num_tokens) else ()
+        return PACKED_GROUPS if tiles.packed or decodes_weights(tiles) else ()
 
     def starts(self, num_tokens: int) -> tuple[Trial, Trial]:
         """The tiles of both GEMMs that run without a tuned file."""
@@ -203,22 +266,24 @@ class Subject:
         return found
 
 
-def _search(subject: Subject, times: dict[Trial, float], clock: Clock) -> Trial:
+def _search(subject: Subject, times: dict[Trial, float], clock: Clock, prepare: Prepare) -> Trial:
     """The fastest trial of a GEMM, searched from all kernels' starts that are not hopeless."""
     near = [trial for trial, us in times.items() if us <= HOPELESS * min(times.values())]
-    walks = (_walk(subject, start, times[start], clock) for start in near)
+    walks = (_walk(subject, start, times[start], clock, prepare) for start in near)
     return min(walks, key=lambda walk: walk[1])[0]
 
 
-def _walk(subject: Subject, start: Trial, start_us: float, clock: Clock) -> tuple[Trial, float]:
+def _walk(
+    subject: Subject, start: Trial, start_us: float, clock: Clock, prepare: Prepare
+) -> tuple[Trial, float]:
     """Coordinate descent from ``start``: the fastest trial and its time."""
     known, best = {start: start_us}, start
     for _ in range(2):
         before = best
         for size in DIMENSIONS:
-            for trial in subject.neighbours(best, size):
-                if trial not in known:
-                    known[trial] = clock(trial)
+            new = [trial for trial in subject.neighbours(best, size) if trial not in known]
+            prepare(new)
+            known |= {trial: clock(trial) for trial in new}
             near = [t for t in subject.neighbours(best, size) if t in known]
             best = min((best, *near), key=known.__getitem__)
         if best == before:
@@ -226,7 +291,9 @@ def _walk(subject: Subject, start: Trial, start_us: float, clock: Clock) -> tupl
     return best, known[best]
 
 
-def tune_tokens(subject: Subject, num_tokens: int, clock: Clock) -> dict[str, Any]:
+def tune_tokens(
+    subject: Subject, num_tokens: int, clock: Clock, prepare: Prepare = list
+) -> dict[str, Any]:
     """Search the tiles for one number of tokens; returns the entry of the tuned file.
 
     The winner and the default are timed again, in turn. The default wins unless the winner is
@@ -236,17 +303,19 @@ def tune_tokens(subject: Subject, num_tokens: int, clock: Clock) -> dict[str, An
         subject: the layer.
         num_tokens: T.
         clock: times a GEMM.
+        prepare: called with trials before they are timed.
 
     Raises:
         RuntimeError: the default does not run.
     """
+    prepare(subject.candidates(num_tokens))
     starts = subject.starts(num_tokens)
     default = _timed(starts, clock)
     if not math.isfinite(default.time_us):
         raise RuntimeError(f"the default tiles do not run: {default}")
     kernels = (subject.beginnings(num_tokens, which) for which in (1, 2))
     begin = ({trial: clock(trial) for trial in found} for found in kernels)
-    first, second = (_search(subject, times, clock) for times in begin)
+    first, second = (_search(subject, times, clock, prepare) for times in begin)
     default, won = _side_by_side(starts, (first, second), clock)
     if won.time_us > (1 - MARGIN) * default.time_us:
         won = default

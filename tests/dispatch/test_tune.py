@@ -5,7 +5,7 @@ import math
 from dataclasses import replace
 
 import pytest
-from tune_trials import H200, SCHEMES, Clock, kernel_of, plain_trial, subject
+from tune_trials import A100, H200, SCHEMES, Clock, kernel_of, plain_trial, subject
 
 from moe_ops import FusedMoEConfig, RoutingMethodType, explain
 from moe_ops.dispatch import tuned
@@ -14,8 +14,6 @@ from moe_ops.dispatch.hopper import PACKED, STREAM, HopperTiles, most_stages, wi
 from moe_ops.dispatch.row_tiles import rule_of
 from moe_ops.dispatch.tiles import row_tile
 from moe_ops.dispatch.tuned_file import parse
-from moe_ops.pipeline import costs
-from moe_ops.pipeline.devices import TARGETS
 from moe_ops.tuning import files
 from moe_ops.tuning.search import DIMENSIONS, MARGIN, PACKED_GROUPS, Subject, tune_tokens
 
@@ -25,7 +23,7 @@ from moe_ops.tuning.search import DIMENSIONS, MARGIN, PACKED_GROUPS, Subject, tu
 def test_candidates_are_worth_a_compile(scheme, tokens):
     layer = subject(scheme)
     found = layer.candidates(tokens)
-    assert len(set(found)) == len(found) and 10 < len(found) < 120
+    assert len(set(found)) == len(found) and 6 < len(found) < 120
     group = 128 if scheme == "fp8_block128" else 256
     for trial in found:
         kernels = layer.beginnings(tokens, trial.gemm)
@@ -40,7 +38,6 @@ def test_candidates_are_worth_a_compile(scheme, tokens):
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_the_default_is_what_runs_without_files(scheme, monkeypatch):
     monkeypatch.setattr(tuned, "TABLES", tuned.tables([]))
-    monkeypatch.setattr(costs, "serves_packed", lambda *given: False)  # plain weights are tuned
     config = FusedMoEConfig(128, 8, 2048, 768, 128, "silu", "cuda", RoutingMethodType.Renormalize)
     # Up to 16 slots may have kernels of their own, which are not tuned.
     layer, counts = subject(scheme), (3, 8, 64, 512, 4096, 30000)
@@ -51,11 +48,11 @@ def test_the_default_is_what_runs_without_files(scheme, monkeypatch):
 
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_what_takes_too_much_is_not_tried(scheme):
-    layer = subject(scheme)
+    layer = subject(scheme, gpu=A100)
     trial = plain_trial(layer, 4096, 1)
     for changes in ({"num_stages": 30}, {"block_n": 512}, {"num_warps": 1}, {"block_k": 16}):
         assert not layer.allows(trial._replace(tiles=replace(trial.tiles, **changes)))
-    small = Subject(layer.sizes, 8, layer.scheme, H200._replace(shared_memory=1000))
+    small = Subject(layer.sizes, 8, layer.scheme, A100._replace(shared_memory=1000))
     assert not small.allows(trial)
     assert all(small.neighbours(trial, size) == [] for size in DIMENSIONS)
 
@@ -94,12 +91,13 @@ def test_hoppers_kernels_are_tried_where_they_serve():
     assert tried(4096, 192, "unquantized") == [PACKED]  # the others take powers of two
     assert tried(64, 16, "unquantized") == [None]
     assert tried(4096, 64, "int8_channel") == [PACKED, None, STREAM]
-    for scheme in ("int8_block128", "int8_w8a16", "mxfp4", "fp8_block64x32"):
+    for scheme in ("int8_block128", "mxfp4", "fp8_block64x32"):
         assert tried(4096, 64, scheme) == [None]
     for sizes in ((128, 768, 2056), (128, 764, 2048)):  # no whole 16 bytes; no 8 gate rows
         assert tried(4096, 64, "fp8_channel", sizes) == [None]
-    on_a100 = replace(subject("unquantized"), device=TARGETS["sm_80"].facts)
-    assert [kernel_of(t) for t in on_a100.beginnings(4096, 1)] == [None]
+    for scheme in ("unquantized", "int8_w8a16"):
+        on_a100 = subject(scheme, gpu=A100)
+        assert [kernel_of(t) for t in on_a100.beginnings(4096, 1)] == [None]
 
 
 @pytest.mark.parametrize("demand", [False, True])

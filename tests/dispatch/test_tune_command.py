@@ -8,10 +8,20 @@ import torch
 from command_line import exit_code
 from conftest import HAS_CUDA, INTERPRETED
 from plans import row_tile
-from tune_trials import SCHEMES, Clock, kernel_of, plain_trial, subject
+from tune_trials import (
+    A100,
+    H200,
+    PACKED_SCHEMES,
+    SCHEMES,
+    Clock,
+    kernel_of,
+    plain_trial,
+    subject,
+)
 
 from moe_ops import cli
 from moe_ops.dispatch.tuned_file import parse
+from moe_ops.scheme import is_packed
 from moe_ops.tuning import files
 from moe_ops.tuning.search import Trial
 
@@ -22,7 +32,7 @@ COMMAND = ["tune", "--model", "qwen3-30b-a3b", "--scheme", "fp8_block128", "--de
 def clock(monkeypatch):
     """The GPU that a command finds."""
     made = Clock(block_n=32)
-    monkeypatch.setattr(cli, "_gemm_clock", lambda problem, layer: made)
+    monkeypatch.setattr(cli, "_gemm_clock", lambda problem, layer, jobs: (made, list))
     return made
 
 
@@ -42,6 +52,30 @@ def test_tune_prints_json_and_resumes(clock, tmp_path, capsys):
     assert json.loads(capsys.readouterr().out)["timed"] == [] and len(clock.trials) == before
     assert exit_code([*command, "--again"]) == 0
     assert json.loads(capsys.readouterr().out)["timed"] == [512, 1] and len(clock.trials) > before
+
+
+def test_tune_records_defaults_beside_the_best(clock, tmp_path):
+    """A row per GEMM, merged with rows of other runs; times and configs are those of the file."""
+    command = [*COMMAND, "--output", str(tmp_path), "--record", str(tmp_path / "records")]
+    assert exit_code([*command, "--tokens", "512"]) == 0
+    (path,) = (tmp_path / "records").glob("*/tuning.json")
+    assert exit_code([*command, "--tokens", "1"]) == 0
+    sizes = ["tune", "--sizes", "64,4,2048,640", "--scheme", "fp8_block128", "--device", "sm_90"]
+    assert exit_code([*sizes, *command[7:], "--tokens", "2"]) == 0
+    record = json.loads(path.read_text())
+    keys = [(row["shape"], row["M"], row["gemm"]) for row in record["rows"]]
+    other = "E64-k4-H2048-I640"
+    assert keys == [(other, 2, 1), (other, 2, 2), *(
+        ("qwen3-30b", tokens, which) for tokens in (1, 512) for which in (1, 2)
+    )]  # fmt: skip
+    layer = subject()
+    entry = files.read(layer, tmp_path)["512"]
+    for row in record["rows"][-2:]:
+        found = entry[f"gemm{row['gemm']}"]
+        assert (row["default_us"], row["best_us"]) == (found["default_us"], found["time_us"])
+        assert row["best"].items() <= found.items() and row["sizes"] == [128, 8, 2048, 768]
+        assert row["default"]["block_n"] == layer.starts(512)[row["gemm"] - 1].tiles.block_n
+        assert 1 < row["ratio"] == round(entry["default_us"] / entry["time_us"], 4)
 
 
 def test_tune_prints_a_table(clock, tmp_path, capsys):
@@ -114,12 +148,12 @@ def made():
     from moe_ops.bench.harness import Timing
     from moe_ops.bench.problems import Problem
 
-    def make(scheme, change=lambda output: output, row_tile=None):
+    def make(scheme, change=lambda output: output, row_tile=None, gpu=H200):
         def timer(call, device, budget_s):
             return Timing(7.0, 7.0, 7.0, 1, change(call()))
 
         sizes, problem = (4, 128, 128), Problem("small", 4, 2, 128, 128, timed=False)
-        return gemm_clock.GemmClock(problem, subject(scheme, sizes, 2, row_tile), timer)
+        return gemm_clock.GemmClock(problem, subject(scheme, sizes, 2, row_tile, gpu), timer)
 
     return make
 
@@ -130,6 +164,8 @@ def test_the_gemm_clock(scheme, made):
     changes = []
     clock = made(scheme, lambda output: changes[0](output) if changes else output)
     trials = clock.subject.starts(5)
+    for weight in clock.gemms.weights[:2]:
+        assert is_packed(weight.data) == (scheme in PACKED_SCHEMES)
     assert [clock(trial) for trial in trials] == [7.0, 7.0]
     for change in (lambda y: y * 1.1, lambda y: y * math.nan, lambda y: 1 / 0):
         changes[:] = [change]
@@ -150,7 +186,7 @@ def test_trials_launch_their_tiles(scheme, made, monkeypatch):
         launch(self, *given)
 
     monkeypatch.setattr(Launch, "__call__", record_constants)
-    clock = made(scheme, row_tile=32)
+    clock = made(scheme, row_tile=32, gpu=A100)  # weights are plain
     clock.launches = True  # in the interpreter, too
     for start in (plain_trial(clock.subject, 5, which) for which in (1, 2)):
         for trial in [start, *clock.subject.neighbours(start, "block_k")]:

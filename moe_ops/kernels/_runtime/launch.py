@@ -10,6 +10,9 @@ launch: see `dependent`, which also says how to turn it off.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import cached_property
 from typing import Any
 
@@ -83,6 +86,21 @@ _current_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 """The current stream, as Triton's driver finds it. None in a build without CUDA, which can only
 compile kernels."""
 _INT32 = 2**31 - 1
+_COMPILE_ONLY: ContextVar[bool] = ContextVar("compile_only", default=False)
+
+
+@contextmanager
+def compile_only() -> Iterator[None]:
+    """Context manager: launches only compile their kernel, into Triton's cache on disk.
+
+    Tensors may be fake ones. For processes that launch nothing: a kernel that was launched before
+    is launched again.
+    """
+    token = _COMPILE_ONLY.set(True)
+    try:
+        yield
+    finally:
+        _COMPILE_ONLY.reset(token)
 
 
 def last_kernel(device: int) -> Any:
@@ -115,7 +133,6 @@ class Launch:
         if self.interpreted:
             self.kernel[grid](*arguments, **self.constants)
             return
-        device = arguments[0].get_device()
         seen: list[Any] = [self]
         values: list[Any] = []
         boxes: list[int] = []
@@ -138,20 +155,27 @@ class Launch:
         key = tuple(seen)
         binary = COMPILED.get(key)
         if binary is None:
-            options = launch_options() | self.constants
-            compiled = self.kernel[grid](*arguments, **options)
-            COMPILED[key] = Binary(compiled)
-            if _current_stream is not None:
-                LAST[_current_stream(device)] = self.kernel
+            self._compile(key, grid, arguments)
             return
         x, y, z = (*grid, 1, 1)[:3]
         if RUNTIME.launch_enter_hook.calls or RUNTIME.launch_exit_hook.calls:
             binary.compiled[(x, y, z)](*arguments, *self.tail)
-            LAST[_current_stream(device)] = self.kernel
+            LAST[_current_stream(arguments[0].get_device())] = self.kernel
             return
         start, settings, by_pointer = binary.start
-        given, stream = values if by_pointer else arguments, _current_stream(device)
+        given = values if by_pointer else arguments
+        stream = _current_stream(arguments[0].get_device())
         if by_pointer and binary.boxes:
             given = binary.parts(values, boxes)
         start(x, y, z, stream, *settings, *given, *self.tail)
         LAST[stream] = self.kernel
+
+    def _compile(self, key: tuple, grid: tuple[int, ...], arguments: tuple[Any, ...]) -> None:
+        """The first launch of a combination of arguments, which goes through Triton."""
+        options = launch_options() | self.constants
+        if _COMPILE_ONLY.get():
+            self.kernel.warmup(*arguments, grid=grid, **options)
+            return
+        COMPILED[key] = Binary(self.kernel[grid](*arguments, **options))
+        if _current_stream is not None:
+            LAST[_current_stream(arguments[0].get_device())] = self.kernel

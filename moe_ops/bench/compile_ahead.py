@@ -1,0 +1,128 @@
+"""Compiling kernels of trials in other processes: it takes longer than timing them.
+
+A process compiles what a trial launches, for tensors without memory, and launches nothing. The
+process that times trials finds the kernels in Triton's cache on disk.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import warnings
+from collections.abc import Sequence
+from concurrent.futures import Executor, ProcessPoolExecutor
+from functools import partial
+from multiprocessing import get_context
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from moe_ops.bench.layer_gemms import LayerGemms
+from moe_ops.bench.problems import Problem
+from moe_ops.dispatch.device import assumed
+from moe_ops.dispatch.tiles import is_direct
+from moe_ops.kernels._runtime.launch import compile_only
+from moe_ops.scheme import Scheme, pack_weight, quantize_weight
+from moe_ops.tensors import ExpertWeight, ExpertWeights
+from moe_ops.tuning.search import Subject, Trial
+
+MOST_PROCESSES = 16
+"""The most processes by default: each imports torch."""
+
+
+def usable_cores() -> int:
+    """Cores that this process may use, at most `MOST_PROCESSES`."""
+    return min(MOST_PROCESSES, len(os.sched_getaffinity(0)))
+
+
+class CompileAhead:
+    """Compiles the kernels of trials before they are timed: a `moe_ops.tuning.search.Prepare`.
+
+    What fails to compile here fails again when it is timed, which says why.
+
+    Args:
+        problem: the sizes and the activation of the layer.
+        subject: the same sizes with scheme and GPU.
+        processes: number of processes; with one, nothing is compiled ahead.
+        executor: runs the work; None: new processes.
+    """
+
+    def __init__(
+        self,
+        problem: Problem,
+        subject: Subject,
+        processes: int,
+        executor: Executor | None = None,
+    ) -> None:
+        self.subject = subject
+        self.done: set[tuple[object, ...]] = set()
+        self.compile = partial(compile_trial, problem.activation, subject)
+        if executor is None and processes > 1:  # not forks: this process may use CUDA
+            executor = ProcessPoolExecutor(processes, mp_context=get_context("spawn"))
+        self.executor = executor
+
+    def __call__(self, trials: Sequence[Trial]) -> None:
+        """Compile what was not compiled before; returns when all is done."""
+        if self.executor is None:
+            return
+        new = {self._kernel(trial): trial for trial in trials}
+        new = {kernel: trial for kernel, trial in new.items() if kernel not in self.done}
+        self.done |= new.keys()
+        try:
+            failed = [said for said in self.executor.map(self.compile, new.values()) if said]
+        except Exception as error:  # a process died; trials are compiled when they are timed
+            failed, self.executor = [repr(error)], None
+        for said in failed[:1]:
+            print(f"not compiled ahead: {said:.300}", file=sys.stderr)
+
+    def _kernel(self, trial: Trial) -> tuple[object, ...]:
+        """All that the kernels of a trial depend on: not the number of tokens."""
+        slots = trial.num_tokens * self.subject.top_k
+        return trial.gemm, trial.tiles, is_direct(slots, self.subject.sizes[0])
+
+
+def compile_trial(activation: str, subject: Subject, trial: Trial) -> str:
+    """Compile what a trial launches; returns the error, or an empty string."""
+    try:
+        with warnings.catch_warnings(), assumed(subject.device), compile_only():
+            warnings.simplefilter("ignore")  # of addresses of fake tensors, which are 0
+            with FakeTensorMode(allow_non_fake_inputs=True):
+                _launch(activation, subject, trial)
+    except Exception as error:  # of any compiler; it will be seen again
+        return f"{trial}: {error!r}"
+    return ""
+
+
+@torch.no_grad()
+def _launch(activation: str, subject: Subject, trial: Trial) -> None:
+    """Launch a trial's GEMM on fake tensors."""
+    experts, width, hidden = subject.sizes
+    shapes = (experts, 2 * width, hidden), (experts, hidden, width)
+    first, second = (
+        _empty_weight(shape, subject.scheme, packed=subject.packed(which))
+        for which, shape in enumerate(shapes, start=1)
+    )
+    quant, scale = subject.scheme.activation, None
+    if quant is not None and (quant.static or quant.global_scale):
+        scale = torch.empty(1, dtype=torch.float32, device="cuda")
+    weights = ExpertWeights(first, second, scale, scale)
+    gemms = LayerGemms(subject.scheme, subject.top_k, activation, weights)
+    tokens, k = trial.num_tokens, subject.top_k
+    shape = (tokens, hidden) if trial.gemm == 1 else (tokens * k, width)
+    x = torch.empty(shape, dtype=torch.bfloat16, device="cuda")
+    space = gemms.space(torch.empty(tokens, k, dtype=torch.int32, device="cuda"))
+    gemms.product(trial.gemm, gemms.rows(trial.gemm, x, space), space, trial.tiles)
+
+
+def _empty_weight(shape: tuple[int, int, int], scheme: Scheme, *, packed: bool) -> ExpertWeight:
+    """A weight without memory, in the form in which a layer keeps it."""
+    q = quantize_weight(torch.empty(shape, dtype=torch.bfloat16, device="meta"), scheme)
+    if packed:
+        q = pack_weight(q, scheme)
+    scale, zero, factor = (None if t is None else _empty(t) for t in q[1:])
+    return ExpertWeight(_empty(q.data), None, scale, zero, factor)
+
+
+def _empty(like: Tensor) -> Tensor:
+    return torch.empty(like.shape, dtype=like.dtype, device="cuda")
