@@ -41,6 +41,28 @@ class ExpertLora(NamedTuple):
         ids = self.lora_ids
         return self if ids is None else self._replace(lora_ids=ids[part])
 
+    def detach(self) -> ExpertLora:
+        """The adapters without autograd history."""
+        w1, w2 = (None if x is None else (x[0].detach(), x[1].detach()) for x in self[:2])
+        scaling = self.scaling
+        scaling = scaling.detach() if isinstance(scaling, Tensor) else scaling
+        return ExpertLora(w1, w2, self.lora_ids, scaling)
+
+
+_LORA_IDS = "_moe_ops_lora_ids"
+"""Attribute of the ids that prepare returns, by which the kernel finds their tokens' adapters."""
+
+
+def attach_lora_ids(topk_ids: Tensor, lora_ids: Tensor) -> None:
+    """Say what adapters the tokens have, in whose order prepare returns ``topk_ids``."""
+    setattr(topk_ids, _LORA_IDS, lora_ids)
+
+
+def attached_lora_ids(topk_ids: Tensor | None) -> Tensor | None:
+    """The ids that `attach_lora_ids` was given for this tensor; None: none."""
+    found: Tensor | None = getattr(topk_ids, _LORA_IDS, None)
+    return found
+
 
 class Factors(NamedTuple):
     """The adapter of one weight, as GEMMs take it: ``(L * E, r, K)`` and ``(L * E, N, r)``."""
