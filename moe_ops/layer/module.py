@@ -316,7 +316,7 @@ class FusedMoE(RoutesTokens, WeightLoading, SchemeState, KeepsBits):
         if self._sums_over_ranks() and wanted(tokens, weights):
             tokens, weights = Copied.apply(self.rank_group, tokens, weights)
         given = (tokens, weights, ids)
-        more = {} if lora is None else {"lora": lora}
+        more: dict[str, Any] = {} if lora is None else {"lora": lora}
         if shared_experts_input is None:
             out = self.quant_method.apply(self, *given, **more)
         else:

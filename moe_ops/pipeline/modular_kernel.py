@@ -275,9 +275,11 @@ class FusedMoEKernel:
         expert_map = None if batched else call.expert_map
         if recorded:
             routing = Routing(call.topk_weights, call.topk_ids, expert_map)
-            how = [call.activation, meta, call.apply_router_weight_on_input]
-            how += [] if call.lora is None else [call.lora]
-            return experts.differentiable_apply(rows.pop(), call.w1, call.w2, routing, *how)
+            how = (call.activation, meta, call.apply_router_weight_on_input)
+            beside = () if call.lora is None else (call.lora,)
+            return experts.differentiable_apply(
+                rows.pop(), call.w1, call.w2, routing, *how, *beside
+            )
         return experts.apply(
             rows.pop(), call.w1, call.w2, call.topk_weights, call.topk_ids, call.activation,
             num_experts_of(call), expert_map, rows.pop(), meta,

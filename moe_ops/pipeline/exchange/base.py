@@ -255,7 +255,7 @@ class TokenExchange(FusedMoEPrepareAndFinalizeModular):
         Raises:
             NotImplementedError: ``lora_ids`` in an exchange that does not take them.
         """
-        beside = {} if lora_ids is None else {"lora_ids": self._adapters_of(lora_ids)}
+        adapters = None if lora_ids is None else self.lora_column(lora_ids)
         later = apply_router_weight_on_input and topk_ids.shape[1] > 1
         on_input = apply_router_weight_on_input and not later
         quant = None if defer_input_quant else quant_config.scheme.activation
@@ -265,9 +265,9 @@ class TokenExchange(FusedMoEPrepareAndFinalizeModular):
         trained = trained and len(wanted(a1, topk_weights)) > 0
         x, given = (a1.detach(), topk_weights.detach()) if trained else (a1, topk_weights)
         routing = (given, topk_ids, num_experts, expert_map)
-        tokens = Outgoing(x, *routing, on_input, quant_config, before, everywhere, **beside)
-        receive = self.send(tokens)
-        del tokens
+        receive = self.send(
+            Outgoing(x, *routing, on_input, quant_config, before, everywhere, adapters)
+        )
 
         def receiver() -> PrepareResult:
             rows, scale, weights, ids, adapters = receive()
@@ -284,8 +284,12 @@ class TokenExchange(FusedMoEPrepareAndFinalizeModular):
 
         return receiver
 
-    def _adapters_of(self, lora_ids: Tensor) -> Tensor:
-        """``(T, 1)`` int32, so that ranks send rows of equal width."""
+    def lora_column(self, lora_ids: Tensor) -> Tensor:
+        """``(T, 1)`` int32, so that ranks send rows of equal width; see `Outgoing`.
+
+        Raises:
+            NotImplementedError: an exchange that sends no ids of adapters.
+        """
         if not self.takes_lora():
             raise NotImplementedError(
                 f"lora_ids must be None, because {type(self).__name__} does not send them, got ids"
