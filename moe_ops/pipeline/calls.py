@@ -58,10 +58,20 @@ class Pending(NamedTuple):
 
 
 def routed(call: Call, prepared: PrepareResult) -> Call:
-    """The call with the weights and ids that prepare returned, if any."""
+    """The call with the weights and ids that prepare returned, if any, and its tokens' adapters.
+
+    Raises:
+        ValueError: prepare returned other tokens and did not say what adapters they have.
+    """
     weights, ids, lora = prepared.topk_weights, prepared.topk_ids, call.lora
     if lora is not None and ids is not None and lora.lora_ids is not None:
-        lora = lora._replace(lora_ids=attached_lora_ids(ids))
+        found = attached_lora_ids(ids)
+        if found is None:
+            raise ValueError(
+                "topk_ids of prepare must have lora_ids attached (attach_lora_ids) if it is given "
+                "lora_ids, got none"
+            )
+        lora = lora._replace(lora_ids=found)
     return call._replace(
         topk_weights=call.topk_weights if weights is None else weights,
         topk_ids=call.topk_ids if ids is None else ids,
