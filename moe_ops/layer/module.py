@@ -292,7 +292,8 @@ class FusedMoE(RoutesTokens, WeightLoading, SchemeState, KeepsBits):
                 out = self._run_experts(tokens, chunk, given, part)
             else:
                 tokens = full_hidden_states.new_zeros(1, full_hidden_states.shape[1])
-                out = self._run_experts(tokens, routed.of_padding(), given)
+                part = None if lora is None else lora.of_padding()
+                out = self._run_experts(tokens, routed.of_padding(), given, part)
             if given is not None:  # the first chunk runs the shared experts on all tokens
                 (shared, out), given = out, None
             if i * size < num_tokens:

@@ -41,6 +41,11 @@ class ExpertLora(NamedTuple):
         ids = self.lora_ids
         return self if ids is None else self._replace(lora_ids=ids[part])
 
+    def of_padding(self) -> ExpertLora:
+        """The adapters of one row of padding."""
+        ids = self.lora_ids
+        return self if ids is None else self._replace(lora_ids=ids.new_full((1,), -1))
+
     def detach(self) -> ExpertLora:
         """The adapters without autograd history."""
         w1, w2 = (None if x is None else (x[0].detach(), x[1].detach()) for x in self[:2])

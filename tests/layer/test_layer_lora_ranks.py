@@ -107,6 +107,21 @@ def check_parts(rank, ranks):
         compare(layer, found, alone, slice(None), kind, shared)
 
 
+@torch.no_grad()
+def check_chunks(rank, ranks):
+    """Chunks before the exchange: a rank without tokens left sends a row of padding, and its id."""
+    counts = (T, 0)
+    rows, lora = batch()[:2], adapters()
+    whole = layer_of({})
+    alone = whole(*rows, lora=own(whole, lora, slice(None)))
+    for way, spread, tokens in ways(rank, ranks, counts):
+        layer = layer_of({"chunk_size": 4}, **spread)
+        if layer.exchanges_tokens:
+            part = own(layer, lora, tokens)
+            out = layer.forward_impl_chunked(*(x[tokens] for x in rows), max(counts), lora=part)
+            torch.testing.assert_close(out, alone[tokens], msg=lambda m, w=way: f"{w}: {m}")
+
+
 def check_frozen(rank, ranks):
     """Adapters alone, of one weight or both, and one adapter for all tokens."""
     rows, lora = batch(), adapters()
@@ -150,6 +165,7 @@ def check_two(rank, ranks):
     check(rank, ranks)
     check(rank, ranks, (T, 0))
     check_parts(rank, ranks)
+    check_chunks(rank, ranks)
     check_frozen(rank, ranks)
 
 
