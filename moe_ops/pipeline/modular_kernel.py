@@ -109,7 +109,6 @@ class FusedMoEKernel:
         expert_map: Tensor | None = None,
         apply_router_weight_on_input: bool = False,
         shared_experts_input: Tensor | None = None,
-        *,
         lora: ExpertLora | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Run the layer on tokens whose routing is known.
