@@ -169,6 +169,10 @@ def check_two(rank, ranks):
     check_frozen(rank, ranks)
 
 
-@pytest.mark.parametrize(("ranks", "checks"), [(2, check_two), (2, check_compiled), (4, check)])
+@pytest.mark.parametrize(("ranks", "checks"), [(2, check_two), (4, check)])
 def test_ranks(ranks, checks):
     spawn(checks, ranks)
+
+
+def test_compiled():
+    spawn(check_compiled, 2)
