@@ -42,14 +42,9 @@ def adapters_of(
 ) -> ExpertLora:
     """The adapters of a call, with one id for each of the flat tokens ``(T, H)``.
 
-    The factors are those of the weights that this rank holds: of its El experts, in the order of
-    its rows, and if ranks cut experts along I, of its rows of ``w13_weight`` (its gate rows, then
-    its up rows) and its columns of ``w2_weight``, padding included. A of the first weight and B of
-    the second are not cut: ranks that cut experts all pass the same ones.
-
     Where the ranks' results are added before `FusedMoE.forward` returns (``reduce_results``, or an
-    exchange of tokens), so are the ranks' gradients of what all ranks pass: ``scaling``, and these
-    two factors if experts are cut.
+    exchange of tokens), so are the ranks' gradients of what all ranks pass: ``scaling``, and if
+    ranks cut experts along I, A of the first weight and B of the second.
 
     Raises:
         TypeError, ValueError: as `fused_experts` for its ``lora``.
@@ -61,8 +56,10 @@ def adapters_of(
     if ids is not None:
         ids = flat_tokens("lora.lora_ids", ids, hidden_states, tokens, checks.INDICES)
         lora = lora._replace(lora_ids=ids)
-    adds = layer.reduce_results or layer.exchanges_tokens
-    if not adds or layer.rank_group.size == 1:
+    if layer.rank_group.size == 1:
+        return lora
+    kernel = layer.kernel
+    if not layer.reduce_results and (kernel is None or not kernel.output_is_reduced()):
         return lora
     check_lora(lora, tokens, layer.w13_weight, layer.w2_weight, layer.scheme)
     return _copied(lora, layer.rank_group, layer.moe_parallel_config.tp_size > 1)

@@ -177,7 +177,8 @@ class FusedMoE(RoutesTokens, WeightLoading, SchemeState, KeepsBits):
                 padding too.
             lora: adapters beside the experts' weights, in any scheme: see `ExpertLora`. Its
                 ``lora_ids`` are ``(T,)``, or have the axes of ``hidden_states`` but the last. With
-                several ranks the factors are those of this rank's weights: see `adapters_of`.
+                several ranks the factors are those of this rank's weights, and gradients of
+                what all ranks have are added as the result is (``reduce_results``, or an exchange).
 
         Returns:
             ``(T, H)``. With shared experts (the layer's or its kernel's) a pair
