@@ -85,6 +85,17 @@ def test_bits_of_the_functional_path(kind, scheme, on_input, ids, device):
     assert not torch.equal(s.apply(), found[0])
 
 
+@pytest.mark.parametrize("kind", STANDARD, ids=lambda k: k.__name__)
+def test_adapters_alone(kind, device):
+    """Neither tokens nor weights require grad."""
+    s, (lora, factors) = setup(PROBLEM, kind, device), leaves(adapters(PROBLEM, device))
+    near = call(moe_ops.fused_experts, PROBLEM, s.inputs, quant_config=s.config, lora=lora)
+    outs = s.apply(lora=lora), near
+    found, expected = (torch.autograd.grad(out.square().sum(), factors) for out in outs)
+    for a, b in zip(found, expected, strict=True):
+        assert torch.equal(a, b)
+
+
 def test_parts_of_a_call(device):
     """Chunks, micro-batches and shared experts."""
     s, lora = setup(PROBLEM, STANDARD[0], device), adapters(PROBLEM, device)
