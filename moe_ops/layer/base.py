@@ -14,6 +14,7 @@ from moe_ops.loading.given import GivenScales
 from moe_ops.parallel import FusedMoEParallelConfig
 from moe_ops.parallel.eplb_state import LayerEplbState
 from moe_ops.pipeline.config import FusedMoEConfig
+from moe_ops.pipeline.exchange.groups import RankGroup
 from moe_ops.pipeline.modular_kernel import FusedMoEKernel
 from moe_ops.routing import RoutingMethodType, get_routing_method_type
 from moe_ops.scheme import Scheme
@@ -46,6 +47,8 @@ class ExpertLayer(nn.Module):
     enable_eplb: bool
     eplb_state: LayerEplbState | None
     moe_parallel_config: FusedMoEParallelConfig
+    rank_group: RankGroup
+    """The ranks that share the layer."""
     exchanges_tokens: bool
     """That of ``moe_parallel_config``."""
     activation: str

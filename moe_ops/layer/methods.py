@@ -122,7 +122,7 @@ class FusedMoEMethodBase(ABC):
             call = Call(
                 x, layer.w13_weight, layer.w2_weight, topk_weights, topk_ids, layer.activation,
                 layer.global_num_experts, layer.expert_map, layer.apply_router_weight_on_input,
-                shared_experts_input,
+                shared_experts_input, lora,
             )  # fmt: skip
             beside = None if shared_experts_input is None else shared_experts_of(layer)
             return kernel.run(call, beside)

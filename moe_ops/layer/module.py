@@ -176,7 +176,9 @@ class FusedMoE(RoutesTokens, WeightLoading, SchemeState, KeepsBits):
             num_unpadded_tokens: one int32 or int64 on the device: tokens from this index on are
                 padding too.
             lora: adapters beside the experts' weights, in any scheme: see `ExpertLora`. Its
-                ``lora_ids`` are ``(T,)``, or have the axes of ``hidden_states`` but the last.
+                ``lora_ids`` are ``(T,)``, or have the axes of ``hidden_states`` but the last. With
+                several ranks the factors are those of this rank's weights, and gradients of
+                what all ranks have are added as the result is (``reduce_results``, or an exchange).
 
         Returns:
             ``(T, H)``. With shared experts (the layer's or its kernel's) a pair
@@ -188,8 +190,8 @@ class FusedMoE(RoutesTokens, WeightLoading, SchemeState, KeepsBits):
             ValueError: shapes or devices that do not match; ``input_ids`` missing or not wanted;
                 different shared experts in the layer and in its kernel.
             NotImplementedError: ``is_sequence_parallel`` or ``dp_size > 1`` with a kernel that
-                exchanges no tokens; ``lora`` with several ranks, a kernel, ``enable_eplb``, or
-                weights in act-order.
+                exchanges no tokens; ``lora`` with ``enable_eplb``, weights in act-order, experts
+                that ranks both share out and cut, or a kernel without `takes_lora` parts.
         """
         check_tokens(hidden_states, router_logits)
         shape, tokens, logits = hidden_states.shape, hidden_states, router_logits
@@ -291,7 +293,8 @@ class FusedMoE(RoutesTokens, WeightLoading, SchemeState, KeepsBits):
                 out = self._run_experts(tokens, chunk, given, part)
             else:
                 tokens = full_hidden_states.new_zeros(1, full_hidden_states.shape[1])
-                out = self._run_experts(tokens, routed.of_padding(), given)
+                part = None if lora is None else lora.of_padding()
+                out = self._run_experts(tokens, routed.of_padding(), given, part)
             if given is not None:  # the first chunk runs the shared experts on all tokens
                 (shared, out), given = out, None
             if i * size < num_tokens:
@@ -314,12 +317,12 @@ class FusedMoE(RoutesTokens, WeightLoading, SchemeState, KeepsBits):
             tokens = pad(tokens, (0, self.hidden_size - width))
         if self._sums_over_ranks() and wanted(tokens, weights):
             tokens, weights = Copied.apply(self.rank_group, tokens, weights)
-        if lora is not None:
-            out = self.quant_method.apply(self, tokens, weights, ids, lora=lora)
-        elif shared_experts_input is None:
-            out = self.quant_method.apply(self, tokens, weights, ids)
+        given = (tokens, weights, ids)
+        more: dict[str, Any] = {} if lora is None else {"lora": lora}
+        if shared_experts_input is None:
+            out = self.quant_method.apply(self, *given, **more)
         else:
-            shared, out = self.quant_method.apply(self, tokens, weights, ids, shared_experts_input)
+            shared, out = self.quant_method.apply(self, *given, shared_experts_input, **more)
         if width != self.hidden_size:
             out = out[:, :width].contiguous()
         parallel = self.moe_parallel_config

@@ -10,6 +10,7 @@ from moe_ops.activation import Activation, MoEActivation
 from moe_ops.functional.align import count_expert_num_tokens
 from moe_ops.gradients import wanted
 from moe_ops.pipeline.formats import ExpertTokensMetadata, PrepareResult
+from moe_ops.pipeline.lora import ExpertLora, attached_lora_ids
 from moe_ops.pipeline.prepare_finalize import Hook, Receiver
 
 
@@ -26,6 +27,7 @@ class Call(NamedTuple):
     expert_map: Tensor | None = None
     apply_router_weight_on_input: bool = False
     shared_experts_input: Tensor | None = None
+    lora: ExpertLora | None = None
 
     def tokens(self, part: slice) -> Call:
         """The call for a slice of the tokens."""
@@ -33,6 +35,7 @@ class Call(NamedTuple):
             hidden_states=self.hidden_states[part],
             topk_weights=self.topk_weights[part],
             topk_ids=self.topk_ids[part],
+            lora=None if self.lora is None else self.lora.tokens(part),
         )
 
 
@@ -55,25 +58,39 @@ class Pending(NamedTuple):
 
 
 def routed(call: Call, prepared: PrepareResult) -> Call:
-    """The call with the weights and ids that prepare returned, if any."""
-    weights, ids = prepared.topk_weights, prepared.topk_ids
+    """The call with the weights and ids that prepare returned, if any, and its tokens' adapters.
+
+    Raises:
+        ValueError: prepare returned other tokens and did not say what adapters they have.
+    """
+    weights, ids, lora = prepared.topk_weights, prepared.topk_ids, call.lora
+    if lora is not None and ids is not None and lora.lora_ids is not None:
+        found = attached_lora_ids(ids)
+        if found is None:
+            raise ValueError(
+                "topk_ids of prepare must have lora_ids attached (attach_lora_ids) if it is given "
+                "lora_ids, got none"
+            )
+        lora = lora._replace(lora_ids=found)
     return call._replace(
         topk_weights=call.topk_weights if weights is None else weights,
         topk_ids=call.topk_ids if ids is None else ids,
+        lora=lora,
     )
 
 
 def differentiable(call: Call) -> tuple[Tensor, ...]:
-    """The float tensors that the routed result depends on."""
+    """The float tensors that the routed result depends on, beside adapters."""
     return call.hidden_states, call.w1, call.w2, call.topk_weights
 
 
 def without_history(call: Call) -> Call:
     """The call with detached tensors, except for the shared experts' input."""
-    if not wanted(*differentiable(call)):
+    if not wanted(*differentiable(call), call.lora):
         return call
     x, w1, w2, weights = (tensor.detach() for tensor in differentiable(call))
-    return call._replace(hidden_states=x, w1=w1, w2=w2, topk_weights=weights)
+    lora = None if call.lora is None else call.lora.detach()
+    return call._replace(hidden_states=x, w1=w1, w2=w2, topk_weights=weights, lora=lora)
 
 
 def num_experts_of(call: Call) -> int:
@@ -99,7 +116,8 @@ def chunk_of(
     if meta is not None:
         counts = count_expert_num_tokens(ids, call.w1.shape[0], call.expert_map)
         meta = ExpertTokensMetadata(counts)
+    lora = None if call.lora is None else call.lora.tokens(tokens)
     return (
-        call._replace(topk_ids=ids, topk_weights=call.topk_weights[tokens]),
+        call._replace(topk_ids=ids, topk_weights=call.topk_weights[tokens], lora=lora),
         PrepareResult(prepared.a1q[part], scale, meta, None, None),
     )

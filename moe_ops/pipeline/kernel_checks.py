@@ -14,6 +14,7 @@ from moe_ops.pipeline.calls import Call
 from moe_ops.pipeline.experts import FusedMoEExperts
 from moe_ops.pipeline.formats import FusedMoEActivationFormat
 from moe_ops.pipeline.layer_checks import check_experts, check_layer
+from moe_ops.pipeline.lora import ExpertLora, check_lora
 from moe_ops.pipeline.prepare_finalize import (
     FusedMoEPrepareAndFinalize,
     FusedMoEPrepareAndFinalizeModular,
@@ -112,15 +113,43 @@ def lacks_gradients(kernel: Any, call: Call) -> str | None:
     for name, part in (("prepare_finalize", prepare), ("fused_experts", experts)):
         if not part.has_gradients():
             return f"{name} must have gradients, got {type(part).__name__}"
+    shared = _scale_of_all_tokens(kernel)
+    return lacking((call.w1, call.w2), experts.quant_config) if shared is None else shared
+
+
+def _scale_of_all_tokens(kernel: Any) -> str | None:
+    """Why experts cannot quantize what prepare would; None: they can."""
+    experts = kernel.fused_experts
     config, format = experts.quant_config, experts.activation_format()
-    at_once = prepare.num_dispatchers() == 1 and kernel.chunk_size is None
+    at_once = kernel.prepare_finalize.num_dispatchers() == 1 and kernel.chunk_size is None
     at_once = at_once and format is FusedMoEActivationFormat.Standard
-    if not at_once and depends_on_batch(config.scheme.activation):  # experts quantize, not prepare
-        return (
-            "activations must not have one scale for all tokens, in the Batched format, on several "
-            f"ranks or in chunks, got {config.scheme.name}"
-        )
-    return lacking((call.w1, call.w2), config)
+    if at_once or not depends_on_batch(config.scheme.activation):
+        return None
+    return (
+        "activations must not have one scale for all tokens, in the Batched format, on several "
+        f"ranks or in chunks, got {config.scheme.name}"
+    )
+
+
+def check_adapters(kernel: Any, call: Call, lora: ExpertLora) -> None:
+    """Check the adapters of a call whose other arguments are checked already.
+
+    Raises:
+        TypeError, ValueError: as `fused_experts` for its ``lora``.
+        NotImplementedError: a part that takes no adapters, or activations that only prepare can
+            quantize: with adapters the experts get rows that are not quantized.
+    """
+    experts = kernel.fused_experts
+    check_lora(lora, call.hidden_states, call.w1, call.w2, experts.quant_config.scheme)
+    for name, part in (("prepare_finalize", kernel.prepare_finalize), ("fused_experts", experts)):
+        if not part.takes_lora():
+            raise NotImplementedError(
+                f"lora must be None unless {name} takes adapters (takes_lora), got adapters and "
+                f"{type(part).__name__}"
+            )
+    reason = _scale_of_all_tokens(kernel)
+    if reason is not None:
+        raise NotImplementedError(f"lora must be None: {reason}")
 
 
 def check_room(prepare_finalize: FusedMoEPrepareAndFinalize, call: Call) -> None:

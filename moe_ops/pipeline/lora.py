@@ -24,7 +24,13 @@ from moe_ops.tensors import Routing
 
 
 class ExpertLora(NamedTuple):
-    """The adapters of a call of `fused_experts`; L is the number of adapters."""
+    """The adapters of a call of `fused_experts`; L is the number of adapters.
+
+    On several ranks the factors are those of the weights that a rank holds: of its El experts, in
+    the order of its rows. If ranks cut experts along I (``tp_size``), B of ``w1`` has the rank's
+    gate rows, then its up rows, and A of ``w2`` has its columns (padding included); A of ``w1`` and
+    B of ``w2`` are whole, and the same on all of these ranks.
+    """
 
     w1: tuple[Tensor, Tensor] | None
     """``(L, El, r, H)`` and ``(L, El, 2I, r)``, with the rows of ``w1``; None: no adapter."""
@@ -40,6 +46,33 @@ class ExpertLora(NamedTuple):
         """The adapters of a slice of the tokens."""
         ids = self.lora_ids
         return self if ids is None else self._replace(lora_ids=ids[part])
+
+    def of_padding(self) -> ExpertLora:
+        """The adapters of one row of padding."""
+        ids = self.lora_ids
+        return self if ids is None else self._replace(lora_ids=ids.new_full((1,), -1))
+
+    def detach(self) -> ExpertLora:
+        """The adapters without autograd history."""
+        w1, w2 = (None if x is None else (x[0].detach(), x[1].detach()) for x in self[:2])
+        scaling = self.scaling
+        scaling = scaling.detach() if isinstance(scaling, Tensor) else scaling
+        return ExpertLora(w1, w2, self.lora_ids, scaling)
+
+
+_LORA_IDS = "_moe_ops_lora_ids"
+"""Attribute of the ids that prepare returns, by which the kernel finds their tokens' adapters."""
+
+
+def attach_lora_ids(topk_ids: Tensor, lora_ids: Tensor) -> None:
+    """Say what adapters the tokens have, in whose order prepare returns ``topk_ids``."""
+    setattr(topk_ids, _LORA_IDS, lora_ids)
+
+
+def attached_lora_ids(topk_ids: Tensor | None) -> Tensor | None:
+    """The ids that `attach_lora_ids` was given for this tensor; None: none."""
+    found: Tensor | None = getattr(topk_ids, _LORA_IDS, None)
+    return found
 
 
 class Factors(NamedTuple):

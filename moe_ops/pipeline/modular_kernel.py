@@ -28,6 +28,7 @@ from moe_ops.pipeline.calls import (
 from moe_ops.pipeline.experts import FusedMoEExperts
 from moe_ops.pipeline.formats import FusedMoEActivationFormat, PrepareResult
 from moe_ops.pipeline.kernel_checks import (
+    check_adapters,
     check_call,
     check_formats,
     check_logits,
@@ -36,6 +37,7 @@ from moe_ops.pipeline.kernel_checks import (
     check_room,
     lacks_gradients,
 )
+from moe_ops.pipeline.lora import ExpertLora
 from moe_ops.pipeline.prepare_finalize import (
     FusedMoEPrepareAndFinalize,
 )
@@ -107,6 +109,7 @@ class FusedMoEKernel:
         expert_map: Tensor | None = None,
         apply_router_weight_on_input: bool = False,
         shared_experts_input: Tensor | None = None,
+        lora: ExpertLora | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Run the layer on tokens whose routing is known.
 
@@ -127,6 +130,9 @@ class FusedMoEKernel:
             expert_map: ``(E,)`` or None.
             apply_router_weight_on_input: scale each slot's row before the first GEMM, for any k.
             shared_experts_input: input of the shared experts; None: ``hidden_states``.
+            lora: adapters of the El experts, as in `fused_experts`; both parts must have
+                ``takes_lora()``. If prepare sends tokens to other ranks, their ``lora_ids`` go with
+                them: all ranks pass ids, or none does.
 
         Returns:
             ``(T, H)``, or ``(shared experts' result, (T, H))`` with shared experts.
@@ -134,12 +140,13 @@ class FusedMoEKernel:
         Raises:
             TypeError, ValueError, NotImplementedError: as `fused_experts`. NotImplementedError also
                 for a backward pass through the routed result if a part has no gradients (see
-                ``has_gradients``) or ``inplace``; ValueError also for a monolithic kernel or too
-                many tokens.
+                ``has_gradients``) or ``inplace``, and for adapters that a part does not take or
+                activations that the experts cannot quantize; ValueError also for a monolithic
+                kernel or too many tokens.
         """
         call = Call(
             hidden_states, w1, w2, topk_weights, topk_ids, activation, global_num_experts,
-            expert_map, apply_router_weight_on_input, shared_experts_input,
+            expert_map, apply_router_weight_on_input, shared_experts_input, lora,
         )  # fmt: skip
         return self.run(call, self.shared_experts)
 
@@ -166,6 +173,8 @@ class FusedMoEKernel:
         if size is None or self.is_monolithic or torch.compiler.is_compiling():
             return None
         check_call(self.fused_experts, call)
+        if call.lora is not None:
+            check_adapters(self, call, call.lora)
         alone = part.num_dispatchers() == 1  # no other rank must make the same number of calls
         return size if alone and call.hidden_states.shape[0] > size else None
 
@@ -177,10 +186,13 @@ class FusedMoEKernel:
             raise ValueError("apply needs modular parts: call apply_monolithic with router_logits")
         check_call(experts, call)
         check_room(part, call)
+        if call.lora is not None:
+            check_adapters(self, call, call.lora)
         inputs, reason = self._gradients(call)
         trained = len(inputs) > 0 and reason is None
         if not trained:
             call = without_history(call)
+        recorded = trained or call.lora is not None
         dtype = part.topk_indices_dtype()
         if dtype is not None and call.topk_ids.dtype != dtype:
             raise TypeError(f"topk_ids must have dtype {dtype}, got {call.topk_ids.dtype}")
@@ -190,13 +202,15 @@ class FusedMoEKernel:
             call.topk_ids,
             num_experts_of(call),
             call.expert_map,
-            self._weighted_by_prepare(call, trained),
+            self._weighted_by_prepare(call, recorded),
             experts.quant_config,
-            trained or experts.expects_unquantized_inputs,
+            recorded or experts.expects_unquantized_inputs,
         )
+        ids = None if call.lora is None else call.lora.lora_ids
+        beside = {} if ids is None else {"lora_ids": ids}
         if part.supports_async():
-            return Pending.of(part.prepare_async(*arguments))
-        prepared = part.prepare(*arguments)
+            return Pending.of(part.prepare_async(*arguments, **beside))
+        prepared = part.prepare(*arguments, **beside)
         return Pending(None, lambda: prepared)
 
     def run_experts(self, call: Call, pending: Pending) -> tuple[Call, Tensor]:
@@ -212,13 +226,14 @@ class FusedMoEKernel:
         trained = len(inputs) > 0 and reason is None
         call = routed(call, prepared)
         plain = call if trained else without_history(call)
+        recorded = trained or call.lora is not None
         num_tokens, size = call.topk_ids.shape[0], self.chunk_size
         chunks = 1 if size is None else cdiv(num_tokens, size)
         if size is None or chunks <= 1:
             given = [prepared]
             del prepared  # `_experts` holds the only reference: rows are freed after the first GEMM
-            return call, self._refused(self._experts(plain, given, trained), inputs, reason)
-        weighted = self._weighted_by_prepare(call, trained)
+            return call, self._refused(self._experts(plain, given, recorded), inputs, reason)
+        weighted = self._weighted_by_prepare(call, recorded)
         rows_per_token = call.topk_ids.shape[1] if weighted else 1
         quant = self.fused_experts.quant_config.scheme.activation
         scales_have_rows = quant is not None and not quant.per_tensor
@@ -226,12 +241,12 @@ class FusedMoEKernel:
         for i in range(chunks):
             tokens = slice(i * size, (i + 1) * size)
             chunk, rows = chunk_of(plain, prepared, tokens, rows_per_token, scales_have_rows)
-            parts.append(self._experts(chunk, [rows], trained))
+            parts.append(self._experts(chunk, [rows], recorded))
         return call, self._refused(torch.cat(parts), inputs, reason)
 
     def _gradients(self, call: Call) -> tuple[list[Tensor], str | None]:
         """The tensors whose gradient may be asked for, and why there is none; None: there is."""
-        inputs = wanted(*differentiable(call), self.fused_experts.quant_config)
+        inputs = wanted(*differentiable(call), call.lora, self.fused_experts.quant_config)
         return inputs, lacks_gradients(self, call) if inputs else None
 
     @staticmethod
@@ -239,14 +254,17 @@ class FusedMoEKernel:
         """The rows with a backward pass that raises, if a gradient may be asked for."""
         return rows if reason is None else refuse(rows, inputs, "FusedMoEKernel.apply", reason)
 
-    def _weighted_by_prepare(self, call: Call, trained: bool) -> bool:
-        """Whether prepare multiplies rows by router weights; with gradients the experts do."""
+    def _weighted_by_prepare(self, call: Call, recorded: bool) -> bool:
+        """Whether prepare multiplies rows by router weights.
+
+        With gradients or adapters (``recorded``) the experts do.
+        """
         experts = self.fused_experts
-        if trained and experts.activation_format() is FusedMoEActivationFormat.Standard:
+        if recorded and experts.activation_format() is FusedMoEActivationFormat.Standard:
             return False
         return call.apply_router_weight_on_input and not experts.applies_router_weight_on_input
 
-    def _experts(self, call: Call, given: list[PrepareResult], trained: bool) -> Tensor:
+    def _experts(self, call: Call, given: list[PrepareResult], recorded: bool) -> Tensor:
         """Run the experts; ``given`` holds the only reference to the rows, so they can be freed."""
         a1q, scale, meta, _, _ = given.pop()
         rows = [scale, a1q]
@@ -254,10 +272,13 @@ class FusedMoEKernel:
         batched = self.fused_experts.activation_format() is FusedMoEActivationFormat.BatchedExperts
         experts: Any = self.fused_experts
         expert_map = None if batched else call.expert_map
-        if trained:
+        if recorded:
             routing = Routing(call.topk_weights, call.topk_ids, expert_map)
             how = (call.activation, meta, call.apply_router_weight_on_input)
-            return experts.differentiable_apply(rows.pop(), call.w1, call.w2, routing, *how)
+            beside = () if call.lora is None else (call.lora,)
+            return experts.differentiable_apply(
+                rows.pop(), call.w1, call.w2, routing, *how, *beside
+            )
         return experts.apply(
             rows.pop(), call.w1, call.w2, call.topk_weights, call.topk_ids, call.activation,
             num_experts_of(call), expert_map, rows.pop(), meta,

@@ -36,6 +36,10 @@ class MoEPrepareAndFinalizeNoEP(FusedMoEPrepareAndFinalizeModular):
         """True."""
         return True
 
+    def takes_lora(self) -> bool:
+        """True."""
+        return True
+
     def prepare(
         self,
         a1: Tensor,
@@ -46,8 +50,13 @@ class MoEPrepareAndFinalizeNoEP(FusedMoEPrepareAndFinalizeModular):
         apply_router_weight_on_input: bool,
         quant_config: FusedMoEQuantConfig,
         defer_input_quant: bool = False,
+        *,
+        lora_ids: Tensor | None = None,
     ) -> PrepareResult:
-        """Scale rows by router weights and quantize them, each if asked to."""
+        """Scale rows by router weights and quantize them, each if asked to.
+
+        Tokens stay where they are, and so do their ``lora_ids``.
+        """
         on_input = apply_router_weight_on_input
         if defer_input_quant:
             rows = weighted_rows(a1, topk_weights) if on_input else a1

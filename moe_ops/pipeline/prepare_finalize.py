@@ -114,6 +114,15 @@ class FusedMoEPrepareAndFinalizeModular(FusedMoEPrepareAndFinalize):
         """Whether results of both methods have gradients where rows are not quantized."""
         return False
 
+    def takes_lora(self) -> bool:
+        """Whether calls may have adapters.
+
+        ``prepare`` and ``prepare_async`` then take the keyword ``lora_ids`` (see `ExpertLora`),
+        which is given only if the caller has such ids. If they return ``topk_ids``, those have the
+        ids of their tokens attached: see `attach_lora_ids`.
+        """
+        return False
+
     def supports_async(self) -> bool:
         """Whether `prepare_async` and `finalize_async` are implemented."""
         return False

@@ -2,14 +2,9 @@
 
 import pytest
 import torch
-from checkpoints import Experts, per_expert
-from ranks import mine, spawn
+from rank_layers import batch, held, layer_of, ways
+from ranks import spawn
 
-import moe_ops
-from moe_ops import FusedMoEParallelConfig
-
-E, K, H, I, T = 8, 2, 32, 64, 11  # noqa: E741
-COUNTS = {2: (7, 4), 4: (5, 0, 1, 5)}
 KINDS = {
     "plain": {},
     "biases": {"has_bias": True},
@@ -20,46 +15,6 @@ KINDS = {
 }
 
 
-def layer_of(options, **way):
-    """A layer with the weights of E experts; all that is not quantized requires grad."""
-    layer = moe_ops.FusedMoE(E, K, H, I, **options, **way)
-    experts, scheme = Experts.random(E, H, I), options.get("scheme")
-    source = per_expert(experts if scheme is None else experts.quantized(scheme))
-    if options.get("has_bias"):
-        g = torch.Generator().manual_seed(5)
-        for name, x in list(source.items()):
-            source[name.replace("weight", "bias")] = torch.randn(x.shape[0], generator=g)
-    moe_ops.load_checkpoint(layer, source, progress=False)
-    return layer.requires_grad_(scheme is None)
-
-
-def ways(rank, ranks):
-    """Ways to share a layer, and the part of all tokens that a rank passes."""
-    tokens = mine(COUNTS[ranks], rank)
-    if ranks == 4:
-        replicas = {"dp_size": 2, "dp_rank": rank // 2, "tp_size": 2, "tp_rank": rank % 2}
-        share = mine((6, 5), rank // 2)
-        yield "replicas", {**replicas, "ep_size": 4}, share
-        yield "replicas of parts", replicas, share
-        yield "data", {"dp_size": 4, "dp_rank": rank, "ep_size": 4}, tokens
-        return
-    for backend in ("allgather_reducescatter", "fixed_capacity", "alltoall"):
-        config = FusedMoEParallelConfig(
-            dp_size=ranks, dp_rank=rank, ep_size=ranks, ep_rank=rank, use_ep=True,
-            all2all_backend=backend,
-        )  # fmt: skip
-        yield backend, {"moe_parallel_config": config}, tokens
-    tensor = {"tp_size": ranks, "tp_rank": rank}
-    yield "sequence", {**tensor, "is_sequence_parallel": True}, tokens
-    yield "experts", {"ep_size": ranks, "ep_rank": rank, "reduce_results": True}, slice(None)
-    yield "parts", {**tensor, "reduce_results": True}, slice(None)
-
-
-def batch():
-    g = torch.Generator().manual_seed(1)
-    return [torch.randn(T, n, generator=g) for n in (H, E, H)]
-
-
 def step(layer, rows, **more):
     """The result, and the gradients of tokens, logits and parameters."""
     x, logits, grad = rows
@@ -68,20 +23,6 @@ def step(layer, rows, **more):
     out = layer(*given, **more)
     found = torch.autograd.grad(out, [*given, *params.values()], grad)
     return {"out": out.detach(), **dict(zip(("x", "logits", *params), found, strict=True))}
-
-
-def held(layer, name, whole):
-    """This rank's part of what all experts have."""
-    rows = torch.tensor([e for e, row in enumerate(layer.placement.row) if row >= 0])
-    part, config = whole[rows], layer.moe_parallel_config
-    if config.tp_size == 1:
-        return part
-    cut = slice(config.tp_rank * I // config.tp_size, (config.tp_rank + 1) * I // config.tp_size)
-    if name == "w2_weight":
-        return part[:, :, cut]
-    if name == "w2_bias":
-        return part if config.tp_rank == 0 else None  # results are added, so one rank has it
-    return part.unflatten(1, (2, I))[:, :, cut].flatten(1, 2)
 
 
 def check(rank, ranks):

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from act_ordered import act_ordered, gptq
-from small_layers import TABLE, WORDS, E, H, I, K, T, batch
+from small_layers import TABLE, WORDS, E, H, I, K, T, batch, kernel_of
 
 import moe_ops
 from moe_ops.scheme import SCHEMES
@@ -138,6 +138,26 @@ def test_leading_axes_and_shared_experts(device):
         assert torch.equal(out.view(T, -1), near) and torch.equal(beside.view(T, -1), shared(x))
 
 
+@pytest.mark.parametrize("alone", [True, False])
+def test_a_kernel(alone, device):
+    """The bits of the layer without one, also beside shared experts that the kernel runs."""
+    x, logits = (t.to(device) for t in batch(hidden=WIDE))
+    layer = layer_of(device=device)
+    lora = adapters(layer, device=device)
+    near = step(lambda a, b, lora: layer(a, b, lora=lora), x, logits, lora)
+    layer.kernel = kernel_of(layer, shared_experts=None if alone else torch.neg)
+
+    def run(x, logits, lora):
+        out = layer(x, logits, lora=lora)
+        if alone:
+            return out
+        assert torch.equal(out[0], -x)
+        return out[1]
+
+    for a, b in zip(step(run, x, logits, lora), near, strict=True):
+        assert torch.equal(a, b)
+
+
 @pytest.mark.parametrize("trained", [True, False])
 @pytest.mark.parametrize("scheme", ["unquantized", "int8_w8a16", "fp8_channel"])
 def test_one_compilation(scheme, trained, device):
@@ -171,13 +191,18 @@ def test_where_there_are_none():
             layer(x, logits, lora=lora)
 
     small = moe_ops.FusedMoE(E, K, H, I)
-    for options in ({"ep_size": 2, "ep_rank": 1}, {"tp_size": 2, "tp_rank": 0}):
-        refused(moe_ops.FusedMoE(E, K, H, I, **options), r"a layer with several ranks \(2\)")
+    both = moe_ops.FusedMoEParallelConfig(tp_size=2, ep_size=2, use_ep=True)
+    cut = moe_ops.FusedMoE(E, K, H, I, moe_parallel_config=both)
+    refused(cut, r"with both ep_size \(2\) and tp_size \(2\)")
     refused(moe_ops.FusedMoE(E, K, H, I, enable_eplb=True), "with enable_eplb, which moves")
-    kernel = moe_ops.select_kernel(small.moe_config, "unquantized")
     other = moe_ops.FusedMoE(E, K, H, I)
-    other.kernel = kernel
-    refused(other, "with a kernel")
+    part = moe_ops.pipeline.AsyncPrepareAndFinalize(moe_ops.pipeline.MoEPrepareAndFinalizeNoEP())
+    other.kernel = kernel_of(small, part)
+    refused(other, "unless prepare_finalize takes adapters")
+    summed = moe_ops.FusedMoE(E, K, H, I, ep_size=2, ep_rank=1, reduce_results=True)
+    refused(summed, "lora.w1's must be a tuple", TypeError, w1=7)
+    whole = (random(L, E, R, H), random(L, E, 2 * I, R))
+    refused(summed, "lora.w1's lora_a must be .3, 4, 4, 32.", ValueError, w1=whole)
     refused(small, "lora.lora_ids must", ValueError, lora_ids=torch.zeros(4, dtype=torch.int32))
     refused(small, "lora.w2's lora_b", ValueError, w2=(random(L, E, R, I), random(L, E, I, R)))
     with pytest.raises(TypeError, match="lora must be"):

@@ -51,6 +51,10 @@ class AllGatherPrepareAndFinalize(TokenExchange):
 
     takes = frozenset({"equal_num_tokens"})
 
+    def takes_lora(self) -> bool:
+        """True."""
+        return True
+
     def send(self, tokens: Outgoing) -> Callable[[], Arrived]:
         """Gather rows, ids and weights of ``R * P`` tokens, in the order of ranks."""
         quant = tokens.quant
@@ -60,6 +64,9 @@ class AllGatherPrepareAndFinalize(TokenExchange):
         beside = [padded(tokens.topk_weights, size), padded(tokens.topk_ids, size, -1)]
         if scale is not None and quant is not None and not quant.per_tensor:
             beside.append(padded(scale, size))
+        has_adapters = tokens.lora_ids is not None
+        if tokens.lora_ids is not None:
+            beside.append(padded(tokens.lora_ids, size))
         travelling = self.group.start_all_gather(bytes_of_fp8(padded(rows, size)))
         facts = self.group.start_all_gather(packed(beside))
         dtype = rows.dtype
@@ -67,7 +74,8 @@ class AllGatherPrepareAndFinalize(TokenExchange):
         def receive() -> Arrived:
             weights, ids, *scales = unpacked(self.group.wait(facts), beside)
             gathered = self.group.wait(travelling).view(dtype)
-            return Arrived(gathered, scales[0] if scales else scale, weights, ids)
+            adapters = scales.pop() if has_adapters else None
+            return Arrived(gathered, scales[0] if scales else scale, weights, ids, adapters)
 
         return receive
 

@@ -21,6 +21,7 @@ from moe_ops.gradients import wanted
 from moe_ops.pipeline.exchange.gradients import Sent, SentBack
 from moe_ops.pipeline.exchange.groups import RankGroup
 from moe_ops.pipeline.formats import FusedMoEActivationFormat, PrepareResult
+from moe_ops.pipeline.lora import attach_lora_ids
 from moe_ops.pipeline.no_ep import MoEPrepareAndFinalizeNoEP
 from moe_ops.pipeline.prepare_finalize import FusedMoEPrepareAndFinalizeModular, Receiver
 from moe_ops.pipeline.token_rows import quantize_tokens, weighted_rows
@@ -70,6 +71,8 @@ class Outgoing(NamedTuple):
     """How rows are quantized before they travel; None: they are not."""
     everywhere: bool
     """Whether every rank needs all rows, because it computes one scale for them."""
+    lora_ids: Tensor | None = None
+    """int32 ``(T, 1)``: the tokens' adapters; None: nothing of adapters travels."""
 
 
 class Arrived(NamedTuple):
@@ -79,6 +82,8 @@ class Arrived(NamedTuple):
     scale: Tensor | None
     topk_weights: Tensor
     topk_ids: Tensor
+    lora_ids: Tensor | None = None
+    """As in `Outgoing`; rows that are no tokens have no expert, whatever stands here."""
 
 
 class TokenExchange(FusedMoEPrepareAndFinalizeModular):
@@ -196,6 +201,8 @@ class TokenExchange(FusedMoEPrepareAndFinalizeModular):
         apply_router_weight_on_input: bool,
         quant_config: FusedMoEQuantConfig,
         defer_input_quant: bool = False,
+        *,
+        lora_ids: Tensor | None = None,
     ) -> PrepareResult:
         """`prepare_async`, and wait: rows, ids and weights of the tokens that have arrived."""
         return self.prepare_async(
@@ -207,6 +214,7 @@ class TokenExchange(FusedMoEPrepareAndFinalizeModular):
             apply_router_weight_on_input,
             quant_config,
             defer_input_quant,
+            lora_ids=lora_ids,
         )()
 
     def finalize(
@@ -236,11 +244,18 @@ class TokenExchange(FusedMoEPrepareAndFinalizeModular):
         apply_router_weight_on_input: bool,
         quant_config: FusedMoEQuantConfig,
         defer_input_quant: bool = False,
+        *,
+        lora_ids: Tensor | None = None,
     ) -> Receiver:
         """Quantize and start to send; the receiver waits and returns the tokens that have arrived.
 
-        With router weights on the input there is a row for each of their slots.
+        With router weights on the input there is a row for each of their slots. ``lora_ids`` travel
+        as 4 bytes a token; all ranks pass them, or none does.
+
+        Raises:
+            NotImplementedError: ``lora_ids`` in an exchange that does not take them.
         """
+        adapters = None if lora_ids is None else self.lora_column(lora_ids)
         later = apply_router_weight_on_input and topk_ids.shape[1] > 1
         on_input = apply_router_weight_on_input and not later
         quant = None if defer_input_quant else quant_config.scheme.activation
@@ -250,10 +265,12 @@ class TokenExchange(FusedMoEPrepareAndFinalizeModular):
         trained = trained and len(wanted(a1, topk_weights)) > 0
         x, given = (a1.detach(), topk_weights.detach()) if trained else (a1, topk_weights)
         routing = (given, topk_ids, num_experts, expert_map)
-        receive = self.send(Outgoing(x, *routing, on_input, quant_config, before, everywhere))
+        receive = self.send(
+            Outgoing(x, *routing, on_input, quant_config, before, everywhere, adapters)
+        )
 
         def receiver() -> PrepareResult:
-            rows, scale, weights, ids = receive()
+            rows, scale, weights, ids, adapters = receive()
             if trained:
                 rows, weights = Sent.apply(self, a1, topk_weights, rows, weights, ids)
             if later and quant is None:
@@ -261,9 +278,23 @@ class TokenExchange(FusedMoEPrepareAndFinalizeModular):
             elif later and quant is not None:
                 routed = Routing(weights, ids, expert_map)
                 rows, scale = self._quantized(rows, routed, num_experts, quant_config, quant, True)
+            if adapters is not None:
+                attach_lora_ids(ids, adapters.view(-1))
             return PrepareResult(rows, scale, None, ids, weights)
 
         return receiver
+
+    def lora_column(self, lora_ids: Tensor) -> Tensor:
+        """``(T, 1)`` int32, so that ranks send rows of equal width; see `Outgoing`.
+
+        Raises:
+            NotImplementedError: an exchange that sends no ids of adapters.
+        """
+        if not self.takes_lora():
+            raise NotImplementedError(
+                f"lora_ids must be None, because {type(self).__name__} does not send them, got ids"
+            )
+        return lora_ids.clamp(-1, torch.iinfo(torch.int32).max).to(torch.int32)[:, None]
 
     def finalize_async(
         self,
@@ -334,7 +365,7 @@ class TokenExchange(FusedMoEPrepareAndFinalizeModular):
 
     def rows_of(self, tokens: Outgoing) -> tuple[Tensor, Tensor | None]:
         """Rows of the tokens as they travel: multiplied, quantized, both or neither."""
-        a1, weights, ids, num_experts, _, on_input, config, quant, _ = tokens
+        a1, weights, ids, num_experts, _, on_input, config, quant, *_ = tokens
         if quant is None:
             return (weighted_rows(a1, weights) if on_input else a1), None
         routing = Routing(weights, ids, None)  # scales must not depend on which experts are here

@@ -66,17 +66,17 @@ class SentBack(Function):
 
 
 class Copied(Function):
-    """Tokens and router weights that all ranks have, of which each computes a part of the result.
+    """Tensors that all ranks have, of which each computes a part of the result.
 
     Source:
         Megatron-LM (arXiv 1909.08053), section 3: the operator f; `Added` is g.
     """
 
     @staticmethod
-    def forward(ctx: Any, group: RankGroup, x: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the arguments."""
+    def forward(ctx: Any, group: RankGroup, *tensors: Tensor) -> tuple[Tensor, ...]:
+        """Return the tensors."""
         ctx.group = group
-        return x.view_as(x), weights.view_as(weights)
+        return tuple(x.view_as(x) for x in tensors)
 
     @staticmethod
     @once_differentiable

@@ -88,6 +88,10 @@ class OneCopyExchange(TokenExchange):
             ranks: `ranks_of` their slots.
         """
 
+    def takes_lora(self) -> bool:
+        """True."""
+        return True
+
     def send(self, tokens: Outgoing) -> Callable[[], Arrived]:
         """Copy rows, ids and weights for each rank, and start to send them."""
         self.check_room(tokens.a1)
@@ -99,6 +103,9 @@ class OneCopyExchange(TokenExchange):
         quant = tokens.quant
         if scale is not None and quant is not None and not quant.per_tensor:
             beside.append(scale)
+        has_adapters = tokens.lora_ids is not None
+        if tokens.lora_ids is not None:
+            beside.append(tokens.lora_ids)
         travelling = self._start(bytes_of_fp8(rows), copies)
         facts = self._start(packed(beside), copies)
         dtype = rows.dtype
@@ -108,7 +115,8 @@ class OneCopyExchange(TokenExchange):
             ids = ~complement
             setattr(ids, _COPIES, copies)
             arrived = self.group.wait(travelling).view(dtype)
-            return Arrived(arrived, scales[0] if scales else scale, weights, ids)
+            adapters = scales.pop() if has_adapters else None
+            return Arrived(arrived, scales[0] if scales else scale, weights, ids, adapters)
 
         return receive
 

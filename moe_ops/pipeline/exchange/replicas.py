@@ -48,10 +48,12 @@ class ReplicaExchange(TokenExchange):
 
     def send(self, tokens: Outgoing) -> Callable[[], Arrived]:
         """Send this rank's share of the tokens."""
+        adapters = tokens.lora_ids
         share = tokens._replace(
             a1=self._share(tokens.a1),
             topk_weights=self._share(tokens.topk_weights),
             topk_ids=self._share(tokens.topk_ids, -1),
+            lora_ids=None if adapters is None else self._share(adapters),
         )
         return self.exchange.send(share)
 
@@ -63,6 +65,10 @@ class ReplicaExchange(TokenExchange):
     def has_gradients(self) -> bool:
         """Value of the exchange."""
         return self.exchange.has_gradients()
+
+    def takes_lora(self) -> bool:
+        """Value of the exchange."""
+        return self.exchange.takes_lora()
 
     def send_again(self, rows: Tensor, topk_ids: Tensor) -> Receiver:
         """Send this rank's share of the rows, which all ranks of the replica must have."""

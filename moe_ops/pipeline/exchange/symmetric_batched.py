@@ -127,8 +127,12 @@ class BatchedSymmetricPrepareAndFinalize(SymmetricPrepareAndFinalize):
         apply_router_weight_on_input: bool,
         quant_config: FusedMoEQuantConfig,
         defer_input_quant: bool = False,
+        *,
+        lora_ids: Tensor | None = None,
     ) -> Receiver:
         """Write rows to their experts; ids of the result count from this rank's first expert."""
+        if lora_ids is not None:
+            self.lora_column(lora_ids)  # raises
         windows = self._ready(a1, topk_ids)
         quant = None if defer_input_quant else quant_config.scheme.activation
         given = quant_config.input_scales[0]

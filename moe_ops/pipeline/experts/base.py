@@ -155,12 +155,26 @@ class FusedMoEExpertsModular(FusedMoEExperts):
         apply_router_weight_on_input)`` gets rows that are not quantized, in the Standard format
         also not multiplied by router weights, and returns what ``apply`` returns.
         """
+        return cls._differentiable_kind() is not None
+
+    @classmethod
+    def takes_lora(cls) -> bool:
+        """Whether ``differentiable_apply`` takes adapters, as a last argument ``lora``.
+
+        The class that defines it says so by ``TAKES_LORA = True``.
+        """
+        kind = cls._differentiable_kind()
+        return kind is not None and "TAKES_LORA" in vars(kind) and kind.TAKES_LORA
+
+    @classmethod
+    def _differentiable_kind(cls) -> Any:
+        """The class whose ``differentiable_apply`` computes what ``apply`` does; else None."""
         for kind in cls.__mro__:
             if "differentiable_apply" in vars(kind):
-                return True
+                return kind
             if "apply" in vars(kind):
-                return False
-        return False
+                return None
+        return None
 
     def moe_problem_size(
         self, a1: Tensor, w1: Tensor, w2: Tensor, topk_ids: Tensor

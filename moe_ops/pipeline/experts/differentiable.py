@@ -15,6 +15,7 @@ from moe_ops.pipeline.backward import Settings, differentiable_experts
 from moe_ops.pipeline.experts.base import FusedMoEExpertsModular
 from moe_ops.pipeline.formats import ExpertTokensMetadata
 from moe_ops.pipeline.gemms import expert_weights
+from moe_ops.pipeline.lora import ExpertLora
 from moe_ops.tensors import Routing
 
 
@@ -27,12 +28,14 @@ def apply_to_tokens(
     activation: Any,
     meta: ExpertTokensMetadata | None,
     on_input: bool,
+    lora: ExpertLora | None = None,
 ) -> Tensor:
     """Standard format: tokens ``(T, H)`` to weighted sums ``(T, H)``."""
     config, layer = self.quant_config, self.moe_config
     key = kind_and_key(activation)[1]
     settings = Settings(config.scheme, key, on_input, layer.batch_invariant)
-    return differentiable_experts(rows, expert_weights(w1, w2, config), routing, settings, config)
+    weights = expert_weights(w1, w2, config)
+    return differentiable_experts(rows, weights, routing, settings, config, lora=lora)
 
 
 def apply_to_batches(

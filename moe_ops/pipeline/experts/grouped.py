@@ -34,6 +34,7 @@ class GroupedGemmExperts(FusedMoEExpertsModular):
     SUPPORTS: ClassVar[Supports] = Supports(schemes=EVERY_SCHEME, batch_invariant=True)
     ACTIVATES_IN_GEMM1: ClassVar[bool | None] = False
     differentiable_apply = apply_to_tokens
+    TAKES_LORA: ClassVar[bool] = True
 
     @staticmethod
     def activation_format() -> FusedMoEActivationFormat:

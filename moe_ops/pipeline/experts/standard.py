@@ -81,6 +81,7 @@ class TritonExperts(FusedMoEExpertsModular):
     SUPPORTS: ClassVar[Supports] = Supports(schemes=EVERY_SCHEME, batch_invariant=True)
     ACTIVATES_IN_GEMM1: ClassVar[bool | None] = True
     differentiable_apply = apply_to_tokens
+    TAKES_LORA: ClassVar[bool] = True
 
     @property
     def applies_router_weight_on_input(self) -> bool:

@@ -1,0 +1,178 @@
+"""Adapters in layers of several ranks, over gloo: one rank with all experts and all tokens."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from rank_layers import E, H, I, T, batch, held, layer_of, ways
+from ranks import spawn
+
+from moe_ops.training import ExpertLora
+
+L, R = 3, 4
+KINDS = {
+    "plain": {},
+    "on the input": {"apply_router_weight_on_input": True},
+    "chunks": {"chunk_size": 4},
+    "int8_w8a16": {"scheme": "int8_w8a16"},
+}
+NAMES = ("a1", "b1", "a2", "b2", "scaling")
+
+
+def adapters(dtype=torch.int32):
+    """Adapters of all experts, with an adapter per token, or none."""
+    g = torch.Generator().manual_seed(7)
+    shapes = ((R, H), (2 * I, R), (R, I), (H, R))
+    a1, b1, a2, b2 = (torch.randn(L, E, *s, generator=g) / s[-1] ** 0.5 for s in shapes)
+    ids = (torch.arange(T) % (L + 2) - 1).to(dtype)  # -1 and L: none
+    return ExpertLora((a1, b1), (a2, b2), ids, torch.tensor([0.5, 2.0, 1.0]))
+
+
+def own(layer, lora, tokens):
+    """This rank's part of adapters of all experts, as leaves that require grad."""
+    rows = [e for e, row in enumerate(layer.placement.row) if row >= 0]
+    (a1, b1), (a2, b2) = ([x[:, rows] for x in pair] for pair in (lora.w1, lora.w2))
+    config = layer.moe_parallel_config
+    if config.tp_size > 1:
+        b1 = b1.unflatten(2, (2, config.tp_size, -1))[:, :, :, config.tp_rank].flatten(2, 3)
+        a2 = a2.unflatten(3, (config.tp_size, -1))[..., config.tp_rank, :]
+    leaves = [x.clone().requires_grad_() for x in (a1, b1, a2, b2, lora.scaling)]
+    ids = None if lora.lora_ids is None else lora.lora_ids[tokens]
+    return ExpertLora((leaves[0], leaves[1]), (leaves[2], leaves[3]), ids, leaves[4])
+
+
+def part_of(layer, whole):
+    """The parts of factors, or of their gradients, that a rank has."""
+    a1, b1, a2, b2, scaling = whole
+    cut = own(layer, ExpertLora((a1, b1), (a2, b2), None, scaling), slice(None))
+    return [x.detach() for x in (*cut.w1, *cut.w2, cut.scaling)]
+
+
+def step(layer, rows, lora, frozen=False):
+    """The result and the gradients, by name; ``frozen``: of adapters alone."""
+    x, logits, grad = rows
+    given = [t.clone().requires_grad_(not frozen) for t in (x, logits)]
+    out = layer(*given, lora=lora)
+    tensors = {"x": given[0], "logits": given[1]}
+    params = {n: p for n, p in layer.named_parameters() if p.requires_grad}
+    asked = {**({} if frozen else {**tensors, **params}), **factors(lora)}
+    found = torch.autograd.grad(out, [*asked.values()], grad)
+    return {"out": out.detach(), **dict(zip(asked, found, strict=True))}
+
+
+def factors(lora):
+    return dict(zip(NAMES, (*lora.w1, *lora.w2, lora.scaling), strict=True))
+
+
+def compare(layer, found, expected, tokens, text, partial=()):
+    """Compare with the parts of one rank's result; ``partial`` gradients are added over ranks."""
+    parts = dict(zip(NAMES, part_of(layer, [expected[n] for n in NAMES]), strict=True))
+    for what, actual in found.items():
+        if what in ("out", "x", "logits"):
+            near = expected[what][tokens]
+        else:
+            near = parts[what] if what in parts else held(layer, what, expected[what])
+        if what in partial:
+            dist.all_reduce(actual)
+        torch.testing.assert_close(actual, near, msg=lambda m, w=what: f"{text} {w}: {m}")
+
+
+def check(rank, ranks, counts=None):
+    for name, options in KINDS.items():
+        if (ranks == 4 or counts) and name != "plain":
+            continue
+        rows, lora = batch(), adapters()
+        kept = {k: v for k, v in options.items() if k != "chunk_size"}
+        whole = layer_of(kept)
+        alone = step(whole, rows, own(whole, lora, slice(None)))
+        assert not torch.equal(alone["out"], whole(*rows[:2]))
+        for way, spread, tokens in ways(rank, ranks, counts):
+            layer = layer_of(options, **spread)
+            mine = own(layer, lora, tokens)
+            found = step(layer, [x[tokens] for x in rows], mine)
+            compare(layer, found, alone, tokens, (name, way))
+            with torch.no_grad():
+                again = layer(*(x[tokens] for x in rows[:2]), lora=mine)
+            torch.testing.assert_close(again, found["out"])
+
+
+def check_parts(rank, ranks):
+    """Without ``reduce_results`` all that ranks share is a part of a sum."""
+    rows, lora = batch(), adapters()
+    whole = layer_of({})
+    alone = step(whole, rows, own(whole, lora, slice(None)))
+    for kind, more in (("ep", ()), ("tp", ("a1", "b2"))):
+        layer = layer_of({}, **{f"{kind}_size": ranks, f"{kind}_rank": rank})
+        found = step(layer, rows, own(layer, lora, slice(None)))
+        shared = ("out", "x", "logits", "scaling", *more)
+        compare(layer, found, alone, slice(None), kind, shared)
+
+
+@torch.no_grad()
+def check_chunks(rank, ranks):
+    """Chunks before the exchange: a rank without tokens left sends a row of padding, and its id."""
+    counts = (T, 0)
+    rows, lora = batch()[:2], adapters()
+    whole = layer_of({})
+    alone = whole(*rows, lora=own(whole, lora, slice(None)))
+    for way, spread, tokens in ways(rank, ranks, counts):
+        layer = layer_of({"chunk_size": 4}, **spread)
+        if layer.exchanges_tokens:
+            part = own(layer, lora, tokens)
+            out = layer.forward_impl_chunked(*(x[tokens] for x in rows), max(counts), lora=part)
+            torch.testing.assert_close(out, alone[tokens], msg=lambda m, w=way: f"{w}: {m}")
+
+
+def check_frozen(rank, ranks):
+    """Adapters alone, of one weight or both, and one adapter for all tokens."""
+    rows, lora = batch(), adapters()
+    for changes in ({}, {"lora_ids": None}):
+        changed = lora._replace(**changes)
+        whole = layer_of({}).requires_grad_(False)
+        alone = step(whole, rows, own(whole, changed, slice(None)), frozen=True)
+        for way, spread, tokens in ways(rank, ranks):
+            layer = layer_of({}, **spread).requires_grad_(False)
+            given = [x[tokens] for x in rows]
+            found = step(layer, given, own(layer, changed, tokens), frozen=True)
+            compare(layer, found, alone, tokens, way)
+    for way, spread, tokens in ways(rank, ranks):
+        layer = layer_of({}, **spread)
+        mine = own(layer, lora, tokens)
+        for one in (mine._replace(w1=None), mine._replace(w2=None)):
+            layer(*(x[tokens] for x in rows[:2]), lora=one).sum().backward()
+        assert all(x.grad is not None for x in factors(mine).values()), way
+
+
+def check_compiled(rank, ranks):
+    """One graph for all numbers of tokens, forward and backward, with the same bits."""
+    for way, spread, tokens in ways(rank, ranks, (6, 5)):
+        if way not in ("fixed_capacity", "sequence"):
+            continue
+        room = {"max_num_tokens": 8}
+        layer, eager = (layer_of(room, **spread).requires_grad_(False) for _ in range(2))
+        torch._dynamo.reset()
+        compiled = torch.compile(layer, fullgraph=True, dynamic=True, backend="aot_eager")
+        for number, count in enumerate((5, 2)):
+            part = [x[tokens][:count] for x in batch()]
+            lora = own(layer, adapters(), tokens)
+            lora = lora._replace(lora_ids=lora.lora_ids[:count])
+            with torch.compiler.set_stance("fail_on_recompile" if number else "default"):
+                found = step(compiled, part, lora)
+            for a, b in zip(found.values(), step(eager, part, lora).values(), strict=True):
+                assert torch.equal(a, b), way
+
+
+def check_two(rank, ranks):
+    check(rank, ranks)
+    check(rank, ranks, (T, 0))
+    check_parts(rank, ranks)
+    check_chunks(rank, ranks)
+    check_frozen(rank, ranks)
+
+
+@pytest.mark.parametrize(("ranks", "checks"), [(2, check_two), (4, check)])
+def test_ranks(ranks, checks):
+    spawn(checks, ranks)
+
+
+def test_compiled():
+    spawn(check_compiled, 2)
