@@ -19,8 +19,11 @@ from hypothesis import HealthCheck, Phase, settings
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 HAS_CUDA = torch.cuda.is_available() and not INTERPRETED
-COMPILED_FOR = (90, 100)
-"""Architectures that every compile test compiles for; of others one item of each test runs."""
+COMPILED_FOR = 90
+"""The architecture that every item of a compile test compiles for."""
+SAMPLED = 100
+"""The architecture for which each value of each parameter is compiled once; others compile one item
+of each test."""
 
 # Fresh memory is NaN (or the largest integer): rows that a kernel forgets are seen.
 torch.use_deterministic_algorithms(True, warn_only=True)
@@ -61,21 +64,29 @@ def device() -> str:
 
 
 def pytest_addoption(parser):
-    text = f"compile everything, not only for {COMPILED_FOR} what pairs of parameters need"
+    text = f"compile everything, not only for sm_{COMPILED_FOR} what pairs of parameters need"
     parser.addoption("--exhaustive", action="store_true", help=text)
 
 
 def of_other_architectures(items):
-    """Compile items for architectures outside ``COMPILED_FOR``, but the first of each test."""
-    sampled, others = set(), []
+    """Compile items for architectures other than ``COMPILED_FOR`` that `make test` leaves out.
+
+    For ``SAMPLED`` an item stays if a value of one of its parameters occurs in no earlier item of
+    its test; for the others the first item of each test stays.
+    """
+    seen, others = set(), []
     for item in items:
-        arch = item.callspec.params.get("arch") if hasattr(item, "callspec") else None
-        if "aot" not in item.keywords or arch is None or arch in COMPILED_FOR:
+        params = item.callspec.params if hasattr(item, "callspec") else {}
+        arch = params.get("arch")
+        if "aot" not in item.keywords or arch in (None, COMPILED_FOR):
             continue
         test = item.path, item.originalname, arch
-        if test in sampled:
+        values = {(*test, "arch", str(arch))}
+        if arch == SAMPLED:
+            values = {(*test, name, str(value)) for name, value in params.items()}
+        if values <= seen:
             others.append(item)
-        sampled.add(test)
+        seen |= values
     return others
 
 

@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import combinations, product
 from typing import Any
 
+import pytest
+
 Rules = Sequence[tuple[tuple[str, ...], Callable[..., bool]]]
 """Names of factors, and a predicate that says whether their values go together."""
 
@@ -47,6 +49,16 @@ def cover(
         for group in met:
             left.pop(group, None)
     return rows
+
+
+def half_exhaustive(one: Sequence[Any], other: Sequence[Any]) -> list[Any]:
+    """Parameters of a test: all pairs, of which `make test` runs a checkerboard."""
+    marks = ([], [pytest.mark.exhaustive])
+    return [
+        pytest.param(a, b, marks=marks[(i + j) % 2])
+        for i, a in enumerate(one)
+        for j, b in enumerate(other)
+    ]
 
 
 def _completed(

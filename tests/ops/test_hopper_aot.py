@@ -14,6 +14,7 @@ pytest.importorskip("triton")
 import aot  # noqa: E402
 import plans  # noqa: E402
 from aot_launches import EXPERTS, HALF, TOP_K, launch_hopper_layer, launch_unquantized, slot_plan  # noqa: E402
+from pairwise import half_exhaustive  # noqa: E402
 
 from moe_ops.dispatch.device import Device
 from moe_ops.dispatch.hopper import PACKED, HopperTiles, most_stages, takes, widths  # noqa: E402
@@ -45,22 +46,23 @@ ONE_TOKEN = ["unquantized", "fp8_channel", "fp8_block128"]
 """Schemes of the kernels of one token."""
 
 
-@pytest.mark.parametrize("scheme", SCHEMES)
-@pytest.mark.parametrize(
-    ("tokens", "activation", "hidden", "width"),
-    [
-        (1, "silu", 2048, 768),
-        (100, "swigluoai", 2880, 2880),
-        (400, "silu", 7168, 2048),
-        (1024, "gelu", 2880, 1408),
-        (2500, "relu2_no_mul", 1536, 640),
-        (4000, "swigluoai", 2880, 2880),
-        (4000, "silu", 2880, 2880),
-        (8000, "silu", 2048, 768),
-        (65536, "silu", 4096, 1536),
-    ],
-)
-def test_a_layer(scheme, tokens, activation, hidden, width):
+LAYERS = [
+    (1, "silu", 2048, 768),
+    (100, "swigluoai", 2880, 2880),
+    (400, "silu", 7168, 2048),
+    (1024, "gelu", 2880, 1408),
+    (2500, "relu2_no_mul", 1536, 640),
+    (4000, "swigluoai", 2880, 2880),
+    (4000, "silu", 2880, 2880),
+    (8000, "silu", 2048, 768),
+    (65536, "silu", 4096, 1536),
+]
+"""Tokens, activation, hidden size and intermediate size."""
+
+
+@pytest.mark.parametrize(("scheme", "layer"), half_exhaustive(SCHEMES, LAYERS), ids=str)
+def test_a_layer(scheme, layer):
+    tokens, activation, hidden, width = layer
     launch = launch_hopper_layer(scheme, tokens, activation, hidden, width, tokens == 1024)
     launched = aot.compile_launch(90, launch)
     one = [k for k in launched if k.metadata.name == "hopper_token_kernel"]

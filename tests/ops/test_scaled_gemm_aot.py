@@ -12,6 +12,7 @@ import aot  # noqa: E402
 import aot_launches  # noqa: E402
 import triton  # noqa: E402
 import triton.language as tl  # noqa: E402
+from pairwise import half_exhaustive  # noqa: E402
 from plans import row_tile  # noqa: E402
 
 from moe_ops.dispatch.tiles import ROW_TILES  # noqa: E402
@@ -89,16 +90,26 @@ def test_scaled_gemms(arch, scheme, tile):
         assert all("wgmma.mma_async" in k.asm["ptx"] for k in products)
 
 
-@pytest.mark.parametrize("scheme", ["fp8_channel", "fp8_block128"])
-@pytest.mark.parametrize("tile", ROW_TILES)
+@pytest.mark.parametrize(
+    ("scheme", "tile"), half_exhaustive(["fp8_channel", "fp8_block128"], ROW_TILES)
+)
 def test_scales_of_a_byte(scheme, tile):
     """e8m0."""
     check(aot.compile_launch(90, launch_layer(scheme, tile, scales=torch.uint8)), 90, tile)
 
 
-@pytest.mark.parametrize("scheme", ["fp8_block64x16", "int8_block32", "fp8_block16x256_ue8m0"])
-@pytest.mark.parametrize("tile", ROW_TILES)
-@pytest.mark.parametrize("activation", ["swigluoai", "gelu_no_mul"])
+OTHER_BLOCKS = [
+    pytest.param(
+        scheme, tile, activation,
+        marks=[pytest.mark.exhaustive] * ((i + j + k) % 2),  # every two meet in the rest
+    )
+    for i, scheme in enumerate(["fp8_block64x16", "int8_block32", "fp8_block16x256_ue8m0"])
+    for j, tile in enumerate(ROW_TILES)
+    for k, activation in enumerate(["swigluoai", "gelu_no_mul"])
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("scheme", "tile", "activation"), OTHER_BLOCKS)
 def test_other_blocks_and_tails(scheme, tile, activation):
     """H 2880 and I 704: no tile divides them; blocks of gate and up rows overlap."""
     check(aot.compile_launch(90, launch_layer(scheme, tile, activation, 2880, 704)), 90, tile)

@@ -2,12 +2,12 @@
 
 from types import SimpleNamespace
 
-from conftest import COMPILED_FOR, of_other_architectures
+from conftest import COMPILED_FOR, SAMPLED, of_other_architectures
 
 
-def item(name, arch, keywords=("aot",)):
+def item(name, arch, keywords=("aot",), **params):
     """What the choice reads of a collected item."""
-    params = {} if arch is None else {"arch": arch}
+    params |= {} if arch is None else {"arch": arch}
     return SimpleNamespace(
         name=f"{name}[{arch}]", path="test_aot.py", originalname=name, keywords=keywords,
         callspec=SimpleNamespace(params=params),
@@ -15,11 +15,20 @@ def item(name, arch, keywords=("aot",)):
 
 
 def test_one_item_of_each_test_stays_for_every_other_architecture():
-    items = [item(name, arch) for name in ("a", "b") for arch in (80, 90, 100, 120) * 3]
+    items = [item(name, arch) for name in ("a", "b") for arch in (80, 90, 103, 120) * 3]
     items += [item("c", None), item("c", None), item("c", 120)]
     left = of_other_architectures(items)
-    assert [i.name for i in left] == ["a[80]", "a[120]"] * 2 + ["b[80]", "b[120]"] * 2
-    assert not {i.callspec.params["arch"] for i in left} & set(COMPILED_FOR)
+    names = [f"{name}[{arch}]" for name in ("a", "b") for _ in range(2) for arch in (80, 103, 120)]
+    assert [i.name for i in left] == names
+    assert COMPILED_FOR not in {i.callspec.params["arch"] for i in left}
+
+
+def test_every_value_stays_for_the_sampled_architecture():
+    """Every tile and every scheme, but not each of them with each of the others."""
+    schemes, tiles = ("fp8", "int8", "mxfp4"), (16, 64)
+    items = [item("a", SAMPLED, scheme=s, tile=t) for s in schemes for t in tiles]
+    assert of_other_architectures(items) == [items[3], items[5]]
+    assert of_other_architectures([item("a", SAMPLED), item("b", SAMPLED)]) == []
 
 
 def test_tests_that_compile_nothing_stay():
