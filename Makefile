@@ -54,7 +54,7 @@ test-reference: $(READY)
 
 # Every Triton kernel, in the interpreter, each access checked against its tensor.
 test-interpreter: $(READY)
-	$(TEST_ENV) TRITON_INTERPRET=1 $(PY) -m pytest tests -n $(WORKERS) --dist worksteal -m kernel
+	$(TEST_ENV) TRITON_INTERPRET=1 $(PY) -m pytest tests -n $(WORKERS) --dist worksteal -m kernel $(COMPILE)
 
 # Builds the distributions, installs the wheel away from the checkout, and runs every command there.
 test-install: $(READY)

@@ -93,7 +93,7 @@ def of_other_architectures(items):
 def pytest_collection_modifyitems(config, items):
     if not config.getoption("exhaustive"):
         others = {item for item in items if "exhaustive" in item.keywords}
-        others.update(of_other_architectures(items))
+        others.update(of_other_architectures([item for item in items if item not in others]))
         config.hook.pytest_deselected(items=list(others))
         items[:] = [item for item in items if item not in others]
     for item in items:

@@ -51,13 +51,18 @@ def cover(
     return rows
 
 
-def half_exhaustive(one: Sequence[Any], other: Sequence[Any]) -> list[Any]:
-    """Parameters of a test: all pairs, of which `make test` runs a checkerboard."""
-    marks = ([], [pytest.mark.exhaustive])
+def half_exhaustive(*factors: Iterable[Any], where: bool = True) -> list[Any]:
+    """Parameters of a test: the full product, of which `make test` runs every other combination.
+
+    Two of three or more factors meet in all their values. Unless ``where``, everything runs.
+    """
+    rows = product(*(enumerate(values) for values in factors))
     return [
-        pytest.param(a, b, marks=marks[(i + j) % 2])
-        for i, a in enumerate(one)
-        for j, b in enumerate(other)
+        pytest.param(
+            *(value for _, value in row),
+            marks=[pytest.mark.exhaustive] * (where and sum(i for i, _ in row) % 2),
+        )
+        for row in rows
     ]
 
 

@@ -87,20 +87,24 @@ def test_a_layer(scheme, layer):
         assert c.ON_DEMAND is (packed and on_demand) and tile == c.BLOCK_M
 
 
-@pytest.mark.parametrize("tokens", [300, 900, 4096])
-@pytest.mark.parametrize(
-    ("hidden", "width", "activation", "has_bias"),
-    [(2048, 768, "silu", False), (2880, 2880, "swigluoai", True), (7168, 2048, "silu", False)],
-    ids=["qwen3-30b", "gpt-oss", "deepseek-v3"],
-)
+MODELS = {
+    "qwen3-30b": (2048, 768, "silu", False),
+    "gpt-oss": (2880, 2880, "swigluoai", True),
+    "deepseek-v3": (7168, 2048, "silu", False),
+}
+"""Hidden size, intermediate size, activation, and whether there is a bias."""
+
+
+@pytest.mark.parametrize(("model", "tokens"), half_exhaustive(MODELS, [300, 900, 4096]))
 @pytest.mark.parametrize(
     "scheme", ["int8_channel", pytest.param("int8_tensor", marks=pytest.mark.exhaustive)]
 )
-def test_layers_of_integers(scheme, hidden, width, activation, has_bias, tokens):
+def test_layers_of_integers(scheme, model, tokens):
     """Tensor cores add all of K: products are added nowhere else, nor written to other registers.
 
     Tiles of 32, 64 and 128 rows.
     """
+    hidden, width, activation, has_bias = MODELS[model]
     launch = launch_hopper_layer(scheme, tokens, activation, hidden, width, has_bias)
     kernels = [k for k in aot.compile_launch(90, launch) if "hopper" in k.metadata.name]
     assert len(kernels) == 2

@@ -74,15 +74,14 @@ def check(kernels, arch, tile):
 
 
 CASES = [
-    (arch, scheme)
+    pytest.param(arch, *case.values, marks=case.marks)
     for arch in ARCHITECTURES
-    for scheme in SCHEMES
-    if arch >= min_capability(get_scheme(scheme).activation)
+    for case in half_exhaustive(SCHEMES, ROW_TILES)
+    if arch >= min_capability(get_scheme(case.values[0]).activation)
 ]
 
 
-@pytest.mark.parametrize(("arch", "scheme"), CASES)
-@pytest.mark.parametrize("tile", ROW_TILES)
+@pytest.mark.parametrize(("arch", "scheme", "tile"), CASES)
 def test_scaled_gemms(arch, scheme, tile):
     products = check(aot.compile_launch(arch, launch_layer(scheme, tile)), arch, tile)
     if arch == 90 and tile >= 64:
@@ -98,18 +97,13 @@ def test_scales_of_a_byte(scheme, tile):
     check(aot.compile_launch(90, launch_layer(scheme, tile, scales=torch.uint8)), 90, tile)
 
 
-OTHER_BLOCKS = [
-    pytest.param(
-        scheme, tile, activation,
-        marks=[pytest.mark.exhaustive] * ((i + j + k) % 2),  # every two meet in the rest
-    )
-    for i, scheme in enumerate(["fp8_block64x16", "int8_block32", "fp8_block16x256_ue8m0"])
-    for j, tile in enumerate(ROW_TILES)
-    for k, activation in enumerate(["swigluoai", "gelu_no_mul"])
-]  # fmt: skip
+OTHER_BLOCKS = ["fp8_block64x16", "int8_block32", "fp8_block16x256_ue8m0"]
 
 
-@pytest.mark.parametrize(("scheme", "tile", "activation"), OTHER_BLOCKS)
+@pytest.mark.parametrize(
+    ("scheme", "tile", "activation"),
+    half_exhaustive(OTHER_BLOCKS, ROW_TILES, ["swigluoai", "gelu_no_mul"]),
+)
 def test_other_blocks_and_tails(scheme, tile, activation):
     """H 2880 and I 704: no tile divides them; blocks of gate and up rows overlap."""
     check(aot.compile_launch(90, launch_layer(scheme, tile, activation, 2880, 704)), 90, tile)
