@@ -107,13 +107,15 @@ def pytest_collection_modifyitems(config, items):
 def pytest_collection():
     """Collect without collecting garbage: modules and items stay until the end.
 
-    The search for garbage took a third of the time, and again some of every test's.
+    The search for garbage took a third of the time, and again some of every test's: a compilation
+    makes so many objects that a tenth of its time went into looking through them.
     """
     gc.disable()
     try:
         return (yield)
     finally:
         gc.freeze()
+        gc.set_threshold(100_000, 10, 10)
         gc.enable()
 
 
