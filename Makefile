@@ -125,7 +125,7 @@ STAGES ?= $(filter-out layer models overheads training,$(patsubst benchmarks/ben
 bench-stages: $(READY)
 	set -e; for stage in $(STAGES); do $(PY) benchmarks/bench_$$stage.py $(TO_RESULTS) $(STAGE_ARGS); done
 
-# Linters, once for each environment, so that steps beside each other find it as it stays.
+# Installs the linters, once: steps that run beside each other share the environment.
 tools $(VENV)/tools: pyproject.toml $(READY)
 	$(PY) -m pip install --quiet --editable ".[dev]"
 	$(if $(READY),touch $(VENV)/tools)
