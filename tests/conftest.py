@@ -25,6 +25,10 @@ SAMPLED = 100
 """The architecture for which each value of each parameter is compiled once; others compile one item
 of each test."""
 
+MOST_COMPILED = 760
+"""Limit on the compile items that `make test` runs: each takes seconds, and all of them must leave
+room for the other tests in the 12 minutes of `.ci/run`."""
+
 # Fresh memory is NaN (or the largest integer): rows that a kernel forgets are seen.
 torch.use_deterministic_algorithms(True, warn_only=True)
 torch.utils.deterministic.fill_uninitialized_memory = True
@@ -90,12 +94,23 @@ def of_other_architectures(items):
     return others
 
 
+def check_compiled(items):
+    """UsageError if more items compile kernels than `make test` has time for."""
+    count = sum("aot" in item.keywords for item in items)
+    if count > MOST_COMPILED:
+        raise pytest.UsageError(
+            f"at most {MOST_COMPILED} items may compile kernels without --exhaustive, got {count}: "
+            "mark what others show too with pytest.mark.exhaustive (`pairwise.half_exhaustive`)"
+        )
+
+
 def pytest_collection_modifyitems(config, items):
     if not config.getoption("exhaustive"):
         others = {item for item in items if "exhaustive" in item.keywords}
         others.update(of_other_architectures([item for item in items if item not in others]))
         config.hook.pytest_deselected(items=list(others))
         items[:] = [item for item in items if item not in others]
+        check_compiled(items)
     for item in items:
         if "gpu" in item.keywords and not HAS_CUDA:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))

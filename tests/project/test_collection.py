@@ -1,8 +1,17 @@
 """What `make test` leaves to `make test-all`."""
 
+from itertools import combinations, product
 from types import SimpleNamespace
 
-from conftest import COMPILED_FOR, SAMPLED, of_other_architectures
+import pytest
+from conftest import (
+    COMPILED_FOR,
+    MOST_COMPILED,
+    SAMPLED,
+    check_compiled,
+    of_other_architectures,
+)
+from pairwise import half_exhaustive
 
 
 def item(name, arch, keywords=("aot",), **params):
@@ -34,3 +43,22 @@ def test_every_value_stays_for_the_sampled_architecture():
 def test_tests_that_compile_nothing_stay():
     """Rules of every architecture take no time."""
     assert of_other_architectures([item("a", 80, ()), item("a", 80, ())]) == []
+
+
+def test_as_many_items_compile_as_there_is_time_for():
+    items = [item("a", 90)] * MOST_COMPILED
+    check_compiled([*items, item("b", 90, ())])
+    with pytest.raises(pytest.UsageError, match=rf"got {MOST_COMPILED + 1}: mark .*exhaustive"):
+        check_compiled([*items, item("a", 90)])
+
+
+def test_every_two_values_meet_in_half_of_the_product():
+    factors = ["abcde", range(4), (False, True)]
+    cases = half_exhaustive(*factors)
+    assert [case.values for case in cases] == list(product(*factors))
+    kept = [case.values for case in cases if not case.marks]
+    assert len(kept) == len(cases) / 2
+    for i, j in combinations(range(3), 2):
+        pairs = {(row[i], row[j]) for row in kept}
+        assert pairs == set(product(factors[i], factors[j]))
+    assert not any(case.marks for case in half_exhaustive(*factors, where=False))
