@@ -15,16 +15,18 @@ HAS_GPU := $(shell $(PYTHON) -c "import torch; print(int(torch.cuda.is_available
 ifeq ($(HAS_GPU),1)
   PY := $(PYTHON)
   READY :=
+  TOOLS := tools
 else
   PY := $(VENV)/bin/python
   READY := $(VENV)/ready
+  TOOLS := $(VENV)/tools
 endif
 export PYTHONPATH := $(CURDIR):$(PYTHONPATH)
 export TOKENIZERS_PARALLELISM := false
 # Workers share the cores: threads of their own would only spin against each other.
 TEST_ENV := OMP_NUM_THREADS=1
 
-.PHONY: demo docs test test-all test-reference test-interpreter test-install test-oldest test-vllm mutants gpu-test sanitize bench bench-stages lint clean
+.PHONY: demo docs test test-all test-reference test-interpreter test-install test-oldest test-vllm mutants gpu-test sanitize bench bench-stages tools lint clean
 
 $(VENV)/ready: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -39,8 +41,8 @@ demo: $(READY)
 
 test: test-reference test-interpreter
 
-# `make test` compiles kernels for sm_90 and sm_100, and for each other architecture one item of each
-# test; this compiles everything.
+# `make test` compiles kernels for sm_90, for sm_100 each value of each test's parameters once, and for
+# other architectures one item of each test; this compiles everything.
 test-all: COMPILE := --exhaustive
 test-all: test-reference test-interpreter
 
@@ -52,7 +54,7 @@ test-reference: $(READY)
 
 # Every Triton kernel, in the interpreter, each access checked against its tensor.
 test-interpreter: $(READY)
-	$(TEST_ENV) TRITON_INTERPRET=1 $(PY) -m pytest tests -n $(WORKERS) --dist worksteal -m kernel
+	$(TEST_ENV) TRITON_INTERPRET=1 $(PY) -m pytest tests -n $(WORKERS) --dist worksteal -m kernel $(COMPILE)
 
 # Builds the distributions, installs the wheel away from the checkout, and runs every command there.
 test-install: $(READY)
@@ -123,8 +125,12 @@ STAGES ?= $(filter-out layer models overheads training,$(patsubst benchmarks/ben
 bench-stages: $(READY)
 	set -e; for stage in $(STAGES); do $(PY) benchmarks/bench_$$stage.py $(TO_RESULTS) $(STAGE_ARGS); done
 
-lint: $(READY)
+# Installs the linters, once: steps that run beside each other share the environment.
+tools $(VENV)/tools: pyproject.toml $(READY)
 	$(PY) -m pip install --quiet --editable ".[dev]"
+	$(if $(READY),touch $(VENV)/tools)
+
+lint: $(TOOLS)
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy

@@ -19,8 +19,15 @@ from hypothesis import HealthCheck, Phase, settings
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 HAS_CUDA = torch.cuda.is_available() and not INTERPRETED
-COMPILED_FOR = (90, 100)
-"""Architectures that every compile test compiles for; of others one item of each test runs."""
+COMPILED_FOR = 90
+"""The architecture that every item of a compile test compiles for."""
+SAMPLED = 100
+"""The architecture for which each value of each parameter is compiled once; others compile one item
+of each test."""
+
+MOST_COMPILED = 760
+"""Limit on the compile items that `make test` runs: each takes seconds, and all of them must leave
+room for the other tests in the 12 minutes of `.ci/run`."""
 
 # Fresh memory is NaN (or the largest integer): rows that a kernel forgets are seen.
 torch.use_deterministic_algorithms(True, warn_only=True)
@@ -61,30 +68,49 @@ def device() -> str:
 
 
 def pytest_addoption(parser):
-    text = f"compile everything, not only for {COMPILED_FOR} what pairs of parameters need"
+    text = f"compile everything, not only for sm_{COMPILED_FOR} what pairs of parameters need"
     parser.addoption("--exhaustive", action="store_true", help=text)
 
 
 def of_other_architectures(items):
-    """Compile items for architectures outside ``COMPILED_FOR``, but the first of each test."""
-    sampled, others = set(), []
+    """Compile items for architectures other than ``COMPILED_FOR`` that `make test` leaves out.
+
+    For ``SAMPLED`` an item stays if a value of one of its parameters occurs in no earlier item of
+    its test; for the others the first item of each test stays.
+    """
+    seen, others = set(), []
     for item in items:
-        arch = item.callspec.params.get("arch") if hasattr(item, "callspec") else None
-        if "aot" not in item.keywords or arch is None or arch in COMPILED_FOR:
+        params = item.callspec.params if hasattr(item, "callspec") else {}
+        arch = params.get("arch")
+        if "aot" not in item.keywords or arch in (None, COMPILED_FOR):
             continue
         test = item.path, item.originalname, arch
-        if test in sampled:
+        values = {(*test, "arch", str(arch))}
+        if arch == SAMPLED:
+            values = {(*test, name, str(value)) for name, value in params.items()}
+        if values <= seen:
             others.append(item)
-        sampled.add(test)
+        seen |= values
     return others
+
+
+def check_compiled(items):
+    """UsageError if more items compile kernels than `make test` has time for."""
+    count = sum("aot" in item.keywords for item in items)
+    if count > MOST_COMPILED:
+        raise pytest.UsageError(
+            f"at most {MOST_COMPILED} items may compile kernels without --exhaustive, got {count}: "
+            "mark what others show too with pytest.mark.exhaustive (`pairwise.half_exhaustive`)"
+        )
 
 
 def pytest_collection_modifyitems(config, items):
     if not config.getoption("exhaustive"):
         others = {item for item in items if "exhaustive" in item.keywords}
-        others.update(of_other_architectures(items))
+        others.update(of_other_architectures([item for item in items if item not in others]))
         config.hook.pytest_deselected(items=list(others))
         items[:] = [item for item in items if item not in others]
+        check_compiled(items)
     for item in items:
         if "gpu" in item.keywords and not HAS_CUDA:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
@@ -96,13 +122,15 @@ def pytest_collection_modifyitems(config, items):
 def pytest_collection():
     """Collect without collecting garbage: modules and items stay until the end.
 
-    The search for garbage took a third of the time, and again some of every test's.
+    The search for garbage took a third of the time, and again some of every test's: a compilation
+    makes so many objects that a tenth of its time went into looking through them.
     """
     gc.disable()
     try:
         return (yield)
     finally:
         gc.freeze()
+        gc.set_threshold(100_000, 10, 10)
         gc.enable()
 
 

@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import combinations, product
 from typing import Any
 
+import pytest
+
 Rules = Sequence[tuple[tuple[str, ...], Callable[..., bool]]]
 """Names of factors, and a predicate that says whether their values go together."""
 
@@ -47,6 +49,21 @@ def cover(
         for group in met:
             left.pop(group, None)
     return rows
+
+
+def half_exhaustive(*factors: Iterable[Any], where: bool = True) -> list[Any]:
+    """Parameters of a test: the full product, of which `make test` runs every other combination.
+
+    Two of three or more factors meet in all their values. Unless ``where``, everything runs.
+    """
+    rows = product(*(enumerate(values) for values in factors))
+    return [
+        pytest.param(
+            *(value for _, value in row),
+            marks=[pytest.mark.exhaustive] * (where and sum(i for i, _ in row) % 2),
+        )
+        for row in rows
+    ]
 
 
 def _completed(

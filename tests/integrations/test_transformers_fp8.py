@@ -6,6 +6,8 @@ import re
 import pytest
 import torch
 from compilations import Compilations
+from conftest import INTERPRETED
+from pairwise import half_exhaustive
 from torch import nn
 
 transformers = pytest.importorskip("transformers")
@@ -36,11 +38,13 @@ BLOCKS = {
 
 
 @pytest.mark.kernel
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("has_gate", [True, False], ids=["gate", "no gate"])
-@pytest.mark.parametrize("arguments", BLOCKS.values(), ids=BLOCKS)
-def test_as_exact_as_the_models_own_path(arguments, has_gate, dtype, device):
-    module = fp8.experts(has_gate=has_gate, **arguments).to(device)
+@pytest.mark.parametrize(
+    ("block", "has_gate", "dtype"),
+    half_exhaustive(BLOCKS, [True, False], [torch.bfloat16, torch.float32], where=INTERPRETED),
+    ids=str,
+)
+def test_as_exact_as_the_models_own_path(block, has_gate, dtype, device):
+    module = fp8.experts(has_gate=has_gate, **BLOCKS[block]).to(device)
     routed = [tensor.to(device) for tensor in fp8.routed(33, dtype=dtype)]
     ours, theirs = fp8.outputs(module, *routed)
     assert_layer_matches(ours, fp8.oracle(module, *routed), theirs)

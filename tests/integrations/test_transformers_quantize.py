@@ -236,12 +236,28 @@ def test_generate_and_cast_and_copy():
     assert model.generate(tokens(6), **how).shape == written.shape
 
 
+@pytest.fixture(scope="module")
+def compilations_of_plain_model():
+    """The number of compilations of the same model with plain weights."""
+    torch._dynamo.reset()
+    model, backend = tiny_qwen3("cpu"), Compilations("eager")
+    model.set_experts_implementation("moe_ops")
+    compiled = torch.compile(model, fullgraph=True, dynamic=True, backend=backend)
+    with torch.no_grad():
+        compiled(input_ids=tokens(33), use_cache=False)
+    return backend.count
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("scheme", ["fp8_channel", "int4_w4a16_g32", "nvfp4"])
-def test_compiles_whole_once(scheme):
+@pytest.mark.parametrize(
+    ("scheme", "backend"),
+    [("fp8_channel", "aot_eager"), ("int4_w4a16_g32", "eager"), ("nvfp4", "eager")],
+)
+def test_compiles_whole_once(scheme, backend, compilations_of_plain_model):
     """No graph break, and one compilation for every length."""
+    torch._dynamo.reset()
     model = quantized(tiny_qwen3("cpu"), scheme)
-    backend = Compilations("aot_eager")
+    backend = Compilations(backend)
     compiled = torch.compile(model, fullgraph=True, dynamic=True, backend=backend)
     counts = []
     for length in (7, 5, 33):
@@ -251,14 +267,7 @@ def test_compiles_whole_once(scheme):
             found = compiled(input_ids=ids, use_cache=False).logits
         torch.testing.assert_close(found, logits(model, ids), rtol=0, atol=1e-4)
         counts.append(backend.count)
-    assert counts == counts[:1] * 3
-    torch._dynamo.reset()
-    plain, backend = tiny_qwen3("cpu"), Compilations("aot_eager")
-    plain.set_experts_implementation("moe_ops")
-    with torch.no_grad():
-        compiled = torch.compile(plain, fullgraph=True, dynamic=True, backend=backend)
-        compiled(input_ids=ids, use_cache=False)
-    assert counts[0] == backend.count
+    assert counts == [compilations_of_plain_model] * 3
 
 
 def test_one_layer_at_a_time(monkeypatch):

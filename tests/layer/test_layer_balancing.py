@@ -175,7 +175,10 @@ def ways(rank, ranks):
 
 
 def check_results(rank, ranks):
-    """Before and after balancing, and after loading, results are those of one rank."""
+    """Before and after balancing, and after loading, results are those of one rank.
+
+    Each way is compiled on two ranks; on four, only the way that two do not have.
+    """
     g = torch.Generator().manual_seed(1)
     x, logits = torch.randn(T, H, generator=g), torch.randn(T, E, generator=g)
     logits -= 2 * torch.arange(1.0, E + 1).log()  # the first experts are popular
@@ -194,7 +197,9 @@ def check_results(rank, ranks):
         moe_ops.load_checkpoint(layer, source_of(scheme), progress=False)
         tokens = mine(COUNTS[batches], config.tokens_rank)
         own = x[tokens], logits[tokens]
-        compiled = torch.compile(layer, fullgraph=True, dynamic=False, backend="aot_eager")
+        compiled = layer
+        if ranks == 2 or {"dp_size", "tp_size"} <= way.keys():
+            compiled = torch.compile(layer, fullgraph=True, dynamic=False, backend="aot_eager")
         for step in range(3):
             for _ in range(2):
                 out = layer(*own, is_padding=padding[tokens])

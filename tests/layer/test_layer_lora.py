@@ -158,8 +158,17 @@ def test_a_kernel(alone, device):
         assert torch.equal(a, b)
 
 
-@pytest.mark.parametrize("trained", [True, False])
-@pytest.mark.parametrize("scheme", ["unquantized", "int8_w8a16", "fp8_channel"])
+@pytest.mark.parametrize(
+    ("scheme", "trained"),
+    [
+        ("unquantized", True),
+        ("int8_w8a16", True),
+        ("fp8_channel", False),
+        pytest.param("unquantized", False, marks=pytest.mark.exhaustive),
+        pytest.param("int8_w8a16", False, marks=pytest.mark.exhaustive),
+        pytest.param("fp8_channel", True, marks=pytest.mark.exhaustive),
+    ],
+)
 def test_one_compilation(scheme, trained, device):
     """For all numbers of tokens, forward and backward, or without gradients."""
     torch._dynamo.reset()

@@ -6,6 +6,7 @@ from conftest import INTERPRETED
 from hypothesis import given
 from hypothesis import strategies as st
 from looped_plan import assert_plan, cdiv, looped
+from pairwise import half_exhaustive
 from plans import row_tile
 from strategies import topk_ids
 
@@ -82,8 +83,10 @@ def test_many_experts(num_experts, device):
     assert_plan(plan, looped(ids, 8, num_experts))
 
 
-@pytest.mark.parametrize("num_tokens", [128, 129, 200 if INTERPRETED else 500])
-@pytest.mark.parametrize("tile", [16, 128, 192])
+@pytest.mark.parametrize(
+    ("num_tokens", "tile"),
+    half_exhaustive([129, 128, 200 if INTERPRETED else 500], [128, 16, 192], where=INTERPRETED),
+)
 def test_both_sides_of_the_single_launch(num_tokens, tile, device):
     """1024 slots are the last that one launch sorts, with counts of 16 bits."""
     assert SINGLE_LAUNCH_SLOTS < 2**15
@@ -96,7 +99,7 @@ def test_both_sides_of_the_single_launch(num_tokens, tile, device):
         assert_plan(plan, expected)
 
 
-@pytest.mark.parametrize("num_experts", [1, 2, 257, 512])
+@pytest.mark.parametrize(("num_experts",), half_exhaustive([2, 1, 512, 257], where=INTERPRETED))
 def test_blocks_of_few_and_many_experts(num_experts, device):
     """More blocks than are added up in one step, one of which has only one expert's slots."""
     g = torch.Generator().manual_seed(0)

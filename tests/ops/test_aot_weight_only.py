@@ -10,6 +10,7 @@ pytest.importorskip("triton")
 
 import aot  # noqa: E402
 from aot_launches import given_plan, stored  # noqa: E402
+from pairwise import half_exhaustive  # noqa: E402
 from plans import row_tile  # noqa: E402
 
 from moe_ops.kernels import weight_only_gemm
@@ -56,8 +57,7 @@ def check(arch, scheme, tile, dtype, **more):
     return kernels
 
 
-@pytest.mark.parametrize("scheme", NAMED)
-@pytest.mark.parametrize("tile", [16, 128])
+@pytest.mark.parametrize(("scheme", "tile"), half_exhaustive(NAMED, [16, 128]))
 def test_every_scheme(scheme, tile):
     for kernel in check(90, scheme, tile, torch.bfloat16):
         assert ("wgmma.mma_async" if tile == 128 else "mma.sync") in kernel.asm["ptx"]
@@ -65,16 +65,16 @@ def test_every_scheme(scheme, tile):
 
 @pytest.mark.parametrize("scheme", SOME)
 @pytest.mark.parametrize("arch", [80, 100, 120])
-def test_other_architectures(scheme, arch):
-    for tile in (32, 64):
-        check(arch, scheme, tile, torch.bfloat16)
+@pytest.mark.parametrize("tile", [32, 64])
+def test_other_architectures(scheme, arch, tile):
+    check(arch, scheme, tile, torch.bfloat16)
 
 
-@pytest.mark.parametrize("scheme", SOME)
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
-def test_other_dtypes(scheme, dtype):
-    for tile in (16, 128):
-        check(90, scheme, tile, dtype)
+@pytest.mark.parametrize(
+    ("scheme", "dtype", "tile"), half_exhaustive(SOME, [torch.float16, torch.float32], [16, 128])
+)
+def test_other_dtypes(scheme, dtype, tile):
+    check(90, scheme, tile, dtype)
 
 
 @pytest.mark.parametrize("scheme", ["mxfp4_w4a16", "nvfp4_w4a16"])

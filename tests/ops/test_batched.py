@@ -4,8 +4,10 @@ import importlib
 
 import pytest
 import torch
+from conftest import INTERPRETED
 from hypothesis import given
 from hypothesis import strategies as st
+from pairwise import half_exhaustive
 from quantize_oracle import QUANTS, assert_bits, quantize, quants, random_rows, to
 from strategies import ACTIVATIONS, DTYPES, placements
 
@@ -89,8 +91,9 @@ def test_dispatch_quantized(case, weighted, quant, device):
             assert (scale[expert, used:] == 0).all()
 
 
-@pytest.mark.parametrize("num_experts", [1, 60, 257])
-@pytest.mark.parametrize("room", [1, 16])
+@pytest.mark.parametrize(
+    ("num_experts", "room"), half_exhaustive([1, 60, 257], [1, 16], where=INTERPRETED)
+)
 def test_many_slots(num_experts, room, device):
     """More slots than one step of the scan holds, on every number of experts."""
     g = torch.Generator().manual_seed(0)
@@ -290,7 +293,10 @@ def test_errors(x, arguments, error, message):
         moe_ops.functional.batched_moe_kernel_quantize_input(x, *arguments)
 
 
-@pytest.mark.parametrize("quant", ["", "fp8:*x*:float32", "fp8:1x*:float32", "fp8:1x16:pow2"])
+@pytest.mark.parametrize(
+    ("quant",),
+    half_exhaustive(["fp8:*x*:float32", "fp8:1x*:float32", "fp8:1x16:pow2", ""], where=INTERPRETED),
+)
 def test_one_compilation_for_every_number_of_tokens(quant, device):
     """Dispatch, activation and combination, graph and eager alike to the bit."""
     from torch._dynamo.testing import CompileCounterWithBackend

@@ -12,6 +12,7 @@ pytest.importorskip("triton")
 
 import aot  # noqa: E402
 from aot_launches import given_plan, stored  # noqa: E402
+from pairwise import half_exhaustive  # noqa: E402
 from plans import row_tile  # noqa: E402
 
 from moe_ops.activation import formula  # noqa: E402
@@ -101,8 +102,7 @@ def check(arch, scheme, tile, **more):
     return gemms
 
 
-@pytest.mark.parametrize("scheme", NAMED)
-@pytest.mark.parametrize("tile", [16, 128])
+@pytest.mark.parametrize(("scheme", "tile"), half_exhaustive(NAMED, [16, 128]))
 def test_every_scheme(scheme, tile):
     for kernel in check(90, scheme, tile):
         assert ("wgmma.mma_async" if tile == 128 else "mma.sync") in kernel.asm["ptx"]

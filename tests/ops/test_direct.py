@@ -4,6 +4,7 @@ import launches
 import pytest
 import torch
 from conftest import HAS_CUDA, INTERPRETED
+from pairwise import half_exhaustive
 from plans import planned, the_plain_kernel
 
 import moe_ops
@@ -64,9 +65,10 @@ def rows_of(scheme, count, k, device):
     return Rows(*ops.moe_quantize(x, None, None, None, None, E, scheme.activation.key))
 
 
-@pytest.mark.parametrize("batch_invariant", [False, True])
-@pytest.mark.parametrize("routing", ROUTINGS)
-@pytest.mark.parametrize("name", SCHEMES)
+@pytest.mark.parametrize(
+    ("name", "routing", "batch_invariant"),
+    half_exhaustive(SCHEMES, ROUTINGS, [False, True], where=INTERPRETED),
+)
 def test_every_operator(name, routing, batch_invariant, device):
     scheme = get_scheme(name)
     if batch_invariant and name == "fp8_tensor":

@@ -2,9 +2,10 @@
 
 import pytest
 import torch
-from conftest import HAS_CUDA
+from conftest import HAS_CUDA, INTERPRETED
 from hypothesis import given
 from hypothesis import strategies as st
+from pairwise import half_exhaustive
 from strategies import DTYPES
 from sum_calls import SumCall, SumProblem, apart, exact, sum_call, with_nan
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -115,10 +116,10 @@ def some_skipped(problem, device):
 
 
 @pytest.mark.kernel
-@pytest.mark.parametrize("stored", [False, True])
-@pytest.mark.parametrize("routing", ["holes", "map"])
-@pytest.mark.parametrize("tokens", [1, 3])
-@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize(
+    ("scheme", "tokens", "routing", "stored"),
+    half_exhaustive(SCHEMES, [1, 3], ["holes", "map"], [False, True], where=INTERPRETED),
+)
 def test_what_is_skipped_changes_nothing(scheme, tokens, routing, stored, device):
     sizes = (tokens, 4, 3 if routing == "map" else 40, 72, 144, scheme)  # a map leaves out 2 of 5
     problem = SumProblem(*sizes, has_bias=True, routing=routing, stored=stored)

@@ -10,6 +10,7 @@ pytest.importorskip("triton")
 
 import aot  # noqa: E402
 from aot_launches import ARCHITECTURES, check_resources, given_plan, stored  # noqa: E402
+from pairwise import half_exhaustive  # noqa: E402
 from plans import row_tile  # noqa: E402
 
 from moe_ops.kernels import (  # noqa: E402
@@ -55,8 +56,7 @@ def launch_weights(tile, dtype, n, k, experts=4, top_k=2):
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("tile", [16, 64, 128, 192])
+@pytest.mark.parametrize(("dtype", "tile"), half_exhaustive(DTYPES, [16, 64, 128, 192]))
 def test_weight_gradients(arch, dtype, tile):
     kernels = aot.compile_launch(arch, launch_weights(tile, dtype, 1536, 2880))
     check_resources(kernels, arch)
@@ -67,8 +67,7 @@ def test_weight_gradients(arch, dtype, tile):
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("rank", [4, 16, 64])
+@pytest.mark.parametrize(("dtype", "rank"), half_exhaustive(DTYPES, [4, 16, 64]))
 def test_products_of_adapters(arch, dtype, rank):
     """Any plan, also that of few slots; both factors' layouts."""
 
@@ -89,19 +88,17 @@ def test_products_of_adapters(arch, dtype, rank):
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("scheme", SCHEMES)
-def test_gradients_of_rows(arch, dtype, scheme):
+@pytest.mark.parametrize(("scheme", "dtype", "tile"), half_exhaustive(SCHEMES, DTYPES, [16, 128]))
+def test_gradients_of_rows(arch, scheme, dtype, tile):
     """Few rows and many. (e4m3 is decoded by integer operations, so that every GPU has it.)"""
 
     def launch(empty):
-        for tile in (16, 128):
-            ids = empty(tile * 2, 2, dtype=torch.int32)
-            w = stored(empty, scheme, 4, 1536, 2048, dtype)
-            with row_tile(tile):
-                tiles = given_plan(ids, 4, scheme, dtype)
-                dy = empty(tile * 4, 1536, dtype=dtype)
-                expert_dgrad.expert_dgrad(dy, *w, tiles, 1, scheme)
+        ids = empty(tile * 2, 2, dtype=torch.int32)
+        w = stored(empty, scheme, 4, 1536, 2048, dtype)
+        with row_tile(tile):
+            tiles = given_plan(ids, 4, scheme, dtype)
+            dy = empty(tile * 4, 1536, dtype=dtype)
+            expert_dgrad.expert_dgrad(dy, *w, tiles, 1, scheme)
 
     kernels = aot.compile_launch(arch, launch)
     check_resources(kernels, arch)

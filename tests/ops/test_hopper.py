@@ -6,6 +6,7 @@ import torch
 from conftest import HAS_CUDA, INTERPRETED
 from gemm_rows import activated, exact_rows, exact_scaled_rows, numbers
 from hopper_cases import CASES, SCHEMES
+from pairwise import half_exhaustive
 from plans import planned, row_tile
 from sanitize import copied
 
@@ -69,12 +70,16 @@ def test_pack(width, dtype, groups, device):
 
 @pytest.mark.kernel
 @pytest.mark.skipif(not (INTERPRETED or HAS_CUDA), reason="a kernel without an operator")
-@pytest.mark.parametrize("width", [48, 1100, 1536])  # 1536 columns are read in parts
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize(
-    "scheme", ["fp8_tensor_static", "fp8_channel", "fp8_block128", "int8_channel"]
+    ("scheme", "dtype", "width"),
+    half_exhaustive(
+        ["fp8_tensor_static", "fp8_channel", "fp8_block128", "int8_channel"],
+        [torch.bfloat16, torch.float32],
+        [48, 1100, 1536],  # 1536 columns are read in parts
+        where=INTERPRETED,
+    ),
 )
-def test_quantize_packed(width, dtype, scheme, device):
+def test_quantize_packed(scheme, dtype, width, device):
     """Bitwise as quantized, then packed."""
     from moe_ops.kernels._hopper.pack import pack_rows, quantize_rows
 

@@ -14,6 +14,7 @@ pytest.importorskip("triton")
 import aot  # noqa: E402
 import plans  # noqa: E402
 from aot_launches import EXPERTS, HALF, TOP_K, launch_hopper_layer, launch_unquantized, slot_plan  # noqa: E402
+from pairwise import half_exhaustive  # noqa: E402
 
 from moe_ops.dispatch.device import Device
 from moe_ops.dispatch.hopper import PACKED, HopperTiles, most_stages, takes, widths  # noqa: E402
@@ -45,22 +46,23 @@ ONE_TOKEN = ["unquantized", "fp8_channel", "fp8_block128"]
 """Schemes of the kernels of one token."""
 
 
-@pytest.mark.parametrize("scheme", SCHEMES)
-@pytest.mark.parametrize(
-    ("tokens", "activation", "hidden", "width"),
-    [
-        (1, "silu", 2048, 768),
-        (100, "swigluoai", 2880, 2880),
-        (400, "silu", 7168, 2048),
-        (1024, "gelu", 2880, 1408),
-        (2500, "relu2_no_mul", 1536, 640),
-        (4000, "swigluoai", 2880, 2880),
-        (4000, "silu", 2880, 2880),
-        (8000, "silu", 2048, 768),
-        (65536, "silu", 4096, 1536),
-    ],
-)
-def test_a_layer(scheme, tokens, activation, hidden, width):
+LAYERS = [
+    (1, "silu", 2048, 768),
+    (100, "swigluoai", 2880, 2880),
+    (400, "silu", 7168, 2048),
+    (1024, "gelu", 2880, 1408),
+    (2500, "relu2_no_mul", 1536, 640),
+    (4000, "swigluoai", 2880, 2880),
+    (4000, "silu", 2880, 2880),
+    (8000, "silu", 2048, 768),
+    (65536, "silu", 4096, 1536),
+]
+"""Tokens, activation, hidden size and intermediate size."""
+
+
+@pytest.mark.parametrize(("scheme", "layer"), half_exhaustive(SCHEMES, LAYERS), ids=str)
+def test_a_layer(scheme, layer):
+    tokens, activation, hidden, width = layer
     launch = launch_hopper_layer(scheme, tokens, activation, hidden, width, tokens == 1024)
     launched = aot.compile_launch(90, launch)
     one = [k for k in launched if k.metadata.name == "hopper_token_kernel"]
@@ -85,20 +87,24 @@ def test_a_layer(scheme, tokens, activation, hidden, width):
         assert c.ON_DEMAND is (packed and on_demand) and tile == c.BLOCK_M
 
 
-@pytest.mark.parametrize("tokens", [300, 900, 4096])
-@pytest.mark.parametrize(
-    ("hidden", "width", "activation", "has_bias"),
-    [(2048, 768, "silu", False), (2880, 2880, "swigluoai", True), (7168, 2048, "silu", False)],
-    ids=["qwen3-30b", "gpt-oss", "deepseek-v3"],
-)
+MODELS = {
+    "qwen3-30b": (2048, 768, "silu", False),
+    "gpt-oss": (2880, 2880, "swigluoai", True),
+    "deepseek-v3": (7168, 2048, "silu", False),
+}
+"""Hidden size, intermediate size, activation, and whether there is a bias."""
+
+
+@pytest.mark.parametrize(("model", "tokens"), half_exhaustive(MODELS, [300, 900, 4096]))
 @pytest.mark.parametrize(
     "scheme", ["int8_channel", pytest.param("int8_tensor", marks=pytest.mark.exhaustive)]
 )
-def test_layers_of_integers(scheme, hidden, width, activation, has_bias, tokens):
+def test_layers_of_integers(scheme, model, tokens):
     """Tensor cores add all of K: products are added nowhere else, nor written to other registers.
 
     Tiles of 32, 64 and 128 rows.
     """
+    hidden, width, activation, has_bias = MODELS[model]
     launch = launch_hopper_layer(scheme, tokens, activation, hidden, width, has_bias)
     kernels = [k for k in aot.compile_launch(90, launch) if "hopper" in k.metadata.name]
     assert len(kernels) == 2

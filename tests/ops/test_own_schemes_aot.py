@@ -10,7 +10,8 @@ pytest.importorskip("triton")
 
 import aot  # noqa: E402
 from aot_launches import given_plan, stored  # noqa: E402
-from own_schemes import each  # noqa: E402
+from own_schemes import OWN  # noqa: E402
+from pairwise import half_exhaustive  # noqa: E402
 from plans import row_tile  # noqa: E402
 
 from moe_ops.kernels import quantize, scaled_gemm, weight_only_gemm  # noqa: E402
@@ -52,9 +53,9 @@ def launch_layer(scheme, tile, hidden=2048, width=768):
 
 
 @pytest.mark.parametrize("arch", [90, 100])
-@pytest.mark.parametrize("tile", [16, 128])
-@each
+@pytest.mark.parametrize(("scheme", "tile"), half_exhaustive(OWN, [16, 128]))
 def test_both_gemms(scheme, tile, arch):
+    scheme = OWN[scheme]
     assert arch >= min_capability(scheme.activation)
     kernels = aot.compile_launch(arch, launch_layer(scheme, tile))
     gemms = [k for k in kernels if "gemm" in k.metadata.name]

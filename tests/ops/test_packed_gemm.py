@@ -13,6 +13,7 @@ from gemm_rows import exact_rows, gemm_problem
 from hypothesis import given
 from hypothesis import strategies as st
 from packed_weights import HALF, OWN_ROWS, SERVED
+from pairwise import half_exhaustive
 from plans import ids_of, planned, row_tile
 from strategies import ACTIVATIONS
 
@@ -148,8 +149,15 @@ def test_few_slots_without_a_plan(scheme):
         check(problem, scheme, "silu", direct=True)
 
 
-@pytest.mark.parametrize("sizes", [(2880, 192), (704, 2880), (1408, 64)])
-@pytest.mark.parametrize("scheme", ["int4_w4a16_g128_zp", "mxfp4_w4a16"])
+@pytest.mark.parametrize(
+    ("scheme", "sizes"),
+    half_exhaustive(
+        ["int4_w4a16_g128_zp", "mxfp4_w4a16"],
+        [(2880, 192), (704, 2880), (1408, 64)],
+        where=not HAS_CUDA,
+    ),
+    ids=str,
+)
 def test_sizes_of_models(scheme, sizes):
     """K and N that are no multiples of a stage or of a tile, groups that end past K."""
     for tile in (32, 128):

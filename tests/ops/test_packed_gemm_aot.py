@@ -14,6 +14,7 @@ pytest.importorskip("triton")
 import aot  # noqa: E402
 from aot_launches import given_plan, stored  # noqa: E402
 from packed_weights import PACKABLE, UNDER_FP8  # noqa: E402
+from pairwise import half_exhaustive  # noqa: E402
 from plans import row_tile  # noqa: E402
 
 from moe_ops.dispatch.device import Device  # noqa: E402
@@ -124,8 +125,7 @@ def test_half_precision():
     check("int8_w8a16", 16, dtype=torch.float16)
 
 
-@pytest.mark.parametrize("tile", [16, 32, 64, 128])
-@pytest.mark.parametrize("scheme", UNDER_FP8)
+@pytest.mark.parametrize(("scheme", "tile"), half_exhaustive(UNDER_FP8, [16, 32, 64, 128]))
 def test_under_fp8(scheme, tile):
     check(scheme, tile, stored=tile % 64 != 0)
 
@@ -154,8 +154,9 @@ SIZES = {"qwen3-30b": (2048, 768, 8), "gpt-oss": (2880, 2880, 4), "deepseek-v3":
          "qwen3-next": (2048, 512, 10), "llama4-scout": (5120, 8192, 1)}  # fmt: skip
 
 
-@pytest.mark.parametrize("model", SIZES)
-@pytest.mark.parametrize("scheme", ["mxfp4_w4a16", "int4_w4a16_g32", "int8_w8a16"])
+@pytest.mark.parametrize(
+    ("scheme", "model"), half_exhaustive(["mxfp4_w4a16", "int4_w4a16_g32", "int8_w8a16"], SIZES)
+)
 def test_one_token_with_the_sum(scheme, model):
     n, k, slots = SIZES[model]
 
@@ -176,8 +177,7 @@ def check_sum(kernel):
     assert "LDG.E.128" in aot.disassembled(kernel)
 
 
-@pytest.mark.parametrize("model", SIZES)
-@pytest.mark.parametrize("scheme", UNDER_FP8)
+@pytest.mark.parametrize(("scheme", "model"), half_exhaustive(UNDER_FP8, SIZES))
 def test_one_token_with_the_sum_under_fp8(scheme, model):
     n, k, slots = SIZES[model]
 

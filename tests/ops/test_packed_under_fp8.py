@@ -14,6 +14,7 @@ from gemm_rows import exact_rows, gemm_problem
 from hypothesis import given
 from hypothesis import strategies as st
 from packed_weights import UNDER_FP8
+from pairwise import half_exhaustive
 from plans import ids_of, planned, row_tile
 from strategies import ACTIVATIONS
 
@@ -158,8 +159,11 @@ def test_few_slots_without_a_plan(scheme, stored):
         check(problem, scheme, "silu", stored=stored, direct=True)
 
 
-@pytest.mark.parametrize("sizes", [(2880, 192), (704, 2880), (1408, 64)])
-@pytest.mark.parametrize("scheme", UNDER_FP8)
+@pytest.mark.parametrize(
+    ("scheme", "sizes"),
+    half_exhaustive(UNDER_FP8, [(2880, 192), (704, 2880), (1408, 64)], where=not HAS_CUDA),
+    ids=str,
+)
 def test_sizes_of_models(scheme, sizes):
     """K and N that are no multiples of a stage or of a tile, groups that end past K."""
     for tile, stored in ((16, True), (32, False), (128, True), (128, False)):

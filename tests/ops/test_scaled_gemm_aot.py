@@ -12,6 +12,7 @@ import aot  # noqa: E402
 import aot_launches  # noqa: E402
 import triton  # noqa: E402
 import triton.language as tl  # noqa: E402
+from pairwise import half_exhaustive  # noqa: E402
 from plans import row_tile  # noqa: E402
 
 from moe_ops.dispatch.tiles import ROW_TILES  # noqa: E402
@@ -73,15 +74,14 @@ def check(kernels, arch, tile):
 
 
 CASES = [
-    (arch, scheme)
+    pytest.param(arch, *case.values, marks=case.marks)
     for arch in ARCHITECTURES
-    for scheme in SCHEMES
-    if arch >= min_capability(get_scheme(scheme).activation)
+    for case in half_exhaustive(SCHEMES, ROW_TILES)
+    if arch >= min_capability(get_scheme(case.values[0]).activation)
 ]
 
 
-@pytest.mark.parametrize(("arch", "scheme"), CASES)
-@pytest.mark.parametrize("tile", ROW_TILES)
+@pytest.mark.parametrize(("arch", "scheme", "tile"), CASES)
 def test_scaled_gemms(arch, scheme, tile):
     products = check(aot.compile_launch(arch, launch_layer(scheme, tile)), arch, tile)
     if arch == 90 and tile >= 64:
@@ -89,16 +89,21 @@ def test_scaled_gemms(arch, scheme, tile):
         assert all("wgmma.mma_async" in k.asm["ptx"] for k in products)
 
 
-@pytest.mark.parametrize("scheme", ["fp8_channel", "fp8_block128"])
-@pytest.mark.parametrize("tile", ROW_TILES)
+@pytest.mark.parametrize(
+    ("scheme", "tile"), half_exhaustive(["fp8_channel", "fp8_block128"], ROW_TILES)
+)
 def test_scales_of_a_byte(scheme, tile):
     """e8m0."""
     check(aot.compile_launch(90, launch_layer(scheme, tile, scales=torch.uint8)), 90, tile)
 
 
-@pytest.mark.parametrize("scheme", ["fp8_block64x16", "int8_block32", "fp8_block16x256_ue8m0"])
-@pytest.mark.parametrize("tile", ROW_TILES)
-@pytest.mark.parametrize("activation", ["swigluoai", "gelu_no_mul"])
+OTHER_BLOCKS = ["fp8_block64x16", "int8_block32", "fp8_block16x256_ue8m0"]
+
+
+@pytest.mark.parametrize(
+    ("scheme", "tile", "activation"),
+    half_exhaustive(OTHER_BLOCKS, ROW_TILES, ["swigluoai", "gelu_no_mul"]),
+)
 def test_other_blocks_and_tails(scheme, tile, activation):
     """H 2880 and I 704: no tile divides them; blocks of gate and up rows overlap."""
     check(aot.compile_launch(90, launch_layer(scheme, tile, activation, 2880, 704)), 90, tile)

@@ -2,9 +2,10 @@
 
 import pytest
 import torch
-from conftest import INTERPRETED
+from conftest import HAS_CUDA, INTERPRETED
 from differentiable_layers import FLOAT_INPUTS, assert_gradients, gradients, leaves
 from hypothesis import given
+from pairwise import half_exhaustive
 from strategies import layers, problems
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint
@@ -78,7 +79,12 @@ def test_each_scheme(scheme, device):
 
 @pytest.mark.kernel
 @pytest.mark.skipif(INTERPRETED, reason="sizes for a processor")
-@pytest.mark.parametrize("scheme", ["int4_w4a16_g128_zp", "mxfp4_w4a16", "fp8_block128", "nvfp4"])
+@pytest.mark.parametrize(
+    ("scheme",),
+    half_exhaustive(
+        ["int4_w4a16_g128_zp", "mxfp4_w4a16", "fp8_block128", "nvfp4"], where=not HAS_CUDA
+    ),
+)
 def test_real_sizes_of_frozen_weights(scheme, device):
     problem = Problem(40, 3, 2, 2880, 704, torch.bfloat16, scheme=scheme)
     exact, found, grad, config = quantized_run(problem, device)

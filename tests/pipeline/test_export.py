@@ -73,13 +73,17 @@ def test_a_loading_process_must_import_moe_ops(tmp_path):
     assert with_import.stdout.strip() == f"(1, {H})"
 
 
+QUICKLY = {"aot_inductor.compile_wrapper_opt_level": "O0"}
+"""Settings of Inductor: the C++ of a package takes half a minute to optimize."""
 PLAIN_PACKAGE = """
 import torch
 class Double(torch.nn.Module):
     def forward(self, x):
         return 2 * x
 program = torch.export.export(Double(), (torch.ones(2),))
-path = torch._inductor.aoti_compile_and_package(program, package_path={path!r})
+path = torch._inductor.aoti_compile_and_package(
+    program, package_path={path!r}, inductor_configs={quickly!r}
+)
 torch._inductor.aoti_load_package(path)(torch.ones(2))
 """
 
@@ -87,7 +91,8 @@ torch._inductor.aoti_load_package(path)(torch.ones(2))
 @pytest.fixture(scope="module")
 def working_aoti(tmp_path_factory):
     """Some builds of torch crash on loading any package, which would take this process with it."""
-    code = PLAIN_PACKAGE.format(path=str(tmp_path_factory.mktemp("plain") / "plain.pt2"))
+    path = str(tmp_path_factory.mktemp("plain") / "plain.pt2")
+    code = PLAIN_PACKAGE.format(path=path, quickly=QUICKLY)
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     if done.returncode:
         pytest.skip(f"torch {torch.__version__} cannot load a package without moe_ops in it either")
@@ -109,15 +114,24 @@ class Quantized(Block):
         return moe_ops.fused_experts(x, *how, quant_config=self.config)
 
 
+class Both(nn.Module):
+    """Plain and quantized experts in one package, which is compiled once."""
+
+    def __init__(self, device):
+        super().__init__()
+        self.plain, self.quantized = Block(device), Quantized(device)
+
+    def forward(self, x):
+        return self.plain(x), self.quantized(x)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", [Block, Quantized])
 @pytest.mark.usefixtures("working_aoti")
-def test_aot_inductor(kind, device, tmp_path):
-    if kind is Quantized and torch.__version__ < "2.13":
-        pytest.skip("AOTInductor of torch 2.11 hands dtypes to operators as other ones")
-    block, program = exported(device, kind)
+def test_aot_inductor(device, tmp_path):
+    """AOTInductor of torch 2.11 hands dtypes to operators as other ones: plain experts alone."""
+    block, program = exported(device, Both if torch.__version__ >= "2.13" else Block)
     package = torch._inductor.aoti_compile_and_package(
-        program, package_path=str(tmp_path / "block_aoti.pt2")
+        program, package_path=str(tmp_path / "block_aoti.pt2"), inductor_configs=QUICKLY
     )
     compiled = torch._inductor.aoti_load_package(package)
     for tokens in (7, 1, 64):

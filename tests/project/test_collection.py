@@ -1,13 +1,22 @@
 """What `make test` leaves to `make test-all`."""
 
+from itertools import combinations, product
 from types import SimpleNamespace
 
-from conftest import COMPILED_FOR, of_other_architectures
+import pytest
+from conftest import (
+    COMPILED_FOR,
+    MOST_COMPILED,
+    SAMPLED,
+    check_compiled,
+    of_other_architectures,
+)
+from pairwise import half_exhaustive
 
 
-def item(name, arch, keywords=("aot",)):
+def item(name, arch, keywords=("aot",), **params):
     """What the choice reads of a collected item."""
-    params = {} if arch is None else {"arch": arch}
+    params |= {} if arch is None else {"arch": arch}
     return SimpleNamespace(
         name=f"{name}[{arch}]", path="test_aot.py", originalname=name, keywords=keywords,
         callspec=SimpleNamespace(params=params),
@@ -15,13 +24,41 @@ def item(name, arch, keywords=("aot",)):
 
 
 def test_one_item_of_each_test_stays_for_every_other_architecture():
-    items = [item(name, arch) for name in ("a", "b") for arch in (80, 90, 100, 120) * 3]
+    items = [item(name, arch) for name in ("a", "b") for arch in (80, 90, 103, 120) * 3]
     items += [item("c", None), item("c", None), item("c", 120)]
     left = of_other_architectures(items)
-    assert [i.name for i in left] == ["a[80]", "a[120]"] * 2 + ["b[80]", "b[120]"] * 2
-    assert not {i.callspec.params["arch"] for i in left} & set(COMPILED_FOR)
+    names = [f"{name}[{arch}]" for name in ("a", "b") for _ in range(2) for arch in (80, 103, 120)]
+    assert [i.name for i in left] == names
+    assert COMPILED_FOR not in {i.callspec.params["arch"] for i in left}
+
+
+def test_every_value_stays_for_the_sampled_architecture():
+    """Every tile and every scheme, but not each of them with each of the others."""
+    schemes, tiles = ("fp8", "int8", "mxfp4"), (16, 64)
+    items = [item("a", SAMPLED, scheme=s, tile=t) for s in schemes for t in tiles]
+    assert of_other_architectures(items) == [items[3], items[5]]
+    assert of_other_architectures([item("a", SAMPLED), item("b", SAMPLED)]) == []
 
 
 def test_tests_that_compile_nothing_stay():
     """Rules of every architecture take no time."""
     assert of_other_architectures([item("a", 80, ()), item("a", 80, ())]) == []
+
+
+def test_as_many_items_compile_as_there_is_time_for():
+    items = [item("a", 90)] * MOST_COMPILED
+    check_compiled([*items, item("b", 90, ())])
+    with pytest.raises(pytest.UsageError, match=rf"got {MOST_COMPILED + 1}: mark .*exhaustive"):
+        check_compiled([*items, item("a", 90)])
+
+
+def test_every_two_values_meet_in_half_of_the_product():
+    factors = ["abcde", range(4), (False, True)]
+    cases = half_exhaustive(*factors)
+    assert [case.values for case in cases] == list(product(*factors))
+    kept = [case.values for case in cases if not case.marks]
+    assert len(kept) == len(cases) / 2
+    for i, j in combinations(range(3), 2):
+        pairs = {(row[i], row[j]) for row in kept}
+        assert pairs == set(product(factors[i], factors[j]))
+    assert not any(case.marks for case in half_exhaustive(*factors, where=False))
