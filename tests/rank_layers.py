@@ -2,7 +2,7 @@
 
 import torch
 from checkpoints import Experts, per_expert
-from ranks import mine
+from ranks import device, mine
 
 import moe_ops
 from moe_ops import FusedMoEParallelConfig
@@ -21,7 +21,7 @@ def layer_of(options, **way):
         for name, x in list(source.items()):
             source[name.replace("weight", "bias")] = torch.randn(x.shape[0], generator=g)
     moe_ops.load_checkpoint(layer, source, progress=False)
-    return layer.requires_grad_(scheme is None)
+    return layer.to(device()).requires_grad_(scheme is None)
 
 
 def ways(rank, ranks, counts=None):
@@ -48,12 +48,12 @@ def ways(rank, ranks, counts=None):
 
 def batch():
     g = torch.Generator().manual_seed(1)
-    return [torch.randn(T, n, generator=g) for n in (H, E, H)]
+    return [torch.randn(T, n, generator=g).to(device()) for n in (H, E, H)]
 
 
 def held(layer, name, whole):
     """This rank's part of what all experts have."""
-    rows = torch.tensor([e for e, row in enumerate(layer.placement.row) if row >= 0])
+    rows = [e for e, row in enumerate(layer.placement.row) if row >= 0]
     part, config = whole[rows], layer.moe_parallel_config
     if config.tp_size == 1:
         return part

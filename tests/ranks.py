@@ -11,12 +11,17 @@ from dataclasses import fields, replace
 from datetime import timedelta
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
 from torch import Tensor
 
 import moe_ops
+
+two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+BACKENDS = ["gloo", pytest.param("nccl", marks=two_gpus)]
+"""Backends of tests with two ranks."""
 
 
 def spawn(check: Callable[..., None], ranks: int, *arguments: Any, backend: str = "gloo") -> None:

@@ -4,11 +4,9 @@ import runpy
 from pathlib import Path
 
 import pytest
-import torch
-from ranks import device, spawn
+from ranks import BACKENDS, device, spawn
 
 pytest.importorskip("accelerate", reason="transformers places parallel models with it")
-two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 
 
 def check_text(rank, ranks, tensor_parallel):
@@ -17,6 +15,6 @@ def check_text(rank, ranks, tensor_parallel):
 
 
 @pytest.mark.parametrize("tensor_parallel", [False, True])
-@pytest.mark.parametrize("backend", ["gloo", pytest.param("nccl", marks=two_gpus)])
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_ranks_write_the_text_of_one(backend, tensor_parallel):
     spawn(check_text, 2, tensor_parallel, backend=backend)

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from checkpoints import Experts, per_expert
-from ranks import spawn
+from ranks import BACKENDS, spawn
 
 import moe_ops
 
@@ -156,9 +156,6 @@ def check_two(rank, ranks, backend):
     check_exchanges(rank, device)
 
 
-two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-
-
-@pytest.mark.parametrize("backend", ["gloo", pytest.param("nccl", marks=two_gpus)])
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_two_processes(backend):
     spawn(check_two, 2, backend, backend=backend)

@@ -1,10 +1,10 @@
-"""Adapters in layers of several ranks, over gloo: one rank with all experts and all tokens."""
+"""Adapters in layers of several ranks are those of one rank with all experts and all tokens."""
 
 import pytest
 import torch
 import torch.distributed as dist
 from rank_layers import E, H, I, T, batch, held, layer_of, ways
-from ranks import spawn
+from ranks import BACKENDS, device, spawn
 
 from moe_ops.training import ExpertLora
 
@@ -22,9 +22,10 @@ def adapters(dtype=torch.int32):
     """Adapters of all experts, with an adapter per token, or none."""
     g = torch.Generator().manual_seed(7)
     shapes = ((R, H), (2 * I, R), (R, I), (H, R))
-    a1, b1, a2, b2 = (torch.randn(L, E, *s, generator=g) / s[-1] ** 0.5 for s in shapes)
-    ids = (torch.arange(T) % (L + 2) - 1).to(dtype)  # -1 and L: none
-    return ExpertLora((a1, b1), (a2, b2), ids, torch.tensor([0.5, 2.0, 1.0]))
+    made = (torch.randn(L, E, *s, generator=g) / s[-1] ** 0.5 for s in shapes)
+    a1, b1, a2, b2 = (x.to(device()) for x in made)
+    ids = (torch.arange(T, device=device()) % (L + 2) - 1).to(dtype)  # -1 and L: none
+    return ExpertLora((a1, b1), (a2, b2), ids, torch.tensor([0.5, 2.0, 1.0], device=device()))
 
 
 def own(layer, lora, tokens):
@@ -169,9 +170,13 @@ def check_two(rank, ranks):
     check_frozen(rank, ranks)
 
 
-@pytest.mark.parametrize(("ranks", "checks"), [(2, check_two), (4, check)])
-def test_ranks(ranks, checks):
-    spawn(checks, ranks)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_two_ranks(backend):
+    spawn(check_two, 2, backend=backend)
+
+
+def test_four_ranks():
+    spawn(check, 4)
 
 
 def test_compiled():

@@ -5,14 +5,12 @@ import copy
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import device, spawn
+from ranks import BACKENDS, device, spawn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from training_models import KINDS, batch_of, model_of
 
-two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-BACKENDS = ["gloo", pytest.param("nccl", marks=two_gpus)]
 RATE, STEPS, BITS = 0.1, 3, 2**9
 """``BITS``: how many units in the last place of float32 a step's sums may differ by."""
 

@@ -8,7 +8,7 @@ from compilations import Compilations
 from conftest import INTERPRETED
 from modular import layer_config, setup
 from rank_kernels import COUNTS, PROBLEM, kernel_of, part_of
-from ranks import config_of, device, experts_of, mine, spawn
+from ranks import config_of, device, experts_of, mine, spawn, two_gpus
 
 import moe_ops
 from moe_ops.parallel import determine_expert_ranks
@@ -18,7 +18,6 @@ RANKS = (2, 3)
 COUNT_OF = {2: COUNTS[2], 3: (5, 0, 6)}
 SCHEMES = ("unquantized", "fp8_block128", "fp8_channel", "fp8_tensor", "fp8_tensor_static", "nvfp4")
 FEW = ("unquantized", "fp8_block128", "fp8_tensor_static")
-two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 
 
 def exchange_of(ranks, top_k=K):

@@ -20,7 +20,7 @@ from compilations import Compilations
 from conftest import HAS_CUDA, INTERPRETED
 from modular import setup, twice
 from rank_kernels import COUNTS, PROBLEM, SCHEMES, kernel_of, part_of
-from ranks import device, mine, spawn, started
+from ranks import BACKENDS, device, mine, spawn, started, two_gpus
 
 import moe_ops
 from moe_ops.parallel import determine_expert_ranks
@@ -36,7 +36,6 @@ EVERY_MODE = ("fp8_tensor", "fp8_tensor_static", "nvfp4")
 SHORT = 0.02 if INTERPRETED else 0.3
 """Seconds to wait for a rank that does not come. A poll of an interpreted kernel counts less than
 it takes."""
-two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 four_gpus = pytest.mark.skipif(torch.cuda.device_count() < 4, reason="needs four GPUs")
 GROUPS = [
     (2, "gloo"),
@@ -317,7 +316,7 @@ def check_killed(rank, ranks, marker):
 
 
 @pytest.mark.skipif(INTERPRETED, reason="the protocol is that of the other test")
-@pytest.mark.parametrize("backend", ["gloo", pytest.param("nccl", marks=two_gpus)])
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_a_killed_rank_is_an_error(backend, tmp_path):
     marker = tmp_path / "raised"
     with started(check_killed, 2, str(marker), backend=backend) as context:
