@@ -7,6 +7,7 @@ from plans import row_tile
 from moe_ops import fake_impls
 from moe_ops.kernels import align, expert_gemm, scaled_gemm
 from moe_ops.scheme import get_scheme
+from moe_ops.scheme.packed import groups_first
 from moe_ops.support import SUPPORT
 from moe_ops.tensors import QTensor
 
@@ -120,3 +121,11 @@ def launch_unquantized(scheme):
             scaled_gemm.scaled_matmul(empty(4096, 2048), given, w, w_scale, None, None, *rest)
 
     return launch
+
+
+def packed(empty, scheme, n, k, dtype, experts=128):
+    """The same in the packed form."""
+    q = stored(empty, scheme, experts, n, k, dtype)
+    words = empty(experts, n, q.data.shape[2] * q.data.itemsize // 4, dtype=torch.int32)
+    more = (None if t is None else empty(*groups_first(t.shape), dtype=t.dtype) for t in q[1:])
+    return QTensor(words, *more)

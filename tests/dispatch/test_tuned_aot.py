@@ -14,7 +14,7 @@ if INTERPRETED:
 pytest.importorskip("triton")
 
 import aot  # noqa: E402
-from aot_launches import HALF  # noqa: E402
+from aot_launches import HALF, packed  # noqa: E402
 from tuned_entries import entry, gemm_of, record  # noqa: E402
 
 from moe_ops import ops
@@ -30,6 +30,7 @@ from moe_ops.dispatch.hopper import (  # noqa: E402
     operand_bytes,
     widths,
 )
+from moe_ops.dispatch.hopper_decode import DECODING  # noqa: E402
 from moe_ops.dispatch.row_tiles import tile_rule  # noqa: E402
 from moe_ops.dispatch.tiles import plan_sizes  # noqa: E402
 from moe_ops.pipeline import gemms  # noqa: E402
@@ -99,6 +100,15 @@ def test_tiles_are_ones_that_may_win(known):
         assert trial.tiles.block_m == defaults[0].block_m, trial
 
 
+def weight_of(known, trial, empty, n, k):
+    """An empty weight, in the packed form if the tiles are those of a kernel that decodes it."""
+    scheme, experts = get_scheme(known.scheme), known.sizes[0]
+    if getattr(trial.tiles, "kernel", None) in DECODING:
+        return packed(empty, known.scheme, n, k, torch.bfloat16, experts)
+    meta = quantize_weight(torch.empty(experts, n, k, dtype=torch.bfloat16, device="meta"), scheme)
+    return QTensor(*(None if t is None else empty(*t.shape, dtype=t.dtype) for t in meta))
+
+
 def launch_trial(known, trial):
     """One GEMM of the layer."""
     scheme, (experts, width, hidden) = get_scheme(known.scheme), known.sizes
@@ -111,10 +121,7 @@ def launch_trial(known, trial):
         rule = tile_rule(known.scheme, torch.bfloat16, ids.device)
         plan = empty(plan_sizes(slots, experts, rule).entries, dtype=torch.int32)
         space = SlotRows(Tiles(plan, ids), experts)
-        meta = quantize_weight(
-            torch.empty(experts, n, k, dtype=torch.bfloat16, device="meta"), scheme
-        )
-        q = QTensor(*(None if t is None else empty(*t.shape, dtype=t.dtype) for t in meta))
+        q = weight_of(known, trial, empty, n, k)
         a = Rows(empty(rows, k))
         if quant is not None:
             given = empty(1, dtype=torch.float32) if quant.static or quant.global_scale else None
@@ -133,7 +140,11 @@ def launch_trial(known, trial):
 def check(kernel, tiles, gpu):
     """As the file says, in the shared memory that there is, and into a product that is right."""
     used, made = aot.resources(kernel, gpu.arch), kernel.metadata
-    if isinstance(tiles, HopperTiles):
+    if isinstance(tiles, HopperTiles) and tiles.kernel in DECODING:
+        assert made.name == f"{tiles.kernel}_kernel"
+        assert used["shared"] + 1024 <= (gpu.shared_memory + 1024) // tiles.ctas, tiles
+        assert used["spilled"] == 0 and used["serialized"] == 0, tiles
+    elif isinstance(tiles, HopperTiles):
         assert made.name == f"hopper_{'gemm' if tiles.packed else 'stream'}_kernel"
         assert used["shared"] <= (gpu.shared_memory if tiles.packed else HALF), tiles
         assert used["spilled"] == 0 and used["serialized"] == 0, tiles

@@ -12,7 +12,7 @@ if INTERPRETED:
 pytest.importorskip("triton")
 
 import aot  # noqa: E402
-from aot_launches import given_plan, stored  # noqa: E402
+from aot_launches import given_plan, packed  # noqa: E402
 from packed_weights import PACKABLE, UNDER_FP8  # noqa: E402
 from pairwise import half_exhaustive  # noqa: E402
 from plans import row_tile  # noqa: E402
@@ -22,20 +22,11 @@ from moe_ops.dispatch.hopper_decode import FEW_CTAS  # noqa: E402
 from moe_ops.kernels import gemm_sum, scaled_gemm, weight_only_gemm  # noqa: E402
 from moe_ops.kernels._hopper.decode_sum_gemm import SumConstants  # noqa: E402
 from moe_ops.kernels._runtime import launch as launching  # noqa: E402
-from moe_ops.scheme import QTensor, get_scheme  # noqa: E402
-from moe_ops.scheme.packed import groups_first  # noqa: E402
+from moe_ops.scheme import get_scheme  # noqa: E402
 
 pytestmark = [pytest.mark.aot, pytest.mark.filterwarnings("ignore")]
 H200 = Device(90, 232448, 132)
 EXPERTS = 128
-
-
-def packed(empty, scheme, n, k, dtype):
-    """An empty weight in the packed form."""
-    q = stored(empty, scheme, EXPERTS, n, k, dtype)
-    words = empty(EXPERTS, n, q.data.shape[2] * q.data.itemsize // 4, dtype=torch.int32)
-    more = (None if t is None else empty(*groups_first(t.shape), dtype=t.dtype) for t in q[1:])
-    return QTensor(words, *more)
 
 
 def launch_layer(scheme, tile, activation, hidden, width, dtype=torch.bfloat16):
