@@ -57,6 +57,10 @@ OVERHEADS = {
 }
 """Name of a measure -> its label in the table."""
 
+MODELS_LEGEND = """\
+Whole models in transformers, with random weights: tokens per second of 1, 8 and 64 sequences that
+decode, and of a prompt of 4096 tokens; one step replayed from a CUDA graph."""
+
 Record = dict[str, Any]
 
 
@@ -156,6 +160,40 @@ def _headline(record: Record) -> list[str]:
         f"it says otherwise. Peers: {peers or 'none'}. {source(record)}"
     )
     return [markdown(["tokens:", *map(str, TOKENS)], lines, labels=1), told]
+
+
+def models_headline(records: list[Record]) -> str:
+    """The Markdown of captured steps of whole models, of those schemes that a peer was timed in."""
+    return "\n\n".join(part for record in records for part in _models_headline(record))
+
+
+def _models_headline(record: Record) -> list[str]:
+    rows = [r for r in record["rows"] if r["mode"] == "captured" and r["skipped"] is None]
+    cases = sorted({(r["phase"], r["M"]) for r in rows})
+    speed = {
+        (r["model"], r["scheme"], r["impl"], r["phase"], r["M"]): r["tokens_per_s"] for r in rows
+    }
+    impls = sorted({key[:3] for key in speed}, key=lambda key: (key[:2], key[2] != OURS, key[2]))
+    with_peer = {key[:2] for key in impls if not _ours(key[2])}
+
+    def cell(key: tuple[str, ...], case: tuple[str, int]) -> str:
+        found = speed.get((*key, *case))
+        return "-" if found is None else f"{found:,.0f}"
+
+    lines = [
+        [model, f"`{scheme}`", impl, *(cell((model, scheme, impl), case) for case in cases)]
+        for model, scheme, impl in impls
+        if (model, scheme) in with_peer
+    ]
+    head = ["model", "weights", "experts", *(f"{phase} {m}" for phase, m in cases)]
+    told = f"{MODELS_LEGEND} {source(record)}"
+    return [markdown(head, lines, labels=3), told.replace("\n", " ")] if lines else []
+
+
+def readme(results: Path) -> str:
+    """What README shows: layers of the fullest record, and whole models."""
+    layers, models = read_records(results), read_records(results, "models.json")
+    return f"{headline(layers[:1])}\n\n{models_headline(models[:1])}"  # the docs have every GPU
 
 
 def _where(shapes: set[str], of: int) -> str:
@@ -305,7 +343,7 @@ def main() -> None:
     args = parser.parse_args()
     records = read_records(args.results)
     if args.write:
-        write_report(args.write, headline(records[:1]))  # the docs have every GPU
+        write_report(args.write, readme(args.results))
         print(f"{args.write}: {source(records[0])}")
     else:
         overheads = read_records(args.results, "overheads.json")
