@@ -256,30 +256,6 @@ def test_readme_shows_the_records():
     assert shown == made, "run: python benchmarks/report.py --write README.md"
 
 
-def test_headline_of_models():
-    """Captured steps of ours and of peers, in schemes that a peer was timed in."""
-    row = {
-        "model": "a", "scheme": "bf16", "impl": "moe_ops", "mode": "captured", "phase": "decode",
-        "M": 1, "tokens_per_s": 1234.6, "skipped": None,
-    }  # fmt: skip
-    changes = (
-        {"impl": "hf-grouped_mm", "tokens_per_s": 500.4},
-        {},
-        {"phase": "prefill", "M": 4096, "tokens_per_s": 9e4},
-        {"mode": "eager", "M": 8},
-        {"scheme": "int8_w8a16"},
-        {"impl": "hf-batched_mm", "M": 64, "skipped": "too large"},
-    )
-    rows = [{**row, **change} for change in changes]
-    table, told = report.models_headline([{**record_of(), "rows": rows}]).split("\n\n")
-    assert table.splitlines()[0] == "| model | weights | experts | decode 1 | prefill 4096 |"
-    assert table.splitlines()[2:] == [
-        "| a | `bf16` | moe_ops | 1,235 | 90,000 |",
-        "| a | `bf16` | hf-grouped_mm | 500 | - |",
-    ]
-    assert "one step replayed from a CUDA graph" in told
-
-
 def test_headline():
     rows = [
         row("a", 1, time_us=10.0, floor_us=5.0), row("b", 1, time_us=40.0, floor_us=20.0),

@@ -351,6 +351,23 @@ def test_report():
     assert "Eager" not in text
 
 
+def test_headline():
+    """Captured steps of ours and of peers, in schemes that a peer was timed in."""
+    record = record_of(
+        {"impl": "hf-grouped_mm", "tokens_per_s": 40.4}, {"tokens_per_s": 1234.6},
+        {"phase": "prefill", "M": 4096, "tokens_per_s": 9e4}, {"mode": "eager", "M": 1},
+        {"scheme": "int8_w8a16"},
+        {"impl": "hf-batched_mm", "M": 64, "tokens_per_s": None, "skipped": "too large"},
+    )  # fmt: skip
+    table, told = import_module("report").models_headline([record]).split("\n\n")
+    assert table.splitlines()[0] == "| model | weights | experts | decode 8 | prefill 4096 |"
+    assert table.splitlines()[2:] == [
+        "| tiny-qwen3 | `bf16` | moe_ops | 1,235 | 90,000 |",
+        "| tiny-qwen3 | `bf16` | hf-grouped_mm | 40 | - |",
+    ]
+    assert "one step replayed from a CUDA graph" in told
+
+
 def test_plot(tmp_path):
     pytest.importorskip("matplotlib")
     plot = import_module("plot")
