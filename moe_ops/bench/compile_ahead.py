@@ -12,6 +12,7 @@ import warnings
 from collections.abc import Sequence
 from concurrent.futures import Executor, ProcessPoolExecutor
 from functools import partial
+from importlib import import_module
 from multiprocessing import get_context
 
 import torch
@@ -22,7 +23,6 @@ from moe_ops.bench.layer_gemms import LayerGemms
 from moe_ops.bench.problems import Problem
 from moe_ops.dispatch.device import assumed
 from moe_ops.dispatch.tiles import is_direct
-from moe_ops.kernels._runtime.launch import compile_only
 from moe_ops.scheme import Scheme, pack_weight, quantize_weight
 from moe_ops.tensors import ExpertWeight, ExpertWeights
 from moe_ops.tuning.search import Subject, Trial
@@ -33,7 +33,9 @@ MOST_PROCESSES = 16
 
 def usable_cores() -> int:
     """Cores that this process may use, at most `MOST_PROCESSES`."""
-    return min(MOST_PROCESSES, len(os.sched_getaffinity(0)))
+    affinity = getattr(os, "sched_getaffinity", None)  # only Linux has it
+    cores = len(affinity(0)) if affinity else os.cpu_count() or 1
+    return min(MOST_PROCESSES, cores)
 
 
 class CompileAhead:
@@ -85,7 +87,8 @@ class CompileAhead:
 def compile_trial(activation: str, subject: Subject, trial: Trial) -> str:
     """Compile what a trial launches; returns the error, or an empty string."""
     try:
-        with warnings.catch_warnings(), assumed(subject.device), compile_only():
+        launch = import_module("moe_ops.kernels._runtime.launch")  # needs Triton, the command not
+        with warnings.catch_warnings(), assumed(subject.device), launch.compile_only():
             warnings.simplefilter("ignore")  # of addresses of fake tensors, which are 0
             with FakeTensorMode(allow_non_fake_inputs=True):
                 _launch(activation, subject, trial)
