@@ -87,7 +87,7 @@ class CompileAhead:
 def compile_trial(activation: str, subject: Subject, trial: Trial) -> str:
     """Compile what a trial launches; returns the error, or an empty string."""
     try:
-        launch = import_module("moe_ops.kernels._runtime.launch")  # needs Triton, the command not
+        launch = import_module("moe_ops.kernels._runtime.launch")  # Triton is optional
         with warnings.catch_warnings(), assumed(subject.device), launch.compile_only():
             warnings.simplefilter("ignore")  # of addresses of fake tensors, which are 0
             with FakeTensorMode(allow_non_fake_inputs=True):

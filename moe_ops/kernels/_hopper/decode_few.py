@@ -4,9 +4,9 @@ The weights of a tile are copied as they are packed (`scheme.packed`), decoded i
 (`fragments`), and multiplied as the first operand of a matrix instruction; rows of tokens are the
 second operand. So a weight is read once from memory and once from shared memory, and never written.
 
-One or two warps copy: weights and scales as TMA boxes, the rows of a tile's slots with cp.async, as
-they may lie anywhere. A warp group decodes, multiplies and stores. Several CTAs fit on an SM: while
-one decodes, another waits for memory.
+Two or four warps copy: weights and scales as TMA boxes, the rows of a tile's slots with cp.async,
+as they may lie anywhere. A warp group decodes, multiplies and stores. Several CTAs fit on an SM:
+while one decodes, another waits for memory.
 
 Source: the structure of `stream`, with the register operand that humming and triton_kernels use.
 """
@@ -46,7 +46,7 @@ ALONE = gl.constexpr(16)
 
 @gluon.constexpr_function
 def copying_warps(rows):
-    """Warps that copy: as few as keep up, since each of them repeats what a stage takes."""
+    """Number of copying warps: each repeats a stage's address arithmetic; fewer spill registers."""
     return 2 if rows <= ALONE else 4
 
 
@@ -165,8 +165,8 @@ def add_alone(ring, stage, sums, C: gl.constexpr):
 def add_together(ring, stage, sums, FIRST: gl.constexpr, C: gl.constexpr):
     """Add the products of the units from FIRST on to ``sums``: by the whole warp group.
 
-    While the product of one unit is under way, the weights of the other are decoded, and words are
-    loaded before the product whose end they do not wait for.
+    While the product of one unit is under way, the weights of the other are decoded. Words are
+    loaded one product ahead, so that loads and products overlap.
     """
     LAYOUT: gl.constexpr = sums[0].type.layout
     DOT: gl.constexpr = gl.DotOperandLayout(0, LAYOUT, 2)
