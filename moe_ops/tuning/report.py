@@ -12,7 +12,7 @@ from moe_ops.dispatch.tuned_file import HOPPER_SIZES, SIZES, written
 from moe_ops.tuning.search import Subject, Trial
 
 _SIZES = "columns x K / warps / stages / group"
-"""Form of a portable kernel's config; a Hopper kernel has name, weight rows, stages, group, CTAs."""
+"""Form of a portable config; a Hopper one has name, weight rows, stages, group and CTAs per SM."""
 
 
 def trials_table(trials: Iterable[Trial]) -> str:
