@@ -68,7 +68,9 @@ def inline_asm(
         assert asm.endswith(", 0xEA;"), "the table of (x & y) | z"
         return Value((word & mask) | bits)
     lanes = LANES[kinds[-1]]
-    x, y = (a.data.contiguous().view(lanes) for a in args)
+    x, y, *z = (a.data.contiguous().view(lanes) for a in args)
+    if name == "fma":  # exact in float64, but for the last rounding
+        return Value((x.double() * y.double() + z[0].double()).to(lanes).view(torch.int32))
     if lanes is torch.uint16:
         x, y = x.int(), y.int()
         return Value(torch.minimum(x, y).to(lanes).view(torch.int32))

@@ -32,7 +32,7 @@ from moe_ops.kernels._hopper.boxes import Boxes, descriptor
 from moe_ops.kernels._hopper.decode_few import ALONE, hopper_decode_few_kernel
 from moe_ops.kernels._hopper.decode_many import hopper_decode_many_kernel
 from moe_ops.kernels._hopper.early import note_routing
-from moe_ops.kernels._hopper.fragments import SHIFT
+from moe_ops.kernels._hopper.fragments import SHIFT, SPACING
 from moe_ops.kernels._hopper.pack import pack_rows, quantize_rows
 from moe_ops.kernels._hopper.products import BOX_ROWS
 from moe_ops.kernels._runtime.launch import Launch
@@ -77,7 +77,7 @@ class Constants:
     SCALED: str
     """What scales multiply: ``weights``, ``sums`` of a stage, or ``rows`` of the result."""
     LIFTED: int
-    """Exponent of the correction of decoded floats; 0 for integers."""
+    """Exponent of the correction of decoded numbers; 0: there is none."""
     CORRECTION: float
     """``2 ** (LIFTED - SHIFT)``."""
     APPLIED: bool
@@ -188,8 +188,12 @@ def constants(problem: GemmProblem, tiles: HopperTiles, variant: Variant) -> Con
     ):
         scaled = "sums"
     exponent = 4 if quant.element.name == "fp8" else quant.element.exponent
+    spaced = not exponent and not variant.half  # integers as the smallest floats: see `fragments`
     shifted = cols > 0 and quant.scale in ONE_BYTE
-    lifted = (16 if variant.half else 128) - 2 ** (exponent - 1) if exponent else 0
+    if exponent:
+        lifted = (16 if variant.half else 128) - 2 ** (exponent - 1)
+    else:
+        lifted = SPACING.value if spaced else 0
     copied, groups = unit_bytes(quant), stage_groups(quant)
     return Constants(
         N=sizes.n,
@@ -210,7 +214,7 @@ def constants(problem: GemmProblem, tiles: HopperTiles, variant: Variant) -> Con
         LIFTED=lifted,
         CORRECTION=2.0 ** (lifted - SHIFT.value),
         APPLIED=exponent > 0 and not shifted,
-        RESTORE=2.0**SHIFT.value if shifted else 1.0,
+        RESTORE=2.0**SHIFT.value if shifted or spaced else 1.0,
         SCALE_ROWS=variant.scale_rows,
         GLOBAL_ROWS=variant.global_rows,
         BLOCK_M=tiles.block_m,

@@ -2,13 +2,19 @@
 
 A packed word holds numbers that one thread multiplies: 4-bit ones of a k16 tile of 64 weight rows
 (pairs of neighbours along K, of two neighbouring rows and both halves of the tile), or 8-bit ones
-of half of the tile. Words are decoded as pairs of 16-bit lanes, by the steps of `_gemm.dequantize`:
-integers go into the mantissa of a float from which a constant, or the zero point, is subtracted;
-the bits of small floats are moved to their places and multiplied by the bias correction.
+of half of the tile. Words are decoded as pairs of 16-bit lanes.
 
-One-byte scales and the correction are one factor, with an exponent that is less by SHIFT so that
-bf16 holds it. RESTORE undoes that on the sums. For the scales that this serves exactly see
-`pack_weight`.
+The bits of small floats are moved to their places and multiplied by the bias correction.
+
+Integers up to eight bits need no conversion in bf16: a lane of which the other bits are masked off
+is the float ``integer * 2 ** -133``, since the smallest floats are equally spaced. So one
+multiply-add subtracts the offset and multiplies by the scale, and rounds once. Zero points, whose
+products with scales bf16 does not hold, are subtracted before. The range of fp16 is too small for
+that: there integers go into the mantissa of 1024, from which a constant or the zero point is
+subtracted.
+
+The correction is part of the scale, with an exponent that is less by SHIFT so that bf16 holds it.
+RESTORE undoes that on the sums. For the scales that this serves exactly see `pack_weight`.
 """
 
 from triton.experimental import gluon
@@ -17,7 +23,21 @@ from triton.experimental.gluon import language as gl
 UNIT = gl.constexpr(64)
 """Weight rows, and numbers along K, of a packed chunk."""
 SHIFT = gl.constexpr(64)
-"""One-byte scales multiply weights with this exponent less than they have."""
+"""Scales multiply weights with this exponent less than they have."""
+SPACING = gl.constexpr(133)
+"""The smallest floats of bf16 are multiples of 2 ** -SPACING."""
+
+
+@gluon.constexpr_function
+def equally_spaced(C):
+    """Whether integers are taken as they lie, as the smallest floats of bf16."""
+    return C.EXPONENT == 0 and not C.HALF
+
+
+@gluon.constexpr_function
+def power_of_two(EXPONENT):
+    """The bits of a power of two in bf16."""
+    return (EXPONENT + 127) << 7
 
 
 @gluon.constexpr_function
@@ -60,6 +80,13 @@ def subtract_lanes(x, y, HALF: gl.constexpr):
 
 
 @gluon.jit
+def multiply_add_lanes(x, y, z):
+    """``x * y + z`` of the lanes of words in bf16, rounded once."""
+    ASM: gl.constexpr = "fma.rn.bf16x2 $0, $1, $2, $3;"
+    return gl.inline_asm_elementwise(ASM, "=r,r,r,r", [x, y, z], gl.int32, True, 1)
+
+
+@gluon.jit
 def masked_lanes(word, MASK: gl.constexpr, BITS: gl.constexpr):
     """``word & mask | bits`` in each lane.
 
@@ -90,13 +117,53 @@ def constant_lanes(BITS: gl.constexpr, like):
 
 
 @gluon.jit
-def nibble_lanes(word, Q: gl.constexpr, zero, C: gl.constexpr):
-    """Register Q of a word of 4-bit integers, minus the zero point; ``zero``: magic + it."""
-    MAGIC: gl.constexpr = 0x6400 if C.HALF else 0x4300
-    value = masked_lanes(word >> (4 * Q), 0xF, MAGIC)
-    if zero is None:
-        zero = constant_lanes(MAGIC + 8, word)
-    return subtract_lanes(value, zero, C.HALF)
+def nibble_lanes(word, Q: gl.constexpr, C: gl.constexpr):
+    """Register Q of a word of 4-bit integers, in the form that `integers` takes.
+
+    Odd ones of the smallest floats lie four bits higher.
+    """
+    if C.HALF:
+        value = masked_lanes(word >> (4 * Q), 0xF, 0x6400)
+    else:
+        moved = word if Q < 2 else word >> 8
+        value = moved & (0x00F000F0 if Q % 2 == 1 else 0x000F000F)
+    return value
+
+
+@gluon.jit
+def integers(value, ODD: gl.constexpr, factor, less, C: gl.constexpr):
+    """Numbers from integers of even or odd rows: minus offset or zero point, times scale.
+
+    ``value``: the integers as the smallest floats, or added to 1024 in fp16. ``factor``: what they
+    are multiplied by, or None. ``less``: what is subtracted before, or with the smallest floats and
+    without zero points, added after; None: a constant.
+    """
+    if equally_spaced(C):
+        if factor is None:
+            factor = constant_lanes(power_of_two(C.LIFTED - SHIFT - high_bits(ODD, C)), value)
+            if less is None:
+                less = constant_lanes(0x8000 | power_of_two(C.BITS - 1 - SHIFT), value)
+        value, factor = gl.broadcast(value, factor)
+        value, less = gl.broadcast(value, less)
+        if C.ZERO_BYTES > 0:
+            value = multiply_lanes(subtract_lanes(value, less, False), factor, False)
+        else:
+            value = multiply_add_lanes(value, factor, less)
+    else:
+        if less is None:
+            less = constant_lanes(0x6400 + (1 << (C.BITS - 1)), value)
+        value, less = gl.broadcast(value, less)
+        value = subtract_lanes(value, less, True)
+        if factor is not None:
+            value, factor = gl.broadcast(value, factor)
+            value = multiply_lanes(value, factor, True)
+    return value
+
+
+@gluon.constexpr_function
+def high_bits(ODD, C):
+    """How many bits higher the integers of even or odd rows lie than at the end of a lane."""
+    return 4 if ODD and C.BITS == 4 and not C.HALF else 0
 
 
 @gluon.jit
@@ -121,7 +188,7 @@ def float_lanes(word, Q: gl.constexpr, C: gl.constexpr):
 
 @gluon.jit
 def byte_lanes(word, J: gl.constexpr, C: gl.constexpr):
-    """Bytes J of both lanes as numbers: integers, or floats still to be corrected."""
+    """Bytes J of both lanes: floats still to be corrected, or integers as `integers` takes them."""
     if C.EXPONENT > 0:
         DOWN: gl.constexpr = (5 if C.HALF else 8) - C.EXPONENT
         LIFT: gl.constexpr = 16 - C.STORED
@@ -131,15 +198,13 @@ def byte_lanes(word, J: gl.constexpr, C: gl.constexpr):
         moved = word << (UP - DOWN) if UP >= DOWN else word >> (DOWN - UP)
         value = (lifted & -0x7FFF8000) | (moved & (MAGNITUDE | (MAGNITUDE << 16)))
     else:
-        bits = word >> (8 * J)
-        if C.HALF:  # 1024 + integer
-            if C.OFFSET == 0:
-                bits ^= 0x00800080
-            value = masked_lanes(bits, 0xFF, 0x6400)
-            value = subtract_lanes(value, constant_lanes(0x6480, word), True)
-        else:  # bf16 has seven mantissa bits: bit 7 decides whether 128 or 256 is subtracted
-            less = masked_lanes(bits if C.OFFSET == 0 else ~bits, 0x80, 0x4300)
-            value = subtract_lanes(masked_lanes(bits, 0x7F, 0x4300), less, False)
+        value = word >> (8 * J)
+        if C.OFFSET == 0:
+            value ^= 0x00800080
+        if C.HALF:
+            value = masked_lanes(value, 0xFF, 0x6400)
+        else:
+            value &= 0x00FF00FF
     return value
 
 
@@ -156,6 +221,8 @@ def scale_lanes(stored, C: gl.constexpr):
         word = both_lanes(value.to(gl.bfloat16))
     else:
         word = both_lanes(stored)
+        if equally_spaced(C):
+            word = multiply_lanes(word, constant_lanes(power_of_two(C.LIFTED - SHIFT), word), False)
     return word
 
 
@@ -182,12 +249,24 @@ def chunk_groups(C):
 
 @gluon.jit
 def spread_scales(stored, C: gl.constexpr):
-    """The scales of each group of a chunk for each word: of the even rows, of the odd rows."""
+    """What numbers of each word are multiplied by, and what is added then (None: nothing).
+
+    Each for the even rows and for the odd rows.
+    """
     GROUPS: gl.constexpr = chunk_groups(C)
-    lanes = ()
+    factors, offsets = (), ()
     for group in gl.static_range(GROUPS):
-        lanes += (scale_lanes(stored[group], C).split(),)
-    return spread_groups(lanes, GROUPS)
+        even, odd = scale_lanes(stored[group], C).split()
+        if equally_spaced(C):  # half of the integers' range, as the smallest floats
+            offset = constant_lanes(0x8000 | (1 << (C.BITS - 1)), even)
+            offsets += ((multiply_lanes(even, offset, False), multiply_lanes(odd, offset, False)),)
+            if high_bits(True, C) > 0:
+                odd = multiply_lanes(odd, constant_lanes(power_of_two(-4), odd), False)
+        factors += ((even, odd),)
+    less = None
+    if equally_spaced(C):
+        less = spread_groups(offsets, GROUPS)
+    return spread_groups(factors, GROUPS), less
 
 
 @gluon.jit
@@ -237,10 +316,7 @@ def load_zeros(zeros, box, chunk: gl.constexpr, C: gl.constexpr):
 
 @gluon.jit
 def spread_zeros(stored, C: gl.constexpr):
-    """The zero points of each group of a chunk for each word: of the even rows, of the odd rows.
-
-    4-bit ones come with the float that `nibble_lanes` subtracts.
-    """
+    """The zero points of each group of a chunk for each word: of the even rows, of the odd rows."""
     GROUPS: gl.constexpr = chunk_groups(C)
     lanes = ()
     for group in gl.static_range(GROUPS):
@@ -250,16 +326,14 @@ def spread_zeros(stored, C: gl.constexpr):
 
 @gluon.jit
 def zero_lanes(stored, C: gl.constexpr):
-    """A group's zero points of the even rows and of the odd rows, in both lanes of words."""
+    """A group's zero points of the even rows and of the odd rows, in the form of the integers."""
+    both = stored.to(gl.int32)
     if C.BITS == 4:
-        MAGIC: gl.constexpr = 0x64006400 if C.HALF else 0x43004300
-        both = stored.to(gl.int32)
-        even, odd = both & 15, both >> 4
-        even, odd = even | (even << 16) | MAGIC, odd | (odd << 16) | MAGIC
+        even, odd = both & 15, (both >> 4) << high_bits(True, C)
     else:
-        value = stored.to(gl.float32) - 128.0
-        even, odd = both_lanes(value.to(gl.float16 if C.HALF else gl.bfloat16)).split()
-    return even, odd
+        even, odd = both.split()
+    MAGIC: gl.constexpr = 0x64006400 if C.HALF else 0
+    return even | (even << 16) | MAGIC, odd | (odd << 16) | MAGIC
 
 
 @gluon.jit
@@ -282,16 +356,13 @@ def spread_tiles(t0, t1, t2, t3):
 
 
 @gluon.jit
-def scaled(value, scale, zero, C: gl.constexpr):
-    """Decoded numbers minus their zero points, times their scales, if there are any."""
+def corrected(value, factor, C: gl.constexpr):
+    """Floats times the bias correction and their scales, whichever there are."""
     if C.APPLIED:
-        BITS: gl.constexpr = (C.LIFTED + 15) << 10 if C.HALF else (C.LIFTED + 127) << 7
+        BITS: gl.constexpr = (C.LIFTED + 15) << 10 if C.HALF else power_of_two(C.LIFTED)
         value = multiply_lanes(value, constant_lanes(BITS, value), C.HALF)
-    if zero is not None:
-        value, less = gl.broadcast(value, zero)
-        value = subtract_lanes(value, less, C.HALF)
-    if scale is not None:
-        value, factor = gl.broadcast(value, scale)
+    if factor is not None:
+        value, factor = gl.broadcast(value, factor)
         value = multiply_lanes(value, factor, C.HALF)
     return value
 
@@ -305,19 +376,16 @@ def numbers(word, DTYPE: gl.constexpr):
 
 
 @gluon.jit
-def decode_nibbles(words, scale, zero, DTYPE: gl.constexpr, DOT: gl.constexpr, C: gl.constexpr):
+def decode_nibbles(words, factor, less, DTYPE: gl.constexpr, DOT: gl.constexpr, C: gl.constexpr):
     """A chunk of 4-bit weights as WGMMA's first operand."""
     r = ()
     for q in gl.static_range(4):
-        factor = None if scale is None else scale[q % 2]
+        times = None if factor is None else factor[q % 2]
         if C.EXPONENT > 0:
-            value = float_lanes(words, q, C)
-        elif zero is None:
-            value = nibble_lanes(words, q, None, C)
+            r += (corrected(float_lanes(words, q, C), times, C),)
         else:
-            _, less = gl.broadcast(words, zero[q % 2])
-            value = nibble_lanes(words, q, less, C)
-        r += (scaled(value, factor, None, C),)
+            minus = None if less is None else less[q % 2]
+            r += (integers(nibble_lanes(words, q, C), q % 2 == 1, times, minus, C),)
     word = gl.join(gl.join(r[0], r[1]), gl.join(r[2], r[3]))
     both = numbers(word, DTYPE)  # (warp, pair, column, tile, row, half of the tile, k)
     chunk = both.permute((0, 4, 1, 3, 5, 2, 6)).reshape((16 * words.shape[0], 64))
@@ -325,22 +393,26 @@ def decode_nibbles(words, scale, zero, DTYPE: gl.constexpr, DOT: gl.constexpr, C
 
 
 @gluon.jit
-def bytes_of_row(left, right, scale, zero, J: gl.constexpr, DTYPE: gl.constexpr, C: gl.constexpr):
+def bytes_of_row(left, right, factor, less, J: gl.constexpr, DTYPE: gl.constexpr, C: gl.constexpr):
     """The 8-bit weights of row J of each pair, in the words of a chunk's two halves."""
     both = gl.join(byte_lanes(left, J, C), byte_lanes(right, J, C))
     WARPS: gl.constexpr = left.shape[0]
     word = both.reshape((WARPS, 8, 4, 2, 2, 2))  # (warp, pair, column, tile, half of it, half)
     LAYOUT: gl.constexpr = word.type.layout
-    factor = None if scale is None else spread_halves(scale[J], LAYOUT)
-    less = None if zero is None else spread_halves(zero[J], LAYOUT)
-    return numbers(scaled(word, factor, less, C), DTYPE)
+    times = None if factor is None else spread_halves(factor[J], LAYOUT)
+    if C.EXPONENT > 0:
+        value = corrected(word, times, C)
+    else:
+        minus = None if less is None else spread_halves(less[J], LAYOUT)
+        value = integers(word, J == 1, times, minus, C)
+    return numbers(value, DTYPE)
 
 
 @gluon.jit
-def decode_bytes(left, right, scale, zero, DTYPE: gl.constexpr, DOT: gl.constexpr, C: gl.constexpr):
+def decode_bytes(left, right, factor, less, DTYPE: gl.constexpr, DOT: gl.constexpr, C: gl.constexpr):
     """A chunk of 8-bit weights, in the words of its two halves, as WGMMA's first operand."""
-    even = bytes_of_row(left, right, scale, zero, 0, DTYPE, C)
-    odd = bytes_of_row(left, right, scale, zero, 1, DTYPE, C)
+    even = bytes_of_row(left, right, factor, less, 0, DTYPE, C)
+    odd = bytes_of_row(left, right, factor, less, 1, DTYPE, C)
     ROWS: gl.constexpr = 16 * left.shape[0]
     chunk = gl.join(even, odd).permute((0, 7, 1, 5, 3, 4, 2, 6)).reshape((ROWS, 64))
     return gl.convert_layout(chunk, DOT, assert_trivial=True)
@@ -367,7 +439,7 @@ def decoded(chunk, DTYPE: gl.constexpr, DOT: gl.constexpr, C: gl.constexpr):
     words, scale, zero = chunk
     factor, less = None, None
     if C.SCALED == "weights":
-        factor = spread_scales(scale, C)
+        factor, less = spread_scales(scale, C)
     if C.ZERO_BYTES > 0:
         less = spread_zeros(zero, C)
     if C.BITS == 4:
