@@ -249,9 +249,9 @@ def chunk_groups(C):
 
 @gluon.jit
 def spread_scales(stored, C: gl.constexpr):
-    """What numbers of each word are multiplied by, and what is added then (None: nothing).
+    """What the numbers of each word are multiplied by: of the even rows, of the odd rows.
 
-    Each for the even rows and for the odd rows.
+    For the smallest floats then what is added to them: again of even rows, of odd rows.
     """
     GROUPS: gl.constexpr = chunk_groups(C)
     factors, offsets = (), ()
@@ -263,10 +263,10 @@ def spread_scales(stored, C: gl.constexpr):
             if high_bits(True, C) > 0:
                 odd = multiply_lanes(odd, constant_lanes(power_of_two(-4), odd), False)
         factors += ((even, odd),)
-    less = None
+    spread = spread_groups(factors, GROUPS)
     if equally_spaced(C):
-        less = spread_groups(offsets, GROUPS)
-    return spread_groups(factors, GROUPS), less
+        spread += spread_groups(offsets, GROUPS)
+    return spread
 
 
 @gluon.jit
@@ -439,7 +439,9 @@ def decoded(chunk, DTYPE: gl.constexpr, DOT: gl.constexpr, C: gl.constexpr):
     words, scale, zero = chunk
     factor, less = None, None
     if C.SCALED == "weights":
-        factor, less = spread_scales(scale, C)
+        factor = spread_scales(scale, C)
+        if equally_spaced(C):
+            less = factor[2], factor[3]
     if C.ZERO_BYTES > 0:
         less = spread_zeros(zero, C)
     if C.BITS == 4:
