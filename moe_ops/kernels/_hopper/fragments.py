@@ -20,6 +20,17 @@ RESTORE undoes that on the sums. For the scales that this serves exactly see `pa
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from moe_ops.kernels._hopper.lanes import (
+    both_lanes,
+    constant_lanes,
+    least_lanes,
+    masked_lanes,
+    multiply_add_lanes,
+    multiply_lanes,
+    power_of_two,
+    subtract_lanes,
+)
+
 UNIT = gl.constexpr(64)
 """Weight rows, and numbers along K, of a packed chunk."""
 SHIFT = gl.constexpr(64)
@@ -32,12 +43,6 @@ SPACING = gl.constexpr(133)
 def equally_spaced(C):
     """Whether integers are taken as they lie, as the smallest floats of bf16."""
     return C.EXPONENT == 0 and not C.HALF
-
-
-@gluon.constexpr_function
-def power_of_two(EXPONENT):
-    """The bits of a power of two in bf16."""
-    return (EXPONENT + 127) << 7
 
 
 @gluon.constexpr_function
@@ -57,63 +62,6 @@ def pairs_layout(WARPS):
 WORDS = gl.constexpr(words_layout(4))
 PAIRS = gl.constexpr(pairs_layout(4))
 """Both layouts for a warp group, whose warps have the 64 rows of a unit."""
-
-
-@gluon.constexpr_function
-def of_lanes(NAME, HALF):
-    """The instruction NAME on the 16-bit lanes of words; fp16 if HALF, else bf16."""
-    return f"{NAME}.rn.{'f16x2' if HALF else 'bf16x2'} $0, $1, $2;"
-
-
-@gluon.jit
-def multiply_lanes(x, y, HALF: gl.constexpr):
-    """The products of the lanes of two words."""
-    ASM: gl.constexpr = of_lanes("mul", HALF)
-    return gl.inline_asm_elementwise(ASM, "=r,r,r", [x, y], gl.int32, True, 1)
-
-
-@gluon.jit
-def subtract_lanes(x, y, HALF: gl.constexpr):
-    """The differences of the lanes of two words."""
-    ASM: gl.constexpr = of_lanes("sub", HALF)
-    return gl.inline_asm_elementwise(ASM, "=r,r,r", [x, y], gl.int32, True, 1)
-
-
-@gluon.jit
-def multiply_add_lanes(x, y, z):
-    """``x * y + z`` of the lanes of words in bf16, rounded once."""
-    ASM: gl.constexpr = "fma.rn.bf16x2 $0, $1, $2, $3;"
-    return gl.inline_asm_elementwise(ASM, "=r,r,r,r", [x, y, z], gl.int32, True, 1)
-
-
-@gluon.jit
-def masked_lanes(word, MASK: gl.constexpr, BITS: gl.constexpr):
-    """``word & mask | bits`` in each lane.
-
-    One instruction, which only one of the constants fits into: without its name ptxas makes two.
-    """
-    mask, bits = constant_lanes(MASK, word), constant_lanes(BITS, word)
-    ASM: gl.constexpr = "lop3.b32 $0, $1, $2, $3, 0xEA;"
-    return gl.inline_asm_elementwise(ASM, "=r,r,r,r", [word, mask, bits], gl.int32, True, 1)
-
-
-@gluon.jit
-def least_lanes(x, y):
-    """The smaller ones of the lanes of two words, as unsigned integers."""
-    return gl.inline_asm_elementwise("min.u16x2 $0, $1, $2;", "=r,r,r", [x, y], gl.int32, True, 1)
-
-
-@gluon.jit
-def both_lanes(x):
-    """A 16-bit value in both lanes of a word."""
-    bits = x.to(gl.int16, bitcast=True).to(gl.int32) & 0xFFFF
-    return bits | (bits << 16)
-
-
-@gluon.jit
-def constant_lanes(BITS: gl.constexpr, like):
-    """A 16-bit constant in both lanes of each word."""
-    return gl.full(like.shape, BITS | (BITS << 16), gl.int32, like.type.layout)
 
 
 @gluon.jit
@@ -409,7 +357,9 @@ def bytes_of_row(left, right, factor, less, J: gl.constexpr, DTYPE: gl.constexpr
 
 
 @gluon.jit
-def decode_bytes(left, right, factor, less, DTYPE: gl.constexpr, DOT: gl.constexpr, C: gl.constexpr):
+def decode_bytes(
+    left, right, factor, less, DTYPE: gl.constexpr, DOT: gl.constexpr, C: gl.constexpr
+):  # fmt: skip
     """A chunk of 8-bit weights, in the words of its two halves, as WGMMA's first operand."""
     even = bytes_of_row(left, right, factor, less, 0, DTYPE, C)
     odd = bytes_of_row(left, right, factor, less, 1, DTYPE, C)
