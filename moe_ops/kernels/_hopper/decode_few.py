@@ -4,7 +4,7 @@ The weights of a tile are copied as they are packed (`scheme.packed`), decoded i
 (`fragments`), and multiplied as the first operand of a matrix instruction; rows of tokens are the
 second operand. So a weight is read once from memory and once from shared memory, and never written.
 
-One warp copies weights and scales as TMA boxes, two copy the rows of a tile's slots with cp.async,
+Two or four warps copy: weights and scales as TMA boxes, the rows of a tile's slots with cp.async,
 as they may lie anywhere. A warp group decodes, multiplies and stores. Several CTAs fit on an SM:
 while one decodes, another waits for memory.
 
@@ -40,10 +40,14 @@ from moe_ops.kernels._runtime.dependent import take_turn
 
 CHUNKS = gl.constexpr(2)
 """Chunks of 64 numbers along K in a stage."""
-ROW_WARPS = gl.constexpr(2)
-"""Warps that copy rows. Every warp repeats the arithmetic of a stage, so they are few."""
 ALONE = gl.constexpr(16)
 """Up to so many rows each warp multiplies by itself (mma.sync), and waits for no other warp."""
+
+
+@gluon.constexpr_function
+def copying_warps(rows):
+    """Number of copying warps: each repeats a stage's address arithmetic; fewer spill registers."""
+    return 2 if rows <= ALONE else 4
 
 
 @aggregate
@@ -92,14 +96,19 @@ def copy_unit(descs, ring, box, place, full, C: gl.constexpr):
 
 
 @gluon.jit
-def copy_weights(w_desc, scale_desc, zero_desc, ring, v, C: gl.constexpr):
-    """The warp that copies the weights of every tile, in the order of the products."""
+def copy_tiles(a, stride_am, w_desc, scale_desc, zero_desc, ring, v, C: gl.constexpr):
+    """The copying warps: copy every tile of both operands, in the order of the products."""
+    WARPS: gl.constexpr = copying_warps(C.BLOCK_M)
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [WARPS, 1], [1, 0])
     UNITS: gl.constexpr = C.UNITS
     descs = w_desc, scale_desc, zero_desc
     step = gl.to_tensor(0)
     for tile in range(gl.program_id(0), v.num_tiles * C.NUM_N, gl.num_programs(0)):
         m, n = find_tile(tile, v.num_tiles, C)
         expert = expert_of(v, m)
+        slot, real = load_slots(v, m, gl.SliceLayout(1, LAYOUT), C)
+        col = gl.arange(0, UNIT, layout=gl.SliceLayout(0, LAYOUT))[None, :]
+        row = a + (slot // C.TOP_K).to(gl.int64)[:, None] * stride_am
         for k in range(C.STEPS):
             stage = step % C.STAGES
             mbarrier.wait(ring.empty.index(stage), (step // C.STAGES + 1) & 1)
@@ -108,28 +117,11 @@ def copy_weights(w_desc, scale_desc, zero_desc, ring, v, C: gl.constexpr):
             for i in gl.static_range(UNITS):
                 place = expert, unit_of(n, i, C), k
                 copy_unit(descs, ring, stage * UNITS + i, place, full, C)
-            step += 1
-
-
-@gluon.jit
-def copy_rows(a, stride_am, ring, v, C: gl.constexpr):
-    """The warps that copy the rows of every tile, in the order of the products."""
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [ROW_WARPS, 1], [1, 0])
-    WHOLE: gl.constexpr = C.K % (CHUNKS * UNIT) == 0
-    step = gl.to_tensor(0)
-    for tile in range(gl.program_id(0), v.num_tiles * C.NUM_N, gl.num_programs(0)):
-        m, _ = find_tile(tile, v.num_tiles, C)
-        slot, real = load_slots(v, m, gl.SliceLayout(1, LAYOUT), C)
-        col = gl.arange(0, UNIT, layout=gl.SliceLayout(0, LAYOUT))[None, :]
-        row = a + (slot // C.TOP_K).to(gl.int64)[:, None] * stride_am + col
-        for k in range(C.STEPS):
-            stage = step % C.STAGES
-            mbarrier.wait(ring.empty.index(stage), (step // C.STAGES + 1) & 1)
             for chunk in gl.static_range(CHUNKS):
                 first = (k * CHUNKS + chunk) * UNIT
-                inside = real[:, None] & (col < UNIT if WHOLE else first + col < C.K)
-                load_rows(ring.rows.index(stage * CHUNKS + chunk), row + first, mask=inside)
-            async_copy.mbarrier_arrive(ring.full.index(stage), increment_count=False)
+                inside = real[:, None] & (first + col < C.K)
+                load_rows(ring.rows.index(stage * CHUNKS + chunk), row + first + col, mask=inside)
+            async_copy.mbarrier_arrive(full, increment_count=False)
             step += 1
 
 
@@ -384,7 +376,7 @@ def hopper_decode_few_kernel(
 ):  # fmt: skip
     """``out[s] = f(row_scale[s // TOP_K] * a[s // TOP_K] @ decoded(w[e]).T + bias[e])``."""
     STAGES: gl.constexpr = C.STAGES
-    COPYING_REGISTERS: gl.constexpr = 24 if C.BLOCK_M <= 32 else 56
+    COPYING: gl.constexpr = copying_warps(C.BLOCK_M)
     SWIZZLED: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
     shape: gl.constexpr = [STAGES * CHUNKS, C.BLOCK_M, UNIT]
     rows = gl.allocate_shared_memory(a.dtype.element_ty, shape, SWIZZLED)
@@ -398,7 +390,7 @@ def hopper_decode_few_kernel(
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(STAGES):
-        mbarrier.init(full.index(stage), count=1 + 32 * ROW_WARPS)
+        mbarrier.init(full.index(stage), count=1 + 32 * COPYING)
         mbarrier.init(empty.index(stage), count=1)
     fence_async_shared()
     ring = Ring(rows, words, scales, zeros, full, empty)
@@ -409,9 +401,8 @@ def hopper_decode_few_kernel(
     gl.warp_specialize(
         [
             (multiply, (out, (bias, topk_weights, row_scale), ring, v, C)),
-            (copy_rows, (a, stride_am, ring, v, C)),
-            (copy_weights, (w_desc, scale_desc, zero_desc, ring, v, C)),
+            (copy_tiles, (a, stride_am, w_desc, scale_desc, zero_desc, ring, v, C)),
         ],
-        [ROW_WARPS, 1],
-        [COPYING_REGISTERS, COPYING_REGISTERS],  # the first partition gets the rest
+        [COPYING],  # warps of the second partition
+        [24 if C.BLOCK_M <= 32 else 40],  # its registers; the first partition gets the rest
     )
