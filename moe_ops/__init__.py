@@ -25,7 +25,7 @@ from moe_ops.functional import (
     moe_permute,
     moe_unpermute,
 )
-from moe_ops.layer import FusedMoE, FusedMoEOptions, LoadReport, load_checkpoint
+from moe_ops.layer import FusedMoE, FusedMoEOptions
 from moe_ops.on_demand import on_demand as _on_demand
 from moe_ops.parallel import EplbState, FusedMoEParallelConfig
 from moe_ops.pipeline.checking import checking
@@ -52,8 +52,10 @@ from moe_ops.tensors import QTensor
 from moe_ops.version import __version__
 
 _LATER = {
+    "LoadReport": "layer.checkpoint",
     "expert_lora": "training",
     "explain": "pipeline.explanation",
+    "load_checkpoint": "layer.checkpoint",
     "quantize_": "quantization",
 }
 """Names whose modules are imported when they are first used."""
@@ -101,6 +103,7 @@ _MOVED = {
 """Names of submodules that this module had, too, and still has in version 0.2, with a warning."""
 
 if TYPE_CHECKING:
+    from moe_ops.layer.checkpoint import LoadReport, load_checkpoint
     from moe_ops.pipeline.explanation import explain
     from moe_ops.quantization import quantize_
     from moe_ops.training import expert_lora
