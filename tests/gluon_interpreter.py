@@ -65,8 +65,9 @@ def inline_asm(
     name, *kinds = asm.split()[0].split(".")
     if name == "lop3":
         word, mask, bits = (a.data for a in args)
-        assert asm.endswith(", 0xEA;"), "the table of (x & y) | z"
-        return Value((word & mask) | bits)
+        table = asm.split()[-1]
+        assert table in ("0xEA;", "0x6A;"), "the tables of (x & y) | z and of (x & y) ^ z"
+        return Value((word & mask) | bits if table == "0xEA;" else (word & mask) ^ bits)
     lanes = LANES[kinds[-1]]
     x, y, *z = (a.data.contiguous().view(lanes) for a in args)
     if name == "fma":  # exact in float64, but for the last rounding

@@ -23,6 +23,7 @@ from triton.experimental.gluon import language as gl
 from moe_ops.kernels._hopper.lanes import (
     both_lanes,
     constant_lanes,
+    flipped_lanes,
     least_lanes,
     masked_lanes,
     multiply_add_lanes,
@@ -146,13 +147,9 @@ def byte_lanes(word, J: gl.constexpr, C: gl.constexpr):
         moved = word << (UP - DOWN) if UP >= DOWN else word >> (DOWN - UP)
         value = (lifted & -0x7FFF8000) | (moved & (MAGNITUDE | (MAGNITUDE << 16)))
     else:
-        value = word >> (8 * J)
-        if C.OFFSET == 0:
-            value ^= 0x00800080
+        value = flipped_lanes(word >> (8 * J), 0xFF, 0x80 if C.OFFSET == 0 else 0)
         if C.HALF:
-            value = masked_lanes(value, 0xFF, 0x6400)
-        else:
-            value &= 0x00FF00FF
+            value |= 0x64006400
     return value
 
 

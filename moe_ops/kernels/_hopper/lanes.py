@@ -49,6 +49,14 @@ def masked_lanes(word, MASK: gl.constexpr, BITS: gl.constexpr):
 
 
 @gluon.jit
+def flipped_lanes(word, MASK: gl.constexpr, BITS: gl.constexpr):
+    """``word & mask ^ bits`` in each lane, in one instruction: see `masked_lanes`."""
+    mask, bits = constant_lanes(MASK, word), constant_lanes(BITS, word)
+    ASM: gl.constexpr = "lop3.b32 $0, $1, $2, $3, 0x6A;"
+    return gl.inline_asm_elementwise(ASM, "=r,r,r,r", [word, mask, bits], gl.int32, True, 1)
+
+
+@gluon.jit
 def least_lanes(x, y):
     """The smaller ones of the lanes of two words, as unsigned integers."""
     return gl.inline_asm_elementwise("min.u16x2 $0, $1, $2;", "=r,r,r", [x, y], gl.int32, True, 1)
