@@ -131,13 +131,21 @@ def stage_bytes(tiles: HopperTiles, quant: Quant) -> int:
     return tiles.block_n // CHUNK * sum(unit_bytes(quant))
 
 
+def multiplying_groups(tiles: HopperTiles) -> int:
+    """Warp groups of a CTA that multiply.
+
+    Two with 64 rows, of one unit of weight rows each: two CTAs an SM alone hide too little.
+    """
+    return 2 if tiles.kernel == DECODE_MANY or tiles.block_m == 64 else 1
+
+
 def most_stages(tiles: HopperTiles, quant: Quant, device: Device) -> int:
     """The largest stage count that fits."""
     unit = sum(nbytes * places(nbytes) for nbytes in unit_bytes(quant))
     stage = tiles.block_n // CHUNK * unit + tiles.block_m * STAGE_K * 2
     if tiles.kernel == DECODE_MANY:
         return (device.shared_memory - MANY_BYTES) // stage
-    beside = CTA_BYTES + 2 * 64 * min(tiles.block_m, 32)
+    beside = CTA_BYTES + 2 * 64 * min(tiles.block_m, 32) * multiplying_groups(tiles)
     return ((device.shared_memory + 1024) // tiles.ctas - beside) // stage
 
 

@@ -6,7 +6,8 @@ second operand. So a weight is read once from memory and once from shared memory
 
 Two or four warps copy: weights and scales as TMA boxes, the rows of a tile's slots with cp.async,
 as they may lie anywhere. A warp group decodes, multiplies and stores. Several CTAs fit on an SM:
-while one decodes, another waits for memory.
+while one decodes, another waits for memory. With 64 rows that is only two, so each has two
+multiplying warp groups, which share its rows and have one unit of weight rows each.
 
 Source: the structure of `stream`, with the register operand that humming and triton_kernels use.
 """
@@ -23,7 +24,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.core import _aggregate as aggregate
 
-from moe_ops.kernels._gemm.tile import COUNTED, activate
+from moe_ops.kernels._gemm.tile import COUNTED
+from moe_ops.kernels._hopper.decode_store import store_units
 from moe_ops.kernels._hopper.fragments import (
     UNIT,
     WORDS,
@@ -76,8 +78,12 @@ def allocate_boxes(desc, COUNT: gl.constexpr, PLACES: gl.constexpr):
 
 @gluon.jit
 def unit_of(n, unit: gl.constexpr, C: gl.constexpr):
-    """A tile's units of 64 weight rows: neighbours, or one of gate rows and one of up rows."""
-    found = n + unit * C.APART if C.APART > 0 else n * C.UNITS + unit
+    """A tile's units of 64 weight rows: neighbours, or one of gate rows and one of up rows.
+
+    MIXED ones have 32 gate rows and their up rows each, and are numbered in their order.
+    """
+    APART: gl.constexpr = C.APART > 0 and not C.MIXED
+    found = n + unit * C.APART if APART else n * C.STAGE_UNITS + unit
     return found
 
 
@@ -86,13 +92,24 @@ def copy_unit(descs, ring, box, place, full, C: gl.constexpr):
     """Copy a unit's part of a stage: words, scales and zero points."""
     w_desc, scale_desc, zero_desc = descs
     expert, unit, k = place
-    load_box(w_desc, [expert, unit, k * CHUNKS, 0, 0], full, ring.words.index(box))
+    if C.MIXED:
+        at = [expert, unit // 2, k * CHUNKS * (C.BITS // 4), 0, unit % 2 * 256]
+    else:
+        at = [expert, unit, k * CHUNKS, 0, 0]
+    load_box(w_desc, at, full, ring.words.index(box))
     if C.STAGE_GROUPS > 0:
-        at = [expert, k * CHUNKS * UNIT // C.COLS, unit * UNIT]
+        at = group_at(expert, k, unit, UNIT, C)
         load_box(scale_desc, at, full, ring.scales.index(box * C.SCALE_PLACES))
     if C.ZERO_BYTES > 0:
-        at = [expert, k * CHUNKS * UNIT // C.COLS, unit * C.ZERO_BYTES]
+        at = group_at(expert, k, unit, C.ZERO_BYTES, C)
         load_box(zero_desc, at, full, ring.zeros.index(box * C.ZERO_PLACES))
+
+
+@gluon.jit
+def group_at(expert, k, unit, WIDTH: gl.constexpr, C: gl.constexpr):
+    """Where a unit's scales or zero points of a stage are; WIDTH: entries of a group."""
+    group = k * CHUNKS * UNIT // C.COLS
+    return (expert, group, 0, unit * (WIDTH // 2)) if C.MIXED else (expert, group, unit * WIDTH)
 
 
 @gluon.jit
@@ -100,7 +117,7 @@ def copy_tiles(a, stride_am, w_desc, scale_desc, zero_desc, ring, v, C: gl.const
     """The copying warps: copy every tile of both operands, in the order of the products."""
     WARPS: gl.constexpr = copying_warps(C.BLOCK_M)
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [WARPS, 1], [1, 0])
-    UNITS: gl.constexpr = C.UNITS
+    UNITS: gl.constexpr = C.STAGE_UNITS
     descs = w_desc, scale_desc, zero_desc
     step = gl.to_tensor(0)
     for tile in range(gl.program_id(0), v.num_tiles * C.NUM_N, gl.num_programs(0)):
@@ -189,7 +206,28 @@ def add_together(ring, stage, sums, FIRST: gl.constexpr, C: gl.constexpr):
 
 
 @gluon.jit
-def add_stage(ring, stage, sums, C: gl.constexpr):
+def add_unit(ring, stage, acc, unit: gl.constexpr, C: gl.constexpr):
+    """Add the products of one unit to ``acc``: by the whole warp group.
+
+    While the product of a chunk is under way, the weights of the next one are decoded.
+    """
+    LAYOUT: gl.constexpr = acc.type.layout
+    DOT: gl.constexpr = gl.DotOperandLayout(0, LAYOUT, 2)
+    ROWS: gl.constexpr = acc.shape[1]
+    DTYPE: gl.constexpr = ring.rows.dtype
+    p = warpgroup_mma_init(acc)
+    coming = load_chunk(ring, stage, 0, unit, C)
+    for chunk in gl.static_range(CHUNKS):
+        rows = ring.rows.index(stage * CHUNKS + chunk).slice(0, ROWS, 0).permute((1, 0))
+        w = decoded(coming, DTYPE, DOT, C)
+        if chunk + 1 < CHUNKS:
+            coming = load_chunk(ring, stage, chunk + 1, unit, C)
+        p = warpgroup_mma(w, rows, p, is_async=True)
+    return warpgroup_mma_wait(0, [p])
+
+
+@gluon.jit
+def add_stage(ring, stage, sums, GROUP: gl.constexpr, C: gl.constexpr):
     """Add the products of a stage to ``sums``, which may be scaled."""
     LAYOUT: gl.constexpr = sums[0].type.layout
     parts = sums
@@ -200,7 +238,10 @@ def add_stage(ring, stage, sums, C: gl.constexpr):
         parts = add_alone(ring, stage, parts, C)
     else:
         fence_async_shared()  # threads wrote the rows, WGMMA reads through the async proxy
-        parts = add_together(ring, stage, parts, 0, C)
+        if C.UNITS == 1:
+            parts = (add_unit(ring, stage, parts[0], GROUP, C),)
+        else:
+            parts = add_together(ring, stage, parts, 0, C)
     if C.SCALED == "sums":
         scale0 = scale_rows(ring.scales, stage * C.UNITS, LAYOUT, C)
         scale1 = scale_rows(ring.scales, stage * C.UNITS + 1, LAYOUT, C)
@@ -220,92 +261,15 @@ def release(ring, stage):
 
 
 @gluon.jit
-def add_tile(step, ring, sums, C: gl.constexpr):
+def add_tile(step, ring, sums, GROUP: gl.constexpr, C: gl.constexpr):
     """Main loop: add the products of all stages of a tile."""
     for _ in range(C.STEPS):
         stage = step % C.STAGES
         mbarrier.wait(ring.full.index(stage), (step // C.STAGES) & 1)
-        sums = add_stage(ring, stage, sums, C)
+        sums = add_stage(ring, stage, sums, GROUP, C)
         release(ring, stage)
         step += 1
     return sums, step
-
-
-@gluon.jit
-def finish(acc, bias, scale, weight, expert, unit, v, C: gl.constexpr):
-    """A unit's sums in the order of the weight's rows: scaled, weighted, with the bias.
-
-    ``scale`` and ``weight`` are those of each column's slot, or None.
-    """
-    LAYOUT: gl.constexpr = acc.type.layout
-    r = gl.arange(0, UNIT, layout=gl.SliceLayout(1, LAYOUT))
-    at = expert * C.WEIGHT_ROWS + unit * UNIT + r // 16 * 16 + r % 8 * 2 + r // 8 % 2
-    inside = unit * UNIT + r < C.WEIGHT_ROWS
-    if C.RESTORE != 1.0:
-        acc *= C.RESTORE
-    if scale is not None:
-        acc *= scale[None, :]
-    if C.SCALED == "rows":
-        acc *= gl.load(v.weight_scale + at // C.SCALE_ROWS, mask=inside, other=0.0).to(gl.float32)[
-            :, None
-        ]
-    if C.GLOBAL_ROWS > 0:
-        found = gl.load(v.row_scale + at // C.GLOBAL_ROWS, mask=inside, other=0.0)
-        acc *= found[:, None]
-    if weight is not None:
-        acc *= weight[None, :]
-    if bias is not None:
-        acc += gl.load(bias + at, mask=inside, other=0.0).to(gl.float32)[:, None]
-    ordered = acc.reshape((4, 2, 8, acc.shape[1])).permute((0, 2, 1, 3))
-    return ordered.reshape((UNIT, acc.shape[1]))
-
-
-@gluon.jit
-def store_columns(out, value, column, slot, C: gl.constexpr):
-    """Store sums, whose columns are slots, from an output column on; negative slots are skipped."""
-    ROWS: gl.constexpr = value.shape[0]
-    COLS: gl.constexpr = value.shape[1]
-    if COLS > 32:
-        left, right = value.reshape((ROWS, 2, COLS // 2)).permute((0, 2, 1)).split()
-        near, far = slot.reshape((2, COLS // 2)).permute((1, 0)).split()
-        store_columns(out, left, column, near, C)
-        store_columns(out, right, column, far, C)
-    else:
-        WIDE: gl.constexpr = gl.BlockedLayout([8, 1], [ROWS // 8, 256 // ROWS], [1, 4], [0, 1])
-        to = gl.convert_layout(slot, gl.SliceLayout(0, WIDE))
-        col = column + gl.arange(0, ROWS, layout=gl.SliceLayout(1, WIDE))
-        at = out + to.to(gl.int64)[None, :] * C.N + col[:, None]
-        mask = (to >= 0)[None, :] & (col < C.N)[:, None]
-        gl.store(at, gl.convert_layout(value.to(out.dtype.element_ty), WIDE), mask=mask)
-
-
-@gluon.jit
-def store_units(out, bias, weights, scale, sums, units, slot, expert, v, C: gl.constexpr):
-    """Apply what follows the products, and store; ``slot`` of each column, negative: none.
-
-    ``scale``: that of each column's row, if rows are decoded; else None.
-    """
-    RULE: gl.constexpr = C.RULE
-    UNITS: gl.constexpr = C.UNITS
-    weight = None
-    if weights is not None:
-        weight = gl.load(weights + slot, mask=slot >= 0, other=0.0).to(gl.float32)
-    expert = gl.maximum(expert, 0).to(gl.int64)
-    if C.APART > 0:
-        g = finish(sums[0], bias, scale, weight, expert, units[0], v, C)
-        u = finish(sums[1], bias, scale, weight, expert, units[1], v, C)
-        store_columns(out, activate(g, u, RULE), units[0] * UNIT, slot, C)
-    else:
-        for i in gl.static_range(UNITS):
-            acc = finish(sums[i], bias, scale, weight, expert, units[i], v, C)
-            if C.INTERLEAVED:
-                pairs = acc.reshape((UNIT // 2, 2, acc.shape[1])).permute((0, 2, 1))
-                g, u = pairs.split()
-                store_columns(out, activate(g, u, RULE), units[i] * (UNIT // 2), slot, C)
-            else:
-                if RULE is not None:
-                    acc = activate(acc, acc, RULE)
-                store_columns(out, acc, units[i] * UNIT, slot, C)
 
 
 @gluon.constexpr_function
@@ -317,16 +281,19 @@ def sums_layout(rows):
 
 
 @gluon.jit
-def multiply_tile(out, added, ring, v, tile, step, ROWS: gl.constexpr, C: gl.constexpr):
+def multiply_tile(
+    out, added, ring, v, tile, step, ROWS: gl.constexpr, GROUP: gl.constexpr, C: gl.constexpr
+):  # fmt: skip
     """Compute and store the first ROWS rows of a tile; return the next step of the ring."""
     LAYOUT: gl.constexpr = sums_layout(ROWS)
     m, n = tile
     expert = expert_of(v, m)
     zero = gl.full((UNIT, ROWS), 0, gl.float32, LAYOUT)
-    sums, step = add_tile(step, ring, (zero, zero), C)
+    sums = (zero,) if C.UNITS == 1 else (zero, zero)
+    sums, step = add_tile(step, ring, sums, GROUP, C)
     slot, real = slots_of(v, m, gl.arange(0, ROWS, layout=gl.SliceLayout(0, LAYOUT)), C)
     slot = gl.where(real & (expert >= 0), slot, -1)
-    units = unit_of(n, 0, C), unit_of(n, 1, C)
+    units = (unit_of(n, GROUP, C),) if C.UNITS == 1 else (unit_of(n, 0, C), unit_of(n, 1, C))
     bias, weights, row_scale = added
     scale = None
     if row_scale is not None:
@@ -336,8 +303,8 @@ def multiply_tile(out, added, ring, v, tile, step, ROWS: gl.constexpr, C: gl.con
 
 
 @gluon.jit
-def multiply(out, added, ring, v, C: gl.constexpr):
-    """The multiplying warp group: compute and store every tile of this program.
+def multiply(out, added, ring, v, GROUP: gl.constexpr, C: gl.constexpr):
+    """A multiplying warp group: compute and store its units of every tile of this program.
 
     Padding rows come last in a tile. If they are the half of it, that half is left out.
     """
@@ -350,14 +317,26 @@ def multiply(out, added, ring, v, C: gl.constexpr):
             soon = needs_more(index + gl.num_programs(0), v, C)
             tile = find_tile(index, v.num_tiles, C)
             if more:
-                step = multiply_tile(out, added, ring, v, tile, step, C.BLOCK_M, C)
+                step = multiply_tile(out, added, ring, v, tile, step, C.BLOCK_M, GROUP, C)
             else:
-                step = multiply_tile(out, added, ring, v, tile, step, HALF, C)
+                step = multiply_tile(out, added, ring, v, tile, step, HALF, GROUP, C)
             more = soon
     else:  # a tile has one slot
         for index in range(first, v.num_tiles * C.NUM_N, gl.num_programs(0)):
             tile = find_tile(index, v.num_tiles, C)
-            step = multiply_tile(out, added, ring, v, tile, step, HALF, C)
+            step = multiply_tile(out, added, ring, v, tile, step, HALF, GROUP, C)
+
+
+@gluon.jit
+def multiply_first(out, added, ring, v, C: gl.constexpr):
+    """See `multiply`."""
+    multiply(out, added, ring, v, 0, C)
+
+
+@gluon.jit
+def multiply_second(out, added, ring, v, C: gl.constexpr):
+    """See `multiply`."""
+    multiply(out, added, ring, v, 1, C)
 
 
 @gluon.jit
@@ -380,7 +359,7 @@ def hopper_decode_few_kernel(
     SWIZZLED: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
     shape: gl.constexpr = [STAGES * CHUNKS, C.BLOCK_M, UNIT]
     rows = gl.allocate_shared_memory(a.dtype.element_ty, shape, SWIZZLED)
-    boxes: gl.constexpr = STAGES * C.UNITS
+    boxes: gl.constexpr = STAGES * C.STAGE_UNITS
     words = allocate_boxes(w_desc, boxes, 1)
     scales, zeros = words, words
     if C.STAGE_GROUPS > 0:
@@ -391,18 +370,30 @@ def hopper_decode_few_kernel(
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(STAGES):
         mbarrier.init(full.index(stage), count=1 + 32 * COPYING)
-        mbarrier.init(empty.index(stage), count=1)
+        mbarrier.init(empty.index(stage), count=C.GROUPS)
     fence_async_shared()
     ring = Ring(rows, words, scales, zeros, full, empty)
     take_turn()
     num_tiles = count_tiles(tiles, num_slots, num_ids, num_entries, C)
     scales = global_scale, weight_scale
     v = Vectors(scales, tiles, expert_map, num_tiles, num_slots, num_ids, num_experts)
-    gl.warp_specialize(
-        [
-            (multiply, (out, (bias, topk_weights, row_scale), ring, v, C)),
-            (copy_tiles, (a, stride_am, w_desc, scale_desc, zero_desc, ring, v, C)),
-        ],
-        [COPYING],  # warps of the second partition
-        [24 if C.BLOCK_M <= 32 else 40],  # its registers; the first partition gets the rest
-    )
+    added = bias, topk_weights, row_scale
+    if C.GROUPS == 1:
+        gl.warp_specialize(
+            [
+                (multiply_first, (out, added, ring, v, C)),
+                (copy_tiles, (a, stride_am, w_desc, scale_desc, zero_desc, ring, v, C)),
+            ],
+            [COPYING],  # warps of the second partition
+            [24 if C.BLOCK_M <= 32 else 40],  # its registers; the first partition gets the rest
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (multiply_first, (out, added, ring, v, C)),
+                (multiply_second, (out, added, ring, v, C)),
+                (copy_tiles, (a, stride_am, w_desc, scale_desc, zero_desc, ring, v, C)),
+            ],
+            [4, COPYING],
+            [C.GROUP_REGISTERS, 32],
+        )

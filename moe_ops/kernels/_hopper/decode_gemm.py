@@ -18,6 +18,7 @@ from moe_ops.dispatch.hopper_decode import (
     DECODE_FEW,
     ONE_BYTE,
     STAGE_K,
+    multiplying_groups,
     places,
     stage_bytes,
     stage_groups,
@@ -93,8 +94,12 @@ class Constants:
     STAGES: int
     CTAS: int
     """CTAs per SM."""
+    GROUPS: int
+    """Multiplying warp groups."""
     UNITS: int
     """Units of 64 weight rows of a multiplying warp group."""
+    MIXED: bool
+    """Whether a unit has 32 gate rows and their up rows, which are apart in the weight."""
     STAGE_UNITS: int
     """Units of a tile."""
     STAGE_GROUPS: int
@@ -111,11 +116,20 @@ class Constants:
     NUM_N: int
     STEPS: int
 
+    @property
+    def _registers(self) -> int:
+        """Registers of a thread of the kernel for few rows, on average."""
+        return 65536 // (128 * (self.GROUPS + 1) * self.CTAS) // 8 * 8
+
+    @property
+    def GROUP_REGISTERS(self) -> int:  # noqa: N802 (a constant of the kernel)
+        """Those of the second multiplying warp group: the first has as many or eight more."""
+        return (3 * self._registers - 32) // 2 // 8 * 8
+
     @cached_property
     def few(self) -> Launch:
         """The launch of the kernel for few rows: as many CTAs per SM as fit."""
-        registers = 65536 // (256 * self.CTAS) // 8 * 8
-        return Launch(hopper_decode_few_kernel, C=self, num_warps=4, maxnreg=registers)
+        return Launch(hopper_decode_few_kernel, C=self, num_warps=4, maxnreg=self._registers)
 
     @cached_property
     def many(self) -> Launch:
@@ -130,12 +144,12 @@ class Constants:
     @cached_property
     def scales(self) -> Boxes:
         """TMA descriptors of scales: a box holds those of a unit in a stage."""
-        return Boxes(lambda scale: _group_box(scale, self.STAGE_GROUPS, CHUNK))
+        return Boxes(lambda scale: self._group_box(scale, CHUNK))
 
     @cached_property
     def zeros(self) -> Boxes:
         """TMA descriptors of zero points, as of scales."""
-        return Boxes(lambda zeros: _group_box(zeros, self.STAGE_GROUPS, self.ZERO_BYTES))
+        return Boxes(lambda zeros: self._group_box(zeros, self.ZERO_BYTES))
 
     @cached_property
     def rows(self) -> Boxes:
@@ -145,19 +159,28 @@ class Constants:
     def _word_box(self, w: Tensor) -> TensorDescriptor:
         pieces = CHUNK * CHUNK * self.BITS // 32 // 256
         chunks = self.K // CHUNK
+        if self.MIXED:  # 256 words are 32 rows (of half of the columns, if there are 8 bits)
+            halves = pieces // 2  # 512 words each
+            of_unit = chunks * halves * 512
+            shape = [w.shape[0], self.APART, chunks * halves, 2, 512]
+            strides = [w.stride(0), of_unit, 512, self.APART * of_unit, 1]
+            box = [1, 1, STAGE_K // CHUNK * halves, 2, 256]
+            return descriptor(w, box, shape, strides, swizzled=False)
         shape = [w.shape[0], self.WEIGHT_ROWS // CHUNK, chunks, pieces, 256]
         strides = [w.stride(0), chunks * pieces * 256, pieces * 256, 256, 1]
         box = [1, 1, STAGE_K // CHUNK, pieces, 256]
         return descriptor(w, box, shape, strides, swizzled=False)
 
+    def _group_box(self, x: Tensor, width: int) -> TensorDescriptor:
+        """The TMA descriptor of scales or zero points ``(E, G, N)``, ``width`` for a unit.
 
-def _group_box(x: Tensor, groups: int, width: int) -> TensorDescriptor:
-    """The TMA descriptor of scales or zero points ``(E, G, N)``.
-
-    The stride of an axis of one group may be anything; TMA wants multiples of 16 bytes.
-    """
-    _, count, n = x.shape
-    return descriptor(x, [1, groups, width], x.shape, [count * n, n, 1], swizzled=False)
+        The stride of an axis of one group may be anything; TMA wants multiples of 16 bytes.
+        """
+        experts, count, n = x.shape
+        shape, strides, box = [experts, count, n], [count * n, n, 1], [1, self.STAGE_GROUPS, width]
+        if self.MIXED:
+            shape[2:], strides[2:], box[2:] = [2, n // 2], [n // 2, 1], [2, width // 2]
+        return descriptor(x, box, shape, strides, swizzled=False)
 
 
 class Variant(NamedTuple):
@@ -177,7 +200,7 @@ def constants(problem: GemmProblem, tiles: HopperTiles, variant: Variant) -> Con
     sizes, rule, quant = problem.sizes, problem.rule, get_scheme(problem.scheme).weight
     gated = rule is not None and rule.gated
     apart = gated and not rule.interleaved
-    few, stage_units = tiles.kernel == DECODE_FEW, tiles.block_n // CHUNK
+    stage_units, warp_groups = tiles.block_n // CHUNK, multiplying_groups(tiles)
     cols = quant.shared_cols or (EVERY_COLUMN if quant.zero_point else 0)
     scaled = "rows" if not cols else "weights"
     if (
@@ -190,10 +213,8 @@ def constants(problem: GemmProblem, tiles: HopperTiles, variant: Variant) -> Con
     exponent = 4 if quant.element.name == "fp8" else quant.element.exponent
     spaced = not exponent and not variant.half  # integers as the smallest floats: see `fragments`
     shifted = cols > 0 and quant.scale in ONE_BYTE
-    if exponent:
-        lifted = (16 if variant.half else 128) - 2 ** (exponent - 1)
-    else:
-        lifted = SPACING.value if spaced else 0
+    lifted = (16 if variant.half else 128) - 2 ** (exponent - 1) if exponent else 0
+    lifted = SPACING.value if spaced else lifted
     copied, groups = unit_bytes(quant), stage_groups(quant)
     return Constants(
         N=sizes.n,
@@ -221,7 +242,9 @@ def constants(problem: GemmProblem, tiles: HopperTiles, variant: Variant) -> Con
         GROUP_M=tiles.group_m,
         STAGES=tiles.num_stages,
         CTAS=tiles.ctas,
-        UNITS=stage_units if few else stage_units // 2,
+        GROUPS=warp_groups,
+        UNITS=stage_units // warp_groups,
+        MIXED=apart and stage_units == warp_groups,
         STAGE_UNITS=stage_units,
         STAGE_GROUPS=groups,
         SCALE_PLACES=places(copied.scales),

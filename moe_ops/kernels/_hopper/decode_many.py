@@ -23,8 +23,8 @@ from moe_ops.kernels._hopper.decode_few import (
     allocate_boxes,
     copy_unit,
     release,
-    store_units,
 )
+from moe_ops.kernels._hopper.decode_store import store_units
 from moe_ops.kernels._hopper.fragments import UNIT
 from moe_ops.kernels._hopper.packed import load_box
 from moe_ops.kernels._hopper.products import BOX_ROWS
