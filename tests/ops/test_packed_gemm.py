@@ -104,6 +104,12 @@ def test_every_scheme_with_gates(scheme, tile):
         check(problem, scheme, activation, scaled=True, tile=tile)
 
 
+@pytest.mark.parametrize("scheme", ["int4_w4a16_g128", "int4_w4a16_g32_zp", "int8_w8a16"])
+def test_full_tiles_with_gates(scheme):
+    """Gate and up rows meet for every row of a tile of 64."""
+    check(Problem(120, 2, 1, 128, 128, torch.bfloat16, "silu"), scheme, "silu", tile=64)
+
+
 @pytest.mark.parametrize("tile", ROW_TILES)
 @pytest.mark.parametrize("scheme", ["int4_w4a16_g128", "int8_w8a16"])
 def test_tiles_that_are_half_full(scheme, tile):
@@ -165,11 +171,14 @@ def test_sizes_of_models(scheme, sizes):
 
 
 @pytest.mark.parametrize("magnitude", [1e-12, 1e-4, 300.0, 1e12])
-@pytest.mark.parametrize("scheme", ["mxfp4_w4a16", "mxfp6_e3m2", "nvfp4_w4a16", "fp8_w8a16"])
+@pytest.mark.parametrize(
+    "scheme",
+    ["mxfp4_w4a16", "mxfp6_e3m2", "nvfp4_w4a16", "fp8_w8a16", "int4_w4a16_g32", "int8_w8a16_g128"],
+)
 def test_small_and_large_weights(scheme, magnitude):
     problem = gemm_problem(5, 2, 64, 64, torch.bfloat16)
     x, w, _, _, ids, *_ = make_inputs(problem)
-    q = quantize_weight(w.float() * magnitude, scheme)
+    q = quantize_weight((w.float() * magnitude).bfloat16(), scheme)
     rows = exact_rows(x, dequantize_weight(q, scheme), None, None, ids, 2, None, x.dtype)
     tiles = planned(ids, None, len(w), scheme)
     actual = matmul(x, pack_weight(q, scheme), None, None, tiles, 2, scheme)
