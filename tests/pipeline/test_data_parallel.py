@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 import torch.distributed as dist
+from pairwise import half_exhaustive
 from ranks import BACKENDS, device, spawn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -86,8 +87,7 @@ def check_training(rank, ranks, kind, way):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("kind", [*KINDS, "qlora"])
+@pytest.mark.parametrize(("kind", "way"), half_exhaustive([*KINDS, "qlora"], WAYS))
 def test_ranks_train_as_one(kind, way, backend):
     if kind != "layer":
         pytest.importorskip("transformers")
