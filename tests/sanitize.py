@@ -35,7 +35,10 @@ SPECIALIZED = {
     "hopper_decode_few_kernel", "hopper_decode_many_kernel",
 }  # fmt: skip
 """Warp-specialised kernels, whose warps pass shared memory to each other with mbarriers."""
-HOPPER = SPECIALIZED | {"_pack_kernel", "_quantize_pack_kernel", "hopper_decode_sum_kernel"}
+HOPPER = SPECIALIZED | {
+    "_pack_kernel", "_quantize_pack_kernel", "hopper_decode_slot_kernel",
+    "hopper_decode_sum_kernel",
+}  # fmt: skip
 BLACKWELL = {"block_scaled_gemm_kernel"}
 
 

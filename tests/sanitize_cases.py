@@ -218,9 +218,10 @@ def packing_case(scheme: str, tile: int) -> Case:
 # GEMMs with packed weights, which Hopper's kernels decode
 
 
-def packed_case(scheme: str, tile: int) -> Case:
-    """A gated GEMM with a packed weight."""
-    problem = Problem(64, 5, 2, 192, 128, BF16, routing="holes", has_bias=True)
+def packed_case(scheme: str, tile: int | None) -> Case:
+    """A gated GEMM with a packed weight; without a row tile, of few slots and many experts."""
+    tokens, experts = (1, 32) if tile is None else (64, 5)
+    problem = Problem(tokens, experts, 2, 192, 128, BF16, routing="holes", has_bias=True)
     tail = (problem.top_k, scheme, "silu")
 
     def inputs() -> Any:
@@ -313,7 +314,11 @@ def cases() -> list[Case]:
         *(routed_case(*sizes) for sizes in ((1, 16), (5, 8), (40, 8))),
         *(format_case(e, s) for e in modular for s in formats if supported(e, s, "silu")),
         *(packing_case(scheme, tile) for scheme in PACKED_AT_ONCE for tile in (64, 128)),
-        *(packed_case(s, tile) for s in ("mxfp4_w4a16", "int8_w8a16_g128") for tile in (16, 128)),
+        *(
+            packed_case(s, tile)
+            for s in ("mxfp4_w4a16", "int8_w8a16_g128")
+            for tile in (None, 16, 128)
+        ),
         *(packed_under_fp8_case("int4_w4a8_g128", tile) for tile in (16, 128)),
         *(packed_sum_case(s, k) for s in ("mxfp4_w4a16", "int8_w8a16_g128") for k in (1, 10)),
     ]

@@ -26,6 +26,7 @@ from moe_ops.dispatch.hopper import (
 )
 from moe_ops.dispatch.hopper_decode import (
     DECODE_FEW,
+    decode_slot_tiles,
     decode_sum_tiles,
     decode_unfit,
     decodes_weights,
@@ -39,7 +40,7 @@ from moe_ops.dispatch.portable import (
     weight_only_tiles,
 )
 from moe_ops.dispatch.problem import EACH, STORED, GemmProblem, without_sum
-from moe_ops.dispatch.tiles import Gemm, TileConfig
+from moe_ops.dispatch.tiles import Gemm, TileConfig, is_direct
 from moe_ops.dispatch.tuned import DEFAULT, Choice
 from moe_ops.dispatch.tuned_file import scaled_group
 from moe_ops.scheme import WHOLE, Scheme, get_scheme
@@ -201,7 +202,20 @@ def _decode_sum(problem: GemmProblem, device: Device) -> GemmPlan | None:
     quant = get_scheme(problem.scheme).weight
     if quant is None or not (problem.one_token and _decodes(problem, device)):
         return None
-    tiles = decode_sum_tiles(problem.sizes, quant, device)
+    return _in_jobs(problem, decode_sum_tiles(problem.sizes, quant, device))
+
+
+def _decode_slot(problem: GemmProblem, choice: Choice, device: Device) -> GemmPlan | None:
+    """Plan of a Hopper kernel that decodes packed weights, for few slots whose ids are known."""
+    sizes, quant = problem.sizes, get_scheme(problem.scheme).weight
+    direct = problem.num_tokens is not None and is_direct(sizes.num_slots, sizes.num_experts)
+    if quant is None or not (direct and _decodes(problem, device)):
+        return None
+    return _in_jobs(problem, decode_slot_tiles(sizes, quant, device))
+
+
+def _in_jobs(problem: GemmProblem, tiles: HopperTiles | None) -> GemmPlan | None:
+    """Plan of a kernel with jobs: see `hopper_decode.Jobs`."""
     if tiles is None:
         return None
     quantizes = problem.rows == EACH
@@ -257,7 +271,7 @@ def _portable(problem: GemmProblem, choice: Choice, device: Device) -> GemmPlan 
 
 
 RULES: tuple[Callable[[GemmProblem, Choice, Device], GemmPlan | None], ...] = (
-    _token, _few_slots, _hopper, _decode, _portable,
+    _token, _few_slots, _hopper, _decode_slot, _decode, _portable,
 )  # fmt: skip
 """Rules in order: the first that returns a plan decides."""
 

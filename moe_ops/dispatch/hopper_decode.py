@@ -21,25 +21,30 @@ from moe_ops.scheme.values import SCALE_BITS
 
 DECODE_FEW, DECODE_MANY = "hopper_decode_few", "hopper_decode_many"
 """The kernel for few rows, which gathers them itself, and the kernel for many, packed rows."""
-DECODE_SUM = "hopper_decode_sum"
-"""The kernel for GEMM 2 of one token, with the weighted sum."""
-DECODING = (DECODE_FEW, DECODE_MANY, DECODE_SUM)
+DECODE_SLOT, DECODE_SUM = "hopper_decode_slot", "hopper_decode_sum"
+"""The kernels for one token: a slot a program, and GEMM 2 with the weighted sum."""
+DECODING = (DECODE_FEW, DECODE_MANY, DECODE_SLOT, DECODE_SUM)
 TUNABLE = (DECODE_FEW, DECODE_MANY)
 """Kernels for packed weights whose tiles may be tuned."""
 ONE_BYTE = ("e8m0", "e4m3")
 """Forms of scales of one byte."""
 STAGE_K = 128
 """Numbers along K of a stage."""
-SUM_WARPS, SUM_ROWS = 8, 16
-"""Warps of the kernel with the weighted sum, and weight rows of a warp."""
-SUM_BITS = 16
-"""Bits per weight of the chunks that a warp of it loads at once, as far as registers go."""
-SUM_CTAS = 4
-"""CTAs per SM for which it has registers."""
+JOB_WARPS, STRIP_ROWS = 8, 16
+"""Warps of the kernels for few slots, and weight rows that a warp multiplies at once."""
+JOB_CTAS = 4
+"""CTAs per SM for which they have registers."""
+SLOT_STRIPS = {1: (1, 2), 2: (2,)}
+"""Strips that a program of a slot may have, by halves: with a gate, half of them are up rows. With
+four, copies take registers that are not there."""
 SUM_SLOTS = 16
-"""The most slots that it serves."""
-SUM_BYTES = 4096
-"""Bytes of shared memory beside the vectors."""
+"""The most slots that the kernel with the weighted sum serves."""
+ROUND_BITS = 16
+"""Bits for each weight row that a warp multiplies in a round, over its strips and chunks."""
+LEAST_BUFFERS = 2
+"""Rounds for which a program needs room."""
+JOB_BYTES = 1024
+"""Bytes of a program beside its rounds and sums, which the system reserves."""
 TMA_ALIGNMENT = 128
 """Bytes to whose multiples in shared memory TMA copies."""
 FEW_CTAS = {
@@ -224,37 +229,85 @@ def uniform_experts(gemm: Gemm) -> float:
     return gemm.num_experts * (1 - (1 - 1 / gemm.num_experts) ** gemm.num_slots)
 
 
-class SumJobs(NamedTuple):
-    """How the kernel with the weighted sum divides a column of one token into jobs of a warp."""
+class Jobs(NamedTuple):
+    """How the kernels for few slots divide a program's products into jobs of a warp."""
 
+    strips: int
+    """Strips of 16 weight rows of a job."""
     parts: int
     """Parts of K of a slot."""
     passes: int
-    """Rounds of as many jobs as warps."""
+    """Passes of as many jobs as warps."""
     chunks: int
     """Chunks along K."""
     steps: int
     """Chunks of a job."""
+    depth: int
+    """Chunks of a round."""
     rounds: int
-    """Rounds of ``ahead`` chunks of a job."""
-    ahead: int
-    """Chunks that are loaded at once."""
+    """Rounds of a pass."""
 
 
-def sum_jobs(gemm: Gemm, quant: Quant) -> SumJobs:
-    """The jobs of a GEMM."""
-    slots, chunks = gemm.num_slots, cdiv(gemm.k, CHUNK)
-    parts = max(1, SUM_WARPS // slots)
-    passes = cdiv(slots * parts, SUM_WARPS)
-    crowded = passes > 1 or stage_groups(quant) > 2  # more passes or groups take more registers
-    steps, ahead = cdiv(chunks, parts), SUM_BITS // quant.element.stored_bits // (1 + crowded)
-    return SumJobs(parts, passes, chunks, steps, cdiv(steps, ahead), ahead)
+def divide(gemm: Gemm, quant: Quant, strips: int, slots: int) -> Jobs:
+    """The jobs of a program that computes so many strips of so many slots.
+
+    A slot has as many parts as let the warps be done first; a single one has a part a warp.
+    """
+    chunks = cdiv(gemm.k, CHUNK)
+
+    def steps(parts: int) -> int:
+        return cdiv(slots * parts, JOB_WARPS) * cdiv(chunks, parts)
+
+    parts = JOB_WARPS if slots == 1 else min((1, 2, 4, 8), key=steps)
+    steps_of_job = cdiv(chunks, parts)
+    depth = min(steps_of_job, max(1, ROUND_BITS // quant.element.stored_bits // strips), 2)
+    passes, rounds = cdiv(slots * parts, JOB_WARPS), cdiv(steps_of_job, depth)
+    return Jobs(strips, parts, passes, chunks, steps_of_job, depth, rounds)
+
+
+def round_bytes(jobs: Jobs, quant: Quant) -> int:
+    """Bytes of shared memory of a round."""
+    unit = unit_bytes(quant)  # of 64 rows and two chunks
+    groups = max(1, stage_groups(quant) // 2)
+    beside = (unit.scales + unit.zeros) // max(1, stage_groups(quant)) * groups
+    weights = (unit.words // 2 + beside) * STRIP_ROWS // CHUNK
+    return jobs.depth * JOB_WARPS * (jobs.strips * weights + 2 * CHUNK)
+
+
+def job_tiles(
+    kernel: str, jobs: Jobs, quant: Quant, programs: int, device: Device
+) -> HopperTiles | None:
+    """Tiles of a kernel with jobs, whose stages are the buffers of rounds; None: none fit."""
+    ctas, memory = min(JOB_CTAS, cdiv(programs, device.processors)), device.shared_memory + 1024
+    room = memory // JOB_CTAS
+    if ctas < JOB_CTAS:  # an SM has room for three programs of a slot and one with the sum
+        room = memory * 3 // 10 if kernel == DECODE_SUM else memory * 3 // 4 // ctas
+    sums = 4 * JOB_WARPS * STRIP_ROWS * max(jobs.strips, jobs.passes)
+    buffers = (room - JOB_BYTES - sums) // round_bytes(jobs, quant)
+    total = jobs.passes * jobs.rounds
+    if buffers < min(total, LEAST_BUFFERS):
+        return None
+    rows = jobs.strips * STRIP_ROWS
+    return HopperTiles(kernel, JOB_WARPS, rows, 1, min(total, buffers), ctas=ctas)
+
+
+def decode_slot_tiles(gemm: Gemm, quant: Quant, device: Device) -> HopperTiles | None:
+    """Tiles of the kernel of a slot; None: it does not take this GEMM.
+
+    A program has as few strips as let all programs fit on the GPU at once.
+    """
+    rows = gemm.halves * gemm.n
+    for strips in SLOT_STRIPS[gemm.halves]:
+        programs = gemm.num_slots * rows // (strips * STRIP_ROWS)
+        whole = rows % (strips * STRIP_ROWS) == 0
+        if whole and programs <= JOB_CTAS * device.processors:
+            return job_tiles(DECODE_SLOT, divide(gemm, quant, strips, 1), quant, programs, device)
+    return None
 
 
 def decode_sum_tiles(gemm: Gemm, quant: Quant, device: Device) -> HopperTiles | None:
     """Tiles of the kernel with the weighted sum; None: it does not take this GEMM."""
-    jobs = sum_jobs(gemm, quant)
-    vectors = jobs.rounds * jobs.ahead * SUM_WARPS * CHUNK * 2
-    if gemm.num_slots > SUM_SLOTS or vectors + SUM_BYTES > device.shared_memory // 2:
+    if gemm.num_slots > SUM_SLOTS:
         return None
-    return HopperTiles(DECODE_SUM, SUM_WARPS, SUM_ROWS, 1, jobs.ahead, ctas=SUM_CTAS)
+    jobs = divide(gemm, quant, 1, gemm.num_slots)
+    return job_tiles(DECODE_SUM, jobs, quant, gemm.n // STRIP_ROWS, device)

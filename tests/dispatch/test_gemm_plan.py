@@ -18,7 +18,7 @@ from moe_ops.dispatch.gemm_plan import (
     TOKEN_SUM,
 )
 from moe_ops.dispatch.hopper import PACKED, STREAM, TOKEN, HopperTiles
-from moe_ops.dispatch.hopper_decode import DECODE_FEW, DECODE_MANY, DECODE_SUM
+from moe_ops.dispatch.hopper_decode import DECODE_FEW, DECODE_MANY, DECODE_SLOT, DECODE_SUM
 from moe_ops.dispatch.problem import EACH, STORED, layer_problem, sizes_of, stored_problem
 from moe_ops.dispatch.row_tiles import rule_of
 from moe_ops.dispatch.tiles import TileConfig, one_row_tile
@@ -119,7 +119,8 @@ def test_who_quantizes():
 def test_packed_weights_under_fp8_rows(scheme):
     """The operator makes rows in bf16, from stored rows or by quantizing them."""
     for tokens, names in (
-        (1, [DECODE_FEW, DECODE_SUM]), (64, [DECODE_FEW] * 2), (4096, [DECODE_MANY] * 2),
+        (1, [DECODE_SLOT, DECODE_SUM]), (2, [DECODE_FEW] * 2), (64, [DECODE_FEW] * 2),
+        (4096, [DECODE_MANY] * 2),
     ):  # fmt: skip
         for problem, name, k in zip(
             problems(scheme, tokens, packed=True), names, (H, I), strict=True

@@ -5,12 +5,15 @@ import pytest
 from moe_ops import get_scheme
 from moe_ops.dispatch.device import NO_GPU
 from moe_ops.dispatch.hopper_decode import (
+    DECODE_SLOT,
     DECODE_SUM,
     FEW_CTAS,
+    decode_slot_tiles,
     decode_sum_tiles,
     decode_tiles,
+    divide,
     few_ctas,
-    sum_jobs,
+    round_bytes,
 )
 from moe_ops.dispatch.problem import sizes_of
 from moe_ops.dispatch.row_tiles import PORTABLE
@@ -43,10 +46,57 @@ def test_stages_fit_the_ctas(scheme):
 @pytest.mark.parametrize("slots", range(1, 17))
 def test_jobs_are_all_of_a_token(slots, scheme):
     sizes = sizes_of(slots, (128, 2048, 2880), 2, PORTABLE, "")
-    jobs = sum_jobs(sizes, get_scheme(scheme).weight)
-    assert jobs.chunks == 45 and jobs.parts * jobs.steps >= 45 > (jobs.parts - 1) * jobs.steps
-    assert jobs.rounds * jobs.ahead >= jobs.steps and 8 * jobs.passes >= slots * jobs.parts
+    jobs = divide(sizes, get_scheme(scheme).weight, 1, slots)
+    assert jobs.chunks == 45 and jobs.parts * jobs.steps >= 45
+    assert jobs.rounds * jobs.depth >= jobs.steps and 8 * jobs.passes >= slots * jobs.parts
     assert 8 * (jobs.passes - 1) < slots * jobs.parts
+    # Warps are idle for at most a fifth of the chunks, but for what parts of K round up.
+    assert jobs.passes * jobs.steps * 8 <= 1.2 * (slots * 45 + 8 * jobs.passes)
+
+
+def test_a_slot_has_a_part_for_each_warp():
+    for k in (64, 128, 2880):
+        sizes = sizes_of(4, (128, 1536, k), 2, PORTABLE, "silu")
+        jobs = divide(sizes, get_scheme("mxfp4_w4a16").weight, 2, 1)
+        assert (jobs.parts, jobs.passes, jobs.strips) == (8, 1, 2)
+
+
+SCHEMES = ["mxfp4_w4a16", "int4_w4a16_g128_zp", "int8_w8a16", "int8_w8a16_g32_zp"]
+
+
+def slot_tiles(scheme, slots, n, k, activation="silu", gpu=NO_GPU):
+    rows = 2 * n if activation == "silu" else n
+    sizes = sizes_of(slots, (256, rows, k), 2, PORTABLE, activation)
+    return decode_slot_tiles(sizes, get_scheme(scheme).weight, gpu)
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_what_the_kernel_of_a_slot_takes(scheme):
+    """As many programs as fit on the GPU at once."""
+    assert slot_tiles(scheme, 8, 768, 2048).kernel == DECODE_SLOT
+    assert slot_tiles(scheme, 8, 1024, 2048) is not None  # 512 programs, at most 528 fit
+    assert slot_tiles(scheme, 8, 1088, 2048) is None
+    assert slot_tiles(scheme, 8, 768, 2048, gpu=NO_GPU._replace(processors=64)) is None
+    one, two = (slot_tiles(scheme, 8, n, 512, "") for n in (1024, 2048))
+    assert (one.block_n, two.block_n) == (16, 32) and slot_tiles(scheme, 8, 4096, 512, "") is None
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize(("slots", "n", "k"), [(8, 768, 2048), (10, 512, 2048), (1, 8192, 5120)])
+def test_programs_of_both_kernels_fit_on_a_processor(slots, n, k, scheme):
+    """GEMM 2 comes early where every processor has room for one of its programs."""
+    quant, first = get_scheme(scheme).weight, slot_tiles(scheme, slots, n, k)
+    sizes = sizes_of(slots, (256, k, n), 2, PORTABLE, "")
+    then = decode_sum_tiles(sizes, quant, NO_GPU)
+
+    def taken(tiles, slots, k):
+        jobs = divide(sizes._replace(k=k), quant, tiles.block_n // 16, slots)
+        sums = 512 * max(jobs.strips, jobs.passes)
+        return 1024 + max(48 * 1024, tiles.num_stages * round_bytes(jobs, quant) + sums)
+
+    there = NO_GPU.shared_memory + 1024
+    assert first.ctas * taken(first, 1, k) + (first.ctas < 4) * taken(then, slots, n) <= there
+    assert then.num_stages >= 2 and then.ctas <= 4
 
 
 def test_what_the_kernel_with_the_sum_takes():
@@ -58,4 +108,4 @@ def test_what_the_kernel_with_the_sum_takes():
 
     assert tiles(8, 768).kernel == DECODE_SUM and tiles(2, 14336).kernel == DECODE_SUM
     assert tiles(17, 768) is None  # more slots than it keeps
-    assert tiles(8, 14336) is None  # rows that do not fit beside another program's
+    assert tiles(16, 14336).num_stages < 16 * 224 // 8  # a ring of rounds

@@ -19,9 +19,9 @@ from strategies import ACTIVATIONS
 
 from moe_ops import dequantize_weight, ops, pack_weight, quantize_weight
 from moe_ops.activation import formula
-from moe_ops.dispatch.device import NO_GPU
+from moe_ops.dispatch.device import NO_GPU, assumed, device_facts
 from moe_ops.dispatch.gemm_plan import plan_gemm
-from moe_ops.dispatch.hopper_decode import DECODE_FEW, DECODE_MANY
+from moe_ops.dispatch.hopper_decode import DECODE_SLOT, DECODING
 from moe_ops.dispatch.problem import stored_problem
 from moe_ops.dispatch.tiles import ROW_TILES
 from moe_ops.reference import weight_only_gemm as reference
@@ -35,7 +35,7 @@ if INTERPRETED:
     from gluon_interpreter import interpreted
 
     from moe_ops.kernels._gemm.operands import GemmOperands
-    from moe_ops.kernels._hopper.decode_gemm import DecodeGemm
+    from moe_ops.kernels._gemm.run import KERNELS
 
 
 def matmul(x, q, bias, weights, tiles, k, scheme, activation="", programs=3):
@@ -52,11 +52,11 @@ def matmul(x, q, bias, weights, tiles, k, scheme, activation="", programs=3):
     if len(out) == 0:
         return out  # nothing is launched
     problem = stored_problem(x, q.data, tiles, k, scheme, activation)._replace(boxes=True)
-    plan = plan_gemm(problem, NO_GPU)
-    assert plan.kernel in (DECODE_FEW, DECODE_MANY)
+    plan = plan_gemm(problem, device_facts(x.device))
+    assert plan.kernel in DECODING
     operands = GemmOperands(x, q.data, tiles, bias, weights, None, *q[1:])
-    with interpreted(programs):
-        DecodeGemm(problem, plan)(out, operands)
+    with interpreted(None if plan.kernel == DECODE_SLOT else programs):
+        KERNELS[plan.kernel](problem, plan)(out, operands)
     return out
 
 
@@ -68,7 +68,7 @@ def check(problem, scheme, activation="", *, scaled=False, tile=None, direct=Fal
     rows = exact_rows(x, dequantize_weight(q, scheme), bias, weights, ids, k, expert_map, x.dtype)
     if activation:
         rows = rows.activated(formula(activation))
-    with row_tile(tile, NO_GPU if INTERPRETED else None, portable_only=False):
+    with row_tile(tile, NO_GPU if INTERPRETED and not direct else None, portable_only=False):
         tiles = Tiles(None, ids, expert_map)
         if not direct:
             tiles = planned(ids, expert_map, len(w), scheme)
@@ -148,11 +148,40 @@ def test_half_precision(scheme):
         check(gemm_problem(9, 2, 192, 128, torch.float16, has_bias=True), scheme, tile=tile)
 
 
+@given(
+    scheme=st.sampled_from(SERVED),
+    tokens=st.integers(1, 3),
+    k=st.integers(1, 3),
+    n=st.sampled_from((64, 192)),
+    kk=st.sampled_from((64, 128, 704, 1408)),
+    activation=st.sampled_from(("", *ACTIVATIONS)),
+    has_bias=st.booleans(),
+    scaled=st.booleans(),
+    local=st.sampled_from((None, 72)),
+)
+def test_few_slots(scheme, tokens, k, n, kk, activation, has_bias, scaled, local):
+    """A slot's programs find its expert themselves."""
+    how = {"has_bias": has_bias, "num_local_experts": local, "routing": "holes"}
+    how["activation"] = activation or "silu_no_mul"
+    problem = Problem(tokens, 80, k, kk, n, torch.bfloat16, **how)
+    check(problem, scheme, activation, scaled=scaled, direct=True)
+
+
+@pytest.mark.parametrize("scheme", SERVED)
+def test_few_slots_of_every_scheme(scheme):
+    for activation in ("silu", "swigluoai", "relu2_no_mul"):
+        problem = Problem(1, 32, 4, 320, 64, torch.bfloat16, activation, has_bias=True)
+        check(problem, scheme, activation, scaled=True, direct=True)
+
+
 @pytest.mark.parametrize("scheme", ["int4_w4a16_g128", "mxfp4_w4a16", "int8_w8a16"])
-def test_few_slots_without_a_plan(scheme):
-    for tokens, k, local in ((1, 2, None), (2, 1, 3)):
-        problem = Problem(tokens, 16, k, 192, 64, torch.bfloat16, "silu", num_local_experts=local)
-        check(problem, scheme, "silu", direct=True)
+def test_few_slots_on_a_small_gpu(scheme):
+    """Programs of a slot do not fit at once: tiles of one slot, without a plan."""
+    with assumed(NO_GPU._replace(processors=1)):
+        for tokens, k, local in ((1, 2, None), (2, 1, 3)):
+            how = {"activation": "silu", "num_local_experts": local}
+            problem = Problem(tokens, 16, k, 192, 64, torch.bfloat16, **how)
+            check(problem, scheme, "silu", direct=True)
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from plans import row_tile  # noqa: E402
 from moe_ops.dispatch.device import Device  # noqa: E402
 from moe_ops.dispatch.hopper_decode import FEW_CTAS  # noqa: E402
 from moe_ops.kernels import gemm_sum, scaled_gemm, weight_only_gemm  # noqa: E402
-from moe_ops.kernels._hopper.decode_sum_gemm import SumConstants  # noqa: E402
+from moe_ops.kernels._hopper.decode_jobs_gemm import JobConstants  # noqa: E402
 from moe_ops.kernels._runtime import launch as launching  # noqa: E402
 from moe_ops.scheme import get_scheme  # noqa: E402
 
@@ -158,14 +158,45 @@ def test_one_token_with_the_sum(scheme, model):
         weight_only_gemm.weight_only_sum(h, *q, empty(EXPERTS, n), weights, tiles, scheme)
 
     (kernel,) = aot.compile_launch(H200, launch)
-    check_sum(kernel)
+    check_jobs(kernel, "hopper_decode_sum_kernel")
 
 
-def check_sum(kernel):
+def check_jobs(kernel, name):
+    """Four programs fit on an SM, words are copied 16 bytes at a time, and nothing is spilled."""
     used = aot.resources(kernel, 90)
-    assert kernel.metadata.name == "hopper_decode_sum_kernel" and used["spilled"] == 0
-    assert used["registers"] <= 64 and 2 * (used["shared"] + 1024) <= H200.shared_memory + 1024
-    assert "LDG.E.128" in aot.disassembled(kernel)
+    assert kernel.metadata.name == name and used["spilled"] == 0
+    assert used["registers"] <= 64 and used["shared"] > 48 * 1024
+    assert 3 * (used["shared"] + 1024) <= H200.shared_memory + 1024
+    code = aot.disassembled(kernel)
+    assert "LDGSTS.E.BYPASS.128" in code
+    (constants,) = (c for c in kernel.src.constants.values() if isinstance(c, JobConstants))
+    if constants.FIRST == constants.PASSES * constants.ROUNDS:  # what is copied ahead is unrolled
+        assert code.count("BAR.SYNC") <= constants.FIRST + 5  # a barrier a round
+
+
+@pytest.mark.parametrize(
+    ("scheme", "model"),
+    half_exhaustive(
+        ["mxfp4_w4a16", "int4_w4a16_g128_zp", "int4_w4a8_g128", "int8_w8a16"],
+        ["qwen3-30b", "qwen3-next", "llama4-scout"],
+    ),
+)
+def test_one_token_of_the_first_gemm(scheme, model):
+    hidden, width, slots = SIZES[model]
+
+    def launch(empty):
+        x, ids = empty(1, hidden), empty(1, slots, dtype=torch.int32)
+        q = packed(empty, scheme, 2 * width, hidden, torch.bfloat16)
+        bias, tiles = empty(EXPERTS, 2 * width), [None, ids, None]
+        if get_scheme(scheme).activation is None:
+            head, tail = (x, *q, bias, None, tiles), (slots, scheme, "silu")
+            weight_only_gemm.weight_only_matmul(*head, *tail)
+        else:
+            head, tail = (x, None, q.data, q.scale, q.global_scale, bias), (slots, scheme)
+            scaled_gemm.scaled_matmul(*head, tiles, *tail, torch.bfloat16, "silu")
+
+    *_, kernel = aot.compile_launch(H200, launch)
+    check_jobs(kernel, "hopper_decode_slot_kernel")
 
 
 @pytest.mark.parametrize(("scheme", "model"), half_exhaustive(UNDER_FP8, SIZES))
@@ -181,7 +212,7 @@ def test_one_token_with_the_sum_under_fp8(scheme, model):
 
     quantize, kernel = aot.compile_launch(H200, launch)
     assert quantize.metadata.name == "quantize_kernel"
-    check_sum(kernel)
+    check_jobs(kernel, "hopper_decode_sum_kernel")
 
 
 def test_one_token_begins_early_only_after_the_first_gemm():
@@ -200,7 +231,7 @@ def test_one_token_begins_early_only_after_the_first_gemm():
 
     _, *sums = aot.compile_launch(H200, launch)
     assert [c.EARLY for kernel in sums for c in kernel.src.constants.values()
-            if isinstance(c, SumConstants)] == [True, False]  # fmt: skip
+            if isinstance(c, JobConstants)] == [True, False]  # fmt: skip
     for kernel, early in zip(sums, (True, False), strict=True):
         before, after = kernel.asm["ttgir"].split("griddepcontrol.wait")
         body = before[before.index("tt.func") :].split("\n", 1)[1]

@@ -30,7 +30,7 @@ if INTERPRETED:
     from gluon_interpreter import interpreted
 
     from moe_ops.kernels._gemm.operands import GemmOperands
-    from moe_ops.kernels._hopper.decode_sum_gemm import DecodeSum
+    from moe_ops.kernels._hopper.decode_jobs_gemm import DecodeJobs
     from moe_ops.tensors import Tiles
 
 
@@ -45,7 +45,7 @@ def summed(h, q, bias, weights, tiles, scheme):
     out = torch.full((1, q.data.shape[1]), torch.nan, dtype=h.dtype)
     operands = GemmOperands(h, q.data, Tiles(*tiles), bias, weights, None, *q[1:])
     with interpreted():
-        DecodeSum(problem, plan)(out, operands)
+        DecodeJobs(problem, plan)(out, operands)
     return out
 
 

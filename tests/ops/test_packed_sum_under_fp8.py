@@ -31,7 +31,7 @@ if INTERPRETED:
     from gluon_interpreter import interpreted
 
     from moe_ops.kernels._gemm.operands import GemmOperands
-    from moe_ops.kernels._hopper.decode_sum_gemm import DecodeSum
+    from moe_ops.kernels._hopper.decode_jobs_gemm import DecodeJobs
     from moe_ops.tensors import Tiles
 
 
@@ -50,7 +50,7 @@ def summed(rows, q, bias, weights, tiles, scheme, dtype=BF16):
     out = torch.full((1, q.data.shape[1]), torch.nan, dtype=dtype)
     operands = GemmOperands(rows[0], q.data, Tiles(*tiles), bias, weights, rows[1], *q[1:])
     with interpreted():
-        DecodeSum(problem, plan)(out, operands)
+        DecodeJobs(problem, plan)(out, operands)
     return out
 
 

@@ -22,7 +22,7 @@ from moe_ops import dequantize_weight, get_scheme, ops, pack_weight, quantize_we
 from moe_ops.activation import formula
 from moe_ops.dispatch.device import NO_GPU
 from moe_ops.dispatch.gemm_plan import plan_gemm
-from moe_ops.dispatch.hopper_decode import DECODE_FEW, DECODE_MANY
+from moe_ops.dispatch.hopper_decode import DECODE_SLOT, DECODING
 from moe_ops.dispatch.problem import stored_problem
 from moe_ops.dispatch.tiles import ROW_TILES
 from moe_ops.reference import scaled_gemm as reference
@@ -38,7 +38,7 @@ if INTERPRETED:
     from gluon_interpreter import interpreted
 
     from moe_ops.kernels._gemm.operands import GemmOperands
-    from moe_ops.kernels._hopper.decode_gemm import DecodeGemm
+    from moe_ops.kernels._gemm.run import KERNELS
 
 
 def matmul(rows, q, bias, tiles, k, scheme, activation="", *, dtype=BF16, programs=3):
@@ -57,11 +57,11 @@ def matmul(rows, q, bias, tiles, k, scheme, activation="", *, dtype=BF16, progra
     problem = stored_problem(rows[0], q.data, tiles, k, scheme, activation, out_dtype=dtype)
     problem = problem._replace(boxes=True)
     plan = plan_gemm(problem, NO_GPU)
-    assert plan.kernel in (DECODE_FEW, DECODE_MANY)
+    assert plan.kernel in DECODING
     assert plan.quantizes_rows == (rows[1] is None)
     operands = GemmOperands(rows[0], q.data, tiles, bias, None, rows[1], *q[1:])
-    with interpreted(programs):
-        DecodeGemm(problem, plan)(out, operands)
+    with interpreted(None if plan.kernel == DECODE_SLOT else programs):
+        KERNELS[plan.kernel](problem, plan)(out, operands)
     return out
 
 
@@ -154,7 +154,7 @@ def test_activations(activation, tile):
 @pytest.mark.parametrize("stored", [False, True])
 @pytest.mark.parametrize("scheme", UNDER_FP8)
 def test_few_slots_without_a_plan(scheme, stored):
-    for tokens, k, local in ((1, 2, None), (2, 1, 3)):
+    for tokens, k, local in ((1, 2, None), (2, 1, None), (2, 1, 3)):
         problem = Problem(tokens, 16, k, 192, 64, BF16, "silu", num_local_experts=local)
         check(problem, scheme, "silu", stored=stored, direct=True)
 

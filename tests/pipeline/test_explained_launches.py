@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
 
 import moe_ops  # noqa: E402
 from moe_ops.dispatch.hopper import PACKED, STREAM, TOKEN, HopperTiles  # noqa: E402
-from moe_ops.dispatch.hopper_decode import DECODE_FEW, DECODE_MANY, DECODE_SUM  # noqa: E402
+from moe_ops.dispatch.hopper_decode import DECODE_FEW, DECODE_MANY, DECODE_SLOT, DECODE_SUM  # noqa: E402
 from moe_ops.dispatch.tiles import TileConfig  # noqa: E402
 from moe_ops.kernels._hopper import decode_gemm  # noqa: E402
 from moe_ops.kernels._hopper.gemm import Constants  # noqa: E402
@@ -83,8 +83,8 @@ def launched(layer, target, mode):
             elif isinstance(c, decode_gemm.Constants) and kernel is not None:
                 tiles = (c.BLOCK_M, 64 * c.STAGE_UNITS, c.GROUP_M, c.STAGES, c.ON_DEMAND, c.CTAS)
                 seen.append(asdict(HopperTiles(kernel, *tiles)))
-        if name == "hopper_decode_sum_kernel":
-            seen.append({"kernel": DECODE_SUM, "num_stages": constants["S"].AHEAD})
+        if name in JOBS:
+            seen.append({"kernel": JOBS[name], "num_stages": constants["S"].BUFFERS})
         elif name in ("hopper_token_kernel", "hopper_token_sum_kernel"):
             seen.append({"kernel": TOKEN, "num_stages": constants["G"].STAGES})
         elif "BLOCK_K" in constants:
@@ -96,12 +96,13 @@ def launched(layer, target, mode):
     return seen
 
 
+JOBS = {"hopper_decode_slot_kernel": DECODE_SLOT, "hopper_decode_sum_kernel": DECODE_SUM}
 PLAIN = ("BLOCK_M", "BLOCK_N", "BLOCK_K", "GROUP_M", "num_warps", "num_stages")
 
 
 def explained(tiles):
     """A cost's tiles as `launched` has them."""
-    if isinstance(tiles, HopperTiles) and tiles.kernel in (TOKEN, DECODE_SUM):
+    if isinstance(tiles, HopperTiles) and tiles.kernel in (TOKEN, DECODE_SLOT, DECODE_SUM):
         return {"kernel": tiles.kernel, "num_stages": tiles.num_stages}
     return asdict(tiles)
 

@@ -21,7 +21,7 @@ from moe_ops.dispatch.gemm_plan import (
     plan_gemm,
 )
 from moe_ops.dispatch.hopper import PACKED, STREAM, TOKEN, KernelTiles
-from moe_ops.dispatch.hopper_decode import DECODE_FEW, DECODE_MANY, DECODE_SUM
+from moe_ops.dispatch.hopper_decode import DECODE_FEW, DECODE_MANY, DECODE_SLOT, DECODE_SUM
 from moe_ops.dispatch.problem import STORED, GemmProblem, without_sum
 from moe_ops.kernels._gemm.block_scaled import BlockScaledGemm
 from moe_ops.kernels._gemm.dense import DenseGemm
@@ -30,7 +30,7 @@ from moe_ops.kernels._gemm.scaled import ScaledGemm
 from moe_ops.kernels._gemm.scaled_slot import SlotGemm
 from moe_ops.kernels._gemm.weight_only import DequantizeGemm
 from moe_ops.kernels._hopper.decode_gemm import DecodeGemm
-from moe_ops.kernels._hopper.decode_sum_gemm import DecodeSum
+from moe_ops.kernels._hopper.decode_jobs_gemm import DecodeJobs
 from moe_ops.kernels._hopper.gemm import HopperGemm
 from moe_ops.kernels._hopper.token_gemm import TokenGemm
 from moe_ops.kernels.quantize import moe_quantize
@@ -50,7 +50,8 @@ KERNELS: dict[str, Callable[..., Kernel]] = {
     STREAM: HopperGemm,
     DECODE_FEW: DecodeGemm,
     DECODE_MANY: DecodeGemm,
-    DECODE_SUM: DecodeSum,
+    DECODE_SLOT: DecodeJobs,
+    DECODE_SUM: DecodeJobs,
     TOKEN: TokenGemm,
     TOKEN_SUM: TokenGemm,
 }

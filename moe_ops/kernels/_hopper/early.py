@@ -10,10 +10,11 @@ from __future__ import annotations
 from torch import Tensor
 
 from moe_ops.kernels._hopper.decode_few import hopper_decode_few_kernel
+from moe_ops.kernels._hopper.decode_slot import hopper_decode_slot_kernel
 from moe_ops.kernels._hopper.token import hopper_token_kernel
 from moe_ops.kernels._runtime.launch import last_kernel
 
-FIRST = (hopper_token_kernel, hopper_decode_few_kernel)
+FIRST = (hopper_token_kernel, hopper_decode_few_kernel, hopper_decode_slot_kernel)
 """Kernels of GEMM 1 that read the ids themselves."""
 ROUTED: dict[int, tuple[int, int | None]] = {}
 """Addresses of the ids and the expert map that the last such GEMM 1 read, by device."""

@@ -50,14 +50,14 @@ class Choices:
     """The routing of the token: ids, weights and expert map."""
 
     ids: gl.tensor
-    weights: gl.tensor
+    weights: gl.tensor | gl.constexpr
     expert_map: gl.tensor | gl.constexpr
     num_ids: gl.tensor
     num_experts: gl.tensor
 
     @gluon.constexpr_function
     def __init__(self, ids, weights, expert_map, num_ids, num_experts):
-        self.ids, self.weights, self.expert_map = ids, weights, _optional(expert_map)
+        self.ids, self.weights, self.expert_map = ids, _optional(weights), _optional(expert_map)
         self.num_ids, self.num_experts = num_ids, num_experts
 
 

@@ -46,15 +46,16 @@ def served():
 
 
 @triton.jit
-def take_turn(LONG: tl.constexpr = False):
+def take_turn(LONG: tl.constexpr = False, ROOM: tl.constexpr = False):
     """Wait for the grids before this one, then trigger the dependent launch.
 
     Large or LONG grids trigger it only when their CTAs exit: they fill the GPU, and early CTAs of
-    the next kernel would be placed unevenly, wherever an SM has room beside them.
+    the next kernel would be placed unevenly, wherever an SM has room beside them. ROOM: every SM
+    has, whatever the number of programs.
     """
     if served():
         tl.extra.cuda.gdc_wait()
-        if not LONG and tl.num_programs(0) * tl.num_programs(1) <= FEW:
+        if ROOM or (not LONG and tl.num_programs(0) * tl.num_programs(1) <= FEW):
             tl.extra.cuda.gdc_launch_dependents()
 
 

@@ -1,0 +1,160 @@
+"""Launchers of the kernels for few slots with packed weights: of a slot, and with the sum."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from moe_ops.dispatch.gemm_plan import GemmPlan
+from moe_ops.dispatch.hopper import HopperTiles
+from moe_ops.dispatch.hopper_decode import JOB_CTAS, Jobs, divide, round_bytes
+from moe_ops.dispatch.problem import GemmProblem
+from moe_ops.dispatch.tiles import cdiv
+from moe_ops.kernels._gemm.operands import GemmOperands
+from moe_ops.kernels._hopper.decode_gemm import Constants, Variant, constants, variant_of, wide
+from moe_ops.kernels._hopper.decode_jobs import ROWS, WARPS
+from moe_ops.kernels._hopper.decode_slot import hopper_decode_slot_kernel
+from moe_ops.kernels._hopper.decode_sum import hopper_decode_sum_kernel
+from moe_ops.kernels._hopper.early import all_dense, note_routing, routing_was_read
+from moe_ops.kernels._runtime.launch import Launch
+from moe_ops.kernels._runtime.slots import dense, map_size
+from moe_ops.scheme import get_scheme
+
+REGISTERS = 65536 // (JOB_CTAS * 32 * WARPS.value)
+"""maxnreg: JOB_CTAS programs share the registers of an SM."""
+
+PREFERRING = 48 * 1024 + 16
+"""Bytes of shared memory with which Triton's launcher prefers it to the L1 cache."""
+
+
+@dataclass(frozen=True)
+class JobConstants:
+    """Constants of the kernels besides those of every GEMM with packed weights."""
+
+    COUNT: int
+    """Slots."""
+    BLOCKS: int
+    """Programs that compute a slot's columns, or all slots' with the weighted sum."""
+    STRIPS: int
+    """Strips of 16 weight rows of a job."""
+    PARTS: int
+    """Parts of K of a slot, each a job."""
+    PASSES: int
+    """Passes of eight jobs."""
+    CHUNKS: int
+    """Chunks along K."""
+    STEPS: int
+    """Chunks of a job."""
+    ROUNDS: int
+    """Rounds of chunks of a pass."""
+    DEPTH: int
+    """Chunks of a round."""
+    BUFFERS: int
+    """Rounds for which there is shared memory."""
+    FIRST: int
+    """Rounds that are copied ahead."""
+    SUMS: int
+    """Vectors of sums for which there is shared memory: of each strip in each pass, and more."""
+    GROUPS: int
+    """Groups along K of a weight row."""
+    ROOM: bool
+    """Whether every SM has room for programs of the next kernel."""
+    EARLY: bool
+    """Whether ids and weights are read before GEMM 1 has ended: see `early`."""
+
+
+def count_sums(problem: GemmProblem, tiles: HopperTiles, jobs: Jobs) -> int:
+    """Vectors of sums of a program, and as many more as make the driver prefer shared memory.
+
+    A program of GEMM 2 comes early to an SM only if what GEMM 1 made the driver set aside as shared
+    memory is enough for both. Above 48 KiB of a program, Triton asks for as much as there is.
+    """
+    quant = get_scheme(problem.scheme).weight
+    rounds = tiles.num_stages * round_bytes(jobs, quant)
+    return max(jobs.strips * jobs.passes, cdiv(PREFERRING - rounds, 4 * WARPS.value * ROWS.value))
+
+
+@lru_cache(maxsize=4096)
+def ready(
+    problem: GemmProblem,
+    tiles: HopperTiles,
+    variant: Variant,
+    jobs: Jobs,
+    groups: int,
+    early: bool,
+) -> Launch:
+    """The launch of a problem's kernel."""
+    total = jobs.passes * jobs.rounds
+    common: Constants = constants(problem, tiles, variant)
+    more = JobConstants(
+        COUNT=problem.sizes.num_slots,
+        BLOCKS=problem.weight[1] // tiles.block_n,
+        STRIPS=jobs.strips,
+        PARTS=jobs.parts,
+        PASSES=jobs.passes,
+        CHUNKS=jobs.chunks,
+        STEPS=jobs.steps,
+        ROUNDS=jobs.rounds,
+        DEPTH=jobs.depth,
+        BUFFERS=tiles.num_stages,
+        FIRST=total if tiles.num_stages == total else tiles.num_stages - 1,
+        SUMS=count_sums(problem, tiles, jobs),
+        GROUPS=groups,
+        ROOM=tiles.ctas < JOB_CTAS,
+        EARLY=early,
+    )
+    kernel = hopper_decode_sum_kernel if problem.summed else hopper_decode_slot_kernel
+    return Launch(kernel, C=common, S=more, num_warps=WARPS.value, maxnreg=REGISTERS)
+
+
+class DecodeJobs:
+    """The kernel of a slot or the one with the weighted sum, ready to run."""
+
+    def __init__(self, problem: GemmProblem, plan: GemmPlan) -> None:
+        self.problem, self.tiles = problem, plan.config
+        sizes, quant = problem.sizes, get_scheme(problem.scheme).weight
+        slots = sizes.num_slots if problem.summed else 1
+        self.jobs = divide(sizes, quant, self.tiles.block_n // ROWS.value, slots)
+        blocks = problem.weight[1] // self.tiles.block_n
+        self.programs = blocks if problem.summed else blocks * sizes.num_slots
+
+    def __call__(self, out: Tensor, given: GemmOperands) -> None:
+        """``out[s] = f(weights[s] * a[s // top_k] @ dequantized(w[e]).T + bias[e])``; or the sum.
+
+        The sum is ``out = sum_j weights[j] * round(a[j] @ dequantized(w[e]).T + bias[e])``.
+        """
+        w, scale, zeros = given.w, dense(given.w_scale), dense(given.w_zero_point)
+        _, topk_ids, expert_map = given.tiles
+        groups = scale.shape[1] if scale.ndim == 3 else 1
+        read = (given.w_scale, given.w_zero_point, topk_ids, expert_map)
+        early = self.problem.summed and routing_was_read(topk_ids, expert_map) and all_dense(*read)
+        how = (variant_of(self.problem, given), self.jobs, groups, early)
+        launch = ready(self.problem, self.tiles, *how)
+        # After `early` is known: a kernel that quantizes ends the wait for GEMM 1, as GEMM 1 does.
+        rows, row_scale = wide(given, get_scheme(self.problem.scheme).activation)
+        if not self.problem.summed:
+            note_routing(topk_ids, expert_map)
+        if scale.dtype == torch.float8_e4m3fn:  # masked loads have no 8-bit zero
+            scale = scale.view(torch.uint8)
+        factors = given.w_global_scale
+        launch(
+            (self.programs,),
+            rows,
+            rows.stride(0),
+            w,
+            w.stride(0),
+            scale,
+            zeros,
+            dense(given.bias),
+            dense(given.topk_weights),
+            row_scale,
+            out,
+            out if factors is None else dense(factors),
+            dense(topk_ids),
+            dense(expert_map),
+            map_size(expert_map, w.shape[0]),
+            w.shape[0],
+        )
