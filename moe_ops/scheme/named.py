@@ -170,14 +170,15 @@ class Scheme:
         return list(self.weight.group)
 
     def weight_bits(self, n: int, k: int) -> float:
-        """Bits of memory per weight of an ``(N, K)`` expert, including its share of the scales."""
+        """Bits of memory per weight of an ``(N, K)`` expert, with its share of scales but one of all."""
         if self.weight is None:
             return 16.0
         quant, scales = self.weight, 1
         for length in quant.weight_scale_shape(1, n, k):
             scales *= length
         each = SCALE_BITS[quant.scale] + quant.element.stored_bits * quant.zero_point
-        return quant.element.stored_bits + each * scales / (n * k)
+        of_row = SCALE_BITS["float32"] * quant.channel_scale / k
+        return quant.element.stored_bits + each * scales / (n * k) + of_row
 
 
 SCHEMES: dict[str, Scheme] = {name: Scheme(name, *quants) for name, quants in _NAMED.items()}

@@ -96,14 +96,14 @@ def test_static_scales_are_the_peaks(model, windows, peaks):
 
 @pytest.mark.parametrize("name", moe_ops.SCHEMES)
 def test_bytes_are_those_of_the_scheme(name, model, peaks):
-    """And those of global scales, which a scheme does not count: one of a weight, or of a row."""
+    """And those of global scales of whole weights, which a scheme does not count."""
     scheme, experts = moe_ops.get_scheme(name), model.model.layers[0].mlp.experts
     module = quality.QuantizedExperts(experts, scheme, peaks[0])
     shapes = [w.shape[1:] for w in (experts.gate_up_proj, experts.down_proj)]
     size = sum(scheme.weight_bits(n, k) * n * k / 8 for n, k in shapes)
     config = module.config
     factors = (config.w1_gscale, config.w2_gscale, config.g1_alphas, config.g2_alphas)
-    size += sum(4 * x[0].numel() for x in factors if x is not None)
+    size += sum(4 for x in factors if x is not None and x[0].numel() == 1)
     assert module.bytes_per_expert == size
 
 

@@ -272,3 +272,4 @@ def test_bits_of_a_weight():
     assert get_scheme("int4_w4a16_g128_zp").weight_bits(256, 256) == 4 + 20 / 128
     assert get_scheme("mxfp4_w4a16").weight_bits(256, 256) == 4 + 8 / 32
     assert get_scheme("mxfp6_e2m3").weight_bits(256, 256) == 8 + 8 / 32
+    assert get_scheme("int4_w4a8_g128").weight_bits(256, 256) == 4 + 8 / 128 + 32 / 256
