@@ -41,8 +41,8 @@ demo: $(READY)
 
 test: test-reference test-interpreter
 
-# `make test` compiles kernels for sm_90, for sm_100 each value of each test's parameters once, and for
-# other architectures one item of each test; this compiles everything.
+# `make test` compiles kernels for sm_90 with each value of each test's parameters once, and for other
+# architectures one item of each test; this compiles everything.
 test-all: COMPILE := --exhaustive
 test-all: test-reference test-interpreter
 

@@ -109,16 +109,22 @@ def forget_kernels(*modules: ModuleType) -> None:
 
 
 @contextmanager
-def compiling(gpu: int | Device, name: str = "") -> Iterator[list[Any]]:
+def compiling(gpu: int | Device, name: str = "", *, once: bool = False) -> Iterator[list[Any]]:
     """Every launch inside compiles for a GPU, or an architecture, and lands in the list.
 
     ``name``: by which tuned tiles are found for an architecture; without one there are none.
+    ``once``: only the first launch of each kernel does.
     """
     facts = gpu if isinstance(gpu, Device) else Device(gpu, SHARED_MEMORY[gpu], 132, name)
     compiled: list[Any] = []
     run = JITFunction.run
 
+    names: set[str] = set()
+
     def compile_only(self: JITFunction, *args: Any, **kwargs: Any) -> Any:
+        if once and self.__name__ in names:
+            return None
+        names.add(self.__name__)
         kwargs["warmup"] = True
         with redirect_stdout(io.StringIO()) as said:
             kernel = run(self, *args, **kwargs)
@@ -162,14 +168,18 @@ class OnKernels(TorchDispatchMode):
 
 
 def compile_launch(
-    arch: int | Device, launch: Callable[[Callable[..., torch.Tensor]], Any], gpu: str = ""
+    arch: int | Device,
+    launch: Callable[[Callable[..., torch.Tensor]], Any],
+    gpu: str = "",
+    *,
+    once: bool = False,
 ) -> list[Any]:
     """The kernels of ``launch(empty)``; ``empty(*shape, dtype=..)`` makes a fake CUDA tensor."""
 
     def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device="cuda")
 
-    with compiling(arch, gpu) as compiled, FakeTensorMode(allow_non_fake_inputs=True):
+    with compiling(arch, gpu, once=once) as compiled, FakeTensorMode(allow_non_fake_inputs=True):
         launch(empty)
     return compiled
 

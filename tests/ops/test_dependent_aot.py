@@ -48,7 +48,7 @@ CONTROL = {
     "multiply_columns": ["gdc_wait"],
 }
 """The only functions that do either."""
-TURN = re.compile(r"take_turn\((LONG=True)?\)")
+TURN = re.compile(r"take_turn\((LONG=True|ROOM=S.ROOM)?\)")
 
 
 def jitted():
@@ -160,8 +160,9 @@ def launch_packed(empty, tile):
         x = empty(slots, 128)
         weight_only_gemm.weight_only_matmul(x, w, scale, *[None] * 4, tiles, 1, scheme)
     weights, ids = empty(1, 4, dtype=torch.float32), empty(1, 4, dtype=torch.int32)
-    stored = (w, scale, None, None, None)
-    weight_only_gemm.weight_only_sum(empty(4, 128), *stored, weights, [None, ids, None], scheme)
+    stored, tiles = (w, scale, None, None, None), [None, ids, None]
+    weight_only_gemm.weight_only_matmul(empty(1, 128), *stored, None, tiles, 4, scheme)
+    weight_only_gemm.weight_only_sum(empty(4, 128), *stored, weights, tiles, scheme)
 
 
 def launch_one_token(empty):
@@ -177,9 +178,9 @@ def launch_small(empty):
     activation.activation(empty(4, 64), "silu")
 
 
-def compiled(arch, launch):
+def compiled(arch, launch, *, once=False):
     found = {}
-    for kernel in aot.compile_launch(arch, launch):
+    for kernel in aot.compile_launch(arch, launch, once=once):
         found.setdefault(kernel.metadata.name, []).append(kernel)
     return found
 
@@ -243,12 +244,13 @@ def constants(kernel):
 
 
 @pytest.fixture(scope="module")
-def on_hopper():
-    """Kernels by name, as their launchers make them."""
-    found = compiled(90, launch_samples(STAGES))
+def on_hopper(request):
+    """Kernels by name, as their launchers make them; without --exhaustive the first of each."""
+    once = not request.config.getoption("exhaustive")
+    found = compiled(90, launch_samples(STAGES), once=once)
     with mock.patch.object(token_gemm, "routing_was_read", return_value=True):
-        early = compiled(90, launch_samples(["gemm_sum"]))
-    for name, more in [*compiled(90, launch_more).items(), *early.items()]:
+        early = compiled(90, launch_samples(["gemm_sum"]), once=once)
+    for name, more in [*compiled(90, launch_more, once=once).items(), *early.items()]:
         found.setdefault(name, []).extend(more)
     return found
 

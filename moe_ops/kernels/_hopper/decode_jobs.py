@@ -26,7 +26,6 @@ from moe_ops.kernels._hopper.schedule import wait_for_group
 from moe_ops.kernels._hopper.slots import _optional
 from moe_ops.kernels._hopper.stream import load_rows
 from moe_ops.kernels._hopper.weights import expert_of
-from moe_ops.kernels._runtime.dependent import take_turn
 
 WARPS = gl.constexpr(hopper_decode.JOB_WARPS)
 """Warps of a program, and jobs of a pass."""
@@ -211,7 +210,7 @@ def copy_groups(
 
 
 @gluon.jit
-def copy_rows(inputs, ring, experts, first, step, C: gl.constexpr, S: gl.constexpr):
+def copy_columns(inputs, ring, experts, first, step, C: gl.constexpr, S: gl.constexpr):
     """Copy the rows of a round: a column of each chunk's second operand for each job."""
     slot, expert, chunk, left = jobs_of(experts[3], first, step, S)
     i = gl.arange(0, S.DEPTH * WARPS, layout=alone(OF_ROWS, 0, 2)) // WARPS
@@ -255,7 +254,7 @@ def copy_weights(inputs, ring, experts, first, step, block, C: gl.constexpr, S: 
 @gluon.jit
 def copy_round(inputs, ring, experts, first, step, block, C: gl.constexpr, S: gl.constexpr):
     """Start to copy both operands of a round."""
-    copy_rows(inputs, ring, experts, first, step, C, S)
+    copy_columns(inputs, ring, experts, first, step, C, S)
     copy_weights(inputs, ring, experts, first, step, block, C, S)
 
 
@@ -268,13 +267,17 @@ def begin(inputs, ring, experts, first, block, C: gl.constexpr, S: gl.constexpr)
 
 
 @gluon.jit
-def begin_early(inputs, ring, experts, first, block, C: gl.constexpr, S: gl.constexpr):
-    """Copy the first rounds: weights before the kernel that makes the rows has ended."""
+def begin_weights(inputs, ring, experts, first, block, C: gl.constexpr, S: gl.constexpr):
+    """Start to copy the weights of the first rounds."""
     for step in range(S.FIRST):
         copy_weights(inputs, ring, experts, first, step, block, C, S)
-    take_turn()
+
+
+@gluon.jit
+def begin_columns(inputs, ring, experts, first, C: gl.constexpr, S: gl.constexpr):
+    """Copy the columns of the first rounds, and wait for everything."""
     for step in range(S.FIRST):
-        copy_rows(inputs, ring, experts, first, step, C, S)
+        copy_columns(inputs, ring, experts, first, step, C, S)
     async_copy.commit_group()
     async_copy.wait_group(0)
 

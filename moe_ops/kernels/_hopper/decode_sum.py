@@ -15,7 +15,8 @@ from moe_ops.kernels._hopper.decode_jobs import (
     add_jobs,
     add_parts,
     begin,
-    begin_early,
+    begin_columns,
+    begin_weights,
     find_experts,
     finish_rows,
     make_ring,
@@ -61,9 +62,11 @@ def hopper_decode_sum_kernel(
     strip = gl.program_id(0)
     if S.EARLY:
         experts = find_experts(choices, 0, C, S)
-        begin_early(inputs, ring, experts, 0, strip, C, S)
+        begin_weights(inputs, ring, experts, 0, strip, C, S)
+    take_turn()
+    if S.EARLY:
+        begin_columns(inputs, ring, experts, 0, C, S)
     else:
-        take_turn()
         experts = find_experts(choices, 0, C, S)
         begin(inputs, ring, experts, 0, strip, C, S)
     add_jobs(inputs, ring, sums, experts, 0, strip, C, S)
