@@ -241,6 +241,6 @@ def check(rank, ranks):
     check_seeds(rank, ranks)
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.exhaustive)])
 def test_balanced_ranks_are_one_rank(ranks):
     spawn(check, ranks)

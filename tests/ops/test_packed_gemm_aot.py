@@ -85,7 +85,9 @@ def check(scheme, tile, activation="silu", hidden=2048, width=768, **more):
     return kernels
 
 
-@pytest.mark.parametrize("scheme", [*PACKABLE, "int4_w4a16_g32_zp", "int8_w8a16_g32_zp"])
+@pytest.mark.parametrize(
+    "scheme", half_exhaustive([*PACKABLE, "int4_w4a16_g32_zp", "int8_w8a16_g32_zp"])
+)
 def test_every_scheme(scheme):
     check(scheme, 128)
 

@@ -126,6 +126,7 @@ class Both(nn.Module):
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.usefixtures("working_aoti")
 def test_aot_inductor(device, tmp_path):
     """AOTInductor of torch 2.11 hands dtypes to operators as other ones: plain experts alone."""

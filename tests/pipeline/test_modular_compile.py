@@ -77,8 +77,7 @@ def backend_of(experts, choice, choices):
     return "eager" if number % len(choices) else "aot_eager"
 
 
-@pytest.mark.parametrize("scheme", SCHEMES)
-@pytest.mark.parametrize("experts", MODULAR)
+@pytest.mark.parametrize(("experts", "scheme"), half_exhaustive(MODULAR, SCHEMES))
 def test_one_compilation_for_every_token_count(experts, scheme, device):
     changes = SETTINGS[(MODULAR.index(experts) + SCHEMES.index(scheme)) % len(SETTINGS)]
     s = kernel_of(experts, scheme, device, **changes)

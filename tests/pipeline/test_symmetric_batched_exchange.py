@@ -179,7 +179,12 @@ def check_all(rank, ranks):
 
 @pytest.mark.kernel
 @pytest.mark.parametrize(
-    ("ranks", "backend"), [(2, "gloo"), (3, "gloo"), pytest.param(2, "nccl", marks=two_gpus)]
+    ("ranks", "backend"),
+    [
+        (2, "gloo"),
+        pytest.param(3, "gloo", marks=pytest.mark.exhaustive),
+        pytest.param(2, "nccl", marks=two_gpus),
+    ],  # fmt: skip
 )
 def test_rows_are_those_of_one_rank(ranks, backend):
     spawn(check_all, ranks, backend=backend)

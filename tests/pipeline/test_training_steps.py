@@ -83,7 +83,7 @@ def test_autocast(kind, device):
     [
         ("layer", "aot_eager"),
         pytest.param("layer", "inductor", marks=pytest.mark.slow),
-        pytest.param("qwen3", "aot_eager", marks=pytest.mark.slow),
+        pytest.param("qwen3", "aot_eager", marks=[pytest.mark.slow, pytest.mark.exhaustive]),
     ],
 )
 def test_one_compilation_of_a_step(kind, backend, device):
