@@ -25,7 +25,6 @@ from moe_ops.functional import (
     moe_permute,
     moe_unpermute,
 )
-from moe_ops.layer import FusedMoE, FusedMoEOptions
 from moe_ops.on_demand import on_demand as _on_demand
 from moe_ops.parallel import EplbState, FusedMoEParallelConfig
 from moe_ops.pipeline.checking import checking
@@ -52,6 +51,8 @@ from moe_ops.tensors import QTensor
 from moe_ops.version import __version__
 
 _LATER = {
+    "FusedMoE": "layer",
+    "FusedMoEOptions": "layer",
     "LoadReport": "layer.checkpoint",
     "expert_lora": "training",
     "explain": "pipeline.explanation",
@@ -103,6 +104,7 @@ _MOVED = {
 """Names of submodules that this module had, too, and still has in version 0.2, with a warning."""
 
 if TYPE_CHECKING:
+    from moe_ops.layer import FusedMoE, FusedMoEOptions
     from moe_ops.layer.checkpoint import LoadReport, load_checkpoint
     from moe_ops.pipeline.explanation import explain
     from moe_ops.quantization import quantize_

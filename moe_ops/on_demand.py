@@ -16,10 +16,11 @@ def on_demand(
 
     Args:
         package: its name.
-        later: by name, the module below the package that has it.
+        later: by name, the module below the package that has it. Such modules are found, too.
         moved: by module below the package, names that the package itself used to have. They are
             found, with a DeprecationWarning that says where they are.
     """
+    modules = {module.partition(".")[0] for module in later.values()}
     old = {name: module for module, names in (moved or {}).items() for name in names}
 
     def find(name: str) -> Any:
@@ -27,6 +28,8 @@ def on_demand(
             place = f"{package}.{old[name]}"
             warn(f"{package}.{name} is now {place}.{name}", DeprecationWarning, stacklevel=2)
             return getattr(import_module(place), name)
+        if name in modules:
+            return import_module(f"{package}.{name}")
         if name not in later:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
         value = getattr(import_module(f"{package}.{later[name]}"), name)
