@@ -22,7 +22,8 @@ from moe_ops.scheme.values import SCALE_BITS
 DECODE_FEW, DECODE_MANY = "hopper_decode_few", "hopper_decode_many"
 """The kernel for few rows, which gathers them itself, and the kernel for many, packed rows."""
 DECODE_SLOT, DECODE_SUM = "hopper_decode_slot", "hopper_decode_sum"
-"""The kernels for one token: a slot a program, and GEMM 2 with the weighted sum."""
+"""The kernel for few slots, one a program, and the kernel for GEMM 2 and the weighted sum of one
+token."""
 DECODING = (DECODE_FEW, DECODE_MANY, DECODE_SLOT, DECODE_SUM)
 TUNABLE = (DECODE_FEW, DECODE_MANY)
 """Kernels for packed weights whose tiles may be tuned."""
@@ -43,8 +44,12 @@ ROUND_BITS = 16
 """Bits for each weight row that a warp multiplies in a round, over its strips and chunks."""
 LEAST_BUFFERS = 2
 """Rounds for which a program needs room."""
-JOB_BYTES = 1024
-"""Bytes of a program beside its rounds and sums, which the system reserves."""
+SUM_BYTES = 4 * JOB_WARPS * STRIP_ROWS
+"""Bytes of the sums of a strip, of all jobs of a pass."""
+RESERVED_BYTES = 1024
+"""Bytes of shared memory of each CTA that the system reserves."""
+PREFERRING_BYTES = 48 * 1024 + 16
+"""Bytes of a CTA with which Triton's launcher has the driver prefer shared memory to L1."""
 TMA_ALIGNMENT = 128
 """Bytes to whose multiples in shared memory TMA copies."""
 FEW_CTAS = {
@@ -63,8 +68,8 @@ MANY_ROW_TILES = (64, 128)
 """Row tiles of the kernel for many rows."""
 FEW_STAGES, MANY_STAGES = 6, 4
 """The most stages: more bring nothing, or do not fit."""
-CTA_BYTES = 1024 + 512
-"""Bytes of a CTA beside its stages and its epilogue: reserved by the system, and barriers."""
+CTA_BYTES = RESERVED_BYTES + 512
+"""Bytes of a CTA beside its stages and its epilogue: reserved ones, and barriers."""
 MANY_BYTES = 20 * 1024
 """The same of the kernel for many rows, with the buffers of its epilogue."""
 
@@ -151,7 +156,7 @@ def most_stages(tiles: HopperTiles, quant: Quant, device: Device) -> int:
     if tiles.kernel == DECODE_MANY:
         return (device.shared_memory - MANY_BYTES) // stage
     beside = CTA_BYTES + 2 * 64 * min(tiles.block_m, 32) * multiplying_groups(tiles)
-    return ((device.shared_memory + 1024) // tiles.ctas - beside) // stage
+    return ((device.shared_memory + RESERVED_BYTES) // tiles.ctas - beside) // stage
 
 
 @lru_cache(maxsize=4096)
@@ -274,16 +279,27 @@ def round_bytes(jobs: Jobs, quant: Quant) -> int:
     return jobs.depth * JOB_WARPS * (jobs.strips * weights + 2 * CHUNK)
 
 
+def count_sums(jobs: Jobs, buffers: int, quant: Quant) -> int:
+    """Places for a strip's sums in a program, with as many more as make it `PREFERRING_BYTES`.
+
+    A program of GEMM 2 comes early to an SM only if what GEMM 1 made the driver set aside as shared
+    memory is enough for both: with `PREFERRING_BYTES` that is as much as there is.
+    """
+    more = cdiv(PREFERRING_BYTES - buffers * round_bytes(jobs, quant), SUM_BYTES)
+    return max(jobs.strips * jobs.passes, more)
+
+
 def job_tiles(
     kernel: str, jobs: Jobs, quant: Quant, programs: int, device: Device
 ) -> HopperTiles | None:
     """Tiles of a kernel with jobs, whose stages are the buffers of rounds; None: none fit."""
-    ctas, memory = min(JOB_CTAS, cdiv(programs, device.processors)), device.shared_memory + 1024
+    ctas = min(JOB_CTAS, cdiv(programs, device.processors))
+    memory = device.shared_memory + RESERVED_BYTES
     room = memory // JOB_CTAS
     if ctas < JOB_CTAS:  # an SM has room for three programs of a slot and one with the sum
         room = memory * 3 // 10 if kernel == DECODE_SUM else memory * 3 // 4 // ctas
-    sums = 4 * JOB_WARPS * STRIP_ROWS * max(jobs.strips, jobs.passes)
-    buffers = (room - JOB_BYTES - sums) // round_bytes(jobs, quant)
+    beside = RESERVED_BYTES + SUM_BYTES * jobs.strips * jobs.passes
+    buffers = (room - beside) // round_bytes(jobs, quant)
     total = jobs.passes * jobs.rounds
     if buffers < min(total, LEAST_BUFFERS):
         return None

@@ -170,7 +170,7 @@ class Scheme:
         return list(self.weight.group)
 
     def weight_bits(self, n: int, k: int) -> float:
-        """Bits per weight of an ``(N, K)`` expert, with its share of scales but one of all."""
+        """Bits per weight of an ``(N, K)`` expert, with all scales but one of the whole weight."""
         if self.weight is None:
             return 16.0
         quant, scales = self.weight, 1

@@ -96,7 +96,7 @@ def test_static_scales_are_the_peaks(model, windows, peaks):
 
 @pytest.mark.parametrize("name", moe_ops.SCHEMES)
 def test_bytes_are_those_of_the_scheme(name, model, peaks):
-    """And those of global scales of whole weights, which a scheme does not count."""
+    """A scheme counts all of them but one global scale of each weight."""
     scheme, experts = moe_ops.get_scheme(name), model.model.layers[0].mlp.experts
     module = quality.QuantizedExperts(experts, scheme, peaks[0])
     shapes = [w.shape[1:] for w in (experts.gate_up_proj, experts.down_proj)]

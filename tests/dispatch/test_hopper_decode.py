@@ -8,6 +8,9 @@ from moe_ops.dispatch.hopper_decode import (
     DECODE_SLOT,
     DECODE_SUM,
     FEW_CTAS,
+    RESERVED_BYTES,
+    SUM_BYTES,
+    count_sums,
     decode_slot_tiles,
     decode_sum_tiles,
     decode_tiles,
@@ -72,7 +75,7 @@ def slot_tiles(scheme, slots, n, k, activation="silu", gpu=NO_GPU):
 
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_what_the_kernel_of_a_slot_takes(scheme):
-    """As many programs as fit on the GPU at once."""
+    """It takes a GEMM whose programs all fit on the GPU at once."""
     assert slot_tiles(scheme, 8, 768, 2048).kernel == DECODE_SLOT
     assert slot_tiles(scheme, 8, 1024, 2048) is not None  # 512 programs, at most 528 fit
     assert slot_tiles(scheme, 8, 1088, 2048) is None
@@ -91,10 +94,12 @@ def test_programs_of_both_kernels_fit_on_a_processor(slots, n, k, scheme):
 
     def taken(tiles, slots, k):
         jobs = divide(sizes._replace(k=k), quant, tiles.block_n // 16, slots)
-        sums = 512 * max(jobs.strips, jobs.passes)
-        return 1024 + max(48 * 1024, tiles.num_stages * round_bytes(jobs, quant) + sums)
+        rounds = tiles.num_stages * round_bytes(jobs, quant)
+        used = rounds + SUM_BYTES * count_sums(jobs, tiles.num_stages, quant)
+        assert used > 48 * 1024
+        return RESERVED_BYTES + used
 
-    there = NO_GPU.shared_memory + 1024
+    there = NO_GPU.shared_memory + RESERVED_BYTES
     assert first.ctas * taken(first, 1, k) + (first.ctas < 4) * taken(then, slots, n) <= there
     assert then.num_stages >= 2 and then.ctas <= 4
 

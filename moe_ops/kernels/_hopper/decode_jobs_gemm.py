@@ -10,9 +10,8 @@ from torch import Tensor
 
 from moe_ops.dispatch.gemm_plan import GemmPlan
 from moe_ops.dispatch.hopper import HopperTiles
-from moe_ops.dispatch.hopper_decode import JOB_CTAS, Jobs, divide, round_bytes
+from moe_ops.dispatch.hopper_decode import JOB_CTAS, Jobs, count_sums, divide
 from moe_ops.dispatch.problem import GemmProblem
-from moe_ops.dispatch.tiles import cdiv
 from moe_ops.kernels._gemm.operands import GemmOperands
 from moe_ops.kernels._hopper.decode_gemm import Constants, Variant, constants, variant_of, wide
 from moe_ops.kernels._hopper.decode_jobs import ROWS, WARPS
@@ -25,9 +24,6 @@ from moe_ops.scheme import get_scheme
 
 REGISTERS = 65536 // (JOB_CTAS * 32 * WARPS.value)
 """maxnreg: JOB_CTAS programs share the registers of an SM."""
-
-PREFERRING = 48 * 1024 + 16
-"""Bytes of shared memory with which Triton's launcher prefers it to the L1 cache."""
 
 
 @dataclass(frozen=True)
@@ -57,24 +53,13 @@ class JobConstants:
     FIRST: int
     """Rounds that are copied ahead."""
     SUMS: int
-    """Vectors of sums for which there is shared memory: of each strip in each pass, and more."""
+    """Places for the sums of a strip in a pass: see `count_sums`."""
     GROUPS: int
     """Groups along K of a weight row."""
     ROOM: bool
     """Whether every SM has room for programs of the next kernel."""
     EARLY: bool
     """Whether ids and weights are read before GEMM 1 has ended: see `early`."""
-
-
-def count_sums(problem: GemmProblem, tiles: HopperTiles, jobs: Jobs) -> int:
-    """Vectors of sums of a program, and as many more as make the driver prefer shared memory.
-
-    A program of GEMM 2 comes early to an SM only if what GEMM 1 made the driver set aside as shared
-    memory is enough for both. Above 48 KiB of a program, Triton asks for as much as there is.
-    """
-    quant = get_scheme(problem.scheme).weight
-    rounds = tiles.num_stages * round_bytes(jobs, quant)
-    return max(jobs.strips * jobs.passes, cdiv(PREFERRING - rounds, 4 * WARPS.value * ROWS.value))
 
 
 @lru_cache(maxsize=4096)
@@ -101,7 +86,7 @@ def ready(
         DEPTH=jobs.depth,
         BUFFERS=tiles.num_stages,
         FIRST=total if tiles.num_stages == total else tiles.num_stages - 1,
-        SUMS=count_sums(problem, tiles, jobs),
+        SUMS=count_sums(jobs, tiles.num_stages, get_scheme(problem.scheme).weight),
         GROUPS=groups,
         ROOM=tiles.ctas < JOB_CTAS,
         EARLY=early,
