@@ -62,7 +62,14 @@ def atomic_add(pointer: Pointer, value: Any, sem: str = "") -> Value:
 def inline_asm(
     asm: str, constraints: str, args: Any, dtype: Any, is_pure: bool, pack: int
 ) -> Value:
+    if asm.startswith("{"):  # one lane in both
+        word = args[0].data
+        lane = word >> 16 if asm.endswith("{odd, odd};}") else word
+        return Value((lane & 0xFFFF) | (lane << 16))
     name, *kinds = asm.split()[0].split(".")
+    if name == "prmt":
+        assert asm.endswith(" $1, 0, 0x4140;"), "two bytes as lanes"
+        return Value((args[0].data & 0xFF) | ((args[0].data & 0xFF00) << 8))
     if name == "lop3":
         word, mask, bits = (a.data for a in args)
         table = asm.split()[-1]
@@ -201,8 +208,8 @@ def _full(shape: Any, value: Any, dtype: Any, layout: Any = None) -> Value:
 
 LANGUAGE = SimpleNamespace(
     **{name: getattr(gluon_language, name) for name in (
-        "int8", "uint8", "int16", "int32", "uint32", "int64", "float16", "bfloat16", "float32",
-        "float8e4nv",
+        "int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "float16", "bfloat16",
+        "float32", "float8e4nv",
     )},
     constexpr=lambda x: x,
     program_id=lambda axis: Value(torch.tensor(LOCAL.program[0])),

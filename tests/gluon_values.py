@@ -15,8 +15,9 @@ PATIENCE_S = 20
 """A barrier that is waited for longer than this never completes."""
 DTYPES = {
     "int1": torch.bool, "int8": torch.int8, "uint8": torch.uint8, "int16": torch.int16,
-    "int32": torch.int32, "uint32": torch.int64, "int64": torch.int64, "fp16": torch.float16,
-    "bf16": torch.bfloat16, "fp32": torch.float32, "fp8e4nv": torch.float8_e4m3fn,
+    "uint16": torch.uint16, "int32": torch.int32, "uint32": torch.int64, "int64": torch.int64,
+    "fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32,
+    "fp8e4nv": torch.float8_e4m3fn,
 }  # fmt: skip
 """Triton's names of dtypes. uint32 is kept in int64."""
 

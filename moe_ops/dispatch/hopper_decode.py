@@ -151,8 +151,8 @@ def multiplying_groups(tiles: HopperTiles) -> int:
 
 def most_stages(tiles: HopperTiles, quant: Quant, device: Device) -> int:
     """The largest stage count that fits."""
-    unit = sum(nbytes * places(nbytes) for nbytes in unit_bytes(quant))
-    stage = tiles.block_n // CHUNK * unit + tiles.block_m * STAGE_K * 2
+    boxes = [tiles.block_n // CHUNK * nbytes for nbytes in unit_bytes(quant)]
+    stage = sum(nbytes * places(nbytes) for nbytes in boxes) + tiles.block_m * STAGE_K * 2
     if tiles.kernel == DECODE_MANY:
         return (device.shared_memory - MANY_BYTES) // stage
     beside = CTA_BYTES + 2 * 64 * min(tiles.block_m, 32) * multiplying_groups(tiles)

@@ -98,6 +98,8 @@ class Constants:
     """Multiplying warp groups."""
     UNITS: int
     """Units of 64 weight rows of a multiplying warp group."""
+    HALVES: int
+    """Parts of the weight from which a stage has units: 2 if gate and up rows are apart."""
     MIXED: bool
     """Whether a unit has 32 gate rows and their up rows, which are apart in the weight."""
     STAGE_UNITS: int
@@ -124,7 +126,7 @@ class Constants:
     @property
     def GROUP_REGISTERS(self) -> int:  # noqa: N802 (a constant of the kernel)
         """Those of the second multiplying warp group: the first has as many or eight more."""
-        return (3 * self._registers - 32) // 2 // 8 * 8
+        return (3 * self._registers - 40) // 2 // 8 * 8
 
     @cached_property
     def few(self) -> Launch:
@@ -138,12 +140,12 @@ class Constants:
 
     @cached_property
     def words(self) -> Boxes:
-        """TMA descriptors of packed weights: a box holds the chunks of a unit in a stage."""
+        """TMA descriptors of packed weights: a box holds the chunks of a stage."""
         return Boxes(self._word_box)
 
     @cached_property
     def scales(self) -> Boxes:
-        """TMA descriptors of scales: a box holds those of a unit in a stage."""
+        """TMA descriptors of scales: a box holds those of a stage."""
         return Boxes(lambda scale: self._group_box(scale, CHUNK))
 
     @cached_property
@@ -157,19 +159,12 @@ class Constants:
         return Boxes(lambda rows: descriptor(rows, [BOX_ROWS.value, CHUNK]))
 
     def _word_box(self, w: Tensor) -> TensorDescriptor:
-        pieces = CHUNK * CHUNK * self.BITS // 32 // 256
-        chunks = self.K // CHUNK
-        if self.MIXED:  # 256 words are 32 rows (of half of the columns, if there are 8 bits)
-            halves = pieces // 2  # 512 words each
-            of_unit = chunks * halves * 512
-            shape = [w.shape[0], self.APART, chunks * halves, 2, 512]
-            strides = [w.stride(0), of_unit, 512, self.APART * of_unit, 1]
-            box = [1, 1, STAGE_K // CHUNK * halves, 2, 256]
-            return descriptor(w, box, shape, strides, swizzled=False)
-        shape = [w.shape[0], self.WEIGHT_ROWS // CHUNK, chunks, pieces, 256]
-        strides = [w.stride(0), chunks * pieces * 256, pieces * 256, 256, 1]
-        box = [1, 1, STAGE_K // CHUNK, pieces, 256]
-        return descriptor(w, box, shape, strides, swizzled=False)
+        pieces = self.K // CHUNK * self.BITS // 2  # of 256 words, the most of an axis of a box
+        units = self.WEIGHT_ROWS // CHUNK // self.HALVES
+        shape = [w.shape[0], self.HALVES, units, pieces, 256]
+        strides = [w.stride(0), units * pieces * 256, pieces * 256, 256, 1]
+        box = [1, self.HALVES, self.STAGE_UNITS // self.HALVES, STAGE_K // CHUNK * self.BITS // 2]
+        return descriptor(w, [*box, 256], shape, strides, swizzled=False)
 
     def _group_box(self, x: Tensor, width: int) -> TensorDescriptor:
         """The TMA descriptor of scales or zero points ``(E, G, N)``, ``width`` for a unit.
@@ -177,9 +172,10 @@ class Constants:
         The stride of an axis of one group may be anything; TMA wants multiples of 16 bytes.
         """
         experts, count, n = x.shape
-        shape, strides, box = [experts, count, n], [count * n, n, 1], [1, self.STAGE_GROUPS, width]
-        if self.MIXED:
-            shape[2:], strides[2:], box[2:] = [2, n // 2], [n // 2, 1], [2, width // 2]
+        half = n // self.HALVES
+        shape, strides = [experts, count, self.HALVES, half], [count * n, n, half, 1]
+        of_half = self.STAGE_UNITS // self.HALVES * width
+        box = [1, self.STAGE_GROUPS, self.HALVES, of_half]
         return descriptor(x, box, shape, strides, swizzled=False)
 
 
@@ -244,12 +240,13 @@ def constants(problem: GemmProblem, tiles: HopperTiles, variant: Variant) -> Con
         CTAS=tiles.ctas,
         GROUPS=warp_groups,
         UNITS=stage_units // warp_groups,
+        HALVES=2 if apart else 1,
         MIXED=apart and stage_units == warp_groups,
         STAGE_UNITS=stage_units,
         STAGE_GROUPS=groups,
-        SCALE_PLACES=places(copied.scales),
+        SCALE_PLACES=places(stage_units * copied.scales),
         ZERO_BYTES=copied.zeros // max(1, groups),
-        ZERO_PLACES=places(copied.zeros),
+        ZERO_PLACES=places(stage_units * copied.zeros),
         STAGE_BYTES=stage_bytes(tiles, quant),
         ON_DEMAND=tiles.on_demand,
         NUM_N=cdiv(problem.weight[1], tiles.block_n),

@@ -19,7 +19,8 @@ from moe_ops.kernels._hopper.fragments import (
     UNIT,
     chunk_groups,
     decoded,
-    pairs_layout,
+    load_pairs,
+    scale_bits,
     words_layout,
 )
 from moe_ops.kernels._hopper.schedule import wait_for_group
@@ -174,12 +175,6 @@ def copy_words(inputs, ring, jobs, buffer, block, C: gl.constexpr, S: gl.constex
 
 
 @gluon.constexpr_function
-def scale_bytes(C):
-    """Bytes of a scale of a group."""
-    return 2 if C.SCALE == "input" else 1
-
-
-@gluon.constexpr_function
 def groups_layout(NUMBERS, BYTES):
     """Layout ``(group, warp, number)`` in which threads copy up to 16 bytes."""
     wide = min(16 // BYTES, NUMBERS)
@@ -225,7 +220,7 @@ def copy_columns(inputs, ring, experts, first, step, C: gl.constexpr, S: gl.cons
 def find_experts(choices, first, C: gl.constexpr, S: gl.constexpr):
     """The experts of jobs in each layout in which something is copied."""
     OF_WORDS: gl.constexpr = alone(round_layout(), 1, 5)
-    OF_SCALES: gl.constexpr = alone(groups_layout(ROWS, scale_bytes(C)), 1, 3)
+    OF_SCALES: gl.constexpr = alone(groups_layout(ROWS, scale_bits(C) // 8), 1, 3)
     OF_ZEROS: gl.constexpr = alone(groups_layout(ROWS * C.BITS // 8, 1), 1, 3)
     words = experts_of_jobs(choices, first, WARPS, OF_WORDS, S)
     rows = experts_of_jobs(choices, first, S.DEPTH * WARPS, alone(OF_ROWS, 0, 2), S)
@@ -245,7 +240,7 @@ def copy_weights(inputs, ring, experts, first, step, block, C: gl.constexpr, S: 
     copy_words(inputs, ring, jobs_of(words, first, step, S), buffer, block, C, S)
     if C.SCALED == "weights":
         jobs = jobs_of(scales, first, step, S)
-        copy_groups(inputs.scales, ring.scales, jobs, buffer, block, scale_bytes(C), C, S)
+        copy_groups(inputs.scales, ring.scales, jobs, buffer, block, scale_bits(C) // 8, C, S)
     if C.ZERO_BYTES > 0:
         jobs = jobs_of(zeros, first, step, S)
         copy_groups(inputs.zeros, ring.zeros, jobs, buffer, block, 1, C, S)
@@ -295,31 +290,14 @@ def load_chunk(ring, strip, i: gl.constexpr, C: gl.constexpr, S: gl.constexpr):
     stored = ring.words._reinterpret(gl.int32, ALL, WORDS)
     for piece in gl.static_range(PIECES):
         words += (stored.index(at * PIECES + piece).load(words_layout(WARPS)),)
+    COUNT: gl.constexpr = S.BUFFERS * S.STRIPS * DEPTH * GROUPS
     if C.SCALED == "weights":
-        shape: gl.constexpr = [S.BUFFERS * S.STRIPS * DEPTH * GROUPS, WARPS, 8, 2]
-        view = ring.scales._reinterpret(ring.scales.dtype, shape, FLAT)
         for j in gl.static_range(GROUPS):
-            scale += (view.index(at * GROUPS + j).load(pairs_layout(WARPS)),)
+            scale += (load_pairs(ring.scales, at * GROUPS + j, COUNT, 2 * scale_bits(C), WARPS),)
     if C.ZERO_BYTES > 0:
-        zero = load_zeros(ring, at, C, S)
+        for j in gl.static_range(GROUPS):
+            zero += (load_pairs(ring.zeros, at * GROUPS + j, COUNT, 2 * C.BITS, WARPS),)
     return words, scale, zero
-
-
-@gluon.jit
-def load_zeros(ring, at, C: gl.constexpr, S: gl.constexpr):
-    """The zero points of a chunk; a byte has those of a pair of rows if they have four bits."""
-    GROUPS: gl.constexpr = chunk_groups(C)
-    PACKED: gl.constexpr = C.BITS == 4
-    COUNT: gl.constexpr = S.BUFFERS * S.STRIPS * S.DEPTH * GROUPS
-    SHAPE: gl.constexpr = [COUNT, WARPS, 8] if PACKED else [COUNT, WARPS, 8, 2]
-    BOTH: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
-    PAIRS: gl.constexpr = pairs_layout(WARPS)
-    LAYOUT: gl.constexpr = gl.SliceLayout(2, PAIRS) if PACKED else PAIRS
-    view = ring.zeros._reinterpret(gl.uint8, SHAPE, BOTH if PACKED else FLAT)
-    stored = ()
-    for j in gl.static_range(GROUPS):
-        stored += (view.index(at * GROUPS + j).load(LAYOUT),)
-    return stored
 
 
 @gluon.jit

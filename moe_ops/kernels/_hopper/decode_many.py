@@ -16,15 +16,15 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from moe_ops.kernels._gemm.tile import COUNTED
-from moe_ops.kernels._hopper.decode_few import (
+from moe_ops.kernels._hopper.decode_ring import (
     CHUNKS,
-    Ring,
     add_together,
-    allocate_boxes,
-    copy_unit,
+    copy_weights,
+    make_ring,
     release,
+    unit_of,
 )
-from moe_ops.kernels._hopper.decode_store import store_units
+from moe_ops.kernels._hopper.decode_store import real_slots, store_units
 from moe_ops.kernels._hopper.fragments import UNIT
 from moe_ops.kernels._hopper.packed import load_box
 from moe_ops.kernels._hopper.products import BOX_ROWS
@@ -38,12 +38,10 @@ GROUPS = gl.constexpr(2)
 
 
 @gluon.jit
-def copy_tiles(a_desc, w_desc, scale_desc, zero_desc, ring, queue, C: gl.constexpr):
+def copy_tiles(a_desc, descs, ring, queue, C: gl.constexpr):
     """The copying warp: copy every tile of both operands, in the order of the products."""
     BOXES: gl.constexpr = C.BLOCK_M // BOX_ROWS
     BOX_BYTES: gl.constexpr = CHUNKS * BOX_ROWS * UNIT * 2
-    UNITS: gl.constexpr = C.UNITS * GROUPS
-    descs = w_desc, scale_desc, zero_desc
     step, number = gl.to_tensor(0), gl.to_tensor(0)
     m, n, expert, _, boxes = hear(queue, number, 1)
     while boxes > 0:
@@ -56,21 +54,14 @@ def copy_tiles(a_desc, w_desc, scale_desc, zero_desc, ring, queue, C: gl.constex
             for chunk in gl.static_range(CHUNKS):
                 for box in gl.static_range(BOXES):
                     at = [m * C.BLOCK_M + box * BOX_ROWS, (k * CHUNKS + chunk) * UNIT]
-                    to = ring.rows.index(stage * CHUNKS + chunk).slice(box * BOX_ROWS, BOX_ROWS, 0)
+                    to = ring.rows.index(stage).slice(
+                        chunk * C.BLOCK_M + box * BOX_ROWS, BOX_ROWS, 0
+                    )
                     load_box(a_desc, at, full, to, pred=box < boxes)
-            for i in gl.static_range(UNITS):
-                place = expert, unit_of(n, i // C.UNITS, i % C.UNITS, C), k
-                copy_unit(descs, ring, stage * UNITS + i, place, full, C)
+            copy_weights(descs, ring, stage, (expert, n, k), full, C)
             step += 1
         number += 1
         m, n, expert, _, boxes = hear(queue, number, 1)
-
-
-@gluon.jit
-def unit_of(n, GROUP: gl.constexpr, NUMBER: gl.constexpr, C: gl.constexpr):
-    """Unit NUMBER of a warp group's share of a tile: see `decode_few.unit_of`."""
-    share = n * GROUPS + GROUP
-    return share + NUMBER * C.APART if C.APART > 0 else share * C.UNITS + NUMBER
 
 
 @gluon.jit
@@ -79,8 +70,8 @@ def add_tile(step, ring, sums, GROUP: gl.constexpr, C: gl.constexpr):
     for _ in range(C.STEPS):
         stage = step % C.STAGES
         mbarrier.wait(ring.full.index(stage), (step // C.STAGES) & 1)
-        sums = add_together(ring, stage, sums, GROUP * C.UNITS, C)
-        release(ring, stage)
+        sums = add_together(ring, stage, sums, GROUP * C.UNITS, False, C)
+        release(ring, stage, False)
         step += 1
     return sums, step
 
@@ -95,14 +86,14 @@ def multiply_tile(
     zero = gl.full((UNIT, ROWS), 0, gl.float32, LAYOUT)
     sums, step = add_tile(step, ring, (zero, zero), GROUP, C)
     row = m * C.BLOCK_M + gl.arange(0, ROWS, layout=gl.SliceLayout(0, LAYOUT))
-    slot = gl.load(v.tiles + HEADER + row)
-    slot = gl.where((slot < v.num_slots) & (expert >= 0), slot, -1)
-    units = unit_of(n, GROUP, 0, C), unit_of(n, GROUP, 1, C)
+    slots = real_slots(gl.load(v.tiles + HEADER + row), expert, v)
+    FIRST: gl.constexpr = GROUP * C.UNITS
+    units = unit_of(n, FIRST, C), unit_of(n, FIRST + 1, C)
     bias, weights, row_scale = added
     scale = None
     if row_scale is not None:
-        scale = gl.load(row_scale + row, mask=slot >= 0, other=0.0)
-    store_units(out, bias, weights, scale, sums, units, slot, expert, v, C)
+        scale = gl.load(row_scale + row, mask=slots[0] < slots[1], other=0.0)
+    store_units(out, bias, weights, scale, sums, units, slots, expert, v, C)
     return step
 
 
@@ -143,25 +134,10 @@ def hopper_decode_many_kernel(
 
     Padding rows are not written.
     """
-    STAGES: gl.constexpr = C.STAGES
-    SWIZZLED: gl.constexpr = a_desc.layout
-    shape: gl.constexpr = [STAGES * CHUNKS, C.BLOCK_M, UNIT]
-    rows = gl.allocate_shared_memory(a_desc.dtype, shape, SWIZZLED)
-    boxes: gl.constexpr = STAGES * C.UNITS * GROUPS
-    words = allocate_boxes(w_desc, boxes, 1)
-    scales, zeros = words, words
-    if C.STAGE_GROUPS > 0:
-        scales = allocate_boxes(scale_desc, boxes, C.SCALE_PLACES)
-    if C.ZERO_BYTES > 0:
-        zeros = allocate_boxes(zero_desc, boxes, C.ZERO_PLACES)
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for stage in gl.static_range(STAGES):
-        mbarrier.init(full.index(stage), count=1)
-        mbarrier.init(empty.index(stage), count=GROUPS)
+    descs = w_desc, scale_desc, zero_desc
+    ring = make_ring(a_desc.dtype, descs, 1, C)
     queue = make_queue(GROUPS + 1)
     fence_async_shared()
-    ring = Ring(rows, words, scales, zeros, full, empty)
     take_turn(LONG=True)
     num_tiles = count_tiles(tiles, num_slots, num_ids, num_entries, C)
     of_weights, added = (global_scale, weight_scale), (bias, topk_weights, row_scale)
@@ -170,9 +146,9 @@ def hopper_decode_many_kernel(
         [
             (multiply_first, (out, added, ring, queue, v, C)),
             (multiply_second, (out, added, ring, queue, v, C)),
-            (copy_tiles, (a_desc, w_desc, scale_desc, zero_desc, ring, queue, C)),
+            (copy_tiles, (a_desc, descs, ring, queue, C)),
             (schedule, (queue, counter, v, C)),
         ],
         [4, 1, 1],
-        [232, 32, 32],  # the first partition gets the rest: 240
+        [240, 24, 24],  # the first partition gets the rest: 240
     )

@@ -46,27 +46,61 @@ def finish(acc, bias, scale, weight, expert, unit, v, C: gl.constexpr):
     return ordered.reshape((UNIT, acc.shape[1]))
 
 
+@gluon.constexpr_function
+def store_layout(ROWS, COLS):
+    """The layout ``(ROWS, COLS)`` of a unit's results, as they lie in registers of its sums.
+
+    A thread has each two neighbours of 64 rows; eight threads have 32 bytes of a slot.
+    """
+    pair = ROWS // 32
+    registers = [[1, 0]] * (pair == 2) + [[0, 1]]
+    registers += [[0, 8 * 2**i] for i in range((COLS // 8).bit_length() - 1)]
+    lanes = [[0, 2], [0, 4], [pair, 0], [2 * pair, 0], [4 * pair, 0]]
+    warps = [[8 * pair, 0], [16 * pair, 0]]
+    return gl.DistributedLinearLayout(registers, lanes, warps, [], [ROWS, COLS])
+
+
 @gluon.jit
-def store_columns(out, value, column, slot, C: gl.constexpr):
-    """Store sums, whose columns are slots, from an output column on; negative slots are skipped."""
+def real_slots(slot, expert, v):
+    """The slots of columns, and the number of slots: there are no others to be stored."""
+    count = v.num_slots
+    slot = gl.minimum(slot.to(gl.uint32, bitcast=True), count.to(gl.uint32)).to(gl.int32)
+    return slot, gl.where(expert >= 0, count, 0)
+
+
+@gluon.constexpr_function
+def wide_layout(ROWS):
+    """A layout in which a thread has 16 bytes of a slot: eight rows."""
+    return gl.BlockedLayout([8, 1], [ROWS // 8, 256 // ROWS], [1, 4], [0, 1])
+
+
+@gluon.jit
+def store_columns(out, value, column, slots, C: gl.constexpr):
+    """Store sums, whose columns are slots, from an output column on.
+
+    They are stored from where they lie. A warp group with two sums of more columns has no registers
+    for so many addresses, or none are left for its products (C7512): there they move through shared
+    memory, 32 columns at a time.
+    """
     ROWS: gl.constexpr = value.shape[0]
     COLS: gl.constexpr = value.shape[1]
-    if COLS > 32:
+    MOVED: gl.constexpr = C.UNITS == 2 and COLS > 16
+    if MOVED and COLS > 32:
         left, right = value.reshape((ROWS, 2, COLS // 2)).permute((0, 2, 1)).split()
-        near, far = slot.reshape((2, COLS // 2)).permute((1, 0)).split()
-        store_columns(out, left, column, near, C)
-        store_columns(out, right, column, far, C)
+        near, far = slots[0].reshape((2, COLS // 2)).permute((1, 0)).split()
+        store_columns(out, left, column, (near, slots[1]), C)
+        store_columns(out, right, column, (far, slots[1]), C)
     else:
-        WIDE: gl.constexpr = gl.BlockedLayout([8, 1], [ROWS // 8, 256 // ROWS], [1, 4], [0, 1])
-        to = gl.convert_layout(slot, gl.SliceLayout(0, WIDE))
-        col = column + gl.arange(0, ROWS, layout=gl.SliceLayout(1, WIDE))
-        at = out + to.to(gl.int64)[None, :] * C.N + col[:, None]
-        mask = (to >= 0)[None, :] & (col < C.N)[:, None]
-        gl.store(at, gl.convert_layout(value.to(out.dtype.element_ty), WIDE), mask=mask)
+        LAYOUT: gl.constexpr = wide_layout(ROWS) if MOVED else store_layout(ROWS, COLS)
+        value = gl.convert_layout(value.to(out.dtype.element_ty), LAYOUT)
+        slot = gl.convert_layout(slots[0], gl.SliceLayout(0, LAYOUT))
+        col = column + gl.arange(0, ROWS, layout=gl.SliceLayout(1, LAYOUT))
+        at = out + slot.to(gl.int64)[None, :] * C.N + col[:, None]
+        gl.store(at, value, mask=(slot < slots[1])[None, :] & (col < C.N)[:, None])
 
 
 @gluon.jit
-def store_mixed(out, value, column, slot, C: gl.constexpr):
+def store_mixed(out, value, column, slots, C: gl.constexpr):
     """Store the activation of sums of 32 gate rows and their up rows: see `store_columns`.
 
     Both of a pair move into one thread, for 16 slots at a time to need little shared memory.
@@ -76,24 +110,24 @@ def store_mixed(out, value, column, slot, C: gl.constexpr):
     COLS: gl.constexpr = value.shape[1]
     if COLS > 16:
         left, right = value.reshape((UNIT, 2, COLS // 2)).permute((0, 2, 1)).split()
-        near, far = slot.reshape((2, COLS // 2)).permute((1, 0)).split()
-        store_mixed(out, left, column, near, C)
-        store_mixed(out, right, column, far, C)
+        near, far = slots[0].reshape((2, COLS // 2)).permute((1, 0)).split()
+        store_mixed(out, left, column, (near, slots[1]), C)
+        store_mixed(out, right, column, (far, slots[1]), C)
     else:
         PAIRED: gl.constexpr = gl.BlockedLayout([2, 4, 1], [1, 8, 4], [1, 1, 4], [1, 2, 0])
         pairs = gl.convert_layout(value.reshape((2, HALF, COLS)), PAIRED)
         g, u = pairs.permute((1, 2, 0)).split()
         found = activate(g, u, RULE).to(out.dtype.element_ty)
         LAYOUT: gl.constexpr = found.type.layout
-        to = gl.convert_layout(slot, gl.SliceLayout(0, LAYOUT))
+        slot = gl.convert_layout(slots[0], gl.SliceLayout(0, LAYOUT))
         col = column + gl.arange(0, HALF, layout=gl.SliceLayout(1, LAYOUT))
-        at = out + to.to(gl.int64)[None, :] * C.N + col[:, None]
-        gl.store(at, found, mask=(to >= 0)[None, :] & (col < C.N)[:, None])
+        at = out + slot.to(gl.int64)[None, :] * C.N + col[:, None]
+        gl.store(at, found, mask=(slot < slots[1])[None, :] & (col < C.N)[:, None])
 
 
 @gluon.jit
-def store_units(out, bias, weights, scale, sums, units, slot, expert, v, C: gl.constexpr):
-    """Apply what follows the products, and store; ``slot`` of each column, negative: none.
+def store_units(out, bias, weights, scale, sums, units, slots, expert, v, C: gl.constexpr):
+    """Apply what follows the products, and store; ``slots`` of the columns: from `real_slots`.
 
     ``scale``: that of each column's row, if rows are decoded; else None.
     """
@@ -101,23 +135,23 @@ def store_units(out, bias, weights, scale, sums, units, slot, expert, v, C: gl.c
     UNITS: gl.constexpr = C.UNITS
     weight = None
     if weights is not None:
-        weight = gl.load(weights + slot, mask=slot >= 0, other=0.0).to(gl.float32)
+        weight = gl.load(weights + gl.minimum(slots[0], v.num_slots - 1)).to(gl.float32)
     expert = gl.maximum(expert, 0).to(gl.int64)
     if C.MIXED:
         both = finish(sums[0], bias, scale, weight, expert, units[0], v, C)
-        store_mixed(out, both, units[0] * (UNIT // 2), slot, C)
+        store_mixed(out, both, units[0] * (UNIT // 2), slots, C)
     elif C.APART > 0:
         g = finish(sums[0], bias, scale, weight, expert, units[0], v, C)
         u = finish(sums[1], bias, scale, weight, expert, units[1], v, C)
-        store_columns(out, activate(g, u, RULE), units[0] * UNIT, slot, C)
+        store_columns(out, activate(g, u, RULE), units[0] * UNIT, slots, C)
     else:
         for i in gl.static_range(UNITS):
             acc = finish(sums[i], bias, scale, weight, expert, units[i], v, C)
             if C.INTERLEAVED:
                 pairs = acc.reshape((UNIT // 2, 2, acc.shape[1])).permute((0, 2, 1))
                 g, u = pairs.split()
-                store_columns(out, activate(g, u, RULE), units[i] * (UNIT // 2), slot, C)
+                store_columns(out, activate(g, u, RULE), units[i] * (UNIT // 2), slots, C)
             else:
                 if RULE is not None:
                     acc = activate(acc, acc, RULE)
-                store_columns(out, acc, units[i] * UNIT, slot, C)
+                store_columns(out, acc, units[i] * UNIT, slots, C)

@@ -21,14 +21,15 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from moe_ops.kernels._hopper.lanes import (
-    both_lanes,
     constant_lanes,
     flipped_lanes,
+    lane_twice,
     least_lanes,
     masked_lanes,
     multiply_add_lanes,
     multiply_lanes,
     power_of_two,
+    spread_bytes,
     subtract_lanes,
 )
 
@@ -91,7 +92,7 @@ def integers(value, ODD: gl.constexpr, factor, less, C: gl.constexpr):
         if factor is None:
             factor = constant_lanes(power_of_two(C.LIFTED - SHIFT - high_bits(ODD, C)), value)
             if less is None:
-                less = constant_lanes(0x8000 | power_of_two(C.BITS - 1 - SHIFT), value)
+                less = constant_lanes(half_range(False, C), value)
         value, factor = gl.broadcast(value, factor)
         value, less = gl.broadcast(value, less)
         if C.ZERO_BYTES > 0:
@@ -155,35 +156,45 @@ def byte_lanes(word, J: gl.constexpr, C: gl.constexpr):
 
 @gluon.jit
 def scale_lanes(stored, C: gl.constexpr):
-    """Scales as factors of decoded weights, in both lanes of a word."""
+    """The scales of two rows in the lanes of a word; those of one byte times the correction.
+
+    ``stored``: from `load_pairs`.
+    """
     if C.SCALE == "e8m0":  # 2 ** (s - 127), times the correction and 2 ** -SHIFT
         FIELD: gl.constexpr = (C.LIFTED - SHIFT) << 7
-        word = stored.to(gl.int32) * 0x00800080 + (FIELD | (FIELD << 16))
+        word = spread_bytes(stored) * 128 + (FIELD | (FIELD << 16))
         word = least_lanes(word, constant_lanes(254 << 7, word))
-    elif C.SCALE == "e4m3":
-        bits = stored.to(gl.uint8, bitcast=True).to(gl.int32) << 20
-        value = bits.to(gl.float32, bitcast=True) * 2.0**120 * C.CORRECTION
-        word = both_lanes(value.to(gl.bfloat16))
+    elif C.SCALE == "e4m3":  # its bits as bf16 are 2 ** 120 times too small
+        word = spread_bytes(stored) << 4
+        word = multiply_lanes(word, constant_lanes(power_of_two(120), word), False)
+        word = multiply_lanes(word, constant_lanes(power_of_two(C.LIFTED - SHIFT), word), False)
     else:
-        word = both_lanes(stored)
-        if equally_spaced(C):
-            word = multiply_lanes(word, constant_lanes(power_of_two(C.LIFTED - SHIFT), word), False)
+        word = stored
     return word
 
 
 @gluon.jit
-def load_scales(scales, box, chunk: gl.constexpr, C: gl.constexpr):
-    """The scales of a unit's chunk in shared memory, for each of its groups."""
-    FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
-    NEXT: gl.constexpr = C.STAGE_GROUPS * C.SCALE_PLACES  # groups from one box to the next
-    shape: gl.constexpr = [C.STAGES * C.STAGE_UNITS * NEXT, 4, 8, 2]
-    view = scales._reinterpret(scales.dtype, shape, FLAT)
-    first = box * NEXT + chunk * (C.STAGE_GROUPS // 2)
-    GROUPS: gl.constexpr = chunk_groups(C)
-    stored = ()
-    for group in gl.static_range(GROUPS):
-        stored += (view.index(first + group).load(PAIRS),)
-    return stored
+def load_pairs(memory, at, COUNT: gl.constexpr, BITS: gl.constexpr, WARPS: gl.constexpr):
+    """What each two neighbouring rows of a group have, as one integer of BITS bits.
+
+    ``memory`` holds COUNT groups of 16 rows a warp; ``at``: the group.
+    """
+    FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    DTYPE: gl.constexpr = pair_type(BITS)
+    view = memory._reinterpret(DTYPE, [COUNT, WARPS, 8], FLAT)
+    return view.index(at).load(gl.SliceLayout(2, pairs_layout(WARPS)))
+
+
+@gluon.constexpr_function
+def pair_type(BITS):
+    """The unsigned integers of 8 or 16 bits, or int32."""
+    return {8: gl.uint8, 16: gl.uint16, 32: gl.int32}[BITS]
+
+
+@gluon.constexpr_function
+def scale_bits(C):
+    """Bits of a scale."""
+    return 16 if C.SCALE == "input" else 8
 
 
 @gluon.constexpr_function
@@ -194,69 +205,58 @@ def chunk_groups(C):
 
 @gluon.jit
 def spread_scales(stored, C: gl.constexpr):
-    """What the numbers of each word are multiplied by: of the even rows, of the odd rows.
+    """What the numbers of each word are multiplied by, and for the smallest floats what is added.
 
-    For the smallest floats then what is added to them: again of even rows, of odd rows.
+    Lanes: of the even rows, of the odd rows.
     """
     GROUPS: gl.constexpr = chunk_groups(C)
+    LIFTED: gl.constexpr = C.LIFTED - SHIFT if C.SCALE == "input" else 0
+    LOW: gl.constexpr = power_of_two(LIFTED)
+    HIGH: gl.constexpr = power_of_two(LIFTED - high_bits(True, C))
+    HALF: gl.constexpr = half_range(C.SCALE != "input", C)
     factors, offsets = (), ()
     for group in gl.static_range(GROUPS):
-        even, odd = scale_lanes(stored[group], C).split()
-        if equally_spaced(C):  # half of the integers' range, as the smallest floats
-            offset = constant_lanes(0x8000 | (1 << (C.BITS - 1)), even)
-            offsets += ((multiply_lanes(even, offset, False), multiply_lanes(odd, offset, False)),)
-            if high_bits(True, C) > 0:
-                odd = multiply_lanes(odd, constant_lanes(power_of_two(-4), odd), False)
-        factors += ((even, odd),)
-    spread = spread_groups(factors, GROUPS)
+        factor = scale_lanes(stored[group], C)
+        if equally_spaced(C):
+            offsets += (multiply_lanes(factor, constant_lanes(HALF, factor), False),)
+            if LOW != HIGH or LIFTED != 0:
+                factor = multiply_lanes(factor, constant_lanes(LOW, factor, HIGH), False)
+        factors += (factor,)
+    found = (spread_groups(factors, GROUPS),)
     if equally_spaced(C):
-        spread += spread_groups(offsets, GROUPS)
-    return spread
+        found += (spread_groups(offsets, GROUPS),)
+    return found
+
+
+@gluon.constexpr_function
+def half_range(SMALLEST, C):
+    """Minus half of the integers' range, as one of the SMALLEST floats or corrected."""
+    return 0x8000 | (1 << (C.BITS - 1) if SMALLEST else power_of_two(C.BITS - 1 - SHIFT))
 
 
 @gluon.jit
 def spread_groups(x, GROUPS: gl.constexpr):
-    """Pairs of numbers, of even and of odd rows, of each group of a chunk, for each word."""
-    even, odd = x[0]
+    """The words of each group of a chunk, for each word of numbers."""
     if GROUPS == 1:
-        even, odd = spread_rows(even), spread_rows(odd)
+        found = spread_rows(x[0])
     elif GROUPS == 2:
-        e1, o1 = x[1]
-        even, odd = spread_tiles(even, even, e1, e1), spread_tiles(odd, odd, o1, o1)
+        found = spread_tiles(x[0], x[0], x[1], x[1])
     else:
-        e1, o1 = x[1]
-        e2, o2 = x[2]
-        e3, o3 = x[3]
-        even, odd = spread_tiles(even, e1, e2, e3), spread_tiles(odd, o1, o2, o3)
-    return even, odd
+        found = spread_tiles(x[0], x[1], x[2], x[3])
+    return found
 
 
 @gluon.jit
-def scale_rows(scales, box, LAYOUT: gl.constexpr, C: gl.constexpr):
-    """The scale of each row of a unit's sums, in a stage that has one scale per row."""
+def scale_rows(scales, at, LAYOUT: gl.constexpr, C: gl.constexpr):
+    """The scale of each row of a unit's sums, in a stage that has one scale per row.
+
+    ``at``: the unit's place among all of the memory.
+    """
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
-    PLACES: gl.constexpr = C.SCALE_PLACES
-    shape: gl.constexpr = [C.STAGES * C.STAGE_UNITS * PLACES, 4, 8, 2]
+    shape: gl.constexpr = [C.STAGES * C.STAGE_UNITS * C.SCALE_PLACES, 4, 8, 2]
     view = scales._reinterpret(scales.dtype, shape, FLAT)
-    rows = view.index(box * PLACES).load(PAIRS).to(gl.float32).permute((0, 2, 1)).reshape((64,))
+    rows = view.index(at).load(PAIRS).to(gl.float32).permute((0, 2, 1)).reshape((64,))
     return gl.convert_layout(rows, gl.SliceLayout(1, LAYOUT), assert_trivial=True)
-
-
-@gluon.jit
-def load_zeros(zeros, box, chunk: gl.constexpr, C: gl.constexpr):
-    """The zero points of a unit's chunk in shared memory, for each of its groups."""
-    ALL: gl.constexpr = C.STAGES * C.STAGE_UNITS * C.STAGE_GROUPS * C.ZERO_PLACES
-    GROUPS: gl.constexpr = chunk_groups(C)
-    PACKED: gl.constexpr = C.BITS == 4  # a byte has the zero points of a pair of rows
-    SHAPE: gl.constexpr = [ALL, 4, 8] if PACKED else [ALL, 4, 8, 2]
-    FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0] if PACKED else [2, 1, 0])
-    LAYOUT: gl.constexpr = gl.SliceLayout(2, PAIRS) if PACKED else PAIRS
-    view = zeros._reinterpret(gl.uint8, SHAPE, FLAT)
-    first = box * C.STAGE_GROUPS * C.ZERO_PLACES + chunk * (C.STAGE_GROUPS // 2)
-    stored = ()
-    for group in gl.static_range(GROUPS):
-        stored += (view.index(first + group).load(LAYOUT),)
-    return stored
 
 
 @gluon.jit
@@ -271,14 +271,14 @@ def spread_zeros(stored, C: gl.constexpr):
 
 @gluon.jit
 def zero_lanes(stored, C: gl.constexpr):
-    """A group's zero points of the even rows and of the odd rows, in the form of the integers."""
-    both = stored.to(gl.int32)
+    """A group's zero points of two rows in the lanes of a word, in the form of the integers."""
     if C.BITS == 4:
-        even, odd = both & 15, (both >> 4) << high_bits(True, C)
+        both = stored.to(gl.int32)
+        word = (both & 15) | ((both & 0xF0) << (12 + high_bits(True, C)))
     else:
-        even, odd = both.split()
+        word = spread_bytes(stored)
     MAGIC: gl.constexpr = 0x64006400 if C.HALF else 0
-    return even | (even << 16) | MAGIC, odd | (odd << 16) | MAGIC
+    return word | MAGIC
 
 
 @gluon.jit
@@ -325,11 +325,11 @@ def decode_nibbles(words, factor, less, DTYPE: gl.constexpr, DOT: gl.constexpr, 
     """A chunk of 4-bit weights as WGMMA's first operand."""
     r = ()
     for q in gl.static_range(4):
-        times = None if factor is None else factor[q % 2]
+        times = None if factor is None else lane_twice(factor, q % 2 == 1)
         if C.EXPONENT > 0:
             r += (corrected(float_lanes(words, q, C), times, C),)
         else:
-            minus = None if less is None else less[q % 2]
+            minus = None if less is None else lane_twice(less, q % 2 == 1)
             r += (integers(nibble_lanes(words, q, C), q % 2 == 1, times, minus, C),)
     word = gl.join(gl.join(r[0], r[1]), gl.join(r[2], r[3]))
     both = numbers(word, DTYPE)  # (warp, pair, column, tile, row, half of the tile, k)
@@ -344,11 +344,11 @@ def bytes_of_row(left, right, factor, less, J: gl.constexpr, DTYPE: gl.constexpr
     WARPS: gl.constexpr = left.shape[0]
     word = both.reshape((WARPS, 8, 4, 2, 2, 2))  # (warp, pair, column, tile, half of it, half)
     LAYOUT: gl.constexpr = word.type.layout
-    times = None if factor is None else spread_halves(factor[J], LAYOUT)
+    times = None if factor is None else lane_twice(spread_halves(factor, LAYOUT), J == 1)
     if C.EXPONENT > 0:
         value = corrected(word, times, C)
     else:
-        minus = None if less is None else spread_halves(less[J], LAYOUT)
+        minus = None if less is None else lane_twice(spread_halves(less, LAYOUT), J == 1)
         value = integers(word, J == 1, times, minus, C)
     return numbers(value, DTYPE)
 
@@ -386,9 +386,10 @@ def decoded(chunk, DTYPE: gl.constexpr, DOT: gl.constexpr, C: gl.constexpr):
     words, scale, zero = chunk
     factor, less = None, None
     if C.SCALED == "weights":
-        factor = spread_scales(scale, C)
+        spread = spread_scales(scale, C)
+        factor = spread[0]
         if equally_spaced(C):
-            less = factor[2], factor[3]
+            less = spread[1]
     if C.ZERO_BYTES > 0:
         less = spread_zeros(zero, C)
     if C.BITS == 4:

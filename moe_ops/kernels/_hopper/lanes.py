@@ -63,13 +63,30 @@ def least_lanes(x, y):
 
 
 @gluon.jit
-def both_lanes(x):
-    """A 16-bit value in both lanes of a word."""
-    bits = x.to(gl.int16, bitcast=True).to(gl.int32) & 0xFFFF
-    return bits | (bits << 16)
+def spread_bytes(x):
+    """Two bytes as the lanes of a word."""
+    ASM: gl.constexpr = "prmt.b32 $0, $1, 0, 0x4140;"
+    return gl.inline_asm_elementwise(ASM, "=r,r", [x.to(gl.int32)], gl.int32, True, 1)
+
+
+@gluon.constexpr_function
+def twice(LANE):
+    """The instructions that put one lane of a word, ``even`` or ``odd``, in both."""
+    return f"{{.reg .b16 even, odd; mov.b32 {{even, odd}}, $1; mov.b32 $0, {{{LANE}, {LANE}}};}}"
 
 
 @gluon.jit
-def constant_lanes(BITS: gl.constexpr, like):
-    """A 16-bit constant in both lanes of each word."""
-    return gl.full(like.shape, BITS | (BITS << 16), gl.int32, like.type.layout)
+def lane_twice(pair, ODD: gl.constexpr):
+    """The low lane of each word in both lanes, or if ODD the high one.
+
+    That takes no instruction: arithmetic on lanes can read one of them twice.
+    """
+    ASM: gl.constexpr = twice("odd" if ODD else "even")
+    return gl.inline_asm_elementwise(ASM, "=r,r", [pair], gl.int32, True, 1)
+
+
+@gluon.jit
+def constant_lanes(BITS: gl.constexpr, like, HIGH: gl.constexpr = None):
+    """A 16-bit constant in both lanes of each word, or two of them."""
+    LANES: gl.constexpr = BITS | ((BITS if HIGH is None else HIGH) << 16)
+    return gl.full(like.shape, LANES, gl.int32, like.type.layout)

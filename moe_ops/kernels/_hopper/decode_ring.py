@@ -1,0 +1,244 @@
+"""The ring of tiles of the kernels for packed weights: allocation, copies, loads and products.
+
+A stage has the words of a tile's units of 64 weight rows for `CHUNKS` chunks along K, their scales
+and zero points, and rows of tokens. TMA copies everything of the weight, each kind as one box.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_init,
+    warpgroup_mma_wait,
+)
+from triton.language.core import _aggregate as aggregate
+
+from moe_ops.kernels._hopper.fragments import (
+    PAIRS,
+    UNIT,
+    WORDS,
+    chunk_groups,
+    decoded,
+    load_pairs,
+    pair_type,
+    scale_bits,
+)
+from moe_ops.kernels._hopper.packed import load_box
+
+CHUNKS = gl.constexpr(2)
+"""Chunks of 64 numbers along K in a stage."""
+GROUP_THREADS = gl.constexpr(128)
+"""Threads of a multiplying warp group, each of which releases a stage."""
+
+
+@aggregate
+class Ring:
+    """Ring of tiles in shared memory, with its barriers: see `products.Ring`."""
+
+    rows: gl.shared_memory_descriptor
+    words: gl.shared_memory_descriptor
+    scales: gl.shared_memory_descriptor
+    zeros: gl.shared_memory_descriptor
+    full: gl.shared_memory_descriptor
+    empty: gl.shared_memory_descriptor
+
+    @gluon.constexpr_function
+    def __init__(self, rows, words, scales, zeros, full, empty):
+        self.rows, self.words, self.scales, self.zeros = rows, words, scales, zeros
+        self.full, self.empty = full, empty
+
+
+@gluon.jit
+def allocate_boxes(desc, COUNT: gl.constexpr, PLACES: gl.constexpr):
+    """Shared memory for boxes of a TMA descriptor, each with PLACES boxes of room."""
+    shape: gl.constexpr = [COUNT * PLACES]
+    return gl.allocate_shared_memory(desc.dtype, shape + desc.block_shape, desc.layout)
+
+
+@gluon.jit
+def make_ring(DTYPE: gl.constexpr, descs, FILLING: gl.constexpr, C: gl.constexpr):
+    """Allocate the ring, whose stages are full after FILLING arrivals.
+
+    ``descs``: the TMA descriptors of words, scales and zero points; DTYPE: of the rows.
+    """
+    w_desc, scale_desc, zero_desc = descs
+    STAGES: gl.constexpr = C.STAGES
+    SWIZZLED: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
+    shape: gl.constexpr = [STAGES, CHUNKS * C.BLOCK_M, UNIT]
+    rows = gl.allocate_shared_memory(DTYPE, shape, SWIZZLED)
+    words = allocate_boxes(w_desc, STAGES, 1)
+    scales, zeros = words, words
+    if C.STAGE_GROUPS > 0:
+        scales = allocate_boxes(scale_desc, STAGES, C.SCALE_PLACES)
+    if C.ZERO_BYTES > 0:
+        zeros = allocate_boxes(zero_desc, STAGES, C.ZERO_PLACES)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(full.index(stage), count=FILLING)
+        mbarrier.init(empty.index(stage), count=C.GROUPS * GROUP_THREADS)
+    fence_async_shared()
+    return Ring(rows, words, scales, zeros, full, empty)
+
+
+@gluon.jit
+def unit_of(n, unit: gl.constexpr, C: gl.constexpr):
+    """A tile's units of 64 weight rows, one warp group's after the other's.
+
+    They are neighbours, or those of a warp group are one of gate rows and one of their up rows.
+    MIXED ones have 32 gate rows and their up rows each, and are numbered in their order.
+    """
+    if C.APART > 0 and not C.MIXED:
+        found = n * C.GROUPS + unit // C.UNITS + unit % C.UNITS * C.APART
+    else:
+        found = n * C.STAGE_UNITS + unit
+    return found
+
+
+@gluon.jit
+def copy_weights(descs, ring, stage, place, full, C: gl.constexpr):
+    """Copy a stage's words, scales and zero points, each as one box: see `decode_gemm`."""
+    w_desc, scale_desc, zero_desc = descs
+    expert, n, k = place
+    OF_HALF: gl.constexpr = C.STAGE_UNITS // C.HALVES
+    unit, group = n * OF_HALF, k * CHUNKS * UNIT // C.COLS if C.COLS > 0 else 0
+    at = [expert, 0, unit, k * CHUNKS * (C.BITS // 2), 0]
+    load_box(w_desc, at, full, ring.words.index(stage))
+    if C.STAGE_GROUPS > 0:
+        at = [expert, group, 0, unit * UNIT]
+        load_box(scale_desc, at, full, ring.scales.index(stage * C.SCALE_PLACES))
+    if C.ZERO_BYTES > 0:
+        at = [expert, group, 0, unit * C.ZERO_BYTES]
+        load_box(zero_desc, at, full, ring.zeros.index(stage * C.ZERO_PLACES))
+
+
+@gluon.jit
+def load_groups(
+    memory, stage, chunk: gl.constexpr, unit: gl.constexpr,
+    PLACES: gl.constexpr, BITS: gl.constexpr, C: gl.constexpr,
+):  # fmt: skip
+    """Scales or zero points of a unit's chunk, for each of its groups.
+
+    PLACES: boxes of room for a stage. BITS: of what two rows have.
+    """
+    GROUPS: gl.constexpr = chunk_groups(C)
+    COUNT: gl.constexpr = C.STAGES * PLACES * C.STAGE_GROUPS
+    first = stage * (PLACES * C.STAGE_GROUPS) + chunk * (C.STAGE_GROUPS // 2)
+    found = ()
+    for group in gl.static_range(GROUPS):
+        if C.MIXED:
+            found += (load_mixed(memory, first + group, unit, COUNT, BITS),)
+        else:
+            at = (first + group) * C.STAGE_UNITS + place_of(unit, C)
+            found += (load_pairs(memory, at, COUNT * C.STAGE_UNITS, BITS, 4),)
+    return found
+
+
+@gluon.jit
+def load_words(ring, stage, chunk: gl.constexpr, unit: gl.constexpr, C: gl.constexpr):
+    """The words of a unit's chunk: one part with 4 bits, two with 8."""
+    PARTS: gl.constexpr = C.BITS // 4
+    FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [3, 2, 1, 0])
+    ALL: gl.constexpr = [C.STAGES * C.STAGE_UNITS * CHUNKS * PARTS, 4, 8, 4, 4]
+    words = ()
+    for part in gl.static_range(PARTS):
+        if C.MIXED:
+            words += (load_mixed_words(ring.words, stage, chunk * PARTS + part, unit, C),)
+        else:
+            first = (stage * C.STAGE_UNITS + place_of(unit, C)) * CHUNKS + chunk
+            view = ring.words._reinterpret(gl.int32, ALL, FLAT)
+            words += (view.index(first * PARTS + part).load(WORDS),)
+    return words
+
+
+@gluon.jit
+def load_mixed_words(words, stage, part: gl.constexpr, unit: gl.constexpr, C: gl.constexpr):
+    """A part of the words of 32 gate rows and their up rows, whose halves are apart."""
+    PARTS: gl.constexpr = CHUNKS * C.BITS // 4
+    FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [5, 4, 3, 2, 1, 0])
+    LAYOUT: gl.constexpr = gl.BlockedLayout(
+        [1, 1, 1, 1, 1, 4], [1, 1, 1, 1, 8, 4], [2, 1, 1, 2, 1, 1], [5, 4, 3, 2, 1, 0]
+    )
+    view = words._reinterpret(gl.int32, [C.STAGES, 2, PARTS, 2, 2, 8, 16], FLAT).index(stage)
+    both = view.slice(part, 1, 1).slice(unit, 1, 2).load(LAYOUT)
+    return gl.convert_layout(both.reshape((4, 8, 4, 4)), WORDS, assert_trivial=True)
+
+
+@gluon.jit
+def load_mixed(memory, group, unit: gl.constexpr, COUNT: gl.constexpr, BITS: gl.constexpr):
+    """What each two of such rows have in a group, as `load_pairs` loads it."""
+    FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
+    LANES: gl.constexpr = [[0, 0, 0], [0, 0, 0], [0, 0, 1], [0, 0, 2], [0, 0, 4]]
+    WARPS: gl.constexpr = [[0, 0, 8], [1, 0, 0]]
+    LAYOUT: gl.constexpr = gl.DistributedLinearLayout([], LANES, WARPS, [], [2, 1, 16])
+    view = memory._reinterpret(pair_type(BITS), [COUNT, 2, 2, 16], FLAT).index(group)
+    both = view.slice(unit, 1, 1).load(LAYOUT)
+    return gl.convert_layout(both.reshape((4, 8)), gl.SliceLayout(2, PAIRS), assert_trivial=True)
+
+
+@gluon.constexpr_function
+def place_of(unit, C):
+    """The place of a unit in a stage's box: gate units come before up units."""
+    return unit % C.UNITS * C.GROUPS + unit // C.UNITS if C.APART > 0 else unit
+
+
+@gluon.jit
+def load_chunk(ring, stage, chunk: gl.constexpr, unit: gl.constexpr, C: gl.constexpr):
+    """The words, the scales and the zero points of a unit's chunk, as `decoded` takes them."""
+    scale, zero = (), ()
+    if C.SCALED == "weights":
+        BITS: gl.constexpr = 2 * scale_bits(C)
+        scale = load_groups(ring.scales, stage, chunk, unit, C.SCALE_PLACES, BITS, C)
+    if C.ZERO_BYTES > 0:
+        zero = load_groups(ring.zeros, stage, chunk, unit, C.ZERO_PLACES, 2 * C.BITS, C)
+    return load_words(ring, stage, chunk, unit, C), scale, zero
+
+
+@gluon.jit
+def add_together(
+    ring, stage, sums, FIRST: gl.constexpr, FENCED: gl.constexpr, C: gl.constexpr
+):  # fmt: skip
+    """Add the products of the units from FIRST on to ``sums``: by the whole warp group.
+
+    While the product of one unit is under way, the weights of the other are decoded. Words are
+    loaded one product ahead, so that loads and products overlap.
+
+    FENCED: threads wrote the rows, and WGMMA reads them through the async proxy, which takes a
+    fence. It waits for loads from shared memory, so it follows the first ones that are waited for.
+    """
+    LAYOUT: gl.constexpr = sums[0].type.layout
+    DOT: gl.constexpr = gl.DotOperandLayout(0, LAYOUT, 2)
+    ROWS: gl.constexpr = sums[0].shape[1]
+    DTYPE: gl.constexpr = ring.rows.dtype
+    sum0, p1 = sums[0], warpgroup_mma_init(sums[1])
+    next0 = load_chunk(ring, stage, 0, FIRST, C)
+    for chunk in gl.static_range(CHUNKS):
+        rows = ring.rows.index(stage).slice(chunk * C.BLOCK_M, ROWS, 0).permute((1, 0))
+        next1 = load_chunk(ring, stage, chunk, FIRST + 1, C)
+        w0 = decoded(next0, DTYPE, DOT, C)
+        if FENCED and chunk == 0:
+            fence_async_shared()
+        p0 = warpgroup_mma(w0, rows, sum0, is_async=True)
+        if chunk + 1 < CHUNKS:
+            next0 = load_chunk(ring, stage, chunk + 1, FIRST, C)
+        sum1 = warpgroup_mma_wait(1, [p1])
+        w1 = decoded(next1, DTYPE, DOT, C)
+        p1 = warpgroup_mma(w1, rows, sum1, is_async=True)
+        sum0 = warpgroup_mma_wait(1, [p0])
+    return sum0, warpgroup_mma_wait(0, [p1])
+
+
+@gluon.jit
+def release(ring, stage, FENCED: gl.constexpr):
+    """Let the copying warps overwrite a stage: each thread arrives, and waits for no other.
+
+    FENCED: words may still be on their way to registers. Without the fence TMA may overwrite them:
+    a load that was issued can wait behind loads from memory of other CTAs (seen on an H200). After
+    a product of registers that was waited for, its words have been read.
+    """
+    if FENCED:
+        fence_async_shared()  # words were loaded by threads, TMA writes through the async proxy
+    async_copy.mbarrier_arrive(ring.empty.index(stage), increment_count=False)
