@@ -24,7 +24,10 @@ import moe_ops
 two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 BACKENDS = ["gloo", pytest.param("nccl", marks=two_gpus)]
 """Backends of tests with two ranks."""
-PRELOADED = ["torch", "moe_ops", "conftest", "ranks", "modular", "tiny_transformers"]
+PRELOADED = [
+    "torch", "torch._functorch.aot_autograd", "moe_ops", "conftest", "ranks", "modular",
+    "tiny_transformers",
+]  # fmt: skip
 """What the server of forked ranks imports once, so that no rank does. Absent modules do no harm."""
 
 
