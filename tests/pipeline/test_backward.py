@@ -14,7 +14,7 @@ import moe_ops
 from moe_ops.scheme import SCHEMES
 from moe_ops.testing import Problem, call, make_inputs, quantize_inputs
 
-E, K, H, I = 8, 2, 32, 24  # noqa: E741
+E, K, H, I = 4 if INTERPRETED else 8, 2, 32, 24  # noqa: E741
 
 
 def grad_of(problem, seed=5):
