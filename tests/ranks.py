@@ -34,8 +34,8 @@ PRELOADED = [
 def spawn(check: Callable[..., None], ranks: int, *arguments: Any, backend: str = "gloo") -> None:
     """Run ``check(rank, ranks, *arguments)`` in a process for each rank, in one group.
 
-    Processes on the CPU are forked from a server that has imported `PRELOADED` once. With ``nccl`` each
-    has a GPU of its own: see `device`. Where kernels are interpreted, they are so here.
+    Processes on the CPU are forked from a server that has imported `PRELOADED` once. With ``nccl``
+    each has a GPU of its own: see `device`. Where kernels are interpreted, they are so here.
     """
     with started(check, ranks, *arguments, backend=backend) as context:
         while not context.join():
