@@ -95,7 +95,10 @@ def test_real_sizes_of_frozen_weights(scheme, device):
 @pytest.mark.parametrize(
     "problem",
     [
-        Problem(20, 3, 2, 2880, 704, torch.bfloat16, activation="swigluoai", has_bias=True),
+        pytest.param(
+            Problem(20, 3, 2, 2880, 704, torch.bfloat16, activation="swigluoai", has_bias=True),
+            marks=[pytest.mark.exhaustive] * (not HAS_CUDA),
+        ),
         Problem(60, 257, 10, 64, 48, torch.bfloat16),
         Problem(1, 8, 8, 512, 1408, torch.float32),
     ],
