@@ -164,7 +164,7 @@ def every_other():
     yield from MADE_UP
 
 
-@pytest.mark.parametrize("known", every_other(), ids=lambda known: known.file)
+@pytest.mark.parametrize("known", [*every_other()], ids=lambda known: known.file)
 def test_tiles_compile(known, monkeypatch):
     monkeypatch.setattr(gemms, "ops", LAUNCHERS)
     monkeypatch.setattr(tuned, "TABLES", tuned.tables([known]))

@@ -82,7 +82,7 @@ def classes_and_schemes():
 
 
 @pytest.mark.kernel
-@pytest.mark.parametrize(("experts", "scheme"), classes_and_schemes())
+@pytest.mark.parametrize(("experts", "scheme"), [*classes_and_schemes()])
 def test_every_class_and_scheme(experts, scheme, device):
     dtype = (torch.bfloat16, torch.float16, torch.float32)[SCHEMES.index(scheme) % 3]
     layer = Layer(experts, Problem(*SIZES, dtype, scheme=scheme), device)
