@@ -193,6 +193,37 @@ def _scaled(operand: tl.tensor, scale: tl.tensor, form: str) -> torch.Tensor:
     return numbers * factor.repeat_interleave(group, 1)
 
 
+def _patch_common_cases() -> None:
+    """Return at once what needs no broadcast (equal shapes share a tuple) and what is no tuple.
+
+    Half of the time goes into such questions, not into arithmetic.
+    """
+    core, semantic = tl.core, interpreter.TritonSemantic
+    unwrap, broadcast = core._unwrap_if_constexpr, semantic.broadcast_impl_value
+
+    def unwrap_if_constexpr(o):
+        kind = type(o)
+        if kind is int or kind is core.tensor:
+            return o
+        return o.value if kind is core.constexpr else unwrap(o)
+
+    def broadcast_impl_value(self, lhs, rhs):
+        return (lhs, rhs) if lhs.shape is rhs.shape else broadcast(self, lhs, rhs)
+
+    def patch_attr(obj, name, member, builder, scope):
+        """Call the function itself: its wrapper checks for the argument that is passed here."""
+        function, own = getattr(member, "__wrapped__", member), semantic(builder)
+
+        def called(*args, _semantic=None, **kwargs):
+            return function(*args, **kwargs, _semantic=own)
+
+        scope.set_attr(obj, name, called)
+
+    interpreter._patch_attr = patch_attr
+    core._unwrap_if_constexpr = unwrap_if_constexpr
+    semantic.broadcast_impl_value = broadcast_impl_value
+
+
 def _patch_reductions() -> None:
     """Combine whole slices along the axis, in its order.
 
@@ -313,6 +344,7 @@ def install() -> torch.library.Library:
     _skip_overflow_checks()
     _patch_numpy_types()
     _patch_lazy_types()
+    _patch_common_cases()
     _patch_reductions()
     _patch_language_once()  # last: it takes what is patched so far
     library = torch.library.Library("moe_ops", "IMPL")
