@@ -23,8 +23,9 @@ else
 endif
 export PYTHONPATH := $(CURDIR):$(PYTHONPATH)
 export TOKENIZERS_PARALLELISM := false
-# Workers share the cores: threads of their own would only spin against each other.
-TEST_ENV := OMP_NUM_THREADS=1
+# Workers share the cores: threads of their own would only spin against each other. Bytecode is
+# kept, also where the environment says not to: tests start processes, and both legs collect.
+TEST_ENV := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE=
 
 .PHONY: demo docs test test-all test-reference test-interpreter test-install test-oldest test-vllm mutants gpu-test sanitize bench bench-stages tools lint clean
 

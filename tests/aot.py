@@ -184,6 +184,22 @@ def compile_launch(
     return compiled
 
 
+def launched_names(arch: int, launch: Callable[[Callable[..., torch.Tensor]], Any]) -> list[str]:
+    """The names of the kernels that `compile_launch` would compile, of which none is compiled."""
+    names: list[str] = []
+
+    def name_only(self: JITFunction, *args: Any, **kwargs: Any) -> None:
+        names.append(self.__name__)
+
+    def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device="cuda")
+
+    nothing = mock.patch.object(JITFunction, "run", name_only)
+    with compiling(arch), nothing, FakeTensorMode(allow_non_fake_inputs=True):
+        launch(empty)
+    return names
+
+
 def rewrites_operands(kernel: Any) -> bool:
     """Whether registers that a matrix instruction still reads may be written again.
 

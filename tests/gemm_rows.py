@@ -1,5 +1,7 @@
 """What rows of expert GEMMs are in float64, with bounds."""
 
+from conftest import HAS_CUDA
+
 from moe_ops.activation import formula
 from moe_ops.reference.slots import local_experts
 from moe_ops.scheme import get_scheme
@@ -43,6 +45,10 @@ def exact_scaled_rows(rows, w, w_scale, bias, expert, scheme):
 
 def activated(rows, activation):
     return rows.activated(formula(activation))
+
+
+SIZES_OF_MODELS = [(2880, 192), (704, 2880 if HAS_CUDA else 576), (1408, 64)]
+"""K and N. Without a GPU there are fewer tiles of N, of which the last holds as many columns."""
 
 
 def gemm_problem(tokens, k, kk, n, dtype, **more):

@@ -193,6 +193,67 @@ def _scaled(operand: tl.tensor, scale: tl.tensor, form: str) -> torch.Tensor:
     return numbers * factor.repeat_interleave(group, 1)
 
 
+def _patch_common_cases() -> None:
+    """Return at once what needs no broadcast (equal shapes share a tuple) and what is no tuple.
+
+    Such questions took a fifth of the time.
+    """
+    core, semantic = tl.core, interpreter.TritonSemantic
+    unwrap, broadcast = core._unwrap_if_constexpr, semantic.broadcast_impl_value
+
+    def unwrap_if_constexpr(o):
+        kind = type(o)
+        if kind is int or kind is core.tensor:
+            return o
+        return o.value if kind is core.constexpr else unwrap(o)
+
+    def broadcast_impl_value(self, lhs, rhs):
+        return (lhs, rhs) if lhs.shape is rhs.shape else broadcast(self, lhs, rhs)
+
+    def patch_attr(obj, name, member, builder, scope):
+        """Call the function itself: its wrapper checks for the argument that is passed here."""
+        function, own = getattr(member, "__wrapped__", member), semantic(builder)
+
+        def called(*args, _semantic=None, **kwargs):
+            return function(*args, **kwargs, _semantic=own)
+
+        scope.set_attr(obj, name, called)
+
+    interpreter._patch_attr = patch_attr
+    core._unwrap_if_constexpr = unwrap_if_constexpr
+    semantic.broadcast_impl_value = broadcast_impl_value
+
+
+def _patch_reductions() -> None:
+    """Combine whole slices along the axis, in its order.
+
+    The interpreter calls the function once for every number: a third of the time of tests that
+    sort.
+    """
+
+    def generic_reduce(self, input):
+        parts, axis = self.unravel(input, self.axis)
+        dtypes = [part.dtype for part in parts]
+        slices = [np.moveaxis(part.handle.data, axis, 0) for part in parts]
+        shape = slices[0].shape[1:]
+
+        def numbers(value):
+            data = value.handle.data if isinstance(value, tl.tensor) else np.asarray(value)
+            return np.broadcast_to(data, shape) if shape else data.reshape(-1)[0]
+
+        def tensors(values):
+            return tuple(map(self.to_tensor, values, dtypes))
+
+        total = tensors(x[0] for x in slices)
+        for i in range(1, len(slices[0])):
+            found = self.combine_fn.fn(*total, *tensors(x[i] for x in slices))
+            total = tensors(map(numbers, found if isinstance(found, tuple) else (found,)))
+        results = map(numbers, total)
+        return [*tensors(np.expand_dims(x, axis) if self.keep_dims else x for x in results)]
+
+    interpreter.ReduceOps.generic_reduce = generic_reduce
+
+
 def _patch_language_once() -> None:
     """Patch `triton.language` for good, not in every call of a kernel or a function of one.
 
@@ -283,6 +344,8 @@ def install() -> torch.library.Library:
     _skip_overflow_checks()
     _patch_numpy_types()
     _patch_lazy_types()
+    _patch_common_cases()
+    _patch_reductions()
     _patch_language_once()  # last: it takes what is patched so far
     library = torch.library.Library("moe_ops", "IMPL")
     for qualified, stage in STAGES.items():

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import faulthandler
 import importlib
+import os
+import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -22,13 +24,18 @@ import moe_ops
 two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 BACKENDS = ["gloo", pytest.param("nccl", marks=two_gpus)]
 """Backends of tests with two ranks."""
+PRELOADED = [
+    "torch", "torch._functorch.aot_autograd", "moe_ops", "conftest", "ranks", "modular",
+    "tiny_transformers",
+]  # fmt: skip
+"""What the server of forked ranks imports once, so that no rank does. Absent modules do no harm."""
 
 
 def spawn(check: Callable[..., None], ranks: int, *arguments: Any, backend: str = "gloo") -> None:
     """Run ``check(rank, ranks, *arguments)`` in a process for each rank, in one group.
 
-    Processes on the CPU are forked from a server that has imported PyTorch once. With ``nccl`` each
-    has a GPU of its own: see `device`. Where kernels are interpreted, they are so here.
+    Processes on the CPU are forked from a server that has imported `PRELOADED` once. With ``nccl``
+    each has a GPU of its own: see `device`. Where kernels are interpreted, they are so here.
     """
     with started(check, ranks, *arguments, backend=backend) as context:
         while not context.join():
@@ -41,12 +48,16 @@ def started(
 ) -> Iterator[Any]:
     """The processes of `spawn`, which the caller joins."""
     method = "forkserver" if backend == "gloo" else "spawn"  # CUDA does not work in a fork
-    multiprocessing.set_forkserver_preload(["torch", "moe_ops", "pytest", "ranks", "modular"])
+    multiprocessing.set_forkserver_preload(PRELOADED)
     with tempfile.TemporaryDirectory() as folder:
         given = (check, ranks, backend, f"{folder}/store", arguments)
-        yield multiprocessing.start_processes(
-            _run, given, nprocs=ranks, join=False, start_method=method
-        )
+        with pytest.MonkeyPatch.context() as patch:
+            # Before Python 3.12.9 and 3.13.3 the server has no other path when it imports.
+            patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, sys.path)))
+            context = multiprocessing.start_processes(
+                _run, given, nprocs=ranks, join=False, start_method=method
+            )
+        yield context
 
 
 def _run(

@@ -251,7 +251,11 @@ def compilations_of_plain_model():
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("scheme", "backend"),
-    [("fp8_channel", "aot_eager"), ("int4_w4a16_g32", "eager"), ("nvfp4", "eager")],
+    [
+        ("fp8_channel", "aot_eager"),
+        ("int4_w4a16_g32", "eager"),
+        pytest.param("nvfp4", "eager", marks=pytest.mark.exhaustive),
+    ],
 )
 def test_compiles_whole_once(scheme, backend, compilations_of_plain_model):
     """No graph break, and one compilation for every length."""

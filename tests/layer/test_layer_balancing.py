@@ -177,7 +177,8 @@ def ways(rank, ranks):
 def check_results(rank, ranks):
     """Before and after balancing, and after loading, results are those of one rank.
 
-    Each way is compiled on two ranks; on four, only the way that two do not have.
+    Each way is compiled on two ranks, every other one by AOTAutograd, which takes twice as long as
+    Dynamo; on four, only the way that two do not have.
     """
     g = torch.Generator().manual_seed(1)
     x, logits = torch.randn(T, H, generator=g), torch.randn(T, E, generator=g)
@@ -199,7 +200,8 @@ def check_results(rank, ranks):
         own = x[tokens], logits[tokens]
         compiled = layer
         if ranks == 2 or {"dp_size", "tp_size"} <= way.keys():
-            compiled = torch.compile(layer, fullgraph=True, dynamic=False, backend="aot_eager")
+            backend = "eager" if ranks == 2 and number % 2 else "aot_eager"
+            compiled = torch.compile(layer, fullgraph=True, dynamic=False, backend=backend)
         for step in range(3):
             for _ in range(2):
                 out = layer(*own, is_padding=padding[tokens])

@@ -46,10 +46,14 @@ def check(rank, ranks):
                     torch.testing.assert_close(actual, near, msg=lambda m, t=text: f"{t}: {m}")
 
 
-def check_compiled(rank, ranks):
+COMPILED = ("fixed_capacity", "sequence", "parts")
+"""An exchange, parts of tokens, and parts of weights."""
+
+
+def check_compiled(rank, ranks, names=COMPILED):
     """One graph for all numbers of tokens, forward and backward, with the same bits."""
     for way, spread, tokens in ways(rank, ranks):
-        if way == "alltoall":
+        if way not in names:
             continue
         room = {} if tokens == slice(None) else {"max_num_tokens": 8}
         layer, eager = (layer_of(room, **spread) for _ in range(2))
@@ -86,6 +90,11 @@ def check_two(rank, ranks):
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_two_ranks(backend):
     spawn(check_two, 2, backend=backend)
+
+
+@pytest.mark.exhaustive
+def test_other_ways_compiled():
+    spawn(check_compiled, 2, ("allgather_reducescatter", "experts"))
 
 
 def test_four_ranks():

@@ -143,10 +143,10 @@ def check_frozen(rank, ranks):
         assert all(x.grad is not None for x in factors(mine).values()), way
 
 
-def check_compiled(rank, ranks):
+def check_compiled(rank, ranks, name):
     """One graph for all numbers of tokens, forward and backward, with the same bits."""
     for way, spread, tokens in ways(rank, ranks, (6, 5)):
-        if way not in ("fixed_capacity", "sequence"):
+        if way != name:
             continue
         room = {"max_num_tokens": 8}
         layer, eager = (layer_of(room, **spread).requires_grad_(False) for _ in range(2))
@@ -179,5 +179,8 @@ def test_four_ranks():
     spawn(check, 4)
 
 
-def test_compiled():
-    spawn(check_compiled, 2)
+@pytest.mark.parametrize(
+    "way", ["fixed_capacity", pytest.param("sequence", marks=pytest.mark.exhaustive)]
+)
+def test_compiled(way):
+    spawn(check_compiled, 2, way)

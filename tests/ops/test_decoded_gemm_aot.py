@@ -128,8 +128,7 @@ def test_tails(scheme):
     check(90, scheme, 16, hidden=2880, width=2880, activation="swigluoai")
 
 
-@pytest.mark.parametrize("scheme", NAMED)
-@pytest.mark.parametrize("arch", [90, 100, 103, 120])
+@pytest.mark.parametrize(("arch", "scheme"), half_exhaustive([90, 100, 103, 120], NAMED))
 def test_the_choice_of_the_kernel(arch, scheme):
     """By architecture and scheme, as `BLOCK_SCALED` says."""
     special = is_block_scaled(scheme, arch)

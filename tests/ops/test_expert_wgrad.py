@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from conftest import INTERPRETED
+from conftest import HAS_CUDA, INTERPRETED
 from hypothesis import given
 from hypothesis import strategies as st
 from plans import ids_of, planned, row_tile
@@ -92,7 +92,13 @@ def test_several_tiles_of_an_expert(tile, dtype, device):
 
 
 @pytest.mark.skipif(INTERPRETED, reason="sizes for a processor")
-@pytest.mark.parametrize(("n", "k", "experts"), [(2 * 704, 2880, 4), (2880, 1408, 3)])
+@pytest.mark.parametrize(
+    ("n", "k", "experts"),
+    [
+        (2 * 704, 2880, 4),
+        pytest.param(2880, 1408, 3, marks=[pytest.mark.exhaustive] * (not HAS_CUDA)),
+    ],
+)
 def test_real_sizes(n, k, experts, device):
     ids = ids_of([120, 0, 300, 7][:experts], 4)
     check(ids, experts, n, k, torch.bfloat16, True, False, True, device)

@@ -9,7 +9,7 @@ import plans
 import pytest
 import torch
 from conftest import HAS_CUDA, INTERPRETED
-from gemm_rows import exact_rows, gemm_problem
+from gemm_rows import SIZES_OF_MODELS, exact_rows, gemm_problem
 from hypothesis import given
 from hypothesis import strategies as st
 from packed_weights import HALF, OWN_ROWS, SERVED
@@ -157,13 +157,15 @@ def test_half_precision(scheme):
     activation=st.sampled_from(("", *ACTIVATIONS)),
     has_bias=st.booleans(),
     scaled=st.booleans(),
-    local=st.sampled_from((None, 72)),
+    elsewhere=st.booleans(),
 )
-def test_few_slots(scheme, tokens, k, n, kk, activation, has_bias, scaled, local):
-    """A slot's programs find its expert themselves."""
-    how = {"has_bias": has_bias, "num_local_experts": local, "routing": "holes"}
-    how["activation"] = activation or "silu_no_mul"
-    problem = Problem(tokens, 80, k, kk, n, torch.bfloat16, **how)
+def test_few_slots(scheme, tokens, k, n, kk, activation, has_bias, scaled, elsewhere):
+    """A slot's programs find its expert themselves. No more experts than so many slots need."""
+    local = 8 * max(tokens * k, 2)
+    experts = local + 8 * elsewhere
+    how = {"has_bias": has_bias, "num_local_experts": local if elsewhere else None}
+    how |= {"routing": "holes", "activation": activation or "silu_no_mul"}
+    problem = Problem(tokens, experts, k, kk, n, torch.bfloat16, **how)
     check(problem, scheme, activation, scaled=scaled, direct=True)
 
 
@@ -188,7 +190,7 @@ def test_few_slots_on_a_small_gpu(scheme):
     ("scheme", "sizes"),
     half_exhaustive(
         ["int4_w4a16_g128_zp", "mxfp4_w4a16"],
-        [(2880, 192), (704, 2880), (1408, 64)],
+        SIZES_OF_MODELS,
         where=not HAS_CUDA,
     ),
     ids=str,

@@ -85,8 +85,16 @@ def check(scheme, tile, activation="silu", hidden=2048, width=768, **more):
     return kernels
 
 
+EACH_ELEMENT = ("mxfp4_w4a16", "mxfp6_e3m2", "fp8_w8a16", "int8_w8a16_g32_zp")
+"""Schemes of every element but int4, which the sizes and half precision below have."""
+
+
 @pytest.mark.parametrize(
-    "scheme", half_exhaustive([*PACKABLE, "int4_w4a16_g32_zp", "int8_w8a16_g32_zp"])
+    "scheme",
+    [
+        pytest.param(scheme, marks=[pytest.mark.exhaustive] * (scheme not in EACH_ELEMENT))
+        for scheme in [*PACKABLE, "int4_w4a16_g32_zp", "int8_w8a16_g32_zp"]
+    ],
 )
 def test_every_scheme(scheme):
     check(scheme, 128)
@@ -118,12 +126,19 @@ def test_half_precision():
     check("int8_w8a16", 16, dtype=torch.float16)
 
 
-@pytest.mark.parametrize(("scheme", "tile"), half_exhaustive(UNDER_FP8, [16, 32, 64, 128]))
+UNDER = [
+    *half_exhaustive(UNDER_FP8, [16, 32, 64]),
+    *(pytest.param(scheme, 128, marks=pytest.mark.exhaustive) for scheme in UNDER_FP8),
+]
+"""Tiles of 128 rows have other sizes below."""
+
+
+@pytest.mark.parametrize(("scheme", "tile"), UNDER)
 def test_under_fp8(scheme, tile):
     check(scheme, tile, stored=tile % 64 != 0)
 
 
-@pytest.mark.parametrize("tile", [16, 128])
+@pytest.mark.parametrize("tile", [pytest.param(16, marks=pytest.mark.exhaustive), 128])
 def test_under_fp8_of_other_sizes(tile):
     check("int4_w4a8_g128", tile, "swigluoai", 2880, 2880, stored=False)
     check("int4_w4a8_g128", tile, "silu", 2048, 1408, dtype=torch.float16)

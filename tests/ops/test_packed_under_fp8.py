@@ -10,7 +10,7 @@ import pytest
 import torch
 from conftest import HAS_CUDA, INTERPRETED
 from decoded_gemms import quantized_rows
-from gemm_rows import exact_rows, gemm_problem
+from gemm_rows import SIZES_OF_MODELS, exact_rows, gemm_problem
 from hypothesis import given
 from hypothesis import strategies as st
 from packed_weights import UNDER_FP8
@@ -161,7 +161,7 @@ def test_few_slots_without_a_plan(scheme, stored):
 
 @pytest.mark.parametrize(
     ("scheme", "sizes"),
-    half_exhaustive(UNDER_FP8, [(2880, 192), (704, 2880), (1408, 64)], where=not HAS_CUDA),
+    half_exhaustive(UNDER_FP8, SIZES_OF_MODELS, where=not HAS_CUDA),
     ids=str,
 )
 def test_sizes_of_models(scheme, sizes):

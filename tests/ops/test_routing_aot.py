@@ -51,8 +51,16 @@ def launch_rest(experts, k):
 CASES = [(90, 160, 6, 8), *((arch, 4096, 22, 64) for arch in aot_launches.ARCHITECTURES)]
 
 
-@pytest.mark.parametrize(("arch", "experts", "k", "groups"), CASES)
-@pytest.mark.parametrize("scoring", SCORING_FUNCS)
+SCORED = [
+    pytest.param(*case, s, marks=[pytest.mark.exhaustive] * ((i + (case[1] == 4096)) % 2))
+    for i, s in enumerate(SCORING_FUNCS)
+    for case in CASES
+    if case[0] == 90
+] + [(*case, s) for s in SCORING_FUNCS for case in CASES if case[0] != 90]
+"""On sm_90 few experts or many with each function, unless everything is compiled."""
+
+
+@pytest.mark.parametrize(("arch", "experts", "k", "groups", "scoring"), SCORED)
 def test_routing_kernels(arch, experts, k, groups, scoring):
     kernels = aot.compile_launch(arch, launch_topk(experts, k, groups, scoring))
     aot_launches.check_resources(kernels, arch)

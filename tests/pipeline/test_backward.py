@@ -14,7 +14,7 @@ import moe_ops
 from moe_ops.scheme import SCHEMES
 from moe_ops.testing import Problem, call, make_inputs, quantize_inputs
 
-E, K, H, I = 8, 2, 32, 24  # noqa: E741
+E, K, H, I = 4 if INTERPRETED else 8, 2, 32, 24  # noqa: E741
 
 
 def grad_of(problem, seed=5):
@@ -95,7 +95,10 @@ def test_real_sizes_of_frozen_weights(scheme, device):
 @pytest.mark.parametrize(
     "problem",
     [
-        Problem(20, 3, 2, 2880, 704, torch.bfloat16, activation="swigluoai", has_bias=True),
+        pytest.param(
+            Problem(20, 3, 2, 2880, 704, torch.bfloat16, activation="swigluoai", has_bias=True),
+            marks=[pytest.mark.exhaustive] * (not HAS_CUDA),
+        ),
         Problem(60, 257, 10, 64, 48, torch.bfloat16),
         Problem(1, 8, 8, 512, 1408, torch.float32),
     ],

@@ -13,12 +13,12 @@ from moe_ops import checks
 from moe_ops.testing import Problem
 
 TOKENS = (7, 64, 1, 2, 0, 300)  # 7: no other size, or Dynamo takes them for one
-E, K, H, I = 6, 2, 160, 136  # noqa: E741
+E, K, H, I = 3, 2, 160, 136  # noqa: E741
 MODULAR = tuple(e for e in EXPERTS if not e.is_monolithic())
 SCHEMES = ("unquantized", "fp8_tensor_static", "int8_channel", "fp8_block128", "int4_w4a16_g32")
 SETTINGS = (
     {},
-    {"num_local_experts": 4, "on_input": True, "has_bias": True},
+    {"num_local_experts": 2, "on_input": True, "has_bias": True},
     {"activation": "relu2_no_mul", "top_k": 1},
 )
 
@@ -69,7 +69,7 @@ def check_one_compilation(layer, batches, backend="aot_eager"):
 
 
 def backend_of(experts, choice, choices):
-    """ "aot_eager" once for each class and each choice; elsewhere Dynamo's graph runs as it is.
+    """ "aot_eager" at least once for each choice; elsewhere Dynamo's graph runs as it is.
 
     Dynamo finds breaks and guards on the number of tokens; AOTAutograd takes twice as long again.
     """
@@ -92,8 +92,11 @@ OPTIONS = [
 ]
 
 
-@pytest.mark.parametrize("experts", MODULAR)
-@pytest.mark.parametrize("options", OPTIONS, ids=lambda o: "-".join(o))
+@pytest.mark.parametrize(
+    ("experts", "options"),
+    half_exhaustive(MODULAR, OPTIONS),
+    ids=lambda value: "-".join(value) if isinstance(value, dict) else value.__name__,
+)
 def test_every_option_compiles_once(experts, options, device):
     s = kernel_of(experts, "fp8_channel", device, options)
     backend = backend_of(experts, options, OPTIONS)

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from modular import roundings as rounds
 from modular import setup
+from pairwise import half_exhaustive
 from ranks import mine
 
 import moe_ops
@@ -39,13 +40,18 @@ def skewed(tokens, ranks):
     return counts
 
 
+MANY = [(8, 20, 3, "uniform"), (16, 33, 10, "skewed"), (64, 257, 10, "uniform")]
+"""Ranks, experts, experts of a token and routing."""
+
+
 @pytest.mark.parametrize(
-    ("ranks", "num_experts", "top_k", "routing"),
-    [(8, 20, 3, "uniform"), (16, 33, 10, "skewed"), (64, 257, 10, "uniform")],
+    ("sizes", "scheme"),
+    half_exhaustive(MANY, ["unquantized", "fp8_block128", "fp8_tensor"]),
+    ids=str,
 )
-@pytest.mark.parametrize("scheme", ["unquantized", "fp8_block128", "fp8_tensor"])
-def test_many_ranks(ranks, num_experts, top_k, routing, scheme):
+def test_many_ranks(sizes, scheme):
     """Bitwise what gathered tokens give, which is bitwise what one process computes."""
+    ranks, num_experts, top_k, routing = sizes
     counts = skewed(40, ranks)
     problem = Problem(
         sum(counts), num_experts, top_k, 64, 32, torch.bfloat16, routing=routing, scheme=scheme

@@ -1,5 +1,8 @@
 """The mended interpreter converts and multiplies as the GPU does; on a GPU the same must hold."""
 
+import functools
+import operator
+
 import pytest
 import torch
 import triton
@@ -43,6 +46,24 @@ def _extremes(a, b, out, N: tl.constexpr):
     tl.store(out + i, tl.maximum(x, y))
     tl.store(out + N + i, tl.minimum(x, y))
     tl.store(out + 2 * N + i, tl.maximum(x, y, propagate_nan=tl.PropagateNan.ALL))
+
+
+@triton.jit
+def _first_largest(a, i, b, j):
+    later = (b > a) | ((b == a) & (j < i))
+    return tl.where(later, b, a), tl.where(later, j, i)
+
+
+@triton.jit
+def _reductions(x, value, place, bits, everything, A: tl.constexpr, B: tl.constexpr):
+    a, b = tl.arange(0, A)[:, None], tl.arange(0, B)[None, :]
+    tile = tl.load(x + a * B + b)
+    largest, where = tl.reduce((tile, a * B + b), 1, _first_largest)
+    tl.store(value + tl.arange(0, A), largest)
+    tl.store(place + tl.arange(0, A), where)
+    whole = tile.to(tl.int32)
+    tl.store(bits + b, tl.xor_sum(whole, 0, keep_dims=True))
+    tl.store(everything, tl.xor_sum(whole))
 
 
 def numbers(n=1024):
@@ -119,3 +140,18 @@ def test_extremes_of_nan(run_device):
     _extremes[(1,)](a.to(run_device), b.to(run_device), out, N=32)
     expected = torch.stack([torch.fmax(a, b), torch.fmin(a, b), torch.maximum(a, b)])
     assert torch.equal(out.cpu().nan_to_num(99.0), expected.nan_to_num(99.0))
+
+
+def test_reductions_by_any_function(run_device):
+    """Of one value and of two, along an axis and of everything."""
+    x = torch.randint(0, 5, (8, 16), generator=torch.Generator().manual_seed(0)).float()
+    value, place, bits, everything = (torch.empty(n) for n in (8, 8, 16, 1))
+    found = [value, *(t.int() for t in (place, bits, everything))]
+    found = [t.to(run_device) for t in found]
+    _reductions[(1,)](x.to(run_device), *found, A=8, B=16)
+    value, place, bits, everything = (t.cpu() for t in found)
+    assert torch.equal(value, x.amax(1))
+    assert torch.equal(place, (x.argmax(1) + torch.arange(8) * 16).int())
+    columns = [functools.reduce(operator.xor, column) for column in x.int().T.tolist()]
+    assert bits.tolist() == columns
+    assert everything.item() == functools.reduce(operator.xor, columns)
