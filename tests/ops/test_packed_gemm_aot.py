@@ -121,6 +121,18 @@ def test_sizes_and_activations(scheme, tile, activation, hidden, width):
     check(scheme, tile, activation, hidden, width)
 
 
+def test_what_a_stage_takes():
+    """One copy of words, one of scales and one of rows; scales are read from a word's lanes."""
+    for kernel in check("mxfp4_w4a16", 16, "swigluoai", 2880, 2880):
+        copies = re.findall(r"(async_\w*copy_global_to_local)", kernel.asm["ttgir"])
+        assert sorted(copies) == [
+            "async_copy_global_to_local",
+            *["async_tma_copy_global_to_local"] * 2,
+        ]
+        code = aot.disassembled(kernel)
+        assert ".H0_H0" in code and ".H1_H1" in code and code.count("PRMT") < code.count("HMMA")
+
+
 def test_half_precision():
     check("int4_w4a16_g128_zp", 128, dtype=torch.float16)
     check("int8_w8a16", 16, dtype=torch.float16)

@@ -162,7 +162,7 @@ def add_scaled(step, ring, scales, sums, GROUP: gl.constexpr, C: gl.constexpr):
 
     Row scales lie in the ring. They are loaded before the products that the stage's release waits
     for, and no other CTA fits on the SM that could delay these loads, so no fence follows them (it
-    took 0.9 % of the time; compare `decode_few.release`). The gate rows of a weight part share one
+    took 0.9 % of the time; compare `decode_ring.release`). The gate rows of a weight part share one
     scale and so do its up rows; these scales are loaded two steps ahead.
     """
     PARTS: gl.constexpr = C.PARTS
