@@ -11,7 +11,7 @@ UNDER_FP8 = [name for name in ALL_PACKABLE if name not in PACKABLE]
 """Schemes whose rows are decoded too."""
 MORE = [
     "int4_w4a16_g16", "int4_w4a16_g32_zp", "int4_w4a16_g64_zp", "int8_w8a16_g32_zp",
-    "|fp8:1x64:float32",
+    "|int4:1x32:e8m0", "|fp8:1x64:float32",
 ]  # fmt: skip
 OWN_ROWS = OWN["zero points of rows"].key
 SERVED = [*PACKABLE, *(name for name in MORE if "float32" not in name)]
