@@ -161,17 +161,21 @@ def _tune(arguments: Sequence[str]) -> int:
         if not kind_and_key(problem.activation)[0].is_gated:
             raise NotImplementedError(f"activation must have a gate, got {problem.activation}")
         subject = Subject(sizes, problem.top_k, _scheme_of(chosen), chosen.device.facts)
+        counts = [tokens for tokens in chosen.tokens if subject.has_tiles(tokens)]
+        for tokens in sorted({*chosen.tokens} - {*counts}):
+            told = "1 token" if tokens == 1 else f"{tokens} tokens"
+            progress(f"{told}: no tiles to tune, as they follow from the sizes")
         if chosen.dry_run:
-            found = [trial for tokens in chosen.tokens for trial in subject.candidates(tokens)]
+            found = [trial for tokens in counts for trial in subject.candidates(tokens)]
             print(report.trials_json(subject, found) if chosen.json else report.trials_table(found))
             return 0
         known, timed = files.read(subject, folder), []
-        if chosen.again or any(str(tokens) not in known for tokens in chosen.tokens):
+        if counts and (chosen.again or any(str(tokens) not in known for tokens in counts)):
             (clock, prepare), again = _gemm_clock(problem, subject, chosen.jobs), chosen.again
             made_with = ", ".join(run_header().values())
             report_entry = partial(record_entry, chosen.record, subject, problem.name)
             timed = files.tune(
-                subject, chosen.tokens, folder, clock,
+                subject, counts, folder, clock,
                 again=again, made_with=made_with, budget_s=chosen.time_budget_s,
                 hooks=files.Hooks(prepare, report_entry),
             )  # fmt: skip

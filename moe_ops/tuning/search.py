@@ -19,7 +19,7 @@ import torch
 
 from moe_ops.dispatch.blackwell import is_block_scaled
 from moe_ops.dispatch.device import Device
-from moe_ops.dispatch.gemm_plan import analytic_tiles, is_hoppers, stored_gemm
+from moe_ops.dispatch.gemm_plan import FIXED, analytic_tiles, is_hoppers, plan_gemm, stored_gemm
 from moe_ops.dispatch.hopper import (
     KERNELS,
     PACKED,
@@ -148,6 +148,11 @@ class Subject:
         gemm, packed = self._gemm(num_tokens, which), self.packed(which)
         activation, top_k = ("silu", self.top_k) if which == 1 else ("", 1)
         return layer_problem(gemm, self.scheme, activation, num_tokens, top_k, packed=packed)
+
+    def has_tiles(self, num_tokens: int) -> bool:
+        """Whether tiles that a file can set serve a GEMM of so many tokens."""
+        plans = (plan_gemm(self.problem(num_tokens, which), self.device) for which in (1, 2))
+        return any(plan.kernel not in FIXED for plan in plans)
 
     def kernels(self, num_tokens: int, which: int) -> list[KernelTiles]:
         """Every kernel's analytic tiles for GEMM 1 or 2; the default first."""

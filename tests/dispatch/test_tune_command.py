@@ -37,13 +37,13 @@ def clock(monkeypatch):
 
 
 def test_tune_prints_json_and_resumes(clock, tmp_path, capsys):
-    command = [*COMMAND, "--tokens", "1,512", "--output", str(tmp_path), "--json"]
+    command = [*COMMAND, "--tokens", "8,512", "--output", str(tmp_path), "--json"]
     assert exit_code(command) == 0
     record = json.loads(capsys.readouterr().out)
     assert (record["gpu"], record["scheme"], record["top_k"]) == ("NVIDIA H200", "fp8_block128", 8)
-    assert record["timed"] == [512, 1] and list(record["entries"]) == ["1", "512"]
-    assert "torch" not in record["entries"]["1"]["made_with"].split(", ")[0]
-    assert torch.__version__ in record["entries"]["1"]["made_with"]
+    assert record["timed"] == [512, 8] and list(record["entries"]) == ["8", "512"]
+    assert "torch" not in record["entries"]["8"]["made_with"].split(", ")[0]
+    assert torch.__version__ in record["entries"]["8"]["made_with"]
     name = "E=128,N=768,K=2048,device_name=NVIDIA_H200,scheme=fp8_block128.json"
     assert record["file"] == str(tmp_path / name)
     parse(name, (tmp_path / name).read_text())
@@ -51,7 +51,7 @@ def test_tune_prints_json_and_resumes(clock, tmp_path, capsys):
     assert exit_code(command) == 0
     assert json.loads(capsys.readouterr().out)["timed"] == [] and len(clock.trials) == before
     assert exit_code([*command, "--again"]) == 0
-    assert json.loads(capsys.readouterr().out)["timed"] == [512, 1] and len(clock.trials) > before
+    assert json.loads(capsys.readouterr().out)["timed"] == [512, 8] and len(clock.trials) > before
 
 
 def test_tune_records_defaults_beside_the_best(clock, tmp_path):
@@ -59,14 +59,14 @@ def test_tune_records_defaults_beside_the_best(clock, tmp_path):
     command = [*COMMAND, "--output", str(tmp_path), "--record", str(tmp_path / "records")]
     assert exit_code([*command, "--tokens", "512"]) == 0
     (path,) = (tmp_path / "records").glob("*/tuning.json")
-    assert exit_code([*command, "--tokens", "1"]) == 0
+    assert exit_code([*command, "--tokens", "2"]) == 0
     sizes = ["tune", "--sizes", "64,4,2048,640", "--scheme", "fp8_block128", "--device", "sm_90"]
     assert exit_code([*sizes, *command[7:], "--tokens", "2"]) == 0
     record = json.loads(path.read_text())
     keys = [(row["shape"], row["M"], row["gemm"]) for row in record["rows"]]
     other = "E64-k4-H2048-I640"
     assert keys == [(other, 2, 1), (other, 2, 2), *(
-        ("qwen3-30b", tokens, which) for tokens in (1, 512) for which in (1, 2)
+        ("qwen3-30b", tokens, which) for tokens in (2, 512) for which in (1, 2)
     )]  # fmt: skip
     layer = subject()
     entry = files.read(layer, tmp_path)["512"]
@@ -79,9 +79,9 @@ def test_tune_records_defaults_beside_the_best(clock, tmp_path):
 
 
 def test_tune_prints_a_table(clock, tmp_path, capsys):
-    assert exit_code([*COMMAND, "--tokens", "1,512", "--output", str(tmp_path)]) == 0
+    assert exit_code([*COMMAND, "--tokens", "8,512", "--output", str(tmp_path)]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[0] for line in lines[2:4]] == ["1", "512"]
+    assert [line.split()[0] for line in lines[2:4]] == ["8", "512"]
     entry = files.read(subject(), tmp_path)["512"]
     ratio = f"{entry['default_us'] / entry['time_us']:.2f}"
     assert lines[3].endswith(ratio)
@@ -90,12 +90,26 @@ def test_tune_prints_a_table(clock, tmp_path, capsys):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_tune_without_a_gpu(tmp_path, capsys):
-    command = [*COMMAND, "--tokens", "1", "--output", str(tmp_path)]
+    command = [*COMMAND, "--tokens", "8", "--output", str(tmp_path)]
     assert exit_code(command) == 2
     error = capsys.readouterr().err
     assert "NVIDIA H200" in error and "this machine has none" in error and "--dry-run" in error
-    files.tune(subject(), [1], tmp_path, Clock())
+    files.tune(subject(), [8], tmp_path, Clock())
     assert exit_code(command) == 0  # there is nothing to time
+
+
+@pytest.mark.parametrize("scheme", ["fp8_block128", "int4_w4a16_g128"])
+def test_one_token_has_no_tiles(scheme, tmp_path, capsys):
+    """Its kernels' tiles follow from the sizes: nothing is timed, and the user is told."""
+    command = [*COMMAND, "--scheme", scheme, "--output", str(tmp_path)]
+    for more in ([], ["--json"], ["--dry-run"], ["--dry-run", "--json"]):
+        assert exit_code([*command, "--tokens", "1", *more]) == 0
+        assert "1 token: no tiles to tune" in capsys.readouterr().err
+    assert not [*tmp_path.iterdir()]
+    assert exit_code([*command, "--tokens", "1,8", "--dry-run", "--json"]) == 0
+    captured = capsys.readouterr()
+    assert "1 token: no" in captured.err and "8 tokens" not in captured.err
+    assert {trial["num_tokens"] for trial in json.loads(captured.out)["candidates"]} == {8}
 
 
 def test_dry_run(capsys):

@@ -271,7 +271,7 @@ def test_explain_of_sizes_and_of_a_configuration(capsys, quantized_model):
 
 
 def test_tune_of_sizes_and_of_a_configuration(capsys, quantized_model):
-    command = ["tune", "--device", "sm_90", "--tokens", "1", "--dry-run"]
+    command = ["tune", "--device", "sm_90", "--tokens", "2", "--dry-run"]
     assert exit_code([*command, *SIZES.split(), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)
     assert exit_code([*command, "--config", quantized_model]) == 2

@@ -4,8 +4,8 @@ The weights of a tile are copied as they are packed (`scheme.packed`), decoded i
 (`fragments`), and multiplied as the first operand of a matrix instruction; rows of tokens are the
 second operand. So a weight is read once from memory and once from shared memory, and never written.
 
-Two or four warps copy: weights and scales as TMA boxes, the rows of a tile's slots with cp.async,
-as they may lie anywhere. A warp group decodes, multiplies and stores. Several CTAs fit on an SM:
+Two or four warps copy: a stage's weights and scales as one TMA box each, the rows of a tile's slots
+with cp.async, as they may lie anywhere. A warp group decodes, multiplies and stores. Several CTAs fit on an SM:
 while one decodes, another waits for memory. With 64 rows that is only two, so each has two
 multiplying warp groups, which share its rows and have one unit of weight rows each.
 
@@ -43,6 +43,8 @@ from moe_ops.kernels._runtime.slots import HEADER
 
 ALONE = gl.constexpr(16)
 """Up to so many rows each warp multiplies by itself (mma.sync), and waits for no other warp."""
+COPYING_REGISTERS = gl.constexpr(40)
+"""Registers of a copying thread beside two multiplying warp groups."""
 
 
 @gluon.constexpr_function
@@ -281,5 +283,5 @@ def hopper_decode_few_kernel(
                 (copy_tiles, (a, stride_am, descs, ring, v, C)),
             ],
             [4, COPYING],
-            [C.GROUP_REGISTERS, 40],
+            [C.GROUP_REGISTERS, COPYING_REGISTERS],
         )

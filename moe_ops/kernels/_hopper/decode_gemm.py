@@ -30,7 +30,11 @@ from moe_ops.dispatch.tiles import cdiv, max_row_tiles
 from moe_ops.kernels._gemm.operands import GemmOperands
 from moe_ops.kernels._gemm.tile import tile_arguments
 from moe_ops.kernels._hopper.boxes import Boxes, descriptor
-from moe_ops.kernels._hopper.decode_few import ALONE, hopper_decode_few_kernel
+from moe_ops.kernels._hopper.decode_few import (
+    ALONE,
+    COPYING_REGISTERS,
+    hopper_decode_few_kernel,
+)
 from moe_ops.kernels._hopper.decode_many import hopper_decode_many_kernel
 from moe_ops.kernels._hopper.early import note_routing
 from moe_ops.kernels._hopper.fragments import SHIFT, SPACING
@@ -126,7 +130,7 @@ class Constants:
     @property
     def GROUP_REGISTERS(self) -> int:  # noqa: N802 (a constant of the kernel)
         """Those of the second multiplying warp group: the first has as many or eight more."""
-        return (3 * self._registers - 40) // 2 // 8 * 8
+        return (3 * self._registers - COPYING_REGISTERS.value) // 2 // 8 * 8
 
     @cached_property
     def few(self) -> Launch:
