@@ -5,9 +5,9 @@ The weights of a tile are copied as they are packed (`scheme.packed`), decoded i
 second operand. So a weight is read once from memory and once from shared memory, and never written.
 
 Two or four warps copy: a stage's weights and scales as one TMA box each, the rows of a tile's slots
-with cp.async, as they may lie anywhere. A warp group decodes, multiplies and stores. Several CTAs fit on an SM:
-while one decodes, another waits for memory. With 64 rows that is only two, so each has two
-multiplying warp groups, which share its rows and have one unit of weight rows each.
+with cp.async, as they may lie anywhere. A warp group decodes, multiplies and stores. Several CTAs
+fit on an SM: while one decodes, another waits for memory. With 64 rows that is only two, so each
+has two multiplying warp groups, which share its rows and have one unit of weight rows each.
 
 Source: the structure of `stream`, with the register operand that humming and triton_kernels use.
 """
