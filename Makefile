@@ -42,8 +42,8 @@ demo: $(READY)
 
 test: test-reference test-interpreter
 
-# `make test` compiles kernels for sm_90 with each value of each test's parameters once, and for other
-# architectures one item of each test; this compiles everything.
+# `make test` compiles kernels for sm_90 with each value of each test's parameters once, and one item
+# of each test for one other architecture; this compiles everything.
 test-all: COMPILE := --exhaustive
 test-all: test-reference test-interpreter
 

@@ -1,6 +1,7 @@
 """What `make test` leaves to `make test-all`."""
 
 from itertools import combinations, product
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -17,19 +18,22 @@ def item(name, arch, keywords=("aot",), **params):
     """What the choice reads of a collected item."""
     params |= {} if arch is None else {"arch": arch}
     return SimpleNamespace(
-        name=f"{name}[{arch}]", path="test_aot.py", originalname=name, keywords=keywords,
+        name=f"{name}[{arch}]", path=Path("test_aot.py"), originalname=name, keywords=keywords,
         callspec=SimpleNamespace(params=params),
     )  # fmt: skip
 
 
-def test_one_item_of_each_test_stays_for_every_other_architecture():
-    items = [item(name, arch) for name in ("a", "b") for arch in (80, 100, 103, 120) * 3]
-    items += [item("c", 120), item("c", 80, scheme="fp8")]
-    left = shown_by_others(items)
-    names = [
-        f"{name}[{arch}]" for name in ("a", "b") for _ in range(2) for arch in (80, 100, 103, 120)
-    ]
-    assert [i.name for i in left] == names
+def test_one_item_of_each_test_stays_for_one_other_architecture():
+    """And tests share the architectures out."""
+    names, archs = [f"test {i}" for i in range(20)], (80, 100, 103, 120)
+    items = [item(name, arch, i=i) for name in names for i in range(3) for arch in archs]
+    left = {id(i) for i in shown_by_others(items)}
+    stay = [i for i in items if id(i) not in left]
+    assert [i.originalname for i in stay] == names
+    assert {i.callspec.params["arch"] for i in stay} == {*archs}
+    assert {i.callspec.params["i"] for i in stay} == {0}
+    both = [item("a", arch) for arch in (COMPILED_FOR, 80)]
+    assert shown_by_others(both) == []
 
 
 @pytest.mark.parametrize("arch", [None, COMPILED_FOR])
