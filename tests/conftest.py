@@ -76,7 +76,7 @@ def params_of(item):
 
 
 def other_arch(test, archs):
-    """One of the architectures of a test besides ``COMPILED_FOR``, which tests share out."""
+    """The architecture besides ``COMPILED_FOR`` that a test keeps: tests share them out."""
     others = sorted(archs - {COMPILED_FOR})
     return others[crc32("::".join(test).encode()) % len(others)] if others else None
 

@@ -156,7 +156,7 @@ def check(kernel, tiles, gpu):
 
 
 def every_other():
-    """Of the files of a scheme every other one, unless all are asked for; and those made up."""
+    """Every other file of a scheme, unless all are asked for; and those made up."""
     for scheme in dict.fromkeys(known.scheme for known in SHIPPED):
         of_scheme = [known for known in SHIPPED if known.scheme == scheme]
         for i, known in enumerate(of_scheme):

@@ -143,7 +143,7 @@ def test_extremes_of_nan(run_device):
 
 
 def test_reductions_by_any_function(run_device):
-    """Of one value and of two, along an axis and of everything."""
+    """Reductions of one value and of two, along an axis and of everything."""
     x = torch.randint(0, 5, (8, 16), generator=torch.Generator().manual_seed(0)).float()
     value, place, bits, everything = (torch.empty(n) for n in (8, 8, 16, 1))
     found = [value, *(t.int() for t in (place, bits, everything))]

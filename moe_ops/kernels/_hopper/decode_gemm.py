@@ -45,6 +45,7 @@ from moe_ops.kernels._runtime.slots import dense
 from moe_ops.kernels.quantize import wide_rows
 from moe_ops.scheme import Quant, get_scheme
 from moe_ops.scheme.packed import CHUNK
+from moe_ops.scheme.values import SCALE_BITS
 from moe_ops.scheme.weights import rows_per_scale
 
 
@@ -77,6 +78,8 @@ class Constants:
     """Bits of a number, without the padding of its byte."""
     SCALE: str
     """The form of scales, see `Quant.scale`."""
+    SCALE_BITS: int
+    """Bits of a scale."""
     COLS: int
     """Elements along K that share a scale; 0: all."""
     SCALED: str
@@ -230,6 +233,7 @@ def constants(problem: GemmProblem, tiles: HopperTiles, variant: Variant) -> Con
         OFFSET=quant.element.offset,
         STORED=quant.element.bits,
         SCALE=quant.scale,
+        SCALE_BITS=SCALE_BITS[quant.scale],
         COLS=cols,
         SCALED=scaled,
         LIFTED=lifted,

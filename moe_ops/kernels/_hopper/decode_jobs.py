@@ -20,7 +20,6 @@ from moe_ops.kernels._hopper.fragments import (
     chunk_groups,
     decoded,
     load_pairs,
-    scale_bits,
     words_layout,
 )
 from moe_ops.kernels._hopper.schedule import wait_for_group
@@ -220,7 +219,7 @@ def copy_columns(inputs, ring, experts, first, step, C: gl.constexpr, S: gl.cons
 def find_experts(choices, first, C: gl.constexpr, S: gl.constexpr):
     """The experts of jobs in each layout in which something is copied."""
     OF_WORDS: gl.constexpr = alone(round_layout(), 1, 5)
-    OF_SCALES: gl.constexpr = alone(groups_layout(ROWS, scale_bits(C) // 8), 1, 3)
+    OF_SCALES: gl.constexpr = alone(groups_layout(ROWS, C.SCALE_BITS // 8), 1, 3)
     OF_ZEROS: gl.constexpr = alone(groups_layout(ROWS * C.BITS // 8, 1), 1, 3)
     words = experts_of_jobs(choices, first, WARPS, OF_WORDS, S)
     rows = experts_of_jobs(choices, first, S.DEPTH * WARPS, alone(OF_ROWS, 0, 2), S)
@@ -240,7 +239,7 @@ def copy_weights(inputs, ring, experts, first, step, block, C: gl.constexpr, S: 
     copy_words(inputs, ring, jobs_of(words, first, step, S), buffer, block, C, S)
     if C.SCALED == "weights":
         jobs = jobs_of(scales, first, step, S)
-        copy_groups(inputs.scales, ring.scales, jobs, buffer, block, scale_bits(C) // 8, C, S)
+        copy_groups(inputs.scales, ring.scales, jobs, buffer, block, C.SCALE_BITS // 8, C, S)
     if C.ZERO_BYTES > 0:
         jobs = jobs_of(zeros, first, step, S)
         copy_groups(inputs.zeros, ring.zeros, jobs, buffer, block, 1, C, S)
@@ -293,7 +292,7 @@ def load_chunk(ring, strip, i: gl.constexpr, C: gl.constexpr, S: gl.constexpr):
     COUNT: gl.constexpr = S.BUFFERS * S.STRIPS * DEPTH * GROUPS
     if C.SCALED == "weights":
         for j in gl.static_range(GROUPS):
-            scale += (load_pairs(ring.scales, at * GROUPS + j, COUNT, 2 * scale_bits(C), WARPS),)
+            scale += (load_pairs(ring.scales, at * GROUPS + j, COUNT, 2 * C.SCALE_BITS, WARPS),)
     if C.ZERO_BYTES > 0:
         for j in gl.static_range(GROUPS):
             zero += (load_pairs(ring.zeros, at * GROUPS + j, COUNT, 2 * C.BITS, WARPS),)

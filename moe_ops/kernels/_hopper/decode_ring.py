@@ -24,7 +24,6 @@ from moe_ops.kernels._hopper.fragments import (
     decoded,
     load_pairs,
     pair_type,
-    scale_bits,
 )
 from moe_ops.kernels._hopper.packed import load_box
 
@@ -190,7 +189,7 @@ def load_chunk(ring, stage, chunk: gl.constexpr, unit: gl.constexpr, C: gl.const
     """The words, the scales and the zero points of a unit's chunk, as `decoded` takes them."""
     scale, zero = (), ()
     if C.SCALED == "weights":
-        BITS: gl.constexpr = 2 * scale_bits(C)
+        BITS: gl.constexpr = 2 * C.SCALE_BITS
         scale = load_groups(ring.scales, stage, chunk, unit, C.SCALE_PLACES, BITS, C)
     if C.ZERO_BYTES > 0:
         zero = load_groups(ring.zeros, stage, chunk, unit, C.ZERO_PLACES, 2 * C.BITS, C)

@@ -192,12 +192,6 @@ def pair_type(BITS):
 
 
 @gluon.constexpr_function
-def scale_bits(C):
-    """Bits of a scale."""
-    return 16 if C.SCALE == "input" else 8
-
-
-@gluon.constexpr_function
 def chunk_groups(C):
     """Groups of a weight row in a chunk; 1 where chunks share them."""
     return max(1, C.STAGE_GROUPS // 2)
