@@ -16,7 +16,6 @@ from moe_ops.dispatch.gemm_plan import GemmPlan
 from moe_ops.dispatch.hopper import HopperTiles
 from moe_ops.dispatch.hopper_decode import (
     DECODE_FEW,
-    ONE_BYTE,
     STAGE_K,
     multiplying_groups,
     places,
@@ -37,7 +36,6 @@ from moe_ops.kernels._hopper.decode_few import (
 )
 from moe_ops.kernels._hopper.decode_many import hopper_decode_many_kernel
 from moe_ops.kernels._hopper.early import note_routing
-from moe_ops.kernels._hopper.fragments import SHIFT, SPACING
 from moe_ops.kernels._hopper.pack import pack_rows, quantize_rows
 from moe_ops.kernels._hopper.products import BOX_ROWS
 from moe_ops.kernels._runtime.launch import Launch
@@ -84,14 +82,6 @@ class Constants:
     """Elements along K that share a scale; 0: all."""
     SCALED: str
     """What scales multiply: ``weights``, ``sums`` of a stage, or ``rows`` of the result."""
-    LIFTED: int
-    """Exponent of the correction of decoded numbers; 0: there is none."""
-    CORRECTION: float
-    """``2 ** (LIFTED - SHIFT)``."""
-    APPLIED: bool
-    """Whether decoded floats are corrected by themselves, not by their scales."""
-    RESTORE: float
-    """The factor by which sums are too small."""
     SCALE_ROWS: int
     """Weight rows that share a scale of all K."""
     GLOBAL_ROWS: int
@@ -213,11 +203,6 @@ def constants(problem: GemmProblem, tiles: HopperTiles, variant: Variant) -> Con
         and quant.scale == "input"
     ):
         scaled = "sums"
-    exponent = 4 if quant.element.name == "fp8" else quant.element.exponent
-    spaced = not exponent and not variant.half  # integers as the smallest floats: see `fragments`
-    shifted = cols > 0 and quant.scale in ONE_BYTE
-    lifted = (16 if variant.half else 128) - 2 ** (exponent - 1) if exponent else 0
-    lifted = SPACING.value if spaced else lifted
     copied, groups = unit_bytes(quant), stage_groups(quant)
     return Constants(
         N=sizes.n,
@@ -229,17 +214,13 @@ def constants(problem: GemmProblem, tiles: HopperTiles, variant: Variant) -> Con
         WEIGHT_ROWS=problem.weight[1],
         HALF=variant.half,
         BITS=quant.element.stored_bits,
-        EXPONENT=exponent,
+        EXPONENT=4 if quant.element.name == "fp8" else quant.element.exponent,
         OFFSET=quant.element.offset,
         STORED=quant.element.bits,
         SCALE=quant.scale,
         SCALE_BITS=SCALE_BITS[quant.scale],
         COLS=cols,
         SCALED=scaled,
-        LIFTED=lifted,
-        CORRECTION=2.0 ** (lifted - SHIFT.value),
-        APPLIED=exponent > 0 and not shifted,
-        RESTORE=2.0**SHIFT.value if shifted or spaced else 1.0,
         SCALE_ROWS=variant.scale_rows,
         GLOBAL_ROWS=variant.global_rows,
         BLOCK_M=tiles.block_m,

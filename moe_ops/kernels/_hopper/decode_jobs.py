@@ -20,6 +20,7 @@ from moe_ops.kernels._hopper.fragments import (
     chunk_groups,
     decoded,
     load_pairs,
+    restoring,
     words_layout,
 )
 from moe_ops.kernels._hopper.schedule import wait_for_group
@@ -370,8 +371,9 @@ def finish_rows(acc, at, row_scale, weight, given, C: gl.constexpr):
     and the bias.
     """
     scale, factors, bias = given
-    if C.RESTORE != 1.0:
-        acc *= C.RESTORE
+    RESTORING: gl.constexpr = restoring(C)
+    if RESTORING != 1.0:
+        acc *= RESTORING
     if row_scale is not None:
         acc *= row_scale
     if C.SCALED == "rows":

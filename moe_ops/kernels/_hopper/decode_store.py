@@ -4,7 +4,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from moe_ops.kernels._gemm.tile import activate
-from moe_ops.kernels._hopper.fragments import UNIT
+from moe_ops.kernels._hopper.fragments import UNIT, restoring
 
 
 @gluon.jit
@@ -27,8 +27,9 @@ def finish(acc, bias, scale, weight, expert, unit, v, C: gl.constexpr):
     FIRST: gl.constexpr = UNIT // 2 if C.MIXED else UNIT  # rows from a unit's first to the next's
     at = expert * C.WEIGHT_ROWS + unit * FIRST + row_of_sums(r, C)
     inside = unit * UNIT + r < C.WEIGHT_ROWS  # a mixed unit is inside whole
-    if C.RESTORE != 1.0:
-        acc *= C.RESTORE
+    RESTORING: gl.constexpr = restoring(C)
+    if RESTORING != 1.0:
+        acc *= RESTORING
     if scale is not None:
         acc *= scale[None, :]
     if C.SCALED == "rows":

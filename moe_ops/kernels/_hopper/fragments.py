@@ -14,7 +14,7 @@ that: there integers go into the mantissa of 1024, from which a constant or the 
 subtracted.
 
 The correction is part of the scale, with an exponent that is less by SHIFT so that bf16 holds it.
-RESTORE undoes that on the sums. For the scales that this serves exactly see `pack_weight`.
+`restoring` undoes that on the sums. For the scales that this serves exactly see `pack_weight`.
 """
 
 from triton.experimental import gluon
@@ -45,6 +45,26 @@ SPACING = gl.constexpr(133)
 def equally_spaced(C):
     """Whether integers are taken as they lie, as the smallest floats of bf16."""
     return C.EXPONENT == 0 and not C.HALF
+
+
+@gluon.constexpr_function
+def correction(C):
+    """Exponent of the correction of decoded numbers; 0: there is none."""
+    if equally_spaced(C):
+        return SPACING
+    return (16 if C.HALF else 128) - 2 ** (C.EXPONENT - 1) if C.EXPONENT > 0 else 0
+
+
+@gluon.constexpr_function
+def shifts_scales(C):
+    """Whether scales of one byte are multiplied by the correction of floats."""
+    return C.COLS > 0 and C.SCALE_BITS == 8
+
+
+@gluon.constexpr_function
+def restoring(C):
+    """The factor by which sums are too small."""
+    return 2.0**SHIFT if shifts_scales(C) or equally_spaced(C) else 1.0
 
 
 @gluon.constexpr_function
@@ -90,7 +110,7 @@ def integers(value, ODD: gl.constexpr, factor, less, C: gl.constexpr):
     """
     if equally_spaced(C):
         if factor is None:
-            factor = constant_lanes(power_of_two(C.LIFTED - SHIFT - high_bits(ODD, C)), value)
+            factor = constant_lanes(power_of_two(correction(C) - SHIFT - high_bits(ODD, C)), value)
             if less is None:
                 less = constant_lanes(half_range(False, C), value)
         value, factor = gl.broadcast(value, factor)
@@ -161,13 +181,15 @@ def scale_lanes(stored, C: gl.constexpr):
     ``stored``: from `load_pairs`.
     """
     if C.SCALE == "e8m0":  # 2 ** (s - 127), times the correction and 2 ** -SHIFT
-        FIELD: gl.constexpr = (C.LIFTED - SHIFT) << 7
+        FIELD: gl.constexpr = (correction(C) - SHIFT) << 7
         word = spread_bytes(stored) * 128 + (FIELD | (FIELD << 16))
         word = least_lanes(word, constant_lanes(254 << 7, word))
     elif C.SCALE == "e4m3":  # its bits as bf16 are 2 ** 120 times too small
         word = spread_bytes(stored) << 4
         word = multiply_lanes(word, constant_lanes(power_of_two(120), word), False)
-        word = multiply_lanes(word, constant_lanes(power_of_two(C.LIFTED - SHIFT), word), False)
+        word = multiply_lanes(
+            word, constant_lanes(power_of_two(correction(C) - SHIFT), word), False
+        )
     else:
         word = stored
     return word
@@ -204,7 +226,7 @@ def spread_scales(stored, C: gl.constexpr):
     Lanes: of the even rows, of the odd rows.
     """
     GROUPS: gl.constexpr = chunk_groups(C)
-    LIFTED: gl.constexpr = C.LIFTED - SHIFT if C.SCALE == "input" else 0
+    LIFTED: gl.constexpr = correction(C) - SHIFT if C.SCALE == "input" else 0
     LOW: gl.constexpr = power_of_two(LIFTED)
     HIGH: gl.constexpr = power_of_two(LIFTED - high_bits(True, C))
     HALF: gl.constexpr = half_range(C.SCALE != "input", C)
@@ -297,8 +319,8 @@ def spread_tiles(t0, t1, t2, t3):
 @gluon.jit
 def corrected(value, factor, C: gl.constexpr):
     """Floats times the bias correction and their scales, whichever there are."""
-    if C.APPLIED:
-        BITS: gl.constexpr = (C.LIFTED + 15) << 10 if C.HALF else power_of_two(C.LIFTED)
+    if C.EXPONENT > 0 and not shifts_scales(C):
+        BITS: gl.constexpr = (correction(C) + 15) << 10 if C.HALF else power_of_two(correction(C))
         value = multiply_lanes(value, constant_lanes(BITS, value), C.HALF)
     if factor is not None:
         value, factor = gl.broadcast(value, factor)
