@@ -95,8 +95,6 @@ class Constants:
     """Multiplying warp groups."""
     UNITS: int
     """Units of 64 weight rows of a multiplying warp group."""
-    HALVES: int
-    """Parts of the weight from which a stage has units: 2 if gate and up rows are apart."""
     MIXED: bool
     """Whether a unit has 32 gate rows and their up rows, which are apart in the weight."""
     STAGE_UNITS: int
@@ -116,12 +114,17 @@ class Constants:
     STEPS: int
 
     @property
+    def HALVES(self) -> int:  # noqa: N802 (a constant of the kernel)
+        """Parts of the weight from which a stage has units: 2 if gate and up rows are apart."""
+        return 2 if self.APART else 1
+
+    @property
     def _registers(self) -> int:
         """Registers of a thread of the kernel for few rows, on average."""
         return 65536 // (128 * (self.GROUPS + 1) * self.CTAS) // 8 * 8
 
     @property
-    def GROUP_REGISTERS(self) -> int:  # noqa: N802 (a constant of the kernel)
+    def GROUP_REGISTERS(self) -> int:  # noqa: N802
         """Those of the second multiplying warp group: the first has as many or eight more."""
         return (3 * self._registers - COPYING_REGISTERS.value) // 2 // 8 * 8
 
@@ -229,7 +232,6 @@ def constants(problem: GemmProblem, tiles: HopperTiles, variant: Variant) -> Con
         CTAS=tiles.ctas,
         GROUPS=warp_groups,
         UNITS=stage_units // warp_groups,
-        HALVES=2 if apart else 1,
         MIXED=apart and stage_units == warp_groups,
         STAGE_UNITS=stage_units,
         STAGE_GROUPS=groups,
