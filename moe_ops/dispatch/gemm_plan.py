@@ -26,8 +26,7 @@ from moe_ops.dispatch.hopper import (
 )
 from moe_ops.dispatch.hopper_decode import (
     DECODE_FEW,
-    DECODE_SLOT,
-    DECODE_SUM,
+    OF_JOBS,
     decode_slot_tiles,
     decode_sum_tiles,
     decode_unfit,
@@ -276,7 +275,7 @@ RULES: tuple[Callable[[GemmProblem, Choice, Device], GemmPlan | None], ...] = (
     _token, _few_slots, _hopper, _decode_slot, _decode, _portable,
 )  # fmt: skip
 """Rules in order: the first that returns a plan decides."""
-FIXED = (TOKEN, TOKEN_SUM, SLOT, DECODE_SLOT, DECODE_SUM)
+FIXED = (TOKEN, TOKEN_SUM, SLOT, *OF_JOBS)
 """Kernels whose tiles follow from the sizes: no tuned file sets them."""
 
 

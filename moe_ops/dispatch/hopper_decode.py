@@ -24,11 +24,10 @@ DECODE_FEW, DECODE_MANY = "hopper_decode_few", "hopper_decode_many"
 DECODE_SLOT, DECODE_SUM = "hopper_decode_slot", "hopper_decode_sum"
 """The kernel for few slots, one a program, and the kernel for GEMM 2 and the weighted sum of one
 token."""
-DECODING = (DECODE_FEW, DECODE_MANY, DECODE_SLOT, DECODE_SUM)
-TUNABLE = (DECODE_FEW, DECODE_MANY)
-"""Kernels for packed weights whose tiles may be tuned."""
-ONE_BYTE = ("e8m0", "e4m3")
-"""Forms of scales of one byte."""
+TUNABLE, OF_JOBS = (DECODE_FEW, DECODE_MANY), (DECODE_SLOT, DECODE_SUM)
+"""Kernels for packed weights whose tiles may be tuned, and those whose tiles follow from the
+sizes: see `Jobs`."""
+DECODING = (*TUNABLE, *OF_JOBS)
 STAGE_K = 128
 """Numbers along K of a stage."""
 JOB_WARPS, STRIP_ROWS = 8, 16
@@ -87,7 +86,7 @@ def decodes(scheme: Scheme, dtype: torch.dtype) -> bool:
         dtype = torch.bfloat16
     if not (quant.local or quant.zero_point):
         return True
-    return quant.scale == "input" or (quant.scale in ONE_BYTE and dtype == torch.bfloat16)
+    return quant.scale == "input" or (SCALE_BITS[quant.scale] == 8 and dtype == torch.bfloat16)
 
 
 def few_ctas(block_m: int, tiles: float, device: Device) -> int:

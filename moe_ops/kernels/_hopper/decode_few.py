@@ -44,7 +44,7 @@ from moe_ops.kernels._runtime.slots import HEADER
 ALONE = gl.constexpr(16)
 """Up to so many rows each warp multiplies by itself (mma.sync), and waits for no other warp."""
 COPYING_REGISTERS = gl.constexpr(40)
-"""Registers of a copying thread beside two multiplying warp groups."""
+"""Registers of a copying thread with tiles of more than 32 rows."""
 
 
 @gluon.constexpr_function
@@ -267,13 +267,14 @@ def hopper_decode_few_kernel(
     v = Vectors(scales, tiles, expert_map, num_tiles, num_slots, num_ids, num_experts)
     added = bias, topk_weights, row_scale
     if C.GROUPS == 1:
+        REGISTERS: gl.constexpr = 24 if C.BLOCK_M <= 32 else COPYING_REGISTERS
         gl.warp_specialize(
             [
                 (multiply_first, (out, added, ring, v, C)),
                 (copy_tiles, (a, stride_am, descs, ring, v, C)),
             ],
             [COPYING],  # warps of the second partition
-            [24 if C.BLOCK_M <= 32 else 40],  # its registers; the first partition gets the rest
+            [REGISTERS],  # of its threads; the first partition gets the rest
         )
     else:
         gl.warp_specialize(

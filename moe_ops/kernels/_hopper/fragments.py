@@ -56,15 +56,15 @@ def correction(C):
 
 
 @gluon.constexpr_function
-def shifts_scales(C):
-    """Whether scales of one byte are multiplied by the correction of floats."""
+def corrects_scales(C):
+    """Whether scales of one byte get the correction, so that numbers need no other."""
     return C.COLS > 0 and C.SCALE_BITS == 8
 
 
 @gluon.constexpr_function
 def restoring(C):
     """The factor by which sums are too small."""
-    return 2.0**SHIFT if shifts_scales(C) or equally_spaced(C) else 1.0
+    return 2.0**SHIFT if corrects_scales(C) or equally_spaced(C) else 1.0
 
 
 @gluon.constexpr_function
@@ -319,7 +319,7 @@ def spread_tiles(t0, t1, t2, t3):
 @gluon.jit
 def corrected(value, factor, C: gl.constexpr):
     """Floats times the bias correction and their scales, whichever there are."""
-    if C.EXPONENT > 0 and not shifts_scales(C):
+    if C.EXPONENT > 0 and not corrects_scales(C):
         BITS: gl.constexpr = (correction(C) + 15) << 10 if C.HALF else power_of_two(correction(C))
         value = multiply_lanes(value, constant_lanes(BITS, value), C.HALF)
     if factor is not None:
