@@ -237,6 +237,42 @@ def overwritten(code: list[str]) -> bool:
     return False
 
 
+def releases_unread(kernel: Any) -> bool:
+    """Whether a stage is released while a load of what mma.sync multiplies may be under way."""
+    lines = re.findall(r"/\*[0-9a-f]{4,}\*/\s+(.*?);", disassembled(kernel))
+    return unread([line.strip() for line in lines])
+
+
+def unread(code: list[str]) -> bool:
+    """Whether a load from shared memory is not waited for before an arrival or its block's end.
+
+    An instruction waits for a load by naming one of its registers. Blocks without products may end
+    before.
+    """
+    under_way: list[set[int]] = []
+    multiplied = False
+    for line in code:
+        ends = re.match(r"(?:@\S+ )?(BRA|EXIT)\b", line)
+        if under_way and (line.startswith("ARRIVES") or (ends and multiplied)):
+            return True
+        product = re.match(r"HMMA\S* R\d+, R(\d+), R(\d+)", line)
+        load = re.match(r"LDS(?:M\S*\.M88)?\S*?(?:\.(4|64|128))? R(\d+),", line)
+        named = {int(number) for number in re.findall(r"\bR(\d+)", line)}
+        if product:
+            left, right = int(product[1]), int(product[2])
+            named |= {*range(left, left + 4), right + 1}
+        elif load:
+            first, count = int(load[2]), {"4": 4, "64": 2, "128": 4}.get(load[1], 1)
+            named = set(range(first, first + count))
+        under_way = [loaded for loaded in under_way if not loaded & named]
+        if load:
+            under_way.append(named)
+        multiplied = bool(product or multiplied) and not ends
+        if ends:
+            under_way = []
+    return False
+
+
 def _written(line: str) -> set[int]:
     """Registers that an instruction writes: of its first operand, if that is a register."""
     found = re.match(r"(?:@\S+ )?([A-Z][\w.]*) R(\d+),", line)

@@ -79,14 +79,11 @@ def inline_asm(
     x, y, *z = (a.data.contiguous().view(lanes) for a in args)
     if name == "fma":  # exact in float64, but for the last rounding
         return Value((x.double() * y.double() + z[0].double()).to(lanes).view(torch.int32))
-    if lanes is torch.uint16:
-        x, y = x.int(), y.int()
-        return Value(torch.minimum(x, y).to(lanes).view(torch.int32))
     done = {"mul": torch.mul, "sub": torch.sub}[name](x.float(), y.float())
     return Value(done.to(lanes).view(torch.int32))
 
 
-LANES = {"bf16x2": torch.bfloat16, "f16x2": torch.float16, "u16x2": torch.uint16}
+LANES = {"bf16x2": torch.bfloat16, "f16x2": torch.float16}
 """Dtypes of the lanes of a word, as PTX names them."""
 
 

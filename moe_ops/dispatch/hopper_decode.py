@@ -34,9 +34,12 @@ JOB_WARPS, STRIP_ROWS = 8, 16
 """Warps of the kernels for few slots, and weight rows that a warp multiplies at once."""
 JOB_CTAS = 4
 """CTAs per SM for which they have registers."""
-SLOT_STRIPS = {1: (1, 2), 2: (2,)}
-"""Strips that a program of a slot may have, by halves: with a gate, half of them are up rows. With
-four, copies take registers that are not there."""
+SLOT_STRIPS = {1: ((1, 4), (2, 4)), 2: ((2, 3), (4, 2), (2, 4))}
+"""Strips that a program of a slot may have, by halves (with a gate, half of them are up rows), and
+how many such programs an SM may have: the first that is enough is taken. Four strips take more
+registers; with fewer than four programs there is room for one of GEMM 2, which begins early."""
+SLOT_REGISTERS = {1: 64, 2: 64, 4: 96}
+"""Registers of a thread of such a program, by strips. The kernel with the sum has 64."""
 SUM_SLOTS = 16
 """The most slots that the kernel with the weighted sum serves."""
 ROUND_BITS = 16
@@ -309,13 +312,13 @@ def job_tiles(
 def decode_slot_tiles(gemm: Gemm, quant: Quant, device: Device) -> HopperTiles | None:
     """Tiles of the kernel of a slot; None: it does not take this GEMM.
 
-    A program has as few strips as let all programs fit on the GPU at once.
+    All programs fit on the GPU at once: see `SLOT_STRIPS`.
     """
     rows = gemm.halves * gemm.n
-    for strips in SLOT_STRIPS[gemm.halves]:
+    for strips, most in SLOT_STRIPS[gemm.halves]:
         programs = gemm.num_slots * rows // (strips * STRIP_ROWS)
         whole = rows % (strips * STRIP_ROWS) == 0
-        if whole and programs <= JOB_CTAS * device.processors:
+        if whole and programs <= most * device.processors:
             return job_tiles(DECODE_SLOT, divide(gemm, quant, strips, 1), quant, programs, device)
     return None
 

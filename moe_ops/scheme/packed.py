@@ -63,9 +63,9 @@ def pack_weight(q: QTensor, scheme: str | Scheme) -> QTensor:
     """Convert a weight to the packed form, which operators take like the plain form.
 
     Kernels for Hopper decode it in registers; they read e8m0 scales from 2**-55 to 2**63 exactly,
-    smaller ones as (almost) 0 and larger ones as at most 2**65; bf16 scales of groups of integers
-    from 2**-62 to 2**58 exactly, smaller ones nearly, larger ones as infinity. `unpack_weight`
-    restores every bit.
+    smaller ones as (almost) 0; bf16 scales of groups of integers from 2**-62 to 2**58 exactly,
+    smaller ones nearly; and larger ones of both exactly or as infinity. `unpack_weight` restores
+    every bit.
     Besides input and output, memory is needed for one expert only. Axis 0 stays the expert.
 
     Args:

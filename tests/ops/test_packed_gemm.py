@@ -229,6 +229,30 @@ def test_scales_of_all_rows_of_an_expert():
         assert_matches_reference(actual, rows.rounded(x.dtype), expected)
 
 
+@pytest.mark.parametrize("tile", [None, 16, 128])
+def test_scales_far_from_one(tile):
+    """e8m0 scales are exact from 2**-55 to 2**63, and above that exact or infinite, never wrong."""
+    tokens, known = 3 if tile else 1, NO_GPU if INTERPRETED and tile else None
+    x, w, _, _, ids, *_ = make_inputs(gemm_problem(tokens, 1, 128, 128, torch.bfloat16))
+    x, q = x.sign(), quantize_weight(w, "mxfp4_w4a16")
+
+    def result(exponent):
+        scale = torch.full_like(q.scale.view(torch.uint8), 127 + exponent).view(q.scale.dtype)
+        packed = pack_weight(q._replace(scale=scale), "mxfp4_w4a16")
+        rows = torch.ldexp(x.double(), torch.tensor(-exponent)).to(x.dtype)
+        with row_tile(tile, known, portable_only=False):
+            tiles = planned(ids, None, len(w), "mxfp4_w4a16") if tile else Tiles(None, ids, None)
+            return matmul(rows, packed, None, None, tiles, 1, "mxfp4_w4a16")
+
+    one = result(0)
+    assert one.isfinite().all() and one.count_nonzero() > one.numel() // 2
+    for exponent in (-55, -20, 40, 63):
+        assert torch.equal(result(exponent), one), exponent
+    for exponent in (65, 66, 67, 100, 127):
+        found = result(exponent)
+        assert torch.equal(torch.where(found.isfinite(), found, one), one), exponent
+
+
 @pytest.mark.skipif(not INTERPRETED, reason="counts the programs of the interpreter")
 @pytest.mark.parametrize("tile", [16, 128])
 def test_any_number_of_programs(tile):

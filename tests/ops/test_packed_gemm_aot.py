@@ -81,7 +81,7 @@ def check(scheme, tile, activation="silu", hidden=2048, width=768, **more):
         assert ctas in FEW_CTAS[tile] if few else ctas == 1
         assert used["shared"] + 1024 <= (H200.shared_memory + 1024) // ctas, used
         assert ("wgmma.mma_async" if tile > 16 else "mma.sync") in kernel.asm["ptx"]
-        assert not aot.overwrites_operands(kernel)
+        assert not aot.overwrites_operands(kernel) and not aot.releases_unread(kernel)
     return kernels
 
 
@@ -156,6 +156,18 @@ def test_under_fp8_of_other_sizes(tile):
     check("int4_w4a8_g128", tile, "silu", 2048, 1408, dtype=torch.float16)
 
 
+def test_loads_that_nothing_waits_for_are_seen():
+    """Of mma.sync: the first operand has four registers, the second two."""
+    load, scale = "LDSM.16.M88.4 R12, [R51+UR16+0x8800]", "LDS.U16 R30, [R3]"
+    product = "HMMA.16816.F32.BF16 R24, R40, R12, R24"
+    arrival, back = "ARRIVES.LDGSTSBAR.64.ARVCNT [UR20+0xc2c0]", "@P0 BRA 0x2520"
+    assert not aot.unread([load, product, arrival]) and aot.unread([load, arrival])
+    assert not aot.unread([load, product, back]) and aot.unread([product, scale, back])
+    assert not aot.unread([scale, back, product]) and aot.unread([load, scale, product, arrival])
+    assert not aot.unread(["LDS.128 R40, [R2]", product, arrival])
+    assert aot.unread(["LDS.64 R44, [R2]", product, arrival])
+
+
 def test_overwritten_operands_are_seen():
     """A register is written while a product that reads it is under way."""
     line = "HGMMA.64x8x16.F32.BF16 R24, R40, gdesc[UR12], R24, gsb0"
@@ -191,14 +203,16 @@ def test_one_token_with_the_sum(scheme, model):
 
 
 def check_jobs(kernel, name):
-    """Four programs fit on an SM, words are copied 16 bytes at a time, and nothing is spilled."""
+    """Programs fit on an SM, words are copied 16 bytes at a time, and nothing is spilled."""
     used = aot.resources(kernel, 90)
+    (constants,) = (c for c in kernel.src.constants.values() if isinstance(c, JobConstants))
     assert kernel.metadata.name == name and used["spilled"] == 0
-    assert used["registers"] <= 64 and used["shared"] > 48 * 1024
-    assert 3 * (used["shared"] + 1024) <= H200.shared_memory + 1024
+    assert used["registers"] <= (96 if constants.STRIPS == 4 else 64)
+    assert used["shared"] > 48 * 1024
+    programs = 2 if constants.STRIPS == 4 else 3
+    assert programs * (used["shared"] + 1024) <= H200.shared_memory + 1024
     code = aot.disassembled(kernel)
     assert "LDGSTS.E.BYPASS.128" in code
-    (constants,) = (c for c in kernel.src.constants.values() if isinstance(c, JobConstants))
     if constants.FIRST == constants.PASSES * constants.ROUNDS:  # what is copied ahead is unrolled
         assert code.count("BAR.SYNC") <= constants.FIRST + 5  # a barrier a round
 

@@ -28,29 +28,37 @@ from moe_ops.kernels._hopper.decode_ring import (
     CHUNKS,
     add_together,
     copy_weights,
+    first_turn,
     load_chunk,
+    load_scales,
     make_ring,
+    next_turn,
     release,
     unit_of,
 )
 from moe_ops.kernels._hopper.decode_store import real_slots, store_units
 from moe_ops.kernels._hopper.fragments import UNIT, decoded, scale_rows
-from moe_ops.kernels._hopper.schedule import find_tile
+from moe_ops.kernels._hopper.schedule import find_tile, wait_for_group
 from moe_ops.kernels._hopper.slots import Vectors, count_tiles, expert_of, slots_of
 from moe_ops.kernels._hopper.stream import load_rows, load_slots
 from moe_ops.kernels._runtime.dependent import take_turn
 from moe_ops.kernels._runtime.slots import HEADER
 
 ALONE = gl.constexpr(16)
-"""Up to so many rows each warp multiplies by itself (mma.sync), and waits for no other warp."""
-COPYING_REGISTERS = gl.constexpr(40)
-"""Registers of a copying thread with tiles of more than 32 rows."""
+"""Row tile of which each warp multiplies its rows by itself (mma.sync). The larger half tiles are
+for WGMMA: 16 columns of it take less time than two products of eight."""
 
 
 @gluon.constexpr_function
 def copying_warps(rows):
     """Number of copying warps: each repeats a stage's address arithmetic; fewer spill registers."""
     return 2 if rows <= ALONE else 4
+
+
+@gluon.constexpr_function
+def copying_registers(rows):
+    """Registers of a copying thread."""
+    return 24 if rows <= 32 else 40
 
 
 @gluon.jit
@@ -74,7 +82,7 @@ def copy_tiles(a, stride_am, descs, ring, v, C: gl.constexpr):
     ODD: gl.constexpr = C.K % (CHUNKS * UNIT) != 0
     chunk = gl.arange(0, CHUNKS * C.BLOCK_M, layout=OF_ROWS)[:, None] // C.BLOCK_M
     col = gl.arange(0, UNIT, layout=gl.SliceLayout(0, LAYOUT))[None, :]
-    step = gl.to_tensor(0)
+    stage, phase = first_turn()
     for tile in range(gl.program_id(0), v.num_tiles * C.NUM_N, gl.num_programs(0)):
         m, n = find_tile(tile, v.num_tiles, C)
         expert = expert_of(v, m)
@@ -82,8 +90,7 @@ def copy_tiles(a, stride_am, descs, ring, v, C: gl.constexpr):
         slot, real = of_chunks(slot, OF_ROWS), of_chunks(real.to(gl.int32), OF_ROWS) > 0
         row = a + (slot // C.TOP_K).to(gl.int64)[:, None] * stride_am + col
         for k in range(C.STEPS):
-            stage = step % C.STAGES
-            mbarrier.wait(ring.empty.index(stage), (step // C.STAGES + 1) & 1)
+            mbarrier.wait(ring.empty.index(stage), phase ^ 1)
             full = ring.full.index(stage)
             mbarrier.expect(full, C.STAGE_BYTES)
             copy_weights(descs, ring, stage, (expert, n, k), full, C)
@@ -93,7 +100,7 @@ def copy_tiles(a, stride_am, descs, ring, v, C: gl.constexpr):
             at = row + (k * CHUNKS + chunk) * UNIT
             load_rows(ring.rows.index(stage), at, mask=inside)
             async_copy.mbarrier_arrive(full, increment_count=False)
-            step += 1
+            stage, phase = next_turn(stage, phase, C)
 
 
 @gluon.jit
@@ -102,16 +109,16 @@ def add_alone(ring, stage, sums, C: gl.constexpr):
     LAYOUT: gl.constexpr = sums[0].type.layout
     DOT: gl.constexpr = gl.DotOperandLayout(0, LAYOUT, 2)
     ROWS: gl.constexpr = sums[0].shape[1]
-    DTYPE: gl.constexpr = ring.rows.dtype
-    sum0, sum1 = sums[0], sums[1]
+    UNITS: gl.constexpr = C.UNITS
     for chunk in gl.static_range(CHUNKS):
         rows = ring.rows.index(stage).slice(chunk * C.BLOCK_M, ROWS, 0).permute((1, 0))
         rows = rows.load(gl.DotOperandLayout(1, LAYOUT, 2))
-        w0 = decoded(load_chunk(ring, stage, chunk, 0, C), DTYPE, DOT, C)
-        sum0 = mma_v2(w0, rows, sum0)
-        w1 = decoded(load_chunk(ring, stage, chunk, 1, C), DTYPE, DOT, C)
-        sum1 = mma_v2(w1, rows, sum1)
-    return sum0, sum1
+        more = ()
+        for i in gl.static_range(UNITS):
+            w = decoded(load_chunk(ring, stage, chunk, i, C), ring.rows.dtype, DOT, C)
+            more += (mma_v2(w, rows, sums[i]),)
+        sums = more
+    return sums
 
 
 @gluon.jit
@@ -139,58 +146,78 @@ def add_unit(ring, stage, acc, unit: gl.constexpr, C: gl.constexpr):
 
 @gluon.jit
 def add_stage(ring, stage, sums, GROUP: gl.constexpr, C: gl.constexpr):
-    """Add the products of a stage to ``sums``, which may be scaled."""
-    LAYOUT: gl.constexpr = sums[0].type.layout
-    parts = sums
+    """Add the products of a stage to ``sums``."""
     if C.SCALED == "sums":
-        zero = gl.full(sums[0].shape, 0, gl.float32, LAYOUT)
-        parts = (zero, zero)
-    if sums[0].shape[1] <= ALONE:
-        parts = add_alone(ring, stage, parts, C)
+        sums = add_scaled(ring, stage, sums, C)
+    elif C.BLOCK_M <= ALONE:
+        sums = add_alone(ring, stage, sums, C)
+    elif C.UNITS == 1:
+        sums = (add_unit(ring, stage, sums[0], GROUP, C),)
     else:
-        if C.UNITS == 1:
-            parts = (add_unit(ring, stage, parts[0], GROUP, C),)
-        else:
-            parts = add_together(ring, stage, parts, 0, True, C)
-    if C.SCALED == "sums":
-        first = stage * C.SCALE_PLACES * C.UNITS
-        scale0 = scale_rows(ring.scales, first, LAYOUT, C)
-        scale1 = scale_rows(ring.scales, first + 1, LAYOUT, C)
-        parts = sums[0] + parts[0] * scale0[:, None], sums[1] + parts[1] * scale1[:, None]
-    return parts
+        sums = add_together(ring, stage, sums, 0, True, C)
+    return sums
 
 
 @gluon.jit
-def add_tile(step, ring, sums, GROUP: gl.constexpr, C: gl.constexpr):
-    """Main loop: add the products of all stages of a tile."""
-    for _ in range(C.STEPS):
-        stage = step % C.STAGES
-        mbarrier.wait(ring.full.index(stage), (step // C.STAGES) & 1)
+def add_scaled(ring, stage, sums, C: gl.constexpr):
+    """Add the products of a stage, times the scales of its weight rows: each warp by itself."""
+    LAYOUT: gl.constexpr = sums[0].type.layout
+    UNITS: gl.constexpr = C.UNITS
+    zero = gl.full(sums[0].shape, 0, gl.float32, LAYOUT)
+    parts = add_alone(ring, stage, (zero,) * UNITS, C)
+    more = ()
+    for i in gl.static_range(UNITS):
+        scale = scale_rows(load_scales(ring, stage, 0, i, C), ring.scales.dtype, LAYOUT)
+        more += (sums[i] + parts[i] * scale[:, None],)
+    return more
+
+
+@gluon.jit
+def add_tile(turn, ring, sums, GROUP: gl.constexpr, C: gl.constexpr):
+    """Main loop: add the products of all stages of a tile.
+
+    Warps by themselves release a stage as they go on to the next one: in the same basic block
+    products would be put behind it (see `release`; a test looks for that in the machine code).
+    They meet before that, and so not before they wait, where the compiler would have them meet.
+    """
+    LATE: gl.constexpr = C.BLOCK_M <= ALONE
+    before, _ = turn
+    for k in range(C.STEPS):
+        stage, phase = turn
+        if LATE:
+            wait_for_group()
+            if k > 0:
+                release(ring, before)
+        mbarrier.wait(ring.full.index(stage), phase)
         sums = add_stage(ring, stage, sums, GROUP, C)
-        release(ring, stage, sums[0].shape[1] <= ALONE)
-        step += 1
-    return sums, step
+        if not LATE:
+            release(ring, stage)
+        before = stage
+        turn = next_turn(stage, phase, C)
+    if LATE:
+        release(ring, before)
+    return sums, turn
 
 
 @gluon.constexpr_function
-def sums_layout(rows):
-    """The layout of a unit's sums over tiles of so many rows."""
-    if rows <= ALONE:
+def sums_layout(rows, C):
+    """The layout of a unit's sums over so many rows of a tile."""
+    if C.BLOCK_M <= ALONE:
         return gl.NVMMADistributedLayout([2, 0], [4, 1], [16, 8])
     return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, rows, 16])
 
 
 @gluon.jit
 def multiply_tile(
-    out, added, ring, v, tile, step, ROWS: gl.constexpr, GROUP: gl.constexpr, C: gl.constexpr
+    out, added, ring, v, tile, turn, ROWS: gl.constexpr, GROUP: gl.constexpr, C: gl.constexpr
 ):  # fmt: skip
-    """Compute and store the first ROWS rows of a tile; return the next step of the ring."""
-    LAYOUT: gl.constexpr = sums_layout(ROWS)
+    """Compute and store the first ROWS rows of a tile; return the ring's next turn."""
+    LAYOUT: gl.constexpr = sums_layout(ROWS, C)
     m, n = tile
     expert = expert_of(v, m)
     zero = gl.full((UNIT, ROWS), 0, gl.float32, LAYOUT)
     sums = (zero,) if C.UNITS == 1 else (zero, zero)
-    sums, step = add_tile(step, ring, sums, GROUP, C)
+    sums, turn = add_tile(turn, ring, sums, GROUP, C)
     row = gl.arange(0, ROWS, layout=gl.SliceLayout(0, LAYOUT))
     if v.num_ids is None:
         slot = gl.load(v.tiles + HEADER + m * C.BLOCK_M + row)
@@ -203,7 +230,7 @@ def multiply_tile(
     if row_scale is not None:
         scale = gl.load(row_scale + gl.minimum(slots[0], v.num_slots - 1) // C.TOP_K)
     store_units(out, bias, weights, scale, sums, units, slots, expert, v, C)
-    return step
+    return turn
 
 
 @gluon.jit
@@ -213,7 +240,7 @@ def multiply(out, added, ring, v, GROUP: gl.constexpr, C: gl.constexpr):
     Padding rows come last in a tile. If they are the half of it, that half is left out.
     """
     HALF: gl.constexpr = C.BLOCK_M // 2
-    step = gl.to_tensor(0)
+    turn = first_turn()
     first = gl.program_id(0)
     if v.num_ids is None:
         more = needs_more(first, v, C)
@@ -221,14 +248,14 @@ def multiply(out, added, ring, v, GROUP: gl.constexpr, C: gl.constexpr):
             soon = needs_more(index + gl.num_programs(0), v, C)
             tile = find_tile(index, v.num_tiles, C)
             if more:
-                step = multiply_tile(out, added, ring, v, tile, step, C.BLOCK_M, GROUP, C)
+                turn = multiply_tile(out, added, ring, v, tile, turn, C.BLOCK_M, GROUP, C)
             else:
-                step = multiply_tile(out, added, ring, v, tile, step, HALF, GROUP, C)
+                turn = multiply_tile(out, added, ring, v, tile, turn, HALF, GROUP, C)
             more = soon
     else:  # a tile has one slot
         for index in range(first, v.num_tiles * C.NUM_N, gl.num_programs(0)):
             tile = find_tile(index, v.num_tiles, C)
-            step = multiply_tile(out, added, ring, v, tile, step, HALF, GROUP, C)
+            turn = multiply_tile(out, added, ring, v, tile, turn, HALF, GROUP, C)
 
 
 @gluon.jit
@@ -266,8 +293,8 @@ def hopper_decode_few_kernel(
     scales = global_scale, weight_scale
     v = Vectors(scales, tiles, expert_map, num_tiles, num_slots, num_ids, num_experts)
     added = bias, topk_weights, row_scale
+    REGISTERS: gl.constexpr = copying_registers(C.BLOCK_M)
     if C.GROUPS == 1:
-        REGISTERS: gl.constexpr = 24 if C.BLOCK_M <= 32 else COPYING_REGISTERS
         gl.warp_specialize(
             [
                 (multiply_first, (out, added, ring, v, C)),
@@ -284,5 +311,5 @@ def hopper_decode_few_kernel(
                 (copy_tiles, (a, stride_am, descs, ring, v, C)),
             ],
             [4, COPYING],
-            [C.GROUP_REGISTERS, COPYING_REGISTERS],
+            [C.GROUP_REGISTERS, REGISTERS],
         )

@@ -31,7 +31,7 @@ from moe_ops.kernels._gemm.tile import tile_arguments
 from moe_ops.kernels._hopper.boxes import Boxes, descriptor
 from moe_ops.kernels._hopper.decode_few import (
     ALONE,
-    COPYING_REGISTERS,
+    copying_registers,
     hopper_decode_few_kernel,
 )
 from moe_ops.kernels._hopper.decode_many import hopper_decode_many_kernel
@@ -126,7 +126,7 @@ class Constants:
     @property
     def GROUP_REGISTERS(self) -> int:  # noqa: N802
         """Those of the second multiplying warp group: the first has as many or eight more."""
-        return (3 * self._registers - COPYING_REGISTERS.value) // 2 // 8 * 8
+        return (3 * self._registers - copying_registers(self.BLOCK_M)) // 2 // 8 * 8
 
     @cached_property
     def few(self) -> Launch:

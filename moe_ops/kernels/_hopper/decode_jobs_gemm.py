@@ -10,7 +10,13 @@ from torch import Tensor
 
 from moe_ops.dispatch.gemm_plan import GemmPlan
 from moe_ops.dispatch.hopper import HopperTiles
-from moe_ops.dispatch.hopper_decode import JOB_CTAS, Jobs, count_sums, divide
+from moe_ops.dispatch.hopper_decode import (
+    JOB_CTAS,
+    SLOT_REGISTERS,
+    Jobs,
+    count_sums,
+    divide,
+)
 from moe_ops.dispatch.problem import GemmProblem
 from moe_ops.kernels._gemm.operands import GemmOperands
 from moe_ops.kernels._hopper.decode_gemm import Constants, Variant, constants, variant_of, wide
@@ -21,9 +27,6 @@ from moe_ops.kernels._hopper.early import all_dense, note_routing, routing_was_r
 from moe_ops.kernels._runtime.launch import Launch
 from moe_ops.kernels._runtime.slots import dense, map_size
 from moe_ops.scheme import get_scheme
-
-REGISTERS = 65536 // (JOB_CTAS * 32 * WARPS.value)
-"""maxnreg: JOB_CTAS programs share the registers of an SM."""
 
 
 @dataclass(frozen=True)
@@ -92,7 +95,8 @@ def ready(
         EARLY=early,
     )
     kernel = hopper_decode_sum_kernel if problem.summed else hopper_decode_slot_kernel
-    return Launch(kernel, C=common, S=more, num_warps=WARPS.value, maxnreg=REGISTERS)
+    registers = SLOT_REGISTERS[jobs.strips]
+    return Launch(kernel, C=common, S=more, num_warps=WARPS.value, maxnreg=registers)
 
 
 class DecodeJobs:

@@ -20,7 +20,9 @@ from moe_ops.kernels._hopper.decode_ring import (
     CHUNKS,
     add_together,
     copy_weights,
+    first_turn,
     make_ring,
+    next_turn,
     release,
     unit_of,
 )
@@ -42,12 +44,12 @@ def copy_tiles(a_desc, descs, ring, queue, C: gl.constexpr):
     """The copying warp: copy every tile of both operands, in the order of the products."""
     BOXES: gl.constexpr = C.BLOCK_M // BOX_ROWS
     BOX_BYTES: gl.constexpr = CHUNKS * BOX_ROWS * UNIT * 2
-    step, number = gl.to_tensor(0), gl.to_tensor(0)
+    number = gl.to_tensor(0)
+    stage, phase = first_turn()
     m, n, expert, _, boxes = hear(queue, number, 1)
     while boxes > 0:
         for k in range(C.STEPS):
-            stage = step % C.STAGES
-            mbarrier.wait(ring.empty.index(stage), (step // C.STAGES + 1) & 1)
+            mbarrier.wait(ring.empty.index(stage), phase ^ 1)
             full = ring.full.index(stage)
             for count in gl.static_range(1, BOXES + 1):
                 mbarrier.expect(full, C.STAGE_BYTES + count * BOX_BYTES, pred=boxes == count)
@@ -59,32 +61,32 @@ def copy_tiles(a_desc, descs, ring, queue, C: gl.constexpr):
                     )
                     load_box(a_desc, at, full, to, pred=box < boxes)
             copy_weights(descs, ring, stage, (expert, n, k), full, C)
-            step += 1
+            stage, phase = next_turn(stage, phase, C)
         number += 1
         m, n, expert, _, boxes = hear(queue, number, 1)
 
 
 @gluon.jit
-def add_tile(step, ring, sums, GROUP: gl.constexpr, C: gl.constexpr):
+def add_tile(turn, ring, sums, GROUP: gl.constexpr, C: gl.constexpr):
     """Main loop: add the products of all stages of a tile."""
     for _ in range(C.STEPS):
-        stage = step % C.STAGES
-        mbarrier.wait(ring.full.index(stage), (step // C.STAGES) & 1)
+        stage, phase = turn
+        mbarrier.wait(ring.full.index(stage), phase)
         sums = add_together(ring, stage, sums, GROUP * C.UNITS, False, C)
-        release(ring, stage, False)
-        step += 1
-    return sums, step
+        release(ring, stage)
+        turn = next_turn(stage, phase, C)
+    return sums, turn
 
 
 @gluon.jit
 def multiply_tile(
-    out, added, ring, v, tile, step, ROWS: gl.constexpr, GROUP: gl.constexpr, C: gl.constexpr
+    out, added, ring, v, tile, turn, ROWS: gl.constexpr, GROUP: gl.constexpr, C: gl.constexpr
 ):  # fmt: skip
     """Compute and store a warp group's share of the first ROWS rows of a tile."""
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
     m, n, expert = tile
     zero = gl.full((UNIT, ROWS), 0, gl.float32, LAYOUT)
-    sums, step = add_tile(step, ring, (zero, zero), GROUP, C)
+    sums, turn = add_tile(turn, ring, (zero, zero), GROUP, C)
     row = m * C.BLOCK_M + gl.arange(0, ROWS, layout=gl.SliceLayout(0, LAYOUT))
     slots = real_slots(gl.load(v.tiles + HEADER + row), expert, v)
     FIRST: gl.constexpr = GROUP * C.UNITS
@@ -94,20 +96,20 @@ def multiply_tile(
     if row_scale is not None:
         scale = gl.load(row_scale + row, mask=slots[0] < slots[1], other=0.0)
     store_units(out, bias, weights, scale, sums, units, slots, expert, v, C)
-    return step
+    return turn
 
 
 @gluon.jit
 def multiply(out, added, ring, queue, v, GROUP: gl.constexpr, C: gl.constexpr):
     """A multiplying warp group: compute its share of every tile of this program."""
     BOXES: gl.constexpr = C.BLOCK_M // BOX_ROWS
-    step, number = gl.to_tensor(0), gl.to_tensor(0)
+    turn, number = first_turn(), gl.to_tensor(0)
     m, n, expert, _, boxes = hear(queue, number, 4)
     while boxes > 0:
         tile = m, n, expert
         for count in gl.static_range(1, BOXES + 1):
             if boxes == count:
-                step = multiply_tile(out, added, ring, v, tile, step, count * BOX_ROWS, GROUP, C)
+                turn = multiply_tile(out, added, ring, v, tile, turn, count * BOX_ROWS, GROUP, C)
         number += 1
         m, n, expert, _, boxes = hear(queue, number, 4)
 

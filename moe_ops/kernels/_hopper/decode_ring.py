@@ -84,6 +84,22 @@ def make_ring(DTYPE: gl.constexpr, descs, FILLING: gl.constexpr, C: gl.constexpr
 
 
 @gluon.jit
+def first_turn():
+    """The first stage, and its phase."""
+    return gl.to_tensor(0), gl.to_tensor(0)
+
+
+@gluon.jit
+def next_turn(stage, phase, C: gl.constexpr):
+    """The stage after a stage, and its phase, which changes each time around.
+
+    Counted, not divided: a barrier cannot be waited for before its address is known.
+    """
+    last = stage == C.STAGES - 1
+    return gl.where(last, 0, stage + 1), gl.where(last, phase ^ 1, phase)
+
+
+@gluon.jit
 def unit_of(n, unit: gl.constexpr, C: gl.constexpr):
     """A tile's units of 64 weight rows, one warp group's after the other's.
 
@@ -185,12 +201,18 @@ def place_of(unit, C):
 
 
 @gluon.jit
+def load_scales(ring, stage, chunk: gl.constexpr, unit: gl.constexpr, C: gl.constexpr):
+    """The scales of a unit's chunk, for each of its groups."""
+    BITS: gl.constexpr = 2 * C.SCALE_BITS
+    return load_groups(ring.scales, stage, chunk, unit, C.SCALE_PLACES, BITS, C)
+
+
+@gluon.jit
 def load_chunk(ring, stage, chunk: gl.constexpr, unit: gl.constexpr, C: gl.constexpr):
     """The words, the scales and the zero points of a unit's chunk, as `decoded` takes them."""
     scale, zero = (), ()
     if C.SCALED == "weights":
-        BITS: gl.constexpr = 2 * C.SCALE_BITS
-        scale = load_groups(ring.scales, stage, chunk, unit, C.SCALE_PLACES, BITS, C)
+        scale = load_scales(ring, stage, chunk, unit, C)
     if C.ZERO_BYTES > 0:
         zero = load_groups(ring.zeros, stage, chunk, unit, C.ZERO_PLACES, 2 * C.BITS, C)
     return load_words(ring, stage, chunk, unit, C), scale, zero
@@ -231,13 +253,12 @@ def add_together(
 
 
 @gluon.jit
-def release(ring, stage, FENCED: gl.constexpr):
+def release(ring, stage):
     """Let the copying warps overwrite a stage: each thread arrives, and waits for no other.
 
-    FENCED: words may still be on their way to registers. Without the fence TMA may overwrite them:
-    a load that was issued can wait behind loads from memory of other CTAs (seen on an H200). After
-    a product of registers that was waited for, its words have been read.
+    What was loaded from it must be in registers, not on its way there: a load that was issued can
+    wait behind loads from memory of other CTAs (seen on an H200), while TMA overwrites the words.
+    It is there when a product of it was waited for, or was issued, as mma.sync is in an earlier
+    basic block.
     """
-    if FENCED:
-        fence_async_shared()  # words were loaded by threads, TMA writes through the async proxy
     async_copy.mbarrier_arrive(ring.empty.index(stage), increment_count=False)

@@ -24,7 +24,6 @@ from moe_ops.kernels._hopper.lanes import (
     constant_lanes,
     flipped_lanes,
     lane_twice,
-    least_lanes,
     masked_lanes,
     multiply_add_lanes,
     multiply_lanes,
@@ -180,16 +179,14 @@ def scale_lanes(stored, C: gl.constexpr):
 
     ``stored``: from `load_pairs`.
     """
-    if C.SCALE == "e8m0":  # 2 ** (s - 127), times the correction and 2 ** -SHIFT
-        FIELD: gl.constexpr = (correction(C) - SHIFT) << 7
-        word = spread_bytes(stored) * 128 + (FIELD | (FIELD << 16))
-        word = least_lanes(word, constant_lanes(254 << 7, word))
+    LIFT: gl.constexpr = correction(C) - SHIFT
+    if C.SCALE == "e8m0":  # a product, not a sum of exponents, which could leave their bits
+        word = spread_bytes(stored) << 7
+        word = multiply_lanes(word, constant_lanes(power_of_two(LIFT), word), False)
     elif C.SCALE == "e4m3":  # its bits as bf16 are 2 ** 120 times too small
         word = spread_bytes(stored) << 4
         word = multiply_lanes(word, constant_lanes(power_of_two(120), word), False)
-        word = multiply_lanes(
-            word, constant_lanes(power_of_two(correction(C) - SHIFT), word), False
-        )
+        word = multiply_lanes(word, constant_lanes(power_of_two(LIFT), word), False)
     else:
         word = stored
     return word
@@ -263,15 +260,12 @@ def spread_groups(x, GROUPS: gl.constexpr):
 
 
 @gluon.jit
-def scale_rows(scales, at, LAYOUT: gl.constexpr, C: gl.constexpr):
+def scale_rows(stored, DTYPE: gl.constexpr, LAYOUT: gl.constexpr):
     """The scale of each row of a unit's sums, in a stage that has one scale per row.
 
-    ``at``: the unit's place among all of the memory.
+    ``stored``: from `load_pairs`, as the only group.
     """
-    FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
-    shape: gl.constexpr = [C.STAGES * C.STAGE_UNITS * C.SCALE_PLACES, 4, 8, 2]
-    view = scales._reinterpret(scales.dtype, shape, FLAT)
-    rows = view.index(at).load(PAIRS).to(gl.float32).permute((0, 2, 1)).reshape((64,))
+    rows = numbers(stored[0], DTYPE).to(gl.float32).permute((0, 2, 1)).reshape((UNIT,))
     return gl.convert_layout(rows, gl.SliceLayout(1, LAYOUT), assert_trivial=True)
 
 

@@ -57,12 +57,6 @@ def flipped_lanes(word, MASK: gl.constexpr, BITS: gl.constexpr):
 
 
 @gluon.jit
-def least_lanes(x, y):
-    """The smaller ones of the lanes of two words, as unsigned integers."""
-    return gl.inline_asm_elementwise("min.u16x2 $0, $1, $2;", "=r,r,r", [x, y], gl.int32, True, 1)
-
-
-@gluon.jit
 def spread_bytes(x):
     """Two bytes as the lanes of a word."""
     ASM: gl.constexpr = "prmt.b32 $0, $1, 0, 0x4140;"
