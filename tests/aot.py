@@ -246,8 +246,8 @@ def releases_unread(kernel: Any) -> bool:
 def unread(code: list[str]) -> bool:
     """Whether a load from shared memory is not waited for before an arrival or its block's end.
 
-    An instruction waits for a load by naming one of its registers. Blocks without products may end
-    before.
+    An instruction waits for a load by naming one of its registers, a fence for all loads. Blocks
+    without products may end before.
     """
     under_way: list[set[int]] = []
     multiplied = False
@@ -268,8 +268,33 @@ def unread(code: list[str]) -> bool:
         if load:
             under_way.append(named)
         multiplied = bool(product or multiplied) and not ends
-        if ends:
+        if ends or line.startswith("FENCE.VIEW.ASYNC"):
             under_way = []
+    return False
+
+
+def releases_one_stage(kernel: Any) -> bool:
+    """Whether an arrival of a loop is at a barrier that the loop does not choose.
+
+    Triton takes a variable of a loop for constant if its first pass leaves the value there that it
+    has before, though another variable brings that value. So a stage that is remembered is lost.
+    """
+    loops, chosen, barriers = [0], {}, {}
+    for line in kernel.asm["ttgir"].splitlines():
+        depth = len(line) - len(line.lstrip())
+        while len(loops) > 1 and depth <= loops[-1] and line.lstrip().startswith("}"):
+            loops.pop()
+        if "scf.for" in line:
+            loops.append(depth)
+            chosen |= dict.fromkeys(re.findall(r"(%\w+) = ", line.split("scf.for")[1]), len(loops))
+        elif defined := re.match(r"\s*(%\w+)(?::\d+)? = (.*)", line):
+            chosen[defined[1]] = len(loops)
+            if index := re.match(r"ttg\.memdesc_index %\w+\[(%\w+)", defined[2]):
+                barriers[defined[1]] = index[1]
+        if arrival := re.search(r"async_copy_mbarrier_arrive (%\w+)", line):
+            at = barriers[arrival[1]]
+            if chosen.get(at, 1) < len(loops):
+                return True
     return False
 
 

@@ -1,6 +1,7 @@
 """Hopper's kernels of packed weights, compiled as their launchers choose them, without a GPU."""
 
 import re
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -82,6 +83,7 @@ def check(scheme, tile, activation="silu", hidden=2048, width=768, **more):
         assert used["shared"] + 1024 <= (H200.shared_memory + 1024) // ctas, used
         assert ("wgmma.mma_async" if tile > 16 else "mma.sync") in kernel.asm["ptx"]
         assert not aot.overwrites_operands(kernel) and not aot.releases_unread(kernel)
+        assert not aot.releases_one_stage(kernel)
     return kernels
 
 
@@ -166,6 +168,23 @@ def test_loads_that_nothing_waits_for_are_seen():
     assert not aot.unread([scale, back, product]) and aot.unread([load, scale, product, arrival])
     assert not aot.unread(["LDS.128 R40, [R2]", product, arrival])
     assert aot.unread(["LDS.64 R44, [R2]", product, arrival])
+    assert not aot.unread([load, "FENCE.VIEW.ASYNC.S", arrival])
+
+
+def test_a_stage_that_is_released_again_and_again_is_seen():
+    """A loop's arrival is at a barrier that was chosen before it."""
+    lines = [
+        "  %i = ttg.memdesc_index %b[%first] : barriers",
+        "  %s:2 = scf.for %k = %c0 to %c9 step %c1 iter_args(%stage = %first) -> (i32) {",
+        "    %e = ttg.memdesc_index %b[%STAGE] : barriers",
+        "    ttng.async_copy_mbarrier_arrive %e {noIncrement} : barrier",
+        "  }",
+        "  ttng.async_copy_mbarrier_arrive %i {noIncrement} : barrier",
+    ]
+    for stage, expected in (("first", True), ("stage", False), ("k", False)):
+        text = "\n".join(lines).replace("STAGE", stage)
+        kernel = SimpleNamespace(asm={"ttgir": text})
+        assert aot.releases_one_stage(kernel) == expected
 
 
 def test_overwritten_operands_are_seen():

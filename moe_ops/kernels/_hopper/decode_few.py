@@ -38,7 +38,7 @@ from moe_ops.kernels._hopper.decode_ring import (
 )
 from moe_ops.kernels._hopper.decode_store import real_slots, store_units
 from moe_ops.kernels._hopper.fragments import UNIT, decoded, scale_rows
-from moe_ops.kernels._hopper.schedule import find_tile, wait_for_group
+from moe_ops.kernels._hopper.schedule import find_tile
 from moe_ops.kernels._hopper.slots import Vectors, count_tiles, expert_of, slots_of
 from moe_ops.kernels._hopper.stream import load_rows, load_slots
 from moe_ops.kernels._runtime.dependent import take_turn
@@ -174,28 +174,13 @@ def add_scaled(ring, stage, sums, C: gl.constexpr):
 
 @gluon.jit
 def add_tile(turn, ring, sums, GROUP: gl.constexpr, C: gl.constexpr):
-    """Main loop: add the products of all stages of a tile.
-
-    Warps by themselves release a stage as they go on to the next one: in the same basic block
-    products would be put behind it (see `release`; a test looks for that in the machine code).
-    They meet before that, and so not before they wait, where the compiler would have them meet.
-    """
-    LATE: gl.constexpr = C.BLOCK_M <= ALONE
-    before, _ = turn
-    for k in range(C.STEPS):
+    """Main loop: add the products of all stages of a tile."""
+    for _ in range(C.STEPS):
         stage, phase = turn
-        if LATE:
-            wait_for_group()
-            if k > 0:
-                release(ring, before)
         mbarrier.wait(ring.full.index(stage), phase)
         sums = add_stage(ring, stage, sums, GROUP, C)
-        if not LATE:
-            release(ring, stage)
-        before = stage
+        release(ring, stage, C.BLOCK_M <= ALONE)
         turn = next_turn(stage, phase, C)
-    if LATE:
-        release(ring, before)
     return sums, turn
 
 

@@ -73,7 +73,7 @@ def add_tile(turn, ring, sums, GROUP: gl.constexpr, C: gl.constexpr):
         stage, phase = turn
         mbarrier.wait(ring.full.index(stage), phase)
         sums = add_together(ring, stage, sums, GROUP * C.UNITS, False, C)
-        release(ring, stage)
+        release(ring, stage, False)
         turn = next_turn(stage, phase, C)
     return sums, turn
 

@@ -253,12 +253,13 @@ def add_together(
 
 
 @gluon.jit
-def release(ring, stage):
+def release(ring, stage, FENCED: gl.constexpr):
     """Let the copying warps overwrite a stage: each thread arrives, and waits for no other.
 
-    What was loaded from it must be in registers, not on its way there: a load that was issued can
-    wait behind loads from memory of other CTAs (seen on an H200), while TMA overwrites the words.
-    It is there when a product of it was waited for, or was issued, as mma.sync is in an earlier
-    basic block.
+    FENCED: words may still be on their way to registers. Without the fence TMA may overwrite them:
+    a load that was issued can wait behind loads from memory of other CTAs (seen on an H200). After
+    a product of registers that was waited for, its words have been read.
     """
+    if FENCED:
+        fence_async_shared()  # words were loaded by threads, TMA writes through the async proxy
     async_copy.mbarrier_arrive(ring.empty.index(stage), increment_count=False)
