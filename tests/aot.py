@@ -13,6 +13,7 @@ import subprocess
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, redirect_stdout
+from functools import lru_cache
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -311,8 +312,13 @@ def _written(line: str) -> set[int]:
 
 def disassembled(kernel: Any) -> str:
     """The machine code of a kernel."""
+    return _disassembled(kernel.asm["cubin"])
+
+
+@lru_cache(maxsize=2)
+def _disassembled(cubin: bytes) -> str:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        Path(file.name).write_bytes(kernel.asm["cubin"])
+        Path(file.name).write_bytes(cubin)
         command = [triton.knobs.nvidia.nvdisasm.path, "-c", file.name]
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
