@@ -215,8 +215,7 @@ def rewrites_operands(kernel: Any) -> bool:
 
 def overwrites_operands(kernel: Any) -> bool:
     """Whether a register of an operand is written while a product that reads it is under way."""
-    lines = re.findall(r"/\*[0-9a-f]{4,}\*/\s+(.*?);", disassembled(kernel))
-    return overwritten([line.strip() for line in lines])
+    return overwritten(_instructions(kernel))
 
 
 def overwritten(code: list[str]) -> bool:
@@ -240,8 +239,7 @@ def overwritten(code: list[str]) -> bool:
 
 def releases_unread(kernel: Any) -> bool:
     """Whether a stage is released while a load of what mma.sync multiplies may be under way."""
-    lines = re.findall(r"/\*[0-9a-f]{4,}\*/\s+(.*?);", disassembled(kernel))
-    return unread([line.strip() for line in lines])
+    return unread(_instructions(kernel))
 
 
 def unread(code: list[str]) -> bool:
@@ -257,17 +255,13 @@ def unread(code: list[str]) -> bool:
         if under_way and (line.startswith("ARRIVES") or (ends and multiplied)):
             return True
         product = re.match(r"HMMA\S* R\d+, R(\d+), R(\d+)", line)
-        load = re.match(r"LDS(?:M\S*\.M88)?\S*?(?:\.(4|64|128))? R(\d+),", line)
-        named = {int(number) for number in re.findall(r"\bR(\d+)", line)}
+        named = {int(number) for number in re.findall(r"\bR(\d+)", line)} | _written(line)
         if product:
             left, right = int(product[1]), int(product[2])
             named |= {*range(left, left + 4), right + 1}
-        elif load:
-            first, count = int(load[2]), {"4": 4, "64": 2, "128": 4}.get(load[1], 1)
-            named = set(range(first, first + count))
         under_way = [loaded for loaded in under_way if not loaded & named]
-        if load:
-            under_way.append(named)
+        if line.startswith("LDS"):
+            under_way.append(_written(line))
         multiplied = bool(product or multiplied) and not ends
         if ends or line.startswith("FENCE.VIEW.ASYNC"):
             under_way = []
@@ -304,10 +298,17 @@ def _written(line: str) -> set[int]:
     found = re.match(r"(?:@\S+ )?([A-Z][\w.]*) R(\d+),", line)
     if found is None or found[1].startswith("HGMMA"):
         return set()
-    bits = re.search(r"\.(64|128)\b", found[1])
+    bits, parts = re.search(r"\.(64|128)\b", found[1]), re.search(r"\.M88\.(\d)", found[1])
     first, count = int(found[2]), int(bits[1]) // 32 if bits else 1
+    count = int(parts[1]) if parts else count
     count = 2 if ".WIDE" in found[1] else count
     return set(range(first, first + count))
+
+
+def _instructions(kernel: Any) -> list[str]:
+    """The machine code of a kernel, without addresses."""
+    lines = re.findall(r"/\*[0-9a-f]{4,}\*/\s+(.*?);", disassembled(kernel))
+    return [line.strip() for line in lines]
 
 
 def disassembled(kernel: Any) -> str:

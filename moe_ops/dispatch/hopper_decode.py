@@ -38,8 +38,8 @@ SLOT_STRIPS = {1: ((1, 4), (2, 4)), 2: ((2, 3), (4, 2), (2, 4))}
 """Strips that a program of a slot may have, by halves (with a gate, half of them are up rows), and
 how many such programs an SM may have: the first that is enough is taken. Four strips take more
 registers; with fewer than four programs there is room for one of GEMM 2, which begins early."""
-SLOT_REGISTERS = {1: 64, 2: 64, 4: 96}
-"""Registers of a thread of such a program, by strips. The kernel with the sum has 64."""
+JOB_REGISTERS = {1: 64, 2: 64, 4: 96}
+"""Registers of a thread of the kernels for few slots, by strips; with the sum there is one strip."""
 SUM_SLOTS = 16
 """The most slots that the kernel with the weighted sum serves."""
 ROUND_BITS = 16

@@ -8,7 +8,11 @@ from moe_ops.dispatch.hopper_decode import (
     DECODE_SLOT,
     DECODE_SUM,
     FEW_CTAS,
+    JOB_CTAS,
+    JOB_REGISTERS,
+    JOB_WARPS,
     RESERVED_BYTES,
+    SLOT_STRIPS,
     SUM_BYTES,
     count_sums,
     decode_slot_tiles,
@@ -82,6 +86,13 @@ def test_what_the_kernel_of_a_slot_takes(scheme):
     assert slot_tiles(scheme, 8, 768, 2048, gpu=NO_GPU._replace(processors=64)) is None
     one, two = (slot_tiles(scheme, 8, n, 512, "") for n in (1024, 2048))
     assert (one.block_n, two.block_n) == (16, 32) and slot_tiles(scheme, 8, 4096, 512, "") is None
+
+
+def test_registers_suffice_for_programs_of_a_slot():
+    """As many as an SM may have, and with fewer than four one program with the sum, fit on it."""
+    for strips, most in {pair for pairs in SLOT_STRIPS.values() for pair in pairs}:
+        taken = most * JOB_REGISTERS[strips] + (most < JOB_CTAS) * JOB_REGISTERS[1]
+        assert taken * 32 * JOB_WARPS <= 65536
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)

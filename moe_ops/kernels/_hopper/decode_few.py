@@ -45,8 +45,8 @@ from moe_ops.kernels._runtime.dependent import take_turn
 from moe_ops.kernels._runtime.slots import HEADER
 
 ALONE = gl.constexpr(16)
-"""Row tile of which each warp multiplies its rows by itself (mma.sync). The larger half tiles are
-for WGMMA: 16 columns of it take less time than two products of eight."""
+"""The largest row tile whose products each warp computes by itself (mma.sync). Half of a larger
+tile has 16 rows, too, which take less time by WGMMA."""
 
 
 @gluon.constexpr_function

@@ -10,13 +10,7 @@ from torch import Tensor
 
 from moe_ops.dispatch.gemm_plan import GemmPlan
 from moe_ops.dispatch.hopper import HopperTiles
-from moe_ops.dispatch.hopper_decode import (
-    JOB_CTAS,
-    SLOT_REGISTERS,
-    Jobs,
-    count_sums,
-    divide,
-)
+from moe_ops.dispatch.hopper_decode import JOB_CTAS, JOB_REGISTERS, Jobs, count_sums, divide
 from moe_ops.dispatch.problem import GemmProblem
 from moe_ops.kernels._gemm.operands import GemmOperands
 from moe_ops.kernels._hopper.decode_gemm import Constants, Variant, constants, variant_of, wide
@@ -95,7 +89,7 @@ def ready(
         EARLY=early,
     )
     kernel = hopper_decode_sum_kernel if problem.summed else hopper_decode_slot_kernel
-    registers = SLOT_REGISTERS[jobs.strips]
+    registers = JOB_REGISTERS[jobs.strips]
     return Launch(kernel, C=common, S=more, num_warps=WARPS.value, maxnreg=registers)
 
 

@@ -180,7 +180,7 @@ def scale_lanes(stored, C: gl.constexpr):
     ``stored``: from `load_pairs`.
     """
     LIFT: gl.constexpr = correction(C) - SHIFT
-    if C.SCALE == "e8m0":  # a product, not a sum of exponents, which could leave their bits
+    if C.SCALE == "e8m0":  # multiplied: a sum of exponents may overflow into the sign
         word = spread_bytes(stored) << 7
         word = multiply_lanes(word, constant_lanes(power_of_two(LIFT), word), False)
     elif C.SCALE == "e4m3":  # its bits as bf16 are 2 ** 120 times too small
