@@ -39,7 +39,7 @@ SLOT_STRIPS = {1: ((1, 4), (2, 4)), 2: ((2, 3), (4, 2), (2, 4))}
 how many such programs an SM may have: the first that is enough is taken. Four strips take more
 registers; with fewer than four programs there is room for one of GEMM 2, which begins early."""
 JOB_REGISTERS = {1: 64, 2: 64, 4: 96}
-"""Registers of a thread of the kernels for few slots, by strips; with the sum there is one strip."""
+"""Registers of a thread of the kernels for few slots, by strips; the one with the sum has one."""
 SUM_SLOTS = 16
 """The most slots that the kernel with the weighted sum serves."""
 ROUND_BITS = 16
