@@ -154,7 +154,9 @@ def add_stage(ring, stage, sums, GROUP: gl.constexpr, C: gl.constexpr):
     elif C.UNITS == 1:
         sums = (add_unit(ring, stage, sums[0], GROUP, C),)
     else:
-        sums = add_together(ring, stage, sums, 0, True, C)
+        of_units = (sums[0],), (sums[1],)
+        of_units = add_together(ring, stage, of_units, 0, True, sums[0].shape[1], C)
+        sums = of_units[0][0], of_units[1][0]
     return sums
 
 

@@ -119,6 +119,11 @@ class Constants:
         return 2 if self.APART else 1
 
     @property
+    def PART_ROWS(self) -> int:  # noqa: N802
+        """Rows of a part of a tile of the kernel for many rows: see `schedule`."""
+        return self.BLOCK_M // 4
+
+    @property
     def _registers(self) -> int:
         """Registers of a thread of the kernel for few rows, on average."""
         return 65536 // (128 * (self.GROUPS + 1) * self.CTAS) // 8 * 8

@@ -23,8 +23,10 @@ from moe_ops.kernels._hopper.decode_ring import (
     first_turn,
     make_ring,
     next_turn,
+    no_sums,
     release,
     unit_of,
+    widths,
 )
 from moe_ops.kernels._hopper.decode_store import real_slots, store_units
 from moe_ops.kernels._hopper.fragments import UNIT
@@ -43,36 +45,37 @@ GROUPS = gl.constexpr(2)
 def copy_tiles(a_desc, descs, ring, queue, C: gl.constexpr):
     """The copying warp: copy every tile of both operands, in the order of the products."""
     BOXES: gl.constexpr = C.BLOCK_M // BOX_ROWS
+    OF_BOX: gl.constexpr = BOX_ROWS // C.PART_ROWS
     BOX_BYTES: gl.constexpr = CHUNKS * BOX_ROWS * UNIT * 2
     number = gl.to_tensor(0)
     stage, phase = first_turn()
-    m, n, expert, _, boxes = hear(queue, number, 1)
-    while boxes > 0:
+    m, n, expert, _, parts = hear(queue, number, 1)
+    while parts > 0:
         for k in range(C.STEPS):
             mbarrier.wait(ring.empty.index(stage), phase ^ 1)
             full = ring.full.index(stage)
             for count in gl.static_range(1, BOXES + 1):
-                mbarrier.expect(full, C.STAGE_BYTES + count * BOX_BYTES, pred=boxes == count)
+                mbarrier.expect(full, C.STAGE_BYTES + count * BOX_BYTES, pred=(parts > (count - 1) * OF_BOX) & (parts <= count * OF_BOX))
             for chunk in gl.static_range(CHUNKS):
                 for box in gl.static_range(BOXES):
                     at = [m * C.BLOCK_M + box * BOX_ROWS, (k * CHUNKS + chunk) * UNIT]
                     to = ring.rows.index(stage).slice(
                         chunk * C.BLOCK_M + box * BOX_ROWS, BOX_ROWS, 0
                     )
-                    load_box(a_desc, at, full, to, pred=box < boxes)
+                    load_box(a_desc, at, full, to, pred=parts > box * OF_BOX)
             copy_weights(descs, ring, stage, (expert, n, k), full, C)
             stage, phase = next_turn(stage, phase, C)
         number += 1
-        m, n, expert, _, boxes = hear(queue, number, 1)
+        m, n, expert, _, parts = hear(queue, number, 1)
 
 
 @gluon.jit
-def add_tile(turn, ring, sums, GROUP: gl.constexpr, C: gl.constexpr):
+def add_tile(turn, ring, sums, GROUP: gl.constexpr, ROWS: gl.constexpr, C: gl.constexpr):
     """Main loop: add the products of all stages of a tile."""
     for _ in range(C.STEPS):
         stage, phase = turn
         mbarrier.wait(ring.full.index(stage), phase)
-        sums = add_together(ring, stage, sums, GROUP * C.UNITS, False, C)
+        sums = add_together(ring, stage, sums, GROUP * C.UNITS, False, ROWS, C)
         release(ring, stage, False)
         turn = next_turn(stage, phase, C)
     return sums, turn
@@ -83,35 +86,39 @@ def multiply_tile(
     out, added, ring, v, tile, turn, ROWS: gl.constexpr, GROUP: gl.constexpr, C: gl.constexpr
 ):  # fmt: skip
     """Compute and store a warp group's share of the first ROWS rows of a tile."""
-    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
-    m, n, expert = tile
-    zero = gl.full((UNIT, ROWS), 0, gl.float32, LAYOUT)
-    sums, turn = add_tile(turn, ring, (zero, zero), GROUP, C)
-    row = m * C.BLOCK_M + gl.arange(0, ROWS, layout=gl.SliceLayout(0, LAYOUT))
-    slots = real_slots(gl.load(v.tiles + HEADER + row), expert, v)
+    WIDTHS: gl.constexpr = widths(ROWS)
+    PARTS: gl.constexpr = len(WIDTHS)
     FIRST: gl.constexpr = GROUP * C.UNITS
+    m, n, expert = tile
+    zero = no_sums(ROWS, True)
+    sums, turn = add_tile(turn, ring, (zero, zero), GROUP, ROWS, C)
     units = unit_of(n, FIRST, C), unit_of(n, FIRST + 1, C)
     bias, weights, row_scale = added
-    scale = None
-    if row_scale is not None:
-        scale = gl.load(row_scale + row, mask=slots[0] < slots[1], other=0.0)
-    store_units(out, bias, weights, scale, sums, units, slots, expert, v, C)
+    for i in gl.static_range(PARTS):
+        of_units = sums[0][i], sums[1][i]
+        column = gl.arange(0, WIDTHS[i], layout=gl.SliceLayout(0, sums[0][i].type.layout))
+        row = m * C.BLOCK_M + i * WIDTHS[0] + column
+        slots = real_slots(gl.load(v.tiles + HEADER + row), expert, v)
+        scale = None
+        if row_scale is not None:
+            scale = gl.load(row_scale + row, mask=slots[0] < slots[1], other=0.0)
+        store_units(out, bias, weights, scale, of_units, units, slots, expert, v, C)
     return turn
 
 
 @gluon.jit
 def multiply(out, added, ring, queue, v, GROUP: gl.constexpr, C: gl.constexpr):
     """A multiplying warp group: compute its share of every tile of this program."""
-    BOXES: gl.constexpr = C.BLOCK_M // BOX_ROWS
+    PARTS: gl.constexpr = C.BLOCK_M // C.PART_ROWS
     turn, number = first_turn(), gl.to_tensor(0)
-    m, n, expert, _, boxes = hear(queue, number, 4)
-    while boxes > 0:
+    m, n, expert, _, parts = hear(queue, number, 4)
+    while parts > 0:
         tile = m, n, expert
-        for count in gl.static_range(1, BOXES + 1):
-            if boxes == count:
-                turn = multiply_tile(out, added, ring, v, tile, turn, count * BOX_ROWS, GROUP, C)
+        for count in gl.static_range(1, PARTS + 1):
+            if parts == count:
+                turn = multiply_tile(out, added, ring, v, tile, turn, count * C.PART_ROWS, GROUP, C)
         number += 1
-        m, n, expert, _, boxes = hear(queue, number, 4)
+        m, n, expert, _, parts = hear(queue, number, 4)
 
 
 @gluon.jit

@@ -83,6 +83,9 @@ class Constants:
     NUM_N: int
     STEPS: int
 
+    PART_ROWS = BOX_ROWS
+    """Rows of a part of a tile: see `schedule`."""
+
     @cached_property
     def packed(self) -> Launch:
         """The launch of the kernel for packed rows.

@@ -19,7 +19,6 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from triton.language.core import _aggregate as aggregate
 
-from moe_ops.kernels._hopper.products import BOX_ROWS
 from moe_ops.kernels._hopper.slots import expert_of, first_row
 from moe_ops.kernels._runtime.slots import HEADER
 
@@ -68,17 +67,17 @@ def find_tile(tile, num_tiles, C: gl.constexpr):
 
 
 @gluon.jit
-def count_boxes(v, m, C: gl.constexpr):
-    """Number of boxes of a tile to compute: all, or those with a real row (dynamic schedule).
+def count_parts(v, m, C: gl.constexpr):
+    """Number of a tile's parts to compute: all, or those with a real row (dynamic schedule).
 
-    Padding rows come last in a tile, so these are the first boxes.
+    Padding rows come last in a tile, so these are the first parts.
     """
-    boxes = gl.to_tensor(C.BLOCK_M // BOX_ROWS)
+    parts = gl.to_tensor(C.BLOCK_M // C.PART_ROWS)
     if C.ON_DEMAND:
-        for box in gl.static_range(1, C.BLOCK_M // BOX_ROWS):
-            slot = gl.load(v.tiles + HEADER + m * C.BLOCK_M + box * BOX_ROWS)
-            boxes -= (slot >= v.num_slots).to(gl.int32)
-    return boxes
+        for part in gl.static_range(1, C.BLOCK_M // C.PART_ROWS):
+            slot = gl.load(v.tiles + HEADER + m * C.BLOCK_M + part * C.PART_ROWS)
+            parts -= (slot >= v.num_slots).to(gl.int32)
+    return parts
 
 
 @gluon.jit
@@ -103,7 +102,7 @@ def schedule(queue, counter, v, C: gl.constexpr):
     tile = gl.program_id(0)
     while tile < v.num_tiles * C.NUM_N:
         m, n = find_tile(tile, v.num_tiles, C)
-        tell(queue, number, m, n, expert_of(v, m), first_row(v, m), count_boxes(v, m, C))
+        tell(queue, number, m, n, expert_of(v, m), first_row(v, m), count_parts(v, m, C))
         number += 1
         if C.ON_DEMAND:  # the counter starts after the first tile of each program
             tile = gl.num_programs(0) + gl.atomic_add(counter, 1, sem="relaxed")
