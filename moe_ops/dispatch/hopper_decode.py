@@ -255,6 +255,17 @@ class Jobs(NamedTuple):
     """Rounds of a pass."""
 
 
+def round_depth(steps: int, most: int) -> int:
+    """Chunks of a round of a job with so many, at most ``most``.
+
+    Each round has a barrier of all warps, and so four are better than two, unless more chunks are
+    computed then: the last round is computed whole.
+    """
+    if most >= 4 and 2 * cdiv(steps, 4) == cdiv(steps, 2):
+        return 4
+    return max(1, min(2, most, steps))
+
+
 def divide(gemm: Gemm, quant: Quant, strips: int, slots: int) -> Jobs:
     """The jobs of a program that computes so many strips of so many slots.
 
@@ -267,7 +278,7 @@ def divide(gemm: Gemm, quant: Quant, strips: int, slots: int) -> Jobs:
 
     parts = JOB_WARPS if slots == 1 else min((1, 2, 4, 8), key=steps)
     steps_of_job = cdiv(chunks, parts)
-    depth = min(steps_of_job, max(1, ROUND_BITS // quant.element.stored_bits // strips), 2)
+    depth = round_depth(steps_of_job, ROUND_BITS // quant.element.stored_bits // strips)
     passes, rounds = cdiv(slots * parts, JOB_WARPS), cdiv(steps_of_job, depth)
     return Jobs(strips, parts, passes, chunks, steps_of_job, depth, rounds)
 

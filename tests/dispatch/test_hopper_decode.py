@@ -21,6 +21,7 @@ from moe_ops.dispatch.hopper_decode import (
     divide,
     few_ctas,
     round_bytes,
+    round_depth,
 )
 from moe_ops.dispatch.problem import sizes_of
 from moe_ops.dispatch.row_tiles import PORTABLE
@@ -59,6 +60,15 @@ def test_jobs_are_all_of_a_token(slots, scheme):
     assert 8 * (jobs.passes - 1) < slots * jobs.parts
     # Warps are idle for at most a fifth of the chunks, but for what parts of K round up.
     assert jobs.passes * jobs.steps * 8 <= 1.2 * (slots * 45 + 8 * jobs.passes)
+
+
+@pytest.mark.parametrize(
+    ("steps", "most", "depth"),
+    [(1, 4, 1), (2, 4, 2), (3, 4, 4), (4, 4, 4), (6, 4, 2), (23, 4, 4), (45, 2, 2), (8, 1, 1)],
+)
+def test_chunks_of_a_round(steps, most, depth):
+    """Four where that computes no more chunks than two."""
+    assert round_depth(steps, most) == depth
 
 
 def test_a_slot_has_a_part_for_each_warp():
