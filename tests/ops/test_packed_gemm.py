@@ -112,10 +112,10 @@ def test_full_tiles_with_gates(scheme):
 
 @pytest.mark.parametrize("tile", ROW_TILES)
 @pytest.mark.parametrize("scheme", ["int4_w4a16_g128", "int8_w8a16"])
-def test_tiles_that_are_half_full(scheme, tile):
-    """Half of a tile's rows are left out where they are padding, and only there."""
-    half = tile // 2
-    counts = (1, half, half + 1, tile - 1, 0, tile, tile + 1, tile + half, tile + half + 1)
+def test_tiles_that_are_partly_full(scheme, tile):
+    """Quarters of a tile's rows are left out where they are padding, and only there."""
+    ends = [part * tile // 4 for part in (1, 2, 3, 4, 5, 6)]
+    counts = (1, 0, *(end + more for end in ends for more in (0, 1)), 7 * tile // 4)
     g = torch.Generator().manual_seed(0)
     ids, n, k = ids_of(counts, 1), 128, 128
     x = torch.randn(len(ids), k, generator=g).bfloat16()

@@ -122,10 +122,10 @@ def test_every_scheme_with_gates(scheme, tile):
 
 
 @pytest.mark.parametrize("tile", ROW_TILES)
-def test_tiles_that_are_half_full(tile):
-    """Half of a tile's rows are left out where they are padding, and only there."""
-    half, scheme = tile // 2, "int4_w4a8_g128"
-    counts = (1, half, half + 1, tile - 1, 0, tile, tile + 1, tile + half, tile + half + 1)
+def test_tiles_that_are_partly_full(tile):
+    """Quarters of a tile's rows are left out where they are padding, and only there."""
+    scheme, ends = "int4_w4a8_g128", [part * tile // 4 for part in (1, 2, 3, 4, 5, 6)]
+    counts = (1, 0, *(end + more for end in ends for more in (0, 1)), 7 * tile // 4)
     g = torch.Generator().manual_seed(0)
     ids, n, k = ids_of(counts, 1), 128, 128
     x = torch.randn(len(ids), k, generator=g).bfloat16()

@@ -23,7 +23,6 @@ from moe_ops.kernels._hopper.decode_ring import (
     first_turn,
     make_ring,
     next_turn,
-    no_sums,
     release,
     unit_of,
     widths,
@@ -55,7 +54,11 @@ def copy_tiles(a_desc, descs, ring, queue, C: gl.constexpr):
             mbarrier.wait(ring.empty.index(stage), phase ^ 1)
             full = ring.full.index(stage)
             for count in gl.static_range(1, BOXES + 1):
-                mbarrier.expect(full, C.STAGE_BYTES + count * BOX_BYTES, pred=(parts > (count - 1) * OF_BOX) & (parts <= count * OF_BOX))
+                mbarrier.expect(
+                    full,
+                    C.STAGE_BYTES + count * BOX_BYTES,
+                    pred=(parts > (count - 1) * OF_BOX) & (parts <= count * OF_BOX),
+                )
             for chunk in gl.static_range(CHUNKS):
                 for box in gl.static_range(BOXES):
                     at = [m * C.BLOCK_M + box * BOX_ROWS, (k * CHUNKS + chunk) * UNIT]
@@ -81,20 +84,37 @@ def add_tile(turn, ring, sums, GROUP: gl.constexpr, ROWS: gl.constexpr, C: gl.co
     return sums, turn
 
 
+@gluon.constexpr_function
+def sums_layout(columns):
+    """The layout of sums of so many columns."""
+    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, columns, 16])
+
+
+@gluon.jit
+def no_sums(ROWS: gl.constexpr):
+    """Zeros for a unit's sums over the first ROWS rows of a tile, in pieces: see `widths`."""
+    WIDTHS: gl.constexpr = widths(ROWS)
+    PIECES: gl.constexpr = len(WIDTHS)
+    sums = ()
+    for i in gl.static_range(PIECES):
+        sums += (gl.full((UNIT, WIDTHS[i]), 0, gl.float32, sums_layout(WIDTHS[i])),)
+    return sums
+
+
 @gluon.jit
 def multiply_tile(
     out, added, ring, v, tile, turn, ROWS: gl.constexpr, GROUP: gl.constexpr, C: gl.constexpr
 ):  # fmt: skip
     """Compute and store a warp group's share of the first ROWS rows of a tile."""
     WIDTHS: gl.constexpr = widths(ROWS)
-    PARTS: gl.constexpr = len(WIDTHS)
+    PIECES: gl.constexpr = len(WIDTHS)
     FIRST: gl.constexpr = GROUP * C.UNITS
     m, n, expert = tile
-    zero = no_sums(ROWS, True)
+    zero = no_sums(ROWS)
     sums, turn = add_tile(turn, ring, (zero, zero), GROUP, ROWS, C)
     units = unit_of(n, FIRST, C), unit_of(n, FIRST + 1, C)
     bias, weights, row_scale = added
-    for i in gl.static_range(PARTS):
+    for i in gl.static_range(PIECES):
         of_units = sums[0][i], sums[1][i]
         column = gl.arange(0, WIDTHS[i], layout=gl.SliceLayout(0, sums[0][i].type.layout))
         row = m * C.BLOCK_M + i * WIDTHS[0] + column
@@ -108,7 +128,10 @@ def multiply_tile(
 
 @gluon.jit
 def multiply(out, added, ring, queue, v, GROUP: gl.constexpr, C: gl.constexpr):
-    """A multiplying warp group: compute its share of every tile of this program."""
+    """A multiplying warp group: compute its share of every tile of this program.
+
+    Padding rows come last in a tile, and quarters of it that are padding are left out.
+    """
     PARTS: gl.constexpr = C.BLOCK_M // C.PART_ROWS
     turn, number = first_turn(), gl.to_tensor(0)
     m, n, expert, _, parts = hear(queue, number, 4)

@@ -220,56 +220,37 @@ def load_chunk(ring, stage, chunk: gl.constexpr, unit: gl.constexpr, C: gl.const
 
 @gluon.constexpr_function
 def widths(ROWS):
-    """The columns of each part of the sums over so many rows of a tile: powers of two."""
+    """The columns of each piece of the sums over so many rows of a tile: powers of two."""
     first = 2 ** (ROWS.bit_length() - 1)
     return (first,) if first == ROWS else (first, ROWS - first)
 
 
-@gluon.constexpr_function
-def sums_layout(columns, TOGETHER):
-    """The layout of sums with so many columns, whose products a warp group computes TOGETHER."""
-    if TOGETHER:
-        return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, columns, 16])
-    return gl.NVMMADistributedLayout([2, 0], [4, 1], [16, 8])
-
-
-@gluon.jit
-def no_sums(ROWS: gl.constexpr, TOGETHER: gl.constexpr):
-    """Zeros for the sums of a unit, in parts."""
-    WIDTHS: gl.constexpr = widths(ROWS)
-    PARTS: gl.constexpr = len(WIDTHS)
-    sums = ()
-    for i in gl.static_range(PARTS):
-        sums += (gl.full((UNIT, WIDTHS[i]), 0, gl.float32, sums_layout(WIDTHS[i], TOGETHER)),)
-    return sums
-
-
 @gluon.jit
 def add_chunk(ring, stage, chunk: gl.constexpr, w, sums, ROWS: gl.constexpr, C: gl.constexpr):
-    """Start to add the products of a chunk's weights to each part of a unit's sums."""
+    """Start to add the products of a chunk's weights to each piece of a unit's sums."""
     WIDTHS: gl.constexpr = widths(ROWS)
-    PARTS: gl.constexpr = len(WIDTHS)
+    PIECES: gl.constexpr = len(WIDTHS)
     more = ()
-    for i in gl.static_range(PARTS):
+    for i in gl.static_range(PIECES):
         rows = ring.rows.index(stage).slice(chunk * C.BLOCK_M + i * WIDTHS[0], WIDTHS[i], 0)
         more += (warpgroup_mma(w, rows.permute((1, 0)), sums[i], is_async=True),)
     return more
 
 
 @gluon.jit
-def begun(sums):
-    """A unit's sums as products that are under way."""
-    PARTS: gl.constexpr = len(sums)
+def under_way(sums):
+    """A unit's sums as those of products that were started."""
+    PIECES: gl.constexpr = len(sums)
     more = ()
-    for i in gl.static_range(PARTS):
+    for i in gl.static_range(PIECES):
         more += (warpgroup_mma_init(sums[i]),)
     return more
 
 
 @gluon.jit
-def waited(under_way: gl.constexpr, products):
-    """The sums of a unit when no more than so many later products are under way."""
-    found = warpgroup_mma_wait(under_way, products)
+def waited(LATER: gl.constexpr, products):
+    """A unit's sums, when no more than so many later products are under way."""
+    found = warpgroup_mma_wait(LATER, products)
     return found if len(products) > 1 else (found,)
 
 
@@ -283,13 +264,15 @@ def add_together(
     While the product of one unit is under way, the weights of the other are decoded. Words are
     loaded one product ahead, so that loads and products overlap.
 
+    ``sums``: of both units, each in the pieces of the first ROWS rows (see `widths`).
+
     FENCED: threads wrote the rows, and WGMMA reads them through the async proxy, which takes a
     fence. It waits for loads from shared memory, so it follows the first ones that are waited for.
     """
     DOT: gl.constexpr = gl.DotOperandLayout(0, sums[0][0].type.layout, 2)
-    PARTS: gl.constexpr = len(sums[0])
+    PIECES: gl.constexpr = len(sums[0])
     DTYPE: gl.constexpr = ring.rows.dtype
-    sum0, p1 = sums[0], begun(sums[1])
+    sum0, p1 = sums[0], under_way(sums[1])
     next0 = load_chunk(ring, stage, 0, FIRST, C)
     for chunk in gl.static_range(CHUNKS):
         next1 = load_chunk(ring, stage, chunk, FIRST + 1, C)
@@ -299,10 +282,10 @@ def add_together(
         p0 = add_chunk(ring, stage, chunk, w0, sum0, ROWS, C)
         if chunk + 1 < CHUNKS:
             next0 = load_chunk(ring, stage, chunk + 1, FIRST, C)
-        sum1 = waited(PARTS, p1)
+        sum1 = waited(PIECES, p1)
         w1 = decoded(next1, DTYPE, DOT, C)
         p1 = add_chunk(ring, stage, chunk, w1, sum1, ROWS, C)
-        sum0 = waited(PARTS, p0)
+        sum0 = waited(PIECES, p0)
     return sum0, waited(0, p1)
 
 

@@ -4,9 +4,9 @@ Static: program p computes the tiles p, p + num_programs, ... All tiles take the
 included, so programs stay in step and read shared data at the same time (neighbouring programs run
 on a pair of SMs and share weight tiles).
 
-Dynamic: boxes of 64 padding rows are skipped, so tiles take different times, and each program takes
-the next tile from a global atomic counter when it is ready. A static schedule would give the long
-tiles to some programs only.
+Dynamic: parts of a tile that are padding are skipped, so tiles take different times, and each
+program takes the next tile from a global atomic counter when it is ready. A static schedule would
+give the long tiles to some programs only.
 
 Staying in step matters as much as skipping padding, so neither schedule is faster everywhere.
 
@@ -81,8 +81,8 @@ def count_parts(v, m, C: gl.constexpr):
 
 
 @gluon.jit
-def tell(queue, number, m, n, expert, first, boxes):
-    """Publish a tile once all readers have read the previous one; 0 boxes mean the end."""
+def tell(queue, number, m, n, expert, first, parts):
+    """Publish a tile once all readers have read the previous one; 0 parts mean the end."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     mbarrier.wait(queue.empty, (number + 1) & 1)
     none = gl.full([1], 0, gl.int32, LAYOUT)
@@ -90,7 +90,7 @@ def tell(queue, number, m, n, expert, first, boxes):
     queue.fields.index(1).store(none + n)
     queue.fields.index(2).store(none + expert)
     queue.fields.index(3).store(none + first)
-    queue.fields.index(4).store(none + boxes)
+    queue.fields.index(4).store(none + parts)
     wait_for_group()
     mbarrier.arrive(queue.full)
 
@@ -113,14 +113,14 @@ def schedule(queue, counter, v, C: gl.constexpr):
 
 @gluon.jit
 def hear(queue, number, WARPS: gl.constexpr):
-    """Read the next tile: row, column, expert, first permuted row, number of boxes."""
+    """Read the next tile: row, column, expert, first permuted row, number of parts."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
     mbarrier.wait(queue.full, number & 1)
     m = gl.max(queue.fields.index(0).load(LAYOUT), 0)
     n = gl.max(queue.fields.index(1).load(LAYOUT), 0)
     expert = gl.max(queue.fields.index(2).load(LAYOUT), 0)
     first = gl.max(queue.fields.index(3).load(LAYOUT), 0)
-    boxes = gl.max(queue.fields.index(4).load(LAYOUT), 0)
+    parts = gl.max(queue.fields.index(4).load(LAYOUT), 0)
     wait_for_group()  # all threads of this reader have read it
     mbarrier.arrive(queue.empty)
-    return m, n, expert, first, boxes
+    return m, n, expert, first, parts
