@@ -106,6 +106,7 @@ def test_model_compiles_whole_for_every_length(make, backend, device):
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive  # `make demo` compiles a whole model with Inductor
 @torch.no_grad()
 def test_decoder_layer_compiles_with_inductor(device):
     model = tiny_qwen3(device)

@@ -110,7 +110,9 @@ def test_every_scheme(scheme, tile):
         ("mxfp4_w4a16", 64, "swigluoai", 2880, 2880),
         ("int8_w8a16", 32, "relu2_no_mul", 2048, 704),
         ("int4_w4a16_g128", 16, "silu", 2048, 1408),
-        ("int4_w4a16_g128", 128, "relu2_no_mul", 2048, 704),
+        pytest.param(
+            *("int4_w4a16_g128", 128, "relu2_no_mul", 2048, 704), marks=pytest.mark.exhaustive
+        ),
     ],
 )
 def test_sizes_and_activations(scheme, tile, activation, hidden, width):

@@ -82,7 +82,7 @@ def test_autocast(kind, device):
     ("kind", "backend"),
     [
         ("layer", "aot_eager"),
-        pytest.param("layer", "inductor", marks=pytest.mark.slow),
+        pytest.param("layer", "inductor", marks=[pytest.mark.slow, pytest.mark.exhaustive]),
         pytest.param("qwen3", "aot_eager", marks=[pytest.mark.slow, pytest.mark.exhaustive]),
     ],
 )
