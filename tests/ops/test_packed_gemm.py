@@ -113,7 +113,7 @@ def test_full_tiles_with_gates(scheme):
 @pytest.mark.parametrize("tile", ROW_TILES)
 @pytest.mark.parametrize("scheme", ["int4_w4a16_g128", "int8_w8a16"])
 def test_tiles_that_are_partly_full(scheme, tile):
-    """Quarters of a tile's rows are left out where they are padding, and only there."""
+    """Halves or quarters of a tile are left out where all of their rows are padding."""
     ends = [part * tile // 4 for part in (1, 2, 3, 4, 5, 6)]
     counts = (1, 0, *(end + more for end in ends for more in (0, 1)), 7 * tile // 4)
     g = torch.Generator().manual_seed(0)

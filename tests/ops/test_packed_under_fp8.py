@@ -123,7 +123,7 @@ def test_every_scheme_with_gates(scheme, tile):
 
 @pytest.mark.parametrize("tile", ROW_TILES)
 def test_tiles_that_are_partly_full(tile):
-    """Quarters of a tile's rows are left out where they are padding, and only there."""
+    """Halves or quarters of a tile are left out where all of their rows are padding."""
     scheme, ends = "int4_w4a8_g128", [part * tile // 4 for part in (1, 2, 3, 4, 5, 6)]
     counts = (1, 0, *(end + more for end in ends for more in (0, 1)), 7 * tile // 4)
     g = torch.Generator().manual_seed(0)
