@@ -83,7 +83,7 @@ class Constants:
     NUM_N: int
     STEPS: int
 
-    PART_ROWS = BOX_ROWS
+    PART_ROWS = BOX_ROWS.value
     """Rows of a part of a tile: see `schedule`."""
 
     @cached_property
