@@ -49,6 +49,12 @@ def ids_of(counts: Sequence[int], top_k: int = 1, device: str = "cpu") -> Tensor
     return ids[order].view(-1, top_k).to(device, torch.int32)
 
 
+def partly_full(tile: int) -> list[int]:
+    """Numbers of an expert's slots: none, one, and those about each quarter of two row tiles."""
+    ends = [part * tile // 4 for part in range(1, 7)]
+    return [1, 0, *(end + more for end in ends for more in (0, 1)), 7 * tile // 4]
+
+
 def on(tiles: Tiles, device: str) -> Tiles:
     """The same elsewhere."""
     return Tiles(*(None if x is None else x.to(device) for x in tiles))

@@ -39,7 +39,7 @@ SLOT_STRIPS = {1: ((1, 4), (2, 4)), 2: ((2, 3), (4, 2), (2, 4))}
 how many such programs an SM may have: the first that is enough is taken. Four strips take more
 registers; with fewer than four programs there is room for one of GEMM 2, which begins early."""
 JOB_REGISTERS = {1: 64, 2: 64, 4: 96}
-"""Registers of a thread of the kernels for few slots, by strips; the one with the sum has one."""
+"""Registers of a thread of the kernels for few slots, by strips: one with the weighted sum."""
 SUM_SLOTS = 16
 """The most slots that the kernel with the weighted sum serves."""
 ROUND_BITS = 16
@@ -256,7 +256,7 @@ class Jobs(NamedTuple):
 
 
 def round_depth(steps: int, most: int) -> int:
-    """Chunks of a round of a job with so many, at most ``most``.
+    """Chunks of a round, at most ``most``, of a job with so many steps.
 
     Each round has a barrier of all warps, and so four are better than two, unless more chunks are
     computed then: the last round is computed whole.

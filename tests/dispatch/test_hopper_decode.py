@@ -99,7 +99,7 @@ def test_what_the_kernel_of_a_slot_takes(scheme):
 
 
 def test_registers_suffice_for_programs_of_a_slot():
-    """As many as an SM may have, and with fewer than four one program with the sum, fit on it."""
+    """An SM has registers for the most programs, and beside fewer than four for one of GEMM 2."""
     for strips, most in {pair for pairs in SLOT_STRIPS.values() for pair in pairs}:
         taken = most * JOB_REGISTERS[strips] + (most < JOB_CTAS) * JOB_REGISTERS[1]
         assert taken * 32 * JOB_WARPS <= 65536

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from packed_weights import HALF, OWN_ROWS, SERVED
 from pairwise import half_exhaustive
-from plans import ids_of, planned, row_tile
+from plans import ids_of, partly_full, planned, row_tile
 from strategies import ACTIVATIONS
 
 from moe_ops import dequantize_weight, ops, pack_weight, quantize_weight
@@ -114,9 +114,7 @@ def test_full_tiles_with_gates(scheme):
 @pytest.mark.parametrize("scheme", ["int4_w4a16_g128", "int8_w8a16"])
 def test_tiles_that_are_partly_full(scheme, tile):
     """Halves or quarters of a tile are left out where all of their rows are padding."""
-    ends = [part * tile // 4 for part in (1, 2, 3, 4, 5, 6)]
-    counts = (1, 0, *(end + more for end in ends for more in (0, 1)), 7 * tile // 4)
-    g = torch.Generator().manual_seed(0)
+    counts, g = partly_full(tile), torch.Generator().manual_seed(0)
     ids, n, k = ids_of(counts, 1), 128, 128
     x = torch.randn(len(ids), k, generator=g).bfloat16()
     w = (torch.randn(len(counts), n, k, generator=g) / k**0.5).bfloat16()

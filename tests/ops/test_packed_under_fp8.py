@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from packed_weights import UNDER_FP8
 from pairwise import half_exhaustive
-from plans import ids_of, planned, row_tile
+from plans import ids_of, partly_full, planned, row_tile
 from strategies import ACTIVATIONS
 
 from moe_ops import dequantize_weight, get_scheme, ops, pack_weight, quantize_weight
@@ -124,8 +124,7 @@ def test_every_scheme_with_gates(scheme, tile):
 @pytest.mark.parametrize("tile", ROW_TILES)
 def test_tiles_that_are_partly_full(tile):
     """Halves or quarters of a tile are left out where all of their rows are padding."""
-    scheme, ends = "int4_w4a8_g128", [part * tile // 4 for part in (1, 2, 3, 4, 5, 6)]
-    counts = (1, 0, *(end + more for end in ends for more in (0, 1)), 7 * tile // 4)
+    scheme, counts = "int4_w4a8_g128", partly_full(tile)
     g = torch.Generator().manual_seed(0)
     ids, n, k = ids_of(counts, 1), 128, 128
     x = torch.randn(len(ids), k, generator=g).bfloat16()

@@ -181,7 +181,7 @@ def test_the_name_is_no_other_packages():
 def test_the_source_distribution_holds_the_tree(built, tmp_path):
     """With its tests, some of which run there; and the wheel made from it is the same."""
     with tarfile.open(built.sdist) as archive:
-        safely = {"filter": "data"} if hasattr(tarfile, "data_filter") else {}  # not in 3.11.2
+        safely = {"filter": "data"} if hasattr(tarfile, "data_filter") else {}  # from 3.11.4 on
         archive.extractall(tmp_path, **safely)
     (tree,) = tmp_path.iterdir()
     assert tracked() - files_of(tree) == set()

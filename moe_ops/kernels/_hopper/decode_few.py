@@ -29,6 +29,7 @@ from moe_ops.kernels._hopper.decode_ring import (
     add_together,
     copy_weights,
     first_turn,
+    group_layout,
     load_chunk,
     load_scales,
     make_ring,
@@ -191,7 +192,7 @@ def sums_layout(rows, C):
     """The layout of a unit's sums over so many rows of a tile."""
     if C.BLOCK_M <= ALONE:
         return gl.NVMMADistributedLayout([2, 0], [4, 1], [16, 8])
-    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, rows, 16])
+    return group_layout(rows)
 
 
 @gluon.jit

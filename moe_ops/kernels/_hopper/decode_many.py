@@ -21,6 +21,7 @@ from moe_ops.kernels._hopper.decode_ring import (
     add_together,
     copy_weights,
     first_turn,
+    group_layout,
     make_ring,
     next_turn,
     release,
@@ -54,6 +55,7 @@ def copy_tiles(a_desc, descs, ring, queue, C: gl.constexpr):
             mbarrier.wait(ring.empty.index(stage), phase ^ 1)
             full = ring.full.index(stage)
             for count in gl.static_range(1, BOXES + 1):
+                # A number of boxes beside that of parts would be spilled.
                 mbarrier.expect(
                     full,
                     C.STAGE_BYTES + count * BOX_BYTES,
@@ -84,12 +86,6 @@ def add_tile(turn, ring, sums, GROUP: gl.constexpr, ROWS: gl.constexpr, C: gl.co
     return sums, turn
 
 
-@gluon.constexpr_function
-def sums_layout(columns):
-    """The layout of sums of so many columns."""
-    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, columns, 16])
-
-
 @gluon.jit
 def no_sums(ROWS: gl.constexpr):
     """Zeros for a unit's sums over the first ROWS rows of a tile, in pieces: see `widths`."""
@@ -97,7 +93,7 @@ def no_sums(ROWS: gl.constexpr):
     PIECES: gl.constexpr = len(WIDTHS)
     sums = ()
     for i in gl.static_range(PIECES):
-        sums += (gl.full((UNIT, WIDTHS[i]), 0, gl.float32, sums_layout(WIDTHS[i])),)
+        sums += (gl.full((UNIT, WIDTHS[i]), 0, gl.float32, group_layout(WIDTHS[i])),)
     return sums
 
 

@@ -225,6 +225,12 @@ def widths(ROWS):
     return (first,) if first == ROWS else (first, ROWS - first)
 
 
+@gluon.constexpr_function
+def group_layout(columns):
+    """The layout of sums with so many columns, whose products a warp group computes together."""
+    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, columns, 16])
+
+
 @gluon.jit
 def add_chunk(ring, stage, chunk: gl.constexpr, w, sums, ROWS: gl.constexpr, C: gl.constexpr):
     """Start to add the products of a chunk's weights to each piece of a unit's sums."""
