@@ -180,7 +180,7 @@ def _tune(arguments: Sequence[str]) -> int:
                 hooks=files.Hooks(prepare, report_entry),
             )  # fmt: skip
         entries = files.read(subject, folder)
-    except (NotImplementedError, ValueError) as error:  # an unsupported scheme, an invalid file
+    except (NotImplementedError, OSError, ValueError) as error:  # of the scheme, or of a file
         print(f"{PROGRAM} tune: {error}", file=sys.stderr)
         return USAGE_ERROR
     if chosen.json:

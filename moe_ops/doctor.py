@@ -15,8 +15,8 @@ import torch
 from moe_ops import testing
 from moe_ops.bench.harness import default_device, driver_version
 from moe_ops.bench.problems import Problem, find_problem
+from moe_ops.dispatch import tuned
 from moe_ops.dispatch.device import device_facts, plain_name
-from moe_ops.dispatch.tuned import FOLDER, TABLES
 from moe_ops.pipeline.explanation import explain
 from moe_ops.pipeline.fused_experts import fused_experts
 from moe_ops.scheme import SCHEMES, what_lacks
@@ -72,10 +72,10 @@ class Diagnosis:
         gpus = [f"{gpu['name']}, {gpu['arch']}, {gpu['memory_gb']} GB" for gpu in self.gpus]
         lines += [f"{'GPU':12}{gpu}" for gpu in gpus or ["none"]]
         lines.append(f"{'runs on':12}{self.runs_on}")
-        tuned = self.tuned
-        folder = f"in {tuned['folder']}" if tuned["folder"] else "unset"
+        files = self.tuned
+        folder = f"in {files['folder']}" if files["folder"] else "unset"
         lines.append(
-            f"{'tuned tiles':12}{tuned['for_this_gpu']} files for this GPU, {tuned['all']} for all "
+            f"{'tuned tiles':12}{files['for_this_gpu']} files for this GPU, {files['all']} for all "
             f"(MOE_OPS_TUNED_DIR: {folder})"
         )
         for extra, packages in self.extras.items():
@@ -128,7 +128,7 @@ def diagnose(progress: Callable[[str], None] = lambda text: None) -> Diagnosis:
     found.extras = {
         extra: {name: _version(name) for name in names} for extra, names in EXTRAS.items()
     }
-    found.tuned = _tuned()
+    _tuned(found)
     if gpus:
         progress("asking which kernels serve which scheme")
         found.kernels = kernels_of(find_problem(SHAPE))
@@ -150,12 +150,15 @@ def _gpu(number: int) -> dict[str, Any]:
     return {"name": properties.name, "arch": arch, "memory_gb": memory}
 
 
-def _tuned() -> dict[str, Any]:
-    """The number of layers in tuned files, and where the user's files are."""
+def _tuned(found: Diagnosis) -> None:
+    """Count the layers in tuned files, and add files that cannot be used to the problems."""
     here = plain_name(torch.cuda.get_device_name()) if torch.cuda.is_available() else None
-    counts = {key: len(layers) for key, layers in TABLES.items()}
+    read = [tuned.look_into(folder) for folder in tuned.folders()]
+    found.problems += [problem for one in read for problem in one.problems]
+    in_use = tuned.tables(layer for one in read for layer in one.layers)
+    counts = {key: len(layers) for key, layers in in_use.items()}
     mine = sum(number for (gpu, _), number in counts.items() if gpu == here)
-    return {"for_this_gpu": mine, "all": sum(counts.values()), "folder": FOLDER}
+    found.tuned = {"for_this_gpu": mine, "all": sum(counts.values()), "folder": tuned.FOLDER}
 
 
 def kernels_of(problem: Problem, device: str | None = None) -> dict[str, list[str] | str]:

@@ -23,6 +23,7 @@ from torch import Tensor
 import moe_ops
 from moe_ops.pipeline.devices import MEASURED as HARDWARE
 from moe_ops.pipeline.workspace import PeakMemory
+from moe_ops.shared_file import locked, replace_file
 
 CHECKOUT = Path(moe_ops.__file__).resolve().parent.parent
 """The root of the repository, if the package is imported from a checkout."""
@@ -218,18 +219,24 @@ def write_rows(path: Path, rows: Sequence[Any], key: Sequence[str] = KEY) -> Non
     each row has the commit of its own run.
     """
     header = run_header()
-    old = json.loads(path.read_text()) if path.exists() else {"rows": [], "parts": []}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with locked(path):
+        old = json.loads(path.read_text()) if path.exists() else {"rows": [], "parts": []}
+        replace_file(path, _merged(header, old, rows, key))
+
+
+def _merged(
+    header: dict[str, Any], old: dict[str, Any], rows: Sequence[Any], key: Sequence[str]
+) -> str:
+    """The text of a record with the rows of a run."""
     part = {name: header[name] for name in ("commit", "date", "command")}
     merged = {tuple(row[name] for name in key): row for row in old["rows"]}
     for row in map(asdict, rows):
         merged[tuple(row[name] for name in key)] = {**row, "commit": header["commit"]}
     # A run writes after every case, so its own entry in ``parts`` is replaced.
     parts = [p for p in old["parts"] if p["date"] != part["date"]] + [part]
-    path.parent.mkdir(parents=True, exist_ok=True)
-    draft = path.with_suffix(".tmp")
     ordered = [merged[values] for values in sorted(merged)]
-    draft.write_text(json.dumps({**header, "parts": parts, "rows": ordered}, indent=1) + "\n")
-    os.replace(draft, path)
+    return json.dumps({**header, "parts": parts, "rows": ordered}, indent=1) + "\n"
 
 
 @cache

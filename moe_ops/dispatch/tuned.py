@@ -1,13 +1,17 @@
 """Look-up of tuned tiles.
 
-Tuned files (see `tuned_file`) are read once, when this module is imported: first the package's,
-then the files in the folder ``MOE_OPS_TUNED_DIR``, which override the package's.
+Tuned files (see `tuned_file`) are read once in a process, when the first GEMM is planned: first the
+package's, then the files in the folder ``MOE_OPS_TUNED_DIR``, which override the package's. A file
+that cannot be used is skipped with a warning. Reading is work of the CPU alone, so the first plan
+may be made while a CUDA graph is captured.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import cached_property
 from importlib.resources import files
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,11 +21,13 @@ from moe_ops.dispatch.hopper import HopperTiles, KernelTiles, hopper_tiles, unfi
 from moe_ops.dispatch.hopper_decode import decode_tiles, decode_unfit, decodes_weights
 from moe_ops.dispatch.portable import shared_bytes
 from moe_ops.dispatch.tiles import Gemm, TileConfig, last_class, load_class
-from moe_ops.dispatch.tuned_file import Entry, Sizes, TunedLayer, parse
+from moe_ops.dispatch.tuned_file import Entry, Sizes, TunedLayer, check_name, parse
 from moe_ops.scheme import Quant
 
 FOLDER = os.environ.get("MOE_OPS_TUNED_DIR")
-"""The user's folder of tuned files, or None."""
+"""The user's folder of tuned files; None or empty: there is none."""
+PACKAGED = files("moe_ops") / "configs"
+"""The package's folder of tuned files."""
 DEFAULT = "analytic default"
 
 
@@ -41,47 +47,105 @@ class Choice(NamedTuple):
         return self.hopper or self.plain
 
 
-def read_folder(folder: Any) -> list[TunedLayer]:
-    """The layers of all JSON files in a folder (a path or a resource).
+class Found(NamedTuple):
+    """What is in a folder of tuned files."""
 
-    Raises:
-        ValueError: no such folder, a file that `parse` rejects, or one that is not a regular file.
-    """
-    if not folder.is_dir():
-        raise ValueError(f"MOE_OPS_TUNED_DIR must name a folder, got {str(folder)!r}")
-    found = sorted((f for f in folder.iterdir() if f.name.endswith(".json")), key=lambda f: f.name)
-    for file in found:
-        if not file.is_file():  # reading a pipe would wait for ever
-            raise ValueError(f"{file.name}: it must be a regular file, got a folder or a pipe")
-    return [parse(f.name, f.read_text()) for f in found]
+    layers: list[TunedLayer]
+    problems: list[str]
+    """A sentence for the folder, or for each JSON file, that cannot be used."""
 
 
-class Tables(dict[tuple[str, str], dict[Sizes, TunedLayer]]):
-    """Layers by GPU and scheme, then by their sizes.
-
-    Hashed by identity, so that a table can be part of a cache key.
-    """
-
-    __hash__ = object.__hash__  # type: ignore[assignment]
-    __eq__ = object.__eq__
-    __ne__ = object.__ne__
-
-
-def tables(layers: Iterable[TunedLayer]) -> Tables:
-    """The tables of ``layers``; a later layer replaces an earlier one of the same sizes."""
-    found = Tables()
-    for layer in layers:
-        found.setdefault((layer.device, layer.scheme), {})[layer.sizes] = layer
+def look_into(folder: Any) -> Found:
+    """Read all JSON files in a folder (a path or a resource) that `parse` accepts."""
+    found = Found([], [])
+    try:
+        if not folder.is_dir():
+            raise ValueError(f"MOE_OPS_TUNED_DIR must name a folder, got {str(folder)!r}")
+        names = sorted(file.name for file in folder.iterdir() if file.name.endswith(".json"))
+    except (OSError, ValueError) as error:
+        return Found([], [f"no tuned file is used: {error}"])
+    for name in names:
+        try:
+            found.layers.append(_read(folder / name))
+        except (OSError, ValueError) as error:
+            found.problems.append(f"a file in {folder} is not used: {error}")
     return found
 
 
+def _read(file: Any) -> TunedLayer:
+    """The layer of a file.
+
+    Raises:
+        OSError: the file cannot be read.
+        ValueError: `parse` rejects the file, or it is not a regular file.
+    """
+    check_name(file.name)  # before a large file of another program is read
+    if not file.is_file():  # reading a pipe would wait for ever
+        raise ValueError(f"{file.name}: it must be a regular file, got a folder or a pipe")
+    try:
+        text = file.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{file.name}: it must be text in UTF-8, got {error}") from None
+    return parse(file.name, text)
+
+
+def read_folder(folder: Any) -> list[TunedLayer]:
+    """The layers of all tuned files in a folder; warns of each file that cannot be used."""
+    found = look_into(folder)
+    for problem in found.problems:
+        warnings.warn(problem, stacklevel=2)
+    return found.layers
+
+
+class Tables(Mapping[tuple[str, str], dict[Sizes, TunedLayer]]):
+    """Layers by GPU and scheme, then by their sizes; a later layer replaces an earlier one.
+
+    Hashed by identity, so that a table can be part of a cache key without being read.
+
+    Args:
+        read: returns the layers; called once, when the table is first looked into.
+    """
+
+    def __init__(self, read: Callable[[], Iterable[TunedLayer]]) -> None:
+        self._read = read
+
+    @cached_property
+    def _by_gpu(self) -> dict[tuple[str, str], dict[Sizes, TunedLayer]]:
+        found: dict[tuple[str, str], dict[Sizes, TunedLayer]] = {}
+        for layer in self._read():
+            found.setdefault((layer.device, layer.scheme), {})[layer.sizes] = layer
+        return found
+
+    def __getitem__(self, key: tuple[str, str]) -> dict[Sizes, TunedLayer]:
+        return self._by_gpu[key]
+
+    def __iter__(self) -> Iterator[tuple[str, str]]:
+        return iter(self._by_gpu)
+
+    def __len__(self) -> int:
+        return len(self._by_gpu)
+
+    __hash__ = object.__hash__
+    __eq__ = object.__eq__
+
+
+def tables(layers: Iterable[TunedLayer]) -> Tables:
+    """The tables of ``layers``."""
+    return Tables(lambda: layers)
+
+
+def folders() -> list[Any]:
+    """The folders of the files in use: the package's, then the user's if there is one."""
+    return [PACKAGED, *([Path(FOLDER)] if FOLDER else [])]
+
+
 def read_all() -> Tables:
-    """The tables of the package's files and of the user's folder."""
-    shipped = read_folder(files("moe_ops") / "configs")
-    return tables(shipped + (read_folder(Path(FOLDER)) if FOLDER else []))
+    """The tables of the files in use, read anew when they are first looked into."""
+    return Tables(lambda: [layer for folder in folders() for layer in read_folder(folder)])
 
 
 TABLES = read_all()
+"""The tables of the files in use."""
 
 
 def choose(

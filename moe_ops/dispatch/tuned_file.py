@@ -103,15 +103,24 @@ def written(tiles: KernelTiles) -> dict[str, Any]:
     return {"kernel": tiles.kernel, **sizes, "ON_DEMAND": tiles.on_demand, **more}
 
 
+def check_name(file: str) -> tuple[str, ...]:
+    """The parts of a tuned file's name: E, N, K, the GPU and the scheme.
+
+    Raises:
+        ValueError: the file has another name.
+    """
+    named = _NAME.fullmatch(file)
+    _require(named, file, "the name", f"match {_NAME.pattern}", file)
+    return named.groups()  # type: ignore[union-attr]
+
+
 def parse(file: str, text: str) -> TunedLayer:
     """Parse the text of a tuned file.
 
     Raises:
         ValueError: the file is invalid; the message names the file, the key and the broken rule.
     """
-    named = _NAME.fullmatch(file)
-    _require(named, file, "the name", f"match {_NAME.pattern}", file)
-    *sizes, device, scheme = named.groups()  # type: ignore[union-attr]
+    *sizes, device, scheme = check_name(file)
     try:
         known, record = get_scheme(scheme.translate(_READ)), json.loads(text)
     except (NotImplementedError, ValueError) as error:  # of the name, or of the text

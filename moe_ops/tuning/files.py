@@ -1,4 +1,8 @@
-"""Tune a layer: search tiles for the token counts that its file lacks, and write the file."""
+"""Tune a layer: search tiles for the token counts that its file lacks, and write the file.
+
+Several processes may tune one layer at the same time: each adds its entries to the file while it
+holds the file's lock, and readers see either the old file or the new one.
+"""
 
 from __future__ import annotations
 
@@ -11,9 +15,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import moe_ops.dispatch.tuned
-from moe_ops.dispatch.tuned import FOLDER
+from moe_ops.dispatch import tuned
 from moe_ops.dispatch.tuned_file import parse
+from moe_ops.shared_file import locked, replace_file
 from moe_ops.tuning.search import Clock, Prepare, Subject, Trial, tune_tokens
 
 try:
@@ -32,12 +36,29 @@ class Hooks(NamedTuple):
 
 
 NO_HOOKS = Hooks()
-PACKAGED = Path(moe_ops.dispatch.tuned.__file__).parent / "configs"
 
 
 def default_folder() -> Path:
     """The user's folder of tuned files if there is one, else the package's."""
-    return Path(FOLDER) if FOLDER else PACKAGED
+    return Path(str(tuned.folders()[-1]))
+
+
+def check_writable(folder: Path) -> None:
+    """Make a folder, and check that files can be written to it.
+
+    Raises:
+        ValueError: they cannot.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        writable = os.access(folder, os.W_OK | os.X_OK)
+    except OSError:
+        writable = False
+    if not writable:
+        raise ValueError(
+            f"the folder of tuned files must be writable, got {folder} (set MOE_OPS_TUNED_DIR to "
+            "another one, or pass --output)"
+        )
 
 
 def read(subject: Subject, folder: Path) -> dict[str, Any]:
@@ -49,7 +70,7 @@ def read(subject: Subject, folder: Path) -> dict[str, Any]:
     path = folder / subject.file
     if not path.is_file():
         return {}
-    text = path.read_text()
+    text = path.read_text(encoding="utf-8")
     known = parse(path.name, text).top_k
     if known != subject.top_k:
         raise ValueError(f"{path.name}: top_k must be {subject.top_k}, got {known}")
@@ -58,14 +79,19 @@ def read(subject: Subject, folder: Path) -> dict[str, Any]:
 
 
 def write(subject: Subject, folder: Path, entries: dict[str, Any]) -> None:
-    """Replace a layer's tuned file, after checking that the new file can be read."""
-    ordered = {key: entries[key] for key in sorted(entries, key=int)}
-    text = json.dumps({"top_k": subject.top_k, **ordered}, indent=1) + "\n"
-    parse(subject.file, text)
+    """Add entries to a layer's tuned file, in place of entries for the same numbers of tokens.
+
+    Raises:
+        OSError: the folder cannot be written to.
+        ValueError: an invalid entry, or a file that `read` rejects.
+    """
     folder.mkdir(parents=True, exist_ok=True)
-    draft = folder / (subject.file + ".tmp")
-    draft.write_text(text)
-    os.replace(draft, folder / subject.file)
+    with locked(folder / subject.file):
+        merged = {**read(subject, folder), **entries}
+        ordered = {key: merged[key] for key in sorted(merged, key=int)}
+        text = json.dumps({"top_k": subject.top_k, **ordered}, indent=1) + "\n"
+        parse(subject.file, text)
+        replace_file(folder / subject.file, text)
 
 
 def tune(
@@ -81,6 +107,8 @@ def tune(
 ) -> list[int]:
     """Tune the token counts that the file lacks, the largest first, and write after each.
 
+    Entries that other processes write meanwhile stay in the file.
+
     Args:
         subject: the layer.
         num_tokens: the requested token counts.
@@ -93,10 +121,13 @@ def tune(
 
     Returns:
         The numbers of tokens that were tuned.
+
+    Raises:
+        ValueError: the folder cannot be written to, or its file for this layer is invalid.
     """
-    entries, started, tuned = read(subject, folder), time.monotonic(), []
-    todo = sorted({n for n in num_tokens if again or str(n) not in entries}, reverse=True)
-    entries = {key: entry for key, entry in entries.items() if int(key) not in todo}
+    known, started, done = read(subject, folder), time.monotonic(), []
+    todo = sorted({n for n in num_tokens if again or str(n) not in known}, reverse=True)
+    check_writable(folder)
     shares = [len(subject.candidates(tokens)) for tokens in todo]
     progress, expected = _Progress(sum(shares), f"{subject.scheme.name}, {len(todo)} counts"), 0
     for tokens, share in zip(todo, shares, strict=True):
@@ -105,13 +136,12 @@ def tune(
         expected += share
         ticking = progress.ticking(clock, expected)
         entry = tune_tokens(subject, tokens, ticking, hooks.prepare)
-        entries[str(tokens)] = {**entry, "made_with": made_with}
-        write(subject, folder, entries)
+        write(subject, folder, {str(tokens): {**entry, "made_with": made_with}})
         hooks.report(tokens, entry)
         progress.reach(expected)
-        tuned.append(tokens)
+        done.append(tokens)
     progress.close()
-    return tuned
+    return done
 
 
 class _Progress:

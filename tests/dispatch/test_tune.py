@@ -3,9 +3,11 @@
 import json
 import math
 from dataclasses import replace
+from multiprocessing import get_context
 
 import pytest
 from tune_trials import A100, H200, SCHEMES, Clock, kernel_of, plain_trial, subject
+from tuned_entries import entry
 
 from moe_ops import FusedMoEConfig, RoutingMethodType, explain
 from moe_ops.dispatch import tuned
@@ -190,6 +192,80 @@ def test_what_was_stopped_goes_on(tmp_path):
     again = Clock(block_n=64)
     assert files.tune(layer, [64], tmp_path, again, again=True) == [64]
     assert list(files.read(layer, tmp_path)) == ["1", "64", "4096"]
+
+
+def write_every_other(folder, first, last):
+    for tokens in range(first, last, 2):
+        files.write(subject(), folder, {str(tokens): entry()})
+
+
+def test_processes_that_write_one_file(tmp_path):
+    """Readers never see half of a file, and entries of both are kept."""
+    fork = get_context("fork")
+    both = [fork.Process(target=write_every_other, args=(tmp_path, n, 81)) for n in (1, 2)]
+    for process in both:
+        process.start()
+    torn = []
+    while any(process.is_alive() for process in both):
+        torn += tuned.look_into(tmp_path).problems
+    assert [process.exitcode for process in both] == [0, 0] and not torn
+    assert list(files.read(subject(), tmp_path)) == [str(n) for n in range(1, 81)]
+    assert [path.name for path in tmp_path.iterdir()] == [subject().file]
+
+
+def test_entries_that_are_written_meanwhile_stay(tmp_path):
+    """An entry replaces the one of the same number of tokens alone."""
+    layer, others = subject(), {"64": entry(), "8": entry()}
+    files.write(layer, tmp_path, others)
+
+    def late(tokens, _):
+        files.write(layer, tmp_path, {"100": entry(), "8": entry(32)})
+
+    hooks = files.Hooks(report=late)
+    assert files.tune(layer, [64], tmp_path, Clock(), again=True, hooks=hooks) == [64]
+    now = files.read(layer, tmp_path)
+    assert list(now) == ["8", "64", "100"] and now["8"] == entry(32) and "time_us" in now["64"]
+
+
+def test_a_lock_that_was_left(tmp_path):
+    """A process that died holds none; its file is used, and removed."""
+    (tmp_path / f"{subject().file}.lock").write_text("")
+    files.write(subject(), tmp_path, {"8": entry()})
+    assert [path.name for path in tmp_path.iterdir()] == [subject().file]
+
+
+def test_a_folder_without_locks(tmp_path, monkeypatch):
+    def none(*given):
+        raise OSError(95, "Operation not supported")
+
+    monkeypatch.setattr("fcntl.flock", none)
+    with pytest.warns(match="has no locks: .*Operation not supported"):
+        files.write(subject(), tmp_path, {"8": entry()})
+    assert list(files.read(subject(), tmp_path)) == ["8"]
+
+
+def test_a_draft_that_cannot_be_written_leaves_the_file(tmp_path, monkeypatch):
+    files.write(subject(), tmp_path, {"8": entry()})
+
+    def full(descriptor):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("os.fsync", full)
+    with pytest.raises(OSError, match="No space left"):
+        files.write(subject(), tmp_path, {"64": entry()})
+    assert list(files.read(subject(), tmp_path)) == ["8"]
+    assert [path.name for path in tmp_path.iterdir()] == [subject().file]
+
+
+def test_a_folder_that_cannot_be_written(tmp_path, monkeypatch):
+    """Nothing is timed before the error, which says what to do."""
+    rule = r"the folder of tuned files must be writable, got .*set MOE_OPS_TUNED_DIR"
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ValueError, match=rule):
+        files.tune(subject(), [8], tmp_path / "file" / "below", Clock(stop_after=0))
+    monkeypatch.setattr("os.access", lambda path, mode: False)  # root may write anywhere
+    with pytest.raises(ValueError, match=rule):
+        files.tune(subject(), [8], tmp_path, Clock(stop_after=0))
 
 
 def test_a_budget_of_time(tmp_path):

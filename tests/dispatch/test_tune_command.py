@@ -150,6 +150,20 @@ def test_a_broken_file_is_an_error(clock, tmp_path, capsys):
     assert "a key must be top_k or a token count, got 'one'" in capsys.readouterr().err
 
 
+def test_a_file_that_cannot_be_written_is_an_error(clock, tmp_path, capsys, monkeypatch):
+    (tmp_path / "file").write_text("")
+    command = [*COMMAND, "--tokens", "8", "--output"]
+    assert exit_code([*command, str(tmp_path / "file")]) == 2
+    assert "must be writable" in capsys.readouterr().err and not clock.trials
+
+    def full(descriptor):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("os.fsync", full)
+    assert exit_code([*command, str(tmp_path)]) == 2
+    assert "No space left on device" in capsys.readouterr().err
+
+
 # The clock
 
 BLOCKS = ("BLOCK_M", "BLOCK_N", "BLOCK_K", "num_warps", "num_stages")

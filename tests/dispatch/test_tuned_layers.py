@@ -2,8 +2,10 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -18,6 +20,7 @@ from moe_ops.dispatch.device import assumed
 from moe_ops.dispatch.tuned import DEFAULT
 from moe_ops.dispatch.tuned_file import file_name, parse
 from moe_ops.testing import assert_matches_reference
+from moe_ops.tuning import files
 
 
 @pytest.fixture
@@ -52,11 +55,123 @@ def test_the_folder_of_the_environment(tmp_path):
     assert large["gemm1"]["block_m"] == large["gemm2"]["block_m"] == 64
     text = python(run.replace(" --json", ""), MOE_OPS_TUNED_DIR=str(tmp_path)).stdout
     assert f"tiles: tuned ({name}): GEMM 1 of 64, GEMM 2 of 64" in text
-    (tmp_path / name).write_text("{}")
-    done = python("import moe_ops", MOE_OPS_TUNED_DIR=str(tmp_path))
-    assert f"ValueError: {name}: top_k must be" in done.stderr
-    done = python("import moe_ops", MOE_OPS_TUNED_DIR=str(tmp_path / "none"))
-    assert "ValueError: MOE_OPS_TUNED_DIR must name a folder" in done.stderr
+
+
+USE = """
+import sys, warnings
+import moe_ops
+from moe_ops.dispatch import tuned
+from moe_ops.pipeline.explanation import explain
+assert not tuned.TABLES.__dict__.get("_by_gpu"), "read at import"
+config = moe_ops.FusedMoEConfig(
+    8, 2, 128, 64, 8, "silu", "cpu", moe_ops.RoutingMethodType.Default
+)
+with warnings.catch_warnings(record=True) as seen:
+    warnings.simplefilter("always")
+    for device in ("sm_90", "sm_80"):
+        found = explain(config, "unquantized", num_tokens=[4], device=device)
+        print(found.costs[0].tiles_from[0])
+for one in seen:
+    print(one.category.__name__, one.message)
+"""
+"""Plans a layer with and without its own file, and prints what was warned of."""
+
+
+def test_files_that_cannot_be_used_are_skipped(tmp_path):
+    """Neither an import nor a plan raises: one warning names each file and says why."""
+    good = file_name(SIZES, "NVIDIA H200", "unquantized")
+
+    def name(sizes):
+        return file_name(sizes, "NVIDIA H200", "unquantized")
+
+    (tmp_path / good).write_text(json.dumps(record(2, _4=entry())))
+    (tmp_path / name((1, 64, 64))).write_text("{}")
+    (tmp_path / name((2, 64, 64))).write_text("")
+    (tmp_path / name((3, 64, 64))).write_bytes(b"\xff{}")
+    (tmp_path / name((4, 64, 64))).mkdir()
+    os.mkfifo(tmp_path / name((5, 64, 64)))
+    (tmp_path / name((6, 64, 64))).symlink_to(tmp_path / "nothing")
+    (tmp_path / name((7, 64, 64))).symlink_to(tmp_path / name((7, 64, 64)))
+    (tmp_path / "config.json").write_text('{"model_type": "qwen3_moe"}')
+    (tmp_path / "E=8,N=64,device_name=NVIDIA_H200.json").write_text("{}")
+    (tmp_path / f"{good}.lock").write_text("")
+    done = python(USE, MOE_OPS_TUNED_DIR=str(tmp_path))
+    first, second, *said = done.stdout.splitlines()
+    assert (first, second) == (f"tuned ({good})", DEFAULT), done.stderr
+    assert len(said) == 9 and all(f"a file in {tmp_path} is not used: " in s for s in said), said
+    for count, why in enumerate(
+        ("top_k must be", "Expecting value", "must be text in UTF-8", *["a regular file"] * 3), 1
+    ):
+        assert any(name((count, 64, 64)) in line and why in line for line in said), (count, said)
+    for stray in ("config.json", "E=8,N=64,device_name=NVIDIA_H200.json"):
+        assert any(f"not used: {stray}: the name must match" in line for line in said), said
+
+
+@pytest.mark.parametrize("folder", ["none", "file"])
+def test_a_folder_that_cannot_be_used(folder, tmp_path):
+    (tmp_path / "file").write_text("")
+    done = python(USE, MOE_OPS_TUNED_DIR=str(tmp_path / folder))
+    *sources, said = done.stdout.splitlines()
+    assert sources == [DEFAULT] * 2 and "MOE_OPS_TUNED_DIR must name a folder" in said, done.stderr
+
+
+def test_what_cannot_be_read(tmp_path, monkeypatch):
+    """Permissions do not keep root from reading, so that `open` refuses here."""
+    (tmp_path / file_name(SIZES, "NVIDIA H200", "unquantized")).write_text("{}")
+
+    def refuse(*given, **more):
+        raise PermissionError(13, "Permission denied")
+
+    for method in ("read_text", "iterdir"):
+        monkeypatch.setattr(f"pathlib.Path.{method}", refuse)
+        assert tuned.look_into(tmp_path).layers == []
+        (problem,) = tuned.look_into(tmp_path).problems
+        assert "Permission denied" in problem
+
+
+def test_one_definition_of_the_folder(monkeypatch, tmp_path):
+    """`tune` continues what is read: the package's files, or the user's."""
+    monkeypatch.setattr(tuned, "FOLDER", None)
+    (known,) = (x for by in tuned.read_all().values() for x in by.values() if x.sizes[1] == 8192
+                and x.scheme == "unquantized")  # fmt: skip
+    entries = files.read(known, files.default_folder())
+    assert list(entries) == [str(entry.num_tokens) for entry in known.entries] and entries
+    monkeypatch.setattr(tuned, "FOLDER", str(tmp_path))
+    assert files.default_folder() == tmp_path
+
+
+TUNE = """
+import sys
+sys.path.insert(0, "tests")
+from tune_trials import Clock
+from moe_ops import cli
+cli._gemm_clock = lambda problem, layer, jobs: (Clock(block_n=32), list)
+sizes = "--sizes 24,4,2048,640 --scheme fp8_block128 --device sm_90 --tokens 64 --json"
+sys.exit(cli.main([sys.argv[1], *sizes.split()]))
+"""
+
+
+@pytest.mark.parametrize("theirs", [False, True], ids=["package", "folder"])
+def test_what_one_process_tunes_the_next_one_finds(theirs, tmp_path):
+    """In the package's folder (of a copy of the package) and in the user's."""
+    for folder in ("moe_ops", "fake_impls"):
+        leave = shutil.ignore_patterns("__pycache__")
+        shutil.copytree(CHECKOUT / folder, tmp_path / folder, ignore=leave)
+    (tmp_path / "tests").symlink_to(CHECKOUT / "tests")
+    user = tmp_path / "tuned" / "mine"
+    expected = user if theirs else tmp_path / "moe_ops" / "configs"
+
+    def run(command):
+        return json.loads(subprocess.run(
+            [sys.executable, "-c", TUNE, command], capture_output=True, text=True, cwd=tmp_path,
+            env={**os.environ, "PYTHONPATH": str(tmp_path),
+                 "MOE_OPS_TUNED_DIR": str(user) if theirs else ""},
+        ).stdout)  # fmt: skip
+
+    path = Path(run("tune")["file"])
+    assert path.parent == expected and path.is_file()
+    (cost,) = run("explain")["costs"]
+    assert cost["tiles_from"] == [f"tuned ({path.name})"] * 2
 
 
 def test_the_users_files_take_the_place_of_the_packages(monkeypatch, tmp_path):

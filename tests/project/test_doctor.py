@@ -8,6 +8,7 @@ from command_line import exit_code
 
 from moe_ops import doctor
 from moe_ops.bench.problems import find_problem
+from moe_ops.dispatch import tuned
 from moe_ops.scheme import SCHEMES
 
 
@@ -48,6 +49,18 @@ def test_a_failing_layer_is_a_problem(monkeypatch):
     found = doctor.diagnose()
     assert set(found.self_test.values()) == {"RuntimeError: no compiler"}
     assert len(found.problems) == len(found.self_test)
+
+
+def test_tuned_files_that_are_not_used_are_problems(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(tuned, "FOLDER", str(tmp_path))
+    (tmp_path / "config.json").write_text("{}")
+    assert exit_code(["doctor"]) == 1
+    printed = capsys.readouterr().out
+    assert f"PROBLEM: a file in {tmp_path} is not used: config.json: the name must" in printed
+    assert f"MOE_OPS_TUNED_DIR: in {tmp_path}" in printed
+    monkeypatch.setattr(tuned, "FOLDER", str(tmp_path / "none"))
+    found = doctor.diagnose()
+    assert "MOE_OPS_TUNED_DIR must name a folder" in found.problems[0] and found.tuned["all"] > 0
 
 
 def test_an_old_torch_is_a_problem(monkeypatch):
