@@ -145,7 +145,6 @@ def compiling(gpu: int | Device, name: str = "", *, once: bool = False) -> Itera
             triton.knobs.compilation.disable_line_info = True  # takes time, and changes no code
             patches.enter_context(mock.patch.object(launch, "COMPILED", Forgetful()))
             # Nothing is launched, and a build with CUDA would ask the driver for a stream.
-            patches.enter_context(mock.patch.object(launch, "LAST", {}))
             patches.enter_context(mock.patch.object(launch, "_current_stream", None))
             patches.enter_context(mock.patch.object(JITFunction, "run", compile_only))
             for stage in (symmetric, symmetric_batched):

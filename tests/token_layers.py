@@ -50,14 +50,15 @@ class Layer:
             rest = (self.top_k, self.scheme.name, self.dtype, activation, self.invariant)
             scaled_gemm.scaled_matmul(a, a_scale, w, w_scale, None, bias, self.tiles, *rest)
 
-    def sum(self, has_bias=False, weighted=True):
+    def sum(self, has_bias=False, weighted=True, early=False):
         """GEMM 2, with the sum."""
-        gemm_sum.gemm_sum(*self.sum_arguments(has_bias, weighted))
+        gemm_sum.gemm_sum(*self.sum_arguments(has_bias, weighted, early))
 
-    def sum_arguments(self, has_bias=False, weighted=True):
+    def sum_arguments(self, has_bias=False, weighted=True, early=False):
         """Of its launcher."""
         slots = self.tokens * self.top_k
         operands = self.operands(slots, self.hidden, self.width, has_bias)
         rest = (self.weights if weighted else None, self.tiles, self.scheme.name)
         dense = self.scheme.weight is None
-        return *operands, *rest, None if dense else self.dtype, dense, self.invariant
+        how = (None if dense else self.dtype, dense, self.invariant, None, early)
+        return *operands, *rest, *how

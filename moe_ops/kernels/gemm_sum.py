@@ -25,6 +25,7 @@ def gemm_sum(
     expert_order: bool = False,
     batch_invariant: bool = False,
     w_global_scale: Tensor | None = None,
+    early: bool = False,
 ) -> Tensor:
     """Run the kernel that also sums if it takes the GEMM, else a GEMM kernel and a sum kernel."""
     how = (scheme, out_dtype, expert_order, batch_invariant)
@@ -44,5 +45,5 @@ def gemm_sum(
         return out, sum_problem(gemm, topk_weights is not None, out.element_size())
 
     scales = (a_scale, w_scale, None, w_global_scale)
-    given = GemmOperands(a, w, tiles, bias, topk_weights, *scales)
+    given = GemmOperands(a, w, tiles, bias, topk_weights, *scales, early)
     return call_gemm(given, ("gemm_sum", *how), prepare)

@@ -54,6 +54,7 @@ def weight_only_sum(
     tiles: AnyTiles,
     scheme: str,
     batch_invariant: bool = False,
+    early: bool = False,
 ) -> Tensor:
     """Run the kernel that also sums if it takes the GEMM, else a GEMM kernel and a sum kernel."""
     scales, how = (w_scale, w_zero_point, w_global_scale), (scheme, batch_invariant)
@@ -65,5 +66,5 @@ def weight_only_sum(
         )
         return out, sum_problem(gemm, topk_weights is not None, out.element_size())
 
-    given = GemmOperands(a, w, tiles, bias, topk_weights, None, *scales)
+    given = GemmOperands(a, w, tiles, bias, topk_weights, None, *scales, early)
     return call_gemm(given, ("weight_only_sum", *how), prepare)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -193,6 +196,19 @@ def sums_at_once(space: SlotRows, weight: ExpertWeight, scheme: Scheme) -> bool:
     return sums_one_token(scheme) or is_packed(weight.data)
 
 
+_APART: ContextVar[bool] = ContextVar("apart", default=False)
+
+
+@contextmanager
+def apart() -> Iterator[None]:
+    """Context manager: call the operators of `gemm_sum` as compiled graphs do."""
+    token = _APART.set(True)
+    try:
+        yield
+    finally:
+        _APART.reset(token)
+
+
 def gemm_sum(
     rows: Rows,
     weight: ExpertWeight,
@@ -200,18 +216,28 @@ def gemm_sum(
     topk_weights: Tensor | None,
     scheme: Scheme,
     dtype: torch.dtype,
+    *,
+    early: bool = False,
 ) -> Tensor:
-    """`gemm`, followed by the weighted sum over each token's slots."""
+    """`gemm`, followed by the weighted sum over each token's slots.
+
+    ``early``: all that the operator reads, except its rows, was written before the first GEMM was
+    called. The operator is told (see `moe_ops.ops`) unless this call is traced: a compiler may run
+    other kernels between the two.
+    """
+    traced = torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
+    early = early and not traced and not _APART.get()
     if scheme.weight is not None and scheme.activation is None:
         return ops.weight_only_sum(
             rows.data, weight.data, weight.scale, weight.zero_point, weight.global_scale,
             weight.bias, topk_weights, [*space.tiles], scheme.key, space.batch_invariant,
+            early,
         )  # fmt: skip
     return ops.gemm_sum(
         rows.data, rows.scale, weight.data, weight.scale, weight.bias, topk_weights,
         [*space.tiles], scheme.key, None if weight.scale is None else dtype,
         space.expert_order, space.batch_invariant,
-        weight.global_scale if scheme.decoded else None,
+        weight.global_scale if scheme.decoded else None, early,
     )  # fmt: skip
 
 

@@ -16,6 +16,7 @@ from moe_ops.dispatch.problem import GemmProblem, layer_problem, sizes_of
 from moe_ops.dispatch.row_tiles import tile_rule
 from moe_ops.dispatch.tiles import MANY_TOKENS, few_tokens, is_direct, scan_sizes
 from moe_ops.pipeline.fused_experts import NOT_QUANTIZED, fused_experts
+from moe_ops.pipeline.gemms import apart
 from moe_ops.pipeline.layer_checks import check_not_quantized
 from moe_ops.routing import fused_topk
 from moe_ops.scheme import Scheme, is_packed
@@ -184,6 +185,9 @@ def run_variants(
             chosen.setdefault(variants.of(tokens), tokens)
     for tokens in chosen.values():
         run(tokens)
+        if tokens == 1 and variants.w1.is_cuda:
+            with apart():  # compiled graphs have a kernel of their own: see `kernels._runtime`
+                run(tokens)
     if variants.w1.is_cuda:
         torch.cuda.synchronize(variants.w1.device)
     return list(chosen.values())

@@ -107,7 +107,7 @@ def test_a_trial_is_compiled_without_memory(scheme, tokens, which, changes, name
     assert layer.allows(trial)
     with aot.compiling(H200) as compiled, mock.patch.object(launch, "COMPILED", {}):
         assert compile_trial("silu", layer, trial) == ""
-        assert launch.COMPILED == {} and launch.LAST == {}
+        assert launch.COMPILED == {}
     kernel = compiled[-1]
     used = aot.resources(kernel, 90)
     assert kernel.metadata.name == name and used["spilled"] == 0 and used["serialized"] == 0

@@ -4,6 +4,7 @@ from itertools import cycle, islice
 
 import pytest
 import torch
+from conftest import HAS_CUDA
 from dependent_launches import (
     QUEUE,
     assert_same,
@@ -14,7 +15,14 @@ from dependent_launches import (
 
 import moe_ops
 from moe_ops import ops
+from moe_ops.pipeline.gemms import apart, expert_weights, gemm, gemm_sum, quantized, stored
+from moe_ops.pipeline.row_spaces import SlotRows
+from moe_ops.scheme import FusedMoEQuantConfig, pack_weight, packs
+from moe_ops.tensors import Routing, Rows
 from moe_ops.testing import Problem, make_inputs, quantize_inputs
+
+if HAS_CUDA:
+    from moe_ops.kernels._runtime.launch import Launch
 
 E, K, H, I = 16, 4, 512, 256  # noqa: E741
 SCHEMES = ("unquantized", "fp8_channel", "fp8_block128", "int8_tensor", "int4_w4a16_g128", "mxfp4")
@@ -84,6 +92,68 @@ def test_layers(scheme, tokens):
     chain = layers(scheme)
     check_eager(chain, batches(tokens))
     check_graph(chain, batches(tokens))
+
+
+def layer_of(scheme, device):
+    """Weights, packed if there is such a form, and their configuration."""
+    problem = Problem(1, E, K, H, I, torch.bfloat16, scheme=scheme)
+    (_, w1, w2, *_), config, _ = quantize_inputs(problem, make_inputs(problem, device))
+    if not packs(config.scheme, H, I):
+        return w1, w2, config
+    q1, q2 = (pack_weight(q, scheme) for q in config.weights(w1, w2))
+    return q1.data, q2.data, FusedMoEQuantConfig.from_weights(scheme, q1, q2)
+
+
+def operators(scheme, device="cuda"):
+    """Both GEMMs of one token, called one by one; PyTorch writes the ids between the two."""
+    w1, w2, config = layer_of(scheme, device)
+    weights, scheme = expert_weights(w1, w2, config), config.scheme
+
+    def chain(x):
+        seen = []
+        for n in range(8):
+            routing = Routing(*moe_ops.fused_topk(x, x[:, n : n + E], K, True))
+            space = SlotRows.of(routing, E, scheme, x.dtype, False)
+            rows = stored(Rows(x), weights, space, scheme, K, "silu")
+            h = gemm(rows, weights.w1, space, K, scheme, x.dtype, "silu")
+            routing.topk_ids.copy_((routing.topk_ids + 1) % E)
+            h = quantized(h, None, weights.w2, space, scheme)
+            seen.append(gemm_sum(h, weights.w2, space, routing.topk_weights, scheme, x.dtype))
+        return torch.cat(seen)
+
+    return chain
+
+
+ONE_TOKEN = ("unquantized", "fp8_block128", "mxfp4_w4a16")
+
+
+@pytest.mark.parametrize("scheme", ONE_TOKEN)
+def test_what_is_written_between_two_calls_is_read(scheme):
+    chain = operators(scheme)
+    check_eager(chain, batches(1))
+    check_graph(chain, batches(1))
+
+
+@pytest.mark.parametrize("scheme", ONE_TOKEN)
+def test_the_pipeline_of_one_token_reads_early(scheme, monkeypatch):
+    """Operators that are called one by one do not, with the same bits."""
+    if torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("needs a Hopper GPU")
+    w1, w2, config = layer_of(scheme, "cuda")
+    early, launch = [], Launch.__call__
+
+    def record(self, *given):
+        early.extend(c.EARLY for c in self.constants.values() if hasattr(c, "EARLY"))
+        launch(self, *given)
+
+    monkeypatch.setattr(Launch, "__call__", record)
+    x = batches(1)[0]
+    call = (x, w1, w2, *moe_ops.fused_topk(x, x[:, :E], K, True))
+    first = moe_ops.fused_experts(*call, quant_config=config)
+    with apart():
+        second = moe_ops.fused_experts(*call, quant_config=config)
+    assert torch.equal(first, second) and first.any()
+    assert early[-1] is False and sum(early) == 1, early
 
 
 @pytest.mark.parametrize("rows", [1, 300, 20000])

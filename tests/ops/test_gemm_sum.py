@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from pairwise import half_exhaustive
 from strategies import DTYPES
 from sum_calls import SumCall, SumProblem, apart, exact, sum_call, with_nan
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import moe_ops
@@ -227,6 +228,42 @@ def test_programs_for_any_number_of_tokens_call_it():
     (targets,) = seen
     assert any("gemm_sum" in target for target in targets)
     assert not any("moe_fused_mul_sum" in target for target in targets)
+
+
+EARLY = ("unquantized", "fp8_block128", "int4_w4a16_g16")
+
+
+@pytest.mark.parametrize("scheme", EARLY)
+def test_who_lets_it_read_early(scheme, monkeypatch):
+    """The eager pipeline, which knows what is written between both GEMMs; no graph, no default."""
+    name = "weight_only_sum" if scheme.startswith("int4") else "gemm_sum"
+    operator, told = getattr(ops, name), []
+    problem = Problem(1, 32, 2, 128, 128, torch.bfloat16, scheme=scheme)
+    (x, w1, w2, weights, ids, *_), config, _ = quantize_inputs(problem, make_inputs(problem))
+
+    def layer(x, weights, ids):
+        return moe_ops.fused_experts(x, w1, w2, weights, ids, quant_config=config)
+
+    def record(*given):
+        told.append(dict(zip(names, given, strict=True))["early"])
+        return operator(*given)
+
+    names = [argument.name for argument in operator._schema.arguments]
+    with monkeypatch.context() as patch:
+        patch.setattr(ops, name, record)
+        layer(x, weights, ids)
+        with moe_ops.pipeline.gemms.apart():
+            layer(x, weights, ids)
+    assert told == [True, False]
+    assert operator._schema.arguments[-1].default_value is False
+    graphs = [make_fx(layer)(x, weights, ids)]
+    torch._dynamo.reset()
+    torch.compile(
+        layer, backend=lambda graph, _: graphs.append(graph) or graph.forward, fullgraph=True
+    )(x, weights, ids)
+    for graph in graphs:
+        (node,) = (n for n in graph.graph.nodes if name in str(n.target))
+        assert not dict(zip(names, node.args, strict=False)).get("early")
 
 
 def test_calls_name_their_arguments_as_the_schema_does():

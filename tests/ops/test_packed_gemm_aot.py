@@ -284,7 +284,7 @@ def test_one_token_with_the_sum_under_fp8(scheme, model):
     check_jobs(kernel, "hopper_decode_sum_kernel")
 
 
-def test_one_token_begins_early_only_after_the_first_gemm():
+def test_one_token_begins_early_only_where_it_is_told_to():
     """It asks for weights before it waits for rows, and writes nothing."""
     scheme, (n, k, slots) = "mxfp4_w4a16", SIZES["qwen3-30b"]
 
@@ -295,8 +295,9 @@ def test_one_token_begins_early_only_after_the_first_gemm():
         rows = (empty(1, n), *w1, None, None, tiles, slots, scheme, "silu")
         with mock.patch.object(launching, "_current_stream", lambda device: 1):
             h = weight_only_gemm.weight_only_matmul(*rows)
-            for _ in range(2):
-                weight_only_gemm.weight_only_sum(h, *w2, bias, weights, tiles, scheme)
+            for early in (True, False):
+                how = (tiles, scheme, False, early)
+                weight_only_gemm.weight_only_sum(h, *w2, bias, weights, *how)
 
     _, *sums = aot.compile_launch(H200, launch)
     assert [c.EARLY for kernel in sums for c in kernel.src.constants.values()

@@ -6,6 +6,7 @@ import pytest
 import torch
 from conftest import INTERPRETED
 from graphs import E, H, I, K, batch, layer_of
+from torch._subclasses.fake_tensor import FakeTensorMode
 from tuned_entries import entry, gemm_of, own
 
 import moe_ops
@@ -17,7 +18,7 @@ from moe_ops.dispatch.problem import layer_problem, sizes_of
 from moe_ops.dispatch.row_tiles import tile_rule
 from moe_ops.dispatch.tiles import is_direct
 from moe_ops.dispatch.tuned_file import file_name, parse
-from moe_ops.pipeline import warmup
+from moe_ops.pipeline import gemms, warmup
 from moe_ops.pipeline.devices import TARGETS
 from moe_ops.testing import Problem, make_inputs
 
@@ -130,6 +131,25 @@ def test_warmup_runs_on_the_cpu(monkeypatch):
     assert ran == [3, 500] and seen[5:] == [(n, torch.float16, torch.int64) for n in ran]
     with pytest.raises(ValueError, match="num_tokens must be at"):
         moe_ops.warmup(inputs.w1, inputs.w2, 2, [3, -1])
+
+
+def test_warmup_of_one_token_runs_as_compiled_graphs_do_too(monkeypatch):
+    """Their second GEMM does not read early, which is a kernel of its own."""
+    seen, facts = [], TARGETS["sm_90"].facts
+
+    def run(tokens):
+        seen.append((tokens, gemms._APART.get()))
+
+    def weight(*shape):
+        return torch.empty(shape, device="cuda", dtype=torch.bfloat16)
+
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    with FakeTensorMode(), assumed(facts):
+        scheme = moe_ops.get_scheme("unquantized")
+        how = (2, scheme, torch.bfloat16, "silu", False)
+        variants = warmup.Variants(weight(64, 128, 128), weight(64, 128, 64), *how)
+        assert warmup.run_variants(run, [1, 2], variants) == [1, 2]
+    assert seen == [(1, False), (1, True), (2, False)]
 
 
 def variants_of(experts=64, width=64, hidden=128):

@@ -1,4 +1,4 @@
-"""The tensor arguments of an expert GEMM kernel."""
+"""The arguments of an expert GEMM kernel."""
 
 from __future__ import annotations
 
@@ -27,11 +27,14 @@ class GemmOperands(NamedTuple):
     w_scale: Tensor | None = None
     w_zero_point: Tensor | None = None
     w_global_scale: Tensor | None = None
+    early: bool = False
+    """Whether the kernel may read the routing, the weight and the weight's scales and zero points
+    before the kernels before it end: see `moe_ops.kernels._runtime.dependent`."""
 
     @property
     def facts(self) -> tuple[Any, ...]:
         """A cache key: all that size checks and the choice of a kernel read of the operands."""
-        a, w, tiles, bias, weights, *scales = self
+        a, w, tiles, bias, weights, *scales, _ = self
         found = [a.shape, a.stride(), a.dtype, a.data_ptr() % 16]
         found += (w.shape, w.stride(), w.dtype, w.data_ptr() % 16, len(tiles))
         found += [None if x is None else x.shape for x in (bias, weights, *tiles)]

@@ -35,7 +35,6 @@ from moe_ops.kernels._hopper.decode_few import (
     hopper_decode_few_kernel,
 )
 from moe_ops.kernels._hopper.decode_many import hopper_decode_many_kernel
-from moe_ops.kernels._hopper.early import note_routing
 from moe_ops.kernels._hopper.pack import pack_rows, quantize_rows
 from moe_ops.kernels._hopper.products import BOX_ROWS
 from moe_ops.kernels._runtime.launch import Launch
@@ -271,9 +270,6 @@ class DecodeGemm:
         if self.tiles.kernel == DECODE_FEW:
             most = max_row_tiles(out.shape[0], given.w.shape[0], c.BLOCK_M) * c.NUM_N
             programs = min(c.CTAS * processors, most)
-            plan, topk_ids, expert_map = given.tiles
-            if plan is None:
-                note_routing(topk_ids, expert_map)
             rows, row_scale = wide(given, quant)
             c.few(
                 (programs,), rows, rows.stride(0), *boxes, *added, row_scale, out, *factors, *told

@@ -17,9 +17,8 @@ from moe_ops.kernels._hopper.decode_gemm import Constants, Variant, constants, v
 from moe_ops.kernels._hopper.decode_jobs import ROWS, WARPS
 from moe_ops.kernels._hopper.decode_slot import hopper_decode_slot_kernel
 from moe_ops.kernels._hopper.decode_sum import hopper_decode_sum_kernel
-from moe_ops.kernels._hopper.early import all_dense, note_routing, routing_was_read
 from moe_ops.kernels._runtime.launch import Launch
-from moe_ops.kernels._runtime.slots import dense, map_size
+from moe_ops.kernels._runtime.slots import all_dense, dense, map_size
 from moe_ops.scheme import get_scheme
 
 
@@ -56,7 +55,7 @@ class JobConstants:
     ROOM: bool
     """Whether every SM has room for programs of the next kernel."""
     EARLY: bool
-    """Whether ids and weights are read before GEMM 1 has ended: see `early`."""
+    """Whether GEMM 2 reads ids and the weight before GEMM 1 has ended: see `GemmOperands.early`."""
 
 
 @lru_cache(maxsize=4096)
@@ -113,13 +112,10 @@ class DecodeJobs:
         _, topk_ids, expert_map = given.tiles
         groups = scale.shape[1] if scale.ndim == 3 else 1
         read = (given.w_scale, given.w_zero_point, topk_ids, expert_map)
-        early = self.problem.summed and routing_was_read(topk_ids, expert_map) and all_dense(*read)
+        early = given.early and all_dense(*read)
         how = (variant_of(self.problem, given), self.jobs, groups, early)
         launch = ready(self.problem, self.tiles, *how)
-        # After `early` is known: a kernel that quantizes ends the wait for GEMM 1, as GEMM 1 does.
         rows, row_scale = wide(given, get_scheme(self.problem.scheme).activation)
-        if not self.problem.summed:
-            note_routing(topk_ids, expert_map)
         if scale.dtype == torch.float8_e4m3fn:  # masked loads have no 8-bit zero
             scale = scale.view(torch.uint8)
         factors = given.w_global_scale

@@ -1,8 +1,8 @@
 """Gluon kernel of GEMM 2 with the weighted sum over slots, for one token and packed weights.
 
 A program computes 16 columns of all slots, and so all terms of their sums. A job (see
-`decode_jobs`) is a slot or, with few slots, a part of K of a slot. Right after GEMM 1 (`early`) the
-kernel asks for its first words before it waits for GEMM 1's rows.
+`decode_jobs`) is a slot or, with few slots, a part of K of a slot. If `GemmOperands.early` allows
+it, the kernel asks for its first words before it waits for GEMM 1's rows.
 """
 
 from triton.experimental import gluon

@@ -10,11 +10,10 @@ from moe_ops.dispatch.gemm_plan import GemmPlan
 from moe_ops.dispatch.problem import GemmProblem
 from moe_ops.kernels._gemm.operands import GemmOperands
 from moe_ops.kernels._hopper.boxes import Boxes, descriptor
-from moe_ops.kernels._hopper.early import all_dense, note_routing, routing_was_read
 from moe_ops.kernels._hopper.token import hopper_token_kernel, hopper_token_sum_kernel
 from moe_ops.kernels._hopper.token_sizes import TokenSizes, token_sizes
 from moe_ops.kernels._runtime.launch import Launch
-from moe_ops.kernels._runtime.slots import dense, map_size
+from moe_ops.kernels._runtime.slots import all_dense, dense, map_size
 
 REGISTERS = {False: 96, True: 160}
 """maxnreg of GEMM 1 (False) and of GEMM 2 with the sum (True).
@@ -30,7 +29,7 @@ class TokenGemm:
         self.problem, self.stages = problem, plan.config.num_stages
         self.summed = problem.summed
         self.known: dict[bool, _Ready] = {}
-        """Kernels, keyed by whether they may read the routing early."""
+        """Kernels, keyed by `GemmOperands.early`."""
 
     def __call__(self, out: Tensor, given: GemmOperands) -> None:
         """``out[j] = f(weights[j] * a @ w[e].T + bias[e])``, ``e = topk_ids[0, j]``; or the sum.
@@ -38,14 +37,11 @@ class TokenGemm:
         The sum is ``out = sum_j weights[j] * round(a[j] @ w[e].T + bias[e])``.
         """
         w, (_, topk_ids, expert_map) = given.w, given.tiles
-        early = self.summed and routing_was_read(topk_ids, expert_map)
-        early = early and all_dense(given.w_scale, topk_ids, expert_map)
+        early = given.early and all_dense(given.w_scale, topk_ids, expert_map)
         ready = self.known.get(early)
         if ready is None:
             ready = _ready(self.problem, self.stages, early, device_facts(w.device))
             self.known[early] = ready
-        if not self.summed:
-            note_routing(topk_ids, expert_map)
         num_experts, weights = w.shape[0], given.topk_weights
         ready.launch(
             (ready.programs,),
@@ -72,7 +68,7 @@ class _Ready:
 
 
 def _ready(problem: GemmProblem, stages: int, early: bool, facts: Device) -> _Ready:
-    """Build a kernel; ``early``: GEMM 2 may read the routing before the previous kernel ends."""
+    """Build a kernel; ``early``: GEMM 2 reads what `GemmOperands.early` allows."""
     sizes = token_sizes(problem, stages, early, facts)
     kernel = hopper_token_sum_kernel if problem.summed else hopper_token_kernel
     launch = Launch(kernel, G=sizes, num_warps=4, maxnreg=REGISTERS[problem.summed])

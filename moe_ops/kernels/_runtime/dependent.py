@@ -18,9 +18,18 @@ Why this is safe:
 * Other kernels (PyTorch's), and ours launched without the option, begin after all kernels before
   them are complete, as usual.
 
-Two kernels read before they wait: those of GEMM 2 for one token read expert weights and ids, if the
-kernel before them is GEMM 1 of the same routing (`_hopper.early`). That GEMM 1 triggers the
-dependent launch after it has itself waited for the ids.
+Two kernels may read before they wait: those of GEMM 2 for one token read the ids, the expert map,
+and the weight with its scales and zero points, if their caller says so (`GemmOperands.early`). This
+is right if all of that was written before the launch of GEMM 1 on the same stream, or before an
+event that the stream waited for by then. No kernel that follows GEMM 1 on the stream, whoever
+launches it, begins before GEMM 1 has triggered the dependent launch or ended, and GEMM 1 does
+neither before it has waited: then all earlier writes are visible. What is written after the launch
+of GEMM 1 need not be: a kernel of PyTorch's in between ends without a promise of visibility.
+
+Only the caller of both GEMMs knows what was written between them. The eager pipeline writes new
+tensors there and nothing else, so it passes ``early=True``, in CUDA graphs too. In a compiled graph
+the compiler decides where kernels run: one that computes a scale of GEMM 2 may come between. So a
+compiled graph passes False, which is also the default of the operators.
 
 ``MOE_OPS_NO_PDL=1``, set before this module is imported, turns PDL off: kernels run one after the
 other, and the PDL instructions in them do nothing.

@@ -79,8 +79,6 @@ def _unwrapped(launch: Any) -> tuple[Any, list[Any]]:
 COMPILED: dict[tuple, Binary] = {}
 """The binary of each combination of arguments. Never evicted: CUDA graphs refer to its code."""
 
-LAST: dict[int, Any] = {}
-"""The kernel that `Launch` launched last, by stream."""
 RUNTIME = triton.knobs.runtime
 _current_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 """The current stream, as Triton's driver finds it. None in a build without CUDA, which can only
@@ -101,11 +99,6 @@ def compile_only() -> Iterator[None]:
         yield
     finally:
         _COMPILE_ONLY.reset(token)
-
-
-def last_kernel(device: int) -> Any:
-    """The kernel that `Launch` launched last on the current stream of a device; None: unknown."""
-    return None if _current_stream is None else LAST.get(_current_stream(device))
 
 
 class Launch:
@@ -160,7 +153,6 @@ class Launch:
         x, y, z = (*grid, 1, 1)[:3]
         if RUNTIME.launch_enter_hook.calls or RUNTIME.launch_exit_hook.calls:
             binary.compiled[(x, y, z)](*arguments, *self.tail)
-            LAST[_current_stream(arguments[0].get_device())] = self.kernel
             return
         start, settings, by_pointer = binary.start
         given = values if by_pointer else arguments
@@ -168,7 +160,6 @@ class Launch:
         if by_pointer and binary.boxes:
             given = binary.parts(values, boxes)
         start(x, y, z, stream, *settings, *given, *self.tail)
-        LAST[stream] = self.kernel
 
     def _compile(self, key: tuple, grid: tuple[int, ...], arguments: tuple[Any, ...]) -> None:
         """The first launch of a combination of arguments, which goes through Triton."""
@@ -177,5 +168,3 @@ class Launch:
             self.kernel.warmup(*arguments, grid=grid, **options)
             return
         COMPILED[key] = Binary(self.kernel[grid](*arguments, **options))
-        if _current_stream is not None:
-            LAST[_current_stream(arguments[0].get_device())] = self.kernel

@@ -49,6 +49,11 @@ def dense(vector):
     return None if vector is None else vector.contiguous()
 
 
+def all_dense(*vectors) -> bool:
+    """Whether `dense` copies none of these tensors."""
+    return all([x is None or x.is_contiguous() for x in vectors])
+
+
 def map_size(expert_map, num_local_experts: int) -> int:
     """Number of valid expert ids: the length of the map, or the number of local experts."""
     return num_local_experts if expert_map is None else expert_map.shape[0]

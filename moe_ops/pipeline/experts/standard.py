@@ -60,7 +60,8 @@ def slot_experts(
     h = quantized(product, weights.a2_scale, weights.w2, space, scheme)
     del product  # `h` is another tensor where it is quantized
     if sums_at_once(space, weights.w2, scheme):
-        total = gemm_sum(h, weights.w2, space, on_output, scheme, dtype)
+        # After the launch of the first GEMM nothing is written but `product` and `h`.
+        total = gemm_sum(h, weights.w2, space, on_output, scheme, dtype, early=True)
         return total if out is None else out.copy_(total)
     y = gemm(h, weights.w2, space, 1, scheme, dtype)
     del h  # gone before the output is allocated: `workspace_nbytes` counts on it
