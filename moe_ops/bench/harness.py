@@ -23,7 +23,7 @@ from torch import Tensor
 import moe_ops
 from moe_ops.pipeline.devices import MEASURED as HARDWARE
 from moe_ops.pipeline.workspace import PeakMemory
-from moe_ops.shared_file import locked, replace_file
+from moe_ops.tuning.shared_file import locked, replace_file
 
 CHECKOUT = Path(moe_ops.__file__).resolve().parent.parent
 """The root of the repository, if the package is imported from a checkout."""

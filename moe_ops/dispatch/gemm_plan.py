@@ -193,9 +193,13 @@ def _hopper(problem: GemmProblem, choice: Choice, device: Device) -> GemmPlan | 
 
 def _decodes(problem: GemmProblem, device: Device) -> bool:
     """Whether Hopper's kernels decode the weight in registers."""
+    return problem.packed and problem.boxes and _has_decoders(problem, device)
+
+
+def _has_decoders(problem: GemmProblem, device: Device) -> bool:
+    """Whether there are kernels for packed weights: on Hopper, but none that is batch-invariant."""
     served = device.arch == 90 and not device.portable_only
-    invariant = problem.sizes.rule.batch_invariant
-    return problem.packed and problem.boxes and served and not invariant
+    return served and not problem.sizes.rule.batch_invariant
 
 
 def _decode_sum(problem: GemmProblem, device: Device) -> GemmPlan | None:
@@ -256,6 +260,8 @@ def _portable(problem: GemmProblem, choice: Choice, device: Device) -> GemmPlan 
         NotImplementedError: the weight is in the packed form.
     """
     scheme = get_scheme(problem.scheme)
+    if problem.unread and _has_decoders(problem, device):
+        raise NotImplementedError(f"{problem.unread} (unpack_weight gives the plain form)")
     if problem.packed:
         invariant = " batch-invariant" if problem.sizes.rule.batch_invariant else ""
         raise NotImplementedError(

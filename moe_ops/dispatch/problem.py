@@ -91,6 +91,8 @@ class GemmProblem(NamedTuple):
     """Whether the weight is in the packed form."""
     adds: bool = False
     """Whether the product is added to rows that are there; only the dense portable kernel can."""
+    unread: str = ""
+    """Why no kernel reads the packed weight with the other operands; empty: one does."""
 
     @property
     def quant(self) -> Quant | None:
@@ -234,31 +236,46 @@ def stored_problem(
     itemsize = a.itemsize if quant is None else 2
     rule = gemm_rule(scheme, a, tiles, batch_invariant)
     sizes = sizes_of(a.shape[0] * top_k, (num_experts, n, k), itemsize, rule, activation)
+    unread = _unread(a, w, w_scale, known, out_dtype or a.dtype) if is_packed(w) else ""
     return GemmProblem(
         sizes,
         scheme,
         activation,
         top_k,
         STORED if quant is None or a.dtype == quant.dtype else EACH,
-        boxes=is_packed(w) and _decodable(a, w, w_scale, known, out_dtype or a.dtype),
+        boxes=is_packed(w) and _on_gpu(w) and not unread,
         num_tokens=_tokens(tiles),
         packed=is_packed(w),
+        unread=unread,
     )
 
 
-def _decodable(
+def _unread(
     a: Tensor, w: Tensor, w_scale: Tensor | None, scheme: Scheme, out_dtype: torch.dtype
-) -> bool:
-    """Whether Hopper's kernels can read rows and a packed weight with these scales."""
-    quant = scheme.weight
-    if quant is None or not decodes(scheme, out_dtype) or not _on_gpu(w):
-        return False
-    if scheme.activation is not None:  # rows are copied, and scales have one byte
-        return w.data_ptr() % 16 == 0
-    in_rows_dtype = quant.scale == "input" and (quant.local or quant.zero_point)
-    if in_rows_dtype and w_scale is not None and w_scale.dtype != a.dtype:
-        return False
-    return a.stride(0) % 8 == a.data_ptr() % 16 == w.data_ptr() % 16 == 0
+) -> str:
+    """Why Hopper's kernels do not read rows and a packed weight with these scales; empty: they do.
+
+    Rows that are quantized are copied, and the scales of their weights have one byte.
+    """
+    quant, decoded = scheme.weight, f"{scheme.name} in the packed form"
+    if quant is None or not decodes(scheme, out_dtype):
+        known = [str(x) for x in (torch.bfloat16, torch.float16) if decodes(scheme, x)]
+        return f"the result must be {' or '.join(known)} for w of {decoded}, got {out_dtype}"
+    same_dtype = scheme.activation is None and scaled_in_rows_dtype(quant)
+    if same_dtype and w_scale is not None and w_scale.dtype != a.dtype:
+        rule = f"w_scale must have the dtype of a, {a.dtype}, for w of {decoded}"
+        return f"{rule}, got {w_scale.dtype}"
+    if w.data_ptr() % 16 != 0:
+        return f"w must begin at a multiple of 16 bytes in the packed form, got {w.data_ptr()}"
+    if scheme.activation is None and (a.stride(0) % 8 != 0 or a.data_ptr() % 16 != 0):
+        rule = f"rows of a must begin at multiples of 16 bytes for w of {decoded}"
+        return f"{rule}, got address {a.data_ptr()} and {a.stride(0)} numbers from row to row"
+    return ""
+
+
+def scaled_in_rows_dtype(quant: Quant) -> bool:
+    """Whether kernels decode a packed weight with scales in the dtype of the rows alone."""
+    return quant.scale == "input" and (quant.local or quant.zero_point)
 
 
 def sum_problem(gemm: GemmProblem, weighted: bool, out_itemsize: int) -> GemmProblem:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from moe_ops import checks
 from moe_ops.activation import MoEActivation
+from moe_ops.dispatch.problem import scaled_in_rows_dtype
 from moe_ops.scheme import TENSORS, FusedMoEQuantConfig, Quant, is_packed
 from moe_ops.scheme.packed import PACKED_DTYPE, check_packed, groups_first
 
@@ -48,6 +49,8 @@ def check_quantized(
         if is_packed(w):
             check_packed(name, w, scheme, n, k)
         _check_scales(config, name, quant, (w.shape[0], n, k), packed=is_packed(w))
+        if is_packed(w) and hidden_states.is_cuda:
+            _check_packed_scale(config, name, quant, hidden_states.dtype)
     for name in ("a1_scale", "a2_scale", "a1_gscale", "a2_gscale"):
         scale = getattr(config, name)
         if scale is not None:
@@ -94,6 +97,18 @@ def _check_scales(
         if x is not None:
             checks.tensor(name, x, None, dtypes)
             _check_shape(name, x, [groups_first(s) for s in shapes] if packed else shapes)
+
+
+def _check_packed_scale(
+    config: FusedMoEQuantConfig, which: str, quant: Quant, rows: torch.dtype
+) -> None:
+    """Check the dtype of a packed weight's scales, which kernels read in that of the rows."""
+    scale = getattr(config, f"{which}_scale")
+    if config.scheme.activation is None and scaled_in_rows_dtype(quant) and scale.dtype != rows:
+        raise NotImplementedError(
+            f"quant_config.{which}_scale must have the dtype of hidden_states, {rows}, with "
+            f"{which} in the packed form, got {scale.dtype} (unpack_weight gives the plain form)"
+        )
 
 
 def _check_shape(name: str, x: Tensor, allowed: Sequence[tuple[int, ...]]) -> None:

@@ -67,7 +67,8 @@ def _scaled(given: dict[str, Any], out: Tensor) -> GemmProblem:
 def _stored(given: dict[str, Any], out: Tensor) -> GemmProblem:
     return stored_problem(
         given["a"], given["w"], given["tiles"], given.get("top_k", 1), given["scheme"],
-        given.get("activation", ""), batch_invariant=given.get("batch_invariant", False),
+        given.get("activation", ""), w_scale=given["w_scale"],
+        batch_invariant=given.get("batch_invariant", False),
     )  # fmt: skip
 
 

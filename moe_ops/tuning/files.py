@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 
 from moe_ops.dispatch import tuned
 from moe_ops.dispatch.tuned_file import parse
-from moe_ops.shared_file import locked, replace_file
 from moe_ops.tuning.search import Clock, Prepare, Subject, Trial, tune_tokens
+from moe_ops.tuning.shared_file import locked, replace_file
 
 try:
     from tqdm import tqdm

@@ -1,0 +1,211 @@
+"""What `workspace_nbytes` plans is what the launchers plan, whatever dtypes the operands have."""
+
+from importlib import import_module
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+pytest.importorskip("triton")
+
+import moe_ops
+from moe_ops.dispatch.device import assumed
+from moe_ops.dispatch.gemm_plan import plan_gemm
+from moe_ops.dispatch.problem import layer_problem, sizes_of, stored_problem
+from moe_ops.dispatch.row_tiles import tile_rule
+from moe_ops.kernels._gemm import run
+from moe_ops.ops import STAGES
+from moe_ops.pipeline.devices import TARGETS
+from moe_ops.pipeline.scratch import problem_of_call, scratch_sizes
+from moe_ops.scheme import (
+    SCHEMES,
+    FusedMoEQuantConfig,
+    is_packed,
+    pack_weight,
+    packs,
+    quantize_weight,
+)
+from moe_ops.testing import Problem, make_inputs, quantize_inputs
+from moe_ops.tuning.search import Subject
+
+E, K, H, I = 32, 4, 256, 128  # noqa: E741
+BF16, FLOATS = torch.bfloat16, (torch.bfloat16, torch.float16, torch.float32)
+H200 = TARGETS["sm_90"].facts
+
+
+def launched_problem(name, arguments):
+    """The problem of an operator's launcher, which launches nothing."""
+    found = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(run, "_ready", lambda problem, *rest: (found.append(problem), None))
+        patch.setattr(run, "PREPARED", {})
+        getattr(import_module(f"moe_ops.kernels.{STAGES[name]}"), name)(*arguments)
+    return found[0]
+
+
+class Problems(TorchDispatchMode):
+    """Collects the problem of every expert GEMM as it is planned before and at the launch."""
+
+    def __init__(self):
+        super().__init__()
+        self.found = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        planned = problem_of_call(func, args, out)
+        if planned is not None:
+            name = func.name().split("::")[1]
+            self.found.append((name, planned, launched_problem(name, args)))
+        return out
+
+
+def forms(scheme, dtype):
+    """Both weights without data, in the plain and the packed form."""
+    shapes = ((E, 2 * I, H), (E, H, I))
+    both = [quantize_weight(torch.empty(s, dtype=dtype, device="meta"), scheme) for s in shapes]
+    return [both, *([[pack_weight(q, scheme) for q in both]] if packs(scheme, H, I) else [])]
+
+
+def scale_dtypes(scheme, scale):
+    """Dtypes of scales that the pipeline takes; powers of two may be stored as such."""
+    if scale is None or scale.dtype not in FLOATS:
+        return [None]
+    return [*FLOATS, *([torch.uint8] if scheme.activation is not None else [])]
+
+
+def called(scheme, weights, dtype, tokens):
+    """The problems of a layer's call."""
+    quant, given = scheme.activation, {}
+    if quant is not None and (quant.static or quant.global_scale):
+        name = "a{}_gscale" if quant.global_scale else "a{}_scale"
+        given = {name.format(i): torch.empty(1, device="meta") for i in (1, 2)}
+    config = FusedMoEQuantConfig.from_weights(scheme, *weights, **given)
+    x = torch.empty(tokens, H, dtype=dtype, device="meta")
+    routing = x.new_empty(tokens, K, dtype=torch.float32), x.new_empty(tokens, K, dtype=torch.int32)
+    with assumed(H200), Problems() as problems:
+        moe_ops.fused_experts(x, *(w.data for w in weights), *routing, quant_config=config)
+    assert len(problems.found) == 2
+    return problems.found
+
+
+def test_scratch_plans_what_launchers_plan():
+    """Every scheme, form of the weight, dtype of its scales, and number of tokens of a kind."""
+    wrong, seen = [], 0
+    for scheme in SCHEMES.values():
+        for weights in forms(scheme, BF16):
+            for scale in scale_dtypes(scheme, weights[0].scale):
+                cast = [
+                    w if scale is None else w._replace(scale=w.scale.to(scale)) for w in weights
+                ]
+                for tokens in (1, 300):
+                    for name, planned, launched in called(scheme, cast, BF16, tokens):
+                        row = (scheme.name, weights[0].data.dtype, scale, tokens, name)
+                        wrong += [row] * (planned != launched)
+                        seen += 1
+    assert not wrong and seen > 300, wrong
+
+
+def layer_plans(scheme, weights, tokens):
+    """The plans of a whole layer's GEMMs, as costs, warm-up and the tuner ask for them."""
+    packed = is_packed(weights[0].data)
+    rule = tile_rule(scheme.key, BF16, torch.device("meta"))
+    layer = (((E, 2 * I, H), "silu", K), ((E, H, I), "", 1))
+    with assumed(H200):
+        for which, (shape, activation, top_k) in enumerate(layer, 1):
+            sizes = sizes_of(tokens * K, shape, BF16.itemsize, rule, activation)
+            how = (sizes, scheme, activation, tokens, top_k)
+            yield plan_gemm(layer_problem(*how, packed=packed), H200)
+            subject = Subject((E, I, H), K, scheme, H200)
+            if subject.packed(which) == packed:
+                yield plan_gemm(subject.problem(tokens, which), H200)
+
+
+def test_plans_of_a_layer_are_those_of_its_launchers():
+    wrong = []
+    for scheme in SCHEMES.values():
+        for weights in forms(scheme, BF16):
+            for tokens in (1, 300):
+                ran = [p for *_, p in called(scheme, weights, BF16, tokens)]
+                own = [plan_gemm(problem, H200)[:2] for problem in ran]
+                asked = {plan[:2] for plan in layer_plans(scheme, weights, tokens)}
+                if asked != {*own}:
+                    wrong.append((scheme.name, weights[0].data.dtype, tokens, own, asked))
+    assert not wrong, wrong
+
+
+SCALE = r"must have the dtype of {}, torch.bfloat16, .* in the packed form, got torch.float32"
+
+
+@pytest.mark.parametrize("scheme", ["int4_w4a16_g128", "int8_w8a16_g128", "int4_w4a16_g128_zp"])
+def test_scales_that_no_kernel_reads(scheme):
+    """The error is about the scales, not about the form, before anything runs."""
+    known, (packed,) = SCHEMES[scheme], forms(SCHEMES[scheme], BF16)[1:]
+    wide = [w._replace(scale=w.scale.float()) for w in packed]
+    for tokens in (1, 300):
+        for _, planned, launched in called(known, wide, BF16, tokens):
+            for problem in (planned, launched):
+                with pytest.raises(NotImplementedError, match="w_scale " + SCALE.format("a")):
+                    plan_gemm(problem, H200)
+                with pytest.raises(NotImplementedError, match="w must be in the plain form"):
+                    plan_gemm(problem, TARGETS["sm_80"].facts)
+
+    def on_gpu(x):
+        return None if x is None else torch.empty(x.shape, dtype=x.dtype, device="cuda")
+
+    for first in (True, False):  # the one whose scales are right
+        with FakeTensorMode():
+            pair = (packed[0], wide[1]) if first else (wide[0], packed[1])
+            w1, w2 = (type(w)(*map(on_gpu, w)) for w in pair)
+            x = torch.empty(3, H, dtype=BF16, device="cuda")
+            ids = x.new_empty(3, K, dtype=torch.int32)
+            config = FusedMoEQuantConfig.from_weights(known, w1, w2)
+            name = rf"quant_config.w{1 + first}_scale "
+            with pytest.raises(NotImplementedError, match=name + SCALE.format("hidden_states")):
+                moe_ops.fused_experts(x, w1.data, w2.data, ids.float(), ids, quant_config=config)
+
+
+def test_references_take_any_scales_of_packed_weights():
+    """On a CPU the packed form is unpacked."""
+    scheme, outs = "int4_w4a16_g128", []
+    problem = Problem(3, 4, 2, H, I, BF16, scheme=scheme)
+    (x, w1, w2, weights, ids, *_), config, _ = quantize_inputs(problem, make_inputs(problem))
+    for dtype in (BF16, torch.float32):
+        both = [
+            pack_weight(q._replace(scale=q.scale.to(dtype)), scheme) for q in config.weights(w1, w2)
+        ]
+        config_ = FusedMoEQuantConfig.from_weights(scheme, *both)
+        data = (x, both[0].data, both[1].data)
+        outs.append(moe_ops.fused_experts(*data, weights, ids, quant_config=config_))
+    assert torch.equal(*outs)
+
+
+def test_operands_that_no_kernel_reads():
+    """What is wrong with an operand of a packed weight is named."""
+    scheme = "int4_w4a16_g128"
+    q = forms(SCHEMES[scheme], BF16)[1][0]
+    tiles = (None, None, None)
+    rows = torch.empty(8, H + 8, dtype=BF16, device="meta")
+    cases = [
+        (rows[:, :H], q.data, None, ""),
+        (rows[:, 1 : H + 1], q.data, None, "rows of a must begin at multiples of 16 bytes"),
+        (rows[:, :H].float(), q.data, None, "the result must be torch.bfloat16 or torch.float16"),
+    ]
+    for a, w, out_dtype, why in cases:
+        problem = stored_problem(a, w, tiles, 1, scheme, w_scale=q.scale, out_dtype=out_dtype)
+        assert problem.unread.startswith(why) and bool(why) != problem.boxes, problem.unread
+        if why:
+            with pytest.raises(NotImplementedError, match=why):
+                plan_gemm(problem, H200)
+
+
+def test_scratch_is_asked_with_the_scale():
+    """Wide scales raise where memory is counted as well."""
+    scheme = SCHEMES["int4_w4a16_g128"]
+    w = forms(scheme, BF16)[1][1]
+    a, ids = torch.empty(8, I, dtype=BF16, device="meta"), torch.empty(2, 4, device="meta").int()
+    rest = (w.zero_point, None, None, None, [ids.new_empty(64), ids, None], 1, scheme.key)
+    func = torch.ops.moe_ops.weight_only_matmul.default
+    assert scratch_sizes(func, (a, w.data, w.scale, *rest), a, H200) is not None
+    with pytest.raises(NotImplementedError, match="w_scale must have the dtype of a"):
+        scratch_sizes(func, (a, w.data, w.scale.float(), *rest), a, H200)
