@@ -24,7 +24,6 @@ def gemm_sum(
     expert_order: bool = False,
     batch_invariant: bool = False,
     w_global_scale: Tensor | None = None,
-    early: bool = False,
 ) -> Tensor:
     """``(T, N)`` in ``out_dtype`` with ``w_scale``; without, in the dtype of ``a``."""
     if (out_dtype is None) != (w_scale is None):

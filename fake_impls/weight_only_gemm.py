@@ -44,7 +44,6 @@ def weight_only_sum(
     tiles: AnyTiles,
     scheme: str,
     batch_invariant: bool = False,
-    early: bool = False,
 ) -> Tensor:
     """``(T, N)``."""
     rule = gemm_rule(scheme, a, tiles, batch_invariant)

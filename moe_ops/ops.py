@@ -315,21 +315,17 @@ moe_fused_mul_sum_out = _op(
     " -> ()",
 )
 # One launch for one token on Hopper. Compiled programs call these operators if T may be 1.
-# ``early`` promises that ``tiles``, ``w``, ``w_scale`` and ``w_zero_point`` were written before
-# another GEMM of this library was called on the same stream. The kernel may then read them before
-# that GEMM ends: see `moe_ops.kernels._runtime.dependent`.
 gemm_sum = _op(
     "gemm_sum",
     "gemm_sum(Tensor a, Tensor? a_scale, Tensor w, Tensor? w_scale, Tensor? bias,"
     " Tensor? topk_weights, Tensor?[] tiles, str scheme, ScalarType? out_dtype=None,"
-    " bool expert_order=False, bool batch_invariant=False, Tensor? w_global_scale=None,"
-    " bool early=False) -> Tensor",
+    " bool expert_order=False, bool batch_invariant=False, Tensor? w_global_scale=None) -> Tensor",
 )
 weight_only_sum = _op(
     "weight_only_gemm",
     "weight_only_sum(Tensor a, Tensor w, Tensor? w_scale, Tensor? w_zero_point,"
     " Tensor? w_global_scale, Tensor? bias, Tensor? topk_weights, Tensor?[] tiles, str scheme,"
-    " bool batch_invariant=False, bool early=False) -> Tensor",
+    " bool batch_invariant=False) -> Tensor",
 )
 eplb_map_to_physical_and_record = _op(
     "eplb",

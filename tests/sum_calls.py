@@ -71,7 +71,6 @@ class SumCall(NamedTuple):
     expert_order: bool = False
     batch_invariant: bool = False
     w_global_scale: Tensor | None = None
-    early: bool = False
 
     @property
     def used(self) -> Tensor:

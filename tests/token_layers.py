@@ -1,14 +1,25 @@
 """Layers of few tokens whose launchers run on fake tensors."""
 
+from contextlib import contextmanager
+
 import torch
 
 from moe_ops.activation import formula
+from moe_ops.dispatch.early import EARLY
 from moe_ops.kernels import expert_gemm, gemm_sum, scaled_gemm
 from moe_ops.pipeline.row_spaces import SlotRows
 from moe_ops.scheme import get_scheme
 from moe_ops.tensors import Routing
 
 BF16, F32 = torch.bfloat16, torch.float32
+
+
+@contextmanager
+def promised(early):
+    """Operators inside may read early, or may not."""
+    token = EARLY.set(early)
+    yield
+    EARLY.reset(token)
 
 
 class Layer:
@@ -52,13 +63,13 @@ class Layer:
 
     def sum(self, has_bias=False, weighted=True, early=False):
         """GEMM 2, with the sum."""
-        gemm_sum.gemm_sum(*self.sum_arguments(has_bias, weighted, early))
+        with promised(early):
+            gemm_sum.gemm_sum(*self.sum_arguments(has_bias, weighted))
 
-    def sum_arguments(self, has_bias=False, weighted=True, early=False):
+    def sum_arguments(self, has_bias=False, weighted=True):
         """Of its launcher."""
         slots = self.tokens * self.top_k
         operands = self.operands(slots, self.hidden, self.width, has_bias)
         rest = (self.weights if weighted else None, self.tiles, self.scheme.name)
         dense = self.scheme.weight is None
-        how = (None if dense else self.dtype, dense, self.invariant, None, early)
-        return *operands, *rest, *how
+        return *operands, *rest, None if dense else self.dtype, dense, self.invariant

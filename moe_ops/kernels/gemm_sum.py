@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from moe_ops.dispatch.early import EARLY
 from moe_ops.dispatch.problem import GemmProblem, dense_problem, scaled_problem, sum_problem
 from moe_ops.fake_impls.gemm_sum import gemm_sum as empty_tokens
 from moe_ops.kernels._gemm.operands import GemmOperands
@@ -25,7 +26,6 @@ def gemm_sum(
     expert_order: bool = False,
     batch_invariant: bool = False,
     w_global_scale: Tensor | None = None,
-    early: bool = False,
 ) -> Tensor:
     """Run the kernel that also sums if it takes the GEMM, else a GEMM kernel and a sum kernel."""
     how = (scheme, out_dtype, expert_order, batch_invariant)
@@ -45,5 +45,5 @@ def gemm_sum(
         return out, sum_problem(gemm, topk_weights is not None, out.element_size())
 
     scales = (a_scale, w_scale, None, w_global_scale)
-    given = GemmOperands(a, w, tiles, bias, topk_weights, *scales, early)
+    given = GemmOperands(a, w, tiles, bias, topk_weights, *scales, EARLY.get())
     return call_gemm(given, ("gemm_sum", *how), prepare)

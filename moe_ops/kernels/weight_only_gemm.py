@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from moe_ops.dispatch.early import EARLY
 from moe_ops.dispatch.hopper import KernelTiles
 from moe_ops.dispatch.problem import GemmProblem, stored_problem, sum_problem
 from moe_ops.fake_impls.weight_only_gemm import weight_only_matmul as empty_rows
@@ -54,7 +55,6 @@ def weight_only_sum(
     tiles: AnyTiles,
     scheme: str,
     batch_invariant: bool = False,
-    early: bool = False,
 ) -> Tensor:
     """Run the kernel that also sums if it takes the GEMM, else a GEMM kernel and a sum kernel."""
     scales, how = (w_scale, w_zero_point, w_global_scale), (scheme, batch_invariant)
@@ -66,5 +66,5 @@ def weight_only_sum(
         )
         return out, sum_problem(gemm, topk_weights is not None, out.element_size())
 
-    given = GemmOperands(a, w, tiles, bias, topk_weights, None, *scales, early)
+    given = GemmOperands(a, w, tiles, bias, topk_weights, None, *scales, EARLY.get())
     return call_gemm(given, ("weight_only_sum", *how), prepare)

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from moe_ops import ops
 from moe_ops.dispatch.device import device_facts
+from moe_ops.dispatch.early import EARLY
 from moe_ops.dispatch.gemm_plan import plan_gemm
 from moe_ops.dispatch.problem import layer_problem, sizes_of, sums_one_token
 from moe_ops.dispatch.row_tiles import tile_rule
@@ -222,23 +223,28 @@ def gemm_sum(
     """`gemm`, followed by the weighted sum over each token's slots.
 
     ``early``: all that the operator reads, except its rows, was written before the first GEMM was
-    called. The operator is told (see `moe_ops.ops`) unless this call is traced: a compiler may run
-    other kernels between the two.
+    called. The operator is told (see `EARLY`) unless the call is traced: a compiler may run other
+    kernels between the two.
     """
-    traced = torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
-    early = early and not traced and not _APART.get()
     if scheme.weight is not None and scheme.activation is None:
-        return ops.weight_only_sum(
+        operator, arguments = ops.weight_only_sum, (
             rows.data, weight.data, weight.scale, weight.zero_point, weight.global_scale,
             weight.bias, topk_weights, [*space.tiles], scheme.key, space.batch_invariant,
-            early,
         )  # fmt: skip
-    return ops.gemm_sum(
-        rows.data, rows.scale, weight.data, weight.scale, weight.bias, topk_weights,
-        [*space.tiles], scheme.key, None if weight.scale is None else dtype,
-        space.expert_order, space.batch_invariant,
-        weight.global_scale if scheme.decoded else None, early,
-    )  # fmt: skip
+    else:
+        operator, arguments = ops.gemm_sum, (
+            rows.data, rows.scale, weight.data, weight.scale, weight.bias, topk_weights,
+            [*space.tiles], scheme.key, None if weight.scale is None else dtype,
+            space.expert_order, space.batch_invariant,
+            weight.global_scale if scheme.decoded else None,
+        )  # fmt: skip
+    if not early or torch.compiler.is_compiling() or _APART.get():
+        return operator(*arguments)
+    token = EARLY.set(True)
+    try:
+        return operator(*arguments)
+    finally:
+        EARLY.reset(token)
 
 
 def gemm_act(

@@ -24,7 +24,6 @@ def gemm_sum(
     expert_order: bool = False,
     batch_invariant: bool = False,
     w_global_scale: Tensor | None = None,
-    early: bool = False,
 ) -> Tensor:
     """``out[t] = sum_j topk_weights[t, j] * y[t * k + j]``, where y is the result of the GEMM.
 

@@ -55,7 +55,6 @@ def weight_only_sum(
     tiles: AnyTiles,
     scheme: str,
     batch_invariant: bool = False,
-    early: bool = False,
 ) -> Tensor:
     """``out[t] = sum_j topk_weights[t, j] * y[t * k + j]``; y: of `weight_only_matmul`."""
     scales = (w_scale, w_zero_point, w_global_scale)

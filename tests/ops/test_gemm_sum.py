@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import moe_ops
 from moe_ops import ops
+from moe_ops.dispatch.early import EARLY
 from moe_ops.reference.gemm_sum import gemm_sum as reference
 from moe_ops.scheme import get_scheme
 from moe_ops.testing import Problem, assert_matches_reference, call, make_inputs, quantize_inputs
@@ -230,10 +231,7 @@ def test_programs_for_any_number_of_tokens_call_it():
     assert not any("moe_fused_mul_sum" in target for target in targets)
 
 
-EARLY = ("unquantized", "fp8_block128", "int4_w4a16_g16")
-
-
-@pytest.mark.parametrize("scheme", EARLY)
+@pytest.mark.parametrize("scheme", ["unquantized", "fp8_block128", "int4_w4a16_g16"])
 def test_who_lets_it_read_early(scheme, monkeypatch):
     """The eager pipeline, which knows what is written between both GEMMs; no graph, no default."""
     name = "weight_only_sum" if scheme.startswith("int4") else "gemm_sum"
@@ -245,25 +243,28 @@ def test_who_lets_it_read_early(scheme, monkeypatch):
         return moe_ops.fused_experts(x, w1, w2, weights, ids, quant_config=config)
 
     def record(*given):
-        told.append(dict(zip(names, given, strict=True))["early"])
+        told.append(EARLY.get())
         return operator(*given)
 
-    names = [argument.name for argument in operator._schema.arguments]
+    class Recorded(torch.fx.Interpreter):
+        def call_function(self, target, args, kwargs):
+            if target is operator:
+                told.append(EARLY.get())
+            return super().call_function(target, args, kwargs)
+
     with monkeypatch.context() as patch:
         patch.setattr(ops, name, record)
         layer(x, weights, ids)
         with moe_ops.pipeline.gemms.apart():
             layer(x, weights, ids)
-    assert told == [True, False]
-    assert operator._schema.arguments[-1].default_value is False
-    graphs = [make_fx(layer)(x, weights, ids)]
+    assert told == [True, False] and not EARLY.get()
+    told.clear()
     torch._dynamo.reset()
-    torch.compile(
-        layer, backend=lambda graph, _: graphs.append(graph) or graph.forward, fullgraph=True
-    )(x, weights, ids)
-    for graph in graphs:
-        (node,) = (n for n in graph.graph.nodes if name in str(n.target))
-        assert not dict(zip(names, node.args, strict=False)).get("early")
+    Recorded(make_fx(layer)(x, weights, ids)).run(x, weights, ids)
+    torch.compile(layer, backend=lambda graph, _: Recorded(graph).run, fullgraph=True)(
+        x, weights, ids
+    )
+    assert told == [False, False]
 
 
 def test_calls_name_their_arguments_as_the_schema_does():

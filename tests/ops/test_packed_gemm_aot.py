@@ -17,6 +17,7 @@ from aot_launches import given_plan, packed  # noqa: E402
 from packed_weights import PACKABLE, UNDER_FP8  # noqa: E402
 from pairwise import half_exhaustive  # noqa: E402
 from plans import row_tile  # noqa: E402
+from token_layers import promised  # noqa: E402
 
 from moe_ops.dispatch.device import Device  # noqa: E402
 from moe_ops.dispatch.hopper_decode import FEW_CTAS, JOB_REGISTERS  # noqa: E402
@@ -296,8 +297,8 @@ def test_one_token_begins_early_only_where_it_is_told_to():
         with mock.patch.object(launching, "_current_stream", lambda device: 1):
             h = weight_only_gemm.weight_only_matmul(*rows)
             for early in (True, False):
-                how = (tiles, scheme, False, early)
-                weight_only_gemm.weight_only_sum(h, *w2, bias, weights, *how)
+                with promised(early):
+                    weight_only_gemm.weight_only_sum(h, *w2, bias, weights, tiles, scheme)
 
     _, *sums = aot.compile_launch(H200, launch)
     assert [c.EARLY for kernel in sums for c in kernel.src.constants.values()

@@ -15,7 +15,7 @@ import triton  # noqa: E402
 import triton.language as tl  # noqa: E402
 from pairwise import cover, every  # noqa: E402
 from sum_calls import SumCall  # noqa: E402
-from token_layers import Layer  # noqa: E402
+from token_layers import Layer, promised  # noqa: E402
 
 from moe_ops.dispatch.hopper import LEAST_TOKEN_STAGES  # noqa: E402
 from moe_ops.kernels import expert_gemm, gemm_sum, scaled_gemm, weight_and_reduce
@@ -264,13 +264,13 @@ def test_it_does_not_read_copies_early(name):
             return None if x is None else empty(*x.shape, dtype=x.dtype)
 
         layer = Layer(empty, SHAPES["odd"], "fp8_block128", mapped=True)
-        given = SumCall(*layer.sum_arguments(early=True))
+        given = SumCall(*layer.sum_arguments())
         plan, ids, expert_map = given.tiles
         copied = {"w_scale": given.w_scale, "topk_ids": ids, "expert_map": expert_map}
         x = copied[name]
         copied[name] = empty(*x.shape, 2, dtype=x.dtype).select(-1, 0)
         tiles = [plan, copied["topk_ids"], copied["expert_map"]]
-        with mock.patch.object(token_gemm, "dense", copy):
+        with mock.patch.object(token_gemm, "dense", copy), promised(True):
             gemm_sum.gemm_sum(*given._replace(w_scale=copied["w_scale"], tiles=tiles))
 
     (kernel,) = aot.compile_launch(90, run)

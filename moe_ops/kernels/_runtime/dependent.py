@@ -27,9 +27,9 @@ neither before it has waited: then all earlier writes are visible. What is writt
 of GEMM 1 need not be: a kernel of PyTorch's in between ends without a promise of visibility.
 
 Only the caller of both GEMMs knows what was written between them. The eager pipeline writes new
-tensors there and nothing else, so it passes ``early=True``, in CUDA graphs too. In a compiled graph
-the compiler decides where kernels run: one that computes a scale of GEMM 2 may come between. So a
-compiled graph passes False, which is also the default of the operators.
+tensors there and nothing else, so it gives the promise (`moe_ops.dispatch.early`), in CUDA graphs
+too. In a compiled graph the compiler decides where kernels run: one that computes a scale of GEMM 2
+may come between. So neither compiled graphs nor operators that are called one by one have it.
 
 ``MOE_OPS_NO_PDL=1``, set before this module is imported, turns PDL off: kernels run one after the
 other, and the PDL instructions in them do nothing.
