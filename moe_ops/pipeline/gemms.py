@@ -226,6 +226,7 @@ def gemm_sum(
     called. The operator is told (see `EARLY`) unless the call is traced: a compiler may run other
     kernels between the two.
     """
+    arguments: tuple[Any, ...]
     if scheme.weight is not None and scheme.activation is None:
         operator, arguments = ops.weight_only_sum, (
             rows.data, weight.data, weight.scale, weight.zero_point, weight.global_scale,
