@@ -141,7 +141,7 @@ def _tensors(values: Any) -> list[Tensor]:
         elif isinstance(value, FusedMoEQuantConfig):
             found += _tensors(value.tensors)
         elif isinstance(value, nn.Module):
-            found += value.parameters()
+            found += [*value.parameters()]  # Dynamo of torch 2.11 adds no generator to a list
         elif isinstance(value, (tuple, list)):
             found += _tensors(value)
     return found

@@ -87,7 +87,7 @@ def shown_by_others(items):
     For ``COMPILED_FOR`` an item stays if a value of one of its parameters occurs in no earlier item
     of its test; for one other architecture the first item of each test stays.
     """
-    compiled = [item for item in items if "aot" in item.keywords]
+    compiled = [item for item in items if item.get_closest_marker("aot")]
     tests = [(item.path.name, item.originalname) for item in compiled]
     archs = [params_of(item).get("arch", COMPILED_FOR) for item in compiled]
     of_test = defaultdict(set)
@@ -108,7 +108,7 @@ def shown_by_others(items):
 
 def check_compiled(items):
     """UsageError if more items compile kernels than `make test` has time for."""
-    count = sum("aot" in item.keywords for item in items)
+    count = sum(bool(item.get_closest_marker("aot")) for item in items)
     if count > MOST_COMPILED:
         raise pytest.UsageError(
             f"at most {MOST_COMPILED} items may compile kernels without --exhaustive, got {count}: "
@@ -118,15 +118,15 @@ def check_compiled(items):
 
 def pytest_collection_modifyitems(config, items):
     if not config.getoption("exhaustive"):
-        others = {item for item in items if "exhaustive" in item.keywords}
+        others = {item for item in items if item.get_closest_marker("exhaustive")}
         others.update(shown_by_others([item for item in items if item not in others]))
         config.hook.pytest_deselected(items=list(others))
         items[:] = [item for item in items if item not in others]
         check_compiled(items)
     for item in items:
-        if "gpu" in item.keywords and not HAS_CUDA:
+        if item.get_closest_marker("gpu") and not HAS_CUDA:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
-        if INTERPRETED and "kernel" not in item.keywords:
+        if INTERPRETED and not item.get_closest_marker("kernel"):
             item.add_marker(pytest.mark.skip(reason="runs no kernel"))
 
 

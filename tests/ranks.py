@@ -54,6 +54,8 @@ def started(
         with pytest.MonkeyPatch.context() as patch:
             # Before Python 3.12.9 and 3.13.3 the server has no other path when it imports.
             patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, sys.path)))
+            if backend == "gloo":  # Dynamo and transformers use a GPU as soon as they see one
+                patch.setenv("CUDA_VISIBLE_DEVICES", "")
             context = multiprocessing.start_processes(
                 _run, given, nprocs=ranks, join=False, start_method=method
             )

@@ -21,6 +21,7 @@ from tune_trials import (
 
 from moe_ops import cli
 from moe_ops.dispatch.tuned_file import parse
+from moe_ops.pipeline.devices import TARGETS
 from moe_ops.scheme import is_packed
 from moe_ops.tuning import files
 from moe_ops.tuning.search import Trial
@@ -30,8 +31,9 @@ COMMAND = ["tune", "--model", "qwen3-30b-a3b", "--scheme", "fp8_block128", "--de
 
 @pytest.fixture
 def clock(monkeypatch):
-    """The GPU that a command finds."""
+    """The GPU that a command finds, which is an H200 on every machine."""
     made = Clock(block_n=32)
+    monkeypatch.setattr(cli, "target_of", lambda device: TARGETS["sm_90"])
     monkeypatch.setattr(cli, "_gemm_clock", lambda problem, layer, jobs: (made, list))
     return made
 

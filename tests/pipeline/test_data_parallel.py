@@ -1,6 +1,7 @@
 """Data parallel training: two ranks with half of a batch each train as one process does."""
 
 import copy
+import inspect
 
 import pytest
 import torch
@@ -9,9 +10,12 @@ from pairwise import half_exhaustive
 from ranks import BACKENDS, device, spawn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.nn.parallel import DistributedDataParallel
 from training_models import KINDS, batch_of, model_of
 
+SHARDING = inspect.getsource(FSDPParam._init_sharded_param)
+"""torch 2.11 makes every shard a parameter that requires grad, which integers cannot be."""
 RATE, STEPS, BITS = 0.1, 3, 2**9
 """``BITS``: how many units in the last place of float32 a step's sums may differ by."""
 
@@ -91,4 +95,6 @@ def check_training(rank, ranks, kind, way):
 def test_ranks_train_as_one(kind, way, backend):
     if kind != "layer":
         pytest.importorskip("transformers")
+    if kind == "qlora" and way.startswith("fsdp") and "requires_grad=" not in SHARDING:
+        pytest.skip("fully_shard of this torch takes no quantized parameters")
     spawn(check_training, 2, kind, way, backend=backend)

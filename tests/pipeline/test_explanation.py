@@ -196,7 +196,7 @@ def test_explained_tiles_are_those_that_run(
 
     def record_hoppers(self, *arguments):
         c, kernel = self.constants, PACKED if self.packed else STREAM
-        seen.append({"kernel": kernel, "num_stages": c.STAGES, **vars(c)})
+        seen.append({"kernel": kernel, "num_stages": c.STAGES, "ctas": 1, **vars(c)})
         run(self, *arguments)
 
     monkeypatch.setattr(Launch, "__call__", record)

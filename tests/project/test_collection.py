@@ -14,12 +14,13 @@ from conftest import (
 from pairwise import half_exhaustive
 
 
-def item(name, arch, keywords=("aot",), **params):
+def item(name, arch, marks=("aot",), **params):
     """What the choice reads of a collected item."""
     params |= {} if arch is None else {"arch": arch}
     return SimpleNamespace(
-        name=f"{name}[{arch}]", path=Path("test_aot.py"), originalname=name, keywords=keywords,
+        name=f"{name}[{arch}]", path=Path("test_aot.py"), originalname=name,
         callspec=SimpleNamespace(params=params),
+        get_closest_marker=lambda mark: mark if mark in marks else None,
     )  # fmt: skip
 
 

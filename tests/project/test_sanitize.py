@@ -14,7 +14,7 @@ from sanitize import SPECIALIZED, chosen, kernels_of, launches, part_of, run_cas
 from sanitize_cases import EACH_KERNEL, PLAIN, TOKEN_SCHEMES, cases
 from sanitizer_findings import Findings, parse, supported
 from sanitizer_record import How, Run, command, merged, run
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensorMode
 from torch.utils._pytree import tree_map_only
 
 from moe_ops.ops import STAGES
@@ -72,6 +72,8 @@ def test_hopper_runs_every_kernel():
             with FakeTensorMode(allow_non_fake_inputs=True), launches() as names, aot.OnKernels():
                 try:
                     case.run(tree_map_only(torch.Tensor, fake, inputs))
+                except DynamicOutputShapeException:  # a case compares only rows that are used
+                    pass
                 except RuntimeError as error:  # PyTorch's own arithmetic, in builds without CUDA
                     assert "not linked with support for cuda" in str(error)
             reached[case.name] = names
