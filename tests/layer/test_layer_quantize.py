@@ -10,8 +10,9 @@ from torch import nn
 import moe_ops
 from moe_ops.layer.plain import PlainExperts
 from moe_ops.layer.saving import checkpoint_tensors
-from moe_ops.quantization.peaks import needs_peaks
+from moe_ops.quantization.peaks import Peaks, needs_peaks
 from moe_ops.scheme import SCHEMES, get_scheme
+from moe_ops.tensors import Routing
 
 E, K, H, I = 4, 2, 128, 256  # noqa: E741
 QUANTIZED = [name for name in SCHEMES if name != "unquantized"]
@@ -133,6 +134,39 @@ def test_peaks_are_those_of_the_inputs(on_input):
     moe_ops.quantize_(layer, "fp8_tensor_static", calibrate=lambda m: m(x, logits), progress=False)
     torch.testing.assert_close(layer.w13_input_scale, (first / 448).repeat(E), rtol=0.01, atol=0)
     torch.testing.assert_close(layer.w2_input_scale, (second / 448).repeat(E), rtol=0.02, atol=0)
+
+
+LARGEST = {"fp8_tensor_static": 448, "mxfp4_w4a8": 448, "nvfp4": 6 * 448}
+"""The largest number of the inputs' elements, times that of their scales."""
+
+
+@pytest.mark.parametrize("on_input", [False, True])
+def test_which_inputs_count(on_input):
+    """Magnitudes of rows that an expert takes: ids of -1 and from E on are of none."""
+    g = torch.Generator().manual_seed(2)
+    w1, b1, w2 = (torch.randn(s, generator=g) for s in ((2, 8, 3), (2, 8), (2, 3, 8)))
+    plain = PlainExperts(w1, w2, b1, None)
+    x = torch.tensor([[1, -9, 2], [90, 0, 0], [80, 0, 0], [3, 7, 1]]).float()
+    ids = torch.tensor([[0, -1], [2, -1], [-1, 9], [1, 2]])
+    weights = torch.tensor([[0.5, 70], [1, 1], [1, 1], [2, 60]])
+    rows = {e: row * (w if on_input else 1) for e, row, w in ((0, x[0], 0.5), (1, x[3], 2.0))}
+    wanted = [row.abs().max() for row in rows.values()]
+    between = [(w1[e] @ row + b1[e]).relu().max() for e, row in rows.items()]
+    peaks = Peaks()
+    for part in (x, x / 2):  # the second call has smaller ones
+        routing = Routing(weights, ids, None)
+        peaks.observe(part, plain, routing, torch.relu, weight_on_input=on_input)
+    for scheme, largest in LARGEST.items():
+        found = peaks.input_scales("layer", get_scheme(scheme))
+        expected = (float(max(wanted)) / largest, float(max(between)) / largest)
+        assert found == pytest.approx(expected, rel=1e-6), scheme
+    for n in range(1, 40):  # the divisors that checkpoints hold lead back to the same scales
+        peaks.observe(x * 1.3**n, plain, Routing(weights, ids, None), torch.relu)
+        scales = torch.tensor(peaks.input_scales("layer", get_scheme("nvfp4")))
+        assert torch.equal(1 / (1 / scales), scales)
+    peaks.observe(x / 0, plain, Routing(weights, ids, None), torch.relu)
+    with pytest.raises(ValueError, match="positive and finite, got"):
+        peaks.input_scales("layer", get_scheme("nvfp4"))
 
 
 def test_peaks_of_several_calls():

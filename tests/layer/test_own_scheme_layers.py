@@ -158,7 +158,7 @@ def test_only_axes_that_are_cut_have_finer_groups():
     )
     assert refined(block, 96, 1) == ("fp8_block32x128", 96)
     assert refined(block, 96, 1, gated=False) == ("fp8_block128", 96)
-    assert refined(small, 192, 2) == ("|int8:32x16:float32", 96)
+    assert refined(small, 192, 2) == ("int8_w8a16_block32x16", 96)
     for how in ({}, {"gated": False}, {"interleaved": True}):
         assert refined(packed, 33, 1, **how) == ("int4_w4a16_g32", 34)
     assert refined(get_scheme("nvfp4"), 48, 2) == ("nvfp4", 32)

@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 from strategies import DTYPES
 
 import moe_ops
-from moe_ops.pipeline.lora import ExpertLora, expert_lora
+from moe_ops.pipeline.lora import ExpertLora, adapter_ids, expert_lora
 from moe_ops.scheme import SCHEMES
+from moe_ops.tensors import Routing
 from moe_ops.testing import Problem, call, make_inputs, quantize_inputs
 
 T, E, K, H, I, R, L = 9, 4, 2, 32, 48, 4, 3  # noqa: E741
@@ -113,6 +114,24 @@ def test_unquantized(dtype, activation, flags, tokens, top_k, device):
     )  # fmt: skip
 
 
+def test_pairs_of_adapter_and_expert():
+    """Local expert e of adapter l is pair ``l * E + e``; all else has none."""
+    every = range(-2, 8)
+    for local in (None, [0, -1, 2, -1, 1, 3, 4]):  # 4: an expert that the weights do not have
+        ids = torch.tensor(every).repeat(L + 3, 1)
+        chosen = torch.tensor([-1, *range(L + 1), 2**40])
+        expert_map = None if local is None else torch.tensor(local, dtype=torch.int32)
+        for lora_ids in (None, chosen):
+            known = [0] * len(chosen) if lora_ids is None else chosen.tolist()
+            held = dict(enumerate(local if local is not None else range(E)))
+            held = {i: e for i, e in held.items() if 0 <= e < E}
+            expected = [
+                [a * E + held[i] if 0 <= a < L and i in held else -1 for i in every] for a in known
+            ]
+            found = adapter_ids(Routing(ids, ids, expert_map), E, lora_ids, L)
+            assert found.dtype == torch.int32 and found.tolist() == expected
+
+
 def test_adapters_of_one_product(device):
     """At even and odd k, for weights on the input and on the output."""
     for only, top_k, on_input in product(("w1", "w2"), (1, 2, 3), (False, True)):
@@ -165,7 +184,7 @@ def test_quantized_rows(device):
 @pytest.mark.parametrize("by_slot", [False, True])
 def test_alone(by_slot, device):
     """`expert_lora` and its gradients; zeros for slots without an expert or an adapter."""
-    ids = torch.tensor([[0, 3], [-1, 2], [1, 7], [2, 2]])
+    ids = torch.tensor([[0, 3], [-1, 2], [1, 7], [2, 3]])
     lora_ids = torch.tensor([1, 0, -1, 2])
     rows = random(8 if by_slot else 4, H, seed=3)
     a, b = random(L, E, R, H, seed=1), random(L, E, 20, R, seed=2)
