@@ -63,6 +63,7 @@ def test_what_is_said(name):
         "int4_w4a8_g128",
         "|int8:128x128:float32",
         "|fp4:1x64:e8m0",
+        "|fp4:1x16:e4m3",
         "|fp6_e2m3:1x32:float32",
     ],
 )

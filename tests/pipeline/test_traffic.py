@@ -126,8 +126,8 @@ def config_of(ranks, backend="allgather_reducescatter", **changes):
     method = moe_ops.RoutingMethodType.Renormalize
     sizes = {"num_experts": 256, "experts_per_token": 8, "hidden_dim": 7168} | changes
     return moe_ops.FusedMoEConfig(
-        **sizes, intermediate_size=2048, num_local_experts=sizes["num_experts"] // ranks, activation="silu",
-        device="cuda", routing_method=method, moe_parallel_config=parallel,
+        **sizes, intermediate_size=2048, num_local_experts=sizes["num_experts"] // ranks,
+        activation="silu", device="cuda", routing_method=method, moe_parallel_config=parallel,
     )  # fmt: skip
 
 
