@@ -81,7 +81,10 @@ def test_every_scheme(scheme, activation):
         assert torch.equal(layer(*batch()), other(*batch()))
 
 
-OTHER_SCHEMES = ["int4_w4a16_g64_zp", "int8_w8a16_g64", "fp8_block64x128", "|int8:1x64:float32"]
+OTHER_SCHEMES = [
+    "int4_w4a16_g64_zp", "int8_w8a16_g64", "int8_w8a16_g64_zp", "fp8_block64x128",
+    "|int8:1x64:float32",
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("scheme", [*QUANTIZED, *OTHER_SCHEMES])
