@@ -207,9 +207,10 @@ def test_modes_of_tokens():
     assert (parts.replica_size, parts.tokens_rank, parts.exchanges_tokens) == (2, 1, True)
     prefill = PARALLEL.make(2, 1, 1, 0, 2, 1, enable_expert_parallel=True)
     assert (prefill.replica_size, prefill.tokens_rank, prefill.exchanges_tokens) == (2, 1, True)
-    layer = make(moe_parallel_config=parts, max_num_tokens=5)
-    exchange = layer.kernel.prepare_finalize
-    assert exchange.max_num_tokens_per_rank() == 5 and exchange.exchange.max_num_tokens == 3
+    for room, share in ((5, 3), (4, 2), (1, 1), (None, None)):
+        exchange = make(moe_parallel_config=parts, max_num_tokens=room).kernel.prepare_finalize
+        assert exchange.max_num_tokens_per_rank() == room
+        assert exchange.exchange.max_num_tokens == share
     assert (exchange.index, exchange.first) == (1, 2)
     with pytest.raises(NotImplementedError, match="strategy must be linear with .* 'round_robin'"):
         make(ep_size=2, enable_eplb=True, expert_placement_strategy="round_robin")

@@ -191,9 +191,9 @@ def test_zero_points_in_every_form():
     codes = torch.arange(16).view(1, 16)  # GPTQ stores one less, and the largest code for 0
     packed = ((codes - 1) % 16).view(1, 2, 8)
     packed = (packed << shift).sum(2).to(torch.int32)
-    for less, expected in ((True, codes), (False, (codes - 1) % 16)):
+    for less, wanted in ((True, codes), (False, (codes - 1) % 16)):
         form = form_of(scheme, 16, 32, awq=False, zeros_plus_one=less)
-        assert torch.equal(canonical("zero_point", packed, "qzeros", form).long(), expected.t())
+        assert torch.equal(canonical("zero_point", packed, "qzeros", form).long(), wanted.t())
 
 
 def test_finer_scales_and_numbers_at_the_edge():
