@@ -176,6 +176,7 @@ def test_capacity_factor():
     for sizes in ({"ep_size": 2}, {"ep_size": 2, "dp_size": 2}):
         with pytest.raises(ValueError, match="capacity_factor must be 1 unless .*, got 0.5"):
             make(**sizes, capacity_factor=0.5)
+        make(**sizes, capacity_factor=1.0)
     with pytest.raises(TypeError, match="capacity_factor must be a number, got bool True"):
         make(ep_size=2, dp_size=2, capacity_factor=True)
 
@@ -195,6 +196,16 @@ def test_options_that_an_exchange_takes(backend):
             make(**ranks, **{name: value})
     with pytest.raises(ValueError, match="equal_num_tokens must be False unless ranks .*got True"):
         make(ep_size=2, equal_num_tokens=True)
+
+
+def test_slots_that_an_exchange_makes_room_for(monkeypatch):
+    """Fused shared experts take slots of their own."""
+    kind, given = exchange_class("allgather_reducescatter"), []
+    made = kind.make
+    monkeypatch.setattr(kind, "make", lambda needs: given.append(needs.top_k) or made(needs))
+    for shared in (0, 2):
+        assert make(ep_size=2, dp_size=2, n_shared_experts=shared).kernel is not None
+    assert given == [K, K + 2]
 
 
 def test_modes_of_tokens():

@@ -10,7 +10,9 @@ from torch import nn
 import moe_ops
 from moe_ops.layer.plain import PlainExperts
 from moe_ops.layer.saving import checkpoint_tensors
+from moe_ops.quantization import quantize, targets
 from moe_ops.quantization.peaks import Peaks, needs_peaks
+from moe_ops.quantization.targets import LayerTarget
 from moe_ops.scheme import SCHEMES, get_scheme
 from moe_ops.tensors import Routing
 
@@ -190,6 +192,9 @@ def test_nothing_changes_unless_everything_can():
     ):
         moe_ops.quantize_(model, "fp8_channel", progress=False)
     model[2].w2_weight.data.copy_(before["2.w2_weight"])
+    alternating = nn.ModuleList([model[0], filled(activation="swigluoai")])
+    with pytest.raises(NotImplementedError, match="blocks of one row if gate and up rows alt"):
+        moe_ops.quantize_(alternating, "fp8_block128", progress=False)
     with pytest.raises(ValueError, match="positive and finite, got 0.0 for GEMM 1 of 2"):
         run = lambda m: [m[0](*batch()), m[1](*batch())]  # noqa: E731
         moe_ops.quantize_(model, "nvfp4", calibrate=run, progress=False)
@@ -216,8 +221,12 @@ def test_what_is_refused():
     refused(ValueError, "quantized already .fp8_tensor", make("fp8_tensor"))
     refused(NotImplementedError, "ranks hold parts", filled(tp_size=2, tp_rank=0))
     refused(ValueError, "must hold numbers, got w1 on meta", make(device="meta"))
-    odd = filled(sizes=(E, K, 64, 33), activation="relu2_no_mul")
-    refused(ValueError, "even sizes for 4-bit scheme mxfp4", odd, "mxfp4")
+    for sizes in ((E, K, 64, 33), (E, K, 33, 64)):
+        odd = filled(sizes=sizes, activation="relu2_no_mul")
+        refused(ValueError, "even sizes for 4-bit scheme mxfp4", odd, "mxfp4")
+    own = filled()
+    own.kernel = moe_ops.select_kernel(own.moe_config, "unquantized")
+    refused(ValueError, "its kernel is for unquantized weights", own)
     ranked = filled(ep_size=2, ep_rank=1)
     refused(NotImplementedError, "different static scales", ranked, "nvfp4", calibrate=print)
     with pytest.raises(TypeError, match="progress must be a bool"):
@@ -252,7 +261,34 @@ def test_compiled_before_and_after():
 
 
 def test_calibration_runs_compiled_models_eagerly():
-    layer = filled()
-    layer.compile(backend="eager", fullgraph=True)
+    layer, counter = filled(), Compilations("eager")
+    layer.compile(backend=counter, fullgraph=True)
     quantized(layer, "fp8_tensor_static")
-    assert (layer.w2_input_scale > 0).all()
+    assert (layer.w2_input_scale > 0).all() and counter.count == 0
+
+
+class Other(LayerTarget):
+    """A kind of target of another library."""
+
+    finished = 0
+
+    @classmethod
+    def finish(cls, model):
+        """Count calls."""
+        cls.finished += 1
+
+
+def test_targets_of_several_kinds(monkeypatch):
+    """Each kind is finished once; what is inside a target belongs to it."""
+    model = nn.ModuleDict({name: filled() for name in "abc"})
+    model.a.inside = filled()
+    others = [Other(name, model[name]) for name in "bc"]
+    monkeypatch.setattr(targets, "FINDERS", [*targets.FINDERS, lambda _: iter(others)])
+    monkeypatch.setattr(quantize, "FINDERS", targets.FINDERS)
+    assert [t.name for t in quantize.targets_of(model)] == ["a", "b", "c"]
+    moe_ops.quantize_(model, "fp8_channel", progress=False)
+    assert Other.finished == 1
+    monkeypatch.undo()
+    outer = filled()
+    outer.inside = filled()
+    assert [target.name for target in quantize.targets_of(outer)] == [""]
