@@ -320,7 +320,7 @@ def test_weights_that_are_moved_together():
     with pytest.raises(ValueError, match="must share no memory"):
         check_apart({"a": rows[:, :3], "b": rows[:, 3:], "c": rows[2:, 1:2]})
     one = torch.arange(3.0).as_strided((3, 1), (1, 0))
-    weights = [torch.empty(3, 0), torch.empty(3, 0), one]
+    weights = [torch.empty(3, 0), torch.empty(3, 0, dtype=BF16), one]
     moe_ops.parallel.move_experts(weights, torch.arange(3), torch.tensor([2, 0, 1]))
     assert one.flatten().tolist() == [2, 0, 1]
 
