@@ -198,16 +198,6 @@ def test_options_that_an_exchange_takes(backend):
         make(ep_size=2, equal_num_tokens=True)
 
 
-def test_slots_that_an_exchange_makes_room_for(monkeypatch):
-    """Fused shared experts take slots of their own."""
-    kind, given = exchange_class("allgather_reducescatter"), []
-    made = kind.make
-    monkeypatch.setattr(kind, "make", lambda needs: given.append(needs.top_k) or made(needs))
-    for shared in (0, 2):
-        assert make(ep_size=2, dp_size=2, n_shared_experts=shared).kernel is not None
-    assert given == [K, K + 2]
-
-
 def test_modes_of_tokens():
     """Who has tokens of their own, and exchanges them."""
     for sizes in ({"ep_size": 2}, {"tp_size": 2}, {"tp_size": 2, "ep_size": 2}):
