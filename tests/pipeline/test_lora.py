@@ -202,8 +202,11 @@ def test_alone(by_slot, device):
     grad = random(8, 20, seed=4)
     found = torch.autograd.grad(out, given, grad.to(device))
     exact = torch.autograd.grad(expected, wide, grad.double())
-    for actual, near in zip(found, exact, strict=True):
+    for number, (actual, near) in enumerate(zip(found, exact, strict=True)):
         torch.testing.assert_close(actual.cpu(), near.float())
+        one = [t.detach().requires_grad_(i == number) for i, t in enumerate(given)]
+        out = expert_lora(*one, ids.to(device), lora_ids.to(device), 1.5)
+        assert torch.equal(*torch.autograd.grad(out, one[number], grad.to(device)), actual)
 
 
 def test_one_compilation(device):
