@@ -18,7 +18,7 @@ from moe_ops.loading.act_order import ActOrder, sortable
 from moe_ops.loading.derived import channel_scales, has_plain_scales, kinds_of, quantized
 from moe_ops.loading.names import SUFFIX, CheckpointLayout, Piece
 from moe_ops.loading.sources import Entry
-from moe_ops.loading.split import halves
+from moe_ops.loading.split import halves, shared_part
 from moe_ops.loading.stored import Form, PlainWeightError, canonical
 
 SHOWN = 8
@@ -212,6 +212,10 @@ class Placing:
             else (form._replace(n=form.n * count))
         )
 
+    def _width(self) -> int:
+        """I of an expert on all ranks together."""
+        return self.layer.form(self.specs["w2_weight"], "w2", self.layout).k
+
     def _place(self, entry: Entry, piece: Piece) -> None:
         self._put(entry, piece)
         self.loaded.append(entry.name)
@@ -261,14 +265,16 @@ class Placing:
             form = self._form(of)
             for shard, part in self._shards(tensor, of, form):
                 part = self.act_order.ordered(part, of.kind, expert, shard, form)
-                self._copy(of.kind, shard, _share(part, shard, share), expert)
+                part = shared_part(part, of.kind, shard, share, self._width(), form.own)
+                self._copy(of.kind, shard, part, expert)
 
     def _put_quantized(self, x: Tensor, piece: Piece, expert: int, share: tuple[int, int]) -> None:
         """Quantize plain projections as a whole, in the layer's dtype, and copy them."""
         layer, scheme = self.layer, self.layer.checkpoint_scheme
         form = self._form(piece)._replace(dtype=layer.sizes.dtype, quant=None, own=None)
+        width = self._width()
         whole = {
-            shard: _share(part, shard, share).to(layer.sizes.dtype)
+            shard: shared_part(part, "weight", shard, share, width, None).to(layer.sizes.dtype)
             for shard, part in self._shards(x, piece, form)
         }
         for shard, kind, suffix, part in quantized(whole, scheme, layer.sizes.interleaved):
@@ -390,12 +396,3 @@ class Placing:
             offsets.append(offset - 1)
         if not any(bool((codes == number).all()) for number in offsets):
             raise ValueError(f"zero points must all be {offset} for a scheme without them")
-
-
-def _share(x: Tensor, shard: str, share: tuple[int, int]) -> Tensor:
-    """Return the part of expert ``i`` of ``count`` experts that are side by side along I."""
-    i, count = share
-    if count == 1 or not x.dim():
-        return x
-    axis = min(int(shard == "w2"), x.dim() - 1)
-    return x.chunk(count, axis)[i]

@@ -14,6 +14,7 @@ from small_layers import E, H, I, K
 
 import moe_ops
 from moe_ops import FusedMoEParallelConfig
+from moe_ops.pipeline.exchange.backends import exchange_class
 
 COUNTS = {2: (7, 4), 4: (5, 0, 1, 5)}
 T = 11
@@ -208,3 +209,14 @@ def check_two(rank, ranks):
 @pytest.mark.parametrize(("ranks", "check"), [(2, check_two), (4, check_kinds)])
 def test_ranks_are_one_rank(ranks, check):
     spawn(check, ranks)
+
+
+def test_slots_that_an_exchange_makes_room_for(monkeypatch):
+    """Fused shared experts take slots of their own."""
+    kind, given = exchange_class("allgather_reducescatter"), []
+    made = kind.make
+    monkeypatch.setattr(kind, "make", lambda needs: given.append(needs.top_k) or made(needs))
+    for shared in (0, 2):
+        layer = moe_ops.FusedMoE(8, 3, 16, 16, ep_size=2, dp_size=2, n_shared_experts=shared)
+        assert layer.kernel is not None
+    assert given == [3, 5]

@@ -146,3 +146,17 @@ def test_a_parameter_saved_by_itself():
     torch.save(make().w2_weight, buffer)
     buffer.seek(0)
     assert torch.load(buffer, weights_only=True).shape == (E, H, I)
+
+
+def test_what_a_cast_changes():
+    """Plain weights, all biases and the sizes; stored values stay, wherever they lie in memory."""
+    plain = moe_ops.FusedMoE(4, 2, 64, 32, has_bias=True, params_dtype=torch.float32)
+    plain.to(torch.bfloat16)
+    assert {p.dtype for p in plain.parameters()} == {plain.sizes.dtype} == {torch.bfloat16}
+    layer = moe_ops.FusedMoE(4, 2, 64, 32, has_bias=True, scheme="fp8_block32")
+    scale = torch.rand(2, 2, 4).permute(2, 0, 1)
+    layer.w13_weight_scale = torch.nn.Parameter(scale, requires_grad=False)
+    layer.to(torch.float16)
+    assert layer.w13_bias.dtype == layer.w2_bias.dtype == torch.float16
+    assert layer.w13_weight.dtype == torch.float8_e4m3fn
+    assert torch.equal(layer.w13_weight_scale, scale)

@@ -176,6 +176,7 @@ def test_capacity_factor():
     for sizes in ({"ep_size": 2}, {"ep_size": 2, "dp_size": 2}):
         with pytest.raises(ValueError, match="capacity_factor must be 1 unless .*, got 0.5"):
             make(**sizes, capacity_factor=0.5)
+        make(**sizes, capacity_factor=1.0)
     with pytest.raises(TypeError, match="capacity_factor must be a number, got bool True"):
         make(ep_size=2, dp_size=2, capacity_factor=True)
 
@@ -207,9 +208,10 @@ def test_modes_of_tokens():
     assert (parts.replica_size, parts.tokens_rank, parts.exchanges_tokens) == (2, 1, True)
     prefill = PARALLEL.make(2, 1, 1, 0, 2, 1, enable_expert_parallel=True)
     assert (prefill.replica_size, prefill.tokens_rank, prefill.exchanges_tokens) == (2, 1, True)
-    layer = make(moe_parallel_config=parts, max_num_tokens=5)
-    exchange = layer.kernel.prepare_finalize
-    assert exchange.max_num_tokens_per_rank() == 5 and exchange.exchange.max_num_tokens == 3
+    for room, share in ((5, 3), (4, 2), (1, 1), (None, None)):
+        exchange = make(moe_parallel_config=parts, max_num_tokens=room).kernel.prepare_finalize
+        assert exchange.max_num_tokens_per_rank() == room
+        assert exchange.exchange.max_num_tokens == share
     assert (exchange.index, exchange.first) == (1, 2)
     with pytest.raises(NotImplementedError, match="strategy must be linear with .* 'round_robin'"):
         make(ep_size=2, enable_eplb=True, expert_placement_strategy="round_robin")

@@ -10,8 +10,11 @@ from torch import nn
 import moe_ops
 from moe_ops.layer.plain import PlainExperts
 from moe_ops.layer.saving import checkpoint_tensors
-from moe_ops.quantization.peaks import needs_peaks
+from moe_ops.quantization import quantize, targets
+from moe_ops.quantization.peaks import Peaks, needs_peaks
+from moe_ops.quantization.targets import LayerTarget
 from moe_ops.scheme import SCHEMES, get_scheme
+from moe_ops.tensors import Routing
 
 E, K, H, I = 4, 2, 128, 256  # noqa: E741
 QUANTIZED = [name for name in SCHEMES if name != "unquantized"]
@@ -80,7 +83,10 @@ def test_every_scheme(scheme, activation):
         assert torch.equal(layer(*batch()), other(*batch()))
 
 
-OTHER_SCHEMES = ["int4_w4a16_g64_zp", "int8_w8a16_g64", "fp8_block64x128", "|int8:1x64:float32"]
+OTHER_SCHEMES = [
+    "int4_w4a16_g64_zp", "int8_w8a16_g64", "int8_w8a16_g64_zp", "fp8_block64x128",
+    "|int8:1x64:float32",
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("scheme", [*QUANTIZED, *OTHER_SCHEMES])
@@ -135,6 +141,39 @@ def test_peaks_are_those_of_the_inputs(on_input):
     torch.testing.assert_close(layer.w2_input_scale, (second / 448).repeat(E), rtol=0.02, atol=0)
 
 
+LARGEST = {"fp8_tensor_static": 448, "mxfp4_w4a8": 448, "nvfp4": 6 * 448}
+"""The largest number of the inputs' elements, times that of their scales."""
+
+
+@pytest.mark.parametrize("on_input", [False, True])
+def test_which_inputs_count(on_input):
+    """Magnitudes of rows that an expert takes: ids of -1 and from E on are of none."""
+    g = torch.Generator().manual_seed(2)
+    w1, b1, w2 = (torch.randn(s, generator=g) for s in ((2, 8, 3), (2, 8), (2, 3, 8)))
+    plain = PlainExperts(w1, w2, b1, None)
+    x = torch.tensor([[1, -9, 2], [90, 0, 0], [80, 0, 0], [3, 7, 1]]).float()
+    ids = torch.tensor([[0, -1], [2, -1], [-1, 9], [1, 2]])
+    weights = torch.tensor([[0.5, 70], [1, 1], [1, 1], [2, 60]])
+    rows = {e: row * (w if on_input else 1) for e, row, w in ((0, x[0], 0.5), (1, x[3], 2.0))}
+    wanted = [row.abs().max() for row in rows.values()]
+    between = [(w1[e] @ row + b1[e]).relu().max() for e, row in rows.items()]
+    peaks = Peaks()
+    for part in (x, x / 2):  # the second call has smaller ones
+        routing = Routing(weights, ids, None)
+        peaks.observe(part, plain, routing, torch.relu, weight_on_input=on_input)
+    for scheme, largest in LARGEST.items():
+        found = peaks.input_scales("layer", get_scheme(scheme))
+        expected = (float(max(wanted)) / largest, float(max(between)) / largest)
+        assert found == pytest.approx(expected, rel=1e-6), scheme
+    for n in range(1, 40):  # the divisors that checkpoints hold lead back to the same scales
+        peaks.observe(x * 1.3**n, plain, Routing(weights, ids, None), torch.relu)
+        scales = torch.tensor(peaks.input_scales("layer", get_scheme("nvfp4")))
+        assert torch.equal(1 / (1 / scales), scales)
+    peaks.observe(x * torch.inf, plain, Routing(weights, ids, None), torch.relu)
+    with pytest.raises(ValueError, match="positive and finite, got inf for GEMM 1"):
+        peaks.input_scales("layer", get_scheme("nvfp4"))
+
+
 def test_peaks_of_several_calls():
     x, logits = batch()
     layers = [filled() for _ in range(2)]
@@ -153,6 +192,9 @@ def test_nothing_changes_unless_everything_can():
     ):
         moe_ops.quantize_(model, "fp8_channel", progress=False)
     model[2].w2_weight.data.copy_(before["2.w2_weight"])
+    alternating = nn.ModuleList([model[0], filled(activation="swigluoai")])
+    with pytest.raises(NotImplementedError, match="blocks of one row if gate and up rows alt"):
+        moe_ops.quantize_(alternating, "fp8_block128", progress=False)
     with pytest.raises(ValueError, match="positive and finite, got 0.0 for GEMM 1 of 2"):
         run = lambda m: [m[0](*batch()), m[1](*batch())]  # noqa: E731
         moe_ops.quantize_(model, "nvfp4", calibrate=run, progress=False)
@@ -179,8 +221,12 @@ def test_what_is_refused():
     refused(ValueError, "quantized already .fp8_tensor", make("fp8_tensor"))
     refused(NotImplementedError, "ranks hold parts", filled(tp_size=2, tp_rank=0))
     refused(ValueError, "must hold numbers, got w1 on meta", make(device="meta"))
-    odd = filled(sizes=(E, K, 64, 33), activation="relu2_no_mul")
-    refused(ValueError, "even sizes for 4-bit scheme mxfp4", odd, "mxfp4")
+    for sizes in ((E, K, 64, 33), (E, K, 33, 64)):
+        odd = filled(sizes=sizes, activation="relu2_no_mul")
+        refused(ValueError, "even sizes for 4-bit scheme mxfp4", odd, "mxfp4")
+    own = filled()
+    own.kernel = moe_ops.select_kernel(own.moe_config, "unquantized")
+    refused(ValueError, "its kernel is for unquantized weights", own)
     ranked = filled(ep_size=2, ep_rank=1)
     refused(NotImplementedError, "different static scales", ranked, "nvfp4", calibrate=print)
     with pytest.raises(TypeError, match="progress must be a bool"):
@@ -215,7 +261,34 @@ def test_compiled_before_and_after():
 
 
 def test_calibration_runs_compiled_models_eagerly():
-    layer = filled()
-    layer.compile(backend="eager", fullgraph=True)
+    layer, counter = filled(), Compilations("eager")
+    layer.compile(backend=counter, fullgraph=True)
     quantized(layer, "fp8_tensor_static")
-    assert (layer.w2_input_scale > 0).all()
+    assert (layer.w2_input_scale > 0).all() and counter.count == 0
+
+
+class Other(LayerTarget):
+    """A kind of target of another library."""
+
+    finished = 0
+
+    @classmethod
+    def finish(cls, model):
+        """Count calls."""
+        cls.finished += 1
+
+
+def test_targets_of_several_kinds(monkeypatch):
+    """Each kind is finished once; what is inside a target belongs to it."""
+    model = nn.ModuleDict({name: filled() for name in "abc"})
+    model.a.inside = filled()
+    others = [Other(name, model[name]) for name in "bc"]
+    monkeypatch.setattr(targets, "FINDERS", [*targets.FINDERS, lambda _: iter(others)])
+    monkeypatch.setattr(quantize, "FINDERS", targets.FINDERS)
+    assert [t.name for t in quantize.targets_of(model)] == ["a", "b", "c"]
+    moe_ops.quantize_(model, "fp8_channel", progress=False)
+    assert Other.finished == 1
+    monkeypatch.undo()
+    outer = filled()
+    outer.inside = filled()
+    assert [target.name for target in quantize.targets_of(outer)] == [""]

@@ -132,8 +132,8 @@ def test_ranks_sum_to_the_whole(scheme):
             assert error <= 1.1 * allowed
 
 
-def refined(scheme, width, ranks):
-    sizes = LayerSizes(E, H, width, scheme, True, False, False, torch.float32)
+def refined(scheme, width, ranks, *, gated=True, interleaved=False):
+    sizes = LayerSizes(E, H, width, scheme, gated, interleaved, False, torch.float32)
     found = aligned_sizes(sizes, width, ranks)
     return found.scheme.key, found.intermediate_size
 
@@ -149,6 +149,20 @@ def test_ranks_have_finer_groups():
     assert refined(mixed, 48, 2) == (mixed.key, 128)
     assert refined(get_scheme("fp8_block128"), 192, 2) == ("fp8_block32", 96)
     assert refined(get_scheme("fp8_block64x128"), 192, 1) == ("fp8_block64x128", 192)
+
+
+def test_only_axes_that_are_cut_have_finer_groups():
+    """Gate and up have rows of their own; ranks cut columns too; a byte holds two 4-bit values."""
+    block, small, packed = map(
+        get_scheme, ("fp8_block128", "|int8:64x16:float32", "int4_w4a16_g32")
+    )
+    assert refined(block, 96, 1) == ("fp8_block32x128", 96)
+    assert refined(block, 96, 1, gated=False) == ("fp8_block128", 96)
+    assert refined(small, 192, 2) == ("int8_w8a16_block32x16", 96)
+    for how in ({}, {"gated": False}, {"interleaved": True}):
+        assert refined(packed, 33, 1, **how) == ("int4_w4a16_g32", 34)
+    assert refined(get_scheme("nvfp4"), 48, 2) == ("nvfp4", 32)
+    assert refined(get_scheme("unquantized"), 65, 2) == ("unquantized", 33)
 
 
 @each

@@ -3,6 +3,7 @@
 import re
 import subprocess
 import sys
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 import moe_ops
 from moe_ops import EplbState
 from moe_ops.parallel import eplb_state, imbalance, simulate_balance
-from moe_ops.parallel.moves import STAGING, plan_moves
+from moe_ops.parallel.moves import STAGING, check_apart, plan_moves
 
 I32, I64, BF16 = torch.int32, torch.int64, torch.bfloat16
 DEEPSEEK = torch.tensor(
@@ -86,7 +87,7 @@ def test_placements(case):
 
 def test_equal_loads_stay_equal():
     phy2log, _, _ = moe_ops.parallel.rebalance_experts(torch.ones(1, 8), 8, 1, 1, 4)
-    assert sorted(phy2log[0].tolist()) == list(range(8))
+    assert phy2log[0].tolist() == [0, 4, 1, 5, 2, 6, 3, 7]  # ties go to the lower index
     phy2log, _, logcnt = moe_ops.parallel.rebalance_experts(
         torch.full((1, 4), 0.5).half(), 8, 1, 1, 4
     )
@@ -120,6 +121,8 @@ def test_logical_maps_skip_empty_places():
     assert count.tolist() == [1, 2, 0]
     with pytest.raises(ValueError, match="max_replicas must be at least 2, got 1"):
         moe_ops.parallel.compute_logical_maps(torch.tensor([0, 0]), 1, 1)
+    with pytest.raises(ValueError, match="max_replicas must be at least 1, got 0"):
+        moe_ops.parallel.compute_logical_maps(torch.tensor([0]), 1, 0)
     with pytest.raises(ValueError, match="below num_logical_experts = 2, got 2"):
         moe_ops.parallel.compute_logical_maps(torch.tensor([0, 2]), 2)
 
@@ -290,6 +293,38 @@ def test_slices_of_one_tensor_are_moved_once():
         )
 
 
+def test_every_overlap_of_views():
+    """Two views of one buffer share memory if writing to one changes the other."""
+    wrong = []
+    shapes = [(torch.int16, 4), (torch.int16, 3), (torch.uint8, 8), (torch.uint8, 4)]
+    shapes = [(*shape, width) for shape in shapes for width in range(1, shape[1] + 1)]
+    for own, (dtype, step, other), start in product(range(1, 5), shapes, range(24)):
+        buffer = torch.zeros(64, dtype=torch.uint8)
+        first = buffer[8:].view(torch.int16).as_strided((3, own), (4, 1))
+        start -= start % dtype.itemsize
+        second = buffer[start:].view(dtype).as_strided((3, other), (step, 1))
+        first.fill_(-1)
+        shares, is_refused = bool(second.any()), False
+        try:
+            check_apart({"first": first, "second": second})
+        except ValueError:
+            is_refused = True
+        if is_refused < shares or (is_refused > shares and step * dtype.itemsize == 8):
+            wrong.append((own, dtype, step, other, start))
+    assert not wrong
+
+
+def test_weights_that_are_moved_together():
+    """A third tensor that overlaps the first; empty ones, and an axis of one element."""
+    rows = torch.arange(12.0).view(3, 4)
+    with pytest.raises(ValueError, match="must share no memory"):
+        check_apart({"a": rows[:, :3], "b": rows[:, 3:], "c": rows[2:, 1:2]})
+    one = torch.arange(3.0).as_strided((3, 1), (1, 0))
+    weights = [torch.empty(3, 0), torch.empty(3, 0, dtype=BF16), one]
+    moe_ops.parallel.move_experts(weights, torch.arange(3), torch.tensor([2, 0, 1]))
+    assert one.flatten().tolist() == [2, 0, 1]
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [
@@ -301,6 +336,7 @@ def test_slices_of_one_tensor_are_moved_once():
         (lambda: placed(0, 6), r"logical_to_physical_map must be in 0..5, .* got 6"),
         (lambda: placed(1, -1), r"logical_to_physical_map must be in 0..5, .* got -1"),
         (lambda: counted(0), r"logical_replica_count must be in 1..3, got 0"),
+        (lambda: counted(4), r"logical_replica_count must be in 1..3, got 4"),
     ],
 )
 def test_a_layer_takes_no_placement_of_other_experts(make, message):

@@ -13,7 +13,8 @@ from ranks import spawn
 import moe_ops
 from moe_ops import EplbState
 from moe_ops.parallel.rebalance import keep_rows
-from moe_ops.parallel.rounds import Spread, plan_rounds
+from moe_ops.parallel.rounds import Spread, choose_sources, plan_rounds
+from moe_ops.parallel.travel import RowExchange
 
 LAYERS, EXPERTS, REDUNDANT, GROUPS = 3, 12, 4, 4
 PHYSICAL = EXPERTS + REDUNDANT
@@ -66,6 +67,20 @@ def test_rounds_take_near_rows_and_idle_ranks():
     assert sorted(copies) == [(2, 0), (6, 4), (7, 4)]  # from the same node
 
 
+@pytest.mark.parametrize(
+    ("new", "expected"),
+    [
+        ([0, 1, 0, 2, 0, 5, 0, 6], {4: 0, 6: 2}),  # the lower row, then the rank that is idle
+        ([0, 1, 5, 2, 0, 5, 0, 6], {2: 5, 4: 0, 6: 2}),  # rather a row that stays
+        ([0, 1, 0, 5, 0, 0, 4, 0], {3: 5, 4: 0, 5: 2, 7: 0}),  # rank 2 sends, ranks 0 and 1 do not
+        ([0, 0, 0, 2, 0, 5, 4, 6], {1: 0, 4: 0}),  # a rank that copies its own row sends nothing
+    ],
+)
+def test_ties_of_sources(new, expected):
+    """Expert 0 is in rows 0 and 2, on ranks 0 and 1."""
+    assert choose_sources([0, 1, 0, 2, 3, 5, 4, 6], new, Spread(2, 4)) == expected
+
+
 def test_rounds_of_a_permutation_use_every_rank():
     """Every rank sends and receives its two rows at once; with less room a cycle is opened."""
     spread, old = Spread(2, 4), list(range(8))
@@ -75,6 +90,9 @@ def test_rounds_of_a_permutation_use_every_rank():
     ring = old[1:] + old[:1]
     first, *others = plan_rounds(old, ring, spread, 1)
     assert first.aside == 0 and {r.aside for r in others} == {None} and len(others) < 6
+    assert plan_rounds([0, 1], [1, 0], Spread(1, 2), 1) == [(None, [(0, 1), (1, 0)])]
+    ((_, copies),) = plan_rounds([0, 1, 2, 3], [0] * 4, Spread(1, 4), 1)
+    assert copies == [(1, 0), (2, 0), (3, 0)]  # a row counts once, wherever it goes
     with pytest.raises(ValueError, match="limit must be at least 1, got 0"):
         plan_rounds(old, new, spread, 0)
     with pytest.raises(ValueError, match="experts of old_phy2log only, got 9"):
@@ -226,12 +244,22 @@ def check_group(rank, ranks):
         assert torch.equal(weight, state.physical_to_logical_map[0, mine])
 
 
+def check_rows_for_several(rank, ranks):
+    """A row that goes to two ranks takes one place among the two that leave at a time."""
+    old, new = [*range(2 * ranks)], [0, 1, 0, 3, 0, 1, *range(6, 2 * ranks)]
+    weight = torch.tensor(old[2 * rank : 2 * rank + 2])
+    spread, where = Spread(2, ranks), torch.device("cpu")
+    RowExchange(dist.group.WORLD, spread, [[weight]], 2, where).move(0, old, new)
+    assert weight.tolist() == new[2 * rank : 2 * rank + 2]
+
+
 def check(rank, ranks):
     check_rows_travel(rank, ranks)
     check_steps(rank, ranks)
     check_errors(rank, ranks)
     if ranks == 4:
         check_group(rank, ranks)
+        check_rows_for_several(rank, ranks)
 
 
 @pytest.mark.parametrize("ranks", [2, 4])

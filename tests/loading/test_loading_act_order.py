@@ -11,6 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import moe_ops
+from moe_ops.loading.act_order import ActOrder
+from moe_ops.loading.names import CheckpointLayout
+from moe_ops.loading.stored import Form
 from moe_ops.testing import (
     Problem,
     assert_layer_matches,
@@ -53,6 +56,22 @@ def test_every_rank(scheme, write):
         for entries in (source, reversed(source.items())):  # groups before weights, and behind
             layer = load(make(scheme, **rank), entries, layout="gptq")
             check(layer, x)
+
+
+def test_orders_of_rows():
+    """Every row of an expert has its order; gate and up in one tensor have the same."""
+    quant = moe_ops.scheme.get_scheme("int4_w4a16_g32").weight
+    form = Form(8, 64, torch.uint8, quant, quant, CheckpointLayout())
+    groups = torch.arange(64) % 2
+    order = ActOrder()
+    order.note(0, "w13", groups, form)
+    found = order.input_order({0: [0, 2], 1: [1], 2: []}, 70, torch.device("cpu"), is_gated=True)
+    plain = torch.arange(70, dtype=torch.int32)
+    mine = torch.cat((plain[:64:2], plain[1:64:2], plain[64:]))
+    assert torch.equal(found, torch.stack((mine, plain, mine)))
+    whole = moe_ops.scheme.get_scheme("int8_w8a16").weight  # has no groups to sort
+    order.note(1, "w1", torch.zeros(64), form._replace(quant=whole))
+    assert (1, "w1") not in order.columns
 
 
 def test_groups_that_ranks_share():

@@ -3,7 +3,12 @@
 import pytest
 import torch
 
-from moe_ops.loading.compressed import config_group, format_of, quantization_config
+from moe_ops.loading.compressed import (
+    config_group,
+    format_of,
+    quantization_config,
+    stored_projection,
+)
 from moe_ops.scheme import get_scheme
 
 FP8 = {"num_bits": 8, "type": "float", "symmetric": True, "dynamic": False}
@@ -63,11 +68,23 @@ def test_what_is_said(name):
         "int4_w4a8_g128",
         "|int8:128x128:float32",
         "|fp4:1x64:e8m0",
+        "|fp4:1x16:e4m3",
         "|fp6_e2m3:1x32:float32",
     ],
 )
 def test_what_has_no_format(name):
     assert format_of(get_scheme(name)) is None
+
+
+def test_shapes_of_scales():
+    """A column for rows, one number for a tensor, as other readers take them."""
+    weight = torch.zeros(4, 8).to(torch.float8_e4m3fn)
+    for name, scale, shape in (
+        ("fp8_channel", torch.ones(4), (4, 1)), ("fp8_channel", torch.ones(4, 1), (4, 1)),
+        ("fp8_tensor", torch.ones(()), (1,)), ("fp8_block128", torch.ones(1, 1), (1, 1)),
+    ):  # fmt: skip
+        found = stored_projection(get_scheme(name), {"weight": weight, "scale": scale}, 8)
+        assert found["weight_scale"].shape == shape, name
 
 
 def test_groups_of_a_model():

@@ -10,6 +10,7 @@ import torch
 from checkpoints import Experts, per_expert
 
 import moe_ops
+from moe_ops.loading import files
 from moe_ops.loading.safetensors import SafetensorsFile
 
 safetensors = pytest.importorskip("safetensors.torch")
@@ -284,9 +285,20 @@ def test_other_formats_say_what_to_do(tmp_path, source, expected):
             load(given)
     read = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     assert same(load(read, prefix="mlp."), expected)
-    (tmp_path / "model-Q4.gguf").write_bytes(b"GGUF")
-    with pytest.raises(ValueError, match=r"must be safetensors, .*gguf_file=.*save_pretrained"):
-        load(tmp_path / "model-Q4.gguf")
+    for name in ("model-Q4.gguf", "MODEL.GGUF"):
+        (tmp_path / name).write_bytes(b"GGUF")
+        with pytest.raises(ValueError, match=r"must be safetensors, .*gguf_file=.*save_pretrained"):
+            load(tmp_path / name)
+
+
+def test_the_largest_json(tmp_path, monkeypatch):
+    monkeypatch.setattr(files, "MAX_JSON", 10)
+    path = tmp_path / "config.json"
+    path.write_text('{"a": 123}')
+    assert files.read_object(path, "a configuration") == {"a": 123}
+    path.write_text('{"a": 1234}')
+    with pytest.raises(ValueError, match="a configuration of at most 10 bytes, got 11"):
+        files.read_object(path, "a configuration")
 
 
 @pytest.mark.parametrize("expert", ["\u0663", "+3", "0_3", "03", "3 ", "9" * 5000])

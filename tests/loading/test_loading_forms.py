@@ -164,6 +164,19 @@ def compressed(bits, kind, **more):
     }
 
 
+TWO_GROUPS = {
+    "quant_method": "compressed-tensors",
+    "config_groups": {
+        "group_0": {
+            "targets": ["re:.*self_attn.*"],
+            "weights": {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32},
+        },
+        "group_1": {
+            "targets": ["re:.*experts.*"],
+            "weights": {"num_bits": 8, "type": "float", "strategy": "channel"},
+        },
+    },
+}
 QUARK = {"dtype": "fp6_e2m3", "qscheme": "per_group", "group_size": 32}
 CONFIGS = [
     ("mxfp6_e3m2", {"quant_method": "quark", "global_quant_config": {"weight": QUARK}}, False),
@@ -191,6 +204,13 @@ CONFIGS = [
     ("mxfp4_w4a16", {"quant_method": "fp8", "expert_dtype": "fp4"}, True),
     ("fp8_block32", {"quant_method": "fp8", "weight_block_size": [32, 32]}, True),
     ("fp8_block32", {"quant_method": "fp8", "weight_block_size": [128, 128]}, False),
+    ("fp8_block64x128", {"quant_method": "fp8", "weight_block_size": [64, 128]}, True),
+    ("fp8_block64x128", compressed(8, "float", strategy="block", block_structure=[64, 128]), True),
+    ("fp8_block32", compressed(8, "float", strategy="channel"), False),
+    ("int8_channel", compressed(8, "float", strategy="channel"), False),
+    ("int8_w8a16", {"quant_method": "gptq", "bits": 8, "group_size": -1}, True),
+    ("int4_w4a16_g32", {"quant_method": "gptq", "bits": 4, "group_size": -1}, False),
+    ("fp8_channel", TWO_GROUPS, True),
 ]  # fmt: skip
 
 

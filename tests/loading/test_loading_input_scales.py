@@ -5,6 +5,7 @@ import torch
 from checkpoints import NAMES, RANKS, Experts, per_expert
 
 import moe_ops
+from moe_ops.loading.given import SHARED, GivenScales
 
 E, K, H, I = 8, 2, 64, 256  # noqa: E741
 
@@ -172,3 +173,16 @@ def test_a_state_ends_a_round_of_loading():
     layer.load_state_dict(other.state_dict())
     layer.quant_method.process_weights_after_loading(layer)
     assert (layer.w2_input_scale == 8.25).all()
+
+
+def test_scales_of_one_round():
+    """The last scale of a projection counts; gate and up agree within 1e-5, or exactly."""
+    given = GivenScales()
+    assert [given.take("a", 0, "w1", x) for x in (1.0, 3.0, 2.0)] == [1.0, 3.0, 2.0]
+    assert given.take("a", 0, "w3", 2.000005) == 2.000005
+    with pytest.raises(ValueError, match="input_scales of w1 and w3 .* 2.0 vs. 2.00002"):
+        given.take("a", 0, "w3", 2.00002)
+    given.take("b", 0, "w1", 9.0)
+    assert (given.largest("a"), given.largest("b"), given.largest("c")) == (2.000005, 9.0, 0.0)
+    with pytest.raises(ValueError, match="must be equal where their rows alternate"):
+        given.take("b", 0, "w3", 9.000001, SHARED)

@@ -1,5 +1,7 @@
 """Words, groups and scales of checkpoints at their edges; errors that say which expert it is."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from checkpoint_formats import check_ranks, rewritten, words
@@ -7,9 +9,11 @@ from checkpoints import Experts, expected, numbers, per_expert
 from torch.nn.functional import pad
 
 import moe_ops
+from moe_ops.loading.derived import channel_scales
 from moe_ops.loading.names import CheckpointLayout, Piece
 from moe_ops.loading.split import halves
-from moe_ops.loading.stored import Form
+from moe_ops.loading.stored import Form, canonical
+from moe_ops.scheme import Group, Scheme, get_scheme
 from moe_ops.scheme.formats import unpack
 from moe_ops.tensors import QTensor
 
@@ -162,3 +166,64 @@ def test_weights_of_one_byte_with_a_sign():
     experts = Experts.random(E, H, I).quantized("int8_w8a16_g128")
     signed = Experts(*(QTensor((q.data ^ 128).view(torch.int8), q.scale) for q in experts))
     check_ranks("int8_w8a16_g128", experts, per_expert(signed))
+
+
+def form_of(scheme, n, k, *, own=None, dtype=torch.float32, **layout):
+    quant = None if scheme is None else get_scheme(scheme).weight
+    own = quant if own is None else replace(quant, group=own)
+    return Form(n, k, dtype, quant, own, CheckpointLayout(**layout))
+
+
+def test_zero_points_in_every_form():
+    """Numbers 0 to 15, for twelve rows of three groups, as each tool packs them."""
+    zeros = (torch.arange(36).view(12, 3) % 16).to(torch.uint8)
+    shift = 4 * torch.arange(8)
+    padded = pad(zeros, (0, 0, 0, 4)).long()
+    by_rows = (padded.view(2, 8, 3) << shift[None, :, None]).sum(1).to(torch.int32)
+    scheme, sizes = "int4_w4a16_g32_zp", (12, 96)
+    for x in (zeros, zeros[::2] | zeros[1::2] << 4, by_rows, (zeros.int() - 8).to(torch.int8)):
+        found = canonical("zero_point", x, "weight_zero_point", form_of(scheme, *sizes))
+        assert torch.equal(found, zeros), x.dtype
+    finer = form_of("int4_w4a16_g64_zp", 12, 191, own=Group(1, 32))
+    assert torch.equal(
+        canonical("zero_point", zeros, "weight_zero_point", finer), zeros.repeat_interleave(2, 1)
+    )
+    codes = torch.arange(16).view(1, 16)  # GPTQ stores one less, and the largest code for 0
+    packed = ((codes - 1) % 16).view(1, 2, 8)
+    packed = (packed << shift).sum(2).to(torch.int32)
+    for less, wanted in ((True, codes), (False, (codes - 1) % 16)):
+        form = form_of(scheme, 16, 32, awq=False, zeros_plus_one=less)
+        assert torch.equal(canonical("zero_point", packed, "qzeros", form).long(), wanted.t())
+
+
+def test_finer_scales_and_numbers_at_the_edge():
+    scales = torch.arange(1.0, 9.0).view(4, 2)
+    form = form_of("fp8_block64x128", 250, 191, own=Group(32, 32))
+    found = canonical("scale", scales, "weight_scale_inv", form)
+    rows, cols = torch.arange(8) * 32 // 64, torch.arange(6) * 32 // 128
+    assert torch.equal(found, scales[rows][:, cols])
+    eight = form_of("int8_w8a16_g32", 8, 32, awq=True)  # 8-bit words in order
+    codes = torch.arange(256).view(32, 8)
+    packed = (codes.view(32, 2, 4) << 8 * torch.arange(4)).sum(2).to(torch.int32)
+    assert torch.equal(canonical("weight", packed, "qweight", eight).long(), codes.t())
+    power = Scheme("own", None, replace(get_scheme("fp8_channel").weight, scale="pow2")).weight
+    form = form_of("fp8_channel", 1, 8)._replace(quant=power, own=power)
+    assert canonical("scale", torch.ones(1), "weight_scale", form).item() == 1
+    with pytest.raises(ValueError, match="scales must be powers of two"):
+        canonical("scale", torch.ones(1).nextafter(torch.tensor(2.0)), "weight_scale", form)
+    half = form_of(None, 1, 2, dtype=torch.float16)
+    infinite = torch.tensor([[torch.inf, 1.0]], dtype=torch.bfloat16)
+    assert torch.equal(canonical("weight", infinite, "weight", half), infinite.half())
+    with pytest.raises(ValueError, match="finite in torch.float16, got 1 that are not"):
+        canonical("weight", torch.tensor([[7e4, 1.0]], dtype=torch.bfloat16), "weight", half)
+
+
+def test_scales_that_are_split():
+    """Of any sign, also the largest; rows of zeros stay zeros."""
+    scales = torch.randn(40, 12, generator=torch.Generator().manual_seed(0)) * 0.1
+    scales[0] = -scales[0].abs()
+    scales[1] = 0
+    (_, _, small), (_, _, row) = channel_scales(scales)
+    assert small.dtype == torch.float8_e4m3fn and small.float().abs().max() <= 56
+    back = small.float() * row[:, None]
+    assert ((back - scales).abs() <= 2**-3.9 * scales.abs() + 2**-8 * row[:, None]).all()

@@ -5,7 +5,8 @@ import torch
 from checkpoints import CHANNEL, Experts, expected, fused, held, numbers, per_expert
 
 import moe_ops
-from moe_ops.scheme import SCHEMES
+from moe_ops.scheme import SCHEMES, get_scheme
+from moe_ops.tensors import QTensor
 
 E, K, H, I = 2, 2, 128, 256  # noqa: E741
 RANKS = [{}, {"tp_size": 2, "tp_rank": 1}, {"ep_size": 2, "ep_rank": 1}]
@@ -124,6 +125,45 @@ def test_shared_experts_and_biases():
     source = {name: x for name, x in source.items() if "shared" not in name}
     layer = load(make("fp8_channel", has_bias=True), source)
     assert (layer.w2_bias == torch.arange(E)[:, None] + 0.5).all() and layer.w13_bias[1, 2] == 1.5
+
+
+SHARED = ["gate_proj", "up_proj", "down_proj"]
+SIDE_BY_SIDE = [
+    ("unquantized", 24), ("fp8_channel", 24), ("int8_w8a16", 24), ("fp8_tensor", 24),
+    ("fp8_block32", 64), ("int4_w4a16_g32", 64), ("int4_w4a16_g32_zp", 64), ("int4_w4a16_g32", 8),
+    ("int4_w4a16_g128", 64), ("int4_w4a8_g128", 128), ("nvfp4_w4a16", 32), ("mxfp4_w4a16", 32),
+    ("fp8_block128", 192), ("int4_w4a16_g32", 48), ("nvfp4_w4a16", 24), ("int4_w4a16_g32", 15),
+]  # fmt: skip
+"""Schemes, and I of each of four shared experts. In the last row of the table blocks or bytes reach
+from one of them into the next."""
+
+
+@pytest.mark.parametrize(("scheme", "width"), SIDE_BY_SIDE)
+def test_shared_experts_that_are_stored_quantized(scheme, width):
+    """Each has its rows or columns of all numbers, and the first one the bias of ``w2``."""
+    shared, g = Experts.random(1, H, 4 * width, seed=1), torch.Generator().manual_seed(3)
+    q = Experts(*map(QTensor, shared)) if scheme == "unquantized" else shared.quantized(scheme)
+    source = {n.replace("experts.0", "shared_experts"): x for n, x in per_expert(q).items()}
+    sizes = dict(zip(SHARED, (4 * width, 4 * width, H), strict=True))
+    biases = {f"shared_experts.{n}.bias": torch.randn(m, generator=g) for n, m in sizes.items()}
+    options = {"scheme": scheme, "n_shared_experts": 4, "has_bias": True}
+    layer = moe_ops.FusedMoE(E, 2, H, width, **options)
+    report = moe_ops.load_checkpoint(layer, source | biases, strict=False, progress=False)
+    if (scheme, width) in SIDE_BY_SIDE[-4:]:
+        assert report.mismatched and all("into the next" in text for text in report.mismatched)
+        return
+    assert not report.mismatched and len(report.loaded) == len(source | biases)
+    exact = (moe_ops.dequantize_weight(x, get_scheme(scheme)) for x in q)
+    parts = Experts(
+        *(torch.stack(x[0].chunk(4, axis))
+          for x, axis in zip(exact, (0, 0, 1), strict=True))
+    )  # fmt: skip
+    wanted = expected(parts, "unquantized", layer, slice(None))
+    assert all(torch.equal(x[E:], y) for x, y in zip(numbers(layer), wanted, strict=True))
+    gate, up, down = (x.to(layer.w2_bias.dtype) for x in biases.values())
+    both = torch.stack((*gate.chunk(4), *up.chunk(4))).view(2, 4, width).transpose(0, 1)
+    assert torch.equal(layer.w13_bias[E:].view(4, 2, -1)[..., :width], both)
+    assert torch.equal(layer.w2_bias[E:], torch.stack((down, *[down * 0] * 3)))
 
 
 def test_one_expert_at_a_time():

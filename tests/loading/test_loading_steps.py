@@ -200,7 +200,18 @@ class TestSteps:
         layer._load_per_tensor_weight_scale("w3", one, torch.tensor(3.0), 1)
         with pytest.raises(ValueError, match="scales of w1 and w3 must be equal where their rows"):
             layer._load_per_tensor_weight_scale("w3", one, torch.tensor(4.0), 1)
-        assert one.tolist() == [0, 3]
+        for shard in ("w1", "w3"):  # another expert has a scale of its own
+            layer._load_per_tensor_weight_scale(shard, one, torch.tensor(5.0), 0)
+        assert one.tolist() == [5, 3]
+
+    def test_zero_points_that_alternate(self):
+        """Gate in low nibbles, up in high ones, whatever was there before."""
+        codes = (torch.arange(24).view(8, 3) * 7 % 16).to(torch.uint8)
+        data = torch.zeros(4, 3, dtype=torch.uint8)
+        for gate, up in ((codes, codes.flip(0)), (codes.flip(1), codes)):
+            self.layer._load_alternating_zero_points(data, "w1", gate, 1)
+            self.layer._load_alternating_zero_points(data, "w3", up, 1)
+            assert torch.equal(data & 15, gate[4:]) and torch.equal(data >> 4, up[4:])
 
     def test_parts_that_do_not_fit(self):
         with pytest.raises(ValueError, match="loaded_weight must have as many axes as the par"):

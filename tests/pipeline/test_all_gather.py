@@ -202,6 +202,11 @@ def check_errors(rank, ranks):
     part = moe_ops.pipeline.AllGatherPrepareAndFinalize()
     with pytest.raises(ValueError, match=r"a1_scale .* the same .* got \[1.0, 2.0\]"):
         part.prepare(x, weights, ids, 6, None, False, config)
+    equal = moe_ops.pipeline.AllGatherPrepareAndFinalize(equal_num_tokens=True)
+    for other in range(ranks):  # the rank with one token more raises, and so do the others
+        with pytest.raises(RuntimeError, match="same number of tokens on every rank"):
+            equal.rows_per_rank(x[: 4 + (rank == other)], None)
+    assert equal.rows_per_rank(x[:4], None) == 4
 
 
 def check_micro_batches(rank, ranks):

@@ -1,5 +1,7 @@
 """Gradients of the layer against autograd in float64, by budget; compiled, recomputed, repeated."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from conftest import HAS_CUDA, INTERPRETED
@@ -75,6 +77,25 @@ def test_each_scheme(scheme, device):
     problem = Problem(9, 4, 2, 32, 48, torch.bfloat16, scheme=scheme, routing="holes")
     exact, found, grad, config = quantized_run(problem, device)
     assert_gradients(problem, exact, found, grad, config)
+
+
+def test_scales_have_no_gradient(device):
+    """Every tensor of quantized weights but the biases."""
+    for scheme in ("int4_w4a16_g128_zp", "nvfp4", "int4_w4a8_g128", "fp8_tensor_static"):
+        problem = Problem(3, E, K, 128, 128, torch.bfloat16, scheme=scheme, has_bias=True)
+        inputs, config, _ = quantize_inputs(problem, make_inputs(problem, device))
+        given = {name: x for name, x in vars(config).items() if isinstance(x, torch.Tensor)}
+        assert len(given) > 2
+        for name, x in given.items():
+            if x.dtype not in (torch.float32, torch.bfloat16):
+                continue
+            trained = replace(config, **{name: x.clone().requires_grad_()})
+            out = call(moe_ops.fused_experts, problem, inputs, quant_config=trained).float().sum()
+            if name.endswith("bias"):
+                out.backward()
+                continue
+            with pytest.raises(NotImplementedError, match="their scales must not require grad"):
+                out.backward()
 
 
 @pytest.mark.kernel

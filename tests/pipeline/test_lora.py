@@ -1,5 +1,7 @@
 """Grouped LoRA beside both products, against plain PyTorch in float64."""
 
+from itertools import product
+
 import pytest
 import torch
 from conftest import INTERPRETED
@@ -9,8 +11,9 @@ from hypothesis import strategies as st
 from strategies import DTYPES
 
 import moe_ops
-from moe_ops.pipeline.lora import ExpertLora, expert_lora
+from moe_ops.pipeline.lora import ExpertLora, adapter_ids, expert_lora
 from moe_ops.scheme import SCHEMES
+from moe_ops.tensors import Routing
 from moe_ops.testing import Problem, call, make_inputs, quantize_inputs
 
 T, E, K, H, I, R, L = 9, 4, 2, 32, 48, 4, 3  # noqa: E741
@@ -41,23 +44,34 @@ def exact_layer(problem, exact, factors, lora_ids, dtype):
     return layer(problem, exact._replace(w1=w1, w2=w2), dtype, None, (pairs, lora_ids))
 
 
+def lora_of(factors, lora_ids, only=None):
+    """The adapters beside both products, or beside ``only`` one of the weights."""
+    first, second = tuple(factors.values())[:2], tuple(factors.values())[2:]
+    scaling = torch.tensor(SCALING, device=lora_ids.device)
+    both = (first if only != "w2" else None, second if only != "w1" else None)
+    return ExpertLora(*both, lora_ids, scaling)
+
+
 def check(problem, device, only=None, **more):
-    """The output, and gradients of tokens, router weights and all factors."""
+    """The output, and gradients of tokens, router weights and all factors.
+
+    With ``only`` one adapter not of the router weights, which are small differences at k = 1.
+    """
     inputs, config, exact = quantize_inputs(problem, make_inputs(problem, device))
     factors, lora_ids = adapters(problem, exact)
+    if only is not None:
+        factors = {n: f if n[4] == only[1] else f * 0 for n, f in factors.items()}
     g = torch.Generator().manual_seed(5)
     grad = torch.randn(problem.num_tokens, problem.hidden_size, generator=g).to(problem.dtype)
     mine = {n: f.to(device).requires_grad_() for n, f in factors.items()}
     x, weights = (t.clone().requires_grad_() for t in (inputs.hidden_states, inputs.topk_weights))
-    lora = ExpertLora(
-        tuple(mine.values())[:2], tuple(mine.values())[2:], lora_ids.to(device),
-        torch.tensor(SCALING, device=device),
-    )  # fmt: skip
+    lora = lora_of(mine, lora_ids.to(device), only)
     given = inputs._replace(hidden_states=x, topk_weights=weights)
     out = call(moe_ops.fused_experts, problem, given, quant_config=config, lora=lora, **more)
-    wanted = {"hidden_states": x, "topk_weights": weights, **mine}
-    found = torch.autograd.grad(out, [*wanted.values()], grad.to(device))
-    found = {"out": out.detach(), **dict(zip(wanted, found, strict=True))}
+    trained = {"hidden_states": x, "topk_weights": weights, **mine}
+    names = [n for n in trained if only is None or n == "hidden_states" or n[4:5] == only[1]]
+    found = torch.autograd.grad(out, [trained[n] for n in names], grad.to(device))
+    found = {"out": out.detach(), **dict(zip(names, found, strict=True))}
     both = []
     for dtype in (torch.float64, torch.float32):
         its = in_dtype(exact, dtype)
@@ -66,7 +80,8 @@ def check(problem, device, only=None, **more):
         its = its._replace(hidden_states=tokens[0], topk_weights=tokens[1])
         rounded = dtype if dtype == torch.float64 else problem.dtype
         result = exact_layer(problem, its, own, lora_ids, rounded)
-        its = torch.autograd.grad(result, [*tokens, *own.values()], grad.to(dtype))
+        own |= {"hidden_states": tokens[0], "topk_weights": tokens[1]}
+        its = torch.autograd.grad(result, [own[n] for n in names], grad.to(dtype))
         both.append([result.detach(), *its])
     for (name, actual), b, c in zip(found.items(), *both, strict=True):
         assert_near_as_a_whole(name, actual.cpu(), b, c, problem.dtype)
@@ -86,16 +101,63 @@ def assert_near_as_a_whole(name, actual, exact, reference, dtype):
     activation=st.sampled_from(("silu", "swigluoai", "gelu_no_mul")),
     flags=st.tuples(st.booleans(), st.booleans(), st.booleans()),
     tokens=st.sampled_from((1, 3, T) if INTERPRETED else (1, 3, T, 40)),
+    top_k=st.sampled_from((2, 3)),
 )
-def test_unquantized(dtype, activation, flags, tokens, device):
+def test_unquantized(dtype, activation, flags, tokens, top_k, device):
     has_bias, on_input, mapped = flags
     check(
         Problem(
-            tokens, E, K, H, I, dtype, activation=activation, has_bias=has_bias,
+            tokens, E, top_k, H, I, dtype, activation=activation, has_bias=has_bias,
             on_input=on_input, num_local_experts=3 if mapped else None, routing="holes",
         ),
         device,
     )  # fmt: skip
+
+
+def test_pairs_of_adapter_and_expert():
+    """Local expert e of adapter l is pair ``l * E + e``; all else has none."""
+    every = range(-2, 8)
+    for local in (None, [0, -1, 2, -1, 1, 3, 4]):  # 4: an expert that the weights do not have
+        ids = torch.tensor(every).repeat(L + 3, 1)
+        chosen = torch.tensor([-1, *range(L + 1), 2**40])
+        expert_map = None if local is None else torch.tensor(local, dtype=torch.int32)
+        for lora_ids in (None, chosen):
+            known = [0] * len(chosen) if lora_ids is None else chosen.tolist()
+            held = dict(enumerate(local if local is not None else range(E)))
+            held = {i: e for i, e in held.items() if 0 <= e < E}
+            expected = [
+                [a * E + held[i] if 0 <= a < L and i in held else -1 for i in every] for a in known
+            ]
+            found = adapter_ids(Routing(ids, ids, expert_map), E, lora_ids, L)
+            assert found.dtype == torch.int32 and found.tolist() == expected
+
+
+def test_adapters_of_one_product(device):
+    """At even and odd k, for weights on the input and on the output."""
+    for only, top_k, on_input in product(("w1", "w2"), (1, 2, 3), (False, True)):
+        has_bias = top_k == 2
+        sizes = (T, E, top_k, H, I, torch.bfloat16)
+        check(Problem(*sizes, on_input=on_input, has_bias=has_bias, routing="holes"), device, only)
+
+
+@pytest.mark.parametrize("only", [None, "w1", "w2"])
+def test_each_factor_alone(only, device):
+    """A gradient has the same bits whatever else is trained."""
+    problem = Problem(T, E, 3, H, I, torch.bfloat16, routing="holes")
+    inputs = make_inputs(problem, device)
+    factors, lora_ids = adapters(problem, inputs, torch.bfloat16)
+    factors = {name: f.to(device) for name, f in factors.items()}
+
+    def gradients(names):
+        mine = {name: f.clone().requires_grad_(name in names) for name, f in factors.items()}
+        lora = lora_of(mine, lora_ids.to(device), only)
+        out = call(moe_ops.fused_experts, problem, inputs, lora=lora)
+        return torch.autograd.grad(out.float().square().sum(), [mine[name] for name in names])
+
+    names = [name for name in NAMES if only in (None, f"w{name[4]}")]
+    everything = dict(zip(names, gradients(names), strict=True))
+    for name in names:
+        assert everything[name].any() and torch.equal(*gradients([name]), everything[name]), name
 
 
 @pytest.mark.kernel
@@ -122,7 +184,7 @@ def test_quantized_rows(device):
 @pytest.mark.parametrize("by_slot", [False, True])
 def test_alone(by_slot, device):
     """`expert_lora` and its gradients; zeros for slots without an expert or an adapter."""
-    ids = torch.tensor([[0, 3], [-1, 2], [1, 7], [2, 2]])
+    ids = torch.tensor([[0, 3], [-1, 2], [1, 7], [2, 3]])
     lora_ids = torch.tensor([1, 0, -1, 2])
     rows = random(8 if by_slot else 4, H, seed=3)
     a, b = random(L, E, R, H, seed=1), random(L, E, 20, R, seed=2)
@@ -140,8 +202,11 @@ def test_alone(by_slot, device):
     grad = random(8, 20, seed=4)
     found = torch.autograd.grad(out, given, grad.to(device))
     exact = torch.autograd.grad(expected, wide, grad.double())
-    for actual, near in zip(found, exact, strict=True):
+    for number, (actual, near) in enumerate(zip(found, exact, strict=True)):
         torch.testing.assert_close(actual.cpu(), near.float())
+        one = [t.detach().requires_grad_(i == number) for i, t in enumerate(given)]
+        out = expert_lora(*one, ids.to(device), lora_ids.to(device), 1.5)
+        assert torch.equal(*torch.autograd.grad(out, one[number], grad.to(device)), actual)
 
 
 def test_one_compilation(device):

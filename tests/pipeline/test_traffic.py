@@ -1,6 +1,7 @@
 """Bytes over links: formulas against simulated routing, and against what exchanges send."""
 
 import json
+import math
 from dataclasses import replace
 
 import pytest
@@ -94,6 +95,7 @@ def test_what_exchanges_send(scheme):
     assert symmetric.dispatch_bytes == exact.dispatch_bytes
     room, known = tokens, world.expert_ranks
     logs = sent(world, lambda group: moe_ops.pipeline.AllGatherPrepareAndFinalize(group, room))
+    assert len(logs[0]) == traffic.WAYS["allgather_reducescatter"].collectives
     for first, facts, back in logs:
         assert first[0] * first[1] + facts[0] * facts[1] == gathered.dispatch_bytes
         assert back[0] * back[1] == gathered.combine_bytes
@@ -102,6 +104,7 @@ def test_what_exchanges_send(scheme):
     logs = sent(
         world, lambda g: moe_ops.pipeline.FixedCapacityPrepareAndFinalize(g, room, known, **factor)
     )
+    assert len(logs[0]) == traffic.WAYS["fixed_capacity"].collectives
     for first, facts, back in logs:
         assert first[0] * first[1] + facts[0] * facts[1] == fixed.dispatch_bytes
         assert back[0] * back[1] == fixed.combine_bytes
@@ -123,8 +126,8 @@ def config_of(ranks, backend="allgather_reducescatter", **changes):
     method = moe_ops.RoutingMethodType.Renormalize
     sizes = {"num_experts": 256, "experts_per_token": 8, "hidden_dim": 7168} | changes
     return moe_ops.FusedMoEConfig(
-        **sizes, intermediate_size=2048, num_local_experts=256 // ranks, activation="silu",
-        device="cuda", routing_method=method, moe_parallel_config=parallel,
+        **sizes, intermediate_size=2048, num_local_experts=sizes["num_experts"] // ranks,
+        activation="silu", device="cuda", routing_method=method, moe_parallel_config=parallel,
     )  # fmt: skip
 
 
@@ -150,6 +153,36 @@ def test_explanation():
     assert record["link"]["name"] == "nvlink4" and len(record["exchanges"]) == 2
     assert record["exchanges"][1]["fastest"] == "symmetric"
     assert record["exchanges"][1]["ways"][0]["dispatch_bytes"] == many[0].dispatch_bytes
+
+
+def test_room_for_copies_of_uniform_routing():
+    """Six standard deviations above the mean copies for the largest rank, at most all tokens."""
+    for ranks, experts, top_k, tokens in (
+        (8, 256, 8, 4096), (4, 18, 2, 512), (2, 64, 1, 2000), (8, 64, 8, 1), (4, 4, 4, 100),
+    ):  # fmt: skip
+        config = config_of(ranks, num_experts=experts, experts_per_token=top_k)
+        rows = traffic.traffic_of(config, None, ranks * tokens, LINKS["nvlink4"])
+        (factor,) = [row.capacity_factor for row in rows if row.capacity_factor is not None]
+        largest = -(-experts // ranks)
+        probability = 1 - math.comb(experts - largest, top_k) / math.comb(experts, top_k)
+        deviation = (tokens * probability * (1 - probability)) ** 0.5
+        least = min(tokens, tokens * probability + 6 * deviation)
+        assert least <= factor * tokens < least + 0.01 * tokens + 1e-9 and factor <= 1
+
+
+def test_times_of_every_way():
+    """The least times of all collectives in sequence, and the bytes at the rate of the way."""
+    (rows,) = moe_ops.explain(config_of(8), "fp8_tensor", num_tokens=(4096,)).exchanges
+    least = {
+        "allgather_reducescatter": (3 * 8.7, 235e3), "fixed_capacity": (3 * 8.7, 235e3),
+        "alltoall": (4 * 8.7, 235e3), "symmetric": (2 * 6.6, 348e3),
+    }  # fmt: skip
+    for row in rows:
+        time, rate = least[row.backend]
+        nbytes = row.dispatch_bytes + row.combine_bytes
+        assert row.time_us == pytest.approx(time + nbytes / rate, rel=1e-6), row.backend
+        # A row of bytes without a scale there, a row of bfloat16 back, ids and weights.
+        assert row.dispatch_bytes == pytest.approx(row.combine_bytes * (7168 + 64) / (2 * 7168))
 
 
 def test_links():

@@ -69,6 +69,27 @@ def test_the_bias_balances(device):
     assert spread[0] > 2 and spread[-1] < 1.1
 
 
+def test_a_step_of_the_bias():
+    """Towards the mean, which is not the median; large numbers are compared exactly."""
+    for counts, signs in (
+        ([10, 0, 1, 1, 3], [-1, 1, 1, 1, 0]),
+        ([2**24, 2**24 + 2, 2**24 + 1, 2**24 + 1], [1, -1, 0, 0]),
+    ):
+        bias = torch.zeros(len(counts))
+        update_expert_bias(bias, torch.tensor(counts))
+        torch.testing.assert_close(bias, 0.001 * torch.tensor(signs))
+
+
+def test_losses_of_half_precision_and_of_ids_that_are_not_counted(logits, device):
+    """Logits are widened first; tokens without an expert count as tokens."""
+    half, ids = logits.detach().bfloat16(), logits.topk(K, -1).indices
+    assert torch.equal(router_z_loss(half), router_z_loss(half.float()))
+    loss = load_balance_loss(half, ids)
+    assert torch.equal(loss, load_balance_loss(half.float(), ids))
+    skipped = load_balance_loss(half, torch.cat((ids[:, :1], torch.full_like(ids[:, :1], E)), 1))
+    torch.testing.assert_close(skipped, load_balance_loss(half, ids[:, :1]))
+
+
 def test_errors(logits):
     ids = torch.zeros(T - 1, K, dtype=torch.int64)
     with pytest.raises(ValueError, match="topk_ids must have the 40 tokens of router_logits"):

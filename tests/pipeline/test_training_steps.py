@@ -29,6 +29,26 @@ def test_checkpoints_are_bitwise(kind, reentrant, dtype, device):
 
 
 @pytest.mark.parametrize("kind", KINDS)
+def test_experts_in_both_passes_of_a_checkpoint(kind, device):
+    """Reentrant: the pass without grad mode and the one with it have the bits of a plain step."""
+    model, ids, seen = model_of(kind, torch.bfloat16).to(device), batch_of(2).to(device), []
+    for name, module in model.named_modules():
+        if type(module).__name__.endswith(("FusedMoE", "Experts")):
+            module.register_forward_hook(
+                lambda *call, name=name: seen.append((name, torch.is_grad_enabled(), call[2]))
+            )
+    run(model, ids)
+    plain = {name: out for name, _, out in seen}
+    seen.clear()
+    model.checkpoint(use_reentrant=True)
+    run(model, ids)
+    assert [(name, grad) for name, grad, _ in seen] == [
+        *((name, False) for name in plain), *((name, True) for name in reversed(plain)),
+    ]  # fmt: skip
+    assert [name for name, _, out in seen if not torch.equal(out, plain[name])] == []
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_without_grad_mode(kind, device):
     """In training mode the loss has the bits of a step; evaluation may round less."""
     model, ids = model_of(kind, torch.bfloat16).to(device), batch_of(2).to(device)

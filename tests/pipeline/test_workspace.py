@@ -37,7 +37,9 @@ def test_standard_by_hand():
     """The plan, and either both intermediates or the last of them with the output."""
     h, y, out = 2 * T * K * I, 2 * T * K * H, 2 * T * H
     expected = plan(T * K) + max(nbytes(h, y), nbytes(y, out))
-    assert moe_ops.workspace_nbytes(T, H, I, E, K, BF16, device="cpu") == expected
+    for activation in ("silu", "relu2_no_mul"):  # the product is activated as it is stored
+        options = {"device": "cpu", "activation": activation}
+        assert moe_ops.workspace_nbytes(T, H, I, E, K, BF16, **options) == expected
 
 
 def test_quantized_by_hand():
