@@ -37,7 +37,8 @@ class OwnNames:
             return self._after_shown(name)
         head = next(head for head in self._heads if name.startswith(head))
         rest = name[len(head) :]
-        beside = head and self._ends_with_experts and not rest.startswith("experts.")
+        under = rest.startswith(("experts.", "w13_", "w2_"))
+        beside = head and self._ends_with_experts and not under
         return None if beside and router_tensor(rest) is None else rest
 
     def owns(self, head: str) -> bool:

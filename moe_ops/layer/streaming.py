@@ -67,7 +67,7 @@ class StreamsWeights(WeightLoading):
             name, read = entry_of(item, "weights")
             pieces = self._mapped(name, own)
             relative = own.relative(name)
-            if not pieces and relative is None:
+            if not pieces and (relative is None or not _is_of_layers(relative)):
                 continue
             if stream is None:
                 self.unpack_()
@@ -109,7 +109,7 @@ class WeightStream(Placing):
         super().__init__(held, LAYOUTS["auto"], quantize=False)
 
     def load(self, entry: Entry, relative: str, *, by_mapping: bool) -> None:
-        """Load a tensor if it is one of this layer.
+        """Load a tensor by its name.
 
         Args:
             entry: the tensor.
@@ -120,14 +120,10 @@ class WeightStream(Placing):
             ValueError: the tensor is of the layer's experts, and nothing takes it.
         """
         piece = parse(relative)
-        expert = None if piece is None else piece.expert
-        if by_mapping and expert is not None:
-            if self.layer.rows_of(expert):
-                raise ValueError(f"{entry.name} must be in expert_mapping, which has no such name")
-            return
-        is_known = piece or router_tensor(relative) or relative.removeprefix("experts.") == STATE
-        if is_known or is_of_experts(relative):
+        if not by_mapping or piece is None or piece.expert is None:
             self._load(entry, partial(self.take, entry, relative))
+        elif self.layer.rows_of(piece.expert):
+            raise ValueError(f"{entry.name} must be in expert_mapping, which has no such name")
 
     def load_pieces(self, entry: Entry, pieces: list[Piece]) -> None:
         """Load a tensor of which it is known what it is, for each expert that takes it."""
@@ -148,7 +144,11 @@ class WeightStream(Placing):
         """
         super().finish()
         if self.mismatched:
-            raise ValueError(self.mismatched[0])
+            name = self.mismatched[0].partition(":")[0]
+            raise ValueError(
+                f"{name} must come with the layer's other fused weight, because a square tensor "
+                "does not show whether it is transposed, got it alone"
+            )
 
     def _load(self, entry: Entry, step: Callable[[], None]) -> None:
         self._taken.clear()  # a part may come again
@@ -206,6 +206,13 @@ class WeightStream(Placing):
             self.loaded.append(entry.name)
         for buffer, x in self.router.values.items():
             getattr(self.layer, buffer).copy_(x)
+
+
+def _is_of_layers(relative: str) -> bool:
+    """Whether a name after the prefix is one of the experts, the router or a saved layer."""
+    is_state = relative.removeprefix("experts.") == STATE
+    found = parse(relative) or router_tensor(relative) or is_state
+    return bool(found) or is_of_experts(relative)
 
 
 def _numbers(name: str, read: Callable[[], Tensor]) -> Tensor:

@@ -112,7 +112,7 @@ GATE_BIAS = "gate.bias"
 """The correction bias in DeepSeek's own files, or a bias of the gate's logits (gpt-oss)."""
 # Names whose meaning is certain. A bias of logits belongs to a linear module: ``router.bias``,
 # ``router.classifier.bias``. So ``router_bias`` (Step-3.5) beside the gate's weight is none.
-_SURE_BIAS = rf"{_WHERE}(?:e_score_correction_bias|expert_bias)|router_bias|{_WHERE}balancing_biases"
+_SURE_BIAS = rf"{_WHERE}(?:e_score_correction_bias|expert_bias|balancing_biases)|router_bias"
 _TABLE = rf"{_WHERE}(?:tid2eid|hash_indices_table)"
 _SURE = rf"(?:{_SURE_BIAS}|{_TABLE})"
 _ROUTER = {
