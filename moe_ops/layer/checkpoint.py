@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -15,7 +16,7 @@ from moe_ops.layer.parameters import parameter_specs
 from moe_ops.layer.placing import Placing
 from moe_ops.loading.declared import check_declared
 from moe_ops.loading.given import GivenScales
-from moe_ops.loading.names import LAYOUTS, CheckpointLayout, prefixes_of
+from moe_ops.loading.names import LAYOUTS, CheckpointLayout, parent_of, prefixes_of
 from moe_ops.loading.sources import Opened, Source, open_source
 
 SHOWN = 4
@@ -29,7 +30,8 @@ class LoadReport(NamedTuple):
     """Names of tensors that this rank took data from."""
     missing: tuple[str, ...]
     """Parts of parameters that no tensor was for: ``w13_weight[5].w1`` is the gate projection of
-    expert 5."""
+    expert 5. A buffer of the router that the layer holds: ``e_score_correction_bias`` or
+    ``hash_indices_table``."""
     duplicated: tuple[str, ...]
     """Names of tensors for parts that had been loaded already; the first tensor counts."""
     unexpected: tuple[str, ...]
@@ -80,7 +82,11 @@ def load_checkpoint(
             ``(name, tensor)``.
         prefix: the beginning of this layer's names, up to or including ``experts``, with or without
             a dot at the end; empty: the layer's own prefix. Tensors of the router and of shared
-            experts under it are ignored, except the correction bias if the layer has one.
+            experts under it are ignored, except those that the layer holds: the correction bias
+            (``gate.e_score_correction_bias``, ``moe_statics.e_score_correction_bias``,
+            ``expert_bias``, ``router_bias``, and ``gate.bias`` in float32 for scores other than
+            softmax), and the hash table (``gate.tid2eid``). They are also looked for beside
+            ``experts``, if the prefix ends with it.
         strict: raise for tensors that are missing, duplicated, unknown or do not fit. Otherwise
             load what fits, and leave the rest as it is: complete the layer, then call its
             ``process_weights_after_loading``.
@@ -120,7 +126,7 @@ def load_checkpoint(
     prefix += "." if prefix else ""
     stage = _staged(layer)
     placing = Placing(stage, layout, quantize=quantize)
-    opened = open_source(source, prefix, progress=progress)
+    opened = open_source(source, partial(_is_wanted, placing, prefix), progress=progress)
     check_declared(opened.folder, None if quantize else layer.checkpoint_scheme.weight)
     ignored = _read(opened, placing, prefix)
     placing.finish()
@@ -133,9 +139,10 @@ def load_checkpoint(
         stage.w13_weight.device,
         is_gated=stage.sizes.gated,
     )
-    if report.missing and (placing.act_order or layer.w13_input_order is not None):
+    lacks_weights = any(placing.missing())
+    if lacks_weights and (placing.act_order or layer.w13_input_order is not None):
         raise ValueError(f"with act-order, {_message(report, prefix, ignored)}")
-    if report.missing:
+    if lacks_weights:
         _keep_missing(layer, stage, placing)
     else:
         stage.quant_method.process_weights_after_loading(stage)
@@ -145,12 +152,22 @@ def load_checkpoint(
     return report
 
 
+def _is_wanted(placing: Placing, prefix: str, name: str) -> bool:
+    """Whether a tensor is under the prefix, or one of the router's beside it."""
+    parent = parent_of(prefix)
+    if parent is None or name.startswith(prefix) or not name.startswith(parent):
+        return name.startswith(prefix)
+    return placing.router.takes(name[len(parent) :]) is not None
+
+
 def _read(opened: Opened, placing: Placing, prefix: str) -> list[str]:
-    """Place the tensors under the prefix; return the names of the others."""
-    ignored = []
+    """Place the wanted tensors; return the names of the others."""
+    ignored, parent = [], parent_of(prefix) or ""
     for entry in opened.entries:
         if entry.name.startswith(prefix):
             placing.take(entry, entry.name[len(prefix) :])
+        elif _is_wanted(placing, prefix, entry.name):
+            placing.router.note(entry, entry.name[len(parent) :], is_beside=True)
         else:
             ignored.append(entry.name)
     return ignored
@@ -208,8 +225,8 @@ def _commit(layer: FusedMoE, stage: FusedMoE, placing: Placing) -> None:
             param = None if new is None else nn.Parameter(new.data, requires_grad=False)
             layer.register_parameter(name, param)
     layer.sizes, layer.given_scales = stage.sizes, stage.given_scales
-    if placing.correction_bias is not None and layer.e_score_correction_bias is not None:
-        layer.e_score_correction_bias.copy_(placing.correction_bias)
+    for buffer, x in placing.router.values.items():
+        getattr(layer, buffer).copy_(x)
 
 
 def _set_input_order(layer: FusedMoE, order: Tensor | None) -> None:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from moe_ops.layer.packing import PLAIN
 from moe_ops.layer.parameters import ParameterSpec, parameter_specs
+from moe_ops.layer.router_tensors import RouterTensors
 from moe_ops.layer.state import STATE, stored_as
 from moe_ops.layer.weight_loader import WeightLoading
 from moe_ops.loading import names
@@ -50,7 +51,7 @@ class Placing:
         self.plain_weights: list[str] = []
         """Names of plain weights, where the layer is quantized."""
         self.specs = parameter_specs(layer.sizes)
-        self.correction_bias: Tensor | None = None
+        self.router = RouterTensors(layer)
         self.loaded: list[str] = []
         self.duplicated: list[str] = []
         self.unexpected: list[str] = []
@@ -67,8 +68,8 @@ class Placing:
         has_shared = len(self.layer.placement.logical) > self._shared_from()
         if relative.removeprefix("experts.") == STATE:
             self._check_state(entry)
-        elif names.is_correction_bias(relative):
-            self._take_correction_bias(entry)
+        elif self.router.note(entry, relative):
+            return
         elif piece is None or (piece.is_shared and not has_shared):
             if not names.is_beside_experts(relative):
                 self.unexpected.append(entry.name)
@@ -88,6 +89,7 @@ class Placing:
         if self.act_order.columns:
             for entry, piece in self._placed:
                 self._guarded(self._put, entry, piece)
+        self._settle_router()
 
     def missing(self) -> Iterator[Part]:
         """Yield the parts that this rank needs and did not get: input scales for all experts."""
@@ -105,8 +107,20 @@ class Placing:
 
     def report(self) -> tuple[list[str], ...]:
         """Return the lists of a `LoadReport`."""
-        missing = list(map(str, self.missing()))
+        missing = [*map(str, self.missing()), *self.router.missing()]
         return self.loaded, missing, self.duplicated, self.unexpected, self.mismatched
+
+    def _settle_router(self) -> None:
+        """Read the router's tensors; of several for one buffer the first counts."""
+        for candidates in self.router.nearest():
+            first, *others = candidates
+            self.duplicated += [other.entry.name for other in others]
+            try:
+                self.router.read(first)
+            except (TypeError, ValueError) as error:
+                self.mismatched.append(f"{first.entry.name}: {error}")
+            else:
+                self.loaded.append(first.entry.name)
 
     def _guarded(self, step: Callable[[Entry, Piece], None], entry: Entry, piece: Piece) -> None:
         try:
@@ -188,8 +202,8 @@ class Placing:
             self.layout = replace(layout, awq=rows == self._form(piece).k)
         if self._may_be_transposed(piece) and layout.transposed is None:
             form, shape = self._form(piece), tuple(entry.read().shape[1:])
-            if form.n == form.k:
-                return True
+            if form.n == form.k:  # the layer's own names are never transposed
+                return entry.name.rpartition(".")[2] not in self.specs
             self.layout = replace(layout, transposed=shape == (form.k, form.n))
         return False
 
@@ -306,18 +320,6 @@ class Placing:
             return
         for row in rows:
             self.layer.place(getattr(self.layer, spec.name), spec, x, shard, row)
-
-    def _take_correction_bias(self, entry: Entry) -> None:
-        if self.layer.e_score_correction_bias is None:
-            return
-        bias = self.layer.e_score_correction_bias
-        form = Form(bias.shape[0], 0, bias.dtype, None, None, self.layout)
-        try:
-            self.correction_bias = canonical("bias", entry.read().flatten(), "bias", form)
-        except (TypeError, ValueError) as error:
-            self.mismatched.append(f"{entry.name}: {error}")
-        else:
-            self.loaded.append(entry.name)
 
     def _check_state(self, entry: Entry) -> None:
         """Check a saved layer's entry ``_extra_state``: see `moe_ops.layer.state`.

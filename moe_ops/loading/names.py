@@ -59,6 +59,15 @@ class Piece(NamedTuple):
     """Whether the tensor is of the shared experts, which are side by side along I."""
 
 
+class RouterTensor(NamedTuple):
+    """What one tensor of a router is."""
+
+    buffer: str
+    """The layer's buffer that takes it."""
+    is_gate_bias: bool = False
+    """Whether the name is `GATE_BIAS`, which other models have for a bias of the logits."""
+
+
 @dataclass(frozen=True)
 class CheckpointLayout:
     """What the shapes of a checkpoint do not say. ``None``: found out from shapes.
@@ -96,8 +105,21 @@ _EXPERT = r"(0|[1-9][0-9]{0,8})"  # ASCII digits, and one way to write a number
 _ONE = rf"(?:experts\.)?{_EXPERT}\.({_PROJECTION})\.({_SUFFIX})"
 _ALL = rf"(?:experts\.)?({_PROJECTION})(?:[._]({_SUFFIX}))?"
 _SHARED = rf"shared_experts?\.({_PROJECTION})\.({_SUFFIX})"
-_BIAS = r"(?:(?:gate|router|moe_statics)\.)?(?:e_score_correction_bias|expert_bias)"
+_WHERE = r"(?:experts\.|(?:gate\.|router\.)?(?:moe_statics\.)?)"
 _OTHERS = r"(gate|router|wg|shared?_experts?|shared_mlp|shared_experts?_gate|fc[12]_latent_proj)\."
+
+GATE_BIAS = "gate.bias"
+"""The correction bias in DeepSeek's own files, or a bias of the gate's logits (gpt-oss)."""
+# Names whose meaning is certain. A bias of logits belongs to a linear module: ``router.bias``,
+# ``router.classifier.bias``. So ``router_bias`` (Step-3.5) beside the gate's weight is none.
+_SURE_BIAS = rf"{_WHERE}(?:e_score_correction_bias|expert_bias|balancing_biases)|router_bias"
+_TABLE = rf"{_WHERE}(?:tid2eid|hash_indices_table)"
+_SURE = rf"(?:{_SURE_BIAS}|{_TABLE})"
+_ROUTER = {
+    "e_score_correction_bias": rf"{_SURE_BIAS}|{re.escape(GATE_BIAS)}",
+    "hash_indices_table": _TABLE,
+}
+"""Names of the router's tensors, by the layer's buffer that takes them."""
 
 
 def parse(name: str) -> Piece | None:
@@ -116,14 +138,44 @@ def parse(name: str) -> Piece | None:
     return None
 
 
-def is_correction_bias(name: str) -> bool:
-    """Whether the tensor is the router's correction bias, which the layer may hold."""
-    return re.fullmatch(_BIAS, name) is not None
+def router_tensor(name: str) -> RouterTensor | None:
+    """Parse the name of a router's tensor that chooses experts; None: any other tensor.
+
+    ``gate.e_score_correction_bias``, ``moe_statics.e_score_correction_bias``, ``router_bias``,
+    ``gate.bias``, ``gate.tid2eid``.
+    """
+    for buffer, pattern in _ROUTER.items():
+        if re.fullmatch(pattern, name):
+            return RouterTensor(buffer, name == GATE_BIAS)
+    return None
 
 
 def is_beside_experts(name: str) -> bool:
     """Whether the tensor belongs to another part of the same block, which the caller loads."""
-    return is_correction_bias(name) or re.match(_OTHERS, name) is not None
+    return router_tensor(name) is not None or re.match(_OTHERS, name) is not None
+
+
+def is_of_experts(name: str) -> bool:
+    """Whether the tensor must be one of the experts', even if its name cannot be parsed."""
+    return re.match(rf"experts\.|{_EXPERT}\.({_PROJECTION})\.|(w13|w2)_", name) is not None
+
+
+def split_at_experts(name: str) -> tuple[str, str] | None:
+    """Split a name before its experts or its router's tensor; None: it has neither.
+
+    ``model.layers.3.mlp.experts.0.w1.weight`` is ``model.layers.3.mlp.`` and the rest.
+    """
+    match = re.fullmatch(rf"(|.*?\.)(experts\..+|(?:w13|w2)_(?:{_SUFFIX})|{_SURE})", name)
+    return (match[1], match[2]) if match else None
+
+
+def parent_of(prefix: str) -> str | None:
+    """Return the prefix of the block, for a prefix of its experts; else None.
+
+    ``model.layers.3.mlp.experts.`` is below ``model.layers.3.mlp.``, where the router is.
+    """
+    parent = prefix.removesuffix("experts.")
+    return parent if parent != prefix and parent[-1:] in ("", ".") else None
 
 
 def suffix_of(weight_name: str) -> str:

@@ -40,30 +40,35 @@ class Opened(NamedTuple):
     """The folder of the files, where a ``config.json`` may say how they are quantized."""
 
 
-def open_source(source: Source, prefix: str, *, progress: bool) -> Opened:
-    """Open every tensor of ``source`` in its order; of files with an index, those under ``prefix``.
+def open_source(source: Source, wanted: Callable[[str], bool], *, progress: bool) -> Opened:
+    """Open every tensor of ``source`` in its order; of files with an index, the wanted ones.
 
     One file is open at a time, and a tensor is read when it is asked for.
+
+    Args:
+        source: see `load_checkpoint`.
+        wanted: whether a tensor of this name is wanted.
+        progress: whether to show a progress bar.
 
     Raises:
         TypeError: an unknown kind of source.
         FileNotFoundError: a path, or a file that an index names, does not exist.
         ValueError: a file that is broken or of another format, or an empty folder.
     """
-    found = _opened(source, prefix)
+    found = _opened(source, wanted)
     if progress and tqdm is not None:
         bar = tqdm(found.entries, total=found.total, unit="tensor", leave=False, desc="loading")
         return found._replace(entries=bar)
     return found
 
 
-def _opened(source: Source, prefix: str) -> Opened:
+def _opened(source: Source, wanted: Callable[[str], bool]) -> Opened:
     if isinstance(source, Mapping):
-        pairs = [_pair(item) for item in source.items()]
+        pairs = [entry_of(item, "source") for item in source.items()]
         return Opened(pairs, len(pairs))
     if isinstance(source, (str, os.PathLike)):
         path = Path(source)
-        opened = _files(*_shards(path, prefix))
+        opened = _files(*_shards(path, wanted))
         return opened._replace(folder=path if path.is_dir() else path.parent)
     if isinstance(source, Iterable):
         items = iter(source)
@@ -72,27 +77,30 @@ def _opened(source: Source, prefix: str) -> Opened:
             return Opened([], 0)
         if isinstance(first, (str, os.PathLike)):
             return _files([Path(p) for p in (first, *items)], None)
-        return Opened(_pair(item) for group in ([first], items) for item in group)
+        return Opened(entry_of(item, "source") for group in ([first], items) for item in group)
     raise TypeError(
         "source must be a path, paths, a mapping or an iterable of (name, tensor), "
         f"got {type(source).__name__}"
     )
 
 
-def _pair(item: Any) -> Entry:
+def entry_of(item: Any, argument: str) -> Entry:
+    """Return a ``(name, tensor)`` pair as an entry; TypeError if an argument's item is none."""
     if not isinstance(item, (tuple, list)) or len(item) != 2 or not isinstance(item[0], str):
-        raise TypeError(f"source must hold (name, tensor) pairs, got {type(item).__name__}")
+        raise TypeError(f"{argument} must hold (name, tensor) pairs, got {type(item).__name__}")
     name, x = item
     if not isinstance(x, Tensor):
-        raise TypeError(f"source must hold tensors, got {type(x).__name__} for {name}")
+        raise TypeError(f"{argument} must hold tensors, got {type(x).__name__} for {name}")
     return Entry(name, lambda: x)
 
 
-def _shards(path: Path, prefix: str) -> tuple[list[Path], dict[Path, list[str]] | None]:
+def _shards(
+    path: Path, wanted: Callable[[str], bool]
+) -> tuple[list[Path], dict[Path, list[str]] | None]:
     """Return the files of a checkpoint, and which tensors of each are wanted (None: all)."""
     if path.is_dir():
         if (path / INDEX).exists():
-            return _shards(path / INDEX, prefix)
+            return _shards(path / INDEX, wanted)
         files = sorted(path.glob("*.safetensors"))
         if not files:
             for other in sorted(path.iterdir()):
@@ -101,10 +109,10 @@ def _shards(path: Path, prefix: str) -> tuple[list[Path], dict[Path, list[str]] 
         return files, None
     if path.suffix != ".json":
         return [path], None
-    wanted = sorted((file, name) for name, file in weight_map(path).items())
-    # If no tensor is under the prefix, all are listed, so that the error can name some.
-    under = [(file, name) for file, name in wanted if name.startswith(prefix)] or wanted
-    groups = {f: [name for _, name in group] for f, group in groupby(under, lambda item: item[0])}
+    known = sorted((file, name) for name, file in weight_map(path).items())
+    # If no tensor is wanted, all are listed, so that the error can name some.
+    listed = [(file, name) for file, name in known if wanted(name)] or known
+    groups = {f: [name for _, name in group] for f, group in groupby(listed, lambda item: item[0])}
     return list(groups), groups
 
 
