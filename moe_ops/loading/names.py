@@ -63,7 +63,7 @@ class RouterTensor(NamedTuple):
     """What one tensor of a router is."""
 
     buffer: str
-    """The layer's buffer that takes it."""
+    """The layer's buffer or parameter that takes it."""
     is_gate_bias: bool = False
     """Whether the name is `GATE_BIAS`, which other models have for a bias of the logits."""
 
@@ -104,7 +104,7 @@ _SUFFIX = "|".join(sorted(KINDS, key=len, reverse=True))
 _EXPERT = r"(0|[1-9][0-9]{0,8})"  # ASCII digits, and one way to write a number
 _ONE = rf"(?:experts\.)?{_EXPERT}\.({_PROJECTION})\.({_SUFFIX})"
 _ALL = rf"(?:experts\.)?({_PROJECTION})(?:[._]({_SUFFIX}))?"
-_SHARED = rf"shared_experts?\.({_PROJECTION})\.({_SUFFIX})"
+_SHARED = rf"(?:shared?_experts?|shared_mlp)\.({_PROJECTION})\.({_SUFFIX})"
 _WHERE = r"(?:experts\.|(?:gate\.|router\.)?(?:moe_statics\.)?)"
 _OTHERS = r"(gate|router|wg|shared?_experts?|shared_mlp|shared_experts?_gate|fc[12]_latent_proj)\."
 
@@ -112,14 +112,21 @@ GATE_BIAS = "gate.bias"
 """The correction bias in DeepSeek's own files, or a bias of the gate's logits (gpt-oss)."""
 # Names whose meaning is certain. A bias of logits belongs to a linear module: ``router.bias``,
 # ``router.classifier.bias``. So ``router_bias`` (Step-3.5) beside the gate's weight is none.
-_SURE_BIAS = rf"{_WHERE}(?:e_score_correction_bias|expert_bias)|router_bias|{_WHERE}balancing_biases"
+_SURE_BIAS = (
+    rf"{_WHERE}(?:e_score_correction_bias|expert_bias)|router_bias|{_WHERE}balancing_biases"
+)
 _TABLE = rf"{_WHERE}(?:tid2eid|hash_indices_table)"
 _SURE = rf"(?:{_SURE_BIAS}|{_TABLE})"
+SHARED_GATE = "shared_expert_gate_weight"
+"""The parameter of a layer whose shared experts have a gate."""
 _ROUTER = {
     "e_score_correction_bias": rf"{_SURE_BIAS}|{re.escape(GATE_BIAS)}",
     "hash_indices_table": _TABLE,
+    SHARED_GATE: r"shared_expert_gate[._]weight",
 }
-"""Names of the router's tensors, by the layer's buffer that takes them."""
+"""Names of the router's tensors, by the layer's buffer or parameter that takes them."""
+SHARED_EXPERTS = ("shared_experts.up_proj.weight", "shared_mlp.down_proj.weight")
+"""Examples of names of shared experts that `parse` knows."""
 
 
 def parse(name: str) -> Piece | None:
@@ -139,10 +146,10 @@ def parse(name: str) -> Piece | None:
 
 
 def router_tensor(name: str) -> RouterTensor | None:
-    """Parse the name of a router's tensor that chooses experts; None: any other tensor.
+    """Parse the name of a tensor that chooses experts or weights shared ones; None: any other.
 
     ``gate.e_score_correction_bias``, ``moe_statics.e_score_correction_bias``, ``router_bias``,
-    ``gate.bias``, ``gate.tid2eid``.
+    ``gate.bias``, ``gate.tid2eid``, ``shared_expert_gate.weight``.
     """
     for buffer, pattern in _ROUTER.items():
         if re.fullmatch(pattern, name):
@@ -153,6 +160,15 @@ def router_tensor(name: str) -> RouterTensor | None:
 def is_beside_experts(name: str) -> bool:
     """Whether the tensor belongs to another part of the same block, which the caller loads."""
     return router_tensor(name) is not None or re.match(_OTHERS, name) is not None
+
+
+def is_of_shared_experts(name: str) -> bool:
+    """Whether a name after the block's prefix looks like that of shared experts or their gate.
+
+    `parse` knows some of these names: ``residual_mlp.w1.weight`` and
+    ``shared_mlp.gate_and_up_proj.weight`` it does not.
+    """
+    return re.match("share|residual_mlp", name) is not None
 
 
 def is_of_experts(name: str) -> bool:
