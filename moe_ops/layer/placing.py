@@ -282,14 +282,14 @@ class Placing:
             form = self._form(of)
             for shard, part in self._shards(tensor, of, form):
                 part = self.act_order.ordered(part, of.kind, expert, shard, form)
-                self._copy(of.kind, shard, _share(part, shard, share), expert)
+                self._copy(of.kind, shard, self._share(of.kind, part, shard, share), expert)
 
     def _put_quantized(self, x: Tensor, piece: Piece, expert: int, share: tuple[int, int]) -> None:
         """Quantize plain projections as a whole, in the layer's dtype, and copy them."""
         layer, scheme = self.layer, self.layer.checkpoint_scheme
         form = self._form(piece)._replace(dtype=layer.sizes.dtype, quant=None, own=None)
         whole = {
-            shard: _share(part, shard, share).to(layer.sizes.dtype)
+            shard: self._share(piece.kind, part, shard, share).to(layer.sizes.dtype)
             for shard, part in self._shards(x, piece, form)
         }
         for shard, kind, suffix, part in quantized(whole, scheme, layer.sizes.interleaved):
@@ -297,6 +297,28 @@ class Placing:
             if spec is not None:
                 form = layer.form(spec, shard, self.layout)
                 self._copy(kind, shard, canonical(kind, part, suffix, form), expert)
+
+    def _share(self, kind: str, x: Tensor, shard: str, share: tuple[int, int]) -> Tensor:
+        """Return the part of expert ``i`` of ``count`` experts that are side by side along I.
+
+        The experts' results are summed, so only the first has the bias of ``w2``. Scales of whole
+        rows of ``w2`` belong to all of them.
+        """
+        i, count = share
+        axis, quant = int(shard == "w2"), self.layer.sizes.scheme.weight
+        if count == 1 or not x.dim():
+            return x
+        if x.dim() <= axis or x.shape[axis] == 1:
+            return torch.zeros_like(x) if kind == "bias" and axis and i else x
+        block, width = 1, self.layer.intermediate_size
+        if quant is not None and kind in ("scale", "zero_point"):
+            block = quant.group[axis]
+        if width % block:
+            raise ValueError(
+                f"intermediate_size must be a multiple of {block} for {count} shared experts whose "
+                f"blocks are side by side, got {width}"
+            )
+        return x.chunk(count, axis)[i]
 
     def _check_count(self, x: Tensor, count: int) -> None:
         """Check that there is a row per expert; unused rows of zero experts may follow."""
@@ -399,12 +421,3 @@ class Placing:
             offsets.append(offset - 1)
         if not any(bool((codes == number).all()) for number in offsets):
             raise ValueError(f"zero points must all be {offset} for a scheme without them")
-
-
-def _share(x: Tensor, shard: str, share: tuple[int, int]) -> Tensor:
-    """Return the part of expert ``i`` of ``count`` experts that are side by side along I."""
-    i, count = share
-    if count == 1 or not x.dim():
-        return x
-    axis = min(int(shard == "w2"), x.dim() - 1)
-    return x.chunk(count, axis)[i]
