@@ -27,7 +27,7 @@ from moe_ops.layer.routing import RoutesTokens, token_arguments
 from moe_ops.layer.shared import add_gate
 from moe_ops.layer.signature import LayerArguments, takes_options, typed_as
 from moe_ops.layer.state import SchemeState
-from moe_ops.layer.weight_loader import WeightLoading
+from moe_ops.layer.streaming import StreamsWeights
 from moe_ops.loading.given import GivenScales
 from moe_ops.parallel import make_expert_params_mapping, maybe_roundup_hidden_size
 from moe_ops.parallel.eplb_state import LayerEplbState
@@ -41,7 +41,7 @@ from moe_ops.scheme import UNQUANTIZED, as_scheme
 
 
 @takes_options
-class FusedMoE(RoutesTokens, WeightLoading, SchemeState, KeepsBits):
+class FusedMoE(RoutesTokens, StreamsWeights, SchemeState, KeepsBits):
     """The routed experts of a layer; the router's linear layer belongs to the caller.
 
     ``w13_weight (El, 2I, H)`` holds gate rows, then up rows (alternating for an interleaved

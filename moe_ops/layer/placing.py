@@ -209,8 +209,8 @@ class Placing:
             self.layout = replace(layout, awq=rows == self._form(piece).k)
         if self._may_be_transposed(piece) and layout.transposed is None:
             form, shape = self._form(piece), tuple(entry.read().shape[1:])
-            if form.n == form.k:
-                return True
+            if form.n == form.k:  # the layer's own names are never transposed
+                return entry.name.rpartition(".")[2] not in self.specs
             self.layout = replace(layout, transposed=shape == (form.k, form.n))
         return False
 

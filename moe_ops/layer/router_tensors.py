@@ -24,6 +24,10 @@ BUFFERS = ("e_score_correction_bias", "hash_indices_table", SHARED_GATE)
 """Buffers of a layer that choose experts, and the gate of its shared experts."""
 
 
+class LogitsBiasError(ValueError):
+    """A tensor that could be a correction bias, and is a bias of the gate's logits."""
+
+
 class Candidate(NamedTuple):
     """A tensor of a checkpoint that may fill a buffer."""
 
@@ -75,8 +79,9 @@ class RouterTensors:
         """Read a tensor into `values`.
 
         Raises:
-            TypeError: a wrong dtype, also that of a bias of logits.
-            ValueError: a wrong shape; numbers beyond the buffer's dtype; a softmax's ``gate.bias``.
+            TypeError: a wrong dtype.
+            ValueError: a wrong shape; numbers beyond the buffer's dtype.
+            LogitsBiasError: a bias of the gate's logits.
         """
         buffer, x = candidate.tensor.buffer, candidate.entry.read()
         if candidate.tensor.is_gate_bias:
@@ -97,12 +102,12 @@ class RouterTensors:
         softmax (gpt-oss).
         """
         if x.dtype != torch.float32:
-            raise TypeError(
+            raise LogitsBiasError(
                 f"dtype must be torch.float32 for a correction bias named {GATE_BIAS} (a bias of "
                 f"logits has the gate's dtype), got {x.dtype}"
             )
         if self._layer.scoring_func == "softmax":
-            raise ValueError(
+            raise LogitsBiasError(
                 f"scoring_func must not be softmax for a correction bias named {GATE_BIAS}, which "
                 "would be a bias of logits (rename it to gate.e_score_correction_bias if it is "
                 "none), got softmax"

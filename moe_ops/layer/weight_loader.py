@@ -5,7 +5,7 @@ A base class of `moe_ops.FusedMoE`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 
 from torch import Tensor
 from torch.nn.functional import pad
@@ -18,11 +18,9 @@ from moe_ops.layer.parameters import (
     parameter_specs,
 )
 from moe_ops.layer.steps import LoadSteps, copy_front
-from moe_ops.loading.act_order import column_order
 from moe_ops.loading.derived import channel_scales, has_plain_scales
-from moe_ops.loading.names import KINDS, SHARDS, SUFFIX, CheckpointLayout, suffix_of
+from moe_ops.loading.names import SHARDS, SUFFIX, CheckpointLayout, suffix_of
 from moe_ops.loading.stored import Form, canonical
-from moe_ops.parallel import make_expert_params_mapping
 from moe_ops.scheme.formats import pack
 
 SHARD_DIMS = {"w1": 0, "w2": 1, "w3": 0}
@@ -110,38 +108,6 @@ class WeightLoading(LoadSteps, PacksWeights):
                 done = True
         return done if return_success else None
 
-    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[str]:
-        """Load tensors by the names of ``expert_mapping``; yield the names of loaded ones.
-
-        `moe_ops.load_checkpoint` also checks that nothing is missing, and takes act-order. Weights
-        are converted to the plain form first.
-
-        Raises:
-            NotImplementedError: a ``g_idx`` in act-order, which also changes how other tensors are
-                loaded.
-        """
-        mapping = self.expert_mapping or make_expert_params_mapping(
-            "gate_proj", "down_proj", "up_proj", self.num_experts,
-            len(self.placement.row) - self.num_experts,
-        )  # fmt: skip
-        self.unpack_()
-        for name, x in weights:
-            qualified = name if name.startswith("experts.") else f"experts.{name}"
-            done = False
-            for param_name, weight_name, expert, shard in mapping:
-                start = qualified.find(weight_name)
-                kind = KINDS.get(qualified[start + len(weight_name) :])
-                which = "w13" if "w13" in param_name else "w2"
-                if start >= 0 and kind == "g_idx":
-                    self._check_in_order(x, name, shard)
-                if start < 0 or kind not in SUFFIX:
-                    continue
-                param = self._parameters.get(f"{which}_{SUFFIX[kind]}")
-                if param is not None:
-                    done |= bool(self.weight_loader(param, x, name, shard, expert, True))
-            if done:
-                yield name
-
     def _check_plain(self, spec: ParameterSpec) -> None:
         """Refuse a parameter of a weight that is not in the plain form."""
         form = forms_of(self)["w13" if spec.is_w13 else "w2"]
@@ -149,15 +115,6 @@ class WeightLoading(LoadSteps, PacksWeights):
             raise ValueError(
                 f"param must be in the plain form (call the layer's unpack_() first), got "
                 f"{spec.name} in the form {form!r}"
-            )
-
-    def _check_in_order(self, g_idx: Tensor, name: str, shard: str) -> None:
-        """Refuse a ``g_idx`` of columns in act-order."""
-        spec = parameter_specs(self.sizes)["w2_weight"]
-        if column_order(g_idx, self.form(spec, shard, CheckpointLayout())) is not None:
-            raise NotImplementedError(
-                f"{name} must be in the order of the columns (load_checkpoint takes act-order), "
-                "got another order"
             )
 
     def rows_of(self, logical: int) -> list[int]:
@@ -178,6 +135,26 @@ class WeightLoading(LoadSteps, PacksWeights):
         if self.sizes.interleaved:
             return expert_data[int(shard_id == "w3") :: 2]
         return expert_data.chunk(2)[int(shard_id == "w3")]
+
+    def check_takes(self, spec: ParameterSpec, shard_id: str, name: str) -> None:
+        """Check that one tensor by itself can be loaded into a parameter.
+
+        Raises:
+            ValueError: gate and up share blocks of scales.
+            NotImplementedError: the layer holds weights in act-order, and their order would stay.
+        """
+        in_halves = spec.kind in ("scale", "zero_point") and self.sizes != self.aligned_sizes()
+        if in_halves and shard_id != "w2" and not self._is_channel():
+            raise ValueError(
+                f"quant_config must have blocks that divide the intermediate size "
+                f"{self.intermediate_size} (as {self.aligned_sizes().scheme.name}), so that gate "
+                f"and up have scales of their own, got {self.sizes.scheme.name}"
+            )
+        if spec.kind == "weight" and self.w13_input_order is not None:
+            raise NotImplementedError(
+                "weights must be loaded by load_checkpoint into a layer that holds others in "
+                f"act-order (w13_input_order), got {name}"
+            )
 
     def place(self, param: Tensor, spec: ParameterSpec, x: Tensor, shard_id: str, row: int) -> None:
         """Copy this rank's part of a canonical tensor to row ``row`` of ``param``."""
@@ -221,18 +198,7 @@ class WeightLoading(LoadSteps, PacksWeights):
         self, param: Tensor, spec: ParameterSpec, x: Tensor, name: str, shard_id: str, row: int
     ) -> None:
         """Load a checkpoint's tensor, in any of the known forms."""
-        in_halves = spec.kind in ("scale", "zero_point") and self.sizes != self.aligned_sizes()
-        if in_halves and shard_id != "w2" and not self._is_channel():
-            raise ValueError(
-                f"quant_config must have blocks that divide the intermediate size "
-                f"{self.intermediate_size} (as {self.aligned_sizes().scheme.name}), so that gate "
-                f"and up have scales of their own, got {self.sizes.scheme.name}"
-            )
-        if spec.kind == "weight" and self.w13_input_order is not None:
-            raise NotImplementedError(
-                "weights must be loaded by load_checkpoint into a layer that holds others in "
-                f"act-order (w13_input_order), got {name}"
-            )
+        self.check_takes(spec, shard_id, name)
         if getattr(param, "is_transposed", False) and x.dim() == 2:
             x = x.t()
         if not has_plain_scales(spec.kind, x, self.checkpoint_scheme.weight):

@@ -112,17 +112,16 @@ GATE_BIAS = "gate.bias"
 """The correction bias in DeepSeek's own files, or a bias of the gate's logits (gpt-oss)."""
 # Names whose meaning is certain. A bias of logits belongs to a linear module: ``router.bias``,
 # ``router.classifier.bias``. So ``router_bias`` (Step-3.5) beside the gate's weight is none.
-_SURE_BIAS = (
-    rf"{_WHERE}(?:e_score_correction_bias|expert_bias)|router_bias|{_WHERE}balancing_biases"
-)
+_SURE_BIAS = rf"{_WHERE}(?:e_score_correction_bias|expert_bias|balancing_biases)|router_bias"
 _TABLE = rf"{_WHERE}(?:tid2eid|hash_indices_table)"
 _SURE = rf"(?:{_SURE_BIAS}|{_TABLE})"
 SHARED_GATE = "shared_expert_gate_weight"
 """The parameter of a layer whose shared experts have a gate."""
+_GATE = r"shared_expert_gate[._]weight"
 _ROUTER = {
     "e_score_correction_bias": rf"{_SURE_BIAS}|{re.escape(GATE_BIAS)}",
     "hash_indices_table": _TABLE,
-    SHARED_GATE: r"shared_expert_gate[._]weight",
+    SHARED_GATE: _GATE,
 }
 """Names of the router's tensors, by the layer's buffer or parameter that takes them."""
 SHARED_EXPERTS = ("shared_experts.up_proj.weight", "shared_mlp.down_proj.weight")
@@ -176,12 +175,15 @@ def is_of_experts(name: str) -> bool:
     return re.match(rf"experts\.|{_EXPERT}\.({_PROJECTION})\.|(w13|w2)_", name) is not None
 
 
-def split_at_experts(name: str) -> tuple[str, str] | None:
+def split_at_experts(name: str, *, has_shared: bool) -> tuple[str, str] | None:
     """Split a name before its experts or its router's tensor; None: it has neither.
 
-    ``model.layers.3.mlp.experts.0.w1.weight`` is ``model.layers.3.mlp.`` and the rest.
+    ``model.layers.3.mlp.experts.0.w1.weight`` is ``model.layers.3.mlp.`` and the rest. With
+    ``has_shared`` names are split before shared experts and their gate too.
     """
-    match = re.fullmatch(rf"(|.*?\.)(experts\..+|(?:w13|w2)_(?:{_SUFFIX})|{_SURE})", name)
+    shared = rf"|{_SHARED}|{_GATE}" if has_shared else ""
+    rest = rf"experts\..+|(?:w13|w2)_(?:{_SUFFIX})|{_SURE}{shared}"
+    match = re.fullmatch(rf"(|.*?\.)({rest})", name)
     return (match[1], match[2]) if match else None
 
 

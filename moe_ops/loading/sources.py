@@ -85,7 +85,7 @@ def _opened(source: Source, wanted: Callable[[str], bool]) -> Opened:
 
 
 def entry_of(item: Any, argument: str) -> Entry:
-    """Return a ``(name, tensor)`` pair of an argument as an entry; TypeError: it is no such pair."""
+    """Return a ``(name, tensor)`` pair as an entry; TypeError if an argument's item is none."""
     if not isinstance(item, (tuple, list)) or len(item) != 2 or not isinstance(item[0], str):
         raise TypeError(f"{argument} must hold (name, tensor) pairs, got {type(item).__name__}")
     name, x = item

@@ -2,7 +2,7 @@
 
 import pytest
 
-from moe_ops.loading.names import Piece, is_beside_experts, is_correction_bias, parse, suffix_of
+from moe_ops.loading.names import Piece, is_beside_experts, parse, router_tensor, suffix_of
 
 EXPERTS = {
     "experts.7.w1.weight": ("w1", "weight", 7),  # Mixtral, Phi-3.5, MiniMax
@@ -64,7 +64,8 @@ def test_shared_experts():
 )  # fmt: skip
 def test_beside_the_experts(name):
     assert is_beside_experts(name)
-    assert is_correction_bias(name) is ("correction" in name or name == "expert_bias")
+    is_bias = "correction" in name or name in ("expert_bias", "gate.bias")
+    assert (router_tensor(name) is not None) is is_bias
 
 
 @pytest.mark.parametrize(
