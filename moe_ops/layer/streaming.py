@@ -15,6 +15,7 @@ from moe_ops import checks
 from moe_ops.layer.own_names import OwnNames
 from moe_ops.layer.placing import Placing
 from moe_ops.layer.router_tensors import LogitsBiasError
+from moe_ops.layer.shared import shared_hint
 from moe_ops.layer.state import STATE
 from moe_ops.layer.weight_loader import WeightLoading
 from moe_ops.loading.names import (
@@ -168,6 +169,7 @@ class WeightStream(Placing):
             raise ValueError(
                 f"{entry.name} must name a tensor of this layer's {self.layer.num_experts} experts "
                 f"in scheme {self.layer.checkpoint_scheme.name}, got one that nothing takes"
+                + shared_hint(self.layer, self.unknown_shared)
             )
 
     def _guarded(self, step: Callable[[Entry, Piece], None], entry: Entry, piece: Piece) -> None:
@@ -215,7 +217,7 @@ class WeightStream(Placing):
                 raise type(error)(f"{entry.name}: {error}") from None
             self.loaded.append(entry.name)
         for buffer, x in self.router.values.items():
-            getattr(self.layer, buffer).copy_(x)
+            getattr(self.layer, buffer).data.copy_(x)
 
 
 def _is_of_layers(relative: str | None, *, has_shared: bool) -> bool:
