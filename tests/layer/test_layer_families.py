@@ -105,7 +105,7 @@ def build(name, changes):
 
 def logits_of(block, x):
     router = getattr(block, "gate", None) or block.router
-    router = getattr(router, "classifier", router)
+    router = getattr(router, "classifier", getattr(router, "wg", router))
     return linear(x, router.weight, getattr(router, "bias", None))
 
 
