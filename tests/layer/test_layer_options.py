@@ -38,15 +38,6 @@ def test_the_signature_names_every_option():
     [
         ({"num_redundant_experts": 2}, "num_redundant_experts must be 0 without enable_eplb"),
         ({"n_shared_experts": -1}, "n_shared_experts must be at least 0"),
-        ({"shared_expert_gate": True}, "shared_expert_gate must be False without n_shared_experts"),
-        (
-            {
-                "shared_expert_gate": True,
-                "n_shared_experts": 1,
-                "apply_router_weight_on_input": True,
-            },
-            "shared_expert_gate must be False with apply_router_weight_on_input",
-        ),
         ({"chunk_size": 0}, "chunk_size must be at least 1"),
         ({"zero_expert_num": 2}, "zero_expert_type must be one of"),
         ({"quant_config": "fp9"}, "scheme must be one of"),

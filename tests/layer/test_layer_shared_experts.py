@@ -200,6 +200,15 @@ def test_compiled():
         assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
+def test_options_that_a_gate_does_not_fit():
+    on_input = {"n_shared_experts": 1, "apply_router_weight_on_input": True}
+    for options, name in (({}, "n_shared_experts"), (on_input, "apply_router_weight_on_input")):
+        with pytest.raises(ValueError, match=f"shared_expert_gate must be False with(out)? {name}"):
+            make(shared_expert_gate=True, **options)
+    with pytest.raises(TypeError, match="shared_expert_gate must be a bool"):
+        make(shared_expert_gate=1, n_shared_experts=1)
+
+
 def test_the_function_takes_a_gate():
     """`select_experts` is the layer's routing; what does not fit raises."""
     (x, logits), gate = batch(), torch.randn(1, H)
