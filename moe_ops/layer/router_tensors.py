@@ -124,7 +124,8 @@ def _bias(x: Tensor, held: Tensor) -> Tensor:
 
 def _gate(x: Tensor, held: Tensor) -> Tensor:
     """Return the gate of shared experts, ``(1, H)``."""
-    form = Form(*held.shape, held.dtype, None, None, CheckpointLayout())
+    n, k = held.shape
+    form = Form(n, k, held.dtype, None, None, CheckpointLayout())
     return canonical("weight", x, "weight", form)
 
 

@@ -34,7 +34,8 @@ def shared_hint(layer: ExpertLayer, unknown: Mapping[str, str]) -> str:
     Returns:
         Sentences for the end of an error message; empty if there are no such tensors.
     """
-    gates, others = [], []
+    gates: list[str] = []
+    others: list[str] = []
     for name, relative in unknown.items():
         tensor = router_tensor(relative)
         is_gate = tensor is not None and tensor.buffer == SHARED_GATE
