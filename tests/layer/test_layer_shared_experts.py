@@ -141,11 +141,16 @@ def test_tokens_do_not_depend_on_each_other(device):
         whole = layer(x, logits)
         for rows in (slice(1), slice(5, 7), slice(3, 20)):
             assert torch.equal(layer(x[rows], logits[rows]), whole[rows])
+        weights = layer.route(x, logits).topk_weights
+        alone = [layer.route(x[t : t + 1], logits[t : t + 1]).topk_weights for t in range(64)]
+        assert torch.equal(torch.cat(alone), weights)
         layer.chunk_size = 5
         assert torch.equal(layer(x, logits), whole)
     layer.chunk_size = None
     padding = torch.arange(64, device=device) % 3 == 1
     x[padding], logits[padding] = torch.nan, torch.nan
+    routed = layer.route(x, logits, is_padding=padding)
+    assert not routed.topk_weights[padding].any() and (routed.topk_ids[padding] == -1).all()
     x.requires_grad_()
     out = layer(x, logits, is_padding=padding)
     assert torch.equal(out[~padding], whole[~padding]) and not out[padding].any()
