@@ -166,6 +166,9 @@ def test_copies_keep_the_gate(scheme):
     gate = getattr(layer, GATE)
     assert layer.state_dict()[GATE].shape == (1, H) and gate.requires_grad is (scheme is None)
     text = "n_shared_experts=2, shared_expert_gate=True"
+    assert not hasattr(gate, "weight_loader")
+    with pytest.raises(ValueError, match=f"param must belong to experts, got {GATE}"):
+        layer.weight_loader(gate, torch.ones(H), "shared_expert_gate.weight", "w1", 0)
     assert text in repr(layer) and "shared_expert" not in repr(make())
     other = moe_ops.FusedMoE(E, K, H, I, scheme=scheme, device="meta", **GATED)
     other.to_empty(device="cpu").reset_parameters()
