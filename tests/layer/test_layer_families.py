@@ -221,6 +221,8 @@ def test_stored_in_the_schemes_of_its_checkpoints(name, device):
             source[f"experts.{e}.{projection}.bias"] = torch.randn(rows, generator=g)
     if not layer.sizes.gated:
         source = {n: x for n, x in source.items() if "gate_proj" not in n}
+    if "e_score_correction_bias" in options:
+        source["gate.e_score_correction_bias"] = options["e_score_correction_bias"]
     moe_ops.load_checkpoint(layer, source, progress=False)
     layer = layer.to(device)
     x = torch.randn(tokens, hidden, generator=g).to(device)

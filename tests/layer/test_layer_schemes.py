@@ -28,7 +28,10 @@ def make(scheme, device="cpu", **options):
     if quant is not None and (quant.static or quant.global_scale):
         static = 3 / quant.element.largest / (448 if quant.global_scale else 1)
     layer = moe_ops.FusedMoE(E, K, H, I, scheme=scheme, device=device, **options)
-    moe_ops.load_checkpoint(layer, per_expert(experts, input_scale=static), progress=False)
+    source = per_expert(experts, input_scale=static)
+    bias = options.get("e_score_correction_bias")
+    source |= {} if bias is None else {"gate.e_score_correction_bias": bias}
+    moe_ops.load_checkpoint(layer, source, progress=False)
     return layer
 
 

@@ -161,8 +161,9 @@ def test_layers_without_a_prefix(experts):
     two = below(BLOCK, source) | below("model.layers.4.mlp.", source)
     with pytest.raises(ValueError, match="weights must be those of one layer .*layers.3.*layers.4"):
         stream(layer, two)
-    assert len(stream(layer, source | below(BLOCK, fused(Experts.random(E, H, I, seed=1))))) == 2
-    assert same(layer, load(make(), source))
+    foreign = below(BLOCK, fused(Experts.random(E, H, I, seed=1)))
+    for own in (source, bare(source)):
+        assert len(stream(layer, own | foreign)) == 2 and same(layer, load(make(), source))
     scored = make(e_score_correction_bias=torch.zeros(E))
     names = {"gate.e_score_correction_bias": BIAS} | source
     assert len(stream(scored, below(BLOCK, names))) == 3
