@@ -19,7 +19,7 @@ from moe_ops.loading.act_order import ActOrder, sortable
 from moe_ops.loading.derived import channel_scales, has_plain_scales, kinds_of, quantized
 from moe_ops.loading.names import SUFFIX, CheckpointLayout, Piece
 from moe_ops.loading.sources import Entry
-from moe_ops.loading.split import halves
+from moe_ops.loading.split import halves, shared_part
 from moe_ops.loading.stored import Form, PlainWeightError, canonical
 
 SHOWN = 8
@@ -233,6 +233,10 @@ class Placing:
             else (form._replace(n=form.n * count))
         )
 
+    def _width(self) -> int:
+        """I of an expert on all ranks together."""
+        return self.layer.form(self.specs["w2_weight"], "w2", self.layout).k
+
     def _place(self, entry: Entry, piece: Piece) -> None:
         self._put(entry, piece)
         self.loaded.append(entry.name)
@@ -282,14 +286,16 @@ class Placing:
             form = self._form(of)
             for shard, part in self._shards(tensor, of, form):
                 part = self.act_order.ordered(part, of.kind, expert, shard, form)
-                self._copy(of.kind, shard, self._share(of.kind, part, shard, share), expert)
+                part = shared_part(part, of.kind, shard, share, self._width(), form.own)
+                self._copy(of.kind, shard, part, expert)
 
     def _put_quantized(self, x: Tensor, piece: Piece, expert: int, share: tuple[int, int]) -> None:
         """Quantize plain projections as a whole, in the layer's dtype, and copy them."""
         layer, scheme = self.layer, self.layer.checkpoint_scheme
         form = self._form(piece)._replace(dtype=layer.sizes.dtype, quant=None, own=None)
+        width = self._width()
         whole = {
-            shard: self._share(piece.kind, part, shard, share).to(layer.sizes.dtype)
+            shard: shared_part(part, "weight", shard, share, width, None).to(layer.sizes.dtype)
             for shard, part in self._shards(x, piece, form)
         }
         for shard, kind, suffix, part in quantized(whole, scheme, layer.sizes.interleaved):
@@ -297,28 +303,6 @@ class Placing:
             if spec is not None:
                 form = layer.form(spec, shard, self.layout)
                 self._copy(kind, shard, canonical(kind, part, suffix, form), expert)
-
-    def _share(self, kind: str, x: Tensor, shard: str, share: tuple[int, int]) -> Tensor:
-        """Return the part of expert ``i`` of ``count`` experts that are side by side along I.
-
-        The experts' results are summed, so only the first has the bias of ``w2``. Scales of whole
-        rows of ``w2`` belong to all of them.
-        """
-        i, count = share
-        axis, quant = int(shard == "w2"), self.layer.sizes.scheme.weight
-        if count == 1 or not x.dim():
-            return x
-        if x.dim() <= axis or x.shape[axis] == 1:
-            return torch.zeros_like(x) if kind == "bias" and axis and i else x
-        block, width = 1, self.layer.intermediate_size
-        if quant is not None and kind in ("scale", "zero_point"):
-            block = quant.group[axis]
-        if width % block:
-            raise ValueError(
-                f"intermediate_size must be a multiple of {block} for {count} shared experts whose "
-                f"blocks are side by side, got {width}"
-            )
-        return x.chunk(count, axis)[i]
 
     def _check_count(self, x: Tensor, count: int) -> None:
         """Check that there is a row per expert; unused rows of zero experts may follow."""

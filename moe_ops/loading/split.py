@@ -1,4 +1,4 @@
-"""Splits one tensor of gate and up rows into gate and up."""
+"""Splits tensors of checkpoints: gate and up rows, and shared experts side by side along I."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from torch import Tensor
 
 from moe_ops.loading.names import Piece
 from moe_ops.loading.stored import Form, canonical
+from moe_ops.scheme import Quant
 
 
 def halves(piece: Piece, x: Tensor, form: Form, interleaved: bool) -> tuple[Tensor, Tensor]:
@@ -52,3 +53,40 @@ def _split_blocks(scales: Tensor, width: int, rows: int) -> tuple[Tensor, Tensor
             f"blocks of {rows} rows must not reach from the {width} gate rows into the up rows"
         )
     return gate[::rows], blocks
+
+
+def shared_part(
+    x: Tensor, kind: str, shard: str, share: tuple[int, int], width: int, own: Quant | None
+) -> Tensor:
+    """Return one shared expert's part of a canonical tensor of several.
+
+    Numbers of the rows of ``w2`` belong to every expert. The bias of ``w2`` goes to the first
+    expert alone, because the experts' results are added.
+
+    Args:
+        x: the projection of all shared experts, which are side by side along I.
+        kind: a kind of `ParameterSpec`.
+        shard: ``w1``, ``w2`` or ``w3``.
+        share: ``(i, n)``: number i of n experts.
+        width: I of one expert.
+        own: how the layer stores the weight; None: unquantized.
+
+    Raises:
+        ValueError: a block of numbers, or a byte, that two experts share.
+    """
+    i, count = share
+    if count == 1 or not x.dim():
+        return x
+    axis = int(shard == "w2")
+    if axis and kind == "bias":
+        return x if i == 0 else torch.zeros_like(x)
+    if x.dim() <= axis or (x.shape[axis] == 1 and kind != "weight"):
+        return x
+    is_blocked = kind in ("scale", "zero_point") and x.shape[axis] != width * count
+    block = own.group[axis] if is_blocked and own else width * count // x.shape[axis]
+    if width % block and block % width:
+        raise ValueError(
+            f"blocks of {block} numbers must not reach from one shared expert into the next, got "
+            f"I = {width}"
+        )
+    return x.narrow(axis, i * width // block, max(1, width // block))
