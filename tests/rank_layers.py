@@ -20,6 +20,9 @@ def layer_of(options, **way):
         g = torch.Generator().manual_seed(5)
         for name, x in list(source.items()):
             source[name.replace("weight", "bias")] = torch.randn(x.shape[0], generator=g)
+    wide = per_expert(Experts.random(1, H, options.get("n_shared_experts", 0) * I, seed=6))
+    source |= {name.replace("experts.0", "shared_experts"): x for name, x in wide.items()}
+    source["shared_expert_gate.weight"] = torch.linspace(-1, 1, H)[None]
     moe_ops.load_checkpoint(layer, source, progress=False)
     return layer.to(device()).requires_grad_(scheme is None)
 

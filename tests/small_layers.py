@@ -11,7 +11,7 @@ def make(experts=E, top_k=K, hidden=H, **options):
     layer = moe_ops.FusedMoE(experts, top_k, hidden, I, **options)
     g = torch.Generator().manual_seed(0)
     for name, p in layer.named_parameters():
-        if "shared" not in name:
+        if "shared_experts" not in name:
             p.data.copy_(torch.randn(p.shape, generator=g) * 0.2)
     return layer
 
@@ -30,6 +30,7 @@ KINDS = {
     },
     "identity": {"zero_expert_num": 4, "zero_expert_type": "identity"},
     "fused shared": {"n_shared_experts": 2},
+    "gated shared": {"n_shared_experts": 2, "shared_expert_gate": True},
     "balanced": {"enable_eplb": True, "num_redundant_experts": 4},
     "one scale": {"quant_config": "fp8_tensor"},
     "on the input": {"apply_router_weight_on_input": True, "quant_config": "fp8_tensor"},

@@ -58,6 +58,7 @@ class ExpertLayer(nn.Module):
     apply_router_weight_on_input: bool
     reduce_results: bool
     batch_invariant: bool
+    shared_expert_gate: bool
     chunk_size: int | None
     routing: dict[str, Any]
     """The arguments of `select_experts` that are the same in every call."""
@@ -74,6 +75,7 @@ class ExpertLayer(nn.Module):
     e_score_correction_bias: Tensor | None
     hash_indices_table: Tensor | None
     expert_map: Tensor | None
+    shared_expert_gate_weight: Tensor | None
 
     @property
     def kernel(self) -> FusedMoEKernel | None:
@@ -143,6 +145,7 @@ class ExpertLayer(nn.Module):
     def extra_repr(self) -> str:
         """Sizes, ranks, scheme and routing."""
         parallel, sizes, routing = self.moe_parallel_config, self.sizes, self.routing
+        shared = routing["num_fused_shared_experts"]
         facts = {
             "num_experts": self.num_experts,
             "top_k": self.top_k,
@@ -159,6 +162,8 @@ class ExpertLayer(nn.Module):
             "scoring_func": self.scoring_func,
             "renormalize": self.renormalize,
             "use_grouped_topk": routing["use_grouped_topk"],
+            **({"n_shared_experts": shared} if shared else {}),
+            **({"shared_expert_gate": True} if self.shared_expert_gate else {}),
             "batch_invariant": self.batch_invariant,
         }
         return ", ".join(f"{name}={value}" for name, value in facts.items())

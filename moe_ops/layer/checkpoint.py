@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
 from functools import partial
+from os.path import commonprefix
 from typing import Any, NamedTuple
 
 import torch
@@ -14,9 +16,16 @@ from moe_ops.layer.module import FusedMoE
 from moe_ops.layer.packing import FP8, PLAIN, are_exact, convert, forms_of
 from moe_ops.layer.parameters import parameter_specs
 from moe_ops.layer.placing import Placing
+from moe_ops.layer.shared import shared_hint
 from moe_ops.loading.declared import check_declared
 from moe_ops.loading.given import GivenScales
-from moe_ops.loading.names import LAYOUTS, CheckpointLayout, parent_of, prefixes_of
+from moe_ops.loading.names import (
+    LAYOUTS,
+    SHARED_GATE,
+    CheckpointLayout,
+    parent_of,
+    prefixes_of,
+)
 from moe_ops.loading.sources import Opened, Source, open_source
 
 SHOWN = 4
@@ -30,8 +39,8 @@ class LoadReport(NamedTuple):
     """Names of tensors that this rank took data from."""
     missing: tuple[str, ...]
     """Parts of parameters that no tensor was for: ``w13_weight[5].w1`` is the gate projection of
-    expert 5. A buffer of the router that the layer holds: ``e_score_correction_bias`` or
-    ``hash_indices_table``."""
+    expert 5. A tensor beside the experts that the layer holds: ``e_score_correction_bias``,
+    ``hash_indices_table`` or ``shared_expert_gate_weight``."""
     duplicated: tuple[str, ...]
     """Names of tensors for parts that had been loaded already; the first tensor counts."""
     unexpected: tuple[str, ...]
@@ -86,7 +95,10 @@ def load_checkpoint(
             (``gate.e_score_correction_bias``, ``moe_statics.e_score_correction_bias``,
             ``expert_bias``, ``router_bias``, and ``gate.bias`` in float32 for scores other than
             softmax), and the hash table (``gate.tid2eid``). They are also looked for beside
-            ``experts``, if the prefix ends with it.
+            ``experts``, if the prefix ends with it. So are the shared experts of a layer that has
+            some (``shared_experts.up_proj.weight``, with ``shared_expert``, ``share_expert`` or
+            ``shared_mlp`` too) and their gate (``shared_expert_gate.weight``); other names that
+            look like theirs are unexpected, and so is a gate that the layer does not have.
         strict: raise for tensors that are missing, duplicated, unknown or do not fit. Otherwise
             load what fits, and leave the rest as it is: complete the layer, then call its
             ``process_weights_after_loading``.
@@ -126,13 +138,14 @@ def load_checkpoint(
     prefix += "." if prefix else ""
     stage = _staged(layer)
     placing = Placing(stage, layout, quantize=quantize)
-    opened = open_source(source, partial(_is_wanted, placing, prefix), progress=progress)
+    opened = open_source(source, partial(_is_listed, placing, prefix), progress=progress)
     check_declared(opened.folder, None if quantize else layer.checkpoint_scheme.weight)
     ignored = _read(opened, placing, prefix)
     placing.finish()
     report = LoadReport(*map(tuple, placing.report()))
     if strict and not report.is_complete:
-        raise ValueError(_message(report, prefix, ignored) + _way_out(placing))
+        near = {name: _after_block(prefix, name) for name in ignored}
+        raise ValueError(_message(report, prefix, ignored) + _way_out(placing, near))
     order = placing.act_order.input_order(
         stage.placement.rows,
         stage.hidden_size,
@@ -153,11 +166,24 @@ def load_checkpoint(
 
 
 def _is_wanted(placing: Placing, prefix: str, name: str) -> bool:
-    """Whether a tensor is under the prefix, or one of the router's beside it."""
+    """Whether a tensor is under the prefix, or beside it: of the router, or of shared experts."""
     parent = parent_of(prefix)
     if parent is None or name.startswith(prefix) or not name.startswith(parent):
         return name.startswith(prefix)
-    return placing.router.takes(name[len(parent) :]) is not None
+    relative = name[len(parent) :]
+    return placing.router.takes(relative) is not None or placing.looks_shared(relative)
+
+
+def _is_listed(placing: Placing, prefix: str, name: str) -> bool:
+    """Whether a tensor is wanted, or an error may name it: it looks like shared experts."""
+    looks_shared = placing.looks_shared(_after_block(prefix, name))
+    return looks_shared or _is_wanted(placing, prefix, name)
+
+
+def _after_block(prefix: str, name: str) -> str:
+    """Return the part of a name after all modules that it has in common with the prefix."""
+    module, dot, _ = commonprefix((prefix, name)).rpartition(".")
+    return name[len(module + dot) :]
 
 
 def _read(opened: Opened, placing: Placing, prefix: str) -> list[str]:
@@ -167,7 +193,9 @@ def _read(opened: Opened, placing: Placing, prefix: str) -> list[str]:
         if entry.name.startswith(prefix):
             placing.take(entry, entry.name[len(prefix) :])
         elif _is_wanted(placing, prefix, entry.name):
-            placing.router.note(entry, entry.name[len(parent) :], is_beside=True)
+            relative = entry.name[len(parent) :]
+            if not placing.router.note(entry, relative, is_beside=True):
+                placing.take(entry, relative)
         else:
             ignored.append(entry.name)
     return ignored
@@ -176,7 +204,7 @@ def _read(opened: Opened, placing: Placing, prefix: str) -> list[str]:
 def _staged(layer: FusedMoE) -> FusedMoE:
     """Return a copy of the layer with new parameters, in the sizes that a checkpoint needs."""
     stage = copy.copy(layer)
-    stage._parameters = {}
+    stage._parameters = {SHARED_GATE: layer._parameters.get(SHARED_GATE)}
     stage.sizes, stage.given_scales = layer.aligned_sizes(), GivenScales()
     stage.placement = layer.held_placement()
     stage.quant_method.create_weights(stage, stage.sizes, layer.w13_weight.device)
@@ -253,12 +281,21 @@ def _message(report: LoadReport, prefix: str, ignored: list[str]) -> str:
     return message
 
 
-def _way_out(placing: Placing) -> str:
-    """Return a hint for plain weights and a layer that is quantized; otherwise nothing."""
+def _way_out(placing: Placing, ignored: Mapping[str, str]) -> str:
+    """Return hints: for plain weights and a layer that is quantized, and for shared experts.
+
+    Args:
+        placing: what was found.
+        ignored: other names, and for each what comes after the block's prefix.
+    """
+    unknown, missing = dict(placing.unknown_shared), placing.missing()
+    if any(part.expert >= placing.layer.num_experts for part in missing):
+        unknown |= {name: x for name, x in ignored.items() if placing.looks_shared(x)}
+    hint = shared_hint(placing.layer, unknown)
     if not placing.plain_weights:
-        return ""
+        return hint
     name = placing.layer.checkpoint_scheme.name
-    return (
+    return hint + (
         f". {len(placing.plain_weights)} weights are not quantized (such as "
         f"{placing.plain_weights[0]}): pass quantize=True to quantize them to {name}"
     )

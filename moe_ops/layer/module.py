@@ -24,6 +24,7 @@ from moe_ops.layer.moving import KeepsBits
 from moe_ops.layer.options import FusedMoEOptions
 from moe_ops.layer.partition import LayerSizes
 from moe_ops.layer.routing import RoutesTokens, token_arguments
+from moe_ops.layer.shared import add_gate
 from moe_ops.layer.signature import LayerArguments, takes_options, typed_as
 from moe_ops.layer.state import SchemeState
 from moe_ops.layer.streaming import StreamsWeights
@@ -47,7 +48,8 @@ class FusedMoE(RoutesTokens, StreamsWeights, SchemeState, KeepsBits):
     activation; ``(El, I, H)`` without a gate), and ``w2_weight`` is ``(El, H, I)``. Both are stored
     as the scheme says. A scheme adds ``w13_weight_scale`` and ``w2_weight_scale``, and some schemes
     also ``*_weight_zero_point``, ``*_weight_scale_2`` (global scales, which multiply) and
-    ``*_input_scale``. Biases are ``w13_bias`` and ``w2_bias``.
+    ``*_input_scale``. Biases are ``w13_bias`` and ``w2_bias``. With ``shared_expert_gate`` there is
+    ``shared_expert_gate_weight (1, H)``, which no scheme quantizes; it begins with zeros.
 
     Weights of schemes that quantize weights only may be in the packed form: see `pack_`.
 
@@ -128,6 +130,8 @@ class FusedMoE(RoutesTokens, StreamsWeights, SchemeState, KeepsBits):
         method = QuantizedFusedMoEMethod if quantized else UnquantizedFusedMoEMethod
         self.quant_method: FusedMoEMethodBase = method()
         self.quant_method.create_weights(self, self.sizes, given.device)
+        self.shared_expert_gate = given.shared_expert_gate
+        add_gate(self, given.device)
         self.register_buffer("e_score_correction_bias", given.e_score_correction_bias)
         self.register_buffer("hash_indices_table", given.hash_indices_table)
         expert_map = self.placement.expert_map(given.device)
@@ -371,7 +375,7 @@ class FusedMoE(RoutesTokens, StreamsWeights, SchemeState, KeepsBits):
         w1, w2, dtype = self.w13_weight, self.w2_weight, self.sizes.dtype
 
         def run(tokens: int) -> None:
-            x = torch.randn(tokens, self.hidden_size, device=w1.device, dtype=dtype)
+            x = torch.randn(tokens, self.model_hidden_size, device=w1.device, dtype=dtype)
             logits = torch.randn(tokens, self.num_logits, device=w1.device)
             hashed = self.hash_indices_table is not None
             words = torch.zeros(tokens, dtype=torch.int64, device=w1.device) if hashed else None

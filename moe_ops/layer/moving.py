@@ -17,9 +17,10 @@ from moe_ops.layer.base import ExpertLayer
 from moe_ops.layer.methods import FusedMoEMethodBase
 from moe_ops.layer.param_loader import attach_loader
 from moe_ops.layer.parameters import parameter_specs
+from moe_ops.loading.names import SHARED_GATE
 from moe_ops.scheme import is_packed
 
-CAST = ("w13_bias", "w2_bias")
+CAST = ("w13_bias", "w2_bias", SHARED_GATE)
 """Parameters that ``.to(dtype)`` casts in a quantized layer."""
 CAST_UNQUANTIZED = (*CAST, "w13_weight", "w2_weight")
 """Parameters that ``.to(dtype)`` casts in an unquantized layer."""
@@ -36,7 +37,7 @@ class KeepsBits(ExpertLayer):
         Weights, scales and biases become zeros (packed integers: the code of zero). Static scales
         become NaN, so that a missing scale shows in the result. ``e_score_correction_bias`` becomes
         zeros, even if the layer was made with other values. ``w13_input_order`` becomes None, and
-        ``expert_map`` gets the numbers of this rank.
+        ``expert_map`` gets the numbers of this rank. ``shared_expert_gate_weight`` becomes zeros.
 
         Call it after ``to_empty()`` of a layer that was made on ``meta`` (then load), or from
         ``_init_weights`` of a transformers model. Tensors that ``from_pretrained`` has loaded stay
@@ -49,6 +50,8 @@ class KeepsBits(ExpertLayer):
                 init.constant_(param, fill) if fill else init.zeros_(param)
         if self.e_score_correction_bias is not None:
             init.zeros_(self.e_score_correction_bias)
+        if self.shared_expert_gate_weight is not None:
+            init.zeros_(self.shared_expert_gate_weight)
         self.w13_input_order = None
         self._fill_expert_map()
 
@@ -59,9 +62,16 @@ class KeepsBits(ExpertLayer):
             expert_map.copy_(torch.tensor(self.placement.row, dtype=expert_map.dtype, device="cpu"))
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
-        """Register as `nn.Module` does, and give the parameter a ``weight_loader``."""
+        """Register as `nn.Module` does, and give an expert's parameter a ``weight_loader``."""
         super().register_parameter(name, param)
-        attach_loader(self, param)
+        if name != SHARED_GATE:
+            attach_loader(self, param)
+
+    def _attach_loaders(self) -> None:
+        """Give the parameters of experts a ``weight_loader``; a gate has none, like a router."""
+        for name, param in self._parameters.items():
+            if name != SHARED_GATE:
+                attach_loader(self, param)
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Set as `nn.Module` does; fill new memory of ``expert_map`` (from ``from_pretrained``)."""
@@ -88,8 +98,7 @@ class KeepsBits(ExpertLayer):
         self.sizes = self.sizes.with_dtype(self.w13_weight.dtype)
         if self._buffers.get("expert_map") is not expert_map:  # `to_empty` leaves it undefined
             self._fill_expert_map()
-        for param in self._parameters.values():
-            attach_loader(self, param)
+        self._attach_loaders()
         self.quant_method.forget()
         return self
 
@@ -114,8 +123,7 @@ class KeepsBits(ExpertLayer):
             for name, x in state["_parameters"].items()
         }
         super().__setstate__({**state, "_parameters": parameters})
-        for param in parameters.values():
-            attach_loader(self, param)
+        self._attach_loaders()
 
 
 def _packed_fill(byte: float) -> int:

@@ -116,6 +116,9 @@ class FusedMoEOptions:
     """The mapping that `load_weights` uses, as `make_expert_params_mapping` returns it."""
     n_shared_experts: int = 0
     """Experts after the E routed ones, to which every token goes with weight 1."""
+    shared_expert_gate: bool = False
+    """Weight these experts by ``sigmoid(<token, gate>)`` instead, computed in float32. The gate is
+    the parameter ``shared_expert_gate_weight (1, H)``, as Qwen2-MoE and Qwen3-Next have it."""
     shared_experts: nn.Module | None = None
     """A module on tokens whose result is returned beside the routed one."""
     expert_placement_strategy: str = "linear"
@@ -193,6 +196,7 @@ class FusedMoEOptions:
                 "n_shared_experts must be 0 with enable_eplb, which has no replicas of shared "
                 f"experts, got {self.n_shared_experts}"
             )
+        self._check_gate()
         ranks, physical = self.parallel_config().ep_size, num_experts + self.num_redundant_experts
         if ranks > physical:
             raise ValueError(f"ep_size must be at most the {physical} experts, got {ranks}")
@@ -239,6 +243,19 @@ class FusedMoEOptions:
                     f"{option.name} must be {option.default} unless ranks exchange tokens, got "
                     f"{value}"
                 )
+
+    def _check_gate(self) -> None:
+        """Check that a gate has shared experts whose results it weights."""
+        if self.shared_expert_gate and not self.n_shared_experts:
+            raise ValueError(
+                "shared_expert_gate must be False without n_shared_experts, which it weights, got "
+                "True"
+            )
+        if self.shared_expert_gate and self.apply_router_weight_on_input:
+            raise ValueError(
+                "shared_expert_gate must be False with apply_router_weight_on_input, because the "
+                "gate scales results of the shared experts, not their inputs, got True"
+            )
 
     def _check_hash(self, top_k: int) -> None:
         """Check that the table has ``top_k`` columns and no other router beside it."""

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
-from moe_ops.loading.names import parent_of, parse, router_tensor, split_at_experts
+from moe_ops.loading.names import (
+    is_of_shared_experts,
+    parent_of,
+    parse,
+    router_tensor,
+    split_at_experts,
+)
 
 
 class OwnNames:
@@ -11,9 +17,11 @@ class OwnNames:
     Args:
         prefix: the beginning of the layer's names, up to or including ``experts``; empty if it is
             not known. Then the first name of an expert shows it.
+        has_shared: whether the layer has shared experts.
     """
 
-    def __init__(self, prefix: str) -> None:
+    def __init__(self, prefix: str, *, has_shared: bool) -> None:
+        self._has_shared = has_shared
         prefix = prefix.removesuffix(".")
         prefix += "." if prefix else ""
         parent = parent_of(prefix)
@@ -39,7 +47,8 @@ class OwnNames:
         rest = name[len(head) :]
         under = rest.startswith(("experts.", "w13_", "w2_"))
         beside = head and self._ends_with_experts and not under
-        return None if beside and router_tensor(rest) is None else rest
+        is_shared = self._has_shared and is_of_shared_experts(rest)
+        return None if beside and not is_shared and router_tensor(rest) is None else rest
 
     def owns(self, head: str) -> bool:
         """Whether a name of this layer may begin with ``head``.
@@ -61,7 +70,7 @@ class OwnNames:
         return head == self._shown
 
     def _after_shown(self, name: str) -> str | None:
-        split = split_at_experts(name)
+        split = split_at_experts(name, has_shared=self._has_shared)
         if split is not None:
             return split[1] if self.owns(split[0]) else None
         if self._shown:

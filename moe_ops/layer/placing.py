@@ -52,10 +52,14 @@ class Placing:
         """Names of plain weights, where the layer is quantized."""
         self.specs = parameter_specs(layer.sizes)
         self.router = RouterTensors(layer)
+        self.has_shared = bool(layer.routing["num_fused_shared_experts"])
         self.loaded: list[str] = []
         self.duplicated: list[str] = []
         self.unexpected: list[str] = []
         self.mismatched: list[str] = []
+        self.unknown_shared: dict[str, str] = {}
+        """Names that look like shared experts and mean nothing to the layer: whole names, and what
+        comes after the block's prefix."""
         self._taken: dict[tuple[str, int, str], str] = {}
         self._later: list[tuple[Entry, Piece]] = []
         self.act_order = ActOrder()
@@ -65,16 +69,22 @@ class Placing:
     def take(self, entry: Entry, relative: str) -> None:
         """Take one tensor; ``relative`` is its name after the prefix."""
         piece = names.parse(relative)
-        has_shared = len(self.layer.placement.logical) > self._shared_from()
         if relative.removeprefix("experts.") == STATE:
             self._check_state(entry)
         elif self.router.note(entry, relative):
             return
-        elif piece is None or (piece.is_shared and not has_shared):
-            if not names.is_beside_experts(relative):
+        elif piece is None or (piece.is_shared and not self.has_shared):
+            if self.looks_shared(relative):
+                self.unknown_shared[entry.name] = relative
+                self.unexpected.append(entry.name)
+            elif not names.is_beside_experts(relative):
                 self.unexpected.append(entry.name)
         else:
             self._guarded(self._take, entry, self._own_shard(piece))
+
+    def looks_shared(self, relative: str) -> bool:
+        """Whether a tensor may belong to shared experts that the layer holds."""
+        return self.has_shared and names.is_of_shared_experts(relative)
 
     def finish(self) -> None:
         """Place the tensors that had to wait for other tensors."""
@@ -151,9 +161,6 @@ class Placing:
         if self.layer.sizes.gated or piece.shard == "w2":
             return piece
         return piece._replace(shard="w1")
-
-    def _shared_from(self) -> int:
-        return len(self.layer.placement.logical) - self.layer.routing["num_fused_shared_experts"]
 
     def _experts(self, piece: Piece) -> list[int]:
         """Return the logical experts that a tensor belongs to."""

@@ -14,7 +14,7 @@ from moe_ops.layer.methods import QuantizedFusedMoEMethod
 from moe_ops.layer.module import FusedMoE
 from moe_ops.layer.placing import Placing
 from moe_ops.loading.given import GivenScales
-from moe_ops.loading.names import LAYOUTS
+from moe_ops.loading.names import LAYOUTS, SHARED_GATE
 from moe_ops.loading.sources import Entry
 from moe_ops.scheme import Scheme
 
@@ -108,7 +108,7 @@ def quantize_layer(
     A failure leaves the layer as it was.
     """
     stage = copy.copy(layer)
-    stage._parameters = {}
+    stage._parameters = {SHARED_GATE: layer._parameters.get(SHARED_GATE)}
     stage.checkpoint_scheme, stage.sizes = scheme, replace(layer.sizes, scheme=scheme)
     stage.placement, stage.given_scales = layer.held_placement(), GivenScales()
     stage.quant_method = QuantizedFusedMoEMethod()

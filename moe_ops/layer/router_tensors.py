@@ -1,4 +1,4 @@
-"""The router's tensors that a layer holds, found in a checkpoint under any of their names."""
+"""Tensors beside the experts that a layer holds, found in a checkpoint under any known name."""
 
 from __future__ import annotations
 
@@ -10,12 +10,18 @@ from torch import Tensor
 
 from moe_ops import checks
 from moe_ops.layer.base import ExpertLayer
-from moe_ops.loading.names import GATE_BIAS, CheckpointLayout, RouterTensor, router_tensor
+from moe_ops.loading.names import (
+    GATE_BIAS,
+    SHARED_GATE,
+    CheckpointLayout,
+    RouterTensor,
+    router_tensor,
+)
 from moe_ops.loading.sources import Entry
 from moe_ops.loading.stored import Form, canonical
 
-BUFFERS = ("e_score_correction_bias", "hash_indices_table")
-"""Buffers of a layer that choose experts."""
+BUFFERS = ("e_score_correction_bias", "hash_indices_table", SHARED_GATE)
+"""Buffers of a layer that choose experts, and the gate of its shared experts."""
 
 
 class LogitsBiasError(ValueError):
@@ -81,7 +87,7 @@ class RouterTensors:
         if candidate.tensor.is_gate_bias:
             self._check_gate_bias(x)
         held = getattr(self._layer, buffer)
-        take = _table if buffer == "hash_indices_table" else _bias
+        take = {"hash_indices_table": _table, SHARED_GATE: _gate}.get(buffer, _bias)
         self.values[buffer] = take(x, held)
 
     def missing(self) -> list[str]:
@@ -114,6 +120,13 @@ def _bias(x: Tensor, held: Tensor) -> Tensor:
         x = x[0]
     form = Form(held.shape[0], 0, held.dtype, None, None, CheckpointLayout())
     return canonical("bias", x, "bias", form)
+
+
+def _gate(x: Tensor, held: Tensor) -> Tensor:
+    """Return the gate of shared experts, ``(1, H)``."""
+    n, k = held.shape
+    form = Form(n, k, held.dtype, None, None, CheckpointLayout())
+    return canonical("weight", x, "weight", form)
 
 
 def _table(x: Tensor, held: Tensor) -> Tensor:

@@ -255,6 +255,7 @@ class RoutesTokens(ExpertLayer):
             input_ids=input_ids,
             is_padding=is_padding,
             capture_fn=self._capture if captures else None,
+            shared_expert_gate=self.shared_expert_gate_weight if self.shared_expert_gate else None,
             **self.routing,
             **({} if state is None else self._balancing(state)),
         )

@@ -15,9 +15,19 @@ from moe_ops import checks
 from moe_ops.layer.own_names import OwnNames
 from moe_ops.layer.placing import Placing
 from moe_ops.layer.router_tensors import LogitsBiasError
+from moe_ops.layer.shared import shared_hint
 from moe_ops.layer.state import STATE
 from moe_ops.layer.weight_loader import WeightLoading
-from moe_ops.loading.names import KINDS, LAYOUTS, SHARDS, Piece, is_of_experts, parse, router_tensor
+from moe_ops.loading.names import (
+    KINDS,
+    LAYOUTS,
+    SHARDS,
+    Piece,
+    is_of_experts,
+    is_of_shared_experts,
+    parse,
+    router_tensor,
+)
 from moe_ops.loading.sources import Entry, entry_of
 
 
@@ -62,12 +72,13 @@ class StreamsWeights(WeightLoading):
         """
         if self.w13_weight.is_meta:
             raise ValueError("layer must have memory (call to_empty first), got parameters on meta")
-        own, stream = OwnNames(self.prefix), None
+        has_shared = bool(self.routing["num_fused_shared_experts"])
+        own, stream = OwnNames(self.prefix, has_shared=has_shared), None
         for item in weights:
             name, read = entry_of(item, "weights")
             pieces = self._mapped(name, own)
             relative = own.relative(name)
-            if not pieces and (relative is None or not _is_of_layers(relative)):
+            if not pieces and not _is_of_layers(relative, has_shared=has_shared):
                 continue
             if stream is None:
                 self.unpack_()
@@ -158,6 +169,7 @@ class WeightStream(Placing):
             raise ValueError(
                 f"{entry.name} must name a tensor of this layer's {self.layer.num_experts} experts "
                 f"in scheme {self.layer.checkpoint_scheme.name}, got one that nothing takes"
+                + shared_hint(self.layer, self.unknown_shared)
             )
 
     def _guarded(self, step: Callable[[Entry, Piece], None], entry: Entry, piece: Piece) -> None:
@@ -205,14 +217,17 @@ class WeightStream(Placing):
                 raise type(error)(f"{entry.name}: {error}") from None
             self.loaded.append(entry.name)
         for buffer, x in self.router.values.items():
-            getattr(self.layer, buffer).copy_(x)
+            getattr(self.layer, buffer).data.copy_(x)
 
 
-def _is_of_layers(relative: str) -> bool:
+def _is_of_layers(relative: str | None, *, has_shared: bool) -> bool:
     """Whether a name after the prefix is one of the experts, the router or a saved layer."""
+    if relative is None:
+        return False
     is_state = relative.removeprefix("experts.") == STATE
     found = parse(relative) or router_tensor(relative) or is_state
-    return bool(found) or is_of_experts(relative)
+    looks_shared = has_shared and is_of_shared_experts(relative)
+    return bool(found) or looks_shared or is_of_experts(relative)
 
 
 def _numbers(name: str, read: Callable[[], Tensor]) -> Tensor:

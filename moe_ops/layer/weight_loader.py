@@ -19,7 +19,7 @@ from moe_ops.layer.parameters import (
 )
 from moe_ops.layer.steps import LoadSteps, copy_front
 from moe_ops.loading.derived import channel_scales, has_plain_scales
-from moe_ops.loading.names import SHARDS, SUFFIX, CheckpointLayout, suffix_of
+from moe_ops.loading.names import SHARDS, SHARED_GATE, SUFFIX, CheckpointLayout, suffix_of
 from moe_ops.loading.stored import Form, canonical
 from moe_ops.scheme.formats import pack
 
@@ -82,6 +82,8 @@ class WeightLoading(LoadSteps, PacksWeights):
             raise TypeError(f"weight_name must be a str, got {type(weight_name).__name__}")
         if shard_id not in SHARDS:
             raise ValueError(f"shard_id must be ['w1','w2','w3'] but got {shard_id}.")
+        if param is self._parameters.get(SHARED_GATE):
+            raise ValueError(f"param must belong to experts, got {SHARED_GATE} (copy_ into it)")
         spec, held = self._spec_of(param), self.held_placement().rows
         if spec is not None:
             self._check_plain(spec)

@@ -63,7 +63,7 @@ class RouterTensor(NamedTuple):
     """What one tensor of a router is."""
 
     buffer: str
-    """The layer's buffer that takes it."""
+    """The layer's buffer or parameter that takes it."""
     is_gate_bias: bool = False
     """Whether the name is `GATE_BIAS`, which other models have for a bias of the logits."""
 
@@ -104,7 +104,7 @@ _SUFFIX = "|".join(sorted(KINDS, key=len, reverse=True))
 _EXPERT = r"(0|[1-9][0-9]{0,8})"  # ASCII digits, and one way to write a number
 _ONE = rf"(?:experts\.)?{_EXPERT}\.({_PROJECTION})\.({_SUFFIX})"
 _ALL = rf"(?:experts\.)?({_PROJECTION})(?:[._]({_SUFFIX}))?"
-_SHARED = rf"shared_experts?\.({_PROJECTION})\.({_SUFFIX})"
+_SHARED = rf"(?:shared?_experts?|shared_mlp)\.({_PROJECTION})\.({_SUFFIX})"
 _WHERE = r"(?:experts\.|(?:gate\.|router\.)?(?:moe_statics\.)?)"
 _OTHERS = r"(gate|router|wg|shared?_experts?|shared_mlp|shared_experts?_gate|fc[12]_latent_proj)\."
 
@@ -115,11 +115,17 @@ GATE_BIAS = "gate.bias"
 _SURE_BIAS = rf"{_WHERE}(?:e_score_correction_bias|expert_bias|balancing_biases)|router_bias"
 _TABLE = rf"{_WHERE}(?:tid2eid|hash_indices_table)"
 _SURE = rf"(?:{_SURE_BIAS}|{_TABLE})"
+SHARED_GATE = "shared_expert_gate_weight"
+"""The parameter of a layer whose shared experts have a gate."""
+_GATE = r"shared_expert_gate[._]weight"
 _ROUTER = {
     "e_score_correction_bias": rf"{_SURE_BIAS}|{re.escape(GATE_BIAS)}",
     "hash_indices_table": _TABLE,
+    SHARED_GATE: _GATE,
 }
-"""Names of the router's tensors, by the layer's buffer that takes them."""
+"""Names of the router's tensors, by the layer's buffer or parameter that takes them."""
+SHARED_EXPERTS = ("shared_experts.up_proj.weight", "shared_mlp.down_proj.weight")
+"""Examples of names of shared experts that `parse` knows."""
 
 
 def parse(name: str) -> Piece | None:
@@ -139,10 +145,10 @@ def parse(name: str) -> Piece | None:
 
 
 def router_tensor(name: str) -> RouterTensor | None:
-    """Parse the name of a router's tensor that chooses experts; None: any other tensor.
+    """Parse the name of a tensor that chooses experts or weights shared ones; None: any other.
 
     ``gate.e_score_correction_bias``, ``moe_statics.e_score_correction_bias``, ``router_bias``,
-    ``gate.bias``, ``gate.tid2eid``.
+    ``gate.bias``, ``gate.tid2eid``, ``shared_expert_gate.weight``.
     """
     for buffer, pattern in _ROUTER.items():
         if re.fullmatch(pattern, name):
@@ -155,17 +161,29 @@ def is_beside_experts(name: str) -> bool:
     return router_tensor(name) is not None or re.match(_OTHERS, name) is not None
 
 
+def is_of_shared_experts(name: str) -> bool:
+    """Whether a name after the block's prefix looks like that of shared experts or their gate.
+
+    `parse` knows some of these names: ``residual_mlp.w1.weight`` and
+    ``shared_mlp.gate_and_up_proj.weight`` it does not.
+    """
+    return re.match("share|residual_mlp", name) is not None
+
+
 def is_of_experts(name: str) -> bool:
     """Whether the tensor must be one of the experts', even if its name cannot be parsed."""
     return re.match(rf"experts\.|{_EXPERT}\.({_PROJECTION})\.|(w13|w2)_", name) is not None
 
 
-def split_at_experts(name: str) -> tuple[str, str] | None:
+def split_at_experts(name: str, *, has_shared: bool) -> tuple[str, str] | None:
     """Split a name before its experts or its router's tensor; None: it has neither.
 
-    ``model.layers.3.mlp.experts.0.w1.weight`` is ``model.layers.3.mlp.`` and the rest.
+    ``model.layers.3.mlp.experts.0.w1.weight`` is ``model.layers.3.mlp.`` and the rest. With
+    ``has_shared`` names are split before shared experts and their gate too.
     """
-    match = re.fullmatch(rf"(|.*?\.)(experts\..+|(?:w13|w2)_(?:{_SUFFIX})|{_SURE})", name)
+    shared = rf"|{_SHARED}|{_GATE}" if has_shared else ""
+    rest = rf"experts\..+|(?:w13|w2)_(?:{_SUFFIX})|{_SURE}{shared}"
+    match = re.fullmatch(rf"(|.*?\.)({rest})", name)
     return (match[1], match[2]) if match else None
 
 

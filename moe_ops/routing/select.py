@@ -12,6 +12,7 @@ from moe_ops import checks
 from moe_ops.parallel.eplb import eplb_map_to_physical_and_record
 from moe_ops.routing.adjust import adjust_routing, zero_experts
 from moe_ops.routing.arguments import check_indices_type
+from moe_ops.routing.shared_gate import check_gate, gate_shared_experts
 from moe_ops.routing.topk import fused_topk, grouped_topk, hash_topk
 from moe_ops.tensors import narrowed
 
@@ -77,6 +78,7 @@ def select_experts(
     record_enabled: Tensor | None = None,
     seed: int = 0,
     step: Tensor | None = None,
+    shared_expert_gate: Tensor | None = None,
 ) -> SelectedExperts:
     """Route with the method that the arguments select, then adjust the routing.
 
@@ -84,7 +86,7 @@ def select_experts(
     `hash_topk` with ``hash_indices_table``, else `fused_topk`. With every method the weights are
     multiplied once by ``routed_scaling_factor``. Then, in this order: every slot of a padding token
     is skipped; ``capture_fn`` is called; `zero_experts`; `eplb_map_to_physical_and_record`; shared
-    experts are appended to every token's experts with weight 1.
+    experts are appended to every token's experts with weight 1, or that of their gate.
 
     Args:
         hidden_states: ``(T, H)``.
@@ -120,6 +122,8 @@ def select_experts(
         record_enabled: see `eplb_map_to_physical_and_record`.
         seed: see `eplb_map_to_physical_and_record`.
         step: see `eplb_map_to_physical_and_record`.
+        shared_expert_gate: ``(1, H)``: the shared experts of token t have the weight
+            ``sigmoid(<hidden_states[t], gate>)``, computed in float32; None: 1.
 
     Returns:
         A `SelectedExperts`. k grows by ``num_fused_shared_experts``.
@@ -140,7 +144,7 @@ def select_experts(
     checks.flags(**flags, renormalize=renormalize)
     check_indices_type(indices_type)
     _check_sizes(hidden_states, router_logits, top_k, identity, shared)
-    _check_no_shared_experts(shared, enable_eplb)
+    _check_shared_experts(shared, enable_eplb, shared_expert_gate, hidden_states)
     weights, ids = _choose(
         (hidden_states, router_logits, top_k, renormalize),
         (num_expert_group, topk_group) if use_grouped_topk else None,
@@ -160,9 +164,8 @@ def select_experts(
         state = (expert_load_view, logical_to_physical_map, logical_replica_count)
         ids = _physical(ids, *state, indices_type, record_enabled, seed, step)
     if shared:
-        weights, ids = adjust_routing(
-            weights, ids, num_experts, num_shared_experts=shared, is_padding=is_padding
-        )
+        more = (num_experts, shared, is_padding, shared_expert_gate)
+        weights, ids = _with_shared_experts(hidden_states, weights, ids, *more)
     return SelectedExperts(weights, narrowed(ids, indices_type or torch.int32), result)
 
 
@@ -253,12 +256,34 @@ def _check_zero_experts(
         checks.size("global_num_experts", global_num_experts, rule, num_experts)
 
 
-def _check_no_shared_experts(count: int, enable_eplb: bool) -> None:
-    """NotImplementedError for shared experts with EPLB, which has no replicas of shared experts."""
+def _check_shared_experts(
+    count: int, enable_eplb: bool, gate: Tensor | None, hidden_states: Tensor
+) -> None:
+    """Check that there is no EPLB, which has no replicas of shared experts, and check the gate."""
     if count and enable_eplb:
         raise NotImplementedError(
             f"num_fused_shared_experts must be 0 with enable_eplb, got {count}"
         )
+    if gate is not None:
+        check_gate(gate, hidden_states, count)
+
+
+def _with_shared_experts(
+    hidden_states: Tensor,
+    weights: Tensor,
+    ids: Tensor,
+    num_experts: int,
+    count: int,
+    is_padding: Tensor | None,
+    gate: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """Append the shared experts to every token's experts, with weight 1 or that of the gate."""
+    weights, ids = adjust_routing(
+        weights, ids, num_experts, num_shared_experts=count, is_padding=is_padding
+    )
+    if gate is not None:
+        weights = gate_shared_experts(hidden_states, gate, weights, ids, num_experts, count)
+    return weights, ids
 
 
 def _physical(

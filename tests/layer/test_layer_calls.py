@@ -273,7 +273,9 @@ def test_captured_decoding():
     assert not out.any() and buffer[0].tolist() == [-1, -1] and state[0].sum() == 16
 
 
-@pytest.mark.parametrize("kind", ["plain", "identity", "fused shared", "balanced", "chunks"])
+@pytest.mark.parametrize(
+    "kind", ["plain", "identity", "fused shared", "gated shared", "balanced", "chunks"]
+)
 def test_captures_are_the_routers_choice(kind):
     """Once for a call: logical experts, identity experts among them, no shared ones."""
     layer, seen = filled(**KINDS[kind]), []

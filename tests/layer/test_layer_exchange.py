@@ -25,6 +25,7 @@ KINDS = {
     },
     "identity": {"zero_expert_num": 4, "zero_expert_type": "identity"},
     "fused shared": {"n_shared_experts": 2},
+    "gated shared": {"n_shared_experts": 2, "shared_expert_gate": True},
     "on the input": {"apply_router_weight_on_input": True},
     "chunks": {"chunk_size": 4},
     "room": {"max_num_tokens": 9},
@@ -59,6 +60,8 @@ def whole_layer(**options):
         bias = getattr(layer, name)
         if bias is not None:
             bias.data.copy_(torch.randn(bias.shape, generator=g))
+    if layer.shared_expert_gate_weight is not None:
+        torch.nn.init.normal_(layer.shared_expert_gate_weight, generator=g)
     return layer
 
 
@@ -74,7 +77,8 @@ def part_of(layer, **options):
     held = torch.tensor([i for i, row in enumerate(part.placement.row) if row >= 0])
     own = dict(part.named_parameters())
     for name, param in layer.named_parameters():
-        own[name].data.copy_(param.data[held])
+        of_all = name == "shared_expert_gate_weight"
+        own[name].data.copy_(param.data if of_all else param.data[held])
     return part
 
 

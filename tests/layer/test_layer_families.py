@@ -47,6 +47,10 @@ FAMILIES = {
     "olmoe.OlmoeSparseMoeBlock": (WIDTH | {"norm_topk_prob": False}, {"renormalize": False}),
     "deepseek_v3.DeepseekV3MoE": ({"routed_scaling_factor": 2.5}, GROUPED),
     "glm4_moe.Glm4MoeMoE": ({"routed_scaling_factor": 2.5}, GROUPED),
+    "qwen3_5_moe.Qwen3_5MoeSparseMoeBlock": (
+        {"shared_expert_intermediate_size": I}, {"shared": "gated"},
+    ),
+    "hunyuan_v1_moe.HunYuanMoEV1Moe": (WIDTH, {"shared": True}),
     "gpt_oss.GptOssMLP": (
         WIDTH,
         {"custom_routing_function": topk_softmax, "activation": OAI, "has_bias": True},
@@ -101,14 +105,15 @@ def build(name, changes):
 
 def logits_of(block, x):
     router = getattr(block, "gate", None) or block.router
-    router = getattr(router, "classifier", router)
+    router = getattr(router, "classifier", getattr(router, "wg", router))
     return linear(x, router.weight, getattr(router, "bias", None))
 
 
 def shared_of(block, kind, x):
     if not kind:
         return 0
-    module = getattr(block, "shared_experts", None) or block.shared_expert
+    names = ("shared_experts", "shared_expert", "shared_mlp")
+    module = next(getattr(block, name) for name in names if hasattr(block, name))
     gate = torch.sigmoid(block.shared_expert_gate(x)) if kind == "gated" else 1
     return gate * module(x)
 
@@ -156,6 +161,14 @@ def test_block_of_transformers(name):
         mine = layer(x, logits_of(block, x)) + shared_of(block, kind, x)
         budget = 4 * (out - exact).abs().max() + 1e-6 * exact.abs().max()
         assert (mine - exact).abs().max() <= budget
+        if kind:
+            gate = kind == "gated"
+            layer = moe_ops.FusedMoE(
+                E, top_k, H, I, n_shared_experts=1, shared_expert_gate=gate, **options
+            )
+            assert moe_ops.load_checkpoint(layer, source, progress=False).is_complete
+            mine = layer(x, logits_of(block, x))
+            assert (mine - exact).abs().max() <= budget
 
 
 def partial_gemma(hidden_states, logits, topk, renormalize):

@@ -10,6 +10,7 @@ KINDS = {
     "biases": {"has_bias": True},
     "on the input": {"apply_router_weight_on_input": True},
     "chunks": {"chunk_size": 4},
+    "gated shared": {"n_shared_experts": 1, "shared_expert_gate": True},
     "int8_w8a16": {"scheme": "int8_w8a16"},
     "fp8_channel": {"scheme": "fp8_channel", "apply_router_weight_on_input": True},
 }
@@ -39,6 +40,11 @@ def check(rank, ranks):
             found = step(layer, [x[tokens] for x in rows])
             for what, actual in found.items():
                 near = expected[what]
+                if what == "shared_expert_gate_weight":
+                    if layer.exchanges_tokens:  # each rank has the sum over its own tokens
+                        torch.distributed.all_reduce(actual)
+                    torch.testing.assert_close(actual, near)
+                    continue
                 whole = what not in ("out", "x", "logits")
                 near = held(layer, what, near) if whole else near[tokens]
                 if near is not None:

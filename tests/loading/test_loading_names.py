@@ -65,7 +65,8 @@ def test_shared_experts():
 def test_beside_the_experts(name):
     assert is_beside_experts(name)
     is_bias = "correction" in name or name in ("expert_bias", "gate.bias")
-    assert (router_tensor(name) is not None) is is_bias
+    found = router_tensor(name)
+    assert (found is not None and found.buffer == "e_score_correction_bias") is is_bias
 
 
 @pytest.mark.parametrize(
