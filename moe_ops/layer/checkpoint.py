@@ -13,9 +13,10 @@ from moe_ops.layer.module import FusedMoE
 from moe_ops.layer.packing import FP8, PLAIN, are_exact, convert, forms_of
 from moe_ops.layer.parameters import parameter_specs
 from moe_ops.layer.placing import Placing
-from moe_ops.loading.declared import check_declared
+from moe_ops.loading.declared import layout_of
 from moe_ops.loading.given import GivenScales
 from moe_ops.loading.names import LAYOUTS, CheckpointLayout, prefixes_of
+from moe_ops.loading.patterns import ExpertNames
 from moe_ops.loading.sources import Opened, Source, open_source
 
 SHOWN = 4
@@ -118,10 +119,12 @@ def load_checkpoint(
         raise ValueError("quantize must be False for a layer without a scheme, got True")
     prefix = (prefix or layer.prefix).removesuffix(".")
     prefix += "." if prefix else ""
+    opened = open_source(source, prefix, progress=progress)
+    names = ExpertNames.under(prefix, layer.num_experts)
+    quant = layer.checkpoint_scheme.weight
+    layout = layout_of(opened.folder, names, quant, layout, quantize=quantize)
     stage = _staged(layer)
     placing = Placing(stage, layout, quantize=quantize)
-    opened = open_source(source, prefix, progress=progress)
-    check_declared(opened.folder, None if quantize else layer.checkpoint_scheme.weight)
     ignored = _read(opened, placing, prefix)
     placing.finish()
     report = LoadReport(*map(tuple, placing.report()))
