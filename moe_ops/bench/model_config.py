@@ -28,6 +28,11 @@ SPELLINGS = {
 ACTIVATIONS = ("mlp_hidden_act", "hidden_act", "hidden_activation", "activation_function")
 """Names of the activation; experts of models that have the first one have no gate."""
 
+FIRST = ("first_k_dense_replace", "num_dense_layers", "moe_layer_start_index")
+"""Names of the first layer with experts."""
+STEPS = ("decoder_sparse_step", "interleave_moe_layer_step", "moe_layer_interval")
+"""Names of the number of layers to the next one with experts; the first of them has none."""
+
 
 def read_config(path: str | Path) -> Problem:
     """The MoE layer of a model.
@@ -97,7 +102,7 @@ def _scheme(declared: Declared, config: Mapping[str, Any], num_experts: int) -> 
     try:
         layers = [ExpertNames.of_layer(i, num_experts) for i in _layers_with_experts(config)]
         found = set(filter(None, map(declared.of, layers)))
-        schemes = {facts.scheme().key for facts in found if not facts.ignored}
+        schemes = {facts.scheme().key for facts in found if facts.weight is not None}
         if len(schemes) > 1:
             raise ValueError(f"experts must have one scheme, got {sorted(schemes)}")
     except (NotImplementedError, ValueError) as error:
@@ -106,11 +111,22 @@ def _scheme(declared: Declared, config: Mapping[str, Any], num_experts: int) -> 
 
 
 def _layers_with_experts(config: Mapping[str, Any]) -> list[int]:
-    """The indices of layers with experts; layers about which nothing is said have them."""
-    count, dense = config.get("num_hidden_layers"), config.get("mlp_only_layers")
-    first, every = config.get("first_k_dense_replace"), config.get("decoder_sparse_step")
-    start = first if type(first) is int else 0
-    step = every if type(every) is int and every > 0 else 1
-    indices = range(start, count if type(count) is int and count > start else start + 1)
-    chosen = [i for i in indices if (i + 1) % step == 0 and i not in (dense or ())]
-    return chosen or [start]
+    """The indices of the layers with experts, as far as the configuration tells them apart."""
+    count = config.get("num_hidden_layers")
+    kinds = config.get("hybrid_override_pattern") or config.get("mlp_layer_types") or ()
+    listed, dense = config.get("moe_layers"), config.get("mlp_only_layers") or ()
+    first = max(_first(config, FIRST, 0), 0)
+    step = max(_first(config, STEPS, 1), 1)
+    found = [
+        i
+        for i in range(first, count if type(count) is int and count > first else first + 1)
+        if (i + 1) % step == 0
+        and i not in dense
+        and (not listed or i in listed)
+        and (i >= len(kinds) or kinds[i] in ("E", "sparse"))
+    ]
+    return found or [first]
+
+
+def _first(config: Mapping[str, Any], names: tuple[str, ...], default: int) -> int:
+    return next((config[name] for name in names if type(config.get(name)) is int), default)

@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from moe_ops.loading.facts import Facts, Unread
+from moe_ops.loading.facts import Facts, UnreadError, with_known
 from moe_ops.loading.files import read_object
 from moe_ops.loading.names import CheckpointLayout
 from moe_ops.loading.patterns import ExpertNames
-from moe_ops.loading.tools import method_of, read, with_expert_dtype
+from moe_ops.loading.tools import read, with_expert_dtype
 from moe_ops.scheme import Quant
 
 CONFIG = "config.json"
@@ -40,15 +40,13 @@ class Statement(NamedTuple):
     """The tool."""
     said: Any
 
-    def of(self, names: ExpertNames) -> Facts:
+    def of(self, names: ExpertNames) -> Facts | None:
         """Return what is said about some experts; raises as `read`."""
         try:
-            if not isinstance(self.said, Mapping):
-                raise Unread("an object")
             return read(self.method, self.said, names)
-        except Unread as error:
-            got = f"{self.said!r:.300}"
-            raise Unread(f"{self.file} must say {error}, got {got}") from None
+        except UnreadError as error:
+            rule = f"{self.file} must say {error}, got {self.said!r:.300}"
+            raise UnreadError(rule, error.layout) from None
         except ValueError as error:
             raise ValueError(f"{self.file}: {error}") from None
 
@@ -72,14 +70,17 @@ class Declared:
         """Return how some experts are stored; None: no file says anything.
 
         Raises:
-            Unread: a file says something that is not understood.
+            UnreadError: a file says something that is not understood.
             ValueError: files contradict each other; words of integers in an unknown order.
         """
         facts = None
         for statement in self.statements:
             found = statement.of(names)
+            if found is None or facts is None:
+                facts = facts or found
+                continue
             try:
-                facts = found if facts is None else facts.merged(found)
+                facts = facts.merged(found)
             except ValueError as error:
                 raise ValueError(
                     f"{self.files} must say the same about {names.modules[0]}, got {error}"
@@ -89,8 +90,8 @@ class Declared:
         file, dtype = self.expert_dtype
         try:
             return with_expert_dtype(facts, dtype)
-        except Unread as error:
-            raise Unread(f"{file} must say {error}") from None
+        except UnreadError as error:
+            raise UnreadError(f"{file} must say {error}") from None
 
 
 def in_folder(folder: Path) -> Declared:
@@ -129,10 +130,7 @@ def in_config(config: Mapping[str, Any], file: Path) -> Declared:
             continue
         said, method = part[key], None
         if isinstance(said, Mapping):
-            method, dtype = (
-                said.get("quant_method", method_of(said)),
-                said.get("expert_dtype", dtype),
-            )
+            method, dtype = said.get("quant_method"), said.get("expert_dtype", dtype)
             if method == "moe_ops":
                 said = config.get("moe_ops")
         statements.append(Statement(file, method, said))
@@ -176,23 +174,27 @@ def layout_of(
     declared = in_folder(folder)
     try:
         facts = declared.of(names)
-    except Unread:
-        return layout
+    except UnreadError as error:
+        return _layout(error.layout, layout, declared) if error.layout else layout
     if facts is None:
         return layout
     if not facts.fits(None if quantize else quant):
         got = "no scheme" if quant is None else f"weights {quant.key}"
-        raise ValueError(
-            f"quant_config must be a scheme with weights as {declared.files} says, {facts}, got {got}"
-            f"{_way_out(facts, quantize=quantize)}"
-        )
+        said = f"{declared.files} says, {facts}, got {got}{_way_out(facts, quantize=quantize)}"
+        raise ValueError(f"quant_config must be a scheme with weights as {said}")
+    return _layout(facts.layout, layout, declared)
+
+
+def _layout(
+    known: CheckpointLayout | None, layout: CheckpointLayout, declared: Declared
+) -> CheckpointLayout:
     try:
-        return facts.with_layout(layout)
+        return with_known(known, layout)
     except ValueError as error:
-        raise ValueError(f"layout must be as {declared.files} says, {error}") from None
+        raise ValueError(f"layout must have, as {declared.files} says, {error}") from None
 
 
 def _way_out(facts: Facts, *, quantize: bool) -> str:
     if quantize:
         return " and quantize=True, for weights that are not quantized yet"
-    return ": pass quantize=True to quantize them" if facts.ignored else ""
+    return ": pass quantize=True to quantize them" if facts.weight is None else ""

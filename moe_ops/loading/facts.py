@@ -8,8 +8,13 @@ from moe_ops.loading.names import CheckpointLayout
 from moe_ops.scheme import UNQUANTIZED, WHOLE, Quant, Scheme, scheme_of
 
 
-class Unread(ValueError):
+class UnreadError(ValueError):
     """The files say something about the experts that this library does not understand."""
+
+    def __init__(self, rule: str, layout: CheckpointLayout | None = None) -> None:
+        super().__init__(rule)
+        self.layout = layout
+        """How AWQ or GPTQ packs the weights, if this much is understood."""
 
 
 @dataclass(frozen=True)
@@ -20,11 +25,6 @@ class Facts:
     activation: Quant | None = None
     layout: CheckpointLayout | None = None
     """How AWQ or GPTQ packs the weights, as far as it is said; None: another tool stored them."""
-
-    @property
-    def ignored(self) -> bool:
-        """Whether the experts are not quantized."""
-        return self.weight is None
 
     def scheme(self) -> Scheme:
         """Return the scheme; raises as `get_scheme` if operators do not compute it."""
@@ -55,41 +55,43 @@ class Facts:
         Raises:
             ValueError: the files contradict each other.
         """
-        if self.weight != other.weight or (self.layout is None) != (other.layout is None):
+        activations = {self.activation, other.activation}
+        agree = len(activations) == 1 or None in activations
+        if self.weight != other.weight or not agree or (not self.layout) != (not other.layout):
             raise ValueError(f"{self} and {other}")
-        known = {self.activation, other.activation}
-        if len(known) == 2 and None not in known:
-            raise ValueError(f"{self} and {other}")
-        activation = None if None in known else self.activation
-        layout = self.layout and self.with_layout(other.layout or CheckpointLayout())
+        activation = None if None in activations else self.activation
+        layout = self.layout and with_known(self.layout, other.layout or CheckpointLayout())
         return Facts(self.weight, activation, layout)
-
-    def with_layout(self, layout: CheckpointLayout) -> CheckpointLayout:
-        """Return a layout with what the files say.
-
-        Raises:
-            ValueError: the layout says something else than the files.
-        """
-        known = self.layout
-        if known is None and layout.awq is not None:
-            raise ValueError(f"no weights of AWQ or GPTQ, got {layout}")
-        for field in fields(layout) if known is not None else ():
-            said, given = getattr(known, field.name), getattr(layout, field.name)
-            if said is not None and given not in (None, said):
-                raise ValueError(f"{field.name}={said}, got {layout}")
-            layout = replace(layout, **{field.name: said if given is None else given})
-        return layout
 
     def __str__(self) -> str:
         if self.weight is None:
             return "weights that are not quantized"
         cols = self.weight.group.cols
-        groups = (
-            "with one scale a row or tensor" if cols == WHOLE else f"in groups of {cols} columns"
-        )
+        groups = "one scale a row or tensor" if cols == WHOLE else f"groups of {cols} columns"
         zero_points = " and zero points" if self.weight.zero_point else ""
-        version = f" ({self.layout})" if self.layout is not None else ""
-        return f"{_kind(self.weight)} {groups}{zero_points}{version}"
+        return f"{_kind(self.weight)} in {groups}{zero_points}"
+
+
+def with_known(known: CheckpointLayout | None, layout: CheckpointLayout) -> CheckpointLayout:
+    """Return a layout with what files say about it.
+
+    Args:
+        known: what files say; None: neither AWQ nor GPTQ stored the weights.
+        layout: the layout that a caller gave.
+
+    Raises:
+        ValueError: the layout contradicts the files.
+    """
+    if known is None:
+        if layout.awq is not None:
+            raise ValueError(f"awq=None, for weights of another tool, got {layout}")
+        return layout
+    for field in fields(layout):
+        said, given = getattr(known, field.name), getattr(layout, field.name)
+        if said is not None and given not in (None, said):
+            raise ValueError(f"{field.name}={said}, got {layout}")
+        layout = replace(layout, **{field.name: said if given is None else given})
+    return layout
 
 
 def _kind(quant: Quant) -> str:

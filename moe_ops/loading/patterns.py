@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-from moe_ops.loading.facts import Unread
+from moe_ops.loading.facts import UnreadError
 
 Match = Callable[[str], bool]
 ROOTS = ("", "model.", "language_model.model.", "model.language_model.")
@@ -33,7 +33,7 @@ class ExpertNames(NamedTuple):
 
     @classmethod
     def under(cls, prefix: str, num_experts: int) -> ExpertNames:
-        """The experts under the prefix of a checkpoint's tensors, which may end with ``experts``."""
+        """The experts under the prefix of a checkpoint's tensors, with ``experts`` or not."""
         prefix = prefix.removesuffix(".")
         if prefix.rpartition(".")[2] != "experts":
             prefix += ".experts" if prefix else "experts"
@@ -49,13 +49,13 @@ class ExpertNames(NamedTuple):
         """Whether all projections of these experts are matched.
 
         Raises:
-            Unread: some of the projections are matched, and others are not.
+            UnreadError: some of the projections are matched, and others are not.
         """
         found = [_share(match, module, {0, self.num_experts - 1}) for module in self.modules]
         if True in found:
             return True
         if None in found:
-            raise Unread("the same for all projections of the experts")
+            raise UnreadError("the same for all projections of the experts")
         return False
 
 
@@ -81,7 +81,7 @@ def strings(said: Any) -> tuple[str, ...]:
     if isinstance(said, str):
         return tuple(part.strip() for part in said.split(","))
     if not isinstance(said, (list, tuple)):
-        raise Unread("lists of modules as lists of names")
+        raise UnreadError("lists of modules as lists of names")
     return tuple(
         name for part in said for name in ((part,) if isinstance(part, str) else strings(part))
     )
@@ -92,7 +92,7 @@ def regex(pattern: str) -> Match:
     try:
         compiled = re.compile(pattern)
     except re.error as error:
-        raise Unread(f"names as regular expressions ({error})") from None
+        raise UnreadError(f"names as regular expressions ({error})") from None
     return lambda name: (
         any(compiled.match(root + _bare(name)) for root in ROOTS) or bool(compiled.match(name))
     )
