@@ -113,8 +113,10 @@ def _scheme(declared: Declared, config: Mapping[str, Any], num_experts: int) -> 
 def _layers_with_experts(config: Mapping[str, Any]) -> list[int]:
     """The indices of the layers with experts, as far as the configuration tells them apart."""
     count = config.get("num_hidden_layers")
-    kinds = config.get("hybrid_override_pattern") or config.get("mlp_layer_types") or ()
-    listed, dense = config.get("moe_layers"), config.get("mlp_only_layers") or ()
+    names = ("hybrid_override_pattern", "mlp_layer_types", "moe_layers", "mlp_only_layers")
+    lists = (config.get(name) for name in names)
+    pattern, types, listed, dense = (x if isinstance(x, (list, str)) else () for x in lists)
+    kinds = pattern or types
     first = max(_first(config, FIRST, 0), 0)
     step = max(_first(config, STEPS, 1), 1)
     found = [

@@ -198,7 +198,7 @@ def _modelopt(said: Said, names: ExpertNames) -> Facts | None:
     """
     layers, groups = _mapping(said, "quantized_layers"), _mapping(said, "config_groups")
     group, own = _group_of(groups, names) if groups else None, _own_entry(layers, names)
-    if not (group or own) and (groups or layers):
+    if group is None and not own and (groups or layers):
         return PLAIN
     mixed = said.get("quant_algo", "MIXED_PRECISION") == "MIXED_PRECISION"
     chosen = own or (group if mixed and group else said)
