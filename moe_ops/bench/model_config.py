@@ -30,6 +30,8 @@ ACTIVATIONS = ("mlp_hidden_act", "hidden_act", "hidden_activation", "activation_
 
 FIRST = ("first_k_dense_replace", "num_dense_layers", "moe_layer_start_index")
 """Names of the first layer with experts."""
+MANY = 128
+"""Number of layers of a model that does not say it."""
 STEPS = ("decoder_sparse_step", "interleave_moe_layer_step", "moe_layer_interval")
 """Names of the number of layers to the next one with experts; the first of them has none."""
 
@@ -112,16 +114,14 @@ def _scheme(declared: Declared, config: Mapping[str, Any], num_experts: int) -> 
 
 def _layers_with_experts(config: Mapping[str, Any]) -> list[int]:
     """The indices of the layers with experts, as far as the configuration tells them apart."""
-    count = config.get("num_hidden_layers")
-    names = ("hybrid_override_pattern", "mlp_layer_types", "moe_layers", "mlp_only_layers")
-    lists = (config.get(name) for name in names)
-    pattern, types, listed, dense = (x if isinstance(x, (list, str)) else () for x in lists)
-    kinds = pattern or types
-    first = max(_first(config, FIRST, 0), 0)
-    step = max(_first(config, STEPS, 1), 1)
+    first, step = max(_first(config, FIRST, 0), 0), max(_first(config, STEPS, 1), 1)
+    count = min(_first(config, ("num_hidden_layers",), MANY), 8 * MANY)
+    lists = (config.get(name) for name in ("mlp_layer_types", "moe_layers", "mlp_only_layers"))
+    kinds, listed, dense = (x if isinstance(x, list) else [] for x in lists)
+    kinds = kinds or list(str(config.get("hybrid_override_pattern") or ""))
     found = [
         i
-        for i in range(first, count if type(count) is int and count > first else first + 1)
+        for i in range(first, count)
         if (i + 1) % step == 0
         and i not in dense
         and (not listed or i in listed)

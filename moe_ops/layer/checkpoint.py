@@ -70,9 +70,10 @@ def load_checkpoint(
     sorted by group, without loss: columns of the down projection cost nothing later, while gate and
     up need the tokens' columns in their order, which the layer keeps as ``w13_input_order``.
 
-    Formats with equal tensors are told apart by ``_extra_state`` of a saved layer, or by the
-    ``quantization_config`` in a ``config.json`` beside the files. Without either, names and dtypes
-    decide, which are the same for both 6-bit floats of MX.
+    Formats with equal tensors are told apart by ``_extra_state`` of a saved layer, or by what
+    ``config.json`` and the files of quantization tools beside the tensors say about these experts
+    (``quantize_config.json``, ``quant_config.json``, ``hf_quant_config.json``). Without either,
+    names and dtypes decide, which are the same for both 6-bit floats of MX.
 
     Args:
         layer: its parameters must hold memory (not ``meta``).
@@ -89,14 +90,15 @@ def load_checkpoint(
         quantize: the checkpoint's weights are plain: quantize them to the layer's scheme, expert by
             expert, as `quantize_weight` does with whole projections in the layer's dtype, before
             they are cut over ranks. Static input scales must be in the checkpoint.
-        layout: a name in `LAYOUTS`, or a `CheckpointLayout`, for what shapes do not say.
+        layout: a name in `LAYOUTS`, or a `CheckpointLayout`, for what neither shapes nor files say.
 
     Returns:
         A `LoadReport`.
 
     Raises:
-        ValueError: an incomplete checkpoint with ``strict``; weights stored in another form; a
-            broken file; a layer on ``meta``; ``quantize`` for a layer without a scheme.
+        ValueError: an incomplete checkpoint with ``strict``; weights stored in another form; files
+            beside the tensors that say other weights or another ``layout``, or contradict each
+            other; a broken file; a layer on ``meta``; ``quantize`` for a layer without a scheme.
         FileNotFoundError: a file does not exist.
         ImportError: ``source`` is a file, and the ``safetensors`` package is not installed.
         TypeError: an unknown kind of source.

@@ -180,7 +180,11 @@ def layout_of(
         return layout
     if not facts.fits(None if quantize else quant):
         got = "no scheme" if quant is None else f"weights {quant.key}"
-        said = f"{declared.files} says, {facts}, got {got}{_way_out(facts, quantize=quantize)}"
+        if facts.weight is None:
+            got += ": pass quantize=True to quantize them"
+        elif quant is None or quantize:
+            got += f"{' and quantize=True' * quantize}: correct the file if it is out of date"
+        said = f"{declared.files} says, {facts}, got {got}"
         raise ValueError(f"quant_config must be a scheme with weights as {said}")
     return _layout(facts.layout, layout, declared)
 
@@ -192,9 +196,3 @@ def _layout(
         return with_known(known, layout)
     except ValueError as error:
         raise ValueError(f"layout must have, as {declared.files} says, {error}") from None
-
-
-def _way_out(facts: Facts, *, quantize: bool) -> str:
-    if quantize:
-        return " and quantize=True, for weights that are not quantized yet"
-    return ": pass quantize=True to quantize them" if facts.weight is None else ""

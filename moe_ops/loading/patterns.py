@@ -15,7 +15,9 @@ from typing import Any, NamedTuple
 from moe_ops.loading.facts import UnreadError
 
 Match = Callable[[str], bool]
-ROOTS = ("", "model.", "language_model.model.", "model.language_model.")
+ROOTS = (
+    "", "model.", "language_model.model.", "model.language_model.", "thinker.model.", "backbone.",
+)  # fmt: skip
 """What stands before ``layers.3`` in the names of a model, with or without other parts."""
 BLOCKS = ("mlp.", "block_sparse_moe.", "feed_forward.", "ffn.", "mixer.", "moe.", "")
 """What stands between ``layers.3.`` and ``experts`` in the names of known models."""
@@ -87,23 +89,12 @@ def strings(said: Any) -> tuple[str, ...]:
     )
 
 
-def regex(pattern: str) -> Match:
-    """Match names that begin as a regular expression says, under any of `ROOTS`."""
-    try:
-        compiled = re.compile(pattern)
-    except re.error as error:
-        raise UnreadError(f"names as regular expressions ({error})") from None
-    return lambda name: (
-        any(compiled.match(root + _bare(name)) for root in ROOTS) or bool(compiled.match(name))
-    )
-
-
 @lru_cache(maxsize=64)
 def exact(said: tuple[str, ...]) -> Match:
     """Match as compressed-tensors does: whole names, and ``re:`` with a regular expression."""
-    matches = [regex(name.removeprefix("re:")) for name in said if name.startswith("re:")]
     names = {_bare(name) for name in said}
-    return lambda name: _bare(name) in names or any(match(name) for match in matches)
+    like = _regexes([name.removeprefix("re:") for name in said if name.startswith("re:")])
+    return lambda name: _bare(name) in names or like(name)
 
 
 @lru_cache(maxsize=64)
@@ -114,29 +105,46 @@ def parts(said: tuple[str, ...]) -> Match:
     ``gate_proj``. Names may be globs, regular expressions (as transformers takes them), or begin
     with ``re:``.
     """
-    names, matches = set(), []
+    names, globs, regexes = set(), [], []
     for name in said:
         if name.startswith("re:"):
-            matches.append(regex(name.removeprefix("re:")))
+            regexes.append(name.removeprefix("re:"))
         elif re.search(r"[\\^$()|+]", name):
-            matches.append(regex(name))
+            regexes.append(name)
         elif re.search(r"[*?\[]", name):
-            matches.append(_glob(_bare(name)))
+            globs += [_bare(name), _bare(name) + ".*"]
         else:
             names.add(_bare(name).strip("."))
-    return lambda name: (
-        not names.isdisjoint(_runs(_bare(name))) or any(match(name) for match in matches)
-    )
+    like, whole = _regexes(regexes), re.compile("|".join(map(fnmatch.translate, globs)) or "(?!)")
+
+    def matches(name: str) -> bool:
+        bare = _bare(name)
+        return not names.isdisjoint(_runs(bare)) or bool(whole.match(bare)) or like(name)
+
+    return matches
 
 
-def _glob(pattern: str) -> Match:
-    whole = re.compile(f"{fnmatch.translate(pattern)}|{fnmatch.translate(pattern + '.*')}")
-    return lambda name: whole.match(_bare(name)) is not None
+def _regexes(patterns: list[str]) -> Match:
+    """Match names that begin as one of some regular expressions says, under any of `ROOTS`."""
+    if not patterns:
+        return lambda name: False
+    try:
+        found = [re.compile(pattern) for pattern in patterns]
+    except re.error as error:
+        raise UnreadError(f"names as regular expressions ({error})") from None
+    if all(not one.groups and one.flags == re.UNICODE for one in found):  # one search is faster
+        found = [re.compile("|".join(f"(?:{pattern})" for pattern in patterns))]
+
+    def matches(name: str) -> bool:
+        names = {name, *(root + _bare(name) for root in ROOTS)}
+        return any(one.match(each) for one in found for each in names)
+
+    return matches
 
 
 def _bare(name: str) -> str:
     """Return a name without `ROOTS`, of which tools and checkpoints may have different ones."""
-    return re.sub(r"^(?:(?:model|language_model)\.)+", "", name)
+    return re.sub(r"^(?:(?:model|language_model|thinker|backbone)\.)+", "", name)
 
 
 def _runs(name: str) -> Iterable[str]:

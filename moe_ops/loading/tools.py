@@ -6,6 +6,7 @@ says nothing about weights. It raises `UnreadError` with the end of the sentence
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -140,7 +141,7 @@ def _auto_round(said: Said, names: ExpertNames) -> Facts:
     blocks = strings(said.get("block_name_to_quantize", said.get("to_quant_block_names")))
     if blocks and not names.are_matched(parts(blocks)):
         return PLAIN
-    said = {**said, **_own_entry(_mapping(said, "extra_config"), names)}
+    said = {**said, **_own_entry(_anywhere(_mapping(said, "extra_config")), names)}
     bits, group_size, acts = (said.get(key) for key in ("bits", "group_size", "act_bits"))
     if bits in (16, 32):
         return PLAIN
@@ -153,6 +154,12 @@ def _auto_round(said: Said, names: ExpertNames) -> Facts:
     symmetric = bool(said.get("sym", True))
     layout = _packing(str(said.get("packing_format", "")), symmetric=symmetric)
     return integers(bits, group_size, zero_point=not symmetric, layout=layout)
+
+
+def _anywhere(said: Said) -> Said:
+    """Return AutoRound's entries for modules; its expressions may match in the middle of a name."""
+    is_regex = re.compile(r"[*+?^$()\[\]{}|\\]").search
+    return {f"re:.*(?:{name})" if is_regex(name) else name: entry for name, entry in said.items()}
 
 
 def _packing(packing: str, *, symmetric: bool) -> CheckpointLayout:

@@ -193,6 +193,13 @@ FACTS = [
     ({**AUTO, "sym": False, "packing_format": "auto_round:awq"}, {}, "int4_w4a16_g32_zp"),
     ({**AUTO, "data_type": "mx_fp", "act_bits": 4}, {}, "mxfp4"),
     ({**AUTO, "extra_config": {r".*\.experts\..*": {"bits": 8}}}, {}, "int8_w8a16_g32"),
+    ({**AUTO, "extra_config": {r"mlp\.experts\.\d+": {"bits": 8}}}, {}, "int8_w8a16_g32"),
+    (groups((["Linear"], *ROWS), ignore=["re:.*layers.0.mlp.experts.*"]),
+     {"config": {"num_hidden_layers": None}}, "fp8_channel"),
+    (groups((["Linear"], *ROWS), ignore=[r"re:backbone\.layers\.\d+\.mixer\..*"]), {}, None),
+    (groups((["Linear"], *ROWS), ignore=[f"backbone.layers.{i}.mixer.experts.{e}.{name}_proj"
+     for i in (1, 3) for e in range(128) for name in ("up", "down")]),
+     {"config": {"hybrid_override_pattern": "MEME"}}, None),
     ({**AUTO, "extra_config": {f"model.layers.{i}.mlp.experts": {"bits": 16} for i in range(4)}},
      {}, None),
     ({"quant_method": "quark", "global_quant_config": {"input_tensors": None, "weight": {
