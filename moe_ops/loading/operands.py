@@ -107,14 +107,15 @@ def _element(said: Said) -> str:
 
 def _group(weights: Said) -> Group:
     """Return the group of a weight's scales."""
-    strategy, size = weights.get("strategy"), weights.get("group_size")
+    strategy: Any = weights.get("strategy")
+    size: Any = weights.get("group_size")
     if strategy in ("tensor", "channel"):
         return TENSOR if strategy == "tensor" else ROW
     if strategy == "block":
         return Group(*pair(weights.get("block_structure") or (128, 128)))
-    if strategy not in (None, "group", "tensor_group") or not _is_size(size, WHOLE):
-        raise UnreadError("the strategy and group_size of weights")
-    return Group(1, size)
+    if strategy in (None, "group", "tensor_group") and _is_size(size, WHOLE):
+        return Group(1, size)
+    raise UnreadError("the strategy and group_size of weights")
 
 
 def pair(block: Any) -> tuple[int, int]:

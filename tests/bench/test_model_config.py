@@ -163,6 +163,8 @@ FACTS = [
     (modelopt(input_activations=None), {}, "nvfp4_w4a16"),
     (modelopt(input_activations={**FLOAT4, "group_size": 16}), {"hf_quant_config": NVFP4}, "nvfp4"),
     (modelopt(input_activations=None), {"hf_quant_config": NVFP4}, "nvfp4_w4a16"),
+    ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, {"hf_quant_config": {"quantization": {
+      "quant_algo": "W4A16_NVFP4"}}}, "nvfp4_w4a16"),
     (None, {"hf_quant_config": {"quantization": {"quant_algo": None}}}, None),
     (None, {"hf_quant_config": {"quantization": {"quant_algo": "W4A8_AWQ", "group_size": 128,
      "exclude_modules": ["*.self_attn*", "*router*"]}}}, "int4_w4a8_g128"),
@@ -234,6 +236,7 @@ REFUSED = [
     (None, {"quantize_config": {"bits": 3, "group_size": 128}}, "bits that are 4 or 8"),
     ({**BLOCKS, "modules_to_not_convert": ["experts.0.up_proj", "experts.127.up_proj"]}, {},
      "the same for all projections"),
+    ({**BLOCKS, "modules_to_not_convert": ["experts.0"]}, {}, "the same for all projections"),
     (groups((["Linear"], *ROWS), ignore=["re:.*down_proj"]), {}, "the same for all projections"),
     (groups((["Qwen3MoeExperts"], *ROWS)), {}, "targets that are known"),
     (groups((["re:.*layers.1.*"], INT4_ROWS, None), (["Linear"], *ROWS)), {}, "one scheme"),

@@ -253,6 +253,7 @@ def test_a_layer_and_its_folder(tmp_path):
     assert not wrong, "\n".join(map(str, wrong))
 
 
+TENSOR = {**FLOAT8, "strategy": "tensor"}
 BOTH = [
     # Files that say the same, or contradict each other.
     (dict(said=modelopt("NVFP4") | {"quant_method": "modelopt"},
@@ -264,6 +265,8 @@ BOTH = [
     (dict(said=GPTQ, quant_config={**AWQ, "zero_point": False}), False),
     (dict(said=BLOCKS, config={"text_config": {"quantization_config": BLOCKS}}), True),
     (dict(said=BLOCKS, config={"text_config": {"quantization_config": GPTQ}}), False),
+    (dict(said=compressed((["Linear"], TENSOR, {**TENSOR, "dynamic": True})), config={
+        "text_config": {"quantization_config": compressed((["Linear"], TENSOR, TENSOR))}}), False),
     (dict(said=modelopt("FP8_PER_CHANNEL_PER_TOKEN")["quantization"],
           hf_quant_config=modelopt("FP8")), False),
 ]  # fmt: skip
