@@ -237,6 +237,8 @@ REFUSED = [
     ({**BLOCKS, "modules_to_not_convert": ["experts.0.up_proj", "experts.127.up_proj"]}, {},
      "the same for all projections"),
     ({**BLOCKS, "modules_to_not_convert": ["experts.0"]}, {}, "the same for all projections"),
+    (groups((["Linear"], {**FLOAT8, "strategy": "block", "block_structure": [128, 128]},
+             {**FLOAT8, "strategy": "group", "group_size": 64})), {}, "must have 64 columns"),
     (groups((["Linear"], *ROWS), ignore=["re:.*down_proj"]), {}, "the same for all projections"),
     (groups((["Qwen3MoeExperts"], *ROWS)), {}, "targets that are known"),
     (groups((["re:.*layers.1.*"], INT4_ROWS, None), (["Linear"], *ROWS)), {}, "one scheme"),

@@ -146,8 +146,8 @@ def test_act_order_of_a_folder(tmp_path):
     assert same(wanted, found) and torch.equal(wanted.w13_input_order, found.w13_input_order)
 
 
-MIXED = {f"{PREFIX}.{e}.{name}": {"quant_algo": "W4A16_NVFP4", "group_size": 16}
-         for e in range(E) for name in ("gate_proj", "up_proj", "down_proj")}  # fmt: skip
+ALL = [f"{PREFIX}.{e}.{name}_proj" for e in range(E) for name in ("gate", "up", "down")]
+MIXED = {name: {"quant_algo": "W4A16_NVFP4", "group_size": 16} for name in ALL}
 MIXED["model.layers.3.self_attn.q_proj"] = {"quant_algo": "FP8"}
 QUARK4 = {"dtype": "fp4", "qscheme": "per_group", "group_size": 32, "scale_format": "e8m0"}
 QUARK8 = {"dtype": "fp8_e4m3", "qscheme": "per_tensor", "is_dynamic": False}
@@ -195,9 +195,8 @@ FOLDERS = [
      "fp8_channel"),
     (dict(said=compressed((["Linear"], *ATTENTION[1:]), (["re:.*experts.*_proj"], INT4))),
      "int4_w4a16_g32", "fp8_channel"),
-    (dict(said=compressed((["Linear"], INT4), ([f"{PREFIX}.0.{p}_proj" for p in ("gate", "up",
-          "down")] + [f"{PREFIX}.1.{p}_proj" for p in ("gate", "up", "down")], NVFP4))),
-     "nvfp4_w4a16", "int4_w4a16_g32"),
+    (dict(said=compressed((["re:.*experts.*"], INT4), (ALL, NVFP4))), "nvfp4_w4a16",
+     "int4_w4a16_g32"),
     (dict(said=compressed(ATTENTION)), None, "fp8_channel"),
     (dict(said=compressed((["Linear"], INT4), ignore=["lm_head", "mlp.experts"])),
      "int4_w4a16_g32", None),
