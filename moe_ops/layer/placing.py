@@ -401,7 +401,7 @@ class Placing:
         values = words.contiguous().view(torch.uint8)
         codes = torch.stack((values & 15, values >> 4)) if offset == 8 else values
         offsets = [offset]
-        if self.layout.zeros_plus_one and not self.layout.awq:
+        if self.layout.zeros_plus_one is not False and not self.layout.awq:
             offsets.append(offset - 1)
         if not any(bool((codes == number).all()) for number in offsets):
             raise ValueError(f"zero points must all be {offset} for a scheme without them")
