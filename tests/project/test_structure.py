@@ -356,6 +356,18 @@ def test_import_is_light(tmp_path):
     assert min(float(run.stdout) for run in runs[1:]) < 1 / 16
 
 
+def test_backward_passes_are_differentiable_once():
+    """Each is decorated with `moe_ops.gradients.once`, so that a second derivative raises."""
+    for path in library():
+        for node in ast.walk(tree(path)):
+            if not isinstance(node, ast.ClassDef) or node.name == "_One":
+                continue
+            for method in node.body:
+                if isinstance(method, ast.FunctionDef) and method.name == "backward":
+                    decorators = [ast.unparse(d).split("(")[0] for d in method.decorator_list]
+                    assert decorators == ["staticmethod", "once"], (name_of(path), node.name)
+
+
 ENGINES = {"vllm": "moe_ops/integrations/vllm/", "sglang": "moe_ops/integrations/sglang/"}
 """Serving engines, and the only folders whose modules may import them."""
 
