@@ -10,7 +10,7 @@ from torch import Tensor
 
 from moe_ops import checks
 from moe_ops.parallel.eplb import eplb_map_to_physical_and_record
-from moe_ops.routing.adjust import adjust_routing, zero_experts
+from moe_ops.routing.adjust import adjust_routing, check_padding, zero_experts
 from moe_ops.routing.arguments import check_indices_type
 from moe_ops.routing.topk import fused_topk, grouped_topk, hash_topk
 from moe_ops.tensors import narrowed
@@ -141,8 +141,11 @@ def select_experts(
     check_indices_type(indices_type)
     _check_sizes(hidden_states, router_logits, top_k, identity, shared)
     _check_no_shared_experts(shared, enable_eplb)
+    given = (hidden_states, router_logits)
+    if custom_routing_function is not None and is_padding is not None and torch.is_grad_enabled():
+        given = _no_padding(is_padding, *given)
     weights, ids = _choose(
-        (hidden_states, router_logits, top_k, renormalize),
+        (*given, top_k, renormalize),
         (num_expert_group, topk_group) if use_grouped_topk else None,
         custom_routing_function,
         (hash_indices_table, input_ids),
@@ -176,6 +179,18 @@ def _check_sizes(
     checks.at_least(0, zero_expert_num=identity)
     checks.between(0, checks.MAX_EXPERTS, num_fused_shared_experts=shared)
     checks.topk("top_k", top_k, router_logits.shape[1])
+
+
+def _no_padding(
+    is_padding: Tensor, hidden_states: Tensor, router_logits: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Tokens and logits with zeros in rows of padding, for a function in plain PyTorch.
+
+    Such a function multiplies the zero gradient of a row of padding by NaN if the row holds NaN.
+    """
+    check_padding(is_padding, "hidden_states", hidden_states)
+    rows = is_padding[:, None]
+    return hidden_states.masked_fill(rows, 0.0), router_logits.masked_fill(rows, 0.0)
 
 
 def _choose(
