@@ -139,13 +139,10 @@ def select_experts(
     flags = {"use_grouped_topk": use_grouped_topk, "enable_eplb": enable_eplb}
     checks.flags(**flags, renormalize=renormalize)
     check_indices_type(indices_type)
-    _check_sizes(hidden_states, router_logits, top_k, identity, shared)
-    _check_no_shared_experts(shared, enable_eplb)
-    given = (hidden_states, router_logits)
-    if custom_routing_function is not None and is_padding is not None and torch.is_grad_enabled():
-        given = _no_padding(is_padding, *given)
+    _check_sizes(hidden_states, router_logits, top_k, identity, shared, enable_eplb)
+    tokens = _no_padding(custom_routing_function, is_padding, hidden_states, router_logits)
     weights, ids = _choose(
-        (*given, top_k, renormalize),
+        (*tokens, top_k, renormalize),
         (num_expert_group, topk_group) if use_grouped_topk else None,
         custom_routing_function,
         (hash_indices_table, input_ids),
@@ -170,7 +167,12 @@ def select_experts(
 
 
 def _check_sizes(
-    hidden_states: Tensor, router_logits: Tensor, top_k: int, identity: int, shared: int
+    hidden_states: Tensor,
+    router_logits: Tensor,
+    top_k: int,
+    identity: int,
+    shared: int,
+    enable_eplb: bool,
 ) -> None:
     """Check that tokens and logits agree, and the numbers of identity and shared experts."""
     checks.tensor("router_logits", router_logits, 2, checks.FLOATS)
@@ -179,15 +181,21 @@ def _check_sizes(
     checks.at_least(0, zero_expert_num=identity)
     checks.between(0, checks.MAX_EXPERTS, num_fused_shared_experts=shared)
     checks.topk("top_k", top_k, router_logits.shape[1])
+    _check_no_shared_experts(shared, enable_eplb)
 
 
 def _no_padding(
-    is_padding: Tensor, hidden_states: Tensor, router_logits: Tensor
+    function: CustomRouting | None,
+    is_padding: Tensor | None,
+    hidden_states: Tensor,
+    router_logits: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """Tokens and logits with zeros in rows of padding, for a function in plain PyTorch.
+    """Tokens and logits, in grad mode with zeros in rows of padding for the caller's function.
 
     Such a function multiplies the zero gradient of a row of padding by NaN if the row holds NaN.
     """
+    if function is None or is_padding is None or not torch.is_grad_enabled():
+        return hidden_states, router_logits
     check_padding(is_padding, "hidden_states", hidden_states)
     rows = is_padding[:, None]
     return hidden_states.masked_fill(rows, 0.0), router_logits.masked_fill(rows, 0.0)

@@ -143,6 +143,13 @@ def test_transforms_of_autograd():
         torch.testing.assert_close(first, expected)
         with pytest.raises(NotImplementedError, match=REFUSED):
             first.sum().backward()
+    x = X.clone().requires_grad_()
+    y, basis = run(x), torch.eye(T * H).view(-1, T, H)
+    row = lambda v: torch.autograd.grad(y, x, v, retain_graph=True, create_graph=True)[0]  # noqa: E731
+    rows = torch.func.vmap(row)(basis)
+    torch.testing.assert_close(rows.view(T, H, T, H), expected)
+    with pytest.raises(NotImplementedError, match=REFUSED):
+        rows.sum().backward()
     for second in (
         lambda: hessian(total, X),
         lambda: hessian(total, X, vectorize=True),

@@ -129,7 +129,7 @@ LAYERS = {
     "moe_ops": 6, "moe_ops.testing": 6, "moe_ops.bench": 6, "moe_ops.demo": 6,
     "moe_ops.pipeline": 4, "moe_ops.functional": 3,
     "moe_ops.routing": 3, "moe_ops.parallel": 3, "moe_ops.ops": 2,
-    "moe_ops.gradients": 1, "moe_ops.kernels": 1, "moe_ops.reference": 1,
+    "moe_ops.gradients": 1, "moe_ops.flops": 1, "moe_ops.kernels": 1, "moe_ops.reference": 1,
     "moe_ops.fake_impls": 1, "moe_ops.support": 1, "moe_ops.loading": 1,
     "moe_ops.checks": 0, "moe_ops.tensors": 0, "moe_ops.scheme": 0, "moe_ops.dispatch": 0,
     "moe_ops.activation": 0, "moe_ops.version": 0, "moe_ops.sizes": 0,
