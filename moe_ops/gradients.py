@@ -9,6 +9,8 @@ silently missing or zero:
 * `inference_only` wraps Python functions, with one such operator for a whole pipeline.
 * `asked_for` and `refusing` do the same in every operator's eager implementations, for callers of
   ``torch.ops.moe_ops``; `traced` does so for AOTAutograd.
+* `once` wraps the backward passes of all functions that have one: what they return has no second
+  derivative, and says so.
 * Forward-mode derivatives and transforms of ``torch.func`` raise in the forward pass. One gap
   remains: an operator called directly (``torch.ops.moe_ops``) cannot see ``torch.func.grad`` (torch
   warns). ``torch.vmap`` runs operators sample by sample.
@@ -24,7 +26,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.autograd import forward_ad
+from torch.autograd import Function, forward_ad
 
 from moe_ops.scheme import FusedMoEQuantConfig
 
@@ -38,12 +40,17 @@ TRAINED = "gradients are those of the layer, the modular kernel, the routers and
 """The default reason of an error."""
 
 
-def message(function: str, kind: str = "gradients", reason: str = TRAINED) -> str:
+def message(
+    function: str,
+    kind: str = "gradients",
+    reason: str = TRAINED,
+    instead: str = "call under torch.no_grad()",
+) -> str:
     """Text of the error for ``function``, with the alternatives."""
     return (
         f"{kind} of {function} are not implemented ({reason}): train with another "
         'implementation, in transformers by model.set_experts_implementation("grouped_mm"), or '
-        "call under torch.no_grad()"
+        f"{instead}"
     )
 
 
@@ -73,6 +80,67 @@ def inference_only(function: Callable[P, R]) -> Callable[P, R]:
         return refuse(out, inputs, name)
 
     return run
+
+
+def once(function: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Decorate the backward pass of an autograd ``Function``; a second derivative raises.
+
+    The backward pass is called with ``ctx``, the saved tensors and the gradients, without grad
+    mode. With ``create_graph=True`` its results depend on every tensor that they may be a function
+    of, the saved tensors and the gradients, with a backward pass that raises. (The decorator
+    ``once_differentiable`` of PyTorch considers the gradients alone, so that a gradient without
+    history, as of ``out.sum()``, makes the second derivative zero.)
+
+    The saved tensors are unpacked once, as checkpoints without reentry ask for.
+
+    Args:
+        function: name of the differentiable function in the error.
+    """
+    text = message(
+        function,
+        "second derivatives",
+        "its backward pass records no history",
+        "take its gradients without create_graph=True",
+    )
+
+    def decorate(backward: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(backward)
+        def run(ctx: Any, *grads: Tensor) -> Any:
+            saved = ctx.saved_tensors
+            if not torch.is_grad_enabled():
+                return backward(ctx, saved, *grads)
+            with torch.no_grad():
+                found = backward(ctx, saved, *grads)
+            inputs = wanted(saved, grads)
+            if not inputs:
+                return found
+            one = _One.apply(text, *inputs)  # a product has the bits of the gradient
+            return tuple(x if x is None else x * one for x in found)
+
+        return run
+
+    return decorate
+
+
+class _One(Function):
+    """The number 1 as a function of ``inputs`` that has no derivative."""
+
+    generate_vmap_rule = True  # for gradients of several losses at once
+
+    @staticmethod
+    def forward(text: str, *inputs: Tensor) -> Tensor:
+        """Return 1."""
+        return torch.ones((), device=inputs[0].device)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        """Keep the text of the error."""
+        ctx.text = inputs[0]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        """Raise the error."""
+        raise NotImplementedError(ctx.text)
 
 
 def recomputes(module: nn.Module) -> bool:
