@@ -23,6 +23,7 @@ from moe_ops.layer.methods import (
 from moe_ops.layer.moving import KeepsBits
 from moe_ops.layer.options import FusedMoEOptions
 from moe_ops.layer.partition import LayerSizes
+from moe_ops.layer.rank_checks import check_call, compare_ranks
 from moe_ops.layer.routing import RoutesTokens, token_arguments
 from moe_ops.layer.signature import LayerArguments, takes_options, typed_as
 from moe_ops.layer.state import SchemeState
@@ -109,10 +110,14 @@ class FusedMoE(RoutesTokens, WeightLoading, SchemeState, KeepsBits):
         self.chunk_size, self.batch_invariant = given.chunk_size, given.batch_invariant
         self.prefix, self.expert_mapping = given.prefix, given.expert_mapping
         self.moe_parallel_config = parallel = given.parallel_config()
-        self.exchanges_tokens = parallel.exchanges_tokens
+        self.exchanges_tokens, self.is_spread = parallel.exchanges_tokens, parallel.layer_size > 1
+        self.option_facts, self.ranks_agree = given.facts(), not self.is_spread
         self.placement = given.placement(parallel, num_experts)
         self.global_num_experts = len(self.placement.row)
         self.rank_group = RankGroup.of_layer(parallel, given.tp_group)
+        sums = self.is_spread and (self.exchanges_tokens or self.reduce_results)
+        if sums or given.tp_group is not None:
+            self.rank_group.check("tp_group", parallel)
         dtype = given.params_dtype or torch.get_default_dtype()
         # The scheme of checkpoints. A rank's own scheme may have smaller blocks.
         self.checkpoint_scheme = as_scheme(given.scheme or UNQUANTIZED)
@@ -139,7 +144,6 @@ class FusedMoE(RoutesTokens, WeightLoading, SchemeState, KeepsBits):
         self.routes_plainly, self.shared_experts = given.routes_plainly(), given.shared_experts
         self.eplb_state: LayerEplbState | None = None
         if self.exchanges_tokens:
-            self.rank_group.check("tp_group", parallel)
             slots = top_k + given.n_shared_experts
             self.quant_method.exchange = exchange_of(
                 self.moe_config, self.rank_group, given.max_num_tokens,
@@ -201,6 +205,8 @@ class FusedMoE(RoutesTokens, WeightLoading, SchemeState, KeepsBits):
         if not (is_padding is None and input_ids is None and num_unpadded_tokens is None):
             rows = (is_padding, input_ids, num_unpadded_tokens)
             is_padding, input_ids = token_arguments(hidden_states, tokens, *rows)
+        if self.is_spread:
+            check_call(self, tokens)
         if lora is not None:
             lora = adapters_of(self, lora, hidden_states, tokens)
         if self.exchanges_tokens and not self.must_reduce_shared_expert_outputs():
@@ -350,6 +356,8 @@ class FusedMoE(RoutesTokens, WeightLoading, SchemeState, KeepsBits):
         """
         if self.must_reduce_shared_expert_outputs():
             return final_hidden_states
+        if self.is_spread and not self.reduce_results:
+            compare_ranks(self, final_hidden_states.shape[0])
         inputs = wanted(final_hidden_states) if self.rank_group.size > 1 else []
         if not inputs:
             return self.rank_group.all_reduce(final_hidden_states)
@@ -369,6 +377,8 @@ class FusedMoE(RoutesTokens, WeightLoading, SchemeState, KeepsBits):
             router_logits_dtype: dtype of the logits; None means the dtype of the tokens.
         """
         w1, w2, dtype = self.w13_weight, self.w2_weight, self.sizes.dtype
+        if self.exchanges_tokens:
+            compare_ranks(self)
 
         def run(tokens: int) -> None:
             x = torch.randn(tokens, self.hidden_size, device=w1.device, dtype=dtype)

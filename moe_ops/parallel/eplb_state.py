@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -11,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moe_ops import checks
-from moe_ops.parallel.agreement import agree, process_group
+from moe_ops.parallel.agreement import agree, gather_texts, process_group
 from moe_ops.parallel.moves import apply_moves, check_apart, check_rows, plan_moves, staging_for
 from moe_ops.parallel.placement import initial_physical_to_logical_map
 from moe_ops.parallel.rebalance import (
@@ -176,8 +177,7 @@ class EplbState(EplbTensors):
         else:
             ranks = process_group(self.group_name)
             mover = agree(
-                ranks,
-                self.expert_load.device,
+                partial(gather_texts, ranks, self.expert_load.device),
                 lambda: self._prepared(ranks, weights, sizes, rows_in_flight),
             )
         num_layers, num_physical = self.physical_to_logical_map.shape
