@@ -329,6 +329,8 @@ class FusedMoE(RoutesTokens, WeightLoading, SchemeState, KeepsBits):
             out = self.quant_method.apply(self, *given, **more)
         else:
             shared, out = self.quant_method.apply(self, *given, shared_experts_input, **more)
+        if self.enable_eplb:
+            out = self.refuse_training(out)
         if width != self.hidden_size:
             out = out[:, :width].contiguous()
         parallel = self.moe_parallel_config
