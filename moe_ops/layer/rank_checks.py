@@ -141,7 +141,7 @@ def check_replicas(layer: ExpertLayer, wrapper: DistributedDataParallel) -> None
     seen.add(layer)
 
 
-def check_sharded(layer: ExpertLayer, name: str, x: Any) -> None:
+def check_sharded(layer: ExpertLayer, name: str, x: Tensor) -> None:
     """Check that a tensor that a wrapper gives the layer is not cut over the layer's own ranks.
 
     `fully_shard` gives a `DTensor` over a mesh, and `FullyShardedDataParallel` a view of one flat
@@ -164,8 +164,7 @@ def check_sharded(layer: ExpertLayer, name: str, x: Any) -> None:
                 f"{sorted({*mesh.mesh.flatten().tolist()})}: give fully_shard a mesh of replicas, "
                 "or leave the layer's parameters out (ignored_params)"
             )
-    base = x._base if isinstance(x, Tensor) else None
-    if type(base).__name__ == "FlatParameter":
+    if getattr(x._base, "_is_flat_param", False):
         raise NotImplementedError(
             f"{name} must not be part of FullyShardedDataParallel in a layer over several ranks, "
             "which hold different experts, got a view of a FlatParameter: leave the layer out "
