@@ -79,15 +79,15 @@ class RankPart(NamedTuple):
         """Read the entries of an ``_extra_state``.
 
         Raises:
-            ValueError: values of another kind.
+            ValueError: a value of another kind, which is the message.
         """
         experts, count, part = (said.get(name) for name in cls._fields)
         if not (experts is None or _are_ints(experts)):
-            raise ValueError(f"experts must be a list of int, got {experts}")
+            raise ValueError(f"experts {experts}")
         if not (count is None or _are_ints([count])):
-            raise ValueError(f"num_experts must be an int, got {count}")
+            raise ValueError(f"num_experts {count}")
         if part is not None and not (_are_ints(part) and len(part) == 2 and 0 <= part[0] < part[1]):
-            raise ValueError(f"part must be a rank and the number of ranks, got {part}")
+            raise ValueError(f"part {part}")
         found = None if experts is None else tuple(experts)
         return cls(found, count, None if part is None else (part[0], part[1]))
 

@@ -248,7 +248,7 @@ def stored_as(state: Any) -> StoredAs:
     try:
         said = json.loads(bytes(state.flatten().tolist()))
         name, weight, interleaved = (said[key] for key in ("scheme", "weight", "interleaved"))
-        rank, form = RankPart.parse(said), said.get("form", PLAIN)
+        form = said.get("form", PLAIN)
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise ValueError(f"{rule}, got {error!r}") from None
     kinds = ((name, (str,)), (weight, (str, type(None))), (interleaved, (bool,)), (form, (str,)))
@@ -256,6 +256,10 @@ def stored_as(state: Any) -> StoredAs:
         raise ValueError(f"{rule}, got {said}")
     if form not in FORMS:
         raise ValueError(f"{rule}, whose form is one of {list(FORMS)}, got {form!r}")
+    try:
+        rank = RankPart.parse(said)
+    except ValueError as error:
+        raise ValueError(f"{rule}, got {error}") from None
     return StoredAs(name, weight, interleaved, rank, form)
 
 
