@@ -192,7 +192,8 @@ class FusedMoE(RoutesTokens, WeightLoading, SchemeState, KeepsBits):
         Raises:
             TypeError: a wrong dtype.
             ValueError: shapes or devices that do not match; ``input_ids`` missing or not wanted;
-                different shared experts in the layer and in its kernel.
+                different shared experts in the layer and in its kernel. In the first eager call, on
+                all ranks: layers that differ between ranks, or a ``tp_group`` of other ranks.
             NotImplementedError: ``is_sequence_parallel`` or ``dp_size > 1`` with a kernel that
                 exchanges no tokens; ``lora`` with ``enable_eplb``, weights in act-order, experts
                 that ranks both share out and cut, or a kernel without `takes_lora` parts.
@@ -206,11 +207,9 @@ class FusedMoE(RoutesTokens, WeightLoading, SchemeState, KeepsBits):
             rows = (is_padding, input_ids, num_unpadded_tokens)
             is_padding, input_ids = token_arguments(hidden_states, tokens, *rows)
         if self.is_spread:
-            check_call(self, tokens)
+            self._check_ranks(tokens)
         if lora is not None:
             lora = adapters_of(self, lora, hidden_states, tokens)
-        if self.exchanges_tokens and not self.must_reduce_shared_expert_outputs():
-            _refuse_kernel_without_exchange(self.kernel)
         shared_experts, given = shared_experts_of(self), shared_experts_input
         if given is None:
             given = hidden_states
@@ -240,6 +239,12 @@ class FusedMoE(RoutesTokens, WeightLoading, SchemeState, KeepsBits):
 
     if TYPE_CHECKING:
         __call__ = forward
+
+    def _check_ranks(self, tokens: Tensor) -> None:
+        """Check a call of a layer over several ranks: see `moe_ops.layer.rank_checks`."""
+        check_call(self, tokens)
+        if self.exchanges_tokens and not self.must_reduce_shared_expert_outputs():
+            _refuse_kernel_without_exchange(self.kernel)
 
     def forward_impl(
         self,

@@ -15,7 +15,6 @@ from __future__ import annotations
 import hashlib
 import json
 from itertools import chain
-from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
@@ -124,8 +123,7 @@ def check_replicas(layer: ExpertLayer, wrapper: DistributedDataParallel) -> None
     said = {"rank": parallel.layer_rank, "names": names}
     device = layer.w13_weight.device
     heard = [
-        json.loads(text)
-        for text in gather_texts(wrapper.process_group, device, json.dumps(said))
+        json.loads(text) for text in gather_texts(wrapper.process_group, device, json.dumps(said))
     ]
     ranks = [other["rank"] for other in heard]
     names = next((other["names"] for other in heard if other["names"]), [])

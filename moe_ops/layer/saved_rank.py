@@ -7,15 +7,18 @@ the rows, the number of all experts, and the part of each expert.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn
 
+import torch
 from torch import Tensor
 
 from moe_ops.layer.base import ExpertLayer
 
 WHOLE_EXPERTS = (0, 1)
 """The part of a rank that does not share its experts with others."""
+ORDER = "w13_input_order"
+"""The end of the name of a tensor that may have one row for all experts."""
 
 
 class RankState(Tensor):
@@ -106,8 +109,8 @@ class RankPart(NamedTuple):
         own = (layer.moe_parallel_config.tp_rank, layer.moe_parallel_config.tp_size)
         if self.part not in (None, own):
             raise ValueError(
-                f"tensors of the state dict must be part {own[0]} of {own[1]} of each expert, which "
-                f"this rank holds, got part {self.part[0]} of {self.part[1]}"
+                f"tensors of the state dict must be part {own[0]} of {own[1]} of each expert, as "
+                f"this rank's are, got part {self.part[0]} of {self.part[1]}"
             )
         unknown = [e for e in self.experts or () if e != -1 and e not in layer.placement.rows]
         if unknown:
@@ -141,16 +144,50 @@ class RankPart(NamedTuple):
                 f"got {self.num_experts}"
             )
 
-    def lacks(self, experts: Sequence[int]) -> str | None:
-        """Say that one of these experts is not in the rows; None: all of them are."""
-        if self.experts is None or {*experts} - {-1} <= {*self.experts}:
-            return None
-        lacking = min({*experts} - {-1} - {*self.experts})
-        return (
-            "rows of the state dict must hold every expert that the layer's rows hold now, "
-            f"{short(experts)} (load_checkpoint reads any expert from a whole checkpoint), got "
-            f"none of expert {lacking}: its rows hold {short(self.experts)}"
-        )
+    def check_rows(self, rows: Mapping[str, Tensor]) -> None:
+        """Check that tensors have a row for each expert; an order of columns may have one for all.
+
+        Raises:
+            ValueError: the name of a tensor with another number of rows.
+        """
+        count = len(self.experts or ())
+        for name, x in rows.items():
+            if x.shape[0] != count and not (name.endswith(ORDER) and x.shape[0] == 1):
+                raise ValueError(
+                    f"{name} must have a row for each of the {count} experts that _extra_state "
+                    f"names, got {x.shape[0]}"
+                )
+
+    def reordered(self, rows: Mapping[str, Tensor], wanted: Sequence[int]) -> dict[str, Tensor]:
+        """Return tensors with the rows of the ``wanted`` experts, where these are other rows.
+
+        Raises:
+            ValueError: no row holds one of the experts, or rows of an expert differ.
+        """
+        experts = self.experts or ()
+        if experts == tuple(wanted):
+            return {}
+        lacking = {*wanted} - {-1, *experts}
+        if lacking:
+            raise ValueError(
+                "rows of the state dict must hold every expert that the layer's rows hold now, "
+                f"{short(wanted)} (load_checkpoint reads any expert from a whole checkpoint), got "
+                f"none of expert {min(lacking)}: its rows hold {short(experts)}"
+            )
+        first = {expert: row for row, expert in reversed([*enumerate(experts)])}
+        copies = [(row, first[e]) for row, e in enumerate(experts) if e >= 0 and first[e] != row]
+        found = {}
+        for name, x in rows.items():
+            if x.shape[0] != len(experts):
+                continue
+            for row, other in copies:
+                if not _equal(x[row], x[other]):
+                    raise ValueError(
+                        f"{name} must be the same in all replicas of an expert, got rows {other} "
+                        f"and {row} of expert {experts[row]} that differ"
+                    )
+            found[name] = torch.stack([x[first.get(expert, 0)] for expert in wanted])
+        return found
 
 
 def short(experts: Sequence[int]) -> str:
@@ -158,6 +195,14 @@ def short(experts: Sequence[int]) -> str:
     if len(experts) <= 8:
         return str([*experts])
     return f"[{', '.join(map(str, experts[:4]))}, .., {experts[-1]}]"
+
+
+def _equal(x: Tensor, y: Tensor) -> bool:
+    """Whether two rows have the same bytes; rows without contents do."""
+    if x.is_meta or y.is_meta:
+        return True
+    first, second = (t.reshape(-1).contiguous().view(torch.uint8) for t in (x, y))
+    return torch.equal(first, second)
 
 
 def _are_ints(values: Any) -> bool:

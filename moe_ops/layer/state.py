@@ -108,10 +108,13 @@ class SchemeState(ExpertLayer):
                 experts, have other numbers of rows than named experts, or replicas that differ.
         """
         named = isinstance(saved, Tensor) and not saved.is_meta
-        of = stored_as(saved).rank if named else RankPart()
-        of.check_fits(self)
-        has_weights = prefix + "w13_weight" in state_dict
-        if has_weights and self.is_spread and (of.experts is None or of.part is None):
+        stored = stored_as(saved).rank if named else RankPart()
+        stored.check_fits(self)
+        names = {*parameter_specs(self.sizes), "w13_input_order"}
+        names |= {name for which in WEIGHTS for name in form_names(which)}
+        tensors = {prefix + name: state_dict.get(prefix + name) for name in names}
+        rows = {name: x for name, x in tensors.items() if isinstance(x, Tensor) and x.dim()}
+        if rows and self.is_spread and (stored.experts is None or stored.part is None):
             warn(
                 f"{STATE} does not name the experts of the state dict's rows (an earlier version, "
                 "or a layer of one rank, saved it), so it cannot be checked that they are those of "
@@ -119,36 +122,11 @@ class SchemeState(ExpertLayer):
                 UserWarning,
                 stacklevel=2,
             )
-        stored = self.placement.experts if of.experts is None else list(of.experts)
-        wanted = self.held_placement().experts
-        names = {*parameter_specs(self.sizes), "w13_input_order"}
-        names |= {name for which in WEIGHTS for name in form_names(which)}
-        tensors = {prefix + name: state_dict.get(prefix + name) for name in names}
-        rows = {name: x for name, x in tensors.items() if isinstance(x, Tensor) and x.dim()}
-        shared = prefix + "w13_input_order"  # may be one row for all experts
-        if of.experts is not None:
-            for name, x in rows.items():
-                if x.shape[0] != len(stored) and not (name == shared and x.shape[0] == 1):
-                    raise ValueError(
-                        f"{name} must have a row for each of the {len(stored)} experts that "
-                        f"{STATE} names, got {x.shape[0]}"
-                    )
-        if stored == wanted:
-            return
-        problem = RankPart(tuple(stored)).lacks(wanted)
-        if problem:
-            raise ValueError(problem)
-        source = {expert: row for row, expert in reversed([*enumerate(stored)])}
-        for name, x in rows.items():
-            if x.shape[0] != len(stored):
-                continue
-            for row, expert in enumerate(stored):
-                if expert >= 0 and source[expert] != row and not _equal(x[source[expert]], x[row]):
-                    raise ValueError(
-                        f"{name} must be the same in all replicas of an expert, got rows "
-                        f"{source[expert]} and {row} of expert {expert} that differ"
-                    )
-            state_dict[name] = torch.stack([x[source.get(expert, 0)] for expert in wanted])
+        if stored.experts is None:
+            stored = RankPart(tuple(self.placement.experts))
+        else:
+            stored.check_rows(rows)
+        state_dict.update(stored.reordered(rows, self.held_placement().experts))
 
     def _convert_saved(self, state_dict: dict[str, Any], prefix: str) -> None:
         """Convert weights of a state dict, which are in any form, to the layer's form.
@@ -261,11 +239,3 @@ def stored_as(state: Any) -> StoredAs:
     except ValueError as error:
         raise ValueError(f"{rule}, got {error}") from None
     return StoredAs(name, weight, interleaved, rank, form)
-
-
-def _equal(x: Tensor, y: Tensor) -> bool:
-    """Whether two tensors have the same bytes; tensors without contents do."""
-    if x.is_meta or y.is_meta:
-        return True
-    first, second = (t.reshape(-1).contiguous().view(torch.uint8) for t in (x, y))
-    return torch.equal(first, second)

@@ -1,4 +1,4 @@
-"""Parameters that have received gradients: their optimizer's state does not move with their rows."""
+"""Parameters that were trained: the optimizer's state does not move with their rows."""
 
 from __future__ import annotations
 

@@ -130,7 +130,7 @@ def test_ranks_whose_layers_differ():
                 return answer(lambda: layer(x, logits))
 
             first, second = run_ranks(2, run)
-            rule = rf"^ValueError: {name} must be the same on every rank of the group, got .*{values}"
+            rule = rf"^ValueError: {name} must be the same on every rank of the .*, got .*{values}"
             if first != second or not re.search(rule, first):
                 wrong.append((way.__name__, name, first, second))
     assert not wrong, "\n".join(map(str, wrong))
@@ -311,9 +311,7 @@ def check_wrappers_of_two(rank):
     for original in (False, True):
         with pytest.raises(NotImplementedError, match="part of FullyShardedDataParallel"):
             cpu = torch.device("cpu")
-            FullyShardedDataParallel(
-                Block(**summed(rank)), use_orig_params=original, device_id=cpu
-            )
+            FullyShardedDataParallel(Block(**summed(rank)), use_orig_params=original, device_id=cpu)
 
 
 def check_compiled(rank):

@@ -75,7 +75,8 @@ class SymmetricPrepareAndFinalize(TokenExchange):
             positive. In a call: tokens of another H, k or dtype; more tokens than
             ``max_num_tokens``.
         RuntimeError: in a call: another rank did not answer in an earlier call (on a CPU: or in
-            this one); a compiled or captured call before `connect`; more than ``in_flight`` calls in flight.
+            this one); a compiled or captured call before `connect`; more than ``in_flight`` calls
+            in flight.
         NotImplementedError: a compiled call with ``in_flight`` above 1.
 
     Source:
