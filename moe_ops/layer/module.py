@@ -23,7 +23,7 @@ from moe_ops.layer.methods import (
 from moe_ops.layer.moving import KeepsBits
 from moe_ops.layer.options import FusedMoEOptions
 from moe_ops.layer.partition import LayerSizes
-from moe_ops.layer.rank_checks import check_call, compare_ranks
+from moe_ops.layer.rank_checks import check_call, compare_ranks, rank_group_of
 from moe_ops.layer.routing import RoutesTokens, token_arguments
 from moe_ops.layer.signature import LayerArguments, takes_options, typed_as
 from moe_ops.layer.state import SchemeState
@@ -33,7 +33,6 @@ from moe_ops.parallel import make_expert_params_mapping, maybe_roundup_hidden_si
 from moe_ops.parallel.eplb_state import LayerEplbState
 from moe_ops.pipeline.exchange.backends import exchange_of
 from moe_ops.pipeline.exchange.gradients import Added, Copied
-from moe_ops.pipeline.exchange.groups import RankGroup
 from moe_ops.pipeline.lora import ExpertLora
 from moe_ops.pipeline.warmup import Variants, run_variants
 from moe_ops.routing import SelectedExperts, check_tokens, select_experts
@@ -114,10 +113,7 @@ class FusedMoE(RoutesTokens, WeightLoading, SchemeState, KeepsBits):
         self.option_facts, self.ranks_agree = given.facts(), not self.is_spread
         self.placement = given.placement(parallel, num_experts)
         self.global_num_experts = len(self.placement.row)
-        self.rank_group = RankGroup.of_layer(parallel, given.tp_group)
-        sums = self.is_spread and (self.exchanges_tokens or self.reduce_results)
-        if sums or given.tp_group is not None:
-            self.rank_group.check("tp_group", parallel)
+        self.rank_group = rank_group_of(self, given.tp_group)
         dtype = given.params_dtype or torch.get_default_dtype()
         # The scheme of checkpoints. A rank's own scheme may have smaller blocks.
         self.checkpoint_scheme = as_scheme(given.scheme or UNQUANTIZED)

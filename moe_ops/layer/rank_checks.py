@@ -15,6 +15,7 @@ from __future__ import annotations
 import hashlib
 import json
 from itertools import chain
+from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
@@ -26,6 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 from moe_ops.layer.base import ExpertLayer
 from moe_ops.parallel.agreement import agree, gather_texts, process_group
 from moe_ops.pipeline.exchange.base import is_capturing
+from moe_ops.pipeline.exchange.groups import RankGroup
 
 ROUTER_TENSORS = ("e_score_correction_bias", "hash_indices_table")
 """Buffers whose numbers decide where tokens go."""
@@ -34,6 +36,20 @@ OF_A_RANK = ("expert_map", "w13_input_order")
 
 _IN_REPLICAS: WeakKeyDictionary[nn.Module, WeakSet[nn.Module]] = WeakKeyDictionary()
 """The layers that have been found right in each `DistributedDataParallel`."""
+
+
+def rank_group_of(layer: ExpertLayer, group: Any) -> RankGroup:
+    """Make the group of a layer, and check it if the layer communicates or a group is given.
+
+    Raises:
+        TypeError, ValueError: as `RankGroup.resolve`; a group that exists, of other ranks than
+            those of the layer.
+    """
+    found = RankGroup.of_layer(layer.moe_parallel_config, group)
+    sums = layer.is_spread and (layer.exchanges_tokens or layer.reduce_results)
+    if sums or group is not None:
+        found.check("tp_group", layer.moe_parallel_config)
+    return found
 
 
 def check_call(layer: ExpertLayer, tokens: Tensor) -> None:
