@@ -17,6 +17,7 @@ from moe_ops.layer.base import ExpertLayer
 from moe_ops.layer.methods import FusedMoEMethodBase
 from moe_ops.layer.param_loader import attach_loader
 from moe_ops.layer.parameters import parameter_specs
+from moe_ops.layer.rank_checks import check_sharded
 from moe_ops.loading.names import SHARED_GATE
 from moe_ops.scheme import is_packed
 
@@ -74,7 +75,13 @@ class KeepsBits(ExpertLayer):
                 attach_loader(self, param)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Set as `nn.Module` does; fill new memory of ``expert_map`` (from ``from_pretrained``)."""
+        """Set as `nn.Module` does; fill new memory of ``expert_map`` (from ``from_pretrained``).
+
+        Raises:
+            NotImplementedError: a wrapper's tensor that is cut over the ranks of the layer.
+        """
+        if isinstance(value, Tensor):
+            check_sharded(self, name, value)
         super().__setattr__(name, value)
         if name == "expert_map":
             self._fill_expert_map()
