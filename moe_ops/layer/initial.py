@@ -32,19 +32,15 @@ def initialize(layer: WeightLoading) -> None:
 
     The numbers follow from the logical expert and one seed, which is drawn from torch's generator
     of the parameters' device. So replicas of an expert are equal, and ranks whose generators have
-    the same state initialize parts of one layer, however they share it. Nothing is drawn on meta.
+    the same state initialize parts of one layer, however they share it. A distributed tensor (of
+    FSDP2) gets its part. Nothing is drawn for tensors without memory.
     """
     weight = layer.w13_weight
-    if weight.is_meta:
-        return
-    specs = parameter_specs(layer.sizes).values()
-    if not holds_numbers(weight) and not hasattr(weight, "placements"):  # of a FakeTensorMode
-        for spec in specs:
-            init.uniform_(getattr(layer, spec.name))
+    if not holds_numbers(weight) and not hasattr(weight, "placements"):
         return
     seed = int(torch.randint(SEEDS, (), device=weight.device))
-    for number, spec in enumerate(specs):
-        param = getattr(layer, spec.name)
+    for number, (name, spec) in enumerate(parameter_specs(layer.sizes).items()):
+        param = getattr(layer, name)
         if getattr(param, LOADED, False):
             continue
         if holds_numbers(param):
@@ -52,9 +48,8 @@ def initialize(layer: WeightLoading) -> None:
             continue
         whole = torch.zeros(spec.shape, dtype=param.dtype, device=param.device)
         _fill(layer, whole, spec, seed + number)
-        mesh, placements = param.device_mesh, param.placements
-        shard = torch.distributed.tensor.distribute_tensor
-        param.data.copy_(shard(whole, mesh, placements, src_data_rank=None))
+        shard, how = torch.distributed.tensor.distribute_tensor, (param.device_mesh, param.placements)
+        param.data.copy_(shard(whole, *how, src_data_rank=None))
 
 
 def _fill(layer: WeightLoading, param: Tensor, spec: ParameterSpec, seed: int) -> None:
