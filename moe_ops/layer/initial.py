@@ -48,8 +48,9 @@ def initialize(layer: WeightLoading) -> None:
             continue
         whole = torch.zeros(spec.shape, dtype=param.dtype, device=param.device)
         _fill(layer, whole, spec, seed + number)
-        shard, how = torch.distributed.tensor.distribute_tensor, (param.device_mesh, param.placements)
-        param.data.copy_(shard(whole, *how, src_data_rank=None))
+        how = (param.device_mesh, param.placements)
+        shard = torch.distributed.tensor.distribute_tensor(whole, *how, src_data_rank=None)
+        param.data.copy_(shard)
 
 
 def _fill(layer: WeightLoading, param: Tensor, spec: ParameterSpec, seed: int) -> None:

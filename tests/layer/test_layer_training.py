@@ -203,10 +203,9 @@ def test_bits_without_grad_mode(kernel):
     """In training mode too they are those of a frozen layer, and only checkpoints record."""
     layer = half()
     if kernel:
-        layer.kernel = moe_ops.FusedMoEKernel(
-            moe_ops.pipeline.MoEPrepareAndFinalizeNoEP(),
-            layer.quant_method.select_gemm_impl(moe_ops.pipeline.MoEPrepareAndFinalizeNoEP(), layer),
-        )
+        part = moe_ops.pipeline.MoEPrepareAndFinalizeNoEP()
+        experts = layer.quant_method.select_gemm_impl(part, layer)
+        layer.kernel = moe_ops.FusedMoEKernel(part, experts)
     x, logits = (t.bfloat16() for t in batch())
     recorded = layer(x, logits).detach()
     expected = layer.requires_grad_(False)(x, logits)
@@ -216,7 +215,8 @@ def test_bits_without_grad_mode(kernel):
         for mode in (torch.no_grad, torch.inference_mode):
             with mode():
                 assert torch.equal(layer(x, logits), expected), (trains, asked, mode)
-                out = checkpoint(layer, x.requires_grad_(mode is torch.no_grad), logits, use_reentrant=True)
+                given = x.requires_grad_(mode is torch.no_grad), logits
+                out = checkpoint(layer, *given, use_reentrant=True)
                 assert torch.equal(out, expected)
         out = checkpoint(layer, x.requires_grad_(), logits, use_reentrant=True)
         assert torch.equal(out, recorded) and out.requires_grad
