@@ -107,11 +107,15 @@ def _in_recorded_function() -> bool:
     return False
 
 
-@torch.compiler.assume_constant_result
 def _compiled_recomputed() -> bool:
+    """`recomputed` of a call without grad mode, as a constant of the compiled program."""
     if torch._C._is_fwd_grad_enabled() or torch.is_inference_mode_enabled():
         return False
     return _in_recorded_function()
+
+
+# `torch.compiler.assume_constant_result` sets this, and imports Dynamo, which takes seconds.
+_compiled_recomputed._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def wanted(*values: Any) -> list[Tensor]:

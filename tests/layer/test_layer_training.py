@@ -3,6 +3,7 @@
 import copy
 import pickle
 import warnings
+from functools import partial
 from itertools import product
 
 import pytest
@@ -222,3 +223,28 @@ def test_bits_without_grad_mode(kernel):
         assert torch.equal(out, recorded) and out.requires_grad
         out.sum().backward()
         x = x.detach()
+
+
+def test_compiled_bits():
+    """A compiled layer, in a checkpoint or around one, has the bits of an eager one."""
+    layer = half()
+    x, logits = (t.bfloat16() for t in batch())
+    asked = x.clone().requires_grad_()
+    recorded = layer(asked, logits).detach()
+    with torch.no_grad():
+        plain = layer(x, logits)
+    for order in ("no grad, checkpoint, no grad", "checkpoint, no grad", "around, checkpoint"):
+        torch._dynamo.reset()
+        compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+        for way in order.split(", "):
+            if way == "no grad":
+                with torch.no_grad():
+                    assert torch.equal(compiled(x, logits), plain), order
+                continue
+            run = partial(checkpoint, compiled, use_reentrant=True)
+            if way == "around":
+                inside = partial(checkpoint, layer, use_reentrant=True)
+                run = torch.compile(inside, fullgraph=True, backend="aot_eager")
+            out = run(asked, logits)
+            assert torch.equal(out, recorded), order
+            out.sum().backward()
