@@ -21,6 +21,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from functools import wraps
+from types import FrameType
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -96,11 +97,11 @@ def recomputed() -> bool:
 
 def _in_recorded_function() -> bool:
     """Whether a caller is the forward of an autograd `Function` whose backward may run."""
-    frame = sys._getframe(1)
+    frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         code = frame.f_code
         if code.co_name == "forward" and code.co_argcount and code.co_varnames[0] != "self":
-            context = frame.f_locals.get(code.co_varnames[0])
+            context: Any = frame.f_locals.get(code.co_varnames[0])
             if isinstance(context, FunctionCtx) and context.next_functions:
                 return True
         frame = frame.f_back
