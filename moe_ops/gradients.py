@@ -20,13 +20,16 @@ The two operators defined here compute nothing; `moe_ops.ops` defines the operat
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from functools import wraps
+from types import FrameType
 from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.autograd import Function, forward_ad
+from torch.autograd.function import FunctionCtx
 
 from moe_ops.scheme import FusedMoEQuantConfig
 
@@ -143,27 +146,45 @@ class _One(Function):
         raise NotImplementedError(ctx.text)
 
 
-def recomputes(module: nn.Module) -> bool:
-    """Whether a pass of ``module`` may run again with grad mode, and must have the same bits then.
+def recomputed() -> bool:
+    """Whether a call without grad mode will run again with it, and must have the same bits then.
 
-    True in training mode without grad mode, for a module with parameters that require grad.
-    Checkpointing with ``use_reentrant=True`` runs modules in this way first. The pipeline with
-    gradients rounds where the one without does not.
+    Reentrant checkpointing runs a module without grad mode in the forward of an autograd `Function`
+    and with it in the backward. The pipeline with gradients rounds where the other one does not.
+    torch disables forward-mode derivatives in that forward, and in inference mode, but not under
+    `torch.no_grad`: other calls look no further.
+
+    A compiled call is as it was when it was compiled.
     """
-    if torch.is_grad_enabled() or not module.training:
+    if torch.compiler.is_compiling():
+        return not torch.is_grad_enabled() and _compiled_recomputed()
+    if torch._C._is_fwd_grad_enabled() or torch.is_grad_enabled():
         return False
-    if not torch.compiler.is_compiling() and torch.is_inference_mode_enabled():
-        return False
-    for parameter in module._parameters.values():  # a generator would take longer
-        if parameter is not None and parameter.requires_grad:
-            return True
+    return not torch.is_inference_mode_enabled() and _in_recorded_function()
+
+
+def _in_recorded_function() -> bool:
+    """Whether a caller is the forward of an autograd `Function` whose backward may run."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        code = frame.f_code
+        if code.co_name == "forward" and code.co_argcount and code.co_varnames[0] != "self":
+            context: Any = frame.f_locals.get(code.co_varnames[0])
+            if isinstance(context, FunctionCtx) and context.next_functions:
+                return True
+        frame = frame.f_back
     return False
 
 
-def as_recorded(run: Callable[[], Tensor]) -> Tensor:
-    """The result of ``run`` as if gradients were recorded, without the record."""
-    with torch.enable_grad():
-        return run().detach()
+def _compiled_recomputed() -> bool:
+    """`recomputed` of a call without grad mode, as a constant of the compiled program."""
+    if torch._C._is_fwd_grad_enabled() or torch.is_inference_mode_enabled():
+        return False
+    return _in_recorded_function()
+
+
+# `torch.compiler.assume_constant_result` sets this, and imports Dynamo, which takes seconds.
+_compiled_recomputed._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def wanted(*values: Any) -> list[Tensor]:

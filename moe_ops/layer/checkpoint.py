@@ -255,7 +255,8 @@ def _commit(layer: FusedMoE, stage: FusedMoE, placing: Placing) -> None:
         if old is not None and new is not None and (old.shape, old.dtype) == (new.shape, new.dtype):
             old.data.copy_(new)
         else:  # not ``new``, whose loader belongs to the stage
-            param = None if new is None else nn.Parameter(new.data, requires_grad=False)
+            trained = old is not None and old.requires_grad
+            param = None if new is None else nn.Parameter(new.data, requires_grad=trained)
             layer.register_parameter(name, param)
     layer.sizes, layer.given_scales = stage.sizes, stage.given_scales
     for buffer, x in placing.router.values.items():

@@ -14,6 +14,7 @@ from moe_ops.activation import kind_and_key
 from moe_ops.dispatch.tiles import cdiv
 from moe_ops.gradients import refuse, wanted
 from moe_ops.layer.adapters import adapters_of
+from moe_ops.layer.initial import initialize
 from moe_ops.layer.methods import (
     FusedMoEMethodBase,
     QuantizedFusedMoEMethod,
@@ -53,11 +54,12 @@ class FusedMoE(RoutesTokens, StreamsWeights, SchemeState, KeepsBits):
 
     Weights of schemes that quantize weights only may be in the packed form: see `pack_`.
 
-    Parameters do not require grad until ``requires_grad_()``; those that are not quantized can be
-    trained. They hold zeros until `load_checkpoint`, `load_state_dict` or `weight_loader` (also an
-    attribute of each parameter) fills them. `load_checkpoint` sets the buffer ``w13_input_order``
-    for weights in act-order. A state dict says in ``_extra_state`` how its tensors are stored, and
-    a layer of another scheme refuses it.
+    The parameters of an unquantized layer require grad, and `reset_parameters` initializes them as
+    `torch.nn.Linear` does. Those of a quantized layer are constants, which hold zeros until
+    `load_checkpoint`, `load_state_dict` or `weight_loader` (also an attribute of each parameter)
+    fills them; the first forward warns if nothing did. `load_checkpoint` sets the buffer
+    ``w13_input_order`` for weights in act-order. A state dict says in ``_extra_state`` how its
+    tensors are stored, and a layer of another scheme refuses it.
 
     With several ranks, the result of a rank is its part of a sum. ``reduce_results`` sums over the
     ranks; without it the caller does. ``tp_size`` ranks cut every expert along I so that each rank
@@ -151,6 +153,8 @@ class FusedMoE(RoutesTokens, StreamsWeights, SchemeState, KeepsBits):
                 equal_num_tokens=given.equal_num_tokens,
                 capacity_factor=given.capacity_factor,
             )  # fmt: skip
+        if not quantized:
+            initialize(self)
 
     def forward(
         self,
