@@ -170,7 +170,7 @@ def _in_recorded_function() -> bool:
         code = frame.f_code
         if code.co_name == "forward" and code.co_argcount and code.co_varnames[0] != "self":
             context: Any = frame.f_locals.get(code.co_varnames[0])
-            if isinstance(context, FunctionCtx) and context.next_functions:
+            if isinstance(context, FunctionCtx) and context.next_functions:  # type: ignore[attr-defined]
                 return True
         frame = frame.f_back
     return False
