@@ -56,7 +56,7 @@ class ExpertLayer(nn.Module):
     ranks_agree: bool
     """Whether the ranks have compared their layers: see `moe_ops.layer.rank_checks`."""
     option_facts: dict[str, str]
-    """`FusedMoEOptions.facts`."""
+    """`moe_ops.layer.rank_checks.option_facts`."""
     activation: str
     """The key of an `Activation`."""
     renormalize: bool

@@ -26,6 +26,8 @@ OWN = ("moe_ops", "torch")
 def initialize(layer: WeightLoading) -> None:
     """Fill the parameters of an unquantized layer, which hold zeros, with random numbers.
 
+    A quantized layer stays as it is.
+
     Each projection of each expert, and its bias, is uniform within ``1 / sqrt(fan_in)``, as in
     `torch.nn.Linear`. ``fan_in`` is H of the tokens for gate and up, and I of all ranks for down.
     Padding stays zero, and so does the down bias on all ranks but the first.
@@ -36,6 +38,8 @@ def initialize(layer: WeightLoading) -> None:
     FSDP2) gets its part. Nothing is drawn for tensors without memory.
     """
     weight = layer.w13_weight
+    if layer.sizes.scheme.weight is not None:
+        return
     if not holds_numbers(weight) and not hasattr(weight, "placements"):
         return
     seed = int(torch.randint(SEEDS, (), device=weight.device))

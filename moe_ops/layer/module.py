@@ -24,7 +24,7 @@ from moe_ops.layer.methods import (
 from moe_ops.layer.moving import KeepsBits
 from moe_ops.layer.options import FusedMoEOptions
 from moe_ops.layer.partition import LayerSizes
-from moe_ops.layer.rank_checks import check_call, compare_ranks, rank_group_of
+from moe_ops.layer.rank_checks import check_call, compare_ranks, option_facts, rank_group_of
 from moe_ops.layer.routing import RoutesTokens, token_arguments
 from moe_ops.layer.shared import add_gate
 from moe_ops.layer.signature import LayerArguments, takes_options, typed_as
@@ -114,7 +114,7 @@ class FusedMoE(RoutesTokens, StreamsWeights, SchemeState, KeepsBits):
         self.prefix, self.expert_mapping = given.prefix, given.expert_mapping
         self.moe_parallel_config = parallel = given.parallel_config()
         self.exchanges_tokens, self.is_spread = parallel.exchanges_tokens, parallel.layer_size > 1
-        self.option_facts, self.ranks_agree = given.facts(), not self.is_spread
+        self.option_facts, self.ranks_agree = option_facts(given), not self.is_spread
         self.placement = given.placement(parallel, num_experts)
         self.global_num_experts = len(self.placement.row)
         self.rank_group = rank_group_of(self, given.tp_group)
@@ -133,8 +133,7 @@ class FusedMoE(RoutesTokens, StreamsWeights, SchemeState, KeepsBits):
         method = QuantizedFusedMoEMethod if quantized else UnquantizedFusedMoEMethod
         self.quant_method: FusedMoEMethodBase = method()
         self.quant_method.create_weights(self, self.sizes, given.device)
-        self.shared_expert_gate = given.shared_expert_gate
-        add_gate(self, given.device)
+        add_gate(self, given)
         self.register_buffer("e_score_correction_bias", given.e_score_correction_bias)
         self.register_buffer("hash_indices_table", given.hash_indices_table)
         expert_map = self.placement.expert_map(given.device)
@@ -153,8 +152,7 @@ class FusedMoE(RoutesTokens, StreamsWeights, SchemeState, KeepsBits):
                 equal_num_tokens=given.equal_num_tokens,
                 capacity_factor=given.capacity_factor,
             )  # fmt: skip
-        if not quantized:
-            initialize(self)
+        initialize(self)
 
     def forward(
         self,

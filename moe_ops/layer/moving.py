@@ -55,8 +55,7 @@ class KeepsBits(WeightLoading):
             if param is not None:
                 fill = _packed_fill(spec.fill) if is_packed(param) else spec.fill
                 init.constant_(param, fill) if fill else init.zeros_(param)
-        if self.sizes.scheme.weight is None:
-            initialize(self)
+        initialize(self)
         if self.e_score_correction_bias is not None:
             init.zeros_(self.e_score_correction_bias)
         if self.shared_expert_gate_weight is not None:

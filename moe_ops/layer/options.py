@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from moe_ops import checks
-from moe_ops.activation import Activation, MoEActivation, kind_and_key
+from moe_ops.activation import Activation, MoEActivation
 from moe_ops.brief import brief
 from moe_ops.parallel import FusedMoEParallelConfig, determine_expert_map
 from moe_ops.parallel.parallel_config import check_group
@@ -27,11 +27,6 @@ OF_THE_CONFIG = (
 """Options that ``moe_parallel_config`` replaces."""
 OF_EXCHANGES = ("max_num_tokens", "equal_num_tokens", "capacity_factor")
 """Options of the exchange of tokens."""
-OF_THIS_RANK = (
-    *OF_THE_CONFIG, "moe_parallel_config", "is_sequence_parallel", "tp_group", "device", "prefix",
-    "expert_mapping", "shared_experts", "activation", "scheme", "params_dtype",
-)  # fmt: skip
-"""Options that ranks of one layer may have different values of, or that `facts` replaces."""
 FORMER = "quant_config"
 """The former name of ``scheme``. Elsewhere it is a `FusedMoEQuantConfig`, of a scheme's tensors."""
 OTHER_NAMES = {"dtype": "params_dtype", "bias": "has_bias"}
@@ -345,18 +340,6 @@ class FusedMoEOptions:
             config, sp_size=sp_size, enable_eplb=self.enable_eplb, all2all_backend=backend
         )
 
-    def facts(self) -> dict[str, str]:
-        """Return the options that must be the same on all ranks of a layer, as texts by name."""
-        names = [option.name for option in fields(self) if option.name not in OF_THIS_RANK]
-        facts = {name: _text_of(getattr(self, name)) for name in names}
-        facts["activation"] = kind_and_key(self.activation)[1]
-        facts["scheme"] = as_scheme(self.scheme or UNQUANTIZED).key
-        parallel = self.parallel_config()
-        for option in fields(parallel):
-            if not option.name.endswith("_rank"):
-                facts[option.name] = str(getattr(parallel, option.name))
-        return facts
-
     def routing(self, global_num_experts: int) -> dict[str, Any]:
         """Return the arguments of `select_experts` that are the same in every call."""
         return {
@@ -403,17 +386,6 @@ class FusedMoEOptions:
         ranks = range(parallel.ep_size)
         rows = [self.placement(parallel, num_experts, rank).row for rank in ranks]
         return ranks_of_experts(torch.tensor(rows, dtype=torch.int32, device="cpu") >= 0)
-
-
-def _text_of(value: Any) -> str:
-    """Return equal texts for equal values of an option: 1 and 1.0 are equal."""
-    if isinstance(value, Tensor):
-        return f"{value.dtype} {tuple(value.shape)}"
-    if callable(value):
-        return getattr(value, "__qualname__", type(value).__name__)
-    if isinstance(value, (int, float)) and not isinstance(value, bool):
-        return f"{value:.17g}"
-    return str(value)
 
 
 @dataclass(frozen=True)

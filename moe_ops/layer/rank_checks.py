@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from dataclasses import fields
 from itertools import chain
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
@@ -24,11 +25,19 @@ from torch import Tensor, nn
 from torch._guards import detect_fake_mode
 from torch.nn.parallel import DistributedDataParallel
 
+from moe_ops.activation import kind_and_key
 from moe_ops.layer.base import ExpertLayer
+from moe_ops.layer.options import OF_THE_CONFIG, FusedMoEOptions
 from moe_ops.parallel.agreement import agree, gather_texts, process_group
 from moe_ops.pipeline.exchange.base import is_capturing
 from moe_ops.pipeline.exchange.groups import RankGroup
+from moe_ops.scheme import UNQUANTIZED, as_scheme
 
+OF_THIS_RANK = (
+    *OF_THE_CONFIG, "moe_parallel_config", "is_sequence_parallel", "tp_group", "device", "prefix",
+    "expert_mapping", "shared_experts", "activation", "scheme", "params_dtype",
+)  # fmt: skip
+"""Options that ranks of one layer may have different values of, or that `option_facts` replaces."""
 ROUTER_TENSORS = ("e_score_correction_bias", "hash_indices_table")
 """Buffers whose numbers decide where tokens go."""
 OF_A_RANK = ("expert_map", "w13_input_order")
@@ -94,6 +103,30 @@ def compare_ranks(layer: ExpertLayer, num_tokens: int | None = None) -> None:
 
     agree(lambda text: group.gather_texts(text, device), check)
     layer.ranks_agree = True
+
+
+def option_facts(given: FusedMoEOptions) -> dict[str, str]:
+    """Return the options that must be the same on all ranks of a layer, as texts by name."""
+    names = [option.name for option in fields(given) if option.name not in OF_THIS_RANK]
+    facts = {name: _text_of(getattr(given, name)) for name in names}
+    facts["activation"] = kind_and_key(given.activation)[1]
+    facts["scheme"] = as_scheme(given.scheme or UNQUANTIZED).key
+    parallel = given.parallel_config()
+    for option in fields(parallel):
+        if not option.name.endswith("_rank"):
+            facts[option.name] = str(getattr(parallel, option.name))
+    return facts
+
+
+def _text_of(value: Any) -> str:
+    """Return equal texts for equal values of an option: 1 and 1.0 are equal."""
+    if isinstance(value, Tensor):
+        return f"{value.dtype} {tuple(value.shape)}"
+    if callable(value):
+        return getattr(value, "__qualname__", type(value).__name__)
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        return f"{value:.17g}"
+    return str(value)
 
 
 def facts_of(layer: ExpertLayer) -> dict[str, str]:

@@ -140,8 +140,7 @@ def select_experts(
         ``routed_scaling_factor``.
     """
     shared, identity, result = num_fused_shared_experts, zero_expert_num or 0, None
-    flags = {"use_grouped_topk": use_grouped_topk, "enable_eplb": enable_eplb}
-    checks.flags(**flags, renormalize=renormalize)
+    checks.flags(renormalize=renormalize, use_grouped_topk=use_grouped_topk)
     check_indices_type(indices_type)
     _check_sizes(hidden_states, router_logits, top_k, identity, shared)
     _check_shared_experts(shared, enable_eplb, shared_expert_gate, hidden_states)
@@ -282,6 +281,7 @@ def _check_shared_experts(
     count: int, enable_eplb: bool, gate: Tensor | None, hidden_states: Tensor
 ) -> None:
     """Check that there is no EPLB, which has no replicas of shared experts, and check the gate."""
+    checks.flags(enable_eplb=enable_eplb)
     if count and enable_eplb:
         raise NotImplementedError(
             f"num_fused_shared_experts must be 0 with enable_eplb, got {count}"
