@@ -128,9 +128,10 @@ def run_ranks(size: int, run: Callable[[int, SimulatedGroup], Result]) -> list[R
     """Run ``run(rank, group)`` for each of ``size`` ranks in one process; returns their results.
 
     Every rank is a thread, and ``group`` stands for a process group wherever one is taken, as the
-    ``group`` of an exchange is. Collectives are exact and complete at once. Ranks run one at a
-    time, so a run is as deterministic as its ranks, and a GPU's stream is shared. Ranks see the
-    caller's grad mode and context (`moe_ops.checking`). Compiled calls are not supported.
+    ``group`` of an exchange or the ``tp_group`` of a layer is. Collectives are exact and complete
+    at once. Ranks run one at a time, so a run is as deterministic as its ranks, and a GPU's stream
+    is shared. Ranks see the caller's grad mode and context (`moe_ops.checking`). Compiled calls are
+    not supported.
 
     Args:
         size: R.

@@ -21,6 +21,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import moe_ops
+from moe_ops.pipeline.exchange.groups import RankGroup
 from moe_ops.testing import run_ranks
 
 E, K, H, I = 8, 2, 32, 32  # noqa: E741
@@ -163,6 +164,8 @@ def test_simulated_ranks_are_one_rank():
             windows(x[:2], logits[:2])
 
     run_ranks(2, run)
+    with pytest.raises(ValueError, match="tp_group must have 4 ranks, got 2"):
+        layer_of(tp_size=4, tp_group=RankGroup(2))  # of a group that need not exist yet
 
     def replicas(rank, group):
         own = slice(0, 4) if rank < 2 else slice(4, 6)
