@@ -39,7 +39,13 @@ def layer_of(**options):
         "experts.gate_up_proj": random(E, 2 * I, H) / 6,
         "experts.down_proj": random(E, H, I, seed=1) / 6,
     }
-    if not options.keys() & {*SIZES, "scheme", "n_shared_experts", "has_bias"}:
+    if not options.keys() & {
+        *SIZES,
+        "scheme",
+        "n_shared_experts",
+        "has_bias",
+        "e_score_correction_bias",
+    }:
         moe_ops.load_checkpoint(layer, experts, progress=False)
     return layer
 

@@ -147,6 +147,7 @@ def test_routing_is_invariant_without_asking(scoring, renormalize, device):
 
 @pytest.mark.kernel
 @pytest.mark.parametrize("scheme", ["unquantized", "fp8_channel"])
+@torch.no_grad()
 def test_fused_moe_and_the_module(scheme, device):
     problem = Problem(*SIZES, torch.bfloat16, scheme=scheme)
     (x, w1, w2, *_), config, _ = quantize_inputs(problem, make_inputs(problem, device))

@@ -74,8 +74,9 @@ class AllGatherPrepareAndFinalize(TokenExchange):
         def receive() -> Arrived:
             weights, ids, *scales = unpacked(self.group.wait(facts), beside)
             gathered = self.group.wait(travelling).view(dtype)
-            adapters = scales.pop() if has_adapters else None
-            return Arrived(gathered, scales[0] if scales else scale, weights, ids, adapters)
+            adapters = scales[-1] if has_adapters else None
+            own = scales[0] if len(scales) > has_adapters else scale
+            return Arrived(gathered, own, weights, ids, adapters)
 
         return receive
 

@@ -115,8 +115,9 @@ class OneCopyExchange(TokenExchange):
             ids = ~complement
             setattr(ids, _COPIES, copies)
             arrived = self.group.wait(travelling).view(dtype)
-            adapters = scales.pop() if has_adapters else None
-            return Arrived(arrived, scales[0] if scales else scale, weights, ids, adapters)
+            adapters = scales[-1] if has_adapters else None
+            own = scales[0] if len(scales) > has_adapters else scale
+            return Arrived(arrived, own, weights, ids, adapters)
 
         return receive
 
