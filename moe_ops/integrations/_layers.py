@@ -60,7 +60,7 @@ def put_layer(experts: Any, layer: FusedMoE) -> None:
     for name in plain:
         delattr(experts, name)
     experts.add_module(LAYER, layer.train(experts.training))
-    add_placeholders(experts, {name: plain[name].shape for name in WEIGHTS if name in plain})
+    add_placeholders(experts, {name: plain[name] for name in WEIGHTS if name in plain})
     experts.config._experts_implementation = NAME
     experts.register_forward_pre_hook(_refuse_others)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 WEIGHTS = ("gate_up_proj", "up_proj", "down_proj")
 """Names of the weights of experts modules."""
-SHAPES = "moe_ops_shapes"
-"""The attribute of a quantized module that holds the shapes of its weights, by name."""
+PLAIN = "moe_ops_plain"
+"""The attribute of a quantized module with each weight's shape and dtype, by name."""
 
 
 class Placeholder(nn.Parameter):
@@ -29,11 +29,13 @@ class Placeholder(nn.Parameter):
     """The name of the weight."""
 
     @staticmethod
-    def of(name: str, shape: torch.Size, like: Tensor, dtype: torch.dtype) -> Placeholder:
-        """Return a placeholder on the device of ``like``."""
+    def of(module: nn.Module, name: str) -> Placeholder:
+        """Return the placeholder of a weight, on the device of the module's quantized weights."""
+        shape, dtype = getattr(module, PLAIN)[name]
+        device = next(module.parameters()).device
         new: Any = torch.Tensor._make_wrapper_subclass
         placeholder: Placeholder = new(
-            Placeholder, shape, dtype=dtype, device=like.device, requires_grad=False
+            Placeholder, shape, dtype=dtype, device=device, requires_grad=False
         )
         placeholder.weight = name
         return placeholder
@@ -41,12 +43,12 @@ class Placeholder(nn.Parameter):
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Raise: there are no numbers to compute with."""
-        (name,) = {x.weight for x in args if isinstance(x, cls)} or {"a weight"}
+        names = " and ".join(x.weight for x in args if isinstance(x, cls))
         raise NotImplementedError(
-            f"experts.{name} must hold plain weights to be read, changed or merged, got experts "
-            f"that moe_ops.quantize_ has quantized (in {func}): call "
-            "moe_ops.integrations.transformers.adapt(model) after PEFT has added adapters, so that "
-            "they run beside the quantized weights; merge adapters before moe_ops.quantize_"
+            f"{names or 'weights'} of experts must be plain for {func}, got weights that "
+            "moe_ops.quantize_ has quantized: call moe_ops.integrations.transformers.adapt(model) "
+            "after PEFT has added adapters, which then run beside the quantized weights; merge "
+            "adapters before moe_ops.quantize_"
         )
 
     def __repr__(self) -> str:
@@ -77,28 +79,23 @@ class _WithPlaceholders(nn.Module):
         return _empty, (self._plain_class, self._placeholders), state
 
 
-def add_placeholders(module: Any, shapes: dict[str, torch.Size]) -> None:
+def add_placeholders(module: nn.Module, weights: Mapping[str, Tensor]) -> None:
     """Give a quantized module placeholders of the weights that it has lost."""
-    setattr(module, SHAPES, shapes)
+    setattr(module, PLAIN, {name: (x.shape, x.dtype) for name, x in weights.items()})
     # An entry of None is no parameter to PyTorch, and lets PEFT's own code reach the placeholder.
-    module._parameters.update(dict.fromkeys(shapes))
-    module.__class__ = _class_with(type(module), tuple(shapes))
+    module._parameters.update(dict.fromkeys(weights))
+    module.__class__ = _class_with(type(module), tuple(weights))
 
 
 @functools.cache
 def _class_with(plain: type[nn.Module], names: tuple[str, ...]) -> type[nn.Module]:
     """Return a subclass of the same name whose attributes ``names`` are placeholders."""
     body = {
-        **{name: property(functools.partial(_placeholder, name=name)) for name in names},
+        **{name: property(functools.partial(Placeholder.of, name=name)) for name in names},
         "_plain_class": plain, "_placeholders": names, "__module__": plain.__module__,
         "__qualname__": plain.__qualname__, "__doc__": plain.__doc__,
     }  # fmt: skip
     return type(plain.__name__, (_WithPlaceholders, plain), body)
-
-
-def _placeholder(module: Any, name: str) -> Placeholder:
-    layer = module.moe_ops_layer
-    return Placeholder.of(name, getattr(module, SHAPES)[name], layer.w2_weight, layer.sizes.dtype)
 
 
 def _empty(plain: type[nn.Module], names: tuple[str, ...]) -> nn.Module:
