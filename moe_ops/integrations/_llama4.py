@@ -68,8 +68,8 @@ def _adapters(wrappers: list[Any]) -> ExpertLora | None:
     lora = _peft.active(wrappers)
     if lora is None:
         return None
-    pairs = (None if pair is None else (pair[1].mT, pair[0].mT) for pair in lora[:2])
-    return ExpertLora(*pairs)
+    w1, w2 = (None if pair is None else (pair[1].mT, pair[0].mT) for pair in lora[:2])
+    return ExpertLora(w1, w2)
 
 
 def _routed(

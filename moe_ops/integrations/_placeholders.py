@@ -41,7 +41,9 @@ class Placeholder(nn.Parameter):
         return placeholder
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         """Raise: there are no numbers to compute with."""
         names = " and ".join(x.weight for x in args if isinstance(x, cls))
         raise NotImplementedError(
@@ -51,7 +53,7 @@ class Placeholder(nn.Parameter):
             "adapters before moe_ops.quantize_"
         )
 
-    def __repr__(self) -> str:
+    def __repr__(self) -> str:  # type: ignore[override]
         """Name the weight, and what is known of it."""
         return f"Placeholder({self.weight}, {tuple(self.shape)}, {self.dtype}, {self.device})"
 
@@ -79,16 +81,17 @@ class _WithPlaceholders(nn.Module):
         return _empty, (self._plain_class, self._placeholders), state
 
 
-def add_placeholders(module: nn.Module, weights: Mapping[str, Tensor]) -> None:
+def add_placeholders(module: Any, weights: Mapping[str, Tensor]) -> None:
     """Give a quantized module placeholders of the weights that it has lost."""
     setattr(module, PLAIN, {name: (x.shape, x.dtype) for name, x in weights.items()})
     # An entry of None is no parameter to PyTorch, and lets PEFT's own code reach the placeholder.
     module._parameters.update(dict.fromkeys(weights))
-    module.__class__ = _class_with(type(module), tuple(weights))
+    plain: Any = type(module)
+    module.__class__ = _class_with(plain, tuple(weights))
 
 
 @functools.cache
-def _class_with(plain: type[nn.Module], names: tuple[str, ...]) -> type[nn.Module]:
+def _class_with(plain: Any, names: tuple[str, ...]) -> type[nn.Module]:
     """Return a subclass of the same name whose attributes ``names`` are placeholders."""
     body = {
         **{name: property(functools.partial(Placeholder.of, name=name)) for name in names},
@@ -98,6 +101,6 @@ def _class_with(plain: type[nn.Module], names: tuple[str, ...]) -> type[nn.Modul
     return type(plain.__name__, (_WithPlaceholders, plain), body)
 
 
-def _empty(plain: type[nn.Module], names: tuple[str, ...]) -> nn.Module:
+def _empty(plain: Any, names: tuple[str, ...]) -> nn.Module:
     cls = _class_with(plain, names)
     return cls.__new__(cls)

@@ -100,7 +100,11 @@ def _adapters_reason(model: nn.Module, name: str, experts: Any) -> str:
     while name.rpartition(".")[2] == "base_layer":
         name = name.rpartition(".")[0]
     outer = model.get_submodule(name)
-    if outer is experts or _peft.is_adapted(outer) or not _peft.is_quantized(experts):
+    if outer is experts or _peft.is_adapted(outer):
+        return ""
+    if _mxfp4.is_experts(experts):
+        return f"not supported: {_mxfp4.NO_ADAPTERS}"
+    if not _peft.is_quantized(experts):
         return ""
     return "PEFT's adapters cannot run beside quantized weights: adapt(model) runs them"
 

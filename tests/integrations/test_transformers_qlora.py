@@ -190,7 +190,9 @@ def test_fp8_experts_of_transformers():
     """Their merge says that it cannot; without `adapt`, PEFT's sums would leave out the scales."""
     wrapper = ParamWrapper(fp8_transformers.experts(block_size=(32, 32)), "down_proj")
     experts = wrapper.base_layer
-    assert integration.adapt(wrapper) == [""]
+    (found,) = integration.check(wrapper)
+    assert found.name == "base_layer" and "adapt(model) runs them" in found.reason
+    assert integration.adapt(wrapper) == [""] and not integration.check(wrapper)
     for method in (wrapper.merge, wrapper.unmerge):
         with pytest.raises(NotImplementedError, match="must be called with weights that are not q"):
             method()
