@@ -45,7 +45,7 @@ class Placeholder(nn.Parameter):
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         """Raise: there are no numbers to compute with."""
-        names = " and ".join(x.weight for x in args if isinstance(x, cls))
+        names = " and ".join(dict.fromkeys(x.weight for x in args if isinstance(x, cls)))
         raise NotImplementedError(
             f"{names or 'weights'} of experts must be plain for {func}, got weights that "
             "moe_ops.quantize_ has quantized: call moe_ops.integrations.transformers.adapt(model) "
