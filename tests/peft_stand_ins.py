@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -61,9 +62,20 @@ def delta(wrapper: Any, name: str) -> torch.Tensor:
     return torch.einsum("o r e, e r i -> e o i", b, a) * wrapper.scaling[name]
 
 
+def blocks_of(model: nn.Module) -> list[Any]:
+    return [m for m in model.modules() if "experts" in m._modules]
+
+
 def experts_of(model: nn.Module) -> list[Any]:
     """The outermost wrapper of each layer's experts, or the experts."""
-    return [m.experts for m in model.modules() if type(m).__name__ == "Qwen3MoeSparseMoeBlock"]
+    return [block.experts for block in blocks_of(model)]
+
+
+def own_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
+    """The parameters of a module itself, as code of PEFT gets them."""
+    names = {"__name__": "peft.tuners.tuners_utils", "dict": dict, "module": module}
+    found: dict[str, nn.Parameter] = eval("dict(module.named_parameters(recurse=False))", names)
+    return found
 
 
 def wrappers(model: nn.Module) -> list[Any]:
@@ -74,9 +86,11 @@ class StandIn:
     """What PEFT's functions do to the stand-ins in a model."""
 
     def wrapped(self, model: Any) -> Any:
-        for layer in model.model.layers:
+        for block in blocks_of(model):
+            found = own_parameters(block.experts)
             for name in TARGETS:
-                layer.mlp.experts = ParamWrapper(layer.mlp.experts, name)
+                assert isinstance(found[name], nn.Parameter)
+                block.experts = ParamWrapper(block.experts, name)
         return model
 
     def set_adapters(self, model: Any, names: list[str]) -> None:
@@ -100,8 +114,17 @@ class StandIn:
             wrapper.unmerge()
 
     def unload(self, model: Any) -> Any:
-        for layer in model.model.layers:
-            layer.mlp.experts = _peft.wrappers_of(layer.mlp.experts)[1]
+        for block in blocks_of(model):
+            block.experts = _peft.wrappers_of(block.experts)[1]
+        return model
+
+    def save(self, model: Any, folder: Path) -> None:
+        state = {name: x for name, x in model.state_dict().items() if "lora_" in name}
+        torch.save(state, folder / "adapters.pt")
+
+    def load(self, model: Any, folder: Path) -> Any:
+        model = self.wrapped(model)
+        model.load_state_dict(torch.load(folder / "adapters.pt"), strict=False)
         return model
 
 
@@ -115,7 +138,7 @@ class RealPeft:
         configs = {
             name: self.peft.LoraConfig(
                 r=rank, lora_alpha=SCALING * rank, target_modules=[],
-                target_parameters=[f"mlp.experts.{target}" for target in TARGETS],
+                target_parameters=[f"experts.{target}" for target in TARGETS],
             )
             for name, rank in RANKS.items()
         }  # fmt: skip
@@ -138,12 +161,21 @@ class RealPeft:
     def unload(self, model: Any) -> Any:
         return model.unload()
 
+    def save(self, model: Any, folder: Path) -> None:
+        model.save_pretrained(folder)
 
-def model_with_adapters(kind: Any, device: str) -> Any:
+    def load(self, model: Any, folder: Path) -> Any:
+        loaded = self.peft.PeftModel.from_pretrained(model, folder / "a", adapter_name="a")
+        loaded.load_adapter(folder / "b", adapter_name="b")
+        return loaded
+
+
+def model_with_adapters(kind: Any, device: str, model: Any = None) -> Any:
     """A frozen model with adapters a (active) and b, no factor of which is zero."""
-    model = tiny_qwen3(device).requires_grad_(False)
-    model.set_experts_implementation("moe_ops")
-    model = kind.wrapped(model).to(device)
+    if model is None:
+        model = tiny_qwen3(device)
+        model.set_experts_implementation("moe_ops")
+    model = kind.wrapped(model.requires_grad_(False)).to(device)
     g = torch.Generator().manual_seed(1)
     for wrapper, name in itertools.product(wrappers(model), RANKS):
         for factor in (wrapper.lora_A[name], wrapper.lora_B[name]):
@@ -151,9 +183,9 @@ def model_with_adapters(kind: Any, device: str) -> Any:
     return model
 
 
-def dense(model: Any, names: list[str], device: str) -> Any:
+def dense(model: Any, names: list[str], device: str, plain: Any = None) -> Any:
     """A model without wrappers whose experts' weights are ``W`` plus the named adapters."""
-    plain = tiny_qwen3(device)
+    plain = tiny_qwen3(device) if plain is None else plain
     for experts, outer in zip(experts_of(plain), experts_of(model), strict=True):
         for wrapper in _peft.wrappers_of(outer)[0]:
             weight = getattr(experts, wrapper.parameter_name).detach()

@@ -47,6 +47,8 @@ def is_quantized(module: Any) -> bool:
 
 def unsupported(experts: Any) -> str:
     """Say why this library does not run a quantized module; empty if it does."""
+    if "parametrizations" in experts._modules:
+        return "weights that PEFT adds adapters to (adapt(model) runs the adapters beside them)"
     (w1, w1_scale), block = _first(experts), experts.block_size
     if w1.dtype == torch.int8:
         if w1_scale.dtype not in EXPONENTS:

@@ -1,7 +1,8 @@
 """Experts modules of transformers whose weights are in a quantized layer.
 
-Such a module has no weights of its own. It holds a `FusedMoE` called `LAYER`, whose parameters keep
-their bits when the model is moved, copied or cast. The module's forward runs these weights.
+Such a module has no weights of its own, only placeholders (`_placeholders`). It holds a `FusedMoE`
+called `LAYER`, whose parameters keep their bits when the model is moved, copied or cast. The
+module's forward runs these weights.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from moe_ops.integrations._gates import activation_of
+from moe_ops.integrations._placeholders import WEIGHTS, add_placeholders
 from moe_ops.layer import FusedMoE
 from moe_ops.scheme import Scheme
 
@@ -54,9 +56,11 @@ def _storage_activation(experts: Any) -> str:
 
 def put_layer(experts: Any, layer: FusedMoE) -> None:
     """Replace the parameters of a module by a quantized layer."""
-    for name in [name for name, _ in experts.named_parameters(recurse=False)]:
+    plain = dict(experts.named_parameters(recurse=False))
+    for name in plain:
         delattr(experts, name)
     experts.add_module(LAYER, layer.train(experts.training))
+    add_placeholders(experts, {name: plain[name] for name in WEIGHTS if name in plain})
     experts.config._experts_implementation = NAME
     experts.register_forward_pre_hook(_refuse_others)
 

@@ -25,6 +25,11 @@ from moe_ops.tensors import QTensor
 
 SCHEME = SCHEMES["mxfp4_w4a16"]
 NAMES = ("gate_up_proj", "down_proj")
+NO_ADAPTERS = (
+    "PEFT's adapters of MXFP4 experts (load the model with Mxfp4Config(dequantize=True), call "
+    "moe_ops.quantize_(model, 'mxfp4_w4a16'), then get_peft_model and adapt)"
+)
+"""What adapted experts do not run, and what to do instead."""
 
 
 def is_experts(module: Any) -> bool:
@@ -45,7 +50,13 @@ def is_adapted(module: nn.Module) -> bool:
 def experts_forward(
     self: Any, hidden_states: Tensor, router_indices: Tensor, routing_weights: Tensor
 ) -> Tensor:
-    """Run as ``GptOssExperts.forward``, on the weights that `adapt_block` stored."""
+    """Run as ``GptOssExperts.forward``, on the weights that `adapt_block` stored.
+
+    Raises:
+        NotImplementedError: weights that PEFT adds adapters to.
+    """
+    if "parametrizations" in self._modules:
+        raise NotImplementedError(f"experts must have no adapters, got {NO_ADAPTERS}")
     config = FusedMoEQuantConfig(
         SCHEME,
         w1_scale=self.gate_up_proj_scales,

@@ -2,7 +2,8 @@
 
 PEFT wraps an experts module once per parameter and makes ``W + B @ A`` of all experts in every
 forward pass. An adapted wrapper passes the factors to the experts' own forward instead, so that
-weights are neither copied nor changed, and may be quantized. Which adapters are active, merged or
+weights are neither copied nor changed, and may be quantized. PEFT finds the weights of quantized
+experts by their placeholders (`_placeholders`). Which adapters are active, merged or
 disabled is read from the wrappers in every pass. Wrappers are recognized by their attributes; PEFT
 is not imported.
 """
@@ -16,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from moe_ops.integrations import _fp8
 from moe_ops.integrations._experts import weights_of
 from moe_ops.integrations._gates import activation_of
 from moe_ops.integrations._layers import NAME, quantized_layer
@@ -94,13 +96,20 @@ def _forward(outer: Any, *args: Any, **kwargs: Any) -> Tensor:
 def _change_weight(wrapper: Any, method: str, *args: Any, **kwargs: Any) -> Any:
     """PEFT's ``merge`` or ``unmerge``, which needs a weight that numbers can be added to."""
     experts = wrappers_of(wrapper)[1]
-    if quantized_layer(experts) is not None or weights_of(experts).quant_config is not None:
+    if is_quantized(experts):
         raise NotImplementedError(
             f"{method} must be called with weights that are not quantized, got quantized ones of "
             f"{type(experts).__name__}: merge into the model before moe_ops.quantize_, or leave "
             "adapters beside it"
         )
     return getattr(type(wrapper), method)(wrapper, *args, **kwargs)
+
+
+def is_quantized(experts: Any) -> bool:
+    """Whether a module that this library runs has quantized weights of any kind."""
+    if quantized_layer(experts) is not None or _fp8.is_quantized(experts):
+        return True
+    return weights_of(experts).quant_config is not None
 
 
 def active(wrappers: list[Any]) -> ExpertLora | None:

@@ -9,7 +9,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from moe_ops import checks
-from moe_ops.integrations import _fp8, _llama4, _mxfp4, _torchao
+from moe_ops.integrations import _fp8, _llama4, _mxfp4, _peft, _torchao
 from moe_ops.integrations._experts import axes_of
 from moe_ops.layer import FusedMoE
 
@@ -26,7 +26,7 @@ class Unreached(NamedTuple):
 def unreached(model: nn.Module, implementation: str) -> Iterator[Unreached]:
     """Yield the expert modules that ``implementation`` does not reach, outermost first."""
     for name, module in expert_modules(model, ""):
-        reason = _reason(module, implementation)
+        reason = _reason(module, implementation) or _adapters_reason(model, name, module)
         if reason:
             yield Unreached(name, type(module).__name__, reason)
 
@@ -93,6 +93,20 @@ def _reason(module: Any, implementation: str) -> str:
     if chosen != implementation:
         return f"its experts_implementation is {chosen!r}, not {implementation!r}"
     return ""
+
+
+def _adapters_reason(model: nn.Module, name: str, experts: Any) -> str:
+    """Return why PEFT's adapters of a module that is reached do not run; empty if they do."""
+    while name.rpartition(".")[2] == "base_layer":
+        name = name.rpartition(".")[0]
+    outer = model.get_submodule(name)
+    if outer is experts or _peft.is_adapted(outer):
+        return ""
+    if _mxfp4.is_experts(experts):
+        return f"not supported: {_mxfp4.NO_ADAPTERS}"
+    if not _peft.is_quantized(experts):
+        return ""
+    return "PEFT's adapters cannot run beside quantized weights: adapt(model) runs them"
 
 
 def unquantizable(module: Any) -> str:

@@ -46,6 +46,9 @@ OF_HUB = (
 )  # fmt: skip
 """Arguments of transformers that say where a configuration is, too."""
 
+WRAPPED = ("base_layer", "original_module")
+"""Names that PEFT's modules have for the module inside."""
+
 
 @register_quantization_config(NAME)
 class MoeOpsConfig(QuantizationConfigMixin):
@@ -77,8 +80,15 @@ class MoeOpsQuantizer(HfQuantizer):
 
     def get_state_dict_and_metadata(
         self, model: PreTrainedModel
-    ) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """Return the tensors to save, most of them views; describe them in the model's config."""
+    ) -> tuple[dict[str, Tensor] | None, dict[str, Any]]:
+        """Return the tensors to save, most of them views; describe them in the model's config.
+
+        None stands for the model's ``state_dict()``, of which transformers saves the adapters alone
+        after ``model.add_adapter``.
+        """
+        if getattr(model, "_hf_peft_config_loaded", False):
+            return None, {}
+        _check_unwrapped(model)
         record = _record(model)
         _describe(model, record)
         state = {
@@ -177,6 +187,17 @@ def make_saveable(model: nn.Module) -> None:
         return
     for child in model.children():
         make_saveable(child)
+
+
+def _check_unwrapped(model: nn.Module) -> None:
+    """Raise if PEFT has put its modules around those of the model, which changes their names."""
+    for name, module in model.named_modules():
+        if not module._modules.keys().isdisjoint(WRAPPED):
+            raise ValueError(
+                "save_pretrained must be called on a quantized model without modules of PEFT "
+                "(peft_model.save_pretrained saves the adapters, peft_model.unload() returns the "
+                f"model without them), got {type(module).__name__} {name!r}"
+            )
 
 
 def _read_record(config: Any) -> dict[str, Any]:

@@ -47,7 +47,8 @@ def check(model: nn.Module) -> list[Unreached]:
     ``...Experts`` (except ``Shared``, through which every token runs), a class with ``expert`` or
     ``moe`` in its name that holds 3-D parameters, a ``ModuleList`` or ``ModuleDict`` called
     ``experts``, and a class named ``...MoE`` with none of these inside. Experts with other names
-    and forms are not found.
+    and forms are not found. Adapters of PEFT beside quantized weights are named until `adapt` has
+    seen them.
     """
     return list(unreached(model, NAME))
 
@@ -59,8 +60,8 @@ def adapt(model: nn.Module) -> list[str]:
     (``del module.forward`` undoes it), and the MXFP4 experts of gpt-oss, whose weights are
     converted from triton_kernels' layout (for good: there may be no memory for a second copy).
     Experts with adapters of PEFT (``target_parameters``) run as grouped LoRA, without merged
-    weights: call this after ``get_peft_model``. Classes stay as they are. Adapted modules are
-    skipped.
+    weights: call this after ``get_peft_model`` (for Llama 4 before or after). Quantized experts run
+    adapters in no other way. Classes stay as they are. Adapted modules are skipped.
 
     Returns:
         The names of the modules that were adapted.

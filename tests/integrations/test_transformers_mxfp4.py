@@ -7,9 +7,11 @@ import pytest
 import torch
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch.nn.utils import parametrize
 
 transformers = pytest.importorskip("transformers")
 
+from peft_stand_ins import StandIn  # noqa: E402
 from transformers.integrations import mxfp4  # noqa: E402
 from transformers.integrations.mxfp4 import Mxfp4GptOssExperts  # noqa: E402
 
@@ -197,6 +199,24 @@ def test_a_block_compiles_whole():
         for actual, expected in zip(compiled(x), block(x), strict=True):
             assert torch.equal(actual, expected)
     assert backend.frame_count == 1
+
+
+def test_adapters_of_peft_are_refused():
+    """PEFT takes the bytes of the weights for numbers."""
+    model, _ = models(in_blocks)
+    integration.adapt(model)
+    model = StandIn().wrapped(model)
+    assert integration.adapt(model) == []
+    assert all("PEFT's adapters of MXFP4 experts" in f.reason for f in integration.check(model))
+
+    class Same(nn.Module):
+        def forward(self, w):
+            return w
+
+    experts = blocks(model)[0].experts.base_layer.base_layer
+    parametrize.register_parametrization(experts, "down_proj", Same())
+    with pytest.raises(NotImplementedError, match=r"no adapters, got PEFT.*\(dequantize=True\)"):
+        model(torch.arange(3, 14)[None])
 
 
 def test_what_cannot_be_adapted_is_said():

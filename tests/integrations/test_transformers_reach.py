@@ -11,10 +11,12 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 transformers = pytest.importorskip("transformers")
 
+import peft_stand_ins as stand_ins  # noqa: E402
 import tiny_transformers as tiny  # noqa: E402
 from tiny_transformers import llama4_blocks, tiny_llama4  # noqa: E402
 from transformers.models.step3p7 import configuration_step3p7, modeling_step3p7  # noqa: E402
 
+import moe_ops  # noqa: E402
 import moe_ops.integrations.transformers as integration  # noqa: E402
 from moe_ops.integrations import _llama4  # noqa: E402
 
@@ -243,6 +245,60 @@ def test_llama4_is_left_alone_when_it_cannot_be_adapted():
     llama4_blocks(model)[0].forward = lambda x: x
     with pytest.raises(ValueError, match="model.layers.0.feed_forward must not have a forward"):
         integration.adapt(model)
+
+
+@pytest.mark.parametrize("peft", [False, True])
+@pytest.mark.parametrize("adapted_first", [False, True])
+def test_llama4_with_adapters(peft, adapted_first):
+    """PEFT's sums and gradients, in both orders; as PEFT has it where adapters change."""
+    kind = stand_ins.RealPeft(pytest.importorskip("peft")) if peft else stand_ins.StandIn()
+    model = llama4()
+    plain, ids = copy.deepcopy(model), torch.arange(3, 14)[None]
+    names = integration.adapt(model) if adapted_first else []
+    model = stand_ins.model_with_adapters(kind, "cpu", model)
+    names += integration.adapt(model)
+    assert len(names) == 2 and not integration.check(model)
+
+    def assert_runs(active):
+        dense = stand_ins.dense(model, active, "cpu", copy.deepcopy(plain))
+        expected = dense(ids, labels=ids)
+        factors = [
+            factor[name].weight.requires_grad_()
+            for wrapper in stand_ins.wrappers(model) for name in active
+            for factor in (wrapper.lora_A, wrapper.lora_B)
+        ]  # fmt: skip
+        found = model(ids, labels=ids)
+        torch.testing.assert_close(found.logits, expected.logits, rtol=1e-4, atol=1e-4)
+        if factors:
+            ours = torch.autograd.grad(found.loss, factors)
+            theirs = torch.autograd.grad(expected.loss, factors)
+            for a, b in zip(ours, theirs, strict=True):
+                assert b.any()
+                torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-5)
+
+    for active in (["a"], ["b"], ["a", "b"], ["a"]):
+        kind.set_adapters(model, active)
+        assert_runs(active)
+    with kind.disabled(model):
+        assert_runs([])
+    with torch.no_grad():
+        expected = model(ids).logits
+        kind.merge(model)
+        torch.testing.assert_close(model(ids).logits, expected, rtol=1e-4, atol=1e-4)
+        kind.unmerge(model)
+        with pytest.raises(NotImplementedError, match="known kind .* Llama4TextMoe .* not disp"):
+            moe_ops.quantize_(model, "int8_w8a16", progress=False)
+        hook = stand_ins.wrappers(model)[0].register_forward_pre_hook(lambda *_: None)
+        with pytest.raises(NotImplementedError, match="adapter_names must be None for adapters"):
+            model(ids)
+        hook.remove()
+        torch.testing.assert_close(model(ids).logits, expected, rtol=1e-4, atol=1e-4)
+        unloaded = kind.unload(model)
+        for _ in range(2):
+            expected = plain(ids).logits
+            torch.testing.assert_close(unloaded(ids).logits, expected, rtol=1e-4, atol=1e-4)
+            for block in blocks(unloaded):
+                block.__dict__.pop("forward", None)
 
 
 def test_a_class_that_only_has_the_name():
